@@ -1,7 +1,7 @@
-//! Lists kernel sources and, where they are there, archives of compiled kernels.
+//! Lists kernel sources and, if present, archives of compiled kernels.
 //!
-//! Needs neither toolkit nor network: files are embedded as they lie in `kernels/`. Without
-//! archives the list of them is empty, and kernels are compiled when the device is opened.
+//! Needs neither toolkit nor network: the files of `kernels/` are embedded. Without archives their
+//! list is empty, and kernels are compiled when the device is opened.
 use std::error::Error;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -23,7 +23,8 @@ fn var(name: &str) -> Result<String, Box<dyn Error>> {
     env::var(name).map_err(|error| format!("{name}: {error}").into())
 }
 
-/// Files of a folder with one of these extensions, by name; none where there is no folder.
+/// Lists the files of a folder with one of these extensions, by name; none if the folder is
+/// missing.
 fn files(folder: &Path, extensions: &[&str]) -> Result<Vec<PathBuf>, Box<dyn Error>> {
     let mut found = Vec::new();
     if folder.is_dir() {
@@ -39,7 +40,7 @@ fn files(folder: &Path, extensions: &[&str]) -> Result<Vec<PathBuf>, Box<dyn Err
     Ok(found)
 }
 
-/// A constant: the name of every file and what is in it.
+/// Writes a constant with the name and the content of every file.
 fn list(
     text: &mut String,
     name: &str,

@@ -1,7 +1,7 @@
-//! Measures the KV cache: [`measure`] times its operations on any device for `kv bench`, and the
-//! rest is what the benches share: shapes, caches that are already full, tensors.
+//! Measures the KV cache. [`measure`] times its operations on any device, for `kv bench`; the other
+//! modules hold what the benches share: shapes, filled caches, tensors.
 #![forbid(unsafe_code)]
-pub mod life;
+pub mod blocks;
 pub mod measure;
 mod num;
 mod random;
@@ -15,31 +15,31 @@ use kv::{
 
 use random::Random;
 
-/// Tokens a block holds in every bench.
+/// Tokens per block in every bench.
 pub const BLOCK_SIZE: u32 = 16;
 
 /// A batch over one layer of a model.
 #[derive(Debug, Clone, Copy)]
 #[expect(clippy::exhaustive_structs, reason = "a literal names each of the numbers")]
 pub struct Shape {
-    /// Sequences.
+    /// Number of sequences.
     pub batch: u32,
-    /// Cached tokens of each.
+    /// Cached tokens per sequence.
     pub context: u32,
-    /// Query heads.
+    /// Number of query heads.
     pub q_heads: u32,
-    /// Heads of K and V.
+    /// Number of kv heads.
     pub kv_heads: u32,
-    /// Values of one row.
+    /// Head dim.
     pub head_dim: u32,
-    /// How rows are stored.
+    /// Stored format.
     pub format: KvFormat,
-    /// Axes inside a block.
+    /// Order of axes inside a block.
     pub order: BlockOrder,
 }
 
 impl Shape {
-    /// A layer of an 8-billion-parameter Llama with 4 query heads to a kv head, stored in f16.
+    /// A layer of an 8-billion-parameter Llama with 4 query heads per kv head, stored in f16.
     pub fn llama(batch: u32, context: u32) -> Self {
         Self {
             batch,
@@ -52,15 +52,15 @@ impl Shape {
         }
     }
 
-    /// As little data as there can be, so that only the bookkeeping is left.
+    /// A shape with as little data as possible, so that only the bookkeeping is measured.
     pub fn bookkeeping(batch: u32, context: u32) -> Self {
         Self { q_heads: 1, kv_heads: 1, head_dim: 2, ..Self::llama(batch, context) }
     }
 
-    /// The cache for this shape, with room for `more` tokens a sequence.
+    /// Builds the spec of a cache for this shape, with room for `more` tokens per sequence.
     ///
     /// # Errors
-    /// As the builder's.
+    /// Those of the builder.
     pub fn spec(&self, more: u32) -> Result<CacheSpec, Error> {
         let blocks = self.context.saturating_add(more).div_ceil(BLOCK_SIZE);
         Ok(CacheSpec::builder()
@@ -73,27 +73,27 @@ impl Shape {
             .build()?)
     }
 
-    /// Bytes of K and V that one token takes in the cache.
+    /// Returns the bytes of K and V per token.
     pub fn token_bytes(&self) -> u64 {
         let row = self.format.row_bytes(self.head_dim);
         row.saturating_mul(u64::from(self.kv_heads)).saturating_mul(2)
     }
 
-    /// Values of one token's K, and of its V.
+    /// Returns the number of values of one token's K, and of its V.
     pub fn token_values(&self) -> u64 {
         u64::from(self.kv_heads).saturating_mul(u64::from(self.head_dim))
     }
 
-    /// The sequences of the batch.
+    /// Returns the sequences of the batch.
     pub fn sequences(&self) -> impl Iterator<Item = SequenceId> + use<> {
         (0..u64::from(self.batch)).map(SequenceId)
     }
 
-    /// A cache in which every sequence has its context, less a few tokens that differ from sequence
-    /// to sequence, so that not all reach the end of a block together.
+    /// Makes a cache in which every sequence has its context, less a few tokens that differ from
+    /// sequence to sequence, so that they do not all reach the end of a block together.
     ///
     /// # Errors
-    /// The cache's own.
+    /// Those of the cache.
     pub fn filled<B: Backend>(&self, backend: B, more: u32) -> Result<KvCache<B>, Error> {
         let mut cache = KvCache::new(backend, self.spec(more)?)?;
         let values = values(self.token_values().saturating_mul(u64::from(self.context)));
@@ -110,12 +110,12 @@ impl Shape {
     }
 }
 
-/// `count` values between -1 and 1 that look random and are the same in every run.
+/// Returns `count` pseudo-random values between -1 and 1, the same in every run.
 pub fn values(count: u64) -> Vec<f32> {
     (0..count).zip(Random::new(1)).map(|(_, value)| value).collect()
 }
 
-/// Whether benches run once each, as tests, and may use small shapes.
+/// Returns whether benches run once each, as tests, and may use small shapes.
 pub fn is_smoke() -> bool {
     let mut args = std::env::args().skip(1);
     let (mut bench, mut test) = (false, false);

@@ -1,6 +1,6 @@
-//! Values that look random and are the same in every run.
+//! Pseudo-random values that are the same in every run.
 
-/// Values between -1 and 1 without an end, by a linear congruential generator.
+/// An endless sequence of values between -1 and 1, from a linear congruential generator.
 #[derive(Debug, Clone)]
 pub(crate) struct Random {
     state: u32,

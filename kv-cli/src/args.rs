@@ -15,8 +15,8 @@ pub(crate) use self::bench::BenchArgs;
 pub(crate) use self::replay::ReplayArgs;
 use crate::memory::Bytes;
 
-/// Generate text with a KV cache, plan its memory, measure what its formats cost, what reuse saves
-/// and how fast a device is.
+/// Generate text with a KV cache, plan its memory, and measure the accuracy of its formats, the
+/// savings of reuse and the speed of a device.
 #[derive(Debug, Parser)]
 #[command(name = "kv", version, arg_required_else_help = true, max_term_width = 100)]
 pub(crate) struct Cli {
@@ -40,9 +40,9 @@ pub(crate) enum Command {
 /// Architectures: llama, mistral, qwen2, qwen3, phi3, olmo2, granite and smollm3; rope types:
 /// default, linear, dynamic, yarn, llama3, and longrope up to the original context.
 ///
-/// The model runs on the CPU in f32 (f16 and bf16 weights are upcast when they are read); its keys
-/// and values live in the cache of the chosen backend. A sequence ends after --max-new-tokens, at
-/// an end-of-text token, or when it is as long as the model's context.
+/// The model runs on the CPU in f32 (f16 and bf16 weights are converted when they are read); its
+/// keys and values are in the cache of the chosen backend. A sequence ends after --max-new-tokens,
+/// at an end-of-text token, or when it fills the model's context.
 #[derive(Debug, Args)]
 #[command(
     allow_negative_numbers = true,
@@ -59,24 +59,24 @@ pub(crate) enum Command {
 #[expect(clippy::struct_excessive_bools, reason = "one flag of the command line each")]
 pub(crate) struct GenerateArgs {
     /// Directory with config.json, model.safetensors (or its index and shards) and tokenizer.json,
-    /// or one .gguf file (of a split model the first); the bundled stories260K unless given
+    /// or one .gguf file (of a split model the first); default: the bundled stories260K
     #[arg(long, value_name = "DIR|FILE.gguf")]
     pub(crate) model: Option<PathBuf>,
 
-    /// A tokenizer.json, for a .gguf file that has none beside it
+    /// A tokenizer.json, for a .gguf file without one in its folder
     #[arg(long, value_name = "FILE")]
     pub(crate) tokenizer: Option<PathBuf>,
 
-    /// Text to continue, may be repeated; "Once upon a time" unless a prompt is given
+    /// Text to continue, may be repeated; default: "Once upon a time"
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub(crate) prompt: Vec<String>,
 
-    /// File with one prompt a line; a line that starts with `"` is a JSON string, empty lines are
+    /// File with one prompt per line; a line that starts with `"` is a JSON string, empty lines are
     /// skipped
     #[arg(long, value_name = "FILE")]
     pub(crate) prompts: Option<PathBuf>,
 
-    /// Tokens to generate for each prompt
+    /// Tokens to generate per prompt
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = at_least_1)]
     pub(crate) max_new_tokens: u32,
 
@@ -84,7 +84,7 @@ pub(crate) struct GenerateArgs {
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = at_least_1)]
     pub(crate) max_batch: u32,
 
-    /// Tokens of one step: longer prompts are read in chunks, while others generate
+    /// Tokens per step: longer prompts are prefilled in chunks, while others generate
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = at_least_1)]
     pub(crate) max_step_tokens: u32,
 
@@ -92,49 +92,48 @@ pub(crate) struct GenerateArgs {
     #[arg(long, value_name = "T", default_value = "0", value_parser = temperature)]
     pub(crate) temperature: f64,
 
-    /// Seed of the sampling; each prompt has a stream of its own, whatever the batch
+    /// Seed of the sampling; each prompt has its own stream, whatever the batch
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) seed: u64,
 
-    /// Go on after an end-of-text token. Without this such a token ends its sequence: it is the
+    /// Continue after an end-of-text token. Without this such a token ends its sequence: it is the
     /// last of `tokens` and not part of `text`
     #[arg(long)]
     pub(crate) ignore_eos: bool,
 
-    /// Where the cache lives: a name that `kv devices` lists, such as cpu,
-    /// wgpu:0, wgpu:llvmpipe (a part of an adapter's name) or cuda:0
+    /// Device of the cache: a name that `kv devices` lists, such as cpu, wgpu:0, wgpu:llvmpipe (a
+    /// part of an adapter's name) or cuda:0
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: Device,
 
-    /// Stored format of K and V, such as l4 or int8/l4 (K/V), with options behind commas: V=NAME,
-    /// calib=FILE (what `kv calibrate` wrote) or calib=online (constants from the first tokens of
+    /// Stored format of K and V, such as l4 or int8/l4 (K/V), with options after commas: V=NAME,
+    /// calib=FILE (written by `kv calibrate`) or calib=online (constants from the first tokens of
     /// the run), full-precision-prefix=N (first tokens of a sequence in 16 bits), tail=on (the
-    /// block that is being filled too), transform=on or off, mean=block (each block's own mean of
-    /// K)
+    /// block that is being filled too), transform=on or off, mean=block (subtract each block's own mean from K)
     #[arg(long, value_name = "NAME[,..]", default_value = "f32")]
     pub(crate) format: Stored,
 
-    /// One block as long as the model's context for each sequence of the batch
+    /// One block per sequence of the batch, as long as the model's context
     #[arg(long, conflicts_with = "paged")]
     pub(crate) contiguous: bool,
 
-    /// Blocks of so many tokens, and how many; unless given 16 tokens, and as many blocks as the
-    /// batch can need in 1 GiB
+    /// Tokens per block, and number of blocks; default: 16 tokens, and as many blocks as the batch
+    /// can need in 1 GiB
     #[arg(long, value_name = "BLOCK_SIZE,NUM_BLOCKS")]
     pub(crate) paged: Option<Paged>,
 
-    /// Compute every token again for each new one: what caching saves
+    /// Recompute every token for each new one, to measure what caching saves
     #[arg(long)]
     pub(crate) no_cache: bool,
 
-    /// Compute every prompt whole. Without this a prompt takes over the longest prefix that is
-    /// cached of the others, and prompts that arrive together compute what they share once
+    /// Compute every prompt whole. Without this a prompt reuses the longest cached prefix of the
+    /// others, and prompts that arrive together compute their common prefix once
     #[arg(long)]
     pub(crate) no_reuse: bool,
 
-    /// Beam search: go on from the N most likely texts at once, as forks that share their blocks,
-    /// until N texts have ended or are --max-new-tokens long; the best one is printed, all are in
-    /// the JSON object. Without sampling (--temperature) and guesses (--draft-tokens)
+    /// Beam search: continue the N most likely texts at once, as forks that share their blocks,
+    /// until N texts have ended or have --max-new-tokens tokens; the best one is printed, all are
+    /// in the JSON object. Without sampling (--temperature) and drafts (--draft-tokens)
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_1)]
     pub(crate) beams: u32,
 
@@ -142,15 +141,16 @@ pub(crate) struct GenerateArgs {
     #[arg(long, value_name = "A", default_value = "1", value_parser = finite)]
     pub(crate) length_penalty: f64,
 
-    /// Guess up to N next tokens of each sequence from its own text (what followed its last words
-    /// before) and check them all in one step. The text stays the same, with --temperature too;
-    /// formats of few bits may turn a close call, as they may in a batch of another size
+    /// Draft up to N next tokens of each sequence from its own text (what followed its last n-gram
+    /// before) and verify them all in one step. The text stays the same, with --temperature too; in
+    /// formats of few bits a close call may turn out differently, as it may in a batch of another
+    /// size
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) draft_tokens: u32,
 
-    /// Run paged, contiguous and uncached at several lengths, then a second request behind a long
-    /// system prompt with and without reuse, and print what was measured; tokens after an end of
-    /// text are generated too, so that all runs do the same work
+    /// Run paged, contiguous and uncached at several lengths, then a second request after a long
+    /// system prompt with and without reuse, and print the figures; tokens after an end of text are
+    /// generated too, so that all runs do the same work
     #[arg(long, conflicts_with_all = ["no_cache", "contiguous", "no_reuse"])]
     pub(crate) compare: bool,
 
@@ -159,12 +159,12 @@ pub(crate) struct GenerateArgs {
     pub(crate) json: bool,
 }
 
-/// Tell how much memory a model's cache takes and how many sequences fit, from its config.json or
-/// GGUF metadata alone.
+/// Print how much memory a model's cache takes and how many sequences fit, from its config.json or
+/// GGUF metadata only.
 ///
-/// Layers, K and V heads, their sizes, windows and MLA ranks are read for any decoder, whether `kv
-/// generate` runs it or not; a type that is unknown is planned from the usual fields and noted.
-/// Layers without attention (state-space, linear, convolutions) are named and not counted. Of MLA,
+/// Layers, kv heads, their sizes, windows and MLA ranks are read for any decoder, whether `kv
+/// generate` runs it or not; an unknown type is planned from the usual fields, with a note. Layers
+/// without attention (state-space, linear, convolutions) are named and not counted. For MLA,
 /// bytes/token is what the model needs; the other columns count what this cache stores.
 #[derive(Debug, Args)]
 #[command(
@@ -175,13 +175,14 @@ pub(crate) struct GenerateArgs {
   kv plan --model path/to/llama --memory 80GB --context 32768 --format l4 --format int8/l4 --json"
 )]
 pub(crate) struct PlanArgs {
-    /// Directory with a config.json or one GGUF model, or such a file; the bundled stories260K
-    /// unless given
+    /// Directory with a config.json or one GGUF model, or such a file; default: the bundled
+    /// stories260K
     #[arg(long, value_name = "DIR|FILE")]
     pub(crate) model: Option<PathBuf>,
 
     /// Stored format of K and V, such as l4, int8/l4 (K/V) or l4,full-precision-prefix=0; may be
-    /// repeated; all formats unless given
+    /// repeated; default:
+    /// all formats
     #[arg(long, value_name = "NAME[,..]")]
     pub(crate) format: Vec<Stored>,
 
@@ -190,11 +191,11 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "SIZE", default_value = "24GiB")]
     pub(crate) memory: Bytes,
 
-    /// Tokens of a sequence; the model's context unless given
+    /// Tokens per sequence; default: the model's context
     #[arg(long, value_name = "N", value_parser = at_least_1)]
     pub(crate) context: Option<u32>,
 
-    /// Tokens of a block
+    /// Tokens per block
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = at_least_1)]
     pub(crate) block_size: u32,
 
@@ -203,10 +204,10 @@ pub(crate) struct PlanArgs {
     pub(crate) json: bool,
 }
 
-/// List the devices that a cache can live on: the CPU, the adapters of WebGPU, the cards of CUDA.
+/// List the devices that a cache can use: the CPU, the adapters of WebGPU, the cards of CUDA.
 ///
-/// A kind of device of which there is none shows with the reason. The name in the first column is
-/// what --backend takes; an adapter is also found by a part of its name, as in wgpu:llvmpipe.
+/// A kind of device without any is listed with the reason. The name in the first column is what
+/// --backend takes; a part of an adapter's name works too, as in wgpu:llvmpipe.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   kv devices
@@ -245,7 +246,7 @@ fn at_least_1(text: &str) -> Result<u32, String> {
 }
 
 impl Cli {
-    /// Refuses options that exclude each other, or do not fit each other, by their values.
+    /// Refuses options that contradict each other, depending on their values.
     pub(crate) fn checked(self) -> Result<Self, clap::Error> {
         let args = match &self.command {
             Command::Generate(args) => args,

@@ -1,12 +1,12 @@
-//! Where the model lies that comes with the program.
+//! Finds the model that comes with the program.
 use std::path::{Path, PathBuf};
 
 use anyhow::bail;
 
 const NAME: &str = "models/stories260K";
 
-/// The path given, or the bundled model: in the source tree the program was built from, above the
-/// program, or in the current directory.
+/// Returns the given path, or that of the bundled model: in the source tree that the program was
+/// built from, above the program, or in the current directory.
 pub(crate) fn model_or_bundled(given: Option<&Path>) -> anyhow::Result<PathBuf> {
     if let Some(path) = given {
         if !path.exists() {

@@ -1,4 +1,4 @@
-//! `kv calibrate`: the constants of quantised storage as a file.
+//! `kv calibrate`: writes the constants of quantised storage to a file.
 use std::fs;
 use std::path::Path;
 
@@ -11,14 +11,14 @@ use crate::loaded::Loaded;
 use crate::num::to_usize;
 use crate::{output, progress};
 
-/// The object `--json` prints.
+/// The object that `--json` prints.
 #[derive(Debug, Serialize)]
 struct Report {
     file: String,
     model: String,
-    /// What ties the file to the model.
+    /// The fingerprint of the model.
     fingerprint: String,
-    /// Tokens that count: those of the text without the full-precision prefix.
+    /// Tokens that were counted: those of the text without the full-precision prefix.
     tokens: u32,
     layers: u16,
     kv_heads: u32,
@@ -62,13 +62,13 @@ pub(crate) fn run(args: &CalibrateArgs) -> anyhow::Result<()> {
     ))
 }
 
-/// Whole or not at all: a file that was there stays until the new one is complete.
+/// Writes the file whole or not at all: an existing file stays until the new one is complete.
 fn write(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     let mut partial = path.as_os_str().to_owned();
     partial.push(".partial");
     let written = fs::write(&partial, bytes).and_then(|()| fs::rename(&partial, path));
     if written.is_err() {
-        // It may not even be there.
+        // The file may not exist.
         let _ = fs::remove_file(&partial);
     }
     written

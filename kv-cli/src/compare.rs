@@ -1,5 +1,5 @@
-//! `kv generate --compare`: the same prompts with and without a cache, and a second request behind
-//! a long system prompt with and without reuse, measured in one run.
+//! `kv generate --compare`: the same prompts with and without a cache, and a second request after a
+//! long system prompt with and without reuse, measured in one run.
 mod reuse;
 
 use kv_runner::Generated;
@@ -10,7 +10,7 @@ use crate::memory::Bytes;
 use crate::output;
 use crate::session::{Session, Silent, Variant};
 
-/// The object `--compare --json` prints.
+/// The object that `--compare --json` prints.
 #[derive(Debug, Serialize)]
 struct Report {
     model: String,
@@ -18,7 +18,7 @@ struct Report {
     format: String,
     sequences: usize,
     compare: Vec<Line>,
-    /// Absent where the model's context is too short for a shared prompt.
+    /// Absent if the model's context is too short for a shared prompt.
     #[serde(skip_serializing_if = "Option::is_none")]
     reuse: Option<reuse::Comparison>,
 }
@@ -27,13 +27,13 @@ struct Report {
 struct Line {
     variant: &'static str,
     layout: String,
-    /// Asked for, of each sequence.
+    /// Requested new tokens per sequence.
     new_tokens: u32,
     seconds: f64,
     tokens_per_s: f64,
-    /// Of the sequence that waited longest.
+    /// Milliseconds to the first token of the slowest sequence.
     ttft_ms: f64,
-    /// How often the uncached run of the same length fits into the time of this one.
+    /// The time of the uncached run of the same length over this time.
     speedup: f64,
     cache_bytes: u64,
     peak_bytes: u64,
@@ -51,8 +51,8 @@ pub(crate) fn run(args: &GenerateArgs, session: &Session) -> anyhow::Result<()> 
         let mut tokens: Option<Vec<Generated>> = None;
         let first_of_length = compare.len();
         for (variant, layout, forget) in variants {
-            let asked = Variant::new(args, layout);
-            let runs = Variant { max_new_tokens, forget, ignore_eos: true, ..asked };
+            let base = Variant::new(args, layout);
+            let runs = Variant { max_new_tokens, forget, ignore_eos: true, ..base };
             let runs = Variant { reuse: !forget, ..runs };
             let (generated, stats) = session.run(args, &runs, session.prompt_ids(), &mut Silent)?;
             let first = tokens.get_or_insert_with(|| generated.clone());
@@ -88,7 +88,7 @@ pub(crate) fn run(args: &GenerateArgs, session: &Session) -> anyhow::Result<()> 
     if args.json { output::json(&report) } else { output::text(&show(&report)) }
 }
 
-/// A quarter, a half and all of the tokens asked for.
+/// Returns a quarter, a half and all of the requested tokens.
 fn lengths(max: u32) -> Vec<u32> {
     let mut lengths: Vec<_> =
         [4, 2, 1].into_iter().filter_map(|part| max.checked_div(part)).map(|n| n.max(1)).collect();

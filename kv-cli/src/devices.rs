@@ -1,7 +1,9 @@
-//! `kv devices`: what a cache can live on, and why what is missing is missing.
+//! `kv devices`: the devices that a cache can use, and the reasons for those that are missing.
 use kv::backend::Backend;
 use kv::cpu::{CpuBackend, CpuOptions};
+#[cfg(feature = "cuda")]
 use kv::cuda::CardFacts;
+#[cfg(feature = "wgpu")]
 use kv::error::DeviceError;
 use kv::wgpu::AdapterFacts;
 use serde::Serialize;
@@ -24,9 +26,13 @@ struct Missing {
     reason: String,
 }
 
-/// One device; the field `backend` of its JSON object says of which kind.
+/// One device; the field `backend` of its JSON object names the kind.
 #[derive(Debug, Serialize)]
 #[serde(tag = "backend", rename_all = "lowercase")]
+#[cfg_attr(
+    not(all(feature = "cuda", feature = "wgpu")),
+    expect(dead_code, reason = "devices of backends that are not compiled in")
+)]
 enum Device {
     Cpu {
         name: String,
@@ -51,7 +57,7 @@ enum Device {
         compute_capability: String,
         multiprocessors: u32,
         memory_bytes: u64,
-        /// Why it cannot be opened.
+        /// The reason why it cannot be opened.
         #[serde(skip_serializing_if = "Option::is_none")]
         refusal: Option<String>,
     },
@@ -67,24 +73,47 @@ pub(crate) fn run(args: &DevicesArgs) -> anyhow::Result<()> {
 
 fn collect() -> Report {
     let mut report = Report { devices: Vec::new(), missing: Vec::new() };
-    let mut miss = |backend, reason: &str| {
-        report.missing.push(Missing { backend, reason: one_line(reason) });
-    };
     match cpu() {
         Ok(cpu) => report.devices.push(cpu),
-        Err(error) => miss("cpu", &error.to_string()),
+        Err(error) => report.miss("cpu", &error.to_string()),
     }
+    find_wgpu(&mut report);
+    find_cuda(&mut report);
+    report
+}
+
+impl Report {
+    fn miss(&mut self, backend: &'static str, reason: &str) {
+        self.missing.push(Missing { backend, reason: one_line(reason) });
+    }
+}
+
+#[cfg(feature = "wgpu")]
+fn find_wgpu(report: &mut Report) {
     let adapters = kv::wgpu::adapters();
     if adapters.is_empty() {
-        miss("wgpu", "no driver for Vulkan, Metal or DX12 was found");
+        report.miss("wgpu", "no driver for Vulkan, Metal or DX12 was found");
     }
     report.devices.extend(adapters.into_iter().map(adapter));
+}
+
+#[cfg(not(feature = "wgpu"))]
+fn find_wgpu(report: &mut Report) {
+    report.miss("wgpu", "this program was built without it: add --features wgpu");
+}
+
+#[cfg(feature = "cuda")]
+fn find_cuda(report: &mut Report) {
     match kv::cuda::cards() {
-        Ok(cards) if cards.is_empty() => miss("cuda", "the driver sees no card"),
+        Ok(cards) if cards.is_empty() => report.miss("cuda", "the driver sees no card"),
         Ok(cards) => report.devices.extend(cards.into_iter().map(card)),
-        Err(error) => miss("cuda", &error.to_string()),
+        Err(error) => report.miss("cuda", &error.to_string()),
     }
-    report
+}
+
+#[cfg(not(feature = "cuda"))]
+fn find_cuda(report: &mut Report) {
+    report.miss("cuda", "this program was built without it: add --features cuda");
 }
 
 fn cpu() -> Result<Device, DeviceError> {
@@ -96,6 +125,7 @@ fn cpu() -> Result<Device, DeviceError> {
     })
 }
 
+#[cfg(feature = "wgpu")]
 fn adapter(facts: AdapterFacts) -> Device {
     Device::Wgpu {
         name: format!("wgpu:{}", facts.index),
@@ -111,6 +141,7 @@ fn adapter(facts: AdapterFacts) -> Device {
     }
 }
 
+#[cfg(feature = "cuda")]
 fn card(facts: CardFacts) -> Device {
     Device::Cuda {
         name: format!("cuda:{}", facts.index),
@@ -131,7 +162,7 @@ fn show(report: &Report) -> String {
     devices.chain(missing).flatten().map(|line| line + "\n").collect()
 }
 
-/// A device as people read it: its name, then a fact a line.
+/// Formats a device as text: its name, then one fact per line.
 fn lines(device: &Device) -> Vec<String> {
     let (name, facts) = match device {
         Device::Cpu { name, instruction_set, threads } => {

@@ -1,12 +1,12 @@
 //! An error as one line of text.
 use std::error::Error;
 
-/// The error and its causes, one after another.
+/// Joins the messages of an error and its causes.
 pub(crate) fn describe(error: &anyhow::Error) -> String {
     chain(error.as_ref())
 }
 
-/// The same of an error of any type.
+/// Does the same for an error of any type.
 pub(crate) fn chain(error: &dyn Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
@@ -17,7 +17,7 @@ pub(crate) fn chain(error: &dyn Error) -> String {
     one_line(&text)
 }
 
-/// The same text on one line.
+/// Replaces line breaks by spaces.
 pub(crate) fn one_line(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }

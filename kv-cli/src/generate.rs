@@ -1,4 +1,4 @@
-//! `kv generate`: text as it comes, and a report at the end.
+//! `kv generate`: prints text as it is generated, and a report at the end.
 use std::io::IsTerminal;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -27,8 +27,8 @@ pub(crate) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
     output::text(&format!("\n{}", report.show()))
 }
 
-/// What a person sees while a run goes on: the text of one prompt as it comes, or the texts of
-/// several as they are finished, with a bar where there is a terminal.
+/// Output during a run: the text of one prompt as it is generated, or the texts of several when
+/// they are finished, with a progress bar on a terminal.
 struct Show<'s> {
     session: &'s Session,
     stop: Vec<u32>,
@@ -122,7 +122,7 @@ impl session::Show for Show<'_> {
         match event {
             Event::Token { index, token } => self.token(*index, *token),
             Event::Finished { index, generated } => self.finished(*index, generated),
-            // There is no other kind of event yet.
+            // There are no other events yet.
             _ => Ok(()),
         }
     }

@@ -1,4 +1,4 @@
-//! What every command that runs a model opens first: the model, its tokenizer and the device.
+//! Opens what every command with a model needs: the model, its tokenizer and the device.
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
 
@@ -16,7 +16,7 @@ pub(crate) struct Loaded {
     pub(crate) model: Decoder,
     pub(crate) tokenizer: Tokenizer,
     pub(crate) backend: AnyBackend,
-    /// Whether it was said that a prompt brings its begin token itself.
+    /// Whether the note about a prompt's own begin token was printed.
     noted_begin: Cell<bool>,
 }
 
@@ -34,7 +34,7 @@ impl Loaded {
         Ok(Self { name, model, tokenizer, backend, noted_begin: Cell::new(false) })
     }
 
-    /// The tokens of a prompt, with the special tokens the tokenizer itself adds.
+    /// Returns the tokens of a prompt, with the special tokens that the tokenizer adds.
     pub(crate) fn encode(&self, prompt: &str) -> anyhow::Result<Vec<u32>> {
         let encoded = self.tokenizer.encode(prompt, self.model.config())?;
         if let Some(begin) = encoded.repeated_begin
@@ -45,14 +45,14 @@ impl Loaded {
         Ok(encoded.tokens)
     }
 
-    /// All tokens of a text file.
+    /// Returns all tokens of a text file.
     pub(crate) fn read_tokens(&self, path: &Path) -> anyhow::Result<Vec<u32>> {
         let text = read_text(path)?;
         self.encode(&text).with_context(|| path.display().to_string())
     }
 }
 
-/// Where the tokenizer of a model is.
+/// Returns the path of the tokenizer of a model.
 fn tokenizer_path(model: &Path, given: Option<&Path>) -> anyhow::Result<PathBuf> {
     if let Some(path) = given {
         return Ok(path.to_owned());
@@ -60,7 +60,7 @@ fn tokenizer_path(model: &Path, given: Option<&Path>) -> anyhow::Result<PathBuf>
     let dir = if model.is_file() { model.parent().unwrap_or(Path::new(".")) } else { model };
     let path = dir.join("tokenizer.json");
     if model.is_file() && !path.is_file() {
-        bail!("{}: no tokenizer.json beside it, give --tokenizer FILE", model.display());
+        bail!("{}: no tokenizer.json in its folder, give --tokenizer FILE", model.display());
     }
     Ok(path)
 }

@@ -1,7 +1,7 @@
-//! The program `kv`: generate text with a KV cache, plan its memory, measure what its formats cost,
-//! what reuse saves and how fast a device is, list devices.
+//! The program `kv`: generates text with a KV cache, plans its memory, measures formats, reuse and
+//! devices, lists devices.
 //!
-//! Results go to standard output, one line for an error to standard error. Exit codes: 0 done, 1
+//! Results go to standard output, errors as one line to standard error. Exit codes: 0 done, 1
 //! failed, 2 wrong usage.
 #![forbid(unsafe_code)]
 
@@ -39,7 +39,7 @@ const FAILED: u8 = 1;
 const WRONG_USAGE: u8 = 2;
 
 fn main() -> ExitCode {
-    // A panic is our bug or a dependency's; it too ends in one line and an exit code.
+    // A panic is a bug, ours or a dependency's; it too ends in one line and an exit code.
     panic::set_hook(Box::new(|info| complain(&format!("internal error: {info}"))));
     let cli = match Cli::try_parse().and_then(Cli::checked) {
         Ok(cli) => cli,
@@ -52,8 +52,8 @@ fn main() -> ExitCode {
     if has_model(&cli.command) {
         threads::settle();
     }
-    // Inside the pool that candle and the CPU backend work on: a step of a small model has a
-    // hundred operations, and handing each over from a thread outside costs more than doing it.
+    // Inside the pool that candle and the CPU backend use: a step of a small model has a hundred
+    // operations, and passing each from an outside thread would cost more than running it.
     match panic::catch_unwind(AssertUnwindSafe(|| rayon::scope(|_| run(&cli)))) {
         Ok(Ok(())) => ExitCode::SUCCESS,
         Ok(Err(error)) if error.is::<output::OutputClosed>() => ExitCode::SUCCESS,
@@ -65,7 +65,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Whether a command computes with candle.
+/// Returns whether a command computes with candle.
 fn has_model(command: &Command) -> bool {
     match command {
         Command::Generate(_) | Command::Eval(_) | Command::Calibrate(_) => true,
@@ -85,7 +85,7 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
     }
 }
 
-/// Help is a result; anything else is a mistake, told in one line.
+/// Prints help to standard output, and any other message as one line.
 fn usage(error: &clap::Error) -> ExitCode {
     let text = error.render().to_string();
     match error.kind() {
@@ -108,12 +108,12 @@ fn usage(error: &clap::Error) -> ExitCode {
     }
 }
 
-/// One line, whatever the message holds.
+/// Prints one line, whatever the message contains.
 fn complain(message: &str) {
     write_stderr(&format!("kv: {}\n", failure::one_line(message)));
 }
 
 fn write_stderr(text: &str) {
-    // There is nowhere left to report that standard error is closed.
+    // If standard error is closed, nothing can be reported.
     let _ = std::io::stderr().lock().write_all(text.as_bytes());
 }

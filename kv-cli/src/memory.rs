@@ -1,4 +1,4 @@
-//! Sizes of memory, as people write and read them.
+//! Memory sizes as text.
 use std::fmt;
 use std::str::FromStr;
 

@@ -1,5 +1,4 @@
-//! Standard output. A reader that went away ends the program quietly; any other failure is
-//! reported.
+//! Standard output. If its reader is gone, the program ends quietly; any other failure is reported.
 use std::io::{self, Write};
 use std::path::Path;
 
@@ -11,18 +10,18 @@ use serde::Serialize;
 #[error("standard output is closed")]
 pub(crate) struct OutputClosed;
 
-/// Writes text as it is, and lets it be seen at once.
+/// Writes text and flushes it.
 pub(crate) fn text(text: &str) -> anyhow::Result<()> {
     let mut out = io::stdout().lock();
     out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(check)
 }
 
-/// Writes one JSON value and a line end.
+/// Writes one JSON value and a line break.
 pub(crate) fn json(value: &impl Serialize) -> anyhow::Result<()> {
     text(&format!("{}\n", serde_json::to_string(value)?))
 }
 
-/// Writes a line to standard error, for what a result does not hold.
+/// Writes a line to standard error, for information that is not part of the result.
 pub(crate) fn note(line: &str) -> anyhow::Result<()> {
     writeln!(io::stderr().lock(), "kv: {line}").context("standard error")
 }
@@ -34,7 +33,7 @@ fn check(error: io::Error) -> anyhow::Error {
     anyhow::Error::new(error).context("standard output")
 }
 
-/// Refuses a file in a folder that is not there, before the work whose result it is to hold.
+/// Refuses a file in a missing folder, before the work whose result it would hold.
 pub(crate) fn check_writable(path: &Path) -> anyhow::Result<()> {
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
     if path.is_dir() || parent.is_some_and(|parent| !parent.is_dir()) {
@@ -43,7 +42,7 @@ pub(crate) fn check_writable(path: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Rows of cells as a table, the first column to the left and the others to the right.
+/// Formats rows of cells as a table, the first column aligned left and the others right.
 pub(crate) fn table(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let cell = |row: &Vec<String>, column: usize| row.get(column).cloned().unwrap_or_default();

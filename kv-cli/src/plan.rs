@@ -1,4 +1,4 @@
-//! `kv plan`: what a model's cache takes, without a weight being read.
+//! `kv plan`: the memory of a model's cache, without reading a weight.
 mod config;
 mod geometry;
 mod gguf;
@@ -23,28 +23,28 @@ use crate::memory::Bytes;
 use crate::{bundled, output};
 use geometry::{Geometry, LayerKind};
 
-/// Tokens of a sequence where the file does not say it.
+/// Tokens per sequence if the file does not give it.
 const CONTEXT: u32 = 2048;
 
-/// The longest sequence of a cache whose layers all have windows.
+/// Longest sequence of a cache whose layers all have windows.
 const LEN_MAX: u32 = u32::MAX >> 2;
 
-/// Bytes of a description of a model, far more than any has.
+/// Largest size of a configuration file, far more than any has.
 const CONFIG_BYTES_MAX: u64 = 16 << 20;
 
 #[derive(Debug, Serialize)]
 struct Report {
     model: String,
-    /// `model_type` or `general.architecture`; empty where the file names none.
+    /// `model_type` or `general.architecture`; empty if the file names none.
     architecture: String,
-    /// Of the model, those without a KV cache included.
+    /// Number of layers, including those without a KV cache.
     layers: u32,
-    /// Layers with a KV cache of their own.
+    /// Layers with their own KV cache.
     attention_layers: u32,
-    /// Of the first kind of layers.
+    /// kv heads of the first kind of layers.
     kv_heads: u32,
     head_dim: u32,
-    /// Layers that keep the same of a token.
+    /// Layers that keep the same rows per token.
     kinds: Vec<Kind>,
     context: u32,
     block_size: u32,
@@ -59,7 +59,7 @@ struct Kind {
     kv_heads: u32,
     head_dim_k: u32,
     head_dim_v: u32,
-    /// Tokens that a query sees; null for all.
+    /// Number of tokens that a query sees; null for all.
     window: Option<u32>,
     /// Whether V is a part of K (MLA).
     latent: bool,
@@ -68,19 +68,19 @@ struct Kind {
 #[derive(Debug, Serialize)]
 struct Line {
     format: String,
-    /// Stored bits a value, scales included; the mean of K and V.
+    /// Stored bits per value, with scales; the mean of K and V.
     bits_per_value: f64,
     /// First tokens of a sequence that stay in 16 bits.
     full_precision_prefix: u32,
-    /// What the model needs of a token while it is in every window.
+    /// Bytes that the model needs per token inside every window.
     bytes_per_token: u64,
-    /// What this cache stores of it: more where V is a part of K.
+    /// Bytes that this cache stores per token: more if V is a part of K.
     stored_bytes_per_token: u64,
-    /// Of `bytes_per_token`, by kind of layers.
+    /// `bytes_per_token` by kind of layers.
     kind_bytes_per_token: Vec<u64>,
-    /// Of one sequence at the context, with its tokens in 16 bits, in whole blocks.
+    /// Bytes of one sequence of the full context, with its tokens in 16 bits, in whole blocks.
     sequence_bytes: u64,
-    /// Tokens that fit the memory as one sequence, in whole blocks.
+    /// Tokens that fit into the memory as one sequence, in whole blocks.
     tokens: u64,
     sequences: u32,
 }
@@ -124,12 +124,12 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
     output::text(&report.show())
 }
 
-/// Says what the cache stores beyond what the model needs.
+/// Describes what the cache stores beyond the model's needs.
 fn latent_note(formats: &[Line]) -> String {
     let of = |line: &Line| {
         let (needed, stored) = (line.bytes_per_token, line.stored_bytes_per_token);
         let times = crate::num::to_f64(stored) / crate::num::to_f64(needed.max(1));
-        format!("{needed} bytes a token, {times:.1} times that ({stored}) are stored")
+        format!("{needed} bytes per token, {times:.1} times that ({stored}) are stored")
     };
     let first = formats.first().map(of).unwrap_or_default();
     format!(
@@ -148,12 +148,12 @@ fn read(path: &Path) -> anyhow::Result<Geometry> {
     let describe = || file.display().to_string();
     let bytes = fs::metadata(&file).with_context(describe)?.len();
     if bytes > CONFIG_BYTES_MAX {
-        bail!("{}: {bytes} bytes are no config.json and no GGUF file", describe());
+        bail!("{}: {bytes} bytes are neither a config.json nor a GGUF file", describe());
     }
     config::parse(&read_text(&file)?).with_context(describe)
 }
 
-/// The file of a directory that describes its model.
+/// Returns the file of a directory that describes its model.
 fn description(dir: &Path) -> anyhow::Result<PathBuf> {
     let config = dir.join("config.json");
     if config.is_file() {
@@ -177,7 +177,7 @@ fn description(dir: &Path) -> anyhow::Result<PathBuf> {
             first.display(),
             second.display()
         ),
-        // Its absence is what an error names.
+        // An error will name the missing file.
         [] => Ok(config),
     }
 }
@@ -193,7 +193,7 @@ fn begins_with(path: &Path, magic: &[u8]) -> anyhow::Result<bool> {
     Ok(start == magic)
 }
 
-/// The smallest cache of one format for a model, to ask what its blocks hold.
+/// The smallest cache of one format for a model, to ask it for sizes.
 struct Plan<'a> {
     stored: &'a Stored,
     spec: CacheSpec,
@@ -209,7 +209,7 @@ impl<'a> Plan<'a> {
         let num_layers = kinds.iter().fold(0_u32, |sum, (_, layers)| sum.saturating_add(*layers));
         let builder = CacheSpec::builder().layers(u16::try_from(num_layers)?);
         let mut builder = stored.apply(builder).paged(block_size, stored.blocks_min());
-        // A group for each kind, in their order; the default group stays empty.
+        // A group per kind, in order; the default group stays empty.
         let mut first = 0_u16;
         for (kind, layers) in kinds {
             let end = first.saturating_add(u16::try_from(*layers)?);
@@ -254,8 +254,8 @@ impl<'a> Plan<'a> {
         })
     }
 
-    /// Bytes of one sequence of this length, `None` where they overflow. Unless `leaves`, what left
-    /// a window stays.
+    /// Returns the bytes of one sequence of this length, `None` on overflow. Unless `leaves`,
+    /// tokens that left a window are counted.
     fn sequence_bytes(&self, tokens: u32, leaves: bool) -> Option<u64> {
         self.groups().try_fold(0_u64, |sum, (group, _, layers)| {
             let blocks = if leaves {
@@ -268,8 +268,8 @@ impl<'a> Plan<'a> {
         })
     }
 
-    /// Tokens of the longest sequence that fits; of a model whose every layer has a window, which
-    /// has no longest one, tokens that are kept at once.
+    /// Returns the tokens of the longest sequence that fits; if every layer has a window, sequences
+    /// have no limit and it returns the tokens that are kept at once.
     fn tokens_within(&self, bytes: u64) -> u64 {
         let leaves = self.groups().any(|(_, kind, _)| kind.window.is_none());
         let fits = |tokens| self.sequence_bytes(tokens, leaves).is_some_and(|all| all <= bytes);
@@ -286,7 +286,7 @@ impl<'a> Plan<'a> {
     }
 }
 
-/// Bytes that the layers of a kind need of a token: of MLA, its K.
+/// Returns the bytes that the layers of a kind need per token: for MLA, its K.
 fn bytes_per_token((group, kind, layers): (&GroupSpec, &LayerKind, u64)) -> u64 {
     let [k, v] = group.layouts();
     let block = if kind.is_latent {
@@ -304,7 +304,7 @@ impl Kind {
         Self { layers, kv_heads, head_dim_k, head_dim_v, window, latent: is_latent }
     }
 
-    /// As in "24 layers, 8 kv heads of 64, a window of 128".
+    /// Formats the kind: "24 layers, 8 kv heads of 64, a window of 128".
     fn show(&self) -> String {
         let Self { layers, kv_heads, head_dim_k, head_dim_v, window, latent } = self;
         let dims = if head_dim_k == head_dim_v {

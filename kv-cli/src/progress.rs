@@ -1,4 +1,4 @@
-//! A bar for what takes long, on a terminal only.
+//! Progress bars, on a terminal only.
 use std::io::IsTerminal;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -8,22 +8,22 @@ use kv_runner::{Decoder, Error, calibrate};
 
 use crate::num::to_u64;
 
-/// A bar over `total` tokens; without a terminal one that is never seen.
+/// Makes a bar over `total` tokens; hidden without a terminal.
 pub(crate) fn tokens(total: u64) -> ProgressBar {
     bar(total, "{bar:40} {pos}/{len} tokens, {per_sec}, {eta} {msg}")
 }
 
-/// A bar over `total` requests; without a terminal one that is never seen.
+/// Makes a bar over `total` requests; hidden without a terminal.
 pub(crate) fn requests(total: u64) -> ProgressBar {
     bar(total, "{bar:40} {pos}/{len} requests, {per_sec}, {eta} {msg}")
 }
 
-/// A bar over `total` rounds of measuring; without a terminal one that is never seen.
+/// Makes a bar over `total` rounds of a measurement; hidden without a terminal.
 pub(crate) fn rounds(total: u64) -> ProgressBar {
     bar(total, "{bar:40} {pos}/{len} rounds, {eta} {msg}")
 }
 
-/// [`calibrate::observe`] beside a bar.
+/// Runs [`calibrate::observe`] with a bar.
 pub(crate) fn calibrate(
     model: &Decoder,
     backend: &AnyBackend,

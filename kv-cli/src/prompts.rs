@@ -4,7 +4,7 @@ use std::path::Path;
 use anyhow::{Context, bail};
 use kv_runner::read_text;
 
-/// What is continued when nothing else is asked for.
+/// The default prompt.
 const DEFAULT: &str = "Once upon a time";
 
 pub(crate) fn collect(given: &[String], file: Option<&Path>) -> anyhow::Result<Vec<String>> {

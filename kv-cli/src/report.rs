@@ -1,4 +1,4 @@
-//! What one run of `kv generate` says at its end, for programs and for people.
+//! The report of one `kv generate`, as JSON and as text.
 use kv_runner::scheduler::{self, Stats};
 use kv_runner::{Finish, Generated};
 use serde::Serialize;
@@ -8,14 +8,14 @@ use crate::loaded::Loaded;
 use crate::memory::Bytes;
 use crate::session::{Session, Variant};
 
-/// The object `--json` prints.
+/// The object that `--json` prints.
 #[derive(Debug, Serialize)]
 pub(crate) struct Report {
     model: String,
     backend: String,
     format: String,
     layout: String,
-    /// False when every token was computed again for each new one.
+    /// False if every token was recomputed for each new one.
     cached: bool,
     sequences: Vec<Sequence>,
     stats: Figures,
@@ -25,16 +25,16 @@ pub(crate) struct Report {
 struct Sequence {
     prompt: String,
     prompt_tokens: Vec<u32>,
-    /// Generated tokens, an end-of-text token included.
+    /// Generated tokens, including an end-of-text token.
     tokens: Vec<u32>,
     /// Their text, without an end-of-text token that ended the sequence.
     text: String,
     /// `length`, `eos` or `context`.
     finish: &'static str,
     reused_tokens: usize,
-    /// From its submission to its first token.
+    /// Milliseconds from submission to the first token.
     ttft_ms: f64,
-    /// What beam search ended with, best first; empty without it.
+    /// Texts of a beam search, best first; empty without it.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     hypotheses: Vec<Hypothesis>,
 }
@@ -58,11 +58,11 @@ struct Figures {
     steps: usize,
     prompt_tokens: usize,
     generated_tokens: usize,
-    /// Prompt tokens that were cached when their prompt came.
+    /// Prompt tokens that were cached when their prompt arrived.
     reused_tokens: u64,
-    /// These over all prompt tokens.
+    /// Reused tokens over all prompt tokens.
     hit_ratio: f64,
-    /// Tokens taken over in full blocks and in parts of blocks, after preemptions too.
+    /// Tokens reused in full blocks and in parts of blocks, including those after preemptions.
     reused_full_tokens: u64,
     reused_partial_tokens: u64,
     bytes_per_token: u64,
@@ -71,9 +71,9 @@ struct Figures {
     blocks_total: u32,
     blocks_peak: u32,
     waste_ratio: f64,
-    /// Full blocks that sequences took over.
+    /// Full blocks that sequences reused.
     blocks_shared: u64,
-    /// Blocks at the end whose content a further prompt could reuse.
+    /// Blocks with reusable content at the end.
     blocks_cached: u32,
     evictions: u64,
     cow_copies: u64,
@@ -127,7 +127,7 @@ impl Report {
             sequences,
         })
     }
-    /// The same for people, without the texts.
+    /// Formats the report as text, without the generated texts.
     pub(crate) fn show(&self) -> String {
         let s = &self.stats;
         let first = self.sequences.iter().map(|sequence| sequence.ttft_ms);
@@ -138,11 +138,11 @@ impl Report {
         } else {
             format!("{first:.1} ms")
         };
-        let mode = if self.cached { "" } else { ", every token computed again" };
+        let mode = if self.cached { "" } else { ", every token recomputed" };
         let mut text = format!(
             "{} tokens in {:.2} s: {:.1} tokens/s (prefill {:.0}, decode {:.1})\n\
              time to first token {first}\n\
-             cache {} of {} on {}, {} bytes a token, {}{mode}\n\
+             cache {} of {} on {}, {} bytes per token, {}{mode}\n\
              {} of {} blocks used at the peak ({}), {:.1} % of held slots wasted\n",
             s.generated_tokens,
             s.seconds,
@@ -161,15 +161,15 @@ impl Report {
         );
         text.push_str(&self.show_reuse());
         if s.drafted_tokens > 0 {
-            text.push_str(&self.show_guesses());
+            text.push_str(&self.show_drafts());
         }
         text
     }
 
-    fn show_guesses(&self) -> String {
+    fn show_drafts(&self) -> String {
         let s = &self.stats;
         format!(
-            "{} tokens guessed, {} confirmed ({:.1} %), {} steps of {:.2} tokens\n",
+            "{} draft tokens, {} accepted ({:.1} %), {} steps of {:.2} tokens\n",
             s.drafted_tokens,
             s.accepted_tokens,
             s.acceptance_ratio * 100.0,
@@ -232,7 +232,7 @@ impl Figures {
     }
 }
 
-/// Tokens whose text is shown: not the one that ended it.
+/// Returns tokens whose text is shown: without the one that ended it.
 fn shown(tokens: &[u32], finish: Finish) -> &[u32] {
     match tokens.split_last() {
         Some((_, shown)) if finish == Finish::Stop => shown,

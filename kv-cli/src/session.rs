@@ -1,4 +1,4 @@
-//! One `kv generate`: its model, its prompts, and its runs, each through a cache of its own.
+//! One `kv generate`: its model, its prompts, and its runs, each with its own cache.
 use anyhow::{Context, anyhow};
 use kv::quant::Calibration;
 use kv_runner::scheduler::{Advice, BeamOptions, RequestSize, Stats};
@@ -13,12 +13,12 @@ use crate::loaded::Loaded;
 use crate::num::{to_u32, to_usize};
 use crate::prompts;
 
-/// What is the same for every run of one command.
+/// Shared by all runs of one command.
 #[derive(Debug)]
 pub(crate) struct Session {
     pub(crate) loaded: Loaded,
     pub(crate) prompts: Vec<Prompt>,
-    /// Constants of the stored format, where it was given some.
+    /// Constants of the stored format, if it has some.
     calibration: Option<Calibration>,
 }
 
@@ -28,25 +28,25 @@ pub(crate) struct Prompt {
     pub(crate) ids: Vec<u32>,
 }
 
-/// What differs between runs.
+/// Settings that differ between runs.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Variant {
     pub(crate) layout: Layout,
     pub(crate) max_new_tokens: u32,
     pub(crate) forget: bool,
     pub(crate) ignore_eos: bool,
-    /// Whether prompts take over what is cached of others.
+    /// Whether prompts reuse cached prefixes of others.
     pub(crate) reuse: bool,
-    /// Beam search, where it was asked for.
+    /// Beam search, if requested.
     pub(crate) beams: Option<BeamOptions>,
-    /// Guesses of the next tokens that each sequence brings to a step.
+    /// Draft tokens per sequence and step.
     pub(crate) draft_tokens: u32,
     /// Sequences that run at once.
     pub(crate) max_batch: u32,
 }
 
 impl Variant {
-    /// What the command line asks for.
+    /// Makes the variant of the command line.
     pub(crate) fn new(args: &GenerateArgs, layout: Layout) -> Self {
         let (width, length_penalty) = (args.beams, args.length_penalty);
         Self {
@@ -62,7 +62,7 @@ impl Variant {
     }
 }
 
-/// Block size and bytes of a cache that was not described.
+/// Default block size, and largest default cache.
 const BLOCK_SIZE: u32 = 16;
 const CACHE_BYTES: u64 = 1 << 30;
 
@@ -77,7 +77,7 @@ impl Session {
         Ok(session)
     }
 
-    /// The constants that a format comes with.
+    /// Returns the constants of a format.
     fn calibrate(&self, stored: &Stored) -> anyhow::Result<Option<Calibration>> {
         let Loaded { model, backend, .. } = &self.loaded;
         let first = self.prompts.first().map_or(&[][..], |prompt| &prompt.ids);
@@ -95,12 +95,12 @@ impl Session {
         })
     }
 
-    /// Tokens a sequence of the model may have.
+    /// Returns the longest sequence of the model.
     fn context(&self) -> u32 {
         self.loaded.model.config().context()
     }
 
-    /// Sequences that can run at once: the beams of one prompt at least.
+    /// Returns the number of sequences that run at once: at least the beams of one prompt.
     fn batch(&self, args: &GenerateArgs) -> u32 {
         let all = to_u32(self.prompts.len()).saturating_mul(args.beams);
         args.max_batch.min(all).max(args.beams)
@@ -110,8 +110,8 @@ impl Session {
         Layout::Contiguous { sequences: self.batch(args), tokens: self.context() }
     }
 
-    /// Blocks for the whole batch at the model's context, within bounds, but enough for each prompt
-    /// alone.
+    /// Returns blocks for the whole batch at the model's context, within limits, but enough for
+    /// each prompt alone.
     pub(crate) fn paged(&self, args: &GenerateArgs) -> anyhow::Result<Layout> {
         if let Some(Paged { block_size, num_blocks }) = args.paged {
             return Ok(Layout::Paged { block_size, num_blocks });
@@ -135,13 +135,13 @@ impl Session {
         Ok(Layout::Paged { block_size: BLOCK_SIZE, num_blocks })
     }
 
-    /// Tokens that end a text in this run.
+    /// Returns the tokens that end a text in this run.
     pub(crate) fn stop(&self, variant: &Variant) -> Vec<u32> {
         if variant.ignore_eos { Vec::new() } else { self.loaded.model.config().eos().to_vec() }
     }
 
-    /// Runs these prompts once, through a cache of their own. `begin` is called when all of them
-    /// are accepted, `show` with everything that comes of them.
+    /// Runs the prompts once, with a new cache. `begin` is called when all of them are accepted,
+    /// `show` with every event.
     pub(crate) fn run(
         &self,
         args: &GenerateArgs,
@@ -186,17 +186,17 @@ impl Session {
         Ok((generated, scheduler.stats()))
     }
 
-    /// The tokens of all prompts.
+    /// Returns the tokens of all prompts.
     pub(crate) fn prompt_ids(&self) -> Vec<Vec<u32>> {
         self.prompts.iter().map(|prompt| prompt.ids.clone()).collect()
     }
 }
 
-/// Sees what comes of a run while it goes on.
+/// Shows the events of a run.
 pub(crate) trait Show {
-    /// All requests can run.
+    /// Called when all requests are accepted.
     fn begin(&mut self) -> anyhow::Result<()>;
-    /// A step brought this.
+    /// Called with each event.
     fn event(&mut self, event: &Event) -> anyhow::Result<()>;
 }
 
@@ -213,7 +213,7 @@ impl Show for Silent {
     }
 }
 
-/// A refusal, with the options that would let the request run.
+/// Adds the options that would let the request run.
 fn with_flags(error: ScheduleError) -> anyhow::Error {
     let flags = match &error {
         ScheduleError::DoesNotFit { shortage, .. } => {
@@ -222,13 +222,13 @@ fn with_flags(error: ScheduleError) -> anyhow::Error {
             let paged = paged.map(|(size, blocks)| format!("--paged {size},{blocks}, "));
             let beams = if has_beams { "fewer --beams, " } else { "" };
             format!(
-                "{}{}{beams}or fewer --max-new-tokens would do",
+                "{}{}{beams}or fewer --max-new-tokens would help",
                 chunk.unwrap_or_default(),
                 paged.unwrap_or_default()
             )
         }
-        ScheduleError::TooLong { .. } => "fewer --max-new-tokens would do".to_owned(),
-        ScheduleError::TooManyBeams { .. } => "fewer --beams would do".to_owned(),
+        ScheduleError::TooLong { .. } => "fewer --max-new-tokens would help".to_owned(),
+        ScheduleError::TooManyBeams { .. } => "fewer --beams would help".to_owned(),
         _ => return error.into(),
     };
     anyhow!("{error}: {flags}")

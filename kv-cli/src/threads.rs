@@ -1,10 +1,10 @@
-//! How many threads the matrix products use.
+//! The number of threads of the matrix products.
 use anyhow::bail;
 
-/// What candle and rayon read their number of threads from.
+/// The variable that candle and rayon read.
 const NAME: &str = "RAYON_NUM_THREADS";
 
-/// As many as the CPU backend starts at most: with more, starting them ends the process.
+/// Most threads of the CPU backend: starting more can end the process.
 const THREADS_MAX: usize = 4096;
 
 /// Refuses a number of threads in the environment that cannot be started.
@@ -18,12 +18,12 @@ pub(crate) fn check() -> anyhow::Result<()> {
     }
 }
 
-/// Sees to it that candle finds the number of threads in the environment.
+/// Makes sure that candle finds the number of threads in the environment.
 ///
-/// candle 0.11 asks for it before every matrix product, and where `RAYON_NUM_THREADS` does not say
-/// it, reads `/proc/cpuinfo` each time: for a small model ten times the work of the product itself.
-/// A process cannot safely change its own environment, so the program starts itself once more, in
-/// place, with the number set. Where that is not possible it runs on, only slower.
+/// candle 0.11 needs it before every matrix product, and without `RAYON_NUM_THREADS` it reads
+/// `/proc/cpuinfo` each time: for a small model, ten times the work of the product itself. A
+/// process cannot safely change its own environment, so the program executes itself again with the
+/// variable set. If that fails it continues, only slower.
 #[cfg(unix)]
 pub(crate) fn settle() {
     use std::os::unix::process::CommandExt;
@@ -41,10 +41,10 @@ pub(crate) fn settle() {
     if let Some(name) = arguments.next() {
         again.arg0(name);
     }
-    // Answers only when it failed.
+    // Returns only if it failed.
     let _error = again.args(arguments).env(NAME, number.to_string()).exec();
 }
 
-/// Elsewhere the number is cheap to find.
+/// On other systems the number is cheap to find.
 #[cfg(not(unix))]
 pub(crate) fn settle() {}

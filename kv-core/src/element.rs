@@ -21,7 +21,7 @@ pub enum DType {
 }
 
 impl DType {
-    /// Size of one element, in bytes.
+    /// Returns the size of one element, in bytes.
     pub const fn size(self) -> usize {
         match self {
             Self::F32 | Self::U32 => 4,
@@ -29,7 +29,7 @@ impl DType {
         }
     }
 
-    /// Whether q, k and v may have this type.
+    /// Returns whether q, k and v may have this type.
     pub const fn is_float(self) -> bool {
         !matches!(self, Self::U32)
     }

@@ -1,11 +1,11 @@
-//! What happens to reusable blocks, for routers and monitors outside.
+//! Events of reusable blocks, for external routers and monitors.
 use std::collections::VecDeque;
 
 use crate::eviction::Priority;
 use crate::ids::GroupId;
 use crate::reuse::BlockKey;
 
-/// Where a block's bytes are.
+/// The memory tier of a block's bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Tier {
@@ -14,7 +14,7 @@ pub enum Tier {
     Device,
 }
 
-/// One change of what can be reused. Numbered from 0 in the order of the changes.
+/// One change of what can be reused. Events are numbered from 0, in order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[expect(clippy::exhaustive_structs, reason = "a number and what it numbers")]
 pub struct Event {
@@ -24,12 +24,12 @@ pub struct Event {
     pub kind: EventKind,
 }
 
-/// What happened.
+/// The kind of an event.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum EventKind {
-    /// Content can be reused that could not before. Full blocks alone; a second block of the same
-    /// content says nothing.
+    /// Content became reusable. Only for full blocks; a second block with the same content has no
+    /// event.
     Stored(StoredBlock),
     /// No block of a group has the content any more.
     Removed {
@@ -38,60 +38,60 @@ pub enum EventKind {
         /// The content.
         key: BlockKey,
     },
-    /// The owner set another priority, or the block went to another tier.
+    /// The priority changed, or the block moved to another tier.
     Updated {
         /// The group.
         group: GroupId,
         /// The content.
         key: BlockKey,
-        /// Where it is now.
+        /// Its tier now.
         tier: Tier,
         /// Its priority now.
         priority: Priority,
     },
     /// Nothing of any group can be reused any more.
     Cleared,
-    /// Events `from..to` were dropped because nobody took them in time: what was known of the cache
-    /// is void until [`CacheState::snapshot`](crate::CacheState::snapshot) is applied.
+    /// Events `from..to` were dropped because they were not taken in time. A subscriber's state is
+    /// invalid until [`CacheState::snapshot`](crate::CacheState::snapshot) is applied.
     Lost {
-        /// First one dropped.
+        /// First dropped event.
         from: u64,
-        /// The first that is there again.
+        /// First event after them.
         to: u64,
     },
 }
 
-/// Content that can be reused.
+/// Reusable content.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[expect(clippy::exhaustive_structs, reason = "consumers build them in their own tests")]
 pub struct StoredBlock {
     /// The group whose pool has it.
     pub group: GroupId,
-    /// Its name.
+    /// Its key.
     pub key: BlockKey,
-    /// Name of the block before; the root of its prompt for the first.
+    /// Key of the block before; the root of its prompt for the first.
     pub parent: BlockKey,
     /// Index of the block in its prompt.
     pub index: u32,
     /// Its tokens.
     pub tokens: Box<[u32]>,
-    /// Where it is.
+    /// Its tier.
     pub tier: Tier,
-    /// What its owner asked for it.
+    /// Its priority.
     pub priority: Priority,
 }
 
-/// All that can be reused at one moment.
+/// Everything that can be reused at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[expect(clippy::exhaustive_structs, reason = "a number and a list")]
 pub struct Snapshot {
-    /// Events below this number are part of it; those from here on come on top.
+    /// Number of the first event that the snapshot does not include.
     pub next_id: u64,
     /// One entry for every content, parents not necessarily before children.
     pub blocks: Vec<StoredBlock>,
 }
 
-/// A bounded queue of events. With no room it costs nothing and says nothing.
+/// A bounded queue of events. With a bound of 0 it costs nothing and records nothing.
 #[derive(Debug, Clone, Default)]
 pub struct EventLog {
     room: usize,
@@ -100,22 +100,22 @@ pub struct EventLog {
 }
 
 impl EventLog {
-    /// Keeps at most `room` events.
+    /// Creates a queue that keeps at most `room` events.
     pub fn new(room: usize) -> Self {
         Self { room, next_id: 0, queue: VecDeque::new() }
     }
 
-    /// Whether events are kept.
+    /// Returns whether events are kept.
     pub fn is_on(&self) -> bool {
         self.room > 0
     }
 
-    /// Number of the next event.
+    /// Returns the number of the next event.
     pub fn next_id(&self) -> u64 {
         self.next_id
     }
 
-    /// Notes an event; the oldest goes where there is no room.
+    /// Appends an event; drops the oldest if the queue is full.
     pub fn push(&mut self, kind: EventKind) {
         if !self.is_on() {
             return;
@@ -127,7 +127,7 @@ impl EventLog {
         self.next_id = self.next_id.saturating_add(1);
     }
 
-    /// Hands out what is there; `taken` is the number behind the last one handed out before.
+    /// Returns the kept events; `taken` is the number after the last one returned before.
     pub fn take(&mut self, taken: &mut u64) -> Vec<Event> {
         let first = self.queue.front().map_or(self.next_id, |event| event.id);
         let lost = (first > *taken)
@@ -142,7 +142,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_does_not_fit_is_said_to_be_lost() {
+    fn dropped_events_are_reported_as_lost() {
         let (mut log, mut taken) = (EventLog::new(2), 0);
         let removed = |n| EventKind::Removed { group: GroupId(0), key: BlockKey(n) };
         log.push(removed(0));

@@ -1,8 +1,8 @@
 //! Names and byte sizes of stored formats.
 //!
-//! A *row* is one token of one kv head: its codes, then its scales where a format has some.
-//! Everything above this module counts rows and bytes and never looks inside. What the bytes mean
-//! is defined by `kv-quant` and drawn in `docs/formats.md`.
+//! A *row* is one token of one kv head: its codes, then its scales if the format has any.
+//! Everything above this module counts rows and bytes and never looks inside. `kv-quant` defines
+//! the meaning of the bytes, and `docs/formats.md` draws them.
 use std::fmt;
 use std::str::FromStr;
 
@@ -10,8 +10,8 @@ use crate::element::DType;
 use crate::error::UnknownName;
 use crate::num::to_u64;
 
-/// Values that share a scale in the formats with grouped scales, and that are packed together in
-/// the Lloyd-Max formats.
+/// Values that share a scale in formats with grouped scales, and that are packed together in
+/// Lloyd-Max formats.
 const GROUP: u64 = 32;
 /// Values that share a scale in NVFP4.
 const NVFP4_GROUP: u64 = 16;
@@ -46,7 +46,7 @@ pub enum KvFormat {
     Nvfp4,
 }
 
-/// What one scale of an FP8 or INT8 format covers.
+/// The values that one scale of an FP8 or INT8 format covers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[expect(clippy::exhaustive_enums, reason = "a tensor, a head, a row: there is nothing between")]
 pub enum Scaling {
@@ -54,11 +54,12 @@ pub enum Scaling {
     Tensor,
     /// One given scale for every kv head of a layer's K and of its V.
     Head,
-    /// One scale a row, made when the row is written and stored behind it as f16.
+    /// One scale per row, computed when the row is written and stored after it as f16.
     Row,
 }
 
-/// What one scale of a Lloyd-Max format covers. Either is made when the row is written.
+/// The values that one scale of a Lloyd-Max format covers. The scale is computed when the row is
+/// written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[expect(clippy::exhaustive_enums, reason = "the two that are defined to the bit")]
 pub enum ScaleGroup {
@@ -94,16 +95,16 @@ const NAMES: &[(KvFormat, &str)] = &[
 ];
 
 impl KvFormat {
-    /// The formats that store values as they are, rounded at most.
+    /// The formats that store values unscaled, rounded at most.
     pub const PLAIN: &'static [Self] = &[Self::F32, Self::F16, Self::Bf16];
 
-    /// Every format, in the order documentation lists them.
+    /// Iterates over all formats, in the order of the documentation.
     pub fn all() -> impl ExactSizeIterator<Item = Self> + Clone {
         NAMES.iter().map(|(format, _)| *format)
     }
 
-    /// Name and number of the format in the sources of GPU kernels: constants `KV_FMT_<name>` and
-    /// `FMT_<name>`. A number is never given to another format.
+    /// Returns name and number of the format in the sources of GPU kernels: constants
+    /// `KV_FMT_<name>` and `FMT_<name>`. A number is never given to another format.
     #[doc(hidden)]
     pub const fn kernel_constant(self) -> (&'static str, u32) {
         match self {
@@ -131,13 +132,14 @@ impl KvFormat {
         }
     }
 
-    /// The number of [`Self::kernel_constant`].
+    /// Returns the number of [`Self::kernel_constant`].
     #[doc(hidden)]
     pub const fn kernel_code(self) -> u32 {
         self.kernel_constant().1
     }
 
-    /// Bytes of one row of `head_dim` values. Even for every format with scales or codes.
+    /// Returns the bytes of one row of `head_dim` values. Even for every format with scales or
+    /// codes.
     pub fn row_bytes(self, head_dim: u32) -> u64 {
         let dim = u64::from(head_dim);
         let even = |bytes: u64| bytes.next_multiple_of(2);
@@ -150,11 +152,11 @@ impl KvFormat {
         }
     }
 
-    /// Bytes of the codes of one row. llama.cpp's blocks hold their scales among their codes, and
+    /// Returns the bytes of the codes of one row. llama.cpp's blocks hold scales among their codes;
     /// both count here.
     pub fn code_bytes(self, head_dim: u32) -> u64 {
         let dim = u64::from(head_dim);
-        // Groups of 32 values and what is left.
+        // Whole groups of 32 values, and the rest.
         let groups = |whole: u64, part: fn(u64) -> u64| {
             let (full, rest) = (dim.div_euclid(GROUP), dim.rem_euclid(GROUP));
             full.saturating_mul(whole).saturating_add(part(rest))
@@ -171,7 +173,7 @@ impl KvFormat {
         }
     }
 
-    /// Where the scales behind the codes of a row begin; the row's end where there are none.
+    /// Returns where the scales after the codes of a row begin; the row's end without scales.
     pub fn scales_begin(self, head_dim: u32) -> u64 {
         let codes = self.code_bytes(head_dim);
         match self {
@@ -203,14 +205,14 @@ impl KvFormat {
         }
     }
 
-    /// Stored bits a value, scales included.
+    /// Returns the stored bits per value, scales included.
     pub fn bits_per_value(self, head_dim: u32) -> f64 {
         let bits = self.row_bytes(head_dim).saturating_mul(8);
         // Exact: a row has far fewer than 2^32 bits in any cache that fits a machine.
         f64::from(u32::try_from(bits).unwrap_or(u32::MAX)) / f64::from(head_dim.max(1))
     }
 
-    /// The element type of an unquantised format, `None` for codes.
+    /// Returns the element type of an unquantised format, `None` for quantised ones.
     pub const fn element(self) -> Option<DType> {
         match self {
             Self::F32 => Some(DType::F32),
@@ -220,33 +222,34 @@ impl KvFormat {
         }
     }
 
-    /// Whether rows are codes.
+    /// Returns whether rows are quantised.
     pub const fn is_quantised(self) -> bool {
         self.element().is_none()
     }
 
-    /// How rows kept in 16 bits are stored among rows of this format: f16 among codes, else as the
-    /// others.
+    /// Returns the format of 16-bit rows among rows of this format: f16 for quantised formats,
+    /// otherwise the format itself.
     #[must_use]
     pub const fn wide_format(self) -> Self {
         if self.is_quantised() { Self::F16 } else { self }
     }
 
-    /// Slots that one row in 16 bits takes among rows of this format.
+    /// Returns the slots that one 16-bit row takes among rows of this format.
     pub fn wide_slots(self, head_dim: u32) -> u32 {
         let wide = self.wide_format().row_bytes(head_dim);
         let slots = wide.div_ceil(self.row_bytes(head_dim).max(1));
         u32::try_from(slots).unwrap_or(u32::MAX).max(1)
     }
 
-    /// Whether the format is made for rows after the [transform](crate::calibration): those with
-    /// codebooks for normal values, and INT8 with a scale of its own a row. The others are kept as
+    /// Returns whether the format is designed for [transformed](crate::calibration) rows: those
+    /// with codebooks for normal values, and INT8 with a scale per row. Other formats store rows as
     /// other systems read them.
     pub const fn is_for_transformed(self) -> bool {
         matches!(self, Self::Int8(Scaling::Row) | Self::L6(_) | Self::L4(_) | Self::L3(_))
     }
 
-    /// What scales must be given before a row can be written, `None` where rows bring their own.
+    /// Returns which scales must be given before a row can be written, `None` if rows have their
+    /// own.
     pub const fn given_scales(self) -> Option<Scaling> {
         match self {
             Self::Fp8E4m3(s) | Self::Fp8E5m2(s) | Self::Int8(s) => match s {

@@ -4,7 +4,7 @@ use std::str::FromStr;
 
 use crate::block::BlockTables;
 use crate::calibration::PlaneConstants;
-use crate::error::{PlanError, SpecError, UnknownName};
+use crate::error::{PlanError, SpecConflict, SpecError, UnknownName};
 use crate::format::KvFormat;
 use crate::num::{to_u64, to_usize};
 use crate::slot_map::{Place, SlotMap};
@@ -43,7 +43,7 @@ impl FromStr for QkvFormat {
     }
 }
 
-/// Order of the two inner axes of one block of a plane.
+/// Order of the two inner axes of a block of a plane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum BlockOrder {
@@ -54,10 +54,10 @@ pub enum BlockOrder {
     Hnd,
 }
 
-/// Where every row of one plane (the K or the V of one layer) lies.
+/// Placement of every row of one plane (the K or the V of one layer).
 ///
-/// A plane is cut into *segments* of `blocks_per_segment` whole blocks, each a buffer of its own,
-/// so that no buffer exceeds what a device can bind. CPU and CUDA have one segment a plane.
+/// A plane consists of *segments* of `blocks_per_segment` whole blocks, each a buffer of its own,
+/// so that no buffer exceeds what a device can bind. CPU and CUDA use one segment per plane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PlaneLayout {
     num_blocks: u32,
@@ -74,7 +74,7 @@ pub struct PlaneLayout {
     block_means: bool,
 }
 
-/// The numbers a [`PlaneLayout`] is made from.
+/// The numbers of a [`PlaneLayout`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[expect(clippy::exhaustive_structs, reason = "a literal names each of the six numbers")]
 pub struct PlaneShape {
@@ -93,7 +93,7 @@ pub struct PlaneShape {
 }
 
 impl PlaneLayout {
-    /// Checks a geometry; the plane is one segment until [`Self::with_segments_of`].
+    /// Checks a geometry; the plane has one segment until [`Self::with_segments_of`].
     ///
     /// # Errors
     /// [`SpecError::Zero`] for a zero field, [`SpecError::Overflow`] when the number of slots does
@@ -141,7 +141,7 @@ impl PlaneLayout {
         })
     }
 
-    /// The same plane cut into segments of `blocks` blocks (at least 1, at most all).
+    /// Divides the plane into segments of `blocks` blocks (at least 1, at most all).
     #[must_use]
     pub fn with_segments_of(mut self, blocks: u32) -> Self {
         self.blocks_per_segment = blocks.clamp(1, self.num_blocks);
@@ -162,17 +162,16 @@ impl PlaneLayout {
     ) -> Result<Self, SpecError> {
         let needed = self.format.wide_slots(self.head_dim);
         if (full_precision_prefix > 0 || tail) && wide_slots < needed {
-            let problem =
-                format!("{needed} slots are needed for a row in 16 bits, not {wide_slots}");
+            let problem = SpecConflict::TooFewSlots { needed, got: wide_slots };
             return Err(SpecError::Conflict { what: "full_precision_prefix", problem });
         }
         self.slot_map = SlotMap::new(self.block_size, wide_slots, full_precision_prefix, tail)?;
         Ok(self)
     }
 
-    /// The same plane with a mean of each kv head behind the rows of every block: `head_dim` values
-    /// in f16, in the transformed domain. Rows that become codes have it taken off, and attention
-    /// adds `q . mean` once a block.
+    /// Adds a mean of each kv head after the rows of every block: `head_dim` values in f16, in the
+    /// transformed domain. It is subtracted from rows that are quantised, and attention adds `q .
+    /// mean` once per block.
     ///
     /// # Errors
     /// [`SpecError::Overflow`] when the bytes of the plane do not fit.
@@ -195,7 +194,7 @@ impl PlaneLayout {
         }
     }
 
-    /// The same plane with rows transformed before they are stored; see
+    /// Sets whether rows are transformed before they are stored; see
     /// [`calibration`](crate::calibration).
     #[must_use]
     pub fn with_transform(mut self, transforms: bool) -> Self {
@@ -203,61 +202,61 @@ impl PlaneLayout {
         self
     }
 
-    /// Blocks in the pool.
+    /// Returns the number of blocks in the pool.
     pub fn num_blocks(&self) -> u32 {
         self.num_blocks
     }
-    /// Tokens a block holds.
+    /// Returns the tokens of a block.
     pub fn block_size(&self) -> u32 {
         self.block_size
     }
-    /// Heads of K and V.
+    /// Returns the heads of K and V.
     pub fn num_kv_heads(&self) -> u32 {
         self.num_kv_heads
     }
-    /// Values of one row.
+    /// Returns the values of one row.
     pub fn head_dim(&self) -> u32 {
         self.head_dim
     }
-    /// Axes inside a block.
+    /// Returns the order of axes inside a block.
     pub fn order(&self) -> BlockOrder {
         self.order
     }
-    /// Encoding of a row.
+    /// Returns the encoding of a row.
     pub fn format(&self) -> KvFormat {
         self.format
     }
-    /// Encoding of rows kept in 16 bits: f16 among codes, the plane's own otherwise.
+    /// Returns the encoding of 16-bit rows: f16 in quantised planes, otherwise the plane's own.
     pub fn wide_format(&self) -> KvFormat {
         self.format.wide_format()
     }
-    /// Bytes of one such row.
+    /// Returns the bytes of one 16-bit row.
     pub fn wide_row_bytes(&self) -> u64 {
         self.wide_format().row_bytes(self.head_dim)
     }
-    /// Whether every block has a mean of each kv head behind its rows.
+    /// Returns whether every block has a mean of each kv head after its rows.
     pub fn has_block_means(&self) -> bool {
         self.block_means
     }
-    /// Bytes from the start of a block to the mean of kv head `head`.
+    /// Returns the bytes from the start of a block to the mean of kv head `head`.
     pub fn mean_begin(&self, head: u32) -> u64 {
         let rows = u64::from(self.block_size).saturating_mul(u64::from(self.num_kv_heads));
         let mean = KvFormat::F16.row_bytes(self.head_dim);
         rows.saturating_mul(self.row_bytes).saturating_add(mean.saturating_mul(u64::from(head)))
     }
-    /// Where tokens lie in a sequence's blocks.
+    /// Returns where tokens lie in a sequence's blocks.
     pub fn slot_map(&self) -> &SlotMap {
         &self.slot_map
     }
-    /// Whether rows are transformed before they are stored.
+    /// Returns whether rows are transformed before they are stored.
     pub fn transforms(&self) -> bool {
         self.transforms
     }
-    /// Whether the plane comes with [`PlaneConstants`].
+    /// Returns whether the plane needs [`PlaneConstants`].
     pub fn has_constants(&self) -> bool {
         self.transforms || self.format.given_scales().is_some()
     }
-    /// Bytes of those constants; 0 without.
+    /// Returns the bytes of those constants; 0 without.
     pub fn constants_bytes(&self) -> u64 {
         if !self.has_constants() {
             return 0;
@@ -265,15 +264,15 @@ impl PlaneLayout {
         let (heads, dim) = (to_usize(self.num_kv_heads), to_usize(self.head_dim));
         to_u64(PlaneConstants::len_of(heads, dim)).saturating_mul(to_u64(size_of::<f32>()))
     }
-    /// Bytes of one row (one token of one kv head).
+    /// Returns the bytes of one row (one token of one kv head).
     pub fn row_bytes(&self) -> u64 {
         self.row_bytes
     }
-    /// Bytes of one block.
+    /// Returns the bytes of one block.
     pub fn block_bytes(&self) -> u64 {
         self.block_bytes
     }
-    /// Refuses tables whose blocks are not those of `self`.
+    /// Refuses tables of another pool.
     pub(crate) fn check_tables(&self, tables: &BlockTables) -> Result<(), PlanError> {
         let (expected, got) = (to_usize(self.num_blocks), to_usize(tables.num_blocks()));
         if expected == got {
@@ -281,7 +280,7 @@ impl PlaneLayout {
         }
         Err(PlanError::LengthMismatch { what: "blocks of the tables' pool", expected, got })
     }
-    /// Refuses a plane whose blocks are not those of `self`.
+    /// Refuses a plane with other blocks.
     pub(crate) fn check_same_blocks(&self, plane: &Self) -> Result<(), PlanError> {
         let expected = (self.num_blocks, self.block_size);
         let got = (plane.num_blocks, plane.block_size);
@@ -290,41 +289,41 @@ impl PlaneLayout {
         }
         Err(PlanError::LayoutMismatch { expected, got })
     }
-    /// Blocks in every segment; the last segment may be shorter.
+    /// Returns the blocks of a segment; the last segment may be shorter.
     pub fn blocks_per_segment(&self) -> u32 {
         self.blocks_per_segment
     }
-    /// Number of segments.
+    /// Returns the number of segments.
     pub fn num_segments(&self) -> u32 {
         self.num_blocks.div_ceil(self.blocks_per_segment)
     }
-    /// Bytes of segment `index`.
+    /// Returns the bytes of segment `index`.
     pub fn segment_bytes(&self, index: u32) -> u64 {
         let first = index.saturating_mul(self.blocks_per_segment).min(self.num_blocks);
         let blocks = self.num_blocks.saturating_sub(first).min(self.blocks_per_segment);
         self.block_bytes.saturating_mul(u64::from(blocks))
     }
-    /// Bytes of the whole plane.
+    /// Returns the bytes of the whole plane.
     pub fn plane_bytes(&self) -> u64 {
         self.block_bytes.saturating_mul(u64::from(self.num_blocks))
     }
-    /// Bytes from one token of a head to the next token of the same head, inside a block.
+    /// Returns the bytes from one token of a head to the next token of that head, inside a block.
     pub fn token_stride(&self) -> u64 {
         match self.order {
             BlockOrder::Nhd => self.row_bytes.saturating_mul(u64::from(self.num_kv_heads)),
             BlockOrder::Hnd => self.row_bytes,
         }
     }
-    /// Bytes from one head of a token to the next head of the same token, inside a block.
+    /// Returns the bytes from one head of a token to the next head of that token, inside a block.
     pub fn head_stride(&self) -> u64 {
         match self.order {
             BlockOrder::Nhd => self.row_bytes,
             BlockOrder::Hnd => self.row_bytes.saturating_mul(u64::from(self.block_size)),
         }
     }
-    /// Bytes from the start of a block to a token's row of kv head `head`.
+    /// Returns the bytes from the start of a block to a token's row of kv head `head`.
     pub fn row_begin(&self, place: Place, head: u32) -> u64 {
-        // The heads of a wide row lie together in its slots, where those of a token do.
+        // The heads of a 16-bit row lie together in its slots.
         let head_stride = match self.order {
             BlockOrder::Nhd if place.is_wide => {
                 self.row_bytes.saturating_mul(u64::from(self.slot_map.wide_slots()))
@@ -335,7 +334,7 @@ impl PlaneLayout {
             .saturating_mul(self.token_stride())
             .saturating_add(u64::from(head).saturating_mul(head_stride))
     }
-    /// Where block `block` begins: its segment, and its byte offset inside that segment.
+    /// Returns where block `block` begins: its segment, and its byte offset in that segment.
     pub fn locate(&self, block: u32) -> (usize, u64) {
         // `blocks_per_segment` is at least 1 by construction.
         let per = self.blocks_per_segment.max(1);

@@ -1,13 +1,13 @@
-//! Unwrapping of what only a bug of this crate could leave empty.
+//! Unwrapping of values that only a bug of this crate could leave empty.
 
 /// Turns a broken invariant into a panic that names it.
 ///
-/// Input of the caller never comes here: it is refused with a typed error.
+/// Never used for the caller's input, which is refused with a typed error.
 pub(crate) trait Invariant<T> {
-    /// Takes the value out; `holds` is the sentence that is true of a correct cache.
+    /// Returns the value; `holds` states the invariant.
     ///
     /// # Panics
-    /// When there is no value.
+    /// If there is no value.
     fn invariant(self, holds: &str) -> T;
 }
 
@@ -48,7 +48,7 @@ mod tests {
     }
 
     #[test]
-    fn a_value_is_handed_out() {
+    fn a_value_is_returned() {
         assert_eq!(Some(3).invariant("there is one"), 3);
         assert_eq!(Ok::<_, ()>(4).invariant("there is one"), 4);
     }

@@ -1,14 +1,14 @@
-//! The heart of a KV cache: geometry, blocks, sequences, checked plans and the backend contract.
+//! The core of a KV cache: geometry, blocks, sequences, checked plans and the backend contract.
 //!
-//! A KV cache keeps the keys and values of every token that a transformer has seen. This crate
-//! decides where they lie and who may read them; a backend crate moves and reads the bytes. It does
-//! no I/O, starts no thread and holds no unsafe code.
+//! A KV cache keeps the keys and values of every token that a transformer has processed. This crate
+//! decides where they are stored and which sequence may read them; a backend crate moves and reads
+//! the bytes. It does no I/O, starts no thread and contains no unsafe code.
 //!
 //! | to | see |
 //! |---|---|
 //! | describe a cache | [`CacheSpec`], [`KvFormat`], [`BlockOrder`] |
 //! | run a model over it | [`KvCache`], [`Step`], [`StepInput`], [`AttentionOptions`] |
-//! | hand in tensors | [`TensorView`], [`TensorViewMut`], [`QkvFormat`] |
+//! | pass tensors | [`TensorView`], [`TensorViewMut`], [`QkvFormat`] |
 //! | write a backend | [`backend`], [`plan`], [`PlaneView`] |
 //! | choose one at run time | [`AnyBackend`] |
 //!
@@ -41,7 +41,6 @@ pub mod error;
 pub mod events;
 pub mod eviction;
 mod format;
-pub mod front;
 mod geometry;
 mod ids;
 mod invariant;
@@ -65,15 +64,14 @@ pub use error::{
     BlocksExhausted, CacheError, DeviceError, DeviceErrorKind, PlanError, SpecError, UnknownName,
 };
 pub use format::{KvFormat, ScaleGroup, Scaling};
-pub use front::{InferenceParams, KvCacheManager};
 pub use geometry::{BlockOrder, PlaneLayout, PlaneShape, QkvFormat};
 pub use half::{bf16, f16};
 pub use ids::{BlockId, GroupId, LayerId, SequenceId, Slot};
 pub use plan::{AttentionOptions, Determinism, Mask};
 pub use slot_map::{Place, SlotMap};
 pub use spec::{
-    CacheSpec, CacheSpecBuilder, GroupBuilder, GroupSpec, KeyMean, MemoryUsage, PrefixReuse,
-    PublishAt, Transform, Window,
+    CacheSpec, CacheSpecBuilder, GroupBuilder, GroupSpec, KeyMean, LateLayers, MemoryUsage,
+    PrefixReuse, PublishAt, Transform, Window,
 };
 pub use storage::{KvStorage, Plane, PlaneView, StorageView};
 pub use tensor::{

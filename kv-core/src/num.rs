@@ -22,7 +22,7 @@ pub const fn to_u64(n: usize) -> u64 {
 /// Narrows a length that an earlier check has bounded.
 ///
 /// # Panics
-/// When that check is wrong.
+/// If that check is wrong.
 pub fn to_u32(n: usize) -> u32 {
     let narrow = u32::try_from(n);
     assert!(narrow.is_ok(), "{n} passed its check and does not fit 32 bits");
@@ -32,20 +32,20 @@ pub fn to_u32(n: usize) -> u32 {
 /// Narrows a number of bytes of host memory, or an offset into it.
 ///
 /// # Panics
-/// When it does not fit a pointer, which no memory's size does.
+/// If it does not fit a pointer, which is impossible for sizes of memory.
 pub fn to_offset(n: u64) -> usize {
     let narrow = usize::try_from(n);
     assert!(narrow.is_ok(), "{n} bytes are more than this host addresses");
     narrow.unwrap_or_default()
 }
 
-/// Bytes that a list takes, room for more included.
+/// Returns the bytes of a list, unused capacity included.
 pub(crate) fn list_bytes<T>(list: &Vec<T>) -> usize {
     list.capacity().saturating_mul(size_of::<T>())
 }
 
-/// Empties a list that every call fills anew. Memory of which the last call used little goes back:
-/// one large call is not paid for ever after.
+/// Empties a list that every call fills again. Frees memory of which the last call used little, so
+/// that one large call does not keep it for ever.
 pub(crate) fn recycle<T>(list: &mut Vec<T>) {
     const KEPT_BYTES: usize = 64 << 10;
     let kept = KEPT_BYTES.checked_div(size_of::<T>()).unwrap_or(usize::MAX);

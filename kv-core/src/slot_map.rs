@@ -8,7 +8,7 @@
 //!   codes when the block is full.
 //!
 //! Both lie in ordinary blocks, so sharing, copy-on-write and eviction know nothing of them.
-use crate::error::SpecError;
+use crate::error::{SpecConflict, SpecError};
 use crate::plan::PlannedSequence;
 
 /// From positions of tokens to slots of a sequence's blocks.
@@ -89,10 +89,7 @@ impl SlotMap {
         let wide_slots = wide_slots.max(1);
         let per_block = block_size.checked_div(wide_slots).unwrap_or(0);
         if per_block == 0 {
-            let problem = format!(
-                "a row in 16 bits takes {wide_slots} slots, a block has {block_size}: \
-                 use larger blocks, or neither full-precision prefix nor tail"
-            );
+            let problem = SpecConflict::BlockTooSmall { slots: wide_slots, block_size };
             return Err(SpecError::Conflict { what: "full_precision_prefix", problem });
         }
         let shift = shift_of(block_size);

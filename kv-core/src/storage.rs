@@ -1,4 +1,4 @@
-//! Device memory of one group: planes, cut into segments.
+//! Device memory of one group: planes, divided into segments.
 mod view;
 
 use std::fmt;
@@ -12,7 +12,7 @@ use crate::num::to_u64;
 use view::{Handles, StorageSource};
 pub use view::{PlaneView, StorageView};
 
-/// Which half of a layer.
+/// The K or the V of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[expect(clippy::exhaustive_enums, reason = "there are exactly two")]
 pub enum Plane {
@@ -55,8 +55,8 @@ impl<Buf> PlaneBuffers<Buf> {
     }
 }
 
-/// Refuses planes whose rows the device cannot store, and says what it takes: a caller may have
-/// another format or padding to choose.
+/// Refuses planes whose rows the device cannot store, and says what it supports, because the caller
+/// may choose another format or padding.
 fn check_rows(capabilities: &Capabilities, layouts: &[PlaneLayout; 2]) -> Result<(), DeviceError> {
     let unsupported = |problem: String| {
         DeviceError::new(DeviceErrorKind::Unsupported, "allocate planes").with_detail(problem)
@@ -81,11 +81,11 @@ fn check_rows(capabilities: &Capabilities, layouts: &[PlaneLayout; 2]) -> Result
 }
 
 impl<Buf> KvStorage<Buf> {
-    /// Cuts the planes for a device; no layer has memory yet.
+    /// Divides the planes into segments for a device; no layer has memory yet.
     ///
     /// # Errors
     /// [`DeviceErrorKind::Unsupported`] for a `head_dim` or a stored format that the device does
-    /// not take, and when a single block exceeds what it can bind.
+    /// not support, and if a single block exceeds what it can bind.
     pub fn new<B: Backend<Buffer = Buf>>(
         backend: &B,
         layouts: [PlaneLayout; 2],
@@ -93,7 +93,8 @@ impl<Buf> KvStorage<Buf> {
         let capabilities = backend.capabilities();
         check_rows(capabilities, &layouts)?;
         let max = capabilities.buffer_bytes_max.min(capabilities.binding_bytes_max);
-        // K and V are cut alike, so that one block lies in the same segment of both.
+        // K and V have equal numbers of blocks per segment, so that a block lies in the same
+        // segment of both.
         let block = layouts.iter().map(PlaneLayout::block_bytes).max().unwrap_or(1);
         let blocks = max.checked_div(block).unwrap_or(0);
         if blocks == 0 {
@@ -105,11 +106,11 @@ impl<Buf> KvStorage<Buf> {
         Ok(Self { layouts, layers: Vec::new() })
     }
 
-    /// Allocates layer `index` of the group, zeroed; `false` when it has memory already. The
-    /// constants of planes that have some stay zero: see [`Self::allocate_with`].
+    /// Allocates layer `index` of the group, zeroed; `false` if it has memory already. Constants of
+    /// planes stay zero: see [`Self::allocate_with`].
     ///
     /// # Errors
-    /// As [`Backend::alloc`]; then nothing is kept.
+    /// Those of [`Backend::alloc`]; then nothing is kept.
     pub fn allocate<B: Backend<Buffer = Buf>>(
         &mut self,
         backend: &B,
@@ -123,12 +124,12 @@ impl<Buf> KvStorage<Buf> {
         Ok(true)
     }
 
-    /// As [`Self::allocate`], and uploads the constants of K and V; those a plane has no use for
-    /// are ignored.
+    /// Allocates like [`Self::allocate`], and uploads the constants of K and V; those that a plane
+    /// does not need are ignored.
     ///
     /// # Errors
-    /// As [`Backend::alloc`] and [`Queue::upload`], [`DeviceErrorKind::OutOfRange`] for constants
-    /// of another shape; then nothing is kept.
+    /// Those of [`Backend::alloc`] and [`Queue::upload`], [`DeviceErrorKind::OutOfRange`] for
+    /// constants of another shape; then nothing is kept.
     pub fn allocate_with<B: Backend<Buffer = Buf>>(
         &mut self,
         (backend, queue): (&B, &mut B::Queue),
@@ -144,7 +145,7 @@ impl<Buf> KvStorage<Buf> {
         Ok(true)
     }
 
-    /// Exchanges the constants of K and V of a layer that has memory.
+    /// Replaces the constants of K and V of an allocated layer.
     pub(crate) fn upload_constants<Q: Queue<Buffer = Buf>>(
         &self,
         queue: &mut Q,
@@ -203,19 +204,19 @@ impl<Buf> KvStorage<Buf> {
         }
     }
 
-    /// Whether layer `index` of the group has memory.
+    /// Returns whether layer `index` of the group has memory.
     pub fn is_allocated(&self, index: usize) -> bool {
         self.layers.get(index).is_some_and(Option::is_some)
     }
-    /// Layers that have memory.
+    /// Returns the number of layers with memory.
     pub fn num_allocated(&self) -> usize {
         self.layers.iter().flatten().count()
     }
-    /// Layouts of the K and the V plane.
+    /// Returns the layouts of the K and the V plane.
     pub fn layouts(&self) -> &[PlaneLayout; 2] {
         &self.layouts
     }
-    /// One plane of layer `index`, `None` while it has no memory.
+    /// Returns one plane of layer `index`, `None` while it has no memory.
     pub fn plane(&self, index: usize, plane: Plane) -> Option<PlaneView<'_, Buf>> {
         let [k, v] = self.layers.get(index)?.as_ref()?;
         let [k_layout, v_layout] = self.layouts;
@@ -224,7 +225,7 @@ impl<Buf> KvStorage<Buf> {
             Plane::Value => v.view(v_layout),
         })
     }
-    /// All planes, for operations over every layer at once.
+    /// Returns all planes, for operations over every layer at once.
     pub fn view(&self) -> StorageView<'_, Buf> {
         StorageView(StorageSource::Direct(self))
     }

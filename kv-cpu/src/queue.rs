@@ -10,7 +10,7 @@ use kv_core::plan::{
     AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs,
     GatherPlan, WriteArgs, WritePlan,
 };
-use kv_core::{DeviceError, DeviceErrorKind};
+use kv_core::{DeviceError, DeviceErrorKind, GroupId};
 
 use crate::access::Access;
 use crate::attend;
@@ -87,6 +87,16 @@ impl Queue for CpuQueue {
         let _locked = access.lock()?;
         // SAFETY: the span is locked for writing.
         unsafe { std::slice::from_raw_parts_mut(span.base(), span.len()) }.fill(0);
+        Ok(())
+    }
+
+    fn prepare(
+        &mut self,
+        _group: GroupId,
+        _write: &WritePlan<'_>,
+        _attend: &AttentionPlan<'_>,
+    ) -> Result<(), DeviceError> {
+        // Plans are read where they are.
         Ok(())
     }
 

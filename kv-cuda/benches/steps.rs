@@ -1,5 +1,5 @@
-//! What the host does for one decode step: planning, what is sent, parameters of launches. The
-//! device does nothing.
+//! The host's work for one decode step: planning, sending lists, launch parameters. The device does
+//! nothing.
 #![expect(
     clippy::unwrap_used,
     clippy::arithmetic_side_effects,
@@ -21,7 +21,7 @@ const LAYERS: u16 = 64;
 const KV_HEADS: u32 = 8;
 const GROUP: u32 = 4;
 const HEAD_DIM: u32 = 128;
-/// Tokens that sequences may grow by before they are taken back.
+/// Tokens by which sequences may grow before they are reset.
 const ROOM: u32 = 512;
 
 fn main() {
@@ -62,8 +62,8 @@ fn main() {
     criterion.final_summary();
 }
 
-/// As long as `n` rounds take that all take what the median does: what interrupts this process
-/// falls on few of them.
+/// Returns the time of `n` rounds that all take as long as the median: interruptions of this
+/// process affect few of them.
 fn median(n: u64, round: impl FnMut() -> Duration) -> Duration {
     let mut took: Vec<_> =
         std::iter::repeat_with(round).take(usize::try_from(n).unwrap()).collect();
@@ -71,16 +71,16 @@ fn median(n: u64, round: impl FnMut() -> Duration) -> Duration {
     took[took.len() / 2] * u32::try_from(n).unwrap()
 }
 
-/// What of a step is timed.
+/// The part of a step that is timed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Part {
     Begin,
-    /// That of the first layer.
+    /// The write of the first layer.
     Write,
     NextWrite,
-    /// That of the first layer, which plans how the batch is decoded.
+    /// Attention of the first layer, which plans how the batch is decoded.
     FirstAttend,
-    /// That of another layer.
+    /// Attention of another layer.
     NextAttend,
     /// Writes and attention of all layers.
     Layers,
@@ -89,7 +89,7 @@ enum Part {
 
 /// A cache that decodes.
 trait Decode {
-    /// Decodes one token of every sequence; how long a part of it took.
+    /// Decodes one token of every sequence, and returns the time of a part of it.
     fn step(&mut self, part: Part) -> Duration;
 }
 
@@ -105,7 +105,7 @@ struct Full<B: Backend> {
 
 impl<B: Backend> Full<B> {
     fn new(backend: B, sequences: u32, determinism: Determinism) -> Self {
-        // As many of every length, in no order.
+        // Equally many of every length, in no order.
         let len = |i: u32| 1024 + (i * 7919 % sequences) * 31 * 1024 / sequences + i % BLOCK_SIZE;
         let lens: Vec<_> = (0..sequences).map(len).collect();
         let blocks = lens.iter().map(|len| (len + ROOM + 2).div_ceil(BLOCK_SIZE)).sum();
@@ -132,8 +132,8 @@ impl<B: Backend> Full<B> {
         Self { cache, lens, grown: 0, kv, q, out }
     }
 
-    /// Back to where it began, with one step that sends all tables anew.
-    fn take_back(&mut self) {
+    /// Resets sequences to their first length, with one step that sends all tables again.
+    fn reset(&mut self) {
         for (sequence, len) in ids(&self.lens).zip(&self.lens) {
             self.cache.truncate(sequence, *len).unwrap();
         }
@@ -149,7 +149,7 @@ fn ids(lens: &[u32]) -> impl Iterator<Item = SequenceId> + use<> {
 impl<B: Backend> Decode for Full<B> {
     fn step(&mut self, part: Part) -> Duration {
         if self.grown == ROOM {
-            self.take_back();
+            self.reset();
         }
         self.grown += 1;
         let batch = u32::try_from(self.lens.len()).unwrap();

@@ -1,11 +1,10 @@
 //! Compiles every kernel ahead of time; `cargo xtask kernels` runs it.
 //!
-//! Every unit is compiled for every architecture that is shipped, each in a process of its own:
-//! NVRTC compiles one program at a time. What was compiled is kept under its key, so that only
-//! changes cost time. Prints registers, shared memory and spills of every kernel; a spill is a
-//! failure. `--write` makes the archives that the crate embeds, and compiles only what the present
-//! ones do not have; `--check` compiles nothing and says whether they were made of the sources as
-//! they are.
+//! Every unit is compiled for every shipped architecture, each in a process of its own: NVRTC
+//! compiles one program at a time. Results are cached by key, so that only changes cost time.
+//! Prints registers, shared memory and spills of every kernel; a spill is a failure. `--write`
+//! makes the archives that the crate embeds, and compiles only what the present ones lack.
+//! `--check` compiles nothing and reports whether the archives are current.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program for a terminal")]
 
 use std::collections::BTreeMap;
@@ -28,9 +27,9 @@ const USAGE: &str =
 const MANIFEST: &str = "manifest.txt";
 
 struct Options {
-    /// What was compiled, and logs.
+    /// Folder for compiled units and logs.
     work: PathBuf,
-    /// Archives and their manifest.
+    /// Folder of the archives and their manifest.
     archives: PathBuf,
     only: Option<String>,
     arch: Option<Arch>,
@@ -56,22 +55,25 @@ fn run() -> Result<()> {
         return compile(unit, arch, Path::new(image), Path::new(log));
     }
     let options = parse(args)?;
-    // Archives say what made them; whether they are current needs no compiler.
-    let version =
-        if options.check { made_by(&options.archives)? } else { Nvrtc::load(None)?.version() };
+    // Archives name their compiler; the check needs none.
+    let version = if options.check {
+        compiler_version(&options.archives)?
+    } else {
+        Nvrtc::load(None)?.version()
+    };
     let units: Vec<_> = code::units()
         .into_iter()
         .filter(|unit| options.only.as_ref().is_none_or(|only| only == unit.name()))
         .collect();
     if units.is_empty() {
-        return Err("no such unit".into());
+        return Err("unknown unit".into());
     }
-    // All units for one architecture before the next: most mistakes show for any of them.
+    // All units for one architecture before the next: most mistakes show for any architecture.
     let archs = options.arch.map_or_else(|| Arch::SHIPPED.to_vec(), |arch| vec![arch]);
     let jobs: Vec<_> = archs
         .iter()
         .flat_map(|arch| units.iter().map(|unit| (unit, *arch)))
-        .map(|(unit, arch)| Job { unit, arch, key: unit.key(arch, version) })
+        .map(|(unit, arch)| Compilation { unit, arch, key: unit.key(arch, version) })
         .collect();
     if options.check {
         return check(&jobs, version, &options.archives);
@@ -93,8 +95,8 @@ fn run() -> Result<()> {
     Ok(())
 }
 
-/// The compiler that the manifest of the archives names.
-fn made_by(archives: &Path) -> Result<u32> {
+/// Returns the compiler version in the manifest of the archives.
+fn compiler_version(archives: &Path) -> Result<u32> {
     let manifest = fs::read_to_string(archives.join(MANIFEST))?;
     let version = manifest.lines().next().and_then(|line| line.strip_prefix("nvrtc "));
     Ok(version.ok_or("the manifest names no compiler")?.parse()?)
@@ -124,23 +126,23 @@ fn parse(args: Vec<String>) -> Result<Options> {
 }
 
 /// One compilation.
-struct Job<'a> {
+struct Compilation<'a> {
     unit: &'a Unit<'static>,
     arch: Arch,
     key: Key,
 }
 
-/// What came of it.
+/// Result of a compilation.
 #[derive(Clone)]
-struct Done<'a> {
-    job: &'a Job<'a>,
+struct Compiled<'a> {
+    job: &'a Compilation<'a>,
     image: Vec<u8>,
     log: String,
-    /// Names of the kernels, where an archive had it: there is no log then.
+    /// Names of the kernels, if an archive had the unit: then there is no log.
     kept: Option<Vec<String>>,
 }
 
-impl Done<'_> {
+impl Compiled<'_> {
     fn reports(&self) -> Vec<KernelReport> {
         code::report(&self.log)
     }
@@ -156,45 +158,45 @@ impl Done<'_> {
     }
 }
 
-/// The work of a child: one unit for one architecture.
+/// Compiles one unit for one architecture, in a child process.
 fn compile(name: &str, arch: &str, image: &Path, log: &Path) -> Result<()> {
     let units = code::units();
-    let unit = units.iter().find(|unit| unit.name() == name).ok_or("no such unit")?;
+    let unit = units.iter().find(|unit| unit.name() == name).ok_or("unknown unit")?;
     let compiled = Nvrtc::load(None)?.compile(unit, arch.parse()?)?;
     fs::write(log, compiled.log)?;
     fs::write(image, compiled.image)?;
     Ok(())
 }
 
-/// Architectures by what went wrong for them: a mistake is mostly one for all.
+/// Architectures by error message: a mistake usually affects all of them.
 type Failures = BTreeMap<String, Vec<String>>;
 
-/// What the present archives have of the sources as they are, by the job: no archive is written of
-/// kernels that spill.
-fn kept<'a>(jobs: &'a [Job<'a>], archives: &Path) -> BTreeMap<usize, Done<'a>> {
+/// Returns the current units of the present archives, by index of the compilation. Archives with
+/// spilling kernels are never written.
+fn kept<'a>(jobs: &'a [Compilation<'a>], archives: &Path) -> BTreeMap<usize, Compiled<'a>> {
     let mut kept = BTreeMap::new();
     for arch in Arch::SHIPPED {
         let Ok(bytes) = fs::read(archives.join(format!("{arch}.kva"))) else { continue };
-        // A damaged one is written anew.
+        // A damaged archive is written again.
         let Ok(archive) = Archive::parse(&bytes) else { continue };
         for (index, job) in jobs.iter().enumerate().filter(|(_, job)| job.arch == arch) {
             let entry = archive.entry(job.unit.name()).filter(|entry| entry.key == job.key);
             let image = entry.and_then(|entry| Some((entry, entry.image().ok()?)));
             if let Some((entry, image)) = image {
                 let names = Some(entry.kernels.clone());
-                kept.insert(index, Done { job, image, log: String::new(), kept: names });
+                kept.insert(index, Compiled { job, image, log: String::new(), kept: names });
             }
         }
     }
     kept
 }
 
-/// Does all jobs, as many at a time as there are processors.
+/// Runs all compilations, as many at a time as there are processors.
 fn work<'a>(
-    jobs: &'a [Job<'a>],
+    jobs: &'a [Compilation<'a>],
     folder: &Path,
-    kept: &BTreeMap<usize, Done<'a>>,
-) -> Result<(Vec<Done<'a>>, Failures)> {
+    kept: &BTreeMap<usize, Compiled<'a>>,
+) -> Result<(Vec<Compiled<'a>>, Failures)> {
     let next = AtomicUsize::new(0);
     let done = Mutex::new((BTreeMap::new(), Failures::new()));
     let workers = thread::available_parallelism().map_or(1, usize::from);
@@ -222,12 +224,12 @@ fn work<'a>(
     Ok((done.into_values().collect(), failures))
 }
 
-fn compiled<'a>(job: &'a Job<'a>, folder: &Path) -> Result<Done<'a>> {
-    // Two caches of the kind that a user's machine has: one of images, one of logs.
+fn compiled<'a>(job: &'a Compilation<'a>, folder: &Path) -> Result<Compiled<'a>> {
+    // Two caches like that of a user's machine: for images, and for logs.
     let (images, logs) = (Cache::new(folder.join("images")), Cache::new(folder.join("logs")));
     let text = |log: Vec<u8>| String::from_utf8_lossy(&log).into_owned();
     if let (Some(image), Some(log)) = (images.load(job.key), logs.load(job.key)) {
-        return Ok(Done { job, image, log: text(log), kept: None });
+        return Ok(Compiled { job, image, log: text(log), kept: None });
     }
     fs::create_dir_all(folder)?;
     let place = |kind| folder.join(format!("{}.{kind}.new", job.key));
@@ -240,7 +242,7 @@ fn compiled<'a>(job: &'a Job<'a>, folder: &Path) -> Result<Done<'a>> {
         return Err(said.trim().trim_start_matches("error: ").into());
     }
     let (code, said) = (fs::read(&image)?, text(fs::read(&log)?));
-    let done = Done { job, image: code, log: said, kept: None };
+    let done = Compiled { job, image: code, log: said, kept: None };
     logs.store(job.key, done.log.as_bytes())?;
     images.store(job.key, &done.image)?;
     fs::remove_file(&image)?;
@@ -248,8 +250,8 @@ fn compiled<'a>(job: &'a Job<'a>, folder: &Path) -> Result<Done<'a>> {
     Ok(done)
 }
 
-/// Prints kernels by architectures; returns how many spill.
-fn table(done: &[Done<'_>]) -> usize {
+/// Prints kernels by architecture; returns how many spill.
+fn table(done: &[Compiled<'_>]) -> usize {
     let mut archs: Vec<Arch> = done.iter().map(|one| one.job.arch).collect();
     archs.sort();
     archs.dedup();
@@ -300,7 +302,7 @@ fn cell(kernel: &KernelReport) -> String {
 }
 
 /// Writes an archive for every architecture, and the manifest.
-fn write(done: &[Done<'_>], version: u32, folder: &Path) -> Result<()> {
+fn write(done: &[Compiled<'_>], version: u32, folder: &Path) -> Result<()> {
     fs::create_dir_all(folder)?;
     let mut manifest = format!("nvrtc {version}\n");
     for arch in Arch::SHIPPED {
@@ -330,14 +332,14 @@ fn write(done: &[Done<'_>], version: u32, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// A frame as small as the `zstd` program makes it, `None` where there is no such program.
+/// Compresses a frame with the `zstd` program, `None` if it is missing.
 fn zstd(image: &[u8]) -> Option<Vec<u8>> {
     let mut command = Command::new("zstd");
     command.args(["-19", "--no-check", "--stdout", "--quiet", "-"]);
     let piped = command.stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut child = piped.spawn().ok()?;
     let mut stdin = child.stdin.take()?;
-    // It reads while we write; what it makes of a part is not used.
+    // The program reads while this thread writes; partial output is not used.
     let output = thread::scope(|scope| {
         scope.spawn(move || stdin.write_all(image));
         child.wait_with_output()
@@ -345,13 +347,13 @@ fn zstd(image: &[u8]) -> Option<Vec<u8>> {
     output.ok().filter(|output| output.status.success()).map(|output| output.stdout)
 }
 
-/// Compares the archives with the sources; says which entries are not current.
-fn check(jobs: &[Job<'_>], version: u32, folder: &Path) -> Result<()> {
+/// Compares the archives with the sources; the error lists entries that are not current.
+fn check(jobs: &[Compilation<'_>], version: u32, folder: &Path) -> Result<()> {
     let mut stale = Vec::new();
     for arch in Arch::SHIPPED {
         let path = folder.join(format!("{arch}.kva"));
         let Ok(bytes) = fs::read(&path) else {
-            stale.push(format!("{} is not there", path.display()));
+            stale.push(format!("{} is missing", path.display()));
             continue;
         };
         let archive = Archive::parse(&bytes).map_err(|error| format!("{arch}: {error}"))?;
@@ -370,7 +372,7 @@ fn check(jobs: &[Job<'_>], version: u32, folder: &Path) -> Result<()> {
             }
         }
         if archive.entries.len() != of_arch.len() {
-            stale.push(format!("{arch} has other units than there are"));
+            stale.push(format!("{arch} has other units than the sources"));
         }
     }
     if stale.is_empty() {

@@ -1,4 +1,4 @@
-//! Opening a device.
+//! The backend: an opened device.
 use std::ffi::c_void;
 use std::sync::Arc;
 
@@ -34,17 +34,18 @@ impl CudaBackend {
         Ok(Self::on(Arc::new(CudaGpu::open(options)?)))
     }
 
-    /// The same kernels and the same host code on the CPU, a thread at a time: for tests.
+    /// Opens the emulator: the same kernels and the same host code, run on the CPU one thread at a
+    /// time. For tests.
     ///
     /// # Errors
-    /// `Unsupported` when the emulator's library is not there or is another version's.
+    /// `Unsupported` if the emulator's library is missing or of another version.
     #[cfg(feature = "emulated")]
     pub fn emulated(options: &EmulatorOptions) -> Result<Self, DeviceError> {
         Ok(Self::on(Arc::new(Emulator::open(options)?)))
     }
 
-    /// A device that does nothing, so that only the host's work is left: for benches. Outputs are
-    /// not there.
+    /// Opens a device that does nothing, so that benches measure the host's work alone. Outputs are
+    /// undefined.
     #[cfg(feature = "emulated")]
     #[doc(hidden)]
     pub fn idle(multiprocessors: u32) -> Self {
@@ -64,45 +65,48 @@ impl CudaBackend {
         Self { gpu, capabilities, waiter: Arc::new(Waiter::default()) }
     }
 
-    /// Memory of the caller's own as a buffer: `len` bytes at `address`, not freed. Nothing is
-    /// copied.
+    /// Wraps the caller's memory as a buffer: `len` bytes at `address`, neither copied nor freed.
     ///
     /// # Safety
-    /// 1. The memory stays as long as any handle.
-    /// 2. Work of other streams that uses it is ordered with the queue's by the caller.
+    /// 1. The memory outlives every handle.
+    /// 2. The caller orders other streams' work on it with the queue's.
     ///
     /// # Errors
-    /// `ForeignHandle` for an address that is not this device's, `OutOfRange` for a range past the
-    /// end of its allocation, `Unsupported` for one that is not a multiple of 16.
+    /// `ForeignHandle` for an address that does not belong to this device, `OutOfRange` for a range
+    /// past the end of its allocation, `Unsupported` for an address that is not a multiple of 16.
     pub unsafe fn wrap(&self, address: u64, len: u64) -> Result<CudaBuffer, DeviceError> {
         if !address.is_multiple_of(16) {
-            return Err(crate::tensors::unsupported("wrap device memory", "not on 16 bytes"));
+            return Err(crate::tensors::unsupported(
+                "wrap device memory",
+                "the address is not a multiple of 16",
+            ));
         }
         self.gpu.check_foreign(address, len)?;
-        // SAFETY: the device has just said that the range is its own; condition 1 for the rest.
+        // SAFETY: `check_foreign` found the range in memory of this device; condition 1 for the
+        // rest.
         Ok(unsafe { CudaBuffer::foreign(&self.gpu, address, len) })
     }
 
-    /// A queue on a stream of the caller's own (a `CUstream`), which stays the caller's.
+    /// Opens a queue on the caller's stream (a `CUstream`), which the caller keeps.
     ///
     /// # Safety
-    /// 1. `stream` is of this device's primary context and lives as long as the queue.
+    /// 1. `stream` belongs to this device's primary context and outlives the queue.
     /// 2. While the queue is used, no other thread captures on it.
     ///
     /// # Errors
     /// `Lost` or `Driver`.
     pub unsafe fn queue_on(&self, stream: *mut c_void) -> Result<CudaQueue, DeviceError> {
-        // SAFETY: both conditions are the caller's promise.
+        // SAFETY: both conditions are this function's.
         let stream = unsafe { self.gpu.foreign_stream(stream)? };
         Ok(CudaQueue::on(&self.gpu, &self.waiter, stream))
     }
 
-    /// What a stream of its own needs.
+    /// Returns what swapping needs for a stream of its own.
     pub(crate) fn parts(&self) -> (&Arc<dyn Gpu>, &Arc<Waiter>) {
         (&self.gpu, &self.waiter)
     }
 
-    /// Name of the card.
+    /// Returns the name of the card.
     pub fn card(&self) -> &str {
         &self.gpu.facts().card
     }
@@ -121,7 +125,7 @@ impl Backend for CudaBackend {
     fn alloc(&self, bytes: u64) -> Result<CudaBuffer, DeviceError> {
         let max = self.capabilities.buffer_bytes_max;
         if bytes > max {
-            let why = format!("{bytes} bytes, the device has {max}");
+            let why = format!("{bytes} bytes; a buffer holds at most {max}");
             return Err(crate::tensors::unsupported("alloc", why));
         }
         CudaBuffer::alloc(&self.gpu, bytes)

@@ -1,4 +1,4 @@
-//! Device memory as callers hold it.
+//! Device memory that callers hold.
 use std::fmt;
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use kv_core::{DeviceError, DeviceErrorKind};
 use crate::gpu::Gpu;
 use crate::params::Address;
 
-/// A range of device memory; a cheap handle that keeps it alive.
+/// A range of device memory: a cheap handle that keeps the memory alive.
 #[derive(Clone)]
 pub struct CudaBuffer {
     memory: Arc<Memory>,
@@ -15,7 +15,7 @@ pub struct CudaBuffer {
     len: u64,
 }
 
-/// One allocation, freed when the last handle is gone.
+/// One allocation, freed with the last handle.
 struct Memory {
     gpu: Arc<dyn Gpu>,
     address: Address,
@@ -25,7 +25,7 @@ struct Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         if self.owned {
-            // SAFETY: `alloc` of this device gave the address, and it is freed nowhere else; no
+            // SAFETY: `alloc` of this device returned the address, and it is freed nowhere else; no
             // handle is left to submit work that uses it.
             unsafe { self.gpu.free(self.address) };
         }
@@ -41,48 +41,48 @@ impl fmt::Debug for CudaBuffer {
 }
 
 impl CudaBuffer {
-    /// Reserves zeroed memory.
+    /// Allocates zeroed memory.
     pub(crate) fn alloc(gpu: &Arc<dyn Gpu>, len: u64) -> Result<Self, DeviceError> {
-        // The driver has no allocation of nothing.
+        // The driver refuses allocations of 0 bytes.
         let address = gpu.alloc(len.max(1))?;
         let memory = Memory { gpu: Arc::clone(gpu), address, owned: true };
         Ok(Self { memory: Arc::new(memory), begin: 0, len })
     }
 
-    /// Memory of the caller's own: `len` bytes at `address`, not freed.
+    /// Wraps the caller's memory: `len` bytes at `address`, which are not freed.
     ///
     /// # Safety
-    /// 1. The range lies in memory of this device and stays as long as any handle.
+    /// 1. The range lies in memory of this device and outlives every handle.
     pub(crate) unsafe fn foreign(gpu: &Arc<dyn Gpu>, address: Address, len: u64) -> Self {
         let memory = Memory { gpu: Arc::clone(gpu), address, owned: false };
         Self { memory: Arc::new(memory), begin: 0, len }
     }
 
-    /// Bytes.
+    /// Returns the number of bytes.
     pub fn len(&self) -> u64 {
         self.len
     }
-    /// Whether it holds nothing.
+    /// Returns whether the range is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
-    /// Address of the first byte, in the device's address space: for kernels of the caller's own,
-    /// which must run on the stream of the queue that uses the buffer, or be ordered with it.
+    /// Returns the device address of the first byte, for kernels of the caller. They must run on
+    /// the stream of the queue that uses the buffer, or be ordered with it.
     pub fn address(&self) -> u64 {
         self.memory.address.saturating_add(self.begin)
     }
 
-    /// The same memory from byte `offset` on.
+    /// Returns the `len` bytes from byte `offset` on, as a handle to the same memory.
     ///
     /// # Errors
-    /// `OutOfRange`.
+    /// `OutOfRange` past the end.
     pub fn view(&self, offset: u64, len: u64) -> Result<Self, DeviceError> {
         self.range((offset, len), "view")?;
         let begin = self.begin.saturating_add(offset);
         Ok(Self { memory: Arc::clone(&self.memory), begin, len })
     }
 
-    /// Address of bytes `offset..offset + len`.
+    /// Returns the address of bytes `offset..offset + len`.
     pub(crate) fn range(
         &self,
         (offset, len): (u64, u64),
@@ -97,7 +97,7 @@ impl CudaBuffer {
         }
     }
 
-    /// The same, of a buffer that must be of `gpu`.
+    /// Does the same for a buffer that must belong to `gpu`.
     pub(crate) fn on(
         &self,
         gpu: &Arc<dyn Gpu>,

@@ -1,4 +1,4 @@
-//! Captured work: the launches of a step, run again for later steps.
+//! Captured work: the launches of a step, replayed for later steps.
 use std::cell::RefCell;
 use std::sync::Arc;
 
@@ -7,15 +7,15 @@ use kv_core::DeviceError;
 use crate::buffer::CudaBuffer;
 use crate::gpu::{Gpu, Graph};
 
-/// The launches of a step, ready to be run for any later step within the same
+/// The captured launches of a step, to be replayed for any later step within the same
 /// [`StepLimits`](crate::StepLimits). Keeps all memory that they use.
 #[derive(Debug)]
 pub struct CudaGraph {
     pub(crate) gpu: Arc<dyn Gpu>,
     pub(crate) graph: Box<dyn Graph>,
-    /// Tells the limits it was captured under from later ones.
+    /// Identifies the limits under which it was captured.
     pub(crate) epoch: u64,
-    /// Memory that its launches name.
+    /// Memory that its launches use.
     _held: Vec<CudaBuffer>,
 }
 
@@ -35,11 +35,11 @@ impl CudaGraph {
 pub(crate) struct Held(RefCell<Option<Vec<CudaBuffer>>>);
 
 impl Held {
-    /// From here on, memory is noted.
+    /// Starts to record memory.
     pub(crate) fn begin(&self) {
         *self.0.borrow_mut() = Some(Vec::new());
     }
-    /// What was noted, and no more from here on.
+    /// Stops recording, and returns the recorded memory.
     pub(crate) fn end(&self) -> Vec<CudaBuffer> {
         self.0.borrow_mut().take().unwrap_or_default()
     }
@@ -53,8 +53,8 @@ impl Held {
     }
 }
 
-/// What a call needs and cannot get while it is captured.
+/// Returns the error of a call that needs something it cannot get during a capture.
 pub(crate) fn refused(what: &str) -> DeviceError {
-    let why = format!("{what} while launches are captured: run one step before");
+    let why = format!("{what} while launches are captured: run one such step before");
     crate::tensors::unsupported("capture", why)
 }

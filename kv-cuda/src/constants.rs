@@ -1,8 +1,8 @@
-//! Small lists that are the same call after call: sink logits of a layer, addresses of a plane's
+//! Small lists that do not change from call to call: sink logits of a layer, addresses of a plane's
 //! segments.
 //!
-//! Sent once and kept, so that a layer costs one launch and nothing else, and a captured launch
-//! finds them at every replay.
+//! They are sent once and kept, so that a layer costs one launch and nothing else, and a captured
+//! launch finds them at every replay.
 use std::sync::Arc;
 
 use hashbrown::HashMap;
@@ -12,10 +12,11 @@ use crate::buffer::CudaBuffer;
 use crate::capture::{self, Held};
 use crate::gpu::Gpu;
 use crate::params::Address;
-use crate::step::Way;
+use crate::step::Transfer;
 use kv_core::num::to_u64;
 
-/// More lists than any model has; where there are more, the caller changes them all the time.
+/// More lists than any model has: beyond it the caller changes them with every call, and all are
+/// dropped.
 const KEPT: usize = 4096;
 
 #[derive(Debug)]
@@ -29,10 +30,10 @@ impl Constants {
         Self { gpu: Arc::clone(gpu), known: HashMap::new() }
     }
 
-    /// A list in device memory, sent if it is not there.
+    /// Returns the address of a list in device memory, which is sent on first use.
     pub(crate) fn get<T: bytemuck::NoUninit>(
         &mut self,
-        (way, held): (&mut Way<'_>, &Held),
+        (transfer, held): (&mut Transfer<'_>, &Held),
         values: &[T],
     ) -> Result<Address, DeviceError> {
         let bytes: &[u8] = bytemuck::cast_slice(values);
@@ -41,14 +42,14 @@ impl Constants {
             return Ok(buffer.address());
         }
         if held.is_on() {
-            return Err(capture::refused("a list that is new"));
+            return Err(capture::refused("a new list"));
         }
         if self.known.len() >= KEPT {
             self.known.clear();
         }
         let buffer = CudaBuffer::alloc(&self.gpu, to_u64(bytes.len()))?;
-        // SAFETY: the buffer has as many bytes.
-        unsafe { way.staging.upload(way.stream, buffer.address(), bytes)? };
+        // SAFETY: the buffer has the length of `bytes`.
+        unsafe { transfer.staging.upload(transfer.stream, buffer.address(), bytes)? };
         let address = buffer.address();
         self.known.insert(bytes.into(), buffer);
         Ok(address)

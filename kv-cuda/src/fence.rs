@@ -1,4 +1,4 @@
-//! What says that submitted work is done: fences, and bytes on their way to the host.
+//! Completion of submitted work: fences, and downloads.
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
@@ -6,14 +6,14 @@ use kv_core::backend::{Fence, Readback};
 use kv_core::{DeviceError, DeviceErrorKind};
 
 use crate::gpu::{Event, Gpu, Stream};
-use crate::pins::Piece;
+use crate::pins::PinnedBuffer;
 use crate::waiter::Waiter;
 
-/// Signals that work submitted before is done.
+/// Signals that the work submitted before it is done.
 ///
-/// To [`wait`](Fence::wait) keeps a core busy, because the answer of a step is wanted when it is
-/// there and not a wake-up later: tens of microseconds, of a step's hundreds. Who has something
-/// else to do polls instead; a thread of the backend then looks for everybody.
+/// [`wait`](Fence::wait) spins on a core, because a wake-up would add tens of microseconds to a
+/// step of hundreds. A caller with other work polls instead; a thread of the backend then polls for
+/// all such callers.
 #[derive(Debug, Clone)]
 pub struct CudaFence {
     gpu: Arc<dyn Gpu>,
@@ -21,11 +21,11 @@ pub struct CudaFence {
     waiter: Arc<Waiter>,
 }
 
-/// Bytes on their way to the host.
+/// A download: bytes that the device copies to the host.
 #[derive(Debug)]
 pub struct CudaReadback {
-    /// Nothing was asked for where there is none.
-    pub(crate) copy: Option<(CudaFence, Piece)>,
+    /// `None` for a download of no bytes.
+    pub(crate) copy: Option<(CudaFence, PinnedBuffer)>,
     pub(crate) len: usize,
 }
 
@@ -40,7 +40,7 @@ impl CudaFence {
         Ok(Self { gpu: Arc::clone(gpu), event, waiter: Arc::clone(waiter) })
     }
 
-    /// Its event, for a stream of `gpu` to wait for.
+    /// Returns its event, for a stream of `gpu` to wait for.
     pub(crate) fn event_on(
         &self,
         gpu: &Arc<dyn Gpu>,
@@ -75,7 +75,7 @@ impl CudaReadback {
             return Vec::new();
         };
         let len = self.len.min(pinned.len());
-        // SAFETY: the copy is done, by its fence, and nobody else has these bytes.
+        // SAFETY: the copy is done, by its fence, and nothing else uses these bytes.
         unsafe { std::slice::from_raw_parts(pinned.base().cast_const(), len) }.to_vec()
     }
 }
@@ -85,7 +85,7 @@ impl Drop for CudaReadback {
         if let Some((fence, pinned)) = self.copy.take()
             && fence.event.wait().is_err()
         {
-            // The device is gone; whether it still writes the bytes nobody can tell.
+            // The device is gone and may still write the bytes: never reuse them.
             pinned.leak();
         }
     }

@@ -1,8 +1,8 @@
-//! What the rest of the crate asks of a GPU: memory, streams, events, launches.
+//! The interface to a GPU: memory, streams, events, launches.
 //!
-//! Two things answer: the driver (`driver`), and the emulator that runs the same kernels on the CPU
-//! (`emulated`). Everything above this module is the same for both, so that tests on a machine
-//! without a GPU test it.
+//! It has two implementations: the driver (`driver`), and the emulator that runs the same kernels
+//! on the CPU (`emulated`). Everything above this module is the same for both, so that tests on a
+//! machine without a GPU cover it.
 use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use kv_core::{DeviceError, DeviceErrorKind};
 
 use crate::params::Address;
 
-/// Facts about a device that decide how work is cut.
+/// Facts about a device that decide how work is split.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Facts {
     /// Name of the card, for people.
@@ -22,24 +22,24 @@ pub(crate) struct Facts {
     pub(crate) capability: u32,
     /// Bytes of device memory.
     pub(crate) memory: u64,
-    /// Bytes of shared memory that one thread block may ask for.
+    /// Maximum bytes of shared memory of a thread block.
     pub(crate) shared_bytes_max: u32,
 }
 
-/// How a kernel is started.
+/// The launch of a kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Launch {
-    /// Name of the kernel, as `KV_KERNEL` in its source says.
+    /// Name of the kernel, as its `KV_KERNEL` declares it.
     pub(crate) kernel: &'static str,
     /// Thread blocks.
     pub(crate) grid: [u32; 3],
-    /// Threads of one block; what the kernel's `KV_KERNEL` says.
+    /// Threads of one block, as its `KV_KERNEL` declares them.
     pub(crate) threads: u32,
     /// Bytes of dynamic shared memory.
     pub(crate) shared_bytes: u32,
 }
 
-/// One piece of a batch of copies between page-locked host memory and the device.
+/// One copy of a batch between page-locked host memory and the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct HostCopy {
     /// First byte in page-locked memory.
@@ -52,36 +52,36 @@ pub(crate) struct HostCopy {
 
 /// One opened device.
 pub(crate) trait Gpu: fmt::Debug + Send + Sync {
-    /// Name of the backend.
+    /// Returns the name of the backend.
     fn name(&self) -> &'static str;
-    /// Facts, read when it was opened.
+    /// Returns the facts that were read when it was opened.
     fn facts(&self) -> &Facts;
-    /// Reserves memory, zeroed and aligned to 256 bytes. `bytes` is above 0.
+    /// Allocates memory, zeroed and aligned to 256 bytes. `bytes` is above 0.
     fn alloc(&self, bytes: u64) -> Result<Address, DeviceError>;
-    /// Gives memory back behind the work that was submitted before, to streams that are open or
-    /// were; need not wait for it.
+    /// Frees memory after the work that was submitted before, on open and closed streams; need not
+    /// wait for it.
     ///
     /// # Safety
     /// 1. `address` came from [`Self::alloc`] of this device and was not freed.
     /// 2. Nothing submitted from now on uses it.
     unsafe fn free(&self, address: Address);
-    /// Reserves page-locked host memory. `bytes` is above 0.
+    /// Allocates page-locked host memory. `bytes` is above 0.
     fn pinned(&self, bytes: usize) -> Result<Box<dyn Pinned>, DeviceError>;
     /// Opens a stream.
     fn stream(&self) -> Result<Box<dyn Stream>, DeviceError>;
-    /// Checks that `bytes` bytes at `address` are memory of this device, in one piece.
+    /// Checks that `bytes` bytes at `address` are one range of memory of this device.
     ///
-    /// For memory of a caller, which becomes a buffer without a copy and is never freed here. That
-    /// it stays as long as the buffer is the caller's promise; a wrong address is refused with
+    /// This is for memory of a caller, which becomes a buffer without a copy and is never freed
+    /// here. The caller guarantees that it outlives the buffer. A wrong address is refused with
     /// `ForeignHandle`, a range past the end of its allocation with `OutOfRange`.
     fn check_foreign(&self, address: Address, bytes: u64) -> Result<(), DeviceError> {
         let _ = (address, bytes);
         Err(DeviceError::new(DeviceErrorKind::Unsupported, "wrap device memory"))
     }
-    /// Wraps a caller's stream (a `CUstream`), which stays the caller's.
+    /// Wraps a caller's stream (a `CUstream`), which the caller keeps.
     ///
     /// # Safety
-    /// 1. `raw` is a stream of this device's primary context and lives as long as the result.
+    /// 1. `raw` belongs to this device's primary context and outlives the result.
     /// 2. While the result is used, no other thread captures on `raw`.
     unsafe fn foreign_stream(&self, raw: *mut c_void) -> Result<Box<dyn Stream>, DeviceError> {
         let _ = raw;
@@ -91,19 +91,19 @@ pub(crate) trait Gpu: fmt::Debug + Send + Sync {
 
 /// Page-locked host memory, freed when dropped.
 pub(crate) trait Pinned: fmt::Debug + Send + Sync {
-    /// First byte.
+    /// Returns the first byte.
     fn base(&self) -> *mut u8;
-    /// Bytes.
+    /// Returns the number of bytes.
     fn len(&self) -> usize;
 }
 
-/// An ordered lane of work. Work that was submitted goes on when it is dropped.
+/// An in-order stream of work. Submitted work completes when it is dropped.
 pub(crate) trait Stream: fmt::Debug + Send {
     /// Copies to the device.
     ///
     /// # Safety
-    /// 1. `bytes` bytes at `from` stay and are not written until an event recorded later is done;
-    ///    they are page-locked.
+    /// 1. `bytes` bytes at `from` are page-locked; they stay valid and are not written until an
+    ///    event recorded later is done.
     /// 2. `to..to + bytes` lies in memory of the device.
     unsafe fn upload(
         &mut self,
@@ -114,8 +114,8 @@ pub(crate) trait Stream: fmt::Debug + Send {
     /// Copies to the host.
     ///
     /// # Safety
-    /// 1. `bytes` bytes at `to` stay and are neither read nor written until an event recorded later
-    ///    is done; they are page-locked.
+    /// 1. `bytes` bytes at `to` are page-locked; they stay valid and are neither read nor written
+    ///    until an event recorded later is done.
     /// 2. `from..from + bytes` lies in memory of the device.
     unsafe fn download(
         &mut self,
@@ -123,7 +123,7 @@ pub(crate) trait Stream: fmt::Debug + Send {
         from: Address,
         bytes: usize,
     ) -> Result<(), DeviceError>;
-    /// Copies from one place of the device to another.
+    /// Copies within the device.
     ///
     /// # Safety
     /// 1. Both ranges lie in memory of the device, and do not overlap.
@@ -136,16 +136,16 @@ pub(crate) trait Stream: fmt::Debug + Send {
     /// # Safety
     /// 1. `at..at + bytes` lies in memory of the device.
     unsafe fn zero(&mut self, at: Address, bytes: u64) -> Result<(), DeviceError>;
-    /// Starts a kernel.
+    /// Launches a kernel.
     ///
     /// # Safety
-    /// 1. `params` is what the kernel takes, and every address in it is that of memory as large as
-    ///    the kernel uses, until an event recorded later is done.
+    /// 1. `params` are the kernel's parameters, and every address in them points to memory as large
+    ///    as the kernel uses, until an event recorded later is done.
     unsafe fn launch(&mut self, launch: &Launch, params: &[u8]) -> Result<(), DeviceError>;
-    /// Copies many pieces to the device, as a block that comes back from the host needs.
+    /// Makes many copies to the device, as a block that is swapped in needs.
     ///
     /// # Safety
-    /// 1. Conditions of [`Self::upload`], for every piece.
+    /// 1. Conditions of [`Self::upload`], for every copy.
     unsafe fn upload_batch(&mut self, copies: &[HostCopy]) -> Result<(), DeviceError> {
         for copy in copies {
             // SAFETY: condition 1.
@@ -153,10 +153,10 @@ pub(crate) trait Stream: fmt::Debug + Send {
         }
         Ok(())
     }
-    /// Copies many pieces to the host.
+    /// Makes many copies to the host.
     ///
     /// # Safety
-    /// 1. Conditions of [`Self::download`], for every piece.
+    /// 1. Conditions of [`Self::download`], for every copy.
     unsafe fn download_batch(&mut self, copies: &[HostCopy]) -> Result<(), DeviceError> {
         for copy in copies {
             // SAFETY: condition 1.
@@ -164,19 +164,19 @@ pub(crate) trait Stream: fmt::Debug + Send {
         }
         Ok(())
     }
-    /// Starts to keep work instead of running it, until [`Self::end_capture`]. Kernels must have
-    /// been prepared; this thread ends what it began.
+    /// Starts to capture work instead of running it, until [`Self::end_capture`] on the same
+    /// thread. Kernels must have been loaded.
     fn begin_capture(&mut self) -> Result<(), DeviceError> {
         Err(DeviceError::new(DeviceErrorKind::Unsupported, "begin capture"))
     }
-    /// What was kept, ready to be run many times. Ends the capture also when it fails.
+    /// Ends the capture, also if it fails, and returns the captured work for replays.
     fn end_capture(&mut self) -> Result<Box<dyn Graph>, DeviceError> {
         Err(DeviceError::new(DeviceErrorKind::Unsupported, "end capture"))
     }
     /// Runs captured work as it was recorded: same addresses, same parameters, same grids.
     ///
     /// # Safety
-    /// 1. Conditions of every call that was captured hold now: its memory is there.
+    /// 1. Conditions of every captured call hold now: its memory still exists.
     unsafe fn replay(&mut self, graph: &dyn Graph) -> Result<(), DeviceError> {
         let _ = graph;
         Err(DeviceError::new(DeviceErrorKind::Unsupported, "replay"))
@@ -187,13 +187,13 @@ pub(crate) trait Stream: fmt::Debug + Send {
     fn wait_for(&mut self, event: &Arc<dyn Event>) -> Result<(), DeviceError>;
 }
 
-/// Captured work. A replay that was submitted goes on when it is dropped.
+/// Captured work. A submitted replay completes when it is dropped.
 pub(crate) trait Graph: fmt::Debug + Send + std::any::Any {}
 
 /// Completion of the work before it.
 pub(crate) trait Event: fmt::Debug + Send + Sync + std::any::Any {
-    /// Whether it is done; the error of that work if it failed.
+    /// Returns whether that work is done; its error if it failed.
     fn is_done(&self) -> Result<bool, DeviceError>;
-    /// Blocks until it is.
+    /// Blocks until that work is done.
     fn wait(&self) -> Result<(), DeviceError>;
 }

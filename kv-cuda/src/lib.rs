@@ -1,23 +1,23 @@
 //! The CUDA backend of the KV cache.
 //!
 //! [`CudaBackend`] implements the contract of [`kv_core::backend`] on a card of compute capability
-//! 8.0 or later. Nothing of CUDA is needed to build it; the driver is looked up when a device is
-//! opened, and a machine without one gets [`Unsupported`](kv_core::DeviceErrorKind::Unsupported).
+//! 8.0 or later. Building it needs no part of CUDA; the driver is loaded when a device is opened,
+//! and a machine without one gets [`Unsupported`](kv_core::DeviceErrorKind::Unsupported).
 //!
 //! A [`CudaQueue`] is a stream. Inputs in host memory are staged through page-locked memory. An
-//! output in host memory is written to memory of the queue, and downloaded before the call returns:
-//! a wait for every call, and refused while launches are captured. The plan of a step goes to the
-//! device once, when the step begins, and all layers share it; with [`StepLimits`] its lists keep
-//! their addresses, as a captured graph of launches needs it.
+//! output in host memory is written to memory of the queue and downloaded before the call returns,
+//! which costs a wait for every call; it is refused during a capture. The plan of a step is sent to
+//! the device once, when the step begins, and all layers share it. With [`StepLimits`] its lists
+//! keep their addresses, as a captured graph of launches requires.
 //!
 //! Device memory comes from a pool, which can be reserved when the device is opened
-//! ([`CudaOptions::with_reserved_bytes`]). Dropping a buffer waits for nothing: its memory is used
-//! again once every stream has passed the work of that moment.
+//! ([`CudaOptions::with_reserved_bytes`]). Dropping a buffer does not wait: its memory is reused once
+//! every stream has passed the work submitted so far.
 //!
-//! Blocks of preempted sequences can leave for page-locked host memory and come back, on a stream
+//! Blocks of preempted sequences can be swapped to page-locked host memory and back, on a stream
 //! beside the queue's: [`CudaBackend::swap`].
 //!
-//! The same host code and the same kernels run on the CPU with the feature `emulated`
+//! With the feature `emulated`, the same host code and the same kernels run on the CPU
 //! (`CudaBackend::emulated`): slow, for tests, and without a card.
 #![allow(unsafe_code, reason = "the driver: docs/unsafe.md")]
 mod backend;

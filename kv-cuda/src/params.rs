@@ -1,11 +1,11 @@
-//! What the host passes to kernels: `kernels/params.h`, field by field.
+//! Parameters that the host passes to kernels: `kernels/params.h`, field by field.
 //!
-//! Addresses are those of the device; strides and sizes count bytes. The emulator's library tells
+//! Addresses are device addresses; strides and sizes count bytes. The emulator's library reports
 //! the sizes that the C++ compiler gave these structures, and a test compares them.
 use bytemuck::{Pod, Zeroable};
 use kv_core::KvFormat;
 
-/// An address in device memory; 0 for what is not there.
+/// An address in device memory; 0 for absent memory.
 pub(crate) type Address = u64;
 
 macro_rules! params {
@@ -19,7 +19,7 @@ macro_rules! params {
             #[repr(C)]
             pub(crate) struct $name { $($(#[$field_doc])* pub(crate) $field: $kind,)* }
         )*
-        /// Names and sizes, for the test that compares them with the kernels'.
+        /// Lists names and sizes, for the test that compares them with the kernels'.
         #[cfg(all(test, feature = "emulated"))]
         pub(crate) const SIZES: &[(&str, usize)] =
             &[$((stringify!($name), size_of::<$name>()),)*];
@@ -27,7 +27,7 @@ macro_rules! params {
 }
 
 params! {
-    /// Rows of tokens in a caller's tensor.
+    /// Rows of tokens in a tensor of the caller.
     struct Tensor {
         data: Address,
         batch_stride: u64,
@@ -79,7 +79,7 @@ params! {
         num_splits: u32,
         table: u32,
     }
-    /// One part of a sequence's context.
+    /// One KV split of a sequence.
     struct Split {
         sequence: u32,
         begin: u32,
@@ -105,14 +105,14 @@ params! {
         slots: Address,
         tables: Address,
     }
-    /// Of `update_tables`: entries to change, and where the tables are.
+    /// Parameters of `update_tables`: entries to change, and the tables.
     struct TableParams {
         changes: Address,
         tables: Address,
         num_changes: u32,
         pad: u32,
     }
-    /// Of `write_rows` and `write_tails`.
+    /// Parameters of `write_rows` and `write_tails`.
     struct WriteParams {
         plan: Plan,
         k: Tensor,
@@ -120,7 +120,7 @@ params! {
         k_plane: Plane,
         v_plane: Plane,
     }
-    /// Of every kernel that attends.
+    /// Parameters of every attention kernel.
     struct AttendParams {
         plan: Plan,
         q: Tensor,
@@ -142,7 +142,7 @@ params! {
         q_len_min: u32,
         q_len_max: u32,
     }
-    /// A piece of decoding: some tiles of what up to 16 query rows of one kv head see.
+    /// A work item of decoding: some of the tiles that up to 16 query rows of one kv head see.
     struct Piece {
         sequence: u32,
         head: u32,
@@ -153,7 +153,7 @@ params! {
         parts: u32,
         partial: u32,
     }
-    /// Of `plan_decode`.
+    /// Parameters of `plan_decode`.
     struct DecodePlanParams {
         plan: Plan,
         pieces: Address,
@@ -167,7 +167,7 @@ params! {
         invariant: u32,
         q_len_max: u32,
     }
-    /// Of `decode_*`.
+    /// Parameters of `decode_*`.
     struct DecodeParams {
         attend: AttendParams,
         pieces: Address,
@@ -175,7 +175,7 @@ params! {
         units: u32,
         block_shift: u32,
     }
-    /// Rows to gather of one sequence.
+    /// Rows of one sequence to gather.
     struct Range {
         table: u32,
         begin: u32,
@@ -186,7 +186,7 @@ params! {
         pad1: u32,
         pad2: u32,
     }
-    /// Of `gather_rows`.
+    /// Parameters of `gather_rows`.
     struct GatherParams {
         plane: Plane,
         out: Tensor,
@@ -202,7 +202,7 @@ params! {
         slots: u32,
         pad: u32,
     }
-    /// Of `copy_blocks`.
+    /// Parameters of `copy_blocks`.
     struct CopyParams {
         planes: Address,
         copies: Address,
@@ -214,7 +214,7 @@ params! {
         start: u32,
         len: u32,
     }
-    /// Of `convert_rows`.
+    /// Parameters of `convert_rows`.
     struct ConvertParams {
         src: Tensor,
         dst: Tensor,
@@ -222,7 +222,7 @@ params! {
         num_entries: u32,
         total: u32,
     }
-    /// Of `pad_rows`.
+    /// Parameters of `pad_rows`.
     struct PadParams {
         out: Tensor,
         entries: Address,
@@ -235,7 +235,7 @@ params! {
 }
 
 impl Plane {
-    /// Whether rows are stored as they come: rounded at most.
+    /// Returns whether rows are unquantised and not transformed.
     pub(crate) fn is_plain(&self) -> bool {
         let is_plain = |format: &KvFormat| format.kernel_code() == self.format;
         KvFormat::PLAIN.iter().any(is_plain) && self.transforms == 0

@@ -1,7 +1,7 @@
-//! Page-locked memory that is used again.
+//! A pool of page-locked memory.
 //!
-//! To take it from the system costs more than most copies through it, and to give it back may wait
-//! for the device. So a queue keeps what its uploads and readbacks have passed, up to a bound.
+//! Allocating it costs more than most copies through it, and freeing it may wait for the device. A
+//! queue therefore keeps the memory of its uploads and downloads, up to a bound.
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -9,21 +9,21 @@ use kv_core::DeviceError;
 
 use crate::gpu::{Gpu, Pinned};
 
-/// Bytes that are kept while nobody uses them. What is on its way has no bound: a caller who sends
-/// faster than the device takes is not made to wait.
+/// Bytes of unused memory that are kept. Memory in use has no bound: a caller who sends faster than
+/// the device reads does not have to wait.
 const KEPT_BYTES: usize = 32 << 20;
-/// Bytes of the smallest piece: a page.
+/// Bytes of the smallest buffer: a page.
 const BYTES_MIN: usize = 4096;
 
-/// Free pieces of one queue.
+/// The free buffers of one queue.
 #[derive(Debug, Clone)]
 pub(crate) struct Pins {
     gpu: Arc<dyn Gpu>,
     free: Arc<Mutex<Vec<Box<dyn Pinned>>>>,
 }
 
-/// A piece in use, free again once it is dropped: when no copy uses it any more.
-pub(crate) struct Piece {
+/// A page-locked buffer, returned to the pool when dropped: when no copy uses it any more.
+pub(crate) struct PinnedBuffer {
     /// Taken when this is dropped.
     memory: Option<Box<dyn Pinned>>,
     pins: Pins,
@@ -38,8 +38,8 @@ impl Pins {
         self.free.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A piece of `len` bytes at least; what it holds is anybody's.
-    pub(crate) fn take(&self, len: usize) -> Result<Piece, DeviceError> {
+    /// Takes a buffer of at least `len` bytes with arbitrary content.
+    pub(crate) fn take(&self, len: usize) -> Result<PinnedBuffer, DeviceError> {
         let mut free = self.lock();
         let fitting = free.iter().enumerate().filter(|(_, memory)| memory.len() >= len);
         let smallest = fitting.min_by_key(|(_, memory)| memory.len()).map(|(index, _)| index);
@@ -47,12 +47,12 @@ impl Pins {
         drop(free);
         let memory = match kept {
             Some(memory) => memory,
-            // Powers of two, so that the next of about this length fits.
+            // Powers of two, so that later requests of similar length fit.
             None => {
                 self.gpu.pinned(len.max(BYTES_MIN).checked_next_power_of_two().unwrap_or(len))?
             }
         };
-        Ok(Piece { memory: Some(memory), pins: self.clone() })
+        Ok(PinnedBuffer { memory: Some(memory), pins: self.clone() })
     }
 
     fn give(&self, memory: Box<dyn Pinned>) {
@@ -65,28 +65,28 @@ impl Pins {
     }
 }
 
-impl Piece {
-    /// First byte.
+impl PinnedBuffer {
+    /// Returns the first byte.
     pub(crate) fn base(&self) -> *mut u8 {
         self.memory.as_ref().map_or(std::ptr::null_mut(), |memory| memory.base())
     }
-    /// Bytes.
+    /// Returns the number of bytes.
     pub(crate) fn len(&self) -> usize {
         self.memory.as_ref().map_or(0, |memory| memory.len())
     }
-    /// Gives it to nobody again: a copy may use it for ever.
+    /// Leaks the buffer, because a copy may use it for ever.
     pub(crate) fn leak(mut self) {
         std::mem::forget(self.memory.take());
     }
 }
 
-impl fmt::Debug for Piece {
+impl fmt::Debug for PinnedBuffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.memory.fmt(f)
     }
 }
 
-impl Drop for Piece {
+impl Drop for PinnedBuffer {
     fn drop(&mut self) {
         if let Some(memory) = self.memory.take() {
             self.pins.give(memory);
@@ -102,9 +102,9 @@ mod tests {
     use crate::tests::late::{LateGpu, lock};
 
     #[test]
-    fn pieces_are_used_again_and_few_are_kept() {
+    fn buffers_are_reused_up_to_a_bound() {
         let gpu = Arc::new(LateGpu::with(&EmulatorOptions::default()));
-        let pinned = || lock(&gpu.world).pinned;
+        let pinned = || lock(&gpu.state).pinned;
         let as_gpu: Arc<dyn Gpu> = Arc::<LateGpu>::clone(&gpu);
         let pins = Pins::new(&as_gpu);
         let (small, large) = (pins.take(10).unwrap(), pins.take(5000).unwrap());
@@ -116,7 +116,7 @@ mod tests {
         }
         let held: Vec<_> = (0..3).map(|_| pins.take(1).unwrap()).collect();
         assert_eq!(pinned(), 3);
-        // More than is kept goes back to the system.
+        // More than the bound is freed.
         let huge = pins.take(KEPT_BYTES).unwrap();
         drop(held);
         drop(huge);

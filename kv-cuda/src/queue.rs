@@ -1,4 +1,4 @@
-//! The lane of work: a stream, and the memory its calls share.
+//! The command queue: a stream, and the memory that its calls share.
 use std::sync::Arc;
 
 use kv_core::backend::{HostOutputs, Queue};
@@ -19,13 +19,13 @@ use crate::params::Address;
 use crate::pins::Pins;
 use crate::scratch::{Pack, Scratch};
 use crate::staging::Staging;
-use crate::step::{StepLimits, StepPlan, Steps, Way};
+use crate::step::{StepLimits, StepPlan, Steps, Transfer};
 use crate::tensors::Call;
 use crate::waiter::Waiter;
 use kv_core::num::{to_offset, to_u64};
 
-/// A lane of work. Keeps its buffers from call to call: none is allocated once they have met their
-/// size.
+/// A command queue. Reuses its buffers from call to call: none is allocated once they are large
+/// enough.
 #[derive(Debug)]
 pub struct CudaQueue {
     pub(crate) gpu: Arc<dyn Gpu>,
@@ -35,7 +35,7 @@ pub struct CudaQueue {
     staging: Staging,
     steps: Steps,
     scratch: Scratch,
-    /// Outputs on their way to host memory.
+    /// Outputs to be downloaded to host memory.
     outputs: Scratch,
     /// Counters that are zero between launches.
     counters: Scratch,
@@ -44,12 +44,12 @@ pub struct CudaQueue {
     held: Held,
 }
 
-/// What a call takes apart from the queue, side by side.
+/// Parts of the queue that a call borrows separately.
 pub(crate) struct Parts<'q> {
     pub(crate) call: Call<'q>,
     pub(crate) pack: &'q mut Pack,
     pub(crate) constants: &'q mut Constants,
-    pub(crate) way: Way<'q>,
+    pub(crate) transfer: Transfer<'q>,
 }
 
 impl CudaQueue {
@@ -75,24 +75,24 @@ impl CudaQueue {
         }
     }
 
-    /// Sets the largest step that is captured or replayed: from the next one on, lists of steps
-    /// within the limits keep their addresses, so that captured launches find the plan of any later
-    /// step.
+    /// Sets the largest step that can be captured or replayed. From the next step on, lists of
+    /// steps within the limits keep their addresses, so that captured launches find the plan of any
+    /// later step.
     pub fn set_step_limits(&mut self, limits: StepLimits) {
         self.steps.set_limits(limits);
     }
 
-    /// Whether calls are kept instead of run.
+    /// Returns whether calls are captured instead of run.
     pub(crate) fn is_capturing(&self) -> bool {
         self.held.is_on()
     }
 
-    /// Refuses what a replay cannot do again: bytes of the host are there only once.
+    /// Refuses calls that a replay cannot repeat, such as reads of host memory.
     fn require_no_capture(&self, what: &str) -> Result<(), DeviceError> {
         if self.held.is_on() { Err(capture::refused(what)) } else { Ok(()) }
     }
 
-    /// The plan of a step in device memory.
+    /// Returns the plan of a step in device memory.
     pub(crate) fn step(
         &mut self,
         batch: &kv_core::plan::PlanBuffers,
@@ -101,36 +101,36 @@ impl CudaQueue {
         if !self.steps.is_begun(batch.id()) {
             self.require_no_capture("a batch that is not the step's")?;
         }
-        let mut way = Way { stream: self.stream.as_mut(), staging: &mut self.staging };
-        let step = self.steps.get(&mut way, batch, tables)?;
-        // Captured launches meet other batches when they are replayed.
+        let mut transfer = Transfer { stream: self.stream.as_mut(), staging: &mut self.staging };
+        let step = self.steps.get(&mut transfer, batch, tables)?;
+        // Replays run captured launches for other batches.
         let extent = if self.held.is_on() { step.room } else { step.extent };
         Ok(StepPlan { extent, ..step })
     }
 
-    /// How the batch of a plan that [`Self::step`] gave is decoded.
+    /// Returns the decode plan of a batch that [`Self::step`] returned.
     pub(crate) fn decode(
         &mut self,
         id: PlanId,
         work: &Work,
     ) -> Result<(Address, Address), DeviceError> {
-        let mut way = Way { stream: self.stream.as_mut(), staging: &mut self.staging };
-        let decoded = self.steps.decode(&mut way, id, work);
+        let mut transfer = Transfer { stream: self.stream.as_mut(), staging: &mut self.staging };
+        let decoded = self.steps.decode(&mut transfer, id, work);
         if self.is_capturing() {
-            // Plans that later ones of this capture push out are used by every replay.
+            // Every replay uses these plans, even if later ones of this capture replace them.
             self.steps.memory().iter().for_each(|memory| self.held.note(memory));
         }
         decoded
     }
 
-    /// Begins to keep launches instead of running them. Calls on this queue until
+    /// Starts to capture launches instead of running them. Calls on this queue until
     /// [`Self::end_capture`] must be those of one step: its writes and attention, in device memory.
     ///
-    /// The step must lie within [`Self::set_step_limits`], and a step like it must have run before,
-    /// so that all memory is there and kernels are loaded.
+    /// The step must be within [`Self::set_step_limits`], and a similar step must have run before,
+    /// so that all memory is allocated and kernels are loaded.
     ///
     /// # Errors
-    /// `Unsupported` without limits, or where one is on already; the driver's.
+    /// `Unsupported` without limits, or during another capture; the driver's errors.
     pub fn begin_capture(&mut self) -> Result<(), DeviceError> {
         let is_on = self.held.is_on().then(|| "one capture at a time".to_owned());
         if let Some(why) = is_on.or_else(|| self.steps.not_fixed()) {
@@ -138,21 +138,21 @@ impl CudaQueue {
         }
         self.stream.begin_capture()?;
         self.held.begin();
-        // What was planned before is no part of the graph, which plans every replay anew.
+        // Plans made before are not part of the graph, which plans in every replay.
         self.steps.forget_decodes();
         Ok(())
     }
 
-    /// Ends what [`Self::begin_capture`] began. Nothing has run yet: [`Self::replay`] runs it.
+    /// Ends a capture. Nothing has run yet: [`Self::replay`] runs it.
     ///
     /// # Errors
-    /// `Unsupported` where nothing was begun; the driver's.
+    /// `Unsupported` without a capture; the driver's errors.
     pub fn end_capture(&mut self) -> Result<CudaGraph, DeviceError> {
         if !self.held.is_on() {
-            return Err(crate::tensors::unsupported("end capture", "nothing was begun"));
+            return Err(crate::tensors::unsupported("end capture", "no capture is active"));
         }
         let mut held = self.held.end();
-        // What was planned since has not run.
+        // Plans made during the capture have not run.
         self.steps.forget_decodes();
         let graph = self.stream.end_capture()?;
         held.extend(self.scratch.memory().cloned());
@@ -161,35 +161,35 @@ impl CudaQueue {
         Ok(CudaGraph::new(&self.gpu, graph, self.steps.epoch(), held))
     }
 
-    /// Runs captured launches for the step that was begun last. They read and write the tensors
-    /// that they were captured with.
+    /// Runs captured launches for the step that began last. They read and write the tensors with
+    /// which they were captured.
     ///
     /// # Errors
-    /// `ForeignHandle` for a graph of another device, `Unsupported` for one that was captured
-    /// under other limits; the driver's.
+    /// `ForeignHandle` for a graph of another device, `Unsupported` for one that was captured under
+    /// other limits; the driver's errors.
     pub fn replay(&mut self, graph: &CudaGraph) -> Result<(), DeviceError> {
         if !Arc::ptr_eq(&self.gpu, &graph.gpu) {
             return Err(DeviceError::new(DeviceErrorKind::ForeignHandle, "replay"));
         }
         self.require_no_capture("a replay")?;
         if graph.epoch != self.steps.epoch() {
-            let why = "the graph was captured under other limits of steps, or on another queue";
+            let why = "the graph was captured under other step limits, or on another queue";
             return Err(crate::tensors::unsupported("replay", why));
         }
         if let Some(why) = self.steps.not_fixed() {
             return Err(crate::tensors::unsupported("replay", why));
         }
-        // SAFETY: the graph holds all memory its launches name; lists of a step have the addresses
-        // they had, as limits promise, and their content was checked when the step began.
+        // SAFETY: the graph holds all memory that its launches use; limits fix the addresses of a
+        // step's lists, and their content was checked when the step began.
         unsafe { self.stream.replay(graph.graph.as_ref()) }
     }
 
-    /// Copies `len` bytes from byte `from.1` of one buffer to byte `to.1` of another, as the driver
-    /// does it: what bandwidth is measured against.
+    /// Copies `len` bytes from byte `from.1` of one buffer to byte `to.1` of another, with the
+    /// driver's own copy: the baseline for measured bandwidth.
     ///
     /// # Errors
     /// `ForeignHandle` for a buffer of another device, `OutOfRange` past the end of one,
-    /// `Unsupported` for ranges that overlap; the driver's.
+    /// `Unsupported` for ranges that overlap; the driver's errors.
     pub fn copy(
         &mut self,
         from: (&CudaBuffer, u64),
@@ -210,18 +210,18 @@ impl CudaQueue {
         unsafe { self.stream.copy(target, source, len) }
     }
 
-    /// Begins a call, with nothing packed.
+    /// Begins a call with an empty pack.
     pub(crate) fn parts(&mut self, operation: &'static str) -> Parts<'_> {
         self.pack.clear();
         Parts {
             call: Call { gpu: &self.gpu, operation, held: &self.held },
             pack: &mut self.pack,
             constants: &mut self.constants,
-            way: Way { stream: self.stream.as_mut(), staging: &mut self.staging },
+            transfer: Transfer { stream: self.stream.as_mut(), staging: &mut self.staging },
         }
     }
 
-    /// Brings the lists of this call to the device; where they lie.
+    /// Sends the lists of this call to the device and returns their address.
     pub(crate) fn send(&mut self) -> Result<Address, DeviceError> {
         let is_captured = self.held.is_on();
         if is_captured && !(self.pack.is_empty() && self.scratch.has(self.pack.len())) {
@@ -230,7 +230,7 @@ impl CudaQueue {
         self.scratch.send((self.stream.as_mut(), &mut self.staging), &self.pack)
     }
 
-    /// Memory in which outputs of so many bytes wait for the host.
+    /// Reserves memory for outputs of `bytes` bytes that are downloaded afterwards.
     fn outputs(&mut self, bytes: Option<u64>) -> Result<Option<CudaBuffer>, DeviceError> {
         let Some(bytes) = bytes else { return Ok(None) };
         if self.held.is_on() {
@@ -241,7 +241,7 @@ impl CudaQueue {
         Ok(self.outputs.memory().cloned())
     }
 
-    /// Memory of so many counters, which are zero.
+    /// Reserves `count` counters that are zero.
     pub(crate) fn counters(&mut self, count: u64) -> Result<Address, DeviceError> {
         let bytes = count.max(1).saturating_mul(4);
         if self.held.is_on() && !self.counters.has(bytes) {
@@ -250,7 +250,7 @@ impl CudaQueue {
         self.counters.reserve(bytes)
     }
 
-    /// Starts a kernel.
+    /// Launches a kernel.
     ///
     /// # Safety
     /// As [`Stream::launch`].
@@ -262,7 +262,7 @@ impl CudaQueue {
         if launch.grid.contains(&0) {
             return Ok(());
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: a condition of this function.
         unsafe { self.stream.launch(launch, bytemuck::bytes_of(params)) }
     }
 
@@ -275,7 +275,7 @@ impl CudaQueue {
 impl Drop for CudaQueue {
     fn drop(&mut self) {
         if self.held.is_on() {
-            // What was captured is nobody's; uploads from before the capture are waited for.
+            // The captured work is dropped; uploads from before the capture are waited for.
             let _ = self.end_capture();
         }
         self.staging.drain(self.stream.as_mut());
@@ -313,7 +313,7 @@ impl Queue for CudaQueue {
         match copied.and_then(|()| self.fence()) {
             Ok(fence) => Ok(CudaReadback { copy: Some((fence, pinned)), len }),
             Err(error) => {
-                // Whether the copy runs nobody can tell any more.
+                // The copy may still run.
                 pinned.leak();
                 Err(error)
             }
@@ -336,8 +336,8 @@ impl Queue for CudaQueue {
         _attend: &AttentionPlan<'_>,
     ) -> Result<(), DeviceError> {
         self.require_no_capture("the begin of a step")?;
-        let mut way = Way { stream: self.stream.as_mut(), staging: &mut self.staging };
-        self.steps.prepare(&mut way, group, write)
+        let mut transfer = Transfer { stream: self.stream.as_mut(), staging: &mut self.staging };
+        self.steps.prepare(&mut transfer, group, write)
     }
 
     fn write_kv(
@@ -393,7 +393,7 @@ impl Queue for CudaQueue {
     }
 
     fn flush(&mut self) -> Result<(), DeviceError> {
-        // The driver has everything already.
+        // The driver has all work already.
         Ok(())
     }
 

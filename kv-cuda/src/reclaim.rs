@@ -1,19 +1,18 @@
-//! Device memory on its way back, behind the work that may still use it.
+//! Freeing of device memory, ordered after the work that may still use it.
 //!
-//! A buffer goes with its last handle, while streams may be busy with its memory. Nobody waits for
-//! them, and still no byte is given out again early:
+//! A buffer is freed with its last handle, while streams may still use its memory. The free does
+//! not wait for them, and still no byte is reused early:
 //!
-//! 1. No handle is left, so what is submitted from now on uses the memory nowhere. Captured
-//!    launches hold theirs.
-//! 2. Every open stream is marked with an event as it stands, whether it is ours or a caller's. The
-//!    device frees behind all of these events.
-//! 3. A stream that closes is marked for the last time, and everything that is freed later is freed
-//!    behind that event too.
-//! 4. The mark of a stream that captures for a graph of ours is that of the capture's beginning:
-//!    what is captured has not run.
-//! 5. A stream that cannot be marked, because its owner captures on it, keeps memory waiting until
-//!    the next free or allocation that finds it otherwise. One that closes like that makes the next
-//!    free wait for all work of the device.
+//! 1. No handle is left, so later work does not use the memory. Captured launches hold theirs.
+//! 2. Every open stream, of this crate or of a caller, is marked with an event. The device frees
+//!    after all of these events.
+//! 3. A stream that closes is marked for the last time, and later frees are ordered after that
+//!    event too.
+//! 4. While a stream captures for a graph of this crate, its mark is the one from the beginning of
+//!    the capture: captured work has not run.
+//! 5. A stream that cannot be marked, because its owner captures on it, delays frees until a later
+//!    free or allocation can mark it. If it closes in that state, the next free waits for all work
+//!    of the device.
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -22,27 +21,27 @@ use kv_core::{DeviceError, DeviceErrorKind};
 use crate::gpu::Event;
 use crate::params::Address;
 
-/// A stream, for those who do not own it.
-pub(crate) trait Lane: fmt::Debug + Send + Sync {
-    /// An event behind all work that was submitted and has not run. Any thread may ask.
+/// A non-owning handle of a stream.
+pub(crate) trait StreamHandle: fmt::Debug + Send + Sync {
+    /// Returns an event after all submitted work. Any thread may call it.
     fn mark(&self) -> Result<Arc<dyn Event>, DeviceError>;
 }
 
-/// What frees memory, in an order of its own.
+/// Allocates and frees memory, on a stream of its own.
 pub(crate) trait Heap {
-    /// Takes memory; one thread at a time.
+    /// Allocates memory; called by one thread at a time.
     fn alloc(&self, bytes: u64) -> Result<Address, DeviceError>;
-    /// Returns once everything that was freed can be taken again.
+    /// Returns once everything that was freed can be allocated again.
     fn wait_for_frees(&self) -> Result<(), DeviceError>;
-    /// Frees from here on only once `event` is done.
+    /// Orders later frees after `event`.
     fn wait_for(&self, event: &dyn Event) -> Result<(), DeviceError>;
-    /// Returns once everything that was submitted to the device is done.
+    /// Waits for all work that was submitted to the device.
     fn wait_for_device(&self) -> Result<(), DeviceError>;
-    /// Frees memory once the events are done that it was told to wait for.
+    /// Frees memory after the events that it was told to wait for.
     ///
     /// # Safety
     /// 1. `address` came from this device and was not freed.
-    /// 2. All work that uses it stands before those events.
+    /// 2. All work that uses it precedes those events.
     unsafe fn free(&self, address: Address);
 }
 
@@ -50,14 +49,14 @@ pub(crate) trait Heap {
 #[derive(Debug, Default)]
 pub(crate) struct Reclaim {
     state: Mutex<State>,
-    /// A pool of the driver need not stand several threads that take memory.
+    /// Serialises allocations: a pool of the driver need not support several threads.
     taking: Mutex<()>,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    lanes: Vec<Arc<dyn Lane>>,
-    /// A stream has closed without a mark.
+    handles: Vec<Arc<dyn StreamHandle>>,
+    /// Whether a stream has closed without a mark.
     is_unmarked: bool,
     waiting: Vec<Address>,
 }
@@ -67,8 +66,8 @@ impl Reclaim {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes memory. Waits for work on streams only where nothing is left but what this work uses,
-    /// and what nobody has a handle of any more.
+    /// Allocates memory. Waits for streams only if nothing is left but memory of dropped buffers
+    /// that their work still uses.
     pub(crate) fn alloc(&self, bytes: u64, heap: &impl Heap) -> Result<Address, DeviceError> {
         self.retry(heap);
         let _one = self.taking.lock().unwrap_or_else(PoisonError::into_inner);
@@ -81,20 +80,20 @@ impl Reclaim {
         }
     }
 
-    /// From here on, memory is freed behind the work of this stream.
-    pub(crate) fn open(&self, lane: Arc<dyn Lane>) {
-        self.lock().lanes.push(lane);
+    /// Orders later frees after the work of this stream too.
+    pub(crate) fn open(&self, handle: Arc<dyn StreamHandle>) {
+        self.lock().handles.push(handle);
     }
 
-    /// The stream gets no more work. Before it is destroyed.
-    pub(crate) fn close(&self, lane: &dyn Lane, heap: &impl Heap) {
+    /// Ends that: the stream gets no more work and may be destroyed afterwards.
+    pub(crate) fn close(&self, handle: &dyn StreamHandle, heap: &impl Heap) {
         let mut state = self.lock();
-        state.lanes.retain(|open| !std::ptr::addr_eq(Arc::as_ptr(open), lane));
-        let marked = lane.mark().and_then(|event| heap.wait_for(&*event));
+        state.handles.retain(|open| !std::ptr::addr_eq(Arc::as_ptr(open), handle));
+        let marked = handle.mark().and_then(|event| heap.wait_for(&*event));
         state.is_unmarked |= marked.is_err();
     }
 
-    /// Frees memory behind everything that was submitted before; waits for nothing.
+    /// Frees memory after everything that was submitted before; does not wait.
     ///
     /// # Safety
     /// 1. `address` came from this device and was not freed.
@@ -105,8 +104,7 @@ impl Reclaim {
         state.free(heap);
     }
 
-    /// Waits for the device where the events of streams that have closed do not stand for all their
-    /// work.
+    /// Waits for the device if a stream has closed without a mark.
     pub(crate) fn settle(&self, heap: &impl Heap) -> Result<(), DeviceError> {
         self.lock().settle(heap)
     }
@@ -123,8 +121,8 @@ impl State {
             return;
         }
         for address in self.waiting.drain(..) {
-            // SAFETY: conditions 1 and 2 of `Reclaim::free`; `pass` has named an event behind the
-            // work of every stream, those that have closed too.
+            // SAFETY: conditions 1 and 2 of `Reclaim::free`; `pass` has named an event after the
+            // work of every stream, closed ones included.
             unsafe { heap.free(address) };
         }
     }
@@ -137,11 +135,11 @@ impl State {
         Ok(())
     }
 
-    /// Makes the heap wait for everything that was submitted. Events that it waits for in vain,
-    /// because a later stream cannot be marked, are done some time too.
+    /// Makes the heap wait for all submitted work. If a later stream cannot be marked, the events
+    /// that it waits for already are harmless.
     fn pass(&mut self, heap: &impl Heap) -> Result<(), DeviceError> {
         self.settle(heap)?;
-        self.lanes.iter().try_for_each(|lane| heap.wait_for(&*lane.mark()?))
+        self.handles.iter().try_for_each(|handle| heap.wait_for(&*handle.mark()?))
     }
 }
 
@@ -151,7 +149,7 @@ mod tests {
 
     use super::*;
 
-    /// A stream whose marks have its name, or which its owner captures on.
+    /// A stream whose marks carry its name; the flag says that its owner captures on it.
     #[derive(Debug)]
     struct Named(&'static str, Mutex<bool>);
 
@@ -163,11 +161,11 @@ mod tests {
             Ok(false)
         }
         fn wait(&self) -> Result<(), DeviceError> {
-            unreachable!("nobody waits for a stream")
+            unreachable!("the test never waits for a stream")
         }
     }
 
-    impl Lane for Named {
+    impl StreamHandle for Named {
         fn mark(&self) -> Result<Arc<dyn Event>, DeviceError> {
             if *self.1.lock().unwrap() {
                 return Err(DeviceError::new(DeviceErrorKind::Unsupported, "mark"));
@@ -176,7 +174,7 @@ mod tests {
         }
     }
 
-    /// What was done to it.
+    /// Records the calls.
     #[derive(Debug, Default)]
     struct Log(RefCell<Vec<String>>);
 
@@ -211,18 +209,18 @@ mod tests {
     }
 
     fn open(reclaim: &Reclaim, name: &'static str) -> Arc<Named> {
-        let lane = Arc::new(Named(name, Mutex::new(false)));
-        reclaim.open(Arc::<Named>::clone(&lane));
-        lane
+        let handle = Arc::new(Named(name, Mutex::new(false)));
+        reclaim.open(Arc::<Named>::clone(&handle));
+        handle
     }
 
     fn free(reclaim: &Reclaim, address: Address, log: &Log) {
-        // SAFETY: a number that nothing is at.
+        // SAFETY: the address is only recorded.
         unsafe { reclaim.free(address, log) };
     }
 
     #[test]
-    fn memory_goes_behind_every_open_stream_and_every_one_that_was() {
+    fn memory_is_freed_after_open_and_closed_streams() {
         let (reclaim, log) = (Reclaim::default(), Log::default());
         free(&reclaim, 1, &log);
         assert_eq!(log.take(), ["1"]);
@@ -232,13 +230,13 @@ mod tests {
         reclaim.close(&*a, &log);
         assert_eq!(log.take(), ["a"]);
         free(&reclaim, 3, &log);
-        assert_eq!(log.take(), ["b", "3"], "what a did is waited for already");
+        assert_eq!(log.take(), ["b", "3"], "a's last mark is waited for already");
         reclaim.retry(&log);
         assert_eq!(log.take(), [""; 0]);
     }
 
     #[test]
-    fn memory_stays_while_a_stream_cannot_be_marked() {
+    fn memory_is_kept_while_a_stream_cannot_be_marked() {
         let (reclaim, log) = (Reclaim::default(), Log::default());
         let [_a, b] = ["a", "b"].map(|name| open(&reclaim, name));
         *b.1.lock().unwrap() = true;
@@ -248,7 +246,7 @@ mod tests {
         *b.1.lock().unwrap() = false;
         reclaim.retry(&log);
         assert_eq!(log.take(), ["a", "b", "1", "2"]);
-        // And for the device, where the stream is gone for good.
+        // The device is waited for if the stream has closed.
         *b.1.lock().unwrap() = true;
         reclaim.close(&*b, &log);
         free(&reclaim, 3, &log);
@@ -257,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lack_of_memory_waits_for_what_is_on_its_way_back() {
+    fn an_allocation_without_memory_waits_for_frees() {
         let (reclaim, log) = (Reclaim::default(), Log::default());
         let a = open(&reclaim, "a");
         *a.1.lock().unwrap() = true;

@@ -1,8 +1,8 @@
-//! Device memory of one queue for what a call needs for its own length: small lists, tensors that
-//! came from the host, partial results.
+//! Device memory that the calls of one queue reuse: small lists, tensors from the host, partial
+//! results.
 //!
-//! Calls of one queue run one after another, so that each begins at the first byte again. Memory
-//! grows to the largest call and stays.
+//! Calls of one queue run one after another, so each starts at the first byte. Memory grows to the
+//! need of the largest call and stays.
 use std::sync::Arc;
 
 use kv_core::DeviceError;
@@ -13,21 +13,21 @@ use crate::params::Address;
 use crate::staging::Staging;
 use kv_core::num::{to_offset, to_u64};
 
-/// Every list begins at a multiple of this.
+/// Alignment of every list.
 const ALIGN: usize = 256;
 
-/// Where in a [`Pack`] something is, in bytes.
+/// Offset in a [`Pack`], in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct At(u64);
 
 impl At {
-    /// Its address once the pack lies at `base`.
+    /// Returns its address in a pack that lies at `base`.
     pub(crate) fn from(self, base: Address) -> Address {
         base.saturating_add(self.0)
     }
 }
 
-/// Lists that go to the device in one copy, and room behind them that is not copied.
+/// Lists that are sent to the device in one copy, followed by memory that is not copied.
 #[derive(Debug, Default)]
 pub(crate) struct Pack {
     bytes: Vec<u8>,
@@ -40,7 +40,7 @@ impl Pack {
         self.bytes.clear();
         self.room = 0;
     }
-    /// Adds values. Not after [`Self::room`].
+    /// Appends values. Not after [`Self::room`].
     pub(crate) fn push<T: bytemuck::NoUninit>(&mut self, values: &[T]) -> At {
         debug_assert_eq!(self.room, 0, "lists come before room");
         let at = self.bytes.len().next_multiple_of(ALIGN);
@@ -48,8 +48,8 @@ impl Pack {
         self.bytes.extend_from_slice(bytemuck::cast_slice(values));
         At(to_u64(at))
     }
-    /// Adds values one after another, in room for `room` of them at least, so that what comes
-    /// behind does not move.
+    /// Appends values one after another and reserves space for at least `room` of them, so that
+    /// what follows does not move.
     pub(crate) fn push_each<T: bytemuck::NoUninit>(
         &mut self,
         values: impl ExactSizeIterator<Item = T>,
@@ -65,17 +65,18 @@ impl Pack {
         }
         at
     }
-    /// Adds room for `len` bytes that are not sent: behind the last list, or for kernels to write.
+    /// Appends `len` bytes that are not sent: the rest of the last list, or memory that kernels
+    /// write.
     pub(crate) fn room(&mut self, len: u64) -> At {
         let at = self.len();
         self.room = at.saturating_add(len).saturating_sub(to_u64(self.bytes.len()));
         At(at)
     }
-    /// Whether no list was added.
+    /// Returns whether no list was added.
     pub(crate) fn is_empty(&self) -> bool {
         self.bytes.is_empty()
     }
-    /// Bytes of all, up to where the next list would begin.
+    /// Returns the length of everything, up to where the next list would begin.
     pub(crate) fn len(&self) -> u64 {
         let end = to_u64(self.bytes.len()).saturating_add(self.room);
         end.checked_next_multiple_of(to_u64(ALIGN)).unwrap_or(u64::MAX)
@@ -94,20 +95,20 @@ impl Scratch {
         Self { gpu: Arc::clone(gpu), memory: None }
     }
 
-    /// The memory there is.
+    /// Returns the current memory.
     pub(crate) fn memory(&self) -> Option<&CudaBuffer> {
         self.memory.as_ref()
     }
-    /// Whether it need not grow for `len` bytes.
+    /// Returns whether `len` bytes fit without growing.
     pub(crate) fn has(&self, len: u64) -> bool {
         self.memory.as_ref().is_some_and(|memory| memory.len() >= len)
     }
-    /// Memory of `len` bytes at least. What was there is lost when it has to grow, and zero then.
+    /// Returns memory of at least `len` bytes. Growing drops its content and zeroes it.
     pub(crate) fn reserve(&mut self, len: u64) -> Result<Address, DeviceError> {
         if let Some(memory) = self.memory.as_ref().filter(|memory| memory.len() >= len) {
             return Ok(memory.address());
         }
-        // The old memory goes first: both need not fit.
+        // Free the old memory first: both may not fit together.
         self.memory = None;
         let memory = CudaBuffer::alloc(&self.gpu, len.checked_next_power_of_two().unwrap_or(len))?;
         let address = memory.address();
@@ -115,7 +116,7 @@ impl Scratch {
         Ok(address)
     }
 
-    /// Brings a pack to the device; its address.
+    /// Sends a pack to the device and returns its address.
     pub(crate) fn send(
         &mut self,
         (stream, staging): (&mut dyn Stream, &mut Staging),

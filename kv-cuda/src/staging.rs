@@ -1,26 +1,26 @@
-//! Page-locked memory on the way to the device.
+//! Page-locked staging memory for uploads.
 //!
-//! Bytes are copied here before a call returns and go on from here when the stream gets to them. A
-//! chunk is used again once the stream has passed the event behind its last copy. How much is kept
-//! for that is bounded by [`Pins`].
+//! Bytes are copied here before a call returns, and from here to the device when the stream reaches
+//! the copy. A chunk is reused once the stream has passed the event after its last copy. [`Pins`]
+//! bounds how much is kept.
 use std::sync::Arc;
 
 use kv_core::DeviceError;
 
 use crate::gpu::{Event, Stream};
 use crate::params::Address;
-use crate::pins::{Piece, Pins};
+use crate::pins::{PinnedBuffer, Pins};
 
-/// Bytes of a chunk, unless more are asked for at once.
+/// Bytes of a chunk, unless one upload needs more.
 const CHUNK: usize = 1 << 20;
 
 #[derive(Debug)]
 pub(crate) struct Staging {
     pins: Pins,
-    /// Bytes in use at the beginning of the first chunk, and that chunk.
-    current: Option<(usize, Piece)>,
-    /// Chunks whose copies are on their way.
-    sent: Vec<(Arc<dyn Event>, Piece)>,
+    /// Used bytes of the current chunk, and that chunk.
+    current: Option<(usize, PinnedBuffer)>,
+    /// Chunks whose copies are pending.
+    sent: Vec<(Arc<dyn Event>, PinnedBuffer)>,
 }
 
 impl Staging {
@@ -42,8 +42,8 @@ impl Staging {
             return Ok(());
         }
         let at = self.put(stream, bytes)?;
-        // SAFETY: `put` gave page-locked bytes that are not written again before an event of this
-        // stream that comes later is done; condition 1 for the rest.
+        // SAFETY: `put` returned page-locked bytes that are not written again before a later event
+        // of this stream is done; condition 1 for the rest.
         unsafe { stream.upload(to, at, bytes.len()) }
     }
 
@@ -57,19 +57,19 @@ impl Staging {
             return Err(DeviceError::new(kv_core::DeviceErrorKind::OutOfMemory, "stage"));
         };
         let to = chunk.base().wrapping_add(*used);
-        // SAFETY: `used + len` is within the chunk, as was asked above; nobody else uses these
-        // bytes of it: earlier copies from them are done, and `used` only grows until they are
-        // again.
+        // SAFETY: `used + len` is within the chunk, as checked above. Nothing else uses these
+        // bytes: earlier copies from them are done, and `used` only grows until the chunk is
+        // reused.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
-        // Later bytes start at a multiple of 16, as uploads like it.
+        // Align later bytes to 16 for fast uploads.
         *used = used.saturating_add(bytes.len()).next_multiple_of(16);
         Ok(to.cast_const())
     }
 
-    /// Puts a chunk with room for `len` bytes in front.
+    /// Makes a chunk with `len` free bytes current.
     fn next_chunk(&mut self, stream: &mut dyn Stream, len: usize) -> Result<(), DeviceError> {
         self.pass(stream)?;
-        // Events of one stream are done in their order.
+        // Events of one stream complete in order.
         let done = self.sent.iter().map(|(event, _)| event.is_done());
         let done = done.take_while(|done| !matches!(done, Ok(false)));
         let done = done.collect::<Result<Vec<_>, _>>()?.len();
@@ -78,7 +78,7 @@ impl Staging {
         Ok(())
     }
 
-    /// Lets the current chunk follow the work so far.
+    /// Records an event after the current chunk's copies.
     fn pass(&mut self, stream: &mut dyn Stream) -> Result<(), DeviceError> {
         if let Some((used, chunk)) = self.current.take() {
             if used == 0 {
@@ -88,7 +88,7 @@ impl Staging {
             match stream.record() {
                 Ok(event) => self.sent.push((event, chunk)),
                 Err(error) => {
-                    // Kept for ever rather than freed under a copy.
+                    // Leak the chunk rather than free it under a copy.
                     chunk.leak();
                     return Err(error);
                 }
@@ -97,14 +97,14 @@ impl Staging {
         Ok(())
     }
 
-    /// Waits until nothing is on its way any more.
+    /// Waits until no copy is pending.
     pub(crate) fn drain(&mut self, stream: &mut dyn Stream) {
         if self.pass(stream).is_err() {
             return;
         }
         for (event, chunk) in self.sent.drain(..) {
             if event.wait().is_err() {
-                // The device is gone; whether it still reads the bytes nobody can tell.
+                // The device is gone and may still read the bytes: leak them.
                 chunk.leak();
             }
         }

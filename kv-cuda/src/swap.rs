@@ -1,7 +1,7 @@
-//! Blocks in page-locked host memory, swapped out and in on a stream of their own.
+//! Swapping of blocks to page-locked host memory and back, on a stream of its own.
 //!
-//! Owns the room on the host and the order of copies: those of a call form one batch behind the
-//! event they wait for. Refuses to know why a block moves, and which sequence it belongs to.
+//! Owns the host memory and the order of copies: the copies of a call are one batch after the event
+//! they wait for. Does not know why a block moves, or which sequence it belongs to.
 mod erased;
 #[cfg(test)]
 #[cfg(feature = "emulated")]
@@ -20,25 +20,23 @@ use crate::tensors::unsupported;
 use crate::waiter::Waiter;
 use kv_core::num::{to_offset, to_u32, to_usize};
 
-/// Swap space: room in page-locked host memory for blocks of one group, and the stream that copies
-/// them.
+/// Swap space: page-locked host memory for blocks of one group, and the stream that copies them.
 ///
-/// A preempted sequence's blocks go here and come back instead of being computed again. Copies run
-/// beside the cache's queue and are ordered with it by fences alone; no call blocks. A *host block*
-/// is a number below [`capacity`](Self::capacity), which the caller gives out.
+/// A preempted sequence's blocks are swapped out and back in instead of being computed again.
+/// Copies run beside the cache's queue and are ordered with it by fences alone; no call blocks. A
+/// *host block* is a number below [`capacity`](Self::capacity), which the caller assigns.
 ///
 /// # Shapes
-/// A host block holds `[layer][K, V]`, the bytes of a block in each allocated plane as they are,
-/// every piece on a multiple of 16.
+/// A host block holds `[layer][K, V]`, the unchanged bytes of a block in each allocated plane, each
+/// aligned to 16.
 ///
-/// A cache over [`AnyBackend`](kv_core::backend::AnyBackend) has the same in methods of its own:
-/// [`CudaBackend::swap_any`], [`swap_out_any`](Self::swap_out_any) and
-/// [`swap_in_any`](Self::swap_in_any).
+/// For a cache over [`AnyBackend`](kv_core::backend::AnyBackend), use [`CudaBackend::swap_any`],
+/// [`swap_out_any`](Self::swap_out_any) and [`swap_in_any`](Self::swap_in_any).
 ///
 /// # Guarantees
-/// Calls on one `CudaSwap` take effect in their order, so a host block may be swapped in, and out
-/// again, without a wait in between. A call that is refused changes nothing. Dropping it waits for
-/// copies on their way, and so for what they wait for.
+/// Calls on one `CudaSwap` take effect in order, so a host block may be swapped in, and out again,
+/// without a wait in between. A refused call changes nothing. Dropping it waits for pending copies,
+/// and thus for what they wait for.
 ///
 /// # Source
 /// `swap_out`, `swap_in` and the swap space of vLLM.
@@ -61,14 +59,14 @@ use kv_core::num::{to_offset, to_u32, to_usize};
 /// let Some(storage) = cache.storage(GroupId(0)) else { return Ok(()) };
 /// let mut swap = device.swap(storage.view(), 256)?;
 ///
-/// // Blocks 7 and 3 leave, behind all that the cache has recorded.
+/// // Blocks 7 and 3 are swapped out, after everything the cache has recorded.
 /// let written = cache.queue_mut().submit()?;
 /// let Some(storage) = cache.storage(GroupId(0)) else { return Ok(()) };
 /// let away = swap.swap_out(&written, storage.view(), &[(BlockId(7), 0), (BlockId(3), 1)])?;
-/// // What the cache records from here on may overwrite them.
+/// // Work that the cache records from here on may overwrite them.
 /// cache.queue_mut().wait_for(&away)?;
 ///
-/// // And come back, to other blocks.
+/// // They are swapped in to other blocks.
 /// let free = cache.queue_mut().submit()?;
 /// let Some(storage) = cache.storage(GroupId(0)) else { return Ok(()) };
 /// let back = swap.swap_in(&free, storage.view(), &[(BlockId(40), 0), (BlockId(41), 1)])?;
@@ -89,13 +87,13 @@ pub struct CudaSwap {
     filled: Vec<bool>,
 }
 
-/// One plane of the storage, and its piece of a host block.
+/// One plane of the storage, and its place in a host block.
 #[derive(Debug, PartialEq, Eq)]
 struct SwapPlane {
     layout: PlaneLayout,
-    /// Where each segment begins.
+    /// Addresses of the segments.
     segments: Vec<Address>,
-    /// Bytes from the start of a host block to the piece.
+    /// Offset in a host block, in bytes.
     begin: u64,
 }
 
@@ -103,12 +101,12 @@ impl CudaBackend {
     /// Reserves swap space for `capacity` blocks of a group, in page-locked host memory, and opens
     /// a stream for it.
     ///
-    /// All layers of the group must have memory by now: those that get it later make another
-    /// `CudaSwap` necessary.
+    /// All layers of the group must have memory already: layers allocated later need another
+    /// `CudaSwap`.
     ///
     /// # Errors
-    /// `Unsupported` where no layer has memory, `ForeignHandle` for another device's storage,
-    /// `OutOfMemory` where the host lacks so much, `Lost` or `Driver`.
+    /// `Unsupported` if no layer has memory, `ForeignHandle` for storage of another device,
+    /// `OutOfMemory` if the host lacks the memory, `Lost` or `Driver`.
     pub fn swap(
         &self,
         storage: StorageView<'_, CudaBuffer>,
@@ -120,7 +118,7 @@ impl CudaBackend {
         if planes.is_empty() {
             return Err(unsupported(SWAP, "no layer of the group has memory"));
         }
-        // Page-locked memory has no allocation of nothing.
+        // The driver refuses page-locked allocations of 0 bytes.
         let room =
             block_bytes.checked_mul(u64::from(capacity)).map_or(usize::MAX, to_offset).max(1);
         if isize::try_from(room).is_err() {
@@ -142,15 +140,14 @@ impl CudaBackend {
 impl CudaSwap {
     /// Copies blocks to host blocks, in all planes, once `after` is done.
     ///
-    /// `after` must stand behind the last write to these blocks. What is written to them next must
-    /// wait for the fence this gives: let the cache's queue
-    /// [`wait_for`](kv_core::backend::Queue::wait_for) it before blocks are handed to others. Host
-    /// blocks that hold something already are overwritten.
+    /// `after` must follow the last write to these blocks. Later writes to them must wait for the
+    /// returned fence: let the cache's queue [`wait_for`](kv_core::backend::Queue::wait_for) it
+    /// before the blocks are reused. Host blocks that hold something already are overwritten.
     ///
     /// # Errors
     /// `OutOfRange` for a block or a host block that does not exist; `ForeignHandle` for a fence or
     /// storage of another device; `Unsupported` for storage other than this was made for, or with
-    /// other planes by now, and for a host block named twice. Then nothing has changed. `Lost` or
+    /// other planes by now, and for a host block that occurs twice. These change nothing. `Lost` or
     /// `Driver`; then [`holds`](Self::holds) says which host blocks can still be swapped in.
     pub fn swap_out(
         &mut self,
@@ -165,24 +162,22 @@ impl CudaSwap {
         self.fill(blocks, false);
         // SAFETY: `copies` took addresses from planes of this device that reach to their last
         // block; the page-locked bytes stay until `drop` has waited, and only this stream, in
-        // order, reads or writes them. Pieces of host blocks do not overlap, and none is named
-        // twice.
+        // order, reads or writes them. Ranges of host blocks do not overlap, and none occurs twice.
         unsafe { self.stream.download_batch(&copies) }?;
         let fence = CudaFence::record(&self.gpu, &self.waiter, self.stream.as_mut())?;
         self.fill(blocks, true);
         Ok(fence)
     }
 
-    /// Copies host blocks to blocks, in all planes, once `after` is done. The host blocks keep what
-    /// they hold.
+    /// Copies host blocks to blocks, in all planes, once `after` is done. The host blocks keep
+    /// their content.
     ///
-    /// `after` must stand behind the last use of these blocks. Who reads them next must wait for
-    /// the fence this gives: let the cache's queue
-    /// [`wait_for`](kv_core::backend::Queue::wait_for) it.
+    /// `after` must follow the last use of these blocks. Later reads of them must wait for the
+    /// returned fence: let the cache's queue [`wait_for`](kv_core::backend::Queue::wait_for) it.
     ///
     /// # Errors
-    /// As [`Self::swap_out`], and `Unsupported` for a host block that holds nothing and for a block
-    /// named twice. After `Lost` or `Driver`, the blocks' content is undefined.
+    /// Those of [`Self::swap_out`], and `Unsupported` for a host block that holds nothing and for a
+    /// block that occurs twice. After `Lost` or `Driver`, the blocks' content is undefined.
     pub fn swap_in(
         &mut self,
         after: &CudaFence,
@@ -206,15 +201,15 @@ impl CudaSwap {
         CudaFence::record(&self.gpu, &self.waiter, self.stream.as_mut())
     }
 
-    /// Number of host blocks.
+    /// Returns the number of host blocks.
     pub fn capacity(&self) -> u32 {
         to_u32(self.filled.len())
     }
-    /// Bytes of one host block: those of a block in all planes, each rounded up to 16.
+    /// Returns the bytes of one host block: those of a block in all planes, each rounded up to 16.
     pub fn block_bytes(&self) -> u64 {
         self.block_bytes
     }
-    /// Whether a host block holds a block, or will once copies on their way are done.
+    /// Returns whether a host block holds a block, or will hold one once pending copies are done.
     pub fn holds(&self, host_block: u32) -> bool {
         self.filled.get(to_usize(host_block)).copied().unwrap_or(false)
     }
@@ -227,7 +222,7 @@ impl CudaSwap {
         }
     }
 
-    /// The pieces of a call, all of them checked.
+    /// Returns the copies of a call, after all checks.
     fn copies(
         &self,
         storage: StorageView<'_, CudaBuffer>,
@@ -244,13 +239,13 @@ impl CudaSwap {
         let mut copies = Vec::with_capacity(blocks.len().saturating_mul(self.planes.len()));
         for (block, host) in blocks {
             for plane in &self.planes {
-                copies.push(self.piece(plane, *block, *host, operation)?);
+                copies.push(self.copy_in_plane(plane, *block, *host, operation)?);
             }
         }
         Ok(copies)
     }
 
-    fn piece(
+    fn copy_in_plane(
         &self,
         plane: &SwapPlane,
         block: BlockId,
@@ -270,7 +265,7 @@ impl CudaSwap {
         let Some(room) = self.room.as_ref().filter(|_| host < self.capacity()) else {
             return Err(outside("host block", host, self.capacity()));
         };
-        // Within the room, whose size was checked when it was reserved.
+        // Within the swap space, whose size was checked when it was allocated.
         let begin = u64::from(host).saturating_mul(self.block_bytes).saturating_add(plane.begin);
         Ok(HostCopy {
             host: room.base().wrapping_add(to_offset(begin)),
@@ -282,16 +277,16 @@ impl CudaSwap {
 
 impl Drop for CudaSwap {
     fn drop(&mut self) {
-        // An event of now stands behind every copy, those of calls that failed half-way too.
+        // An event follows every copy, including those of calls that failed half-transfer.
         let passed = self.stream.record().and_then(|event| event.wait());
         if passed.is_err() {
-            // The device is gone; whether it still uses the bytes nobody can tell.
+            // The device is gone and may still use the bytes: leak them.
             std::mem::forget(self.room.take());
         }
     }
 }
 
-/// Planes of a storage that must be of `gpu`, and the bytes of a host block.
+/// Returns the planes of a storage that must be of `gpu`, and the bytes of a host block.
 fn planes(
     gpu: &Arc<dyn Gpu>,
     storage: StorageView<'_, CudaBuffer>,
@@ -305,8 +300,8 @@ fn planes(
             .map(|index| segment(gpu, &view, index, operation))
             .collect::<Result<Vec<_>, _>>()?;
         planes.push(SwapPlane { layout, segments, begin });
-        // A plane is shorter than `isize::MAX`, so a piece has a next multiple; a sum that does not
-        // fit is refused as too large, whatever the capacity.
+        // A plane is shorter than `isize::MAX`, so the next multiple exists; an overflowing sum is
+        // refused as too large, whatever the capacity.
         begin = begin.saturating_add(layout.block_bytes().next_multiple_of(ALIGNMENT));
     }
     Ok((planes, begin))
@@ -324,12 +319,12 @@ fn segment(
     buffer.on(gpu, (0, view.layout().segment_bytes(index)), operation)
 }
 
-/// An index that comes more than once: copies of a batch run in any order.
+/// Returns an index that occurs more than once: copies of a batch run in any order.
 fn named_twice(indices: impl Iterator<Item = u32>) -> Option<u32> {
     let mut indices: Vec<u32> = indices.collect();
     indices.sort_unstable();
     indices.array_windows().find_map(|[index, next]| (index == next).then_some(*index))
 }
 
-/// What pieces of a host block begin on, in bytes.
+/// Alignment of planes in a host block, in bytes.
 const ALIGNMENT: u64 = 16;

@@ -1,8 +1,8 @@
-//! Tensors and planes as kernels take them: addresses, and every size once more.
+//! Tensors and planes as kernel parameters, with a last check of their sizes.
 //!
-//! The core has checked shapes against a plan. What is checked here is what only the device knows:
-//! whose memory a buffer is and how far it reaches; and that plan and arguments belong together,
-//! because they may have been checked at different times and kernels check nothing.
+//! The core has checked shapes against a plan. This file checks what only the device knows: which
+//! device owns a buffer and how long it is. It also checks that plan and arguments belong together,
+//! because they may have been made at different times and kernels check nothing.
 use std::sync::Arc;
 
 pub(crate) use kv_core::backend::kernels::{Room, unsupported};
@@ -21,10 +21,10 @@ use crate::constants::Constants;
 use crate::gpu::Gpu;
 use crate::params::{Address, Plane, Tensor};
 use crate::scratch::{At, Pack};
-use crate::step::Way;
+use crate::step::Transfer;
 use kv_core::num::{to_u64, to_usize};
 
-/// Where an input is: in device memory, or in a pack that is yet to be sent.
+/// The place of an input: in device memory, or in a pack that is not sent yet.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Source {
     Device(Address),
@@ -32,7 +32,7 @@ pub(crate) enum Source {
 }
 
 impl Source {
-    /// The rows of a tensor that is here, once the pack lies at `base`.
+    /// Returns the tensor with the address it has in a pack that lies at `base`.
     pub(crate) fn rows(self, tensor: Tensor, base: Address) -> Tensor {
         let data = match self {
             Self::Device(address) => address,
@@ -42,7 +42,7 @@ impl Source {
     }
 }
 
-/// One call's view of the device.
+/// The device as seen by one call.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Call<'a> {
     pub(crate) gpu: &'a Arc<dyn Gpu>,
@@ -51,8 +51,8 @@ pub(crate) struct Call<'a> {
 }
 
 impl Call<'_> {
-    /// Address of a range of a buffer of this device, for elements of `size` bytes. Kernels that
-    /// read elements off their size would lose the device.
+    /// Returns the address of a range of a buffer of this device, for elements of `size` bytes.
+    /// Misaligned reads in kernels would lose the device.
     fn on(
         self,
         buffer: &CudaBuffer,
@@ -64,11 +64,11 @@ impl Call<'_> {
         if address.is_multiple_of(to_u64(size)) {
             return Ok(address);
         }
-        let why = format!("{address:#x}, where elements of {size} bytes should begin");
+        let why = format!("address {address:#x} is not aligned to elements of {size} bytes");
         Err(unsupported(self.operation, why))
     }
 
-    /// An input; bytes of the host go along in `pack`.
+    /// Returns an input; host memory is added to `pack`.
     pub(crate) fn input(
         self,
         tensor: &TokenTensor<'_, CudaBuffer>,
@@ -92,7 +92,8 @@ impl Call<'_> {
         Ok((rows(tensor.rows(), 0), source))
     }
 
-    /// An output, which lies in device memory or was exchanged for memory of the queue.
+    /// Returns an output. It lies in device memory: host outputs were replaced by memory of the
+    /// queue.
     pub(crate) fn output(
         self,
         tensor: &mut TokenTensorMut<'_, CudaBuffer>,
@@ -105,13 +106,13 @@ impl Call<'_> {
         Ok(rows(&shape, address))
     }
 
-    /// A plane.
+    /// Returns the parameters of a plane.
     pub(crate) fn plane(
         self,
         view: &PlaneView<'_, CudaBuffer>,
         num_blocks: u32,
         planned: Option<&PlaneLayout>,
-        (constants, way): (&mut Constants, &mut Way<'_>),
+        (constants, transfer): (&mut Constants, &mut Transfer<'_>),
     ) -> Result<Plane, DeviceError> {
         let layout = view.layout();
         check_plane(layout, (num_blocks, planned), self.operation)?;
@@ -128,11 +129,11 @@ impl Call<'_> {
         }
         let segments = (0..layout.num_segments()).map(|index| self.segment(view, index));
         let segments = segments.collect::<Result<Vec<_>, _>>()?;
-        // What is asked of the base, is asked of every segment: one that does not lie on 16 bytes
-        // stands for them. Kernels look at the list alone.
+        // Alignment requirements apply to every segment: the first misaligned one represents them
+        // all. Kernels only use the list.
         let odd = segments.iter().find(|segment| !segment.is_multiple_of(16));
         plane.base = odd.or(segments.first()).copied().unwrap_or(0);
-        plane.segments = constants.get((way, self.held), &segments)?;
+        plane.segments = constants.get((transfer, self.held), &segments)?;
         Ok(plane)
     }
 
@@ -163,7 +164,7 @@ fn rows(rows: &TokenRows, data: Address) -> Tensor {
     }
 }
 
-/// The numbers of a layout, without addresses.
+/// Returns the parameters of a layout, without addresses.
 pub(crate) fn shape(layout: &PlaneLayout) -> Plane {
     let map = layout.slot_map();
     let (format, dim) = (layout.format(), layout.head_dim());

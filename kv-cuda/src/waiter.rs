@@ -1,4 +1,4 @@
-//! A thread that waits for events on behalf of tasks that may not block.
+//! A thread that polls events for tasks, which may not block.
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::Waker;
@@ -9,23 +9,24 @@ use kv_core::{DeviceError, DeviceErrorKind};
 
 use crate::gpu::Event;
 
-/// An event, and whom to wake when it is done.
-type Wish = (Arc<dyn Event>, Waker);
+/// An event, and the task to wake when it is done.
+type Request = (Arc<dyn Event>, Waker);
 
-/// How long the thread waits for a new wish while it has some: what a wake-up may come too late.
+/// Interval at which pending events are polled: the maximum delay of a wake-up.
 const PERIOD: Duration = Duration::from_micros(50);
 
-/// Starts its thread with the first wish; the thread ends when this is dropped and nobody waits.
+/// The thread starts with the first request and ends when this is dropped and no request is
+/// pending.
 #[derive(Debug, Default)]
 pub(crate) struct Waiter {
-    wishes: Mutex<Option<Sender<Wish>>>,
+    requests: Mutex<Option<Sender<Request>>>,
 }
 
 impl Waiter {
     /// Wakes `waker` when `event` is done or has failed.
     pub(crate) fn wake(&self, event: &Arc<dyn Event>, waker: &Waker) -> Result<(), DeviceError> {
-        let mut wishes = self.wishes.lock().unwrap_or_else(PoisonError::into_inner);
-        let sender = if let Some(sender) = wishes.as_ref() {
+        let mut requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
+        let sender = if let Some(sender) = requests.as_ref() {
             sender
         } else {
             let (sender, receiver) = channel();
@@ -34,30 +35,30 @@ impl Waiter {
             started.map_err(|error| {
                 DeviceError::new(DeviceErrorKind::Driver, "poll").with_source(error)
             })?;
-            wishes.insert(sender)
+            requests.insert(sender)
         };
-        // The thread ends only after this sender is gone.
+        // The thread outlives this sender, so the send succeeds.
         let _ = sender.send((Arc::clone(event), waker.clone()));
         Ok(())
     }
 }
 
-fn run(wishes: &Receiver<Wish>) {
-    let mut waiting: Vec<Wish> = Vec::new();
+fn run(requests: &Receiver<Request>) {
+    let mut waiting: Vec<Request> = Vec::new();
     loop {
         let next = if waiting.is_empty() {
-            wishes.recv().map_err(|_| RecvTimeoutError::Disconnected)
+            requests.recv().map_err(|_| RecvTimeoutError::Disconnected)
         } else {
-            wishes.recv_timeout(PERIOD)
+            requests.recv_timeout(PERIOD)
         };
         match next {
-            Ok(wish) => waiting.push(wish),
+            Ok(request) => waiting.push(request),
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) if waiting.is_empty() => return,
-            // Nobody can wish any more, and nothing else keeps the thread from asking all the time.
+            // No new requests: sleep instead, so that the loop does not spin.
             Err(RecvTimeoutError::Disconnected) => thread::sleep(PERIOD),
         }
-        // One that failed is done too: whoever polls again learns why.
+        // A failed event counts as done: the next poll returns its error.
         waiting.retain(|(event, waker)| {
             let is_done = !matches!(event.is_done(), Ok(false));
             if is_done {
@@ -76,20 +77,20 @@ mod tests {
 
     use super::*;
 
-    /// Done when it is told so; counts who asks.
+    /// An event that the test completes, and that counts its polls.
     #[derive(Debug, Default)]
-    struct Told {
+    struct TestEvent {
         is_done: AtomicBool,
         asked: AtomicU32,
     }
 
-    impl Event for Told {
+    impl Event for TestEvent {
         fn is_done(&self) -> Result<bool, DeviceError> {
             self.asked.fetch_add(1, Ordering::Relaxed);
             Ok(self.is_done.load(Ordering::Relaxed))
         }
         fn wait(&self) -> Result<(), DeviceError> {
-            unreachable!("it may not block")
+            unreachable!("the thread must not block")
         }
     }
 
@@ -103,21 +104,21 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_is_woken_after_the_device_is_gone_and_nothing_spins() {
-        let (told, woken) = (Arc::new(Told::default()), Arc::new(Woken::default()));
-        let event: Arc<dyn Event> = Arc::<Told>::clone(&told);
+    fn tasks_are_woken_after_a_drop_without_spinning() {
+        let (event, woken) = (Arc::new(TestEvent::default()), Arc::new(Woken::default()));
+        let watched: Arc<dyn Event> = Arc::<TestEvent>::clone(&event);
         let waiter = Waiter::default();
-        waiter.wake(&event, &Waker::from(Arc::clone(&woken))).unwrap();
+        waiter.wake(&watched, &Waker::from(Arc::clone(&woken))).unwrap();
         drop(waiter);
         let begin = Instant::now();
         thread::sleep(Duration::from_millis(20));
-        let asked = u128::from(told.asked.load(Ordering::Relaxed));
+        let asked = u128::from(event.asked.load(Ordering::Relaxed));
         let periods = begin.elapsed().as_micros().div_ceil(PERIOD.as_micros());
         assert!(asked <= periods.saturating_mul(2), "asked {asked} times in {periods} periods");
         assert!(!woken.0.load(Ordering::Relaxed));
-        told.is_done.store(true, Ordering::Relaxed);
+        event.is_done.store(true, Ordering::Relaxed);
         while !woken.0.load(Ordering::Relaxed) {
-            assert!(begin.elapsed() < Duration::from_mins(1), "nobody wakes it");
+            assert!(begin.elapsed() < Duration::from_mins(1), "the task was not woken");
             thread::sleep(PERIOD);
         }
     }

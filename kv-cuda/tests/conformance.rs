@@ -1,5 +1,5 @@
-//! The CUDA backend keeps the whole contract on a card. Skipped where there is none; the same runs
-//! on the emulator everywhere: `tests/emulated.rs`.
+//! Runs the conformance suite on a card. Skipped without one; `tests/emulated.rs` runs it on the
+//! emulator everywhere.
 use std::process::ExitCode;
 
 use kv_cuda::{CudaBackend, CudaOptions};

@@ -1,5 +1,4 @@
-//! The CUDA backend keeps the whole contract on the emulator: its own host code and kernels, run on
-//! the CPU.
+//! Runs the conformance suite on the emulator: the backend's own host code and kernels, on the CPU.
 use std::process::ExitCode;
 
 fn main() -> ExitCode {

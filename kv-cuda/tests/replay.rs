@@ -1,5 +1,5 @@
-//! Launches of one decode step, captured once, serve later steps of other batches: sequences come
-//! and go between replays, and every output has the bits that a step without capture gives.
+//! Launches of one decode step, captured once, serve later steps of other batches: sequences start
+//! and end between replays, and every output equals that of a step without capture, bit for bit.
 //!
 //! On the emulator, or on the card whose number `KV_CUDA_TEST_CARD` holds.
 #![expect(
@@ -21,7 +21,7 @@ const LAYERS: u16 = 2;
 const KV_HEADS: u32 = 2;
 const Q_HEADS: u32 = 8;
 const DIM: u32 = 64;
-/// Sequences in a batch at most.
+/// Maximum sequences in a batch.
 const BATCH: u32 = 4;
 /// Values of the keys, and of the queries, of one layer.
 const K_LEN: u32 = BATCH * KV_HEADS * DIM;
@@ -35,18 +35,18 @@ const LIMITS: StepLimits = StepLimits {
     splits: 64,
 };
 
-/// A cache, and the tensors that every decode step is given.
+/// A cache, and the tensors of every decode step.
 struct Side {
     cache: KvCache<CudaBackend>,
     /// Queries, keys and values of all layers, one after another.
     inputs: [CudaBuffer; 3],
     out: CudaBuffer,
     graph: Option<CudaGraph>,
-    /// Decode steps so far.
+    /// Number of decode steps so far.
     steps: u32,
 }
 
-/// The card that is asked for, else the emulator; `None` where there is neither.
+/// Opens the requested card, else the emulator; `None` without either.
 fn open() -> Option<CudaBackend> {
     if let Ok(card) = std::env::var("KV_CUDA_TEST_CARD") {
         return Some(CudaBackend::open(&CudaOptions::new(card.parse().unwrap())).unwrap());
@@ -68,7 +68,7 @@ fn seq(n: u64) -> SequenceId {
     SequenceId(n)
 }
 
-/// Numbers that differ from call to call.
+/// Returns numbers that differ from call to call.
 fn values(seed: u32, len: u32) -> Vec<f16> {
     let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(1);
     let mut next = || {
@@ -113,7 +113,7 @@ impl Side {
         step.commit().unwrap();
     }
 
-    /// A decode step of some sequences: its outputs, row by row.
+    /// Runs a decode step of some sequences, and returns its outputs, row by row.
     fn decode(&mut self, sequences: &[SequenceId], captures: bool, window: Option<u32>) -> Vec<u8> {
         self.steps += 1;
         for (buffer, (which, len)) in self.inputs.iter().zip([(1, Q_LEN), (2, K_LEN), (3, K_LEN)]) {
@@ -164,20 +164,20 @@ fn layers(
     }
 }
 
-/// What happens between decode steps, and to whom.
-enum Act {
+/// What happens between decode steps, and to which sequence.
+enum Operation {
     Prefill(u64, u32),
     Decode(&'static [u64]),
     End(u64),
 }
 
-/// Both sides live the same life, one with captured launches.
+/// Runs the same operations on both caches, one with captured launches.
 fn same_bits(format: KvFormat, window: Option<u32>, limits: StepLimits) {
-    use Act::{Decode, End, Prefill};
+    use Operation::{Decode, End, Prefill};
     let acts = [
         Prefill(1, 40),
         Prefill(2, 700),
-        Decode(&[1, 2]), // as ever, before anything is captured
+        Decode(&[1, 2]), // before anything is captured
         Decode(&[1, 2]), // captured here
         Prefill(3, 17),
         Decode(&[3, 1, 2]),
@@ -191,7 +191,7 @@ fn same_bits(format: KvFormat, window: Option<u32>, limits: StepLimits) {
         End(3),
         Prefill(6, 15),
         Decode(&[6, 5]),
-        Decode(&[6, 4, 5]), // 6 and 5 go on into new blocks
+        Decode(&[6, 4, 5]), // 6 and 5 continue in new blocks
         Decode(&[6, 5, 4]),
     ];
     let (Some(mut captured), Some(mut plain)) =
@@ -227,7 +227,7 @@ fn a_replay_serves_every_batch_on_tensor_cores() {
 }
 
 #[test]
-fn a_replay_serves_every_batch_in_codes() {
+fn a_replay_serves_every_batch_of_quantised_rows() {
     same_bits(KvFormat::L4(ScaleGroup::Row), None, LIMITS);
     same_bits(KvFormat::Int8(Scaling::Row), None, LIMITS);
 }
@@ -237,18 +237,18 @@ fn a_replay_serves_every_batch_under_a_window() {
     same_bits(KvFormat::F16, Some(100), LIMITS);
 }
 
-/// What only the largest step needs is there when a capture asks for it, though no step was so
-/// large: room for kernels that the steps before it did not launch.
+/// A capture finds what only the largest step needs, although no step was that large: memory for
+/// kernels that the steps before it did not launch.
 #[test]
-fn a_capture_needs_no_step_as_large_as_its_limits() {
+fn a_capture_does_not_need_a_step_of_the_largest_size() {
     let limits = StepLimits { tokens_per_sequence: 12, ..LIMITS };
     same_bits(KvFormat::F16, None, limits);
     same_bits(KvFormat::L4(ScaleGroup::Row), None, limits);
 }
 
-/// Launches of a batch that left no row of the output free serve one that does.
+/// Launches of a batch without padding rows serve a batch with them.
 #[test]
-fn a_replay_clears_rows_that_were_owned_when_it_was_captured() {
+fn a_replay_clears_rows_that_its_capture_used() {
     let pair = (Side::new(KvFormat::F16, None), Side::new(KvFormat::F16, None));
     let (Some(mut captured), Some(mut plain)) = pair else { return };
     captured.cache.queue_mut().set_step_limits(LIMITS);
@@ -262,10 +262,10 @@ fn a_replay_clears_rows_that_were_owned_when_it_was_captured() {
     }
 }
 
-/// A capture may begin when the step has attended already: what was planned then is planned again
-/// by every replay, and by what runs behind the capture.
+/// A capture may begin after the step has attended already: earlier plans are made again by every
+/// replay, and by the calls after the capture.
 #[test]
-fn a_capture_shares_no_plan_with_what_runs_around_it() {
+fn a_capture_shares_no_plan_with_other_calls() {
     let pair = (Side::new(KvFormat::F16, None), Side::new(KvFormat::F16, None));
     let (Some(mut captured), Some(mut plain)) = pair else { return };
     captured.cache.queue_mut().set_step_limits(LIMITS);
@@ -274,7 +274,7 @@ fn a_capture_shares_no_plan_with_what_runs_around_it() {
         side.prefill(seq(2), 700);
         side.decode(&[seq(1), seq(2)], false, None);
     }
-    // The first capture stands between other calls of its step.
+    // The first capture is between other calls of its step.
     let mut step = captured.cache.begin_step(&[StepInput::count(seq(1), 1)]).unwrap();
     layers(&mut step, (&captured.inputs, &captured.out), None);
     step.queue_mut().begin_capture().unwrap();
@@ -287,7 +287,7 @@ fn a_capture_shares_no_plan_with_what_runs_around_it() {
     for ids in [[seq(2), seq(1)], [seq(1), seq(2)]] {
         assert_eq!(captured.decode(&ids, true, None), plain.decode(&ids, false, None));
     }
-    // And here behind a capture that never runs.
+    // And this one is after a capture that never runs.
     let mut step = captured.cache.begin_step(&[StepInput::count(seq(2), 1)]).unwrap();
     step.queue_mut().begin_capture().unwrap();
     layers(&mut step, (&captured.inputs, &captured.out), None);
@@ -303,7 +303,7 @@ fn a_capture_shares_no_plan_with_what_runs_around_it() {
     assert_eq!(out(&mut captured), out(&mut plain));
 }
 
-/// A replay could not write them again; the capture goes on without.
+/// A replay could not write host memory again; the capture continues without the call.
 #[test]
 fn a_capture_refuses_outputs_in_host_memory() {
     let Some(mut side) = Side::new(KvFormat::F16, None) else { return };
@@ -331,7 +331,8 @@ fn a_capture_refuses_outputs_in_host_memory() {
     step.commit().unwrap();
 }
 
-/// Blocks of a sequence beyond the limits come with its step, and what is fixed stays where it is.
+/// Blocks of a sequence beyond the limits are sent with its step, and fixed lists stay where they
+/// are.
 #[test]
 fn a_sequence_longer_than_the_limits_runs_and_is_not_captured() {
     let pair = (Side::new(KvFormat::F16, None), Side::new(KvFormat::F16, None));
@@ -360,7 +361,7 @@ fn a_sequence_longer_than_the_limits_runs_and_is_not_captured() {
 }
 
 #[test]
-fn a_queue_can_go_while_it_captures() {
+fn a_queue_can_be_dropped_during_a_capture() {
     let Some(mut side) = Side::new(KvFormat::F16, None) else { return };
     side.cache.queue_mut().set_step_limits(LIMITS);
     side.prefill(seq(1), 20);
@@ -369,7 +370,7 @@ fn a_queue_can_go_while_it_captures() {
     step.queue_mut().begin_capture().unwrap();
     layers(&mut step, (&side.inputs, &side.out), None);
     drop(step);
-    // Memory of the capture, and of what ran before it, goes with it; the device goes on.
+    // The memory of the capture, and of earlier work, is freed; the device stays usable.
     drop(side);
     let mut side = Side::new(KvFormat::F16, None).unwrap();
     side.prefill(seq(1), 20);
@@ -377,31 +378,31 @@ fn a_queue_can_go_while_it_captures() {
 }
 
 #[test]
-fn what_cannot_be_captured_is_refused_and_the_step_goes_on() {
+fn uncapturable_calls_are_refused_and_the_step_continues() {
     let Some(mut side) = Side::new(KvFormat::F16, None) else { return };
     side.prefill(seq(1), 20);
     let is_refused = |error: DeviceError| error.kind() == DeviceErrorKind::Unsupported;
     let queue = side.cache.queue_mut();
     assert!(is_refused(queue.begin_capture().unwrap_err()), "no limits");
-    assert!(is_refused(queue.end_capture().unwrap_err()), "nothing begun");
+    assert!(is_refused(queue.end_capture().unwrap_err()), "no capture");
     queue.set_step_limits(LIMITS);
     side.decode(&[seq(1)], false, None);
     side.decode(&[seq(1)], true, None);
     let graph = side.graph.take().unwrap();
 
-    // A step beyond the limits runs, but neither as a capture nor as a replay.
+    // A step beyond the limits runs, but cannot be captured or replayed.
     let mut step = side.cache.begin_step(&[StepInput::count(seq(1), 2)]).unwrap();
     assert!(is_refused(step.queue_mut().begin_capture().unwrap_err()));
     assert!(is_refused(step.queue_mut().replay(&graph).unwrap_err()));
     drop(step);
 
-    // A tensor of the host, in a capture: refused, and the capture can end.
+    // A tensor in host memory during a capture: refused, and the capture can end.
     let mut step = side.cache.begin_step(&[StepInput::count(seq(1), 1)]).unwrap();
     step.queue_mut().begin_capture().unwrap();
     let rows = values(1, KV_HEADS * DIM);
     let rows = TensorView::host(&rows, &[1, KV_HEADS, DIM]);
     assert!(step.write(0, rows, rows, QkvFormat::Thd).is_err());
-    // So are bytes of the host that go or come by themselves, and a replay inside.
+    // Uploads, downloads and a replay during a capture are refused too.
     let queue = step.queue_mut();
     assert!(is_refused(queue.upload(&side.out, 0, &[0; 4]).unwrap_err()));
     assert!(is_refused(queue.download(&side.out, 0, 4).unwrap_err()));
@@ -410,7 +411,7 @@ fn what_cannot_be_captured_is_refused_and_the_step_goes_on() {
     step.write(0, rows, rows, QkvFormat::Thd).unwrap();
     drop(step);
 
-    // Other limits: other addresses.
+    // Other limits mean other addresses.
     side.cache.queue_mut().set_step_limits(LIMITS);
     let mut step = side.cache.begin_step(&[StepInput::count(seq(1), 1)]).unwrap();
     assert!(is_refused(step.queue_mut().replay(&graph).unwrap_err()));

@@ -1,5 +1,5 @@
-//! Views of device memory begin where their elements may: a kernel that reads off their size loses
-//! the device, so that such a view is refused before.
+//! Views of device memory must be aligned to their elements: a kernel with misaligned reads loses
+//! the device, so such a view is refused before.
 #![cfg(feature = "emulated")]
 
 use kv_core::{

@@ -1,24 +1,24 @@
-//! What happens to rows when a block is full.
+//! Rows in 16 bits, and the mean of a block.
 //!
-//! With a tail, rows wait in 16 bits until their block is full, and every row goes through 16 bits
-//! whether it waited or not: so the codes of a block depend on its tokens alone, and not on the
-//! steps that brought them. Where blocks have means of their own, the mean is taken over these
-//! rows, in the transformed domain, and is off the rows before they become codes.
+//! Formats with a tail keep rows in 16 bits until their block is full, and round every row to 16
+//! bits first. The codes of a block therefore depend on its tokens alone, and not on how steps
+//! split them. Formats with block means subtract the mean of these rounded rows, in the transformed
+//! domain, before rows are encoded.
 use half::f16;
 
-/// The value a row in 16 bits holds: the nearest f16, ties to even, no larger than 65504; NaN
-/// stays.
+/// Rounds a value as a 16-bit row stores it: to the nearest f16, ties to even, saturated at 65504;
+/// NaN stays NaN.
 pub fn round_wide(value: f32) -> f32 {
     wide(value).to_f32()
 }
 
-/// Writes a row in 16 bits, value by value as [`round_wide`].
+/// Writes a row in 16 bits, each value rounded as by [`round_wide`].
 ///
 /// # Panics
-/// If `row` does not have two bytes a value.
+/// If `row` does not have two bytes per value.
 pub fn encode_wide(values: &[f32], row: &mut [u8]) {
     let (places, rest) = row.as_chunks_mut::<2>();
-    assert!(rest.is_empty() && places.len() == values.len(), "two bytes a value");
+    assert!(rest.is_empty() && places.len() == values.len(), "two bytes per value");
     for (place, value) in places.iter_mut().zip(values) {
         *place = wide(*value).to_le_bytes();
     }
@@ -27,10 +27,10 @@ pub fn encode_wide(values: &[f32], row: &mut [u8]) {
 /// Reads a row in 16 bits.
 ///
 /// # Panics
-/// If `row` does not have two bytes a value.
+/// If `row` does not have two bytes per value.
 pub fn decode_wide(row: &[u8], values: &mut [f32]) {
     let (places, rest) = row.as_chunks::<2>();
-    assert!(rest.is_empty() && places.len() == values.len(), "two bytes a value");
+    assert!(rest.is_empty() && places.len() == values.len(), "two bytes per value");
     for (value, place) in values.iter_mut().zip(places) {
         *value = f16::from_le_bytes(*place).to_f32();
     }
@@ -41,10 +41,10 @@ fn wide(value: f32) -> f16 {
     f16::from_f32(value.clamp(f16::MIN.to_f32(), f16::MAX.to_f32()))
 }
 
-/// The mean of the rows of a block, added up in the order they come.
+/// Computes the mean of the rows of a block, summed in the order in which they are added.
 ///
-/// A row with a value that is not finite, or that saturated, does not count: its token is broken,
-/// and the others must not become so.
+/// A row with a value that is not finite or that saturated does not count: one broken token must
+/// not break the others.
 #[derive(Debug, Clone, Default)]
 pub struct BlockMean {
     sums: Vec<f32>,
@@ -52,20 +52,20 @@ pub struct BlockMean {
 }
 
 impl BlockMean {
-    /// Starts over for rows of `head_dim` values; keeps its memory.
+    /// Starts a block of rows of `head_dim` values; keeps the allocation.
     pub fn reset(&mut self, head_dim: usize) {
         self.sums.clear();
         self.sums.resize(head_dim, 0.0);
         self.rows = 0;
     }
 
-    /// Adds a row, which holds what is kept in 16 bits ([`round_wide`]).
+    /// Adds a row as it is stored in 16 bits ([`round_wide`]).
     ///
     /// # Panics
-    /// If the row is not of the length given to [`Self::reset`].
+    /// If the row does not have the length given to [`Self::reset`].
     pub fn add(&mut self, row: &[f32]) {
-        assert_eq!(row.len(), self.sums.len(), "rows of one length");
-        // 65535 rows of a block are as good as all.
+        assert_eq!(row.len(), self.sums.len(), "the row has another length than `reset` was given");
+        // Rows past 65535 of a block are ignored.
         let Some(rows) = self.rows.checked_add(1) else {
             return;
         };
@@ -78,14 +78,14 @@ impl BlockMean {
         }
     }
 
-    /// Takes up a mean that a block stores.
+    /// Sets the mean to one that a block stores.
     pub fn restore(&mut self, mean: &[f32]) -> &[f32] {
         self.sums.clear();
         self.sums.extend_from_slice(mean);
         &self.sums
     }
 
-    /// The mean, as blocks store it: each value an f16. Zero where no row counted.
+    /// Returns the mean as blocks store it, each value an f16. Zero if no row counted.
     pub fn finish(&mut self) -> &[f32] {
         let factor = f32::from(self.rows.max(1)).recip();
         for sum in &mut self.sums {
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "two bytes a value")]
+    #[should_panic(expected = "two bytes per value")]
     fn a_row_of_another_length_is_refused() {
         encode_wide(&[1.0], &mut [0; 3]);
     }

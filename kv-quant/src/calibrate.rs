@@ -1,8 +1,8 @@
-//! The constants of a model, from rows that it computed.
+//! Calibration: a model's quantisation constants, from rows that it computed.
 //!
-//! A [`Calibrator`] is shown K, V and Q of some tokens, layer by layer, and makes the
-//! [`Calibration`] that quantised storage needs. A few hundred tokens of ordinary text do; a cache
-//! may as well show it the first blocks of its first sequence and freeze what comes out.
+//! A [`Calibrator`] observes K, V and Q of some tokens, layer by layer, and computes the
+//! [`Calibration`] that quantised storage needs. A few hundred tokens of ordinary text suffice; a
+//! cache may also observe the first blocks of its first sequence and freeze the result.
 //!
 //! | constant | per | from |
 //! |---|---|---|
@@ -11,7 +11,7 @@
 //! | `amax` | kv head | the largest magnitude of K and of V |
 //! | `amax_transformed` | kv head | the same of rows after [`store`] |
 //!
-//! It decides nothing about formats, and knows no model: who calls it runs one.
+//! It chooses no formats and runs no model: its caller does.
 //!
 //! [`store`]: crate::transform::store
 mod error;
@@ -26,15 +26,15 @@ pub use layer::BALANCE_MAX;
 
 use layer::{Layer, Rows};
 
-/// Tokens that [`Calibrator::finish`] asks for, those skipped not counted.
+/// Tokens that [`Calibrator::finish`] requires, skipped ones not counted.
 ///
 /// The mean of `n` independent tokens misses the true one by `1 / n` of the centred energy, so 16
 /// cost at most 6 % where centring gains a factor. Neighbouring tokens are not independent: a few
 /// hundred are better.
 pub const MIN_TOKENS: u32 = 16;
 
-/// Positions at the start of a sequence that do not count unless told otherwise: as many as caches
-/// usually keep in 16 bits.
+/// Positions at the start of a sequence that do not count by default: the usual length of a cache's
+/// full-precision prefix.
 pub const SKIPPED_BY_DEFAULT: u32 = 4;
 
 /// Heads and channels of one layer.
@@ -49,12 +49,12 @@ pub struct LayerShape {
     pub head_dim_v: u32,
 }
 
-/// Collects rows and makes a [`Calibration`] of them.
+/// Collects rows and computes a [`Calibration`] from them.
 ///
 /// # Units
-/// It keeps every row of K that counts, `tokens * num_kv_heads * head_dim_k` values of four bytes a
-/// layer, because `amax_transformed` is known only after the mean and the balance are: 64 MiB for
-/// 512 tokens of a model with 32 layers of 8 heads of 128. Of V and Q it keeps sums.
+/// Keeps every counted row of K, `tokens * num_kv_heads * head_dim_k` values of four bytes per
+/// layer, because `amax_transformed` needs the final mean and balance: 64 MiB for 512 tokens of a
+/// model with 32 layers of 8 heads of 128. Of V and Q it keeps sums.
 ///
 /// # Examples
 /// ```
@@ -77,7 +77,7 @@ pub struct Calibrator {
 }
 
 impl Calibrator {
-    /// A calibrator for layers of one shape; `head_dims` are those of K and of V.
+    /// Creates a calibrator for layers of one shape; `head_dims` are those of K and of V.
     ///
     /// # Errors
     /// [`CalibrateError::Shape`] for zero heads or channels, or more than a plane can have.
@@ -91,8 +91,8 @@ impl Calibrator {
         Self::with_layers((0..num_layers).map(|_| shape))
     }
 
-    /// A calibrator for layers of different shapes, in order. Layers past number 65535 have no
-    /// [`LayerId`] and are refused.
+    /// Creates a calibrator for layers of different shapes, in order. Layers past number 65535 have
+    /// no [`LayerId`] and are refused.
     ///
     /// # Errors
     /// As [`Self::new`], and [`CalibrateError::TooManyLayers`].
@@ -108,21 +108,21 @@ impl Calibrator {
         Ok(Self { skipped: SKIPPED_BY_DEFAULT, layers })
     }
 
-    /// Ignores the first `tokens` positions of every sequence, in rows shown from now on.
+    /// Ignores the first `tokens` positions of every sequence, in rows observed from now on.
     ///
-    /// Keys and values of the first tokens are unlike all others and would spoil every constant.
-    /// Give the full-precision prefix of the cache: what it keeps in 16 bits needs no constants,
-    /// and what it does not keep so must count, or its magnitudes may be cut off.
+    /// Keys and values of the first tokens are outliers and would distort every constant. Give the
+    /// length of the cache's full-precision prefix: those rows need no constants. Rows that the
+    /// cache quantises must count, or their magnitudes may be clipped.
     #[must_use]
     pub fn skip_first(mut self, tokens: u32) -> Self {
         self.skipped = tokens;
         self
     }
 
-    /// Takes in rows of consecutive tokens of one sequence in one layer, as they are before
-    /// attention: after `RoPE`, Q not multiplied with the scale of attention.
+    /// Observes rows of consecutive tokens of one sequence in one layer, as they are before
+    /// attention: after `RoPE`, with Q not yet multiplied by the scale of attention.
     ///
-    /// Sequences, chunks and layers may come in any order. No tokens are fine.
+    /// Sequences, chunks and layers may come in any order. Zero tokens are allowed.
     ///
     /// # Shapes
     /// | argument | axes |
@@ -135,9 +135,8 @@ impl Calibrator {
     /// the position of the first token in its sequence.
     ///
     /// # Errors
-    /// Before anything is taken in: [`CalibrateError::UnknownLayer`],
-    /// [`CalibrateError::QueryHeads`] when they are no multiple of the kv heads,
-    /// [`CalibrateError::Length`],
+    /// Before any row is counted: [`CalibrateError::UnknownLayer`], [`CalibrateError::QueryHeads`]
+    /// if their number is not a multiple of the kv heads, [`CalibrateError::Length`],
     /// [`CalibrateError::TooManyTokens`], and [`CalibrateError::NotFinite`] with the place of the
     /// first NaN or infinity, skipped positions included.
     pub fn observe(
@@ -157,21 +156,22 @@ impl Calibrator {
         layer.observe(id, first_position, skipped, Rows { k, v, q, q_heads })
     }
 
-    /// Heads and channels of every layer.
+    /// Returns the heads and channels of every layer.
     pub fn shapes(&self) -> impl ExactSizeIterator<Item = LayerShape> + '_ {
         self.layers.iter().map(Layer::shape)
     }
 
-    /// Tokens that counted so far: of the layer that has seen fewest.
+    /// Returns the number of counted tokens of the layer that has fewest.
     pub fn num_tokens(&self) -> u32 {
         self.layers.iter().map(Layer::tokens).min().unwrap_or(0)
     }
 
-    /// The constants of what was shown so far. More may be shown afterwards.
+    /// Computes the constants of the rows so far. More rows may be observed afterwards.
     ///
     /// # Errors
-    /// [`CalibrateError::TooFewTokens`] with the first layer that saw fewer than [`MIN_TOKENS`];
-    /// [`CalibrateError::Overflow`] when rows are so large that the transform leaves `f32`.
+    /// [`CalibrateError::TooFewTokens`] with the first layer that counted fewer than
+    /// [`MIN_TOKENS`]; [`CalibrateError::Overflow`] if rows are so large that the transform
+    /// overflows `f32`.
     pub fn finish(&self) -> Result<Calibration, CalibrateError> {
         let layers = self.layers.iter().zip(0..).map(|(layer, id)| layer.finish(LayerId(id)));
         Ok(Calibration::new(layers.collect::<Result<_, _>>()?))

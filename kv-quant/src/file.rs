@@ -1,6 +1,6 @@
-//! A calibration as a safetensors file.
+//! Calibrations as safetensors files.
 //!
-//! The tensors of layer `l`, all `F32`; a list that the [`Calibration`] lacks is absent:
+//! The tensors of layer `l`, all `F32`. A list that the [`Calibration`] lacks has no tensor:
 //!
 //! | tensor | shape |
 //! |---|---|
@@ -8,18 +8,18 @@
 //! | `layers.{l}.k.amax`, `layers.{l}.k.amax_transformed`, the same of `v` | `[num_kv_heads]` |
 //! | `layers.{l}.k.scales`, the same of `v` | `[1]` or `[num_kv_heads]` |
 //!
-//! The metadata, all strings as the container wants them:
+//! The metadata, all strings as the container requires:
 //!
 //! | key | content |
 //! |---|---|
 //! | `kv_calibration` | version of this format: `1` |
-//! | `model` | what identifies the model, chosen by who wrote the file |
-//! | `tokens` | tokens that the constants were made from |
+//! | `model` | identifies the model; chosen by the writer of the file |
+//! | `tokens` | tokens that the constants were computed from |
 //! | `num_layers` | layers, each with at least one tensor |
 //! | `num_kv_heads`, `head_dim_k`, `head_dim_v` | one number, or one for every layer: `8,8,4` |
 //!
-//! Other keys are ignored, other tensors are refused. What [`read`] accepts a cache of the same
-//! shape accepts. The same calibration gives the same bytes.
+//! Other keys are ignored, other tensors are refused. A cache of the same shape accepts whatever
+//! [`read`] accepts. Equal calibrations give equal bytes.
 mod container;
 mod error;
 mod list;
@@ -39,27 +39,27 @@ use container::Container;
 use list::Place;
 use strings::Strings;
 
-/// What a calibration was made for and from.
+/// Describes the model of a calibration and the tokens it was computed from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[expect(clippy::exhaustive_structs, reason = "a literal names all that a file needs")]
 pub struct Metadata {
-    /// What identifies the model: any text that another model would not have, such as its name and
-    /// a hash of its weights. It is compared, never read.
+    /// Identifies the model: any text that no other model has, such as its name and a hash of its
+    /// weights. It is compared, never parsed.
     pub model: String,
-    /// Tokens that the constants were made from.
+    /// Tokens that the constants were computed from.
     pub tokens: u32,
     /// Heads and channels of every layer.
     pub layers: Vec<LayerShape>,
 }
 
 impl Metadata {
-    /// Describes what a calibrator has seen of `model`.
+    /// Describes the calibration of `model` by a calibrator.
     pub fn of(calibrator: &Calibrator, model: impl Into<String>) -> Self {
         let layers = calibrator.shapes().collect();
         Self { model: model.into(), tokens: calibrator.num_tokens(), layers }
     }
 
-    /// Refuses a file that was made for another model.
+    /// Refuses a file of another model.
     ///
     /// # Errors
     /// [`FileError::OtherModel`], which names both.
@@ -71,11 +71,11 @@ impl Metadata {
     }
 }
 
-/// The bytes of a file.
+/// Writes a calibration as the bytes of a file.
 ///
 /// # Errors
-/// What [`read`] would refuse: [`FileError::NumLayers`] when the two disagree about the layers,
-/// [`FileError::MissingLayer`] for a layer without any list (or for none at all),
+/// Everything that [`read`] would refuse: [`FileError::NumLayers`] if the two disagree about the
+/// number of layers, [`FileError::MissingLayer`] for a layer without any list or for zero layers,
 /// [`FileError::LayerShape`], [`FileError::Calibration`] for a list of another length or an
 /// impossible number.
 ///
@@ -125,10 +125,10 @@ pub fn write(calibration: &Calibration, metadata: &Metadata) -> Result<Vec<u8>, 
 /// Reads a file.
 ///
 /// # Guarantees
-/// No bytes make it panic, and none make it reserve more than a small multiple of their own size.
+/// No input makes it panic or allocate more than a small multiple of the input's size.
 ///
 /// # Errors
-/// [`FileError`], each variant its own cause. Nothing is returned of a file that is partly right.
+/// [`FileError`]; each variant says its cause. A file with any error gives no result.
 pub fn read(bytes: &[u8]) -> Result<(Calibration, Metadata), FileError> {
     let container = Container::read(bytes)?;
     let strings = Strings::read(container.strings())?;
@@ -141,7 +141,7 @@ pub fn read(bytes: &[u8]) -> Result<(Calibration, Metadata), FileError> {
         *place.list_mut(found.entry(place.layer()).or_default()) = values;
     }
     let (mut layers, mut shapes) = (Vec::new(), Vec::new());
-    // Ends at the first layer that has nothing, so the count alone reserves nothing.
+    // Ends at the first layer without tensors, so a large count alone allocates nothing.
     for (id, shape) in strings.layers() {
         let layer = found.remove(&id).ok_or(FileError::MissingLayer { layer: id })?;
         check(id, shape, &layer)?;
@@ -152,7 +152,7 @@ pub fn read(bytes: &[u8]) -> Result<(Calibration, Metadata), FileError> {
     Ok((Calibration::new(layers), metadata))
 }
 
-/// Checks one layer as a cache of that shape would.
+/// Checks one layer as a cache of that shape would do.
 fn check(id: LayerId, shape: LayerShape, layer: &LayerCalibration) -> Result<(), FileError> {
     let [k, v] = shape.layouts().ok_or(FileError::LayerShape { layer: id, shape })?;
     layer.k.check(id, Plane::Key, &k)?;

@@ -1,12 +1,13 @@
 //! Codebooks of the Lloyd-Max formats.
 //!
-//! Owns the levels and which level a value goes to. A Lloyd-Max quantiser has the smallest mean
-//! squared error of all scalar quantisers of as many levels for one distribution, here the standard
-//! normal: a value goes to the nearest level, and a level is the mean of the values that go to it.
-//! Rows that went through signs and a Hadamard rotation are close to normal whatever they were.
+//! Owns the levels and the choice of the level for a value. A Lloyd-Max quantiser has the smallest
+//! mean squared error of all scalar quantisers with the same number of levels for one distribution,
+//! here the standard normal: a value goes to the nearest level, and a level is the mean of the
+//! values that go to it. Rows after signs and a Hadamard rotation are close to normal, whatever
+//! they were before.
 //!
-//! Levels are symmetric, so that half of them are written here: a code is a sign and the index of a
-//! magnitude. There is no level at zero.
+//! Levels are symmetric, so half of them are listed here: a code is a sign and the index of a
+//! magnitude. No level is zero.
 //!
 //! # Source
 //! S. P. Lloyd, "Least squares quantization in PCM", 1982; J. Max, "Quantizing for minimum
@@ -14,7 +15,7 @@
 //! test repeats it.
 #![expect(
     clippy::inline_always,
-    reason = "what encodes is compiled for the instruction set of its caller"
+    reason = "encoders are inlined into callers that enable target features"
 )]
 #![expect(
     clippy::arithmetic_side_effects,
@@ -79,16 +80,16 @@ pub static L6: [f32; 32] = [
     3.744_101_3,
 ];
 
-/// Where the magnitudes of `l3` part: halfway between neighbours. A value on a threshold takes the
-/// smaller magnitude.
+/// Thresholds between the magnitudes of `l3`: midpoints of neighbours. A value on a threshold takes
+/// the smaller magnitude.
 pub static L3_THRESHOLDS: [f32; 3] = between(&L3);
-/// The same of `l4`.
+/// Thresholds between the magnitudes of `l4`.
 pub static L4_THRESHOLDS: [f32; 7] = between(&L4);
-/// The same of `l6`.
+/// Thresholds between the magnitudes of `l6`.
 pub static L6_THRESHOLDS: [f32; 31] = between(&L6);
 
-/// The magnitudes of `2^bits` Lloyd-Max levels of the standard normal distribution, ascending;
-/// `None` unless `bits` is 3, 4 or 6.
+/// Returns the magnitudes of `2^bits` Lloyd-Max levels of the standard normal distribution,
+/// ascending; `None` unless `bits` is 3, 4 or 6.
 pub fn magnitudes(bits: u32) -> Option<&'static [f32]> {
     match bits {
         3 => Some(&L3),
@@ -98,7 +99,8 @@ pub fn magnitudes(bits: u32) -> Option<&'static [f32]> {
     }
 }
 
-/// Where the [`magnitudes`] part, one fewer; a value on a threshold takes the smaller magnitude.
+/// Returns the thresholds between the [`magnitudes`], one fewer; a value on a threshold takes the
+/// smaller magnitude.
 pub fn thresholds(bits: u32) -> Option<&'static [f32]> {
     match bits {
         3 => Some(&L3_THRESHOLDS),
@@ -108,36 +110,36 @@ pub fn thresholds(bits: u32) -> Option<&'static [f32]> {
     }
 }
 
-/// A codebook as the encoder uses it.
+/// A codebook, with the constants of its encoder.
 pub(crate) trait Codebook {
-    /// Bits of a code, the sign included.
+    /// Bits of a code, including the sign.
     const BITS: u32;
-    /// The best scale of a row is near `NEAR_SCALE[0] * rms + NEAR_SCALE[1] * amax`, for a row and
-    /// for a group of 32. Fitted by least squares to the best of 61 (41) scales of 20,000 normal
-    /// rows of 128: the largest value says much about where the outer levels should lie.
+    /// The best scale of a row is near `NEAR_SCALE[0] * rms + NEAR_SCALE[1] * amax`. Fitted by
+    /// least squares to the best of 61 scales of 20,000 normal rows of 128: the largest value says
+    /// much about where the outer levels should lie.
     const NEAR_SCALE: [f32; 2];
-    /// The same for a group of 32, by squared error.
+    /// The same for a group of 32, by squared error, fitted to the best of 41 scales.
     const NEAR_GROUP_SCALE: [f32; 2];
-    /// Scales that are tried around it, as multiples of it.
+    /// Scales to try around it, as multiples of it.
     const TRIED: &'static [f32];
-    /// Weight of the bias against the squared error where the scale is coarse; see the encoder.
+    /// Weight of the bias against the squared error if the scale is coarse; see the encoder.
     const BIAS_WEIGHT: f32;
 
-    /// Index of the magnitude nearest to `value`, which is not negative.
+    /// Returns the index of the magnitude nearest to `value`, which is not negative.
     fn index(value: f32) -> u8;
-    /// The magnitude nearest to `value`, which is not negative.
+    /// Returns the magnitude nearest to `value`, which is not negative.
     fn nearest(value: f32) -> f32;
-    /// The magnitude of an index, of which the bits above the code are not looked at.
+    /// Returns the magnitude of an index; bits above the code are ignored.
     fn magnitude(index: u8) -> f32;
 }
 
-/// `l3`.
+/// Codebook of `l3`.
 #[derive(Debug)]
 pub(crate) enum Book3 {}
-/// `l4`.
+/// Codebook of `l4`.
 #[derive(Debug)]
 pub(crate) enum Book4 {}
-/// `l6`.
+/// Codebook of `l6`.
 #[derive(Debug)]
 pub(crate) enum Book6 {}
 
@@ -204,15 +206,15 @@ impl Codebook for Book6 {
     }
 }
 
-/// How many thresholds lie below `value`: vector code when inlined into a loop.
+/// Counts the thresholds below `value`; vectorises when inlined into a loop.
 #[inline(always)]
 fn count<const N: usize>(value: f32, thresholds: &[f32; N]) -> u8 {
     let below = thresholds.iter().map(|threshold| u32::from(value > *threshold));
     below.sum::<u32>() as u8
 }
 
-/// The magnitude of that index, without a look into memory. Bits of floats are summed, as integers:
-/// of each threshold below `value` what the next magnitude has more than the one before.
+/// Returns the magnitude of the index without a table lookup: sums the differences of magnitudes,
+/// as integers of their bits, over the thresholds below `value`.
 #[inline(always)]
 fn choose<const N: usize, const M: usize>(
     value: f32,
@@ -222,18 +224,18 @@ fn choose<const N: usize, const M: usize>(
     let mut bits = magnitudes[0].to_bits();
     for (threshold, pair) in thresholds.iter().zip(magnitudes.array_windows::<2>()) {
         let [lower, upper] = pair.map(f32::to_bits);
-        // A mask, where a choice would tempt the compiler into branches.
+        // A mask, because the compiler may turn a choice into branches.
         bits += u32::from(value > *threshold).wrapping_neg() & (upper - lower);
     }
     f32::from_bits(bits)
 }
 
-/// The thresholds of `l6` by where they lie: cells of 1/16 around every multiple of 1/16, of which
-/// none has two thresholds.
+/// The thresholds of `l6` by cell: cells of 1/16 around every multiple of 1/16, none of which
+/// contains two thresholds.
 struct Cells {
-    /// How many thresholds lie below each cell.
+    /// Number of thresholds below each cell.
     below: [u8; Self::COUNT],
-    /// The threshold inside each cell, if any, else infinity.
+    /// The threshold inside each cell; infinity without one.
     inside: [f32; Self::COUNT],
 }
 
@@ -266,7 +268,7 @@ impl Cells {
 
     #[inline(always)]
     fn index(&self, value: f32) -> u8 {
-        // In a float from 2^23 on the last bit is worth 1: adding it rounds to the nearest cell.
+        // The last bit of a float from 2^23 on is worth 1: adding it rounds to the nearest cell.
         const ROUNDER: f32 = 8_388_608.0;
         let scaled = value * Self::PER_ONE;
         let last = (Self::COUNT - 1) as f32;
@@ -277,7 +279,7 @@ impl Cells {
 }
 
 const fn between<const N: usize, const M: usize>(magnitudes: &[f32; N]) -> [f32; M] {
-    assert!(M + 1 == N, "one threshold between two neighbours");
+    assert!(M + 1 == N, "one threshold fewer than magnitudes");
     let mut thresholds = [0.0; M];
     let mut at = 0;
     while at < M {

@@ -1,8 +1,8 @@
 //! Floats of 8 and 4 bits: OCP FP8 E4M3 and E5M2, E2M1 (FP4), and the scale type E8M0.
 //!
 //! Owns the rounding. Encoders round to nearest, ties to even, and saturate, at infinities too, as
-//! CUDA's conversions with `__NV_SATFINITE` do. The sign of zero is kept. Decoders are tables, of
-//! which device kernels may copy what they need.
+//! CUDA's conversions with `__NV_SATFINITE` do. The sign of zero is kept. Decoders are tables,
+//! which device kernels may copy.
 //!
 //! | kind | sign, exponent, mantissa | bias | largest | smallest | infinity | NaN |
 //! |---|---|---|---|---|---|---|
@@ -15,7 +15,7 @@
 //! Open Compute Project, "OFP8 Formats for Deep Learning" 1.0 and "Microscaling Formats (MX)" 1.0.
 #![expect(
     clippy::inline_always,
-    reason = "what encodes is compiled for the instruction set of its caller"
+    reason = "encoders are inlined into callers that enable target features"
 )]
 #![expect(
     clippy::arithmetic_side_effects,
@@ -38,52 +38,53 @@ pub static E2M1: [f32; 16] = table::<1, 1, 16>(Specials::None);
 
 /// NaN of both FP8 kinds, as encoders write it.
 const FP8_NAN: u8 = 0x7F;
-/// What E2M1 has in place of NaN: 6, as CUDA converts it.
+/// E2M1's code for NaN: 6, as CUDA converts it.
 const E2M1_NAN: u8 = 0x7;
 
-/// The E4M3 code nearest to `value`; NaN is `0x7F`.
+/// Encodes `value` as the nearest E4M3 code; NaN becomes `0x7F`.
 #[inline(always)]
 pub fn e4m3_encode(value: f32) -> u8 {
     let code = magnitude::<3, 7>(value, 448.0) | sign(value, 7);
     if value.is_nan() { FP8_NAN } else { code }
 }
 
-/// The value of an E4M3 code.
+/// Decodes an E4M3 code.
 #[inline(always)]
 pub fn e4m3_decode(code: u8) -> f32 {
     E4M3[usize::from(code)]
 }
 
-/// The E5M2 code nearest to `value`, never infinite; NaN is `0x7F`.
+/// Encodes `value` as the nearest finite E5M2 code; NaN becomes `0x7F`.
 #[inline(always)]
 pub fn e5m2_encode(value: f32) -> u8 {
     let code = magnitude::<2, 15>(value, 57344.0) | sign(value, 7);
     if value.is_nan() { FP8_NAN } else { code }
 }
 
-/// The value of an E5M2 code, its infinities and NaNs included.
+/// Decodes an E5M2 code; infinities and NaNs are decoded as such.
 #[inline]
 pub fn e5m2_decode(code: u8) -> f32 {
     E5M2[usize::from(code)]
 }
 
-/// The E2M1 code nearest to `value`, in the low 4 bits; NaN, which has none, is `0x7`.
+/// Encodes `value` as the nearest E2M1 code, in the low 4 bits; NaN, which has no code, becomes
+/// `0x7`.
 #[inline(always)]
 pub fn e2m1_encode(value: f32) -> u8 {
     let code = magnitude::<1, 1>(value, 6.0) | sign(value, 3);
     if value.is_nan() { E2M1_NAN } else { code }
 }
 
-/// The value of an E2M1 code; the high 4 bits are not looked at.
+/// Decodes an E2M1 code; the high 4 bits are ignored.
 #[inline]
 pub fn e2m1_decode(code: u8) -> f32 {
     E2M1[usize::from(code & 0xF)]
 }
 
-/// The value of the E2M1 code nearest to `value`, without a table: vector code in a loop.
+/// Rounds `value` to the nearest E2M1 value without a table; vectorises in a loop.
 #[inline(always)]
 pub(crate) fn e2m1_round(value: f32) -> f32 {
-    // Below 1 numbers are 1/2 apart, as floats from 2^22 on; above, 1 bit of mantissa is kept.
+    // Below 1, values are 1/2 apart, as floats from 2^22 on; above, 1 bit of mantissa is kept.
     const ROUNDER: f32 = 4_194_304.0;
     const DROPPED: u32 = 22;
     let magnitude = value.abs();
@@ -94,12 +95,13 @@ pub(crate) fn e2m1_round(value: f32) -> f32 {
     (if magnitude < 1.0 { subnormal } else { f32::from_bits(kept) }).copysign(value)
 }
 
-/// The E8M0 code nearest to the magnitude of `value`, in value and not in exponent: halfway (1.5
-/// times a power of two) goes up. Zero is the smallest code, what is too large or infinite the
-/// largest; NaN is `0xFF`.
+/// Encodes the magnitude of `value` as the nearest E8M0 code, nearest in value and not in exponent:
+/// halfway (1.5 times a power of two) rounds up. Zero becomes the smallest code, too large a value
+/// or infinity the largest; NaN becomes `0xFF`.
 ///
-/// Libraries agree on no rounding here. This is that of PyTorch and of `ml_dtypes` for positive
-/// numbers up to 1.5 * 2^127. To choose a block's scale, the microscaling specification takes the
+/// Libraries disagree about this rounding. PyTorch and `ml_dtypes` round like this for positive
+/// numbers up to 1.5 * 2^127. The microscaling specification chooses a block's scale by the
+/// exponent of the largest magnitude instead.
 /// exponent of the largest magnitude instead.
 #[inline]
 pub fn e8m0_encode(value: f32) -> u8 {
@@ -107,8 +109,8 @@ pub fn e8m0_encode(value: f32) -> u8 {
         return 0xFF;
     }
     let bits = value.abs().to_bits();
-    // Below 2^-126 there is no implied one: the fraction is in units of 2^-149, 2^-127 is half of
-    // it.
+    // Below 2^-126 a float has no implied one: the fraction counts units of 2^-149, and 2^-127 is
+    // half its range.
     let code = match bits >> 23 {
         0 => u32::from(bits >= 0x60_0000),
         exponent => exponent + (bits >> 22 & 1),
@@ -116,7 +118,7 @@ pub fn e8m0_encode(value: f32) -> u8 {
     code.min(0xFE) as u8
 }
 
-/// The power of two of an E8M0 code.
+/// Decodes an E8M0 code, a power of two.
 #[inline]
 pub fn e8m0_decode(code: u8) -> f32 {
     match code {
@@ -126,12 +128,12 @@ pub fn e8m0_decode(code: u8) -> f32 {
     }
 }
 
-/// The code of `|value|`, saturated at `largest`. Both ways are taken and one is chosen, so that
-/// loops over values become vector code.
+/// Returns the code of `|value|`, saturated at `largest`. Computes both branches and selects one,
+/// so that loops over values vectorise.
 #[inline(always)]
 fn magnitude<const MANTISSA: u32, const BIAS: u32>(value: f32, largest: f32) -> u8 {
     let smallest_normal = f32::from_bits((127 + 1 - BIAS) << 23);
-    // A float whose last bit has the worth of the kind's smallest number: adding it rounds.
+    // A float whose last bit is worth the kind's smallest number: adding it rounds.
     let rounder = f32::from_bits((127 + 23 + 1 - BIAS - MANTISSA) << 23);
     let dropped = 23 - MANTISSA;
     let value = value.abs();
@@ -149,18 +151,18 @@ fn sign(value: f32, at: u32) -> u8 {
     (value.to_bits() >> 31 << at) as u8
 }
 
-/// Which codes are no numbers.
+/// Codes that are not numbers.
 #[derive(Clone, Copy)]
 enum Specials {
     /// None.
     None,
-    /// All ones, with either sign.
+    /// All ones are NaN, with either sign.
     LastIsNan,
-    /// Those with the largest exponent, as IEEE 754 has it.
+    /// The largest exponent means infinity and NaN, as in IEEE 754.
     Ieee,
 }
 
-/// Values of all codes of a kind.
+/// Computes the values of all codes of a kind.
 const fn table<const MANTISSA: u32, const BIAS: u32, const CODES: usize>(
     specials: Specials,
 ) -> [f32; CODES] {

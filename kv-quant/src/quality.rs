@@ -1,7 +1,7 @@
-//! How far decoded rows are from the originals.
+//! Quality of decoded rows.
 //!
-//! Sums in f64 over as many rows as are added. An error of rows alone misorders methods across
-//! transforms; what attention sees are inner products with queries, so both are here.
+//! Sums in f64 over all rows that are added. The error of rows alone misorders methods with
+//! different transforms; attention depends on inner products with queries, so both are measured.
 
 /// Squared error of decoded rows.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -11,7 +11,7 @@ pub struct RowError {
 }
 
 impl RowError {
-    /// Adds a row and what it was decoded to; what one has more than the other is not looked at.
+    /// Adds a row and its decoded form; values past the shorter of the two are ignored.
     pub fn add(&mut self, original: &[f32], decoded: &[f32]) {
         for (original, decoded) in original.iter().zip(decoded) {
             let (x, y) = (f64::from(*original), f64::from(*decoded));
@@ -19,11 +19,11 @@ impl RowError {
             self.noise += (x - y) * (x - y);
         }
     }
-    /// `sum |x - x'|^2 / sum |x|^2`; NaN before anything but zeros was added.
+    /// Returns `sum |x - x'|^2 / sum |x|^2`; NaN while only zeros were added.
     pub fn relative_mse(&self) -> f64 {
         self.noise / self.signal
     }
-    /// Signal to quantisation noise, in dB.
+    /// Returns the ratio of signal to quantisation noise, in dB.
     pub fn sqnr_db(&self) -> f64 {
         -10.0 * self.relative_mse().log10()
     }
@@ -39,7 +39,7 @@ pub struct ProductError {
 }
 
 impl ProductError {
-    /// Adds a query, a row and what the row was decoded to.
+    /// Adds a query, a row and the row's decoded form.
     pub fn add(&mut self, query: &[f32], original: &[f32], decoded: &[f32]) {
         let (mut exact, mut error, mut q2, mut k2) = (0.0, 0.0, 0.0, 0.0);
         for ((query, original), decoded) in query.iter().zip(original).zip(decoded) {
@@ -57,12 +57,13 @@ impl ProductError {
             self.products += 1.0;
         }
     }
-    /// The slope of `<q, k'>` over `<q, k>`, less 1: 0 where no product is stretched or shrunk.
+    /// Returns the slope of `<q, k'>` over `<q, k>`, minus 1: 0 if products are neither stretched
+    /// nor shrunk.
     pub fn bias(&self) -> f64 {
         self.shift / self.signal
     }
-    /// Mean of `<q, k' - k>^2 / (|q|^2 |k|^2)`. For errors without a direction it is the relative
-    /// squared error of a row over `head_dim`.
+    /// Returns the mean of `<q, k' - k>^2 / (|q|^2 |k|^2)`. For errors without a preferred
+    /// direction it is the relative squared error of a row divided by `head_dim`.
     pub fn relative_variance(&self) -> f64 {
         self.noise / self.products
     }

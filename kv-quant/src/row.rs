@@ -1,10 +1,10 @@
-//! Encodes and decodes one row: one token of one kv head.
+//! Encoding and decoding of one row: one token of one kv head.
 //!
-//! Owns what the bytes of every [`KvFormat`] mean; `docs/formats.md` draws them. Sizes and the
-//! place of the scales are the format's own ([`KvFormat::row_bytes`], [`KvFormat::scales_begin`]).
+//! Owns the meaning of the bytes of every [`KvFormat`]; `docs/formats.md` draws them. Sizes and the
+//! place of the scales come from the format ([`KvFormat::row_bytes`], [`KvFormat::scales_begin`]).
 //! Knows nothing of blocks, transforms or devices.
 //!
-//! | format | a value is | scale, and who makes it |
+//! | format | a value is | scale, and its source |
 //! |---|---|---|
 //! | `f32`, `f16`, `bf16` | itself, rounded to nearest, ties to even | none |
 //! | `fp8-*`, `int8-tensor`, `int8-head` | `code * scale` | f32, given |
@@ -14,14 +14,14 @@
 //! | `q8_0`, `q4_0` | `code * scale` | f16 for 32 values, as llama.cpp |
 //! | `nvfp4` | `code * (block scale * scale)` | E4M3 for 16 values, and a given f32 |
 //!
-//! # What is no ordinary number
+//! # NaN, infinities, zeros
 //! | input | formats with a scale of their own | formats without |
 //! |---|---|---|
-//! | NaN | the scale it falls under is NaN, so what shares it decodes to NaN | NaN; `int8`: 0 |
+//! | NaN | its scale becomes NaN, so all values that share it decode to NaN | NaN; `int8`: 0 |
 //! | infinity, too large | saturates | saturates; `f16` becomes infinite |
 //! | all zeros | zeros | zeros |
 //!
-//! A row never changes what another row decodes to. Bytes that hold nothing are 0.
+//! A row never changes what another row decodes to. Unused bytes are 0.
 //!
 //! ```
 //! use kv_core::KvFormat;
@@ -31,7 +31,7 @@
 //! let values = [254.0, -2.0, 100.0];
 //! let mut row = [0; 6];
 //! assert_eq!(format.row_bytes(3), 6);
-//! encode_row(format, 1.0, &values, &mut row); // its rows bring a scale: 1.0 is not looked at
+//! encode_row(format, 1.0, &values, &mut row); // rows have their own scale: 1.0 is ignored
 //! assert_eq!(row, [127, 0xFF, 50, 0, 0x00, 0x40]);
 //!
 //! let mut decoded = [0.0; 3];
@@ -41,7 +41,7 @@
 //! ```
 #![expect(
     clippy::inline_always,
-    reason = "what encodes is compiled for the instruction set of its caller"
+    reason = "encoders are inlined into callers that enable target features"
 )]
 #![expect(
     clippy::indexing_slicing,
@@ -64,16 +64,16 @@ use kv_core::{KvFormat, ScaleGroup, Scaling};
 use crate::lloyd::{Book3, Book4, Book6, Codebook};
 use scaled::{E4m3, E5m2, Int8};
 
-/// Encodes `values`, a row of `head_dim` values, into `row`.
+/// Encodes `values`, the `head_dim` values of a row, into `row`.
 ///
 /// `inv_scale` is the reciprocal of the given scale; formats without a
 /// [given scale](KvFormat::given_scales) ignore it.
 ///
-/// All of it is inlined: in a function that is compiled for some instruction set, it is vector code
-/// of that set, with the same results.
+/// All of it is inlined: a caller with target features gets vector code for them, with the same
+/// results.
 ///
 /// # Panics
-/// When `row` is not [`KvFormat::row_bytes`] long for that many values.
+/// If `row` does not have [`KvFormat::row_bytes`] bytes for that number of values.
 #[inline(always)]
 pub fn encode_row(format: KvFormat, inv_scale: f32, values: &[f32], row: &mut [u8]) {
     let cut = Cut::new(format, values.len(), row.len());
@@ -89,12 +89,12 @@ pub fn encode_row(format: KvFormat, inv_scale: f32, values: &[f32], row: &mut [u
     }
 }
 
-/// Decodes `row` into `values`, a row of `head_dim` values.
+/// Decodes `row` into `values`, the `head_dim` values of a row.
 ///
 /// `scale` is the given scale; formats without a [given scale](KvFormat::given_scales) ignore it.
 ///
 /// # Panics
-/// When `row` is not [`KvFormat::row_bytes`] long for that many values.
+/// If `row` does not have [`KvFormat::row_bytes`] bytes for that number of values.
 #[inline]
 pub fn decode_row(format: KvFormat, scale: f32, row: &[u8], values: &mut [f32]) {
     let cut = Cut::new(format, values.len(), row.len());
@@ -165,16 +165,16 @@ fn encode_lloyd<B: Codebook>(
     }
 }
 
-/// Where a row is cut.
+/// The parts of a row: codes and scales.
 struct Cut {
     code_bytes: usize,
     scales_begin: usize,
 }
 
 impl Cut {
-    /// Asserts that a row has the length that its format says.
+    /// Asserts that a row has the length of its format, and finds its parts.
     fn new(format: KvFormat, head_dim: usize, row_bytes: usize) -> Self {
-        // A longer row fails the assertion: nothing has as many bytes.
+        // A longer row fails the assertion: no slice has that many bytes.
         let head_dim = u32::try_from(head_dim).unwrap_or(u32::MAX);
         let size = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
         let expected = size(format.row_bytes(head_dim));
@@ -200,7 +200,7 @@ fn load<const N: usize>(row: &[u8], values: &mut [f32], value: impl Fn([u8; N]) 
     }
 }
 
-/// A format that `kv-core` names and this crate does not define: a test goes through all.
+/// Panics for a format that `kv-core` declares and this crate does not define: a test covers all.
 #[expect(clippy::panic, reason = "our own bug, found by the first test that names the format")]
 fn no_codec(format: KvFormat) -> ! {
     panic!("{format} has no codec")

@@ -1,25 +1,25 @@
 //! Mean, balance, signs and Hadamard rotation of one row.
 //!
-//! The four operations of [`kv_core::calibration`], on the host. `R` is [`rotate`]:
+//! The host version of the four operations of [`kv_core::calibration`]. `R` is [`rotate`]:
 //!
 //! | function | of | computes |
 //! |---|---|---|
-//! | [`store`] | a row of K or V, before it is encoded | `R((x - mean) * into)` |
-//! | [`load`] | a row of K or V, after it was decoded | `R(x) * back + mean` |
-//! | [`query`] | a query, once a step | `R(q * back)` |
-//! | [`output`] | an attention output over stored V, once a query | `R(o) * back` |
+//! | [`store`] | a row of K or V, before encoding | `R((x - mean) * into)` |
+//! | [`load`] | a row of K or V, after decoding | `R(x) * back + mean` |
+//! | [`query`] | a query, once per step | `R(q * back)` |
+//! | [`output`] | an attention output over stored V, once per query | `R(o) * back` |
 //!
 //! `R` is orthonormal and `into * back` is 1, so `query(q) . store(k) = q . (k - mean)`: scores
-//! lack `q . mean`, which is the same for every key of a query. A plane of V has no mean, so
+//! lack `q . mean`, which is the same for every key of a query. Planes of V have no mean, so
 //! `output` of a weighted sum of stored rows is the weighted sum of the rows.
 //!
-//! A NaN reaches every channel of its block of the rotation, and no other row. What is stored
-//! saturates at [`STORED_MAX`] before it is rotated, infinities too, so that no sum overflows.
-//! Queries and outputs do not: magnitudes above `f32::MAX / 2^ceil(log2(head_dim))` may become
+//! A NaN reaches every channel of its block of the rotation, and no other row. [`store`] saturates
+//! at [`STORED_MAX`] before it rotates, infinities too, so that no sum overflows. Queries and
+//! outputs are not bounded: magnitudes above `f32::MAX / 2^ceil(log2(head_dim))` may become
 //! infinite inside a rotation.
 //!
 //! # Panics
-//! All four: when a row and the constants have different lengths.
+//! All four, if a row and the constants have different lengths.
 //!
 //! # Source
 //! `QuaRot` (Ashkboos et al. 2024) for signs and rotation; [`kv_core::calibration`] names the rest.
@@ -27,13 +27,14 @@ use std::f32::consts::FRAC_1_SQRT_2;
 
 use kv_core::calibration::HeadConstants;
 
-/// Rotates a row: the orthonormal Walsh-Hadamard transform of every block of it.
+/// Rotates a row: applies the orthonormal Walsh-Hadamard transform to each of its blocks.
 ///
 /// The blocks are the powers of two that sum to the length, largest first ([`blocks`]). Two
 /// rotations give the row back, up to rounding.
 ///
 /// # Guarantees
-/// The same bits everywhere. Within a block of `n` values, for strides `h` = 1, 2, 4, .. `n / 2`,
+/// The results are equal to the bit everywhere. Within a block of `n` values, for strides `h` = 1,
+/// 2, 4, .. `n / 2`,
 /// every pair at distance `h`, `a` where `index & h` is 0 and `b`, becomes `a + b` and `a - b`;
 /// then every value is multiplied by [`norm`] once. Each step rounds once to `f32`, so an
 /// implementation may work in any order that keeps the order of strides for each value.
@@ -55,17 +56,17 @@ pub fn rotate(values: &mut [f32]) {
     }
 }
 
-/// The powers of two that sum to `len`, largest first: 80 is 64 + 16.
+/// Returns the powers of two that sum to `len`, largest first: 64 and 16 for 80.
 pub fn blocks(len: usize) -> impl Iterator<Item = usize> {
     let largest = |rest: usize| rest.checked_ilog2().map(|bit| 1_usize << bit);
     std::iter::successors(largest(len), move |block| largest(len & block.saturating_sub(1)))
 }
 
-/// What the rotation of a block of `block` values multiplies with: `1 / sqrt(block)`, rounded to
+/// Returns the factor of the rotation of a block of `block` values: `1 / sqrt(block)`, rounded to
 /// nearest. `block` is a power of two.
 pub fn norm(block: usize) -> f32 {
     let log2 = block.checked_ilog2().unwrap_or(0);
-    // Exact, so the result of an odd power is rounded as its constant is.
+    // Exact, so the result for an odd power is rounded only by its constant.
     let halved = (0..log2.div_euclid(2)).fold(1.0, |scale: f32, _| scale * 0.5);
     if log2.rem_euclid(2) == 1 { halved * FRAC_1_SQRT_2 } else { halved }
 }
@@ -74,8 +75,8 @@ pub fn norm(block: usize) -> f32 {
 /// 2^15 such values are finite.
 pub const STORED_MAX: f32 = f32::from_bits((127 + 112) << 23);
 
-/// Brings a row of K or V into the form that is encoded. Magnitudes above [`STORED_MAX`] become
-/// it, behind mean and balance; NaN stays.
+/// Transforms a row of K or V for encoding. Magnitudes above [`STORED_MAX`] after mean and balance
+/// saturate at it; NaN stays.
 pub fn store(values: &mut [f32], constants: &HeadConstants<'_>) {
     shift(values, constants);
     for x in values.iter_mut() {
@@ -84,7 +85,7 @@ pub fn store(values: &mut [f32], constants: &HeadConstants<'_>) {
     rotate(values);
 }
 
-/// As [`store`], without a bound: a calibration refuses rows that overflow.
+/// Does the same without the bound, for calibration, which refuses rows that overflow.
 pub(crate) fn store_unbounded(values: &mut [f32], constants: &HeadConstants<'_>) {
     shift(values, constants);
     rotate(values);
@@ -99,7 +100,7 @@ fn shift(values: &mut [f32], constants: &HeadConstants<'_>) {
     }
 }
 
-/// Brings a decoded row of K or V back.
+/// Inverts [`store`] for a decoded row of K or V.
 pub fn load(values: &mut [f32], constants: &HeadConstants<'_>) {
     let HeadConstants { mean, back, .. } = *constants;
     assert_lengths(values, mean);
@@ -110,9 +111,9 @@ pub fn load(values: &mut [f32], constants: &HeadConstants<'_>) {
     }
 }
 
-/// Brings a query into the form whose products with stored keys are scores, less `q . mean`.
+/// Transforms a query so that its products with stored keys are the scores minus `q . mean`.
 ///
-/// `constants` are those of K; `q . mean` is the caller's to add, from the query as it was.
+/// `constants` are those of K. The caller adds `q . mean`, computed from the original query.
 pub fn query(values: &mut [f32], constants: &HeadConstants<'_>) {
     assert_lengths(values, constants.back);
     for (q, back) in values.iter_mut().zip(constants.back) {
@@ -121,7 +122,7 @@ pub fn query(values: &mut [f32], constants: &HeadConstants<'_>) {
     rotate(values);
 }
 
-/// Brings a weighted sum of stored rows of V back. `constants` are those of V.
+/// Inverts [`store`] for a weighted sum of stored rows of V. `constants` are those of V.
 pub fn output(values: &mut [f32], constants: &HeadConstants<'_>) {
     assert_lengths(values, constants.back);
     rotate(values);
@@ -139,11 +140,11 @@ fn assert_lengths(values: &[f32], constants: &[f32]) {
     );
 }
 
-/// One block, its length a power of two.
+/// Rotates one block, whose length is a power of two.
 fn rotate_block(values: &mut [f32]) {
     let norm = norm(values.len());
     let mut stride: usize = 1;
-    // Two strides at a time while there are two, by loops whose lengths the compiler knows.
+    // Two strides at a time where possible, in loops of constant length.
     for four in values.as_chunks_mut::<4>().0 {
         *four = two_strides(*four);
         stride = 4;
@@ -165,13 +166,13 @@ fn rotate_block(values: &mut [f32]) {
     }
 }
 
-/// The strides of one value and of two.
+/// Applies the strides of one value and of two.
 fn two_strides([a, b, c, d]: [f32; 4]) -> [f32; 4] {
     let ((ab, a_b), (cd, c_d)) = ((a + b, a - b), (c + d, c - d));
     [ab + cd, a_b + c_d, ab - cd, a_b - c_d]
 }
 
-/// The same of `N` values, and of twice as many.
+/// Applies the strides of `N` values and of twice that.
 #[inline]
 fn two_strides_of_parts<const N: usize>(values: &mut [f32]) {
     if let [a, b, c, d] = values.as_chunks_mut::<N>().0 {

@@ -1,4 +1,4 @@
-//! Two prompts through one cache, token by token.
+//! Generates text for two prompts over one cache, token by token.
 //!
 //! `cargo run --release -p kv-runner --example generate -- [MODEL_DIR [DEVICE]]`
 #![expect(clippy::indexing_slicing, clippy::print_stdout, reason = "an example, which prints")]
@@ -17,7 +17,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let model = Decoder::read(&dir)?;
     let tokenizer = Tokenizer::read(&dir.join("tokenizer.json"))?;
 
-    // 64 blocks of 16 tokens, K in 8 bits and V in 4, on the device of this name.
+    // 64 blocks of 16 tokens, K in 8 bits and V in 4, on the given device.
     let mut options = CacheOptions::new(Layout::Paged { block_size: 16, num_blocks: 64 });
     options.stored = "int8/l4".parse()?;
     let device = Device::open(args.next().as_deref().unwrap_or("cpu"))?;

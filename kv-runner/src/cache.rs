@@ -1,4 +1,4 @@
-//! The cache of a model, from a few choices.
+//! The options of a model's cache.
 use std::fmt;
 
 use kv::backend::AnyBackend;
@@ -12,22 +12,22 @@ use crate::error::Error;
 use crate::model::Decoder;
 use crate::stored::Stored;
 
-/// How the memory of a cache is divided.
+/// The layout of a cache's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(clippy::exhaustive_enums, reason = "a report names each of them")]
 pub enum Layout {
-    /// Blocks that sequences take as they grow.
+    /// Blocks that sequences allocate as they grow.
     Paged {
-        /// Tokens of a block.
+        /// Tokens per block.
         block_size: u32,
-        /// Blocks of the cache.
+        /// Number of blocks.
         num_blocks: u32,
     },
-    /// One block for each sequence.
+    /// One block per sequence.
     Contiguous {
-        /// Sequences at once.
+        /// Largest number of sequences.
         sequences: u32,
-        /// Tokens of each.
+        /// Tokens per sequence.
         tokens: u32,
     },
 }
@@ -41,28 +41,28 @@ impl fmt::Display for Layout {
     }
 }
 
-/// The choices of a cache for a [`Scheduler`](crate::Scheduler).
+/// The options of a cache for a [`Scheduler`](crate::Scheduler).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CacheOptions {
-    /// How its memory is divided.
+    /// The layout of its memory.
     pub layout: Layout,
-    /// How K and V are stored.
+    /// The stored format of K and V.
     pub stored: Stored,
-    /// Whether prompts reuse what is cached of others.
+    /// Whether prompts reuse cached prefixes of others.
     pub reuse: bool,
 }
 
 impl CacheOptions {
-    /// A cache in f32 whose prompts reuse what is cached of others.
+    /// Makes the options of an f32 cache with prefix reuse.
     pub fn new(layout: Layout) -> Self {
         Self { layout, stored: Stored::plain(KvFormat::F32), reuse: true }
     }
 
-    /// Reserves the cache on a device. Formats that need constants take them from `calibration`.
+    /// Allocates the cache on a device. Formats that need constants take them from `calibration`.
     ///
     /// # Errors
-    /// [`Error::Cache`] for choices that do not fit each other, and for a device without the memory
-    /// or without the format.
+    /// [`Error::Cache`] for options that contradict each other, and for a device that lacks the
+    /// memory or the format.
     pub fn open(
         &self,
         model: &Decoder,
@@ -80,10 +80,10 @@ impl CacheOptions {
         self.stored.spec(model, |builder| {
             let builder = builder
                 .max_seq_len(model.context())
-                // What a sequence says must not depend on its neighbours.
+                // The text of a sequence must not depend on the batch.
                 .determinism(Determinism::BatchInvariant)
                 .prefix_reuse(if self.reuse { PrefixReuse::Partial } else { PrefixReuse::Off })
-                // Prompts that arrive together compute what they share once.
+                // Prompts that arrive together compute their common prefix once.
                 .publish_at(PublishAt::Begin);
             match self.layout {
                 Layout::Paged { block_size, num_blocks } => builder.paged(block_size, num_blocks),

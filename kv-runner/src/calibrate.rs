@@ -1,4 +1,4 @@
-//! The constants of quantised storage: made from what a model computes, or read from a file.
+//! Calibration constants of quantised storage: measured on a model, or read from a file.
 use std::path::Path;
 
 use candle_core::{D, IndexOp};
@@ -12,18 +12,18 @@ use crate::model::{Decoder, Tapped};
 use crate::num::{to_u32, to_usize};
 use crate::reader::Reader;
 
-/// Tokens that go through the model at once.
+/// Tokens per forward pass.
 const CHUNK: usize = 256;
-/// Tokens of one sequence: a longer text is read in several, each from an empty cache.
+/// Tokens per sequence: a longer text is read in several sequences, each from an empty cache.
 const SEQUENCE_MAX: usize = 2048;
-/// Tokens that constants made on the way come from.
+/// Number of tokens for constants that are made during a run.
 const ONLINE_TOKENS: u32 = 256;
 
-/// Reads the constants of a model from a file of [`to_file`].
+/// Reads the constants of a model from a file that [`to_file`] made.
 ///
 /// # Errors
-/// [`Error::File`] with what is wrong: [`Error::Io`], or [`Error::CalibrationFile`], for one that
-/// was made for another model too.
+/// [`Error::File`] with the cause: [`Error::Io`], or [`Error::CalibrationFile`], also for a file of
+/// another model.
 pub fn load(path: &Path, model: &Decoder) -> Result<Calibration, Error> {
     let bytes = std::fs::read(path).in_file(path)?;
     let (calibration, metadata) = file::read(&bytes).in_file(path)?;
@@ -31,21 +31,21 @@ pub fn load(path: &Path, model: &Decoder) -> Result<Calibration, Error> {
     Ok(calibration)
 }
 
-/// Writes the constants of a model as the bytes of a file.
+/// Encodes the constants of a model as the bytes of a file.
 ///
 /// # Errors
-/// [`Error::Calibrate`] where the calibrator has seen too little.
+/// [`Error::Calibrate`] if the calibrator has seen too few tokens.
 pub fn to_file(calibrator: &Calibrator, model: &Decoder) -> Result<Vec<u8>, Error> {
     let metadata = Metadata::of(calibrator, model.fingerprint());
     Ok(file::write(&calibrator.finish()?, &metadata)?)
 }
 
-/// Shows a text to a calibrator for each of these full-precision prefixes. The model reads with an
-/// f32 cache, so that the constants are those of its own rows. `progress` gets the number of tokens
-/// after each part that was read.
+/// Runs the model over a text and passes its rows to one calibrator for each length of the
+/// full-precision prefix in `prefixes`. The cache is f32, so that the constants are those of the
+/// model's own rows. `progress` gets the number of tokens after each chunk.
 ///
 /// # Errors
-/// [`Error::Cache`] for a device that fails, [`Error::Calibrate`] for rows that are not finite.
+/// [`Error::Cache`] for a device failure, [`Error::Calibrate`] for rows that are not finite.
 pub fn observe(
     model: &Decoder,
     backend: &AnyBackend,
@@ -67,11 +67,11 @@ pub fn observe(
     Ok(observer.calibrators)
 }
 
-/// Makes constants from the first tokens of a sequence: of its prompt, and where that is short, of
-/// what the model generates after it. They do not change after that.
+/// Makes constants from the first tokens of a sequence: from its prompt and, if that is short, from
+/// tokens that the model generates after it. They are constant from then on.
 ///
 /// # Errors
-/// As [`observe`]; [`Error::Calibrate`] too where the model's context is too short.
+/// Those of [`observe`]; also [`Error::Calibrate`] if the model's context is too short.
 pub fn online(
     model: &Decoder,
     backend: &AnyBackend,

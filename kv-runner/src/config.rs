@@ -1,4 +1,4 @@
-//! What a model is, read from its `config.json` and checked before anything is built from it.
+//! The configuration of a model, read from its `config.json` and checked before anything is built.
 mod file;
 mod object;
 mod rope;
@@ -26,7 +26,8 @@ pub(crate) enum Architecture {
 }
 
 impl Architecture {
-    /// All of them, with their `model_type` and the class that an entry of `architectures` names.
+    /// All architectures, with their `model_type` and the class that an entry of `architectures`
+    /// names.
     const ALL: [(Self, &str, &str); 8] = [
         (Self::Llama, "llama", "LlamaForCausalLM"),
         (Self::Mistral, "mistral", "MistralForCausalLM"),
@@ -38,36 +39,36 @@ impl Architecture {
         (Self::SmolLm3, "smollm3", "SmolLM3ForCausalLM"),
     ];
 
-    /// What an error names as supported.
+    /// The supported architectures, for errors.
     const NAMES: &str = "llama, mistral, qwen2, qwen3, phi3, olmo2, granite or smollm3";
 
-    /// The architecture of a `model_type`.
+    /// Returns the architecture of a `model_type`.
     pub(crate) fn of_model_type(name: &str) -> Option<Self> {
         Self::ALL.iter().find(|(_, model_type, _)| *model_type == name).map(|(known, ..)| *known)
     }
 
-    /// The architecture of an entry of `architectures`.
+    /// Returns the architecture of an entry of `architectures`.
     fn of_class(name: &str) -> Option<Self> {
         Self::ALL.iter().find(|(.., class)| *class == name).map(|(known, ..)| *known)
     }
 
-    /// Its `model_type`.
+    /// Returns its `model_type`.
     pub(crate) fn name(self) -> &'static str {
         let known = Self::ALL.iter().find(|(known, ..)| *known == self);
         known.map_or("", |(_, model_type, _)| model_type)
     }
 
-    /// Whether norms follow attention and MLP instead of preceding them.
+    /// Returns whether norms follow attention and MLP instead of preceding them.
     pub(crate) fn norms_outputs(self) -> bool {
         self == Self::Olmo2
     }
 
-    /// Whether Q, K and V come from one matrix, and gate and up from another.
+    /// Returns whether Q, K and V come from one matrix, and gate and up from another.
     pub(crate) fn fuses_projections(self) -> bool {
         self == Self::Phi3
     }
 
-    /// Which norm Q and K pass before they turn.
+    /// Returns the norm of Q and K before their rotation.
     pub(crate) fn qk_norm(self) -> Option<QkNorm> {
         match self {
             Self::Qwen3 => Some(QkNorm::Head),
@@ -83,7 +84,7 @@ impl fmt::Display for Architecture {
     }
 }
 
-/// What one norm of Q or K spans.
+/// The extent of a norm of Q or K.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum QkNorm {
     /// The row of one head, with weights that all heads share.
@@ -92,7 +93,7 @@ pub(crate) enum QkNorm {
     Projection,
 }
 
-/// Projections that have a bias.
+/// Which projections have a bias.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Biases {
     pub(crate) qkv: bool,
@@ -103,13 +104,13 @@ pub(crate) struct Biases {
 /// Constant factors between the parts of a model.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Multipliers {
-    /// Of the embedding.
+    /// Factor of the embedding.
     pub(crate) embedding: f64,
-    /// Of the products of Q and K; `None` for one over the root of the head size.
+    /// Factor of the products of Q and K; `None` for one over the root of the head dim.
     pub(crate) attention: Option<f64>,
-    /// Of what attention and MLP add.
+    /// Factor of the outputs of attention and MLP.
     pub(crate) residual: f64,
-    /// Logits are divided by it.
+    /// Divisor of the logits.
     pub(crate) logits: f64,
 }
 
@@ -119,7 +120,7 @@ impl Default for Multipliers {
     }
 }
 
-/// What differs from layer to layer.
+/// Settings that differ between layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct LayerKind {
     /// Keys before its own position that a query sees, `None` for all.
@@ -128,11 +129,11 @@ pub(crate) struct LayerKind {
     pub(crate) rotates: bool,
 }
 
-/// Shape and constants of a decoder. Every count is at least 1, and heads divide.
+/// Shape and constants of a decoder. Every count is at least 1, and heads divide evenly.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelConfig {
     pub(crate) architecture: Architecture,
-    /// One for each layer.
+    /// One entry per layer.
     pub(crate) layer_kinds: Vec<LayerKind>,
     pub(crate) hidden: u32,
     pub(crate) intermediate: u32,
@@ -151,7 +152,7 @@ pub struct ModelConfig {
     pub(crate) eos: Vec<u32>,
 }
 
-/// A model that is described wrongly, or in a way that is not supported.
+/// An invalid or unsupported description of a model.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfigError {
@@ -161,7 +162,7 @@ pub enum ConfigError {
         /// The field.
         field: &'static str,
     },
-    /// A count beyond what can be computed with.
+    /// A count that is too large.
     #[error("{field} is {got}, at most {max} is possible")]
     TooLarge {
         /// The field.
@@ -180,7 +181,7 @@ pub enum ConfigError {
         got: u32,
         /// The field that must divide it.
         of: &'static str,
-        /// The value of that.
+        /// The value of that field.
         divisor: u32,
     },
     /// A number that must be above 0.
@@ -191,7 +192,7 @@ pub enum ConfigError {
         /// Its value.
         got: f64,
     },
-    /// The file does not name what it describes.
+    /// The file lacks a name.
     #[error("{field} is missing")]
     Missing {
         /// The field.
@@ -203,25 +204,25 @@ pub enum ConfigError {
         /// The field.
         field: &'static str,
     },
-    /// A name of something that is not supported.
+    /// An unsupported name.
     #[error("{field} {got:?} is not supported, expected {expected}")]
     Unsupported {
         /// The field.
         field: &'static str,
         /// Its value.
         got: String,
-        /// The names that are supported.
+        /// The supported names.
         expected: &'static str,
     },
-    /// A field whose value cannot be used.
+    /// A field with an invalid value.
     #[error("{field} {problem}")]
     Field {
         /// The field, with its place in the file.
         field: String,
-        /// What the value is, and what was expected.
+        /// The value, and what was expected.
         problem: String,
     },
-    /// Two fields that say different things of one number.
+    /// Two fields that contradict each other.
     #[error("{first} is {first_value}, but {second} is {second_value}")]
     Contradiction {
         /// One field.
@@ -236,10 +237,10 @@ pub enum ConfigError {
 }
 
 impl ModelConfig {
-    /// Reads `config.json` of a model directory, and `generation_config.json` where there is one.
+    /// Reads `config.json` of a model directory, and `generation_config.json` if it exists.
     ///
     /// # Errors
-    /// [`Error::File`] with what is wrong: [`Error::Io`], [`Error::Text`], [`Error::Json`],
+    /// [`Error::File`] with the cause: [`Error::Io`], [`Error::Text`], [`Error::Json`],
     /// [`Error::Config`].
     pub fn read(dir: &Path) -> Result<Self, Error> {
         let path = dir.join("config.json");
@@ -259,28 +260,28 @@ impl ModelConfig {
         Ok(file::model(&Object::new("", &value)?)?)
     }
 
-    /// The stop tokens of `generation_config.json`, where it names some.
+    /// Returns the stop tokens of `generation_config.json`, if it has any.
     fn parse_generation(text: &str) -> Result<Option<Vec<u32>>, Error> {
         let value = serde_json::from_str(text)?;
         Ok(Object::new("", &value)?.ids("eos_token_id")?)
     }
 
-    /// Returns the number of K and V heads.
+    /// Returns the number of kv heads.
     pub fn kv_heads(&self) -> u32 {
         self.kv_heads
     }
 
-    /// Returns the values of one head's row.
+    /// Returns the head dim.
     pub fn head_dim(&self) -> u32 {
         self.head_dim
     }
 
-    /// Returns the most tokens one sequence may have.
+    /// Returns the longest sequence, in tokens.
     pub fn context(&self) -> u32 {
         self.context
     }
 
-    /// Returns the token that begins a text, where the model has one.
+    /// Returns the token that begins a text, if the model has one.
     pub fn bos(&self) -> Option<u32> {
         self.bos
     }
@@ -292,16 +293,16 @@ impl ModelConfig {
 
     /// Returns the number of layers.
     pub fn layers(&self) -> u16 {
-        // `check` has bounded it.
+        // `check` limits the number of layers.
         u16::try_from(self.layer_kinds.len()).unwrap_or(u16::MAX)
     }
 
-    /// Factor of the products of Q and K.
+    /// Returns the factor of the products of Q and K.
     pub(crate) fn attention_scale(&self) -> f64 {
         self.multipliers.attention.unwrap_or_else(|| 1.0 / f64::from(self.head_dim).sqrt())
     }
 
-    /// The checks that hold wherever a configuration came from.
+    /// Checks a configuration from any file format.
     pub(crate) fn check(self) -> Result<Self, ConfigError> {
         bounded("head_dim", self.head_dim)?;
         divide("rotary_dim", self.rope.rotary_dim, 2)?;
@@ -336,24 +337,24 @@ fn positive(field: &'static str, got: f64) -> Result<f64, ConfigError> {
     }
 }
 
-/// The number, when it is at least 1.
+/// Checks that a number is at least 1.
 pub(crate) fn non_zero(field: &'static str, n: u32) -> Result<u32, ConfigError> {
     if n == 0 { Err(ConfigError::Zero { field }) } else { Ok(n) }
 }
 
-/// The number, when it is at least 1 and small enough that products of a few fit `u64`.
+/// Checks that a number is at least 1, and small enough that products of a few fit into `u64`.
 fn bounded(field: &'static str, n: u32) -> Result<u32, ConfigError> {
     let max = 1 << 20;
     if n > max { Err(ConfigError::TooLarge { field, got: n, max }) } else { non_zero(field, n) }
 }
 
-/// The number of layers in the type the cache counts them in.
+/// Converts the number of layers to the cache's type.
 pub(crate) fn layers(field: &'static str, got: u32) -> Result<u16, ConfigError> {
     let max = u32::from(u16::MAX);
     u16::try_from(got).map_err(|_| ConfigError::TooLarge { field, got, max })
 }
 
-/// `got / divisor` without a rest; heads are what everything is divided by.
+/// Divides `got` by `divisor`, which is a number of heads; fails on a remainder.
 pub(crate) fn divide(field: &'static str, got: u32, divisor: u32) -> Result<u32, ConfigError> {
     let of = match field {
         "hidden_size" => "num_attention_heads",

@@ -1,4 +1,4 @@
-//! What can go wrong between a model's files and its last token.
+//! Errors from a model's files to its last token.
 use std::error::Error as StdError;
 use std::fmt;
 use std::io;
@@ -17,34 +17,34 @@ use crate::scheduler::ScheduleError;
 use crate::text::TextError;
 use crate::weights::WeightError;
 
-/// Anything that reading or running a model can fail with.
+/// Any failure of reading or running a model.
 ///
-/// A message says one thing; [`StdError::source`] goes on with the cause, so a program prints the
-/// whole chain.
+/// The message names one cause; [`StdError::source`] has the next, so a program prints the whole
+/// chain.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A file could not be used; the source says why.
+    /// A file could not be used; the source is the cause.
     #[error("{}", path.display())]
     File {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The cause.
         source: Box<Self>,
     },
-    /// The operating system refused.
+    /// The operating system reported an error.
     #[error(transparent)]
     Io(#[from] io::Error),
-    /// A text is no JSON.
+    /// A text is not JSON.
     #[error(transparent)]
     Json(ForeignError),
     /// A text cannot be read, or cannot be turned into tokens.
     #[error(transparent)]
     Text(#[from] TextError),
-    /// A model is described wrongly, or in a way that is not supported.
+    /// A model's description is invalid or unsupported.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// A weight is not what the configuration says.
+    /// A weight differs from the configuration.
     #[error(transparent)]
     Weights(#[from] WeightError),
     /// A GGUF file cannot be used.
@@ -53,7 +53,7 @@ pub enum Error {
     /// A tensor operation failed.
     #[error(transparent)]
     Tensor(ForeignError),
-    /// Rows cannot be calibrated with.
+    /// Calibration failed on these rows.
     #[error(transparent)]
     Calibrate(#[from] CalibrateError),
     /// A calibration file is damaged, or of another model.
@@ -62,13 +62,13 @@ pub enum Error {
     /// A request cannot run.
     #[error(transparent)]
     Schedule(#[from] ScheduleError),
-    /// No token can be chosen from logits.
+    /// No token can be sampled from the logits.
     #[error(transparent)]
     Sample(#[from] SampleError),
-    /// The cache refused, or its device failed.
+    /// The cache refused a call, or its device failed.
     #[error(transparent)]
     Cache(#[from] CacheError),
-    /// A [`Model`](crate::Model) that is not of this crate failed.
+    /// A [`Model`](crate::Model) of the caller's own failed.
     #[error(transparent)]
     Model(Box<dyn StdError + Send + Sync>),
 }
@@ -95,8 +95,8 @@ impl StdError for ForeignError {
     }
 }
 
-/// candle adds a backtrace to its errors where the environment asks for one. It is left out: the
-/// message is for the user of a program.
+/// candle adds a backtrace to its errors if the environment asks for one. It is left out, because
+/// the message is for users of a program.
 impl From<CandleError> for ForeignError {
     fn from(error: CandleError) -> Self {
         Self::new(describe(&error))
@@ -144,7 +144,7 @@ impl From<DeviceError> for Error {
     }
 }
 
-/// Names the file that an error is about.
+/// Adds the file that an error is about.
 pub(crate) trait InFile<T> {
     fn in_file(self, path: &Path) -> Result<T, Error>;
 }
@@ -155,7 +155,7 @@ impl<T, E: Into<Error>> InFile<T> for Result<T, E> {
     }
 }
 
-/// The messages of an error and its sources, as a program shows them.
+/// Joins the messages of an error and its sources.
 #[cfg(test)]
 pub(crate) fn chain(error: &dyn StdError) -> String {
     let mut text = error.to_string();
@@ -172,7 +172,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_backtrace_is_no_part_of_a_message() {
+    fn messages_have_no_backtrace() {
         let error = CandleError::WithBacktrace {
             inner: Box::new(CandleError::Msg("no such tensor".to_owned())),
             backtrace: Box::new(std::backtrace::Backtrace::force_capture()),

@@ -1,9 +1,9 @@
-//! A model in GGUF files: their metadata as a configuration, their tensors dequantised to f32 under
-//! the names Hugging Face gives them.
+//! Reads a model from GGUF files: metadata as a configuration, tensors dequantised to f32 under
+//! their Hugging Face names.
 //!
-//! Files of some architectures keep the rows of Q and K interleaved, so that pairs `(2i, 2i + 1)`
-//! turn together. The tokenizer inside a file is not read, but for the tokens that end a text; a
-//! `tokenizer.json` is asked for instead.
+//! Files of some architectures have the rows of Q and K interleaved, so that pairs `(2i, 2i + 1)`
+//! rotate together. The tokenizer of a file is not read, except the tokens that end a text; a
+//! `tokenizer.json` is needed.
 mod config;
 mod metadata;
 mod parts;
@@ -24,13 +24,13 @@ pub use metadata::Metadata;
 use parts::Part;
 pub use parts::is_further_part;
 
-/// Name under which the factors of a stretched model's frequencies are kept.
+/// Name of the tensor with frequency factors of a model with an extended context.
 pub(crate) const ROPE_FACTORS: &str = "rope_freqs.weight";
 
-/// The factors of frequencies that hold up to the original context.
+/// Name of the tensor with frequency factors up to the original context.
 const SHORT_FACTORS: &str = "rope_factors_short.weight";
 
-/// The most values of [`SHORT_FACTORS`]: more than any head has.
+/// Upper limit of the values of [`SHORT_FACTORS`], larger than any head.
 const SHORT_FACTORS_MAX: usize = 1 << 16;
 
 /// The head of a GGUF file: its metadata, without the tensors.
@@ -38,17 +38,17 @@ const SHORT_FACTORS_MAX: usize = 1 << 16;
 pub struct Head(Part);
 
 impl Head {
-    /// Reads the head of a model's file; of a model that is split, the first part's, which
+    /// Reads the head of a model's file; of a split model, the head of the first part, which
     /// describes all of it.
     ///
     /// # Errors
-    /// [`Error::File`] with what is wrong: [`Error::Io`], [`GgufError::NotReadable`],
+    /// [`Error::File`] with the cause: [`Error::Io`], [`GgufError::NotReadable`],
     /// [`GgufError::NotFirst`].
     pub fn read(path: &Path) -> Result<Self, Error> {
         parts::first(path).map(Self)
     }
 
-    /// Returns what the head says.
+    /// Returns the metadata.
     pub fn metadata(&self) -> Metadata<'_> {
         Metadata::new(&self.0.content)
     }
@@ -58,13 +58,13 @@ impl Head {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum GgufError {
-    /// Its head is damaged, or it is another kind of file.
+    /// The head is damaged, or the file has another format.
     #[error("not a readable GGUF file")]
     NotReadable {
-        /// What the reader found.
+        /// The reader's error.
         source: ForeignError,
     },
-    /// A tensor of more bytes than memory can have.
+    /// A tensor exceeds the address space.
     #[error("tensor {name} has shape {shape:?}, too large")]
     TooLarge {
         /// Its name.
@@ -72,59 +72,59 @@ pub enum GgufError {
         /// Its shape.
         shape: Vec<usize>,
     },
-    /// A tensor that cannot be read.
+    /// A tensor cannot be read.
     #[error("tensor {name}")]
     Tensor {
         /// Its name.
         name: String,
-        /// What the reader found.
+        /// The reader's error.
         source: ForeignError,
     },
-    /// A tensor that two parts of a model have.
+    /// Two parts of a model have the same tensor.
     #[error("tensor {name} is in another part too")]
     Repeated {
         /// Its name.
         name: String,
     },
-    /// A further part of a model was given in place of the first.
+    /// A further part of a model was given instead of the first.
     #[error("part {number} of a model in {count} files, give {first} instead")]
     NotFirst {
-        /// Which part it is, from 1.
+        /// The number of the part, from 1.
         number: u32,
-        /// Parts of the model.
+        /// Number of parts.
         count: u32,
-        /// The name of the first part, as far as it is known.
+        /// The name of the first part, if it can be derived.
         first: String,
     },
-    /// The first part's name does not tell the names of the others.
+    /// The names of the other parts cannot be derived from the first part's name.
     #[error(
         "the first of {count} files (split.count), but its name does not end in \
          -00001-of-{count:05}.gguf, by which the others are found"
     )]
     Name {
-        /// Parts of the model.
+        /// Number of parts.
         count: u32,
     },
-    /// A part is not beside the first one.
+    /// A part is not in the folder of the first one.
     #[error("part {number} of a model in {count} files is not there")]
     MissingPart {
-        /// Which part it is, from 1.
+        /// The number of the part, from 1.
         number: u32,
-        /// Parts of the model.
+        /// Number of parts.
         count: u32,
     },
-    /// A part that calls itself another one.
+    /// A part has another number than its name says.
     #[error(
         "part {got} of {got_count} by split.no and split.count, expected {expected} of {count}"
     )]
     WrongPart {
-        /// Which part it says it is, from 1.
+        /// The number in its metadata, from 1.
         got: u32,
-        /// Of how many.
+        /// The number of parts in its metadata.
         got_count: u32,
-        /// Which part its name says it is.
+        /// The number in its name.
         expected: u32,
-        /// Parts of the model.
+        /// Number of parts.
         count: u32,
     },
 }
@@ -139,7 +139,7 @@ impl GgufError {
     }
 }
 
-/// Reads the file, and the further parts of a model that is split, whole.
+/// Reads the file, and the further parts of a split model, completely.
 pub(crate) fn read(path: &Path) -> Result<(ModelConfig, Weights), Error> {
     let mut parts = parts::all(path)?;
     let short = short_factors(&mut parts)?;
@@ -176,7 +176,7 @@ fn read_tensors(
     Ok(())
 }
 
-/// Factors by pair of frequencies, where a part brings them.
+/// Returns the frequency factors per pair, if a part has them.
 fn short_factors(parts: &mut [Part]) -> Result<Option<Vec<f64>>, Error> {
     for Part { path, file, content } in parts {
         let Some(info) = content.tensor_infos.get(SHORT_FACTORS) else {
@@ -196,7 +196,7 @@ fn short_factors(parts: &mut [Part]) -> Result<Option<Vec<f64>>, Error> {
     Ok(None)
 }
 
-/// The reader below multiplies extents without a check.
+/// Checks the size, because the reader below multiplies extents without a check.
 fn check_size(name: &str, info: &TensorInfo) -> Result<(), GgufError> {
     let elements = info.shape.dims().iter().try_fold(1_u64, |n, dim| n.checked_mul(to_u64(*dim)));
     match elements.and_then(|n| n.checked_mul(4)) {
@@ -205,7 +205,7 @@ fn check_size(name: &str, info: &TensorInfo) -> Result<(), GgufError> {
     }
 }
 
-/// What a tensor is called elsewhere, `None` for one that is not needed.
+/// Returns the Hugging Face name of a tensor, `None` for one that is not needed.
 fn hugging_face_name(architecture: Architecture, name: &str) -> Option<String> {
     match name {
         "token_embd.weight" => return Some("model.embed_tokens.weight".to_owned()),
@@ -218,7 +218,7 @@ fn hugging_face_name(architecture: Architecture, name: &str) -> Option<String> {
     let (part, kind) = part.rsplit_once('.')?;
     let part = match part {
         "attn_norm" => "input_layernorm",
-        // The same name for a norm before the MLP and for one of what attention gives.
+        // The same name for the norm before the MLP and for the one after attention.
         "ffn_norm" | "post_attention_norm" => "post_attention_layernorm",
         "post_ffw_norm" => "post_feedforward_layernorm",
         "attn_q" => "self_attn.q_proj",
@@ -229,7 +229,7 @@ fn hugging_face_name(architecture: Architecture, name: &str) -> Option<String> {
         "attn_k_norm" => "self_attn.k_norm",
         "attn_output" => "self_attn.o_proj",
         "ffn_gate" => "mlp.gate_proj",
-        // Gate and up in one.
+        // Gate and up in one matrix.
         "ffn_up" if architecture.fuses_projections() => "mlp.gate_up_proj",
         "ffn_up" => "mlp.up_proj",
         "ffn_down" => "mlp.down_proj",

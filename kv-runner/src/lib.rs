@@ -1,5 +1,5 @@
-//! Runs decoder models over a KV cache: their weights, their tokenizer, a sampler, and a scheduler
-//! that keeps many requests in one batch.
+//! Runs decoder models over a KV cache: reads weights and tokenizers, samples tokens, and schedules
+//! many requests in continuous batches.
 //!
 //! | to | see |
 //! |---|---|

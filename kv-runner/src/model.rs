@@ -1,7 +1,7 @@
 //! The forward pass of a decoder over one step of the cache.
 //!
-//! Embeddings, norms and matrix products are candle's on the CPU, in f32. Everything that depends
-//! on the past goes through the cache: K and V are written to it and attention reads it.
+//! Embeddings, norms and matrix products are candle's on the CPU, in f32. K and V are written to
+//! the cache, and attention reads it.
 mod fingerprint;
 mod layer;
 
@@ -10,30 +10,27 @@ use std::path::Path;
 use candle_core::{CpuStorage, Device, Module, Storage, Tensor};
 use candle_nn::Linear;
 use kv::backend::Backend;
-use kv::backend::{Queue, Readback};
-use kv::{
-    AttentionOptions, DType, QkvFormat, SequenceId, Step, StepInput, TensorView, TensorViewMut,
-};
+use kv::{AttentionOptions, QkvFormat, SequenceId, Step, StepInput, TensorView, TensorViewMut};
 
 use crate::config::{ModelConfig, QkNorm};
 use crate::error::{Error, InFile};
 use crate::gguf;
-use crate::num::{to_f32, to_u32, to_u64, to_usize};
+use crate::num::{to_f32, to_u32, to_usize};
 use crate::rope::{Rope, Rotation};
 use crate::weights::{WeightError, Weights};
 use layer::Layer;
 
-/// The part of one sequence that a step computes.
+/// The tokens of one sequence in a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Chunk {
     /// The sequence.
     pub sequence: SequenceId,
-    /// Tokens it brings.
+    /// Number of tokens.
     pub tokens: u32,
-    /// Of these, the last ones that are draft tokens.
+    /// Number of draft tokens at the end.
     pub drafts: u32,
-    /// Last tokens after which logits are needed.
+    /// Number of last tokens after which logits are needed.
     pub logits: u32,
 }
 
@@ -43,37 +40,37 @@ pub struct Chunk {
 pub struct Batch {
     /// The tokens of all chunks.
     pub tokens: Vec<u32>,
-    /// One for each sequence.
+    /// One chunk per sequence.
     pub chunks: Vec<Chunk>,
-    /// Draft tokens of one sequence, on their way into [`Self::tokens`].
+    /// Draft tokens of one sequence, before they are appended to [`Self::tokens`].
     pub(crate) drafts: Vec<u32>,
 }
 
 impl Batch {
-    /// The batch as inputs of a step.
+    /// Returns the inputs of a step.
     pub(crate) fn inputs(&self) -> Vec<StepInput<'_>> {
         let mut rest = self.tokens.as_slice();
         let mut inputs = Vec::with_capacity(self.chunks.len());
         for chunk in &self.chunks {
-            let (tokens, behind) = rest.split_at(to_usize(chunk.tokens).min(rest.len()));
+            let (tokens, after) = rest.split_at(to_usize(chunk.tokens).min(rest.len()));
             inputs.push(StepInput::tokens(chunk.sequence, tokens).with_drafts(chunk.drafts));
-            rest = behind;
+            rest = after;
         }
         inputs
     }
 }
 
-/// What turns tokens into logits: a [`Decoder`], or a model of the caller's own.
+/// Computes logits from tokens: a [`Decoder`], or a model of the caller's own.
 pub trait Model<B: Backend> {
     /// Writes K and V of every layer and returns rows of logits: those of the first chunk in the
     /// order of its tokens, then those of the next.
     ///
     /// # Errors
-    /// Whatever fails in the model; [`Error::Model`] takes errors of any type.
+    /// Any failure of the model; [`Error::Model`] takes errors of any type.
     fn forward(&self, step: &mut Step<'_, B>, batch: &Batch) -> Result<Vec<Vec<f32>>, Error>;
 }
 
-/// What one layer hands to attention for the tokens of a step: `[tokens, heads, head_dim]`, Q and K
+/// Inputs of one layer's attention for the tokens of a step: `[tokens, heads, head_dim]`, Q and K
 /// after their rotary embedding.
 #[derive(Debug)]
 pub(crate) struct Tapped<'a> {
@@ -83,7 +80,7 @@ pub(crate) struct Tapped<'a> {
     pub(crate) v: &'a [f32],
 }
 
-/// Sees every layer's rows on their way.
+/// A callback that gets the attention inputs of every layer.
 pub(crate) type Tap<'t> = dyn FnMut(&Tapped<'_>) -> Result<(), Error> + 't;
 
 /// A decoder with its weights in memory, in f32.
@@ -99,10 +96,10 @@ pub struct Decoder {
 
 impl Decoder {
     /// Reads a directory with `config.json` and `model.safetensors` (or its index and shards), or a
-    /// GGUF file; of a model that is split, the first part.
+    /// GGUF file; of a split model, the first part.
     ///
     /// # Errors
-    /// [`Error::File`] with what is wrong: [`Error::Io`], [`Error::Config`], [`Error::Weights`],
+    /// [`Error::File`] with the cause: [`Error::Io`], [`Error::Config`], [`Error::Weights`],
     /// [`Error::Gguf`], [`Error::Json`], [`Error::Text`], [`Error::Tensor`].
     pub fn read(path: &Path) -> Result<Self, Error> {
         let (config, weights) = if path.is_file() {
@@ -138,12 +135,12 @@ impl Decoder {
         Ok(Self { config, embedding, layers, norm, head: Linear::new(head, None), rope })
     }
 
-    /// Returns the shape and the constants of the model.
+    /// Returns the configuration of the model.
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
-    /// Normalises rows, where there are weights for it.
+    /// Normalises rows, if there is a weight.
     fn norm(&self, x: Tensor, weight: Option<&Tensor>) -> candle_core::Result<Tensor> {
         match weight {
             Some(weight) => candle_nn::ops::rms_norm(&x, weight, to_f32(self.config.norm_eps)),
@@ -151,20 +148,18 @@ impl Decoder {
         }
     }
 
-    /// Adds what attention or the MLP gave to its input.
+    /// Adds the output of attention or the MLP to its input.
     fn add(&self, x: &Tensor, part: Tensor) -> candle_core::Result<Tensor> {
         x.add(&times(part, self.config.multipliers.residual)?)
     }
 }
 
-/// Buffers one step's layers share.
+/// Buffers that the layers of one step share.
 #[derive(Debug)]
-struct Scratch<Buf> {
+struct Scratch {
     rotation: Rotation,
     q: Vec<f32>,
     k: Vec<f32>,
-    /// Outputs of attention, on a device that cannot write them to the host.
-    out: Option<Buf>,
 }
 
 impl<B: Backend> Model<B> for Decoder {
@@ -185,17 +180,16 @@ impl<B: Backend> Model<B> for Decoder {
 }
 
 impl Decoder {
-    /// Runs all layers over the tokens of a step; a row of `[tokens, hidden]` for each of them.
+    /// Runs all layers over the tokens of a step; returns `[tokens, hidden]`.
     ///
-    /// `tap` sees what every layer hands to attention.
+    /// `tap` gets the attention inputs of every layer.
     pub(crate) fn hidden<B: Backend>(
         &self,
         step: &mut Step<'_, B>,
         tokens: &[u32],
         tap: &mut Tap<'_>,
     ) -> Result<Tensor, Error> {
-        let mut scratch =
-            Scratch { rotation: Rotation::default(), q: Vec::new(), k: Vec::new(), out: None };
+        let mut scratch = Scratch { rotation: Rotation::default(), q: Vec::new(), k: Vec::new() };
         self.rope.fill(step.positions(), &mut scratch.rotation);
         let ids = Tensor::from_slice(tokens, tokens.len(), &Device::Cpu)?;
         let embedded = self.embedding.index_select(&ids, 0)?;
@@ -211,13 +205,13 @@ impl Decoder {
         Ok(x)
     }
 
-    /// Logits of rows that [`Self::hidden`] gave: `[rows, vocab]`.
+    /// Computes the logits of rows of [`Self::hidden`]: `[rows, vocab]`.
     pub(crate) fn logits(&self, hidden: &Tensor) -> candle_core::Result<Tensor> {
         let logits = self.head.forward(&self.norm(hidden.clone(), Some(&self.norm))?)?;
         times(logits, 1.0 / self.config.multipliers.logits)
     }
 
-    /// Normalises rows of Q or K, where the architecture does.
+    /// Normalises rows of Q or K, if the architecture does.
     fn qk_norm(&self, x: Tensor, weight: Option<&Tensor>) -> candle_core::Result<Tensor> {
         if self.config.architecture.qk_norm() != Some(QkNorm::Head) {
             return self.norm(x, weight);
@@ -232,7 +226,7 @@ impl Decoder {
         index: u16,
         layer: &Layer,
         h: &Tensor,
-        scratch: &mut Scratch<B::Buffer>,
+        scratch: &mut Scratch,
         tap: &mut Tap<'_>,
     ) -> Result<Tensor, Error> {
         let ModelConfig { heads, kv_heads, head_dim, .. } = self.config;
@@ -240,62 +234,37 @@ impl Decoder {
         let (q, k, v) = (layer.q.forward(h)?, layer.k.forward(h)?, layer.v.forward(h)?);
         let q = self.qk_norm(q, layer.q_norm.as_ref())?;
         let k = self.qk_norm(k, layer.k_norm.as_ref())?;
-        let Scratch { rotation, q: q_turned, k: k_turned, out: buffer } = scratch;
-        let turn = |rows: &[f32], heads, turned: &mut Vec<f32>| {
+        let Scratch { rotation, q: q_rotated, k: k_rotated } = scratch;
+        let rotate_rows = |rows: &[f32], heads, rotated: &mut Vec<f32>| {
             if layer.kind.rotates {
-                self.rope.rotate(rotation, rows, to_usize(heads), turned);
+                self.rope.rotate(rotation, rows, to_usize(heads), rotated);
             } else {
-                turned.clear();
-                turned.extend_from_slice(rows);
+                rotated.clear();
+                rotated.extend_from_slice(rows);
             }
         };
-        with_values(&q, |q| turn(q, heads, q_turned));
-        with_values(&k, |k| turn(k, kv_heads, k_turned));
+        with_values(&q, |q| rotate_rows(q, heads, q_rotated));
+        with_values(&k, |k| rotate_rows(k, kv_heads, k_rotated));
         with_values(&v, |v| {
             let dims = [tokens, kv_heads, head_dim];
-            let k = TensorView::host::<f32>(k_turned, &dims);
+            let k = TensorView::host::<f32>(k_rotated, &dims);
             step.write(index, k, TensorView::host::<f32>(v, &dims), QkvFormat::Thd)?;
-            tap(&Tapped { layer: index, q: q_turned, k: k_turned, v })
+            tap(&Tapped { layer: index, q: q_rotated, k: k_rotated, v })
         })?;
         let mut options = AttentionOptions::causal(to_f32(self.config.attention_scale()));
         if let Some(window) = layer.kind.window_left {
             options = options.with_window_left(window);
         }
         let dims = [tokens, heads, head_dim];
-        let mut out = vec![0.0_f32; q_turned.len()];
-        let q = TensorView::host::<f32>(q_turned, &dims);
-        if step.cache().backend().capabilities().host_outputs {
-            step.attend(index, q, TensorViewMut::host(&mut out, &dims), &options)?;
-        } else {
-            attend_on_device(step, index, (q, &dims), &options, (buffer, &mut out))?;
-        }
+        let mut out = vec![0.0_f32; q_rotated.len()];
+        let q = TensorView::host::<f32>(q_rotated, &dims);
+        step.attend(index, q, TensorViewMut::host(&mut out, &dims), &options)?;
         let out = Tensor::from_vec(out, q_dims(h, heads, head_dim)?, &Device::Cpu)?;
         Ok(layer.out.forward(&out)?)
     }
 }
 
-/// Attends into memory of the device, kept in `buffer` from layer to layer, and fetches the result.
-fn attend_on_device<B: Backend>(
-    step: &mut Step<'_, B>,
-    layer: u16,
-    (q, dims): (TensorView<'_, B::Buffer>, &[u32]),
-    options: &AttentionOptions<'_>,
-    (buffer, out): (&mut Option<B::Buffer>, &mut [f32]),
-) -> Result<(), Error> {
-    let bytes = to_u64(size_of_val(out));
-    let buffer = match buffer {
-        Some(buffer) => buffer,
-        None => buffer.insert(step.cache().backend().alloc(bytes)?),
-    };
-    step.attend(layer, q, TensorViewMut::device(DType::F32, buffer, 0, dims), options)?;
-    let queue = step.queue_mut();
-    let readback = queue.download(buffer, 0, bytes)?;
-    queue.flush()?;
-    bytemuck::cast_slice_mut(out).copy_from_slice(&readback.wait()?);
-    Ok(())
-}
-
-/// The product with a constant, which is nothing to compute for 1.
+/// Multiplies by a constant; 1 needs no work.
 fn times(x: Tensor, factor: f64) -> candle_core::Result<Tensor> {
     if factor.total_cmp(&1.0).is_eq() { Ok(x) } else { x.affine(factor, 0.0) }
 }
@@ -304,10 +273,10 @@ fn q_dims(h: &Tensor, heads: u32, head_dim: u32) -> candle_core::Result<(usize, 
     Ok((h.dim(0)?, to_usize(heads).saturating_mul(to_usize(head_dim))))
 }
 
-/// Lends the values of a tensor, without a copy.
+/// Calls `read` with the values of a tensor, without a copy.
 ///
 /// # Panics
-/// If the tensor is not a dense one of f32 in host memory, as all of a decoder are.
+/// If the tensor is not a dense f32 tensor in host memory, as all tensors of a decoder are.
 fn with_values<R>(tensor: &Tensor, read: impl FnOnce(&[f32]) -> R) -> R {
     let (storage, layout) = tensor.storage_and_layout();
     let Storage::Cpu(CpuStorage::F32(values)) = &*storage else {
@@ -324,34 +293,3 @@ fn with_values<R>(tensor: &Tensor, read: impl FnOnce(&[f32]) -> R) -> R {
 mod recorded;
 #[cfg(test)]
 mod recorded_tests;
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use kv::cpu::{CpuBackend, CpuOptions};
-    use kv::{CacheSpec, KvCache, StartOptions};
-
-    #[test]
-    fn outputs_on_the_device_are_those_on_the_host() {
-        let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dim(4).paged(4, 4);
-        let backend = CpuBackend::open(CpuOptions::default().with_threads(1)).unwrap();
-        let mut cache = KvCache::new(backend, spec.build().unwrap()).unwrap();
-        let id = SequenceId(1);
-        cache.start(id, &[], StartOptions::default()).unwrap();
-        let mut step = cache.begin_step(&[StepInput::count(id, 3)]).unwrap();
-        let rows: Vec<f32> = (0_u8..24).map(|n| f32::from(n) / 7.0).collect();
-        let options = AttentionOptions::causal(0.5);
-        let mut buffer = None;
-        for layer in 0..2 {
-            let kv = TensorView::host(&rows[usize::from(layer)..][..12], &[3, 1, 4]);
-            step.write(layer, kv, kv, QkvFormat::Thd).unwrap();
-            let dims = [3, 2, 4];
-            let q = TensorView::host(&rows, &dims);
-            let (mut host, mut device) = ([0.0_f32; 24], [1.0_f32; 24]);
-            step.attend(layer, q, TensorViewMut::host(&mut host, &dims), &options).unwrap();
-            let out = (&mut buffer, &mut device[..]);
-            attend_on_device(&mut step, layer, (q, &dims), &options, out).unwrap();
-            let bits = |values: [f32; 24]| values.map(f32::to_bits);
-            assert_eq!(bits(device), bits(host), "layer {layer}");
-        }
-    }
-}

@@ -1,4 +1,4 @@
-//! A model that reads one text through a cache of its own.
+//! Runs a model over one text, with a cache of its own.
 use candle_core::Tensor;
 use kv::backend::AnyBackend;
 use kv::error::SpecError;
@@ -13,10 +13,10 @@ use crate::stored::{Stored, blocks_of};
 /// The only sequence.
 const TEXT: SequenceId = SequenceId(0);
 
-/// Teacher forcing: given tokens go in, and what the model makes of each comes out.
+/// Teacher forcing: reads given tokens and returns the logits after each.
 ///
-/// Every token is written to the cache before it is attended to, so a token sees all others, and
-/// itself, as they are stored.
+/// Every token is written to the cache before attention, so a token attends to all others, and to
+/// itself, in their stored form.
 #[derive(Debug)]
 pub struct Reader<'m> {
     model: &'m Decoder,
@@ -24,10 +24,10 @@ pub struct Reader<'m> {
 }
 
 impl<'m> Reader<'m> {
-    /// Reserves a cache as [`spec`] describes it.
+    /// Allocates the cache that [`spec`] describes.
     ///
     /// # Errors
-    /// [`Error::Cache`], as [`KvCache::new`].
+    /// [`Error::Cache`], see [`KvCache::new`].
     pub fn new(
         model: &'m Decoder,
         backend: &AnyBackend,
@@ -42,12 +42,12 @@ impl<'m> Reader<'m> {
         Ok(Self { model, cache })
     }
 
-    /// Reserves a cache in f32, which keeps every value, for texts of up to `tokens_max` tokens.
+    /// Allocates an f32 cache, which keeps every value, for texts of up to `tokens_max` tokens.
     ///
     /// # Errors
-    /// [`Error::Cache`], as [`KvCache::new`].
+    /// [`Error::Cache`], see [`KvCache::new`].
     pub fn f32(model: &'m Decoder, backend: &AnyBackend, tokens_max: u32) -> Result<Self, Error> {
-        // Attention over f32 does not depend on the size of a block.
+        // Attention over f32 does not depend on the block size.
         let spec = spec(model, &Stored::plain(KvFormat::F32), 16, tokens_max)?;
         Self::new(model, backend, spec, None)
     }
@@ -55,7 +55,7 @@ impl<'m> Reader<'m> {
     /// Begins another text.
     ///
     /// # Errors
-    /// [`Error::Cache`] where the device fails.
+    /// [`Error::Cache`] if the device fails.
     pub fn begin(&mut self) -> Result<(), Error> {
         self.cache.reset()?;
         self.cache.start(TEXT, &[], StartOptions::default())?;
@@ -65,14 +65,13 @@ impl<'m> Reader<'m> {
     /// Reads the next tokens of the text and returns the logits after each: `[tokens, vocab]`.
     ///
     /// # Errors
-    /// [`Error::Cache`] for a text that is too long and for a device that fails,
-    /// [`Error::Tensor`].
+    /// [`Error::Cache`] for a text that is too long or a device failure, [`Error::Tensor`].
     pub fn logits(&mut self, tokens: &[u32]) -> Result<Vec<f32>, Error> {
         let hidden = self.read(tokens, &mut |_| Ok(()))?;
         Ok(self.model.logits(&hidden)?.flatten_all()?.to_vec1()?)
     }
 
-    /// Reads the next tokens; a row of the last layer for each.
+    /// Reads the next tokens; returns a row of the last layer for each.
     pub(crate) fn read(&mut self, tokens: &[u32], tap: &mut Tap<'_>) -> Result<Tensor, Error> {
         let mut step = self.cache.begin_step(&[StepInput::tokens(TEXT, tokens)])?;
         let hidden = self.model.hidden(&mut step, tokens, tap)?;
@@ -80,16 +79,16 @@ impl<'m> Reader<'m> {
         Ok(hidden)
     }
 
-    /// Returns the description of the cache.
+    /// Returns the spec of the cache.
     pub fn spec(&self) -> &CacheSpec {
         self.cache.spec()
     }
 }
 
-/// Describes a cache for one sequence of `tokens_max` tokens, and no block more.
+/// Makes the spec of a cache for one sequence of `tokens_max` tokens, without a spare block.
 ///
 /// # Errors
-/// As the builder's.
+/// Those of the builder.
 pub fn spec(
     model: &Decoder,
     stored: &Stored,

@@ -1,12 +1,12 @@
 //! Rotary position embedding of Q and K rows.
 //!
-//! Pair `i` of a row turns by `position * theta^(-2i / rotary_dim)` (Su et al., "`RoFormer`",
-//! 2021). Angles are made in f64 once a step and serve every layer; the rotation itself is f32.
+//! Pair `i` of a row is rotated by `position * theta^(-2i / rotary_dim)` (Su et al., "`RoFormer`",
+//! 2021). Angles are computed in f64 once per step for all layers; the rotation itself is f32.
 use std::f64::consts::TAU;
 
 use crate::num::{to_f32, to_u32, to_usize};
 
-/// Which two values of a row turn together.
+/// The two values of a row that form a pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Pairing {
     /// `(i, i + rotary_dim / 2)`: Hugging Face weights.
@@ -15,7 +15,7 @@ pub(crate) enum Pairing {
     Interleaved,
 }
 
-/// How a model was stretched beyond the context it was first trained on.
+/// The method that extends a model beyond the context of its first training.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Scaling {
     None,
@@ -26,40 +26,40 @@ pub(crate) enum Scaling {
     Dynamic(Dynamic),
     Yarn(Yarn),
     Llama3(Llama3),
-    /// Every frequency divided by a factor of its own; those that hold up to the original context.
+    /// Every frequency divided by its own factor; these are the factors up to the original context.
     LongRope {
         short: Vec<f64>,
         attention_factor: f64,
     },
 }
 
-/// A base that grows with the position behind `original_context` positions (dynamic NTK).
+/// A base that grows with the position after `original_context` positions (dynamic NTK).
 ///
-/// A row is turned by the base of its own position and stays so whatever follows it: that makes K a
-/// function of the tokens before it, as reuse of prefixes needs, and is what recomputing the base
-/// in every step of a growing text gives.
+/// A row is rotated with the base of its own position, whatever follows: K then depends on the
+/// tokens before it only, as prefix reuse needs, and equals that of a growing text for which the
+/// base is recomputed in every step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Dynamic {
     pub(crate) factor: f64,
     pub(crate) original_context: u32,
 }
 
-/// Low frequencies divided by `factor`, high ones kept, a ramp over the pairs between (Peng et al.,
-/// "`YaRN`", 2023).
+/// Low frequencies divided by `factor`, high ones unchanged, a ramp over the pairs between (Peng et
+/// al., "`YaRN`", 2023).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Yarn {
     pub(crate) factor: f64,
     pub(crate) original_context: u32,
-    /// Turns over the original context at which the ramp begins and ends.
+    /// Rotations over the original context at which the ramp begins and ends.
     pub(crate) beta_fast: f64,
     pub(crate) beta_slow: f64,
     /// Whether the ramp begins and ends at whole pairs.
     pub(crate) truncate: bool,
-    /// Rotated rows are multiplied by it.
+    /// Factor of rotated rows.
     pub(crate) attention_factor: f64,
 }
 
-/// Low frequencies divided by `factor`, high ones kept, a ramp between (Llama 3.1).
+/// Low frequencies divided by `factor`, high ones unchanged, a ramp between (Llama 3.1).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Llama3 {
     pub(crate) factor: f64,
@@ -68,12 +68,12 @@ pub(crate) struct Llama3 {
     pub(crate) original_context: u32,
 }
 
-/// What a [`Rope`] is made from.
+/// Parameters of a [`Rope`].
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct RopeConfig {
     pub(crate) theta: f64,
     pub(crate) head_dim: u32,
-    /// Leading values of a row that turn; even, at least 2, at most `head_dim`.
+    /// Leading values of a row that are rotated; even, at least 2, at most `head_dim`.
     pub(crate) rotary_dim: u32,
     pub(crate) pairing: Pairing,
     pub(crate) scaling: Scaling,
@@ -87,13 +87,13 @@ pub(crate) struct Rope {
     pairing: Pairing,
     /// Radians per position, by pair.
     frequencies: Vec<f64>,
-    /// Cosines and sines are multiplied by it.
+    /// Factor of cosines and sines.
     magnitude: f64,
-    /// The base of the first positions, and how it grows behind them, where it does.
+    /// The base of the first positions and its growth, for dynamic NTK.
     dynamic: Option<(f64, Dynamic)>,
 }
 
-/// Cosines and sines of one step: a row of `rotary_dim / 2` for every token.
+/// Cosines and sines of one step: a row of `rotary_dim / 2` per token.
 #[derive(Debug, Default)]
 pub(crate) struct Rotation {
     cos: Vec<f32>,
@@ -139,20 +139,20 @@ impl Rope {
         }
     }
 
-    /// Divides every frequency by a factor of its own, as a GGUF file may bring them.
+    /// Divides every frequency by its own factor, as a GGUF file may require.
     pub(crate) fn divide_frequencies(&mut self, factors: &[f32]) {
         for (frequency, factor) in self.frequencies.iter_mut().zip(factors) {
             *frequency /= f64::from(*factor);
         }
     }
 
-    /// Radians per position, by pair.
+    /// Returns radians per position, by pair.
     pub(crate) fn frequencies(&self) -> &[f64] {
         &self.frequencies
     }
 
-    /// Hands over the numbers that tell it from one with the same frequencies; none where a
-    /// rotation is by the frequencies alone.
+    /// Passes the numbers that distinguish this embedding from another with the same frequencies to
+    /// `add`.
     pub(crate) fn hash_refinements(&self, add: &mut dyn FnMut(f64)) {
         if self.magnitude.total_cmp(&1.0).is_ne() {
             add(self.magnitude);
@@ -162,7 +162,7 @@ impl Rope {
         }
     }
 
-    /// Pairs of a row that turn.
+    /// Returns the number of rotated pairs of a row.
     pub(crate) fn num_pairs(&self) -> usize {
         self.frequencies.len()
     }
@@ -191,16 +191,16 @@ impl Rope {
         }
     }
 
-    /// Turns `[tokens, heads, head_dim]` into `turned`, which keeps its buffer between calls.
+    /// Rotates `[tokens, heads, head_dim]` into `rotated`, whose buffer is kept between calls.
     pub(crate) fn rotate(
         &self,
         rotation: &Rotation,
         rows: &[f32],
         heads: usize,
-        turned: &mut Vec<f32>,
+        rotated: &mut Vec<f32>,
     ) {
-        turned.clear();
-        turned.reserve(rows.len());
+        rotated.clear();
+        rotated.reserve(rows.len());
         let pairs = self.frequencies.len().max(1);
         let angles = rotation.cos.chunks_exact(pairs).zip(rotation.sin.chunks_exact(pairs));
         let token = heads.saturating_mul(self.head_dim).max(1);
@@ -212,46 +212,46 @@ impl Rope {
                     Pairing::Half => {
                         let (a, b) = turning.split_at(pairs.min(turning.len()));
                         let all = || a.iter().zip(b).zip(angles.clone());
-                        turned.extend(all().map(|((a, b), (cos, sin))| a * cos - b * sin));
-                        turned.extend(all().map(|((a, b), (cos, sin))| b * cos + a * sin));
+                        rotated.extend(all().map(|((a, b), (cos, sin))| a * cos - b * sin));
+                        rotated.extend(all().map(|((a, b), (cos, sin))| b * cos + a * sin));
                     }
                     Pairing::Interleaved => {
                         for (pair, (cos, sin)) in turning.chunks_exact(2).zip(angles) {
                             if let &[a, b] = pair {
-                                turned.extend([a * cos - b * sin, b * cos + a * sin]);
+                                rotated.extend([a * cos - b * sin, b * cos + a * sin]);
                             }
                         }
                     }
                 }
-                turned.extend_from_slice(rest);
+                rotated.extend_from_slice(rest);
             }
         }
     }
 }
 
 impl Dynamic {
-    /// The base that turns the row at this position, as the last one of its text.
+    /// Returns the base for the row at this position, as if it were the last one of its text.
     fn base(self, theta: f64, position: u32, rotary_dim: u32) -> f64 {
         let length = f64::from(position) + 1.0;
         let stretched = self.factor * length / f64::from(self.original_context);
         let dim = f64::from(rotary_dim);
-        // A single pair turns by its position, whatever the base.
+        // A single pair is rotated by its position, whatever the base.
         let exponent = if rotary_dim > 2 { dim / (dim - 2.0) } else { 0.0 };
         theta * (stretched - (self.factor - 1.0)).powf(exponent)
     }
 }
 
-/// Frequencies without scaling, by pair.
+/// Returns frequencies without scaling, by pair.
 fn plain(theta: f64, rotary_dim: u32) -> impl Iterator<Item = f64> {
     let (dim, pairs) = (f64::from(rotary_dim), rotary_dim >> 1);
     (0..pairs).map(move |i| theta.powf(-2.0 * f64::from(i) / dim))
 }
 
 impl Llama3 {
-    /// One frequency as the scaling leaves it.
+    /// Scales one frequency.
     fn scale(self, frequency: f64) -> f64 {
         let Self { factor, low_freq_factor, high_freq_factor, original_context } = self;
-        // Turns the pair made over the context of the first training.
+        // Rotations of the pair over the context of the first training.
         let turns = f64::from(original_context) * frequency / TAU;
         let kept = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor);
         let kept = kept.clamp(0.0, 1.0);
@@ -260,10 +260,10 @@ impl Llama3 {
 }
 
 impl Yarn {
-    /// Divides the frequencies behind the ramp by the factor, and mixes on it.
+    /// Divides the frequencies after the ramp by the factor, and interpolates on it.
     fn scale(self, frequencies: &mut [f64], theta: f64, rotary_dim: u32) {
         let dim = f64::from(rotary_dim);
-        // The pair that makes this many turns, between two pairs where none does.
+        // The (fractional) pair that makes this number of rotations.
         let pair = |turns: f64| {
             let per_turn = f64::from(self.original_context) / (turns * TAU);
             dim * per_turn.ln() / (2.0 * theta.ln())

@@ -1,11 +1,10 @@
-//! The choice of the next token from logits.
+//! Samples the next token from logits.
 //!
-//! Every sequence has a generator of its own, seeded from the program's seed and the prompt's
-//! index, and draws once a token: what a sequence gets does not depend on its neighbours, on how
-//! its prompt was cut, or on being preempted.
+//! Every sequence has its own generator, seeded by the program's seed and the prompt's index, and
+//! draws once per token: its text does not depend on its batch, its chunks or preemption.
 use crate::num::to_u32;
 
-/// Draws tokens of one sequence.
+/// The random stream of one sequence.
 #[derive(Debug, Clone)]
 pub struct Sampler {
     /// 0 takes the most likely token.
@@ -13,11 +12,11 @@ pub struct Sampler {
     state: u64,
 }
 
-/// Logits from which no token can be chosen.
+/// Logits from which no token can be sampled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SampleError {
-    /// There is no logit.
+    /// There are no logits.
     #[error("the model gave no logits")]
     Empty,
     /// A logit is NaN or infinite.
@@ -26,14 +25,14 @@ pub enum SampleError {
 }
 
 impl Sampler {
-    /// A sampler at a temperature: 0 takes the most likely token, 1 samples from the model's own
-    /// distribution. Each `index` has a stream of its own, so that requests of one seed differ.
+    /// Makes a sampler: temperature 0 takes the most likely token, 1 samples from the model's own
+    /// distribution. Each `index` has its own stream, so that requests with one seed differ.
     pub fn new(temperature: f64, seed: u64, index: usize) -> Self {
         let stream = u64::try_from(index).unwrap_or(u64::MAX);
         Self { temperature, state: mix(seed) ^ mix(stream.wrapping_add(GOLDEN)) }
     }
 
-    /// A sampler that takes the most likely token.
+    /// Makes a sampler that takes the most likely token.
     pub fn greedy() -> Self {
         Self::new(0.0, 0, 0)
     }
@@ -41,7 +40,7 @@ impl Sampler {
     /// Chooses the next token. The lowest id wins a tie.
     ///
     /// # Errors
-    /// [`SampleError`] for logits from which none can be chosen.
+    /// [`SampleError`] for logits from which no token can be sampled.
     pub fn sample(&mut self, logits: &[f32]) -> Result<u32, SampleError> {
         let max = check_logits(logits)?;
         let best = logits.iter().zip(0..).find(|(logit, _)| **logit >= max).map_or(0, |(_, id)| id);
@@ -58,18 +57,18 @@ impl Sampler {
                 return Ok(to_u32(index));
             }
         }
-        // Only rounding can bring us here.
+        // Only rounding leads here.
         Ok(best)
     }
 
-    /// Uniform in `[0, 1)`, 53 bits.
+    /// Returns a uniform number in `[0, 1)` with 53 bits.
     fn uniform(&mut self) -> f64 {
         self.state = self.state.wrapping_add(GOLDEN);
         crate::num::to_f64(mix(self.state) >> 11) / crate::num::to_f64(1 << 53)
     }
 }
 
-/// Refuses logits from which nothing can be chosen; the largest of the others.
+/// Refuses unusable logits; otherwise returns the largest one.
 pub(crate) fn check_logits(logits: &[f32]) -> Result<f32, SampleError> {
     let first = *logits.first().ok_or(SampleError::Empty)?;
     if !logits.iter().all(|logit| logit.is_finite()) {

@@ -1,11 +1,11 @@
-//! Continuous batching: which sequences run, what each brings to the next step, and which request
-//! is preempted when blocks run out.
+//! Continuous batching: which sequences run, which tokens each adds to the next step, and which
+//! request is preempted when blocks run out.
 //!
-//! A sequence is its tokens and how many of them are cached; whatever is not cached is brought to a
-//! step, all at once, in chunks, or again after a preemption. That one rule serves prefill, decode,
-//! recomputation and the mode without a cache. Requests come in while a step is open, so that
-//! those that arrive together compute what they share once. The oldest request is never preempted
-//! and fits alone, which is checked before anything runs, so every step moves something forward.
+//! A sequence is its tokens and the number of them that are cached; the rest is added to steps, all
+//! at once, in chunks, or again after a preemption. This one rule covers prefill, decode,
+//! recomputation and the mode without a cache. Requests are admitted while a step is open, so that
+//! requests that arrive together compute their common prefix once. The oldest request is never
+//! preempted and fits alone, which is checked before anything runs, so every step makes progress.
 mod beams;
 mod draft;
 mod error;
@@ -38,25 +38,25 @@ pub use task::{Finish, Generated, Request};
 use task::{Search, Sequence, Task};
 use verify_drafts::Outcome;
 
-/// What the scheduler may do.
+/// Limits of the scheduler.
 #[derive(Debug, Clone)]
 pub struct Limits {
     /// Sequences that run at once; a request that needs more runs alone.
     pub max_batch: usize,
-    /// Tokens of one step.
+    /// Tokens per step.
     pub max_step_tokens: usize,
-    /// Tokens one sequence may have, prompt included.
+    /// Tokens per sequence, including the prompt.
     pub context: u32,
     /// Tokens that end a sequence.
     pub stop: Vec<u32>,
-    /// Whether each token computes everything before it again, to measure what caching saves.
+    /// Whether everything is recomputed for each token, to measure what caching saves.
     pub forget: bool,
-    /// Draft tokens that a sequence brings to a step: guesses of its next tokens from its own text.
+    /// Draft tokens per sequence and step, proposed from its own text.
     pub draft_tokens: usize,
 }
 
 impl Limits {
-    /// Limits that suit a model: its context and its stop tokens, 8 sequences at once, 512 tokens a
+    /// Makes limits for a model: its context and stop tokens, 8 sequences at once, 512 tokens per
     /// step, no drafts.
     pub fn of(model: &ModelConfig) -> Self {
         Self {
@@ -70,24 +70,23 @@ impl Limits {
     }
 }
 
-/// What a step brought to a request. Requests are named by the number that
-/// [`Scheduler::submit`] gave them.
+/// A result of a step. Requests are named by the number that [`Scheduler::submit`] returned.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Event {
-    /// A request has another token. Beam search chooses its text at the end: there, all tokens come
-    /// right before the end.
+    /// A request has another token. Beam search chooses its text at the end, so all its tokens come
+    /// right before its end.
     Token {
-        /// The request.
+        /// Number of the request.
         index: usize,
         /// The token.
         token: u32,
     },
-    /// A request has come to its end.
+    /// A request has ended.
     Finished {
-        /// The request.
+        /// Number of the request.
         index: usize,
-        /// What came of it.
+        /// Its result.
         generated: Generated,
     },
 }
@@ -119,14 +118,14 @@ pub struct Scheduler<'m, B: Backend, M> {
     limits: Limits,
     queues: Queues,
     stats: Stats,
-    /// Requests that were submitted.
+    /// Number of submitted requests.
     requests: usize,
-    /// For the next fork.
+    /// Id of the next fork.
     next_id: u64,
 }
 
 impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
-    /// Takes a cache, which must be one for the model's layers and heads.
+    /// Takes a cache, which must have the model's layers and heads.
     pub fn new(cache: KvCache<B>, model: &'m M, limits: Limits) -> Self {
         Self {
             cache,
@@ -139,7 +138,7 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
         }
     }
 
-    /// Adds a request behind those that wait and returns its number, counted from 0.
+    /// Appends a request to the queue and returns its number, counted from 0.
     ///
     /// # Errors
     /// [`ScheduleError`] for a request that could never run, even alone; nothing has changed then.
@@ -152,20 +151,20 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
         Ok(index)
     }
 
-    /// Whether a request waits or runs.
+    /// Returns whether a request waits or runs.
     pub fn has_work(&self) -> bool {
         !(self.queues.waiting.is_empty() && self.queues.running.is_empty())
     }
 
-    /// Runs one step of what can run and returns what it brought; nothing without work.
+    /// Runs one step and returns its results; does nothing without work.
     ///
-    /// Where blocks are missing, drafts are left out first, then requests are preempted, youngest
-    /// first; the last one brings fewer tokens at once, as what leaves a window on the way makes
-    /// room for the rest.
+    /// If blocks are missing, drafts are left out first, then requests are preempted, youngest
+    /// first; the last one gets fewer tokens per step, because blocks that leave a window in
+    /// between make room for the rest.
     ///
     /// # Errors
-    /// [`Error::Cache`] where the device fails, and whatever the model fails with. The requests
-    /// cannot go on after that: the step is rolled back, but what was sampled is not.
+    /// [`Error::Cache`] if the device fails, and the model's errors. The requests cannot continue
+    /// after that: the step is rolled back, but sampled tokens are not.
     pub fn step(&mut self) -> Result<Vec<Event>, Error> {
         let mut events = Vec::new();
         if self.has_work() {
@@ -176,10 +175,10 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
         Ok(events)
     }
 
-    /// Runs all requests to their end and returns what came of them, in their order.
+    /// Runs all requests to their end and returns their results, in order.
     ///
     /// # Errors
-    /// As [`Self::submit`], before anything runs, and [`Self::step`].
+    /// Those of [`Self::submit`], before anything runs, and of [`Self::step`].
     pub fn run(mut self, requests: Vec<Request>) -> Result<(Vec<Generated>, Stats), Error> {
         for request in requests {
             self.submit(request)?;
@@ -197,14 +196,14 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
         Ok((done.into_iter().flatten().collect(), self.stats()))
     }
 
-    /// Returns what was counted so far.
+    /// Returns the counts so far.
     pub fn stats(&self) -> Stats {
         let mut stats = self.stats.clone();
         stats.note_cache(&self.cache);
         stats
     }
 
-    /// Refuses what can never run.
+    /// Refuses requests that can never run.
     fn accept(&mut self, index: usize, request: Request) -> Result<Task, ScheduleError> {
         let Limits { context, .. } = self.limits;
         let tokens = request.prompt.len();
@@ -245,7 +244,7 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
         let Task { index, .. } = *task;
         let Limits { max_step_tokens, forget, .. } = self.limits;
         let spec = self.cache.spec();
-        // The last token is never brought to a step.
+        // The last token is never added to a step.
         let tokens = to_u32(task.tokens_max.saturating_sub(1));
         let (prompt, width) = (to_u32(task.prompt_len), to_u32(task.width()));
         let chunk = to_u32(max_step_tokens.max(1)).min(if forget { tokens } else { prompt });
@@ -317,7 +316,7 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
         Ok(Ok(()))
     }
 
-    /// Preempts the youngest request. It comes back with those of its blocks that are still cached,
+    /// Preempts the youngest request. It is admitted again with its blocks that are still cached,
     /// and computes the rest again.
     fn preempt(&mut self, exhausted: BlocksExhausted) -> Result<(), CacheError> {
         if self.queues.running.len() <= 1 {
@@ -359,7 +358,7 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
         stats.note_usage(&cache.usage(), block_size);
     }
 
-    /// Takes the tokens of a committed step, and ends the requests that are finished.
+    /// Applies the tokens of a committed step, and ends finished requests.
     fn take(&mut self, outcomes: Vec<Outcome>, events: &mut Vec<Event>) -> Result<(), Error> {
         let chunks = std::mem::take(&mut self.queues.batch.chunks);
         for (chunk, outcome) in chunks.iter().zip(outcomes) {

@@ -1,10 +1,10 @@
-//! Text to tokens and back, whole or as a stream; text files.
+//! Converts text to tokens and back, whole or as a stream; reads text files.
 use std::path::Path;
 
 use crate::config::ModelConfig;
 use crate::error::{Error, ForeignError, InFile};
 
-/// Byte order marks, the longer of two that begin alike first.
+/// Byte order marks; of two with a common beginning, the longer one first.
 const MARKS: [(&[u8], &str); 5] = [
     (b"\xef\xbb\xbf", "UTF-8"),
     (b"\xff\xfe\0\0", "UTF-32"),
@@ -13,32 +13,32 @@ const MARKS: [(&[u8], &str); 5] = [
     (b"\xfe\xff", "UTF-16"),
 ];
 
-/// A text that cannot be read, or cannot be turned into tokens.
+/// A text that cannot be read, or cannot be converted to tokens.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TextError {
-    /// A text file of another encoding, by its first bytes.
+    /// A text file in another encoding, recognised by its first bytes.
     #[error("the file is {encoding} by its byte order mark, expected UTF-8")]
     Encoding {
         /// The encoding.
         encoding: &'static str,
     },
-    /// A text file of an encoding that its first bytes do not tell.
+    /// A text file in an unknown encoding.
     #[error("not UTF-8, the first wrong byte is at {at}")]
     NotUtf8 {
-        /// The place of the byte.
+        /// The offset of the invalid byte.
         at: usize,
     },
-    /// A file that describes no tokenizer.
+    /// A file that is not a tokenizer.
     #[error("not a tokenizer.json")]
     NotTokenizer {
-        /// What the reader found.
+        /// The reader's error.
         source: ForeignError,
     },
     /// The tokenizer failed on a text or on tokens.
     #[error(transparent)]
     Tokenizer(ForeignError),
-    /// A prompt without a token for a model without a first one.
+    /// An empty prompt for a model without a begin token.
     #[error("the prompt is empty and the model has no bos_token_id")]
     Empty,
     /// A token beyond the model's vocabulary.
@@ -46,7 +46,7 @@ pub enum TextError {
     BeyondVocabulary {
         /// The token.
         token: u32,
-        /// Tokens of the vocabulary.
+        /// Size of the vocabulary.
         vocab: u32,
     },
 }
@@ -60,14 +60,13 @@ impl TextError {
 /// Reads a text file of UTF-8, without its byte order mark.
 ///
 /// # Errors
-/// [`Error::File`] with what is wrong: [`Error::Io`], [`TextError::Encoding`],
-/// [`TextError::NotUtf8`].
+/// [`Error::File`] with the cause: [`Error::Io`], [`TextError::Encoding`], [`TextError::NotUtf8`].
 pub fn read_text(path: &Path) -> Result<String, Error> {
     let bytes = std::fs::read(path).in_file(path)?;
     Ok(without_mark(&bytes).in_file(path)?.to_owned())
 }
 
-/// The text after a byte order mark of UTF-8; other marks are refused.
+/// Returns the text after a byte order mark of UTF-8; other marks are refused.
 fn without_mark(bytes: &[u8]) -> Result<&str, TextError> {
     let found = MARKS.iter().find(|(mark, _)| bytes.starts_with(mark));
     let text = match found {
@@ -88,19 +87,18 @@ pub struct Tokenizer(tokenizers::Tokenizer);
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Encoded {
-    /// At least one.
+    /// At least one token.
     pub tokens: Vec<u32>,
-    /// Special tokens that the prompt begins with and the tokenizer would have added once more, as
-    /// text. They are in [`Self::tokens`] once.
+    /// Special tokens at the begin of the prompt that the tokenizer would have added again, as
+    /// text. [`Self::tokens`] has them once.
     pub repeated_begin: Option<String>,
 }
 
 impl Tokenizer {
-    /// Reads a `tokenizer.json`. What it says about cutting and padding is for training, and is
-    /// left out.
+    /// Reads a `tokenizer.json`. Its truncation and padding are for training and are ignored.
     ///
     /// # Errors
-    /// [`Error::File`] with what is wrong: [`Error::Io`] or [`TextError`].
+    /// [`Error::File`] with the cause: [`Error::Io`] or [`TextError`].
     pub fn read(path: &Path) -> Result<Self, Error> {
         let text = read_text(path)?;
         Self::parse(&text).in_file(path)
@@ -108,7 +106,7 @@ impl Tokenizer {
 
     fn parse(text: &str) -> Result<Self, TextError> {
         let refuse = |source| TextError::NotTokenizer { source };
-        // tokenizers 0.23 panics on some files that are no JSON at all.
+        // tokenizers 0.23 panics on some files that are not JSON.
         serde_json::from_str::<serde::de::IgnoredAny>(text)
             .map_err(|error| refuse(ForeignError::new(error)))?;
         let mut tokenizer = tokenizers::Tokenizer::from_bytes(text)
@@ -118,12 +116,12 @@ impl Tokenizer {
         Ok(Self(tokenizer))
     }
 
-    /// Turns a prompt into tokens of a model, with the special tokens the tokenizer itself adds,
-    /// but for those at the begin that the prompt brings itself. A prompt without tokens becomes
-    /// the model's first token alone.
+    /// Converts a prompt to tokens of a model. The tokenizer's special tokens are added, except
+    /// those at the begin that the prompt has already. A prompt without tokens becomes the model's
+    /// begin token.
     ///
     /// # Errors
-    /// [`TextError::Empty`] for a model without a first token, [`TextError::BeyondVocabulary`] for
+    /// [`TextError::Empty`] for a model without a begin token, [`TextError::BeyondVocabulary`] for
     /// a tokenizer of another model.
     pub fn encode(&self, prompt: &str, model: &ModelConfig) -> Result<Encoded, Error> {
         let mut tokens = self.tokens(prompt, true)?;
@@ -145,7 +143,7 @@ impl Tokenizer {
         Ok(encoding.map_err(TextError::tokenizer)?.get_ids().to_vec())
     }
 
-    /// Returns the text of these tokens, special ones included.
+    /// Returns the text of these tokens, including special ones.
     ///
     /// # Errors
     /// [`TextError::Tokenizer`].
@@ -154,54 +152,55 @@ impl Tokenizer {
     }
 }
 
-/// Tokens that a tokenizer put before those of the `plain` text although it begins with them.
+/// Counts tokens that a tokenizer added before those of the `plain` text although it begins with
+/// them.
 fn added_before(ids: &[u32], plain: &[u32]) -> usize {
     let most = ids.len().saturating_sub(plain.len());
     let is_prefix = |count: &usize| {
-        let (before, behind) = ids.split_at(*count);
-        behind.starts_with(plain) && plain.starts_with(before)
+        let (before, after) = ids.split_at(*count);
+        after.starts_with(plain) && plain.starts_with(before)
     };
     (1..=most).rev().find(is_prefix).unwrap_or(0)
 }
 
 /// The text of a sequence that grows token by token.
 ///
-/// A token may be part of a character, and a decoder may treat the first token of a text in a way
-/// of its own. So each piece is the difference of two decodings that begin with the piece before it
+/// A token may be a part of a character, and a decoder may treat the first token of a text
+/// differently. So each piece is the difference of two decodings that begin with the previous piece
 /// (never inside a character: one broken byte breaks all bytes beside it), and a piece that ends
-/// inside a character waits for the rest.
+/// inside a character is held back until the rest arrives.
 #[derive(Debug)]
 pub struct TextStream {
     ids: Vec<u32>,
-    /// Where decoding begins.
+    /// Index at which decoding begins.
     begin: usize,
-    /// Tokens whose text is out already.
+    /// Tokens whose text was returned already.
     shown: usize,
 }
 
-/// A character has at most four bytes: what is still no character after that never will be.
+/// A character has at most four bytes: a longer invalid sequence never becomes one.
 const WAIT_MAX: usize = 4;
 
 impl TextStream {
-    /// Begins after the tokens of a prompt, whose own text is not repeated.
+    /// Starts after the tokens of a prompt, whose own text is not returned.
     pub fn after(prompt: &[u32]) -> Self {
         Self { ids: prompt.to_vec(), begin: 0, shown: prompt.len() }
     }
 
-    /// Adds a token and returns the text that is certain now.
+    /// Adds a token and returns the text that is complete now.
     ///
     /// # Errors
-    /// As [`Tokenizer::decode`].
+    /// Those of [`Tokenizer::decode`].
     pub fn push(&mut self, tokenizer: &Tokenizer, token: u32) -> Result<String, Error> {
         self.ids.push(token);
         let waiting = self.ids.len().saturating_sub(self.shown);
         self.advance(tokenizer, waiting >= WAIT_MAX)
     }
 
-    /// Returns the text that was still waiting.
+    /// Returns the text that was held back.
     ///
     /// # Errors
-    /// As [`Tokenizer::decode`].
+    /// Those of [`Tokenizer::decode`].
     pub fn finish(&mut self, tokenizer: &Tokenizer) -> Result<String, Error> {
         self.advance(tokenizer, true)
     }
@@ -212,7 +211,7 @@ impl TextStream {
         if !even_broken && new.ends_with(char::REPLACEMENT_CHARACTER) {
             return Ok(String::new());
         }
-        // The old text may end in a broken character that the new token repairs.
+        // The old text may end in a broken character that the new token completes.
         let repaired = || new.strip_prefix(old.trim_end_matches(char::REPLACEMENT_CHARACTER));
         let piece = new.strip_prefix(&old).or_else(repaired).unwrap_or_default().to_owned();
         self.begin = self.shown;
@@ -270,7 +269,7 @@ mod tests {
     #[test]
     fn bytes_that_are_no_character_do_not_stop_the_stream() {
         let text = bundled();
-        // The byte tokens of a lead byte that nothing continues, then plain text.
+        // The byte tokens of a lead byte without continuation, then plain text.
         let lead = 3 + 0xE4;
         let plain = encode("the end");
         let mut stream = TextStream::after(&[1]);
@@ -293,7 +292,7 @@ mod tests {
         assert_eq!(said("Once").repeated_begin, None);
         let inside = encode("Once <s>");
         assert_eq!(inside.iter().filter(|id| **id == 1).count(), 2, "{inside:?}");
-        // What is written twice is meant twice.
+        // A begin token that is written twice is kept twice.
         let twice = encode("<s><s>Once");
         assert_eq!(twice.iter().filter(|id| **id == 1).count(), 2, "{twice:?}");
     }

@@ -1,7 +1,7 @@
-//! Weights by name, upcast to f32 and checked against the shape the configuration asks for.
+//! Weights by name, converted to f32, with their shapes checked against the configuration.
 //!
-//! A file is read whole, every offset in it is checked before a byte is used, and a name that leads
-//! out of the model's directory is refused.
+//! A file is read whole, every offset in it is checked before a byte is used, and a name that
+//! points out of the model's directory is refused.
 use std::collections::{BTreeSet, HashMap};
 use std::fs;
 use std::path::Path;
@@ -15,21 +15,21 @@ use crate::error::{Error, ForeignError, InFile};
 use crate::num::to_usize;
 use crate::text::read_text;
 
-/// Tensors of a model under the names Hugging Face gives them.
+/// Tensors of a model under their Hugging Face names.
 #[derive(Debug, Default)]
 pub(crate) struct Weights {
     tensors: HashMap<String, Tensor>,
-    /// Tensors of element types that are no floats, for the message only.
+    /// Tensors with non-float element types, for messages only.
     refused: HashMap<String, String>,
 }
 
-/// `model.safetensors.index.json`: which file holds which tensor.
+/// `model.safetensors.index.json`: the file of each tensor.
 #[derive(Debug, Deserialize)]
 struct Index {
     weight_map: HashMap<String, String>,
 }
 
-/// A tensor that is not what the configuration says.
+/// A tensor that differs from the configuration.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum WeightError {
@@ -39,17 +39,17 @@ pub enum WeightError {
         /// Its name.
         name: String,
     },
-    /// The tensor has another shape than the configuration says.
+    /// The tensor's shape differs from the configuration.
     #[error("tensor {name} has shape {got:?}, expected {expected:?}")]
     Shape {
         /// Its name.
         name: String,
         /// Its shape.
         got: Vec<usize>,
-        /// The shape it must have.
+        /// The expected shape.
         expected: Vec<usize>,
     },
-    /// The tensor's elements are no floats.
+    /// The tensor's elements are not floats.
     #[error("tensor {name} has element type {got}, expected f32, f16 or bf16")]
     ElementType {
         /// Its name.
@@ -63,15 +63,15 @@ pub enum WeightError {
         /// Its name.
         name: &'static str,
     },
-    /// The heads of a projection together are wider than any matrix.
+    /// The heads of a projection are wider in total than any matrix.
     #[error("{heads} heads of {head_dim} are too wide")]
     TooWide {
-        /// Heads of the projection.
+        /// Number of heads.
         heads: u32,
-        /// Values of a head.
+        /// Head dim.
         head_dim: u32,
     },
-    /// The rows of projections that share a matrix are more than any matrix has.
+    /// Fused projections have more rows than any matrix.
     #[error("projections of {rows:?} rows are too wide for one matrix")]
     FusedTooWide {
         /// Rows of each projection.
@@ -92,15 +92,15 @@ pub enum WeightError {
     /// The header of a safetensors file is damaged.
     #[error("header")]
     Header {
-        /// What the reader found.
+        /// The reader's error.
         source: ForeignError,
     },
-    /// A safetensors file is not as long as its header says.
+    /// The length of a safetensors file differs from its header.
     #[error("the header says {expected} bytes of tensors, the file has {got}")]
     Length {
         /// Bytes by the header.
         expected: usize,
-        /// Bytes there are.
+        /// Bytes of the file.
         got: usize,
     },
 }
@@ -151,17 +151,17 @@ impl Weights {
         Ok(())
     }
 
-    /// Adds a tensor that is f32 already.
+    /// Adds an f32 tensor.
     pub(crate) fn insert(&mut self, name: String, tensor: Tensor) {
         self.tensors.insert(name, tensor);
     }
 
-    /// Whether there is a tensor of this name.
+    /// Returns whether a tensor of this name exists.
     pub(crate) fn contains(&self, name: &str) -> bool {
         self.tensors.contains_key(name)
     }
 
-    /// Takes a tensor of exactly this shape out.
+    /// Removes and returns a tensor of exactly this shape.
     pub(crate) fn take(&mut self, name: &str, shape: &[u32]) -> Result<Tensor, WeightError> {
         let name = name.to_owned();
         let Some(tensor) = self.tensors.remove(&name) else {
@@ -178,9 +178,9 @@ impl Weights {
     }
 }
 
-/// The name of a tensor in a model of text alone, `None` for one that such a model does not have.
+/// Returns the name of a tensor in a text model, `None` for a tensor of another part.
 ///
-/// Models of pictures and text put a part before the names of their text model.
+/// Multimodal models put a prefix before the names of their text model.
 fn text_name(name: &str) -> Option<String> {
     const PARTS: [&str; 4] = ["model.embed_tokens.", "model.layers.", "model.norm.", "lm_head."];
     let name = match name.strip_prefix("model.language_model.") {
@@ -190,7 +190,7 @@ fn text_name(name: &str) -> Option<String> {
     PARTS.iter().any(|part| name.starts_with(part)).then_some(name)
 }
 
-/// Refuses a file that is not as long as its header says.
+/// Refuses a file whose length differs from its header.
 ///
 /// safetensors 0.8.0 compares the two with an addition that overflows on a hostile header.
 fn check_length(bytes: &[u8]) -> Result<(), WeightError> {

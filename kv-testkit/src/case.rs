@@ -1,37 +1,37 @@
-//! What a conformance case is and how it ends.
+//! Conformance cases and their outcomes.
 use std::fmt;
 
 use kv_core::{CacheError, DeviceError, DeviceErrorKind, PlanError, SpecError};
 
 use crate::device::Device;
 
-/// How a case ended that broke no promise.
+/// The outcome of a case that did not fail.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Outcome {
     /// The contract holds.
     Holds,
-    /// The device says that it cannot; shown as ignored, never as passed.
+    /// The device does not support what the case needs; shown as ignored, never as passed.
     Unsupported(String),
 }
 
-/// One named promise of the contract.
+/// One named guarantee of the contract.
 #[derive(Debug, Clone, Copy)]
 pub struct Case<B: Device> {
     /// `area/what_must_hold`.
     pub name: &'static str,
-    /// Checks it on an opened device.
+    /// Checks the guarantee on an opened device.
     pub run: fn(&B) -> CaseResult,
 }
 
 /// Result of a case.
 pub(crate) type CaseResult = Result<Outcome, CaseError>;
 
-/// Why a case failed.
+/// The reason why a case failed.
 #[derive(Debug)]
 pub enum CaseError {
-    /// A call answered with an error where none was due.
+    /// A call returned an error where none is allowed.
     Cache(CacheError),
-    /// What was expected and what came.
+    /// The guarantee is broken: what was expected and what came.
     Broken(String),
 }
 
@@ -45,7 +45,7 @@ impl fmt::Display for CaseError {
 }
 
 impl CaseError {
-    /// The device's word that it cannot do something.
+    /// Returns the device's own explanation if it does not support something.
     pub(crate) fn unsupported(&self) -> Option<String> {
         match self {
             Self::Cache(CacheError::Device(error))
@@ -57,7 +57,7 @@ impl CaseError {
         }
     }
 
-    /// Says where in a longer case it went wrong.
+    /// Adds the place inside a longer case.
     #[must_use]
     pub(crate) fn at(self, place: impl fmt::Display) -> Self {
         if self.unsupported().is_some() {
@@ -114,12 +114,12 @@ impl From<SpecError> for CaseError {
     }
 }
 
-/// Fails with `what` unless the promise holds.
+/// Fails with `what` unless `holds` is true.
 pub(crate) fn ensure(holds: bool, what: impl FnOnce() -> String) -> Result<(), CaseError> {
     if holds { Ok(()) } else { Err(CaseError::Broken(what())) }
 }
 
-/// Fails unless both are equal.
+/// Fails unless both values are equal.
 #[expect(clippy::needless_pass_by_value, reason = "callers make both for this call")]
 pub(crate) fn same<T: PartialEq + fmt::Debug>(
     what: impl fmt::Display,
@@ -129,12 +129,12 @@ pub(crate) fn same<T: PartialEq + fmt::Debug>(
     ensure(got == expected, || format!("{what}: expected {expected:?}, got {got:?}"))
 }
 
-/// Tells a device's refusal of one kind from all others.
+/// Matches device errors of one kind.
 pub(crate) fn device_error(kind: DeviceErrorKind) -> impl Fn(&CacheError) -> bool + Copy {
     move |error| matches!(error, CacheError::Device(device) if device.kind() == kind)
 }
 
-/// Fails unless the call was refused with an error that `fits`.
+/// Fails unless the call was refused with an error that `fits` accepts.
 pub(crate) fn refused<T>(
     what: impl fmt::Display,
     result: Result<T, impl Into<CacheError>>,

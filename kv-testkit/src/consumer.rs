@@ -1,4 +1,4 @@
-//! Somebody outside who follows a cache by its events.
+//! A consumer of a cache's events, as an external router is.
 use std::collections::BTreeMap;
 
 use kv_core::BlockId;
@@ -7,7 +7,7 @@ use kv_core::reuse::BlockKey;
 
 use crate::case::{CaseError, ensure, same};
 
-/// What is known of a cache, by group and key.
+/// The indexed blocks that the consumer knows, by group and key.
 #[derive(Debug, Default)]
 pub(crate) struct Consumer {
     blocks: BTreeMap<(u8, BlockKey), StoredBlock>,
@@ -16,19 +16,20 @@ pub(crate) struct Consumer {
 }
 
 impl Consumer {
-    /// Takes over everything.
+    /// Replaces the consumer's state by a snapshot.
     pub(crate) fn resync(&mut self, snapshot: &Snapshot) {
         let entry = |block: &StoredBlock| ((block.group.0, block.key), block.clone());
         self.blocks = snapshot.blocks.iter().map(entry).collect();
         (self.next_id, self.is_lost) = (snapshot.next_id, false);
     }
 
-    /// Whether events were lost and a snapshot is needed.
+    /// Returns whether events were lost, so that a snapshot is needed.
     pub(crate) fn is_lost(&self) -> bool {
         self.is_lost
     }
 
-    /// Follows events that come without a gap; those behind lost ones only when a snapshot came.
+    /// Applies events without a gap. After lost events, only a snapshot followed by later events is
+    /// valid.
     pub(crate) fn apply(&mut self, events: &[Event]) -> Result<(), CaseError> {
         for event in events {
             if let EventKind::Lost { from, to } = event.kind {
@@ -70,14 +71,14 @@ impl Consumer {
         }
     }
 
-    /// Fails unless a snapshot of now says the same.
+    /// Fails unless a snapshot taken now has the same content.
     pub(crate) fn check(&self, snapshot: &Snapshot) -> Result<(), CaseError> {
         same("number of the next event", snapshot.next_id, self.next_id)?;
         let mut known: Vec<_> = self.blocks.values().collect();
         let mut there: Vec<_> = snapshot.blocks.iter().collect();
         known.sort_unstable_by_key(|block| (block.group.0, block.key));
         there.sort_unstable_by_key(|block| (block.group.0, block.key));
-        // Of blocks with the same content, the snapshot shows the priority of any.
+        // Several blocks with the same content: the snapshot shows the priority of one of them.
         let fact = |block: &&StoredBlock| {
             (block.group, block.key, block.parent, block.index, block.tokens.clone(), block.tier)
         };
@@ -89,7 +90,7 @@ impl Consumer {
     }
 }
 
-/// A block of a group, for messages.
+/// Formats a block of a group for messages.
 pub(crate) fn place(group: usize, block: BlockId) -> String {
     format!("block {block} of group {group}")
 }

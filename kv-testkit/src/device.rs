@@ -1,4 +1,4 @@
-//! Driving any backend alike: sharing one opened device, staging inputs, fetching outputs.
+//! Drives any backend alike: shares one opened device, stages inputs, fetches outputs.
 use std::any::Any;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
@@ -8,11 +8,11 @@ use kv_core::{AnyBackend, DeviceError, TensorView, TensorViewMut};
 
 use crate::tokens::{Tensor, TokenLayout};
 
-/// A backend of which every cache of a case can have a handle.
+/// A backend whose handle can be cloned, so that several caches of a case use one device.
 pub trait Device: Backend + Clone {}
 impl<B: Backend + Clone> Device for B {}
 
-/// One opened device in many hands, with a table of capabilities of its own.
+/// One opened device with several owners, and a table of capabilities of its own.
 #[derive(Debug)]
 pub struct Shared<B> {
     inner: Arc<B>,
@@ -26,7 +26,7 @@ impl<B> Clone for Shared<B> {
 }
 
 impl<B: Backend> Shared<B> {
-    /// Shares a device.
+    /// Wraps an opened device.
     pub fn new(backend: B) -> Self {
         let capabilities = backend.capabilities().clone();
         Self { inner: Arc::new(backend), capabilities }
@@ -50,7 +50,7 @@ impl<B: Backend> Backend for Shared<B> {
     }
 }
 
-/// The same device behind a smaller promise: more segments, other splits.
+/// Returns the same device with other capabilities: more segments, other splits.
 pub fn limited<B: Device>(
     backend: &B,
     limit: impl FnOnce(Capabilities) -> Capabilities,
@@ -59,13 +59,12 @@ pub fn limited<B: Device>(
     Shared { inner: Arc::new(backend.clone()), capabilities }
 }
 
-/// A `head_dim` that the device takes: the one that a case is about, or the next larger one. What a
-/// case writes follows it.
+/// Returns a `head_dim` that the device supports: the wanted one, or the next larger one.
 pub(crate) fn dim<B: Backend>(backend: &B, wanted: u32) -> u32 {
     wanted.next_multiple_of(backend.capabilities().head_dim_multiple)
 }
 
-/// The same device, erased once: one that is erased already stays as it is.
+/// Erases the type of a device; one that is erased already stays as it is.
 pub(crate) fn erased<B: Device>(backend: &B) -> AnyBackend {
     let any: &dyn Any = backend;
     match any.downcast_ref::<Shared<AnyBackend>>() {
@@ -114,14 +113,14 @@ pub(crate) fn fetch<Q: Queue>(
 pub enum Place {
     /// Host memory.
     Host,
-    /// A buffer of the device, some bytes in.
+    /// A buffer of the device, at an offset.
     Device,
 }
 
-/// Bytes before a tensor in its buffer, so that an offset forgotten is an error seen.
+/// Bytes before a tensor in its buffer, so that a forgotten offset shows.
 const OFFSET: u64 = 64;
 
-/// A tensor of token rows where a call can use it.
+/// A tensor of token rows in host or device memory, ready for a call.
 #[derive(Debug)]
 pub(crate) struct Staged<Buf> {
     pub(crate) layout: TokenLayout,
@@ -130,7 +129,7 @@ pub(crate) struct Staged<Buf> {
 }
 
 impl<Buf> Staged<Buf> {
-    /// Brings a tensor to its place.
+    /// Copies a tensor to its place.
     pub(crate) fn new<B: Backend<Buffer = Buf>>(
         backend: &B,
         queue: &mut B::Queue,
@@ -147,7 +146,7 @@ impl<Buf> Staged<Buf> {
         Ok(Self { layout, tensor, buffer })
     }
 
-    /// An output full of NaN.
+    /// Creates an output that is full of NaN.
     pub(crate) fn output<B: Backend<Buffer = Buf>>(
         backend: &B,
         queue: &mut B::Queue,
@@ -175,7 +174,7 @@ impl<Buf> Staged<Buf> {
         self.view_mut_as(&dims)
     }
 
-    /// The log-sum-exp has no dim axis.
+    /// Returns the view of a log-sum-exp, which has no dim axis.
     pub(crate) fn lse_mut(&mut self) -> TensorViewMut<'_, Buf> {
         let mut dims = self.layout.dims();
         dims.pop();
@@ -194,7 +193,7 @@ impl<Buf> Staged<Buf> {
         }
     }
 
-    /// Brings an output back.
+    /// Downloads an output.
     pub(crate) fn read<Q: Queue<Buffer = Buf>>(
         &mut self,
         capabilities: &Capabilities,

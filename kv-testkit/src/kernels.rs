@@ -1,4 +1,4 @@
-//! Constants in the sources of GPU kernels, read from their text.
+//! Constants of GPU kernels, read from the text of their sources.
 use std::collections::BTreeMap;
 
 use kv_core::backend::kernels::FORMATS;
@@ -18,8 +18,8 @@ pub fn kernel_constants(source: &str) -> BTreeMap<&str, u32> {
     constants.collect()
 }
 
-/// Compares the stored formats that backends pass to kernels with constants called
-/// `<prefix><name>`: each format has its own, and no constant is of another format.
+/// Compares the stored formats that backends pass to kernels with the constants called
+/// `<prefix><name>`: each format has its own, and no constant belongs to another format.
 ///
 /// # Panics
 /// If they differ.

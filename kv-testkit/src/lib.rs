@@ -1,5 +1,5 @@
-//! The one place that knows what is right: oracles in f64, the naive model of a cache, golden
-//! vectors and the conformance cases that hold every backend to them.
+//! The conformance suite: oracles in f64, a naive model of a cache, golden vectors, and the cases
+//! that every backend must pass.
 //!
 //! A backend crate calls [`run`] from `tests/conformance.rs` (`harness = false`):
 //!
@@ -13,7 +13,7 @@
 //! }
 //! ```
 //!
-//! Everything here favours being obvious over being fast, and knows nothing of how a backend works.
+//! The code here prefers obvious over fast, and knows nothing of how a backend works.
 #![forbid(unsafe_code)]
 #![expect(
     clippy::indexing_slicing,
@@ -31,16 +31,16 @@
 mod case;
 mod consumer;
 pub mod device;
-mod erratic;
+pub mod differential;
+mod fault;
+pub mod fixture;
 mod harness;
 mod kernels;
-pub mod lab;
-pub mod lives;
 pub mod model;
-mod named;
 pub mod oracle;
-pub mod pair;
+mod provenance;
 pub mod rng;
+pub mod stateful;
 mod suite;
 pub mod tokens;
 pub mod tolerance;

@@ -5,41 +5,41 @@ use kv_core::{SequenceId, SlotMap};
 
 use crate::oracle::{Stored, Tail};
 
-/// What one sequence has cached, by layer: K rows one after another, and V rows.
+/// Cached rows of one sequence, by layer: K rows one after another, and V rows.
 pub type Rows = Vec<[Vec<f32>; 2]>;
 
 /// A cache without blocks or a device.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Model {
-    /// Values of one token, K and V, by layer.
+    /// Number of values of one token, K and V, by layer.
     widths: Vec<[usize; 2]>,
     sequences: BTreeMap<SequenceId, Rows>,
-    /// Slots of the layers whose rows wait in 16 bits, and those rows.
+    /// Slot maps of the layers that have a tail in 16 bits, and the rows of the tails.
     maps: Vec<Option<SlotMap>>,
     tails: BTreeMap<SequenceId, Vec<Option<Tail>>>,
 }
 
 impl Model {
-    /// An empty cache of layers with these numbers of values a token.
+    /// Creates an empty cache of layers with these numbers of values per token.
     pub fn new(widths: Vec<[usize; 2]>) -> Self {
         let maps = vec![None; widths.len()];
         Self { widths, sequences: BTreeMap::new(), maps, tails: BTreeMap::new() }
     }
-    /// The same, where rows of some layers wait in 16 bits.
+    /// Adds tails in 16 bits to some layers.
     #[must_use]
     pub fn with_tails(mut self, maps: Vec<Option<SlotMap>>) -> Self {
         self.maps = maps;
         self
     }
-    /// Begins a sequence.
+    /// Starts a sequence.
     pub fn start(&mut self, sequence: SequenceId) {
         let empty = vec![[Vec::new(), Vec::new()]; self.widths.len()];
         self.sequences.insert(sequence, empty);
         let tails = self.maps.iter().map(|map| map.map(Tail::new)).collect();
         self.tails.insert(sequence, tails);
     }
-    /// Appends rows to one layer where they wait in 16 bits; `None` where they do not. Rows cached
-    /// before that become codes are replaced. Returns what is kept of the new ones.
+    /// Appends rows to a layer with a tail; returns their stored form, or `None` for a layer
+    /// without a tail. Earlier rows that become codes are replaced.
     pub fn grow(
         &mut self,
         sequence: SequenceId,
@@ -58,12 +58,12 @@ impl Model {
         }
         Some(new)
     }
-    /// Leading tokens of a sequence that are codes in the layer; all where nothing waits.
+    /// Returns the number of leading tokens that are codes in the layer; all tokens without a tail.
     pub fn coded(&self, sequence: SequenceId, layer: usize) -> u32 {
         let tail = self.tails.get(&sequence).and_then(|tails| tails[layer].as_ref());
         tail.map_or_else(|| self.len(sequence).unwrap_or(0), Tail::coded)
     }
-    /// Appends the rows of a step, as they are stored.
+    /// Appends the rows of a step in their stored form.
     pub fn append(&mut self, sequence: SequenceId, rows: &Rows) {
         if let Some(cached) = self.sequences.get_mut(&sequence) {
             for (cached, new) in cached.iter_mut().flatten().zip(rows.iter().flatten()) {
@@ -79,14 +79,14 @@ impl Model {
             cached[layer][plane][begin..begin + rows.len()].copy_from_slice(rows);
         }
     }
-    /// Begins `child` with everything `parent` has.
+    /// Starts `child` with the rows of `parent`.
     pub fn fork(&mut self, parent: SequenceId, child: SequenceId) {
         let rows = self.sequences.get(&parent).cloned().unwrap_or_default();
         self.sequences.insert(child, rows);
         let tails = self.tails.get(&parent).cloned().unwrap_or_default();
         self.tails.insert(child, tails);
     }
-    /// Takes tokens back.
+    /// Truncates a sequence.
     pub fn truncate(&mut self, sequence: SequenceId, len: u32) {
         let widths = &self.widths;
         let tails = self.tails.get_mut(&sequence).into_iter().flatten();
@@ -99,35 +99,36 @@ impl Model {
             }
         }
     }
-    /// Ends a sequence.
+    /// Releases a sequence.
     pub fn release(&mut self, sequence: SequenceId) {
         self.sequences.remove(&sequence);
         self.tails.remove(&sequence);
     }
-    /// Ends all.
+    /// Releases all sequences.
     pub fn reset(&mut self) {
         self.sequences.clear();
         self.tails.clear();
     }
-    /// Tokens of a sequence.
+    /// Returns the number of tokens of a sequence.
     pub fn len(&self, sequence: SequenceId) -> Option<u32> {
         let rows = self.sequences.get(&sequence)?;
         let (rows, widths) = (rows.first()?, self.widths.first()?);
         Some((rows[0].len() / widths[0]) as u32)
     }
-    /// Whether no sequence lives.
+    /// Returns whether there is no sequence.
     pub fn is_empty(&self) -> bool {
         self.sequences.is_empty()
     }
-    /// K and V rows of one layer; empty for an unknown sequence.
+    /// Returns K and V of one layer; empty for an unknown sequence.
     pub fn layer(&self, sequence: SequenceId, layer: usize) -> [Vec<f32>; 2] {
         self.sequences.get(&sequence).map(|rows| rows[layer].clone()).unwrap_or_default()
     }
-    /// Live sequences, ascending.
+    /// Returns the sequences in ascending order.
     pub fn sequences(&self) -> Vec<SequenceId> {
         self.sequences.keys().copied().collect()
     }
-    /// Blocks that all sequences need in the group of the first layer when none is shared.
+    /// Returns the number of blocks that all sequences need in the first layer's group when none is
+    /// shared.
     pub fn blocks_unshared(&self, map: &SlotMap) -> u64 {
         let blocks =
             |id: &SequenceId| map.blocks_in(self.len(*id).unwrap_or(0), self.coded(*id, 0));

@@ -1,16 +1,16 @@
-//! Seeded random numbers: the same on every machine, so that a seed in a message is enough to see
-//! the failure again.
+//! Seeded random numbers, the same on every machine, so that the seed in a message reproduces the
+//! failure.
 
 /// `SplitMix64` (Steele, Lea, Flood 2014): one addition and a mix per number.
 #[derive(Debug, Clone)]
 pub struct Rng(u64);
 
 impl Rng {
-    /// The stream of one seed.
+    /// Starts the stream of a seed.
     pub fn new(seed: u64) -> Self {
         Self(seed)
     }
-    /// The next 64 bits.
+    /// Returns the next 64 bits.
     pub fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut z = self.0;
@@ -18,44 +18,44 @@ impl Rng {
         z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
         z ^ (z >> 31)
     }
-    /// A number below `n`, which is not 0.
+    /// Returns a number below `n`, which must not be 0.
     pub fn below(&mut self, n: u32) -> u32 {
         (self.bits() >> 32).wrapping_mul(u64::from(n)).wrapping_shr(32) as u32
     }
-    /// A number in `low..=high`.
+    /// Returns a number in `low..=high`.
     pub fn within(&mut self, low: u32, high: u32) -> u32 {
         low + self.below(high - low + 1)
     }
-    /// True once in `n` times.
+    /// Returns true once in `n` times on average.
     pub fn one_in(&mut self, n: u32) -> bool {
         self.below(n) == 0
     }
-    /// One of the choices.
+    /// Picks one of the choices.
     pub fn pick<T: Copy>(&mut self, choices: &[T]) -> T {
         choices[self.below(choices.len() as u32) as usize]
     }
-    /// Uniform in `0..1`.
+    /// Returns a uniform number in `0..1`.
     pub fn unit(&mut self) -> f64 {
         (self.bits() >> 11) as f64 / (1_u64 << 53) as f64
     }
-    /// Normally distributed (Box and Muller).
+    /// Returns a normally distributed number (Box and Muller).
     pub fn normal(&mut self) -> f32 {
         let radius = (-2.0 * (1.0 - self.unit()).ln()).sqrt();
         (radius * (std::f64::consts::TAU * self.unit()).cos()) as f32
     }
-    /// `n` normally distributed numbers.
+    /// Returns `n` normally distributed numbers.
     pub fn normals(&mut self, n: usize) -> Vec<f32> {
         (0..n).map(|_| self.normal()).collect()
     }
 }
 
-/// Value of one element in te-trace files and wherever content must say where it belongs: a
+/// Value of one element in te-trace files, and wherever a value must show where it belongs: a
 /// multiple of 1/64 in -2..2, exact in every stored format.
 pub fn mix(place: [u32; 6]) -> f32 {
     f32::from(mix_code(place)) / 64.0
 }
 
-/// The code behind [`mix`]; `place` is sequence, position, head, dim, 0 for K or 1 for V, and layer
+/// The code of [`mix`]; `place` is sequence, position, head, dim, 0 for K or 1 for V, and layer
 /// counted from 1.
 pub fn mix_code([seq, pos, head, dim, kv, layer]: [u32; 6]) -> i8 {
     let mut x = seq

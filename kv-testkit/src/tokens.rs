@@ -1,5 +1,5 @@
-//! Host tensors of token rows in every axis order, with padding and gaps, written without a look at
-//! the library's own index arithmetic.
+//! Host tensors of token rows in every axis order, with padding and gaps, written independently of
+//! the library's index arithmetic.
 use kv_core::{DType, QkvFormat};
 
 use crate::oracle::round::round_f32;
@@ -13,48 +13,48 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// `len` elements that each hold `value`.
+    /// Makes `len` elements that each hold `value`.
     pub fn filled(dtype: DType, len: usize, value: f32) -> Self {
         let words = vec![0; (len * dtype.size()).div_ceil(8)];
         let mut tensor = Self { dtype, words, len };
         (0..len).for_each(|i| tensor.set(i, value));
         tensor
     }
-    /// Elements from values, rounded.
+    /// Makes elements from values, rounded.
     pub fn of(dtype: DType, values: &[f32]) -> Self {
         let mut tensor = Self::filled(dtype, values.len(), 0.0);
         values.iter().enumerate().for_each(|(i, x)| tensor.set(i, *x));
         tensor
     }
-    /// Elements from bytes that a device sent.
+    /// Makes elements from bytes of a device.
     pub fn from_bytes(dtype: DType, bytes: &[u8]) -> Self {
         let mut tensor = Self::filled(dtype, bytes.len() / dtype.size(), 0.0);
         let len = tensor.len * dtype.size();
         tensor.bytes_mut().copy_from_slice(&bytes[..len]);
         tensor
     }
-    /// Element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         self.len
     }
-    /// Whether there is no element.
+    /// Returns whether there is no element.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
-    /// The bytes.
+    /// Returns the bytes.
     pub fn bytes(&self) -> &[u8] {
         &bytemuck::cast_slice(&self.words)[..self.len * self.dtype.size()]
     }
-    /// The bytes, to write.
+    /// Returns the bytes, to write.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         let len = self.len * self.dtype.size();
         &mut bytemuck::cast_slice_mut(&mut self.words)[..len]
     }
-    /// One element's value.
+    /// Returns one element's value.
     pub fn get(&self, i: usize) -> f32 {
         match self.dtype {
             DType::F16 => self.typed::<half::f16>(i).to_f32(),
@@ -71,7 +71,7 @@ impl Tensor {
             _ => self.typed_mut(i, exact),
         }
     }
-    /// All values.
+    /// Returns all values.
     pub fn values(&self) -> Vec<f32> {
         (0..self.len).map(|i| self.get(i)).collect()
     }
@@ -83,14 +83,14 @@ impl Tensor {
     }
 }
 
-/// How token rows lie in a tensor.
+/// The layout of token rows in a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TokenLayout {
     /// Axes.
     pub format: QkvFormat,
-    /// Batch entries there is room for.
+    /// Number of batch entries, padding included.
     pub batch: usize,
-    /// Tokens an entry has room for; the whole axis for `thd`.
+    /// Tokens per entry, padding included; the whole axis for `thd`.
     pub tokens: usize,
     /// Heads of a token.
     pub heads: usize,
@@ -100,24 +100,24 @@ pub struct TokenLayout {
     pub gap: usize,
 }
 
-/// Extra room in a tensor.
+/// Padding of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Room {
-    /// More batch entries than needed.
+pub struct Padding {
+    /// Batch entries more than needed.
     pub batch: usize,
-    /// More tokens than needed.
+    /// Tokens more than needed.
     pub tokens: usize,
     /// Unused elements after every token.
     pub gap: usize,
 }
 
 impl TokenLayout {
-    /// Room for entries of `lens` tokens.
+    /// Makes the layout for entries of `lens` tokens.
     pub fn new(
         format: QkvFormat,
         lens: &[usize],
         [heads, dim]: [usize; 2],
-        Room { batch, tokens, gap }: Room,
+        Padding { batch, tokens, gap }: Padding,
     ) -> Self {
         let longest = match format {
             QkvFormat::Thd => lens.iter().sum::<usize>(),
@@ -125,22 +125,22 @@ impl TokenLayout {
         };
         Self { format, batch: lens.len() + batch, tokens: longest + tokens, heads, dim, gap }
     }
-    /// Elements of one token, gap excluded.
+    /// Returns the number of elements of one token, without its gap.
     pub fn row(&self) -> usize {
         self.heads * self.dim
     }
-    /// Token rows, padding included.
+    /// Returns the number of token rows, padding included.
     pub fn num_rows(&self) -> usize {
         match self.format {
             QkvFormat::Thd => self.tokens,
             _ => self.batch * self.tokens,
         }
     }
-    /// Elements of the tensor.
+    /// Returns the number of elements of the tensor.
     pub fn num_elements(&self) -> usize {
         self.num_rows() * (self.row() + self.gap)
     }
-    /// Extents.
+    /// Returns the extents.
     pub fn dims(&self) -> Vec<u32> {
         let [b, t, h, d] = [self.batch, self.tokens, self.heads, self.dim].map(|n| n as u32);
         match self.format {
@@ -149,7 +149,7 @@ impl TokenLayout {
             _ => vec![b, t, h, d],
         }
     }
-    /// Outer strides, `None` when dense.
+    /// Returns the outer strides, `None` when dense.
     pub fn strides(&self) -> Option<[u64; 2]> {
         let token = (self.row() + self.gap) as u64;
         (self.gap > 0).then_some(match self.format {
@@ -158,7 +158,8 @@ impl TokenLayout {
             _ => [token * self.tokens as u64, token],
         })
     }
-    /// Number of the row of token `i` of entry `entry`, whose tokens begin at ragged row `start`.
+    /// Returns the row number of token `i` of entry `entry`, whose tokens begin at ragged row
+    /// `start`.
     pub fn row_number(&self, entry: usize, start: usize, i: usize) -> usize {
         match self.format {
             QkvFormat::Thd => start + i,
@@ -167,7 +168,7 @@ impl TokenLayout {
         }
     }
 
-    /// A tensor of the entries' rows, `fill` everywhere else.
+    /// Makes a tensor of the entries' rows, with `fill` everywhere else.
     pub fn pack(&self, dtype: DType, rows: &[Vec<f32>], fill: f32) -> Tensor {
         let mut tensor = Tensor::filled(dtype, self.num_elements(), fill);
         let mut start = 0;
@@ -184,10 +185,10 @@ impl TokenLayout {
         tensor
     }
 
-    /// The rows of every entry.
+    /// Returns the rows of every entry.
     ///
     /// # Errors
-    /// A padding row that is not `padding` or a gap that was written, in words.
+    /// A message that names the padding row that is not `padding`, or the gap that was written.
     pub fn unpack(
         &self,
         what: &str,
@@ -219,7 +220,7 @@ impl TokenLayout {
                 }
                 if n >= self.row() && number + 1 < self.num_rows() && !got.is_nan() {
                     return Err(format!(
-                        "{what}: the gap behind row {number} of {self:?} was written: {got}"
+                        "{what}: the gap after row {number} of {self:?} was written: {got}"
                     ));
                 }
             }
@@ -236,23 +237,23 @@ mod tests {
     fn packs_every_format_by_hand() {
         let rows = [vec![1.0], vec![2.0, 3.0]];
         let lens = [1, 2];
-        let pack = |format, room| {
-            let layout = TokenLayout::new(format, &lens, [1, 1], room);
+        let pack = |format, padding| {
+            let layout = TokenLayout::new(format, &lens, [1, 1], padding);
             let tensor = layout.pack(DType::F16, &rows, 0.0);
             assert_eq!(layout.unpack("x", &tensor, &lens, 0.0).unwrap(), rows);
             tensor.values()
         };
-        assert_eq!(pack(QkvFormat::Thd, Room::default()), [1.0, 2.0, 3.0]);
-        assert_eq!(pack(QkvFormat::Bshd, Room::default()), [1.0, 0.0, 2.0, 3.0]);
-        assert_eq!(pack(QkvFormat::Sbhd, Room::default()), [1.0, 2.0, 0.0, 3.0]);
-        let room = Room { batch: 1, tokens: 0, gap: 0 };
-        assert_eq!(pack(QkvFormat::Sbhd, room), [1.0, 2.0, 0.0, 0.0, 3.0, 0.0]);
+        assert_eq!(pack(QkvFormat::Thd, Padding::default()), [1.0, 2.0, 3.0]);
+        assert_eq!(pack(QkvFormat::Bshd, Padding::default()), [1.0, 0.0, 2.0, 3.0]);
+        assert_eq!(pack(QkvFormat::Sbhd, Padding::default()), [1.0, 2.0, 0.0, 3.0]);
+        let padding = Padding { batch: 1, tokens: 0, gap: 0 };
+        assert_eq!(pack(QkvFormat::Sbhd, padding), [1.0, 2.0, 0.0, 0.0, 3.0, 0.0]);
     }
 
     #[test]
     fn finds_written_gaps_and_padding() {
-        let room = Room { batch: 0, tokens: 1, gap: 1 };
-        let layout = TokenLayout::new(QkvFormat::Thd, &[1], [1, 1], room);
+        let padding = Padding { batch: 0, tokens: 1, gap: 1 };
+        let layout = TokenLayout::new(QkvFormat::Thd, &[1], [1, 1], padding);
         let mut tensor = Tensor::of(DType::F32, &[5.0, f32::NAN, 0.0, f32::NAN]);
         assert_eq!(layout.unpack("x", &tensor, &[1], 0.0), Ok(vec![vec![5.0]]));
         tensor.set(1, 0.0);

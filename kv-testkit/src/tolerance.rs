@@ -1,11 +1,10 @@
-//! How far from the oracle a result may be, derived and never typed in.
+//! Tolerances, which are derived and never typed in.
 //!
-//! A result passes when its error is at most twice the error of the plain straightforward
-//! computation in the same input precision, plus one ulp of the output format. The plain
-//! computation's error is the largest of every order its loops may have, taken over the whole
-//! tensor, relative to what a first-order analysis says each element's error is proportional to: so
-//! no lucky element decides. It counts as at least half of one rounding of those terms, so that the
-//! limit lets a result be off by one.
+//! A result passes if its error is at most twice that of the plain computation in the same input
+//! precision, plus one ulp of the output format. The plain computation's error is the largest over
+//! all orders of its loops and over the whole tensor, relative to the magnitude that a first-order
+//! analysis gives each element, so that no lucky element decides. It counts as at least half of one
+//! rounding of those terms, so a result may always be off by one rounding.
 use kv_core::DType;
 
 use crate::oracle::{round, ulp};
@@ -13,30 +12,30 @@ use crate::oracle::{round, ulp};
 /// Half the relative error of one rounding to f32.
 const PLAIN_ERROR_MIN: f64 = 1.0 / (1_u64 << 25) as f64;
 
-/// What a tensor must be near to.
+/// Expected values of a tensor and their tolerance.
 #[derive(Debug, Clone, Copy)]
 pub struct Reference<'a> {
     /// The oracle's values.
     pub exact: &'a [f64],
-    /// The plain computation's values, before the rounding to `dtype`, in every order.
+    /// The plain computation's values in every order, before rounding to `dtype`.
     pub plain: [&'a [f64]; 3],
-    /// Scale of rounding errors, by element.
+    /// The magnitude that rounding errors are proportional to, by element.
     pub magnitude: &'a [f64],
     /// Element type of the output.
     pub dtype: DType,
-    /// Least relative error to reckon with: that of the plain computation on more inputs of the
-    /// same kind, for tensors too small to show it.
+    /// Lower bound of the relative error: that of the plain computation on more inputs of the same
+    /// distribution, for tensors too small to show it.
     pub floor: f64,
 }
 
 impl Reference<'_> {
-    /// Largest error of the plain computation, relative to the magnitude, and at least half of one
-    /// rounding to f32.
+    /// Returns the largest error of the plain computation relative to the magnitude, at least half
+    /// of one rounding to f32.
     pub fn plain_error(&self) -> f64 {
         let error = |i: usize, plain: f64| {
             let error = (round(self.dtype, plain) - self.exact[i]).abs();
-            // An infinity minus itself is NaN and no error; a plain value that overflowed says
-            // nothing about the others, and an infinite limit would let everything pass.
+            // Infinity minus itself is NaN, which counts as no error. A plain value that overflowed
+            // says nothing about the other elements, and an infinite limit would accept anything.
             if error > 0.0 && error.is_finite() { error / self.magnitude[i] } else { 0.0 }
         };
         let values = self.plain.iter().flat_map(|plain| plain.iter().enumerate());
@@ -46,7 +45,7 @@ impl Reference<'_> {
     /// Checks a tensor.
     ///
     /// # Errors
-    /// The first element that is too far off, in words and numbers.
+    /// A message with the first element that is out of tolerance.
     pub fn check(&self, what: &str, got: &[f64]) -> Result<(), String> {
         if got.len() != self.exact.len() {
             return Err(format!("{what}: {} values, expected {}", got.len(), self.exact.len()));
@@ -54,7 +53,7 @@ impl Reference<'_> {
         let plain_error = self.plain_error();
         for (i, (&got, &exact)) in got.iter().zip(self.exact).enumerate() {
             let limit = 2.0 * plain_error * self.magnitude[i] + ulp(self.dtype, exact);
-            // What the output's format cannot hold must be what it rounds to.
+            // A value beyond the output format's range must equal its rounding.
             let near = got == exact
                 || got == round(self.dtype, exact)
                 || (exact.is_finite() && (got - exact).abs() <= limit);

@@ -1,27 +1,29 @@
-// Attention of many query rows over one part of a context: what attend_merge.wgsl joins. See
-// attend_unit.wgsl for rows and tiles.
+// Attention of many query rows over one KV split. attend_merge.wgsl merges the partial results;
+// attend_unit.wgsl describes rows and tiles.
 //
-// 32 values of the keys of a tile are staged at a time, multiplied with all rows, then the same of V.
+// A workgroup stages 32 values of each key of a tile, multiplies them with all rows, and goes on to
+// the next 32; then the same for V.
 //! include attend_unit.wgsl
 
-override V_CHUNKS: u32 = 4u;  // of 32 values of V, or more
+override V_CHUNKS: u32 = 4u;  // chunks of 32 values that cover a row of V
 
-var<workgroup> stage: array<vec4<f32>, 256>;  // [token][8], places mixed up: see `staged`
+var<workgroup> stage: array<vec4<f32>, 256>;  // [token][8], swizzled: see `staged`
 var<workgroup> scores: array<f32, 512>;       // [row][token], then weights
 
-// Where values `4 * at ..` of a token are staged: neighbours that read a column meet no bank twice.
+// Returns where values `4 * at ..` of a token are staged: swizzled, so that neighbours that read a
+// column hit different banks.
 fn staged(token: u32, at: u32) -> u32 {
     return token * 8u + (at ^ (token % 8u));
 }
 
-// Stages 32 values of the tokens of a tile, from `begin` on; four invocations a token.
+// Stages 32 values of the tokens of a tile, from value `begin` on; four invocations per token.
 //! include stage.wgsl name=k
 //! include stage.wgsl name=v
 
 @compute @workgroup_size(128)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
         @builtin(local_invocation_index) local: u32) {
-    let u = unit_of(group);
+    let u = work_item_of(group);
     if !u.exists {
         return;
     }
@@ -29,8 +31,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     load_queries(u, local);
     let k_scale = k_scale_of(u);
     let v_scale = v_scale_of(u);
-    // Of products an invocation has one token and four rows, of weights one token of every fourth row,
-    // of the output four values of every chunk of one row.
+    // An invocation computes the products of one token with four rows, the weights of one token in
+    // every fourth row, and four output values of every chunk of one row.
     let token = local % TILE;
     let first = local / TILE * 4u;
     let row = local / 8u;
@@ -44,14 +46,14 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     }
     let w = walk_of(u, workgroupUniformLoad(&seen[0]), workgroupUniformLoad(&seen[u.rows - 1u]));
     var tile = tile_from(w, u.begin / TILE);
-    var turn = 0u;
-    find(u, w, tile, turn, local);
+    var buffer = 0u;
+    find(u, w, tile, buffer, local);
     workgroupBarrier();
     while tile != NO_TILE {
         let next = tile_from(w, tile + 1u);
         var dots = vec4<f32>(0.0);
         for (var chunk = 0u; chunk < k_chunks; chunk++) {
-            stage_k(turn, chunk * 32u, local, k_scale);
+            stage_k(buffer, chunk * 32u, local, k_scale);
             workgroupBarrier();
             if first < ROWS {
                 for (var at = 0u; at < 8u; at++) {
@@ -65,10 +67,10 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         }
         if first < ROWS {
             for (var j = 0u; j < 4u; j++) {
-                scores[(first + j) * TILE + token] = score_of(first + j, tile, turn, token, dots[j]);
+                scores[(first + j) * TILE + token] = score_of(first + j, tile, buffer, token, dots[j]);
             }
         }
-        find(u, w, next, 1u - turn, local);
+        find(u, w, next, 1u - buffer, local);
         workgroupBarrier();
         let before = most;
         for (var j = 0u; j < ROWS / 4u; j++) {
@@ -76,22 +78,22 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         }
         workgroupBarrier();
         for (var j = 0u; j < ROWS / 4u; j++) {
-            let weighed = local / TILE + 4u * j;
+            let scored = local / TILE + 4u * j;
             let factor = rescaled(before[j], most[j]);
-            let weight = weight_of(scores[weighed * TILE + token], most[j]);
+            let weight = weight_of(scores[scored * TILE + token], most[j]);
             sum[j] = sum[j] * factor + select(weight, 0.0, weight == NO_WEIGHT);
-            scores[weighed * TILE + token] = weight;
+            scores[scored * TILE + token] = weight;
             if token == 0u {
-                factors[weighed] = factor;
+                factors[scored] = factor;
             }
         }
         workgroupBarrier();
-        // As many as there may be: `acc` is in registers where the compiler knows the numbers.
+        // V_CHUNKS is constant, so that the compiler unrolls the loop and keeps `acc` in registers.
         for (var chunk = 0u; chunk < V_CHUNKS; chunk++) {
             if chunk * 32u >= params.v.head_dim {
                 break;
             }
-            stage_v(turn, chunk * 32u, local, v_scale);
+            stage_v(buffer, chunk * 32u, local, v_scale);
             workgroupBarrier();
             if row < ROWS {
                 acc[chunk] *= factors[row];
@@ -105,7 +107,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             workgroupBarrier();
         }
         tile = next;
-        turn = 1u - turn;
+        buffer = 1u - buffer;
     }
     let unit = part_of(u, group, groups);
     let dim_v = params.v.head_dim;

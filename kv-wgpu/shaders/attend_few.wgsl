@@ -1,9 +1,9 @@
-// Attention of few query rows over one part of a context: what attend_merge.wgsl joins. See
-// attend_unit.wgsl for rows and tiles.
+// Attention of few query rows over one KV split. attend_merge.wgsl merges the partial results;
+// attend_unit.wgsl describes rows and tiles.
 //
-// Four neighbours read a key, straight into their products with all rows; then every invocation has
-// four values of the output of all rows, and every few tokens of a tile. So a tile has two barriers,
-// three where neighbours do not exchange values in a subgroup.
+// Four neighbours read a key and multiply it with all rows at once. Then every invocation computes
+// four output values of all rows, for a subset of the tile's tokens. A tile takes two barriers,
+// three without subgroups.
 //! include attend_unit.wgsl
 
 var<workgroup> scores: array<f32, 256>;     // [row][token]
@@ -17,11 +17,11 @@ fn weight_at(row: u32, token: u32) -> u32 {
     return row / 4u * 128u + token * 4u + row % 4u;
 }
 
-// Scores of a tile: four invocations a token, each with 8 values of every 32.
-fn score(tile: u32, turn: u32, local: u32, scale: f32) {
+// Computes the scores of a tile: four invocations per token, each with 8 of every 32 values.
+fn score(tile: u32, buffer: u32, local: u32, scale: f32) {
     let token = local / 4u;
     let part = local % 4u;
-    let t = turn * TILE + token;
+    let t = buffer * TILE + token;
     let dim = params.k.head_dim;
     var dots: array<f32, 8>;
     for (var row = 0u; row < ROWS; row++) {
@@ -47,7 +47,7 @@ fn score(tile: u32, turn: u32, local: u32, scale: f32) {
         let pair = dots[row] + subgroupShuffleXor(dots[row], 1u);
         let product = pair + subgroupShuffleXor(pair, 2u);
         if row % 4u == part {
-            scores[row * TILE + token] = score_of(row, tile, turn, token, product);
+            scores[row * TILE + token] = score_of(row, tile, buffer, token, product);
         }
     }
     //! else
@@ -58,7 +58,7 @@ fn score(tile: u32, turn: u32, local: u32, scale: f32) {
     for (var i = local; i < ROWS * TILE; i += THREADS) {
         let p = i * 4u;
         let product = (products[p] + products[p + 1u]) + (products[p + 2u] + products[p + 3u]);
-        scores[i] = score_of(i / TILE, tile, turn, i % TILE, product);
+        scores[i] = score_of(i / TILE, tile, buffer, i % TILE, product);
     }
     //! end
 }
@@ -66,7 +66,7 @@ fn score(tile: u32, turn: u32, local: u32, scale: f32) {
 @compute @workgroup_size(128)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
         @builtin(local_invocation_index) local: u32) {
-    let u = unit_of(group);
+    let u = work_item_of(group);
     if !u.exists {
         return;
     }
@@ -75,13 +75,13 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let k_scale = k_scale_of(u);
     let v_scale = v_scale_of(u);
     let token = local % TILE;
-    // Rows of which this invocation weighs one token: every fourth.
+    // This invocation computes the softmax weight of one token in every fourth row.
     var most = vec2<f32>(EMPTY);
     var sum = vec2<f32>(0.0);
-    // Values of the output: four, of every `parts_of_v`th token.
+    // And four output values, summed over every `parts_of_v`th token.
     let fours = params.v.head_dim / 4u;
     let parts_of_v = THREADS / fours;
-    let piece = local % fours;
+    let column = local % fours;
     let part = local / fours;
     var acc: array<vec4<f32>, 8>;
     for (var i = 0u; i < ROWS; i++) {
@@ -89,14 +89,14 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     }
     let w = walk_of(u, workgroupUniformLoad(&seen[0]), workgroupUniformLoad(&seen[u.rows - 1u]));
     var tile = tile_from(w, u.begin / TILE);
-    var turn = 0u;
-    find(u, w, tile, turn, local);
+    var buffer = 0u;
+    find(u, w, tile, buffer, local);
     workgroupBarrier();
     while tile != NO_TILE {
-        score(tile, turn, local, k_scale);
+        score(tile, buffer, local, k_scale);
         workgroupBarrier();
         let next = tile_from(w, tile + 1u);
-        find(u, w, next, 1u - turn, local);
+        find(u, w, next, 1u - buffer, local);
         for (var j = 0u; j < ROWS / 4u; j++) {
             let row = local / TILE + 4u * j;
             let before = most[j];
@@ -115,9 +115,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         }
         if part < parts_of_v {
             for (var i = part; i < TILE; i += parts_of_v) {
-                let t = turn * TILE + i;
+                let t = buffer * TILE + i;
                 if how[t] != ABSENT {
-                    let value = v_values(t, piece * 4u, v_factor_of(t, v_scale), v_scale);
+                    let value = v_values(t, column * 4u, v_factor_of(t, v_scale), v_scale);
                     for (var row = 0u; row < ROWS; row++) {
                         let weight = weights[weight_at(row, i)];
                         if weight != NO_WEIGHT {
@@ -127,18 +127,18 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
                 }
             }
         }
-        // When `scores` are written next, all have read them: they were read before the last barrier.
-        // The same goes for `how` and what is beside it, of which the next tile has the other half.
+        // The next tile may overwrite `scores`: all reads were before the last barrier. `how` and
+        // the arrays beside it are double-buffered.
         tile = next;
-        turn = 1u - turn;
+        buffer = 1u - buffer;
     }
     let unit = part_of(u, group, groups);
-    // Queries are done with: their memory takes the parts of four rows at a time.
+    // Queries are no longer needed: their memory takes the partial sums of four rows at a time.
     for (var four = 0u; four < ROWS; four += 4u) {
         workgroupBarrier();
         if part < parts_of_v {
             for (var j = 0u; j < 4u; j++) {
-                q_rows[(j * parts_of_v + part) * fours + piece] = acc[four + j];
+                q_rows[(j * parts_of_v + part) * fours + column] = acc[four + j];
             }
         }
         workgroupBarrier();

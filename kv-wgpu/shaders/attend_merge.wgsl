@@ -1,5 +1,6 @@
-// Joins the partial results of attend.wgsl, in their order, with the sink logit, and writes rows and
-// log-sum-exp. A workgroup has one tile of rows of one kv head; see attend.wgsl for the numbers.
+// Merges the partial results of attend.wgsl in a fixed order, adds the sink logit, and writes
+// output rows and log-sum-exp. A workgroup has one tile of rows of one kv head; attend_unit.wgsl
+// describes the indices.
 //! include params.wgsl
 //! include numbers.wgsl
 
@@ -43,7 +44,7 @@ const EMPTY: f32 = -3.0e38;
 //! include tiles.wgsl
 //! include transform.wgsl
 
-// What a result relative to `before` is multiplied with to be relative to `after`.
+// Returns the factor that changes a result's running maximum from `before` to `after`.
 fn rescaled(before: f32, after: f32) -> f32 {
     return select(exponential(before - after), 1.0, before == after);
 }

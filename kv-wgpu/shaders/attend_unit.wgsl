@@ -1,16 +1,18 @@
-// What attend.wgsl and attend_few.wgsl have in common: query rows, where keys lie, weights of scores.
+// Common part of attend.wgsl and attend_few.wgsl: query rows, lookup of keys, softmax weights.
 //
-// A row is one head of one query. Rows of a sequence are numbered query by query, the heads of the
-// group within each, so that K and V are read once for all heads. A workgroup has ROWS of them, one kv
-// head and one split, and walks its tokens in tiles of 32 at multiples of 32, so that the order of a
-// sum depends on positions alone. A token's rows in another segment of the planes are not seen here;
-// another dispatch has them.
+// A row is one head of one query. Rows of a sequence are numbered query by query, and within a
+// query by the heads of a group, so that K and V are read once for all these heads. A workgroup has
+// ROWS rows, one kv head and one split. It walks the split's tokens in tiles of 32 that begin at
+// multiples of 32, so that the order of a sum depends on positions alone. Tokens in other segments
+// of the planes belong to other dispatches.
 //
-// workgroups: x: tiles of rows, from tile `first_tile` on, floor(q_start * group / ROWS) + entry being
-//             a sequence's first; y: kv heads; z: splits of a sequence, as many as any has
-// parts: f32 [unit][ROWS][dim_v], and behind them pairs [unit][ROWS] (maximum, sum), where unit =
+// workgroups: x: tiles of rows, from tile `first_tile` on, floor(q_start * group / ROWS) + entry
+// being
+//             a sequence's first; y: kv heads; z: splits, as many as the sequence with the most has
+// parts: f32 [unit][ROWS][dim_v], followed by pairs [unit][ROWS] (maximum, sum), where unit =
 //        ((x * kv heads + y) * slices + slice), slice = segment * splits + z
-// What a query does not see never reaches its row, be it NaN and seen by another query of the tile.
+// A key that a query does not see never affects its row, even if it is NaN and another query of the
+// tile sees it.
 //! include params.wgsl
 //! include numbers.wgsl
 
@@ -19,34 +21,34 @@ struct Params {
     q: Tensor,
     k: Plane,
     v: Plane,
-    sight: Sight,
+    mask: MaskOptions,
     scale: f32,
-    soft_cap: f32,  // 0 without
+    soft_cap: f32,  // 0 without a cap
     group: u32,
     first_tile: u32,
     splits: u32,    // of a sequence, at most
     slices: u32,    // partial results of a row
     segment: u32,
-    stats: u32,     // word of `parts` at which they begin
+    stats: u32,     // word of `parts` at which the pairs begin
     k_constants: u32,
     v_constants: u32,
     pad0: u32,
     pad1: u32,
 }
 
-// What the loops are compiled for: formats of K and V, and rows of a workgroup.
+// Specialisation of the loops: formats of K and V, and rows of a workgroup.
 override K_FORMAT: u32 = 0u;
 override V_FORMAT: u32 = 0u;
 override ROWS: u32 = 8u;
-// Whether every row of the plane begins at a whole word.
+// Whether four values that are read together always begin at a whole word.
 override K_ALIGNED: bool = false;
 override V_ALIGNED: bool = false;
-// Transforms, means of blocks, or rows in 16 bits among codes.
+// Whether planes have transforms, block means, or 16-bit rows among codes.
 override HAS_EXTRAS: bool = true;
 
 const THREADS: u32 = 128u;
 const TILE: u32 = 32u;
-const EMPTY: f32 = -3.0e38;   // a maximum of nothing
+const EMPTY: f32 = -3.0e38;   // the maximum of no scores
 const UNSEEN: f32 = -3.4028234663852886e38;  // the score of a key that is not seen
 const NO_WEIGHT: f32 = -1.0;  // its weight
 const NO_TILE: u32 = 0xffffffffu;
@@ -71,15 +73,15 @@ const NO_TILE: u32 = 0xffffffffu;
 //! include tiles.wgsl
 
 var<workgroup> q_rows: array<vec4<f32>, 512>;  // [row][q_width()], 512 at most
-// `scores`, [row][token], is declared where it is known how many rows there are.
+// `scores`, [row][token], is declared by the including file, which knows the number of rows.
 var<workgroup> biases: array<f32, 16>;
 var<workgroup> factors: array<f32, 16>;
 var<workgroup> seen: array<Visible, 16>;
-// Where the rows of the tokens of two tiles lie, by turns.
+// Where the rows of the tokens of two tiles lie: double-buffered.
 var<workgroup> k_at: array<u32, 64>;
 var<workgroup> v_at: array<u32, 64>;
 var<workgroup> mean_at: array<u32, 64>;
-// And how: ABSENT where they are not here, or not seen.
+// How they are stored: ABSENT if they are in another segment, or not seen.
 var<workgroup> how: array<u32, 64>;
 var<workgroup> bias_parts: array<f32, 64>;
 
@@ -87,7 +89,7 @@ const ABSENT: u32 = 0u;
 const STORED: u32 = 1u;
 const WIDE: u32 = 2u;  // in 16 bits among codes
 
-struct Unit {
+struct WorkItem {
     s: Sequence,
     entry: u32,
     head: u32,   // kv head
@@ -99,9 +101,9 @@ struct Unit {
     exists: bool,
 }
 
-// What a workgroup has to do; the same for all its invocations.
-fn unit_of(group: vec3<u32>) -> Unit {
-    var u: Unit;
+// Returns the workgroup's work item; the same for all its invocations.
+fn work_item_of(group: vec3<u32>) -> WorkItem {
+    var u: WorkItem;
     let x = params.first_tile + group.x;
     if params.plan.num_sequences == 0u {
         return u;
@@ -125,18 +127,19 @@ fn unit_of(group: vec3<u32>) -> Unit {
     return u;
 }
 
-// Tokens that the rows see: sink tokens, then from `begin` on.
+// Tokens that the rows see: sink tokens, and those from `begin` on.
 struct Walk {
     sink_tokens_end: u32,
     begin: u32,
     end: u32,
 }
-fn walk_of(u: Unit, lowest: Visible, highest: Visible) -> Walk {
-    // Bounds never fall, and windows of neighbours touch: the first and the last tell the union.
+fn walk_of(u: WorkItem, lowest: Visible, highest: Visible) -> Walk {
+    // Bounds never fall and neighbouring windows overlap or touch, so the first and the last give
+    // the union.
     let sink_tokens = max(lowest.sink_tokens, min(highest.sink_tokens, lowest.begin));
     return Walk(min(sink_tokens, u.end), max(lowest.begin, u.begin), min(highest.end, u.end));
 }
-// The first tile from `tile` on in which something is seen.
+// Returns the first tile from `tile` on that contains a seen token.
 fn tile_from(w: Walk, tile: u32) -> u32 {
     var next = tile;
     if next * TILE >= w.sink_tokens_end && next * TILE + TILE <= w.begin {
@@ -147,11 +150,11 @@ fn tile_from(w: Walk, tile: u32) -> u32 {
     return select(next, NO_TILE, is_end);
 }
 
-// Chunks of 32 values of a row, the last perhaps in part.
+// Returns the number of chunks of 32 values in a row; the last may be partial.
 fn chunks_of(dim: u32) -> u32 {
     return (dim + 31u) / 32u;
 }
-// Fours of values of a query row.
+// Returns the number of vec4s in a query row.
 fn q_width() -> u32 {
     return chunks_of(params.k.head_dim) * 8u;
 }
@@ -161,11 +164,11 @@ fn constants_four(at: u32) -> vec4<f32> {
                                         constants[at + 3u]));
 }
 
-// What rotate_row of transform.wgsl does, to all query rows at once.
+// Rotates all query rows at once, as rotate_row of transform.wgsl does for one.
 fn rotate_queries(dim: u32, local: u32) {
     let width = q_width();
     var begin = 0u;
-    // From the largest block there is: a number that no compiler knows, so that none unrolls this.
+    // The trip count is unknown to the compiler, so that it does not unroll the loop.
     for (var bit = firstLeadingBit(dim); bit >= 2u; bit--) {
         let block = 1u << bit;
         if (dim & block) == 0u {
@@ -198,9 +201,9 @@ fn rotate_queries(dim: u32, local: u32) {
     }
 }
 
-// Query rows of a unit, transformed where rows of K are, and what each sees. The mean that transformed
-// keys lack becomes a bias of their scores.
-fn load_queries(u: Unit, local: u32) {
+// Loads the query rows of a work item, transforms them if rows of K are transformed, and computes
+// what each row sees. The mean that transformed keys lack becomes a bias of their scores.
+fn load_queries(u: WorkItem, local: u32) {
     let dim = params.q.dim;
     let width = q_width();
     for (var i = local; i < ROWS * width; i += THREADS) {
@@ -218,7 +221,7 @@ fn load_queries(u: Unit, local: u32) {
     if local < ROWS {
         biases[local] = 0.0;
         if local < u.rows {
-            seen[local] = visible(params.sight, u.s, (u.first + local) / params.group);
+            seen[local] = visible(params.mask, u.s, (u.first + local) / params.group);
         } else {
             seen[local] = Visible(0u, 0u, 0u);
         }
@@ -253,14 +256,14 @@ fn load_queries(u: Unit, local: u32) {
     rotate_queries(dim, local);
 }
 
-// Looks up the tokens of a tile, if there is one, into half `turn` of `how` and what is beside it. No
-// barrier.
-fn find(u: Unit, w: Walk, tile: u32, turn: u32, local: u32) {
+// Looks up the tokens of a tile, if there is one, and stores them in half `buffer` of `how` and the
+// arrays beside it. Contains no barrier.
+fn find(u: WorkItem, w: Walk, tile: u32, buffer: u32, local: u32) {
     if local >= TILE || tile == NO_TILE {
         return;
     }
     let position = tile * TILE + local;
-    let t = turn * TILE + local;
+    let t = buffer * TILE + local;
     let is_seen = position < w.sink_tokens_end || (position >= w.begin && position < w.end);
     how[t] = ABSENT;
     if is_seen && position >= u.begin && position < u.end {
@@ -272,7 +275,7 @@ fn find(u: Unit, w: Walk, tile: u32, turn: u32, local: u32) {
             v_at[t] = block_begin(params.v, block) + row_begin(params.v, place, u.head);
             how[t] = select(STORED, WIDE, place.wide);
             if HAS_EXTRAS {
-                // One more than it is, as 0 is none.
+                // Stored plus one, as 0 means none.
                 let mean = k_block + params.k.mean_begin + u.head * params.k.head_dim * 2u + 1u;
                 mean_at[t] = select(0u, mean, params.k.block_means != 0u && !place.wide);
             }
@@ -292,32 +295,32 @@ fn capped(x: f32) -> f32 {
     let e = exponential(-2.0 * m);
     var t = (1.0 - e) / (1.0 + e);
     if m < 0.25 {
-        // Where the difference would lose what it is of: the series of tanh.
+        // Near zero the quotient loses precision: use the series of tanh.
         let z = m * m;
         t = m * (1.0 + z * (-0.33333334 + z * (0.13333334 + z * (-0.053968254 + z * (0.021869488 - z * 0.0088632355)))));
     }
     return params.soft_cap * select(t, -t, y < 0.0);
 }
 
-// The score of a key for a row, out of their product.
-fn score_of(row: u32, tile: u32, turn: u32, token: u32, product: f32) -> f32 {
-    if how[turn * TILE + token] == ABSENT || !sees(seen[row], tile * TILE + token) {
+// Returns the score of a key for a row, given their product.
+fn score_of(row: u32, tile: u32, buffer: u32, token: u32, product: f32) -> f32 {
+    if how[buffer * TILE + token] == ABSENT || !sees(seen[row], tile * TILE + token) {
         return UNSEEN;
     }
     return capped((product + biases[row]) * params.scale);
 }
 
-// What a key weighs beside the largest score so far.
+// Returns the softmax weight of a key, relative to the running maximum.
 fn weight_of(score: f32, most: f32) -> f32 {
     return select(exponential(score - most), NO_WEIGHT, score == UNSEEN);
 }
 
-// What sums relative to the maximum `before` are multiplied with to be relative to `after`.
+// Returns the factor that rescales sums from the running maximum `before` to `after`.
 fn rescaled(before: f32, after: f32) -> f32 {
     return select(exponential(before - after), 1.0, before == after);
 }
 
-// The largest of `most` and the 32 scores of a row.
+// Returns the largest of `most` and the 32 scores of a row.
 fn largest(row: u32, local: u32, most: f32) -> f32 {
     var found = most;
     //! if SUBGROUPS
@@ -335,25 +338,25 @@ fn largest(row: u32, local: u32, most: f32) -> f32 {
     return found;
 }
 
-// The scale that is given for a head of K, and of V; 1 where none is.
-fn k_scale_of(u: Unit) -> f32 {
+// Returns the given scale of a head of K, or of V; 1 without one.
+fn k_scale_of(u: WorkItem) -> f32 {
     return head_of(params.k, u.head, params.k_constants != 0u).scale;
 }
-fn v_scale_of(u: Unit) -> f32 {
+fn v_scale_of(u: WorkItem) -> f32 {
     if params.v_constants == 0u {
         return 1.0;
     }
     return bitcast<f32>(constants_v[u.head]);
 }
 
-// The unit of `parts` that a workgroup writes.
-fn part_of(u: Unit, group: vec3<u32>, groups: vec3<u32>) -> u32 {
+// Returns the index in `parts` of the workgroup's partial result.
+fn part_of(u: WorkItem, group: vec3<u32>, groups: vec3<u32>) -> u32 {
     let slice = params.segment * params.splits + u.split;
     return (group.x * groups.y + group.y) * params.slices + slice;
 }
 
-// Writes maximum and sum of each row. An invocation has those of one token of every fourth row; what
-// `scores` held is no longer needed.
+// Writes the maximum and the sum of each row. An invocation has them for one token of every fourth
+// row. Overwrites `scores`.
 fn put_stats(unit: u32, most: vec4<f32>, sum: vec4<f32>, local: u32) {
     for (var j = 0u; j < ROWS / 4u; j++) {
         scores[(local / TILE + 4u * j) * TILE + local % TILE] = sum[j];

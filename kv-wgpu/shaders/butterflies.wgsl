@@ -1,19 +1,19 @@
-// Parts of the rotation that an invocation does in registers: kv-quant's transform.rs.
+// Steps of the Hadamard rotation that an invocation does in registers: kv-quant's transform.rs.
 
-// What the rotation of a block of `1 << bit` values multiplies with: one over its root.
+// Returns the factor of the rotation of a block of `1 << bit` values: one over its square root.
 fn rotation_norm(bit: u32) -> f32 {
     let halved = power_of_two(-i32(bit / 2u));
     return select(halved, halved * 0.70710678118654752440, bit % 2u == 1u);
 }
 
-// Eight values whose places differ in three neighbouring bits.
+// Eight values whose indices differ in three neighbouring bits.
 struct Eight {
     low: vec4<f32>,
     high: vec4<f32>,
 }
 
-// Sums and differences at the strides of the lowest, the middle and the highest of the three bits, where
-// `strides` has them, and then a factor.
+// Computes sums and differences at the strides of those three bits that `strides` has set, and
+// multiplies with `factor`.
 fn butterflies(values: Eight, strides: u32, factor: f32) -> Eight {
     var low = values.low;
     var high = values.high;
@@ -33,7 +33,8 @@ fn butterflies(values: Eight, strides: u32, factor: f32) -> Eight {
     return Eight(low * factor, high * factor);
 }
 
-// Where set `n` of eight begins among values of which they differ in bits `first` to `first + 2`.
+// Returns where set `n` of eight values begins, whose indices differ in bits `first` to `first +
+// 2`.
 fn eight_begin(n: u32, first: u32) -> u32 {
     return ((n >> first) << (first + 3u)) | (n & ((1u << first) - 1u));
 }

@@ -1,5 +1,5 @@
-// Bytes from one buffer to another, or zeros, at any byte: the commands of WebGPU copy and clear
-// whole words only.
+// Copies bytes from one buffer to another, or writes zeros, at any byte: WebGPU's commands copy and
+// clear whole words only.
 //
 // An invocation writes one word of the target. Without the flag COPY there is no source.
 //! include params.wgsl

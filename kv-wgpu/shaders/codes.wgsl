@@ -1,4 +1,4 @@
-// Numbers of 8 bits and fewer: kv-quant's minifloat.rs and lloyd.rs.
+// Decoding of numbers of 8 bits and fewer: kv-quant's minifloat.rs and lloyd.rs.
 
 // Encodings of a row: kv-core's `KvFormat::kernel_constant`, by name. The host refuses all others.
 const FMT_F32: u32 = 0u;
@@ -25,7 +25,7 @@ const FMT_NVFP4: u32 = 20u;
 
 const NAN: u32 = 0x7fc00000u;
 
-// What there is to read in a format that no case is for.
+// Returns NaN for a format that no case handles.
 fn unknown_format() -> vec4<f32> {
     var bits = NAN;
     return vec4<f32>(bitcast<f32>(bits));
@@ -43,24 +43,24 @@ fn e4m3_decode(code: u32) -> f32 {
     return bitcast<f32>(sign | ((fields << 20u) + (120u << 23u)));
 }
 
-// The bytes of a word.
+// Returns the four bytes of a word.
 fn bytes_of(word: u32) -> vec4<u32> {
     return (vec4<u32>(word) >> vec4<u32>(0u, 8u, 16u, 24u)) & vec4<u32>(0xffu);
 }
 
-// The same of the four bytes of a word, without branches.
+// Decodes the four bytes of a word, without branches.
 fn e4m3_decode_four(word: u32) -> vec4<f32> {
     let codes = bytes_of(word);
     let fields = codes & vec4<u32>(0x7fu);
     let sign = (codes & vec4<u32>(0x80u)) << vec4<u32>(24u);
-    // An exponent of 0 means a leading 0: as if it were a leading 1, less that.
+    // An exponent of 0 means a leading 0: decode it with a leading 1, then subtract that.
     let small = bitcast<vec4<f32>>((fields << vec4<u32>(20u)) + vec4<u32>(121u << 23u)) - power_of_two(-6);
     let usual = (fields << vec4<u32>(20u)) + vec4<u32>(120u << 23u);
     let bits = select(usual, bitcast<vec4<u32>>(small), fields < vec4<u32>(8u));
     return bitcast<vec4<f32>>(sign | select(bits, vec4<u32>(NAN), fields == vec4<u32>(0x7fu)));
 }
 
-// The low 4 bits.
+// Decodes the low 4 bits.
 fn e2m1_decode(code: u32) -> f32 {
     let fields = code & 7u;
     let sign = (code & 8u) << 28u;
@@ -70,26 +70,27 @@ fn e2m1_decode(code: u32) -> f32 {
     return bitcast<f32>(sign | ((fields << 22u) + (126u << 23u)));
 }
 
-// The same of four.
+// Decodes four codes.
 fn e2m1_decode_four(codes: vec4<u32>) -> vec4<f32> {
     return vec4<f32>(e2m1_decode(codes.x), e2m1_decode(codes.y), e2m1_decode(codes.z), e2m1_decode(codes.w));
 }
 
-// The four bytes of a word.
+// Decodes the four bytes of a word.
 fn int8_decode_four(word: u32) -> vec4<f32> {
     return vec4<f32>(vec4<i32>(bytes_of(word) << vec4<u32>(24u)) >> vec4<u32>(24u));
 }
 
-// Bytes of a whole group of 32 codes.
+// Returns the bytes of a whole group of 32 codes.
 fn group_bytes(bits: u32) -> u32 {
     return select(select(24u, 16u, bits == 4u), 12u, bits == 3u);
 }
 
-// Magnitudes of 3, 4 and 6 bits one behind the other, ascending; filled by `fill_books`.
+// Magnitudes of 3, 4 and 6 bits, one codebook after another, ascending; `fill_books` fills it.
 var<workgroup> books: array<f32, 44>;
 
 fn fill_books(local: u32) {
-    // A constant may not be indexed by a variable everywhere, a variable may.
+    // Some compilers cannot index a constant array by a variable; a variable array works
+    // everywhere.
     var values = array<f32, 44>(
         0.24509418, 0.7560053, 1.3439093, 2.1519456,
         0.12839504, 0.3880483, 0.65675914, 0.94234043, 1.2562312, 1.6180464, 2.0690172, 2.7325895,
@@ -103,12 +104,12 @@ fn fill_books(local: u32) {
     workgroupBarrier();
 }
 
-// Where the magnitudes of so many bits begin in `books`.
+// Returns where the magnitudes of `bits` bits begin in `books`.
 fn book_begin(bits: u32) -> u32 {
     return select(select(12u, 4u, bits == 4u), 0u, bits == 3u);
 }
 
-// The levels of four codes, whose signs are on top.
+// Decodes four codes, whose signs are in the top bit.
 fn lloyd_levels(bits: u32, codes: vec4<u32>) -> vec4<f32> {
     let at = (codes & vec4<u32>((1u << (bits - 1u)) - 1u)) + vec4<u32>(book_begin(bits));
     let sign = ((codes >> vec4<u32>(bits - 1u)) & vec4<u32>(1u)) << vec4<u32>(31u);

@@ -1,5 +1,5 @@
-// A batch of rows in other axes or another element type. A workgroup moves all heads of a token.
-// Rows of `dst` that no entry owns are pad.wgsl's.
+// Copies a batch of rows to other axes or another element type. A workgroup moves all heads of a
+// token. pad.wgsl fills the rows of `dst` that belong to no entry.
 //! include params.wgsl
 //! include numbers.wgsl
 

@@ -1,5 +1,5 @@
-// Runs of bytes from blocks to other blocks of a plane: of one segment, or with the flag APART from
-// one segment to another. No block is both read and written, and none is written twice.
+// Copies runs of bytes between blocks of a plane: within a segment, or with the flag APART from one
+// segment to another. No block is both read and written, and none is written twice.
 //! include params.wgsl
 //! include numbers.wgsl
 
@@ -8,7 +8,7 @@ struct Params {
     src_begin: u32,
     dst_begin: u32,
     runs: u32,
-    // Workgroups that share a run, and bytes of each.
+    // Workgroups that share a run, and the bytes that each copies.
     parts: u32,
     part_bytes: u32,
     pad0: u32,
@@ -16,7 +16,7 @@ struct Params {
     pad2: u32,
 }
 
-// Words of a run in `lists`: its bytes' places in both segments, and how many.
+// Words of a run in `lists`: its offsets in both segments, and its length.
 const RUN_WORDS: u32 = 3u;
 
 @group(0) @binding(0) var<uniform> params: Params;
@@ -34,7 +34,7 @@ fn read_word(index: u32) -> u32 {
 }
 //! end
 
-// Four bytes from any even byte on.
+// Reads four bytes at an even byte.
 fn read_even(at: u32) -> u32 {
     let word = read_word(at >> 2u);
     if (at & 2u) == 0u {
@@ -60,7 +60,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let read = params.src_begin + lists[at] + skipped;
     let written = params.dst_begin + lists[at + 1u] + skipped;
     let end = written + min(len - skipped, params.part_bytes);
-    // An invocation writes whole words, but for halves at the ends.
+    // An invocation writes whole words, except for halves at the ends.
     for (var word = written / 4u + local; word * 4u < end; word += 64u) {
         let begin = max(word * 4u, written);
         let bytes = min(word * 4u + 4u, end) - begin;

@@ -1,23 +1,23 @@
-// Rows of f32 values become stored rows: kv-quant's row.rs. What is equal, NaN or larger is decided by
-// bits, so that devices which leave out infinities and NaN agree; values are rounded by integers. Sums
-// are taken in kv-quant's order.
+// Encoding of f32 rows as stored rows: kv-quant's row.rs. Comparisons and NaN tests use bits, so
+// that devices that ignore infinities and NaN agree; rounding uses integers. Sums are added in
+// kv-quant's order.
 //
-// A workgroup of 64 encodes the eight rows of new_row.wgsl: codes take the place of values, and scales are
-// in `row_scales`; `put_coded` makes bytes of them.
+// A workgroup of 64 encodes the eight rows of new_row.wgsl. Codes replace the values in place and
+// scales go to `row_scales`; `put_coded` packs them into bytes.
 //! include encode_lloyd.wgsl
-// The encoding: of those that differ in where their scale is from, the first.
+// The encoding. Formats that differ only in the source of a given scale share the first of them.
 override FORMAT: u32;
 
 const LARGEST_F32: u32 = 0x7f7fffffu;
 const SMALLEST_NORMAL: u32 = 0x00800000u;
 const F16_NAN: u32 = 0x7e00u;
 
-// Bits of f16, or codes in E4M3: 16 of each row.
+// Bits of f16, or E4M3 codes: 16 per row.
 var<workgroup> row_scales: array<u32, 128>;
-// Whether the row stays in 16 bits.
+// Whether this invocation's row stays in 16 bits.
 var<private> is_wide: bool;
 
-// The code of value `i`, which is `x`.
+// Stores the code of value `i`, which is `x`.
 fn keep_code(local: u32, i: u32, x: f32, code: u32) {
     row_bits[row_at(local) + i] = select(code, f16_saturated(x), is_wide);
 }
@@ -25,14 +25,14 @@ fn keep_scale(local: u32, i: u32, bits: u32) {
     row_scales[local / 8u * 16u + i] = bits;
 }
 
-// The same number, infinity as the largest there is.
+// Replaces infinity by the largest finite number.
 fn finite(x: f32) -> f32 {
     let bits = bitcast<u32>(x);
     return bitcast<f32>((bits & 0x80000000u) | min(bits & 0x7fffffffu, LARGEST_F32));
 }
 
-// minifloat.rs's `magnitude`: the code of |x|, saturated at `largest`, ties to even. `edge` is the
-// exponent of the smallest number that has a leading one, as f32 has it.
+// Rounds |x| to a code as minifloat.rs's `magnitude` does: saturated at `largest`, ties to even.
+// `edge` is the f32 exponent of the smallest number with a leading one.
 fn minifloat(x: f32, mantissa: u32, edge: u32, largest: f32) -> u32 {
     let inside = min(magnitude_bits(x), bitcast<u32>(largest));
     let exponent = inside >> 23u;
@@ -48,16 +48,17 @@ fn minifloat(x: f32, mantissa: u32, edge: u32, largest: f32) -> u32 {
 fn e4m3_encode(x: f32) -> u32 {
     return select(minifloat(x, 3u, 121u, 448.0) | ((bitcast<u32>(x) >> 31u) << 7u), E4M3_NAN, is_nan(x));
 }
-// Never infinite.
+// Saturates, so the result is never infinite.
 fn e5m2_encode(x: f32) -> u32 {
     return select(minifloat(x, 2u, 113u, 57344.0) | ((bitcast<u32>(x) >> 31u) << 7u), E4M3_NAN, is_nan(x));
 }
-// NaN, which has no code, is 6.
+// NaN, which has no code, becomes 6.
 fn e2m1_encode(x: f32) -> u32 {
     return select(minifloat(x, 1u, 127u, 6.0) | ((bitcast<u32>(x) >> 31u) << 3u), 7u, is_nan(x));
 }
 
-// The nearest integer in -127..=127, in two's complement: ties to even, or away from zero.
+// Rounds to the nearest integer in -127..=127, in two's complement: ties to even, or away from
+// zero.
 fn int8_round(x: f32, away: bool) -> u32 {
     let inside = min(magnitude_bits(x), bitcast<u32>(127.0));
     let shift = 150u - (inside >> 23u);  // 17 and more
@@ -68,7 +69,7 @@ fn int8_round(x: f32, away: bool) -> u32 {
     }
     return select(code, 0u - code, bitcast<u32>(x) >> 31u == 1u) & 0xffu;
 }
-// NaN is 0.
+// NaN becomes 0.
 fn int8_encode(x: f32) -> u32 {
     return select(int8_round(x, false), 0u, is_nan(x));
 }
@@ -81,7 +82,7 @@ fn byte_encode(x: f32) -> u32 {
     }
 }
 
-// Codes of one byte by a given scale: kv-quant's scaled.rs.
+// Encodes a row in one byte per value with a given scale: kv-quant's scaled.rs.
 fn encode_given(inv_scale: f32, dim: u32, local: u32) {
     for (var i = local % 8u; i < dim; i += 8u) {
         let x = row_value(row_at(local) + i);
@@ -89,17 +90,17 @@ fn encode_given(inv_scale: f32, dim: u32, local: u32) {
     }
 }
 
-// The scale at which the largest magnitude takes the code worth `largest`, as f16: to nearest, where
-// f16 has fewer bits than usual up, so that nothing is clipped.
+// Returns the scale, as f16, at which the largest magnitude gets the code of value `largest`.
+// Rounds to nearest, and up for a subnormal f16, so that nothing is clipped.
 fn scale_from_amax(amax: u32, largest: f32) -> u32 {
     let scale = finite(bitcast<f32>(amax)) / largest;
     let stored = f16_saturated(scale);
-    // A scale that is no ordinary number may count as 0 here.
+    // Devices may flush subnormal scales to 0.
     let is_lost = stored == 0u && amax > 0u;
     return stored + select(0u, 1u, is_lost || (stored < 0x400u && f16_decode(stored) < scale));
 }
 
-// The same by a scale of the row.
+// Encodes a row with a scale of its own.
 fn encode_own(dim: u32, local: u32) {
     var bits = 0u;
     for (var i = local % 8u; i < dim; i += 8u) {
@@ -123,13 +124,13 @@ fn q4_0_code(x: f32, inverse: f32) -> u32 {
     return u32(clamp(finite(x) * inverse + 8.5, 0.0, 15.0));
 }
 
-// llama.cpp's blocks of 32: kv-quant's ggml.rs, which says where we differ.
+// Encodes blocks of 32 as llama.cpp does: kv-quant's ggml.rs lists the differences.
 fn encode_ggml(dim: u32, local: u32) {
     let nibbles = FORMAT == FMT_Q4_0;
     for (var group = 0u; group * 32u < dim; group++) {
         let x = own_4(local, group);
-        // The first value of the largest magnitude, with its sign, becomes -8: values behind it, and the
-        // sign.
+        // The first value of the largest magnitude gets code -8 with its sign: keep its distance
+        // from the row's end, and its sign.
         var first = vec2<u32>(0u);
         for (var j = 0u; j < 4u; j++) {
             let behind = 31u - (8u * j + local % 8u);
@@ -141,7 +142,7 @@ fn encode_ggml(dim: u32, local: u32) {
         let extreme = select(0.0, select(amax, -amax, (first.y & 1u) == 1u), first.x > 0u);
         let scale = select(amax / 127.0, extreme / -8.0, nibbles);
         let stored = f16_saturated(scale);
-        // ggml takes what values are multiplied with from the scale before it is rounded.
+        // ggml computes the reciprocal from the scale before rounding.
         let saturates = (f16_bits(scale) & 0x7fffu) == 0x7c00u;
         let inverse_of = select(scale, f16_decode(stored), saturates);
         let inverse = select(0.0, 1.0 / inverse_of, magnitude_bits(inverse_of) >= SMALLEST_NORMAL);
@@ -157,7 +158,8 @@ fn encode_ggml(dim: u32, local: u32) {
     }
 }
 
-// Squared errors of two blocks at two scales, relative to the largest of each.
+// Returns the squared errors of two blocks at two scales, relative to the largest magnitude of
+// each.
 fn nvfp4_error(codes: vec2<u32>, values: vec4<f32>, unit: vec2<f32>, local: u32) -> vec2<f32> {
     let scales = vec4<f32>(vec2<f32>(e4m3_decode(codes.x)), vec2<f32>(e4m3_decode(codes.y)));
     var decoded = vec4<f32>(0.0);
@@ -170,14 +172,14 @@ fn nvfp4_error(codes: vec2<u32>, values: vec4<f32>, unit: vec2<f32>, local: u32)
     return sums_of_8(local, squares.xz + squares.yw);
 }
 
-// Blocks of 16: kv-quant's nvfp4.rs. An invocation has two values of each of two blocks.
+// Encodes blocks of 16: kv-quant's nvfp4.rs. An invocation has two values of each of two blocks.
 fn encode_nvfp4(inv_scale: f32, dim: u32, local: u32) {
     for (var group = 0u; group * 32u < dim; group++) {
         let x = own_4(local, group);
         let bits = bitcast<vec4<u32>>(x) & vec4<u32>(0x7fffffffu);
         let amax = of_8(PEAKS, local, max(bits.xz, bits.yw));
         let values = vec4<f32>(finite(x.x), finite(x.y), finite(x.z), finite(x.w)) * inv_scale;
-        // Scales that are tried: over 6, over 4, the smallest, and zeros.
+        // Candidate scales: amax over 6, amax over 4, the smallest, and zero.
         var tried = array<vec2<u32>, 4>(vec2<u32>(0u), vec2<u32>(0u), vec2<u32>(1u), vec2<u32>(0u));
         var unit = vec2<f32>(0.0);
         for (var b = 0u; b < 2u; b++) {
@@ -185,7 +187,7 @@ fn encode_nvfp4(inv_scale: f32, dim: u32, local: u32) {
             tried[0][b] = e4m3_encode(largest / 6.0 * inv_scale);
             tried[1][b] = e4m3_encode(largest / 4.0 * inv_scale);
             let scaled = largest * inv_scale;
-            // Without a unit no error is smaller than another: then over 6.
+            // Without a normal unit the errors do not differ: then amax over 6.
             if magnitude_bits(scaled) >= SMALLEST_NORMAL && magnitude_bits(scaled) < INFINITY {
                 unit[b] = 1.0 / scaled;
             }
@@ -196,7 +198,7 @@ fn encode_nvfp4(inv_scale: f32, dim: u32, local: u32) {
         }
         let over_4 = (errors[1] < errors[0]) & (amax < vec2<u32>(INFINITY));
         var code = select(tried[0], tried[1], over_4);
-        // The smallest scale, where that is nearer than zeros.
+        // The smallest scale, if it has less error than zeros.
         code = select(code, vec2<u32>(1u), (code == vec2<u32>(0u)) & (errors[2] < errors[3]));
         code = select(code, vec2<u32>(E4M3_NAN), amax > vec2<u32>(INFINITY));
         for (var j = 0u; j < 4u; j++) {
@@ -212,7 +214,7 @@ fn encode_nvfp4(inv_scale: f32, dim: u32, local: u32) {
     }
 }
 
-// Leaves all eight rows in 16 bits.
+// Keeps all eight rows in 16 bits.
 fn keep_wide(dim: u32, local: u32) {
     is_wide = true;
     for (var i = local % 8u; i < dim; i += 8u) {
@@ -220,7 +222,8 @@ fn keep_wide(dim: u32, local: u32) {
     }
 }
 
-// Encodes eight rows, those that are `wide` in 16 bits; what is encoded is seen behind a barrier.
+// Encodes eight rows; rows with `wide` set stay in 16 bits. Other invocations see the result after
+// a barrier.
 fn encode_codes(wide: bool, inv_scale: f32, dim: u32, local: u32) {
     is_wide = wide;
     switch FORMAT {

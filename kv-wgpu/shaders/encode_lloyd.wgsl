@@ -1,10 +1,10 @@
-// Lloyd-Max rows: kv-quant's lloyd_max.rs, planes.rs and sums.rs. See encode.wgsl.
+// Encoding of Lloyd-Max rows: kv-quant's lloyd_max.rs, planes.rs and sums.rs. See encode.wgsl.
 //! include nearest.wgsl
 
 const E4M3_NAN: u32 = 0x7fu;
 // Larger magnitudes count as 2^40.
 const LLOYD_LIMIT: u32 = 0x53800000u;
-// Neighbours of the likely scale of a group that are tried, itself included.
+// Scales that are tried for a group: the likely one and its neighbours.
 const TRIED: u32 = 5u;
 
 fn limited(x: f32) -> f32 {
@@ -21,16 +21,16 @@ fn lloyd_bits(format: u32) -> u32 {
     return select(6u, 4u, format >= FMT_L4);
 }
 
-// The four values of an invocation in a group of 32, and the zeros that are behind the row's end.
+// Returns an invocation's four values of a group of 32; zeros past the row's end.
 fn own_4(local: u32, group: u32) -> vec4<f32> {
     let at = row_at(local) + local % 8u + 32u * group;
     return vec4<f32>(row_value(at), row_value(at + 8u), row_value(at + 16u), row_value(at + 24u));
 }
-// Which of them are in the row.
+// Returns which of them are in the row.
 fn in_row(local: u32, group: u32, dim: u32) -> vec4<bool> {
     return vec4<u32>(0u, 8u, 16u, 24u) + (32u * group + local % 8u) < vec4<u32>(dim);
 }
-// Largest magnitude, as bits, and sum of squares.
+// Returns the largest magnitude, as bits, and the sum of squares.
 fn own_peak_and_sum(x: vec4<f32>, before: vec2<u32>) -> vec2<u32> {
     var peak = before.x;
     var sum = bitcast<f32>(before.y);
@@ -43,13 +43,13 @@ fn own_peak_and_sum(x: vec4<f32>, before: vec2<u32>) -> vec2<u32> {
 fn limited_4(x: vec4<f32>) -> vec4<f32> {
     return bitcast<vec4<f32>>(min(bitcast<vec4<u32>>(x) & vec4<u32>(0x7fffffffu), vec4<u32>(LLOYD_LIMIT)));
 }
-// Sums of one term and another, in the order of values.
+// Sums the terms that are in the row, in the order of values.
 fn add_4(first: vec4<f32>, second: vec4<f32>, are_in: vec4<bool>) -> vec2<f32> {
     let a = select(vec4<f32>(0.0), first, are_in);
     let b = select(vec4<f32>(0.0), second, are_in);
     return vec2<f32>(a.x + a.y + a.z + a.w, b.x + b.y + b.z + b.w);
 }
-// Codes of an invocation's values in a group, by a scale's reciprocal.
+// Stores the codes of an invocation's values in a group, given the reciprocal of the scale.
 fn keep_lloyd(bits: u32, x: vec4<f32>, inverse: f32, has_codes: bool, local: u32, group: u32) {
     let found = lloyd_nearest(bits, limited_4(x) * inverse);
     for (var j = 0u; j < 4u; j++) {
@@ -58,7 +58,7 @@ fn keep_lloyd(bits: u32, x: vec4<f32>, inverse: f32, has_codes: bool, local: u32
     }
 }
 
-// The scale that is likely the best is a combination of rms and largest magnitude: lloyd.rs.
+// Estimates the best scale by a combination of rms and largest magnitude: lloyd.rs.
 fn near_scale(bits: u32, rms: f32, amax: f32) -> f32 {
     switch bits {
         case 3u: { return 0.462 * rms + 0.190 * amax; }
@@ -74,7 +74,7 @@ fn near_group_scale(bits: u32, rms: f32, amax: f32) -> f32 {
     }
 }
 
-// The `i`th of the scales tried around the likely one, as multiples of it: itself first.
+// Returns the `i`th scale to try, as a multiple of the likely one, which comes first.
 fn tried_factor(bits: u32, i: u32) -> f32 {
     if bits == 6u {
         return select(select(1.06, 0.94, i == 1u), 1.0, i == 0u);
@@ -88,13 +88,13 @@ fn tried_factor(bits: u32, i: u32) -> f32 {
     }
 }
 
-// Projection of a group on the levels it takes at a scale, and the levels' energy.
+// Returns the projection of a group on its levels at a scale, and the energy of the levels.
 fn group_sums(bits: u32, x: vec4<f32>, are_in: vec4<bool>, inverse: f32, local: u32) -> vec2<f32> {
     let levels = lloyd_nearest(bits, x * inverse).levels;
     return sums_of_8(local, add_4(x * levels, levels * levels, are_in));
 }
 
-// The reciprocal of a row's scale, and what codes come to at it.
+// A candidate scale's reciprocal, and the sums and the score of its codes.
 struct Search {
     inverse: f32,
     sums: vec2<f32>,
@@ -108,7 +108,8 @@ fn better(best: Search, inverse: f32, sums: vec2<f32>, is_first: bool) -> Search
     return best;
 }
 
-// The scale whose codes have the largest cosine with the row. Neighbour `i` sums up those of the `i`th.
+// Finds the scale whose codes have the largest cosine with the row. Neighbour `i` sums over
+// candidate `i`.
 fn search_scale(bits: u32, near: f32, dim: u32, local: u32) -> Search {
     let tries = select(5u, 3u, bits == 6u);
     var mine = vec2<f32>(0.0);
@@ -126,7 +127,7 @@ fn search_scale(bits: u32, near: f32, dim: u32, local: u32) -> Search {
         let sums = bitcast<vec2<f32>>(shared_by(local, i));
         best = better(best, 1.0 / (near * tried_factor(bits, i)), sums, i == 0u);
     }
-    // The last is the one that fits the best codes.
+    // The last candidate is the least-squares scale of the best codes.
     let last = 1.0 / (best.sums.x / best.sums.y);
     mine = vec2<f32>(0.0);
     for (var group = 0u; group * 32u < dim; group++) {
@@ -136,7 +137,8 @@ fn search_scale(bits: u32, near: f32, dim: u32, local: u32) -> Search {
     return better(best, last, mine, false);
 }
 
-// A row with one f16 scale. Barriers are met whatever the values are.
+// Encodes a row with one f16 scale. Control flow does not depend on values, because it contains
+// barriers.
 fn encode_lloyd(bits: u32, dim: u32, local: u32) {
     var all = vec2<u32>(0u);
     for (var group = 0u; group * 32u < dim; group++) {
@@ -150,7 +152,7 @@ fn encode_lloyd(bits: u32, dim: u32, local: u32) {
     let unbiased = energy / best.sums.x;
     var stored = f16_saturated(unbiased);
     let scale = f16_decode(stored);
-    // Where f16 could not hold the scale, other codes are nearer.
+    // If f16 cannot represent the scale, encode with the stored one.
     if !(abs(scale - unbiased) <= unbiased * 0.001) {
         inverse = 1.0 / scale;
     }
@@ -164,19 +166,19 @@ fn encode_lloyd(bits: u32, dim: u32, local: u32) {
     }
 }
 
-// The code of the `i`th scale tried around code `near`; 0 where there is none.
+// Returns the E4M3 code of the `i`th scale to try around code `near`; 0 if there is none.
 fn tried_code(near: u32, i: u32) -> u32 {
-    let code = near + i;  // 2 more than it is
+    let code = near + i;  // offset by 2, to avoid underflow
     return select(0u, code - 2u, code >= 3u && code <= 0x80u);
 }
 
-// Code of a group's scale, and what inner products owe behind it.
+// The code of a group's scale, and the error of inner products that the groups so far accumulated.
 struct Chosen {
     code: u32,
     owed: f32,
 }
-// By squared error and what inner products owed before. All of it is done where there is nothing to scale
-// too, so that control flow is the same.
+// Minimises the squared error plus a penalty for the accumulated error of inner products. Runs for
+// all-zero groups too, so that control flow is uniform.
 fn choose_scale(bits: u32, x: vec4<f32>, are_in: vec4<bool>, near: u32, energy: f32, owed: f32,
                 local: u32) -> Chosen {
     let weight = select(4.0, 24.0, bits == 3u);
@@ -200,7 +202,7 @@ fn choose_scale(bits: u32, x: vec4<f32>, are_in: vec4<bool>, near: u32, energy: 
     return chosen;
 }
 
-// A row with an E4M3 scale for every 32 values, chosen one after the other.
+// Encodes a row with an E4M3 scale for every 32 values, chosen one after another.
 fn encode_groups(bits: u32, dim: u32, local: u32) {
     var owed = 0.0;
     for (var group = 0u; group * 32u < dim; group++) {
@@ -211,7 +213,7 @@ fn encode_groups(bits: u32, dim: u32, local: u32) {
         let near = e4m3_encode(near_group_scale(bits, rms, limited(bitcast<f32>(all.x))));
         let are_in = in_row(local, group, dim);
         let chosen = choose_scale(bits, limited_4(x), are_in, near, energy, owed, local);
-        // Where there is nothing to scale, nothing is owed.
+        // A group of zeros adds no error.
         let is_live = all.x <= INFINITY && energy > 0.0;
         let code = select(0u, chosen.code, is_live);
         owed = select(owed, chosen.owed, is_live);

@@ -1,6 +1,6 @@
-// The entry whose first row is the last at or before `row`, among `count` in `lists`: `stride` words
-// each from word `at` on, the first of which is its first row. Of several entries that begin there,
-// the last, which is the one that has rows.
+// Returns the entry that contains `row`, among `count` entries in `lists` of `stride` words each
+// from word `at` on; the first word of an entry is its first row. Of several entries that begin at
+// one row it returns the last, which is the one that has rows.
 fn entry_of(at: u32, stride: u32, count: u32, row: u32) -> u32 {
     var low = 0u;
     var high = count;

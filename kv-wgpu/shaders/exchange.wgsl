@@ -1,15 +1,14 @@
-// What eight neighbouring invocations exchange: of values that are 8 apart each has one, so each has one
-// of the eight sums that kv-quant's sums.rs takes side by side. Control flow is that of the whole
-// workgroup wherever these are called.
+// Reductions over eight neighbouring invocations. Each holds the values whose indices are equal
+// modulo 8, and so one of the eight partial sums of kv-quant's sums.rs. Calls must be in uniform
+// control flow.
 
-// How two pairs of words become one; all of them may be taken in any order but SUMS, which are taken in
-// the order of sums.rs.
+// Reductions of two pairs of words. The order matters for SUMS only, which follows sums.rs.
 const SUMS: u32 = 0u;          // two sums of f32
 const PEAKS: u32 = 1u;         // two largest numbers
 const PEAK_AND_SUM: u32 = 2u;  // one of each
 const FIRST_PEAK: u32 = 3u;    // the pair with the larger `x`, of two equal the one with the larger `y`
 
-// Words of a row that exchanges: two times eight that take turns, and eight that `share` uses.
+// Words per row: two buffers of eight for `of_8`, and eight for `share`.
 const PARTS: u32 = 24u;
 const SHARED: u32 = 16u;
 
@@ -32,7 +31,7 @@ fn combine(how: u32, a: vec2<u32>, b: vec2<u32>) -> vec2<u32> {
     }
 }
 
-// Tells neighbours of eight words, one of each; what was shared before is no longer needed.
+// Shares one word of each neighbour with the other seven; overwrites what was shared before.
 fn share(local: u32, mine: vec2<u32>) {
     parts[parts_at(local) + SHARED + local % 8u] = mine;
     workgroupBarrier();
@@ -42,20 +41,20 @@ fn shared_by(local: u32, neighbour: u32) -> vec2<u32> {
 }
 
 //! if SUBGROUPS
-// Eight neighbours' as one, which all of them have.
+// Reduces the words of eight neighbours; all of them get the result.
 fn of_8(how: u32, local: u32, mine: vec2<u32>) -> vec2<u32> {
     let four = combine(how, mine, subgroupShuffleXor(mine, 4u));
     let two = combine(how, four, subgroupShuffleXor(four, 2u));
     return combine(how, two, subgroupShuffleXor(two, 1u));
 }
 //! else
-// Which of the eights is next: while one is written, neighbours may still read the other.
-var<private> turn: u32;
+// Offset of the buffer to write next: while one is written, neighbours may still read the other.
+var<private> buffer: u32;
 
-// Eight neighbours' as one, which all of them have.
+// Reduces the words of eight neighbours; all of them get the result.
 fn of_8(how: u32, local: u32, mine: vec2<u32>) -> vec2<u32> {
-    let at = parts_at(local) + turn;
-    turn = 8u - turn;
+    let at = parts_at(local) + buffer;
+    buffer = 8u - buffer;
     parts[at + local % 8u] = mine;
     workgroupBarrier();
     let even = combine(how, combine(how, parts[at], parts[at + 4u]),

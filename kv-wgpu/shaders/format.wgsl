@@ -1,10 +1,10 @@
-// What the bytes of a stored row mean: kv-quant's row.rs. The plane is the binding `$name`.
+// Decoding of stored rows: kv-quant's row.rs. The plane is the binding `$name`.
 //
-// A value is a level times the row's factor: where a row has one scale, that is the factor; where 16
-// or 32 values share a scale, levels contain it and the factor is 1. Levels are read by four, from one
-// whose number is a multiple of 4.
+// A value is a level times the row's factor. The factor is the scale of rows with one scale, and 1
+// if 16 or 32 values share a scale: levels contain it then. Levels are read four at a time, from an
+// index that is a multiple of 4.
 
-// Four codes `w` bits wide in a plane of `n` codes, from code `at` on: docs/formats.md.
+// Reads four codes of `w` bits from a plane of `n` codes, from code `at` on: docs/formats.md.
 fn $name_plane_bits(plane: u32, n: u32, at: u32, w: u32) -> vec4<u32> {
     let per_byte = 8u / w;
     let m = (n + per_byte - 1u) / per_byte;
@@ -12,7 +12,7 @@ fn $name_plane_bits(plane: u32, n: u32, at: u32, w: u32) -> vec4<u32> {
     if m % 4u == 0u {
         return bytes_of($name_bytes(plane + at % m) >> (at / m * w)) & vec4<u32>(mask);
     }
-    // A short last group.
+    // The last group is short.
     var codes = vec4<u32>(0u);
     for (var j = 0u; j < 4u; j++) {
         let i = at + j;
@@ -39,7 +39,7 @@ fn $name_lloyd_levels(bits: u32, row: u32, dim: u32, i: u32) -> vec4<f32> {
     return lloyd_levels(bits, codes);
 }
 
-// Levels `i..i + 4` of a row. `scale` is the given one of the plane and head.
+// Returns levels `i..i + 4` of a row. `scale` is the given scale of plane and head.
 fn $name_levels(format: u32, row: u32, scales_begin: u32, dim: u32, scale: f32, i: u32) -> vec4<f32> {
     let scales = row + scales_begin;
     switch format {

@@ -1,5 +1,5 @@
-// Stored rows become plain rows again: kv-cpu's gather.rs. A workgroup reads one row of one head.
-// Rows of `out` that no range owns are pad.wgsl's.
+// Decodes stored rows into plain rows: kv-cpu's gather.rs. A workgroup reads one row of one head.
+// pad.wgsl fills the rows of `out` that belong to no range.
 //! include params.wgsl
 //! include numbers.wgsl
 
@@ -16,7 +16,7 @@ struct Params {
     pad2: u32,
 }
 
-// What it is compiled for: see attend_unit.wgsl.
+// Specialisation: see attend_unit.wgsl.
 override FORMAT: u32 = 0u;
 override HAS_EXTRAS: bool = true;
 
@@ -68,7 +68,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             x = plane_four_f16(read + 2u * i);
         } else {
             x = plane_levels(FORMAT, read, p.scales_begin, dim, constant.scale, i);
-            // Plain numbers stay what they are where products lose the smallest.
+            // Not for plain formats: devices may flush subnormal products to 0.
             if FORMAT > FMT_BF16 {
                 x *= factor;
             }
@@ -85,7 +85,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         rotate_row(dim, local);
     }
     let written = head_begin(params.out, entry, lists[range], token, head);
-    // Two values a time: halves of a word are one invocation's.
+    // Two values at a time, so that one invocation writes both halves of a word.
     for (var i = 2u * local; i < dim; i += 2u * THREADS) {
         var low = row_values[i];
         var high = row_values[i + 1u];

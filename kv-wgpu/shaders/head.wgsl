@@ -1,5 +1,5 @@
-// Constants of one head: kv-core's PlaneConstants. They are in the binding `constants`, `mean`, `into`
-// and `back` at the words given.
+// Constants of one head: kv-core's PlaneConstants. `mean`, `into` and `back` are words of the
+// binding `constants`.
 struct Head {
     scale: f32,
     inv_scale: f32,

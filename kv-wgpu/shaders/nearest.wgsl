@@ -1,20 +1,20 @@
-// Magnitudes of Lloyd-Max levels nearest to some: kv-quant's lloyd.rs. Comparing with all of them takes
-// less time than to look a few up.
+// Search for the nearest Lloyd-Max level of magnitudes: kv-quant's lloyd.rs. Comparing with all
+// levels is faster than a binary search.
 
 struct Nearest {
     levels: vec4<f32>,
     indices: vec4<u32>,
 }
 
-// Takes a level where a magnitude is behind `bound`, halfway from the level before; halfway the smaller
-// is kept.
+// Takes `level` for magnitudes above `bound`, the midpoint between it and the level before. At the
+// midpoint the smaller level stays.
 fn at_least(n: Nearest, x: vec4<f32>, bound: f32, level: f32, index: u32) -> Nearest {
     let is_behind = x > vec4<f32>(bound);
     return Nearest(select(n.levels, vec4<f32>(level), is_behind),
                    select(n.indices, vec4<u32>(index), is_behind));
 }
 
-// Of magnitudes, with codes of so many bits.
+// Finds the nearest levels of four magnitudes, for codes of `bits` bits.
 fn lloyd_nearest(bits: u32, x: vec4<f32>) -> Nearest {
     let least = select(select(0.033409506, 0.12839504, bits == 4u), 0.24509418, bits == 3u);
     var n = Nearest(vec4<f32>(least), vec4<u32>(0u));

@@ -1,5 +1,5 @@
-// Whether eight neighbours among the invocations of a workgroup are neighbours in a subgroup too, and
-// exchange values: WebGPU does not promise it. Writes 1 for every invocation that finds it so.
+// Tests whether eight neighbouring invocations of a workgroup are neighbours in a subgroup too and
+// exchange values: WebGPU does not guarantee it. Writes 1 for every invocation where this holds.
 
 @group(0) @binding(0) var<storage, read_write> answers: array<u32>;
 

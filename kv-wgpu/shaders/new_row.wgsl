@@ -1,8 +1,9 @@
-// Rows on their way into a plane: a workgroup has eight side by side, each of eight neighbours, which
-// have every eighth value of it. Values that an invocation does not have are seen behind a barrier.
+// Loading and transforming new rows. A workgroup has eight rows, each shared by eight neighbours,
+// of which each holds every eighth value. A barrier must precede reads of other invocations'
+// values.
 
 const ROWS: u32 = 8u;
-// Neighbouring rows begin in different banks of memory.
+// Padded, so that neighbouring rows begin in different banks.
 const ROW_WORDS: u32 = 264u;
 
 // Bits of f32.
@@ -11,7 +12,7 @@ var<workgroup> row_bits: array<u32, 2112>;
 fn row_at(local: u32) -> u32 {
     return local / 8u * ROW_WORDS;
 }
-// Values with the zeros behind them, which fill a group of 32.
+// Returns the length of a row that is padded to whole groups of 32.
 fn filled(dim: u32) -> u32 {
     return (dim + 31u) / 32u * 32u;
 }
@@ -19,19 +20,19 @@ fn row_value(at: u32) -> f32 {
     return bitcast<f32>(row_bits[at]);
 }
 
-// Of floats without sign the order of the bits is that of the values, NaN behind infinity.
+// Returns the bits of |x|. They order as the values do; NaN is above infinity.
 fn magnitude_bits(x: f32) -> u32 {
     return bitcast<u32>(x) & 0x7fffffffu;
 }
 
-// The nearest f16, no larger than 65504; NaN stays.
+// Rounds to the nearest f16, saturated at 65504; keeps NaN.
 fn f16_saturated(x: f32) -> u32 {
     let bits = f16_bits(x);
     return select(bits, bits - 1u, (bits & 0x7fffu) == 0x7c00u);
 }
 
-// At most 2^112 in magnitude, infinities too, so that no sum of a rotation overflows; NaN stays.
-// kv-quant's STORED_MAX.
+// Saturates at 2^112, infinities too, so that no sum of a rotation overflows; keeps NaN. kv-quant's
+// STORED_MAX.
 fn saturated(x: f32) -> f32 {
     let bits = bitcast<u32>(x);
     let magnitude = bits & 0x7fffffffu;
@@ -51,7 +52,7 @@ fn new_value(read: u32, constant: Head, i: u32) -> f32 {
     return saturated(stored);
 }
 
-// Some strides of eight values that are `step` apart.
+// Applies some butterfly strides to eight values that are `step` apart.
 fn rotate_8(at: u32, step: u32, strides: u32, factor: f32) {
     var values = Eight(
         vec4<f32>(row_value(at), row_value(at + step), row_value(at + 2u * step), row_value(at + 3u * step)),
@@ -64,8 +65,8 @@ fn rotate_8(at: u32, step: u32, strides: u32, factor: f32) {
     }
 }
 
-// Strides of 8 and more, and the norm, of a block that begins at an invocation's own value: it has all
-// that become pairs.
+// Applies the strides of 8 and more, and the norm, to a block that begins at an invocation's own
+// value: the invocation holds both values of each pair.
 fn rotate_own(begin: u32, bit: u32) {
     let block = 1u << bit;
     let norm = rotation_norm(bit);
@@ -82,7 +83,7 @@ fn rotate_own(begin: u32, bit: u32) {
         }
         return;
     }
-    // One, two or four values.
+    // The block has one, two or four of this invocation's values.
     for (var s = 8u; s < block; s *= 2u) {
         for (var i = 0u; i < block; i += 8u) {
             if (i & s) == 0u {
@@ -98,8 +99,8 @@ fn rotate_own(begin: u32, bit: u32) {
     }
 }
 
-// A row of the step's input through the plane's transform, with zeros behind its end. Rows that are not
-// `read_here` stay as they are.
+// Reads a row of the step's input, transforms it and pads it with zeros. Does nothing for rows
+// without `read_here`.
 fn load_new_row(read: u32, constant: Head, read_here: bool, local: u32) {
     let dim = params.plane.head_dim;
     let at = row_at(local);

@@ -1,9 +1,9 @@
-// Numbers of 16 bits, by integers alone: nothing depends on how a device rounds, or what it does with
-// small numbers, infinities and NaN.
+// Conversions of 16-bit numbers with integers alone, so that results do not depend on a device's
+// rounding or on its handling of subnormals, infinities and NaN.
 
 const INFINITY: u32 = 0x7f800000u;
 
-// A power of two, `e` in -126..=127.
+// Returns 2^e, for `e` in -126..=127.
 fn power_of_two(e: i32) -> f32 {
     return bitcast<f32>(u32(e + 127) << 23u);
 }
@@ -12,8 +12,8 @@ fn is_nan(x: f32) -> bool {
     return (bitcast<u32>(x) & 0x7fffffffu) > INFINITY;
 }
 
-// e^x of x <= 0 to about an ulp, 0 below the least normal number: WGSL lets exp be off by 3 + 2|x| of them.
-// Cephes' expf.
+// Returns e^x for x <= 0 to about an ulp, and 0 below the least normal number. WGSL allows exp an
+// error of 3 + 2|x| ulps. Cephes' expf.
 fn exponential(x: f32) -> f32 {
     let n = round(max(x, -88.0) * 1.442695);
     let r = (max(x, -88.0) - n * 0.69335938) + n * 2.1219444e-4;
@@ -29,14 +29,14 @@ fn exponential(x: f32) -> f32 {
     return select(value, x, is_nan(x));
 }
 
-// The natural logarithm of a positive normal number to about an ulp; infinity and NaN as they are.
-// Cephes' logf.
+// Returns the natural logarithm of a positive normal number to about an ulp; infinity and NaN are
+// returned as they are. Cephes' logf.
 fn logarithm(x: f32) -> f32 {
     let bits = bitcast<u32>(x);
     if bits >= INFINITY {
         return x;
     }
-    // A number of 1/sqrt(2) to sqrt(2), less 1, and a power of two.
+    // Split into a mantissa of 1/sqrt(2) to sqrt(2), less 1, and a power of two.
     let exponent = i32(bits - 0x3f3504f3u) >> 23u;
     let m = bitcast<f32>(bits - (u32(exponent) << 23u)) - 1.0;
     var p = 7.0376836e-2;
@@ -53,7 +53,7 @@ fn logarithm(x: f32) -> f32 {
     return (m + (p * m * z - 2.1219444e-4 * e - 0.5 * z)) + 0.69335938 * e;
 }
 
-// Bits of the f32 of an f16.
+// Widens the bits of an f16 to those of an f32.
 fn f16_widen(bits: u32) -> u32 {
     let sign = (bits & 0x8000u) << 16u;
     let exponent = (bits >> 10u) & 31u;
@@ -64,7 +64,7 @@ fn f16_widen(bits: u32) -> u32 {
     if exponent > 0u {
         return sign | ((exponent + 112u) << 23u) | (mantissa << 13u);
     }
-    // A multiple of 2^-24, which f32 has as an ordinary number.
+    // A subnormal f16: a multiple of 2^-24, which is normal in f32.
     return sign | bitcast<u32>(f32(mantissa) * power_of_two(-24));
 }
 
@@ -72,24 +72,24 @@ fn f16_decode(bits: u32) -> f32 {
     return bitcast<f32>(f16_widen(bits));
 }
 
-// The same of four, without branches.
+// Decodes four f16, without branches.
 fn f16_decode_four(bits: vec4<u32>) -> vec4<f32> {
     let magnitude = (bits & vec4<u32>(0x7fffu)) << vec4<u32>(13u);
     let sign = (bits & vec4<u32>(0x8000u)) << vec4<u32>(16u);
-    // An exponent of 0 means a leading 0: as if it were a leading 1, less that.
+    // An exponent of 0 means a leading 0: decode it with a leading 1, then subtract that.
     let small = bitcast<vec4<f32>>(magnitude + vec4<u32>(113u << 23u)) - power_of_two(-14);
     let bias = select(vec4<u32>(112u << 23u), vec4<u32>(224u << 23u), magnitude >= vec4<u32>(31u << 23u));
     let usual = magnitude + bias;
     return bitcast<vec4<f32>>(sign | select(usual, bitcast<vec4<u32>>(small), magnitude < vec4<u32>(1u << 23u)));
 }
 
-// The upper bits of `bits`, without the lowest `shift`: to nearest, ties to even.
+// Drops the lowest `shift` bits: rounds to nearest, ties to even.
 fn round_shift(bits: u32, shift: u32) -> u32 {
     let kept = bits >> shift;
     return (bits + (1u << (shift - 1u)) - 1u + (kept & 1u)) >> shift;
 }
 
-// The nearest f16 of an f32, infinite beyond the largest.
+// Rounds an f32 to the nearest f16; infinity beyond the largest.
 fn f16_bits(x: f32) -> u32 {
     let bits = bitcast<u32>(x);
     let sign = (bits >> 16u) & 0x8000u;
@@ -103,7 +103,7 @@ fn f16_bits(x: f32) -> u32 {
     if magnitude >= 0x38800000u {
         return sign | (round_shift(magnitude, 13u) - (112u << 10u));
     }
-    // Multiples of 2^-24: the mantissa with its leading one, as far down as the exponent says.
+    // A subnormal result: shift the mantissa with its leading one to multiples of 2^-24.
     let shift = 126u - (magnitude >> 23u);
     if shift > 25u {
         return sign;
@@ -111,7 +111,7 @@ fn f16_bits(x: f32) -> u32 {
     return sign | round_shift((magnitude & 0x7fffffu) | 0x800000u, shift);
 }
 
-// The nearest bf16 of an f32.
+// Rounds an f32 to the nearest bf16.
 fn bf16_bits(x: f32) -> u32 {
     let bits = bitcast<u32>(x);
     if (bits & 0x7fffffffu) > INFINITY {
@@ -120,7 +120,7 @@ fn bf16_bits(x: f32) -> u32 {
     return round_shift(bits, 16u);
 }
 
-// A number of 16 bits: `bf16`, or else f16.
+// Rounds to bf16 if `dtype` says so, otherwise to f16.
 fn half_bits(dtype: u32, x: f32) -> u32 {
     if dtype == 2u {
         return bf16_bits(x);

@@ -1,7 +1,7 @@
-// What encode.wgsl has made becomes the bytes of a row of the binding `$name`: docs/formats.md. The row's
-// codes are at `codes`, its scales at `scales`.
+// Packing of encode.wgsl's results into the bytes of a row of the binding `$name`: docs/formats.md.
+// The row's codes are at `codes`, its scales at `scales`.
 
-// A byte of a plane of codes: `w` bits from bit `low` on of each of the `n` codes from `codes` on.
+// Returns a byte of a plane of codes: `w` bits from bit `low` on, of the `n` codes from `codes` on.
 fn plane_bits_of(codes: u32, n: u32, byte: u32, low: u32, w: u32) -> u32 {
     let per_byte = 8u / w;
     let m = (n + per_byte - 1u) / per_byte;
@@ -38,7 +38,7 @@ fn lloyd_byte(bits: u32, dim: u32, row: u32, at: u32) -> u32 {
     return select(0u, plane_bits_of(codes, n, byte - first, 4u, 2u), has_more);
 }
 
-// Byte `at` of a row.
+// Returns byte `at` of a row.
 fn row_byte(p: Plane, codes: u32, scales: u32, at: u32) -> u32 {
     switch FORMAT {
         case FMT_Q8_0: {
@@ -60,10 +60,10 @@ fn row_byte(p: Plane, codes: u32, scales: u32, at: u32) -> u32 {
     }
     if at >= p.scales_begin {
         let i = at - p.scales_begin;
-        // A byte for each scale, or the two of one.
+        // One byte per scale for groups, else the two bytes of the row's scale.
         let is_grouped = FORMAT == FMT_L6_G32 || FORMAT == FMT_L4_G32 || FORMAT == FMT_L3_G32;
         if is_grouped || FORMAT == FMT_NVFP4 {
-            // The row's last byte may be behind the scales.
+            // The row may end with a padding byte.
             let count = select((p.head_dim + 31u) / 32u, (p.head_dim + 15u) / 16u, FORMAT == FMT_NVFP4);
             return select(0u, row_scales[scales + min(i, 15u)], i < count);
         }
@@ -78,7 +78,7 @@ fn row_byte(p: Plane, codes: u32, scales: u32, at: u32) -> u32 {
     return row_bits[codes + at];
 }
 
-// Stores an invocation's row at an even byte, after a barrier: its codes, or values in 16 bits.
+// Stores an invocation's row at an even byte, after a barrier: its codes, or its values in 16 bits.
 fn $name_put_coded(p: Plane, written: u32, wide: bool, local: u32) {
     let codes = row_at(local);
     if wide {

@@ -1,5 +1,5 @@
-// Every row of an output that no entry owns becomes one value. A workgroup fills all heads of a
-// token.
+// Sets every row of an output that belongs to no entry to one value. A workgroup fills all heads of
+// a token.
 //! include params.wgsl
 //! include numbers.wgsl
 
@@ -16,7 +16,7 @@ struct Params {
 @group(0) @binding(2) var<storage, read_write> out: array<atomic<u32>>;
 //! include writer.wgsl name=out
 
-// Rows of an entry that are owned; they come first.
+// Returns the number of rows that belong to an entry; they come first.
 fn owned(entry: u32) -> u32 {
     if params.out.axes == THD {
         return params.total;

@@ -1,5 +1,5 @@
-// What the host passes: src/params.rs, field by field. Strides, sizes and places in bindings count
-// bytes.
+// Parameters from the host: src/params.rs, field by field. Strides, sizes and offsets in bindings
+// count bytes.
 
 struct Tensor {
     data: u32,
@@ -59,7 +59,8 @@ fn dtype_bytes(dtype: u32) -> u32 {
     return select(2u, 4u, dtype == F32);
 }
 
-// First byte of head 0 of token `i` of entry `entry`, whose tokens begin at ragged row `start`.
+// Returns the first byte of head 0 of token `i` of entry `entry`, whose tokens begin at ragged row
+// `start`.
 fn token_begin(t: Tensor, entry: u32, start: u32, i: u32) -> u32 {
     if t.axes == THD {
         return t.data + (start + i) * t.token_stride;
@@ -67,7 +68,7 @@ fn token_begin(t: Tensor, entry: u32, start: u32, i: u32) -> u32 {
     return t.data + entry * t.batch_stride + i * t.token_stride;
 }
 
-// First byte of a row of one head of that token.
+// Returns the first byte of one head of that token.
 fn head_begin(t: Tensor, entry: u32, start: u32, i: u32, head: u32) -> u32 {
     return token_begin(t, entry, start, i) + head * t.dim * dtype_bytes(t.dtype);
 }

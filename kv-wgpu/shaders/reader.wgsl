@@ -1,17 +1,17 @@
-// Reading the binding `$name`, an array of words, by bytes. `$aligned` says that whatever is read by
-// four begins at a whole word.
+// Byte access to the binding `$name`, an array of words. `$aligned` says that reads of four
+// elements begin at a whole word.
 
 fn $name_word(at: u32) -> u32 {
     return $name[at >> 2u];
 }
-// 16 bits at an even byte.
+// Reads 16 bits at an even byte.
 fn $name_half(at: u32) -> u32 {
     return ($name[at >> 2u] >> ((at & 2u) * 8u)) & 0xffffu;
 }
 fn $name_byte(at: u32) -> u32 {
     return ($name[at >> 2u] >> ((at & 3u) * 8u)) & 0xffu;
 }
-// Four bytes at any byte.
+// Reads four bytes at any byte.
 fn $name_bytes(at: u32) -> u32 {
     let word = at >> 2u;
     let shift = (at & 3u) * 8u;
@@ -24,7 +24,7 @@ fn $name_bytes(at: u32) -> u32 {
     }
     return bits;
 }
-// Four times 16 bits at an even byte.
+// Reads four times 16 bits at an even byte.
 fn $name_halves(at: u32) -> vec4<u32> {
     let word = at >> 2u;
     var low = $name[word];
@@ -45,7 +45,7 @@ fn $name_four_f16(at: u32) -> vec4<f32> {
 fn $name_four_bf16(at: u32) -> vec4<f32> {
     return bitcast<vec4<f32>>($name_halves(at) << vec4<u32>(16u));
 }
-// Four plain numbers, f32 at whole words.
+// Reads four unquantised numbers; f32 must lie at whole words.
 fn $name_four(dtype: u32, at: u32) -> vec4<f32> {
     switch dtype {
         case F32: { return $name_four_f32(at); }
@@ -53,7 +53,7 @@ fn $name_four(dtype: u32, at: u32) -> vec4<f32> {
         default: { return $name_four_bf16(at); }
     }
 }
-// Bits of element `i` of a row of plain numbers, as an f32.
+// Returns element `i` of an unquantised row, as the bits of an f32.
 fn $name_bits(dtype: u32, row: u32, i: u32) -> u32 {
     if dtype == F32 {
         return $name_word(row + 4u * i);

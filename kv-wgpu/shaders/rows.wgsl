@@ -1,4 +1,5 @@
-// Where rows lie: kv-core's SlotMap and PlaneLayout. A batch's sequences and tables are in `lists`.
+// Placement of rows: kv-core's SlotMap and PlaneLayout. A batch's sequences and block tables are in
+// `lists`.
 
 // Words of a sequence in `lists`.
 const SEQUENCE_WORDS: u32 = 12u;
@@ -27,15 +28,15 @@ fn sequence_of(plan: Plan, entry: u32) -> Sequence {
 struct Place {
     index: u32,   // in the sequence's block table
     inside: u32,  // first slot inside the block
-    wide: bool,   // kept in 16 bits among codes
+    wide: bool,   // stored in 16 bits among codes
 }
 
-// The `nth` of wide rows one after another.
+// Places the `nth` of consecutive 16-bit rows.
 fn place_wide(p: Plane, nth: u32) -> Place {
     return Place(nth / p.wide_per_block, nth % p.wide_per_block * p.wide_slots, true);
 }
 
-// Slots of the full-precision prefix, with the gaps between them.
+// Returns the slots of the full-precision prefix, with the gaps in it.
 fn prefix_slots(p: Plane) -> u32 {
     if p.full_precision_prefix == 0u {
         return 0u;
@@ -44,7 +45,7 @@ fn prefix_slots(p: Plane) -> u32 {
     return last.index * p.block_size + last.inside + p.wide_slots;
 }
 
-// A token of the full-precision prefix, or a code.
+// Places a token of the full-precision prefix, or a quantised one.
 fn place_of(p: Plane, position: u32) -> Place {
     if position < p.full_precision_prefix {
         return place_wide(p, position);
@@ -53,7 +54,7 @@ fn place_of(p: Plane, position: u32) -> Place {
     return Place(slot / p.block_size, slot % p.block_size, false);
 }
 
-// Blocks of `tokens` tokens without a tail.
+// Returns the blocks of `tokens` tokens without a tail.
 fn blocks_of(p: Plane, tokens: u32) -> u32 {
     var slots = tokens;
     if p.full_precision_prefix > 0u && tokens > 0u {
@@ -64,7 +65,7 @@ fn blocks_of(p: Plane, tokens: u32) -> u32 {
     return slots / p.block_size + select(0u, 1u, slots % p.block_size > 0u);
 }
 
-// A token of a sequence whose first `coded` tokens are codes.
+// Places a token of a sequence whose first `coded` tokens are quantised.
 fn place_in(p: Plane, position: u32, coded: u32) -> Place {
     let begin = max(coded, p.full_precision_prefix);
     if p.has_tail == 0u || position < begin {
@@ -75,24 +76,24 @@ fn place_in(p: Plane, position: u32, coded: u32) -> Place {
     return place;
 }
 
-// A token of the tail there was, in a step that makes codes of it.
+// Places a token of the old tail, in a step that quantises it.
 fn place_sealed(p: Plane, s: Sequence, position: u32) -> Place {
     var place = place_wide(p, position - max(s.coded_before, p.full_precision_prefix));
     place.index += s.sealed_index;
     return place;
 }
 
-// The first position in a tail, `len` where there is none.
+// Returns the first position of the tail; `len` without one.
 fn tail_begin(p: Plane, len: u32, coded: u32) -> u32 {
     return select(len, min(max(coded, p.full_precision_prefix), len), p.has_tail != 0u);
 }
 
-// First byte of a block of this segment.
+// Returns the first byte of a block of this segment.
 fn block_begin(p: Plane, block: u32) -> u32 {
     return p.data + (block - p.first) * p.block_bytes;
 }
 
-// Bytes from a block's start to a row of a head.
+// Returns the bytes from a block's start to a row of a head.
 fn row_begin(p: Plane, place: Place, head: u32) -> u32 {
     return place.inside * p.token_stride + head * select(p.head_stride, p.wide_head_stride, place.wide);
 }

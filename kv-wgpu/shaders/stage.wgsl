@@ -1,6 +1,6 @@
-fn stage_$name(turn: u32, begin: u32, local: u32, scale: f32) {
+fn stage_$name(buffer: u32, begin: u32, local: u32, scale: f32) {
     let token = local / 4u;
-    let t = turn * TILE + token;
+    let t = buffer * TILE + token;
     let is_here = how[t] != ABSENT;
     var factor = 1.0;
     if is_here {

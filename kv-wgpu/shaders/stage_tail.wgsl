@@ -1,5 +1,5 @@
-// Rows of a tail that become codes are laid aside as f32: their blocks and those of the codes may be in
-// one binding, or in different ones. A workgroup reads one head of the rows of a piece.
+// Copies the tail rows that a step quantises to scratch memory, as f32: their blocks and those of
+// the codes may be in one binding or in different ones. A workgroup reads one head of a run.
 //! include params.wgsl
 //! include numbers.wgsl
 //! include write_params.wgsl
@@ -9,32 +9,32 @@ const THREADS: u32 = 64u;
 @group(0) @binding(0) var<uniform> params: Params;
 @group(0) @binding(1) var<storage, read> lists: array<u32>;
 @group(0) @binding(2) var<storage, read> plane: array<u32>;
-@group(0) @binding(3) var<storage, read> pieces: array<u32>;
+@group(0) @binding(3) var<storage, read> runs: array<u32>;
 @group(0) @binding(4) var<storage, read_write> staged: array<u32>;
 //! include reader.wgsl name=plane aligned=false
 //! include rows.wgsl
-//! include pieces.wgsl
+//! include coded_runs.wgsl
 
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
         @builtin(local_invocation_index) local: u32) {
     let p = params.plane;
     let unit = group.x + group.y * groups.x;
-    if unit / p.num_kv_heads >= params.num_pieces {
+    if unit / p.num_kv_heads >= params.num_runs {
         return;
     }
-    let piece = piece_of(unit / p.num_kv_heads);
+    let run = coded_run_of(unit / p.num_kv_heads);
     let head = unit % p.num_kv_heads;
-    let s = sequence_of(params.plan, piece.entry);
+    let s = sequence_of(params.plan, run.entry);
     let dtype = select(F16, p.format, p.format <= BF16);
-    for (var position = piece.begin; position < min(piece.end, s.kv_len - s.new_len); position++) {
+    for (var position = run.begin; position < min(run.end, s.kv_len - s.new_len); position++) {
         let place = place_sealed(p, s, position);
         let block = lists[params.plan.tables + s.table + place.index];
         if !is_here(p, block) {
             continue;
         }
         let read = block_begin(p, block) + row_begin(p, place, head);
-        let written = staged_begin(p, piece, position, head);
+        let written = staged_begin(p, run, position, head);
         for (var i = local; i < p.head_dim; i += THREADS) {
             staged[written + i] = plane_bits(dtype, read, i);
         }

@@ -1,10 +1,10 @@
-// Tiles of query rows: those of a sequence begin behind a place that no earlier sequence's reach.
+// Tiles of query rows. Those of a sequence begin past the last tile of the sequences before it.
 
 fn start_of(entry: u32, rows: u32) -> u32 {
     return lists[params.plan.sequences + entry * SEQUENCE_WORDS + 1u] * params.group / rows + entry;
 }
 
-// The sequence whose tiles begin last at or before tile `x`; there is one.
+// Returns the sequence that owns tile `x`: the last one whose tiles begin at or before it.
 fn owner_of(x: u32, rows: u32) -> u32 {
     var low = 0u;
     var high = params.plan.num_sequences;

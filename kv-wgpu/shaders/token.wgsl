@@ -1,7 +1,7 @@
-// Rows of the plane `$name` of the tokens that were looked up. `$mean` is one more than the place of
-// the mean of a token's block, 0 where it has none, and counts where `$has_means`.
+// Reads of rows of the plane `$name` for the tokens that `find` looked up. `$mean` is the place of
+// the block's mean plus one, 0 without a mean; it is used if `$has_means`.
 
-// What levels of token `t` are multiplied with.
+// Returns the factor of the levels of token `t`.
 fn $name_factor_of(t: u32, scale: f32) -> f32 {
     if $format <= FMT_BF16 || (HAS_EXTRAS && how[t] == WIDE) {
         return 1.0;
@@ -9,7 +9,7 @@ fn $name_factor_of(t: u32, scale: f32) -> f32 {
     return $name_factor($format, $name_at[t], params.$name.scales_begin, scale);
 }
 
-// Four values of token `t`, from the `i`th on.
+// Returns four values of token `t`, from the `i`th on.
 fn $name_values(t: u32, i: u32, factor: f32, scale: f32) -> vec4<f32> {
     let row = $name_at[t];
     if HAS_EXTRAS && $format > FMT_BF16 && how[t] == WIDE {

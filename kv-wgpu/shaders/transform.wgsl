@@ -1,14 +1,14 @@
 // Mean, balance, signs and Hadamard rotation of one row: kv-quant's transform.rs. The row is in
-// `row_values`, which the workgroup shares; all invocations call, after a barrier, and another one is
-// behind them. Constants are in the binding `constants`, at words that `Head` has.
+// `row_values` in shared memory. All invocations call these functions after a barrier, and they end
+// with one. Constants are in the binding `constants`, at words that `Head` has.
 
 var<workgroup> row_values: array<f32, 256>;
 
 //! include head.wgsl
 //! include butterflies.wgsl
 
-// Where the block begins that value `i` is in, and the bit that is its size; blocks are the powers of two
-// that sum to `dim`, largest first.
+// Returns where the block begins that contains value `i`, and the exponent of its size. Blocks are
+// the powers of two that sum to `dim`, largest first.
 fn block_of(dim: u32, i: u32) -> vec2<u32> {
     var begin = 0u;
     for (var bit = 8u; bit > 0u; bit--) {
@@ -21,7 +21,7 @@ fn block_of(dim: u32, i: u32) -> vec2<u32> {
     return vec2<u32>(begin, 0u);
 }
 
-// Up to three strides of set `n` of eight values, from bit `done` on.
+// Applies up to three strides to set `n` of eight values, from bit `done` on.
 fn rotate_set(dim: u32, n: u32, done: u32) {
     let block = block_of(dim, 8u * n);
     let bit = block.y;
@@ -31,7 +31,7 @@ fn rotate_set(dim: u32, n: u32, done: u32) {
     let first = min(done, max(bit, 3u) - 3u);
     let step = 1u << first;
     let at = block.x + eight_begin(n - block.x / 8u, first);
-    // A block of fewer than eight values, the last, leaves what is behind it alone.
+    // The last block may have fewer than eight values.
     let count = min(8u, 1u << bit);
     var values = Eight(vec4<f32>(0.0), vec4<f32>(0.0));
     for (var j = 0u; j < 4u; j++) {
@@ -54,7 +54,7 @@ fn rotate_set(dim: u32, n: u32, done: u32) {
     }
 }
 
-// The orthonormal Walsh-Hadamard transform of every block.
+// Applies the orthonormal Walsh-Hadamard transform to every block.
 fn rotate_row(dim: u32, local: u32) {
     for (var done = 0u; (2u << done) <= dim; done += 3u) {
         for (var n = local; n < (dim + 7u) / 8u; n += THREADS) {

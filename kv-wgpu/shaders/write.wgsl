@@ -1,6 +1,6 @@
-// New rows of K or of V go to their slots: kv-cpu's write.rs. A workgroup writes eight rows, of
-// one head each. Rows that a tail keeps for later are here; those that become codes with their block are
-// write_blocks.wgsl's.
+// Writes new rows of K or V into their slots: kv-cpu's write.rs. A workgroup writes eight rows of
+// one head each. It writes the rows that stay in a 16-bit tail; write_blocks.wgsl writes rows that
+// are quantised with their block.
 //! include params.wgsl
 //! include numbers.wgsl
 //! include write_params.wgsl
@@ -30,16 +30,16 @@ const THREADS: u32 = 64u;
 struct Token {
     entry: u32,
     new_start: u32,
-    token: u32,  // among the new ones of its sequence
+    token: u32,  // index among the sequence's new tokens
     block: u32,
     place: Place,
-    // Whether its rows are written here.
+    // Whether its rows are written by this dispatch.
     is_mine: bool,
 }
 
 fn token_of(row: u32) -> Token {
     let p = params.plane;
-    // The plan's slots say where; the map says how wide the row is.
+    // The plan's slots give the place; the slot map says whether the row is in 16 bits.
     let slot = lists[params.plan.slots + row];
     let block = slot / p.block_size;
     let entry = entry_of(params.plan.sequences + 3u, SEQUENCE_WORDS, params.plan.num_sequences, row);
@@ -51,7 +51,8 @@ fn token_of(row: u32) -> Token {
     return Token(entry, s.new_start, token, block, Place(0u, slot % p.block_size, wide), is_mine);
 }
 
-// Whether a row from `first` to `last` is written here: the same for all of a workgroup.
+// Returns whether any of the rows `first..=last` is written by this dispatch: uniform in a
+// workgroup.
 fn has_any(first: u32, last: u32) -> bool {
     for (var row = first; row <= last; row++) {
         if token_of(row).is_mine {
@@ -76,7 +77,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         return;
     }
 //! end
-    // All invocations meet all barriers: those behind the last row read that one too.
+    // All invocations must reach all barriers: those past the last row read that row too.
     let unit = min(first + local / 8u, last);
     let head = unit % p.num_kv_heads;
     let t = token_of(unit / p.num_kv_heads);

@@ -1,6 +1,6 @@
-// Blocks that a step fills become codes: kv-cpu's write/tail.rs. A workgroup writes one head of a piece:
-// rows of one block that get codes in this step, eight at a time. They come from the step's input, or from
-// the tail there was, which stage_tail.wgsl has laid aside.
+// Quantises the blocks that a step fills: kv-cpu's write/tail.rs. A workgroup writes one head of a
+// run, the rows of one block that are quantised in this step, eight rows at a time. Rows come from
+// the step's input, or from the old tail, which stage_tail.wgsl copied to scratch memory.
 //! include params.wgsl
 //! include numbers.wgsl
 //! include write_params.wgsl
@@ -12,7 +12,7 @@ const THREADS: u32 = 64u;
 @group(0) @binding(2) var<storage, read> rows: array<u32>;
 @group(0) @binding(3) var<storage, read> constants: array<u32>;
 @group(0) @binding(4) var<storage, read_write> plane: array<atomic<u32>>;
-@group(0) @binding(5) var<storage, read> pieces: array<u32>;
+@group(0) @binding(5) var<storage, read> runs: array<u32>;
 @group(0) @binding(6) var<storage, read> staged: array<u32>;
 //! include reader.wgsl name=rows aligned=false
 //! include writer.wgsl name=plane
@@ -22,24 +22,25 @@ const THREADS: u32 = 64u;
 //! include new_row.wgsl
 //! include codes.wgsl
 //! include exchange.wgsl
-//! include pieces.wgsl
+//! include coded_runs.wgsl
 //! if CODES
 //! include encode.wgsl
 //! include pack.wgsl name=plane
 //! end
 
 var<workgroup> row_mean: array<f32, 256>;
-// Whether a row counts for the mean.
+// Whether a row counts in the mean.
 var<workgroup> is_sound: array<u32, 8>;
 
-// An invocation's row as it is stored, before it is encoded. What all had of rows before was read.
-fn read_row(piece: Piece, s: Sequence, position: u32, head: u32, constant: Head, local: u32) {
+// Loads an invocation's row before it is encoded. The caller has a barrier after the reads of
+// earlier rows.
+fn read_row(run: CodedRun, s: Sequence, position: u32, head: u32, constant: Head, local: u32) {
     let p = params.plane;
     let dim = p.head_dim;
     let cached = s.kv_len - s.new_len;
     let is_new = position >= cached;
     if !is_new {
-        let read = staged_begin(p, piece, position, head);
+        let read = staged_begin(p, run, position, head);
         for (var i = local % 8u; i < filled(dim); i += 8u) {
             var bits = 0u;
             if i < dim {
@@ -48,7 +49,7 @@ fn read_row(piece: Piece, s: Sequence, position: u32, head: u32, constant: Head,
             row_bits[row_at(local) + i] = bits;
         }
     }
-    let read = head_begin(params.rows, piece.entry, s.new_start, position - cached, head);
+    let read = head_begin(params.rows, run.entry, s.new_start, position - cached, head);
     load_new_row(read, constant, is_new, local);
 //! if CODES
     if is_new {
@@ -60,17 +61,17 @@ fn read_row(piece: Piece, s: Sequence, position: u32, head: u32, constant: Head,
 //! end
 }
 
-// The mean of rows that are all there will be in their block. One with a value that is not finite, or
-// that saturated, does not count.
-fn take_mean(piece: Piece, s: Sequence, head: u32, constant: Head, local: u32) {
+// Computes the mean of all rows of a block. Rows with a value that is not finite or that saturated
+// do not count.
+fn take_mean(run: CodedRun, s: Sequence, head: u32, constant: Head, local: u32) {
     let dim = params.plane.head_dim;
     for (var i = local; i < dim; i += THREADS) {
         row_mean[i] = 0.0;
     }
     var counted = 0u;
-    for (var first = piece.begin; first < piece.end; first += ROWS) {
-        workgroupBarrier();  // the rows before were read
-        read_row(piece, s, min(first + local / 8u, piece.end - 1u), head, constant, local);
+    for (var first = run.begin; first < run.end; first += ROWS) {
+        workgroupBarrier();  // reads of the rows before are done
+        read_row(run, s, min(first + local / 8u, run.end - 1u), head, constant, local);
         var bits = 0u;
         for (var i = local % 8u; i < dim; i += 8u) {
             bits = max(bits, magnitude_bits(row_value(row_at(local) + i)));
@@ -80,7 +81,7 @@ fn take_mean(piece: Piece, s: Sequence, head: u32, constant: Head, local: u32) {
             is_sound[local / 8u] = u32(amax < bitcast<u32>(65504.0));
         }
         workgroupBarrier();
-        for (var row = 0u; row < min(piece.end - first, ROWS); row++) {
+        for (var row = 0u; row < min(run.end - first, ROWS); row++) {
             if is_sound[row] != 0u && counted < 65535u {
                 counted++;
                 for (var i = local; i < dim; i += THREADS) {
@@ -105,23 +106,23 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let p = params.plane;
     let dim = p.head_dim;
     let unit = group.x + group.y * groups.x;
-    if unit / p.num_kv_heads >= params.num_pieces {
+    if unit / p.num_kv_heads >= params.num_runs {
         return;
     }
-    let piece = piece_of(unit / p.num_kv_heads);
+    let run = coded_run_of(unit / p.num_kv_heads);
     let head = unit % p.num_kv_heads;
-    let s = sequence_of(params.plan, piece.entry);
-    let block = lists[params.plan.tables + s.table + place_of(p, piece.begin).index];
+    let s = sequence_of(params.plan, run.entry);
+    let block = lists[params.plan.tables + s.table + place_of(p, run.begin).index];
     if !is_here(p, block) {
         return;
     }
     let constant = head_of(p, head, params.has_constants != 0u);
     let block_at = block_begin(p, block);
-    // An invocation has the same channels of the mean all the time.
+    // An invocation always handles the same channels of the mean.
     let mean_at = block_at + p.mean_begin + head * dim * 2u;
     if p.block_means != 0u {
-        if piece.is_whole != 0u {
-            take_mean(piece, s, head, constant, local);
+        if run.is_whole != 0u {
+            take_mean(run, s, head, constant, local);
             for (var i = local; i < dim; i += THREADS) {
                 plane_put_half(mean_at + 2u * i, f16_bits(row_mean[i]));
             }
@@ -131,10 +132,10 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             }
         }
     }
-    for (var first = piece.begin; first < piece.end; first += ROWS) {
-        workgroupBarrier();  // the mean is there, and the rows before were read
-        let position = min(first + local / 8u, piece.end - 1u);
-        read_row(piece, s, position, head, constant, local);
+    for (var first = run.begin; first < run.end; first += ROWS) {
+        workgroupBarrier();  // the mean is stored, and reads of the rows before are done
+        let position = min(first + local / 8u, run.end - 1u);
+        read_row(run, s, position, head, constant, local);
         if p.block_means != 0u {
             for (var i = local % 8u; i < dim; i += 8u) {
                 let at = row_at(local) + i;

@@ -1,10 +1,10 @@
-// Writing the binding `$name`, an array of atomic words, by bytes. A word may be written by several
-// invocations, each its own bytes of it.
+// Byte access for writing the binding `$name`, an array of atomic words. Several invocations may
+// write different bytes of one word.
 
 fn $name_put_word(at: u32, bits: u32) {
     atomicStore(&$name[at >> 2u], bits);
 }
-// The bytes of word `index` that `mask` has.
+// Writes the bytes of word `index` that `mask` selects.
 fn $name_put_masked(index: u32, mask: u32, bits: u32) {
     if mask == 0xffffffffu {
         atomicStore(&$name[index], bits);
@@ -13,12 +13,12 @@ fn $name_put_masked(index: u32, mask: u32, bits: u32) {
         atomicOr(&$name[index], bits & mask);
     }
 }
-// 16 bits at an even byte.
+// Writes 16 bits at an even byte.
 fn $name_put_half(at: u32, bits: u32) {
     let shift = (at & 2u) * 8u;
     $name_put_masked(at >> 2u, 0xffffu << shift, bits << shift);
 }
-// Two values at an even byte, the first in the lower half.
+// Writes two 16-bit values at an even byte, the first in the lower half.
 fn $name_put_pair(at: u32, low: u32, high: u32) {
     if (at & 2u) == 0u {
         $name_put_word(at, low | (high << 16u));
@@ -27,7 +27,7 @@ fn $name_put_pair(at: u32, low: u32, high: u32) {
         $name_put_half(at + 2u, high);
     }
 }
-// Element `i` of a row of plain numbers.
+// Writes element `i` of an unquantised row.
 fn $name_store(dtype: u32, row: u32, i: u32, x: f32) {
     if dtype == F32 {
         $name_put_word(row + 4u * i, bitcast<u32>(x));
@@ -35,7 +35,7 @@ fn $name_store(dtype: u32, row: u32, i: u32, x: f32) {
         $name_put_half(row + 2u * i, half_bits(dtype, x));
     }
 }
-// Elements `i` and `i + 1`.
+// Writes elements `i` and `i + 1`.
 fn $name_store_pair(dtype: u32, row: u32, i: u32, low: f32, high: f32) {
     if dtype == F32 {
         $name_put_word(row + 4u * i, bitcast<u32>(low));

@@ -1,4 +1,4 @@
-//! Which adapters there are, and how one is chosen.
+//! Adapters of this machine, and the choice of one.
 use std::fmt;
 use std::str::FromStr;
 
@@ -6,13 +6,13 @@ use kv_core::DeviceError;
 
 use crate::device::unsupported;
 
-/// Which adapter to open.
+/// Names the adapter to open.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 #[expect(clippy::exhaustive_enums, reason = "an adapter has a place and a name")]
 pub enum AdapterName {
-    /// Its place in the list of [`adapters`].
+    /// Its index in the list of [`adapters`].
     Index(u32),
-    /// A part of its name, whatever the case: the first that has it.
+    /// Part of its name or driver, in any case: the first adapter that has it.
     Named(String),
 }
 
@@ -34,19 +34,19 @@ impl fmt::Display for AdapterName {
 impl FromStr for AdapterName {
     type Err = std::convert::Infallible;
 
-    /// A number is a place, everything else a name.
+    /// Reads a number as an index and everything else as a name.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         Ok(text.parse().map_or_else(|_| Self::Named(text.to_owned()), Self::Index))
     }
 }
 
-/// What an adapter says of itself.
+/// What an adapter reports about itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct AdapterFacts {
-    /// Place in the list.
+    /// Index in the list of [`adapters`].
     pub index: u32,
-    /// Name of the card, or of the program that stands for one.
+    /// Name of the card, or of the software renderer.
     pub name: String,
     /// `Vulkan`, `Metal` or `Dx12`.
     pub api: String,
@@ -54,17 +54,17 @@ pub struct AdapterFacts {
     pub kind: String,
     /// Whether a CPU runs its shaders.
     pub is_cpu: bool,
-    /// Driver and its version, as far as it says.
+    /// Driver and its version, if the adapter reports them.
     pub driver: String,
     /// Bytes of the largest buffer.
     pub buffer_bytes_max: u64,
-    /// Bytes that a shader sees through one binding.
+    /// Bytes of the largest binding.
     pub binding_bytes_max: u64,
-    /// Bytes that the invocations of a workgroup share.
+    /// Bytes of a workgroup's shared memory.
     pub workgroup_bytes_max: u32,
-    /// Whether shaders have subgroups; none needs them.
+    /// Whether shaders may use subgroups; none requires them.
     pub has_subgroups: bool,
-    /// Whether shaders have 16-bit floats; none needs them.
+    /// Whether shaders may use 16-bit floats; none requires them.
     pub has_f16: bool,
 }
 
@@ -88,8 +88,8 @@ impl AdapterFacts {
     }
 }
 
-/// Every adapter of this machine that could be opened. Real cards come before those that a CPU
-/// stands for; otherwise the order is the drivers'.
+/// Lists every adapter of this machine that could be opened. Real cards come before software
+/// renderers; otherwise the order is the drivers'.
 pub fn adapters() -> Vec<AdapterFacts> {
     all().iter().zip(0..).map(|(adapter, index)| AdapterFacts::of(adapter, index)).collect()
 }
@@ -97,7 +97,8 @@ pub fn adapters() -> Vec<AdapterFacts> {
 fn all() -> Vec<wgpu::Adapter> {
     let mut descriptor = wgpu::InstanceDescriptor::new_without_display_handle();
     descriptor.backends = wgpu::Backends::PRIMARY;
-    // Validation of the driver's own is for whoever works on wgpu.
+    // The driver's own validation is useful to developers of wgpu only; an environment variable
+    // enables it.
     descriptor.flags = wgpu::InstanceFlags::empty().with_env();
     let instance = wgpu::Instance::new(descriptor);
     let mut found = pollster::block_on(instance.enumerate_adapters(wgpu::Backends::PRIMARY));
@@ -105,7 +106,7 @@ fn all() -> Vec<wgpu::Adapter> {
     found
 }
 
-/// The adapter of this name.
+/// Finds the adapter of this name.
 pub(crate) fn find(name: &AdapterName) -> Result<(wgpu::Adapter, AdapterFacts), DeviceError> {
     let found = all();
     let facts: Vec<_> =
@@ -120,9 +121,9 @@ pub(crate) fn find(name: &AdapterName) -> Result<(wgpu::Adapter, AdapterFacts), 
     });
     chosen.ok_or_else(|| {
         let why = if names.is_empty() {
-            "no adapter: neither a driver for Vulkan nor Metal nor DX12 was found".to_owned()
+            "no adapter: found no driver for Vulkan, Metal or DX12".to_owned()
         } else {
-            format!("no adapter {name}; there are {}", names.join(", "))
+            format!("no adapter {name}; this machine has {}", names.join(", "))
         };
         unsupported("open an adapter", why)
     })
@@ -133,7 +134,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_are_places() {
+    fn numbers_are_indices() {
         let parse = |text: &str| text.parse::<AdapterName>().unwrap();
         assert_eq!(parse("2"), AdapterName::Index(2));
         assert_eq!(parse("llvmpipe"), AdapterName::Named("llvmpipe".to_owned()));
@@ -142,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn an_adapter_that_is_not_there_is_refused_with_those_that_are() {
+    fn an_unknown_adapter_is_refused_with_the_known_names() {
         let error = find(&AdapterName::Named("no such card".to_owned())).unwrap_err();
         assert_eq!(error.kind(), kv_core::DeviceErrorKind::Unsupported);
         let words = error.to_string();

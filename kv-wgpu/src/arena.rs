@@ -1,16 +1,16 @@
-//! Bytes of the host that go along with a submission: parameters, lists, inputs.
+//! Host data that a submission carries: parameters, lists, inputs.
 //!
-//! They are kept here while calls are recorded, and written into buffers of their own right before
-//! the commands that read them are submitted. The device runs submissions in their order, so that
-//! the next recording uses the same buffers.
+//! An [`Arena`] keeps the bytes while calls are recorded and writes them into its buffers right
+//! before the commands that read them are submitted. The device runs submissions in order, so the
+//! next recording reuses the same buffers.
 use kv_core::DeviceError;
 
 use crate::device::Shared;
 use kv_core::num::{to_offset, to_u64};
 
-/// Bytes of an ordinary buffer.
+/// Bytes of a buffer, unless one push needs more.
 const CHUNK: u64 = 1 << 18;
-/// Bytes of all buffers that are kept.
+/// Bytes of the buffers that are kept for the next recording.
 const KEPT: u64 = 1 << 26;
 
 const USAGES: wgpu::BufferUsages = wgpu::BufferUsages::STORAGE
@@ -18,9 +18,9 @@ const USAGES: wgpu::BufferUsages = wgpu::BufferUsages::STORAGE
     .union(wgpu::BufferUsages::COPY_SRC)
     .union(wgpu::BufferUsages::COPY_DST);
 
-/// Where bytes will be.
+/// The range of a buffer that pushed bytes will have on the device.
 #[derive(Debug, Clone)]
-pub(crate) struct Piece {
+pub(crate) struct ArenaRange {
     pub(crate) buffer: wgpu::Buffer,
     pub(crate) offset: u64,
     /// A multiple of 4, at least 16.
@@ -39,7 +39,7 @@ pub(crate) struct Arena {
 }
 
 impl Arena {
-    /// Keeps `values` for the next submission.
+    /// Appends `values` to the data of the next submission.
     ///
     /// # Errors
     /// `OutOfMemory` or `Lost`.
@@ -47,7 +47,7 @@ impl Arena {
         &mut self,
         shared: &Shared,
         values: &[T],
-    ) -> Result<Piece, DeviceError> {
+    ) -> Result<ArenaRange, DeviceError> {
         let values: &[u8] = bytemuck::cast_slice(values);
         let (len, step) = (to_u64(values.len()), shared.alignment());
         let size = len.max(16).checked_next_multiple_of(4).unwrap_or(u64::MAX);
@@ -61,22 +61,22 @@ impl Arena {
             None => self.grow(shared, size)?,
         };
         let Some(chunk) = self.chunks.get_mut(index) else {
-            return Err(crate::device::unsupported("keep bytes", "no room"));
+            return Err(crate::device::unsupported("stage host data", "no buffer has room"));
         };
         let offset = begin_in(chunk).unwrap_or(0);
         chunk.bytes.resize(to_offset(offset), 0);
         chunk.bytes.extend_from_slice(values);
         chunk.bytes.resize(to_offset(offset.saturating_add(size)), 0);
-        Ok(Piece { buffer: chunk.buffer.clone(), offset, size })
+        Ok(ArenaRange { buffer: chunk.buffer.clone(), offset, size })
     }
 
     fn grow(&mut self, shared: &Shared, size: u64) -> Result<usize, DeviceError> {
-        const GROW: &str = "keep bytes for the device";
+        const GROW: &str = "stage host data";
         let most = shared.limits.max_buffer_size;
         if size > most {
             return Err(crate::device::unsupported(
                 GROW,
-                format!("{size} bytes, a buffer has {most}"),
+                format!("{size} bytes; a buffer holds at most {most}"),
             ));
         }
         let descriptor = wgpu::BufferDescriptor {
@@ -90,7 +90,7 @@ impl Arena {
         Ok(self.chunks.len().saturating_sub(1))
     }
 
-    /// Hands all bytes over, for commands that are submitted next.
+    /// Writes all bytes to the device, for commands that are submitted next.
     pub(crate) fn send(&mut self, queue: &wgpu::Queue) {
         let mut kept = 0_u64;
         self.chunks.retain_mut(|chunk| {
@@ -103,7 +103,7 @@ impl Arena {
         });
     }
 
-    /// Forgets what was kept for commands that are not submitted.
+    /// Drops bytes whose commands were not submitted.
     pub(crate) fn clear(&mut self) {
         self.chunks.iter_mut().for_each(|chunk| chunk.bytes.clear());
     }

@@ -1,4 +1,4 @@
-//! Opening a device.
+//! The backend: a device that is opened here or that the caller owns.
 use std::sync::Arc;
 
 use kv_core::backend::kernels::FORMATS;
@@ -11,23 +11,23 @@ use crate::device::Shared;
 use crate::queue::WgpuQueue;
 use crate::tensors::{DIM_MAX, DIM_STEP};
 
-/// How a device is opened.
+/// Options for opening a device.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct WgpuOptions {
-    /// Which adapter.
+    /// Adapter to open.
     pub adapter: AdapterName,
-    /// Whether shaders may use subgroups where the adapter has them. Results are the same; without
-    /// is for comparing, and for a driver that gets them wrong.
+    /// Whether shaders may use subgroups where the adapter has them. Results do not depend on it;
+    /// turn it off for comparisons and for drivers with wrong subgroup operations.
     pub subgroups: bool,
 }
 
 impl WgpuOptions {
-    /// The adapter of this name, and nothing unusual.
+    /// Chooses the adapter of this name, with defaults for everything else.
     pub fn new(adapter: AdapterName) -> Self {
         Self { adapter, subgroups: true }
     }
-    /// Whether shaders may use subgroups.
+    /// Sets whether shaders may use subgroups.
     #[must_use]
     pub fn with_subgroups(mut self, subgroups: bool) -> Self {
         self.subgroups = subgroups;
@@ -41,7 +41,7 @@ impl Default for WgpuOptions {
     }
 }
 
-/// A WebGPU device. A clone is the same device.
+/// A WebGPU device. A clone refers to the same device.
 #[derive(Debug, Clone)]
 pub struct WgpuBackend {
     pub(crate) shared: Arc<Shared>,
@@ -49,14 +49,14 @@ pub struct WgpuBackend {
     facts: Option<AdapterFacts>,
 }
 
-/// Contexts are cut for so many workgroups: WebGPU does not say how many a device runs at once.
+/// Workgroups that contexts are split for: WebGPU does not report how many a device runs at once.
 const WORKERS: u32 = 64;
 
 impl WgpuBackend {
-    /// Opens a device with the adapter's own limits.
+    /// Opens a device with its adapter's own limits.
     ///
     /// # Errors
-    /// `Unsupported` where there is no such adapter, with those that there are; `Driver` or
+    /// `Unsupported` if no adapter has this name, with the names that exist; `Driver` or
     /// `OutOfMemory` from the adapter.
     pub fn open(options: &WgpuOptions) -> Result<Self, DeviceError> {
         const OPEN: &str = "open a device";
@@ -64,7 +64,7 @@ impl WgpuBackend {
         let descriptor = wgpu::DeviceDescriptor {
             label: Some("kv"),
             required_features: adapter.features() & wgpu::Features::SUBGROUP,
-            // The defaults are what every browser has: a tenth of what cards do.
+            // The default limits are what every browser has: a tenth of what cards offer.
             required_limits: adapter.limits(),
             memory_hints: wgpu::MemoryHints::Performance,
             ..Default::default()
@@ -75,10 +75,10 @@ impl WgpuBackend {
         Ok(Self { facts: Some(facts), ..Self::new(device, queue, options.subgroups) })
     }
 
-    /// A device of the caller's own, with its queue. Submissions of the caller's and of the
-    /// backend's run in the order in which they are made.
+    /// Uses the caller's device and queue. Submissions of the caller and of the backend run in the
+    /// order in which they are made.
     ///
-    /// The backend takes the device's lost callback, which wgpu has one of.
+    /// The backend sets the device's lost callback; wgpu keeps one only.
     pub fn on(device: wgpu::Device, queue: wgpu::Queue) -> Self {
         Self::new(device, queue, true)
     }
@@ -101,23 +101,23 @@ impl WgpuBackend {
         Self { shared: Arc::new(shared), capabilities, facts: None }
     }
 
-    /// A buffer of the caller's own. Nothing is copied.
+    /// Uses the caller's buffer in place; nothing is copied.
     ///
     /// # Errors
-    /// `Unsupported` for a buffer that was not made for storage and copies in both directions, or
-    /// whose size is not a multiple of 4. A buffer of another device of the same
-    /// [`wgpu::Instance`] is noticed by the first call or submission that uses it, as `Driver`;
-    /// one of another instance is a mistake that wgpu does not notice.
+    /// `Unsupported` for a buffer without the usages `STORAGE`, `COPY_SRC` and `COPY_DST`, or whose
+    /// size is not a multiple of 4. A buffer of another device of the same [`wgpu::Instance`] is
+    /// found by the first call or submission that uses it, as `Driver`; wgpu does not detect a
+    /// buffer of another instance.
     pub fn wrap(&self, buffer: wgpu::Buffer) -> Result<WgpuBuffer, DeviceError> {
         WgpuBuffer::wrap(&self.shared, buffer)
     }
 
-    /// The device.
+    /// Returns the device.
     pub fn device(&self) -> &wgpu::Device {
         &self.shared.device
     }
 
-    /// What the adapter said of itself; `None` for a device of the caller's own.
+    /// Returns the facts of the adapter; `None` for a device that the caller owns.
     pub fn facts(&self) -> Option<&AdapterFacts> {
         self.facts.as_ref()
     }

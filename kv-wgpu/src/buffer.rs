@@ -1,16 +1,16 @@
-//! Device memory as callers hold it.
+//! Device memory that callers hold.
 use std::sync::Arc;
 
 use kv_core::{DeviceError, DeviceErrorKind};
 
 use crate::device::{Shared, unsupported};
 
-/// What the backend does with a buffer.
+/// Usages that the backend needs of a buffer.
 const USAGES: wgpu::BufferUsages = wgpu::BufferUsages::STORAGE
     .union(wgpu::BufferUsages::COPY_SRC)
     .union(wgpu::BufferUsages::COPY_DST);
 
-/// A range of device memory; a cheap handle that keeps it alive.
+/// A range of device memory: a cheap handle that keeps the memory alive.
 #[derive(Debug, Clone)]
 pub struct WgpuBuffer {
     shared: Arc<Shared>,
@@ -20,7 +20,7 @@ pub struct WgpuBuffer {
 }
 
 impl WgpuBuffer {
-    /// Reserves zeroed memory.
+    /// Allocates zeroed memory.
     pub(crate) fn alloc(
         shared: &Arc<Shared>,
         len: u64,
@@ -29,7 +29,10 @@ impl WgpuBuffer {
         let size = len.max(4).checked_next_multiple_of(4).unwrap_or(u64::MAX);
         let most = shared.limits.max_buffer_size;
         if size > most {
-            return Err(unsupported(operation, format!("{len} bytes, a buffer has {most}")));
+            return Err(unsupported(
+                operation,
+                format!("{len} bytes; a buffer holds at most {most}"),
+            ));
         }
         let descriptor = wgpu::BufferDescriptor {
             label: Some(operation),
@@ -41,7 +44,7 @@ impl WgpuBuffer {
         Ok(Self { shared: Arc::clone(shared), buffer, begin: 0, len })
     }
 
-    /// Memory of the caller's own.
+    /// Wraps the caller's buffer.
     pub(crate) fn wrap(shared: &Arc<Shared>, buffer: wgpu::Buffer) -> Result<Self, DeviceError> {
         const WRAP: &str = "wrap a buffer";
         let missing = USAGES.difference(buffer.usage());
@@ -56,33 +59,33 @@ impl WgpuBuffer {
         Ok(Self { shared: Arc::clone(shared), buffer, begin: 0, len })
     }
 
-    /// Bytes.
+    /// Returns the number of bytes.
     pub fn len(&self) -> u64 {
         self.len
     }
-    /// Whether it holds nothing.
+    /// Returns whether the range is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
-    /// The buffer of wgpu that this is a range of.
+    /// Returns the wgpu buffer that holds the range.
     pub fn buffer(&self) -> &wgpu::Buffer {
         &self.buffer
     }
-    /// Bytes of that buffer before the range.
+    /// Returns the offset of the range in that buffer, in bytes.
     pub fn offset(&self) -> u64 {
         self.begin
     }
 
-    /// The same memory from byte `offset` on.
+    /// Returns the `len` bytes from byte `offset` on, as a handle to the same memory.
     ///
     /// # Errors
-    /// `OutOfRange`.
+    /// `OutOfRange` past the end.
     pub fn view(&self, offset: u64, len: u64) -> Result<Self, DeviceError> {
         let begin = self.range((offset, len), "view")?;
         Ok(Self { begin, len, ..self.clone() })
     }
 
-    /// Where bytes `offset..offset + len` begin in [`Self::buffer`].
+    /// Returns where bytes `offset..offset + len` begin in [`Self::buffer`].
     pub(crate) fn range(
         &self,
         (offset, len): (u64, u64),
@@ -97,7 +100,7 @@ impl WgpuBuffer {
         }
     }
 
-    /// The same, of a buffer that must be of `shared`.
+    /// Does the same for a buffer that must belong to `shared`.
     pub(crate) fn on(
         &self,
         shared: &Arc<Shared>,

@@ -1,8 +1,8 @@
-//! A device with its queue, and what becomes of errors.
+//! A device with its queue, and the conversion of wgpu's errors.
 //!
-//! wgpu reports errors to scopes and to callbacks, never from the call that failed, and an error
-//! that nobody waits for ends the program. So everything that may fail runs inside
-//! [`Shared::watch`], and the loss of the device is remembered where its callback leaves it.
+//! wgpu reports errors to scopes and callbacks, never from the call that failed, and an error that
+//! no scope catches ends the program. Everything that may fail therefore runs inside
+//! [`Shared::watch`], and [`Loss`] records that the device was lost.
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
@@ -10,29 +10,29 @@ pub(crate) use kv_core::backend::kernels::unsupported;
 use kv_core::{DeviceError, DeviceErrorKind};
 
 use crate::pipelines::Pipelines;
-use crate::signal::Waiter;
+use crate::signal::Poller;
 
-/// What buffers, queues and fences of one device have in common.
+/// State that the buffers, queues and fences of one device share.
 pub(crate) struct Shared {
     pub(crate) device: wgpu::Device,
     pub(crate) queue: wgpu::Queue,
     pub(crate) limits: wgpu::Limits,
     pub(crate) pipelines: Pipelines,
-    pub(crate) waiter: Waiter,
-    /// Whether subgroups may be used, and whether neighbours were found in them.
+    pub(crate) poller: Poller,
+    /// Whether subgroups may be used, and whether [`Shared::has_neighbours`] found them usable.
     pub(crate) may_use_subgroups: bool,
-    /// Whether a thread may block until work is done.
+    /// Whether threads may block until work is done.
     pub(crate) may_wait: bool,
     pub(crate) neighbours: OnceLock<bool>,
-    fate: Arc<Fate>,
+    fate: Arc<Loss>,
 }
 
-/// Whether the device is gone, and why.
+/// Why the device was lost, if it was.
 #[derive(Debug, Default)]
-pub(crate) struct Fate(OnceLock<String>);
+pub(crate) struct Loss(OnceLock<String>);
 
-impl Fate {
-    /// Remembers the first loss.
+impl Loss {
+    /// Records the first loss.
     pub(crate) fn lose(&self, reason: String) {
         let _ = self.0.set(reason);
     }
@@ -48,19 +48,19 @@ impl fmt::Debug for Shared {
 
 impl Shared {
     pub(crate) fn new(device: wgpu::Device, queue: wgpu::Queue, may_use_subgroups: bool) -> Self {
-        let fate = Arc::new(Fate::default());
+        let fate = Arc::new(Loss::default());
         let noticed = Arc::clone(&fate);
         device.set_device_lost_callback(move |reason, words| {
             noticed.lose(format!("{reason:?}: {words}"));
         });
-        let waiter = Waiter::new(&device);
+        let poller = Poller::new(&device);
         let limits = device.limits();
         Self {
             device,
             queue,
             limits,
             pipelines: Pipelines::default(),
-            waiter,
+            poller,
             may_use_subgroups,
             may_wait: cfg!(not(target_family = "wasm")),
             neighbours: OnceLock::new(),
@@ -68,10 +68,10 @@ impl Shared {
         }
     }
 
-    /// Does work of which wgpu tells the errors afterwards.
+    /// Runs `work` inside error scopes and returns the errors that wgpu reports to them.
     ///
     /// # Errors
-    /// The first error, `Lost` before all.
+    /// The first error; `Lost` takes precedence.
     pub(crate) fn watch<T>(
         &self,
         operation: &'static str,
@@ -83,17 +83,17 @@ impl Shared {
         let middle = self.device.push_error_scope(Internal);
         let inner = self.device.push_error_scope(Validation);
         let done = work(self);
-        // Native devices have the answers at once.
+        // Native devices resolve these futures at once.
         let mut errors = [inner, middle, outer].map(|scope| pollster::block_on(scope.pop()));
         self.require(operation)?;
         match errors.iter_mut().find_map(Option::take) {
             None => Ok(done),
-            Some(error) => Err(told(operation, error)),
+            Some(error) => Err(device_error(operation, error)),
         }
     }
 
-    /// Asks whether the device is still there: wgpu tells of a loss only while it is polled, and
-    /// until then takes calls that do nothing.
+    /// Polls the device to detect a loss. wgpu reports a loss only when polled; until then it
+    /// accepts calls and ignores them.
     ///
     /// # Errors
     /// `Lost`, or `Driver`.
@@ -102,8 +102,10 @@ impl Shared {
         self.poll(wgpu::PollType::Poll, operation)
     }
 
+    /// Fails if the device is known to be lost.
+    ///
     /// # Errors
-    /// `Lost`, as far as it was noticed.
+    /// `Lost`.
     pub(crate) fn require(&self, operation: &'static str) -> Result<(), DeviceError> {
         match self.fate.0.get() {
             None => Ok(()),
@@ -113,7 +115,7 @@ impl Shared {
         }
     }
 
-    /// Lets the device run callbacks, and notices that it is gone.
+    /// Runs the device's callbacks, and detects a loss.
     ///
     /// # Errors
     /// `Lost`, or `Driver`.
@@ -132,7 +134,7 @@ impl Shared {
         }
     }
 
-    /// Multiple of bytes at which a binding may begin.
+    /// Returns the alignment of bindings, in bytes.
     pub(crate) fn alignment(&self) -> u64 {
         let limits = &self.limits;
         let least = limits.min_storage_buffer_offset_alignment;
@@ -140,12 +142,12 @@ impl Shared {
     }
 }
 
-fn told(operation: &'static str, error: wgpu::Error) -> DeviceError {
+fn device_error(operation: &'static str, error: wgpu::Error) -> DeviceError {
     let kind = match error {
         wgpu::Error::OutOfMemory { .. } => DeviceErrorKind::OutOfMemory,
         wgpu::Error::Validation { .. } | wgpu::Error::Internal { .. } => DeviceErrorKind::Driver,
     };
-    // wgpu's words are those of the source below them.
+    // The Display text of wgpu::Error says less than the source and the description.
     let words = match &error {
         wgpu::Error::OutOfMemory { source } => source.to_string(),
         wgpu::Error::Validation { description, .. } | wgpu::Error::Internal { description, .. } => {

@@ -1,4 +1,4 @@
-//! What says that submitted work is done: fences, and bytes on their way to the host.
+//! Completion of submitted work: fences, and downloads.
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
@@ -9,7 +9,7 @@ use crate::device::{Shared, unsupported};
 use crate::signal::Signal;
 use kv_core::num::{to_offset, to_u64};
 
-/// Signals that work submitted before is done.
+/// Signals that the work submitted before it is done.
 #[derive(Debug, Clone)]
 pub struct WgpuFence {
     pub(crate) shared: Arc<Shared>,
@@ -18,28 +18,29 @@ pub struct WgpuFence {
 }
 
 impl WgpuFence {
-    /// Marks what was submitted, `index` last of all.
+    /// Creates the fence of everything submitted up to `index`.
     pub(crate) fn new(shared: &Arc<Shared>, index: wgpu::SubmissionIndex) -> Self {
         let done = Arc::new(Signal::default());
-        let told = Arc::clone(&done);
-        shared.queue.on_submitted_work_done(move || told.set(Ok(())));
+        let signal = Arc::clone(&done);
+        shared.queue.on_submitted_work_done(move || signal.set(Ok(())));
         Self { shared: Arc::clone(shared), done, index }
     }
 }
 
-/// Nothing but a device that went keeps memory of ours from being mapped; that may be told later.
+/// Reports a failed map as `Lost`: our buffers can always be mapped unless the device is lost, and
+/// wgpu may report the loss later.
 fn outcome(done: Result<(), String>, operation: &'static str) -> Result<(), DeviceError> {
     done.map_err(|why| DeviceError::new(DeviceErrorKind::Lost, operation).with_detail(why))
 }
 
-/// Waits until a callback has come.
+/// Blocks until a callback has run.
 fn wait(
     shared: &Shared,
     (signal, index): (&Signal, &wgpu::SubmissionIndex),
     operation: &'static str,
 ) -> Result<(), DeviceError> {
     if !shared.may_wait {
-        return Err(unsupported(operation, "this thread may not block: poll"));
+        return Err(unsupported(operation, "this thread may not block: poll the fence instead"));
     }
     loop {
         if let Some(done) = signal.get() {
@@ -51,7 +52,7 @@ fn wait(
     }
 }
 
-/// Asks whether a callback has come.
+/// Polls a callback, and registers the task to be woken by it.
 fn poll(
     shared: &Shared,
     signal: &Arc<Signal>,
@@ -63,7 +64,7 @@ fn poll(
     }
     match signal.poll(cx) {
         Poll::Ready(done) => Poll::Ready(outcome(done, operation)),
-        Poll::Pending => match shared.waiter.wish(signal, operation) {
+        Poll::Pending => match shared.poller.request(signal, operation) {
             Ok(()) => Poll::Pending,
             Err(error) => Poll::Ready(Err(error)),
         },
@@ -79,11 +80,11 @@ impl Fence for WgpuFence {
     }
 }
 
-/// Bytes on their way to the host.
+/// A download: bytes that the device copies to the host.
 #[derive(Debug)]
 pub struct WgpuReadback {
     shared: Arc<Shared>,
-    /// Nothing was asked for where there is none.
+    /// `None` for a download of no bytes.
     copy: Option<Copy>,
     len: u64,
 }
@@ -92,19 +93,20 @@ pub struct WgpuReadback {
 #[derive(Debug)]
 struct Copy {
     buffer: wgpu::Buffer,
-    /// Bytes before those that were asked for.
+    /// Bytes of the buffer before the requested ones.
     skip: u64,
     mapped: Arc<Signal>,
     index: wgpu::SubmissionIndex,
 }
 
 impl WgpuReadback {
-    /// No bytes.
-    pub(crate) fn nothing(shared: &Arc<Shared>) -> Self {
+    /// Creates a download of no bytes.
+    pub(crate) fn empty(shared: &Arc<Shared>) -> Self {
         Self { shared: Arc::clone(shared), copy: None, len: 0 }
     }
 
-    /// `len` bytes behind the first `skip` of a buffer that submission `index` fills.
+    /// Creates a download of `len` bytes after the first `skip` of a buffer that submission `index`
+    /// fills.
     pub(crate) fn new(
         shared: &Arc<Shared>,
         buffer: wgpu::Buffer,
@@ -112,9 +114,9 @@ impl WgpuReadback {
         index: wgpu::SubmissionIndex,
     ) -> Self {
         let mapped = Arc::new(Signal::default());
-        let told = Arc::clone(&mapped);
+        let signal = Arc::clone(&mapped);
         buffer.slice(..).map_async(wgpu::MapMode::Read, move |how| {
-            told.set(how.map_err(|error| error.to_string()));
+            signal.set(how.map_err(|error| error.to_string()));
         });
         let copy = Some(Copy { buffer, skip, mapped, index });
         Self { shared: Arc::clone(shared), copy, len }
@@ -126,15 +128,15 @@ impl WgpuReadback {
             return Ok(Vec::new());
         };
         let view = copy.buffer.slice(..).get_mapped_range().map_err(|error| {
-            // Nobody but a device that goes takes back what was mapped; its callback may be under
-            // way on another thread.
+            // Only a lost device unmaps a mapped buffer; its lost callback may still be running on
+            // another thread.
             DeviceError::new(DeviceErrorKind::Lost, READ).with_source(error)
         })?;
         let end = copy.skip.saturating_add(self.len);
         let range = to_offset(copy.skip)..to_offset(end);
         let taken = view.get(range).map(<[u8]>::to_vec);
         taken.ok_or_else(|| {
-            let why = format!("bytes up to {end} of {}", to_u64(view.len()));
+            let why = format!("bytes up to {end} of a download of {}", to_u64(view.len()));
             DeviceError::new(DeviceErrorKind::OutOfRange, READ).with_detail(why)
         })
     }

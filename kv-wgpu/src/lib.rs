@@ -1,19 +1,19 @@
 //! The WebGPU backend of the KV cache: WGSL shaders on Vulkan, Metal and DX12.
 //!
 //! [`WgpuBackend`] implements the contract of [`kv_core::backend`] on an adapter of wgpu, or on a
-//! device and buffers of the caller's own. A machine without an adapter gets
+//! device and buffers that the caller owns. Without an adapter, opening returns
 //! [`Unsupported`](kv_core::DeviceErrorKind::Unsupported), with the reason.
 //!
 //! A [`WgpuQueue`] records: calls become dispatches of one command encoder, which goes to the
-//! device when the queue is submitted. So a decode step is one submission, and nothing of it is
-//! read by the host. All queues of a device share its one WebGPU queue, and run in the order in
-//! which they are submitted.
+//! device when the queue is submitted. A decode step is therefore one submission, and the host
+//! reads nothing back during it. All queues of a device share its one WebGPU queue and run in the
+//! order in which they are submitted.
 //!
-//! Inputs in host memory go along with the submission. An output in host memory is written to
-//! memory of the queue, and downloaded before the call returns: a submission and a wait for every
-//! call. Where a thread may not wait, it is refused. Neither 16-bit floats nor subgroups are
-//! needed: rows of 16 and 8 bits are packed into words. Where there are subgroups, sums among
-//! neighbours go through them.
+//! Inputs in host memory are sent with the submission. An output in host memory is written to
+//! memory of the queue and downloaded before the call returns, which costs a submission and a wait
+//! for every call; where a thread may not block, it is refused. Shaders need neither 16-bit floats
+//! nor subgroups: rows of 16 and 8 bits are packed into words. Where the device has subgroups, sums
+//! among neighbouring invocations use them.
 #![forbid(unsafe_code)]
 
 mod adapter;
@@ -41,5 +41,5 @@ pub use backend::{WgpuBackend, WgpuOptions};
 pub use buffer::WgpuBuffer;
 pub use fence::{WgpuFence, WgpuReadback};
 pub use queue::WgpuQueue;
-/// The wgpu that this crate's types are of.
+/// The version of wgpu whose types this crate's API uses.
 pub use wgpu;

@@ -1,7 +1,8 @@
-//! What the host passes to shaders in a uniform buffer: `shaders/params.wgsl`, field by field.
+//! Parameters that the host passes to shaders in a uniform buffer: `shaders/params.wgsl`, field by
+//! field.
 //!
-//! Strides and sizes count bytes, and so do places in a binding. Structures are multiples of 16
-//! bytes, as WGSL wants them in uniform buffers.
+//! Strides, sizes and offsets in a binding count bytes. Structures are multiples of 16 bytes, as
+//! WGSL requires of uniform buffers.
 use bytemuck::{Pod, Zeroable};
 
 macro_rules! params {
@@ -15,9 +16,9 @@ macro_rules! params {
             #[repr(C)]
             pub(crate) struct $name { $($(#[$field_doc])* pub(crate) $field: $kind,)* }
 
-            const _: () = assert!(size_of::<$name>() % 16 == 0, "as WGSL wants it");
+            const _: () = assert!(size_of::<$name>() % 16 == 0, "WGSL requires multiples of 16 bytes");
         )*
-        /// Names and fields, for the test that compares them with the shaders'.
+        /// Lists names and fields, for the test that compares them with the shaders'.
         #[cfg(test)]
         pub(crate) const FIELDS: &[(&str, &[(&str, &str)])] = &[$(
             (stringify!($name), &[$((stringify!($field), stringify!($kind)),)*]),
@@ -26,11 +27,11 @@ macro_rules! params {
 }
 
 params! {
-    /// Rows of tokens in a caller's tensor.
+    /// Rows of tokens in a tensor of the caller.
     struct Tensor {
         /// Bytes of the binding before the first element.
         data: u32,
-        /// From an entry to the next; 0 for `thd`.
+        /// Bytes from an entry to the next; 0 for `thd`.
         batch_stride: u32,
         token_stride: u32,
         /// 0 `bshd`, 1 `sbhd`, 2 `thd`.
@@ -70,13 +71,14 @@ params! {
         wide_per_block: u32,
         has_tail: u32,
     }
-    /// Where the lists of a batch begin, in words of their binding.
+    /// Where the lists of a batch begin, in words of the binding.
     struct Plan {
-        /// 12 words each: kv-core's `PlannedSequence`, and where its block table begins.
+        /// 12 words each: kv-core's `PlannedSequence`, and the word at which its block table
+        /// begins.
         sequences: u32,
         /// First query and number of queries of every sequence.
         entries: u32,
-        /// 4 words each: sequence, begin, end and the place of its first partial result.
+        /// 4 words each: sequence, begin, end and the index of its first partial result.
         splits: u32,
         /// First slot of every new token.
         slots: u32,
@@ -85,16 +87,16 @@ params! {
         num_splits: u32,
         total_new: u32,
     }
-    /// Of `bytes.wgsl`.
+    /// Parameters of `bytes.wgsl`.
     struct BytesParams {
         /// Bytes of the source binding before the first.
         src_begin: u32,
-        /// The same of the target.
+        /// Bytes of the target binding before the first.
         dst_begin: u32,
         len: u32,
         pad: u32,
     }
-    /// Of `convert.wgsl`.
+    /// Parameters of `convert.wgsl`.
     struct ConvertParams {
         src: Tensor,
         dst: Tensor,
@@ -103,21 +105,21 @@ params! {
         pad0: u32,
         pad1: u32,
     }
-    /// Of `pad.wgsl`.
+    /// Parameters of `pad.wgsl`.
     struct PadParams {
         out: Tensor,
         num_entries: u32,
-        /// Rows that are owned.
+        /// Rows that belong to entries.
         total: u32,
         value: f32,
         /// Word of the lists at which entries begin.
         entries: u32,
     }
-    /// Of `gather.wgsl`.
+    /// Parameters of `gather.wgsl`.
     struct GatherParams {
         plane: Plane,
         out: Tensor,
-        /// Words of the lists at which ranges and tables begin.
+        /// Words of the lists at which ranges and block tables begin.
         ranges: u32,
         tables: u32,
         num_ranges: u32,
@@ -127,47 +129,47 @@ params! {
         pad1: u32,
         pad2: u32,
     }
-    /// Of `write.wgsl`, `write_blocks.wgsl` and `stage_tail.wgsl`.
+    /// Parameters of `write.wgsl`, `write_blocks.wgsl` and `stage_tail.wgsl`.
     struct WriteParams {
         plan: Plan,
         rows: Tensor,
         plane: Plane,
         has_constants: u32,
-        /// Blocks that get codes and have waited for it, or else 0.
-        num_pieces: u32,
+        /// Runs of rows that are quantised in this step.
+        num_runs: u32,
         pad0: u32,
         pad1: u32,
     }
-    /// Of `copy.wgsl`.
+    /// Parameters of `copy.wgsl`.
     struct CopyParams {
         /// Bytes of the bindings before the segments.
         src_begin: u32,
         dst_begin: u32,
         runs: u32,
-        /// Workgroups that share a run, and bytes of each.
+        /// Workgroups that share a run, and the bytes that each copies.
         parts: u32,
         part_bytes: u32,
         pad0: u32,
         pad1: u32,
         pad2: u32,
     }
-    /// Options of attention that say who sees what.
-    struct Sight {
+    /// Attention mask: causal or full, window, sink tokens.
+    struct MaskOptions {
         full: u32,
-        /// `u32::MAX` without.
+        /// `u32::MAX` without a window.
         window_left: u32,
         sink_tokens: u32,
         pad: u32,
     }
-    /// Of `attend.wgsl`.
+    /// Parameters of `attend.wgsl` and `attend_few.wgsl`.
     struct AttendParams {
         plan: Plan,
         q: Tensor,
         k: Plane,
         v: Plane,
-        sight: Sight,
+        mask: MaskOptions,
         scale: f32,
-        /// 0 without.
+        /// 0 without a cap.
         soft_cap: f32,
         group: u32,
         first_tile: u32,
@@ -180,7 +182,7 @@ params! {
         pad0: u32,
         pad1: u32,
     }
-    /// Of `attend_merge.wgsl`.
+    /// Parameters of `attend_merge.wgsl`.
     struct MergeParams {
         plan: Plan,
         out: Tensor,
@@ -203,7 +205,8 @@ params! {
 }
 
 impl Plane {
-    /// Whether its rows have more than a format: shaders for others leave that out.
+    /// Returns whether rows have transforms, block means or 16-bit rows among codes: shaders for
+    /// other planes leave that code out.
     pub(crate) fn has_extras(&self) -> bool {
         self.full_precision_prefix > 0
             || self.has_tail != 0

@@ -1,4 +1,4 @@
-//! Pipelines, compiled once for each specialisation.
+//! Compiled pipelines, one for each specialisation.
 use std::sync::{Arc, Mutex, PoisonError};
 
 use hashbrown::HashMap;
@@ -7,29 +7,29 @@ use kv_core::{DeviceError, DeviceErrorKind};
 use crate::device::Shared;
 use crate::{shaders, subgroups};
 
-/// A shader and what it is specialised for.
+/// A shader and its specialisation.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct Kernel {
-    /// Its file.
+    /// Its file name.
     pub(crate) shader: &'static str,
-    /// Parts of the file that are in.
+    /// Flags of `if` lines that are set.
     pub(crate) flags: &'static [&'static str],
     /// Values of `override` constants.
     pub(crate) constants: Vec<(&'static str, u32)>,
 }
 
 impl Kernel {
-    /// A shader without flags and constants.
+    /// Names a shader without flags and constants.
     pub(crate) fn new(shader: &'static str) -> Self {
         Self { shader, flags: &[], constants: Vec::new() }
     }
-    /// The same with flags.
+    /// Sets the flags.
     #[must_use]
     pub(crate) fn flags(mut self, flags: &'static [&'static str]) -> Self {
         self.flags = flags;
         self
     }
-    /// The same with a constant.
+    /// Adds a constant.
     #[must_use]
     pub(crate) fn with(mut self, name: &'static str, value: u32) -> Self {
         self.constants.push((name, value));
@@ -48,16 +48,16 @@ pub(crate) struct Pipeline {
 pub(crate) struct Pipelines(Mutex<HashMap<Kernel, Arc<Pipeline>>>);
 
 impl Shared {
-    /// The pipeline of a kernel, compiled if it is new.
+    /// Returns the pipeline of a kernel, and compiles it on first use.
     ///
     /// # Errors
-    /// `Driver` where the device's compiler refuses it, `Lost`.
+    /// `Driver` if the device's compiler refuses it; `Lost`.
     pub(crate) fn pipeline(&self, kernel: &Kernel) -> Result<Arc<Pipeline>, DeviceError> {
         let known = &self.pipelines.0;
         if let Some(pipeline) = known.lock().unwrap_or_else(PoisonError::into_inner).get(kernel) {
             return Ok(Arc::clone(pipeline));
         }
-        // Compiled without the lock: it may take seconds, and twice does no harm.
+        // Compiled without the lock: it may take seconds, and compiling twice does no harm.
         let pipeline = Arc::new(self.compile(kernel)?);
         let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
         Ok(Arc::clone(known.entry(kernel.clone()).or_insert(pipeline)))
@@ -75,7 +75,7 @@ impl Shared {
             kernel.constants.iter().map(|(name, value)| (*name, f64::from(*value))).collect();
         let compilation_options = wgpu::PipelineCompilationOptions {
             constants: &constants,
-            // Shaders write before they read.
+            // Shaders write shared memory before they read it.
             zero_initialize_workgroup_memory: false,
         };
         self.watch(COMPILE, |shared| {

@@ -1,4 +1,4 @@
-//! The lane of work: what is recorded, and the memory its calls share.
+//! The command queue: recorded calls, and the memory that they share.
 use std::sync::Arc;
 
 use kv_core::backend::{HostOutputs, Queue};
@@ -17,14 +17,14 @@ use crate::scratch::Scratch;
 use crate::steps::Steps;
 use crate::tensors::Call;
 
-/// A lane of work. Records calls until it is submitted; keeps its buffers from call to call.
+/// A command queue. Records calls until it is submitted, and reuses its buffers from call to call.
 #[derive(Debug)]
 pub struct WgpuQueue {
     pub(crate) recorder: Recorder,
     pub(crate) steps: Steps,
-    /// What calls leave for their own next dispatch.
+    /// Data that dispatches of one call pass on to each other.
     pub(crate) scratch: Scratch,
-    /// Outputs on their way to host memory.
+    /// Outputs to be downloaded to host memory.
     outputs: Scratch,
 }
 
@@ -39,7 +39,7 @@ impl WgpuQueue {
     }
 
     /// Copies `len` bytes from byte `from.1` of one buffer to byte `to.1` of another, with the
-    /// device's own command: what bandwidth is measured against.
+    /// device's own command: the baseline for measured bandwidth.
     ///
     /// # Errors
     /// `ForeignHandle` for a buffer of another device, `OutOfRange` past the end of one,
@@ -59,7 +59,9 @@ impl WgpuQueue {
             return Ok(());
         }
         if ![source, target, len].iter().all(|bytes| bytes.is_multiple_of(4)) {
-            let why = format!("{len} bytes from byte {source} to byte {target}: not whole words");
+            let why = format!(
+                "{len} bytes from byte {source} to byte {target}: all three must be multiples of 4"
+            );
             return Err(unsupported(COPY, why));
         }
         if from.0.buffer() == to.0.buffer() {
@@ -70,18 +72,19 @@ impl WgpuQueue {
         Ok(())
     }
 
-    /// Takes a call: the device is there, and errors of dispatches are this operation's.
+    /// Starts a call: checks that the device is there, and attributes errors of dispatches to
+    /// `operation`.
     fn begin(&mut self, operation: &'static str) -> Result<(), DeviceError> {
         self.recorder.operation = operation;
         self.shared().notice(operation)
     }
 
-    /// A call's view of its tensors and planes.
+    /// Returns a call's view of its tensors and planes.
     pub(crate) fn call(&mut self, operation: &'static str) -> Call<'_> {
         Call { recorder: &mut self.recorder, operation }
     }
 
-    /// Memory in which outputs of so many bytes wait for the host.
+    /// Reserves memory for outputs of `bytes` bytes that are downloaded afterwards.
     fn outputs(
         &mut self,
         bytes: Option<u64>,
@@ -104,7 +107,7 @@ impl WgpuQueue {
     fn send(&mut self, operation: &'static str) -> Result<wgpu::SubmissionIndex, DeviceError> {
         let sent = self.recorder.submit(operation);
         if sent.is_err() {
-            // Lists that were to go along are not there.
+            // The lists that were part of the submission were not sent.
             self.steps.forget();
         }
         sent
@@ -131,9 +134,9 @@ impl Queue for WgpuQueue {
         self.begin(DOWNLOAD)?;
         let from = src.on(self.shared(), (at, len), DOWNLOAD)?;
         if len == 0 {
-            return Ok(WgpuReadback::nothing(self.shared()));
+            return Ok(WgpuReadback::empty(self.shared()));
         }
-        // Commands copy whole words.
+        // Copy commands move whole words.
         let (begin, skip) = (from.saturating_sub(from % 4), from % 4);
         let size = skip.saturating_add(len).next_multiple_of(4);
         let descriptor = wgpu::BufferDescriptor {
@@ -146,7 +149,7 @@ impl Queue for WgpuQueue {
             self.shared().watch(DOWNLOAD, |shared| shared.device.create_buffer(&descriptor))?;
         let source = src.buffer();
         self.recorder.encoder()?.copy_buffer_to_buffer(source, begin, &staging, 0, size);
-        // Nothing arrives of what was not submitted.
+        // A download completes only after its commands are submitted.
         let index = self.send(DOWNLOAD)?;
         Ok(WgpuReadback::new(self.shared(), staging, (skip, len), index))
     }
@@ -238,11 +241,11 @@ impl Queue for WgpuQueue {
     }
 
     fn wait_for(&mut self, fence: &WgpuFence) -> Result<(), DeviceError> {
-        const WAIT: &str = "wait for another lane";
+        const WAIT: &str = "wait for another queue";
         if !Arc::ptr_eq(self.shared(), &fence.shared) {
             return Err(DeviceError::new(DeviceErrorKind::ForeignHandle, WAIT));
         }
-        // A fence is of work that was submitted, and the device runs submissions in their order.
+        // The fence's work was submitted before, and the device runs submissions in order.
         self.shared().notice(WAIT)
     }
 }

@@ -1,9 +1,9 @@
-//! Calls become commands: dispatches and copies, in order, until they are submitted.
+//! Recording: calls become dispatches and copies, kept in order until they are submitted.
 use std::sync::Arc;
 
 use kv_core::DeviceError;
 
-use crate::arena::{Arena, Piece};
+use crate::arena::{Arena, ArenaRange};
 use crate::buffer::WgpuBuffer;
 use crate::device::{Shared, unsupported};
 use crate::pipelines::{Kernel, Pipeline};
@@ -21,24 +21,24 @@ pub(crate) struct Slot {
     pub(crate) is_written: bool,
 }
 
-impl From<Piece> for Slot {
-    fn from(piece: Piece) -> Self {
-        let Piece { buffer, offset, size } = piece;
+impl From<ArenaRange> for Slot {
+    fn from(range: ArenaRange) -> Self {
+        let ArenaRange { buffer, offset, size } = range;
         Self { buffer, offset, size, is_written: false }
     }
 }
 
-/// Commands that are yet to be submitted, and the bytes that go along.
+/// Commands that are not submitted yet, and the host data they read.
 #[derive(Debug)]
 pub(crate) struct Recorder {
     pub(crate) shared: Arc<Shared>,
-    /// What is being recorded, for errors.
+    /// Operation that is being recorded, for errors.
     pub(crate) operation: &'static str,
     arena: Arena,
     encoder: Option<wgpu::CommandEncoder>,
     pass: Option<wgpu::ComputePass<'static>>,
-    /// Copies of inputs that share a buffer with an output, by place among the slots.
-    apart: Vec<Scratch>,
+    /// Copies of inputs that share a buffer with an output, by index of their slot.
+    copies: Vec<Scratch>,
 }
 
 impl Recorder {
@@ -49,22 +49,22 @@ impl Recorder {
             arena: Arena::default(),
             encoder: None,
             pass: None,
-            apart: Vec::new(),
+            copies: Vec::new(),
         }
     }
 
-    /// Keeps values for the commands recorded from here on.
+    /// Stages values for the commands recorded from here on.
     ///
     /// # Errors
     /// `OutOfMemory` or `Lost`.
     pub(crate) fn push<T: bytemuck::NoUninit>(
         &mut self,
         values: &[T],
-    ) -> Result<Piece, DeviceError> {
+    ) -> Result<ArenaRange, DeviceError> {
         self.arena.push(&self.shared, values)
     }
 
-    /// The encoder, outside of any pass.
+    /// Returns the encoder, outside of any pass.
     ///
     /// # Errors
     /// `OutOfMemory` or `Lost`.
@@ -90,11 +90,11 @@ impl Recorder {
         Ok(self.pass.insert(pass))
     }
 
-    /// A range of a buffer as a binding: where bindings may begin, and the bytes from there to the
-    /// range.
+    /// Binds a range of a buffer: returns the binding, which begins where the device allows, and
+    /// the bytes from there to the range.
     ///
     /// # Errors
-    /// `ForeignHandle`, `OutOfRange`, or `Unsupported` for more than a binding covers.
+    /// `ForeignHandle`, `OutOfRange`, or `Unsupported` for a range beyond the binding limit.
     pub(crate) fn slot(
         &self,
         buffer: &WgpuBuffer,
@@ -103,7 +103,7 @@ impl Recorder {
     ) -> Result<(Slot, u32), DeviceError> {
         let begin = buffer.on(&self.shared, range, operation)?;
         let whole = buffer.buffer().size();
-        // A range of nothing at the very end of a buffer has a word to bind all the same.
+        // An empty range at the very end of a buffer still needs a word to bind.
         let inside = begin.min(whole.saturating_sub(4));
         let step = self.shared.alignment();
         let offset = inside.saturating_sub(inside.checked_rem(step).unwrap_or(0));
@@ -112,17 +112,17 @@ impl Recorder {
         let size = size.min(whole.saturating_sub(offset));
         let most = self.shared.limits.max_storage_buffer_binding_size;
         if size > most {
-            let why = format!("{size} bytes, a shader sees {most} at once");
+            let why = format!("{size} bytes; a binding covers at most {most}");
             return Err(unsupported(operation, why));
         }
         let slot = Slot { buffer: buffer.buffer().clone(), offset, size, is_written };
         Ok((slot, u32::try_from(skip).unwrap_or(u32::MAX)))
     }
 
-    /// Records a dispatch: the shader finds `params` at binding 0 and the slots behind it.
+    /// Records a dispatch: `params` is binding 0, the slots follow.
     ///
     /// # Errors
-    /// `Driver` for what the device refuses, `OutOfMemory` or `Lost`.
+    /// `Driver` if the device refuses it; `OutOfMemory` or `Lost`.
     pub(crate) fn dispatch<P: bytemuck::NoUninit>(
         &mut self,
         kernel: &Kernel,
@@ -152,7 +152,7 @@ impl Recorder {
     fn bind(
         &self,
         pipeline: &Pipeline,
-        (params, slots): (&Piece, &[Slot]),
+        (params, slots): (&ArenaRange, &[Slot]),
     ) -> Result<wgpu::BindGroup, DeviceError> {
         let first = (&params.buffer, params.offset, params.size);
         let others = slots.iter().map(|slot| (&slot.buffer, slot.offset, slot.size));
@@ -173,32 +173,33 @@ impl Recorder {
         })
     }
 
-    /// WebGPU lets no dispatch read a buffer that it also writes, wherever in it: such inputs are
-    /// copied first.
+    /// Copies inputs that share a buffer with an output. WebGPU lets no dispatch read a buffer that
+    /// it also writes, even in disjoint ranges.
     fn separate(&mut self, slots: &[Slot]) -> Result<Vec<Slot>, DeviceError> {
-        let mut apart = slots.to_vec();
-        for (index, slot) in apart.iter_mut().enumerate() {
+        let mut copies = slots.to_vec();
+        for (index, slot) in copies.iter_mut().enumerate() {
             let is_shared =
                 |other: &Slot| other.is_written && !slot.is_written && other.buffer == slot.buffer;
             if !slots.iter().any(is_shared) {
                 continue;
             }
-            if self.apart.len() <= index {
-                self.apart.resize_with(index.saturating_add(1), Scratch::default);
+            if self.copies.len() <= index {
+                self.copies.resize_with(index.saturating_add(1), Scratch::default);
             }
-            let Some(scratch) = self.apart.get_mut(index) else { continue };
+            let Some(scratch) = self.copies.get_mut(index) else { continue };
             let copy = scratch.reserve(&self.shared, slot.size, self.operation)?;
             let (from, at, size) = (&slot.buffer, slot.offset, slot.size);
             self.encoder()?.copy_buffer_to_buffer(from, at, copy.buffer(), 0, size);
             *slot = Slot { buffer: copy.buffer().clone(), offset: 0, ..slot.clone() };
         }
-        Ok(apart)
+        Ok(copies)
     }
 
-    /// Hands everything over; which submission it was.
+    /// Submits the recorded commands and returns the index of the submission.
     ///
     /// # Errors
-    /// `Lost`, `OutOfMemory`, or `Driver` for commands that the device refuses: none of them runs.
+    /// `Lost`, `OutOfMemory`, or `Driver` for commands that the device refuses. None of them runs
+    /// then.
     pub(crate) fn submit(
         &mut self,
         operation: &'static str,
@@ -220,8 +221,8 @@ impl Recorder {
         })
     }
 
-    /// Workgroups for so many units of work, folded into two dimensions: a shader counts them as
-    /// `x + y * num_workgroups.x`, and leaves out those behind the last.
+    /// Folds `units` workgroups into two dimensions. A shader computes its index as `x + y *
+    /// num_workgroups.x` and returns if it is past the last unit.
     pub(crate) fn groups(&self, units: u64) -> Result<[u32; 3], DeviceError> {
         let most = u64::from(self.shared.limits.max_compute_workgroups_per_dimension);
         let rows = units.div_ceil(most);

@@ -1,4 +1,4 @@
-//! Device memory of one queue that calls use one after another.
+//! Device memory that the calls of one queue reuse.
 use std::sync::Arc;
 
 use kv_core::DeviceError;
@@ -6,16 +6,16 @@ use kv_core::DeviceError;
 use crate::buffer::WgpuBuffer;
 use crate::device::Shared;
 
-/// Memory that grows to the largest call and stays. Commands recorded before it grew keep what they
-/// use.
+/// Memory that grows to the need of the largest call and stays. Commands recorded before it grew
+/// keep the buffer they use.
 #[derive(Debug, Default)]
 pub(crate) struct Scratch(Option<WgpuBuffer>);
 
 impl Scratch {
-    /// Memory of `len` bytes at least; what was there is lost when it has to grow.
+    /// Returns memory of at least `len` bytes; growing it drops its content.
     ///
     /// # Errors
-    /// `OutOfMemory`, `Unsupported` for more than a buffer has, or `Lost`.
+    /// `OutOfMemory`, `Unsupported` for more than a buffer can hold, or `Lost`.
     pub(crate) fn reserve(
         &mut self,
         shared: &Arc<Shared>,

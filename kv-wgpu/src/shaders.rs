@@ -1,16 +1,16 @@
-//! WGSL sources, put together from files.
+//! WGSL sources, assembled from files.
 //!
-//! WGSL has no way to take a part from another file or to leave one out, so a line that begins with
-//! `//!` is ours:
+//! WGSL cannot include files or compile parts conditionally. Lines that begin with `//!` are
+//! commands of this preprocessor:
 //!
 //! ```text
-//! //! include rows.wgsl name=k       the file, with `$name` replaced by `k`
-//! //! if FLAG                        what follows only with that flag, else the other part
+//! //! if FLAG                        the lines up to `else` or `end` are kept if the flag is set
+//! //! else                           the lines up to `end` are kept if it is not
 //! //! else
 //! //! end
 //! ```
 //!
-//! What a pipeline is specialised for beyond that are `override` constants.
+//! Other specialisation uses WGSL's `override` constants.
 #[cfg(test)]
 mod grammar;
 #[cfg(test)]
@@ -41,7 +41,7 @@ const FILES: &[(&str, &str)] = &[
     ("nearest.wgsl", include_str!("../shaders/nearest.wgsl")),
     ("new_row.wgsl", include_str!("../shaders/new_row.wgsl")),
     ("pack.wgsl", include_str!("../shaders/pack.wgsl")),
-    ("pieces.wgsl", include_str!("../shaders/pieces.wgsl")),
+    ("coded_runs.wgsl", include_str!("../shaders/coded_runs.wgsl")),
     ("stage_tail.wgsl", include_str!("../shaders/stage_tail.wgsl")),
     ("write_blocks.wgsl", include_str!("../shaders/write_blocks.wgsl")),
     ("write.wgsl", include_str!("../shaders/write.wgsl")),
@@ -56,10 +56,10 @@ const FILES: &[(&str, &str)] = &[
     ("write_params.wgsl", include_str!("../shaders/write_params.wgsl")),
 ];
 
-/// Includes of includes, at most.
+/// Limit for the nesting of includes.
 const DEPTH: u32 = 8;
 
-/// The source of a shader with these flags, `Err` with what is wrong in it.
+/// Assembles the source of a shader with these flags; `Err` describes the mistake in a file.
 pub(crate) fn source(name: &str, flags: &[&str]) -> Result<String, String> {
     let mut out = String::new();
     put(&mut out, name, (flags, &[]), DEPTH)?;
@@ -75,7 +75,7 @@ fn put(
     let found = FILES.iter().find(|(file, _)| *file == name);
     let (_, text) = found.ok_or_else(|| format!("no shader is called {name}"))?;
     let depth = depth.checked_sub(1).ok_or_else(|| format!("{name} includes itself"))?;
-    // Whether the line is in, for each `if` around it.
+    // One flag for each open `if`: whether its lines are kept.
     let mut inside: Vec<bool> = Vec::new();
     for (line, number) in text.lines().zip(1..) {
         let wrong = |what: &str| format!("{name}:{number}: {what}");
@@ -103,7 +103,7 @@ fn put(
                     put(out, file, (flags, &given), depth)?;
                 }
             }
-            _ => return Err(wrong("no such command")),
+            _ => return Err(wrong("unknown command")),
         }
     }
     if inside.is_empty() { Ok(()) } else { Err(format!("{name}: `if` without `end`")) }

@@ -1,7 +1,7 @@
-//! Something that happens once, and a thread that lets it happen.
+//! One-time signals, and a thread that polls the device for tasks.
 //!
-//! A device runs its callbacks only while somebody polls it. Who blocks polls himself; for tasks
-//! that may not block, [`Waiter`] has a thread that does.
+//! A device runs its callbacks only while some thread polls it. A thread that blocks on a signal
+//! polls the device itself; [`Poller`] has a thread that does so for tasks, which may not block.
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Waker};
@@ -9,7 +9,7 @@ use std::thread;
 
 use kv_core::{DeviceError, DeviceErrorKind};
 
-/// Set once, by a callback of the device.
+/// A one-time event that a callback of the device sets.
 #[derive(Debug, Default)]
 pub(crate) struct Signal(Mutex<State>);
 
@@ -20,7 +20,7 @@ struct State {
 }
 
 impl Signal {
-    /// Sets it and wakes who waits.
+    /// Sets it and wakes the waiting tasks.
     pub(crate) fn set(&self, how: Result<(), String>) {
         let wakers = {
             let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -30,12 +30,12 @@ impl Signal {
         wakers.into_iter().for_each(Waker::wake);
     }
 
-    /// What it was set to.
+    /// Returns the outcome, if it is set.
     pub(crate) fn get(&self) -> Option<Result<(), String>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).done.clone()
     }
 
-    /// The same; whoever asks too early is woken when it is set.
+    /// Returns the outcome, or registers the task to be woken when it is set.
     pub(crate) fn poll(&self, cx: &mut Context<'_>) -> Poll<Result<(), String>> {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(done) = &state.done {
@@ -48,30 +48,30 @@ impl Signal {
     }
 }
 
-/// A thread that polls the device while tasks wait. Starts with the first of them and ends when
+/// A thread that polls the device while tasks wait. It starts with the first request and ends when
 /// this is dropped.
 #[derive(Debug)]
-pub(crate) struct Waiter {
+pub(crate) struct Poller {
     device: wgpu::Device,
-    wishes: Mutex<Option<Sender<Arc<Signal>>>>,
+    requests: Mutex<Option<Sender<Arc<Signal>>>>,
 }
 
-impl Waiter {
+impl Poller {
     pub(crate) fn new(device: &wgpu::Device) -> Self {
-        Self { device: device.clone(), wishes: Mutex::new(None) }
+        Self { device: device.clone(), requests: Mutex::new(None) }
     }
 
-    /// Sees to it that `signal` is set once the work submitted so far is done.
+    /// Makes the thread set `signal` once the work submitted so far is done.
     ///
     /// # Errors
     /// `Driver` where the thread cannot be started.
-    pub(crate) fn wish(
+    pub(crate) fn request(
         &self,
         signal: &Arc<Signal>,
         operation: &'static str,
     ) -> Result<(), DeviceError> {
-        let mut wishes = self.wishes.lock().unwrap_or_else(PoisonError::into_inner);
-        let sender = if let Some(sender) = wishes.as_ref() {
+        let mut requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
+        let sender = if let Some(sender) = requests.as_ref() {
             sender
         } else {
             let (sender, receiver) = channel();
@@ -81,22 +81,22 @@ impl Waiter {
             started.map_err(|error| {
                 DeviceError::new(DeviceErrorKind::Driver, operation).with_source(error)
             })?;
-            wishes.insert(sender)
+            requests.insert(sender)
         };
-        // The thread ends only after this sender is gone.
+        // The thread outlives this sender, so the send succeeds.
         let _ = sender.send(Arc::clone(signal));
         Ok(())
     }
 }
 
-fn run(device: &wgpu::Device, wishes: &Receiver<Arc<Signal>>) {
-    while let Ok(signal) = wishes.recv() {
+fn run(device: &wgpu::Device, requests: &Receiver<Arc<Signal>>) {
+    while let Ok(signal) = requests.recv() {
         if signal.get().is_some() {
             continue;
         }
         let polled = device.poll(wgpu::PollType::wait_indefinitely());
-        // All submitted work is done, or none ever will be: a callback that has not come by now
-        // will not come.
+        // All submitted work is done now, or will never be: a callback that has not run by now will
+        // not run.
         let outcome = polled.map(drop).map_err(|error| error.to_string());
         signal.set(outcome);
     }

@@ -1,6 +1,6 @@
-//! The lists of a batch in device memory: sequences, parts of contexts, slots and block tables.
+//! Lists of a batch in device memory: sequences, KV splits, slots and block tables.
 //!
-//! They are sent once for a batch, and every layer that uses the batch finds them there.
+//! They are sent once per batch; all layers that use the batch read the same copy.
 use std::sync::Arc;
 
 use kv_core::DeviceError;
@@ -13,14 +13,14 @@ use crate::recording::{Recorder, Slot};
 use crate::scratch::Scratch;
 use kv_core::num::to_u32;
 
-/// Batches that are kept: a step has one for each group of layers.
+/// Number of batches that are kept: a step has one for each group of layers.
 const KEPT: usize = 8;
 
-/// One batch on the device.
+/// A batch on the device.
 #[derive(Debug, Clone)]
 pub(crate) struct Step {
     pub(crate) plan: Plan,
-    /// All lists.
+    /// Binding of all lists.
     pub(crate) lists: Slot,
 }
 
@@ -32,7 +32,7 @@ struct Image {
     step: Step,
 }
 
-/// The batches that a queue has met last.
+/// The batches that a queue used last.
 #[derive(Debug, Default)]
 pub(crate) struct Steps {
     images: Vec<Image>,
@@ -40,10 +40,10 @@ pub(crate) struct Steps {
 }
 
 impl Steps {
-    /// The lists of a batch, sent if they are not there.
+    /// Returns the lists of a batch, and sends them on first use.
     ///
     /// # Errors
-    /// `OutOfMemory`, `Unsupported` for lists beyond what a shader sees, or `Lost`.
+    /// `OutOfMemory`, `Unsupported` for lists beyond the binding limit, or `Lost`.
     pub(crate) fn get(
         &mut self,
         recorder: &mut Recorder,
@@ -65,7 +65,7 @@ impl Steps {
         Ok(step)
     }
 
-    /// Forgets what was sent along with commands that never ran.
+    /// Drops all batches, because the commands that sent them did not run.
     pub(crate) fn forget(&mut self) {
         self.images.clear();
     }
@@ -78,16 +78,16 @@ fn send(
 ) -> Result<Step, DeviceError> {
     const SEND: &str = "send a plan";
     let (words, plan) = lists(batch, tables);
-    let piece = recorder.push(&words)?;
+    let sent = recorder.push(&words)?;
     let shared: &Arc<Shared> = &Arc::clone(&recorder.shared);
-    let room = memory.reserve(shared, piece.size, SEND)?;
-    let (lists, _) = recorder.slot(&room, (0, piece.size), (false, SEND))?;
-    let (from, at, size) = (&piece.buffer, piece.offset, piece.size);
+    let room = memory.reserve(shared, sent.size, SEND)?;
+    let (lists, _) = recorder.slot(&room, (0, sent.size), (false, SEND))?;
+    let (from, at, size) = (&sent.buffer, sent.offset, sent.size);
     recorder.encoder()?.copy_buffer_to_buffer(from, at, &lists.buffer, lists.offset, size);
     Ok(Step { plan, lists })
 }
 
-/// The lists one behind the other, and where each begins.
+/// Concatenates the lists and returns where each begins.
 fn lists(batch: &PlanBuffers, tables: &BlockTables) -> (Vec<u32>, Plan) {
     let (mut sequences, mut entries) = (Vec::new(), Vec::new());
     let (mut splits, mut blocks) = (Vec::new(), Vec::new());

@@ -1,26 +1,26 @@
-//! Whether shaders may exchange values among neighbours through subgroups.
+//! Detection of subgroups that suit the shaders.
 //!
-//! Shaders that sum within eight neighbouring invocations have a variant that does so without
-//! barriers. It needs the feature, subgroups of eight and more, and that neighbours of a workgroup
-//! are neighbours in a subgroup: drivers cut them so, and no standard says it. So the device is
-//! asked once.
+//! Shaders that sum over eight neighbouring invocations have a variant without barriers. It needs
+//! the subgroup feature, subgroups of at least eight, and neighbours of a workgroup that are
+//! neighbours in a subgroup. Drivers do the last, but no standard guarantees it, so a shader tests
+//! it once per device.
 use kv_core::{DeviceError, DeviceErrorKind};
 
 use crate::device::Shared;
 use crate::shaders;
 
-/// What shaders are told where it is so.
+/// The shader flag of the variant.
 pub(crate) const FLAG: &str = "SUBGROUPS";
-/// The shader that finds out.
+/// The shader that tests the device.
 pub(crate) const PROBE: &str = "neighbours.wgsl";
 const INVOCATIONS: usize = 128;
 const BYTES: u64 = 4 * 128;
 
 impl Shared {
-    /// Whether eight neighbours exchange values without barriers; asked once.
+    /// Returns whether eight neighbours can exchange values without barriers; tested once.
     ///
     /// # Errors
-    /// `Lost`. A device that cannot say is one that does not.
+    /// `Lost`. A test that fails otherwise counts as no.
     pub(crate) fn has_neighbours(&self) -> Result<bool, DeviceError> {
         if let Some(known) = self.neighbours.get() {
             return Ok(*known);
@@ -29,12 +29,12 @@ impl Shared {
             && self.device.features().contains(wgpu::Features::SUBGROUP)
             && self.device.adapter_info().subgroup_min_size >= 8;
         let found = is_possible && self.probe().unwrap_or(false);
-        self.require("ask for subgroups")?;
+        self.require("test subgroups")?;
         Ok(*self.neighbours.get_or_init(|| found))
     }
 
     fn probe(&self) -> Result<bool, DeviceError> {
-        const PROBING: &str = "ask for subgroups";
+        const PROBING: &str = "test subgroups";
         let source = shaders::source(PROBE, &[])
             .map_err(|why| DeviceError::new(DeviceErrorKind::Driver, PROBING).with_detail(why))?;
         let staging = self.watch(PROBING, |shared| {

@@ -1,8 +1,8 @@
-//! Tensors and planes as shaders take them: bindings, and every size once more.
+//! Tensors and planes as shader parameters and bindings, with a last check of their sizes.
 //!
-//! The core has checked shapes against a plan. What is checked here is what only the device knows:
-//! whose memory a buffer is and how far it reaches; and that plan and arguments belong together,
-//! because they may have been checked at different times and shaders check nothing.
+//! The core has checked shapes against a plan. This file checks what only the device knows: which
+//! device owns a buffer and how long it is. It also checks that plan and arguments belong together,
+//! because they may have been made at different times and shaders check nothing.
 pub(crate) use kv_core::backend::kernels::Room;
 use kv_core::backend::kernels::{
     axes_code, check_plane, device_output, dtype_code, plane_align, wide_head_stride,
@@ -19,11 +19,11 @@ use crate::params::{Plane, Tensor};
 use crate::recording::{Recorder, Slot};
 use kv_core::num::{to_offset, to_u32, to_u64, to_usize};
 
-/// `head_dim`s are multiples of this, and at most [`DIM_MAX`].
+/// `head_dim` must be a multiple of this, and at most [`DIM_MAX`].
 pub(crate) const DIM_STEP: u32 = 4;
 pub(crate) const DIM_MAX: u32 = 256;
 
-/// One call's view of tensors and planes.
+/// The tensors and planes of one call.
 #[derive(Debug)]
 pub(crate) struct Call<'a> {
     pub(crate) recorder: &'a mut Recorder,
@@ -31,8 +31,8 @@ pub(crate) struct Call<'a> {
 }
 
 impl Call<'_> {
-    /// A range of a buffer for elements of `size` bytes, and where it begins in the binding.
-    /// Shaders read elements as parts of words.
+    /// Binds a range for elements of `size` bytes, and returns its offset in the binding. Shaders
+    /// read elements as parts of words.
     fn slot(
         &self,
         buffer: &WgpuBuffer,
@@ -43,11 +43,11 @@ impl Call<'_> {
         if begin.is_multiple_of(size) {
             return Ok((slot, begin));
         }
-        let why = format!("byte {}, where elements of {size} bytes should begin", range.0);
+        let why = format!("byte {} is not aligned to elements of {size} bytes", range.0);
         Err(unsupported(self.operation, why))
     }
 
-    /// An input; bytes of the host go along with the submission.
+    /// Binds an input; host memory is sent with the submission.
     pub(crate) fn input(
         &mut self,
         tensor: &TokenTensor<'_, WgpuBuffer>,
@@ -58,13 +58,13 @@ impl Call<'_> {
         let (slot, begin) = match tensor.data() {
             TensorData::Host(given) => {
                 let given = given.get(..to_offset(reached)).unwrap_or(given);
-                let piece = self.recorder.push(given)?;
+                let sent = self.recorder.push(given)?;
                 let most = self.recorder.shared.limits.max_storage_buffer_binding_size;
-                if piece.size > most {
-                    let why = format!("{} bytes, a shader sees {most} at once", piece.size);
+                if sent.size > most {
+                    let why = format!("{} bytes; a binding covers at most {most}", sent.size);
                     return Err(unsupported(self.operation, why));
                 }
-                (Slot::from(piece), 0)
+                (Slot::from(sent), 0)
             }
             TensorData::Device { buffer, offset } => {
                 let size = to_u32(tensor.rows().dtype().size());
@@ -74,7 +74,8 @@ impl Call<'_> {
         Ok((self.rows(tensor.rows(), begin)?, slot))
     }
 
-    /// An output, which lies in device memory or was exchanged for memory of the queue.
+    /// Binds an output. It lies in device memory: host outputs were replaced by memory of the
+    /// queue.
     pub(crate) fn output(
         &mut self,
         tensor: &mut TokenTensorMut<'_, WgpuBuffer>,
@@ -88,7 +89,8 @@ impl Call<'_> {
         Ok((self.rows(&shape, begin)?, slot))
     }
 
-    /// The numbers of a plane, which must be what the plan was checked against.
+    /// Returns the parameters of a plane, which must have the layout that the plan was checked
+    /// against.
     pub(crate) fn plane(
         &self,
         view: &PlaneView<'_, WgpuBuffer>,
@@ -97,16 +99,17 @@ impl Call<'_> {
     ) -> Result<Plane, DeviceError> {
         let layout = view.layout();
         check_plane(layout, (num_blocks, planned), self.operation)?;
-        // A cache has none such, but a plane of the caller's own buffers may be.
+        // The planes of a cache satisfy this; planes over the caller's own buffers may not.
         let dim = layout.head_dim();
         if dim > DIM_MAX || !dim.is_multiple_of(DIM_STEP) {
-            let why = format!("head_dim {dim}: multiples of {DIM_STEP} up to {DIM_MAX} are taken");
+            let why =
+                format!("head_dim {dim}: must be a multiple of {DIM_STEP} and at most {DIM_MAX}");
             return Err(unsupported(self.operation, why));
         }
         Ok(shape(layout))
     }
 
-    /// Segment `index` of a plane.
+    /// Binds segment `index` of a plane.
     pub(crate) fn segment(
         &self,
         (view, plane): (&PlaneView<'_, WgpuBuffer>, &Plane),
@@ -125,8 +128,8 @@ impl Call<'_> {
         Ok((Plane { data, first, end, ..*plane }, slot))
     }
 
-    /// kv-core's `PlaneConstants`; a binding must be there, so a plane without them gives a few
-    /// zeros.
+    /// Binds kv-core's `PlaneConstants`, or a few zeros for a plane without them: a binding must
+    /// exist.
     pub(crate) fn constants(
         &mut self,
         view: &PlaneView<'_, WgpuBuffer>,
@@ -142,7 +145,7 @@ impl Call<'_> {
         if begin == 0 {
             return Ok(slot);
         }
-        Err(unsupported(self.operation, "constants that no binding can begin at"))
+        Err(unsupported(self.operation, "the constants are not aligned for a binding"))
     }
 
     fn rows(&self, rows: &TokenRows, data: u32) -> Result<Tensor, DeviceError> {
@@ -168,8 +171,8 @@ impl Call<'_> {
     }
 }
 
-/// The numbers of a layout; those of a segment are [`Call::segment`]'s. Sizes fit: a segment is no
-/// larger than a binding.
+/// Returns the parameters of a layout without those of a segment, which [`Call::segment`] adds.
+/// Sizes fit 32 bits: a segment is no larger than a binding.
 fn shape(layout: &PlaneLayout) -> Plane {
     let map = layout.slot_map();
     let (format, dim) = (layout.format(), layout.head_dim());

@@ -1,12 +1,12 @@
-//! The WebGPU backend keeps the whole contract, on the first adapter or on the one that
-//! `KV_WGPU_ADAPTER` names; with `KV_WGPU_SUBGROUPS=0` without subgroups.
+//! Runs the conformance suite on the first adapter, or on the one that `KV_WGPU_ADAPTER` names;
+//! with `KV_WGPU_SUBGROUPS=0` without subgroups.
 use std::cell::OnceCell;
 use std::process::ExitCode;
 
 use kv_wgpu::{AdapterName, WgpuBackend, WgpuOptions};
 
 fn main() -> ExitCode {
-    // One device for all cases: drivers compile shaders for seconds, and for every device again.
+    // One device for all cases: drivers compile shaders for seconds, and again for every device.
     let opened = OnceCell::new();
     kv_testkit::run("wgpu", || {
         if let Some(backend) = opened.get() {

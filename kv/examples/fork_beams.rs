@@ -43,8 +43,8 @@ fn main() -> Result<(), kv::Error> {
     assert!(table.iter().all(|block| holders(&cache, *block) == 3));
     assert_eq!((cache.usage().blocks_used, cache.stats().cow_copies), (2, 0));
 
-    // Each beam goes on with a token of its own. The half block is copied for two of them, the
-    // third writes it in place; the full block stays shared.
+    // Each beam continues with its own token. The half block is copied for two of them, the third
+    // writes it in place; the full block stays shared.
     let step = cache.begin_step(&[
         StepInput::tokens(parent, &[70]),
         StepInput::tokens(second, &[71]),
@@ -57,7 +57,7 @@ fn main() -> Result<(), kv::Error> {
     assert_eq!((cache.usage().blocks_used, cache.stats().cow_copies), (4, 2));
     assert_eq!(table.first().map(|block| holders(&cache, *block)), Some(3));
 
-    // The worst beam ends, and the best one takes its place.
+    // The worst beam ends, and a fork of the best one replaces it.
     cache.release(second)?;
     cache.fork(third, second)?;
     assert_eq!(cache.usage().blocks_used, 3);

@@ -13,14 +13,14 @@ use kv::{StepInput, TensorView, TensorViewMut};
 
 type BoxedError = Box<dyn Error + Send + Sync>;
 
-/// The next token of a sequence: its V, and where its output goes.
+/// The next token of a sequence: its V, and the channel for its output.
 struct Request {
     seq: SequenceId,
     v: f32,
     reply: Sender<f32>,
 }
 
-/// Serves requests until no client is left.
+/// Serves requests until the last client has disconnected.
 fn serve(mut cache: KvCache, requests: &Receiver<Request>) -> Result<KvCache, BoxedError> {
     while let Ok(first) = requests.recv() {
         let batch: Vec<_> = iter::once(first).chain(requests.try_iter()).collect();
@@ -41,18 +41,18 @@ fn serve(mut cache: KvCache, requests: &Receiver<Request>) -> Result<KvCache, Bo
         step.attend(0, zeros, to, &AttentionOptions::causal(0.5))?;
         step.commit()?;
         for (request, out) in batch.iter().zip(out.iter().step_by(4)) {
-            let _ = request.reply.send(*out); // a client that has gone needs no reply
+            let _ = request.reply.send(*out); // a disconnected client needs no reply
         }
     }
     Ok(cache)
 }
 
-/// Generates 8 tokens in a sequence of its own.
+/// Generates 8 tokens in its own sequence.
 fn client(id: u8, server: &Sender<Request>) -> Result<(), BoxedError> {
     for token in 0..8_u8 {
         let ((reply, output), begin) = (channel(), f32::from(id) * 100.0);
         server.send(Request { seq: SequenceId(id.into()), v: begin + f32::from(token), reply })?;
-        // Zero queries: the mean of this sequence's V, whatever the others do meanwhile.
+        // Zero queries: the mean of this sequence's V, independent of the others.
         let (out, mean) = (output.recv()?, begin + f32::from(token) / 2.0);
         assert!((out - mean).abs() < 1e-3, "{id}, token {token}: {out} is not {mean}");
     }
@@ -67,7 +67,7 @@ fn main() -> Result<(), BoxedError> {
     let owner = thread::spawn(move || serve(cache, &requests));
     let servers = [0, 1, 2, 3].map(|id| (id, server.clone()));
     let clients = servers.map(|(id, server)| thread::spawn(move || client(id, &server)));
-    drop(server); // the owner returns when the last client has
+    drop(server); // the owner returns after the last client
     let cache = owner.join().map_err(|_| "the owner panicked")??;
     for client in clients {
         client.join().map_err(|_| "a client panicked")??;

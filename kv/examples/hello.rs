@@ -1,5 +1,5 @@
-//! A prompt and one decode step through a cache of one layer. K, V and Q are written by hand here,
-//! where a model computes them.
+//! A prompt and one decode step through a cache of one layer. K, V and Q are written by hand here;
+//! a model would compute them.
 //!
 //! `cargo run --release -p kv --example hello -- cpu`
 #![expect(clippy::print_stdout, reason = "an example")]
@@ -26,8 +26,8 @@ fn main() -> Result<(), kv::Error> {
     step.write(0, TensorView::host(&k, &dims), TensorView::host(&v, &dims), QkvFormat::Thd)?;
     let options = AttentionOptions::causal(0.5); // 1 / sqrt(head_dim)
     step.attend(0, TensorView::host(&q, &dims), TensorViewMut::host(&mut out, &dims), &options)?;
-    step.commit()?; // lengths advance; a step that is dropped instead never happened
-    // Zero queries weigh all keys alike: token 0 sees itself, token 1 the mean of both.
+    step.commit()?; // lengths advance; a dropped step is rolled back instead
+    // Zero queries give all keys the same weight: token 0 sees itself, token 1 the mean of both.
     assert!(near(&out, &[1.0, 2.0, 3.0, 4.0, 2.0, 3.0, 4.0, 5.0]), "{out:?}");
     println!("{device}: prefill  {out:?}");
 
@@ -43,7 +43,7 @@ fn main() -> Result<(), kv::Error> {
     assert_eq!(cache.seq_len(seq), Some(3));
     println!("{device}: decode   {out:?}");
 
-    cache.release(seq)?; // its blocks are free, and can still be reused by an equal prompt
+    cache.release(seq)?; // its blocks are free, but an equal prompt can still reuse them
     Ok(())
 }
 

@@ -1,4 +1,4 @@
-//! A backend of one's own: it forwards every call to another one and logs it (see `kv::backend`).
+//! A custom backend that forwards every call to another one and logs it (see `kv::backend`).
 //!
 //! `cargo run --release -p kv --example own_backend -- cpu`
 #![expect(clippy::print_stdout, reason = "an example")]

@@ -50,11 +50,11 @@ fn main() -> Result<(), kv::Error> {
     assert_ne!(tables[0][2], tables[1][2]);
     assert_eq!(cache.usage().blocks_used, 4); // not 6
 
-    // Blocks of requests that have ended can be found until their memory is needed. The last token
-    // of a prompt is always computed: its logits are wanted.
+    // Blocks of ended requests can be found until their memory is needed. The last token of a
+    // prompt is always computed, because its logits are needed.
     cache.release(a)?;
     assert_eq!(prefill(&mut cache, c, &first, plain)?, 10);
-    // Tenants with different salts find nothing of each other.
+    // Tenants with different salts do not share blocks.
     assert_eq!(prefill(&mut cache, d, &first, plain.with_salt(b"tenant 7"))?, 0);
 
     let stats = cache.stats();

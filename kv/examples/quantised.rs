@@ -1,5 +1,5 @@
-//! The same tokens in caches of f32, int8 and l4 (4 bits): bytes of a token, and how far attention
-//! over decoded codes is from attention over f32.
+//! The same tokens in caches of f32, int8 and l4 (4 bits): bytes per token, and the error of
+//! attention over decoded codes.
 //!
 //! `cargo run --release -p kv --example quantised -- cpu`
 #![expect(clippy::print_stdout, reason = "an example")]
@@ -12,7 +12,7 @@ const TOKENS: u32 = 64;
 const HEAD_DIM: u32 = 64;
 const DIMS: [u32; 3] = [TOKENS, 1, HEAD_DIM];
 
-/// Bytes of a token, and the outputs of a prompt, in a cache of this format.
+/// Returns the bytes per token and the outputs of a prompt, in a cache of this format.
 fn attend(device: &str, format: KvFormat) -> Result<(u64, Vec<f32>), kv::Error> {
     let builder = CacheSpec::builder().layers(1).kv_heads(1).head_dim(HEAD_DIM).format(format);
     let spec = builder.paged(16, 8).build()?;
@@ -31,7 +31,7 @@ fn attend(device: &str, format: KvFormat) -> Result<(u64, Vec<f32>), kv::Error> 
     Ok((bytes, out))
 }
 
-/// A tensor of values from -1 to 1, by a linear congruential generator.
+/// Makes a tensor of values from -1 to 1, by a linear congruential generator.
 fn noise(seed: u32) -> Vec<f32> {
     let mut state = seed;
     let mut next = || {
@@ -42,7 +42,7 @@ fn noise(seed: u32) -> Vec<f32> {
     (0..TOKENS * HEAD_DIM).map(|_| next()).collect()
 }
 
-/// Root mean square of the differences, relative to that of `exact`.
+/// Returns the root mean square of the differences, relative to that of `exact`.
 fn error(got: &[f32], exact: &[f32]) -> f32 {
     let squares: f32 = got.iter().zip(exact).map(|(got, exact)| (got - exact).powi(2)).sum();
     (squares / exact.iter().map(|exact| exact.powi(2)).sum::<f32>()).sqrt()

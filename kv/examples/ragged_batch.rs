@@ -11,7 +11,7 @@ use kv::{Step, StepInput, TensorView, TensorViewMut};
 const LAYERS: u16 = 2;
 
 /// Runs all layers of a step: `offsets` has a value for every row of the batch, and the V of a row
-/// is this plus the row's position. Returns the output of every row in the last layer.
+/// is this value plus the row's position. Returns the output of every row in the last layer.
 fn forward(mut step: Step<'_>, offsets: &[f32]) -> Result<Vec<f32>, kv::Error> {
     let rows = step.positions().iter().zip(offsets);
     let v: Vec<f32> = rows.flat_map(|(position, offset)| [*position as f32 + offset; 4]).collect();
@@ -33,7 +33,7 @@ fn main() -> Result<(), kv::Error> {
     let mut cache = KvCache::new(Device::open(&device)?, spec)?;
     let (a, b, c) = (SequenceId(0), SequenceId(1), SequenceId(2));
 
-    // Two requests are there at first: 5 tokens, and the first 2 of a prompt of 5.
+    // Two requests at first: 5 tokens, and the first 2 of a prompt of 5.
     cache.start(a, &[1, 2, 3, 4, 5], StartOptions::default())?;
     cache.start(b, &[6, 7, 8, 9, 10], StartOptions::default())?;
     let inputs = [StepInput::tokens(a, &[1, 2, 3, 4, 5]), StepInput::tokens(b, &[6, 7])];

@@ -1,5 +1,5 @@
-//! A model whose second layer attends within a sliding window: its group of layers gives blocks
-//! back as they leave the window, and keeps the first tokens (sink tokens).
+//! A model whose second layer attends within a sliding window: its group of layers frees blocks as
+//! they leave the window, and keeps the first tokens (sink tokens).
 //!
 //! `cargo run --release -p kv --example sliding_window -- cpu`
 #![expect(clippy::print_stdout, clippy::as_conversions, reason = "an example")]
@@ -47,14 +47,14 @@ fn main() -> Result<(), kv::Error> {
         least_free = least_free.min(cache.free_blocks(windowed));
     }
 
-    // Zero queries: means of what the last token sees, 0..40 and 0..4 with 32..40.
+    // Zero queries: means of the keys that the last token sees, 0..40 and 0..4 with 32..40.
     let mean = (0..TOKENS).sum::<u32>() as f32 / TOKENS as f32;
     assert!((out[0] - mean).abs() < 1e-3, "{out:?}");
     let mean = (0..SINK_TOKENS).chain(32..TOKENS).sum::<u32>() as f32 / 12.0;
     assert!((out_windowed[0] - mean).abs() < 1e-3, "{out_windowed:?}");
 
     // The first group holds 10 blocks for 40 tokens. The other holds the block of the sink tokens
-    // and at most 3 that the window touches, however long the sequence gets.
+    // and at most 3 blocks of the window, however long the sequence gets.
     assert_eq!(cache.free_blocks(full), 16 - 10);
     assert_eq!(cache.free_blocks(windowed), 16 - 3);
     assert_eq!(least_free, 16 - 4);

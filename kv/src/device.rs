@@ -38,6 +38,10 @@ pub enum Device {
         /// Ordinal of the driver.
         index: u32,
     },
+    /// The kernels of CUDA devices on this machine's CPU: slow, for tests. There with the feature
+    /// `emulated` only.
+    #[cfg(feature = "emulated")]
+    Emulated,
 }
 
 /// Which WebGPU adapter to open.
@@ -92,6 +96,11 @@ impl Device {
                 let backend = kv_cuda::CudaBackend::open(&kv_cuda::CudaOptions::new(*index))?;
                 Ok(AnyBackend::new(backend))
             }
+            #[cfg(feature = "emulated")]
+            Self::Emulated => {
+                let options = kv_cuda::EmulatorOptions::default();
+                Ok(AnyBackend::new(kv_cuda::CudaBackend::emulated(&options)?))
+            }
             #[cfg(feature = "wgpu")]
             Self::Wgpu { adapter } => {
                 use kv_wgpu::{AdapterName, WgpuBackend, WgpuOptions};
@@ -112,6 +121,8 @@ impl Device {
             Self::Cpu => "cpu",
             Self::Wgpu { .. } => "wgpu",
             Self::Cuda { .. } => "cuda",
+            #[cfg(feature = "emulated")]
+            Self::Emulated => "emulated",
         }
     }
 }
@@ -122,6 +133,8 @@ impl fmt::Display for Device {
             Self::Cpu => f.write_str("cpu"),
             Self::Wgpu { adapter } => write!(f, "wgpu:{adapter}"),
             Self::Cuda { index } => write!(f, "cuda:{index}"),
+            #[cfg(feature = "emulated")]
+            Self::Emulated => f.write_str("emulated"),
         }
     }
 }
@@ -146,6 +159,8 @@ impl FromStr for Device {
                 _ => Ok(Self::Wgpu { adapter: Adapter::Index(number()?) }),
             },
             "cuda" => Ok(Self::Cuda { index: number()? }),
+            #[cfg(feature = "emulated")]
+            "emulated" if index.is_none() => Ok(Self::Emulated),
             _ => Err(UnknownName::new("backend", name, "cpu, wgpu, cuda").into()),
         }
     }
@@ -175,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_names_say_what_would_do() {
+    fn wrong_names_list_the_accepted_ones() {
         for text in ["cpu:1", "cuda:", "cuda:x", "wgpu:", "wgpu:-1", "wgpu:99999999999", "cuda:0:0"]
         {
             let error = text.parse::<Device>().expect_err(text);
@@ -183,6 +198,10 @@ mod tests {
         }
         let error = "metal".parse::<Device>().expect_err("metal").to_string();
         assert_eq!(error, r#"unknown backend "metal", expected one of cpu, wgpu, cuda"#);
+        // Without the feature `emulated` its device has no name, with it no index.
+        let emulated = "emulated".parse::<Device>().map(|device| device.to_string());
+        assert_eq!(emulated.is_ok_and(|name| name == "emulated"), cfg!(feature = "emulated"));
+        assert!("emulated:0".parse::<Device>().is_err());
         assert!("".parse::<Device>().is_err());
         assert!("CPU".parse::<Device>().is_err());
     }
@@ -206,7 +225,7 @@ mod tests {
 
     #[cfg(feature = "wgpu")]
     #[test]
-    fn an_adapter_that_is_not_there_is_named() {
+    fn a_missing_adapter_is_named() {
         let error = Device::open("wgpu:no such card").expect_err("no such card");
         assert_eq!(error.device_kind(), Some(kv_core::DeviceErrorKind::Unsupported));
         assert!(error.to_string().contains("no adapter"), "{error}");

@@ -49,6 +49,7 @@
 //! | `cpu` (default) | the backend `cpu`, and the module `kv::cpu` |
 //! | `cuda` | the backend `cuda`, and the module `kv::cuda`; builds without CUDA |
 //! | `wgpu` | the backend `wgpu`, and the module `kv::wgpu`: Vulkan, Metal and DX12 |
+//! | `emulated` | for tests: the device `emulated`, CUDA kernels that this machine's CPU runs |
 //!
 //! Features only add names; which device is used is always the program's choice.
 #![forbid(unsafe_code)]

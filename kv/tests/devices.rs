@@ -1,5 +1,4 @@
-//! The lines of README's example, on every device that was built in and can be opened here. On the
-//! emulated GPU they are the case `cache/host_tensors_alone` of the conformance suite.
+//! The lines of README's example, on every device that was built in and can be opened here.
 #![cfg(feature = "cpu")]
 #![forbid(unsafe_code)]
 #![expect(
@@ -68,6 +67,13 @@ fn the_same_lines_run_on_wgpu() {
 #[test]
 fn the_same_lines_run_on_cuda() {
     run_or_skip("cuda", true);
+}
+
+/// On the emulator; without its library, the test says so.
+#[cfg(feature = "emulated")]
+#[test]
+fn the_same_lines_run_on_the_emulator() {
+    run_or_skip("emulated", true);
 }
 
 #[cfg(any(feature = "wgpu", feature = "cuda"))]

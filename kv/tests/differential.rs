@@ -1,7 +1,7 @@
-//! The same random lives on two backends, of all that were built in and can be opened here:
-//! `kv_testkit::pair` says what is compared.
+//! Differential tests: the same random operations on the CPU and on every other backend that is
+//! built in and can be opened here. `kv_testkit::differential` lists what is compared.
 //!
-//! `KV_CONFORMANCE_SEED` and `KV_CONFORMANCE_LIVES` choose other lives than those of every run.
+//! `KV_CONFORMANCE_SEED` and `KV_CONFORMANCE_RUNS` choose other runs than the default ones.
 #![cfg(feature = "cpu")]
 #![forbid(unsafe_code)]
 #![expect(
@@ -12,32 +12,33 @@
 )]
 
 use kv::cpu::{CpuBackend, CpuOptions, Isa};
-use kv_testkit::pair::{LIVES_VARIABLE, Paired, SEED_VARIABLE, live_all};
+use kv_testkit::differential::{Coverage, RUNS_VARIABLE, SEED_VARIABLE, run_all};
 use kv_testkit::{Device, Shared};
 
 fn cpu(isa: Isa) -> Shared<CpuBackend> {
     Shared::new(CpuBackend::open(CpuOptions::default().with_isa(isa)).unwrap())
 }
 
-/// Lives on the CPU and on another device, and what must have happened in them.
-fn live(other: &impl Device, lives: u64) {
-    let seen = live_all(&cpu(Isa::detect()), other, (1, lives)).unwrap_or_else(|e| panic!("{e}"));
-    let Paired { steps, reused, shared, gathers, conversions, rows_alike, rows_apart, .. } = seen;
-    if std::env::var_os(SEED_VARIABLE).or(std::env::var_os(LIVES_VARIABLE)).is_some() {
+/// Runs on the CPU and on another device, and checks what the runs covered.
+fn compare(other: &impl Device, runs: u64) {
+    let seen = run_all(&cpu(Isa::detect()), other, (1, runs)).unwrap_or_else(|e| panic!("{e}"));
+    let Coverage { steps, reused, shared, gathers, conversions, rows_equal, rows_rounded, .. } =
+        seen;
+    if std::env::var_os(SEED_VARIABLE).or(std::env::var_os(RUNS_VARIABLE)).is_some() {
         return;
     }
     let least = [steps / 4, reused, shared, gathers, conversions].into_iter().min().unwrap();
-    assert!(2 * least >= lives, "{lives} lives saw too little: {seen:?}");
-    // A code on the other side of a threshold is rare.
-    assert!(rows_alike > 20 * lives && rows_apart * 100 < rows_alike, "{seen:?}");
+    assert!(2 * least >= runs, "{runs} runs covered too little: {seen:?}");
+    // Codes that are rounded to the other side are rare.
+    assert!(rows_equal > 20 * runs && rows_rounded * 100 < rows_equal, "{seen:?}");
 }
 
 #[test]
 fn cpu_scalar() {
-    live(&cpu(Isa::SCALAR), 200);
+    compare(&cpu(Isa::SCALAR), 200);
 }
 
-/// The adapter that `KV_WGPU_ADAPTER` names, or the first; without one, the test says so.
+/// Uses the adapter that `KV_WGPU_ADAPTER` names, or the first; without one, the test is skipped.
 #[cfg(feature = "wgpu")]
 #[test]
 fn cpu_and_wgpu() {
@@ -45,19 +46,19 @@ fn cpu_and_wgpu() {
     let name = std::env::var("KV_WGPU_ADAPTER").unwrap_or_default();
     let adapter = if name.is_empty() { AdapterName::default() } else { name.parse().unwrap() };
     match WgpuBackend::open(&WgpuOptions::new(adapter)) {
-        Ok(backend) => live(&Shared::new(backend), 24),
+        Ok(backend) => compare(&Shared::new(backend), 24),
         Err(error) if name.is_empty() => skipped(&error),
         Err(error) => panic!("{error}"),
     }
 }
 
-/// The first card; without one, the test says so.
+/// Uses the first card; without one, the test is skipped.
 #[cfg(feature = "cuda")]
 #[test]
 fn cpu_and_cuda() {
     use kv::cuda::{CudaBackend, CudaOptions};
     match CudaBackend::open(&CudaOptions::new(0)) {
-        Ok(backend) => live(&Shared::new(backend), 200),
+        Ok(backend) => compare(&Shared::new(backend), 200),
         Err(error) => skipped(&error),
     }
 }

@@ -1,6 +1,6 @@
 //! `cargo xtask arm`: the CPU backend on an emulated Arm CPU, for its NEON kernels.
 //!
-//! Programs are linked statically, so that the emulator needs no libraries of the other kind.
+//! Programs are linked statically, so that the emulator needs no Arm libraries.
 use std::ffi::OsString;
 
 use anyhow::{Result, bail};
@@ -8,29 +8,29 @@ use anyhow::{Result, bail};
 use crate::programs::{self, Program};
 use crate::{conformance, setup, shell};
 
-/// What they are built for.
+/// The target of the programs.
 pub(crate) const TARGET: &str = "aarch64-unknown-linux-gnu";
-/// As variables of cargo have it.
+/// The target's name in variables of cargo.
 const IN_VARIABLES: &str = "CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU";
 pub(crate) const EMULATOR: &str = "qemu-aarch64";
 pub(crate) const LINKER: &str = "aarch64-linux-gnu-gcc";
-/// Name of both among the needs of [`setup`].
+/// Name of emulator and linker among the needs of [`setup`].
 pub(crate) const TOOLS: &str = "Arm emulator";
 
-/// Whether this is such a CPU, which needs no emulator.
+/// Whether this CPU is an Arm CPU, so that no emulator is needed.
 pub(crate) const IS_HERE: bool = cfg!(target_arch = "aarch64");
 
 /// Crates and targets whose tests run on it: kernels against plain code, and the suite.
 const TARGETS: &[&str] =
     &["--package=kv-cpu-kernels", "--package=kv-cpu", "--test=kernels", "--test=conformance"];
 
-/// Why they cannot run here; `None` where they can.
+/// Returns why they cannot run here, `None` if they can.
 pub(crate) fn lacks() -> Option<String> {
     if IS_HERE {
-        return Some("this CPU is one, and has run them".to_owned());
+        return Some("this CPU is an Arm CPU and has run them".to_owned());
     }
     if !cfg!(target_os = "linux") {
-        return Some(format!("{EMULATOR} runs programs on Linux alone"));
+        return Some(format!("{EMULATOR} runs programs on Linux only"));
     }
     setup::lacks(TARGET).or_else(|| setup::lacks(TOOLS))
 }
@@ -46,8 +46,8 @@ pub(crate) fn build() -> Result<Vec<Program>> {
     programs::build(&args, &variables)
 }
 
-/// Runs the tests that have these words in their names; without any, those of `cargo xtask test`:
-/// all of the kernels', and of the suite what looks at a kernel.
+/// Runs the tests whose names contain these words; without words, those of `cargo xtask test`: all
+/// tests of the kernels, and the cases of the suite that depend on a kernel.
 pub(crate) fn run(names: &[OsString]) -> Result<()> {
     if let Some(why) = lacks() {
         bail!("{why}");

@@ -1,4 +1,4 @@
-//! `cargo xtask bench`: the benches of `kv-bench`, and what other libraries take for the same.
+//! `cargo xtask bench`: the benches of `kv-bench`, and comparisons with other libraries.
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::Command;
@@ -7,24 +7,24 @@ use anyhow::{Result, bail};
 
 use crate::shell;
 
-/// Packages of Python whose attention is compared. Each does without the other.
+/// Python packages whose attention is compared; each works without the other.
 const PACKAGES: [&[&str]; 2] = [&["numpy", "torch"], &["numpy", "llama-cpp-python"]];
 
-/// Runs every bench; `args` go to criterion. After `peers`, they go to the workspace that compares
-/// with other libraries, which nothing else builds.
+/// Runs every bench; `args` are passed to criterion. After `peers`, they are passed to the
+/// workspace that compares with other libraries, which nothing else builds.
 pub(crate) fn run(args: &[OsString]) -> Result<()> {
     if let Some((first, rest)) = args.split_first()
         && first == "peers"
     {
         return peers(rest);
     }
-    // `--benches` leaves out the unit tests of the library, which do not know criterion's
+    // `--benches` leaves out the unit tests of the library, which do not accept criterion's
     // arguments.
     let mut command = shell::cargo(["bench", "--package", "kv-bench", "--benches", "--"]);
     shell::run(command.args(args))
 }
 
-/// Those that are Python packages run where `--install` has put them once.
+/// Runs the comparisons; Python packages are used if `--install` has installed them.
 fn peers(args: &[OsString]) -> Result<()> {
     let (install, args): (Vec<&OsString>, Vec<_>) =
         args.iter().partition(|arg| *arg == "--install");
@@ -42,7 +42,7 @@ fn peers(args: &[OsString]) -> Result<()> {
     if wants_object { finish(&mut command) } else { shell::run(&mut command) }
 }
 
-/// As [`shell::run`], with nothing but the command's own words on the standard output.
+/// Runs a command like [`shell::run`], with nothing but its own output on standard output.
 fn finish(command: &mut Command) -> Result<()> {
     let status = command.status()?;
     if !status.success() {
@@ -60,12 +60,12 @@ fn python() -> PathBuf {
     environment().join(place)
 }
 
-/// Makes an environment of Python and installs the peers into it. One that cannot be had leaves the
-/// others.
+/// Makes a Python environment and installs the peers into it. A package that cannot be installed is
+/// left out.
 fn install() -> Result<()> {
     println!(
         "Installing PyTorch and llama-cpp-python below target/peers. PyTorch takes 5.5 GB on \
-         Linux for x86-64, as it brings CUDA's libraries; llama-cpp-python is compiled, 10 minutes \
+         Linux for x86-64, because it contains CUDA's libraries; llama-cpp-python is compiled, 10 minutes \
          of one core, and needs a C++ compiler. Removing the folder takes all of it back."
     );
     let system = if cfg!(windows) { "python" } else { "python3" };

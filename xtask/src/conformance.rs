@@ -1,7 +1,8 @@
 //! `cargo xtask conformance`: the shared suite, on every backend of the workspace.
 //!
-//! A backend's runner is its test target `conformance`, made by `kv-testkit`. It leaves its counts
-//! in the file that [`REPORT`] names; this module starts the runners and adds up. It knows no case.
+//! A backend's runner is its test target `conformance`, made by `kv-testkit`. It writes its counts
+//! to the file that [`REPORT`] names; this module starts the runners and adds the counts. It knows
+//! no case.
 use std::ffi::OsString;
 use std::fmt;
 use std::fs;
@@ -19,30 +20,28 @@ use crate::workspace::{Package, Workspace};
 /// Name of the runner among a backend crate's test targets.
 pub(crate) const TEST_TARGET: &str = "conformance";
 
-/// Variable that tells a runner where to write its counts.
+/// Variable with the path of a runner's counts.
 const REPORT: &str = "KV_CONFORMANCE_REPORT";
 
-/// Every backend there is to be, whether in the workspace already or not.
+/// All backends, also those that are not in the workspace.
 const BACKENDS: [&str; 3] = ["cpu", "wgpu", "cuda"];
 
-/// The CUDA backend on the emulator: a test target of kv-cuda, run where it is asked for.
+/// The CUDA backend on the emulator: a test target of kv-cuda, run only on request.
 pub(crate) const EMULATED: &str = "emulated";
 
-/// Whether a test target is a runner, which a stage of its own runs.
+/// Returns whether a test target is a runner, which a separate stage runs.
 pub(crate) fn is_runner(target: &str) -> bool {
     [TEST_TARGET, EMULATED].contains(&target)
 }
 
-/// Areas of the suite that reach kernels only in shapes that the other areas cover: they are about
-/// blocks, sequences and queues.
-const NO_KERNELS: [&str; 12] = [
+/// Areas of the suite about blocks, sequences and queues: they reach kernels only in shapes that
+/// other areas cover.
+const NO_KERNELS: [&str; 10] = [
     "buffer/",
     "cache/",
+    "compat/",
     "erased/",
     "failure/",
-    "front/",
-    "life/",
-    "lives/",
     "queue/",
     "random/",
     "reuse/",
@@ -50,16 +49,16 @@ const NO_KERNELS: [&str; 12] = [
     "vectors/vllm/",
 ];
 
-/// Left out where the erased type is run: cases that take long because they compare many values,
-/// which erasure passes on by the call.
-const MANY_VALUES: [&str; 4] = ["random/", "quant/prefill_", "quant/head_dim_", "quant/unseen_"];
+/// Cases that are left out for the erased type: they take long because they compare many values,
+/// and erasure is about calls.
+const MANY_VALUES: [&str; 4] = ["random/", "quant/prefill_", "quant/head_dim_", "quant/masked_"];
 
-/// Arguments of a runner for the cases that look at a kernel, of those with this prefix.
+/// Returns the arguments of a runner for the cases with this prefix that depend on a kernel.
 pub(crate) fn kernel_cases(prefix: &str) -> Vec<OsString> {
     without(prefix, &NO_KERNELS)
 }
 
-/// Arguments of a runner for the cases that the erased type of a backend runs.
+/// Returns the arguments of a runner for the cases that the erased type of a backend runs.
 pub(crate) fn erased_cases(backend: &str) -> Vec<OsString> {
     without(&format!("any({backend})::"), &MANY_VALUES)
 }
@@ -69,22 +68,22 @@ fn without(prefix: &str, parts: &[&str]) -> Vec<OsString> {
     std::iter::once(prefix.into()).chain(skips).collect()
 }
 
-/// What to run.
+/// Options of a run.
 #[derive(Debug, Default)]
 pub(crate) struct Options {
-    /// Only these; all of the workspace when empty.
+    /// The backends to run; all of the workspace when empty.
     pub(crate) backends: Vec<String>,
     /// Absolute paths of folders of vector files, to run instead of the suite.
     pub(crate) vectors: Vec<PathBuf>,
-    /// Further arguments of the runner: those of libtest, first of all a part of a case's name.
+    /// Further arguments of the runner: those of libtest, such as a part of a case's name.
     pub(crate) args: Vec<OsString>,
-    /// What watches the kernels of [`EMULATED`].
+    /// The sanitizer for the kernels of [`EMULATED`].
     pub(crate) sanitizer: Sanitizer,
-    /// Further variables of the runner.
+    /// Further variables for the runner.
     pub(crate) env: Vec<(&'static str, OsString)>,
 }
 
-/// How many cases ended how.
+/// Numbers of cases by outcome.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Counts {
     passed: u64,
@@ -93,7 +92,7 @@ pub(crate) struct Counts {
 }
 
 impl Counts {
-    /// Nothing failed.
+    /// Returns whether nothing failed.
     pub(crate) fn is_clean(&self) -> bool {
         self.failed == 0
     }
@@ -133,10 +132,10 @@ pub(crate) fn run(options: &Options) -> Result<Counts> {
     let workspace = Workspace::load()?;
     let mut total = Counts::default();
     let mut lines = Vec::new();
-    for (backend, asked) in chosen(&options.backends)? {
+    for (backend, requested) in chosen(&options.backends)? {
         let (line, counts) = match why_not(&workspace, backend) {
-            None => run_backend(&workspace, backend, asked, options)?,
-            Some(why) if asked => (why, Counts { failed: 1, ..Counts::default() }),
+            None => run_backend(&workspace, backend, requested, options)?,
+            Some(why) if requested => (why, Counts { failed: 1, ..Counts::default() }),
             Some(why) => (why, Counts::default()),
         };
         lines.push(format!("{backend}: {line}"));
@@ -146,7 +145,7 @@ pub(crate) fn run(options: &Options) -> Result<Counts> {
     Ok(total)
 }
 
-/// Runs the suite of one backend in some variation; a machine that lacks it skips.
+/// Runs the suite of one backend in some variation; a machine without the backend skips.
 pub(crate) fn run_variation(backend: &str, what: &str, options: &Options) -> Result<Counts> {
     let workspace = Workspace::load()?;
     if let Some(why) = why_not(&workspace, backend) {
@@ -158,9 +157,9 @@ pub(crate) fn run_variation(backend: &str, what: &str, options: &Options) -> Res
     Ok(counts)
 }
 
-/// The backends to run, and whether each was asked for by name.
-fn chosen(asked: &[String]) -> Result<Vec<(&'static str, bool)>> {
-    if asked.is_empty() {
+/// Returns the backends to run, and whether each was requested by name.
+fn chosen(requested: &[String]) -> Result<Vec<(&'static str, bool)>> {
+    if requested.is_empty() {
         return Ok(BACKENDS.map(|name| (name, false)).into());
     }
     let known = |name: &String| {
@@ -169,10 +168,10 @@ fn chosen(asked: &[String]) -> Result<Vec<(&'static str, bool)>> {
         let known = BACKENDS.join(", ");
         backend.with_context(|| format!("unknown backend {name:?}, known: {known}, {EMULATED}"))
     };
-    asked.iter().map(known).collect()
+    requested.iter().map(known).collect()
 }
 
-/// Why a backend has no runner, `None` when it has one.
+/// Returns why a backend has no runner, `None` if it has one.
 fn why_not(workspace: &Workspace, backend: &str) -> Option<String> {
     let Some(package) = workspace.package(&package_of(backend)) else {
         return Some("not in this workspace yet".to_owned());
@@ -189,7 +188,7 @@ fn target_of(backend: &str) -> &'static str {
     if backend == EMULATED { EMULATED } else { TEST_TARGET }
 }
 
-/// Whether a crate has this runner.
+/// Returns whether a crate has this runner.
 fn has(package: &Package, target: &str) -> bool {
     package.targets_of("test").any(|found| found.name == target)
 }
@@ -197,13 +196,13 @@ fn has(package: &Package, target: &str) -> bool {
 fn run_backend(
     workspace: &Workspace,
     backend: &str,
-    asked: bool,
+    requested: bool,
     options: &Options,
 ) -> Result<(String, Counts)> {
     let folder = workspace.target_dir.join("conformance");
     let report = folder.join(format!("{backend}.json"));
     fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
-    // Counts of an earlier run must not pass for those of a runner that fails to start.
+    // Counts of an earlier run must not be used for a runner that fails to start.
     match fs::remove_file(&report) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
             return Err(error).with_context(|| format!("cannot remove {}", report.display()));
@@ -217,7 +216,7 @@ fn run_backend(
     if backend == EMULATED {
         emulate(&mut command, options.sanitizer)?;
     }
-    if asked {
+    if requested {
         // A device that cannot be opened is then a failure, not a skipped case.
         command.args(["--backend", backend]);
     }
@@ -240,16 +239,16 @@ fn runner(workspace: &Workspace, backend: &str) -> Result<Program> {
     let (package, target) = (package_of(backend), target_of(backend));
     let others = workspace.packages.iter().filter(|other| other.name != package);
     let others: Vec<_> = others.filter(|o| has(o, target)).map(|o| &*o.name).collect();
-    let programs = programs::light(&others, &["--test", target])?;
+    let programs = programs::of_workspace(&others, &["--test", target])?;
     let found = programs.into_iter().find(|p| p.package == package && p.target == target);
     found.with_context(|| format!("cargo built no {target} of {package}"))
 }
 
-/// Builds the emulator's library and tells the runner where it is.
+/// Builds the emulator's library and passes its path to the runner.
 fn emulate(command: &mut Command, sanitizer: Sanitizer) -> Result<()> {
     command.env(emulator::SETTING, emulator::library(sanitizer)?);
-    // The sanitizer has to be in the program before anything else, and the program is not compiled
-    // with it.
+    // The sanitizer must be loaded into the program first, because the program is not compiled with
+    // it.
     if let Some(runtime) = emulator::runtime(sanitizer)? {
         command.env("ASAN_OPTIONS", "detect_leaks=0").env("LD_PRELOAD", runtime);
         command.env("UBSAN_OPTIONS", "print_stacktrace=1");
@@ -257,9 +256,9 @@ fn emulate(command: &mut Command, sanitizer: Sanitizer) -> Result<()> {
     Ok(())
 }
 
-/// What graphics drivers want: compiled shaders stay below `target`, and a session's folder is
-/// there where nobody is logged in. Mesa's driver that runs shaders on the CPU takes longer to
-/// optimise them than tests take to run.
+/// Sets variables for graphics drivers: compiled shaders are stored below `target`, and a session
+/// folder exists even if no user is logged in. Mesa's driver for CPUs takes longer to optimise
+/// shaders than the tests take to run.
 pub(crate) fn quiet_drivers(command: &mut Command, workspace: &Workspace) -> Result<()> {
     let named = [("MESA_SHADER_CACHE_DIR", "shaders"), ("XDG_RUNTIME_DIR", "session")];
     for (name, folder) in named.into_iter().filter(|(name, _)| std::env::var_os(name).is_none()) {
@@ -277,8 +276,8 @@ fn read_report(path: &Path) -> Option<Value> {
     serde_json::from_slice(&fs::read(path).ok()?).ok()
 }
 
-/// What one runner's report and its exit status amount to. A runner that fails without a failed
-/// case counts as one.
+/// Combines one runner's report and its exit status. A runner that fails without a failed case
+/// counts as one.
 fn outcome(report: Option<&Value>, ended: Result<()>) -> (String, Counts) {
     let counts = report.and_then(Counts::parse);
     match (counts, ended) {
@@ -317,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn a_runner_that_breaks_is_a_failure() {
+    fn a_runner_that_fails_is_a_failure() {
         let (line, broken) = outcome(None, Err(anyhow::anyhow!("does not build")));
         assert_eq!((line.as_str(), broken), ("does not build", counts(0, 1, 0)));
         assert_eq!(outcome(None, Ok(())).1, counts(0, 1, 0));
@@ -326,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn left_out_areas_are_named_from_their_beginning() {
+    fn skipped_areas_are_prefixes_of_names() {
         let args = kernel_cases("cpu::");
         assert_eq!(args.len(), 1 + 2 * NO_KERNELS.len());
         assert_eq!(args[..3], ["cpu::", "--skip", "::buffer/"]);
@@ -334,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn absent_backends_say_why() {
+    fn absent_backends_have_a_reason() {
         let mut workspace = workspace(&[("kv-cpu", &[])]);
         assert_eq!(why_not(&workspace, "cuda").unwrap(), "not in this workspace yet");
         assert!(why_not(&workspace, "cpu").unwrap().contains("no tests/conformance.rs"));
@@ -344,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn only_known_backends_are_asked_for() {
+    fn only_known_backends_are_accepted() {
         assert_eq!(chosen(&[]).unwrap().len(), BACKENDS.len());
         assert_eq!(chosen(&["cpu".to_owned()]).unwrap(), [("cpu", true)]);
         assert_eq!(chosen(&["emulated".to_owned()]).unwrap(), [("emulated", true)]);

@@ -1,7 +1,7 @@
 //! `cargo xtask emulator`: the library that runs the CUDA kernels on the CPU, for tests.
 //!
-//! Compiles every kernel of kv-cuda and the emulator with a C++ compiler, file by file, and again
-//! only what has changed since. Knows no kernel by name.
+//! Compiles every kernel of kv-cuda and the emulator with a C++ compiler, file by file, and
+//! recompiles only changed files. Knows no kernel by name.
 mod kernel_tests;
 mod self_test;
 
@@ -20,18 +20,18 @@ use crate::shell;
 use crate::workspace::Workspace;
 pub(crate) use kernel_tests::{build_all as build_kernel_tests, run as test_kernels};
 
-/// Where the kernels lie, from the repository's root.
+/// The folder of the kernels, from the repository's root.
 pub(crate) const KERNELS: &str = "kv-cuda/kernels";
 
-/// What watches the kernels while they run.
+/// A sanitizer of the kernels.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) enum Sanitizer {
-    /// Nothing; optimised.
+    /// No sanitizer; optimised.
     #[default]
     None,
-    /// Bounds of memory, and what C++ leaves undefined.
+    /// Memory bounds and undefined behaviour of C++.
     Address,
-    /// Accesses of two threads that nothing orders.
+    /// Data races.
     Thread,
 }
 
@@ -50,7 +50,7 @@ impl Sanitizer {
         }
     }
 
-    /// Flags of what is watched.
+    /// Returns the compiler flags of kernels.
     fn kernel_flags(self) -> &'static [&'static str] {
         match self {
             Self::None => &["-O2"],
@@ -59,7 +59,8 @@ impl Sanitizer {
         }
     }
 
-    /// Flags of the emulator itself, whose bookkeeping `ThreadSanitizer` must not see.
+    /// Returns the compiler flags of the emulator itself, whose bookkeeping `ThreadSanitizer` must
+    /// not see.
     fn emulator_flags(self) -> &'static [&'static str] {
         match self {
             Self::Thread => &["-O1", "-g1", "-DKV_EMU_TSAN"],
@@ -76,8 +77,8 @@ impl Sanitizer {
     }
 }
 
-/// Lines in reports need no more than `-g1`, which halves what there is to write. What is left out
-/// is what `AddressSanitizer` sees too.
+/// `-g1` is enough for lines in reports, and halves the size. The checks that are left out overlap
+/// with `AddressSanitizer`.
 const ADDRESS: &[&str] = &[
     "-O1",
     "-g1",
@@ -87,10 +88,10 @@ const ADDRESS: &[&str] = &[
     "-fno-omit-frame-pointer",
 ];
 
-/// Variable that tells kv-cuda where the library is.
+/// Variable with the path of the library, for kv-cuda.
 pub(crate) const SETTING: &str = "KV_CUDA_EMULATOR";
 
-/// Of every file. Without contraction, so that sums are the host's bit for bit.
+/// Flags of every file. Without contraction, so that sums equal the host's bit for bit.
 const COMMON: &[&str] = &[
     "-std=c++17",
     "-DKV_EMU",
@@ -103,17 +104,17 @@ const COMMON: &[&str] = &[
     "-Wno-unknown-pragmas",
 ];
 
-/// What to build.
+/// Options of a build.
 #[derive(Debug, Default)]
 pub(crate) struct Options {
     pub(crate) sanitizer: Option<Sanitizer>,
-    /// Test the emulator itself instead.
+    /// Tests the emulator itself instead.
     pub(crate) self_test: bool,
-    /// Run the kernels' own tests instead: with this sanitizer, otherwise what CI runs.
+    /// Runs the kernels' own tests instead: with this sanitizer, or without one as in CI.
     pub(crate) tests: bool,
 }
 
-/// Builds it and says where it is.
+/// Builds the library and prints its path.
 pub(crate) fn run(options: &Options) -> Result<()> {
     if options.self_test {
         return self_test::run();
@@ -129,13 +130,13 @@ pub(crate) fn run(options: &Options) -> Result<()> {
 /// One file to compile.
 #[derive(Debug, Clone)]
 pub(crate) struct Unit {
-    /// From the repository's root.
+    /// Path from the repository's root.
     source: PathBuf,
     object: PathBuf,
     flags: Vec<OsString>,
 }
 
-/// Builds the library; its path.
+/// Builds the library; returns its path.
 pub(crate) fn library(sanitizer: Sanitizer) -> Result<PathBuf> {
     let folder = Workspace::load()?.target_dir.join("emulator");
     let name = match sanitizer {
@@ -150,7 +151,7 @@ pub(crate) fn library(sanitizer: Sanitizer) -> Result<PathBuf> {
     Ok(library)
 }
 
-/// The sanitizer's own library, for programs that are not compiled with it; `None` for none.
+/// Returns the sanitizer's own library, for programs that are not compiled with it.
 pub(crate) fn runtime(sanitizer: Sanitizer) -> Result<Option<PathBuf>> {
     let name = match sanitizer {
         Sanitizer::None => return Ok(None),
@@ -162,18 +163,18 @@ pub(crate) fn runtime(sanitizer: Sanitizer) -> Result<Option<PathBuf>> {
     path.map(Some).with_context(|| format!("the C++ compiler has no {name}"))
 }
 
-/// The kernels' sources.
+/// Returns the kernels' sources.
 fn kernels() -> Result<Vec<PathBuf>> {
     sources(Path::new(KERNELS), "cu")
 }
 
-/// The emulator's own files.
+/// Returns the emulator's own files.
 pub(crate) fn emulator_units(objects: &Path, sanitizer: Sanitizer) -> Result<Vec<Unit>> {
     let sources = sources(&Path::new(KERNELS).join("emulator"), "cpp")?;
     Ok(units(objects, &sources, sanitizer.emulator_flags()))
 }
 
-/// Files of a folder with this extension, from the repository's root.
+/// Returns the files of a folder with this extension, from the repository's root.
 pub(crate) fn sources(folder: &Path, extension: &str) -> Result<Vec<PathBuf>> {
     let path = shell::root().join(folder);
     let entries = fs::read_dir(&path).with_context(|| format!("cannot read {}", path.display()))?;
@@ -184,7 +185,7 @@ pub(crate) fn sources(folder: &Path, extension: &str) -> Result<Vec<PathBuf>> {
     Ok(names)
 }
 
-/// Multiply-add in one instruction where this machine has it: a call of the C library is slower.
+/// Returns flags for fused multiply-add, if this machine has it: a call of the C library is slower.
 fn fused() -> &'static [&'static str] {
     #[cfg(target_arch = "x86_64")]
     if std::arch::is_x86_feature_detected!("fma") {
@@ -204,7 +205,7 @@ pub(crate) fn units(objects: &Path, sources: &[PathBuf], flags: &[&str]) -> Vec<
     sources.iter().map(unit).collect()
 }
 
-/// Compiles what has changed, and links where anything has.
+/// Compiles changed files, and links if there are any.
 pub(crate) fn build(
     units: &[Unit],
     output: &Path,
@@ -226,7 +227,7 @@ pub(crate) fn build(
     fs::write(list_of(output), list(units)).context("cannot note what was linked")
 }
 
-/// Compiles on as many threads as the machine has.
+/// Compiles on all threads of the machine.
 fn compile(stale: VecDeque<&Unit>) -> Result<()> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from).min(stale.len());
     let queue = Mutex::new(stale);
@@ -253,13 +254,13 @@ fn compile_one(unit: &Unit) -> Result<()> {
     let mut command = compiler();
     command.args(&unit.flags).args(["-MMD", "-MF"]).arg(depends_of(unit));
     command.args(["-x", "c++", "-c"]).arg(&unit.source).arg("-o").arg(&unit.object);
-    // An object without its flags is compiled again, should this be interrupted.
+    // An object without its flags file is compiled again, in case this is interrupted.
     let _ = fs::remove_file(flags_of(unit));
     shell::run(&mut command)?;
     fs::write(flags_of(unit), text_of(&unit.flags)).context("cannot note the flags")
 }
 
-/// Whether the object was made with these flags from what its source includes today.
+/// Returns whether the object was made with these flags from the present sources and headers.
 fn is_fresh(unit: &Unit) -> bool {
     let flags = fs::read_to_string(flags_of(unit)).ok();
     let (Some(made), Some(depends)) =
@@ -272,7 +273,7 @@ fn is_fresh(unit: &Unit) -> bool {
     flags.is_some_and(|flags| flags == text_of(&unit.flags)) && depends_on(&depends).all(is_older)
 }
 
-/// Files in what a compiler says for `make`: `object: source header \ header ...`.
+/// Returns the files of a compiler's rule for `make`: `object: source header \ header ...`.
 fn depends_on(rule: &str) -> impl Iterator<Item = &str> {
     let files = rule.split_once(": ").map_or("", |(_, files)| files);
     files.split_whitespace().filter(|word| *word != "\\")
@@ -311,7 +312,7 @@ fn compiler() -> Command {
     shell::program(env::var_os("CXX").unwrap_or_else(|| "g++".into()))
 }
 
-/// Whether there is a compiler that can do it.
+/// Fails without a C++ compiler.
 fn probe() -> Result<()> {
     if shell::output(compiler().arg("--version")).is_some() {
         return Ok(());

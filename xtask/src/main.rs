@@ -1,7 +1,7 @@
-//! The project's own tool: every chore that is more than one cargo command.
+//! The project's own tool: every task that is more than one cargo command.
 //!
-//! Owns the order and the list of the checks; refuses to know how any of them works inside. It
-//! depends on no crate of the workspace, so it builds and can tell what is wrong when they do not.
+//! Owns the list and order of the checks, and does not know how they work inside. It depends on no
+//! crate of the workspace, so it builds and reports errors even if they do not build.
 #![forbid(unsafe_code)]
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program for a terminal")]
 
@@ -33,47 +33,47 @@ const HELP: &str = "\
 Usage: cargo xtask COMMAND
 
   check                format, clippy, tidy, unit tests of core, quant and cpu, and the CPU's suite
-                       on its best instruction set: minutes, for while one works
+                       on its best instruction set: a few minutes, while you work
   test                 everything a change must pass, each stage with its time
   stage NAME           one stage of `test`, by its name in the table that this prints
   conformance          the shared suite on every backend of this workspace
-      --backend NAME   only this one (repeatable); fails when it is absent or cannot be opened
-                       `emulated` is CUDA's kernels on the CPU, and needs g++
+      --backend NAME   only this one (repeatable); fails if it is absent or cannot be opened
+                       `emulated` is the CUDA backend on the CPU, and needs g++
       --sanitize NAME  with --backend emulated: as below
-      --vectors DIR    the vector files found under DIR instead of the suite (repeatable)
-      [-- ARG...]      to the runner, as to libtest: a part of a case's name, --list, --exact
-  emulator             the library that runs CUDA kernels on the CPU: target/emulator
-      --sanitize NAME  watched by `address` (and undefined behaviour), `thread`, or `none`
-      --self-test      instead, the emulator's own tests, plain and with each sanitizer
-      --tests          instead, the kernels' own tests under sanitizers, as CI runs them; with
-                       --sanitize NAME only the programs of C++, so watched
-  arm                  the CPU backend on an emulated Arm CPU: kernels' tests, then the suite
-      [-- ARG...]      instead, what has this in its name
+      --vectors DIR    the vector files below DIR instead of the suite (repeatable)
+      [-- ARG...]      passed to the runner, as to libtest: a part of a case's name, --list, --exact
+  emulator             builds the library that runs CUDA kernels on the CPU: target/emulator
+      --sanitize NAME  with sanitizer `address` (and undefined behaviour), `thread`, or `none`
+      --self-test      runs the emulator's own tests instead, plain and with each sanitizer
+      --tests          runs the kernels' own tests under sanitizers instead, as CI does; with
+                       --sanitize NAME only the C++ programs, with that sanitizer
+  arm                  the CPU backend on an emulated Arm CPU: the kernels' tests, then the suite
+      [-- ARG...]      only tests with this in their names
   tidy                 rules about files, crates and documents that no compiler checks
-  setup                what the suites need on this machine, installed where that is possible
-  kernels              every CUDA kernel compiled for every architecture, with its registers
+  setup                installs what the suites need on this machine, if possible
+  kernels              compiles every CUDA kernel for every architecture, and prints its registers
       --only UNIT      only this file of kv-cuda/kernels
       --arch ARCH      only for this architecture, such as sm_90a
-      --check          instead, whether the compiled kernels in the tree are current
-      --write          and write them; what they have of these sources is not compiled again
-  public-api           the public API of kv beside the list in kv/public-api.txt
-      --update         instead, writes the list
-  gpu                  the CUDA backend checked and measured on a card: docs/gpu/CARD.md and .json
-      --device N       the card of this number; otherwise the first
+      --check          checks instead that the compiled kernels in the tree are current
+      --write          also writes them; those that are current are not compiled again
+  public-api           compares the public API of kv with the list in kv/public-api.txt
+      --update         writes the list instead
+  gpu                  checks and measures the CUDA backend on a card: docs/gpu/CARD.md and .json
+      --device N       the card with this number; otherwise the first
       --vectors DIR    these vector files too (repeatable)
-      --deadline S     ends all of it within so many seconds, what is worth most first
-      --out DIR        the report goes there after every stage, and logs and records with it
-      --package PLACE  instead, an archive for a machine with a card and without cargo or network:
-                       a file *.sh, or a folder for one; `sh FILE` does the same there
-      --list           instead, what an archive has
-      --kit DIR        runs what an archive holds, as run.sh does
-  bench [ARG...]       the benches; arguments go to criterion, such as a name to filter by
-  bench peers [ARG...] block life and attention beside other libraries in one run
-      life|attention   only this; after attention, parts of the names of cases (decode bf16 c4096)
-      --full           every case, not a cross through their middle
-      --json           one object instead of lines
+      --deadline S     ends after S seconds, with the most valuable stages first
+      --out DIR        writes the report there after every stage, with logs and records
+      --package PLACE  makes an archive instead, for a machine with a card but without cargo or
+                       network: a file *.sh, or a folder for one; `sh FILE` runs it there
+      --list           lists the contents of an archive instead
+      --kit DIR        runs the contents of an archive, as run.sh does
+  bench [ARG...]       the benches; arguments go to criterion, such as a part of a name
+  bench peers [ARG...] block management and attention beside other libraries
+      blocks|attention only this; after attention, parts of case names (decode bf16 c4096)
+      --full           every case, not only a cross through the grid
+      --json           one JSON object instead of text
       --install        first installs PyTorch and llama-cpp-python below target/peers: 6 GB, and
-                       10 minutes to compile; without them, only crates are compared with
+                       10 minutes to compile; without them, only crates are compared
   help                 this text
 ";
 
@@ -122,7 +122,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Test => suite::run()?,
         Command::Stage(name) => suite::run_one(&name)?,
         Command::Conformance(options) => {
-            // Its last line is the total, so a failure says nothing after it.
+            // The last line is the total, so nothing is printed after a failure.
             let total = conformance::run(&options)?;
             return Ok(if total.is_clean() { ExitCode::SUCCESS } else { ExitCode::FAILURE });
         }
@@ -176,7 +176,7 @@ fn parse(mut parser: Parser) -> Result<Command> {
 
 fn parse_conformance(mut parser: Parser) -> Result<Command> {
     let mut options = conformance::Options::default();
-    // After `--` everything is the runner's; lexopt would only stop reading options there.
+    // Everything after `--` is for the runner; lexopt would only stop reading options there.
     let args: Vec<OsString> = parser.raw_args()?.collect();
     let ours = args.iter().position(|arg| arg == "--").unwrap_or(args.len());
     options.args.extend(args.iter().skip(ours).skip(1).cloned());

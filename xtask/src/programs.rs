@@ -1,7 +1,7 @@
-//! Test programs of the light crates: built by cargo, started here.
+//! Test programs of the workspace: built by cargo, started here.
 //!
-//! `cargo test` builds and runs in one go and holds its lock while it builds. Started directly, a
-//! program runs beside a build, and one command builds all of them, so that both happen at once.
+//! `cargo test` builds and runs at once and holds its lock while it builds. Started directly, a
+//! program runs beside a build, and one command builds all of them.
 use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use crate::{shell, suite};
 
-/// Variable that names a file with cargo's messages: programs are read from it, not built.
+/// Variable with the path of cargo's messages: programs are read from that file instead of built.
 const BUILT: &str = "KV_XTASK_PROGRAMS";
 
 /// A test program, as cargo describes it.
@@ -24,17 +24,17 @@ pub(crate) struct Program {
     /// `lib`, `bin`, `test`, `bench`, `example`.
     pub(crate) kind: String,
     path: PathBuf,
-    /// Folder of the crate, in which cargo starts it.
+    /// Folder of the crate, in which cargo starts the program.
     folder: PathBuf,
 }
 
 impl Program {
-    /// Starts it as `cargo test` does.
+    /// Makes the command, as `cargo test` does.
     pub(crate) fn command(&self) -> Command {
         self.run_by(None)
     }
 
-    /// Starts it through another program, an emulator of its CPU.
+    /// Makes the command through another program, an emulator of its CPU.
     pub(crate) fn run_by(&self, runner: Option<&str>) -> Command {
         let mut command = match runner {
             None => shell::program(&self.path),
@@ -48,12 +48,12 @@ impl Program {
         command
     }
 
-    /// Reads one line of cargo's messages; `None` where it is about something else.
+    /// Parses one line of cargo's messages; `None` for other messages.
     fn parse(line: &str) -> Option<Self> {
         let message: Value = serde_json::from_str(line).ok()?;
         let path = message.get("executable")?.as_str()?;
         let kind = message.pointer("/target/kind/0")?.as_str()?;
-        // A test or bench with a `main` of its own is built without the harness.
+        // A test or bench with its own `main` is built without the harness.
         let is_test = message.pointer("/profile/test")?.as_bool()?;
         if !is_test && !["test", "bench"].contains(&kind) {
             return None;
@@ -69,35 +69,61 @@ impl Program {
     }
 }
 
-/// Builds these targets of the light crates, but for crates that are left out.
-pub(crate) fn light<S: AsRef<str>>(without: &[S], targets: &[&str]) -> Result<Vec<Program>> {
-    if let Some(file) = env::var_os(BUILT) {
-        let text = fs::read_to_string(&file)
-            .with_context(|| format!("cannot read {}", Path::new(&file).display()))?;
-        return Ok(parse(&text));
+/// Builds these targets of the workspace, without the given crates.
+pub(crate) fn of_workspace<S: AsRef<str>>(without: &[S], targets: &[&str]) -> Result<Vec<Program>> {
+    match built()? {
+        Some(text) => Ok(parse(&text)),
+        None => Ok(parse(&messages(&selection(without, targets), &[])?)),
     }
-    Ok(parse(&messages(&light_args(without, targets), &[])?))
 }
 
-/// Builds all test programs of the light crates, and notes them for [`use_built`].
+/// Returns the path of a program that is not a test, built with the tests' profile and features.
+pub(crate) fn binary(name: &str) -> Result<PathBuf> {
+    let text = match built()? {
+        Some(text) => text,
+        None => messages(&selection::<&str>(&[], &["--bin", name, "--tests"]), &[])?,
+    };
+    let found = text.lines().find_map(|line| parse_binary(line, name));
+    found.with_context(|| format!("cargo built no program {name}"))
+}
+
+/// Returns the messages that [`build_all`] has listed, if it ran before this process.
+fn built() -> Result<Option<String>> {
+    let Some(file) = env::var_os(BUILT) else { return Ok(None) };
+    let path = Path::new(&file);
+    let text =
+        fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    Ok(Some(text))
+}
+
+fn parse_binary(line: &str, name: &str) -> Option<PathBuf> {
+    let message: Value = serde_json::from_str(line).ok()?;
+    let path = message.get("executable")?.as_str()?;
+    let is_binary = message.pointer("/target/kind/0")?.as_str()? == "bin"
+        && message.pointer("/target/name")?.as_str()? == name
+        && !message.pointer("/profile/test")?.as_bool()?;
+    is_binary.then(|| path.into())
+}
+
+/// Builds all test programs of the workspace, and lists them for [`use_built`].
 pub(crate) fn build_all(file: &Path) -> Result<()> {
     let targets = ["--lib", "--bins", "--examples", "--tests", "--benches"];
-    let text = messages(&light_args::<&str>(&[], &targets), &[])?;
+    let text = messages(&selection::<&str>(&[], &targets), &[])?;
     fs::write(file, text).with_context(|| format!("cannot write {}", file.display()))
 }
 
-/// Builds what these arguments of `cargo test` choose.
+/// Builds the programs that these arguments of `cargo test` select.
 pub(crate) fn build(args: &[&str], variables: &[(String, &str)]) -> Result<Vec<Program>> {
     Ok(parse(&messages(args, variables)?))
 }
 
-/// Tells a program of ours where [`build_all`] has noted what is built.
+/// Passes the list of [`build_all`] to another process of this tool.
 pub(crate) fn use_built(command: &mut Command, file: &Path) {
     command.env(BUILT, file);
 }
 
-fn light_args<'a, S: AsRef<str>>(without: &'a [S], targets: &[&'a str]) -> Vec<&'a str> {
-    let mut args = suite::LIGHT.to_vec();
+fn selection<'a, S: AsRef<str>>(without: &'a [S], targets: &[&'a str]) -> Vec<&'a str> {
+    let mut args = vec!["--workspace"];
     for package in without {
         args.extend(["--exclude", package.as_ref()]);
     }
@@ -106,7 +132,7 @@ fn light_args<'a, S: AsRef<str>>(without: &'a [S], targets: &[&'a str]) -> Vec<&
     args
 }
 
-/// What cargo says of a build, a message a line.
+/// Returns cargo's messages of a build, one per line.
 fn messages(args: &[&str], variables: &[(String, &str)]) -> Result<String> {
     let mut command = shell::cargo(["test", "--no-run"]);
     command.args(args).envs(variables.iter().map(|(name, value)| (name, value)));
@@ -126,6 +152,23 @@ fn parse(messages: &str) -> Vec<Program> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_binary_is_found_among_test_programs_of_its_name() {
+        let line = |kind: &str, is_test: bool, path: &str| {
+            serde_json::json!({
+                "target": { "name": "kv", "kind": [kind] },
+                "profile": { "test": is_test },
+                "executable": path,
+            })
+            .to_string()
+        };
+        let lines = [line("bin", true, "/t/kv-1"), line("test", false, "/t/it"), "no JSON".into()];
+        assert!(lines.iter().all(|line| parse_binary(line, "kv").is_none()));
+        let found = line("bin", false, "/t/kv");
+        assert_eq!(parse_binary(&found, "kv"), Some("/t/kv".into()));
+        assert_eq!(parse_binary(&found, "xtask"), None);
+    }
 
     #[test]
     fn tests_and_benches_are_programs_and_plain_binaries_are_not() {

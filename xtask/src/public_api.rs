@@ -115,9 +115,10 @@ enum Listed {
 
 fn list(workspace: &Workspace) -> Result<Listed> {
     document()?;
-    // With the crates and features of the tests, whose builds of shared dependencies serve here.
-    let mut build = shell::cargo(["build", "--quiet"]);
-    build.args(suite::LIGHT).args(suite::FEATURES);
+    // The selection of crates and features is that of the tests, so that their builds of shared
+    // dependencies are used again.
+    let mut build = shell::cargo(["build", "--quiet", "--workspace"]);
+    build.args(suite::FEATURES);
     build.args(["--features", "xtask/public-api", "--bin", "public-api"]);
     shell::run(&mut build)?;
     let program = workspace.target_dir.join("debug").join("public-api");

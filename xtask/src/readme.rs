@@ -1,21 +1,27 @@
-//! The commands of README.md and docs/cli.md, run as they are written.
+//! Runs the commands of README.md and docs/cli.md as they are written.
 //!
-//! A fence marked `sh` holds commands that work on a fresh checkout, one a line; anything else,
-//! such as a command that takes long, stands in a fence marked `text`.
+//! A fence marked `sh` holds commands that work on a fresh checkout, one per line; anything else,
+//! such as a command that takes long, is in a fence marked `text`.
+use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 
-use crate::{shell, suite};
+use crate::{programs, shell, suite};
 
-/// Commands that would run what is running.
+/// Commands that would start this command again.
 const RUNNING: [&str; 1] = ["cargo xtask test"];
 
 /// Documents whose commands run.
 const DOCUMENTS: [&str; 2] = ["README.md", "docs/cli.md"];
 
+/// How the documents start the program `kv`. The tests start the one that they have built: the same
+/// source with overflow checks, and with every backend.
+const RUN: &str = "cargo run --release -- ";
+
 /// Runs every command; a failure names the command.
 pub(crate) fn run() -> Result<()> {
+    let program = programs::binary("kv")?;
     let [readme, _] = DOCUMENTS;
     for document in DOCUMENTS {
         let path = shell::root().join(document);
@@ -31,24 +37,30 @@ pub(crate) fn run() -> Result<()> {
             }
         }
         for line in commands {
-            run_line(line)?;
+            run_line(line, &program)?;
         }
     }
     Ok(())
 }
 
-fn run_line(line: &str) -> Result<()> {
+fn run_line(line: &str, program: &Path) -> Result<()> {
     if RUNNING.contains(&line) {
-        println!("$ {line}   (is what runs now)");
+        println!("$ {line}   (running already)");
         return Ok(());
     }
     let start = Instant::now();
-    shell::run(shell::program("sh").args(["-c", line]))?;
+    match line.strip_prefix(RUN) {
+        Some(args) => {
+            let script = format!("\"$KV\" {args}");
+            shell::run(shell::program("sh").args(["-c", &script]).env("KV", program))?;
+        }
+        None => shell::run(shell::program("sh").args(["-c", line]))?,
+    }
     suite::note(line, start.elapsed());
     Ok(())
 }
 
-/// The lines of all fences marked `sh`, without comments.
+/// Returns the lines of all fences marked `sh`, without comments.
 fn commands(text: &str) -> Vec<&str> {
     let mut commands = Vec::new();
     let mut fence = None;

@@ -1,4 +1,4 @@
-//! `cargo xtask setup`: what the suites need on a machine that has Rust.
+//! `cargo xtask setup`: installs what the suites need on a machine with Rust.
 //!
 //! A backend that needs a driver or a compiler of its own gets a line in [`NEEDS`] and a probe.
 use std::path::Path;
@@ -7,24 +7,24 @@ use anyhow::{Result, bail};
 
 use crate::{arm, shell};
 
-/// One thing the suites need.
+/// One tool that the suites need.
 struct Need {
     name: &'static str,
     for_what: &'static str,
     is_present: fn() -> bool,
-    /// The command that gets it.
+    /// The command that installs it.
     get: &'static [&'static str],
     use_of: Use,
 }
 
-/// What happens where it is missing.
+/// What happens if it is missing.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Use {
-    /// It is installed; `cargo xtask test` cannot do without.
+    /// It is installed; `cargo xtask test` needs it.
     Required,
-    /// It is installed where that is possible; else what needs it is skipped.
+    /// It is installed if possible; otherwise the stages that need it are skipped.
     Tried,
-    /// The command that gets it is said.
+    /// The command that installs it is printed.
     Optional,
 }
 
@@ -102,15 +102,14 @@ const NEEDS: &[Need] = &[
     },
 ];
 
-/// Whether the standard library of [`arm::TARGET`] is installed.
+/// Returns whether the standard library of [`arm::TARGET`] is installed.
 pub(crate) fn has_cross_target() -> bool {
     let mut rustc = shell::program("rustc");
     let path = shell::output(rustc.args(["--print", "target-libdir", "--target", arm::TARGET]));
     path.is_some_and(|path| Path::new(path.trim()).is_dir())
 }
 
-/// Whether some driver for Vulkan has left word of itself. Elsewhere than on Linux the system comes
-/// with Metal or DX12.
+/// Returns whether a Vulkan driver is registered. Systems other than Linux come with Metal or DX12.
 fn has_vulkan_driver() -> bool {
     let named = ["VK_DRIVER_FILES", "VK_ICD_FILENAMES"];
     if !cfg!(target_os = "linux") || named.iter().any(|name| std::env::var_os(name).is_some()) {
@@ -122,7 +121,7 @@ fn has_vulkan_driver() -> bool {
     folders.iter().any(has_files)
 }
 
-/// Lists every need and installs those that are missing, as far as that is for us to do.
+/// Lists every need and installs missing ones, if this command may do so.
 pub(crate) fn run() -> Result<()> {
     for need in NEEDS {
         let state = if (need.is_present)() { "present" } else { "missing" };
@@ -137,7 +136,7 @@ pub(crate) fn run() -> Result<()> {
     Ok(())
 }
 
-/// Installs what `cargo xtask test` cannot do without; names the command when that fails.
+/// Installs the required tools; names the command if that fails.
 pub(crate) fn install_required() -> Result<()> {
     for need in NEEDS.iter().filter(|need| need.use_of == Use::Required) {
         if (need.is_present)() {
@@ -155,8 +154,8 @@ pub(crate) fn install_required() -> Result<()> {
     Ok(())
 }
 
-/// Installs what tests can do without but are worth more with, where this user may install it.
-/// What needs it says why it is skipped where that fails.
+/// Installs tools that make the tests more useful, if this user may. If that fails, the stages that
+/// need them are skipped with a reason.
 pub(crate) fn try_rest() {
     let missing = NEEDS.iter().filter(|need| need.use_of == Use::Tried && !(need.is_present)());
     for need in missing {
@@ -170,7 +169,7 @@ pub(crate) fn try_rest() {
             let mut command = shell::program(name);
             shell::run(command.args(args).env("DEBIAN_FRONTEND", "noninteractive"))
         };
-        // A fresh machine has no list of packages yet.
+        // A fresh machine has no package list yet.
         let installed = install()
             .or_else(|_| shell::run(shell::program(name).arg("update")).and_then(|()| install()));
         if let Err(error) = installed {
@@ -179,7 +178,7 @@ pub(crate) fn try_rest() {
     }
 }
 
-/// Whether an optional tool is there; otherwise the words for a skipped stage.
+/// Returns the reason for a skipped stage if an optional tool is missing.
 pub(crate) fn lacks(name: &str) -> Option<String> {
     let need = NEEDS.iter().find(|need| need.name == name)?;
     if (need.is_present)() {

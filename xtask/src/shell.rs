@@ -1,4 +1,4 @@
-//! Runs other programs from the repository's root, showing what is run.
+//! Runs other programs from the repository's root and prints their commands.
 use std::env;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -6,22 +6,23 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 
-/// The repository's root.
+/// Returns the repository's root.
 pub(crate) fn root() -> PathBuf {
-    // Cargo sets the variable for what it runs; the built-in value serves a binary started by hand.
+    // Cargo sets the variable for programs that it runs; the built-in value is for a binary that is
+    // started by hand.
     let here = env::var("CARGO_MANIFEST_DIR").unwrap_or_else(|_| env!("CARGO_MANIFEST_DIR").into());
     Path::new(&here).parent().unwrap_or_else(|| Path::new(".")).to_owned()
 }
 
-/// The cargo that runs this program.
+/// Makes a command of the cargo that runs this program.
 pub(crate) fn cargo<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
     let mut command = program(env::var("CARGO").unwrap_or_else(|_| "cargo".into()));
     command.args(args);
     command
 }
 
-/// A program started from the root, without what cargo added to the environment for us: some build
-/// scripts would take it for a change and run again.
+/// Makes a command that runs in the root, without the variables that cargo set for this program:
+/// some build scripts would run again because of them.
 pub(crate) fn program(name: impl AsRef<OsStr>) -> Command {
     let mut command = Command::new(name);
     command.current_dir(root());
@@ -39,7 +40,7 @@ pub(crate) fn program(name: impl AsRef<OsStr>) -> Command {
     command
 }
 
-/// Shows and runs a command.
+/// Prints and runs a command.
 pub(crate) fn run(command: &mut Command) -> Result<()> {
     let line = line(command);
     println!("$ {line}");
@@ -50,13 +51,13 @@ pub(crate) fn run(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// The standard output of a command, `None` when it cannot be started or fails.
+/// Returns the standard output of a command, `None` if it cannot be started or fails.
 pub(crate) fn output(command: &mut Command) -> Option<String> {
     let output = command.stderr(Stdio::null()).output().ok()?;
     output.status.success().then(|| String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// A command as one would type it.
+/// Formats a command as one would type it.
 pub(crate) fn line(command: &Command) -> String {
     let name = Path::new(command.get_program()).file_stem().unwrap_or(command.get_program());
     let mut words = vec![name.to_string_lossy()];

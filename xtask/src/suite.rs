@@ -1,5 +1,5 @@
 //! `cargo xtask test`: everything a change must pass, as two lanes of stages, each with its time;
-//! `cargo xtask check`: what a change must pass before it is shown to anyone, in two minutes.
+//! `cargo xtask check`: what a change must pass before it is shown to others, in two minutes.
 use std::time::Duration;
 
 use anyhow::{Result, bail};
@@ -14,26 +14,22 @@ use crate::{
     webgpu,
 };
 
-/// The crates with the heavy dependencies: built once, in release, for their tests and for README
-/// alike. All other crates are always chosen together, because cargo builds a dependency again for
-/// every choice of crates that switches other features of it on.
-pub(crate) const HEAVY: [&str; 2] = ["kv-runner", "kv-cli"];
+/// Features of every build of the workspace: all backends, the CUDA backend also on the emulator,
+/// and the CPU also on rayon. All crates are always selected together with the same features,
+/// because cargo builds a dependency again for every selection with other features of it.
+pub(crate) const FEATURES: [&str; 2] =
+    ["--features", "kv-cuda/emulated,kv/emulated,kv/wgpu,kv/rayon,kv-cli/wgpu,kv-cli/cuda"];
 
-/// Leaves them out of a choice of crates.
-pub(crate) const LIGHT: [&str; 5] =
-    ["--workspace", "--exclude", "kv-runner", "--exclude", "kv-cli"];
-
-/// Switched on in every build of the light crates, for the same reason: the CUDA backend runs on
-/// the emulator too, `kv` opens every backend there is, and the CPU computes on rayon too.
-pub(crate) const FEATURES: [&str; 2] = ["--features", "kv-cuda/emulated,kv/wgpu,kv/cuda,kv/rayon"];
+/// Crates whose tests run models: a stage of their own.
+const MODELS: [&str; 2] = ["kv-runner", "kv-cli"];
 
 /// The emulator's own tests, with each sanitizer.
 const SELF_TEST: emulator::Options =
     emulator::Options { sanitizer: None, self_test: true, tests: false };
 
-/// What runs beside what: a stage starts when the one before it in its lane and those after its
-/// name have passed. Stages that compile keep both cores of a small machine busy most of the time,
-/// stages that run fill the rest, and neither waits for the other's lock.
+/// The stages and their dependencies: a stage starts when the previous one of its lane and the
+/// named ones have passed. Stages that compile keep both cores of a small machine busy most of the
+/// time, stages that run fill the rest, and neither waits for the other's lock.
 const STAGES: &[Stage] = &[
     compile("tools", &[], tools),
     compile("format", &[], format),
@@ -43,7 +39,6 @@ const STAGES: &[Stage] = &[
     compile("clippy", &[], clippy),
     compile("build of the CUDA emulator", &[], build_emulator),
     compile("build of tests", &[], build_tests),
-    compile("build of kv-runner and kv-cli in release", &[], build_heavy),
     compile("build of CUDA kernels with sanitizers", &[], build_sanitized),
     compile("build of CPU kernels for Arm", &[], build_arm),
     compile("build of examples of kv", &[], |_| examples::build().map(passed)),
@@ -58,14 +53,8 @@ const STAGES: &[Stage] = &[
     run_stage("conformance of all CPU kernels", &["build of tests"], conform_kernels),
     run_stage("conformance of shaders", &["build of tests"], |_| webgpu::run().map(passed)),
     run_stage("conformance of CUDA kernels on the emulator", &["build of tests"], conform_emulated),
-    run_stage(
-        "kv-runner and kv-cli in release",
-        &["build of kv-runner and kv-cli in release"],
-        heavy_tests,
-    ),
-    run_stage("README commands", &["build of kv-runner and kv-cli in release"], |_| {
-        readme::run().map(passed)
-    }),
+    run_stage("kv-runner and kv-cli", &["build of tests"], model_tests),
+    run_stage("README commands", &["build of tests"], |_| readme::run().map(passed)),
     run_stage("CUDA kernels under sanitizers", &["build of CUDA kernels with sanitizers"], |_| {
         emulator::test_kernels().map(passed)
     }),
@@ -75,7 +64,7 @@ const STAGES: &[Stage] = &[
     run_stage("CPU kernels on an emulated Arm CPU", &["build of CPU kernels for Arm"], other_cpu),
 ];
 
-/// Those of `cargo xtask check`, one after another.
+/// The stages of `cargo xtask check`, run one after another.
 const CHECKS: &[Stage] = &[
     compile("format", &[], format),
     compile("tidy", &[], |_| tidy::run().map(passed)),
@@ -85,7 +74,7 @@ const CHECKS: &[Stage] = &[
 ];
 
 /// Crates whose tests `cargo xtask check` runs.
-const CHECKED: [&str; 4] = ["kv-core", "kv-quant", "kv-cpu-kernels", "kv-cpu"];
+const CHECKED: [&str; 5] = ["kv-core", "kv-compat", "kv-quant", "kv-cpu-kernels", "kv-cpu"];
 
 const fn compile(
     name: &'static str,
@@ -103,12 +92,12 @@ const fn run_stage(
     Stage { name, lane: Lane::Run, after, run }
 }
 
-/// Runs every stage; stops at the first that fails.
+/// Runs every stage; stops at the first failure.
 pub(crate) fn run() -> Result<()> {
     lanes::run(STAGES)
 }
 
-/// Runs one stage alone: `cargo xtask test` does so for each, in a process of its own.
+/// Runs one stage alone: `cargo xtask test` does so for each, in a separate process.
 pub(crate) fn run_one(name: &str) -> Result<()> {
     lanes::run_one(STAGES, name)
 }
@@ -118,7 +107,7 @@ pub(crate) fn check() -> Result<()> {
     lanes::run_in_order(CHECKS)
 }
 
-/// Prints how long a part of a stage took.
+/// Prints the time of a part of a stage.
 pub(crate) fn note(what: &str, took: Duration) {
     println!("{}  {what}", seconds(took));
 }
@@ -145,7 +134,7 @@ fn format(_: &Workspace) -> Result<Outcome> {
     cargo(&["fmt", "--all", "--check"])
 }
 
-/// The heavy crates too: what they depend on is only checked here, not built.
+/// Includes the heavy crates: their dependencies are only checked here, not built.
 fn clippy(_: &Workspace) -> Result<Outcome> {
     let mut command = shell::cargo(["clippy", "--workspace", "--all-targets"]);
     shell::run(command.args(FEATURES).args(["--", "--deny", "warnings"])).map(passed)
@@ -154,7 +143,8 @@ fn clippy(_: &Workspace) -> Result<Outcome> {
 fn licences(_: &Workspace) -> Result<Outcome> {
     match setup::lacks("cargo-deny") {
         Some(why) => Ok(Outcome::Skipped(why)),
-        // Advisories need the network and change without us; they are checked by hand.
+        // Advisories need the network and change independently of the code; they are checked by
+        // hand.
         None => cargo(&["deny", "check", "licenses", "bans", "sources"]),
     }
 }
@@ -174,12 +164,12 @@ fn build_sanitized(_: &Workspace) -> Result<Outcome> {
     emulator::build_kernel_tests().map(passed)
 }
 
-/// Every test program that later stages run.
+/// Builds every test program that later stages run.
 fn build_tests(workspace: &Workspace) -> Result<Outcome> {
     programs::build_all(&lanes::programs_file(workspace)).map(passed)
 }
 
-/// Where no emulator is to be had they are only checked.
+/// Without an emulator, the programs are only checked.
 fn build_arm(_: &Workspace) -> Result<Outcome> {
     let Some(why) = arm::lacks() else {
         return arm::build().map(passed);
@@ -197,11 +187,22 @@ fn other_cpu(_: &Workspace) -> Result<Outcome> {
     }
 }
 
-/// All tests but the heavy crate's and the conformance runners, which have stages of their own.
+/// Runs all tests except those of the crates that run models and the conformance runners, which
+/// have separate stages.
 fn unit_tests(workspace: &Workspace) -> Result<Outcome> {
-    let programs = programs::light::<&str>(&[], &[])?;
+    run_programs(workspace, |program| {
+        !conformance::is_runner(&program.target) && !MODELS.contains(&&*program.package)
+    })
+}
+
+fn model_tests(workspace: &Workspace) -> Result<Outcome> {
+    run_programs(workspace, |program| MODELS.contains(&&*program.package))
+}
+
+fn run_programs(workspace: &Workspace, wanted: fn(&Program) -> bool) -> Result<Outcome> {
+    let programs = programs::of_workspace::<&str>(&[], &[])?;
     let library = emulator::library(Sanitizer::None)?;
-    for program in programs.iter().filter(|program| !conformance::is_runner(&program.target)) {
+    for program in programs.iter().filter(|program| wanted(program)) {
         let mut command = program.command();
         conformance::quiet_drivers(&mut command, workspace)?;
         run_program(program, command.env(emulator::SETTING, &library))?;
@@ -229,7 +230,7 @@ fn check_units(_: &Workspace) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// On the backend's own type.
+/// Runs the suite on the backend's own type.
 fn check_conformance(_: &Workspace) -> Result<Outcome> {
     let programs = checked_programs()?;
     let runner = programs.iter().find(|program| conformance::is_runner(&program.target));
@@ -238,12 +239,12 @@ fn check_conformance(_: &Workspace) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// Archives in the tree were compiled without a spill, and a unit test of kv-cuda says whether they
-/// are of the sources as they are. Without archives the kernels are compiled here; a machine that
-/// cannot get the compiler has still tested them on the emulator.
+/// The committed archives were compiled without a spill, and a unit test of kv-cuda checks that
+/// they belong to the present sources. Without archives the kernels are compiled here; a machine
+/// without the compiler has still tested them on the emulator.
 fn compile_kernels(workspace: &Workspace) -> Result<Outcome> {
     if kernels::has_archives() {
-        return Ok(Outcome::Skipped("archives are there; a unit test compares them".to_owned()));
+        return Ok(Outcome::Skipped("archives exist; a unit test compares them".to_owned()));
     }
     match kernels::lacks(workspace) {
         Some(why) => Ok(Outcome::Skipped(why)),
@@ -252,11 +253,12 @@ fn compile_kernels(workspace: &Workspace) -> Result<Outcome> {
 }
 
 fn doc_tests(_: &Workspace) -> Result<Outcome> {
-    let mut command = shell::cargo(["test", "--doc"]);
-    shell::run(command.args(LIGHT).args(FEATURES)).map(passed)
+    let mut command = shell::cargo(["test", "--workspace", "--doc"]);
+    shell::run(command.args(FEATURES)).map(passed)
 }
 
-/// Everything on the backend's own type, and erased what says that calls are passed on.
+/// Runs all cases on the backend's own type, and on the erased type those that show that calls are
+/// passed on.
 fn conform(_: &Workspace) -> Result<Outcome> {
     let own = Options { args: vec!["cpu::".into()], ..Options::default() };
     clean("cpu", &conformance::run_variation("cpu", "with its best kernels", &own)?)?;
@@ -264,8 +266,8 @@ fn conform(_: &Workspace) -> Result<Outcome> {
     clean("any(cpu)", &conformance::run_variation("cpu", "erased", &erased)?)
 }
 
-/// What looks at a kernel; the stage before has used the best kernels of this machine for all of
-/// the suite.
+/// Runs the cases that depend on a kernel; the stage before has used the best kernels of this
+/// machine for the whole suite.
 fn conform_kernels(_: &Workspace) -> Result<Outcome> {
     #[cfg(target_arch = "x86_64")]
     let below_best: &[&str] = if !is_x86_feature_detected!("avx512f") {
@@ -304,8 +306,8 @@ fn clean(what: &str, total: &conformance::Counts) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// Threads of the emulator are slow, so the suite runs once here and not erased as well; what
-/// erasure does is the same on every backend.
+/// Threads of the emulator are slow, so the suite runs only on the backend's own type; erasure
+/// works the same on every backend.
 fn conform_emulated(_: &Workspace) -> Result<Outcome> {
     let options = Options {
         backends: vec![conformance::EMULATED.to_owned()],
@@ -315,41 +317,21 @@ fn conform_emulated(_: &Workspace) -> Result<Outcome> {
     clean(conformance::EMULATED, &conformance::run(&options)?)
 }
 
-/// The programs of README's commands and their tests.
-fn build_heavy(_: &Workspace) -> Result<Outcome> {
-    let packages = heavy_packages();
-    cargo(&[&["test", "--no-run", "--release"], &*packages].concat())?;
-    cargo(&["build", "--release", "--package", "kv-cli"])
-}
-
-fn heavy_packages() -> Vec<&'static str> {
-    HEAVY.iter().flat_map(|name| ["--package", *name]).collect()
-}
-
-fn heavy_tests(workspace: &Workspace) -> Result<Outcome> {
-    let mut command = shell::cargo(["test", "--release"]);
-    command.args(heavy_packages());
-    conformance::quiet_drivers(&mut command, workspace)?;
-    shell::run(&mut command).map(passed)
-}
-
 fn rustdoc(_: &Workspace) -> Result<Outcome> {
     public_api::document().map(passed)
 }
 
-/// Features only add: what users import must build with none of them.
-fn features(workspace: &Workspace) -> Result<Outcome> {
-    match workspace.package("kv") {
-        Some(_) => cargo(&["check", "--package", "kv", "--no-default-features"]),
-        None => Ok(Outcome::Skipped("kv: not in this workspace yet".to_owned())),
-    }
+/// Features only add: the library must build without any, and the program as README builds it.
+fn features(_: &Workspace) -> Result<Outcome> {
+    cargo(&["check", "--package", "kv", "--no-default-features"])?;
+    cargo(&["check", "--package", "kv-cli"])
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// A stage that waits for one behind it in its own lane, or for none there is, never starts.
+    /// A stage that needs a later one of its own lane, or an unknown one, never starts.
     #[test]
     fn every_stage_can_start() {
         lanes::check_order(STAGES);

@@ -1,19 +1,20 @@
-//! The WebGPU backend's conformance in every variation of its shaders, on drivers that a CPU runs.
+//! The WebGPU backend's conformance in every variation of its shaders, on drivers that run on a
+//! CPU.
 use std::path::Path;
 
 use anyhow::{Result, bail};
 
 use crate::conformance::{self, Options};
 
-/// Left out here, as drivers that a CPU runs take minutes for each: what every stored format needs
-/// to be compiled for. The random lives of `kv/tests/differential.rs` go over all formats.
-const LONG: &[&str] = &["lives/", "quant/", "random/", "reuse/quantised", "vectors/"];
+/// Cases that need shaders of every stored format, which drivers on a CPU take minutes to compile;
+/// left out here. The differential runs of `kv/tests/differential.rs` cover all formats.
+const LONG: &[&str] = &["quant/", "random/", "reuse/quantised", "vectors/"];
 
-/// Cases that meet every kernel of which there are variations.
+/// Cases that reach every kernel that has variations.
 const VARIED: &[&str] =
     &["wgpu::attend/head_groups", "wgpu::attend/options", "wgpu::quant/error_on_normal_rows"];
 
-/// Where browsers bring `SwiftShader`, a Vulkan driver that has nothing in common with Mesa's.
+/// Places where browsers install `SwiftShader`, a Vulkan driver independent of Mesa.
 const SECOND_DRIVERS: &[&str] = &[
     "/usr/lib/chromium/vk_swiftshader_icd.json",
     "/usr/lib/chromium-browser/vk_swiftshader_icd.json",
@@ -21,8 +22,8 @@ const SECOND_DRIVERS: &[&str] = &[
     "/opt/google/chrome/vk_swiftshader_icd.json",
 ];
 
-/// Runs most of the suite on the first adapter, on the backend's own type: what erasure does is the
-/// same on every backend. Then some of it without subgroups and on a second driver.
+/// Runs most of the suite on the first adapter, on the backend's own type, because erasure works
+/// the same on every backend. Then some of it without subgroups and on a second driver.
 pub(crate) fn run() -> Result<()> {
     let skips = LONG.iter().flat_map(|part| ["--skip".into(), (*part).into()]);
     let args = std::iter::once("wgpu::".into()).chain(skips).collect();

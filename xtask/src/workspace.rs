@@ -1,4 +1,4 @@
-//! What cargo knows of the workspace: packages, targets, dependencies.
+//! The workspace as cargo describes it: packages, targets, dependencies.
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
@@ -6,14 +6,14 @@ use serde_json::Value;
 
 use crate::shell;
 
-/// The workspace as `cargo metadata` tells it.
+/// The workspace from `cargo metadata`.
 #[derive(Debug)]
 pub(crate) struct Workspace {
     pub(crate) packages: Vec<Package>,
     pub(crate) target_dir: PathBuf,
 }
 
-/// One crate of ours.
+/// One crate of the workspace.
 #[derive(Debug)]
 pub(crate) struct Package {
     pub(crate) name: String,
@@ -32,7 +32,7 @@ pub(crate) struct Dependency {
     pub(crate) version: String,
 }
 
-/// One thing cargo builds from a crate.
+/// One target that cargo builds from a crate.
 #[derive(Debug)]
 pub(crate) struct Target {
     pub(crate) name: String,
@@ -40,7 +40,7 @@ pub(crate) struct Target {
 }
 
 impl Workspace {
-    /// Asks cargo; needs no network.
+    /// Runs `cargo metadata`; needs no network.
     pub(crate) fn load() -> Result<Self> {
         let mut command = shell::cargo(["metadata", "--format-version=1", "--no-deps"]);
         let output = command.output().context("cannot start `cargo metadata`")?;
@@ -55,14 +55,14 @@ impl Workspace {
         Ok(Self { packages, target_dir: text(metadata, "target_directory")?.into() })
     }
 
-    /// The crate of this name.
+    /// Returns the crate with this name.
     pub(crate) fn package(&self, name: &str) -> Option<&Package> {
         self.packages.iter().find(|package| package.name == name)
     }
 }
 
 impl Package {
-    /// Targets of one kind: `lib`, `bin`, `test`, `bench`, `example`.
+    /// Returns targets of one kind: `lib`, `bin`, `test`, `bench`, `example`.
     pub(crate) fn targets_of(&self, kind: &str) -> impl Iterator<Item = &Target> {
         self.targets.iter().filter(move |target| target.kind == kind)
     }
@@ -103,8 +103,8 @@ fn text(value: &Value, key: &str) -> Result<String> {
 pub(crate) mod tests {
     use super::*;
 
-    /// A workspace of the given crates and their dependencies; `dev:` marks a dev-dependency and
-    /// `ext:` one that is not ours.
+    /// Makes a workspace of the given crates and dependencies; `dev:` marks a dev-dependency and
+    /// `ext:` an external crate.
     pub(crate) fn workspace(crates: &[(&str, &[&str])]) -> Workspace {
         let dependency = |word: &&str| {
             let (is_dev, word) = word.strip_prefix("dev:").map_or((false, *word), |w| (true, w));

@@ -1,4 +1,4 @@
-//! Decode attention: one query a sequence over all that is cached.
+//! Decode attention: one query per sequence over its whole context.
 use criterion::{BenchmarkId, Criterion, Throughput};
 use kv::{AttentionOptions, KvFormat, QkvFormat, StepInput, TensorView, TensorViewMut};
 use kv_bench::{Shape, is_smoke, values};
@@ -6,7 +6,7 @@ use kv_bench::{Shape, is_smoke, values};
 pub(crate) fn benches(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("attend");
     for (name, shape) in shapes() {
-        // Each cached row has to be read once; queries and outputs are small beside them.
+        // Each cached row has to be read once; queries and outputs are small in comparison.
         let tokens = u64::from(shape.batch) * u64::from(shape.context);
         group.throughput(Throughput::Bytes(shape.token_bytes() * tokens));
         let mut cache = shape.filled(super::cpu(), 1).unwrap();
@@ -28,7 +28,7 @@ pub(crate) fn benches(criterion: &mut Criterion) {
     }
 }
 
-/// Batches and contexts.
+/// Pairs of batch and context.
 type Sizes = &'static [(u32, u32)];
 
 fn shapes() -> Vec<(BenchmarkId, Shape)> {

@@ -1,4 +1,4 @@
-//! Copies between blocks: what forks and, later, defragmentation cost.
+//! Copies between blocks, as forks make them.
 use criterion::{BenchmarkId, Criterion, Throughput};
 use kv::BlockId;
 use kv::backend::KvStorage;

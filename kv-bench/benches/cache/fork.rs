@@ -1,4 +1,4 @@
-//! What it costs to fork a sequence, with its token ids and without, and to choose beams anew.
+//! The cost of forking a sequence, with its token ids and without, and of reordering beams.
 use criterion::{BenchmarkId, Criterion};
 use kv::backend::NullBackend;
 use kv::{CacheSpec, KvCache, SequenceId, StartOptions, StepInput};
@@ -33,7 +33,7 @@ pub(crate) fn benches(criterion: &mut Criterion) {
     }
 }
 
-/// One sequence of `len` tokens, with room for the last blocks of the beams.
+/// Makes one sequence of `len` tokens, with room for the last blocks of the beams.
 fn cache(len: u32, has_ids: bool) -> KvCache<NullBackend> {
     let blocks = len.div_ceil(BLOCK_SIZE) + 64;
     let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(2);
@@ -53,7 +53,7 @@ fn cache(len: u32, has_ids: bool) -> KvCache<NullBackend> {
     cache
 }
 
-/// The first half of the beams goes on twice, the other half ends.
+/// Continues the first half of the beams twice and releases the other half.
 fn choose(cache: &mut KvCache<NullBackend>, beams: &mut Vec<u64>) {
     let first = beams.iter().max().unwrap() + 1;
     let chosen: Vec<_> = (first..first + BEAMS).collect();

@@ -1,8 +1,7 @@
-//! Benches of the cache. `cargo xtask bench` runs them all, `cargo xtask bench attend/` some.
+//! Benches of the cache. `cargo xtask bench` runs all of them, `cargo xtask bench attend/` some.
 //!
-//! Throughput counts the bytes that an operation has to move at the least, in the stored format
-//! where it reads or writes the cache; comparing it with the machine's memory bandwidth says what
-//! is left.
+//! Throughput counts the bytes that an operation must move at least, in the stored format where it
+//! reads or writes the cache; compare it with the machine's memory bandwidth.
 #![forbid(unsafe_code)]
 #![expect(
     clippy::unwrap_used,
@@ -11,9 +10,9 @@
 )]
 
 mod attend;
+mod blocks;
 mod copy;
 mod fork;
-mod life;
 mod plan;
 mod rows;
 
@@ -22,7 +21,7 @@ use criterion::Criterion;
 fn main() {
     let mut criterion = Criterion::default().configure_from_args();
     plan::benches(&mut criterion);
-    life::benches(&mut criterion);
+    blocks::benches(&mut criterion);
     fork::benches(&mut criterion);
     attend::benches(&mut criterion);
     rows::benches(&mut criterion);
@@ -30,8 +29,8 @@ fn main() {
     criterion.final_summary();
 }
 
-/// A stored format of every kind, and the one they are compared with. Those with given scales
-/// decode as their relatives with row scales.
+/// Stored formats to compare: one of every kind. Formats with given scales decode like their
+/// relatives with row scales.
 fn compared() -> impl Iterator<Item = kv::KvFormat> {
     let names = [
         "bf16",
@@ -48,7 +47,7 @@ fn compared() -> impl Iterator<Item = kv::KvFormat> {
     names.into_iter().map(|name| name.parse().unwrap())
 }
 
-/// The CPU, erased as users have it.
+/// Opens the CPU, type-erased as for users.
 fn cpu() -> kv::backend::AnyBackend {
     kv::Device::open("cpu").unwrap()
 }

@@ -1,4 +1,4 @@
-//! What a step costs before any byte of K or V moves.
+//! The cost of a step before any byte of K or V moves.
 use std::hint::black_box;
 
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput};
@@ -34,8 +34,8 @@ pub(crate) fn benches(criterion: &mut Criterion) {
     beside_a_long_one(criterion);
 }
 
-/// Steps of many sequences of one token and one that is long: the first, which brings the long one,
-/// and those in which each brings a token.
+/// Measures steps of many one-token sequences and one long sequence: the step that prefills the
+/// long one, and the decode steps after it.
 fn beside_a_long_one(criterion: &mut Criterion) {
     let (others, tokens) = if is_smoke() { (30, 1000) } else { (30_000, 999_999) };
     let mut group = criterion.benchmark_group("plan");
@@ -72,7 +72,7 @@ fn beside_a_long_one(criterion: &mut Criterion) {
     });
 }
 
-/// One new token for every sequence.
+/// Makes one new token for every sequence.
 fn decode(shape: &Shape) -> Vec<StepInput<'static>> {
     shape.sequences().map(|sequence| StepInput::tokens(sequence, &[7])).collect()
 }
@@ -83,7 +83,7 @@ fn plan<B: Backend>(cache: &mut KvCache<B>, inputs: &[StepInput<'_>]) {
     black_box(step.positions());
 }
 
-/// A whole step without a device, and back to where it began.
+/// Runs a whole step without a device and truncates back to the start.
 fn step_and_back<B: Backend>(
     cache: &mut KvCache<B>,
     shape: &Shape,

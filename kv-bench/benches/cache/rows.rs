@@ -1,4 +1,4 @@
-//! Rows into the cache, and out of it.
+//! Writing rows to the cache and gathering them.
 use criterion::{BenchmarkId, Criterion, Throughput};
 use kv::backend::Plane;
 use kv::{BlockOrder, KvFormat, QkvFormat, StepInput, TensorView, TensorViewMut};
@@ -9,7 +9,7 @@ pub(crate) fn benches(criterion: &mut Criterion) {
     gather(criterion);
 }
 
-/// Writes the new tokens of a step, again and again: a write may be repeated.
+/// Writes the new tokens of one step repeatedly.
 fn append(criterion: &mut Criterion) {
     let sizes: &[(u32, u32)] = if is_smoke() { &[(2, 3)] } else { &[(64, 1), (1, 1024)] };
     let mut group = criterion.benchmark_group("append");
@@ -31,14 +31,14 @@ fn append(criterion: &mut Criterion) {
     }
 }
 
-/// Reads the keys of a whole sequence back as f32.
+/// Gathers the keys of a whole sequence as f32.
 fn gather(criterion: &mut Criterion) {
     let sizes: &[(u32, u32)] = if is_smoke() { &[(1, 40)] } else { &[(1, 4096)] };
     let mut group = criterion.benchmark_group("gather");
     for (&(batch, context), order) in each_order(sizes) {
         for format in formats(order) {
             let shape = Shape { format, order, ..Shape::llama(batch, context) };
-            // Keys alone: half of a token.
+            // Keys only: half of a token.
             group.throughput(Throughput::Bytes(shape.token_bytes() / 2 * u64::from(context)));
             let mut cache = shape.filled(super::cpu(), 0).unwrap();
             let ranges: Vec<_> = shape.sequences().map(|id| (id, 0, context)).collect();
@@ -59,7 +59,7 @@ fn each_order(sizes: &[(u32, u32)]) -> impl Iterator<Item = (&(u32, u32), BlockO
     sizes.iter().flat_map(|size| [BlockOrder::Hnd, BlockOrder::Nhd].map(|order| (size, order)))
 }
 
-/// Both block orders of what is copied, one of what is encoded row by row.
+/// Formats for a block order: plain ones for both orders, encoded ones for one.
 fn formats(order: BlockOrder) -> Vec<KvFormat> {
     match order {
         BlockOrder::Nhd => KvFormat::PLAIN.to_vec(),

@@ -1,9 +1,9 @@
-//! Block life and attention beside other libraries, in one run: `cargo xtask bench peers`.
+//! Block management and attention beside other libraries, in one run: `cargo xtask bench peers`.
 //!
-//! What the peers are and how they are timed is at the top of the modules. Peers that are Python
-//! packages run where `--python` names an interpreter that has them.
+//! The modules list the peers and say how they are timed. Peers that are Python packages run if
+//! `--python` names an interpreter that has them.
 mod attention;
-mod life;
+mod blocks;
 
 use std::path::PathBuf;
 
@@ -12,21 +12,21 @@ use lexopt::{Arg, Parser, ValueExt};
 use serde::Serialize;
 
 const HELP: &str = "\
-Usage: kv-bench-peers [OPTIONS] [life|attention [FILTER...]]
+Usage: kv-bench-peers [OPTIONS] [blocks|attention [FILTER...]]
 
-Without a name, both. FILTER is a part of a case's name, such as decode, bf16, c4096 or prefill; a
-case is run when its name has all of them in it.
+Without a name, both are measured. FILTER is a part of a case's name, such as decode, bf16, c4096 or
+prefill; a case runs if its name contains all filters.
 
-  --full          every case of attention, not a cross through their middle
-  --python PATH   the interpreter that has torch, or llama_cpp
-  --json          one object on the standard output instead of lines
-  --help          this text
+  --full          every case of attention, not only a cross through the grid
+  --python PATH   a Python interpreter with torch or llama_cpp
+  --json          one JSON object on standard output instead of text
+  --help          print this help
 ";
 
-/// What is asked for.
+/// The parsed command line.
 #[derive(Debug, Default)]
 struct Options {
-    /// `life` or `attention`; both when absent.
+    /// `blocks` or `attention`; both when absent.
     only: Option<String>,
     filters: Vec<String>,
     python: Option<PathBuf>,
@@ -37,7 +37,7 @@ struct Options {
 #[derive(Serialize)]
 struct Output {
     #[serde(skip_serializing_if = "Option::is_none")]
-    life: Option<Vec<life::Compared>>,
+    blocks: Option<Vec<blocks::Compared>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     attention: Option<attention::Report>,
 }
@@ -48,13 +48,13 @@ fn main() -> Result<()> {
         return Ok(());
     };
     let wants = |part: &str| options.only.as_deref().is_none_or(|only| only == part);
-    let mut output = Output { life: None, attention: None };
-    if wants("life") {
-        let compared = life::run()?;
+    let mut output = Output { blocks: None, attention: None };
+    if wants("blocks") {
+        let compared = blocks::run()?;
         if !options.json {
             compared.iter().for_each(|compared| print!("{}", compared.text()));
         }
-        output.life = Some(compared);
+        output.blocks = Some(compared);
     }
     if wants("attention") {
         let report = attention::run(&options)?;
@@ -69,7 +69,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// `None` where help is asked for.
+/// Parses the command line; `None` for help.
 fn parse(mut parser: Parser) -> Result<Option<Options>> {
     let mut options = Options::default();
     while let Some(arg) = parser.next()? {
@@ -81,7 +81,7 @@ fn parse(mut parser: Parser) -> Result<Option<Options>> {
             Arg::Value(word) => {
                 let word = word.string()?;
                 match &options.only {
-                    None if word == "life" || word == "attention" => options.only = Some(word),
+                    None if word == "blocks" || word == "attention" => options.only = Some(word),
                     Some(only) if only == "attention" => options.filters.push(word),
                     _ => anyhow::bail!("unknown name {word:?}\n\n{HELP}"),
                 }
@@ -107,7 +107,7 @@ mod tests {
         assert_eq!(options.filters, ["decode", "bf16"]);
         assert!(options.is_full && options.json && options.python.is_none());
         assert!(parsed("--help").unwrap().is_none());
-        for wrong in ["decode", "life decode", "--fast", "--python"] {
+        for wrong in ["decode", "blocks decode", "--fast", "--python"] {
             assert!(parsed(wrong).is_err(), "{wrong}");
         }
     }

@@ -1,25 +1,25 @@
-//! What can go wrong in a measurement.
+//! Errors of a measurement.
 use kv::error::{DeviceError, DeviceErrorKind, PlanError, SpecError};
 use kv::{CacheError, Device};
 
-/// A measurement that cannot be made, or failed on the way.
+/// A measurement that is not possible, or failed.
 ///
-/// A message says one thing; [`source`](std::error::Error::source) goes on with the cause.
+/// The message names one cause; [`source`](std::error::Error::source) has the next.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// One case of several failed.
     #[error("{name}")]
     Case {
-        /// What was measured.
+        /// The name of the case.
         name: String,
-        /// Why it failed.
+        /// The reason.
         source: Box<Self>,
     },
-    /// The cache refused, or its device failed.
+    /// The cache refused a call, or its device failed.
     #[error(transparent)]
     Cache(#[from] CacheError),
-    /// The batch is larger than any cache.
+    /// The batch exceeds the most sequences of a cache.
     #[error("too many sequences")]
     TooManySequences,
     /// The contexts need more blocks than a cache can have.
@@ -28,7 +28,7 @@ pub enum Error {
     /// Every case of the grid is too large for the device.
     #[error("no case fits")]
     NoCase,
-    /// A device that this program cannot measure, or was built without.
+    /// This program cannot measure the device, or was built without it.
     #[error("{device} cannot be measured")]
     Device {
         /// The device.
@@ -37,12 +37,12 @@ pub enum Error {
 }
 
 impl Error {
-    /// Names the case that an error is about.
+    /// Adds the name of the case.
     pub(super) fn of_case(self, name: impl Into<String>) -> Self {
         Self::Case { name: name.into(), source: Box::new(self) }
     }
 
-    /// Whether the device lacks the memory or the means for a case.
+    /// Returns whether the device lacks the memory or a feature for a case.
     pub(super) fn is_beyond_device(&self) -> bool {
         match self {
             Self::Case { source, .. } => source.is_beyond_device(),
@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_a_device_cannot_do_is_left_out() {
+    fn only_unsupported_cases_are_left_out() {
         let error = |kind| Error::from(DeviceError::new(kind, "alloc")).of_case("a case");
         for kind in [DeviceErrorKind::OutOfMemory, DeviceErrorKind::Unsupported] {
             assert!(error(kind).is_beyond_device(), "{kind:?}");

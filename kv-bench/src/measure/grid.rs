@@ -1,4 +1,5 @@
-//! Which cases a suite has: shapes and formats for each operation, and how large each is.
+//! The cases of a suite: shapes and formats of each operation, and the number of layers of each
+//! case.
 #[cfg(test)]
 mod tests;
 
@@ -10,7 +11,7 @@ use super::report::RunsOn;
 use super::work::{self, Operation, Shape, Work};
 use super::workload;
 
-/// Bytes that one run goes over at least, in as many layers as it takes: more than caches hold.
+/// Bytes that one run reads at least, over all its layers: more than CPU caches hold.
 const COLD: u64 = 1 << 28;
 const LAYERS_MAX: u64 = 256;
 /// Tokens of a short prompt.
@@ -20,17 +21,17 @@ const SHORT: u32 = 64;
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub struct Case {
-    /// What is measured.
+    /// The operation.
     pub operation: Operation,
-    /// How K and V are stored.
+    /// The stored formats of K and V.
     pub stored: Formats,
-    /// How large everything is.
+    /// The shape.
     pub shape: Shape,
-    /// Tokens of a block, those of a contiguous cache too.
+    /// Slots per block, also of a contiguous cache.
     pub block_size: u32,
-    /// What one layer of it does.
+    /// Bytes and operations of one layer.
     pub work: Work,
-    /// Bytes of memory that it needs.
+    /// Bytes of memory that the case needs.
     pub memory: u64,
 }
 
@@ -40,13 +41,13 @@ struct Axes {
     batch: Vec<u32>,
     context: Vec<u32>,
     formats: Vec<Formats>,
-    /// Query heads and heads of K and V.
+    /// Query heads and kv heads.
     heads: Vec<(u32, u32)>,
     head_dim: Vec<u32>,
     blocks: Vec<BlockSize>,
 }
 
-/// One value of every axis.
+/// One value per axis.
 #[derive(Debug, Clone, PartialEq)]
 struct Point {
     batch: u32,
@@ -57,7 +58,7 @@ struct Point {
     block: BlockSize,
 }
 
-/// Operations of these suites, each once.
+/// Returns the operations of these suites, each once.
 pub(super) fn operations(suites: &[Suite]) -> Vec<Operation> {
     use Operation::{Append, AppendPrompt, Copy, Decode, Gather, Plan, Prefill};
     let of = |suite| match suite {
@@ -72,10 +73,10 @@ pub(super) fn operations(suites: &[Suite]) -> Vec<Operation> {
     distinct(suites.iter().flat_map(|suite| of(*suite)))
 }
 
-/// Returns all cases of the suites, those too long or too large for a device included.
+/// Returns all cases of the suites, including those that are too long or too large for a device.
 ///
 /// # Errors
-/// [`Error::Case`] for one that no cache can have.
+/// [`Error::Case`] for a case that no cache can hold.
 pub fn cases(options: &Options, runs_on: RunsOn) -> Result<Vec<Case>, Error> {
     let mut cases = Vec::new();
     for operation in operations(&options.suites) {
@@ -90,8 +91,8 @@ pub fn cases(options: &Options, runs_on: RunsOn) -> Result<Vec<Case>, Error> {
     Ok(cases)
 }
 
-/// Multiplications and additions beyond which a case is left out unless its context is asked for:
-/// some seconds of what does the work.
+/// Returns the number of floating-point operations above which a case is left out unless its
+/// context was given: a few seconds on such a device.
 pub(super) fn flops_max(runs_on: RunsOn) -> u64 {
     match runs_on {
         RunsOn::Card => 1 << 50,
@@ -107,7 +108,7 @@ impl Axes {
             if given.is_empty() { default.to_vec() } else { given.to_vec() }
         };
         let batch = match operation {
-            // One prompt; a larger batch would be more of the same rows.
+            // One prompt; a larger batch would be more rows of the same kind.
             Operation::AppendPrompt => vec![1],
             Operation::Plan => or(&options.batch, &[1, 64, 1000]),
             _ => or(&options.batch, if is_small { &[1, 4] } else { &[1, 16, 64] }),
@@ -131,7 +132,7 @@ impl Axes {
         if operation != Operation::Plan {
             return axes;
         }
-        // A plan says nothing of rows: which they are is all one.
+        // A plan does not depend on the format of rows.
         Self {
             formats: first(&axes.formats),
             heads: first(&axes.heads),
@@ -140,11 +141,12 @@ impl Axes {
         }
     }
 
-    /// With the centre's value first in each list; the first given where the list lacks it.
+    /// Moves the centre's value to the front of each list; if a list lacks it, its first value
+    /// stays.
     fn centred(self, operation: Operation) -> Self {
         let bf16 = Formats::from(KvFormat::Bf16);
         let batch = match operation {
-            // Arithmetic that takes as long as it needs for one.
+            // Compute-bound: one sequence shows the rate.
             Operation::Prefill => 1,
             Operation::Plan => 1000,
             _ => 16,
@@ -159,7 +161,7 @@ impl Axes {
         }
     }
 
-    /// Every combination.
+    /// Returns every combination.
     fn product(&self) -> Vec<Point> {
         let mut points = Vec::new();
         for stored in &self.formats {
@@ -183,7 +185,7 @@ impl Axes {
         distinct(points)
     }
 
-    /// All of batch by all of context, then one other axis at a time.
+    /// Returns all of batch by all of context, then one other axis at a time.
     fn star(&self) -> Vec<Point> {
         let cross = Self {
             formats: first(&self.formats),
@@ -229,12 +231,12 @@ impl Case {
         let work = work::work(&shape, &spec, operation);
         let block_size = spec.groups().first().map_or(0, kv::spec::GroupSpec::block_size);
         shape.layers = match (options.layers, operation) {
-            // These do not wait for memory.
+            // These are not memory-bound.
             (_, Operation::Plan) | (None, Operation::Prefill) => 1,
             (Some(layers), _) => layers,
             (None, _) if runs_on == RunsOn::Software => 1,
             (None, _) => {
-                // So that what shares a cache has as many.
+                // Cases that share a cache must have the same number of layers.
                 let of = match operation {
                     Operation::AppendPrompt => work.written,
                     _ => work::work(&shape, &spec, Operation::Decode).read,
@@ -251,7 +253,8 @@ impl Case {
     }
 }
 
-/// Query heads with heads of K and V: those given, or as many, a fourth and an eighth.
+/// Returns pairs of query heads and kv heads: the given ones, or equal numbers, a fourth and an
+/// eighth.
 fn heads(options: &Options) -> Vec<(u32, u32)> {
     let q_heads =
         if options.q_heads.is_empty() { &[Options::Q_HEADS][..] } else { &options.q_heads };
@@ -265,7 +268,7 @@ fn heads(options: &Options) -> Vec<(u32, u32)> {
     distinct(q_heads.iter().flat_map(|q| kv_heads(*q).into_iter().map(|kv| (*q, kv))))
 }
 
-/// Formats of a suite: every one, and few where each takes minutes.
+/// Returns the formats of a suite: all of them, or a few if each takes minutes.
 fn formats(options: &Options, is_small: bool) -> Vec<Formats> {
     if !options.formats.is_empty() {
         return distinct(options.formats.iter().copied());
@@ -280,7 +283,7 @@ fn first<T: Clone>(values: &[T]) -> Vec<T> {
     values.iter().take(1).cloned().collect()
 }
 
-/// Moves `centre` to the front, where it is in the list.
+/// Moves `centre` to the front if it is in the list.
 fn centred<T: PartialEq>(mut values: Vec<T>, centre: &T) -> Vec<T> {
     if let Some(at) = values.iter().position(|value| value == centre) {
         values.get_mut(..=at).into_iter().for_each(|values| values.rotate_right(1));
@@ -288,7 +291,7 @@ fn centred<T: PartialEq>(mut values: Vec<T>, centre: &T) -> Vec<T> {
     values
 }
 
-/// Each value once, in the order of their first places.
+/// Returns each value once, in the order of first occurrence.
 fn distinct<T: PartialEq>(values: impl IntoIterator<Item = T>) -> Vec<T> {
     let mut seen = Vec::new();
     for value in values {
@@ -299,7 +302,7 @@ fn distinct<T: PartialEq>(values: impl IntoIterator<Item = T>) -> Vec<T> {
     seen
 }
 
-/// Cases that share a cache, each group with the places of its cases.
+/// Groups cases that share a cache; each group lists the indices of its cases.
 pub(super) fn groups(cases: &[Case]) -> Vec<Vec<usize>> {
     let mut groups: Vec<(&Case, Vec<usize>)> = Vec::new();
     for (index, case) in cases.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! What [`measure_suites`](super::measure_suites) found.
+//! The results of [`measure_suites`](super::measure_suites).
 use kv::BlockOrder;
 use serde::Serialize;
 
@@ -7,30 +7,31 @@ use super::grid::Case;
 use super::options::BlockSize;
 use super::report::{Facts, order};
 
-/// What the rate of an operation is compared with: the most that the device's memory can do.
+/// The roofline that the rate of an operation is compared with: the highest rate of the device's
+/// memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 #[expect(clippy::exhaustive_enums, reason = "each is shown in a way of its own")]
 pub enum RooflineKind {
-    /// Reading memory; on a card, copying it.
+    /// The rate of reading memory; on a card, of copying it.
     Read,
-    /// Copying as many bytes.
+    /// The rate of copying the same number of bytes.
     Copy,
 }
 
-/// What one case took.
+/// The measurement of one case.
 #[derive(Debug, Clone, Copy)]
 #[expect(clippy::exhaustive_structs, reason = "a literal names each of the numbers")]
 pub struct Measured {
-    /// Of one layer.
+    /// Seconds per layer.
     pub seconds: f64,
-    /// The kind of its roofline, and 10^9 bytes a second.
+    /// The kind of its roofline, and 10^9 bytes per second.
     pub limit: Option<(RooflineKind, f64)>,
-    /// Rounds that counted.
+    /// Rounds after the warm-up.
     pub rounds: u32,
 }
 
-/// One case, as JSON has it: the first sixteen fields in this order are what others read.
+/// One case as a JSON object. Other programs read the first sixteen fields, in this order.
 #[derive(Debug, Clone, Serialize)]
 #[non_exhaustive]
 pub struct CaseLine {
@@ -44,44 +45,44 @@ pub struct CaseLine {
     pub threads: Option<u32>,
     /// Formats of K and V.
     pub format: String,
-    /// Sequences.
+    /// Number of sequences.
     pub batch: u32,
-    /// Tokens of each.
+    /// Tokens per sequence.
     pub context: u32,
-    /// Query heads.
+    /// Number of query heads.
     pub q_heads: u32,
-    /// Heads of K and V.
+    /// Number of kv heads.
     pub kv_heads: u32,
-    /// Values of one row.
+    /// Head dim.
     pub head_dim: u32,
-    /// Slots of a block; of a contiguous cache those of a sequence.
+    /// Slots per block; of a contiguous cache, per sequence.
     pub block_size: u32,
-    /// Nanoseconds of one layer.
+    /// Nanoseconds per layer.
     pub ns: f64,
-    /// Read and written.
+    /// Bytes read and written.
     pub bytes: u64,
-    /// 10^9 bytes a second.
+    /// 10^9 bytes per second.
     pub gbps: f64,
-    /// 10^9 bytes a second of the roofline.
+    /// 10^9 bytes per second of the roofline.
     pub limit_gbps: Option<f64>,
-    /// The rate as a part of the roofline's.
+    /// The rate over the roofline's.
     pub fraction: Option<f64>,
-    /// Which roofline it is compared with.
+    /// The kind of the roofline.
     pub limit: Option<RooflineKind>,
-    /// 10^9 operations a second, where there is arithmetic to count.
+    /// 10^9 floating-point operations per second, for attention.
     pub gflops: Option<f64>,
-    /// Bytes that are read.
+    /// Bytes read.
     pub bytes_read: u64,
-    /// Bytes that are written.
+    /// Bytes written.
     pub bytes_written: u64,
-    /// Whether a sequence is one block.
+    /// Whether each sequence is one block.
     pub contiguous: bool,
-    /// Axes inside a block.
+    /// Order of axes inside a block.
     #[serde(serialize_with = "order")]
     pub block_order: BlockOrder,
-    /// Layers of one step.
+    /// Layers per step.
     pub layers: u16,
-    /// Rounds that counted.
+    /// Rounds after the warm-up.
     pub rounds: u32,
 }
 
@@ -123,36 +124,36 @@ impl CaseLine {
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Part {
-    /// What the device says of itself.
+    /// Facts about the device.
     pub facts: Facts,
-    /// Its instruction set and its threads, where there is a choice.
+    /// Its instruction set and its number of threads, if there is a choice.
     pub choice: Option<(String, u32)>,
-    /// One for each case.
+    /// One line per case.
     pub lines: Vec<CaseLine>,
 }
 
-/// All devices, one after the other.
+/// The results of all devices.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct SuiteReport {
     /// Name of the device.
     pub backend: String,
-    /// One for each instruction set and number of threads.
+    /// One part per instruction set and number of threads.
     pub parts: Vec<Part>,
 }
 
 impl SuiteReport {
-    /// Begins without a device.
+    /// Makes a report without devices.
     pub fn new(backend: String) -> Self {
         Self { backend, parts: Vec::new() }
     }
 
-    /// Adds a device; `choice` are its instruction set and its threads.
+    /// Adds a device; `choice` is its instruction set and number of threads.
     pub fn device(&mut self, facts: Facts, choice: Option<(String, u32)>) {
         self.parts.push(Part { facts, choice, lines: Vec::new() });
     }
 
-    /// Adds a case on the device that came last.
+    /// Adds a case of the last device.
     ///
     /// # Panics
     /// Before the first device.
@@ -168,7 +169,7 @@ impl SuiteReport {
     }
 }
 
-/// Returns the middle one of all rooflines of one kind, in 10^9 bytes a second.
+/// Returns the median of all rooflines of one kind, in 10^9 bytes per second.
 pub fn middle<'a>(
     lines: impl IntoIterator<Item = &'a CaseLine>,
     kind: RooflineKind,
@@ -189,7 +190,7 @@ mod tests {
     use super::*;
     use crate::num::to_f64;
 
-    /// Every case of a suite at half of its roofline, 20 GB/s.
+    /// Makes a report in which every case of a suite runs at half of its roofline, 20 GB/s.
     fn report(options: &Options) -> SuiteReport {
         let facts = Facts {
             device: "avx2 kernels, 2 threads".to_owned(),

@@ -1,6 +1,7 @@
-//! Memory that is left on this machine.
+//! Free memory of this machine.
 
-/// Bytes that programs may still take, as the kernel of Linux says it; elsewhere a guess.
+/// Returns the bytes that programs may still allocate, as Linux reports them; a guess on other
+/// systems.
 pub(super) fn available() -> u64 {
     const GUESS: u64 = 8 << 30;
     let facts = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
@@ -18,7 +19,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_is_what_the_kernel_says() {
+    fn free_memory_is_read_from_the_kernel() {
         let facts = "MemTotal:       24689764 kB\nMemAvailable:     2048 kB\nCached: 1 kB\n";
         assert_eq!(available_in(facts), Some(2 << 20));
         assert_eq!(available_in("MemAvailable: many kB\n"), None);

@@ -1,8 +1,8 @@
-//! What a cache does on a device, beside a plain copy of memory there.
+//! Measures the operations of a cache on a device, and a plain copy of memory there.
 //!
-//! Every operation and its roofline are timed alternately, round by round, so that whatever else
-//! the machine does disturbs both alike. [`measure`] times four operations in a few formats at one
-//! shape, [`measure_suites`] a grid of shapes.
+//! Every operation is interleaved with its roofline, round by round, so that other load on the
+//! machine affects both. [`measure`] times four operations in a few formats at one shape,
+//! [`measure_suites`] a grid of shapes.
 mod clock;
 mod error;
 mod grid;
@@ -38,58 +38,58 @@ pub use suite::{explain, measure_suites};
 pub use work::{Operation, Shape, Work};
 use workload::Workload;
 
-/// Sees how far a measurement is.
+/// Observes the progress of a measurement.
 pub trait Progress {
-    /// A measurement of this number of rounds begins.
+    /// Called when a measurement of `rounds` rounds begins.
     fn begin(&mut self, rounds: u64);
-    /// As many rounds are over.
+    /// Called after `rounds` more rounds.
     fn advance(&mut self, rounds: u64);
-    /// A case of a suite is left out.
+    /// Called when a case of a suite is left out.
     fn left_out(&mut self, case: &str, why: &LeftOut);
 }
 
-/// Why a case of a suite is not measured.
+/// The reason why a case of a suite is not measured.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum LeftOut {
-    /// It takes more memory than is allowed.
+    /// It needs more memory than allowed.
     Memory {
-        /// Bytes that it takes.
+        /// Bytes that it needs.
         needed: u64,
         /// Bytes that a case may take.
         allowed: u64,
     },
-    /// It takes long, and its context was not asked for.
+    /// It takes long, and its context was not given.
     Arithmetic {
-        /// Multiplications and additions.
+        /// Floating-point operations.
         flops: u64,
     },
-    /// The device lacks the memory or the means.
+    /// The device lacks the memory or a feature.
     Device(Error),
 }
 
 /// Measures four operations in every format, at one shape.
 ///
 /// # Errors
-/// [`Error::Device`] for a device that cannot be measured, [`Error::Case`] with what failed in a
+/// [`Error::Device`] for a device that cannot be measured, [`Error::Case`] with the failure of a
 /// format, [`Error::Cache`] for a device that cannot be opened.
 pub fn measure(options: &Options, progress: &mut dyn Progress) -> Result<Report, Error> {
-    match on_device(options, Once { options, progress })? {
+    match on_device(options, SingleShape { options, progress })? {
         Some(report) => Ok(report),
         None => Err(Error::Device { device: options.backend.clone() }),
     }
 }
 
-/// What is done on an opened device, whatever its type.
+/// A task that runs on opened devices of any type.
 trait OnDevice {
-    /// What comes of it.
+    /// Its result.
     type Output;
 
-    /// Does it on these, all of one type.
+    /// Runs the task on devices of one type.
     fn run<B: Roofline>(self, backends: Vec<B>) -> Result<Self::Output, Error>;
 }
 
-/// Opens the device of the options, a CPU with every instruction set and every number of threads;
+/// Opens the device of the options, a CPU once per instruction set and number of threads; returns
 /// `None` for one that cannot be measured.
 fn on_device<T: OnDevice>(options: &Options, task: T) -> Result<Option<T::Output>, Error> {
     match &options.backend {
@@ -121,7 +121,7 @@ fn on_device<T: OnDevice>(options: &Options, task: T) -> Result<Option<T::Output
     }
 }
 
-/// Each of those given, or what the device chooses itself.
+/// Returns the given choices, or the device's own.
 fn choices<T: Copy>(given: &[T]) -> Vec<Option<T>> {
     if given.is_empty() { vec![None] } else { given.iter().copied().map(Some).collect() }
 }
@@ -137,13 +137,13 @@ fn open_cpu(isa: Option<Isa>, threads: Option<NonZeroUsize>) -> Result<CpuBacken
     CpuBackend::open(options)
 }
 
-/// One measurement without a suite.
-struct Once<'a> {
+/// A measurement without a suite.
+struct SingleShape<'a> {
     options: &'a Options,
     progress: &'a mut dyn Progress,
 }
 
-impl OnDevice for Once<'_> {
+impl OnDevice for SingleShape<'_> {
     type Output = Report;
 
     /// Measures every format on the first device.
@@ -154,8 +154,8 @@ impl OnDevice for Once<'_> {
         let facts = backend.describe();
         let shape = Shape::new(options, facts.runs_on);
         let formats = work::formats(options);
-        let turns = to_u64(formats.len().saturating_mul(Operation::FOUR.len()));
-        progress.begin(turns.saturating_mul(u64::from(shape.rounds).saturating_add(1)));
+        let samples = to_u64(formats.len().saturating_mul(Operation::FOUR.len()));
+        progress.begin(samples.saturating_mul(u64::from(shape.rounds).saturating_add(1)));
         let mut lines = Vec::new();
         for stored in formats {
             let measured = measure_format(&shape, stored, &backend, progress);
@@ -165,7 +165,7 @@ impl OnDevice for Once<'_> {
     }
 }
 
-/// An operation, what it moves, its times, and those of the plain copy beside it.
+/// An operation, its work, its samples and those of the plain copy.
 type Timed = (Operation, Work, [Samples; 2]);
 
 /// Measures one format.

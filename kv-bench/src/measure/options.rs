@@ -1,4 +1,4 @@
-//! What is to be measured.
+//! The options of a measurement.
 use std::fmt;
 use std::num::NonZeroUsize;
 use std::str::FromStr;
@@ -8,11 +8,11 @@ use kv::error::UnknownName;
 use kv::{BlockOrder, Device, KvFormat};
 use serde::Serialize;
 
-/// First tokens of a sequence that stay in 16 bits, in formats whose rows are transformed.
+/// Tokens in the full-precision prefix, in formats whose rows are transformed.
 const FULL_PRECISION_PREFIX: u32 = 4;
 
-/// Choices of a measurement. An empty list and `None` stand for what suits the device; without
-/// suites the first value of each list counts.
+/// Options of a measurement. An empty list and `None` select defaults for the device; without
+/// suites, only the first value of each list is used.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Options {
     /// The device.
@@ -21,69 +21,69 @@ pub struct Options {
     pub suites: Vec<Suite>,
     /// Stored formats.
     pub formats: Vec<Formats>,
-    /// Sequences that decode at once.
+    /// Number of sequences that decode in one step.
     pub batch: Vec<u32>,
-    /// Tokens of each sequence, the new one included, and of the prompt.
+    /// Tokens per sequence, including the new one, and per prompt.
     pub context: Vec<u32>,
-    /// Layers of one step.
+    /// Layers per step.
     pub layers: Option<u16>,
-    /// Query heads, a multiple of the heads of K and V.
+    /// Number of query heads, a multiple of the kv heads.
     pub q_heads: Vec<u32>,
-    /// Heads of K and V.
+    /// Number of kv heads.
     pub kv_heads: Vec<u32>,
-    /// Values of one row.
+    /// Head dim.
     pub head_dim: Vec<u32>,
-    /// Tokens of a block.
+    /// Tokens per block.
     pub block_size: Vec<BlockSize>,
-    /// Axes inside a block.
+    /// Order of axes inside a block.
     pub block_order: BlockOrder,
-    /// Rounds that count.
+    /// Rounds after the warm-up.
     pub rounds: Option<u32>,
-    /// Threads of the CPU.
+    /// Numbers of CPU threads.
     pub threads: Vec<NonZeroUsize>,
     /// Instruction sets of the CPU.
     pub isa: Vec<Isa>,
-    /// Whether suites have every combination of the lists, not one list at a time.
+    /// Whether suites measure every combination of the lists, or vary one list at a time.
     pub full: bool,
-    /// Bytes that one case may take.
+    /// Bytes that one case may allocate.
     pub memory: Option<u64>,
 }
 
 impl Options {
-    /// Query heads unless given.
+    /// Default number of query heads.
     pub const Q_HEADS: u32 = 32;
-    /// Heads of K and V unless given.
+    /// Default number of kv heads.
     pub const KV_HEADS: u32 = 8;
 }
 
-/// Operations that are measured together.
+/// A group of operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(clippy::exhaustive_enums, reason = "the command line names each of them")]
 pub enum Suite {
-    /// Attention of one new token a sequence.
+    /// Attention of one new token per sequence.
     Decode,
     /// Attention of whole prompts.
     Prefill,
-    /// New rows into the cache: one token a sequence, and a prompt.
+    /// Writing new rows to the cache: one token per sequence, and a prompt.
     Append,
-    /// Rows out of the cache, decoded.
+    /// Gathering rows from the cache, decoded.
     Gather,
-    /// Blocks of sequences to those of others.
+    /// Copying blocks of sequences to those of others.
     Copy,
-    /// The plan of a step, without running it.
+    /// Planning a step, without running it.
     Plan,
-    /// All of them.
+    /// All suites.
     All,
 }
 
-/// How the tokens of a sequence are divided.
+/// Tokens per block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
 #[expect(clippy::exhaustive_enums, reason = "the command line names each of them")]
 pub enum BlockSize {
     /// Blocks of this number of tokens.
     Tokens(u32),
-    /// One block a sequence.
+    /// One block per sequence.
     Contiguous,
 }
 
@@ -107,7 +107,7 @@ pub struct Formats {
 }
 
 impl Formats {
-    /// First tokens of a sequence that stay in 16 bits.
+    /// Returns the number of tokens in the full-precision prefix.
     pub(super) fn full_precision_prefix(self) -> u32 {
         let transforms = self.k.is_for_transformed() || self.v.is_for_transformed();
         if transforms { FULL_PRECISION_PREFIX } else { 0 }

@@ -1,5 +1,4 @@
-//! The plain copy that operations are measured against: memory to memory, by the device's own
-//! means.
+//! The plain copy that operations are compared with: memory to memory, by the device's own means.
 use std::hint::black_box;
 
 use kv::backend::Backend;
@@ -16,18 +15,18 @@ use rayon::slice::{ParallelSlice, ParallelSliceMut};
 
 use super::report::{Facts, RunsOn};
 
-/// A backend with a copy of memory that knows nothing of a cache.
+/// A backend that can copy memory without a cache.
 pub(super) trait PlainCopy: Backend {
-    /// What is copied, and where to.
+    /// Source and destination of the copy.
     type Memory;
 
-    /// What the report says of the device.
+    /// Returns facts about the device for the report.
     fn describe(&self) -> Facts;
-    /// Reserves memory to copy this number of bytes in, and fills what is read: pages that were
-    /// never written may all be the same one.
+    /// Reserves memory for a copy of `bytes` bytes and fills the source: pages that were never
+    /// written may share one physical page.
     ///
     /// # Errors
-    /// As [`Backend::alloc`].
+    /// Those of [`Backend::alloc`].
     fn reserve(&self, bytes: u64) -> Result<Self::Memory, DeviceError>;
     /// Copies the first `bytes` bytes, a multiple of 4.
     ///
@@ -42,16 +41,16 @@ pub(super) trait PlainCopy: Backend {
 }
 
 const OPERATION: &str = "plain copy";
-/// Bytes that are worth a thread.
+/// Smallest share of a copy for one thread.
 const PART: usize = 1 << 20;
-/// Bytes of the largest buffer that is reserved.
+/// Size of the largest buffer.
 #[cfg(any(feature = "cuda", feature = "wgpu"))]
 const PIECE: u64 = 1 << 30;
-/// Bytes that are sent to a device at once.
+/// Bytes per upload to a device.
 #[cfg(any(feature = "cuda", feature = "wgpu"))]
 const SENT: usize = 1 << 24;
 
-/// A copy by all threads that the backend's kernels use.
+/// Copies with all threads that the backend's kernels use.
 impl PlainCopy for CpuBackend {
     type Memory = [Vec<u8>; 2];
 
@@ -155,7 +154,7 @@ impl PlainCopy for CudaBackend {
     }
 }
 
-/// Two buffers of a device, as large as one buffer may be.
+/// A source and a destination buffer, as large as one buffer may be.
 #[cfg(any(feature = "cuda", feature = "wgpu", test))]
 #[derive(Debug)]
 #[cfg_attr(
@@ -168,7 +167,7 @@ pub(super) struct Piece<Buf> {
     bytes: u64,
 }
 
-/// Buffers of this number of bytes together, those to read filled.
+/// Allocates buffers of `bytes` bytes in total, with the sources filled.
 #[cfg(any(feature = "cuda", feature = "wgpu"))]
 fn pieces<B: Backend>(backend: &B, bytes: u64) -> Result<Vec<Piece<B::Buffer>>, DeviceError> {
     let most = backend.capabilities().buffer_bytes_max.min(PIECE);
@@ -220,7 +219,7 @@ mod tests {
     use kv::cpu::CpuOptions;
 
     #[test]
-    fn a_copy_takes_as_many_bytes_as_it_says() {
+    fn a_copy_has_the_requested_size() {
         for threads in [1, 3] {
             let cpu = CpuBackend::open(CpuOptions::default().with_threads(threads)).expect("cpu");
             let mut queue = cpu.queue().expect("a queue");

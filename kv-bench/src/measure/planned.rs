@@ -1,4 +1,4 @@
-//! Steps that are planned and not run: what a step costs before any byte of K or V moves.
+//! Steps that are planned but not run: the cost before any byte of K or V moves.
 use std::hint::black_box;
 use std::time::Instant;
 
@@ -9,15 +9,15 @@ use super::error::Error;
 use super::grid::Case;
 use super::work;
 
-/// Sequences without memory, for steps that are planned and not run.
+/// Sequences on the null backend, for steps that are planned but not run.
 pub(super) struct Planned {
     cache: KvCache<NullBackend>,
     batch: u32,
 }
 
 impl Planned {
-    /// Contexts differ by up to a block, so that some of the sequences need a new one.
-    /// Contexts are cut as for the device.
+    /// Makes the sequences. Contexts differ by up to a block, so that some sequences need a new
+    /// one; they are split as on the device.
     pub(super) fn new(case: &Case, device: &Capabilities) -> Result<Self, Error> {
         let backend = NullBackend::new();
         let mut capabilities = backend.capabilities().clone().with_workers(device.workers);
@@ -38,7 +38,7 @@ impl Planned {
         Ok(Self { cache, batch: shape.batch })
     }
 
-    /// Seconds of this number of steps that bring a token a sequence and are dropped.
+    /// Plans and drops `runs` steps with one token per sequence; returns the seconds.
     pub(super) fn run(&mut self, runs: u32) -> Result<f64, Error> {
         let input = |sequence| StepInput::tokens(sequence, &[7]);
         let inputs: Vec<_> = sequences(self.batch).map(input).collect();

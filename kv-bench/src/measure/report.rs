@@ -1,4 +1,4 @@
-//! What [`measure`](super::measure) found.
+//! The results of [`measure`](super::measure).
 use kv::BlockOrder;
 use serde::{Serialize, Serializer};
 
@@ -6,31 +6,31 @@ use super::clock::gb_per_s;
 use super::options::Formats;
 use super::work::{Operation, Shape, Work};
 
-/// What a device says of itself.
+/// Facts about a device.
 #[derive(Debug, Clone, Serialize)]
 #[expect(clippy::exhaustive_structs, reason = "a report shows each of them")]
 pub struct Facts {
     /// Its name, or its instruction set and threads.
     pub device: String,
-    /// Discrete, integrated, or whatever it is.
+    /// Its kind, such as discrete or integrated.
     pub kind: String,
-    /// The version of its driver, where it has one.
+    /// The version of its driver, if it has one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub driver: Option<String>,
-    /// What does the work.
+    /// The hardware that does the work.
     pub runs_on: RunsOn,
 }
 
-/// What does the work of a device.
+/// The hardware that does the work of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 #[expect(clippy::exhaustive_enums, reason = "each is measured in a way of its own")]
 pub enum RunsOn {
     /// The CPU, with kernels made for it.
     Cpu,
-    /// A card, where memory is what limits decoding.
+    /// A GPU, on which decode is memory-bound.
     Card,
-    /// A CPU that stands for a card.
+    /// A CPU that emulates a GPU.
     Software,
 }
 
@@ -40,25 +40,25 @@ pub enum RunsOn {
 pub struct Report {
     /// Name of the device.
     pub backend: String,
-    /// What it says of itself.
+    /// Facts about the device.
     #[serde(flatten)]
     pub facts: Facts,
-    /// What the figures are worth, where that is not plain.
+    /// A caveat about the figures, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub note: Option<&'static str>,
-    /// How large everything was.
+    /// The shape of all measurements.
     #[serde(flatten)]
     pub shape: Shape,
-    /// The formats of one operation beside each other.
+    /// Lines in the order of operations, formats of one operation next to each other.
     pub lines: Vec<Line>,
 }
 
-/// What figures of a driver in software are worth.
-const SOFTWARE: &str = "A CPU runs the shaders of this adapter: what follows is the speed of a \
-                        driver in software, and says nothing of a card.";
+/// The caveat for a driver in software.
+const SOFTWARE: &str = "A CPU runs the shaders of this adapter: the figures are those of a \
+                        software driver and say nothing about a card.";
 
 impl RunsOn {
-    /// Returns what figures of such a device are worth, where that is not plain.
+    /// Returns the caveat about figures of such a device, if there is one.
     pub fn note(self) -> Option<&'static str> {
         (self == Self::Software).then_some(SOFTWARE)
     }
@@ -72,26 +72,26 @@ pub struct Line {
     pub operation: &'static str,
     /// Formats of K and V.
     pub format: String,
-    /// Bytes that it reads.
+    /// Bytes read.
     pub bytes_read: u64,
-    /// Bytes that it writes.
+    /// Bytes written.
     pub bytes_written: u64,
     /// Microseconds.
     pub us: f64,
-    /// 10^9 bytes a second, read and written alike.
+    /// 10^9 bytes per second, read and written together.
     pub gb_per_s: f64,
-    /// Bytes that the plain copy takes from one buffer to another; it reads and writes as many.
+    /// Bytes of the plain copy's source; it writes the same number.
     pub copy_bytes: u64,
     /// Microseconds of the plain copy.
     pub copy_us: f64,
-    /// 10^9 bytes a second of the plain copy.
+    /// 10^9 bytes per second of the plain copy.
     pub copy_gb_per_s: f64,
-    /// The operation's rate as a part of the plain copy's.
+    /// The operation's rate over the plain copy's.
     pub of_copy: f64,
 }
 
 impl Line {
-    /// Makes a line of the seconds of the operation and of the plain copy beside it.
+    /// Makes a line from the seconds of the operation and of the plain copy.
     pub fn new(
         operation: Operation,
         stored: Formats,
@@ -116,7 +116,7 @@ impl Line {
 }
 
 impl Report {
-    /// Makes a report of lines in any order.
+    /// Makes a report from lines in any order.
     pub fn new(backend: String, facts: Facts, shape: Shape, mut lines: Vec<Line>) -> Self {
         let place =
             |line: &Line| Operation::FOUR.iter().position(|one| one.name() == line.operation);
@@ -125,7 +125,7 @@ impl Report {
     }
 }
 
-/// Writes an order of blocks by its name.
+/// Serialises a block order by its name.
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde hands over a reference")]
 pub(super) fn order<S: Serializer>(order: &BlockOrder, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_str(&format!("{order:?}").to_ascii_lowercase())

@@ -1,7 +1,7 @@
-//! The rooflines of operations: memory that is only read, and memory that is copied.
+//! The rooflines of operations: the rate of reading memory, and the rate of copying it.
 //!
-//! On a CPU both are done by as many threads as the operation has, each over memory of its own. A
-//! roofline that is too low flatters, so reading tries how many streams a thread is best at.
+//! On a CPU both use the threads of the operation, each on its own memory. A roofline that is too
+//! low flatters the operation, so reading tries which number of streams per thread is fastest.
 use std::hint::black_box;
 use std::time::Instant;
 
@@ -20,67 +20,67 @@ use super::plain::PlainCopy;
 use super::workload::drain;
 use crate::num::{to_u64, to_usize};
 
-/// Bytes on either side of a copy: more than caches hold.
+/// Bytes of a copy's source: more than CPU caches hold.
 const COPIED: u64 = 1 << 28;
-/// Bytes that are worth a thread of a copy.
+/// Smallest share of a copy for one thread.
 const PART: u64 = 1 << 17;
 /// Words of four cache lines.
 const STRIDE: usize = 32;
-/// How often each number of streams is tried.
+/// Attempts per number of streams.
 const TRIES: usize = 3;
 
-/// A copy, as an operation that moves as many bytes would do it.
+/// A copy that moves the bytes of an operation in the same way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Walk {
-    /// Of one layer, in one direction.
+    /// Bytes per layer, in one direction.
     pub(super) bytes: u64,
     pub(super) layers: u64,
-    /// Whether every layer is read from, and is written to, a place of its own.
+    /// Whether each layer is read from its own place; otherwise all layers read the same one.
     pub(super) from_moves: bool,
     pub(super) to_moves: bool,
 }
 
-/// A backend whose memory has a speed.
+/// A backend whose memory bandwidth can be measured.
 pub(super) trait Roofline: PlainCopy {
-    /// What is read and copied.
+    /// Memory that is read and copied.
     type Arena;
 
-    /// The instruction set and the threads, where there is a choice.
+    /// Returns the instruction set and the number of threads, if there is a choice.
     fn choice(&self) -> Option<(String, u32)>;
-    /// Reserves memory, `bytes` of it to read.
+    /// Reserves memory, `bytes` of it for reading.
     ///
     /// # Errors
-    /// As [`Backend::alloc`].
+    /// Those of [`Backend::alloc`].
     fn arena(&self, bytes: u64) -> Result<Self::Arena, DeviceError>;
-    /// Reads all of the memory; returns how many bytes that was, and the seconds. On a device that
-    /// cannot just read it is a copy, whose bytes count twice.
+    /// Reads all of the memory; returns the number of bytes and the seconds. On a device that
+    /// cannot read without writing it is a copy, whose bytes count twice.
     ///
     /// # Errors
     /// The device's own.
     fn read(&self, arena: &mut Self::Arena) -> Result<(u64, f64), DeviceError>;
-    /// Seconds of this number of copies.
+    /// Runs `runs` copies; returns the seconds.
     ///
     /// # Errors
     /// The device's own.
     fn walk(&self, arena: &mut Self::Arena, walk: Walk, runs: u32) -> Result<f64, DeviceError>;
 }
 
-/// Memory of all threads.
+/// The memory of all threads.
 pub(super) struct CpuArena {
-    /// Where the backend has a pool of its own.
+    /// The backend's thread pool, if it has its own.
     pool: Option<ThreadPool>,
     parts: Vec<Part>,
     streams: Streams,
 }
 
-/// Memory of one thread, of the kind that a cache lies in: how large its pages are counts.
+/// The memory of one thread, allocated like a cache's, because the page size matters.
 struct Part {
     read: CpuBuffer,
     from: CpuBuffer,
     to: CpuBuffer,
 }
 
-/// How many places a thread reads from alternately.
+/// Number of places that a thread reads alternately.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Streams {
     One,
@@ -102,7 +102,7 @@ impl Streams {
     }
 }
 
-/// Reads whole strides of `N` places alternately. The result depends on every word that was read.
+/// Reads whole strides of `N` places alternately. The result depends on every word.
 fn read<const N: usize>(words: &[u64]) -> u64 {
     let each = words.len().checked_div(N).unwrap_or(0).max(STRIDE);
     let mut chunks = words.chunks_exact(each);
@@ -170,7 +170,7 @@ impl Roofline for CpuBackend {
             parts.push(Part { read: read?, from: from?, to: to? });
         }
         let mut arena = CpuArena { pool, parts, streams: Streams::One };
-        // Pages that were never written may all be the same one.
+        // Pages that were never written may share one physical page.
         arena.each(threads, |part| {
             part.read.write(|bytes| bytes.fill(0x5A));
             part.from.write(|bytes| bytes.fill(0x5A));
@@ -208,7 +208,7 @@ impl Roofline for CpuBackend {
     }
 }
 
-/// Copies a thread's part of every layer; places that move begin again at the end.
+/// Copies a thread's share of every layer; places that move start again at the end of the memory.
 fn copy_layers(from: &[u8], to: &mut [u8], walk: Walk) {
     let bytes = usize::try_from(walk.bytes).unwrap_or(usize::MAX);
     let (mut from_at, mut to_at) = (0, 0);
@@ -237,7 +237,7 @@ fn copy_layers(from: &[u8], to: &mut [u8], walk: Walk) {
     }
 }
 
-/// Memory of a device that copies, and how much.
+/// Memory of a device that can only copy.
 #[cfg(any(feature = "cuda", feature = "wgpu"))]
 pub(super) struct CopyArena<M, Q> {
     memory: M,
@@ -273,7 +273,7 @@ fn copy_all<B: PlainCopy>(
     Ok(begin.elapsed().as_secs_f64())
 }
 
-/// A plain copy for both rooflines: see [`PlainCopy`].
+/// Implements both rooflines as a plain copy, see [`PlainCopy`].
 #[cfg(any(feature = "cuda", feature = "wgpu"))]
 macro_rules! roofline_by_copy {
     ($backend:ty) => {
@@ -353,7 +353,7 @@ mod tests {
         assert_eq!(walk(2, 3, true, true), [1, 2, 3, 4, 5, 6, 0, 0]);
         assert_eq!(walk(2, 3, false, true), [1, 2, 1, 2, 1, 2, 0, 0]);
         assert_eq!(walk(2, 3, true, false), [5, 6, 0, 0, 0, 0, 0, 0]);
-        // At the end it begins again, and what is larger goes in pieces.
+        // At the end it starts again; a layer larger than the memory is copied in pieces.
         assert_eq!(walk(3, 3, true, true), [1, 2, 3, 4, 5, 6, 0, 0]);
         assert_eq!(walk(11, 1, true, true), [1, 2, 3, 4, 5, 6, 7, 8]);
         assert_eq!(walk(0, 3, true, true), [0; 8]);

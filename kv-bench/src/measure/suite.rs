@@ -1,4 +1,4 @@
-//! Every case of a grid beside its roofline.
+//! Measures every case of a grid together with its roofline.
 use std::sync::Arc;
 
 use kv::backend::Backend;
@@ -19,19 +19,19 @@ use super::workload::Workload;
 use super::{LeftOut, OnDevice, Progress, choices, on_device, open_cpu};
 use crate::num::to_u64;
 
-/// Memory that is assumed where a card does not tell.
+/// Assumed memory of a card that does not report it.
 const CARD_MEMORY: u64 = 16 << 30;
-/// Memory to read: at least, and at most.
+/// Smallest and largest memory for the read roofline.
 const READ: (u64, u64) = (1 << 28, 1 << 32);
-/// The part of the memory allowed that is read, if that is between the two.
+/// Share of the allowed memory that is read, within these limits.
 const READ_PART: u64 = 8;
 
 /// Measures every case of the suites in [`Options::suites`] that fits the device; on a CPU with
 /// every instruction set and every number of threads of the options.
 ///
 /// # Errors
-/// [`Error::Device`] for a device that cannot be measured, [`Error::NoCase`] where none fits,
-/// [`Error::Case`] with what failed in one, [`Error::Cache`] for a device that cannot be opened.
+/// [`Error::Device`] for a device that cannot be measured, [`Error::NoCase`] if no case fits,
+/// [`Error::Case`] with the failure of one, [`Error::Cache`] for a device that cannot be opened.
 pub fn measure_suites(
     options: &Options,
     progress: &mut dyn Progress,
@@ -42,11 +42,11 @@ pub fn measure_suites(
     }
 }
 
-/// Says which attention strategy runs each decode and prefill case on the CPU, and why no faster
-/// one, for every instruction set of the options: a line for each, none without such a case.
+/// Returns a line per decode and prefill case and instruction set that names the attention strategy
+/// on the CPU and the reason why no faster one applies; empty without such cases.
 ///
 /// # Errors
-/// As [`measure_suites`].
+/// Those of [`measure_suites`].
 pub fn explain(options: &Options, progress: &mut dyn Progress) -> Result<Vec<String>, Error> {
     let suite = Suite::new(Suites { options, progress }, RunsOn::Cpu)?;
     let mut lines: Vec<String> = Vec::new();
@@ -79,7 +79,7 @@ pub fn explain(options: &Options, progress: &mut dyn Progress) -> Result<Vec<Str
     Ok(lines)
 }
 
-/// Suites before their device is known.
+/// The suites to run, before the device is known.
 struct Suites<'a> {
     options: &'a Options,
     progress: &'a mut dyn Progress,
@@ -94,24 +94,24 @@ impl OnDevice for Suites<'_> {
     }
 }
 
-/// What is to be measured.
+/// The suites to run on a device.
 struct Suite<'a> {
     options: &'a Options,
     cases: Vec<Case>,
-    /// Bytes that a case may take.
+    /// Bytes that one case may allocate.
     memory: u64,
     progress: &'a mut dyn Progress,
 }
 
 impl<'a> Suite<'a> {
-    /// The cases that fit.
+    /// Chooses the cases that fit.
     fn new(Suites { options, progress }: Suites<'a>, runs_on: RunsOn) -> Result<Self, Error> {
         let memory = match (options.memory, runs_on) {
             (Some(bytes), _) => bytes,
             (None, RunsOn::Card) => CARD_MEMORY,
             (None, RunsOn::Cpu | RunsOn::Software) => available().div_euclid(2),
         };
-        // A context that was asked for is measured, however long it takes.
+        // A given context is measured, however long it takes.
         let flops_max =
             if options.context.is_empty() { grid::flops_max(runs_on) } else { u64::MAX };
         let mut cases = grid::cases(options, runs_on)?;
@@ -137,8 +137,8 @@ impl<'a> Suite<'a> {
     /// Measures every case on each of the devices.
     fn measure<B: Roofline>(mut self, backends: Vec<B>) -> Result<SuiteReport, Error> {
         let rounds = |case: &Case| u64::from(case.shape.rounds).saturating_add(1);
-        let turns: u64 = self.cases.iter().map(rounds).sum();
-        self.progress.begin(turns.saturating_mul(to_u64(backends.len())));
+        let samples: u64 = self.cases.iter().map(rounds).sum();
+        self.progress.begin(samples.saturating_mul(to_u64(backends.len())));
         let mut report = SuiteReport::new(self.options.backend.to_string());
         for backend in backends {
             self.measure_on(&Arc::new(backend), &mut report)?;
@@ -156,13 +156,13 @@ impl<'a> Suite<'a> {
         let read = self.memory.div_euclid(READ_PART).clamp(least, most).min(self.memory);
         let has_roofline = |case: &Case| case.operation != Operation::Plan;
         let read = if self.cases.iter().any(has_roofline) { read } else { 0 };
-        let mut beside = Beside { backend, arena: backend.arena(read)? };
+        let mut device = OpenDevice { backend, arena: backend.arena(read)? };
         report.device(facts, backend.choice());
         let mut lines = Vec::new();
         for group in grid::groups(&self.cases) {
             let cases: Vec<_> =
                 group.iter().filter_map(|index| Some((*index, *self.cases.get(*index)?))).collect();
-            let measured = self.measure_group(&cases, &mut beside);
+            let measured = self.measure_group(&cases, &mut device);
             let name = || cases.first().map(|(_, case)| name(case)).unwrap_or_default();
             match measured {
                 Err(error) if error.is_beyond_device() => {
@@ -183,31 +183,31 @@ impl<'a> Suite<'a> {
     fn measure_group<B: Roofline>(
         &mut self,
         cases: &[(usize, Case)],
-        beside: &mut Beside<'_, B>,
+        device: &mut OpenDevice<'_, B>,
     ) -> Result<Vec<(usize, Measured)>, Error> {
         let Some((_, first)) = cases.first() else { return Ok(Vec::new()) };
         let operations: Vec<_> = cases.iter().map(|(_, case)| case.operation).collect();
         let mut lines = Vec::new();
         if first.operation == Operation::Plan {
-            let mut planned = Planned::new(first, beside.backend.capabilities())?;
+            let mut planned = Planned::new(first, device.backend.capabilities())?;
             for (index, case) in cases {
-                lines.push((*index, self.measure_case(case, beside, |runs| planned.run(runs))?));
+                lines.push((*index, self.measure_case(case, device, |runs| planned.run(runs))?));
             }
             return Ok(lines);
         }
-        let mut workload = Workload::new(&first.shape, first.stored, beside.backend, &operations)?;
+        let mut workload = Workload::new(&first.shape, first.stored, device.backend, &operations)?;
         for (index, case) in cases {
             let run = |runs| workload.run(case.operation, runs);
-            lines.push((*index, self.measure_case(case, beside, run)?));
+            lines.push((*index, self.measure_case(case, device, run)?));
         }
         Ok(lines)
     }
 
-    /// Measures one case and its roofline alternately; `run` returns the seconds of several runs.
+    /// Measures one case interleaved with its roofline; `run` returns the seconds of several runs.
     fn measure_case<B: Roofline>(
         &mut self,
         case: &Case,
-        beside: &mut Beside<'_, B>,
+        device: &mut OpenDevice<'_, B>,
         mut run: impl FnMut(u32) -> Result<f64, Error>,
     ) -> Result<Measured, Error> {
         let bound = roofline_of(case);
@@ -220,7 +220,7 @@ impl<'a> Suite<'a> {
             samples.take(&mut run)?;
             match bound {
                 Bound::By(RooflineKind::Read, _) => {
-                    let seconds = beside.read(&mut bytes)?;
+                    let seconds = device.read(&mut bytes)?;
                     if round > 0 {
                         limits.push(seconds);
                     }
@@ -228,7 +228,7 @@ impl<'a> Suite<'a> {
                 Bound::By(RooflineKind::Copy, walk) => {
                     bytes = walk.bytes.saturating_mul(walk.layers).saturating_mul(2);
                     limits
-                        .take(|runs| Ok(beside.backend.walk(&mut beside.arena, walk, runs)?))?;
+                        .take(|runs| Ok(device.backend.walk(&mut device.arena, walk, runs)?))?;
                 }
                 Bound::Not => {}
             }
@@ -250,13 +250,13 @@ impl<'a> Suite<'a> {
 }
 
 /// A device, and the memory for its rooflines.
-struct Beside<'a, B: Roofline> {
+struct OpenDevice<'a, B: Roofline> {
     backend: &'a Arc<B>,
     arena: B::Arena,
 }
 
-impl<B: Roofline> Beside<'_, B> {
-    /// Seconds of reading all memory; sets `bytes` to how many that is.
+impl<B: Roofline> OpenDevice<'_, B> {
+    /// Reads all memory and returns the seconds; sets `bytes` to the number of bytes.
     fn read(&mut self, bytes: &mut u64) -> Result<f64, DeviceError> {
         let (read, seconds) = self.backend.read(&mut self.arena)?;
         *bytes = read;
@@ -271,9 +271,9 @@ enum Bound {
     Not,
 }
 
-/// Reading is the roofline of what only reads, a copy of as many bytes that of what writes as much.
-/// K and V of the model and what comes out of a cache are the same memory for every layer, as they
-/// are in the operation itself.
+/// Returns the roofline of a case: reading for operations that only read, a copy of the same number
+/// of bytes for those that write as much. Input and output tensors are the same memory for every
+/// layer, as in the operation itself.
 fn roofline_of(case: &Case) -> Bound {
     let walk = |from_moves, to_moves| Walk {
         bytes: case.work.bytes().div_ceil(2).next_multiple_of(4),
@@ -292,7 +292,7 @@ fn roofline_of(case: &Case) -> Bound {
     }
 }
 
-/// What a case is called where it is left out.
+/// Formats the name of a case that is left out.
 fn name(case: &Case) -> String {
     let Case { operation, stored, shape, .. } = case;
     let Shape { batch, context, q_heads, kv_heads, head_dim, .. } = shape;
@@ -311,7 +311,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_writes_is_held_to_a_copy_of_as_many_bytes() {
+    fn operations_that_write_have_a_copy_as_roofline() {
         let few = Options {
             suites: vec![options::Suite::All],
             batch: vec![2],

@@ -1,4 +1,4 @@
-//! What is measured, and how many bytes each of it moves.
+//! The measured operations, and the bytes that each moves.
 use kv::backend::SlotMap;
 use kv::quant::{Calibration, LayerCalibration, PlaneCalibration};
 use kv::quant::{ScaleGroup, Scaling};
@@ -10,10 +10,10 @@ use super::options::{BlockSize, Formats, Options};
 use super::report::{RunsOn, order};
 use crate::num::to_usize;
 
-/// Bytes of a value of the tensors that come from the model, which are bf16.
+/// Bytes per value of the model's tensors, which are bf16.
 pub(super) const VALUE_BYTES: u64 = 2;
 
-/// Stored formats unless given.
+/// Default formats.
 const FORMATS: [KvFormat; 4] = [
     KvFormat::Bf16,
     KvFormat::Fp8E4m3(Scaling::Tensor),
@@ -21,42 +21,42 @@ const FORMATS: [KvFormat; 4] = [
     KvFormat::L4(ScaleGroup::Row),
 ];
 
-/// How large everything is.
+/// The shape of a measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Shape {
-    /// Sequences that decode at once.
+    /// Number of sequences that decode in one step.
     pub batch: u32,
-    /// Tokens of each.
+    /// Tokens per sequence.
     pub context: u32,
-    /// Layers of one step.
+    /// Layers per step.
     pub layers: u16,
-    /// Query heads.
+    /// Number of query heads.
     pub q_heads: u32,
-    /// Heads of K and V.
+    /// Number of kv heads.
     pub kv_heads: u32,
-    /// Values of one row.
+    /// Head dim.
     pub head_dim: u32,
-    /// Tokens of a block.
+    /// Tokens per block.
     pub block_size: BlockSize,
-    /// Axes inside a block.
+    /// Order of axes inside a block.
     #[serde(serialize_with = "order")]
     pub block_order: BlockOrder,
-    /// Rounds that count.
+    /// Rounds after the warm-up.
     pub rounds: u32,
-    /// Whether the sequences of the batch have their contexts, but for the last token; else they
-    /// are empty.
+    /// Whether the sequences of the batch have their contexts, except the last token; otherwise
+    /// they are empty.
     #[serde(skip)]
     pub(super) is_filled: bool,
-    /// Empty sequences after the batch, with room for a context each.
+    /// Empty sequences after the batch, each with room for a context.
     #[serde(skip)]
     pub(super) spares: u32,
 }
 
 impl Shape {
-    /// Makes the shape of a measurement without a suite. What the options leave out is large enough
-    /// to keep a card busy for longer than a launch takes, smaller on a CPU, and small for a driver
-    /// in software, which would take hours.
+    /// Makes the shape of a measurement without a suite. Defaults are large enough to keep a card
+    /// busy for longer than a launch takes, smaller on a CPU, and small for a driver in software,
+    /// which would take hours.
     pub fn new(options: &Options, runs_on: RunsOn) -> Self {
         let (batch, context) = match runs_on {
             RunsOn::Card => (16, 2048),
@@ -79,18 +79,18 @@ impl Shape {
         }
     }
 
-    /// Tokens of the batch's contexts.
+    /// Returns the number of tokens of all contexts.
     pub(super) fn batch_tokens(&self) -> u64 {
         u64::from(self.batch).saturating_mul(self.context.into())
     }
 }
 
-/// Rounds that count.
+/// Returns the number of rounds after the warm-up.
 pub(super) fn rounds(options: &Options, runs_on: RunsOn) -> u32 {
     options.rounds.unwrap_or(if runs_on == RunsOn::Software { 3 } else { 7 })
 }
 
-/// Formats to measure without a suite.
+/// Returns the formats of a measurement without a suite.
 pub(super) fn formats(options: &Options) -> Vec<Formats> {
     if options.formats.is_empty() {
         return FORMATS.map(Formats::from).to_vec();
@@ -98,7 +98,7 @@ pub(super) fn formats(options: &Options) -> Vec<Formats> {
     options.formats.clone()
 }
 
-/// What is measured.
+/// A measured operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(clippy::exhaustive_enums, reason = "each is shown in a way of its own")]
 pub enum Operation {
@@ -106,23 +106,23 @@ pub enum Operation {
     Decode,
     /// Attention of every token of every sequence, in every layer.
     Prefill,
-    /// K and V of the last token of every sequence into the cache, in every layer.
+    /// Writing K and V of the last token of every sequence, in every layer.
     Append,
-    /// K and V of a prompt into the cache, in every layer.
+    /// Writing K and V of a prompt, in every layer.
     AppendPrompt,
-    /// K and V of every sequence out of the cache, decoded to bf16, in every layer.
+    /// Gathering K and V of every sequence, decoded to bf16, in every layer.
     Gather,
-    /// The blocks of sequences to those of others, in every layer.
+    /// Copying the blocks of sequences to those of others, in every layer.
     Copy,
-    /// The plan of a step that brings one token a sequence.
+    /// Planning a step with one token per sequence.
     Plan,
 }
 
 impl Operation {
-    /// What is measured without a suite.
+    /// The operations of a measurement without a suite.
     pub const FOUR: [Self; 4] = [Self::Decode, Self::Append, Self::AppendPrompt, Self::Copy];
 
-    /// Returns its name in reports.
+    /// Returns the name in reports.
     pub fn name(self) -> &'static str {
         match self {
             Self::Decode => "decode",
@@ -136,32 +136,31 @@ impl Operation {
     }
 }
 
-/// What one run of an operation does.
+/// The bytes and operations of one run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[expect(clippy::exhaustive_structs, reason = "a literal names each of the numbers")]
 pub struct Work {
-    /// Bytes.
+    /// Bytes read.
     pub read: u64,
-    /// Bytes.
+    /// Bytes written.
     pub written: u64,
-    /// Multiplications and additions of attention, without its softmax.
+    /// Floating-point operations of attention, without its softmax.
     pub flops: u64,
 }
 
 impl Work {
-    /// Returns the bytes that the plain copy beside it takes from one buffer to another: those that
-    /// are read, in whole words.
+    /// Returns the size of the plain copy's source: the bytes read, in whole words.
     pub fn copied(self) -> u64 {
         self.read.next_multiple_of(4)
     }
 
-    /// Returns the bytes that are read and written.
+    /// Returns the bytes read and written.
     pub fn bytes(self) -> u64 {
         self.read.saturating_add(self.written)
     }
 }
 
-/// A cache to measure, before it has memory: the batch, and its spares.
+/// Makes the spec of a cache for the batch and its spares.
 pub(super) fn spec(shape: &Shape, stored: Formats) -> Result<CacheSpec, Error> {
     let sequences = shape.batch.checked_add(shape.spares).ok_or(Error::TooManySequences)?;
     let builder = || {
@@ -183,21 +182,21 @@ pub(super) fn spec(shape: &Shape, stored: Formats) -> Result<CacheSpec, Error> {
     Ok(builder().paged(block_size, blocks).build()?)
 }
 
-/// Where the tokens of a sequence are.
+/// Returns the slot map of the only group.
 pub(super) fn slot_map(spec: &CacheSpec) -> SlotMap {
     let group = spec.groups().first();
     *group.unwrap_or_else(|| unreachable!("a cache has a group")).slot_map()
 }
 
-/// Constants for values between -1 and 1, for formats that need some.
+/// Makes constants for values between -1 and 1, for formats that need them.
 pub(super) fn calibration(shape: &Shape) -> Calibration {
     let ones = vec![1.0; to_usize(shape.kv_heads)];
     let plane = || PlaneCalibration { amax: ones.clone(), ..PlaneCalibration::default() };
     Calibration::new(vec![LayerCalibration { k: plane(), v: plane() }; shape.layers.into()])
 }
 
-/// What an operation does at the least, in all layers. Queries, outputs and tables are counted for
-/// `Prefill` alone: elsewhere they are small beside the rest.
+/// Returns the minimal work of an operation, over all layers. Queries, outputs and tables are
+/// counted for `Prefill` only: elsewhere they are comparatively small.
 pub(super) fn work(shape: &Shape, spec: &CacheSpec, operation: Operation) -> Work {
     let map = slot_map(spec);
     let slots = |count: u32| spec.memory().bytes_per_token.saturating_mul(count.into());
@@ -206,10 +205,10 @@ pub(super) fn work(shape: &Shape, spec: &CacheSpec, operation: Operation) -> Wor
     let newest = slots(map.slots(context).saturating_sub(map.slots(context.saturating_sub(1))));
     let product = |factors: &[u64]| factors.iter().copied().fold(1, u64::saturating_mul);
     let (dim, layers) = (u64::from(shape.head_dim), u64::from(shape.layers));
-    // K and V of one token as they come from the model, and its queries or outputs.
+    // K and V of one token as tensors, and its queries or outputs.
     let token = product(&[dim, layers, shape.kv_heads.into(), 2, VALUE_BYTES]);
     let queries = product(&[dim, layers, shape.q_heads.into(), VALUE_BYTES]);
-    // Of one query and one key: a product with K and one with V.
+    // One query and one key: a product with K and one with V.
     let pair = product(&[dim, layers, shape.q_heads.into(), 4]);
     let moves = |read, written| Work { read, written, flops: 0 };
     match operation {
@@ -266,12 +265,12 @@ mod tests {
             of("bf16"),
             [(3 * context, 0), (3 * token, 3 * token), (context, context), (context, context)]
         );
-        // A byte a value.
+        // One byte per value.
         let half = context / 2;
         let append = (3 * token, 3 * token / 2);
         assert_eq!(of("fp8-e4m3"), [(3 * half, 0), append, (context, half), (half, half)]);
-        // 34 bytes a row of 64, and a wide row of 128 bytes takes four of them: 3 slots more for
-        // each of the first 4 tokens.
+        // 34 bytes per row of 64. A row of the full-precision prefix has 128 bytes and takes four
+        // slots: 3 extra slots for each of the first 4 tokens.
         let (slot, slots) = (34 * 16, 40 + 4 * 3);
         let stored = slots * slot;
         let append = (3 * token, 3 * slot);
@@ -279,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn one_token_is_a_context() {
+    fn a_context_of_one_token_is_possible() {
         let (batch, context) = (vec![1], vec![1]);
         let options = Options { batch, context, layers: Some(1), ..Options::default() };
         let token = 8 * 128 * 4;
@@ -306,12 +305,13 @@ mod tests {
         };
         let spec = spec(&shape, "int8-head".parse().expect("a format")).expect("a cache");
         let of = |operation| work(&shape, &spec, operation);
-        // A byte a value: 1024 a token. A query or output token: 2 layers, 8 heads of 64 in bf16.
+        // One byte per value: 1024 per token. A query or output token: 2 layers, 8 heads of 64 in
+        // bf16.
         let (stored, queries) = (3 * 40 * 1024, 3 * 40 * 2048);
         let pair = 2 * 8 * 64 * 4;
         let work = |read, written, flops| Work { read, written, flops };
         assert_eq!(of(Operation::Decode), work(stored, 0, 3 * 40 * pair));
-        // A query sees itself and what is before it: 1 + .. + 40 keys.
+        // A query sees itself and the keys before it: 1 + .. + 40 keys.
         let flops = 3 * 820 * pair;
         assert_eq!(of(Operation::Prefill), work(stored + queries, queries, flops));
         assert_eq!(of(Operation::Gather), work(stored, 2 * stored, 0));
@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_gets_what_suits_it_unless_asked() {
+    fn defaults_depend_on_the_device() {
         let shape = |options: &Options, runs_on| {
             let shape = Shape::new(options, runs_on);
             (shape.batch, shape.context, shape.rounds)
@@ -333,7 +333,7 @@ mod tests {
         let names: Vec<_> = formats(&none).iter().map(ToString::to_string).collect();
         assert_eq!(names, ["bf16", "fp8-e4m3", "int8", "l4"]);
         let (batch, context) = (vec![3], vec![9]);
-        let asked = Options { batch, context, rounds: Some(2), ..none };
-        assert_eq!(shape(&asked, RunsOn::Software), (3, 9, 2));
+        let given = Options { batch, context, rounds: Some(2), ..none };
+        assert_eq!(shape(&given, RunsOn::Software), (3, 9, 2));
     }
 }

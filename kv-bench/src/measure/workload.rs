@@ -1,4 +1,4 @@
-//! A cache with contexts in it, and every operation that is timed on it.
+//! A cache filled with contexts, and the timed operations on it.
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -17,25 +17,25 @@ use super::work::{self, Operation, Shape, VALUE_BYTES};
 use crate::num::{to_f32, to_u32};
 use crate::random::Random;
 
-/// The layers of one cache, all of one group.
+/// The only group.
 const GROUP: GroupId = GroupId(0);
-/// Values that are sent to a device at once.
+/// Values per upload to a device.
 const SENT: u64 = 1 << 22;
-/// Tokens of a context that are written at once.
+/// Tokens of a context that are written in one step.
 const FILLED: u32 = 4096;
 
 /// The sequences of a batch, each one token short of its context or empty, and their spares.
 pub(super) struct Workload<'a, B: Backend> {
     shape: &'a Shape,
     cache: KvCache<Arc<B>>,
-    /// For what needs no step.
+    /// A queue for operations outside a step.
     queue: B::Queue,
     tensors: Tensors<B::Buffer>,
 }
 
-/// What a model would give and take, in device memory, as bf16.
+/// Inputs and outputs of a model in device memory, as bf16.
 struct Tensors<Buf> {
-    /// `[tokens, kv_heads, head_dim]`, as many as are ever written at once.
+    /// `[tokens, kv_heads, head_dim]`, as many tokens as the largest write has.
     k: Buf,
     v: Buf,
     /// `[tokens, q_heads, head_dim]`.
@@ -45,7 +45,7 @@ struct Tensors<Buf> {
     gathered: [Buf; 2],
 }
 
-/// Tokens of tensors.
+/// Sizes of tensors in tokens.
 struct Sizes {
     new: u64,
     queries: u64,
@@ -73,24 +73,24 @@ impl Sizes {
     }
 }
 
-/// Values of this number of tokens.
+/// Returns the number of values of `tokens` tokens.
 fn values(shape: &Shape, tokens: u64, heads: u32) -> u64 {
     u64::from(shape.head_dim).saturating_mul(heads.into()).saturating_mul(tokens)
 }
 
-/// Bytes that a workload reserves.
+/// Returns the bytes that a workload allocates.
 pub(super) fn bytes(shape: &Shape, spec: &CacheSpec, operations: &[Operation]) -> u64 {
     let Sizes { new, queries, gathered } = Sizes::new(shape, operations);
     let rows = values(shape, new.saturating_add(gathered), shape.kv_heads);
     let tensors = rows.saturating_add(values(shape, queries, shape.q_heads));
     let memory = spec.memory();
     let cache = memory.bytes_total.saturating_add(memory.bytes_constants);
-    // Of each two: K and V, queries and outputs.
+    // Each pair: K and V, queries and outputs.
     cache.saturating_add(tensors.saturating_mul(VALUE_BYTES).saturating_mul(2))
 }
 
 impl<'a, B: Backend> Workload<'a, B> {
-    /// Reserves all memory that `operations` need, and writes the contexts.
+    /// Allocates the memory that `operations` need, and writes the contexts.
     pub(super) fn new(
         shape: &'a Shape,
         stored: Formats,
@@ -100,7 +100,7 @@ impl<'a, B: Backend> Workload<'a, B> {
         let spec = work::spec(shape, stored)?;
         let mut queue = backend.queue()?;
         let Sizes { new, queries, gathered } = Sizes::new(shape, operations);
-        // No buffer is empty.
+        // Buffers must not be empty.
         let count = |tokens: u64, heads| values(shape, tokens.max(1), heads);
         let rows = count(new, shape.kv_heads);
         let queries = count(queries, shape.q_heads);
@@ -140,8 +140,8 @@ impl<'a, B: Backend> Workload<'a, B> {
         Ok(())
     }
 
-    /// Seconds that a number of runs of an operation take, from the first call to the end of their
-    /// work. Planning is not among them, nor what a step brings to the device once for all layers.
+    /// Runs an operation `runs` times; returns the seconds from the first call to the end of the
+    /// work. Planning is not timed, nor what a step uploads once for all layers.
     pub(super) fn run(&mut self, operation: Operation, runs: u32) -> Result<f64, Error> {
         let Self { shape, cache, queue, tensors, .. } = self;
         let newest = |sequence| StepInput::count(sequence, 1);
@@ -160,7 +160,7 @@ impl<'a, B: Backend> Workload<'a, B> {
                 from.chain(spares(shape).map(whole)).collect()
             }
         };
-        // Dropped at the end, so that the cache is what it was.
+        // Dropped at the end, so that the cache does not change.
         let mut step = cache.begin_step(&inputs)?;
         let tokens = to_u32(step.positions().len());
         if matches!(operation, Operation::Decode | Operation::Prefill) {
@@ -188,18 +188,18 @@ impl<'a, B: Backend> Workload<'a, B> {
     }
 }
 
-/// The sequences that decode.
+/// Returns the sequences that decode.
 fn batch(shape: &Shape) -> impl Iterator<Item = SequenceId> + use<> {
     (0..u64::from(shape.batch)).map(SequenceId)
 }
 
-/// The sequences after them, which are empty outside of a step.
+/// Returns the spare sequences, which are empty outside of a step.
 fn spares(shape: &Shape) -> impl Iterator<Item = SequenceId> + use<> {
     let batch = u64::from(shape.batch);
     (batch..batch.saturating_add(shape.spares.into())).map(SequenceId)
 }
 
-/// Writes the rows of a step, `tokens` of them, into every layer.
+/// Writes `tokens` rows of a step to every layer.
 fn write<B: Backend>(
     step: &mut Step<'_, B>,
     (shape, tensors): (&Shape, &Tensors<B::Buffer>),
@@ -214,7 +214,7 @@ fn write<B: Backend>(
     Ok(())
 }
 
-/// A query for each of a step's tokens, in every layer.
+/// Attends with one query per token of a step, in every layer.
 fn attend<B: Backend>(
     step: &mut Step<'_, B>,
     (shape, tensors): (&Shape, &Tensors<B::Buffer>),
@@ -230,8 +230,8 @@ fn attend<B: Backend>(
     Ok(())
 }
 
-/// Seconds that it takes to bring all rows of a step's sequences out of every layer, K and V apart,
-/// `runs` times. [`KvCache::gather`] does the same for one plane, and plans it each time.
+/// Gathers all rows of a step's sequences from every layer, K and V separately, `runs` times;
+/// returns the seconds. [`KvCache::gather`] does the same for one plane, but plans it each time.
 fn gather<B: Backend>(
     step: &Step<'_, Arc<B>>,
     queue: &mut B::Queue,
@@ -266,8 +266,9 @@ fn gather<B: Backend>(
     Ok(begin.elapsed().as_secs_f64())
 }
 
-/// Seconds that `runs` copies of sequences' blocks to those of as many spares take, in every
-/// layer. All have all their blocks while a step is open that brings them to their contexts.
+/// Copies the blocks of sequences to those of the spares in every layer, `runs` times; returns the
+/// seconds. An open step has brought all sequences to their full contexts, so they have all their
+/// blocks.
 fn copy_blocks<B: Backend>(
     cache: &KvCache<Arc<B>>,
     queue: &mut B::Queue,
@@ -301,17 +302,17 @@ fn copy_blocks<B: Backend>(
     Ok(begin.elapsed().as_secs_f64())
 }
 
-/// The storage of the only group.
+/// Returns the storage of the only group.
 fn storage<B: Backend>(cache: &KvCache<B>) -> &KvStorage<B::Buffer> {
     cache.storage(GROUP).unwrap_or_else(|| unreachable!("a cache has a group"))
 }
 
-/// Waits for all that a queue was given.
+/// Waits until a queue has finished its work.
 pub(super) fn drain<Q: Queue>(queue: &mut Q) -> Result<(), DeviceError> {
     queue.submit()?.wait()
 }
 
-/// Values between -1 and 1 in device memory that look random, as bf16.
+/// Makes pseudo-random values between -1 and 1 in device memory, as bf16.
 fn random<B: Backend>(
     backend: &B,
     queue: &mut B::Queue,

@@ -10,17 +10,17 @@ use kv_bench::measure::{self, BlockSize, Formats, Options};
 use super::{at_least_1, backend};
 use crate::memory::Bytes;
 
-/// Measure what a cache does on a device, each beside a plain copy of memory there: decode
-/// attention, new rows (one a sequence, and a prompt), copies of blocks.
+/// Measure a cache's operations on a device, each next to a plain copy of memory there: decode
+/// attention, new rows (one per sequence, and a prompt), copies of blocks.
 ///
-/// A copy from one buffer to another of as many bytes as the operation reads is timed in the same
-/// rounds, the two in turns: its rate is the memory's own, and `of copy` is the operation's rate
-/// divided by it. A rate counts every byte that is read and every byte that is written. The first
-/// round warms up and is not counted; figures are medians of the others.
+/// A plain copy of the bytes that the operation reads is timed in the same rounds, interleaved with
+/// the operation: its rate is the memory's own, and `of copy` is the operation's rate divided by
+/// it. A rate counts every byte that is read and every byte that is written. The first round warms
+/// up and is not counted; figures are medians of the others.
 ///
 /// With --suite, operations are measured over a grid of shapes: all of --batch by all of --context
-/// in the middle of everything else, then one list at a time (heads, values of a row, blocks,
-/// formats). Figures are those of one layer, and on a CPU the limit of what only reads is plain
+/// with the middle of everything else, then one list at a time (heads, head dims, blocks, formats).
+/// Figures are those of one layer, and on a CPU the roofline of operations that only read is plain
 /// reading by the same threads. Lists replace those of the grid.
 #[derive(Debug, Args)]
 #[command(
@@ -33,8 +33,8 @@ use crate::memory::Bytes;
   kv bench --suite decode,append --threads 1,2 --batch 16 --context 4096 --json"
 )]
 pub(crate) struct BenchArgs {
-    /// What to measure: a name that `kv devices` lists, such as cpu,
-    /// wgpu:0, wgpu:llvmpipe (a part of an adapter's name) or cuda:0
+    /// Device to measure: a name that `kv devices` lists, such as cpu, wgpu:0, wgpu:llvmpipe (a
+    /// part of an adapter's name) or cuda:0
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: Device,
 
@@ -42,64 +42,63 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "NAME,..", value_delimiter = ',')]
     pub(crate) suite: Vec<Suite>,
 
-    /// Stored formats behind commas, such as l4 or int8/l4 (K/V); scales that must be given are
-    /// made for the values that are written. Unless given bf16, fp8-e4m3, int8 and l4, in a suite
-    /// every one
+    /// Stored formats separated by commas, such as l4 or int8/l4 (K/V); given scales are made for
+    /// the written values. Default: bf16, fp8-e4m3, int8 and l4; in a suite all formats
     #[arg(long, visible_alias = "format", value_name = "NAME[/NAME],..", value_delimiter = ',')]
     pub(crate) formats: Vec<Formats>,
 
-    /// Sequences that decode at once; 16 on a card and 4 elsewhere unless given. In a suite a list:
+    /// Sequences per decode step; default: 16 on a card and 4 elsewhere. In a suite a list:
     /// 1,16,64, and 1,64,1000 for planning
     #[arg(long, value_name = "N,..", value_delimiter = ',', value_parser = at_least_1)]
     pub(crate) batch: Vec<u32>,
 
-    /// Tokens of each sequence, the new one included, and of the prompt; 2048 unless given, 128
-    /// where a CPU runs the shaders of an adapter. In a suite a list: 512,4096,32768
+    /// Tokens per sequence, including the new one, and of the prompt; default: 2048, or 128 if a
+    /// CPU runs the shaders of an adapter. In a suite a list: 512,4096,32768
     #[arg(long, value_name = "N,..", value_delimiter = ',', value_parser = at_least_1)]
     pub(crate) context: Vec<u32>,
 
-    /// Layers of one step, 4 unless given; all of them together should be larger than the device's
-    /// caches, and in a suite are unless given
+    /// Layers per step; default: 4. All of them together should be larger than the device's caches;
+    /// in a suite the default is
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     pub(crate) layers: Option<u16>,
 
-    /// Query heads, a multiple of --kv-heads; 32 unless given, in a suite a list
+    /// Query heads, a multiple of --kv-heads; default: 32. In a suite a list
     #[arg(long, value_name = "N,..", value_delimiter = ',', value_parser = at_least_1)]
     pub(crate) q_heads: Vec<u32>,
 
-    /// Heads of K and V; 8 unless given. In a suite a list: as many as query heads, a fourth and an
+    /// Heads of K and V; default: 8. In a suite a list: equal to the query heads, a fourth and an
     /// eighth of them
     #[arg(long, value_name = "N,..", value_delimiter = ',', value_parser = at_least_1)]
     pub(crate) kv_heads: Vec<u32>,
 
-    /// Values of one row; 128 unless given, in a suite a list: 64,128
+    /// Head dim; default: 128. In a suite a list: 64,128
     #[arg(long, value_name = "N,..", value_delimiter = ',', value_parser = at_least_1)]
     pub(crate) head_dim: Vec<u32>,
 
-    /// Tokens of a block; 16 unless given. In a suite a list, where `contiguous` is one block a
+    /// Tokens per block; default: 16. In a suite a list, with `contiguous` for one block per
     /// sequence: 16,32,contiguous
     #[arg(long, value_name = "N,..", value_delimiter = ',', value_parser = block_size)]
     pub(crate) block_size: Vec<BlockSize>,
 
-    /// How the rows of a block lie
+    /// Order of the rows in a block
     #[arg(long, value_enum, default_value_t)]
     pub(crate) block_order: BlockOrder,
 
-    /// Rounds that count; 7 unless given, 3 where a CPU runs the shaders of an adapter
+    /// Rounds after the warm-up; default: 7, or 3 if a CPU runs the shaders of an adapter
     #[arg(long, value_name = "N", value_parser = at_least_1)]
     pub(crate) rounds: Option<u32>,
 
-    /// Threads of the CPU, in a suite a list; as many as there are cores unless given
+    /// Threads of the CPU, in a suite a list; default: the number of cores
     #[arg(long, value_name = "N,..", value_delimiter = ',')]
     pub(crate) threads: Vec<NonZeroUsize>,
 
     /// Instruction sets of the CPU (scalar, neon, avx2, avx512, or with optional parts such as
-    /// avx512+bf16+vbmi), in a suite a list; the best there is unless given
+    /// avx512+bf16+vbmi), in a suite a list; default: the best one
     #[arg(long, value_name = "NAME,..", value_delimiter = ',')]
     pub(crate) isa: Vec<Isa>,
 
-    /// Say which attention strategy runs each case on the CPU, and why no faster one, instead of
-    /// measuring
+    /// Print which attention strategy runs each case on the CPU, and why no faster one does,
+    /// instead of measuring
     #[arg(long, requires = "suite", conflicts_with_all = ["plot", "json"])]
     pub(crate) explain: bool,
 
@@ -107,16 +106,16 @@ pub(crate) struct BenchArgs {
     #[arg(long, requires = "suite")]
     pub(crate) full: bool,
 
-    /// Leave out what takes more memory than this, such as 8GiB; half of what is available unless
-    /// given
+    /// Leave out cases that need more memory than this, such as 8GiB; default: half of the free
+    /// memory
     #[arg(long, value_name = "BYTES", requires = "suite")]
     pub(crate) memory: Option<Bytes>,
 
-    /// Draw bytes against time, one point a case, into this file
+    /// Draw bytes against time, one point per case, into this file
     #[arg(long, value_name = "FILE.svg", requires = "suite")]
     pub(crate) plot: Option<PathBuf>,
 
-    /// Print JSON instead of a table: one object, with --suite a list of objects
+    /// Print JSON instead of a table: one object, or with --suite a list of objects
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -143,11 +142,11 @@ impl From<BlockOrder> for kv::BlockOrder {
 /// Operations that are measured together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Suite {
-    /// Attention of one new token a sequence
+    /// Attention of one new token per sequence
     Decode,
     /// Attention of whole prompts
     Prefill,
-    /// New rows into the cache: one token a sequence, and a prompt
+    /// New rows into the cache: one token per sequence, and a prompt
     Append,
     /// Rows out of the cache, decoded
     Gather,
@@ -180,10 +179,10 @@ fn block_size(text: &str) -> Result<BlockSize, String> {
     }
 }
 
-/// Why arguments of `kv bench` do not fit each other.
+/// Arguments of `kv bench` that contradict each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum BenchArgsError {
-    #[error("--q-heads {q_heads} is no multiple of --kv-heads {kv_heads}")]
+    #[error("--q-heads {q_heads} is not a multiple of --kv-heads {kv_heads}")]
     UnevenHeads { q_heads: u32, kv_heads: u32 },
     #[error("{name} takes one value without --suite, {got} are given")]
     ListWithoutSuite { name: &'static str, got: usize },
@@ -196,7 +195,7 @@ pub(crate) enum BenchArgsError {
 }
 
 impl BenchArgs {
-    /// What is to be measured.
+    /// Returns the options of the measurement.
     pub(crate) fn options(&self) -> Options {
         Options {
             backend: self.backend.clone(),
@@ -218,7 +217,7 @@ impl BenchArgs {
         }
     }
 
-    /// Refuses arguments that do not fit each other.
+    /// Refuses arguments that contradict each other.
     pub(super) fn check(&self) -> Result<(), BenchArgsError> {
         let numbers: [(&'static str, &[u32]); 5] = [
             ("--batch", &self.batch),
@@ -264,7 +263,7 @@ impl BenchArgs {
     }
 
     fn check_heads(&self) -> Result<(), BenchArgsError> {
-        // In a suite, heads of K and V follow from the query heads unless they are given.
+        // In a suite, kv heads follow from the query heads unless they are given.
         if !self.suite.is_empty() && self.kv_heads.is_empty() {
             return Ok(());
         }
@@ -321,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_refused_by_name() {
+    fn contradicting_arguments_are_refused_by_name() {
         let check = |args: &[&str]| {
             let cli = Cli::try_parse_from([&["kv", "bench"], args].concat()).expect("arguments");
             let Command::Bench(args) = cli.command else { panic!("another command") };
@@ -351,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn what_needs_a_suite_says_so() {
+    fn arguments_that_need_a_suite_are_refused_without_one() {
         for option in [&["--full"][..], &["--memory", "1GiB"], &["--plot", "a.svg"]] {
             let error = parse(option).expect_err("no suite");
             assert_eq!(error.kind(), clap::error::ErrorKind::MissingRequiredArgument);
@@ -365,7 +364,7 @@ mod tests {
         assert!(args("32", "32").is_ok() && args("6", "2").is_ok());
         let error = args("4", "8").expect_err("4 on 8");
         assert_eq!(error.kind(), clap::error::ErrorKind::ValueValidation);
-        assert!(error.to_string().contains("--q-heads 4 is no multiple of --kv-heads 8"));
+        assert!(error.to_string().contains("--q-heads 4 is not a multiple of --kv-heads 8"));
         assert!(args("9", "2").is_err());
     }
 }

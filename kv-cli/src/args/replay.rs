@@ -10,22 +10,22 @@ use crate::replay::{Policy, Sizes};
 /// Replay a request trace through a cache's blocks, prefix index and eviction, without a model.
 ///
 /// TRACE is of Mooncake (JSON lines of `timestamp`, `input_length`, `output_length` and `hash_ids`,
-/// an id for every 512 tokens), of Qwen's service Bailian (the same with `chat_id` and
-/// `parent_chat_id`, an id for every 16 tokens), of Azure (a CSV of
-/// TIMESTAMP,ContextTokens,GeneratedTokens, with or without `NumImages`) or of `BurstGPT` (a CSV of
-/// Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type, with or without Session ID
-/// and Elapsed time), plain or compressed with zstd. Requests run one at a time, in the file's
-/// order. A request hits the blocks of its input up to the first that is not cached; then all of
-/// them are cached, as far as they fit. It never gives up its own. What is generated is not cached.
+/// an id per 512 tokens), of Qwen's service Bailian (the same with `chat_id` and `parent_chat_id`,
+/// an id per 16 tokens), of Azure (a CSV of TIMESTAMP,ContextTokens,GeneratedTokens, with or
+/// without `NumImages`) or of `BurstGPT` (a CSV of Timestamp,Model,Request tokens,Response
+/// tokens,Total tokens,Log Type, with or without Session ID and Elapsed time), plain or compressed
+/// with zstd. Requests run one at a time, in the file's order. A request hits the blocks of its
+/// input up to the first that is not cached; then all of them are cached, as far as they fit. A
+/// request never evicts its own blocks. Generated tokens are not cached.
 ///
-/// A CSV has lengths alone: every block is new and nothing is ever hit. It shows evictions, peak
+/// A CSV has lengths only: every block is new, and there are no hits. It shows evictions, peak
 /// blocks and time.
 ///
-/// Policies: those of caches, lru (least recently used first), lfu (least frequently used first),
-/// priority (by the caller's priorities, of which a trace has none) and default (what will be
-/// missed least); and two limits: min gives up what is needed again last, the most that any policy
-/// can hit with that capacity (where ids name whole prefixes, as they do in these traces); infinite
-/// gives up nothing, and its capacity is what it came to need.
+/// Policies of caches: lru (least recently used first), lfu (least frequently used first), priority
+/// (by the caller's priorities, of which a trace has none) and default (lowest expected reuse
+/// first). And two limits: min evicts the block whose next use is the latest, which gives the most
+/// hits of any policy at that capacity (if ids name whole prefixes, as in these traces); infinite
+/// evicts nothing, and its capacity is the number of blocks it used.
 #[derive(Debug, Args)]
 #[command(
     allow_negative_numbers = true,
@@ -42,27 +42,26 @@ pub(crate) struct ReplayArgs {
     #[arg(value_name = "TRACE")]
     pub(crate) trace: PathBuf,
 
-    /// Tokens of a block; in a trace with ids a divisor or a multiple of the tokens of an id.
-    /// Those of an id unless given, 16 in a trace without
+    /// Tokens per block; in a trace with ids a divisor or a multiple of the tokens per id. Default:
+    /// the tokens per id, or 16 in a trace without ids
     #[arg(long, value_name = "N", value_parser = non_zero)]
     pub(crate) block_size: Option<NonZeroU32>,
 
-    /// Tokens that one of `hash_ids` stands for; 512 in a Mooncake trace and 16 in one of Qwen
-    /// unless given
+    /// Tokens per entry of `hash_ids`; default: 512 in a Mooncake trace and 16 in one of Qwen
     #[arg(long, value_name = "N", value_parser = non_zero)]
     pub(crate) tokens_per_id: Option<NonZeroU32>,
 
-    /// Blocks of the cache, may be repeated; a 128th, a 32nd, an eighth and half of the trace's
-    /// different blocks unless given, rounded to two digits
+    /// Blocks of the cache, may be repeated; default: a 128th, a 32nd, an eighth and half of the
+    /// trace's different blocks, rounded to two digits
     #[arg(long, value_name = "N", value_parser = at_least_1)]
     pub(crate) capacity_blocks: Vec<u32>,
 
-    /// How blocks are given up: lru, lfu, priority, default, infinite or min; may be repeated; lru,
-    /// default, infinite and min unless given
+    /// Eviction policy: lru, lfu, priority, default, infinite or min; may be repeated. Default:
+    /// lru, default, infinite and min
     #[arg(long, value_name = "NAME")]
     pub(crate) policy: Vec<Policy>,
 
-    /// Draw the token hit ratio against the capacity, one line a policy
+    /// Draw the token hit ratio against the capacity, one line per policy
     #[arg(long, value_name = "FILE.svg")]
     pub(crate) plot: Option<PathBuf>,
 
@@ -72,7 +71,7 @@ pub(crate) struct ReplayArgs {
 }
 
 impl ReplayArgs {
-    /// Tokens of blocks and ids, as far as they are given.
+    /// Returns tokens per block and per id, if they are given.
     pub(crate) fn sizes(&self) -> Sizes {
         Sizes { block: self.block_size, id: self.tokens_per_id }
     }

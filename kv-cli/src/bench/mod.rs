@@ -1,5 +1,5 @@
-//! `kv bench`: what a cache does on a device, beside a plain copy of memory there, as `kv-bench`
-//! measures it.
+//! `kv bench`: the operations of a cache on a device, next to a plain copy of memory, measured by
+//! `kv-bench`.
 mod plot;
 mod report;
 mod suite;
@@ -49,7 +49,7 @@ fn run_suites(args: &BenchArgs, options: &Options, bar: &mut Bar) -> anyhow::Res
     output::text(&suite::show(&report))
 }
 
-/// A bar of rounds; what is left out stands above it, on standard error.
+/// A progress bar of rounds; cases that are left out are printed above it, on standard error.
 struct Bar(ProgressBar);
 
 impl Progress for Bar {
@@ -63,7 +63,7 @@ impl Progress for Bar {
 
     fn left_out(&mut self, case: &str, why: &LeftOut) {
         let line = format!("left out: {case}: {}", reason(why));
-        // A measurement goes on without standard error.
+        // A measurement continues without standard error.
         let _ = self.0.suspend(|| output::note(&line));
     }
 }
@@ -74,14 +74,14 @@ fn reason(why: &LeftOut) -> String {
             format!("{} of memory, {} are allowed", Bytes(*needed), Bytes(*allowed))
         }
         LeftOut::Arithmetic { flops } => {
-            format!("{} GFLOP; give --context to have it", flops.div_euclid(1_000_000_000))
+            format!("{} GFLOP; give --context to measure it", flops.div_euclid(1_000_000_000))
         }
         LeftOut::Device(error) => failure::chain(error),
         _ => "it cannot be measured".to_owned(),
     }
 }
 
-/// What is shown of an order of blocks after their size: nothing of the usual one.
+/// Returns the text for a block order after the block size: empty for the default order.
 fn suffix(order: BlockOrder) -> &'static str {
     match order {
         BlockOrder::Nhd => " nhd",

@@ -1,4 +1,4 @@
-//! A roofline: bytes against time, one point a case, beside the lines of the limits, as SVG.
+//! A roofline plot as SVG: bytes against time, one point per case, and the lines of the limits.
 use std::error::Error;
 
 use anyhow::anyhow;
@@ -12,7 +12,7 @@ use crate::num::{to_f64, to_u32};
 
 const WIDTH: u32 = 1200;
 const HEIGHT: u32 = 640;
-/// Of the list of series at the right, and of one of its lines.
+/// Width of the legend at the right, and height of its lines.
 const LIST: (u32, u32) = (220, 14);
 
 /// One operation in one format: a colour and its points, bytes and microseconds.
@@ -58,7 +58,7 @@ fn draw_to(svg: &mut String, lines: &[&CaseLine]) -> Result<(), Box<dyn Error>> 
         let Some(rate) = middle(lines.iter().copied(), kind).filter(|rate| *rate > 0.0) else {
             continue;
         };
-        // 10^9 bytes a second are 10^3 a microsecond; what lies outside of the chart is not drawn.
+        // 10^9 bytes per second are 10^3 per microsecond; lines outside of the chart are not drawn.
         let us_of = |bytes: f64| bytes / (rate * 1e3);
         let from = bytes.0.max(us.0 * rate * 1e3);
         let to = bytes.1.min(us.1 * rate * 1e3);
@@ -87,7 +87,7 @@ fn draw_to(svg: &mut String, lines: &[&CaseLine]) -> Result<(), Box<dyn Error>> 
     Ok(())
 }
 
-/// A hue for each operation, a shade for each of its formats.
+/// Makes the series: a hue per operation, a shade per format.
 fn series(lines: &[&CaseLine]) -> Vec<Series> {
     let mut operations: Vec<&str> = Vec::new();
     for line in lines {
@@ -120,7 +120,7 @@ fn series(lines: &[&CaseLine]) -> Vec<Series> {
     all
 }
 
-/// Whole powers of ten around all values; what is 0 has no place and goes to the edge.
+/// Returns whole powers of ten around all values; zeros are drawn at the edge.
 fn range(values: impl Iterator<Item = f64> + Clone) -> (f64, f64) {
     let seen = values.filter(|value| *value > 0.0);
     let (low, high) = (seen.clone().fold(f64::INFINITY, f64::min), seen.fold(0.0, f64::max));

@@ -1,24 +1,24 @@
-//! What `kv bench` shows without a suite.
+//! The output of `kv bench` without a suite.
 use kv_bench::measure::{Facts, Operation, Report, RunsOn, Shape};
 
 use super::suffix;
 use crate::memory::Bytes;
 use crate::output;
 
-/// The part of the plain copy's rate that decoding is to reach on a card, where memory limits it.
+/// Share of the plain copy's rate that decode should reach on a card, where it is memory-bound.
 const GOAL: f64 = 0.5;
 
 const LEGEND: &str = "\
-decode         attention of one token a sequence, in all layers: reads K and V of all contexts
-append         K and V of one token a sequence, in all layers: reads bf16 rows, writes stored ones
+decode         attention of one token per sequence, in all layers: reads K and V of all contexts
+append         K and V of one token per sequence, in all layers: reads bf16 rows, writes stored ones
 append-prompt  the same for one prompt as long as a context
 copy           the blocks of one sequence to those of another: reads and writes stored rows
-plain copy     (copy us, copy GB/s) as many bytes as the operation reads, from one buffer to
+plain copy     (copy us, copy GB/s) the bytes that the operation reads, from one buffer to
                another, in the same rounds
-GB/s counts 10^9 bytes, read and written alike; of copy is the one rate divided by the other.
+GB/s counts 10^9 bytes, read and written together; of copy is the operation's rate over the plain copy's.
 ";
 
-/// The report as people read it.
+/// Formats the report as text.
 pub(super) fn show(report: &Report) -> String {
     let Report { backend, facts, shape, .. } = report;
     let Shape { context, q_heads, kv_heads, head_dim, block_size, .. } = shape;
@@ -63,7 +63,7 @@ fn table(report: &Report) -> Vec<Vec<String>> {
     rows
 }
 
-/// Whether decoding is as fast as it is to be.
+/// Says whether decode reaches its goal.
 fn verdict(report: &Report) -> Option<String> {
     if report.facts.runs_on != RunsOn::Card {
         return None;
@@ -80,7 +80,7 @@ fn verdict(report: &Report) -> Option<String> {
     })
 }
 
-/// A number of any size in three digits or more.
+/// Formats a number of any size with at least three digits.
 pub(super) fn figure(number: f64) -> String {
     let decimals = match number {
         small if small < 0.01 => 6,
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn a_card_is_judged_and_a_driver_in_software_is_named() {
+    fn a_card_has_a_goal_and_a_software_driver_a_caveat() {
         // The copy moves 2 GB/s.
         let shown = show(&report(RunsOn::Card, &[("bf16", 1.0), ("int8", 2.0)]));
         assert!(shown.contains("a card; Vulkan, driver 1.2\n16 sequences"), "{shown}");

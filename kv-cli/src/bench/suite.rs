@@ -1,4 +1,4 @@
-//! What `kv bench --suite` shows.
+//! The output of `kv bench --suite`.
 use kv_bench::measure::{
     CaseLine, Facts, Operation, Part, RooflineKind, RunsOn, SuiteReport, middle,
 };
@@ -10,17 +10,17 @@ use crate::num::to_u32;
 use crate::output;
 
 const LEGEND: &str = "\
-decode         attention of one token a sequence: reads K and V of all contexts
-prefill        attention of whole prompts: K and V, queries and outputs count
-append         K and V of one token a sequence: reads bf16 rows, writes stored ones
+decode         attention of one token per sequence: reads K and V of all contexts
+prefill        attention of whole prompts: counts K and V, queries and outputs
+append         K and V of one token per sequence: reads bf16 rows, writes stored ones
 append-prompt  the same for one prompt as long as the context
 gather         K and V of all contexts, decoded: reads stored rows, writes bf16 ones
 copy           blocks of sequences to those of others: reads and writes stored rows
-plan           a step of one token a sequence, begun and dropped: no device, no limit
-Figures are of one layer and medians. GB/s counts 10^9 bytes, read and written alike.
+plan           a step of one token per sequence, begun and dropped: no device, no limit
+Figures are of one layer and medians. GB/s counts 10^9 bytes, read and written together.
 ";
 
-/// The report as people read it.
+/// Formats the report as text.
 pub(super) fn show(report: &SuiteReport) -> String {
     let parts = report.parts.iter().map(|part| show_part(&report.backend, part));
     let parts: String = parts.collect();
@@ -43,7 +43,7 @@ fn show_part(backend: &str, part: &Part) -> String {
     )
 }
 
-/// The rates that operations are compared with, each the middle one of its kind.
+/// Formats the rooflines, each the median of its kind.
 fn limits(part: &Part) -> String {
     let said = |(kind, what): (RooflineKind, &str)| {
         middle(&part.lines, kind).map(|rate| format!("{what} {} GB/s", figure(rate)))
@@ -52,11 +52,10 @@ fn limits(part: &Part) -> String {
         RunsOn::Cpu => "reading",
         RunsOn::Card | RunsOn::Software => "a plain copy",
     };
-    let limits: Vec<_> =
-        [(RooflineKind::Read, card), (RooflineKind::Copy, "copies (the middle one)")]
-            .into_iter()
-            .filter_map(said)
-            .collect();
+    let limits: Vec<_> = [(RooflineKind::Read, card), (RooflineKind::Copy, "copies (median)")]
+        .into_iter()
+        .filter_map(said)
+        .collect();
     if limits.is_empty() { "none".to_owned() } else { limits.join(", ") }
 }
 
@@ -65,7 +64,7 @@ const HEADING: [&str; 13] = [
     "fraction", "GFLOP/s",
 ];
 
-/// The size of a block, and the order in it where that is not the usual one.
+/// Formats the block size, and the block order if it is not the default.
 fn block(line: &CaseLine) -> String {
     let size = if line.contiguous { "contiguous" } else { &line.block_size.to_string() };
     format!("{size}{}", suffix(line.block_order))
@@ -98,7 +97,7 @@ pub(super) mod tests {
     use super::*;
     use crate::num::to_f64;
 
-    /// Every case of suites in these formats at half of its roofline, 20 GB/s.
+    /// Makes a report in which every case of the suites runs at half of its roofline, 20 GB/s.
     pub(in super::super) fn report(suites: &[Suite], formats: &[&str]) -> SuiteReport {
         let facts = Facts {
             device: "avx2 kernels, 2 threads".to_owned(),

@@ -1,4 +1,4 @@
-//! What reuse saves a second request behind the system prompt of a first one.
+//! The savings of prefix reuse: a second request with the system prompt of a first one.
 use kv_runner::Layout;
 use kv_runner::stored::blocks_of;
 use serde::Serialize;
@@ -8,17 +8,17 @@ use crate::num::{to_u32, to_usize};
 use crate::output;
 use crate::session::{Session, Silent, Variant};
 
-/// Tokens of the system prompt, where the model's context allows.
+/// Tokens of the system prompt, if the model's context allows.
 const SYSTEM_TOKENS: usize = 500;
-/// The least that is worth a measurement.
+/// Fewest tokens for a useful measurement.
 const SYSTEM_TOKENS_MIN: usize = 16;
-/// Tokens of a question, and with the one that is generated.
+/// Tokens of a question, without and with the generated one.
 const QUESTION_TOKENS_MAX: usize = 11;
 const TAIL_TOKENS_MAX: usize = QUESTION_TOKENS_MAX + 1;
 /// Runs of each kind; medians are reported.
 const REPETITIONS: usize = 5;
 
-/// Said again and again until the system prompt is long enough.
+/// Repeated until the system prompt is long enough.
 const SYSTEM: &str = "You are a friendly helper who tells short stories to little children. \
      Use simple words. Every story has a beginning, a middle and a happy end. Tell of animals, \
      toys, the sun and the rain, and of friends who share what they have. Never scare anyone. ";
@@ -27,7 +27,7 @@ const QUESTIONS: [&str; 2] = ["Tell me about a dog.", "What did the cat find?"];
 /// The second request's figures with and without reuse.
 #[derive(Debug, Serialize)]
 pub(super) struct Comparison {
-    /// Shared by both requests.
+    /// Tokens that both requests share.
     system_tokens: usize,
     repetitions: usize,
     lines: Vec<Line>,
@@ -38,17 +38,17 @@ struct Line {
     variant: &'static str,
     prompt_tokens: usize,
     reused_tokens: usize,
-    /// Prompt tokens that went through the model.
+    /// Prompt tokens that were computed.
     computed_tokens: usize,
-    /// From being let in to its first token: the median.
+    /// Median milliseconds from admission to the first token.
     ttft_ms: f64,
-    /// How often it fits into the time without reuse.
+    /// The time without reuse over this time.
     speedup: f64,
     /// Whether its first token is that of the run without reuse.
     same_token: bool,
 }
 
-/// Runs two requests one after the other, with and without reuse; `None` where the context is too
+/// Runs two requests one after the other, with and without reuse; `None` if the context is too
 /// short.
 pub(super) fn measure(
     args: &GenerateArgs,
@@ -70,7 +70,7 @@ pub(super) fn measure(
     let mut prompts = Vec::with_capacity(QUESTIONS.len());
     for question in QUESTIONS {
         let mut question = session.loaded.encode(question)?;
-        // It does not begin a text.
+        // The question does not begin a text.
         if question.first().copied() == model.bos() {
             question.remove(0);
         }
@@ -82,12 +82,12 @@ pub(super) fn measure(
     let longest = prompts.iter().map(Vec::len).max().map_or(1, to_u32).saturating_add(1);
     let num_blocks = blocks_of(&few, longest).saturating_mul(2).max(2);
     let layout = Layout::Paged { block_size, num_blocks };
-    let asked = Variant::new(args, layout);
-    let asked = Variant { max_new_tokens: 1, max_batch: 1, ignore_eos: true, ..asked };
+    let base = Variant::new(args, layout);
+    let base = Variant { max_new_tokens: 1, max_batch: 1, ignore_eos: true, ..base };
     let mut lines = Vec::new();
     let mut tokens = None;
     for (variant, reuse) in [("without reuse", false), ("with reuse", true)] {
-        let runs = Variant { reuse, ..asked };
+        let runs = Variant { reuse, ..base };
         let (mut times, mut last) = (Vec::new(), None);
         for _ in 0..REPETITIONS {
             let (generated, _) = session.run(args, &runs, prompts.clone(), &mut Silent)?;
@@ -118,7 +118,7 @@ pub(super) fn measure(
     Ok(Some(Comparison { system_tokens, repetitions: REPETITIONS, lines }))
 }
 
-/// The middle of an odd number of values, 0 of none.
+/// Returns the median of an odd number of values, 0 without any.
 fn median(values: &mut [f64]) -> f64 {
     values.sort_by(f64::total_cmp);
     values.get(values.len() >> 1).copied().unwrap_or(0.0)
@@ -140,10 +140,13 @@ impl Comparison {
                 if line.same_token { "yes" } else { "NO" }.to_owned(),
             ]
         }));
-        let why =
-            if self.system_tokens < SYSTEM_TOKENS { ", the most that fits the model" } else { "" };
+        let why = if self.system_tokens < SYSTEM_TOKENS {
+            ", the longest that fits the model"
+        } else {
+            ""
+        };
         format!(
-            "\na second request behind a shared system prompt of {} tokens{why}; medians of \
+            "\na second request after a shared system prompt of {} tokens{why}; medians of \
              {} runs\n{}",
             self.system_tokens,
             self.repetitions,

@@ -1,6 +1,6 @@
-//! How far one distribution of the next token is from another, token by token and over a text.
+//! The difference between two distributions of the next token, per token and over a text.
 //!
-//! All sums run in f64, over log-probabilities made from f32 logits.
+//! All sums are f64, over log-probabilities of f32 logits.
 use crate::num::{to_f64, to_u64};
 
 /// One predicted token: the stored format against f32.
@@ -19,18 +19,18 @@ pub(crate) struct Score {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Summary {
     pub(crate) kld_mean: f64,
-    /// The smallest divergence that 99 % of the tokens do not exceed.
+    /// 99th percentile of the divergence.
     pub(crate) kld_p99: f64,
-    /// Part of the tokens whose most likely successor is the same.
+    /// Share of the tokens after which the most likely token is the same.
     pub(crate) top1: f64,
-    /// Mean nll of the format less that of f32.
+    /// Mean nll of the format minus that of f32.
     pub(crate) delta_nll: f64,
     /// Perplexity of the format.
     pub(crate) ppl: f64,
     pub(crate) tokens: usize,
 }
 
-/// Logits that are no distribution: not all are numbers below infinity.
+/// Logits that are not a distribution: some are NaN or infinite.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the logits hold what is not a finite number")]
 pub(crate) struct NotFinite;
@@ -45,15 +45,17 @@ pub(crate) struct Distribution<'a> {
 }
 
 impl<'a> Distribution<'a> {
+    /// Makes a distribution.
+    ///
     /// # Errors
-    /// [`NotFinite`], for no logits too.
+    /// [`NotFinite`], also without logits.
     pub(crate) fn new(logits: &'a [f32]) -> Result<Self, NotFinite> {
         let (mut top1, mut max) = (0, f32::NEG_INFINITY);
         for (index, logit) in logits.iter().enumerate() {
             if !logit.is_finite() {
                 return Err(NotFinite);
             }
-            // The first of equals, as the sampler takes it.
+            // The first of equals, as in the sampler.
             if *logit > max {
                 (top1, max) = (index, *logit);
             }
@@ -66,13 +68,13 @@ impl<'a> Distribution<'a> {
         Ok(Self { logits, log_sum: max + sum.ln(), top1 })
     }
 
-    /// Logarithm of the probability of token `index`, `None` past the last.
+    /// Returns the log-probability of token `index`, `None` past the last.
     fn log_p(&self, index: usize) -> Option<f64> {
         self.logits.get(index).map(|logit| f64::from(*logit) - self.log_sum)
     }
 
-    /// This distribution against another of the same tokens, where `next` followed; `None` when
-    /// they have not the same number of tokens, or `next` is none of them.
+    /// Compares this distribution with another one of the same tokens, if `next` followed; `None`
+    /// if their lengths differ or `next` is beyond them.
     pub(crate) fn compare(&self, other: &Self, next: usize) -> Option<Score> {
         if self.logits.len() != other.logits.len() {
             return None;
@@ -81,7 +83,7 @@ impl<'a> Distribution<'a> {
             let (p, q) = (f64::from(*p) - self.log_sum, f64::from(*q) - other.log_sum);
             p.exp() * (p - q)
         });
-        // Not negative by Gibbs' inequality; rounding may leave it a little below.
+        // Not negative by Gibbs' inequality; rounding may make it slightly negative.
         let kld = terms.sum::<f64>().max(0.0);
         let nll = [-self.log_p(next)?, -other.log_p(next)?];
         Some(Score { kld, same_top1: self.top1 == other.top1, nll })
@@ -89,7 +91,7 @@ impl<'a> Distribution<'a> {
 }
 
 impl Summary {
-    /// `None` without a score.
+    /// Summarises scores; `None` without any.
     pub(crate) fn of(scores: &[Score]) -> Option<Self> {
         let tokens = scores.len();
         if tokens == 0 {
@@ -109,8 +111,8 @@ impl Summary {
     }
 }
 
-/// The smallest value that at least `percent` % of all do not exceed (the nearest-rank method);
-/// `None` without a value.
+/// Returns the smallest value that at least `percent` % of all do not exceed (the nearest-rank
+/// method); `None` without values.
 fn nearest_rank(mut values: Vec<f64>, percent: usize) -> Option<f64> {
     values.sort_unstable_by(f64::total_cmp);
     let rank = values.len().saturating_mul(percent).div_ceil(100);
@@ -131,7 +133,7 @@ mod tests {
         x as f32
     }
 
-    /// Probabilities as the logits a model might give them: shifted by what a softmax drops.
+    /// Converts probabilities to logits with an arbitrary shift, which softmax removes.
     fn logits(probabilities: &[f64], shift: f64) -> Vec<f32> {
         probabilities.iter().map(|p| to_f32(p.ln() + shift)).collect()
     }
@@ -148,13 +150,13 @@ mod tests {
         near(score.kld, 2_f64.ln() - 3_f64.ln() / 2.0, 1e-6);
         near(score.nll[0], 2_f64.ln(), 1e-6);
         near(score.nll[1], (4.0_f64 / 3.0).ln(), 1e-6);
-        // Of equals the first is on top.
+        // Of equals, the first is the most likely.
         assert!(!score.same_top1);
         assert!(compare(&[1.0, 0.0], &[9.0, 8.0], 0).same_top1);
     }
 
     #[test]
-    fn a_distribution_is_no_distance_from_itself() {
+    fn a_distribution_has_no_divergence_from_itself() {
         let row = [3.0, -80.0, 0.25, 11.5, 11.5];
         let score = compare(&row, &row, 2);
         assert_eq!((score.kld.to_bits(), score.same_top1), (0, true));
@@ -163,7 +165,7 @@ mod tests {
         near(compare(&row, &row.map(|x| x + 64.0), 0).kld, 0.0, 1e-12);
     }
 
-    /// The formula as it is written, in f64, with every probability made apart.
+    /// The formula as it is written, in f64, with each probability computed separately.
     fn plainly(p: &[f32], q: &[f32]) -> f64 {
         let softmax = |row: &[f32]| {
             let powers: Vec<f64> = row.iter().map(|x| f64::from(*x).exp()).collect();
@@ -196,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_distribution_is_refused() {
+    fn logits_that_are_not_finite_are_refused() {
         for row in [&[][..], &[f32::NAN], &[0.0, f32::INFINITY], &[f32::NEG_INFINITY, 0.0]] {
             assert_eq!(Distribution::new(row).expect_err("no distribution"), NotFinite);
         }

@@ -1,7 +1,7 @@
-//! `kv eval`: what stored formats cost in accuracy, each against f32 on the same text.
+//! `kv eval`: the accuracy of stored formats, each against f32 on the same text.
 //!
-//! All caches read the text side by side, chunk by chunk, so that f32 is computed once and the
-//! logits of one chunk are all that is ever held.
+//! All caches read the text together, chunk by chunk, so that f32 is computed once and only the
+//! logits of one chunk are in memory.
 mod metrics;
 mod plot;
 mod report;
@@ -25,13 +25,13 @@ use crate::progress;
 use metrics::{Distribution, Score, Summary};
 use report::{Line, Report};
 
-/// Tokens that go through the model at once.
+/// Tokens per forward pass.
 const CHUNK: usize = 256;
-/// What a window and the number of windows are unless given.
+/// Default size of a window, and most windows.
 const WINDOW: u32 = 512;
 const WINDOWS_MAX: usize = 8;
 
-/// A text that is too short for what was asked.
+/// The text is too short for the requested windows.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "the text has {got} tokens, {needed} are needed: {skipped} skipped, and {windows} windows of \
@@ -45,16 +45,16 @@ struct TextTooShort {
     window: usize,
 }
 
-/// What one measurement is of.
+/// A format to measure.
 struct Format {
-    /// As it was asked for.
+    /// The text of the option.
     label: String,
-    /// With the options of the whole run.
+    /// The format with the options of the run.
     stored: Stored,
 }
 
-/// One format on its way through the text.
-struct Lane<'m> {
+/// The cache of one format, and its scores so far.
+struct FormatRun<'m> {
     label: String,
     reader: Reader<'m>,
     scores: Vec<Score>,
@@ -70,12 +70,12 @@ pub(crate) fn run(args: &EvalArgs) -> anyhow::Result<()> {
     let constants = calibrate(args, &loaded, &formats)?;
     let window = windows.first().map_or(0, |window| to_u32(window.len()));
     let cut = (args.block_size, window);
-    let lanes = lanes(&loaded, formats, &constants.by_prefix, cut)?;
-    let lanes = evaluate(&loaded, lanes, &windows)?;
-    let measured = lanes.into_iter().filter_map(|lane| {
-        let summary = Summary::of(&lane.scores)?;
-        let spec = lane.reader.spec();
-        Some((Line::new(lane.label, spec, &summary), spec.memory().bytes_per_token))
+    let format_runs = format_runs(&loaded, formats, &constants.by_prefix, cut)?;
+    let format_runs = evaluate(&loaded, format_runs, &windows)?;
+    let measured = format_runs.into_iter().filter_map(|format_run| {
+        let summary = Summary::of(&format_run.scores)?;
+        let spec = format_run.reader.spec();
+        Some((Line::new(format_run.label, spec, &summary), spec.memory().bytes_per_token))
     });
     let report = Report {
         args,
@@ -92,7 +92,7 @@ pub(crate) fn run(args: &EvalArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A long measurement must not end at a folder that is not there.
+/// Checked first, because a long measurement must not fail at a missing folder.
 fn check_plot(path: Option<&Path>) -> anyhow::Result<()> {
     let Some(path) = path else {
         return Ok(());
@@ -100,7 +100,7 @@ fn check_plot(path: Option<&Path>) -> anyhow::Result<()> {
     output::check_writable(path)
 }
 
-/// What is measured, each with its full-precision prefix and transform.
+/// Returns the formats to measure, with its prefix prefix transform of the options.
 fn formats(args: &EvalArgs, has_calibration: bool) -> anyhow::Result<Vec<Format>> {
     let mut formats = args.format.clone();
     if formats.is_empty() {
@@ -125,7 +125,7 @@ fn formats(args: &EvalArgs, has_calibration: bool) -> anyhow::Result<Vec<Format>
     formats.into_iter().map(format).collect()
 }
 
-/// The parts of the text that are read.
+/// Returns the parts of the text to read.
 fn windows<'t>(args: &EvalArgs, ids: &'t [u32], context: u32) -> anyhow::Result<Vec<&'t [u32]>> {
     let window = args.window.unwrap_or(WINDOW.min(context));
     if window > context {
@@ -143,12 +143,12 @@ fn windows<'t>(args: &EvalArgs, ids: &'t [u32], context: u32) -> anyhow::Result<
     Ok(rest.chunks_exact(window.max(1)).take(windows).collect())
 }
 
-/// What the formats are calibrated with.
+/// The calibration of the formats.
 struct Constants {
-    /// By full-precision prefix: the first tokens count where they are stored as the others are,
-    /// and do not where they stay in 16 bits. A file is what it is.
+    /// Constants by the length of the full-precision prefix: its tokens are left out, because they
+    /// stay in 16 bits. A file's constants are used for any length.
     by_prefix: BTreeMap<u32, Calibration>,
-    /// Where they come from.
+    /// The source of the constants.
     about: String,
 }
 
@@ -175,14 +175,14 @@ fn calibrate(args: &EvalArgs, loaded: &Loaded, formats: &[Format]) -> anyhow::Re
     Ok(Constants { by_prefix: by_prefix.collect::<anyhow::Result<_>>()?, about })
 }
 
-/// A cache for every format.
-fn lanes<'m>(
+/// Makes a cache for every format.
+fn format_runs<'m>(
     loaded: &'m Loaded,
     formats: Vec<Format>,
     calibrations: &BTreeMap<u32, Calibration>,
     (block_size, window): (u32, u32),
-) -> anyhow::Result<Vec<Lane<'m>>> {
-    let lane = |Format { label, stored }: Format| {
+) -> anyhow::Result<Vec<FormatRun<'m>>> {
+    let format_run = |Format { label, stored }: Format| {
         let constants = calibrations.get(&stored.full_precision_prefix());
         let device = &loaded.backend;
         let spec = reader::spec(&loaded.model, &stored, block_size, window);
@@ -190,25 +190,25 @@ fn lanes<'m>(
             .map_err(kv_runner::Error::from)
             .and_then(|spec| Reader::new(&loaded.model, device, spec, constants));
         let reader = reader.with_context(|| label.clone())?;
-        Ok(Lane { label, reader, scores: Vec::new() })
+        Ok(FormatRun { label, reader, scores: Vec::new() })
     };
-    formats.into_iter().map(lane).collect()
+    formats.into_iter().map(format_run).collect()
 }
 
 /// Reads all windows with every format and with f32.
 fn evaluate<'m>(
     loaded: &'m Loaded,
-    mut lanes: Vec<Lane<'m>>,
+    mut format_runs: Vec<FormatRun<'m>>,
     windows: &[&[u32]],
-) -> anyhow::Result<Vec<Lane<'m>>> {
+) -> anyhow::Result<Vec<FormatRun<'m>>> {
     let window = windows.first().map_or(0, |window| window.len());
     let mut plain = Reader::f32(&loaded.model, &loaded.backend, to_u32(window))?;
     let read = window.saturating_sub(1).saturating_mul(windows.len());
-    let bar = progress::tokens(to_u64(read.saturating_mul(lanes.len().saturating_add(1))));
+    let bar = progress::tokens(to_u64(read.saturating_mul(format_runs.len().saturating_add(1))));
     for window in windows {
         plain.begin()?;
-        for lane in &mut lanes {
-            lane.reader.begin()?;
+        for format_run in &mut format_runs {
+            format_run.reader.begin()?;
         }
         // The last token has no successor to predict.
         let next = window.get(1..).unwrap_or_default();
@@ -216,19 +216,19 @@ fn evaluate<'m>(
             let chunk = chunk.get(..next.len()).unwrap_or(chunk);
             let expected = plain.logits(chunk)?;
             bar.inc(to_u64(chunk.len()));
-            for lane in &mut lanes {
-                let got = lane.reader.logits(chunk)?;
+            for format_run in &mut format_runs {
+                let got = format_run.reader.logits(chunk)?;
                 let scores = compare(&expected, &got, next);
-                lane.scores.extend(scores.with_context(|| lane.label.clone())?);
+                format_run.scores.extend(scores.with_context(|| format_run.label.clone())?);
                 bar.inc(to_u64(chunk.len()));
             }
         }
     }
     bar.finish_and_clear();
-    Ok(lanes)
+    Ok(format_runs)
 }
 
-/// Scores of one chunk: rows of logits of f32 and of a format, and the tokens that follow.
+/// Scores one chunk: rows of logits of f32 and of a format, and the tokens that follow.
 fn compare(expected: &[f32], got: &[f32], next: &[u32]) -> anyhow::Result<Vec<Score>> {
     let vocab = expected.len().checked_div(next.len()).unwrap_or(0).max(1);
     let rows = expected.par_chunks(vocab).zip(got.par_chunks(vocab)).zip(next.par_iter());

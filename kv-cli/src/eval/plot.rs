@@ -1,4 +1,4 @@
-//! Divergence against bits per value, one labelled point a format, as SVG.
+//! Divergence against bits per value as SVG, one labelled point per format.
 use anyhow::anyhow;
 use plotters::coord::types::RangedCoordf64;
 use plotters::prelude::{
@@ -8,15 +8,15 @@ use plotters::prelude::{
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 const SIZE: (u32, u32) = (960, 640);
-/// Of a label's letters, in pixels; SVG leaves the font to the viewer, so this is an estimate.
+/// Estimated width and height of a label's letters in pixels; the viewer chooses the font.
 const LETTER: (i32, i32) = (7, 13);
-/// From a point to its label, in pixels.
+/// Pixels between a point and its label.
 const GAP: i32 = 8;
 
 type Chart<'d, 's> = ChartContext<'d, SVGBackend<'s>, Cartesian2d<RangedCoordf64, LogCoord<f64>>>;
 
-/// Draws points of a label, bits a value and divergence. No divergence is at the lower edge, where
-/// a logarithm has no place for it.
+/// Draws points with a label, bits per value and divergence. A divergence of 0 is drawn at the
+/// lower edge, because it has no logarithm.
 pub(super) fn draw(points: &[(String, f64, f64)]) -> anyhow::Result<String> {
     let mut svg = String::new();
     {
@@ -64,7 +64,7 @@ fn draw_points(
     let font = TextStyle::from(("sans-serif", 13).into_font()).color(&BLACK);
     for ((label, place), point) in labels.iter().zip(place(&labels, &pixels)).zip(&pixels) {
         let inside = |(x, y): (i32, i32)| (x.saturating_sub(left), y.saturating_sub(top));
-        // The estimate of the width must not show on the side of the point.
+        // On the side of the point, the error of the estimated width must not show.
         let (x, side) = if place.x < point.0 {
             (place.x.saturating_add(place.width), HPos::Right)
         } else {
@@ -80,7 +80,7 @@ fn draw_points(
     Ok(())
 }
 
-/// Axes with room for labels: at least from 2 to 10 bits, and whole powers of ten.
+/// Returns axes with room for labels: at least from 2 to 10 bits, and whole powers of ten.
 fn ranges(points: &[(String, f64, f64)]) -> ((f64, f64), (f64, f64)) {
     let bits = points.iter().map(|(_, bits, _)| *bits);
     let most = bits.clone().fold(10.0, f64::max);
@@ -89,18 +89,18 @@ fn ranges(points: &[(String, f64, f64)]) -> ((f64, f64), (f64, f64)) {
     let (low, high) = (kld.clone().fold(f64::INFINITY, f64::min), kld.fold(0.0, f64::max));
     let (low, high) = if high > 0.0 { (low.max(1e-12), high.max(1e-12)) } else { (1e-6, 1.0) };
     let decade = |x: f64| 10_f64.powf(x);
-    // A tenth of a decade at least between a point and the edge.
+    // At least a tenth of a decade between a point and the edge.
     let kld = (decade((low.log10() - 0.1).floor()), decade((high.log10() + 0.1).ceil()));
     ((least, most + (most - least) * 0.12), kld)
 }
 
-/// Where a label stands: its upper left corner in pixels.
+/// The place of a label: its upper left corner in pixels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Label {
     x: i32,
     y: i32,
     width: i32,
-    /// Whether it stands so far off that a line must lead to it.
+    /// Whether a line must connect it with its point.
     is_far: bool,
 }
 
@@ -112,7 +112,7 @@ impl Label {
             && y < self.y.saturating_add(LETTER.1)
     }
 
-    /// The end of its middle line that is nearer to a point.
+    /// Returns the end of its middle line that is nearer to a point.
     fn near(&self, (x, _): (i32, i32)) -> (i32, i32) {
         let right = self.x.saturating_add(self.width);
         let end = if x <= self.x { self.x } else { right.min(x).max(self.x) };
@@ -120,7 +120,7 @@ impl Label {
     }
 }
 
-/// Finds a place for every label that covers no point and no label before it, nearest first.
+/// Places every label next to its point without covering a point or an earlier label.
 fn place(labels: &[&str], points: &[(i32, i32)]) -> Vec<Label> {
     let mut placed: Vec<Label> = Vec::with_capacity(labels.len());
     for (label, (x, y)) in labels.iter().zip(points) {

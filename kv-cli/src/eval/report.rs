@@ -1,4 +1,4 @@
-//! What `kv eval` says at its end, for programs and for people.
+//! The output of `kv eval`, as JSON and as text.
 use kv::CacheSpec;
 use kv_runner::stored::bits_per_value;
 use serde::Serialize;
@@ -8,18 +8,18 @@ use crate::args::EvalArgs;
 use crate::loaded::Loaded;
 use crate::output;
 
-/// One element of the list `--json` prints.
+/// One element of the list that `--json` prints.
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct Line {
     pub(super) format: String,
-    /// Scales and means of blocks included; the mean of K and V.
+    /// With scales and block means; the mean of K and V.
     pub(super) bits_per_value: f64,
     /// Divergence of the next token's distribution from that of f32, in nats.
     pub(super) kld_mean: f64,
     pub(super) kld_p99: f64,
-    /// Part of the tokens after which f32 has the same most likely one.
+    /// Share of the tokens after which f32 has the same most likely token.
     pub(super) top1: f64,
-    /// Mean negative log-likelihood less that of f32, in nats.
+    /// Mean negative log-likelihood minus that of f32, in nats.
     pub(super) delta_nll: f64,
     pub(super) ppl: f64,
     /// Predicted tokens.
@@ -34,14 +34,14 @@ impl Line {
     }
 }
 
-/// Everything there is to say.
+/// The whole report.
 pub(super) struct Report<'r> {
     pub(super) args: &'r EvalArgs,
     pub(super) loaded: &'r Loaded,
     pub(super) windows: &'r [&'r [u32]],
-    /// Where the constants come from.
+    /// The source of the constants.
     pub(super) constants: String,
-    /// Each with the bytes of a token over all layers.
+    /// Lines with the bytes per token over all layers.
     pub(super) lines: Vec<(Line, u64)>,
 }
 
@@ -54,7 +54,7 @@ impl Report<'_> {
         output::text(&self.show())
     }
 
-    /// What is drawn: label, bits a value, divergence.
+    /// Returns the points to draw: label, bits per value, divergence.
     pub(super) fn points(&self) -> Vec<(String, f64, f64)> {
         let point =
             |(line, _): &(Line, u64)| (line.format.clone(), line.bits_per_value, line.kld_mean);
@@ -64,14 +64,14 @@ impl Report<'_> {
     fn show(&self) -> String {
         let Self { args, loaded, windows, constants, lines } = self;
         let window = windows.first().map_or(0, |window| window.len());
-        // The same for every format, but for rounding in the last digits.
+        // Equal for every format, except for rounding of the last digits.
         let plain =
             lines.first().map_or(f64::NAN, |(line, _)| (line.ppl.ln() - line.delta_nll).exp());
         let plural = if windows.len() == 1 { "" } else { "s" };
         format!(
-            "{} on {}, {} window{plural} of {window} tokens of {} behind {}, blocks of {}, \
+            "{} on {}, {} window{plural} of {window} tokens of {} after {}, blocks of {}, \
              {constants}\n\
-             f32: perplexity {plain:.4}; divergence from it, nats a token:\n{}",
+             f32: perplexity {plain:.4}; divergence from it, nats per token:\n{}",
             loaded.name,
             args.backend,
             windows.len(),

@@ -1,7 +1,7 @@
-//! The geometry of a `config.json`, by the names and rules of the models that publish one.
+//! Reads the geometry of a `config.json`, by the field names and rules of published models.
 //!
-//! Lenient where a plan does not depend on a field (rotary embeddings, activations, experts), exact
-//! in those that it does. A model of an unknown type is planned from the usual fields, with a note.
+//! Lenient in fields that a plan does not depend on (rotary embeddings, activations, experts),
+//! exact in the others. A model of an unknown type is planned from the usual fields, with a note.
 use serde_json::{Map, Value};
 
 use super::geometry::{COUNT_MAX, Geometry, GeometryError, LAYERS_MAX, LayerKind, bounded, divide};
@@ -9,7 +9,7 @@ use super::keys::{Keys, whole, wrong};
 use super::layers::{self, Use};
 use crate::num::to_usize;
 
-/// Names of the number of layers, of query heads, of K and V heads, and of the hidden size.
+/// Field names of the number of layers, query heads, kv heads, and of the hidden size.
 pub(super) const LAYERS: [&str; 5] =
     ["num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_transformer_layers"];
 const HEADS: [&str; 5] =
@@ -18,7 +18,7 @@ const KV_HEADS: [&str; 5] =
     ["num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "multi_query_group_num"];
 const HIDDEN: [&str; 5] = ["hidden_size", "n_embd", "n_embed", "d_model", "model_dim"];
 const HEAD_DIM: [&str; 4] = ["head_dim", "attention_head_dim", "kv_channels", "d_kv"];
-/// The first that is there counts: files give several that differ.
+/// The first one that exists is used: files have several that differ.
 const CONTEXT: [&str; 10] = [
     "max_position_embeddings",
     "n_positions",
@@ -32,7 +32,7 @@ const CONTEXT: [&str; 10] = [
     "max_decoder_position_embeddings",
 ];
 
-/// Objects of the text decoder in models of pictures, sound and text.
+/// Objects of the text decoder in multimodal models.
 const TEXT_PARTS: [&str; 6] =
     ["text_config", "llm_config", "language_config", "thinker_config", "text_model", "llm"];
 
@@ -52,7 +52,7 @@ const STATE_SPACE: [&str; 12] = [
     "gated_deltanet",
 ];
 
-/// Models that read a whole text at once.
+/// Encoders, which read a whole text at once.
 const ENCODERS: [&str; 14] = [
     "albert",
     "bert",
@@ -70,7 +70,7 @@ const ENCODERS: [&str; 14] = [
     "xlm-roberta",
 ];
 
-/// Types whose fields were looked at; others are planned with a note.
+/// Types whose fields were checked; others are planned with a note.
 const KNOWN: [&str; 95] = [
     "afmoe",
     "apertus",
@@ -169,7 +169,7 @@ const KNOWN: [&str; 95] = [
     "zamba2",
 ];
 
-/// Reads the file's object.
+/// Reads the object of a file.
 pub(super) fn geometry(file: &Map<String, Value>) -> Result<Geometry, GeometryError> {
     let outer = Keys::new(file);
     let text = text_part(outer)?;
@@ -217,7 +217,7 @@ fn has_text_part(outer: &Keys<'_>) -> bool {
     outer.first(&TEXT_PARTS).is_some()
 }
 
-/// The object that describes the text decoder.
+/// Returns the object that describes the text decoder.
 fn text_part(outer: Keys<'_>) -> Result<Keys<'_>, GeometryError> {
     let Some((key, _)) = outer.first(&TEXT_PARTS) else {
         return Ok(outer);
@@ -226,7 +226,7 @@ fn text_part(outer: Keys<'_>) -> Result<Keys<'_>, GeometryError> {
         return Ok(outer);
     };
     if has_text_part(&inner) {
-        // One more level, as in a model whose text part thinks and whose other part talks.
+        // One more level, as in a model with separate text and speech parts.
         return text_part(inner);
     }
     let has_layers = inner.first(&LAYERS).is_some();
@@ -235,7 +235,7 @@ fn text_part(outer: Keys<'_>) -> Result<Keys<'_>, GeometryError> {
     Ok(if is_outside || !(has_layers || has_defaults) { outer } else { inner })
 }
 
-/// What the library takes for fields that inner objects of published files leave out.
+/// Returns transformers' defaults of fields that inner objects of published files leave out.
 fn defaults(architecture: &str, is_inner: bool) -> &'static [(&'static str, u32)] {
     match architecture {
         _ if !is_inner => &[],
@@ -346,14 +346,14 @@ fn decoder(
     Ok((num_layers, kept))
 }
 
-/// Rows of the layers, by what the file says of heads.
+/// Heads of the layers.
 struct Rows {
-    /// K and V heads of every layer, 0 for none, or one number for all.
+    /// Number of kv heads per layer, 0 for none, or one number for all.
     kv_heads: Vec<u32>,
     dim_k: u32,
     dim_v: u32,
     is_latent: bool,
-    /// Heads and their size of layers without a window, where they differ.
+    /// Heads and their size in layers without a window, if they differ.
     global: (Option<u32>, Option<u32>),
 }
 
@@ -364,7 +364,7 @@ impl Rows {
         num_layers: u32,
         notes: &mut Vec<String>,
     ) -> Result<Self, GeometryError> {
-        // Files of models without it write 0 or null.
+        // Files of models without MLA have 0 or null.
         let is_latent = keys.flag("use_mla")?.unwrap_or(true);
         let rank = keys.number("kv_lora_rank")?.filter(|rank| *rank > 0 && is_latent);
         if let Some(rank) = rank {
@@ -406,7 +406,7 @@ impl Rows {
     }
 }
 
-/// K and V heads, one number or one for each layer, and the query heads where one number says them.
+/// Returns the kv heads, one number or one per layer, and the query heads if one number has them.
 fn kv_heads(
     keys: &Keys<'_>,
     architecture: &str,
@@ -469,12 +469,12 @@ fn check_list(key: &str, list: Vec<u32>, num_layers: u32) -> Result<Vec<u32>, Ge
     Err(GeometryError::Entries { field, got, expected: num_layers })
 }
 
-/// Values of one head: given, or a share of the hidden size.
+/// Returns the head dim: given, or a share of the hidden size.
 fn head_dim(keys: &Keys<'_>, heads: u32, notes: &mut Vec<String>) -> Result<u32, GeometryError> {
     if let Some(dim) = keys.count(&HEAD_DIM, notes)? {
         return Ok(dim);
     }
-    // Configurations of these types are written without it where it is as usual.
+    // Configurations of these types leave it out if it has the usual value.
     let usual = match keys.text("model_type") {
         Some("qwen3" | "qwen3_moe") if !keys.has("head_dim") => Some(128),
         Some("gemma" | "gemma2" | "gemma3_text" | "gemma3n_text" | "qwen3_next") => Some(256),

@@ -1,15 +1,15 @@
-//! What a decoder keeps of a token, layer by layer: all that a plan needs of a model.
+//! The rows that a decoder keeps per token and layer: all that a plan needs of a model.
 use std::collections::HashSet;
 
-/// Rows that one layer keeps of every token.
+/// The rows that one layer keeps per token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct LayerKind {
     pub(super) kv_heads: u32,
     pub(super) head_dim_k: u32,
     pub(super) head_dim_v: u32,
-    /// Tokens that a query sees, its own included, `None` for all.
+    /// Number of tokens that a query sees, including its own; `None` for all.
     pub(super) window: Option<u32>,
-    /// Whether V is the leading part of K (MLA): the model needs K alone.
+    /// Whether V is the leading part of K (MLA), so that the model needs only K.
     pub(super) is_latent: bool,
 }
 
@@ -18,18 +18,19 @@ pub(super) struct LayerKind {
 pub(super) struct Geometry {
     /// `model_type` of a `config.json`, `general.architecture` of a GGUF file.
     pub(super) architecture: String,
-    /// Of the model, those without a KV cache included.
+    /// Number of layers, including those without a KV cache.
     pub(super) num_layers: u32,
-    /// One for every layer with a KV cache of its own, in order.
+    /// One entry per layer with its own KV cache, in order.
     pub(super) layers: Vec<LayerKind>,
-    /// Tokens of a sequence, where the file says it.
+    /// Tokens per sequence, if the file gives it.
     pub(super) context: Option<u32>,
-    /// What a reader of the figures should know.
+    /// Notes about the figures.
     pub(super) notes: Vec<String>,
 }
 
 impl Geometry {
-    /// Kinds of layers, in the order of their first layer, with the number of layers of each.
+    /// Returns kinds of layers in the order of their first layer, with the number of layers of
+    /// each.
     pub(super) fn kinds(&self) -> Vec<(LayerKind, u32)> {
         let mut seen = HashSet::new();
         let first = self.layers.iter().filter(|kind| seen.insert(**kind));
@@ -63,12 +64,12 @@ pub(super) enum GeometryError {
     NoCache { why: &'static str },
 }
 
-/// The largest count that a file may give: products of a few fit `u64`.
+/// Upper limit of counts in a file, so that products of a few fit into `u64`.
 pub(super) const COUNT_MAX: u32 = 1 << 20;
-/// The most layers of a cache.
+/// Most layers of a cache.
 pub(super) const LAYERS_MAX: u32 = 65_535;
 
-/// `got / divisor` without a remainder.
+/// Divides without a remainder.
 pub(super) fn divide(
     (field, got): (&'static str, u32),
     (of, divisor): (&'static str, u32),
@@ -79,7 +80,7 @@ pub(super) fn divide(
     }
 }
 
-/// The count as `u32`, when it is at least 1 and at most `max`.
+/// Converts a count between 1 and `max` to `u32`.
 pub(super) fn bounded(field: &str, got: u64, max: u32) -> Result<u32, GeometryError> {
     let field = || field.to_owned();
     match u32::try_from(got) {
@@ -89,7 +90,7 @@ pub(super) fn bounded(field: &str, got: u64, max: u32) -> Result<u32, GeometryEr
     }
 }
 
-/// Which of `all` layers another architecture's blocks replace, as a note.
+/// Makes a note about layers without a cache of their own.
 pub(super) fn note_of_others(kept: usize, all: u32, what: &str) -> Option<String> {
     let others = usize::try_from(all).unwrap_or(usize::MAX).saturating_sub(kept);
     (others > 0).then(|| {

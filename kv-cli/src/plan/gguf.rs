@@ -1,4 +1,4 @@
-//! The geometry of a GGUF file, from its metadata.
+//! Reads the geometry of a GGUF file from its metadata.
 use std::path::Path;
 
 use anyhow::Context;
@@ -13,7 +13,7 @@ use crate::num::to_usize;
 const STATE_SPACE: [&str; 7] =
     ["mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "rwkv"];
 
-/// Architectures that read a whole text at once.
+/// Encoders, which read a whole text at once.
 const ENCODERS: [&str; 8] = [
     "bert",
     "nomic-bert",
@@ -25,8 +25,8 @@ const ENCODERS: [&str; 8] = [
     "t5encoder",
 ];
 
-/// Architectures with a window in all layers but the last of every period of this length, which no
-/// key gives.
+/// Architectures with a window in all layers but the last of every period of this length, for which
+/// there is no key.
 const RUNS: [(&str, u32); 10] = [
     ("gemma2", 2),
     ("gemma3", 6),
@@ -40,7 +40,7 @@ const RUNS: [(&str, u32); 10] = [
     ("afmoe", 4),
 ];
 
-/// Tokens of a chunk of Llama 4 where the file does not say it.
+/// Chunk length of Llama 4 if the file does not give it.
 const LLAMA4_CHUNK: u32 = 8192;
 
 pub(super) fn read(path: &Path) -> anyhow::Result<Geometry> {
@@ -108,9 +108,9 @@ fn geometry(metadata: &Metadata<'_>) -> anyhow::Result<Geometry> {
     Ok(Geometry { architecture, num_layers, layers, context, notes })
 }
 
-/// Rows that layers with attention keep.
+/// Heads of layers with attention.
 struct Rows {
-    /// K and V heads of every layer, or one number for all.
+    /// Number of kv heads per layer, or one number for all.
     heads: Vec<u32>,
     dim_k: u32,
     dim_v: u32,
@@ -165,7 +165,7 @@ fn rows(metadata: &Metadata<'_>, num_layers: u32) -> anyhow::Result<Rows> {
     Ok(Rows { heads, dim_k, dim_v, is_latent: false })
 }
 
-/// One number, or one for each layer.
+/// Reads one number, or one per layer.
 fn by_layer(
     metadata: &Metadata<'_>,
     key: &str,
@@ -179,26 +179,26 @@ fn by_layer(
         let (field, got) = (metadata.key(key), list.len());
         return Err(GeometryError::Entries { field, got, expected: num_layers }.into());
     }
-    // A number of 0 heads is that of a model without attention.
+    // 0 heads mean a model without attention.
     match list.as_slice() {
         [0] if !is_list => Err(GeometryError::Zero { field: metadata.key(key) }.into()),
         _ => Ok(Some(list)),
     }
 }
 
-/// Every how many layers the last one has attention, where the others have none.
+/// Returns the period of layers with attention, if other layers have none.
 fn attention_layers(metadata: &Metadata<'_>) -> anyhow::Result<Option<u32>> {
     let given = metadata.count("full_attention_interval")?.filter(|period| *period > 0);
     let is_hybrid = ["qwen3next", "qwen35", "qwen35moe"].contains(&metadata.architecture());
     Ok(given.or(is_hybrid.then_some(4)))
 }
 
-/// Whether the layer is the last of its run of `period`.
+/// Returns whether the layer is the last one of its period.
 fn is_last(index: u32, period: u32) -> bool {
     index.saturating_add(1).checked_rem(period) == Some(0)
 }
 
-/// Windows of all layers.
+/// Returns the windows of all layers.
 fn windows(metadata: &Metadata<'_>, num_layers: u32) -> anyhow::Result<Vec<Option<u32>>> {
     let architecture = metadata.architecture();
     let given = metadata.count("attention.sliding_window")?.filter(|window| *window > 0);

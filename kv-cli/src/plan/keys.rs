@@ -1,9 +1,9 @@
-//! Fields of a `config.json` by the names that models give them.
+//! Fields of a `config.json` by the names that models use.
 use serde_json::{Map, Value};
 
 use super::geometry::{COUNT_MAX, GeometryError, bounded};
 
-/// The object that describes the decoder, and what an older library takes where a field is absent.
+/// The object that describes the decoder, and the defaults of absent fields.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Keys<'a> {
     fields: &'a Map<String, Value>,
@@ -19,17 +19,17 @@ impl<'a> Keys<'a> {
         Self { defaults, ..self }
     }
 
-    /// Whether the field is there, null included.
+    /// Returns whether the field exists, null included.
     pub(super) fn has(&self, key: &str) -> bool {
         self.fields.contains_key(key)
     }
 
-    /// The field, unless it is null.
+    /// Returns the field, unless it is null.
     pub(super) fn value(&self, key: &str) -> Option<&'a Value> {
         self.fields.get(key).filter(|value| !value.is_null())
     }
 
-    /// The first of the fields that is there.
+    /// Returns the first of the fields that exists.
     pub(super) fn first(&self, keys: &[&'static str]) -> Option<(&'static str, &'a Value)> {
         keys.iter().find_map(|key| self.value(key).map(|value| (*key, value)))
     }
@@ -38,7 +38,7 @@ impl<'a> Keys<'a> {
         self.value(key).and_then(Value::as_str)
     }
 
-    /// A field that is true or false.
+    /// Returns a Boolean field.
     pub(super) fn flag(&self, key: &str) -> Result<Option<bool>, GeometryError> {
         match self.value(key) {
             None => Ok(None),
@@ -55,7 +55,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// The object in the field.
+    /// Returns the object in the field.
     pub(super) fn object(&self, key: &str) -> Result<Option<Self>, GeometryError> {
         match self.value(key) {
             None => Ok(None),
@@ -64,8 +64,8 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// A count of at least 1 that any of these fields may give; all that are there agree. A default
-    /// is taken where the file names none of them, and noted.
+    /// Returns a count of at least 1 that any of these fields may give; all that exist must agree.
+    /// If none exists, a default is used and noted.
     pub(super) fn count(
         &self,
         keys: &[&'static str],
@@ -94,13 +94,13 @@ impl<'a> Keys<'a> {
         }))
     }
 
-    /// A number from 0, such as that of a first layer.
+    /// Returns a number from 0, such as the index of a first layer.
     pub(super) fn number(&self, key: &str) -> Result<Option<u32>, GeometryError> {
         let number = self.value(key).map(|value| whole(key, value)).transpose()?;
         number.map(|number| number_u32(key, number)).transpose()
     }
 
-    /// A count that must be there.
+    /// Returns a count that must exist.
     pub(super) fn required(
         &self,
         keys: &[&'static str],
@@ -110,7 +110,7 @@ impl<'a> Keys<'a> {
         self.count(keys, notes)?.ok_or(GeometryError::Missing { field })
     }
 
-    /// Numbers from 0.
+    /// Returns numbers from 0.
     pub(super) fn numbers(&self, key: &str) -> Result<Option<Vec<u32>>, GeometryError> {
         let Some(list) = self.list(key)? else {
             return Ok(None);
@@ -132,7 +132,7 @@ pub(super) fn whole(key: &str, value: &Value) -> Result<u64, GeometryError> {
     value.as_u64().ok_or_else(|| wrong(key, value, "a whole number from 0"))
 }
 
-/// A field of another type than it should have; long values are cut.
+/// Makes the error for a field of the wrong type; long values are shortened.
 pub(super) fn wrong(key: &str, value: &Value, expected: &'static str) -> GeometryError {
     let text = value.to_string();
     let got = if text.len() > 60 {

@@ -1,54 +1,54 @@
-//! Which layers of a model have attention, and which of those see a window only.
+//! Finds the layers of a model with attention, and those of them with a window.
 use serde_json::Value;
 
 use super::geometry::{COUNT_MAX, GeometryError, bounded, divide, note_of_others};
 use super::keys::{Keys, whole, wrong};
 use crate::num::to_usize;
 
-/// What one layer is to the cache.
+/// The use of the cache by one layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Use {
     /// Attention over all tokens, or over the last `window`.
     Attention { window: Option<u32> },
-    /// No attention: a state of constant size, or no memory at all.
+    /// No attention: a state of constant size, or no memory.
     None,
 }
 
-/// What a list of layers calls one of them.
+/// The kind of a layer in a list of layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Named {
+enum ListedKind {
     Full,
     Sliding,
     Chunked,
-    /// Attention, of which the list does not say whether it slides.
+    /// Attention, with a window or not.
     Attention,
     Other,
 }
 
-/// The uses of all layers, and a note on those without attention.
+/// Returns the uses of all layers, and a note about those without attention.
 pub(super) fn uses(
     keys: &Keys<'_>,
     architecture: &str,
     num_layers: u32,
     notes: &mut Vec<String>,
 ) -> Result<(Vec<Use>, Option<String>), GeometryError> {
-    let named = match named(keys, num_layers)? {
-        Some(named) => named,
+    let listed_kinds = match listed_kinds(keys, num_layers)? {
+        Some(listed_kinds) => listed_kinds,
         None => by_rule(keys, architecture, num_layers)?,
     };
     let windows = Windows::read(keys, architecture, notes)?;
-    if named.contains(&Named::Chunked) && windows.chunk.is_some() {
+    if listed_kinds.contains(&ListedKind::Chunked) && windows.chunk.is_some() {
         notes.push("chunked attention is counted as a window as long as a chunk".to_owned());
     }
-    let uses: Vec<_> = named
+    let uses: Vec<_> = listed_kinds
         .iter()
         .zip(0..)
         .map(|(layer, index)| match layer {
-            Named::Full => Use::Attention { window: None },
-            Named::Sliding => Use::Attention { window: windows.size },
-            Named::Chunked => Use::Attention { window: windows.chunk.or(windows.size) },
-            Named::Attention => Use::Attention { window: windows.of(index) },
-            Named::Other => Use::None,
+            ListedKind::Full => Use::Attention { window: None },
+            ListedKind::Sliding => Use::Attention { window: windows.size },
+            ListedKind::Chunked => Use::Attention { window: windows.chunk.or(windows.size) },
+            ListedKind::Attention => Use::Attention { window: windows.of(index) },
+            ListedKind::Other => Use::None,
         })
         .collect();
     let kept = uses.iter().filter(|layer| **layer != Use::None).count();
@@ -60,7 +60,7 @@ pub(super) fn uses(
     Ok((uses, note))
 }
 
-/// What the layers without attention are.
+/// Names the kind of the layers without attention.
 fn others(keys: &Keys<'_>, architecture: &str) -> &'static str {
     match architecture {
         "mllama_text_model" => "cross attention to pictures",
@@ -72,9 +72,12 @@ fn others(keys: &Keys<'_>, architecture: &str) -> &'static str {
     }
 }
 
-/// The layers as a list of the file names them, one by one.
-fn named(keys: &Keys<'_>, num_layers: u32) -> Result<Option<Vec<Named>>, GeometryError> {
-    let check = |key: &str, list: Vec<Named>| {
+/// Reads the kinds of the layers from a list in the file.
+fn listed_kinds(
+    keys: &Keys<'_>,
+    num_layers: u32,
+) -> Result<Option<Vec<ListedKind>>, GeometryError> {
+    let check = |key: &str, list: Vec<ListedKind>| {
         if list.len() == to_usize(num_layers) {
             return Ok(Some(list));
         }
@@ -94,11 +97,11 @@ fn named(keys: &Keys<'_>, num_layers: u32) -> Result<Option<Vec<Named>>, Geometr
         return Ok(Some(list.into_iter().cycle().take(to_usize(num_layers)).collect()));
     }
     if let Some(pattern) = keys.text("hybrid_override_pattern") {
-        let layer = |letter| if letter == '*' { Named::Full } else { Named::Other };
+        let layer = |letter| if letter == '*' { ListedKind::Full } else { ListedKind::Other };
         return check("hybrid_override_pattern", pattern.chars().map(layer).collect());
     }
     if let Some(list) = keys.numbers("attn_type_list")? {
-        let layer = |kind| if kind == 1 { Named::Attention } else { Named::Other };
+        let layer = |kind| if kind == 1 { ListedKind::Attention } else { ListedKind::Other };
         return check("attn_type_list", list.into_iter().map(layer).collect());
     }
     if let Some(list) = keys.list("attention_layers")? {
@@ -108,28 +111,30 @@ fn named(keys: &Keys<'_>, num_layers: u32) -> Result<Option<Vec<Named>>, Geometr
     if let Some(types) = keys.list("attention_types")? {
         return check("attention_types", repeated(types, num_layers)?);
     }
-    listed(keys, num_layers)
+    layers_by_index(keys, num_layers)
 }
 
-/// The word for one layer.
-fn layer_type(key: &str, value: &Value) -> Result<Named, GeometryError> {
+/// Reads the kind of one layer.
+fn layer_type(key: &str, value: &Value) -> Result<ListedKind, GeometryError> {
     match value.as_str() {
         Some("full_attention" | "global_attention" | "global" | "self_attention" | "full") => {
-            Ok(Named::Full)
+            Ok(ListedKind::Full)
         }
-        Some("sliding_attention" | "local" | "sliding" | "local_attention") => Ok(Named::Sliding),
-        Some("chunked_attention") => Ok(Named::Chunked),
-        Some("attention" | "hybrid" | "attn") => Ok(Named::Attention),
+        Some("sliding_attention" | "local" | "sliding" | "local_attention") => {
+            Ok(ListedKind::Sliding)
+        }
+        Some("chunked_attention") => Ok(ListedKind::Chunked),
+        Some("attention" | "hybrid" | "attn") => Ok(ListedKind::Attention),
         Some(
             "linear_attention" | "mamba" | "mamba2" | "conv" | "recurrent" | "ssm" | "m" | "moe"
             | "mlp",
-        ) => Ok(Named::Other),
+        ) => Ok(ListedKind::Other),
         _ => Err(wrong(key, value, "the name of a kind of layer, such as full_attention")),
     }
 }
 
-/// Kinds with how often the whole list of them is repeated: `[[["global", "local"], 12]]`.
-fn repeated(types: &[Value], num_layers: u32) -> Result<Vec<Named>, GeometryError> {
+/// Reads lists of kinds with their numbers of repetitions: `[[["global", "local"], 12]]`.
+fn repeated(types: &[Value], num_layers: u32) -> Result<Vec<ListedKind>, GeometryError> {
     let key = "attention_types";
     let mut layers = Vec::new();
     for part in types {
@@ -139,7 +144,7 @@ fn repeated(types: &[Value], num_layers: u32) -> Result<Vec<Named>, GeometryErro
         let kinds = kinds.iter().map(|kind| layer_type(key, kind));
         let kinds = kinds.collect::<Result<Vec<_>, _>>()?;
         let times = bounded(key, whole(key, times)?, COUNT_MAX)?;
-        // One layer more is enough to see that there are too many.
+        // One extra layer is enough to detect too many.
         let most = to_usize(num_layers).saturating_add(1).saturating_sub(layers.len());
         let all = kinds.len().saturating_mul(to_usize(times));
         layers.extend(kinds.into_iter().cycle().take(most.min(all)));
@@ -147,86 +152,90 @@ fn repeated(types: &[Value], num_layers: u32) -> Result<Vec<Named>, GeometryErro
     Ok(layers)
 }
 
-/// Layers with attention by their numbers, or by how far they are apart.
-fn listed(keys: &Keys<'_>, num_layers: u32) -> Result<Option<Vec<Named>>, GeometryError> {
+/// Reads the layers with attention by their indices, or by their period.
+fn layers_by_index(
+    keys: &Keys<'_>,
+    num_layers: u32,
+) -> Result<Option<Vec<ListedKind>>, GeometryError> {
     let all = 0..num_layers;
     let of = |has: &dyn Fn(u32) -> bool, yes| {
-        let layer = |index| if has(index) { yes } else { Named::Other };
+        let layer = |index| if has(index) { yes } else { ListedKind::Other };
         Some(all.clone().map(layer).collect())
     };
     for key in ["attn_layer_indices", "full_attn_idxs", "hybrid_layer_ids"] {
         if let Some(list) = keys.numbers(key)? {
-            return Ok(of(&|index| list.contains(&index), Named::Attention));
+            return Ok(of(&|index| list.contains(&index), ListedKind::Attention));
         }
     }
     if let Some(list) = keys.numbers("cross_attention_layers")? {
-        return Ok(of(&|index| !list.contains(&index), Named::Full));
+        return Ok(of(&|index| !list.contains(&index), ListedKind::Full));
     }
     if let Some(linear) = keys.object("linear_attn_config")? {
         // Numbered from 1.
         if let Some(list) = linear.numbers("full_attn_layers")? {
-            return Ok(of(&|index| list.contains(&index.saturating_add(1)), Named::Full));
+            return Ok(of(&|index| list.contains(&index.saturating_add(1)), ListedKind::Full));
         }
     }
     if let Some(period) = keys.number("attn_layer_period")? {
         let period = bounded("attn_layer_period", period.into(), COUNT_MAX)?;
         let offset = keys.number("attn_layer_offset")?.unwrap_or(0);
         let rest = |n: u32| n.checked_rem(period).unwrap_or(0);
-        return Ok(of(&|index| rest(index) == offset, Named::Attention));
+        return Ok(of(&|index| rest(index) == offset, ListedKind::Attention));
     }
     if let Some(interval) = keys.number("full_attention_interval")? {
         let interval = bounded("full_attention_interval", interval.into(), COUNT_MAX)?;
-        return Ok(of(&|index| is_last(index, interval), Named::Full));
+        return Ok(of(&|index| is_last(index, interval), ListedKind::Full));
     }
     Ok(None)
 }
 
-/// Whether the layer is the last of its run of `period`.
+/// Returns whether the layer is the last one of its period.
 fn is_last(index: u32, period: u32) -> bool {
     index.saturating_add(1).checked_rem(period) == Some(0)
 }
 
-/// Where no list names the layers: by the rule of the model's type.
+/// Applies the rule of the model's type, if no list names the layers.
 fn by_rule(
     keys: &Keys<'_>,
     architecture: &str,
     num_layers: u32,
-) -> Result<Vec<Named>, GeometryError> {
+) -> Result<Vec<ListedKind>, GeometryError> {
     let all = 0..num_layers;
     Ok(match architecture {
         "qwen3_next" => {
-            all.map(|i| if is_last(i, 4) { Named::Full } else { Named::Other }).collect()
+            all.map(|i| if is_last(i, 4) { ListedKind::Full } else { ListedKind::Other }).collect()
         }
         "llama4_text" | "llama4" => chunked(keys, num_layers)?,
-        _ => all.map(|_| Named::Attention).collect(),
+        _ => all.map(|_| ListedKind::Attention).collect(),
     })
 }
 
-/// Layers of Llama 4: those without a rotary embedding see all tokens, the others their chunk.
-fn chunked(keys: &Keys<'_>, num_layers: u32) -> Result<Vec<Named>, GeometryError> {
+/// Returns the layers of Llama 4: those without a rotary embedding see all tokens, the others their
+/// chunk.
+fn chunked(keys: &Keys<'_>, num_layers: u32) -> Result<Vec<ListedKind>, GeometryError> {
     if let Some(list) = keys.numbers("no_rope_layers")?.filter(|list| !list.is_empty()) {
         if list.len() != to_usize(num_layers) {
             let (field, got) = ("no_rope_layers".to_owned(), list.len());
             return Err(GeometryError::Entries { field, got, expected: num_layers });
         }
-        // 1 for a layer with the embedding, whatever the name says.
-        let layer = |rotates| if rotates == 0 { Named::Full } else { Named::Chunked };
+        // 1 means a layer with the embedding, whatever the field's name suggests.
+        let layer = |rotates| if rotates == 0 { ListedKind::Full } else { ListedKind::Chunked };
         return Ok(list.into_iter().map(layer).collect());
     }
     let interval = keys.number("no_rope_layer_interval")?.unwrap_or(4);
     let interval = bounded("no_rope_layer_interval", interval.into(), COUNT_MAX)?;
-    let layer = |i| if is_last(i, interval) { Named::Full } else { Named::Chunked };
+    let layer = |i| if is_last(i, interval) { ListedKind::Full } else { ListedKind::Chunked };
     Ok((0..num_layers).map(layer).collect())
 }
 
-/// Windows of layers that are not named one by one.
+/// Windows of layers without a list of kinds.
 struct Windows {
     size: Option<u32>,
     chunk: Option<u32>,
     rule: Rule,
 }
 
-/// Which layers have the window.
+/// The layers with the window.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Rule {
     All,
@@ -234,7 +243,7 @@ enum Rule {
     /// All but the last of every period of this length.
     AllButLastOf(u32),
     From(u32),
-    /// Repeated: whether a layer has it.
+    /// Whether a layer has it; the list is repeated.
     Pattern(Vec<bool>),
 }
 
@@ -244,12 +253,12 @@ impl Windows {
         architecture: &str,
         notes: &mut Vec<String>,
     ) -> Result<Self, GeometryError> {
-        // Some files say "no window" by 0.
+        // Some files write 0 for no window.
         let given = |key: &str| -> Result<Option<u32>, GeometryError> {
             let Some(value) = keys.value(key).filter(|value| value.as_u64() != Some(0)) else {
                 return Ok(None);
             };
-            // A window beyond any context is none.
+            // A window longer than any context means none.
             let window = whole(key, value)?.min(u64::from(u32::MAX >> 2));
             bounded(key, window, u32::MAX >> 2).map(Some)
         };
@@ -312,7 +321,7 @@ impl Windows {
     }
 }
 
-/// K and V heads of one entry of `block_configs`, 0 for a block without attention.
+/// Returns the kv heads of one entry of `block_configs`, 0 for a block without attention.
 pub(super) fn heads_of_block(block: &Value, heads: u32) -> Result<u32, GeometryError> {
     let key = "block_configs";
     let Some(block) = block.as_object() else {

@@ -1,13 +1,15 @@
-//! Published configurations, cut to what matters here, against bytes worked out by hand.
+//! Published configurations, cut to the relevant fields, against bytes worked out by hand.
 #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails, as it should")]
+mod hybrids;
 mod refusals;
+mod windows;
 
 use serde_json::{Value, json};
 
 use super::config::geometry;
 use super::*;
 
-/// What a model needs in bf16: bytes of a token, and of one that left every window.
+/// Memory of a model in bf16: bytes per token, and per token that left every window.
 #[derive(Debug, PartialEq, Eq)]
 struct Needs {
     token: u64,
@@ -34,7 +36,7 @@ fn bf16(geometry: &Geometry) -> Needs {
     }
 }
 
-/// Checks a model whose layers all keep everything.
+/// Checks a model whose layers have no windows.
 #[track_caller]
 fn plain(name: &str, config: Value, layers: u64, kv_heads: u64, head_dim: u64) -> Geometry {
     let token = layers * 2 * kv_heads * head_dim * 2;
@@ -50,7 +52,7 @@ fn check(name: &str, config: Value, token: u64, beyond_windows: u64, layers: usi
     geometry
 }
 
-/// The usual fields.
+/// Makes a configuration with the usual fields.
 fn usual(model_type: &str, hidden: u32, layers: u32, heads: u32, kv_heads: Option<u32>) -> Value {
     json!({
         "model_type": model_type, "hidden_size": hidden, "num_hidden_layers": layers,
@@ -289,202 +291,6 @@ fn text_decoders_inside_other_models_are_found() {
     }
 }
 
-/// A model with windows: bytes of a token of one layer, layers without a window, with one, and its
-/// tokens.
-type Windowed = (&'static str, Value, u64, u64, u64, u32);
-
-fn check_windows<const N: usize>(models: [Windowed; N]) {
-    for (name, config, layer, full, slides, window) in models {
-        let (token, beyond) = (layer * (full + slides), layer * full);
-        let layers = usize::try_from(full + slides).expect("few");
-        let geometry = check(name, config, token, beyond, layers);
-        let windows: Vec<_> = geometry.layers.iter().filter_map(|kind| kind.window).collect();
-        assert_eq!(windows, vec![window; usize::try_from(slides).expect("few")], "{name}");
-    }
-}
-
-/// `layer_types` of these kinds, repeated.
-fn types(pattern: &[&str], layers: usize) -> Vec<String> {
-    let kinds = pattern.iter().map(|kind| format!("{kind}_attention"));
-    kinds.collect::<Vec<_>>().into_iter().cycle().take(layers).collect()
-}
-
-fn sliding(config: Value, window: u32) -> Value {
-    with(config, json!({ "sliding_window": window }))
-}
-
-fn dim(config: Value, dim: u32) -> Value {
-    with(config, json!({ "head_dim": dim }))
-}
-
-#[test]
-fn windows_are_those_of_each_layer() {
-    check_windows([
-        ("mistral 7b", sliding(usual("mistral", 4096, 32, 32, Some(8)), 4096), 4096, 0, 32, 4096),
-        ("phi-3 mini", sliding(usual("phi3", 3072, 32, 32, Some(32)), 2047), 12288, 0, 32, 2047),
-        (
-            "starcoder2 15b",
-            sliding(usual("starcoder2", 6144, 40, 48, Some(4)), 4096),
-            2048,
-            0,
-            40,
-            4096,
-        ),
-        (
-            "gemma2 9b",
-            dim(sliding(usual("gemma2", 3584, 42, 16, Some(8)), 4096), 256),
-            8192,
-            21,
-            21,
-            4096,
-        ),
-        (
-            "gemma3 1b",
-            with(
-                dim(sliding(usual("gemma3_text", 1152, 26, 4, Some(1)), 512), 256),
-                json!({"sliding_window_pattern": 6}),
-            ),
-            1024,
-            4,
-            22,
-            512,
-        ),
-        (
-            "gemma3 4b, whose text part leaves out heads",
-            json!({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text",
-                   "hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024}}),
-            4096,
-            5,
-            29,
-            1024,
-        ),
-        (
-            "gemma3 27b",
-            json!({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text",
-                   "hidden_size": 5376, "num_hidden_layers": 62, "num_attention_heads": 32,
-                   "num_key_value_heads": 16, "head_dim": 128, "sliding_window": 1024}}),
-            8192,
-            10,
-            52,
-            1024,
-        ),
-    ]);
-}
-
-#[test]
-fn windows_alternate_as_files_say() {
-    let alternating = types(&["sliding", "full"], 24);
-    check_windows([
-        (
-            "gpt-oss 20b",
-            with(
-                dim(sliding(usual("gpt_oss", 2880, 24, 64, Some(8)), 128), 64),
-                json!({"layer_types": alternating}),
-            ),
-            2048,
-            12,
-            12,
-            128,
-        ),
-        (
-            "command-r7b",
-            with(
-                sliding(usual("cohere2", 4096, 32, 32, Some(8)), 4096),
-                json!({"sliding_window_pattern": 4}),
-            ),
-            4096,
-            8,
-            24,
-            4096,
-        ),
-        (
-            "exaone4 32b",
-            with(
-                dim(sliding(usual("exaone4", 5120, 64, 40, Some(8)), 4096), 128),
-                json!({"sliding_window_pattern": "LLLG"}),
-            ),
-            4096,
-            16,
-            48,
-            4096,
-        ),
-        (
-            "qwen2 with windows in its last layers",
-            with(
-                sliding(usual("qwen2", 3584, 28, 28, Some(4)), 4096),
-                json!({"use_sliding_window": true, "max_window_layers": 20}),
-            ),
-            2048,
-            20,
-            8,
-            4096,
-        ),
-    ]);
-}
-
-#[test]
-fn windows_of_chunks_and_shared_layers_are_counted() {
-    let five = types(&["sliding", "sliding", "sliding", "sliding", "full"], 35);
-    check_windows([
-        (
-            "gpt-neo 1.3b",
-            json!({"model_type": "gpt_neo", "num_layers": 24, "num_heads": 16,
-                   "hidden_size": 2048, "window_size": 256, "max_position_embeddings": 2048,
-                   "attention_types": [[["global", "local"], 12]]}),
-            8192,
-            12,
-            12,
-            256,
-        ),
-        (
-            "llama 4 scout",
-            json!({"model_type": "llama4", "text_config": {"model_type": "llama4_text",
-                   "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8,
-                   "head_dim": 128, "hidden_size": 5120, "attention_chunk_size": 8192,
-                   "no_rope_layers": [], "max_position_embeddings": 10_485_760}}),
-            4096,
-            12,
-            36,
-            8192,
-        ),
-        (
-            "gemma3n e4b, 20 of whose 35 layers have rows of their own",
-            json!({"model_type": "gemma3n", "text_config": {"model_type": "gemma3n_text",
-                   "num_hidden_layers": 35, "num_attention_heads": 8, "num_key_value_heads": 2,
-                   "head_dim": 256, "num_kv_shared_layers": 15, "sliding_window": 512,
-                   "layer_types": five}}),
-            2048,
-            4,
-            16,
-            512,
-        ),
-    ]);
-}
-
-#[test]
-fn what_left_a_window_is_given_back() {
-    let config = with(usual("mistral", 4096, 32, 32, Some(8)), json!({"sliding_window": 4096}));
-    let kinds = read(&config).expect("mistral").kinds();
-    let stored = Stored::plain("bf16".parse().expect("a format"));
-    let plan = Plan::new(&kinds, 16, &stored).expect("a plan");
-    // 4,096 tokens in 256 blocks, and one more where the window begins inside a block.
-    let block = 131_072 * 16;
-    assert_eq!(plan.sequence_bytes(4096, true), Some(256 * block));
-    assert_eq!(plan.sequence_bytes(32_768, true), Some(257 * block));
-    assert_eq!(plan.sequence_bytes(32_768, false), Some(2048 * block));
-    assert_eq!(plan.tokens_within(257 * block), 257 * 16, "kept at once");
-    // Beside layers that keep everything, only those grow.
-    let config = with(
-        usual("gpt_oss", 2880, 24, 64, Some(8)),
-        json!({"sliding_window": 128, "head_dim": 64}),
-    );
-    let kinds = read(&config).expect("gpt_oss").kinds();
-    let plan = Plan::new(&kinds, 16, &stored).expect("a plan");
-    let block = 12 * 2048 * 16;
-    assert_eq!(plan.sequence_bytes(131_072, true), Some((9 + 8192) * block));
-    assert_eq!(plan.tokens_within((9 + 8192) * block), 131_072);
-}
-
 #[test]
 fn latent_attention_keeps_its_ranks() {
     let latent = |model_type: &str, layers: u32, heads: u32, rank: u32, rope: u32| {
@@ -509,135 +315,9 @@ fn latent_attention_keeps_its_ranks() {
     let zeros = json!({"kv_lora_rank": 512, "use_mla": false, "qk_rope_head_dim": 0,
                        "v_head_dim": 0});
     plain("zeros", with(usual("deepseek_v2", 1280, 12, 10, Some(10)), zeros), 12, 10, 128);
-    // Without ranks it is attention as usual.
+    // Without ranks it is normal attention.
     let none = with(usual("deepseek_v3", 2048, 2, 16, Some(16)), json!({"kv_lora_rank": null}));
     plain("no ranks", none, 2, 16, 128);
-}
-
-/// A list of layers that names those of `at`, and calls all others mamba.
-fn list(name: &str, at: &[usize], layers: usize, has: &str) -> Value {
-    let kind = |index| if at.contains(&index) { has } else { "mamba" };
-    json!({ name: (0..layers).map(kind).collect::<Vec<_>>() })
-}
-
-/// Checks a model some of whose layers have no attention, which a note counts.
-#[track_caller]
-fn hybrid(name: &str, config: Value, layers: u64, kv_heads: u64, head_dim: u64) {
-    let geometry = plain(name, config, layers, kv_heads, head_dim);
-    let all = geometry.num_layers;
-    let words = format!("{} of {all} layers are", u64::from(all) - layers);
-    assert!(geometry.notes.iter().any(|note| note.starts_with(&words)), "{:?}", geometry.notes);
-}
-
-#[test]
-fn state_space_layers_are_named_and_not_counted() {
-    for (name, config, layers, kv_heads, head_dim) in [
-        (
-            "jamba",
-            with(
-                usual("jamba", 4096, 32, 32, Some(8)),
-                json!({"attn_layer_period": 8, "attn_layer_offset": 4}),
-            ),
-            4,
-            8,
-            128,
-        ),
-        (
-            "bamba",
-            with(usual("bamba", 4096, 32, 32, Some(8)), json!({"attn_layer_indices": [9, 18, 27]})),
-            3,
-            8,
-            128,
-        ),
-        (
-            "granite 4 tiny",
-            with(
-                usual("granitemoehybrid", 1536, 40, 12, Some(4)),
-                list("layer_types", &[5, 15, 25, 35], 40, "attention"),
-            ),
-            4,
-            4,
-            128,
-        ),
-        (
-            "zamba2 1.2b",
-            with(
-                usual("zamba2", 2048, 38, 32, Some(32)),
-                with(
-                    list("layers_block_type", &[5, 11, 17, 23, 29, 35], 38, "hybrid"),
-                    json!({"attention_head_dim": 128}),
-                ),
-            ),
-            6,
-            32,
-            128,
-        ),
-        (
-            "nemotron-h, a part",
-            with(
-                usual("nemotron_h", 4096, 8, 32, Some(8)),
-                json!({"hybrid_override_pattern": "M-M*-M*-", "head_dim": 128}),
-            ),
-            2,
-            8,
-            128,
-        ),
-    ] {
-        hybrid(name, config, layers, kv_heads, head_dim);
-    }
-}
-
-#[test]
-fn layers_of_other_kinds_are_named_and_not_counted() {
-    for (name, config, layers, kv_heads, head_dim) in [
-        (
-            "qwen3-next",
-            with(
-                usual("qwen3_next", 2048, 48, 16, Some(2)),
-                json!({"head_dim": 256, "full_attention_interval": 4}),
-            ),
-            12,
-            2,
-            256,
-        ),
-        (
-            "lfm2",
-            with(
-                usual("lfm2", 2048, 16, 32, Some(8)),
-                json!({"full_attn_idxs": [2, 5, 8, 10, 12, 14]}),
-            ),
-            6,
-            8,
-            64,
-        ),
-        (
-            "minimax",
-            with(
-                usual("minimax", 6144, 8, 64, Some(8)),
-                json!({"head_dim": 128, "attn_type_list": [0, 0, 0, 0, 0, 0, 0, 1]}),
-            ),
-            1,
-            8,
-            128,
-        ),
-        (
-            "llama 3.2 vision",
-            json!({"model_type": "mllama", "text_config": with(
-                usual("mllama_text_model", 4096, 40, 32, Some(8)),
-                json!({"cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38]}))}),
-            32,
-            8,
-            128,
-        ),
-    ] {
-        hybrid(name, config, layers, kv_heads, head_dim);
-    }
-    let recurrent = with(
-        usual("recurrent_gemma", 2560, 26, 10, Some(1)),
-        json!({"block_types": ["recurrent", "recurrent", "attention"], "head_dim": 256,
-               "attention_window_size": 2048}),
-    );
-    check("recurrentgemma", recurrent, 8 * 1024, 0, 8);
 }
 
 #[test]
@@ -689,7 +369,7 @@ fn decoders_beside_an_encoder_are_counted() {
 }
 
 #[test]
-fn a_model_of_an_unknown_type_is_planned_with_a_word() {
+fn a_model_of_an_unknown_type_is_planned_with_a_note() {
     let geometry = plain("new", usual("brand_new", 4096, 32, 32, Some(8)), 32, 8, 128);
     assert_eq!(geometry.notes, ["model_type \"brand_new\" is unknown: planned from its fields"]);
     let mut nameless = usual("x", 4096, 32, 32, None);
@@ -699,7 +379,7 @@ fn a_model_of_an_unknown_type_is_planned_with_a_word() {
 }
 
 #[test]
-fn rotary_embeddings_are_no_matter_of_memory() {
+fn rotary_embeddings_do_not_change_a_plan() {
     for scaling in [
         json!({"type": "yarn"}),
         json!({"rope_type": "llama3", "type": "linear"}),

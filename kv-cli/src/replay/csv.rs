@@ -1,4 +1,4 @@
-//! Traces of lengths alone, as CSV: of Azure's inference services, and `BurstGPT`. They have no
+//! Traces of lengths only, as CSV: of Azure's inference services, and `BurstGPT`. They have no
 //! content.
 use std::num::NonZeroU32;
 
@@ -8,26 +8,26 @@ pub(super) const AZURE: &str = "TIMESTAMP,ContextTokens,GeneratedTokens";
 pub(super) const BURST_GPT: &str =
     "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type";
 
-/// Default number of tokens of a block.
+/// Default tokens per block.
 pub(super) const BLOCK_SIZE: NonZeroU32 = NonZeroU32::MIN.saturating_add(15);
 
-/// What a column holds.
+/// The content of a column.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Column {
     /// Date and time.
     Time,
     /// Seconds from the begin of the trace.
     Seconds,
-    /// One or the other.
+    /// Either of these.
     TimeOrSeconds,
     /// The input tokens of a request.
     Input,
     Count,
-    /// Something that a replay does not need, or nothing.
+    /// A column that a replay does not need.
     Other,
 }
 
-/// A header that is known, with its columns in the order of the publication.
+/// A known header, with its columns in the published order.
 type Header = (Format, &'static [(&'static str, Column)]);
 
 const HEADERS: [Header; 4] = [
@@ -39,7 +39,7 @@ const HEADERS: [Header; 4] = [
             ("GeneratedTokens", Column::Count),
         ],
     ),
-    // Of models of pictures: their tokens are part of the context.
+    // Of multimodal models: image tokens are part of the context.
     (
         Format::Azure,
         &[
@@ -83,7 +83,7 @@ pub(super) struct Columns {
 }
 
 impl Columns {
-    /// Columns in any order that are those of a known header.
+    /// Recognises a header with the columns of a known one, in any order.
     pub(super) fn of_header(line: &[u8]) -> Option<Self> {
         let text = std::str::from_utf8(line).ok()?;
         let names: Vec<_> = text.split(',').map(str::trim).collect();
@@ -101,7 +101,7 @@ impl Columns {
         })
     }
 
-    /// Refuses a first line that is no known header.
+    /// Refuses an unknown header.
     pub(super) fn check_header(line: &[u8]) -> Result<Self, TraceError> {
         Self::of_header(line).ok_or_else(|| {
             // A first line may be anything; its start is enough.
@@ -110,7 +110,7 @@ impl Columns {
         })
     }
 
-    /// The input tokens of one request.
+    /// Returns the input tokens of one request.
     pub(super) fn parse(&self, line: &[u8]) -> Result<u64, TraceError> {
         let text = String::from_utf8_lossy(line);
         let fields: Vec<_> = text.split(',').collect();
@@ -149,7 +149,7 @@ fn time(field: &'static str, text: &str, is_one: bool) -> Result<(), TraceError>
     Err(TraceError::Field { field, got: start_of(text), expected })
 }
 
-/// Whole seconds, with or without a fraction.
+/// Returns whether the text is seconds, with or without a fraction.
 fn is_seconds(text: &str) -> bool {
     let (whole, part) = text.split_once('.').unwrap_or((text, "0"));
     let is_number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
@@ -161,7 +161,7 @@ fn start_of(text: &str) -> String {
 }
 
 fn count(field: &'static str, text: &str) -> Result<u64, TraceError> {
-    // A sign is no part of a count.
+    // A count has no sign.
     let digits = text.bytes().all(|byte| byte.is_ascii_digit());
     text.parse().ok().filter(|_| digits).ok_or_else(|| {
         let expected = "a count from 0";
@@ -169,7 +169,8 @@ fn count(field: &'static str, text: &str) -> Result<u64, TraceError> {
     })
 }
 
-/// Date and time, with or without a fraction of a second and an offset.
+/// Returns whether the text is a date and a time, with or without a fraction of a second and an
+/// offset.
 fn is_timestamp(text: &str) -> bool {
     let Some((date, time)) = text.split_once([' ', 'T']) else {
         return false;
@@ -188,7 +189,7 @@ fn is_timestamp(text: &str) -> bool {
         && is_offset
 }
 
-/// Whether `text` is numbers with the given digits, least and greatest values.
+/// Returns whether `text` is numbers with the given digits, smallest and largest values.
 fn numbers(text: &str, separator: char, expected: &[(usize, u32, u32)]) -> bool {
     let parts: Vec<_> = text.split(separator).collect();
     let fits = |(part, (len, least, most)): (&&str, &(usize, u32, u32))| {
@@ -290,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_request_is_refused() {
+    fn invalid_requests_are_refused() {
         let parse = |line: &[u8]| Columns::check_header(AZURE.as_bytes())?.parse(line);
         let error = |line: &[u8]| parse(line).expect_err("no request").to_string();
         let time = "2023-11-16 18:15:46.6805900";

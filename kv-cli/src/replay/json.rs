@@ -1,5 +1,5 @@
-//! Traces of JSON lines, an object with ids for every request: Mooncake's, and those of Qwen's
-//! service (Bailian).
+//! Traces of JSON lines, an object with ids per request: Mooncake's, and those of Qwen's service
+//! (Bailian).
 use std::num::NonZeroU32;
 
 use serde::Deserialize;
@@ -7,7 +7,7 @@ use serde::de::IgnoredAny;
 
 use super::trace::{Format, TraceError};
 
-/// Tokens of an id unless given; the last one of a request may stand for fewer.
+/// Default tokens per id; the last one of a request may stand for fewer.
 pub(super) const MOONCAKE_ID_TOKENS: NonZeroU32 = NonZeroU32::MIN.saturating_add(511);
 pub(super) const QWEN_ID_TOKENS: NonZeroU32 = NonZeroU32::MIN.saturating_add(15);
 
@@ -18,18 +18,18 @@ pub(super) struct Line {
     pub(super) input_length: u64,
     #[expect(dead_code, reason = "a line without it is none, and what is generated is not cached")]
     output_length: u64,
-    /// Each names everything up to the end of its tokens.
+    /// Each stands for everything up to the end of its tokens.
     pub(super) hash_ids: Vec<u64>,
 }
 
-/// What only lines of Qwen's traces have.
+/// Fields that only lines of Qwen's traces have.
 #[derive(Debug, Deserialize)]
 struct Chat {
     chat_id: Option<IgnoredAny>,
     parent_chat_id: Option<IgnoredAny>,
 }
 
-/// Whose trace a file of this first line is.
+/// Returns the format of a file with this first line.
 pub(super) fn format_of(line: &[u8]) -> Format {
     match serde_json::from_slice(line) {
         Ok(Chat { chat_id: Some(_), parent_chat_id: Some(_) }) => Format::Qwen,

@@ -1,4 +1,4 @@
-//! The best that any policy can do: it knows the trace's future.
+//! Belady's MIN, the optimal eviction policy: it knows the rest of the trace.
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -9,47 +9,47 @@ use kv::eviction::{BlockInfo, EvictionPolicy, Priority};
 use super::trace::Trace;
 use crate::num::{to_u32, to_usize};
 
-/// Never asked for again: later than everything.
+/// The next use of a block that is never used again: later than all others.
 const NEVER: u32 = u32::MAX;
 
-/// Gives up the block that is asked for again last, or never (L. A. Belady's MIN).
+/// Evicts the block whose next use is the latest, or that is never used again (L. A. Belady's MIN).
 ///
-/// Where ids name whole prefixes, a block is asked for only behind the block before it, so that its
-/// next use is later: tails go before heads, whatever is kept can be found, and no policy that
-/// stores what requests bring, as a cache must, hits more blocks.
+/// If ids name whole prefixes, a block is used only after the block before it, so its next use is
+/// later: tails are evicted before heads, every kept block can be found, and no policy that stores
+/// all requested blocks, as a cache must, has more hits.
 #[derive(Debug)]
 pub(super) struct Min {
     trace: Arc<Trace>,
-    /// For every id asked for: when it is asked for next.
+    /// For every requested id: the next request for it.
     next: Vec<u32>,
-    /// For every id, after the request at hand.
+    /// For every id: its next use after the current request.
     upcoming: Vec<u32>,
-    /// Requests begun.
+    /// Number of requests begun.
     num_requests: usize,
-    /// Of the request at hand.
+    /// Blocks of the current request.
     blocks: Vec<u32>,
     /// Number in the trace of each block's content.
     numbers: Vec<u32>,
-    /// Of each block that is a candidate.
-    turns: Vec<Option<Turn>>,
-    candidates: BTreeSet<(Turn, u32)>,
+    /// Keys of the blocks that are candidates.
+    next_uses: Vec<Option<NextUse>>,
+    candidates: BTreeSet<(NextUse, u32)>,
     arrivals: u64,
 }
 
-/// When a block is asked for next, and its part of the id; of those never asked for again, the
-/// first to become idle goes first. The greatest goes.
-type Turn = (u32, u32, Reverse<u64>);
+/// The next use of a block, and its part of the id; of blocks that are never used again, the first
+/// to become idle comes first. The largest key is evicted.
+type NextUse = (u32, u32, Reverse<u64>);
 
 impl Min {
-    /// For blocks `0..num_blocks` and requests in the order of the trace, each behind a
-    /// [`tick`](EvictionPolicy::tick).
+    /// Makes the policy for blocks `0..num_blocks` and requests in the order of the trace, each
+    /// announced by a [`tick`](EvictionPolicy::tick).
     pub(super) fn new(trace: Arc<Trace>, num_blocks: u32) -> Self {
-        let asked = trace.all_ids().unwrap_or_default();
-        let num_ids = asked.iter().max().map_or(0, |id| to_usize(*id).saturating_add(1));
-        let mut next = vec![NEVER; asked.len()];
-        // From the end: who asked last asks next.
+        let requested = trace.all_ids().unwrap_or_default();
+        let num_ids = requested.iter().max().map_or(0, |id| to_usize(*id).saturating_add(1));
+        let mut next = vec![NEVER; requested.len()];
+        // Backwards: the last use is the next one of the use before it.
         let mut upcoming = vec![NEVER; num_ids];
-        for (at, (id, next)) in asked.iter().zip(&mut next).enumerate().rev() {
+        for (at, (id, next)) in requested.iter().zip(&mut next).enumerate().rev() {
             if let Some(upcoming) = upcoming.get_mut(to_usize(*id)) {
                 *next = std::mem::replace(upcoming, to_u32(at));
             }
@@ -60,14 +60,14 @@ impl Min {
             num_requests: 0,
             blocks: Vec::new(),
             numbers: vec![0; to_usize(num_blocks)],
-            turns: vec![None; to_usize(num_blocks)],
+            next_uses: vec![None; to_usize(num_blocks)],
             candidates: BTreeSet::new(),
             arrivals: 0,
             trace,
         }
     }
 
-    fn turn(&mut self, block: BlockId) -> Option<Turn> {
+    fn next_use(&mut self, block: BlockId) -> Option<NextUse> {
         let number = *self.numbers.get(to_usize(block.0))?;
         let split = self.trace.blocks_per_id().get();
         let id = number.checked_div(split)?;
@@ -103,22 +103,24 @@ impl EvictionPolicy for Min {
         self.dropped(block);
     }
     fn idle(&mut self, block: BlockId) {
-        let turn = self.turn(block);
-        if let Some(place) = self.turns.get_mut(to_usize(block.0)).filter(|place| place.is_none()) {
-            *place = turn;
-            self.candidates.extend(turn.map(|turn| (turn, block.0)));
+        let next_use = self.next_use(block);
+        if let Some(place) =
+            self.next_uses.get_mut(to_usize(block.0)).filter(|place| place.is_none())
+        {
+            *place = next_use;
+            self.candidates.extend(next_use.map(|next_use| (next_use, block.0)));
         }
     }
     fn dropped(&mut self, block: BlockId) {
-        let turn = self.turns.get_mut(to_usize(block.0)).and_then(Option::take);
-        if let Some(turn) = turn {
-            self.candidates.remove(&(turn, block.0));
+        let next_use = self.next_uses.get_mut(to_usize(block.0)).and_then(Option::take);
+        if let Some(next_use) = next_use {
+            self.candidates.remove(&(next_use, block.0));
         }
     }
     fn set_priority(&mut self, _: BlockId, _: Priority) {}
     fn evict(&mut self) -> Option<BlockId> {
         let (_, block) = self.candidates.pop_last()?;
-        if let Some(place) = self.turns.get_mut(to_usize(block)) {
+        if let Some(place) = self.next_uses.get_mut(to_usize(block)) {
             *place = None;
         }
         Some(BlockId(block))

@@ -1,4 +1,4 @@
-//! `kv replay`: a request trace through pool, prefix index and eviction, without a model.
+//! `kv replay`: runs a request trace through pool, prefix index and eviction, without a model.
 //!
 //! The pool, the index and the policies are those of a cache. A trace's ids stand for tokens: each
 //! names a block and everything before it, so the key of a block is a hash of its id.
@@ -25,7 +25,7 @@ use crate::{output, progress};
 use report::{Line, Report};
 use trace::Trace;
 
-/// One thing to measure: a policy, and the capacity where it has one.
+/// One measurement: a policy, and its capacity if it has one.
 type Case = (Policy, Option<u32>);
 
 pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<()> {
@@ -51,7 +51,7 @@ pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Every policy with every capacity, once each.
+/// Combines every policy with every capacity, once each.
 fn cases(policies: &[Policy], capacities: &[u32], num_blocks: u32) -> Vec<Case> {
     let default = default_capacities(num_blocks);
     let policies = if policies.is_empty() { &Policy::DEFAULT } else { policies };
@@ -68,7 +68,7 @@ fn cases(policies: &[Policy], capacities: &[u32], num_blocks: u32) -> Vec<Case> 
     cases
 }
 
-/// From where little fits to where most does, in steps of four.
+/// Returns capacities from a small share of the blocks to half, in factors of four.
 fn default_capacities(num_blocks: u32) -> Vec<u32> {
     let part = |divisor: u32| two_digits(num_blocks.checked_div(divisor).unwrap_or(0)).max(1);
     let mut capacities = [128, 32, 8, 2].map(part).to_vec();
@@ -76,7 +76,7 @@ fn default_capacities(num_blocks: u32) -> Vec<u32> {
     capacities
 }
 
-/// Rounds down to a number that is easily read.
+/// Rounds down to two digits.
 fn two_digits(n: u32) -> u32 {
     let powers = std::iter::successors(Some(1_u32), |power| power.checked_mul(10));
     let unit = powers.take_while(|power| n.checked_div(*power).unwrap_or(0) >= 10).last();
@@ -86,7 +86,7 @@ fn two_digits(n: u32) -> u32 {
 
 fn measure(trace: &Arc<Trace>, (policy, capacity): Case, bar: &ProgressBar) -> Line {
     let all = trace.num_blocks().max(1);
-    // Blocks beyond those of the trace would stay empty.
+    // More blocks than the trace has would stay empty.
     let num_blocks = capacity.unwrap_or(all).min(all);
     let built = policy.build(trace, num_blocks);
     let outcome = run::replay(trace, num_blocks, built, |requests| bar.inc(to_u64(requests)));

@@ -1,4 +1,4 @@
-//! Hit ratio against capacity, one line a policy, as SVG.
+//! Hit ratio against capacity as SVG, one line per policy.
 use std::error::Error;
 
 use anyhow::anyhow;
@@ -12,11 +12,11 @@ use crate::num::{to_f64, to_u32};
 
 const SIZE: (u32, u32) = (960, 640);
 
-/// What one policy hits: a point for every capacity, from the smallest.
+/// The hits of one policy: a point per capacity, ascending.
 struct Curve {
     name: String,
     points: Vec<(f64, f64)>,
-    /// Whether no capacity changes it.
+    /// Whether the policy has no capacity, so that the line is level.
     is_level: bool,
 }
 
@@ -50,7 +50,7 @@ fn draw_to(svg: &mut String, lines: &[Line]) -> Result<(), Box<dyn Error>> {
     let above = (0..to_u32(curves.len())).rev();
     for ((index, above), curve) in (0_usize..).zip(above).zip(curves) {
         let Curve { name, points, is_level } = curve;
-        // Lines that coincide show as edges of each other.
+        // Wider lines below, so that coinciding lines stay visible.
         let width = above.saturating_add(2);
         let colour = Palette99::pick(index).to_rgba();
         let ends = points.first().map(|(_, ratio)| vec![(least, *ratio), (most, *ratio)]);
@@ -77,14 +77,14 @@ fn draw_to(svg: &mut String, lines: &[Line]) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// A label of the axis; between powers of ten there is room for two.
+/// Formats a label of the axis; between powers of ten there is room for two.
 fn blocks_label(blocks: f64) -> String {
     let text = format!("{blocks:.0}");
     let is_shown = text.starts_with(['1', '2', '5']);
     if is_shown { text } else { String::new() }
 }
 
-/// The axis: all capacities, and a little more on both sides.
+/// Returns the range of the axis: all capacities, with a margin.
 fn capacities(lines: &[Line]) -> (f64, f64) {
     let limited = lines.iter().filter(|line| !line.is_unlimited);
     let all = if limited.clone().count() == 0 { lines } else { &[] };
@@ -93,7 +93,7 @@ fn capacities(lines: &[Line]) -> (f64, f64) {
         .fold((f64::INFINITY, 1.0), |(least, most), n| (f64::min(least, n), f64::max(most, n)));
     let (least, most) = (least.min(most) / 1.5, most * 1.5);
     let (floor, ceil) = (least.log10().floor(), most.log10().ceil());
-    // Labels stand at powers of ten and between two of them.
+    // Labels are at powers of ten, and at one value between two of them.
     let has_two = most.log10().floor() - least.log10().ceil() >= 1.0;
     if has_two { (least, most) } else { (10_f64.powf(floor), 10_f64.powf(ceil)) }
 }
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn little_can_be_drawn_too() {
+    fn a_plot_of_one_point_is_possible() {
         let cases = [vec![], vec![line("infinite", 7, 0.0)], vec![line("lru", 1, 0.0)]];
         for lines in cases {
             let svg = draw(&lines).expect("a plot");

@@ -10,27 +10,27 @@ use kv::eviction::{BlockInfo, Clock, Eviction, EvictionPolicy, Priority, SystemC
 use super::min::Min;
 use super::trace::Trace;
 
-/// What `--policy` names.
+/// A value of `--policy`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Policy {
-    /// One that caches use.
+    /// A policy of caches.
     Real(Eviction),
-    /// Nothing is ever given up: the most that reuse can give.
+    /// No evictions: the upper limit of reuse.
     Infinite,
-    /// The most that a capacity can give.
+    /// The upper limit for a capacity.
     Min,
 }
 
 impl Policy {
-    /// What is replayed unless something is asked for.
+    /// The default policies.
     pub(super) const DEFAULT: [Self; 4] =
         [Self::Real(Eviction::Lru), Self::Real(Eviction::Default), Self::Infinite, Self::Min];
 
-    /// The policy for a pool of so many blocks.
+    /// Makes the policy for a pool of `num_blocks` blocks.
     pub(super) fn build(self, trace: &Arc<Trace>, num_blocks: u32) -> Box<dyn EvictionPolicy> {
         match self {
             Self::Real(eviction) => {
-                // A trace gives no priorities, so that nothing depends on the time.
+                // A trace has no priorities, so nothing depends on the clock.
                 let clock: Arc<dyn Clock> = Arc::new(SystemClock::new());
                 eviction.policy(num_blocks, &clock)
             }
@@ -62,7 +62,7 @@ impl FromStr for Policy {
     }
 }
 
-/// Never gives anything up, for a pool that is large enough.
+/// Never evicts, for a pool that is large enough.
 #[derive(Debug)]
 struct Keep;
 
@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_policy_has_a_name_that_is_told() {
+    fn every_policy_has_a_name_in_the_error() {
         let error = "fifo".parse::<Policy>().expect_err("no policy").to_string();
         let (_, names) = error.split_once("expected one of ").expect("names");
         for name in names.split(", ") {

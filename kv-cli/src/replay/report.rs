@@ -1,4 +1,4 @@
-//! What `kv replay` says, for programs and for people.
+//! The output of `kv replay`, as JSON and as text.
 use serde::Serialize;
 
 use super::policy::Policy;
@@ -7,11 +7,11 @@ use super::trace::{Format, Trace};
 use crate::num::{to_f64, to_u64};
 use crate::output;
 
-/// One element of the list `--json` prints.
+/// One element of the list that `--json` prints.
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct Line {
     pub(super) policy: String,
-    /// As it was asked for; where there is no limit, what was needed.
+    /// The requested capacity; without a limit, the blocks that were used.
     pub(super) capacity_blocks: u32,
     pub(super) hit_tokens: u64,
     /// Input tokens of all requests.
@@ -19,7 +19,7 @@ pub(super) struct Line {
     pub(super) token_hit_ratio: f64,
     pub(super) evictions: u64,
     pub(super) ns_per_request: u64,
-    /// Most blocks with content at once.
+    /// Most cached blocks at once.
     pub(super) peak_blocks: u32,
     pub(super) requests: u64,
     /// Whether the policy has no capacity.
@@ -42,7 +42,7 @@ impl Line {
             capacity_blocks: capacity.unwrap_or(peak_blocks),
             hit_tokens,
             total_tokens,
-            // Of no tokens none are hit.
+            // Without tokens there are no hits.
             token_hit_ratio: to_f64(hit_tokens) / to_f64(total_tokens.max(1)),
             evictions,
             ns_per_request: u64::try_from(ns).unwrap_or(u64::MAX),
@@ -53,7 +53,7 @@ impl Line {
     }
 }
 
-/// Everything there is to say.
+/// The whole report.
 pub(super) struct Report<'r> {
     pub(super) name: String,
     pub(super) trace: &'r Trace,
@@ -66,7 +66,7 @@ impl Report<'_> {
         let without_content = match trace.format {
             Format::Mooncake | Format::Qwen => "",
             Format::Azure | Format::BurstGpt => {
-                "The trace tells no content: every block is new, nothing is hit.\n"
+                "The trace has no content: every block is new, and there are no hits.\n"
             }
         };
         format!(

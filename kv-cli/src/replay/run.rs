@@ -1,4 +1,5 @@
-//! One trace through one pool: the bookkeeping of a cache, without rows and without a model.
+//! Runs one trace through one pool: the block management of a cache, without rows and without a
+//! model.
 use std::time::{Duration, Instant};
 
 use kv::block::{BlockPool, Ledger};
@@ -11,33 +12,33 @@ use crate::num::to_u32;
 
 /// Tokens in the pool's index that stand for one block: its id and its part of the id.
 const BLOCK_TOKENS: u32 = 3;
-/// Requests between two signs of life.
+/// Requests between two progress reports.
 const REPORT_EVERY: usize = 256;
 
-/// What a replay gives.
+/// The result of a replay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Outcome {
-    /// Input tokens whose blocks were there.
+    /// Input tokens whose blocks were cached.
     pub(super) hit_tokens: u64,
-    /// Blocks given up for others.
+    /// Evicted blocks.
     pub(super) evictions: u64,
-    /// Most blocks with content at once.
+    /// Most cached blocks at once.
     pub(super) peak_blocks: u32,
-    /// Of the whole replay.
+    /// Time of the whole replay.
     pub(super) elapsed: Duration,
 }
 
-/// What names one block of a request.
+/// The key and the index of one block of a request.
 #[derive(Debug, Clone, Copy)]
-struct Named {
+struct RequestBlock {
     tokens: [u32; 3],
     key: BlockKey,
     parent: BlockKey,
-    /// Once the request holds it.
+    /// The block, while the request holds it.
     block: Option<BlockId>,
 }
 
-/// A pool, and where its blocks' names come from.
+/// A pool, and the keys of its blocks.
 struct Replay<'t> {
     trace: &'t Trace,
     pool: BlockPool,
@@ -45,10 +46,10 @@ struct Replay<'t> {
     namespace: NamespaceId,
     root: BlockKey,
     numbers: Vec<u32>,
-    named: Vec<Named>,
+    named: Vec<RequestBlock>,
 }
 
-/// Replays all requests, one at a time. `advance` hears of every few that are done.
+/// Replays all requests, one at a time. `advance` is called after every few requests.
 pub(super) fn replay(
     trace: &Trace,
     num_blocks: u32,
@@ -74,8 +75,8 @@ pub(super) fn replay(
 }
 
 impl Replay<'_> {
-    /// Holds the blocks of a request that are there, stores the others as far as they fit, and
-    /// lets go of all; the tokens that were there.
+    /// Holds the cached blocks of a request, stores the others as far as they fit, and releases
+    /// all; returns the number of cached tokens.
     fn request(&mut self, request: &Request) -> u64 {
         self.pool.tick();
         self.name(request);
@@ -95,8 +96,8 @@ impl Replay<'_> {
         self.named.clear();
         let mut previous: Option<(u32, BlockKey)> = None;
         for number in &self.numbers {
-            // A block's parent is the one it was first seen behind: with another one it would not
-            // be the same block to the index.
+            // A block keeps the parent it was first seen with: with another parent, the index would
+            // take it for another block.
             let parent = match self.trace.parent(*number, previous.map(|(number, _)| number)) {
                 None => self.root,
                 Some(parent) => match previous {
@@ -106,13 +107,13 @@ impl Replay<'_> {
             };
             let tokens = self.trace.tokens(*number);
             let key = self.root.child(&tokens, &[]);
-            self.named.push(Named { tokens, key, parent, block: None });
+            self.named.push(RequestBlock { tokens, key, parent, block: None });
             previous = Some((*number, key));
         }
     }
 
-    /// Holds every block that is there, so that none is given up for another one of the request;
-    /// how many the first that is not there comes behind.
+    /// Holds every cached block, so that none is evicted for another one of the request; returns
+    /// the number of blocks before the first that is not cached.
     fn hold(&mut self) -> u32 {
         let mut hits = None;
         for (index, named) in (0_u32..).zip(&mut self.named) {
@@ -145,7 +146,7 @@ impl Replay<'_> {
     }
 }
 
-fn content(namespace: NamespaceId, index: u32, named: &Named) -> Content<'_> {
-    let Named { tokens, key, parent, .. } = named;
+fn content(namespace: NamespaceId, index: u32, named: &RequestBlock) -> Content<'_> {
+    let RequestBlock { tokens, key, parent, .. } = named;
     Content { key: *key, parent: *parent, namespace, index, tokens, contents: &[] }
 }

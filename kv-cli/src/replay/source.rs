@@ -1,4 +1,4 @@
-//! A trace file as lines: plain text or zstd, read as it comes.
+//! A trace file as lines: plain text or zstd, read incrementally.
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::Path;
@@ -6,11 +6,11 @@ use std::path::Path;
 use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
 use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 
-/// What stands first in a frame of zstd, and in one that only has to be skipped: its last 28 bits.
+/// The magic number of a zstd frame, and the last 28 bits of that of a skippable frame.
 const MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 const SKIPPABLE: [u8; 3] = [0x2a, 0x4d, 0x18];
 
-/// Bytes of a line: the ids of the longest request take a quarter of it.
+/// Largest line: the ids of the longest request take a quarter of it.
 const LINE_BYTES_MAX: u64 = 4 << 20;
 
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
@@ -47,7 +47,7 @@ impl From<FrameDecoderError> for ZstdError {
     }
 }
 
-/// A file that is not read for what its first bytes say.
+/// An unsupported encoding, recognised by a file's first bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 enum EncodingError {
     #[error("gzip is not read: unpack the file with gunzip, or compress it with zstd")]
@@ -57,7 +57,7 @@ enum EncodingError {
 }
 
 impl EncodingError {
-    /// What these first bytes say.
+    /// Recognises an encoding by a file's first bytes.
     fn of(start: &[u8]) -> Option<Self> {
         match start {
             [0x1f, 0x8b, ..] => Some(Self::Gzip),
@@ -79,7 +79,7 @@ impl<R: BufRead> Frames<R> {
         Self { source, decoder: FrameDecoder::new(), is_inside: false }
     }
 
-    /// Begins the next frame that holds something; `false` at the end of the data.
+    /// Starts the next frame with content; `false` at the end of the data.
     fn enter(&mut self) -> io::Result<bool> {
         while !self.source.fill_buf()?.is_empty() {
             match self.decoder.reset(&mut self.source) {
@@ -137,20 +137,20 @@ impl<R: BufRead> Read for Frames<R> {
     }
 }
 
-/// Lines that are not blank, without what surrounds their text.
+/// Lines that are not blank, without surrounding white space.
 pub(super) struct Lines {
     input: Box<dyn BufRead>,
     number: u64,
     line: Vec<u8>,
 }
 
-/// A line that is longer than any request makes it.
+/// A line that is longer than any request needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the line is longer than {LINE_BYTES_MAX} bytes")]
 struct LineTooLong;
 
 impl Lines {
-    /// Opens a file, whose name or first bytes say that it is compressed.
+    /// Opens a file; its name or first bytes show whether it is compressed.
     pub(super) fn open(path: &Path) -> io::Result<Self> {
         let is_named_zst = path.extension().is_some_and(|ext| ext.eq_ignore_ascii_case("zst"));
         Self::new(BufReader::new(File::open(path)?), is_named_zst)
@@ -171,16 +171,16 @@ impl Lines {
         Ok(Self { input, number: 0, line: Vec::new() })
     }
 
-    /// Of the line that was read last, from 1.
+    /// Returns the number of the last line read, from 1.
     pub(super) fn number(&self) -> u64 {
         self.number.max(1)
     }
 
-    /// Reads on to the next line that is not blank; `false` at the end of the file.
+    /// Reads the next line that is not blank; `false` at the end of the file.
     pub(super) fn advance(&mut self) -> io::Result<bool> {
         loop {
             self.line.clear();
-            // A file without line ends must not fill the memory.
+            // A file without line breaks must not fill the memory.
             let most = LINE_BYTES_MAX.saturating_add(1);
             let read = (&mut self.input).take(most).read_until(b'\n', &mut self.line);
             let has_next = !matches!(read, Ok(0));
@@ -195,7 +195,7 @@ impl Lines {
         }
     }
 
-    /// The line that was read last.
+    /// Returns the last line read.
     pub(super) fn text(&self) -> &[u8] {
         let line = self.line.as_slice();
         let without_mark = line.strip_prefix(BYTE_ORDER_MARK).filter(|_| self.number == 1);
@@ -275,7 +275,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_line_has_an_end() {
+    fn the_length_of_a_line_is_limited() {
         let max = usize::try_from(LINE_BYTES_MAX).expect("small");
         assert_eq!(all(lines(vec![b'x'; max])).expect("long").len(), 1);
         let error = all(lines(vec![b'x'; max + 1])).expect_err("too long").to_string();

@@ -1,4 +1,4 @@
-//! Replays against figures worked out by hand, and against models that are plainly right.
+//! Replays against figures worked out by hand, and against simple models.
 #![expect(clippy::arithmetic_side_effects, reason = "helpers of tests fail as tests do")]
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU32;
@@ -37,7 +37,7 @@ fn hits_and_evictions(trace: &Arc<Trace>, policy: Policy, capacity: u32) -> (u64
     (hit_tokens, evictions)
 }
 
-/// Whole blocks of these ids.
+/// Makes a trace of whole blocks with these ids.
 fn trace_of(requests: &[Vec<u64>]) -> Arc<Trace> {
     split_trace_of(requests, 512)
 }
@@ -63,7 +63,7 @@ impl Random {
         self.0 % n
     }
 
-    /// Requests whose ids name their whole prefix.
+    /// Makes requests whose ids name their whole prefix.
     fn prefixes(&mut self, requests: u64, blocks_max: u64) -> Vec<Vec<u64>> {
         let mut ids = BTreeMap::new();
         let request = |_| {
@@ -79,7 +79,7 @@ impl Random {
         (0..requests).map(request).collect()
     }
 
-    /// Requests of any ids, the same ones behind others and even twice.
+    /// Makes requests of any ids, in any order and even repeated.
     fn any(&mut self, requests: u64, blocks_max: u64) -> Vec<Vec<u64>> {
         let request = |_| (0..=self.below(blocks_max)).map(|_| self.below(9)).collect();
         (0..requests).map(request).collect()
@@ -87,14 +87,14 @@ impl Random {
 }
 
 #[test]
-fn a_small_trace_gives_what_was_worked_out() {
+fn a_small_trace_gives_the_figures_worked_out_by_hand() {
     let trace = small(512);
-    // acd hits a, ab hits both (1000 of its 1024), acdg hits a, ab hits a; d and c go for ef,
-    // b, f and e for acdg, g for ab.
+    // acd hits a, ab hits both (1000 of its 1024), acdg hits a, ab hits a; d and c are evicted for
+    // ef, b, f and e for acdg, g for ab.
     assert_eq!(hits_and_evictions(&trace, LRU, 4), (512 + 1000 + 512 + 512, 6));
-    // ef takes the places of b, which is needed last, and d: acdg hits a and c.
+    // ef evicts b, which is needed last, and d: acdg hits a and c.
     assert_eq!(hits_and_evictions(&trace, Policy::Min, 4), (512 + 1000 + 1024 + 512, 5));
-    // Each request hits a; acd, acdg and nothing else fits.
+    // Each request hits a; nothing but a fits.
     assert_eq!(hits_and_evictions(&trace, LRU, 1).0, 3 * 512);
     assert_eq!(hits_and_evictions(&trace, LRU, 7), (512 + 1000 + 1536 + 1000, 0));
     let infinite = outcome(&trace, Policy::Infinite, trace.num_blocks());
@@ -102,7 +102,7 @@ fn a_small_trace_gives_what_was_worked_out() {
 }
 
 #[test]
-fn a_split_or_joined_id_hits_as_it_should() {
+fn split_and_joined_ids_hit() {
     // ab has 4 blocks, acd 6, ef 3, acdg 8; 13 are different.
     let infinite = |trace: Arc<Trace>| outcome(&trace, Policy::Infinite, trace.num_blocks());
     let split = infinite(small(256));
@@ -116,7 +116,7 @@ fn a_split_or_joined_id_hits_as_it_should() {
 fn a_request_larger_than_the_cache_keeps_its_start() {
     let trace = trace_of(&[vec![1, 2, 3, 4], vec![1, 2, 3, 4], vec![9], vec![1, 2, 3, 4]]);
     for policy in [LRU, Policy::Min] {
-        // The second request finds 1 and 2; 9 takes the place of 2.
+        // The second request finds 1 and 2; 9 evicts 2.
         assert_eq!(hits_and_evictions(&trace, policy, 2), (3 * 512, 2), "{policy:?}");
     }
 }
@@ -143,7 +143,7 @@ fn a_repeated_request_is_stored_once_and_evicts_nothing() {
 }
 
 #[test]
-fn without_a_limit_everything_seen_is_there() {
+fn without_a_limit_everything_stays_cached() {
     let mut random = Random(7);
     for round in 0..200_u64 {
         let requests = if round % 2 == 0 { random.prefixes(12, 6) } else { random.any(12, 6) };
@@ -160,7 +160,7 @@ fn without_a_limit_everything_seen_is_there() {
     }
 }
 
-/// Hits and evictions of a list with the least recently used id first.
+/// Returns hits and evictions of a list with the least recently used id first.
 fn listed(requests: &[Vec<u64>], capacity: usize) -> (u64, u64) {
     let (mut list, mut hits, mut evictions) = (Vec::<u64>::new(), 0, 0);
     for ids in requests {
@@ -206,7 +206,7 @@ fn lru_does_what_a_list_does() {
     }
 }
 
-/// Most hits that any choice of victims gives.
+/// Returns the most hits that any choice of victims gives.
 fn best(requests: &[Vec<u64>], cached: &BTreeSet<u64>, capacity: usize) -> u64 {
     let Some((ids, rest)) = requests.split_first() else {
         return 0;
@@ -248,7 +248,7 @@ fn no_choice_of_victims_is_better_than_min() {
 }
 
 #[test]
-fn min_of_split_ids_is_no_worse_than_that_of_whole_ones() {
+fn min_of_split_ids_is_no_worse_than_of_whole_ids() {
     let mut random = Random(5);
     for _ in 0..100 {
         let requests = random.prefixes(12, 5);

@@ -1,4 +1,4 @@
-//! A request trace, held as ids: which blocks each request asks for, in the file's order.
+//! A request trace, held as ids: the blocks that each request needs, in the file's order.
 use std::collections::HashMap;
 use std::io;
 use std::num::NonZeroU32;
@@ -11,32 +11,32 @@ use super::json;
 use super::source::Lines;
 use crate::num::{to_u32, to_usize};
 
-/// Tokens of one request, far more than any model reads.
+/// Upper limit of the tokens of one request, far more than any model reads.
 const INPUT_TOKENS_MAX: u64 = 1 << 24;
-/// Blocks that all requests ask for together: what the memory of a replay is bounded by.
+/// Upper limit of the blocks of all requests, which bounds the memory of a replay.
 const BLOCKS_MAX: u64 = 1 << 25;
 /// No id.
 const NONE: u32 = u32::MAX;
 
-/// Which of the public traces a file is like.
+/// The public trace that a file has the format of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Format {
     /// JSON lines with ids of 512 tokens each.
     Mooncake,
     /// JSON lines of conversations with ids of 16 tokens each (Bailian).
     Qwen,
-    /// CSV with lengths alone.
+    /// CSV with lengths only.
     Azure,
     /// The same with seconds, models and totals.
     BurstGpt,
 }
 
-/// What the command line says of blocks and ids.
+/// The command line's sizes of blocks and ids.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Sizes {
-    /// Tokens of a block.
+    /// Tokens per block.
     pub(crate) block: Option<NonZeroU32>,
-    /// Tokens of an id.
+    /// Tokens per id.
     pub(crate) id: Option<NonZeroU32>,
 }
 
@@ -51,7 +51,7 @@ impl Format {
     }
 }
 
-/// What is wrong with a line of a trace, or with the trace up to it.
+/// An error in a line of a trace, or in the trace up to it.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum TraceError {
     #[error("cannot be read")]
@@ -94,19 +94,19 @@ pub(super) enum TraceError {
     )]
     BlockSize { got: u32, id_tokens: u32 },
     #[error(
-        "more than {max} blocks of {block_size} tokens are asked for up to here; larger blocks or \
+        "more than {max} blocks of {block_size} tokens are requested up to here; larger blocks or \
          a part of the trace can be replayed"
     )]
     TooManyBlocks { max: u64, block_size: u32 },
 }
 
-/// What the parser says; the line it counts is the only one it sees.
+/// Returns the parser's message without its line number, because it sees only one line.
 fn without_place(error: &serde_json::Error) -> String {
     let text = error.to_string();
     text.rsplit_once(" at line ").map_or(text.as_str(), |(what, _)| what).to_owned()
 }
 
-/// Where in the file an error is.
+/// An error with its place in the file.
 #[derive(Debug, thiserror::Error)]
 #[error("line {line}")]
 pub(super) struct AtLine {
@@ -118,18 +118,18 @@ pub(super) struct AtLine {
 /// One request of a trace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Request {
-    /// Of its input.
+    /// Tokens of its input.
     pub(super) tokens: u32,
-    /// Of its input, the last one may be partial.
+    /// Blocks of its input; the last one may be partial.
     pub(super) num_blocks: u32,
-    /// First of its ids or, where blocks have none, of its blocks.
+    /// Index of its first id or, without ids, of its first block.
     first: u32,
     num_ids: u32,
-    /// Whether it asks for a block twice, which a trace of prefixes never does.
+    /// Whether a block occurs twice, which is impossible in a trace of prefixes.
     pub(super) has_repeats: bool,
 }
 
-/// What the blocks of a trace are called.
+/// The source of block numbers.
 #[derive(Debug)]
 enum Names {
     /// Every block is new.
@@ -139,19 +139,20 @@ enum Names {
     Ids(Ids),
 }
 
-/// Ids, numbered in the order in which they appear.
+/// Ids, numbered in the order of their first occurrence.
 #[derive(Debug)]
 struct Ids {
-    /// Of all requests, one after another.
-    asked: Vec<u32>,
-    /// The request that asked last; for repeats.
+    /// Ids of all requests, one after another.
+    requested: Vec<u32>,
+    /// The last request with each id, to find repeats.
     last: Vec<u32>,
-    /// As the file has them.
+    /// Ids as the file has them.
     values: Vec<u64>,
-    /// The id before, where it was seen first: an id names its whole prefix, so there is one.
+    /// The id before each id at its first occurrence: an id names its whole prefix, so there is
+    /// one.
     parents: Vec<u32>,
     numbers: HashMap<u64, u32>,
-    /// Blocks of one id.
+    /// Blocks per id.
     split: NonZeroU32,
 }
 
@@ -164,14 +165,14 @@ pub(super) struct Trace {
     requests: Vec<Request>,
     names: Names,
     total_blocks: u64,
-    /// Tokens of an id, where there are ids.
+    /// Tokens per id, if there are ids.
     id_tokens: Option<NonZeroU32>,
-    /// Ids that are one block together.
+    /// Ids per block.
     ids_per_block: NonZeroU32,
 }
 
 impl Trace {
-    /// Reads a file; sizes that are not given are those that [`Self::new`] says.
+    /// Reads a file; [`Self::new`] has the default sizes.
     pub(super) fn read(path: &Path, sizes: Sizes) -> anyhow::Result<Self> {
         let read = || -> anyhow::Result<Self> {
             let lines = Lines::open(path)?;
@@ -180,7 +181,7 @@ impl Trace {
         read().with_context(|| path.display().to_string())
     }
 
-    /// Reads lines whose content says what they are, or the name of their file.
+    /// Reads lines; their content or the file's name determines the format.
     pub(super) fn from_lines(
         mut lines: Lines,
         named: Option<Format>,
@@ -209,7 +210,7 @@ impl Trace {
                 (None, Some(Format::Azure | Format::BurstGpt)) => {
                     Some(Columns::check_header(line)?)
                 }
-                // What follows says what is wrong with the line.
+                // The parser's error describes the line.
                 (None, Some(Format::Mooncake | Format::Qwen)) => None,
                 (None, None) => return Err(TraceError::UnknownFormat),
             },
@@ -238,8 +239,8 @@ impl Trace {
         Ok(trace)
     }
 
-    /// An empty trace. Unless given, ids have as many tokens as in the published traces, and blocks
-    /// the tokens of an id, or 16 where there is none.
+    /// Makes an empty trace. By default, ids have as many tokens as in the published traces, and
+    /// blocks the tokens per id, or 16 without ids.
     fn new(format: Format, sizes: Sizes) -> Result<Self, TraceError> {
         let one = NonZeroU32::MIN;
         let id_tokens = match format {
@@ -278,7 +279,7 @@ impl Trace {
         })
     }
 
-    /// Adds a request; nothing changes when it is refused.
+    /// Adds a request; a refused request changes nothing.
     fn push(&mut self, tokens: u64, ids: Option<&[u64]>) -> Result<(), TraceError> {
         let Some(len) = u32::try_from(tokens).ok().filter(|_| tokens <= INPUT_TOKENS_MAX) else {
             return Err(TraceError::TooLong { got: tokens, max: INPUT_TOKENS_MAX });
@@ -292,7 +293,7 @@ impl Trace {
             }
         }
         let num_blocks = len.div_ceil(self.block_size.get());
-        // A partial id counts whole: its blocks have numbers, whether they are asked for or not.
+        // A partial id counts whole: all its blocks have numbers.
         let split = u64::from(self.blocks_per_id().get());
         let numbered = u64::from(num_blocks).checked_next_multiple_of(split).unwrap_or(u64::MAX);
         let total_blocks = self.total_blocks.saturating_add(numbered);
@@ -309,7 +310,7 @@ impl Trace {
                 (std::mem::replace(first, next), 0, false)
             }
             Names::Ids(names) => {
-                // The last id of a block names all before it, and so the block.
+                // The last id of a block names everything before it, and so the block.
                 let size = to_usize(self.ids_per_block.get());
                 let ids = ids.unwrap_or_default().chunks(size).filter_map(|ids| ids.last());
                 names.push(request, ids.copied())
@@ -323,7 +324,7 @@ impl Trace {
         &self.requests
     }
 
-    /// Numbers from 0 up to this may name a block; a few of them may name none.
+    /// Returns the upper limit of block numbers; a few numbers below it may be unused.
     pub(super) fn num_blocks(&self) -> u32 {
         match &self.names {
             Names::Fresh { num_blocks } => *num_blocks,
@@ -339,7 +340,7 @@ impl Trace {
             Names::Fresh { .. } => out.extend((request.first..).take(num_blocks)),
             Names::Ids(ids) => {
                 let split = ids.split.get();
-                let blocks = ids.asked_by(request).iter().flat_map(|id| {
+                let blocks = ids.ids_of_request(request).iter().flat_map(|id| {
                     let first = id.saturating_mul(split);
                     first..first.saturating_add(split)
                 });
@@ -348,7 +349,7 @@ impl Trace {
         }
     }
 
-    /// The block before the block of this number, which is `previous` in the request at hand.
+    /// Returns the block before this one, which is `previous` in the current request.
     pub(super) fn parent(&self, block: u32, previous: Option<u32>) -> Option<u32> {
         let Names::Ids(ids) = &self.names else {
             return previous;
@@ -361,7 +362,7 @@ impl Trace {
         end.checked_sub(1)
     }
 
-    /// What confirms that two blocks are one: the id as two numbers, and the part of it.
+    /// Returns the tokens of a block, for the index: the id as two numbers, and the part of it.
     pub(super) fn tokens(&self, block: u32) -> [u32; 3] {
         let Names::Ids(ids) = &self.names else {
             return [block, 0, 0];
@@ -372,23 +373,23 @@ impl Trace {
         [half(id), half(id >> 32), part]
     }
 
-    /// Ids of a request with the index of the first among all; empty where blocks have none.
+    /// Returns the ids of a request and the index of the first one; empty without ids.
     pub(super) fn ids(&self, request: &Request) -> (u32, &[u32]) {
         match &self.names {
             Names::Fresh { .. } => (0, &[]),
-            Names::Ids(ids) => (request.first, ids.asked_by(request)),
+            Names::Ids(ids) => (request.first, ids.ids_of_request(request)),
         }
     }
 
-    /// All ids that are asked for, in order; `None` where blocks have none.
+    /// Returns all requested ids, in order; `None` without ids.
     pub(super) fn all_ids(&self) -> Option<&[u32]> {
         match &self.names {
             Names::Fresh { .. } => None,
-            Names::Ids(ids) => Some(&ids.asked),
+            Names::Ids(ids) => Some(&ids.requested),
         }
     }
 
-    /// Blocks of one id.
+    /// Returns the blocks per id.
     pub(super) fn blocks_per_id(&self) -> NonZeroU32 {
         match &self.names {
             Names::Fresh { .. } => NonZeroU32::MIN,
@@ -399,13 +400,13 @@ impl Trace {
 
 impl Ids {
     fn new(split: NonZeroU32) -> Self {
-        let (asked, last, values, parents) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        Self { asked, last, values, parents, numbers: HashMap::new(), split }
+        let (requested, last, values, parents) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        Self { requested, last, values, parents, numbers: HashMap::new(), split }
     }
 
-    /// Index of the first id among all, how many there are, and whether one comes twice.
+    /// Adds ids; returns the index of the first one, their number, and whether one occurs twice.
     fn push(&mut self, request: u32, ids: impl Iterator<Item = u64>) -> (u32, u32, bool) {
-        let first = to_u32(self.asked.len());
+        let first = to_u32(self.requested.len());
         let (mut parent, mut has_repeats) = (NONE, false);
         for id in ids {
             let next = to_u32(self.values.len());
@@ -418,16 +419,16 @@ impl Ids {
             if let Some(last) = self.last.get_mut(to_usize(number)) {
                 has_repeats |= std::mem::replace(last, request) == request;
             }
-            self.asked.push(number);
+            self.requested.push(number);
             parent = number;
         }
-        (first, to_u32(self.asked.len()).saturating_sub(first), has_repeats)
+        (first, to_u32(self.requested.len()).saturating_sub(first), has_repeats)
     }
 
-    fn asked_by(&self, request: &Request) -> &[u32] {
+    fn ids_of_request(&self, request: &Request) -> &[u32] {
         let first = to_usize(request.first);
         let end = first.saturating_add(to_usize(request.num_ids));
-        self.asked.get(first..end).unwrap_or_default()
+        self.requested.get(first..end).unwrap_or_default()
     }
 
     fn id_of(&self, block: u32) -> u32 {
@@ -436,7 +437,7 @@ impl Ids {
 }
 
 impl Format {
-    /// What the name of a file says, without the ending of its compression.
+    /// Returns the format that a file's name suggests, without the extension of its compression.
     fn of_name(path: &Path) -> Option<Self> {
         let is_zst = path.extension().is_some_and(|ext| ext.eq_ignore_ascii_case("zst"));
         let stem = if is_zst { path.file_stem() } else { path.file_name() };

@@ -11,7 +11,7 @@ fn tensors(case: &Recorded) -> Vec<Entry> {
     tensors.map(|(name, shape)| Entry::f32(name, shape, &values(name, shape))).collect()
 }
 
-/// The directory that transformers saved, but for the tokenizer.
+/// Makes the directory that transformers saved, with another tokenizer.
 fn directory(case: &Recorded) -> ModelDir {
     let model = ModelDir::copy();
     model.write("config.json", case.config.to_string());
@@ -25,7 +25,7 @@ fn generate(case: &Recorded, model: &ModelDir, extra: &[&str]) -> Vec<Vec<u64>> 
 }
 
 #[test]
-fn every_architecture_goes_on_as_in_transformers() {
+fn every_architecture_continues_as_in_transformers() {
     for case in &recorded() {
         let model = directory(case);
         let expected: Vec<_> = case.output_ids.iter().copied().map(u64::from).collect();
@@ -39,7 +39,7 @@ fn every_architecture_goes_on_as_in_transformers() {
             let got = generate(case, &model, extra);
             assert_eq!(got, std::slice::from_ref(&expected), "{} {extra:?}", case.name);
         }
-        // Twice the same prompt: the second one finds the first one's rows.
+        // The same prompt twice: the second one reuses the first one's rows.
         let got = generate(case, &model, &["--prompt", &case.prompt, "--max-batch", "1"]);
         assert_eq!(got, [expected.clone(), expected], "{}", case.name);
     }
@@ -93,7 +93,7 @@ fn shards_under_an_index_with_a_byte_order_mark_are_one_model() {
 }
 
 #[test]
-fn a_file_with_old_and_new_keys_runs_and_one_that_contradicts_itself_says_so() {
+fn old_and_new_keys_run_and_contradictions_are_refused() {
     let run = |changes: &[(&str, serde_json::Value)]| {
         let model = ModelDir::copy();
         for (field, value) in changes {

@@ -1,5 +1,5 @@
-//! `kv bench`, in sizes that tell nothing of speed: every line is there, and its numbers fit
-//! together.
+//! `kv bench` at small sizes, which say nothing about speed: every line exists, and its numbers are
+//! consistent.
 use serde_json::Value;
 
 use crate::support::{fails, json, kv, number};
@@ -23,15 +23,14 @@ const SHAPE: [&str; 16] = [
     "bf16,fp8-e4m3,int8/l4",
 ];
 
-/// Bytes of one slot of a layer and of the slots of 40 tokens, by format: K and V of two heads of
-/// 64. A wide row of 128 bytes takes four slots, because l4 has rows of 34. Few formats: a driver
-///     in
-/// software compiles a shader for seconds.
+/// Bytes of one slot of a layer and slots of 40 tokens, by format: K and V of two heads of 64. A
+/// row of 128 bytes in the full-precision prefix takes four slots, because l4 has rows of 34. Few
+/// formats, because a software driver compiles each shader for seconds.
 const STORED: [(&str, u64, u64); 3] =
     [("bf16", 512, 40), ("fp8-e4m3", 256, 40), ("int8/l4", 200, 52)];
 
-/// Runs on a device of this machine, `None` where it has none of this kind.
-#[expect(clippy::print_stdout, reason = "whoever reads a test's output learns what it left out")]
+/// Returns a device of this machine, `None` without one of this kind.
+#[expect(clippy::print_stdout, reason = "the output of a test shows what it left out")]
 fn device(backend: &str) -> Option<String> {
     let report = json(&["devices"]);
     let is_its = |value: &&Value| value["backend"] == backend && value["refusal"].is_null();
@@ -43,10 +42,10 @@ fn device(backend: &str) -> Option<String> {
 }
 
 fn whole(value: &Value) -> u64 {
-    value.as_u64().unwrap_or_else(|| panic!("{value} is no whole number"))
+    value.as_u64().unwrap_or_else(|| panic!("{value} is not a whole number"))
 }
 
-/// What is read and written by a step of two layers.
+/// Returns the bytes that a step of two layers reads and writes.
 fn moved(operation: &str, (_, slot, slots): (&str, u64, u64)) -> (u64, u64) {
     let (layers, batch, context, token) = (2, 3, 40, 2 * 2 * 64 * 2);
     let stored = layers * slots * slot;
@@ -109,7 +108,7 @@ fn a_card_is_measured() {
 }
 
 #[test]
-fn the_table_says_what_was_measured() {
+fn the_table_lists_the_measurements() {
     let tiny = ["--batch", "1", "--context", "5", "--layers", "1", "--head-dim", "8"];
     let args = ["bench", "--formats", "bf16,l4", "--rounds", "1"];
     let output = kv(&[&args[..], &tiny].concat());
@@ -134,7 +133,7 @@ fn the_table_says_what_was_measured() {
 }
 
 #[test]
-fn an_adapter_that_a_cpu_stands_for_is_called_so() {
+fn an_adapter_in_software_is_reported() {
     let Some(name) = device("wgpu") else { return };
     let devices = json(&["devices"]);
     let is_it = |device: &&Value| device["name"] == name.as_str();
@@ -149,7 +148,7 @@ fn an_adapter_that_a_cpu_stands_for_is_called_so() {
     assert!(text.contains(&format!("driver {}\n", word("driver"))), "{text}");
     let is_software = word("kind") == "Cpu";
     assert_eq!(text.contains("A CPU runs the shaders of this adapter"), is_software, "{text}");
-    assert_eq!(text.contains("says nothing of a card"), is_software, "{text}");
+    assert_eq!(text.contains("say nothing about a card"), is_software, "{text}");
     assert_eq!(text.contains("of the plain copy's rate in "), !is_software, "{text}");
 }
 
@@ -191,7 +190,7 @@ fn every_suite_measures_every_case() {
     let path = plot.path().join("roofline.svg");
     let to = ["--plot", path.to_str().expect("UTF-8"), "--threads", "1,2", "--isa", "scalar"];
     let lines = lines(&[&GRID[..], &LESS_MEMORY, &to].concat());
-    // Contexts, two more kinds of blocks and another format; of plans no formats.
+    // Contexts, two more kinds of blocks and another format; plans have no formats.
     let one = 2 + 2 + 1;
     let names = ["decode", "prefill", "append", "append-prompt", "gather", "copy", "plan"];
     for threads in [1, 2] {
@@ -221,13 +220,13 @@ fn every_suite_measures_every_case() {
 }
 
 #[test]
-fn what_does_not_fit_is_left_out_and_told() {
+fn cases_that_do_not_fit_are_left_out_and_reported() {
     let args = ["--batch", "2,4000", "--context", "40", "--formats", "bf16", "--layers", "1"];
     let output = kv(&[&["bench", "--suite", "decode", "--json"], &args[..], &LESS_MEMORY].concat());
     assert_eq!(output.code, 0, "{}", output.stderr);
-    let told: Vec<_> = output.stderr.lines().collect();
-    assert!(!told.is_empty(), "{}", output.stdout);
-    for line in told {
+    let notes: Vec<_> = output.stderr.lines().collect();
+    assert!(!notes.is_empty(), "{}", output.stdout);
+    for line in notes {
         let is_large = line.contains("decode bf16") && line.contains("of memory, 48.00 MiB are");
         assert!(line.starts_with("kv: left out: ") && is_large, "{line}");
     }
@@ -259,7 +258,7 @@ fn wrong_input_is_refused() {
     fails_with(&["--rounds", "0"], 2, "at least 1");
     fails_with(&["--layers", "0"], 2, "--layers");
     fails_with(&["--layers", "65536"], 2, "--layers");
-    fails_with(&["--kv-heads", "5"], 2, "--q-heads 32 is no multiple of --kv-heads 5");
+    fails_with(&["--kv-heads", "5"], 2, "--q-heads 32 is not a multiple of --kv-heads 5");
     fails_with(&["--block-size", "2", "--formats", "l4"], 1, "l4: full_precision_prefix");
     fails_with(&["--batch", "4294967295", "--formats", "bf16"], 1, "too many sequences");
     let many = ["--batch", "4294967294", "--context", "4294967295", "--formats", "bf16"];

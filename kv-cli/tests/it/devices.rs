@@ -3,7 +3,7 @@ use serde_json::Value;
 
 use crate::support::{json, kv};
 
-/// The devices of one backend, or why there is none.
+/// Returns the devices of one backend, or the reason why there is none.
 fn of(backend: &str) -> Result<Vec<Value>, String> {
     let report = json(&["devices"]);
     let list = |field: &str| report[field].as_array().expect("a list").clone();
@@ -19,14 +19,20 @@ fn of(backend: &str) -> Result<Vec<Value>, String> {
             assert!(found.is_empty(), "{backend} is there and missing: {report}");
             let reason = missing["reason"].as_str().expect("text");
             assert!(!reason.is_empty() && !reason.contains('\n'));
+            let is_built = match backend {
+                "wgpu" => cfg!(feature = "wgpu"),
+                "cuda" => cfg!(feature = "cuda"),
+                _ => true,
+            };
+            assert_eq!(reason.contains(&format!("add --features {backend}")), !is_built);
             Err(reason.to_owned())
         }
         _ => panic!("{backend} is missing twice: {report}"),
     }
 }
 
-/// The adapters of this machine; says why a test is skipped without one.
-#[expect(clippy::print_stdout, reason = "whoever reads a test's output learns what it left out")]
+/// Returns the adapters of this machine; prints why a test is skipped without one.
+#[expect(clippy::print_stdout, reason = "the output of a test shows what it left out")]
 fn adapters() -> Vec<Value> {
     of("wgpu").unwrap_or_else(|reason| {
         println!("skipped: {reason}");

@@ -11,7 +11,7 @@ const FIELDS: [&str; 8] =
     ["format", "bits_per_value", "kld_mean", "kld_p99", "top1", "delta_nll", "ppl", "tokens"];
 
 #[test]
-fn f32_is_no_distance_from_itself() {
+fn f32_has_no_divergence_from_itself() {
     let lines = eval(&["--format", "f32", "--window", "200", "--windows", "2"]);
     let line = &lines[0];
     assert_eq!(line["format"], "f32");
@@ -22,7 +22,7 @@ fn f32_is_no_distance_from_itself() {
     }
     assert_eq!(line["tokens"], 2 * 199);
     assert_eq!(line["bits_per_value"], 32.0);
-    // A story such as the model was trained on: far better than chance, which would be 512.
+    // A story like those that the model was trained on: far better than chance, which would be 512.
     let ppl = number(line, "ppl");
     assert!((2.0..20.0).contains(&ppl), "{ppl}");
 }
@@ -99,7 +99,7 @@ fn wrong_input_is_refused() {
     }
 }
 
-/// A file with the constants of the bundled model.
+/// Makes a file with the constants of the bundled model.
 fn calibrate(dir: &TempDir, extra: &[&str]) -> (PathBuf, Value) {
     let file = dir.path().join("calib.safetensors");
     let (text, name) = (data("calibration.txt"), file.to_str().expect("UTF-8"));
@@ -124,7 +124,7 @@ fn a_calibration_is_made_and_belongs_to_its_model() {
     let (_, again) = calibrate(&dir, &["--tokens", "300", "--model", model.path()]);
     assert_eq!(again["fingerprint"], report["fingerprint"]);
     assert_eq!(fs::read(&file).expect("the file"), bytes);
-    // One weight more or less is another model, and both are named.
+    // A model with one changed weight is another model, and both are named.
     let mut tensors = entries();
     let v = tensors.iter_mut().find(|entry| entry.name.ends_with("3.self_attn.v_proj.weight"));
     v.expect("a projection").bytes[2] ^= 1;

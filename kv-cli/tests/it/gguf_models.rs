@@ -1,4 +1,4 @@
-//! Recorded models as GGUF files, by the names and orders of llama.cpp's converter.
+//! Recorded models as GGUF files, with the names and orders of llama.cpp's converter.
 use std::fs::File;
 
 use candle_core::quantized::gguf_file::{self, Value};
@@ -17,12 +17,13 @@ fn head_dim(case: &Recorded) -> u32 {
     number(case, "head_dim").unwrap_or_else(|| of("hidden_size") / of("num_attention_heads"))
 }
 
-/// Architectures whose rows of Q and K have the values of a pair side by side.
+/// Returns whether files of the architecture have the two values of a pair next to each other in Q
+/// and K.
 fn interleaves(architecture: &str) -> bool {
     ["llama", "granite", "smollm3"].contains(&architecture)
 }
 
-/// A number of a configuration as GGUF files keep it.
+/// Converts a number of a configuration to GGUF's type.
 #[expect(clippy::cast_possible_truncation, clippy::as_conversions, reason = "rounding is meant")]
 fn real(value: &serde_json::Value) -> Value {
     Value::F32(value.as_f64().expect("a number") as f32)
@@ -102,7 +103,7 @@ fn name(architecture: &str, name: &str) -> String {
     format!("blk.{layer}.{part}.{kind}")
 }
 
-/// Rows of one head after the other, each with its halves mixed.
+/// Interleaves the halves of each head's rows.
 fn interleave(values: &[f32], head_dim: usize, width: usize) -> Vec<f32> {
     let head = |rows: &[f32]| {
         let (first, second) = rows.split_at(rows.len() / 2);
@@ -133,7 +134,7 @@ fn write(case: &Recorded, architecture: &str, path: &std::path::Path) {
 }
 
 #[test]
-fn a_gguf_file_of_every_architecture_goes_on_as_in_transformers() {
+fn a_gguf_file_of_every_architecture_continues_as_in_transformers() {
     let cases = recorded();
     for name in [
         "llama",

@@ -12,7 +12,7 @@ fn cases() -> Vec<Value> {
 }
 
 #[test]
-fn the_bundled_model_says_what_it_says_in_f64() {
+fn the_bundled_model_gives_the_text_of_f64() {
     let cases = cases();
     assert_eq!(cases.len(), 3);
     for case in &cases {
@@ -36,7 +36,7 @@ fn all_prompts_at_once_give_what_each_gives_alone() {
     assert_eq!(all_tokens(&json(&args)), expected);
 }
 
-/// A 16-bit cache may turn a token only where the two most likely ones are close.
+/// A 16-bit cache may change a token only if the two most likely ones are close.
 #[test]
 fn sixteen_bit_caches_agree_up_to_a_close_call() {
     for format in ["f16", "bf16"] {
@@ -55,7 +55,7 @@ fn sixteen_bit_caches_agree_up_to_a_close_call() {
 }
 
 #[test]
-fn text_streams_behind_its_prompt_and_a_report_ends_it() {
+fn text_streams_after_its_prompt_and_a_report_follows() {
     for case in &cases() {
         let prompt = case["prompt"].as_str().expect("text");
         let output = kv(&["generate", "--ignore-eos", "--prompt", prompt]);

@@ -1,4 +1,4 @@
-//! The program as its users meet it: every test runs the binary.
+//! Tests of the program: each of them runs the binary.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::expect_used,

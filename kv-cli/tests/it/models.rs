@@ -1,4 +1,4 @@
-//! The same model written in other ways says the same.
+//! The same model in other file formats gives the same text.
 use std::fs::File;
 
 use candle_core::quantized::gguf_file::{self, Value};
@@ -37,7 +37,7 @@ fn sixteen_bit_weights_are_upcast() {
     let (wide, narrow) = (ModelDir::copy(), ModelDir::copy());
     let mut tensors = entries();
     for entry in &mut tensors {
-        // What bfloat16 holds exactly.
+        // Values that bfloat16 holds exactly.
         entry.bytes.chunks_exact_mut(4).for_each(|value| value[..2].fill(0));
     }
     wide.write("model.safetensors", safetensors(&tensors));
@@ -67,7 +67,7 @@ fn untied_embeddings_and_biases_are_read() {
     model.set("tie_word_embeddings", Some(json!(false)));
     model.set("attention_bias", Some(json!(true)));
     assert_eq!(generate(model.path(), &[]), expected());
-    // A bias that is not zero is not ignored.
+    // A bias that is not zero must be used.
     let bias = tensors.iter_mut().find(|entry| entry.name.ends_with("0.self_attn.v_proj.bias"));
     let bias = bias.expect("a bias");
     *bias = Entry::f32(&bias.name, &[32], &[1.0; 32]);
@@ -84,10 +84,10 @@ fn stop_tokens_come_from_the_configuration() {
     let report = json(&["generate", "--max-new-tokens", "40", "--model", model.path()]);
     assert_eq!(all_tokens(&report)[0], all[..end], "the stop token is the last one");
     assert_eq!(report["sequences"][0]["finish"], "eos");
-    assert_eq!(generate(model.path(), &[])[0], all, "--ignore-eos goes on");
+    assert_eq!(generate(model.path(), &[])[0], all, "--ignore-eos continues");
 }
 
-/// Rows of Q and K as files of the llama architecture keep them: pairs side by side.
+/// Interleaves rows of Q and K as in files of the llama architecture.
 fn interleave(values: &[f32], head_dim: usize, width: usize) -> Vec<f32> {
     let half = head_dim / 2;
     let head = |rows: &[f32]| {
@@ -104,7 +104,7 @@ fn gguf(path: &std::path::Path, architecture: &str) {
     gguf_with(path, architecture, &[]);
 }
 
-/// The bundled model as one GGUF file; `more` keys replace those of the same name.
+/// Writes the bundled model as one GGUF file; `more` keys replace those of the same name.
 fn gguf_with(path: &std::path::Path, architecture: &str, more: Keys<'_>) {
     let tensors = gguf_tensors();
     write_gguf(path, architecture, more, &tensors);
@@ -135,7 +135,7 @@ fn write_gguf(
     gguf_file::write(&mut file, &metadata, &tensors).expect("a GGUF file");
 }
 
-/// The tensors of the bundled model under their names in GGUF files.
+/// Returns the tensors of the bundled model under their GGUF names.
 fn gguf_tensors() -> Vec<(String, QTensor)> {
     let rename = |name: &str| match name.strip_prefix("model.layers.") {
         None if name.starts_with("model.embed") => "token_embd.weight".to_owned(),
@@ -183,7 +183,7 @@ fn a_gguf_file_is_a_model() {
 }
 
 #[test]
-fn a_gguf_file_that_lies_is_refused() {
+fn an_inconsistent_gguf_file_is_refused() {
     let model = ModelDir::copy();
     let path = model.file("model.gguf");
     gguf(&path, "llama");
@@ -206,7 +206,7 @@ fn a_gguf_file_that_lies_is_refused() {
 }
 
 #[test]
-fn a_factor_of_any_age_scales_the_rotation() {
+fn old_and_new_factor_keys_scale_the_rotation() {
     let model = ModelDir::copy();
     let path = model.file("model.gguf");
     let name = path.to_str().expect("UTF-8");
@@ -293,7 +293,7 @@ fn a_model_in_several_gguf_files_is_one() {
     let first = path(1);
     let first = first.to_str().expect("UTF-8");
     assert_eq!(generate(first, &[]), expected());
-    // The first part alone tells what a plan needs, and a directory has one model.
+    // A plan needs the first part only, and a directory has one model.
     std::fs::remove_file(model.file("config.json")).expect("config.json");
     for model in [first, model.path()] {
         let report = json(&["plan", "--model", model, "--format", "bf16"]);

@@ -16,14 +16,14 @@ fn figures_follow_from_the_configuration() {
     let report = json(&["plan", "--model", model, "--memory", "24GiB", "--format", "bf16"]);
     assert_eq!(report["context"], 8192);
     let line = &report["formats"][0];
-    // 32 layers, K and V, 8 heads of 128, two bytes: 128 KiB a token, 1 GiB a sequence.
+    // 32 layers, K and V, 8 heads of 128, two bytes: 128 KiB per token, 1 GiB per sequence.
     assert_eq!(line["bytes_per_token"], 131_072);
     assert_eq!(line["sequence_bytes"], 1_u64 << 30);
     assert_eq!(line["tokens"], 24 * 8192);
     assert_eq!(line["sequences"], 24);
     let report = json(&["plan", "--model", model, "--memory", "1KiB", "--context", "131072"]);
     let formats = report["formats"].as_array().expect("a list");
-    assert_eq!(formats.len(), 21, "every format unless asked otherwise");
+    assert_eq!(formats.len(), 21, "every format by default");
     assert!(formats.iter().all(|line| line["sequences"] == 0 && line["tokens"] == 0));
     let report = json(&[
         "plan",
@@ -54,8 +54,8 @@ fn scales_and_wide_rows_are_counted() {
     let mut args = vec!["plan", "--model", model, "--memory", "24GiB"];
     args.extend(formats.iter().flat_map(|format| ["--format", format]));
     let report = json(&args);
-    // Bytes of a row of K and of V, then slots that the four wide rows take beyond one a token: 256
-    // bytes of f16 in rows of 66 take four.
+    // Bytes of a row of K and of V, then extra slots of the four rows in the full-precision prefix:
+    // 256 bytes of f16 take four rows of 66.
     for ((line, name), (k, v, further, prefix)) in
         report["formats"].as_array().expect("a list").iter().zip(formats).zip([
             (66_u64, 66, 12, 4),
@@ -134,7 +134,7 @@ fn latent_attention_shows_needed_and_stored_bytes() {
     assert_eq!(line["stored_bytes_per_token"], 132_736);
     assert_eq!(line["sequence_bytes"], 132_736_u64 * 163_840);
     let notes = report["notes"].to_string();
-    assert!(notes.contains("70272 bytes a token, 1.9 times that (132736) are stored"), "{notes}");
+    assert!(notes.contains("70272 bytes per token, 1.9 times that (132736) are stored"), "{notes}");
     let dir = tempfile::TempDir::new().expect("a directory");
     std::fs::write(dir.path().join("config.json"), deepseek.to_string()).expect("config.json");
     let output = kv(&["plan", "--model", dir.path().to_str().expect("UTF-8")]);
@@ -155,7 +155,7 @@ fn layers_of_several_kinds_are_added_up() {
     assert_eq!(line["kind_bytes_per_token"], json!([12 * 2048, 12 * 2048]));
     assert_eq!(report["kinds"][0]["window"], 128);
     assert_eq!(report["kinds"][1]["window"], json!(null));
-    // 8,192 blocks of 16 that keep all, and nine for a window of 128.
+    // 8,192 blocks of 16 without a window, and nine for a window of 128.
     let sequence = (8192 + 9) * 16 * 12 * 2048_u64;
     assert_eq!(line["sequence_bytes"], sequence);
     assert_eq!(line["sequences"], 80_000_000_000 / sequence);
@@ -184,7 +184,7 @@ fn a_context_that_no_field_gives_is_noted() {
 }
 
 #[test]
-fn a_description_that_is_none_names_the_architecture() {
+fn an_invalid_description_names_the_architecture() {
     let dir = tempfile::TempDir::new().expect("a directory");
     let file = |name: &str, bytes: &[u8]| {
         let path = dir.path().join(name);
@@ -200,7 +200,7 @@ fn a_description_that_is_none_names_the_architecture() {
         file("config.json", config.to_string().as_bytes());
         fails(&["plan", "--model", dir.path().to_str().expect("UTF-8")], 1, words);
     }
-    // A file is read as well as its directory, with a byte order mark or without.
+    // A file and its directory give the same result, with a byte order mark or without.
     let config = json!({"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768});
     let marked = file("own.json", format!("\u{feff}{config}").as_bytes());
     let report = json(&["plan", "--model", &marked, "--format", "f16"]);

@@ -1,4 +1,4 @@
-//! Quantised caches under a model: what they cost, what they say, and what must not change it.
+//! Quantised caches under a model: accuracy, text, and settings that must not change it.
 use std::fs;
 
 use serde_json::Value;
@@ -6,7 +6,7 @@ use tempfile::TempDir;
 
 use crate::support::{all_tokens, bundled, data, eval, json, number, tokens};
 
-/// Constants of the bundled model in a file.
+/// A file with constants of the bundled model.
 struct Constants(TempDir);
 
 impl Constants {
@@ -22,7 +22,7 @@ impl Constants {
     }
 }
 
-/// Mean divergence of each format.
+/// Returns the mean divergence of each format.
 fn klds(formats: &[&str], extra: &[&str]) -> Vec<f64> {
     let mut args: Vec<_> = formats.iter().flat_map(|format| ["--format", format]).collect();
     args.extend(extra);
@@ -83,7 +83,7 @@ fn k_and_v_have_formats_of_their_own() {
 }
 
 #[test]
-fn a_file_of_constants_does_what_the_text_does() {
+fn a_file_of_constants_equals_its_text() {
     let (text, constants) = (data("calibration.txt"), Constants::new());
     let formats = ["l4", "int8,full-precision-prefix=4", "fp8-e4m3,full-precision-prefix=4"];
     let from_text = klds(&formats, &["--calib-text", &text]);
@@ -106,7 +106,7 @@ fn options_of_a_format_change_what_is_stored() {
     assert!(klds_on[3] > klds_on[0] * 4.0, "the transform is worth its while: {klds_on:?}");
     let off = klds(&["l4"], &["--calib-text", &text, "--no-transform"]);
     let same = klds(&["l4,full-precision-prefix=0,transform=off"], &["--calib-text", &text]);
-    assert_eq!(off, same, "without a transform there is no full-precision prefix unless asked for");
+    assert_eq!(off, same, "without a transform there is no prefix by default");
     assert_eq!(
         klds(&["l4"], &["--no-transform", "--full-precision-prefix", "7"]),
         klds(&["l4,full-precision-prefix=7,transform=off"], &[])
@@ -119,10 +119,10 @@ fn means_of_blocks_bring_a_format_closer_and_a_tail_is_stored() {
     let formats = ["l4,mean=block", "l4", "l4,tail=on"];
     let klds_on = klds(&formats, &["--calib-text", &text, "--block-size", "32"]);
     assert!(klds_on[0] < klds_on[1] * 0.8, "{klds_on:?}");
-    // Of a text that comes at once, a tail keeps less than a block: codes differ, and little else.
+    // If a text is read at once, a tail holds less than a block: few codes differ.
     assert!(klds_on[2] < klds_on[1] * 1.5, "{klds_on:?}");
     assert_ne!(klds_on[2].to_bits(), klds_on[1].to_bits());
-    // Means of blocks need no calibration.
+    // Block means need no calibration.
     let formats = ["l4,mean=block", "l4"];
     assert_ascending(&formats, &klds(&formats, &["--block-size", "32"]));
 }
@@ -141,8 +141,7 @@ fn a_plot_has_a_point_for_every_format() {
     }
 }
 
-/// The bundled model with 4 bits says what it says with 32, up to the first token that was a close
-/// call.
+/// The bundled model gives the same text with 4 bits as with 32, up to the first close call.
 #[test]
 fn four_bits_agree_up_to_a_close_call() {
     let constants = Constants::new();
@@ -167,7 +166,7 @@ fn four_bits_agree_up_to_a_close_call() {
 }
 
 #[test]
-fn how_the_cache_is_cut_does_not_change_the_tokens() {
+fn block_sizes_and_steps_do_not_change_the_tokens() {
     let constants = Constants::new();
     let run = |format: &str, extra: &[&str]| {
         let format = format!("{format},calib={}", constants.path());
@@ -184,8 +183,8 @@ fn how_the_cache_is_cut_does_not_change_the_tokens() {
             assert_eq!(all_tokens(&run(format, extra)), expected, "{format} {extra:?}");
         }
     }
-    // Other steps give other last bits of K and V, and these other codes: with few bits that may
-    // turn a token, with eight it does not here.
+    // Other steps change the last bits of K and V, and so some codes: with few bits that may change
+    // a token, with eight it does not here.
     let expected = all_tokens(&run("int8", &[]));
     for extra in [
         &["--max-batch", "1"][..],

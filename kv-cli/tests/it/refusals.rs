@@ -52,7 +52,7 @@ fn help_has_examples_and_is_0() {
 }
 
 #[test]
-fn an_adapter_that_is_not_there_is_named() {
+fn a_missing_adapter_is_named() {
     for name in ["wgpu:4000", "wgpu:no such card"] {
         fails(&["generate", "--backend", name], 1, "no adapter");
     }
@@ -60,13 +60,13 @@ fn an_adapter_that_is_not_there_is_named() {
 }
 
 #[test]
-fn a_card_that_is_not_there_is_named() {
-    // No machine has so many.
+fn a_missing_card_is_named() {
+    // No machine has that many cards.
     fails(&["generate", "--backend", "cuda:4000"], 1, "open cuda");
 }
 
 #[test]
-fn a_model_that_is_not_there_is_named() {
+fn a_missing_model_is_named() {
     fails(&["generate", "--model", "/no/such/model"], 1, "/no/such/model: no such file");
     for file in ["config.json", "model.safetensors", "tokenizer.json"] {
         let model = ModelDir::copy();
@@ -77,7 +77,7 @@ fn a_model_that_is_not_there_is_named() {
 }
 
 #[test]
-fn a_configuration_that_cannot_be_is_refused() {
+fn an_invalid_configuration_is_refused() {
     for (field, value, words) in [
         ("num_attention_heads", Some(json!(0)), "num_attention_heads is 0"),
         ("num_key_value_heads", Some(json!(0)), "num_key_value_heads is 0"),
@@ -109,7 +109,7 @@ fn a_configuration_that_cannot_be_is_refused() {
 }
 
 #[test]
-fn weights_that_lie_are_refused() {
+fn inconsistent_weights_are_refused() {
     let model = ModelDir::copy();
     let good = fs::read(model.file("model.safetensors")).expect("weights");
     let refused = |bytes: &[u8], words: &str| {
@@ -147,7 +147,7 @@ fn weights_that_lie_are_refused() {
 }
 
 #[test]
-fn an_index_that_leads_astray_is_refused() {
+fn an_index_with_invalid_paths_is_refused() {
     let model = ModelDir::copy();
     fs::remove_file(model.file("model.safetensors")).expect("weights");
     for (index, words) in [
@@ -174,7 +174,7 @@ fn a_tokenizer_that_does_not_fit_is_refused() {
     let good = fs::read_to_string(model.file("tokenizer.json")).expect("tokenizer.json");
     model.write("tokenizer.json", good.replacen("\"Fuse\"", "\"Fuse\", 9", 1));
     fails(&generate(&model, &[]), 1, "tokenizer.json: not a tokenizer.json");
-    // Its tokens reach beyond a vocabulary that was cut.
+    // Its tokens exceed a vocabulary that was cut.
     let model = ModelDir::copy();
     model.set("vocab_size", Some(json!(300)));
     let mut tensors = entries();
@@ -232,7 +232,7 @@ fn a_prompt_that_can_never_fit_is_refused_up_front() {
     fails(&output, 1, "leaves no room in a context of 512");
     let tiny = ["generate", "--json", "--paged", "4,3", "--prompt", "Once upon a time"];
     fails(&tiny, 1, "needs 33 blocks, the cache has 3");
-    // A prompt that is shown as it goes is not shown before it is accepted.
+    // The text of a streamed prompt is not printed before the prompt is accepted.
     let shown = ["generate", "--prompt", "Once", "--paged", "4,2", "--max-new-tokens", "99"];
     fails(&shown, 1, "blocks, the cache has 2");
     let fits = ["generate", "--json", "--paged", "4,33", "--prompt", "Once upon a time"];

@@ -1,4 +1,4 @@
-//! `kv replay`: real bookkeeping, a small trace with figures that were worked out by hand.
+//! `kv replay`: real block management, a small trace with figures that were worked out by hand.
 use std::fs;
 
 use serde_json::{Value, json};
@@ -43,7 +43,7 @@ fn figures(line: &Value) -> [&Value; 5] {
     ["policy", "capacity_blocks", "hit_tokens", "evictions", "peak_blocks"].map(|name| &line[name])
 }
 
-/// A file of this name and content.
+/// Writes a file with this name and content.
 fn file(dir: &TempDir, name: &str, content: impl AsRef<[u8]>) -> String {
     let path = dir.path().join(name);
     fs::write(&path, content).expect(name);
@@ -89,7 +89,7 @@ fn a_capacity_beyond_the_trace_takes_no_memory() {
 }
 
 #[test]
-fn lengths_alone_hit_nothing() {
+fn traces_of_lengths_have_no_hits() {
     let dir = TempDir::new().expect("a directory");
     let csv = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,33,44\n\
                2023-11-16 18:15:50.9951690,100,109\n";
@@ -118,7 +118,7 @@ fn traces_of_qwen_and_burst_gpt_are_read() {
 }
 
 #[test]
-fn tokens_per_id_are_those_of_the_trace_unless_given() {
+fn tokens_per_id_default_to_those_of_the_trace() {
     let trace = data("qwen.jsonl");
     fails(&["replay", &trace, "--tokens-per-id", "32"], 1, "2 are needed: one for every 32 begun");
     let given = replay(&[&trace, "--policy", "infinite", "--tokens-per-id", "16"]);
@@ -149,7 +149,7 @@ fn a_table_and_a_plot_are_for_people() {
 }
 
 #[test]
-fn a_broken_file_is_told_with_its_line() {
+fn a_broken_file_is_reported_with_its_line() {
     let dir = TempDir::new().expect("a directory");
     let good = fs::read_to_string(data("replay.jsonl")).expect("the trace");
     let zst = fs::read(data("replay.jsonl.zst")).expect("the trace");

@@ -1,9 +1,9 @@
-//! Prefixes that prompts share, beams that share a prompt, guesses that are checked in one step.
+//! Shared prefixes of prompts, beams that share a prompt, drafts that are verified in one step.
 use serde_json::Value;
 
 use crate::support::{ModelDir, all_tokens, fails, json, kv, number};
 
-/// Behind one opening, long enough for several blocks.
+/// A common beginning, long enough for several blocks.
 const OPENING: &str = "Once upon a time, there was a little girl named Lily. She loved to play \
                        outside in the park with her dog Max. One sunny day, they went to the park \
                        to play with a big red ball.";
@@ -60,8 +60,8 @@ fn reuse_saves_work_and_changes_no_text() {
     }
 }
 
-/// Rows are encoded one by one, so it does not matter who wrote a block.
-/// Text and blocks are the same each time: they may be computed again, and are kept once.
+/// Rows are encoded one by one, so it does not matter which request wrote a block. Text and blocks
+/// are the same each time: blocks may be computed again, and are stored once.
 #[test]
 fn equal_prompts_are_cached_once() {
     for batch in ["1", "8"] {
@@ -91,7 +91,7 @@ fn quantised_blocks_are_shared_as_they_are() {
 }
 
 #[test]
-fn a_small_pool_gives_way_evicts_and_takes_over() {
+fn a_small_pool_preempts_evicts_and_reuses() {
     let prompts = prompts();
     let expected = all_tokens(&generate(&prompts, &["--no-reuse"]));
     let mut counts = [0, 0];
@@ -105,7 +105,7 @@ fn a_small_pool_gives_way_evicts_and_takes_over() {
 }
 
 #[test]
-fn a_window_keeps_no_more_than_it_sees() {
+fn a_window_keeps_visible_blocks_only() {
     let model = ModelDir::copy();
     model.set("model_type", Some("mistral".into()));
     model.set("sliding_window", Some(24.into()));
@@ -116,7 +116,7 @@ fn a_window_keeps_no_more_than_it_sees() {
         let report = with(&[extra, &["--max-new-tokens", "90"]].concat());
         assert_eq!(all_tokens(&report), expected, "{extra:?}");
     }
-    // A text of 150 tokens and more in blocks for the window and a chunk.
+    // A text of at least 150 tokens in blocks for the window and a chunk.
     let report = with(&[
         "--paged",
         "4,16",
@@ -152,10 +152,11 @@ fn a_window_runs_in_the_blocks_of_its_peak() {
     with(&["--paged", "4,9", "--prompt", OPENING, "--max-step-tokens", "8"]);
 }
 
-/// The last bits of a projection depend on how many rows a step has, whether they are guesses or
-/// other sequences. Eight bits hide that; four can turn a close call, with and without guesses.
+/// The last bits of a projection depend on the number of rows in a step, whether they are drafts or
+/// other sequences. Eight bits hide that; with four a close call may turn out differently, with and
+/// without drafts.
 #[test]
-fn guesses_change_the_steps_and_not_the_text() {
+fn drafts_change_the_steps_and_not_the_text() {
     let prompts = prompts();
     for base in [&[][..], &["--format", "int8"], &["--temperature", "0.7"]] {
         let plain = generate(&prompts, &[base, &["--max-new-tokens", "120"]].concat());
@@ -177,15 +178,15 @@ fn guesses_change_the_steps_and_not_the_text() {
 }
 
 #[test]
-fn guesses_save_steps_where_a_text_repeats() {
+fn drafts_save_steps_in_a_repeating_text() {
     let prompt = [OPENING.to_owned()];
     let steps = |extra: &[&str]| {
         let report = generate(&prompt, &[extra, &["--max-new-tokens", "300"]].concat());
         (count(&report["stats"], "steps"), number(&report["stats"], "tokens_per_step"))
     };
-    let (plain, guessed) = (steps(&[]), steps(&["--draft-tokens", "4"]));
+    let (plain, drafted) = (steps(&[]), steps(&["--draft-tokens", "4"]));
     assert_eq!(plain.0, 300);
-    assert!(guessed.0 < plain.0 && guessed.1 > 1.05, "{guessed:?}");
+    assert!(drafted.0 < plain.0 && drafted.1 > 1.05, "{drafted:?}");
 }
 
 #[test]
@@ -208,7 +209,7 @@ fn beams_find_texts_at_least_as_likely() {
         let per_token = number(&texts[0], "log_prob") / f64::from(u32::try_from(length).unwrap());
         assert!((per_token - number(&texts[0], "score")).abs() < 1e-12);
     }
-    // Recomputed for every token, and out of a pool that is too small for both.
+    // Recomputed for every token, and in a pool that is too small for both.
     let expected = all_tokens(&beams);
     for extra in [
         &["--beams", "4", "--no-cache"][..],
@@ -239,7 +240,7 @@ fn four_beams_take_little_more_than_one() {
 }
 
 #[test]
-fn beams_stream_their_best_text_and_say_what_they_reused() {
+fn beams_stream_their_best_text_and_report_reuse() {
     let output = kv(&["generate", "--beams", "3", "--max-new-tokens", "12", "--prompt", "Tom"]);
     assert_eq!((output.code, output.stderr.as_str()), (0, ""));
     let best = json(&["generate", "--beams", "3", "--max-new-tokens", "12", "--prompt", "Tom"]);
@@ -264,12 +265,12 @@ fn options_that_exclude_each_other_are_refused() {
     fails(&["generate", "--length-penalty", "inf"], 2, "finite");
     fails(&["generate", "--draft-tokens", "-1"], 2, "--draft-tokens");
     fails(&["generate", "--beams", "9", "--paged", "16,20"], 1, "the cache has 20");
-    // The same values where nothing excludes the other.
+    // The same values, where the options do not exclude each other.
     assert_eq!(kv(&["generate", "--beams", "1", "--temperature", "0.5", "--json"]).code, 0);
 }
 
 #[test]
-fn compare_says_what_reuse_saves() {
+fn compare_prints_the_savings_of_reuse() {
     let report = json(&["generate", "--compare", "--max-new-tokens", "4"]);
     let reuse = &report["reuse"];
     assert_eq!(reuse["system_tokens"], 500);

@@ -1,4 +1,4 @@
-//! Running the program, and copies of the bundled model to run it on.
+//! Runs the program, and makes copies of the bundled model for it.
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -15,7 +15,7 @@ pub(crate) struct Output {
 pub(crate) fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kv"));
     command.args(args).stdin(Stdio::null()).env("RUST_BACKTRACE", "1");
-    // Graphics drivers complain on standard error without it.
+    // Without it, graphics drivers complain on standard error.
     if std::env::var_os("XDG_RUNTIME_DIR").is_none() {
         command.env("XDG_RUNTIME_DIR", env!("CARGO_TARGET_TMPDIR"));
     }
@@ -42,7 +42,7 @@ pub(crate) fn json(args: &[&str]) -> Value {
     value
 }
 
-/// Runs to a failure: this exit code, one line that holds these words, nothing on standard output.
+/// Runs to a failure: this exit code, one line with these words, nothing on standard output.
 pub(crate) fn fails(args: &[&str], code: i32, words: &str) {
     let output = kv(args);
     let Output { stdout, stderr, .. } = &output;
@@ -54,13 +54,13 @@ pub(crate) fn fails(args: &[&str], code: i32, words: &str) {
     assert!(!stderr.contains("::"), "{args:?}: a backtrace is no message: {stderr}");
 }
 
-/// A text of the tests.
+/// Returns the path of a test text.
 pub(crate) fn data(name: &str) -> String {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name);
     path.to_str().expect("UTF-8").to_owned()
 }
 
-/// Runs `kv eval --json` on the text of the tests: one list on one line.
+/// Runs `kv eval --json` on the test text: one list on one line.
 pub(crate) fn eval(extra: &[&str]) -> Vec<Value> {
     let text = data("eval.txt");
     let output = kv(&[&["eval", "--json", "--text", &text], extra].concat());
@@ -70,7 +70,7 @@ pub(crate) fn eval(extra: &[&str]) -> Vec<Value> {
     serde_json::from_str::<Value>(stdout).expect("JSON").as_array().expect("a list").clone()
 }
 
-/// A field that is a number.
+/// Returns a field that is a number.
 pub(crate) fn number(line: &Value, field: &str) -> f64 {
     line[field].as_f64().unwrap_or_else(|| panic!("{field}: {line}"))
 }
@@ -80,7 +80,7 @@ pub(crate) fn tokens(value: &Value) -> Vec<u64> {
     ids.iter().map(|id| id.as_u64().expect("a token")).collect()
 }
 
-/// Generated tokens of every sequence.
+/// Returns the generated tokens of every sequence.
 pub(crate) fn all_tokens(report: &Value) -> Vec<Vec<u64>> {
     let sequences = report["sequences"].as_array().expect("sequences");
     sequences.iter().map(|sequence| tokens(&sequence["tokens"])).collect()
@@ -148,7 +148,7 @@ impl Entry {
     }
 }
 
-/// The tensors of the bundled model.
+/// Returns the tensors of the bundled model.
 pub(crate) fn entries() -> Vec<Entry> {
     let bytes = fs::read(bundled().join("model.safetensors")).expect("weights");
     let (length, rest) = bytes.split_at(8);
@@ -171,7 +171,7 @@ pub(crate) fn entries() -> Vec<Entry> {
         .collect()
 }
 
-/// The bytes of a safetensors file.
+/// Makes the bytes of a safetensors file.
 pub(crate) fn safetensors(entries: &[Entry]) -> Vec<u8> {
     let (mut header, mut data) = (serde_json::Map::new(), Vec::new());
     for entry in entries {

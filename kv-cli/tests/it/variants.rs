@@ -1,5 +1,5 @@
-//! What must not change the tokens does not: the cache's cut, the batch, the chunks, preemption, no
-//! cache at all.
+//! Settings that must not change the tokens: block size, batch, chunks, preemption, no cache at
+//! all.
 use std::io::Read;
 use std::process::Stdio;
 
@@ -129,7 +129,7 @@ fn prompts_come_from_a_file() {
 }
 
 #[test]
-fn compare_prints_what_it_measured() {
+fn compare_prints_its_figures() {
     let output = kv(&["generate", "--compare", "--max-new-tokens", "40"]);
     let Output { code, stdout, stderr } = &output;
     assert_eq!((*code, stderr.as_str()), (0, ""));

@@ -1,4 +1,4 @@
-//! Type erasure: pick a backend at run time and keep using the generic API.
+//! Type erasure: choose a backend at run time and use the generic API.
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
@@ -63,7 +63,7 @@ pub struct AnyBackend(Arc<dyn DynBackend>);
 /// Buffer of an [`AnyBackend`].
 #[derive(Clone)]
 pub struct AnyBuffer(Arc<dyn Any + Send + Sync>);
-/// Lane of an [`AnyBackend`].
+/// Command queue of an [`AnyBackend`].
 #[derive(Debug)]
 pub struct AnyQueue(Box<dyn DynQueue>);
 /// Fence of an [`AnyQueue`].
@@ -74,7 +74,7 @@ pub struct AnyFence(Arc<dyn DynFence>);
 pub struct AnyReadback(Box<dyn DynReadback>);
 
 impl AnyBackend {
-    /// Erases a concrete backend; one that is erased already stays as it is.
+    /// Erases a concrete backend; an erased one is returned unchanged.
     pub fn new<B: Backend>(backend: B) -> Self {
         let any: &dyn Any = &backend;
         if let Some(erased) = any.downcast_ref::<Self>() {
@@ -83,7 +83,7 @@ impl AnyBackend {
         Self(Arc::new(Erased(backend)))
     }
 
-    /// The concrete backend, `None` when it is of another type.
+    /// Returns the concrete backend, `None` if it has another type.
     pub fn downcast_ref<B: Backend>(&self) -> Option<&B> {
         self.0.as_any().downcast_ref::<Erased<B>>().map(|erased| &erased.0)
     }
@@ -96,11 +96,11 @@ impl fmt::Debug for AnyBuffer {
 }
 
 impl AnyBuffer {
-    /// Erases a buffer of a concrete backend, such as one that wraps the caller's own memory.
+    /// Erases a buffer of a concrete backend, such as one that wraps the caller's memory.
     pub fn new<T: Any + Send + Sync>(buffer: T) -> Self {
         Self(Arc::new(buffer))
     }
-    /// The concrete buffer, `None` when it is another backend's.
+    /// Returns the concrete buffer, `None` if it belongs to another backend.
     pub fn downcast_ref<T: Any>(&self) -> Option<&T> {
         self.0.downcast_ref()
     }
@@ -110,8 +110,8 @@ impl AnyBuffer {
 }
 
 impl AnyQueue {
-    /// Erases a queue of a concrete backend, such as one that wraps the caller's own stream. One
-    /// that is erased already stays as it is, as [`AnyBackend::new`] leaves an erased backend.
+    /// Erases a queue of a concrete backend, such as one that wraps the caller's stream. An erased
+    /// one is returned unchanged.
     pub fn new<Q: Queue>(queue: Q) -> Self {
         let mut queue = Some(queue);
         let any: &mut dyn Any = &mut queue;
@@ -123,8 +123,8 @@ impl AnyQueue {
 }
 
 impl AnyFence {
-    /// Erases a fence that a concrete backend gave beyond the contract, so that an [`AnyQueue`] can
-    /// wait for it.
+    /// Erases a fence that a concrete backend returned outside the contract, so that an
+    /// [`AnyQueue`] can wait for it.
     pub fn new<F: Fence>(fence: F) -> Self {
         let any: &dyn Any = &fence;
         if let Some(erased) = any.downcast_ref::<Self>() {
@@ -132,7 +132,7 @@ impl AnyFence {
         }
         Self(Arc::new(Erased(fence)))
     }
-    /// The concrete fence, `None` when it is another backend's.
+    /// Returns the concrete fence, `None` if it belongs to another backend.
     pub fn downcast_ref<F: Fence>(&self) -> Option<&F> {
         self.0.as_any().downcast_ref::<Erased<F>>().map(|erased| &erased.0)
     }

@@ -1,7 +1,7 @@
-//! Outputs in host memory, for backends whose devices write their own memory alone.
+//! Outputs in host memory, for backends whose devices write only their own memory.
 //!
-//! Such a backend exchanges them for rows of a buffer of its own, runs the call, and copies the
-//! rows to the host before it returns:
+//! Such a backend replaces them by rows of a buffer of its own, runs the call, and copies the rows
+//! to the host before it returns:
 //!
 //! ```text
 //! let buffer = HostOutputs::bytes(args.outputs()).map(|bytes| reserve(bytes)).transpose()?;
@@ -15,19 +15,19 @@ use crate::error::DeviceError;
 use crate::num::to_u64;
 use crate::tensor::{HostRows, TokenTensorMut};
 
-/// Multiple of bytes at which the rows of each output begin.
+/// Alignment of the rows of each output.
 const ALIGN: u64 = 256;
 
-/// The outputs of a call that lie in host memory, while the device fills a buffer in their place.
+/// The outputs of a call that lie in host memory, while the device fills a buffer instead.
 #[derive(Debug)]
 pub struct HostOutputs<'a> {
-    /// Where in the buffer the rows of each begin.
+    /// Offset of each output's rows in the buffer.
     parts: [Option<(u64, HostRows<'a>)>; 2],
     bytes: u64,
 }
 
 impl<'a> HostOutputs<'a> {
-    /// Returns the size of the buffer that [`Self::take`] needs, `None` where all outputs lie in
+    /// Returns the size of the buffer that [`Self::take`] needs, `None` if all outputs lie in
     /// device memory.
     pub fn bytes<Buf>(outputs: [Option<&mut TokenTensorMut<'_, Buf>>; 2]) -> Option<u64> {
         outputs.into_iter().flatten().filter_map(|output| output.host_bytes()).reduce(
@@ -37,10 +37,10 @@ impl<'a> HostOutputs<'a> {
         )
     }
 
-    /// Exchanges each output in host memory for rows of `buffer`, without gaps between them.
+    /// Replaces each output in host memory by rows of `buffer`, without gaps between them.
     ///
     /// # Panics
-    /// If there is one and no buffer.
+    /// If there is such an output and no buffer.
     pub fn take<Buf>(
         outputs: [Option<&mut TokenTensorMut<'a, Buf>>; 2],
         buffer: Option<&'a Buf>,
@@ -58,14 +58,14 @@ impl<'a> HostOutputs<'a> {
         Self { parts, bytes }
     }
 
-    /// Waits for the device and copies the rows to the host; does nothing where no output is
-    /// there. After an error nothing was copied.
+    /// Waits for the device and copies the rows to the host; does nothing without host outputs.
+    /// After an error nothing was copied.
     ///
     /// # Errors
-    /// As [`Queue::download`] and [`Readback::wait`].
+    /// Those of [`Queue::download`] and [`Readback::wait`].
     ///
     /// # Panics
-    /// If a download has fewer bytes than it was asked for.
+    /// If a download has fewer bytes than requested.
     pub fn fetch<Q: Queue>(
         self,
         queue: &mut Q,

@@ -1,5 +1,5 @@
-//! What the host sides of GPU backends share: the numbers that kernels are given, and the checks
-//! that only plan and arguments together allow.
+//! Common host code of GPU backends: the numbers of kernel parameters, and the checks of plan and
+//! arguments together.
 //!
 //! Kernels check nothing, and plan and arguments may have been checked at different times.
 use crate::element::DType;
@@ -34,25 +34,25 @@ pub const FORMATS: &[KvFormat] = &[
     KvFormat::Nvfp4,
 ];
 
-/// Makes the error for what a device cannot do.
+/// Creates the error for what a device cannot do.
 pub fn unsupported(operation: &'static str, why: impl Into<String>) -> DeviceError {
     DeviceError::new(DeviceErrorKind::Unsupported, operation).with_detail(why)
 }
 
-/// What a plan demands of the rows of a tensor.
+/// The rows that a plan requires of a tensor.
 #[derive(Debug, Clone, Copy)]
 #[expect(clippy::exhaustive_structs, reason = "backends make it")]
 pub struct Room {
     /// Entries of the batch.
     pub entries: usize,
-    /// Tokens of the longest.
+    /// Tokens of the longest entry.
     pub longest: u32,
-    /// Tokens of all.
+    /// Tokens of all entries.
     pub total: u32,
 }
 
 impl Room {
-    /// Checks that a tensor has the rows that the plan of this call demands.
+    /// Checks that a tensor has the rows that the plan of this call requires.
     ///
     /// # Errors
     /// `Unsupported` for a tensor that was checked against another plan.
@@ -71,11 +71,11 @@ impl Room {
     }
 }
 
-/// Checks that a plane has the blocks that a plan names, cut as the plan was, in a format that
-/// kernels have: a cache has no others, but a plane over buffers of the caller's may.
+/// Checks that a plane has the blocks and segments of a plan, and a format that kernels support. A
+/// cache has no others, but a plane over the caller's buffers may.
 ///
 /// # Errors
-/// `Unsupported`.
+/// `Unsupported` otherwise.
 pub fn check_plane(
     layout: &PlaneLayout,
     (num_blocks, planned): (u32, Option<&PlaneLayout>),
@@ -98,7 +98,8 @@ pub fn check_plane(
 /// Returns the buffer of an output, and the byte at which its rows begin.
 ///
 /// # Panics
-/// If it lies in host memory: [`HostOutputs`](crate::backend::HostOutputs) exchanges those first.
+/// If it lies in host memory: [`HostOutputs`](crate::backend::HostOutputs) must replace such
+/// outputs first.
 #[expect(clippy::panic, reason = "our own mistake: every call exchanges its host outputs")]
 pub fn device_output<'t, Buf>(tensor: &'t mut TokenTensorMut<'_, Buf>) -> (&'t Buf, u64) {
     match tensor.data() {
@@ -107,16 +108,16 @@ pub fn device_output<'t, Buf>(tensor: &'t mut TokenTensorMut<'_, Buf>) -> (&'t B
     }
 }
 
-/// Alignment that kernels need of the buffers of a plane, in bytes: rows of codes are read two
-/// bytes at a time.
+/// Returns the alignment that kernels need of the buffers of a plane, in bytes: quantised rows are
+/// read two bytes at a time.
 pub fn plane_align(layout: &PlaneLayout) -> u32 {
     if layout.format() == KvFormat::F32 { 4 } else { 2 }
 }
 
-/// Number of an element type in kernels.
+/// Returns the number of an element type in kernels.
 ///
 /// # Panics
-/// If it is not a type that token rows may have, which the core has checked.
+/// If token rows cannot have this type, which the core has checked.
 pub const fn dtype_code(dtype: DType) -> u32 {
     assert!(dtype.is_float(), "rows of tokens are f32, f16 or bf16");
     match dtype {
@@ -126,7 +127,7 @@ pub const fn dtype_code(dtype: DType) -> u32 {
     }
 }
 
-/// Number of the order of a tensor's axes in kernels.
+/// Returns the number of the order of a tensor's axes in kernels.
 pub fn axes_code(format: QkvFormat) -> u32 {
     match format {
         QkvFormat::Bshd => 0,
@@ -135,7 +136,7 @@ pub fn axes_code(format: QkvFormat) -> u32 {
     }
 }
 
-/// Bytes from a head to the next of its token, in a row kept in 16 bits among codes.
+/// Returns the bytes from a head to the next of its token, in a 16-bit row among codes.
 pub fn wide_head_stride(layout: &PlaneLayout) -> u64 {
     match layout.order() {
         BlockOrder::Nhd => layout.row_bytes().saturating_mul(layout.slot_map().wide_slots().into()),
@@ -143,7 +144,7 @@ pub fn wide_head_stride(layout: &PlaneLayout) -> u64 {
     }
 }
 
-/// Rows kept in 16 bits among codes that a block has room for.
+/// Returns the number of 16-bit rows among codes that fit in a block.
 pub fn wide_per_block(layout: &PlaneLayout) -> u32 {
     layout.block_size().checked_div(layout.slot_map().wide_slots()).unwrap_or(1).max(1)
 }

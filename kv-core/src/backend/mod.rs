@@ -1,4 +1,4 @@
-//! What a backend crate implements.
+//! The contract of backends.
 //!
 //! The contract, and the conformance case that proves each part (`kv-testkit`):
 //! 1. work recorded on one queue takes effect in program order (`queue/order`);
@@ -6,17 +6,17 @@
 //! 3. fresh buffers are zero (`buffer/zeroed`);
 //! 4. a range past a buffer's end is refused (`buffer/out_of_range`), a handle of another backend
 //!    too (`erased/foreign_handle`);
-//! 5. an output aliases no input of its call; the caller sees to it;
+//! 5. an output aliases no input of its call; the caller ensures it;
 //! 6. after `Lost` every call says `Lost`;
 //! 7. anything may be dropped at any time (`queue/drop_anytime`);
 //! 8. the same input twice gives the same bits (`attend/repeatable`);
 //! 9. attention reads no block in which none of its queries sees a key, not even to mask it
-//!    afterwards (`attend/unseen_slots_are_never_read`);
-//! 10. storage whose `head_dim` or stored format the device does not take is refused before
-//!     anything of a cache is allocated (`cache/head_dims_not_taken`, `cache/formats_not_taken`);
-//!     all others are taken by every operation;
-//! 11. an output in host memory holds its rows when the call returns, to the bit those that it has
-//!     in device memory (`attend/host_outputs`, `gather/host_outputs`, `convert/host_outputs`).
+//!    afterwards (`attend/masked_slots_are_never_read`);
+//! 10. storage whose `head_dim` or stored format the device does not support is refused before
+//!     anything of a cache is allocated (`cache/unsupported_head_dims_are_refused`,
+//!     `cache/unsupported_formats_are_refused`); every operation supports all others;
+//! 11. an output in host memory holds its rows when the call returns, equal to the bit to those in
+//!     device memory (`attend/host_outputs`, `gather/host_outputs`, `convert/host_outputs`).
 mod any;
 mod host_outputs;
 #[doc(hidden)]
@@ -45,31 +45,31 @@ use crate::plan::{
 pub struct Capabilities {
     /// Largest single allocation, in bytes.
     pub buffer_bytes_max: u64,
-    /// Largest range one kernel argument may cover, in bytes. Storage is cut into segments of
-    /// whole blocks no larger than this (wgpu 30 on Vulkan: below 2 GiB; CUDA: `u64::MAX`).
+    /// Largest range of one kernel argument, in bytes. Storage is divided into segments of whole
+    /// blocks no larger than this (wgpu 30 on Vulkan: below 2 GiB; CUDA: `u64::MAX`).
     pub binding_bytes_max: u64,
     /// Whether a thread may block on a fence (false in a browser).
     pub blocking_wait: bool,
-    /// How many workers the device has, for which the planner cuts long contexts. Each takes a part
-    /// of a context at a time: one kv head of it, or all, see `heads_together`.
+    /// Number of parallel workers, for which the planner splits long contexts. Each processes a KV
+    /// split at a time: one kv head of it, or all, see `heads_together`.
     pub workers: u32,
-    /// Whether a worker takes all kv heads of a part. If not, heads keep workers busy too, and
-    /// contexts are cut into fewer parts.
+    /// Whether a worker processes all kv heads of a split. If not, heads keep workers busy too, and
+    /// contexts have fewer splits.
     pub heads_together: bool,
-    /// Whether outputs may lie in host memory. A device that writes its own memory alone waits for
-    /// them inside the call, and refuses them where a thread may not wait ([`HostOutputs`]).
+    /// Whether outputs may lie in host memory. A device that writes only its own memory waits for
+    /// them inside the call, and refuses them if a thread may not wait ([`HostOutputs`]).
     pub host_outputs: bool,
-    /// `head_dim`s of K and V are multiples of this; 1 where every one is taken.
+    /// `head_dim`s of K and V must be multiples of this; 1 without a restriction.
     pub head_dim_multiple: u32,
     /// Largest `head_dim` of K and of V; `u32::MAX` without a limit.
     pub head_dim_max: u32,
-    /// Stored formats that every operation takes; `None` where the device takes each of them.
+    /// Stored formats that every operation supports; `None` for all.
     pub formats: Option<&'static [KvFormat]>,
 }
 
 impl Capabilities {
-    /// Starts from the smallest promise, but for `head_dim`s and stored formats, all of which are
-    /// taken; a backend raises fields it can keep.
+    /// Returns the smallest capabilities, but with all `head_dim`s and stored formats; a backend
+    /// raises what it supports.
     pub fn minimal() -> Self {
         Self {
             buffer_bytes_max: 0,
@@ -107,7 +107,7 @@ impl Capabilities {
         self.workers = workers.max(1);
         self
     }
-    /// Declares that a worker takes all kv heads of a part.
+    /// Declares that a worker processes all kv heads of a split.
     #[must_use]
     pub fn with_heads_together(mut self) -> Self {
         self.heads_together = true;
@@ -119,31 +119,31 @@ impl Capabilities {
         self.host_outputs = true;
         self
     }
-    /// Takes only `head_dim`s that are multiples of `multiple`, at most `max`.
+    /// Supports only `head_dim`s that are multiples of `multiple`, at most `max`.
     #[must_use]
     pub fn with_head_dims(mut self, multiple: u32, max: u32) -> Self {
         (self.head_dim_multiple, self.head_dim_max) = (multiple.max(1), max);
         self
     }
-    /// Takes only these stored formats.
+    /// Supports only these stored formats.
     #[must_use]
     pub fn with_formats(mut self, formats: &'static [KvFormat]) -> Self {
         self.formats = Some(formats);
         self
     }
-    /// Workers that [`PlanBuffers::plan`](crate::plan::PlanBuffers::plan) should cut for, each of
-    /// which counts as taking one kv head of a part.
+    /// Returns the number of workers for [`PlanBuffers::plan`](crate::plan::PlanBuffers::plan),
+    /// where each counts as processing one kv head of a split.
     pub fn workers_of_heads(&self, num_kv_heads: u32) -> u32 {
         match self.workers {
             workers @ 2.. if self.heads_together => workers.saturating_mul(num_kv_heads),
             workers => workers,
         }
     }
-    /// Whether rows of so many values can be stored and read.
+    /// Returns whether rows of this many values can be stored and read.
     pub fn takes_head_dim(&self, head_dim: u32) -> bool {
         head_dim <= self.head_dim_max && head_dim.is_multiple_of(self.head_dim_multiple.max(1))
     }
-    /// Whether rows of this format can be stored and read.
+    /// Returns whether rows of this format can be stored and read.
     pub fn takes_format(&self, format: KvFormat) -> bool {
         self.formats.is_none_or(|formats| formats.contains(&format))
     }
@@ -153,26 +153,26 @@ impl Capabilities {
 pub trait Backend: fmt::Debug + Send + Sync + 'static {
     /// Device-resident bytes; a cheap handle that keeps its memory alive.
     type Buffer: Clone + fmt::Debug + Send + Sync + 'static;
-    /// Ordered lane of work.
+    /// The command queue.
     type Queue: Queue<Buffer = Self::Buffer>;
 
-    /// Short stable name, for logs and test names.
+    /// Returns a short stable name, for logs and test names.
     fn name(&self) -> &'static str;
-    /// What this device can do.
+    /// Returns what this device can do.
     fn capabilities(&self) -> &Capabilities;
-    /// Reserves zeroed memory.
+    /// Allocates zeroed memory.
     ///
     /// # Errors
     /// `OutOfMemory`, or `Unsupported` above [`Capabilities::buffer_bytes_max`].
     fn alloc(&self, bytes: u64) -> Result<Self::Buffer, DeviceError>;
-    /// Opens a new lane.
+    /// Opens a new command queue.
     ///
     /// # Errors
     /// `Lost` or `Driver`.
     fn queue(&self) -> Result<Self::Queue, DeviceError>;
 }
 
-/// A shared backend is the backend: several caches may live on one device without erasing it.
+/// A shared backend is a backend: several caches may use one device without erasing it.
 impl<B: Backend> Backend for Arc<B> {
     type Buffer = B::Buffer;
     type Queue = B::Queue;
@@ -191,10 +191,10 @@ impl<B: Backend> Backend for Arc<B> {
     }
 }
 
-/// An ordered lane of work: a CUDA stream, a wgpu encoder with its queue, or the calling thread.
+/// A command queue: a CUDA stream, a wgpu encoder with its queue, or the calling thread.
 ///
-/// Plans and arguments come checked; a backend checks only what it alone knows: that a device range
-/// lies inside its buffer, and that it can do what is asked.
+/// Plans and arguments are already checked; a backend checks only what it alone knows: that a
+/// device range lies inside its buffer, and that it supports the call.
 pub trait Queue: fmt::Debug + Send + 'static {
     /// The backend's buffer handle.
     type Buffer: 'static;
@@ -228,9 +228,10 @@ pub trait Queue: fmt::Debug + Send + 'static {
     /// # Errors
     /// `OutOfRange`, `ForeignHandle` or `Lost`.
     fn zero(&mut self, dst: &Self::Buffer, offset: u64, bytes: u64) -> Result<(), DeviceError>;
-    /// Brings the plans of a step for one group of layers to the device, before any layer uses
-    /// them: a captured graph of launches then finds every step's plans in the same place. Plans
-    /// that nobody prepared work too. Nothing to do for a backend that reads plans where they are.
+    /// Sends the plans of a step for one group of layers to the device, before any layer uses them:
+    /// a captured graph of launches then finds every step's plans at the same addresses. Plans that
+    /// were not prepared work too. A backend that reads plans in host memory does nothing; one that
+    /// wraps another passes the call on.
     ///
     /// # Errors
     /// `OutOfMemory`, `OutOfRange` for a step larger than what was reserved, or `Lost`.
@@ -239,11 +240,8 @@ pub trait Queue: fmt::Debug + Send + 'static {
         group: GroupId,
         write: &WritePlan<'_>,
         attend: &AttentionPlan<'_>,
-    ) -> Result<(), DeviceError> {
-        let _ = (group, write, attend);
-        Ok(())
-    }
-    /// Records the scatter of new K and V rows into their slots, encoded in the planes' formats.
+    ) -> Result<(), DeviceError>;
+    /// Records writes of new K and V rows into their slots, encoded in the planes' formats.
     ///
     /// # Errors
     /// `Unsupported`, `OutOfRange`, `ForeignHandle` or `Lost`.
@@ -254,13 +252,12 @@ pub trait Queue: fmt::Debug + Send + 'static {
     ) -> Result<(), DeviceError>;
     /// Records attention of a batch of queries over their sequences' cached rows.
     ///
-    /// What a query sees is [`visible`] and [`visible_sink_tokens`], and nothing else counts: rows
-    /// at or past `kv_len` are never read, nor is a block in which no query of its sequence sees a
-    /// key. The cache may have handed such a block to another owner: its entry of the block table
-    /// is in range and means nothing, and its bytes may be NaN or change meanwhile. A row that is
-    /// not seen, in a block where another one is, may be loaded, but whatever it holds reaches no
-    /// output. Output rows that no query owns become zero, as does the row of a query that sees no
-    /// key.
+    /// The mask is given by [`visible`] and [`visible_sink_tokens`]: rows at or past `kv_len` are
+    /// never read, nor is a block in which no query of its sequence sees a key. Such a block may
+    /// belong to another owner by now: its entry of the block table is in range but meaningless,
+    /// and its bytes may be NaN or change meanwhile. An invisible row in a block with a visible one
+    /// may be loaded, but must not affect any output. Padding rows of outputs become zero, as does
+    /// the row of a query that sees no key.
     ///
     /// [`visible`]: crate::AttentionOptions::visible
     /// [`visible_sink_tokens`]: crate::AttentionOptions::visible_sink_tokens
@@ -281,7 +278,7 @@ pub trait Queue: fmt::Debug + Send + 'static {
         plan: &CopyPlan<'_>,
         args: CopyArgs<'_, Self::Buffer>,
     ) -> Result<(), DeviceError>;
-    /// Records the read of cached rows into a plain tensor, decoded to its element type.
+    /// Records reads of cached rows into a plain tensor, decoded to its element type.
     ///
     /// # Errors
     /// `Unsupported`, `OutOfRange`, `ForeignHandle` or `Lost`.
@@ -299,17 +296,17 @@ pub trait Queue: fmt::Debug + Send + 'static {
         plan: &ConvertPlan,
         args: ConvertArgs<'_, Self::Buffer>,
     ) -> Result<(), DeviceError>;
-    /// Hands everything recorded so far to the device, when nobody needs to know when it is done.
+    /// Submits everything recorded so far, without a fence.
     ///
     /// # Errors
-    /// As [`Self::submit`].
+    /// Those of [`Self::submit`].
     fn flush(&mut self) -> Result<(), DeviceError>;
-    /// Hands everything recorded so far to the device, and makes a fence for it.
+    /// Submits everything recorded so far, and returns a fence for it.
     ///
     /// # Errors
     /// `Lost`, `Driver`, or a failure of work submitted earlier.
     fn submit(&mut self) -> Result<Self::Fence, DeviceError>;
-    /// Makes later work on this lane wait for `fence`, without blocking the host.
+    /// Makes later work on this queue wait for `fence`, without blocking the host.
     ///
     /// # Errors
     /// `ForeignHandle` or `Lost`.
@@ -320,20 +317,20 @@ pub trait Queue: fmt::Debug + Send + 'static {
 pub trait Fence: Clone + fmt::Debug + Send + Sync + 'static {
     /// Checks without blocking and registers the waker.
     fn poll(&self, cx: &mut Context<'_>) -> Poll<Result<(), DeviceError>>;
-    /// Blocks the thread.
+    /// Blocks the thread until the work is done.
     ///
     /// # Errors
-    /// `Unsupported` without [`Capabilities::blocking_wait`]; otherwise the device's own failure.
+    /// `Unsupported` without [`Capabilities::blocking_wait`]; otherwise the device's failure.
     fn wait(&self) -> Result<(), DeviceError>;
 }
 
-/// Bytes on their way to the host.
+/// A download: bytes that the device copies to the host.
 pub trait Readback: fmt::Debug + Send + 'static {
-    /// Takes the bytes once they are here.
+    /// Returns the bytes once they have arrived.
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Vec<u8>, DeviceError>>;
-    /// Blocks the thread until they are.
+    /// Blocks the thread until they have arrived.
     ///
     /// # Errors
-    /// As [`Fence::wait`].
+    /// Those of [`Fence::wait`].
     fn wait(self) -> Result<Vec<u8>, DeviceError>;
 }

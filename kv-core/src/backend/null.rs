@@ -6,12 +6,13 @@ use std::task::{Context, Poll};
 
 use super::{Backend, Capabilities, Fence, Queue, Readback};
 use crate::error::{DeviceError, DeviceErrorKind};
+use crate::ids::GroupId;
 use crate::plan::{
     AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs,
     GatherPlan, WriteArgs, WritePlan,
 };
 
-/// Counts the operations it is given and can be told to fail at one of them.
+/// Counts operations, and can fail one of them.
 #[derive(Debug)]
 pub struct NullBackend {
     capabilities: Capabilities,
@@ -24,7 +25,7 @@ struct Shared {
     fail_at: AtomicU64,
 }
 
-/// A size without bytes.
+/// A size without memory.
 #[derive(Debug, Clone)]
 pub struct NullBuffer {
     bytes: u64,
@@ -41,7 +42,7 @@ pub struct NullQueue {
 #[non_exhaustive]
 pub struct NullFence;
 
-/// Zeros, as many as were asked for.
+/// A download of zeros.
 #[derive(Debug)]
 pub struct NullReadback {
     bytes: u64,
@@ -54,7 +55,7 @@ impl Default for NullBackend {
 }
 
 impl NullBackend {
-    /// A device of unlimited size.
+    /// Creates a device of unlimited size.
     pub fn new() -> Self {
         Self {
             capabilities: Capabilities::minimal()
@@ -69,14 +70,14 @@ impl NullBackend {
         }
     }
 
-    /// The same device with another table of capabilities.
+    /// Replaces the capabilities of the device.
     #[must_use]
     pub fn with_capabilities(mut self, capabilities: Capabilities) -> Self {
         self.capabilities = capabilities;
         self
     }
 
-    /// A handle that counts and fails operations while a cache owns the backend.
+    /// Returns a handle that counts and fails operations while a cache owns the backend.
     pub fn control(&self) -> NullControl {
         NullControl(Arc::clone(&self.shared))
     }
@@ -87,7 +88,7 @@ impl NullBackend {
 pub struct NullControl(Arc<Shared>);
 
 impl NullControl {
-    /// Operations recorded so far, submissions included.
+    /// Returns the number of operations recorded so far, including submissions.
     pub fn recorded(&self) -> u64 {
         self.0.recorded.load(Ordering::Relaxed)
     }
@@ -160,6 +161,14 @@ impl Queue for NullQueue {
     fn zero(&mut self, dst: &NullBuffer, at: u64, bytes: u64) -> Result<(), DeviceError> {
         in_range(dst, at, bytes, "zero")?;
         self.shared.record("zero")
+    }
+    fn prepare(
+        &mut self,
+        _group: GroupId,
+        _write: &WritePlan<'_>,
+        _attend: &AttentionPlan<'_>,
+    ) -> Result<(), DeviceError> {
+        self.shared.record("prepare")
     }
     fn write_kv(
         &mut self,

@@ -1,4 +1,4 @@
-//! What all pools of a cache keep together: events, and who uses which namespace.
+//! State that all pools of a cache share: events and namespaces.
 use crate::events::{Event, EventKind, EventLog, StoredBlock, Tier};
 use crate::eviction::Priority;
 use crate::ids::GroupId;
@@ -13,22 +13,22 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// For blocks of a cache with this [encoding key](crate::CacheState::encoding_key), keeping at
-    /// most `events` events.
+    /// Creates the ledger of a cache with this [encoding key](crate::CacheState::encoding_key),
+    /// which keeps at most `events` events.
     pub fn new(encoding: u128, events: usize) -> Self {
         let namespaces = Namespaces::new(encoding);
         Self { events: EventLog::new(events), taken: 0, namespaces }
     }
 
-    /// Number and root of the namespace of a salt and an adapter, with one user more.
+    /// Adds a user to the namespace of a salt and an adapter, and returns its ID and root.
     pub fn join(&mut self, salt: &[u8], adapter: Option<u64>) -> (NamespaceId, BlockKey) {
         self.namespaces.join(salt, adapter)
     }
-    /// Takes a user of a namespace away.
+    /// Removes a user of a namespace.
     pub fn leave(&mut self, id: NamespaceId) {
         self.namespaces.leave(id);
     }
-    /// Number and root of the namespace of a salt and an adapter, if anybody uses it.
+    /// Returns ID and root of the namespace of a salt and an adapter, if it has users.
     pub fn find_namespace(
         &self,
         salt: &[u8],
@@ -41,15 +41,15 @@ impl Ledger {
         &mut self.namespaces
     }
 
-    /// Hands out the events since the last call.
+    /// Returns the events since the last call.
     pub fn take_events(&mut self) -> Vec<Event> {
         self.events.take(&mut self.taken)
     }
-    /// Number of the next event.
+    /// Returns the number of the next event.
     pub fn next_event(&self) -> u64 {
         self.events.next_id()
     }
-    /// Notes that nothing can be reused any more.
+    /// Records that nothing can be reused any more.
     pub fn clear(&mut self) {
         self.events.push(EventKind::Cleared);
     }

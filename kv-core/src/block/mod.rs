@@ -1,4 +1,4 @@
-//! Blocks: who holds them, what can be reused, and which sequence they belong to.
+//! Blocks: pools with holders and content, and block tables.
 mod ledger;
 mod pool;
 mod table;

@@ -1,4 +1,4 @@
-//! The blocks of one group: who holds them, what can be reused, and which is given up next.
+//! The blocks of one group: holders, reusable content, and eviction.
 use crate::block::Ledger;
 use crate::eviction::{BlockInfo, EvictionPolicy, Priority};
 use crate::ids::{BlockId, GroupId};
@@ -7,21 +7,21 @@ use crate::reuse::{
     BlockContent, BlockKey, Content, IndexedBlock, NamespaceId, Offered, PrefixIndex,
 };
 
-/// Hands out blocks, counts who holds them and finds those whose content can be reused.
+/// Allocates blocks, counts their holders and finds those with reusable content.
 ///
-/// A block is *held*, *idle* (nobody holds it, its content can be reused) or *empty*. Idle blocks
-/// count as free: one is given up, by the policy's choice, when no empty one is left. Everything is
-/// O(1) but what the policy makes dearer.
+/// A block is *held*, *idle* (no holder, reusable content) or *empty*. Idle blocks count as free:
+/// when no empty block is left, the policy chooses one to evict. Everything is O(1) except for the
+/// policy.
 ///
-/// Invariants: a block is empty exactly when it is on the free list, has no holder and no content;
-/// no two blocks have the same content; the policy knows exactly the blocks with content, and has
-/// the idle ones as candidates.
+/// Invariants: a block is empty exactly if it is on the free list, has no holder and no content; no
+/// two blocks have the same content; the policy knows exactly the blocks with content, and has the
+/// idle ones as candidates.
 #[derive(Debug)]
 pub struct BlockPool {
     group: GroupId,
-    /// Empty blocks; the last to be emptied is the first to go.
+    /// Empty blocks; the last to become empty is allocated first.
     free: Vec<BlockId>,
-    /// Holders, and [`STORED`] where the content can be reused: all that a step asks about a block.
+    /// Number of holders, and [`STORED`] for reusable content: all that a step needs of a block.
     counts: Vec<u32>,
     idle: u32,
     index: PrefixIndex,
@@ -29,36 +29,36 @@ pub struct BlockPool {
     stats: PoolStats,
 }
 
-/// Marks the count of a block whose content can be reused.
+/// Flag in the count of a block with reusable content.
 const STORED: u32 = 1 << 31;
 
-/// What a pool has done so far.
+/// Counters of a pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct PoolStats {
     /// Blocks whose content became reusable.
     pub stored: u64,
-    /// Blocks that were filled with content another block had already: they were not stored.
+    /// Blocks filled with content that another block had already: they were not stored.
     pub duplicates: u64,
-    /// Idle blocks given up for others.
+    /// Idle blocks that were evicted.
     pub evictions: u64,
-    /// Blocks that a further sequence took for their content.
+    /// Blocks that a further sequence reused.
     pub reused: u64,
 }
 
-/// A block handed out.
+/// An allocated block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(clippy::exhaustive_structs, reason = "two facts about one block")]
 pub struct Taken {
     /// The block, held once.
     pub block: BlockId,
-    /// Whether it held content until now.
+    /// Whether content was evicted from it.
     pub evicted: bool,
 }
 
 impl BlockPool {
-    /// A pool of `num_blocks` empty blocks of at most `block_tokens` tokens, handed out in
-    /// ascending order at first. `policy` must be made for as many blocks.
+    /// Creates a pool of `num_blocks` empty blocks of at most `block_tokens` tokens, first
+    /// allocated in ascending order. `policy` must be made for this number of blocks.
     pub fn new(
         group: GroupId,
         num_blocks: u32,
@@ -76,8 +76,8 @@ impl BlockPool {
         }
     }
 
-    /// Takes an empty block or, where there is none, an idle one, held once. `None` when all are
-    /// held.
+    /// Allocates an empty block or, if there is none, evicts an idle one. It has one holder. `None`
+    /// if all are held.
     #[inline]
     pub fn allocate(&mut self, ledger: &mut Ledger) -> Option<Taken> {
         let (block, evicted) = match self.free.pop() {
@@ -97,7 +97,7 @@ impl BlockPool {
         }
         let named = self.policy.evict().filter(|block| self.is_idle(*block));
         debug_assert!(named.is_some(), "a policy has every idle block as a candidate");
-        // A policy of the caller's own may be wrong: any idle block will do then.
+        // The caller's policy may be wrong: take any idle block then.
         let block = named.or_else(|| {
             let blocks = (0..to_u32(self.counts.len())).map(BlockId);
             let block = blocks.into_iter().find(|block| self.is_idle(*block))?;
@@ -119,13 +119,13 @@ impl BlockPool {
         }
     }
 
-    /// Adds a holder to a block that is held, by way of a sequence that holds it.
+    /// Adds a holder to a held block, for a sequence that shares it.
     ///
     /// # Panics
-    /// When nobody holds the block: its content may already be another's.
+    /// If the block has no holder: its content may have been replaced.
     pub fn retain(&mut self, block: BlockId) {
         let count = self.held_mut(block);
-        assert!(count.is_some(), "retain of block {block}, which nobody holds");
+        assert!(count.is_some(), "retain of block {block}, which has no holder");
         if let Some(count) = count {
             *count = count.saturating_add(1);
         }
@@ -136,7 +136,7 @@ impl BlockPool {
     }
 
     /// Adds a holder to a block for its content, which [`Self::find`] or
-    /// [`Self::longest_beginning`] found. No change for a block without content.
+    /// [`Self::longest_beginning`] found. Does nothing for a block without content.
     #[inline]
     pub fn reuse(&mut self, block: BlockId) {
         let Some(count) = self.counts.get_mut(to_usize(block.0)) else {
@@ -153,15 +153,15 @@ impl BlockPool {
         self.policy.reused(block);
     }
 
-    /// Takes a holder away; `true` when it was the last and the block is empty again, `false` when
-    /// others hold it or it is idle now.
+    /// Removes a holder; `true` if it was the last and the block is empty now, `false` if it has
+    /// other holders or is idle now.
     ///
     /// # Panics
-    /// When nobody holds the block.
+    /// If the block has no holder.
     #[inline]
     pub fn release(&mut self, block: BlockId) -> bool {
         let count = self.held_mut(block);
-        assert!(count.is_some(), "release of block {block}, which nobody holds");
+        assert!(count.is_some(), "release of block {block}, which has no holder");
         let left = count.map_or(0, |count| {
             *count = count.saturating_sub(1);
             *count
@@ -175,9 +175,9 @@ impl BlockPool {
         left == 0
     }
 
-    /// Makes the content of a held block reusable. `false`, and no change, when nobody holds it, it
-    /// has content already, its key names other content, or another block has the same content: a
-    /// block with fewer tokens than blocks hold also where another one goes on behind them.
+    /// Makes the content of a held block reusable. `false`, and no change, if the block has no
+    /// holder or has content already, if its key names other content, or if another block has the
+    /// same content; for a partial block also if another block continues its content.
     pub fn store(
         &mut self,
         block: BlockId,
@@ -199,9 +199,9 @@ impl BlockPool {
         offered == Offered::New
     }
 
-    /// Makes the content of a held block reusable unless it can be found already; `is_partial` says
-    /// that the block is not full, whatever it holds. What is of no use beside new content
-    /// ([`Self::beginning_of`]) is left to the caller.
+    /// Makes the content of a held block reusable unless it is indexed already. `is_partial` says
+    /// that the block is not full, whatever its number of tokens. The caller drops what new content
+    /// makes redundant ([`Self::beginning_of`]).
     pub(crate) fn offer(
         &mut self,
         block: BlockId,
@@ -212,7 +212,7 @@ impl BlockPool {
         if self.holders(block) == 0 {
             return Offered::Refused;
         }
-        // A block that another holder left behind unfull may be full by now: that says more.
+        // A block that another holder left partial may be full now: that replaces it.
         if !is_partial && self.index.get(block).is_some_and(|entry| entry.is_partial) {
             self.unindex(block, ledger);
             self.policy.dropped(block);
@@ -241,8 +241,8 @@ impl BlockPool {
         ledger.block_stored(self.group, content, priority, !is_partial);
     }
 
-    /// Notes that a sequence which does not hold `block` has computed its content again: an idle
-    /// block is as if it had been released just now.
+    /// Records that a sequence without `block` has computed its content again: an idle block counts
+    /// as just released.
     pub(crate) fn renew(&mut self, block: BlockId) {
         self.note_duplicate(block);
         if self.is_idle(block) {
@@ -251,11 +251,11 @@ impl BlockPool {
         }
     }
 
-    /// Gives a holder of `own` the block `known` with the same content in its place. `true` when
+    /// Gives a holder of `own` the block `known` with the same content in its place. `true` if
     /// `own` is empty now.
     ///
     /// # Panics
-    /// When nobody holds `own`, or `known` has no content.
+    /// If `own` has no holder, or `known` has no content.
     pub(crate) fn exchange(&mut self, own: BlockId, known: BlockId) -> bool {
         assert!(self.is_stored(known), "block {known} was found for its content and has none");
         if self.is_idle(known) {
@@ -271,27 +271,27 @@ impl BlockPool {
 
     fn note_duplicate(&mut self, known: BlockId) {
         self.stats.duplicates = self.stats.duplicates.saturating_add(1);
-        // A search for a common beginning looks at the newest siblings.
+        // A search for a common beginning visits the newest siblings.
         self.index.renew(known);
     }
 
-    /// A partial block whose whole content that of `block` begins with: of no use beside it.
+    /// Returns a partial block whose whole content `block` begins with, which makes it redundant.
     pub(crate) fn beginning_of(&self, block: BlockId) -> Option<BlockId> {
         self.index.beginning_of(block)
     }
 
-    /// Notes whether the open step has yet to write a block with content.
+    /// Sets whether the open step has yet to write a block with content.
     pub(crate) fn set_unwritten(&mut self, block: BlockId, is_unwritten: bool) {
         self.index.set_unwritten(block, is_unwritten);
     }
 
-    /// Whether the open step has yet to write a block with content.
+    /// Returns whether the open step has yet to write a block with content.
     pub(crate) fn is_unwritten(&self, block: BlockId) -> bool {
         self.index.is_unwritten(block)
     }
 
-    /// Makes the content of a block unfindable; holders keep it. `true` when nobody holds it: the
-    /// block is empty now.
+    /// Removes the content of a block from the index; its holders keep it. `true` if it has no
+    /// holder: the block is empty now.
     pub fn forget(&mut self, block: BlockId, ledger: &mut Ledger) -> bool {
         if !self.is_stored(block) {
             return false;
@@ -306,7 +306,7 @@ impl BlockPool {
         is_idle
     }
 
-    /// Makes every content unfindable without an event. Returns the blocks that are empty now.
+    /// Removes all content from the index without an event. Returns the blocks that are empty now.
     pub(crate) fn clear(&mut self, ledger: &mut Ledger) -> Vec<BlockId> {
         let mut emptied = Vec::new();
         for block in (0..self.num_blocks()).map(BlockId) {
@@ -323,18 +323,18 @@ impl BlockPool {
             }
         }
         self.idle = 0;
-        // The lowest block goes first, as in a new pool.
+        // The lowest block is allocated first, as in a new pool.
         self.free.extend(emptied.iter().rev());
         emptied
     }
 
-    /// Sets what the owner of a block's content asks for it, from now on where it has a duration;
-    /// no change for a block without content.
+    /// Sets the priority of a block's content, with a duration that begins now; does nothing for a
+    /// block without content.
     pub fn set_priority(&mut self, block: BlockId, priority: Priority, ledger: &mut Ledger) {
         let Some(before) = self.index.set_priority(block, priority) else {
             return;
         };
-        // A level may have run out since, and is asked for again.
+        // A level that has expired may be set again.
         if before != priority || priority.duration.is_some() {
             self.policy.set_priority(block, priority);
         }
@@ -344,7 +344,7 @@ impl BlockPool {
         }
     }
 
-    /// Exchanges the policy; `false`, and no change, while any block has content.
+    /// Replaces the policy; `false`, and no change, while any block has content.
     pub(crate) fn set_policy(&mut self, policy: Box<dyn EvictionPolicy>) -> bool {
         let is_empty = self.index.is_empty();
         if is_empty {
@@ -353,18 +353,18 @@ impl BlockPool {
         is_empty
     }
 
-    /// A request begins: what policies that age count in.
+    /// Signals the beginning of a request, the time unit of policies that age.
     pub fn tick(&mut self) {
         self.policy.tick();
     }
 
-    /// The block with exactly this content, held or idle.
+    /// Returns the block with exactly this content, held or idle.
     #[inline]
     pub fn find(&self, content: &Content<'_>) -> Option<BlockId> {
         self.index.find(content)
     }
-    /// The block after `parent` that begins most like `tokens`, of which some stand for `contents`,
-    /// and how many tokens agree.
+    /// Finds the block after `parent` that agrees with the most leading `tokens`, some of which
+    /// stand for `contents`, and the number of these tokens.
     pub fn longest_beginning(
         &self,
         parent: BlockKey,
@@ -373,21 +373,21 @@ impl BlockPool {
     ) -> Option<(BlockId, u32)> {
         self.index.longest_beginning(parent, namespace, (tokens, contents))
     }
-    /// What can be reused.
+    /// Returns the index of reusable content.
     pub fn index(&self) -> &PrefixIndex {
         &self.index
     }
-    /// The content of a block.
+    /// Returns the content of a block.
     pub fn content(&self, block: BlockId) -> Option<IndexedBlock<'_>> {
         self.index.get(block)
     }
-    /// Whether a block's content can be reused.
+    /// Returns whether a block's content can be reused.
     #[inline]
     pub fn is_stored(&self, block: BlockId) -> bool {
         self.count(block) & STORED > 0
     }
-    /// Whether a sequence that holds a block may write to it: no other holds it, and its content is
-    /// not offered to others.
+    /// Returns whether a sequence that holds a block may write to it: it has no other holder, and
+    /// its content is not in the index.
     #[inline]
     pub fn is_private(&self, block: BlockId) -> bool {
         self.count(block) == 1
@@ -396,41 +396,41 @@ impl BlockPool {
     fn count(&self, block: BlockId) -> u32 {
         self.counts.get(to_usize(block.0)).copied().unwrap_or(0)
     }
-    /// Whether nobody holds a block whose content can be reused.
+    /// Returns whether a block has no holder and reusable content.
     #[inline]
     pub fn is_idle(&self, block: BlockId) -> bool {
         self.count(block) == STORED
     }
 
-    /// How many hold `block`; 0 for a free or an unknown one.
+    /// Returns the number of holders of `block`; 0 for a free or an unknown one.
     #[inline]
     pub fn holders(&self, block: BlockId) -> u32 {
         self.count(block) & !STORED
     }
-    /// Blocks in the pool.
+    /// Returns the number of blocks in the pool.
     pub fn num_blocks(&self) -> u32 {
         to_u32(self.counts.len())
     }
-    /// Blocks nobody holds, empty and idle ones.
+    /// Returns the number of blocks without a holder, empty and idle ones.
     #[inline]
     pub fn num_free(&self) -> u32 {
         self.num_empty().saturating_add(self.idle)
     }
-    /// Blocks without holder and content.
+    /// Returns the number of blocks without holder and content.
     #[inline]
     pub fn num_empty(&self) -> u32 {
         to_u32(self.free.len())
     }
-    /// Blocks without holder whose content can be reused.
+    /// Returns the number of blocks without holder whose content can be reused.
     #[inline]
     pub fn num_idle(&self) -> u32 {
         self.idle
     }
-    /// Blocks somebody holds.
+    /// Returns the number of blocks with a holder.
     pub fn num_used(&self) -> u32 {
         self.num_blocks().saturating_sub(self.num_free())
     }
-    /// What the pool has done so far.
+    /// Returns the counters.
     pub fn stats(&self) -> PoolStats {
         self.stats
     }

@@ -1,21 +1,20 @@
-//! Which block holds which tokens of which sequence.
+//! Block tables: the blocks of each sequence, in token order.
 use crate::error::PlanError;
 use crate::ids::BlockId;
 use crate::num::{list_bytes, to_u32, to_usize};
 
-/// Tables of all sequences of one group: a row a sequence, as long as the sequence's own blocks.
+/// Block tables of all sequences of one group: one row per sequence, as long as its blocks.
 ///
-/// A step changes only the entries that change, so planning costs nothing for the tokens that were
-/// there before. Memory follows the length of each row, and goes back when a row becomes shorter:
-/// one long sequence costs the others nothing. [`Self::csr`] and [`Self::padded`] make the two
-/// forms that kernels of other systems take, for the rows of one batch.
+/// A step changes only entries that change, so planning costs nothing for tokens that were cached
+/// before. The memory of each row follows its length and is freed when the row becomes shorter: one
+/// long sequence costs the others nothing. [`Self::csr`] and [`Self::padded`] produce the two forms
+/// that kernels of other systems use, for the rows of one batch.
 ///
-/// Invariant: every entry is below `num_blocks`, so a holder of `&BlockTables` may index a plane
-/// with any entry it reads.
+/// Invariant: every entry is below `num_blocks`, so a plane may be indexed with any entry.
 #[derive(Debug, Clone)]
 pub struct BlockTables {
     num_blocks: u32,
-    /// Entries a row has room for when it gets its first.
+    /// Initial capacity of a row.
     width: usize,
     rows: Vec<Row>,
 }
@@ -26,18 +25,18 @@ struct Row {
     blocks: Vec<BlockId>,
     /// Leading tokens that are codes.
     coded: u32,
-    /// First entry that is held after the blocks of the sink tokens: those before fell out of a
+    /// First held entry after the sink tokens' blocks of the sink tokens: those before it left a
     /// window.
     live: u32,
-    /// How often entries changed other than by appending.
+    /// Number of changes other than appending.
     revision: u64,
 }
 
-/// Entries of a cache line: what a row has room for at first, and keeps when it is empty.
+/// Entries in a cache line: the initial capacity of a row, which it keeps when it is empty.
 const LINE: usize = 16;
 
 impl Row {
-    /// Removes the entries from `len` on, and gives memory back of which most is unused.
+    /// Removes the entries from `len` on, and frees memory if most of it is unused.
     fn truncate(&mut self, len: usize) {
         self.blocks.truncate(len);
         let (len, capacity) = (self.blocks.len(), self.blocks.capacity());
@@ -48,8 +47,8 @@ impl Row {
 }
 
 impl BlockTables {
-    /// Tables for a pool of `num_blocks`. A row gets room for `width` blocks, and for a cache
-    /// line of them at most, when its first block comes.
+    /// Creates tables for a pool of `num_blocks`. A row gets a capacity of `width` blocks, at most
+    /// a cache line, with its first block.
     pub fn new(num_blocks: u32, width: u32) -> Self {
         Self { num_blocks, width: to_usize(width).min(LINE), rows: Vec::new() }
     }
@@ -61,74 +60,74 @@ impl BlockTables {
         }
     }
 
-    /// Blocks the pool has; every entry is below it.
+    /// Returns the blocks of the pool; every entry is below it.
     pub fn num_blocks(&self) -> u32 {
         self.num_blocks
     }
-    /// Number of rows, empty ones included.
+    /// Returns the number of rows, empty ones included.
     pub fn num_rows(&self) -> usize {
         self.rows.len()
     }
-    /// The blocks of every row in token order, row after row.
+    /// Iterates over the blocks of every row in token order, row after row.
     pub fn rows(&self) -> impl Iterator<Item = &[BlockId]> + '_ {
         self.rows.iter().map(|row| row.blocks.as_slice())
     }
-    /// The blocks of row `row` in token order; empty for an unknown row.
+    /// Returns the blocks of row `row` in token order; none for an unknown row.
     #[inline]
     pub fn row(&self, row: u32) -> &[BlockId] {
         self.rows.get(to_usize(row)).map_or(&[], |row| &row.blocks)
     }
-    /// Bytes of host memory that the tables take, room for further entries included.
+    /// Returns the bytes of host memory of the tables, unused capacity included.
     pub fn host_bytes(&self) -> usize {
         let entries = self.rows.iter().map(|row| list_bytes(&row.blocks));
         entries.fold(list_bytes(&self.rows), usize::saturating_add)
     }
 
-    /// How many leading tokens of a row are codes, where the rest is in a tail; see
-    /// [`SlotMap`](crate::SlotMap). Says nothing without a tail.
+    /// Returns the number of leading tokens of a row that are quantised, if the rest is in a tail;
+    /// see [`SlotMap`](crate::SlotMap). Meaningless without a tail.
     pub fn coded(&self, row: u32) -> u32 {
         self.rows.get(to_usize(row)).map_or(0, |row| row.coded)
     }
-    /// Sets how many leading tokens of a row are codes; no change for an unknown row.
+    /// Sets the number of leading tokens of a row that are quantised; does nothing for an unknown
+    /// row.
     pub fn set_coded(&mut self, row: u32, tokens: u32) {
         if let Some(row) = self.rows.get_mut(to_usize(row)) {
             row.coded = tokens;
         }
     }
 
-    /// First entry of a row behind its vacant ones: blocks that fell out of a sliding window, whose
-    /// entries mean nothing. The blocks of the group's sink tokens come before them and are held.
+    /// Returns the first entry of a row after its vacant ones: blocks that left a sliding window,
+    /// whose entries are meaningless. Held blocks of the group's sink tokens come before them.
     pub fn live(&self, row: u32) -> u32 {
         self.rows.get(to_usize(row)).map_or(0, |row| row.live)
     }
-    /// Sets the first entry behind the vacant ones; no change for an unknown row.
+    /// Sets the first entry after the vacant ones; does nothing for an unknown row.
     pub fn set_live(&mut self, row: u32, index: u32) {
         if let Some(row) = self.rows.get_mut(to_usize(row)) {
             row.live = index;
         }
     }
 
-    /// A number that stays as long as a row's entries are only appended to: a copy of the row that
-    /// was made under the same number lacks the entries behind its end and nothing else. 0 for an
-    /// unknown row.
+    /// Returns a number that does not change while a row's entries are only appended to: a copy of
+    /// the row with the same number lacks only the entries after its end. 0 for an unknown row.
     pub fn revision(&self, row: u32) -> u64 {
         self.rows.get(to_usize(row)).map_or(0, |row| row.revision)
     }
-    /// The row at an index, for a change other than appending.
+    /// Returns the row at an index, for a change other than appending.
     fn revise(&mut self, row: u32) -> Option<&mut Row> {
         let row = self.rows.get_mut(to_usize(row))?;
         row.revision = row.revision.wrapping_add(1);
         Some(row)
     }
 
-    /// Moves the first `by` blocks from `begin` on to the end of a row; no change outside it.
+    /// Moves the first `by` blocks from `begin` on to the end of a row.
     pub fn rotate(&mut self, row: u32, begin: usize, by: usize) {
         let range = self.revise(row).and_then(|row| row.blocks.get_mut(begin..));
         if let Some(range) = range.filter(|range| by <= range.len()) {
             range.rotate_left(by);
         }
     }
-    /// Takes [`Self::rotate`] back.
+    /// Undoes [`Self::rotate`].
     pub fn rotate_back(&mut self, row: u32, begin: usize, by: usize) {
         let range = self.revise(row).and_then(|row| row.blocks.get_mut(begin..));
         if let Some(range) = range.filter(|range| by <= range.len()) {
@@ -136,7 +135,7 @@ impl BlockTables {
         }
     }
 
-    /// Blocks of a row; 0 for an unknown one.
+    /// Returns the number of blocks of a row; 0 for an unknown one.
     #[inline]
     pub fn row_len(&self, row: u32) -> u32 {
         to_u32(self.row(row).len())
@@ -145,7 +144,7 @@ impl BlockTables {
     /// Appends a block to a row.
     ///
     /// # Errors
-    /// [`PlanError::BlockOutOfRange`]; [`PlanError::TooMany`] for a row that does not exist.
+    /// [`PlanError::BlockOutOfRange`]; [`PlanError::TooMany`] for an unknown row.
     #[inline]
     pub fn push(&mut self, row: u32, block: BlockId) -> Result<(), PlanError> {
         self.check(block)?;
@@ -161,11 +160,11 @@ impl BlockTables {
         Ok(())
     }
 
-    /// Appends the first `len` blocks of row `from` to row `to`, which counts as many of its tokens
-    /// as codes and of its entries as vacant from then on.
+    /// Appends the first `len` blocks of row `from` to row `to`, with the same numbers of quantised
+    /// tokens and vacant entries.
     ///
     /// # Panics
-    /// When the rows are the same, one of them does not exist, or `from` is shorter.
+    /// If the rows are the same, one of them does not exist, or `from` is shorter.
     pub(crate) fn fork_row(&mut self, from: u32, to: u32, len: usize) {
         let pair = self.rows.get_disjoint_mut([to_usize(from), to_usize(to)]);
         let blocks = match &pair {
@@ -179,14 +178,14 @@ impl BlockTables {
         }
     }
 
-    /// Takes the last block of a row off.
+    /// Removes the last block of a row.
     pub fn pop(&mut self, row: u32) -> Option<BlockId> {
         let block = self.row(row).last().copied()?;
         self.truncate(row, self.row(row).len().saturating_sub(1));
         Some(block)
     }
 
-    /// Takes the blocks from entry `len` on off a row; no change for a row that has no more.
+    /// Removes the blocks of a row from entry `len` on; does nothing for a shorter row.
     pub fn truncate(&mut self, row: u32, len: usize) {
         if len < self.row(row).len()
             && let Some(row) = self.revise(row)
@@ -195,7 +194,7 @@ impl BlockTables {
         }
     }
 
-    /// Exchanges entry `index` of a row and returns what was there; `None` past the row's end.
+    /// Replaces entry `index` of a row and returns the old one; `None` past the row's end.
     ///
     /// # Errors
     /// [`PlanError::BlockOutOfRange`].
@@ -224,8 +223,8 @@ impl BlockTables {
         }
     }
 
-    /// Writes the rows of a batch as `[rows, width]`, unused entries 0 and longer rows cut. The
-    /// longest [`Self::row_len`] of the batch is as wide as it need be.
+    /// Writes the rows of a batch as `[rows, width]`, with unused entries 0 and longer rows
+    /// truncated. The longest [`Self::row_len`] of the batch is a sufficient width.
     pub fn padded(&self, rows: &[u32], width: usize, out: &mut Vec<u32>) {
         out.clear();
         for &row in rows {

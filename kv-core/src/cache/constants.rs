@@ -1,4 +1,4 @@
-//! The constants of a cache's layers, checked once, and what they make of a block's bytes.
+//! Constants of a cache's layers, checked once, and the encoding key that they determine.
 use xxhash_rust::xxh3::Xxh3Default;
 
 use crate::calibration::{Calibration, CalibrationError, PlaneConstants};
@@ -22,7 +22,7 @@ impl Constants {
     ) -> Result<Self, CalibrationError> {
         let mut hash = Xxh3Default::new();
         let mut constants = Self { calibration, key: 0 };
-        // Layers on demand are as many as the calibration has, if there is one.
+        // With layers on demand, the calibration decides their number.
         let on_demand = spec.layers_on_demand();
         if let Some(calibration) = constants.calibration.as_ref().filter(|_| !on_demand) {
             calibration.check_layers(usize::from(spec.num_layers()))?;
@@ -46,7 +46,7 @@ impl Constants {
         Ok(constants)
     }
 
-    /// Constants of K and V of one layer.
+    /// Returns the constants of K and V of one layer.
     pub(super) fn layer(
         &self,
         layer: LayerId,
@@ -64,7 +64,7 @@ impl Constants {
     }
 }
 
-/// What of a layout the bytes of a block depend on.
+/// Hashes the fields of a layout that the bytes of a block depend on.
 fn hash_layout(hash: &mut Xxh3Default, layout: &PlaneLayout) {
     let order = match layout.order() {
         BlockOrder::Nhd => 0,
@@ -84,7 +84,7 @@ fn hash_layout(hash: &mut Xxh3Default, layout: &PlaneLayout) {
     for n in numbers {
         hash.update(&n.to_le_bytes());
     }
-    // Lengths keep neighbouring fields apart.
+    // The length separates neighbouring fields.
     let name = layout.format().to_string();
     hash.update(&crate::num::to_u64(name.len()).to_le_bytes());
     hash.update(name.as_bytes());

@@ -1,24 +1,24 @@
-//! Cached rows outside a step: read back, or written ahead into reserved blocks.
+//! Reading of cached rows: ranges of sequences, or the batch of the open step.
 use crate::backend::{Backend, Queue};
 use crate::cache::KvCache;
-use crate::cache::open::planes;
 use crate::error::{CacheError, PlanError};
 use crate::geometry::QkvFormat;
 use crate::ids::{LayerId, SequenceId};
 use crate::invariant::Invariant;
-use crate::plan::{BatchEntry, GatherArgs, GatherPlan, GatherRange, WriteArgs};
+use crate::plan::{GatherArgs, GatherPlan, GatherRange};
 use crate::storage::Plane;
-use crate::tensor::{TensorView, TensorViewMut};
+use crate::tensor::TensorViewMut;
 
 impl<B: Backend> KvCache<B> {
-    /// Reads cached rows of one layer back, decoded to the element type of `out`.
+    /// Reads cached rows of one layer, decoded to the element type of `out`.
     ///
     /// Range `b` is `(sequence, first position, tokens)` and fills entry `b` of `out`, axes by
     /// `format`; rows past a range become zero.
     ///
     /// # Errors
-    /// [`PlanError`] for an unknown sequence or layer, a range past a sequence's length or one that
-    /// has left a window or that a layer lacks, or a shape that does not fit; the device's own.
+    /// [`PlanError`] for an unknown sequence or layer, for a range past a sequence's length,
+    /// outside a window, or missing in a layer, and for a shape that does not fit; the device's
+    /// errors.
     pub fn gather(
         &mut self,
         layer: impl Into<LayerId>,
@@ -31,7 +31,7 @@ impl<B: Backend> KvCache<B> {
         self.state.check_closed("gather")?;
         self.restore()?;
         let layer = layer.into();
-        let (group, index) = self.state.locate(layer)?;
+        let (group, _) = self.state.locate(layer)?;
         let mut rows = Vec::with_capacity(ranges.len());
         for &(sequence, begin, len) in ranges {
             let row = self.state.row_of(sequence, group, (begin, len))?;
@@ -40,43 +40,42 @@ impl<B: Backend> KvCache<B> {
             }
             rows.push(GatherRange { row, begin, len });
         }
-        let view = self.storages.get(group).invariant(super::STORAGE).plane(index, plane);
-        let view = view.ok_or(PlanError::LayerUnallocated { layer })?;
-        let plan = GatherPlan::new(view.layout(), self.state.tables(group), &rows)?;
-        let args = GatherArgs::new(&plan, view, out, format)?;
-        Ok(self.queue.gather(&plan, args)?)
+        self.gather_rows(layer, plane, &rows, out, format)
     }
 
-    /// Writes rows behind a sequence's length without a step, into blocks it has reserved.
-    pub(crate) fn write_ahead(
+    /// Reads the rows of the open step's batch: [`Step::gather`](crate::Step::gather).
+    pub(super) fn gather_open(
         &mut self,
-        sequence: SequenceId,
         layer: LayerId,
-        tokens: u32,
-        [k, v]: [TensorView<'_, B::Buffer>; 2],
+        plane: Plane,
+        out: TensorViewMut<'_, B::Buffer>,
+        format: QkvFormat,
+    ) -> Result<(), CacheError> {
+        self.state.check_open("gather")?;
+        let (group, index) = self.state.locate(layer)?;
+        if !self.storage_at(group).is_allocated(index) {
+            return Err(PlanError::LayerUnallocated { layer }.into());
+        }
+        if self.state.brings_tokens() && !self.written.contains(layer) {
+            return Err(PlanError::AttendBeforeWrite { layer }.into());
+        }
+        let rows = self.state.batch_rows(layer, group)?;
+        self.gather_rows(layer, plane, &rows, out, format)
+    }
+
+    fn gather_rows(
+        &mut self,
+        layer: LayerId,
+        plane: Plane,
+        rows: &[GatherRange],
+        out: TensorViewMut<'_, B::Buffer>,
         format: QkvFormat,
     ) -> Result<(), CacheError> {
         let (group, index) = self.state.locate(layer)?;
-        let (row, len) = self.state.room_ahead(sequence, tokens)?;
-        if tokens == 0 {
-            return Err(PlanError::ZeroTokens { sequence }.into());
-        }
-        self.wipe()?;
-        let entry = BatchEntry { row, cached: len, new_tokens: tokens, queries: 0 };
-        let Self { queue, state, storages, scratch, .. } = self;
-        let storage = storages.get(group).invariant(super::STORAGE);
-        let ([layout, _], tables) = (storage.layouts(), state.tables(group));
-        let (plan, _) = scratch.plan(layout, tables, &[entry], 1, state.spec().determinism())?;
-        let [k_plane, v_plane] = planes(storage, layer, index)?;
-        let args = WriteArgs::new(&plan, k, v, format, k_plane, v_plane)?;
-        Ok(queue.write_kv(&plan, args)?)
-    }
-
-    /// Declares rows written by [`Self::write_ahead`] as part of the sequence.
-    pub(crate) fn advance(&mut self, sequence: SequenceId, tokens: u32) -> Result<(), CacheError> {
-        let (row, len) = self.state.room_ahead(sequence, tokens)?;
-        self.queue.flush()?;
-        self.state.set_len(row, len.saturating_add(tokens));
-        Ok(())
+        let view = self.storages.get(group).invariant(super::STORAGE).plane(index, plane);
+        let view = view.ok_or(PlanError::LayerUnallocated { layer })?;
+        let plan = GatherPlan::new(view.layout(), self.state.tables(group), rows)?;
+        let args = GatherArgs::new(&plan, view, out, format)?;
+        Ok(self.queue.gather(&plan, args)?)
     }
 }

@@ -1,7 +1,7 @@
-//! Sequences and prefixes of a cache: what changes the books outside a step.
+//! Sequences and prefixes of a cache: calls that change the bookkeeping outside a step.
 //!
-//! Each call first takes a leaked step back, lets the state decide, and zeroes the blocks that lost
-//! their last holder where the spec wants that.
+//! Each call first rolls back a leaked step, then delegates to the state, and zeroes the blocks
+//! that lost their last holder if the spec says so.
 use crate::backend::Backend;
 use crate::cache::KvCache;
 use crate::cache::state::{CacheState, Pin, PinId, StartOptions};
@@ -13,12 +13,12 @@ use crate::eviction::{EvictionPolicy, Priority};
 use crate::ids::{GroupId, SequenceId};
 
 impl<B: Backend> KvCache<B> {
-    /// Begins a sequence. Returns how many tokens of `prompt` are cached already and need no step;
-    /// the first step computes the rest ([`StepInput::prompt`](crate::StepInput::prompt)): at least
+    /// Begins a sequence. Returns how many tokens of `prompt` are cached already and need no step.
+    /// The first step computes the rest: at least
     /// the last token, whose logits are needed.
     ///
-    /// Blocks of the cached tokens are shared with those who hold them and cannot be given up while
-    /// the sequence lives.
+    /// Blocks of the cached tokens are shared with their other holders and cannot be evicted while
+    /// the sequence is live.
     ///
     /// # Errors
     /// [`PlanError::SequenceExists`], [`PlanError::TooMany`] sequences,
@@ -49,15 +49,15 @@ impl<B: Backend> KvCache<B> {
         Ok(self.recovered().fork(parent, child)?)
     }
 
-    /// Takes tokens back, so that `sequence` has `len`; blocks beyond go back unless reserved.
+    /// Truncates `sequence` to `len` tokens; blocks beyond are released unless reserved.
     ///
     /// # Errors
     /// [`PlanError::UnknownSequence`], [`PlanError::SequenceTooShort`], [`PlanError::OutOfWindow`]
-    /// when what the next token sees has fallen out of a window, which keeps as many tokens more as
-    /// [`GroupBuilder::window_slack`] says: the shortest length possible is the error's `kept` and
-    /// the window's `left` together; [`PlanError::State`] while a step is held; a device failure of
-    /// the wipe, after which the truncation stands and the wipe is tried again before any block is
-    /// handed out.
+    /// if a window no longer holds what the next token sees (a window keeps
+    /// [`GroupBuilder::window_slack`] tokens more for this): the shortest possible length is the
+    /// sum of the error's `kept` and the window's `left`; [`PlanError::State`] while a step is
+    /// held; a device failure of the wipe, after which the truncation stands and the wipe is
+    /// retried before any block is handed out.
     ///
     /// [`GroupBuilder::window_slack`]: crate::GroupBuilder::window_slack
     pub fn truncate(&mut self, sequence: SequenceId, len: u32) -> Result<(), CacheError> {
@@ -65,8 +65,8 @@ impl<B: Backend> KvCache<B> {
         Ok(self.wipe()?)
     }
 
-    /// Ends a sequence; blocks that nobody else holds are free. What they hold can be reused until
-    /// they are needed.
+    /// Ends a sequence; blocks without other holders become free. Their content can be reused until
+    /// the blocks are needed.
     ///
     /// # Errors
     /// [`PlanError::UnknownSequence`]; [`PlanError::State`] while a step is held; a device failure
@@ -76,17 +76,17 @@ impl<B: Backend> KvCache<B> {
         Ok(self.wipe()?)
     }
 
-    /// Ends a sequence whose blocks others need more; it comes back with
-    /// [`StartOptions::with_resumed`], and finds what nobody needed.
+    /// Ends a sequence whose blocks are needed more urgently. It restarts with
+    /// [`StartOptions::with_resumed`], and reuses what is still cached.
     ///
     /// # Errors
-    /// As [`Self::release`].
+    /// Those of [`Self::release`].
     pub fn preempt(&mut self, sequence: SequenceId) -> Result<(), CacheError> {
         self.recovered().preempt(sequence)?;
         Ok(self.wipe()?)
     }
 
-    /// Ends every sequence; what they leave to others can be reused.
+    /// Ends every sequence; what they have cached can be reused.
     ///
     /// # Errors
     /// [`PlanError::State`] while a step is held; a device failure of the wipe as for
@@ -96,14 +96,14 @@ impl<B: Backend> KvCache<B> {
         Ok(self.wipe()?)
     }
 
-    /// Keeps the cached blocks of a prefix, a system prompt say, until [`Self::unpin`]. Of groups
-    /// with a window, those that a sequence needs that starts with exactly this prefix. Blocks that
-    /// a held step has yet to write are not among them.
+    /// Pins the cached blocks of a prefix, such as a system prompt, until [`Self::unpin`]. In
+    /// groups with a window it pins those that a sequence with exactly this prefix needs. Blocks
+    /// that a held step has not written yet are not pinned.
     pub fn pin_prefix(&mut self, tokens: &[u32], options: StartOptions<'_>) -> Pin {
         self.recovered().pin_prefix(tokens, options)
     }
 
-    /// Lets a pinned prefix go; `false` for one that is not pinned.
+    /// Unpins a prefix; `false` for one that is not pinned.
     ///
     /// # Errors
     /// [`PlanError::State`] while a step is held; a device failure of the wipe, as for
@@ -116,9 +116,9 @@ impl<B: Backend> KvCache<B> {
         Ok(was_pinned)
     }
 
-    /// Makes what this sequence alone has cached unfindable: its blocks, last first, up to the
-    /// first that another one holds or continues. The sequence goes on, and offers nothing more.
-    /// Returns the number of these blocks in all groups.
+    /// Removes from the index what only this sequence has cached: its blocks, last first, up to the
+    /// first that another sequence holds or continues. The sequence goes on without offering
+    /// further blocks. Returns the number of these blocks in all groups.
     ///
     /// # Errors
     /// [`PlanError::UnknownSequence`]; [`PlanError::State`] while a step is held.
@@ -126,9 +126,9 @@ impl<B: Backend> KvCache<B> {
         Ok(self.recovered().forget_sequence(sequence)?)
     }
 
-    /// Gives up the cached blocks of a prompt after its first `keep` tokens, last first, up to the
-    /// first that somebody holds or that another prompt continues. Returns the number of these
-    /// blocks in all groups.
+    /// Evicts the cached blocks of a prompt after its first `keep` tokens, last first, up to the
+    /// first that is held or that another prompt continues. Returns the number of these blocks in
+    /// all groups.
     ///
     /// # Errors
     /// [`PlanError::State`] while a step is held; a device failure of the wipe, as for
@@ -144,7 +144,7 @@ impl<B: Backend> KvCache<B> {
         Ok(forgotten)
     }
 
-    /// Gives up everything cached; `false`, and no change, while a sequence or a pin holds a block.
+    /// Evicts everything cached; `false`, and no change, while a sequence or a pin holds a block.
     ///
     /// # Errors
     /// [`PlanError::State`] while a step is held; a device failure of the wipe, as for
@@ -157,9 +157,9 @@ impl<B: Backend> KvCache<B> {
         Ok(is_reset)
     }
 
-    /// Exchanges what decides which cached block of a group goes first, for a policy of the
-    /// caller's own or for another clock. It must be made for the group's number of blocks.
-    /// `false`, and no change, for an unknown group or one that has anything cached.
+    /// Replaces the eviction policy of a group, by one of the caller or one with another clock. It
+    /// must be made for the group's number of blocks. `false`, and no change, for an unknown group
+    /// or one that has anything cached.
     pub fn set_policy(&mut self, group: GroupId, policy: Box<dyn EvictionPolicy>) -> bool {
         self.recovered().set_policy(group, policy)
     }
@@ -174,13 +174,13 @@ impl<B: Backend> KvCache<B> {
         self.recovered().prioritise_prefix(tokens, options, priority)
     }
 
-    /// Hands out the [events](crate::events) since the last call; none unless
-    /// [`CacheSpecBuilder::events`](crate::CacheSpecBuilder::events) made room for them.
+    /// Returns the [events](crate::events) since the last call; none unless
+    /// [`CacheSpecBuilder::events`](crate::CacheSpecBuilder::events) enabled them.
     pub fn take_events(&mut self) -> Vec<Event> {
         self.recovered().take_events()
     }
 
-    /// The state, without a step that was leaked.
+    /// Returns the state, after rolling back a leaked step.
     fn recovered(&mut self) -> &mut CacheState {
         self.recover();
         &mut self.state

@@ -1,11 +1,10 @@
 //! The cache: bookkeeping, planes and a queue.
 //!
-//! [`CacheState`] keeps the books: sequences, block tables, pools, the prefix index and the open
-//! step. [`KvCache`] adds the bytes: it checks a call, lets the state decide, and records the work
-//! of the device. [`Step`] is one forward pass over some of the sequences. Every call checks its
-//! arguments before it changes anything, and a step applies whole or not at all.
+//! [`CacheState`] does the bookkeeping: sequences, block tables, pools, the prefix index and the
+//! open step. [`KvCache`] adds the memory: it checks a call, delegates to the state, and records
+//! the device's work. [`Step`] is one forward pass over some of the sequences. Every call checks
+//! its arguments before it changes anything, and a step applies whole or not at all.
 mod constants;
-mod front;
 mod gather;
 mod lifecycle;
 mod open;
@@ -33,9 +32,9 @@ pub use step::Step;
 
 /// A KV cache on one device.
 ///
-/// It dereferences to its [`CacheState`], whose methods answer questions: lengths and block tables
-/// of sequences, free blocks, counters, and what a scheduler has to know before it starts a
-/// sequence ([`check_admission`](CacheState::check_admission),
+/// It dereferences to its [`CacheState`], whose methods only read: lengths and block tables of
+/// sequences, free blocks, counters, and what a scheduler needs to know before it starts a sequence
+/// ([`check_admission`](CacheState::check_admission),
 /// [`blocks_for_step`](CacheState::blocks_for_step)).
 ///
 /// ```
@@ -66,7 +65,7 @@ pub struct KvCache<B: Backend = AnyBackend> {
     written: Written,
     /// Buffers of plans outside a step.
     scratch: PlanBuffers,
-    /// What a failed exchange of constants has yet to put back.
+    /// Bytes that a failed exchange of constants has yet to restore.
     unrestored: Vec<recalibrate::Saved<B::Buffer>>,
 }
 
@@ -78,21 +77,21 @@ impl<B: Backend> Deref for KvCache<B> {
 }
 
 impl<B: Backend> KvCache<B> {
-    /// Reserves all memory of `spec` on `backend`; layers on demand get theirs later. Transforms
-    /// have no mean and no balance.
+    /// Allocates all memory of `spec` on `backend`; layers on demand are allocated later.
+    /// Transforms have neither mean nor balance.
     ///
     /// # Errors
-    /// [`CacheError::Calibration`] when a format needs a given scale; [`CacheError::Device`]:
-    /// `OutOfMemory`, or `Unsupported` when the device does not take a `head_dim` of the spec or
-    /// one block exceeds what it can bind, which is found before anything is allocated.
+    /// [`CacheError::Calibration`] if a format needs a given scale; [`CacheError::Device`]:
+    /// `OutOfMemory`, or `Unsupported` if the device does not support a `head_dim` of the spec or
+    /// cannot bind a block, which is found before anything is allocated.
     pub fn new(backend: B, spec: CacheSpec) -> Result<Self, CacheError> {
         Self::build(backend, None, spec, None)
     }
 
-    /// As [`Self::new`], with the scales and the transform's constants of a model.
+    /// Does the same with the scales and the transform's constants of a model.
     ///
     /// # Errors
-    /// As [`Self::new`]; [`CacheError::Calibration`] when `calibration` does not fit `spec`.
+    /// Those of [`Self::new`]; [`CacheError::Calibration`] if `calibration` does not fit `spec`.
     pub fn with_calibration(
         backend: B,
         spec: CacheSpec,
@@ -101,9 +100,9 @@ impl<B: Backend> KvCache<B> {
         Self::build(backend, None, spec, Some(calibration))
     }
 
-    /// As [`Self::new`], on a queue that the caller opened: a stream of its own, or one that was
-    /// made with options. All work of the cache is recorded on it, [`Self::queue_mut`] lends it
-    /// back. [`AnyQueue::new`](crate::backend::AnyQueue::new) erases one for an erased backend.
+    /// Does what [`Self::new`] does on a queue that the caller opened, on a stream of its own or
+    /// with options. All work of the cache is recorded on it; [`Self::queue_mut`] gives access to
+    /// it. [`AnyQueue::new`](crate::backend::AnyQueue::new) erases one for an erased backend.
     ///
     /// ```
     /// use kv_core::backend::{AnyBackend, AnyQueue, Backend, NullBackend};
@@ -117,7 +116,7 @@ impl<B: Backend> KvCache<B> {
     /// ```
     ///
     /// # Errors
-    /// As [`Self::new`]; the device's `ForeignHandle` for a queue of another device.
+    /// Those of [`Self::new`]; the device's `ForeignHandle` for a queue of another device.
     pub fn with_queue(backend: B, queue: B::Queue, spec: CacheSpec) -> Result<Self, CacheError> {
         Self::build(backend, Some(queue), spec, None)
     }
@@ -129,7 +128,7 @@ impl<B: Backend> KvCache<B> {
         calibration: Option<Calibration>,
     ) -> Result<Self, CacheError> {
         let constants = constants::Constants::new(&spec, calibration)?;
-        // Every group is checked before the first one takes memory.
+        // Every group is checked before the first one allocates memory.
         let cut = |group: &GroupSpec| KvStorage::new(&backend, *group.layouts());
         let mut storages = spec.groups().iter().map(cut).collect::<Result<Vec<_>, _>>()?;
         let mut queue = match queue {
@@ -158,43 +157,44 @@ impl<B: Backend> KvCache<B> {
         })
     }
 
-    /// The bookkeeping.
+    /// Returns the bookkeeping.
     pub fn state(&self) -> &CacheState {
         &self.state
     }
-    /// The device.
+    /// Returns the device.
     pub fn backend(&self) -> &B {
         &self.backend
     }
-    /// The lane all work of this cache is recorded on, for callers that order their own work with
-    /// it.
+    /// Returns the command queue on which all work of this cache is recorded, for callers that
+    /// order their own work with it.
     pub fn queue_mut(&mut self) -> &mut B::Queue {
         self.recover();
         &mut self.queue
     }
-    /// Planes of one group.
+    /// Returns the planes of one group.
     pub fn storage(&self, group: GroupId) -> Option<&KvStorage<B::Buffer>> {
         self.storages.get(usize::from(group.0))
     }
-    /// Bytes of host memory that block tables and the plans of steps take, room that they keep for
-    /// later steps included. Grows with the blocks of live sequences and with the largest of the
-    /// last steps; pools and their index are apart, a fixed size a block.
+    /// Returns the bytes of host memory of block tables and plans, including memory that they keep
+    /// for later steps. It grows with the blocks of live sequences and with the largest recent
+    /// step. Pools and their index are not included: they take a fixed size per block.
     pub fn plan_bytes(&self) -> usize {
         self.state.plan_bytes().saturating_add(self.scratch.host_bytes())
     }
 
-    /// Gives a layer its memory; `false` when it had it already.
+    /// Allocates a layer; `false` if it has memory already.
     ///
-    /// A layer that comes late lacks the rows of all tokens cached before. Nothing cached so far
-    /// can be reused from then on, sequences that have tokens offer nothing more, and attention
-    /// and gathers of theirs that would read the missing rows are refused
-    /// ([`PlanError::RowsUnwritten`]). Give all layers their memory before the first step, or start
-    /// such sequences anew.
+    /// A layer that is allocated late lacks the rows of all tokens cached before. From then on, nothing
+    /// cached so far can be reused, and sequences that have tokens offer nothing more. Attention and
+    /// gathers that would read the missing rows are refused ([`PlanError::RowsUnwritten`]), or read
+    /// zeros, as [`CacheSpecBuilder::late_layers`] says. Give all layers their memory before the
+    /// first step, or start such sequences anew.
     ///
     /// # Errors
-    /// [`PlanError::UnknownLayer`], [`CacheError::Calibration`] when the calibration has no
-    /// constants that fit the layer, or the device's `OutOfMemory`.
+    /// [`PlanError::UnknownLayer`], [`CacheError::Calibration`] if the calibration has no constants
+    /// that fit the layer, or the device's `OutOfMemory`.
     ///
+    /// [`CacheSpecBuilder::late_layers`]: crate::CacheSpecBuilder::late_layers
     /// [`PlanError::RowsUnwritten`]: crate::PlanError::RowsUnwritten
     /// [`PlanError::UnknownLayer`]: crate::PlanError::UnknownLayer
     pub fn allocate_layer(&mut self, layer: impl Into<LayerId>) -> Result<bool, CacheError> {
@@ -212,13 +212,13 @@ impl<B: Backend> KvCache<B> {
         Ok(is_new)
     }
 
-    /// Planes of the group with an index that the spec gave.
+    /// Returns the planes of the group with an index from the spec.
     fn storage_at(&self, index: usize) -> &KvStorage<B::Buffer> {
         self.storages.get(index).invariant(STORAGE)
     }
 
-    /// Zeroes blocks that wait for it, after whatever waits to be put back; those left by a device
-    /// failure wait for the next call, and none is handed out before.
+    /// Zeroes the blocks that wait for it, after restoring what waits to be restored. Blocks left
+    /// by a device failure wait for the next call, and none is handed out before.
     fn wipe(&mut self) -> Result<(), DeviceError> {
         self.restore()?;
         while let Some(&(group, block)) = self.state.unwiped().last() {

@@ -5,7 +5,7 @@
 use crate::backend::{Backend, Queue};
 use crate::cache::KvCache;
 use crate::cache::state::{Added, StartOptions, StepInput};
-use crate::error::{CacheError, PlanError};
+use crate::error::{CacheError, OptionProblem, PlanError, StateProblem};
 use crate::geometry::QkvFormat;
 use crate::ids::{GroupId, LayerId, SequenceId};
 use crate::invariant::Invariant;
@@ -17,13 +17,11 @@ use crate::tensor::{TensorView, TensorViewMut};
 /// Who ends an open step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Owner {
-    /// The [`Step`](super::Step) that borrows the cache. A call of the cache that finds such a step
-    /// open knows that it was leaked.
+    /// The [`Step`](super::Step) that borrows the cache. If a call of the cache finds such a step
+    /// open, it was leaked.
     Borrow,
-    /// A call of the caller's.
+    /// A later call of the caller.
     Caller,
-    /// A front end, whose attention reads zeros where a late layer lacks rows.
-    FrontEnd,
 }
 
 /// Layers that the open step has written.
@@ -41,6 +39,10 @@ impl Written {
     pub(super) fn contains(&self, layer: LayerId) -> bool {
         self.layers.get(usize::from(layer.0)).copied().unwrap_or(false)
     }
+    fn first(&self) -> Option<LayerId> {
+        let index = self.layers.iter().position(|written| *written)?;
+        Some(LayerId(u16::try_from(index).invariant("a layer has a number of 16 bits")))
+    }
     fn insert(&mut self, layer: LayerId) {
         let index = usize::from(layer.0);
         if self.layers.len() <= index {
@@ -54,17 +56,12 @@ impl Written {
 }
 
 impl<B: Backend> KvCache<B> {
-    /// Takes back a step that its caller leaked ([`std::mem::forget`]): a [`Step`](super::Step) of
-    /// `begin_step` borrows the cache, so no call finds one open that can still be ended.
+    /// Rolls back a step that its caller leaked ([`std::mem::forget`]): a [`Step`](super::Step) of
+    /// `begin_step` borrows the cache, so a call that finds one open knows that it was leaked.
     pub(super) fn recover(&mut self) {
         if self.owner == Owner::Borrow {
             self.roll_back();
         }
-    }
-
-    /// Begins a step that a front end keeps open from call to call.
-    pub(crate) fn begin_open(&mut self, inputs: &[StepInput<'_>]) -> Result<(), CacheError> {
-        self.begin(inputs, Owner::FrontEnd)
     }
 
     pub(super) fn begin(
@@ -74,7 +71,7 @@ impl<B: Backend> KvCache<B> {
     ) -> Result<(), CacheError> {
         self.recover();
         if self.state.is_step_open() {
-            let problem = "a step is open already";
+            let problem = StateProblem::StepOpen;
             return Err(PlanError::State { operation: "begin step", problem }.into());
         }
         self.wipe()?;
@@ -88,18 +85,18 @@ impl<B: Backend> KvCache<B> {
         carried_out
     }
 
-    /// Takes one more sequence into the open step, or changes nothing.
+    /// Adds one more sequence to the open step, or changes nothing.
     pub(super) fn add_open(&mut self, input: StepInput<'_>) -> Result<(), CacheError> {
         self.state.check_open("add")?;
-        if self.written.count > 0 {
-            let problem = "a layer is written already";
+        if let Some(layer) = self.written.first() {
+            let problem = StateProblem::LayerWritten { layer };
             return Err(PlanError::State { operation: "add", problem }.into());
         }
         let added = self.state.reserve_more(input)?;
         let carried_out = self.carry_out(&added);
         if carried_out.is_err() {
             self.state.take_back(&added);
-            // What the failed entry left in the plans goes; the others fit as before.
+            // Drops what the failed entry left in the plans; the others fit as before.
             self.plan(&added)?;
         }
         carried_out
@@ -118,7 +115,7 @@ impl<B: Backend> KvCache<B> {
         self.state.start_in_step_checked(sequence, prompt, options)
     }
 
-    /// Prepares the device for the entries `added`, whose blocks are taken.
+    /// Prepares the device for the entries `added`, whose blocks are allocated.
     fn carry_out(&mut self, added: &Added) -> Result<(), CacheError> {
         self.wipe()?;
         self.plan(added)?;
@@ -153,7 +150,7 @@ impl<B: Backend> KvCache<B> {
         Ok(())
     }
 
-    pub(crate) fn write_open(
+    pub(super) fn write_open(
         &mut self,
         layer: LayerId,
         [k, v]: [TensorView<'_, B::Buffer>; 2],
@@ -171,7 +168,7 @@ impl<B: Backend> KvCache<B> {
         Ok(())
     }
 
-    pub(crate) fn attend_open(
+    pub(super) fn attend_open(
         &mut self,
         layer: LayerId,
         q: TensorView<'_, B::Buffer>,
@@ -180,9 +177,7 @@ impl<B: Backend> KvCache<B> {
     ) -> Result<(), CacheError> {
         self.state.check_open("attend")?;
         let (index, in_group) = self.state.locate(layer)?;
-        if self.owner != Owner::FrontEnd {
-            self.state.check_written_in(layer, options)?;
-        }
+        self.state.check_written_in(layer, options)?;
         let Self { queue, state, storages, .. } = self;
         let storage = storages.get(index).invariant(super::STORAGE);
         let layer_planes = planes(storage, layer, in_group)?;
@@ -195,9 +190,9 @@ impl<B: Backend> KvCache<B> {
         Ok(queue.attend(&plan, args)?)
     }
 
-    /// Ends the open step; on an error it is rolled back. `accepted`: how many new tokens of each
-    /// entry stay, all where there is none.
-    pub(crate) fn commit_open(&mut self, accepted: Option<&[u32]>) -> Result<(), CacheError> {
+    /// Ends the open step; on an error it is rolled back. `accepted` is how many new tokens of each
+    /// entry stay; all if `None`.
+    pub(super) fn commit_open(&mut self, accepted: Option<&[u32]>) -> Result<(), CacheError> {
         self.state.check_open("commit")?;
         let flushed = self
             .check_all_written()
@@ -212,7 +207,7 @@ impl<B: Backend> KvCache<B> {
         Ok(())
     }
 
-    /// Says that every layer is written by work the caller has submitted.
+    /// Marks every layer as written by work that the caller has submitted.
     pub(super) fn mark_all_written(&mut self) {
         let allocated = self.num_allocated();
         for layer in (0..self.state.spec().num_layers()).map(LayerId) {
@@ -225,8 +220,8 @@ impl<B: Backend> KvCache<B> {
         }
     }
 
-    /// Every layer that has memory must have been written, unless the step brings no tokens.
-    pub(crate) fn check_all_written(&self) -> Result<(), PlanError> {
+    /// Checks that every layer with memory was written, unless the step has no new tokens.
+    pub(super) fn check_all_written(&self) -> Result<(), PlanError> {
         let allocated = self.num_allocated();
         if !self.state.brings_tokens() || self.written.count == allocated {
             return Ok(());
@@ -249,17 +244,19 @@ impl<B: Backend> KvCache<B> {
     }
 }
 
-/// Attention must not see more than a group keeps.
+/// Checks that attention sees no more than a group keeps.
 fn check_window(window: Option<Window>, options: &AttentionOptions<'_>) -> Result<(), PlanError> {
     let Some(window) = window else {
         return Ok(());
     };
-    if options.window_left().is_none_or(|left| left > window.left) {
-        let problem = "is none, or larger than what the group of the layer keeps";
+    let (got, kept) = (options.window_left(), window.left);
+    if got.is_none_or(|left| left > kept) {
+        let problem = OptionProblem::NotKept { got, kept };
         return Err(PlanError::Option { option: "window_left", problem });
     }
-    if options.sink_tokens() > window.sink_tokens {
-        let problem = "are more than what the group of the layer keeps";
+    let (got, kept) = (options.sink_tokens(), window.sink_tokens);
+    if got > kept {
+        let problem = OptionProblem::NotKept { got: Some(got), kept };
         return Err(PlanError::Option { option: "sink_tokens", problem });
     }
     Ok(())

@@ -1,8 +1,8 @@
-//! Constants exchanged while sequences live: calibration from the first blocks of the first one.
+//! Replacement of constants while sequences are live: calibration from the first blocks of the
+//! first sequence.
 //!
-//! Owns the exchange and its undoing. The bytes that an exchange writes over are read back to the
-//! host first; a failure of the device puts them back, at once or before anything else touches
-//! rows.
+//! Owns the exchange and its undo. Bytes that an exchange overwrites are first read back to the
+//! host. After a device failure they are restored, at once or before anything else uses the rows.
 use crate::backend::{Backend, Fence, Queue, Readback};
 use crate::block::BlockTables;
 use crate::cache::KvCache;
@@ -10,7 +10,7 @@ use crate::cache::constants::Constants;
 use crate::cache::state::{Kept, Run, tokens};
 use crate::calibration::{Calibration, PlaneConstants};
 use crate::element::DType;
-use crate::error::{CacheError, DeviceError, PlanError};
+use crate::error::{CacheError, DeviceError, PlanError, StateProblem};
 use crate::geometry::{PlaneLayout, QkvFormat};
 use crate::ids::BlockId;
 use crate::invariant::Invariant;
@@ -22,12 +22,12 @@ use crate::tensor::{TensorView, TensorViewMut};
 /// Bytes of decoded rows of one plane that an exchange holds at a time, unless a block has more.
 const DECODED_BYTES: u64 = 1 << 25;
 
-/// Bytes that are read back, or put back, at a time, unless a block has more.
+/// Bytes that are read back, or restored, at a time, unless a block has more.
 const SAVED_BYTES: u64 = 1 << 26;
 
 const PLANES: [Plane; 2] = [Plane::Key, Plane::Value];
 
-/// Bytes of device memory as they were.
+/// Old bytes of device memory.
 #[derive(Debug)]
 pub(super) struct Saved<Buf> {
     buffer: Buf,
@@ -35,38 +35,38 @@ pub(super) struct Saved<Buf> {
     bytes: Vec<u8>,
 }
 
-/// A group of layers, its new constants, and what is encoded with them.
+/// A group of layers, its new constants, and the rows to encode with them.
 #[derive(Debug)]
 struct Exchange<Buf> {
     group: usize,
     kept: Kept,
     /// New constants of K and V, layer by layer.
     constants: Vec<[Option<Buf>; 2]>,
-    /// Room for decoded rows of K and V.
+    /// Memory for decoded rows of K and V.
     decoded: Option<[Buf; 2]>,
 }
 
 impl<B: Backend> KvCache<B> {
-    /// Exchanges the scales and the transform's constants, and encodes every cached row anew that
-    /// a live sequence can still read.
+    /// Replaces the scales and the transform's constants, and re-encodes every cached row that a
+    /// live sequence can still read.
     ///
-    /// This is how a cache calibrates itself: it is made without constants, the first few hundred
-    /// tokens of the first sequence are observed on their way in, and from here on the constants
-    /// stay. Rows that were codes are rounded a second time. Of a sliding window, the blocks that
-    /// a sequence still holds are touched and no others; a block that several sequences share is
-    /// encoded once. Afterwards [`encoding_key`] is another one, nothing cached before can be
-    /// reused, and the live sequences offer nothing more.
+    /// This is how a cache calibrates itself: it is created without constants, the first few
+    /// hundred tokens of the first sequence are observed, and after this call the constants stay.
+    /// Rows that were quantised are rounded a second time. In groups with a sliding window, only
+    /// blocks that a sequence still holds are re-encoded; a block that several sequences share is
+    /// encoded once. Afterwards [`encoding_key`] is different, nothing cached before can be reused,
+    /// and live sequences offer nothing more.
     ///
-    /// The exchange applies whole or not at all. While it runs, the old bytes of every block it
-    /// touches are kept in host memory, and some rows lie in `f32` in memory of the device. A
-    /// device that fails on the way gets the old bytes back. If it fails at that too, they stay in
-    /// host memory, and every later call that begins a step or reads rows puts them back first,
-    /// or answers with the device's error: no call sees rows that are half exchanged.
+    /// The exchange applies whole or not at all. While it runs, the old bytes of every affected
+    /// block are kept in host memory, and some rows lie in `f32` in device memory. If the device
+    /// fails, the old bytes are restored. If that fails too, they stay in host memory, and every
+    /// later call that begins a step or reads rows restores them first, or returns the device's
+    /// error: no call sees partly exchanged rows.
     ///
     /// # Errors
     /// [`CacheError::Calibration`]; [`PlanError::State`] while a step is open, for layers on
-    /// demand, or when a sequence with a tail was cut inside codes; the device's own, among them
-    /// `Unsupported` where a thread may not wait for it. Nothing changed.
+    /// demand, or if a sequence with a tail was truncated inside quantised tokens; the device's
+    /// errors, among them `Unsupported` if a thread may not wait. Nothing changed.
     ///
     /// [`encoding_key`]: crate::CacheState::encoding_key
     pub fn recalibrate(&mut self, calibration: Calibration) -> Result<(), CacheError> {
@@ -77,7 +77,7 @@ impl<B: Backend> KvCache<B> {
         let saved = self.save(&exchanges)?;
         if let Err(failed) = self.exchange(&exchanges, &constants) {
             self.unrestored = saved;
-            // What cannot be put back now is put back before rows are touched again.
+            // What cannot be restored now is restored before rows are used again.
             let _ = self.restore();
             return Err(failed);
         }
@@ -86,22 +86,22 @@ impl<B: Backend> KvCache<B> {
         Ok(())
     }
 
-    /// Refuses what cannot be exchanged; changes nothing.
+    /// Refuses impossible exchanges; changes nothing.
     fn check_exchange(&self, calibration: Calibration) -> Result<Constants, CacheError> {
         const OPERATION: &str = "recalibrate";
         let refuse = |problem| Err(PlanError::State { operation: OPERATION, problem }.into());
         self.state.check_closed(OPERATION)?;
         if self.state.spec().layers_on_demand() {
-            return refuse("layers come on demand: give the calibration when the cache is made");
+            return refuse(StateProblem::LayersOnDemand);
         }
         let constants = Constants::new(self.state.spec(), Some(calibration))?;
-        if self.state.is_cut_in_codes() {
-            return refuse("a sequence was cut inside codes");
+        if let Some(sequence) = self.state.cut_in_codes() {
+            return refuse(StateProblem::CutInCodes { sequence });
         }
         Ok(constants)
     }
 
-    /// Takes the memory that an exchange needs and uploads the new constants beside the old ones.
+    /// Allocates the memory of an exchange and uploads the new constants beside the old ones.
     fn prepare_exchange(
         &mut self,
         constants: &Constants,
@@ -110,7 +110,7 @@ impl<B: Backend> KvCache<B> {
         for (number, spec) in self.state.spec().groups().iter().enumerate() {
             let layouts = *spec.layouts();
             if !layouts.iter().any(PlaneLayout::has_constants) {
-                // Its bytes depend on no constants.
+                // Its bytes do not depend on constants.
                 continue;
             }
             let [k, v] = layouts;
@@ -142,7 +142,7 @@ impl<B: Backend> KvCache<B> {
         Ok(exchanges)
     }
 
-    /// Reads everything back that an exchange writes over.
+    /// Reads back everything that an exchange overwrites.
     fn save(
         &mut self,
         exchanges: &[Exchange<B::Buffer>],
@@ -155,7 +155,7 @@ impl<B: Backend> KvCache<B> {
             for (index, layer) in spec.layers().iter().enumerate() {
                 let old = self.constants.layer(*layer, spec.layouts())?;
                 for (plane, old) in PLANES.into_iter().zip(old) {
-                    let view = plane_of(storage, index, plane)?;
+                    let view = plane_of(storage, index, plane);
                     if let Some((buffer, old)) = view.constants().zip(old) {
                         let bytes = bytemuck::cast_slice(old.values()).to_vec();
                         saved.push(Saved { buffer: buffer.clone(), offset: 0, bytes });
@@ -176,8 +176,7 @@ impl<B: Backend> KvCache<B> {
         Ok(saved)
     }
 
-    /// Encodes rows with the new constants, makes these those of the layers, and waits until the
-    /// device is done.
+    /// Encodes rows with the new constants, installs these, and waits until the device is done.
     fn exchange(
         &mut self,
         exchanges: &[Exchange<B::Buffer>],
@@ -204,7 +203,7 @@ impl<B: Backend> KvCache<B> {
         Ok(self.finish()?)
     }
 
-    /// Puts back what an exchange that failed has written over; nothing to do otherwise.
+    /// Restores what a failed exchange has overwritten, if there was one.
     pub(super) fn restore(&mut self) -> Result<(), DeviceError> {
         if self.unrestored.is_empty() {
             return Ok(());
@@ -217,7 +216,7 @@ impl<B: Backend> KvCache<B> {
         Ok(())
     }
 
-    /// Waits until all recorded work is done, where a thread may.
+    /// Waits until all recorded work is done, if the thread may wait.
     fn finish(&mut self) -> Result<(), DeviceError> {
         let fence = self.queue.submit()?;
         if self.backend.capabilities().blocking_wait {
@@ -247,7 +246,7 @@ fn encode_batch<Q: Queue>(
         for (((plane, decoded), dims), new) in
             PLANES.into_iter().zip(decoded).zip(&dims).zip(constants)
         {
-            let view = plane_of(storage, index, plane)?;
+            let view = plane_of(storage, index, plane);
             let out = TensorViewMut::device(DType::F32, decoded, 0, dims);
             let plan = GatherPlan::new(view.layout(), tables, &ranges)?;
             queue.gather(&plan, GatherArgs::new(&plan, view, out, QkvFormat::Thd)?)?;
@@ -266,25 +265,24 @@ fn encode_batch<Q: Queue>(
     Ok(())
 }
 
-/// One plane of a layer, which has memory: layers on demand are refused.
+/// Returns one plane of a layer. It has memory: layers on demand are refused.
 fn plane_of<Buf: 'static>(
     storage: &KvStorage<Buf>,
     index: usize,
     plane: Plane,
-) -> Result<PlaneView<'_, Buf>, PlanError> {
-    let problem = "a layer has no memory";
-    let missing = PlanError::State { operation: "recalibrate", problem };
-    storage.plane(index, plane).ok_or(missing)
+) -> PlaneView<'_, Buf> {
+    let view = storage.plane(index, plane);
+    view.invariant("constants are not exchanged where layers may have no memory")
 }
 
-/// Bytes of rows of `tokens` tokens in `f32`.
+/// Returns the bytes of rows of `tokens` tokens in `f32`.
 fn decoded_bytes(layout: &PlaneLayout, tokens: u32) -> u64 {
     let row = [layout.num_kv_heads(), layout.head_dim()].map(u64::from);
     let values = row.into_iter().fold(u64::from(tokens), u64::saturating_mul);
     values.saturating_mul(to_u64(DType::F32.size()))
 }
 
-/// Where blocks in ascending order lie: segment, offset and bytes, neighbours together.
+/// Returns the segment, offset and length of blocks in ascending order; neighbours are joined.
 fn ranges(layout: &PlaneLayout, blocks: &[BlockId]) -> Vec<(usize, u64, u64)> {
     let mut ranges: Vec<(usize, u64, u64)> = Vec::new();
     for block in blocks {

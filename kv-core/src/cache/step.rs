@@ -1,25 +1,24 @@
-//! One forward pass, as its caller sees it.
+//! The API of one forward pass.
 use crate::backend::{AnyBackend, Backend};
 use crate::cache::KvCache;
 use crate::cache::open::Owner;
 use crate::cache::state::{StartOptions, StepInput};
-use crate::error::CacheError;
-#[cfg(doc)]
-use crate::error::PlanError;
+use crate::error::{CacheError, PlanError};
 use crate::geometry::QkvFormat;
 use crate::ids::{GroupId, LayerId, SequenceId};
 use crate::plan::{AttentionOptions, AttentionPlan, PlannedSequence, WritePlan};
+use crate::storage::Plane;
 use crate::tensor::{TensorView, TensorViewMut};
 
-/// A step in progress. Dropped without [`Self::commit`], it never happened, unless it is held:
-/// [`KvCache::open_step`] says what that means.
+/// A step in progress. Dropped without [`Self::commit`] it is rolled back, unless it is held:
+/// [`KvCache::open_step`] explains that.
 ///
 /// All tensors of a step have a batch entry for each [`StepInput`], in the order they were given; a
 /// `bshd` or `sbhd` tensor may have further entries and longer ones, a `thd` tensor further rows.
 /// Those are padding: never read in inputs, zero in outputs.
 ///
-/// A step that is leaked ([`std::mem::forget`]) never happened either: the next call that takes the
-/// cache by `&mut` takes it back first.
+/// A step that is leaked ([`std::mem::forget`]) is rolled back too, by the next call that takes the
+/// cache by `&mut`.
 #[derive(Debug)]
 pub struct Step<'c, B: Backend = AnyBackend> {
     cache: &'c mut KvCache<B>,
@@ -34,19 +33,20 @@ impl<B: Backend> Drop for Step<'_, B> {
 }
 
 impl<B: Backend> Step<'_, B> {
-    /// Position of every query in its sequence, entries one after another: what RoPE needs.
+    /// Returns the position of every query in its sequence, entries one after another: RoPE needs
+    /// it.
     pub fn positions(&self) -> &[u32] {
         self.cache.state.positions()
     }
-    /// The batch as it was planned for the first group: query rows, lengths.
+    /// Returns the batch as planned for the first group: query rows, lengths.
     pub fn sequences(&self) -> &[PlannedSequence] {
         self.cache.state.planned_sequences()
     }
-    /// The write plan of one group, for callers that drive the backend themselves.
+    /// Returns the write plan of one group, for callers that drive the backend themselves.
     pub fn write_plan(&self, group: GroupId) -> Option<WritePlan<'_>> {
         self.cache.state.plans(group).map(|(write, _)| write)
     }
-    /// The attention plan of one group, for callers that drive the backend themselves.
+    /// Returns the attention plan of one group, for callers that drive the backend themselves.
     pub fn attention_plan(&self, group: GroupId) -> Option<AttentionPlan<'_>> {
         self.cache.state.plans(group).map(|(_, attend)| attend)
     }
@@ -66,7 +66,7 @@ impl<B: Backend> Step<'_, B> {
     ///
     /// # Errors
     /// [`PlanError`] for an unknown or unallocated layer or a tensor that does not fit; the
-    /// device's own. The step stays open.
+    /// device's errors. The step stays open.
     pub fn write(
         &mut self,
         layer: impl Into<LayerId>,
@@ -86,12 +86,13 @@ impl<B: Backend> Step<'_, B> {
     ///
     /// An `out` in host memory holds its rows when the call returns. On a GPU that costs a
     /// submission and a wait for every call; an `out` in device memory costs neither. It is refused
-    /// as `Unsupported` while launches are captured and where a thread may not wait.
+    /// as `Unsupported` during a capture of launches, and if the thread may not wait.
     ///
     /// # Errors
-    /// [`PlanError`] for a layer that is unknown or not written in this step, or that got memory
-    /// when tokens were cached already which the step would attend to, a tensor or an option that
-    /// does not fit; the device's own. The step stays open.
+    /// [`PlanError`] for a layer that is unknown, not written in this step, or allocated after
+    /// tokens that the step would attend to were cached
+    /// ([`LateLayers::Refuse`](crate::LateLayers)), and for a tensor or an option that does not
+    /// fit; the device's errors. The step stays open.
     pub fn attend(
         &mut self,
         layer: impl Into<LayerId>,
@@ -106,7 +107,7 @@ impl<B: Backend> Step<'_, B> {
     /// (`[t, num_q_heads]`, f32), sink logits included.
     ///
     /// # Errors
-    /// As [`Self::attend`].
+    /// Those of [`Self::attend`].
     pub fn attend_lse(
         &mut self,
         layer: impl Into<LayerId>,
@@ -118,47 +119,99 @@ impl<B: Backend> Step<'_, B> {
         self.cache.attend_open(layer.into(), q, (out, Some(lse)), options)
     }
 
-    /// The cache's lane of work, for what a device can do besides: capturing the launches of a
-    /// step, or replaying them.
+    /// Reads all cached rows of the batch from one layer, this step's included, decoded to the
+    /// element type of `out`: for attention that knows no block tables. Batch entry `b` fills entry
+    /// `b` of `out`; rows past a length become zero.
+    ///
+    /// # Shapes
+    /// `out` is `[b, s, num_kv_heads, head_dim]` for `bshd`, `s` at least the longest length, and
+    /// likewise for the other formats; `head_dim` is the plane's.
+    ///
+    /// # Errors
+    /// [`PlanError`] for a layer that is unknown, unallocated or not written in this step; for rows
+    /// that have left a window, or that a late layer lacks; for a group with a tail, whose rows are
+    /// read after the step ([`KvCache::gather`]); for a shape that does not fit. The device's own.
+    /// The step stays open.
+    ///
+    /// ```
+    /// use kv_core::backend::NullBackend;
+    /// use kv_core::{CacheSpec, KvCache, Plane, QkvFormat, SequenceId, StartOptions};
+    /// use kv_core::{StepInput, TensorView, TensorViewMut};
+    ///
+    /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(2).paged(16, 8).build()?;
+    /// let mut cache = KvCache::new(NullBackend::new(), spec)?;
+    /// let [a, b] = [SequenceId(0), SequenceId(1)];
+    /// cache.start(a, &[], StartOptions::default())?;
+    /// cache.start(b, &[], StartOptions::default())?;
+    /// let mut step = cache.begin_step(&[StepInput::count(a, 3), StepInput::count(b, 1)])?;
+    /// let rows = TensorView::host(&[0.5_f32; 8], &[4, 1, 2]); // 3 tokens and 1
+    /// step.write(0, rows, rows, QkvFormat::Thd)?;
+    /// let mut keys = [0.0_f32; 12];
+    /// let out = TensorViewMut::host(&mut keys, &[2, 3, 1, 2]); // 2 sequences of at most 3 tokens
+    /// step.gather(0, Plane::Key, out, QkvFormat::Bshd)?;
+    /// step.commit()?;
+    /// # Ok::<(), kv_core::CacheError>(())
+    /// ```
+    pub fn gather(
+        &mut self,
+        layer: impl Into<LayerId>,
+        plane: Plane,
+        out: TensorViewMut<'_, B::Buffer>,
+        format: QkvFormat,
+    ) -> Result<(), CacheError> {
+        self.cache.gather_open(layer.into(), plane, out, format)
+    }
+
+    /// Checks that every layer with memory is written, as [`Self::commit`] does, and leaves the
+    /// step open: a commit that finds one unwritten rolls the step back.
+    ///
+    /// # Errors
+    /// [`PlanError::LayersUnwritten`].
+    pub fn check_written(&self) -> Result<(), PlanError> {
+        self.cache.check_all_written()
+    }
+
+    /// Returns the cache's command queue, for further functions of a device, such as capturing the
+    /// launches of a step or replaying them.
     pub fn queue_mut(&mut self) -> &mut B::Queue {
         &mut self.cache.queue
     }
 
-    /// Says that every layer is written by work the caller has submitted, as when launches of an
-    /// earlier step are replayed. What that work does is the caller's affair.
+    /// Marks every layer as written by work that the caller has submitted, such as a replay of an
+    /// earlier step's launches. The caller is responsible for what that work does.
     pub fn mark_written(&mut self) {
         self.cache.mark_all_written();
     }
 
-    /// Ends the step: lengths advance, and recorded work goes to the device.
+    /// Ends the step: lengths advance, and recorded work is submitted to the device.
     ///
     /// # Errors
-    /// [`PlanError::LayersUnwritten`] when a layer with memory was not written, or the device's
-    /// own. Either way the step is rolled back.
+    /// [`PlanError::LayersUnwritten`] if a layer with memory was not written, or the device's
+    /// errors. Either way the step is rolled back.
     pub fn commit(self) -> Result<(), CacheError> {
         self.cache.commit_open(None)
         // Dropping `self` finds the step closed, or rolls it back.
     }
 
-    /// As [`Self::commit`], but of the new tokens of entry `b` only the first `accepted[b]` stay:
-    /// the others were drafts that the model did not confirm. Their slots stay with the sequence
-    /// for its next step.
+    /// Does what [`Self::commit`] does, but keeps only the first `accepted[b]` new tokens of entry
+    /// `b`: the others were drafts that the model rejected. Their slots stay with the sequence for
+    /// its next step.
     ///
     /// # Errors
-    /// As [`Self::commit`]; [`PlanError::LengthMismatch`] for a list of another length than the
-    /// batch, [`PlanError::TooMany`] for more than an entry brought.
+    /// Those of [`Self::commit`]; [`PlanError::LengthMismatch`] for a list of another length than
+    /// the batch, [`PlanError::TooMany`] for more than an entry's new tokens.
     pub fn commit_accepted(self, accepted: &[u32]) -> Result<(), CacheError> {
         self.cache.commit_open(Some(accepted))
     }
 
     /// Starts a sequence while the step is open, before its first write. With
     /// [`PublishAt::Begin`](crate::PublishAt) it finds the blocks that this step fills: two
-    /// requests with one system prompt compute it once though they arrive together. Of blocks that
-    /// this step fills no part is taken over: it would be copied before it is written. The sequence
-    /// goes away with the step if that is rolled back.
+    /// requests with one system prompt that arrive together compute it once. Only whole blocks of
+    /// this step are reused, because a part would be copied before it is written. The sequence is
+    /// removed if the step is rolled back.
     ///
     /// # Errors
-    /// As [`KvCache::start`].
+    /// Those of [`KvCache::start`].
     pub fn start(
         &mut self,
         sequence: SequenceId,
@@ -168,32 +221,32 @@ impl<B: Backend> Step<'_, B> {
         self.cache.start_open(sequence, prompt, options)
     }
 
-    /// Takes a further sequence into the batch, as its last entry, or changes nothing. A scheduler
-    /// adds one after another until the blocks are [exhausted](CacheError::Exhausted).
+    /// Adds a sequence to the batch, as its last entry, or changes nothing. A scheduler adds one
+    /// after another until the blocks are [exhausted](CacheError::Exhausted).
     ///
     /// # Errors
-    /// As [`KvCache::begin_step`]; [`PlanError::State`] once a layer is written.
+    /// Those of [`KvCache::begin_step`]; [`PlanError::State`] once a layer is written.
     pub fn add(&mut self, input: StepInput<'_>) -> Result<(), CacheError> {
         self.cache.add_open(input)
     }
 
-    /// Ends the step as if it had never begun. Dropping a step that is not held does the same.
+    /// Rolls the step back, as if it had never begun. Dropping a step that is not held does the
+    /// same.
     pub fn roll_back(self) {
         self.cache.roll_back();
     }
 
-    /// The cache the step runs on; its lengths are those before the step.
+    /// Returns the cache that the step runs on; its lengths are those before the step.
     pub fn cache(&self) -> &KvCache<B> {
         self.cache
     }
 }
 
 impl<B: Backend> KvCache<B> {
-    /// Plans and reserves a step for the whole batch, or changes nothing: a step that is refused
-    /// gives no block back either, not even one that has left a window.
+    /// Plans and reserves a step for the whole batch, or changes nothing: a refused step releases
+    /// no blocks either, not even those that left a window.
     ///
-    /// The step ends with its [`Step`]; [`Self::open_step`] begins one that is held from call to
-    /// call.
+    /// The step ends with its [`Step`]; [`Self::open_step`] begins one that is held between calls.
     ///
     /// # Errors
     /// - [`PlanError::UnknownSequence`], [`PlanError::DuplicateSequence`],
@@ -210,7 +263,7 @@ impl<B: Backend> KvCache<B> {
 
     /// Begins a step that is held: it stays open until [`Self::commit_step`] or
     /// [`Self::roll_back`], across await points and calls from other languages. [`Self::step`]
-    /// lends it out in between.
+    /// gives access to it in between.
     ///
     /// ```
     /// use kv_core::backend::NullBackend;
@@ -245,43 +298,43 @@ impl<B: Backend> KvCache<B> {
     /// [`Self::reset_prefixes`], [`Self::gather`] and [`Self::recalibrate`].
     ///
     /// # Errors
-    /// As [`Self::begin_step`].
+    /// Those of [`Self::begin_step`].
     pub fn open_step(&mut self, inputs: &[StepInput<'_>]) -> Result<(), CacheError> {
         self.begin(inputs, Owner::Caller)
     }
 
-    /// The step that is held, `None` when none is. Dropping what this returns leaves the step open.
+    /// Returns the held step, `None` if there is none. Dropping the result leaves the step open.
     pub fn step(&mut self) -> Option<Step<'_, B>> {
         self.recover();
         self.state.is_step_open().then(|| Step { cache: self })
     }
 
-    /// Ends the step that is held: [`Step::commit`].
+    /// Commits the held step: [`Step::commit`].
     ///
     /// # Errors
-    /// [`PlanError::State`] when no step is held; otherwise as [`Step::commit`], and the step is
-    /// rolled back.
+    /// [`PlanError::State`] if no step is held; otherwise those of [`Step::commit`], and the step
+    /// is rolled back.
     pub fn commit_step(&mut self) -> Result<(), CacheError> {
         self.recover();
         self.commit_open(None)
     }
 
-    /// Ends the step that is held, of which only some tokens stay: [`Step::commit_accepted`].
+    /// Commits the held step and keeps only some tokens: [`Step::commit_accepted`].
     ///
     /// # Errors
-    /// [`PlanError::State`] when no step is held; otherwise as [`Step::commit_accepted`], and the
-    /// step is rolled back.
+    /// [`PlanError::State`] if no step is held; otherwise those of [`Step::commit_accepted`], and
+    /// the step is rolled back.
     pub fn commit_step_accepted(&mut self, accepted: &[u32]) -> Result<(), CacheError> {
         self.recover();
         self.commit_open(Some(accepted))
     }
 
-    /// Ends the open step as if it had never begun; nothing to do when none is open.
+    /// Rolls the open step back, as if it had never begun; does nothing if none is open.
     ///
-    /// Two things stay, neither of which a later step can tell: what was evicted for the step is
-    /// gone, and blocks that left a window as it began are free, because the step may have written
-    /// over them. No query from the sequence's length on sees them; a truncation that would is
-    /// refused.
+    /// Two things stay, neither of which affects later results: content evicted for the step is
+    /// gone, and blocks that left a window when it began are free, because the step may have
+    /// overwritten them. No query from the sequence's length on sees them; a truncation that would
+    /// need them is refused.
     pub fn roll_back(&mut self) {
         if self.state.is_step_open() {
             self.state.roll_back();

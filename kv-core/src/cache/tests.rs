@@ -1,17 +1,18 @@
-//! Sequences on a device that computes nothing: who holds which block, and no trace of a refusal.
+//! Caches on a device that computes nothing: holders of blocks, and refusals without a trace.
 #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails, as it should")]
 mod admission;
 mod backoff;
 mod constants;
 mod counts;
+mod gather;
 mod held;
 mod late;
 mod leaked;
-mod lives;
 mod repeated;
 mod reuse;
 mod size;
 mod slack;
+mod stateful;
 mod wide;
 
 use std::sync::Arc;
@@ -30,7 +31,7 @@ fn cache(block_size: u32, num_blocks: u32) -> KvCache<NullBackend> {
     KvCache::new(NullBackend::new(), spec.build().unwrap()).unwrap()
 }
 
-/// Two groups; the second is the tighter one.
+/// Creates two groups; the second has fewer blocks.
 fn two_groups(wipe: bool) -> KvCache<NullBackend> {
     two_groups_with(wipe, crate::PublishAt::Commit)
 }
@@ -48,13 +49,13 @@ fn two_groups_with(wipe: bool, publish_at: crate::PublishAt) -> KvCache<NullBack
 }
 
 #[test]
-fn head_dims_that_a_device_does_not_take_are_refused_before_anything_is_allocated() {
+fn unsupported_head_dims_are_refused_before_anything_is_allocated() {
     let device = |multiple, max| {
         let capabilities = NullBackend::new().capabilities().clone();
         NullBackend::new().with_capabilities(capabilities.with_head_dims(multiple, max))
     };
     let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dims(8, 64).paged(4, 8);
-    // The second group is the one that does not fit.
+    // The second group is the unsupported one.
     for (dims, words) in [
         ((6, 8), "head_dim 6 of K, multiples of 4 up to 64 are taken"),
         ((8, 30), "head_dim 30 of V, multiples of 4 up to 64 are taken"),
@@ -167,8 +168,8 @@ fn a_fork_copies_the_partial_block_once() {
     assert_eq!(cache.usage().blocks_used, 2);
     let before = control.recorded();
     append(&mut cache, &[(SEQ[0], 1), (SEQ[1], 1)]).unwrap();
-    // One copy, two writes, one flush: the second writer finds itself alone.
-    assert_eq!(control.recorded() - before, 4);
+    // The plans, one copy, two writes, one flush: the second writer finds itself alone.
+    assert_eq!(control.recorded() - before, 5);
     let table = |cache: &KvCache<_>, s| cache.block_table(s, GroupId(0)).unwrap().to_vec();
     let (parent, child) = (table(&cache, SEQ[0]), table(&cache, SEQ[1]));
     assert_eq!(parent[0], child[0]);
@@ -177,13 +178,14 @@ fn a_fork_copies_the_partial_block_once() {
 }
 
 #[test]
-fn a_failed_copy_rolls_the_step_back() {
+fn a_failed_preparation_or_copy_rolls_the_step_back() {
     let mut cache = two_groups(false);
     start(&mut cache, SEQ[0]);
     append(&mut cache, &[(SEQ[0], 5)]).unwrap();
     cache.fork(SEQ[0], SEQ[1]).unwrap();
     let before = books(&cache);
-    for more in 0..2 {
+    // The plans of two groups, then a copy in each.
+    for more in 0..4 {
         cache.backend().control().fail_after(more);
         let failed = cache.begin_step(&[StepInput::count(SEQ[1], 1)]).unwrap_err();
         assert!(matches!(failed, CacheError::Device(e) if e.kind() == DeviceErrorKind::Driver));
@@ -198,7 +200,7 @@ fn a_failed_flush_rolls_the_step_back() {
     let mut cache = cache(4, 8);
     start(&mut cache, SEQ[0]);
     let before = books(&cache);
-    cache.backend().control().fail_after(2);
+    cache.backend().control().fail_after(3);
     assert!(append(&mut cache, &[(SEQ[0], 5)]).is_err());
     assert_eq!(books(&cache), before);
     append(&mut cache, &[(SEQ[0], 5)]).unwrap();
@@ -217,8 +219,8 @@ fn a_block_is_wiped_before_it_is_handed_out_again() {
     let before = control.recorded();
     start(&mut cache, SEQ[1]);
     assert!(cache.unwiped().is_empty());
-    // 2 blocks in 2 layers and 1 block in 1 layer, K and V each, the interrupted block from its
-    // start.
+    // 2 blocks in 2 layers and 1 block in 1 layer, K and V each; the interrupted block is zeroed
+    // again from its start.
     assert_eq!(control.recorded() - before, 10);
 }
 

@@ -1,4 +1,4 @@
-//! What a calibration must be to fit a cache.
+//! Checks that a calibration fits a cache.
 use crate::calibration::{Calibration, PlaneCalibration};
 use crate::format::KvFormat;
 use crate::geometry::PlaneLayout;
@@ -6,7 +6,7 @@ use crate::ids::LayerId;
 use crate::num::to_usize;
 use crate::storage::Plane;
 
-/// A calibration that does not fit a cache; found when the cache is made, before anything is
+/// A calibration that does not fit a cache; found when the cache is created, before anything is
 /// allocated.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
@@ -19,7 +19,7 @@ pub enum CalibrationError {
         /// Layers of the calibration.
         got: usize,
     },
-    /// A list of another length than the layer's heads and channels ask for.
+    /// A list of another length than the layer's heads and channels require.
     #[error(
         "layer {layer}, {plane}: {what} has {got} values, {expected} expected: \
          another model's, or another head count"
@@ -36,7 +36,7 @@ pub enum CalibrationError {
         /// Values it has.
         got: usize,
     },
-    /// A number that cannot be what it is given as.
+    /// A number outside its range.
     #[error("layer {layer}, {plane}: {what}[{index}] is {value}, it must be {must}")]
     Value {
         /// The layer.
@@ -49,10 +49,10 @@ pub enum CalibrationError {
         index: usize,
         /// The number.
         value: f32,
-        /// What would do.
+        /// The requirement.
         must: &'static str,
     },
-    /// A format whose scale must be given, without one.
+    /// A missing scale of a format that needs a given one.
     #[error("layer {layer}, {plane}: {format} needs a given scale, and the calibration has none")]
     MissingScale {
         /// The layer.
@@ -72,7 +72,7 @@ pub enum CalibrationError {
     },
 }
 
-/// Where a number came from, for errors.
+/// The place of a number, for errors.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct At {
     pub(super) layer: LayerId,
@@ -110,7 +110,7 @@ impl At {
     }
 }
 
-/// A number that one may divide by.
+/// Returns whether one may divide by a number.
 fn divides(x: f32) -> bool {
     x.is_finite() && x > 0.0 && x.recip().is_finite()
 }
@@ -124,7 +124,7 @@ impl Calibration {
 }
 
 impl PlaneCalibration {
-    /// Checks every list against the plane of a layer, used or not. Nothing is reserved for it.
+    /// Checks every list against the plane of a layer, used or not. Allocates nothing.
     ///
     /// # Errors
     /// [`CalibrationError`]: a list of the wrong shape or an impossible number.

@@ -1,4 +1,4 @@
-//! The constants of one plane as backends use them: one list of `f32`.
+//! The constants of one plane in the form for backends: one list of `f32`.
 use crate::calibration::check::At;
 use crate::calibration::{CalibrationError, PlaneCalibration};
 use crate::format::{KvFormat, Scaling};
@@ -7,7 +7,7 @@ use crate::ids::LayerId;
 use crate::num::to_usize;
 use crate::storage::Plane;
 
-/// Constants of one plane, folded so that a backend multiplies and adds and never asks what was
+/// Constants of one plane, folded so that a backend multiplies and adds without checking what is
 /// absent.
 ///
 /// The list, with `H` kv heads of `d` channels; device memory holds it as it is:
@@ -30,7 +30,7 @@ pub struct PlaneConstants {
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub struct HeadConstants<'a> {
-    /// Given scale; 1 where rows bring their own.
+    /// Given scale; 1 if rows have their own.
     pub scale: f32,
     /// Its reciprocal.
     pub inv_scale: f32,
@@ -42,8 +42,8 @@ pub struct HeadConstants<'a> {
     pub back: &'a [f32],
 }
 
-/// Sign of channel `index` before the rotation: bit `index % 64` of the `index / 64`-th output of
-/// `SplitMix64` (Steele et al. 2014) seeded with 0; a set bit is -1.
+/// Returns the sign of channel `index` before the rotation: bit `index % 64` of the `index / 64`-th
+/// output of `SplitMix64` (Steele et al. 2014) seeded with 0; a set bit is -1.
 pub fn sign(index: u32) -> f32 {
     const STEP: u64 = 0x9E37_79B9_7F4A_7C15;
     let word = u64::from(index.div_euclid(64));
@@ -55,7 +55,7 @@ pub fn sign(index: u32) -> f32 {
 }
 
 impl PlaneConstants {
-    /// Checks and folds the constants of one plane; `None` where the plane needs none.
+    /// Checks and folds the constants of one plane; `None` if the plane needs none.
     ///
     /// # Errors
     /// [`CalibrationError`]: a list of the wrong shape, an impossible number, a missing scale.
@@ -87,7 +87,7 @@ impl PlaneConstants {
         let signs = (0..layout.head_dim())
             .cycle()
             .map(|index| if layout.transforms() { sign(index) } else { 1.0 });
-        // Blocks with means of their own take nothing else off.
+        // Block means replace the calibrated mean.
         let mean: &[f32] = if layout.has_block_means() { &[] } else { &given.mean };
         values.extend(used(mean, 0.0));
         let balance = used(&given.balance, 1.0);
@@ -96,23 +96,23 @@ impl PlaneConstants {
         Ok(Some(Self { heads, head_dim, values }))
     }
 
-    /// How many values the constants of so many heads and channels are.
+    /// Returns the number of values for this many heads and channels.
     pub const fn len_of(heads: usize, head_dim: usize) -> usize {
         heads.saturating_mul(head_dim).saturating_mul(3).saturating_add(heads.saturating_mul(2))
     }
 
-    /// The list.
+    /// Returns the list.
     pub fn values(&self) -> &[f32] {
         &self.values
     }
-    /// Constants of one head, `None` past the last.
+    /// Returns the constants of one head, `None` past the last.
     pub fn head(&self, head: usize) -> Option<HeadConstants<'_>> {
         HeadConstants::of(&self.values, self.heads, self.head_dim, head)
     }
 }
 
 impl<'a> HeadConstants<'a> {
-    /// Constants of head `head` in a list of `heads` heads of `head_dim` channels, as
+    /// Returns the constants of head `head` in a list of `heads` heads of `head_dim` channels, as
     /// [`PlaneConstants`] lays it out; `None` past the last head or the list's end.
     pub fn of(values: &'a [f32], heads: usize, head_dim: usize, head: usize) -> Option<Self> {
         let (scales, rest) = values.split_at_checked(heads)?;
@@ -133,7 +133,7 @@ impl<'a> HeadConstants<'a> {
     }
 }
 
-/// The given scale of every head; `None` where the format's rows bring their own.
+/// Returns the given scale of every head; `None` if the format's rows have their own.
 fn scales(
     at: At,
     layout: &PlaneLayout,
@@ -157,7 +157,7 @@ fn scales(
     let whole = amax.iter().copied().fold(0.0, f32::max);
     let scale = |amax: f32| {
         let scale = amax / largest(format);
-        // A head that was zero throughout the calibration has nothing to scale.
+        // A head that was zero throughout the calibration needs no scale.
         if scale.recip().is_finite() { scale } else { 1.0 }
     };
     Ok(Some(match scaling {
@@ -166,9 +166,9 @@ fn scales(
     }))
 }
 
-/// The magnitude that becomes 1 times the scale: half of what a scale of 1 can hold where codes are
-/// floating point, which costs them next to nothing and keeps later tokens, that exceed what the
-/// calibration saw, from saturating; all of it for integers, where it would cost a bit.
+/// Returns the magnitude that becomes 1 times the scale. For floating-point codes it is half of the
+/// largest value: that costs little precision and keeps later tokens that exceed the calibration's
+/// from saturating. For integers it is the largest value, because half would cost a bit.
 fn largest(format: KvFormat) -> f32 {
     match format {
         KvFormat::Fp8E4m3(_) => 448.0 / 2.0,

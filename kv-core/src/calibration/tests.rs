@@ -1,4 +1,4 @@
-//! What a calibration is folded into, and what is refused.
+//! Folded constants, and refusals.
 use super::*;
 use crate::format::{KvFormat, Scaling};
 use crate::geometry::{BlockOrder, PlaneLayout, PlaneShape};
@@ -57,7 +57,7 @@ fn scales_come_from_the_caller_or_from_magnitudes() {
     let head = constants(HEAD, false, &measured).unwrap().unwrap();
     assert_eq!(tensor.values().get(..2), Some([2.0, 2.0].as_slice()));
     assert_eq!(head.values().get(..2), Some([1.0, 2.0].as_slice()));
-    // Magnitudes of raw rows say nothing about rotated ones.
+    // Magnitudes of raw rows do not bound rotated ones.
     assert!(matches!(
         constants(TENSOR, true, &measured),
         Err(CalibrationError::MissingScale { layer: LayerId(3), plane: Plane::Key, .. })

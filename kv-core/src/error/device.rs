@@ -1,8 +1,8 @@
-//! What a device or its driver could not do.
+//! Errors of devices and drivers.
 use std::error::Error as StdError;
 use std::fmt;
 
-/// What went wrong on a device, as far as a caller can act on it.
+/// The kind of a device failure, by which a caller can act.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum DeviceErrorKind {
@@ -20,7 +20,7 @@ pub enum DeviceErrorKind {
     Driver,
 }
 
-/// A device failure with the operation that met it.
+/// A device failure and the operation that failed.
 #[derive(Debug, thiserror::Error)]
 #[error("{operation}: {kind:?}{}", Detail(detail.as_deref()))]
 pub struct DeviceError {
@@ -32,31 +32,31 @@ pub struct DeviceError {
 }
 
 impl DeviceError {
-    /// Makes an error without an underlying cause.
+    /// Creates an error without an underlying cause.
     pub fn new(kind: DeviceErrorKind, operation: &'static str) -> Self {
         Self { kind, operation, detail: None, source: None }
     }
 
-    /// Adds what was asked or found, for people.
+    /// Adds details for people.
     #[must_use]
     pub fn with_detail(mut self, detail: impl Into<String>) -> Self {
         self.detail = Some(detail.into());
         self
     }
 
-    /// Attaches the driver's own error.
+    /// Attaches the driver's error.
     #[must_use]
     pub fn with_source(mut self, source: impl StdError + Send + Sync + 'static) -> Self {
         self.source = Some(Box::new(source));
         self
     }
 
-    /// The category to match on.
+    /// Returns the kind, to match on.
     pub fn kind(&self) -> DeviceErrorKind {
         self.kind
     }
 
-    /// The operation that failed.
+    /// Returns the operation that failed.
     pub fn operation(&self) -> &'static str {
         self.operation
     }

@@ -1,18 +1,20 @@
 //! Error types, narrowest first.
 //!
 //! Callers act differently on each kind: a [`SpecError`] or [`PlanError`] is a mistake in their
-//! data, [`BlocksExhausted`] is normal operation for a scheduler, a [`DeviceError`] is the
-//! driver's. The cache returns [`CacheError`], which holds one of the three.
+//! data, [`BlocksExhausted`] is normal operation for a scheduler, and a [`DeviceError`] comes from
+//! the driver. The cache returns [`CacheError`], which holds one of them.
 mod device;
 mod plan;
+mod problem;
 
 pub use device::{DeviceError, DeviceErrorKind};
 pub use plan::{Expected, LayerProblem, PlanError};
+pub use problem::{OptionProblem, SpecConflict, StateProblem};
 
 use crate::calibration::CalibrationError;
 use crate::ids::{GroupId, LayerId};
 
-/// A name that is none of the known ones.
+/// An unknown name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("unknown {what} {name:?}, expected one of {expected}")]
 pub struct UnknownName {
@@ -22,13 +24,13 @@ pub struct UnknownName {
 }
 
 impl UnknownName {
-    /// Says what was looked for, what came and what would have done.
+    /// Creates the error from what was parsed, the input, and the accepted names.
     pub fn new(what: &'static str, name: &str, expected: &'static str) -> Self {
         Self { what, name: name.to_owned(), expected }
     }
 }
 
-/// A cache geometry that cannot be built. Found by the spec builder, nowhere later.
+/// A cache geometry that cannot be built, found by the spec builder.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SpecError {
@@ -77,8 +79,8 @@ pub enum SpecError {
     Conflict {
         /// The setting.
         what: &'static str,
-        /// What is wrong with it, numbers included.
-        problem: String,
+        /// What is wrong with it.
+        problem: SpecConflict,
     },
     /// A layer belongs to two groups, or to none.
     #[error("layer {layer} is in {groups} groups, exactly 1 is needed")]
@@ -98,25 +100,24 @@ pub enum SpecError {
     },
 }
 
-/// Too few free blocks for a request; nothing was taken, and nothing was given back.
+/// Too few free blocks for a request; nothing was allocated or released.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
     "group {group} is out of blocks: {needed} needed, {free} free, {evictable} of them evictable"
 )]
 pub struct BlocksExhausted {
-    /// The group whose pool is too small.
+    /// The group with too few blocks.
     pub group: GroupId,
     /// Blocks the whole request needs.
     pub needed: u32,
-    /// Blocks the request could take: those that nobody holds, empty and idle ones, and those that
-    /// leave a window as the step begins. Idle blocks that the request itself would hold are not
-    /// among them.
+    /// Blocks that the request could take: empty and idle blocks, and those that leave a window
+    /// when the step begins. Idle blocks that the request itself would hold are not included.
     pub free: u32,
-    /// Of these, idle blocks: they hold reusable content, which is given up when they are taken.
+    /// Idle blocks among them: their reusable content is evicted when they are taken.
     pub evictable: u32,
 }
 
-/// Anything a cache operation can answer with.
+/// Any error of a cache operation.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CacheError {

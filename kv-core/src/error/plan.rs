@@ -1,12 +1,12 @@
-//! What the caller asked for and the cache cannot do as it stands.
+//! Requests that the cache cannot fulfil in its present state.
 use std::fmt;
 
 use crate::element::DType;
-use crate::error::UnknownName;
+use crate::error::{OptionProblem, StateProblem, UnknownName};
 use crate::ids::{LayerId, SequenceId};
 use crate::tensor::Dims;
 
-/// A request the cache cannot honour as it stands.
+/// A request that the cache cannot fulfil in its present state.
 ///
 /// Always found before anything changes and before any backend is called.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -30,7 +30,7 @@ pub enum PlanError {
         /// The id given.
         sequence: SequenceId,
     },
-    /// An input that must bring tokens or queries brings none.
+    /// An input without tokens or queries that needs some.
     #[error("sequence {sequence}: 0 tokens given, at least 1 is needed")]
     ZeroTokens {
         /// The sequence.
@@ -58,26 +58,26 @@ pub enum PlanError {
         /// The limit.
         max: u64,
     },
-    /// A sequence is shorter than the length asked for.
-    #[error("sequence {sequence} has {len} tokens, {asked} were asked for")]
+    /// A sequence is shorter than the requested length.
+    #[error("sequence {sequence} has {len} tokens, {asked} were requested")]
     SequenceTooShort {
         /// The sequence.
         sequence: SequenceId,
         /// Tokens it has.
         len: u32,
-        /// Tokens asked for.
+        /// Tokens requested.
         asked: u32,
     },
-    /// What is asked for needs tokens that have fallen out of a sliding window.
+    /// A request needs tokens that have left a sliding window.
     #[error(
         "sequence {sequence}: tokens before {kept} left its window, position {asked} sees them"
     )]
     OutOfWindow {
         /// The sequence.
         sequence: SequenceId,
-        /// Position of the first query, or the first token asked for.
+        /// Position of the first query, or the first requested token.
         asked: u32,
-        /// The first token of the window that is still there.
+        /// The first token of the window that is still cached.
         kept: u32,
     },
     /// The cache has no such layer.
@@ -99,7 +99,7 @@ pub enum PlanError {
     LayersUnwritten {
         /// The first unwritten layer.
         layer: LayerId,
-        /// How many more there are.
+        /// Number of other unwritten layers.
         others: usize,
     },
     /// Attention over a layer whose new rows were not written yet.
@@ -108,7 +108,7 @@ pub enum PlanError {
         /// The layer.
         layer: LayerId,
     },
-    /// A layer got memory when a sequence had tokens already, whose rows are asked for.
+    /// A layer was allocated after a sequence had tokens, and the missing rows are requested.
     #[error(
         "layer {layer} lacks the first {tokens} tokens of sequence {sequence}: they were cached \
          before the layer had memory"
@@ -124,24 +124,24 @@ pub enum PlanError {
     /// A tensor has the wrong number of axes or a wrong extent.
     #[error("{tensor} has shape {got}, expected {expected}")]
     Shape {
-        /// Which tensor.
+        /// The tensor.
         tensor: &'static str,
-        /// What was needed, in words and numbers.
+        /// The required shape, in words and numbers.
         expected: Expected,
         /// The shape given.
         got: Dims,
     },
-    /// A tensor has an element type that is not possible here.
+    /// A tensor has an element type that is not allowed here.
     #[error("{tensor} is {got}, expected {expected}")]
     ElementType {
-        /// Which tensor.
+        /// The tensor.
         tensor: &'static str,
-        /// What was needed.
+        /// The required type.
         expected: &'static str,
         /// The type given.
         got: DType,
     },
-    /// The query heads are no multiple of the kv heads.
+    /// The query heads are not a multiple of the kv heads.
     #[error("{q_heads} query heads are not a multiple of {kv_heads} kv heads")]
     HeadsNotDivisible {
         /// Query heads given.
@@ -152,7 +152,7 @@ pub enum PlanError {
     /// A tensor's bytes are fewer than its shape and strides reach.
     #[error("{tensor} needs {needed} bytes, got {got}")]
     TensorBytes {
-        /// Which tensor.
+        /// The tensor.
         tensor: &'static str,
         /// Bytes its shape and strides reach.
         needed: u64,
@@ -162,15 +162,15 @@ pub enum PlanError {
     /// Rows of an output tensor overlap in memory.
     #[error("{tensor}: strides {strides:?} make rows overlap")]
     Overlap {
-        /// Which tensor.
+        /// The tensor.
         tensor: &'static str,
         /// Outer strides, in elements.
         strides: [u64; 2],
     },
     /// A tensor does not start at a multiple of its element size.
-    #[error("{tensor} starts at an address or offset that is no multiple of {align} bytes")]
+    #[error("{tensor} starts at an address or offset that is not a multiple of {align} bytes")]
     Misaligned {
-        /// Which tensor.
+        /// The tensor.
         tensor: &'static str,
         /// The alignment needed, in bytes.
         align: usize,
@@ -181,7 +181,7 @@ pub enum PlanError {
         /// The option.
         option: &'static str,
         /// What is wrong with it.
-        problem: &'static str,
+        problem: OptionProblem,
     },
     /// A block table or a copy names a block the group does not have.
     #[error("block {block} is out of range, the group has {num_blocks} blocks")]
@@ -191,7 +191,7 @@ pub enum PlanError {
         /// Blocks of the group.
         num_blocks: u32,
     },
-    /// A sequence is longer than the blocks its table names.
+    /// A sequence is longer than the blocks of its table.
     #[error("batch row {index}: {tokens} tokens do not fit {blocks} blocks of {block_size}")]
     TableTooShort {
         /// Index of the sequence in the batch.
@@ -211,8 +211,8 @@ pub enum PlanError {
         /// Blocks and block size of the plane.
         got: (u32, u32),
     },
-    /// A plane whose rows are transformed, or whose scales are given, without its constants.
-    #[error("a plane came without the constants that its layout asks for")]
+    /// A plane with transformed rows or given scales, without its constants.
+    #[error("a plane lacks the constants that its layout needs")]
     ConstantsMissing,
     /// Two entries of one batch write the same block.
     #[error("block {block} is written or copied to more than once")]
@@ -223,22 +223,22 @@ pub enum PlanError {
     /// Two lists that must run in parallel have different lengths.
     #[error("{what}: expected {expected} entries, got {got}")]
     LengthMismatch {
-        /// Which list.
+        /// The list.
         what: &'static str,
         /// The length required.
         expected: usize,
         /// The length given.
         got: usize,
     },
-    /// The call is not possible in the present state of the life cycle.
+    /// The call is not possible in the present state.
     #[error("{operation}: {problem}")]
     State {
         /// The call.
         operation: &'static str,
         /// Why it is not possible now.
-        problem: &'static str,
+        problem: StateProblem,
     },
-    /// A layer of a front end, which numbers layers as the caller likes.
+    /// A layer of `kv-compat`, with the caller's own number.
     #[error("layer number {number} {problem}")]
     LayerNumber {
         /// The caller's number.
@@ -254,12 +254,12 @@ pub enum PlanError {
         /// Slots of the cache.
         total: u32,
     },
-    /// A name from outside is none of the known ones.
+    /// An unknown name.
     #[error(transparent)]
     Name(#[from] UnknownName),
 }
 
-/// The verb for one layer and `others` more, which it counts.
+/// Returns the verb for one layer and `others` more, with their number.
 fn with_others(others: usize) -> String {
     match others {
         0 => "was".to_owned(),
@@ -268,7 +268,7 @@ fn with_others(others: usize) -> String {
     }
 }
 
-/// What is wrong with a layer of a front end.
+/// A problem with a layer that has the caller's own number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LayerProblem {
@@ -278,15 +278,15 @@ pub enum LayerProblem {
     /// A step ends before every layer was written.
     #[error("{} not written in this step", with_others(*others))]
     Unwritten {
-        /// How many more there are.
+        /// Number of other unwritten layers.
         others: usize,
     },
-    /// Rows are read before the step's own were written.
+    /// Rows are read before the step has written its own.
     #[error("is read before it is written in this step")]
     ReadBeforeWrite,
 }
 
-/// The shape a tensor should have had.
+/// The required shape of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Expected {
     /// The axes by name, such as `[b >= 2, s >= 5, h, d]`.
@@ -308,7 +308,7 @@ mod tests {
     #[test]
     fn layers_that_were_not_written_are_counted_in_words() {
         let layer = LayerId(3);
-        for (others, text, of_front) in [
+        for (others, text, numbered) in [
             (0, "layer 3 was not written in this step", "layer number 40 was not written"),
             (1, "layer 3 and 1 more layer were not", "layer number 40 and 1 more layer were not"),
             (5, "layer 3 and 5 more layers were not", "layer number 40 and 5 more layers were"),
@@ -317,7 +317,7 @@ mod tests {
             assert!(error.starts_with(text), "{error}");
             let problem = LayerProblem::Unwritten { others };
             let error = PlanError::LayerNumber { number: 40, problem }.to_string();
-            assert!(error.starts_with(of_front), "{error}");
+            assert!(error.starts_with(numbered), "{error}");
         }
     }
 }

@@ -1,15 +1,15 @@
-//! Where the time comes from, so that tests can make it pass.
+//! Clocks, so that tests control the time.
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Tells how much time has passed since some fixed moment.
+/// A source of elapsed time.
 pub trait Clock: fmt::Debug + Send + Sync {
-    /// Time since a moment that never changes; never less than an earlier answer.
+    /// Returns the time since a fixed moment; never less than an earlier result.
     fn now(&self) -> Duration;
 }
 
-/// The machine's steady clock, counted from when this value was made.
+/// The machine's monotonic clock, counted from the creation of this value.
 #[derive(Debug, Clone, Copy)]
 pub struct SystemClock {
     start: Instant,
@@ -34,7 +34,7 @@ impl Clock for SystemClock {
     }
 }
 
-/// A clock that stands still until it is told to go on.
+/// A clock that advances only by calls.
 #[derive(Debug, Default)]
 pub struct ManualClock {
     now: Mutex<Duration>,
@@ -46,7 +46,7 @@ impl ManualClock {
         Self::default()
     }
 
-    /// Lets time pass; a sum out of range stays at the longest duration.
+    /// Advances the time; an overflowing sum stays at the longest duration.
     pub fn advance(&self, by: Duration) {
         let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
         *now = now.saturating_add(by);

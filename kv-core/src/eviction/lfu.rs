@@ -4,10 +4,10 @@ use crate::eviction::{BlockInfo, EvictionPolicy, Priority};
 use crate::ids::BlockId;
 use crate::num::to_usize;
 
-/// Least frequently used first, the longest idle of equals; O(1) everywhere.
+/// Evicts the least frequently used block, the longest idle of equals; O(1) everywhere.
 ///
-/// Uses are counted while the content stays, up to 255. Content that was popular once stays ahead
-/// of anything new: this is the textbook policy, to compare with.
+/// Uses are counted while the content stays, up to 255. Content that was popular once is kept
+/// before anything new: this is the textbook policy, for comparisons.
 #[derive(Debug, Clone)]
 pub struct Lfu {
     candidates: Buckets,
@@ -15,7 +15,7 @@ pub struct Lfu {
 }
 
 impl Lfu {
-    /// For blocks `0..num_blocks`.
+    /// Creates the policy for blocks `0..num_blocks`.
     pub fn new(num_blocks: u32) -> Self {
         Self { candidates: Buckets::new(num_blocks), uses: vec![0; to_usize(num_blocks)] }
     }

@@ -1,17 +1,17 @@
-//! Doubly linked lists through arrays: every operation is O(1), and nothing allocates but the
-//! growth of the arrays.
+//! Doubly linked lists in arrays: every operation is O(1), and only the growth of the arrays
+//! allocates.
 use crate::num::{to_u32, to_usize};
 
 /// Lists of numbered nodes; a node is in one list at most.
 #[derive(Debug, Clone)]
 pub(super) struct Lists {
-    /// Neighbours `[before, after]` of each node. What is linked to nothing is its own neighbour.
+    /// Neighbours `[before, after]` of each node. An unlinked node is its own neighbour.
     nodes: Vec<[u32; 2]>,
     /// `[last, first]` of each list: the neighbours of its end.
     ends: Vec<[u32; 2]>,
 }
 
-/// Tells the end of a list from a node.
+/// Marks the end of a list.
 const END: u32 = 1 << 31;
 
 impl Lists {
@@ -22,20 +22,20 @@ impl Lists {
         }
     }
 
-    /// Memory that they have taken from the host.
+    /// Returns the bytes of host memory.
     #[cfg(test)]
     pub(super) fn host_bytes(&self) -> usize {
         [&self.nodes, &self.ends].map(crate::num::list_bytes).iter().sum()
     }
 
-    /// One node more, in no list.
+    /// Adds a node that is in no list.
     pub(super) fn add_node(&mut self) -> u32 {
         let node = self.num_nodes();
         self.nodes.push([node; 2]);
         node
     }
 
-    /// One list more.
+    /// Adds a list.
     pub(super) fn add_list(&mut self) -> u32 {
         let list = to_u32(self.ends.len());
         self.ends.push([END | list; 2]);
@@ -61,7 +61,7 @@ impl Lists {
         }
     }
 
-    /// Is the node in a list? Not so for strangers.
+    /// Returns whether the node is in a list; `false` for unknown ones.
     pub(super) fn contains(&self, node: u32) -> bool {
         node < self.num_nodes() && self.get(node)[1] != node
     }
@@ -76,7 +76,7 @@ impl Lists {
         }
     }
 
-    /// Moves all nodes of one list behind those of another.
+    /// Moves all nodes of one list to the end of another.
     pub(super) fn append(&mut self, list: u32, from: u32) {
         let [back, front] = self.get(END | from);
         if front & END == 0 {
@@ -87,7 +87,7 @@ impl Lists {
         }
     }
 
-    /// Takes a node out of its list, if it is in one.
+    /// Removes a node from its list, if it is in one.
     pub(super) fn remove(&mut self, node: u32) {
         if self.contains(node) {
             let [before, after] = self.get(node);
@@ -96,13 +96,13 @@ impl Lists {
         }
     }
 
-    /// The first node of a list.
+    /// Returns the first node of a list.
     pub(super) fn front(&self, list: u32) -> Option<u32> {
         let [_, first] = self.get(END | list);
         (first & END == 0).then_some(first)
     }
 
-    /// Takes the first node out of a list.
+    /// Removes the first node of a list.
     pub(super) fn pop_front(&mut self, list: u32) -> Option<u32> {
         let first = self.front(list)?;
         self.remove(first);
@@ -110,19 +110,19 @@ impl Lists {
     }
 }
 
-/// A set of small numbers that finds its least member by words of 64 bits.
+/// A set of small numbers that finds its least member in words of 64 bits.
 #[derive(Debug, Clone)]
 pub(super) struct BitSet {
     words: Vec<u64>,
 }
 
 impl BitSet {
-    /// For members `0..len`.
+    /// Creates the set for members `0..len`.
     pub(super) fn new(len: u32) -> Self {
         Self { words: vec![0; to_usize(len.div_ceil(64))] }
     }
 
-    /// Puts a number in or takes it out.
+    /// Inserts or removes a number.
     pub(super) fn set(&mut self, member: u32, is_in: bool) {
         if let Some(word) = self.words.get_mut(to_usize(member / 64)) {
             let bit = 1_u64 << (member % 64);
@@ -130,28 +130,28 @@ impl BitSet {
         }
     }
 
-    /// The least member.
+    /// Returns the least member.
     pub(super) fn first(&self) -> Option<u32> {
         let (at, word) = self.words.iter().enumerate().find(|(_, word)| **word != 0)?;
         Some(to_u32(at).saturating_mul(64).saturating_add(word.trailing_zeros()))
     }
 
-    /// Takes every member out.
+    /// Removes every member.
     pub(super) fn clear(&mut self) {
         self.words.fill(0);
     }
 }
 
-/// First come, first served inside a bucket, least bucket first.
+/// A queue of buckets: the least bucket first, in order of arrival inside a bucket.
 #[derive(Debug, Clone)]
 pub(super) struct Buckets {
     lists: Lists,
-    /// Buckets that hold a node, and some that held one.
+    /// Buckets with a node, and some that had one.
     filled: BitSet,
 }
 
 impl Buckets {
-    /// For nodes `0..num_nodes` and every bucket a `u8` can name.
+    /// Creates the queue for nodes `0..num_nodes` and every bucket of a `u8`.
     pub(super) fn new(num_nodes: u32) -> Self {
         let num_buckets = u32::from(u8::MAX).saturating_add(1);
         Self { lists: Lists::new(num_nodes, num_buckets), filled: BitSet::new(num_buckets) }
@@ -161,7 +161,7 @@ impl Buckets {
         self.lists.contains(node)
     }
 
-    /// Appends a node to a bucket; one that is in a bucket already stays where it is.
+    /// Appends a node to a bucket; a node that is in a bucket stays there.
     pub(super) fn push_back(&mut self, bucket: u8, node: u32) {
         if node < self.lists.num_nodes() && !self.contains(node) {
             self.lists.push_back(u32::from(bucket), node);
@@ -173,7 +173,7 @@ impl Buckets {
         self.lists.remove(node);
     }
 
-    /// The first node of the least bucket, and that bucket.
+    /// Returns the first node of the least bucket, and that bucket.
     pub(super) fn first(&mut self) -> Option<(u8, u32)> {
         loop {
             let bucket = self.filled.first()?;

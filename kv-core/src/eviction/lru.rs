@@ -3,19 +3,19 @@ use crate::eviction::lists::Lists;
 use crate::eviction::{BlockInfo, EvictionPolicy, Priority};
 use crate::ids::BlockId;
 
-/// Least recently used first: a doubly linked list through an array, O(1) everywhere.
+/// Evicts the least recently used block: a doubly linked list in an array, O(1) everywhere.
 #[derive(Debug, Clone)]
 pub struct Lru {
     lists: Lists,
 }
 
 impl Lru {
-    /// For blocks `0..num_blocks`.
+    /// Creates the policy for blocks `0..num_blocks`.
     pub fn new(num_blocks: u32) -> Self {
         Self { lists: Lists::new(num_blocks, 1) }
     }
 
-    /// Memory that it has taken from the host.
+    /// Returns the bytes of host memory.
     #[cfg(test)]
     pub(crate) fn host_bytes(&self) -> usize {
         self.lists.host_bytes()
@@ -48,7 +48,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn gives_up_the_oldest_candidate() {
+    fn evicts_the_oldest_candidate() {
         let mut lru = Lru::new(4);
         for block in [2, 0, 3] {
             lru.idle(BlockId(block));
@@ -64,7 +64,7 @@ mod tests {
     }
 
     #[test]
-    fn strangers_change_nothing() {
+    fn unknown_blocks_change_nothing() {
         let mut lru = Lru::new(1);
         lru.idle(BlockId(1));
         lru.dropped(BlockId(1));

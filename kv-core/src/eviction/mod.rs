@@ -1,7 +1,7 @@
-//! Which cached block is given up when a new one is needed.
+//! Eviction policies: which cached block is evicted when a block is needed.
 //!
-//! A block with reusable content that nobody holds is a *candidate*. The pool tells an
-//! [`EvictionPolicy`] what happens to each block and asks it for a candidate when no empty block is
+//! A block with reusable content and no holder is a *candidate*. The pool reports all changes of
+//! blocks to an [`EvictionPolicy`] and requests a candidate when no empty block is left.
 //! left.
 mod clock;
 mod lfu;
@@ -28,33 +28,33 @@ use crate::error::UnknownName;
 use crate::ids::BlockId;
 use crate::reuse::BlockKey;
 
-/// What a policy may know of a block's content.
+/// Facts about a block's content that a policy may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(clippy::exhaustive_structs, reason = "a literal names each field")]
 pub struct BlockInfo {
-    /// Names the content: the same prompt has the same keys, after an eviction too.
+    /// Identifies the content: equal prompts have equal keys, also after an eviction.
     pub key: BlockKey,
-    /// The content before it, `None` for the first block of a prompt.
+    /// Key of the content before it, `None` for the first block of a prompt.
     pub parent: Option<BlockKey>,
     /// Index of the block in its prompt.
     pub index: u32,
-    /// What the caller asked for it.
+    /// Its priority, set by the caller.
     pub priority: Priority,
 }
 
-/// How much a block is worth to its owner, and for how long.
+/// The priority of a block, and its duration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[expect(clippy::exhaustive_structs, reason = "a literal names both")]
 pub struct Priority {
-    /// 0 goes first, 100 last.
+    /// 0 is evicted first, 100 last.
     pub level: u8,
-    /// How long the level holds from when nobody holds the block; it falls back to
-    /// [`Priority::DEFAULT_LEVEL`] then. `None`: for ever.
+    /// How long the level lasts after the last holder has released the block; then it falls back to
+    /// [`Priority::DEFAULT_LEVEL`]. `None`: for ever.
     pub duration: Option<std::time::Duration>,
 }
 
 impl Priority {
-    /// The level of blocks nobody said anything about.
+    /// The level of blocks without a priority.
     pub const DEFAULT_LEVEL: u8 = 35;
     /// The highest level.
     pub const MAX_LEVEL: u8 = 100;
@@ -66,35 +66,36 @@ impl Default for Priority {
     }
 }
 
-/// Chooses which cached block is given up.
+/// Chooses which cached block is evicted.
 ///
-/// A block is known to the policy from [`Self::stored`] to [`Self::dropped`] or until
-/// [`Self::evict`] names it, and is a candidate from [`Self::idle`] to the next [`Self::reused`].
-/// Candidates of one sequence come tail first, so that a policy that breaks ties by arrival gives
-/// up tails before heads: a block whose predecessor is gone can no longer be found. Calls that do
-/// not fit this order change nothing.
+/// The policy knows a block from [`Self::stored`] to [`Self::dropped`] or until [`Self::evict`]
+/// returns it. The block is a candidate from [`Self::idle`] to the next [`Self::reused`].
+/// Candidates of one sequence arrive tail first, so that a policy that breaks ties by arrival
+/// evicts tails before heads: a block whose predecessor is gone can no longer be found. Calls out
+/// of this order have no effect.
 ///
 /// Every call should take O(1) or O(log n) in the number of blocks.
 pub trait EvictionPolicy: fmt::Debug + Send {
-    /// A request begins: the unit of time of policies that age.
+    /// Signals the beginning of a request, the time unit of policies that age.
     fn tick(&mut self) {}
-    /// `block`, which somebody holds, got content that others may reuse.
+    /// Reports that held block `block` got content that others may reuse.
     fn stored(&mut self, block: BlockId, info: &BlockInfo);
-    /// A further sequence holds `block` because it asked for the content.
+    /// Reports that a further sequence holds `block` for its content.
     fn reused(&mut self, block: BlockId);
-    /// A sequence has computed the content of `block` again, without having found it or behind a
-    /// part of it that it had found; `block` is a candidate no longer. As [`Self::reused`] unless a
-    /// policy counts how soon content is asked for.
+    /// Reports that a sequence has computed the content of `block` again, without finding it or
+    /// after finding a part of it; `block` is no longer a candidate. By default the same as
+    /// [`Self::reused`]; policies that measure the time to reuse may differ.
     fn computed_again(&mut self, block: BlockId) {
         self.reused(block);
     }
-    /// Nobody holds `block` any more.
+    /// Reports that `block` lost its last holder.
     fn idle(&mut self, block: BlockId);
-    /// The content of `block` is gone, or can no longer be found, other than by eviction.
+    /// Reports that the content of `block` is gone, or can no longer be found, other than by
+    /// eviction.
     fn dropped(&mut self, block: BlockId);
-    /// The owner changed his mind.
+    /// Reports a changed priority.
     fn set_priority(&mut self, block: BlockId, priority: Priority);
-    /// Names a candidate and forgets it; `None` when there is none.
+    /// Returns a candidate and forgets it; `None` without candidates.
     fn evict(&mut self) -> Option<BlockId>;
 }
 
@@ -108,7 +109,7 @@ pub enum Eviction {
     Lfu,
     /// [`ByPriority`].
     Priority,
-    /// [`ReuseRate`]: lowest priority first, and then what will be missed least.
+    /// [`ReuseRate`]: lowest priority first, then the lowest expected benefit.
     #[default]
     Default,
 }
@@ -117,7 +118,7 @@ impl Eviction {
     /// Every policy.
     pub const ALL: [Self; 4] = [Self::Lru, Self::Lfu, Self::Priority, Self::Default];
 
-    /// Makes the policy for blocks `0..num_blocks`; durations of priorities run by `clock`.
+    /// Creates the policy for blocks `0..num_blocks`; durations of priorities use `clock`.
     pub fn policy(self, num_blocks: u32, clock: &Arc<dyn Clock>) -> Box<dyn EvictionPolicy> {
         match self {
             Self::Lru => Box::new(Lru::new(num_blocks)),

@@ -1,4 +1,4 @@
-//! Lowest priority first, and how long a priority lasts.
+//! Eviction by priority, and the expiry of priorities.
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,10 +10,10 @@ use crate::eviction::{BlockInfo, Clock, EvictionPolicy, Priority};
 use crate::ids::BlockId;
 use crate::num::to_usize;
 
-/// Lowest level first, least recently used first inside a level.
+/// Evicts the lowest level first, the least recently used block inside a level.
 ///
-/// O(1) for blocks whose priority has no duration, O(log n) for the others. A level that ran out
-/// makes the block the youngest of the default level.
+/// O(1) for blocks whose priority has no duration, O(log n) for the others. A block whose level
+/// expires becomes the most recent one of the default level.
 #[derive(Debug)]
 pub struct ByPriority {
     levels: Levels,
@@ -21,7 +21,7 @@ pub struct ByPriority {
 }
 
 impl ByPriority {
-    /// For blocks `0..num_blocks`.
+    /// Creates the policy for blocks `0..num_blocks`.
     pub fn new(num_blocks: u32, clock: Arc<dyn Clock>) -> Self {
         Self { levels: Levels::new(num_blocks, clock), idle: Buckets::new(num_blocks) }
     }
@@ -72,15 +72,15 @@ impl EvictionPolicy for ByPriority {
     }
 }
 
-/// The level of each block, and when the levels of idle ones run out.
+/// The level of each block, and the expiry of idle blocks' levels.
 #[derive(Debug)]
 pub(super) struct Levels {
     of_block: Vec<u8>,
-    /// How long the level of a block lasts, where it ends.
+    /// Duration of a block's level, if it has one.
     durations: HashMap<u32, Duration>,
-    /// When the level of an idle block ends; each such block once.
+    /// Expiry of the level of an idle block; each such block once.
     ends: BTreeSet<(Duration, u32)>,
-    /// The end of each block that is in `ends`.
+    /// Expiry of each block in `ends`.
     end: HashMap<u32, Duration>,
     clock: Arc<dyn Clock>,
 }
@@ -96,23 +96,23 @@ impl Levels {
         }
     }
 
-    /// Memory that it has taken from the host, for blocks whose levels do not end.
+    /// Returns the bytes of host memory, for blocks whose levels do not expire.
     #[cfg(test)]
     pub(super) fn host_bytes(&self) -> usize {
         assert!(self.durations.is_empty(), "these are not counted");
         self.of_block.capacity()
     }
 
-    /// The level a block has, the default one where it ran out.
+    /// Returns the level of a block, the default one after expiry.
     pub(super) fn level(&self, block: u32) -> u8 {
         self.of_block.get(to_usize(block)).copied().unwrap_or(Priority::DEFAULT_LEVEL)
     }
 
-    /// Notes a priority; its time begins with the next [`Self::begin`].
+    /// Sets a priority; its duration begins with the next [`Self::begin`].
     pub(super) fn set(&mut self, block: u32, priority: Priority) {
         let Some(slot) = self.of_block.get_mut(to_usize(block)) else { return };
         *slot = priority.level.min(Priority::MAX_LEVEL);
-        // To fall from the default level to the default level changes nothing.
+        // Falling back from the default level to itself changes nothing.
         match priority.duration.filter(|_| *slot != Priority::DEFAULT_LEVEL) {
             Some(duration) => drop(self.durations.insert(block, duration)),
             None if self.durations.is_empty() => {}
@@ -120,7 +120,7 @@ impl Levels {
         }
     }
 
-    /// A block is idle: the time of its level begins, if it has one.
+    /// Starts the duration of an idle block's level, if it has one.
     pub(super) fn begin(&mut self, block: u32) {
         self.end(block);
         if self.durations.is_empty() {
@@ -133,7 +133,7 @@ impl Levels {
         }
     }
 
-    /// A block is idle no longer.
+    /// Stops it, because the block is no longer idle.
     pub(super) fn end(&mut self, block: u32) {
         if self.ends.is_empty() {
             return;
@@ -143,7 +143,7 @@ impl Levels {
         }
     }
 
-    /// A block whose level has run out, which has the default one from here on.
+    /// Returns a block whose level has expired, and resets it to the default level.
     pub(super) fn expired(&mut self) -> Option<u32> {
         let &(until, block) = self.ends.first()?;
         (until <= self.clock.now()).then(|| {

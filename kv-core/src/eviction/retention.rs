@@ -1,15 +1,15 @@
-//! What a caller asks for the blocks of one sequence.
+//! Priorities of the blocks of one sequence.
 use crate::eviction::Priority;
 
-/// A run of prompt positions and what its blocks are worth.
+/// A range of prompt positions and the priority of its blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[expect(clippy::exhaustive_structs, reason = "a literal names each field")]
 pub struct RetentionRange {
     /// First position.
     pub begin: u32,
-    /// Position behind the last one; `None` for the whole rest of the prompt.
+    /// One past the last position; `None` for the rest of the prompt.
     pub end: Option<u32>,
-    /// What its blocks are worth.
+    /// Priority of its blocks.
     pub priority: Priority,
 }
 
@@ -33,8 +33,8 @@ pub struct Retention {
 }
 
 impl Retention {
-    /// Checks ranges of prompt positions, given in any order. Positions that no range holds have
-    /// the default priority.
+    /// Checks ranges of prompt positions, given in any order. Positions in no range have the
+    /// default priority.
     ///
     /// # Errors
     /// A range that is empty or overlaps another, an open end that is not the last one, a level
@@ -58,7 +58,7 @@ impl Retention {
         Ok(Self { ranges, decode: None })
     }
 
-    /// Sets the priority of blocks that begin behind the prompt.
+    /// Sets the priority of blocks that begin after the prompt.
     ///
     /// # Errors
     /// A level above [`Priority::MAX_LEVEL`].
@@ -67,19 +67,21 @@ impl Retention {
         Ok(Self { decode: Some(priority), ..self })
     }
 
-    /// The ranges, in order.
+    /// Returns the ranges, in order.
     pub fn ranges(&self) -> &[RetentionRange] {
         &self.ranges
     }
 
-    /// The priority of blocks that begin behind the prompt, if one was set.
+    /// Returns the priority of blocks that begin after the prompt, if one was set.
     pub fn decode(&self) -> Option<Priority> {
         self.decode
     }
 
-    /// The priority of the block whose first token stands at `position`; `prompt_len` in tokens.
+    /// Returns the priority of the block whose first token is at `position`; `prompt_len` in
+    /// tokens.
     ///
-    /// A block that begins before a range has no part in it, however much of it lies inside.
+    /// A range does not apply to a block that begins before it, however much of the block it
+    /// covers.
     pub fn priority_at(&self, position: u32, prompt_len: u32) -> Priority {
         if position >= prompt_len {
             return self.decode.unwrap_or_default();
@@ -141,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_takes_the_range_of_its_first_token() {
+    fn a_block_has_the_priority_of_its_first_token() {
         let levels = |ranges: Vec<RetentionRange>, block_size, prompt_len| {
             let retention = Retention::new(ranges).unwrap();
             let at = |position| retention.priority_at(position, prompt_len).level;

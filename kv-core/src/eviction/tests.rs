@@ -1,4 +1,4 @@
-//! What holds for every policy, and each beside a naive model.
+//! Properties of every policy, and comparisons with naive models.
 #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails, as it should")]
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use crate::num::{to_u32, to_u64, to_usize};
 
 const NUM_BLOCKS: u32 = 6;
 
-/// One call; numbers of blocks reach past the pool.
+/// One call; block numbers reach past the pool.
 #[derive(Debug, Clone)]
 enum Call {
     Tick,
@@ -45,7 +45,7 @@ fn calls() -> impl Strategy<Value = Vec<Call>> {
     proptest::collection::vec(call, 0..200)
 }
 
-/// What any policy must know of a block; `idle` counts the calls that made it a candidate.
+/// State of a block; `idle` counts the calls that made it a candidate.
 #[derive(Debug, Clone, Copy)]
 struct Known {
     uses: u64,
@@ -53,7 +53,7 @@ struct Known {
     idle: Option<(u64, Duration)>,
 }
 
-/// The obvious way: a list of everything, searched from one end to the other.
+/// A naive model: a list of everything, searched from end to end.
 #[derive(Debug, Default)]
 struct Model {
     blocks: [Option<Known>; to_usize(NUM_BLOCKS)],
@@ -62,7 +62,7 @@ struct Model {
 }
 
 impl Model {
-    /// The levels that have run out fall back, in the order in which they did.
+    /// Lets expired levels fall back, in order of expiry.
     fn expire(&mut self) {
         let end = |known: &Known| {
             let since = known.idle.filter(|_| known.priority.level != 35)?.1;
@@ -85,14 +85,14 @@ impl Model {
         self.blocks.get_mut(to_usize(block)).and_then(Option::as_mut)
     }
 
-    /// The candidates whose key is least.
+    /// Returns the candidates with the least key.
     fn least<K: Ord>(&self, key: impl Fn(&Known) -> K) -> Option<K> {
         let idle = self.blocks.iter().flatten().filter(|known| known.idle.is_some());
         idle.map(key).min()
     }
 }
 
-/// Drives a policy; `check` compares each eviction with the model, before it happens there.
+/// Drives a policy; `check` compares each eviction with the model, before it is applied there.
 fn drive(policy: Eviction, calls: &[Call], check: impl Fn(&Model, Option<Known>)) {
     let time = Arc::new(ManualClock::new());
     let clock: Arc<dyn Clock> = Arc::<ManualClock>::clone(&time);
@@ -112,7 +112,7 @@ fn drive(policy: Eviction, calls: &[Call], check: impl Fn(&Model, Option<Known>)
                     *slot = Some(Known { uses: 1, priority, idle: None });
                 }
             }
-            // Only what is known: a pool never speaks of other blocks.
+            // Only known blocks: a pool never mentions others.
             Call::Reused(block) => {
                 if let Some(known) = model.known(block) {
                     known.idle = None;
@@ -163,8 +163,8 @@ fn drive(policy: Eviction, calls: &[Call], check: impl Fn(&Model, Option<Known>)
 
 proptest! {
     #[test]
-    fn lru_gives_up_the_longest_idle(calls in calls()) {
-        // Priorities mean nothing here: a call that changes one must not change the order.
+    fn lru_evicts_the_longest_idle(calls in calls()) {
+        // This policy ignores priorities: changing one must not change the order.
         let calls: Vec<_> =
             calls.into_iter().filter(|call| !matches!(call, Call::SetPriority(..))).collect();
         let calls: Vec<_> = calls.into_iter().map(|call| match call {
@@ -181,7 +181,7 @@ proptest! {
     }
 
     #[test]
-    fn priority_gives_up_the_lowest_level_and_there_the_longest_idle(calls in calls()) {
+    fn priority_evicts_the_lowest_level_and_there_the_longest_idle(calls in calls()) {
         drive(Eviction::Priority, &calls, |model, evicted| {
             let key = |known: &Known| (known.priority.level, known.idle);
             assert_eq!(evicted.as_ref().map(key), model.least(key));
@@ -189,12 +189,12 @@ proptest! {
     }
 
     #[test]
-    fn the_default_gives_up_the_lowest_level_and_any_candidate_there(calls in calls()) {
+    fn the_default_evicts_the_lowest_level_and_any_candidate_there(calls in calls()) {
         drive(Eviction::Default, &calls, |model, evicted| {
             let level = |known: &Known| known.priority.level;
             assert_eq!(evicted.as_ref().map(level), model.least(level));
             assert!(evicted.is_none_or(|known| known.idle.is_some()), "a held block was evicted");
-            // Other levels than the default one have an order.
+            // Levels other than the default one have an order.
             let key = |known: &Known| (known.priority.level, known.idle);
             if evicted.is_some_and(|known| known.priority.level != 35) {
                 assert_eq!(evicted.as_ref().map(key), model.least(key));
@@ -203,8 +203,8 @@ proptest! {
     }
 }
 
-/// Conversations with pauses and repeated prompts among documents that nobody asks for again: the
-/// share of blocks that were there, in thousandths.
+/// Simulates conversations with pauses and repeated prompts among documents that are never reused,
+/// and returns the share of block hits in thousandths.
 fn hits_per_mille(policy: Eviction, num_blocks: u32) -> u64 {
     let clock: Arc<dyn Clock> = Arc::new(ManualClock::new());
     let mut policy = policy.policy(num_blocks, &clock);
@@ -310,7 +310,7 @@ fn a_priority_counts_from_when_the_block_is_idle() {
     }
 }
 
-/// Index, counts and policy of a pool, when more was cached than it holds.
+/// Memory of index, counts and policy of a pool, after more was cached than it holds.
 #[test]
 fn the_default_takes_at_most_half_as_much_memory_again_as_lru() {
     let num_blocks = 1_u32 << 18;

@@ -1,7 +1,7 @@
-//! What attends to what.
+//! Attention plans and options.
 use crate::block::BlockTables;
 use crate::element::DType;
-use crate::error::PlanError;
+use crate::error::{OptionProblem, PlanError};
 use crate::geometry::{PlaneLayout, QkvFormat};
 use crate::num::{to_u32, to_usize};
 use crate::plan::batch::{PlanBuffers, PlannedSequence};
@@ -11,10 +11,10 @@ use crate::tensor::{TensorView, TensorViewMut, TokenRequirement, TokenTensor, To
 
 /// A batch of queries over cached sequences, checked against one group's tables.
 ///
-/// Guarantees a backend may index by:
+/// A backend may index by these guarantees:
 /// - every block of every table is inside the plane, and `kv_len` tokens fit each sequence's table,
-///   at [`SlotMap::place_in`](crate::SlotMap::place_in) with the sequence's `coded`; what lies in a
-///   block is said only where a query sees a key in it, see [`AttentionOptions::visible`];
+///   at [`SlotMap::place_in`](crate::SlotMap::place_in) with the sequence's `coded`; the content of
+///   a block is defined only if a query sees a key in it, see [`AttentionOptions::visible`];
 /// - the splits of a sequence are `splits()[split_start..][..num_splits]`, in order, and cover
 ///   `0..kv_len` exactly.
 #[derive(Debug, Clone, Copy)]
@@ -32,38 +32,38 @@ impl<'p> AttentionPlan<'p> {
     ) -> Self {
         Self { layout, tables, batch }
     }
-    /// Pool and block geometry the tables were checked against.
+    /// Returns the pool and block geometry that the tables were checked against.
     pub fn layout(&self) -> &'p PlaneLayout {
         self.layout
     }
-    /// Block tables of the group.
+    /// Returns the block tables of the group.
     pub fn tables(&self) -> &'p BlockTables {
         self.tables
     }
-    /// All that was planned for this batch, for backends that keep a copy on their device: writing
-    /// and attention in every layer share it.
+    /// Returns everything planned for this batch, for backends that keep a copy on their device:
+    /// writes and attention of every layer share it.
     pub fn batch(&self) -> &'p PlanBuffers {
         self.batch
     }
-    /// The batch, in the caller's order.
+    /// Returns the batch, in the caller's order.
     pub fn sequences(&self) -> &'p [PlannedSequence] {
         self.batch.sequences()
     }
-    /// Parts of all contexts, sequence by sequence.
+    /// Returns the KV splits, sequence by sequence.
     pub fn splits(&self) -> &'p [KvSplit] {
         self.batch.splits()
     }
-    /// Queries of the whole batch.
+    /// Returns the queries of the whole batch.
     pub fn total_q(&self) -> u32 {
         self.batch.total_q()
     }
-    /// Queries of the entry that brings most.
+    /// Returns the largest number of queries of an entry.
     pub fn q_len_max(&self) -> u32 {
         self.batch.q_len_max()
     }
 }
 
-/// Which keys a query sees, before window and length.
+/// The keys that a query sees, before window and length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Mask {
@@ -171,14 +171,15 @@ impl<'a> AttentionOptions<'a> {
         self.qkv_format
     }
 
-    /// Keys that query `i` of a sequence sees, short of sink tokens before its window:
-    /// `begin..end`, empty when it sees none. Neither bound falls from one query to the next.
+    /// Returns the keys that query `i` of a sequence sees, without sink tokens before its window:
+    /// `begin..end`, empty if it sees none. No bound decreases from one query to the next.
     ///
-    /// Together with [`Self::visible_sink_tokens`] these are all keys that count. A block in which
-    /// no query of the sequence sees a key is not read at all: its entry of the block table may
+    /// Together with [`Self::visible_sink_tokens`] these are all visible keys. A block in which no
+    /// query of the sequence sees a key is never read: its entry of the block table may name
+    /// another owner's block.
     /// name a block of another owner.
     pub fn visible(&self, sequence: &PlannedSequence, i: u32) -> (u32, u32) {
-        // Position of the query plus one, which is negative when there are more queries than keys.
+        // The query's position plus one, which is negative if there are more queries than keys.
         let end = i64::from(sequence.kv_len)
             .saturating_sub(i64::from(sequence.q_len))
             .saturating_add(i64::from(i))
@@ -194,12 +195,12 @@ impl<'a> AttentionOptions<'a> {
         (u32::try_from(begin).unwrap_or(0), u32::try_from(end).unwrap_or(0))
     }
 
-    /// How many sink tokens query `i` of a sequence sees before its window: keys `0..n`, where `n`
-    /// is at most `begin` of [`Self::visible`]. Never falls from one query to the next.
+    /// Returns the number of sink tokens that query `i` of a sequence sees before its window: keys
+    /// `0..n`, where `n` is at most `begin` of [`Self::visible`]. Never decreases from one query to
+    /// the next.
     ///
-    /// A kernel that ends a tile at [`Self::sink_tokens`] where there is a window reads one
-    /// range in every tile: below that position a query sees `0..end`, from there on what `visible`
-    /// says.
+    /// With a window, a kernel that ends a tile at [`Self::sink_tokens`] has one visible range
+    /// per tile: `0..end` below that position, and from there on the range of `visible`.
     pub fn visible_sink_tokens(&self, sequence: &PlannedSequence, i: u32) -> u32 {
         let (begin, _) = self.visible(sequence, i);
         self.sink_tokens.min(begin)
@@ -208,11 +209,11 @@ impl<'a> AttentionOptions<'a> {
     fn check(&self, q_heads: u32) -> Result<(), PlanError> {
         let refuse = |option, problem| Err(PlanError::Option { option, problem });
         if !self.scale.is_finite() {
-            return refuse("scale", "is not finite");
+            return refuse("scale", OptionProblem::NotFinite { got: self.scale });
         }
         match self.soft_cap {
             Some(cap) if !(cap.is_finite() && cap > 0.0) => {
-                return refuse("soft_cap", "must be finite and above 0");
+                return refuse("soft_cap", OptionProblem::NotPositive { got: cap });
             }
             _ => {}
         }
@@ -221,8 +222,9 @@ impl<'a> AttentionOptions<'a> {
                 let (what, expected, got) = ("sink_logits", to_usize(q_heads), sink_logits.len());
                 return Err(PlanError::LengthMismatch { what, expected, got });
             }
-            if sink_logits.iter().any(|s| s.is_nan() || *s == f32::INFINITY) {
-                return refuse("sink_logits", "hold a NaN or an infinity");
+            let is_wrong = |(_, logit): &(usize, &f32)| logit.is_nan() || **logit == f32::INFINITY;
+            if let Some((head, got)) = sink_logits.iter().enumerate().find(is_wrong) {
+                return refuse("sink_logits", OptionProblem::Logit { head, got: *got });
             }
         }
         Ok(())
@@ -251,7 +253,8 @@ impl<'a, Buf> AttendArgs<'a, Buf> {
     /// | `lse` | `[t, num_q_heads]` | f32; natural logarithm |
     ///
     /// # Errors
-    /// As [`WriteArgs::new`](crate::plan::WriteArgs::new), and [`PlanError::HeadsNotDivisible`],
+    /// Those of [`WriteArgs::new`](crate::plan::WriteArgs::new), and
+    /// [`PlanError::HeadsNotDivisible`],
     /// [`PlanError::Overlap`], [`PlanError::Option`], [`PlanError::LengthMismatch`] for the sink
     /// logits.
     pub fn new(
@@ -297,32 +300,33 @@ impl<'a, Buf> AttendArgs<'a, Buf> {
         let lse = lse.map(|lse| check_lse(lse, &need("lse", Some(q_heads), 1))).transpose()?;
         Ok(Self { q, out, lse, k_plane, v_plane, options })
     }
-    /// Queries.
+    /// Returns the queries.
     pub fn q(&self) -> &TokenTensor<'a, Buf> {
         &self.q
     }
-    /// Output rows.
+    /// Returns the output rows.
     pub fn out(&mut self) -> &mut TokenTensorMut<'a, Buf> {
         &mut self.out
     }
-    /// Log-sum-exp of every query and head, one value a row. Where a query sees nothing it is the
-    /// sink logit, or negative infinity without one; for padding, negative infinity.
+    /// Returns the log-sum-exp of every query and head, one value per row. For a query that sees
+    /// nothing it is the sink logit, or negative infinity without sink logits; for padding,
+    /// negative infinity.
     pub fn lse(&mut self) -> Option<&mut TokenTensorMut<'a, Buf>> {
         self.lse.as_mut()
     }
-    /// What is written: the output rows, and the log-sum-exp where it is asked for.
+    /// Returns the outputs: the output rows, and the log-sum-exp if it was requested.
     pub fn outputs(&mut self) -> [Option<&mut TokenTensorMut<'a, Buf>>; 2] {
         [Some(&mut self.out), self.lse.as_mut()]
     }
-    /// Keys.
+    /// Returns the keys.
     pub fn k_plane(&self) -> &PlaneView<'a, Buf> {
         &self.k_plane
     }
-    /// Values.
+    /// Returns the values.
     pub fn v_plane(&self) -> &PlaneView<'a, Buf> {
         &self.v_plane
     }
-    /// How scores become weights.
+    /// Returns the options.
     pub fn options(&self) -> &AttentionOptions<'a> {
         &self.options
     }
@@ -340,7 +344,7 @@ impl<'a, Buf> AttendArgs<'a, Buf> {
     }
 }
 
-/// The fields of [`AttendArgs`], for erasure alone.
+/// The fields of [`AttendArgs`], for type erasure.
 pub(crate) struct AttendParts<'a, Buf> {
     pub(crate) q: TokenTensor<'a, Buf>,
     pub(crate) outputs: (TokenTensorMut<'a, Buf>, Option<TokenTensorMut<'a, Buf>>),

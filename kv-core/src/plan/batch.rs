@@ -1,4 +1,4 @@
-//! The batch of a step: which rows of which table, from where to where.
+//! The batch of a step: table rows and token ranges.
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::block::BlockTables;
@@ -11,7 +11,7 @@ use crate::plan::split::{self, Determinism, KvSplit};
 use crate::plan::{AttentionPlan, WritePlan};
 use crate::slot_map::SlotMap;
 
-/// What one sequence brings to a step, before the check.
+/// One sequence of a step, before it is checked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(clippy::exhaustive_structs, reason = "a literal names each of the four numbers")]
 pub struct BatchEntry {
@@ -44,14 +44,15 @@ pub struct PlannedSequence {
     pub new_len: u32,
     /// Valid tokens, this step's included.
     pub kv_len: u32,
-    /// Leading tokens that are codes, or full-precision prefix, once the step is written; `kv_len`
+    /// Leading tokens that are quantised, or in the full-precision prefix, once the step is
+    /// written; `kv_len`
     /// without a [tail](crate::SlotMap).
     pub coded: u32,
-    /// The same before the step. Tokens between the two that were there before lie in the tail and
-    /// become codes.
+    /// The same before the step. Cached tokens between the two are in the tail and are quantised by
+    /// this step.
     pub coded_before: u32,
-    /// Where the blocks of that tail lie in the block table while the step is open: behind all
-    /// others. Says nothing where `coded` does not grow over tokens that were there before.
+    /// Index in the block table at which the blocks of the old tail lie while the step is open:
+    /// after all others. Meaningless unless cached tokens are quantised.
     pub sealed_index: u32,
     /// First of its splits.
     pub split_start: u32,
@@ -59,7 +60,7 @@ pub struct PlannedSequence {
     pub num_splits: u32,
 }
 
-/// What plans of one group borrow from: one batch, checked; kept across steps.
+/// The plans of one group for one batch, from which checked plans borrow; kept across steps.
 #[derive(Debug, Clone, Default)]
 pub struct PlanBuffers {
     sequences: Vec<PlannedSequence>,
@@ -69,7 +70,7 @@ pub struct PlanBuffers {
     determinism: Determinism,
     stamps: Vec<u64>,
     stamp: u64,
-    /// Whether blocks are checked for a second writer.
+    /// Whether blocks are checked for two writers.
     claims: bool,
     total_q: u32,
     total_new: u32,
@@ -77,9 +78,9 @@ pub struct PlanBuffers {
     new_len_max: u32,
 }
 
-/// Names the content of one batch's plans, so that a backend that keeps a copy on its device knows
+/// Identifies the content of one batch's plans. A backend that keeps a copy on its device can tell
 /// whether it has this one: all layers of a step share it. No two batches of a process have the
-/// same.
+/// same ID.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct PlanId(u64);
 
@@ -90,7 +91,7 @@ impl PlanId {
     }
 }
 
-/// How a plan cuts long contexts, and for how many workers.
+/// How a plan splits long contexts, and for how many workers.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SplitPolicy {
     pub(crate) workers: u32,
@@ -100,8 +101,8 @@ pub(crate) struct SplitPolicy {
 impl PlanBuffers {
     /// Checks a batch against its tables and makes the plans of one group.
     ///
-    /// Splits are cut for `workers` parallel workers, each of which takes one kv head of a split at
-    /// a time, or by position alone for [`Determinism::BatchInvariant`].
+    /// Contexts are split for `workers` parallel workers, each of which processes one kv head of a
+    /// split at a time, or by position alone for [`Determinism::BatchInvariant`].
     ///
     /// # Errors
     /// [`PlanError::TableTooShort`] when a sequence has more tokens than its blocks hold,
@@ -120,44 +121,45 @@ impl PlanBuffers {
         Ok((self.write_plan(layout, tables), self.attention_plan(layout, tables)))
     }
 
-    /// Names what was planned last.
+    /// Returns the ID of the last plans.
     pub fn id(&self) -> PlanId {
         self.id
     }
-    /// What the cut of contexts may depend on.
+    /// Returns what KV splits may depend on.
     pub fn determinism(&self) -> Determinism {
         self.determinism
     }
-    /// The batch, in the caller's order.
+    /// Returns the batch, in the caller's order.
     pub fn sequences(&self) -> &[PlannedSequence] {
         &self.sequences
     }
-    /// Parts of all contexts, sequence by sequence.
+    /// Returns the KV splits, sequence by sequence.
     pub fn splits(&self) -> &[KvSplit] {
         &self.splits
     }
-    /// The first slot of each new token, entries one after another.
+    /// Returns the first slot of each new token, entries one after another.
     pub fn slots(&self) -> &[Slot] {
         &self.slots
     }
-    /// Queries of the whole batch.
+    /// Returns the queries of the whole batch.
     pub fn total_q(&self) -> u32 {
         self.total_q
     }
-    /// New tokens of the whole batch.
+    /// Returns the new tokens of the whole batch.
     pub fn total_new(&self) -> u32 {
         self.total_new
     }
-    /// Queries of the entry that brings most.
+    /// Returns the largest number of queries of an entry.
     pub fn q_len_max(&self) -> u32 {
         self.q_len_max
     }
-    /// New tokens of the entry that brings most.
+    /// Returns the largest number of new tokens of an entry.
     pub fn new_len_max(&self) -> u32 {
         self.new_len_max
     }
 
-    /// As [`Self::plan`] for a caller that has seen to it that no two entries write one block.
+    /// Does what [`Self::plan`] does for a caller that guarantees that no two entries write one
+    /// block.
     pub(crate) fn fill_private(
         &mut self,
         layout: &PlaneLayout,
@@ -196,14 +198,14 @@ impl PlanBuffers {
         Ok(())
     }
 
-    /// Bytes of host memory that the lists take.
+    /// Returns the bytes of host memory of the lists.
     pub fn host_bytes(&self) -> usize {
         let lists =
             [list_bytes(&self.sequences), list_bytes(&self.splits), list_bytes(&self.slots)];
         lists.into_iter().fold(list_bytes(&self.stamps), usize::saturating_add)
     }
 
-    /// Forgets the batch. Memory for one like it stays.
+    /// Drops the batch. The memory stays for the next one.
     pub(crate) fn clear(&mut self) {
         recycle(&mut self.sequences);
         recycle(&mut self.splits);
@@ -228,7 +230,7 @@ impl PlanBuffers {
         AttentionPlan::from_checked(layout, tables, self)
     }
 
-    /// Checks the entries and lists them with the slots of their new tokens.
+    /// Checks the entries, and lists them with the slots of their new tokens.
     fn list(
         &mut self,
         layout: &PlaneLayout,
@@ -238,7 +240,7 @@ impl PlanBuffers {
         let map = layout.slot_map();
         let mut entries = batch.iter().enumerate();
         if map.is_plain() {
-            // Nearly every cache: what it has no use for stays out of the loop.
+            // Nearly every cache: what it does not need stays out of the loop.
             return entries.try_for_each(|(index, entry)| {
                 let table = tables.row(entry.row);
                 let growth = |kv_len| Growth::without_tail(map, entry.cached, kv_len);
@@ -254,7 +256,7 @@ impl PlanBuffers {
         })
     }
 
-    /// Lists an entry with its row of the tables. Returns its length and how it grows.
+    /// Lists an entry with its row of the tables. Returns its length and its growth.
     #[inline]
     fn push(
         &mut self,
@@ -285,7 +287,7 @@ impl PlanBuffers {
             kv_len,
             coded: growth.coded,
             coded_before: growth.coded_before,
-            // Behind reserved blocks too.
+            // After reserved blocks too.
             sealed_index: to_u32(table.len()).saturating_sub(growth.tail_blocks_before),
             split_start: 0,
             num_splits: 0,
@@ -296,7 +298,7 @@ impl PlanBuffers {
         Ok((kv_len, growth))
     }
 
-    /// Claims the blocks of new tokens and lists their slots, where a token is a slot.
+    /// Claims the blocks of new tokens and lists their slots, if each token has one slot.
     #[inline]
     fn claim_plain(
         &mut self,
@@ -333,7 +335,7 @@ impl PlanBuffers {
         (cached, kv_len): (u32, u32),
     ) -> Result<(), PlanError> {
         let block_size = map.block_size();
-        // A tail that becomes codes is written to the block that it was for.
+        // A tail that is quantised is written to the block it was waiting for.
         let mut claimed = None;
         if growth.seals() {
             let index = map.place_in(growth.tail_begin, growth.coded).index;

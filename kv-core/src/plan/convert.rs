@@ -1,5 +1,5 @@
-//! Moving rows between `bshd`, `sbhd` and `thd`.
-use crate::error::PlanError;
+//! Conversion of rows between `bshd`, `sbhd` and `thd`.
+use crate::error::{OptionProblem, PlanError};
 use crate::geometry::QkvFormat;
 use crate::num::to_u32;
 use crate::tensor::{TensorView, TensorViewMut, TokenRequirement, TokenTensor, TokenTensorMut};
@@ -14,7 +14,7 @@ pub struct ConvertPlan {
 }
 
 impl ConvertPlan {
-    /// A batch of entries with the given lengths, in tokens.
+    /// Creates a batch of entries with the given lengths, in tokens.
     ///
     /// # Errors
     /// [`PlanError::TooMany`] when the total does not fit `u32`.
@@ -31,35 +31,36 @@ impl ConvertPlan {
         }
         Ok(Self { starts, len_max: lens.iter().copied().max().unwrap_or(0) })
     }
-    /// A batch from its prefix sums, `cu_seqlens[0] == 0`.
+    /// Creates a batch from its prefix sums, `cu_seqlens[0] == 0`.
     ///
     /// # Errors
     /// [`PlanError::Option`] when the sums are empty, do not start at 0 or fall.
     pub fn from_cu_seqlens(cu_seqlens: &[u32]) -> Result<Self, PlanError> {
         let refuse = |problem| Err(PlanError::Option { option: "cu_seqlens", problem });
-        if cu_seqlens.first() != Some(&0) {
-            return refuse("must start with 0");
+        let first = cu_seqlens.first().copied();
+        if first != Some(0) {
+            return refuse(OptionProblem::NotFromZero { first });
         }
-        let lens: Option<Vec<_>> = cu_seqlens
-            .iter()
-            .zip(cu_seqlens.iter().skip(1))
-            .map(|(a, b)| b.checked_sub(*a))
-            .collect();
-        match lens {
-            Some(lens) => Self::new(&lens),
-            None => refuse("must never fall"),
+        let pairs = cu_seqlens.iter().zip(cu_seqlens.iter().skip(1));
+        let mut lens = Vec::with_capacity(pairs.len());
+        for (index, (before, got)) in (1..).zip(pairs) {
+            let Some(len) = got.checked_sub(*before) else {
+                return refuse(OptionProblem::Falls { index, before: *before, got: *got });
+            };
+            lens.push(len);
         }
+        Self::new(&lens)
     }
-    /// Entries of the batch.
+    /// Returns the number of entries.
     pub fn batch(&self) -> usize {
         self.starts.len().saturating_sub(1)
     }
-    /// First ragged row and number of tokens of every entry.
+    /// Iterates over the first ragged row and the number of tokens of every entry.
     pub fn entries(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
         let ends = self.starts.iter().skip(1);
         self.starts.iter().zip(ends).map(|(start, end)| (*start, end.saturating_sub(*start)))
     }
-    /// Tokens of all entries.
+    /// Returns the tokens of all entries.
     pub fn total(&self) -> u32 {
         self.starts.last().copied().unwrap_or(0)
     }
@@ -76,7 +77,7 @@ impl<'a, Buf> ConvertArgs<'a, Buf> {
     /// Checks both tensors; padding rows of `src` are not read, those of `dst` become zero.
     ///
     /// # Errors
-    /// As [`AttendArgs::new`](crate::plan::AttendArgs::new) for its tensors.
+    /// Those of [`AttendArgs::new`](crate::plan::AttendArgs::new) for its tensors.
     pub fn new(
         plan: &ConvertPlan,
         (src, from): (TensorView<'a, Buf>, QkvFormat),
@@ -97,15 +98,15 @@ impl<'a, Buf> ConvertArgs<'a, Buf> {
         let dst = TokenTensorMut::check(dst, &need("dst", to, Some(heads), dim))?;
         Ok(Self { src, dst })
     }
-    /// Where rows come from.
+    /// Returns the source.
     pub fn src(&self) -> &TokenTensor<'a, Buf> {
         &self.src
     }
-    /// Where they go.
+    /// Returns the target.
     pub fn dst(&mut self) -> &mut TokenTensorMut<'a, Buf> {
         &mut self.dst
     }
-    /// What is written: the target alone.
+    /// Returns the outputs: only the target.
     pub fn outputs(&mut self) -> [Option<&mut TokenTensorMut<'a, Buf>>; 2] {
         [Some(&mut self.dst), None]
     }

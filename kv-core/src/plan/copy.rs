@@ -1,4 +1,4 @@
-//! Which blocks are copied where.
+//! Plans of block copies.
 use crate::error::PlanError;
 use crate::geometry::PlaneLayout;
 use crate::ids::BlockId;
@@ -8,9 +8,9 @@ use crate::storage::StorageView;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(clippy::exhaustive_structs, reason = "a literal names each of the three numbers")]
 pub struct BlockCopy {
-    /// Where the rows are.
+    /// Source block.
     pub from: BlockId,
-    /// Where they go.
+    /// Target block.
     pub to: BlockId,
     /// Number of slots from the block's start: one a token, several a wide row.
     pub slots: u32,
@@ -65,7 +65,7 @@ impl<'p> CopyPlan<'p> {
             None => Ok(plan),
         }
     }
-    /// The copies.
+    /// Returns the copies.
     pub fn copies(&self) -> &'p [BlockCopy] {
         self.copies
     }
@@ -88,7 +88,7 @@ impl<'a, Buf> CopyArgs<'a, Buf> {
         }
         Ok(Self { storage })
     }
-    /// The planes.
+    /// Returns the planes.
     pub fn storage(&self) -> StorageView<'a, Buf> {
         self.storage
     }

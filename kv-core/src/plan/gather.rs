@@ -1,4 +1,4 @@
-//! Which cached rows are read back into a plain tensor.
+//! Plans for reading cached rows into a plain tensor.
 use crate::block::BlockTables;
 use crate::error::PlanError;
 use crate::geometry::{PlaneLayout, QkvFormat};
@@ -18,8 +18,8 @@ pub struct GatherRange {
     pub len: u32,
 }
 
-/// Ranges of cached rows, checked against one group's tables. Which rows are codes is
-/// [`BlockTables::coded`].
+/// Ranges of cached rows, checked against one group's tables. [`BlockTables::coded`] says which
+/// rows are quantised.
 #[derive(Debug, Clone, Copy)]
 pub struct GatherPlan<'p> {
     layout: PlaneLayout,
@@ -60,15 +60,15 @@ impl<'p> GatherPlan<'p> {
         })?;
         Ok(Self { layout: *layout, tables, ranges, total, len_max })
     }
-    /// Block tables of the group.
+    /// Returns the block tables of the group.
     pub fn tables(&self) -> &'p BlockTables {
         self.tables
     }
-    /// The ranges: range `b` fills batch entry `b` of the output.
+    /// Returns the ranges: range `b` fills batch entry `b` of the output.
     pub fn ranges(&self) -> &'p [GatherRange] {
         self.ranges
     }
-    /// Tokens of all ranges.
+    /// Returns the tokens of all ranges.
     pub fn total(&self) -> u32 {
         self.total
     }
@@ -85,7 +85,7 @@ impl<'a, Buf> GatherArgs<'a, Buf> {
     /// Checks `out` (axes by `format`, heads and dim of the plane); rows past a range become zero.
     ///
     /// # Errors
-    /// As [`AttendArgs::new`](crate::plan::AttendArgs::new) for `out`.
+    /// Those of [`AttendArgs::new`](crate::plan::AttendArgs::new) for `out`.
     pub fn new(
         plan: &GatherPlan<'_>,
         plane: PlaneView<'a, Buf>,
@@ -106,15 +106,15 @@ impl<'a, Buf> GatherArgs<'a, Buf> {
         let out = TokenTensorMut::check(out, &need)?;
         Ok(Self { plane, out })
     }
-    /// Where rows come from.
+    /// Returns the plane that is read.
     pub fn plane(&self) -> &PlaneView<'a, Buf> {
         &self.plane
     }
-    /// Where they go.
+    /// Returns the target.
     pub fn out(&mut self) -> &mut TokenTensorMut<'a, Buf> {
         &mut self.out
     }
-    /// What is written: the output alone.
+    /// Returns the outputs: only the target.
     pub fn outputs(&mut self) -> [Option<&mut TokenTensorMut<'a, Buf>>; 2] {
         [Some(&mut self.out), None]
     }

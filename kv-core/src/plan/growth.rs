@@ -1,11 +1,11 @@
-//! How a step changes the blocks of one sequence in one group.
+//! Changes of a sequence's blocks in one group during a step.
 use crate::slot_map::SlotMap;
 
-/// Blocks and codes of a sequence before and after it grows.
+/// Blocks and quantised tokens of a sequence before and after it grows.
 ///
-/// With a tail, a step may fill the block that the tail is for. The blocks of the tail then move
-/// behind all others for the length of the step, where a backend reads them to make codes of them,
-/// and go back to the pool when the step is committed:
+/// With a tail, a step may fill the block that the tail belongs to. The blocks of the tail then
+/// move after all others while the step is open, because a backend reads and quantises them, and
+/// return to the pool at commit:
 ///
 /// ```text
 /// before   | codes | tail |
@@ -29,7 +29,8 @@ pub(crate) struct Growth {
 }
 
 impl Growth {
-    /// From `cached` tokens, of which the tables say that `coded` are codes, to `kv_len`.
+    /// Computes growth from `cached` tokens, of which the tables list `coded` as quantised, to
+    /// `kv_len`.
     #[inline]
     pub(crate) fn new(map: &SlotMap, coded: u32, cached: u32, kv_len: u32) -> Self {
         if map.has_tail() {
@@ -39,7 +40,7 @@ impl Growth {
         }
     }
 
-    /// As [`Self::new`] for a map without a tail, where the tables say nothing.
+    /// Does the same for a map without a tail, for which the tables list nothing.
     #[inline]
     pub(crate) fn without_tail(map: &SlotMap, cached: u32, kv_len: u32) -> Self {
         Self {
@@ -67,12 +68,12 @@ impl Growth {
         }
     }
 
-    /// Whether the tail there was becomes codes.
+    /// Returns whether the old tail is quantised.
     pub(crate) fn seals(&self) -> bool {
         self.tail_blocks_before > 0 && self.coded > self.coded_before
     }
 
-    /// Blocks the sequence holds while the step is open.
+    /// Returns the blocks that the sequence holds while the step is open.
     pub(crate) fn blocks(&self) -> u32 {
         let sealed = if self.seals() { self.tail_blocks_before } else { 0 };
         self.code_blocks.saturating_add(self.tail_blocks).saturating_add(sealed)

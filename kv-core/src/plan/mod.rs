@@ -1,9 +1,9 @@
-//! Checked descriptions of work.
+//! Plans: checked descriptions of work.
 //!
-//! A plan is made once per step, serves every layer of its group, and is proof: its fields are
-//! private and its one constructor is fallible, so a backend indexes with what it finds and checks
-//! nothing again. Plans borrow from [`PlanBuffers`] and [`BlockTables`](crate::block::BlockTables),
-//! which live across steps; making one allocates nothing once those have grown to their size.
+//! A plan is made once per step and serves every layer of its group. Its fields are private and its
+//! one constructor is fallible, so a backend can index with it without checking again. Plans borrow
+//! from [`PlanBuffers`] and [`BlockTables`](crate::block::BlockTables), which are kept across
+//! steps; once those have grown, making a plan does not allocate.
 //!
 //! A plan made by hand does not compile, so holding one is proof that it was checked:
 //!

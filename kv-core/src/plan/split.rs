@@ -1,24 +1,24 @@
-//! How attention over long contexts is cut into parts that run side by side.
+//! KV splits: long contexts are split into ranges that run in parallel.
 //!
-//! A part computes an unnormalised output with its own maximum and sum, and a merge joins the parts
-//! exactly (Dao et al., "Flash-Decoding for long-context inference", 2023). Only the order of
-//! rounding depends on the cut, and that is what [`Determinism`] is about.
+//! Each split computes an unnormalised output with its own maximum and sum, and a merge combines
+//! the splits exactly (Dao et al., "Flash-Decoding for long-context inference", 2023). Only the
+//! order of rounding depends on the splits; [`Determinism`] controls that.
 use crate::geometry::PlaneLayout;
 use crate::num::to_u32;
 use crate::plan::batch::{PlannedSequence, SplitPolicy};
 
-/// What the cut of a context may depend on.
+/// What KV splits may depend on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Determinism {
-    /// On the batch and the number of workers: fastest. The same step twice gives the same bits.
+    /// On the batch and the number of workers: fastest. Repeating a step gives equal bits.
     #[default]
     Fast,
-    /// On positions alone: a sequence's output has the same bits whatever its neighbours are.
+    /// On positions alone: the bits of a sequence's output do not depend on the rest of the batch.
     BatchInvariant,
 }
 
-/// One part of a sequence's context.
+/// One range of a sequence's context.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct KvSplit {
@@ -30,16 +30,16 @@ pub struct KvSplit {
     pub kv_end: u32,
 }
 
-/// Contexts are cut only for so few queries: more of them keep all workers busy by themselves.
+/// Contexts are split up to this number of queries: more queries keep all workers busy without.
 const Q_LEN_SPLIT_MAX: u32 = 8;
-/// Shorter parts cost more in the merge than they gain.
+/// Merging shorter splits costs more than they gain.
 const SPLIT_TOKENS_MIN: u32 = 256;
-/// Length of a part when the cut may not depend on the batch.
+/// Length of a split if splits may not depend on the batch.
 const SPLIT_TOKENS_INVARIANT: u32 = 1024;
-/// Parts a worker should get, so that a late one does not hold up the rest.
+/// Splits per worker, so that a late one does not delay the others.
 const SPLITS_PER_WORKER: u64 = 4;
 
-/// Cuts every sequence and notes its parts in it.
+/// Splits every sequence, and records the splits in it.
 pub(crate) fn plan(
     sequences: &mut [PlannedSequence],
     splits: &mut Vec<KvSplit>,
@@ -50,7 +50,7 @@ pub(crate) fn plan(
         Determinism::BatchInvariant => SPLIT_TOKENS_INVARIANT,
         Determinism::Fast => fast_length(sequences, layout, policy.workers),
     };
-    // Whole blocks, so that a part starts at a block's start.
+    // Whole blocks, so that a split begins at a block's start.
     let length = length.checked_next_multiple_of(layout.block_size()).unwrap_or(u32::MAX);
     for (sequence, index) in sequences.iter_mut().zip(0..) {
         sequence.split_start = to_u32(splits.len());
@@ -71,7 +71,7 @@ pub(crate) fn plan(
     }
 }
 
-/// Tokens a part gets when all workers should finish together.
+/// Returns the length of splits with which all workers finish together.
 fn fast_length(sequences: &[PlannedSequence], layout: &PlaneLayout, workers: u32) -> u32 {
     let heads = u64::from(layout.num_kv_heads());
     let cut = |s: &&PlannedSequence| (1..=Q_LEN_SPLIT_MAX).contains(&s.q_len);
@@ -127,13 +127,13 @@ mod tests {
     }
 
     #[test]
-    fn one_worker_cuts_nothing() {
+    fn one_worker_splits_nothing() {
         let policy = SplitPolicy { workers: 1, determinism: Determinism::Fast };
         assert_eq!(cut(vec![sequence(1, 100_000)], policy), [(0, 0, 100_000)]);
     }
 
     #[test]
-    fn workers_of_all_heads_need_more_parts() {
+    fn workers_of_all_heads_need_more_splits() {
         let sized = |workers| {
             let policy = SplitPolicy { workers, determinism: Determinism::Fast };
             let parts = cut(vec![sequence(1, 32_768)], policy);
@@ -149,19 +149,19 @@ mod tests {
     }
 
     #[test]
-    fn parts_cover_the_context_in_order() {
+    fn splits_cover_the_context_in_order() {
         let policy = SplitPolicy { workers: 8, determinism: Determinism::Fast };
         let parts = cut(vec![sequence(1, 5000), sequence(0, 7), sequence(1, 16)], policy);
         let long: Vec<_> = parts.iter().filter(|p| p.0 == 0).collect();
         assert!(long.len() > 4, "{parts:?}");
         assert_eq!((long[0].1, long[long.len() - 1].2), (0, 5000));
         assert!(long.windows(2).all(|w| w[0].2 == w[1].1 && w[0].1 < w[0].2));
-        assert!(parts.iter().all(|p| p.0 != 1), "no queries, no parts");
+        assert!(parts.iter().all(|p| p.0 != 1), "no queries, no splits");
         assert!(parts.contains(&(2, 0, 16)));
     }
 
     #[test]
-    fn invariant_parts_ignore_the_neighbours() {
+    fn invariant_splits_ignore_the_batch() {
         let policy = SplitPolicy { workers: 8, determinism: Determinism::BatchInvariant };
         let alone = cut(vec![sequence(1, 3000)], policy);
         let crowd = cut(vec![sequence(1, 3000), sequence(1, 90_000), sequence(4, 2)], policy);
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn prefill_is_not_cut() {
+    fn prefill_is_not_split() {
         let policy = SplitPolicy { workers: 64, determinism: Determinism::BatchInvariant };
         assert_eq!(cut(vec![sequence(9, 4096)], policy), [(0, 0, 4096)]);
     }

@@ -1,4 +1,4 @@
-//! What a plan proves, and what it refuses to prove.
+//! Guarantees of plans, and refusals.
 use super::*;
 use crate::block::BlockTables;
 use crate::error::PlanError;

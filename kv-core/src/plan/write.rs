@@ -1,4 +1,4 @@
-//! Where the rows of a step go.
+//! Write plans: the slots of a step's new rows.
 use crate::block::BlockTables;
 use crate::error::PlanError;
 use crate::geometry::{PlaneLayout, QkvFormat};
@@ -8,10 +8,10 @@ use crate::plan::batch::{PlanBuffers, PlannedSequence};
 use crate::storage::PlaneView;
 use crate::tensor::{TensorView, TokenRequirement, TokenTensor};
 
-/// The slots that a step's new K and V go to, checked against one group's tables.
+/// The slots of a step's new K and V, checked against one group's tables.
 ///
-/// Guarantees a backend may index by: every slot is inside the plane, and no slot, nor any block,
-/// is written by two entries, so entries may be written in parallel.
+/// A backend may index by these guarantees: every slot is inside the plane, and no slot, nor any
+/// block, is written by two entries, so entries may be written in parallel.
 #[derive(Debug, Clone, Copy)]
 pub struct WritePlan<'p> {
     layout: &'p PlaneLayout,
@@ -27,33 +27,33 @@ impl<'p> WritePlan<'p> {
     ) -> Self {
         Self { layout, tables, batch }
     }
-    /// Pool and block geometry the slots were checked against.
+    /// Returns the pool and block geometry that the slots were checked against.
     pub fn layout(&self) -> &'p PlaneLayout {
         self.layout
     }
-    /// Block tables of the group.
+    /// Returns the block tables of the group.
     pub fn tables(&self) -> &'p BlockTables {
         self.tables
     }
-    /// All that was planned for this batch, for backends that keep a copy on their device: writing
-    /// and attention in every layer share it.
+    /// Returns everything planned for this batch, for backends that keep a copy on their device:
+    /// writes and attention of every layer share it.
     pub fn batch(&self) -> &'p PlanBuffers {
         self.batch
     }
-    /// The batch, in the caller's order.
+    /// Returns the batch, in the caller's order.
     pub fn sequences(&self) -> &'p [PlannedSequence] {
         self.batch.sequences()
     }
-    /// The first slot of each new token, entries one after another: the slot mapping of a `thd`
-    /// tensor.
+    /// Returns the first slot of each new token, entries one after another: the slot mapping of a
+    /// `thd` tensor.
     pub fn slots(&self) -> &'p [Slot] {
         self.batch.slots()
     }
-    /// New tokens of the whole batch.
+    /// Returns the new tokens of the whole batch.
     pub fn total_new(&self) -> u32 {
         self.batch.total_new()
     }
-    /// New tokens of the entry that brings most.
+    /// Returns the largest number of new tokens of an entry.
     pub fn new_len_max(&self) -> u32 {
         self.batch.new_len_max()
     }
@@ -112,19 +112,19 @@ impl<'a, Buf> WriteArgs<'a, Buf> {
         let v = TokenTensor::check(v, &plan.requirement("v", format, v_plane.layout()))?;
         Ok(Self { k, v, k_plane, v_plane })
     }
-    /// New keys.
+    /// Returns the new keys.
     pub fn k(&self) -> &TokenTensor<'a, Buf> {
         &self.k
     }
-    /// New values.
+    /// Returns the new values.
     pub fn v(&self) -> &TokenTensor<'a, Buf> {
         &self.v
     }
-    /// Where keys go.
+    /// Returns the plane of keys.
     pub fn k_plane(&self) -> &PlaneView<'a, Buf> {
         &self.k_plane
     }
-    /// Where values go.
+    /// Returns the plane of values.
     pub fn v_plane(&self) -> &PlaneView<'a, Buf> {
         &self.v_plane
     }

@@ -1,4 +1,4 @@
-//! Finds the block that holds given content.
+//! Prefix index: finds the block that holds given content.
 mod siblings;
 
 use hashbrown::{HashMap, HashTable};
@@ -10,28 +10,28 @@ use crate::num::list_bytes;
 use crate::num::{to_u32, to_usize};
 use crate::reuse::{BlockContent, BlockKey, NamespaceId};
 
-/// No block.
+/// Not a block.
 const NONE: u32 = u32::MAX;
 
-/// What decides the K and V of one block, and its name.
+/// Everything that determines the K and V of one block, and its key.
 #[derive(Debug, Clone, Copy)]
 #[expect(clippy::exhaustive_structs, reason = "a literal names each field")]
 pub struct Content<'a> {
-    /// Hash of everything below and of what comes before.
+    /// Hash of all fields below and of what comes before.
     pub key: BlockKey,
     /// Key of the block before, the root for the first.
     pub parent: BlockKey,
-    /// Salt and adapter.
+    /// Namespace of salt and adapter.
     pub namespace: NamespaceId,
     /// Index of the block in its prompt.
     pub index: u32,
     /// The block's tokens.
     pub tokens: &'a [u32],
-    /// What lies behind placeholder tokens.
+    /// Contents of placeholder tokens.
     pub contents: &'a [BlockContent],
 }
 
-/// What became of content offered to the index.
+/// Result of inserting content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(clippy::exhaustive_enums, reason = "new, there already, or impossible")]
 pub enum Inserted {
@@ -43,24 +43,24 @@ pub enum Inserted {
     Refused,
 }
 
-/// What the index lost with a block.
+/// Result of removing a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(clippy::exhaustive_structs, reason = "two facts about one removal")]
 pub struct Removed {
     /// Namespace of the block.
     pub namespace: NamespaceId,
-    /// The key of a full block, which can be found no longer.
+    /// The key of a full block, which cannot be found any more.
     pub gone: Option<BlockKey>,
 }
 
-/// What became of content offered to the index, and who has it.
+/// Result of offering content, with the block that has it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Offered {
     /// The block has it from now on.
     New,
-    /// This block has the content already, or content that goes on behind it: nothing changed.
+    /// This block has the content already, or continues it: nothing changed.
     Known(BlockId),
-    /// As [`Inserted::Refused`].
+    /// The same as [`Inserted::Refused`].
     Refused,
 }
 
@@ -73,9 +73,9 @@ struct Entry {
     index: u32,
     len: u32,
     has_contents: bool,
-    /// Fewer tokens than a block holds: found as a sibling only.
+    /// Whether it has fewer tokens than a full block: then it is found only as a sibling.
     is_partial: bool,
-    /// The open step has yet to write it: it can be shared, but no part of it copied.
+    /// Whether the open step has yet to write it: it can be shared, but no part of it copied.
     is_unwritten: bool,
     priority: Priority,
     /// Neighbours among the blocks with the same parent: newer, older.
@@ -98,14 +98,14 @@ const EMPTY: Entry = Entry {
 /// Blocks by content.
 ///
 /// Invariants: no two blocks have the same content; a block is under its key and among its parent's
-/// children exactly when it has content.
+/// children exactly if it has content.
 #[derive(Debug, Clone)]
 pub struct PrefixIndex {
     block_tokens: usize,
     entries: Vec<Entry>,
     /// `block_tokens` for every block.
     tokens: Vec<u32>,
-    /// Of the few blocks that have any.
+    /// Contents of the few blocks that have any.
     contents: HashMap<u32, Box<[BlockContent]>>,
     /// The block of every key.
     keys: HashTable<u32>,
@@ -114,7 +114,7 @@ pub struct PrefixIndex {
     len: usize,
 }
 
-/// One indexed block, for those who list them.
+/// One indexed block, for listings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct IndexedBlock<'a> {
@@ -128,9 +128,9 @@ pub struct IndexedBlock<'a> {
     pub index: u32,
     /// Its tokens.
     pub tokens: &'a [u32],
-    /// What its owner asked for it.
+    /// Its priority.
     pub priority: Priority,
-    /// Whether it holds fewer tokens than it could.
+    /// Whether it has fewer tokens than a full block.
     pub is_partial: bool,
 }
 
@@ -140,7 +140,7 @@ fn hash(key: BlockKey) -> u64 {
 }
 
 impl PrefixIndex {
-    /// For blocks `0..num_blocks` of at most `block_tokens` tokens.
+    /// Creates the index for blocks `0..num_blocks` of at most `block_tokens` tokens.
     pub fn new(num_blocks: u32, block_tokens: u32) -> Self {
         let (blocks, block_tokens) = (to_usize(num_blocks), to_usize(block_tokens));
         Self {
@@ -154,7 +154,7 @@ impl PrefixIndex {
         }
     }
 
-    /// Memory that it has taken from the host, for blocks without contents behind their tokens.
+    /// Returns the bytes of host memory, for blocks without contents.
     #[cfg(test)]
     pub(crate) fn host_bytes(&self) -> usize {
         assert!(self.contents.is_empty(), "these are not counted");
@@ -163,24 +163,24 @@ impl PrefixIndex {
         tables.iter().chain(&arrays).sum()
     }
 
-    /// Tokens that a block holds at most.
+    /// Returns the maximum tokens of a block.
     pub(crate) fn block_tokens(&self) -> usize {
         self.block_tokens
     }
-    /// Blocks with content.
+    /// Returns the number of blocks with content.
     pub fn len(&self) -> usize {
         self.len
     }
-    /// Whether no block has content.
+    /// Returns whether no block has content.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
-    /// Whether a block has content.
+    /// Returns whether a block has content.
     #[inline]
     pub fn contains(&self, block: BlockId) -> bool {
         self.entries.get(to_usize(block.0)).is_some_and(|entry| entry.len > 0)
     }
-    /// One block, if it has content.
+    /// Returns one block, if it has content.
     pub fn get(&self, block: BlockId) -> Option<IndexedBlock<'_>> {
         let entry = self.entries.get(to_usize(block.0)).filter(|entry| entry.len > 0)?;
         Some(IndexedBlock {
@@ -193,18 +193,18 @@ impl PrefixIndex {
             is_partial: entry.is_partial,
         })
     }
-    /// Every block with content, in order of their ids.
+    /// Iterates over every block with content, ordered by ID.
     pub fn iter(&self) -> impl Iterator<Item = IndexedBlock<'_>> + '_ {
         (0..to_u32(self.entries.len())).filter_map(|block| self.get(BlockId(block)))
     }
 
-    /// The full block that holds exactly this content.
+    /// Returns the full block that holds exactly this content.
     #[inline]
     pub fn find(&self, content: &Content<'_>) -> Option<BlockId> {
         let block = self.full_block_of_key(content.key)?;
         self.confirms(block, content).then_some(BlockId(block))
     }
-    /// Whether a full block has this key.
+    /// Returns whether a full block has this key.
     pub fn contains_key(&self, key: BlockKey) -> bool {
         self.full_block_of_key(key).is_some()
     }
@@ -221,13 +221,13 @@ impl PrefixIndex {
     fn entry(&self, block: u32) -> Option<&Entry> {
         self.entries.get(to_usize(block))
     }
-    /// Whether any block comes directly behind the content of this key.
+    /// Returns whether any block directly continues the content of this key.
     pub fn has_children(&self, key: BlockKey) -> bool {
         self.first_child(key) != NONE
     }
 
-    /// Puts a block under its key and beside its siblings. One that has fewer tokens than blocks
-    /// hold is found among its siblings alone.
+    /// Inserts a block under its key and among its siblings. A partial block can be found only
+    /// among its siblings.
     pub fn insert(
         &mut self,
         block: BlockId,
@@ -242,8 +242,8 @@ impl PrefixIndex {
         }
     }
 
-    /// As [`Self::insert`]; `is_partial` where a whole block holds fewer tokens than others because
-    /// some take more room.
+    /// Does what [`Self::insert`] does. Set `is_partial` for a partial block in groups whose full
+    /// blocks have different numbers of tokens.
     pub(crate) fn offer(
         &mut self,
         block: BlockId,
@@ -290,29 +290,29 @@ impl PrefixIndex {
             self.contents.insert(block.0, content.contents.into());
         }
         self.len = self.len.saturating_add(1);
-        self.adopt(block.0, content.parent);
+        self.link(block.0, content.parent);
         let entries = &self.entries;
         let key_of = |block: &u32| entries.get(to_usize(*block)).map_or(BlockKey(0), |e| e.key);
         self.keys.insert_unique(hash(content.key), block.0, |block| hash(key_of(block)));
         Offered::New
     }
 
-    /// Forgets a block's content; `None` if it has none.
+    /// Removes a block's content; `None` if it has none.
     pub fn remove(&mut self, block: BlockId) -> Option<Removed> {
         let entry = *self.entries.get(to_usize(block.0)).filter(|entry| entry.len > 0)?;
-        self.disown(block.0, &entry);
+        self.unlink(block.0, &entry);
         if entry.has_contents {
             self.contents.remove(&block.0);
         }
         self.len = self.len.saturating_sub(1);
-        self.unkey(block, entry.key);
+        self.remove_key(block, entry.key);
         if let Some(entry) = self.entries.get_mut(to_usize(block.0)) {
             *entry = EMPTY;
         }
         Some(Removed { namespace: entry.namespace, gone: (!entry.is_partial).then_some(entry.key) })
     }
 
-    fn unkey(&mut self, block: BlockId, key: BlockKey) {
+    fn remove_key(&mut self, block: BlockId, key: BlockKey) {
         let found = self.keys.find_entry(hash(key), |other| *other == block.0);
         assert!(found.is_ok(), "block {block} has content and is under its key");
         if let Ok(found) = found {
@@ -320,7 +320,7 @@ impl PrefixIndex {
         }
     }
 
-    /// Notes whether the open step has yet to write a block; no change for one without content.
+    /// Sets whether the open step has yet to write a block; does nothing for one without content.
     pub(crate) fn set_unwritten(&mut self, block: BlockId, is_unwritten: bool) {
         let entry = self.entries.get_mut(to_usize(block.0)).filter(|entry| entry.len > 0);
         if let Some(entry) = entry {
@@ -328,12 +328,12 @@ impl PrefixIndex {
         }
     }
 
-    /// Whether the open step has yet to write a block with content.
+    /// Returns whether the open step has yet to write a block with content.
     pub(crate) fn is_unwritten(&self, block: BlockId) -> bool {
         self.entry(block.0).is_some_and(|entry| entry.is_unwritten)
     }
 
-    /// Notes another priority; the one before, if the block has content.
+    /// Sets another priority and returns the one before, if the block has content.
     pub fn set_priority(&mut self, block: BlockId, priority: Priority) -> Option<Priority> {
         let entry = self.entries.get_mut(to_usize(block.0)).filter(|entry| entry.len > 0)?;
         Some(std::mem::replace(&mut entry.priority, priority))
@@ -362,7 +362,7 @@ impl PrefixIndex {
             && self.contents_of(block, entry) == content.contents
     }
 
-    /// What lies behind a block's tokens.
+    /// Returns the contents of a block's tokens.
     #[inline]
     fn contents_of(&self, block: u32, entry: &Entry) -> &[BlockContent] {
         if !entry.has_contents {

@@ -1,4 +1,4 @@
-//! Names of block contents.
+//! Keys of block contents.
 use std::fmt;
 
 use xxhash_rust::xxh3::{Xxh3Default, xxh3_128, xxh3_128_with_seed};
@@ -8,23 +8,23 @@ use crate::num::to_u64;
 /// Changes whenever the same tokens get other keys than before.
 const KEY_VERSION: u64 = 1;
 
-/// Tokens that one hash takes with the key before them: 240 bytes, up to which XXH3 is quickest.
+/// Tokens that one hash takes together with the previous key: 240 bytes, up to which XXH3 is
+/// fastest.
 const CHUNK: usize = 56;
 
-/// Keeps the hash of contents apart from that of tokens.
+/// Separates the hash of contents from that of tokens.
 const CONTENTS_SEED: u64 = 1;
 
-/// The name of one block's content: a hash of everything its K and V depend on.
+/// The key of one block's content: a hash of everything that its K and V depend on.
 ///
 /// `key(i) = XXH3-128(key(i-1), tokens of block i)`, repeated for every 56 tokens of a longer
-/// block, and once more with the block's [contents](ContentSpan) if it has any. The root, in the
-/// place of a key before the first block, hashes the version of this scheme, the cache's
-/// [encoding key](crate::CacheState::encoding_key), the salt and the adapter. All numbers are
-/// little endian and no seed comes from outside, so every machine and every release makes the same
-/// keys.
+/// block, and once more with the block's [contents](ContentSpan) if it has any. The root, which
+/// precedes the first block, hashes the version of this scheme, the cache's [encoding
+/// key](crate::CacheState::encoding_key), the salt and the adapter. All numbers are little endian
+/// and no seed is random, so every machine and every release computes the same keys.
 ///
-/// XXH3 is not made to withstand an attacker, so a key alone never decides: a hit is confirmed
-/// against the block's own tokens, contents and parent.
+/// XXH3 does not withstand attackers, so a key alone never decides: a hit is confirmed with the
+/// block's own tokens, contents and parent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
 #[repr(transparent)]
 pub struct BlockKey(pub u128);
@@ -35,30 +35,30 @@ impl fmt::Display for BlockKey {
     }
 }
 
-/// Where a prompt has content that its token ids do not tell: an image behind placeholder tokens.
+/// Content of a prompt that its token ids do not identify: an image at placeholder tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[expect(clippy::exhaustive_structs, reason = "a literal names each field")]
 pub struct ContentSpan {
     /// First position.
     pub begin: u32,
-    /// Tokens it takes.
+    /// Number of tokens.
     pub len: u32,
-    /// Tells it from any other content: a hash of its bytes, 128 bits or cut to them.
+    /// Identifies the content: a hash of its bytes, of 128 bits or truncated to them.
     pub id: u128,
 }
 
-/// What of one [`ContentSpan`] lies in one block.
+/// The part of a [`ContentSpan`] that lies in one block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct BlockContent {
     id: u128,
-    /// First token inside the block, and inside the content; tokens.
+    /// First token in the block, and in the content; number of tokens.
     inside: u32,
     offset: u32,
     len: u32,
 }
 
 impl BlockContent {
-    /// Writes the parts of `spans` that lie at positions `begin..end` to `out`, in order.
+    /// Writes the parts of `spans` at positions `begin..end` to `out`, in order.
     pub fn cut(spans: &[ContentSpan], (begin, end): (u32, u32), out: &mut Vec<Self>) {
         out.clear();
         for span in spans {
@@ -72,8 +72,8 @@ impl BlockContent {
         }
     }
 
-    /// The first token inside a block behind which the contents of two blocks differ; `u32::MAX`
-    /// where none does. Lists that are written down otherwise differ.
+    /// Returns the first token of a block at which the contents of two blocks differ; `u32::MAX` if
+    /// none does. Lists that describe the same contents differently count as different.
     pub(crate) fn first_difference(a: &[Self], b: &[Self]) -> u32 {
         let same = a.iter().zip(b).take_while(|(a, b)| a == b).count();
         let [a, b] = [a, b].map(|all| all.get(same..).unwrap_or_default());
@@ -81,7 +81,7 @@ impl BlockContent {
         if let ([x, a @ ..], [y, b @ ..]) = (a, b)
             && (x.id, x.inside, x.offset) == (y.id, y.inside, y.offset)
         {
-            // The same content, of which one of them has less.
+            // The same content, of different lengths.
             let end = x.inside.saturating_add(x.len.min(y.len));
             return end.min(begin(a)).min(begin(b));
         }
@@ -90,12 +90,12 @@ impl BlockContent {
 }
 
 impl BlockKey {
-    /// The key before the first block of a prompt.
+    /// Returns the key before the first block of a prompt.
     pub fn root(encoding: u128, salt: &[u8], adapter: Option<u64>) -> Self {
         let mut hash = Xxh3Default::new();
         hash.update(&KEY_VERSION.to_le_bytes());
         hash.update(&encoding.to_le_bytes());
-        // Lengths keep neighbouring fields apart.
+        // Lengths separate neighbouring fields.
         hash.update(&to_u64(salt.len()).to_le_bytes());
         hash.update(salt);
         hash.update(&[u8::from(adapter.is_some())]);
@@ -103,7 +103,7 @@ impl BlockKey {
         Self(hash.digest128())
     }
 
-    /// The key of the block of `tokens` behind the block of this key.
+    /// Returns the key of the block of `tokens` after the block of this key.
     #[must_use]
     pub fn child(self, tokens: &[u32], contents: &[BlockContent]) -> Self {
         let key = tokens.chunks(CHUNK).fold(self, Self::chunk);
@@ -112,7 +112,7 @@ impl BlockKey {
 
     #[inline]
     fn chunk(self, tokens: &[u32]) -> Self {
-        // The usual sizes of blocks get buffers that need no clearing.
+        // Buffers of the usual block sizes need no clearing.
         match tokens.len() {
             16 => self.hashed::<20>(tokens),
             32 => self.hashed::<36>(tokens),
@@ -149,9 +149,9 @@ impl BlockKey {
 mod tests {
     use super::*;
 
-    /// These keys may be stored and sent between machines: a change needs a new `KEY_VERSION`.
+    /// Keys may be stored and sent between machines: a change needs a new `KEY_VERSION`.
     #[test]
-    fn keys_are_the_same_for_ever() {
+    fn keys_never_change() {
         let root = BlockKey::root(0, b"", None);
         let tokens: Vec<u32> = (0..100).collect();
         assert_eq!(root.to_string(), "3ec4796f2b69ff0f4d20ea442aa7c9d8");

@@ -1,4 +1,4 @@
-//! Prefix reuse: how blocks of K and V are named by the tokens they came from, and found again.
+//! Prefix reuse: keys of blocks, computed from their tokens, and the index that finds them.
 mod index;
 mod key;
 mod namespace;

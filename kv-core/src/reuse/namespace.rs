@@ -1,20 +1,20 @@
-//! Which prompts may share blocks at all.
+//! Namespaces: the prompts that may share blocks.
 use hashbrown::HashMap;
 
 use crate::num::{to_u32, to_usize};
 use crate::reuse::BlockKey;
 
-/// A salt and an adapter, numbered: equal numbers mean equal ones.
+/// A number for a salt and an adapter; equal numbers mean equal ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(transparent)]
 pub struct NamespaceId(pub(crate) u32);
 
 impl NamespaceId {
-    /// Belongs to no prompt.
+    /// The namespace of no prompt.
     pub(crate) const NONE: Self = Self(u32::MAX);
 }
 
-/// Number and root of a namespace.
+/// ID and root of a namespace.
 pub(crate) type Namespace = (NamespaceId, BlockKey);
 
 /// Salt and adapter.
@@ -24,11 +24,11 @@ type Name = (Box<[u8]>, Option<u64>);
 struct Entry {
     name: Name,
     root: BlockKey,
-    /// Sequences and blocks that carry the number.
+    /// Number of sequences and blocks in the namespace.
     users: u64,
 }
 
-/// The namespaces in use. A number is given out again only when nobody carries it any more.
+/// The namespaces in use. An ID is reused only when it has no user any more.
 #[derive(Debug, Default)]
 pub(crate) struct Namespaces {
     encoding: u128,
@@ -38,29 +38,29 @@ pub(crate) struct Namespaces {
 }
 
 impl Namespaces {
-    /// For blocks of a cache with this encoding key.
+    /// Creates the namespaces of a cache with this encoding key.
     pub(crate) fn new(encoding: u128) -> Self {
         Self { encoding, ..Self::default() }
     }
 
-    /// Exchanges the encoding key; nobody may use a namespace.
+    /// Replaces the encoding key; no namespace may have a user.
     pub(crate) fn set_encoding(&mut self, encoding: u128) {
         debug_assert!(self.numbers.is_empty(), "roots hash the encoding");
         self.encoding = encoding;
     }
 
-    /// Number and root of a namespace somebody uses.
+    /// Returns ID and root of a namespace with users.
     pub(crate) fn find(
         &self,
         salt: &[u8],
         adapter: Option<u64>,
     ) -> Option<(NamespaceId, BlockKey)> {
-        // A name is made for the lookup; only prompts with a salt pay for it.
+        // The lookup needs an owned name; only prompts with a salt pay for it.
         let number = *self.numbers.get(&(salt.into(), adapter))?;
         Some((NamespaceId(number), self.root(NamespaceId(number))))
     }
 
-    /// Adds a user, and the namespace where it is new.
+    /// Adds a user, and the namespace if it is new.
     pub(crate) fn join(&mut self, salt: &[u8], adapter: Option<u64>) -> (NamespaceId, BlockKey) {
         let number = match self.find(salt, adapter) {
             Some((id, _)) => id.0,
@@ -70,14 +70,14 @@ impl Namespaces {
         (NamespaceId(number), self.root(NamespaceId(number)))
     }
 
-    /// Adds a user of a namespace in use.
+    /// Adds a user of an existing namespace.
     pub(crate) fn enter(&mut self, id: NamespaceId) {
         if let Some(space) = self.get_mut(id) {
             space.users = space.users.saturating_add(1);
         }
     }
 
-    /// Takes a user away.
+    /// Removes a user.
     pub(crate) fn leave(&mut self, id: NamespaceId) {
         let Some(space) = self.get_mut(id) else {
             return;
@@ -91,7 +91,7 @@ impl Namespaces {
         }
     }
 
-    /// The key before the first block of a prompt.
+    /// Returns the key before the first block of a prompt.
     pub(crate) fn root(&self, id: NamespaceId) -> BlockKey {
         let space = self.spaces.get(to_usize(id.0)).and_then(Option::as_ref);
         space.map_or(BlockKey(0), |space| space.root)

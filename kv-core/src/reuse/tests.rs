@@ -1,9 +1,9 @@
-//! Keys that collide: no hash is made to be broken here, so the index is told equal keys.
+//! Key collisions: the tests give different contents equal keys.
 use super::*;
 use crate::eviction::Priority;
 use crate::ids::BlockId;
 
-/// Content under key 9 of parent 1.
+/// Returns content under key 9 of parent 1.
 fn content<'a>(tokens: &'a [u32], contents: &'a [BlockContent]) -> Content<'a> {
     let (key, parent, namespace) = (BlockKey(9), BlockKey(1), NamespaceId(0));
     Content { key, parent, namespace, index: 0, tokens, contents }
@@ -57,7 +57,7 @@ fn content_is_indexed_once_and_gone_when_its_block_goes() {
 }
 
 #[test]
-fn a_partial_block_is_indexed_unless_another_goes_on_behind_it() {
+fn a_partial_block_is_indexed_unless_another_continues_it() {
     let child = |tokens: &'static [u32]| Content {
         key: BlockKey(1).child(tokens, &[]),
         ..content(tokens, &[])
@@ -74,7 +74,7 @@ fn a_partial_block_is_indexed_unless_another_goes_on_behind_it() {
     assert_eq!(index.find(&child(&[5, 6])), None, "only full blocks are found by their key");
     assert_eq!(index.find(&child(&[5, 6, 7, 8])), Some(BlockId(2)));
     assert_eq!(index.beginning_of(BlockId(2)), Some(BlockId(0)));
-    assert_eq!(index.remove(BlockId(0)).unwrap().gone, None, "nobody was told of it");
+    assert_eq!(index.remove(BlockId(0)).unwrap().gone, None, "no event announced it");
     assert_eq!(index.beginning_of(BlockId(2)), None);
 }
 

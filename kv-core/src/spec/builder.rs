@@ -1,16 +1,16 @@
-//! From settings to a checked [`CacheSpec`].
-use crate::error::SpecError;
+//! The builder of [`CacheSpec`].
+use crate::error::{SpecConflict, SpecError};
 use crate::eviction::Eviction;
 use crate::format::KvFormat;
-use crate::geometry::BlockOrder;
+use crate::geometry::{BlockOrder, PlaneLayout};
 use crate::ids::{GroupId, LayerId};
 use crate::num::to_u64;
 use crate::plan::Determinism;
-use crate::spec::CacheSpec;
 use crate::spec::group::{GroupBuilder, KeyMean, Transform};
 use crate::spec::reuse::{PrefixReuse, PublishAt, Reuse};
+use crate::spec::{CacheSpec, GroupSpec, LateLayers};
 
-/// The longest sequence of a cache that keeps windows alone: positions and slots fit `u32`.
+/// The longest sequence if all groups have windows: positions and slots fit `u32`.
 const LEN_MAX: u32 = u32::MAX >> 2;
 
 /// Collects settings; [`Self::build`] checks them together.
@@ -18,6 +18,7 @@ const LEN_MAX: u32 = u32::MAX >> 2;
 pub struct CacheSpecBuilder {
     layers: Option<u16>,
     on_demand: bool,
+    late_layers: LateLayers,
     default_group: GroupBuilder,
     groups: Vec<(Vec<u16>, GroupBuilder)>,
     max_sequences: Option<u32>,
@@ -45,11 +46,18 @@ impl CacheSpecBuilder {
         self.layers = Some(layers);
         self
     }
-    /// Layers are not counted in advance: each gets memory from
+    /// Does not fix the number of layers: each gets memory from
     /// [`KvCache::allocate_layer`](crate::KvCache::allocate_layer), in one group.
     #[must_use]
     pub fn layers_on_demand(mut self) -> Self {
         self.on_demand = true;
+        self
+    }
+    /// What is read where a layer on demand got its memory after tokens were cached;
+    /// [`LateLayers::Refuse`] unless set. No effect without [`Self::layers_on_demand`].
+    #[must_use]
+    pub fn late_layers(mut self, late_layers: LateLayers) -> Self {
+        self.late_layers = late_layers;
         self
     }
     forward_to_default_group! {
@@ -59,37 +67,37 @@ impl CacheSpecBuilder {
         head_dim(dim: u32);
         /// Values of one row of K, and of V.
         head_dims(k: u32, v: u32);
-        /// Stored format of K and V; [`KvFormat::F16`] unless set.
+        /// Stored format of K and V; [`KvFormat::F16`] by default.
         format(format: KvFormat);
         /// Stored format of K, and of V.
         formats(k: KvFormat, v: KvFormat);
-        /// Axes inside a block; [`BlockOrder::Hnd`] unless set.
+        /// Axes inside a block; [`BlockOrder::Hnd`] by default.
         block_order(order: BlockOrder);
-        /// Whether quantised rows are transformed; [`Transform::Auto`] unless set.
+        /// Whether quantised rows are transformed; [`Transform::Auto`] by default.
         transform(transform: Transform);
         /// Keeps the first tokens of every sequence in 16 bits; see
         /// [`GroupBuilder::full_precision_prefix`].
         full_precision_prefix(tokens: u32);
         /// Keeps the block that is being filled in 16 bits; see [`GroupBuilder::tail`].
         tail(tail: bool);
-        /// Which mean is taken off the keys; [`KeyMean::Calibrated`] unless set.
+        /// The mean that is subtracted from keys; [`KeyMean::Calibrated`] by default.
         key_mean(key_mean: KeyMean);
         /// Keeps a sliding window of every sequence; see [`GroupBuilder::window_left`].
         window_left(tokens: u32);
         /// Keeps the first tokens of every sequence besides its window.
         sink_tokens(tokens: u32);
-        /// Keeps tokens before the window, so that sequences can be cut back; see
+        /// Keeps tokens before the window, so that sequences can be truncated; see
         /// [`GroupBuilder::window_slack`].
         window_slack(tokens: u32);
         /// `num_blocks` blocks of `block_size` tokens each; see [`GroupBuilder::paged`].
         paged(block_size: u32, num_blocks: u32);
-        /// As many blocks of `block_size` tokens as `bytes` hold, over all layers of the group.
+        /// As many blocks of `block_size` tokens as fit in `bytes`, over all layers of the group.
         paged_within(block_size: u32, bytes: u64);
         /// One block of `max_seq_len` tokens for each of `max_sequences` sequences.
         contiguous(max_sequences: u32, max_seq_len: u32);
     }
-    /// Gives some layers settings of their own: `change` gets the settings made so far. Layers that
-    /// no group lists form the first group.
+    /// Gives some layers their own settings: `change` gets the settings made so far. Layers in no
+    /// group form the first group.
     #[must_use]
     pub fn group(
         mut self,
@@ -100,61 +108,61 @@ impl CacheSpecBuilder {
         self.groups.push((layers.into_iter().collect(), group));
         self
     }
-    /// The most sequences that may live at once; unlimited unless set, `num_blocks` if contiguous.
+    /// The maximum number of live sequences; unlimited by default, `num_blocks` if contiguous.
     #[must_use]
     pub fn max_sequences(mut self, sequences: u32) -> Self {
         self.max_sequences = Some(sequences);
         self
     }
-    /// The most tokens one sequence may have; the whole pool unless set.
+    /// The maximum tokens of one sequence; the whole pool by default.
     #[must_use]
     pub fn max_seq_len(mut self, tokens: u32) -> Self {
         self.max_seq_len = Some(tokens);
         self
     }
-    /// How contexts are cut; [`Determinism::Fast`] unless set.
+    /// What KV splits may depend on; [`Determinism::Fast`] by default.
     #[must_use]
     pub fn determinism(mut self, determinism: Determinism) -> Self {
         self.determinism = determinism;
         self
     }
-    /// What of a cached prompt another one may take over; [`PrefixReuse::Partial`] unless set.
+    /// How much of a cached prompt another prompt may reuse; [`PrefixReuse::Partial`] by default.
     #[must_use]
     pub fn prefix_reuse(mut self, prefixes: PrefixReuse) -> Self {
         self.reuse.prefixes = prefixes;
         self
     }
-    /// When the blocks that a step fills can be reused; [`PublishAt::Commit`] unless set.
+    /// When blocks that a step fills become reusable; [`PublishAt::Commit`] by default.
     #[must_use]
     pub fn publish_at(mut self, publish_at: PublishAt) -> Self {
         self.reuse.publish_at = publish_at;
         self
     }
-    /// Which cached block is given up first; [`Eviction::Default`] unless set.
+    /// Which cached block is evicted first; [`Eviction::Default`] by default.
     #[must_use]
     pub fn eviction(mut self, eviction: Eviction) -> Self {
         self.reuse.eviction = eviction;
         self
     }
-    /// Keeps the last `events` [events](crate::events) until they are taken; none unless set.
+    /// Keeps the last `events` [events](crate::events) until they are taken; none by default.
     #[must_use]
     pub fn events(mut self, events: usize) -> Self {
         self.reuse.events = events;
         self
     }
-    /// Zeroes every block when its last holder lets go or its cached content is given up, for
-    /// callers that share a device between tenants.
+    /// Zeroes every block that loses its last holder or its cached content, for callers that share
+    /// a device between tenants.
     #[must_use]
     pub fn wipe_on_release(mut self, wipe: bool) -> Self {
         self.wipe_on_release = wipe;
         self
     }
 
-    /// Checks everything together.
+    /// Checks all settings together.
     ///
     /// # Errors
-    /// [`SpecError`], naming the first setting that is missing, zero or too large, or the first
-    /// layer that is in no group or in two.
+    /// [`SpecError`] with the first setting that is missing, zero or too large, or the first layer
+    /// that is in no group or in two, or two settings that exclude each other.
     pub fn build(self) -> Result<CacheSpec, SpecError> {
         let (layers, lists) = self.assign_layers()?;
         let mut groups = Vec::new();
@@ -164,16 +172,17 @@ impl CacheSpecBuilder {
             let map = group.slot_map();
             let most = map.tokens(group.num_blocks().saturating_sub(map.tail_blocks_max()));
             if most == 0 {
-                let (blocks, tail) = (group.num_blocks(), map.tail_blocks_max());
-                let problem = format!("a tail takes {tail} blocks, the pool has {blocks}");
+                let (num_blocks, tail) = (group.num_blocks(), map.tail_blocks_max());
+                let problem = SpecConflict::TailBlocks { tail, num_blocks };
                 return Err(SpecError::Conflict { what: "tail", problem });
             }
-            // A window needs no more blocks for more tokens.
+            // With a window, more tokens need no more blocks.
             let most = if group.window.is_some() { LEN_MAX } else { most };
             max_seq_len = max_seq_len.min(limit.unwrap_or(most));
             if group.contiguous {
                 max_sequences = max_sequences.min(group.num_blocks());
             }
+            self.check_late_layers(&group)?;
             groups.push(group);
         }
         for (field, given, limit) in [
@@ -190,6 +199,7 @@ impl CacheSpecBuilder {
             groups,
             layers,
             on_demand: self.on_demand,
+            late_layers: self.late_layers,
             max_sequences,
             max_seq_len,
             determinism: self.determinism,
@@ -199,6 +209,18 @@ impl CacheSpecBuilder {
         match spec.memory_checked() {
             Some(_) => Ok(spec),
             None => Err(SpecError::Overflow { what: "bytes of the cache" }),
+        }
+    }
+
+    /// Zero bytes are rows of zeros in plain formats; others may have a mean or a scale.
+    fn check_late_layers(&self, group: &GroupSpec) -> Result<(), SpecError> {
+        let mut formats = group.layouts().iter().map(PlaneLayout::format);
+        match formats.find(|format| format.is_quantised()) {
+            Some(format) if self.late_layers == LateLayers::Zeros => {
+                let problem = SpecConflict::ZeroRows { format };
+                Err(SpecError::Conflict { what: "late_layers", problem })
+            }
+            _ => Ok(()),
         }
     }
 

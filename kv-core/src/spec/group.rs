@@ -1,5 +1,5 @@
 //! Settings of one group of layers.
-use crate::error::SpecError;
+use crate::error::{SpecConflict, SpecError};
 use crate::format::KvFormat;
 use crate::geometry::{BlockOrder, PlaneLayout, PlaneShape};
 use crate::ids::LayerId;
@@ -7,7 +7,7 @@ use crate::num::to_u64;
 use crate::spec::GroupSpec;
 use crate::spec::reuse::Window;
 
-/// Settings of one group; those not set are the builder's own.
+/// Settings of one group; unset ones come from the builder.
 #[derive(Debug, Clone, Default)]
 pub struct GroupBuilder {
     kv_heads: Option<u32>,
@@ -30,10 +30,10 @@ pub struct GroupBuilder {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[expect(clippy::exhaustive_enums, reason = "as the format asks, or as the caller does")]
 pub enum Transform {
-    /// Where the format is made for it ([`KvFormat::is_for_transformed`]).
+    /// For formats that are designed for it ([`KvFormat::is_for_transformed`]).
     #[default]
     Auto,
-    /// Never: codes mean what they mean elsewhere.
+    /// Never: codes are as in other systems.
     Off,
     /// In every quantised plane.
     On,
@@ -49,14 +49,14 @@ impl Transform {
     }
 }
 
-/// Which mean is taken off the keys before they become codes.
+/// The mean that is subtracted from keys before they are quantised.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[expect(clippy::exhaustive_enums, reason = "of the model or of the block")]
 pub enum KeyMean {
-    /// The calibration's; none without one. Costs no memory.
+    /// The calibration's; none without a calibration. Needs no memory.
     #[default]
     Calibrated,
-    /// That of each block, taken when the block is full and stored with it, as f16. Needs
+    /// Each block's own, computed when the block is full and stored with it, as f16. Needs
     /// [`GroupBuilder::tail`].
     PerBlock,
 }
@@ -86,24 +86,24 @@ impl GroupBuilder {
         (self.head_dim_k, self.head_dim_v) = (Some(k), Some(v));
         self
     }
-    /// Stored format of K and V.
+    /// Sets the stored format of K and V.
     #[must_use]
     pub fn format(self, format: KvFormat) -> Self {
         self.formats(format, format)
     }
-    /// Stored format of K, and of V.
+    /// Sets the stored formats of K and of V.
     #[must_use]
     pub fn formats(mut self, k: KvFormat, v: KvFormat) -> Self {
         (self.format_k, self.format_v) = (Some(k), Some(v));
         self
     }
-    /// Axes inside a block; [`BlockOrder::Hnd`] unless set.
+    /// Sets the axes inside a block; [`BlockOrder::Hnd`] by default.
     #[must_use]
     pub fn block_order(mut self, order: BlockOrder) -> Self {
         self.order = order;
         self
     }
-    /// Whether quantised rows are transformed; [`Transform::Auto`] unless set.
+    /// Sets whether quantised rows are transformed; [`Transform::Auto`] by default.
     #[must_use]
     pub fn transform(mut self, transform: Transform) -> Self {
         self.transform = transform;
@@ -117,23 +117,23 @@ impl GroupBuilder {
         self.full_precision_prefix = tokens;
         self
     }
-    /// Keeps the tokens of the block that a sequence is filling in 16 bits where the rest is
-    /// quantised; they become codes when the block is full. A sequence holds further blocks for
+    /// Keeps the tokens of the block that a sequence is filling in 16 bits while the rest is
+    /// quantised; they are quantised when the block is full. A sequence needs additional blocks for
     /// them, see [`SlotMap`](crate::SlotMap). Not for contiguous caches.
     #[must_use]
     pub fn tail(mut self, tail: bool) -> Self {
         self.tail = tail;
         self
     }
-    /// Which mean is taken off the keys; [`KeyMean::Calibrated`] unless set.
+    /// Sets the mean that is subtracted from keys; [`KeyMean::Calibrated`] by default.
     #[must_use]
     pub fn key_mean(mut self, key_mean: KeyMean) -> Self {
         self.key_mean = key_mean;
         self
     }
-    /// The layers attend within a sliding window: a query sees `tokens` keys before its own
-    /// position. Blocks that fell out of the window of a sequence are given back when its next step
-    /// begins. All tokens are kept unless set.
+    /// Limits attention of these layers to a sliding window: a query sees `tokens` keys before its
+    /// own position. Blocks outside a sequence's window are freed when its next step begins. All
+    /// tokens are kept by default.
     #[must_use]
     pub fn window_left(mut self, tokens: u32) -> Self {
         self.window_left = Some(tokens);
@@ -146,9 +146,8 @@ impl GroupBuilder {
         self.sink_tokens = tokens;
         self
     }
-    /// With a window, keeps `tokens` tokens before it, so that [`KvCache::truncate`] can always cut
-    /// a sequence back by as many: 0 unless set. What a sequence took over from a cached prompt
-    /// comes with its window alone.
+    /// With a window, keeps `tokens` tokens before it, so that [`KvCache::truncate`] can always
+    /// remove up to that many: 0 by default. Of a reused prompt, a sequence gets the window alone.
     ///
     /// [`KvCache::truncate`]: crate::KvCache::truncate
     #[must_use]
@@ -156,20 +155,21 @@ impl GroupBuilder {
         self.window_slack = tokens;
         self
     }
-    /// `num_blocks` blocks of `block_size` tokens each. Any number of blocks will do: fewer than
-    /// the worst case is the point of paging.
+    /// Sets a pool of `num_blocks` blocks of `block_size` tokens each. Fewer blocks than the worst
+    /// case are usual: that is the point of paging.
     #[must_use]
     pub fn paged(mut self, block_size: u32, num_blocks: u32) -> Self {
         self.blocks = Some(Blocks::Paged { block_size, num_blocks });
         self
     }
-    /// As many blocks of `block_size` tokens as `bytes` hold, over all layers of the group.
+    /// Sets a pool of as many blocks of `block_size` tokens as fit in `bytes`, over all layers of
+    /// the group.
     #[must_use]
     pub fn paged_within(mut self, block_size: u32, bytes: u64) -> Self {
         self.blocks = Some(Blocks::PagedWithin { block_size, bytes });
         self
     }
-    /// One block of `max_seq_len` tokens for each of `max_sequences` sequences.
+    /// Sets a pool of one block of `max_seq_len` tokens for each of `max_sequences` sequences.
     #[must_use]
     pub fn contiguous(mut self, max_sequences: u32, max_seq_len: u32) -> Self {
         self.blocks = Some(Blocks::Contiguous { max_sequences, max_seq_len });
@@ -209,7 +209,7 @@ impl GroupBuilder {
             }
             Blocks::Contiguous { max_sequences, max_seq_len } => {
                 if self.tail {
-                    let problem = "a block of a contiguous cache is a whole sequence".to_owned();
+                    let problem = SpecConflict::Contiguous;
                     return Err(SpecError::Conflict { what: "tail", problem });
                 }
                 for (field, n) in [("max_sequences", max_sequences), ("max_seq_len", max_seq_len)] {
@@ -237,7 +237,7 @@ impl GroupBuilder {
     /// Adds the transform, and the wide rows, which lie in the same slots of K and V.
     fn refine(&self, layouts: [PlaneLayout; 2]) -> Result<[PlaneLayout; 2], SpecError> {
         let [k, v] = layouts.map(|l| l.with_transform(self.transform.applies(l.format())));
-        // Rows of 16 bits or more need no others of 16 bits.
+        // Unquantised rows need no 16-bit rows among them.
         let quantised = k.format().is_quantised() || v.format().is_quantised();
         let (full_precision_prefix, tail) =
             if quantised { (self.full_precision_prefix, self.tail) } else { (0, false) };
@@ -247,7 +247,7 @@ impl GroupBuilder {
         let v = v.with_wide_rows(full_precision_prefix, tail, slots)?;
         match self.key_mean {
             KeyMean::PerBlock if !self.tail => {
-                let problem = "the mean of a block is known when it is full: needs the tail".into();
+                let problem = SpecConflict::NeedsTail;
                 Err(SpecError::Conflict { what: "key_mean", problem })
             }
             KeyMean::PerBlock if k.format().is_quantised() => Ok([k.with_block_means()?, v]),
@@ -256,7 +256,7 @@ impl GroupBuilder {
     }
 }
 
-/// How many blocks of all layers of a group `bytes` hold.
+/// Returns the number of blocks of all layers of a group that fit in `bytes`.
 fn blocks_within([k, v]: [PlaneLayout; 2], num_layers: usize, bytes: u64) -> u32 {
     let block = k.block_bytes().saturating_add(v.block_bytes());
     let block = block.saturating_mul(to_u64(num_layers.max(1)));

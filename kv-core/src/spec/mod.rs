@@ -1,4 +1,4 @@
-//! What a cache is to hold, checked once.
+//! The specification of a cache, checked once.
 mod builder;
 mod group;
 mod reuse;
@@ -37,11 +37,33 @@ pub struct CacheSpec {
     /// Group and index inside it, by layer; empty for layers on demand.
     layers: Vec<(GroupId, usize)>,
     on_demand: bool,
+    late_layers: LateLayers,
     max_sequences: u32,
     max_seq_len: u32,
     determinism: Determinism,
     wipe_on_release: bool,
     reuse: Reuse,
+}
+
+/// What attention and gathers read from a layer on demand at positions that were cached before the
+/// layer had memory.
+///
+/// Neither choice makes such tokens reusable: see [`KvCache::allocate_layer`].
+///
+/// [`KvCache::allocate_layer`]: crate::KvCache::allocate_layer
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[expect(
+    clippy::exhaustive_enums,
+    reason = "an error, or the only content that memory starts with"
+)]
+pub enum LateLayers {
+    /// Nothing: the call is refused with [`PlanError::RowsUnwritten`](crate::PlanError).
+    #[default]
+    Refuse,
+    /// Zeros, which the layer's memory was allocated with. A query gives such keys the score 0, so
+    /// they take part in its softmax. For formats that store values as they are
+    /// ([`KvFormat::PLAIN`](crate::KvFormat::PLAIN)).
+    Zeros,
 }
 
 /// One group of a [`CacheSpec`].
@@ -54,35 +76,35 @@ pub struct GroupSpec {
 }
 
 impl GroupSpec {
-    /// Layers of the group, in ascending order; empty for layers on demand.
+    /// Returns the layers of the group, in ascending order; none for layers on demand.
     pub fn layers(&self) -> &[LayerId] {
         &self.layers
     }
-    /// Layouts of the K and the V plane.
+    /// Returns the layouts of the K and the V plane.
     pub fn layouts(&self) -> &[PlaneLayout; 2] {
         &self.layouts
     }
-    /// Tokens a block holds.
+    /// Returns the tokens of a block.
     pub fn block_size(&self) -> u32 {
         self.layouts[0].block_size()
     }
-    /// Blocks of the pool.
+    /// Returns the blocks of the pool.
     pub fn num_blocks(&self) -> u32 {
         self.layouts[0].num_blocks()
     }
-    /// Where tokens lie in a sequence's blocks; the same for K and V.
+    /// Returns where tokens lie in a sequence's blocks; the same for K and V.
     pub fn slot_map(&self) -> &SlotMap {
         self.layouts[0].slot_map()
     }
-    /// Whether a sequence is one block.
+    /// Returns whether a sequence is one block.
     pub fn is_contiguous(&self) -> bool {
         self.contiguous
     }
-    /// Tokens the group keeps of a sequence, `None` for all.
+    /// Returns the window of the group, `None` if it keeps all tokens.
     pub fn window(&self) -> Option<Window> {
         self.window
     }
-    /// The most blocks a sequence holds that grows to `tokens` tokens one by one.
+    /// Returns the maximum blocks of a sequence that grows to `tokens` tokens one by one.
     pub fn blocks_to_grow(&self, tokens: u32) -> u32 {
         let map = self.slot_map();
         let Some(window) = self.window else {
@@ -94,7 +116,7 @@ impl GroupSpec {
         let seen = seen.saturating_add(map.blocks(window.sink_tokens));
         seen.saturating_add(map.tail_blocks_max()).min(map.blocks_to_grow(tokens))
     }
-    /// Bytes of one block of one layer, K and V.
+    /// Returns the bytes of one block of one layer, K and V.
     pub fn layer_block_bytes(&self) -> u64 {
         let [k, v] = &self.layouts;
         k.block_bytes().saturating_add(v.block_bytes())
@@ -106,65 +128,69 @@ impl CacheSpec {
     pub fn builder() -> CacheSpecBuilder {
         CacheSpecBuilder::default()
     }
-    /// The groups, in order of [`GroupId`].
+    /// Returns the groups, ordered by [`GroupId`].
     pub fn groups(&self) -> &[GroupSpec] {
         &self.groups
     }
-    /// Layers of the model; for layers on demand, the most there can be.
+    /// Returns the layers of the model; for layers on demand, their maximum number.
     pub fn num_layers(&self) -> u16 {
         if self.on_demand {
             return u16::MAX;
         }
         u16::try_from(self.layers.len()).unwrap_or(u16::MAX)
     }
-    /// Whether layers get memory one by one, when asked for.
+    /// Returns whether layers are allocated one by one, on demand.
     pub fn layers_on_demand(&self) -> bool {
         self.on_demand
     }
-    /// The group of a layer and the layer's index inside it.
+    /// Returns what is read where a layer on demand lacks rows.
+    pub fn late_layers(&self) -> LateLayers {
+        self.late_layers
+    }
+    /// Returns the group of a layer and the layer's index in it.
     pub fn locate(&self, layer: LayerId) -> Option<(GroupId, usize)> {
         if self.on_demand {
             return (layer.0 < u16::MAX).then_some((GroupId(0), usize::from(layer.0)));
         }
         self.layers.get(usize::from(layer.0)).copied()
     }
-    /// The most sequences that may live at once.
+    /// Returns the maximum number of live sequences.
     pub fn max_sequences(&self) -> u32 {
         self.max_sequences
     }
-    /// The most tokens one sequence may have.
+    /// Returns the maximum tokens of one sequence.
     pub fn max_seq_len(&self) -> u32 {
         self.max_seq_len
     }
-    /// The most queries of one step that come without tokens
-    /// ([`StepInput::query`](crate::StepInput::query)), over all its sequences: as many as the
-    /// smallest pool holds tokens, and 65,536 where that is fewer. Larger questions take several
-    /// steps, which changes no answer.
+    /// Returns the maximum number of queries without tokens
+    /// ([`StepInput::query`](crate::StepInput::query)) over all sequences of a step: the tokens of
+    /// the smallest pool, but at least 65,536. More queries take several steps, which does not
+    /// change the results.
     pub fn max_queries(&self) -> u32 {
         const AT_LEAST: u32 = 1 << 16;
         u32::try_from(self.memory().tokens).unwrap_or(u32::MAX).max(AT_LEAST)
     }
-    /// What of a cached prompt another one may take over.
+    /// Returns how much of a cached prompt another prompt may reuse.
     pub fn prefix_reuse(&self) -> PrefixReuse {
         self.reuse.prefixes
     }
-    /// When the blocks that a step fills can be reused.
+    /// Returns when blocks that a step fills become reusable.
     pub fn publish_at(&self) -> PublishAt {
         self.reuse.publish_at
     }
-    /// Which cached block is given up first.
+    /// Returns which cached block is evicted first.
     pub fn eviction(&self) -> Eviction {
         self.reuse.eviction
     }
-    /// Events kept until they are taken; 0 for none.
+    /// Returns the number of events kept until they are taken; 0 for none.
     pub fn events(&self) -> usize {
         self.reuse.events
     }
-    /// How contexts are cut.
+    /// Returns what KV splits may depend on.
     pub fn determinism(&self) -> Determinism {
         self.determinism
     }
-    /// Whether blocks are zeroed when their last holder lets go.
+    /// Returns whether blocks are zeroed when their last holder releases them.
     pub fn wipe_on_release(&self) -> bool {
         self.wipe_on_release
     }
@@ -174,19 +200,19 @@ impl CacheSpec {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryUsage {
-    /// Bytes of K and V of one slot over all layers, scales and means included: of one token but
-    /// for those kept in 16 bits, which take several. For layers on demand: of one layer.
+    /// Bytes of K and V of one slot over all layers, scales and means included. A token has one
+    /// slot, or several if it is kept in 16 bits. For layers on demand: of one layer.
     pub bytes_per_token: u64,
     /// Bytes of all planes, without their constants.
     pub bytes_total: u64,
-    /// Bytes of the constants of all planes: scales and transforms, the same for any pool.
+    /// Bytes of the constants of all planes: scales and transforms, independent of the pool.
     pub bytes_constants: u64,
-    /// Tokens the smallest pool holds at once; with a window, a sequence may be longer.
+    /// Tokens that the smallest pool holds at once; with a window, a sequence may be longer.
     pub tokens: u64,
 }
 
 impl CacheSpec {
-    /// How much memory the planes take. For layers on demand: of one layer.
+    /// Returns the memory of the planes. For layers on demand: of one layer.
     pub fn memory(&self) -> MemoryUsage {
         // `build` has refused every geometry that overflows.
         self.memory_checked().unwrap_or(MemoryUsage {
@@ -197,7 +223,7 @@ impl CacheSpec {
         })
     }
 
-    /// How many sequences of `tokens` tokens fit at once when nothing is shared.
+    /// Returns how many sequences of `tokens` tokens fit at once without sharing.
     pub fn sequences_that_fit(&self, tokens: u32) -> u32 {
         let fit = |group: &GroupSpec| {
             let blocks = group.blocks_to_grow(tokens);

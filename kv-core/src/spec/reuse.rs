@@ -1,7 +1,7 @@
 //! How a cache reuses prompt prefixes.
 use crate::eviction::Eviction;
 
-/// What of a cached prompt another one may take over.
+/// How much of a cached prompt another prompt may reuse.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[expect(clippy::exhaustive_enums, reason = "nothing, blocks, or blocks and a part of one")]
 pub enum PrefixReuse {
@@ -9,23 +9,22 @@ pub enum PrefixReuse {
     Off,
     /// Full blocks, which are shared.
     FullBlocks,
-    /// Full blocks, and as many tokens as agree in the block behind them: these are copied when the
-    /// sequence first writes behind them. Where
-    /// [contents](crate::reuse::ContentSpan) lie behind tokens, tokens agree up to the first that
-    /// stands for another content, or for another part of it. The last, unfull block of a sequence
-    /// is kept too when the sequence ends, unless a kept block goes on behind its tokens; it is
-    /// dropped when one comes that does. Groups with a [tail](super::GroupBuilder::tail) share full
-    /// blocks alone.
+    /// Full blocks, and the leading tokens that agree in the block after them, which is copied when
+    /// the sequence first writes to it. Placeholder tokens with
+    /// [contents](crate::reuse::ContentSpan) agree only if they stand for the same part of the same
+    /// content. The last, partial block of a sequence is kept too when the sequence ends, unless a
+    /// cached block continues its tokens; it is dropped when such a block is cached later. Groups
+    /// with a [tail](super::GroupBuilder::tail) share full blocks only.
     #[default]
     Partial,
 }
 
-/// When the blocks that a step fills can be reused.
+/// When blocks that a step fills become reusable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[expect(clippy::exhaustive_enums, reason = "before the step's work or after it")]
 pub enum PublishAt {
     /// When the step begins: [`Step::start`](crate::Step::start) finds them for a sequence of the
-    /// same step. Taken back when the step is rolled back.
+    /// same step. Undone when the step is rolled back.
     Begin,
     /// When the step is committed.
     #[default]
@@ -37,13 +36,13 @@ pub enum PublishAt {
 pub(crate) struct Reuse {
     pub(crate) prefixes: PrefixReuse,
     pub(crate) publish_at: PublishAt,
-    /// Which cached block goes first.
+    /// Which cached block is evicted first.
     pub(crate) eviction: Eviction,
     /// Events kept until they are taken.
     pub(crate) events: usize,
 }
 
-/// Tokens that a group of layers attends to, and therefore keeps.
+/// The tokens that a group of layers attends to, and therefore keeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Window {
@@ -52,17 +51,17 @@ pub struct Window {
     /// First tokens of the sequence that every query sees as well.
     pub sink_tokens: u32,
     /// Tokens before the window that are kept although no query sees them, so that a sequence can
-    /// be cut back by as many.
+    /// be truncated by up to that many.
     pub slack: u32,
 }
 
 impl Window {
-    /// First position that a query at `position` still sees, sink tokens aside.
+    /// Returns the first position that a query at `position` sees, sink tokens aside.
     pub fn begin(&self, position: u32) -> u32 {
         position.saturating_sub(self.left)
     }
 
-    /// The length to which a sequence of `len` tokens must stay able to be cut back.
+    /// Returns the length to which a sequence of `len` tokens must remain truncatable.
     pub(crate) fn shortest(&self, len: u32) -> u32 {
         len.saturating_sub(self.slack)
     }

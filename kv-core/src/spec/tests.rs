@@ -1,4 +1,4 @@
-//! Every inconsistency of a geometry is found when it is built.
+//! Inconsistent geometries are refused when they are built.
 use super::*;
 use crate::error::SpecError;
 use crate::format::KvFormat;
@@ -87,4 +87,21 @@ fn every_layer_is_in_one_group() {
     assert_eq!(beyond, Err(SpecError::LayerOutOfRange { layer: LayerId(2), num_layers: 2 }));
     let all = builder().group([0, 1], |g| g.head_dim(8)).build().unwrap();
     assert_eq!(all.groups().len(), 1);
+}
+
+#[test]
+fn zeros_of_late_layers_need_plain_formats() {
+    let int8 = KvFormat::Int8(crate::Scaling::Row);
+    let lazy = || CacheSpec::builder().layers_on_demand().kv_heads(2).head_dim(32).paged(4, 8);
+    assert_eq!(lazy().build().unwrap().late_layers(), LateLayers::Refuse);
+    for format in KvFormat::PLAIN {
+        let spec = lazy().format(*format).late_layers(LateLayers::Zeros).build().unwrap();
+        assert_eq!(spec.late_layers(), LateLayers::Zeros);
+    }
+    for (k, v) in [(int8, int8), (KvFormat::F16, int8), (int8, KvFormat::F16)] {
+        lazy().formats(k, v).build().unwrap();
+        let refused = lazy().formats(k, v).late_layers(LateLayers::Zeros).build().unwrap_err();
+        let words = "late_layers: zeros need rows of f32, f16 or bf16, not of int8";
+        assert_eq!(refused.to_string(), words);
+    }
 }

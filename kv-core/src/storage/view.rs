@@ -1,4 +1,4 @@
-//! What backends see of planes: layouts, and buffers that may be stored erased.
+//! Views of planes for backends: layouts, and buffers that may be type-erased.
 use std::any::Any;
 
 use crate::backend::AnyBuffer;
@@ -9,24 +9,23 @@ use crate::geometry::PlaneLayout;
 use crate::num::to_u64;
 use crate::storage::KvStorage;
 
-/// One plane: where every row lies, and the buffers that hold it.
+/// One plane: its layout, and the buffers that hold it.
 #[derive(Debug)]
 pub struct PlaneView<'a, Buf> {
     pub(super) layout: PlaneLayout,
     pub(super) segments: Handles<'a, Buf>,
-    /// None or one.
+    /// None or one buffer.
     pub(super) constants: Handles<'a, Buf>,
 }
 
-/// Buffers of a plane. They may be stored erased, and are then cast one by one on the way out,
-/// which needs no list of its own.
+/// Buffers of a plane. Erased buffers are cast one by one on access, which needs no second list.
 #[derive(Debug)]
 pub(super) enum Handles<'a, Buf> {
     Direct(&'a [Buf]),
     Erased(&'a [AnyBuffer], Erasures),
 }
 
-/// How often a buffer was erased: more than once where a backend wraps an erased one.
+/// How often a buffer was erased: more than once if a backend wraps an erased one.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Erasures(u8);
 
@@ -77,7 +76,7 @@ impl<'a, Buf> Handles<'a, Buf> {
 }
 
 impl<'a> Handles<'a, AnyBuffer> {
-    /// The same buffers as a backend's own; `None` when one is another backend's.
+    /// Returns the buffers with a backend's own type; `None` if one belongs to another backend.
     fn downcast<T: Any>(self) -> Option<Handles<'a, T>> {
         let (buffers, erasures) = match self {
             Self::Direct(buffers) => (buffers, Erasures::ONE),
@@ -89,11 +88,11 @@ impl<'a> Handles<'a, AnyBuffer> {
 }
 
 impl<'a, Buf: Any> PlaneView<'a, Buf> {
-    /// A plane in buffers of the caller's own, one a segment.
+    /// Creates a plane over the caller's buffers, one per segment.
     ///
     /// # Errors
-    /// [`DeviceErrorKind::OutOfRange`] when there are fewer buffers than the layout has segments.
-    /// The buffers' sizes are compared by the backend.
+    /// [`DeviceErrorKind::OutOfRange`] if there are fewer buffers than segments. The backend checks
+    /// the sizes of buffers.
     pub fn new(layout: PlaneLayout, segments: &'a [Buf]) -> Result<Self, DeviceError> {
         if u64::from(layout.num_segments()) > to_u64(segments.len()) {
             return Err(DeviceError::new(DeviceErrorKind::OutOfRange, "plane").with_detail(
@@ -107,29 +106,30 @@ impl<'a, Buf: Any> PlaneView<'a, Buf> {
         let (segments, constants) = (Handles::Direct(segments), Handles::Direct(&[]));
         Ok(Self { layout, segments, constants })
     }
-    /// The same plane with its constants, laid out as [`PlaneConstants`]; needed where the layout
-    /// [has them](PlaneLayout::has_constants).
+    /// Adds the plane's constants, laid out as [`PlaneConstants`]; needed if the layout [has
+    /// them](PlaneLayout::has_constants).
     #[must_use]
     pub fn with_constants(mut self, constants: &'a Buf) -> Self {
         self.constants = Handles::Direct(std::slice::from_ref(constants));
         self
     }
-    /// Number of buffers.
+    /// Returns the number of buffers.
     pub fn num_segments(&self) -> usize {
         self.segments.len()
     }
-    /// Buffer of segment `index`, `None` past the last.
+    /// Returns the buffer of segment `index`, `None` past the last.
     pub fn segment(&self, index: usize) -> Option<&'a Buf> {
         self.segments.get(index)
     }
-    /// The plane's constants: `f32` as [`PlaneConstants`] lays them out.
+    /// Returns the plane's constants: `f32` as [`PlaneConstants`] lays them out.
     pub fn constants(&self) -> Option<&'a Buf> {
         self.constants.get(0)
     }
 }
 
 impl<'a> PlaneView<'a, AnyBuffer> {
-    /// The same plane in a backend's own buffers; `None` when a buffer is another backend's.
+    /// Returns the plane with a backend's own buffers; `None` if a buffer belongs to another
+    /// backend.
     pub(crate) fn downcast<T: Any>(self) -> Option<PlaneView<'a, T>> {
         let (segments, constants) = (self.segments.downcast()?, self.constants.downcast()?);
         Some(PlaneView { layout: self.layout, segments, constants })
@@ -137,11 +137,11 @@ impl<'a> PlaneView<'a, AnyBuffer> {
 }
 
 impl<Buf> PlaneView<'_, Buf> {
-    /// Where rows lie.
+    /// Returns where rows lie.
     pub fn layout(&self) -> &PlaneLayout {
         &self.layout
     }
-    /// Refuses a plane that lacks the constants its layout asks for.
+    /// Refuses a plane without the constants that its layout needs.
     pub(crate) fn check_constants(&self) -> Result<(), PlanError> {
         let missing = self.layout.has_constants() && self.constants.len() == 0;
         if missing { Err(PlanError::ConstantsMissing) } else { Ok(()) }
@@ -172,7 +172,7 @@ impl<Buf> Clone for StorageSource<'_, Buf> {
 impl<Buf> Copy for StorageSource<'_, Buf> {}
 
 impl<'a, Buf> StorageView<'a, Buf> {
-    /// Layouts of the K and the V planes.
+    /// Returns the layouts of the K and the V planes.
     pub fn layouts(&self) -> &'a [PlaneLayout; 2] {
         match self.0 {
             StorageSource::Direct(storage) => storage.layouts(),
@@ -182,7 +182,7 @@ impl<'a, Buf> StorageView<'a, Buf> {
 }
 
 impl<'a, Buf: Any> StorageView<'a, Buf> {
-    /// The planes, K then V, layer by layer.
+    /// Iterates over the planes, K then V, layer by layer.
     pub fn planes(self) -> impl Iterator<Item = PlaneView<'a, Buf>> {
         let (direct, erased) = match self.0 {
             StorageSource::Direct(storage) => (Some(storage), None),
@@ -207,8 +207,9 @@ impl<'a, Buf: Any> StorageView<'a, Buf> {
 }
 
 impl<'a> StorageView<'a, AnyBuffer> {
-    /// The same planes in a backend's own buffers; `None` when a buffer is another backend's. For
-    /// what a backend can do beyond the contract, such as moving blocks out of device memory.
+    /// Returns the planes with a backend's own buffers; `None` if a buffer belongs to another
+    /// backend. For functions of a backend beyond the contract, such as swapping blocks out of
+    /// device memory.
     pub fn downcast<T: Any>(self) -> Option<StorageView<'a, T>> {
         let (storage, erasures) = match self.0 {
             StorageSource::Direct(storage) => (storage, Erasures::ONE),

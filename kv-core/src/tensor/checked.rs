@@ -1,16 +1,16 @@
-//! Tensors that have met a plan: every extent, stride, type and byte count checked.
+//! Checked tensors: every extent, stride, type and byte count fits a plan.
 use super::{Dims, Meta, TensorData, TensorDataMut, TensorView, TensorViewMut};
 use crate::element::DType;
 use crate::error::{Expected, PlanError};
 use crate::geometry::QkvFormat;
 use crate::num::to_u64;
 
-/// What a plan demands of a token tensor.
+/// The requirements of a plan for a token tensor.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct TokenRequirement {
     pub(crate) tensor: &'static str,
     pub(crate) format: QkvFormat,
-    /// Batch entries the tensor must at least have room for.
+    /// Minimum batch entries of the tensor.
     pub(crate) batch: u32,
     /// Longest entry, in tokens.
     pub(crate) tokens_max: u32,
@@ -22,9 +22,9 @@ pub(crate) struct TokenRequirement {
     pub(crate) dim: u32,
 }
 
-/// How the rows of a checked tensor lie: extents and strides, all in elements.
+/// Placement of the rows of a checked tensor: extents and strides, all in elements.
 ///
-/// Established by the check: every row a plan can name lies inside the tensor's bytes.
+/// Guaranteed by the check: every row that a plan can name lies inside the tensor's bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TokenRows {
     format: QkvFormat,
@@ -38,40 +38,40 @@ pub struct TokenRows {
 }
 
 impl TokenRows {
-    /// Axes of the tensor.
+    /// Returns the axes of the tensor.
     pub fn format(&self) -> QkvFormat {
         self.format
     }
-    /// Element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
-    /// Batch entries there is room for; 1 for `thd`.
+    /// Returns the number of batch entries; 1 for `thd`.
     pub fn batch(&self) -> u32 {
         self.batch
     }
-    /// Tokens each batch entry has room for; the whole `t` axis for `thd`.
+    /// Returns the maximum tokens of a batch entry; the whole `t` axis for `thd`.
     pub fn tokens(&self) -> u32 {
         self.tokens
     }
-    /// Heads of a token.
+    /// Returns the heads of a token.
     pub fn heads(&self) -> u32 {
         self.heads
     }
-    /// Values of one head's row.
+    /// Returns the values of one head's row.
     pub fn dim(&self) -> u32 {
         self.dim
     }
-    /// Elements from one batch entry to the next; 0 for `thd`.
+    /// Returns the elements from one batch entry to the next; 0 for `thd`.
     pub fn batch_stride(&self) -> u64 {
         self.batch_stride
     }
-    /// Elements from one token of an entry to its next.
+    /// Returns the elements from one token of an entry to its next.
     pub fn token_stride(&self) -> u64 {
         self.token_stride
     }
-    /// Index of the first element of token `i` of batch entry `entry`, whose tokens begin at row
-    /// `start` of a ragged tensor. The token's heads and values follow densely.
+    /// Returns the index of the first element of token `i` of batch entry `entry`, whose tokens
+    /// begin at row `start` of a ragged tensor. The token's heads and values follow densely.
     pub fn offset(&self, entry: usize, start: u32, i: u32) -> usize {
         let at = match self.format {
             QkvFormat::Thd => {
@@ -133,7 +133,7 @@ impl TokenRows {
         Ok(Self { format, dtype, batch, tokens, heads, dim, batch_stride, token_stride })
     }
 
-    /// The same rows without gaps between them.
+    /// Returns the same rows without gaps between them.
     fn dense(&self) -> Self {
         let row = u64::from(self.heads).saturating_mul(u64::from(self.dim));
         let of = |count: u32| u64::from(count).saturating_mul(row);
@@ -145,7 +145,8 @@ impl TokenRows {
         Self { batch_stride, token_stride, ..*self }
     }
 
-    /// Bytes from the first element to the end of the last row, `None` when that overflows.
+    /// Returns the bytes from the first element to the end of the last row, `None` if that
+    /// overflows.
     fn bytes_reached(&self) -> Option<u64> {
         if self.batch == 0 || self.tokens == 0 {
             return Some(0);
@@ -164,7 +165,7 @@ impl TokenRows {
         Ok(())
     }
 
-    /// Whether two rows share an element: only distinct rows may be written.
+    /// Returns whether two rows share an element: only distinct rows may be written.
     fn rows_overlap(&self) -> bool {
         if self.batch == 0 || self.tokens == 0 {
             return false;
@@ -197,10 +198,10 @@ fn check_device_offset(tensor: &'static str, dtype: DType, offset: u64) -> Resul
     }
 }
 
-/// A checked input: rows of tokens, and where their bytes are.
+/// A checked input: rows of tokens, and their bytes.
 ///
 /// Rows past an entry's tokens are padding and are never read. For device memory the backend itself
-/// compares the reach with the size of its buffer ([`Self::bytes_reached`]).
+/// compares the reach ([`Self::bytes_reached`]) with the size of its buffer.
 #[derive(Debug)]
 pub struct TokenTensor<'a, Buf> {
     rows: TokenRows,
@@ -231,19 +232,19 @@ impl<'a, Buf> TokenTensor<'a, Buf> {
         }
         Ok(Self { rows, data: view.data })
     }
-    /// Extents, strides and element type.
+    /// Returns extents, strides and element type.
     pub fn rows(&self) -> &TokenRows {
         &self.rows
     }
-    /// Where the bytes are.
+    /// Returns where the bytes are.
     pub fn data(&self) -> TensorData<'a, Buf> {
         self.data
     }
-    /// Bytes from the first element to the end of the last row.
+    /// Returns the bytes from the first element to the end of the last row.
     pub fn bytes_reached(&self) -> u64 {
         self.rows.bytes_reached().unwrap_or(u64::MAX)
     }
-    /// The same tensor with its buffer handle exchanged.
+    /// Converts the buffer handle of the tensor.
     pub(crate) fn try_map<T: 'a, E>(
         self,
         cast: impl FnOnce(&'a Buf) -> Result<&'a T, E>,
@@ -260,7 +261,7 @@ impl<'a, Buf> TokenTensor<'a, Buf> {
 
 /// A checked output: rows of tokens, and where to write them.
 ///
-/// Every row that is padding is written as zeros. No two rows overlap.
+/// Padding rows are written as zeros. No two rows overlap.
 #[derive(Debug)]
 pub struct TokenTensorMut<'a, Buf> {
     rows: TokenRows,
@@ -288,26 +289,26 @@ impl<'a, Buf> TokenTensorMut<'a, Buf> {
         }
         Ok(Self { rows, data: view.data })
     }
-    /// Extents, strides and element type.
+    /// Returns extents, strides and element type.
     pub fn rows(&self) -> &TokenRows {
         &self.rows
     }
-    /// Bytes from the first element to the end of the last row.
+    /// Returns the bytes from the first element to the end of the last row.
     pub fn bytes_reached(&self) -> u64 {
         self.rows.bytes_reached().unwrap_or(u64::MAX)
     }
-    /// Where to write.
+    /// Returns where to write.
     pub fn data(&mut self) -> &mut TensorDataMut<'a, Buf> {
         &mut self.data
     }
-    /// Bytes of all rows without gaps, of an output in host memory.
+    /// Returns the bytes of all rows without gaps, for an output in host memory.
     pub(crate) fn host_bytes(&self) -> Option<u64> {
         match &self.data {
             TensorDataMut::Host(_) => Some(self.rows.dense().bytes_reached().unwrap_or(u64::MAX)),
             TensorDataMut::Device { .. } => None,
         }
     }
-    /// Exchanges an output in host memory for rows without gaps, `offset` bytes into `buffer`.
+    /// Replaces an output in host memory by rows without gaps, `offset` bytes into `buffer`.
     pub(crate) fn exchange(&mut self, buffer: &'a Buf, offset: u64) -> Option<HostRows<'a>> {
         if let TensorDataMut::Device { .. } = &self.data {
             return None;
@@ -319,7 +320,7 @@ impl<'a, Buf> TokenTensorMut<'a, Buf> {
             TensorDataMut::Device { .. } => None,
         }
     }
-    /// The same tensor with its buffer handle exchanged.
+    /// Converts the buffer handle of the tensor.
     pub(crate) fn try_map<T: 'a, E>(
         self,
         cast: impl FnOnce(&'a Buf) -> Result<&'a T, E>,
@@ -334,7 +335,7 @@ impl<'a, Buf> TokenTensorMut<'a, Buf> {
     }
 }
 
-/// An output in host memory whose rows a device writes elsewhere first.
+/// An output in host memory whose rows a device first writes elsewhere.
 #[derive(Debug)]
 pub(crate) struct HostRows<'a> {
     rows: TokenRows,
@@ -342,7 +343,7 @@ pub(crate) struct HostRows<'a> {
 }
 
 impl HostRows<'_> {
-    /// Copies every row of `staged`, which has them without gaps; bytes between rows stay.
+    /// Copies every row of `staged`, which has no gaps; bytes between rows of the output stay.
     pub(crate) fn fill(self, staged: &[u8]) {
         let (rows, dense) = (self.rows, self.rows.dense());
         let size = rows.dtype.size();

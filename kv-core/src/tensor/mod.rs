@@ -1,8 +1,8 @@
-//! Views of the caller's tensors, and what they become once a plan has checked them.
+//! Views of the caller's tensors, and their checked form.
 //!
-//! The caller's bytes are never copied first: a view says where they are, and the backend uses them
-//! there for the length of the call. [`TensorView`] is what a caller makes, without any check;
-//! [`TokenTensor`] is what a backend gets, with every extent, stride, type and byte count checked.
+//! The caller's bytes are not copied first: a view says where they are, and the backend uses them
+//! in place during the call. A caller creates a [`TensorView`] without any check;
+//! a backend gets a [`TokenTensor`] with every extent, stride, type and byte count checked.
 mod checked;
 #[cfg(test)]
 mod tests;
@@ -21,8 +21,7 @@ pub struct Dims {
 }
 
 impl Dims {
-    /// Takes up to four extents; more are kept as a rank that no tensor has and so is refused
-    /// later.
+    /// Stores up to four extents; for more it stores an impossible rank, which is refused later.
     pub fn new(extents: &[u32]) -> Self {
         let mut dims =
             Self { rank: u8::try_from(extents.len()).unwrap_or(u8::MAX), extents: [0; 4] };
@@ -32,7 +31,7 @@ impl Dims {
         dims
     }
 
-    /// The extents, outermost first; at most four.
+    /// Returns the extents, outermost first; at most four.
     pub fn as_slice(&self) -> &[u32] {
         self.extents.get(..usize::from(self.rank)).unwrap_or(&self.extents)
     }
@@ -55,11 +54,11 @@ impl fmt::Display for Dims {
     }
 }
 
-/// Where the bytes of an input lie.
+/// The bytes of an input.
 #[derive(Debug)]
 #[expect(clippy::exhaustive_enums, reason = "a byte is on the host or on the device")]
 pub enum TensorData<'a, Buf> {
-    /// In host memory, used in place by the CPU and staged by a device.
+    /// In host memory: used in place by the CPU, staged for a device.
     Host(&'a [u8]),
     /// In memory of the backend's device.
     Device {
@@ -77,13 +76,14 @@ impl<Buf> Clone for TensorData<'_, Buf> {
 }
 impl<Buf> Copy for TensorData<'_, Buf> {}
 
-/// Where the bytes of an output lie.
+/// The bytes of an output.
 #[derive(Debug)]
 #[expect(clippy::exhaustive_enums, reason = "a byte is on the host or on the device")]
 pub enum TensorDataMut<'a, Buf> {
-    /// In host memory. Only a backend that computes there can write it; others say `Unsupported`.
+    /// In host memory. Backends of other devices copy the rows there before the call returns, or
+    /// refuse it as `Unsupported`.
     Host(&'a mut [u8]),
-    /// In memory of the backend's device. It may alias no input of the same call.
+    /// In memory of the backend's device. It must not alias an input of the same call.
     Device {
         /// The buffer.
         buffer: &'a Buf,
@@ -92,10 +92,10 @@ pub enum TensorDataMut<'a, Buf> {
     },
 }
 
-/// An input tensor as the caller has it: element type, extents, strides, bytes.
+/// An input tensor of the caller: element type, extents, strides, bytes.
 ///
-/// The inner two axes (head, dim) are dense; the outer strides are free. Nothing is checked until
-/// the view meets a plan.
+/// The inner two axes (head, dim) are dense; the outer strides are free. It is checked together
+/// with a plan.
 #[derive(Debug)]
 pub struct TensorView<'a, Buf> {
     data: TensorData<'a, Buf>,
@@ -109,7 +109,7 @@ impl<Buf> Clone for TensorView<'_, Buf> {
 }
 impl<Buf> Copy for TensorView<'_, Buf> {}
 
-/// An output tensor as the caller has it; see [`TensorView`].
+/// An output tensor of the caller; see [`TensorView`].
 #[derive(Debug)]
 pub struct TensorViewMut<'a, Buf> {
     data: TensorDataMut<'a, Buf>,
@@ -124,15 +124,15 @@ struct Meta {
 }
 
 impl<'a, Buf> TensorView<'a, Buf> {
-    /// A dense tensor in host memory.
+    /// Describes a dense tensor in host memory.
     pub fn host<T: Element>(values: &'a [T], dims: &[u32]) -> Self {
         Self::host_bytes(T::DTYPE, bytemuck::cast_slice(values), dims)
     }
-    /// A dense tensor in host memory, given as bytes.
+    /// Describes a dense tensor in host memory, given as bytes.
     pub fn host_bytes(dtype: DType, bytes: &'a [u8], dims: &[u32]) -> Self {
         Self { data: TensorData::Host(bytes), meta: Meta::dense(dtype, dims) }
     }
-    /// A dense tensor in device memory, `offset` bytes into `buffer`.
+    /// Describes a dense tensor in device memory, `offset` bytes into `buffer`.
     pub fn device(dtype: DType, buffer: &'a Buf, offset: u64, dims: &[u32]) -> Self {
         Self { data: TensorData::Device { buffer, offset }, meta: Meta::dense(dtype, dims) }
     }
@@ -143,32 +143,33 @@ impl<'a, Buf> TensorView<'a, Buf> {
         self.meta.outer_strides = Some(strides);
         self
     }
-    /// Element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> DType {
         self.meta.dtype
     }
-    /// Extents.
+    /// Returns the extents.
     pub fn dims(&self) -> Dims {
         self.meta.dims
     }
 }
 
 impl<'a, Buf> TensorViewMut<'a, Buf> {
-    /// A dense tensor in host memory, which holds its rows when the call that writes it returns.
+    /// Describes a dense tensor in host memory, which holds its rows when the call that writes it
+    /// returns.
     ///
     /// On a GPU that call submits the work recorded so far, waits until it is done and copies the
     /// rows: a synchronisation for every layer, where an output in device memory needs none. It is
-    /// refused as [`Unsupported`](crate::DeviceErrorKind::Unsupported) while launches are captured
-    /// and where a thread may not wait
+    /// refused as [`Unsupported`](crate::DeviceErrorKind::Unsupported) during a capture of
+    /// launches, and if the thread may not wait
     /// ([`host_outputs`](crate::backend::Capabilities::host_outputs)).
     pub fn host<T: Element>(values: &'a mut [T], dims: &[u32]) -> Self {
         Self::host_bytes(T::DTYPE, bytemuck::cast_slice_mut(values), dims)
     }
-    /// A dense tensor in host memory, given as bytes; see [`Self::host`].
+    /// Describes a dense tensor in host memory, given as bytes; see [`Self::host`].
     pub fn host_bytes(dtype: DType, bytes: &'a mut [u8], dims: &[u32]) -> Self {
         Self { data: TensorDataMut::Host(bytes), meta: Meta::dense(dtype, dims) }
     }
-    /// A dense tensor in device memory, `offset` bytes into `buffer`.
+    /// Describes a dense tensor in device memory, `offset` bytes into `buffer`.
     pub fn device(dtype: DType, buffer: &'a Buf, offset: u64, dims: &[u32]) -> Self {
         Self { data: TensorDataMut::Device { buffer, offset }, meta: Meta::dense(dtype, dims) }
     }
@@ -178,18 +179,18 @@ impl<'a, Buf> TensorViewMut<'a, Buf> {
         self.meta.outer_strides = Some(strides);
         self
     }
-    /// Element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> DType {
         self.meta.dtype
     }
-    /// Extents.
+    /// Returns the extents.
     pub fn dims(&self) -> Dims {
         self.meta.dims
     }
 }
 
 impl<Buf> TensorViewMut<'_, Buf> {
-    /// Reads `[.., heads]` as `[.., heads, 1]`, so that one number a head is checked like a row.
+    /// Reads `[.., heads]` as `[.., heads, 1]`, so that one number per head is checked like a row.
     pub(crate) fn with_unit_dim(mut self) -> Self {
         let mut extents = self.meta.dims.extents;
         let rank = usize::from(self.meta.dims.rank);

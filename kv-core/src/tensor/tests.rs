@@ -1,4 +1,4 @@
-//! What a view may look like, and what each kind of wrong one is told.
+//! Accepted views, and the error for each kind of wrong one.
 use super::*;
 use crate::error::PlanError;
 use crate::geometry::QkvFormat;
@@ -126,9 +126,9 @@ fn wrong_types_bytes_and_alignments_are_named() {
     let values = [0.0_f32; 64];
     let bytes: &[u8] = bytemuck::cast_slice(&values);
     let odd = View::host_bytes(DType::F32, &bytes[2..], &[4, 2, 4]);
-    let text = "k starts at an address or offset that is no multiple of 4 bytes";
+    let text = "k starts at an address or offset that is not a multiple of 4 bytes";
     assert_eq!(refusal(odd, QkvFormat::Thd), text);
     let device = View::device(DType::F16, &(), 3, &[4, 2, 4]);
-    let text = "k starts at an address or offset that is no multiple of 2 bytes";
+    let text = "k starts at an address or offset that is not a multiple of 2 bytes";
     assert_eq!(refusal(device, QkvFormat::Thd), text);
 }

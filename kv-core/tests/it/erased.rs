@@ -1,4 +1,4 @@
-//! What a backend finds again behind an erased cache.
+//! Erased caches give a backend its own types back.
 use kv_core::backend::{AnyBackend, AnyFence, AnyQueue, Backend, NullBackend, NullBuffer};
 use kv_core::backend::{NullFence, Queue};
 use kv_core::{
@@ -6,7 +6,7 @@ use kv_core::{
 };
 
 #[test]
-fn storage_and_fences_are_a_backends_own_again() {
+fn storage_and_fences_downcast_to_the_backends_types() {
     let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dim(8).paged(4, 3).build().unwrap();
     let mut cache = KvCache::new(AnyBackend::new(NullBackend::new()), spec).unwrap();
     let view = cache.storage(GroupId(0)).unwrap().view();
@@ -26,7 +26,7 @@ fn storage_and_fences_are_a_backends_own_again() {
 }
 
 #[test]
-fn a_queue_of_the_callers_own_is_erased_once() {
+fn a_callers_queue_is_erased_once() {
     let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(2).paged(4, 3).build().unwrap();
     let backend = NullBackend::new();
     let (queue, control) = (backend.queue().unwrap(), backend.control());
@@ -39,5 +39,5 @@ fn a_queue_of_the_callers_own_is_erased_once() {
     // A queue that was erased twice would know no buffer of the cache.
     cache.step().unwrap().write(0, row, row, QkvFormat::Thd).unwrap();
     cache.commit_step().unwrap();
-    assert_eq!(control.recorded() - before, 2, "a write and a flush");
+    assert_eq!(control.recorded() - before, 3, "the plans, a write and a flush");
 }

@@ -1,5 +1,3 @@
 //! Integration tests of kv-core, one binary.
 #[cfg(test)]
 mod erased;
-#[cfg(test)]
-mod front;

@@ -1,4 +1,4 @@
-//! The device, the clock, and where records go.
+//! The device, the clock, and the output of records.
 use std::error::Error;
 use std::fs::File;
 use std::io::{Write, stdout};
@@ -14,28 +14,28 @@ use crate::record::Record;
 
 pub(crate) type Result<T, E = Box<dyn Error + Send + Sync>> = std::result::Result<T, E>;
 
-/// Bytes that a bench goes through before it comes back to the first: several times any L2.
+/// Bytes that a bench cycles through: several times the size of any L2.
 const ROTATED: u64 = 512 << 20;
 
-/// What every bench needs.
+/// State shared by all benches.
 pub(crate) struct Bench {
     pub(crate) device: Shared<CudaBackend>,
     pub(crate) is_tiny: bool,
     card: String,
-    /// What is chosen of that: all, one format, one name.
+    /// Selected measures: all, one format, one name.
     choice: (Option<KvFormat>, Option<String>),
-    /// Whether what is measured now are headlines.
+    /// Whether headlines are being measured.
     is_headline: bool,
     clock: Clock,
-    /// Bytes per second of a copy, each counted as read and as written.
+    /// Bytes per second of a copy, counted as read and as written.
     copy_rate: Option<f64>,
     out: Box<dyn Write>,
 }
 
-/// What one call moves and computes.
+/// Bytes and operations of one call.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Work {
-    /// Read and written in device memory, at the least.
+    /// Minimum bytes read and written in device memory.
     pub(crate) bytes: u64,
     /// Multiplications and additions.
     pub(crate) flops: u64,
@@ -45,15 +45,15 @@ pub(crate) struct Work {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Clock {
     repeats: u32,
-    /// Of one sample, at the least.
+    /// Minimum duration of one sample.
     sample: Duration,
-    /// Calls in one sample, at most.
+    /// Maximum calls in one sample.
     calls_max: u32,
 }
 
 impl Clock {
-    /// Median time of one call in microseconds: calls of a sample are submitted one behind the
-    /// other and waited for together.
+    /// Returns the median time of one call in microseconds: calls of a sample are submitted one
+    /// after another and waited for together.
     pub(crate) fn time<C>(
         &self,
         work: &mut C,
@@ -70,7 +70,7 @@ impl Clock {
             wait(work)?;
             Ok::<_, Box<dyn Error + Send + Sync>>(begin.elapsed())
         };
-        // The first loads kernels and reserves memory, the second is as long as any.
+        // The first call loads kernels and allocates memory; the second takes the usual time.
         run(1)?;
         let one = run(1)?.max(Duration::from_nanos(100));
         let fitting = self.sample.as_secs_f64() / one.as_secs_f64();
@@ -84,13 +84,13 @@ impl Clock {
         Ok(median(samples))
     }
 
-    /// The same, each call a sample of its own.
+    /// Makes each call a sample of its own.
     pub(crate) fn each(self) -> Self {
         Self { calls_max: 1, repeats: self.repeats.saturating_mul(5), ..self }
     }
 }
 
-/// The middle one, or the mean of the two; 0 of none.
+/// Returns the middle sample, or the mean of the middle two; 0 without samples.
 pub(crate) fn median(mut samples: Vec<f64>) -> f64 {
     samples.sort_by(f64::total_cmp);
     let upper = samples.len() / 2;
@@ -124,7 +124,7 @@ impl Bench {
         Ok(Self { device, is_tiny, card, choice, is_headline, clock, copy_rate, out })
     }
 
-    /// What is measured from now on are headlines, or no more.
+    /// Sets whether the following measures are headlines.
     pub(crate) fn set_headline(&mut self, is_headline: bool) {
         self.is_headline = is_headline;
     }
@@ -133,7 +133,7 @@ impl Bench {
         self.choice.0.is_none_or(|only| only == format)
     }
 
-    /// Whether a measure is chosen, and no headline that is measured elsewhere.
+    /// Returns whether a measure is selected and is not measured as a headline elsewhere.
     pub(crate) fn wants(&self, format: KvFormat, name: &str) -> bool {
         let is_chosen = self.choice.1.as_deref().is_none_or(|only| only == name);
         is_chosen && self.wants_format(format) && (self.is_headline || !headline::has(name))
@@ -143,7 +143,7 @@ impl Bench {
         self.clock
     }
 
-    /// What the device is.
+    /// Records facts about the device.
     pub(crate) fn facts(&mut self) -> Result<()> {
         let card = Record::new("fact", "card").text("value", &self.card);
         self.put(card)?;
@@ -160,11 +160,11 @@ impl Bench {
         Ok(())
     }
 
-    /// Bytes that a bench goes through.
+    /// Returns the bytes that a bench cycles through.
     pub(crate) fn rotated(&self) -> u64 {
         if self.is_tiny { 1 << 16 } else { ROTATED }
     }
-    /// Bytes that one bench may take of the device.
+    /// Returns the bytes of the device that one bench may use.
     pub(crate) fn room(&self) -> u64 {
         self.device.capabilities().buffer_bytes_max / 10 * 7
     }
@@ -178,7 +178,7 @@ impl Bench {
         self.put(Record::new("skipped", name).text("detail", why))
     }
 
-    /// What others are fractions of.
+    /// Sets the copy rate, the reference of other rates.
     pub(crate) fn set_copy(&mut self, bytes: u64, micros: f64) {
         self.copy_rate = (micros > 0.0).then(|| bytes as f64 / micros);
     }

@@ -1,10 +1,10 @@
-//! Right before fast: a case of each kernel family at the shapes that are measured.
+//! Correctness first: a case of each kernel family at the measured shapes.
 //!
-//! `kv-testkit` compares with its oracle in f64: outputs within twice the error of the plain
+//! `kv-testkit` compares with its f64 oracle: outputs within twice the error of the plain
 //! computation in the inputs' precision, stored rows bit for bit as `kv-quant` encodes them.
 use kv_core::{CacheSpec, DType, KvFormat};
 use kv_testkit::device::Place;
-use kv_testkit::lab::{Brings, How, Lab};
+use kv_testkit::fixture::{CacheFixture, StepConfig, StepKind};
 
 use crate::bench::{Bench, Result};
 use crate::input::{self, FORMATS};
@@ -14,13 +14,13 @@ use crate::input::{self, FORMATS};
 struct Sizes {
     kv_heads: u32,
     head_dim: u32,
-    /// Tokens of a sequence that is long, and of one that is short.
+    /// Tokens of a long and of a short sequence.
     lens: [u32; 2],
-    /// New tokens of a prompt's chunk.
+    /// New tokens of a prompt chunk.
     chunk: u32,
 }
 
-/// Whether all passed; each is a record.
+/// Runs all checks, each a record, and returns whether all passed.
 pub(crate) fn run(bench: &mut Bench) -> Result<bool> {
     let sizes = if bench.is_tiny {
         Sizes { kv_heads: 1, head_dim: 64, lens: [35, 3], chunk: 5 }
@@ -56,29 +56,29 @@ fn one(bench: &Bench, sizes: Sizes, format: KvFormat, group: usize) -> Result<()
         .paged(16, tokens.div_ceil(16).saturating_add(16))
         .build()
         .map_err(|error| say("geometry", &error))?;
-    let mut lab = if input::is_calibrated(format) {
-        Lab::calibrated(&bench.device, spec, input::scales(1), 1)
+    let mut fixture = if input::is_calibrated(format) {
+        CacheFixture::calibrated(&bench.device, spec, input::scales(1), 1)
     } else {
-        Lab::new(&bench.device, spec, 1)
+        CacheFixture::new(&bench.device, spec, 1)
     }
     .map_err(|error| say("cache", &error))?;
-    let decode = How {
+    let decode = StepConfig {
         kv_dtype: DType::Bf16,
         q_dtype: DType::Bf16,
         inputs: Place::Device,
         group,
         lse: false,
-        ..How::default()
+        ..StepConfig::default()
     };
     let mut all = || {
-        lab.fill(1, long)?;
-        lab.fill(2, short)?;
-        lab.step(&[(1, Brings::Tokens(1)), (2, Brings::Tokens(1))], &decode)?;
-        lab.step(&[(2, Brings::Tokens(sizes.chunk))], &decode)?;
+        fixture.fill(1, long)?;
+        fixture.fill(2, short)?;
+        fixture.step(&[(1, StepKind::Tokens(1)), (2, StepKind::Tokens(1))], &decode)?;
+        fixture.step(&[(2, StepKind::Tokens(sizes.chunk))], &decode)?;
         // The child writes into a copy of the block that both have.
-        lab.fork(2, 3)?;
-        lab.step(&[(3, Brings::Tokens(1)), (1, Brings::Tokens(1))], &decode)?;
-        lab.check()
+        fixture.fork(2, 3)?;
+        fixture.step(&[(3, StepKind::Tokens(1)), (1, StepKind::Tokens(1))], &decode)?;
+        fixture.check()
     };
     all().map_err(|error| say("wrong", &error))
 }

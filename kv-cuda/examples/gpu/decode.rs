@@ -1,10 +1,10 @@
-//! Decode attention: one query a sequence over all that is cached.
+//! Decode attention: one query per sequence over its whole context.
 use kv_core::{AttentionOptions, Backend, DType, KvFormat, TensorView, TensorViewMut};
 
 use crate::bench::{Bench, Result, Work};
 use crate::input::{self, Cache, FORMATS, HEAD_DIM, NUM_MAIN, SCALE, Shape};
 
-/// What is measured.
+/// Sizes that are measured.
 struct Sizes {
     batches: &'static [u32],
     contexts: &'static [u32],
@@ -27,7 +27,7 @@ const TINY: Sizes =
 pub(crate) fn run(bench: &mut Bench) -> Result<()> {
     let sizes = if bench.is_tiny { TINY } else { FULL };
     for (index, format) in FORMATS.into_iter().enumerate() {
-        // Of formats that fewer use, one group and one size of blocks are enough.
+        // Less common formats need only one group and one block size.
         let (blocks, groups): (&[u32], &[u32]) =
             if index < NUM_MAIN { (sizes.blocks, sizes.groups) } else { (&[16], &[8]) };
         for &block_size in blocks {
@@ -42,7 +42,7 @@ pub(crate) fn run(bench: &mut Bench) -> Result<()> {
     Ok(())
 }
 
-/// A decode step of sequences of equal length.
+/// Returns a decode step of sequences of equal length.
 pub(crate) fn shape(
     bench: &Bench,
     format: KvFormat,
@@ -52,7 +52,7 @@ pub(crate) fn shape(
     Shape { format, block_size, kv_heads, head_dim: HEAD_DIM, batch, context, new: 1 }
 }
 
-/// The same cache read with more and more queries.
+/// Measures one cache with increasing numbers of query heads.
 pub(crate) fn with_groups(bench: &mut Bench, shape: Shape, groups: &[u32]) -> Result<()> {
     let Shape { format, block_size, batch, context, .. } = shape;
     let name =
@@ -106,7 +106,7 @@ fn measure(
         },
         |step| input::drain(step.queue_mut()),
     )?;
-    // Every cached row once, queries in and outputs out.
+    // Every cached row once, plus queries and outputs.
     let tokens = u64::from(shape.batch) * u64::from(shape.context);
     let bytes = tokens * shape.token_bytes() + values * 4;
     Ok((Work { bytes, flops: 0 }, micros))

@@ -1,4 +1,4 @@
-//! The measures that say most, first of all and within two minutes: what comes later may never.
+//! The most important measures, run first and within two minutes, in case the run breaks off.
 use kv_core::{KvFormat, ScaleGroup, Scaling};
 
 use crate::bench::{Bench, Result};
@@ -17,9 +17,9 @@ const DECODE: [(KvFormat, u32, u32); 8] = [
     (KvFormat::L4(ScaleGroup::Row), 64, 8192),
     (E4M3, 1, 8192),
 ];
-/// Lengths of prompts.
+/// Prompt lengths.
 const PREFILL: [u32; 2] = [4096, 16384];
-/// Batches, and new tokens of each sequence.
+/// Formats, batches, and new tokens of each sequence.
 const APPEND: [(KvFormat, u32, u32); 2] = [(KvFormat::Bf16, 64, 1), (E4M3, 1, 16384)];
 
 pub(crate) fn run(bench: &mut Bench) -> Result<()> {
@@ -42,7 +42,7 @@ pub(crate) fn run(bench: &mut Bench) -> Result<()> {
     Ok(())
 }
 
-/// Whether a measure is one of these.
+/// Returns whether a measure is a headline.
 pub(crate) fn has(name: &str) -> bool {
     let decode =
         |(format, batch, context)| format!("decode/{format}/block16/gqa8/b{batch}/c{context}");

@@ -1,4 +1,4 @@
-//! Caches with something in them, and tensors on the device.
+//! Filled caches, and tensors on the device.
 use std::error::Error;
 
 use half::bf16;
@@ -15,16 +15,15 @@ use crate::bench::Result;
 
 pub(crate) type Cache = KvCache<Shared<CudaBackend>>;
 
-/// Rows of K, and of V, that one step of filling writes at most.
+/// Maximum rows of K, and of V, that one filling step writes.
 const FILL_ROWS: u32 = 1 << 14;
 
-/// Values of one head, in all that is measured.
+/// Values of one head in all measures.
 pub(crate) const HEAD_DIM: u32 = 128;
-/// What scores are multiplied with: one over the root of [`HEAD_DIM`].
+/// Scale of scores: one over the square root of [`HEAD_DIM`].
 pub(crate) const SCALE: f32 = 0.088_388_35;
 
-/// The formats that are measured, all of them read at tensor cores' speed: first what engines use
-/// most.
+/// Measured formats, all of which have tensor-core kernels; the most common come first.
 pub(crate) const FORMATS: [KvFormat; 6] = [
     KvFormat::Bf16,
     KvFormat::Fp8E4m3(Scaling::Tensor),
@@ -33,10 +32,10 @@ pub(crate) const FORMATS: [KvFormat; 6] = [
     KvFormat::Int8(Scaling::Row),
     KvFormat::L4(ScaleGroup::Row),
 ];
-/// Of them, those that are measured at every size.
+/// Number of formats, from the first on, that are measured at every size.
 pub(crate) const NUM_MAIN: usize = 3;
 
-/// Whether rows of a format need scales that are given.
+/// Returns whether a format needs given scales.
 pub(crate) fn is_calibrated(format: KvFormat) -> bool {
     matches!(format, KvFormat::Fp8E4m3(Scaling::Tensor) | KvFormat::Int8(Scaling::Tensor))
 }
@@ -49,29 +48,29 @@ pub(crate) struct Shape {
     pub(crate) kv_heads: u32,
     pub(crate) head_dim: u32,
     pub(crate) batch: u32,
-    /// Tokens of each sequence, those of the measured step included.
+    /// Tokens of each sequence, including those of the measured step.
     pub(crate) context: u32,
-    /// Of them, those that the measured step brings.
+    /// New tokens of the measured step.
     pub(crate) new: u32,
 }
 
 impl Shape {
-    /// Bytes of K and V of one token in one layer.
+    /// Returns the bytes of K and V of one token in one layer.
     pub(crate) fn token_bytes(&self) -> u64 {
         self.format.row_bytes(self.head_dim) * u64::from(self.kv_heads) * 2
     }
-    /// The same in bf16, as tensors of a caller have it.
+    /// Returns the same in bf16, as in a caller's tensors.
     pub(crate) fn plain_bytes(&self) -> u64 {
         u64::from(self.head_dim) * u64::from(self.kv_heads) * 4
     }
     fn blocks(&self) -> u32 {
         self.context.div_ceil(self.block_size).saturating_mul(self.batch)
     }
-    /// Bytes of one layer.
+    /// Returns the bytes of one layer.
     pub(crate) fn layer_bytes(&self) -> u64 {
         u64::from(self.blocks()) * u64::from(self.block_size) * self.token_bytes()
     }
-    /// Layers that hold so many bytes together.
+    /// Returns the number of layers that hold `bytes` bytes together.
     pub(crate) fn layers_of(&self, bytes: u64) -> u16 {
         let layers = bytes.div_ceil(self.layer_bytes().max(1)).clamp(1, 64);
         u16::try_from(layers).unwrap_or(1)
@@ -93,7 +92,7 @@ impl Shape {
     pub(crate) fn sequences(&self) -> impl Iterator<Item = SequenceId> + use<> {
         (0..u64::from(self.batch)).map(SequenceId)
     }
-    /// The step that is measured.
+    /// Returns the inputs of the measured step.
     pub(crate) fn step_inputs(&self) -> Vec<StepInput<'static>> {
         let new = self.new;
         self.sequences().map(|id| StepInput::count(id, new)).collect()
@@ -102,7 +101,7 @@ impl Shape {
         self.batch.saturating_mul(self.new)
     }
 
-    /// A cache in which every sequence has all but its new tokens, random in every layer.
+    /// Creates a cache in which every sequence has all but its new tokens, random in every layer.
     pub(crate) fn filled(&self, device: &Shared<CudaBackend>, layers: u16) -> Result<Cache> {
         let spec = self.spec(layers)?;
         let mut cache = if is_calibrated(self.format) {
@@ -148,14 +147,14 @@ impl Shape {
     }
 }
 
-/// Given scales, for values between -1 and 1.
+/// Returns given scales for values between -1 and 1.
 pub(crate) fn scales(layers: u16) -> Calibration {
     let plane = || PlaneCalibration { scales: vec![1.0 / 120.0], ..PlaneCalibration::default() };
     let layer = LayerCalibration { k: plane(), v: plane() };
     Calibration::new(vec![layer; layers.into()])
 }
 
-/// Random bf16 between -1 and 1 on the device: so many values.
+/// Allocates `values` random bf16 between -1 and 1 on the device.
 pub(crate) fn tensor(
     device: &Shared<CudaBackend>,
     queue: &mut <Shared<CudaBackend> as Backend>::Queue,
@@ -171,7 +170,7 @@ pub(crate) fn tensor(
         let short = u16::try_from(state >> 16).unwrap_or(0);
         bf16::from_f32(f32::from(short) / 32768.0 - 1.0)
     };
-    // As much at a time as page-locked memory is a pity for.
+    // In chunks, to use little page-locked memory.
     let (mut at, mut left) = (0, values);
     while left > 0 {
         let now = left.min(1 << 22);
@@ -183,7 +182,7 @@ pub(crate) fn tensor(
     Ok(buffer)
 }
 
-/// Whether the device has no memory left: somebody else may have some of it.
+/// Returns whether the device is out of memory: another program may use some of it.
 pub(crate) fn is_full(error: &(dyn Error + Send + Sync + 'static)) -> bool {
     let device = match error.downcast_ref::<CacheError>() {
         Some(CacheError::Device(error)) => Some(error),
@@ -192,7 +191,7 @@ pub(crate) fn is_full(error: &(dyn Error + Send + Sync + 'static)) -> bool {
     device.is_some_and(|error| error.kind() == DeviceErrorKind::OutOfMemory)
 }
 
-/// Waits for all that a queue was given.
+/// Waits for all submitted work of a queue.
 pub(crate) fn drain(queue: &mut <Shared<CudaBackend> as Backend>::Queue) -> Result<()> {
     Ok(queue.submit()?.wait()?)
 }

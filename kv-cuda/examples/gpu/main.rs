@@ -1,11 +1,12 @@
 //! Checks and measures the kernels on a card; `cargo xtask gpu` runs it and writes the report.
 //!
-//! Prints one JSON object a line: facts, checks, then measures, as they come, so that a run that
-//! breaks off leaves what it had. Each part runs alone with `--part`.
+//! Prints one JSON object per line as results arrive: facts, checks, then measures. A run that
+//! breaks off keeps what it had. Each part runs alone with `--part`.
 //!
-//! Times are wall clock: launches are submitted one behind the other and waited for together, so
-//! that a call that the host submits slower than the device runs it shows what the host takes.
-//! Every rate is also a fraction of the driver's own copy from device memory to device memory,
+//! Times are wall clock: launches are submitted one after another and waited for together, so a
+//! call that the host submits more slowly than the device runs it shows the host's time. Every rate
+//! is also given as a fraction of the driver's own copy within device memory, which is measured
+//! first.
 //! measured first.
 #![expect(clippy::print_stderr, reason = "a program for a terminal")]
 #![expect(
@@ -32,7 +33,7 @@ use bench::{Bench, Result};
 use kv_core::{DeviceError, DeviceErrorKind};
 use options::{Options, Part};
 
-/// Exit code where there is no device to open, as `cargo xtask gpu` knows it.
+/// Exit code for a missing device, known to `cargo xtask gpu`.
 const NO_DEVICE: u8 = 3;
 
 fn main() -> ExitCode {
@@ -48,7 +49,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Whether every check passed. What was measured is right only then.
+/// Returns whether every check passed. Only then are the measures valid.
 fn run(options: &Options) -> Result<bool> {
     let mut bench = Bench::open(options)?;
     let part = options.part;
@@ -62,7 +63,7 @@ fn run(options: &Options) -> Result<bool> {
     if matches!(part, Part::Facts | Part::Oracle) {
         return Ok(is_right);
     }
-    // First, as everything else is a fraction of it; in the report once.
+    // First, because everything else is a fraction of it; it is in the report once.
     moves::copy(&mut bench, matches!(part, Part::All | Part::Headline))?;
     if matches!(part, Part::All | Part::Headline) {
         headline::run(&mut bench)?;

@@ -1,4 +1,4 @@
-//! Bytes that move and are not attended: copies, new rows, rows read back.
+//! Data movement without attention: copies, new rows, rows read back.
 use kv_core::backend::Queue;
 use kv_core::plan::{BlockCopy, CopyArgs, CopyPlan};
 use kv_core::{Backend, BlockId, DType, KvFormat, KvStorage, Plane, QkvFormat, TensorViewMut};
@@ -6,12 +6,12 @@ use kv_core::{Backend, BlockId, DType, KvFormat, KvStorage, Plane, QkvFormat, Te
 use crate::bench::{Bench, Result, Work};
 use crate::input::{self, FORMATS, HEAD_DIM, Shape};
 
-/// The driver's own copy: what all other rates are fractions of.
+/// Measures the driver's own copy, the reference of all other rates.
 pub(crate) fn copy(bench: &mut Bench, is_reported: bool) -> Result<()> {
     let half = bench.rotated() / 2;
     let [from, to] = [bench.device.alloc(half)?, bench.device.alloc(half)?];
     let mut queue = bench.device.queue()?;
-    // Bytes that differ: memory that is all zeroes may be faster.
+    // Different bytes: memory of zeros may be faster.
     let content = input::tensor(&bench.device, &mut queue, 7, (half / 2).min(1 << 24))?;
     let mut at = 0;
     while at < half {
@@ -56,7 +56,7 @@ fn shape(bench: &Bench, format: KvFormat, (batch, context, new): (u32, u32, u32)
     Shape { format, block_size: 16, kv_heads, head_dim: HEAD_DIM, batch, context, new }
 }
 
-/// New rows into the cache.
+/// Measures writing new rows into the cache.
 pub(crate) fn append(bench: &mut Bench, format: KvFormat, (batch, new): (u32, u32)) -> Result<()> {
     let name = format!("append/{format}/b{batch}/t{new}");
     if !bench.wants(format, &name) {
@@ -73,7 +73,7 @@ pub(crate) fn append(bench: &mut Bench, format: KvFormat, (batch, new): (u32, u3
     let work = Work { bytes: tokens * (shape.plain_bytes() + shape.token_bytes()), flops: 0 };
     for (clock, name) in [
         (bench.clock(), name.clone()),
-        // From the call to the end of its work, one at a time: what a decode step waits for.
+        // From the call to the end of its work, one at a time: the latency in a decode step.
         (bench.clock().each(), format!("{name}/alone")),
     ] {
         let micros = clock.time(
@@ -89,7 +89,7 @@ pub(crate) fn append(bench: &mut Bench, format: KvFormat, (batch, new): (u32, u3
     Ok(())
 }
 
-/// Keys of a whole sequence read back as bf16.
+/// Measures reading back the keys of a whole sequence as bf16.
 fn gather(bench: &mut Bench, format: KvFormat) -> Result<()> {
     let context = if bench.is_tiny { 40 } else { 1 << 15 };
     let shape = shape(bench, format, (1, context, 0));
@@ -111,7 +111,7 @@ fn gather(bench: &mut Bench, format: KvFormat) -> Result<()> {
     bench.measure(&format!("gather/{format}/t{context}"), Work { bytes, flops: 0 }, micros)
 }
 
-/// Blocks of eight layers, the first half of a pool into the second.
+/// Measures copying the first half of a pool's blocks to the second, in eight layers.
 fn copy_blocks(bench: &mut Bench, format: KvFormat) -> Result<()> {
     const LAYERS: u16 = 8;
     let counts: &[u32] = if bench.is_tiny { &[2] } else { &[1, 64, 1024] };

@@ -9,16 +9,16 @@ const USAGE: &str = "gpu [--device N | --emulated] [--tiny] [--part PART] [--for
                      [--only NAME] [--out FILE]; PART: all, facts, oracle, headline, decode, \
                      prefill, moves, steps";
 
-/// What is checked or measured.
+/// The part that is checked or measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Part {
     #[default]
     All,
-    /// What the device is.
+    /// Facts about the device.
     Facts,
-    /// Whether what is measured is right.
+    /// Correctness checks.
     Oracle,
-    /// Some cases of each family that say most; other parts leave them out.
+    /// The most important cases of each family; other parts leave them out.
     Headline,
     Decode,
     Prefill,
@@ -27,21 +27,21 @@ pub(crate) enum Part {
     Steps,
 }
 
-/// What to run.
+/// Options of a run.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Options {
     /// Ordinal of the card.
     pub(crate) device: u32,
-    /// The CPU instead of a card.
+    /// Use the emulator instead of a card.
     pub(crate) emulated: bool,
-    /// Sizes that show that the program works, and nothing else.
+    /// Tiny sizes, which only show that the program works.
     pub(crate) tiny: bool,
     pub(crate) part: Part,
-    /// Only this stored format, of those that are measured.
+    /// Only this stored format.
     pub(crate) format: Option<KvFormat>,
     /// Only this measure.
     pub(crate) only: Option<String>,
-    /// Where records go instead of standard output.
+    /// File for records instead of standard output.
     pub(crate) out: Option<PathBuf>,
 }
 

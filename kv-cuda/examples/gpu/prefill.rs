@@ -4,7 +4,7 @@ use kv_core::{AttentionOptions, Backend, DType, KvFormat, TensorView, TensorView
 use crate::bench::{Bench, Result, Work};
 use crate::input::{self, HEAD_DIM, SCALE, Shape};
 
-/// Query heads for each kv head.
+/// Query heads per kv head.
 const GROUP: u32 = 4;
 
 pub(crate) fn run(bench: &mut Bench) -> Result<()> {
@@ -16,7 +16,7 @@ pub(crate) fn run(bench: &mut Bench) -> Result<()> {
     Ok(())
 }
 
-/// A prompt over itself.
+/// Returns a prompt that attends over itself.
 pub(crate) fn shape(bench: &Bench, context: u32) -> Shape {
     let kv_heads = if bench.is_tiny { 1 } else { 8 };
     let (format, new) = (KvFormat::Bf16, context);
@@ -49,7 +49,8 @@ pub(crate) fn one(bench: &mut Bench, shape: Shape) -> Result<()> {
         },
         |step| input::drain(step.queue_mut()),
     )?;
-    // Two products of `head_dim` multiplications and additions for every query and key it sees.
+    // Two products of `head_dim` multiplications and additions for every pair of a query and a key
+    // it sees.
     let pairs = u64::from(tokens) * (u64::from(tokens) + 1) / 2 * u64::from(q_heads);
     let flops = pairs * u64::from(shape.head_dim) * 4;
     bench.measure(&name, Work { bytes: 0, flops }, micros)

@@ -1,4 +1,4 @@
-//! Lines of JSON.
+//! Records as lines of JSON.
 use std::fmt::Write as _;
 
 /// One flat JSON object.
@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 pub(crate) struct Record(String);
 
 impl Record {
-    /// A record of a kind: `fact`, `check`, `measure` or `skipped`.
+    /// Starts a record of a kind: `fact`, `check`, `measure` or `skipped`.
     pub(crate) fn new(kind: &str, name: &str) -> Self {
         Self("{".to_owned()).text("kind", kind).text("name", name)
     }
@@ -25,7 +25,7 @@ impl Record {
         quoted.push('"');
         self.raw(key, &quoted)
     }
-    /// A number, left out where it is none.
+    /// Adds a number, unless it is not finite.
     pub(crate) fn number(self, key: &str, value: f64) -> Self {
         if value.is_finite() { self.raw(key, &value.to_string()) } else { self }
     }

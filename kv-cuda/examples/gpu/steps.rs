@@ -1,4 +1,4 @@
-//! What a step costs beside its kernels: planning, and launches that are captured or not.
+//! Costs of a step besides its kernels: planning, and launches with and without capture.
 use std::time::Instant;
 
 use kv_core::{AttentionOptions, Backend, DType, KvFormat, Step, TensorView, TensorViewMut};
@@ -8,7 +8,7 @@ use kv_testkit::Shared;
 use crate::bench::{Bench, Result, Work, median};
 use crate::input::{self, Cache, HEAD_DIM, SCALE, Shape};
 
-/// Query heads for each kv head.
+/// Query heads per kv head.
 const GROUP: u32 = 4;
 
 pub(crate) fn run(bench: &mut Bench) -> Result<()> {
@@ -22,7 +22,7 @@ fn shape(bench: &Bench, batch: u32, context: u32) -> Shape {
     Shape { format, block_size: 16, kv_heads, head_dim: HEAD_DIM, batch, context, new: 1 }
 }
 
-/// The host's time of beginning a decode step: reservation, plans, and what is sent.
+/// Measures the host's time to begin a decode step: reservation, plans, and sending lists.
 fn plan(bench: &mut Bench) -> Result<()> {
     let (batch, context) = if bench.is_tiny { (4, 20) } else { (256, 1 << 10) };
     let shape = shape(bench, batch, context);
@@ -67,8 +67,8 @@ fn layers(
     Ok(())
 }
 
-/// A decode step of all layers, launched one by one and as one graph; each from the first call to
-/// the end of its work.
+/// Measures a decode step of all layers, launched one by one and as one graph; each from the first
+/// call to the end of its work.
 fn captured(bench: &mut Bench) -> Result<()> {
     let (num_layers, sizes): (u16, &[(u32, u32)]) =
         if bench.is_tiny { (2, &[(2, 20)]) } else { (32, &[(1, 1 << 10), (64, 1 << 10)]) };

@@ -49,7 +49,7 @@ fn every_family_is_checked_and_measured() {
     assert!(prefill.contains("\"tflop_per_s\":"), "{prefill}");
 }
 
-/// Names of what a run measures.
+/// Returns the names of the measures of a run.
 fn measured(line: &str) -> Vec<String> {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("records.json");
@@ -66,7 +66,7 @@ fn measured(line: &str) -> Vec<String> {
 }
 
 #[test]
-fn a_part_measures_its_own_alone() {
+fn a_part_measures_only_its_own() {
     assert_eq!(measured("--part facts"), [""; 0]);
     let names = measured("--part decode --format l4");
     assert_eq!(names, ["decode/l4/block16/gqa8/b2/c40"]);
@@ -107,7 +107,7 @@ fn records_are_json() {
 }
 
 #[test]
-fn the_middle_of_samples() {
+fn the_median_of_samples() {
     let cases: [(&[f64], f64); 4] =
         [(&[], 0.0), (&[3.0], 3.0), (&[9.0, 1.0, 2.0], 2.0), (&[4.0, 1.0, 2.0, 8.0], 3.0)];
     for (samples, middle) in cases {

@@ -1,4 +1,4 @@
-// What the library exports: kernels by name, and the sizes of what they are passed.
+// Exports of the library: kernels by name, and the sizes of their parameters.
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
@@ -31,7 +31,7 @@ constexpr Size SIZES[] = {
     KV_SIZE(KvTableChange),  KV_SIZE(KvPiece),       KV_SIZE(KvDecodePlanParams), KV_SIZE(KvDecodeParams),
 };
 
-// Empty, or why the launch is refused.
+// Returns why the launch is refused; empty if it is not.
 std::string check(const char* name, const Launch& launch, u32 threads, u32 params_bytes) {
   const Kernel* kernel = launch.kernel;
   char text[256] = "";
@@ -62,8 +62,8 @@ const Kernel* find(const char* name) {
   return nullptr;
 }
 
-// Names a file to which a line `LAUNCHES KERNEL` is added for every kernel when the program ends, so that it can be
-// seen which kernels a set of tests never ran.
+// Names a file to which a line `LAUNCHES KERNEL` is added for every kernel when the program ends.
+// It shows which kernels a set of tests never ran.
 constexpr const char* LAUNCHES_FILE = "KV_EMU_LAUNCHES";
 
 struct Report {
@@ -103,11 +103,12 @@ Kernel::Kernel(const char* name, size_t params_bytes, u32 threads, void (*run)(c
 
 }  // namespace kvemu
 
-// Runs a kernel to its end. `seed` 0: blocks and threads in order; others: shuffled by it. Returns 0 when it is done;
-// otherwise `error` holds what went wrong, cut to `error_bytes` with the final zero. May be called by several threads.
+// Runs a kernel to its end. With `seed` 0, blocks and threads run in order; other seeds shuffle
+// them. Returns 0 on success; otherwise `error` holds the reason, cut to `error_bytes` with the
+// final zero. May be called by several threads.
 KV_EXPORT int kv_emu_launch(const char* name, const u32 grid[3], u32 threads, u32 shared_bytes, const void* params,
                             u32 params_bytes, u32 seed, char* error, u32 error_bytes) {
-  // As the driver does: the caller's bytes need no alignment, and may go after the call.
+  // Like the driver: the caller's bytes need no alignment and may be freed after the call.
   alignas(16) u8 copy[kvemu::PARAMS_BYTES_MAX];
   const kvemu::Launch launch = {kvemu::find(name), {grid[0], grid[1], grid[2]}, shared_bytes, copy, seed};
   std::string text = kvemu::check(name, launch, threads, params_bytes);
@@ -120,7 +121,8 @@ KV_EXPORT int kv_emu_launch(const char* name, const u32 grid[3], u32 threads, u3
   return 1;
 }
 
-// The number of kernels; the names of the first `max` go to `names`, which may be null where `max` is 0.
+// Returns the number of kernels; writes the names of the first `max` to `names`, which may be null
+// if `max` is 0.
 KV_EXPORT u32 kv_emu_kernels(const char** names, u32 max) {
   u32 count = 0;
   for (const kvemu::Kernel* kernel = kvemu::registered; kernel != nullptr; kernel = kernel->next, count++) {
@@ -129,7 +131,7 @@ KV_EXPORT u32 kv_emu_kernels(const char** names, u32 max) {
   return count;
 }
 
-// Bytes of a structure of params.h, 0 for an unknown name.
+// Returns the bytes of a structure of params.h, 0 for an unknown name.
 KV_EXPORT u32 kv_emu_sizeof(const char* struct_name) {
   for (const kvemu::Size& size : kvemu::SIZES) {
     if (std::strcmp(size.name, struct_name) == 0) return size.bytes;

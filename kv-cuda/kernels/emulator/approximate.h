@@ -1,7 +1,10 @@
-// ex2.approx.ftz, lg2.approx.ftz, rcp.approx.ftz and the sums of tensor cores, as inexact as a card may be.
+// ex2.approx.ftz, lg2.approx.ftz, rcp.approx.ftz and the sums of tensor cores, as inexact as a card
+// may be.
 //
-// The PTX manual bounds the errors of the approximate instructions and does not say what they are. The emulator draws
-// one within the bound from the bits of the argument: equal arguments give equal results, and neighbours differ. A
+// The PTX manual bounds the errors of the approximate instructions but does not specify them. The
+// emulator derives an error within the bound from the bits of the argument: equal arguments give
+// equal results, and neighbours differ. A kernel that passes here relies on nothing but the
+// manual's guarantees.
 // kernel that passes here relies on no more than the manual promises.
 #pragma once
 #include <cmath>
@@ -10,30 +13,31 @@
 
 namespace kvemu {
 
-// Bounds of the manual: relative ones, but for lg2 between 0.5 and 2, where its bound is absolute.
+// Bounds of the manual: relative, except for lg2 between 0.5 and 2, where its bound is absolute.
 constexpr double EX2_ERROR = 0x1p-22, LG2_ERROR = 0x1p-22, RCP_ERROR = 0x1p-23;
 
-// `.ftz`: a subnormal number is a zero of the same sign.
+// `.ftz`: flushes a subnormal number to a zero of the same sign.
 inline float flush(float x) {
   const u32 bits = as_bits(x);
   return (bits & 0x7f800000u) == 0 ? as_float(bits & 0x80000000u) : x;
 }
 
-// A hash of the argument, from -1 to 1.
+// Hashes the argument to a number from -1 to 1.
 inline double error_of(float x, u32 salt) {
   u32 h = (as_bits(x) * 0x9e3779b1u) ^ (salt * 0x85ebca6bu);
   h ^= h >> 15, h *= 0x2c1b3c6du, h ^= h >> 12, h *= 0x297a2d39u, h ^= h >> 15;
   return double(h) * (2.0 / 4294967295.0) - 1.0;
 }
 
-// `exact` with a part of the largest error in f32. Rounding to f32 does not carry it past the bound.
+// Returns `exact` with `part` of the largest error, in f32. Rounding to f32 does not exceed the
+// bound.
 inline float inexact(double exact, double bound, double part) {
   float result = float(exact + bound * part);
   if (std::fabs(double(result) - exact) > bound) result = std::nextafter(result, float(exact));
   return flush(result);
 }
 
-// The manual gives infinities, NaN and the power of zero exactly.
+// Infinities, NaN and the power of zero are exact in the manual.
 inline float ex2_approx(float x) {
   const float in = flush(x);
   const double exact = std::exp2(double(in));
@@ -57,10 +61,11 @@ inline float rcp_approx(float x) {
   return inexact(exact, std::fabs(exact) * RCP_ERROR, error_of(x, 3));
 }
 
-// The sum that a tensor core makes of exact products and the addend: all are aligned to the largest and cut off one bit
-// below what f32 holds of it, the sum of what is left is exact, and cut off to f32. Nothing is rounded to nearest.
-// Fasi, Higham, Mikaitis and Pranesh, "Numerical behavior of NVIDIA tensor cores" (2021), measured this on cards; later
-// ones keep a bit or two more.
+// Returns the sum of exact products and the addend as a tensor core computes it: all terms are
+// aligned to the largest and truncated one bit below its f32 precision, the sum of the rest is
+// exact and truncated to f32. Nothing is rounded to nearest. Measured on cards by Fasi, Higham,
+// Mikaitis and Pranesh, "Numerical behavior of NVIDIA tensor cores" (2021); later cards keep a bit
+// or two more.
 template <u32 N> float tensor_sum(const double (&terms)[N]) {
   double largest = 0.0, plain = 0.0;
   bool is_finite = true;

@@ -1,5 +1,6 @@
-// Copies to shared memory that a thread starts and waits for later. They land as late as they may, when their group is
-// waited for, and until then the destination reads as NaN: a kernel that reads too early is wrong at once.
+// Asynchronous copies to shared memory. They complete as late as possible, when their group is
+// waited for, and until then the destination reads as NaN: a kernel that reads too early is wrong
+// at once.
 #include "engine.h"
 #include "sanitizer.h"
 

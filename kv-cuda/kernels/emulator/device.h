@@ -1,4 +1,4 @@
-// Functions of the device on the emulator: the twin of the NVRTC part of dev.h, in the same order.
+// Device functions on the emulator: the twin of the NVRTC part of dev.h, in the same order.
 #pragma once
 #include "approximate.h"
 #include "numbers.h"
@@ -13,7 +13,7 @@ inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 
-// ---- Barriers and warp collectives. `site` is that of the caller, for reports.
+// ---- Barriers and warp collectives. `site` is the caller's, for reports.
 inline void kv_sync(kvemu::Site site = kvemu::Site::here()) { kvemu::barrier(site); }
 inline void kv_syncwarp(kvemu::Site site = kvemu::Site::here()) { kvemu::sync_warp(site); }
 u32 kv_shfl(u32 v, u32 lane, kvemu::Site site = kvemu::Site::here());
@@ -67,11 +67,11 @@ inline u32 kv_prmt(u32 a, u32 b, u32 selector) {
   return result;
 }
 
-// ---- Copies to shared memory that the thread does not wait for
+// ---- Asynchronous copies to shared memory
 inline void kv_cp_async16(void* to, const void* from, bool valid, kvemu::Site site = kvemu::Site::here()) {
   kvemu::copy_async(to, from, 16, valid ? 16 : 0, site);
 }
-// Shared memory by its own addresses, which begin at 0.
+// Shared memory has its own address space, which begins at 0.
 inline u32 kv_smem_addr(const void* p) { return u32((const u8*)p - kvemu::shared_memory()); }
 inline void kv_cp_async16_at(u32 to, const void* from, kvemu::Site site = kvemu::Site::here()) {
   kvemu::copy_async(kvemu::shared_memory() + to, from, 16, 16, site);
@@ -79,7 +79,7 @@ inline void kv_cp_async16_at(u32 to, const void* from, kvemu::Site site = kvemu:
 inline void kv_cp_commit() { kvemu::copy_commit(); }
 template <int N> inline void kv_cp_wait() { kvemu::copy_wait(u32(N)); }
 
-// ---- Tensor cores: all lanes of a warp
+// ---- Tensor cores: called by all lanes of a warp
 struct KvBf16 {};
 struct KvF16 {};
 void kv_ldsm4(u32 (&r)[4], const void* row, u32 offset = 0, kvemu::Site site = kvemu::Site::here());
@@ -90,7 +90,7 @@ inline void kv_ldsm4_at(u32 (&r)[4], u32 a, kvemu::Site site = kvemu::Site::here
 inline void kv_ldsm4t_at(u32 (&r)[4], u32 a, kvemu::Site site = kvemu::Site::here()) {
   kv_ldsm4t(r, kvemu::shared_memory() + a, 0, site);
 }
-// uint4, uint2, u32 or u16, on its size.
+// uint4, uint2, u32 or u16, aligned to its size.
 template <class T> inline void kv_lds_at(u32 a, T& v) { v = *(const T*)(kvemu::shared_memory() + a); }
 u32 kv_movmatrix(u32 v, kvemu::Site site = kvemu::Site::here());
 void kv_mma(KvBf16, float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, kvemu::Site site = kvemu::Site::here());
@@ -132,6 +132,6 @@ inline u32 kv_atomic_inc(u32* p, u32 wrap) {
   return old;
 }
 
-// ---- Launches that overlap: the emulator runs one after another
+// ---- Overlapping launches: the emulator runs one after another
 inline void kv_grid_wait() {}
 inline void kv_grid_launch() {}

@@ -1,4 +1,4 @@
-// The order of blocks and threads, and what is wrong when none can run.
+// The order of blocks and threads, and the report when none can run.
 #include "engine.h"
 
 #include <algorithm>
@@ -83,7 +83,7 @@ void Engine::start_threads() {
   }
 }
 
-// What a fiber runs.
+// The entry function of a fiber.
 void Engine::entry() {
   Engine& e = *engine;
   begin_fiber(e.scheduler_);
@@ -96,7 +96,7 @@ void Engine::entry() {
   leave(fiber.context, e.scheduler_);
 }
 
-// Each warp runs as far as it can before the next one does.
+// Runs each warp as far as possible before the next one.
 void Engine::run_threads() {
   while (live_ > 0 && error_.empty()) {
     if (launch_.seed != 0) shuffle_threads();
@@ -112,7 +112,7 @@ void Engine::run_threads() {
   }
 }
 
-// Runs each thread of the nth warp until it waits or ends. False when none could run.
+// Runs each thread of the nth warp until it waits or ends. Returns false if none could run.
 bool Engine::run_warp(u32 nth) {
   bool any = false;
   for (u32 i = nth * 32; i < nth * 32 + 32 && error_.empty(); i++) {
@@ -133,7 +133,7 @@ bool Engine::can_run(const Fiber& fiber) const {
   return fiber.wait != Wait::Warp || warps_[fiber.thread.warp].generation != fiber.generation;
 }
 
-// Warps in any order, and the lanes of each.
+// Shuffles the warps, and the lanes of each.
 void Engine::shuffle_threads() {
   const u32 warps = threads_ / 32;
   for (u32 i = warps; i > 1; i--) {
@@ -150,7 +150,7 @@ void Engine::wait(Wait what, Site site, u32 generation) {
   fiber.wait = what;
   fiber.site = site;
   fiber.generation = generation;
-  happened_before(ended_);  // should it never come back
+  happened_before(ended_);  // in case the fiber never returns
   switch_context(fiber.context, scheduler_);
 }
 

@@ -1,4 +1,5 @@
-// The machine that runs one launch: fibers, who waits for whom, shared memory. One OS thread uses an engine at a time.
+// The execution of one launch: fibers, what they wait for, shared memory. One OS thread uses an
+// engine at a time.
 #pragma once
 #include "../dev.h"
 
@@ -11,7 +12,7 @@ namespace kvemu {
 
 enum class Wait : u8 { Nothing, Barrier, Warp };
 
-// A copy to shared memory that has yet to land.
+// An asynchronous copy to shared memory that has not completed.
 struct PendingCopy {
   void* to;
   const void* from;
@@ -26,7 +27,7 @@ struct Fiber {
   bool is_done;
   Wait wait;
   Site site;       // where it waits
-  u32 generation;  // of what it waits for: it goes on when that has moved on
+  u32 generation;  // of the barrier or warp: the fiber continues when it has changed
   std::vector<PendingCopy> copies;
   std::vector<u32> groups;  // committed groups, oldest first: the number of copies of each
   u32 open_copies;          // copies after the last group
@@ -37,7 +38,8 @@ struct Warp {
   u32 generation;
   Collective what;
   Site site;
-  // A fast lane may come to the next collective before a slow one has its result: two sets, by turns.
+  // Double-buffered: a fast lane may reach the next collective before a slow one has read its
+  // result.
   alignas(16) u8 in[2][32][LANE_IN];
   alignas(16) u8 out[2][32][LANE_OUT];
   char tokens[2];  // for ThreadSanitizer
@@ -59,10 +61,10 @@ struct Launch {
 
 class Engine {
  public:
-  // Runs all blocks. Empty when they are done, otherwise what went wrong.
+  // Runs all blocks. Returns an empty string, or what went wrong.
   std::string run(const Launch& launch);
 
-  // Called by the thread that runs.
+  // Called by the running thread.
   void barrier(Site site);
   void collective(const Collective& what, Site site, const void* in, u32 in_bytes, void* out, u32 out_bytes);
   void sync_warp(Site site);
@@ -92,12 +94,12 @@ class Engine {
   Block block_;
   Barrier barrier_;
   Context scheduler_;
-  std::vector<Fiber*> fibers_;  // never freed: their stacks are what makes launches cheap
+  std::vector<Fiber*> fibers_;  // never freed: reusing their stacks makes launches cheap
   std::vector<Warp> warps_;
-  std::vector<u32> order_;  // threads in the order they run, a warp after a warp
+  std::vector<u32> order_;  // threads in execution order, warp by warp
   u8* shared_ = nullptr;
   std::vector<u8> arena_;        // shared memory of plain builds
-  std::vector<u8*> used_shared_;  // that of earlier blocks, where every block gets its own
+  std::vector<u8*> used_shared_;  // shared memory of earlier blocks, if every block gets its own
   std::string error_;
   char launched_, ended_;  // for ThreadSanitizer: before the first and after the last thread
 };
@@ -105,7 +107,7 @@ class Engine {
 // The engine of this OS thread's launch.
 extern __thread Engine* engine;
 
-// An engine that nobody uses. Engines outlive the OS threads that used them.
+// Returns an unused engine. Engines outlive the OS threads that used them.
 Engine* take_engine();
 void give_engine(Engine* engine);
 

@@ -1,5 +1,5 @@
-// Stacks and switches. A switch saves the registers that a call preserves, and nothing else: kernels change no
-// floating-point modes and no signal masks.
+// Stacks and switches. A switch saves only the registers that a call preserves: kernels change
+// neither floating-point modes nor signal masks.
 #include "fiber.h"
 
 #include <cstdlib>
@@ -43,7 +43,7 @@ kv_emu_switch:
 #endif
 
 Stack::Stack() {
-  // The page below the stack stays without access: a kernel that needs more stops there.
+  // The page below the stack is inaccessible: a kernel that overflows its stack stops there.
   const size_t guard = size_t(sysconf(_SC_PAGESIZE));
   void* memory = mmap(nullptr, guard + STACK_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
@@ -65,7 +65,7 @@ void Stack::prepare(Context& context, void (*entry)()) {
   context.saved.uc_link = nullptr;
   makecontext(&context.saved, entry, 0);
 #else
-  // As if kv_emu_switch had been called at the first instruction of `entry`, and `entry` from address 0.
+  // As if `entry`, called from address 0, had called kv_emu_switch at its first instruction.
   uint64_t* top = reinterpret_cast<uint64_t*>(begin_ + STACK_BYTES);
   *--top = 0;
   *--top = reinterpret_cast<uint64_t>(entry);
@@ -77,11 +77,11 @@ void Stack::prepare(Context& context, void (*entry)()) {
 void Stack::abandon(Context& context) {
   (void)context;
 #ifdef KV_EMU_TSAN
-  __tsan_destroy_fiber(context.tsan_fiber);  // it believes to be inside the functions that were left
+  __tsan_destroy_fiber(context.tsan_fiber);  // it still counts the functions that were abandoned
   context.tsan_fiber = nullptr;
 #endif
 #ifdef KV_EMU_ASAN
-  __asan_unpoison_memory_region(begin_, STACK_BYTES);  // the functions that were left do not do it
+  __asan_unpoison_memory_region(begin_, STACK_BYTES);  // the abandoned functions do not do it
 #endif
 }
 
@@ -125,7 +125,7 @@ void leave(Context& from, Context& to) {
   __sanitizer_start_switch_fiber(nullptr, to.bottom, to.bytes);
 #endif
   swap_contexts(from, to);
-  std::abort();  // nobody switches to a fiber that ended
+  std::abort();  // a fiber that ended is never resumed
 }
 
 }  // namespace kvemu

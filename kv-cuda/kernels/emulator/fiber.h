@@ -1,4 +1,4 @@
-// Fibers: stacks and the switch between them, as sanitizers must be told of it.
+// Fibers: stacks and the switch between them, with annotations for sanitizers.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -12,29 +12,30 @@
 
 namespace kvemu {
 
-// Where a fiber, or the scheduler, goes on.
+// Where a fiber, or the scheduler, continues.
 struct Context {
 #ifdef KV_EMU_UCONTEXT
   ucontext_t saved;
 #else
   void* stack_pointer = nullptr;
 #endif
-  // The stack, for AddressSanitizer; that of the scheduler is learned from it when a fiber begins.
+  // The stack, for AddressSanitizer; the scheduler's is found when a fiber begins.
   const void* bottom = nullptr;
   size_t bytes = 0;
   void* fake_stack = nullptr;
   void* tsan_fiber = nullptr;
 };
 
-// The stack of a fiber, kept between launches: making one costs more than a block of threads.
+// The stack of a fiber, kept between launches: allocating one costs more than running a block of
+// threads.
 class Stack {
  public:
   Stack();  // throws std::bad_alloc
   Stack(const Stack&) = delete;
   Stack& operator=(const Stack&) = delete;
-  // Makes `context` begin `entry` on this stack. `entry` never returns: it ends with `leave`.
+  // Prepares `context` to run `entry` on this stack. `entry` never returns: it ends with `leave`.
   void prepare(Context& context, void (*entry)());
-  // For a fiber that was left in the middle of something.
+  // Frees a fiber that was abandoned before its end.
   void abandon(Context& context);
 
  private:
@@ -43,7 +44,7 @@ class Stack {
 
 void enter_scheduler(Context& scheduler);                // before a launch's first switch
 void begin_fiber(Context& scheduler);                    // first thing in a fiber
-void switch_context(Context& from, Context& to);         // returns when somebody switches back to `from`
+void switch_context(Context& from, Context& to);         // returns when `from` is resumed
 [[noreturn]] void leave(Context& from, Context& to);     // `from` ends here
 
 }  // namespace kvemu

@@ -1,4 +1,5 @@
-// Numbers of 16 and 8 bits on the host, rounded as the GPU rounds them: to nearest, ties to even.
+// Conversions of 16-bit and 8-bit numbers on the host, rounded like the GPU: to nearest, ties to
+// even.
 #pragma once
 #include <cmath>
 #include <cstring>

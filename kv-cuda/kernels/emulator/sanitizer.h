@@ -1,8 +1,8 @@
-// What sanitizers are told, and nothing in a build without them.
+// Annotations for sanitizers; empty in a build without them.
 //
-// For ThreadSanitizer the kernels are compiled with -fsanitize=thread and the emulator without, but with KV_EMU_TSAN:
-// its own bookkeeping is shared between fibers on purpose. It reports the accesses that it makes for a kernel, and the
-// order that barriers establish.
+// For ThreadSanitizer the kernels are compiled with -fsanitize=thread; the emulator is not, but
+// with KV_EMU_TSAN, because fibers share its own bookkeeping on purpose. It reports the accesses
+// that it makes for a kernel, and the order that barriers establish.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -29,7 +29,7 @@ void __tsan_write_range(void* address, unsigned long bytes);
 
 namespace kvemu {
 
-// Whatever was done before `happened_before(token)` is seen after `happened_after(token)`.
+// Everything done before `happened_before(token)` is visible after `happened_after(token)`.
 inline void happened_before(char& token) {
   (void)token;
 #ifdef KV_EMU_TSAN
@@ -43,7 +43,7 @@ inline void happened_after(char& token) {
 #endif
 }
 
-// Accesses of the thread that runs.
+// Reports accesses of the running thread.
 inline void reads(const void* at, size_t bytes) {
   (void)at, (void)bytes;
 #ifdef KV_EMU_TSAN
@@ -57,7 +57,7 @@ inline void writes(void* at, size_t bytes) {
 #endif
 }
 
-// Copies without telling ThreadSanitizer, whose memcpy would.
+// Copies without reporting it to ThreadSanitizer, as its memcpy would.
 inline void copy_bytes(void* to, const void* from, size_t bytes) {
 #ifdef KV_EMU_TSAN
   volatile uint8_t* out = static_cast<uint8_t*>(to);

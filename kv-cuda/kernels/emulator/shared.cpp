@@ -1,8 +1,8 @@
-// Shared memory: exactly as large as the launch says, and NaN wherever nothing was written.
+// Shared memory: exactly as large as the launch says, and filled with NaN.
 //
-// With AddressSanitizer it is an allocation of that size, so that every access past it is found. Without, what lies
-// behind it is looked at after each block. With ThreadSanitizer every block has its own, since blocks that use the
-// same bytes do not meet on a GPU.
+// With AddressSanitizer it is an allocation of that size, so that every access past it is found.
+// Otherwise the bytes after it are checked after each block. With ThreadSanitizer every block has
+// its own, since blocks that use the same bytes do not share them on a GPU.
 #include <cstdio>
 #include <cstdlib>
 #include <new>
@@ -14,7 +14,7 @@ namespace kvemu {
 
 namespace {
 constexpr size_t ALIGN = 128;   // what KV_DYN_SMEM promises, and no more
-constexpr size_t BEHIND = 256;  // bytes that are looked at
+constexpr size_t BEHIND = 256;  // bytes that are checked
 constexpr u8 UNTOUCHED = 0xa5, UNWRITTEN = 0xff;
 
 #if defined(KV_EMU_ASAN) || defined(KV_EMU_TSAN)
@@ -57,7 +57,7 @@ void Engine::release_shared() {
 void Engine::allocate_shared() {
   const size_t bytes = launch_.shared_bytes;
   if (arena_.size() < bytes + BEHIND + 3 * ALIGN) arena_.resize(bytes + BEHIND + 3 * ALIGN);
-  // An odd multiple of ALIGN, for kernels that hope for more.
+  // An odd multiple of ALIGN, to expose kernels that assume more.
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(arena_.data()) + 2 * ALIGN - 1) / (2 * ALIGN) * (2 * ALIGN);
   shared_ = reinterpret_cast<u8*>(begin + ALIGN);
   fill_bytes(shared_, UNWRITTEN, bytes);

@@ -1,5 +1,5 @@
-// Matrix operations of a warp. Which element is in which lane follows the PTX manual: "Matrix Fragments for
-// mma.m16n8k16", "ldmatrix", "movmatrix". Below, a lane is 4 * group + pair.
+// Matrix operations of a warp. The assignment of elements to lanes follows the PTX manual: "Matrix
+// Fragments for mma.m16n8k16", "ldmatrix", "movmatrix". Below, a lane is 4 * group + pair.
 #include "engine.h"
 #include "sanitizer.h"
 
@@ -12,7 +12,7 @@ typedef u8 Out[LANE_OUT];
 struct MmaIn { u32 a[4], b[2]; float c[4]; };
 static_assert(sizeof(MmaIn) == LANE_IN, "a lane's part of three matrices");
 
-// D = A B + C: A 16 x 16, B 16 x 8, C and D 16 x 8, summed as tensor cores do.
+// D = A B + C: A 16 x 16, B 16 x 8, C and D 16 x 8, summed like tensor cores.
 template <float (*TO_FLOAT)(u16)> void multiply(const In* in, Out* out, u32) {
   float a[16][16], b[16][8], c[16][8];
   for (u32 lane = 0; lane < 32; lane++) {
@@ -45,7 +45,7 @@ template <float (*TO_FLOAT)(u16)> void multiply(const In* in, Out* out, u32) {
   }
 }
 
-// Four 8 x 8 matrices of 16 bits; lane 8 m + r gave row r of matrix m.
+// Four 8 x 8 matrices of 16-bit elements; lane 8 m + r passed row r of matrix m.
 void spread(const In* in, Out* out, u32) {
   for (u32 lane = 0; lane < 32; lane++) {
     for (u32 m = 0; m < 4; m++) copy_bytes(out[lane] + 4 * m, in[8 * m + lane / 4] + 4 * (lane % 4), 4);
@@ -77,7 +77,8 @@ void mma(const char* name, Combine combine, float (&c)[4], const u32 (&a)[4], u3
   for (int i = 0; i < 4; i++) c[i] = out[i];
 }
 
-// Each lane reads its own row, so that sanitizers see the access in the thread that names the address.
+// Each lane reads its own row, so that sanitizers see the access in the thread that passed the
+// address.
 void load_matrices(const char* name, Combine combine, u32 (&r)[4], const void* row, Site site) {
   if (reinterpret_cast<uintptr_t>(row) % 16 != 0) {
     engine->fail("%s at %s:%d: %p is not a multiple of 16", name, site.file, site.line, row);

@@ -1,6 +1,7 @@
-// Barriers, and what the lanes of a warp do together.
+// Barriers and warp collectives.
 //
-// A barrier and kv_syncwarp order memory; a shuffle, a vote and a matrix operation exchange registers and order none.
+// A barrier and kv_syncwarp order memory; a shuffle, a vote and a matrix operation exchange
+// registers without ordering memory.
 #include "engine.h"
 #include "sanitizer.h"
 
@@ -99,7 +100,7 @@ u32 shuffled(const Collective& what, kvemu::Site site, u32 v) {
 }  // namespace
 }  // namespace kvemu
 
-// Lanes may ask for different lanes, so the lane travels with the value.
+// Each lane may read from a different lane, so the source lane is passed with the value.
 u32 kv_shfl(u32 v, u32 lane, kvemu::Site site) {
   const u32 in[2] = {v, lane};
   u32 result;

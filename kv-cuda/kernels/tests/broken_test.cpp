@@ -1,8 +1,8 @@
-// Values of V that are not finite, in the emulator against attention in f64: they reach the queries
-// that see their tokens and no others, though other queries of a tile meet the same memory. Runs the
-// kernels for everything and those for prefill, the latter also over codes of a byte with a scale a row, for a few and
-// for many queries. A case is its seed, which shuffles blocks and threads too: `broken_test` runs all, `broken_test
-// FIRST COUNT` some.
+// Values of V that are not finite, in the emulator compared with attention in f64: they reach the
+// queries that see their tokens and no others, although other queries of a tile read the same
+// memory. Runs the general kernels and those for prefill, the latter also over one-byte codes with
+// a scale per row, for few and for many queries. A case is its seed, which also shuffles blocks and
+// threads: `broken_test` runs all, `broken_test FIRST COUNT` some.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -69,7 +69,7 @@ KvPlane plane(const Case& c, const std::vector<u16>& memory, u32 blocks) {
   return p;
 }
 
-// Makes codes of the rows of a plane, and the rows what the codes mean.
+// Quantises the rows of a plane, and replaces the rows by their decoded values.
 KvPlane coded(const Case& c, std::vector<u8>& codes, std::vector<u16>& memory, u32 blocks) {
   const u32 row_bytes = c.dim + 2, rows = (u32)(memory.size() / c.dim);
   codes.assign((size_t)rows * row_bytes, 0xff);
@@ -100,7 +100,7 @@ u16 pack(const Case& c, float x) {
 }
 double value(const Case& c, u16 bits) { return c.dtype == KV_F16 ? kv_f16_f(bits) : kv_bf16_f(bits); }
 
-// The row of one output by its definition.
+// Returns the row of one output by its definition.
 std::vector<double> expected(const Case& c, const Memory& m, u32 query, u32 head, float scale) {
   auto row = [&](const std::vector<u16>& rows, u32 token) { return &rows[(token * KV_HEADS + head / GROUP) * c.dim]; };
   double sum = 0;
@@ -165,7 +165,7 @@ u32 run(const Case& c, u32 seed) {
         printf("query %u, head %u, value %u is %g, expected %g\n", i / HEADS, i % HEADS, d, got, want[d]);
     }
   }
-  // Every query at or behind the token, for each head of the group.
+  // Every query at or after the token, for each head of the group.
   const u32 first = KV_LEN - c.q_len;
   const u32 see = (KV_LEN - (BROKEN > first ? BROKEN : first)) + (KV_LEN - (INFINITE > first ? INFINITE : first));
   if (c.codes) broken /= c.dim;  // whole rows

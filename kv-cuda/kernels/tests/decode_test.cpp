@@ -1,8 +1,10 @@
-// Decoding in the emulator against attention in f64: random batches, formats, masks, layouts and rings.
+// Decoding in the emulator compared with attention in f64: random batches, formats, masks, layouts
+// and ring sizes.
 //
-// What no query sees is NaN, and table entries of blocks in which no query sees a key name no block at all, so a kernel
-// that reads there fails. The plan is that of the device, and is checked too. A case is its seed: `decode_test SEED`
-// runs that one and says what it is; `decode_test FIRST COUNT` runs several.
+// Keys that no query sees are NaN, and table entries of blocks in which no query sees a key are
+// invalid, so a kernel that reads there fails. The plan is the device's, and is checked too. A case
+// is its seed: `decode_test SEED` runs one and describes it; `decode_test FIRST COUNT` runs
+// several.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -23,8 +25,8 @@ extern "C" int kv_emu_launch(const char* name, const u32 grid[3], u32 threads, u
 
 namespace {
 
-// The first choices of a case are the digits of its seed, so that seeds that follow each other go through all formats
-// and dims; the others are random.
+// The first choices of a case are the digits of its seed, so that consecutive seeds cover all
+// formats and dims; the others are random.
 struct Random {
   std::mt19937 bits;
   u32 digits = 0;
@@ -50,7 +52,7 @@ struct Case {
 };
 
 bool is_codes(u32 format) { return format > KV_FMT_BF16; }
-// Whether rows have scales of their own.
+// Returns whether rows have scales of their own.
 bool is_scaled(u32 format) {
   return format == KV_FMT_L4 || format == KV_FMT_E4M3_ROW || format == KV_FMT_E5M2_ROW || format == KV_FMT_INT8_ROW;
 }
@@ -60,7 +62,7 @@ u32 code_bytes(const Case& c) {
   return c.format == KV_FMT_L4 ? c.dim / 2 : c.dim;
 }
 u32 row_bytes(const Case& c) { return code_bytes(c) + (is_scaled(c.format) ? 2 : 0); }
-// Of a row in shared memory.
+// Returns the bytes of a row in shared memory.
 u32 room(const Case& c) { return code_bytes(c) + (is_scaled(c.format) ? 16 : 0); }
 const char* name_of(u32 format) {
   switch (format) {
@@ -135,7 +137,7 @@ std::string describe(const Case& c) {
 u16 to16(u32 dtype, float x) { return dtype == KV_F16 ? kvemu::float_to_half(x) : kvemu::float_to_bf16(x); }
 float from16(u32 dtype, u16 x) { return dtype == KV_F16 ? kvemu::half_to_float(x) : kvemu::bf16_to_float(x); }
 
-// A random code and its value.
+// Writes a random code and returns its value.
 float put_value(const Case& c, Random& r, u8* to) {
   const float x = r.normal();
   if (!is_codes(c.format)) {
@@ -148,7 +150,8 @@ float put_value(const Case& c, Random& r, u8* to) {
     *to = (u8)(i8)code;
     return (float)code;
   }
-  // E5M2 is the upper byte of f16, cut off here; E4M3 the same with a bit moved, where it is normal.
+  // E5M2 is the upper byte of f16, truncated here; E4M3 likewise with a bit moved, where it is
+  // normal.
   const u16 half = kvemu::float_to_half(x);
   if (c.format == KV_FMT_E5M2 || c.format == KV_FMT_E5M2_ROW) {
     *to = (u8)(half >> 8);
@@ -160,7 +163,7 @@ float put_value(const Case& c, Random& r, u8* to) {
   return kvemu::e4m3_to_float(*to);
 }
 
-// Blocks of powers of two, largest first, times the Hadamard matrix.
+// Multiplies blocks of powers of two, largest first, with the Hadamard matrix.
 void rotate(double* x, u32 dim) {
   for (u32 block = 256; block > 1; block /= 2) {
     if ((dim & block) == 0) continue;
@@ -176,7 +179,7 @@ void rotate(double* x, u32 dim) {
   }
 }
 
-// A random row with a scale of its own, and its values.
+// Writes a random row with a scale of its own, and its values.
 void put_scaled(const Case& c, Random& r, bool is_v, u8* row, double* values) {
   const u32 codes = code_bytes(c);
   if (c.format == KV_FMT_L4) {
@@ -193,7 +196,7 @@ void put_scaled(const Case& c, Random& r, bool is_v, u8* row, double* values) {
   for (u32 d = 0; d < c.dim; d++) values[d] *= kvemu::half_to_float(bits);
 }
 
-constexpr u32 HOLE = 0x3fffffff;  // names no block
+constexpr u32 HOLE = 0x3fffffff;  // not a valid block
 
 struct Plane {
   std::vector<std::vector<u8>> memory;  // segments, to the byte; the host's allocator aligns them to 16
@@ -307,7 +310,7 @@ struct World {
   }
 };
 
-// A tensor with room beside what is used, all of it one value.
+// A tensor with unused space around its rows, filled with one value.
 struct Rows {
   std::vector<u8> memory;
   KvTensor t{};
@@ -341,7 +344,8 @@ int launch(const std::string& name, u32 blocks, u32 threads, u32 shared, const v
   return fail((name + ": " + error).c_str());
 }
 
-// Every row tile of every head is cut into parts that follow each other, in slots that never fall.
+// Every row tile of every head must be split into consecutive work items, in slots that never
+// decrease.
 int check_plan(const World& w, const std::vector<KvPiece>& pieces, const std::vector<u32>& starts) {
   const Case& c = w.c;
   if (starts[0] != 0 || !std::is_sorted(starts.begin(), starts.end()) || starts.back() > pieces.size()) {
@@ -375,7 +379,7 @@ int check_plan(const World& w, const std::vector<KvPiece>& pieces, const std::ve
 int compare(const World& w, const Rows& q, const Rows& out, const Rows& lse, const std::vector<float>& sinks) {
   const Case& c = w.c;
   double worst = 0, worst_lse = 0;
-  // What the type rounds by: of a value, and at least.
+  // Rounding unit of the type: relative, and its minimum.
   const double unit = c.dtype == KV_F16 ? 0x1p-10 : 0x1p-7, least = c.dtype == KV_F16 ? 0x1p-25 : 0;
   for (size_t i = 0; i < w.sequences.size(); i++) {
     const KvSequence& s = w.sequences[i];
@@ -409,7 +413,7 @@ int compare(const World& w, const Rows& q, const Rows& out, const Rows& lse, con
             expected[d] += weight * row(w.v_values, key)[d];
             most = std::max(most, std::fabs(row(w.v_values, key)[d]));
           }
-          // Of rows with scales every token is as exact as it counts.
+          // In rows with scales, every token contributes its own error, by its weight.
           largest = is_scaled(c.format) ? largest + weight * most : std::max(largest, most);
         }
         if (c.sinks) sum += std::exp(sinks[head] - max);
@@ -429,7 +433,7 @@ int compare(const World& w, const Rows& q, const Rows& out, const Rows& lse, con
       }
     }
   }
-  // Levels of l4 are rounded to f16, which shows where scores are large.
+  // Levels of l4 are rounded to f16, which shows if scores are large.
   const double limit = c.format == KV_FMT_L4 && c.spread > 1 ? 12 : 1.5;
   if (worst < limit && worst_lse < 2e-3) return 0;
   printf("  error %g units, of lse %g\n", worst, worst_lse);
@@ -464,7 +468,7 @@ int run(u32 seed) {
   std::vector<u32> starts(c.slots + 1, 0x55555555), counters(partials);
   std::vector<float> part_rows(partials * 16 * c.dim, NAN), part_stats(partials * 16, NAN);
   const KvPlan plan = {(u64)&counts, (u64)w.sequences.data(), 0, 0, (u64)w.tables.data()};
-  const u32 sink_tokens = c.sink_tokens;  // they say nothing without a window
+  const u32 sink_tokens = c.sink_tokens;  // without a window they change nothing
   const KvDecodePlanParams planning = {plan,    (u64)pieces.data(), (u64)starts.data(), c.slots,     c.kv_heads,
                                        c.group, c.full,             c.window_left,      sink_tokens, c.invariant, ~0u};
   if (launch("plan_decode", 1, 512, 30912, &planning, sizeof planning, seed)) return 1;

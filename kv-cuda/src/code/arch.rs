@@ -1,18 +1,18 @@
-//! Names of GPU architectures, and which of them a device runs.
+//! Names of GPU architectures, and which of them run on a device.
 use std::fmt;
 use std::str::FromStr;
 
-/// What code is compiled for: machine code of one architecture, or PTX, which a driver translates.
+/// A compilation target: machine code of one architecture, or PTX, which the driver translates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Arch {
     capability: u32,
-    /// With instructions that only this very architecture has (`sm_90a`).
+    /// Uses instructions that only exactly this architecture has (`sm_90a`).
     specific: bool,
     ptx: bool,
 }
 
 impl Arch {
-    /// What archives are made for. PTX comes last: it serves devices that no other entry does.
+    /// Targets of archives. PTX comes last: it serves devices that no other entry does.
     pub const SHIPPED: [Self; 7] = [
         Self::machine(80),
         Self::machine(86),
@@ -24,7 +24,7 @@ impl Arch {
     ];
     /// PTX that every supported device understands.
     pub const PTX: Self = Self { capability: 80, specific: false, ptx: true };
-    /// The oldest capability that kernels are written for.
+    /// The oldest compute capability that the kernels support.
     pub const CAPABILITY_MIN: u32 = 80;
 
     const fn machine(capability: u32) -> Self {
@@ -35,24 +35,25 @@ impl Arch {
         Self { capability, specific: true, ptx: false }
     }
 
-    /// What a compiler on the device's own machine is asked for: exactly this device.
+    /// Returns the target for compiling on the device's own machine: exactly this device.
     pub(crate) fn native(capability: u32) -> Self {
-        // Tensor instructions of these are not part of the architectures after them.
+        // Their tensor instructions are not part of later architectures.
         let specific = (90..120).contains(&capability);
         Self { capability, specific, ptx: false }
     }
 
-    /// PTX for a device that a compiler does not know, from the newest that it does.
+    /// Returns PTX for a device that the compiler does not know, of the newest architecture that it
+    /// does.
     pub(crate) fn newest_ptx(capability: u32, known: &[u32]) -> Option<Self> {
         let known = known.iter().copied().filter(|known| *known <= capability);
         let capability = known.max().filter(|known| *known >= Self::CAPABILITY_MIN)?;
         Some(Self { capability, specific: false, ptx: true })
     }
 
-    /// The shipped machine code that a device of this capability runs, `None` where there is none.
+    /// Returns the shipped machine code that runs on a device of this capability, if any.
     ///
-    /// Code of `X.Y` runs on `X.Z` for `Z >= Y`, except between desktop parts and the embedded ones
-    /// (8.7, 10.1, 11.0), and never where it is specific.
+    /// Code of `X.Y` runs on `X.Z` for `Z >= Y`, except between desktop parts and embedded ones
+    /// (8.7, 10.1, 11.0), and except architecture-specific code.
     pub(crate) fn shipped_for(capability: u32) -> Option<Self> {
         let arch = match capability {
             80 | 86 | 89 | 120 => Self::machine(capability),
@@ -63,7 +64,7 @@ impl Arch {
         Self::SHIPPED.contains(&arch).then_some(arch)
     }
 
-    /// Whether a driver translates it.
+    /// Returns whether the driver translates it.
     pub fn is_ptx(self) -> bool {
         self.ptx
     }
@@ -77,13 +78,13 @@ impl fmt::Display for Arch {
     }
 }
 
-/// A name that no architecture has.
+/// A name that is not an architecture.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UnknownArch(String);
 
 impl fmt::Display for UnknownArch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?} is no architecture such as sm_90a or compute_80", self.0)
+        write!(f, "{:?} is not an architecture such as sm_90a or compute_80", self.0)
     }
 }
 
@@ -125,14 +126,15 @@ mod tests {
     }
 
     #[test]
-    fn a_device_gets_code_that_it_runs() {
+    fn devices_get_code_that_they_run() {
         let name = |capability| Arch::shipped_for(capability).map(|arch| arch.to_string());
         for (capability, code) in
             [(80, "sm_80"), (86, "sm_86"), (89, "sm_89"), (90, "sm_90a"), (121, "sm_120")]
         {
             assert_eq!(name(capability).as_deref(), Some(code));
         }
-        // Embedded parts run no desktop code, and what is specific runs on nothing newer.
+        // Embedded parts do not run desktop code, and architecture-specific code runs on nothing
+        // newer.
         for capability in [75, 87, 101, 103, 110, 130] {
             assert_eq!(name(capability), None);
         }

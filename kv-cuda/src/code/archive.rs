@@ -1,11 +1,12 @@
 //! Archives of compiled kernels: one file for one architecture, embedded in this crate.
 //!
-//! An archive names for every unit the key of what it was compiled from, so that code of other
-//! sources than this build's is never run. Bytes that are no archive are refused, never trusted.
+//! An archive stores, for every unit, the key of its inputs, so that code compiled from other
+//! sources is never run. Damaged bytes are refused.
 //!
-//! Little-endian: magic, version of the compiler (u32), entries (u32); of every entry its name, key
-//! (16 bytes), number of kernels (u32) and their names, bytes (u32) and XXH3-64 (u64) of its image,
-//! and bytes of the image as a Zstandard frame (u32). Names are a length (u32) and UTF-8. The
+//! Little-endian: magic, version of the compiler (u32), number of entries (u32). Each entry: its
+//! name, key (16 bytes), number of kernels (u32) and their names, length (u32) and XXH3-64 (u64) of
+//! its image, and length of the image as a Zstandard frame (u32). Names are a length (u32) and
+//! UTF-8. The frames follow, one after another.
 //! frames follow, one after another.
 use std::fmt;
 use std::io::Read as _;
@@ -22,7 +23,7 @@ use super::Key;
 pub struct Entry<'a> {
     /// File name of the unit.
     pub unit: String,
-    /// What it was compiled from.
+    /// Key of its inputs.
     pub key: Key,
     /// Names of its kernels.
     pub kernels: Vec<String>,
@@ -41,7 +42,7 @@ pub struct Archive<'a> {
     pub entries: Vec<Entry<'a>>,
 }
 
-/// Bytes that are no archive, or not the one that was written.
+/// Bytes that are not an archive, or not the one that was written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Damaged;
 
@@ -54,10 +55,10 @@ impl fmt::Display for Damaged {
 impl std::error::Error for Damaged {}
 
 impl<'a> Archive<'a> {
-    /// Reads the names and keys of an archive; images are unpacked one by one.
+    /// Parses the names and keys of an archive; images are unpacked one by one.
     ///
     /// # Errors
-    /// [`Damaged`].
+    /// [`Damaged`] for anything else.
     pub fn parse(bytes: &'a [u8]) -> Result<Self, Damaged> {
         let mut reader = Reader { rest: bytes };
         if reader.take(MAGIC.len())? != MAGIC {
@@ -84,31 +85,31 @@ impl<'a> Archive<'a> {
         Ok(Self { version, entries })
     }
 
-    /// The unit of this file name.
+    /// Finds the unit of this file name.
     pub fn entry(&self, unit: &str) -> Option<&Entry<'a>> {
         self.entries.iter().find(|entry| entry.unit == unit)
     }
 }
 
 impl Entry<'_> {
-    /// Bytes of the image.
+    /// Returns the length of the image.
     pub fn image_bytes(&self) -> u32 {
         self.bytes
     }
 
-    /// Bytes that it takes in the archive.
+    /// Returns its length in the archive.
     pub fn packed_bytes(&self) -> usize {
         self.frame.len()
     }
 
-    /// Unpacks what a driver loads.
+    /// Unpacks the image that a driver loads.
     ///
     /// # Errors
-    /// [`Damaged`].
+    /// [`Damaged`] if length or hash differ.
     pub fn image(&self) -> Result<Vec<u8>, Damaged> {
         let mut image = Vec::new();
         let decoder = StreamingDecoder::new(self.frame).map_err(|_| Damaged)?;
-        // One byte more than there may be: a frame that goes on is refused, not unpacked.
+        // One byte more than expected, so that an overlong frame is refused before it is unpacked.
         let most = u64::from(self.bytes).saturating_add(1);
         decoder.take(most).read_to_end(&mut image).map_err(|_| Damaged)?;
         let same = u32::try_from(image.len()) == Ok(self.bytes) && xxh3_64(&image) == self.hash;
@@ -119,7 +120,7 @@ impl Entry<'_> {
 /// Packs compiled units: name, key, kernels, image. `compress` makes a Zstandard frame.
 ///
 /// # Errors
-/// [`Damaged`] when what was packed does not unpack to the same, or is 4 GiB and more.
+/// [`Damaged`] if the packed archive does not unpack to equal content, or has 4 GiB or more.
 pub fn pack(
     version: u32,
     units: &[(String, Key, Vec<String>, Vec<u8>)],
@@ -152,7 +153,7 @@ pub fn pack(
     Ok(head)
 }
 
-/// Makes a frame in this process, some three times as large as the `zstd` program's best.
+/// Compresses in this process, to about three times the size of the `zstd` program's best.
 pub fn compress(image: &[u8]) -> Vec<u8> {
     compress_to_vec(image, CompressionLevel::Fastest)
 }
@@ -171,7 +172,7 @@ fn name(to: &mut Vec<u8>, name: &str) -> Result<(), Damaged> {
     Ok(())
 }
 
-/// What has not been read yet.
+/// The bytes that are not parsed yet.
 struct Reader<'a> {
     rest: &'a [u8],
 }
@@ -209,7 +210,7 @@ mod tests {
     type Packed = (String, Key, Vec<String>, Vec<u8>);
 
     fn units() -> Vec<Packed> {
-        // Repetitive and not: machine code is both.
+        // Partly repetitive, like machine code.
         let mut state = 1_u32;
         let mut image = vec![0; 5000];
         image.extend((0..70_000).map(|_| {
@@ -225,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_packed_unpacks() {
+    fn packed_units_unpack() {
         let units = units();
         let bytes = pack(13000, &units, compress).unwrap();
         let archive = Archive::parse(&bytes).unwrap();
@@ -241,14 +242,14 @@ mod tests {
     }
 
     #[test]
-    fn a_compressor_that_loses_something_is_found() {
+    fn a_lossy_compressor_is_detected() {
         let loses = |image: &[u8]| compress(image.split_last().map_or(&[], |(_, rest)| rest));
         assert_eq!(pack(13000, &units(), loses), Err(Damaged));
         assert_eq!(pack(13000, &units(), <[u8]>::to_vec), Err(Damaged));
     }
 
     #[test]
-    fn damage_is_found() {
+    fn damage_is_detected() {
         let bytes = pack(13000, &units(), compress).unwrap();
         for length in (0..bytes.len()).step_by(97).chain([bytes.len() - 1]) {
             assert_eq!(Archive::parse(&bytes[..length]), Err(Damaged), "cut at {length}");
@@ -259,7 +260,7 @@ mod tests {
             let mut damaged = bytes.clone();
             damaged[at] ^= 0x41;
             let Ok(archive) = Archive::parse(&damaged) else { continue };
-            // Names, keys and the version are not covered by a hash; wrong ones are not found.
+            // The hash does not cover names, keys and version; a wrong one is not found.
             let image = |archive: &Archive<'_>| archive.entry("attend.cu").map(Entry::image);
             if let Some(Ok(same)) = image(&archive) {
                 assert_eq!(Ok(same), image(&original).unwrap());
@@ -270,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn embedded_archives_are_whole() {
+    fn embedded_archives_are_intact() {
         for arch in code::Arch::SHIPPED {
             for entry in code::embedded(arch).map_or(Vec::new(), |found| found.unwrap().entries) {
                 assert!(!entry.image().unwrap().is_empty(), "{arch} {}", entry.unit);

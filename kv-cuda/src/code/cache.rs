@@ -1,8 +1,8 @@
-//! Results of the compiler on disk, by key.
+//! Compiled code on disk, by key.
 //!
-//! Many processes may use one folder: an entry appears whole or not at all, and one that is not
-//! what was written counts as absent and is written again. What cannot be written is not kept; no
-//! error of the disk is one of the device.
+//! Many processes may share a folder: entries appear atomically, and a damaged one counts as absent
+//! and is written again. A result that cannot be written is not kept; errors of the disk never
+//! become errors of the device.
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,19 +19,19 @@ pub struct Cache {
 }
 
 impl Cache {
-    /// Uses a folder, made when the first entry is.
+    /// Uses a folder, which is created with the first entry.
     pub fn new(folder: impl Into<PathBuf>) -> Self {
         Self { folder: folder.into() }
     }
 
-    /// `$XDG_CACHE_HOME/kv-cuda`, else `~/.cache/kv-cuda` (`%LOCALAPPDATA%\kv-cuda` on Windows);
-    /// `None` where none of these is known.
+    /// Uses `$XDG_CACHE_HOME/kv-cuda`, else `~/.cache/kv-cuda` (`%LOCALAPPDATA%\kv-cuda` on
+    /// Windows); `None` if none of these is known.
     pub fn of_user() -> Option<Self> {
         Self::of_variables(|name| env::var_os(name).map(PathBuf::from))
     }
 
     fn of_variables(variable: impl Fn(&str) -> Option<PathBuf>) -> Option<Self> {
-        // A relative path would make a cache wherever the program happens to run.
+        // A relative path would create a cache in whatever directory the program runs.
         let absolute = |name| variable(name).filter(|path| path.is_absolute());
         let folder = absolute("XDG_CACHE_HOME")
             .or_else(|| absolute("LOCALAPPDATA"))
@@ -39,10 +39,10 @@ impl Cache {
         Some(Self::new(folder.join("kv-cuda")))
     }
 
-    /// What was kept under a key.
+    /// Loads the image of a key.
     pub fn load(&self, key: Key) -> Option<Vec<u8>> {
         let mut bytes = fs::read(self.path(key)).ok()?;
-        // The hash stands last: tools that read machine code do not mind it there.
+        // The hash is last: tools that read machine code ignore it there.
         let (image, hash) = bytes.split_last_chunk::<16>()?;
         if xxh3_128(image).to_le_bytes() != *hash {
             return None;
@@ -52,10 +52,10 @@ impl Cache {
         Some(bytes)
     }
 
-    /// Keeps an image under a key.
+    /// Stores the image of a key.
     ///
     /// # Errors
-    /// What the file system says.
+    /// Those of the file system.
     pub fn store(&self, key: Key, image: &[u8]) -> io::Result<()> {
         fs::create_dir_all(&self.folder)?;
         let mut file = Temporary::create(&self.folder)?;
@@ -64,7 +64,7 @@ impl Cache {
         file.rename(&self.path(key))
     }
 
-    /// What was kept under a key, else what `make` returns, which is then kept.
+    /// Loads the image of a key, or stores and returns what `make` returns.
     ///
     /// # Errors
     /// Those of `make`.
@@ -77,7 +77,7 @@ impl Cache {
             return Ok(image);
         }
         let image = make()?;
-        // A full or read-only disk costs time at the next start, nothing else.
+        // A full or read-only disk only costs time at the next start.
         let _ = self.store(key, &image);
         Ok(image)
     }
@@ -87,7 +87,7 @@ impl Cache {
     }
 }
 
-/// A file under a name that no other process uses, removed unless it is renamed.
+/// A file under a name that no other process uses; removed unless it is renamed.
 struct Temporary {
     path: PathBuf,
     file: Option<fs::File>,
@@ -107,7 +107,7 @@ impl Temporary {
     }
 
     fn rename(mut self, to: &Path) -> io::Result<()> {
-        // Windows renames no open file.
+        // Windows does not rename open files.
         drop(self.file.take());
         fs::rename(&self.path, to)
     }
@@ -116,7 +116,7 @@ impl Temporary {
 impl Drop for Temporary {
     fn drop(&mut self) {
         self.file.take();
-        // Gone after a rename.
+        // Fails after a rename, because the file has moved.
         let _ = fs::remove_file(&self.path);
     }
 }
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn an_image_is_made_once() {
+    fn an_image_is_compiled_once() {
         let folder = tempfile::tempdir().unwrap();
         let cache = Cache::new(folder.path().join("deep/kv-cuda"));
         assert_eq!(cache.load(KEY), None);
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn damage_is_built_again() {
+    fn damaged_images_are_compiled_again() {
         let folder = tempfile::tempdir().unwrap();
         let cache = Cache::new(folder.path());
         cache.store(KEY, b"good code").unwrap();
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_that_cannot_be_written_is_no_error() {
+    fn a_read_only_disk_is_not_an_error() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("a file, not a folder");
         fs::write(&file, "").unwrap();
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn the_folder_is_the_users() {
+    fn the_folder_comes_from_the_environment() {
         let of = |set: &[(&str, &str)]| {
             let find =
                 |name: &str| set.iter().find(|(key, _)| *key == name).map(|(_, at)| at.into());

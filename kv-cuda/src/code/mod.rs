@@ -1,8 +1,8 @@
 //! Machine code of the kernels: sources, compiler, archives, cache.
 //!
-//! Knows how a kernel's source becomes an image that a driver can load, and nothing of devices.
-//! Public only for `cargo xtask kernels`, which compiles every kernel ahead of time; no promise of
-//! stability.
+//! Knows how a kernel's source becomes an image that a driver can load; knows nothing of devices.
+//! Public only for `cargo xtask kernels`, which compiles every kernel ahead of time, without a
+//! promise of stability.
 use std::ffi::OsStr;
 use std::path::Path;
 use std::{fs, io};
@@ -23,12 +23,12 @@ pub use source::{Key, Source, Unit};
 
 include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 
-/// Files of the kernels, embedded in this crate: units (`.cu`) and what they include (`.h`).
+/// Iterates over the embedded kernel sources: units (`.cu`) and the headers they include (`.h`).
 pub fn sources() -> impl Iterator<Item = Source<'static>> {
     SOURCES.iter().map(|(name, text)| Source { name, text })
 }
 
-/// Every unit of [`sources`], in order of names.
+/// Returns every unit of [`sources`], ordered by name.
 pub fn units() -> Vec<Unit<'static>> {
     units_among(&sources().collect::<Vec<_>>())
 }
@@ -38,12 +38,12 @@ fn units_among(all: &[Source<'static>]) -> Vec<Unit<'static>> {
     units.map(|source| Unit::new(*source, all)).collect()
 }
 
-/// Every unit of the files in a folder, instead of those of this crate: for kernels that are edited
-/// on the machine that runs them. Embedded code serves those that were not touched. The texts are
-/// kept for good, as embedded ones are.
+/// Reads the units of a folder, which replace those of this crate: for kernels that are edited on
+/// the machine that runs them. Unchanged units use the embedded code. The texts are leaked, so that
+/// they are `'static` like the embedded ones.
 ///
 /// # Errors
-/// Where the folder or a file in it cannot be read, and for a folder that has no unit.
+/// Those of reading the folder and its files, and one for a folder without a unit.
 pub(crate) fn units_in(folder: &Path) -> io::Result<Vec<Unit<'static>>> {
     let mut all = Vec::new();
     for entry in fs::read_dir(folder)? {
@@ -57,19 +57,19 @@ pub(crate) fn units_in(folder: &Path) -> io::Result<Vec<Unit<'static>>> {
     }
     all.sort_by_key(|source| source.name);
     let units = units_among(&all);
-    if units.is_empty() { Err(io::Error::other("no kernels are there")) } else { Ok(units) }
+    if units.is_empty() { Err(io::Error::other("the folder has no kernels")) } else { Ok(units) }
 }
 
-/// The unit that exports a kernel, as far as the sources show it without a compiler.
+/// Finds the unit that exports a kernel, as far as the sources show it without a compiler.
 pub(crate) fn exporting<'a>(units: &'a [Unit<'static>], kernel: &str) -> Option<&'a Unit<'static>> {
     let fitting = units.iter().filter_map(|unit| Some((unit.fit(kernel)?, unit)));
     fitting.max_by_key(|(fit, _)| *fit).map(|(_, unit)| unit)
 }
 
-/// The embedded archive for an architecture, `None` where this build has none.
+/// Returns the embedded archive for an architecture, `None` if this build has none.
 ///
 /// # Errors
-/// [`Damaged`] for bytes that no archive has.
+/// [`Damaged`] for bytes that are not an archive.
 pub(crate) fn embedded(arch: Arch) -> Option<Result<Archive<'static>, Damaged>> {
     let name = format!("{arch}.kva");
     let (_, bytes) = ARCHIVES.iter().find(|(file, _)| *file == name)?;
@@ -81,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kernels_of_this_crate_are_found_in_its_sources() {
+    fn kernels_are_found_in_their_units() {
         let units = units();
         for (kernel, unit) in [
             ("update_tables", "tables.cu"),
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn what_must_round_like_the_host_is_compiled_so() {
+    fn units_that_round_like_the_host_disable_fma() {
         for unit in units() {
             let text = unit.text();
             let needs = text.contains("encode.h\"") || text.contains("Needs `--fmad=false`");
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn units_of_a_folder_take_the_place_of_embedded_ones() {
+    fn units_of_a_folder_replace_embedded_ones() {
         let folder = tempfile::tempdir().unwrap();
         for source in sources() {
             fs::write(folder.path().join(source.name), source.text).unwrap();
@@ -137,10 +137,10 @@ mod tests {
         assert!(units_in(&empty.path().join("none")).is_err());
     }
 
-    /// What is embedded was compiled, without a spill, from the sources as they are. If this fails:
+    /// Embedded code was compiled, without spills, from the current sources. If this fails, run
     /// `cargo xtask kernels --write`.
     #[test]
-    fn embedded_code_is_that_of_the_sources() {
+    fn embedded_code_is_current() {
         if ARCHIVES.is_empty() {
             return;
         }

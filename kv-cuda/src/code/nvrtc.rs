@@ -1,7 +1,7 @@
-//! NVRTC, the compiler of kernels, as a library that is loaded when it is needed.
+//! NVRTC, the compiler of kernels, as a library that is loaded on first use.
 //!
-//! Bound here and not through cudarc, which takes the first library of some names: the one that a
-//! setting names has to be the one that is used.
+//! Bound here and not through cudarc, which loads the first library from a list of names: a library
+//! that a setting names must be the one that is used.
 mod calls;
 
 use std::ffi::{CString, c_int};
@@ -15,37 +15,37 @@ use libloading::Library;
 use super::{Arch, Unit};
 use calls::{Bytes, Calls, RawProgram, Size};
 
-/// What came out of the compiler.
+/// Output of the compiler.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Compiled {
     /// Machine code, or PTX with a zero at its end.
     pub image: Vec<u8>,
-    /// What the compiler and the assembler said.
+    /// Messages of the compiler and the assembler.
     pub log: String,
 }
 
-/// Why there is no machine code.
+/// Why compiling failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CompileError {
     /// No library of the compiler was found, or it lacks a function.
     NoCompiler {
-        /// Where it was looked for, and what the system said.
+        /// Where it was searched, and the system's message.
         reason: String,
     },
-    /// A source has a mistake, or an option is unknown.
+    /// A mistake in a source, or an unknown option.
     Refused {
         /// The unit.
         unit: String,
-        /// What the compiler said.
+        /// The compiler's messages.
         log: String,
     },
-    /// The compiler failed.
+    /// A failure of the compiler itself.
     Failed {
-        /// What it was asked for.
+        /// The function that failed.
         call: &'static str,
-        /// Its word for the failure.
+        /// The compiler's name of the error.
         reason: String,
     },
 }
@@ -62,7 +62,7 @@ impl fmt::Display for CompileError {
 
 impl std::error::Error for CompileError {}
 
-/// The compiler, loaded. It stays loaded until the program ends.
+/// The loaded compiler. It stays loaded until the program ends.
 #[derive(Debug)]
 pub struct Nvrtc {
     calls: Calls,
@@ -71,14 +71,14 @@ pub struct Nvrtc {
 }
 
 impl Nvrtc {
-    /// The setting that names a library, or the folder it lies in.
+    /// The environment variable that names the library or its folder.
     pub const SETTING: &'static str = "KV_NVRTC";
 
-    /// Loads the compiler: from `place` (a library or its folder), else as `KV_NVRTC` says, else
+    /// Loads the compiler: from `place` (a library or its folder), else from `KV_NVRTC`, else from
     /// where the system finds it.
     ///
     /// # Errors
-    /// [`CompileError::NoCompiler`].
+    /// [`CompileError::NoCompiler`] if none can be loaded.
     pub fn load(place: Option<&Path>) -> Result<Self, CompileError> {
         let setting = || std::env::var_os(Self::SETTING).map(PathBuf::from);
         match place.map(Path::to_owned).or_else(setting) {
@@ -110,26 +110,26 @@ impl Nvrtc {
         } else {
             place.to_owned()
         };
-        // The compiler loads its built-in functions by a bare name, which is found once they are
+        // The compiler loads its built-in functions by a bare file name, which works once they are
         // loaded.
         if let Some(builtins) = library.parent().and_then(|folder| newest(folder, BUILTINS)) {
-            // SAFETY: initialisers of NVIDIA's library are run, which expect nothing of us.
+            // SAFETY: runs the initialisers of NVIDIA's library, which have no preconditions.
             let builtins = unsafe { Library::new(builtins) };
-            // Without them the compiler says so itself.
+            // If they are missing, the compiler reports it.
             let _ = builtins.map(ManuallyDrop::new);
         }
         Self::open(&library)
     }
 
     fn open(library: &Path) -> Result<Self, CompileError> {
-        // SAFETY: initialisers of NVIDIA's library are run, which expect nothing of us.
+        // SAFETY: runs the initialisers of NVIDIA's library, which have no preconditions.
         let library =
-            unsafe { Library::new(library) }.map_err(|error| no_compiler(said(&error)))?;
+            unsafe { Library::new(library) }.map_err(|error| no_compiler(loader_error(&error)))?;
         let calls = Calls::find(&library)?;
-        // Threads of the compiler may still run when the program ends.
+        // Never unloaded: threads of the compiler may still run when the program ends.
         let _ = ManuallyDrop::new(library);
         let (mut major, mut minor) = (0, 0);
-        // SAFETY: both are places for a number.
+        // SAFETY: both pointers are valid for writes.
         let code = unsafe { (calls.version)(&raw mut major, &raw mut minor) };
         calls.check("nvrtcVersion", code)?;
         let number = |number: c_int| u32::try_from(number).unwrap_or(0);
@@ -139,12 +139,12 @@ impl Nvrtc {
         Ok(Self { calls, version, capabilities })
     }
 
-    /// Version: 13000 for 13.0.
+    /// Returns the version: 13000 for 13.0.
     pub fn version(&self) -> u32 {
         self.version
     }
 
-    /// Compute capabilities that it compiles for.
+    /// Returns the compute capabilities that it compiles for.
     pub fn capabilities(&self) -> &[u32] {
         &self.capabilities
     }
@@ -152,8 +152,8 @@ impl Nvrtc {
     /// Compiles a unit.
     ///
     /// # Errors
-    /// [`CompileError::Refused`] with the log for a mistake in the source or the options,
-    /// [`CompileError::Failed`] else.
+    /// [`CompileError::Refused`] with the log for a mistake in the source or the options; otherwise
+    /// [`CompileError::Failed`].
     pub fn compile(&self, unit: &Unit<'_>, arch: Arch) -> Result<Compiled, CompileError> {
         let program = Program::new(&self.calls, unit)?;
         let options =
@@ -177,7 +177,7 @@ impl Nvrtc {
     }
 }
 
-/// A unit inside the compiler, taken down when dropped.
+/// A unit in the compiler, destroyed when dropped.
 struct Program<'a> {
     calls: &'a Calls,
     raw: RawProgram,
@@ -195,7 +195,7 @@ impl<'a> Program<'a> {
         let names: Vec<_> = names.iter().map(|name| name.as_ptr()).collect();
         let count = c_int::try_from(texts.len()).unwrap_or(0);
         let mut raw = None;
-        // SAFETY: all are strings that end with a zero, `count` of them in either list; the library
+        // SAFETY: all strings end with a zero, both lists have `count` of them, and the library
         // copies them.
         let code = unsafe {
             (calls.create)(
@@ -208,18 +208,18 @@ impl<'a> Program<'a> {
             )
         };
         calls.check("nvrtcCreateProgram", code)?;
-        let raw = raw.ok_or_else(|| no_compiler("no program was made"))?;
+        let raw = raw.ok_or_else(|| no_compiler("the compiler returned no program"))?;
         Ok(Self { calls, raw })
     }
 
-    /// Bytes that one function tells the number of and another one writes.
+    /// Reads bytes whose number one function returns and which another function writes.
     fn text(&self, call: &'static str, size: Size, bytes: Bytes) -> Result<Vec<u8>, CompileError> {
         let mut length = 0;
-        // SAFETY: the program is alive, and `length` a place for a number.
+        // SAFETY: the program is alive, and `length` is valid for writes.
         self.calls.check(call, unsafe { size(self.raw, &raw mut length) })?;
         let mut text = vec![0; length];
         if length > 0 {
-            // SAFETY: room for as many bytes as the library has just said.
+            // SAFETY: the buffer has the length that the library has just returned.
             self.calls.check(call, unsafe { bytes(self.raw, text.as_mut_ptr().cast()) })?;
         }
         Ok(text)
@@ -229,7 +229,7 @@ impl<'a> Program<'a> {
 impl Drop for Program<'_> {
     fn drop(&mut self) {
         let mut raw = Some(self.raw);
-        // SAFETY: made by `create` and not destroyed before. What it answers changes nothing.
+        // SAFETY: made by `create` and not destroyed before. Its result changes nothing.
         let _ = unsafe { (self.calls.destroy)(ptr::from_mut(&mut raw)) };
     }
 }
@@ -245,13 +245,13 @@ fn no_compiler(reason: impl Into<String>) -> CompileError {
     CompileError::NoCompiler { reason: reason.into() }
 }
 
-/// An error of the loader with what the system said, which stands in its source alone.
-fn said(error: &libloading::Error) -> String {
+/// Formats an error of the loader with the system's message, which only its source contains.
+fn loader_error(error: &libloading::Error) -> String {
     let source = std::error::Error::source(error);
     source.map_or_else(|| error.to_string(), |source| format!("{error}: {source}"))
 }
 
-/// The file of a folder that begins like this, the newest by its name.
+/// Finds the file of a folder that begins like this; the newest by name.
 fn newest(folder: &Path, begin: &[&str]) -> Option<PathBuf> {
     let mut found: Vec<PathBuf> = std::fs::read_dir(folder)
         .ok()?
@@ -278,7 +278,7 @@ mod tests {
     use crate::code::{Source, entry_points, report};
 
     #[test]
-    fn a_missing_library_is_an_error_with_its_place() {
+    fn a_missing_library_is_an_error_with_its_path() {
         let missing = Path::new("/nowhere/libnvrtc.so.13");
         let error = Nvrtc::load(Some(missing)).unwrap_err();
         assert!(matches!(error, CompileError::NoCompiler { .. }), "{error}");
@@ -298,11 +298,11 @@ mod tests {
         }
         assert_eq!(newest(folder.path(), LIBRARY), Some(folder.path().join("libnvrtc.so.13")));
         assert_eq!(newest(folder.path(), BUILTINS), None);
-        // It is no library: an error and no crash.
+        // Not a library: an error, not a crash.
         assert!(Nvrtc::load(Some(folder.path())).is_err());
     }
 
-    /// Runs where a compiler is: `KV_NVRTC` names it, or the system has one.
+    /// Runs only where a compiler is: `KV_NVRTC` names it, or the system has one.
     #[test]
     fn a_trivial_kernel_compiles() {
         let nvrtc = match Nvrtc::load(None) {

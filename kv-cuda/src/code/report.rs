@@ -1,22 +1,22 @@
-//! What the compiler says about kernels: registers, shared memory, spills.
+//! The compiler's report of kernels: registers, shared memory, spills.
 
-/// One kernel of a unit, as the assembler's report tells it.
+/// The assembler's report of one kernel.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct KernelReport {
     /// Name of the kernel.
     pub name: String,
-    /// Registers of a thread.
+    /// Registers per thread.
     pub registers: u32,
     /// Bytes of static shared memory.
     pub shared_bytes: u32,
-    /// Bytes of a thread's stack.
+    /// Bytes of stack per thread.
     pub stack_bytes: u32,
-    /// Bytes that registers are stored to and loaded from for want of registers.
+    /// Bytes of spill stores and loads.
     pub spill_bytes: u32,
 }
 
-/// Reads the compiler's log, as `--ptxas-options=-v` makes it.
+/// Parses the compiler's log, as `--ptxas-options=-v` makes it.
 pub fn report(log: &str) -> Vec<KernelReport> {
     let mut kernels: Vec<KernelReport> = Vec::new();
     for line in log.lines() {
@@ -43,7 +43,7 @@ pub fn report(log: &str) -> Vec<KernelReport> {
     kernels
 }
 
-/// Names of the kernels in PTX.
+/// Lists the names of the kernels in PTX.
 pub fn entry_points(ptx: &str) -> Vec<String> {
     let names = ptx.lines().filter_map(|line| {
         let (_, rest) = line.split_once(".entry ")?;

@@ -1,29 +1,29 @@
-//! Kernel sources as the compiler gets them: a unit, the headers it includes, options.
+//! Kernel sources as input of the compiler: a unit, the headers it includes, options.
 //!
-//! A unit's key names everything that decides what comes out of the compiler, so that equal keys
-//! mean equal machine code.
+//! A unit's key covers everything that affects the compiler's output: equal keys mean equal machine
+//! code.
 use std::fmt;
 
 use xxhash_rust::xxh3::Xxh3;
 
 use super::Arch;
 
-/// One file.
+/// One source file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Source<'a> {
-    /// Name, as `#include` says it.
+    /// Name in `#include` lines.
     pub name: &'a str,
-    /// What is in it.
+    /// Its text.
     pub text: &'a str,
 }
 
 impl<'a> Source<'a> {
-    /// Whether it is compiled by itself.
+    /// Returns whether it is compiled by itself.
     pub fn is_unit(&self) -> bool {
         std::path::Path::new(self.name).extension().is_some_and(|extension| extension == "cu")
     }
 
-    /// Names in `#include "name"`.
+    /// Iterates over the names in `#include "name"` lines.
     fn includes(&self) -> impl Iterator<Item = &'a str> {
         self.text.lines().filter_map(|line| {
             let rest = line.trim_start().strip_prefix('#')?.trim_start();
@@ -33,16 +33,16 @@ impl<'a> Source<'a> {
     }
 }
 
-/// A unit and all that it includes.
+/// A unit and everything that it includes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unit<'a> {
     source: Source<'a>,
-    /// In order of names, whatever order they are found in.
+    /// Sorted by name, whatever the order of includes.
     headers: Vec<Source<'a>>,
 }
 
 impl<'a> Unit<'a> {
-    /// Finds what a unit includes among `all`; names that are not there are left to the compiler.
+    /// Collects what a unit includes from `all`; other names are left to the compiler.
     pub fn new(source: Source<'a>, all: &[Source<'a>]) -> Self {
         let mut headers: Vec<Source<'a>> = Vec::new();
         let mut open = vec![source];
@@ -59,25 +59,26 @@ impl<'a> Unit<'a> {
         Self { source, headers }
     }
 
-    /// File name, such as `attend.cu`.
+    /// Returns the file name, such as `attend.cu`.
     pub fn name(&self) -> &'a str {
         self.source.name
     }
 
-    /// The unit's own text.
+    /// Returns the unit's own text.
     pub(crate) fn text(&self) -> &'a str {
         self.source.text
     }
 
-    /// What it includes, by name.
+    /// Returns the included headers, sorted by name.
     pub(crate) fn headers(&self) -> &[Source<'a>] {
         &self.headers
     }
 
-    /// How well this unit's text fits that it exports a kernel of this name, `None` if not at all.
+    /// Returns how well this unit's text matches an exported kernel of this name, `None` for no
+    /// match.
     ///
-    /// A kernel's name, or its beginning up to a `_`, stands there as a macro's first argument:
-    /// `(name,`. More of the name fits better.
+    /// The text has a kernel's name, or its beginning up to a `_`, as a macro's first argument:
+    /// `(name,`. The longest match is the best.
     pub(crate) fn fit(&self, kernel: &str) -> Option<usize> {
         let arguments = self.text().split('(').skip(1).filter_map(|rest| rest.split_once(','));
         let names = arguments.map(|(name, _)| name.trim()).filter(|name| !name.is_empty());
@@ -87,7 +88,7 @@ impl<'a> Unit<'a> {
         fitting.map(str::len).max()
     }
 
-    /// Options of the compiler. A unit asks for more of them in its first line: `// nvrtc: ...`.
+    /// Returns the compiler's options. A unit adds options in its first line: `// nvrtc: ...`.
     pub fn options(&self, arch: Arch) -> Vec<String> {
         let mut options = vec![format!("--gpu-architecture={arch}")];
         options.extend(OPTIONS.iter().map(|option| (*option).to_owned()));
@@ -97,10 +98,10 @@ impl<'a> Unit<'a> {
         options
     }
 
-    /// The key of what a compiler makes of this unit; `version` is the compiler's.
+    /// Returns the key of the compiled unit; `version` is the compiler's.
     pub fn key(&self, arch: Arch, version: u32) -> Key {
         let mut hash = Xxh3::new();
-        // With its length, so that no text can pass for the end of one and the start of another.
+        // Lengths are hashed too, so that texts cannot be shifted between files.
         let mut add = |text: &str| {
             hash.update(&u64::try_from(text.len()).unwrap_or(u64::MAX).to_le_bytes());
             hash.update(text.as_bytes());
@@ -118,7 +119,7 @@ impl<'a> Unit<'a> {
     }
 }
 
-/// Names the result of one compilation by all that went into it.
+/// Identifies the result of a compilation by all of its inputs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Key(pub(crate) [u8; 16]);
 
@@ -128,9 +129,9 @@ impl fmt::Display for Key {
     }
 }
 
-/// For every unit. The compiler's report of registers and spills arrives in its log.
+/// Options for every unit. The report of registers and spills goes to the log.
 const OPTIONS: [&str; 3] = ["--std=c++17", "-default-device", "--ptxas-options=-v"];
-/// Changes when what a key covers changes.
+/// Changes when the inputs that a key covers change.
 const KEY_FORM: &str = "kv-cuda code 1";
 
 #[cfg(test)]
@@ -150,15 +151,15 @@ mod tests {
     }
 
     #[test]
-    fn headers_are_those_that_are_included() {
+    fn headers_are_collected_transitively() {
         let names: Vec<_> = unit(&ALL).headers().iter().map(|header| header.name).collect();
         assert_eq!(names, ["a.h", "b.h"]);
-        // Every unit of this crate reads the device layer, which is in the list.
+        // Every unit of this crate includes the device layer.
         assert!(code::sources().any(|source| source.name == "dev.h"));
     }
 
     #[test]
-    fn options_come_from_the_first_line_too() {
+    fn options_are_read_from_the_first_line() {
         let options = unit(&ALL).options("sm_90a".parse().unwrap());
         assert_eq!(options[0], "--gpu-architecture=sm_90a");
         assert_eq!(options[options.len() - 2..], ["--fmad=false", "-DX=1"]);
@@ -167,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_changes_with_all_that_counts() {
+    fn a_key_changes_with_every_input() {
         let (arch, key) = (Arch::PTX, unit(&ALL).key(Arch::PTX, 13000));
         assert_eq!(unit(&ALL).key(arch, 13000), key);
         assert_eq!(key.to_string().len(), 32);

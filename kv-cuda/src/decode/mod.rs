@@ -1,6 +1,7 @@
-//! Decoding on tensor cores: which calls it takes, how its kernels are started, and how much memory
-//! they need.
+//! Decoding on tensor cores: the calls its kernels support, their launches, and the memory they
+//! need.
 //!
+//! The kernels are in `kernels/decode.h`; [`plan`] distributes the work.
 //! The kernels are `kernels/decode.h`; who does what is decided in [`plan`].
 mod plan;
 
@@ -9,25 +10,25 @@ pub(crate) use plan::Work;
 use crate::params::{Plane, Tensor};
 use crate::step::Extent;
 
-/// Query rows that one thread block treats together: those of one matrix product.
+/// Query rows that one thread block processes together: the rows of one matrix product.
 const ROWS: u32 = 16;
 /// Tokens of K or of V that a warp fetches together.
 const UNIT_TOKENS: u32 = 32;
-/// Units in a warp's ring, at least and at most.
+/// Slots in a warp's ring buffer: minimum and maximum.
 const UNITS: (u32, u32) = (2, 8);
-/// Parts whose weights a warp holds at a time when it joins them.
+/// KV splits whose weights a warp holds at a time when it merges them.
 const JOIN_PARTS: u32 = 16;
-/// Shared memory that every thread block costs a multiprocessor besides its own.
+/// Shared memory that a multiprocessor reserves for every thread block.
 const SHARED_RESERVED: u32 = 1024;
 
-/// Where every row has to begin: what a copy of 16 bytes takes, and what a row with a scale has.
+/// Alignment of every row: of 16-byte copies, and of rows with a scale.
 const ALIGNED: u64 = 16;
 const ALIGNED_SCALED: u64 = 2;
 
-/// `head_dim`s that there are kernels for.
+/// Supported values of `head_dim`.
 const DIMS: [u32; 6] = [64, 80, 96, 128, 192, 256];
 
-/// Kernels of a format, in the order of [`DIMS`].
+/// Lists the kernels of a format, in the order of [`DIMS`].
 macro_rules! kernels {
     ($format:literal) => {
         [
@@ -54,14 +55,15 @@ mod code {
     pub(super) const E4M3: [u32; 2] = [Fp8E4m3(Tensor).kernel_code(), Fp8E4m3(Head).kernel_code()];
     pub(super) const E5M2: [u32; 2] = [Fp8E5m2(Tensor).kernel_code(), Fp8E5m2(Head).kernel_code()];
     pub(super) const INT8: [u32; 2] = [Int8(Tensor).kernel_code(), Int8(Head).kernel_code()];
-    // With a scale of its own in every row.
+    // Formats whose rows have a scale of their own.
     pub(super) const E4M3_ROW: u32 = Fp8E4m3(Row).kernel_code();
     pub(super) const E5M2_ROW: u32 = Fp8E5m2(Row).kernel_code();
     pub(super) const INT8_ROW: u32 = Int8(Row).kernel_code();
     pub(super) const L4: u32 = Lloyd4(ScaleGroup::Row).kernel_code();
 }
 
-/// How a decoding kernel is started, with as many thread blocks as the plan has slots.
+/// The launch of a decoding kernel, except for the number of thread blocks, which is the plan's
+/// number of slots.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Shape {
     /// Name of the kernel.
@@ -72,15 +74,15 @@ pub(crate) struct Shape {
     pub(crate) units: u32,
     /// `DecodeParams::block_shift`.
     pub(crate) block_shift: u32,
-    /// Bytes of shared memory.
+    /// Bytes of dynamic shared memory.
     pub(crate) shared_bytes: u32,
 }
 
 impl Shape {
-    /// How a call is decoded by a device whose thread blocks have `shared_bytes_max` bytes of
-    /// shared memory, `None` for a call that only the kernel for everything takes: of several head
-    /// dimensions, other formats, transforms where rows have no scales of their own, means of
-    /// blocks, rows in 16 bits among codes, and rows or blocks that do not lie as copies need.
+    /// Chooses the launch of a call on a device whose thread blocks have `shared_bytes_max` bytes
+    /// of shared memory. Returns `None` for a call that only the general kernel supports: different
+    /// head dimensions of K and V, other formats, transforms of rows without scales of their own,
+    /// block means, 16-bit rows among codes, and rows or blocks that are not aligned for copies.
     pub(crate) fn of(
         (q, out): (&Tensor, &Tensor),
         (k, v): (&Plane, &Plane),
@@ -91,7 +93,7 @@ impl Shape {
             && k.block_size == v.block_size
             && (q.dtype, q.dim, q.heads) == (out.dtype, out.dim, out.heads)
             && q.dim == k.head_dim;
-        let lies_well = [k, v].into_iter().all(is_alike) && [q, out].into_iter().all(is_even);
+        let lies_well = [k, v].into_iter().all(is_uniform) && [q, out].into_iter().all(is_even);
         let index = DIMS.iter().position(|dim| *dim == k.head_dim)?;
         let kernel = kernels.get(index).copied()?;
         if !alike || !lies_well {
@@ -100,16 +102,16 @@ impl Shape {
         Self::sized(kernel, k, shared_bytes_max)
     }
 
-    /// Two thread blocks share a multiprocessor where their rings have two units each.
+    /// Computes the launch: two thread blocks share a multiprocessor if their ring buffers have two
+    /// slots each.
     fn sized(kernel: &'static str, plane: &Plane, shared_bytes_max: u32) -> Option<Self> {
-        let (dim, row_room) = (plane.head_dim, room_of(plane));
+        let (dim, row_room) = (plane.head_dim, row_room(plane));
         let warps: u32 = if dim >= 192 { 2 } else { 4 };
-        // Those in shared memory: long ones, and what f16 lacks of turned ones.
+        // Queries in shared memory: long ones, and the rounding errors of f16 in transformed ones.
         let copies = u32::from(dim >= 192).saturating_add(is_scaled(plane).into());
         let queries = dim.saturating_mul(ROWS).saturating_mul(2).saturating_mul(copies);
         let unit = warps.saturating_mul(UNIT_TOKENS).saturating_mul(row_room);
-        // Rows of every warp with some room between them, their maxima and sums, and weights of
-        // parts; and a flag.
+        // Padded rows of every warp with their maxima and sums, weights of splits, and a flag.
         let row = dim.saturating_add(4).saturating_mul(4).saturating_add(8);
         let row = row.saturating_add(JOIN_PARTS.saturating_mul(4));
         let merge = warps.saturating_mul(ROWS).saturating_mul(row).saturating_add(16);
@@ -127,7 +129,7 @@ impl Shape {
     }
 }
 
-/// Kernels that read rows of a plane for queries of this type.
+/// Returns the kernels that read a plane for queries of this type.
 fn kernels_of(plane: &Plane, dtype: u32) -> Option<[&'static str; DIMS.len()]> {
     let is_short = [code::DTYPE_F16, code::DTYPE_BF16].contains(&dtype);
     match plane.format {
@@ -137,41 +139,42 @@ fn kernels_of(plane: &Plane, dtype: u32) -> Option<[&'static str; DIMS.len()]> {
         codes if code::E4M3.contains(&codes) => Some(kernels!("e4m3")),
         codes if code::E5M2.contains(&codes) => Some(kernels!("e5m2")),
         codes if code::INT8.contains(&codes) => Some(kernels!("int8")),
-        // Longer rows would spill.
+        // Longer rows would spill registers.
         code::E4M3_ROW if plane.head_dim <= 192 => Some(kernels!("e4m3_row")),
         code::E5M2_ROW => Some(kernels!("e5m2_row")),
         code::INT8_ROW => Some(kernels!("int8_row")),
-        // Rows of whole groups.
+        // Only rows of whole groups.
         code::L4 if plane.head_dim.is_multiple_of(32) => Some(kernels!("l4")),
         _ => None,
     }
 }
 
-/// Whether rows have scales of their own behind their codes.
+/// Returns whether rows have scales of their own after their codes.
 fn is_scaled(plane: &Plane) -> bool {
     [code::E4M3_ROW, code::E5M2_ROW, code::INT8_ROW, code::L4].contains(&plane.format)
 }
 
-/// Whether the kernels score keys of this plane as exactly as f32 does, which is what a log-sum-exp
-/// is held to: levels of `l4` are rounded to f16.
+/// Returns whether the kernels score keys of this plane as exactly as f32 does, as a log-sum-exp
+/// requires. Levels of `l4` are rounded to f16.
 pub(crate) fn scores_exactly(k: &Plane) -> bool {
     k.format != code::L4
 }
 
-/// The logarithm of a power of two; 0 for other sizes, which are divided by.
+/// Returns the logarithm of a power of two; 0 for other sizes, which kernels divide by.
 fn shift_of(block_size: u32) -> u32 {
     if block_size.is_power_of_two() { block_size.trailing_zeros() } else { 0 }
 }
 
-/// Bytes of a row in shared memory: all chunks of 16 bytes that have some of it, wherever it
-/// begins.
-fn room_of(plane: &Plane) -> u32 {
+/// Returns the bytes of a row in shared memory: all 16-byte chunks that contain a part of it,
+/// wherever it begins.
+fn row_room(plane: &Plane) -> u32 {
     if is_scaled(plane) { plane.scales_begin.saturating_add(16) } else { plane.row_bytes }
 }
 
-/// Whether all rows are alike and lie as copies of 16 bytes need. Those of rows with scales go
-/// beyond them: blocks have to begin and end on 16 bytes, so that none leaves its block.
-fn is_alike(plane: &Plane) -> bool {
+/// Returns whether all rows have one width and are aligned for copies of 16 bytes. Copies of rows
+/// with scales go beyond a row: blocks must begin and end at 16 bytes, so that no copy leaves its
+/// block.
+fn is_uniform(plane: &Plane) -> bool {
     let extras = [plane.block_means, plane.full_precision_prefix, plane.has_tail];
     let rows = [plane.token_stride, plane.head_stride];
     let of_rows = if is_scaled(plane) { ALIGNED_SCALED } else { ALIGNED };
@@ -181,15 +184,15 @@ fn is_alike(plane: &Plane) -> bool {
         && (is_scaled(plane) || plane.transforms == 0)
 }
 
-/// Whether rows are read and written two values at a time.
+/// Returns whether rows can be read and written two values at a time.
 fn is_even(tensor: &Tensor) -> bool {
     [tensor.data, tensor.batch_stride, tensor.token_stride].iter().all(|n| n.is_multiple_of(4))
 }
 
-/// Memory that a decoding call needs beside its tensors.
+/// Memory that a decoding call needs in addition to its tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Room {
-    /// Pieces of the plan, `Piece` each.
+    /// Work items of the plan, a `Piece` each.
     pub(crate) pieces: u64,
     /// Partial results: 16 rows of `head_dim` f32 in `part_rows`, 16 f32 in `part_stats` and a
     /// counter of 4 bytes each.
@@ -197,9 +200,9 @@ pub(crate) struct Room {
 }
 
 impl Room {
-    /// What any plan needs of up to `sequences` sequences that have `total_q` queries together.
-    /// `tokens` are those of the longest one; they count only where the cut may not depend on the
-    /// batch.
+    /// Computes the need of any plan for up to `sequences` sequences that have `total_q` queries
+    /// together. `tokens` are those of the longest sequence; they matter only if the splits may not
+    /// depend on the batch.
     pub(crate) fn of(work: &Work, sequences: u64, total_q: u64, tokens: u64) -> Self {
         let rows = total_q.saturating_mul(work.group.into());
         let tiles = rows.div_ceil(ROWS.into()).saturating_add(sequences);
@@ -214,7 +217,7 @@ impl Room {
     }
 }
 
-/// What any batch of this extent needs.
+/// Computes the need of any batch of this extent.
 pub(crate) fn room(work: &Work, extent: &Extent) -> Room {
     let sequences = extent.sequences.into();
     Room::of(work, sequences, extent.total_q.into(), extent.kv_len_max.into())
@@ -271,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn two_blocks_share_a_multiprocessor_where_they_can() {
+    fn two_blocks_share_a_multiprocessor_if_possible() {
         const KIB: u32 = 1024;
         let expected = |kernel, threads, units, shared_bytes| {
             Some(Shape { kernel, threads, units, block_shift: 4, shared_bytes })
@@ -305,19 +308,19 @@ mod tests {
     }
 
     #[test]
-    fn blocks_of_a_power_of_two_are_found_by_a_shift() {
+    fn block_sizes_of_powers_of_two_use_a_shift() {
         let shifts = [1, 2, 3, 16, 48, 64, 256].map(shift_of);
         assert_eq!(shifts, [0, 1, 0, 4, 0, 6, 8]);
     }
 
     #[test]
-    fn other_calls_are_left_to_the_other_kernel() {
+    fn other_calls_are_left_to_the_general_kernel() {
         let shared = 99 * 1024;
         assert_eq!(shape(code::F16, code::DTYPE_BF16, 128, shared), None, "types differ");
         assert_eq!(shape(code::F16, 0, 128, shared), None, "f32 queries");
         assert_eq!(shape(12, code::DTYPE_F16, 128, shared), None, "l6");
-        assert_eq!(shape(code::INT8_ROW, 0, 128, shared), None, "f32 queries of codes");
-        assert_eq!(shape(code::L4, code::DTYPE_F16, 80, shared), None, "l4 in part of a group");
+        assert_eq!(shape(code::INT8_ROW, 0, 128, shared), None, "f32 queries over codes");
+        assert_eq!(shape(code::L4, code::DTYPE_F16, 80, shared), None, "l4 with a partial group");
         assert_eq!(shape(code::E4M3_ROW, code::DTYPE_F16, 256, shared), None, "would spill");
         assert_eq!(shape(code::F16, code::DTYPE_F16, 72, shared), None, "another head_dim");
         let (q, good) = (tensor(code::DTYPE_F16, 128), plane(code::F16, 128));
@@ -339,7 +342,7 @@ mod tests {
             let good = plane(format, 128);
             let takes = |k: &Plane, v: &Plane| Shape::of((&q, &q), (k, v), shared).is_some();
             assert!(takes(&good, &good));
-            assert!(takes(&Plane { transforms: 1, ..good }, &good), "they may be transformed");
+            assert!(takes(&Plane { transforms: 1, ..good }, &good), "rows may be transformed");
             let bad = [
                 Plane { token_stride: 131, ..good },
                 Plane { base: 8, ..good },

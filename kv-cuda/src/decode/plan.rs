@@ -1,50 +1,51 @@
-//! How the work of decoding is cut into pieces for thread blocks that stay.
+//! The decode schedule: work items for persistent thread blocks.
 //!
-//! All tiles of a batch are laid in a row: sequence by sequence, kv head by kv head, 16 query rows
-//! after 16 query rows, with some room before each of these *items* for what a piece costs besides
-//! its tiles. Every slot, a thread block, owns an equal share of that row (as `FlashMLA`'s
-//! scheduler does), and an item is cut where a share ends. So where an item is cut follows from
-//! where it begins, and each can be cut on its own.
+//! All tiles of a batch are lined up: sequence by sequence, kv head by kv head, 16 query rows after
+//! 16 query rows. Each such *item* is preceded by some room, for what a work item costs besides its
+//! tiles. Every slot (a thread block) owns an equal share of the line, as in `FlashMLA`'s
+//! scheduler, and an item is split where a share ends. The splits of an item therefore follow from
+//! its position alone, and each item can be split on its own.
 //!
-//! What a window leaves out has no tiles. A cut that may not depend on the batch falls after every
-//! 16 tiles instead, and whole pieces are dealt to the shares in which they begin.
+//! Keys outside a window have no tiles. If splits may not depend on the batch, they are after every
+//! 16 tiles instead, and whole work items belong to the shares in which they begin.
 //!
-//! `kernels/plan.cu` does it on the device, when the first layer that decodes so attends: also in
-//! graphs that are replayed with other lengths, and without a list of pieces to be sent. `host` is
-//! its oracle in tests, equal to the byte.
+//! `kernels/plan.cu` computes this on the device, in the first decoding layer: also in graphs that
+//! are replayed with other lengths, and without sending a list. `host` is its oracle in tests,
+//! equal to the byte.
 use crate::gpu::Launch;
 use crate::params::{Address, DecodePlanParams, Plan};
 
-/// Tokens of a piece when the cut may not depend on the batch.
+/// Tokens of a split if splits may not depend on the batch.
 pub(super) const INVARIANT_TOKENS: u64 = 1024;
 
-/// What is decoded, and by how many thread blocks.
+/// What is decoded, and the number of thread blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Work {
-    /// Thread blocks: two for every multiprocessor. At least 1.
+    /// Thread blocks: two per multiprocessor. At least 1.
     pub(crate) slots: u32,
     pub(crate) kv_heads: u32,
-    /// Query heads of a kv head. At least 1.
+    /// Query heads per kv head. At least 1.
     pub(crate) group: u32,
-    /// Every key is seen, not only those before.
+    /// Whether the mask is full instead of causal.
     pub(crate) full: bool,
     /// `u32::MAX` without a window.
     pub(crate) window_left: u32,
-    /// Seen besides a window.
+    /// Tokens at the start that a window always sees.
     pub(crate) sink_tokens: u32,
-    /// The cut depends on positions alone.
+    /// Whether splits depend on positions alone.
     pub(crate) invariant: bool,
-    /// Entries with more queries are another kernel's.
+    /// Entries with more queries belong to another kernel.
     pub(crate) q_len_max: u32,
 }
 
 impl Work {
-    /// How `plan_decode` is started: one thread block, and what its threads share.
+    /// Returns the launch of `plan_decode`: one thread block, and its shared memory.
     pub(crate) fn launch() -> Launch {
         Launch { kernel: "plan_decode", grid: [1; 3], threads: 512, shared_bytes: 30_912 }
     }
 
-    /// What `plan_decode` takes to cut the batch of `plan` into pieces, with the starts of slots.
+    /// Returns the parameters of `plan_decode` for the batch of `plan`: where to write work items
+    /// and the starts of slots.
     pub(crate) fn params(&self, plan: Plan, [pieces, starts]: [Address; 2]) -> DecodePlanParams {
         DecodePlanParams {
             plan,

@@ -1,7 +1,7 @@
 //! Many copies between host and device in one call of the driver.
 //!
-//! A block that moves between tiers is a piece of every plane: tens to hundreds of copies, each of
-//! which costs more to submit one by one than to carry out.
+//! A block that moves between tiers has a range in every plane: tens to hundreds of copies, each of
+//! which costs more to submit on its own than to carry out.
 use cudarc::driver::sys::CUmemcpySrcAccessOrder as AccessOrder;
 use cudarc::driver::sys::{
     self, CUmemLocation, CUmemLocationType as LocationType, CUmemcpyAttributes, CUstream,
@@ -13,7 +13,7 @@ use super::facts::Driver;
 use crate::gpu::HostCopy;
 use crate::params::Address;
 
-/// Whether the driver has the call, and there is anything to gain.
+/// Returns whether the driver has the call, and enough copies make it worthwhile.
 pub(super) fn is_worth_it(driver: Driver, copies: usize) -> bool {
     driver.batch_copies && copies >= COPIES_MIN
 }
@@ -21,37 +21,37 @@ pub(super) fn is_worth_it(driver: Driver, copies: usize) -> bool {
 /// Copies to the device.
 ///
 /// # Safety
-/// 1. Conditions of `Stream::upload` hold for every piece.
-/// 2. `stream` is a stream of the context that lives, and not the legacy one.
+/// 1. Conditions of `Stream::upload` hold for every copy.
+/// 2. `stream` is a live stream of the context, and not the legacy one.
 pub(super) unsafe fn upload(
     context: &Context,
     stream: CUstream,
     copies: &[HostCopy],
 ) -> Result<(), DeviceError> {
     let (host, device, sizes) = lists(copies);
-    let ways = Ways { from: host_location(), to: device_location(context) };
-    // SAFETY: both conditions; the lists are of one length.
-    unsafe { submit(context, stream, "upload a batch", device, host, sizes, &ways) }
+    let locations = Locations { from: host_location(), to: device_location(context) };
+    // SAFETY: both conditions; the lists have equal lengths.
+    unsafe { submit(context, stream, "upload a batch", device, host, sizes, &locations) }
 }
 
 /// Copies to the host.
 ///
 /// # Safety
-/// 1. Conditions of `Stream::download` hold for every piece.
-/// 2. `stream` is a stream of the context that lives, and not the legacy one.
+/// 1. Conditions of `Stream::download` hold for every copy.
+/// 2. `stream` is a live stream of the context, and not the legacy one.
 pub(super) unsafe fn download(
     context: &Context,
     stream: CUstream,
     copies: &[HostCopy],
 ) -> Result<(), DeviceError> {
     let (host, device, sizes) = lists(copies);
-    let ways = Ways { from: device_location(context), to: host_location() };
-    // SAFETY: both conditions; the lists are of one length.
-    unsafe { submit(context, stream, "download a batch", host, device, sizes, &ways) }
+    let locations = Locations { from: device_location(context), to: host_location() };
+    // SAFETY: both conditions; the lists have equal lengths.
+    unsafe { submit(context, stream, "download a batch", host, device, sizes, &locations) }
 }
 
-/// Where all pieces lie.
-struct Ways {
+/// Memory locations of all sources and all targets.
+struct Locations {
     from: CUmemLocation,
     to: CUmemLocation,
 }
@@ -64,7 +64,7 @@ fn device_location(context: &Context) -> CUmemLocation {
     CUmemLocation { type_: LocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: context.device() }
 }
 
-/// Addresses on the host and on the device, and bytes; nothing of pieces that have none.
+/// Lists addresses on the host, addresses on the device, and lengths; skips empty copies.
 fn lists(copies: &[HostCopy]) -> (Vec<Address>, Vec<Address>, Vec<usize>) {
     let pieces = copies.iter().filter(|copy| copy.bytes > 0);
     let host = pieces.clone().map(|copy| u64::try_from(copy.host.addr()).unwrap_or(0)).collect();
@@ -73,9 +73,9 @@ fn lists(copies: &[HostCopy]) -> (Vec<Address>, Vec<Address>, Vec<usize>) {
 }
 
 /// # Safety
-/// 1. All pieces may be copied, until an event recorded later is done.
-/// 2. `stream` is a stream of the context that lives, and not the legacy one.
-/// 3. The three lists are of one length.
+/// 1. All copies stay valid until an event recorded later is done.
+/// 2. `stream` is a live stream of the context, and not the legacy one.
+/// 3. The three lists have equal lengths.
 unsafe fn submit(
     context: &Context,
     stream: CUstream,
@@ -83,22 +83,22 @@ unsafe fn submit(
     mut to: Vec<Address>,
     mut from: Vec<Address>,
     mut sizes: Vec<usize>,
-    ways: &Ways,
+    locations: &Locations,
 ) -> Result<(), DeviceError> {
     if sizes.is_empty() {
         return Ok(());
     }
     let mut attributes = CUmemcpyAttributes {
         srcAccessOrder: AccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
-        srcLocHint: ways.from,
-        dstLocHint: ways.to,
+        srcLocHint: locations.from,
+        dstLocHint: locations.to,
         flags: 0,
     };
-    // The one set of attributes is for all copies from the first on.
+    // One set of attributes for all copies, from the first on.
     let mut first = 0_usize;
     let _current = context.enter(operation)?;
-    // SAFETY: all three conditions; the driver exports this function, see `is_worth_it`, and
-    // copies the lists.
+    // SAFETY: all three conditions; the driver exports this function, see `is_worth_it`, and copies
+    // the lists.
     let code = unsafe {
         sys::cuMemcpyBatchAsync_v2(
             to.as_mut_ptr(),
@@ -114,7 +114,7 @@ unsafe fn submit(
     context.check(operation, code)
 }
 
-/// Fewer are submitted one by one.
+/// Fewer copies are submitted one by one.
 const COPIES_MIN: usize = 4;
 
 #[cfg(test)]
@@ -122,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lists_are_of_one_length() {
+    fn lists_have_equal_lengths() {
         let mut bytes = [0_u8; 8];
         let host = bytes.as_mut_ptr();
         let copy = |device, bytes| HostCopy { host, device, bytes };

@@ -1,18 +1,18 @@
-//! Kernels that are compiled on the user's machine, for devices that no embedded code fits.
+//! Kernels compiled on the user's machine, for devices that no embedded code fits.
 //!
-//! What was compiled is kept on disk (see [`Cache`]), so that it happens once for each version of
-//! the sources, of the compiler, and each architecture.
+//! Results are kept on disk (see [`Cache`]), so that each version of the sources and of the
+//! compiler is compiled once for each architecture.
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use super::options::{CacheChoice, CudaOptions};
 use crate::code::{Arch, Cache, CompileError, Nvrtc, Unit};
 
-/// The compiler, for one device; loaded when it is first needed.
+/// The compiler for one device, loaded on first use.
 #[derive(Debug)]
 pub(super) struct Compiler {
     capability: u32,
-    /// The driver's version of CUDA.
+    /// The CUDA version of the driver.
     driver: u32,
     place: Option<PathBuf>,
     cache: Option<Cache>,
@@ -30,32 +30,33 @@ impl Compiler {
         Self { capability, driver, place, cache, nvrtc }
     }
 
-    /// Compute capability of the device.
+    /// Returns the compute capability of the device.
     pub(super) fn capability(&self) -> u32 {
         self.capability
     }
 
-    /// The compiler and what it is asked for.
+    /// Returns the compiler and its target.
     ///
     /// # Errors
-    /// [`CompileError::NoCompiler`], also for one whose code this driver or device cannot run.
+    /// [`CompileError::NoCompiler`], also for a compiler whose code this driver or device cannot
+    /// run.
     pub(super) fn load(&self) -> Result<(&Nvrtc, Arch), CompileError> {
         let load = || Nvrtc::load(self.place.as_deref());
         let nvrtc = self.nvrtc.get_or_init(load).as_ref().map_err(CompileError::clone)?;
         let version = nvrtc.version();
         if !is_loadable(version, self.driver) {
             let reason =
-                format!("driver {} does not load what version {version} makes", self.driver);
+                format!("driver {} cannot load code of NVRTC version {version}", self.driver);
             return Err(CompileError::NoCompiler { reason });
         }
         let arch = choose(self.capability, nvrtc.capabilities()).ok_or_else(|| {
-            let reason = format!("version {version} compiles for no architecture of this device");
+            let reason = format!("NVRTC version {version} supports no architecture of this device");
             CompileError::NoCompiler { reason }
         })?;
         Ok((nvrtc, arch))
     }
 
-    /// What the driver loads: from the disk, or compiled now.
+    /// Returns the image for the driver: from disk, or compiled now.
     ///
     /// # Errors
     /// Those of the compiler.
@@ -69,13 +70,13 @@ impl Compiler {
     }
 }
 
-/// Whether a driver loads machine code of a compiler: that of its own major version or an older
+/// Returns whether a driver loads machine code of a compiler: of its own major version or an older
 /// one.
 fn is_loadable(compiler: u32, driver: u32) -> bool {
     compiler / 1000 <= driver / 1000
 }
 
-/// Code for the device itself, else PTX that its driver translates.
+/// Chooses code for the device itself, else PTX that its driver translates.
 fn choose(capability: u32, known: &[u32]) -> Option<Arch> {
     if known.contains(&capability) {
         return Some(Arch::native(capability));
@@ -89,7 +90,7 @@ mod tests {
     use crate::code::Source;
 
     #[test]
-    fn the_compiler_is_asked_for_what_it_knows() {
+    fn targets_are_those_the_compiler_knows() {
         let choose = |capability, known: &[u32]| choose(capability, known).map(|a| a.to_string());
         assert_eq!(choose(90, &[80, 90]).as_deref(), Some("sm_90a"));
         assert_eq!(choose(87, &[80, 87]).as_deref(), Some("sm_87"));
@@ -98,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn drivers_load_what_is_not_newer() {
+    fn drivers_load_code_that_is_not_newer() {
         assert!(is_loadable(13030, 13000) && is_loadable(12040, 13000));
         assert!(!is_loadable(13000, 12090));
     }
@@ -114,9 +115,9 @@ mod tests {
         }
     }
 
-    /// Runs where a compiler is: `KV_NVRTC` names it, or the system has one.
+    /// Runs only where a compiler is: `KV_NVRTC` names it, or the system has one.
     #[test]
-    fn what_was_compiled_is_kept() {
+    fn compiled_images_are_kept() {
         if let Err(reason) = Nvrtc::load(None) {
             return println!("skipped: {reason}");
         }
@@ -130,7 +131,7 @@ mod tests {
         assert_eq!(kept.len(), 1);
         assert_eq!(compiler().image(&unit).unwrap(), image);
         let wrong = Unit::new(Source { name: "wrong.cu", text: "?" }, &[]);
-        assert!(compiler().image(&wrong).is_err(), "a mistake is kept by nobody");
+        assert!(compiler().image(&wrong).is_err(), "failures are not kept");
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
     }
 }

@@ -1,7 +1,7 @@
-//! The device's primary context, which all of a process shares.
+//! The device's primary context, which the whole process shares.
 //!
-//! Owns the one place where a loss of the device is remembered: after it every call says `Lost`
-//! and none reaches the driver.
+//! Owns the one record of a lost device: after a loss every call fails with `Lost` and none reaches
+//! the driver.
 use std::marker::PhantomData;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
@@ -18,11 +18,11 @@ pub(super) struct Context {
     raw: CUcontext,
     device: CUdevice,
     pub(super) driver: Driver,
-    /// For what the host waits for at once; null until it was opened.
+    /// For operations that the host waits for at once; null until it is opened.
     setup: CUstream,
-    /// What the driver said when the device was lost.
+    /// The driver's error when the device was lost.
     lost: OnceLock<String>,
-    /// Events that were dropped, for the next that are needed.
+    /// Events to reuse.
     events: Mutex<Vec<EventHandle>>,
 }
 
@@ -30,7 +30,7 @@ pub(super) struct Context {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct EventHandle(pub(super) CUevent);
 
-// SAFETY: the driver lets any thread use an event, and events of a context at the same time.
+// SAFETY: the driver lets any thread use an event, and several threads use events of one context.
 unsafe impl Send for EventHandle {}
 // SAFETY: as above.
 unsafe impl Sync for EventHandle {}
@@ -42,10 +42,10 @@ unsafe impl Sync for Context {}
 
 impl Context {
     /// Retains the primary context: the one that the runtime API uses, so that memory and streams
-    /// of other libraries are of the same.
+    /// of other libraries belong to it too.
     pub(super) fn open(device: CUdevice, driver: Driver) -> Result<Self, DeviceError> {
         let mut raw = std::ptr::null_mut();
-        // SAFETY: a place for a context, and a device of this driver.
+        // SAFETY: an out-pointer for a context, and a device of this driver.
         check(OPEN, unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut raw, device) })?;
         let setup = std::ptr::null_mut();
         let (lost, events) = (OnceLock::new(), Mutex::default());
@@ -54,17 +54,17 @@ impl Context {
         Ok(context)
     }
 
-    /// Opens a stream that no other stream waits for unless it is told to.
+    /// Opens a stream that does not synchronise with the legacy default stream.
     pub(super) fn open_stream(&self, operation: &'static str) -> Result<CUstream, DeviceError> {
         let _current = self.enter(operation)?.relax();
         let mut raw = std::ptr::null_mut();
-        // SAFETY: a place for a stream; the context is current.
+        // SAFETY: an out-pointer for a stream; the context is current.
         let code = unsafe { sys::cuStreamCreate(&raw mut raw, NON_BLOCKING) };
         self.check(operation, code)?;
         Ok(raw)
     }
 
-    /// A stream for work that the host waits for at once.
+    /// Returns the stream for operations that the host waits for at once.
     pub(super) fn setup_stream(&self) -> CUstream {
         self.setup
     }
@@ -77,26 +77,26 @@ impl Context {
         self.device
     }
 
-    /// Makes the context current on this thread, until the result is dropped.
+    /// Makes the context current on this thread until the result is dropped.
     ///
     /// # Errors
-    /// `Lost` once the device is.
+    /// `Lost` after a loss of the device.
     pub(super) fn enter(&self, operation: &'static str) -> Result<Current<'_>, DeviceError> {
         if let Some(said) = self.lost.get() {
             return Err(refuse(DeviceErrorKind::Lost, operation, said.clone()));
         }
         let mut current = std::ptr::null_mut();
-        // SAFETY: a place for a context.
+        // SAFETY: an out-pointer for a context.
         self.check(operation, unsafe { sys::cuCtxGetCurrent(&raw mut current) })?;
         let pushed = current != self.raw;
         if pushed {
-            // SAFETY: the context is retained as long as `self` is there.
+            // SAFETY: the context is retained for the lifetime of `self`.
             self.check(operation, unsafe { sys::cuCtxPushCurrent_v2(self.raw) })?;
         }
         Ok(Current { pushed, relaxed: None, _context: PhantomData })
     }
 
-    /// `Ok` for success; remembers a loss.
+    /// Converts a result of the driver; records a loss.
     pub(super) fn check(&self, operation: &'static str, code: CUresult) -> Result<(), DeviceError> {
         if code == CUresult::CUDA_SUCCESS {
             return Ok(());
@@ -104,7 +104,7 @@ impl Context {
         Err(self.error(operation, code))
     }
 
-    /// Our error of a call that failed; remembers a loss.
+    /// Converts an error of the driver; records a loss.
     pub(super) fn error(&self, operation: &'static str, code: CUresult) -> DeviceError {
         let error = error(operation, code);
         if error.kind() == DeviceErrorKind::Lost {
@@ -113,7 +113,7 @@ impl Context {
         error
     }
 
-    /// An event that nothing waits for, without a clock.
+    /// Returns an unused event without timing.
     pub(super) fn event(&self, operation: &'static str) -> Result<EventHandle, DeviceError> {
         let mut kept = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(event) = kept.pop() {
@@ -121,13 +121,13 @@ impl Context {
         }
         drop(kept);
         let mut raw = std::ptr::null_mut();
-        // SAFETY: a place for an event; callers have entered the context.
+        // SAFETY: an out-pointer for an event; callers have entered the context.
         let code = unsafe { sys::cuEventCreate(&raw mut raw, DISABLE_TIMING) };
         self.check(operation, code)?;
         Ok(EventHandle(raw))
     }
 
-    /// Takes an event back. Streams that wait for it go on waiting for what it marked.
+    /// Takes an event back for reuse. Streams that wait for it keep waiting for what it marked.
     pub(super) fn give_back(&self, event: EventHandle) {
         self.events.lock().unwrap_or_else(PoisonError::into_inner).push(event);
     }
@@ -142,30 +142,30 @@ impl Drop for Context {
                 let _ = unsafe { sys::cuEventDestroy_v2(event.0) };
             }
             if !self.setup.is_null() {
-                // SAFETY: opened by `open`, and nobody uses it any more.
+                // SAFETY: opened by `open`, and not used any more.
                 let _ = unsafe { sys::cuStreamDestroy_v2(self.setup) };
             }
         }
-        // SAFETY: retained by `open`; all that belongs to it holds this context and is gone.
+        // SAFETY: retained by `open`; everything that belongs to it held this context and is gone.
         let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
     }
 }
 
-/// The context is current on this thread, as it was before once this is dropped.
+/// Keeps the context current on this thread, and restores the previous one when dropped.
 #[derive(Debug)]
 pub(super) struct Current<'a> {
     pushed: bool,
     relaxed: Option<CaptureMode>,
-    /// Not `Send`: what is current belongs to a thread.
+    /// Makes it `!Send`: the current context belongs to a thread.
     _context: PhantomData<(&'a Context, *const ())>,
 }
 
 impl Current<'_> {
-    /// Allows what a capture by this thread would forbid, such as loading a kernel. Nothing that is
-    /// done until the drop may depend on captured work.
+    /// Allows calls that a capture by this thread would forbid, such as loading a kernel. Nothing
+    /// that is done until the drop may depend on captured work.
     pub(super) fn relax(mut self) -> Self {
         let mut mode = CaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: a place for a mode, which gets the one there was.
+        // SAFETY: an out-pointer for a mode, which receives the previous one.
         let code = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) };
         if code == CUresult::CUDA_SUCCESS {
             self.relaxed = Some(mode);
@@ -177,12 +177,12 @@ impl Current<'_> {
 impl Drop for Current<'_> {
     fn drop(&mut self) {
         if let Some(mut mode) = self.relaxed {
-            // SAFETY: the mode there was, see `relax`.
+            // SAFETY: the previous mode, see `relax`.
             let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) };
         }
         if self.pushed {
             let mut context = std::ptr::null_mut();
-            // SAFETY: a place for a context; takes off what `enter` pushed.
+            // SAFETY: an out-pointer for a context; pops what `enter` pushed.
             let _ = unsafe { sys::cuCtxPopCurrent_v2(&raw mut context) };
         }
     }
@@ -200,21 +200,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn after_a_loss_every_call_says_so() {
+    fn after_a_loss_every_call_fails() {
         let driver =
             Driver { version: 13000, batch_copies: false, param_info: false, pools: false };
         let (raw, setup) = (std::ptr::null_mut(), std::ptr::null_mut());
         let (lost, events) = (OnceLock::new(), Mutex::default());
-        // No driver gave it, and none gets it back.
+        // No driver made it, so it must not be dropped.
         let context = ManuallyDrop::new(Context { raw, device: 0, driver, setup, lost, events });
         let error = context.error("launch", CUresult::CUDA_ERROR_OUT_OF_MEMORY);
         assert_eq!(error.kind(), DeviceErrorKind::OutOfMemory);
-        assert_eq!(context.lost.get(), None, "a lack of memory is no loss");
+        assert_eq!(context.lost.get(), None, "out of memory is not a loss");
         let error = context.error("launch", CUresult::CUDA_ERROR_ILLEGAL_ADDRESS);
         assert_eq!(error.kind(), DeviceErrorKind::Lost);
         context.error("launch", CUresult::CUDA_ERROR_LAUNCH_FAILED);
         for operation in ["upload", "record"] {
-            // The driver is not asked: there may be none on this machine.
+            // The call must not reach the driver: this machine may have none.
             let error = context.enter(operation).unwrap_err();
             assert_eq!((error.kind(), error.operation()), (DeviceErrorKind::Lost, operation));
             assert!(error.to_string().contains("CUDA_ERROR_ILLEGAL_ADDRESS"), "{error}");

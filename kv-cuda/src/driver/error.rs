@@ -1,11 +1,11 @@
-//! What the driver's errors mean to a caller.
+//! Conversion of the driver's errors.
 use std::ffi::{CStr, c_char};
 use std::fmt;
 
 use cudarc::driver::sys::{self, CUresult};
 use kv_core::{DeviceError, DeviceErrorKind};
 
-/// An error of the driver, in its own words.
+/// An error code of the driver, displayed with the driver's text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct DriverError(pub(super) CUresult);
 
@@ -22,13 +22,13 @@ impl std::error::Error for DriverError {}
 
 type Describe = unsafe fn(CUresult, *mut *const c_char) -> CUresult;
 
-/// The driver's text for a code.
+/// Returns the driver's text for a code.
 fn text(code: CUresult, describe: Describe) -> Option<String> {
     if !super::facts::is_driver_present() {
         return None;
     }
     let mut text = std::ptr::null();
-    // SAFETY: `text` is a place for a pointer, and the library is there, see above.
+    // SAFETY: `text` is valid for writes, and the library is loaded, see above.
     let answer = unsafe { describe(code, &raw mut text) };
     if answer != CUresult::CUDA_SUCCESS || text.is_null() {
         return None;
@@ -37,13 +37,13 @@ fn text(code: CUresult, describe: Describe) -> Option<String> {
     Some(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
 }
 
-/// Makes our error of the driver's.
+/// Converts an error of the driver.
 pub(super) fn error(operation: &'static str, code: CUresult) -> DeviceError {
     let cause = DriverError(code);
     DeviceError::new(kind(code), operation).with_detail(cause.to_string()).with_source(cause)
 }
 
-/// An error that no call of the driver gave.
+/// Creates an error that did not come from a call of the driver.
 pub(super) fn refuse(
     kind: DeviceErrorKind,
     operation: &'static str,
@@ -52,13 +52,13 @@ pub(super) fn refuse(
     DeviceError::new(kind, operation).with_detail(reason)
 }
 
-/// `Ok` for success.
+/// Converts a result of the driver.
 pub(super) fn check(operation: &'static str, code: CUresult) -> Result<(), DeviceError> {
     if code == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(error(operation, code)) }
 }
 
-/// What a caller can do about an error. Those that the driver calls sticky, after which a context
-/// answers nothing else, are `Lost`. So is an unknown one: what has run nobody can tell.
+/// Returns the kind of an error. Errors that the driver calls sticky, after which a context fails
+/// every call, are `Lost`. So are unknown ones, because work may have been lost.
 pub(super) fn kind(code: CUresult) -> DeviceErrorKind {
     use CUresult as E;
     match code {
@@ -95,7 +95,7 @@ pub(super) fn kind(code: CUresult) -> DeviceErrorKind {
     }
 }
 
-/// Whether it says that an image is not for this device or this driver: another one may be.
+/// Returns whether an image does not fit this device or driver: another image may fit.
 pub(super) fn is_misfit(code: CUresult) -> bool {
     use CUresult as E;
     matches!(
@@ -115,7 +115,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn errors_have_the_kind_that_a_caller_acts_on() {
+    fn errors_have_the_kind_that_callers_act_on() {
         use DeviceErrorKind::{Driver, Lost, OutOfMemory, Unsupported};
         for (code, expected) in [
             (CUresult::CUDA_ERROR_OUT_OF_MEMORY, OutOfMemory),
@@ -124,13 +124,13 @@ mod tests {
             (CUresult::CUDA_ERROR_ECC_UNCORRECTABLE, Lost),
             (CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED, Lost),
             (CUresult::CUDA_ERROR_UNKNOWN, Lost),
-            // A caller's mistake, such as a stream that is none.
+            // A caller's mistake, such as an invalid stream.
             (CUresult::CUDA_ERROR_INVALID_CONTEXT, Driver),
             (CUresult::CUDA_ERROR_INVALID_HANDLE, Driver),
             (CUresult::CUDA_ERROR_NO_DEVICE, Unsupported),
             (CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU, Unsupported),
             (CUresult::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH, Unsupported),
-            // A launch that asks for too much leaves the context as it was.
+            // A launch beyond the limits leaves the context usable.
             (CUresult::CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, Driver),
             (CUresult::CUDA_ERROR_INVALID_VALUE, Driver),
             (CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, Driver),

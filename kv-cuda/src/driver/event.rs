@@ -7,7 +7,7 @@ use kv_core::DeviceError;
 use super::context::{Context, EventHandle};
 use crate::gpu::Event;
 
-/// A recorded event; its handle is used again once this is dropped.
+/// A recorded event; its handle is reused once this is dropped.
 #[derive(Debug)]
 pub(super) struct CudaEvent {
     context: Arc<Context>,
@@ -18,7 +18,7 @@ impl CudaEvent {
     /// Marks the work of a stream so far.
     ///
     /// # Safety
-    /// 1. `stream` is a stream of the context that lives.
+    /// 1. `stream` is a live stream of the context.
     pub(super) unsafe fn record(
         context: &Arc<Context>,
         stream: CUstream,
@@ -44,9 +44,9 @@ impl CudaEvent {
 impl Event for CudaEvent {
     fn is_done(&self) -> Result<bool, DeviceError> {
         const QUERY: &str = "query an event";
-        // Elsewhere in the process something may capture, which forbids the question else.
+        // A capture elsewhere in the process would forbid the query.
         let _current = self.context.enter(QUERY)?.relax();
-        // SAFETY: the event is alive as long as `self`.
+        // SAFETY: the event lives as long as `self`.
         match unsafe { sys::cuEventQuery(self.handle.0) } {
             CUresult::CUDA_SUCCESS => Ok(true),
             CUresult::CUDA_ERROR_NOT_READY => Ok(false),
@@ -57,7 +57,7 @@ impl Event for CudaEvent {
     fn wait(&self) -> Result<(), DeviceError> {
         const WAIT: &str = "wait for an event";
         let _current = self.context.enter(WAIT)?.relax();
-        // SAFETY: the event is alive as long as `self`.
+        // SAFETY: the event lives as long as `self`.
         self.context.check(WAIT, unsafe { sys::cuEventSynchronize(self.handle.0) })
     }
 }

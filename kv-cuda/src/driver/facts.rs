@@ -1,4 +1,4 @@
-//! What driver and device there are, and whether they suffice.
+//! Facts about driver and devices, and the requirements they must meet.
 use std::ffi::{CStr, c_char, c_int};
 use std::sync::OnceLock;
 
@@ -9,7 +9,7 @@ use super::error::{check, error, refuse};
 use crate::code::Arch;
 use crate::gpu::Facts;
 
-/// What the driver can do beyond what every driver can that is used here.
+/// Optional functions of the driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Driver {
     /// Version of CUDA: 13000 for 13.0.
@@ -18,27 +18,27 @@ pub(super) struct Driver {
     pub(super) batch_copies: bool,
     /// Sizes of kernels' parameters.
     pub(super) param_info: bool,
-    /// Memory pools, where the device has them too.
+    /// Memory pools, if the device has them too.
     pub(super) pools: bool,
 }
 
-/// Whether the driver's library can be loaded. cudarc panics where it cannot, so that everything
-/// here asks first.
+/// Returns whether the driver's library can be loaded. cudarc panics if it cannot, so everything
+/// here calls this first.
 pub(super) fn is_driver_present() -> bool {
     static PRESENT: OnceLock<bool> = OnceLock::new();
-    // SAFETY: initialisers of NVIDIA's library are run, which expect nothing of us.
+    // SAFETY: runs the initialisers of NVIDIA's library, which have no preconditions.
     *PRESENT.get_or_init(|| unsafe { sys::is_culib_present() })
 }
 
-/// Whether the library exports a function. cudarc panics when one is called that is missing.
+/// Returns whether the library exports a function. cudarc panics on calls of a missing one.
 fn exports(name: &str) -> bool {
-    // SAFETY: the library is there: callers have asked `is_driver_present`.
+    // SAFETY: the library is loaded: callers have checked `is_driver_present`.
     let library = unsafe { sys::culib() };
-    // SAFETY: the symbol is not used, so that its type does not matter.
+    // SAFETY: the symbol is not used, so its type does not matter.
     unsafe { library.get::<*const ()>(name.as_bytes()) }.is_ok()
 }
 
-/// Loads and starts the driver.
+/// Loads and initialises the driver.
 pub(super) fn require_driver() -> Result<Driver, DeviceError> {
     let unsupported = |reason| Err(refuse(DeviceErrorKind::Unsupported, OPEN, reason));
     if !is_driver_present() {
@@ -47,17 +47,17 @@ pub(super) fn require_driver() -> Result<Driver, DeviceError> {
     if let Some(missing) = FUNCTIONS.iter().find(|name| !exports(name)) {
         return unsupported(format!("the CUDA driver is too old: it has no {missing}"));
     }
-    // SAFETY: the function is there, and takes no flags.
+    // SAFETY: the driver exports the function; it takes no flags.
     let code = unsafe { sys::cuInit(0) };
     if let Err(error) = check(OPEN, code) {
-        // Whatever keeps a driver from starting, there is no device to be had.
+        // Whatever the cause, no device is usable.
         return match error.kind() {
             DeviceErrorKind::Unsupported | DeviceErrorKind::OutOfMemory => Err(error),
             _ => unsupported(error.to_string()),
         };
     }
     let mut version = 0;
-    // SAFETY: a place for a number.
+    // SAFETY: an out-pointer for a number.
     check(OPEN, unsafe { sys::cuDriverGetVersion(&raw mut version) })?;
     Ok(Driver {
         version: u32::try_from(version).unwrap_or(0),
@@ -67,11 +67,11 @@ pub(super) fn require_driver() -> Result<Driver, DeviceError> {
     })
 }
 
-/// What the driver says of a card.
+/// The driver's facts about a card.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CardFacts {
-    /// Ordinal of the driver.
+    /// The driver's ordinal.
     pub index: u32,
     /// Name of the card.
     pub name: String,
@@ -81,11 +81,11 @@ pub struct CardFacts {
     pub multiprocessors: u32,
     /// Bytes of device memory.
     pub memory_bytes: u64,
-    /// Why it cannot be opened, where that is known without trying.
+    /// Why it cannot be opened, if that is known without trying.
     pub refusal: Option<String>,
 }
 
-/// Every card that the driver sees. None of them is opened.
+/// Lists every card that the driver sees. Opens none of them.
 ///
 /// # Errors
 /// `Unsupported` without a driver or with one that is too old, with the reason; `Driver`.
@@ -100,20 +100,20 @@ pub fn cards() -> Result<Vec<CardFacts>, DeviceError> {
     (0..u32::try_from(count()?).unwrap_or(0)).map(card).collect()
 }
 
-/// How many devices the driver sees.
+/// Returns the number of devices that the driver sees.
 fn count() -> Result<c_int, DeviceError> {
     let mut count = 0;
-    // SAFETY: a place for a number; the driver was started.
+    // SAFETY: an out-pointer for a number; the driver was started.
     check(OPEN, unsafe { sys::cuDeviceGetCount(&raw mut count) })?;
     Ok(count)
 }
 
-/// The device of an ordinal.
+/// Returns the device of an ordinal.
 pub(super) fn device(ordinal: u32) -> Result<CUdevice, DeviceError> {
     let count = count()?;
     let ordinal = require_ordinal(ordinal, count)?;
     let mut device = 0;
-    // SAFETY: a place for a device, and an ordinal below their number.
+    // SAFETY: an out-pointer for a device, and an ordinal below their number.
     check(OPEN, unsafe { sys::cuDeviceGet(&raw mut device, ordinal) })?;
     Ok(device)
 }
@@ -128,18 +128,18 @@ fn require_ordinal(ordinal: u32, count: c_int) -> Result<c_int, DeviceError> {
     })
 }
 
-/// Reads what decides how work is cut.
+/// Reads the facts that decide how work is split.
 pub(super) fn read(device: CUdevice) -> Result<Facts, DeviceError> {
     let attribute = |attribute| {
         let mut value = 0;
-        // SAFETY: a place for a number, and a device of this driver.
+        // SAFETY: an out-pointer for a number, and a device of this driver.
         check(OPEN, unsafe { sys::cuDeviceGetAttribute(&raw mut value, attribute, device) })?;
         Ok::<_, DeviceError>(u32::try_from(value).unwrap_or(0))
     };
     let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
     let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
     let mut memory = 0;
-    // SAFETY: a place for a number, and a device of this driver.
+    // SAFETY: an out-pointer for a number, and a device of this driver.
     check(OPEN, unsafe { sys::cuDeviceTotalMem_v2(&raw mut memory, device) })?;
     Ok(Facts {
         card: card(device)?,
@@ -155,25 +155,26 @@ pub(super) fn read(device: CUdevice) -> Result<Facts, DeviceError> {
 fn card(device: CUdevice) -> Result<String, DeviceError> {
     let mut name: [c_char; 256] = [0; 256];
     let room = c_int::try_from(name.len()).unwrap_or(0);
-    // SAFETY: room for as many bytes as is said, and a device of this driver.
+    // SAFETY: the buffer has the length that is passed, and the device is this driver's.
     let code = unsafe { sys::cuDeviceGetName(name.as_mut_ptr(), room, device) };
     check(OPEN, code)?;
     let bytes: &[u8] = bytemuck::must_cast_slice(&name);
     Ok(CStr::from_bytes_until_nul(bytes).unwrap_or_default().to_string_lossy().into_owned())
 }
 
-/// Refuses devices that kernels are not written for.
+/// Refuses devices that the kernels do not support.
 pub(super) fn require_capability(facts: &Facts) -> Result<(), DeviceError> {
     if facts.capability >= Arch::CAPABILITY_MIN {
         return Ok(());
     }
     let dotted = |capability: u32| format!("{}.{}", capability / 10, capability % 10);
     let (found, least) = (dotted(facts.capability), dotted(Arch::CAPABILITY_MIN));
-    let reason = format!("{} has compute capability {found}, {least} is the least", facts.card);
+    let reason =
+        format!("{} has compute capability {found}, at least {least} is needed", facts.card);
     Err(refuse(DeviceErrorKind::Unsupported, OPEN, reason))
 }
 
-/// Reads one number of a loaded kernel, or of a place that the driver knows.
+/// Reads one number through an out-pointer.
 pub(super) fn number(
     operation: &'static str,
     ask: impl FnOnce(*mut c_int) -> sys::CUresult,
@@ -187,7 +188,7 @@ pub(super) fn number(
 
 pub(super) const OPEN: &str = "open cuda";
 
-/// Everything that is called here, all of it in drivers since CUDA 11.4.
+/// Functions that this crate calls, all of them in drivers since CUDA 11.4.
 const FUNCTIONS: &[&str] = &[
     "cuInit",
     "cuDriverGetVersion",
@@ -240,7 +241,7 @@ const FUNCTIONS: &[&str] = &[
     "cuGetErrorString",
 ];
 
-/// What a memory pool needs.
+/// Functions of memory pools.
 const POOL_FUNCTIONS: &[&str] = &[
     "cuMemPoolCreate",
     "cuMemPoolDestroy",
@@ -270,11 +271,13 @@ mod tests {
         assert!(require_capability(&facts(120)).is_ok());
         let error = require_capability(&facts(75)).unwrap_err();
         assert_eq!(error.kind(), DeviceErrorKind::Unsupported);
-        assert!(error.to_string().contains("Card has compute capability 7.5, 8.0 is the least"));
+        assert!(
+            error.to_string().contains("Card has compute capability 7.5, at least 8.0 is needed")
+        );
     }
 
     #[test]
-    fn ordinals_are_those_of_devices_that_are_there() {
+    fn unknown_ordinals_are_refused() {
         assert_eq!(require_ordinal(1, 2).unwrap(), 1);
         for (ordinal, count, words) in [
             (0, 0, "sees no device"),

@@ -1,4 +1,4 @@
-//! Page-locked memory of the host, and memory and streams of callers.
+//! Page-locked host memory, and checks of callers' memory and streams.
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -12,10 +12,10 @@ use crate::params::Address;
 
 const WRAP: &str = "wrap device memory";
 
-/// Whether a caller's memory is of this device, and reaches as far as is said.
+/// Checks that a caller's memory belongs to this device and has the given length.
 ///
-/// Memory that an allocator has mapped piece by piece is one range of addresses and several of the
-/// driver's: PyTorch's segments that grow, for one.
+/// Memory that an allocator maps in several ranges, such as PyTorch's expandable segments, is one
+/// range of addresses and several allocations of the driver.
 pub(super) fn check_foreign(
     context: &Context,
     address: Address,
@@ -25,10 +25,10 @@ pub(super) fn check_foreign(
     require_range(address, bytes, |at| {
         let Some(ordinal) = ordinal_of(context, at)? else { return Ok(None) };
         if ordinal != context.device() {
-            return Err(foreign(format!("it is memory of device {ordinal}")));
+            return Err(foreign(format!("it belongs to device {ordinal}")));
         }
         let (mut base, mut size) = (0, 0);
-        // SAFETY: places for an address and a size; the driver knows the memory, see above.
+        // SAFETY: both out-pointers are valid; the driver knows the memory, see above.
         let code = unsafe { sys::cuMemGetAddressRange_v2(&raw mut base, &raw mut size, at) };
         context.check(WRAP, code)?;
         Ok(Some((base, u64::try_from(size).unwrap_or(u64::MAX))))
@@ -39,10 +39,10 @@ fn foreign(reason: String) -> DeviceError {
     refuse(DeviceErrorKind::ForeignHandle, WRAP, reason)
 }
 
-/// The device of some memory, `None` where the driver knows none.
+/// Returns the device of some memory, `None` if the driver does not know the address.
 fn ordinal_of(context: &Context, address: Address) -> Result<Option<i32>, DeviceError> {
     let mut ordinal = -1;
-    // SAFETY: any number may be asked for; `ordinal` is the place that this attribute takes.
+    // SAFETY: any address is allowed; `ordinal` has the type of this attribute.
     let code = unsafe {
         sys::cuPointerGetAttribute(
             (&raw mut ordinal).cast(),
@@ -57,18 +57,18 @@ fn ordinal_of(context: &Context, address: Address) -> Result<Option<i32>, Device
     Ok(Some(ordinal))
 }
 
-/// Refuses a range that does not lie in pieces of memory, side by side. `piece` gives the base and
-/// the size of that at an address.
+/// Refuses a range that is not covered by adjacent allocations. `allocation` returns base and size
+/// of the allocation at an address.
 fn require_range(
     address: u64,
     bytes: u64,
-    mut piece: impl FnMut(u64) -> Result<Option<(u64, u64)>, DeviceError>,
+    mut allocation: impl FnMut(u64) -> Result<Option<(u64, u64)>, DeviceError>,
 ) -> Result<(), DeviceError> {
     let mut room = 0_u64;
     loop {
-        // An address behind all others is no memory's.
+        // An address past all others is in no allocation.
         let found = match address.checked_add(room) {
-            Some(at) => piece(at)?.map(|found| (at, found)),
+            Some(at) => allocation(at)?.map(|found| (at, found)),
             None => None,
         };
         let Some((at, (base, size))) = found else {
@@ -80,7 +80,8 @@ fn require_range(
         };
         let more = at.checked_sub(base).and_then(|begin| size.checked_sub(begin));
         let more = more.filter(|more| *more > 0);
-        let more = more.ok_or_else(|| foreign("the driver contradicts itself".to_owned()))?;
+        let more =
+            more.ok_or_else(|| foreign("the driver reports inconsistent allocations".to_owned()))?;
         room = room.saturating_add(more);
         if bytes <= room {
             return Ok(());
@@ -88,10 +89,10 @@ fn require_range(
     }
 }
 
-/// Whether a stream belongs to this context.
+/// Checks that a stream belongs to this context.
 ///
 /// # Safety
-/// 1. `stream` is a stream that lives.
+/// 1. `stream` is a live stream.
 pub(super) unsafe fn check_stream(
     context: &Context,
     stream: sys::CUstream,
@@ -99,7 +100,7 @@ pub(super) unsafe fn check_stream(
     const WRAP: &str = "wrap a stream";
     let _current = context.enter(WRAP)?.relax();
     let mut owner: CUcontext = std::ptr::null_mut();
-    // SAFETY: a place for a context, and condition 1.
+    // SAFETY: an out-pointer for a context, and condition 1.
     context.check(WRAP, unsafe { sys::cuStreamGetCtx(stream, &raw mut owner) })?;
     if owner == context.raw() {
         return Ok(());
@@ -116,19 +117,19 @@ pub(super) struct PinnedMemory {
     bytes: usize,
 }
 
-// SAFETY: plain memory; who reads and writes it is ruled by the conditions of those who get its
-// address.
+// SAFETY: plain memory; the users of its address are bound by the conditions under which they got
+// it.
 unsafe impl Send for PinnedMemory {}
 // SAFETY: as above.
 unsafe impl Sync for PinnedMemory {}
 
 impl PinnedMemory {
-    /// Reserves memory with no flags: write-combined memory would be slow to read.
+    /// Allocates memory without flags: write-combined memory would be slow to read.
     pub(super) fn new(context: &Arc<Context>, bytes: usize) -> Result<Self, DeviceError> {
         const ALLOC: &str = "allocate page-locked memory";
         let _current = context.enter(ALLOC)?.relax();
         let mut base = std::ptr::null_mut();
-        // SAFETY: a place for an address; the context is current.
+        // SAFETY: an out-pointer for an address; the context is current.
         let code = unsafe { sys::cuMemHostAlloc(&raw mut base, bytes, 0) };
         context.check(ALLOC, code)?;
         let base = NonNull::new(base.cast()).ok_or_else(|| {
@@ -152,7 +153,7 @@ impl Drop for PinnedMemory {
     fn drop(&mut self) {
         let Ok(current) = self.context.enter("free page-locked memory") else { return };
         let _current = current.relax();
-        // SAFETY: reserved by `new`, freed here and nowhere else.
+        // SAFETY: allocated by `new`, and freed only here.
         let code = unsafe { sys::cuMemFreeHost(self.base.as_ptr().cast()) };
         let _ = self.context.check("free page-locked memory", code);
     }
@@ -162,17 +163,21 @@ impl Drop for PinnedMemory {
 mod tests {
     use super::*;
 
-    /// Memory of these pieces, each a base and a size.
-    fn checked(address: u64, bytes: u64, pieces: &[(u64, u64)]) -> Result<(), DeviceErrorKind> {
+    /// Checks a range against these allocations, each a base and a size.
+    fn checked(
+        address: u64,
+        bytes: u64,
+        allocations: &[(u64, u64)],
+    ) -> Result<(), DeviceErrorKind> {
         let holds = |at: u64, (base, size)| at.checked_sub(base).is_some_and(|begin| begin < size);
         require_range(address, bytes, |at| {
-            Ok(pieces.iter().copied().find(|piece| holds(at, *piece)))
+            Ok(allocations.iter().copied().find(|allocation| holds(at, *allocation)))
         })
         .map_err(|error| error.kind())
     }
 
     #[test]
-    fn ranges_end_where_allocations_do() {
+    fn ranges_end_at_allocations() {
         let one = [(1000, 24)];
         for (address, bytes) in [(1000, 24), (1010, 14), (1023, 1), (1023, 0)] {
             assert_eq!(checked(address, bytes, &one), Ok(()), "{address} {bytes}");
@@ -187,15 +192,15 @@ mod tests {
     }
 
     #[test]
-    fn ranges_go_on_in_pieces_that_are_side_by_side() {
-        let pieces = [(1000, 24), (1024, 100), (2000, 50), (u64::MAX - 9, 9)];
+    fn ranges_may_span_adjacent_allocations() {
+        let allocations = [(1000, 24), (1024, 100), (2000, 50), (u64::MAX - 9, 9)];
         for (address, bytes) in [(1000, 124), (1010, 20), (1024, 100), (1010, 114)] {
-            assert_eq!(checked(address, bytes, &pieces), Ok(()), "{address} {bytes}");
+            assert_eq!(checked(address, bytes, &allocations), Ok(()), "{address} {bytes}");
         }
-        // What is behind a gap, and the end of all addresses.
+        // Ranges past a gap, and at the end of all addresses.
         for (address, bytes) in [(1000, 125), (1010, 1000), (u64::MAX - 9, 100)] {
             let refused = Err(DeviceErrorKind::OutOfRange);
-            assert_eq!(checked(address, bytes, &pieces), refused, "{address} {bytes}");
+            assert_eq!(checked(address, bytes, &allocations), refused, "{address} {bytes}");
         }
     }
 }

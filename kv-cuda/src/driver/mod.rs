@@ -1,8 +1,8 @@
 //! A real GPU, through NVIDIA's driver library, which is loaded when a device is opened.
 //!
-//! A machine without a driver, a device or code that fits it answers `Unsupported` with the reason,
-//! never with a panic. Below [`CudaGpu`] everything goes through cudarc's plain bindings: its safe
-//! layer keeps events for every allocation, which a queue of ours orders by itself.
+//! A machine without a driver, a device or fitting code gets `Unsupported` with the reason, never a
+//! panic. Below [`CudaGpu`], everything uses cudarc's raw bindings: its safe layer keeps events for
+//! every allocation, which this crate's queues order themselves.
 mod batch;
 mod compile;
 mod context;
@@ -10,7 +10,7 @@ mod error;
 mod event;
 mod facts;
 mod graph;
-mod lane;
+mod handle;
 mod memory;
 mod modules;
 mod options;
@@ -35,7 +35,7 @@ use stream::CudaStream;
 pub use facts::{CardFacts, cards};
 pub use options::CudaOptions;
 
-/// An opened device of the driver.
+/// An opened device.
 #[derive(Debug)]
 pub(crate) struct CudaGpu {
     facts: Facts,
@@ -48,10 +48,10 @@ impl CudaGpu {
     /// Opens a device.
     ///
     /// # Errors
-    /// `Unsupported` without a driver library, without the device, for one older than compute
-    /// capability 8.0, for a driver that lacks what is used here, and where neither the embedded
-    /// code nor a compiler on this machine fits, or where memory is to be reserved and the device
-    /// has no pools; `OutOfMemory` where it has less than is to be reserved; `Lost` and `Driver`.
+    /// `Unsupported` without a driver library, without the device, for a device older than compute
+    /// capability 8.0, for a driver that lacks a needed function, if neither the embedded code nor
+    /// a compiler on this machine fits, and if memory is to be reserved and the device has no
+    /// pools; `OutOfMemory` if it has less memory than is to be reserved; `Lost` and `Driver`.
     pub(crate) fn open(options: &CudaOptions) -> Result<Self, DeviceError> {
         let driver = facts::require_driver()?;
         let device = facts::device(options.ordinal)?;
@@ -79,7 +79,7 @@ impl Gpu for CudaGpu {
     }
 
     unsafe fn free(&self, address: Address) {
-        // SAFETY: both conditions are those of this function.
+        // SAFETY: both are conditions of this function.
         unsafe { self.memory.free(address) }
     }
 
@@ -96,7 +96,7 @@ impl Gpu for CudaGpu {
     }
 
     unsafe fn foreign_stream(&self, raw: *mut c_void) -> Result<Box<dyn Stream>, DeviceError> {
-        // SAFETY: both conditions are those of this function.
+        // SAFETY: both are conditions of this function.
         let stream = unsafe { CudaStream::wrap(&self.context, &self.modules, &self.memory, raw) }?;
         Ok(Box::new(stream))
     }

@@ -1,7 +1,7 @@
-//! Kernels by name: which code is loaded for them, and when.
+//! Kernels by name, and the code that is loaded for them.
 //!
-//! A unit is loaded when the first of its kernels is asked for, from the first of these that fits:
-//! embedded machine code, what a compiler on this machine makes, embedded PTX.
+//! A unit is loaded when the first of its kernels is used, from the first of these that fits:
+//! embedded machine code, code from a compiler on this machine, embedded PTX.
 use std::collections::HashMap;
 use std::env;
 use std::ffi::{CString, c_int};
@@ -22,14 +22,14 @@ use super::pool::DeviceMemory;
 use crate::code::{self, Arch, Archive, CompileError, Unit};
 use crate::gpu::Facts;
 
-/// Names a folder of kernels to use instead of those of this build.
+/// Environment variable with a folder of kernels to use instead of those of this build.
 const SOURCES: &str = "KV_CUDA_SOURCES";
 
 /// A kernel that can be launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Function {
     pub(super) raw: CUfunction,
-    /// Bytes of its parameters, where the driver tells.
+    /// Bytes of its parameters, if the driver reports them.
     param_bytes: Option<usize>,
 }
 
@@ -37,7 +37,7 @@ pub(super) struct Function {
 unsafe impl Send for Function {}
 
 impl Function {
-    /// Refuses parameters of another size than the kernel takes.
+    /// Refuses parameters of another size than the kernel's.
     pub(super) fn require_params(self, kernel: &str, bytes: usize) -> Result<(), DeviceError> {
         match self.param_bytes {
             Some(expected) if expected != bytes => {
@@ -65,17 +65,17 @@ pub(super) struct Modules {
 #[derive(Debug, Default)]
 struct Loaded {
     functions: HashMap<&'static str, Function>,
-    /// By the name of their unit.
+    /// By unit name.
     modules: HashMap<&'static str, Module>,
 }
 
 #[derive(Debug)]
 struct Module(CUmodule);
 
-// SAFETY: the driver lets any thread use a module; only who holds the lock does.
+// SAFETY: the driver lets any thread use a module; only the holder of the lock does.
 unsafe impl Send for Module {}
 
-/// Where code comes from, in the order in which it is tried.
+/// Sources of code, in the order in which they are tried.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Origin {
     Machine,
@@ -84,10 +84,10 @@ enum Origin {
 }
 
 impl Modules {
-    /// Loads nothing yet.
+    /// Creates an empty set of modules.
     ///
     /// # Errors
-    /// `Unsupported` where kernels are to be taken from a folder that has none.
+    /// `Unsupported` if the folder for kernels cannot be read or has none.
     pub(super) fn new(
         (context, memory): (&Arc<Context>, &Arc<DeviceMemory>),
         facts: &Facts,
@@ -102,7 +102,7 @@ impl Modules {
                 refuse(DeviceErrorKind::Unsupported, OPEN, reason)
             })?,
         };
-        // A damaged archive is as good as none: another origin serves, or the refusal says so.
+        // A damaged archive counts as absent: another origin serves, or the error says so.
         let archive = |arch| code::embedded(arch).and_then(Result::ok);
         Ok(Self {
             context: Arc::clone(context),
@@ -116,10 +116,10 @@ impl Modules {
         })
     }
 
-    /// Finds out whether kernels will load, by the smallest of them.
+    /// Checks that kernels can be loaded, with the smallest of them.
     ///
     /// # Errors
-    /// `Unsupported` with what is wrong with every origin of code.
+    /// `Unsupported` with the problem of every origin of code.
     pub(super) fn probe(&self) -> Result<(), DeviceError> {
         let mut reasons = Vec::new();
         for origin in Origin::ALL {
@@ -151,18 +151,18 @@ impl Modules {
         Err(self.no_code(OPEN, &reasons))
     }
 
-    /// A kernel, loaded now if it was not before.
+    /// Returns a kernel, loaded on first use.
     ///
     /// # Errors
-    /// `Unsupported` for a name that no unit exports and where no code for its unit fits; else the
-    /// driver's.
+    /// `Unsupported` for a name that no unit exports and for a unit without fitting code; otherwise
+    /// the driver's errors.
     pub(super) fn function(&self, kernel: &'static str) -> Result<Function, DeviceError> {
         let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(function) = loaded.functions.get(kernel) {
             return Ok(*function);
         }
         let unit = self.unit_of(kernel).ok_or_else(|| {
-            refuse(DeviceErrorKind::Unsupported, LOAD, format!("there is no kernel {kernel}"))
+            refuse(DeviceErrorKind::Unsupported, LOAD, format!("no unit exports a kernel {kernel}"))
         })?;
         let name = unit.name();
         if !loaded.modules.contains_key(name) {
@@ -175,7 +175,7 @@ impl Modules {
         Ok(function)
     }
 
-    /// The unit that exports a kernel: as archives say, else as the sources look.
+    /// Finds the unit that exports a kernel: from the archives, else from the sources.
     fn unit_of(&self, kernel: &str) -> Option<&Unit<'static>> {
         let archives = [&self.machine, &self.ptx].into_iter().flatten();
         let entries = archives.flat_map(|archive| &archive.entries);
@@ -185,7 +185,7 @@ impl Modules {
         named.or_else(|| code::exporting(&self.units, kernel))
     }
 
-    /// Names of all kernels that archives have code of.
+    /// Lists all kernels of the archives.
     #[cfg(test)]
     pub(super) fn kernels(&self) -> Vec<&'static str> {
         let archives = [&self.machine, &self.ptx].into_iter().flatten();
@@ -204,7 +204,7 @@ impl Modules {
         Err(self.no_code(LOAD, &reasons))
     }
 
-    /// A module from one origin, or why there is none from it.
+    /// Returns a module from one origin, or why it has none.
     fn try_origin(
         &self,
         unit: &Unit<'static>,
@@ -212,7 +212,7 @@ impl Modules {
     ) -> Result<Result<Module, String>, DeviceError> {
         let image = match origin {
             Origin::Compiler => self.compiler.image(unit).map_err(|error| match error {
-                // A mistake in our source is no misfit of the machine, but the reason is the same.
+                // A mistake in our source is not a misfit of the machine, but has the same effect.
                 CompileError::NoCompiler { .. } => error.to_string(),
                 other => format!("the compiler: {other}"),
             }),
@@ -235,30 +235,30 @@ impl Modules {
         }
     }
 
-    /// The image in an archive, if it was made of this build's sources.
+    /// Returns the image of an archive, if it was compiled from this build's sources.
     fn embedded(&self, unit: &Unit<'static>, origin: Origin) -> Result<Vec<u8>, String> {
         let none = || format!("no {origin} of this build's {}", unit.name());
         let (archive, arch) = self.archive(origin).ok_or_else(none)?;
         let entry = archive.entry(unit.name()).ok_or_else(none)?;
         if entry.key != unit.key(arch, archive.version) {
-            return Err(format!("{origin} of {} is of other sources", unit.name()));
+            return Err(format!("{origin} of {} was compiled from other sources", unit.name()));
         }
         entry.image().map_err(|error| error.to_string())
     }
 
-    /// Hands an image to the driver.
+    /// Loads an image into the driver.
     fn load_image(
         &self,
         unit: &str,
         origin: Origin,
         mut image: Vec<u8>,
     ) -> Result<Result<Module, String>, DeviceError> {
-        // PTX is a string; machine code does not mind.
+        // PTX must end with a zero; machine code ignores it.
         image.push(0);
-        // A capture by this thread is no reason to fail: nothing of it depends on the loading.
+        // Allowed during a capture of this thread: nothing captured depends on loading.
         let _current = self.context.enter(LOAD)?.relax();
         let mut raw = std::ptr::null_mut();
-        // SAFETY: a place for a module, an image that ends with a zero, and no options.
+        // SAFETY: an out-pointer for a module, an image that ends with a zero, and no options.
         let code = unsafe {
             sys::cuModuleLoadDataEx(
                 &raw mut raw,
@@ -275,22 +275,22 @@ impl Modules {
         Ok(Ok(Module(raw)))
     }
 
-    /// A kernel of a module, allowed all the shared memory that the device has.
+    /// Finds a kernel of a module, and allows it all of the device's shared memory.
     fn find(&self, module: CUmodule, kernel: &str) -> Result<Function, DeviceError> {
         let _current = self.context.enter(LOAD)?.relax();
         let name = CString::new(kernel).unwrap_or_default();
         let mut raw = std::ptr::null_mut();
-        // SAFETY: a place for a function, a module that is never unloaded before the context, and a
-        // string that ends with a zero.
+        // SAFETY: an out-pointer for a function, a module that is never unloaded before the
+        // context, and a string that ends with a zero.
         let code = unsafe { sys::cuModuleGetFunction(&raw mut raw, module, name.as_ptr()) };
         if code == CUresult::CUDA_ERROR_NOT_FOUND {
-            let reason = format!("there is no kernel {kernel} in the code of its source");
+            let reason = format!("the code of its unit has no kernel {kernel}");
             return Err(refuse(DeviceErrorKind::Unsupported, LOAD, reason));
         }
         self.context.check(LOAD, code)?;
         let fixed = facts::number(LOAD, |value| {
             let attribute = Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
-            // SAFETY: a place for a number, and a function that was just found.
+            // SAFETY: an out-pointer for a number, and a function that was just found.
             unsafe { sys::cuFuncGetAttribute(value, attribute, raw) }
         })?;
         let dynamic = self.shared_bytes_max.saturating_sub(fixed);
@@ -307,7 +307,7 @@ impl Modules {
             return None;
         }
         let (mut offset, mut bytes) = (0, 0);
-        // SAFETY: places for two sizes; the driver exports this function.
+        // SAFETY: out-pointers for two sizes; the driver exports this function.
         let code = unsafe { sys::cuFuncGetParamInfo(function, 0, &raw mut offset, &raw mut bytes) };
         (code == CUresult::CUDA_SUCCESS).then_some(bytes)
     }
@@ -315,14 +315,15 @@ impl Modules {
     fn unload(&self, module: &Module) {
         let Ok(current) = self.context.enter(LOAD) else { return };
         let _current = current.relax();
-        // SAFETY: loaded once, and no function of it is used any more.
+        // SAFETY: loaded once, and none of its functions is used any more.
         let code = unsafe { sys::cuModuleUnload(module.0) };
         let _ = self.context.check(LOAD, code);
     }
 
     fn no_code(&self, operation: &'static str, reasons: &[String]) -> DeviceError {
         let version = self.context.driver.version;
-        let reason = format!("no code that driver {version} runs here: {}", reasons.join("; "));
+        let reason =
+            format!("no code for driver {version} and this device: {}", reasons.join("; "));
         refuse(DeviceErrorKind::Unsupported, operation, reason)
     }
 }
@@ -331,11 +332,11 @@ impl Drop for Modules {
     fn drop(&mut self) {
         let loaded = self.loaded.get_mut().unwrap_or_else(PoisonError::into_inner);
         let modules = std::mem::take(&mut loaded.modules);
-        // Kernels that were launched may still run, on streams that are all closed: each had a
-        // share in this. Work of others in the same context is none of it.
+        // Launched kernels may still run on streams that are closed: every open stream holds a
+        // reference to this. Other users of the context do not matter.
         let passed = self.memory.wait_for_closed();
         if passed.is_err() {
-            // Loaded for ever rather than gone under a kernel.
+            // Leak the modules rather than unload a running kernel.
             return;
         }
         for module in modules.into_values() {

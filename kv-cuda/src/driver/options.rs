@@ -1,7 +1,7 @@
-//! How a device is opened.
+//! Options for opening a device.
 use std::path::PathBuf;
 
-/// How to open a CUDA device. What is not set here comes from the environment: `KV_NVRTC` (the
+/// Options for opening a CUDA device. Unset options come from the environment: `KV_NVRTC` (the
 /// compiler's library or its folder), `KV_CUDA_SOURCES` (a folder of kernels) and `XDG_CACHE_HOME`.
 ///
 /// ```
@@ -18,7 +18,7 @@ pub struct CudaOptions {
     pub(super) reserved_bytes: u64,
 }
 
-/// Where kernels that were compiled on this machine are kept.
+/// Where to keep kernels that were compiled on this machine.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(super) enum CacheChoice {
     #[default]
@@ -28,44 +28,44 @@ pub(super) enum CacheChoice {
 }
 
 impl CudaOptions {
-    /// Opens the device of this ordinal, as the driver counts those that `CUDA_VISIBLE_DEVICES`
-    /// leaves.
+    /// Chooses the device of this ordinal, as the driver counts the devices that
+    /// `CUDA_VISIBLE_DEVICES` leaves.
     pub fn new(ordinal: u32) -> Self {
         Self { ordinal, ..Self::default() }
     }
-    /// Uses this NVRTC where kernels have to be compiled: a library, or the folder it lies in.
+    /// Uses this NVRTC to compile kernels: a library, or its folder.
     #[must_use]
     pub fn with_nvrtc(self, place: impl Into<PathBuf>) -> Self {
         Self { nvrtc: Some(place.into()), ..self }
     }
-    /// Takes the kernels from this folder, an edited copy of `kv-cuda/kernels`, to try a change on
-    /// the machine that has the card. What differs from this build is compiled when it is first
-    /// used, which takes an NVRTC.
+    /// Uses the kernels of this folder, an edited copy of `kv-cuda/kernels`, to try a change on the
+    /// machine that has the card. Units that differ from this build are compiled on first use,
+    /// which requires NVRTC.
     #[must_use]
     pub fn with_sources(self, folder: impl Into<PathBuf>) -> Self {
         Self { sources: Some(folder.into()), ..self }
     }
-    /// Keeps kernels that were compiled here in this folder, instead of the user's cache.
+    /// Keeps compiled kernels in this folder instead of the user's cache.
     #[must_use]
     pub fn with_cache(self, folder: impl Into<PathBuf>) -> Self {
         Self { cache: CacheChoice::Folder(folder.into()), ..self }
     }
-    /// Keeps no compiled kernels: every start compiles again what no archive has.
+    /// Keeps no compiled kernels: every start compiles what no archive has.
     #[must_use]
     pub fn without_cache(self) -> Self {
         Self { cache: CacheChoice::Nowhere, ..self }
     }
-    /// Takes so many bytes of device memory when the device is opened, for buffers of this opening
-    /// alone: what comes later, here or in another program, cannot take them. 0, the default,
-    /// takes memory as buffers need it.
+    /// Reserves this many bytes of device memory when the device is opened, for buffers of this
+    /// backend only: neither later allocations nor other programs can take them. The default, 0,
+    /// allocates memory as buffers need it.
     ///
-    /// Buffers may need more than that: the rest is taken as before. Either way, memory that they
-    /// give back is kept for the next ones until the device is closed.
+    /// Buffers beyond the reserve are allocated as usual. Either transfer, freed memory is kept for
+    /// later buffers until the device is closed.
     #[must_use]
     pub fn with_reserved_bytes(self, bytes: u64) -> Self {
         Self { reserved_bytes: bytes, ..self }
     }
-    /// Ordinal of the device.
+    /// Returns the ordinal of the device.
     pub fn device(&self) -> u32 {
         self.ordinal
     }
@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_word_counts() {
+    fn the_last_call_of_a_setter_counts() {
         let options = CudaOptions::default();
         assert_eq!((options.device(), &options.cache), (0, &CacheChoice::OfUser));
         let options =

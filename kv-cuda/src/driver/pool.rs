@@ -1,11 +1,12 @@
-//! The device's memory: a pool of the driver's, and what is freed behind the work that uses it.
+//! Device memory: a pool of the driver, and frees that are ordered after the work that uses the
+//! memory.
 //!
-//! Memory that was freed stays in the pool for the next allocation, so that neither stalls the
-//! device. Allocations are ordered on the setup stream, which the host waits for; frees on a stream
-//! of their own, which [`Reclaim`] lets wait for every other. The driver gives a freed piece out
-//! again only where that stream has passed it, or makes the allocation wait until it has.
+//! Freed memory stays in the pool for later allocations, so that neither stalls the device.
+//! Allocations are ordered on the setup stream, which the host waits for. Frees are ordered on a
+//! stream of their own, which [`Reclaim`] makes wait for all other streams. The driver reuses freed
+//! memory only when that stream has passed the free, or makes the allocation wait for it.
 //!
-//! A device without pools gets plain allocations: there the host waits for the streams before it
+//! A device without pools gets plain allocations: the host then waits for the streams before it
 //! frees, as the driver would.
 use std::any::Any;
 use std::sync::Arc;
@@ -23,9 +24,9 @@ use super::event::CudaEvent;
 use super::facts::{self, OPEN};
 use crate::gpu::Event;
 use crate::params::Address;
-use crate::reclaim::{Heap, Lane, Reclaim};
+use crate::reclaim::{Heap, Reclaim, StreamHandle};
 
-/// All memory that one opening of a device gives out.
+/// All memory that one opened device allocates.
 #[derive(Debug)]
 pub(super) struct DeviceMemory {
     pool: Pool,
@@ -36,8 +37,8 @@ impl DeviceMemory {
     /// Opens the pool and reserves memory for it.
     ///
     /// # Errors
-    /// `OutOfMemory` where the device has not so much left, `Unsupported` where it has no pools to
-    /// reserve for; `Lost` or `Driver`.
+    /// `OutOfMemory` if the device has not enough left, `Unsupported` if it has no pools to reserve
+    /// in; `Lost` or `Driver`.
     pub(super) fn open(context: &Arc<Context>, reserved_bytes: u64) -> Result<Self, DeviceError> {
         let pool = Pool::open(context)?;
         let memory = Self { pool, reclaim: Reclaim::default() };
@@ -45,15 +46,14 @@ impl DeviceMemory {
         Ok(memory)
     }
 
-    /// Memory with all bytes zero. Waits for the zeroes, and for work on other streams only where
-    /// the memory is that of buffers which this work uses and nothing else is left.
+    /// Allocates zeroed memory. Waits for the zeroing, and for other streams only if nothing is
+    /// left but memory of dropped buffers that their work still uses.
     pub(super) fn alloc(&self, bytes: u64) -> Result<Address, DeviceError> {
         let address = self.reclaim.alloc(bytes, &self.pool)?;
         Fresh { pool: &self.pool, address }.zeroed(size_of_bytes(bytes, "allocate")?)
     }
 
-    /// Gives memory back behind the work that was submitted; waits for nothing where the device has
-    /// pools.
+    /// Frees memory after the work that was submitted; does not wait if the device has pools.
     ///
     /// # Safety
     /// 1. `address` came from [`Self::alloc`] and was not freed.
@@ -63,41 +63,41 @@ impl DeviceMemory {
         unsafe { self.reclaim.free(address, &self.pool) };
     }
 
-    /// Memory is freed behind the work of this stream too, from here to [`Self::close_lane`].
-    pub(super) fn open_lane(&self, lane: Arc<dyn Lane>) {
-        self.reclaim.open(lane);
+    /// Orders frees after the work of this stream too, until [`Self::close_stream`].
+    pub(super) fn open_stream(&self, handle: Arc<dyn StreamHandle>) {
+        self.reclaim.open(handle);
     }
 
-    /// The stream gets no more work and may be destroyed.
-    pub(super) fn close_lane(&self, lane: &dyn Lane) {
-        self.reclaim.close(lane, &self.pool);
+    /// Ends that: the stream gets no more work and may be destroyed.
+    pub(super) fn close_stream(&self, handle: &dyn StreamHandle) {
+        self.reclaim.close(handle, &self.pool);
     }
 
-    /// Waits for all streams that were closed.
+    /// Waits for all closed streams.
     pub(super) fn wait_for_closed(&self) -> Result<(), DeviceError> {
         self.reclaim.settle(&self.pool)?;
         self.pool.wait_for_frees()
     }
 
-    /// Bytes that the pool has from the driver, in use or not; `None` without a pool.
+    /// Returns the bytes that the pool holds from the driver, used or not; `None` without a pool.
     #[cfg(test)]
     pub(super) fn held_bytes(&self) -> Option<u64> {
         let attribute = CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT;
         let _current = self.pool.context.enter("test").unwrap();
         let mut bytes = 0_u64;
         let place = (&raw mut bytes).cast::<std::ffi::c_void>();
-        // SAFETY: a pool that is there, and the place that this attribute takes.
+        // SAFETY: an existing pool, and an out-pointer of the type of this attribute.
         let code = unsafe { sys::cuMemPoolGetAttribute(self.pool.raw?, attribute, place) };
         self.pool.context.check("test", code).unwrap();
         Some(bytes)
     }
 }
 
-/// The driver's part of it.
+/// The driver's objects.
 #[derive(Debug)]
 struct Pool {
     context: Arc<Context>,
-    /// None where the device has no pools.
+    /// `None` if the device has no pools.
     raw: Option<CUmemoryPool>,
     /// The stream that frees are ordered on.
     frees: CUstream,
@@ -105,7 +105,7 @@ struct Pool {
 
 // SAFETY: the driver lets any thread use a pool and a stream.
 unsafe impl Send for Pool {}
-// SAFETY: and several at the same time; `Reclaim` lets one at a time take memory.
+// SAFETY: and several threads at the same time; `Reclaim` serialises allocations.
 unsafe impl Sync for Pool {}
 
 impl Pool {
@@ -130,8 +130,8 @@ impl Pool {
             reserved: [0; 54],
         };
         let mut raw = std::ptr::null_mut();
-        // SAFETY: a place for a pool, and properties of which all that is not named is zero; the
-        // driver exports the function, see `has_pools`.
+        // SAFETY: an out-pointer for a pool, and properties whose other fields are zero; the driver
+        // exports the function, see `has_pools`.
         let code = unsafe { sys::cuMemPoolCreate(&raw mut raw, &raw const properties) };
         if code == CUresult::CUDA_ERROR_NOT_SUPPORTED {
             return Ok(pool);
@@ -140,13 +140,13 @@ impl Pool {
         pool.raw = Some(raw);
         let mut all = u64::MAX;
         let attribute = CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
-        // SAFETY: a pool that was just made, and a number of the size that this attribute has.
+        // SAFETY: a pool that was just made, and a number of the size of this attribute.
         let code = unsafe { sys::cuMemPoolSetAttribute(raw, attribute, (&raw mut all).cast()) };
         context.check(POOL, code)?;
         Ok(pool)
     }
 
-    /// Makes the pool hold so many bytes: what was allocated once, it keeps.
+    /// Makes the pool hold `bytes` bytes: it keeps what was allocated once.
     fn reserve(&self, bytes: u64) -> Result<(), DeviceError> {
         const RESERVE: &str = "reserve memory";
         if bytes == 0 {
@@ -162,7 +162,7 @@ impl Pool {
         })?;
         let _current = self.context.enter(RESERVE)?.relax();
         let stream = self.context.setup_stream();
-        // SAFETY: allocated above on this stream, and given to nobody.
+        // SAFETY: allocated above on this stream, and handed to no caller.
         let code = unsafe { sys::cuMemFreeAsync(address, stream) };
         self.context.check(RESERVE, code)?;
         // SAFETY: a stream of the context.
@@ -171,10 +171,11 @@ impl Pool {
 
     /// # Safety
     /// 1. `address` came from `alloc` and was not freed.
-    /// 2. What uses it is done when `stream` gets here; or everywhere, without a pool.
+    /// 2. The work that uses it is done when `stream` reaches this point; without a pool, it is
+    ///    done now.
     unsafe fn free_on(&self, address: Address, stream: CUstream) {
         const FREE: &str = "free";
-        // Memory of a lost device went with its context.
+        // The memory of a lost device is gone.
         let Ok(current) = self.context.enter(FREE) else { return };
         let _current = current.relax();
         let code = match self.raw {
@@ -183,7 +184,7 @@ impl Pool {
             // SAFETY: as above.
             None => unsafe { sys::cuMemFree_v2(address) },
         };
-        // An error is one of the work before it; `check` remembers a loss.
+        // An error belongs to earlier work; `check` records a loss.
         let _ = self.context.check(FREE, code);
     }
 }
@@ -197,10 +198,10 @@ impl Heap for Pool {
         let code = match self.raw {
             Some(pool) => {
                 let stream = self.context.setup_stream();
-                // SAFETY: a place for an address, and a pool and a stream of this device.
+                // SAFETY: an out-pointer for an address, and a pool and a stream of this device.
                 unsafe { sys::cuMemAllocFromPoolAsync(&raw mut address, size, pool, stream) }
             }
-            // SAFETY: a place for an address; the context is current.
+            // SAFETY: an out-pointer for an address; the context is current.
             None => unsafe { sys::cuMemAlloc_v2(&raw mut address, size) },
         };
         self.context.check(ALLOC, code)?;
@@ -210,12 +211,12 @@ impl Heap for Pool {
     fn wait_for_frees(&self) -> Result<(), DeviceError> {
         const WAIT: &str = "wait for frees";
         let _current = self.context.enter(WAIT)?.relax();
-        // SAFETY: a stream of the context, which lives as long as `self`.
+        // SAFETY: a stream of the context, alive as long as `self`.
         self.context.check(WAIT, unsafe { sys::cuStreamSynchronize(self.frees) })
     }
 
     fn wait_for(&self, event: &dyn Event) -> Result<(), DeviceError> {
-        const WAIT: &str = "free behind an event";
+        const WAIT: &str = "free after an event";
         if self.raw.is_none() {
             return event.wait();
         }
@@ -225,7 +226,7 @@ impl Heap for Pool {
             refuse(DeviceErrorKind::ForeignHandle, WAIT, "an event of another device")
         })?;
         let _current = self.context.enter(WAIT)?.relax();
-        // SAFETY: a stream and an event of this context that live.
+        // SAFETY: a live stream and a live event of this context.
         let code = unsafe { sys::cuStreamWaitEvent(self.frees, event.handle().0, 0) };
         self.context.check(WAIT, code)
     }
@@ -249,17 +250,17 @@ impl Drop for Pool {
         let Ok(current) = self.context.enter(CLOSE) else { return };
         let _current = current.relax();
         if let Some(pool) = self.raw {
-            // SAFETY: made by `open`, destroyed here alone. What is not free yet stays until it is.
+            // SAFETY: made by `open`, destroyed only here. Pending frees complete.
             let code = unsafe { sys::cuMemPoolDestroy(pool) };
             let _ = self.context.check(CLOSE, code);
         }
-        // SAFETY: opened by `open`, destroyed here alone. Work that was submitted goes on.
+        // SAFETY: opened by `open`, destroyed only here. Submitted work completes.
         let code = unsafe { sys::cuStreamDestroy_v2(self.frees) };
         let _ = self.context.check(CLOSE, code);
     }
 }
 
-/// Memory that nobody has yet, which goes back when the rest of an allocation fails.
+/// Memory that was not handed out yet; freed if the rest of the allocation fails.
 struct Fresh<'a> {
     pool: &'a Pool,
     address: Address,
@@ -275,7 +276,7 @@ impl Fresh<'_> {
         let context = &self.pool.context;
         let _current = context.enter(ZERO)?.relax();
         let stream = context.setup_stream();
-        // SAFETY: the range is what was just reserved, on this stream.
+        // SAFETY: the range was just allocated, on this stream.
         let code = unsafe { sys::cuMemsetD8Async(self.address, 0, size, stream) };
         context.check(ZERO, code)?;
         // SAFETY: a stream of the context.
@@ -288,16 +289,16 @@ impl Fresh<'_> {
 
 impl Drop for Fresh<'_> {
     fn drop(&mut self) {
-        // SAFETY: reserved on this stream, and given to nobody.
+        // SAFETY: allocated on this stream, and handed to no caller.
         unsafe { self.pool.free_on(self.address, self.pool.context.setup_stream()) };
     }
 }
 
-/// Whether the driver and the device have memory pools.
+/// Returns whether driver and device have memory pools.
 fn has_pools(context: &Context) -> Result<bool, DeviceError> {
     let attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED;
     let supported = facts::number(OPEN, |value| {
-        // SAFETY: a place for a number, and a device of this driver.
+        // SAFETY: an out-pointer for a number, and a device of this driver.
         unsafe { sys::cuDeviceGetAttribute(value, attribute, context.device()) }
     })?;
     Ok(context.driver.pools && supported != 0)
@@ -305,10 +306,10 @@ fn has_pools(context: &Context) -> Result<bool, DeviceError> {
 
 fn size_of_bytes(bytes: u64, operation: &'static str) -> Result<usize, DeviceError> {
     usize::try_from(bytes).map_err(|_| {
-        let reason = format!("{bytes} bytes have no size");
+        let reason = format!("{bytes} bytes exceed the address space");
         refuse(DeviceErrorKind::OutOfMemory, operation, reason)
     })
 }
 
-/// What `Gpu::alloc` promises.
+/// Alignment that `Gpu::alloc` guarantees.
 const ALIGNMENT: u64 = 256;

@@ -12,22 +12,22 @@ use super::context::Context;
 use super::error::refuse;
 use super::event::CudaEvent;
 use super::graph::CudaGraph;
-use super::lane::CudaLane;
+use super::handle::CudaStreamHandle;
 use super::memory::check_stream;
 use super::modules::Modules;
 use super::pool::DeviceMemory;
 use crate::gpu::{Event, Graph, HostCopy, Launch, Stream};
 use crate::params::Address;
 
-/// A stream of ours or of a caller.
+/// A stream of this crate or of a caller.
 #[derive(Debug)]
 pub(super) struct CudaStream {
     context: Arc<Context>,
     modules: Arc<Modules>,
     memory: Arc<DeviceMemory>,
     raw: CUstream,
-    /// The same, for those that free memory.
-    lane: Arc<CudaLane>,
+    /// The handle that frees are ordered with.
+    handle: Arc<CudaStreamHandle>,
     is_ours: bool,
 }
 
@@ -53,17 +53,17 @@ impl CudaStream {
         memory: &Arc<DeviceMemory>,
         (raw, is_ours): (CUstream, bool),
     ) -> Self {
-        // SAFETY: condition 1: the lane is closed when the result is dropped.
-        let lane = Arc::new(unsafe { CudaLane::new(context, raw) });
-        memory.open_lane(Arc::<CudaLane>::clone(&lane));
+        // SAFETY: condition 1: the handle is closed when the result is dropped.
+        let handle = Arc::new(unsafe { CudaStreamHandle::new(context, raw) });
+        memory.open_stream(Arc::<CudaStreamHandle>::clone(&handle));
         let (context, modules) = (Arc::clone(context), Arc::clone(modules));
-        Self { context, modules, memory: Arc::clone(memory), raw, lane, is_ours }
+        Self { context, modules, memory: Arc::clone(memory), raw, handle, is_ours }
     }
 
     /// Uses a caller's stream.
     ///
     /// # Safety
-    /// 1. `raw` is a stream that lives as long as the result.
+    /// 1. `raw` is a stream that outlives the result.
     /// 2. While the result is used, no other thread captures on it.
     pub(super) unsafe fn wrap(
         context: &Arc<Context>,
@@ -78,20 +78,19 @@ impl CudaStream {
         Ok(unsafe { Self::on(context, modules, memory, (raw, false)) })
     }
 
-    /// Whether so many copies go to the driver in one call, which takes no built-in stream and none
-    /// that captures.
+    /// Returns whether this many copies are batched; built-in streams and captures cannot be.
     fn batches(&self, copies: usize) -> bool {
         const BUILT_IN: [usize; 3] = [0, 1, 2];
         if !batch::is_worth_it(self.context.driver, copies) || BUILT_IN.contains(&self.raw.addr()) {
             return false;
         }
-        !self.lane.is_capturing()
+        !self.handle.is_capturing()
     }
 
-    /// Refuses an upload that the owner of the stream captures: a replay would read the place of
-    /// the staged bytes when something else is there.
+    /// Refuses an upload while the owner of the stream captures: a replay would read staging memory
+    /// that was reused.
     fn require_no_foreign_capture(&self, what: &'static str) -> Result<(), DeviceError> {
-        if self.is_ours || !self.lane.is_captured_by_others() {
+        if self.is_ours || !self.handle.is_captured_by_others() {
             return Ok(());
         }
         let reason = "the stream's owner captures on it: run one step before, or capture by the \
@@ -110,7 +109,7 @@ impl Stream for CudaStream {
         const UPLOAD: &str = "upload";
         self.require_no_foreign_capture(UPLOAD)?;
         let _current = self.context.enter(UPLOAD)?;
-        // SAFETY: conditions 1 and 2 of this function, on a stream that lives.
+        // SAFETY: conditions 1 and 2 of this function, on a live stream.
         let code = unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.cast(), bytes, self.raw) };
         self.context.check(UPLOAD, code)
     }
@@ -123,7 +122,7 @@ impl Stream for CudaStream {
     ) -> Result<(), DeviceError> {
         const DOWNLOAD: &str = "download";
         let _current = self.context.enter(DOWNLOAD)?;
-        // SAFETY: conditions 1 and 2 of this function, on a stream that lives.
+        // SAFETY: conditions 1 and 2 of this function, on a live stream.
         let code = unsafe { sys::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, self.raw) };
         self.context.check(DOWNLOAD, code)
     }
@@ -133,7 +132,7 @@ impl Stream for CudaStream {
         let _current = self.context.enter(COPY)?;
         let bytes = usize::try_from(bytes)
             .map_err(|_| refuse(DeviceErrorKind::OutOfRange, COPY, format!("{bytes} bytes")))?;
-        // SAFETY: condition 1 of this function, on a stream that lives.
+        // SAFETY: condition 1 of this function, on a live stream.
         let code = unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, self.raw) };
         self.context.check(COPY, code)
     }
@@ -143,7 +142,7 @@ impl Stream for CudaStream {
         let _current = self.context.enter(ZERO)?;
         let bytes = usize::try_from(bytes)
             .map_err(|_| refuse(DeviceErrorKind::OutOfRange, ZERO, format!("{bytes} bytes")))?;
-        // SAFETY: condition 1 of this function, on a stream that lives.
+        // SAFETY: condition 1 of this function, on a live stream.
         let code = unsafe { sys::cuMemsetD8Async(at, 0, bytes, self.raw) };
         self.context.check(ZERO, code)
     }
@@ -155,7 +154,7 @@ impl Stream for CudaStream {
         let mut arguments = [params.as_ptr().cast_mut().cast::<c_void>()];
         let [x, y, z] = launch.grid;
         // SAFETY: condition 1 of this function; a kernel has one parameter, whose bytes the driver
-        // copies, and as many as there are of them where it can tell, see above.
+        // copies, and their number was checked above if the driver reports it.
         let code = unsafe {
             sys::cuLaunchKernel(
                 function.raw,
@@ -171,7 +170,7 @@ impl Stream for CudaStream {
                 ptr::null_mut(),
             )
         };
-        // Which of the kernels it was is known only here.
+        // Adds the name of the kernel, which is known only here.
         self.context.check("launch", code).map_err(|error| {
             DeviceError::new(error.kind(), "launch")
                 .with_detail(format!("{launch:?}: {error}"))
@@ -181,7 +180,7 @@ impl Stream for CudaStream {
 
     unsafe fn upload_batch(&mut self, copies: &[HostCopy]) -> Result<(), DeviceError> {
         if self.batches(copies.len()) {
-            // SAFETY: condition 1 of this function, on a stream that lives.
+            // SAFETY: condition 1 of this function, on a live stream.
             return unsafe { batch::upload(&self.context, self.raw, copies) };
         }
         for copy in copies {
@@ -193,7 +192,7 @@ impl Stream for CudaStream {
 
     unsafe fn download_batch(&mut self, copies: &[HostCopy]) -> Result<(), DeviceError> {
         if self.batches(copies.len()) {
-            // SAFETY: condition 1 of this function, on a stream that lives.
+            // SAFETY: condition 1 of this function, on a live stream.
             return unsafe { batch::download(&self.context, self.raw, copies) };
         }
         for copy in copies {
@@ -204,11 +203,11 @@ impl Stream for CudaStream {
     }
 
     fn begin_capture(&mut self) -> Result<(), DeviceError> {
-        self.lane.begin_capture()
+        self.handle.begin_capture()
     }
 
     fn end_capture(&mut self) -> Result<Box<dyn Graph>, DeviceError> {
-        Ok(Box::new(self.lane.end_capture()?))
+        Ok(Box::new(self.handle.end_capture()?))
     }
 
     unsafe fn replay(&mut self, graph: &dyn Graph) -> Result<(), DeviceError> {
@@ -217,12 +216,12 @@ impl Stream for CudaStream {
         let graph = graph.filter(|graph| graph.is_of(&self.context)).ok_or_else(|| {
             refuse(DeviceErrorKind::ForeignHandle, "replay", "a graph of another device")
         })?;
-        // SAFETY: a stream of this context that lives; condition 1 of this function.
+        // SAFETY: a live stream of this context; condition 1 of this function.
         unsafe { graph.launch(self.raw) }
     }
 
     fn record(&mut self) -> Result<Arc<dyn Event>, DeviceError> {
-        // SAFETY: a stream of this context that lives.
+        // SAFETY: a live stream of this context.
         let event = unsafe { CudaEvent::record(&self.context, self.raw) }?;
         Ok(Arc::new(event))
     }
@@ -243,13 +242,13 @@ impl Stream for CudaStream {
 
 impl Drop for CudaStream {
     fn drop(&mut self) {
-        self.lane.abandon_capture();
-        self.memory.close_lane(&*self.lane);
+        self.handle.abandon_capture();
+        self.memory.close_stream(&*self.handle);
         if !self.is_ours {
             return;
         }
         let Ok(_current) = self.context.enter("close a stream") else { return };
-        // SAFETY: opened by `open`, destroyed here alone. Work that was submitted goes on.
+        // SAFETY: opened by `open`, destroyed only here. Submitted work completes.
         let code = unsafe { sys::cuStreamDestroy_v2(self.raw) };
         let _ = self.context.check("close a stream", code);
     }

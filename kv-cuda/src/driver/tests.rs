@@ -1,4 +1,4 @@
-//! The driver itself, on the first device. A machine without one shows why and tests the rest.
+//! Tests of the driver on the first device. Without one they print why, and test the rest.
 use std::sync::Arc;
 
 use kv_core::DeviceErrorKind;
@@ -7,7 +7,7 @@ use super::*;
 use crate::gpu::{HostCopy, Launch};
 use crate::params::TableParams;
 
-/// The device, or `None` where this machine has none.
+/// Opens the device; `None` if this machine has none.
 fn gpu() -> Option<CudaGpu> {
     match CudaGpu::open(&CudaOptions::default()) {
         Ok(gpu) => Some(gpu),
@@ -19,17 +19,17 @@ fn gpu() -> Option<CudaGpu> {
     }
 }
 
-/// Page-locked memory that holds `bytes`.
+/// Allocates page-locked memory that holds `bytes`.
 fn pinned(gpu: &CudaGpu, bytes: &[u8]) -> Box<dyn Pinned> {
     let memory = gpu.pinned(bytes.len()).unwrap();
     assert_eq!(memory.len(), bytes.len());
-    // SAFETY: fresh memory of this very length.
+    // SAFETY: fresh memory of exactly this length.
     unsafe { memory.base().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
     memory
 }
 
 fn held(memory: &dyn Pinned) -> Vec<u8> {
-    // SAFETY: memory that was written, by `pinned` or a download that was waited for.
+    // SAFETY: memory that was written, by `pinned` or a completed download.
     unsafe { std::slice::from_raw_parts(memory.base(), memory.len()) }.to_vec()
 }
 
@@ -43,7 +43,7 @@ fn download(gpu: &CudaGpu, stream: &mut dyn Stream, from: Address, bytes: usize)
     held(&*memory)
 }
 
-/// True on any machine: a device is opened, or the refusal says why.
+/// Holds on any machine: a device is opened, or the error says why not.
 #[test]
 fn opening_never_panics() {
     for ordinal in [0, 99, u32::MAX] {
@@ -58,7 +58,7 @@ fn opening_never_panics() {
 }
 
 #[test]
-fn without_a_driver_the_reason_is_that() {
+fn a_missing_driver_is_the_reason() {
     if facts::is_driver_present() {
         return;
     }
@@ -88,19 +88,19 @@ fn memory_is_zeroed_copied_and_zeroed() {
     unsafe { stream.copy(device + 600, device + 20, 300) }.unwrap();
     expected.copy_within(20..320, 600);
     assert_eq!(download(&gpu, &mut *stream, device, 1000), expected);
-    // SAFETY: allocated above, and nothing uses it.
+    // SAFETY: allocated above, and not used any more.
     unsafe { gpu.free(device) };
 }
 
 #[test]
-fn batches_copy_every_piece() {
+fn batches_make_every_copy() {
     let Some(gpu) = gpu() else { return };
     let mut stream = gpu.stream().unwrap();
     let device = gpu.alloc(64 * 256).unwrap();
     let bytes: Vec<u8> = (0..64_u8).flat_map(|piece| [piece; 100]).collect();
     let (from, to) = (pinned(&gpu, &bytes), pinned(&gpu, &[0xee; 6400]));
     for (pieces, captured) in [(1, false), (64, false), (64, true)] {
-        // SAFETY: 6400 bytes that nothing reads or writes now.
+        // SAFETY: 6400 bytes that nothing else uses now.
         unsafe { to.base().write_bytes(0xee, 6400) };
         if captured {
             stream.begin_capture().unwrap();
@@ -113,7 +113,7 @@ fn batches_copy_every_piece() {
             };
             (0..pieces).map(piece).collect()
         };
-        // SAFETY: pieces lie in both memories, which live until the event below is done.
+        // SAFETY: all copies lie in both memories, which live until the event below is done.
         unsafe { stream.upload_batch(&copies(&*from)) }.unwrap();
         // SAFETY: as above.
         unsafe { stream.download_batch(&copies(&*to)) }.unwrap();
@@ -183,13 +183,13 @@ fn reserved_memory_stays_with_the_device() {
         // SAFETY: allocated above, and nothing uses it.
         unsafe { gpu.free(address) };
     }
-    assert_eq!(gpu.memory.held_bytes(), Some(held), "it was enough");
+    assert_eq!(gpu.memory.held_bytes(), Some(held), "the reserve was enough");
     let error = CudaGpu::open(&options.with_reserved_bytes(1 << 50)).unwrap_err();
     assert_eq!(error.kind(), DeviceErrorKind::OutOfMemory, "{error}");
 }
 
 #[test]
-fn memory_is_freed_behind_work_on_every_stream() {
+fn memory_is_freed_after_work_on_every_stream() {
     let Some(gpu) = gpu() else { return };
     let (mut stream, bytes) = (gpu.stream().unwrap(), vec![7_u8; 32 << 20]);
     let (memory, kept) = (pinned(&gpu, &bytes), gpu.alloc(32 << 20).unwrap());
@@ -199,18 +199,18 @@ fn memory_is_freed_behind_work_on_every_stream() {
         let device = gpu.alloc(32 << 20).unwrap();
         // SAFETY: the range is what was allocated, and the host memory lives.
         unsafe { stream.upload(device, memory.base(), 32 << 20) }.unwrap();
-        // SAFETY: both were allocated for so many bytes.
+        // SAFETY: both were allocated with this length.
         unsafe { stream.copy(kept, device, 32 << 20) }.unwrap();
         // SAFETY: allocated above; nothing that is submitted from here on uses it.
         unsafe { gpu.free(device) };
-        // Zeroes it, and must not under the copy.
+        // The allocation is zeroed, which must not happen before the copy.
         let next = gpu.alloc(32 << 20).unwrap();
         assert!(download(&gpu, &mut *stream, kept, 32 << 20) == bytes);
         // SAFETY: allocated above, and nothing uses it.
         unsafe { gpu.free(next) };
     }
     captured.end_capture().unwrap();
-    // One that is dropped while it captures.
+    // A stream that is dropped while it captures.
     captured.begin_capture().unwrap();
     drop(captured);
     // SAFETY: allocated above, and nothing uses it.
@@ -218,10 +218,10 @@ fn memory_is_freed_behind_work_on_every_stream() {
     assert!(gpu.stream().unwrap().record().unwrap().wait().is_ok());
 }
 
-/// Entry of the tables, and the block it becomes.
+/// Entry of the tables, and its new block.
 type TableChange = [u32; 2];
 
-/// A change of block tables: the smallest kernel there is.
+/// A change of block tables: the smallest kernel.
 struct Change {
     tables: Address,
     changes: Address,
@@ -238,13 +238,13 @@ impl Change {
     }
 
     fn submit(&self, stream: &mut dyn Stream) -> Result<(), DeviceError> {
-        // SAFETY: the host memory lives as long as `self`, which tests keep until they are done.
+        // SAFETY: the host memory lives as long as `self`, which tests keep until the work is done.
         unsafe { stream.upload(self.changes, self.memory.base(), Self::BYTES) }?;
         let (changes, tables) = (self.changes, self.tables);
         let params = TableParams { changes, tables, num_changes: 2, pad: 0 };
         let launch =
             Launch { kernel: "update_tables", grid: [1, 1, 1], threads: 256, shared_bytes: 0 };
-        // SAFETY: what `update_tables` takes; 16 tables and two changes were allocated.
+        // SAFETY: the parameters of `update_tables`; 16 tables and two changes were allocated.
         unsafe { stream.launch(&launch, bytemuck::bytes_of(&params)) }
     }
 
@@ -254,7 +254,7 @@ impl Change {
 
     fn free(self, gpu: &CudaGpu) {
         for address in [self.tables, self.changes] {
-            // SAFETY: allocated by `new`; the tests have waited for all that uses it.
+            // SAFETY: allocated by `new`; tests have waited for all work that uses it.
             unsafe { gpu.free(address) };
         }
     }
@@ -262,7 +262,7 @@ impl Change {
 
 const CHANGES: [TableChange; 2] = [[1, 77], [3, 99]];
 
-/// Every kernel of the archives; those that fail do not hide others.
+/// Loads every kernel of the archives, and reports all failures together.
 #[test]
 fn every_kernel_loads() {
     let Some(gpu) = gpu() else { return };
@@ -284,10 +284,10 @@ fn kernels_run_by_name() {
     let error = gpu.modules.function("no_such_kernel").unwrap_err();
     assert_eq!(error.kind(), DeviceErrorKind::Unsupported);
     let launch = Launch { kernel: "update_tables", grid: [0, 1, 1], threads: 1, shared_bytes: 0 };
-    // SAFETY: nothing runs: the driver refuses a grid of nothing.
+    // SAFETY: nothing runs: the driver refuses an empty grid.
     let error = unsafe { stream.launch(&launch, &[0; size_of::<TableParams>()]) }.unwrap_err();
     assert_eq!(error.kind(), DeviceErrorKind::Driver, "{error}");
-    assert_eq!(change.result(&gpu, &mut *stream), [0, 77, 0, 99], "the device is as it was");
+    assert_eq!(change.result(&gpu, &mut *stream), [0, 77, 0, 99], "the device is unchanged");
     change.free(&gpu);
 }
 
@@ -296,11 +296,11 @@ fn captured_work_runs_again() {
     let Some(gpu) = gpu() else { return };
     let mut stream = gpu.stream().unwrap();
     let change = Change::new(&gpu, CHANGES);
-    // Loading a kernel while work is captured is allowed.
+    // Loading a kernel during a capture is allowed.
     stream.begin_capture().unwrap();
     change.submit(&mut *stream).unwrap();
     let graph = stream.end_capture().unwrap();
-    assert_eq!(change.result(&gpu, &mut *stream), [0; 4], "captured, and not run");
+    assert_eq!(change.result(&gpu, &mut *stream), [0; 4], "captured work has not run");
     for _ in 0..3 {
         // SAFETY: the memory of `change` is there.
         unsafe { stream.zero(change.tables, 64) }.unwrap();
@@ -308,7 +308,7 @@ fn captured_work_runs_again() {
         unsafe { stream.replay(&*graph) }.unwrap();
         assert_eq!(change.result(&gpu, &mut *stream), [0, 77, 0, 99]);
     }
-    // A replay reads what lies in page-locked memory then.
+    // A replay reads the current content of page-locked memory.
     let block = change.memory.base().wrapping_add(4);
     // SAFETY: nothing reads the memory now, and a change has 8 bytes.
     unsafe { block.write(5) };
@@ -320,14 +320,14 @@ fn captured_work_runs_again() {
 }
 
 #[test]
-fn a_callers_stream_stays_the_callers() {
+fn a_callers_stream_is_not_destroyed() {
     use cudarc::driver::sys;
 
     let Some(gpu) = gpu() else { return };
     let raw = gpu.context.open_stream("test").unwrap();
     let change = Change::new(&gpu, CHANGES);
     for _ in 0..2 {
-        // SAFETY: the stream lives until the end of this test, and is of this context.
+        // SAFETY: the stream is alive until the end of this test, and is of this context.
         let mut stream = unsafe { gpu.foreign_stream(raw.cast()) }.unwrap();
         change.submit(&mut *stream).unwrap();
         assert_eq!(change.result(&gpu, &mut *stream), [0, 77, 0, 99]);
@@ -336,10 +336,10 @@ fn a_callers_stream_stays_the_callers() {
     let _current = gpu.context.enter("test").unwrap();
     // SAFETY: opened above; no wrapper is left.
     let code = unsafe { sys::cuStreamDestroy_v2(raw) };
-    assert_eq!(code, sys::CUresult::CUDA_SUCCESS, "it was still there");
+    assert_eq!(code, sys::CUresult::CUDA_SUCCESS, "the wrapper must not have destroyed it");
 }
 
-/// What is staged for an upload is used again for others: a graph of the caller would read those.
+/// Staging memory is reused: a graph of the caller would read other bytes.
 #[test]
 fn uploads_into_a_capture_of_the_owner_are_refused() {
     use cudarc::driver::sys;
@@ -347,25 +347,25 @@ fn uploads_into_a_capture_of_the_owner_are_refused() {
     let Some(gpu) = gpu() else { return };
     let raw = gpu.context.open_stream("test").unwrap();
     let change = Change::new(&gpu, CHANGES);
-    // SAFETY: the stream lives until the end of this test, and is of this context.
+    // SAFETY: the stream is alive until the end of this test, and is of this context.
     let mut stream = unsafe { gpu.foreign_stream(raw.cast()) }.unwrap();
     let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
     let mut graph = std::ptr::null_mut();
     {
         let _current = gpu.context.enter("test").unwrap();
-        // SAFETY: a stream that lives.
+        // SAFETY: a live stream.
         unsafe { sys::cuStreamBeginCapture_v2(raw, mode) }.result().unwrap();
     }
     let error = change.submit(&mut *stream).unwrap_err();
     assert_eq!(error.kind(), DeviceErrorKind::Unsupported, "{error}");
     {
         let _current = gpu.context.enter("test").unwrap();
-        // SAFETY: a stream that captures, and a place for a graph.
+        // SAFETY: a capturing stream, and an out-pointer for a graph.
         unsafe { sys::cuStreamEndCapture(raw, &raw mut graph) }.result().unwrap();
         // SAFETY: a graph that was just made, destroyed once.
         unsafe { sys::cuGraphDestroy(graph) }.result().unwrap();
     }
-    // Afterwards, and in a capture of our own, it is as ever.
+    // Afterwards, and in a capture of this crate, uploads work.
     change.submit(&mut *stream).unwrap();
     assert_eq!(change.result(&gpu, &mut *stream), [0, 77, 0, 99]);
     drop(stream);

@@ -1,4 +1,4 @@
-//! A GPU that does nothing at all: what is left is what the host does, for benches.
+//! A GPU that does nothing, so that benches measure the host's work alone.
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -9,14 +9,14 @@ use super::memory::HostMemory;
 use crate::gpu::{Event, Facts, Gpu, Launch, Pinned, Stream};
 use crate::params::Address;
 
-/// Memory of it begins at multiples of this.
+/// Alignment of its addresses.
 const ALIGN: u64 = 256;
 
-/// Addresses without memory, and work that is done before it is looked at.
+/// Hands out addresses without memory; all work is done at once.
 #[derive(Debug)]
 pub(crate) struct Idle {
     facts: Facts,
-    /// Where the next allocation begins.
+    /// Address of the next allocation.
     next: AtomicU64,
 }
 
@@ -56,7 +56,7 @@ impl Gpu for Idle {
     }
 }
 
-/// Takes work and forgets it.
+/// Accepts work and ignores it.
 #[derive(Debug)]
 struct IdleStream;
 
@@ -92,7 +92,7 @@ impl Stream for IdleStream {
     }
 }
 
-/// Work that was never there.
+/// The event of work that is always done.
 #[derive(Debug)]
 struct Done;
 

@@ -1,4 +1,4 @@
-//! The emulator's library: its three functions, found once.
+//! Bindings of the emulator's library.
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::fmt;
 use std::path::Path;
@@ -23,14 +23,14 @@ type KernelsFn = unsafe extern "C" fn(names: *mut *const c_char, max: u32) -> u3
 #[cfg(test)]
 type SizeofFn = unsafe extern "C" fn(struct_name: *const c_char) -> u32;
 
-/// The loaded library. Its functions may be called by several threads.
+/// The loaded library. Several threads may call its functions.
 pub(super) struct Library {
     launch: LaunchFn,
     #[cfg(test)]
     kernels: KernelsFn,
     #[cfg(test)]
     sizeof: SizeofFn,
-    /// Keeps the functions above where they are.
+    /// Keeps the functions above loaded.
     _loaded: libloading::Library,
 }
 
@@ -41,7 +41,7 @@ impl fmt::Debug for Library {
 }
 
 impl Library {
-    /// Loads it and finds its functions.
+    /// Loads the library and finds its functions.
     pub(super) fn load(path: &Path) -> Result<Self, DeviceError> {
         let unsupported = |error: libloading::Error| {
             let path = path.display();
@@ -50,8 +50,8 @@ impl Library {
                 .with_detail(detail)
                 .with_source(error)
         };
-        // SAFETY: what runs when the emulator's library is loaded puts its kernels on a list. That
-        // the file is that library is the word of who named it (`EmulatorOptions::with_library`).
+        // SAFETY: the initialisers of the emulator's library only register its kernels. Whoever
+        // names the file (`EmulatorOptions::with_library`) guarantees that it is that library.
         let library = unsafe { libloading::Library::new(path) }.map_err(unsupported)?;
         // SAFETY: the function of this name in kernels/emulator/abi.cpp has this signature.
         let launch = *unsafe { library.get::<LaunchFn>(b"kv_emu_launch") }.map_err(unsupported)?;
@@ -75,12 +75,11 @@ impl Library {
     /// Runs a kernel to its end.
     ///
     /// # Errors
-    ///
-    /// `Driver`, with the emulator's words, for a launch that it refuses or that went wrong.
+    /// `Driver`, with the emulator's message, for a launch that it refuses or that fails.
     ///
     /// # Safety
-    /// 1. `params` is what the kernel takes, and every address in it is that of memory as large as
-    ///    the kernel uses.
+    /// 1. `params` are the kernel's parameters, and every address in them points to memory as large
+    ///    as the kernel uses.
     pub(super) unsafe fn launch(
         &self,
         launch: &Launch,
@@ -95,8 +94,8 @@ impl Library {
             u32::try_from(params.len()).map_err(|error| failed(error.to_string()))?;
         let mut text = [0_u8; 1024];
         let text_bytes = u32::try_from(text.len()).unwrap_or(0);
-        // SAFETY: the name ends with a zero, `grid` has three numbers, `params` and `text` are as
-        // long as it is told; what the kernel does with its parameters is condition 1.
+        // SAFETY: the name ends with a zero, `grid` has three numbers, `params` and `text` have the
+        // lengths that are passed; condition 1 covers what the kernel does with its parameters.
         let code = unsafe {
             (self.launch)(
                 name.as_ptr(),
@@ -117,10 +116,10 @@ impl Library {
         Err(failed(String::from_utf8_lossy(text).into_owned()))
     }
 
-    /// Names of the kernels.
+    /// Lists the kernels.
     #[cfg(test)]
     pub(super) fn kernels(&self) -> Vec<String> {
-        // SAFETY: with room for 0 names it writes none.
+        // SAFETY: with space for 0 names it writes none.
         let count = unsafe { (self.kernels)(std::ptr::null_mut(), 0) };
         let mut names = vec![std::ptr::null::<c_char>(); usize::try_from(count).unwrap()];
         // SAFETY: `names` has room for `count` names.
@@ -132,7 +131,7 @@ impl Library {
         names.into_iter().map(name).collect()
     }
 
-    /// Bytes of a structure of `params.h`; 0 for one it does not know.
+    /// Returns the bytes of a structure of `params.h`; 0 for an unknown one.
     #[cfg(test)]
     pub(super) fn sizeof(&self, name: &str) -> usize {
         let name = CString::new(name).unwrap();

@@ -1,4 +1,4 @@
-//! Memory of the emulated GPU: host memory, and a list of what there is of it.
+//! Memory of the emulated GPU: host memory, and a list of allocations.
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::collections::BTreeMap;
 use std::ptr::NonNull;
@@ -9,7 +9,7 @@ use kv_core::{DeviceError, DeviceErrorKind};
 use crate::gpu::Pinned;
 use crate::params::Address;
 
-/// What device memory is aligned to.
+/// Alignment of device memory.
 const ALIGN: usize = 256;
 
 /// Zeroed host memory of a length above 0, freed when dropped.
@@ -19,13 +19,13 @@ pub(super) struct HostMemory {
     layout: Layout,
 }
 
-// SAFETY: it owns its bytes, as a `Box` does; who reads and writes through `base` answers for that.
+// SAFETY: it owns its bytes, as a `Box` does; users of `base` are responsible for their accesses.
 unsafe impl Send for HostMemory {}
-// SAFETY: it hands out nothing but a pointer and a length.
+// SAFETY: it hands out only a pointer and a length.
 unsafe impl Sync for HostMemory {}
 
 impl HostMemory {
-    /// Reserves it; `None` where the host has none, or for 0 bytes.
+    /// Allocates memory; `None` if the host has none, or for 0 bytes.
     pub(super) fn new(bytes: usize) -> Option<Self> {
         let layout =
             Layout::from_size_align(bytes, ALIGN).ok().filter(|layout| layout.size() > 0)?;
@@ -37,7 +37,7 @@ impl HostMemory {
 
 impl Drop for HostMemory {
     fn drop(&mut self) {
-        // SAFETY: `new` reserved `base` with this layout, and nothing else frees it.
+        // SAFETY: `new` allocated `base` with this layout, and nothing else frees it.
         unsafe { dealloc(self.base.as_ptr(), self.layout) };
     }
 }
@@ -54,8 +54,8 @@ impl Pinned for HostMemory {
 
 /// All allocations of one device.
 ///
-/// It counts as the driver's pool does: bytes once taken from the device stay in the pool, in use
-/// or not. The memory itself goes back to the host, so that work which comes too late is caught.
+/// Bytes are counted as in the driver's pool: once taken from the device they stay in the pool,
+/// used or not. The memory itself is returned to the host, so that late accesses are detected.
 #[derive(Debug)]
 pub(super) struct Memory {
     bytes_max: u64,
@@ -65,15 +65,15 @@ pub(super) struct Memory {
 #[derive(Debug, Default)]
 struct State {
     by_address: BTreeMap<Address, HostMemory>,
-    /// Bytes of the device that the pool has, in use or not.
+    /// Bytes of the device that the pool holds, used or not.
     held: u64,
-    /// Bytes of the device that another program has.
+    /// Bytes of the device that another program holds.
     #[cfg(test)]
     elsewhere: u64,
 }
 
 impl State {
-    /// Lets the pool have so many bytes, if the device does.
+    /// Grows the pool to `bytes` bytes, if the device has them.
     fn hold(&mut self, bytes: u64, bytes_max: u64) -> bool {
         #[cfg(test)]
         let bytes_max = bytes_max.saturating_sub(self.elsewhere);
@@ -87,7 +87,7 @@ impl State {
 }
 
 impl Memory {
-    /// All memory of a device, and what of it is reserved.
+    /// Creates the memory of a device and its reserve.
     pub(super) fn new(bytes_max: u64, reserved_bytes: u64) -> Result<Self, DeviceError> {
         let mut state = State::default();
         if !state.hold(reserved_bytes, bytes_max) {
@@ -102,7 +102,7 @@ impl Memory {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets another program have so many bytes, if the device has them left.
+    /// Gives `bytes` bytes to another program, if the device has them left.
     #[cfg(test)]
     pub(super) fn take_elsewhere(&self, bytes: u64) -> bool {
         let mut state = self.lock();
@@ -112,7 +112,7 @@ impl Memory {
         is_left
     }
 
-    /// Reserves zeroed memory.
+    /// Allocates zeroed memory.
     pub(super) fn alloc(&self, bytes: u64) -> Result<Address, DeviceError> {
         let full = || {
             let detail = format!("{bytes} bytes of {}", self.bytes_max);
@@ -130,13 +130,13 @@ impl Memory {
         Ok(address)
     }
 
-    /// Gives memory back. An address that is none is our bug, but no reason to stop a drop.
+    /// Frees memory. An unknown address is a bug, but not a reason to abort a drop.
     pub(super) fn free(&self, address: Address) {
         let freed = self.lock().by_address.remove(&address);
-        debug_assert!(freed.is_some(), "address {address:#x} is not that of an allocation");
+        debug_assert!(freed.is_some(), "address {address:#x} is not an allocation");
     }
 
-    /// The first of `bytes` bytes at `at`, which all lie in one allocation.
+    /// Returns the first of `bytes` bytes at `at`, which must lie in one allocation.
     pub(super) fn find(
         &self,
         at: Address,
@@ -158,7 +158,7 @@ impl Memory {
         }
     }
 
-    /// Allocations that were not freed, and their bytes.
+    /// Returns the number of allocations that were not freed, and their bytes.
     #[cfg(test)]
     pub(super) fn allocated(&self) -> (usize, u64) {
         let state = self.lock();

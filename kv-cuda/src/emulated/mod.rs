@@ -1,8 +1,8 @@
-//! A GPU that is this machine's CPU: the kernels' own source, run by the emulator's library.
+//! A GPU emulated on the CPU: the emulator's library runs the kernels' own source.
 //!
-//! Device memory is host memory, work is done when the call that submits it returns, and a launch
-//! that goes wrong (threads that wait for each other, shared memory overrun) is an error with the
-//! kernel, the block, the thread and the line. Owns memory and streams; `library` owns the calls.
+//! Device memory is host memory, and work is done when the call that submits it returns. A launch
+//! that fails (deadlocked threads, shared memory overrun) is an error with the kernel, the block,
+//! the thread and the line. Owns memory and streams; `library` owns the calls.
 mod idle;
 mod library;
 mod memory;
@@ -25,7 +25,7 @@ use stream::EmulatedStream;
 /// Name of the backend.
 const NAME: &str = "emulated";
 
-/// How an emulated GPU is opened.
+/// Options for opening an emulated GPU.
 ///
 /// # Examples
 ///
@@ -46,42 +46,43 @@ pub struct EmulatorOptions {
 }
 
 impl Default for EmulatorOptions {
-    /// In order, on 4 multiprocessors, with 8 GiB of memory.
+    /// In-order execution on 4 multiprocessors, with 8 GiB of memory.
     fn default() -> Self {
         Self { place: None, seed: 0, multiprocessors: 4, memory: 8 << 30, reserved_bytes: 0 }
     }
 }
 
 impl EmulatorOptions {
-    /// The library that `cargo xtask emulator` built. Otherwise the variable `KV_CUDA_EMULATOR`
-    /// names it, and without that it is `target/emulator/libkv_emulator.so` of this workspace.
+    /// Uses the library at this path, built by `cargo xtask emulator`. By default, the variable
+    /// `KV_CUDA_EMULATOR` names it, or it is `target/emulator/libkv_emulator.so` of this workspace.
     pub fn with_library(mut self, path: impl Into<PathBuf>) -> Self {
         self.place = Some(path.into());
         self
     }
 
-    /// Shuffles the blocks of a launch and the threads of a block, in another way for each launch
-    /// of a stream. 0, the default, keeps them in order.
+    /// Shuffles the blocks of a launch and the threads of a block, differently for each launch of a
+    /// stream. The default, 0, keeps them in order.
     pub fn with_seed(mut self, seed: u32) -> Self {
         self.seed = seed;
         self
     }
 
-    /// Multiprocessors that it claims to have: they decide how work is cut. At least 1.
+    /// Sets the reported number of multiprocessors, which decides how work is split. At least 1.
     pub fn with_multiprocessors(mut self, multiprocessors: u32) -> Self {
         self.multiprocessors = multiprocessors.max(1);
         self
     }
 
-    /// Bytes of device memory that it claims to have: more is refused as `OutOfMemory`.
+    /// Sets the bytes of device memory: allocations beyond it fail with `OutOfMemory`.
     pub fn with_memory(mut self, bytes: u64) -> Self {
         self.memory = bytes;
         self
     }
 
-    /// Bytes of device memory that are taken when it is opened, as
-    /// [`CudaOptions::with_reserved_bytes`](crate::CudaOptions::with_reserved_bytes) takes them.
-    /// More than it has are refused as `OutOfMemory`.
+    /// Reserves bytes of device memory when it is opened, as
+    /// [`CudaOptions::with_reserved_bytes`](crate::CudaOptions::with_reserved_bytes) does.
+    /// More than it has
+    /// fails with `OutOfMemory`.
     pub fn with_reserved_bytes(mut self, bytes: u64) -> Self {
         self.reserved_bytes = bytes;
         self
@@ -109,9 +110,8 @@ impl Emulator {
     /// Loads the library.
     ///
     /// # Errors
-    ///
-    /// `Unsupported` where there is no library, or one that is not the emulator's; `OutOfMemory`
-    /// where more is to be reserved than there is.
+    /// `Unsupported` without a library, or for one that is not the emulator's; `OutOfMemory` if
+    /// more is to be reserved than the device has.
     pub(crate) fn open(options: &EmulatorOptions) -> Result<Self, DeviceError> {
         let kernels = Arc::new(Library::load(&options.path())?);
         let facts = Facts {
@@ -125,7 +125,7 @@ impl Emulator {
         Ok(Self { kernels, memory, facts, seed: options.seed })
     }
 
-    /// Allocations that were not freed, and their bytes.
+    /// Returns the number of allocations that were not freed, and their bytes.
     #[cfg(test)]
     pub(crate) fn allocated(&self) -> (usize, u64) {
         self.memory.allocated()
@@ -146,7 +146,7 @@ impl Gpu for Emulator {
     }
 
     unsafe fn free(&self, address: Address) {
-        // Everything submitted is done, so there is nothing to wait for.
+        // All submitted work is done: nothing to wait for.
         self.memory.free(address);
     }
 
@@ -168,5 +168,5 @@ impl Gpu for Emulator {
     }
 }
 
-/// Bytes of shared memory of a block on `sm_90`; the library refuses more.
+/// Shared memory of a block on `sm_90`, in bytes; the library refuses more.
 const SHARED_BYTES_MAX: u32 = 232_448;

@@ -1,4 +1,4 @@
-//! Streams of the emulated GPU: what is submitted is done at once.
+//! Streams of the emulated GPU: submitted work is done at once.
 use std::any::Any;
 use std::ptr;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use super::memory::Memory;
 use crate::gpu::{Event, Graph, Launch, Stream};
 use crate::params::Address;
 
-/// An ordered lane of work that is done as soon as it is submitted.
+/// An in-order stream whose work is done as soon as it is submitted.
 #[derive(Debug)]
 pub(super) struct EmulatedStream {
     kernels: Arc<Library>,
@@ -18,11 +18,11 @@ pub(super) struct EmulatedStream {
     /// 0 keeps blocks and threads in order.
     seed: u32,
     launches: u32,
-    /// What is kept instead of being done.
+    /// Captured work, while a capture is active.
     captured: Option<Vec<Captured>>,
 }
 
-/// Work that was kept.
+/// A captured operation.
 #[derive(Debug, Clone)]
 enum Captured {
     Launch(Launch, Vec<u8>),
@@ -44,7 +44,7 @@ impl EmulatedStream {
         Self { kernels, memory, seed, launches: 0, captured: None }
     }
 
-    /// Host memory is not there any more when captured work runs.
+    /// Refuses captures of host memory, which is gone when captured work runs.
     fn refuse_captured(&self, operation: &'static str) -> Result<(), DeviceError> {
         if self.captured.is_none() {
             return Ok(());
@@ -52,7 +52,7 @@ impl EmulatedStream {
         Err(DeviceError::new(DeviceErrorKind::Unsupported, operation).with_detail("in a capture"))
     }
 
-    /// The seed of the next launch; 0 stays 0.
+    /// Returns the seed of the next launch; 0 stays 0.
     fn next_seed(&mut self) -> u32 {
         if self.seed == 0 {
             return 0;
@@ -71,8 +71,8 @@ impl Stream for EmulatedStream {
     ) -> Result<(), DeviceError> {
         self.refuse_captured("upload")?;
         let to = self.memory.find(to, byte_count(bytes), "upload")?;
-        // SAFETY: `find` has found the bytes at `to`, those at `from` are condition 1; memory of
-        // the device and page-locked memory are allocations of their own.
+        // SAFETY: `find` has found the bytes at `to`, condition 1 covers those at `from`; device
+        // memory and page-locked memory are separate allocations.
         unsafe { ptr::copy_nonoverlapping(from, to, bytes) };
         Ok(())
     }
@@ -85,8 +85,8 @@ impl Stream for EmulatedStream {
     ) -> Result<(), DeviceError> {
         self.refuse_captured("download")?;
         let from = self.memory.find(from, byte_count(bytes), "download")?;
-        // SAFETY: `find` has found the bytes at `from`, those at `to` are condition 1; memory of
-        // the device and page-locked memory are allocations of their own.
+        // SAFETY: `find` has found the bytes at `from`, condition 1 covers those at `to`; device
+        // memory and page-locked memory are separate allocations.
         unsafe { ptr::copy_nonoverlapping(from, to, bytes) };
         Ok(())
     }
@@ -99,8 +99,8 @@ impl Stream for EmulatedStream {
         let to = self.memory.find(to, bytes, "copy")?;
         let from = self.memory.find(from, bytes, "copy")?;
         let bytes = usize::try_from(bytes).unwrap_or(0);
-        // SAFETY: `find` has found the bytes of both, so their number is one that memory has;
-        // condition 1 for the rest.
+        // SAFETY: `find` has found the bytes of both, so their number fits memory; condition 1 for
+        // the rest.
         unsafe { ptr::copy_nonoverlapping(from, to, bytes) };
         Ok(())
     }
@@ -112,7 +112,7 @@ impl Stream for EmulatedStream {
         }
         let to = self.memory.find(at, bytes, "zero")?;
         let bytes = usize::try_from(bytes).unwrap_or(0);
-        // SAFETY: `find` has found the bytes at `at`, so their number is one that memory has.
+        // SAFETY: `find` has found the bytes at `at`, so their number fits memory.
         unsafe { ptr::write_bytes(to, 0, bytes) };
         Ok(())
     }
@@ -123,7 +123,7 @@ impl Stream for EmulatedStream {
             return Ok(());
         }
         let seed = self.next_seed();
-        // SAFETY: condition 1 of this function is that of the library's.
+        // SAFETY: condition 1 of this function.
         unsafe { self.kernels.launch(launch, params, seed) }
     }
 
@@ -173,10 +173,10 @@ impl Stream for EmulatedStream {
     }
 }
 
-/// An event: everything before it was done when it was recorded.
+/// An event: everything before it is done when it is recorded.
 #[derive(Debug)]
 struct Done {
-    /// Tells devices apart.
+    /// Identifies the device.
     memory: Arc<Memory>,
 }
 
@@ -194,5 +194,6 @@ fn byte_count(bytes: usize) -> u64 {
     u64::try_from(bytes).unwrap_or(u64::MAX)
 }
 
-/// An odd number with bits all over, so that the seeds of neighbours have little in common.
+/// An odd number with bits in all places, so that seeds of consecutive launches have little in
+/// common.
 const SEED_STEP: u32 = 0x9e37_79b9;

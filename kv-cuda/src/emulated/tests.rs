@@ -1,4 +1,4 @@
-//! What the library and this module promise each other.
+//! The interface between the library and this module.
 use super::*;
 use crate::gpu::Launch;
 use crate::params::SIZES;
@@ -8,7 +8,7 @@ fn open() -> Emulator {
 }
 
 #[test]
-fn structures_are_as_large_as_the_kernels() {
+fn structures_have_the_sizes_of_the_kernels() {
     let library = open().kernels;
     for (name, bytes) in SIZES {
         assert_eq!(library.sizeof(&format!("Kv{name}")), *bytes, "{name}");
@@ -17,7 +17,7 @@ fn structures_are_as_large_as_the_kernels() {
 }
 
 #[test]
-fn every_kernel_has_a_name_of_its_own() {
+fn kernel_names_are_unique() {
     let mut names = open().kernels.kernels();
     let count = names.len();
     assert!(count > 0);
@@ -40,7 +40,7 @@ fn a_wrong_launch_is_refused() {
     assert!(refused(&unknown, &[]).contains("no kernel is named no_kernel"));
     let nobody = gpu.kernels.kernels().into_iter().next().unwrap();
     let kernel: &'static str = nobody.leak();
-    // No block has so few threads or so many bytes of parameters.
+    // No block has so few threads or such large parameters.
     let none = Launch { kernel, threads: 1, ..unknown };
     assert!(refused(&none, &[]).contains("threads a block"));
 }
@@ -54,20 +54,20 @@ fn memory_is_aligned_zeroed_counted_and_bounded() {
     let mut stream = gpu.stream().unwrap();
     // SAFETY: both have 1000 bytes.
     unsafe { stream.download(pinned.base(), address, 1000) }.unwrap();
-    // SAFETY: `pinned` has 1000 bytes that nobody writes now.
+    // SAFETY: `pinned` has 1000 bytes that nothing writes now.
     assert!(unsafe { std::slice::from_raw_parts(pinned.base(), 1000) }.iter().all(|b| *b == 0));
     let full = gpu.alloc(3097).unwrap_err();
     assert_eq!(full.kind(), DeviceErrorKind::OutOfMemory);
-    // SAFETY: refused, since the range ends behind the allocation.
+    // SAFETY: refused, because the range ends past the allocation.
     let outside = unsafe { stream.zero(address + 1, 1000) }.unwrap_err();
     assert_eq!(outside.kind(), DeviceErrorKind::OutOfRange);
-    // SAFETY: allocated above, not used below.
+    // SAFETY: allocated above and not used below.
     unsafe { gpu.free(address) };
     assert_eq!(gpu.allocated(), (0, 0));
 }
 
 #[test]
-fn reserved_memory_is_nobody_elses() {
+fn reserved_memory_is_not_shared() {
     let options = EmulatorOptions::default().with_memory(4096);
     let error = Emulator::open(&options.clone().with_reserved_bytes(4097)).unwrap_err();
     assert_eq!(error.kind(), DeviceErrorKind::OutOfMemory);
@@ -75,22 +75,22 @@ fn reserved_memory_is_nobody_elses() {
     let gpu = Emulator::open(&options.with_reserved_bytes(3000)).unwrap();
     assert!(!gpu.memory.take_elsewhere(1097));
     assert!(gpu.memory.take_elsewhere(1000));
-    // What is freed is there again, and still nobody else's.
+    // Freed memory is available again, still to this device only.
     let mut refused = 0;
     for _ in 0..3 {
         let first = gpu.alloc(2000).unwrap();
         let second = gpu.alloc(1000).unwrap();
         refused += u32::from(gpu.alloc(97).is_err());
         for address in [first, second] {
-            // SAFETY: allocated above, not used below.
+            // SAFETY: allocated above and not used below.
             unsafe { gpu.free(address) };
         }
         assert!(!gpu.memory.take_elsewhere(97));
     }
     assert_eq!(refused, 3);
-    // What was not reserved is taken as it is needed, and kept.
+    // Memory beyond the reserve is allocated as needed, and kept.
     let all = gpu.alloc(3096).unwrap();
-    // SAFETY: allocated above, not used below.
+    // SAFETY: allocated above and not used below.
     unsafe { gpu.free(all) };
     assert!(!gpu.memory.take_elsewhere(1));
     assert_eq!(gpu.alloc(3097).unwrap_err().kind(), DeviceErrorKind::OutOfMemory);
@@ -98,11 +98,11 @@ fn reserved_memory_is_nobody_elses() {
 }
 
 #[test]
-fn bytes_go_there_and_back() {
+fn bytes_round_trip() {
     let gpu = open();
     let address = gpu.alloc(16).unwrap();
     let (from, to) = (gpu.pinned(8).unwrap(), gpu.pinned(16).unwrap());
-    // SAFETY: `from` has 8 bytes that nobody else uses.
+    // SAFETY: `from` has 8 bytes that nothing else uses.
     unsafe { std::slice::from_raw_parts_mut(from.base(), 8) }.copy_from_slice(b"12345678");
     let mut stream = gpu.stream().unwrap();
     // SAFETY: bytes 4 to 12 of 16, from 8.
@@ -116,7 +116,7 @@ fn bytes_go_there_and_back() {
     // SAFETY: `to` has 16 bytes, written above.
     let bytes = unsafe { std::slice::from_raw_parts(to.base(), 16) };
     assert_eq!(bytes, [0, 0, 0, 0, b'1', b'2', 0, 0, b'5', b'6', b'7', b'8', 0, 0, 0, 0]);
-    // SAFETY: allocated above, not used below.
+    // SAFETY: allocated above and not used below.
     unsafe { gpu.free(address) };
 }
 
@@ -131,7 +131,7 @@ fn events_of_another_device_are_refused() {
 }
 
 #[test]
-fn without_a_library_it_says_how_to_get_one() {
+fn a_missing_library_names_the_command_that_builds_it() {
     let nowhere = EmulatorOptions::default().with_library("/nowhere/libkv_emulator.so");
     let error = Emulator::open(&nowhere).unwrap_err();
     assert_eq!(error.kind(), DeviceErrorKind::Unsupported);

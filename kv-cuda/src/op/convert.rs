@@ -1,4 +1,4 @@
-//! Changes of axes and element type.
+//! Conversion of axes and element type.
 use kv_core::DeviceError;
 use kv_core::plan::{ConvertArgs, ConvertPlan};
 
@@ -34,14 +34,14 @@ pub(crate) fn convert(
         total: plan.total(),
     };
     let launch = launch(&params);
-    // SAFETY: every address is that of memory whose extent was compared with what the plan reaches,
-    // and which its owner, or the queue, keeps until the stream has passed.
+    // SAFETY: the extent of every address was compared with what the plan reaches, and the owner of
+    // the memory, or the queue, keeps it until the stream has passed.
     unsafe { queue.launch(&launch, &params)? };
     let owned = Owned { entries: params.entries, count: params.num_entries, counts: 0 };
     pad::pad_rows(queue, (dst, owned), plan.total(), 0.0)
 }
 
-/// How it is cut; the numbers are explained in `convert.cu`.
+/// Returns the launch; `convert.cu` explains the numbers.
 fn launch(params: &ConvertParams) -> Launch {
     let grid = [warps4(params.total.into()), 1, 1];
     Launch { kernel: "convert_rows", grid, threads: 128, shared_bytes: 0 }

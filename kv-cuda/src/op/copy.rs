@@ -1,4 +1,4 @@
-//! Copies between blocks, in K and V of every layer of a group.
+//! Block copies in K and V of every layer of a group.
 use kv_core::DeviceError;
 use kv_core::plan::{CopyArgs, CopyPlan};
 
@@ -22,11 +22,11 @@ pub(crate) fn copy_blocks(
         .map(|copy| BlockCopy { from: copy.from.0, to: copy.to.0, slots: copy.slots, pad: 0 })
         .collect();
     let blocks = copies.iter().map(|copy| copy.from.max(copy.to).saturating_add(1)).max();
-    let Parts { call, pack, constants, mut way } = queue.parts(OPERATION);
+    let Parts { call, pack, constants, mut transfer } = queue.parts(OPERATION);
     let blocks = blocks.unwrap_or(0);
     let mut planes = Vec::new();
     for view in args.storage().planes() {
-        planes.push(call.plane(&view, blocks, None, (&mut *constants, &mut way))?);
+        planes.push(call.plane(&view, blocks, None, (&mut *constants, &mut transfer))?);
     }
     let copies_at = pack.push(&copies);
     let planes_at = pack.push(&planes);
@@ -38,12 +38,12 @@ pub(crate) fn copy_blocks(
         num_copies: to_u32(copies.len()),
     };
     let launch = launch(&params, &planes);
-    // SAFETY: every address is that of memory whose extent was compared with what plan and layouts
-    // reach, and which its owner, or the queue, keeps until the stream has passed.
+    // SAFETY: the extent of every address was compared with what plan and layouts reach, and the
+    // owner of the memory, or the queue, keeps it until the stream has passed.
     unsafe { queue.launch(&launch, &params) }
 }
 
-/// How it is cut; the numbers are explained in `copy.cu`.
+/// Returns the launch; `copy.cu` explains the numbers.
 fn launch(params: &CopyParams, planes: &[Plane]) -> Launch {
     let bytes = planes.iter().map(|plane| plane.block_bytes).max().unwrap_or(0);
     let parts = u32::try_from(bytes.div_ceil(8192)).unwrap_or(u32::MAX).min(MAX_YZ);

@@ -1,4 +1,4 @@
-//! The read of cached rows into a plain tensor.
+//! Reading cached rows into a plain tensor.
 use kv_core::DeviceError;
 use kv_core::plan::{GatherArgs, GatherPlan};
 
@@ -36,9 +36,9 @@ pub(crate) fn gather(
         longest = longest.max(range.len);
     }
     let room = Room { entries: plan.ranges().len(), longest, total: plan.total() };
-    let Parts { call, pack, constants, mut way } = queue.parts(OPERATION);
+    let Parts { call, pack, constants, mut transfer } = queue.parts(OPERATION);
     let out = call.output(args.out(), room)?;
-    let plane = call.plane(args.plane(), tables.num_blocks(), None, (constants, &mut way))?;
+    let plane = call.plane(args.plane(), tables.num_blocks(), None, (constants, &mut transfer))?;
     let ranges_at = pack.push(&ranges);
     let entries_at = pack.push(&entries);
     let tables_at = pack.push(&blocks);
@@ -52,14 +52,14 @@ pub(crate) fn gather(
         total: plan.total(),
     };
     let launch = launch(&params);
-    // SAFETY: every address is that of memory whose extent was compared with what plan and layouts
-    // reach, and which its owner, or the queue, keeps until the stream has passed.
+    // SAFETY: the extent of every address was compared with what plan and layouts reach, and the
+    // owner of the memory, or the queue, keeps it until the stream has passed.
     unsafe { queue.launch(&launch, &params)? };
     let owned = Owned { entries: entries_at.from(base), count: to_u32(entries.len()), counts: 0 };
     pad::pad_rows(queue, (out, owned), plan.total(), 0.0)
 }
 
-/// How it is cut; the numbers are explained in `gather.cu`.
+/// Returns the launch; `gather.cu` explains the numbers.
 fn launch(params: &GatherParams) -> Launch {
     let plane = &params.plane;
     let units = u64::from(params.total).saturating_mul(plane.num_kv_heads.into());

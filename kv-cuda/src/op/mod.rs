@@ -1,4 +1,4 @@
-//! The operations: what each kernel is given and how it is started.
+//! The operations: parameters and launch of each kernel.
 pub(crate) mod attend;
 pub(crate) mod convert;
 pub(crate) mod copy;
@@ -6,22 +6,22 @@ pub(crate) mod gather;
 mod pad;
 pub(crate) mod write;
 
-/// Shared memory is handed out in pieces of 16 bytes.
+/// Rounds up to 16 bytes, the granularity of shared memory in kernels.
 fn round16(bytes: u32) -> u32 {
     bytes.checked_next_multiple_of(16).unwrap_or(u32::MAX)
 }
 
-/// Largest `head_dim` of K and of V whose rows fit the shared memory of a thread block in the
-/// kernels that take any; beyond it their launch would fail.
+/// Returns the largest `head_dim` of K and of V whose rows fit a thread block's shared memory in
+/// the general kernels; launches beyond it would fail.
 pub(crate) fn head_dim_max(shared_bytes_max: u32) -> u32 {
     attend::head_dim_max(shared_bytes_max).min(write::head_dim_max(shared_bytes_max))
 }
 
-/// Blocks along y and z that every device takes; kernels that may want more go on with the next.
+/// Maximum blocks along y and z on every device; kernels loop over the rest.
 const MAX_YZ: u32 = 65_535;
 
-/// Blocks of four warps for one warp a unit. No more than every device takes along x: kernels go on
-/// with the next unit where there are more.
+/// Returns the blocks of four warps for one warp per unit, at most what every device allows along
+/// x: kernels loop over the rest.
 fn warps4(units: u64) -> u32 {
     u32::try_from(units.div_ceil(4)).unwrap_or(u32::MAX).min(1 << 30)
 }

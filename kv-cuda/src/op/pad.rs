@@ -1,4 +1,4 @@
-//! Rows of an output that no entry owns.
+//! Padding: rows of an output that belong to no entry.
 use kv_core::DeviceError;
 
 use super::warps4;
@@ -9,15 +9,15 @@ use crate::queue::CudaQueue;
 /// The rows that belong to the entries of a batch.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Owned {
-    /// `Entry` of each, in device memory.
+    /// The `Entry` list, in device memory.
     pub(crate) entries: Address,
-    /// How many.
+    /// Number of entries.
     pub(crate) count: u32,
-    /// The counts of the step, where a captured launch may meet others; 0 without.
+    /// The counts of the step, if a captured launch may be replayed with others; otherwise 0.
     pub(crate) counts: Address,
 }
 
-/// Sets every row of `out` behind those of the entries to `value`; `total`: rows that are owned.
+/// Sets every row of `out` that belongs to no entry to `value`; `total` rows belong to entries.
 pub(crate) fn pad_rows(
     queue: &mut CudaQueue,
     (out, owned): (Tensor, Owned),
@@ -25,8 +25,8 @@ pub(crate) fn pad_rows(
     value: f32,
 ) -> Result<(), DeviceError> {
     let rows = u64::from(out.batch).saturating_mul(out.tokens.into());
-    // No entry has more rows than there is room for, so as many as there are means that none is
-    // free. A replay may meet a batch that leaves some.
+    // No entry has more rows than fit, so an equal total means that no row is left over. In a
+    // replay some rows may be.
     if u64::from(total) >= rows && !queue.is_capturing() {
         return Ok(());
     }
@@ -40,12 +40,12 @@ pub(crate) fn pad_rows(
         counts: owned.counts,
     };
     let launch = launch(&params);
-    // SAFETY: the caller has compared the reach of `out` with its buffer, and the entries lie where
-    // the queue keeps them.
+    // SAFETY: the caller has compared the reach of `out` with its buffer, and the queue keeps the
+    // entries.
     unsafe { queue.launch(&launch, &params) }
 }
 
-/// How it is cut; the numbers are explained in `pad.cu`.
+/// Returns the launch; `pad.cu` explains the numbers.
 fn launch(params: &PadParams) -> Launch {
     let units = u64::from(params.out.batch).saturating_mul(params.out.tokens.into());
     Launch { kernel: "pad_rows", grid: [warps4(units), 1, 1], threads: 128, shared_bytes: 0 }

@@ -1,4 +1,4 @@
-//! The scatter of new K and V rows into their slots.
+//! Writing new K and V rows into their slots.
 use kv_core::DeviceError;
 use kv_core::plan::{WriteArgs, WritePlan};
 
@@ -23,28 +23,28 @@ pub(crate) fn write_kv(
         total: plan.total_new(),
     };
     let step = queue.step(plan.batch(), plan.tables())?;
-    let Parts { call, pack, constants, mut way } = queue.parts(OPERATION);
+    let Parts { call, pack, constants, mut transfer } = queue.parts(OPERATION);
     let (k, k_from) = call.input(args.k(), room, pack)?;
     let (v, v_from) = call.input(args.v(), room, pack)?;
     let (blocks, planned) = (plan.tables().num_blocks(), Some(plan.layout()));
-    let k_plane = call.plane(args.k_plane(), blocks, planned, (constants, &mut way))?;
-    let v_plane = call.plane(args.v_plane(), blocks, planned, (constants, &mut way))?;
+    let k_plane = call.plane(args.k_plane(), blocks, planned, (constants, &mut transfer))?;
+    let v_plane = call.plane(args.v_plane(), blocks, planned, (constants, &mut transfer))?;
     let base = queue.send()?;
     let (k, v) = (k_from.rows(k, base), v_from.rows(v, base));
     let params = WriteParams { plan: step.plan, k, v, k_plane, v_plane };
     let launch = launch(&params, &step.extent);
-    // SAFETY: every address is that of memory whose extent was compared with what plan and layouts
-    // reach, and which its owner, or the queue, keeps until the stream has passed.
+    // SAFETY: the extent of every address was compared with what plan and layouts reach, and the
+    // owner of the memory, or the queue, keeps it until the stream has passed.
     unsafe { queue.launch(&launch, &params) }
 }
 
-/// Largest `head_dim` that `write_tails` has the shared memory for: four warps, a value of a row
-/// takes 4 bytes there in each of three places.
+/// Returns the largest `head_dim` that fits the shared memory of `write_tails`: four warps, each
+/// with three values of 4 bytes per channel.
 pub(super) fn head_dim_max(shared_bytes_max: u32) -> u32 {
     (shared_bytes_max.saturating_sub(1024) / 48) & !15
 }
 
-/// The kernel for these planes, and how it is cut; the numbers are explained in `write.cu`.
+/// Returns the kernel and the launch for these planes; `write.cu` explains the numbers.
 fn launch(params: &WriteParams, extent: &Extent) -> Launch {
     let planes = [&params.k_plane, &params.v_plane];
     let heads = params.k_plane.num_kv_heads;
@@ -52,7 +52,7 @@ fn launch(params: &WriteParams, extent: &Extent) -> Launch {
     let row_bytes = planes.map(|plane| plane.row_bytes).into_iter().max().unwrap_or(0);
     let floats = round16(dim.saturating_mul(4));
     let warp = floats.saturating_add(256).saturating_add(round16(row_bytes));
-    // A warp a plane and head.
+    // One warp per plane and head.
     let blocks = |units: u32| units.saturating_mul(heads).saturating_mul(2).div_ceil(4);
     let (kernel, x, y, shared) = if params.k_plane.has_tail != 0 {
         let parts = extent.new_len_max.checked_div(params.k_plane.block_size).unwrap_or(0);

@@ -1,4 +1,4 @@
-//! One batch's lists on the device.
+//! The lists of one batch on the device.
 use std::sync::Arc;
 
 use kv_core::DeviceError;
@@ -7,7 +7,7 @@ use kv_core::plan::{PlanBuffers, PlanId, WritePlan};
 
 use super::lists::{Lists, extent_of, within};
 use super::tables::{Change, DeviceTables};
-use super::{StepLimits, StepPlan, Way};
+use super::{StepLimits, StepPlan, Transfer};
 use crate::buffer::CudaBuffer;
 use crate::decode::{Work, room};
 use crate::gpu::{Gpu, Launch};
@@ -15,38 +15,39 @@ use crate::params::{Address, Piece, TableParams};
 use crate::scratch::{Pack, Scratch};
 use kv_core::num::{to_u32, to_u64};
 
-/// The lists of one batch, and the tables they point into.
+/// The lists of one batch, and the block tables that they refer to.
 #[derive(Debug)]
 pub(super) struct Image {
     gpu: Arc<dyn Gpu>,
     id: PlanId,
     pub(super) used: u64,
     memory: Scratch,
-    /// The lists of batches beyond the limits, and of those that are sent with their tables.
+    /// Lists of batches beyond the limits, and of those that are sent with their tables.
     larger: Scratch,
     tables: DeviceTables,
-    /// What of the tables is not on the device, and memory for more of it than limits leave room.
+    /// Changes of the tables that are not on the device, and memory for more of them than the
+    /// limits allow for.
     changes: Vec<Change>,
     many_changes: Scratch,
     /// Whether its lists keep their addresses.
     is_fixed: bool,
     step: StepPlan,
-    /// Layers that decode alike share a plan: one, or one for every window.
+    /// Decode plans: layers with equal masks share one.
     decodes: Vec<DecodeImage>,
 }
 
-/// How the batch is decoded.
+/// A decode plan.
 #[derive(Debug)]
 struct DecodeImage {
     work: Work,
     memory: Scratch,
     pieces: Address,
     starts: Address,
-    /// Whether it is this batch's.
+    /// Whether it was made for this batch.
     is_made: bool,
 }
 
-/// Ways of decoding that are kept.
+/// Number of decode plans that are kept.
 const DECODES_KEPT: usize = 16;
 
 impl Image {
@@ -73,35 +74,35 @@ impl Image {
         self.step
     }
 
-    /// Why launches of this batch cannot be captured or replayed, `None` where they can.
+    /// Returns why launches of this batch cannot be captured or replayed, `None` if they can.
     pub(super) fn not_fixed(&self, limits: &StepLimits) -> Option<String> {
-        let unknown = || "the step is not one of these limits".to_owned();
+        let unknown = || "the step began under other limits".to_owned();
         (!self.is_fixed).then(|| within(&self.step.extent, limits).unwrap_or_else(unknown))
     }
 
-    /// All memory that captured launches may name.
+    /// Returns all memory that captured launches may use.
     pub(super) fn memory(&self) -> Vec<CudaBuffer> {
         let decodes = self.decodes.iter().filter_map(|decode| decode.memory.memory());
         let own = [self.memory.memory(), self.tables.memory()].into_iter().flatten();
         own.chain(decodes).cloned().collect()
     }
 
-    /// The batch is nobody's until its copy stands.
+    /// Invalidates the batch until it is sent again.
     fn forget(&mut self) {
         self.id = super::no_plans();
         self.forget_decodes();
     }
-    /// How it is decoded is planned once more.
+    /// Makes decode plans be computed again.
     pub(super) fn forget_decodes(&mut self) {
         for decode in &mut self.decodes {
             decode.is_made = false;
         }
     }
 
-    /// Addresses of the pieces and starts of this batch's decoding, planned at the first call.
+    /// Returns the addresses of this batch's work items and starts, planned on first use.
     pub(super) fn decode(
         &mut self,
-        way: &mut Way<'_>,
+        transfer: &mut Transfer<'_>,
         work: &Work,
     ) -> Result<(Address, Address), DeviceError> {
         let extent = self.step.room;
@@ -127,9 +128,9 @@ impl Image {
         decode.pieces = decode.memory.reserve(pieces.saturating_add(starts))?;
         decode.starts = decode.pieces.saturating_add(pieces);
         let params = work.params(self.step.plan, [decode.pieces, decode.starts]);
-        // SAFETY: the plan lies in the image's memory; there is room for as many pieces as any
-        // batch of the image's extent is cut into, and for one more start than there are slots.
-        unsafe { way.stream.launch(&Work::launch(), bytemuck::bytes_of(&params))? };
+        // SAFETY: the plan lies in the image's memory; the memory fits the work items of any batch
+        // of the image's extent, and one more start than there are slots.
+        unsafe { transfer.stream.launch(&Work::launch(), bytemuck::bytes_of(&params))? };
         decode.is_made = true;
         Ok((decode.pieces, decode.starts))
     }
@@ -137,7 +138,7 @@ impl Image {
     /// Sends a batch with its block tables.
     pub(super) fn send_whole(
         &mut self,
-        way: &mut Way<'_>,
+        transfer: &mut Transfer<'_>,
         pack: &mut Pack,
         batch: &PlanBuffers,
         tables: &BlockTables,
@@ -152,16 +153,16 @@ impl Image {
         let lists = Lists::put(pack, (batch, extent_of(batch)), None, (table, &[]));
         self.is_fixed = false;
         let blocks = pack.push(&blocks);
-        let base = self.larger.send((way.stream, way.staging), pack)?;
+        let base = self.larger.send((transfer.stream, transfer.staging), pack)?;
         self.step = lists.at(base, blocks.from(base));
         self.id = batch.id();
         Ok(())
     }
 
-    /// Sends a batch, and of the block tables what is not on the device yet.
+    /// Sends a batch, and those entries of the block tables that are not on the device yet.
     pub(super) fn send_with_changes(
         &mut self,
-        way: &mut Way<'_>,
+        transfer: &mut Transfer<'_>,
         pack: &mut Pack,
         write: &WritePlan<'_>,
         limits: Option<StepLimits>,
@@ -172,7 +173,7 @@ impl Image {
         if let Some(limits) = limits {
             let width = write.layout().slot_map().blocks_reserved(limits.max_seq_len);
             if !self.tables.fit_fixed(rows(), tables, (limits, width))? {
-                return self.send_whole(way, pack, batch, tables);
+                return self.send_whole(transfer, pack, batch, tables);
             }
         } else {
             self.tables.fit(rows(), tables)?;
@@ -185,7 +186,7 @@ impl Image {
         let lists = Lists::put(pack, (batch, extent), fixed, (table, &self.changes));
         let is_larger = limits.is_some() && fixed.is_none();
         let memory = if is_larger { &mut self.larger } else { &mut self.memory };
-        let sent = memory.send((way.stream, way.staging), pack).and_then(|base| {
+        let sent = memory.send((transfer.stream, transfer.staging), pack).and_then(|base| {
             self.step = lists.at(base, self.tables.address());
             if self.changes.is_empty() {
                 return Ok(());
@@ -195,12 +196,12 @@ impl Image {
             } else {
                 pack.clear();
                 let at = pack.push(&self.changes);
-                at.from(self.many_changes.send((way.stream, way.staging), pack)?)
+                at.from(self.many_changes.send((transfer.stream, transfer.staging), pack)?)
             };
-            update_tables(way, (at, self.changes.len()), self.tables.address())
+            update_tables(transfer, (at, self.changes.len()), self.tables.address())
         });
         if sent.is_err() {
-            // Rows that were noted as sent may not be.
+            // Rows that were recorded as sent may not have been.
             self.tables.forget();
             return sent;
         }
@@ -209,15 +210,15 @@ impl Image {
     }
 }
 
-/// Changes entries of tables.
+/// Writes changed entries to the tables on the device.
 fn update_tables(
-    way: &mut Way<'_>,
+    transfer: &mut Transfer<'_>,
     (changes, count): (Address, usize),
     tables: Address,
 ) -> Result<(), DeviceError> {
     let params = TableParams { changes, tables, num_changes: to_u32(count), pad: 0 };
     let grid = [params.num_changes.div_ceil(256).min(1024), 1, 1];
     let launch = Launch { kernel: "update_tables", grid, threads: 256, shared_bytes: 0 };
-    // SAFETY: the changes lie in the image's memory, and name entries of the tables'.
-    unsafe { way.stream.launch(&launch, bytemuck::bytes_of(&params)) }
+    // SAFETY: the changes lie in the image's memory, and refer to entries of the tables.
+    unsafe { transfer.stream.launch(&launch, bytemuck::bytes_of(&params)) }
 }

@@ -1,4 +1,4 @@
-//! The lists of one batch, and how large they may get.
+//! The lists of one batch, and their maximum sizes.
 use kv_core::plan::{KvSplit, PlanBuffers, PlannedSequence};
 
 use super::tables::Change;
@@ -7,7 +7,7 @@ use crate::params::{Address, Counts, Entry, Plan, Sequence, Split};
 use crate::scratch::{At, Pack};
 use kv_core::num::{to_u32, to_u64, to_usize};
 
-/// How many elements each list has room for.
+/// Number of elements that each list has space for.
 #[derive(Debug, Clone, Copy)]
 struct Room {
     sequences: usize,
@@ -16,7 +16,7 @@ struct Room {
     changes: usize,
 }
 
-/// Where the lists of a batch are in a pack.
+/// Offsets of a batch's lists in a pack.
 pub(super) struct Lists {
     counts: At,
     sequences: At,
@@ -30,8 +30,8 @@ pub(super) struct Lists {
 }
 
 impl Lists {
-    /// Adds the lists of a batch to an empty pack; with limits, each at the same place every time.
-    /// Changes of tables come along where there is room for them.
+    /// Adds the lists of a batch to an empty pack; with limits, each list is always at the same
+    /// offset. Changes of tables are added if they fit.
     pub(super) fn put(
         pack: &mut Pack,
         (batch, actual): (&PlanBuffers, Extent),
@@ -65,7 +65,7 @@ impl Lists {
         let fits = changes.len() <= room.changes;
         let changes = if fits { changes } else { &[] };
         let changes_at = pack.push_each(changes.iter().copied(), room.changes);
-        // The longest room comes last, where it is not sent.
+        // The list with the most unused space comes last, where that space is not sent.
         let splits_at = pack.push_each(batch.splits().iter().map(split), 0);
         let missing = room.splits.saturating_sub(batch.splits().len());
         if missing > 0 {
@@ -84,7 +84,7 @@ impl Lists {
         }
     }
 
-    /// Where the changes of tables are once the pack lies at `base`, if they are there.
+    /// Returns the address of the table changes in a pack that lies at `base`, if they were added.
     pub(super) fn changes(&self, base: Address) -> Option<Address> {
         self.changes.map(|at| at.from(base))
     }
@@ -140,7 +140,7 @@ fn counts_of(actual: &Extent) -> Counts {
     }
 }
 
-/// Partial results of one head that a sequence leaves.
+/// Returns the number of partial results of one head of a sequence.
 fn parts_of(sequence: &PlannedSequence) -> u64 {
     if sequence.num_splits < 2 {
         return 0;
@@ -148,7 +148,7 @@ fn parts_of(sequence: &PlannedSequence) -> u64 {
     u64::from(sequence.num_splits).saturating_mul(sequence.q_len.into())
 }
 
-/// The numbers of a batch.
+/// Returns the extent of a batch.
 pub(super) fn extent_of(batch: &PlanBuffers) -> Extent {
     let sequences = batch.sequences();
     let (mut parts, mut kv_len_max) = (0_u64, 0);
@@ -168,7 +168,7 @@ pub(super) fn extent_of(batch: &PlanBuffers) -> Extent {
     }
 }
 
-/// The limits as an extent.
+/// Returns the limits as an extent.
 fn largest(limits: &StepLimits) -> Extent {
     let tokens = limits.sequences.saturating_mul(limits.tokens_per_sequence);
     Extent {
@@ -183,16 +183,16 @@ fn largest(limits: &StepLimits) -> Extent {
     }
 }
 
-/// What of a step is beyond the limits.
+/// Describes what of a step exceeds the limits.
 pub(super) fn within(step: &Extent, limits: &StepLimits) -> Option<String> {
     let largest = largest(limits);
     let found = [
         ("sequences", step.sequences, largest.sequences),
-        ("parts of contexts", step.splits, largest.splits),
+        ("KV splits", step.splits, largest.splits),
         ("queries of one sequence", step.q_len_max, largest.q_len_max),
         ("new tokens of one sequence", step.new_len_max, largest.new_len_max),
         ("tokens of one sequence", step.kv_len_max, largest.kv_len_max),
     ];
     let beyond = found.into_iter().find(|(_, got, max)| got > max);
-    beyond.map(|(what, got, max)| format!("{got} {what}, and the limits of steps allow {max}"))
+    beyond.map(|(what, got, max)| format!("{got} {what}, the step limits allow {max}"))
 }

@@ -1,12 +1,12 @@
-//! The plan of a step in device memory.
+//! Plans of steps in device memory.
 //!
-//! A cache brings the plans of every group when a step begins, and every layer then finds them.
-//! Block tables of a group stay on the device from step to step, and a step sends what changed: a
-//! decode step one block for every sixteenth sequence or so, however long the sequences are.
-//! Lists of a group keep their addresses once [`StepLimits`] are set, as a captured graph needs it.
+//! A cache prepares the plan of every group when a step begins, and every layer uses it. A group's
+//! block tables stay on the device from step to step, and a step sends only changes: a decode step
+//! sends about one block for every sixteenth sequence, however long the sequences are. With
+//! [`StepLimits`], the lists of a group keep their addresses, as a captured graph requires.
 //!
-//! Plans that a caller makes by hand come without a group; they are sent whole, and found again by
-//! their [`PlanId`].
+//! Plans that a caller makes by hand have no group. They are sent whole, and found again by their
+//! [`PlanId`].
 mod image;
 mod lists;
 mod tables;
@@ -26,12 +26,12 @@ use crate::scratch::Pack;
 use crate::staging::Staging;
 use image::Image;
 
-/// Plans made by hand that are kept.
+/// Number of hand-made plans that are kept.
 const KEPT: usize = 8;
 
-/// Steps whose lists keep their addresses from one to the next: what captured launches ask for.
-/// Memory is reserved for the largest. A larger step, of a prompt for instance, runs as ever, but
-/// is neither captured nor replayed.
+/// Limits of steps whose lists keep their addresses, as captured launches require. Memory is
+/// reserved for the largest. A larger step, such as a prompt, runs as usual, but cannot be captured
+/// or replayed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(clippy::exhaustive_structs, reason = "a literal names each limit")]
 pub struct StepLimits {
@@ -39,15 +39,16 @@ pub struct StepLimits {
     pub sequences: u32,
     /// New tokens and queries of one sequence: 1 for plain decoding.
     pub tokens_per_sequence: u32,
-    /// Sequences in the cache: rows of its block tables. More are refused when a step begins.
+    /// Sequences in the cache: rows of its block tables. A step with more is refused when it
+    /// begins.
     pub cached_sequences: u32,
     /// Tokens of one sequence.
     pub max_seq_len: u32,
-    /// Parts that contexts are cut into, over the batch: see [`kv_core::plan::KvSplit`].
+    /// KV splits of the batch: see [`kv_core::plan::KvSplit`].
     pub splits: u32,
 }
 
-/// What launches are cut for, or memory: the numbers of the step, or the limits.
+/// Sizes for which work is split or memory is reserved: those of the step, or the limits.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Extent {
     pub(crate) sequences: u32,
@@ -57,38 +58,38 @@ pub(crate) struct Extent {
     pub(crate) q_len_max: u32,
     pub(crate) new_len_max: u32,
     pub(crate) kv_len_max: u32,
-    /// Partial results of one head: a query of a part of a cut sequence each.
+    /// Partial results of one head: one per query and KV split of a split sequence.
     pub(crate) parts: u64,
 }
 
 /// One batch on the device.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(crate) struct StepPlan {
-    /// What kernels take.
+    /// Parameters of kernels.
     pub(crate) plan: Plan,
     /// `Entry` of every sequence: its queries in a ragged tensor.
     pub(crate) queries: Address,
-    /// For every sequence, how many partial results of one head come before its own.
+    /// For every sequence, the number of partial results of one head before its own.
     pub(crate) part_index: Address,
-    /// What launches are cut for: the batch, or any that they may be replayed for.
+    /// Sizes for which launches are made: the batch, or any batch they may be replayed for.
     pub(crate) extent: Extent,
-    /// What memory is reserved for: the limits, where the batch lies within them, so that launches
-    /// which are captured later find it there.
+    /// Sizes for which memory is reserved: the limits, if the batch is within them, so that
+    /// launches captured later find it.
     pub(crate) room: Extent,
 }
 
-/// The stream that copies go over, and the memory they go through.
-pub(crate) struct Way<'a> {
+/// A stream, and the staging memory of its copies.
+pub(crate) struct Transfer<'a> {
     pub(crate) stream: &'a mut dyn Stream,
     pub(crate) staging: &'a mut Staging,
 }
 
-/// The batches that this queue has met last.
+/// The batches that this queue used last.
 #[derive(Debug)]
 pub(crate) struct Steps {
     gpu: Arc<dyn Gpu>,
     limits: Option<StepLimits>,
-    /// Another one for each limits of each queue.
+    /// Differs for every limits of every queue.
     epoch: u64,
     /// Of groups, by number.
     groups: Vec<Image>,
@@ -110,42 +111,42 @@ impl Steps {
         }
     }
 
-    /// Fixes addresses from the next step on. What was captured before finds nothing any more.
+    /// Fixes addresses from the next step on. Graphs captured before become invalid.
     pub(crate) fn set_limits(&mut self, limits: StepLimits) {
         self.limits = Some(limits);
         self.epoch = next_epoch();
         self.groups.clear();
     }
-    /// Why launches of the step that was begun last cannot be captured or replayed.
+    /// Returns why launches of the current step cannot be captured or replayed.
     pub(crate) fn not_fixed(&self) -> Option<String> {
         let Some(limits) = &self.limits else {
-            return Some("needs limits of steps".to_owned());
+            return Some("step limits are not set".to_owned());
         };
         self.groups.iter().find_map(|image| image.not_fixed(limits))
     }
     pub(crate) fn epoch(&self) -> u64 {
         self.epoch
     }
-    /// Whether a batch is that of a group in the step that was begun last.
+    /// Returns whether a batch belongs to a group of the current step.
     pub(crate) fn is_begun(&self, id: PlanId) -> bool {
         self.groups.iter().any(|image| image.holds(id))
     }
-    /// Where a capture begins or ends: a plan of decoding that was launched on one side of it is
-    /// not there on the other.
+    /// Makes decode plans be computed again when a capture begins or ends: a plan launched on one
+    /// side of it is not made on the other.
     pub(crate) fn forget_decodes(&mut self) {
         for image in &mut self.groups {
             image.forget_decodes();
         }
     }
-    /// Memory of all groups' plans.
+    /// Returns the memory of all groups' plans.
     pub(crate) fn memory(&self) -> Vec<CudaBuffer> {
         self.groups.iter().flat_map(Image::memory).collect()
     }
 
-    /// Brings a group's batch to the device.
+    /// Sends a group's batch to the device.
     pub(crate) fn prepare(
         &mut self,
-        way: &mut Way<'_>,
+        transfer: &mut Transfer<'_>,
         group: GroupId,
         write: &WritePlan<'_>,
     ) -> Result<(), DeviceError> {
@@ -156,13 +157,13 @@ impl Steps {
         let Some(image) = self.groups.get_mut(index) else {
             return Ok(());
         };
-        image.send_with_changes(way, &mut self.pack, write, self.limits)
+        image.send_with_changes(transfer, &mut self.pack, write, self.limits)
     }
 
-    /// The batch on the device, sent if it is not there.
+    /// Returns the batch on the device, and sends it if necessary.
     pub(crate) fn get(
         &mut self,
-        way: &mut Way<'_>,
+        transfer: &mut Transfer<'_>,
         batch: &PlanBuffers,
         tables: &BlockTables,
     ) -> Result<StepPlan, DeviceError> {
@@ -180,23 +181,23 @@ impl Steps {
             return Ok(StepPlan::default());
         };
         image.used = clock;
-        image.send_whole(way, &mut self.pack, batch, tables)?;
+        image.send_whole(transfer, &mut self.pack, batch, tables)?;
         Ok(image.step())
     }
 }
 
 impl Steps {
-    /// How a batch that [`Self::get`] gave is decoded: the addresses of pieces and starts. The
-    /// first call of a step plans on the device.
+    /// Returns the decode plan of a batch that [`Self::get`] returned: the addresses of work items
+    /// and starts. The first call of a step plans on the device.
     pub(crate) fn decode(
         &mut self,
-        way: &mut Way<'_>,
+        transfer: &mut Transfer<'_>,
         id: PlanId,
         work: &Work,
     ) -> Result<(Address, Address), DeviceError> {
         let mut images = self.groups.iter_mut().chain(&mut self.by_hand);
         match images.find(|image| image.holds(id)) {
-            Some(image) => image.decode(way, work),
+            Some(image) => image.decode(transfer, work),
             None => Ok((0, 0)),
         }
     }
@@ -207,7 +208,7 @@ fn next_epoch() -> u64 {
     LAST.fetch_add(1, Ordering::Relaxed).wrapping_add(1)
 }
 
-/// Nobody's plans.
+/// Returns an ID that no plan has.
 pub(crate) fn no_plans() -> PlanId {
     PlanId::default()
 }

@@ -13,7 +13,7 @@ use crate::params::Address;
 use crate::scratch::Scratch;
 use kv_core::num::{to_u32, to_usize};
 
-/// One entry that is not as it should be: `tables[at] = block`.
+/// One changed entry: `tables[at] = block`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct Change {
@@ -21,41 +21,41 @@ pub(super) struct Change {
     pub(super) block: u32,
 }
 
-const _: () = assert!(size_of::<Change>() == 8, "two words each, as kernels have it");
+const _: () = assert!(size_of::<Change>() == 8, "two words, as in kernels");
 
-/// Where a row lies, and what of it was sent.
+/// The place of a row, and how much of it was sent.
 #[derive(Debug, Clone, Copy, Default)]
 struct Row {
-    /// First entry, and entries there is room for: a power of two, or 0 for a row without memory.
+    /// First entry, and number of entries reserved for the row: a power of two, or 0 for none.
     begin: u32,
     room: u32,
-    /// One more than the row's revision; 0 for a row of which nothing was sent.
+    /// The row's revision plus one; 0 if nothing of it was sent.
     revision: u64,
     len: usize,
 }
 
-/// Entries of a row that has few.
+/// Entries reserved for a short row.
 const ROOM_MIN: u32 = 16;
 
-/// Entries that a row of `len` blocks gets room for.
+/// Returns the number of entries to reserve for a row of `len` blocks.
 fn room_for(len: u32) -> u32 {
     len.checked_next_power_of_two().unwrap_or(u32::MAX).max(ROOM_MIN)
 }
 
-/// A copy of a group's block tables. Rows lie where there was room: each takes what its own blocks
-/// need, so that a long sequence costs the others nothing. With limits of steps, rows are as wide
-/// as the longest sequence and stay where they are.
+/// A copy of a group's block tables. Each row is placed where its own blocks fit, so that a long
+/// sequence costs the others nothing. With step limits, rows are as wide as the longest sequence
+/// and never move.
 #[derive(Debug)]
 pub(super) struct DeviceTables {
     memory: Scratch,
     address: Address,
-    /// Entries of every row, where limits fix them.
+    /// Entries of every row, if limits fix them.
     width: Option<u32>,
     rows: Vec<Row>,
-    /// Entries there is memory for, and those at its begin that rows have had.
+    /// Allocated entries, and how many of them, from the first on, rows have used.
     entries: u32,
     taken: u32,
-    /// First entries of room that rows have left, by how much it is.
+    /// First entries of places that rows have left, by size.
     left: BTreeMap<u32, Vec<u32>>,
 }
 
@@ -78,23 +78,23 @@ impl DeviceTables {
     pub(super) fn address(&self) -> Address {
         self.address
     }
-    /// First entry of a row that there is room for.
+    /// Returns the first entry of a row.
     pub(super) fn begin(&self, row: u32) -> u32 {
         self.rows.get(to_usize(row)).map_or(0, |row| row.begin)
     }
 
-    /// Makes room for the rows of a batch; what is there is lost when there was not enough.
+    /// Makes space for the rows of a batch; growing drops all rows.
     pub(super) fn fit(
         &mut self,
         batch: impl Iterator<Item = u32> + Clone,
         tables: &BlockTables,
     ) -> Result<(), DeviceError> {
-        assert!(self.width.is_none(), "limits are those of a queue for as long as its tables live");
+        assert!(self.width.is_none(), "limits cannot be removed from a queue");
         self.rows.resize(self.rows.len().max(tables.num_rows()), Row::default());
         if batch.clone().all(|row| self.place(row, room_for(tables.row_len(row)))) {
             return Ok(());
         }
-        // Twice what all rows need: the next time is as far away as there are blocks.
+        // Twice what all rows need, so that growing is rare.
         let lens = (0..to_u32(tables.num_rows())).map(|row| tables.row_len(row));
         let used = lens.filter(|len| *len > 0).map(|len| u64::from(room_for(len)));
         let least = batch.clone().map(|row| u64::from(room_for(tables.row_len(row))));
@@ -103,13 +103,12 @@ impl DeviceTables {
         self.rows.resize(tables.num_rows(), Row::default());
         let mut batch = batch;
         let fits = batch.all(|row| self.place(row, room_for(tables.row_len(row))));
-        assert!(fits, "there are {entries} entries for the rows of a batch");
+        assert!(fits, "the rows of a batch need more than {entries} entries");
         Ok(())
     }
 
-    /// As [`Self::fit`] for steps of a fixed size: from the first step on there is room for
-    /// `width` blocks in each of as many rows as the limits allow. `false` for a batch with a
-    /// longer row.
+    /// Does the same for steps of a fixed size: from the first step on, each row that the limits
+    /// allow has `width` entries. Returns `false` for a batch with a longer row.
     pub(super) fn fit_fixed(
         &mut self,
         mut batch: impl Iterator<Item = u32>,
@@ -118,7 +117,7 @@ impl DeviceTables {
     ) -> Result<bool, DeviceError> {
         let (rows, most) = (tables.num_rows(), limits.cached_sequences);
         if rows > to_usize(most) {
-            let why = format!("{rows} sequences, and the limits of steps allow {most}");
+            let why = format!("{rows} sequences, the step limits allow {most}");
             let error = DeviceError::new(DeviceErrorKind::OutOfRange, "begin step");
             return Err(error.with_detail(why));
         }
@@ -132,7 +131,7 @@ impl DeviceTables {
         Ok(batch.all(|row| tables.row_len(row) <= width))
     }
 
-    /// Begins anew with memory for `entries`.
+    /// Allocates memory for `entries` and drops all rows.
     fn lay_out(&mut self, entries: u64) -> Result<(), DeviceError> {
         self.rows.clear();
         self.left.clear();
@@ -147,8 +146,8 @@ impl DeviceTables {
         Ok(())
     }
 
-    /// Gives a row room for `need` entries, and no more than four times as much; `false` when there
-    /// is none.
+    /// Reserves `need` entries for a row, or keeps its place unless that is more than four times
+    /// too large; `false` if nothing is left.
     fn place(&mut self, row: u32, need: u32) -> bool {
         let Some(had) = self.rows.get(to_usize(row)).copied() else {
             return false;
@@ -173,7 +172,7 @@ impl DeviceTables {
         true
     }
 
-    /// Lists what has to be sent so that `rows` are as in `tables`; taken for sent from then on.
+    /// Lists the changes that make `rows` as in `tables`, and records them as sent.
     pub(super) fn changes(
         &mut self,
         rows: impl Iterator<Item = u32>,
@@ -190,7 +189,7 @@ impl DeviceTables {
             let from = if sent.revision == revision { sent.len.min(blocks.len()) } else { 0 };
             (sent.revision, sent.len) = (revision, blocks.len());
             let begin = sent.begin.saturating_add(to_u32(from));
-            // A slice, because every step comes by here with rows of thousands of blocks.
+            // A slice, because every step passes here with rows of thousands of blocks.
             let news = blocks.get(from..).unwrap_or_default();
             changes.extend(
                 news.iter().zip(0_u32..).map(|(block, index)| Change {
@@ -201,7 +200,7 @@ impl DeviceTables {
         }
     }
 
-    /// Takes nothing for sent.
+    /// Records all rows as not sent.
     pub(super) fn forget(&mut self) {
         for row in &mut self.rows {
             (row.revision, row.len) = (0, 0);
@@ -262,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_that_come_and_go_are_on_the_device_as_in_the_cache() {
+    fn changing_rows_equal_those_of_the_cache() {
         let mut random = Random(40);
         let mut tables = BlockTables::new(500, 4);
         tables.ensure_rows(12);
@@ -282,7 +281,7 @@ mod tests {
             let batch: Vec<_> = (first..12.min(first + 5)).collect();
             send(&mut device, &tables, &batch, &mut memory);
         }
-        // Rows end sooner or later, so that their memory is used again.
+        // Rows end after a while, so that their memory is reused.
         assert!(device.entries < 1 << 16, "{} entries", device.entries);
     }
 }

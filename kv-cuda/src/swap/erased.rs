@@ -8,11 +8,11 @@ use crate::buffer::CudaBuffer;
 use crate::fence::CudaFence;
 
 impl CudaBackend {
-    /// As [`Self::swap`], for a cache over [`AnyBackend`](kv_core::backend::AnyBackend), which
-    /// gives this backend by `downcast_ref`.
+    /// Does what [`Self::swap`] does, for a cache over
+    /// [`AnyBackend`](kv_core::backend::AnyBackend), whose `downcast_ref` returns this backend.
     ///
     /// # Errors
-    /// As [`Self::swap`], and `ForeignHandle` for another backend's storage.
+    /// Those of [`Self::swap`], and `ForeignHandle` for another backend's storage.
     pub fn swap_any(
         &self,
         storage: StorageView<'_, AnyBuffer>,
@@ -23,11 +23,11 @@ impl CudaBackend {
 }
 
 impl CudaSwap {
-    /// As [`Self::swap_out`], with the fences and the storage of a cache over
+    /// Does what [`Self::swap_out`] does, with fences and storage of a cache over
     /// [`AnyBackend`](kv_core::backend::AnyBackend).
     ///
     /// # Errors
-    /// As [`Self::swap_out`], and `ForeignHandle` for another backend's fence or storage.
+    /// Those of [`Self::swap_out`], and `ForeignHandle` for another backend's fence or storage.
     pub fn swap_out_any(
         &mut self,
         after: &AnyFence,
@@ -39,11 +39,11 @@ impl CudaSwap {
         self.swap_out(after, storage, blocks).map(AnyFence::new)
     }
 
-    /// As [`Self::swap_in`], with the fences and the storage of a cache over
+    /// Does what [`Self::swap_in`] does, with fences and storage of a cache over
     /// [`AnyBackend`](kv_core::backend::AnyBackend).
     ///
     /// # Errors
-    /// As [`Self::swap_in`], and `ForeignHandle` for another backend's fence or storage.
+    /// Those of [`Self::swap_in`], and `ForeignHandle` for another backend's fence or storage.
     pub fn swap_in_any(
         &mut self,
         after: &AnyFence,

@@ -12,11 +12,11 @@ fn bytes_are_copied_between_buffers() {
     let [from, to] = [8, 10].map(|bytes| device.alloc(bytes).unwrap());
     queue.upload(&from, 0, &[1, 2, 3, 4, 5, 6, 7, 8]).unwrap();
     queue.copy((&from, 2), (&to, 4), 5).unwrap();
-    // Nothing is no error, at the end either.
+    // An empty copy is allowed, also at the end.
     queue.copy((&from, 8), (&to, 10), 0).unwrap();
     let read = queue.download(&to, 0, 10).unwrap().wait().unwrap();
     assert_eq!(read, [0, 0, 0, 0, 3, 4, 5, 6, 7, 0]);
-    // Parts of one buffer, as long as they do not overlap.
+    // Disjoint ranges of one buffer.
     queue.copy((&to, 4), (&to, 0), 4).unwrap();
     let read = queue.download(&to, 0, 10).unwrap().wait().unwrap();
     assert_eq!(read, [3, 4, 5, 6, 3, 4, 5, 6, 7, 0]);
@@ -30,5 +30,9 @@ fn bytes_are_copied_between_buffers() {
     for (refused, kind) in refusals {
         assert_eq!(refused.unwrap_err().kind(), kind);
     }
-    assert_eq!(queue.download(&to, 0, 10).unwrap().wait().unwrap(), read, "nothing has changed");
+    assert_eq!(
+        queue.download(&to, 0, 10).unwrap().wait().unwrap(),
+        read,
+        "refused copies change nothing"
+    );
 }

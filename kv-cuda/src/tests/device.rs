@@ -1,4 +1,4 @@
-//! Device memory as vectors.
+//! Device memory for tests, as vectors.
 use bytemuck::Pod;
 use kv_core::DeviceError;
 
@@ -6,7 +6,7 @@ use crate::emulated::{Emulator, EmulatorOptions};
 use crate::gpu::{Gpu, Launch, Stream};
 use crate::params::Address;
 
-/// An emulated GPU whose memory is freed with it.
+/// An emulated GPU that frees its memory when dropped.
 #[derive(Debug)]
 pub(super) struct Device {
     gpu: Emulator,
@@ -15,14 +15,15 @@ pub(super) struct Device {
 }
 
 impl Device {
-    /// Threads and blocks in an order that depends on `seed`.
+    /// Opens one whose order of threads and blocks depends on `seed`.
     pub(super) fn open(seed: u32) -> Self {
         let gpu = Emulator::open(&EmulatorOptions::default().with_seed(seed)).unwrap();
         let stream = gpu.stream().unwrap();
         Self { gpu, stream, taken: Vec::new() }
     }
 
-    /// Memory with these values, `offset` bytes behind a multiple of 256; 0 for none.
+    /// Allocates memory with these values, at `offset` bytes after a multiple of 256; 0 for no
+    /// values.
     pub(super) fn put_at<T: Pod>(&mut self, offset: u64, values: &[T]) -> Address {
         let bytes: &[u8] = bytemuck::cast_slice(values);
         if bytes.is_empty() {
@@ -30,7 +31,7 @@ impl Device {
         }
         let address = self.gpu.alloc(bytes.len() as u64 + offset).unwrap();
         self.taken.push(address);
-        // SAFETY: allocated above for so many bytes; the emulator is done when it returns.
+        // SAFETY: allocated above with this length; an emulated call is done when it returns.
         unsafe { self.stream.upload(address + offset, bytes.as_ptr(), bytes.len()) }.unwrap();
         address + offset
     }
@@ -39,15 +40,15 @@ impl Device {
         self.put_at(0, values)
     }
 
-    /// Bytes at an address that [`Self::put_at`] gave.
+    /// Reads bytes at an address from [`Self::put_at`].
     pub(super) fn bytes(&mut self, address: Address, bytes: usize) -> Vec<u8> {
         let mut read = vec![0; bytes];
-        // SAFETY: `read` has so many bytes; what the device lacks is refused.
+        // SAFETY: `read` has this length; ranges outside device memory are refused.
         unsafe { self.stream.download(read.as_mut_ptr(), address, bytes) }.unwrap();
         read
     }
 
-    /// Starts a kernel of 128 threads, or of 256 if it copies blocks.
+    /// Launches a kernel with 128 threads, or 256 if it copies blocks.
     pub(super) fn launch<T: Pod>(
         &mut self,
         kernel: &'static str,
@@ -58,7 +59,7 @@ impl Device {
         self.try_launch(kernel, grid, shared, params).unwrap();
     }
 
-    /// As [`Self::launch`]; what the emulator reports.
+    /// Does the same, and returns the emulator's error.
     pub(super) fn try_launch<T: Pod>(
         &mut self,
         kernel: &'static str,
@@ -68,7 +69,8 @@ impl Device {
     ) -> Result<(), DeviceError> {
         let threads = if kernel == "copy_blocks" { 256 } else { 128 };
         let launch = Launch { kernel, grid, threads, shared_bytes: shared };
-        // SAFETY: tests name addresses of memory they have put, as large as what they say of it.
+        // SAFETY: tests pass addresses of memory they have allocated, as large as their parameters
+        // say.
         unsafe { self.stream.launch(&launch, bytemuck::bytes_of(params)) }
     }
 }
@@ -76,13 +78,13 @@ impl Device {
 impl Drop for Device {
     fn drop(&mut self) {
         for address in self.taken.drain(..) {
-            // SAFETY: from `alloc`, freed once; nothing runs.
+            // SAFETY: allocated by `alloc`, freed once; no work runs.
             unsafe { self.gpu.free(address) };
         }
     }
 }
 
-/// `bytes` rounded up to whole sixteens.
+/// Rounds up to a multiple of 16.
 pub(super) fn round16(bytes: u32) -> u32 {
     bytes.next_multiple_of(16)
 }

@@ -1,4 +1,4 @@
-//! Memory that is given back while streams still use it.
+//! Memory that is freed while streams still use it.
 use std::sync::Arc;
 
 use kv_core::backend::{Fence, Queue, Readback};
@@ -11,16 +11,16 @@ use super::late::{LateGpu, lock};
 use super::random::Random;
 use crate::{CudaBackend, EmulatorOptions};
 
-/// A device whose streams run late, or one of which does.
+/// Opens a device all of whose streams run late, or only the first.
 fn late(bytes: u64, is_early: bool) -> (Arc<LateGpu>, CudaBackend) {
     let gpu = Arc::new(LateGpu::with(&EmulatorOptions::default().with_memory(bytes)));
-    lock(&gpu.world).is_early = is_early;
+    lock(&gpu.state).is_early = is_early;
     let backend = CudaBackend::on(Arc::<LateGpu>::clone(&gpu));
     (gpu, backend)
 }
 
 #[test]
-fn freeing_waits_for_nothing_and_nothing_is_freed_early() {
+fn frees_do_not_wait_and_are_not_early() {
     let (gpu, backend) = late(1 << 20, false);
     let (mut queue, mut other) = (backend.queue().unwrap(), backend.queue().unwrap());
     let [from, to] = [16, 16].map(|bytes| backend.alloc(bytes).unwrap());
@@ -30,33 +30,33 @@ fn freeing_waits_for_nothing_and_nothing_is_freed_early() {
     other.copy((&from, 0), (&to, 0), 16).unwrap();
     drop(from);
     assert_eq!(gpu.allocated(), (2, 32), "the copy has not run");
-    assert_eq!(lock(&gpu.world).num_late(), 4, "nobody has waited");
+    assert_eq!(lock(&gpu.state).num_late(), 4, "nothing has waited");
     let read = other.download(&to, 0, 16).unwrap().wait().unwrap();
     assert_eq!(read, [7; 16]);
-    // A stream that is gone went on with its work.
+    // Work of a dropped stream completes.
     queue.zero(&to, 0, 8).unwrap();
     drop(queue);
     drop(to);
     drop(other);
     assert_eq!(gpu.allocated(), (2, 32));
-    // All of it is there for who needs it.
+    // All memory is available again.
     let all = backend.alloc(1 << 20).unwrap();
     assert_eq!(gpu.allocated(), (1, 1 << 20));
-    assert_eq!(lock(&gpu.world).num_late(), 0);
+    assert_eq!(lock(&gpu.state).num_late(), 0);
     let error = backend.alloc(1).unwrap_err();
-    assert_eq!(error.kind(), DeviceErrorKind::OutOfMemory, "what is in use stays");
+    assert_eq!(error.kind(), DeviceErrorKind::OutOfMemory, "memory in use is not freed");
     drop(all);
 }
 
 #[test]
-fn memory_comes_back_behind_the_work_that_used_it() {
+fn memory_is_reused_after_the_work_that_used_it() {
     for is_early in [false, true] {
         let (gpu, backend) = late(1000, is_early);
         let mut queue = backend.queue().unwrap();
         let mut sum = Vec::new();
         let kept = backend.alloc(100).unwrap();
         for round in 0..5_u8 {
-            // No two fit: each allocation waits for the copy out of the one before.
+            // No two buffers fit: each allocation waits for the copy out of the one before.
             let buffer = backend.alloc(600).unwrap();
             queue.upload(&buffer, 0, &[round; 600]).unwrap();
             queue.copy((&buffer, 500), (&kept, u64::from(round) * 20), 20).unwrap();
@@ -72,7 +72,8 @@ fn memory_comes_back_behind_the_work_that_used_it() {
     }
 }
 
-/// Prompts, each longer than the one before, so that room for a call grows under work on its way.
+/// Runs prompts, each longer than the one before, so that scratch memory grows while work is
+/// pending.
 fn outputs(backend: CudaBackend) -> Vec<Vec<u8>> {
     let spec = CacheSpec::builder().layers(2).kv_heads(2).head_dim(64).paged(4, 200);
     let mut cache = KvCache::new(backend, spec.build().unwrap()).unwrap();
@@ -96,7 +97,7 @@ fn outputs(backend: CudaBackend) -> Vec<Vec<u8>> {
         }
         step.commit().unwrap();
         let read = cache.queue_mut().download(&out, 0, out.len()).unwrap();
-        // The last output's memory is freed under the copy.
+        // The last output's memory is freed before the copy has run.
         drop(out);
         outputs.push(read);
     }
@@ -104,7 +105,7 @@ fn outputs(backend: CudaBackend) -> Vec<Vec<u8>> {
 }
 
 #[test]
-fn a_cache_computes_the_same_on_streams_that_run_late() {
+fn a_cache_computes_equal_results_on_late_streams() {
     let expected = outputs(CudaBackend::emulated(&EmulatorOptions::default()).unwrap());
     for is_early in [false, true] {
         assert!(outputs(late(1 << 30, is_early).1) == expected, "early: {is_early}");

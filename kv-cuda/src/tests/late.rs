@@ -1,9 +1,9 @@
-//! An emulated GPU whose streams do nothing before somebody waits.
+//! An emulated GPU whose streams run only when something waits for them.
 //!
-//! Work that lacks an order then takes effect in the wrong one: a stream runs up to the event that
-//! is waited for, and other streams only as far as it waits for theirs. Or all streams but the
-//! first run at once, and the first is the late one. A batch runs backwards. Memory is freed on a
-//! stream of its own, as the driver does it: work that runs behind it fails.
+//! Missing ordering then shows: a stream runs up to the event that is waited for, and other streams
+//! only as far as it waits for theirs. In another mode, all streams but the first run at once, and
+//! only the first is late. Copies of a batch run in reverse. Memory is freed on a stream of its
+//! own, as the driver does it: work that runs after the free fails.
 mod memory;
 
 use std::any::Any;
@@ -15,22 +15,22 @@ use kv_core::{DeviceError, DeviceErrorKind};
 use crate::emulated::{Emulator, EmulatorOptions};
 use crate::gpu::{Event, Facts, Gpu, HostCopy, Launch, Pinned, Stream};
 use crate::params::Address;
-use crate::reclaim::{Lane, Reclaim};
+use crate::reclaim::{Reclaim, StreamHandle};
 use memory::{LateHeap, LatePinned};
 
-/// What was submitted, for tests to compare.
+/// Submitted work, for tests to compare.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Note {
-    /// Pieces of a batch to the device.
+    /// Copies of a batch to the device.
     Up(usize),
-    /// Pieces of a batch to the host.
+    /// Copies of a batch to the host.
     Down(usize),
     Zero,
     Copy,
     Launch(&'static str),
-    /// For the event with this number.
+    /// A wait for the event with this number.
     Wait(usize),
-    /// The event with this number.
+    /// A record of the event with this number.
     Mark(usize),
 }
 
@@ -39,26 +39,26 @@ pub(crate) struct LateGpu {
     emulator: Arc<Emulator>,
     facts: Facts,
     reclaim: Arc<Reclaim>,
-    pub(crate) world: Arc<Mutex<World>>,
+    pub(crate) state: Arc<Mutex<LateState>>,
 }
 
 /// All streams of the device.
 #[derive(Debug, Default)]
-pub(crate) struct World {
+pub(crate) struct LateState {
     streams: Vec<LateWork>,
-    /// What frees memory.
+    /// The stream of frees.
     frees: VecDeque<Work>,
     /// Stream of each event, and whether it is done.
     events: Vec<(usize, bool)>,
-    /// Everything that was submitted, with its stream.
+    /// All submitted work, with its stream.
     pub(crate) notes: Vec<(usize, Note)>,
-    /// Page-locked memory that is there.
+    /// Number of page-locked allocations.
     pub(crate) pinned: usize,
-    /// Page-locked memory was freed under a copy.
+    /// Whether page-locked memory was freed before a copy had run.
     pub(crate) freed_early: bool,
-    /// All streams but the first run at once.
+    /// Whether all streams but the first run at once.
     pub(crate) is_early: bool,
-    /// How much can be submitted before the device is lost, if it will be.
+    /// Number of submissions before the device is lost, if it will be.
     pub(crate) submits_left: Option<usize>,
 }
 
@@ -77,12 +77,12 @@ enum Work {
     Launch(Launch, Vec<u8>),
     Wait(usize),
     Mark(usize),
-    /// A mark that memory is freed behind.
+    /// A mark that frees are ordered after.
     QuietMark(usize),
     Free(Address),
 }
 
-// SAFETY: its addresses are used by one thread at a time, behind the mutex of the world.
+// SAFETY: its addresses are used by one thread at a time, under the mutex.
 unsafe impl Send for Work {}
 
 impl Work {
@@ -107,13 +107,13 @@ impl Work {
     }
 }
 
-/// A test that fails drops what it holds, and that needs the world too.
-pub(crate) fn lock(world: &Mutex<World>) -> MutexGuard<'_, World> {
-    world.lock().unwrap_or_else(PoisonError::into_inner)
+/// Locks even after a panic: a failing test drops handles that need the lock.
+pub(crate) fn lock(state: &Mutex<LateState>) -> MutexGuard<'_, LateState> {
+    state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl LateGpu {
-    /// One whose buffers have so many bytes at most.
+    /// Opens one with a limit for the bytes of buffers.
     pub(crate) fn open(buffer_bytes_max: u64) -> Arc<Self> {
         let gpu = Self::with(&EmulatorOptions::default());
         let facts = Facts { memory: buffer_bytes_max, ..gpu.facts };
@@ -122,22 +122,22 @@ impl LateGpu {
 
     pub(crate) fn with(options: &EmulatorOptions) -> Self {
         let emulator = Arc::new(Emulator::open(options).unwrap());
-        let (reclaim, world) = (Arc::default(), Arc::default());
-        Self { facts: emulator.facts().clone(), emulator, reclaim, world }
+        let (reclaim, state) = (Arc::default(), Arc::default());
+        Self { facts: emulator.facts().clone(), emulator, reclaim, state }
     }
 
-    /// Buffers that were not freed, and their bytes.
+    /// Returns the number of buffers that were not freed, and their bytes.
     pub(crate) fn allocated(&self) -> (usize, u64) {
         self.emulator.allocated()
     }
 
     fn heap(&self) -> LateHeap {
-        LateHeap { emulator: Arc::clone(&self.emulator), world: Arc::clone(&self.world) }
+        LateHeap { emulator: Arc::clone(&self.emulator), state: Arc::clone(&self.state) }
     }
 }
 
-impl World {
-    /// Work that was submitted and has not run, but for what frees memory.
+impl LateState {
+    /// Counts submitted work that has not run, without frees.
     pub(crate) fn num_late(&self) -> usize {
         let work = self.streams.iter().flat_map(|stream| &stream.work);
         work.filter(|work| work.note().is_some()).count()
@@ -185,7 +185,7 @@ impl World {
         let stream = &mut self.streams[index].stream;
         for copy in work.copies().iter().rev() {
             match work {
-                // SAFETY: who submitted it promised that both ranges stay until it has run.
+                // SAFETY: the submitter guaranteed that both ranges stay valid until this has run.
                 Work::Up(_) => unsafe { stream.upload(copy.device, copy.host, copy.bytes)? },
                 // SAFETY: as above.
                 _ => unsafe { stream.download(copy.host, copy.device, copy.bytes)? },
@@ -196,7 +196,7 @@ impl World {
             Work::Zero(at, bytes) => unsafe { stream.zero(at, bytes)? },
             // SAFETY: as above.
             Work::Copy(to, from, bytes) => unsafe { stream.copy(to, from, bytes)? },
-            // SAFETY: as above, for all that the parameters name.
+            // SAFETY: as above, for all memory in the parameters.
             Work::Launch(launch, params) => unsafe { stream.launch(&launch, &params)? },
             Work::Wait(event) => self.reach(event)?,
             Work::Mark(event) | Work::QuietMark(event) => self.events[event].1 = true,
@@ -206,12 +206,13 @@ impl World {
         Ok(())
     }
 
-    /// Runs what frees memory, and what that waits for.
+    /// Runs the stream of frees, and what it waits for.
     pub(crate) fn run_frees(&mut self, emulator: &Emulator) -> Result<(), DeviceError> {
         while let Some(work) = self.frees.pop_front() {
             match work {
                 Work::Wait(event) => self.reach(event)?,
-                // SAFETY: `Heap::free` got it with its conditions, and what it waits for is done.
+                // SAFETY: `Heap::free` got it under its conditions, and the events it waits for are
+                // done.
                 Work::Free(address) => unsafe { emulator.free(address) },
                 _ => unreachable!("nothing else is ordered with frees"),
             }
@@ -231,40 +232,42 @@ impl Gpu for LateGpu {
         self.reclaim.alloc(bytes, &self.heap())
     }
     unsafe fn free(&self, address: Address) {
-        // SAFETY: conditions of this function.
+        // SAFETY: both are conditions of this function.
         unsafe { self.reclaim.free(address, &self.heap()) };
     }
     fn pinned(&self, bytes: usize) -> Result<Box<dyn Pinned>, DeviceError> {
         let memory = self.emulator.pinned(bytes)?;
-        lock(&self.world).pinned += 1;
-        Ok(Box::new(LatePinned { memory, world: Arc::clone(&self.world) }))
+        lock(&self.state).pinned += 1;
+        Ok(Box::new(LatePinned { memory, state: Arc::clone(&self.state) }))
     }
     fn stream(&self) -> Result<Box<dyn Stream>, DeviceError> {
-        let mut world = lock(&self.world);
-        let lane =
-            Arc::new(LateLane { index: world.streams.len(), world: Arc::clone(&self.world) });
-        world.streams.push(LateWork { stream: self.emulator.stream()?, work: VecDeque::new() });
-        drop(world);
-        self.reclaim.open(Arc::<LateLane>::clone(&lane));
-        Ok(Box::new(LateStream { lane, reclaim: Arc::clone(&self.reclaim), heap: self.heap() }))
+        let mut state = lock(&self.state);
+        let handle = Arc::new(LateStreamHandle {
+            index: state.streams.len(),
+            state: Arc::clone(&self.state),
+        });
+        state.streams.push(LateWork { stream: self.emulator.stream()?, work: VecDeque::new() });
+        drop(state);
+        self.reclaim.open(Arc::<LateStreamHandle>::clone(&handle));
+        Ok(Box::new(LateStream { handle, reclaim: Arc::clone(&self.reclaim), heap: self.heap() }))
     }
 }
 
-/// A stream, for what frees memory.
+/// A stream's handle for frees.
 #[derive(Debug)]
-struct LateLane {
+struct LateStreamHandle {
     index: usize,
-    world: Arc<Mutex<World>>,
+    state: Arc<Mutex<LateState>>,
 }
 
-impl LateLane {
+impl LateStreamHandle {
     fn event(&self, work: impl FnOnce(usize) -> Work) -> Result<Arc<dyn Event>, DeviceError> {
-        let event = lock(&self.world).mark(self.index, work)?;
-        Ok(Arc::new(LateEvent { world: Arc::clone(&self.world), event }))
+        let event = lock(&self.state).mark(self.index, work)?;
+        Ok(Arc::new(LateEvent { state: Arc::clone(&self.state), event }))
     }
 }
 
-impl Lane for LateLane {
+impl StreamHandle for LateStreamHandle {
     fn mark(&self) -> Result<Arc<dyn Event>, DeviceError> {
         self.event(Work::QuietMark)
     }
@@ -272,20 +275,20 @@ impl Lane for LateLane {
 
 #[derive(Debug)]
 struct LateStream {
-    lane: Arc<LateLane>,
+    handle: Arc<LateStreamHandle>,
     reclaim: Arc<Reclaim>,
     heap: LateHeap,
 }
 
 impl LateStream {
     fn submit(&self, work: Work) -> Result<(), DeviceError> {
-        lock(&self.lane.world).submit(self.lane.index, work)
+        lock(&self.handle.state).submit(self.handle.index, work)
     }
 }
 
 impl Drop for LateStream {
     fn drop(&mut self) {
-        self.reclaim.close(&*self.lane, &self.heap);
+        self.reclaim.close(&*self.handle, &self.heap);
     }
 }
 
@@ -322,27 +325,27 @@ impl Stream for LateStream {
         self.submit(Work::Launch(*launch, params.to_vec()))
     }
     fn record(&mut self) -> Result<Arc<dyn Event>, DeviceError> {
-        self.lane.event(Work::Mark)
+        self.handle.event(Work::Mark)
     }
     fn wait_for(&mut self, event: &Arc<dyn Event>) -> Result<(), DeviceError> {
         let event: &dyn Any = &**event;
         let event = event.downcast_ref::<LateEvent>().unwrap();
-        assert!(Arc::ptr_eq(&event.world, &self.lane.world), "an event of another device");
+        assert!(Arc::ptr_eq(&event.state, &self.handle.state), "an event of another device");
         self.submit(Work::Wait(event.event))
     }
 }
 
 #[derive(Debug)]
 struct LateEvent {
-    world: Arc<Mutex<World>>,
+    state: Arc<Mutex<LateState>>,
     event: usize,
 }
 
 impl Event for LateEvent {
     fn is_done(&self) -> Result<bool, DeviceError> {
-        Ok(lock(&self.world).events[self.event].1)
+        Ok(lock(&self.state).events[self.event].1)
     }
     fn wait(&self) -> Result<(), DeviceError> {
-        lock(&self.world).reach(self.event)
+        lock(&self.state).reach(self.event)
     }
 }

@@ -1,4 +1,4 @@
-//! Kernels on the emulated GPU, launched with hand-made parameters; memory and its order.
+//! Kernels on the emulated GPU with hand-made parameters; memory and its order.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::as_conversions,

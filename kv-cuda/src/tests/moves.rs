@@ -4,7 +4,7 @@ use kv_core::{BlockOrder, KvFormat};
 
 use super::device::Device;
 use super::random::Random;
-use super::rows::{UNTOUCHED, World, elements, layout};
+use super::rows::{Fixture, UNTOUCHED, elements, layout};
 use crate::params::{
     Address, BlockCopy, ConvertParams, CopyParams, Counts, Entry, PadParams, Plane, Tensor,
 };
@@ -16,24 +16,24 @@ fn first_slots_of_blocks_are_copied_in_every_plane() {
         for order in [BlockOrder::Nhd, BlockOrder::Hnd] {
             let mut random = Random(i as u64);
             let mut device = Device::open(3);
-            let mut worlds: Vec<World> = [0, 1, 2]
+            let mut fixtures: Vec<Fixture> = [0, 1, 2]
                 .into_iter()
                 .map(|plane| {
                     let format: KvFormat = names[plane % 2].parse().unwrap();
                     let layout = layout(format, order, [64, 5, 33][plane], 1 + plane as u32);
                     let means = plane == 2 && format.is_quantised();
                     let layout = if means { layout.with_block_means().unwrap() } else { layout };
-                    let mut world = World::new(&mut device, layout, &mut random);
-                    // Different bytes everywhere, so that nothing stands in for anything else.
-                    world.image.fill_with(|| random.next() as u8);
-                    world.plane.base = device.put(&world.image);
-                    world
+                    let mut fixture = Fixture::new(&mut device, layout, &mut random);
+                    // Different bytes everywhere, so that every misplaced copy shows.
+                    fixture.image.fill_with(|| random.next() as u8);
+                    fixture.plane.base = device.put(&fixture.image);
+                    fixture
                 })
                 .collect();
             let copies: Vec<BlockCopy> = [(0, 7, 16), (1, 8, 1), (2, 5, 9), (0, 6, 0), (1, 4, 15)]
                 .map(|(from, to, slots)| BlockCopy { from, to, slots, pad: 0 })
                 .to_vec();
-            let planes: Vec<Plane> = worlds.iter().map(|world| world.plane).collect();
+            let planes: Vec<Plane> = fixtures.iter().map(|fixture| fixture.plane).collect();
             let params = CopyParams {
                 planes: device.put(&planes),
                 copies: device.put(&copies),
@@ -46,41 +46,42 @@ fn first_slots_of_blocks_are_copied_in_every_plane() {
                 0,
                 &params,
             );
-            for world in &mut worlds {
+            for fixture in &mut fixtures {
                 for copy in &copies {
-                    copy_block(world, copy);
+                    copy_block(fixture, copy);
                 }
-                world.check(&mut device, &format!("{names:?} {order:?}"));
+                fixture.check(&mut device, &format!("{names:?} {order:?}"));
             }
         }
     }
 }
 
-/// Row by row, and then the means.
-fn copy_block(world: &mut World, copy: &BlockCopy) {
-    let layout = world.layout;
+/// Copies a block in the model: row by row, then the means.
+fn copy_block(fixture: &mut Fixture, copy: &BlockCopy) {
+    let layout = fixture.layout;
     let begin = |block: u32| (layout.block_bytes() * u64::from(block)) as usize;
     for slot in 0..copy.slots {
         let place = layout.slot_map().place(slot);
         for head in 0..layout.num_kv_heads() as usize {
-            let from = world.range(copy.from, place, head);
-            let to = world.range(copy.to, place, head).start;
-            world.image.copy_within(from, to);
+            let from = fixture.range(copy.from, place, head);
+            let to = fixture.range(copy.to, place, head).start;
+            fixture.image.copy_within(from, to);
         }
     }
     if layout.has_block_means() {
         let means = layout.mean_begin(0) as usize;
         let from = begin(copy.from) + means..begin(copy.from + 1);
-        world.image.copy_within(from, begin(copy.to) + means);
+        fixture.image.copy_within(from, begin(copy.to) + means);
     }
 }
 
-/// Three entries in every shape a tensor has.
+/// Three entries, in every shape that a tensor can have.
 const ENTRIES: [Entry; 3] =
     [Entry { start: 0, len: 5 }, Entry { start: 5, len: 0 }, Entry { start: 5, len: 3 }];
 const TOTAL: u32 = 8;
 
-/// A tensor with room for one entry and three tokens more than there are, rows `gap` values apart.
+/// Returns a tensor with space for one entry and three tokens more than needed, and rows `gap`
+/// values apart.
 fn tensor(axes: u32, dtype: u32, (heads, dim): (u32, u32), gap: u32) -> (Tensor, u32) {
     let size = if dtype == 0 { 4 } else { 2 };
     let row = u64::from((heads * dim + gap) * size);
@@ -95,7 +96,7 @@ fn tensor(axes: u32, dtype: u32, (heads, dim): (u32, u32), gap: u32) -> (Tensor,
     (shape, row as u32 * batch * tokens)
 }
 
-/// First byte of a token.
+/// Returns the first byte of a token.
 fn at(tensor: &Tensor, entry: usize, token: u32) -> usize {
     let start = if tensor.axes == 2 { ENTRIES[entry].start } else { 0 };
     (entry as u64 * tensor.batch_stride + u64::from(start + token) * tensor.token_stride) as usize
@@ -109,7 +110,7 @@ fn decode(dtype: u32, bytes: &[u8]) -> Vec<f32> {
     }
 }
 
-/// Rows no entry owns, as what they should be; `owned` are the entries that count.
+/// Sets rows of no entry in the model to the padding value; `owned` are the entries.
 fn pad(tensor: &Tensor, owned: &[Entry], value: f32, image: &mut [u8]) {
     let bytes = elements(tensor.dtype, &vec![value; (tensor.heads * tensor.dim) as usize]).0;
     for entry in 0..tensor.batch {
@@ -136,7 +137,7 @@ fn rows_change_axes_and_types_and_the_rest_is_padding() {
         let (mut src, src_bytes) = tensor(src_axes, src_dtype, shape, gap);
         let (mut dst, dst_bytes) = tensor(dst_axes, dst_dtype, shape, 8 - gap);
         let size = if src_dtype == 0 { 4 } else { 2 };
-        // Numbers: a NaN would get other bits.
+        // No NaN, whose bits would change.
         let mut values = random.row((src_bytes / size) as usize);
         values.iter_mut().filter(|value| value.is_nan()).for_each(|value| *value = 0.5);
         let (bytes, _) = elements(src_dtype, &values);
@@ -149,7 +150,7 @@ fn rows_change_axes_and_types_and_the_rest_is_padding() {
                 image[at(&dst, i, token)..][..to.len()].copy_from_slice(&to);
             }
         }
-        // Not at multiples of 16 bytes, now and then.
+        // Sometimes not at a multiple of 16 bytes.
         let offset: u64 = if case % 2 == 0 { 0 } else { 4 };
         src.data = device.put_at(offset, &bytes);
         dst.data = device.put_at(offset, &vec![UNTOUCHED; dst_bytes as usize]);
@@ -162,7 +163,7 @@ fn rows_change_axes_and_types_and_the_rest_is_padding() {
     }
 }
 
-/// With the numbers of the parameters, then with fewer entries, which only the counts know.
+/// Pads with the parameters' counts, then with fewer entries, which only the step's counts say.
 fn pad_and_check(
     device: &mut Device,
     (out, entries): (Tensor, Address),

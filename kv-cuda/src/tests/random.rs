@@ -1,4 +1,4 @@
-//! Rows that formats find hard.
+//! Rows that are difficult for the formats.
 
 /// `SplitMix64`.
 #[derive(Debug)]
@@ -17,13 +17,13 @@ impl Random {
         (self.next() % u64::from(end)) as u32
     }
 
-    /// Close to the normal distribution: twelve uniform numbers.
+    /// Returns an approximately normal number: the sum of twelve uniform ones.
     pub(crate) fn normal(&mut self) -> f32 {
         let uniform = |random: &mut Self| (random.next() >> 40) as f32 / (1 << 24) as f32;
         (0..12).map(|_| uniform(self)).sum::<f32>() - 6.0
     }
 
-    /// A row of one of several kinds.
+    /// Returns a row of one of several kinds.
     pub(crate) fn row(&mut self, dim: usize) -> Vec<f32> {
         let kind = self.below(16);
         let magnitude = f32::exp2(self.below(40) as f32 - 20.0);
@@ -34,7 +34,7 @@ impl Random {
             1 => row[at] = f32::NAN,
             2 => row[at] = f32::INFINITY,
             3 => row[at] = f32::NEG_INFINITY,
-            // Subnormal numbers of f32, and of f16.
+            // Subnormal in f32, and in f16.
             4 => row.iter_mut().for_each(|value| *value *= 1e-39),
             5 => row.iter_mut().for_each(|value| *value *= 3e-8),
             6 => row.iter_mut().for_each(|value| *value *= 1e30),
@@ -43,11 +43,11 @@ impl Random {
                 row.fill(-0.0);
                 row[at] = 3.5;
             }
-            // Ties of the integer and the minifloat formats.
+            // Ties of the integer and minifloat formats.
             9 => row.iter_mut().for_each(|value| *value = (*value * 8.0).round() / 2.0),
             10 => row.iter_mut().for_each(|value| *value = value.signum()),
             11 => row.iter_mut().for_each(|value| *value *= magnitude),
-            // Any bits, NaN and infinities among them.
+            // Any bits, including NaN and infinities.
             12 => row.iter_mut().for_each(|value| *value = f32::from_bits(self.next() as u32)),
             13 => {
                 let every = 1 + self.below(40) as usize;

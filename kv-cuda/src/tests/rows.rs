@@ -1,4 +1,5 @@
-//! Every stored format against kv-quant, bit for bit: `write_plain`, `write_rows`, `gather_rows`.
+//! Every stored format compared with kv-quant, bit for bit: `write_plain`, `write_rows`,
+//! `gather_rows`.
 use half::{bf16, f16};
 use kv_core::backend::kernels::FORMATS;
 use kv_core::calibration::{HeadConstants, PlaneConstants};
@@ -10,19 +11,19 @@ use super::random::Random;
 use crate::params::{Counts, GatherParams, Plan, Plane, Range, Sequence, Tensor, WriteParams};
 use crate::tensors;
 
-/// What a test fills memory with that nothing may write.
+/// Fill byte of memory that nothing may write.
 pub(super) const UNTOUCHED: u8 = 0xA5;
 
-/// One plane: its layout, its memory on the device, and what should be there.
+/// One plane: its layout, its memory on the device, and its expected content.
 #[derive(Debug)]
-pub(super) struct World {
+pub(super) struct Fixture {
     pub(super) layout: PlaneLayout,
     pub(super) constants: Vec<f32>,
     pub(super) plane: Plane,
     pub(super) image: Vec<u8>,
 }
 
-impl World {
+impl Fixture {
     pub(super) fn new(device: &mut Device, layout: PlaneLayout, random: &mut Random) -> Self {
         let (heads, dim) = (layout.num_kv_heads() as usize, layout.head_dim() as usize);
         let scales: Vec<f32> =
@@ -48,7 +49,7 @@ impl World {
         HeadConstants::of(&self.constants, heads, dim, head).unwrap()
     }
 
-    /// Values as they are stored, transformed where the plane transforms.
+    /// Returns values as they are stored: transformed if the plane is.
     pub(super) fn stored(&self, head: usize, values: &[f32]) -> Vec<f32> {
         let mut values = values.to_vec();
         if self.layout.transforms() {
@@ -57,7 +58,7 @@ impl World {
         values
     }
 
-    /// Where a row lies in the plane.
+    /// Returns the byte range of a row in the plane.
     pub(super) fn range(&self, block: u32, place: Place, head: usize) -> std::ops::Range<usize> {
         let begin = self.layout.block_bytes() * u64::from(block)
             + self.layout.row_begin(place, head as u32);
@@ -66,7 +67,7 @@ impl World {
         begin as usize..(begin + bytes) as usize
     }
 
-    /// Encodes stored values into the image.
+    /// Encodes stored values into the expected content.
     pub(super) fn put(&mut self, block: u32, place: Place, head: usize, values: &[f32]) {
         let inv_scale = self.constants(head).inv_scale;
         let (range, format) = (self.range(block, place, head), self.layout.format());
@@ -78,7 +79,7 @@ impl World {
         }
     }
 
-    /// What a row of the image decodes to.
+    /// Decodes a row of the expected content.
     pub(super) fn get(&self, block: u32, place: Place, head: usize) -> Vec<f32> {
         let mut values = vec![0.0; self.layout.head_dim() as usize];
         let from = &self.image[self.range(block, place, head)];
@@ -91,7 +92,7 @@ impl World {
         values
     }
 
-    /// Whether the element around a byte is NaN, there and in the image.
+    /// Returns whether the element around a byte is NaN on both sides.
     fn both_nan(&self, got: &[u8], at: usize) -> bool {
         let format = self.layout.format();
         let size = format.wide_format().row_bytes(1) as usize;
@@ -99,7 +100,7 @@ impl World {
         are_nan(format, [&got[element.clone()], &self.image[element]])
     }
 
-    /// Compares the plane with the image.
+    /// Compares the plane with the expected content.
     pub(super) fn check(&self, device: &mut Device, what: &str) {
         let got = device.bytes(self.plane.base, self.image.len());
         let differ = |at: &usize| got[*at] != self.image[*at] && !self.both_nan(&got, *at);
@@ -117,8 +118,8 @@ impl World {
     }
 }
 
-/// Whether elements, of the plane or in 16 bits among codes, are NaN of whichever bits: a GPU has
-/// one NaN, a CPU keeps what it is given.
+/// Returns whether both elements, unquantised or 16-bit among codes, are NaN with any bits: a GPU
+/// has one NaN, a CPU keeps the given bits.
 fn are_nan(format: KvFormat, elements: [&[u8]; 2]) -> bool {
     elements.iter().all(|element| {
         let mut value = [0.0];
@@ -127,13 +128,13 @@ fn are_nan(format: KvFormat, elements: [&[u8]; 2]) -> bool {
     })
 }
 
-/// A tensor of ragged rows.
+/// Returns a tensor of ragged rows.
 pub(super) fn ragged(data: u64, dtype: u32, tokens: u32, (heads, dim): (u32, u32)) -> Tensor {
     let token_stride = u64::from(heads * dim) * if dtype == 0 { 4 } else { 2 };
     Tensor { data, token_stride, axes: 2, dtype, batch: 1, tokens, heads, dim, ..Tensor::default() }
 }
 
-/// Values as elements of a tensor, and what they are then.
+/// Returns values as elements of a tensor, and their rounded values.
 pub(super) fn elements(dtype: u32, values: &[f32]) -> (Vec<u8>, Vec<f32>) {
     let f16s = || values.iter().map(|value| f16::from_f32(*value));
     let bf16s = || values.iter().map(|value| bf16::from_f32(*value));
@@ -155,7 +156,7 @@ pub(super) fn layout(format: KvFormat, order: BlockOrder, dim: u32, heads: u32) 
     PlaneLayout::new(shape).unwrap()
 }
 
-/// One case: both planes of one step, written, compared, read back.
+/// One case: both planes of one step are written, compared, and read back.
 #[derive(Debug, Clone, Copy)]
 struct Case {
     formats: [KvFormat; 2],
@@ -165,7 +166,7 @@ struct Case {
     order: BlockOrder,
     transforms: bool,
     full_precision_prefix: u32,
-    /// Bytes by which tensors miss a multiple of 16.
+    /// Offset of tensors from a multiple of 16, in bytes.
     offset: u64,
 }
 
@@ -179,17 +180,17 @@ fn run(case: Case, seed: u64) {
     let mut device = Device::open(random.below(5));
     let Case { formats, dims, heads, order, .. } = case;
     let wide_slots = formats[0].wide_slots(dims[0]).max(formats[1].wide_slots(dims[1]));
-    let mut worlds: [World; 2] = std::array::from_fn(|i| {
+    let mut fixtures: [Fixture; 2] = std::array::from_fn(|i| {
         let plain = layout(formats[i], order, dims[i], heads).with_transform(case.transforms);
         let full_precision_prefix = if wide_slots <= 16 { case.full_precision_prefix } else { 0 };
-        World::new(
+        Fixture::new(
             &mut device,
             plain.with_wide_rows(full_precision_prefix, false, wide_slots).unwrap(),
             &mut random,
         )
     });
-    let map = *worlds[0].layout.slot_map();
-    // Each entry has blocks of its own; the step brings all its tokens.
+    let map = *fixtures[0].layout.slot_map();
+    // Each entry has blocks of its own; the step writes all its tokens.
     let mut pool: Vec<u32> = (0..9).collect();
     let (mut sequences, mut slots, mut places) = (Vec::new(), Vec::new(), Vec::new());
     let mut tables = Vec::new();
@@ -218,8 +219,8 @@ fn run(case: Case, seed: u64) {
         let (bytes, values) = elements(case.dtype, &rows);
         for (unit, values) in values.chunks(dim).enumerate() {
             let (head, (block, place)) = (unit % heads as usize, places[unit / heads as usize]);
-            let stored = worlds[i].stored(head, values);
-            worlds[i].put(block, place, head, &stored);
+            let stored = fixtures[i].stored(head, values);
+            fixtures[i].put(block, place, head, &stored);
         }
         ragged(device.put_at(case.offset, &bytes), case.dtype, TOTAL, (heads, dims[i]))
     });
@@ -232,16 +233,16 @@ fn run(case: Case, seed: u64) {
         tables: device.put(&tables),
     };
     let [k, v] = inputs;
-    let [k_plane, v_plane] = [worlds[0].plane, worlds[1].plane];
+    let [k_plane, v_plane] = [fixtures[0].plane, fixtures[1].plane];
     let params = WriteParams { plan, k, v, k_plane, v_plane };
     write(&mut device, &params, random.next() as u32);
-    for world in &worlds {
-        world.check(&mut device, &what);
-        gather(&mut device, world, (&sequences, &places), plan.tables, random.below(3));
+    for fixture in &fixtures {
+        fixture.check(&mut device, &what);
+        gather(&mut device, fixture, (&sequences, &places), plan.tables, random.below(3));
     }
 }
 
-/// Starts the kernel that writes, or one of the two where both can.
+/// Launches the kernel that writes; `choice` selects one if two can.
 fn write(device: &mut Device, params: &WriteParams, choice: u32) {
     let WriteParams { k_plane, v_plane, .. } = params;
     let dim = k_plane.head_dim.max(v_plane.head_dim);
@@ -249,7 +250,7 @@ fn write(device: &mut Device, params: &WriteParams, choice: u32) {
     let shared = 4 * (round16(4 * dim) + 256 + round16(bytes));
     let is_plain =
         [k_plane, v_plane].iter().all(|plane| plane.format <= 2 && plane.transforms == 0);
-    // Fewer blocks than there is work, too.
+    // Sometimes fewer thread blocks than work items.
     let grid = [1 + choice / 2 % TOTAL, 1, 1];
     if is_plain && choice.is_multiple_of(2) {
         device.launch("write_plain", grid, 0, params);
@@ -261,12 +262,12 @@ fn write(device: &mut Device, params: &WriteParams, choice: u32) {
 /// Reads all rows back into a ragged tensor and compares them.
 fn gather(
     device: &mut Device,
-    world: &World,
+    fixture: &Fixture,
     (sequences, places): (&[Sequence], &[(u32, Place)]),
     tables: u64,
     dtype: u32,
 ) {
-    let (heads, dim) = (world.layout.num_kv_heads(), world.layout.head_dim());
+    let (heads, dim) = (fixture.layout.num_kv_heads(), fixture.layout.head_dim());
     let ranges: Vec<Range> = sequences
         .iter()
         .map(|s| Range {
@@ -281,7 +282,7 @@ fn gather(
     let bytes = (TOTAL * heads * dim * size) as usize;
     let out = ragged(device.put(&vec![UNTOUCHED; bytes]), dtype, TOTAL, (heads, dim));
     let params = GatherParams {
-        plane: world.plane,
+        plane: fixture.plane,
         out,
         ranges: device.put(&ranges),
         tables,
@@ -297,13 +298,13 @@ fn gather(
     };
     for (unit, got) in got.chunks(dim as usize).enumerate() {
         let (head, (block, place)) = (unit % heads as usize, places[unit / heads as usize]);
-        let mut values = world.get(block, place, head);
-        if world.layout.transforms() {
-            transform::load(&mut values, &world.constants(head));
+        let mut values = fixture.get(block, place, head);
+        if fixture.layout.transforms() {
+            transform::load(&mut values, &fixture.constants(head));
         }
         let (_, expected) = elements(dtype, &values);
         for (at, (got, expected)) in got.iter().zip(&expected).enumerate() {
-            let format = world.layout.format();
+            let format = fixture.layout.format();
             assert_eq!(
                 bits(*got),
                 bits(*expected),
@@ -316,7 +317,7 @@ fn gather(
 const ORDERS: [BlockOrder; 2] = [BlockOrder::Nhd, BlockOrder::Hnd];
 
 #[test]
-fn every_format_is_that_of_the_host() {
+fn every_format_equals_the_hosts() {
     for (i, format) in FORMATS.iter().enumerate() {
         for (j, dim) in [128, 64, 1, 5, 31, 33, 80, 100, 256].into_iter().enumerate() {
             let other = FORMATS[(i + j + 1) % FORMATS.len()];
@@ -337,7 +338,7 @@ fn every_format_is_that_of_the_host() {
 }
 
 #[test]
-fn rows_are_transformed_and_the_prefix_is_wide() {
+fn rows_are_transformed_and_the_prefix_has_16_bits() {
     for (i, format) in FORMATS.iter().enumerate() {
         for (j, dim) in [128, 7, 80, 96].into_iter().enumerate() {
             let case = Case {
@@ -356,7 +357,7 @@ fn rows_are_transformed_and_the_prefix_is_wide() {
 }
 
 #[test]
-fn plain_rows_of_any_type_and_alignment_are_moved() {
+fn unquantised_rows_of_any_type_and_alignment_are_moved() {
     for (i, format) in KvFormat::PLAIN.iter().enumerate() {
         for dtype in 0..3 {
             for (j, (dim, offset)) in [(128, 0), (128, 8), (12, 4), (3, 0)].into_iter().enumerate()
@@ -378,7 +379,7 @@ fn plain_rows_of_any_type_and_alignment_are_moved() {
 }
 
 #[test]
-fn a_number_that_no_format_has_is_reported() {
+fn an_unknown_format_number_is_reported() {
     let mut device = Device::open(7);
     let plane = Plane {
         base: device.put(&[0_u8; 64]),

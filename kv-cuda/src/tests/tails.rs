@@ -1,4 +1,5 @@
-//! `write_tails`: sequences that grow, are cut and grow on, against their whole history.
+//! `write_tails`: sequences that grow, are truncated and grow again, compared with their whole
+//! history.
 use std::collections::BTreeMap;
 
 use half::f16;
@@ -8,19 +9,19 @@ use kv_quant::block::{self, BlockMean};
 
 use super::device::{Device, round16};
 use super::random::Random;
-use super::rows::{World, elements, ragged};
+use super::rows::{Fixture, elements, ragged};
 use crate::params::{Counts, Plan, Sequence, Tensor, WriteParams};
 
-/// One sequence: rows of [plane][head][position] as they are stored, before they are encoded.
+/// A model of one sequence: rows of [plane][head][position] as they are stored, before encoding.
 #[derive(Debug, Default)]
-struct Life {
+struct SequenceModel {
     rows: [Vec<Vec<Vec<f32>>>; 2],
     len: u32,
     coded: u32,
-    /// Blocks of full-precision prefix and codes, and of the tail after them.
+    /// Blocks of the full-precision prefix and of codes, and those of the tail after them.
     codes: Vec<u32>,
     tail: Vec<u32>,
-    /// Means that blocks were given, by plane, head and index in the table.
+    /// Means of blocks, by plane, head and index in the table.
     means: BTreeMap<(usize, usize, u32), Vec<f32>>,
 }
 
@@ -28,17 +29,17 @@ fn tail_blocks(map: &SlotMap, len: u32, coded: u32) -> u32 {
     (len - map.tail_begin(len, coded)).div_ceil(16 / map.wide_slots())
 }
 
-/// What is found in the place of a position.
-fn place_block(life: &Life, map: &SlotMap, position: u32) -> (u32, Place) {
-    let place = map.place_in(position, life.coded);
+/// Returns the block and the place of a position.
+fn place_block(model: &SequenceModel, map: &SlotMap, position: u32) -> (u32, Place) {
+    let place = map.place_in(position, model.coded);
     let at = place.index as usize;
-    let blocks = life.codes.len();
-    (if at < blocks { life.codes[at] } else { life.tail[at - blocks] }, place)
+    let blocks = model.codes.len();
+    (if at < blocks { model.codes[at] } else { model.tail[at - blocks] }, place)
 }
 
-impl Life {
-    /// Grows by `new_len` rows that were pushed already; the open step's sequence, whose table is
-    /// appended to `tables`.
+impl SequenceModel {
+    /// Grows by `new_len` rows that were added already. Returns the sequence of the open step,
+    /// whose table is appended to `tables`.
     fn grow(
         &mut self,
         map: &SlotMap,
@@ -73,7 +74,7 @@ impl Life {
         }
     }
 
-    /// Cuts it.
+    /// Truncates it.
     fn truncate(&mut self, map: &SlotMap, len: u32, pool: &mut Vec<u32>) {
         (self.coded, self.len) = (map.coded_truncated(self.coded, len), len);
         for head in self.rows.iter_mut().flatten() {
@@ -83,46 +84,47 @@ impl Life {
         pool.splice(0..0, self.codes.drain(before_tail..));
         let tail = tail_blocks(map, len, self.coded) as usize;
         pool.splice(0..0, self.tail.drain(tail..));
-        // A block that holds no code any more gets another mean.
+        // A block without codes gets a new mean.
         let coded = self.coded;
         self.means
             .retain(|(_, _, index), _| map.tokens(*index).max(map.full_precision_prefix()) < coded);
     }
 
-    /// Puts what every position should hold into the image of a plane.
-    fn put(&mut self, world: &mut World, which: usize) {
-        let map = *world.layout.slot_map();
+    /// Writes what every position should hold into the expected content of a plane.
+    fn put(&mut self, fixture: &mut Fixture, which: usize) {
+        let map = *fixture.layout.slot_map();
         for head in 0..self.rows[which].len() {
             for position in 0..self.len {
                 let (block, place) = place_block(self, &map, position);
                 let mut values = self.rows[which][head][position as usize].clone();
-                if !place.is_wide && world.layout.has_block_means() {
-                    let mean = self.mean(world, (which, head, place.index), block);
+                if !place.is_wide && fixture.layout.has_block_means() {
+                    let mean = self.mean(fixture, (which, head, place.index), block);
                     values.iter_mut().zip(&mean).for_each(|(value, mean)| *value -= mean);
                 }
-                world.put(block, place, head, &values);
+                fixture.put(block, place, head, &values);
             }
         }
     }
 
-    /// The mean of a block: that of all it holds when it is first met, and put into the image.
-    fn mean(&mut self, world: &mut World, key: (usize, usize, u32), block: u32) -> Vec<f32> {
+    /// Returns the mean of a block: computed from all its rows when first used, and written to the
+    /// expected content.
+    fn mean(&mut self, fixture: &mut Fixture, key: (usize, usize, u32), block: u32) -> Vec<f32> {
         let (plane, head, index) = key;
-        let map = *world.layout.slot_map();
+        let map = *fixture.layout.slot_map();
         let rows = &self.rows[plane][head];
         let begin = map.tokens(index).max(map.full_precision_prefix());
         let end =
             map.tokens(index + 1).min(self.coded.max(map.full_precision_prefix())).min(self.len);
         let mean = self.means.entry(key).or_insert_with(|| {
             let mut mean = BlockMean::default();
-            mean.reset(world.layout.head_dim() as usize);
+            mean.reset(fixture.layout.head_dim() as usize);
             rows[begin as usize..end as usize].iter().for_each(|row| mean.add(row));
             mean.finish().to_vec()
         });
-        let at =
-            world.layout.block_bytes() * u64::from(block) + world.layout.mean_begin(head as u32);
+        let at = fixture.layout.block_bytes() * u64::from(block)
+            + fixture.layout.mean_begin(head as u32);
         let bytes = mean.iter().flat_map(|mean| f16::from_f32(*mean).to_le_bytes());
-        for (to, byte) in world.image[at as usize..].iter_mut().zip(bytes) {
+        for (to, byte) in fixture.image[at as usize..].iter_mut().zip(bytes) {
             *to = byte;
         }
         mean.clone()
@@ -140,7 +142,7 @@ struct Case {
 }
 
 const HEADS: u32 = 2;
-const LIVES: usize = 3;
+const SEQUENCES: usize = 3;
 const BLOCKS: u32 = 160;
 
 fn layout(case: Case, plane: usize, wide_slots: u32) -> PlaneLayout {
@@ -158,69 +160,69 @@ fn layout(case: Case, plane: usize, wide_slots: u32) -> PlaneLayout {
     if means { layout.with_block_means().unwrap() } else { layout }
 }
 
-/// New rows of every life, which remembers them; the tensor that brings them.
-fn bring(
-    lives: &mut [Life; LIVES],
-    news: [u32; LIVES],
-    (world, which): (&World, usize),
+/// Adds new rows to every sequence model, and returns the tensor with them.
+fn append(
+    models: &mut [SequenceModel; SEQUENCES],
+    new_lens: [u32; SEQUENCES],
+    (fixture, which): (&Fixture, usize),
     device: &mut Device,
     random: &mut Random,
 ) -> Tensor {
-    let (dim, format) = (world.layout.head_dim(), world.layout.format());
+    let (dim, format) = (fixture.layout.head_dim(), fixture.layout.format());
     let mut all = Vec::new();
-    for (life, new_len) in lives.iter_mut().zip(news) {
+    for (model, new_len) in models.iter_mut().zip(new_lens) {
         for head in (0..HEADS as usize).cycle().take((new_len * HEADS) as usize) {
             let row = random.row(dim as usize);
-            let mut stored = world.stored(head, &row);
+            let mut stored = fixture.stored(head, &row);
             if format.is_quantised() {
                 for value in &mut stored {
                     *value = block::round_wide(*value);
                 }
             }
-            life.rows[which][head].push(stored);
+            model.rows[which][head].push(stored);
             all.extend(row);
         }
     }
     let (bytes, _) = elements(0, &all);
-    ragged(device.put(&bytes), 0, news.iter().sum(), (HEADS, dim))
+    ragged(device.put(&bytes), 0, new_lens.iter().sum(), (HEADS, dim))
 }
 
 fn run(case: Case, seed: u64) {
     let mut random = Random(seed);
     let mut device = Device::open(random.below(4));
     let wide_slots = case.formats[0].wide_slots(case.dim).max(case.formats[1].wide_slots(case.dim));
-    let mut worlds: [World; 2] = std::array::from_fn(|plane| {
-        World::new(&mut device, layout(case, plane, wide_slots), &mut random)
+    let mut fixtures: [Fixture; 2] = std::array::from_fn(|plane| {
+        Fixture::new(&mut device, layout(case, plane, wide_slots), &mut random)
     });
-    let map = *worlds[0].layout.slot_map();
-    let mut lives: [Life; LIVES] = Default::default();
-    for life in &mut lives {
-        life.rows = std::array::from_fn(|_| vec![Vec::new(); HEADS as usize]);
+    let map = *fixtures[0].layout.slot_map();
+    let mut models: [SequenceModel; SEQUENCES] = Default::default();
+    for model in &mut models {
+        model.rows = std::array::from_fn(|_| vec![Vec::new(); HEADS as usize]);
     }
     let mut pool: Vec<u32> = (0..BLOCKS).collect();
     for step in 0..10 {
-        for life in &mut lives {
-            if life.len > 0 && random.below(5) == 0 {
-                life.truncate(&map, random.below(life.len + 1), &mut pool);
+        for model in &mut models {
+            if model.len > 0 && random.below(5) == 0 {
+                model.truncate(&map, random.below(model.len + 1), &mut pool);
             }
         }
         let mut start = 0;
-        let news: [u32; LIVES] = std::array::from_fn(|_| match random.below(4) {
+        let new_lens: [u32; SEQUENCES] = std::array::from_fn(|_| match random.below(4) {
             0 => random.below(40),
             1 => 0,
             _ => 1 + random.below(3),
         });
         let inputs = [0, 1].map(|plane| {
-            bring(&mut lives, news, (&worlds[plane], plane), &mut device, &mut random)
+            append(&mut models, new_lens, (&fixtures[plane], plane), &mut device, &mut random)
         });
-        // Tails that become codes are read in this step: nobody else takes their blocks.
+        // Tails that become codes are read in this step, so their blocks are not reused yet.
         let (mut sequences, mut tables, mut held) = (Vec::new(), Vec::new(), Vec::new());
-        for (life, new_len) in lives.iter_mut().zip(news) {
-            let sequence = life.grow(&map, new_len, (&mut pool, &mut held), &mut tables);
+        for (model, new_len) in models.iter_mut().zip(new_lens) {
+            let sequence = model.grow(&map, new_len, (&mut pool, &mut held), &mut tables);
             sequences.push(Sequence { new_start: start, ..sequence });
             start += new_len;
         }
-        let counts = Counts { sequences: LIVES as u32, total_new: start, ..Default::default() };
+        let counts = Counts { sequences: SEQUENCES as u32, total_new: start, ..Default::default() };
         let plan = Plan {
             counts: device.put(&[counts]),
             sequences: device.put(&sequences),
@@ -229,20 +231,20 @@ fn run(case: Case, seed: u64) {
             tables: device.put(&tables),
         };
         let [k, v] = inputs;
-        let [k_plane, v_plane] = [worlds[0].plane, worlds[1].plane];
+        let [k_plane, v_plane] = [fixtures[0].plane, fixtures[1].plane];
         let params = WriteParams { plan, k, v, k_plane, v_plane };
         let row_bytes = k_plane.row_bytes.max(v_plane.row_bytes);
         let shared = 4 * (2 * round16(4 * case.dim) + 256 + round16(row_bytes));
         let grid = [1 + random.below(4), 1 + random.below(4), 1];
         device.launch("write_tails", grid, shared, &params);
         pool.splice(0..0, held);
-        for (plane, world) in worlds.iter_mut().enumerate() {
-            for (life, new_len) in lives.iter_mut().zip(news) {
+        for (plane, fixture) in fixtures.iter_mut().enumerate() {
+            for (model, new_len) in models.iter_mut().zip(new_lens) {
                 if new_len > 0 {
-                    life.put(world, plane);
+                    model.put(fixture, plane);
                 }
             }
-            world.check(
+            fixture.check(
                 &mut device,
                 &format!("{case:?}, step {step}, plane {plane}, {sequences:?}"),
             );
@@ -251,7 +253,7 @@ fn run(case: Case, seed: u64) {
 }
 
 #[test]
-fn tails_become_codes_block_by_block() {
+fn tails_are_quantised_block_by_block() {
     for (i, format) in FORMATS.iter().enumerate() {
         let case = Case {
             formats: [*format, FORMATS[(i + 7) % FORMATS.len()]],

@@ -1,6 +1,7 @@
-// A driver library with one device that runs nothing: device memory is the host's, copies are done at once, kernels do
-// nothing. One of its functions fails, as KV_TEST_FAULT says: `NAME CALL CODE`, from its CALL-th call on. A code of 700
-// or more stays: from then on every function gives it, as a driver does once a context is broken.
+// A driver library with one device that runs nothing: device memory is host memory, copies are done
+// at once, kernels do nothing. One of its functions fails as KV_TEST_FAULT says: `NAME CALL CODE`,
+// from its CALL-th call on. A code of 700 or more is sticky: from then on every function returns
+// it, as a driver does once a context is broken.
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
@@ -35,7 +36,7 @@ typedef unsigned long long Address;
 typedef void* Handle;
 
 int give(Address* to, size_t bytes) {
-  // Far more than this would hold is there on a real card.
+  // Far more than this test uses is available on a real card.
   void* memory = std::aligned_alloc(512, (bytes + 511) / 512 * 512);
   if (!memory) return 2;
   std::memset(memory, 0, bytes);

@@ -1,8 +1,8 @@
-//! A driver that fails: whichever function it is, and when, the caller gets an error, and nothing
-//! panics, hangs, or is left.
+//! A failing driver: whichever function fails, and when, the caller gets an error, and nothing
+//! panics, hangs, or leaks.
 //!
 //! The driver is a library of the test's own (`driver.cpp`), which has a device and runs nothing.
-//! Each fault is a process, as drivers are loaded once.
+//! Each fault runs in its own process, because drivers are loaded once.
 #![expect(
     clippy::unwrap_used,
     clippy::panic,
@@ -26,11 +26,11 @@ use kv_core::{
 };
 use kv_cuda::{CudaBackend, CudaBuffer, CudaOptions, StepLimits};
 
-/// Says that this process has the driver of the test, and works with it.
+/// Marks a process that runs the work with the test's driver.
 const CHILD: &str = "KV_TEST_CHILD";
-/// Tells the driver what fails.
+/// Names the fault for the driver.
 const FAULT: &str = "KV_TEST_FAULT";
-/// What the driver has a device and its functions for.
+/// Functions that the test's driver has.
 const FUNCTIONS: &[&str] = &[
     "cuInit",
     "cuDriverGetVersion",
@@ -61,8 +61,8 @@ const FUNCTIONS: &[&str] = &[
     "cuFuncSetAttribute",
     "cuLaunchKernel",
 ];
-/// Functions that clean up, or that are asked where another way is left: their failure need not be
-/// an error of a call.
+/// Functions that clean up, or whose failure has a fallback: their failure need not be an error of
+/// a call.
 const QUIET: &[&str] = &[
     "cuThreadExchangeStreamCaptureMode",
     "cuDevicePrimaryCtxRelease_v2",
@@ -81,7 +81,7 @@ const QUIET: &[&str] = &[
     "cuEventSynchronize",
     "cuModuleUnload",
 ];
-/// Of the driver: a value that it does not take, and a kernel that broke its context.
+/// Codes of the driver: an invalid value, and a kernel that broke its context.
 const INVALID_VALUE: u32 = 1;
 const LAUNCH_FAILED: u32 = 719;
 
@@ -89,7 +89,7 @@ const KV_HEADS: u32 = 2;
 const DIM: u32 = 64;
 const BATCH: u32 = 2;
 
-/// A cache from its opening to a step that is replayed: every kind of call.
+/// Uses a cache from opening the device to a replayed step: every kind of call.
 fn work() -> Result<(), Box<dyn Error>> {
     let backend = CudaBackend::open(&CudaOptions::default().without_cache())?;
     let row = u64::from(BATCH * KV_HEADS * DIM) * 2;
@@ -153,7 +153,7 @@ fn layer(
     Ok(step.attend(0, q, out, &AttentionOptions::causal(0.125))?)
 }
 
-/// In a process of its own: what came of the work, in words, when everything is dropped.
+/// Runs the work in a process of its own and prints its outcome after everything is dropped.
 #[test]
 fn with_the_driver_of_the_test() {
     if env::var_os(CHILD).is_none() {
@@ -165,7 +165,7 @@ fn with_the_driver_of_the_test() {
     }
 }
 
-/// The driver in a folder of its own, `None` where there is no compiler.
+/// Compiles the driver in a folder of its own, `None` without a compiler.
 fn driver(folder: &Path) -> Option<PathBuf> {
     let library = folder.join("libcuda.so");
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/failing_driver/driver.cpp");
@@ -194,7 +194,7 @@ fn wait(child: &mut Child, what: &str) -> bool {
     }
 }
 
-/// What came of the work with a fault.
+/// Returns the outcome of the work with a fault.
 fn outcome(driver: &Path, fault: &str) -> String {
     let mut command = Command::new(env::current_exe().unwrap());
     command.args(["with_the_driver_of_the_test", "--exact", "--nocapture"]);
@@ -219,7 +219,7 @@ fn every_function_may_fail_at_any_time() {
     for (names, is_quiet) in [(FUNCTIONS, false), (QUIET, true)] {
         for name in names {
             for (call, code) in [(1, INVALID_VALUE), (1, LAUNCH_FAILED), (3, LAUNCH_FAILED)] {
-                // Only what is called at all need fail; most are called once at least.
+                // A function need not be called; most are called once at least.
                 faults.push((format!("{name} {call} {code}"), is_quiet || call > 1));
             }
         }

@@ -1,11 +1,11 @@
-//! What a calibrator refuses.
+//! Errors of a calibrator.
 use std::fmt;
 
 use kv_core::{LayerId, Plane};
 
 use crate::calibrate::{LayerShape, MIN_TOKENS};
 
-/// One of the three tensors that a calibrator is shown.
+/// One of the three tensors that a calibrator observes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[expect(clippy::exhaustive_enums, reason = "attention has three")]
 pub enum Tensor {
@@ -17,16 +17,16 @@ pub enum Tensor {
     Q,
 }
 
-/// Rows that cannot be taken in, or too few of them.
+/// Rows that cannot be observed, or too few of them.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CalibrateError {
-    /// Heads or channels that are zero, or more than a plane can have.
+    /// Numbers of heads or channels that are zero, or more than a plane can have.
     #[error("layer {layer}: no plane has {shape}")]
     Shape {
         /// The layer.
         layer: LayerId,
-        /// What was given.
+        /// The shape that was given.
         shape: LayerShape,
     },
     /// More layers than a [`LayerId`] can name.
@@ -37,11 +37,11 @@ pub enum CalibrateError {
     UnknownLayer {
         /// The layer.
         layer: LayerId,
-        /// Layers there are.
+        /// Number of layers of the calibrator.
         num_layers: usize,
     },
-    /// Query heads that cannot be shared out evenly.
-    #[error("layer {layer}: {q_heads} query heads are no multiple of {num_kv_heads} kv heads")]
+    /// A number of query heads that is not a multiple of the kv heads.
+    #[error("layer {layer}: {q_heads} query heads are not a multiple of {num_kv_heads} kv heads")]
     QueryHeads {
         /// The layer.
         layer: LayerId,
@@ -50,8 +50,8 @@ pub enum CalibrateError {
         /// Heads of K and V.
         num_kv_heads: u32,
     },
-    /// Keys that end within a token.
-    #[error("layer {layer}: K has {got} values, no whole number of tokens of {token}")]
+    /// Keys whose length is not a multiple of a token's.
+    #[error("layer {layer}: K has {got} values, not a multiple of {token} (a token)")]
     PartOfToken {
         /// The layer.
         layer: LayerId,
@@ -60,8 +60,8 @@ pub enum CalibrateError {
         /// Values given.
         got: usize,
     },
-    /// Values or queries of another number of tokens than the keys.
-    #[error("layer {layer}: {tensor} has {got} values, {expected} expected beside K")]
+    /// Values or queries for another number of tokens than the keys.
+    #[error("layer {layer}: {tensor} has {got} values, {expected} expected from the length of K")]
     Length {
         /// The layer.
         layer: LayerId,
@@ -73,7 +73,7 @@ pub enum CalibrateError {
         got: usize,
     },
     /// More tokens than can be counted.
-    #[error("layer {layer}: more tokens than 32 bits count")]
+    #[error("layer {layer}: more than 2^32 - 1 tokens")]
     TooManyTokens {
         /// The layer.
         layer: LayerId,
@@ -93,10 +93,10 @@ pub enum CalibrateError {
         head: usize,
         /// Channel of the head.
         channel: usize,
-        /// What stands there.
+        /// The value there.
         value: f32,
     },
-    /// Too few tokens for constants that mean anything.
+    /// Too few tokens for useful constants.
     #[error("layer {layer} saw {tokens} tokens that count, {MIN_TOKENS} are needed")]
     TooFewTokens {
         /// The layer.
@@ -104,7 +104,7 @@ pub enum CalibrateError {
         /// Tokens that counted.
         tokens: u32,
     },
-    /// Rows so large that the transform is not finite.
+    /// Rows so large that their transform is not finite.
     #[error("layer {layer}, {plane}, head {head}: rows are too large to be rotated in f32")]
     Overflow {
         /// The layer.

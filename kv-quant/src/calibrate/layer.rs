@@ -1,30 +1,31 @@
-//! What one layer has shown, and its constants.
+//! The observed rows of one layer, and its constants.
 use kv_core::calibration::{LayerCalibration, PlaneCalibration, PlaneConstants};
 use kv_core::{BlockOrder, KvFormat, LayerId, Plane, PlaneLayout, PlaneShape, Scaling};
 
 use crate::calibrate::{CalibrateError, LayerShape, MIN_TOKENS, Tensor};
 use crate::transform;
 
-/// How far the balance of a channel may be from that of its head, which is 1 in the geometric mean.
+/// Bound of the ratio between a channel's balance and the geometric mean of its head, which is 1.
 ///
-/// A channel that looked dead would else be divided by almost nothing, and the first row that uses
-/// it would consist of that channel alone. Within the bound such a channel counts 16 times in a
-/// row. Honest channels keep their optimum: K and Q differ by a factor of up to 256 from what is
-/// usual in their head before the bound acts, and biases are gone before the balance is taken.
+/// Without it, a channel that looked dead would be divided by almost nothing, and the first row
+/// that uses it would consist of that channel alone. Within the bound such a channel counts 16
+/// times in a row. Ordinary channels keep their optimum: the bound acts only if K and Q differ by
+/// more than a factor of 256 from what is usual in their head, and biases are subtracted before the
+/// balance is computed.
 pub const BALANCE_MAX: f32 = 16.0;
 
-/// Below this part of the largest in its head, a sum of squares is the rounding of the rows: 2^-20
-/// of the largest rms.
+/// A sum of squares below this fraction of the largest in its head is taken for rounding noise of
+/// the rows: 2^-20 of the largest rms.
 const DEAD: f64 = 1.0 / 1_099_511_627_776.0;
 
-/// What one layer has shown.
+/// What was observed of one layer.
 #[derive(Debug, Clone)]
 pub(super) struct Layer {
     shape: LayerShape,
-    /// Planes of one row, transformed: what the constants are folded for.
+    /// Planes of one transformed row, for which the constants are folded.
     layouts: [PlaneLayout; 2],
     tokens: u32,
-    /// K as it came: `[tokens, num_kv_heads, head_dim_k]`.
+    /// K as it was given: `[tokens, num_kv_heads, head_dim_k]`.
     k: Vec<f32>,
     /// Sums of squares of Q: `[num_kv_heads, head_dim_k]`, empty before the first row.
     q_squares: Vec<f64>,
@@ -48,8 +49,8 @@ struct Magnitudes {
 }
 
 impl LayerShape {
-    /// Planes of one transformed row, to fold constants for and to check them against; `None` for
-    /// what no plane can be.
+    /// Returns planes of one transformed row, to fold constants for and to check them; `None` for a
+    /// shape that no plane can have.
     pub(crate) fn layouts(self) -> Option<[PlaneLayout; 2]> {
         let Self { num_kv_heads, head_dim_k, head_dim_v } = self;
         let layout = |head_dim: u32| {
@@ -60,7 +61,7 @@ impl LayerShape {
                 num_kv_heads,
                 head_dim,
                 order: BlockOrder::Nhd,
-                // Any format whose rows bring their own scales.
+                // Any format whose rows have their own scales.
                 format: KvFormat::Int8(Scaling::Row),
             };
             Some(PlaneLayout::new(shape).ok()?.with_transform(true))
@@ -89,7 +90,7 @@ impl Layer {
         self.tokens
     }
 
-    /// Checks rows and takes in those after the first `skipped` tokens.
+    /// Checks rows and observes those after the first `skipped` tokens.
     pub(super) fn observe(
         &mut self,
         layer: LayerId,
@@ -99,7 +100,7 @@ impl Layer {
     ) -> Result<(), CalibrateError> {
         let (tokens, group) = self.check(layer, first_position, rows)?;
         if tokens == 0 {
-            // Nothing is reserved for a shape that no row has proved.
+            // Nothing is allocated for a shape before a row has confirmed it.
             return Ok(());
         }
         let skipped = skipped.min(tokens);
@@ -121,12 +122,12 @@ impl Layer {
 
         let mut v = counted(v, skipped, heads.saturating_mul(dim_v)).to_vec();
         let constants = constants(layer, Plane::Value, &self.layouts, &PlaneCalibration::default());
-        self.v.take_in(&mut v, heads, dim_v, &constants);
+        self.v.observe(&mut v, heads, dim_v, &constants);
         self.tokens = total;
         Ok(())
     }
 
-    /// Tokens in `rows`, and query heads for every kv head.
+    /// Returns the number of tokens in `rows`, and of query heads per kv head.
     fn check(
         &self,
         layer: LayerId,
@@ -171,7 +172,7 @@ impl Layer {
         Ok((tokens, group))
     }
 
-    /// The constants of the rows so far.
+    /// Computes the constants of the rows so far.
     pub(super) fn finish(&self, layer: LayerId) -> Result<LayerCalibration, CalibrateError> {
         let tokens = self.tokens;
         if tokens < MIN_TOKENS {
@@ -189,7 +190,7 @@ impl Layer {
         let mut magnitudes = Magnitudes::default();
         let constants = constants(layer, Plane::Key, &self.layouts, &k);
         let heads = widen(self.shape.num_kv_heads);
-        magnitudes.take_in(&mut self.k.clone(), heads, dim_k, &constants);
+        magnitudes.observe(&mut self.k.clone(), heads, dim_k, &constants);
         magnitudes.give(layer, Plane::Key, &mut k)?;
         let mut v = PlaneCalibration::default();
         self.v.clone().give(layer, Plane::Value, &mut v)?;
@@ -202,8 +203,8 @@ impl Layer {
 }
 
 impl Magnitudes {
-    /// Takes in rows of `heads` heads; they are transformed in place.
-    fn take_in(&mut self, rows: &mut [f32], heads: usize, dim: usize, constants: &PlaneConstants) {
+    /// Observes rows of `heads` heads; they are transformed in place.
+    fn observe(&mut self, rows: &mut [f32], heads: usize, dim: usize, constants: &PlaneConstants) {
         self.raw.resize(heads, 0.0);
         self.transformed.resize(heads, 0.0);
         for token in rows.chunks_exact_mut(heads.saturating_mul(dim)) {
@@ -235,18 +236,18 @@ impl Magnitudes {
     }
 }
 
-/// The rows after the first `skipped` tokens of `token` values.
+/// Returns the rows after the first `skipped` tokens of `token` values.
 fn counted(rows: &[f32], skipped: u32, token: usize) -> &[f32] {
     rows.get(widen(skipped).saturating_mul(token)..).unwrap_or_default()
 }
 
-/// The largest magnitude of a row, infinite where a value is not finite.
+/// Returns the largest magnitude of a row; infinity if a value is not finite.
 fn amax_of(row: &[f32]) -> f32 {
     let magnitude = |x: &f32| if x.is_nan() { f32::INFINITY } else { x.abs() };
     row.iter().map(magnitude).fold(0.0, f32::max)
 }
 
-/// Constants folded as a cache folds them, so that magnitudes are those it will store.
+/// Folds constants as a cache does, so that magnitudes are those that it will store.
 fn constants(
     layer: LayerId,
     plane: Plane,
@@ -256,11 +257,11 @@ fn constants(
     let layout = if plane == Plane::Key { k } else { v };
     match PlaneConstants::new(layer, plane, layout, Some(given)) {
         Ok(Some(constants)) => constants,
-        other => unreachable!("a calibrator made constants that no cache takes: {other:?}"),
+        other => unreachable!("a calibrator computed constants that a cache refuses: {other:?}"),
     }
 }
 
-/// Mean of every channel of all heads.
+/// Computes the mean of every channel of all heads.
 fn mean(rows: &[f32], token: usize, tokens: f64) -> Vec<f32> {
     let mut sums = vec![0.0; token];
     for row in rows.chunks_exact(token) {
@@ -269,7 +270,7 @@ fn mean(rows: &[f32], token: usize, tokens: f64) -> Vec<f32> {
     sums.iter().map(|sum| narrow(sum / tokens)).collect()
 }
 
-/// Adds the squares of a row, less a mean, to the sums of its channels.
+/// Adds the squares of a row, minus a mean, to the sums of its channels.
 fn add_squares(sums: &mut [f64], row: &[f32], mean: Option<&[f32]>) {
     match mean {
         None => sums.iter_mut().zip(row).for_each(|(sum, x)| *sum += f64::from(*x).powi(2)),
@@ -281,13 +282,12 @@ fn add_squares(sums: &mut [f64], row: &[f32], mean: Option<&[f32]>) {
     }
 }
 
-/// The balance of one head, from sums of squares of every channel of centred K and of Q.
+/// Computes the balance of one head, from sums of squares of every channel of centred K and of Q.
 ///
 /// The expected squared error of a score under white noise in the stored row is proportional to
 /// `sum(q^2 s^2) * sum(k^2 / s^2)`, which `s = sqrt(rms k / rms q)` minimises (Cauchy-Schwarz). A
-/// factor common to all channels of a head changes nothing, such as the numbers of rows; it is
-/// chosen so that the geometric mean is 1. A channel without K or without Q says nothing and gets
-/// 1.
+/// factor common to all channels of a head, such as the number of rows, does not change it; it is
+/// chosen so that the geometric mean is 1. A channel without K or without Q gets 1.
 fn balance(k: &[f64], q: &[f64]) -> Vec<f32> {
     let floor = |sums: &[f64]| sums.iter().copied().fold(0.0, f64::max) * DEAD;
     let (floor_k, floor_q) = (floor(k), floor(q));
@@ -303,12 +303,12 @@ fn balance(k: &[f64], q: &[f64]) -> Vec<f32> {
     logs.iter().map(|log| log.map_or(1.0, |log| narrow(bounded(log)))).collect()
 }
 
-/// Row and column of an index.
+/// Splits an index into row and column.
 fn split(index: usize, columns: usize) -> (usize, usize) {
     (index.checked_div(columns).unwrap_or(0), index.checked_rem(columns).unwrap_or(0))
 }
 
-/// Rounds to nearest. The mean of finite `f32` and a bounded balance are never too large.
+/// Rounds to nearest. The mean of finite `f32` and a bounded balance always fit.
 fn narrow(x: f64) -> f32 {
     #[expect(clippy::as_conversions, clippy::cast_possible_truncation, reason = "as said above")]
     {
@@ -316,8 +316,8 @@ fn narrow(x: f64) -> f32 {
     }
 }
 
-/// A count of heads, channels or tokens as a length. Lengths are compared with it before anything
-/// is reserved, so one that no machine holds need only stay too large.
+/// Converts a count of heads, channels or tokens to a length. Lengths are compared with it before
+/// anything is allocated, so a count that does not fit only has to stay too large.
 fn widen(n: u32) -> usize {
     usize::try_from(n).unwrap_or(usize::MAX)
 }

@@ -1,4 +1,4 @@
-//! Constants against hand-made rows and a direct f64 computation, and all that is refused.
+//! Constants against hand-made rows and a direct f64 computation, and all refusals.
 #![expect(clippy::many_single_char_names, reason = "k, v and q have no other names")]
 mod outliers;
 
@@ -9,13 +9,13 @@ use proptest::prelude::*;
 use super::layer::BALANCE_MAX;
 use super::*;
 
-/// Rows between -1 and 1 without a pattern: the fractional parts of multiples of an irrational.
+/// Returns rows between -1 and 1 without a pattern: fractional parts of multiples of an irrational.
 fn noise(seed: f32, len: usize) -> Vec<f32> {
     (0_u16..).take(len).map(|i| ((f32::from(i) + seed) * 0.618_034).fract() * 2.0 - 1.0).collect()
 }
 
-/// A calibrator of one layer that has seen `tokens` tokens of these rows.
-fn shown(heads: u32, dims: [u32; 2], rows: [&[f32]; 3], q_heads: u32) -> Calibrator {
+/// Returns a calibrator of one layer that has observed `tokens` tokens of these rows.
+fn observed(heads: u32, dims: [u32; 2], rows: [&[f32]; 3], q_heads: u32) -> Calibrator {
     let mut calibrator = Calibrator::new(1, heads, dims).unwrap().skip_first(0);
     let [k, v, q] = rows;
     calibrator.observe(0, 0, k, v, q, q_heads).unwrap();
@@ -39,7 +39,7 @@ fn constants_are_those_of_the_documented_formulas() {
     }
     let v = noise(7.0, tokens * heads * dim_v);
     let q = noise(3.0, tokens * q_heads * dim);
-    let calibrator = shown(2, [5, 3], [&k, &v, &q], 6);
+    let calibrator = observed(2, [5, 3], [&k, &v, &q], 6);
     assert_eq!(calibrator.num_tokens(), 40);
     let calibration = calibrator.finish().unwrap();
     let layer = &calibration.layers()[0];
@@ -84,7 +84,7 @@ fn constants_are_those_of_the_documented_formulas() {
 #[test]
 fn transformed_magnitudes_are_those_of_stored_rows() {
     let (k, v, q) = (noise(0.0, 20 * 16), noise(1.0, 20 * 8), noise(2.0, 20 * 32));
-    let calibration = shown(2, [8, 4], [&k, &v, &q], 4).finish().unwrap();
+    let calibration = observed(2, [8, 4], [&k, &v, &q], 4).finish().unwrap();
     let layer = &calibration.layers()[0];
     for (plane, given, rows, dim) in
         [(Plane::Key, &layer.k, &k, 8), (Plane::Value, &layer.v, &v, 4)]
@@ -114,10 +114,10 @@ fn transformed_magnitudes_are_those_of_stored_rows() {
 #[test]
 fn chunks_sequences_and_layers_may_come_in_any_order() {
     let (k, v, q) = (noise(0.0, 24 * 4), noise(1.0, 24 * 4), noise(2.0, 24 * 8));
-    let whole = shown(1, [4, 4], [&k, &v, &q], 2).finish().unwrap();
+    let whole = observed(1, [4, 4], [&k, &v, &q], 2).finish().unwrap();
     let mut parts = Calibrator::new(2, 1, [4, 4]).unwrap().skip_first(3);
     for layer in [1_u16, 0] {
-        // Two sequences of 3 tokens that do not count and 12 that do, in chunks.
+        // Two sequences of 3 skipped and 12 counted tokens, in chunks.
         for sequence in 0..2 {
             let begin = sequence * 12;
             let junk = [1e6_f32; 16];
@@ -140,18 +140,18 @@ fn chunks_sequences_and_layers_may_come_in_any_order() {
 }
 
 #[test]
-fn dead_channels_are_neutral_and_none_leaves_the_bound() {
+fn dead_channels_are_neutral_and_balances_are_bounded() {
     let (tokens, dim) = (32_usize, 8_usize);
     let mut k = noise(0.0, tokens * dim);
     let mut q = noise(9.0, tokens * dim);
     for (k, q) in k.chunks_exact_mut(dim).zip(q.chunks_exact_mut(dim)) {
-        k[0] = 3.0; // constant: nothing is left once the mean is gone
-        q[1] = 0.0; // never asked
+        k[0] = 3.0; // constant: zero after the mean is subtracted
+        q[1] = 0.0; // no query reads it
         (k[2], q[2]) = (0.0, 0.0);
         k[3] *= 1e-5; // almost dead
         q[4] *= 1e-5;
     }
-    let calibration = shown(1, [8, 8], [&k, &k, &q], 1).finish().unwrap();
+    let calibration = observed(1, [8, 8], [&k, &k, &q], 1).finish().unwrap();
     let balance = &calibration.layers()[0].k.balance;
     assert_eq!(balance[..3], [1.0; 3]);
     assert_eq!(balance[3..5], [1.0 / BALANCE_MAX, BALANCE_MAX]);
@@ -160,9 +160,9 @@ fn dead_channels_are_neutral_and_none_leaves_the_bound() {
 }
 
 #[test]
-fn a_head_of_zeros_has_the_identity() {
+fn a_head_of_zeros_gets_the_identity() {
     let zeros = [0.0_f32; 16 * 4];
-    let calibration = shown(1, [4, 4], [&zeros, &zeros, &zeros], 1).finish().unwrap();
+    let calibration = observed(1, [4, 4], [&zeros, &zeros, &zeros], 1).finish().unwrap();
     let zero = vec![0.0_f32];
     let expected = PlaneCalibration {
         amax: zero.clone(),
@@ -175,13 +175,13 @@ fn a_head_of_zeros_has_the_identity() {
 }
 
 #[test]
-fn more_may_be_shown_after_constants_were_made() {
+fn rows_may_be_added_after_finish() {
     let (k, v, q) = (noise(0.0, 32 * 4), noise(1.0, 32 * 4), noise(2.0, 32 * 4));
-    let mut online = shown(1, [4, 4], [&k[..64], &v[..64], &q[..64]], 1);
+    let mut online = observed(1, [4, 4], [&k[..64], &v[..64], &q[..64]], 1);
     let first = online.finish().unwrap();
     assert_eq!(first, online.clone().finish().unwrap());
     online.observe(0, 16, &k[64..], &v[64..], &q[64..], 1).unwrap();
-    assert_eq!(online.finish().unwrap(), shown(1, [4, 4], [&k, &v, &q], 1).finish().unwrap());
+    assert_eq!(online.finish().unwrap(), observed(1, [4, 4], [&k, &v, &q], 1).finish().unwrap());
 }
 
 #[test]
@@ -190,7 +190,7 @@ fn too_few_tokens_name_the_layer() {
     let mut calibrator = Calibrator::new(2, 1, [2, 2]).unwrap();
     calibrator.observe(0, 0, &rows, &rows, &rows, 1).unwrap();
     calibrator.observe(1, 0, &rows[..38], &rows[..38], &rows[..38], 1).unwrap();
-    // Four are skipped: 16 and 15 are left.
+    // Four are skipped, which leaves 16 and 15.
     let refused = calibrator.finish().unwrap_err();
     assert_eq!(refused, CalibrateError::TooFewTokens { layer: LayerId(1), tokens: 15 });
     assert_eq!(refused.to_string(), "layer 1 saw 15 tokens that count, 16 are needed");
@@ -223,7 +223,7 @@ fn impossible_shapes_are_refused() {
     let shape = LayerShape { num_kv_heads: 1, head_dim_k: 1, head_dim_v: 1 };
     let many = Calibrator::with_layers(std::iter::repeat_n(shape, 65537)).unwrap_err();
     assert_eq!(many, CalibrateError::TooManyLayers);
-    // No memory is taken for a shape before a row of it was seen.
+    // Nothing is allocated for a shape before a row of it was observed.
     let mut wide = Calibrator::new(9, u32::MAX, [1, 1]).unwrap();
     wide.observe(0, 0, &[], &[], &[], u32::MAX).unwrap();
     assert_eq!(
@@ -235,7 +235,7 @@ fn impossible_shapes_are_refused() {
 #[test]
 fn wrong_rows_are_refused_and_change_nothing() {
     let good = noise(0.0, 16 * 4);
-    let mut calibrator = shown(2, [2, 2], [&good, &good, &good], 2);
+    let mut calibrator = observed(2, [2, 2], [&good, &good, &good], 2);
     let before = calibrator.finish().unwrap();
     let layer = LayerId(0);
     let mut refuse = |layer: u16, rows: [&[f32]; 3], q_heads, expected: &CalibrateError| {
@@ -275,12 +275,12 @@ fn wrong_rows_are_refused_and_change_nothing() {
 }
 
 #[test]
-fn rows_that_leave_f32_when_rotated_are_refused() {
+fn rows_whose_rotation_overflows_are_refused() {
     let large = [3e38_f32; 16 * 4];
     let signed: Vec<f32> = large.iter().zip(noise(0.0, 64)).map(|(x, s)| x * s.signum()).collect();
     let small = noise(0.0, 64);
     for (k, v, plane) in [(&small, &signed, Plane::Value), (&signed, &small, Plane::Key)] {
-        let refused = shown(1, [4, 4], [k, v, &small], 1).finish().unwrap_err();
+        let refused = observed(1, [4, 4], [k, v, &small], 1).finish().unwrap_err();
         let expected = CalibrateError::Overflow { layer: LayerId(0), plane, head: 0 };
         assert_eq!(refused, expected);
     }
@@ -297,7 +297,7 @@ proptest! {
             token.iter_mut().zip(&exponents).for_each(|(x, e)| *x *= 2_f32.powi(*e));
         }
         let q: Vec<f32> = k.iter().rev().copied().collect();
-        let calibration = shown(1, [4, 4], [&k, &q, &q], 1).finish().unwrap();
+        let calibration = observed(1, [4, 4], [&k, &q, &q], 1).finish().unwrap();
         let k = &calibration.layers()[0].k;
         prop_assert!(k.mean.iter().all(|x| x.is_finite()));
         let bounds = BALANCE_MAX.recip()..=BALANCE_MAX;

@@ -1,8 +1,8 @@
 //! The safetensors container: a length, a JSON header, the bytes of the tensors.
 //!
-//! The header is read by the `safetensors` crate, which checks that the tensors follow each other
-//! without gaps. The rest is done here, for two reasons: that crate (0.8.0) adds up sizes of a
-//! hostile header without a check and then panics, and it writes metadata in random order.
+//! The `safetensors` crate parses the header and checks that the tensors follow each other without
+//! gaps. The rest is done here for two reasons: that crate (0.8.0) adds the sizes of a hostile
+//! header without a check and then panics, and it writes metadata in random order.
 use std::collections::{BTreeMap, HashMap};
 
 use safetensors::tensor;
@@ -20,7 +20,7 @@ pub(super) struct Container<'a> {
     tensors: BTreeMap<String, Tensor<'a>>,
 }
 
-/// One tensor of a file; `data` has the bytes that dtype and shape ask for.
+/// One tensor of a file; `data` has as many bytes as dtype and shape require.
 #[derive(Debug)]
 pub(super) struct Tensor<'a> {
     pub(super) dtype: tensor::Dtype,
@@ -43,7 +43,7 @@ impl<'a> Container<'a> {
         }
         let tensors = header.tensors().into_iter().map(|(name, info)| {
             let (begin, end) = info.data_offsets;
-            // Offsets grow from one tensor to the next, and the last ends where the data do.
+            // Offsets ascend from tensor to tensor, and the last tensor ends where the data end.
             let data = data.get(begin..end).unwrap_or_default();
             (name, Tensor { dtype: info.dtype, shape: info.shape.clone(), data })
         });
@@ -59,7 +59,7 @@ impl<'a> Container<'a> {
     }
 }
 
-/// A file of `F32` tensors: name, shape, values.
+/// Writes a file of `F32` tensors: name, shape, values.
 pub(super) fn write(
     strings: Map<String, Value>,
     tensors: &[(String, Vec<usize>, &[f32])],

@@ -1,56 +1,57 @@
-//! What makes a calibration file unreadable or unfit.
+//! Errors of calibration files.
 use kv_core::{CalibrationError, LayerId};
 
 use crate::calibrate::LayerShape;
 
-/// A file that cannot be read, or constants that cannot be written.
+/// A file that cannot be read, or a calibration that cannot be written.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FileError {
-    /// Fewer bytes than the header is said to have, or too few to say it.
+    /// Fewer bytes than the header's stated length, or too few for that length itself.
     #[error("the file ends inside its header: {got} bytes, {expected} expected")]
     Truncated {
         /// Bytes up to the end of the header.
         expected: u64,
-        /// Bytes there are.
+        /// Bytes of the file.
         got: usize,
     },
-    /// A header that is no safetensors header.
-    #[error("no safetensors file: {0}")]
+    /// A header that is not a safetensors header.
+    #[error("not a safetensors file: {0}")]
     Header(#[from] HeaderError),
-    /// More or fewer bytes behind the header than its tensors have.
-    #[error("the tensors have {expected} bytes, the file {got} behind its header")]
+    /// More or fewer bytes after the header than its tensors have.
+    #[error("the tensors have {expected} bytes, the file {got} after its header")]
     DataLength {
         /// Bytes of all tensors.
         expected: usize,
-        /// Bytes there are.
+        /// Bytes after the header.
         got: usize,
     },
-    /// A key that must be there. Without `kv_calibration` it is some other safetensors file.
+    /// A required key that is missing. Without `kv_calibration` it is another kind of safetensors
+    /// file.
     #[error("the file has no {key:?} in its metadata: is it a calibration?")]
     MissingKey {
         /// The key.
         key: &'static str,
     },
-    /// A version of the format that this code does not know.
-    #[error("calibration files of version {got:?} are not known, only {known:?}")]
+    /// A version of the format that this code cannot read.
+    #[error("calibration files of version {got:?} are unknown, only {known:?} is known")]
     Version {
         /// Version of the file.
         got: String,
         /// The version that is known.
         known: &'static str,
     },
-    /// A key whose text is not what it must be.
+    /// A key with invalid text.
     #[error("metadata {key:?} is {value:?}, it must be {must}")]
     Value {
         /// The key.
         key: &'static str,
         /// Its text.
         value: String,
-        /// What would do.
+        /// The requirement.
         must: &'static str,
     },
-    /// A tensor that is none of a calibration's, or of a layer that the model does not have.
+    /// A tensor that no calibration has, or of a layer that the model does not have.
     #[error("unknown tensor {name:?}")]
     UnknownTensor {
         /// Its name.
@@ -64,14 +65,14 @@ pub enum FileError {
         /// Its element type, as the container names it.
         got: String,
     },
-    /// A tensor whose axes are not those of its layer.
+    /// A tensor whose axes do not fit its layer.
     #[error("tensor {name:?} has shape {got:?}, {expected:?} expected")]
     Shape {
         /// Its name.
         name: String,
-        /// What its layer asks for.
+        /// The shape that its layer requires.
         expected: Vec<usize>,
-        /// What it has.
+        /// Its shape.
         got: Vec<usize>,
     },
     /// A layer without any tensor.
@@ -80,36 +81,36 @@ pub enum FileError {
         /// The layer.
         layer: LayerId,
     },
-    /// Constants and a description with different numbers of layers, or more than 65536.
+    /// A calibration and metadata with different numbers of layers, or more than 65536.
     #[error("constants of {got} layers, {expected} expected")]
     NumLayers {
-        /// Layers of the description.
+        /// Layers of the metadata.
         expected: usize,
-        /// Layers with constants.
+        /// Layers of the calibration.
         got: usize,
     },
-    /// Heads and channels that no plane can have.
+    /// A shape that no plane can have.
     #[error("layer {layer}: no plane has {shape}")]
     LayerShape {
         /// The layer.
         layer: LayerId,
-        /// What is said of it.
+        /// The shape in the metadata.
         shape: LayerShape,
     },
-    /// Constants that no cache takes.
+    /// Constants that a cache refuses.
     #[error(transparent)]
     Calibration(#[from] CalibrationError),
-    /// A file that was made for another model.
+    /// A file of another model.
     #[error("the calibration was made for the model {got:?}, this is {expected:?}")]
     OtherModel {
-        /// The model at hand.
+        /// The caller's model.
         expected: String,
         /// The model of the file.
         got: String,
     },
 }
 
-/// Why a header could not be read; its text is for people.
+/// Why a header could not be read; a text for people.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text}")]
 pub struct HeaderError {

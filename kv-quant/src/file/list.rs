@@ -26,7 +26,7 @@ enum List {
     Scales,
 }
 
-/// What a layer may have.
+/// The lists that a layer may have.
 const LISTS: [(Plane, List); 8] = [
     (Plane::Key, List::Mean),
     (Plane::Key, List::Balance),
@@ -39,12 +39,12 @@ const LISTS: [(Plane, List); 8] = [
 ];
 
 impl Place {
-    /// Every list of a layer.
+    /// Iterates over every list of a layer.
     pub(super) fn all(layer: LayerId) -> impl Iterator<Item = Self> {
         LISTS.into_iter().map(move |(plane, list)| Self { layer, plane, list })
     }
 
-    /// The list whose tensor has this name, which is written in one way only.
+    /// Parses the name of a tensor; each list has exactly one name.
     pub(super) fn parse(name: &str) -> Option<Self> {
         let (layer, _) = name.strip_prefix("layers.")?.split_once('.')?;
         let layer = LayerId(layer.parse().ok()?);
@@ -85,7 +85,8 @@ impl Place {
         }
     }
 
-    /// Axes of a list of `len` values. `len` matters to scales alone, which are one or one a head.
+    /// Returns the axes of a list of `len` values. `len` matters for scales only: one, or one per
+    /// head.
     pub(super) fn shape(self, shape: LayerShape, len: usize) -> Vec<usize> {
         let widen = |n: u32| usize::try_from(n).unwrap_or(usize::MAX);
         let (heads, head_dim) = (widen(shape.num_kv_heads), widen(shape.head_dim_k));
@@ -96,7 +97,7 @@ impl Place {
         }
     }
 
-    /// The values of a tensor, once it is what this list needs.
+    /// Returns the values of a tensor, if its type and shape fit this list.
     pub(super) fn values(
         self,
         name: &str,

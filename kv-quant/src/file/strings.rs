@@ -1,4 +1,4 @@
-//! The metadata of a file, as text and as numbers.
+//! The metadata of a file, as strings and as numbers.
 use std::collections::HashMap;
 
 use kv_core::LayerId;
@@ -16,7 +16,7 @@ const NUM_KV_HEADS: &str = "num_kv_heads";
 const HEAD_DIM_K: &str = "head_dim_k";
 const HEAD_DIM_V: &str = "head_dim_v";
 
-/// The metadata of a file, read but not yet compared with its tensors.
+/// The metadata of a file, parsed but not yet compared with the tensors.
 #[derive(Debug)]
 pub(super) struct Strings {
     pub(super) model: String,
@@ -28,7 +28,7 @@ pub(super) struct Strings {
     head_dim_v: Column,
 }
 
-/// A number of every layer.
+/// A number for each layer.
 #[derive(Debug)]
 enum Column {
     Same(u32),
@@ -50,7 +50,7 @@ impl Strings {
         let num_layers = num_layers.ok_or_else(|| refused(NUM_LAYERS, "1 to 65536"))?;
         let column = |key| {
             let column = Column::read(get(key)?, num_layers);
-            column.ok_or_else(|| refused(key, "a number above 0, or as many as there are layers"))
+            column.ok_or_else(|| refused(key, "a number above 0, or one for each layer"))
         };
         Ok(Self {
             model: get(MODEL)?.clone(),
@@ -62,7 +62,7 @@ impl Strings {
         })
     }
 
-    /// What a layer is said to be, `None` past the last.
+    /// Returns the shape of a layer; `None` past the last.
     pub(super) fn layer(&self, layer: LayerId) -> Option<LayerShape> {
         if u32::from(layer.0) >= self.num_layers {
             return None;
@@ -74,14 +74,14 @@ impl Strings {
         })
     }
 
-    /// What every layer is said to be.
+    /// Iterates over the shapes of all layers.
     pub(super) fn layers(&self) -> impl Iterator<Item = (LayerId, LayerShape)> + '_ {
         (0..=u16::MAX).map(LayerId).map_while(|id| Some((id, self.layer(id)?)))
     }
 }
 
 impl Column {
-    /// One number above 0 or, separated by commas, one for each layer.
+    /// Parses one number above 0 or, separated by commas, one per layer.
     fn read(text: &str, num_layers: u32) -> Option<Self> {
         let numbers = text.split(',').map(|text| number(text).filter(|n| *n > 0));
         let numbers = numbers.collect::<Option<Vec<_>>>()?;
@@ -100,7 +100,7 @@ impl Column {
     }
 }
 
-/// The metadata of a file to be written; there is at least one layer.
+/// Returns the metadata of a file to write; there is at least one layer.
 pub(super) fn write(metadata: &Metadata) -> Map<String, Value> {
     let column = |of: fn(&LayerShape) -> u32| {
         let mut numbers: Vec<_> = metadata.layers.iter().map(|it| of(it).to_string()).collect();
@@ -121,7 +121,7 @@ pub(super) fn write(metadata: &Metadata) -> Map<String, Value> {
     strings.into_iter().map(|(key, text)| (key.to_owned(), Value::String(text))).collect()
 }
 
-/// A number in plain decimal digits.
+/// Parses a number in plain decimal digits.
 fn number(text: &str) -> Option<u32> {
     let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     digits.then(|| text.parse().ok())?

@@ -1,4 +1,4 @@
-//! Files come back as they were; everything malformed is refused, and no bytes make it panic.
+//! Files round-trip, malformed ones are refused, and no input makes reading panic.
 use kv_core::CalibrationError;
 use kv_core::calibration::PlaneCalibration;
 use proptest::prelude::*;
@@ -9,7 +9,7 @@ use super::*;
 
 const SHAPE: LayerShape = LayerShape { num_kv_heads: 2, head_dim_k: 3, head_dim_v: 2 };
 
-/// Two layers: all lists that there are, and as few as possible.
+/// Returns two layers: one with all possible lists, one with as few as possible.
 fn example() -> (Calibration, Metadata) {
     let all = LayerCalibration {
         k: PlaneCalibration {
@@ -40,13 +40,13 @@ fn example_file() -> Vec<u8> {
     write(&calibration, &metadata).unwrap()
 }
 
-/// A file with this header, which need not be one, before the data of the example.
+/// Returns a file with these header bytes, valid or not, before the data of the example.
 fn with_header(header: &[u8]) -> Vec<u8> {
     let (_, data) = parts();
     [u64::try_from(header.len()).unwrap().to_le_bytes().as_slice(), header, &data].concat()
 }
 
-/// Header and data of the example.
+/// Returns the header and the data of the example.
 fn parts() -> (Value, Vec<u8>) {
     let file = example_file();
     let (length, rest) = file.split_first_chunk::<8>().unwrap();
@@ -55,7 +55,7 @@ fn parts() -> (Value, Vec<u8>) {
     (serde_json::from_slice(header).unwrap(), data.to_vec())
 }
 
-/// What is said of the example's file once its header was changed.
+/// Returns the error of the example's file with a changed header.
 fn refused(change: impl FnOnce(&mut Value)) -> FileError {
     let (mut header, _) = parts();
     change(&mut header);
@@ -63,7 +63,7 @@ fn refused(change: impl FnOnce(&mut Value)) -> FileError {
 }
 
 #[test]
-fn files_come_back_and_are_the_same_every_time() {
+fn files_round_trip_and_are_reproducible() {
     let (calibration, metadata) = example();
     let file = example_file();
     assert_eq!(read(&file).unwrap(), (calibration, metadata));
@@ -73,7 +73,7 @@ fn files_come_back_and_are_the_same_every_time() {
 }
 
 #[test]
-fn others_can_read_what_is_written() {
+fn the_safetensors_crate_reads_what_is_written() {
     let file = example_file();
     let read = SafeTensors::deserialize(&file).unwrap();
     assert_eq!(read.len(), 9);
@@ -85,7 +85,7 @@ fn others_can_read_what_is_written() {
 }
 
 #[test]
-fn what_a_calibrator_made_comes_back() {
+fn a_calibrators_result_round_trips() {
     let shapes = [SHAPE, LayerShape { num_kv_heads: 1, ..SHAPE }];
     let mut calibrator = Calibrator::with_layers(shapes).unwrap().skip_first(0);
     let rows: Vec<f32> = (0_u8..120).map(|i| f32::from(i % 17) - 8.0).collect();
@@ -112,7 +112,7 @@ fn a_file_of_another_model_is_refused_by_name() {
 }
 
 #[test]
-fn what_no_cache_would_take_is_not_written() {
+fn constants_that_a_cache_refuses_are_not_written() {
     let (calibration, metadata) = example();
     let refuse = |calibration: &Calibration, layers: Vec<LayerShape>| {
         let metadata = Metadata { layers, ..metadata.clone() };
@@ -152,7 +152,7 @@ fn what_no_cache_would_take_is_not_written() {
 }
 
 #[test]
-fn containers_that_are_none_are_refused() {
+fn invalid_containers_are_refused() {
     let file = example_file();
     for end in [0, 7] {
         let got = read(&file[..end]).unwrap_err();
@@ -175,7 +175,7 @@ fn containers_that_are_none_are_refused() {
 
 #[test]
 fn sizes_that_add_up_past_the_address_space_are_refused() {
-    // Eight tensors of 2^61 - 1 bytes: their end and the header's length overflow together.
+    // Eight tensors of 2^61 - 1 bytes: the sum of their end and the header's length overflows.
     let size = (1_u64 << 61) - 1;
     let tensors = (0..8).map(|i| {
         let offsets = [i * size, (i + 1) * size];
@@ -193,7 +193,7 @@ fn refused_shape(shape: &[usize]) -> FileError {
 }
 
 #[test]
-fn metadata_must_be_there_and_make_sense() {
+fn missing_and_invalid_metadata_are_refused() {
     for key in ["kv_calibration", "model", "tokens", "num_layers", "num_kv_heads", "head_dim_v"] {
         let missing = refused(|header| {
             header["__metadata__"].as_object_mut().unwrap().remove(key).unwrap();
@@ -227,7 +227,7 @@ fn metadata_must_be_there_and_make_sense() {
 }
 
 #[test]
-fn counts_that_the_data_do_not_bear_out_are_refused() {
+fn counts_that_disagree_with_the_data_are_refused() {
     let more = refused(|header| header["__metadata__"]["num_layers"] = json!("65536"));
     assert_eq!(more, FileError::MissingLayer { layer: LayerId(2) });
     let fewer = refused(|header| header["__metadata__"]["num_layers"] = json!("1"));
@@ -236,7 +236,7 @@ fn counts_that_the_data_do_not_bear_out_are_refused() {
     assert!(matches!(heads, FileError::Shape { .. }), "{heads}");
     let dims = refused(|header| header["__metadata__"]["head_dim_k"] = json!("4294967295"));
     assert!(matches!(dims, FileError::Shape { .. }), "{dims}");
-    // No tensor has this axis, and no plane.
+    // No tensor and no plane has this axis.
     let dims = refused(|header| header["__metadata__"]["head_dim_v"] = json!("4294967295"));
     assert!(matches!(dims, FileError::LayerShape { .. }), "{dims}");
 }
@@ -277,7 +277,7 @@ fn tensors_must_be_those_of_a_calibration() {
 }
 
 #[test]
-fn numbers_are_those_a_cache_takes() {
+fn numbers_that_a_cache_refuses_are_refused() {
     let (header, data) = parts();
     let number = |name: &str, bytes: [u8; 4]| {
         let begin = header[name]["data_offsets"][0].as_u64().unwrap();
@@ -315,7 +315,7 @@ proptest! {
             let at = at.index(file.len());
             file[at] = byte;
         }
-        // Numbers of the header, which decide about lengths.
+        // Digits of the header, which decide about lengths.
         let places: Vec<_> = (8..file.len()).filter(|at| file[*at].is_ascii_digit()).collect();
         for (at, digit) in digits {
             file[places[at.index(places.len())]] = digit;
@@ -323,7 +323,7 @@ proptest! {
         if cut {
             file.truncate(end.index(file.len()));
         }
-        // What is read can be written, and is the same again.
+        // What was read can be written and is equal when read again.
         if let Ok((calibration, metadata)) = read(&file) {
             let again = write(&calibration, &metadata).unwrap();
             prop_assert_eq!(read(&again).unwrap(), (calibration, metadata));

@@ -1,9 +1,9 @@
-//! The numbers are proven: a fixed point of Lloyd's iteration, which has one, is the optimum.
+//! Proof of the levels: the fixed point of Lloyd's iteration, which has only one, is the optimum.
 use super::*;
 
-/// Integrals of the normal density `p` and of `x p` over `[from, to]`, by Simpson's rule.
+/// Integrates the normal density `p` and `x p` over `[from, to]` by Simpson's rule.
 fn moments(from: f64, to: f64) -> (f64, f64) {
-    // Steps of at most 1/128: the error goes with the fourth power.
+    // Steps of at most 1/128: the error is of fourth order.
     let steps = 2 * (16..600).find(|n| f64::from(*n) / 64.0 > to - from).unwrap();
     let width = (to - from) / f64::from(steps);
     let density = |x: f64| (-0.5 * x * x).exp();
@@ -21,7 +21,7 @@ fn moments(from: f64, to: f64) -> (f64, f64) {
     (mass * width / 3.0, first * width / 3.0)
 }
 
-/// Lloyd's iteration to its fixed point, from magnitudes of one half.
+/// Runs Lloyd's iteration to its fixed point, from the magnitudes of one half.
 fn iterate(mut levels: Vec<f64>) -> Vec<f64> {
     loop {
         let mut bounds = vec![0.0];
@@ -48,7 +48,7 @@ fn magnitudes_are_the_fixed_point_of_lloyds_iteration() {
     for bits in [3, 4, 6] {
         let stored = magnitudes(bits).unwrap();
         assert_eq!(stored.len(), 1 << (bits - 1));
-        // From a start 1 % off, so that a stop near the start would show.
+        // Start 1 % off, so that stopping near the start would show.
         let found = iterate(stored.iter().map(|level| f64::from(*level) * 1.01).collect());
         for (stored, found) in stored.iter().zip(found) {
             assert!((f64::from(*stored) - found).abs() < 5e-7, "{bits} bits: {stored} {found}");
@@ -70,7 +70,8 @@ fn thresholds_lie_halfway() {
     assert!(thresholds(5).is_none());
 }
 
-/// The index of every value near a threshold or a cell's border, by each codebook's own way.
+/// Compares the index of every value near a threshold or a cell's border with each codebook's
+/// method.
 fn check<B: Codebook>() {
     let (levels, bounds) = (magnitudes(B::BITS).unwrap(), thresholds(B::BITS).unwrap());
     let mut values = vec![0.0, 1e-30, 100.0, 1e30, f32::MAX, f32::INFINITY];
@@ -90,7 +91,7 @@ fn check<B: Codebook>() {
 }
 
 #[test]
-fn a_value_goes_to_its_nearest_magnitude() {
+fn a_value_takes_the_nearest_magnitude() {
     check::<Book3>();
     check::<Book4>();
     check::<Book6>();

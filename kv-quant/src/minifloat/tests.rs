@@ -15,7 +15,7 @@ fn codes(count: u16) -> impl Iterator<Item = u8> {
     (0..count).map(|code| u8::try_from(code).unwrap())
 }
 
-/// The nearest finite code by search in f64; of two, the even one.
+/// Finds the nearest finite code by search in f64; of two, the even one.
 fn nearest(value: f32, decode: Decode, last: u8) -> u8 {
     let distance = |code: u8| (f64::from(decode(code)) - f64::from(value.abs())).abs();
     let mut best = 0;
@@ -29,7 +29,7 @@ fn nearest(value: f32, decode: Decode, last: u8) -> u8 {
 }
 
 #[test]
-fn codes_decode_and_come_back() {
+fn codes_round_trip() {
     for (name, encode, decode, count, _) in KINDS {
         for code in codes(count) {
             let value = decode(code);
@@ -59,11 +59,11 @@ fn tables_hold_the_values_of_the_specification() {
     assert_eq!(e5m2_decode(0xFC).to_bits(), f32::NEG_INFINITY.to_bits());
     assert_eq!(codes(256).filter(|code| e5m2_decode(*code).is_nan()).count(), 6);
     assert_eq!(E2M1[..8], [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]);
-    assert_eq!(e2m1_decode(0xFB).to_bits(), f32::to_bits(-1.5), "high bits are not looked at");
+    assert_eq!(e2m1_decode(0xFB).to_bits(), f32::to_bits(-1.5), "high bits are ignored");
 }
 
 #[test]
-fn ties_go_to_the_even_code_and_neighbours_to_the_nearer() {
+fn ties_round_to_even_and_neighbours_to_the_nearest() {
     for (name, encode, decode, _, last) in KINDS {
         for code in 0..last {
             let middle = f32::midpoint(decode(code), decode(code + 1));
@@ -80,7 +80,7 @@ fn ties_go_to_the_even_code_and_neighbours_to_the_nearer() {
 }
 
 #[test]
-fn any_number_goes_to_the_nearest_code() {
+fn any_number_rounds_to_the_nearest_code() {
     // Every 2^13-th positive float up to infinity: 9 bits of mantissa at every exponent.
     for bits in (0..=f32::INFINITY.to_bits()).step_by(1 << 13) {
         let value = f32::from_bits(bits);
@@ -97,7 +97,7 @@ fn any_number_goes_to_the_nearest_code() {
 }
 
 #[test]
-fn what_is_too_large_saturates_and_nan_is_canonical() {
+fn large_numbers_saturate_and_nan_is_canonical() {
     for (name, encode, _, _, last) in KINDS {
         let sign = if name == "e2m1" { 8 } else { 0x80 };
         for value in [f32::INFINITY, f32::MAX, 1e30] {

@@ -3,12 +3,12 @@
 //! # Source
 //! `quantize_row_q8_0_ref`, `quantize_row_q4_0_ref` and their inverses in ggml's `ggml-quants.c`,
 //! bit for bit. (llama.cpp's vectorised quantiser of `q8_0` rounds halves to even and may differ in
-//! the last bit.) Three cases are ours: a scale beyond f16 is 65504 where ggml's is infinite and
-//! its block decodes to NaN; a NaN makes its block's scale NaN where ggml overlooks it; the
-//! reciprocal of a scale so small that it is infinite counts as 0.
+//! the last bit.) Three cases differ: a scale beyond f16 is 65504, where ggml's is infinite and its
+//! block decodes to NaN; a NaN makes its block's scale NaN, where ggml ignores it; the reciprocal
+//! of a scale so small that it is infinite counts as 0.
 #![expect(
     clippy::inline_always,
-    reason = "what encodes is compiled for the instruction set of its caller"
+    reason = "encoders are inlined into callers that enable target features"
 )]
 #![expect(
     clippy::as_conversions,
@@ -26,7 +26,7 @@ const SCALE_BYTES: usize = 2;
 const Q8_0_BYTES: usize = SCALE_BYTES + BLOCK;
 const Q4_0_BYTES: usize = SCALE_BYTES + BLOCK / 2;
 
-/// `blocks` is 0 when this begins.
+/// Encodes a row. Expects `blocks` to be zeroed.
 #[inline(always)]
 pub(super) fn encode_q8_0(values: &[f32], blocks: &mut [u8]) {
     for_blocks::<Q8_0_BYTES>(values, blocks, |values, block| {
@@ -42,7 +42,7 @@ pub(super) fn encode_q8_0(values: &[f32], blocks: &mut [u8]) {
     });
 }
 
-/// `blocks` is 0 when this begins.
+/// Encodes a row. Expects `blocks` to be zeroed.
 #[inline(always)]
 pub(super) fn encode_q4_0(values: &[f32], blocks: &mut [u8]) {
     for_blocks::<Q4_0_BYTES>(values, blocks, |values, block| {
@@ -51,8 +51,8 @@ pub(super) fn encode_q4_0(values: &[f32], blocks: &mut [u8]) {
             scale::put(f16::NAN, to);
             return;
         };
-        // The first value of the largest magnitude, with its sign, becomes -8: of the 16 codes one
-        // more is negative.
+        // The first value of the largest magnitude becomes -8, whatever its sign: of the 16 codes,
+        // the negative ones reach one further.
         let extreme = values.iter().find(|value| amax > 0.0 && value.abs() >= amax);
         let inverse = put_scale(extreme.unwrap_or(&0.0) / -8.0, to);
         let nibbles = values.map(|value| nibble(value * inverse + 8.5));
@@ -84,7 +84,7 @@ pub(super) fn decode_q4_0(blocks: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Calls `encode` for every block of values, the last one filled up with zeros.
+/// Calls `encode` for every block of values; the last one is padded with zeros.
 #[inline(always)]
 fn for_blocks<const BYTES: usize>(
     values: &[f32],
@@ -100,8 +100,7 @@ fn for_blocks<const BYTES: usize>(
     }
 }
 
-/// Stores a scale and returns the number to multiply values with, which ggml takes from the scale
-/// before it is rounded.
+/// Stores a scale and returns the factor for values, which ggml computes from the unrounded scale.
 #[inline(always)]
 fn put_scale(scale: f32, to: &mut [u8]) -> f32 {
     let stored = f16::from_f32(scale);
@@ -112,10 +111,10 @@ fn put_scale(scale: f32, to: &mut [u8]) -> f32 {
     if inverse.is_finite() { inverse } else { 0.0 }
 }
 
-/// The integer at or below in 0..=15, 0 for NaN. A cast would be a branch for every value.
+/// Rounds down to an integer in 0..=15; NaN becomes 0. A cast would branch for every value.
 #[inline(always)]
 fn nibble(value: f32) -> u8 {
-    // Adding a float whose last bit is worth 1 rounds to even; what went up goes down again.
+    // Adding a float whose last bit is worth 1 rounds to even; correct what was rounded up.
     const ROUNDER: f32 = 8_388_608.0;
     let value = if value > 0.0 { value } else { 0.0 };
     let value = if value < 15.0 { value } else { 15.0 };
@@ -124,11 +123,12 @@ fn nibble(value: f32) -> u8 {
     (below + ROUNDER).to_bits() as u8
 }
 
-/// The nearest integer in -127..=127, halves away from zero, as C's `roundf`, in two's complement.
-/// `f32::round` would be a call for every value.
+/// Rounds to the nearest integer in -127..=127, halves away from zero as C's `roundf`, in two's
+/// complement. `f32::round` would be a function call for every value.
 #[inline(always)]
 fn round_half_away(value: f32) -> u8 {
-    // Adding a float whose last bit is worth 1 rounds to even; halves that went down go up again.
+    // Adding a float whose last bit is worth 1 rounds to even; correct halves that were rounded
+    // down.
     const ROUNDER: f32 = 8_388_608.0;
     let magnitude = value.abs();
     let magnitude = if magnitude < 127.0 { magnitude } else { 127.0 };

@@ -1,21 +1,22 @@
 //! `l6`, `l4`, `l3`: codes by search, and a scale that keeps inner products unbiased.
 //!
-//! For a scale the best codes are known: every value goes to the nearest level. So the encoder
-//! tries a few scales around the one the row's rms and largest magnitude suggest. Whatever the
-//! codes `c` of a row `x` are worth, the row is then decoded as `s c`:
+//! For a given scale the best codes are known: every value goes to the nearest level. The encoder
+//! therefore tries a few scales around an estimate from the row's rms and largest magnitude. Given
+//! the codes `c` of a row `x`, the row is decoded as `s c`:
 //!
 //! - With one f16 scale a row, the codes with the largest cosine between `x` and `c` are kept, and
 //!   `s = |x|^2 / <x, c>` makes `<x, s c> = |x|^2`. The scale of least squared error,
 //!   `<x, c> / |c|^2`, is smaller and shrinks every score by the share of the error (3 % in `l3`),
 //!   which attention sees as a higher temperature. The price is an error of `1 / cos^2 - 1` instead
 //!   of `1 - cos^2`.
-//! - With an E4M3 scale for 32 values there are few scales to choose from (they are 6 to 12 %
+//! - With an E4M3 scale per 32 values there are few scales to choose from (they are 6 to 12 %
 //!   apart), so codes and scale are chosen together, by squared error plus a weight times the
-//!   square of `<x, s c> - |x|^2` summed over the row so far: what one group lost the next makes up
+//!   square of `<x, s c> - |x|^2` summed over the row so far: each group compensates the errors of
+//!   those before.
 //!   for.
 #![expect(
     clippy::inline_always,
-    reason = "what encodes is compiled for the instruction set of its caller"
+    reason = "encoders are inlined into callers that enable target features"
 )]
 #![expect(
     clippy::arithmetic_side_effects,
@@ -34,18 +35,17 @@ use super::sums::{LANES, lanes, sum, total};
 use crate::lloyd::Codebook;
 use crate::minifloat::{e4m3_decode, e4m3_encode};
 
-/// Larger magnitudes, infinity too, count as this: their scale saturates all the same, and no
-/// square overflows.
+/// Bound for magnitudes, infinity included: the scale saturates anyway, and no square overflows.
 const LIMIT: f32 = 1_099_511_627_776.0; // 2^40
 const E4M3_NAN: u8 = 0x7F;
 const E4M3_LARGEST: u8 = 0x7E;
-/// Neighbours of the likely E4M3 scale that are tried, on either side.
+/// Neighbours of the likely E4M3 scale to try, on either side.
 const NEIGHBOURS: i16 = 2;
-/// What a group may make up for, as a share of its own energy: a group that saturated must not
+/// Error that a group may compensate, as a share of its own energy: a group that saturated must not
 /// spoil the next. In ordinary rows the sum stays below 1/50.
-const MAKE_UP: f32 = 1.0 / 16.0;
+const COMPENSATION_MAX: f32 = 1.0 / 16.0;
 
-/// Encodes a row with one f16 scale. `codes` and `scales` are 0 when this begins.
+/// Encodes a row with one f16 scale. Expects `codes` and `scales` to be zeroed.
 #[inline(always)]
 pub(super) fn encode<B: Codebook>(values: &[f32], codes: &mut [u8], scales: &mut [u8]) {
     let Some(amax) = scale::amax(values) else {
@@ -60,11 +60,11 @@ pub(super) fn encode<B: Codebook>(values: &[f32], codes: &mut [u8], scales: &mut
     let unbiased = energy / projection;
     let stored = scale::saturated(unbiased);
     let scale = stored.to_f32();
-    // Where f16 could not hold the scale (too large, or with few bits below 2^-14), other codes are
-    // nearer.
+    // If f16 cannot hold the scale (too large, or subnormal below 2^-14), encode with the stored
+    // one.
     let exact = (scale - unbiased).abs() <= unbiased * 0.001;
     let inverse = if exact { inverse } else { scale.recip() };
-    // A row too small for any scale is zeros.
+    // A row too small for any scale becomes zeros.
     if scale > 0.0 {
         scale::put(stored, scales);
         let bytes = codes.chunks_mut(planes::group_bytes(B::BITS));
@@ -74,7 +74,8 @@ pub(super) fn encode<B: Codebook>(values: &[f32], codes: &mut [u8], scales: &mut
     }
 }
 
-/// The reciprocal of the scale whose codes have the largest cosine with the row, and `<x, c>`.
+/// Returns the reciprocal of the scale whose codes have the largest cosine with the row, and `<x,
+/// c>`.
 #[inline(always)]
 fn search<B: Codebook>(values: &[f32], amax: f32, energy: f32) -> (f32, f32) {
     let [of_rms, of_amax] = B::NEAR_SCALE;
@@ -84,13 +85,12 @@ fn search<B: Codebook>(values: &[f32], amax: f32, energy: f32) -> (f32, f32) {
     for tried in B::TRIED {
         best = best.or_better(Codes::of::<B>(values, near * tried));
     }
-    // Codes say which scale fits them best, and that scale which codes: one step of that often
-    // pays.
+    // The least-squares scale of these codes may give better codes: one such step often pays.
     best = best.or_better(Codes::of::<B>(values, best.projection / best.energy));
     (best.inverse, best.projection)
 }
 
-/// The codes that a row takes at a scale, in sums.
+/// Sums over the codes that a row takes at a scale.
 #[derive(Clone, Copy)]
 struct Codes {
     inverse: f32,
@@ -116,8 +116,7 @@ impl Codes {
     }
 }
 
-/// Encodes a row with an E4M3 scale for every 32 values. `codes` and `scales` are 0 when this
-/// begins.
+/// Encodes a row with an E4M3 scale for every 32 values. Expects `codes` and `scales` to be zeroed.
 #[inline(always)]
 pub(super) fn encode_groups<B: Codebook>(values: &[f32], codes: &mut [u8], scales: &mut [u8]) {
     // <x, s c> - |x|^2 over the groups so far.
@@ -140,13 +139,13 @@ pub(super) fn encode_groups<B: Codebook>(values: &[f32], codes: &mut [u8], scale
     }
 }
 
-/// The code of the scale for a group, 0 where zeros are nearer than anything else.
+/// Returns the code of a group's scale; 0 if zeros have less error than any scale.
 #[inline(always)]
 fn group_scale<B: Codebook>(values: &[f32], amax: f32, energy: f32, owed: &mut f32) -> u8 {
     let [of_rms, of_amax] = B::NEAR_GROUP_SCALE;
     let rms = (energy / values.len() as f32).sqrt();
     let near = i16::from(e4m3_encode(of_rms * rms + of_amax * amax));
-    let carried = owed.clamp(-energy * MAKE_UP, energy * MAKE_UP);
+    let carried = owed.clamp(-energy * COMPENSATION_MAX, energy * COMPENSATION_MAX);
     let (mut best, mut best_cost) = (0, f32::INFINITY);
     *owed = carried - energy;
     for code in near - NEIGHBOURS..=near + NEIGHBOURS {
@@ -160,7 +159,7 @@ fn group_scale<B: Codebook>(values: &[f32], amax: f32, energy: f32, owed: &mut f
         let [error, projection] = pair_sums::<B>(values, inverse, squared, |a, c| a * (c * scale));
         let owing = carried + projection - energy;
         let cost = error + B::BIAS_WEIGHT * owing * (owing / energy);
-        // Of scales that are all too small the last, which is the largest.
+        // If all scales are too small, take the last, which is the largest.
         if error <= energy && cost <= best_cost {
             (best, best_cost) = (code, cost);
             *owed = owing;
@@ -169,10 +168,10 @@ fn group_scale<B: Codebook>(values: &[f32], amax: f32, energy: f32, owed: &mut f
     best
 }
 
-/// Encodes up to 32 values with the scale of which `inverse` is the reciprocal.
+/// Encodes up to 32 values, given the reciprocal of the scale.
 #[inline(always)]
 fn encode_group<B: Codebook>(values: &[f32], inverse: f32, bytes: &mut [u8]) {
-    // A whole group has a length that the compiler knows.
+    // Constant length for whole groups, so that loops unroll.
     match values.as_array::<GROUP>() {
         Some(whole) => encode_some::<B>(whole, inverse, bytes),
         None => encode_some::<B>(values, inverse, bytes),
@@ -232,14 +231,14 @@ fn decode_some<B: Codebook>(bytes: &[u8], scale: f32, values: &mut [f32]) {
     }
 }
 
-/// The magnitude of a value, at most [`LIMIT`].
+/// Returns the magnitude of a value, at most [`LIMIT`].
 #[inline(always)]
 fn limited(value: f32) -> f32 {
     let magnitude = value.abs();
     if magnitude < LIMIT { magnitude } else { LIMIT }
 }
 
-/// Sums two terms of every magnitude and the level it takes.
+/// Sums two terms of every magnitude and its level.
 #[inline(always)]
 fn pair_sums<B: Codebook>(
     values: &[f32],
@@ -247,11 +246,11 @@ fn pair_sums<B: Codebook>(
     first: impl Fn(f32, f32) -> f32,
     second: impl Fn(f32, f32) -> f32,
 ) -> [f32; 2] {
-    // Whole groups have a length that the compiler knows.
+    // Constant length for whole groups, so that loops unroll.
     let (groups, rest) = values.as_chunks::<GROUP>();
     let mut totals = [0.0; 2];
     for groups in groups.chunks(TOGETHER) {
-        // Apart from the sums of their lanes, which would tempt the compiler into odd vectors.
+        // Lane sums are added in a separate loop: together, the compiler vectorises badly.
         let mut all = [[[0.0; LANES]; 2]; TOGETHER];
         for (lanes, group) in all.iter_mut().zip(groups) {
             *lanes = group_sums::<B>(group, inverse, &first, &second);
@@ -267,11 +266,11 @@ fn pair_sums<B: Codebook>(
     totals
 }
 
-/// Groups whose sums are taken together.
+/// Groups that are summed together.
 const TOGETHER: usize = 8;
 
-/// The same of up to 32 values, lane by lane. Simple loops, one after another, become better vector
-/// code than one that does all.
+/// Does the same for up to 32 values, lane by lane. Several simple loops vectorise better than one
+/// that does everything.
 #[inline(always)]
 fn group_sums<B: Codebook>(
     values: &[f32],

@@ -1,18 +1,18 @@
 //! NVFP4: E2M1 values in pairs, an E4M3 scale for every 16, and a given f32 scale.
 //!
-//! A value is `code * (block scale * given scale)`; the product in brackets is rounded to f32
-//! first.
+//! A value is `code * (block scale * given scale)`; the product in brackets is first rounded to
+//! f32.
 //!
-//! The largest magnitude of a block is either the code for 6 or the code for 4, whichever gives the
-//! smaller squared error ("four over six"): codes are 2 apart at the top, and a scale a half larger
-//! puts what lies between 4 and 6 on finer ones. Readers of the format need not know.
+//! The largest magnitude of a block gets either the code for 6 or the code for 4, whichever gives
+//! the smaller squared error ("four over six"): codes are 2 apart at the top, and a scale larger by
+//! half moves values between 4 and 6 to finer codes. Decoders need not know.
 //!
 //! # Source
 //! NVIDIA, "Pretraining Large Language Models with NVFP4", 2025; Cook et al., "Four Over Six",
 //! 2025.
 #![expect(
     clippy::inline_always,
-    reason = "what encodes is compiled for the instruction set of its caller"
+    reason = "encoders are inlined into callers that enable target features"
 )]
 #![expect(clippy::indexing_slicing, reason = "blocks of at most 16 values")]
 
@@ -23,12 +23,12 @@ use crate::minifloat::{e2m1_decode, e2m1_encode, e2m1_round, e4m3_decode, e4m3_e
 const BLOCK: usize = 16;
 const E4M3_NAN: u8 = 0x7F;
 
-/// `codes` and `scales` are 0 when this begins.
+/// Encodes a row. Expects `codes` and `scales` to be zeroed.
 #[inline(always)]
 pub(super) fn encode(inv_scale: f32, values: &[f32], codes: &mut [u8], scales: &mut [u8]) {
     let blocks = codes.chunks_mut(BLOCK / 2);
     for ((values, codes), stored) in values.chunks(BLOCK).zip(blocks).zip(scales) {
-        // A whole block has a length that the compiler knows.
+        // Constant length for whole blocks, so that loops unroll.
         *stored = match values.as_array::<BLOCK>() {
             Some(whole) => encode_block(inv_scale, whole, codes),
             None => encode_block(inv_scale, values, codes),
@@ -36,7 +36,7 @@ pub(super) fn encode(inv_scale: f32, values: &[f32], codes: &mut [u8], scales: &
     }
 }
 
-/// Returns the code of the scale. `codes` are 0 when this begins.
+/// Encodes a block and returns the code of its scale. Expects `codes` to be zeroed.
 #[inline(always)]
 fn encode_block(inv_scale: f32, values: &[f32], codes: &mut [u8]) -> u8 {
     let Some(amax) = scale::amax(values) else {
@@ -56,28 +56,28 @@ fn encode_block(inv_scale: f32, values: &[f32], codes: &mut [u8]) -> u8 {
     stored
 }
 
-/// The code of the scale with the smaller squared error.
+/// Returns the code of the scale with the smaller squared error.
 #[inline(always)]
 fn block_scale(inv_scale: f32, amax: f32, values: &[f32]) -> u8 {
     let over_6 = e4m3_encode(amax / 6.0 * inv_scale);
     let over_4 = e4m3_encode(amax / 4.0 * inv_scale);
-    // Relative to the largest, so that no square overflows.
+    // Relative to the largest magnitude, so that no square overflows.
     let of = (inv_scale, (amax * inv_scale).recip());
-    // Not a number where the largest is infinite or zero: then over 6.
+    // NaN if the largest is infinite or zero: then over 6.
     let is_less = squared_error(values, of, over_4) < squared_error(values, of, over_6);
     let best = if is_less { over_4 } else { over_6 };
-    // A block that is not zero but whose scale would be takes the smallest scale, if that is
-    // nearer.
+    // A nonzero block whose scale would round to 0 takes the smallest scale, if that has less
+    // error.
     let takes_smallest = best == 0 && squared_error(values, of, 1) < squared_error(values, of, 0);
     if takes_smallest { 1 } else { best }
 }
 
-/// What is lost with the scale of a code, in a unit of which the second factor is the reciprocal.
-/// A function, as a closure has not its caller's instruction set unless it is inlined.
+/// Returns the squared error at the scale of a code; `unit` is the reciprocal of the error's unit.
+/// A function, because a closure lacks its caller's target features unless it is inlined.
 #[inline(always)]
 fn squared_error(values: &[f32], (inv_scale, unit): (f32, f32), code: u8) -> f32 {
     let scale = e4m3_decode(code);
-    // Two simple loops become better vector code than one that does both.
+    // Two simple loops vectorise better than one that does both.
     let mut errors = [0.0; BLOCK];
     let errors = &mut errors[..values.len()];
     for (error, value) in errors.iter_mut().zip(values) {

@@ -1,9 +1,9 @@
-//! Packs the codes of the Lloyd-Max formats: bit planes, so that unpacking is shifts and masks of
+//! Packing of the codes of the Lloyd-Max formats: bit planes, which unpack by shifts and masks of
 //! whole vectors.
 //!
-//! A group of `n <= 32` codes is one plane after another. A plane of `w` bits a code holds
-//! `p = 8 / w` codes a byte in `m = ceil(n / p)` bytes: byte `i` has code `i + j * m` at bit
-//! `j * w`, for `j` below `p`. So the low bits of all bytes are `m` neighbouring codes.
+//! A group of `n <= 32` codes is a sequence of planes. A plane of `w` bits per code holds `p = 8 /
+//! w` codes per byte in `m = ceil(n / p)` bytes: byte `i` has code `i + j * m` at bit `j * w`, for
+//! `j` below `p`. So the low bits of all bytes are `m` neighbouring codes.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,
@@ -12,10 +12,10 @@
               the lengths of whole groups are constants"
 )]
 
-/// Codes packed together.
+/// Codes that are packed together.
 pub(super) const GROUP: usize = 32;
 
-/// Bytes of a whole group of codes of `bits` bits.
+/// Returns the bytes of a whole group of codes of `bits` bits.
 pub(super) const fn group_bytes(bits: u32) -> usize {
     match bits {
         3 => 12,
@@ -24,7 +24,7 @@ pub(super) const fn group_bytes(bits: u32) -> usize {
     }
 }
 
-/// Packs a group of codes of `BITS` (3, 4 or 6) bits into bytes that are 0.
+/// Packs a group of codes of `BITS` (3, 4 or 6) bits into zeroed bytes.
 #[inline(always)]
 pub(super) fn pack<const BITS: u32>(codes: &[u8], bytes: &mut [u8]) {
     match BITS {
@@ -42,7 +42,7 @@ pub(super) fn pack<const BITS: u32>(codes: &[u8], bytes: &mut [u8]) {
     }
 }
 
-/// Unpacks a group of codes of `BITS` (3, 4 or 6) bits into bytes that are 0.
+/// Unpacks a group of codes of `BITS` (3, 4 or 6) bits into zeroed bytes.
 #[inline(always)]
 pub(super) fn unpack<const BITS: u32>(bytes: &[u8], codes: &mut [u8]) {
     match BITS {

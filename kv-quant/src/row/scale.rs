@@ -1,30 +1,30 @@
-//! Scales that a row brings along: how they are chosen from the largest magnitude, and stored.
+//! Scales that rows have of their own: their choice from the largest magnitude, and their storage.
 #![expect(
     clippy::inline_always,
-    reason = "what encodes is compiled for the instruction set of its caller"
+    reason = "encoders are inlined into callers that enable target features"
 )]
 use half::f16;
 
-/// The bits of the largest magnitude, as an unsigned number: for floats without sign the order of
-/// the bits is the order of the values, infinity behind all numbers and NaN behind infinity.
+/// Returns the bits of the largest magnitude as an integer. The bits of unsigned floats order as
+/// the values do, with infinity above all numbers and NaN above infinity.
 ///
-/// A maximum of integers is vector code, of floats it is not.
+/// A maximum of integers vectorises, one of floats does not.
 #[inline(always)]
 pub(super) fn amax_bits(values: &[f32]) -> u32 {
     values.iter().fold(0, |amax, value| amax.max(value.abs().to_bits()))
 }
 
-/// The largest magnitude; `None` where a value is NaN.
+/// Returns the largest magnitude; `None` if a value is NaN.
 #[inline(always)]
 pub(super) fn amax(values: &[f32]) -> Option<f32> {
     let amax = f32::from_bits(amax_bits(values));
     (!amax.is_nan()).then_some(amax)
 }
 
-/// The stored scale at which the largest magnitude takes the code worth `largest`.
+/// Returns the stored scale at which the largest magnitude gets the code of value `largest`.
 ///
-/// Rounded to nearest. Where f16 has fewer bits than usual (below 2^-14) it is rounded up instead,
-/// so that nothing is clipped; beyond f16 it is 65504, and large values saturate.
+/// It is rounded to nearest. Subnormal f16 (below 2^-14) are rounded up instead, so that nothing is
+/// clipped; beyond f16 the scale is 65504, and large values saturate.
 #[inline(always)]
 pub(super) fn from_amax(amax: f32, largest: f32) -> f16 {
     let scale = amax / largest;
@@ -35,7 +35,7 @@ pub(super) fn from_amax(amax: f32, largest: f32) -> f16 {
     stored
 }
 
-/// Rounded to nearest, ties to even; 65504 where that is infinite.
+/// Rounds to nearest, ties to even; 65504 if that is infinite.
 #[inline(always)]
 pub(super) fn saturated(scale: f32) -> f16 {
     f16::from_f32(scale.clamp(-65504.0, 65504.0))
@@ -49,8 +49,7 @@ pub(super) fn put(scale: f16, to: &mut [u8]) {
     }
 }
 
-/// The scale in the first two bytes of `from`; NaN where there are none, which no row's length
-/// allows.
+/// Reads the scale in the first two bytes of `from`; NaN for fewer bytes, which no valid row has.
 #[inline]
 pub(super) fn get(from: &[u8]) -> f32 {
     from.first_chunk().map_or(f32::NAN, |bytes| f16::from_le_bytes(*bytes).to_f32())

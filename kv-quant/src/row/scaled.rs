@@ -1,26 +1,26 @@
-//! FP8 and INT8: a byte a value, and one scale, given or of the row.
+//! FP8 and INT8: a byte per value, and one scale, given or of the row.
 #![expect(
     clippy::inline_always,
-    reason = "what encodes is compiled for the instruction set of its caller"
+    reason = "encoders are inlined into callers that enable target features"
 )]
 use half::f16;
 
 use super::scale;
 use crate::minifloat;
 
-/// What a byte means.
+/// Meaning of a byte.
 pub(super) trait Byte {
-    /// The largest value of a code.
+    /// The largest value that has a code.
     const LARGEST: f32;
-    /// The code nearest to `value`, ties to even, saturated.
+    /// Encodes `value` as the nearest code, ties to even, saturated.
     fn encode(value: f32) -> u8;
-    /// The value of a code.
+    /// Decodes a code.
     fn decode(code: u8) -> f32;
 }
 
 pub(super) enum E4m3 {}
 pub(super) enum E5m2 {}
-/// Two's complement in -127..=127: symmetric, so that a row and its negative are stored alike.
+/// Two's complement in -127..=127: symmetric, so that a row and its negative have equal magnitudes.
 pub(super) enum Int8 {}
 
 impl Byte for E4m3 {
@@ -49,11 +49,11 @@ impl Byte for E5m2 {
 
 impl Byte for Int8 {
     const LARGEST: f32 = 127.0;
-    /// NaN is 0, as CUDA's saturating conversions have it.
+    /// Encodes NaN as 0, like CUDA's saturating conversions.
     #[inline(always)]
     fn encode(value: f32) -> u8 {
-        // In floats from 2^23 to 2^24 the last bit is worth 1: adding 1.5 * 2^23 rounds, and leaves
-        // the integer in the low bits. `round_ties_even` would be a call for every value.
+        // The last bit of floats from 2^23 to 2^24 is worth 1: adding 1.5 * 2^23 rounds and leaves
+        // the integer in the low bits. `round_ties_even` would be a function call for every value.
         const ROUNDER: f32 = 12_582_912.0;
         let number = if value.is_nan() { 0.0 } else { value };
         let below = if number < Self::LARGEST { number } else { Self::LARGEST };
@@ -81,11 +81,11 @@ pub(super) fn decode_given<B: Byte>(scale: f32, codes: &[u8], values: &mut [f32]
     }
 }
 
-/// `codes` and `scales` are 0 when this begins.
+/// Encodes a row with its own scale. Expects `codes` and `scales` to be zeroed.
 #[inline(always)]
 pub(super) fn encode_own<B: Byte>(values: &[f32], codes: &mut [u8], scales: &mut [u8]) {
     let Some(amax) = scale::amax(values) else {
-        // Codes of 0 times NaN: every value decodes to NaN.
+        // Codes of 0 times a NaN scale: every value decodes to NaN.
         scale::put(f16::NAN, scales);
         return;
     };

@@ -1,20 +1,20 @@
 //! Sums over a row.
 #![expect(
     clippy::inline_always,
-    reason = "what encodes is compiled for the instruction set of its caller"
+    reason = "encoders are inlined into callers that enable target features"
 )]
 #![expect(clippy::indexing_slicing, reason = "lanes are fewer than LANES")]
 
 pub(super) const LANES: usize = 8;
 
-/// Sums a term of every pair of two equally long lists, in an order that is the same on every
-/// machine and that vector code can follow: eight sums side by side.
+/// Sums a term over the pairs of two lists of equal length, as eight partial sums: an order that is
+/// the same on every machine and vectorises.
 #[inline(always)]
 pub(super) fn sum(left: &[f32], right: &[f32], term: impl Fn(f32, f32) -> f32) -> f32 {
     total(lanes(left, right, term))
 }
 
-/// The eight sums.
+/// Returns the eight partial sums.
 #[inline(always)]
 pub(super) fn lanes(left: &[f32], right: &[f32], term: impl Fn(f32, f32) -> f32) -> [f32; LANES] {
     let mut lanes = [0.0_f32; LANES];
@@ -31,7 +31,7 @@ pub(super) fn lanes(left: &[f32], right: &[f32], term: impl Fn(f32, f32) -> f32)
     lanes
 }
 
-/// Their sum.
+/// Adds the eight partial sums.
 #[inline(always)]
 #[expect(clippy::many_single_char_names, reason = "the eight lanes")]
 pub(super) fn total([a, b, c, d, e, f, g, h]: [f32; LANES]) -> f32 {

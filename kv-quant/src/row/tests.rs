@@ -10,7 +10,7 @@ use kv_core::KvFormat;
 
 use super::{decode_row, encode_row};
 
-/// Head dims that leave groups and bytes half full, and ordinary ones.
+/// Head dims with partial groups and bytes, and common ones.
 const HEAD_DIMS: [usize; 10] = [1, 5, 16, 31, 32, 33, 80, 96, 100, 128];
 
 fn format(name: &str) -> KvFormat {
@@ -19,7 +19,7 @@ fn format(name: &str) -> KvFormat {
 
 fn encode(format: KvFormat, scale: f32, values: &[f32]) -> Vec<u8> {
     let head_dim = u32::try_from(values.len()).unwrap();
-    // Not zero: what the encoder leaves out would show.
+    // Not zero, so that bytes the encoder leaves out show.
     let mut row = vec![0xA5; usize::try_from(format.row_bytes(head_dim)).unwrap()];
     encode_row(format, scale.recip(), values, &mut row);
     row
@@ -31,7 +31,7 @@ fn decode(format: KvFormat, scale: f32, row: &[u8], head_dim: usize) -> Vec<f32>
     values
 }
 
-/// Encoded and decoded again.
+/// Encodes and decodes a row.
 fn round(format: KvFormat, scale: f32, values: &[f32]) -> Vec<f32> {
     decode(format, scale, &encode(format, scale, values), values.len())
 }
@@ -48,12 +48,12 @@ fn dot(left: &[f32], right: &[f32]) -> f64 {
     left.iter().zip(right).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
 }
 
-/// Whether a row brings its own scales.
+/// Returns whether rows of the format have their own scales.
 fn is_self_scaled(format: KvFormat) -> bool {
     format.is_quantised() && format.given_scales().is_none()
 }
 
-/// The standard normal distribution, seeded: `SplitMix64` and the method of Box and Muller.
+/// A seeded standard normal distribution: `SplitMix64` and the Box-Muller method.
 struct Normal(u64);
 
 impl Normal {
@@ -77,12 +77,12 @@ impl Normal {
 
 #[test]
 #[should_panic(expected = "bytes of a row of 5 values in int8")]
-fn a_row_of_another_length_is_a_bug_of_the_caller() {
+fn encoding_a_row_of_another_length_panics() {
     encode_row(format("int8"), 1.0, &[0.0; 5], &mut [0; 7]);
 }
 
 #[test]
 #[should_panic(expected = "bytes of a row of 4 values in bf16")]
-fn so_it_is_when_decoded() {
+fn decoding_a_row_of_another_length_panics() {
     decode_row(format("bf16"), 1.0, &[0; 6], &mut [0.0; 4]);
 }

@@ -1,4 +1,4 @@
-//! The transform against its definition in f64, and the promises about scores and outputs.
+//! The transform compared with its definition in f64, and the guarantees for scores and outputs.
 #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails, as it should")]
 use kv_core::calibration::{PlaneCalibration, PlaneConstants, sign};
 use kv_core::{BlockOrder, KvFormat, LayerId, Plane, PlaneLayout, PlaneShape, Scaling};
@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Constants of one head of a plane, folded as a cache folds them.
+/// Returns the constants of one head of a plane, folded as a cache does.
 fn constants(plane: Plane, head_dim: usize, given: &PlaneCalibration) -> PlaneConstants {
     let shape = PlaneShape {
         num_blocks: 1,
@@ -28,7 +28,7 @@ fn norm2(a: &[f32]) -> f64 {
     dot(a, a).sqrt()
 }
 
-/// The rotation by its definition, in f64: entry `(i, j)` of a block's matrix is
+/// Rotates by the definition, in f64: entry `(i, j)` of a block's matrix is
 /// `(-1)^popcount(i & j) / sqrt(n)`.
 fn rotated(values: &[f32]) -> Vec<f64> {
     let mut out = Vec::new();
@@ -52,7 +52,7 @@ fn rotated(values: &[f32]) -> Vec<f64> {
     out
 }
 
-/// Strides one after another over the whole block, as the contract tells it.
+/// Applies one stride after another to the whole block, as the contract says.
 fn rotated_plainly(values: &[f32]) -> Vec<f32> {
     let mut out = values.to_vec();
     let mut begin = 0;
@@ -105,7 +105,7 @@ fn a_nan_stays_in_its_block_of_the_rotation() {
 }
 
 #[test]
-fn what_is_stored_saturates_before_it_is_rotated() {
+fn stored_rows_saturate_before_rotation() {
     for dim in [1, 12, 128, 4096] {
         let given = PlaneCalibration { mean: vec![-3e38; dim], ..Default::default() };
         let all = constants(Plane::Key, dim, &given);
@@ -139,7 +139,7 @@ fn a_row_of_another_length_is_a_bug() {
 }
 
 #[test]
-fn without_a_calibration_only_signs_and_the_rotation_are_left() {
+fn without_a_calibration_only_signs_and_rotation_apply() {
     let all = constants(Plane::Key, 8, &PlaneCalibration::default());
     let mut row = [1.0_f32, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0];
     let mut signed: Vec<f32> = row.iter().zip(0..).map(|(x, index)| x * sign(index)).collect();
@@ -166,7 +166,7 @@ proptest! {
     }
 
     #[test]
-    fn stored_rows_come_back_and_scores_lack_only_the_mean(
+    fn stored_rows_round_trip_and_scores_lack_only_the_mean(
         triple in (1_usize..200).prop_flat_map(|n| [0; 3].map(|_| rows(n..n + 1))),
         steps in prop::collection::vec(-3_i32..4, 200),
     ) {
@@ -192,7 +192,7 @@ proptest! {
     }
 
     #[test]
-    fn a_weighted_sum_of_stored_values_comes_back_once(
+    fn output_inverts_a_weighted_sum_of_stored_values(
         pair in (1_usize..200).prop_flat_map(|n| [0; 2].map(|_| rows(n..n + 1))),
         weight in 0.0_f32..1.0,
     ) {

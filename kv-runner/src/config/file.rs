@@ -1,4 +1,4 @@
-//! A `config.json` field by field, by the rules of the architecture it names.
+//! Reads a `config.json` field by field, by the rules of its architecture.
 use serde_json::Value;
 
 use super::object::{Agreed, Object, field_error};
@@ -7,13 +7,13 @@ use super::{
     layers, non_zero, positive, rope,
 };
 
-/// Models of pictures and text whose text part is run; it stands under `text_config`.
+/// Multimodal models whose text model can be run; its configuration is under `text_config`.
 const WRAPPERS: [&str; 1] = ["mistral3"];
 
-/// The configuration that the file describes.
+/// Reads the configuration.
 pub(super) fn model(file: &Object<'_>) -> Result<ModelConfig, ConfigError> {
     let text = text_part(file)?;
-    // Before the fields, so that a model of another kind is refused by its name.
+    // Before the fields, so that an unsupported model is refused by its name.
     let architecture = architecture(&text)?;
     refuse_quantised(file)?;
     let act: Option<&str> = text.get("hidden_act")?;
@@ -70,7 +70,7 @@ pub(super) fn model(file: &Object<'_>) -> Result<ModelConfig, ConfigError> {
     .check()
 }
 
-/// The object that describes the text model.
+/// Returns the object that describes the text model.
 fn text_part<'a>(file: &Object<'a>) -> Result<Object<'a>, ConfigError> {
     let outer: Option<&str> = file.get("model_type")?;
     let Some(text) = file.object("text_config")? else {
@@ -79,7 +79,7 @@ fn text_part<'a>(file: &Object<'a>) -> Result<Object<'a>, ConfigError> {
     if let Some(outer) = outer.filter(|outer| !WRAPPERS.contains(outer)) {
         return Err(unsupported("model_type", outer));
     }
-    // Some repeat what they say of the text model.
+    // Some files repeat fields of the text model.
     for key in SHAPE {
         let agreed = Agreed::none().with(file.name(key), file.value(key))?;
         agreed.with(text.name(key), text.value(key))?;
@@ -87,7 +87,7 @@ fn text_part<'a>(file: &Object<'a>) -> Result<Object<'a>, ConfigError> {
     Ok(text)
 }
 
-/// Fields of a text model that must not differ where the file around it repeats them.
+/// Fields of a text model that must be the same if the file around it repeats them.
 const SHAPE: [&str; 10] = [
     "hidden_size",
     "intermediate_size",
@@ -105,7 +105,7 @@ fn unsupported(field: &'static str, got: &str) -> ConfigError {
     ConfigError::Unsupported { field, got: got.to_owned(), expected: Architecture::NAMES }
 }
 
-/// The architecture: by `model_type`, or by the class under `architectures` where there is none.
+/// Returns the architecture: by `model_type`, or without one by the class under `architectures`.
 fn architecture(text: &Object<'_>) -> Result<Architecture, ConfigError> {
     if let Some(name) = text.get("model_type")? {
         let known = Architecture::of_model_type(name);
@@ -122,7 +122,7 @@ fn architecture(text: &Object<'_>) -> Result<Architecture, ConfigError> {
     }
 }
 
-/// Names the method of weights that are no plain floats.
+/// Refuses quantised weights, with the name of the method.
 fn refuse_quantised(file: &Object<'_>) -> Result<(), ConfigError> {
     let Some(quantisation) = file.object("quantization_config")? else {
         return Ok(());
@@ -163,7 +163,7 @@ fn multipliers(text: &Object<'_>, architecture: Architecture) -> Result<Multipli
     })
 }
 
-/// Windows and rotation of every layer.
+/// Returns window and rotation of every layer.
 fn layer_kinds(
     text: &Object<'_>,
     architecture: Architecture,
@@ -221,8 +221,8 @@ fn no_window(text: &Object<'_>) -> ConfigError {
     field_error(text.name("layer_types"), problem.to_owned())
 }
 
-/// Keys before its own position that a query sees in a layer with a window, `None` where no layer
-/// has one.
+/// Returns the number of keys before its own position that a query sees in a layer with a window,
+/// `None` if no layer has one.
 fn window_left(text: &Object<'_>, architecture: Architecture) -> Result<Option<u32>, ConfigError> {
     let window: Option<u32> = match architecture {
         Architecture::Qwen2 | Architecture::Qwen3 | Architecture::SmolLm3 => {
@@ -231,7 +231,7 @@ fn window_left(text: &Object<'_>, architecture: Architecture) -> Result<Option<u
                 _ => None,
             }
         }
-        // What its class assumes where the key is absent.
+        // The default of the architecture's class in transformers.
         Architecture::Mistral if !text.has("sliding_window") => Some(4096),
         Architecture::Llama | Architecture::Mistral | Architecture::Phi3 => {
             text.get("sliding_window")?
@@ -242,7 +242,7 @@ fn window_left(text: &Object<'_>, architecture: Architecture) -> Result<Option<u
     Ok(window.map(|window| window.saturating_sub(1)))
 }
 
-/// Which layers rotate Q and K.
+/// Returns which layers rotate Q and K.
 fn rotating_layers(
     text: &Object<'_>,
     architecture: Architecture,
@@ -252,7 +252,7 @@ fn rotating_layers(
         return Ok(vec![true; usize::from(num_layers)]);
     }
     if let Some(list) = text.get::<Vec<u32>>("no_rope_layers")? {
-        // 1 for a layer that rotates, whatever the name says.
+        // 1 means that the layer rotates, whatever the field's name suggests.
         let rotates: Vec<_> = list.iter().map(|n| *n != 0).take(usize::from(num_layers)).collect();
         if rotates.len() < usize::from(num_layers) {
             let problem = format!("has {} entries for {num_layers} layers", rotates.len());

@@ -1,4 +1,4 @@
-//! A JSON object whose fields are read one by one, so that an error names the field.
+//! A JSON object whose fields are read one by one, so that errors name the field.
 use std::fmt;
 
 use serde::Deserialize;
@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 
 use super::ConfigError;
 
-/// An object of a configuration, with its place in the file for messages.
+/// An object of a configuration, and its place in the file for messages.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Object<'a> {
     /// Empty for the file itself.
@@ -25,38 +25,38 @@ impl<'a> Object<'a> {
         }
     }
 
-    /// The field, unless it is null.
+    /// Returns the field, unless it is null.
     pub(super) fn value(&self, key: &str) -> Option<&'a Value> {
         self.fields.get(key).filter(|value| !value.is_null())
     }
 
-    /// Whether the field is there, null included.
+    /// Returns whether the field exists, null included.
     pub(super) fn has(&self, key: &str) -> bool {
         self.fields.contains_key(key)
     }
 
-    /// The field in this type, `None` where it is absent or null.
+    /// Returns the field as a `T`, `None` if it is absent or null.
     pub(super) fn get<T: Deserialize<'a>>(&self, key: &str) -> Result<Option<T>, ConfigError> {
         let Some(value) = self.value(key) else {
             return Ok(None);
         };
-        // serde says "invalid type" or "invalid value", and what it expected.
+        // serde's message is "invalid type" or "invalid value", with the expected type.
         let read = T::deserialize(value).map(Some);
         read.map_err(|error| field_error(self.name(key), format!("has an {error}")))
     }
 
-    /// The field in this type, which must be there.
+    /// Returns the field as a `T`; it must exist.
     pub(super) fn required<T: Deserialize<'a>>(&self, key: &'static str) -> Result<T, ConfigError> {
         self.get(key)?.ok_or(ConfigError::MissingField { field: key })
     }
 
-    /// The object in the field, `None` where it is absent or null.
+    /// Returns the object in the field, `None` if it is absent or null.
     pub(super) fn object(&self, key: &'static str) -> Result<Option<Self>, ConfigError> {
         self.value(key).map(|value| Self::new(key, value)).transpose()
     }
 
-    /// Token ids: one, a list of them, or none where the field is -1, as some files write it.
-    /// `None` where it is absent or null.
+    /// Returns token ids: one, a list of them, or none if the field is -1, as some files write it.
+    /// `None` if it is absent or null.
     pub(super) fn ids(&self, key: &str) -> Result<Option<Vec<u32>>, ConfigError> {
         let Some(value) = self.value(key) else {
             return Ok(None);
@@ -76,13 +76,13 @@ impl<'a> Object<'a> {
         Ok(Some(ids))
     }
 
-    /// What messages call a field.
+    /// Returns the name of a field for messages.
     pub(super) fn name(&self, key: &str) -> String {
         if self.place.is_empty() { key.to_owned() } else { format!("{} {key}", self.place) }
     }
 }
 
-/// One value that several fields may give: all that are there must agree.
+/// A value that several fields may give; all that exist must agree.
 #[derive(Debug)]
 pub(super) struct Agreed<T>(Option<(String, T)>);
 
@@ -91,7 +91,7 @@ impl<T: PartialEq + fmt::Display> Agreed<T> {
         Self(None)
     }
 
-    /// Adds what one field says.
+    /// Adds the value of one field.
     pub(super) fn with(mut self, name: String, value: Option<T>) -> Result<Self, ConfigError> {
         let Some(value) = value else {
             return Ok(self);

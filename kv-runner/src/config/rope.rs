@@ -1,8 +1,8 @@
-//! The rotary embedding of a `config.json`: old keys, new keys, or both.
+//! Reads the rotary embedding of a `config.json`, from old keys, new keys, or both.
 //!
 //! Up to transformers 4 the base is `rope_theta` and the scaling is `rope_scaling`, with its type
-//! under `type` or `rope_type`; from 5 on all of it is in `rope_parameters`. Files saved on the way
-//! have several of them side by side.
+//! under `type` or `rope_type`; from 5 on both are in `rope_parameters`. Files saved in between
+//! have several of these.
 use std::fmt;
 
 use serde::Deserialize;
@@ -12,7 +12,7 @@ use super::{Architecture, ConfigError, divide, non_zero, positive};
 use crate::num::to_count;
 use crate::rope::{Dynamic, Llama3, Pairing, RopeConfig, Scaling, Yarn};
 
-/// The rotary embedding, and the tokens a sequence may have with it.
+/// Returns the rotary embedding, and the longest sequence that it supports.
 pub(super) fn read(
     file: &Object<'_>,
     architecture: Architecture,
@@ -33,7 +33,7 @@ pub(super) fn read(
     Ok((RopeConfig { theta, head_dim, rotary_dim, pairing, scaling }, context))
 }
 
-/// The part of a row that turns.
+/// Returns the number of values of a row that are rotated.
 fn rotary_dim(head_dim: u32, part: f64) -> Result<u32, ConfigError> {
     positive("partial_rotary_factor", part)?;
     let dim = to_count(f64::from(head_dim) * part).min(head_dim);
@@ -41,10 +41,10 @@ fn rotary_dim(head_dim: u32, part: f64) -> Result<u32, ConfigError> {
     non_zero("rotary_dim", dim)
 }
 
-/// The places where parameters of the embedding stand.
+/// The objects that hold parameters of the embedding.
 struct Keys<'a> {
     file: Object<'a>,
-    /// `rope_scaling` and `rope_parameters`, as far as they are there.
+    /// `rope_scaling` and `rope_parameters`, if they exist.
     objects: Vec<Object<'a>>,
 }
 
@@ -66,7 +66,7 @@ impl<'a> Keys<'a> {
         Ok(Self { file: *file, objects })
     }
 
-    /// A value that the objects give, `None` where none of them does.
+    /// Returns a value of the objects, `None` if none of them has it.
     fn get<T>(&self, key: &str) -> Result<Option<T>, ConfigError>
     where
         T: Deserialize<'a> + PartialEq + fmt::Display,
@@ -74,7 +74,7 @@ impl<'a> Keys<'a> {
         self.get_and(None, key)
     }
 
-    /// A value that the objects give, or the file itself.
+    /// Returns a value of the objects or of the file itself.
     fn get_anywhere<T>(&self, key: &str) -> Result<Option<T>, ConfigError>
     where
         T: Deserialize<'a> + PartialEq + fmt::Display,
@@ -93,7 +93,7 @@ impl<'a> Keys<'a> {
         Ok(agreed.value())
     }
 
-    /// A number above 0, `None` where it is absent.
+    /// Returns a number above 0, `None` if it is absent.
     fn positive(&self, key: &'static str) -> Result<Option<f64>, ConfigError> {
         let Some(got) = self.get::<f64>(key)? else {
             return Ok(None);
@@ -108,18 +108,18 @@ impl<'a> Keys<'a> {
         value.ok_or_else(|| field_error(self.name(key), "is missing".to_owned()))
     }
 
-    /// What messages call a parameter.
+    /// Returns the name of a parameter for messages.
     fn name(&self, key: &str) -> String {
         self.objects.last().map_or_else(|| self.file.name(key), |object| object.name(key))
     }
 
-    /// The type under its present name.
+    /// Returns the scaling type under its current name.
     fn scaling_type(&self) -> Result<Option<String>, ConfigError> {
         let mut agreed = Agreed::none();
         for object in &self.objects {
             for key in ["rope_type", "type"] {
                 let name = object.get::<String>(key)?;
-                // Its first name.
+                // The first name of longrope.
                 let name = name.map(|name| if name == "su" { "longrope".to_owned() } else { name });
                 agreed = agreed.with(object.name(key), name)?;
             }
@@ -127,14 +127,14 @@ impl<'a> Keys<'a> {
         Ok(agreed.value())
     }
 
-    /// The scaling, and the context with it.
+    /// Returns the scaling, and the context that it gives.
     fn scaling(
         &self,
         architecture: Architecture,
         context: u32,
     ) -> Result<(Scaling, u32), ConfigError> {
         let mut name = self.scaling_type()?.unwrap_or_default();
-        // Early files of phi3 call their factors by pair so.
+        // Early files of phi3 use this name for factors per pair.
         let has_factors = self.objects.iter().any(|object| object.has("short_factor"));
         if architecture == Architecture::Phi3 && name == "yarn" && has_factors {
             "longrope".clone_into(&mut name);
@@ -162,7 +162,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// The context of the first training, where the file gives it.
+    /// Returns the context of the first training, if the file has it.
     fn original_context(&self) -> Result<Option<u32>, ConfigError> {
         let field = "original_max_position_embeddings";
         let original = self.get_anywhere::<u32>(field)?;
@@ -194,7 +194,7 @@ impl<'a> Keys<'a> {
         Ok((Scaling::Yarn(yarn), stretched))
     }
 
-    /// A number above 0, `None` where it is absent or 0.
+    /// Returns a number above 0, `None` if it is absent or 0.
     fn nonzero(&self, key: &'static str) -> Result<Option<f64>, ConfigError> {
         match self.get::<f64>(key)? {
             Some(0.0) => Ok(None),
@@ -217,8 +217,8 @@ impl<'a> Keys<'a> {
         })
     }
 
-    /// The factors that hold up to the original context, which is where a sequence ends: those
-    /// behind it would turn all rows anew, those in the cache included.
+    /// Returns the short factors, which apply up to the original context. Sequences end there: the
+    /// long factors would rotate all rows again, cached ones included.
     fn longrope(&self, context: u32) -> Result<(Scaling, u32), ConfigError> {
         let factors = |key: &'static str| {
             let lists = self.objects.iter().map(|object| object.get::<Vec<f64>>(key));

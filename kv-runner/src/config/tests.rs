@@ -1,5 +1,5 @@
-//! What a `config.json` may and may not say.
-#![expect(clippy::float_cmp, reason = "numbers of a file are taken over as they are")]
+//! Valid and invalid contents of a `config.json`.
+#![expect(clippy::float_cmp, reason = "numbers of a file are used unchanged")]
 mod layers;
 mod published;
 
@@ -15,7 +15,7 @@ const GOOD: &str = r#"{
     "eos_token_id": 2, "bos_token_id": 1, "tie_word_embeddings": true
 }"#;
 
-/// `GOOD` with the fields of another object set.
+/// Returns `GOOD` with the fields of another object set.
 fn good_with(changes: &Value) -> Value {
     let mut json: Value = serde_json::from_str(GOOD).expect("GOOD");
     let fields = json.as_object_mut().expect("object");
@@ -35,7 +35,7 @@ fn refusal(changes: &Value) -> String {
     format!("{:#}", ModelConfig::parse(&text).expect_err(&text))
 }
 
-/// `GOOD` with one field set to a JSON value, or removed.
+/// Returns `GOOD` with one field set to a JSON value, or removed.
 fn parse(field: &str, value: &str) -> Result<ModelConfig, Error> {
     let mut json: Value = serde_json::from_str(GOOD).expect("GOOD");
     let fields = json.as_object_mut().expect("object");
@@ -113,7 +113,7 @@ fn yarn_is_read_with_all_its_options() {
         attention_factor: magnitude(1.0),
     };
     assert_eq!((plain, context), (expected, 2048));
-    // As Qwen writes it beside a context that is not stretched, and as DeepSeek does.
+    // As Qwen writes it for a context that is not extended, and as DeepSeek does.
     for original in [512, 128] {
         let (read, context) = yarn(json!({
             "type": "yarn", "factor": 4.0, "original_max_position_embeddings": original
@@ -171,7 +171,7 @@ fn old_and_new_keys_may_stand_side_by_side() {
 }
 
 #[test]
-fn keys_that_contradict_each_other_are_refused_by_name() {
+fn contradicting_keys_are_refused_by_name() {
     for (changes, words) in [
         (
             json!({"rope_scaling": {"rope_type": "llama3", "type": "linear", "factor": 2.0}}),
@@ -245,8 +245,8 @@ fn tokens_that_end_a_text_may_be_written_in_every_way() {
 }
 
 #[test]
-fn an_architecture_that_is_not_run_is_refused_by_its_name() {
-    // No other field is there that a decoder needs.
+fn an_unsupported_architecture_is_refused_by_its_name() {
+    // No other field that a decoder needs is set.
     for name in [
         "gpt2",
         "falcon",
@@ -319,7 +319,7 @@ fn the_text_part_of_a_wrapper_is_the_model() {
 }
 
 #[test]
-fn factors_by_pair_end_the_context_where_they_hold() {
+fn short_factors_limit_the_context() {
     let long = json!({"type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0],
         "long_factor": [1.0, 2.0, 4.0, 8.0], "original_max_position_embeddings": 128});
     let config = |scaling: &Value| config(&json!({"model_type": "phi3", "rope_scaling": scaling}));

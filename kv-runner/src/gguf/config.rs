@@ -1,4 +1,4 @@
-//! The metadata of a GGUF file as a configuration.
+//! Converts the metadata of a GGUF file to a configuration.
 use candle_core::quantized::gguf_file::{Content, Value};
 
 use super::metadata::{Metadata, whole};
@@ -22,7 +22,7 @@ const END_KEYS: [&str; 8] = [
     "tokenizer.ggml.fim_sep_token_id",
 ];
 
-/// Tokens that llama.cpp takes for ends by their text, whatever the keys say.
+/// Texts of tokens that llama.cpp treats as ends, whatever the keys say.
 const END_TEXTS: [&str; 17] = [
     "<|eot_id|>",
     "<|im_end|>",
@@ -43,9 +43,9 @@ const END_TEXTS: [&str; 17] = [
     "<\u{ff5c}end\u{2581}of\u{2581}sentence\u{ff5c}>",
 ];
 
-/// The configuration, with the factors of `rope_factors_short.weight` where the file has them.
+/// Returns the configuration, with the factors of `rope_factors_short.weight` if the file has them.
 ///
-/// `contents` are those of all parts, of which the first describes the model.
+/// `contents` are those of all parts; the first one describes the model.
 pub(super) fn config(
     contents: &[&Content],
     short: Option<Vec<f64>>,
@@ -83,11 +83,11 @@ pub(super) fn config(
         kv_heads,
         head_dim,
         vocab: non_zero("vocab_size", to_u32(vocab.unwrap_or(0)))?,
-        // The factors by pair hold up to the original context.
+        // The factors per pair apply up to the original context.
         context: original.filter(|original| has_short && *original > 0).unwrap_or(context),
         norm_eps: metadata.number("attention.layer_norm_rms_epsilon")?.unwrap_or(1e-5),
         tied: tensor("output.weight").is_none(),
-        // What others have they have as tensors.
+        // Other architectures have their biases as tensors.
         biases: Biases { qkv: architecture == Architecture::Qwen2, ..Biases::default() },
         multipliers: multipliers(&metadata, architecture)?,
         rope: RopeConfig {
@@ -105,7 +105,7 @@ pub(super) fn config(
 
 fn architecture(metadata: &Metadata<'_>) -> Result<Architecture, ConfigError> {
     let name = metadata.architecture();
-    // Mistral's files call themselves llama.
+    // Mistral's files have the architecture llama.
     let known = Architecture::of_model_type(name).filter(|known| *known != Architecture::Mistral);
     known.ok_or_else(|| ConfigError::Unsupported {
         field: "general.architecture",
@@ -114,7 +114,7 @@ fn architecture(metadata: &Metadata<'_>) -> Result<Architecture, ConfigError> {
     })
 }
 
-/// Mixtures of experts have the architecture of the model that they were made from.
+/// Mixtures of experts have the architecture of the model they were made from.
 fn refuse_experts(metadata: &Metadata<'_>) -> Result<(), ConfigError> {
     match metadata.count("expert_count")? {
         None | Some(0) => Ok(()),
@@ -127,7 +127,7 @@ fn refuse_experts(metadata: &Metadata<'_>) -> Result<(), ConfigError> {
     }
 }
 
-/// How the converter left the rows of Q and K.
+/// Returns the order in which the converter left the rows of Q and K.
 fn pairing(architecture: Architecture) -> Pairing {
     match architecture {
         Architecture::Llama
@@ -151,7 +151,7 @@ fn layer_kinds(
         return Err(metadata.wrong("attention.sliding_window", problem));
     }
     let window_left = window.map(|window| window.saturating_sub(1));
-    // Every fourth layer of smollm3 does without positions; no key says it.
+    // Every fourth layer of smollm3 has no positions; no key says so.
     let rotates =
         |layer: u16| architecture != Architecture::SmolLm3 || layer.checked_rem(4) != Some(3);
     let kind = |layer| LayerKind { window_left, rotates: rotates(layer) };
@@ -174,7 +174,7 @@ fn multipliers(
     })
 }
 
-/// All tokens that end a text, each once.
+/// Returns all tokens that end a text, each once.
 fn ends(metadata: &Metadata<'_>) -> Result<Vec<u32>, ConfigError> {
     let mut ends = Vec::new();
     for key in END_KEYS {
@@ -184,7 +184,7 @@ fn ends(metadata: &Metadata<'_>) -> Result<Vec<u32>, ConfigError> {
             Some(one) => std::slice::from_ref(one),
         };
         for value in values {
-            // -1 stands for none.
+            // -1 means none.
             if matches!(value, Value::I32(-1) | Value::I64(-1) | Value::U32(u32::MAX)) {
                 continue;
             }

@@ -1,4 +1,4 @@
-//! Metadata of a GGUF file by key, with the numbers of every width as one.
+//! Metadata of a GGUF file by key; numbers of every width are read alike.
 use std::collections::HashMap;
 
 use candle_core::quantized::gguf_file::{Content, Value};
@@ -6,7 +6,7 @@ use candle_core::quantized::gguf_file::{Content, Value};
 use crate::config::ConfigError;
 use crate::num::to_f64;
 
-/// The metadata of one GGUF file, with the numbers of every width as one.
+/// The metadata of one GGUF file; numbers of every width are read alike.
 #[derive(Debug, Clone, Copy)]
 pub struct Metadata<'a> {
     values: &'a HashMap<String, Value>,
@@ -24,7 +24,7 @@ impl<'a> Metadata<'a> {
         Self { values, architecture }
     }
 
-    /// Returns `general.architecture`; empty where the file does not say it.
+    /// Returns `general.architecture`; empty if the file lacks it.
     pub fn architecture(&self) -> &'a str {
         self.architecture
     }
@@ -34,12 +34,12 @@ impl<'a> Metadata<'a> {
         format!("{}.{key}", self.architecture)
     }
 
-    /// The value of a key that is not of the architecture.
+    /// Returns the value of a key without the architecture's prefix.
     pub(super) fn general(&self, key: &str) -> Option<&'a Value> {
         self.values.get(key)
     }
 
-    /// The value of a key of the architecture.
+    /// Returns the value of a key of the architecture.
     pub(super) fn value(&self, key: &str) -> Option<&'a Value> {
         self.values.get(&self.key(key))
     }
@@ -51,18 +51,17 @@ impl<'a> Metadata<'a> {
         }
     }
 
-    /// Whether the architecture's key is there.
+    /// Returns whether the architecture's key exists.
     pub fn has(&self, key: &str) -> bool {
         self.value(key).is_some()
     }
 
-    /// Whether the architecture's key holds a list.
+    /// Returns whether the architecture's key holds a list.
     pub fn is_list(&self, key: &str) -> bool {
         matches!(self.value(key), Some(Value::Array(_)))
     }
 
-    /// Reads one number; of a list, that which all of its entries are. `None` where the key is
-    /// absent.
+    /// Reads one number, or the common value of a list. `None` if the key is absent.
     ///
     /// # Errors
     /// [`ConfigError::Field`] for anything but whole numbers, and for a list whose entries differ.
@@ -77,7 +76,7 @@ impl<'a> Metadata<'a> {
         }
     }
 
-    /// Reads one number or a list with one for each layer. `None` where the key is absent.
+    /// Reads one number, or a list with one per layer. `None` if the key is absent.
     ///
     /// # Errors
     /// [`ConfigError::Field`] for anything but whole numbers.
@@ -97,8 +96,8 @@ impl<'a> Metadata<'a> {
         values.iter().map(count).collect::<Result<_, _>>().map(Some)
     }
 
-    /// Reads a list of true and false, or of numbers that are 0 for false. `None` where the key is
-    /// absent or holds no list.
+    /// Reads a list of booleans, or of numbers with 0 for false. `None` if the key is absent or
+    /// holds no list.
     ///
     /// # Errors
     /// [`ConfigError::Field`] for a list of anything else.
@@ -115,10 +114,10 @@ impl<'a> Metadata<'a> {
         values.iter().map(flag).collect::<Result<_, _>>().map(Some)
     }
 
-    /// Reads a number of at least 1 that must be there; of a list, that which all entries are.
+    /// Reads a number of at least 1, or the common value of a list; the key must exist.
     ///
     /// # Errors
-    /// As [`Self::count`], and [`ConfigError::Field`] where the key is absent or 0.
+    /// Those of [`Self::count`], and [`ConfigError::Field`] if the key is absent or 0.
     pub fn required(&self, key: &str) -> Result<u32, ConfigError> {
         match self.count(key)? {
             None => Err(self.wrong(key, "is missing".to_owned())),
@@ -127,7 +126,7 @@ impl<'a> Metadata<'a> {
         }
     }
 
-    /// A finite number, `None` where the key is absent.
+    /// Reads a finite number, `None` if the key is absent.
     pub(super) fn number(&self, key: &str) -> Result<Option<f64>, ConfigError> {
         let number = match self.value(key) {
             None => return Ok(None),
@@ -141,7 +140,7 @@ impl<'a> Metadata<'a> {
         }
     }
 
-    /// A number above 0, `None` where the key is absent or 0, which stands for absent too.
+    /// Reads a number above 0, `None` if the key is absent or 0, which means the same.
     pub(super) fn positive(&self, key: &str) -> Result<Option<f64>, ConfigError> {
         match self.number(key)? {
             Some(number) if number < 0.0 => {
@@ -151,13 +150,13 @@ impl<'a> Metadata<'a> {
         }
     }
 
-    /// An error that names the key in full.
+    /// Makes an error that names the key in full.
     pub(super) fn wrong(&self, key: &str, problem: String) -> ConfigError {
         ConfigError::Field { field: self.key(key), problem }
     }
 }
 
-/// A whole number that fits `u32`.
+/// Converts a whole number to `u32`.
 pub(super) fn whole(value: &Value) -> Option<u32> {
     let number = match value {
         Value::I8(n) => u64::try_from(*n).ok(),
@@ -170,7 +169,7 @@ pub(super) fn whole(value: &Value) -> Option<u32> {
     number.and_then(|number| u32::try_from(number).ok())
 }
 
-/// A list of numbers as text, its end left out where it is long.
+/// Formats a list of numbers; the end of a long one is left out.
 fn cut(list: &[u32]) -> String {
     let first: Vec<_> = list.iter().take(8).map(u32::to_string).collect();
     let dots = if list.len() > 8 { ", .." } else { "" };

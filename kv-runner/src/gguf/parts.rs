@@ -9,7 +9,7 @@ use super::GgufError;
 use super::metadata::whole;
 use crate::error::{Error, InFile};
 
-/// One file with what its head says.
+/// One file and its parsed head.
 #[derive(Debug)]
 pub(super) struct Part {
     pub(super) path: PathBuf,
@@ -31,14 +31,14 @@ impl Part {
         self.content.metadata.get(key).and_then(whole)
     }
 
-    /// The number of files of the model, and which of them this is, from 0.
+    /// Returns the number of files of the model, and the index of this one.
     fn place(&self) -> (u32, u32) {
         let count = self.number("split.count").unwrap_or(1).max(1);
         (count, self.number("split.no").unwrap_or(0))
     }
 }
 
-/// The first file of a model, which describes all of it.
+/// Opens the first file of a model, which describes all of it.
 pub(super) fn first(path: &Path) -> Result<Part, Error> {
     let part = Part::open(path)?;
     let (count, index) = part.place();
@@ -50,7 +50,7 @@ pub(super) fn first(path: &Path) -> Result<Part, Error> {
     Ok(part)
 }
 
-/// All files of a model, in their order.
+/// Opens all files of a model, in order.
 pub(super) fn all(path: &Path) -> Result<Vec<Part>, Error> {
     let first = first(path)?;
     let (count, _) = first.place();
@@ -75,7 +75,7 @@ pub(super) fn all(path: &Path) -> Result<Vec<Part>, Error> {
     Ok(parts)
 }
 
-/// The name of a part beside another of the same model.
+/// Returns the name of another part of the same model.
 fn name_of(path: &Path, number: u32, count: u32) -> Option<String> {
     let name = path.file_name()?.to_str()?;
     let stem = name.strip_suffix(&format!("-of-{count:05}.gguf"))?;
@@ -84,7 +84,7 @@ fn name_of(path: &Path, number: u32, count: u32) -> Option<String> {
     is_number.then(|| format!("{stem}-{number:05}-of-{count:05}.gguf"))
 }
 
-/// Whether a file name is that of a further part of a split model, such as
+/// Returns whether a file name is that of a further part of a split model, such as
 /// `llama-00002-of-00003.gguf`.
 pub fn is_further_part(path: &Path) -> bool {
     let name = path.file_stem().and_then(|name| name.to_str()).unwrap_or_default();

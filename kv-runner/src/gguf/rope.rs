@@ -1,14 +1,14 @@
-//! The rotary embedding of a GGUF file, by keys of every age, read as llama.cpp reads them.
+//! Reads the rotary embedding of a GGUF file, from old and new keys as llama.cpp does.
 use super::metadata::Metadata;
 use crate::config::ConfigError;
 use crate::num::to_usize;
 use crate::rope::{Scaling, Yarn};
 
-/// The scaling, for rows of which `rotary_dim` values turn; `short` are the factors by pair that
-/// the file brings for sequences up to the original context, whatever it calls its type.
+/// Returns the scaling for rows with `rotary_dim` rotated values; `short` are the factors per pair
+/// of the file for sequences up to the original context, whatever the scaling type is called.
 ///
-/// Without a type, a factor is that of linear scaling; a factor of 0 is none. The key of the factor
-/// was `rope.scale_linear` once.
+/// Without a type, a factor means linear scaling; a factor of 0 means none. An older key of the
+/// factor is `rope.scale_linear`.
 pub(super) fn scaling(
     metadata: &Metadata<'_>,
     rotary_dim: u32,
@@ -17,7 +17,7 @@ pub(super) fn scaling(
 ) -> Result<Scaling, ConfigError> {
     let factor = match metadata.positive("rope.scaling.factor")? {
         Some(factor) => Some(factor),
-        // A factor that is there, if only as 0, hides the older key.
+        // A factor that exists, even as 0, takes precedence over the older key.
         None if metadata.value("rope.scaling.factor").is_some() => None,
         None => metadata.positive("rope.scale_linear")?,
     };
@@ -59,7 +59,7 @@ pub(super) fn scaling(
     }
 }
 
-/// Positions divided by `factor`, and rotated rows multiplied by `attention`.
+/// Makes the scaling that divides positions by `factor` and multiplies rotated rows by `attention`.
 fn with_magnitude(factor: f64, attention: f64, pairs: usize) -> Scaling {
     let is_one = |number: f64| number.total_cmp(&1.0).is_eq();
     match (is_one(factor), is_one(attention)) {
@@ -88,7 +88,7 @@ fn yarn(
     }
     let original = metadata.count("rope.scaling.original_context_length")?;
     let original_context = original.filter(|original| *original > 0).unwrap_or(context);
-    // Its own softmax is sharpened by the logarithm of the stretch.
+    // The file's softmax is sharpened by the logarithm of the factor.
     let log = metadata.number("rope.scaling.yarn_log_multiplier")?;
     let sharpened = match log {
         Some(log) if log > 0.0 => 1.0,

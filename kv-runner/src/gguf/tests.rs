@@ -1,4 +1,5 @@
-//! Configurations from metadata alone: ends of texts, rotary embeddings of every age, refusals.
+//! Configurations from metadata alone: end tokens, rotary embeddings under old and new keys,
+//! refusals.
 use std::collections::HashMap;
 
 use candle_core::Shape;
@@ -14,8 +15,8 @@ fn text(text: &str) -> Value {
     Value::String(text.to_owned())
 }
 
-/// A small model of this architecture, with these keys besides; a key without a dot is of the
-/// architecture.
+/// Makes a small model of this architecture with further keys; a key without a dot gets the
+/// architecture's prefix.
 fn content(architecture: &str, more: &[(&str, Value)]) -> Content {
     let own = |key: &str| format!("{architecture}.{key}");
     let mut metadata = HashMap::from([("general.architecture".to_owned(), text(architecture))]);
@@ -80,7 +81,7 @@ fn architectures_are_run_or_refused_by_name() {
 }
 
 #[test]
-fn what_stands_once_for_each_layer_must_be_the_same() {
+fn values_per_layer_must_be_equal() {
     let list = |counts: &[u32]| Value::Array(counts.iter().copied().map(Value::U32).collect());
     let equal = read("llama", &[("attention.head_count_kv", list(&[4; 5]))]).expect("equal");
     assert_eq!(equal, read("llama", &[]).expect("one number"));
@@ -106,7 +107,7 @@ fn mixtures_of_experts_are_named() {
 }
 
 #[test]
-fn every_end_of_a_text_is_one() {
+fn every_end_token_is_a_stop_token() {
     let ids = |ids: &[i32]| Value::Array(ids.iter().copied().map(Value::I32).collect());
     let words = |words: &[&str]| Value::Array(words.iter().map(|word| text(word)).collect());
     for (more, ends) in [
@@ -145,7 +146,7 @@ fn scaling(more: &[(&str, Value)]) -> Scaling {
 }
 
 #[test]
-fn a_factor_of_any_age_stretches() {
+fn old_and_new_factor_keys_scale() {
     let factor = |key, factor| (key, Value::F32(factor));
     let kind = |name: &str| ("rope.scaling.type", text(name));
     let linear = Scaling::Linear { factor: 4.0 };
@@ -155,7 +156,7 @@ fn a_factor_of_any_age_stretches() {
         (&[factor("rope.scale_linear", 4.0)], &linear),
         (&[kind("linear"), factor("rope.scaling.factor", 4.0)], &linear),
         (&[kind("linear"), factor("rope.scale_linear", 4.0)], &linear),
-        // The newer key counts where both are there, also as 0, which is no scaling.
+        // The newer key takes precedence, also as 0, which means no scaling.
         (&[factor("rope.scaling.factor", 4.0), factor("rope.scale_linear", 8.0)], &linear),
         (&[factor("rope.scaling.factor", 0.0), factor("rope.scale_linear", 8.0)], &Scaling::None),
         (&[kind("linear")], &Scaling::None),
@@ -228,7 +229,7 @@ fn longrope_takes_its_short_factors() {
 }
 
 #[test]
-fn values_that_cannot_be_are_refused() {
+fn invalid_values_are_refused() {
     for (key, value, words) in [
         ("rope.scaling.type", text("su"), "llama.rope.scaling.type \"su\" is not supported"),
         ("rope.scaling.type", Value::U32(1), "llama.rope.scaling.type is not a text"),

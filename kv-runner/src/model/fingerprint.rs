@@ -1,4 +1,4 @@
-//! What tells one model from another, for files that are made for one.
+//! The fingerprint of a model, for files that belong to one model.
 use candle_core::Tensor;
 use xxhash_rust::xxh3::Xxh3Default;
 
@@ -6,12 +6,12 @@ use super::{Decoder, with_values};
 use crate::config::{Architecture, Multipliers};
 
 impl Decoder {
-    /// Returns a text that no other model has: the shape of its K and V, and a hash (XXH3, 128
-    /// bits) of what their rows come from: the projections and their biases, the norms around them,
-    /// the rotary embedding, and what an architecture multiplies.
+    /// Returns a text that identifies the model: the shape of its K and V, and a hash (XXH3, 128
+    /// bits) of everything their rows depend on: the projections and their biases, the norms around
+    /// them, the rotary embedding, and the multipliers of the architecture.
     ///
     /// The same weights in another container, or in a wider element type, are the same model; a
-    /// file that keeps the channels of K in another order is another one.
+    /// file with the channels of K in another order is another model.
     pub fn fingerprint(&self) -> String {
         let config = &self.config;
         let mut hash = Xxh3Default::new();
@@ -45,7 +45,7 @@ impl Decoder {
             }
         }
         let (layers, heads, head_dim) = (config.layers(), config.kv_heads, config.head_dim);
-        // Both are llama to a GGUF file.
+        // Both are llama in a GGUF file.
         let name = match config.architecture {
             Architecture::Mistral => Architecture::Llama,
             other => other,
@@ -58,7 +58,7 @@ fn update(hash: &mut Xxh3Default, tensor: &Tensor) {
     for extent in tensor.dims() {
         hash.update(&crate::num::to_u64(*extent).to_le_bytes());
     }
-    // Little-endian everywhere, a piece at a time.
+    // Little-endian on every machine, in chunks.
     let mut bytes = Vec::new();
     with_values(tensor, |values| {
         for values in values.chunks(1 << 14) {

@@ -1,4 +1,4 @@
-//! The weights of one layer, under the names that each architecture gives them.
+//! The weights of one layer, under the names of each architecture.
 use candle_core::{Module, Tensor};
 use candle_nn::Linear;
 
@@ -7,11 +7,11 @@ use crate::error::Error;
 use crate::num::to_usize;
 use crate::weights::{WeightError, Weights};
 
-/// One layer; a norm that its architecture does without is `None`.
+/// One layer; a norm that its architecture lacks is `None`.
 #[derive(Debug)]
 pub(super) struct Layer {
     pub(super) kind: LayerKind,
-    /// Of what attention reads, and of what it gives.
+    /// Norms before and after attention.
     pub(super) attention_norm: Option<Tensor>,
     pub(super) attention_out_norm: Option<Tensor>,
     pub(super) q: Linear,
@@ -20,7 +20,7 @@ pub(super) struct Layer {
     pub(super) q_norm: Option<Tensor>,
     pub(super) k_norm: Option<Tensor>,
     pub(super) out: Linear,
-    /// Of what the MLP reads, and of what it gives.
+    /// Norms before and after the MLP.
     pub(super) mlp_norm: Option<Tensor>,
     pub(super) mlp_out_norm: Option<Tensor>,
     gate: Linear,
@@ -43,12 +43,12 @@ impl Layer {
         let (hidden, inner) = (config.hidden, config.intermediate);
         let mut part = Part { weights, layer };
         let architecture = config.architecture;
-        let (before, behind) = (!architecture.norms_outputs(), architecture.norms_outputs());
+        let (before, after) = (!architecture.norms_outputs(), architecture.norms_outputs());
         let attention_norm = part.norm_if(before, "input_layernorm", hidden)?;
         // The same name for a norm at another place.
-        let attention_out_norm = part.norm_if(behind, "post_attention_layernorm", hidden)?;
+        let attention_out_norm = part.norm_if(after, "post_attention_layernorm", hidden)?;
         let mlp_norm = part.norm_if(before, "post_attention_layernorm", hidden)?;
-        let mlp_out_norm = part.norm_if(behind, "post_feedforward_layernorm", hidden)?;
+        let mlp_out_norm = part.norm_if(after, "post_feedforward_layernorm", hidden)?;
         let [q, k, v] = if architecture.fuses_projections() {
             part.fused("self_attn.qkv_proj", [q_width, kv_width, kv_width], hidden)?
         } else {
@@ -88,14 +88,14 @@ impl Layer {
         })
     }
 
-    /// The gated MLP.
+    /// Computes the gated MLP.
     pub(super) fn mlp(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         let gate = self.gate.forward(x)?.silu()?;
         self.down.forward(&gate.mul(&self.up.forward(x)?)?)
     }
 }
 
-/// The weights of a model, of which one layer's are taken.
+/// The weights of a model, and the prefix of one layer.
 struct Part<'w> {
     weights: &'w mut Weights,
     layer: u16,
@@ -123,13 +123,13 @@ impl Part<'_> {
     ) -> Result<Linear, Error> {
         let weight = self.weights.take(&self.name(&format!("{part}.weight")), &[out, inputs])?;
         let bias = self.name(&format!("{part}.bias"));
-        // A bias that is there is meant, whatever the configuration says.
+        // A bias in the file is used, whatever the configuration says.
         let has_bias = has_bias || self.weights.contains(&bias);
         let bias = if has_bias { Some(self.weights.take(&bias, &[out])?) } else { None };
         Ok(Linear::new(weight, bias))
     }
 
-    /// Projections whose rows stand one below the other in one matrix.
+    /// Splits a matrix into projections that are stacked in it.
     fn fused<const N: usize>(
         &mut self,
         part: &str,

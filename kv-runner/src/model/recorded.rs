@@ -1,4 +1,4 @@
-//! Tiny models as transformers ran them: see `kv-runner/tests/data/make_models.py`.
+//! Tiny models with outputs recorded from transformers, see `kv-runner/tests/data/make_models.py`.
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::path::Path;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-/// What was recorded of one model.
+/// The recording of one model.
 pub(crate) struct Recorded {
     pub(crate) name: String,
     pub(crate) config: Value,
@@ -16,12 +16,12 @@ pub(crate) struct Recorded {
     pub(crate) prompt_ids: Vec<u32>,
     /// Greedy continuation of the prompt.
     pub(crate) output_ids: Vec<u32>,
-    /// Entries of the vocabulary whose logits are kept, and these logits behind every token.
+    /// Entries of the vocabulary whose logits are recorded, and these logits after every token.
     pub(crate) kept: Vec<usize>,
     pub(crate) logits: Vec<Vec<f64>>,
 }
 
-/// All of them, in the order of their names.
+/// Reads all recordings, sorted by name.
 pub(crate) fn recorded() -> Vec<Recorded> {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kv-runner/tests/data/models");
     let entries = fs::read_dir(&dir).expect("recorded models");
@@ -55,7 +55,8 @@ fn of<T: DeserializeOwned>(value: Value) -> T {
     serde_json::from_value(value).expect("its type")
 }
 
-/// The weights of one tensor: a hash of its name and of the index, scaled by what it is.
+/// Makes the values of one tensor: a hash of its name and of the index, scaled by the kind of
+/// tensor.
 pub(crate) fn values(name: &str, shape: &[usize]) -> Vec<f32> {
     let start = name.bytes().fold(0xCBF2_9CE4_8422_2325_u64, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3)

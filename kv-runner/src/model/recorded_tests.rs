@@ -1,10 +1,10 @@
 //! Logits of tiny models of every architecture against those of transformers.
 //!
-//! A logit is a sum of 48 products behind three or four layers, each a handful of sums of at most
-//! 80 products of values around 1: rounding to f32 on the way costs some 1e-6 of the largest logit,
-//! 18. The angles of transformers are f32 products of a position below 64 and an f32 frequency,
-//! off by up to 8e-6 radians, which moves scores of up to 10 by 8e-5 and logits by as much. The
-//! largest difference seen is 4.5e-5, and rounding of the recorded logits is 5e-6 of it.
+//! A logit is a sum of 48 products after three or four layers, each with a few sums of at most 80
+//! products of values around 1: rounding to f32 costs about 1e-6 of the largest logit, 18. The
+//! angles in transformers are f32 products of a position below 64 and an f32 frequency, with errors
+//! up to 8e-6 radians, which change scores of up to 10 by 8e-5 and logits by as much. The largest
+//! difference seen is 4.5e-5, and the rounding of the recorded logits is 5e-6 of it.
 use std::path::Path;
 
 use candle_core::Tensor;
@@ -35,7 +35,7 @@ fn prompts_have_the_tokens_of_the_bundled_tokenizer() {
     }
 }
 
-/// The model as it is read from its files.
+/// Reads the model from files.
 fn model(case: &Recorded) -> Decoder {
     let bytes: Vec<(&String, &Vec<usize>, Vec<u8>)> = case
         .tensors
@@ -64,7 +64,7 @@ fn cache(model: &Decoder) -> KvCache<CpuBackend> {
     KvCache::new(backend, spec.expect("a cache")).expect("memory")
 }
 
-/// Computes tokens of one sequence; a row of logits for each.
+/// Computes tokens of one sequence; returns a row of logits for each.
 fn read(
     model: &Decoder,
     cache: &mut KvCache<CpuBackend>,
@@ -77,13 +77,13 @@ fn read(
     model.logits(&hidden).and_then(|logits| logits.to_vec2()).expect("logits")
 }
 
-/// The recorded text: prompt and continuation.
+/// Returns prompt and continuation.
 fn text(case: &Recorded) -> Vec<u32> {
     [case.prompt_ids.as_slice(), &case.output_ids].concat()
 }
 
-/// Checks the rows behind the tokens from `first` on.
-fn check(case: &Recorded, first: usize, rows: &[Vec<f32>], how: &str) {
+/// Checks the logits after the tokens from `first` on.
+fn check(case: &Recorded, first: usize, rows: &[Vec<f32>], mode: &str) {
     let name = &case.name;
     let ids = text(case);
     for (at, row) in (first..).zip(rows) {
@@ -91,15 +91,15 @@ fn check(case: &Recorded, first: usize, rows: &[Vec<f32>], how: &str) {
             let off = (f64::from(row[*id]) - expected).abs();
             assert!(
                 off <= TOLERANCE,
-                "{name}, {how}: logit {id} behind token {at} is off by {off}"
+                "{name}, {mode}: logit {id} after token {at} is off by {off}"
             );
         }
     }
-    // Behind the last token of the prompt the continuation begins.
+    // After the last token of the prompt, the continuation begins.
     let next = case.prompt_ids.len()..ids.len();
     for (at, row) in (first.saturating_add(1)..).zip(rows).filter(|(at, _)| next.contains(at)) {
         let best = (0_u32..).zip(row).max_by(|a, b| a.1.total_cmp(b.1)).expect("a row");
-        assert_eq!(best.0, ids[at], "{name}, {how}: token {at}");
+        assert_eq!(best.0, ids[at], "{name}, {mode}: token {at}");
     }
 }
 
@@ -126,7 +126,7 @@ fn a_fork_and_a_cached_prefix_have_the_logits_of_transformers() {
         let mut cache = cache(&model);
         let [first, second, fork] = [1, 2, 3].map(SequenceId);
         cache.start(first, &ids, StartOptions::default()).expect("starts");
-        // Another text behind the same prompt, and then the recorded one in the fork.
+        // Another text after the same prompt, then the recorded one in the fork.
         let (prompt, rest) = ids.split_at(case.prompt_ids.len());
         read(&model, &mut cache, first, prompt);
         cache.fork(first, fork).expect("forks");
@@ -140,13 +140,13 @@ fn a_fork_and_a_cached_prefix_have_the_logits_of_transformers() {
         let reused = to_usize(reused);
         assert!(reused >= prompt.len(), "{}: {reused} tokens reused", case.name);
         let rows = read(&model, &mut cache, second, &ids[reused..]);
-        check(case, reused, &rows, "behind a cached prefix");
+        check(case, reused, &rows, "after a cached prefix");
         cache.release(second).expect("releases");
-        // A prefix that ends inside the prompt, and inside a block.
+        // A prefix that ends inside the prompt and inside a block.
         let reused = cache.start(second, &[&ids[..21], &[3]].concat(), StartOptions::default());
         let reused = to_usize(reused.expect("starts"));
         assert!(reused > 0 && reused <= 21, "{}: {reused} tokens reused", case.name);
         let rows = read(&model, &mut cache, second, &ids[reused..]);
-        check(case, reused, &rows, "behind a part of it");
+        check(case, reused, &rows, "after a part of it");
     }
 }

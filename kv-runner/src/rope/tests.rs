@@ -25,7 +25,7 @@ struct Case {
     y: Vec<f32>,
 }
 
-/// The recorded inputs are a hash of sequence, position and dimension, in 1/64 steps.
+/// Returns an input of the recording: a hash of sequence, position and dimension, in 1/64 steps.
 fn value(sequence: u32, position: u32, dim: u32) -> f32 {
     let mut x = sequence
         .wrapping_mul(0x9E37_79B1)
@@ -72,18 +72,18 @@ fn agrees_with_recorded_rotations() {
             }
         }
         let rope = rope(case);
-        let (mut rotation, mut turned) = (Rotation::default(), Vec::new());
+        let (mut rotation, mut rotated) = (Rotation::default(), Vec::new());
         rope.fill(&positions, &mut rotation);
-        rope.rotate(&rotation, &rows, 1, &mut turned);
-        assert_eq!(turned.len(), case.y.len(), "case {index}");
-        for (got, expected) in turned.iter().zip(&case.y) {
+        rope.rotate(&rotation, &rows, 1, &mut rotated);
+        assert_eq!(rotated.len(), case.y.len(), "case {index}");
+        for (got, expected) in rotated.iter().zip(&case.y) {
             assert!((got - expected).abs() <= 1e-6, "case {index}: {got} {expected}");
         }
     }
 }
 
 #[test]
-fn heads_of_a_token_turn_alike() {
+fn heads_of_a_token_have_one_rotation() {
     let config = RopeConfig {
         theta: 10000.0,
         head_dim: 4,
@@ -91,11 +91,11 @@ fn heads_of_a_token_turn_alike() {
         pairing: Pairing::Half,
         scaling: Scaling::None,
     };
-    let (rope, mut rotation, mut turned) = (Rope::new(&config), Rotation::default(), Vec::new());
+    let (rope, mut rotation, mut rotated) = (Rope::new(&config), Rotation::default(), Vec::new());
     rope.fill(&[0, 3], &mut rotation);
     let row = [1.0, 2.0, 3.0, 4.0];
-    rope.rotate(&rotation, &row.repeat(4), 2, &mut turned);
-    let heads: Vec<_> = turned.chunks(4).collect();
+    rope.rotate(&rotation, &row.repeat(4), 2, &mut rotated);
+    let heads: Vec<_> = rotated.chunks(4).collect();
     assert_eq!(heads[0], row);
     assert_eq!(heads[1], row);
     assert_eq!(heads[2], heads[3]);
@@ -108,7 +108,7 @@ fn llama3_keeps_high_and_divides_low_frequencies() {
         Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_context: 8192 };
     assert!((scaling.scale(1.0) - 1.0).abs() < 1e-15);
     assert!((scaling.scale(1e-5) - 1e-5 / 8.0).abs() < 1e-20);
-    let wavelength = 8192.0 / 2.5; // half way of the ramp
+    let wavelength = 8192.0 / 2.5; // in the middle of the ramp
     let between = scaling.scale(TAU / wavelength);
     let expected = TAU / wavelength * (0.5 + 0.5 / 8.0);
     assert!((between - expected).abs() < 1e-15);

@@ -1,37 +1,37 @@
-//! Beam search: which continuations of several histories go on, and which texts it ends with.
+//! Beam search: which continuations are kept, and which texts the search ends with.
 //!
-//! Pure arithmetic over logits; the scheduler makes forks of sequences of it.
+//! Pure arithmetic over logits; the scheduler forks sequences accordingly.
 use super::task::Finish;
 use crate::num::{to_f64, to_u32, to_u64, to_usize};
 use crate::sampler::{SampleError, check_logits};
 
-/// The width of a beam search, and what a long text loses.
+/// The options of a beam search.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BeamOptions {
-    /// Histories that go on at once, at least 1.
+    /// Number of beams, at least 1.
     pub width: u32,
-    /// A text's score is its log-probability over its length to this power.
+    /// A text's score is its log-probability divided by its length to this power.
     pub length_penalty: f64,
 }
 
-/// A text that came to its end.
+/// A finished text.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Hypothesis {
-    /// Generated tokens, with the one that ends the text.
+    /// Generated tokens, including the one that ends the text.
     pub tokens: Vec<u32>,
-    /// Sum over its tokens, natural logarithm.
+    /// Sum of the natural logarithms of its tokens' probabilities.
     pub log_prob: f64,
-    /// What texts are ranked by.
+    /// The score that texts are ranked by.
     pub score: f64,
-    /// Why it ended.
+    /// The reason of its end.
     pub finish: Finish,
 }
 
-/// One more token for one of the histories.
+/// One more token for one of the beams.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Branch {
-    /// Index of the history it goes on from.
+    /// Index of the beam that it continues.
     pub(super) parent: usize,
     pub(super) token: u32,
     log_prob: f64,
@@ -41,13 +41,13 @@ pub(super) struct Branch {
 #[derive(Debug)]
 pub(super) struct BeamSearch {
     options: BeamOptions,
-    /// Of the histories that go on.
+    /// Log-probabilities of the beams.
     log_probs: Vec<f64>,
     finished: Vec<Hypothesis>,
 }
 
 impl BeamSearch {
-    /// Begins with one empty history.
+    /// Starts with one empty beam.
     pub(super) fn new(options: BeamOptions) -> Self {
         Self { options, log_probs: vec![0.0], finished: Vec::new() }
     }
@@ -56,11 +56,11 @@ impl BeamSearch {
         to_usize(self.options.width)
     }
 
-    /// Takes the logits of all histories; `generated` are their new tokens so far. The best
-    /// continuations go on, as many as the search is wide; those that end a text are kept apart.
+    /// Continues the search with the logits of all beams; `generated` are their new tokens so far.
+    /// The best continuations are kept, one per beam; those that end a text are stored separately.
     ///
-    /// As many candidates again are looked at, so that endings do not narrow the search; an ending
-    /// counts where it is among the first [`Self::width`] of them.
+    /// Twice as many candidates are considered, so that ended texts do not narrow the search; an
+    /// ended text counts if it is among the first [`Self::width`].
     pub(super) fn advance(
         &mut self,
         rows: &[&[f32]],
@@ -86,12 +86,12 @@ impl BeamSearch {
         Ok(next)
     }
 
-    /// Whether as many texts have ended as the search is wide.
+    /// Returns whether the number of ended texts equals the width.
     pub(super) fn is_done(&self) -> bool {
         self.finished.len() >= self.width()
     }
 
-    /// Ends the histories that still go on, in their order.
+    /// Ends the remaining beams, in order.
     pub(super) fn finish_all(&mut self, generated: &[&[u32]], finish: Finish) {
         for (tokens, log_prob) in generated.iter().zip(std::mem::take(&mut self.log_probs)) {
             self.finish(tokens, log_prob, finish);
@@ -104,7 +104,7 @@ impl BeamSearch {
         self.finished.push(Hypothesis { tokens: tokens.to_vec(), log_prob, score, finish });
     }
 
-    /// The best text, and all of them: the first of equals first.
+    /// Returns the best text, and all of them, sorted by score; ties keep their order.
     pub(super) fn into_best(mut self, otherwise: Finish) -> (Vec<u32>, Finish, Vec<Hypothesis>) {
         self.finished.sort_by(|a, b| b.score.total_cmp(&a.score));
         self.finished.truncate(to_usize(self.options.width));
@@ -114,8 +114,8 @@ impl BeamSearch {
         (tokens, finish, self.finished)
     }
 
-    /// Twice the width of continuations of each history, all of them in order: the most likely
-    /// first, of equals the first history's, then the lowest token.
+    /// Returns twice the width of continuations per beam, sorted: the most likely first, of equals
+    /// the first beam's, then the lowest token.
     fn candidates(&self, rows: &[&[f32]]) -> Result<Vec<Branch>, SampleError> {
         let most = self.width().saturating_mul(2);
         let mut branches = Vec::with_capacity(most.saturating_mul(rows.len()));
@@ -143,7 +143,7 @@ impl BeamSearch {
     }
 }
 
-/// How many histories go on from each parent.
+/// Counts the continuations of each beam.
 pub(super) fn children(branches: &[Branch], parents: usize) -> Vec<u32> {
     let of = |parent| branches.iter().filter(|branch| branch.parent == parent).count();
     (0..parents).map(|parent| to_u32(of(parent))).collect()

@@ -1,15 +1,15 @@
-//! Draft tokens: guesses of the next tokens, from the text itself.
+//! Draft tokens, proposed from the text itself.
 //!
 //! # Source
-//! Prompt lookup decoding (Saxena 2023): what followed the last words when they came up before is
-//! likely to follow again. Names, quotations and code repeat; where nothing does, little is lost.
+//! Prompt lookup decoding (Saxena 2023): the tokens that followed the last n-gram when it occurred
+//! before are likely to follow again. Names, quotations and code repeat; elsewhere little is lost.
 
-/// The longest run of last tokens that is looked for.
+/// Longest n-gram that is searched.
 const NGRAM_MAX: usize = 4;
 
 /// Appends at most `max` tokens to `drafts` that may follow `tokens`: those that followed the
-/// latest earlier occurrence of its longest suffix that has one. An occurrence near the end goes
-/// on with the drafts themselves, so that a repetition is drafted to any length.
+/// latest earlier occurrence of its longest suffix that has one. An occurrence near the end
+/// continues with the drafts themselves, so that a repetition is drafted to any length.
 pub(super) fn propose(tokens: &[u32], max: usize, drafts: &mut Vec<u32>) {
     let Some(mut from) = follows(tokens) else {
         return;
@@ -29,7 +29,7 @@ pub(super) fn propose(tokens: &[u32], max: usize, drafts: &mut Vec<u32>) {
     }
 }
 
-/// Where the text goes on after the occurrence.
+/// Returns the index after the occurrence.
 fn follows(tokens: &[u32]) -> Option<usize> {
     let before = tokens.len().checked_sub(1)?;
     let earlier = tokens.get(..before)?;
@@ -57,18 +57,18 @@ mod tests {
         // 3 came last before a 5, but 2 3 came before a 4.
         assert_eq!(drafts(&[2, 3, 4, 3, 5, 2, 3], 1), [4]);
         assert_eq!(drafts(&[3, 4, 3, 5, 3], 1), [5]);
-        // Of a suffix of five, four tokens are looked at.
+        // Four tokens of a suffix of five are considered.
         assert_eq!(drafts(&[1, 2, 3, 4, 5, 8, 0, 2, 3, 4, 5, 9, 1, 2, 3, 4, 5], 1), [9]);
     }
 
     #[test]
-    fn a_repetition_goes_on() {
+    fn a_repetition_is_continued() {
         assert_eq!(drafts(&[7, 7], 4), [7; 4]);
         assert_eq!(drafts(&[5, 1, 2, 1, 2], 5), [1, 2, 1, 2, 1]);
     }
 
     #[test]
-    fn where_nothing_repeats_there_is_no_draft() {
+    fn text_without_repetition_has_no_drafts() {
         for tokens in [&[][..], &[1], &[1, 2, 3]] {
             assert!(drafts(tokens, 4).is_empty(), "{tokens:?}");
         }

@@ -1,77 +1,77 @@
-//! Requests that cannot run.
+//! Errors of requests that cannot run.
 use super::Shortage;
 
 /// A request that can never run, or a model that breaks its contract.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ScheduleError {
-    /// The prompt fills the context.
+    /// The prompt leaves no room in the context.
     #[error("prompt {index} has {tokens} tokens, which leaves no room in a context of {context}")]
     PromptTooLong {
-        /// The request.
+        /// Index of the request.
         index: usize,
         /// Tokens of its prompt.
         tokens: usize,
-        /// Tokens a sequence may have.
+        /// Longest sequence, in tokens.
         context: u32,
     },
-    /// The request alone needs more blocks than there are.
+    /// The request needs more blocks than the cache has, even alone.
     #[error(
         "prompt {index} with its new tokens is {tokens} tokens long and needs {} blocks{}, the \
          cache has {}",
         .shortage.needed, of_group(shortage), .shortage.available
     )]
     DoesNotFit {
-        /// The request.
+        /// Index of the request.
         index: usize,
-        /// Tokens it has cached at its end.
+        /// Cached tokens at its end.
         tokens: u32,
-        /// What is too small, and what would do.
+        /// The shortage and ways to avoid it.
         shortage: Shortage,
     },
-    /// The sequence would be longer than the cache allows.
+    /// The sequence would exceed the cache's longest sequence.
     #[error(
         "prompt {index} with its new tokens is {tokens} tokens long, a sequence of the cache has \
          at most {max}"
     )]
     TooLong {
-        /// The request.
+        /// Index of the request.
         index: usize,
-        /// Tokens it has cached at its end.
+        /// Cached tokens at its end.
         tokens: u32,
-        /// Tokens a sequence of the cache may have.
+        /// Longest sequence of the cache.
         max: u32,
     },
-    /// The search is wider than the cache has sequences.
+    /// The search has more beams than the cache has sequences.
     #[error("prompt {index} needs {needed} sequences at once, the cache has room for {available}")]
     TooManyBeams {
-        /// The request.
+        /// Index of the request.
         index: usize,
-        /// Its beams.
+        /// Number of beams.
         needed: usize,
-        /// Sequences of the cache.
+        /// Number of sequences of the cache.
         available: u32,
     },
     /// A prompt must have a token.
     #[error("prompt {index} has no tokens")]
     EmptyPrompt {
-        /// The request.
+        /// Index of the request.
         index: usize,
     },
-    /// The model returned another number of rows than its batch says.
+    /// The model returned a different number of rows than the batch needs.
     #[error("the model gave {got} rows of logits, expected {expected}")]
     Logits {
-        /// Rows it returned.
+        /// Rows returned.
         got: usize,
-        /// Rows that the chunks of the batch name.
+        /// Rows that the chunks of the batch need.
         expected: usize,
     },
     /// No request can run, and none holds a block.
-    #[error("no sequence can go on")]
+    #[error("no sequence can continue")]
     Stuck,
 }
 
-/// Names the group of a shortage, where there are several.
+/// Names the group of a shortage, if there are several groups.
 fn of_group(shortage: &Shortage) -> String {
     let Shortage { group, num_groups, .. } = shortage;
     if *num_groups > 1 { format!(" of layer group {group}") } else { String::new() }

@@ -1,64 +1,63 @@
-//! Blocks that one request takes when nothing else runs, and what would help where the cache has
-//! fewer.
+//! The blocks that one request needs alone, and advice if the cache has fewer.
 use kv::CacheSpec;
 use kv::spec::GroupSpec;
 
-/// The size of one request: how it is read and continued.
+/// The size of one request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestSize {
     /// Tokens of the prompt.
     pub prompt: u32,
-    /// The most tokens of one chunk.
+    /// Most tokens per chunk.
     pub chunk: u32,
-    /// Tokens of a sequence at the end of the request.
+    /// Tokens per sequence at the end of the request.
     pub tokens: u32,
-    /// Sequences that go on from the prompt: the beams.
+    /// Number of sequences that continue the prompt: the beams.
     pub width: u32,
-    /// Whether each token computes everything before it again, in chunks too.
+    /// Whether everything is recomputed for each token, also in chunks.
     pub forget: bool,
 }
 
-/// A group of layers that has too few blocks.
+/// A group of layers with too few blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Shortage {
     /// Index of the group.
     pub group: usize,
-    /// Groups of the cache.
+    /// Number of groups of the cache.
     pub num_groups: usize,
-    /// Blocks that the request needs of the group.
+    /// Blocks of the group that the request needs.
     pub needed: u32,
-    /// Blocks of the group.
+    /// Blocks that the group has.
     pub available: u32,
-    /// What would let the request run.
+    /// Changes that let the request run.
     pub advice: Advice,
 }
 
-/// What would let a request run that does not fit: any one of these, or fewer new tokens.
+/// Changes that let a request run: any one of these, or fewer new tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Advice {
-    /// A limit of tokens a step with which it fits.
+    /// A limit of tokens per step with which it fits.
     pub chunk: Option<u32>,
     /// Whether fewer beams are possible.
     pub has_beams: bool,
-    /// For a paged cache: the block size and the number of blocks with which it fits.
+    /// For a paged cache: the block size and number of blocks with which it fits.
     pub paged: Option<(u32, u32)>,
 }
 
 impl RequestSize {
-    /// Returns the most blocks of a group that the request holds at any time.
+    /// Returns the largest number of blocks of a group that the request holds at any time.
     pub fn blocks(&self, group: &GroupSpec) -> u32 {
         let map = group.slot_map();
         if group.window().is_none() {
-            // Any steps will do: nothing comes back on the way.
+            // Steps of any size: no block is freed before the end.
             let all = map.blocks_reserved(self.tokens);
             return self.of_all(all, map.full_blocks(self.shared()).min(all));
         }
         let prefill = if self.forget { self.tokens } else { self.prompt.min(self.tokens) };
         let chunk = self.chunk.max(1);
         let mut most = 0_u32;
-        // Beams that read everything again share a step, and so begin their chunks anywhere.
+        // Recomputed beams share a step, so their chunks may begin anywhere.
         let stride = if self.forget && self.width > 1 { 1 } else { chunk };
         let mut begin = 0_u32;
         while begin < prefill {
@@ -72,12 +71,12 @@ impl RequestSize {
         most.max(self.while_generating(group))
     }
 
-    /// Leading tokens that all sequences share.
+    /// Returns the number of leading tokens that all sequences share.
     fn shared(&self) -> u32 {
         if self.forget { 0 } else { self.prompt }
     }
 
-    /// The most blocks that its sequences hold while they grow token by token.
+    /// Returns the largest number of blocks that its sequences hold while they grow token by token.
     fn while_generating(&self, group: &GroupSpec) -> u32 {
         if self.width <= 1 {
             return group.blocks_to_grow(self.tokens);
@@ -85,14 +84,15 @@ impl RequestSize {
         let full = group.slot_map().full_blocks(self.prompt);
         let totals = (self.prompt..self.tokens).map(|len| {
             let held = held(group, len, len.saturating_add(1));
-            // Of the prompt's full blocks, those that the window has not left.
+            // The prompt's full blocks that are still in the window.
             let shared = full.saturating_sub(held.live).saturating_add(held.sink_blocks.min(full));
             self.of_all(held.of_one, shared.min(held.of_one))
         });
         totals.max().unwrap_or(0)
     }
 
-    /// Blocks of all sequences, which share the first `shared` of the `one` that each has.
+    /// Returns the blocks of all sequences, each with `one` blocks, the first `shared` of which are
+    /// common.
     fn of_all(&self, one: u32, shared: u32) -> u32 {
         let own = one.saturating_sub(shared);
         own.saturating_mul(self.width.max(1)).saturating_add(shared)
@@ -123,7 +123,7 @@ impl RequestSize {
     }
 }
 
-/// Blocks of a sequence whose step brings the tokens `begin..end`.
+/// Blocks of a sequence in a step with tokens `begin..end`.
 struct Held {
     of_one: u32,
     /// First block after the sink tokens that the step's first query sees.

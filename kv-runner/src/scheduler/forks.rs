@@ -1,4 +1,5 @@
-//! Beams as sequences of the cache: each branch goes on in place of its parent or as a fork of it.
+//! Beams as sequences of the cache: the first continuation of a beam keeps its sequence, others are
+//! forks.
 use kv::backend::Backend;
 use kv::{CacheError, KvCache, SequenceId};
 
@@ -9,7 +10,7 @@ use crate::error::Error;
 use crate::model::Model;
 
 impl<B: Backend, M: Model<B>> Scheduler<'_, B, M> {
-    /// After a preemption, beams come back as forks of the first one.
+    /// Forks beams again from the first one after a preemption.
     pub(super) fn fork_waiting(&mut self) -> Result<(), CacheError> {
         for task in self.queues.running.iter_mut().filter(|task| task.can_fork()) {
             let Some((first, others)) = task.sequences.split_first_mut() else {
@@ -23,7 +24,7 @@ impl<B: Backend, M: Model<B>> Scheduler<'_, B, M> {
         Ok(())
     }
 
-    /// Moves the beams on whose logits are all there.
+    /// Continues the searches whose beams all have logits.
     pub(super) fn advance_beams(&mut self, events: &mut Vec<Event>) -> Result<(), Error> {
         let mut at = 0_usize;
         while let Some(task) = self.queues.running.get(at) {
@@ -36,7 +37,7 @@ impl<B: Backend, M: Model<B>> Scheduler<'_, B, M> {
         Ok(())
     }
 
-    /// Moves the beams of one request on by a token; why it ended, if it did.
+    /// Continues the beams of one request by a token; returns the reason if it ended.
     fn advance(&mut self, at: usize) -> Result<Option<Finish>, Error> {
         let first_id = self.next_id;
         let Self { cache, limits, queues, .. } = self;
@@ -75,13 +76,14 @@ impl<B: Backend, M: Model<B>> Scheduler<'_, B, M> {
     }
 }
 
-/// New tokens of every sequence.
+/// Returns the new tokens of every sequence.
 fn generated(sequences: &[Sequence], prompt_len: usize) -> Vec<&[u32]> {
     sequences.iter().map(|sequence| sequence.new_tokens(prompt_len)).collect()
 }
 
-/// Makes the sequences of the next step out of those of the last: the first branch of each goes on
-/// as it is, further ones are forks, and those without one end before any fork needs their place.
+/// Makes the sequences of the next step from those of the last: the first branch of each continues
+/// it, further branches are forks, and sequences without a branch are released before any fork
+/// needs their blocks.
 fn branch<B: Backend>(
     cache: &mut KvCache<B>,
     parents: &[Sequence],

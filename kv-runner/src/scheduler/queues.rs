@@ -1,4 +1,4 @@
-//! Which requests run, which wait, and what each brings to the next step.
+//! The waiting and running requests, and the batch of the next step.
 use std::collections::VecDeque;
 
 use kv::backend::Backend;
@@ -12,21 +12,21 @@ use super::task::{Search, Sequence, Task};
 use crate::model::{Batch, Chunk};
 use crate::num::{to_u32, to_usize};
 
-/// The requests of a run, and the step that is made of them.
+/// Requests, and the batch that is made of them.
 #[derive(Debug, Default)]
 pub(super) struct Queues {
     pub(super) waiting: VecDeque<Task>,
-    /// Oldest first.
+    /// Running requests, oldest first.
     pub(super) running: Vec<Task>,
     pub(super) batch: Batch,
 }
 
 impl Queues {
-    /// Fills the batch with what each running sequence brings: first those that need one token, so
-    /// that no prompt holds up the others, then as much of the rest as a step may have.
+    /// Fills the batch with tokens of each running sequence: first those that need one token, so
+    /// that no prompt delays the others, then as much of the rest as a step may have.
     ///
-    /// A sequence that needs one token brings drafts of the next ones too, as far as they leave
-    /// every other such sequence its token. A step has at most `tokens_max` tokens.
+    /// A sequence that needs one token gets drafts of the next ones too, as far as they leave every
+    /// other such sequence its token. A step has at most `tokens_max` tokens.
     pub(super) fn fill(&mut self, limits: &Limits, tokens_max: usize, with_drafts: bool) {
         let Self { running, batch, .. } = self;
         batch.tokens.clear();
@@ -60,9 +60,9 @@ impl Queues {
     }
 
     /// Admits waiting requests while the step has room for their tokens and the cache has blocks
-    /// for their prompts and for everything that runs. One that comes in with another shares the
-    /// blocks which that one fills in this very step. Returns what kept the next one
-    /// waiting, if that was a lack of blocks.
+    /// for their prompts and for everything that runs. A request that is admitted with another one
+    /// shares the blocks which the other fills in the same step. Returns the shortage of blocks
+    /// that delays the next request, if any.
     pub(super) fn admit<B: Backend>(
         &mut self,
         step: &mut Step<'_, B>,
@@ -99,7 +99,8 @@ impl Queues {
             self.running.push(next);
             if let Err(error) = added {
                 return match error {
-                    // It stays, with what it took over, and brings the rest later.
+                    // The sequence stays, with its reused blocks, and its tokens are added in a
+                    // later step.
                     CacheError::Exhausted(exhausted) => Ok(Some(exhausted)),
                     error => Err(error),
                 };
@@ -107,7 +108,7 @@ impl Queues {
         }
     }
 
-    /// Starts a request's first sequence and takes its tokens into the step.
+    /// Starts a request's first sequence and adds its tokens to the step.
     fn start<B: Backend>(
         &mut self,
         step: &mut Step<'_, B>,
@@ -132,7 +133,7 @@ impl Queues {
         Ok(())
     }
 
-    /// The running request of this sequence.
+    /// Returns the index of the running request of this sequence.
     pub(super) fn position(&self, id: SequenceId) -> Option<usize> {
         self.running.iter().position(|task| task.sequences.iter().any(|s| s.id == id))
     }
@@ -143,15 +144,15 @@ impl Task {
         StartOptions::default().with_resumed(self.was_preempted)
     }
 
-    /// Tokens of its first sequence that come before any fork.
+    /// Returns the tokens of its first sequence before any fork.
     fn first_part(&self) -> &[u32] {
         let first = self.sequences.first().map(|first| first.tokens.as_slice());
         first.and_then(|tokens| tokens.get(..self.goal())).unwrap_or_default()
     }
 }
 
-/// Blocks that the tokens there are now will take of the group that takes most: those of all that
-/// runs, and of the further beams of the one that comes.
+/// Returns the blocks that present tokens will need in the group that needs most: those of
+/// everything that runs, and of further beams of the new request.
 fn promised<B: Backend>(
     cache: &KvCache<B>,
     running: &[Task],
@@ -173,7 +174,7 @@ fn promised<B: Backend>(
     Ok(most)
 }
 
-/// Drafts tokens to follow a sequence's last one, no more than it may still have.
+/// Drafts tokens after a sequence's last one, within its length limit.
 fn draft_after(task: &Task, sequence: &Sequence, max: usize, drafts: &mut Vec<u32>) -> usize {
     drafts.clear();
     if matches!(task.search, Search::Sample(_)) {
@@ -184,7 +185,7 @@ fn draft_after(task: &Task, sequence: &Sequence, max: usize, drafts: &mut Vec<u3
     drafts.len()
 }
 
-/// Adds what a sequence brings: the next tokens, and the first of the drafts in the batch.
+/// Adds the next tokens of a sequence, and the first drafts of the batch.
 fn push(batch: &mut Batch, sequence: &Sequence, count: usize, drafts: usize) {
     let end = sequence.cached.saturating_add(count);
     let new = sequence.tokens.get(sequence.cached..end).unwrap_or_default();

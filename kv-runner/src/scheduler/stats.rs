@@ -1,53 +1,54 @@
-//! What a run counted.
+//! Counts of a run.
 use kv::backend::Backend;
 use kv::{KvCache, Usage};
 
 use crate::num::{per_second, to_f64, to_u64, to_usize};
 
-/// Figures of one run.
+/// Statistics of one run.
 ///
-/// The time of a step that mixes prefill and decode is shared between the two by tokens.
+/// The time of a step that mixes prefill and decode is divided by tokens.
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct Stats {
-    /// Time of all steps.
+    /// Seconds of all steps.
     pub seconds: f64,
     /// Tokens of all prompts.
     pub prompt_tokens: usize,
     /// New tokens of all requests.
     pub generated_tokens: usize,
-    /// Steps that were committed.
+    /// Committed steps.
     pub steps: usize,
-    /// Tokens that were computed to fill the cache, again after a preemption included.
+    /// Computed tokens that filled the cache, including recomputation after a preemption.
     prefill_tokens: usize,
     prefill_seconds: f64,
     decode_tokens: usize,
     decode_seconds: f64,
-    /// How often a request was preempted.
+    /// Number of preemptions.
     pub preemptions: usize,
-    /// K and V of one token over all layers; the full-precision prefix takes more.
+    /// Bytes of K and V per token over all layers; rows of the full-precision prefix takes more.
     pub bytes_per_token: u64,
-    /// Memory of the cache.
+    /// Bytes of the cache.
     pub cache_bytes: u64,
-    /// Blocks of the cache.
+    /// Number of blocks.
     pub blocks_total: u32,
     /// The most blocks held after any step.
     pub blocks_peak: u32,
-    /// Draft tokens that were brought to a step.
+    /// Draft tokens in all steps.
     pub drafted_tokens: u64,
-    /// Draft tokens that were accepted.
+    /// Accepted draft tokens.
     pub accepted_tokens: u64,
-    /// What the cache itself counted.
+    /// The cache's own counts.
     pub cache: kv::Stats,
-    /// Blocks whose content a further prompt could reuse.
+    /// Blocks with reusable content.
     pub blocks_cached: u32,
-    /// Slots of held blocks, and those of them without a token, summed over steps.
+    /// Slots of held blocks, and those without a token, summed over steps.
     slots_held: u64,
     slots_wasted: u64,
 }
 
 impl Stats {
-    /// `decode`: tokens of the step that continued a text, and those of them that stayed.
+    /// Adds a step. `decode` is the number of tokens that continued a text, and of those that
+    /// stayed.
     pub(super) fn note_step(&mut self, seconds: f64, tokens: usize, decode: (u32, u32)) {
         let (decode, kept) = (to_usize(decode.0), to_usize(decode.1));
         let prefill = tokens.saturating_sub(decode);
@@ -64,7 +65,7 @@ impl Stats {
         self.accepted_tokens = self.accepted_tokens.saturating_add(accepted.into());
     }
 
-    /// Takes what the cache has counted so far.
+    /// Copies the cache's counts.
     pub(super) fn note_cache<B: Backend>(&mut self, cache: &KvCache<B>) {
         let (usage, memory) = (cache.usage(), cache.spec().memory());
         self.cache = cache.stats();
@@ -74,21 +75,21 @@ impl Stats {
         self.cache_bytes = memory.bytes_total.saturating_add(memory.bytes_constants);
     }
 
-    /// Returns the tokens reused from cached prompts in whole blocks, and in parts of blocks;
-    /// those of requests that were preempted included.
+    /// Returns the tokens reused from cached prompts in whole blocks and in parts of blocks,
+    /// including those of preempted requests.
     pub fn reused(&self) -> (u64, u64) {
         let part = self.cache.partial_hit_tokens;
         let all = self.cache.hit_tokens.saturating_add(self.cache.resumed_hit_tokens);
         (all.saturating_sub(part), part)
     }
 
-    /// Returns the part of the prompts' tokens that were cached when the prompts came; without what
-    /// was computed again.
+    /// Returns the share of prompt tokens that were cached when the prompts arrived, without
+    /// recomputation.
     pub fn hit_ratio(&self) -> f64 {
         per_second(self.cache.hit_tokens, to_f64(to_u64(self.prompt_tokens)))
     }
 
-    /// Returns the part of the draft tokens that were accepted.
+    /// Returns the share of draft tokens that were accepted.
     pub fn acceptance_ratio(&self) -> f64 {
         per_second(self.accepted_tokens, to_f64(self.drafted_tokens))
     }
@@ -105,22 +106,22 @@ impl Stats {
         self.slots_wasted = self.slots_wasted.saturating_add(usage.slots_wasted);
     }
 
-    /// Returns generated tokens over the whole time.
+    /// Returns generated tokens per second of the whole time.
     pub fn tokens_per_s(&self) -> f64 {
         per_second(to_u64(self.generated_tokens), self.seconds)
     }
 
-    /// Returns the tokens that filled the cache over their share of the time.
+    /// Returns tokens that filled the cache per second of their share of the time.
     pub fn prefill_tokens_per_s(&self) -> f64 {
         per_second(to_u64(self.prefill_tokens), self.prefill_seconds)
     }
 
-    /// Returns the tokens that continued a text over their share of the time.
+    /// Returns tokens that continued a text per second of their share of the time.
     pub fn decode_tokens_per_s(&self) -> f64 {
         per_second(to_u64(self.decode_tokens), self.decode_seconds)
     }
 
-    /// Returns the part of the held slots that held no token, over all steps.
+    /// Returns the share of held slots without a token, over all steps.
     pub fn waste_ratio(&self) -> f64 {
         per_second(self.slots_wasted, to_f64(self.slots_held))
     }

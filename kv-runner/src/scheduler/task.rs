@@ -1,4 +1,4 @@
-//! One request on its way: its sequences, how its next tokens are chosen, what came of it.
+//! One request and its progress: sequences, search, results.
 use std::time::Instant;
 
 use kv::SequenceId;
@@ -8,27 +8,27 @@ use super::beams::{BeamOptions, BeamSearch, Hypothesis};
 use crate::num::to_u32;
 use crate::sampler::Sampler;
 
-/// One prompt to go on from.
+/// A prompt to continue.
 #[derive(Debug, Clone)]
 pub struct Request {
     /// At least one token.
     pub prompt: Vec<u32>,
-    /// Tokens to generate, at most.
+    /// Most tokens to generate.
     pub max_new_tokens: u32,
-    /// Chooses its tokens.
+    /// The sampler of its tokens.
     pub sampler: Sampler,
-    /// Beam search in place of the sampler.
+    /// Beam search instead of the sampler.
     pub beams: Option<BeamOptions>,
 }
 
 impl Request {
-    /// A request for the most likely tokens after a prompt, `max_new_tokens` of them at most.
+    /// Makes a request for the most likely tokens after a prompt, at most `max_new_tokens`.
     pub fn new(prompt: Vec<u32>, max_new_tokens: u32) -> Self {
         Self { prompt, max_new_tokens, sampler: Sampler::greedy(), beams: None }
     }
 }
 
-/// Why a sequence ended.
+/// The reason of a sequence's end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(clippy::exhaustive_enums, reason = "a report names each of them")]
 pub enum Finish {
@@ -36,58 +36,58 @@ pub enum Finish {
     Length,
     /// It generated a token that ends a text; that token is the last one.
     Stop,
-    /// It is as long as the model's context.
+    /// It fills the model's context.
     Context,
 }
 
-/// What came of one request.
+/// The result of one request.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Generated {
-    /// New tokens, with the one that ended the text.
+    /// New tokens, including the one that ended the text.
     pub tokens: Vec<u32>,
-    /// Why it ended.
+    /// The reason of the end.
     pub finish: Finish,
-    /// Prompt tokens that were cached already when the sequence first started.
+    /// Prompt tokens that were cached when the sequence first started.
     pub reused: usize,
     /// Milliseconds from its submission until it was admitted.
     pub admitted_ms: f64,
     /// Milliseconds from its submission until its first token.
     pub first_token_ms: f64,
-    /// What beam search ended with, best first; the first one's tokens are [`Self::tokens`].
+    /// Texts of a beam search, best first; the first one's tokens are [`Self::tokens`].
     pub hypotheses: Vec<Hypothesis>,
 }
 
-/// One history of tokens. Whatever of it is not cached is brought to a step.
+/// The tokens of one sequence. Those that are not cached yet are added to steps.
 #[derive(Debug)]
 pub(super) struct Sequence {
     pub(super) id: SequenceId,
     /// Prompt and generated tokens.
     pub(super) tokens: Vec<u32>,
-    /// Tokens whose K and V are cached.
+    /// Number of tokens whose K and V are cached.
     pub(super) cached: usize,
-    /// Whether the cache knows it.
+    /// Whether the sequence exists in the cache.
     pub(super) is_live: bool,
-    /// Logits that follow its last token, where they wait for those of other beams.
+    /// Logits after its last token, kept until all beams have theirs.
     pub(super) logits: Option<Vec<f32>>,
 }
 
-/// How the next tokens are chosen.
+/// The method that chooses the next tokens.
 #[derive(Debug)]
 pub(super) enum Search {
     Sample(Sampler),
     Beams(BeamSearch),
 }
 
-/// A request on its way.
+/// A running or waiting request.
 #[derive(Debug)]
 pub(super) struct Task {
     pub(super) index: usize,
     pub(super) prompt_len: usize,
-    /// Tokens a sequence may have.
+    /// Most tokens per sequence.
     pub(super) tokens_max: usize,
     pub(super) finish_at_max: Finish,
-    /// One, or the beams that go on; all of one length.
+    /// One sequence, or the beams, all of one length.
     pub(super) sequences: Vec<Sequence>,
     pub(super) search: Search,
     pub(super) reused: Option<usize>,
@@ -103,14 +103,14 @@ impl Sequence {
         Self { id, tokens, cached: 0, is_live: false, logits: None }
     }
 
-    /// What follows its prompt.
+    /// Returns the tokens after the prompt.
     pub(super) fn new_tokens(&self, prompt_len: usize) -> &[u32] {
         self.tokens.get(prompt_len..).unwrap_or_default()
     }
 }
 
 impl Task {
-    /// Sequences it may have at once.
+    /// Returns the largest number of its sequences.
     pub(super) fn width(&self) -> usize {
         match &self.search {
             Search::Sample(_) => 1,
@@ -118,8 +118,8 @@ impl Task {
         }
     }
 
-    /// How far its sequences are brought now: to their end, or, when only the first one lives,
-    /// to where the others begin as forks of it.
+    /// Returns the length that its sequences are computed to: their end or, if only the first one
+    /// exists, the point where the others are forked from it.
     pub(super) fn goal(&self) -> usize {
         let Some((first, others)) = self.sequences.split_first() else {
             return 0;
@@ -134,14 +134,15 @@ impl Task {
         others.iter().map(common).fold(end, usize::min)
     }
 
-    /// Whether sequences wait to become forks of the first one, which is as far as they agree.
+    /// Returns whether sequences wait to be forked from the first one, which has reached their
+    /// common length.
     pub(super) fn can_fork(&self) -> bool {
         let waits = self.sequences.iter().any(|sequence| !sequence.is_live);
         let first = self.sequences.first().filter(|first| first.is_live);
         waits && first.is_some_and(|first| first.cached >= self.goal())
     }
 
-    /// Blocks of a group that sequences take which are not there yet, at most.
+    /// Returns the largest number of blocks of a group that sequences without blocks will need.
     pub(super) fn blocks_of_forks(&self, group: &GroupSpec) -> u32 {
         let missing = self.sequences.iter().skip(1).filter(|sequence| !sequence.is_live);
         let shared = group.slot_map().full_blocks(to_u32(self.goal()));
@@ -151,7 +152,7 @@ impl Task {
         })
     }
 
-    /// The sequence of this id.
+    /// Returns the sequence with this id.
     pub(super) fn sequence_mut(&mut self, id: SequenceId) -> Option<&mut Sequence> {
         self.sequences.iter_mut().find(|sequence| sequence.id == id)
     }

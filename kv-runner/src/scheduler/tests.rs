@@ -1,6 +1,6 @@
-//! The scheduler over the CPU backend and a model whose next token depends on every token before
-//! it, read back from the cache: what it generates is right only if each was brought once, in
-//! order, at its position, and if what is shared, copied or taken over is what it should be.
+//! The scheduler over the CPU backend, with a model whose next token depends on every earlier
+//! token, read back from the cache: its text is right only if each token was added once, in order
+//! and at its position, and if shared, copied and reused blocks are right.
 #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails, as it should")]
 mod beams;
 mod drafts;
@@ -20,13 +20,13 @@ use crate::sampler::Sampler;
 
 const LAYERS: u16 = 2;
 const VOCAB: u32 = 50;
-/// Also the width of a head: a token's row holds it at its position.
+/// Also the head dim: a token's row holds it at its position.
 const CONTEXT: u32 = 128;
 
 /// Logits that follow a history.
 type Rule = fn(&[u32]) -> Vec<f32>;
 
-/// Reads the history of every token back from the cache and answers by a rule.
+/// A model that reads the history of every token back from the cache and applies a rule.
 struct Echo {
     rule: Rule,
     batches: RefCell<Vec<Vec<Chunk>>>,
@@ -70,7 +70,8 @@ impl<B: Backend> Model<B> for Echo {
             step.attend(layer, q, out, &AttentionOptions::causal(1.0))?;
         }
         assert_eq!(out[0], out[1]);
-        // Every key weighs the same, so a channel is the value at its position over their number.
+        // Every key has the same weight, so a channel is the value at its position over their
+        // number.
         let history = |row: usize| -> Vec<u32> {
             let len = positions[row] + 1;
             let values = &out[0][row * width..][..to_usize(len)];
@@ -91,7 +92,7 @@ impl<B: Backend> Model<B> for Echo {
     }
 }
 
-/// Writes zeros and answers zeros, for a device that stores nothing.
+/// A model that writes zeros and returns zeros, for a device that stores nothing.
 struct Blind;
 
 impl Model<NullBackend> for Blind {
@@ -130,7 +131,7 @@ fn limits(max_batch: usize, max_step_tokens: usize) -> Limits {
     Limits { max_batch, max_step_tokens, context: CONTEXT, stop, forget, draft_tokens }
 }
 
-/// What must come out, from the rule alone.
+/// Returns the expected text, from the rule alone.
 fn expected(prompt: &[u32], new: usize) -> Vec<u32> {
     let mut history = prompt.to_vec();
     for _ in 0..new {
@@ -204,7 +205,7 @@ fn every_pool_batch_and_chunk_gives_the_same_tokens() {
 }
 
 #[test]
-fn the_youngest_gives_way_and_comes_back() {
+fn the_youngest_is_preempted_and_comes_back() {
     // Two sequences of 3 + 29 tokens need 8 blocks each at the end; there are 9.
     let prompts = vec![vec![1, 2, 3], vec![4, 5, 6]];
     let (generated, stats, model) =
@@ -263,7 +264,7 @@ fn the_context_is_the_end() {
 }
 
 #[test]
-fn what_can_never_run_is_refused_before_anything_runs() {
+fn requests_that_can_never_run_are_refused_first() {
     const FEWER_TOKENS_OR_8_BLOCKS: Advice =
         Advice { chunk: None, has_beams: false, paged: Some((4, 8)) };
     let refused = |prompts: &[Vec<u32>], new, num_blocks| {

@@ -1,28 +1,28 @@
-//! The tokens of a step, chosen from its logits before it is committed: draft tokens that are not
-//! what the sampler chooses are rejected.
+//! Chooses the tokens of a step from its logits before the commit, and rejects draft tokens that
+//! the sampler does not choose.
 use super::queues::Queues;
 use super::task::Search;
 use super::{Limits, ScheduleError};
 use crate::error::Error;
 use crate::num::to_usize;
 
-/// What came of one chunk.
+/// The result of one chunk.
 #[derive(Debug, Default)]
 pub(super) struct Outcome {
-    /// Tokens of the chunk that stay.
+    /// Accepted tokens of the chunk.
     pub(super) kept: u32,
     pub(super) new: Vec<u32>,
-    /// Logits that wait for those of other beams.
+    /// Logits that are kept until all beams have theirs.
     pub(super) row: Option<Vec<f32>>,
 }
 
 impl Queues {
-    /// Chooses tokens by the logits of a step that is not committed yet. Draft tokens are accepted
-    /// up to the first that differs from what the sampler chooses.
+    /// Chooses tokens by the logits of an open step. Draft tokens are accepted up to the first that
+    /// differs from the sampler's choice.
     ///
-    /// The sampler draws once for each token that is generated, as it does without drafts. So a
-    /// draft token `x` is accepted with probability `p(x)`, any other token is chosen with its own
-    /// probability, and a seed gives the same text with and without drafts.
+    /// The sampler draws once per generated token, as without drafts. So a draft token `x` is
+    /// accepted with probability `p(x)`, any other token is chosen with its own probability, and a
+    /// seed gives the same text with and without drafts.
     pub(super) fn verify_drafts(
         &mut self,
         logits: Vec<Vec<f32>>,

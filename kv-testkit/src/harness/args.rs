@@ -1,9 +1,9 @@
-//! Our own flags, taken out before libtest's are parsed.
+//! The flags of the test binary itself, taken out before libtest's are parsed.
 use std::path::PathBuf;
 
 use libtest_mimic::Arguments;
 
-/// Everything the command line said.
+/// The parsed command line.
 #[derive(Debug)]
 pub(super) struct Args {
     pub(super) libtest: Arguments,

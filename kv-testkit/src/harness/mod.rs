@@ -14,16 +14,16 @@ use crate::suite;
 use crate::vectors::{self, Found};
 use args::Args;
 
-/// File that the counts are written to as JSON, for `cargo xtask conformance`.
+/// Variable that names the file for the counts as JSON, for `cargo xtask conformance`.
 const REPORT: &str = "KV_CONFORMANCE_REPORT";
 
 /// Runs the suite as a test binary with `harness = false`.
 ///
 /// Every case runs twice: on the backend's own type (`name::case`) and erased (`any(name)::case`).
 ///
-/// Arguments are those of libtest, and `--vectors DIR` (repeatable), which runs the vector files
-/// under DIR instead of the suite, and `--backend NAME`: a backend of this name must open, another
-/// one has nothing to run. The last line of output is `N passed, N failed, N skipped`.
+/// Arguments are those of libtest and two more: `--vectors DIR` (repeatable) runs the vector files
+/// under DIR instead of the suite; with `--backend NAME`, the backend of that name must open, and
+/// any other backend runs nothing. The last line of output is `N passed, N failed, N skipped`.
 pub fn run<B: Backend>(name: &'static str, open: impl Fn() -> Result<B, DeviceError>) -> ExitCode {
     let args = match Args::parse(std::env::args()) {
         Ok(args) => args,
@@ -32,13 +32,13 @@ pub fn run<B: Backend>(name: &'static str, open: impl Fn() -> Result<B, DeviceEr
             return ExitCode::from(2);
         }
     };
-    let asked = args.backend.as_deref() == Some(name);
-    let trials = if args.backend.is_some() && !asked {
+    let requested = args.backend.as_deref() == Some(name);
+    let trials = if args.backend.is_some() && !requested {
         Vec::new()
     } else {
         match open().and_then(|own| Ok((own, open()?))) {
             Ok((own, other)) => all_trials(name, own, AnyBackend::new(other), &args),
-            Err(error) => vec![unopened(name, asked, &error)],
+            Err(error) => vec![unopened(name, requested, &error)],
         }
     };
     conclude(name, &args, trials)
@@ -65,10 +65,10 @@ fn conclude(name: &str, args: &Args, trials: Vec<Trial>) -> ExitCode {
     code
 }
 
-/// A device that is not there is no failure, unless it was asked for.
-fn unopened(name: &str, asked: bool, error: &DeviceError) -> Trial {
+/// Makes the trial for a device that did not open: skipped, or failed if the backend was required.
+fn unopened(name: &str, requested: bool, error: &DeviceError) -> Trial {
     let why = format!("{name} cannot be opened: {error}");
-    let absent = error.kind() == DeviceErrorKind::Unsupported && !asked;
+    let absent = error.kind() == DeviceErrorKind::Unsupported && !requested;
     Trial::ignorable_test(format!("{name}::open"), move || {
         if absent { Ok(Completion::ignored_with(why)) } else { Err(Failed::from(why)) }
     })

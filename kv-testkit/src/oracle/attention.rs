@@ -1,16 +1,16 @@
 //! Attention as its formula states it.
 //!
-//! The same code computes the reference in f64 and, in f32, the plain straightforward computation
-//! that tolerances are derived from.
+//! The same code computes the reference in f64 and, in f32, the plain computation that tolerances
+//! are derived from.
 use std::ops::{Add, Div, Mul};
 
-use super::turn::{Query, Turn};
+use super::transforms::{Query, Transforms};
 
 /// f64 for the reference, f32 for the plain computation.
 pub trait Real:
     Copy + PartialOrd + Add<Output = Self> + Mul<Output = Self> + Div<Output = Self>
 {
-    /// Whether this is the reference, whose error magnitudes are wanted.
+    /// Whether this is the reference, which also computes error magnitudes.
     const EXACT: bool;
     /// Converts an input.
     fn of(x: f32) -> Self;
@@ -73,50 +73,51 @@ impl Real for f64 {
     }
 }
 
-/// One sequence's attention.
+/// Attention of one sequence.
 #[derive(Debug, Clone)]
 pub struct Attention {
     /// Query heads, a multiple of `kv_heads`.
     pub q_heads: usize,
     /// Heads of K and V.
     pub kv_heads: usize,
-    /// Values of one row of K.
+    /// Head dim of K.
     pub dk: usize,
-    /// Values of one row of V.
+    /// Head dim of V.
     pub dv: usize,
     /// Factor of the scores.
     pub scale: f32,
     /// Bottom-right causal, or every key.
     pub causal: bool,
-    /// Keys before its own position that a query sees.
+    /// Number of keys before its own position that a query sees.
     pub window_left: Option<u32>,
-    /// First tokens of the sequence that a query sees besides its window.
+    /// Tokens at the start of the sequence that a query sees besides its window.
     pub sink_tokens: u32,
     /// Soft cap of the scaled scores.
     pub soft_cap: Option<f32>,
-    /// An extra logit for every query head, without a value.
+    /// The sink logit of every query head, which has no value.
     pub sink_logits: Option<Vec<f32>>,
-    /// The transform that the rows of K and V are stored after, if any; queries and outputs are
-    /// not, so they are turned and turned back.
-    pub turn: Turn,
+    /// The transform that K and V are stored with, if any. The query is transformed too, and the
+    /// output is transformed back.
+    pub transforms: Transforms,
 }
 
-/// Result of one sequence: `[nq, q_heads, dv]` and `[nq, q_heads]`.
+/// Results for one sequence: `[nq, q_heads, dv]` and `[nq, q_heads]`.
 #[derive(Debug, Clone, Default)]
-pub struct Attended {
-    /// Weighted sums of values; 0 where a query sees nothing.
+pub struct AttentionResult {
+    /// Weighted sums of values; 0 where a query sees no key.
     pub out: Vec<f64>,
-    /// Log-sum-exp of the scores, sink logits included: the sink logit alone where a query sees
-    /// nothing, negative infinity where there is none either.
+    /// Log-sum-exp of the scores and the sink logit. Where a query sees no key: the sink logit
+    /// alone, or negative infinity without one.
     pub lse: Vec<f64>,
-    /// What rounding errors in `out` are proportional to: the terms of the sum, and what a change
-    /// of a score by its own terms does to it. Of the reference alone, as the next.
+    /// Magnitudes that rounding errors in `out` are proportional to: the terms of the sum, and the
+    /// effect of rounding each score. Only the reference has them; the same holds for the next
+    /// field.
     pub magnitude: Vec<f64>,
     /// The same for `lse`.
     pub lse_magnitude: Vec<f64>,
 }
 
-/// Orders that a straightforward loop may have; they differ in rounding alone.
+/// Orders of operations in a plain loop, which differ in rounding only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
     /// Dims and keys in ascending order.
@@ -128,12 +129,12 @@ pub enum Order {
 }
 
 impl Order {
-    /// All of them.
+    /// All orders.
     pub const ALL: [Self; 3] = [Self::Forward, Self::Backward, Self::ScaleFirst];
 }
 
 impl Attention {
-    /// Plain attention: causal, `1 / sqrt(dk)`, no options.
+    /// Makes plain attention: causal, `1 / sqrt(dk)`, no options.
     pub fn causal(q_heads: usize, kv_heads: usize, dk: usize, dv: usize) -> Self {
         let scale = (1.0 / (dk as f64).sqrt()) as f32;
         Self {
@@ -147,11 +148,11 @@ impl Attention {
             sink_tokens: 0,
             soft_cap: None,
             sink_logits: None,
-            turn: Turn::default(),
+            transforms: Transforms::default(),
         }
     }
 
-    /// Whether query `i` of `nq` sees key `j` of `nk`.
+    /// Returns whether query `i` of `nq` sees key `j` of `nk`.
     pub fn sees(&self, i: usize, nq: usize, j: usize, nk: usize) -> bool {
         let (position, j) = (i as i64 + nk as i64 - nq as i64, j as i64);
         let is_sink_token = j < i64::from(self.sink_tokens);
@@ -160,21 +161,22 @@ impl Attention {
                 || self.window_left.is_none_or(|left| j >= position - i64::from(left)))
     }
 
-    /// The reference: attends `q` (`[nq, q_heads, dk]`) over `k` (`[nk, kv_heads, dk]`) and `v`.
-    pub fn exact(&self, q: &[f32], k: &[f32], v: &[f32]) -> Attended {
+    /// Computes the reference: `q` (`[nq, q_heads, dk]`) attends to `k` (`[nk, kv_heads, dk]`) and
+    /// `v`.
+    pub fn exact(&self, q: &[f32], k: &[f32], v: &[f32]) -> AttentionResult {
         self.run::<f64>([q, k, v], Order::Forward)
     }
 
-    /// The plain computation in f32, in every order.
-    pub fn plain(&self, q: &[f32], k: &[f32], v: &[f32]) -> [Attended; 3] {
+    /// Runs the plain computation in f32, in every order.
+    pub fn plain(&self, q: &[f32], k: &[f32], v: &[f32]) -> [AttentionResult; 3] {
         Order::ALL.map(|order| self.run::<f32>([q, k, v], order))
     }
 
-    /// Attention in the arithmetic of `R`.
-    pub fn run<R: Real>(&self, [q, k, v]: [&[f32]; 3], order: Order) -> Attended {
+    /// Computes attention in the arithmetic of `R`.
+    pub fn run<R: Real>(&self, [q, k, v]: [&[f32]; 3], order: Order) -> AttentionResult {
         let Self { q_heads, kv_heads, dk, dv, .. } = *self;
         let (nq, nk) = (q.len() / (q_heads * dk), k.len() / (kv_heads * dk));
-        let mut result = Attended::default();
+        let mut result = AttentionResult::default();
         for i in 0..nq {
             for head in 0..q_heads {
                 let kv_head = head / (q_heads / kv_heads);
@@ -188,7 +190,7 @@ impl Attention {
                     seen.iter().map(|&j| &k[row(0, j, dk)..row(dk, j, dk)]).collect();
                 let v_rows: Vec<_> =
                     seen.iter().map(|&j| &v[row(0, j, dv)..row(dv, j, dv)]).collect();
-                let query = self.turn.query::<R>(q_row, kv_head);
+                let query = self.transforms.query::<R>(q_row, kv_head);
                 let scores: Vec<R> =
                     k_rows.iter().map(|k_row| self.score(&query, k_row, order)).collect();
                 let (weights, lse) = self.softmax(&scores, head);
@@ -206,7 +208,7 @@ impl Attention {
                         self.magnitudes(&query, rows, &weights, (&sum, lse));
                     result.lse_magnitude.push(lse_magnitude);
                 }
-                self.turn.output(&mut sum, &mut magnitude, kv_head);
+                self.transforms.output(&mut sum, &mut magnitude, kv_head);
                 result.out.extend(sum.into_iter().map(R::value));
                 result.magnitude.extend(magnitude);
                 result.lse.push(lse);
@@ -215,9 +217,10 @@ impl Attention {
         result
     }
 
-    /// First-order error analysis of one row, before it is turned back: a score is off in
-    /// proportion to the absolute terms of its dot product and to what turning the query rounded,
-    /// an output by the weights' change times the distance of each value.
+    /// First-order error analysis of one row, before it is transformed back. The error of a score
+    /// is proportional to the absolute terms of its dot product and to the rounding of the
+    /// transformed query; the error of an output to the change of the weights times the distance of
+    /// each value.
     fn magnitudes<R: Real>(
         &self,
         query: &Query<R>,
@@ -227,7 +230,7 @@ impl Attention {
     ) -> (Vec<f64>, f64) {
         let scale = f64::from(self.scale).abs();
         let terms = |k_row: &&[f32]| {
-            let query = query.turned.iter().zip(&query.sizes).zip(*k_row);
+            let query = query.transformed.iter().zip(&query.sizes).zip(*k_row);
             let dot = query.map(|((q, size), k)| (q.value().abs() + size) * f64::from(k.abs()));
             dot.sum::<f64>()
         };
@@ -252,7 +255,7 @@ impl Attention {
         let mut dot = R::of(0.0);
         for n in 0..k_row.len() {
             let d = if order == Order::Backward { k_row.len() - 1 - n } else { n };
-            dot = dot + first(query.turned[d]) * R::of(k_row[d]);
+            dot = dot + first(query.transformed[d]) * R::of(k_row[d]);
         }
         let dot = dot + first(query.bias);
         let scaled = if scale_first { dot } else { dot * R::of(self.scale) };
@@ -262,7 +265,7 @@ impl Attention {
         }
     }
 
-    /// Weights of the seen keys, and the log-sum-exp.
+    /// Returns the weights of the visible keys, and the log-sum-exp.
     fn softmax<R: Real>(&self, scores: &[R], head: usize) -> (Vec<R>, f64) {
         let sink_logit = self.sink_logits.as_ref().map(|sink_logits| R::of(sink_logits[head]));
         let sink_logit = sink_logit.filter(|logit| logit.value() > f64::NEG_INFINITY);
@@ -296,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn weighs_by_hand() {
+    fn weights_by_hand() {
         let (attention, q, k, v) = two_keys();
         let got = attention.exact(&q, &k, &v);
         let exact = f64::from(3_f32.ln()).exp();
@@ -320,7 +323,7 @@ mod tests {
     #[test]
     fn window_causality_and_more_queries_than_keys() {
         let (attention, ..) = two_keys();
-        // Three queries over two keys: the first stands before every key.
+        // Three queries over two keys: the first query is before every key.
         let got = attention.exact(&[1.0; 3], &[0.0, 0.0], &[4.0, 8.0]);
         near(&got.out, &[0.0, 4.0, 6.0]);
         assert_eq!(got.lse[0], f64::NEG_INFINITY);

@@ -1,10 +1,10 @@
-//! How near to normal rows the formats must be.
+//! Error limits of the formats on normally distributed rows.
 use kv_core::{KvFormat, ScaleGroup, Scaling};
 
-/// Relative squared error that each format may have on independent normal values in rows of 128:
-/// that of the host's definition over two million of them, and 2 % for chance and for other
-/// roundings. Given scales are 1. INT8 with a scale for many rows is not here, since its error
-/// depends on the largest of them.
+/// Upper limits of the relative squared error of each format on independent normal values in rows
+/// of 128: the error of the host's definition over two million values, plus 2 % for chance and for
+/// other roundings. Given scales are 1. INT8 with one scale for many rows is not listed, because
+/// its error depends on the largest row.
 pub const ERRORS: &[(KvFormat, f64)] = &[
     (KvFormat::Fp8E4m3(Scaling::Tensor), 7.18e-4),
     (KvFormat::Fp8E4m3(Scaling::Head), 7.18e-4),
@@ -24,7 +24,7 @@ pub const ERRORS: &[(KvFormat, f64)] = &[
     (KvFormat::Nvfp4, 7.71e-3),
 ];
 
-/// Squared error over energy.
+/// Returns the squared error divided by the energy.
 pub fn relative_error(exact: &[f32], got: &[f32]) -> f64 {
     let square = |x: f64| x * x;
     let energy: f64 = exact.iter().map(|x| square(f64::from(*x))).sum();

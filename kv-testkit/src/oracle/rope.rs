@@ -1,6 +1,6 @@
 //! Rotary position embedding.
 
-/// How positions turn rows.
+/// Parameters of the rotary embedding.
 #[derive(Debug, Clone, Copy)]
 pub struct Rope {
     /// Frequencies are `base^(-2i / rotated dims)`.
@@ -14,13 +14,13 @@ pub struct Rope {
 }
 
 impl Rope {
-    /// Angle of pair `pair` of `half` at `position`.
+    /// Returns the angle of pair `pair` of `half` at `position`.
     pub fn angle(&self, position: u32, pair: usize, half: usize) -> f64 {
         let frequency = self.base.powf(-(pair as f64) / half as f64);
         f64::from(position) / self.interpolation * frequency
     }
 
-    /// One row of one head at a position.
+    /// Rotates one row of one head.
     pub fn rotate(&self, row: &[f32], position: u32) -> Vec<f64> {
         let mut out: Vec<f64> = row.iter().map(|x| f64::from(*x)).collect();
         let half = ((row.len() as f64 * self.rotary_percent) as usize) / 2;
@@ -41,9 +41,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_quarter_turn_by_hand() {
+    fn a_rotation_by_hand() {
         let rope = Rope { base: 1.0, rotary_percent: 1.0, interleaved: false, interpolation: 2.0 };
-        // Base 1 turns every pair by position / 2 radians.
+        // Base 1 rotates every pair by position / 2 radians.
         let turned = rope.rotate(&[1.0, 0.0, 0.0, 2.0], 2);
         let (sin, cos) = 1_f64.sin_cos();
         assert_eq!(turned, [cos, -2.0 * sin, sin, 2.0 * cos]);

@@ -11,14 +11,14 @@ fn parameters(dtype: DType) -> (i32, i32, f64) {
     }
 }
 
-/// Distance between neighbours of `x` in `dtype`.
+/// Returns the distance between neighbours of `x` in `dtype`.
 pub fn ulp(dtype: DType, x: f64) -> f64 {
     let (precision, exponent_min, _) = parameters(dtype);
     let exponent = ((x.abs().to_bits() >> 52) as i32 - 1023).clamp(exponent_min, 1023);
     2_f64.powi(exponent - precision + 1)
 }
 
-/// `x` rounded to `dtype`: to nearest, ties to even, beyond the largest value to infinity.
+/// Rounds `x` to `dtype`: to nearest, ties to even, to infinity beyond the largest value.
 pub fn round(dtype: DType, x: f64) -> f64 {
     if x == 0.0 || !x.is_finite() {
         return x;
@@ -32,7 +32,7 @@ pub fn round(dtype: DType, x: f64) -> f64 {
     if rounded.abs() > max { f64::INFINITY.copysign(x) } else { rounded }
 }
 
-/// [`round`] of an f32.
+/// Rounds an f32, see [`round`].
 pub fn round_f32(dtype: DType, x: f32) -> f32 {
     round(dtype, f64::from(x)) as f32
 }

@@ -1,7 +1,7 @@
-//! What a plane keeps of the rows written to it, by the host's definition of every format.
+//! Stored rows by the host's definition of every format.
 //!
-//! Rows are `[tokens, heads, head_dim]`. *Kept* rows are decoded, but not turned back: what
-//! attention reads. *Read* rows are what a gather returns.
+//! Rows are `[tokens, heads, head_dim]`. *Kept* rows are decoded but still transformed: attention
+//! uses them. *Read* rows are transformed back: a gather returns them.
 use kv_core::calibration::{HeadConstants, PlaneConstants};
 use kv_core::{Calibration, CalibrationError, KvFormat, LayerId, Plane, PlaneLayout, SlotMap};
 use kv_quant::block::round_wide;
@@ -18,10 +18,10 @@ pub struct Stored {
 }
 
 impl Stored {
-    /// The plane of a layer.
+    /// Describes the plane of a layer.
     ///
     /// # Errors
-    /// What a cache answers to constants that do not fit.
+    /// The cache's errors for constants that do not fit.
     pub fn new(
         layer: LayerId,
         plane: Plane,
@@ -35,34 +35,34 @@ impl Stored {
         Ok(Self { layout, constants: PlaneConstants::new(layer, plane, &layout, given)? })
     }
 
-    /// Encoding of rows after the full-precision prefix.
+    /// Returns the format of rows after the full-precision prefix.
     pub fn format(&self) -> KvFormat {
         self.layout.format()
     }
-    /// Values of a row.
+    /// Returns the head dim.
     pub fn dim(&self) -> usize {
         self.layout.head_dim() as usize
     }
-    /// Values of a token.
+    /// Returns the number of values of a token.
     pub fn width(&self) -> usize {
         self.dim() * self.layout.num_kv_heads() as usize
     }
-    /// Constants, where rows are transformed.
-    pub fn turned(&self) -> Option<&PlaneConstants> {
+    /// Returns the constants, if rows are transformed.
+    pub fn constants(&self) -> Option<&PlaneConstants> {
         self.constants.as_ref().filter(|_| self.layout.transforms())
     }
 
-    /// Constants of the `index`-th row of a tensor, where rows are transformed.
+    /// Returns the constants for the `index`-th row of a tensor, if rows are transformed.
     pub(crate) fn head(&self, index: usize) -> Option<HeadConstants<'_>> {
-        self.turned()?.head(index % self.layout.num_kv_heads() as usize)
+        self.constants()?.head(index % self.layout.num_kv_heads() as usize)
     }
 
-    /// Rows as they reach the encoder.
+    /// Transforms rows, as the encoder receives them.
     pub fn transformed(&self, rows: &[f32]) -> Vec<f32> {
-        self.turn(rows, transform::store)
+        self.apply(rows, transform::store)
     }
 
-    /// What is kept of rows, the first of them at position `first` of its sequence.
+    /// Returns the kept form of rows, the first of which has position `first`.
     pub fn kept(&self, first: u32, rows: &[f32]) -> Vec<f32> {
         let mut kept = self.transformed(rows);
         for (row, index) in kept.chunks_mut(self.dim()).zip(0..) {
@@ -71,7 +71,7 @@ impl Stored {
         kept
     }
 
-    /// Replaces one transformed row, the `index`-th behind position `first`, by what is kept of it.
+    /// Replaces one transformed row, `index` rows after position `first`, by its kept form.
     pub(crate) fn keep(&self, first: u32, index: usize, row: &mut [f32]) {
         let heads = self.layout.num_kv_heads() as usize;
         let position = first + (index / heads) as u32;
@@ -82,7 +82,7 @@ impl Stored {
         }
     }
 
-    /// Replaces a transformed row of a head by what its codes say.
+    /// Encodes and decodes a transformed row of a head.
     pub(crate) fn code(&self, head: usize, row: &mut [f32]) {
         let format = self.format();
         if !format.is_quantised() {
@@ -95,7 +95,7 @@ impl Stored {
         decode_row(format, scale, &bytes, row);
     }
 
-    /// Replaces transformed values by what an element of the plane holds, of 16 bits among codes.
+    /// Rounds transformed values to the element type of rows in 16 bits among codes.
     fn widen(&self, row: &mut [f32]) {
         for x in row {
             *x = match self.format().element() {
@@ -105,33 +105,33 @@ impl Stored {
         }
     }
 
-    /// Rows as they wait for their block to be full.
+    /// Returns rows as a tail stores them, until their block is full.
     pub(crate) fn waiting(&self, rows: &[f32]) -> Vec<f32> {
         let mut rows = self.transformed(rows);
         self.widen(&mut rows);
         rows
     }
 
-    /// Whether a mean is taken off the rows of every block.
+    /// Returns whether the mean of every block is subtracted from its rows.
     pub(crate) fn has_block_means(&self) -> bool {
         self.layout.has_block_means()
     }
 
-    /// The slots of the plane, where rows wait in some of them.
+    /// Returns the slot map of the plane, if it has a tail.
     pub(crate) fn tail(&self) -> Option<SlotMap> {
         Some(*self.layout.slot_map()).filter(SlotMap::has_tail)
     }
 
-    /// Kept rows as a gather returns them.
+    /// Transforms kept rows back, as a gather returns them.
     pub fn read(&self, kept: &[f32]) -> Vec<f32> {
-        self.turn(kept, transform::load)
+        self.apply(kept, transform::load)
     }
 
-    fn turn(&self, rows: &[f32], how: fn(&mut [f32], &HeadConstants<'_>)) -> Vec<f32> {
+    fn apply(&self, rows: &[f32], transform_row: fn(&mut [f32], &HeadConstants<'_>)) -> Vec<f32> {
         let mut rows = rows.to_vec();
         for (row, index) in rows.chunks_mut(self.dim()).zip(0..) {
             if let Some(head) = self.head(index) {
-                how(row, &head);
+                transform_row(row, &head);
             }
         }
         rows

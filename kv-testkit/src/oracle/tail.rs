@@ -1,4 +1,4 @@
-//! What a sequence keeps of a layer whose rows wait in 16 bits until their block is full.
+//! The rows of one sequence in a layer with a tail: they stay in 16 bits until their block is full.
 use std::collections::BTreeMap;
 
 use kv_core::SlotMap;
@@ -6,32 +6,32 @@ use kv_quant::block::BlockMean;
 
 use super::Stored;
 
-/// One sequence in one layer.
+/// The rows of one sequence in one layer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Tail {
     map: SlotMap,
     len: u32,
-    /// Leading tokens that are codes, or full-precision prefix.
+    /// Leading tokens that are codes or in the full-precision prefix.
     coded: u32,
-    /// Rows of K and V as they wait: transformed, in 16 bits where codes are stored.
+    /// Rows of K and V in the tail: transformed, in 16 bits where the format has codes.
     waiting: [Vec<f32>; 2],
-    /// Means of the blocks of K that have codes: `[heads, dim]` each.
+    /// Means of the blocks of K that have codes, each `[heads, dim]`.
     means: BTreeMap<u32, Vec<f32>>,
 }
 
 impl Tail {
-    /// Nothing yet.
+    /// Starts with no rows.
     pub fn new(map: SlotMap) -> Self {
         Self { map, len: 0, coded: 0, waiting: [Vec::new(), Vec::new()], means: BTreeMap::new() }
     }
 
-    /// Leading tokens that are codes.
+    /// Returns the number of leading tokens that are codes.
     pub fn coded(&self) -> u32 {
         self.coded
     }
 
-    /// Appends rows of K and V. Returns from which token on rows are kept otherwise than before,
-    /// and what is kept of those.
+    /// Appends rows of K and V. Returns the first token whose kept form changed, and the kept rows
+    /// from there on.
     pub fn grow(&mut self, stored: &[Stored; 2], rows: &[Vec<f32>; 2]) -> (u32, [Vec<f32>; 2]) {
         for ((waiting, stored), rows) in self.waiting.iter_mut().zip(stored).zip(rows) {
             waiting.extend(stored.waiting(rows));
@@ -54,7 +54,7 @@ impl Tail {
         (before.min(old), [kept(0), kept(1)])
     }
 
-    /// Takes tokens back.
+    /// Truncates the sequence.
     pub fn truncate(&mut self, len: u32) {
         self.coded = self.map.coded_truncated(self.coded, len);
         for waiting in &mut self.waiting {
@@ -62,7 +62,7 @@ impl Tail {
             waiting.truncate(len as usize * width);
         }
         self.len = len;
-        // A mean goes with the last code of its block.
+        // The mean of a block is dropped with its last code.
         let (map, coded) = (self.map, self.coded);
         self.means.retain(|index, _| map.tokens(*index).max(map.full_precision_prefix()) < coded);
     }
@@ -71,7 +71,8 @@ impl Tail {
         &self.waiting[plane][position as usize * stored.width()..][..stored.width()]
     }
 
-    /// The mean of the block of a token that becomes a code: of all its rows that do, in order.
+    /// Computes the mean of the block of a token that becomes a code, over all its rows that do, in
+    /// order.
     fn take_mean(&mut self, stored: &Stored, position: u32, end: u32) {
         let index = self.map.place(position).index;
         if self.means.contains_key(&index) {
@@ -94,7 +95,7 @@ impl Tail {
         self.means.insert(index, means);
     }
 
-    /// What is kept of one token.
+    /// Returns the kept form of one token.
     fn keep(&self, stored: &Stored, plane: usize, position: u32) -> Vec<f32> {
         let mut row = self.row(stored, plane, position).to_vec();
         if position < self.map.full_precision_prefix() || position >= self.coded {

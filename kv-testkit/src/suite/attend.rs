@@ -4,9 +4,9 @@ use kv_core::{Determinism, KvFormat};
 use super::{ORDERS, case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};
 use crate::device::{Device, Place, dim, limited};
-use crate::lab::{Brings, DTYPES, FORMATS, How, Lab};
+use crate::fixture::{CacheFixture, DTYPES, FORMATS, StepConfig, StepKind};
 use crate::rng::Rng;
-use crate::tokens::Room;
+use crate::tokens::Padding;
 
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     vec![
@@ -30,20 +30,23 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     ]
 }
 
-fn tokens(id: u64, n: u32) -> (u64, Brings) {
-    (id, Brings::Tokens(n))
+fn tokens(id: u64, n: u32) -> (u64, StepKind) {
+    (id, StepKind::Tokens(n))
 }
 
-/// Prefill, then prefill, decode and speculation in one batch, then decode, all in the form `how`.
-fn conversation<B: Device>(lab: &mut Lab<B>, how: &How) -> Result<(), CaseError> {
+/// Runs prefill, then prefill, decode and speculation in one batch, then decode, all with `config`.
+fn mixed_batches<B: Device>(
+    fixture: &mut CacheFixture<B>,
+    config: &StepConfig,
+) -> Result<(), CaseError> {
     for id in 1..=4 {
-        lab.start(id)?;
+        fixture.start(id)?;
     }
-    lab.step(&[tokens(1, 9), tokens(2, 1), tokens(3, 4)], how)?;
-    lab.step(&[tokens(4, 6), tokens(2, 1), tokens(1, 3), (3, Brings::Idle)], how)?;
-    lab.step(&[tokens(1, 1), tokens(3, 1), tokens(2, 1), tokens(4, 1)], how)?;
+    fixture.step(&[tokens(1, 9), tokens(2, 1), tokens(3, 4)], config)?;
+    fixture.step(&[tokens(4, 6), tokens(2, 1), tokens(1, 3), (3, StepKind::Idle)], config)?;
+    fixture.step(&[tokens(1, 1), tokens(3, 1), tokens(2, 1), tokens(4, 1)], config)?;
     for id in 1..=4 {
-        lab.release(id)?;
+        fixture.release(id)?;
     }
     Ok(())
 }
@@ -51,11 +54,15 @@ fn conversation<B: Device>(lab: &mut Lab<B>, how: &How) -> Result<(), CaseError>
 fn ragged<B: Device>(backend: &B) -> CaseResult {
     for order in ORDERS {
         for format in FORMATS {
-            let how = How { q_format: format, kv_format: format, ..How::default() };
+            let config =
+                StepConfig { q_format: format, kv_format: format, ..StepConfig::default() };
             let spec = small().block_order(order);
-            conversation(&mut Lab::new(backend, spec.clone().paged(4, 16).build()?, 1)?, &how)?;
+            mixed_batches(
+                &mut CacheFixture::new(backend, spec.clone().paged(4, 16).build()?, 1)?,
+                &config,
+            )?;
             let spec = spec.contiguous(4, 13).build()?;
-            conversation(&mut Lab::new(backend, spec, 1)?, &how)?;
+            mixed_batches(&mut CacheFixture::new(backend, spec, 1)?, &config)?;
         }
     }
     Ok(Outcome::Holds)
@@ -65,8 +72,8 @@ fn head_groups<B: Device>(backend: &B) -> CaseResult {
     for (heads, group) in [(1, 1), (4, 1), (2, 4), (1, 8), (3, 7), (8, 2), (1, 16)] {
         for order in ORDERS {
             let spec = small().layers(1).kv_heads(heads).block_order(order).build()?;
-            let how = How { group, ..How::default() };
-            conversation(&mut Lab::new(backend, spec, 2)?, &how)
+            let config = StepConfig { group, ..StepConfig::default() };
+            mixed_batches(&mut CacheFixture::new(backend, spec, 2)?, &config)
                 .at(format!("{heads} kv heads, {group} query heads each, {order:?}"))?;
         }
     }
@@ -80,8 +87,8 @@ fn head_dims<B: Device>(backend: &B) -> CaseResult {
         let (k, v) = (dim(backend, k), dim(backend, v));
         for format in KvFormat::PLAIN {
             let spec = small().layers(1).kv_heads(1).head_dims(k, v).format(*format).build()?;
-            let how = How { outputs: Place::Host, ..How::default() };
-            conversation(&mut Lab::new(backend, spec, 3)?, &how)
+            let config = StepConfig { outputs: Place::Host, ..StepConfig::default() };
+            mixed_batches(&mut CacheFixture::new(backend, spec, 3)?, &config)
                 .at(format!("dims {k} and {v}, {format}"))?;
         }
     }
@@ -89,28 +96,28 @@ fn head_dims<B: Device>(backend: &B) -> CaseResult {
 }
 
 fn options_alone<B: Device>(backend: &B) -> CaseResult {
-    let base = How::default();
+    let base = StepConfig::default();
     let mut forms = vec![
-        How { causal: false, ..base.clone() },
-        How { soft_cap: Some(5.0), ..base.clone() },
-        How { soft_cap: Some(0.25), spread: 4.0, ..base.clone() },
-        How { sink_logits: true, ..base.clone() },
-        How { lse: false, ..base.clone() },
-        How { spread: 0.0, ..base.clone() },
+        StepConfig { causal: false, ..base.clone() },
+        StepConfig { soft_cap: Some(5.0), ..base.clone() },
+        StepConfig { soft_cap: Some(0.25), spread: 4.0, ..base.clone() },
+        StepConfig { sink_logits: true, ..base.clone() },
+        StepConfig { lse: false, ..base.clone() },
+        StepConfig { spread: 0.0, ..base.clone() },
     ];
     for left in [0, 1, 3, 8, 12, 1000, u32::MAX] {
-        forms.push(How { window_left: Some(left), ..base.clone() });
-        forms.push(How { window_left: Some(left), causal: false, ..base.clone() });
+        forms.push(StepConfig { window_left: Some(left), ..base.clone() });
+        forms.push(StepConfig { window_left: Some(left), causal: false, ..base.clone() });
     }
     for (left, sink_tokens) in [(0, 1), (1, 3), (3, 4), (3, 5), (8, 40), (2, u32::MAX)] {
-        let base = How { window_left: Some(left), sink_tokens, ..base.clone() };
-        forms.push(How { causal: false, ..base.clone() });
+        let base = StepConfig { window_left: Some(left), sink_tokens, ..base.clone() };
+        forms.push(StepConfig { causal: false, ..base.clone() });
         forms.push(base);
     }
-    forms.push(How { sink_tokens: 4, ..base });
-    for how in forms {
-        let mut lab = Lab::new(backend, small().build()?, 4)?;
-        conversation(&mut lab, &how)?;
+    forms.push(StepConfig { sink_tokens: 4, ..base });
+    for config in forms {
+        let mut fixture = CacheFixture::new(backend, small().build()?, 4)?;
+        mixed_batches(&mut fixture, &config)?;
     }
     Ok(Outcome::Holds)
 }
@@ -123,9 +130,9 @@ fn options_combined<B: Device>(backend: &B) -> CaseResult {
             .block_order(rng.pick(&ORDERS))
             .formats(rng.pick(KvFormat::PLAIN), rng.pick(KvFormat::PLAIN))
             .paged(rng.pick(&[1, 4, 5, 16]), 40);
-        let how = How::random(&mut rng);
-        let mut lab = Lab::new(backend, spec.build()?, round)?;
-        conversation(&mut lab, &how).at(format!("round {round}"))?;
+        let config = StepConfig::random(&mut rng);
+        let mut fixture = CacheFixture::new(backend, spec.build()?, round)?;
+        mixed_batches(&mut fixture, &config).at(format!("round {round}"))?;
     }
     Ok(Outcome::Holds)
 }
@@ -134,8 +141,8 @@ fn dtypes<B: Device>(backend: &B) -> CaseResult {
     for q_dtype in DTYPES {
         for format in KvFormat::PLAIN {
             let spec = small().layers(1).head_dim(32).format(*format).build()?;
-            let how = How { q_dtype, kv_dtype: q_dtype, ..How::default() };
-            conversation(&mut Lab::new(backend, spec, 5)?, &how)
+            let config = StepConfig { q_dtype, kv_dtype: q_dtype, ..StepConfig::default() };
+            mixed_batches(&mut CacheFixture::new(backend, spec, 5)?, &config)
                 .at(format!("q {q_dtype}, stored {format}"))?;
         }
     }
@@ -143,71 +150,74 @@ fn dtypes<B: Device>(backend: &B) -> CaseResult {
 }
 
 fn more_queries<B: Device>(backend: &B) -> CaseResult {
-    let mut lab = Lab::new(backend, small().build()?, 6)?;
-    lab.fill(1, 3)?;
-    lab.fill(2, 0)?;
-    lab.fill(3, 1)?;
+    let mut fixture = CacheFixture::new(backend, small().build()?, 6)?;
+    fixture.fill(1, 3)?;
+    fixture.fill(2, 0)?;
+    fixture.fill(3, 1)?;
     for causal in [true, false] {
         for (window_left, sink_tokens) in [(None, 0), (Some(0), 0), (Some(2), 0), (Some(0), 2)] {
             for format in FORMATS {
-                let base = How { causal, q_format: format, ..How::default() };
-                let how = How { window_left, sink_tokens, ..base };
-                let queries = |id, n| (id, Brings::Query(n));
-                lab.step(&[queries(1, 7), queries(2, 2), queries(3, 1)], &how)?;
-                lab.step(&[queries(2, 1)], &how).at("only a sequence without keys")?;
+                let base = StepConfig { causal, q_format: format, ..StepConfig::default() };
+                let config = StepConfig { window_left, sink_tokens, ..base };
+                let queries = |id, n| (id, StepKind::Query(n));
+                fixture.step(&[queries(1, 7), queries(2, 2), queries(3, 1)], &config)?;
+                fixture.step(&[queries(2, 1)], &config).at("only a sequence without keys")?;
             }
         }
     }
     Ok(Outcome::Holds)
 }
 
-/// Rows whose every key is masked: zeros out, negative infinity as log-sum-exp, no NaN.
+/// Rows whose keys are all masked give zeros in out and negative infinity in lse, never NaN.
 fn masked_rows<B: Device>(backend: &B) -> CaseResult {
-    let mut lab = Lab::new(backend, small().build()?, 7)?;
-    lab.fill(1, 5)?;
+    let mut fixture = CacheFixture::new(backend, small().build()?, 7)?;
+    fixture.fill(1, 5)?;
     for q_dtype in DTYPES {
-        let how = How { q_dtype, ..How::default() };
-        let outputs = lab.step(&[(1, Brings::Query(9))], &how)?;
-        let heads = 2 * how.group;
+        let config = StepConfig { q_dtype, ..StepConfig::default() };
+        let outputs = fixture.step(&[(1, StepKind::Query(9))], &config)?;
+        let heads = 2 * config.group;
         let (out, lse) = (&outputs.out[0][0][..4 * heads * 8], &outputs.lse[0][0][..4 * heads]);
         ensure(out.iter().all(|x| *x == 0.0), || format!("masked rows of out hold {out:?}"))?;
         ensure(lse.iter().all(|x| *x == f32::NEG_INFINITY), || {
             format!("masked rows of lse hold {lse:?}")
         })?;
-        // With sink logits, theirs is all there is.
-        lab.step(&[(1, Brings::Query(9))], &How { sink_logits: true, ..how })?;
+        // With sink logits, the softmax has only them.
+        fixture.step(&[(1, StepKind::Query(9))], &StepConfig { sink_logits: true, ..config })?;
     }
     Ok(Outcome::Holds)
 }
 
 fn padding<B: Device>(backend: &B) -> CaseResult {
-    let rooms = [(2, 0, 0), (0, 3, 0), (3, 2, 0), (0, 0, 4), (1, 1, 2)];
-    for (batch, tokens, gap) in rooms {
+    let paddings = [(2, 0, 0), (0, 3, 0), (3, 2, 0), (0, 0, 4), (1, 1, 2)];
+    for (batch, tokens, gap) in paddings {
         for format in FORMATS {
             for outputs in [Place::Host, Place::Device] {
-                let room = Room { batch, tokens, gap };
-                let how = How {
-                    room,
+                let padding = Padding { batch, tokens, gap };
+                let config = StepConfig {
+                    padding,
                     outputs,
                     q_format: format,
                     kv_format: format,
                     inputs: outputs,
-                    ..How::default()
+                    ..StepConfig::default()
                 };
-                conversation(&mut Lab::new(backend, small().layers(1).build()?, 8)?, &how)?;
+                mixed_batches(
+                    &mut CacheFixture::new(backend, small().layers(1).build()?, 8)?,
+                    &config,
+                )?;
             }
         }
     }
     Ok(Outcome::Holds)
 }
 
-/// Scores in the hundreds: no overflow, and the largest one takes all.
+/// Scores in the hundreds: no overflow, and the largest one gets all the weight.
 fn sharp<B: Device>(backend: &B) -> CaseResult {
     for sink_logits in [false, true] {
         for spread in [30.0, 300.0] {
-            let how = How { sink_logits, spread, ..How::default() };
+            let config = StepConfig { sink_logits, spread, ..StepConfig::default() };
             let spec = small().layers(1).head_dim(16).build()?;
-            conversation(&mut Lab::new(backend, spec, 9)?, &how)?;
+            mixed_batches(&mut CacheFixture::new(backend, spec, 9)?, &config)?;
         }
     }
     Ok(Outcome::Holds)
@@ -217,10 +227,13 @@ fn stale_nan<B: Device>(backend: &B) -> CaseResult {
     for order in ORDERS {
         for (block_size, num_blocks) in [(1, 30), (8, 6), (32, 4)] {
             let spec = small().block_order(order).paged(block_size, num_blocks).build()?;
-            // The lab has filled every slot with NaN; every length now ends inside a block.
-            let mut lab = Lab::new(backend, spec, 10)?;
-            conversation(&mut lab, &How { causal: false, ..How::default() })?;
-            conversation(&mut lab, &How { kv_format: FORMATS[0], ..How::default() })?;
+            // The fixture filled every slot with NaN; every length now ends inside a block.
+            let mut fixture = CacheFixture::new(backend, spec, 10)?;
+            mixed_batches(&mut fixture, &StepConfig { causal: false, ..StepConfig::default() })?;
+            mixed_batches(
+                &mut fixture,
+                &StepConfig { kv_format: FORMATS[0], ..StepConfig::default() },
+            )?;
         }
     }
     Ok(Outcome::Holds)
@@ -231,22 +244,27 @@ fn splits<B: Device>(backend: &B) -> CaseResult {
         let device = limited(backend, |capabilities| capabilities.with_workers(workers));
         for determinism in [Determinism::Fast, Determinism::BatchInvariant] {
             let spec = small().layers(1).paged(16, 260).determinism(determinism).build()?;
-            let mut lab = Lab::new(&device, spec, 11)?;
-            lab.fill(1, 2300)?;
-            lab.fill(2, 17)?;
-            lab.fill(3, 1024)?;
-            let base = How::default();
-            for how in [
+            let mut fixture = CacheFixture::new(&device, spec, 11)?;
+            fixture.fill(1, 2300)?;
+            fixture.fill(2, 17)?;
+            fixture.fill(3, 1024)?;
+            let base = StepConfig::default();
+            for config in [
                 base.clone(),
-                How { q_dtype: DTYPES[2], sink_logits: true, soft_cap: Some(5.0), ..base.clone() },
-                // Whole splits lie outside the window.
-                How { window_left: Some(100), spread: 4.0, ..base.clone() },
-                How { window_left: Some(100), sink_tokens: 4, ..base.clone() },
-                How { window_left: Some(1100), sink_tokens: 300, group: 3, ..base.clone() },
-                How { causal: false, group: 1, ..base.clone() },
+                StepConfig {
+                    q_dtype: DTYPES[2],
+                    sink_logits: true,
+                    soft_cap: Some(5.0),
+                    ..base.clone()
+                },
+                // Whole splits are outside the window.
+                StepConfig { window_left: Some(100), spread: 4.0, ..base.clone() },
+                StepConfig { window_left: Some(100), sink_tokens: 4, ..base.clone() },
+                StepConfig { window_left: Some(1100), sink_tokens: 300, group: 3, ..base.clone() },
+                StepConfig { causal: false, group: 1, ..base.clone() },
             ] {
                 let inputs = [tokens(1, 1), tokens(2, 3), tokens(3, 1)];
-                lab.step(&inputs, &how).at(format!("{workers} workers, {determinism:?}"))?;
+                fixture.step(&inputs, &config).at(format!("{workers} workers, {determinism:?}"))?;
             }
         }
     }
@@ -256,25 +274,25 @@ fn splits<B: Device>(backend: &B) -> CaseResult {
 fn batch_invariant<B: Device>(backend: &B) -> CaseResult {
     let device = limited(backend, |capabilities| capabilities.with_workers(7));
     let all = [(2300, 1), (1023, 1), (1022, 4), (40, 1), (300, 12)].map(|form| (form, None));
-    // Parts that a window leaves out, and those of sink tokens, depend on the sequence alone too.
+    // Splits under a window, and with sink tokens, depend on the sequence alone too.
     let some = [(2300, 1), (1100, 4)].map(|form| (form, Some(200)));
     for ((context, queries), window_left) in all.into_iter().chain(some) {
         let run = |neighbours: &[u32]| -> Result<_, CaseError> {
             let spec = small().layers(1).paged(16, 700).determinism(Determinism::BatchInvariant);
-            let mut lab = Lab::new(&device, spec.build()?, 12)?;
+            let mut fixture = CacheFixture::new(&device, spec.build()?, 12)?;
             let mut inputs = vec![tokens(100, queries)];
             for (id, len) in (1..).zip(neighbours) {
-                lab.fill(id, *len)?;
+                fixture.fill(id, *len)?;
                 inputs.push(tokens(id, 1));
             }
-            lab.rng = Rng::new(55);
-            lab.fill(100, context)?;
-            let how = How { window_left, sink_tokens: 4, ..How::default() };
-            let mut rows = lab.random_rows(&[queries as usize], &how);
-            let others = lab.random_rows(&vec![1; neighbours.len()], &how);
+            fixture.rng = Rng::new(55);
+            fixture.fill(100, context)?;
+            let config = StepConfig { window_left, sink_tokens: 4, ..StepConfig::default() };
+            let mut rows = fixture.random_rows(&[queries as usize], &config);
+            let others = fixture.random_rows(&vec![1; neighbours.len()], &config);
             rows.extend(others);
-            lab.rng = Rng::new(77);
-            lab.step_with(&inputs, &rows, &how)
+            fixture.rng = Rng::new(77);
+            fixture.step_with(&inputs, &rows, &config)
         };
         let alone = run(&[])?;
         for neighbours in [&[5][..], &[4000, 1], &[100; 20]] {
@@ -296,11 +314,11 @@ fn batch_invariant<B: Device>(backend: &B) -> CaseResult {
 fn repeatable<B: Device>(backend: &B) -> CaseResult {
     let run = || -> Result<_, CaseError> {
         let spec = small().layers(1).head_dim(32).paged(16, 120).build()?;
-        let mut lab = Lab::new(backend, spec, 13)?;
-        lab.fill(1, 900)?;
-        lab.fill(2, 33)?;
-        let decode = lab.step(&[tokens(1, 1), tokens(2, 1)], &How::default())?;
-        let prefill = lab.step(&[tokens(2, 20), tokens(1, 9)], &How::default())?;
+        let mut fixture = CacheFixture::new(backend, spec, 13)?;
+        fixture.fill(1, 900)?;
+        fixture.fill(2, 33)?;
+        let decode = fixture.step(&[tokens(1, 1), tokens(2, 1)], &StepConfig::default())?;
+        let prefill = fixture.step(&[tokens(2, 20), tokens(1, 9)], &StepConfig::default())?;
         Ok((decode, prefill))
     };
     let first = run()?;
@@ -311,55 +329,64 @@ fn repeatable<B: Device>(backend: &B) -> CaseResult {
 }
 
 fn leaves_cache<B: Device>(backend: &B) -> CaseResult {
-    let mut lab = Lab::new(backend, small().build()?, 14)?;
-    lab.fill(1, 10)?;
-    lab.fill(2, 3)?;
+    let mut fixture = CacheFixture::new(backend, small().build()?, 14)?;
+    fixture.fill(1, 10)?;
+    fixture.fill(2, 3)?;
     for _ in 0..3 {
-        lab.step(&[(1, Brings::Query(2)), (2, Brings::Query(5))], &How::default())?;
-        lab.check()?;
+        fixture
+            .step(&[(1, StepKind::Query(2)), (2, StepKind::Query(5))], &StepConfig::default())?;
+        fixture.check()?;
     }
     Ok(Outcome::Holds)
 }
 
-/// An encoder's K and V, written once, read by every step of a decoder and by its forks.
+/// Cross attention: K and V of an encoder, written once, read by every step of a decoder and by its
+/// forks.
 fn cross<B: Device>(backend: &B) -> CaseResult {
-    let mut lab = Lab::new(backend, small().build()?, 15)?;
-    lab.fill(1, 11)?;
-    lab.fill(2, 6)?;
-    let how = How { causal: false, ..How::default() };
-    let usage = lab.cache.usage();
+    let mut fixture = CacheFixture::new(backend, small().build()?, 15)?;
+    fixture.fill(1, 11)?;
+    fixture.fill(2, 6)?;
+    let config = StepConfig { causal: false, ..StepConfig::default() };
+    let usage = fixture.cache.usage();
     for queries in [1, 4, 1] {
-        lab.step(&[(1, Brings::Query(queries)), (2, Brings::Query(1))], &how)?;
+        fixture.step(&[(1, StepKind::Query(queries)), (2, StepKind::Query(1))], &config)?;
     }
     for child in 10..14 {
-        lab.fork(1, child)?;
+        fixture.fork(1, child)?;
     }
-    let inputs: Vec<_> = (10..14).map(|id| (id, Brings::Query(2))).collect();
-    lab.step(&inputs, &how)?;
-    let used = lab.cache.usage().blocks_used;
+    let inputs: Vec<_> = (10..14).map(|id| (id, StepKind::Query(2))).collect();
+    fixture.step(&inputs, &config)?;
+    let used = fixture.cache.usage().blocks_used;
     ensure(used == usage.blocks_used, || {
         format!("queries and forks took blocks: {} used before, {used} after", usage.blocks_used)
     })?;
-    lab.release(1)?;
-    lab.step(&inputs, &how)?;
-    lab.check()?;
+    fixture.release(1)?;
+    fixture.step(&inputs, &config)?;
+    fixture.check()?;
     Ok(Outcome::Holds)
 }
 
-/// Outputs in host memory hold, to the bit, what the same call writes to device memory; what lies
-/// between their rows stays as it was, which reading them back checks.
+/// Outputs in host memory equal, to the bit, those that the same call writes to device memory. Gaps
+/// between their rows stay unchanged, which unpacking checks.
 fn host_outputs<B: Device>(backend: &B) -> CaseResult {
     for q_format in FORMATS {
         for q_dtype in DTYPES {
             for lse in [true, false] {
                 let run = |outputs| -> Result<_, CaseError> {
-                    let room = Room { batch: 1, tokens: 2, gap: 2 };
-                    let how = How { q_format, q_dtype, outputs, room, lse, ..How::default() };
-                    let mut lab = Lab::new(backend, small().build()?, 16)?;
-                    lab.fill(1, 9)?;
-                    lab.start(2)?;
-                    let prefill = lab.step(&[tokens(1, 12), tokens(2, 3)], &how)?;
-                    Ok([prefill, lab.step(&[tokens(2, 1), tokens(1, 1)], &how)?])
+                    let padding = Padding { batch: 1, tokens: 2, gap: 2 };
+                    let config = StepConfig {
+                        q_format,
+                        q_dtype,
+                        outputs,
+                        padding,
+                        lse,
+                        ..StepConfig::default()
+                    };
+                    let mut fixture = CacheFixture::new(backend, small().build()?, 16)?;
+                    fixture.fill(1, 9)?;
+                    fixture.start(2)?;
+                    let prefill = fixture.step(&[tokens(1, 12), tokens(2, 3)], &config)?;
+                    Ok([prefill, fixture.step(&[tokens(2, 1), tokens(1, 1)], &config)?])
                 };
                 let [host, device] = [run(Place::Host)?, run(Place::Device)?];
                 ensure(host == device, || {

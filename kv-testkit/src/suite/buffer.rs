@@ -1,4 +1,4 @@
-//! Memory of a device.
+//! Memory of a device: allocation, upload, download, zero.
 use kv_core::DeviceErrorKind;
 use kv_core::backend::Queue;
 

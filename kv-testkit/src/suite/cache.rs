@@ -1,4 +1,4 @@
-//! The life of sequences and steps, and what is refused.
+//! The life cycle of sequences and steps, and refused calls.
 use kv_core::{
     AttentionOptions, CacheError, DType, DeviceErrorKind, KvCache, KvFormat, LayerId, PlanError,
     QkvFormat, StartOptions, StepInput, TensorView, TensorViewMut,
@@ -7,11 +7,11 @@ use kv_core::{
 use super::{case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, device_error, ensure, refused, same};
 use crate::device::{Device, Place, Staged, limited};
-use crate::lab::{Brings, Finish, How, Lab, dense, seq, unchanged};
+use crate::fixture::{CacheFixture, Finish, StepConfig, StepKind, dense, seq, unchanged};
 
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     vec![
-        case("cache/rolled_back_steps_never_happened", roll_back),
+        case("cache/rolled_back_steps_change_nothing", roll_back),
         case("cache/commit_names_unwritten_layers", unwritten),
         case("cache/attend_before_write_is_refused", attend_first),
         case("cache/layers_in_any_order", any_order),
@@ -21,50 +21,50 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
         case("cache/reset_forgets_all", reset),
         case("cache/exhaustion_changes_nothing", exhaustion),
         case("cache/refusals_change_nothing", refusals),
-        case("cache/head_dims_not_taken", head_dims),
-        case("cache/formats_not_taken", formats),
+        case("cache/unsupported_head_dims_are_refused", head_dims),
+        case("cache/unsupported_formats_are_refused", formats),
         case("cache/host_tensors_alone", host_tensors),
     ]
 }
 
-fn tokens(id: u64, n: u32) -> (u64, Brings) {
-    (id, Brings::Tokens(n))
+fn tokens(id: u64, n: u32) -> (u64, StepKind) {
+    (id, StepKind::Tokens(n))
 }
 
 fn roll_back<B: Device>(backend: &B) -> CaseResult {
-    let mut lab = Lab::new(backend, small().build()?, 1)?;
-    let dropped = How { finish: Finish::Drop, ..How::default() };
-    lab.fill(1, 6)?;
-    lab.start(2)?;
+    let mut fixture = CacheFixture::new(backend, small().build()?, 1)?;
+    let dropped = StepConfig { finish: Finish::Drop, ..StepConfig::default() };
+    fixture.fill(1, 6)?;
+    fixture.start(2)?;
     for _ in 0..3 {
-        let before = lab.state();
-        lab.step(&[tokens(1, 5), tokens(2, 4)], &dropped)?;
-        unchanged(&mut lab, &before, "a dropped step")?;
-        let step = lab.cache.begin_step(&[StepInput::count(seq(1), 3)])?;
+        let before = fixture.state();
+        fixture.step(&[tokens(1, 5), tokens(2, 4)], &dropped)?;
+        unchanged(&mut fixture, &before, "a dropped step")?;
+        let step = fixture.cache.begin_step(&[StepInput::count(seq(1), 3)])?;
         drop(step);
-        unchanged(&mut lab, &before, "a step dropped before any write")?;
-        lab.step(&[tokens(2, 1), tokens(1, 2)], &How::default())?;
-        lab.check()?;
+        unchanged(&mut fixture, &before, "a step dropped before any write")?;
+        fixture.step(&[tokens(2, 1), tokens(1, 2)], &StepConfig::default())?;
+        fixture.check()?;
     }
     Ok(Outcome::Holds)
 }
 
 /// Host tensors of one layer of `small()` for `n` tokens.
-fn kv<B: Device>(lab: &mut Lab<B>, n: usize) -> Result<Staged<B::Buffer>, CaseError> {
+fn kv<B: Device>(fixture: &mut CacheFixture<B>, n: usize) -> Result<Staged<B::Buffer>, CaseError> {
     let layout = dense(QkvFormat::Thd, &[n], [2, 8]);
-    let rows = vec![lab.rng.normals(n * 16)];
+    let rows = vec![fixture.rng.normals(n * 16)];
     let made = (layout, layout.pack(DType::F32, &rows, 0.0));
-    let backend = lab.backend.clone();
-    Ok(Staged::new(&backend, lab.cache.queue_mut(), made, Place::Host)?)
+    let backend = fixture.backend.clone();
+    Ok(Staged::new(&backend, fixture.cache.queue_mut(), made, Place::Host)?)
 }
 
 fn unwritten<B: Device>(backend: &B) -> CaseResult {
-    let mut lab = Lab::new(backend, small().layers(4).build()?, 2)?;
-    lab.fill(1, 6)?;
-    let before = lab.state();
+    let mut fixture = CacheFixture::new(backend, small().layers(4).build()?, 2)?;
+    fixture.fill(1, 6)?;
+    let before = fixture.state();
     for written in [&[][..], &[0], &[0, 1, 3], &[3, 2, 1], &[2, 2, 2, 2]] {
-        let rows = kv(&mut lab, 3)?;
-        let mut step = lab.cache.begin_step(&[StepInput::count(seq(1), 3)])?;
+        let rows = kv(&mut fixture, 3)?;
+        let mut step = fixture.cache.begin_step(&[StepInput::count(seq(1), 3)])?;
         for layer in written {
             step.write(*layer, rows.view(), rows.view(), QkvFormat::Thd)?;
         }
@@ -76,21 +76,21 @@ fn unwritten<B: Device>(backend: &B) -> CaseResult {
             step.commit(),
             |error| matches!(error, CacheError::Plan(error) if *error == expected),
         )?;
-        unchanged(&mut lab, &before, "a refused commit")?;
+        unchanged(&mut fixture, &before, "a refused commit")?;
     }
-    lab.step(&[tokens(1, 3)], &How::default())?;
-    lab.check()?;
+    fixture.step(&[tokens(1, 3)], &StepConfig::default())?;
+    fixture.check()?;
     Ok(Outcome::Holds)
 }
 
 fn attend_first<B: Device>(backend: &B) -> CaseResult {
-    let mut lab = Lab::new(backend, small().build()?, 3)?;
-    lab.fill(1, 6)?;
-    let rows = kv(&mut lab, 1)?;
+    let mut fixture = CacheFixture::new(backend, small().build()?, 3)?;
+    fixture.fill(1, 6)?;
+    let rows = kv(&mut fixture, 1)?;
     let layout = dense(QkvFormat::Thd, &[1], [2, 8]);
-    let (device, queue) = (lab.backend.clone(), lab.cache.queue_mut());
+    let (device, queue) = (fixture.backend.clone(), fixture.cache.queue_mut());
     let mut out = Staged::output(&device, queue, (layout, DType::F32), Place::Device)?;
-    let mut step = lab.cache.begin_step(&[StepInput::count(seq(1), 1)])?;
+    let mut step = fixture.cache.begin_step(&[StepInput::count(seq(1), 1)])?;
     let options = AttentionOptions::causal(1.0);
     step.write(0, rows.view(), rows.view(), QkvFormat::Thd)?;
     step.attend(0, rows.view(), out.view_mut(), &options).at("attend after write")?;
@@ -102,91 +102,91 @@ fn attend_first<B: Device>(backend: &B) -> CaseResult {
     step.write(1, rows.view(), rows.view(), QkvFormat::Thd).at("the step is still open")?;
     step.attend(1, rows.view(), out.view_mut(), &options)?;
     step.commit()?;
-    same("length", lab.cache.seq_len(seq(1)), Some(7))?;
+    same("length", fixture.cache.seq_len(seq(1)), Some(7))?;
     Ok(Outcome::Holds)
 }
 
 fn any_order<B: Device>(backend: &B) -> CaseResult {
-    let how = How { shuffled: true, ..How::default() };
-    let mut lab = Lab::new(backend, small().layers(5).build()?, 4)?;
-    lab.start(1)?;
-    lab.start(2)?;
+    let config = StepConfig { shuffled: true, ..StepConfig::default() };
+    let mut fixture = CacheFixture::new(backend, small().layers(5).build()?, 4)?;
+    fixture.start(1)?;
+    fixture.start(2)?;
     for _ in 0..4 {
-        lab.step(&[tokens(1, 2), tokens(2, 3)], &how)?;
-        lab.check()?;
+        fixture.step(&[tokens(1, 2), tokens(2, 3)], &config)?;
+        fixture.check()?;
     }
     Ok(Outcome::Holds)
 }
 
 fn token_ids<B: Device>(backend: &B) -> CaseResult {
-    let mut lab = Lab::new(backend, small().build()?, 5)?;
+    let mut fixture = CacheFixture::new(backend, small().build()?, 5)?;
     let prompt = [7, 8, 9, 10, 11];
-    let reused = lab.cache.start(seq(1), &prompt, StartOptions::default())?;
+    let reused = fixture.cache.start(seq(1), &prompt, StartOptions::default())?;
     ensure((reused as usize) < prompt.len(), || {
         format!("{reused} tokens reused by an empty cache")
     })?;
-    lab.model.start(seq(1));
-    let rows = kv(&mut lab, 5)?;
-    let mut step = lab.cache.begin_step(&[StepInput::tokens(seq(1), &prompt)])?;
+    fixture.model.start(seq(1));
+    let rows = kv(&mut fixture, 5)?;
+    let mut step = fixture.cache.begin_step(&[StepInput::tokens(seq(1), &prompt)])?;
     same("positions", step.positions().to_vec(), vec![0, 1, 2, 3, 4])?;
     for layer in [0, 1] {
         step.write(layer, rows.view(), rows.view(), QkvFormat::Thd)?;
     }
     step.commit()?;
-    let step = lab.cache.begin_step(&[StepInput::query(seq(1), 2)])?;
+    let step = fixture.cache.begin_step(&[StepInput::query(seq(1), 2)])?;
     same("positions of queries", step.positions().to_vec(), vec![3, 4])?;
     drop(step);
-    let step = lab.cache.begin_step(&[StepInput::tokens(seq(1), &[1])])?;
+    let step = fixture.cache.begin_step(&[StepInput::tokens(seq(1), &[1])])?;
     same("position of the next token", step.positions().to_vec(), vec![5])?;
     drop(step);
-    let step = lab.cache.begin_step(&[]).at("an empty step")?;
+    let step = fixture.cache.begin_step(&[]).at("an empty step")?;
     step.commit().at("commit of an empty step")?;
     Ok(Outcome::Holds)
 }
 
 fn regrow<B: Device>(backend: &B) -> CaseResult {
-    let mut lab = Lab::new(backend, small().build()?, 6)?;
-    lab.fill(1, 14)?;
-    lab.fill(2, 3)?;
+    let mut fixture = CacheFixture::new(backend, small().build()?, 6)?;
+    fixture.fill(1, 14)?;
+    fixture.fill(2, 3)?;
     for len in [13, 12, 8, 7, 1, 0] {
-        lab.truncate(1, len)?;
-        lab.check().at(format!("truncated to {len}"))?;
-        let used = lab.cache.usage().blocks_used;
+        fixture.truncate(1, len)?;
+        fixture.check().at(format!("truncated to {len}"))?;
+        let used = fixture.cache.usage().blocks_used;
         same("blocks in use", used, len.div_ceil(4) + 3_u32.div_ceil(4))?;
-        lab.step(&[tokens(1, 3), (2, Brings::Idle)], &How::default())?;
-        lab.check().at(format!("regrown from {len}"))?;
-        lab.truncate(1, len)?;
+        fixture.step(&[tokens(1, 3), (2, StepKind::Idle)], &StepConfig::default())?;
+        fixture.check().at(format!("regrown from {len}"))?;
+        fixture.truncate(1, len)?;
     }
-    let before = lab.state();
-    refused("truncation to a longer length", lab.cache.truncate(seq(2), 4), |error| {
+    let before = fixture.state();
+    refused("truncation to a longer length", fixture.cache.truncate(seq(2), 4), |error| {
         matches!(error, CacheError::Plan(PlanError::SequenceTooShort { .. }))
     })?;
-    unchanged(&mut lab, &before, "a refused truncation")?;
+    unchanged(&mut fixture, &before, "a refused truncation")?;
     Ok(Outcome::Holds)
 }
 
 fn reuse<B: Device>(backend: &B) -> CaseResult {
-    let mut lab = Lab::new(backend, small().paged(4, 5).build()?, 7)?;
+    let mut fixture = CacheFixture::new(backend, small().paged(4, 5).build()?, 7)?;
     for round in 0..6 {
-        lab.fill(round, 17).at(format!("round {round}"))?;
-        same("free blocks", lab.cache.free_blocks(kv_core::GroupId(0)), 0)?;
-        lab.step(&[tokens(round, 3)], &How::default())?;
-        lab.check()?;
-        lab.release(round)?;
-        same("free blocks", lab.cache.free_blocks(kv_core::GroupId(0)), 5)?;
+        fixture.fill(round, 17).at(format!("round {round}"))?;
+        same("free blocks", fixture.cache.free_blocks(kv_core::GroupId(0)), 0)?;
+        fixture.step(&[tokens(round, 3)], &StepConfig::default())?;
+        fixture.check()?;
+        fixture.release(round)?;
+        same("free blocks", fixture.cache.free_blocks(kv_core::GroupId(0)), 5)?;
     }
     Ok(Outcome::Holds)
 }
 
 fn reset<B: Device>(backend: &B) -> CaseResult {
-    let mut lab = Lab::new(backend, small().build()?, 8)?;
+    let mut fixture = CacheFixture::new(backend, small().build()?, 8)?;
     for _ in 0..2 {
-        lab.fill(1, 9)?;
-        lab.fork(1, 2)?;
-        lab.fill(3, 1)?;
-        lab.step(&[tokens(2, 2), tokens(1, 1)], &How::default())?;
-        lab.reset()?;
-        let usage = lab.cache.usage();
+        fixture.fill(1, 9)?;
+        fixture.fork(1, 2)?;
+        fixture.fill(3, 1)?;
+        fixture.step(&[tokens(2, 2), tokens(1, 1)], &StepConfig::default())?;
+        fixture.reset()?;
+        let usage = fixture.cache.usage();
         let counts = (usage.sequences, usage.tokens, usage.blocks_used, usage.slots_wasted);
         same("usage after reset", counts, (0, 0, 0, 0))?;
     }
@@ -194,10 +194,10 @@ fn reset<B: Device>(backend: &B) -> CaseResult {
 }
 
 fn exhaustion<B: Device>(backend: &B) -> CaseResult {
-    let mut lab = Lab::new(backend, small().paged(4, 6).build()?, 9)?;
-    lab.fill(1, 10)?;
-    lab.fork(1, 2)?;
-    lab.fill(3, 4)?;
+    let mut fixture = CacheFixture::new(backend, small().paged(4, 6).build()?, 9)?;
+    fixture.fill(1, 10)?;
+    fixture.fork(1, 2)?;
+    fixture.fill(3, 4)?;
     // 4 of 6 blocks are used: 3 shared by 1 and 2, 1 of 3.
     let attempts: [(&[(u64, u32)], u32); 5] = [
         (&[(3, 13)], 4),
@@ -207,36 +207,36 @@ fn exhaustion<B: Device>(backend: &B) -> CaseResult {
         (&[(1, 1), (3, 9)], 4),
     ];
     for (inputs, needed) in attempts {
-        let before = lab.state();
+        let before = fixture.state();
         let list: Vec<_> = inputs.iter().map(|(id, n)| StepInput::count(seq(*id), *n)).collect();
-        let begun = lab.cache.begin_step(&list).map(drop);
+        let begun = fixture.cache.begin_step(&list).map(drop);
         refused(
             format!("{inputs:?} with 2 free blocks"),
             begun,
             |error| matches!(error, CacheError::Exhausted(e) if e.needed == needed && e.free == 2),
         )
         .at(format!("{needed} needed"))?;
-        unchanged(&mut lab, &before, "an exhausted step")?;
+        unchanged(&mut fixture, &before, "an exhausted step")?;
     }
-    lab.step(&[tokens(1, 1), tokens(2, 1), (3, Brings::Idle)], &How::default())?;
-    lab.check()?;
-    let before = lab.state();
+    fixture.step(&[tokens(1, 1), tokens(2, 1), (3, StepKind::Idle)], &StepConfig::default())?;
+    fixture.check()?;
+    let before = fixture.state();
     let reserve = StartOptions::default().with_reserve(20);
     refused(
         "a reserve larger than the pool",
-        lab.cache.start(seq(9), &[], reserve),
+        fixture.cache.start(seq(9), &[], reserve),
         |error| matches!(error, CacheError::Exhausted(e) if e.needed == 5),
     )?;
-    unchanged(&mut lab, &before, "a refused reserve")?;
+    unchanged(&mut fixture, &before, "a refused reserve")?;
     Ok(Outcome::Holds)
 }
 
 fn refusals<B: Device>(backend: &B) -> CaseResult {
     let spec = small().max_seq_len(20).max_sequences(3).build()?;
-    let mut lab = Lab::new(backend, spec, 10)?;
-    lab.fill(1, 6)?;
-    lab.fill(2, 1)?;
-    let before = lab.state();
+    let mut fixture = CacheFixture::new(backend, spec, 10)?;
+    fixture.fill(1, 6)?;
+    fixture.fill(2, 1)?;
+    let before = fixture.state();
     let count = |id, n| StepInput::count(seq(id), n);
     let steps: [(&str, &[StepInput<'_>], PlanError); 6] = [
         ("unknown", &[count(1, 1), count(5, 1)], PlanError::UnknownSequence { sequence: seq(5) }),
@@ -251,28 +251,38 @@ fn refusals<B: Device>(backend: &B) -> CaseResult {
         ),
     ];
     for (what, inputs, expected) in steps {
-        let begun = lab.cache.begin_step(inputs).map(drop);
+        let begun = fixture.cache.begin_step(inputs).map(drop);
         refused(what, begun, |error| matches!(error, CacheError::Plan(e) if *e == expected))?;
-        unchanged(&mut lab, &before, what)?;
+        unchanged(&mut fixture, &before, what)?;
     }
     let plan = |error: &CacheError| matches!(error, CacheError::Plan(_));
-    refused("a second start", lab.cache.start(seq(1), &[], StartOptions::default()), plan)?;
-    refused("a prompt too long", lab.cache.start(seq(7), &[0; 21], StartOptions::default()), plan)?;
-    refused("release of an unknown", lab.cache.release(seq(7)), plan)?;
-    refused("truncation of an unknown", lab.cache.truncate(seq(7), 0), plan)?;
-    refused("a fork of an unknown", lab.cache.fork(seq(7), seq(8)), plan)?;
-    refused("a fork onto a live one", lab.cache.fork(seq(1), seq(2)), plan)?;
-    unchanged(&mut lab, &before, "refused calls")?;
-    lab.start(3)?;
-    refused("one sequence too many", lab.cache.start(seq(4), &[], StartOptions::default()), plan)?;
-    refused("one fork too many", lab.cache.fork(seq(1), seq(4)), plan)?;
-    lab.step(&[tokens(1, 14), tokens(3, 1)], &How::default()).at("exactly the longest")?;
-    lab.check()?;
+    refused("a second start", fixture.cache.start(seq(1), &[], StartOptions::default()), plan)?;
+    refused(
+        "a prompt too long",
+        fixture.cache.start(seq(7), &[0; 21], StartOptions::default()),
+        plan,
+    )?;
+    refused("release of an unknown", fixture.cache.release(seq(7)), plan)?;
+    refused("truncation of an unknown", fixture.cache.truncate(seq(7), 0), plan)?;
+    refused("a fork of an unknown", fixture.cache.fork(seq(7), seq(8)), plan)?;
+    refused("a fork onto a live one", fixture.cache.fork(seq(1), seq(2)), plan)?;
+    unchanged(&mut fixture, &before, "refused calls")?;
+    fixture.start(3)?;
+    refused(
+        "one sequence too many",
+        fixture.cache.start(seq(4), &[], StartOptions::default()),
+        plan,
+    )?;
+    refused("one fork too many", fixture.cache.fork(seq(1), seq(4)), plan)?;
+    fixture
+        .step(&[tokens(1, 14), tokens(3, 1)], &StepConfig::default())
+        .at("exactly the longest")?;
+    fixture.check()?;
     Ok(Outcome::Holds)
 }
 
-/// A device that takes some stored formats refuses a cache of any other, in K, in V and in any
-/// group, and says which.
+/// A device that supports some stored formats refuses a cache of any other, in K, in V and in any
+/// group, and names the format.
 fn formats<B: Device>(backend: &B) -> CaseResult {
     const TAKEN: &[KvFormat] = &[KvFormat::F32, KvFormat::Bf16];
     let limited = limited(backend, |capabilities| capabilities.with_formats(TAKEN));
@@ -281,23 +291,23 @@ fn formats<B: Device>(backend: &B) -> CaseResult {
             let spec = small().format(KvFormat::F32).group([1], |group| group.formats(*k, *v));
             let spec = spec.build()?;
             if TAKEN.contains(k) && TAKEN.contains(v) {
-                let mut lab = Lab::new(&limited, spec, 12)?;
-                lab.start(1)?;
-                lab.step(&[tokens(1, 3)], &How::default()).at(format!("{k} and {v}"))?;
+                let mut fixture = CacheFixture::new(&limited, spec, 12)?;
+                fixture.start(1)?;
+                fixture.step(&[tokens(1, 3)], &StepConfig::default()).at(format!("{k} and {v}"))?;
                 continue;
             }
-            let named = |error: &CacheError| {
+            let provenance = |error: &CacheError| {
                 device_error(DeviceErrorKind::Unsupported)(error)
                     && error.to_string().contains("format f16")
             };
             let made = KvCache::new(limited.clone(), spec);
-            refused(format!("{k} and {v}"), made, named)?;
+            refused(format!("{k} and {v}"), made, provenance)?;
         }
     }
     Ok(Outcome::Holds)
 }
 
-/// A device that takes some `head_dim`s refuses all others at once, and takes all of those.
+/// A device that supports some `head_dim`s refuses all others at once, and works with all of those.
 fn head_dims<B: Device>(backend: &B) -> CaseResult {
     let own = backend.capabilities();
     let (step, most) = (own.head_dim_multiple.max(1), own.head_dim_max);
@@ -311,16 +321,18 @@ fn head_dims<B: Device>(backend: &B) -> CaseResult {
             refused(format!("head_dims {dims:?}"), made, unsupported)?;
         }
     }
-    // A smaller promise is kept too, whatever the device itself takes.
+    // A declared range that is smaller than the device's own is checked too.
     let limited = limited(backend, |c| c.with_head_dims(4 * step, 16 * step));
     for (dims, is_taken) in [([4, 16], true), ([6, 8], false), ([8, 20], false), ([12, 4], true)] {
         let [k, v] = dims.map(|dim| dim * step);
-        // The second group decides.
+        // The second group has the unsupported dim.
         let spec = small().head_dim(8 * step).group([1], |group| group.head_dims(k, v)).build()?;
         if is_taken {
-            let mut lab = Lab::new(&limited, spec, 11)?;
-            lab.start(1)?;
-            lab.step(&[tokens(1, 3)], &How::default()).at(format!("head_dims {k} and {v}"))?;
+            let mut fixture = CacheFixture::new(&limited, spec, 11)?;
+            fixture.start(1)?;
+            fixture
+                .step(&[tokens(1, 3)], &StepConfig::default())
+                .at(format!("head_dims {k} and {v}"))?;
         } else {
             let made = KvCache::new(limited.clone(), spec);
             refused(format!("head_dims {k} and {v}"), made, unsupported)?;
@@ -329,7 +341,7 @@ fn head_dims<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// README's example: a program whose tensors all lie in host memory.
+/// README's example: a program whose tensors are all in host memory.
 fn host_tensors<B: Device>(backend: &B) -> CaseResult {
     let spec = small().layers(1).kv_heads(1).head_dim(4).build()?;
     let mut cache = KvCache::new(backend.clone(), spec)?;

@@ -1,4 +1,4 @@
-//! Changing axes and element types of plain tensors.
+//! Changes of axes and element types of plain tensors.
 use kv_core::backend::Queue;
 use kv_core::plan::{ConvertArgs, ConvertPlan};
 use kv_core::{CacheError, DType, PlanError, QkvFormat};
@@ -6,37 +6,37 @@ use kv_core::{CacheError, DType, PlanError, QkvFormat};
 use super::case;
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, refused};
 use crate::device::{Device, Place, Staged};
-use crate::lab::{DTYPES, FORMATS, check_rows};
+use crate::fixture::{DTYPES, FORMATS, check_rows};
 use crate::oracle::round::round_f32;
 use crate::rng::Rng;
-use crate::tokens::{Room, TokenLayout};
+use crate::tokens::{Padding, TokenLayout};
 
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     vec![
         case("convert/nine_axis_pairs", pairs),
         case("convert/nine_dtype_pairs", dtypes),
-        case("convert/room_and_places", rooms),
+        case("convert/padding_and_places", paddings),
         case("convert/host_outputs", host_outputs),
         case("convert/refuses_bad_lengths", refusals),
     ]
 }
 
-/// One end of a conversion.
+/// The form of the source or of the destination.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct End {
     pub(crate) format: QkvFormat,
     pub(crate) dtype: DType,
-    pub(crate) room: Room,
+    pub(crate) padding: Padding,
     pub(crate) place: Place,
 }
 
 impl End {
     fn of(format: QkvFormat, dtype: DType) -> Self {
-        Self { format, dtype, room: Room::default(), place: Place::Device }
+        Self { format, dtype, padding: Padding::default(), place: Place::Device }
     }
 }
 
-/// Converts `rows` and returns them with the padding checked.
+/// Converts `rows` and returns them, after checking the padding.
 pub(crate) fn convert<B: Device>(
     backend: &B,
     rows: &[Vec<f32>],
@@ -48,10 +48,10 @@ pub(crate) fn convert<B: Device>(
     let counts: Vec<_> = lens.iter().map(|len| *len as u32).collect();
     let plan = ConvertPlan::new(&counts)?;
     let mut queue = backend.queue()?;
-    let layout = TokenLayout::new(from.format, &lens, heads_dim, from.room);
+    let layout = TokenLayout::new(from.format, &lens, heads_dim, from.padding);
     let tensor = layout.pack(from.dtype, rows, f32::NAN);
     let src = Staged::new(backend, &mut queue, (layout, tensor), from.place)?;
-    let layout = TokenLayout::new(to.format, &lens, heads_dim, to.room);
+    let layout = TokenLayout::new(to.format, &lens, heads_dim, to.padding);
     let mut dst = Staged::output(backend, &mut queue, (layout, to.dtype), to.place)?;
     let args = ConvertArgs::new(&plan, (src.view(), from.format), (dst.view_mut(), to.format))?;
     queue.convert(&plan, args)?;
@@ -105,13 +105,13 @@ fn dtypes<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn rooms<B: Device>(backend: &B) -> CaseResult {
+fn paddings<B: Device>(backend: &B) -> CaseResult {
     let mut rng = Rng::new(3);
     for _ in 0..40 {
         let mut end = || End {
             format: rng.pick(&FORMATS),
             dtype: rng.pick(&DTYPES),
-            room: Room {
+            padding: Padding {
                 batch: rng.below(3) as usize,
                 tokens: rng.below(3) as usize,
                 gap: rng.pick(&[0, 0, 1, 8]),
@@ -125,14 +125,14 @@ fn rooms<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Rows in host memory are, to the bit, those that the same call writes to device memory.
+/// Rows in host memory equal, to the bit, those that the same call writes to device memory.
 fn host_outputs<B: Device>(backend: &B) -> CaseResult {
     let rows: Vec<_> = [3, 1].map(|len| Rng::new(len).normals(len as usize * 8)).into();
     for format in FORMATS {
         for dtype in DTYPES {
-            let room = Room { batch: 1, tokens: 1, gap: 2 };
+            let padding = Padding { batch: 1, tokens: 1, gap: 2 };
             let convert = |place| {
-                let to = End { format, dtype, room, place };
+                let to = End { format, dtype, padding, place };
                 convert(backend, &rows, [2, 4], [End::of(QkvFormat::Thd, DType::F32), to])
             };
             let [host, device] = [convert(Place::Host)?, convert(Place::Device)?];
@@ -152,10 +152,10 @@ fn refusals<B: Device>(backend: &B) -> CaseResult {
     refused("a total past u32", ConvertPlan::new(&[u32::MAX, 1]), plan)?;
     let made = ConvertPlan::new(&[3, 4])?;
     let mut queue = backend.queue()?;
-    let mut attempt = |from: [usize; 2], to: [usize; 2], room: usize| {
+    let mut attempt = |from: [usize; 2], to: [usize; 2], rows: usize| {
         let stage =
-            |lens: &[usize], dims| TokenLayout::new(QkvFormat::Thd, lens, dims, Room::default());
-        let src = stage(&[3, room], from);
+            |lens: &[usize], dims| TokenLayout::new(QkvFormat::Thd, lens, dims, Padding::default());
+        let src = stage(&[3, rows], from);
         let dst = stage(&[3, 4], to);
         let src = Staged::output(backend, &mut queue, (src, DType::F32), Place::Device)?;
         let mut dst = Staged::output(backend, &mut queue, (dst, DType::F32), Place::Device)?;

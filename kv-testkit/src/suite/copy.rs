@@ -1,10 +1,10 @@
-//! Copies between blocks: forks that diverge.
+//! Copy-on-write: forks that diverge.
 use kv_core::KvFormat;
 
 use super::{ORDERS, case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome};
 use crate::device::{Device, dim};
-use crate::lab::{Brings, Finish, How, Lab};
+use crate::fixture::{CacheFixture, Finish, StepConfig, StepKind};
 
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     vec![
@@ -18,10 +18,10 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     ]
 }
 
-fn step<B: Device>(lab: &mut Lab<B>, ids: &[(u64, u32)]) -> Result<(), CaseError> {
-    let inputs: Vec<_> = ids.iter().map(|(id, n)| (*id, Brings::Tokens(*n))).collect();
-    lab.step(&inputs, &How::default())?;
-    lab.check().at(format!("after step {ids:?}"))
+fn step<B: Device>(fixture: &mut CacheFixture<B>, ids: &[(u64, u32)]) -> Result<(), CaseError> {
+    let inputs: Vec<_> = ids.iter().map(|(id, n)| (*id, StepKind::Tokens(*n))).collect();
+    fixture.step(&inputs, &StepConfig::default())?;
+    fixture.check().at(format!("after step {ids:?}"))
 }
 
 /// Lengths that end before, at and after the end of a block of 4.
@@ -29,23 +29,23 @@ const LENGTHS: [u32; 5] = [1, 3, 4, 5, 8];
 
 fn child_writes<B: Device>(backend: &B) -> CaseResult {
     for len in LENGTHS {
-        let mut lab = Lab::new(backend, small().build()?, 1)?;
-        lab.fill(1, len)?;
-        lab.fork(1, 2)?;
-        step(&mut lab, &[(2, 1)]).at(format!("fork at {len}"))?;
-        step(&mut lab, &[(2, 3), (1, 1)])?;
+        let mut fixture = CacheFixture::new(backend, small().build()?, 1)?;
+        fixture.fill(1, len)?;
+        fixture.fork(1, 2)?;
+        step(&mut fixture, &[(2, 1)]).at(format!("fork at {len}"))?;
+        step(&mut fixture, &[(2, 3), (1, 1)])?;
     }
     Ok(Outcome::Holds)
 }
 
 fn parent_writes<B: Device>(backend: &B) -> CaseResult {
     for len in LENGTHS {
-        let mut lab = Lab::new(backend, small().build()?, 2)?;
-        lab.fill(1, len)?;
-        lab.fork(1, 2)?;
-        step(&mut lab, &[(1, 2)]).at(format!("fork at {len}"))?;
-        lab.release(1)?;
-        step(&mut lab, &[(2, 6)])?;
+        let mut fixture = CacheFixture::new(backend, small().build()?, 2)?;
+        fixture.fill(1, len)?;
+        fixture.fork(1, 2)?;
+        step(&mut fixture, &[(1, 2)]).at(format!("fork at {len}"))?;
+        fixture.release(1)?;
+        step(&mut fixture, &[(2, 6)])?;
     }
     Ok(Outcome::Holds)
 }
@@ -53,13 +53,13 @@ fn parent_writes<B: Device>(backend: &B) -> CaseResult {
 fn both_write<B: Device>(backend: &B) -> CaseResult {
     for len in LENGTHS {
         for order in [[1, 2, 3], [3, 2, 1]] {
-            let mut lab = Lab::new(backend, small().build()?, 3)?;
-            lab.fill(1, len)?;
-            lab.fork(1, 2)?;
-            lab.fork(1, 3)?;
+            let mut fixture = CacheFixture::new(backend, small().build()?, 3)?;
+            fixture.fill(1, len)?;
+            fixture.fork(1, 2)?;
+            fixture.fork(1, 3)?;
             let inputs: Vec<_> = order.iter().map(|id| (*id, 2)).collect();
-            step(&mut lab, &inputs).at(format!("fork at {len}"))?;
-            step(&mut lab, &inputs)?;
+            step(&mut fixture, &inputs).at(format!("fork at {len}"))?;
+            step(&mut fixture, &inputs)?;
         }
     }
     Ok(Outcome::Holds)
@@ -74,56 +74,56 @@ fn forms<B: Device>(backend: &B) -> CaseResult {
                     .block_order(order)
                     .formats(*format, KvFormat::F16)
                     .paged(block_size, num_blocks);
-                let mut lab = Lab::new(backend, spec.build()?, 4)?;
-                lab.fill(1, 7)?;
-                lab.fork(1, 2)?;
-                step(&mut lab, &[(1, 2), (2, 3)])
+                let mut fixture = CacheFixture::new(backend, spec.build()?, 4)?;
+                fixture.fill(1, 7)?;
+                fixture.fork(1, 2)?;
+                step(&mut fixture, &[(1, 2), (2, 3)])
                     .at(format!("{order:?}, {format}, blocks of {block_size}"))?;
             }
             let spec = small().block_order(order).format(*format).contiguous(3, 12).build()?;
-            let mut lab = Lab::new(backend, spec, 4)?;
-            lab.fill(1, 7)?;
-            lab.fork(1, 2)?;
-            step(&mut lab, &[(1, 2), (2, 3)]).at(format!("{order:?}, {format}, contiguous"))?;
+            let mut fixture = CacheFixture::new(backend, spec, 4)?;
+            fixture.fill(1, 7)?;
+            fixture.fork(1, 2)?;
+            step(&mut fixture, &[(1, 2), (2, 3)]).at(format!("{order:?}, {format}, contiguous"))?;
         }
     }
     Ok(Outcome::Holds)
 }
 
 fn forks_of_forks<B: Device>(backend: &B) -> CaseResult {
-    let mut lab = Lab::new(backend, small().paged(4, 40).build()?, 5)?;
-    lab.fill(1, 6)?;
+    let mut fixture = CacheFixture::new(backend, small().paged(4, 40).build()?, 5)?;
+    fixture.fill(1, 6)?;
     for id in 2..=6 {
-        lab.fork(id - 1, id)?;
-        step(&mut lab, &[(id, 1)])?;
+        fixture.fork(id - 1, id)?;
+        step(&mut fixture, &[(id, 1)])?;
     }
-    lab.release(3)?;
-    lab.release(1)?;
-    step(&mut lab, &[(6, 1), (2, 1), (5, 4), (4, 1)])?;
+    fixture.release(3)?;
+    fixture.release(1)?;
+    step(&mut fixture, &[(6, 1), (2, 1), (5, 4), (4, 1)])?;
     Ok(Outcome::Holds)
 }
 
 fn rolled_back<B: Device>(backend: &B) -> CaseResult {
-    let mut lab = Lab::new(backend, small().build()?, 6)?;
-    lab.fill(1, 6)?;
-    lab.fork(1, 2)?;
-    let before = lab.state();
-    let dropped = How { finish: Finish::Drop, ..How::default() };
-    lab.step(&[(1, Brings::Tokens(3)), (2, Brings::Tokens(1))], &dropped)?;
-    crate::lab::unchanged(&mut lab, &before, "a dropped step over a fork")?;
-    step(&mut lab, &[(2, 2), (1, 1)])?;
+    let mut fixture = CacheFixture::new(backend, small().build()?, 6)?;
+    fixture.fill(1, 6)?;
+    fixture.fork(1, 2)?;
+    let before = fixture.state();
+    let dropped = StepConfig { finish: Finish::Drop, ..StepConfig::default() };
+    fixture.step(&[(1, StepKind::Tokens(3)), (2, StepKind::Tokens(1))], &dropped)?;
+    crate::fixture::unchanged(&mut fixture, &before, "a dropped step over a fork")?;
+    step(&mut fixture, &[(2, 2), (1, 1)])?;
     Ok(Outcome::Holds)
 }
 
 fn truncated<B: Device>(backend: &B) -> CaseResult {
     for len in 0..=9 {
-        let mut lab = Lab::new(backend, small().build()?, 7)?;
-        lab.fill(1, 9)?;
-        lab.fork(1, 2)?;
-        lab.truncate(2, len)?;
-        lab.check().at(format!("truncated to {len}"))?;
-        step(&mut lab, &[(2, 2)]).at(format!("truncated to {len}"))?;
-        step(&mut lab, &[(1, 1), (2, 1)])?;
+        let mut fixture = CacheFixture::new(backend, small().build()?, 7)?;
+        fixture.fill(1, 9)?;
+        fixture.fork(1, 2)?;
+        fixture.truncate(2, len)?;
+        fixture.check().at(format!("truncated to {len}"))?;
+        step(&mut fixture, &[(2, 2)]).at(format!("truncated to {len}"))?;
+        step(&mut fixture, &[(1, 1), (2, 1)])?;
     }
     Ok(Outcome::Holds)
 }

@@ -4,8 +4,8 @@ use kv_core::{CacheError, DType, KvFormat, PlanError, Plane, QkvFormat, Scaling,
 use super::{ORDERS, case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, refused};
 use crate::device::{Device, Place, Staged, dim};
-use crate::lab::{DTYPES, FORMATS, Lab, agree, seq};
-use crate::tokens::{Room, TokenLayout};
+use crate::fixture::{CacheFixture, DTYPES, FORMATS, agree, seq};
+use crate::tokens::{Padding, TokenLayout};
 
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     vec![
@@ -18,38 +18,38 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
 
 type Range = (SequenceId, u32, u32);
 
-/// Where and as what rows are read.
+/// Axes, type and place of gathered rows.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Form {
     pub(crate) format: QkvFormat,
     pub(crate) dtype: DType,
-    pub(crate) room: Room,
+    pub(crate) padding: Padding,
     pub(crate) place: Place,
 }
 
-/// Reads ranges of K and V of a layer and compares them with the model.
+/// Gathers ranges of K and V of a layer and compares them with the model.
 pub(crate) fn check<B: Device>(
-    lab: &mut Lab<B>,
+    fixture: &mut CacheFixture<B>,
     layer: usize,
     ranges: &[Range],
     form: Form,
 ) -> Result<(), CaseError> {
-    let Form { format, dtype, room, place } = form;
+    let Form { format, dtype, padding, place } = form;
     let lens: Vec<_> = ranges.iter().map(|range| range.2 as usize).collect();
-    let capabilities = lab.backend.capabilities().clone();
+    let capabilities = fixture.backend.capabilities().clone();
     for (index, plane) in [Plane::Key, Plane::Value].into_iter().enumerate() {
-        let shape = lab.layers()[layer].clone();
-        let layout = TokenLayout::new(format, &lens, [shape.heads, shape.dims[index]], room);
-        let (backend, queue) = (lab.backend.clone(), lab.cache.queue_mut());
+        let shape = fixture.layers()[layer].clone();
+        let layout = TokenLayout::new(format, &lens, [shape.heads, shape.dims[index]], padding);
+        let (backend, queue) = (fixture.backend.clone(), fixture.cache.queue_mut());
         let mut out = Staged::output(&backend, queue, (layout, dtype), place)?;
-        lab.cache.gather(layer as u16, plane, ranges, out.view_mut(), format)?;
-        let tensor = out.read(&capabilities, lab.cache.queue_mut())?;
+        fixture.cache.gather(layer as u16, plane, ranges, out.view_mut(), format)?;
+        let tensor = out.read(&capabilities, fixture.cache.queue_mut())?;
         let rows = layout.unpack("gathered", tensor, &lens, 0.0)?;
         let width = shape.width(index);
         for ((id, begin, len), got) in ranges.iter().zip(rows) {
-            let all = &lab.model.layer(*id, layer)[index];
+            let all = &fixture.model.layer(*id, layer)[index];
             let part = &all[*begin as usize * width..][..*len as usize * width];
-            agree::reads(&shape.stored[index], part, &got, dtype)
+            agree::check_read(&shape.stored[index], part, &got, dtype)
                 .at(format!("{plane:?}, rows {begin}..+{len} of {id}, {form:?}"))?;
         }
     }
@@ -61,19 +61,29 @@ fn forms<B: Device>(backend: &B) -> CaseResult {
         for stored in KvFormat::PLAIN {
             let spec =
                 small().head_dims(8, dim(backend, 6)).block_order(order).format(*stored).build()?;
-            let mut lab = Lab::new(backend, spec, 1)?;
-            lab.fill(1, 9)?;
-            lab.fill(2, 1)?;
-            lab.fill(3, 4)?;
+            let mut fixture = CacheFixture::new(backend, spec, 1)?;
+            fixture.fill(1, 9)?;
+            fixture.fill(2, 1)?;
+            fixture.fill(3, 4)?;
             let all: Vec<_> = [(1, 9), (2, 1), (3, 4)].map(|(id, n)| (seq(id), 0, n)).into();
             for format in FORMATS {
                 for dtype in DTYPES {
                     let place = Place::Device;
-                    check(&mut lab, 0, &all, Form { format, dtype, room: Room::default(), place })?;
+                    check(
+                        &mut fixture,
+                        0,
+                        &all,
+                        Form { format, dtype, padding: Padding::default(), place },
+                    )?;
                 }
                 for place in [Place::Host, Place::Device] {
-                    let room = Room { batch: 2, tokens: 3, gap: 2 };
-                    check(&mut lab, 1, &all, Form { format, dtype: DType::F32, room, place })?;
+                    let padding = Padding { batch: 2, tokens: 3, gap: 2 };
+                    check(
+                        &mut fixture,
+                        1,
+                        &all,
+                        Form { format, dtype: DType::F32, padding, place },
+                    )?;
                 }
             }
         }
@@ -82,43 +92,47 @@ fn forms<B: Device>(backend: &B) -> CaseResult {
 }
 
 fn ranges<B: Device>(backend: &B) -> CaseResult {
-    let mut lab = Lab::new(backend, small().paged(3, 20).build()?, 2)?;
-    lab.fill(1, 10)?;
-    lab.fill(2, 5)?;
-    let form =
-        |format| Form { format, dtype: DType::F32, room: Room::default(), place: Place::Device };
+    let mut fixture = CacheFixture::new(backend, small().paged(3, 20).build()?, 2)?;
+    fixture.fill(1, 10)?;
+    fixture.fill(2, 5)?;
+    let form = |format| Form {
+        format,
+        dtype: DType::F32,
+        padding: Padding::default(),
+        place: Place::Device,
+    };
     for format in FORMATS {
         for begin in 0..10 {
             for len in [0, 1, 3, 10 - begin] {
                 let len = len.min(10 - begin);
-                check(&mut lab, 0, &[(seq(1), begin, len)], form(format))?;
-                // The same sequence twice, and one of no rows between.
+                check(&mut fixture, 0, &[(seq(1), begin, len)], form(format))?;
+                // The same sequence twice, with an empty range between.
                 let list = [(seq(1), begin, len), (seq(2), 2, 0), (seq(2), 1, 3), (seq(1), 0, 2)];
-                check(&mut lab, 1, &list, form(format))?;
+                check(&mut fixture, 1, &list, form(format))?;
             }
         }
-        check(&mut lab, 0, &[], form(format))?;
+        check(&mut fixture, 0, &[], form(format))?;
     }
     Ok(Outcome::Holds)
 }
 
-/// Rows in host memory are, to the bit, those that the same call writes to device memory.
+/// Rows in host memory equal, to the bit, those that the same call writes to device memory.
 fn host_outputs<B: Device>(backend: &B) -> CaseResult {
     let stored = [KvFormat::F32, KvFormat::Bf16, KvFormat::Fp8E4m3(Scaling::Row)];
     for stored in stored {
-        let mut lab = Lab::new(backend, small().format(stored).build()?, 4)?;
-        lab.fill(1, 9)?;
-        lab.fill(2, 4)?;
+        let mut fixture = CacheFixture::new(backend, small().format(stored).build()?, 4)?;
+        fixture.fill(1, 9)?;
+        fixture.fill(2, 4)?;
         let ranges = [(seq(1), 2, 6), (seq(2), 0, 4)];
         for format in FORMATS {
             for dtype in DTYPES {
                 let mut read = |place| -> Result<_, CaseError> {
-                    let room = Room { batch: 1, tokens: 1, gap: 2 };
-                    let layout = TokenLayout::new(format, &[6, 4], [2, 8], room);
-                    let (backend, queue) = (lab.backend.clone(), lab.cache.queue_mut());
+                    let padding = Padding { batch: 1, tokens: 1, gap: 2 };
+                    let layout = TokenLayout::new(format, &[6, 4], [2, 8], padding);
+                    let (backend, queue) = (fixture.backend.clone(), fixture.cache.queue_mut());
                     let mut out = Staged::output(&backend, queue, (layout, dtype), place)?;
-                    lab.cache.gather(0, Plane::Value, &ranges, out.view_mut(), format)?;
-                    let queue = lab.cache.queue_mut();
+                    fixture.cache.gather(0, Plane::Value, &ranges, out.view_mut(), format)?;
+                    let queue = fixture.cache.queue_mut();
                     Ok(out.read(backend.capabilities(), queue)?.bytes().to_vec())
                 };
                 let [host, device] = [read(Place::Host)?, read(Place::Device)?];
@@ -132,14 +146,14 @@ fn host_outputs<B: Device>(backend: &B) -> CaseResult {
 }
 
 fn refusals<B: Device>(backend: &B) -> CaseResult {
-    let mut lab = Lab::new(backend, small().build()?, 3)?;
-    lab.fill(1, 5)?;
-    let before = lab.state();
+    let mut fixture = CacheFixture::new(backend, small().build()?, 3)?;
+    fixture.fill(1, 5)?;
+    let before = fixture.state();
     let mut attempt = |layer: u16, range: Range, dims: [usize; 2]| {
-        let layout = TokenLayout::new(QkvFormat::Thd, &[64], dims, Room::default());
-        let (backend, queue) = (lab.backend.clone(), lab.cache.queue_mut());
+        let layout = TokenLayout::new(QkvFormat::Thd, &[64], dims, Padding::default());
+        let (backend, queue) = (fixture.backend.clone(), fixture.cache.queue_mut());
         let mut out = Staged::output(&backend, queue, (layout, DType::F32), Place::Device)?;
-        lab.cache.gather(layer, Plane::Key, &[range], out.view_mut(), QkvFormat::Thd)
+        fixture.cache.gather(layer, Plane::Key, &[range], out.view_mut(), QkvFormat::Thd)
     };
     let short = |e: &CacheError| matches!(e, CacheError::Plan(PlanError::SequenceTooShort { .. }));
     refused("one row too many", attempt(0, (seq(1), 0, 6), [2, 8]), short)?;
@@ -152,6 +166,6 @@ fn refusals<B: Device>(backend: &B) -> CaseResult {
     let shape = |e: &CacheError| matches!(e, CacheError::Plan(PlanError::Shape { .. }));
     refused("other heads", attempt(0, (seq(1), 0, 1), [1, 8]), shape)?;
     refused("another dim", attempt(0, (seq(1), 0, 1), [2, 4]), shape)?;
-    crate::lab::unchanged(&mut lab, &before, "refused gathers")?;
+    crate::fixture::unchanged(&mut fixture, &before, "refused gathers")?;
     Ok(Outcome::Holds)
 }

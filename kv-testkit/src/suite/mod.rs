@@ -1,22 +1,45 @@
-//! The list of promises, each a plain generic function.
+//! The list of conformance cases. Each is a plain generic function that runs on every backend.
 //!
-//! A new case here reaches every backend without touching one.
+//! This is `copy/fork_then_child_writes`, shortened and with comments:
+//!
+//! ```text
+//! fn child_writes<B: Device>(backend: &B) -> CaseResult {
+//!     for len in LENGTHS {
+//!         // A cache on the device, filled with NaN, and the naive model that it must equal.
+//!         let mut fixture = CacheFixture::new(backend, small().build()?, 1)?;
+//!         // Sequence 1 with `len` random tokens, and sequence 2, which shares its blocks.
+//!         fixture.fill(1, len)?;
+//!         fixture.fork(1, 2)?;
+//!         // One step in which sequence 2 gets a token: write, attend and commit. The fixture compares
+//!         // positions with the model, and outputs with the oracle in f64.
+//!         fixture.step(&[(2, StepKind::Tokens(1))], &StepConfig::default())?;
+//!         // Every length and every cached row of both sequences; `at` names the input in a failure.
+//!         fixture.check().at(format!("fork at {len}"))?;
+//!     }
+//!     // `Outcome::Unsupported(reason)` where a device cannot run the case.
+//!     Ok(Outcome::Holds)
+//! }
+//! ```
+//!
+//! To add a case, write such a function in the module of its area and add a line to `cases()` there:
+//! `case("copy/fork_then_child_writes", child_writes)`. Then break what it checks and see it fail.
+//! `cargo xtask conformance -- copy/fork` runs the cases whose names contain this.
 mod attend;
 mod buffer;
 mod cache;
+mod compat;
 mod convert;
 mod copy;
 mod failure;
-mod front;
 mod gather;
-mod life;
-mod lives;
+mod masked;
 mod quant;
 mod queue;
 mod random;
 mod reuse;
+mod scale;
 mod segments;
-mod unseen;
+mod stateful;
 mod write;
 
 use kv_core::{BlockOrder, CacheSpec, CacheSpecBuilder, KvFormat};
@@ -25,39 +48,39 @@ use crate::case::{Case, CaseResult};
 use crate::device::Device;
 pub(crate) use convert::{End, convert};
 pub(crate) use gather::{Form, check as check_gather};
-pub(crate) use life::bytes;
-pub(crate) use quant::{Likeness, constants};
+pub(crate) use quant::{ConstantRanges, constants};
+pub(crate) use scale::bytes;
 
-/// A named case.
+/// Makes a named case.
 fn case<B: Device>(name: &'static str, run: fn(&B) -> CaseResult) -> Case<B> {
     Case { name, run }
 }
 
-/// Every case.
+/// Returns every case.
 pub(crate) fn cases<B: Device>() -> Vec<Case<B>> {
     let areas = [
         buffer::cases(),
         queue::cases(),
         write::cases(),
         attend::cases(),
-        unseen::cases(),
+        masked::cases(),
         copy::cases(),
         gather::cases(),
         convert::cases(),
         segments::cases(),
         cache::cases(),
-        life::cases(),
+        scale::cases(),
+        compat::cases(),
         failure::cases(),
-        front::cases(),
         quant::cases(),
         random::cases(),
-        lives::cases(),
+        stateful::cases(),
         reuse::cases(),
     ];
     areas.into_iter().flatten().collect()
 }
 
-/// A small geometry: 2 layers, 2 kv heads, 8 and 8 values, f32, 16 blocks of 4 tokens.
+/// A small geometry: 2 layers, 2 kv heads, head dims of 8, f32, 16 blocks of 4 tokens.
 fn small() -> CacheSpecBuilder {
     CacheSpec::builder().layers(2).kv_heads(2).head_dim(8).format(KvFormat::F32).paged(4, 16)
 }

@@ -1,4 +1,4 @@
-//! Lanes of work.
+//! Command queues.
 use kv_core::backend::{Fence, Queue};
 
 use super::case;
@@ -42,7 +42,7 @@ fn wait_for<B: Device>(backend: &B) -> CaseResult {
         let written = writer.submit()?;
         reader.wait_for(&written)?;
         let got = fetch(backend.capabilities(), &mut reader, &buffer, (0, 1 << 16))?;
-        same(format!("round {round} seen from the other lane"), got, vec![round; 1 << 16])?;
+        same(format!("round {round} seen from the other queue"), got, vec![round; 1 << 16])?;
         writer.wait_for(&reader.submit()?)?;
     }
     Ok(Outcome::Holds)
@@ -91,7 +91,7 @@ fn drop_anytime<B: Device>(backend: &B) -> CaseResult {
     wait(backend.capabilities(), &fence)?;
     let mut queue = backend.queue()?;
     let got = fetch(backend.capabilities(), &mut queue, &buffer, (0, 4))?;
-    same("a buffer that outlived its first lane", got, vec![0; 4])?;
+    same("a buffer that outlived its first queue", got, vec![0; 4])?;
     Ok(Outcome::Holds)
 }
 

@@ -1,4 +1,4 @@
-//! Planes cut into several buffers, and plans driven without a cache.
+//! Planes that are cut into several buffers, and plans that are run without a cache.
 use kv_core::backend::Queue;
 use kv_core::block::BlockTables;
 use kv_core::plan::{
@@ -13,13 +13,15 @@ use kv_core::{
 use super::{ORDERS, case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};
 use crate::device::{Device, Place, Staged, dim, limited};
-use crate::lab::{Brings, How, Lab, check_rows, dense, judge_layer, options};
+use crate::fixture::{
+    CacheFixture, StepConfig, StepKind, check_attention, check_rows, dense, options,
+};
 use crate::oracle::Attention;
 use crate::rng::Rng;
 
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     vec![
-        case("segments/cache_on_a_device_that_binds_little", small_bindings),
+        case("segments/cache_with_small_bindings", small_bindings),
         case("segments/a_block_too_large_is_refused", too_large),
         case("segments/plans_driven_by_hand", by_hand),
         case("segments/block_copies_by_hand", copies),
@@ -33,20 +35,23 @@ fn small_bindings<B: Device>(backend: &B) -> CaseResult {
             let block = spec.groups()[0].layouts()[0].block_bytes();
             let limit = block * blocks + block / 2;
             let device = limited(backend, |c| c.with_binding_bytes_max(limit));
-            let mut lab = Lab::new(&device, spec, 1)?;
-            let segments = lab
+            let mut fixture = CacheFixture::new(&device, spec, 1)?;
+            let segments = fixture
                 .cache
                 .storage(kv_core::GroupId(0))
                 .and_then(|storage| Some(storage.plane(0, Plane::Key)?.num_segments() as u64));
             ensure(segments == Some(16_u64.div_ceil(blocks)), || {
                 format!("{blocks} blocks a segment: {segments:?} segments")
             })?;
-            lab.fill(1, 30)?;
-            lab.fill(2, 7)?;
-            lab.fork(1, 3)?;
-            let inputs = [(1, Brings::Tokens(1)), (3, Brings::Tokens(2)), (2, Brings::Tokens(9))];
-            lab.step(&inputs, &How::default()).at(format!("{blocks} blocks a segment"))?;
-            lab.check()?;
+            fixture.fill(1, 30)?;
+            fixture.fill(2, 7)?;
+            fixture.fork(1, 3)?;
+            let inputs =
+                [(1, StepKind::Tokens(1)), (3, StepKind::Tokens(2)), (2, StepKind::Tokens(9))];
+            fixture
+                .step(&inputs, &StepConfig::default())
+                .at(format!("{blocks} blocks a segment"))?;
+            fixture.check()?;
         }
     }
     Ok(Outcome::Holds)
@@ -68,7 +73,7 @@ fn layout(order: BlockOrder, format: KvFormat, head_dim: u32) -> Result<PlaneLay
     Ok(PlaneLayout::new(shape)?)
 }
 
-/// Buffers of one plane, full of bytes that are NaN in every format.
+/// Allocates the buffers of one plane, full of bytes that are NaN in every format.
 fn buffers<B: Device>(
     backend: &B,
     queue: &mut B::Queue,
@@ -84,7 +89,7 @@ fn buffers<B: Device>(
     Ok(made)
 }
 
-/// Tables of two sequences over scattered blocks: 11 and 6 tokens.
+/// Makes tables of two sequences over scattered blocks: 11 and 6 tokens.
 fn scattered() -> Result<BlockTables, CaseError> {
     let mut tables = BlockTables::new(7, 2);
     tables.ensure_rows(3);
@@ -109,7 +114,7 @@ fn by_hand<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Writes 11 and 6 tokens, attends with the last 2 and 6 of them, reads all back.
+/// Writes 11 and 6 tokens, attends with the last 2 and 6 of them, and reads all rows back.
 fn drive<B: Device>(backend: &B, layouts: &[PlaneLayout; 2]) -> Result<(), CaseError> {
     let mut queue = backend.queue()?;
     let tables = scattered()?;
@@ -147,7 +152,7 @@ fn drive<B: Device>(backend: &B, layouts: &[PlaneLayout; 2]) -> Result<(), CaseE
     queue.attend(&attend, args)?;
     let tensor = out.read(backend.capabilities(), &mut queue)?;
     let got = out_rows(tensor, &[2, 6], [4, dv])?;
-    judge_layer(&oracle, &q, &cached, (&got, None), DType::F32)?;
+    check_attention(&oracle, &q, &cached, (&got, None), DType::F32)?;
     for (index, plane) in planes.into_iter().enumerate() {
         let expected = cached.each_ref().map(|kv| kv[index].as_slice());
         read_back(backend, &mut queue, &tables, plane, expected)?;
@@ -218,8 +223,8 @@ fn copies<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Copied tokens are the source's, blocks nobody copied to are untouched; what follows a partial
-/// copy is free.
+/// Checks that copied tokens equal the source's and that other blocks are unchanged; slots after a
+/// partial copy may hold anything.
 fn check_copied(
     before: &[u8],
     after: &[u8],

@@ -1,12 +1,12 @@
-//! Scattering new rows into their slots.
+//! Writes of new rows to their slots.
 use kv_core::{CacheSpec, CacheSpecBuilder, KvFormat};
 
 use super::{ORDERS, case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome};
 use crate::device::{Device, Place, dim};
-use crate::lab::{Brings, FORMATS, Finish, How, Lab};
+use crate::fixture::{CacheFixture, FORMATS, Finish, StepConfig, StepKind};
 use crate::rng::Rng;
-use crate::tokens::Room;
+use crate::tokens::Padding;
 
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     vec![
@@ -21,26 +21,30 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     ]
 }
 
-/// Three sequences in two steps, ragged, both steps in the form `how`.
-fn two_steps<B: Device>(backend: &B, spec: CacheSpec, how: &How) -> Result<(), CaseError> {
-    let mut lab = Lab::new(backend, spec, 3)?;
+/// Writes three sequences in two ragged steps, both with `config`.
+fn two_steps<B: Device>(
+    backend: &B,
+    spec: CacheSpec,
+    config: &StepConfig,
+) -> Result<(), CaseError> {
+    let mut fixture = CacheFixture::new(backend, spec, 3)?;
     for id in 1..=3 {
-        lab.start(id)?;
+        fixture.start(id)?;
     }
-    let tokens = Brings::Tokens;
-    lab.step(&[(1, tokens(3)), (2, tokens(9)), (3, tokens(1))], how)?;
-    lab.check().at(format!("first step as {how:?}"))?;
-    lab.step(&[(3, tokens(1)), (1, tokens(2)), (2, tokens(4))], how)?;
-    lab.check().at(format!("second step as {how:?}"))
+    let tokens = StepKind::Tokens;
+    fixture.step(&[(1, tokens(3)), (2, tokens(9)), (3, tokens(1))], config)?;
+    fixture.check().at(format!("first step as {config:?}"))?;
+    fixture.step(&[(3, tokens(1)), (1, tokens(2)), (2, tokens(4))], config)?;
+    fixture.check().at(format!("second step as {config:?}"))
 }
 
 fn dtypes<B: Device>(backend: &B) -> CaseResult {
-    for kv_dtype in crate::lab::DTYPES {
+    for kv_dtype in crate::fixture::DTYPES {
         for k in KvFormat::PLAIN {
             for v in KvFormat::PLAIN {
-                let how = How { kv_dtype, ..How::default() };
+                let config = StepConfig { kv_dtype, ..StepConfig::default() };
                 let spec = small().layers(1).formats(*k, *v).build()?;
-                two_steps(backend, spec, &how).at(format!("{kv_dtype} into {k} and {v}"))?;
+                two_steps(backend, spec, &config).at(format!("{kv_dtype} into {k} and {v}"))?;
             }
         }
     }
@@ -48,24 +52,24 @@ fn dtypes<B: Device>(backend: &B) -> CaseResult {
 }
 
 fn axes<B: Device>(backend: &B) -> CaseResult {
-    let rooms = [
-        Room::default(),
-        Room { batch: 2, tokens: 3, gap: 0 },
-        Room { batch: 1, tokens: 0, gap: 6 },
+    let paddings = [
+        Padding::default(),
+        Padding { batch: 2, tokens: 3, gap: 0 },
+        Padding { batch: 1, tokens: 0, gap: 6 },
     ];
     for format in FORMATS {
-        for room in rooms {
+        for padding in paddings {
             for inputs in [Place::Host, Place::Device] {
                 let outputs = inputs;
-                let how = How {
+                let config = StepConfig {
                     kv_format: format,
                     q_format: format,
-                    room,
+                    padding,
                     inputs,
                     outputs,
-                    ..How::default()
+                    ..StepConfig::default()
                 };
-                two_steps(backend, small().build()?, &how)?;
+                two_steps(backend, small().build()?, &config)?;
             }
         }
     }
@@ -85,18 +89,20 @@ fn geometries() -> Vec<CacheSpecBuilder> {
 fn blocks<B: Device>(backend: &B) -> CaseResult {
     let mut rng = Rng::new(5);
     for geometry in geometries() {
-        let how = How::random(&mut rng);
+        let config = StepConfig::random(&mut rng);
         let spec = geometry.format(rng.pick(KvFormat::PLAIN)).build()?;
-        two_steps(backend, spec, &how)?;
+        two_steps(backend, spec, &config)?;
     }
     Ok(Outcome::Holds)
 }
 
 fn contiguous<B: Device>(backend: &B) -> CaseResult {
     for order in ORDERS {
-        for how in [How::default(), How { shuffled: true, ..How::default() }] {
+        for config in
+            [StepConfig::default(), StepConfig { shuffled: true, ..StepConfig::default() }]
+        {
             let spec = small().block_order(order).contiguous(3, 20);
-            two_steps(backend, spec.build()?, &how)?;
+            two_steps(backend, spec.build()?, &config)?;
         }
     }
     Ok(Outcome::Holds)
@@ -107,12 +113,12 @@ fn head_dims<B: Device>(backend: &B) -> CaseResult {
     for (heads, (k, v)) in [1, 2, 3, 1, 2, 1, 1, 3].into_iter().zip(shapes) {
         let (k, v) = (dim(backend, k), dim(backend, v));
         let spec = small().layers(1).kv_heads(heads).head_dims(k, v).build()?;
-        two_steps(backend, spec, &How::default()).at(format!("dims {k} and {v}"))?;
+        two_steps(backend, spec, &StepConfig::default()).at(format!("dims {k} and {v}"))?;
     }
     Ok(Outcome::Holds)
 }
 
-/// Values at the edges of the formats: subnormal, halfway, largest, beyond the largest of f16.
+/// Values at the limits of the formats: subnormal, halfway, largest, beyond the largest of f16.
 fn special<B: Device>(backend: &B) -> CaseResult {
     let edges = [
         0.0,
@@ -133,45 +139,48 @@ fn special<B: Device>(backend: &B) -> CaseResult {
         1.001_953_1,
     ];
     for format in KvFormat::PLAIN {
-        for kv_dtype in crate::lab::DTYPES {
+        for kv_dtype in crate::fixture::DTYPES {
             let spec = small().layers(1).format(*format).build()?;
-            let mut lab = Lab::new(backend, spec, 1)?;
-            lab.start(1)?;
+            let mut fixture = CacheFixture::new(backend, spec, 1)?;
+            fixture.start(1)?;
             let rows: Vec<f32> =
                 edges.iter().map(|x| crate::oracle::round::round_f32(kv_dtype, *x)).collect();
             let rows = vec![vec![[rows.clone(), rows]]];
-            // Such rows overflow a score; only what is stored counts here.
-            lab.write_only(&[(1, 1)], &rows, kv_dtype)?;
-            lab.check().at(format!("{kv_dtype} into {format}"))?;
+            // Such rows overflow a score; only stored values are checked here.
+            fixture.write_only(&[(1, 1)], &rows, kv_dtype)?;
+            fixture.check().at(format!("{kv_dtype} into {format}"))?;
         }
     }
     Ok(Outcome::Holds)
 }
 
 fn repeated<B: Device>(backend: &B) -> CaseResult {
-    let how = How { shuffled: true, ..How::default() };
-    two_steps(backend, small().layers(3).build()?, &how)?;
-    // A rolled back write leaves nothing a later one does not overwrite.
-    let mut lab = Lab::new(backend, small().build()?, 8)?;
-    lab.start(1)?;
-    let dropped = How { finish: Finish::Drop, ..How::default() };
-    lab.step(&[(1, Brings::Tokens(7))], &dropped)?;
-    lab.step(&[(1, Brings::Tokens(5))], &How::default())?;
-    lab.check()?;
+    let config = StepConfig { shuffled: true, ..StepConfig::default() };
+    two_steps(backend, small().layers(3).build()?, &config)?;
+    // A rolled back write leaves no row that a later write does not overwrite.
+    let mut fixture = CacheFixture::new(backend, small().build()?, 8)?;
+    fixture.start(1)?;
+    let dropped = StepConfig { finish: Finish::Drop, ..StepConfig::default() };
+    fixture.step(&[(1, StepKind::Tokens(7))], &dropped)?;
+    fixture.step(&[(1, StepKind::Tokens(5))], &StepConfig::default())?;
+    fixture.check()?;
     Ok(Outcome::Holds)
 }
 
 fn idle<B: Device>(backend: &B) -> CaseResult {
-    let mut lab = Lab::new(backend, small().build()?, 4)?;
+    let mut fixture = CacheFixture::new(backend, small().build()?, 4)?;
     for id in 1..=3 {
-        lab.start(id)?;
+        fixture.start(id)?;
     }
-    let all = [(1, Brings::Tokens(5)), (2, Brings::Tokens(2)), (3, Brings::Tokens(4))];
-    lab.step(&all, &How::default())?;
+    let all = [(1, StepKind::Tokens(5)), (2, StepKind::Tokens(2)), (3, StepKind::Tokens(4))];
+    fixture.step(&all, &StepConfig::default())?;
     for format in FORMATS {
-        let how = How { kv_format: format, q_format: format, ..How::default() };
-        lab.step(&[(2, Brings::Idle), (1, Brings::Tokens(1)), (3, Brings::Query(2))], &how)?;
-        lab.check()?;
+        let config = StepConfig { kv_format: format, q_format: format, ..StepConfig::default() };
+        fixture.step(
+            &[(2, StepKind::Idle), (1, StepKind::Tokens(1)), (3, StepKind::Query(2))],
+            &config,
+        )?;
+        fixture.check()?;
     }
     Ok(Outcome::Holds)
 }

@@ -9,35 +9,35 @@ use safetensors::{Dtype, SafeTensors};
 
 use crate::case::{At, CaseError, CaseResult, Outcome, ensure};
 use crate::device::{Device, Place, Staged};
-use crate::lab::{FORMATS, calibrate, dense, join, judge_values, options, seq};
-use crate::oracle::{Attended, Attention};
+use crate::fixture::{FORMATS, append_results, check_values, dense, options, plain_errors, seq};
+use crate::oracle::{Attention, AttentionResult};
 
 /// One file, checked.
 #[derive(Debug)]
 struct Batch {
     oracle: Attention,
     dtype: DType,
-    /// By sequence.
+    /// Queries by sequence.
     q: Vec<Vec<f32>>,
     kv: [Vec<Vec<f32>>; 2],
-    /// The file's results, with the magnitudes of our own oracle.
-    exact: Attended,
-    plain: [Attended; 3],
+    /// The file's results, with the magnitudes of this crate's oracle.
+    exact: AttentionResult,
+    plain: [AttentionResult; 3],
     floors: [f64; 2],
 }
 
-/// How the cache of one run lies.
+/// The cache of one run.
 #[derive(Debug, Clone, Copy)]
 struct Form {
     order: BlockOrder,
-    /// Tokens of a block, `None` for contiguous.
+    /// Tokens per block, `None` for contiguous.
     block_size: Option<u32>,
     stored: KvFormat,
     format: QkvFormat,
     q_dtype: DType,
 }
 
-/// Runs one file in every block order, axis order and geometry, stored as it came and in f32.
+/// Runs one file in every block order, axis order and geometry, stored in its own type and in f32.
 pub(super) fn run<B: Device>(backend: &B, path: &Path) -> CaseResult {
     let bytes = std::fs::read(path).map_err(|error| error.to_string())?;
     let batch = Batch::read(&bytes)?;
@@ -48,7 +48,7 @@ pub(super) fn run<B: Device>(backend: &B, path: &Path) -> CaseResult {
         for block_size in [None, Some(16), Some(7)] {
             for (index, format) in FORMATS.into_iter().enumerate() {
                 for stored in stored.iter().copied() {
-                    // A q in f32 holds the same values; once an axis order is enough.
+                    // A q in f32 holds the same values, so one axis order is enough.
                     let wide = index == 0 && stored == KvFormat::F32;
                     let q_dtype = if wide { DType::F32 } else { batch.dtype };
                     let form = Form { order, block_size, stored, format, q_dtype };
@@ -66,7 +66,7 @@ fn one<B: Device>(backend: &B, batch: &Batch, form: Form) -> Result<(), CaseErro
     for (id, _) in (0..).zip(&lens) {
         cache.start(seq(id), &[], StartOptions::default())?;
     }
-    // More queries than keys: everything is cached before, and the step only asks.
+    // More queries than keys: all keys are cached before, and the step has queries only.
     let new: Vec<_> = lens.iter().map(|[nq, nk]| if nq > nk { 0 } else { *nq }).collect();
     let prefix: Vec<_> = lens.iter().zip(&new).map(|([_, nk], new)| nk - new).collect();
     let input = |id, n: usize| match n {
@@ -104,7 +104,7 @@ fn one<B: Device>(backend: &B, batch: &Batch, form: Form) -> Result<(), CaseErro
     let layout = lse.layout;
     let got_lse = lse.read(capabilities, cache.queue_mut())?;
     let got_lse = layout.unpack("lse", got_lse, &queries, f32::NEG_INFINITY)?;
-    judge_values(&batch.exact, &batch.plain, batch.floors, (&got, Some(&got_lse)), form.q_dtype)?;
+    check_values(&batch.exact, &batch.plain, batch.floors, (&got, Some(&got_lse)), form.q_dtype)?;
     Ok(())
 }
 
@@ -124,7 +124,7 @@ fn spec(batch: &Batch, lens: &[[usize; 2]], form: Form) -> Result<CacheSpec, Cas
     Ok(spec.build()?)
 }
 
-/// Some rows of every sequence; NaN in the padding.
+/// Stages some rows of every sequence, with NaN in the padding.
 fn stage_kv<B: Device>(
     backend: &B,
     cache: &mut KvCache<B>,
@@ -148,7 +148,7 @@ fn stage_kv<B: Device>(
     Ok([plane(0, dk)?, plane(1, dv)?])
 }
 
-/// Numbers of one tensor, little-endian.
+/// Reads the numbers of one tensor, little-endian.
 fn numbers<const N: usize, T>(
     file: &SafeTensors<'_>,
     name: &str,
@@ -163,7 +163,7 @@ fn numbers<const N: usize, T>(
     Ok((tensor.shape().to_vec(), chunks.iter().map(|bytes| convert(*bytes)).collect()))
 }
 
-/// Cuts rows at prefix sums.
+/// Splits rows at prefix sums.
 fn cut<T: Clone>(values: &[T], sums: &[usize], width: usize) -> Vec<Vec<T>> {
     sums.windows(2).map(|pair| values[pair[0] * width..pair[1] * width].to_vec()).collect()
 }
@@ -177,7 +177,7 @@ impl Batch {
     }
 
     fn read(bytes: &[u8]) -> Result<Self, CaseError> {
-        let no = |error| CaseError::Broken(format!("no safetensors: {error}"));
+        let no = |error| CaseError::Broken(format!("not a safetensors file: {error}"));
         let (_, header) = SafeTensors::read_metadata(bytes).map_err(no)?;
         let metadata = header.metadata().clone().unwrap_or_default();
         let file = SafeTensors::deserialize(bytes).map_err(no)?;
@@ -221,19 +221,19 @@ impl Batch {
             dtype,
             q,
             kv,
-            exact: Attended::default(),
+            exact: AttentionResult::default(),
             plain: Default::default(),
             floors: [0.0; 2],
         }
-        .judged(out, lse)
+        .with_references(out, lse)
     }
 
-    /// Adds the references, after a look at whether ours agrees with the file's.
-    fn judged(mut self, out: Vec<f64>, lse: Vec<f64>) -> Result<Self, CaseError> {
+    /// Adds the references, after checking that the oracle agrees with the file.
+    fn with_references(mut self, out: Vec<f64>, lse: Vec<f64>) -> Result<Self, CaseError> {
         for (q, (k, v)) in self.q.iter().zip(self.kv[0].iter().zip(&self.kv[1])) {
-            join(&mut self.exact, self.oracle.exact(q, k, v));
+            append_results(&mut self.exact, self.oracle.exact(q, k, v));
             let plain = self.oracle.plain(q, k, v);
-            self.plain.iter_mut().zip(plain).for_each(|(all, one)| join(all, one));
+            self.plain.iter_mut().zip(plain).for_each(|(all, one)| append_results(all, one));
         }
         let pairs = [
             ("out", &out, &self.exact.out, &self.exact.magnitude),
@@ -241,7 +241,7 @@ impl Batch {
         ];
         for (what, theirs, ours, magnitude) in pairs {
             for (i, (theirs, ours)) in theirs.iter().zip(ours).enumerate() {
-                // f64 rounding of some thousand terms.
+                // Rounding to f64 of some thousand terms.
                 let limit = magnitude[i] * f64::EPSILON * 4096.0;
                 ensure(theirs == ours || (theirs - ours).abs() <= limit, || {
                     format!("{what}[{i}] of the file is {theirs:e}, the oracle says {ours:e}")
@@ -250,7 +250,7 @@ impl Batch {
         }
         let pairs = self.kv[0].iter().cloned().zip(self.kv[1].iter().cloned());
         let cached: Vec<_> = pairs.map(|(k, v)| [k, v]).collect();
-        self.floors = calibrate(&self.oracle, &self.q, &cached);
+        self.floors = plain_errors(&self.oracle, &self.q, &cached);
         (self.exact.out, self.exact.lse) = (out, lse);
         Ok(self)
     }
@@ -265,7 +265,9 @@ fn sums(file: &SafeTensors<'_>, name: &str, total: usize) -> Result<Vec<usize>, 
             && sums.last() == Some(&total)
             && sums.is_sorted()
     });
-    fit.ok_or_else(|| CaseError::Broken(format!("{name} is no list of prefix sums up to {total}")))
+    fit.ok_or_else(|| {
+        CaseError::Broken(format!("{name} is not a list of prefix sums up to {total}"))
+    })
 }
 
 fn dtype(metadata: &HashMap<String, String>) -> Result<DType, CaseError> {
@@ -274,11 +276,11 @@ fn dtype(metadata: &HashMap<String, String>) -> Result<DType, CaseError> {
         "f32" => Ok(DType::F32),
         "f16" => Ok(DType::F16),
         "bf16" => Ok(DType::Bf16),
-        _ => Err(CaseError::Broken(format!("input_dtype {name:?} is none of f32, f16, bf16"))),
+        _ => Err(CaseError::Broken(format!("input_dtype {name:?} is not one of f32, f16, bf16"))),
     }
 }
 
-/// The options of a file, sink logits aside.
+/// Makes the options of a file, without the sink logits.
 fn attention(
     metadata: &HashMap<String, String>,
     [q_heads, kv_heads, dk, dv]: [usize; 4],

@@ -1,4 +1,4 @@
-//! The walk through a directory of vectors.
+//! Finds the vector files under a directory.
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -9,10 +9,10 @@ use super::{
     Found, Job, Kind, quant, te_convert, te_errors, te_quirks, te_rope, te_trace, vllm, vllm_fuzz,
 };
 
-/// Deeper folders are taken for a loop of links.
+/// Folders deeper than this are taken for a loop of links.
 const DEPTH_MAX: usize = 16;
 
-/// Every vector under `dir`; a directory without any is itself a failure.
+/// Finds every vector under `dir`; a directory without any counts as a failure.
 pub(super) fn find(dir: &Path) -> Vec<Found> {
     let mut found = Vec::new();
     walk(dir, dir, 0, &mut found);
@@ -65,7 +65,7 @@ fn file(root: &Path, path: &Path, found: &mut Vec<Found>) {
         "json" => json(root, path),
         "safetensors" => safetensors(root, path),
         "csv" => csv(root, path, &title),
-        // Raw data that a file of a known schema beside it describes.
+        // Raw data that `meta.json` beside it describes.
         "f16" if path.with_file_name("meta.json").is_file() => return,
         _ => Err("a file of an unknown kind".to_owned()),
     };
@@ -75,13 +75,13 @@ fn file(root: &Path, path: &Path, found: &mut Vec<Found>) {
     }
 }
 
-/// CSV files carry no schema; their header says what they are.
+/// Reads a CSV file, which carries no schema; its header says what it is.
 fn csv(root: &Path, path: &Path, title: &str) -> Result<Vec<Found>, String> {
     let bytes = fs::read(path).map_err(|error| error.to_string())?;
     Ok(trials(root, path, quant::read_csv(title, &bytes)?))
 }
 
-/// The trials that one file holds.
+/// Makes the trials of one file.
 fn trials(root: &Path, path: &Path, list: Vec<quant::Trial>) -> Vec<Found> {
     let one = |(part, content): quant::Trial| {
         let below =
@@ -135,7 +135,7 @@ fn parse<T: serde::de::DeserializeOwned>(value: Value) -> Result<T, String> {
     serde_json::from_value(value).map_err(|error| format!("does not fit its schema: {error}"))
 }
 
-/// One job for each entry of `cases`; one that cannot be read fails alone.
+/// Makes one job per entry of `cases`; an entry that cannot be read fails alone.
 fn each(
     root: &Path,
     path: &Path,
@@ -167,7 +167,7 @@ fn each(
 fn safetensors(root: &Path, path: &Path) -> Result<Vec<Found>, String> {
     let bytes = fs::read(path).map_err(|error| error.to_string())?;
     let (_, header) = ::safetensors::SafeTensors::read_metadata(&bytes)
-        .map_err(|error| format!("no safetensors: {error}"))?;
+        .map_err(|error| format!("not a safetensors file: {error}"))?;
     let schema = header.metadata().as_ref().and_then(|metadata| metadata.get("schema"));
     match schema.map(String::as_str) {
         Some("attention-case/1") => {

@@ -1,7 +1,7 @@
-//! Golden vectors: finding files, recognising their schema, running what they hold.
+//! Golden vectors: finds files, recognises their schema, runs their content.
 //!
-//! Files come from other systems or from strangers, so nothing in them is believed: a truncated or
-//! lying file is a failed trial that names the file.
+//! Files come from other systems, so nothing in them is trusted: a truncated or inconsistent file
+//! is a failed trial that names the file.
 mod attention;
 mod files;
 mod quant;
@@ -23,14 +23,14 @@ use std::sync::Arc;
 use crate::case::{At, CaseResult};
 use crate::device::Device;
 
-/// One piece of work that a vector file holds.
+/// One job of a vector file.
 #[derive(Debug)]
 pub(crate) struct Job {
     file: String,
     kind: Kind,
 }
 
-/// What a job is, by schema.
+/// The content of a job, by schema.
 #[derive(Debug)]
 enum Kind {
     /// `te-trace/1`.
@@ -53,36 +53,36 @@ enum Kind {
     Quant(quant::Quant),
 }
 
-/// What one file, or one case of it, amounts to.
+/// One file, or one case of it.
 #[derive(Debug)]
 pub(crate) enum Found {
-    /// Something to run.
+    /// A job to run.
     Vector {
         /// Path below the directory, and the case's name.
         name: String,
         /// The work.
         job: Arc<Job>,
     },
-    /// Something that is none of ours.
+    /// Something that this crate does not implement.
     Skipped {
         /// Path below the directory.
         name: String,
-        /// Why.
+        /// The reason.
         why: String,
     },
     /// Something that cannot be run.
     Bad {
         /// Path below the directory.
         name: String,
-        /// Why.
+        /// The reason.
         why: String,
     },
 }
 
-/// Names the folder of this crate's vectors where the source tree is not at hand.
+/// Variable that names the folder of this crate's vectors where the source tree is missing.
 const TESTDATA: &str = "KV_CONFORMANCE_TESTDATA";
 
-/// The vectors of this crate.
+/// Finds the vectors of this crate.
 pub(crate) fn own() -> Vec<Found> {
     match std::env::var_os(TESTDATA) {
         Some(folder) => find(Path::new(&folder)),
@@ -90,12 +90,12 @@ pub(crate) fn own() -> Vec<Found> {
     }
 }
 
-/// Every vector under `dir`; never empty.
+/// Finds every vector under `dir`; the list is never empty.
 pub(crate) fn find(dir: &Path) -> Vec<Found> {
     files::find(dir)
 }
 
-/// Runs one piece of work.
+/// Runs one job.
 pub(crate) fn run<B: Device>(backend: &B, job: &Job) -> CaseResult {
     let result = match &job.kind {
         Kind::TeTrace(trace) => te_trace::run(backend, trace),

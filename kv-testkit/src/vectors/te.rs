@@ -1,6 +1,6 @@
-//! What the TransformerEngine vectors share: configurations, tensors of published values, state.
-use kv_core::front::InferenceConfig;
-use kv_core::{BlockId, DType, InferenceParams, QkvFormat, SequenceId};
+//! Shared by the TransformerEngine vectors: configurations, tensors of published values, state.
+use kv_compat::{InferenceConfig, InferenceParams};
+use kv_core::{BlockId, DType, QkvFormat, SequenceId};
 use serde::Deserialize;
 
 use crate::case::{CaseError, ensure};
@@ -8,7 +8,7 @@ use crate::device::{Device, Place, Staged, dim};
 use crate::rng::mix;
 use crate::tokens::TokenLayout;
 
-/// Memory and tensors above this are taken for a lie.
+/// Larger memory and tensors are taken for an error in the file.
 const ELEMENTS_MAX: u64 = 1 << 28;
 
 /// Constructor arguments of `InferenceParams`, as a file gives them.
@@ -30,29 +30,29 @@ pub(crate) struct Config {
 }
 
 impl Config {
-    /// Layers to allocate.
+    /// Returns the number of layers to allocate.
     pub(crate) fn layers(&self) -> u16 {
         self.layers.unwrap_or(1)
     }
-    /// The same with `head_dim`s that the device takes.
+    /// Returns the same configuration with `head_dim`s that the device supports.
     pub(crate) fn fitted<B: Device>(&self, backend: &B) -> Self {
         let fit = |wanted: Option<u32>| wanted.map(|wanted| dim(backend, wanted));
         let (head_dim_k, head_dim_v) = (fit(self.head_dim_k), fit(self.head_dim_v));
         Self { head_dim_k, head_dim_v, ..self.clone() }
     }
-    /// K and V of one token: heads and dim.
+    /// Returns heads and dim of K and V.
     pub(crate) fn heads_dims(&self) -> [[usize; 2]; 2] {
         let dk = self.head_dim_k.unwrap_or(0);
         let heads = self.num_heads_kv.unwrap_or(0) as usize;
         [dk, self.head_dim_v.unwrap_or(dk)].map(|dim| [heads, dim as usize])
     }
-    /// Element type.
+    /// Returns the element type.
     pub(crate) fn element(&self) -> Result<DType, CaseError> {
         let name = self.dtype.as_deref().unwrap_or_default();
         name.parse().map_err(|error| CaseError::Broken(format!("config: {error}")))
     }
 
-    /// The same arguments for ours.
+    /// Returns the same arguments for this library.
     pub(crate) fn ours(&self) -> Result<InferenceConfig, CaseError> {
         let mut config = InferenceConfig::new(self.max_batch_size, self.max_sequence_length)
             .is_paged(self.is_paged);
@@ -98,7 +98,7 @@ impl Config {
         })
     }
 
-    /// A cache with its layers, numbered from 1.
+    /// Opens a cache and allocates its layers, numbered from 1.
     pub(crate) fn open<B: Device>(&self, backend: &B) -> Result<InferenceParams<B>, CaseError> {
         self.check_size()?;
         let mut params = InferenceParams::new(backend.clone(), self.ours()?)?;
@@ -118,9 +118,9 @@ pub(crate) struct Form {
 }
 
 impl Form {
-    /// How tensors for entries of `lens` tokens lie.
+    /// Returns the layout of tensors for entries of `lens` tokens.
     pub(crate) fn layout(self, lens: &[usize], [heads, dim]: [usize; 2]) -> TokenLayout {
-        let mut layout = crate::lab::dense(self.format, lens, [heads, dim]);
+        let mut layout = crate::fixture::dense(self.format, lens, [heads, dim]);
         if let Some([batch, tokens]) = self.padded {
             let total = if self.format == QkvFormat::Thd { batch * tokens } else { tokens };
             layout.batch = layout.batch.max(batch);
@@ -130,7 +130,7 @@ impl Form {
     }
 }
 
-/// Rows of a sequence from one position on.
+/// Makes rows of a sequence from one position on.
 pub(crate) fn rows(
     id: u64,
     positions: std::ops::Range<u32>,
@@ -152,7 +152,7 @@ pub(crate) fn rows(
 /// One sequence of a step: id, length before, new tokens.
 pub(crate) type Entry = (u64, u32, u32);
 
-/// Writes a step's published values into one layer; returns the shapes that `step` answers.
+/// Writes a step's published values to one layer; returns the shapes that `step` returns.
 pub(crate) fn write<B: Device>(
     backend: &B,
     params: &mut InferenceParams<B>,
@@ -179,7 +179,7 @@ pub(crate) fn write<B: Device>(
     Ok([output.k.shape(), output.v.shape()])
 }
 
-/// Cached K and V of one layer, by entry of the step, in the cache's own type.
+/// Reads cached K and V of one layer, by entry of the step, in the cache's own type.
 pub(crate) fn cached<B: Device>(
     backend: &B,
     params: &mut InferenceParams<B>,
@@ -216,7 +216,7 @@ pub(crate) fn check_content<B: Device>(
             for ((id, len), got) in live.iter().zip(plane) {
                 let expected = rows(*id, 0..*len, [kv, u32::from(layer)], shape);
                 let place = format!("sequence {id}, layer {layer}, kv {kv}");
-                let compared = crate::lab::check_rows(got, &expected, shape[0] * shape[1]);
+                let compared = crate::fixture::check_rows(got, &expected, shape[0] * shape[1]);
                 crate::case::At::at(compared, place)?;
             }
         }
@@ -224,7 +224,7 @@ pub(crate) fn check_content<B: Device>(
     Ok(())
 }
 
-/// FNV-1a-64 over the codes of K, then V.
+/// Returns the FNV-1a-64 hash of the codes of K, then V.
 pub(crate) fn hash(k: &[f32], v: &[f32]) -> String {
     let code = |value: &f32| (value * 64.0) as i8 as u8;
     let mut hash = 0xCBF2_9CE4_8422_2325_u64;
@@ -234,7 +234,7 @@ pub(crate) fn hash(k: &[f32], v: &[f32]) -> String {
     format!("{hash:016x}")
 }
 
-/// Everything a refusal must leave as it is.
+/// The state that a refused call must not change.
 #[derive(Debug, PartialEq)]
 pub(crate) struct State {
     rows: Vec<(SequenceId, u32, u32, Vec<BlockId>)>,
@@ -242,7 +242,7 @@ pub(crate) struct State {
     free: u32,
 }
 
-/// What callers can see of a cache.
+/// Reads the visible state of a cache.
 pub(crate) fn state<B: Device>(params: &InferenceParams<B>) -> State {
     let rows = params.sequences().iter();
     let rows =

@@ -6,7 +6,7 @@ use serde::Deserialize;
 
 use crate::case::{At, CaseError, CaseResult, Outcome, ensure, same};
 use crate::device::{Device, Place, Staged};
-use crate::lab::FORMATS;
+use crate::fixture::FORMATS;
 use crate::tokens::{Tensor, TokenLayout};
 
 /// Lengths, extents and the padded tensor.
@@ -22,7 +22,7 @@ pub(super) struct ConvertCase {
 }
 
 impl ConvertCase {
-    /// The same batch in other axes.
+    /// Returns the layout of the same batch in other axes.
     fn layout(&self, format: QkvFormat) -> TokenLayout {
         let Self { b: batch, h: heads, d: dim, .. } = *self;
         let tokens = if format == QkvFormat::Thd { self.t_out } else { self.max_seq_len };

@@ -1,8 +1,9 @@
-//! `te-errors/1`: what TransformerEngine refuses, ours refuses with a typed error and without a
-//! trace.
+//! `te-errors/1`: inputs that TransformerEngine refuses must be refused here with a typed error and
+//! without a change.
 use std::collections::BTreeMap;
 
-use kv_core::{CacheError, DType, InferenceParams, TensorView};
+use kv_compat::InferenceParams;
+use kv_core::{CacheError, DType, TensorView};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -41,10 +42,10 @@ struct StepAction {
     shape: Vec<u32>,
 }
 
-/// A condition on a configuration, and why ours decides otherwise.
+/// A condition on a configuration, and the reason why this library differs.
 type Difference = (fn(&Config) -> bool, &'static str);
 
-/// What TransformerEngine refuses and ours accepts on purpose.
+/// Inputs that TransformerEngine refuses and this library accepts on purpose.
 const WIDER: [Difference; 1] = [(
     |config| {
         let pages = config.page_size.and_then(|size| config.max_sequence_length.checked_div(size));
@@ -54,7 +55,7 @@ const WIDER: [Difference; 1] = [(
     "a pool smaller or larger than the worst case is the point of paging",
 )];
 
-/// What TransformerEngine accepts and ours refuses on purpose.
+/// Inputs that TransformerEngine accepts and this library refuses on purpose.
 const STRICTER: [Difference; 2] = [
     (
         |config| config.max_ctx_len.is_some_and(|n| n == 0 || n > config.max_sequence_length),
@@ -78,7 +79,7 @@ pub(super) fn run<B: Device>(backend: &B, case: &ErrorCase) -> CaseResult {
         (Some(config), _) => config.clone(),
         (None, Some(call)) => direct(call)?,
         (None, None) => {
-            let why = "describes a class of TransformerEngine, no behaviour of the cache";
+            let why = "describes a class of TransformerEngine, not a behaviour of the cache";
             return Ok(Outcome::Unsupported(why.to_owned()));
         }
     };
@@ -116,12 +117,12 @@ fn divides(config: &Config) -> bool {
     rest == Some(0) && config.max_batch_size > 0
 }
 
-/// A refusal that callers can act on, found before the device was asked.
+/// Returns whether a refusal is one that callers can act on, found before the device was called.
 fn typed(error: &CacheError) -> bool {
     matches!(error, CacheError::Spec(_) | CacheError::Plan(_) | CacheError::Exhausted(_))
 }
 
-/// A cache that TransformerEngine would not make takes a step and keeps its rows.
+/// Checks that a cache which TransformerEngine would not make takes a step and keeps its rows.
 fn works<B: Device>(
     backend: &B,
     mut params: InferenceParams<B>,
@@ -142,7 +143,7 @@ fn works<B: Device>(
     Ok(())
 }
 
-/// Runs the actions; the last one raises where the case says so.
+/// Runs the actions; the last one fails if the case says so.
 fn act<B: Device>(
     backend: &B,
     params: &mut InferenceParams<B>,
@@ -158,7 +159,7 @@ fn act<B: Device>(
         let place = format!("action {index} {action:?}");
         let before = match action {
             Action::PreStep(step) => {
-                // The step before is written, as every caller does.
+                // The previous step is written first, as every caller does.
                 finish(backend, params, config, &pending).at(&place)?;
                 let entry = |(id, n): &(u64, u32)| (*id, params.sequence_length(*id), *n);
                 pending = step.iter().map(entry).collect();
@@ -205,7 +206,7 @@ fn finish<B: Device>(
     Ok(())
 }
 
-/// `step` with zeros of the case's shape and type.
+/// Calls `step` with zeros of the case's shape and type.
 fn call_step<B: Device>(
     params: &mut InferenceParams<B>,
     [config, published]: [&Config; 2],
@@ -255,7 +256,8 @@ fn check_attributes<B: Device>(
     Ok(())
 }
 
-/// What accessors answer; an unknown sequence has nothing, and asking leaves nothing behind.
+/// Checks the results of accessors; an unknown sequence has no pages, and the call must not create
+/// it.
 fn check_result<B: Device>(
     params: &InferenceParams<B>,
     result: &serde_json::Map<String, Value>,
@@ -283,7 +285,8 @@ fn check_result<B: Device>(
     unchanged(params, &before)
 }
 
-/// The arguments of `PagedKVCacheManager(name=number,...)`; heads and dims are not the point there.
+/// Parses the arguments of `PagedKVCacheManager(name=number,...)`; heads and dims do not matter
+/// there.
 fn direct(call: &str) -> Result<Config, CaseError> {
     let not = || CaseError::Broken(format!("direct: {call:?} is no known call"));
     let (class, arguments) = call.split_once('(').ok_or_else(not)?;
@@ -310,7 +313,7 @@ fn direct(call: &str) -> Result<Config, CaseError> {
     })
 }
 
-/// A manager of the caller's own gets the same arguments by name.
+/// Checks that a custom manager gets the same arguments by name.
 fn custom_manager<B: Device>(backend: &B) -> CaseResult {
     for paged in [false, true] {
         let mut config =

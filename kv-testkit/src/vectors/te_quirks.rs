@@ -1,16 +1,17 @@
-//! `te-quirks/1`: inputs that TransformerEngine accepts and mishandles, and what is sane.
+//! `te-quirks/1`: inputs that TransformerEngine accepts and mishandles, with the intended
+//! behaviour.
 use std::collections::BTreeMap;
 
-use kv_core::front::InferenceConfig;
-use kv_core::{DType, InferenceParams};
+use kv_compat::{InferenceConfig, InferenceParams};
+use kv_core::DType;
 use serde::Deserialize;
 
 use super::te::{Config, Entry, Form, check_content, state, write};
 use crate::case::{At, CaseError, CaseResult, Outcome, ensure, refused, same};
 use crate::device::{Device, dim, limited};
-use crate::lab::FORMATS;
+use crate::fixture::FORMATS;
 
-/// One input and the lengths it means.
+/// One input and the intended lengths.
 #[derive(Debug, Deserialize)]
 pub(super) struct Quirk {
     config: Option<Config>,
@@ -51,7 +52,7 @@ pub(super) fn run<B: Device>(backend: &B, quirk: &Quirk) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Whether the step was possible.
+/// Runs one step; returns whether it was accepted.
 fn one_step<B: Device>(
     backend: &B,
     params: &mut InferenceParams<B>,
@@ -99,7 +100,7 @@ fn one_step<B: Device>(
     Ok(true)
 }
 
-/// Prefix sums beyond what an f32 holds. Without layers, such lengths need no memory.
+/// Checks prefix sums beyond the precision of f32. Without layers, such lengths need no memory.
 fn exact_sums<B: Device>(backend: &B, sums: &[u32]) -> Result<(), CaseError> {
     let lens: Option<Vec<_>> = sums.windows(2).map(|pair| pair[1].checked_sub(pair[0])).collect();
     let mut lens = lens.ok_or("exact_cu falls")?;
@@ -114,7 +115,7 @@ fn exact_sums<B: Device>(backend: &B, sums: &[u32]) -> Result<(), CaseError> {
     }
     let config = InferenceConfig::new(batch, longest.max(1)).num_heads_kv(1);
     let config = config.head_dim_k(dim(backend, 1)).dtype(DType::F16);
-    // No layer is allocated, so no limit of memory counts.
+    // No layer is allocated, so limits of memory do not matter.
     let device =
         limited(backend, |c| c.with_binding_bytes_max(u64::MAX).with_buffer_bytes_max(u64::MAX));
     let mut params = InferenceParams::new(device, config)?;

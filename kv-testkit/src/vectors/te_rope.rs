@@ -4,7 +4,7 @@ use serde::Deserialize;
 
 use crate::case::{CaseError, CaseResult, Outcome, ensure};
 use crate::device::{Device, dim};
-use crate::lab::seq;
+use crate::fixture::seq;
 use crate::oracle::Rope;
 use crate::rng::mix;
 
@@ -25,7 +25,8 @@ pub(super) struct RopeCase {
 impl RopeCase {
     fn rope(&self) -> Rope {
         let interpolation = match (self.interpolation_factor, self.pretrained_max) {
-            // Longer than what the factor was made for: the factor grows with the length.
+            // Longer than the length that the factor was made for: the factor grows with the
+            // length.
             (Some(factor), Some(max)) if f64::from(self.max_seq) > max * factor => {
                 f64::from(self.max_seq) / max
             }
@@ -71,8 +72,8 @@ pub(super) fn run<B: Device>(backend: &B, case: &RopeCase) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// What a step says after every sequence has cached its start. No layer has memory, so nothing is
-/// written.
+/// Returns the positions that a step reports after every sequence has cached its start. No layer
+/// has memory, so nothing is written.
 fn positions<B: Device>(backend: &B, case: &RopeCase) -> Result<Vec<u32>, CaseError> {
     let [batch, tokens, ..] = case.shape;
     let total: u64 = case.start_positions.iter().map(|start| u64::from(start + tokens)).sum();

@@ -1,7 +1,8 @@
-//! `te-trace/1`: step by step behaviour, recorded from TransformerEngine.
+//! `te-trace/1`: behaviour of TransformerEngine, recorded step by step.
 use std::collections::{BTreeMap, HashSet};
 
-use kv_core::{InferenceParams, QkvFormat};
+use kv_compat::InferenceParams;
+use kv_core::QkvFormat;
 use serde::Deserialize;
 
 use super::te::{Config, Entry, Form, cached, hash, write};
@@ -59,7 +60,7 @@ pub(super) fn run<B: Device>(backend: &B, trace: &Trace) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Batch entries and tokens of tensors padded for graph capture.
+/// Returns batch entries and tokens of tensors padded for graph capture.
 fn padding(trace: &Trace) -> Result<[usize; 2], CaseError> {
     let longest = trace.steps.iter().flat_map(|step| &step.entries).map(|(_, n)| *n).max();
     let tokens = trace.config.max_ctx_len.unwrap_or(0).max(longest.unwrap_or(0));
@@ -71,15 +72,15 @@ fn padding(trace: &Trace) -> Result<[usize; 2], CaseError> {
 }
 
 struct Replay<'t, B: Device> {
-    /// As recorded, and with `head_dim`s that the device takes.
+    /// The configuration as recorded; `config` has the `head_dim`s that the device supports.
     recorded: &'t Config,
     config: Config,
     form: Form,
     params: InferenceParams<B>,
-    /// Lengths by sequence, and our pages.
+    /// Lengths by sequence, and this library's pages.
     lens: BTreeMap<u64, u32>,
     pages: BTreeMap<u64, Vec<u32>>,
-    /// The recorded page table, and shapes, which steps omit while they stay.
+    /// The recorded page table, and shapes, which steps omit while they do not change.
     table: Option<&'t Vec<Vec<u32>>>,
     shapes: Option<[[u32; 4]; 2]>,
 }
@@ -137,7 +138,7 @@ impl<'t, B: Device> Replay<'t, B> {
         same("cu_kv", self.params.cu_seqlens_kv(), &step.cu_kv)
     }
 
-    /// Recorded shapes of K and V with the cache's own `head_dim`s.
+    /// Returns recorded shapes of K and V with the cache's own `head_dim`s.
     fn fitted(&self, shapes: [[u32; 4]; 2]) -> [[u32; 4]; 2] {
         let dims = [self.recorded, &self.config].map(Config::heads_dims);
         let mut shapes = shapes;
@@ -148,7 +149,7 @@ impl<'t, B: Device> Replay<'t, B> {
         shapes
     }
 
-    /// Of rows of a plane, the values that were recorded.
+    /// Returns the values of rows that were recorded.
     fn recorded_part(&self, plane: usize, rows: &[Vec<f32>]) -> Vec<Vec<f32>> {
         let ([_, own], [_, recorded]) =
             (self.config.heads_dims()[plane], self.recorded.heads_dims()[plane]);
@@ -175,7 +176,8 @@ impl<'t, B: Device> Replay<'t, B> {
         Ok(())
     }
 
-    /// Pages up to a renaming: as many, in the same rows, of one sequence each, and they stay.
+    /// Compares pages up to a renaming: the same number, in the same rows, each of one sequence,
+    /// and unchanged later.
     fn check_pages(&mut self, step: &'t Step) -> Result<(), CaseError> {
         if let Some(table) = &step.pt {
             self.table = Some(table);

@@ -1,4 +1,4 @@
-//! Readers on damaged, lying and unknown files.
+//! Readers of damaged, inconsistent and unknown files.
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -8,7 +8,7 @@ use super::*;
 use crate::device::Shared;
 use crate::rng::Rng;
 
-/// A folder of its own, gone with the value.
+/// A temporary folder that is deleted on drop.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -90,13 +90,13 @@ fn unknown_files_are_failures_and_those_of_others_are_skipped() {
     assert_eq!(why, "not a stored format here");
 }
 
-/// A file of blocks that are none of ours.
+/// A file of blocks that this library does not store.
 const GGML: &str = r#"{"schema": "quant-ggml-blocks/1", "rows": [{"name": "x", "x_f32_bits": "",
     "formats": {}}], "meta": {"block_bytes": {"q4_1": 20}, "block_elems": {"q4_1": 32}}}"#;
 
-/// Files of the quant schemas that do not hold what they say, each with a word of the complaint.
+/// Files of the quant schemas with wrong content, each with a word of the expected message.
 #[test]
-fn lies_about_codes_are_found() {
+fn wrong_codes_are_found() {
     let text = |name: &str| String::from_utf8(testdata(&format!("quant/{name}"))).unwrap();
     let e4m3 = text("e4m3fn_decode.csv");
     let ue4m3 = text("ue4m3_decode.csv");
@@ -114,9 +114,13 @@ fn lies_about_codes_are_found() {
         ("ue4m3_decode.csv", ue4m3.replace("0x02,0.00390625,", "0x02,0.0039,"), "in ggml"),
         ("f32_to_fp8_encode.csv", fp8.replace("e5m2_torch", "e5m2_jax"), "unknown column e5m2_jax"),
         ("f32_to_fp8_encode.csv", fp8.replace("e5m2_torch", "e4m3_torch"), "appears twice"),
-        ("f32_to_fp8_encode.csv", fp8.replace(",0x7e", ",0x7"), "no hexadecimal number"),
-        ("f32_to_fp8_encode.csv", fp8.replace("0x7e", "0x+7"), "no hexadecimal number"),
-        ("a.csv", "f32_bits,category\n0x00000000,zero\n".to_owned(), "no column of a convention"),
+        ("f32_to_fp8_encode.csv", fp8.replace(",0x7e", ",0x7"), "not a hexadecimal number"),
+        ("f32_to_fp8_encode.csv", fp8.replace("0x7e", "0x+7"), "not a hexadecimal number"),
+        (
+            "a.csv",
+            "f32_bits,category\n0x00000000,zero\n".to_owned(),
+            "no column in this library's convention",
+        ),
         ("a.csv", "x,y\n1,2\n".to_owned(), "unknown header"),
         ("a.csv", String::new(), "without rows"),
     ];
@@ -129,7 +133,7 @@ fn lies_about_codes_are_found() {
         assert!(why[0].contains(name), "{why:?} does not name {name}");
         fs::remove_file(folder.0.join(name)).unwrap();
     }
-    // What only running finds: a code that is not ours.
+    // Errors that only running finds: a code that differs from this library's.
     let lies = [
         ("e5m2_decode.csv", e4m3),
         ("f32_to_fp8_encode.csv", fp8.replace(",0x7e", ",0x7d")),
@@ -144,9 +148,9 @@ fn lies_about_codes_are_found() {
     }
 }
 
-/// A recording whose description does not fit its numbers.
+/// A recording whose description does not match its numbers.
 #[test]
-fn lies_about_a_recording_are_found() {
+fn wrong_recordings_are_found() {
     let meta = String::from_utf8(testdata("quant/real_kv/meta.json")).unwrap();
     let files = ["smollm2_135m_k.f16", "smollm2_135m_v.f16", "smollm2_135m_q_every8.f16"];
     let lies: [(&str, &str); 7] = [
@@ -191,7 +195,7 @@ fn one_bad_case_fails_alone() {
     assert!(bad(&found)[0].contains("case x"));
 }
 
-/// Runs whatever a folder holds; nothing may panic. The device computes nothing, so most fail.
+/// Runs the vectors of a folder; none may panic. The null device computes nothing, so most fail.
 fn run_all(folder: &Folder) -> usize {
     let backend = Shared::new(NullBackend::new());
     let mut failed = 0;
@@ -238,7 +242,7 @@ fn truncated_files_fail_and_never_panic() {
 }
 
 #[test]
-fn lying_files_never_panic() {
+fn inconsistent_files_never_panic() {
     let mut rng = Rng::new(4);
     let files = [
         "te/page_reuse.json",
@@ -258,7 +262,7 @@ fn lying_files_never_panic() {
     for (index, file) in files.into_iter().enumerate() {
         let original = testdata(file);
         let name = Path::new(file).file_name().unwrap().to_str().unwrap();
-        // The head of a file says what it is; its digits are what it claims.
+        // The head of a file names its schema; its digits are its claims.
         let head = original.len().min(3000);
         // The file of quirks has a step of 2^24 tokens.
         let rounds = if file.ends_with("quirks.json") { 3 } else { 15 };

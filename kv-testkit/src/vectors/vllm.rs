@@ -1,14 +1,14 @@
-//! `vllm-scenario/1`: single calls and what became of them, recorded from vLLM's `KVCacheManager`.
+//! `vllm-scenario/1`: single calls and their outcomes, recorded from vLLM's `KVCacheManager`.
 //!
-//! Outcomes under `sem` bind, those under `impl` do not, and where this cache does otherwise on
-//! purpose [`DEVIATIONS`] says what it does. A field that this reader does not know is an error:
-//! what it asks for would not be tested.
+//! Outcomes under `sem` must be the same here, those under `impl` need not, and [`DEVIATIONS`]
+//! lists where this cache differs on purpose. A field that this reader does not know is an error,
+//! because its content would not be tested.
 use kv_core::events::{Event, EventKind};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::{Map, Value, json};
 
-use super::vllm_engine::{Engine, Terms};
+use super::vllm_engine::{AdmissionTerms, Engine};
 use crate::case::{At, CaseError, CaseResult, Outcome, ensure, same};
 use crate::consumer::Consumer;
 use crate::device::Device;
@@ -27,21 +27,21 @@ pub(super) struct Scenario {
     ops: Vec<Op>,
 }
 
-/// An outcome that is not the recorded one.
+/// An outcome that differs from the recorded one on purpose.
 struct Deviation {
     scenario: &'static str,
     operation: usize,
     outcome: &'static str,
-    /// What vLLM did, so that a new recording is noticed.
+    /// The recorded outcome, so that a new recording is noticed.
     recorded: u64,
     ours: u64,
 }
 
-/// Where this cache does otherwise than vLLM, and why.
+/// Where this cache differs from vLLM, and why.
 ///
-/// Of two requests that compute the same blocks side by side, vLLM keeps both copies. Here the
-/// second takes the blocks of the first when its step is committed, and its own are free: copies
-/// would push out what others need.
+/// If two requests compute the same blocks side by side, vLLM keeps both copies. Here the second
+/// request takes the blocks of the first when its step is committed, and its own become free:
+/// copies would evict content that others need.
 const DEVIATIONS: &[Deviation] = &[Deviation {
     scenario: "12_duplicate_blocks_not_merged",
     operation: 3,
@@ -51,7 +51,7 @@ const DEVIATIONS: &[Deviation] = &[Deviation {
 }];
 
 impl Scenario {
-    /// What an operation must lead to here.
+    /// Returns the expected outcome of an operation here.
     fn expected(&self, index: usize, op: &Op) -> Result<Sem, CaseError> {
         let mut sem = op.sem().clone();
         let is_here = |deviation: &&Deviation| {
@@ -65,7 +65,7 @@ impl Scenario {
     }
 }
 
-/// How the recorded cache was made.
+/// The configuration of the recorded cache.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Config {
@@ -84,12 +84,12 @@ pub(super) struct Config {
 }
 
 impl Config {
-    /// A full cache of one group.
+    /// Makes a cache of one group without a window.
     pub(super) fn full(num_blocks: u32, block_size: u32, watermark: f64) -> Self {
         Self { num_blocks, block_size, watermark, ..Self::default() }
     }
 
-    /// Keys before its own that a query sees, by group; `None` for all.
+    /// Returns the number of keys before its own that a query sees, by group; `None` for all.
     pub(super) fn windows(&self) -> Result<Vec<Option<u32>>, CaseError> {
         let full = [String::from("full")];
         let one = |spec: &String| match (spec.as_str(), self.window) {
@@ -103,7 +103,8 @@ impl Config {
         specs.iter().map(one).collect()
     }
 
-    /// Blocks that an admission leaves free while another request is scheduled.
+    /// Returns the number of blocks that an admission leaves free while another request is
+    /// scheduled.
     pub(super) fn watermark_blocks(&self, is_scheduled: bool) -> u32 {
         if is_scheduled { (self.watermark * f64::from(self.num_blocks)).floor() as u32 } else { 0 }
     }
@@ -275,12 +276,12 @@ pub(super) fn run<B: Device>(backend: &B, scenario: &Scenario) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Every recorded outcome must be ours.
+/// Compares an outcome with the recorded one.
 fn compare(sem: &Sem, got: &Sem) -> Result<(), CaseError> {
     for (key, expected) in sem {
         let got = got.get(key);
         let got = got.ok_or_else(|| format!("sem: {key:?} is unknown for this operation"))?;
-        // Blocks are listed by group, or counted in all.
+        // Blocks are listed by group, or counted in total.
         let sum = match (got, expected) {
             (Value::Array(list), Value::Number(_)) => {
                 json!(list.iter().filter_map(Value::as_u64).sum::<u64>())
@@ -295,7 +296,7 @@ fn compare(sem: &Sem, got: &Sem) -> Result<(), CaseError> {
 struct Replay<'s, B: Device> {
     config: &'s Config,
     engine: Engine<B>,
-    /// Counts when they were last asked for, which sets them back.
+    /// Counts at the previous read, which resets them.
     taken: [[u64; 3]; 2],
     was_reset: bool,
     events: Consumer,
@@ -322,12 +323,12 @@ impl<B: Device> Replay<'_, B> {
                 let ok = self.engine.step(id, *n, (&[], 0), *lookahead)?;
                 json!({ "ok": ok, "new_blocks": self.grown(id, &before)? })
             }
-            Op::Preempt(named) => {
-                self.engine.preempt(&named.id)?;
+            Op::Preempt(hashes) => {
+                self.engine.preempt(&hashes.id)?;
                 json!({})
             }
-            Op::Free(named) => {
-                self.engine.free_request(&named.id)?;
+            Op::Free(hashes) => {
+                self.engine.free_request(&hashes.id)?;
                 json!({})
             }
             Op::Reset(_) => {
@@ -355,7 +356,7 @@ impl<B: Device> Replay<'_, B> {
         is_scheduled: bool,
     ) -> Result<Value, CaseError> {
         let watermark = self.config.watermark_blocks(is_scheduled);
-        let terms = Terms { chunk, lookahead, must_fit, watermark };
+        let terms = AdmissionTerms { chunk, lookahead, must_fit, watermark };
         let admitted = self.engine.admit(id, terms)?;
         let mut got = json!({
             "computed_tokens": admitted.computed,
@@ -368,7 +369,7 @@ impl<B: Device> Replay<'_, B> {
         Ok(got)
     }
 
-    /// Blocks a request has more than before, by group.
+    /// Returns the growth of a request's block tables, by group.
     fn grown(&self, id: &str, before: &[u32]) -> Result<Vec<u32>, CaseError> {
         let after = self.engine.table_lens(id)?;
         Ok(after.iter().zip(before).map(|(after, before)| after - before).collect())
@@ -388,8 +389,8 @@ impl<B: Device> Replay<'_, B> {
         Ok(json!({ "steps_ok": steps, "new_blocks": self.grown(&decode.id, &before)? }))
     }
 
-    /// One new token and drafts. vLLM learns the new token with the accepted ones, after the step,
-    /// so that all of them are uncertain while it runs.
+    /// Runs one new token and drafts. vLLM learns the new token together with the accepted ones,
+    /// after the step, so all of them are uncertain while it runs.
     fn speculate(&mut self, spec: &Spec) -> Result<Value, CaseError> {
         let stay = spec.accept + 1;
         same("tokens of a spec", spec.tokens.len() as u32, stay)?;
@@ -409,7 +410,7 @@ impl<B: Device> Replay<'_, B> {
         }))
     }
 
-    /// Counts since they were last asked for.
+    /// Returns counts since the previous read.
     fn stats(&mut self) -> Value {
         let now = self.engine.counts();
         let since = |kind: usize, i: usize| now[kind][i] - self.taken[kind][i];
@@ -422,7 +423,7 @@ impl<B: Device> Replay<'_, B> {
         got
     }
 
-    /// Who follows the events knows what the cache knows.
+    /// Checks that a consumer of the events knows the same as the cache.
     fn check_events(&mut self) -> Result<(), CaseError> {
         if !self.config.events {
             return Ok(());

@@ -1,4 +1,4 @@
-//! A scheduler's requests on our cache, by the calls that vLLM's `KVCacheManager` has.
+//! A scheduler's requests on this cache, through the calls of vLLM's `KVCacheManager`.
 use std::collections::BTreeMap;
 
 use kv_core::block::BlockPool;
@@ -11,7 +11,7 @@ use kv_core::{
 use super::vllm::Config;
 use crate::case::{At, CaseError, ensure, same};
 use crate::device::{Device, dim};
-use crate::named::{self, Name};
+use crate::provenance::{self, PrefixHash};
 
 /// One request, running or waiting.
 #[derive(Debug)]
@@ -35,26 +35,26 @@ fn options(salt: &[u8], adapter: Option<u64>, backoff: u32) -> StartOptions<'_> 
     adapter.map_or(options, |adapter| options.with_adapter(adapter))
 }
 
-/// Conditions of one admission.
+/// The conditions of one admission.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Terms {
+pub(super) struct AdmissionTerms {
     pub(super) chunk: Option<u32>,
     pub(super) lookahead: u32,
     pub(super) must_fit: bool,
-    /// Blocks that stay free.
+    /// Blocks that must stay free.
     pub(super) watermark: u32,
 }
 
-/// What became of an admission.
+/// The result of an admission.
 #[derive(Debug)]
 pub(super) struct Admitted {
     pub(super) computed: u32,
     pub(super) is_in: bool,
-    /// By group.
+    /// New blocks by group.
     pub(super) new_blocks: Vec<u32>,
 }
 
-/// A cache, its requests, and what they are charged.
+/// A cache, its requests and their blocks.
 #[derive(Debug)]
 pub(super) struct Engine<B: Device> {
     backend: B,
@@ -67,14 +67,14 @@ pub(super) struct Engine<B: Device> {
     requests: BTreeMap<String, Request>,
     adapters: Vec<String>,
     next: u64,
-    /// Lookups of admissions that the shared pool refuses, which ours began.
+    /// Lookups of admissions that this cache started and that vLLM's shared pool refuses.
     uncounted: [u64; 3],
-    /// vLLM's shared pool would have given up blocks that our pools keep.
+    /// Whether vLLM's shared pool would have evicted blocks that the pools here keep.
     pub(super) is_pressed: bool,
 }
 
 impl<B: Device> Engine<B> {
-    /// A cache of one layer a group.
+    /// Creates a cache with one layer per group.
     pub(super) fn new(backend: &B, config: &Config) -> Result<Self, CaseError> {
         let windows = config.windows()?;
         let capacity = config.num_blocks.saturating_sub(1);
@@ -94,7 +94,7 @@ impl<B: Device> Engine<B> {
             .eviction(Eviction::Lru);
         let spec = spec.events(if config.events { 1 << 16 } else { 0 });
         let spec = spec.build()?;
-        // Groups that list their layers come behind the others.
+        // Groups that list their layers come after the others.
         let order = spec.groups().iter().map(|group| windows[usize::from(group.layers()[0].0)]);
         let windows = order.collect();
         Ok(Self {
@@ -112,7 +112,7 @@ impl<B: Device> Engine<B> {
         })
     }
 
-    /// Whether any request holds blocks.
+    /// Returns whether any request holds blocks.
     pub(super) fn is_any_running(&self) -> bool {
         self.requests.values().any(|request| request.is_running)
     }
@@ -121,13 +121,13 @@ impl<B: Device> Engine<B> {
         (0..self.windows.len() as u8).map(GroupId)
     }
 
-    /// Blocks nobody holds, as one pool for all groups would count them.
+    /// Returns the number of free blocks, counted as one pool for all groups.
     pub(super) fn free(&self) -> u32 {
         let pools = self.groups().filter_map(|group| self.cache.pool(group));
         self.capacity.saturating_sub(pools.map(BlockPool::num_used).sum())
     }
 
-    /// Notes whether held and cached blocks of all groups would not fit one pool any more.
+    /// Notes whether held and cached blocks of all groups no longer fit into one pool.
     fn note_pressure(&mut self) {
         let pools = self.groups().filter_map(|group| self.cache.pool(group));
         let filled: u32 = pools.map(|pool| pool.num_blocks() - pool.num_empty()).sum();
@@ -144,7 +144,7 @@ impl<B: Device> Engine<B> {
         Some(number as u64)
     }
 
-    /// A request arrives.
+    /// Adds a request.
     pub(super) fn arrive(
         &mut self,
         id: &str,
@@ -174,7 +174,7 @@ impl<B: Device> Engine<B> {
         let sequence = self.running(id)?.sequence;
         Ok(self.cache.seq_len(sequence).unwrap_or(0))
     }
-    /// Tokens that no step has brought yet.
+    /// Returns the number of tokens that are not computed yet.
     pub(super) fn pending(&self, id: &str) -> Result<u32, CaseError> {
         Ok(self.running(id)?.tokens.len() as u32 - self.computed(id)?)
     }
@@ -189,25 +189,25 @@ impl<B: Device> Engine<B> {
         }
     }
 
-    /// Length of the request's block tables, by group.
+    /// Returns the lengths of the request's block tables, by group.
     pub(super) fn table_lens(&self, id: &str) -> Result<Vec<u32>, CaseError> {
         let sequence = self.running(id)?.sequence;
         let len = |group| self.cache.block_table(sequence, group).map_or(0, <[_]>::len) as u32;
         Ok(self.groups().map(len).collect())
     }
 
-    /// Tokens that a prompt would not have to compute.
+    /// Returns the number of cached tokens of a prompt.
     pub(super) fn look_up(&self, tokens: &[u32], salt: Option<&str>, adapter: Option<u64>) -> u32 {
         let options = options(salt.unwrap_or_default().as_bytes(), adapter, self.backoff);
         self.cache.probe(tokens, options)
     }
 
-    /// Lets a request in, or changes nothing.
-    pub(super) fn admit(&mut self, id: &str, terms: Terms) -> Result<Admitted, CaseError> {
+    /// Admits a request, or changes nothing.
+    pub(super) fn admit(&mut self, id: &str, terms: AdmissionTerms) -> Result<Admitted, CaseError> {
         let Some(request) = self.requests.get(id).filter(|request| !request.is_running) else {
             return Err(CaseError::from(format!("request {id} is unknown or runs already")));
         };
-        // Tokens that no pool can hold have no part in it.
+        // Tokens beyond the longest sequence are left out.
         let most = request.tokens.len().min(self.cache.spec().max_seq_len() as usize);
         let prompt = request.tokens[..most].to_vec();
         let options = request.options(self.backoff);
@@ -224,7 +224,7 @@ impl<B: Device> Engine<B> {
             Err(other) => return Err(other.into()),
         }
         let sequence = request.sequence;
-        let named = named::names(&prompt, &options);
+        let hashes = provenance::prefix_hashes(&prompt, &options);
         let before = (self.free(), self.cache.stats());
         let started = self.cache.start(sequence, &prompt, options)?;
         same("start and probe", started, computed)?;
@@ -232,7 +232,11 @@ impl<B: Device> Engine<B> {
         let input = StepInput::tokens(sequence, first).with_lookahead(terms.lookahead);
         let spec = self.cache.spec().clone();
         let mut step = self.cache.begin_step(&[input]).at("a step that was said to fit")?;
-        named::write(&mut step, &spec, &named[computed as usize..(computed + chunk) as usize])?;
+        provenance::write(
+            &mut step,
+            &spec,
+            &hashes[computed as usize..(computed + chunk) as usize],
+        )?;
         step.commit()?;
         if let Some(request) = self.requests.get_mut(id) {
             request.is_running = true;
@@ -242,20 +246,21 @@ impl<B: Device> Engine<B> {
             return Ok(refused);
         }
         self.note_pressure();
-        self.check_rows(id, computed, &named).at(format!("{computed} tokens taken over"))?;
+        self.check_rows(id, computed, &hashes).at(format!("{computed} reused tokens"))?;
         let hit = computed / self.block_size;
         let new_blocks = self.table_lens(id)?.into_iter().map(|len| len - hit).collect();
         Ok(Admitted { computed, is_in: true, new_blocks })
     }
 
-    /// Blocks an admission took that began with `before` free ones.
+    /// Returns the number of free blocks that an admission took, of `before`.
     fn free_needed(&self, before: u32) -> u32 {
         let pools = self.groups().filter_map(|group| self.cache.pool(group));
         let used: u32 = pools.map(BlockPool::num_used).sum();
         used + before - self.capacity
     }
 
-    /// What all groups took together would not have fitted one pool: our pools are larger.
+    /// Undoes an admission that fits into the pools here, which are larger, but not into vLLM's
+    /// shared pool.
     fn refuse_late(&mut self, id: &str, before: &Stats) -> Result<(), CaseError> {
         let sequence = self.running(id)?.sequence;
         self.cache.forget_sequence(sequence)?;
@@ -271,19 +276,19 @@ impl<B: Device> Engine<B> {
         Ok(())
     }
 
-    /// Rows of the first `len` tokens that no window has given up.
-    fn check_rows(&mut self, id: &str, len: u32, named: &[Name]) -> Result<(), CaseError> {
+    /// Checks rows of the first `len` tokens, except those that left a window.
+    fn check_rows(&mut self, id: &str, len: u32, hashes: &[PrefixHash]) -> Result<(), CaseError> {
         let sequence = self.running(id)?.sequence;
         for (group, window) in self.windows.clone().into_iter().enumerate() {
             let begin = window.map_or(0, |left| len.saturating_sub(left)).min(len);
-            let seen = &named[begin as usize..len as usize];
-            named::check(&self.backend, &mut self.cache, (sequence, group), begin, seen)?;
+            let seen = &hashes[begin as usize..len as usize];
+            provenance::check(&self.backend, &mut self.cache, (sequence, group), begin, seen)?;
         }
         Ok(())
     }
 
-    /// Brings the next `tokens` of a request, and `drafts`, of which the first `accepted` stay.
-    /// False, and no change, where the blocks are exhausted.
+    /// Computes the next `tokens` of a request, and `drafts`, the first `accepted` of which stay.
+    /// Returns false and changes nothing if blocks are exhausted.
     pub(super) fn step(
         &mut self,
         id: &str,
@@ -294,10 +299,10 @@ impl<B: Device> Engine<B> {
         let (request, begin) = (self.running(id)?, self.computed(id)? as usize);
         let end = begin + tokens as usize;
         ensure(end <= request.tokens.len(), || {
-            format!("request {id} has {} tokens, {end} are asked for", request.tokens.len())
+            format!("request {id} has {} tokens, {end} are requested", request.tokens.len())
         })?;
         let all: Vec<_> = request.tokens[..end].iter().chain(drafts).copied().collect();
-        let named = named::names(&all, &request.options(0));
+        let hashes = provenance::prefix_hashes(&all, &request.options(0));
         let sequence = request.sequence;
         let input = StepInput::tokens(sequence, &all[begin..]);
         let input = input.with_drafts(drafts.len() as u32).with_lookahead(lookahead);
@@ -310,7 +315,7 @@ impl<B: Device> Engine<B> {
             Err(CacheError::Exhausted(_)) => return Ok(false),
             Err(other) => return Err(other.into()),
         };
-        named::write(&mut step, &spec, &named[begin..])?;
+        provenance::write(&mut step, &spec, &hashes[begin..])?;
         if drafts.is_empty() {
             step.commit()?;
         } else {
@@ -318,11 +323,11 @@ impl<B: Device> Engine<B> {
         }
         self.note_pressure();
         let len = self.computed(id)?;
-        self.check_rows(id, len, &named)?;
+        self.check_rows(id, len, &hashes)?;
         Ok(true)
     }
 
-    /// Whether what all groups take fits what all groups have.
+    /// Returns whether the blocks that all groups need fit into one pool.
     fn fits_together(&self, input: &StepInput<'_>) -> Result<bool, CaseError> {
         let (mut needed, mut free) = (0, self.free());
         for group in self.groups() {
@@ -342,7 +347,7 @@ impl<B: Device> Engine<B> {
         Ok(())
     }
 
-    /// Ends a request that runs or waits.
+    /// Ends a request, running or waiting.
     pub(super) fn free_request(&mut self, id: &str) -> Result<(), CaseError> {
         let request = self.request(id)?;
         if request.is_running {
@@ -352,8 +357,8 @@ impl<B: Device> Engine<B> {
         Ok(())
     }
 
-    /// Requests, tokens asked for and tokens found, so far; first of new requests, then of those
-    /// that were preempted.
+    /// Returns requests, tokens looked up and tokens found so far; first of new requests, then of
+    /// preempted ones.
     pub(super) fn counts(&self) -> [[u64; 3]; 2] {
         let mut new = counts(&self.cache.stats(), false);
         (0..3).for_each(|i| new[i] -= self.uncounted[i]);

@@ -1,11 +1,11 @@
-//! `vllm-fuzz/1`: hundreds of requests under pressure, recorded from vLLM's `KVCacheManager`.
+//! `vllm-fuzz/1`: hundreds of requests in a small pool, recorded from vLLM's `KVCacheManager`.
 use std::collections::BTreeMap;
 
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 
 use super::vllm::Config;
-use super::vllm_engine::{Engine, Terms};
+use super::vllm_engine::{AdmissionTerms, Engine};
 use crate::case::{At, CaseError, CaseResult, Outcome, ensure, same};
 use crate::device::Device;
 
@@ -24,7 +24,7 @@ pub(super) struct Run {
     #[serde(default)]
     watermark: f64,
     requests: u64,
-    /// Rounds of the recorder's scheduler, which the log does not tell apart.
+    /// Rounds of the recorder's scheduler, which the log does not distinguish.
     #[serde(default, rename = "steps")]
     _steps: Option<IgnoredAny>,
     preemptions: u64,
@@ -33,7 +33,7 @@ pub(super) struct Run {
     log: Vec<Entry>,
 }
 
-/// One line of the log; free blocks are those after it.
+/// One line of the log; free blocks are counted after it.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 enum Entry {
@@ -96,7 +96,7 @@ pub(super) fn run<B: Device>(backend: &B, run: &Run) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Admissions and steps.
+/// Runs admissions and steps.
 fn step<B: Device>(
     engine: &mut Engine<B>,
     config: &Config,
@@ -105,7 +105,8 @@ fn step<B: Device>(
     match entry {
         Entry::Admit(_, id, computed, ok, free) => {
             let watermark = config.watermark_blocks(engine.is_any_running());
-            let admitted = engine.admit(id, Terms { watermark, ..Terms::default() })?;
+            let admitted =
+                engine.admit(id, AdmissionTerms { watermark, ..AdmissionTerms::default() })?;
             same("ok", admitted.is_in, *ok)?;
             same("computed", admitted.computed, *computed)?;
             same("free", engine.free(), *free)
@@ -119,8 +120,8 @@ fn step<B: Device>(
     }
 }
 
-/// Whose step was refused, so that the first request of `log` was preempted: the one that steps
-/// next, or the last of those preempted.
+/// Returns the request whose step was refused, so that the first request of `log` was preempted:
+/// the one that steps next, or the last of those preempted.
 fn failing<'l>(log: &'l [Entry], first: &'l String) -> &'l String {
     let mut failing = first;
     for entry in log {
@@ -136,6 +137,6 @@ fn failing<'l>(log: &'l [Entry], first: &'l String) -> &'l String {
 fn check_refused<B: Device>(engine: &mut Engine<B>, id: &str) -> Result<(), CaseError> {
     let free = engine.free();
     let fits = engine.step(id, 1, (&[], 0), 0)?;
-    ensure(!fits, || format!("the step of {id} fits, and nobody need be preempted"))?;
+    ensure(!fits, || format!("the step of {id} fits, so no preemption is needed"))?;
     same("free blocks after a refusal", engine.free(), free)
 }

@@ -1,4 +1,4 @@
-//! Attention over cached rows: partial results of parts of contexts, and their merge.
+//! Attention over cached rows: partial results of KV splits, and their merge.
 mod form;
 
 use kv_core::DeviceError;
@@ -7,7 +7,7 @@ use kv_core::plan::{AttendArgs, AttentionOptions, AttentionPlan, Mask};
 use super::pad::{self, Owned};
 use crate::buffer::WgpuBuffer;
 use crate::device::unsupported;
-use crate::params::{AttendParams, MergeParams, Plane, Sight, Tensor};
+use crate::params::{AttendParams, MaskOptions, MergeParams, Plane, Tensor};
 use crate::pipelines::Kernel;
 use crate::queue::WgpuQueue;
 use crate::recording::Slot;
@@ -19,19 +19,19 @@ use form::{Form, Rows, Side};
 use kv_core::num::to_u32;
 
 const OPERATION: &str = "attend";
-/// Bytes of partial results, at most: longer prompts take several rounds.
+/// Limit for the bytes of partial results: longer prompts take several rounds.
 const PARTS_BYTES: u64 = 32 << 20;
 
-/// What is alike in all dispatches of a call.
+/// Parameters and bindings that all dispatches of a call share.
 struct Work {
     form: Form,
     merge: Kernel,
     params: AttendParams,
     merged: MergeParams,
-    /// Query, constants of K and of V.
+    /// Query, constants of K, constants of V.
     inputs: [Slot; 3],
     sink_logits: Slot,
-    /// Output, and the log-sum-exp where it is asked for.
+    /// Output, and the log-sum-exp if it was requested.
     outputs: Vec<Slot>,
     tiles: u32,
     kv_heads: u32,
@@ -71,7 +71,7 @@ pub(crate) fn attend(
         q,
         k,
         v,
-        sight: sight(&options),
+        mask: mask_options(&options),
         scale: options.scale(),
         soft_cap: options.soft_cap().unwrap_or(0.0),
         group,
@@ -113,19 +113,20 @@ pub(crate) fn attend(
     lse.map_or(Ok(()), |lse| fill(queue, &step, lse, (plan.total_q(), f32::NEG_INFINITY)))
 }
 
-/// Query heads that share a kv head.
+/// Returns how many query heads share a kv head.
 fn group(q: &Tensor, k: &Plane, v: &Plane) -> Result<u32, DeviceError> {
     match q.heads.checked_div(k.num_kv_heads) {
         Some(group) if group > 0 && v.num_kv_heads == k.num_kv_heads => Ok(group),
         _ => {
-            let why = format!("{} query, {} kv heads", q.heads, k.num_kv_heads);
+            let why =
+                format!("{} query heads do not divide by {} kv heads", q.heads, k.num_kv_heads);
             Err(unsupported(OPERATION, why))
         }
     }
 }
 
-fn sight(options: &AttentionOptions<'_>) -> Sight {
-    Sight {
+fn mask_options(options: &AttentionOptions<'_>) -> MaskOptions {
+    MaskOptions {
         full: (options.mask() == Mask::Full).into(),
         window_left: options.window_left().unwrap_or(u32::MAX),
         sink_tokens: options.sink_tokens(),
@@ -141,7 +142,7 @@ fn run(
 ) -> Result<(), DeviceError> {
     let shared = &std::sync::Arc::clone(&queue.recorder.shared);
     let Work { params, merged, .. } = work;
-    // Words of a tile of rows: its values, then maximum and sum of each row.
+    // Words of a tile of rows: its values, then the maximum and the sum of each row.
     let rows = u64::from(work.kv_heads)
         .saturating_mul(params.slices.into())
         .saturating_mul(merged.rows.into());
@@ -156,7 +157,8 @@ fn run(
     let stats = rows.saturating_mul(params.v.head_dim.into()).saturating_mul(together.into());
     let bytes = each.saturating_mul(together.into()).saturating_mul(4);
     let memory = queue.scratch.reserve(shared, bytes, OPERATION)?;
-    let stats = u32::try_from(stats).map_err(|_| unsupported(OPERATION, "partial results"))?;
+    let stats = u32::try_from(stats)
+        .map_err(|_| unsupported(OPERATION, "partial results beyond 4 Gi words"))?;
     let mut first_tile = 0;
     while first_tile < work.tiles {
         let tiles = together.min(work.tiles.saturating_sub(first_tile));
@@ -184,7 +186,7 @@ fn run(
     Ok(())
 }
 
-/// Fills the rows that no query owns.
+/// Fills the rows that belong to no query.
 fn fill(
     queue: &mut WgpuQueue,
     step: &Step,

@@ -1,5 +1,5 @@
-//! Bytes of the host to the device, and zeros. Commands of the device move whole words; what does
-//! not begin and end at one is a shader's.
+//! Uploads of bytes, and zeroing. WebGPU's own commands move whole words; a shader handles ranges
+//! that do not begin and end at a word.
 use kv_core::DeviceError;
 
 use crate::buffer::WgpuBuffer;
@@ -10,9 +10,9 @@ use kv_core::num::to_u64;
 
 const UPLOAD: &str = "upload";
 const ZERO: &str = "zero";
-/// Words that a workgroup writes.
+/// Words that one workgroup writes.
 const WORDS: u64 = 64;
-/// Bytes that go at once where a shader moves them: less than any device binds.
+/// Bytes that one dispatch of the shader moves: below the binding limit of every device.
 const PART: usize = 1 << 24;
 
 fn copying() -> Kernel {
@@ -38,16 +38,16 @@ pub(crate) fn upload(
         return Ok(());
     }
     if begin.is_multiple_of(4) && len.is_multiple_of(4) {
-        let piece = recorder.push(src)?;
-        let (from, offset) = (&piece.buffer, piece.offset);
+        let sent = recorder.push(src)?;
+        let (from, offset) = (&sent.buffer, sent.offset);
         recorder.encoder()?.copy_buffer_to_buffer(from, offset, dst.buffer(), begin, len);
         return Ok(());
     }
     let mut at = at;
     for part in src.chunks(PART) {
-        let piece = recorder.push(part)?;
+        let sent = recorder.push(part)?;
         let range = (at, to_u64(part.len()));
-        run(recorder, (&copying(), UPLOAD), (dst, range), Some(piece.into()))?;
+        run(recorder, (&copying(), UPLOAD), (dst, range), Some(sent.into()))?;
         at = at.saturating_add(range.1);
     }
     Ok(())

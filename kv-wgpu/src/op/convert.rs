@@ -1,4 +1,4 @@
-//! Changes of axes and element type.
+//! Conversion of axes and element type.
 use kv_core::DeviceError;
 use kv_core::plan::{ConvertArgs, ConvertPlan};
 

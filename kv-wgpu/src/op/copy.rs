@@ -1,4 +1,4 @@
-//! Copies between blocks, in K and V of every layer of a group.
+//! Block copies in K and V of every layer of a group.
 use kv_core::plan::{BlockCopy, CopyArgs, CopyPlan};
 use kv_core::{BlockOrder, DeviceError, PlaneLayout};
 
@@ -10,7 +10,7 @@ use crate::recording::Slot;
 use kv_core::num::to_u32;
 
 const OPERATION: &str = "copy_blocks";
-/// Bytes that a workgroup copies.
+/// Bytes that one workgroup copies.
 const PART_BYTES: u32 = 4096;
 
 fn inside() -> Kernel {
@@ -33,7 +33,7 @@ pub(crate) fn copy_blocks(
     let copies = plan.copies();
     let blocks = copies.iter().map(|copy| copy.from.0.max(copy.to.0).saturating_add(1)).max();
     let call = queue.call(OPERATION);
-    // Layers have the same layouts, so that their lists are the same.
+    // Layers have equal layouts and can share lists.
     let mut sent: Vec<(PlaneLayout, Vec<Runs>)> = Vec::new();
     for view in args.storage().planes() {
         let layout = view.layout();
@@ -80,7 +80,7 @@ pub(crate) fn copy_blocks(
     Ok(())
 }
 
-/// What goes from one segment to another.
+/// Runs of bytes that are copied between one pair of segments.
 struct Runs {
     segments: (u32, u32),
     count: u32,
@@ -88,7 +88,7 @@ struct Runs {
     lists: Slot,
 }
 
-/// Runs of bytes by the segments they go from and to: places in both, and how many bytes.
+/// Groups runs of bytes by source and target segment: offset in each, and length.
 fn pairs(layout: &PlaneLayout, copies: &[BlockCopy]) -> Vec<((u32, u32), Vec<u32>)> {
     let mut pairs: Vec<((u32, u32), Vec<u32>)> = Vec::new();
     let each = layout.blocks_per_segment().max(1);
@@ -114,7 +114,7 @@ fn pairs(layout: &PlaneLayout, copies: &[BlockCopy]) -> Vec<((u32, u32), Vec<u32
     pairs
 }
 
-/// Where the first slots of a block lie in it.
+/// Returns the byte ranges that the first `slots` slots of a block occupy.
 fn parts_of_block(layout: &PlaneLayout, slots: u32) -> Vec<(u64, u64)> {
     if slots >= layout.block_size() {
         return vec![(0, layout.block_bytes())];

@@ -1,4 +1,4 @@
-//! The read of cached rows into a plain tensor.
+//! Reading cached rows into a plain tensor.
 use kv_core::DeviceError;
 use kv_core::plan::{GatherArgs, GatherPlan};
 
@@ -66,7 +66,7 @@ pub(crate) fn gather(
     pad::pad_rows(&mut queue.recorder, (out, written), owned, 0.0)
 }
 
-/// Entries of the output, ranges and block tables, one behind the other.
+/// Output entries, ranges and block tables in one list, one after another.
 struct Lists {
     words: Vec<u32>,
     ranges: u32,

@@ -8,7 +8,7 @@ pub(crate) mod pad;
 mod tail;
 pub(crate) mod write;
 
-/// Every kernel in every specialisation: what tests validate.
+/// Lists every kernel in every specialisation, for the tests that validate them.
 #[cfg(test)]
 pub(crate) fn kernels() -> Vec<crate::pipelines::Kernel> {
     [attend::kernels(), bytes::kernels(), convert::kernels(), copy::kernels(), gather::kernels()]

@@ -1,20 +1,20 @@
-//! Rows of an output that no entry owns.
+//! Padding: rows of an output that belong to no entry.
 use kv_core::DeviceError;
 
 use crate::params::{PadParams, Tensor};
 use crate::pipelines::Kernel;
 use crate::recording::{Recorder, Slot};
 
-/// The rows that belong to the entries of a batch.
+/// Rows that belong to the entries of a batch.
 #[derive(Debug, Clone)]
 pub(crate) struct Owned {
-    /// First row and number of rows of each entry.
+    /// List with the first row and the number of rows of each entry.
     pub(crate) lists: Slot,
-    /// Word of the lists at which they begin.
+    /// Word of the list at which they begin.
     pub(crate) entries: u32,
-    /// Entries.
+    /// Number of entries.
     pub(crate) count: u32,
-    /// Rows of all.
+    /// Rows of all entries together.
     pub(crate) total: u32,
 }
 
@@ -27,7 +27,7 @@ pub(crate) fn kernels() -> Vec<Kernel> {
     vec![kernel()]
 }
 
-/// Sets every row of `out` behind those of the entries to `value`.
+/// Sets every row of `out` that belongs to no entry to `value`.
 pub(crate) fn pad_rows(
     recorder: &mut Recorder,
     (out, slot): (Tensor, Slot),
@@ -35,8 +35,7 @@ pub(crate) fn pad_rows(
     value: f32,
 ) -> Result<(), DeviceError> {
     let rows = u64::from(out.batch).saturating_mul(out.tokens.into());
-    // No entry has more rows than there is room for, so as many as there are means that none is
-    // free.
+    // No entry has more rows than fit, so an equal total means that no row is left over.
     if u64::from(owned.total) >= rows {
         return Ok(());
     }

@@ -1,11 +1,12 @@
-//! Blocks that a step fills, where rows wait in 16 bits until then: they become codes.
+//! Quantisation of blocks that a step fills, in formats that keep the rows of an unfinished block
+//! (the tail) in 16 bits.
 //!
-//! Rows that waited may lie in another segment than the codes, and a dispatch sees one segment; so
-//! they are laid aside first.
+//! The 16-bit rows may lie in another segment than the codes, and a dispatch binds one segment.
+//! They are therefore copied to scratch memory first.
 use kv_core::plan::WritePlan;
 use kv_core::{DeviceError, KvFormat};
 
-use super::write::{OPERATION, Put, specialised};
+use super::write::{OPERATION, PlaneWrite, specialised};
 use crate::device::unsupported;
 use crate::params::{Plane, WriteParams};
 use crate::pipelines::Kernel;
@@ -29,16 +30,16 @@ pub(super) fn kernels() -> Vec<Kernel> {
     all
 }
 
-/// Rows of a block that get codes in a step, for every such block of the batch: `pieces.wgsl`.
-pub(super) struct Pieces {
+/// Runs of rows that this step quantises, one for each block and entry: `coded_runs.wgsl`.
+pub(super) struct CodedRuns {
     pub(super) count: u32,
-    /// Rows that waited, of all.
+    /// Tail rows of all runs together.
     staged: u32,
     list: Option<Slot>,
 }
 
-impl Pieces {
-    /// Those of a batch; none where rows do not wait.
+impl CodedRuns {
+    /// Collects the runs of a batch; none for formats without a tail.
     pub(super) fn of(recorder: &mut Recorder, plan: &WritePlan<'_>) -> Result<Self, DeviceError> {
         let map = plan.layout().slot_map();
         let (mut words, mut staged, mut count) = (Vec::new(), 0_u32, 0_u32);
@@ -53,7 +54,7 @@ impl Pieces {
             while begin < tail {
                 let index = map.place(begin).index;
                 let end = map.tokens(index.saturating_add(1)).min(tail);
-                // Codes that were in the block before keep its mean.
+                // A block that already has codes keeps its mean.
                 let is_whole = begin <= map.tokens(index).max(map.full_precision_prefix());
                 words.extend([to_u32(entry), begin, end, is_whole.into(), staged]);
                 staged = staged.saturating_add(cached.min(end).saturating_sub(begin));
@@ -66,40 +67,40 @@ impl Pieces {
     }
 }
 
-/// Pieces of one plane, with the rows that waited laid aside.
+/// Runs of one plane, with their tail rows in scratch memory.
 pub(super) struct Tail {
     format: KvFormat,
     count: u32,
-    pieces: Slot,
+    runs: Slot,
     staged: Slot,
 }
 
 impl Tail {
-    /// Lays the rows of a plane aside that waited; `None` where no block gets codes.
+    /// Copies the tail rows of a plane to scratch memory; `None` if no block is quantised.
     pub(super) fn stage(
         queue: &mut WgpuQueue,
-        put: &Put<'_>,
-        pieces: &Pieces,
+        put: &PlaneWrite<'_>,
+        runs: &CodedRuns,
     ) -> Result<Option<Self>, DeviceError> {
-        let Some(list) = &pieces.list else { return Ok(None) };
+        let Some(list) = &runs.list else { return Ok(None) };
         let format = put.view.layout().format();
-        if pieces.staged == 0 {
+        if runs.staged == 0 {
             let nothing = queue.recorder.push(&[0_u32; 4])?.into();
             return Ok(Some(Self {
                 format,
-                count: pieces.count,
-                pieces: list.clone(),
+                count: runs.count,
+                runs: list.clone(),
                 staged: nothing,
             }));
         }
         let shared = &std::sync::Arc::clone(&queue.recorder.shared);
-        let bytes = staged_bytes(&put.plane, pieces.staged);
+        let bytes = staged_bytes(&put.plane, runs.staged);
         if bytes > u64::from(u32::MAX) {
-            return Err(unsupported(OPERATION, format!("{bytes} bytes of rows that waited")));
+            return Err(unsupported(OPERATION, format!("{bytes} bytes of tail rows")));
         }
         let memory = queue.scratch.reserve(shared, bytes, OPERATION)?;
         let call = queue.call(OPERATION);
-        let units = u64::from(pieces.count).saturating_mul(put.plane.num_kv_heads.into());
+        let units = u64::from(runs.count).saturating_mul(put.plane.num_kv_heads.into());
         for index in 0..put.view.layout().num_segments() {
             let (plane, read) = call.segment((put.view, &put.plane), index, false)?;
             let (staged, _) = call.recorder.slot(&memory, (0, bytes), (true, OPERATION))?;
@@ -109,10 +110,10 @@ impl Tail {
             call.recorder.dispatch(&stage_kernel(), &params, &slots, groups)?;
         }
         let (staged, _) = call.recorder.slot(&memory, (0, bytes), (false, OPERATION))?;
-        Ok(Some(Self { format, count: pieces.count, pieces: list.clone(), staged }))
+        Ok(Some(Self { format, count: runs.count, runs: list.clone(), staged }))
     }
 
-    /// Encodes the pieces whose blocks are in one segment, the last of `slots`.
+    /// Quantises the runs whose blocks are in one segment, the last of `slots`.
     pub(super) fn encode(
         &self,
         recorder: &mut Recorder,
@@ -122,12 +123,12 @@ impl Tail {
         let units = u64::from(self.count).saturating_mul(params.plane.num_kv_heads.into());
         let groups = recorder.groups(units)?;
         let [lists, rows, constants, plane] = slots;
-        let slots = [lists, rows, constants, plane, self.pieces.clone(), self.staged.clone()];
+        let slots = [lists, rows, constants, plane, self.runs.clone(), self.staged.clone()];
         recorder.dispatch(&encode_kernel(self.format), params, &slots, groups)
     }
 }
 
-/// Bytes of rows as f32.
+/// Returns the bytes of `rows` rows in f32.
 fn staged_bytes(plane: &Plane, rows: u32) -> u64 {
     u64::from(rows)
         .saturating_mul(plane.num_kv_heads.into())

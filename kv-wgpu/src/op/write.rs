@@ -1,8 +1,8 @@
-//! The scatter of new K and V rows into their slots.
+//! Writing new K and V rows into their slots.
 use kv_core::plan::{WriteArgs, WritePlan};
 use kv_core::{DeviceError, KvFormat, PlaneView, TokenTensor};
 
-use super::tail::{Pieces, Tail};
+use super::tail::{CodedRuns, Tail};
 use crate::buffer::WgpuBuffer;
 use crate::params::{Plane, WriteParams};
 use crate::pipelines::Kernel;
@@ -13,15 +13,15 @@ use crate::tensors::Room;
 
 pub(super) const OPERATION: &str = "write_kv";
 
-/// Rows of one head that a workgroup writes: `new_row.wgsl`.
+/// Rows of one head that one workgroup writes: `new_row.wgsl`.
 const ROWS: u64 = 8;
 
 fn kernel(format: KvFormat) -> Kernel {
     specialised(Kernel::new("write.wgsl"), format)
 }
 
-/// A kernel for planes of a format: formats whose codes are found alike share one, and so do all
-/// without codes.
+/// Specialises a kernel for planes of a format. Formats that differ only in the source of a given
+/// scale share one specialisation, and so do all unquantised formats.
 pub(super) fn specialised(kernel: Kernel, format: KvFormat) -> Kernel {
     use kv_core::Scaling::{Row, Tensor};
     let of_row = |scaling| if scaling == Row { Row } else { Tensor };
@@ -51,13 +51,13 @@ pub(crate) fn write_kv(
     args: &WriteArgs<'_, WgpuBuffer>,
 ) -> Result<(), DeviceError> {
     let step = queue.steps.get(&mut queue.recorder, plan.batch(), plan.tables())?;
-    let pieces = Pieces::of(&mut queue.recorder, plan)?;
-    put(queue, (plan, &step, &pieces), (args.k(), args.k_plane()))?;
-    put(queue, (plan, &step, &pieces), (args.v(), args.v_plane()))
+    let runs = CodedRuns::of(&mut queue.recorder, plan)?;
+    put(queue, (plan, &step, &runs), (args.k(), args.k_plane()))?;
+    put(queue, (plan, &step, &runs), (args.v(), args.v_plane()))
 }
 
-/// What the dispatches of one plane have in common.
-pub(super) struct Put<'a> {
+/// Parameters and bindings that all dispatches for one plane share.
+pub(super) struct PlaneWrite<'a> {
     pub(super) view: &'a PlaneView<'a, WgpuBuffer>,
     pub(super) plane: Plane,
     pub(super) params: WriteParams,
@@ -66,10 +66,10 @@ pub(super) struct Put<'a> {
     pub(super) constants: Slot,
 }
 
-/// One plane.
+/// Writes one plane.
 fn put(
     queue: &mut WgpuQueue,
-    (plan, step, pieces): (&WritePlan<'_>, &Step, &Pieces),
+    (plan, step, runs): (&WritePlan<'_>, &Step, &CodedRuns),
     (tensor, view): (&TokenTensor<'_, WgpuBuffer>, &PlaneView<'_, WgpuBuffer>),
 ) -> Result<(), DeviceError> {
     let room = Room {
@@ -86,13 +86,13 @@ fn put(
         rows,
         plane,
         has_constants: view.layout().has_constants().into(),
-        num_pieces: pieces.count,
+        num_runs: runs.count,
         ..WriteParams::default()
     };
     let lists = step.lists.clone();
-    let put = Put { view, plane, params, lists, rows: read, constants };
-    // The tail there was is read before anything is written.
-    let tail = Tail::stage(queue, &put, pieces)?;
+    let put = PlaneWrite { view, plane, params, lists, rows: read, constants };
+    // The old tail is read before anything is written.
+    let tail = Tail::stage(queue, &put, runs)?;
     let units = u64::from(plan.total_new()).saturating_mul(plane.num_kv_heads.into());
     let kernel = kernel(view.layout().format());
     let call = queue.call(OPERATION);

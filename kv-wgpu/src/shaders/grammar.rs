@@ -1,11 +1,11 @@
-//! WGSL's grammar has no precedence between shifts, bitwise operators and others: `a >> 8u & 1u` is
-//! an error in a browser. naga takes it, so that these tests find it.
+//! A check for expressions that browsers refuse. WGSL's grammar defines no precedence between
+//! shifts, bitwise operators and others: `a >> 8u & 1u` needs brackets. naga accepts it without.
 
-/// Operators of one level of brackets, between two separators.
+/// Operators of one bracket level, between two separators.
 #[derive(Debug, Default)]
 struct Level {
     operators: Vec<&'static str>,
-    /// Something stands before the next operator, which is not a sign of what follows then.
+    /// Whether an operand precedes the next operator; a `-` without one is a sign.
     has_operand: bool,
 }
 
@@ -14,16 +14,16 @@ const OPERATORS: &[&str] = &[
     "%=", "&=", "|=", "^=", "++", "--", "+", "-", "*", "/", "%", "&", "|", "^", "<", ">", "=", ",",
     ";", ":", "{", "}",
 ];
-/// What ends an expression.
+/// Tokens that end an expression.
 const SEPARATORS: &[&str] = &[
     "<<=", ">>=", "->", "+=", "-=", "*=", "/=", "%=", "&=", "|=", "^=", "++", "--", "=", ",", ";",
     ":", "{", "}",
 ];
-/// Names that types in angle brackets follow.
+/// Names that may be followed by types in angle brackets.
 const TEMPLATES: &[&str] = &["vec2", "vec3", "vec4", "array", "atomic", "bitcast", "ptr", "var"];
 
 impl Level {
-    /// Which operators stand beside each other that need brackets, and forgets them.
+    /// Returns operators that need brackets between them, and clears the level.
     fn end(&mut self) -> Option<String> {
         let operators = std::mem::take(&mut self.operators);
         self.has_operand = false;
@@ -41,7 +41,7 @@ impl Level {
     }
 }
 
-/// The first line with operators that need brackets, and these.
+/// Finds the first line with operators that need brackets, and returns these.
 pub(super) fn first_mixed(source: &str) -> Option<(usize, String)> {
     let mut levels = vec![Level::default()];
     for (number, line) in (1..).zip(source.lines()) {
@@ -53,7 +53,7 @@ pub(super) fn first_mixed(source: &str) -> Option<(usize, String)> {
             if word > 0 {
                 let (name, after) = rest.split_at(word);
                 level.has_operand = !["return", "if", "while", "case", "switch"].contains(&name);
-                rest = if TEMPLATES.contains(&name) { behind_types(after) } else { after };
+                rest = if TEMPLATES.contains(&name) { skip_types(after) } else { after };
                 continue;
             }
             let operator = OPERATORS.iter().find(|operator| rest.starts_with(**operator));
@@ -87,8 +87,8 @@ pub(super) fn first_mixed(source: &str) -> Option<(usize, String)> {
     None
 }
 
-/// What follows types in angle brackets, if there are any.
-fn behind_types(rest: &str) -> &str {
+/// Skips types in angle brackets.
+fn skip_types(rest: &str) -> &str {
     if !rest.starts_with('<') {
         return rest;
     }

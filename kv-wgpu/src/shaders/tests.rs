@@ -1,4 +1,4 @@
-//! Sources put together from files, parsed and validated as drivers would get them.
+//! Assembled sources, parsed and validated as drivers would do it.
 use std::collections::BTreeSet;
 
 use naga::valid::{Capabilities, ShaderStages, SubgroupOperationSet, ValidationFlags, Validator};
@@ -32,7 +32,7 @@ fn validate(
     Ok(())
 }
 
-/// The flags of a kernel on a device with or without subgroups.
+/// Returns the flags of a kernel on a device with or without subgroups.
 fn flags(kernel: &Kernel, has_subgroups: bool) -> Vec<&'static str> {
     let more = has_subgroups.then_some(subgroups::FLAG);
     kernel.flags.iter().copied().chain(more).collect()
@@ -57,7 +57,7 @@ fn every_specialisation_is_valid() {
 }
 
 #[test]
-fn operators_have_the_brackets_that_browsers_want() {
+fn operators_have_the_brackets_that_browsers_require() {
     let mut seen = BTreeSet::new();
     for kernel in kernels() {
         for has_subgroups in [false, true] {
@@ -71,7 +71,7 @@ fn operators_have_the_brackets_that_browsers_want() {
 }
 
 #[test]
-fn mistakes_are_named() {
+fn errors_name_the_file() {
     assert!(source("nowhere.wgsl", &[]).unwrap_err().contains("nowhere.wgsl"));
     let wrong = "fn f() -> u32 { return 1.5; }";
     assert!(validate(wrong, &[], Capabilities::empty()).is_err());
@@ -92,7 +92,7 @@ fn every_file_is_used() {
     }
 }
 
-/// The numbers with a point in a text, in their order.
+/// Extracts the numbers with a decimal point from a text, in order.
 fn numbers(text: &str) -> Vec<f32> {
     let words = text.split(|c: char| !c.is_ascii_digit() && c != '.');
     words.filter(|word| word.contains('.')).filter_map(|word| word.parse().ok()).collect()
@@ -104,7 +104,7 @@ fn between<'a>(text: &'a str, begin: &str, end: &str) -> &'a str {
 }
 
 #[test]
-fn levels_are_the_same_where_they_are_read_and_where_they_are_chosen() {
+fn levels_are_equal_in_encoder_and_decoder() {
     let file = |name| FILES.iter().find(|(file, _)| *file == name).unwrap().1;
     let books = numbers(between(file("codes.wgsl"), "array<f32, 44>(", ");"));
     let nearest = file("nearest.wgsl");

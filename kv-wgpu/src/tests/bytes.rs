@@ -1,15 +1,15 @@
-//! Bytes that neither begin nor end at a word.
+//! Byte ranges that neither begin nor end at a word.
 use super::*;
 
 #[test]
-fn bytes_go_to_every_place() {
+fn uploads_and_zeros_reach_unaligned_bytes() {
     let Some(backend) = open() else { return };
     let mut queue = backend.queue().unwrap();
     let before: Vec<u8> = (100..132).collect();
     let sent: Vec<u8> = (1..=9).collect();
     for at in 0..8_usize {
         for len in 0..sent.len() {
-            // A view whose own begin is no word's either, in the middle of other bytes.
+            // The view itself begins at no word, in the middle of other bytes.
             let whole = backend.alloc(32).unwrap();
             queue.upload(&whole, 0, &before).unwrap();
             let part = whole.view(3, 25).unwrap();
@@ -27,7 +27,7 @@ fn bytes_go_to_every_place() {
 }
 
 #[test]
-fn a_copy_takes_whole_words_of_another_buffer() {
+fn copies_are_of_whole_words_and_two_buffers() {
     use kv_core::DeviceErrorKind::{ForeignHandle, OutOfRange, Unsupported};
 
     let Some(backend) = open() else { return };
@@ -40,7 +40,7 @@ fn a_copy_takes_whole_words_of_another_buffer() {
     let mut expected = vec![0; 24];
     expected[4..16].copy_from_slice(&sent[8..20]);
     assert_eq!(read(&mut queue, &to).unwrap(), expected);
-    // A view begins inside its buffer, here at no word.
+    // A view that begins at no word of its buffer.
     let odd = from.view(2, 16).unwrap();
     queue.copy((&odd, 2), (&to, 0), 4).unwrap();
     expected[..4].copy_from_slice(&sent[4..8]);
@@ -62,7 +62,7 @@ fn a_copy_takes_whole_words_of_another_buffer() {
 }
 
 #[test]
-fn many_bytes_go_in_parts() {
+fn large_uploads_take_several_dispatches() {
     let Some(backend) = open() else { return };
     let mut queue = backend.queue().unwrap();
     let len = (1 << 24) + 5;
@@ -79,7 +79,7 @@ fn many_bytes_go_in_parts() {
 }
 
 #[test]
-fn nothing_at_the_end_of_a_buffer_can_be_bound() {
+fn an_empty_range_at_the_end_of_a_buffer_can_be_bound() {
     let Some(backend) = open() else { return };
     let queue = backend.queue().unwrap();
     let step = queue.recorder.shared.alignment();

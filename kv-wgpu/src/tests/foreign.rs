@@ -1,4 +1,4 @@
-//! A device, a queue and buffers of the caller's own.
+//! Devices, queues and buffers that the caller owns.
 use kv_core::DeviceErrorKind;
 use kv_core::plan::{ConvertArgs, ConvertPlan};
 use wgpu::BufferUsages as Usages;
@@ -22,7 +22,7 @@ fn a_callers_buffers_are_used_in_place() {
     let [src, dst] = [64, 64].map(|size| buffer(&device, size, ALL));
     let [from, to] = [&src, &dst].map(|buffer| backend.wrap(buffer.clone()).unwrap());
     assert!(from.buffer() == &src && (from.offset(), from.len()) == (0, 64));
-    // Bytes of the caller's own submission are seen.
+    // A submission of the caller is visible to the backend.
     let sent = values(7, 12);
     own.write_buffer(&src, 16, bytemuck::cast_slice(&sent));
     own.submit([]);
@@ -35,7 +35,7 @@ fn a_callers_buffers_are_used_in_place() {
     );
     queue.convert(&plan, args.unwrap()).unwrap();
     queue.submit().unwrap();
-    // And the caller's next submission sees what was written.
+    // The caller's next submission sees the backend's writes.
     let seen = buffer(&device, 48, Usages::COPY_DST | Usages::MAP_READ);
     let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
     encoder.copy_buffer_to_buffer(&dst, 4, &seen, 0, 48);
@@ -46,7 +46,7 @@ fn a_callers_buffers_are_used_in_place() {
 }
 
 #[test]
-fn buffers_made_for_other_uses_are_refused() {
+fn buffers_without_the_needed_usages_are_refused() {
     let Some(backend) = open() else { return };
     for (size, usage, words) in [
         (64, ALL - Usages::STORAGE, "STORAGE"),
@@ -61,20 +61,20 @@ fn buffers_made_for_other_uses_are_refused() {
 }
 
 #[test]
-fn what_wgpu_refuses_is_an_error_of_the_operation() {
+fn wgpu_errors_name_the_operation() {
     let Some(adapter) = find() else { return };
     let (one, two) = (device(&adapter, |_| {}), device(&adapter, |_| {}));
     let stranger = buffer(&two.0, 64, ALL);
     let backend = WgpuBackend::on(one.0, one.1);
     let mut queue = backend.queue().unwrap();
     let wrapped = backend.wrap(stranger).unwrap();
-    // A shader's binding is refused at once, a command with its submission.
+    // A shader binding is refused at once, a copy command at submission.
     let error = queue.zero(&wrapped, 1, 2).unwrap_err();
     assert_eq!((error.kind(), error.operation()), (DeviceErrorKind::Driver, "zero"), "{error}");
     queue.zero(&wrapped, 0, 8).unwrap();
     let error = queue.submit().unwrap_err();
     assert_eq!((error.kind(), error.operation()), (DeviceErrorKind::Driver, "submit"), "{error}");
-    // The queue goes on.
+    // The queue stays usable.
     let mine = backend.alloc(8).unwrap();
     queue.upload(&mine, 0, &[5; 8]).unwrap();
     assert_eq!(read(&mut queue, &mine).unwrap(), [5; 8]);

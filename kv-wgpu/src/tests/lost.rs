@@ -1,4 +1,4 @@
-//! A device that goes away in the middle of a step.
+//! A device that is lost in the middle of a step.
 use std::task::{Context, Poll, Waker};
 
 use kv_core::backend::Fence;
@@ -19,7 +19,7 @@ fn is_lost_to_the_cache<T>(outcome: Result<T, CacheError>) {
 }
 
 #[test]
-fn a_lost_device_says_so_and_the_step_never_was() {
+fn a_lost_device_is_reported_and_the_step_rolled_back() {
     let Some(backend) = open() else { return };
     let mut cache = KvCache::new(backend.clone(), spec(8)).unwrap();
     let id = SequenceId(1);
@@ -71,7 +71,7 @@ fn a_lost_device_says_so_and_the_step_never_was() {
 }
 
 #[test]
-fn work_under_way_ends_when_the_device_goes() {
+fn pending_downloads_end_when_the_device_is_lost() {
     let Some(backend) = open() else { return };
     let mut queue = backend.queue().unwrap();
     let buffer = backend.alloc(1 << 20).unwrap();
@@ -81,7 +81,7 @@ fn work_under_way_ends_when_the_device_goes() {
     let other = queue.download(&buffer, 0, 16).unwrap();
     backend.device().destroy();
     for outcome in [pending.wait(), pollster::block_on(task(other))] {
-        // What was done before may have arrived.
+        // Earlier work may have completed.
         match outcome {
             Ok(bytes) => assert_eq!(bytes, [0; 16]),
             Err(error) => assert_eq!(error.kind(), DeviceErrorKind::Lost, "{error}"),

@@ -1,5 +1,5 @@
-//! What only this backend has: devices and buffers of the caller's own, bytes at any place,
-//! devices that go away, limits. Without an adapter these tests say so and pass.
+//! Tests of what only this backend has: the caller's devices and buffers, unaligned bytes, lost
+//! devices, limits. Without an adapter they print that they are skipped, and pass.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::as_conversions,
@@ -28,7 +28,7 @@ fn name() -> AdapterName {
     if name.is_empty() { AdapterName::default() } else { name.parse().unwrap() }
 }
 
-/// The adapter that tests run on; says why there is none.
+/// Finds the adapter to test; prints why there is none.
 fn find() -> Option<wgpu::Adapter> {
     match adapter::find(&name()) {
         Ok((adapter, _)) => Some(adapter),
@@ -39,14 +39,14 @@ fn find() -> Option<wgpu::Adapter> {
     }
 }
 
-/// An opened adapter; says why there is none.
+/// Opens the adapter; prints why there is none.
 fn open() -> Option<WgpuBackend> {
     find()?;
     let is_without = std::env::var("KV_WGPU_SUBGROUPS").is_ok_and(|value| value == "0");
     Some(WgpuBackend::open(&WgpuOptions::new(name()).with_subgroups(!is_without)).unwrap())
 }
 
-/// A device of the caller's own, with WebGPU's smallest limits but for what is changed here.
+/// Opens a device that the caller owns, with WebGPU's default limits as changed by `change`.
 fn device(
     adapter: &wgpu::Adapter,
     change: impl FnOnce(&mut wgpu::Limits),
@@ -57,7 +57,7 @@ fn device(
     pollster::block_on(adapter.request_device(&descriptor)).unwrap()
 }
 
-/// Everything in a buffer.
+/// Reads the whole buffer.
 fn read(queue: &mut WgpuQueue, buffer: &WgpuBuffer) -> Result<Vec<u8>, DeviceError> {
     queue.download(buffer, 0, buffer.len())?.wait()
 }
@@ -66,7 +66,7 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
     bytes.chunks_exact(4).map(|four| f32::from_le_bytes(four.try_into().unwrap())).collect()
 }
 
-/// Values that look random and are always the same.
+/// Returns pseudo-random values that depend on the seed only.
 fn values(seed: u32, count: usize) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9E37_79B9) | 1;
     let mut next = || {
@@ -83,14 +83,14 @@ const HEADS: u32 = 4;
 const KV_HEADS: u32 = 2;
 const DIM: u32 = 64;
 
-/// 16 tokens of two heads of 64: 8 KiB a block and plane.
+/// Describes 16 tokens of two heads of 64: 8 KiB a block and plane.
 fn spec(num_blocks: u32) -> CacheSpec {
     let builder = CacheSpec::builder().layers(LAYERS).kv_heads(KV_HEADS).head_dim(DIM);
     builder.format(KvFormat::F32).paged(16, num_blocks).build().unwrap()
 }
 
-/// Lives of three sequences, one of them a fork: the outputs of every attention, and then all rows
-/// of K.
+/// Runs steps of three sequences, one of them a fork. Returns the outputs of every attention, and
+/// all rows of K.
 fn play<B: Backend>(backend: B, num_blocks: u32) -> (Vec<f32>, Vec<f32>) {
     let mut cache = KvCache::new(backend, spec(num_blocks)).unwrap();
     let [first, second, child] = [1, 2, 3].map(SequenceId);
@@ -116,7 +116,7 @@ fn play<B: Backend>(backend: B, num_blocks: u32) -> (Vec<f32>, Vec<f32>) {
     (outputs, all)
 }
 
-/// One step over all layers, with rows made from `seed`; what attention said.
+/// Runs one step over all layers with rows made from `seed`, and returns the outputs of attention.
 fn run<B: Backend>(
     cache: &mut KvCache<B>,
     inputs: &[StepInput<'_>],

@@ -1,4 +1,4 @@
-//! Structures and numbers of the host are those of the shaders.
+//! Structures and constants of the host equal those of the shaders.
 use std::collections::BTreeSet;
 
 use kv_core::backend::kernels::{axes_code, dtype_code};
@@ -9,10 +9,10 @@ use crate::op::kernels;
 use crate::params::FIELDS;
 use crate::shaders;
 
-/// Structures that are not called as their shader is.
+/// Structures whose shader has another name.
 const SHADERS: &[(&str, &str)] = &[("MergeParams", "attend_merge.wgsl")];
 
-/// Shaders that take what another one does.
+/// Shaders that use the structure of another one.
 const SHARED: &[(&str, &str)] = &[
     ("attend_few.wgsl", "AttendParams"),
     ("stage_tail.wgsl", "WriteParams"),
@@ -22,7 +22,8 @@ const SHARED: &[(&str, &str)] = &[
 /// Name, offset and type of each field.
 type Field = (String, u32, String);
 
-/// `BytesParams` is the `Params` of `bytes.wgsl`; `None` for structures inside those.
+/// Returns the shader that declares a structure as `Params`: `BytesParams` is that of `bytes.wgsl`.
+/// `None` for nested structures.
 fn shader_of(name: &str) -> Option<String> {
     if let Some((_, shader)) = SHADERS.iter().find(|(known, _)| *known == name) {
         return Some((*shader).to_owned());
@@ -40,8 +41,8 @@ fn size(kind: &str) -> u32 {
     }
 }
 
-/// All members are words, so that `repr(C)` puts them one behind the other.
-fn of_the_host(fields: &[(&str, &str)]) -> Vec<Field> {
+/// Lays out the fields as `repr(C)` does: all members are words, one after another.
+fn host_fields(fields: &[(&str, &str)]) -> Vec<Field> {
     let mut at = 0;
     let place = |(name, kind): &(&str, &str)| {
         let field = ((*name).to_owned(), at, (*kind).to_owned());
@@ -51,7 +52,7 @@ fn of_the_host(fields: &[(&str, &str)]) -> Vec<Field> {
     fields.iter().map(place).collect()
 }
 
-fn of_the_shader(module: &naga::Module, name: &str) -> Option<Vec<Field>> {
+fn shader_fields(module: &naga::Module, name: &str) -> Option<Vec<Field>> {
     let found = module.types.iter().find(|(_, found)| found.name.as_deref() == Some(name));
     let (_, found) = found?;
     let TypeInner::Struct { members, .. } = &found.inner else { return None };
@@ -70,30 +71,30 @@ fn of_the_shader(module: &naga::Module, name: &str) -> Option<Vec<Field>> {
 }
 
 #[test]
-fn every_field_lies_where_shaders_read_it() {
+fn fields_have_the_offsets_of_the_shaders() {
     let mut seen = BTreeSet::new();
     for kernel in kernels() {
         let source = shaders::source(kernel.shader, kernel.flags).unwrap();
         let module = naga::front::wgsl::parse_str(&source).unwrap();
         for (name, fields) in FIELDS {
-            let expected = of_the_host(fields);
+            let expected = host_fields(fields);
             let found = match shader_of(name) {
-                Some(shader) if shader == kernel.shader => of_the_shader(&module, "Params"),
+                Some(shader) if shader == kernel.shader => shader_fields(&module, "Params"),
                 Some(_) => continue,
-                None => of_the_shader(&module, name),
+                None => shader_fields(&module, name),
             };
             if let Some(found) = found {
                 assert_eq!(found, expected, "{name} in {}", kernel.shader);
                 seen.insert(*name);
             }
         }
-        let has_params = of_the_shader(&module, "Params").is_some();
+        let has_params = shader_fields(&module, "Params").is_some();
         let is_known =
             FIELDS.iter().any(|(name, _)| shader_of(name).as_deref() == Some(kernel.shader));
         let shared = SHARED.iter().find(|(shader, _)| *shader == kernel.shader);
         if let Some((shader, name)) = shared {
             let (_, fields) = FIELDS.iter().find(|(known, _)| known == name).unwrap();
-            assert_eq!(of_the_shader(&module, "Params"), Some(of_the_host(fields)), "{shader}");
+            assert_eq!(shader_fields(&module, "Params"), Some(host_fields(fields)), "{shader}");
         }
         assert_eq!(has_params, is_known || shared.is_some(), "{}", kernel.shader);
     }
@@ -112,6 +113,6 @@ fn element_types_and_axes_have_the_numbers_of_the_shaders() {
     for (name, dtype) in [("F32", DType::F32), ("F16", DType::F16), ("BF16", DType::Bf16)] {
         assert_eq!(constants.get(name), Some(&dtype_code(dtype)), "{name}");
     }
-    // Shaders tell this one from the two others, which their strides describe.
+    // Shaders compare with this value only; strides describe the two other formats.
     assert_eq!(constants.get("THD"), Some(&axes_code(QkvFormat::Thd)));
 }

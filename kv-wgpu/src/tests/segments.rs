@@ -5,7 +5,7 @@ use kv_core::{DeviceErrorKind, PlaneLayout, PlaneShape, PlaneView};
 
 use super::*;
 
-/// 16 blocks of a plane.
+/// Bytes of 16 blocks of a plane.
 const BINDING: u64 = 128 << 10;
 
 fn small(limits: &mut wgpu::Limits) {
@@ -13,7 +13,7 @@ fn small(limits: &mut wgpu::Limits) {
 }
 
 #[test]
-fn a_plane_of_many_segments_is_the_same_plane() {
+fn a_plane_of_many_segments_gives_equal_results() {
     let Some(adapter) = find() else { return };
     let (device, queue) = device(&adapter, small);
     let (large, small) = (open().unwrap(), WgpuBackend::on(device, queue));
@@ -30,16 +30,16 @@ fn a_plane_of_many_segments_is_the_same_plane() {
     for (name, got) in
         [("a small limit", play(small, num_blocks)), ("a promise", play(limited, num_blocks))]
     {
-        assert!(got.1 == rows, "{name}: rows are moved, not changed");
+        assert!(got.1 == rows, "{name}: cached rows must be equal");
         let apart = outputs.iter().zip(&got.0).map(|(a, b)| (a - b).abs());
         let worst = apart.fold(0.0, f32::max);
-        // Parts of a sum are added in another order.
+        // Partial results are added in another order.
         assert!(worst < 1e-5 && got.0.len() == outputs.len(), "{name}: {worst}");
     }
 }
 
 #[test]
-fn a_block_that_no_binding_holds_is_refused() {
+fn a_block_beyond_the_binding_limit_is_refused() {
     let Some(adapter) = find() else { return };
     let (device, queue) = device(&adapter, |limits| {
         limits.max_storage_buffer_binding_size = 4096;
@@ -51,7 +51,7 @@ fn a_block_that_no_binding_holds_is_refused() {
 }
 
 #[test]
-fn planes_of_the_callers_own_have_head_dims_that_shaders_take() {
+fn planes_of_callers_are_checked_for_head_dim() {
     let Some(backend) = open() else { return };
     let plane = |head_dim| {
         let order = kv_core::BlockOrder::Hnd;

@@ -1,9 +1,9 @@
-//! Subgroups are used only where they are found to be as shaders need them.
+//! Subgroups are used only if the device passes the test for them.
 use super::{find, name};
 use crate::{WgpuBackend, WgpuOptions};
 
 #[test]
-fn neighbours_are_looked_for_only_where_that_is_allowed() {
+fn subgroups_are_tested_only_if_allowed() {
     let Some(adapter) = find() else { return };
     let open = |subgroups| {
         let options = WgpuOptions::new(name()).with_subgroups(subgroups);
@@ -16,6 +16,6 @@ fn neighbours_are_looked_for_only_where_that_is_allowed() {
         assert!(adapter.features().contains(wgpu::Features::SUBGROUP));
         assert!(info.subgroup_min_size >= 8, "{info:?}");
     } else if info.name.contains("llvmpipe") && info.subgroup_min_size >= 8 {
-        panic!("this driver is known to cut workgroups into subgroups in their order");
+        panic!("this driver is known to map neighbours of a workgroup to neighbours of a subgroup");
     }
 }

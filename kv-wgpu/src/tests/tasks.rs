@@ -1,4 +1,4 @@
-//! Tasks that wait without a thread of their own.
+//! Tasks that wait without blocking a thread.
 use std::future::poll_fn;
 use std::sync::mpsc::channel;
 use std::thread;
@@ -16,11 +16,11 @@ fn a_task_is_woken_when_work_is_done() {
         let mut queue = backend.queue().unwrap();
         let buffer = backend.alloc(1 << 22).unwrap();
         for round in 1..=4_u8 {
-            // Shaders, so that the device is still busy when it is asked.
+            // Dispatches keep the device busy when the fence is polled.
             queue.zero(&buffer, 1, (1 << 22) - 2).unwrap();
             queue.upload(&buffer, 5, &[round; 3]).unwrap();
             let fence = queue.submit().unwrap();
-            // Sleeps until it is woken; nobody else polls the device.
+            // Sleeps until it is woken: no other thread polls the device.
             pollster::block_on(poll_fn(|cx| fence.poll(cx))).unwrap();
             fence.wait().unwrap();
             let mut readback = queue.download(&buffer, 4, 5).unwrap();
@@ -29,11 +29,11 @@ fn a_task_is_woken_when_work_is_done() {
         }
         sender.send(()).unwrap();
     });
-    receiver.recv_timeout(Duration::from_mins(2)).expect("the task sleeps, or has failed");
+    receiver.recv_timeout(Duration::from_mins(2)).expect("the task was not woken, or has failed");
 }
 
 #[test]
-fn a_thread_that_may_not_wait_is_told_so() {
+fn host_outputs_are_refused_where_threads_may_not_block() {
     let Some(adapter) = find() else { return };
     let (device, queue) = device(&adapter, |_| {});
     let mut shared = crate::device::Shared::new(device, queue, true);
@@ -55,7 +55,7 @@ fn a_thread_that_may_not_wait_is_told_so() {
     let refused = step.attend(0, TensorView::host(&q, &q_dims), view, &options).unwrap_err();
     assert!(refused.to_string().contains("would have to wait"), "{refused}");
     assert_eq!(out, [7.0; 256]);
-    // Into memory of the device, and awaited, it is there.
+    // An output in device memory with an awaited download works.
     let buffer = step.cache().backend().alloc(1024).unwrap();
     let view = TensorViewMut::device(DType::F32, &buffer, 0, &q_dims);
     step.attend(0, TensorView::host(&q, &q_dims), view, &options).unwrap();

@@ -1,9 +1,9 @@
-//! `cargo xtask emulator --tests`: the kernels themselves under sanitizers, and whether every
-//! kernel has been.
+//! `cargo xtask emulator --tests`: the kernels under sanitizers, and a check that every kernel was
+//! run.
 //!
-//! Programs of C++ under `kv-cuda/kernels/tests`, each linked with all kernels, and small parts of
-//! the conformance suite for kernels that no program runs. The whole suite would take several times
-//! as long as it does without a sanitizer.
+//! C++ programs under `kv-cuda/kernels/tests`, each linked with all kernels, and small parts of the
+//! conformance suite for kernels that no program runs. The whole suite would take several times
+//! longer than without a sanitizer.
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -17,15 +17,15 @@ use crate::suite::note;
 use crate::workspace::Workspace;
 use crate::{conformance, shell};
 
-/// How many cases of each program run: a case is its number, from which it is made, and which
-/// shuffles blocks and threads.
+/// The number of cases of each program: a case's number is its seed, which also shuffles blocks and
+/// threads.
 struct Amount {
     sanitizer: Sanitizer,
-    /// By the name of the program; of those not named, what they run without arguments.
+    /// Cases by program; a program that is not named runs without arguments.
     cases: &'static [(&'static str, u32, u32)],
 }
 
-/// Bounds and undefined behaviour everywhere, races in a part: `ThreadSanitizer` is slower.
+/// Bounds and undefined behaviour for all cases, races for some: `ThreadSanitizer` is slower.
 const AMOUNTS: &[Amount] = &[
     Amount { sanitizer: Sanitizer::Address, cases: &[("decode_test", 132, 132)] },
     Amount {
@@ -34,7 +34,7 @@ const AMOUNTS: &[Amount] = &[
     },
 ];
 
-/// Parts of the suite that reach the kernels that no program does.
+/// Parts of the suite that reach the kernels that no program runs.
 const PARTS: &[&str] = &[
     "write/",
     "copy/fork",
@@ -45,10 +45,10 @@ const PARTS: &[&str] = &[
     "quant/tail_rolled_back",
 ];
 
-/// Variable that tells the emulator where to write how often each kernel was launched.
+/// Variable with the path to which the emulator writes the number of launches per kernel.
 const LAUNCHES: &str = "KV_EMU_LAUNCHES";
 
-/// Builds what [`run`] runs.
+/// Builds the programs of [`run`].
 pub(crate) fn build_all() -> Result<()> {
     for amount in AMOUNTS {
         for source in sources(&Path::new(KERNELS).join("tests"), "cpp")? {
@@ -61,7 +61,7 @@ pub(crate) fn build_all() -> Result<()> {
     library(Sanitizer::Address).map(drop)
 }
 
-/// What CI runs; fails also where a kernel was launched by none of it.
+/// Runs the programs as CI does; also fails if a kernel was never launched.
 pub(crate) fn run() -> Result<()> {
     let launches = Workspace::load()?.target_dir.join("emulator").join("launches.txt");
     if launches.exists() {
@@ -74,7 +74,7 @@ pub(crate) fn run() -> Result<()> {
     for part in PARTS {
         conform(part, &launches)?;
     }
-    let text = fs::read_to_string(&launches).context("the emulator has counted no launch")?;
+    let text = fs::read_to_string(&launches).context("the emulator has not counted any launch")?;
     let counts = parse(&text)?;
     let idle: Vec<_> = counts.iter().filter(|(_, count)| **count == 0).map(|(k, _)| *k).collect();
     if !idle.is_empty() {
@@ -84,7 +84,7 @@ pub(crate) fn run() -> Result<()> {
     Ok(())
 }
 
-/// The programs alone, all of what CI runs with `AddressSanitizer`, with this sanitizer or none.
+/// Runs the programs alone, with the cases of `AddressSanitizer`, under this sanitizer or none.
 pub(super) fn run_one(sanitizer: Sanitizer) -> Result<()> {
     let most = AMOUNTS.first().map_or(&[][..], |amount| amount.cases);
     run_programs(sanitizer, most, None)
@@ -117,10 +117,10 @@ fn name_of(source: &Path) -> String {
     source.file_stem().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-/// A program of one test, all kernels and the emulator.
+/// Links a test program with all kernels and the emulator.
 fn link(source: &Path, name: &str, sanitizer: Sanitizer) -> Result<PathBuf> {
     let folder = Workspace::load()?.target_dir.join("emulator");
-    // Where the library's own objects are, so that nothing is compiled twice.
+    // The folder of the library's own objects, so that nothing is compiled twice.
     let objects = folder.join(sanitizer.name());
     let mut all = units(&objects, &kernels()?, sanitizer.kernel_flags());
     all.extend(emulator_units(&objects, sanitizer)?);
@@ -130,7 +130,7 @@ fn link(source: &Path, name: &str, sanitizer: Sanitizer) -> Result<PathBuf> {
     Ok(output)
 }
 
-/// Arguments `FIRST COUNT` that share the cases among so many processes.
+/// Divides the cases among `processes` processes, as arguments `FIRST COUNT`.
 fn shares(first: u32, count: u32, processes: usize) -> Vec<Vec<String>> {
     let processes = u32::try_from(processes).unwrap_or(u32::MAX).clamp(1, count.max(1));
     let size = count.div_ceil(processes);
@@ -161,7 +161,7 @@ fn side_by_side(path: &Path, runs: &[Vec<String>], launches: Option<&Path>) -> R
     })
 }
 
-/// Cases of the suite with `AddressSanitizer`.
+/// Runs cases of the suite with `AddressSanitizer`.
 fn conform(part: &str, launches: &Path) -> Result<()> {
     let start = Instant::now();
     let options = conformance::Options {
@@ -179,8 +179,8 @@ fn conform(part: &str, launches: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Launches of each kernel, summed over lines `LAUNCHES KERNEL`, of which each program writes one
-/// for every kernel there is.
+/// Sums the launches of each kernel over lines `LAUNCHES KERNEL`; each program writes one line per
+/// kernel.
 fn parse(text: &str) -> Result<BTreeMap<&str, u64>> {
     let mut counts = BTreeMap::new();
     for line in text.lines() {
@@ -215,9 +215,9 @@ mod tests {
         assert_eq!(as_text(shares(0, 9, 8)), "0 2, 2 2, 4 2, 6 2, 8 1");
     }
 
-    /// A renamed program would run with whatever it does without arguments.
+    /// A renamed program would run as it does without arguments.
     #[test]
-    fn named_programs_are_there() {
+    fn named_programs_exist() {
         let programs = sources(&Path::new(KERNELS).join("tests"), "cpp").unwrap();
         for (name, ..) in AMOUNTS.iter().flat_map(|amount| amount.cases) {
             assert!(programs.iter().any(|path| path.file_stem().unwrap() == *name), "{name}");

@@ -1,8 +1,9 @@
-//! `cargo xtask emulator --self-test`: does the emulator compute what a GPU does, and notice what
-//! is wrong? Programs of C++ under `kv-cuda/kernels/emulator/tests`, in each build there is.
+//! `cargo xtask emulator --self-test`: checks that the emulator computes what a GPU does and
+//! detects errors, with C++ programs under `kv-cuda/kernels/emulator/tests`, in every build
+//! variant.
 //!
-//! A program of right kernels must pass everywhere. A decode kernel that makes one of six mistakes
-//! must fail everywhere, and those that are races must be reported by `ThreadSanitizer`.
+//! A program of correct kernels must pass in every variant. A decode kernel with one of six
+//! mistakes must fail in every variant, and `ThreadSanitizer` must report those that are races.
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
@@ -18,9 +19,9 @@ use crate::workspace::Workspace;
 struct Variant {
     name: &'static str,
     sanitizer: Sanitizer,
-    /// With the switch of the C library instead of ours.
+    /// Uses the context switch of the C library instead of our own.
     is_portable: bool,
-    /// Orders of blocks and threads to try; 0 is none.
+    /// Seeds for the order of blocks and threads; 0 means no shuffling.
     seeds: &'static [u32],
 }
 
@@ -41,7 +42,7 @@ const MISTAKES: &[(u32, &str, bool)] = &[
     (6, "divergent shuffle", false),
 ];
 
-/// Exit code of a program in which `ThreadSanitizer` has found a race.
+/// Exit code of a program in which `ThreadSanitizer` found a race.
 const RACE: i32 = 66;
 
 /// Builds and runs every variant.
@@ -59,15 +60,15 @@ pub(super) fn run() -> Result<()> {
                 let args = [mistake.to_string(), seed.to_string()];
                 let code = ends(program(&decode).args(args))?.0;
                 if code == Some(0) {
-                    bail!("{}, seed {seed}: nothing noticed \"{what}\"", variant.name);
+                    bail!("{}, seed {seed}: not detected: \"{what}\"", variant.name);
                 }
                 if variant.sanitizer == Sanitizer::Thread && *is_race && code != Some(RACE) {
-                    bail!("seed {seed}: ThreadSanitizer did not notice \"{what}\" ({code:?})");
+                    bail!("seed {seed}: ThreadSanitizer did not detect \"{what}\" ({code:?})");
                 }
             }
         }
         let count = MISTAKES.len();
-        note(&format!("{}: passed, {count} mistakes noticed", variant.name), start.elapsed());
+        note(&format!("{}: passed, {count} mistakes detected", variant.name), start.elapsed());
     }
     Ok(())
 }
@@ -105,25 +106,25 @@ fn programs(folder: &Path, variant: &Variant) -> Result<(PathBuf, PathBuf)> {
 
 pub(super) fn program(path: &Path) -> Command {
     let mut command = shell::program(path);
-    // The first report is enough, and it need not name lines where one is expected.
+    // The first report is enough; for an expected error, it need not name lines.
     command.env("TSAN_OPTIONS", format!("halt_on_error=1 exitcode={RACE}"));
     command.env("UBSAN_OPTIONS", "print_stacktrace=1");
     command
 }
 
-/// Runs a program that must pass; shows what it says when it does not.
+/// Runs a program that must pass; shows its output otherwise.
 pub(super) fn passes(command: &mut Command) -> Result<()> {
-    let (code, said) = ends(command)?;
+    let (code, message) = ends(command)?;
     if code != Some(0) {
-        bail!("`{}` failed ({code:?}):\n{said}", shell::line(command));
+        bail!("`{}` failed ({code:?}):\n{message}", shell::line(command));
     }
     Ok(())
 }
 
-/// The exit code of a program, `None` where a signal ended it, and what it said.
+/// Returns the exit code of a program, `None` if a signal ended it, and its output.
 fn ends(command: &mut Command) -> Result<(Option<i32>, String)> {
     let line = shell::line(command);
     let output = command.output().with_context(|| format!("cannot start `{line}`"))?;
-    let said = [output.stdout, output.stderr].concat();
-    Ok((output.status.code(), String::from_utf8_lossy(&said).into_owned()))
+    let message = [output.stdout, output.stderr].concat();
+    Ok((output.status.code(), String::from_utf8_lossy(&message).into_owned()))
 }

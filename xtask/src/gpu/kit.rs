@@ -1,4 +1,4 @@
-//! The folder that everything runs from: which programs and files it has, and where.
+//! The contents of the kit: the programs and files of the folder that everything runs from.
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::shell;
 
-/// The one command of a machine without cargo.
+/// The script that starts a run on a machine without cargo.
 pub(super) const RUN: &str = r#"#!/bin/sh
 # Checks and measures the CUDA backend on this machine's card (--device N: the N-th). Needs an
 # NVIDIA driver, nothing else; uses ncu, compute-sanitizer, and PyTorch and FlashInfer of python3,
@@ -19,20 +19,20 @@ here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd) || exit 1
 exec "$here/bin/xtask" gpu --kit "$here" "$@"
 "#;
 
-/// A program of the kit, and what cargo calls it.
+/// A program of the kit, and its name in cargo.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Program {
     name: &'static str,
     target: &'static str,
-    /// Built with the harness of tests.
+    /// Whether it is built with the test harness.
     is_test: bool,
 }
 
-/// One build, and the programs that it gives.
+/// One build, and its programs.
 type Build = (&'static [&'static str], &'static [Program]);
 
-/// In release, as they are measured. Tests and programs apart: cargo builds an example that has
-/// tests only as one of them at a time.
+/// Release builds, as they are measured. Tests and programs are built separately: cargo builds an
+/// example that has tests in only one of the two forms at a time.
 const BUILDS: [Build; 4] = [
     (
         &["test", "--no-run", "--package=kv-cuda", "--lib", "--test=conformance", "--test=replay"],
@@ -46,11 +46,14 @@ const BUILDS: [Build; 4] = [
         &["build", "--package=kv-cuda", "--example=gpu"],
         &[Program { name: "gpu", target: "gpu", is_test: false }],
     ),
-    (&["build", "--package=kv-cli"], &[Program { name: "kv", target: "kv", is_test: false }]),
+    (
+        &["build", "--package=kv-cli", "--features=cuda,wgpu"],
+        &[Program { name: "kv", target: "kv", is_test: false }],
+    ),
     (&["build", "--package=xtask"], &[Program { name: "xtask", target: "xtask", is_test: false }]),
 ];
 
-/// Files and folders of the tree that a kit has, and where.
+/// Files and folders of the tree that a kit contains, and their places.
 const DATA: [(&str, &str); 5] = [
     ("models/stories260K", "models/stories260K"),
     ("kv-testkit/testdata", "testdata"),
@@ -59,7 +62,7 @@ const DATA: [(&str, &str); 5] = [
     ("LICENSE-MIT", "LICENSE-MIT"),
 ];
 
-/// Every file of a kit by its place in it, programs aside.
+/// Returns every file of a kit by its place, except the programs.
 pub(super) fn data(vectors: &[PathBuf]) -> Result<BTreeMap<PathBuf, PathBuf>> {
     let mut files = BTreeMap::new();
     for (source, place) in DATA {
@@ -71,7 +74,7 @@ pub(super) fn data(vectors: &[PathBuf]) -> Result<BTreeMap<PathBuf, PathBuf>> {
     Ok(files)
 }
 
-/// Everything that a kit has, by its place in it; nothing is built.
+/// Returns all contents of a kit by place, without building.
 pub(super) fn contents(vectors: &[PathBuf]) -> Result<Vec<PathBuf>> {
     let programs = BUILDS.iter().flat_map(|(_, programs)| programs.iter());
     let programs = programs.map(|program| Path::new("bin").join(program.name));
@@ -92,7 +95,7 @@ fn list(source: &Path, place: &Path, files: &mut BTreeMap<PathBuf, PathBuf>) -> 
     Ok(())
 }
 
-/// Builds everything and lays it out anew.
+/// Builds everything and writes the kit anew.
 pub(super) fn make(folder: &Path, vectors: &[PathBuf], commit: &str) -> Result<()> {
     let mut built = Vec::new();
     for (args, programs) in &BUILDS {
@@ -148,12 +151,12 @@ fn build(args: &[&str], programs: &[Program]) -> Result<Vec<(&'static str, PathB
     programs.iter().map(find).collect()
 }
 
-/// The executable that a message of cargo tells of, if it is this program's.
+/// Returns the executable in a message of cargo, if it is this program's.
 fn executable(line: &str, program: Program) -> Option<PathBuf> {
     let message: Value = serde_json::from_str(line).ok()?;
     let name = message.pointer("/target/name")?.as_str()?;
     let is_test = message.pointer("/profile/test")?.as_bool()?;
-    // A runner without the harness is a test all the same.
+    // A runner without the harness counts as a test.
     let kind = message.pointer("/target/kind/0")?.as_str()?;
     let is_ours = name == program.target && (is_test || kind == "test") == program.is_test;
     is_ours.then(|| message.get("executable")?.as_str().map(PathBuf::from))?

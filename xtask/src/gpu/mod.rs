@@ -1,7 +1,9 @@
 //! `cargo xtask gpu`: checks and measures the CUDA backend on a card, and writes the report.
 //!
-//! Programs and data are laid out in one folder, the kit, and everything runs from there: here, or
-//! on a machine that got the folder as an archive (`--package`) and has neither cargo nor network.
+//! Programs and data are collected in one folder, the kit, and everything runs from there: here, or
+//! on a machine that received the folder as an archive (`--package`) and needs neither cargo nor a
+//! network.
+mod extract;
 mod kit;
 mod pack;
 mod predict;
@@ -9,7 +11,6 @@ mod process;
 mod record;
 mod report;
 mod run;
-mod said;
 mod stages;
 mod target;
 #[cfg(test)]
@@ -26,26 +27,26 @@ use crate::workspace::Workspace;
 use report::{Outcome, Report};
 use run::{Limits, Runner};
 
-/// What to do.
+/// Options of the command.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Options {
-    /// Makes an archive there, or in that folder, instead of running anything.
+    /// Makes an archive at this path or in this folder, instead of running anything.
     pub(crate) package: Option<PathBuf>,
-    /// Names what an archive has, and builds nothing.
+    /// Lists the contents of an archive, and builds nothing.
     pub(crate) list: bool,
-    /// Runs a kit that lies there already, and leaves the report in it.
+    /// Runs an existing kit, and leaves the report in it.
     pub(crate) kit: Option<PathBuf>,
     /// Folders of vector files to run besides the suite.
     pub(crate) vectors: Vec<PathBuf>,
     /// Ordinal of the card.
     pub(crate) device: u32,
-    /// Seconds that all stages may take together.
+    /// Seconds for all stages together.
     pub(crate) deadline: Option<u64>,
-    /// Folder for the report and everything else that a run leaves.
+    /// Folder for the report and all other files of a run.
     pub(crate) out: Option<PathBuf>,
 }
 
-/// Runs, or packs; whether nothing failed.
+/// Runs or packs; returns whether nothing failed.
 pub(crate) fn run(options: &Options) -> Result<bool> {
     if let Some(vectors) = options.vectors.iter().find(|path| !path.is_dir()) {
         bail!("--vectors {}: no such folder", vectors.display());
@@ -75,18 +76,18 @@ pub(crate) fn run(options: &Options) -> Result<bool> {
     check(&kit, (&reports, out.as_deref()), options.device, limits)
 }
 
-/// Why no card can be here, before anything is built; the driver has the last word.
+/// Returns why there cannot be a card here, before anything is built; otherwise the driver decides.
 fn no_card() -> Option<String> {
     let nodes = ["/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg"];
     let is_there = nodes.iter().any(|node| Path::new(node).exists());
     (!is_there
         && process::output(Command::new("nvidia-smi").arg("-L"), Duration::from_secs(30)).is_none())
     .then(|| {
-        format!("no NVIDIA card: none of {} is there, and nvidia-smi lists none", nodes.join(", "))
+        format!("no NVIDIA card: none of {} exists, and nvidia-smi lists none", nodes.join(", "))
     })
 }
 
-/// Builds a kit; its folder, and the commit it is of.
+/// Builds a kit; returns its folder and its commit.
 fn make_kit(vectors: &[PathBuf]) -> Result<(PathBuf, String)> {
     let workspace = Workspace::load()?;
     let folder = workspace.target_dir.join("gpu/kit");
@@ -94,12 +95,12 @@ fn make_kit(vectors: &[PathBuf]) -> Result<(PathBuf, String)> {
     kit::make(&folder, vectors, &before)?;
     let after = commit()?;
     if before != after {
-        bail!("the tree went from {before} to {after} while it was built: once more, please");
+        bail!("the tree changed from {before} to {after} during the build: run it again");
     }
     Ok((folder, before))
 }
 
-/// The commit that is checked out, and whether files differ from it.
+/// Returns the current commit, and whether files differ from it.
 fn commit() -> Result<String> {
     let mut git = shell::program("git");
     let hash = shell::output(git.args(["rev-parse", "--short=12", "HEAD"]));
@@ -110,7 +111,7 @@ fn commit() -> Result<String> {
     Ok(if is_changed { format!("{hash}-changed") } else { hash })
 }
 
-/// Runs a kit, which writes its report; whether nothing failed.
+/// Runs a kit, which writes its report; returns whether nothing failed.
 fn check(kit: &Path, places: (&Path, Option<&Path>), device: u32, limits: Limits) -> Result<bool> {
     let mut runner = Runner::new(kit, places, device, limits)?;
     run_kit(&mut runner)

@@ -1,7 +1,7 @@
-//! The archive of a kit: one file that unpacks itself, and what it may weigh.
+//! The archive of a kit: one file that unpacks itself, and its size limits.
 //!
-//! Programs of a kit embed the same machine code, some 13 MB that nothing makes smaller. A
-//! compressor whose window reaches from one copy to the next stores it once.
+//! Programs of a kit embed the same machine code, 13 MB that do not compress. A compressor whose
+//! window spans two copies stores it once.
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
@@ -13,19 +13,18 @@ use crate::shell;
 
 /// Largest archive.
 const BYTES_MAX: u64 = 43_000_000;
-/// A machine that is lent for minutes gets the tree and the archive together, and no more than
-/// this.
+/// Limit for a machine that gets the tree and the archive together.
 const TRAVELS_MAX: u64 = 64 << 20;
-/// Bytes between two copies of the same content that the compressor still finds.
+/// Largest distance of two copies of the same content that the compressor finds.
 const WINDOW: u64 = 64 << 20;
-/// Its compressor, with one block: several would not see each other's content.
+/// The compressor, with a single block, because blocks do not share content.
 const COMPRESSOR: [&str; 4] = ["xz", "--threads=1", "--stdout", "--lzma2=preset=6,dict=64MiB"];
 /// Folder inside an archive.
 const NAME: &str = "kv-gpu";
-/// How its name ends.
+/// Extension of the archive's name.
 const EXTENSION: &str = ".sh";
 
-/// What stands before the compressed kit. [`PLACE`] becomes the place of its first byte.
+/// The script before the compressed kit. [`PLACE`] becomes the offset of the kit's first byte.
 const UNPACK: &str = r#"#!/bin/sh
 # A kit that checks and measures the CUDA backend of kv, for a machine with a card:
 #   sh FILE [--device N] [--deadline SECONDS] [--out DIR]   unpacks ./kv-gpu and runs it
@@ -33,7 +32,7 @@ const UNPACK: &str = r#"#!/bin/sh
 # Needs tar, and xz or python3.
 set -e
 if test -e kv-gpu && ! test -f kv-gpu/run.sh; then
-  echo "error: ./kv-gpu is there and no kit" >&2
+  echo "error: ./kv-gpu exists and is not a kit" >&2
   exit 1
 fi
 if command -v xz >/dev/null 2>&1; then decode="xz -dc"
@@ -44,27 +43,27 @@ fi
 rm -rf kv-gpu/run.sh kv-gpu/bin kv-gpu/models kv-gpu/testdata kv-gpu/vectors
 tail -c +@PLACE@ "$0" | eval "$decode" | tar -xf - || true
 if ! test -x kv-gpu/run.sh; then
-  echo "error: $0 is damaged, or neither xz nor python3 is there" >&2
+  echo "error: $0 is damaged, or neither xz nor python3 is installed" >&2
   exit 1
 fi
 if test "$1" = --unpack; then exit 0; fi
 exec kv-gpu/run.sh "$@"
 "#;
-/// As long as the number that takes its place.
+/// Has the length of the number that replaces it.
 const PLACE: &str = "@PLACE@";
 
-/// What an archive weighs, and what it may.
+/// Sizes of an archive and their limits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Weights {
-    /// Files of the kit.
+    /// Bytes of the kit's files.
     pub(super) unpacked: u64,
     pub(super) archive: u64,
-    /// Tracked files of the tree.
+    /// Bytes of the tree's tracked files.
     pub(super) tree: u64,
 }
 
 impl Weights {
-    /// What is left for the archive beside the tree.
+    /// Returns the bytes that the tree leaves for the archive.
     pub(super) fn room(&self) -> u64 {
         BYTES_MAX.min(TRAVELS_MAX.saturating_sub(self.tree))
     }
@@ -83,13 +82,13 @@ impl Weights {
     }
 }
 
-/// Where an archive goes: the file that is named, or one in the folder.
+/// Returns the path of an archive: the named file, or a file in the folder.
 pub(super) fn archive(place: &Path, commit: &str) -> PathBuf {
     let is_file = place.to_str().is_some_and(|name| name.ends_with(EXTENSION));
     if is_file { place.to_owned() } else { place.join(format!("{NAME}-{commit}{EXTENSION}")) }
 }
 
-/// Packs a kit; refuses one that is too large.
+/// Packs a kit; refuses an archive that is too large.
 pub(super) fn pack(folder: &Path, place: &Path, commit: &str) -> Result<()> {
     let archive = archive(&std::path::absolute(place)?, commit);
     if let Some(parent) = archive.parent() {
@@ -106,7 +105,7 @@ pub(super) fn pack(folder: &Path, place: &Path, commit: &str) -> Result<()> {
     weights.check()
 }
 
-/// Writes the archive of a folder; the bytes of its files.
+/// Writes the archive of a folder; returns the bytes of its files.
 pub(super) fn write(folder: &Path, archive: &Path) -> Result<u64> {
     let files = in_order(folder)?;
     let unpacked = files.iter().map(|(_, bytes)| bytes).sum();
@@ -126,8 +125,8 @@ pub(super) fn write(folder: &Path, archive: &Path) -> Result<u64> {
     Ok(unpacked)
 }
 
-/// Every file of a kit from its root, with its bytes; programs first and side by side, so that the
-/// compressor sees what they share.
+/// Lists every file of a kit from its root, with its bytes; programs come first and together, so
+/// that the compressor finds their common content.
 fn in_order(folder: &Path) -> Result<Vec<(String, u64)>> {
     let mut files = Vec::new();
     let mut folders = vec![folder.to_owned()];
@@ -150,7 +149,7 @@ fn in_order(folder: &Path) -> Result<Vec<(String, u64)>> {
 fn compress(folder: &Path, archive: &Path, list: &Path) -> Result<()> {
     let [compressor, args @ ..] = COMPRESSOR;
     let mut tar = shell::program("tar");
-    // Owners are of no use elsewhere.
+    // Owners do not matter elsewhere.
     tar.args(["-cf-", "--owner=0", "--group=0", "--numeric-owner", "--no-recursion"]);
     tar.arg(format!("--transform=s,^,{NAME}/,")).arg("-C").arg(folder).arg("-T").arg(list);
     let mut tar = tar.stdout(Stdio::piped()).spawn().context("cannot start `tar`")?;
@@ -174,7 +173,7 @@ fn compress(folder: &Path, archive: &Path, list: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The script in front, which knows its own length.
+/// Makes the script, which contains its own length.
 fn header() -> String {
     let first = UNPACK.len().saturating_add(1);
     let text = UNPACK.replace(PLACE, &format!("{first:07}"));
@@ -182,12 +181,12 @@ fn header() -> String {
     text
 }
 
-/// Bytes of the tracked files.
+/// Returns the bytes of the tracked files.
 fn tree() -> Result<u64> {
     let mut git = shell::program("git");
     let names = shell::output(git.args(["ls-files", "-z"])).context("git lists no files")?;
     let names = names.split('\0').filter(|name| !name.is_empty());
-    // A file that is tracked and not there does not travel.
+    // A tracked file that does not exist is not sent.
     let sizes = names.filter_map(|name| fs::metadata(shell::root().join(name)).ok());
     Ok(sizes.map(|file| file.len()).sum())
 }

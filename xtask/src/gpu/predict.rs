@@ -1,16 +1,17 @@
-//! What a model of the machine code expects of measures, so that a surprise is seen in the report.
+//! Predictions of a model of the machine code, so that the report shows surprises.
 //!
 //! The model counts the instructions of each kernel's main loop in the machine code for `sm_90a`,
-//! issues them to the pipes of a multiprocessor at 1.98 GHz, and sets that against the bytes over
-//! the rate of a copy (3.0 TB/s on an H100, 4.3 on an H200). It knows no caches of instructions or
-//! addresses. An H200 has run the kernels since: where the model was wrong, or kernels were made
-//! faster for it, its column has what was measured. Faster kernels should change these numbers.
+//! issues them to the pipes of a multiprocessor at 1.98 GHz, and compares that time with the bytes
+//! over the rate of a copy (3.0 TB/s on an H100, 4.3 on an H200). It has no instruction cache and
+//! no address arithmetic. An H200 has run the kernels since: where the model was wrong, or kernels
+//! were made faster for it, its column has the measurement. Faster kernels should change these
+//! numbers.
 use super::record::Measure;
 
-/// A measure that misses its prediction by more than this share of it is marked.
+/// Relative difference from its prediction above which a measurement is marked.
 const NEAR: f64 = 0.15;
 
-/// Of which unit a prediction is.
+/// The unit of a prediction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Unit {
     /// Fraction of the rate of the driver's copy.
@@ -18,24 +19,24 @@ pub(super) enum Unit {
     TflopPerS,
 }
 
-/// What was expected.
+/// The expected value.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Prediction {
     pub(super) value: f64,
     pub(super) unit: Unit,
-    /// What was measured over what was expected, where it was.
+    /// The measurement over the prediction, if there is one.
     pub(super) ratio: Option<f64>,
 }
 
 impl Prediction {
-    /// Whether what was measured is not what was expected, in either direction.
+    /// Returns whether the measurement differs from the prediction, in either direction.
     pub(super) fn is_missed(&self) -> bool {
         self.ratio.is_some_and(|ratio| (ratio - 1.0).abs() > NEAR)
     }
 }
 
-/// Fractions of copy on an H200 and an H100 at decode steps with 8 query heads for each of 8 kv
-/// heads, 128 values a head, blocks of 16.
+/// Fractions of copy on an H200 and an H100 for decode steps with 8 query heads per kv head, 8 kv
+/// heads, head dim 128, blocks of 16.
 type Decode = (&'static str, [(f64, f64); 6]);
 
 /// Batch and context of the columns.
@@ -61,7 +62,7 @@ const DECODE: [Decode; 5] = [
     ("l4", [(0.06, 0.12), (0.24, 0.43), (0.30, 0.51), (0.30, 0.51), (0.28, 0.51), (0.19, 0.45)]),
 ];
 
-/// Others by a part of their names: H200, H100. Ranges stand as their middle.
+/// Other measurements by a part of their names: H200, H100. Ranges are given by their middle.
 const OTHERS: [(&str, Unit, f64, f64); 4] = [
     ("prefill/bf16/gqa4/t4096", Unit::TflopPerS, 266.0, 266.0),
     ("prefill/bf16/gqa4/t16384", Unit::TflopPerS, 347.0, 347.0),
@@ -69,7 +70,7 @@ const OTHERS: [(&str, Unit, f64, f64); 4] = [
     ("append/fp8-e4m3/b1/t16384", Unit::OfCopy, 0.19, 0.27),
 ];
 
-/// What is expected of a decode step.
+/// Returns the prediction for a decode step.
 fn decode(name: &str) -> Option<(f64, f64)> {
     let parts: Vec<&str> = name.split('/').collect();
     let ["decode", format, "block16", "gqa8", batch, context] = parts.as_slice() else {
@@ -80,7 +81,7 @@ fn decode(name: &str) -> Option<(f64, f64)> {
     row.get(column).copied()
 }
 
-/// What is expected of a measure on a card, if anything is.
+/// Returns the prediction for a measurement on a card, if there is one.
 pub(super) fn prediction(card: &str, measure: &Measure) -> Option<Prediction> {
     let of_card = |(h200, h100): (f64, f64)| match card {
         _ if card.contains("H200") => Some(h200),

@@ -1,38 +1,38 @@
-//! One program under a limit of time.
+//! Runs one program with a time limit.
 //!
-//! Runs it in a process group of its own and ends the whole group when the time is over, so that a
-//! program that hangs, or leaves children behind, cannot hold up what comes after it.
+//! The program runs in its own process group, and the whole group is killed when the time is over,
+//! so that a program that hangs or leaves child processes cannot delay later stages.
 use std::io::Read as _;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 use std::{io, thread};
 
-/// How a program ended.
+/// The end of a program.
 #[derive(Debug)]
 pub(super) enum End {
-    /// By itself, or by a signal that was not ours.
+    /// It exited, or another signal ended it.
     Exited(ExitStatus),
     /// Killed at its limit.
     TimedOut,
-    /// Left behind at its limit: in the kernel, where no signal reaches it.
+    /// It cannot be killed at its limit: it is in the kernel, where no signal reaches it.
     Stuck,
 }
 
-/// Between two looks at whether a program has ended: the first, and the longest.
+/// Shortest and longest interval of polling for the end of a program.
 const POLL: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(100)];
-/// How long a killed program may take to go. One that waits for a device in the kernel may never.
+/// Time for a killed program to end. One that waits for a device in the kernel may never.
 const GOING: Duration = Duration::from_secs(5);
 
-/// Runs a program for at most so long.
+/// Runs a program for at most `limit`.
 ///
 /// # Errors
-/// Where it cannot be started or waited for.
+/// If it cannot be started or waited for.
 pub(super) fn run(command: &mut Command, limit: Duration) -> io::Result<End> {
     end(&mut start(command)?, limit)
 }
 
-/// What a program that has little to say prints, `None` where it cannot be started, fails, or has
-/// not ended by its limit.
+/// Returns the output of a program that prints little, `None` if it cannot be started, fails, or
+/// has not ended by its limit.
 pub(super) fn output(command: &mut Command, limit: Duration) -> Option<String> {
     let mut child = start(command.stdout(Stdio::piped()).stderr(Stdio::null())).ok()?;
     let End::Exited(status) = end(&mut child, limit).ok()? else { return None };
@@ -46,7 +46,7 @@ fn start(command: &mut Command) -> io::Result<Child> {
     command.stdin(Stdio::null()).spawn()
 }
 
-/// Waits for a program, and ends what is left of its group.
+/// Waits for a program, and kills the rest of its group.
 fn end(child: &mut Child, limit: Duration) -> io::Result<End> {
     let status = wait(child, limit)?;
     kill_group(child);
@@ -56,7 +56,7 @@ fn end(child: &mut Child, limit: Duration) -> io::Result<End> {
     }
 }
 
-/// Waits, but not for ever.
+/// Waits up to a limit.
 fn wait(child: &mut Child, limit: Duration) -> io::Result<Option<ExitStatus>> {
     let begin = Instant::now();
     let [mut pause, longest] = POLL;
@@ -82,13 +82,13 @@ fn lead_group(command: &mut Command) {
 #[cfg(not(unix))]
 fn lead_group(_: &mut Command) {}
 
-/// Ends every process of the group that the program leads, if any is left.
+/// Kills every process of the program's group.
 fn kill_group(child: &mut Child) {
-    // The shell has a `kill` of its own, so that no package is needed for it.
+    // The shell has its own `kill`, so no package is needed.
     let mut kill = Command::new("sh");
     kill.args(["-c", "kill -s KILL -- \"-$1\"", "sh", &child.id().to_string()]);
     let _ = kill.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status();
-    // Where there is no shell, at least the program itself.
+    // Without a shell, kill at least the program itself.
     let _ = child.kill();
 }
 
@@ -106,7 +106,7 @@ mod tests {
         command
     }
 
-    /// Whether a process is there and no zombie.
+    /// Returns whether a process exists and is not a zombie.
     fn is_alive(process: &str) -> bool {
         let stat = Path::new("/proc").join(process.trim()).join("stat");
         fs::read_to_string(stat).is_ok_and(|stat| !stat.contains(") Z "))
@@ -124,7 +124,7 @@ mod tests {
     fn a_program_that_hangs_is_killed_with_its_children() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("child");
-        // The shell ignores what can be ignored, and so does its child.
+        // The shell ignores the signals that can be ignored, and so does its child.
         let script =
             format!("trap '' TERM HUP INT; sleep 600 & echo $! > {}; wait", file.display());
         let begin = Instant::now();
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_program_leaves_in_the_background_ends_with_it() {
+    fn background_processes_end_with_their_program() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("child");
         let script = format!("sleep 600 & echo $! > {}; exit 0", file.display());
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_that_is_not_there_is_an_error() {
+    fn a_missing_program_is_an_error() {
         let error = run(&mut Command::new("/no/such/program"), Duration::from_secs(1)).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::NotFound);
     }

@@ -1,37 +1,37 @@
-//! What the programs of a kit say, a JSON object a line.
+//! Records that the programs of a kit print, one JSON object per line.
 use serde_json::Value;
 
-/// One time that was measured.
+/// One measured time.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Measure {
     pub(super) name: String,
-    /// Median of one call.
+    /// Median time of one call.
     pub(super) micros: f64,
     pub(super) bytes: Option<f64>,
     pub(super) gb_per_s: Option<f64>,
     pub(super) tflop_per_s: Option<f64>,
-    /// Of the rate of the driver's own copy.
+    /// Fraction of the rate of the driver's own copy.
     pub(super) of_copy: Option<f64>,
-    /// What others took for the same: who, and microseconds.
+    /// Times of other libraries in microseconds, by name.
     pub(super) peers: Vec<(String, f64)>,
 }
 
-/// Everything that was said.
+/// All records of a run.
 #[derive(Debug, Default)]
 pub(super) struct Records {
-    /// Names and values.
+    /// Facts by name.
     pub(super) facts: Vec<(String, Value)>,
     pub(super) measures: Vec<Measure>,
-    /// Names, and what was wrong: nothing, if it is empty.
+    /// Checks by name, with an error message or without.
     pub(super) checks: Vec<(String, Option<String>)>,
-    /// Names, and why.
+    /// Skipped measurements by name, with the reason.
     pub(super) skipped: Vec<(String, String)>,
-    /// What others took for measures that have not come yet: names, who, microseconds.
+    /// Times of peers for measurements without a record yet: name, peer, microseconds.
     waiting: Vec<(String, String, f64)>,
 }
 
 impl Records {
-    /// Reads lines; those that are no records are other output, or the one that a crash cut off.
+    /// Reads lines; lines that are not records are other output, or were cut off by a crash.
     pub(super) fn read(&mut self, text: &str) {
         for line in text.lines() {
             if let Ok(record) = serde_json::from_str::<Value>(line) {
@@ -40,7 +40,7 @@ impl Records {
         }
     }
 
-    /// The value of a fact.
+    /// Returns the value of a fact.
     pub(super) fn fact(&self, name: &str) -> Option<&Value> {
         self.facts.iter().find(|(found, _)| found == name).map(|(_, value)| value)
     }

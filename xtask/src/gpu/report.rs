@@ -1,4 +1,4 @@
-//! The report: what ran, how it ended, and the numbers.
+//! The report: checks, their outcomes, and measurements.
 use std::fmt::Write as _;
 
 use serde_json::{Value, json};
@@ -7,47 +7,47 @@ use super::predict::{Prediction, Unit, prediction};
 use super::record::{Measure, Records};
 use super::target::{self, targets};
 
-/// How a check ended.
+/// The outcome of a check.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Outcome {
-    /// With what it said, if that is worth a word.
+    /// Passed, with output that is worth showing.
     Passed(String),
     Failed(String),
-    /// Ended by us, at its limit.
+    /// Killed at its time limit.
     TimedOut(String),
     Skipped(String),
 }
 
 impl Outcome {
-    /// Its name, and what was said.
+    /// Returns its name and its message.
     pub(super) fn words(&self) -> (&'static str, &str) {
         match self {
-            Self::Passed(said) => ("passed", said),
-            Self::Failed(said) => ("failed", said),
-            Self::TimedOut(said) => ("timed out", said),
-            Self::Skipped(said) => ("not run", said),
+            Self::Passed(message) => ("passed", message),
+            Self::Failed(message) => ("failed", message),
+            Self::TimedOut(message) => ("timed out", message),
+            Self::Skipped(message) => ("not run", message),
         }
     }
 
-    /// Whether something is wrong.
+    /// Returns whether it is a failure.
     pub(super) fn is_failure(&self) -> bool {
         matches!(self, Self::Failed(_) | Self::TimedOut(_))
     }
 }
 
-/// One program that was run, or would have been.
+/// One program that was run, or should have been.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Check {
     pub(super) name: String,
-    /// As one would type it in the kit.
+    /// The command as one would type it in the kit.
     pub(super) command: String,
-    /// `None` where nothing ended, or a signal ended it.
+    /// `None` if nothing ended, or a signal ended it.
     pub(super) exit_code: Option<i32>,
     pub(super) seconds: f64,
     pub(super) outcome: Outcome,
 }
 
-/// Everything that one run found.
+/// The results of one run.
 #[derive(Debug, Default)]
 pub(super) struct Report {
     pub(super) card: String,
@@ -60,7 +60,7 @@ pub(super) struct Report {
 }
 
 impl Report {
-    /// Name of its files: that of the card, in what every file system has.
+    /// Returns the name of its files: the card's name, in portable characters.
     pub(super) fn file_name(&self) -> String {
         let plain = |letter: char| {
             if letter.is_ascii_alphanumeric() { letter.to_ascii_lowercase() } else { '-' }
@@ -70,12 +70,12 @@ impl Report {
         if words.is_empty() { "unnamed".to_owned() } else { words.join("-") }
     }
 
-    /// What failed, or did not end.
+    /// Returns the checks that failed or did not end.
     pub(super) fn failed(&self) -> Vec<&Check> {
         self.checks.iter().filter(|check| check.outcome.is_failure()).collect()
     }
 
-    /// What was measured so far, for a terminal.
+    /// Formats the measurements so far, for a terminal.
     pub(super) fn headlines(&self) -> String {
         let line = |measure: &Measure| {
             let share = measure.of_copy.map(|share| format!(", {share:.3} of copy"));
@@ -116,7 +116,7 @@ impl Report {
         if !card.contains(target::CARD) {
             let _ = writeln!(
                 text,
-                "Targets are set for an {}; on this card they say how far it is from them.\n",
+                "Targets are set for an {}; on this card they are for comparison.\n",
                 target::CARD
             );
         }
@@ -145,13 +145,13 @@ impl Report {
         text.push_str("## Checks\n\n| check | command | exit | seconds | result |\n");
         text.push_str("|---|---|---|---|---|\n");
         for check in &self.checks {
-            let (word, said) = check.outcome.words();
+            let (word, message) = check.outcome.words();
             let word = if check.outcome.is_failure() {
                 format!("**{}**", word.to_uppercase())
             } else {
                 word.to_owned()
             };
-            let result = if said.is_empty() { word } else { format!("{word}: {said}") };
+            let result = if message.is_empty() { word } else { format!("{word}: {message}") };
             let exit = check.exit_code.map_or_else(|| "-".to_owned(), |code| code.to_string());
             let _ = writeln!(
                 text,
@@ -223,7 +223,7 @@ fn row(card: &str, measure: &Measure, peers: &[&str]) -> String {
     text
 }
 
-/// A prediction, with how far off it is where it is.
+/// Formats a prediction, with the ratio if it was missed.
 fn expected(prediction: Prediction) -> String {
     let value = match prediction.unit {
         Unit::OfCopy => format!("{:.2}", prediction.value),
@@ -235,20 +235,20 @@ fn expected(prediction: Prediction) -> String {
     }
 }
 
-/// Text that does not end a table's cell.
+/// Escapes text for a table cell.
 fn cell(text: &str) -> String {
     text.replace('|', "\\|").replace(['\n', '\r'], " ")
 }
 
 fn check_json(check: &Check) -> Value {
-    let (outcome, said) = check.outcome.words();
+    let (outcome, message) = check.outcome.words();
     json!({
         "name": check.name,
         "command": check.command,
         "exit_code": check.exit_code,
         "seconds": check.seconds,
         "outcome": outcome,
-        "detail": said,
+        "detail": message,
     })
 }
 

@@ -1,8 +1,8 @@
-//! Running a kit: stages one after another, each a process with a limit of its own.
+//! Runs a kit: stages one after another, each a process with its own time limit.
 //!
-//! The report is written anew behind every stage, so that whatever ends a run early (a device that
-//! hangs, a machine that is taken away) leaves what there was until then. Which stages there are,
-//! and in which order, says [`stages`](super::stages).
+//! The report is written again after every stage, so that if a run ends early (a device that hangs,
+//! a machine that is taken away) the results until then remain. [`stages`](super::stages) has the
+//! list and order of stages.
 use std::env;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write as _};
@@ -12,32 +12,32 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
+use super::extract::{last_lines, shortened};
 use super::process::{self, End};
 use super::report::{Check, Outcome, Report};
-use super::said::{last_lines, shortened};
 use crate::shell;
 
-/// How long stages may take.
+/// Time limits.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Limits {
-    /// All of them together.
+    /// Limit of all stages together.
     pub(super) deadline: Option<Duration>,
-    /// One of them, whatever its own limit is.
+    /// Limit of a stage, whatever its own limit is.
     pub(super) stage_max: Option<Duration>,
 }
 
-/// What one program left.
+/// The result of one program.
 pub(super) struct Ended {
     pub(super) end: End,
     pub(super) seconds: f64,
-    /// All that it said, without where the kit lies.
+    /// All of its output, without paths of the kit.
     pub(super) output: String,
 }
 
-/// A program and what it is started with.
+/// A program with its arguments.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Call {
-    /// The program, in the kit or of the machine, and its arguments.
+    /// The program, of the kit or of the machine, and its arguments.
     pub(super) args: Vec<String>,
     /// Further variables.
     pub(super) settings: Vec<(String, String)>,
@@ -50,30 +50,30 @@ pub(super) struct Runner<'k> {
     out: PathBuf,
     reports: PathBuf,
     pub(super) device: u32,
-    /// The card as `CUDA_VISIBLE_DEVICES` names it, for programs that take the first.
+    /// The card's name in `CUDA_VISIBLE_DEVICES`, for programs that use the first card.
     pub(super) visible: String,
     limits: Limits,
-    /// Where programs of the machine are looked for before all other places.
+    /// Folder that is searched first for programs of the machine.
     pub(super) tools: Option<PathBuf>,
     begin: Instant,
     pub(super) report: Report,
 }
 
-/// Files in the folder of results: what was said by stages that ended, and by the one that runs.
+/// Files in the folder of results: output of ended stages, and of the running one.
 const LOGS: &str = "logs.txt";
 const RUNNING: &str = "running.txt";
-/// The same of records.
+/// The same for records.
 const RECORDS: &str = "records.jsonl";
 const NEW_RECORDS: &str = "running.jsonl";
 /// Stands for the folder of results in commands that are shown.
 const OUT: &str = "$OUT";
-/// Where the loader looks for libraries first.
+/// Variable with the first folders of the library search.
 const LIBRARIES: &str = "LD_LIBRARY_PATH";
-/// Leaves programs these cards alone.
+/// Variable with the cards that programs may use.
 pub(super) const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
-/// A stage that has less than this left until the deadline is not started.
+/// A stage with less than this until the deadline is not started.
 const STAGE_LEAST: Duration = Duration::from_secs(2);
-/// Kept of the deadline for what is behind the last stage.
+/// Time before the deadline for the work after the last stage.
 const RESERVE: Duration = Duration::from_secs(2);
 
 impl Call {
@@ -87,7 +87,7 @@ impl Call {
         self
     }
 
-    /// As one would type it in the kit.
+    /// Returns the command as one would type it in the kit.
     pub(super) fn shown(&self) -> String {
         let settings = self.settings.iter().map(|(name, value)| format!("{name}={value}"));
         let quoted =
@@ -108,7 +108,7 @@ impl Ended {
         self.status().is_some_and(|status| status.success())
     }
 
-    /// What is wrong with an end, `None` where the program says that all is right.
+    /// Returns the failure of a program, `None` if it succeeded.
     pub(super) fn failure(&self, limit: Duration) -> Option<Outcome> {
         let tail = last_lines(&self.output);
         let limit = limit.as_secs_f64();
@@ -120,7 +120,7 @@ impl Ended {
             })),
             End::TimedOut => Some(Outcome::TimedOut(format!("killed after {limit:.1} s; {tail}"))),
             End::Stuck => {
-                let why = "a signal does not end it, it is left behind";
+                let why = "a signal does not end it";
                 Some(Outcome::TimedOut(format!("{why} after {limit:.1} s; {tail}")))
             }
         }
@@ -128,9 +128,10 @@ impl Ended {
 }
 
 impl<'k> Runner<'k> {
-    /// Gets ready to run a kit; nothing is written yet.
+    /// Prepares the run of a kit; writes nothing yet.
     ///
-    /// Results go to `out`, or else the report beside the others and the rest into the kit.
+    /// Results go to `out`; without it, the report goes next to the others, and the rest into the
+    /// kit.
     pub(super) fn new(
         kit: &'k Path,
         (reports, out): (&Path, Option<&Path>),
@@ -158,7 +159,7 @@ impl<'k> Runner<'k> {
         })
     }
 
-    /// A program of the kit or of the machine.
+    /// Makes the command of a program of the kit or of the machine.
     fn command(&self, program: &str) -> Command {
         let is_ours = program.starts_with("bin/");
         let place = if is_ours { self.kit.join(program) } else { PathBuf::from(program) };
@@ -169,7 +170,8 @@ impl<'k> Runner<'k> {
             let all = std::iter::once(tools.clone()).chain(env::split_paths(&others));
             command.env("PATH", env::join_paths(all).unwrap_or(others));
         }
-        // A toolkit's stand-in for the driver, there to be linked with, is found before the driver.
+        // Without this, a toolkit's stub of the driver, meant for linking, would be found before
+        // the driver.
         if let Some(libraries) = env::var_os(LIBRARIES) {
             let real = env::split_paths(&libraries).filter(|folder| !folder.ends_with("stubs"));
             command.env(LIBRARIES, env::join_paths(real).unwrap_or(libraries));
@@ -177,27 +179,27 @@ impl<'k> Runner<'k> {
         command
     }
 
-    /// What a tool of the machine says. A card that hangs makes tools hang that only ask about it.
+    /// Returns the output of a tool of the machine. A card that hangs makes even queries hang.
     pub(super) fn ask(&self, args: &[&str]) -> Option<String> {
         let (program, args) = args.split_first()?;
         let limit = Duration::from_secs(30).min(self.limits.stage_max.unwrap_or(Duration::MAX));
         process::output(self.command(program).args(args), limit)
     }
 
-    /// What the driver's own tool says about a card, a line.
+    /// Returns one line of the driver's own tool about a card.
     fn query(&self, what: &str) -> Option<String> {
         let what = format!("--query-gpu={what}");
-        let said =
+        let message =
             self.ask(&["nvidia-smi", &what, "--format=csv,noheader", "-i", &self.visible])?;
-        said.lines().next().map(|line| line.trim().to_owned()).filter(|line| !line.is_empty())
+        message.lines().next().map(|line| line.trim().to_owned()).filter(|line| !line.is_empty())
     }
 
-    /// Clock of the multiprocessors, power and temperature, as the driver's tool tells them.
+    /// Returns clock of the multiprocessors, power and temperature, from the driver's tool.
     fn clocks(&self) -> Option<String> {
         self.query("clocks.sm,power.draw,temperature.gpu")
     }
 
-    /// The driver's version, from its own tool or the kernel.
+    /// Returns the driver's version, from its own tool or the kernel.
     pub(super) fn driver(&self) -> String {
         let version = self
             .query("driver_version")
@@ -206,12 +208,12 @@ impl<'k> Runner<'k> {
         if version.trim().is_empty() { "unknown".to_owned() } else { version.trim().to_owned() }
     }
 
-    /// A folder of the kit.
+    /// Returns a folder of the kit.
     pub(super) fn place(&self, name: &str) -> PathBuf {
         self.kit.join(name)
     }
 
-    /// The files of results, from now on only those of this run.
+    /// Creates the files of results and removes those of earlier runs.
     pub(super) fn prepare(&self) -> Result<()> {
         fs::create_dir_all(&self.out)
             .with_context(|| format!("cannot make {}", self.out.display()))?;
@@ -224,19 +226,19 @@ impl<'k> Runner<'k> {
         Ok(())
     }
 
-    /// Forgets what was said: nothing ran that anyone wants to read about.
+    /// Removes all output, because nothing worth reading ran.
     pub(super) fn clear(&self) {
         let _ = fs::remove_file(self.out.join(LOGS));
-        // Stays where it has something of others in it.
+        // Stays if it has files of others.
         let _ = fs::remove_dir(&self.out);
     }
 
-    /// How long a stage may take where there is time enough.
+    /// Returns the time limit of a stage, far from the deadline.
     pub(super) fn limit_of(&self, call: &Call) -> Duration {
         call.limit.min(self.limits.stage_max.unwrap_or(Duration::MAX))
     }
 
-    /// How long a stage may take now; notes where that is too little to begin.
+    /// Returns the time limit of a stage now; notes a skipped stage if too little time is left.
     fn has_time(&mut self, name: &str, call: &Call) -> Result<Option<Duration>> {
         let limit = self.limit_of(call);
         let Some(deadline) = self.limits.deadline else { return Ok(Some(limit)) };
@@ -249,40 +251,42 @@ impl<'k> Runner<'k> {
         Ok(Some(limit.min(left)))
     }
 
-    /// Runs a stage, and notes how it ended: as `judge` says where the program itself is content.
-    /// `None` where it was not run.
+    /// Runs a stage and notes its outcome, which `outcome_of` decides if the program succeeds. `None` if
+    /// it was not run.
     pub(super) fn stage(
         &mut self,
         name: &str,
         call: &Call,
-        judge: impl FnOnce(&Ended) -> Outcome,
+        outcome_of: impl FnOnce(&Ended) -> Outcome,
     ) -> Result<Option<Ended>> {
-        self.judged(name, call, |ended, failure| failure.unwrap_or_else(|| judge(ended)))
+        self.stage_or_failure(name, call, |ended, failure| {
+            failure.unwrap_or_else(|| outcome_of(ended))
+        })
     }
 
-    /// The same, where `judge` is told how the program failed, if it did.
-    pub(super) fn judged(
+    /// Runs a stage like [`Self::stage`], but `outcome_of` also gets the failure of a program.
+    pub(super) fn stage_or_failure(
         &mut self,
         name: &str,
         call: &Call,
-        judge: impl FnOnce(&Ended, Option<Outcome>) -> Outcome,
+        outcome_of: impl FnOnce(&Ended, Option<Outcome>) -> Outcome,
     ) -> Result<Option<Ended>> {
         let Some(limit) = self.has_time(name, call)? else { return Ok(None) };
         let ended = match self.start(name, call, limit) {
             Ok(ended) => ended,
-            // A program of the machine that is not there, or one that a damaged kit lacks.
+            // A program that the machine or a damaged kit lacks.
             Err(error) => {
                 let outcome = Outcome::Failed(format!("{error:#}"));
                 self.note(name, &call.shown(), None, outcome)?;
                 return Ok(None);
             }
         };
-        let outcome = judge(&ended, ended.failure(limit));
+        let outcome = outcome_of(&ended, ended.failure(limit));
         self.note(name, &call.shown(), Some(&ended), outcome)?;
         Ok(Some(ended))
     }
 
-    /// Notes an outcome and writes the report anew.
+    /// Notes an outcome and writes the report again.
     pub(super) fn note(
         &mut self,
         name: &str,
@@ -290,8 +294,8 @@ impl<'k> Runner<'k> {
         ended: Option<&Ended>,
         outcome: Outcome,
     ) -> Result<()> {
-        let (word, said) = outcome.words();
-        println!("   {word}{}{said}", if said.is_empty() { "" } else { ": " });
+        let (word, message) = outcome.words();
+        println!("   {word}{}{message}", if message.is_empty() { "" } else { ": " });
         self.report.checks.push(Check {
             name: name.to_owned(),
             command: self.without_places(command),
@@ -307,13 +311,13 @@ impl<'k> Runner<'k> {
         self.note(name, &call.shown(), None, Outcome::Skipped(why.to_owned()))
     }
 
-    /// Writes the report as it is.
+    /// Writes the present report.
     pub(super) fn write(&self) -> Result<()> {
         fs::create_dir_all(&self.reports)
             .with_context(|| format!("cannot make {}", self.reports.display()))?;
         let write = |extension: &str, text: String| {
             let file = self.report_file(extension);
-            // Whole or as it was, should this be ended while it writes.
+            // Written atomically, in case the run is ended meanwhile.
             let partial = file.with_extension("partial");
             fs::write(&partial, text)
                 .and_then(|()| fs::rename(&partial, &file))
@@ -327,8 +331,8 @@ impl<'k> Runner<'k> {
         self.reports.join(format!("{}.{extension}", self.report.file_name()))
     }
 
-    /// Adds the file of new records to `args` behind the option that takes it, runs, and reads what
-    /// there is of it, however the program ended. Checks among the records are noted as such.
+    /// Appends the option for the file of new records to `args`, runs the program, and reads the
+    /// records, however it ended. Checks among the records are noted.
     pub(super) fn measure(
         &mut self,
         name: &str,
@@ -359,7 +363,7 @@ impl<'k> Runner<'k> {
         Ok(ended)
     }
 
-    /// Runs a program in the kit; what it says goes to the log.
+    /// Runs a program of the kit; its output goes to the log.
     pub(super) fn start(&self, name: &str, call: &Call, limit: Duration) -> Result<Ended> {
         println!("-- {name}: {}", self.without_places(&call.shown()));
         let Some((program, args)) = call.args.split_first() else { bail!("{name}: no program") };
@@ -383,7 +387,7 @@ impl<'k> Runner<'k> {
         Ok(Ended { end, seconds, output })
     }
 
-    /// Text that does not tell where the kit and its results lie.
+    /// Removes the paths of the kit and of its results from a text.
     fn without_places(&self, text: &str) -> String {
         let text = text.replace(&*self.out.to_string_lossy(), OUT);
         text.replace(&*self.kit.to_string_lossy(), ".")
@@ -396,7 +400,7 @@ impl<'k> Runner<'k> {
     }
 }
 
-/// A card by its number among those that are visible now.
+/// Returns a card's name by its index among the visible ones.
 fn visible(device: u32) -> String {
     let now = env::var(VISIBLE).unwrap_or_default();
     let mut cards = now.split(',').map(str::trim).filter(|card| !card.is_empty());

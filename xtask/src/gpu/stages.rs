@@ -1,28 +1,26 @@
-//! Which stages there are, in their order: what is worth most comes first, in case that the rest is
-//! never reached.
+//! The stages in their order: the most valuable ones first, in case a run ends early.
 use std::fs;
 use std::path::Path;
 
 use anyhow::{Result, bail};
 use serde_json::Value;
 
+use super::extract::{counted, generated, last_lines, summary};
 use super::report::Outcome;
 use super::run::{Call, Ended, Runner, VISIBLE};
-use super::said::{counted, generated, last_lines, summary};
 
-/// Exit code of `bin/gpu` where there is no device to open: nothing is wrong with one.
+/// Exit code of `bin/gpu` without a device; not a failure.
 pub(super) const NO_DEVICE: i32 = 3;
 
-/// Tells the suite where its vectors are, and where to leave its counts.
+/// Variables for the suite: the folder of its vectors, and the file for its counts.
 const TESTDATA: (&str, &str) = ("KV_CONFORMANCE_TESTDATA", "testdata");
 const REPORT: &str = "KV_CONFORMANCE_REPORT";
 const COUNTS: &str = "counts.json";
 /// The suite on a card.
 const SUITE: [&str; 3] = ["bin/conformance", "--backend", "cuda"];
-/// Formats of the cache that are measured, by their names: first those that headlines are about.
+/// Measured formats, those of the headlines first.
 const FORMATS: [&str; 6] = ["bf16", "fp8-e4m3", "int8-tensor", "fp8-e4m3-row", "int8", "l4"];
-/// Cases that are profiled, each by the kernel that it is about, and its launches before: those
-/// that fill a cache.
+/// Cases to profile, each with its kernel and the number of launches before it, which fill a cache.
 const PROFILES: [(&str, &str, u32); 4] = [
     ("decode_bf16_128", "decode/bf16/block16/gqa8/b64/c8192", 1),
     ("decode_e4m3_128", "decode/fp8-e4m3/block16/gqa8/b64/c8192", 1),
@@ -30,7 +28,8 @@ const PROFILES: [(&str, &str, u32); 4] = [
     ("write_rows", "append/fp8-e4m3/b1/t16384", 40),
 ];
 
-/// Asks what the card is; whether it answered. Where there is none, nothing is written.
+/// Queries the facts about the card; returns whether that worked. Without a card, nothing is
+/// written.
 pub(super) fn facts(runner: &mut Runner<'_>) -> Result<bool> {
     let number = runner.device.to_string();
     let call = Call::new(60, &["bin/gpu", "--part", "facts", "--device", &number]);
@@ -49,17 +48,17 @@ pub(super) fn facts(runner: &mut Runner<'_>) -> Result<bool> {
         if is_known {
             Outcome::Passed(String::new())
         } else {
-            Outcome::Failed("it does not tell the card".to_owned())
+            Outcome::Failed("the card is not among its facts".to_owned())
         }
     });
     runner.note("facts", &call.shown(), Some(&ended), outcome)?;
     Ok(is_known)
 }
 
-/// Runs everything else.
+/// Runs all other stages.
 pub(super) fn all(runner: &mut Runner<'_>) -> Result<()> {
     let card = on_card(runner);
-    // Whether each kernel loads, then whether those that are measured are right.
+    // First whether each kernel loads, then whether the measured ones are correct.
     let kernels = ["bin/driver", "driver::tests::every_kernel_loads", "--exact"];
     test(runner, "kernels", &card(Call::new(40, &kernels)))?;
     let (first, rest) = FORMATS.split_at(2);
@@ -81,7 +80,7 @@ pub(super) fn all(runner: &mut Runner<'_>) -> Result<()> {
     sanitizer(runner)
 }
 
-/// Whether formats are right at the shapes that are measured.
+/// Checks formats against the oracle at the measured shapes.
 fn oracles(runner: &mut Runner<'_>, formats: &[&str]) -> Result<()> {
     for format in formats {
         measure(runner, &format!("oracles, {format}"), 30, &["oracle", "--format", format])?;
@@ -89,19 +88,19 @@ fn oracles(runner: &mut Runner<'_>, formats: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// Gives a program the card as its first.
+/// Makes the card the first one of a program.
 fn on_card(runner: &Runner<'_>) -> impl Fn(Call) -> Call + use<> {
     let visible = runner.visible.clone();
     move |call| call.with(VISIBLE, &visible)
 }
 
-/// A program with the harness of tests.
+/// Runs a program with the test harness.
 fn test(runner: &mut Runner<'_>, name: &str, call: &Call) -> Result<()> {
     runner.stage(name, call, |ended| Outcome::Passed(summary(&ended.output)))?;
     Ok(())
 }
 
-/// Part of what `bin/gpu` measures.
+/// Runs one part of the measurements of `bin/gpu`.
 fn measure(runner: &mut Runner<'_>, name: &str, limit: u64, part: &[&str]) -> Result<()> {
     let number = runner.device.to_string();
     let args = [&["bin/gpu", "--device", &number, "--part"], part].concat();
@@ -109,8 +108,8 @@ fn measure(runner: &mut Runner<'_>, name: &str, limit: u64, part: &[&str]) -> Re
     Ok(())
 }
 
-/// What the profiler of the toolkit says about a launch of each kernel that counts most. It is
-/// often forbidden: that is no failure.
+/// Profiles one launch of each important kernel. Profiling is often forbidden, which is not a
+/// failure.
 fn profiles(runner: &mut Runner<'_>) -> Result<()> {
     const NAME: &str = "ncu";
     let is_there = runner.ask(&[NAME, "--version"]).is_some();
@@ -127,31 +126,32 @@ fn profiles(runner: &mut Runner<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Runs a tool of the machine; where it is not there, or does not work, the stage was not run.
+/// Runs a tool of the machine; without the tool, or if it does not work, the stage counts as not
+/// run.
 fn optional(runner: &mut Runner<'_>, name: &str, call: &Call, is_there: bool) -> Result<bool> {
     let tool = call.args.first().cloned().unwrap_or_default();
     if !is_there {
         runner.skip(name, call, &format!("{tool} is not installed here"))?;
         return Ok(false);
     }
-    let ended = runner.judged(name, call, |_, failure| match failure {
+    let ended = runner.stage_or_failure(name, call, |_, failure| match failure {
         None => Outcome::Passed(String::new()),
         Some(failure) => {
-            let (_, said) = failure.words();
-            Outcome::Skipped(format!("{tool} does not work here: {said}"))
+            let (_, message) = failure.words();
+            Outcome::Skipped(format!("{tool} does not work here: {message}"))
         }
     })?;
     Ok(ended.is_some_and(|ended| ended.is_success()))
 }
 
-/// The suite on the backend's own type, a process for each family: an error that a card does not
-/// forget spoils what is behind it in the same process.
+/// Runs the suite on the backend's own type, one process per family: a sticky error of the card
+/// would fail all later cases of the same process.
 fn families(runner: &mut Runner<'_>) -> Result<()> {
     let card = on_card(runner);
     let list = card(Call::new(60, &[&SUITE[..], &["--list"]].concat()));
     let found = runner.stage("conformance, list of cases", &list, |ended| {
         match families_of(&ended.output).len() {
-            0 => Outcome::Failed("there is no case".to_owned()),
+            0 => Outcome::Failed("there are no cases".to_owned()),
             count => Outcome::Passed(format!("{count} families")),
         }
     })?;
@@ -166,7 +166,7 @@ fn families(runner: &mut Runner<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Families among the names of cases, in their order.
+/// Returns the families among the names of cases, in order.
 pub(super) fn families_of(list: &str) -> Vec<String> {
     let mut families: Vec<String> = Vec::new();
     let names = list.lines().filter_map(|line| line.strip_prefix("cuda::"));
@@ -178,25 +178,25 @@ pub(super) fn families_of(list: &str) -> Vec<String> {
     families
 }
 
-/// Part of the suite, with its counts.
+/// Runs a part of the suite, with its counts.
 fn suite(runner: &mut Runner<'_>, name: &str, limit: u64, args: &[&str]) -> Result<()> {
     let call = on_card(runner)(Call::new(limit, &[&SUITE[..], args].concat()));
     counting(runner, name, call)
 }
 
-/// A runner of the suite, however it is started.
+/// Runs a runner of the suite with any command.
 fn counting(runner: &mut Runner<'_>, name: &str, call: Call) -> Result<()> {
     let file = runner.place(COUNTS);
     let _ = fs::remove_file(&file);
     let call = call.with(TESTDATA.0, TESTDATA.1).with(REPORT, COUNTS);
-    runner.judged(name, &call, |_, failure| {
+    runner.stage_or_failure(name, &call, |_, failure| {
         let text = fs::read_to_string(&file).ok();
         let counts = text.and_then(|text| counted(&serde_json::from_str(&text).ok()?));
         match (failure, counts) {
             (None, Some(counts)) => Outcome::Passed(counts),
             (None, None) => Outcome::Failed("it left no counts".to_owned()),
-            (Some(Outcome::Failed(said)), Some(counts)) => {
-                Outcome::Failed(format!("{counts}; {said}"))
+            (Some(Outcome::Failed(message)), Some(counts)) => {
+                Outcome::Failed(format!("{counts}; {message}"))
             }
             (Some(failure), _) => failure,
         }
@@ -205,7 +205,7 @@ fn counting(runner: &mut Runner<'_>, name: &str, call: Call) -> Result<()> {
     Ok(())
 }
 
-/// The rest of what is measured, in processes of their own.
+/// Runs the other measurements, in separate processes.
 fn grid(runner: &mut Runner<'_>) -> Result<()> {
     for format in FORMATS {
         let part = ["decode", "--format", format];
@@ -219,17 +219,21 @@ fn grid(runner: &mut Runner<'_>) -> Result<()> {
     Ok(())
 }
 
-/// What others take for the same.
+/// Runs the measurements of other libraries.
 fn peers(runner: &mut Runner<'_>) -> Result<()> {
     let call = on_card(runner)(Call::new(90, &["python3", "-B", "peers.py"]));
     if runner.ask(&["python3", "-c", "import torch"]).is_none() {
-        return runner.skip("peers", &call, "PyTorch is not at hand: python3 cannot import torch");
+        return runner.skip(
+            "peers",
+            &call,
+            "PyTorch is not installed: python3 cannot import torch",
+        );
     }
     runner.measure("peers", call, None)?;
     Ok(())
 }
 
-/// The text that the program `kv` generates must be the CPU's where nothing is rounded.
+/// Checks that the program `kv` generates the CPU's text if nothing is rounded.
 fn program(runner: &mut Runner<'_>, format: &str) -> Result<()> {
     let call = |backend: &str| {
         let model = ["bin/kv", "generate", "--model", "models/stories260K", "--json"];
@@ -251,15 +255,15 @@ fn program(runner: &mut Runner<'_>, format: &str) -> Result<()> {
         (Some(cuda), Some(cpu)) if cuda == *cpu => {
             Outcome::Passed("the same texts as with --backend cpu".to_owned())
         }
-        // What is rounded when it is stored may turn a close call.
+        // Rounding of stored rows may change a close call.
         _ if format != "f32" => Outcome::Passed("other texts than with --backend cpu".to_owned()),
         _ => Outcome::Failed("other texts than with --backend cpu".to_owned()),
     })?;
     Ok(())
 }
 
-/// The suite erased, vector files that were given, and other random operations. Those are compared
-/// with the naive model, as the CPU backend's are, so that both agree where both pass.
+/// Runs the erased suite, given vector files, and other random operations. These are compared with
+/// the naive model, as on the CPU backend, so that both backends agree if both pass.
 fn more_of_the_suite(runner: &mut Runner<'_>) -> Result<()> {
     suite(runner, "conformance, erased", 120, &["any(cuda)::"])?;
     for vectors in folders(&runner.place("vectors")) {
@@ -272,8 +276,8 @@ fn more_of_the_suite(runner: &mut Runner<'_>) -> Result<()> {
     counting(runner, "differential: random operations", random)
 }
 
-/// A few cases under each of the toolkit's tools that fit them. Some machines have the tools and do
-/// not let them watch a card, which a program that does nothing shows.
+/// Runs a few cases under each of the toolkit's sanitizers. Some machines have the tools but forbid
+/// them to watch a card; a program that does nothing shows that.
 fn sanitizer(runner: &mut Runner<'_>) -> Result<()> {
     const NAME: &str = "compute-sanitizer";
     const CASES: [(&str, &str); 4] = [
@@ -300,7 +304,7 @@ fn sanitizer(runner: &mut Runner<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Names of the folders in a folder, in order.
+/// Returns the names of the folders in a folder, sorted.
 fn folders(place: &Path) -> Vec<String> {
     let entries = fs::read_dir(place).into_iter().flatten().flatten();
     let mut names: Vec<_> =

@@ -1,22 +1,22 @@
-//! What the project wants to reach on an H200.
+//! Performance targets on an H200.
 use super::record::Measure;
 
-/// The card that targets are set for: a part of its name.
+/// A part of the name of the card that targets are set for.
 pub(super) const CARD: &str = "H200";
 
-/// Dense bf16 of the card's data sheet, in TFLOP/s.
+/// Dense bf16 rate of the card's data sheet, in TFLOP/s.
 const PEAK: f64 = 989.0;
-/// Tokens in a batch from which decode must keep up with a copy.
+/// Tokens in a batch from which decode must reach the rate of a copy.
 const MANY_TOKENS: u64 = 256 << 10;
 
-/// One thing that was to be reached.
+/// One target.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Target {
     pub(super) text: String,
     pub(super) is_met: bool,
 }
 
-/// Targets of one measure.
+/// Returns the targets of one measurement.
 pub(super) fn targets(measure: &Measure) -> Vec<Target> {
     let at_least = |least: f64, value: Option<f64>, of: &str| {
         let is_met = value.is_some_and(|value| value >= least);
@@ -58,7 +58,7 @@ fn tokens(batch: &str, context: &str) -> Option<u64> {
     number(batch)?.checked_mul(number(context)?)
 }
 
-/// The number behind a letter.
+/// Returns the number after a letter.
 fn number(part: &str) -> Option<u64> {
     part.get(1..)?.parse().ok()
 }

@@ -1,11 +1,11 @@
-//! The report, the kit's contents, and what programs say.
+//! The report, the kit's contents, and the output of programs.
 use std::fs;
 
 use serde_json::json;
 
+use super::extract::{counted, generated, last_lines};
 use super::record::{Measure, Records};
 use super::report::Check;
-use super::said::{counted, generated, last_lines};
 use super::stages::families_of;
 use super::target::targets;
 
@@ -75,7 +75,7 @@ fn records_are_read_up_to_where_they_break_off() {
 }
 
 #[test]
-fn peers_wait_for_the_measures_they_stand_beside() {
+fn peers_are_matched_with_later_measures() {
     let mut records = Records::default();
     records.read(r#"{"kind":"peer","name":"prefill/x","peer":"SDPA","us":25}"#);
     records.read(r#"{"kind":"peer","name":"prefill/y","peer":"SDPA","us":26}"#);
@@ -89,7 +89,7 @@ fn peers_wait_for_the_measures_they_stand_beside() {
 }
 
 #[test]
-fn the_report_says_what_ran_and_what_was_reached() {
+fn the_report_lists_checks_and_targets() {
     let report = report();
     assert_eq!(report.file_name(), "nvidia-x1-80-gb");
     assert_eq!(report.failed().len(), 2);
@@ -150,12 +150,12 @@ fn targets_are_those_of_the_shapes_they_name() {
     assert_eq!(of("append/bf16/b1/t4096", 1.0, Some(0.5)), []);
     assert_eq!(of("append/bf16/b64/t1/alone", 4.9, Some(0.1)), one("<= 5 us", true));
     assert_eq!(of("begin_step/b256", 10.1, None), one("<= 10 us", false));
-    // What was not measured is not met.
+    // A target without a measurement is not met.
     assert_eq!(of("append/bf16/b1/t16384", 1.0, None), one(">= 0.60 of copy", false));
 }
 
 #[test]
-fn measures_stand_beside_what_was_expected_on_their_card() {
+fn measures_have_the_expectation_of_their_card() {
     let with = |card: &str, of_copy| {
         let mut report = report();
         report.card = card.to_owned();
@@ -169,11 +169,11 @@ fn measures_stand_beside_what_was_expected_on_their_card() {
     let (text, json) = with("NVIDIA H100 80GB HBM3", 0.49);
     assert!(text.contains("| 0.490 | 0.98: **0.50 of it** |"), "{text}");
     assert_eq!(json.pointer("/measures/0/expected/is_missed"), Some(&json!(true)));
-    // Of other cards nothing is known.
+    // There are no predictions for other cards.
     let (text, json) = with("NVIDIA A100", 0.90);
     assert!(text.contains("| 0.900 | - | >= 0.90 of copy: met |"), "{text}");
     assert_eq!(json.pointer("/measures/0/expected"), Some(&json!(null)));
-    // Faster than expected is a surprise as well, and so is a rate of computing.
+    // Faster than expected is marked too, and so is a compute rate.
     let of = |name: &str, of_copy, tflop_per_s| {
         let measure = Measure { tflop_per_s, ..measure(name, 1.0, of_copy) };
         predict::prediction("H200", &measure).map(|prediction| prediction.is_missed())
@@ -211,12 +211,12 @@ fn a_kit_has_all_that_run_sh_needs() {
 }
 
 #[test]
-fn what_programs_say_is_understood() {
+fn the_output_of_programs_is_parsed() {
     let counts = json!({"passed": 3, "failed": 0, "skipped": 1});
     assert_eq!(counted(&counts).unwrap(), "3 passed, 0 failed, 1 skipped");
     assert_eq!(counted(&json!({"passed": 3})), None);
-    let said = "a log\n7\n{\"sequences\":[{\"text\":\"One\"},{\"text\":\"Two\"}]}\n";
-    assert_eq!(generated(said).unwrap(), ["One", "Two"]);
+    let message = "a log\n7\n{\"sequences\":[{\"text\":\"One\"},{\"text\":\"Two\"}]}\n";
+    assert_eq!(generated(message).unwrap(), ["One", "Two"]);
     assert_eq!(generated("error: no device"), None);
     assert_eq!(last_lines("a\n\n b\n"), "a / b");
     let call = run::Call::new(1, &["bin/kv", "--prompt", "Once upon"]).with("A", "1");

@@ -1,21 +1,22 @@
-//! Rules about whole crates: who may depend on whom.
+//! Rules about whole crates: which crate may depend on which.
 //!
-//! `cargo deny` could hold a part of the table (`bans.deny` with `wrappers`) where it is installed.
-//! It does not tell dev-dependencies from others, and a new crate would be free of rules.
+//! `cargo deny` could check a part of the table (`bans.deny` with `wrappers`) where it is
+//! installed. It does not distinguish dev-dependencies, and a new crate would have no rules.
 use super::Problem;
 use crate::workspace::{Package, Workspace};
 
-/// Crates of ours that a crate may depend on. Dependencies point down only: a crate stands below
-/// those that may use it.
+/// Crates of the workspace that a crate may depend on. Dependencies point down only: a crate is
+/// listed before those that may use it.
 const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
     ("kv-core", &[]),
+    ("kv-compat", &["kv-core"]),
     ("kv-quant", &["kv-core"]),
     ("kv-cpu-kernels", &["kv-core", "kv-quant"]),
     ("kv-cpu", &["kv-core", "kv-quant", "kv-cpu-kernels"]),
     ("kv-wgpu", &["kv-core", "kv-quant"]),
     ("kv-cuda", &["kv-core", "kv-quant"]),
     ("kv-tier", &["kv-core"]),
-    ("kv-testkit", &["kv-core", "kv-quant"]),
+    ("kv-testkit", &["kv-core", "kv-compat", "kv-quant"]),
     ("kv", &["kv-core", "kv-quant", "kv-cpu", "kv-wgpu", "kv-cuda", "kv-tier"]),
     ("kv-runner", &["kv"]),
     ("kv-bench", &["kv"]),
@@ -23,10 +24,10 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
     ("xtask", &[]),
 ];
 
-/// What tests of any crate may use besides.
+/// The crate that tests of any crate may use.
 const TESTS_MAY_USE: &str = "kv-testkit";
 
-/// External crates that kv-core uses, all of them: every user of the project compiles these.
+/// All external crates of kv-core: every user of the project compiles them.
 const KV_CORE_EXTERNAL: &[&str] = &["bytemuck", "half", "hashbrown", "thiserror", "xxhash-rust"];
 
 /// Checks the dependencies between crates.
@@ -53,7 +54,7 @@ fn check_internal(package: &Package, allowed: &[&str]) -> Vec<Problem> {
     for dependency in package.dependencies.iter().filter(|dependency| dependency.is_ours) {
         let name = dependency.name.as_str();
         let for_tests = dependency.is_dev && name == TESTS_MAY_USE;
-        // A crate names itself to switch a feature on for its tests.
+        // A crate names itself to enable a feature for its tests.
         let itself = dependency.is_dev && name == package.name;
         if !(for_tests || itself || allowed.contains(&name)) {
             let rule = format!("may not depend on {name}: dependencies point down only");
@@ -74,7 +75,8 @@ fn check_external(package: &Package, allowed: &[&str]) -> Vec<Problem> {
         Problem::new(&package.name, 0, rule)
     });
     let gone = allowed.iter().filter(|name| external().all(|d| d.name != **name)).map(|name| {
-        let rule = format!("no longer depends on {name}: take it off its list of external crates");
+        let rule =
+            format!("no longer depends on {name}: remove it from its list of external crates");
         Problem::new(&package.name, 0, rule)
     });
     more.chain(gone).collect()

@@ -1,7 +1,7 @@
-//! Rules about one document: its links lead somewhere, its examples are compiled.
+//! Rules about one document: its links resolve, its examples are compiled.
 use super::Problem;
 
-/// Checks a document; `exists` answers whether a relative link's target does.
+/// Checks a document; `exists` tests the target of a relative link.
 pub(super) fn check(place: &str, text: &str, exists: impl Fn(&str) -> bool) -> Vec<Problem> {
     let mut problems = Vec::new();
     let mut in_fence = false;
@@ -27,7 +27,7 @@ pub(super) fn check(place: &str, text: &str, exists: impl Fn(&str) -> bool) -> V
     problems
 }
 
-/// Targets of inline links to files, without the fragment.
+/// Returns the targets of inline links to files, without the fragment.
 fn links(line: &str) -> impl Iterator<Item = &str> {
     line.split("](").skip(1).filter_map(|rest| {
         let target = rest.split([')', ' ']).next()?;

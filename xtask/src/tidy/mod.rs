@@ -1,6 +1,6 @@
 //! `cargo xtask tidy`: the rules of CONTRIBUTING.md that neither rustc nor clippy checks.
 //!
-//! Each rule is a function from text to problems, so that it is tested on small strings.
+//! Each rule is a function from text to problems, so that it can be tested on small strings.
 mod crates;
 mod markdown;
 mod source;
@@ -39,7 +39,7 @@ impl fmt::Display for Problem {
     }
 }
 
-/// Checks every rule; warns of what is only unusual.
+/// Checks every rule; prints warnings too.
 pub(crate) fn run() -> Result<()> {
     let root = shell::root();
     let workspace = Workspace::load()?;
@@ -84,7 +84,8 @@ fn place(root: &Path, path: &Path) -> String {
     path.strip_prefix(root).unwrap_or(path).to_string_lossy().replace('\\', "/")
 }
 
-/// Every text file of ours: no build output, no version control, no models, no test data.
+/// Returns every text file of the repository: no build output, version control, models or test
+/// data.
 fn files_below(root: &Path) -> Result<Vec<PathBuf>> {
     const EXTENSIONS: [&str; 5] = ["rs", "md", "toml", "yml", "sh"];
     const HIDDEN: [&str; 3] = [".cargo", ".ci", ".github"];

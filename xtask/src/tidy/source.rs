@@ -1,7 +1,7 @@
 //! Rules about one source file.
 use super::Problem;
 
-/// Columns of a line.
+/// Largest number of columns of a line.
 const COLUMNS_MAX: usize = 100;
 const LINES_EXPECTED: usize = 400;
 const LINES_MAX: usize = 800;
@@ -45,7 +45,7 @@ pub(super) fn check(place: &str, text: &str) -> Vec<Problem> {
     problems
 }
 
-/// Warns of a file that is longer than one should be.
+/// Warns about a file that is longer than expected.
 pub(super) fn check_expected_length(place: &str, text: &str) -> Option<Problem> {
     let lines = text.lines().count();
     let rule = format!("{lines} lines, {LINES_EXPECTED} are expected at most");
@@ -57,7 +57,7 @@ fn check_line(place: &str, number: usize, line: &str) -> Vec<Problem> {
     let mut problem = |rule: String| problems.push(Problem::new(place, number, rule));
     let columns = line.chars().count();
     if columns > COLUMNS_MAX && !line.contains("://") {
-        problem(format!("{columns} columns, {COLUMNS_MAX} are possible"));
+        problem(format!("{columns} columns, at most {COLUMNS_MAX} are allowed"));
     }
     if is_ignored_fence(line) {
         problem("an example that is not compiled: `ignore` on a code fence".to_owned());
@@ -80,7 +80,7 @@ fn check_length(place: &str, text: &str) -> Option<Problem> {
     (lines > LINES_MAX && !listed).then(|| Problem::new(place, 0, rule))
 }
 
-/// Unit tests that are longer move to a file of their own.
+/// Longer unit tests must be in a separate file.
 fn check_tests_length(place: &str, text: &str) -> Option<Problem> {
     let lines: Vec<_> = text.lines().collect();
     let start = lines.iter().position(|line| line.trim_end() == "mod tests {")?;

@@ -1,4 +1,4 @@
-//! candle's side: `candle_nn::kv_cache`, and attention over it as its users write it.
+//! Candle: `candle_nn::kv_cache`, and attention over it as candle's users write it.
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
@@ -10,7 +10,7 @@ use half::bf16;
 use super::Contender;
 use super::case::{Case, Tensors, Values, sizes};
 
-/// A table of scores larger than this is not made: candle has several of them at once.
+/// Largest table of scores that is computed: candle holds several of them at once.
 const SCORES_MAX: u64 = 1 << 30;
 
 fn dtype(case: &Case) -> DType {
@@ -22,8 +22,8 @@ fn tensor(case: &Case, values: &Values, dims: [u32; 4]) -> Result<Tensor> {
     Ok(Tensor::from_raw_buffer(values.bytes(), dtype(case), &dims, &Device::Cpu)?)
 }
 
-/// A cache with K and V of the case, `[batch, kv_heads, context, head_dim]`, or with tokens before
-/// heads.
+/// Makes a cache with K and V of the case, `[batch, kv_heads, context, head_dim]`, or with tokens
+/// before heads.
 fn cache(case: &Case, tensors: &Tensors, tokens_first: bool) -> Result<KvCache> {
     let dims = [case.batch, case.kv_heads, case.context, case.head_dim];
     let (k, v) = (tensor(case, &tensors.k, dims)?, tensor(case, &tensors.v, dims)?);
@@ -43,20 +43,20 @@ fn cached(cache: &KvCache) -> Result<(Tensor, Tensor)> {
     }
 }
 
-/// `[tokens, q_heads, head_dim]` in f32, from `[batch, q_heads, q_len, head_dim]`.
+/// Reorders `[batch, q_heads, q_len, head_dim]` to `[tokens, q_heads, head_dim]` in f32.
 fn rows(out: Option<&Tensor>) -> Result<Vec<f32>> {
     let out = out.ok_or_else(|| anyhow::anyhow!("candle has not run yet"))?;
     Ok(out.transpose(1, 2)?.flatten_all()?.to_dtype(DType::F32)?.to_vec1()?)
 }
 
-/// Two products and a softmax in f32, as candle's own models have them: it widens 16 bits for a
-/// product in any case, and a softmax in bf16 sums in bf16. The heads of a group are rows of one
+/// Attention as two products and a softmax in f32, as in candle's own models: candle widens 16 bits
+/// for a product anyway, and a softmax in bf16 sums in bf16. The heads of a group are rows of one
 /// product, so K and V are not repeated.
 pub(crate) struct Matmul {
     case: Case,
     cache: KvCache,
     q: Tensor,
-    /// What a prefill adds to the scores.
+    /// The causal mask that a prefill adds to the scores.
     mask: Option<Tensor>,
     out: Option<Tensor>,
 }
@@ -99,7 +99,7 @@ impl Matmul {
 }
 
 impl Contender for Matmul {
-    fn turn(&mut self, times: usize) -> Result<Vec<Duration>> {
+    fn round(&mut self, times: usize) -> Result<Vec<Duration>> {
         (0..times)
             .map(|_| {
                 let begin = Instant::now();
@@ -116,8 +116,8 @@ impl Contender for Matmul {
     }
 }
 
-/// `candle_nn::attention::flash_attn`, a sequence at a time: it takes several at once in f32 only,
-/// and copies all of K and V for them.
+/// `candle_nn::attention::flash_attn`, one sequence at a time: it takes several at once in f32
+/// only, and copies all of K and V for them.
 pub(crate) struct Flash {
     case: Case,
     cache: KvCache,
@@ -147,7 +147,7 @@ impl Flash {
 }
 
 impl Contender for Flash {
-    fn turn(&mut self, times: usize) -> Result<Vec<Duration>> {
+    fn round(&mut self, times: usize) -> Result<Vec<Duration>> {
         (0..times)
             .map(|_| {
                 let begin = Instant::now();

@@ -1,4 +1,4 @@
-//! Which shapes are compared, and the tensors of one.
+//! The shapes that are compared, and their tensors.
 use std::fmt;
 use std::path::Path;
 
@@ -7,19 +7,19 @@ use half::bf16;
 use kv::{DType, KvFormat};
 use serde::Serialize;
 
-/// Heads of K and V in every case.
+/// Number of kv heads in every case.
 const KV_HEADS: u32 = 8;
-/// K and V of a case take less. Each contender has its own, so memory must hold several times as
-/// much.
+/// Upper limit of K and V of a case. Each contender has its own copy, so memory must hold several
+/// times this.
 const BYTES_MAX: u64 = 4 << 30;
 
 /// One layer of a batch in which all sequences have the same length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Case {
     pub(crate) batch: u32,
-    /// Tokens of each sequence, the queries' own among them.
+    /// Tokens of each sequence, including those of the queries.
     pub(crate) context: u32,
-    /// New tokens of each sequence: 1 in decoding, all of them in a prefill.
+    /// New tokens per sequence: 1 in decode, all of them in prefill.
     pub(crate) q_len: u32,
     pub(crate) q_heads: u32,
     pub(crate) kv_heads: u32,
@@ -41,7 +41,7 @@ impl Case {
         self.q_len == 1
     }
 
-    /// Element type of the tensors that all read; stored as they are but for quantised formats.
+    /// Returns the element type of all tensors; only quantised formats are stored in another.
     pub(crate) fn dtype(&self) -> DType {
         if self.format == KvFormat::Bf16 { DType::Bf16 } else { DType::F32 }
     }
@@ -50,14 +50,14 @@ impl Case {
         1.0 / f32::from(u16::try_from(self.head_dim).unwrap_or(u16::MAX)).sqrt()
     }
 
-    /// Bytes of K and of V, as stored.
+    /// Returns the stored bytes of K and V.
     pub(crate) fn bytes(&self) -> u64 {
         let rows = u64::from(self.batch) * u64::from(self.context) * u64::from(self.kv_heads);
         2 * rows * self.format.row_bytes(self.head_dim)
     }
 
-    /// Multiplications and additions of both products, where a query sees half of the keys at the
-    /// mean in a prefill.
+    /// Returns the floating-point operations of both products; in a prefill, a query sees half of
+    /// the keys on average.
     pub(crate) fn flop(&self) -> u64 {
         let pairs = if self.is_decode() {
             u64::from(self.context)
@@ -71,15 +71,15 @@ impl Case {
         u32::try_from(self.flop() / 1024).map_or(f64::INFINITY, |kilo| f64::from(kilo) * 1024.0)
     }
 
-    /// Bytes of a table of scores in f32.
+    /// Returns the bytes of a table of scores in f32.
     pub(crate) fn scores_bytes(&self) -> u64 {
         let rows = u64::from(self.batch) * u64::from(self.q_heads) * u64::from(self.q_len);
         rows * u64::from(self.context) * 4
     }
 
-    /// How far outputs may lie from ours, as the length of the difference by the length of ours.
-    /// Wrong heads, masks or scales are at 1 or near it. In 16 bits there is room for a peer that
-    /// rounds weights and partial sums to its element type, which is its to choose.
+    /// Returns the largest allowed error: the norm of the difference from our outputs over the norm
+    /// of our outputs. Wrong heads, masks or scales give about 1. In 16 bits, a peer may round
+    /// weights and partial sums to its element type.
     pub(crate) fn error_max(&self) -> f64 {
         if self.format == KvFormat::F32 { 1e-4 } else { 5e-2 }
     }
@@ -97,7 +97,7 @@ impl fmt::Display for Case {
     }
 }
 
-/// A cross through the middle of the grid, or all of it.
+/// Returns a cross through the middle of the grid, or the full grid.
 pub(crate) fn cases(is_full: bool) -> Vec<Case> {
     const CONTEXTS: [u32; 3] = [512, 4096, 32_768];
     let mut cases = Vec::new();
@@ -123,7 +123,7 @@ pub(crate) fn cases(is_full: bool) -> Vec<Case> {
             }
         }
     }
-    // What llama.cpp stores in as few bits, which no other peer does.
+    // Formats of few bits, which llama.cpp has and no other peer.
     for context in CONTEXTS {
         if is_full || context == 4096 {
             cases.push(Case::decode(KvFormat::Q8_0, 16, context, 4, 128));
@@ -133,14 +133,14 @@ pub(crate) fn cases(is_full: bool) -> Vec<Case> {
     cases
 }
 
-/// Values of an element type, aligned for it.
+/// Values of an element type, in aligned memory.
 pub(crate) struct Values {
     pub(crate) dtype: DType,
     words: Vec<u32>,
 }
 
 impl Values {
-    /// `count` values between -`size` and `size` that look random; an even number of them.
+    /// Makes `count` pseudo-random values between -`size` and `size`; `count` is even.
     fn random(dtype: DType, count: u64, size: f32, seed: u32) -> Result<Self> {
         let mut state = seed;
         let mut next = || {
@@ -164,8 +164,8 @@ impl Values {
         bytemuck::cast_slice(&self.words)
     }
 
-    /// The same rows with the axes `[a, b, row]` as `[b, a, row]`.
-    fn turned(&self, [a, b, row_bytes]: [usize; 3]) -> Self {
+    /// Transposes rows with axes `[a, b, row]` to `[b, a, row]`.
+    fn transposed(&self, [a, b, row_bytes]: [usize; 3]) -> Self {
         let row = row_bytes / 4;
         let rows = (0..b).flat_map(|at_b| (0..a).map(move |at_a| (at_a * b + at_b) * row));
         let mut words = Vec::with_capacity(self.words.len());
@@ -173,7 +173,7 @@ impl Values {
         Self { dtype: self.dtype, words }
     }
 
-    /// `len` words from `at` on.
+    /// Returns `len` words from `at` on.
     fn part(&self, at: usize, len: usize) -> Self {
         Self { dtype: self.dtype, words: self.words[at..at + len].to_vec() }
     }
@@ -188,7 +188,7 @@ pub(crate) struct Tensors {
 }
 
 impl Tensors {
-    /// Queries are so large that some keys weigh much more than others, as in a model.
+    /// Makes random tensors. Queries are large enough that softmax weights differ, as in a model.
     pub(crate) fn random(case: &Case) -> Result<Self> {
         let rows = |heads: u32, tokens: u32| {
             u64::from(case.batch) * u64::from(heads) * u64::from(tokens) * u64::from(case.head_dim)
@@ -201,7 +201,7 @@ impl Tensors {
         })
     }
 
-    /// Leaves them in files for those who are not in this process.
+    /// Saves the tensors to files for contenders in other processes.
     pub(crate) fn save(&self, folder: &Path) -> Result<()> {
         for (name, values) in [("q", &self.q), ("k", &self.k), ("v", &self.v)] {
             let path = folder.join(name);
@@ -211,21 +211,23 @@ impl Tensors {
         Ok(())
     }
 
-    /// Queries as `[batch * q_len, q_heads, head_dim]`; a batch has one query each.
+    /// Returns queries as `[batch * q_len, q_heads, head_dim]`; in a batch, each sequence has one
+    /// query.
     pub(crate) fn q_rows(&self, case: &Case) -> Result<Values> {
         let [heads, tokens] = sizes([case.q_heads, case.q_len])?;
         if case.is_decode() {
             return Ok(self.q.part(0, self.q.words.len()));
         }
-        Ok(self.q.turned([heads, tokens, row_bytes(case)?]))
+        Ok(self.q.transposed([heads, tokens, row_bytes(case)?]))
     }
 
-    /// K and V of one sequence as `[context, kv_heads, head_dim]`.
+    /// Returns K and V of one sequence as `[context, kv_heads, head_dim]`.
     pub(crate) fn kv_rows(&self, case: &Case, sequence: u32) -> Result<[Values; 2]> {
         let [heads, tokens, at] = sizes([case.kv_heads, case.context, sequence])?;
         let row = row_bytes(case)?;
         let words = heads * tokens * row / 4;
-        Ok([&self.k, &self.v].map(|all| all.part(at * words, words).turned([heads, tokens, row])))
+        Ok([&self.k, &self.v]
+            .map(|all| all.part(at * words, words).transposed([heads, tokens, row])))
     }
 }
 
@@ -241,7 +243,7 @@ pub(crate) fn sizes<const N: usize>(numbers: [u32; N]) -> Result<[usize; N]> {
     Ok(sizes)
 }
 
-/// A case as another process is told of it.
+/// The description of a case for another process.
 #[derive(Serialize)]
 pub(crate) struct Description<'a> {
     dir: &'a Path,
@@ -288,10 +290,10 @@ mod tests {
     }
 
     #[test]
-    fn rows_turn_whole() {
+    fn rows_are_transposed_whole() {
         let values = Values { dtype: DType::F32, words: (0..12).collect() };
-        let turned = values.turned([2, 3, 8]);
-        assert_eq!(turned.words, [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]);
-        assert_eq!(turned.turned([3, 2, 8]).words, values.words);
+        let transposed = values.transposed([2, 3, 8]);
+        assert_eq!(transposed.words, [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]);
+        assert_eq!(transposed.transposed([3, 2, 8]).words, values.words);
     }
 }

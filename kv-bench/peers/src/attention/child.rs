@@ -1,4 +1,4 @@
-//! Peers that are Python packages: a child process that answers a line of JSON with one.
+//! Peers that are Python packages: a child process that answers each line of JSON with another.
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use super::Contender;
 use super::case::{Case, Description};
 
-/// The process, and what it found on its machine.
+/// The process, and the peers it found.
 pub(crate) struct Child {
     process: process::Child,
     to: ChildStdin,
@@ -23,7 +23,7 @@ pub(crate) struct Child {
     pub(crate) hello: Hello,
 }
 
-/// What the child can compare with.
+/// The peers that the child can run.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct Hello {
     pub(crate) versions: BTreeMap<String, String>,
@@ -75,13 +75,13 @@ impl Child {
 
 impl Drop for Child {
     fn drop(&mut self) {
-        // It has nothing that has to be saved; waiting for it leaves no process behind.
+        // The child has no state to save; waiting for it leaves no zombie.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
 }
 
-/// What the child can do of a case, and what it cannot, with reasons.
+/// The contenders that the child offers for a case, and those it cannot run, with reasons.
 pub(crate) struct Offer {
     pub(crate) contenders: Vec<Remote>,
     pub(crate) refused: BTreeMap<String, String>,
@@ -114,7 +114,7 @@ impl Remote {
 }
 
 impl Contender for Remote {
-    fn turn(&mut self, times: usize) -> Result<Vec<Duration>> {
+    fn round(&mut self, times: usize) -> Result<Vec<Duration>> {
         self.run(&json!({ "run": self.name, "times": times }))
     }
 

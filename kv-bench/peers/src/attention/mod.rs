@@ -1,9 +1,9 @@
-//! Attention over cached K and V beside other libraries: the same values, the same threads, in one
-//! run.
+//! Attention over cached K and V in this library and in others: the same values, the same threads,
+//! in one process.
 //!
-//! Before a contender is timed its outputs are compared with ours: one that computes something
-//! else is named, and its time says nothing. Then contenders take turns, so that a busy machine is
-//! busy for all; what counts is the median over all turns.
+//! Before a contender is timed, its outputs are compared with ours: a contender with other outputs
+//! is reported and not timed. Then contenders run interleaved, so that other load on the machine
+//! affects all of them; the median over all rounds is reported.
 mod candle;
 mod case;
 mod child;
@@ -24,41 +24,41 @@ pub(crate) use report::{Measured, Report};
 
 use crate::Options;
 
-/// Turns of each contender, and of one that is slow.
-const TURNS: usize = 9;
-const TURNS_SLOW: usize = 3;
-/// A run that takes so long, and so many times as long as the fastest contender's, is slow.
+/// Rounds of each contender, and of a slow one.
+const ROUNDS: usize = 9;
+const ROUNDS_SLOW: usize = 3;
+/// A run of this length that also takes `SLOWER` times as long as the fastest contender's is slow.
 const SLOW: Duration = Duration::from_millis(100);
 const SLOWER: u32 = 4;
-/// A run that takes so long needs none before it to be warm.
+/// A run of this length needs no warm-up.
 const LONG: Duration = Duration::from_millis(700);
-/// A slow run that takes so long is not repeated: the one whose outputs were compared counts.
+/// A slow run of this length is not repeated: the run whose outputs were compared is its time.
 const ONCE: Duration = Duration::from_secs(4);
-/// What runs of one turn take together, where one takes less.
-const TURN: Duration = Duration::from_millis(15);
-const TIMES_MAX: u128 = 50;
-/// Between two turns: threads of the last contender stop looking for work. After 5 ms some still
-/// do, and a call of 20 us with two threads takes half as long again.
+/// Time that the runs of one round take together; shorter runs are repeated.
+const ROUND: Duration = Duration::from_millis(15);
+const RUNS_MAX: u128 = 50;
+/// Pause between two rounds, in which the threads of the last contender stop spinning. After 5 ms
+/// some still spin, and a call of 20 us with two threads takes half as long again.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// Where a form was so many times slower than the fastest in a smaller case, and by its rate there
-/// needs so many seconds for one run, it is not run.
-const HOPELESS: f64 = 10.0;
-const HOPELESS_SECONDS: f64 = 5.0;
+/// A contender that was this many times slower than the fastest in a smaller case, and would need
+/// [`TOO_SLOW_SECONDS`] for one run by its rate there, is not run.
+const TOO_SLOW: f64 = 10.0;
+const TOO_SLOW_SECONDS: f64 = 5.0;
 
-/// Forms that were many times slower than the fastest, by kind of case and name: seconds a
+/// Contenders that were many times slower than the fastest, by kind of case and name: seconds per
 /// floating-point operation.
-type Hopeless = BTreeMap<(bool, String, String), f64>;
+type TooSlow = BTreeMap<(bool, String, String), f64>;
 
-/// One way to compute a case, with its tensors where it wants them.
+/// One implementation of a case, with its tensors in the form that it needs.
 trait Contender {
-    /// Computes `times` times; how long each took.
-    fn turn(&mut self, times: usize) -> Result<Vec<Duration>>;
-    /// Outputs as `[tokens, q_heads, head_dim]`, of a run before or of one more.
+    /// Computes `times` times; returns the time of each run.
+    fn round(&mut self, times: usize) -> Result<Vec<Duration>>;
+    /// Returns the outputs as `[tokens, q_heads, head_dim]`, of an earlier run or of another one.
     fn output(&mut self) -> Result<Vec<f32>>;
 }
 
-/// Measures every case whose name has all of the filters in it.
+/// Measures every case whose name contains all filters.
 pub(crate) fn run(options: &Options) -> Result<Report> {
     let threads = rayon::current_num_threads();
     let mut report = Report::new(threads);
@@ -82,10 +82,10 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
         let name = case.to_string();
         options.filters.iter().all(|filter| name.contains(filter))
     });
-    let mut hopeless = Hopeless::new();
+    let mut too_slow = TooSlow::new();
     for case in &cases {
-        let measured = measure(case, child.as_ref(), &hopeless)?;
-        hopeless.extend(measured.slower(HOPELESS).map(|(name, rate)| (kind(case, name), rate)));
+        let measured = measure(case, child.as_ref(), &too_slow)?;
+        too_slow.extend(measured.slower(TOO_SLOW).map(|(name, rate)| (kind(case, name), rate)));
         if !options.json {
             print!("{}", measured.text());
         }
@@ -102,7 +102,7 @@ struct Entry {
     name: String,
     contender: Box<dyn Contender>,
     error: f64,
-    /// The first run after a warm one.
+    /// Time of the first run after a warm-up.
     first: Duration,
     samples: Vec<Duration>,
 }
@@ -110,7 +110,7 @@ struct Entry {
 fn measure(
     case: &Case,
     child: Option<&Rc<RefCell<Child>>>,
-    hopeless: &Hopeless,
+    too_slow: &TooSlow,
 ) -> Result<Measured> {
     let folder = tempfile::tempdir()?;
     let mut refused = BTreeMap::new();
@@ -118,8 +118,8 @@ fn measure(
     let mut entries: Vec<Entry> = Vec::new();
     let mut expected = Vec::new();
     for (name, mut contender) in offered {
-        let seconds = hopeless.get(&kind(case, &name)).map_or(0.0, |rate| rate * case.flop_f64());
-        if seconds > HOPELESS_SECONDS {
+        let seconds = too_slow.get(&kind(case, &name)).map_or(0.0, |rate| rate * case.flop_f64());
+        if seconds > TOO_SLOW_SECONDS {
             let reason = format!("would take {seconds:.0} s, by its rate in a smaller case");
             refused.insert(name, reason);
             continue;
@@ -131,28 +131,28 @@ fn measure(
                 }
                 entries.push(Entry { name, contender, error, first, samples: Vec::new() });
             }
-            // Without ours there is nothing to compare with.
+            // Without our outputs there is nothing to compare with.
             Err(error) if expected.is_empty() => return Err(error),
             Err(error) => _ = refused.insert(name, format!("{error:#}")),
         }
     }
     let fastest = entries.iter().map(|entry| entry.first).min().unwrap_or_default();
     let slow = SLOW.max(fastest.saturating_mul(SLOWER));
-    for turn in 0..TURNS {
+    for round in 0..ROUNDS {
         for entry in &mut entries {
             let is_slow = entry.first > slow;
             if is_slow && entry.first > ONCE {
                 entry.samples = vec![entry.first];
                 continue;
             }
-            if is_slow && turn >= TURNS_SLOW {
+            if is_slow && round >= ROUNDS_SLOW {
                 continue;
             }
             std::thread::sleep(PAUSE);
-            let times = TURN.as_nanos() / entry.first.as_nanos().max(1);
-            let times = usize::try_from(times.clamp(1, TIMES_MAX))?;
-            // The first of several wakes threads and fills caches.
-            let took = entry.contender.turn(times + usize::from(times > 1))?;
+            let times = ROUND.as_nanos() / entry.first.as_nanos().max(1);
+            let times = usize::try_from(times.clamp(1, RUNS_MAX))?;
+            // The first of several runs wakes threads and fills caches.
+            let took = entry.contender.round(times + usize::from(times > 1))?;
             entry.samples.extend(took.into_iter().skip(usize::from(times > 1)));
         }
     }
@@ -162,7 +162,7 @@ fn measure(
 
 type Offered = Vec<(String, Box<dyn Contender>)>;
 
-/// Ours, and then the peers that can do the case.
+/// Returns our contender, then the peers that can run the case.
 fn contenders(
     case: &Case,
     child: Option<&Rc<RefCell<Child>>>,
@@ -196,16 +196,16 @@ fn contenders(
     Ok(all)
 }
 
-/// Runs a contender cold and then warm: its outputs, how far they are from those expected, and how
-/// long the second run took.
+/// Runs a contender cold and then warm; returns its outputs, their error, and the time of the
+/// second run.
 fn check(
     contender: &mut dyn Contender,
     expected: &[f32],
     error_max: f64,
 ) -> Result<(Vec<f32>, f64, Duration)> {
     let begin = Instant::now();
-    let cold = contender.turn(1)?.pop().unwrap_or_else(|| begin.elapsed());
-    let warm = if cold > LONG { cold } else { contender.turn(1)?.pop().unwrap_or(cold) };
+    let cold = contender.round(1)?.pop().unwrap_or_else(|| begin.elapsed());
+    let warm = if cold > LONG { cold } else { contender.round(1)?.pop().unwrap_or(cold) };
     let outputs = contender.output()?;
     if expected.is_empty() {
         return Ok((outputs, 0.0, warm));
@@ -220,7 +220,7 @@ fn check(
     let pairs = || outputs.iter().zip(expected).map(|(a, b)| (f64::from(*a), f64::from(*b)));
     let difference = sum(&mut pairs().map(|(a, b)| (a - b).powi(2)));
     let error = (difference / sum(&mut pairs().map(|(_, b)| b.powi(2)))).sqrt();
-    // Not a number is no small error either.
+    // A NaN must not pass.
     anyhow::ensure!(error <= error_max, "computes something else: outputs are {error:.1e} off");
     Ok((outputs, error, warm))
 }
@@ -229,11 +229,11 @@ fn check(
 mod tests {
     use super::*;
 
-    /// Gives what it was made with.
+    /// Returns fixed outputs.
     struct Fixed(Vec<f32>);
 
     impl Contender for Fixed {
-        fn turn(&mut self, times: usize) -> Result<Vec<Duration>> {
+        fn round(&mut self, times: usize) -> Result<Vec<Duration>> {
             Ok(vec![Duration::from_nanos(1); times])
         }
 
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn who_computes_something_else_is_found() {
+    fn wrong_outputs_are_detected() {
         let expected = [3.0, -4.0];
         let check = |outputs: &[f32]| check(&mut Fixed(outputs.to_vec()), &expected, 1e-2);
         assert_eq!(check(&expected).unwrap().1, 0.0);
@@ -254,15 +254,15 @@ mod tests {
         }
     }
 
-    /// What candle computes of the same tensors, with our layout and its two, in decoding and in a
-    /// prefill.
+    /// Our outputs and candle's agree on the same tensors, in each of the three layouts, in decode
+    /// and in prefill.
     #[test]
     fn ours_and_candle_agree() {
         for case in case::cases(true).into_iter().filter(|case| case.context == 512) {
             if case.batch > 1 || case.head_dim > 64 {
                 continue;
             }
-            let measured = measure(&case, None, &Hopeless::new()).unwrap();
+            let measured = measure(&case, None, &TooSlow::new()).unwrap();
             assert!(measured.refused().is_empty(), "{case}: {:?}", measured.refused());
         }
     }

@@ -1,4 +1,4 @@
-//! Our side: `KvCache<CpuBackend>`, blocks of 16 tokens.
+//! This library: `KvCache<CpuBackend>` with blocks of 16 tokens.
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
@@ -12,12 +12,12 @@ use kv_bench::BLOCK_SIZE;
 use super::Contender;
 use super::case::{Case, Tensors, Values};
 
-/// A cache in which all tokens are committed but those of the step that is timed.
+/// A cache in which all tokens are committed except those of the timed step.
 pub(crate) struct Ours {
     case: Case,
     cache: KvCache<CpuBackend>,
     q: Values,
-    /// K and V of the step's tokens, sequence after sequence.
+    /// K and V of the step's tokens, one sequence after another.
     new: [Vec<u8>; 2],
     /// Values of the inputs' element type.
     out: Vec<u32>,
@@ -62,13 +62,14 @@ impl Ours {
 }
 
 impl Contender for Ours {
-    fn turn(&mut self, times: usize) -> Result<Vec<Duration>> {
+    fn round(&mut self, times: usize) -> Result<Vec<Duration>> {
         let Self { case, cache, q, new, out } = self;
         let inputs: Vec<_> = (0..u64::from(case.batch))
             .map(|id| StepInput::count(SequenceId(id), case.q_len))
             .collect();
         let tokens = case.batch * case.q_len;
-        // Neither is timed: the peers have their K and V written too. The step is taken back.
+        // Begin and write are not timed, because the peers have their K and V written too. The step
+        // is rolled back.
         let mut step = cache.begin_step(&inputs)?;
         let dims = [tokens, case.kv_heads, case.head_dim];
         let [k, v] = new.each_ref().map(|rows| TensorView::host_bytes(q.dtype, rows, &dims));

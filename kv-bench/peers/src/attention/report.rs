@@ -1,4 +1,4 @@
-//! What was measured: as lines for people, and as one object.
+//! The results, as text and as JSON.
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::time::Duration;
@@ -8,13 +8,13 @@ use serde::Serialize;
 use super::case::Case;
 use super::child::Hello;
 
-/// Our name among the contenders.
+/// Name of this library among the contenders.
 pub(crate) const OURS: &str = "kv";
 
 /// Peers by the first word of a contender's name.
 const PEERS: [&str; 3] = ["torch", "candle", "ggml"];
 
-/// The version of candle that this program was built with.
+/// Returns the version of candle that this program was built with.
 fn candle_version() -> &'static str {
     const LOCK: &str = include_str!("../../Cargo.lock");
     let after = LOCK.split_once("name = \"candle-core\"\nversion = \"");
@@ -26,7 +26,7 @@ fn candle_version() -> &'static str {
 pub(crate) struct Report {
     threads: usize,
     versions: BTreeMap<String, String>,
-    /// Peers that were not there, each with the reason.
+    /// Peers that are not installed, each with the reason.
     absent: BTreeMap<String, String>,
     pub(crate) cases: Vec<Measured>,
 }
@@ -48,7 +48,7 @@ impl Report {
         }
     }
 
-    /// What comes before the cases.
+    /// Formats what is printed before the cases.
     pub(crate) fn head(&self) -> String {
         let versions: Vec<_> =
             self.versions.iter().map(|(peer, version)| format!("{peer} {version}")).collect();
@@ -63,7 +63,7 @@ impl Report {
         text
     }
 
-    /// The best form of each peer beside ours, and where ours is ahead.
+    /// Formats the table: our time, the best time of each peer, and the ratio.
     pub(crate) fn table(&self) -> String {
         let mut text = format!("{:<34}{:>14}", "case, times in ns", OURS);
         for peer in PEERS {
@@ -83,8 +83,8 @@ impl Report {
             };
         }
         let ratios = || self.cases.iter().filter_map(|case| case.ratio);
-        let (behind, all) = (ratios().filter(|ratio| *ratio < 1.0).count(), ratios().count());
-        let _ = writeln!(text, "slower than the fastest peer in {behind} of {all} cases");
+        let (slower, all) = (ratios().filter(|ratio| *ratio < 1.0).count(), ratios().count());
+        let _ = writeln!(text, "slower than the fastest peer in {slower} of {all} cases");
         text
     }
 }
@@ -100,16 +100,16 @@ pub(crate) struct Measured {
     kv_heads: u32,
     head_dim: u32,
     format: String,
-    /// Bytes of K and V, each read once at least.
+    /// Bytes of K and V, each read at least once.
     bytes: u64,
     flop: u64,
-    /// Ours first.
+    /// Contenders, ours first.
     contenders: Vec<Timed>,
     /// Contenders without a time, each with the reason.
     refused: BTreeMap<String, String>,
     /// The fastest peer.
     fastest: Option<String>,
-    /// Its time by ours: above 1, ours is faster.
+    /// The fastest peer's time over ours: above 1, ours is faster.
     ratio: Option<f64>,
     is_decode: bool,
     #[serde(skip)]
@@ -122,9 +122,9 @@ pub(crate) struct Timed {
     name: String,
     median_ns: u64,
     best_ns: u64,
-    /// Runs that were timed.
+    /// Number of timed runs.
     samples: usize,
-    /// Length of the difference from our outputs by the length of these.
+    /// Norm of the difference from our outputs over the norm of our outputs.
     error: f64,
 }
 
@@ -177,8 +177,8 @@ impl Measured {
         &self.refused
     }
 
-    /// Contenders that took so many times as long as the fastest, each with its seconds a
-    /// floating-point operation.
+    /// Returns contenders that took at least `times` times as long as the fastest, each with its
+    /// seconds per floating-point operation.
     pub(super) fn slower(&self, times: f64) -> impl Iterator<Item = (&str, f64)> {
         let seconds = |timed: &Timed| Duration::from_nanos(timed.median_ns).as_secs_f64();
         let least = self.contenders.iter().map(seconds).fold(f64::INFINITY, f64::min);
@@ -187,14 +187,14 @@ impl Measured {
         slower.map(move |timed| (timed.name.as_str(), seconds(timed) / flop))
     }
 
-    /// The fastest form of a peer, or ours.
+    /// Returns the fastest contender of a peer, or ours.
     fn best(&self, peer: &str) -> Option<&Timed> {
         let forms =
             self.contenders.iter().filter(|timed| timed.name.split(' ').next() == Some(peer));
         forms.min_by_key(|timed| timed.median_ns)
     }
 
-    /// A line of the case with the ratio, and one a contender.
+    /// Formats a line for the case with the ratio, and one per contender.
     pub(crate) fn text(&self) -> String {
         let ratio = match (&self.fastest, self.ratio) {
             (Some(fastest), Some(ratio)) => format!("{ratio:.2} times the fastest ({fastest})"),

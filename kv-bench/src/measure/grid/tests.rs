@@ -1,4 +1,4 @@
-//! The grid: how many cases, which, and how large.
+//! Tests of the grid: number, kind and size of its cases.
 use super::*;
 
 /// Options of one suite.
@@ -21,7 +21,7 @@ fn count(cases: &[Case], is_it: impl Fn(&Case) -> bool) -> usize {
 #[test]
 fn a_star_has_each_axis_through_its_centre_once() {
     let cases = of(&only(Suite::Decode));
-    // Batch by context, then heads, values of a row, blocks, formats without the centre's.
+    // Batch by context, then heads, head dims, block sizes, and formats other than the centre's.
     assert_eq!(cases.len(), 9 + 2 + 1 + 2 + (KvFormat::all().len() - 1));
     for (index, case) in cases.iter().enumerate() {
         assert!(!cases[..index].contains(case), "{case:?}");
@@ -64,7 +64,7 @@ fn full_is_every_combination() {
         q_heads: vec![6],
         ..only(Suite::Gather)
     });
-    // 6 query heads have as many of K and V, and no fourth or eighth of them.
+    // 6 query heads allow 6 kv heads, but not a fourth or an eighth of 6.
     assert_eq!(cases.len(), 2 * 2 * 2);
     assert!(cases.iter().all(|case| case.shape.kv_heads == 6));
     assert_eq!(cases[0].stored, Formats::from(KvFormat::Bf16), "the centre's first");
@@ -147,7 +147,7 @@ fn cases_of_one_shape_share_a_cache() {
 }
 
 #[test]
-fn a_driver_in_software_gets_little() {
+fn a_software_driver_gets_small_cases() {
     let cases = cases(&only(Suite::Decode), RunsOn::Software).expect("cases");
     assert_eq!(cases.len(), 2 + 2 + 1 + 2 + 3);
     assert!(cases.iter().all(|case| case.shape.layers == 1 && case.shape.context == 128));

@@ -1,10 +1,10 @@
-//! Geometries from metadata alone, whole and damaged.
+//! Geometries from metadata alone, valid and damaged.
 #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails, as it should")]
 use candle_core::quantized::gguf_file::{self, Value};
 
 use super::*;
 
-/// The head of a file of this architecture, its own keys without the name in front.
+/// Writes the head of a file of this architecture; its keys come without the prefix.
 fn written(architecture: &str, keys: &[(&str, Value)]) -> Head {
     let name = Value::String(architecture.to_owned());
     let own: Vec<_> =
@@ -24,7 +24,7 @@ fn list(counts: &[u32]) -> Value {
     Value::Array(counts.iter().copied().map(Value::U32).collect())
 }
 
-/// Values that all layers keep of a token.
+/// Returns the number of values that all layers keep per token.
 fn values(geometry: &Geometry) -> u64 {
     let values = |kind: &LayerKind| {
         let dims = if kind.is_latent { kind.head_dim_k } else { kind.head_dim_k + kind.head_dim_v };
@@ -68,7 +68,7 @@ fn every_kind_of_file_gives_its_rows() {
         ("rope.dimension_count", n(64)),
     ];
     assert_eq!(values(&read("deepseek2", &deepseek).expect("deepseek2")), 61 * 576);
-    // Heads by layer, 0 for one without attention.
+    // Heads per layer, 0 for a layer without attention.
     let jamba = [
         ("block_count", n(4)),
         ("embedding_length", n(4096)),
@@ -80,7 +80,7 @@ fn every_kind_of_file_gives_its_rows() {
     assert!(geometry.notes[0].starts_with("2 of 4 layers are state-space"));
 }
 
-/// The head of a file with these counts, as bytes.
+/// Makes the bytes of a file's head with these counts.
 fn head(keys: &[(&str, u32)]) -> Vec<u8> {
     let string = |text: &str| {
         let length = u64::try_from(text.len()).expect("short").to_le_bytes();
@@ -132,7 +132,7 @@ fn a_damaged_head_is_an_answer_or_a_refusal() {
 }
 
 #[test]
-fn what_has_no_cache_and_what_cannot_be_is_refused() {
+fn models_without_a_cache_and_invalid_ones_are_refused() {
     let n = Value::U32;
     for (architecture, keys, words) in [
         ("mamba", &[][..], "no attention"),

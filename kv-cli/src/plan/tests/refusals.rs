@@ -1,8 +1,8 @@
-//! Configurations that contradict themselves, lack a field or are hostile.
+//! Configurations with contradictions, missing fields and hostile values.
 use super::*;
 
 #[test]
-fn what_contradicts_itself_or_is_missing_is_named() {
+fn contradicting_and_missing_fields_are_named() {
     let llama = || usual("llama", 4096, 32, 32, Some(8));
     for (more, words) in [
         (json!({"hidden_size": null}), "hidden_size is missing"),
@@ -50,13 +50,13 @@ const FIELDS: &str = "
     num_global_key_value_heads global_head_dim d_kv num_decoder_layers attention_hidden_size";
 
 #[test]
-fn no_file_makes_it_panic_or_take_long() {
+fn no_file_causes_a_panic_or_a_delay() {
     let deep = format!("{}1{}", "[".repeat(100_000), "]".repeat(100_000));
     let nested = "{\"text_config\":".repeat(100) + "{}" + &"}".repeat(100);
     for text in ["", "{", "null", "[]", "7", "{}", deep.as_str(), nested.as_str(), "{\"a\":}"] {
         assert!(config::parse(text).is_err(), "{}", text.chars().take(40).collect::<String>());
     }
-    // Every field replaced by every kind of value: an answer or a refusal, at once.
+    // Every field replaced by every kind of value: each gives a result or an error, quickly.
     let values = [
         json!(null),
         json!(-1),

@@ -1,4 +1,4 @@
-//! Traces as they should be, and everything else that a file may hold.
+//! Valid traces, and everything else that a file may contain.
 use super::*;
 use crate::replay::source::tests::lines;
 
@@ -14,14 +14,14 @@ fn size(tokens: u32) -> Sizes {
     Sizes { block: NonZeroU32::new(tokens), id: None }
 }
 
-/// Refused at this line with these words.
+/// Checks that the text is refused at this line with these words.
 #[track_caller]
 fn refused(text: impl Into<Vec<u8>>, line: u64, words: &str) {
     let error = read(text).expect_err("no trace");
     let AtLine { line: at, error } = error;
     let cause = std::error::Error::source(&error).map(ToString::to_string);
-    let told = format!("{error}: {}", cause.unwrap_or_default());
-    assert!(at == line && told.contains(words), "line {at}: {told}");
+    let message = format!("{error}: {}", cause.unwrap_or_default());
+    assert!(at == line && message.contains(words), "line {at}: {message}");
 }
 
 fn mooncake(input_length: &str, hash_ids: &str) -> String {
@@ -29,8 +29,8 @@ fn mooncake(input_length: &str, hash_ids: &str) -> String {
     format!(r#"{{"timestamp": 0, {lengths}, "hash_ids": {hash_ids}}}"#)
 }
 
-/// Blocks of every request as their names.
-fn asked(trace: &Trace) -> Vec<Vec<[u32; 3]>> {
+/// Returns the blocks of every request as their tokens.
+fn requested(trace: &Trace) -> Vec<Vec<[u32; 3]>> {
     let mut blocks = Vec::new();
     let requests = trace.requests().iter().map(|request| {
         trace.blocks(request, &mut blocks);
@@ -41,18 +41,18 @@ fn asked(trace: &Trace) -> Vec<Vec<[u32; 3]>> {
 }
 
 #[test]
-fn a_trace_is_what_it_says() {
+fn the_format_of_a_trace_is_recognised() {
     let trace = read(format!("{LINE}\n{LINE}")).expect("a trace");
     assert_eq!((trace.format, trace.block_size.get()), (Format::Mooncake, 512));
     assert_eq!((trace.total_tokens, trace.num_blocks()), (2000, 2));
-    assert_eq!(asked(&trace), [[[7, 0, 0], [9, 0, 0]], [[7, 0, 0], [9, 0, 0]]]);
+    assert_eq!(requested(&trace), [[[7, 0, 0], [9, 0, 0]], [[7, 0, 0], [9, 0, 0]]]);
     let trace = read(format!("{}\n{ROW}\n{ROW}\n", csv::AZURE)).expect("a trace");
     assert_eq!((trace.format, trace.block_size.get()), (Format::Azure, 16));
     assert_eq!((trace.total_tokens, trace.num_blocks()), (748, 48));
-    assert_eq!(asked(&trace)[1][0], [24, 0, 0], "every block is new");
+    assert_eq!(requested(&trace)[1][0], [24, 0, 0], "every block is new");
 }
 
-/// A line of Qwen's trace.
+/// Makes a line of Qwen's trace.
 fn qwen(input_length: u32, hash_ids: &[u64]) -> String {
     format!(
         r#"{{"chat_id": 159, "parent_chat_id": -1, "timestamp": 61.114, "input_length":
@@ -68,7 +68,7 @@ fn an_id_of_qwen_is_sixteen_tokens() {
     let trace = read(text.as_str()).expect("a trace");
     assert_eq!((trace.format, trace.block_size.get()), (Format::Qwen, 16));
     assert_eq!((trace.total_tokens, trace.num_blocks()), (49, 3));
-    assert_eq!(asked(&trace), [vec![[7, 0, 0], [8, 0, 0], [9, 0, 0]], vec![[7, 0, 0]]]);
+    assert_eq!(requested(&trace), [vec![[7, 0, 0], [8, 0, 0], [9, 0, 0]], vec![[7, 0, 0]]]);
     refused(qwen(33, &[7, 8]), 1, "2 ids for 33 input tokens, 3 are needed: one for every 16");
     refused(qwen(33, &[7, 8, 9]).replace("hash_ids", "ids"), 1, "no request of a Qwen trace");
 }
@@ -105,13 +105,13 @@ fn a_burst_gpt_trace_has_lengths_alone() {
 #[test]
 fn harmless_differences_change_nothing() {
     let odd = format!("\u{feff}{LINE}\r\n\r\n   \n{LINE}\r\n\n");
-    assert_eq!(asked(&read(odd).expect("a trace")).len(), 2);
+    assert_eq!(requested(&read(odd).expect("a trace")).len(), 2);
     let odd = format!("\u{feff}\n{}\r\n\r\n{ROW}\r\n", csv::AZURE);
     assert_eq!(read(odd).expect("a trace").total_tokens, 374);
     let more = LINE.replace('}', r#", "chat_id": 3}"#);
     assert_eq!(read(more).expect("a trace").total_tokens, 1000);
     let nothing = read(format!("{LINE}\n{}", mooncake("0", "[]"))).expect("a trace");
-    assert_eq!(asked(&nothing)[1].len(), 0);
+    assert_eq!(requested(&nothing)[1].len(), 0);
 }
 
 #[test]
@@ -123,9 +123,9 @@ fn an_id_is_split_or_joined() {
         [[1, 0, 0], [1, 0, 1], [2, 0, 0], [2, 0, 1], [0, 1, 0]],
         [[0, 1, 1], [4, 0, 0], [4, 0, 1], [5, 0, 0], [0; 3]],
     ];
-    assert_eq!(asked(&split)[0], expected.as_flattened()[..9]);
+    assert_eq!(requested(&split)[0], expected.as_flattened()[..9]);
     let joined = with(1024).expect("a trace");
-    assert_eq!(asked(&joined)[0], [[2, 0, 0], [4, 0, 0], [5, 0, 0]]);
+    assert_eq!(requested(&joined)[0], [[2, 0, 0], [4, 0, 0], [5, 0, 0]]);
     for tokens in [3, 500, 513, 768, 1000] {
         let AtLine { line, error } = with(tokens).expect_err("no size");
         assert!(error.to_string().starts_with(&format!("--block-size {tokens}: ")), "{error}");
@@ -134,7 +134,7 @@ fn an_id_is_split_or_joined() {
 }
 
 #[test]
-fn the_parent_of_a_block_is_the_one_it_was_first_seen_behind() {
+fn the_parent_of_a_block_is_that_of_its_first_occurrence() {
     let text = [mooncake("1024", "[1, 2]"), mooncake("1024", "[3, 2]")].join("\n");
     let trace = Trace::from_lines(lines(text), None, size(256)).expect("a trace");
     let mut blocks = Vec::new();
@@ -147,7 +147,7 @@ fn the_parent_of_a_block_is_the_one_it_was_first_seen_behind() {
 }
 
 #[test]
-fn what_is_no_json_is_refused() {
+fn invalid_json_is_refused() {
     refused(format!("{LINE}\nhello"), 2, "expected value");
     refused(format!("{LINE}\n\n{}", &LINE[..40]), 3, "EOF while parsing");
     refused(format!("{LINE}\n{LINE}{LINE}"), 2, "trailing characters");
@@ -203,7 +203,7 @@ fn a_csv_has_the_header_and_three_fields() {
 }
 
 #[test]
-fn nothing_is_no_trace() {
+fn an_empty_file_is_refused() {
     for text in ["", "\n", "\r\n\r\n", "\u{feff}"] {
         let error = read(text).expect_err("nothing").error;
         assert!(matches!(error, TraceError::Empty), "{text:?}: {error}");
@@ -212,7 +212,7 @@ fn nothing_is_no_trace() {
 }
 
 #[test]
-fn memory_has_a_bound() {
+fn memory_is_bounded() {
     let row = ROW.replace("374", &INPUT_TOKENS_MAX.to_string());
     let rows = |count| [&[csv::AZURE][..], &vec![row.as_str(); count]].concat().join("\n");
     let with = |count, tokens| Trace::from_lines(lines(rows(count)), None, size(tokens));

@@ -1,4 +1,4 @@
-//! Holders, idle blocks and what is told of them.
+//! Holders, idle blocks and events.
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ fn pool(num_blocks: u32) -> (BlockPool, Ledger) {
     (BlockPool::new(GroupId(0), num_blocks, 2, policy), Ledger::new(0, 16))
 }
 
-/// Holds a block with the content of the prompt `[token; 2]`.
+/// Allocates a block with the content of the prompt `[token; 2]`.
 fn stored(pool: &mut BlockPool, ledger: &mut Ledger, token: u32) -> BlockId {
     let block = pool.allocate(ledger).unwrap().block;
     let (namespace, parent) = ledger.join(b"", None);
@@ -51,7 +51,7 @@ fn content_stays_until_the_block_is_needed() {
     assert_eq!(pool.allocate(&mut ledger), Some(Taken { block: b, evicted: true }));
     assert_eq!(pool.allocate(&mut ledger), None);
     assert!(pool.is_stored(a) && !pool.is_stored(b));
-    assert!(!pool.forget(a, &mut ledger), "somebody holds it");
+    assert!(!pool.forget(a, &mut ledger), "it has a holder");
     assert!(pool.release(a));
     assert_eq!(pool.stats().evictions, 1);
 }
@@ -69,19 +69,19 @@ fn of_two_blocks_with_the_same_content_one_is_stored() {
     assert!(!pool.is_stored(b) && pool.is_private(b));
     assert_eq!((pool.stats().stored, pool.stats().duplicates), (1, 1));
     assert_eq!(ledger.take_events().len(), 1);
-    // Who holds the second takes the first in its place, which is idle.
+    // The holder of the second gets the first in its place, which is idle.
     assert!(!pool.release(a));
-    assert!(pool.exchange(b, a), "nobody holds it any more");
+    assert!(pool.exchange(b, a), "it has no holder any more");
     assert_eq!((pool.num_idle(), pool.num_empty(), pool.holders(a)), (0, 1, 1));
     assert!(!pool.store(a, &content, Priority::default(), &mut ledger), "it is stored already");
     assert_eq!(pool.stats().duplicates, 2);
-    assert!(!pool.forget(a, &mut ledger), "somebody holds it");
+    assert!(!pool.forget(a, &mut ledger), "it has a holder");
     assert!(!pool.index().contains_key(key) && !pool.index().has_children(parent));
     assert_eq!(ledger.take_events().len(), 1);
 }
 
 #[test]
-#[should_panic(expected = "nobody holds")]
+#[should_panic(expected = "has no holder")]
 fn refuses_a_double_release() {
     let (mut pool, mut ledger) = pool(1);
     let block = pool.allocate(&mut ledger).unwrap().block;
@@ -90,13 +90,13 @@ fn refuses_a_double_release() {
 }
 
 #[test]
-#[should_panic(expected = "nobody holds")]
+#[should_panic(expected = "has no holder")]
 fn refuses_to_retain_a_free_block() {
     pool(1).0.retain(BlockId(0));
 }
 
 #[test]
-fn a_level_that_ran_out_holds_again_when_it_is_asked_for_again() {
+fn an_expired_level_can_be_set_again() {
     let clock = Arc::new(ManualClock::new());
     let timed = Priority { level: 90, duration: Some(Duration::from_secs(10)) };
     for policy in [Eviction::Priority, Eviction::Default] {
@@ -107,7 +107,7 @@ fn a_level_that_ran_out_holds_again_when_it_is_asked_for_again() {
         pool.set_priority(blocks[0], timed, &mut ledger);
         assert!(!blocks.into_iter().any(|block| pool.release(block)), "they are cached");
         clock.advance(Duration::from_secs(11));
-        // The level has run out, which this call finds out.
+        // The level has expired, which this call finds out.
         assert_eq!(pool.allocate(&mut ledger).map(|taken| taken.block), Some(blocks[1]));
         pool.reuse(blocks[0]);
         pool.set_priority(blocks[0], timed, &mut ledger);

@@ -1,4 +1,4 @@
-//! Rows of block tables beside plain lists, and what they take.
+//! Rows of block tables compared with plain lists, and their memory.
 #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails, as it should")]
 use proptest::prelude::*;
 
@@ -40,7 +40,7 @@ fn one_long_row_costs_the_others_nothing() {
 }
 
 #[test]
-fn a_row_that_ends_gives_its_memory_back() {
+fn a_row_that_ends_frees_its_memory() {
     let mut tables = BlockTables::new(100_000, 16);
     tables.ensure_rows(2);
     tables.push(0, BlockId(7)).unwrap();
@@ -98,7 +98,7 @@ fn rotations_stay_inside_the_row() {
 }
 
 #[test]
-fn a_revision_tells_appending_from_any_other_change() {
+fn a_revision_changes_except_by_appending() {
     let mut tables = tables();
     let before = tables.revision(0);
     tables.push(0, BlockId(2)).unwrap();
@@ -157,7 +157,7 @@ fn operation() -> impl Strategy<Value = Operation> {
     ]
 }
 
-/// Does the same to a row of the tables and to a plain list.
+/// Applies an operation to a row of the tables and to a plain list.
 fn apply(tables: &mut BlockTables, plain: &mut Vec<Vec<BlockId>>, row: u32, op: &Operation) {
     let index = to_usize(row);
     let len = plain[index].len();
@@ -209,7 +209,7 @@ fn apply(tables: &mut BlockTables, plain: &mut Vec<Vec<BlockId>>, row: u32, op: 
 
 proptest! {
     #[test]
-    fn rows_are_as_plain_lists(
+    fn rows_equal_plain_lists(
         operations in prop::collection::vec((0..4_u32, operation()), 1..60),
     ) {
         let mut tables = BlockTables::new(10, 16);

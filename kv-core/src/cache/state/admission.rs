@@ -1,5 +1,5 @@
-//! What a scheduler asks before it lets a sequence in, answered with the counts that allocation
-//! goes by.
+//! Questions of a scheduler before it admits a sequence, answered with the counts that allocation
+//! uses.
 use crate::cache::state::block_demand::{Demand, Exchanged};
 use crate::cache::state::input::{bounded, check_queries};
 use crate::cache::state::lookup::{Needed, first_live, sink_blocks};
@@ -68,30 +68,30 @@ impl Admission {
     }
 }
 
-/// Blocks of one group that a step takes, and blocks it can take.
+/// Blocks of one group that a step allocates, and blocks that it can allocate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(clippy::exhaustive_structs, reason = "two numbers to compare")]
 pub struct BlockDemand {
-    /// Blocks that must be handed out.
+    /// Blocks that must be allocated.
     pub needed: u32,
-    /// Blocks nobody holds, those included that leave a window as the step begins.
+    /// Blocks without a holder, including those that leave a window when the step begins.
     pub free: u32,
 }
 
 impl BlockDemand {
-    /// Whether the step can begin, as far as this group is concerned.
+    /// Returns whether this group has enough blocks for the step.
     pub fn fits(&self) -> bool {
         self.needed <= self.free
     }
 }
 
 impl CacheState {
-    /// Whether [`Self::start`] and a first step would succeed now, and how many tokens would be
-    /// taken over. Changes nothing.
+    /// Checks whether [`Self::start`] and a first step would succeed now, and returns how many
+    /// tokens would be reused. Changes nothing.
     ///
     /// # Errors
-    /// [`CacheError::Exhausted`] for the first group with too few blocks: `needed` holds the blocks
-    /// for the step, the watermark and cached ones that would be held again.
+    /// [`CacheError::Exhausted`] for the first group with too few blocks: `needed` is the sum of
+    /// the blocks for the step, the watermark and cached blocks that would be held again.
     /// [`PlanError::TooMany`] for a reserve beyond the longest sequence.
     pub fn check_admission(
         &self,
@@ -113,8 +113,8 @@ impl CacheState {
             let held = to_u32(blocks.iter(has_part).count());
             let idle = blocks.iter(has_part).flatten().filter(|block| group.pool.is_idle(*block));
             let idle = to_u32(idle.count());
-            // A block that somebody runs on is copied before it is written. One that is taken over
-            // to its end, as the smaller blocks of another group may be, is not written.
+            // A block that a sequence holds is copied before it is written. One that is reused to
+            // its end, as smaller blocks of another group may be, is not written.
             let is_written = has_part && map.tokens(map.full_blocks(reused)) < reused;
             let copied = blocks.donor().filter(|block| is_written && !group.pool.is_idle(*block));
             let needed = |new: u32, ahead: u32| {
@@ -141,8 +141,8 @@ impl CacheState {
         Ok(reused)
     }
 
-    /// Blocks of one group that [`Self::begin`] would take for `inputs`, and those it can
-    /// take. It succeeds, as far as blocks go, when every group [fits](BlockDemand::fits).
+    /// Returns the blocks of one group that [`Self::begin`] would allocate for `inputs`, and those
+    /// it can allocate. It has enough blocks if every group [fits](BlockDemand::fits).
     ///
     /// # Errors
     /// [`PlanError::UnknownSequence`], and those of [`Self::begin`] for a count out of bounds.
@@ -173,8 +173,8 @@ impl CacheState {
         Ok(BlockDemand { needed: demand.blocks, free })
     }
 
-    /// Blocks of one group that a sequence still takes until it has `len` tokens, growing one by
-    /// one; of a window, the most it lacks at any time. 0 for an unknown group.
+    /// Returns the blocks of one group that a sequence still allocates until it has `len` tokens,
+    /// growing one by one; with a window, the most it needs at any time. 0 for an unknown group.
     ///
     /// # Errors
     /// [`PlanError::UnknownSequence`]; [`PlanError::SequenceTooLong`] for more tokens than a
@@ -208,7 +208,7 @@ impl CacheState {
     }
 }
 
-/// A prompt that is computed chunk by chunk, to its end.
+/// A prompt that is computed chunk by chunk.
 struct Chunks<'a> {
     reused: u32,
     len: u32,
@@ -218,9 +218,8 @@ struct Chunks<'a> {
 }
 
 impl Chunks<'_> {
-    /// The most blocks of a group that are out of its pool at any time because of this prompt,
-    /// which begins with blocks `found`. A window gives back what it leaves, a tail what became
-    /// codes.
+    /// Returns the most blocks of a group that this prompt holds at any time, starting with the
+    /// blocks `found`. Blocks that leave a window, and a quantised tail, are released.
     fn blocks(
         &self,
         group: &Group,
@@ -234,8 +233,8 @@ impl Chunks<'_> {
         let rest = self.len.saturating_sub(self.reused);
         let chunk = if has_steps && self.chunk > 0 { self.chunk } else { rest.max(1) };
         let num_sink_blocks = sink_blocks(group.window, &map);
-        // Others hold these: they cost nothing, and leave nothing behind. The block that is copied
-        // is not among them.
+        // Shared blocks cost nothing, and releasing them frees nothing. The copied block is not
+        // shared.
         let is_shared = |block: &BlockId| !group.pool.is_idle(*block) && copied != Some(*block);
         let shared = |live: u32| {
             let is_live = |at: u32| at < num_sink_blocks || at >= live;
@@ -244,7 +243,7 @@ impl Chunks<'_> {
         };
         let (mut at, mut coded, mut most) = (self.reused, self.reused, 0_u32);
         let mut entries = to_u32(found.iter(has_part).count()).max(reserved);
-        // Where nothing is given back on the way, what a first chunk takes ahead needs no look.
+        // If nothing is released on the way, lookahead of the first chunk can be ignored.
         let is_window = has_steps && !map.has_tail();
         let mut ahead = if is_window { self.admission.lookahead } else { 0 };
         while at < self.len {
@@ -255,7 +254,7 @@ impl Chunks<'_> {
                 let live = if map.has_tail() { live.min(map.full_blocks(coded)) } else { live };
                 live.max(found.live(has_part))
             });
-            // What a step took ahead stays.
+            // Lookahead of a step is kept.
             let before = if map.has_tail() { reserved } else { entries };
             let further = if ahead > 0 { map.blocks(next.saturating_add(ahead)) } else { 0 };
             entries = growth.blocks().max(further).max(before);
@@ -268,7 +267,7 @@ impl Chunks<'_> {
 }
 
 impl Group {
-    /// Blocks a step appends to a row.
+    /// Returns the blocks that a step appends to a row.
     fn grown_by(&self, entry: &BatchEntry) -> u32 {
         let len = entry.cached.saturating_add(entry.new_tokens);
         let growth = Growth::new(&self.slot_map(), self.tables.coded(entry.row), entry.cached, len);

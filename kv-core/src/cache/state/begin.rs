@@ -1,25 +1,25 @@
-//! How a step begins: inputs are read, blocks reserved, the batch planned.
+//! The beginning of a step: read inputs, reserve blocks, plan the batch.
 //!
 //! The device works between these parts: it zeroes blocks before they are handed out, and copies
-//! blocks once the step is planned. [`CacheState::begin`] is all of them without a device.
+//! blocks once the step is planned. [`CacheState::begin`] does all of them without a device.
 use crate::cache::state::input::check_queries;
 use crate::cache::state::undo::Undo;
 use crate::cache::state::{Added, CacheState, GROUP, StartOptions, StepInput};
-use crate::error::{CacheError, PlanError};
+use crate::error::{CacheError, PlanError, StateProblem};
 use crate::ids::SequenceId;
 use crate::invariant::Invariant;
 use crate::plan::{BatchEntry, SplitPolicy};
 use crate::spec::PublishAt;
 
 impl CacheState {
-    /// Opens a step for the whole batch, or changes nothing: reads what each sequence brings,
-    /// reserves the blocks and makes the plans. `workers` is the number of parallel workers that
-    /// contexts are cut for, by the number of kv heads
+    /// Opens a step for the whole batch, or changes nothing: reads the inputs of each sequence,
+    /// reserves the blocks and makes the plans. `workers` returns, by the number of kv heads, how
+    /// many parallel workers contexts are split for
     /// ([`Capabilities::workers_of_heads`](crate::backend::Capabilities::workers_of_heads)).
     ///
     /// # Errors
     /// [`PlanError::State`] while a step is open; otherwise those of
-    /// [`KvCache::begin_step`](crate::KvCache::begin_step) but for the device's.
+    /// [`KvCache::begin_step`](crate::KvCache::begin_step) except the device's.
     pub fn begin(
         &mut self,
         inputs: &[StepInput<'_>],
@@ -35,10 +35,10 @@ impl CacheState {
         Ok(())
     }
 
-    /// Takes one more sequence into the open step, as its last entry, or changes nothing.
+    /// Adds one more sequence to the open step, as its last entry, or changes nothing.
     ///
     /// # Errors
-    /// [`PlanError::State`] without an open step; otherwise as [`Self::begin`].
+    /// [`PlanError::State`] without an open step; otherwise those of [`Self::begin`].
     pub fn add(
         &mut self,
         input: StepInput<'_>,
@@ -55,11 +55,11 @@ impl CacheState {
         Ok(())
     }
 
-    /// Starts a sequence in the open step: it finds what the step offers with
-    /// [`PublishAt::Begin`](crate::PublishAt), and goes away if the step is rolled back.
+    /// Starts a sequence in the open step. It finds what the step publishes with
+    /// [`PublishAt::Begin`](crate::PublishAt), and is removed if the step is rolled back.
     ///
     /// # Errors
-    /// [`PlanError::State`] without an open step; otherwise as [`Self::start`].
+    /// [`PlanError::State`] without an open step; otherwise those of [`Self::start`].
     pub fn start_in_step(
         &mut self,
         sequence: SequenceId,
@@ -71,7 +71,7 @@ impl CacheState {
         self.start_in_step_checked(sequence, prompt, options)
     }
 
-    /// As [`Self::start_in_step`], after [`Self::check_start`].
+    /// Does what [`Self::start_in_step`] does, after [`Self::check_start`].
     pub(in crate::cache) fn start_in_step_checked(
         &mut self,
         sequence: SequenceId,
@@ -83,13 +83,13 @@ impl CacheState {
         Ok(started)
     }
 
-    /// Opens a step and takes the blocks of its batch; changes nothing when it is refused.
+    /// Opens a step and allocates the blocks of its batch; a refusal changes nothing.
     pub(in crate::cache) fn reserve_batch(
         &mut self,
         inputs: &[StepInput<'_>],
     ) -> Result<Added, CacheError> {
         if self.open.is_open {
-            let problem = "a step is open already";
+            let problem = StateProblem::StepOpen;
             return Err(PlanError::State { operation: "begin step", problem }.into());
         }
         self.open.begin();
@@ -100,11 +100,11 @@ impl CacheState {
             self.roll_back();
             return Err(refused);
         }
-        // No list of copies: a step that begins allocates nothing.
+        // No list of copies: beginning a step does not allocate memory.
         Ok(Added::default())
     }
 
-    /// Takes the blocks of one more sequence; changes nothing when it is refused.
+    /// Allocates the blocks of one more sequence; a refusal changes nothing.
     pub(in crate::cache) fn reserve_more(
         &mut self,
         input: StepInput<'_>,
@@ -125,7 +125,7 @@ impl CacheState {
         Ok(added)
     }
 
-    /// Takes the entries from `added` on out of the open step. Its plans are those before, or must
+    /// Removes the entries from `added` on from the open step. Its plans are those before, or must
     /// be made again.
     pub(in crate::cache) fn take_back(&mut self, added: &Added) {
         self.undo_to(added.undo);
@@ -159,7 +159,7 @@ impl CacheState {
             let (new_tokens, queries) = input.counts(len, max)?;
             let details = input.details();
             if new_tokens > 0 {
-                // Tokens of a step that never happens are no harm: the next ones replace them.
+                // Tokens of a step that is rolled back do no harm: the next ones replace them.
                 self.sequences.note(row, len, input.ids(), &self.chains);
                 let end = len.saturating_add(new_tokens).saturating_add(details.lookahead);
                 if end > own_end {
@@ -183,7 +183,7 @@ impl CacheState {
         if only_asks { check_queries(&self.open.batch, &self.spec) } else { Ok(()) }
     }
 
-    /// Makes the plans of the whole batch, and lists the positions of the entries `added`.
+    /// Plans the whole batch, and lists the positions of the entries `added`.
     pub(in crate::cache) fn plan(
         &mut self,
         added: &Added,
@@ -199,7 +199,7 @@ impl CacheState {
         Ok(())
     }
 
-    /// Copies of one group that the entries `added` need.
+    /// Returns the copies of one group that the entries `added` need.
     pub(in crate::cache) fn copies_added(
         &self,
         index: usize,
@@ -210,7 +210,7 @@ impl CacheState {
         copies.get(before..).invariant("copies are only added while a step is open")
     }
 
-    /// Offers the blocks that the entries `added` are about to fill, where the spec wants that.
+    /// Publishes the blocks that the entries `added` are about to fill, if the spec says so.
     pub(in crate::cache) fn publish_early(&mut self, added: &Added) {
         if self.spec.publish_at() != PublishAt::Begin {
             return;

@@ -1,4 +1,4 @@
-//! How many blocks a step needs of one group, and which it writes.
+//! The blocks of one group that a step needs, and those that it writes.
 use std::ops::Range;
 
 use hashbrown::HashMap;
@@ -11,11 +11,11 @@ use crate::num::{to_u32, to_usize};
 use crate::plan::{BatchEntry, Growth};
 use crate::slot_map::SlotMap;
 
-/// What of a row's blocks a step writes.
+/// Blocks of a row that a step writes.
 #[derive(Debug, Clone)]
 pub(super) struct Written {
     pub(super) growth: Growth,
-    /// Blocks the row must have.
+    /// Number of blocks that the row must have.
     pub(super) blocks: u32,
     /// Entries that are written, of full-precision prefix and codes, and of the tail.
     entries: [Range<u32>; 2],
@@ -50,22 +50,22 @@ impl Written {
         Self { growth, blocks, entries: [codes, tail] }
     }
 
-    /// Entries that are written of a row that had `had` blocks before: further ones are nobody
-    /// else's. All of them where blocks of a tail change places.
+    /// Iterates over the written entries among the first `had` of a row: later ones are new and its
+    /// own. All of them if the blocks of a tail move.
     pub(super) fn entries_had(&self, had: u32) -> impl Iterator<Item = u32> + use<> {
         let end = if self.growth.seals() { u32::MAX } else { had };
         let had = self.entries.clone().map(|range| range.start..range.end.min(end));
         had.into_iter().flatten()
     }
 
-    /// Slots of entry `index` that hold rows from before, in the places they keep.
+    /// Returns the slots of entry `index` that keep rows from before the step.
     pub(super) fn kept(&self, map: &SlotMap, index: u32, cached: u32) -> u32 {
         let kept = if self.growth.seals() { self.growth.tail_begin } else { cached };
         map.filled(index, kept, self.growth.coded_before)
     }
 }
 
-/// A bound on the blocks a batch needs that costs nothing; above it they are counted.
+/// Returns a cheap upper bound of the blocks that a batch needs; beyond it they are counted.
 pub(super) fn demand_at_most(
     group: &Group,
     entries: impl Iterator<Item = (BatchEntry, OpenEntry)>,
@@ -82,11 +82,11 @@ pub(super) fn demand_at_most(
     blocks.saturating_add(count.saturating_mul(each))
 }
 
-/// Blocks that nobody holds once a step begins, because they left a window.
+/// Blocks that become free when a step begins, because they left a window.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Left {
     pub(super) blocks: u32,
-    /// Of these, blocks whose content can be reused.
+    /// Number of them whose content can be reused.
     pub(super) stored: u32,
 }
 
@@ -94,16 +94,16 @@ pub(super) struct Left {
 #[derive(Debug, Default)]
 pub(super) struct Demand {
     pub(super) blocks: u32,
-    /// Rows of the batch that write a block others hold too, and the most slots that one of them
+    /// Number of rows of the batch that write a shared block, and the most slots that one of them
     /// has filled.
     writers: HashMap<BlockId, (u32, u32)>,
-    /// Rows of the batch that let go of a block before any is written, because it leaves their
-    /// window.
+    /// Number of rows of the batch that release a block before any is written, because it leaves
+    /// their window.
     leavers: HashMap<BlockId, u32>,
 }
 
 impl Demand {
-    /// Adds one sequence to what an open step has exchanged already.
+    /// Adds one sequence to the demand of an open step.
     pub(super) fn add(
         &mut self,
         group: &Group,
@@ -122,7 +122,7 @@ impl Demand {
         let (begin, by) = (growth.code_blocks_before, growth.tail_blocks_before);
         for at in written.entries_had(to_u32(row.len())) {
             let kept = written.kept(&group.slot_map(), at, entry.cached);
-            // Where the entry is before the blocks of the tail go behind the others.
+            // The entry's index before the blocks of the tail move after the others.
             let at = if growth.seals() && at >= begin { at.saturating_add(by) } else { at };
             if let Some(block) = row.get(to_usize(at)) {
                 let filled = exchanged.filled(group.id, *block);
@@ -131,7 +131,7 @@ impl Demand {
         }
     }
 
-    /// Notes that a row lets go of a block before the batch writes.
+    /// Records that a row releases a block before the batch writes.
     pub(super) fn leave(&mut self, block: BlockId) {
         let leavers = self.leavers.entry(block).or_default();
         *leavers = leavers.saturating_add(1);
@@ -148,7 +148,7 @@ impl Demand {
         left
     }
 
-    /// Counts the copy of a block of which the row has filled `kept` slots, and rows that let go of
+    /// Counts the copy of a block of which the row has filled `kept` slots, and rows that release
     /// it in this step at most `filled`.
     fn share(&mut self, pool: &BlockPool, block: BlockId, (kept, filled): (u32, u32)) {
         if pool.holders(block) <= 1 && filled == 0 {
@@ -159,7 +159,7 @@ impl Demand {
         let holders = pool.holders(block).saturating_sub(leavers);
         let (writers, most) = self.writers.entry(block).or_default();
         *writers = writers.saturating_add(1);
-        // The last of the holders keeps it, unless it would write over what another has.
+        // The last holder keeps the block, unless it would overwrite another holder's rows.
         let is_last = *writers >= holders;
         if !is_last || (*most).max(filled) > kept {
             self.blocks = self.blocks.saturating_add(1);
@@ -168,11 +168,12 @@ impl Demand {
     }
 }
 
-/// Blocks that [`Exchanged`] has room for when it is empty.
+/// Blocks that [`Exchanged`] keeps memory for when it is empty.
 const KEPT: usize = 1024;
 
-/// Blocks that rows let go of for a copy in an open step, with the most slots that one of them had
-/// filled. Who writes such a block in place must not write there: the step may be taken back.
+/// Blocks that rows released for a copy in an open step, with the most slots that one of them had
+/// filled. A row that writes such a block in place must not write to these slots, because the step
+/// may be rolled back.
 #[derive(Debug, Default)]
 pub(super) struct Exchanged {
     filled: HashMap<(usize, BlockId), u32>,

@@ -1,11 +1,11 @@
-//! How a step ends: lengths advance, and full blocks are offered.
+//! The end of a step: lengths advance, and full blocks are published.
 use crate::cache::state::CacheState;
 use crate::error::PlanError;
 use crate::plan::BatchEntry;
 use crate::spec::PublishAt;
 
 impl CacheState {
-    /// Ends the open step: lengths advance, and full blocks are offered to other prompts.
+    /// Ends the open step: lengths advance, and full blocks become reusable.
     ///
     /// # Errors
     /// [`PlanError::State`] without an open step.
@@ -15,12 +15,13 @@ impl CacheState {
         Ok(())
     }
 
-    /// As [`Self::commit`], but of the new tokens of entry `b` only the first `accepted[b]` stay.
+    /// Does what [`Self::commit`] does, but keeps only the first `accepted[b]` new tokens of entry
+    /// `b`.
     ///
     /// # Errors
     /// [`PlanError::State`] without an open step; [`PlanError::LengthMismatch`] for a list of
-    /// another length than the batch, [`PlanError::TooMany`] for more than an entry brought: the
-    /// step is rolled back then.
+    /// another length than the batch, [`PlanError::TooMany`] for more than an entry's new tokens:
+    /// then the step is rolled back.
     pub fn commit_accepted(&mut self, accepted: &[u32]) -> Result<(), PlanError> {
         self.check_open("commit")?;
         self.check_accepted(accepted).inspect_err(|_| self.roll_back())?;
@@ -28,8 +29,8 @@ impl CacheState {
         Ok(())
     }
 
-    /// Ends the open step. `accepted`, which was checked: how many new tokens of each entry stay,
-    /// all where there is none.
+    /// Ends the open step. `accepted`, already checked, is how many new tokens of each entry stay;
+    /// all if `None`.
     pub(in crate::cache) fn commit_checked(&mut self, accepted: Option<&[u32]>) {
         let has_tail = self.groups.have_tail();
         let at_commit = self.spec.publish_at() == PublishAt::Commit;
@@ -61,7 +62,7 @@ impl CacheState {
         }
         let Self { groups, open, unwiped, .. } = self;
         while let Some((index, block)) = open.kept.pop() {
-            groups.at_mut(index).let_go(block, unwiped);
+            groups.at_mut(index).release_holder(block, unwiped);
         }
         self.note_peak();
         self.open.close();

@@ -1,4 +1,4 @@
-//! What the tokens of a sequence are, and the names of the blocks they fill.
+//! Token ids of a sequence, and the keys of the blocks they fill.
 
 use crate::block::Ledger;
 use crate::cache::state::StartOptions;
@@ -11,40 +11,40 @@ use crate::num::{recycle, to_u32, to_usize};
 use crate::reuse::{BlockContent, BlockKey, Content, ContentSpan, NamespaceId};
 use crate::slot_map::SlotMap;
 
-/// Tokens of one sequence and the keys of its blocks. Forks share both, but for the last few.
+/// Tokens of one sequence and the keys of its blocks. Forks share both, except the last few.
 ///
-/// The prompt is known from the start, so its keys are made once, when it is looked up. What a step
-/// brings is compared with it: tokens that the caller changed his mind about get new keys.
+/// The prompt is known from the start, so its keys are computed once, when it is looked up. Tokens
+/// of a step are compared with it: if they differ from the prompt, they get new keys.
 #[derive(Debug, Default, Clone)]
 pub(crate) struct History {
-    /// `None` for a sequence that takes no part in reuse.
+    /// `None` for a sequence without reuse.
     space: Option<(NamespaceId, BlockKey)>,
     /// From position 0 on, as far as known.
     tokens: SharedList<u32, TOKENS_SHARED>,
     contents: Vec<ContentSpan>,
-    /// Of the blocks that [`Self::tokens`] fill, by chain; not further than somebody asked.
+    /// Keys of the full blocks of [`Self::tokens`], by chain, computed on demand.
     keys: Vec<SharedList<BlockKey, KEYS_SHARED>>,
-    /// Leading blocks that need not be offered to the index any more, by group.
+    /// Leading blocks that are already published, by group.
     stored: Vec<u32>,
-    /// A block that is never offered, by group: [`NO_BLOCK`] where all are.
+    /// A block that is never published, by group: [`NO_BLOCK`] for none.
     cut: Vec<u32>,
     retention: Option<Retention>,
     prompt_len: u32,
-    /// Contents of the block last asked for.
+    /// Contents of the last requested block.
     parts: Vec<BlockContent>,
-    /// Its tokens, if they do not lie one behind the other.
+    /// Its tokens, if they span two chunks.
     straddling: Vec<u32>,
 }
 
-/// Tokens and keys that forks share at a time: they copy what is behind the last multiple.
+/// Chunk sizes of tokens and keys: forks share full chunks and copy the rest.
 const TOKENS_SHARED: usize = 4096;
 const KEYS_SHARED: usize = 512;
-/// No block of a sequence.
+/// Not a block of any sequence.
 const NO_BLOCK: u32 = u32::MAX;
 const OF_GROUP: &str = "a live history has a number for every group";
 
 impl History {
-    /// Starts anew with a prompt. `chains` and `groups` are those of the cache.
+    /// Resets the history to a prompt. `chains` and `groups` are those of the cache.
     pub(crate) fn begin(
         &mut self,
         space: Option<(NamespaceId, BlockKey)>,
@@ -76,7 +76,8 @@ impl History {
         }
     }
 
-    /// Forgets a sequence that has left its namespace. A little memory stays, for the next one.
+    /// Clears the history of a sequence that has left its namespace. Keeps a little memory for the
+    /// next one.
     pub(crate) fn clear(&mut self) {
         assert!(self.space.is_none(), "a history that is forgotten has left its namespace");
         self.tokens.clear();
@@ -89,7 +90,7 @@ impl History {
         self.retention = None;
     }
 
-    /// Begins as a copy of another sequence with `len` tokens, most of which both share.
+    /// Copies the history of another sequence with `len` tokens, sharing most of it.
     pub(crate) fn fork_from(
         &mut self,
         parent: &Self,
@@ -102,11 +103,11 @@ impl History {
         }
         self.tokens = parent.tokens.fork(to_usize(len));
         self.contents.clone_from(&parent.contents);
-        // Those of whoever had this history before.
+        // Buffers of the previous sequence.
         self.parts.clear();
         self.retention.clone_from(&parent.retention);
         self.prompt_len = parent.prompt_len;
-        // Further keys are of what the parent's prompt goes on with.
+        // Later keys belong to the rest of the parent's prompt.
         let known = to_u32(self.tokens.len());
         let keys = parent.keys.iter().zip(maps);
         let keys = keys.map(|(keys, map)| keys.fork(to_usize(map.full_blocks(known))));
@@ -115,7 +116,7 @@ impl History {
         self.cut.clone_from(&parent.cut);
     }
 
-    /// Bytes of ids, keys and the copies of straddling blocks.
+    /// Returns the bytes of ids, keys and copies of straddling blocks.
     #[cfg(test)]
     pub(super) fn bytes(&self) -> usize {
         let keys = self.keys.iter().map(SharedList::bytes);
@@ -123,11 +124,12 @@ impl History {
         lists.sum()
     }
 
-    /// Namespace and root, `None` where nothing is reused.
+    /// Returns namespace and root, `None` without reuse.
     pub(crate) fn space(&self) -> Option<(NamespaceId, BlockKey)> {
         self.space
     }
-    /// Tokens known, the prompt's included that no step has brought yet.
+    /// Returns the number of known tokens, including those of the prompt that no step has added
+    /// yet.
     pub(crate) fn known(&self) -> u32 {
         to_u32(self.tokens.len())
     }
@@ -138,12 +140,12 @@ impl History {
         *self.stored.get_mut(group).invariant(OF_GROUP) = blocks;
     }
 
-    /// Whether a block is never offered.
+    /// Returns whether a block is never published.
     pub(crate) fn is_cut(&self, group: usize, block: u32) -> bool {
         self.cut.get(group) == Some(&block)
     }
-    /// Notes that the sequence was cut to `full` whole blocks; `is_cut`: the block behind them
-    /// keeps codes, and is not offered when it is full again.
+    /// Records that the sequence was truncated to `full` whole blocks. With `is_cut`, the block
+    /// after them keeps quantised tokens and is not published when it is full again.
     pub(crate) fn cut_to(&mut self, group: usize, full: u32, is_cut: bool) {
         let stored = self.stored.get_mut(group).invariant(OF_GROUP);
         let cut = self.cut.get_mut(group).invariant(OF_GROUP);
@@ -152,7 +154,7 @@ impl History {
             *cut = NO_BLOCK;
         }
         if is_cut {
-            // Of two such blocks the first is passed over now, with what is before it.
+            // If there is such a block already, it is skipped together with the blocks before it.
             if *cut != NO_BLOCK {
                 *stored = (*stored).max(cut.saturating_add(1));
             }
@@ -160,14 +162,14 @@ impl History {
         }
     }
 
-    /// Adds tokens behind those known.
+    /// Appends known tokens.
     pub(crate) fn push(&mut self, tokens: &[u32]) {
         if self.space.is_some() {
             self.tokens.extend_from_slice(tokens);
         }
     }
 
-    /// Notes what a step brings at `position`; `None`: tokens whose ids nobody knows.
+    /// Records the tokens of a step at `position`; `None` if their ids are unknown.
     pub(crate) fn note(&mut self, position: u32, brought: Option<&[u32]>, maps: &[SlotMap]) {
         if self.space.is_none() {
             return;
@@ -181,7 +183,7 @@ impl History {
 
     fn revise(&mut self, at: usize, brought: &[u32], is_unknown: bool, maps: &[SlotMap]) {
         if at > self.tokens.len() {
-            return; // Behind tokens nobody knows.
+            return; // After unknown tokens.
         }
         let same = self.tokens.common(at, brought);
         let is_all = same == brought.len() && !is_unknown;
@@ -196,7 +198,7 @@ impl History {
         }
     }
 
-    /// The content of full block `index`; its tokens must be known.
+    /// Returns the content of full block `index`; its tokens must be known.
     #[inline]
     pub(crate) fn full(&mut self, chain: usize, map: &SlotMap, index: u32) -> Option<Content<'_>> {
         let (namespace, root) = self.space?;
@@ -217,8 +219,8 @@ impl History {
         Some(Content { key, parent, namespace, index, tokens, contents: &self.parts })
     }
 
-    /// Shows the contents of the first `count` full blocks, one after another, until `go_on` has
-    /// enough.
+    /// Passes the contents of the first `count` full blocks to `go_on`, one after another, until it
+    /// returns false.
     pub(crate) fn each_full(
         &mut self,
         chain: usize,
@@ -231,7 +233,7 @@ impl History {
             (0..count).all(|index| self.full(chain, map, index).is_some_and(|c| go_on(&c)));
             return;
         };
-        // What nearly every prompt comes by.
+        // The common case of a prompt without contents.
         let (mut parent, contents) = (root, &[][..]);
         let size = to_usize(map.block_size());
         let mut begin = 0_usize;
@@ -253,7 +255,7 @@ impl History {
         }
     }
 
-    /// Makes the keys of the first `blocks` full blocks.
+    /// Computes the keys of the first `blocks` full blocks.
     pub(crate) fn make_keys(&mut self, chain: usize, map: &SlotMap, blocks: u32) {
         for index in to_u32(self.keys.get(chain).map_or(0, SharedList::len))..blocks {
             if self.full(chain, map, index).is_none() {
@@ -262,8 +264,8 @@ impl History {
         }
     }
 
-    /// The content of block `index` of which `end` tokens of the sequence are certain, fewer than
-    /// it can hold.
+    /// Returns the content of block `index` of which `end` tokens of the sequence are certain,
+    /// fewer than it can hold.
     pub(crate) fn partial(
         &mut self,
         chain: usize,
@@ -281,7 +283,7 @@ impl History {
         Some(Content { key, parent, namespace, index, tokens, contents: &self.parts })
     }
 
-    /// Key before block `index`; known where the blocks before have been asked for.
+    /// Returns the key before block `index`; known if the blocks before were requested.
     pub(crate) fn parent(&self, chain: usize, index: u32) -> Option<BlockKey> {
         let (_, root) = self.space?;
         match index.checked_sub(1) {
@@ -290,11 +292,11 @@ impl History {
         }
     }
 
-    /// Whether the sequence says what its blocks are worth.
+    /// Returns whether the sequence sets priorities for its blocks.
     pub(crate) fn has_retention(&self) -> bool {
         self.retention.is_some()
     }
-    /// Priority of the block that begins at `position`.
+    /// Returns the priority of the block that begins at `position`.
     pub(crate) fn priority(&self, position: u32) -> Priority {
         let retention = self.retention.as_ref();
         retention.map_or_else(Priority::default, |all| all.priority_at(position, self.prompt_len))

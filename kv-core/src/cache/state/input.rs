@@ -1,4 +1,4 @@
-//! What sequences bring to a step, and the bounds of its counts.
+//! Inputs of a step, and the bounds of their counts.
 use crate::cache::state::step_state::OpenEntry;
 #[cfg(doc)]
 use crate::error::CacheError;
@@ -10,17 +10,17 @@ use crate::spec::CacheSpec;
 #[cfg(doc)]
 use crate::{KvCache, Step};
 
-/// What one sequence brings to a step.
+/// The input of one sequence in a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepInput<'a> {
     pub(in crate::cache) sequence: SequenceId,
-    brings: Brings<'a>,
+    kind: InputKind<'a>,
     drafts: u32,
     lookahead: u32,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Brings<'a> {
+enum InputKind<'a> {
     Tokens(&'a [u32]),
     Count(u32),
     Query(u32),
@@ -28,12 +28,12 @@ enum Brings<'a> {
 }
 
 impl<'a> StepInput<'a> {
-    fn new(sequence: SequenceId, brings: Brings<'a>) -> Self {
-        Self { sequence, brings, drafts: 0, lookahead: 0 }
+    fn new(sequence: SequenceId, kind: InputKind<'a>) -> Self {
+        Self { sequence, kind, drafts: 0, lookahead: 0 }
     }
-    /// New tokens, whose K and V the step writes and whose queries attend.
+    /// Creates new tokens: the step writes their K and V, and their queries attend.
     pub fn tokens(sequence: SequenceId, tokens: &'a [u32]) -> Self {
-        Self::new(sequence, Brings::Tokens(tokens))
+        Self::new(sequence, InputKind::Tokens(tokens))
     }
     /// The tokens of a prompt after its first `reused`: those that
     /// [`KvCache::start`](crate::KvCache::start) left to compute. A step refuses an input without
@@ -43,37 +43,36 @@ impl<'a> StepInput<'a> {
     }
     /// A number of new tokens, from a caller without token ids; such tokens are never reused.
     pub fn count(sequence: SequenceId, tokens: u32) -> Self {
-        Self::new(sequence, Brings::Count(tokens))
+        Self::new(sequence, InputKind::Count(tokens))
     }
-    /// Queries over what is cached, writing nothing: cross-attention over an encoder's K and V.
-    /// All of one step are at most [`max_queries`](crate::CacheSpec::max_queries).
+    /// Creates queries over cached tokens without writing any: cross-attention over an encoder's K
+    /// and V. Their total in a step is at most [`max_queries`](crate::CacheSpec::max_queries).
     pub fn query(sequence: SequenceId, queries: u32) -> Self {
-        Self::new(sequence, Brings::Query(queries))
+        Self::new(sequence, InputKind::Query(queries))
     }
-    /// A batch row that neither writes nor attends, so that rows keep their places.
+    /// Creates a batch row that neither writes nor attends, so that other rows keep their indices.
     pub fn idle(sequence: SequenceId) -> Self {
-        Self::new(sequence, Brings::Nothing)
+        Self::new(sequence, InputKind::Nothing)
     }
 
-    /// The last `drafts` new tokens, which may be all of them, are guesses of a draft model: blocks
-    /// that hold one are not reusable before a later step. [`Step::commit_accepted`] or
-    /// [`KvCache::truncate`] takes back what was not accepted.
+    /// Marks the last `drafts` new tokens, possibly all, as guesses of a draft model: blocks that
+    /// hold one are not reusable before a later step. [`Step::commit_accepted`] or
+    /// [`KvCache::truncate`] removes those that were not accepted.
     #[must_use]
     pub fn with_drafts(self, drafts: u32) -> Self {
         Self { drafts, ..self }
     }
-    /// Takes the slots of `tokens` tokens behind the new ones too, for the steps to come. No effect
-    /// for groups with a tail. The pools are the bound: a lookahead beyond them is
-    /// [exhausted](CacheError::Exhausted).
+    /// Also takes the slots of the next `tokens` tokens, for later steps. No effect in groups with
+    /// a tail. A lookahead beyond the pools is [exhausted](CacheError::Exhausted).
     #[must_use]
     pub fn with_lookahead(self, tokens: u32) -> Self {
         Self { lookahead: tokens, ..self }
     }
 
-    /// Ids of the new tokens, if known.
+    /// Returns the ids of the new tokens, if known.
     pub(super) fn ids(&self) -> Option<&'a [u32]> {
-        match self.brings {
-            Brings::Tokens(tokens) => Some(tokens),
+        match self.kind {
+            InputKind::Tokens(tokens) => Some(tokens),
             _ => None,
         }
     }
@@ -81,18 +80,18 @@ impl<'a> StepInput<'a> {
         OpenEntry { drafts: self.drafts, lookahead: self.lookahead }
     }
 
-    /// New tokens and queries of a sequence that has `len` tokens and may have `max`: every count
-    /// that the input gives is within bounds but that of its queries, see [`check_queries`].
+    /// Returns the new tokens and the queries of a sequence that has `len` tokens and may have
+    /// `max`. Checks every count except that of the queries, see [`check_queries`].
     #[inline]
     pub(super) fn counts(&self, len: u32, max: u32) -> Result<(u32, u32), PlanError> {
         let sequence = self.sequence;
-        let (new, queries) = match self.brings {
-            Brings::Tokens(tokens) => (to_u64(tokens.len()), 0),
-            Brings::Count(n) => (u64::from(n), 0),
-            Brings::Query(n) => (0, n),
-            Brings::Nothing => (0, 0),
+        let (new, queries) = match self.kind {
+            InputKind::Tokens(tokens) => (to_u64(tokens.len()), 0),
+            InputKind::Count(n) => (u64::from(n), 0),
+            InputKind::Query(n) => (0, n),
+            InputKind::Nothing => (0, 0),
         };
-        if new == 0 && queries == 0 && self.brings != Brings::Nothing {
+        if new == 0 && queries == 0 && self.kind != InputKind::Nothing {
             return Err(PlanError::ZeroTokens { sequence });
         }
         let new_tokens = u32::try_from(new).ok();
@@ -107,18 +106,18 @@ impl<'a> StepInput<'a> {
 
 /// Refuses a count above its limit.
 #[inline]
-pub(in crate::cache) fn bounded(what: &'static str, got: u32, max: u32) -> Result<(), PlanError> {
+pub(super) fn bounded(what: &'static str, got: u32, max: u32) -> Result<(), PlanError> {
     if got <= max {
         return Ok(());
     }
     Err(PlanError::TooMany { what, got: got.into(), max: max.into() })
 }
 
-/// Refuses more queries without tokens of their own than a step of the cache may ask.
+/// Refuses more queries without tokens than a step may have.
 pub(super) fn check_queries(batch: &[BatchEntry], spec: &CacheSpec) -> Result<(), PlanError> {
     let only_asks = batch.iter().filter(|entry| entry.new_tokens == 0);
     let got = only_asks.fold(0_u64, |n, entry| n.saturating_add(entry.queries.into()));
-    // Nearly every step brings tokens alone.
+    // Nearly every step has only new tokens.
     let max = if got == 0 { 0 } else { u64::from(spec.max_queries()) };
     if got <= max {
         return Ok(());

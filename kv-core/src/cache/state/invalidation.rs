@@ -1,11 +1,11 @@
-//! What makes cached content unfindable other than eviction.
+//! Removal of cached content from the index, other than eviction.
 use crate::cache::state::{CacheState, StartOptions};
 use crate::error::PlanError;
 use crate::ids::SequenceId;
 use crate::num::to_u32;
 
 impl CacheState {
-    /// Makes what this sequence alone has cached unfindable: see
+    /// Removes from the index what only this sequence has cached: see
     /// [`KvCache::forget_sequence`](crate::KvCache::forget_sequence).
     ///
     /// # Errors
@@ -36,7 +36,7 @@ impl CacheState {
         Ok(forgotten)
     }
 
-    /// Gives up the cached blocks of a prompt after its first `keep` tokens: see
+    /// Evicts the cached blocks of a prompt after its first `keep` tokens: see
     /// [`KvCache::forget_prefix`](crate::KvCache::forget_prefix).
     ///
     /// # Errors
@@ -71,7 +71,7 @@ impl CacheState {
         Ok(forgotten)
     }
 
-    /// Gives up everything cached; `false`, and no change, while a sequence or a pin holds a block.
+    /// Evicts everything cached; `false`, and no change, while a sequence or a pin holds a block.
     ///
     /// # Errors
     /// [`PlanError::State`] while a step is open.
@@ -84,7 +84,7 @@ impl CacheState {
         Ok(true)
     }
 
-    /// Makes every content unfindable; those who hold blocks keep them.
+    /// Removes all content from the index; blocks stay with their holders.
     pub(super) fn clear_index(&mut self) {
         let Self { groups, ledger, unwiped, .. } = self;
         for group in groups.iter_mut() {
@@ -95,7 +95,7 @@ impl CacheState {
         ledger.clear();
     }
 
-    /// Live sequences take no part in reuse from here on, and what is cached is void: the encoding
+    /// Ends reuse for live sequences and invalidates everything cached, because the encoding
     /// changed.
     pub(in crate::cache) fn change_encoding(&mut self, encoding_key: u128) {
         self.clear_index();

@@ -1,13 +1,14 @@
-//! Layers that get memory when tokens are cached already: which rows they lack.
+//! Layers that are allocated when tokens are cached already: the rows that they lack.
 use hashbrown::HashMap;
 
 use crate::cache::state::CacheState;
 use crate::error::PlanError;
 use crate::ids::LayerId;
 use crate::plan::AttentionOptions;
+use crate::spec::LateLayers;
 
-/// Leading tokens of sequences, by table row, that were cached before a layer had memory. Empty but
-/// for layers on demand.
+/// Leading tokens of sequences, by table row, that were cached before a layer was allocated. Empty
+/// except with layers on demand.
 #[derive(Debug, Default)]
 pub(super) struct Late {
     missing: HashMap<u32, Vec<(LayerId, u32)>>,
@@ -23,14 +24,14 @@ impl Late {
         layers.filter(|(of, _)| *of == layer).map(|(_, tokens)| *tokens).max().unwrap_or(0)
     }
 
-    /// A fork lacks what its parent lacks.
+    /// Copies the missing rows of a parent to its fork.
     pub(super) fn fork(&mut self, parent: u32, child: u32) {
         if let Some(layers) = self.missing.get(&parent).cloned() {
             self.missing.insert(child, layers);
         }
     }
 
-    /// Tokens that come anew are written to every layer.
+    /// Truncates the missing rows: tokens added later are written to every layer.
     pub(super) fn truncate(&mut self, row: u32, len: u32) {
         if let Some(layers) = self.missing.get_mut(&row) {
             for (_, tokens) in layers {
@@ -45,8 +46,8 @@ impl Late {
 }
 
 impl CacheState {
-    /// Makes unfindable what was cached before `layer` had memory, and notes which sequences lack
-    /// rows in it.
+    /// Removes from the index what was cached before `layer` was allocated, and records which
+    /// sequences lack rows in it.
     pub(in crate::cache) fn note_late(&mut self, layer: LayerId) {
         if self.groups.iter().any(|group| !group.pool.index().is_empty()) {
             self.clear_index();
@@ -79,13 +80,17 @@ impl CacheState {
         Ok(())
     }
 
-    /// Refuses rows of a sequence from position `begin` on where a layer lacks them.
+    /// Refuses rows of a sequence from position `begin` on if a layer lacks them, unless the spec
+    /// says that they are read as zeros.
     pub(in crate::cache) fn check_rows_in(
         &self,
         layer: LayerId,
         row: u32,
         begin: u32,
     ) -> Result<(), PlanError> {
+        if self.spec.late_layers() == LateLayers::Zeros {
+            return Ok(());
+        }
         let tokens = self.late.tokens(row, layer);
         match self.sequences.id(row).filter(|_| begin < tokens) {
             Some(sequence) => Err(PlanError::RowsUnwritten { layer, sequence, tokens }),

@@ -1,4 +1,4 @@
-//! Which cached blocks a prompt can begin with.
+//! Prefix lookup: the cached blocks that a prompt can begin with.
 use crate::cache::state::Group;
 use crate::cache::state::history::History;
 use crate::ids::BlockId;
@@ -8,32 +8,32 @@ use crate::reuse::Content;
 use crate::slot_map::SlotMap;
 use crate::spec::{PrefixReuse, Window};
 
-/// What a prompt can take over. Buffers outlive the lookup.
+/// A prefix hit. Its buffers are reused for later lookups.
 #[derive(Debug, Default)]
-pub(super) struct Found {
-    /// Tokens of whole blocks, a boundary of blocks in every group.
+pub(super) struct PrefixHit {
+    /// Tokens of whole blocks; a block boundary in every group.
     pub(super) whole: u32,
-    /// Further tokens, in a block of their own.
+    /// Further tokens, in another block.
     pub(super) part: u32,
-    pub(super) groups: Vec<FoundBlocks>,
+    pub(super) groups: Vec<HitBlocks>,
 }
 
-/// Blocks of one group.
+/// Hit blocks of one group.
 #[derive(Debug, Default)]
-pub(super) struct FoundBlocks {
-    /// Blocks by index; of those that fell out of the window, some may be missing.
+pub(super) struct HitBlocks {
+    /// Blocks by index; some outside the window may be missing.
     pub(super) blocks: Vec<Option<BlockId>>,
-    /// Has the further tokens.
+    /// The block with the further tokens.
     pub(super) donor: Option<BlockId>,
 }
 
-impl Found {
-    /// Tokens that need not be computed.
+impl PrefixHit {
+    /// Returns the number of tokens that need not be computed.
     pub(super) fn tokens(&self) -> u32 {
         self.whole.saturating_add(self.part)
     }
 
-    /// Blocks that are taken, by index in the sequence; missing ones are vacant entries.
+    /// Returns the blocks that the sequence holds, by index; missing ones are vacant entries.
     pub(super) fn needed(&self, group: usize, window: Option<Window>, map: &SlotMap) -> Needed<'_> {
         let found = self.groups.get(group).invariant("a lookup lists the blocks of every group");
         let count = to_usize(map.full_blocks(self.whole));
@@ -46,7 +46,7 @@ impl Found {
         }
     }
 
-    /// Looks a prompt up; `limit` is the most tokens that may be taken.
+    /// Looks up a prompt; at most `limit` tokens are reused.
     pub(super) fn search(
         &mut self,
         groups: &[Group],
@@ -55,7 +55,7 @@ impl Found {
         reuse: PrefixReuse,
     ) {
         (self.whole, self.part) = (0, 0);
-        self.groups.resize_with(groups.len(), FoundBlocks::default);
+        self.groups.resize_with(groups.len(), HitBlocks::default);
         if reuse == PrefixReuse::Off || history.space().is_none() {
             return;
         }
@@ -74,8 +74,8 @@ impl Found {
         }
     }
 
-    /// The longest prefix of at most `len` tokens that all groups can serve, and behind which each
-    /// has `backoff` blocks more.
+    /// Returns the longest prefix of at most `len` tokens that is cached in all groups, followed by
+    /// `backoff` more blocks in each.
     fn agree(&self, groups: &[Group], mut len: u32, backoff: u32) -> u32 {
         loop {
             let before = len;
@@ -88,8 +88,8 @@ impl Found {
         }
     }
 
-    /// Looks for the block that goes on like the prompt for longest. A part is copied when the
-    /// sequence first writes, so no block will do that the open step has yet to write.
+    /// Finds the block that agrees with the prompt for longest. Its part is copied when the
+    /// sequence first writes, so blocks that the open step has not written yet are excluded.
     fn find_part(&mut self, groups: &[Group], history: &mut History, limit: u32) {
         if groups.iter().any(|group| group.slot_map().has_tail()) {
             return;
@@ -114,25 +114,25 @@ impl Found {
     }
 }
 
-/// Blocks of one group that a sequence begins with.
+/// The blocks of one group that a sequence begins with.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Needed<'a> {
     blocks: &'a [Option<BlockId>],
     donor: Option<BlockId>,
-    /// First one needed after those of the sink tokens, without the donor and with it.
+    /// First block needed after those of the sink tokens, without the donor and with it.
     live: [u32; 2],
     sink_blocks: u32,
 }
 
 impl Needed<'_> {
-    /// In order of the table: `None` for a vacant entry. `part`: with the donor.
+    /// Iterates in table order, with `None` for a vacant entry. `part`: with the donor.
     pub(super) fn iter(&self, part: bool) -> impl Iterator<Item = Option<BlockId>> + '_ {
         let is_vacant = move |index: u32| index >= self.sink_blocks && index < self.live(part);
         let whole = self.blocks.iter().zip(0..);
         let whole = whole.map(move |(block, i)| if is_vacant(i) { None } else { *block });
         whole.chain(self.donor.filter(|_| part).map(Some))
     }
-    /// Whole blocks, vacant entries aside.
+    /// Returns the number of whole blocks, without vacant entries.
     pub(super) fn num_blocks(&self, part: bool) -> u32 {
         let whole = to_u32(self.blocks.len());
         whole.saturating_sub(self.live(part).min(whole).saturating_sub(self.sink_blocks))
@@ -141,26 +141,26 @@ impl Needed<'_> {
         let [whole, with_part] = self.live;
         if part { with_part } else { whole }
     }
-    /// The block of the further tokens.
+    /// Returns the block with the further tokens.
     pub(super) fn donor(&self) -> Option<BlockId> {
         self.donor
     }
 }
 
-/// Blocks that hold the sink tokens of a window.
+/// Returns the number of blocks that hold the sink tokens of a window.
 pub(super) fn sink_blocks(window: Option<Window>, map: &SlotMap) -> u32 {
     window.map_or(0, |window| map.blocks(window.sink_tokens))
 }
 
-/// First block that a query behind `len` tokens sees, sink tokens aside.
+/// Returns the first block that a query after `len` tokens sees, sink tokens aside.
 pub(super) fn first_live(map: &SlotMap, window: Window, len: u32) -> u32 {
     let begin = window.begin(len);
     if begin >= len { map.full_blocks(len) } else { map.place(begin).index }
 }
 
-impl FoundBlocks {
-    /// Finds the first `count` blocks, as far as they follow each other; each of them where a
-    /// window may do without the first.
+impl HitBlocks {
+    /// Finds the first `count` blocks up to the first that is missing; all of them if a window may
+    /// not need the first.
     fn find_blocks(&mut self, group: &Group, history: &mut History, count: u32) {
         let map = group.slot_map();
         recycle(&mut self.blocks);
@@ -174,8 +174,8 @@ impl FoundBlocks {
         });
     }
 
-    /// The longest prefix of at most `len` tokens that this group can serve, and behind which it
-    /// has `backoff` blocks more.
+    /// Returns the longest prefix of at most `len` tokens that is cached in this group, followed by
+    /// `backoff` more blocks.
     fn longest(&self, group: &Group, len: u32, backoff: u32) -> u32 {
         let map = group.slot_map();
         let known = to_u32(self.blocks.len()).saturating_sub(backoff);
@@ -187,9 +187,9 @@ impl FoundBlocks {
         let num_sink_blocks = sink_blocks(Some(window), &map);
         while blocks > 0 {
             let end = blocks.saturating_add(backoff);
-            // A window of the query alone needs none; something must be cached all the same.
+            // A window of only the query itself needs no block; still something must be cached.
             let live = first_live(&map, window, map.tokens(blocks)).min(end.saturating_sub(1));
-            // A gap at `i` rules out every prefix that needs `i`: the next to try ends before it.
+            // A gap at `i` excludes every prefix that needs `i`: the next candidate ends before it.
             if let Some(gap) = (live..end).rev().find(|i| !is_there(i)) {
                 blocks = gap.saturating_sub(backoff);
                 continue;

@@ -1,8 +1,7 @@
-//! The bookkeeping of a cache: which sequence holds which blocks, what can be reused, and the step
-//! that is open.
+//! The bookkeeping of a cache: the blocks of each sequence, what can be reused, and the open step.
 //!
 //! Owns pools, tables, sequences, the prefix index, pins, counters and plans. Knows no device: it
-//! lists the blocks to zero and to copy, and whoever owns the bytes does that.
+//! lists the blocks to zero and to copy, and the owner of the memory does that.
 mod admission;
 mod begin;
 mod block_demand;
@@ -41,7 +40,6 @@ use crate::slot_map::SlotMap;
 use crate::spec::{CacheSpec, GroupSpec, Window};
 pub use admission::{Admission, BlockDemand};
 pub use input::StepInput;
-pub(super) use input::bounded;
 pub use pins::{Pin, PinId};
 pub(super) use rows::{Kept, Run, tokens};
 pub use start::StartOptions;
@@ -51,10 +49,10 @@ pub use usage::Usage;
 
 /// The bookkeeping of a cache, without a device and without a byte of K or V.
 ///
-/// [`KvCache`](crate::KvCache) is this and the memory it describes; it dereferences to its state,
-/// so everything that only reads can be called on it too. On its own a state plans: it answers what
-/// a cache of this geometry would do with a sequence of requests, as a simulation of a scheduler or
-/// of an eviction policy needs it. Whoever keeps the bytes elsewhere zeroes
+/// [`KvCache`](crate::KvCache) combines this with the memory it describes; it dereferences to its
+/// state, so all reading methods can be called on it too. A state on its own plans: it computes
+/// what a cache of this geometry would do with a sequence of requests, for simulations of
+/// schedulers and eviction policies. A caller that keeps the rows elsewhere zeroes the
 /// [`unwiped`](Self::unwiped) blocks and makes the [`copies`](Self::copies) of each step.
 ///
 /// ```
@@ -76,7 +74,7 @@ pub struct CacheState {
     spec: CacheSpec,
     encoding_key: u128,
     groups: Groups,
-    /// Where the blocks of tokens end, for each of the ways groups have.
+    /// Slot maps of the groups, without duplicates: they determine where the blocks of tokens end.
     chains: Vec<SlotMap>,
     ledger: Ledger,
     has_windows: bool,
@@ -87,7 +85,7 @@ pub struct CacheState {
     sequences: sequences::Sequences,
     open: step_state::OpenStep,
     unwiped: Unwiped,
-    /// Rows that layers on demand lack.
+    /// Rows that late layers lack.
     late: late::Late,
     blocks_peak: u32,
 }
@@ -96,22 +94,22 @@ pub struct CacheState {
 #[derive(Debug)]
 struct Group {
     id: usize,
-    /// Layouts of K and V, cut into segments where a device needs that.
+    /// Layouts of K and V, in segments if the device needs them.
     layouts: [PlaneLayout; 2],
     pool: BlockPool,
     tables: BlockTables,
     window: Option<Window>,
-    /// Groups whose blocks end at the same tokens share the keys of their blocks: index in
-    /// [`CacheState::chains`].
+    /// Index in [`CacheState::chains`]: groups whose blocks end at the same tokens share block
+    /// keys.
     chain: usize,
 }
 
-/// The groups of a cache. Indices come from the spec or from a group itself, so a wrong one is a
-/// bug of this crate; those of the caller go through [`CacheState::find_group`].
+/// The groups of a cache. Indices come from the spec or from a group, so a wrong one is a bug of
+/// this crate; the caller's numbers go through [`CacheState::find_group`].
 #[derive(Debug)]
 struct Groups(Vec<Group>);
 
-/// Blocks that lost their last holder and wait to be zeroed, where the spec wants that.
+/// Blocks that lost their last holder and wait to be zeroed, if the spec says so.
 #[derive(Debug)]
 struct Unwiped {
     is_on: bool,
@@ -173,7 +171,7 @@ impl Group {
     fn group_id(&self) -> GroupId {
         group_id(self.id)
     }
-    /// The layout that plans are made with: blocks of K and V are cut alike.
+    /// Returns the layout that plans are made with: segments of K and V have the same blocks.
     fn layout(&self) -> &PlaneLayout {
         let [k, _] = &self.layouts;
         k
@@ -185,13 +183,13 @@ impl Group {
         self.layout().block_size()
     }
 
-    /// Entries of a row that fell out of the window.
+    /// Returns the entries of a row that left the window.
     fn vacant(&self, row: u32) -> Range<u32> {
         let live = self.tables.live(row);
         if live == 0 { 0..0 } else { lookup::sink_blocks(self.window, &self.slot_map())..live }
     }
 
-    /// Takes a block that the demand of the step or of the reserve counted.
+    /// Allocates a block that the demand of the step or of the reserve has counted.
     fn take(&mut self, ledger: &mut Ledger, unwiped: &mut Unwiped) -> BlockId {
         self.try_take(ledger, unwiped).invariant("blocks are counted before they are taken")
     }
@@ -204,14 +202,14 @@ impl Group {
         Some(taken.block)
     }
 
-    /// Takes a holder of a block away.
-    fn let_go(&mut self, block: BlockId, unwiped: &mut Unwiped) {
+    /// Removes one holder from a block.
+    fn release_holder(&mut self, block: BlockId, unwiped: &mut Unwiped) {
         if self.pool.release(block) {
             unwiped.note(self.group_id(), block);
         }
     }
 
-    /// Makes the content of a block unfindable.
+    /// Removes the content of a block from the index.
     fn forget(&mut self, block: BlockId, ledger: &mut Ledger, unwiped: &mut Unwiped) {
         if self.pool.forget(block, ledger) {
             unwiped.note(self.group_id(), block);
@@ -223,7 +221,7 @@ impl Group {
         self.tables.push(row, block).invariant("a sequence has a row, and the pool its blocks");
     }
 
-    /// Entry `at` of a row.
+    /// Returns entry `at` of a row.
     fn entry(&self, row: u32, at: u32) -> BlockId {
         let block = self.tables.row(row).get(crate::num::to_usize(at)).copied();
         block.invariant("a row has an entry for every block of its sequence")
@@ -235,9 +233,9 @@ fn group_id(index: usize) -> GroupId {
 }
 
 impl CacheState {
-    /// The state of an empty cache. `encoding_key` is what the bytes of a block depend on besides
-    /// its tokens ([`Self::encoding_key`]), and part of the names of blocks; any number will do
-    /// where no bytes are exchanged with others.
+    /// Creates the state of an empty cache. `encoding_key` identifies what the bytes of a block
+    /// depend on besides its tokens ([`Self::encoding_key`]), and is part of the keys of blocks;
+    /// use any number if blocks are not exchanged with other caches.
     pub fn new(spec: CacheSpec, encoding_key: u128) -> Self {
         let clock: Arc<dyn Clock> = Arc::new(SystemClock::new());
         let mut groups = Vec::with_capacity(spec.groups().len());
@@ -267,82 +265,82 @@ impl CacheState {
         }
     }
 
-    /// Plans with the layouts of planes as a device has cut them; blocks and slots stay.
+    /// Sets the layouts of planes with a device's segments; blocks and slots stay.
     pub(super) fn set_layouts(&mut self, layouts: impl IntoIterator<Item = [PlaneLayout; 2]>) {
         for (group, layouts) in self.groups.iter_mut().zip(layouts) {
             group.layouts = layouts;
         }
     }
 
-    /// The geometry.
+    /// Returns the geometry.
     pub fn spec(&self) -> &CacheSpec {
         &self.spec
     }
-    /// What the bytes of a block depend on besides its tokens: formats, transforms, full-precision
-    /// prefix, and the constants, hashed (XXH3). Blocks may go from one cache to another only where
-    /// this is equal and the model is the same.
+    /// Returns a hash (XXH3) of what the bytes of a block depend on besides its tokens: formats,
+    /// transforms, full-precision prefix, and constants. Blocks may be exchanged between caches
+    /// only if this is equal and the model is the same.
     pub fn encoding_key(&self) -> u128 {
         self.encoding_key
     }
 
-    /// Committed tokens of a sequence, `None` for an unknown one.
+    /// Returns the committed tokens of a sequence, `None` for an unknown one.
     pub fn seq_len(&self, sequence: SequenceId) -> Option<u32> {
         self.sequences.get(sequence).ok().map(|(_, state)| state.len)
     }
-    /// Whether a sequence is live.
+    /// Returns whether a sequence is live.
     pub fn contains(&self, sequence: SequenceId) -> bool {
         self.sequences.contains(sequence)
     }
-    /// Live sequences, in no particular order.
+    /// Iterates over live sequences, in no particular order.
     pub fn sequences(&self) -> impl Iterator<Item = SequenceId> + '_ {
         self.sequences.ids()
     }
-    /// Number of live sequences.
+    /// Returns the number of live sequences.
     pub fn num_sequences(&self) -> u32 {
         to_u32(self.sequences.len())
     }
-    /// Blocks of a sequence in token order, reserved ones included.
+    /// Returns the blocks of a sequence in token order, reserved ones included.
     pub fn block_table(&self, sequence: SequenceId, group: GroupId) -> Option<&[BlockId]> {
         let row = self.sequences.row(sequence).ok()?;
         Some(self.find_group(group)?.tables.row(row))
     }
-    /// Blocks of a group that nobody holds: empty ones, and idle ones whose content is given up
-    /// when they are taken. 0 for an unknown group.
+    /// Returns the number of free blocks of a group: empty ones, and idle ones whose content is
+    /// evicted when they are needed. 0 for an unknown group.
     pub fn free_blocks(&self, group: GroupId) -> u32 {
         self.find_group(group).map_or(0, |group| group.pool.num_free())
     }
-    /// Pool of one group.
+    /// Returns the pool of one group.
     pub fn pool(&self, group: GroupId) -> Option<&BlockPool> {
         self.find_group(group).map(|group| &group.pool)
     }
-    /// Tokens that a group keeps.
+    /// Returns the window of a group.
     pub(super) fn window(&self, index: usize) -> Option<Window> {
         self.groups.at(index).window
     }
-    /// Block tables of one group.
+    /// Returns the block tables of one group.
     pub(super) fn tables(&self, index: usize) -> &BlockTables {
         &self.groups.at(index).tables
     }
 
-    /// The group of a caller's number.
+    /// Returns the group with a caller's number.
     fn find_group(&self, group: GroupId) -> Option<&Group> {
         self.groups.get(usize::from(group.0))
     }
 
-    /// Group index and index inside the group of a layer.
+    /// Returns the group index of a layer and the layer's index in the group.
     pub(super) fn locate(&self, layer: LayerId) -> Result<(usize, usize), PlanError> {
         let num_layers = self.spec.num_layers();
         let place = self.spec.locate(layer).ok_or(PlanError::UnknownLayer { layer, num_layers })?;
         Ok((usize::from(place.0.0), place.1))
     }
 
-    /// Blocks whose bytes must be zeroed before they are handed out, by the setting
+    /// Returns the blocks that must be zeroed before they are handed out, by the setting
     /// [`wipe_on_release`](crate::CacheSpecBuilder::wipe_on_release): those that lost their last
-    /// holder or their content. [`Self::pop_unwiped`] takes the last one off.
+    /// holder or their content. [`Self::pop_unwiped`] removes the last one.
     pub fn unwiped(&self) -> &[(GroupId, BlockId)] {
         &self.unwiped.blocks
     }
-    /// Notes that the last of the [`unwiped`](Self::unwiped) blocks was zeroed.
+    /// Records that the last of the [`unwiped`](Self::unwiped) blocks was zeroed, and returns it.
     pub fn pop_unwiped(&mut self) -> Option<(GroupId, BlockId)> {
         self.unwiped.blocks.pop()
     }
@@ -359,7 +357,7 @@ impl CacheState {
         Ok(())
     }
 
-    /// A row for a new sequence, empty in all tables.
+    /// Allocates an empty row for a new sequence in all tables.
     fn insert(&mut self, sequence: SequenceId, len: u32) -> Result<u32, PlanError> {
         let row = self.sequences.insert(sequence, len)?;
         let rows = self.sequences.num_rows();

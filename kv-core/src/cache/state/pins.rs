@@ -1,4 +1,4 @@
-//! Prefixes that stay cached although no sequence runs on them, and what a cached block is worth.
+//! Pinned prefixes, priorities of cached blocks, events.
 use hashbrown::HashMap;
 
 use crate::cache::state::start::Lookup;
@@ -9,17 +9,17 @@ use crate::eviction::{EvictionPolicy, Priority};
 use crate::ids::{BlockId, GroupId};
 use crate::num::to_u32;
 
-/// Names a pinned prefix.
+/// Identifies a pinned prefix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PinId(u64);
 
-/// A prefix that stays cached.
+/// A pinned prefix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(clippy::exhaustive_structs, reason = "a name and what it names")]
 pub struct Pin {
-    /// For [`KvCache::unpin`](crate::KvCache::unpin).
+    /// The ID for [`KvCache::unpin`](crate::KvCache::unpin).
     pub id: PinId,
-    /// Tokens it keeps, a boundary of blocks: fewer than the prefix has where fewer are cached.
+    /// Pinned tokens, up to a block boundary: fewer than the prefix has if fewer are cached.
     pub tokens: u32,
 }
 
@@ -37,11 +37,11 @@ impl Pins {
 }
 
 impl CacheState {
-    /// Keeps the cached blocks of a prefix until [`Self::unpin`]: see
+    /// Pins the cached blocks of a prefix until [`Self::unpin`]: see
     /// [`KvCache::pin_prefix`](crate::KvCache::pin_prefix).
     pub fn pin_prefix(&mut self, tokens: &[u32], options: StartOptions<'_>) -> Pin {
         let mut lookup = self.look_up_whole(tokens, &options);
-        // A block that the open step has yet to write may never be.
+        // A block that the open step has not written yet may never be.
         while let Some(written) = self.written_before(&lookup) {
             let tokens = tokens.get(..crate::num::to_usize(written)).unwrap_or(tokens);
             lookup = self.look_up_whole(tokens, &options);
@@ -62,8 +62,8 @@ impl CacheState {
         Pin { id, tokens: lookup.found.whole }
     }
 
-    /// Tokens before the first block of a hit that the open step has yet to write; `None` where all
-    /// are written.
+    /// Returns the tokens before the first block of a hit that the open step has not written yet;
+    /// `None` if all are written.
     fn written_before(&self, lookup: &Lookup) -> Option<u32> {
         if !self.open.is_open {
             return None;
@@ -78,7 +78,7 @@ impl CacheState {
         self.groups.iter().filter_map(unwritten).min()
     }
 
-    /// Lets a pinned prefix go; `false` for one that is not pinned.
+    /// Unpins a prefix; `false` for one that is not pinned.
     ///
     /// # Errors
     /// [`PlanError::State`] while a step is open.
@@ -88,18 +88,19 @@ impl CacheState {
             return Ok(false);
         };
         for (index, block) in blocks.into_iter().rev() {
-            self.groups.at_mut(index).let_go(block, &mut self.unwiped);
+            self.groups.at_mut(index).release_holder(block, &mut self.unwiped);
         }
         Ok(true)
     }
 
-    /// Blocks of a group that pins hold; one that several hold comes as often.
+    /// Iterates over the blocks of a group that pins hold; a block occurs once for each of its
+    /// pins.
     pub fn pinned_blocks(&self, group: GroupId) -> impl Iterator<Item = BlockId> + '_ {
         let index = usize::from(group.0);
         self.pins.blocks().filter(move |(of, _)| *of == index).map(|(_, block)| block)
     }
 
-    /// Exchanges what decides which cached block of a group goes first: see
+    /// Replaces the eviction policy of a group: see
     /// [`KvCache::set_policy`](crate::KvCache::set_policy).
     pub fn set_policy(&mut self, group: GroupId, policy: Box<dyn EvictionPolicy>) -> bool {
         let group = self.groups.get_mut(usize::from(group.0));
@@ -122,14 +123,14 @@ impl CacheState {
         lookup.found.whole
     }
 
-    /// Hands out the [events](crate::events) since the last call; none unless
-    /// [`CacheSpecBuilder::events`](crate::CacheSpecBuilder::events) made room for them.
+    /// Returns the [events](crate::events) since the last call; none unless
+    /// [`CacheSpecBuilder::events`](crate::CacheSpecBuilder::events) enabled them.
     pub fn take_events(&mut self) -> Vec<Event> {
         self.ledger.take_events()
     }
 
-    /// Everything that can be reused now, for those who have lost events or come later. Apply it,
-    /// then the events from [`Snapshot::next_id`] on.
+    /// Returns everything that can be reused now, for subscribers that lost events or joined late.
+    /// Apply it, then the events from [`Snapshot::next_id`] on.
     pub fn snapshot(&self) -> Snapshot {
         let mut blocks = Vec::new();
         for group in self.groups.iter() {
@@ -147,7 +148,7 @@ impl CacheState {
         Snapshot { next_id: self.ledger.next_event(), blocks }
     }
 
-    /// Looks up all of a prompt, its last token too.
+    /// Looks up a whole prompt, including its last token.
     pub(super) fn look_up_whole(&self, tokens: &[u32], options: &StartOptions<'_>) -> Lookup {
         let mut lookup = Lookup::default();
         let space = self.ledger.find_namespace(options.salt, options.adapter);

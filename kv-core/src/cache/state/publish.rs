@@ -1,9 +1,8 @@
-//! Which blocks become reusable, and when.
+//! Publication of blocks: which blocks become reusable, and when.
 //!
-//! Content is indexed once. A block that was filled with content that is indexed already gives way
-//! to the indexed block: the sequence holds that in its place. While a step is open nothing is
-//! exchanged, because the step writes the block; what it offered early is looked at again when it
-//! is committed.
+//! Content is indexed once. If a block is filled with content that is indexed already, the sequence
+//! holds the indexed block in its place. While a step is open no block is replaced, because the
+//! step writes it; blocks that were published early are checked again at commit.
 use crate::block::Ledger;
 use crate::cache::state::history::History;
 use crate::cache::state::undo::Undo;
@@ -13,9 +12,9 @@ use crate::reuse::Offered;
 use crate::spec::{PrefixReuse, PublishAt};
 
 impl CacheState {
-    /// Offers the index every block that the first `certain` tokens of a sequence fill. `len`
-    /// tokens lie in its blocks. `is_early`: the open step has yet to write them, and takes the
-    /// offer back if it is rolled back.
+    /// Publishes every block that the first `certain` tokens of a sequence fill. `len` tokens lie
+    /// in its blocks. With `is_early` the open step has not written them yet, and withdraws them if
+    /// it is rolled back.
     pub(super) fn publish_full(&mut self, row: u32, (certain, len): (u32, u32), is_early: bool) {
         let Self { groups, ledger, sequences, open, unwiped, .. } = self;
         let (state, history) = sequences.both_mut(row);
@@ -28,7 +27,7 @@ impl CacheState {
             let map = group.slot_map();
             let coded = map.coded_after(group.tables.coded(row), len).min(certain);
             let mut at = history.stored(index);
-            // Tokens behind `coded` are in a tail, or are drafts.
+            // Tokens after `coded` are in a tail, or are drafts.
             while map.tokens(at.saturating_add(1)) <= coded {
                 if let Some((block, offered)) = group.offer_full(history, ledger, (row, at)) {
                     if is_early {
@@ -46,8 +45,8 @@ impl CacheState {
         }
     }
 
-    /// Looks at the blocks again that the open step offered before it wrote them: those that were
-    /// found already are replaced now.
+    /// Checks the blocks again that the open step published before it wrote them: duplicates are
+    /// replaced now.
     pub(super) fn settle_early(&mut self) {
         let Self { groups, ledger, sequences, open, unwiped, .. } = self;
         for undo in &open.undo {
@@ -60,7 +59,7 @@ impl CacheState {
                 group.pool.set_unwritten(block, false);
                 Some((block, Offered::New))
             } else {
-                // A block of which some tokens were not accepted is written again.
+                // A block with tokens that were not accepted will be written again.
                 let is_full = group.slot_map().tokens(at.saturating_add(1)) <= state.len;
                 is_full.then(|| group.offer_full(history, ledger, (row, at))).flatten()
             };
@@ -70,7 +69,7 @@ impl CacheState {
         }
     }
 
-    /// Stores what a sequence leaves behind, as far as the settings want it.
+    /// Publishes what a sequence leaves at its end, as far as the settings say.
     pub(super) fn publish_rest(&mut self, row: u32) {
         let state = self.sequences.at(row);
         let (certain, len) = (state.certain.min(state.len), state.len);
@@ -91,7 +90,7 @@ impl CacheState {
             let last = history.stored(index);
             let is_empty = map.tokens(last) >= certain;
             let is_full = map.tokens(last.saturating_add(1)) <= certain;
-            // Where ids were unknown from some token on, the sequence may have left this block.
+            // If ids are unknown from some token on, the sequence may have left this block.
             if is_empty || is_full || group.vacant(row).contains(&last) {
                 continue;
             }
@@ -103,7 +102,7 @@ impl CacheState {
                 continue;
             };
             match group.pool.offer(block, &content, (priority, true), ledger) {
-                Offered::New => group.drop_beginnings(block, ledger, unwiped),
+                Offered::New => group.drop_prefixes(block, ledger, unwiped),
                 Offered::Known(known) if known != block => {
                     group.pool.renew(known);
                     if has_priority {
@@ -115,8 +114,8 @@ impl CacheState {
         }
     }
 
-    /// Notes that the tokens from `len` on are gone, and their blocks: those to come are to be
-    /// offered anew.
+    /// Records that the tokens from `len` on are removed with their blocks: those added later are
+    /// published anew.
     pub(super) fn unpublish_from(&mut self, row: u32, len: u32) {
         let Self { groups, sequences, .. } = self;
         let (state, history) = sequences.both_mut(row);
@@ -125,11 +124,11 @@ impl CacheState {
         for group in groups.iter() {
             let map = group.slot_map();
             let full = map.full_blocks(len);
-            // Codes that stay in a block which is filled anew would not be those of its tokens
-            // alone: such a block is not offered.
+            // A block that keeps codes and is filled anew would not depend on its tokens alone: it
+            // is not published.
             let is_cut = map.has_tail() && group.tables.coded(row) > map.tokens(full);
             if full < history.stored(group.id) {
-                // A block that others may know by its content is not written in place.
+                // A block that is in the index is not written in place.
                 state.own_end = 0;
             }
             history.cut_to(group.id, full, is_cut);
@@ -138,7 +137,7 @@ impl CacheState {
 }
 
 impl Group {
-    /// Offers the index a full block of a row.
+    /// Publishes a full block of a row.
     fn offer_full(
         &mut self,
         history: &mut History,
@@ -156,8 +155,8 @@ impl Group {
         Some((block, self.pool.offer(block, &content, (priority, false), ledger)))
     }
 
-    /// Ends the offer of a block that is written: gives the row the block that had the content
-    /// already, or drops what the new content makes useless.
+    /// Completes the publication of a written block: gives the row the block that had the content
+    /// already, or drops blocks that the new content makes redundant.
     fn settle_full(
         &mut self,
         (history, ledger, unwiped): (&History, &mut Ledger, &mut Unwiped),
@@ -165,9 +164,9 @@ impl Group {
         offered: Offered,
     ) {
         match offered {
-            Offered::New => self.drop_beginnings(block, ledger, unwiped),
+            Offered::New => self.drop_prefixes(block, ledger, unwiped),
             Offered::Known(known) if known != block => {
-                // No block becomes empty where others hold `block` too: the row would take an idle
+                // If others hold `block` too, no block becomes empty: the row would take an idle
                 // block that the demand of its step did not count.
                 let takes_one = self.pool.is_idle(known) && self.pool.holders(block) > 1;
                 let is_empty = if takes_one {
@@ -189,8 +188,8 @@ impl Group {
         }
     }
 
-    /// Drops partial blocks whose whole content the new content of `block` begins with.
-    fn drop_beginnings(&mut self, block: BlockId, ledger: &mut Ledger, unwiped: &mut Unwiped) {
+    /// Drops partial blocks whose content is a prefix of the new content of `block`.
+    fn drop_prefixes(&mut self, block: BlockId, ledger: &mut Ledger, unwiped: &mut Unwiped) {
         while let Some(beginning) = self.pool.beginning_of(block) {
             self.forget(beginning, ledger, unwiped);
         }

@@ -1,12 +1,13 @@
-//! How sequences become shorter and end.
+//! Truncation and end of sequences.
 use crate::cache::state::{CacheState, lookup};
-use crate::error::PlanError;
-use crate::ids::SequenceId;
+use crate::error::{PlanError, StateProblem};
+use crate::ids::{LayerId, SequenceId};
 use crate::invariant::Invariant;
 use crate::num::{to_u32, to_usize};
+use crate::plan::{BatchEntry, GatherRange};
 
 impl CacheState {
-    /// Takes tokens back, so that `sequence` has `len`: see
+    /// Truncates `sequence` to `len` tokens: see
     /// [`KvCache::truncate`](crate::KvCache::truncate).
     ///
     /// # Errors
@@ -25,13 +26,13 @@ impl CacheState {
             self.sequences.at_mut(row).len = len;
             self.drop_blocks(row, len, reserved);
             self.unpublish_from(row, len);
-            self.sequences.disown(row);
+            self.sequences.mark_shared(row);
             self.late.truncate(row, len);
         }
         Ok(())
     }
 
-    /// Takes tokens back whose slots stay with the sequence.
+    /// Removes tokens whose slots stay with the sequence.
     pub(super) fn cut_back(&mut self, row: u32, len: u32) {
         if self.groups.have_tail() {
             let reserved = self.sequences.at(row).reserved;
@@ -41,7 +42,7 @@ impl CacheState {
         self.unpublish_from(row, len);
     }
 
-    /// The row of a sequence, whose `len` tokens from `begin` on can be read in one group.
+    /// Returns the row of a sequence whose `len` tokens from `begin` on can be read in one group.
     pub(in crate::cache) fn row_of(
         &self,
         sequence: SequenceId,
@@ -54,44 +55,51 @@ impl CacheState {
             let len = state.len;
             return Err(PlanError::SequenceTooShort { sequence, len, asked });
         }
-        let group = self.groups.at(group);
-        let (map, vacant) = (group.slot_map(), group.vacant(row));
-        let (gone, kept) = (map.tokens(vacant.start), map.tokens(vacant.end));
-        if !vacant.is_empty() && begin < kept && asked > gone && begin < asked {
-            return Err(PlanError::OutOfWindow { sequence, asked: begin, kept });
-        }
+        self.check_kept(row, group, (begin, asked))?;
         Ok(row)
     }
 
-    /// Row and length of a sequence.
-    pub(in crate::cache) fn row_and_len(
+    /// Returns the rows of every entry of the open step's batch, this step's included; refuses
+    /// batches with rows that a layer of the group cannot read.
+    pub(in crate::cache) fn batch_rows(
         &self,
-        sequence: SequenceId,
-    ) -> Result<(u32, u32), PlanError> {
-        self.sequences.get(sequence).map(|(row, state)| (row, state.len))
-    }
-
-    /// Row and length of a sequence that has reserved the slots of `tokens` tokens more.
-    pub(in crate::cache) fn room_ahead(
-        &self,
-        sequence: SequenceId,
-        tokens: u32,
-    ) -> Result<(u32, u32), PlanError> {
-        let (row, state) = self.sequences.get(sequence)?;
-        let (len, max) = (state.len, state.reserved);
-        match len.checked_add(tokens) {
-            Some(ahead) if ahead <= max => Ok((row, len)),
-            _ => Err(PlanError::SequenceTooLong { sequence, len, new: u64::from(tokens), max }),
+        layer: LayerId,
+        group: usize,
+    ) -> Result<Vec<GatherRange>, PlanError> {
+        if self.groups.at(group).slot_map().has_tail() {
+            let problem = StateProblem::TailInStep;
+            return Err(PlanError::State { operation: "gather", problem });
         }
+        let whole = |entry: &BatchEntry| {
+            let len = entry.cached.saturating_add(entry.new_tokens);
+            if len > 0 {
+                self.check_kept(entry.row, group, (0, len))?;
+                self.check_rows_in(layer, entry.row, 0)?;
+            }
+            Ok(GatherRange { row: entry.row, begin: 0, len })
+        };
+        self.batch().iter().map(whole).collect()
     }
 
-    /// Sets the length of a sequence whose rows were written outside a step.
-    pub(in crate::cache) fn set_len(&mut self, row: u32, len: u32) {
-        self.sequences.at_mut(row).len = len;
+    /// Refuses positions `begin..end` of a row that fell out of a window.
+    fn check_kept(
+        &self,
+        row: u32,
+        group: usize,
+        (begin, end): (u32, u32),
+    ) -> Result<(), PlanError> {
+        let group = self.groups.at(group);
+        let (map, vacant) = (group.slot_map(), group.vacant(row));
+        let (gone, kept) = (map.tokens(vacant.start), map.tokens(vacant.end));
+        if !vacant.is_empty() && begin < kept && end > gone && begin < end {
+            let sequence = self.sequences.id(row).invariant("the row of a sequence has its id");
+            return Err(PlanError::OutOfWindow { sequence, asked: begin, kept });
+        }
+        Ok(())
     }
 
-    /// Refuses queries from position `first` on, behind `len` tokens, that would see what fell out
-    /// of a window.
+    /// Refuses queries from position `first` on, after `len` tokens, that would see what left a
+    /// window.
     pub(super) fn check_in_windows(
         &self,
         sequence: SequenceId,
@@ -112,8 +120,8 @@ impl CacheState {
         Ok(())
     }
 
-    /// Ends a sequence; blocks that nobody else holds are free. What they hold can be reused until
-    /// they are needed.
+    /// Ends a sequence; blocks without other holders become free. Their content can be reused until
+    /// the blocks are needed.
     ///
     /// # Errors
     /// [`PlanError::UnknownSequence`]; [`PlanError::State`] while a step is open.
@@ -124,17 +132,18 @@ impl CacheState {
         Ok(())
     }
 
-    /// As [`Self::release`], counted among [`Stats::preemptions`](crate::Stats::preemptions).
+    /// Does what [`Self::release`] does, and counts it in
+    /// [`Stats::preemptions`](crate::Stats::preemptions).
     ///
     /// # Errors
-    /// As [`Self::release`].
+    /// Those of [`Self::release`].
     pub fn preempt(&mut self, sequence: SequenceId) -> Result<(), PlanError> {
         self.release(sequence)?;
         self.stats.preemptions = self.stats.preemptions.saturating_add(1);
         Ok(())
     }
 
-    /// Ends every sequence; what they leave to others can be reused.
+    /// Ends every sequence; what they have cached can be reused.
     ///
     /// # Errors
     /// [`PlanError::State`] while a step is open.
@@ -157,14 +166,14 @@ impl CacheState {
         self.sequences.remove(sequence);
     }
 
-    /// Ends a sequence that began in a step that never happened.
+    /// Ends a sequence that began in a step that is rolled back.
     pub(super) fn unstart(&mut self, sequence: SequenceId) {
         let row = self.sequences.row(sequence);
         self.drop_row(sequence, row.invariant("a sequence of an open step ends with the step"));
     }
 
-    /// Notes what is codes in a committed sequence of `len` tokens and gives the blocks of a tail
-    /// back that has become codes.
+    /// Records how many tokens of a committed sequence of `len` tokens are quantised, and releases
+    /// the blocks of a tail that was quantised.
     pub(super) fn settle_tail(&mut self, row: u32, len: u32) {
         let reserved = self.sequences.at(row).reserved;
         for index in 0..self.groups.len() {
@@ -179,7 +188,7 @@ impl CacheState {
         }
     }
 
-    /// Lets go of the blocks that a sequence of `len` tokens does not need, last first; `reserved`
+    /// Releases the blocks that a sequence of `len` tokens does not need, last first; `reserved`
     /// tokens keep theirs.
     pub(super) fn drop_blocks(&mut self, row: u32, len: u32, reserved: u32) {
         for index in 0..self.groups.len() {
@@ -188,8 +197,7 @@ impl CacheState {
             let coded = map.coded_truncated(group.tables.coded(row), len);
             group.tables.set_coded(row, coded);
             let needed = map.blocks_in(len, coded);
-            // Reserved entries that fell out of a window are no blocks any more: what comes anew
-            // gets others.
+            // Reserved entries that left a window are vacant: later tokens there get other blocks.
             let is_left = group.vacant(row).end > needed;
             let reserved = if is_left { 0 } else { map.blocks_reserved(reserved) };
             let keep = needed.max(reserved);
@@ -197,7 +205,7 @@ impl CacheState {
         }
     }
 
-    /// Lets go of a row's blocks beyond the first `keep`, last first.
+    /// Releases a row's blocks beyond the first `keep`, last first.
     pub(super) fn shorten(&mut self, index: usize, row: u32, keep: usize) {
         let Self { groups, unwiped, .. } = self;
         let group = groups.at_mut(index);

@@ -1,4 +1,4 @@
-//! The blocks that a step takes, and those that leave a window when it begins.
+//! Allocation of a step's blocks, and release of those that leave a window.
 use std::ops::Range;
 
 use crate::cache::state::block_demand::{Demand, Exchanged, Written, demand_at_most};
@@ -14,16 +14,15 @@ use crate::plan::{BatchEntry, BlockCopy};
 use crate::slot_map::SlotMap;
 
 impl CacheState {
-    /// Takes the blocks that growing entries write, and a private copy of each that others hold,
-    /// once the blocks are given back that left a window. Changes nothing when there are not
-    /// enough.
+    /// Allocates the blocks that growing entries write, and a private copy of each shared one,
+    /// after releasing the blocks that left a window. Changes nothing if there are not enough.
     pub(super) fn reserve(&mut self, first: usize) -> Result<(), CacheError> {
         if !self.open.growing.is_empty() {
             for group in self.groups.iter() {
                 self.check_demand(group, first)?;
             }
         }
-        // What plans count. They are made when the windows are left already.
+        // Plans check these counts, but windows are left before they are made.
         let max = u64::from(u32::MAX);
         if self.open.total_q > max {
             let (what, got) = ("tokens in a step", self.open.total_q);
@@ -48,10 +47,10 @@ impl CacheState {
         Ok(())
     }
 
-    /// Notes up to where the blocks of growing entries are their own, so that further tokens there
-    /// need no check.
+    /// Records up to where growing entries own their blocks, so that further tokens there need no
+    /// check.
     fn note_own(&mut self) {
-        // Windows are left step by step, and a tail grows in its own way.
+        // Not with windows, which are left step by step, or with a tail, which grows differently.
         if self.has_windows || self.chains.iter().any(|map| !map.is_plain()) {
             return;
         }
@@ -64,8 +63,8 @@ impl CacheState {
         }
     }
 
-    /// Refuses a batch that needs more blocks of a group than there are, those included that leave
-    /// a window as the entries from `first` on begin.
+    /// Refuses a batch that needs more blocks of a group than are free, including those that leave
+    /// a window when the entries from `first` on begin.
     fn check_demand(&self, group: &Group, first: usize) -> Result<(), CacheError> {
         let open = &self.open;
         let growing = || open.growing.iter().map(|number| open.entry(*number));
@@ -124,7 +123,7 @@ impl CacheState {
             if group.pool.holders(old) > 1 {
                 self.unshare(index, (row, at), (old, slots), false);
             } else if self.open.exchanged.filled(index, old) > slots {
-                // Its last holder, but a step that is taken back gives it to another again.
+                // It has no other holder now, but a rollback gives it back to one.
                 self.unshare(index, (row, at), (old, slots), true);
             } else if group.pool.is_stored(old) {
                 self.open.stored_targets.push((row, at, slots));
@@ -132,8 +131,7 @@ impl CacheState {
         }
     }
 
-    /// Exchanges an entry for a copy of its first `slots` slots, in a block that the demand
-    /// counted.
+    /// Replaces an entry by a copy of its first `slots` slots, in a block that the demand counted.
     fn unshare(
         &mut self,
         index: usize,
@@ -170,8 +168,8 @@ impl CacheState {
         }
     }
 
-    /// Blocks that a row alone holds and writes, but whose content others may reuse: a copy goes to
-    /// the row while there are blocks, and where there are none the content is given up.
+    /// Handles blocks that a row alone holds and writes, but whose content is in the index: the row
+    /// gets a copy while there are blocks; otherwise the content is evicted.
     fn keep_stored(&mut self, index: usize) {
         while let Some((row, at, slots)) = self.open.stored_targets.pop() {
             let Self { groups, ledger, unwiped, .. } = self;
@@ -184,16 +182,16 @@ impl CacheState {
         }
     }
 
-    /// Gives the blocks back that no query from here on sees, of the entries from `first` on. They
-    /// stay out when the step is rolled back: nothing at the sequence's length needs them, and the
-    /// step may have written over them.
+    /// Releases the blocks that no query from here on sees, of the entries from `first` on. A
+    /// rollback does not take them back: nothing at the sequence's length needs them, and the step
+    /// may have overwritten them.
     fn leave_windows(&mut self, first: usize) {
         let Self { groups, open, unwiped, .. } = self;
         for group in groups.iter_mut().filter(|group| group.window.is_some()) {
             for entry in open.batch_from(first) {
                 let Range { start, end } = group.leaving_entries(entry, &open.exchanged);
                 for at in (start..end).rev() {
-                    group.let_go(group.entry(entry.row, at), unwiped);
+                    group.release_holder(group.entry(entry.row, at), unwiped);
                 }
                 if start < end {
                     group.tables.set_live(entry.row, end);
@@ -204,8 +202,8 @@ impl CacheState {
 }
 
 impl Group {
-    /// Entries of a row that the first query of a step does not see any more, nor one after it;
-    /// none where a step that is rolled back needs one of the blocks for another row.
+    /// Returns the entries of a row that neither the first query of a step nor a later one sees;
+    /// none if a rollback would need one of the blocks for another row.
     pub(super) fn leaving_entries(&self, entry: &BatchEntry, exchanged: &Exchanged) -> Range<u32> {
         let Some(window) = self.window.filter(|_| entry.new_tokens > 0) else {
             return 0..0;
@@ -215,7 +213,7 @@ impl Group {
         let begin = self.tables.live(row).max(sink_blocks(self.window, &map));
         let mut end = first_live(&map, window, window.shortest(entry.cached));
         if map.has_tail() {
-            // The rows of a tail are read once more, when they become codes.
+            // The rows of a tail are read once more, when they are quantised.
             end = end.min(map.full_blocks(self.tables.coded(row)));
         }
         let leaving = begin..end.max(begin);
@@ -223,7 +221,7 @@ impl Group {
         if self.entries(row, leaving.clone()).iter().any(is_exchanged) { 0..0 } else { leaving }
     }
 
-    /// The blocks of some entries of a row.
+    /// Returns the blocks of some entries of a row.
     pub(super) fn entries(&self, row: u32, range: Range<u32>) -> &[BlockId] {
         let entries = self.tables.row(row).get(to_usize(range.start)..to_usize(range.end));
         // A row may end before the blocks of its sink tokens do.
@@ -231,7 +229,7 @@ impl Group {
         entries.invariant("a row has an entry for every block of its sequence")
     }
 
-    /// Exchanges the block `old` at entry `at` of a row for `new`.
+    /// Replaces the block `old` at entry `at` of a row by `new`.
     pub(super) fn replace(&mut self, row: u32, at: u32, (old, new): (BlockId, BlockId)) {
         let replaced = self.tables.replace(row, to_usize(at), new);
         assert_eq!(replaced, Ok(Some(old)), "entry {at} of row {row} is block {old}");

@@ -1,9 +1,11 @@
-//! The rows that live sequences hold, block by block: what an exchange of constants encodes anew.
+//! The rows that live sequences hold, block by block: those that an exchange of constants
+//! re-encodes.
 use hashbrown::HashMap;
 use hashbrown::hash_map::Entry;
 
 use crate::cache::state::{CacheState, Group};
-use crate::ids::BlockId;
+use crate::ids::{BlockId, SequenceId};
+use crate::invariant::Invariant;
 use crate::plan::{BatchEntry, GatherRange};
 
 /// Rows of one sequence that an exchange encodes anew: all that some blocks hold.
@@ -14,7 +16,7 @@ pub(in crate::cache) struct Run {
     end: u32,
 }
 
-/// What a group keeps of its sequences.
+/// The rows that a group keeps.
 #[derive(Debug, Default)]
 pub(in crate::cache) struct Kept {
     /// In ascending order.
@@ -51,15 +53,15 @@ impl CacheState {
         Kept { blocks, batches: into_batches(&runs, most) }
     }
 
-    /// Whether a sequence with a tail was cut where its tokens are codes already.
-    pub(in crate::cache) fn is_cut_in_codes(&self) -> bool {
-        let mut sequences = self.sequences.iter();
-        sequences.any(|(row, state)| {
+    /// Returns the first sequence with a tail that was truncated inside quantised tokens.
+    pub(in crate::cache) fn cut_in_codes(&self) -> Option<SequenceId> {
+        let cut = self.sequences.iter().find(|(row, state)| {
             self.groups.iter().any(|group| {
-                let (map, coded) = (group.slot_map(), group.tables.coded(row));
+                let (map, coded) = (group.slot_map(), group.tables.coded(*row));
                 map.has_tail() && map.coded_after(0, state.len) != coded
             })
-        })
+        });
+        cut.map(|(row, _)| self.sequences.id(row).invariant("a sequence's row has its id"))
     }
 }
 
@@ -76,7 +78,7 @@ impl Run {
     }
 }
 
-/// Tokens of a batch.
+/// Returns the tokens of a batch.
 pub(in crate::cache) fn tokens(runs: &[Run]) -> u32 {
     runs.iter().map(Run::tokens).fold(0, u32::saturating_add)
 }

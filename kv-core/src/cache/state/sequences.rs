@@ -12,7 +12,7 @@ use crate::invariant::Invariant;
 use crate::num::{to_u32, to_usize};
 use crate::slot_map::SlotMap;
 
-/// What the cache knows of one sequence.
+/// State of one sequence.
 #[derive(Debug, Clone, Copy)]
 #[repr(align(64))]
 pub(crate) struct Sequence {
@@ -20,32 +20,32 @@ pub(crate) struct Sequence {
     pub(crate) len: u32,
     /// Tokens whose blocks stay with the sequence even while it is shorter.
     pub(crate) reserved: u32,
-    /// Leading tokens that are no drafts.
+    /// Leading tokens that are not drafts.
     pub(crate) certain: u32,
-    /// Certain tokens at which the next block can be stored; no sooner, perhaps later.
+    /// Number of certain tokens at which the next block may be published; not before.
     pub(crate) store_at: u32,
-    /// Positions below this and behind `len` lie in blocks that the sequence has and that it alone
-    /// may write: tokens there need nothing from the pools. 0 where that is not known.
+    /// Positions from `len` up to this one are in blocks that only this sequence may write: tokens
+    /// there need nothing from the pools. 0 if unknown.
     pub(crate) own_end: u32,
     /// The step that last named this sequence, to find a second mention.
     mark: u64,
-    /// Leading tokens whose ids are known, those in `recent` included.
+    /// Leading tokens with known ids, including those in `recent`.
     known: u32,
-    /// The last tokens noted, before they go to the history in one piece: a decode step then
+    /// The last known tokens, before they are moved to the history together: a decode step then
     /// touches nothing else.
     recent: [u32; RECENT],
-    /// One more than there are in `recent`: the value that is never there tells a free row.
+    /// Number of tokens in `recent`, plus one: 0 marks a free row.
     recent_end: NonZeroU8,
 }
 
 const ROW: &str = "a live sequence has a row, and every row its lists";
 
-/// Tokens that wait to go to the history: as many as fill a cache line with the rest.
+/// Tokens that wait to be moved to the history: as many as fill a cache line with the rest.
 const RECENT: usize = 6;
 const _: () = assert!(size_of::<Option<Sequence>>() == 64, "a step touches one line a sequence");
 
 impl Sequence {
-    /// Notes one token behind those known; `false` when there is no room or a gap.
+    /// Appends one known token; `false` if there is no space or a gap.
     #[inline]
     fn note(&mut self, position: u32, token: u32) -> bool {
         let end = self.num_recent();
@@ -70,11 +70,11 @@ impl Sequence {
     }
 }
 
-/// Live sequences; a sequence keeps its row, in every group's tables, for life.
+/// Live sequences; a sequence keeps its row, in every group's tables, until it ends.
 #[derive(Debug, Default)]
 pub(crate) struct Sequences {
     rows: HashMap<SequenceId, u32>,
-    /// Who has each row.
+    /// Owner of each row.
     ids: Vec<Option<SequenceId>>,
     states: Vec<Option<Sequence>>,
     histories: Vec<History>,
@@ -87,7 +87,7 @@ impl Sequences {
     pub(crate) fn len(&self) -> usize {
         self.rows.len()
     }
-    /// Rows ever used: tables need so many.
+    /// Returns the number of rows ever used, which tables need.
     pub(crate) fn num_rows(&self) -> usize {
         self.states.len()
     }
@@ -101,13 +101,13 @@ impl Sequences {
         self.rows.contains_key(&id)
     }
 
-    /// Bytes that the histories of all rows take.
+    /// Returns the bytes of the histories of all rows.
     #[cfg(test)]
     pub(super) fn history_bytes(&self) -> usize {
         self.histories.iter().map(History::bytes).sum()
     }
 
-    /// Who has a row.
+    /// Returns the owner of a row.
     pub(crate) fn id(&self, row: u32) -> Option<SequenceId> {
         self.ids.get(to_usize(row)).copied().flatten()
     }
@@ -118,18 +118,18 @@ impl Sequences {
         let row = self.row(id)?;
         Ok((row, self.at(row)))
     }
-    /// The sequence of a row.
+    /// Returns the sequence of a row.
     #[inline]
     pub(crate) fn at(&self, row: u32) -> &Sequence {
         self.states.get(to_usize(row)).and_then(Option::as_ref).invariant(ROW)
     }
-    /// As [`Self::at`].
+    /// Does what [`Self::at`] does, mutably.
     #[inline]
     pub(crate) fn at_mut(&mut self, row: u32) -> &mut Sequence {
         self.states.get_mut(to_usize(row)).and_then(Option::as_mut).invariant(ROW)
     }
 
-    /// State and history of a row, with all its tokens.
+    /// Returns state and history of a row, after moving all tokens to the history.
     pub(crate) fn both_mut(&mut self, row: u32) -> (&mut Sequence, &mut History) {
         let state = self.states.get_mut(to_usize(row)).and_then(Option::as_mut).invariant(ROW);
         let history = self.histories.get_mut(to_usize(row)).invariant(ROW);
@@ -145,7 +145,7 @@ impl Sequences {
             }
         }
     }
-    /// Exchanges the history of a row.
+    /// Swaps the history of a row.
     pub(crate) fn swap_history(&mut self, row: u32, history: &mut History) {
         let (state, own) = self.both_mut(row);
         std::mem::swap(own, history);
@@ -167,7 +167,7 @@ impl Sequences {
         self.at_mut(to).known = known;
     }
 
-    /// Notes the ids of tokens that a step brings at `position`, if they are known.
+    /// Records the ids of tokens that a step adds at `position`, if they are known.
     #[inline]
     pub(crate) fn note(
         &mut self,
@@ -177,7 +177,7 @@ impl Sequences {
         chains: &[SlotMap],
     ) {
         let state = self.at_mut(row);
-        // Behind tokens nobody knows, knowing more is of no use.
+        // After unknown tokens, further ids are of no use.
         let is_gap = position > state.known || (ids.is_none() && position == state.known);
         if is_gap || matches!(ids, Some(&[token]) if state.note(position, token)) {
             return;
@@ -187,8 +187,8 @@ impl Sequences {
         state.known = history.known();
     }
 
-    /// Notes that a block of the row may no longer be its own.
-    pub(crate) fn disown(&mut self, row: u32) {
+    /// Records that a block of the row may be shared now.
+    pub(crate) fn mark_shared(&mut self, row: u32) {
         self.at_mut(row).own_end = 0;
     }
 
@@ -228,8 +228,8 @@ impl Sequences {
         }
     }
 
-    /// Forgets what is known of a row that ended, and gives back the memory that the one which
-    /// ended before has kept.
+    /// Clears the history of a row that ended, and frees the memory kept by the row that ended
+    /// before.
     fn clear_history(&mut self, row: u32) {
         self.histories.get_mut(to_usize(row)).invariant(ROW).clear();
         let before = self.ended.replace(row).filter(|before| *before != row).map(to_usize);
@@ -239,21 +239,21 @@ impl Sequences {
         }
     }
 
-    /// Lets the open step name a sequence again that it could not take. A block that the step had
-    /// others let go of may be shared again.
+    /// Lets the open step name a sequence again that it could not add. A block that other rows
+    /// released in the step may be shared again.
     pub(crate) fn unmark(&mut self, id: SequenceId) {
         if let Ok(row) = self.row(id) {
             self.unmark_row(row);
         }
     }
-    /// As [`Self::unmark`], for the sequence of a row.
+    /// Does what [`Self::unmark`] does, for the sequence of a row.
     pub(crate) fn unmark_row(&mut self, row: u32) {
         let state = self.at_mut(row);
         (state.mark, state.own_end) = (0, 0);
     }
 
-    /// Finds a sequence for step `step` and refuses a second mention in the same step. `guess`: its
-    /// row, most likely, which saves the search.
+    /// Finds a sequence for step `step` and refuses a second mention in the same step. `guess` is
+    /// its likely row, which saves the search.
     #[inline]
     pub(crate) fn mark(
         &mut self,

@@ -5,8 +5,8 @@ use std::sync::Arc;
 #[cfg(test)]
 use crate::num::list_bytes;
 
-/// A list in chunks of `CHUNK` items. A fork shares the full chunks and copies the items behind
-/// them, so that it costs about the same however long the list is.
+/// A list in chunks of `CHUNK` items. A fork shares the full chunks and copies the items after
+/// them, so its cost hardly depends on the list's length.
 ///
 /// Invariant: every chunk of `full` has `CHUNK` items, and `last` has fewer.
 #[derive(Debug, Clone)]
@@ -28,13 +28,13 @@ impl<T: Copy + PartialEq, const CHUNK: usize> SharedList<T, CHUNK> {
         self.full.len().saturating_mul(CHUNK).saturating_add(self.last.len())
     }
 
-    /// Empties the list. Memory for less than a chunk stays.
+    /// Empties the list, and keeps memory for less than a chunk.
     pub(super) fn clear(&mut self) {
         self.full = Vec::new();
         self.last.clear();
     }
 
-    /// The chunk that holds item `at`, and the place of the item in it; `None` behind the last
+    /// Returns the chunk that holds item `at`, and the item's index in it; `None` past the last
     /// chunk.
     #[inline]
     fn place(&self, at: usize) -> Option<(&[T], usize)> {
@@ -47,7 +47,7 @@ impl<T: Copy + PartialEq, const CHUNK: usize> SharedList<T, CHUNK> {
         }
     }
 
-    /// Item `at` and those behind it in the same chunk.
+    /// Returns item `at` and those after it in the same chunk.
     fn rest_of_chunk(&self, at: usize) -> &[T] {
         let rest = self.place(at).and_then(|(items, inside)| items.get(inside..));
         rest.unwrap_or_default()
@@ -82,7 +82,7 @@ impl<T: Copy + PartialEq, const CHUNK: usize> SharedList<T, CHUNK> {
         }
     }
 
-    /// Removes the items from `len` on. A chunk that is cut is copied if others share it.
+    /// Removes the items from `len` on. A shared chunk is copied before it is truncated.
     pub(super) fn truncate(&mut self, len: usize) {
         let chunks = len.checked_div(CHUNK).unwrap_or(0);
         let inside = len.checked_rem(CHUNK).unwrap_or(0);
@@ -97,7 +97,7 @@ impl<T: Copy + PartialEq, const CHUNK: usize> SharedList<T, CHUNK> {
         }
     }
 
-    /// The first `len` items, all of them where there are fewer, as a list that shares them.
+    /// Returns the first `len` items, or all if there are fewer, as a list that shares them.
     pub(super) fn fork(&self, len: usize) -> Self {
         let len = len.min(self.len());
         let chunks = len.checked_div(CHUNK).unwrap_or(0);
@@ -108,8 +108,8 @@ impl<T: Copy + PartialEq, const CHUNK: usize> SharedList<T, CHUNK> {
         }
     }
 
-    /// Items one after another, `None` where the list is shorter: where they lie, or in `copy` if a
-    /// chunk ends among them.
+    /// Returns consecutive items, `None` if the list is shorter: in place, or in `copy` if they
+    /// span chunks.
     #[inline]
     pub(super) fn slice<'a>(
         &'a self,
@@ -124,7 +124,7 @@ impl<T: Copy + PartialEq, const CHUNK: usize> SharedList<T, CHUNK> {
         self.gather(range, copy).then_some(copy)
     }
 
-    /// Copies items out of their chunks; `false` where the list is shorter.
+    /// Copies items out of their chunks; `false` if the list is shorter.
     fn gather(&self, range: Range<usize>, copy: &mut Vec<T>) -> bool {
         copy.clear();
         if range.end > self.len() {
@@ -141,7 +141,7 @@ impl<T: Copy + PartialEq, const CHUNK: usize> SharedList<T, CHUNK> {
         true
     }
 
-    /// Bytes of the list; a chunk that several share counts in equal parts.
+    /// Returns the bytes of the list; a shared chunk is divided among its lists.
     #[cfg(test)]
     pub(super) fn bytes(&self) -> usize {
         let share = |chunk: &Arc<Vec<T>>| list_bytes(chunk).checked_div(Arc::strong_count(chunk));
@@ -149,7 +149,8 @@ impl<T: Copy + PartialEq, const CHUNK: usize> SharedList<T, CHUNK> {
         chunks.chain([list_bytes(&self.full), list_bytes(&self.last)]).sum()
     }
 
-    /// How many of `items` the list has from `at` on, before the first that differs.
+    /// Returns how many of `items` equal those of the list from `at` on, before the first
+    /// difference.
     pub(super) fn common(&self, at: usize, items: &[T]) -> usize {
         let mut same = 0_usize;
         loop {
@@ -213,7 +214,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn forks_are_as_plain_copies(
+        fn forks_equal_plain_copies(
             operations in prop::collection::vec((0..4_usize, operation()), 1..40),
         ) {
             let mut lists = vec![(List::default(), Vec::new())];

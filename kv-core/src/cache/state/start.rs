@@ -1,6 +1,6 @@
 //! How sequences begin, and what they take over from cached prompts.
 use crate::cache::state::history::History;
-use crate::cache::state::lookup::Found;
+use crate::cache::state::lookup::PrefixHit;
 use crate::cache::state::{CacheState, Group};
 use crate::error::{BlocksExhausted, CacheError, PlanError};
 use crate::eviction::Retention;
@@ -134,7 +134,7 @@ impl<'a> StartOptions<'a> {
 /// The lookup of one prompt, and the history it was made with.
 #[derive(Debug, Default)]
 pub(super) struct Lookup {
-    pub(super) found: Found,
+    pub(super) found: PrefixHit,
     pub(super) history: History,
 }
 
@@ -158,7 +158,7 @@ impl CacheState {
         self.start_checked(sequence, prompt, options)
     }
 
-    /// Refuses a sequence that cannot start, however many blocks there are.
+    /// Refuses a sequence that cannot start, whatever blocks are free.
     pub(in crate::cache) fn check_start(
         &self,
         sequence: SequenceId,
@@ -173,7 +173,7 @@ impl CacheState {
         self.check_new(sequence)
     }
 
-    /// As [`Self::start`], after [`Self::check_start`].
+    /// Does what [`Self::start`] does, after [`Self::check_start`].
     pub(in crate::cache) fn start_checked(
         &mut self,
         sequence: SequenceId,
@@ -198,15 +198,15 @@ impl CacheState {
         Ok(tokens)
     }
 
-    /// How many tokens of `prompt` a sequence would take over that started now. Changes nothing: no
-    /// block becomes younger, nothing is counted.
+    /// Returns how many tokens of `prompt` a sequence would reuse that started now. Changes
+    /// nothing: neither the age of blocks nor the counters.
     pub fn probe(&self, prompt: &[u32], options: StartOptions<'_>) -> u32 {
         let mut lookup = Lookup::default();
         self.look_up_unnamed(&mut lookup, prompt, &options);
         lookup.found.tokens()
     }
 
-    /// Looks a prompt up without becoming a user of its namespace.
+    /// Looks up a prompt without becoming a user of its namespace.
     pub(super) fn look_up_unnamed(
         &self,
         lookup: &mut Lookup,
@@ -218,7 +218,7 @@ impl CacheState {
         self.look_up(lookup, space, prompt, options);
     }
 
-    /// The last token of the prompt is always computed.
+    /// Looks up a prompt except its last token, which is always computed.
     fn look_up(
         &self,
         lookup: &mut Lookup,
@@ -245,7 +245,7 @@ impl CacheState {
         lookup.found.search(&self.groups, &mut lookup.history, limits, reuse);
     }
 
-    /// Makes the sequence of what was found, and returns its tokens; or changes nothing.
+    /// Creates the sequence from a hit and returns its tokens; or changes nothing.
     fn take_found(
         &mut self,
         sequence: SequenceId,
@@ -299,7 +299,7 @@ impl CacheState {
 
     /// Begins `child` with everything `parent` has committed. All blocks are shared; the last
     /// partial one is copied when either writes to it first. Token ids are shared too, so that only
-    /// the names of the blocks are copied and their holders counted.
+    /// block IDs are copied and holders counted.
     ///
     /// # Errors
     /// [`PlanError::UnknownSequence`], [`PlanError::SequenceExists`], [`PlanError::TooMany`];
@@ -314,7 +314,7 @@ impl CacheState {
         (state.certain, state.store_at) = (certain, store_at);
         let known = (len, self.chains.as_slice());
         self.sequences.fork_history((parent_row, row), known, &mut self.ledger);
-        self.sequences.disown(parent_row);
+        self.sequences.mark_shared(parent_row);
         self.late.fork(parent_row, row);
         for group in &mut *self.groups {
             let coded = group.tables.coded(parent_row);
@@ -329,8 +329,8 @@ impl CacheState {
     }
 }
 
-/// Says what a group lacks. `free`: blocks that the request could take, empty ones and the idle
-/// ones among them that `evictable` counts.
+/// Creates the error for a group without enough blocks. `free` counts the blocks that the request
+/// could take: empty ones, and the idle ones that `evictable` counts.
 pub(super) fn exhausted(
     group: &Group,
     needed: u32,

@@ -1,8 +1,7 @@
-//! What a cache has done so far: plain counters.
+//! Counters of what a cache has done so far.
 use crate::cache::state::CacheState;
 
-/// What a cache has done since it was made. How full it is now says
-/// [`Usage`](crate::Usage).
+/// What a cache has done since it was created. [`Usage`](crate::Usage) says how full it is now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Stats {
@@ -11,33 +10,33 @@ pub struct Stats {
     pub requests: u64,
     /// Tokens of these prompts.
     pub query_tokens: u64,
-    /// Of these, tokens taken over.
+    /// Reused tokens among them.
     pub hit_tokens: u64,
     /// Prompts looked up again after a preemption.
     pub resumed_requests: u64,
     /// Tokens of these prompts.
     pub resumed_query_tokens: u64,
-    /// Of these, tokens taken over.
+    /// Reused tokens among them.
     pub resumed_hit_tokens: u64,
-    /// Full blocks taken over by all of them, in all groups.
+    /// Reused full blocks of all requests, in all groups.
     pub hit_blocks: u64,
-    /// Tokens taken over from a block that went on otherwise, in both kinds of hits.
+    /// Tokens reused from a block that continues differently, in both kinds of hits.
     pub partial_hit_tokens: u64,
-    /// Sequences that gave their blocks up to come back later.
+    /// Sequences that were preempted.
     pub preemptions: u64,
-    /// Blocks copied because others hold them, or may reuse them.
+    /// Blocks copied because they are shared or in the index.
     pub cow_copies: u64,
     /// Blocks whose content became reusable, in all groups.
     pub stored_blocks: u64,
-    /// Blocks that were filled with content that was cached already, in all groups: full ones gave
-    /// way to the cached one, and unfull ones were not kept when their sequence ended.
+    /// Blocks filled with content that was cached already, in all groups: full ones were replaced
+    /// by the cached one, and partial ones were not kept when their sequence ended.
     pub duplicate_blocks: u64,
-    /// Blocks given up for others, in all groups.
+    /// Evicted blocks, in all groups.
     pub evictions: u64,
 }
 
 impl CacheState {
-    /// What the cache has done so far.
+    /// Returns what the cache has done so far.
     pub fn stats(&self) -> Stats {
         let mut stats = self.stats;
         for pool in self.groups.iter().map(|group| group.pool.stats()) {
@@ -48,7 +47,7 @@ impl CacheState {
         stats
     }
 
-    /// Counts the lookup that [`Self::start`] just took over.
+    /// Counts the lookup that [`Self::start`] just used.
     pub(super) fn note_lookup(&mut self, tokens: u32, resumed: bool) {
         let found = &self.lookup.found;
         let hits = u64::from(found.tokens());

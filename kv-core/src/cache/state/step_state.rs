@@ -1,17 +1,17 @@
-//! The step that is open: its batch, its plans, and how each of its changes is undone.
+//! The open step: its batch, its plans, and how to undo each of its changes.
 use crate::cache::state::block_demand::Exchanged;
 use crate::cache::state::undo::Undo;
 use crate::cache::state::{CacheState, GROUP, Group};
-use crate::error::PlanError;
+use crate::error::{PlanError, StateProblem};
 use crate::ids::{BlockId, GroupId};
 use crate::invariant::Invariant;
 use crate::num::{list_bytes, recycle};
 use crate::plan::{AttentionPlan, BatchEntry, BlockCopy, PlanBuffers, PlannedSequence, WritePlan};
 
-/// What is known of one batch entry besides its counts.
+/// Properties of one batch entry besides its counts.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct OpenEntry {
-    /// Last new tokens that may be taken back.
+    /// Last new tokens that may be removed.
     pub(super) drafts: u32,
     /// Tokens after the new ones whose slots are taken too.
     pub(super) lookahead: u32,
@@ -21,12 +21,12 @@ pub(super) struct OpenEntry {
 #[derive(Debug)]
 pub(super) struct OpenStep {
     pub(super) is_open: bool,
-    /// Number of this step, to mark sequences with.
+    /// Number of this step, with which sequences are marked.
     pub(super) number: u64,
     pub(super) batch: Vec<BatchEntry>,
-    /// Rows of the entries, and of those of a longer batch before.
+    /// Rows of the entries, followed by those of an earlier, longer batch.
     pub(super) rows: Vec<u32>,
-    /// What else is known of the batch, entry by entry.
+    /// Other properties, entry by entry.
     pub(super) entries: Vec<OpenEntry>,
     /// Plans, by group.
     pub(super) plans: Vec<PlanBuffers>,
@@ -34,27 +34,26 @@ pub(super) struct OpenStep {
     /// Queries of the batch.
     pub(super) total_q: u64,
     pub(super) undo: Vec<Undo>,
-    /// Entries that were last added and that need blocks, or others than they have.
+    /// Entries added last that need blocks, or other blocks than they have.
     pub(super) growing: Vec<usize>,
     pub(super) exchanged: Exchanged,
-    /// Blocks that were exchanged for a copy, and that nobody else holds: let go when the step
-    /// ends.
+    /// Blocks that were replaced by a copy and have no other holder: released when the step ends.
     pub(super) kept: Vec<(usize, BlockId)>,
-    /// Row, entry and filled slots of blocks that are written though others may reuse them; of one
-    /// group, while its blocks are taken.
+    /// Row, entry and filled slots of blocks that are written although they are in the index; of
+    /// one group, while its blocks are allocated.
     pub(super) stored_targets: Vec<(u32, u32, u32)>,
     /// Copy-on-write, by group.
     pub(super) copies: Vec<Vec<BlockCopy>>,
 }
 
-/// Where the entries begin that were added to an open step, in each of its lists.
+/// Positions in each list of the open step from which on entries were added.
 #[derive(Debug, Default)]
 pub(crate) struct Added {
     pub(super) first: usize,
     pub(super) positions: usize,
     pub(super) total_q: u64,
     pub(super) undo: usize,
-    /// Copies listed before, by group; none for a step that begins.
+    /// Copies listed before, by group; empty for a step that begins.
     pub(super) copies: Vec<usize>,
 }
 
@@ -80,7 +79,7 @@ impl OpenStep {
         }
     }
 
-    /// Bytes that the lists and plans of steps take.
+    /// Returns the bytes of the lists and plans of steps.
     pub(super) fn host_bytes(&self) -> usize {
         let lists = [
             list_bytes(&self.batch),
@@ -116,7 +115,7 @@ impl OpenStep {
         self.copies.iter_mut().for_each(recycle);
     }
 
-    /// Where entries go that are added now.
+    /// Returns the current end of all lists.
     pub(super) fn end(&self) -> Added {
         Added {
             first: self.batch.len(),
@@ -133,17 +132,17 @@ impl OpenStep {
         (*entry, *details)
     }
 
-    /// Entries from `first` on.
+    /// Returns the entries from `first` on.
     pub(super) fn batch_from(&self, first: usize) -> &[BatchEntry] {
         self.batch.get(first..).invariant(ADDED)
     }
 
-    /// Lists the positions of queries, of entries from `first` on. The batch has its blocks by
-    /// then, so that it is no larger than the pools allow.
+    /// Lists the positions of queries, of entries from `first` on. Their blocks are allocated by
+    /// then, so that the list is no larger than the pools allow.
     pub(super) fn list_positions(&mut self, first: usize) {
         let Self { batch, positions, .. } = self;
         let batch = batch.get(first..).invariant(ADDED);
-        // Query i stands at kv_len - queries + i; queries beyond the keys stand at 0.
+        // Query i has position kv_len - queries + i; queries beyond the keys have position 0.
         let kv_len = |entry: &BatchEntry| entry.cached.saturating_add(entry.new_tokens);
         let first = |entry: &BatchEntry| kv_len(entry).saturating_sub(entry.queries);
         if batch.iter().all(|entry| entry.queries == 1) {
@@ -158,23 +157,23 @@ impl OpenStep {
 }
 
 impl CacheState {
-    /// Whether a step was begun and neither committed nor rolled back.
+    /// Returns whether a step was begun and neither committed nor rolled back.
     pub fn is_step_open(&self) -> bool {
         self.open.is_open
     }
-    /// Position of every query of the open step in its sequence, entries one after another; of the
-    /// last step where none is open.
+    /// Returns the position of every query of the open step in its sequence, entries one after
+    /// another; of the last step if none is open.
     pub fn positions(&self) -> &[u32] {
         &self.open.positions
     }
-    /// The plans of the open step for one group, of the last step where none is open; `None` for an
-    /// unknown group.
+    /// Returns the plans of the open step for one group, of the last step if none is open; `None`
+    /// for an unknown group.
     pub fn plans(&self, group: GroupId) -> Option<(WritePlan<'_>, AttentionPlan<'_>)> {
         let group = self.find_group(group)?;
         Some((self.write_plan(group.id), self.attention_plan(group.id)))
     }
-    /// Blocks of one group whose first slots the open step copies before it writes: others hold
-    /// them, or may reuse them. Empty for an unknown group.
+    /// Returns the blocks of one group whose first slots the open step copies before it writes,
+    /// because they are shared or in the index. Empty for an unknown group.
     pub fn copies(&self, group: GroupId) -> &[BlockCopy] {
         self.open.copies.get(usize::from(group.0)).map_or(&[], Vec::as_slice)
     }
@@ -190,14 +189,14 @@ impl CacheState {
     fn planned(&self, index: usize) -> (&Group, &PlanBuffers) {
         (self.groups.at(index), self.open.plans.get(index).invariant(GROUP))
     }
-    /// The batch of the open step as it was planned for the first group.
+    /// Returns the batch of the open step as planned for the first group.
     pub(in crate::cache) fn planned_sequences(&self) -> &[PlannedSequence] {
         self.planned(0).1.sequences()
     }
     pub(in crate::cache) fn batch(&self) -> &[BatchEntry] {
         &self.open.batch
     }
-    /// Whether the open step has any token to write.
+    /// Returns whether the open step writes any token.
     pub(in crate::cache) fn brings_tokens(&self) -> bool {
         self.open.batch.iter().any(|entry| entry.new_tokens > 0)
     }
@@ -207,13 +206,13 @@ impl CacheState {
         if self.open.is_open {
             return Ok(());
         }
-        Err(PlanError::State { operation, problem: "no step is open" })
+        Err(PlanError::State { operation, problem: StateProblem::NoStep })
     }
-    /// Refuses a call that an open step has no way to undo, or that would change what it undoes.
+    /// Refuses a call that an open step could not undo, or that would change what it undoes.
     pub(in crate::cache) fn check_closed(&self, operation: &'static str) -> Result<(), PlanError> {
         if !self.open.is_open {
             return Ok(());
         }
-        Err(PlanError::State { operation, problem: "a step is open" })
+        Err(PlanError::State { operation, problem: StateProblem::StepOpen })
     }
 }

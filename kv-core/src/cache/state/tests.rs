@@ -1,4 +1,4 @@
-//! The books of a cache without a device: who holds which block, and no trace of a refusal.
+//! The bookkeeping of a cache without a device: holders of blocks, and refusals without a trace.
 #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails, as it should")]
 mod history;
 mod prefixes;
@@ -13,7 +13,7 @@ use crate::error::CacheError;
 
 const SEQ: [SequenceId; 4] = [SequenceId(0), SequenceId(1), SequenceId(2), SequenceId(3)];
 
-/// Two layers of one head, in one pool.
+/// Creates a state for two layers of one head, in one pool.
 fn state_with(
     (block_size, num_blocks): (u32, u32),
     build: impl FnOnce(CacheSpecBuilder) -> CacheSpecBuilder,
@@ -34,14 +34,14 @@ fn begin(state: &mut CacheState, inputs: &[StepInput<'_>]) -> Result<(), CacheEr
     state.begin(inputs, |_| 1)
 }
 
-/// A step that brings tokens without ids.
+/// Runs a step of tokens without ids.
 fn append(state: &mut CacheState, inputs: &[(SequenceId, u32)]) -> Result<(), CacheError> {
     let inputs: Vec<_> = inputs.iter().map(|&(s, n)| StepInput::count(s, n)).collect();
     begin(state, &inputs)?;
     Ok(state.commit()?)
 }
 
-/// Computes what is not cached of a prompt, and returns how much was.
+/// Computes what is not cached of a prompt, and returns how much was cached.
 fn run(state: &mut CacheState, sequence: SequenceId, prompt: &[u32]) -> u32 {
     let cached = state.start(sequence, prompt, StartOptions::default()).unwrap();
     begin(state, &[StepInput::prompt(sequence, prompt, cached)]).unwrap();
@@ -57,7 +57,7 @@ fn tokens(range: Range<u32>) -> Vec<u32> {
     range.collect()
 }
 
-/// Makes all blocks of a group unfindable but for those at `kept` in their sequence.
+/// Removes all blocks of a group from the index except those at `kept` in their sequence.
 pub(in crate::cache) fn forget_but(state: &mut CacheState, group: usize, kept: &[u32]) {
     let CacheState { groups, ledger, unwiped, .. } = state;
     let group = groups.at_mut(group);
@@ -68,7 +68,7 @@ pub(in crate::cache) fn forget_but(state: &mut CacheState, group: usize, kept: &
     }
 }
 
-/// Everything a caller can see, and who holds what.
+/// Everything that a caller can see, and the holders of every block.
 pub(in crate::cache) type Books =
     (BTreeMap<SequenceId, (u32, Vec<Vec<BlockId>>)>, Vec<Vec<u32>>, Vec<Vec<Range<u32>>>);
 
@@ -86,7 +86,8 @@ pub(in crate::cache) fn books(cache: &CacheState) -> Books {
     (sequences, groups().map(holders).collect(), groups().map(vacant).collect())
 }
 
-/// A block's holders are the table entries that name it; the free list is the rest.
+/// Checks that a block's holders are the table entries that name it, and that the free list is the
+/// rest.
 pub(in crate::cache) fn check_invariants(cache: &CacheState) {
     let (sequences, holders, _) = books(cache);
     for (index, group) in cache.groups.iter().enumerate() {
@@ -94,7 +95,7 @@ pub(in crate::cache) fn check_invariants(cache: &CacheState) {
         for (_, block) in cache.pins.blocks().filter(|(group, _)| *group == index) {
             counted[usize::try_from(block.0).unwrap()] += 1;
         }
-        // Blocks that an open step took from a row and lets go of when it ends.
+        // Blocks that an open step replaced in a row and releases when it ends.
         for (_, block) in cache.open.kept.iter().filter(|(group, _)| *group == index) {
             counted[usize::try_from(block.0).unwrap()] += 1;
         }
@@ -118,14 +119,14 @@ pub(in crate::cache) fn check_invariants(cache: &CacheState) {
         let free = counted.iter().filter(|n| **n == 0).count();
         assert_eq!(group.pool.num_free(), u32::try_from(free).unwrap());
         if cache.open.is_open {
-            // What it offers is settled when it is committed.
+            // What it has published is checked at commit.
             continue;
         }
         for block in group.pool.index().iter() {
             let useless = group.pool.beginning_of(block.block);
             assert_eq!(useless, None, "block {} goes on behind all of it", block.block);
         }
-        // What a step does not look at again.
+        // Positions that a step does not check again.
         for (row, state) in cache.sequences.iter().filter(|(_, state)| state.len < state.own_end) {
             let map = group.slot_map();
             for index in map.full_blocks(state.len)..map.blocks(state.own_end) {

@@ -1,43 +1,43 @@
-//! How a step that never happened is taken back.
+//! Rollback of a step.
 use crate::cache::state::CacheState;
 use crate::ids::{BlockId, SequenceId};
 use crate::invariant::Invariant;
 use crate::num::to_usize;
 
-/// How to take back one change of an open step, last first.
+/// One change of an open step, to be undone last first.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Undo {
     /// Blocks were appended.
     Pushed { group: usize, row: u32, count: u32 },
-    /// A block that others hold or may reuse was exchanged for a copy; `kept`: nobody else holds
-    /// it, so it stays held until the step ends.
+    /// A shared or indexed block was replaced by a copy. With `kept` it has no other holder and
+    /// stays held until the step ends.
     Replaced { group: usize, row: u32, at: u32, old: BlockId, kept: bool },
-    /// The blocks of a tail went behind the others.
+    /// The blocks of a tail moved after the others.
     Rotated { group: usize, row: u32, begin: usize, by: usize },
-    /// The block at entry `at` of a row was offered to the index; `is_new` where the index took it.
+    /// The block at entry `at` of a row was published; `is_new` if the index took it.
     Stored { group: usize, row: u32, at: u32, block: BlockId, is_new: bool },
     /// A sequence began.
     Started { sequence: SequenceId },
 }
 
 impl CacheState {
-    /// Ends the open step as if it had never begun; nothing to do when none is open.
+    /// Ends the open step as if it had never begun; does nothing if none is open.
     ///
-    /// Two things stay, neither of which a later step can tell: what was evicted for the step is
-    /// gone, and the blocks are free that left a window as it began.
+    /// Two things stay, neither of which affects later results: content evicted for the step is
+    /// gone, and blocks that left a window when it began are free.
     pub fn roll_back(&mut self) {
         if !self.open.exchanged.is_empty() {
-            // Who kept a block that others let go of shares it again. Sequences that began in the
-            // step are still there.
+            // Rows that kept a block which others released share it again. Sequences that began in
+            // the step still exist.
             for entry in &self.open.batch {
-                self.sequences.disown(entry.row);
+                self.sequences.mark_shared(entry.row);
             }
         }
         self.undo_to(0);
         self.open.close();
     }
 
-    /// Undoes the changes of the open step but for the first `keep`.
+    /// Undoes all changes of the open step except the first `keep`.
     pub(super) fn undo_to(&mut self, keep: usize) {
         while self.open.undo.len() > keep {
             let undo = self.open.undo.pop().invariant("there are more changes than are kept");
@@ -50,13 +50,13 @@ impl CacheState {
         match undo {
             Undo::Started { sequence } => self.unstart(sequence),
             Undo::Pushed { group, row, count } => {
-                sequences.disown(row);
+                sequences.mark_shared(row);
                 let had = groups.at(group).tables.row_len(row).checked_sub(count);
                 let had = had.invariant("a row has the blocks that the step appended");
                 self.shorten(group, row, to_usize(had));
             }
             Undo::Replaced { group, row, at, old, kept } => {
-                sequences.disown(row);
+                sequences.mark_shared(row);
                 let group = groups.at_mut(group);
                 if kept {
                     let last = open.kept.pop();
@@ -66,7 +66,7 @@ impl CacheState {
                 }
                 let copy = group.entry(row, at);
                 group.replace(row, at, (copy, old));
-                group.let_go(copy, unwiped);
+                group.release_holder(copy, unwiped);
             }
             Undo::Rotated { group, row, begin, by } => {
                 groups.at_mut(group).tables.rotate_back(row, begin, by);

@@ -17,41 +17,41 @@ pub struct Usage {
     pub tokens: u64,
     /// Blocks of all pools.
     pub blocks_total: u32,
-    /// Blocks somebody holds.
+    /// Blocks with a holder.
     pub blocks_used: u32,
     /// The most blocks held after any commit.
     pub blocks_peak: u32,
-    /// Of the others, blocks whose content can be reused.
+    /// Free blocks whose content can be reused.
     pub blocks_cached: u32,
-    /// Slots of held blocks that hold no committed token of any sequence; pinned blocks are full.
-    /// The further slots of a row in 16 bits hold it.
+    /// Slots of held blocks without a committed token of any sequence; pinned blocks count as full.
+    /// All slots of a 16-bit row count as its token's.
     pub slots_wasted: u64,
 }
 
 impl CacheState {
-    /// Entries of a sequence's [block table](Self::block_table) that mean nothing, because their
-    /// blocks fell out of the group's window; `None` for an unknown sequence or group.
+    /// Returns the entries of a sequence's [block table](Self::block_table) that are vacant,
+    /// because their blocks left the group's window; `None` for an unknown sequence or group.
     pub fn vacant_entries(&self, sequence: SequenceId, group: GroupId) -> Option<Range<u32>> {
         let row = self.sequences.row(sequence).ok()?;
         Some(self.find_group(group)?.vacant(row))
     }
 
-    /// Bytes of host memory that block tables and the plans of steps take, room that they keep for
-    /// later steps included. Grows with the blocks of live sequences and with the largest of the
-    /// last steps; pools and their index are apart, a fixed size a block.
+    /// Returns the bytes of host memory of block tables and plans, including memory that they keep
+    /// for later steps. It grows with the blocks of live sequences and with the largest recent
+    /// step. Pools and their index are not included: they take a fixed size per block.
     pub fn plan_bytes(&self) -> usize {
         let tables = self.groups.iter().map(|group| group.tables.host_bytes());
         tables.fold(self.open.host_bytes(), usize::saturating_add)
     }
 
-    /// Bytes that the histories of all sequences take.
+    /// Returns the bytes of the histories of all sequences.
     #[cfg(test)]
     pub(in crate::cache) fn history_bytes(&self) -> usize {
         self.sequences.history_bytes()
     }
 
-    /// How full the cache is. Walks all sequences and their blocks: for reports, not for every
-    /// step.
+    /// Returns how full the cache is. Visits all sequences and their blocks: for reports, not for
+    /// every step.
     pub fn usage(&self) -> Usage {
         let tokens = self.sequences.iter().map(|(_, state)| u64::from(state.len)).sum();
         let sum = |count: fn(&BlockPool) -> u32| {
@@ -68,8 +68,8 @@ impl CacheState {
         }
     }
 
-    /// Slots of held blocks without a committed token. A shared block's tokens are those of the
-    /// holder that has most.
+    /// Returns the slots of held blocks without a committed token. A shared block counts the tokens
+    /// of the holder that has most.
     fn wasted(&self, group: &Group) -> u64 {
         let (map, size) = (group.slot_map(), group.block_size());
         let mut filled = HashMap::new();

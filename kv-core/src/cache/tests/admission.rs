@@ -1,10 +1,10 @@
-//! A prompt that is said to fit does, chunk by chunk, and no other.
+//! Admission: a prompt is admitted exactly if all its chunks fit.
 use super::reuse::{run, tokens};
 use super::*;
 use crate::num::to_usize;
 use crate::{KvFormat, PrefixReuse, Scaling};
 
-/// Ways to lay out the groups of a cache.
+/// Number of group layouts to test.
 const SHAPES: usize = 6;
 
 fn build(shape: usize, num_blocks: u32) -> Option<KvCache<NullBackend>> {
@@ -22,7 +22,7 @@ fn build(shape: usize, num_blocks: u32) -> Option<KvCache<NullBackend>> {
     Some(KvCache::new(NullBackend::new(), cache).unwrap())
 }
 
-/// Computes a prompt in chunks; whether there were always enough blocks.
+/// Computes a prompt in chunks; returns whether there were always enough blocks.
 fn runs(cache: &mut KvCache<NullBackend>, prompt: &[u32], (chunk, ahead): (u32, u32)) -> bool {
     let reused = cache.start(SEQ[1], prompt, StartOptions::default()).unwrap();
     for (at, chunk) in prompt[to_usize(reused)..].chunks(to_usize(chunk)).enumerate() {
@@ -41,7 +41,7 @@ fn runs(cache: &mut KvCache<NullBackend>, prompt: &[u32], (chunk, ahead): (u32, 
 }
 
 #[test]
-fn a_prompt_is_said_to_fit_exactly_where_all_its_chunks_do() {
+fn a_prompt_is_admitted_exactly_if_all_its_chunks_fit() {
     let mut answers = [[0_u32; 2]; SHAPES];
     for (shape, counts) in answers.iter_mut().enumerate() {
         let sizes = [2, 3, 5, 7, 9, 12].into_iter();
@@ -62,7 +62,8 @@ fn a_prompt_is_said_to_fit_exactly_where_all_its_chunks_do() {
                 let said = cache.check_admission(&prompt, StartOptions::default(), &admission);
                 let before = cache.stats().duplicate_blocks;
                 let fits = runs(&mut cache, &prompt, (chunk, ahead));
-                // Blocks that another's take the place of are let go of, which nobody counts on.
+                // Admission does not count on blocks that are released because another one replaces
+                // them.
                 if fits && cache.stats().duplicate_blocks > before {
                     continue;
                 }
@@ -78,7 +79,7 @@ fn a_prompt_is_said_to_fit_exactly_where_all_its_chunks_do() {
     assert!(answers.iter().flatten().all(|n| *n > 0), "{answers:?}");
 }
 
-/// Another sequence with the same tokens, which goes on living where their number is odd.
+/// Runs another sequence with the same tokens, which stays live if their number is odd.
 fn warm(cache: &mut KvCache<NullBackend>, len: u32) -> bool {
     cache.start(SEQ[0], &tokens(0..len), StartOptions::default()).unwrap();
     let Ok(mut step) = cache.begin_step(&[StepInput::tokens(SEQ[0], &tokens(0..len))]) else {
@@ -92,10 +93,11 @@ fn warm(cache: &mut KvCache<NullBackend>, len: u32) -> bool {
     true
 }
 
-/// At its end a prompt of whole blocks has no tail, but one step before it has.
+/// At its end a prompt of whole blocks has no tail, but one step before it has one.
 #[test]
-fn the_tail_that_becomes_codes_counts_until_it_has() {
-    // 3 blocks of codes, and two of a tail while the last of them is made; one is another's.
+fn a_tail_counts_until_it_is_quantised() {
+    // 3 blocks of codes, and two of a tail while the last of them is filled; one belongs to another
+    // sequence.
     for (num_blocks, fits) in [(5, false), (6, true)] {
         let mut cache = build(4, num_blocks).unwrap();
         assert!(warm(&mut cache, 1));

@@ -1,4 +1,4 @@
-//! Hits of which the last block is given back, for draft models that read a token ahead.
+//! Hits without their last block, for draft models that read one token ahead.
 use super::reuse::{cache_with, run, tokens};
 use super::*;
 use crate::PrefixReuse;
@@ -8,7 +8,7 @@ fn draft() -> StartOptions<'static> {
     StartOptions::default().with_backoff_blocks(1)
 }
 
-/// Full blocks of 4 tokens, in as many groups as there are windows.
+/// Creates groups with full-block reuse of 4 tokens, one per window.
 fn windowed(windows: &[Option<u32>]) -> KvCache<NullBackend> {
     cache_with(64, |spec| {
         let spec = spec.layers(u16::try_from(windows.len()).unwrap());
@@ -22,17 +22,17 @@ fn windowed(windows: &[Option<u32>]) -> KvCache<NullBackend> {
     })
 }
 
-/// Makes all of a prompt's blocks in a group unfindable but for those at `kept`.
+/// Removes all of a prompt's blocks in a group from the index except those at `kept`.
 fn keep_only(cache: &mut KvCache<NullBackend>, group: usize, prompt: &[u32], kept: &[u32]) {
     let id = GroupId(u8::try_from(group).unwrap());
     assert_eq!(cache.pool(id).unwrap().index().len(), prompt.len() / 4);
     forget_but(&mut cache.state, group, kept);
 }
 
-/// Tokens found of eight blocks and one token, of which groups have only some.
+/// Returns the tokens hit of eight blocks and one token, of which groups have only some.
 fn found(windows: &[Option<u32>], kept: &[&[u32]], options: StartOptions<'_>) -> u32 {
     let mut cache = windowed(windows);
-    // All at once, so that no block leaves a window before it is offered.
+    // All at once, so that no block leaves a window before it is published.
     run(&mut cache, SEQ[0], &tokens(0..32));
     cache.release(SEQ[0]).unwrap();
     for (group, kept) in kept.iter().enumerate() {
@@ -45,7 +45,7 @@ fn found(windows: &[Option<u32>], kept: &[&[u32]], options: StartOptions<'_>) ->
 }
 
 #[test]
-fn the_last_block_of_a_hit_is_given_back() {
+fn the_last_block_of_a_hit_is_dropped() {
     let all: &[u32] = &[0, 1, 2, 3, 4, 5, 6, 7];
     assert_eq!(found(&[None], &[all], draft()), 28);
     assert_eq!(found(&[Some(7)], &[all], draft()), 28);
@@ -55,9 +55,9 @@ fn the_last_block_of_a_hit_is_given_back() {
     assert_eq!(found(&[None], &[all], StartOptions::default().with_backoff_blocks(9)), 0);
 }
 
-/// A window of 8 tokens needs two blocks before it, and one more that is given back.
+/// A window of 8 tokens needs two blocks before it, and one more for the backoff.
 #[test]
-fn a_window_wants_a_block_more_and_no_gap() {
+fn a_window_needs_one_more_block_without_a_gap() {
     let one = [Some(7)];
     assert_eq!(found(&one, &[&[4, 5, 6]], StartOptions::default()), 28);
     assert_eq!(found(&one, &[&[4, 5, 6]], draft()), 24);
@@ -69,17 +69,17 @@ fn a_window_wants_a_block_more_and_no_gap() {
 }
 
 #[test]
-fn hybrid_groups_give_back_once() {
+fn hybrid_groups_back_off_once() {
     let both = [None, Some(7)];
     let all: &[u32] = &[0, 1, 2, 3, 4, 5, 6, 7];
-    // The block behind the hit of the full group is the one that the window gives back.
+    // The window's backoff block is the one after the hit of the full group.
     assert_eq!(found(&both, &[&[0, 1, 2, 3, 4], all], draft()), 16);
     assert_eq!(found(&both, &[&[0, 1, 2, 3, 4], &[2, 3, 4]], draft()), 16);
     assert_eq!(found(&both, &[&[0, 1, 2, 3, 4], &[2, 3, 5, 6, 7]], draft()), 0);
     assert_eq!(found(&both, &[&[0, 1, 2, 3, 4], &[0, 1, 2, 5, 6, 7]], draft()), 8);
     assert_eq!(found(&both, &[all, &[1, 2, 3]], draft()), 12);
     assert_eq!(found(&both, &[&[0, 1, 2], &[2, 3, 4, 5]], draft()), 0);
-    // Without a backoff the same blocks serve more.
+    // Without a backoff the same blocks give a longer hit.
     assert_eq!(found(&both, &[&[0, 1, 2, 3, 4], &[2, 3, 5, 6, 7]], StartOptions::default()), 16);
 }
 
@@ -95,7 +95,7 @@ fn groups_count_in_blocks_of_their_own() {
     assert_eq!(cache.probe(&tokens(0..40), StartOptions::default()), 32);
 }
 
-/// What the window did not find must not stand in for the sink tokens.
+/// Blocks missing in the window must not replace the sink tokens.
 #[test]
 fn sink_tokens_that_are_partly_cached_serve_a_shorter_prompt() {
     let mut cache = cache_with(64, |spec| {

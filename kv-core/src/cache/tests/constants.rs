@@ -1,4 +1,4 @@
-//! Caches with constants.
+//! Calibrated caches.
 use super::*;
 use crate::calibration::{CalibrationError, LayerCalibration, PlaneCalibration};
 use crate::{Calibration, KvFormat, ScaleGroup, Scaling, Transform};
@@ -37,7 +37,7 @@ fn constants_are_checked_before_anything_is_allocated() {
 }
 
 #[test]
-fn the_encoding_key_tells_caches_apart() {
+fn the_encoding_key_distinguishes_caches() {
     let key = |spec: &CacheSpec, given: Option<Calibration>| {
         let backend = NullBackend::new();
         match given {
@@ -63,7 +63,7 @@ fn the_encoding_key_tells_caches_apart() {
         }
     }
     assert_eq!(key(&spec(INT8), Some(calibration(1.0))), keys[1]);
-    // What a plane does not use does not tell it apart.
+    // Constants that a plane does not use do not change the key.
     assert_eq!(key(&off, Some(calibration(1.0))), keys[3]);
 }
 

@@ -1,16 +1,15 @@
-//! Counts that callers give: each is within a bound of the cache, or refused before anything is
-//! allocated for it.
+//! Counts from callers: each is bounded by the cache, or refused before anything is allocated for
+//! it.
 use super::*;
-use crate::front::{InferenceConfig, InferenceParams, KvCacheManager, SlotConfig};
 use crate::plan::{BatchEntry, ConvertPlan, GatherPlan, GatherRange, PlanBuffers};
 use crate::storage::Plane;
-use crate::{DType, Determinism, KvFormat};
+use crate::{Determinism, KvFormat};
 
-/// The most tokens of a sequence, in pools of 40.
+/// Maximum tokens of a sequence, in pools of 40.
 const MAX: u32 = 24;
-/// Tokens that [`SEQ`]`[0]` has.
+/// Tokens of [`SEQ`]`[0]`.
 const LEN: u32 = 3;
-/// Bytes of tables and plans beyond which a count has been believed.
+/// Bytes of tables and plans beyond which a count was trusted unchecked.
 const BYTES_MAX: usize = 1 << 20;
 
 fn counted() -> KvCache<NullBackend> {
@@ -22,7 +21,7 @@ fn counted() -> KvCache<NullBackend> {
     cache
 }
 
-/// What a call with a count answers: refusals in words.
+/// The result of a call with a count, with the error's text.
 type Answer = Result<(), String>;
 type Call = fn(&mut KvCache<NullBackend>, u32) -> Result<(), CacheError>;
 
@@ -47,8 +46,8 @@ fn admit(
     cache.check_admission(&[1, 2], options, admission).map(|_| ())
 }
 
-/// Every call of a cache that takes a count, with the largest count that it takes, whether it takes
-/// none, and the refusal of one more.
+/// Every call of a cache with a count: the largest accepted count, whether 0 is accepted, and the
+/// error for one more.
 const CALLS: [(&str, u32, bool, &str, Call); 12] = [
     (
         "new tokens",
@@ -115,21 +114,21 @@ const CALLS: [(&str, u32, bool, &str, Call); 12] = [
         "sequence 0: 3 cached + 22 new tokens exceed the maximum of 24",
         |cache, n| cache.blocks_to_completion(GroupId(0), SEQ[0], n).map(drop),
     ),
-    ("tokens to keep", LEN, true, "sequence 0 has 3 tokens, 4 were asked for", |cache, n| {
+    ("tokens to keep", LEN, true, "sequence 0 has 3 tokens, 4 were requested", |cache, n| {
         cache.truncate(SEQ[0], n)
     }),
 ];
 
-/// A count with what it is answered: none, one, the bound, and what is beyond it.
+/// Returns counts with the expected results: 0, 1, the bound, and counts beyond it.
 fn cases(max: u32, takes_none: bool, refusal: &str) -> [(u32, Option<Answer>); 5] {
     let refused = || Some(Err(refusal.to_owned()));
     [
-        // The refusal of none is in other words.
+        // The error for 0 has other words.
         (0, takes_none.then_some(Ok(()))),
         (1, if max >= 1 { Some(Ok(())) } else { refused() }),
         (max, Some(Ok(()))),
         (max + 1, refused()),
-        // The refusal names another number.
+        // The error has another number.
         (u32::MAX, None),
     ]
 }
@@ -156,7 +155,7 @@ fn counts_are_bounded_before_anything_is_allocated() {
 }
 
 #[test]
-fn chunks_of_a_prompt_are_no_longer_than_it() {
+fn chunks_are_no_longer_than_their_prompt() {
     let mut cache = counted();
     for chunk in [1, MAX, u32::MAX] {
         let admission = Admission::default().with_chunk(chunk).with_must_fit(true);
@@ -203,7 +202,7 @@ fn tokens_beyond_the_pools_cost_nothing() {
 }
 
 #[test]
-fn accepted_tokens_are_those_that_were_brought() {
+fn accepted_tokens_are_bounded_by_new_ones() {
     for (accepted, is_refused) in [(0, false), (1, false), (2, false), (3, true), (u32::MAX, true)]
     {
         let mut cache = counted();
@@ -233,7 +232,7 @@ fn ranges_to_gather_lie_within_the_sequence() {
     }
 }
 
-/// Plans that a caller makes by hand know no cache: their tables are the bound.
+/// Hand-made plans have no cache: their tables are the bound.
 #[test]
 fn lengths_in_plans_are_bounded_by_their_tables() {
     let cache = counted();
@@ -256,7 +255,7 @@ fn lengths_in_plans_are_bounded_by_their_tables() {
         let range = GatherRange { row: 0, begin: n, len: n };
         assert!(GatherPlan::new(layout, tables, &[range]).is_err());
     }
-    // Queries take nothing here: tensors of as many rows are asked for later.
+    // Queries allocate nothing here: tensors with that many rows are required later.
     assert!(!plan(BatchEntry { queries: u32::MAX, ..entry }));
     assert!(ConvertPlan::new(&[u32::MAX, 1]).is_err());
     assert_eq!(ConvertPlan::new(&[u32::MAX]).unwrap().total(), u32::MAX);
@@ -286,50 +285,5 @@ fn slot_maps_take_any_number() {
             map.blocks_reserved(n);
             map.full_blocks(n);
         }
-    }
-}
-
-#[test]
-fn counts_of_a_slot_cache_are_bounded_by_its_slots() {
-    let config = SlotConfig {
-        num_layers: 1,
-        num_kv_heads: 1,
-        head_dim: 2,
-        max_seq_len: 8,
-        max_batch_size: 2,
-        format: KvFormat::F32,
-    };
-    let mut cache = KvCacheManager::new(NullBackend::new(), config).unwrap();
-    let rows = [0.0_f32; 9 * 2];
-    for (n, is_refused) in [(0, true), (1, false), (8, false), (9, true), (u32::MAX, true)] {
-        let taken = cache.allocate_sequence(n);
-        assert_eq!(taken.is_err(), is_refused, "{n} tokens of a sequence");
-        if let Ok(sequence) = taken {
-            cache.release_sequence(sequence).unwrap();
-        }
-        let sequence = cache.allocate_sequence(8).unwrap();
-        let view = TensorView::host(&rows, &[9, 1, 2]);
-        let written = cache.append_kv(sequence, 0, view, view, n);
-        assert_eq!(written.is_err(), is_refused, "{n} rows");
-        assert_eq!(cache.advance_seq_len(sequence, n).is_err(), is_refused, "{n} tokens");
-        cache.release_sequence(sequence).unwrap();
-    }
-    let sequence = cache.allocate_sequence(8).unwrap();
-    let mut out = rows;
-    let view = TensorView::host(&rows, &[9, 1, 2]);
-    for (n, is_refused) in [(0, true), (1, false), (9, false), (65_537, true), (u32::MAX, true)] {
-        let out = TensorViewMut::host(&mut out, &[9, 1, 2]);
-        let attended = cache.attend(0, &[(sequence, n)], view, out, &AttentionOptions::full(1.0));
-        assert_eq!(attended.is_err(), is_refused, "{n} queries");
-    }
-}
-
-#[test]
-fn tokens_of_inference_params_are_bounded_by_the_longest_sequence() {
-    let config = InferenceConfig::new(2, 16).num_heads_kv(1).head_dim_k(2).dtype(DType::F32);
-    let config = config.is_paged(true).page_size(4).total_num_pages(8);
-    for (n, is_refused) in [(0, false), (1, false), (16, false), (17, true), (u32::MAX, true)] {
-        let mut params = InferenceParams::new(NullBackend::new(), config.clone()).unwrap();
-        assert_eq!(params.pre_step(&[(1_u64, n)]).is_err(), is_refused, "{n}");
     }
 }

@@ -1,11 +1,12 @@
-//! Steps that are held from call to call.
+//! Steps that are held between calls.
 use super::*;
+use crate::error::StateProblem;
 use crate::eviction::{Clock, Eviction, Priority, SystemClock};
 use crate::{Calibration, Plane};
 
 const PROMPT: [u32; 6] = [1, 2, 3, 4, 5, 6];
 
-/// A sequence of known tokens, and a pin on its first block.
+/// Creates a sequence of known tokens, and a pin on its first block.
 fn settled() -> (KvCache<NullBackend>, Pin) {
     let mut cache = cache(4, 8);
     cache.start(SEQ[0], &PROMPT, StartOptions::default()).unwrap();
@@ -42,7 +43,7 @@ fn a_held_step_is_written_call_by_call() {
 }
 
 #[test]
-fn a_held_step_ends_by_any_of_its_ways() {
+fn a_held_step_can_end_in_every_way() {
     type End = fn(&mut KvCache<NullBackend>);
     let ends: [(End, u32); 5] = [
         (|c| c.commit_step().unwrap(), 9),
@@ -133,7 +134,7 @@ fn calls_that_a_held_step_could_not_undo_are_refused() {
         let CacheError::Plan(PlanError::State { problem, .. }) = refused else {
             panic!("{name}: {refused}")
         };
-        assert!(problem.starts_with("a step is open"), "{name}: {problem}");
+        assert_eq!(problem, StateProblem::StepOpen, "{name}");
         assert_eq!(books(&cache), before, "{name}");
     }
     assert_eq!(cache.backend().control().recorded(), recorded, "nothing was recorded");
@@ -162,7 +163,7 @@ fn calls_that_a_held_step_allows_leave_it_open() {
     assert_eq!(books(&cache), before);
     assert_eq!(cache.pin_prefix(&PROMPT, options()).tokens, 4);
     assert_eq!(cache.probe(&PROMPT, options()), 4);
-    // A step has a way of its own to start a sequence and to take it into the batch.
+    // A step can start a sequence and add it to the batch.
     let mut step = cache.step().unwrap();
     assert_eq!(step.start(SEQ[1], &PROMPT, options()).unwrap(), 4);
     step.add(StepInput::tokens(SEQ[1], &PROMPT[4..])).unwrap();
@@ -193,7 +194,7 @@ fn a_leaked_step_is_not_taken_for_a_held_one() {
     assert_eq!(books(&cache), before);
 }
 
-/// A device that opens no queue.
+/// A device that cannot open queues.
 #[derive(Debug)]
 struct Queueless(NullBackend);
 

@@ -1,16 +1,21 @@
-//! Layers that get memory when tokens are cached already.
+//! Layers that are allocated when tokens are cached already.
 use super::*;
-use crate::Plane;
+use crate::{LateLayers, Plane};
 
 const PROMPT: [u32; 9] = [1, 2, 3, 4, 5, 6, 7, 8, 9];
 
 fn lazy() -> KvCache<NullBackend> {
-    let spec = CacheSpec::builder().layers_on_demand().kv_heads(1).head_dim(2).paged(4, 12);
-    KvCache::new(NullBackend::new(), spec.events(16).build().unwrap()).unwrap()
+    lazy_with(LateLayers::default())
 }
 
-/// Brings what of a prompt is not cached, to `layers` layers.
-fn bring(
+fn lazy_with(late_layers: LateLayers) -> KvCache<NullBackend> {
+    let spec = CacheSpec::builder().layers_on_demand().kv_heads(1).head_dim(2).paged(4, 12);
+    let spec = spec.late_layers(late_layers).events(16).build().unwrap();
+    KvCache::new(NullBackend::new(), spec).unwrap()
+}
+
+/// Computes what is not cached of a prompt, in `layers` layers.
+fn append_prompt(
     cache: &mut KvCache<NullBackend>,
     id: SequenceId,
     tokens: &[u32],
@@ -35,7 +40,7 @@ fn write_to(
     Ok(())
 }
 
-/// One query in a layer, over everything or within a window.
+/// Runs one query in a layer, with a full mask or within a window.
 fn attend(
     cache: &mut KvCache<NullBackend>,
     id: SequenceId,
@@ -61,7 +66,7 @@ fn nothing_is_reused_that_a_late_layer_lacks() {
     assert!(cache.allocate_layer(0).unwrap());
     let options = StartOptions::default();
     assert_eq!(cache.start(SEQ[0], &PROMPT, options).unwrap(), 0);
-    bring(&mut cache, SEQ[0], &PROMPT, 1).unwrap();
+    append_prompt(&mut cache, SEQ[0], &PROMPT, 1).unwrap();
     cache.release(SEQ[0]).unwrap();
     assert_eq!(cache.probe(&PROMPT, options), 8);
     assert!(!cache.allocate_layer(0).unwrap());
@@ -69,9 +74,9 @@ fn nothing_is_reused_that_a_late_layer_lacks() {
     cache.take_events();
     assert!(cache.allocate_layer(1).unwrap());
     assert_eq!(cache.probe(&PROMPT, options), 0);
-    assert!(!cache.take_events().is_empty(), "those who follow the events know");
+    assert!(!cache.take_events().is_empty(), "subscribers are told");
     assert_eq!(cache.start(SEQ[1], &PROMPT, options).unwrap(), 0);
-    bring(&mut cache, SEQ[1], &PROMPT, 2).unwrap();
+    append_prompt(&mut cache, SEQ[1], &PROMPT, 2).unwrap();
     attend(&mut cache, SEQ[1], 1, None).unwrap();
     assert_eq!(cache.probe(&PROMPT, options), 8, "what all layers have is found");
     check_invariants(&cache);
@@ -83,12 +88,12 @@ fn pinned_and_held_prefixes_are_not_reused_in_a_late_layer() {
     cache.allocate_layer(0).unwrap();
     let options = StartOptions::default();
     cache.start(SEQ[0], &PROMPT, options).unwrap();
-    bring(&mut cache, SEQ[0], &PROMPT, 1).unwrap();
+    append_prompt(&mut cache, SEQ[0], &PROMPT, 1).unwrap();
     let pin = cache.pin_prefix(&PROMPT[..4], options);
     cache.allocate_layer(1).unwrap();
     assert_eq!(cache.probe(&PROMPT, options), 0);
-    // What the sequence brings now has no whole prefix behind it: it is not offered.
-    bring(&mut cache, SEQ[0], &[10, 11, 12, 13], 2).unwrap();
+    // These blocks have no whole prefix before them: they are not published.
+    append_prompt(&mut cache, SEQ[0], &[10, 11, 12, 13], 2).unwrap();
     cache.release(SEQ[0]).unwrap();
     let longer = [PROMPT.as_slice(), &[10, 11, 12, 13]].concat();
     assert_eq!(cache.probe(&longer, options), 0);
@@ -101,11 +106,11 @@ fn rows_that_a_late_layer_lacks_are_refused() {
     let mut cache = lazy();
     cache.allocate_layer(0).unwrap();
     cache.start(SEQ[0], &PROMPT, StartOptions::default()).unwrap();
-    bring(&mut cache, SEQ[0], &PROMPT, 1).unwrap();
+    append_prompt(&mut cache, SEQ[0], &PROMPT, 1).unwrap();
     cache.allocate_layer(1).unwrap();
     attend(&mut cache, SEQ[0], 0, None).unwrap();
     lacks(attend(&mut cache, SEQ[0], 1, None), 9);
-    bring(&mut cache, SEQ[0], &[10, 11, 12], 2).unwrap();
+    append_prompt(&mut cache, SEQ[0], &[10, 11, 12], 2).unwrap();
     lacks(attend(&mut cache, SEQ[0], 1, Some(3)), 9);
     attend(&mut cache, SEQ[0], 1, Some(2)).unwrap();
     let gather = |cache: &mut KvCache<NullBackend>, begin| {
@@ -115,18 +120,18 @@ fn rows_that_a_late_layer_lacks_are_refused() {
     };
     lacks(gather(&mut cache, 8), 9);
     gather(&mut cache, 9).unwrap();
-    // A fork lacks them too, and what is cut and brought anew is there.
+    // A fork lacks the rows too, and truncated tokens that are added again are complete.
     cache.fork(SEQ[0], SEQ[1]).unwrap();
     assert!(attend(&mut cache, SEQ[1], 1, None).is_err());
     cache.truncate(SEQ[0], 4).unwrap();
     lacks(attend(&mut cache, SEQ[0], 1, None), 4);
     cache.truncate(SEQ[0], 0).unwrap();
-    bring(&mut cache, SEQ[0], &PROMPT, 2).unwrap();
+    append_prompt(&mut cache, SEQ[0], &PROMPT, 2).unwrap();
     attend(&mut cache, SEQ[0], 1, None).unwrap();
     // A new sequence in the same row lacks nothing.
     cache.release(SEQ[1]).unwrap();
     cache.start(SEQ[1], &[], StartOptions::default()).unwrap();
-    bring(&mut cache, SEQ[1], &PROMPT, 2).unwrap();
+    append_prompt(&mut cache, SEQ[1], &PROMPT, 2).unwrap();
     attend(&mut cache, SEQ[1], 1, None).unwrap();
 }
 
@@ -137,7 +142,39 @@ fn a_sequence_without_tokens_lacks_nothing() {
     for layer in 0..3_u16 {
         cache.allocate_layer(layer).unwrap();
     }
-    bring(&mut cache, SEQ[0], &PROMPT, 3).unwrap();
+    append_prompt(&mut cache, SEQ[0], &PROMPT, 3).unwrap();
     attend(&mut cache, SEQ[0], 2, None).unwrap();
     assert_eq!(cache.probe(&PROMPT, StartOptions::default()), 8);
+}
+
+/// Reads the whole batch of a step with one query.
+fn gather_batch(cache: &mut KvCache<NullBackend>, layer: u16) -> Result<(), CacheError> {
+    let mut step = cache.begin_step(&[StepInput::query(SEQ[0], 1)])?;
+    let mut rows = [0.0_f32; 9 * 2];
+    let out = TensorViewMut::host(&mut rows, &[9, 1, 2]);
+    step.gather(layer, Plane::Key, out, QkvFormat::Thd)
+}
+
+#[test]
+fn rows_of_a_late_layer_are_zeros_where_the_spec_says_so() {
+    for late_layers in [LateLayers::Refuse, LateLayers::Zeros] {
+        let mut cache = lazy_with(late_layers);
+        assert_eq!(cache.spec().late_layers(), late_layers);
+        cache.allocate_layer(0).unwrap();
+        cache.start(SEQ[0], &PROMPT, StartOptions::default()).unwrap();
+        append_prompt(&mut cache, SEQ[0], &PROMPT, 1).unwrap();
+        cache.allocate_layer(1).unwrap();
+        gather_batch(&mut cache, 0).unwrap();
+        let mut rows = [0.0_f32; 9 * 2];
+        let out = TensorViewMut::host(&mut rows, &[9, 1, 2]);
+        let gathered = cache.gather(1, Plane::Key, &[(SEQ[0], 0, 9)], out, QkvFormat::Thd);
+        let reads = [attend(&mut cache, SEQ[0], 1, None), gather_batch(&mut cache, 1), gathered];
+        for read in reads {
+            match late_layers {
+                LateLayers::Refuse => lacks(read, 9),
+                LateLayers::Zeros => read.unwrap(),
+            }
+        }
+        assert_eq!(cache.probe(&PROMPT, StartOptions::default()), 0, "nothing is reused");
+    }
 }

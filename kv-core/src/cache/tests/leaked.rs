@@ -1,4 +1,4 @@
-//! Steps that are leaked: every call that takes the cache by `&mut` takes them back first.
+//! Leaked steps: every call that takes the cache by `&mut` rolls them back first.
 use super::*;
 use crate::eviction::{Clock, Eviction, Priority, SystemClock};
 use crate::{Calibration, DType, PrefixReuse, PublishAt};
@@ -7,7 +7,7 @@ const PROMPT: [u32; 9] = [1, 2, 3, 4, 5, 6, 7, 8, 9];
 
 type Call = fn(&mut KvCache<NullBackend>, Pin) -> String;
 
-/// Two sequences of known tokens, and a pinned prefix of theirs.
+/// Creates two sequences of known tokens, and a pinned prefix of them.
 fn settled() -> (KvCache<NullBackend>, Pin) {
     let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dim(2).paged(4, 12);
     let spec = spec.publish_at(PublishAt::Begin).prefix_reuse(PrefixReuse::Partial).events(64);
@@ -22,7 +22,7 @@ fn settled() -> (KvCache<NullBackend>, Pin) {
     (cache, pin)
 }
 
-/// A step that takes blocks, copies one, fills another for others, and begins a sequence.
+/// Opens a step that allocates blocks, copies one, publishes another early, and starts a sequence.
 fn open(cache: &mut KvCache<NullBackend>) -> Step<'_, NullBackend> {
     let inputs =
         [StepInput::tokens(SEQ[0], &[10, 11, 12, 13]), StepInput::tokens(SEQ[1], &[20, 21])];
@@ -33,7 +33,7 @@ fn open(cache: &mut KvCache<NullBackend>) -> Step<'_, NullBackend> {
     step
 }
 
-/// What can be seen of a cache, events included.
+/// Returns everything visible of a cache, events included.
 fn seen(cache: &mut KvCache<NullBackend>) -> String {
     let longer = [PROMPT.as_slice(), &[10, 11, 12, 13]].concat();
     let probes = [&PROMPT[..], &longer].map(|p| cache.probe(p, StartOptions::default()));
@@ -95,7 +95,7 @@ fn every_call_recovers_from_a_leaked_step() {
         assert!(!leaked.is_step_open(), "{name}");
         check_invariants(&leaked);
         assert_eq!(seen(&mut leaked), seen(&mut dropped), "{name}");
-        // And it goes on.
+        // The cache stays usable.
         for id in [SEQ[0], SEQ[3]] {
             if !leaked.contains(id) {
                 leaked.start(id, &PROMPT, StartOptions::default()).unwrap();
@@ -107,7 +107,7 @@ fn every_call_recovers_from_a_leaked_step() {
 }
 
 #[test]
-fn a_step_that_is_leaked_when_it_is_written_never_happened() {
+fn a_written_step_that_is_leaked_is_rolled_back() {
     let (mut cache, _) = settled();
     let mut step = open(&mut cache);
     write_all(&mut step).unwrap();

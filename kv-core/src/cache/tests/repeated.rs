@@ -1,4 +1,4 @@
-//! Content that is computed more than once: it is indexed once, and shared where it can be.
+//! Content that is computed more than once: it is indexed once, and shared if possible.
 use super::reuse::{cache_with, run, tokens};
 use super::*;
 use crate::events::EventKind;
@@ -9,7 +9,7 @@ use crate::{PrefixReuse, PublishAt};
 
 const POOL: GroupId = GroupId(0);
 
-/// Blocks of 16 tokens.
+/// Creates a cache with blocks of 16 tokens.
 fn of_16(
     num_blocks: u32,
     change: impl FnOnce(crate::CacheSpecBuilder) -> crate::CacheSpecBuilder,
@@ -17,7 +17,7 @@ fn of_16(
     cache_with(num_blocks, |spec| change(spec.layers(1).paged(16, num_blocks)))
 }
 
-/// Computes a prompt and ends it; how many of its tokens were cached.
+/// Computes a prompt and ends it; returns how many of its tokens were cached.
 fn request(cache: &mut KvCache<NullBackend>, prompt: &[u32]) -> u32 {
     let reused = run(cache, SEQ[0], prompt);
     cache.release(SEQ[0]).unwrap();
@@ -75,7 +75,7 @@ fn five_thousand_repeats_of_a_prompt_cache_one_block() {
     }
 }
 
-/// 551 blocks hold everything that is ever asked for, the pool has 1,000.
+/// 551 blocks hold everything that is ever requested, and the pool has 1,000.
 #[test]
 fn a_ping_between_other_prompts_evicts_nothing() {
     for eviction in Eviction::ALL {
@@ -164,7 +164,7 @@ fn drafts_are_shared_only_when_they_are_accepted() {
             let table = cache.block_table(SEQ[1], POOL).unwrap();
             let indexed = table.iter().filter(|block| pool.is_stored(**block)).count();
             let at_commit = publish_at == PublishAt::Commit;
-            // Offered at the begin of a step are tokens that were certain then.
+            // Only tokens that were certain when the step began are published early.
             let expected = if at_commit { shared } else { 1 };
             assert_eq!(indexed, expected, "{accepted} accepted, {publish_at:?}");
             cache.release(SEQ[1]).unwrap();
@@ -221,7 +221,7 @@ fn content_is_announced_once_and_its_end_once() {
 }
 
 #[test]
-fn a_partial_block_gives_way_to_content_that_goes_on_behind_it() {
+fn a_partial_block_is_replaced_by_content_that_continues_it() {
     let mut cache = of_16(64, |spec| spec);
     for len in 2..=16 {
         request(&mut cache, &tokens(0..len));
@@ -240,7 +240,7 @@ fn a_partial_block_gives_way_to_content_that_goes_on_behind_it() {
     check_invariants(&cache);
 }
 
-/// A search for a common beginning looks at a few siblings: the one in use must be among them.
+/// A search for a common beginning visits a few siblings: the one in use must be among them.
 #[test]
 fn a_repeated_part_stays_findable_among_many_siblings() {
     let mut cache = of_16(4096, |spec| spec);
@@ -278,9 +278,9 @@ fn namespaces_and_contents_are_indexed_apart() {
     assert_eq!(cached(&cache), 5);
 }
 
-/// Rows of a picture are those of the same picture, and of no other one.
+/// Rows of an image are reused for the same image only.
 #[test]
-fn a_part_of_a_block_is_reused_up_to_where_pictures_differ() {
+fn a_part_of_a_block_is_reused_up_to_where_images_differ() {
     let span = |begin, len, id| ContentSpan { begin, len, id };
     let prompt = tokens(0..16);
     let probe = |made: &[ContentSpan], asked: &[ContentSpan]| {
@@ -292,12 +292,12 @@ fn a_part_of_a_block_is_reused_up_to_where_pictures_differ() {
     };
     let cat = span(5, 4, 1);
     assert_eq!(probe(&[cat], &[cat]), 15);
-    assert_eq!(probe(&[cat], &[span(5, 4, 2)]), 5, "another picture");
-    assert_eq!(probe(&[cat], &[]), 5, "no picture");
-    assert_eq!(probe(&[], &[cat]), 5, "a picture where there was none");
-    assert_eq!(probe(&[cat], &[span(4, 4, 1)]), 4, "the same picture elsewhere");
-    assert_eq!(probe(&[cat], &[span(5, 2, 1)]), 7, "less of the picture");
-    assert_eq!(probe(&[cat], &[cat, span(12, 2, 3)]), 12, "another picture behind it");
+    assert_eq!(probe(&[cat], &[span(5, 4, 2)]), 5, "another image");
+    assert_eq!(probe(&[cat], &[]), 5, "no image");
+    assert_eq!(probe(&[], &[cat]), 5, "an image where there was none");
+    assert_eq!(probe(&[cat], &[span(4, 4, 1)]), 4, "the same image elsewhere");
+    assert_eq!(probe(&[cat], &[span(5, 2, 1)]), 7, "less of the image");
+    assert_eq!(probe(&[cat], &[cat, span(12, 2, 3)]), 12, "another image after it");
     assert_eq!(probe(&[cat, span(12, 9, 3)], &[cat, span(12, 3, 3)]), 15);
     assert_eq!(probe(&[span(0, 20, 1)], &[span(0, 20, 1)]), 15);
     assert_eq!(probe(&[span(0, 20, 1)], &[span(0, 20, 2)]), 0);
@@ -340,9 +340,9 @@ fn groups_with_other_block_sizes_and_windows_share_what_is_repeated() {
     }
 }
 
-/// A fork that completes the block its parent completed takes the parent's.
+/// A fork that completes the block its parent has completed gets the parent's.
 #[test]
-fn forks_that_go_on_alike_end_with_one_block() {
+fn forks_with_equal_tokens_end_with_one_block() {
     let mut cache = cache_with(64, |spec| spec);
     run(&mut cache, SEQ[0], &tokens(0..6));
     cache.fork(SEQ[0], SEQ[1]).unwrap();
@@ -359,9 +359,9 @@ fn forks_that_go_on_alike_end_with_one_block() {
     assert_eq!(cached(&cache), 5);
 }
 
-/// Codes that stay in a cut block keep it out of the index, and no other block.
+/// Quantised tokens that stay in a truncated block keep it, and no other block, out of the index.
 #[test]
-fn accepted_drafts_are_offered_though_the_block_behind_them_was_cut() {
+fn accepted_drafts_are_published_before_a_truncated_block() {
     for publish_at in [PublishAt::Begin, PublishAt::Commit] {
         let mut cache = cache_with(32, |spec| {
             let spec = spec.head_dim(32).format(crate::KvFormat::Int8(crate::Scaling::Row));
@@ -385,7 +385,7 @@ fn a_block_that_forks_hold_is_not_replaced_by_an_idle_one() {
     let mut cache = of_16(16, |spec| spec);
     let prompt = tokens(0..17);
     request(&mut cache, &prompt[..16]);
-    // The fork holds the same block of 16 tokens, of which two are not accepted yet.
+    // The fork holds the same block of 16 tokens, two of which are not accepted yet.
     cache.start(SEQ[1], &[], StartOptions::default()).unwrap();
     let mut step =
         cache.begin_step(&[StepInput::tokens(SEQ[1], &prompt[..16]).with_drafts(2)]).unwrap();
@@ -397,7 +397,7 @@ fn a_block_that_forks_hold_is_not_replaced_by_an_idle_one() {
     assert_eq!(cache.free_blocks(POOL), free - 1, "the step needs one block");
     assert_eq!((block(&cache, SEQ[1], 0), block(&cache, SEQ[2], 0)), (own, own));
     check_invariants(&cache);
-    // Alone, its block gives way.
+    // With one holder, its block is replaced.
     cache.release(SEQ[1]).unwrap();
     step_all(&mut cache, &[(SEQ[2], &prompt[16..])]);
     assert_ne!(block(&cache, SEQ[2], 0), own);

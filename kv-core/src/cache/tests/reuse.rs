@@ -1,4 +1,4 @@
-//! What sequences take over from each other, on a device that computes nothing.
+//! Reuse between sequences, on a device that computes nothing.
 use std::ops::Range;
 
 use super::*;
@@ -21,7 +21,7 @@ fn full_blocks(num_blocks: u32) -> KvCache<NullBackend> {
     })
 }
 
-/// Starts a sequence and computes what is not cached; tokens that were.
+/// Starts a sequence and computes what is not cached; returns the number of cached tokens.
 pub(super) fn run(cache: &mut KvCache<NullBackend>, sequence: SequenceId, prompt: &[u32]) -> u32 {
     let reused = cache.start(sequence, prompt, StartOptions::default()).unwrap();
     feed(cache, sequence, &prompt[to_usize(reused)..]);
@@ -39,7 +39,7 @@ pub(super) fn tokens(range: Range<u32>) -> Vec<u32> {
 }
 
 #[test]
-fn full_blocks_are_shared_while_their_maker_runs() {
+fn full_blocks_are_shared_while_their_owner_runs() {
     let mut cache = full_blocks(64);
     assert_eq!(run(&mut cache, SEQ[0], &tokens(0..18)), 0);
     assert_eq!(cache.probe(&tokens(0..18), StartOptions::default()), 16);
@@ -65,7 +65,7 @@ fn a_part_of_a_block_is_copied_and_its_owner_keeps_it() {
     assert_eq!(cache.probe(&tokens(0..9), StartOptions::default()), 8, "the donor is whole");
     assert_eq!(cache.stats().partial_hit_tokens, 2);
     cache.release(SEQ[1]).unwrap();
-    // What it left behind: one full block of its own and one token more.
+    // It left one full block of its own and one more token.
     other.extend([93]);
     assert_eq!(cache.probe(&other, StartOptions::default()), 9);
     cache.release(SEQ[0]).unwrap();
@@ -74,7 +74,7 @@ fn a_part_of_a_block_is_copied_and_its_owner_keeps_it() {
 }
 
 #[test]
-fn a_stored_block_that_is_written_again_is_copied_or_given_up() {
+fn an_indexed_block_that_is_written_again_is_copied_or_evicted() {
     for num_blocks in [2, 3] {
         let mut cache = cache_with(num_blocks, |spec| spec);
         run(&mut cache, SEQ[0], &tokens(0..8));
@@ -112,9 +112,9 @@ fn drafts_are_not_reusable_before_they_are_confirmed() {
     }
 }
 
-/// Tokens that were no drafts and yet were not accepted lie in blocks that are offered already.
+/// Tokens that were not drafts but were not accepted lie in blocks that are published already.
 #[test]
-fn what_was_offered_is_not_written_in_place_after_a_rejection() {
+fn published_blocks_are_not_written_in_place_after_a_rejection() {
     for accepted in 0..=5 {
         let mut cache = full_blocks(64);
         run(&mut cache, SEQ[0], &tokens(0..7));
@@ -123,7 +123,7 @@ fn what_was_offered_is_not_written_in_place_after_a_rejection() {
         write_all(&mut step).unwrap();
         step.commit_accepted(&[accepted]).unwrap();
         check_invariants(&cache);
-        // With 0 and 1 to 4 accepted, block 1 or 2 is offered and gets another token.
+        // With 0 and 1 to 4 accepted, block 1 or 2 is published and gets another token.
         feed(&mut cache, SEQ[0], &[20]);
         check_invariants(&cache);
         assert_eq!(cache.probe(&tokens(0..13), StartOptions::default()), 12, "{accepted}");
@@ -133,7 +133,7 @@ fn what_was_offered_is_not_written_in_place_after_a_rejection() {
 }
 
 #[test]
-fn two_that_arrive_together_compute_their_prompt_once() {
+fn requests_that_arrive_together_compute_their_prompt_once() {
     let mut cache = full_blocks(64);
     let prompt = tokens(0..18);
     cache.start(SEQ[0], &prompt, StartOptions::default()).unwrap();
@@ -142,7 +142,7 @@ fn two_that_arrive_together_compute_their_prompt_once() {
     step.add(StepInput::tokens(SEQ[1], &prompt[16..])).unwrap();
     assert_eq!(step.positions().len(), 20);
     drop(step);
-    assert!(!cache.contains(SEQ[1]), "it began in a step that never happened");
+    assert!(!cache.contains(SEQ[1]), "it began in a step that was rolled back");
     assert_eq!(cache.probe(&prompt, StartOptions::default()), 0);
     check_invariants(&cache);
     let mut step = cache.begin_step(&[StepInput::tokens(SEQ[0], &prompt)]).unwrap();
@@ -154,9 +154,9 @@ fn two_that_arrive_together_compute_their_prompt_once() {
     check_invariants(&cache);
 }
 
-/// A part is copied when its taker joins the step, which is before anything is written.
+/// A part is copied when its sequence joins the step, before anything is written.
 #[test]
-fn no_part_is_taken_of_a_block_that_the_open_step_fills() {
+fn no_part_is_reused_of_a_block_that_the_open_step_fills() {
     for publish_at in [PublishAt::Begin, PublishAt::Commit] {
         let mut cache = cache_with(64, |spec| spec.publish_at(publish_at));
         let prompt = tokens(0..16);
@@ -186,7 +186,7 @@ fn a_first_chunk_is_no_longer_than_the_prompt() {
 }
 
 #[test]
-fn windows_give_back_what_no_query_sees() {
+fn windows_release_what_no_query_sees() {
     let mut cache = cache_with(63, |spec| {
         spec.window_left(7).prefix_reuse(PrefixReuse::FullBlocks).publish_at(PublishAt::Begin)
     });
@@ -239,7 +239,7 @@ fn salts_adapters_and_contents_keep_prompts_apart() {
 }
 
 #[test]
-fn pins_hold_and_forgetting_stops_at_what_others_need() {
+fn pins_hold_and_forgetting_stops_at_shared_blocks() {
     let mut cache = full_blocks(6);
     let (system, other) = (tokens(0..9), tokens(100..124));
     run(&mut cache, SEQ[0], &system);
@@ -262,7 +262,7 @@ fn pins_hold_and_forgetting_stops_at_what_others_need() {
 }
 
 #[test]
-fn the_last_holder_copies_too_where_it_would_write_over_another() {
+fn the_last_holder_copies_if_it_would_overwrite_another() {
     for (cut, copies) in [(3, 1), (2, 2)] {
         let mut cache = cache_with(8, |spec| spec.prefix_reuse(PrefixReuse::Off));
         start(&mut cache, SEQ[0]);
@@ -295,11 +295,11 @@ fn a_block_that_its_last_holder_copied_is_wiped() {
     let shared = cache.block_table(SEQ[0], GroupId(0)).unwrap()[0];
     append(&mut cache, &[(SEQ[0], 1), (SEQ[1], 1)]).unwrap();
     assert_eq!(cache.pool(GroupId(0)).unwrap().holders(shared), 0);
-    assert_eq!(cache.unwiped(), [(GroupId(0), shared)], "nobody holds it any more");
+    assert_eq!(cache.unwiped(), [(GroupId(0), shared)], "it has no holder any more");
 }
 
 #[test]
-fn a_block_kept_in_a_step_that_never_happened_is_shared_again() {
+fn a_block_kept_in_a_rolled_back_step_is_shared_again() {
     let mut cache = cache_with(8, |spec| spec.prefix_reuse(PrefixReuse::Off));
     start(&mut cache, SEQ[0]);
     append(&mut cache, &[(SEQ[0], 2)]).unwrap();
@@ -315,7 +315,7 @@ fn a_block_kept_in_a_step_that_never_happened_is_shared_again() {
 }
 
 #[test]
-fn a_block_that_left_the_window_is_not_left_behind() {
+fn a_block_that_left_the_window_is_not_published() {
     let mut cache = cache_with(8, |spec| spec.window_left(0));
     start(&mut cache, SEQ[0]);
     append(&mut cache, &[(SEQ[0], 4)]).unwrap();

@@ -1,7 +1,7 @@
-//! How much host memory tables and plans take.
+//! Host memory of tables and plans.
 use super::*;
 
-/// A cache for a million tokens beside `others` short sequences.
+/// Creates a cache for a million tokens and `others` short sequences.
 fn large(others: u32) -> KvCache<NullBackend> {
     let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(2);
     let spec = spec.paged(16, 62_501 + others).build().unwrap();
@@ -34,7 +34,7 @@ fn a_long_sequence_costs_short_ones_nothing() {
         commit(&mut cache, &inputs);
         // Slots and positions of a million tokens are 8 MB.
         assert!(cache.plan_bytes() < 32 << 20, "{} bytes", cache.plan_bytes());
-        // One token each: what the long step took has gone.
+        // One token each: the memory of the long step is freed.
         inputs.truncate(1000);
         inputs.push(StepInput::count(LONG, 1));
         (0..2).for_each(|_| drop(cache.begin_step(&inputs).unwrap()));
@@ -61,7 +61,7 @@ fn sequences_that_ended_keep_no_memory() {
         assert!(cache.history_bytes() > 4 * 250_000);
         cache.release(id).unwrap();
         cache.release(SEQ[2]).unwrap();
-        // Two steps, because the first does not know yet that the long one is over.
+        // Two steps, because the first does not know yet that the long one has ended.
         (0..2).for_each(|_| drop(cache.begin_step(&[StepInput::count(SEQ[0], 1)]).unwrap()));
         let after = (cache.plan_bytes(), cache.history_bytes());
         assert!(after.0 < before.0 + (256 << 10), "{after:?}, {before:?} before");
@@ -80,7 +80,7 @@ fn a_fork_copies_few_token_ids_however_long_it_is() {
         let before = cache.history_bytes();
         cache.fork(SEQ[0], SEQ[1]).unwrap();
         added.push(cache.history_bytes() - before);
-        // A block shared by both is written by neither.
+        // Neither writes a block that both share.
         commit(&mut cache, &[StepInput::tokens(SEQ[1], &[1, 2, 3])]);
         assert_eq!(cache.seq_len(SEQ[0]), Some(len));
         check_invariants(&cache);

@@ -1,4 +1,4 @@
-//! Windows that keep more than they show, so that sequences can be cut back.
+//! Windows with slack: they keep more than queries see, so that sequences can be truncated.
 use super::*;
 
 fn window(slack: u32, num_blocks: u32) -> KvCache<NullBackend> {
@@ -7,7 +7,7 @@ fn window(slack: u32, num_blocks: u32) -> KvCache<NullBackend> {
     KvCache::new(NullBackend::new(), spec.build().unwrap()).unwrap()
 }
 
-/// Grows to `len` tokens, `chunk` a step.
+/// Grows to `len` tokens, `chunk` per step.
 fn grow(cache: &mut KvCache<NullBackend>, len: u32, chunk: u32) {
     while let Some(rest) = len.checked_sub(cache.seq_len(SEQ[0]).unwrap()).filter(|n| *n > 0) {
         append(cache, &[(SEQ[0], chunk.min(rest))]).unwrap();
@@ -15,7 +15,7 @@ fn grow(cache: &mut KvCache<NullBackend>, len: u32, chunk: u32) {
 }
 
 #[test]
-fn a_sequence_is_cut_back_by_the_slack() {
+fn a_sequence_is_truncated_by_the_slack() {
     for slack in [0, 1, 4, 9, 30] {
         for chunk in [1, 3, 8] {
             for len in [5, 17, 40, 61] {
@@ -26,7 +26,7 @@ fn a_sequence_is_cut_back_by_the_slack() {
                 cache.truncate(SEQ[0], shortest).unwrap();
                 assert_eq!(cache.seq_len(SEQ[0]), Some(shortest));
                 check_invariants(&cache);
-                // What it is cut back to is whole: a query there sees its window.
+                // The truncated sequence is complete: a query there sees its window.
                 let query = [StepInput::query(SEQ[0], 1)];
                 if shortest > 0 {
                     drop(cache.begin_step(&query).unwrap());
@@ -38,7 +38,7 @@ fn a_sequence_is_cut_back_by_the_slack() {
 }
 
 #[test]
-fn a_cut_beyond_the_slack_is_refused_and_changes_nothing() {
+fn a_truncation_beyond_the_slack_is_refused_and_changes_nothing() {
     let mut cache = window(8, 40);
     start(&mut cache, SEQ[0]);
     grow(&mut cache, 60, 1);
@@ -48,13 +48,13 @@ fn a_cut_beyond_the_slack_is_refused_and_changes_nothing() {
         panic!("{refused}")
     };
     assert_eq!(books(&cache), before);
-    // The first token that is kept, and the window before the next, say how far it can go.
+    // The first kept token and the window before the next give the shortest length.
     assert!(cache.truncate(SEQ[0], kept + 5).is_err());
     cache.truncate(SEQ[0], kept + 6).unwrap();
 }
 
 #[test]
-fn blocks_of_the_slack_are_asked_for() {
+fn blocks_of_the_slack_are_counted() {
     for slack in [0, 3, 10] {
         let spec = window(slack, 40).spec().groups()[0].clone();
         for chunk in [1, 5] {

@@ -1,14 +1,14 @@
-//! Sequences with tokens that take several slots.
+//! Sequences with 16-bit rows, which take several slots.
 use proptest::prelude::*;
 
-use super::lives::{live, operation};
+use super::stateful::{operation, run_operations};
 use super::*;
 use crate::{KeyMean, KvFormat, ScaleGroup, Scaling, Slot, SpecError};
 
 const INT8: KvFormat = KvFormat::Int8(Scaling::Row);
 const L4: KvFormat = KvFormat::L4(ScaleGroup::Row);
 
-/// Wide rows of 2 slots in blocks of 2 and of 3, where the second wastes one.
+/// Creates groups with 16-bit rows of 2 slots in blocks of 2 and of 3, where the second wastes one.
 fn wide(wipe: bool, full_precision_prefix: u32, tail: bool) -> KvCache<NullBackend> {
     let (first, second) = if tail { (24, 20) } else { (12, 8) };
     let spec = CacheSpec::builder()
@@ -27,20 +27,20 @@ fn wide(wipe: bool, full_precision_prefix: u32, tail: bool) -> KvCache<NullBacke
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
     #[test]
-    fn random_lives_with_wide_rows_keep_the_books(
+    fn random_operations_with_a_prefix_keep_the_state_consistent(
         operations in prop::collection::vec(operation(), 1..60),
         wipe in any::<bool>(),
     ) {
-        live(&mut wide(wipe, 3, false), &operations);
+        run_operations(&mut wide(wipe, 3, false), &operations);
     }
 
     #[test]
-    fn random_lives_with_tails_keep_the_books(
+    fn random_operations_with_tails_keep_the_state_consistent(
         operations in prop::collection::vec(operation(), 1..60),
         wipe in any::<bool>(),
         full_precision_prefix in 0..4_u32,
     ) {
-        live(&mut wide(wipe, full_precision_prefix, true), &operations);
+        run_operations(&mut wide(wipe, full_precision_prefix, true), &operations);
     }
 }
 
@@ -49,7 +49,8 @@ fn wide_rows_take_their_slots_and_no_more() {
     let mut cache = wide(false, 3, false);
     start(&mut cache, SEQ[0]);
     append(&mut cache, &[(SEQ[0], 5)]).unwrap();
-    // 3 wide rows of 2 slots and 2 tokens: 8 slots; in blocks of 3 a wide row each, then 2 tokens.
+    // 3 rows of the prefix with 2 slots and 2 tokens: 8 slots; in blocks of 3, one row per block,
+    // then 2 tokens.
     assert_eq!(cache.block_table(SEQ[0], GroupId(0)).unwrap().len(), 4);
     assert_eq!(cache.block_table(SEQ[0], GroupId(1)).unwrap().len(), 4);
     let step = cache.begin_step(&[StepInput::count(SEQ[0], 2)]).unwrap();
@@ -66,7 +67,7 @@ fn a_fork_inside_the_prefix_copies_its_slots() {
     cache.fork(SEQ[0], SEQ[1]).unwrap();
     cache.truncate(SEQ[1], 1).unwrap();
     let used = cache.usage().blocks_used;
-    // The next wide row begins a block of its own, so nothing is shared where it is written.
+    // The next row of the prefix begins a new block, so no shared block is written.
     append(&mut cache, &[(SEQ[1], 1)]).unwrap();
     assert_eq!(cache.usage().blocks_used, used + 2);
     assert_eq!(cache.seq_len(SEQ[0]), Some(4));
@@ -78,7 +79,7 @@ fn the_spec_accounts_for_wide_rows() {
         let builder = CacheSpec::builder().layers(2).kv_heads(2).head_dim(128).formats(L4, L4);
         builder.full_precision_prefix(full_precision_prefix).paged(16, 100).build().unwrap()
     };
-    // 256 bytes in 16 bits, 66 as codes: 4 slots a wide row, so 4 of them fill a block.
+    // 256 bytes in 16 bits, 66 quantised: 4 slots per row, so 4 rows of the prefix fill a block.
     let with = spec(4);
     assert_eq!(with.groups()[0].slot_map().wide_slots(), 4);
     assert_eq!((with.sequences_that_fit(20), spec(0).sequences_that_fit(20)), (50, 50));
@@ -102,7 +103,7 @@ fn the_spec_accounts_for_wide_rows() {
         matches!(refused, SpecError::Conflict { what: "full_precision_prefix", .. }),
         "{refused}"
     );
-    // Rows of 16 bits have no use for them.
+    // Unquantised rows do not need them.
     let plain = CacheSpec::builder()
         .layers(1)
         .kv_heads(1)
@@ -112,7 +113,7 @@ fn the_spec_accounts_for_wide_rows() {
     assert_eq!(plain.build().unwrap().groups()[0].slot_map().full_precision_prefix(), 0);
 }
 
-/// Blocks of 4 in which a wide row takes 2 slots: a tail of 2 blocks.
+/// Creates a cache with blocks of 4 in which a 16-bit row takes 2 slots: a tail of 2 blocks.
 fn tailed(num_blocks: u32) -> KvCache<NullBackend> {
     let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(32).format(INT8).tail(true);
     let spec = spec.key_mean(KeyMean::PerBlock).paged(4, num_blocks).build().unwrap();
@@ -124,7 +125,7 @@ fn table(cache: &KvCache<NullBackend>) -> Vec<u32> {
 }
 
 #[test]
-fn a_full_block_lets_its_tail_go_at_the_commit() {
+fn a_full_block_releases_its_tail_at_commit() {
     let mut cache = tailed(8);
     start(&mut cache, SEQ[0]);
     append(&mut cache, &[(SEQ[0], 3)]).unwrap();
@@ -146,7 +147,7 @@ fn a_full_block_lets_its_tail_go_at_the_commit() {
 }
 
 #[test]
-fn a_step_that_never_happened_leaves_the_tail() {
+fn a_rolled_back_step_leaves_the_tail() {
     let mut cache = tailed(8);
     start(&mut cache, SEQ[0]);
     append(&mut cache, &[(SEQ[0], 7)]).unwrap();
@@ -161,7 +162,7 @@ fn a_step_that_never_happened_leaves_the_tail() {
 }
 
 #[test]
-fn a_cut_into_codes_goes_on_with_codes() {
+fn a_truncation_inside_codes_continues_with_codes() {
     let mut cache = tailed(8);
     start(&mut cache, SEQ[0]);
     append(&mut cache, &[(SEQ[0], 9)]).unwrap();
@@ -183,7 +184,7 @@ fn forks_share_a_tail_until_one_writes() {
     append(&mut cache, &[(SEQ[0], 7)]).unwrap();
     cache.fork(SEQ[0], SEQ[1]).unwrap();
     assert_eq!(cache.usage().blocks_used, 3);
-    // The child fills the block: it reads the shared tail and writes none of it.
+    // The child fills the block: it reads the shared tail and does not write to it.
     append(&mut cache, &[(SEQ[1], 1)]).unwrap();
     assert_eq!(cache.usage().blocks_used, 4);
     assert_eq!((cache.seq_len(SEQ[0]), cache.seq_len(SEQ[1])), (Some(7), Some(8)));
@@ -203,7 +204,7 @@ fn a_reserve_serves_every_step_with_a_tail() {
 }
 
 #[test]
-fn a_tail_that_becomes_codes_is_found_behind_reserved_blocks() {
+fn a_tail_being_quantised_lies_after_reserved_blocks() {
     for reserve in [0, 6, 24] {
         let mut cache = tailed(11);
         cache.start(SEQ[0], &[], StartOptions::default().with_reserve(reserve)).unwrap();
@@ -236,13 +237,13 @@ fn a_tail_needs_blocks() {
     assert_eq!((means.max_seq_len(), means.sequences_that_fit(28)), (28, 1));
 }
 
-/// Tokens of sequences of 1,024 that a pool of `bytes` takes until it is full.
+/// Returns the tokens of sequences of 1,024 that a pool of `bytes` holds.
 fn tokens_within(bytes: u64, format: KvFormat, full_precision_prefix: u32) -> u32 {
     let within = |bytes| {
         let spec = CacheSpec::builder().layers(4).kv_heads(8).head_dim(128).format(format);
         spec.full_precision_prefix(full_precision_prefix).paged_within(16, bytes).build().unwrap()
     };
-    // Constants are the same for any pool.
+    // Constants do not depend on the pool.
     let spec = within(bytes - within(bytes).memory().bytes_constants);
     assert!(spec.memory().bytes_total + spec.memory().bytes_constants <= bytes);
     let mut cache = KvCache::new(NullBackend::new(), spec).unwrap();

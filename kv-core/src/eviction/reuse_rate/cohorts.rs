@@ -1,8 +1,8 @@
-//! Contents that were used in the same request age together.
+//! Cohorts: contents that were used in the same request age together.
 //!
-//! A request leaves one *cohort* for each class of the contents that it let go of, which counts
-//! them, and lists the candidates that are ranked as that class. It is over when its request is so
-//! long ago that age says nothing more; candidates wait in one list a rank then.
+//! A request creates one *cohort* for each class of the contents that it releases. The cohort
+//! counts them and lists the candidates that are ranked as that class. It is dissolved when its
+//! request is so old that age has no meaning any more; candidates then wait in one list per rank.
 use crate::eviction::lists::{BitSet, Lists};
 use crate::eviction::reuse_rate::rates::{
     NUM_BINS, NUM_CLASSES, Rates, bin_begin, bin_of, num_numbers, number,
@@ -11,13 +11,13 @@ use crate::eviction::reuse_rate::rates::{
 use crate::num::list_bytes;
 use crate::num::{to_u32, to_usize};
 
-/// Requests after which age says nothing more: where the last bin begins.
+/// Requests after which age has no meaning any more: where the last bin begins.
 const REQUESTS: u32 = 16_384;
 
-/// The bin of all that is older.
+/// The bin of everything older.
 const LAST_BIN: u8 = 28;
 
-/// No cohort.
+/// Not a cohort.
 const NONE: u32 = u32::MAX;
 
 #[derive(Debug, Clone, Copy)]
@@ -25,7 +25,7 @@ struct Cohort {
     /// The class that is counted, and the rank of the candidates.
     class: u8,
     bin: u8,
-    /// The request after which its contents were idle.
+    /// The request after which its contents became idle.
     since: u32,
     /// Contents of the class, evicted ones included.
     len: u32,
@@ -33,20 +33,20 @@ struct Cohort {
     next: u32,
 }
 
-/// Candidates by the rate of their reuse, and the counts of all contents that age.
+/// Candidates by the rate of their reuse, and the counts of all ageing contents.
 #[derive(Debug, Clone)]
 pub(super) struct Cohorts {
     all: Vec<Cohort>,
     free: u32,
     /// First cohort of each of the last requests.
     of_request: Vec<u32>,
-    /// Blocks: older than all bins by rank, of levels, then by cohort.
+    /// Blocks: first those older than all bins by rank, then by level, then by cohort.
     candidates: Lists,
-    /// Cohorts with candidates by (rank, bin), the oldest first, and some that had.
+    /// Cohorts with candidates by (rank, bin), the oldest first, and some that had candidates.
     with_candidates: Lists,
-    /// Places in the order of rates at which there may be a candidate.
+    /// Positions in the order of rates at which there may be a candidate.
     filled: BitSet,
-    /// The place of each (rank, bin), and the (rank, bin) of each place.
+    /// The position of each (rank, bin), and the (rank, bin) of each position.
     place: Vec<u32>,
     at_place: Vec<u32>,
     /// Levels at which there may be a candidate.
@@ -54,7 +54,7 @@ pub(super) struct Cohorts {
     now: u32,
 }
 
-/// Lists of candidates before those of cohorts: one a rank, and one a level.
+/// Lists of candidates before those of cohorts: one per rank, and one per level.
 const LEVELS: u32 = 98;
 const COHORTS: u32 = LEVELS + 256;
 const _: () = assert!(to_usize(LEVELS) == NUM_CLASSES, "the ranks come first");
@@ -76,7 +76,7 @@ impl Cohorts {
         }
     }
 
-    /// Memory that it has taken from the host.
+    /// Returns the bytes of host memory.
     #[cfg(test)]
     pub(super) fn host_bytes(&self) -> usize {
         let numbers = [&self.of_request, &self.place, &self.at_place].map(list_bytes);
@@ -88,11 +88,11 @@ impl Cohorts {
         self.all.get(to_usize(cohort))
     }
 
-    /// Requests since content was idle.
+    /// Returns the number of requests since content became idle.
     pub(super) fn age(&self, since: u32) -> u32 {
         self.now.wrapping_sub(since)
     }
-    /// The request that runs.
+    /// Returns the current request.
     pub(super) fn now(&self) -> u32 {
         self.now
     }
@@ -114,7 +114,7 @@ impl Cohorts {
         None
     }
 
-    /// The cohort of a request, which is made if there is none.
+    /// Returns the cohort of a request, which is created if necessary.
     fn find_or_add(&mut self, since: u32, class: u8) -> u32 {
         if let Some(cohort) = self.find(since, class) {
             return cohort;
@@ -135,7 +135,7 @@ impl Cohorts {
         at
     }
 
-    /// Counts a content of a class into the request that runs.
+    /// Counts a content of a class in the current request.
     pub(super) fn enter(&mut self, class: u8) {
         let cohort = self.find_or_add(self.now, class);
         if let Some(cohort) = self.all.get_mut(to_usize(cohort)) {
@@ -143,7 +143,7 @@ impl Cohorts {
         }
     }
 
-    /// A content does not age any more.
+    /// Removes a content that does not age any more.
     pub(super) fn leave(&mut self, class: u8, since: u32) {
         if let Some(at) = self.find(since, class)
             && let Some(cohort) = self.all.get_mut(to_usize(at))
@@ -152,7 +152,7 @@ impl Cohorts {
         }
     }
 
-    /// Makes a block a candidate by its rank and age.
+    /// Makes a block a candidate by rank and age.
     pub(super) fn push(&mut self, block: u32, rank: u8, since: u32) {
         if self.age(since) >= REQUESTS {
             self.candidates.push_back(u32::from(rank), block);
@@ -168,13 +168,13 @@ impl Cohorts {
         }
     }
 
-    /// Makes a block a candidate by its level.
+    /// Makes a block a candidate by level.
     pub(super) fn push_level(&mut self, block: u32, level: u8) {
         self.candidates.push_back(LEVELS.saturating_add(level.into()), block);
         self.levels.set(level.into(), true);
     }
 
-    /// A block is no candidate any more.
+    /// Removes a candidate.
     pub(super) fn remove(&mut self, block: u32) {
         self.candidates.remove(block);
     }
@@ -185,7 +185,7 @@ impl Cohorts {
         }
     }
 
-    /// A request begins: cohorts that are old enough go on to the next bin.
+    /// Begins a request: cohorts that are old enough move to the next bin.
     pub(super) fn advance(&mut self, rates: &mut Rates) {
         self.now = self.now.wrapping_add(1);
         for bin in 1..=LAST_BIN {
@@ -227,12 +227,12 @@ impl Cohorts {
     fn end(&mut self, at: u32) {
         if let Some(cohort) = self.all.get_mut(to_usize(at)) {
             cohort.next = std::mem::replace(&mut self.free, at);
-            // Of no request.
+            // It belongs to no request any more.
             cohort.since = self.now;
         }
     }
 
-    /// The candidate that goes first by rank and age.
+    /// Returns the first candidate by rank and age.
     pub(super) fn first_by_rate(&mut self) -> Option<u32> {
         loop {
             let place = self.filled.first()?;
@@ -245,7 +245,7 @@ impl Cohorts {
         }
     }
 
-    /// The candidate of a (rank, bin) that goes first.
+    /// Returns the first candidate of a (rank, bin).
     fn front(&mut self, number: u32) -> Option<u32> {
         let (rank, bin) = (number / NUMBERS_PER_RANK, number % NUMBERS_PER_RANK);
         if bin == u32::from(LAST_BIN) {
@@ -261,7 +261,7 @@ impl Cohorts {
         None
     }
 
-    /// The candidate that goes first by its level, and the level.
+    /// Returns the first candidate by level, and the level.
     pub(super) fn first_by_level(&mut self) -> Option<(u8, u32)> {
         loop {
             let level = self.levels.first()?;
@@ -272,7 +272,7 @@ impl Cohorts {
         }
     }
 
-    /// Takes over a new order of rates, which names every (rank, bin) in use.
+    /// Installs a new order of rates, which contains every (rank, bin) in use.
     pub(super) fn rank(&mut self, order: &[(f32, u32)]) {
         self.filled.clear();
         self.at_place.clear();
@@ -289,11 +289,11 @@ impl Cohorts {
     }
 }
 
-/// Numbers of (rank, bin) that belong to one rank.
+/// Numbers of (rank, bin) per rank.
 const NUMBERS_PER_RANK: u32 = 29;
 const _: () = assert!(to_usize(NUMBERS_PER_RANK) == NUM_BINS, "a number for each bin");
 
-/// A number of contents; more than 65535 at once count as that many.
+/// Converts a number of contents; more than 65535 count as that many.
 fn count(len: u32) -> f32 {
     f32::from(u16::try_from(len).unwrap_or(u16::MAX))
 }
@@ -303,7 +303,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_bin_is_for_all_that_is_older() {
+    fn the_last_bin_holds_everything_older() {
         assert_eq!(usize::from(LAST_BIN) + 1, NUM_BINS);
         assert_eq!(bin_begin(LAST_BIN), REQUESTS);
     }
@@ -330,7 +330,7 @@ mod tests {
         for block in 0..4 {
             cohorts.push(block, 5, cohorts.now());
             (0..10_000).for_each(|_| cohorts.advance(&mut rates));
-            cohorts.rank(rates.learn());
+            cohorts.rank(rates.recompute());
         }
         let order: Vec<_> = std::iter::from_fn(|| {
             let block = cohorts.first_by_rate()?;
@@ -339,7 +339,7 @@ mod tests {
         })
         .collect();
         assert_eq!(order.len(), 4);
-        // Blocks 0 to 2 are of the last bin, where age says nothing more.
+        // Blocks 0 to 2 are in the last bin, where age has no meaning.
         let old: Vec<_> = order.into_iter().filter(|block| *block < 3).collect();
         assert_eq!(old, [0, 1, 2]);
     }

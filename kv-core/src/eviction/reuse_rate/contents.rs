@@ -1,40 +1,39 @@
-//! What is remembered of contents, for some time after their eviction too.
+//! Statistics of contents, kept for some time after their eviction.
 //!
-//! A policy pays for what it remembers with memory of the host, five contents a block: so they are
-//! numbered, blocks first and then those that are gone, and each field is an array as narrow as it
-//! can be.
+//! They cost host memory, for five contents per block. So contents are numbered, blocks first and
+//! then evicted ones, and each field is an array of the narrowest possible type.
 use crate::eviction::reuse_rate::rates;
 #[cfg(test)]
 use crate::num::list_bytes;
 use crate::num::{to_u32, to_usize};
 use crate::reuse::BlockKey;
 
-/// Contents remembered for each block of the pool, besides those that are in blocks.
+/// Evicted contents remembered per block of the pool.
 const GONE_PER_BLOCK: u32 = 4;
 
-/// Nothing: a content that is in no chain of names.
+/// A content in no chain.
 const NONE: u32 = u32::MAX;
 
-/// The class of content that somebody uses, which does not age.
+/// The class of content in use, which does not age.
 const IN_USE: u8 = u8::MAX;
 
-/// Tells the end of a chain, which names its bucket, from a content.
+/// Marks the end of a chain, which names its bucket.
 const END: u32 = 1 << 31;
 
-/// What is known of the content of one block.
+/// Statistics of the content of one block.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Held {
-    /// The low half of the content's name, and of that before it; 0 for none. A collision spoils a
-    /// guess, nothing else.
+    /// The low half of the content's key, and of the one before it; 0 for none. A collision makes
+    /// an estimate worse, nothing else.
     pub(super) key: u32,
     pub(super) parent: u32,
-    /// The request after which it was idle.
+    /// The request after which it became idle.
     pub(super) since: u32,
-    /// By what it is counted, and by what it is ranked, while it is idle.
+    /// The class it is counted in, and the class it is ranked by, while it is idle.
     class: u8,
     pub(super) rank: u8,
     pub(super) uses: u8,
-    /// How often a longer prompt followed on one that ended here or before; 0 for a block without
+    /// How often a longer prompt continued one that ended here or before; 0 for a block without
     /// content.
     pub(super) turn: u8,
 }
@@ -42,7 +41,7 @@ pub(super) struct Held {
 const EMPTY: Held = Held { key: 0, parent: 0, since: 0, class: IN_USE, rank: 0, uses: 0, turn: 0 };
 
 impl Held {
-    /// Content that somebody uses.
+    /// Creates the statistics of content in use.
     pub(super) fn new((key, parent): (u64, Option<u64>), uses: u8, turn: u8) -> Self {
         let (key, parent) = (low(key), parent.map_or(0, low));
         Self { key, parent, uses, turn: turn.max(1), ..EMPTY }
@@ -50,7 +49,7 @@ impl Held {
     pub(super) fn is_named(&self, key: u64) -> bool {
         self.key == low(key)
     }
-    /// The class it ages in, while it is idle.
+    /// Returns the class it ages in, while it is idle.
     pub(super) fn class(&self) -> Option<u8> {
         (self.class != IN_USE).then_some(self.class)
     }
@@ -59,19 +58,19 @@ impl Held {
     }
 }
 
-/// What is remembered of content that is in no block.
+/// Statistics of evicted content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Gone {
-    /// The class it ages in and since when; `None` where it was lost in use.
+    /// The class it ages in and since when; `None` if it was lost while in use.
     pub(super) age: Option<(u8, u32)>,
     pub(super) uses: u8,
     pub(super) turn: u8,
 }
 
-/// The most uses and turns that are told apart once content is gone: more are of one grade.
+/// Largest counts of uses and turns kept for evicted content.
 const COUNT_MAX: u8 = 31;
 
-/// Uses, turn and class of content that is gone, in 16 bits.
+/// Uses, turn and class of evicted content, in 16 bits.
 #[derive(Debug, Clone, Copy)]
 struct Packed(u16);
 
@@ -97,26 +96,26 @@ impl Packed {
     }
 }
 
-/// Where a content is.
+/// The place of a content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Place {
     Block(u32),
     Gone(u32),
 }
 
-/// All contents: a fixed number, so that the longest gone is forgotten for a new one.
+/// All contents: a fixed number, so that the one evicted longest ago is forgotten for a new one.
 #[derive(Debug, Clone)]
 pub(super) struct Contents {
     held: Vec<Held>,
     gone_key: Vec<u32>,
     gone_since: Vec<u32>,
     gone: Vec<Packed>,
-    /// The longest gone, and how many are behind it, in a ring.
+    /// The one evicted longest ago, and the number of evicted ones, in a ring.
     oldest: u32,
     num_gone: u32,
-    /// First content of each bucket of names.
+    /// First content of each hash bucket.
     buckets: Vec<u32>,
-    /// The next content in the chain of a bucket, blocks first, then what is gone.
+    /// The next content in the chain of a bucket; blocks first, then evicted ones.
     next: Vec<u32>,
 }
 
@@ -138,7 +137,7 @@ impl Contents {
         }
     }
 
-    /// Memory that it has taken from the host.
+    /// Returns the bytes of host memory.
     #[cfg(test)]
     pub(super) fn host_bytes(&self) -> usize {
         let numbers = [&self.gone_key, &self.gone_since, &self.buckets, &self.next];
@@ -146,7 +145,7 @@ impl Contents {
         numbers.map(list_bytes).iter().chain(&others).sum()
     }
 
-    /// Contents that can be remembered.
+    /// Returns the number of contents that can be remembered.
     #[cfg(test)]
     pub(super) fn capacity(&self) -> u32 {
         to_u32(self.next.len())
@@ -156,14 +155,14 @@ impl Contents {
         to_u32(self.held.len())
     }
 
-    /// What a block holds.
+    /// Returns the content of a block.
     pub(super) fn held(&self, block: u32) -> Option<Held> {
         self.held.get(to_usize(block)).copied().filter(|held| held.turn > 0)
     }
     pub(super) fn held_mut(&mut self, block: u32) -> Option<&mut Held> {
         self.held.get_mut(to_usize(block)).filter(|held| held.turn > 0)
     }
-    /// What is remembered of a content that is gone.
+    /// Returns the statistics of an evicted content.
     pub(super) fn gone(&self, at: u32) -> Gone {
         let packed = self.gone.get(to_usize(at)).copied().unwrap_or(Packed(0));
         let since = self.gone_since.get(to_usize(at)).copied().unwrap_or(0);
@@ -171,7 +170,7 @@ impl Contents {
         Gone { age, uses: packed.uses(), turn: packed.turn() }
     }
 
-    /// The content of this name.
+    /// Finds the content of this key.
     pub(super) fn find(&self, key: u64) -> Option<Place> {
         let mut at = self.first(self.bucket(key));
         while at & END == 0 {
@@ -184,7 +183,8 @@ impl Contents {
         None
     }
 
-    /// Puts new content into a block without any; found by its name unless other content is.
+    /// Inserts new content in a block without any; it can be found unless other content has its
+    /// key.
     pub(super) fn insert(&mut self, block: u32, key: u64, new: Held) {
         let is_known = self.find(key).is_some();
         if let Some(slot) = self.held.get_mut(to_usize(block)) {
@@ -195,8 +195,8 @@ impl Contents {
         }
     }
 
-    /// Takes the content out of a block and remembers it. Answers with what has to be forgotten for
-    /// it: the longest gone, or the content itself where another one has its name.
+    /// Removes the content of a block and remembers it. Returns what is forgotten for it: the one
+    /// evicted longest ago, or the content itself if another one has its key.
     pub(super) fn remove(&mut self, block: u32) -> Option<Gone> {
         let held = self.held(block)?;
         if let Some(slot) = self.held.get_mut(to_usize(block)) {
@@ -221,7 +221,7 @@ impl Contents {
         forgotten
     }
 
-    /// Forgets a content that is gone; the oldest takes its place, which keeps the others together.
+    /// Forgets an evicted content; the oldest moves to its place, which keeps the others together.
     pub(super) fn forget(&mut self, at: u32) {
         let num_blocks = self.num_blocks();
         self.unlink(num_blocks.saturating_add(at));
@@ -247,7 +247,7 @@ impl Contents {
         }
     }
 
-    /// A place in the ring of what is gone.
+    /// Returns an index in the ring of evicted contents.
     fn wrap(&self, at: u32) -> u32 {
         at.checked_rem(to_u32(self.gone.len())).unwrap_or(0)
     }
@@ -259,7 +259,7 @@ impl Contents {
         }
     }
 
-    /// The high half of a name decides the bucket, the low half is compared.
+    /// Returns the bucket by the high half of a key; the low half is compared.
     fn bucket(&self, key: u64) -> u32 {
         let buckets = u64::from(to_u32(self.buckets.len()));
         u32::try_from((key >> 32).wrapping_mul(buckets) >> 32).unwrap_or(0)
@@ -278,7 +278,7 @@ impl Contents {
         }
     }
 
-    /// Takes a content out of its chain, whose bucket the end of the chain tells.
+    /// Removes a content from its chain; the end of the chain names the bucket.
     fn unlink(&mut self, at: u32) -> u32 {
         let after = self.next(at);
         assert!(after != NONE, "content {at} is found by its name");
@@ -308,7 +308,7 @@ impl Contents {
     }
 }
 
-/// A key cut to 64 bits, never 0; tests have keys that are no hashes.
+/// Truncates a key to 64 bits, never 0; tests use keys that are not hashes.
 pub(super) fn short_key(key: BlockKey) -> u64 {
     let [low, high] = [key.0, key.0 >> 64].map(|half| u64::try_from(half & MASK).unwrap_or(0));
     (low ^ high.rotate_left(32)).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1
@@ -325,7 +325,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_gone_keeps_its_class() {
+    fn evicted_contents_keep_their_class() {
         for (uses, turn) in [(1, 1), (2, 1), (5, 9), (30, 4), (200, 250)] {
             for is_last in [false, true] {
                 let class = rates::class(uses, turn, is_last);
@@ -339,7 +339,7 @@ mod tests {
 
     /// Against a list that is searched from end to end.
     #[test]
-    fn contents_are_found_by_their_names_until_they_are_forgotten() {
+    fn contents_are_found_by_key_until_they_are_forgotten() {
         let mut contents = Contents::new(3);
         let mut blocks: Vec<Option<u64>> = vec![None; 3];
         let mut gone: Vec<u64> = Vec::new();

@@ -1,17 +1,20 @@
-//! The content that will be missed least goes first: the default policy.
+//! Eviction by expected reuse: the default policy.
 //!
-//! How soon content is used again is counted by *class* (was it the end of a sequence, how often
-//! was it used, in which turn of a conversation) and by *age* in requests. From these counts
-//! follows for each class and age the most uses per request of waiting that keeping such a block
-//! may bring: the Gittins index of a job that ends with the next use. The candidate with the least
-//! index goes. In a busy conversation service this keeps content through the pause in which nobody
-//! has read the answer yet, and gives up first turns before tenth turns; with one class, or where
-//! the chance falls with age, it is least recently used first.
+//! The time to reuse is counted by *class* of content (whether a sequence ended with it, how often
+//! it was used, its turn in a conversation) and by *age* in requests. For each class and age these
+//! counts give the highest rate of uses per request of waiting that keeping such a block may bring:
+//! the Gittins index of a job that ends with the next use. The candidate with the lowest index is
+//! evicted. In a busy conversation service this keeps content through the pause in which the user
+//! reads the answer, and evicts first turns before tenth turns. With one class, or if the chance of
+//! reuse falls with age, it is LRU.
 //!
-//! Counts are taken of content that was evicted too, as long as it is remembered, so they do not
-//! depend on what the policy did. As long as little was seen of a class, it is taken to be used as
-//! all classes are at each age, more or less often by one factor; and an age that nobody has
-//! reached to be like the age before.
+//! Evicted content is counted too while it is remembered, so the counts do not depend on the
+//! policy's choices. A class with few observations is assumed to be used like all classes at each
+//! age, times one factor; an age without observations is assumed to be like the age before.
+//!
+//! # Source
+//! Beckmann, Chen, Cidon, *LHD: Improving Cache Hit Rate by Maximizing Hit Density* (2018), for
+//! hits per space and time; Gittins, *Bandit Processes and Dynamic Allocation Indices* (1979).
 //!
 //! # Source
 //! Beckmann, Chen, Cidon, *LHD: Improving Cache Hit Rate by Maximizing Hit Density* (2018), for
@@ -30,17 +33,17 @@ use crate::eviction::priority::Levels;
 use crate::eviction::{BlockInfo, Clock, EvictionPolicy, Priority};
 use crate::ids::BlockId;
 
-/// Conclusions are drawn again after one in so many of the requests there were, but no more seldom
-/// than after so many requests.
-const LESSON_SHARE: u32 = 32;
-const REQUESTS_PER_LESSON_MAX: u32 = 128;
+/// Rates are recomputed after 1/32 of the requests so far, but at least every 128 requests.
+const RECOMPUTE_SHARE: u32 = 32;
+const RECOMPUTE_INTERVAL_MAX: u32 = 128;
 
-/// Least expected use per room and time first, among the blocks of the default priority; those of
-/// lower levels go before, those of higher levels after them, least recently used first.
+/// Evicts the block with the lowest expected use per space and time first, among the blocks of the
+/// default priority. Blocks of lower levels are evicted before them, those of higher levels after
+/// them, least recently used first.
 ///
-/// Each call takes O(1), or O(log n) with durations of priorities, a request further time that
-/// depends on its own blocks and the numbers of classes and ages. Contents are remembered up to
-/// four times the number of blocks after they are gone; 95 bytes for each block, allocated at once,
+/// Each call takes O(1), or O(log n) with durations of priorities; the beginning of a request takes
+/// additional time that depends on its own blocks and the numbers of classes and ages. Up to four
+/// evicted contents per block are remembered. It takes 95 bytes for each block, allocated at once,
 /// and some for each of the last 16,384 requests.
 #[derive(Debug)]
 pub struct ReuseRate {
@@ -48,40 +51,40 @@ pub struct ReuseRate {
     contents: Contents,
     cohorts: Cohorts,
     rates: Rates,
-    /// Until conclusions are drawn.
-    requests_to_lesson: u32,
+    /// Requests until rates are recomputed.
+    requests_to_recompute: u32,
     released: Released,
     /// The latest new content and its block: often the parent of the next.
     stored: Option<(u64, u32)>,
 }
 
-/// The block released last, to know the next one as the block before it.
+/// The block released last, to recognise the next one as its predecessor.
 #[derive(Debug, Clone, Copy, Default)]
 struct Released {
-    /// The content before it.
+    /// Key of the content before it.
     parent: u32,
-    /// The latest turn of the blocks behind.
+    /// The latest turn of the blocks after it.
     turn: u8,
-    /// The class it is ranked by, unless it was the last of its sequence: those are often of no
-    /// use to anybody, and must not drag along the blocks before them.
+    /// The class it is ranked by, unless it was the last of its sequence: such blocks are often
+    /// useless, and must not affect the rank of the blocks before them.
     rank: Option<u8>,
 }
 
 impl ReuseRate {
-    /// For blocks `0..num_blocks`; durations of priorities run by `clock`.
+    /// Creates the policy for blocks `0..num_blocks`; durations of priorities use `clock`.
     pub fn new(num_blocks: u32, clock: Arc<dyn Clock>) -> Self {
         Self {
             levels: Levels::new(num_blocks, clock),
             cohorts: Cohorts::new(num_blocks),
             contents: Contents::new(num_blocks),
             rates: Rates::new(),
-            requests_to_lesson: 0,
+            requests_to_recompute: 0,
             released: Released::default(),
             stored: None,
         }
     }
 
-    /// Memory that it has taken from the host.
+    /// Returns the bytes of host memory.
     #[cfg(test)]
     pub(crate) fn host_bytes(&self) -> usize {
         let [levels, contents] = [self.levels.host_bytes(), self.contents.host_bytes()];
@@ -89,13 +92,13 @@ impl ReuseRate {
         [levels, contents, cohorts, rates].iter().sum()
     }
 
-    fn learn(&mut self) {
-        let order = self.rates.learn();
+    fn recompute(&mut self) {
+        let order = self.rates.recompute();
         self.cohorts.rank(order);
     }
 
-    /// The turn of new content behind `parent`: one more, unless its parent is as new.
-    fn turn_behind(&self, parent: Option<u64>) -> u8 {
+    /// Returns the turn of new content after `parent`: one more, unless its parent is new too.
+    fn turn_after(&self, parent: Option<u64>) -> u8 {
         let Some(key) = parent else { return 1 };
         let latest = self.stored.filter(|&(latest, block)| {
             latest == key && self.contents.held(block).is_some_and(|held| held.is_named(key))
@@ -112,7 +115,7 @@ impl ReuseRate {
         }
     }
 
-    /// A use of content that ages: counted at the age it has.
+    /// Counts a use of ageing content at its age.
     fn count_use(&mut self, age: Option<(u8, u32)>) {
         if let Some((class, since)) = age {
             self.rates.used(class, bin_of(self.cohorts.age(since)));
@@ -120,8 +123,8 @@ impl ReuseRate {
         }
     }
 
-    /// The class of a block just released, and the class to rank it by: no worse than the blocks
-    /// behind it, which are of no use without it.
+    /// Returns the class of a block just released, and the class to rank it by: no worse than the
+    /// blocks after it, which are useless without it.
     fn classify(&mut self, content: &Held) -> (u8, u8) {
         let is_last = self.released.parent != content.key;
         let turn = if is_last { content.turn } else { content.turn.max(self.released.turn) };
@@ -134,13 +137,13 @@ impl ReuseRate {
         (class, rank)
     }
 
-    /// A block is no candidate any more.
+    /// Removes a candidate.
     fn take_out(&mut self, block: u32) {
         self.levels.end(block);
         self.cohorts.remove(block);
     }
 
-    /// The block no longer holds its content.
+    /// Removes a block's content.
     fn remove(&mut self, block: u32) {
         self.take_out(block);
         let forgotten = self.contents.remove(block);
@@ -149,7 +152,7 @@ impl ReuseRate {
         }
     }
 
-    /// Makes an idle block a candidate where its level belongs.
+    /// Makes an idle block a candidate by its level.
     fn place(&mut self, block: u32, content: &Held) {
         let level = self.levels.level(block);
         if level == Priority::DEFAULT_LEVEL {
@@ -160,8 +163,8 @@ impl ReuseRate {
         self.levels.begin(block);
     }
 
-    /// The content of a block is in use again; what it was.
-    fn take_up(&mut self, block: u32) -> Option<Held> {
+    /// Marks the content of a block as in use again and returns its statistics.
+    fn mark_used(&mut self, block: u32) -> Option<Held> {
         let before = self.contents.held(block)?;
         self.take_out(block);
         let held = self.contents.held_mut(block)?;
@@ -174,11 +177,11 @@ impl ReuseRate {
 impl EvictionPolicy for ReuseRate {
     fn tick(&mut self) {
         self.cohorts.advance(&mut self.rates);
-        self.requests_to_lesson = self.requests_to_lesson.saturating_sub(1);
-        if self.requests_to_lesson == 0 {
-            let requests = self.cohorts.now() / LESSON_SHARE;
-            self.requests_to_lesson = requests.clamp(1, REQUESTS_PER_LESSON_MAX);
-            self.learn();
+        self.requests_to_recompute = self.requests_to_recompute.saturating_sub(1);
+        if self.requests_to_recompute == 0 {
+            let requests = self.cohorts.now() / RECOMPUTE_SHARE;
+            self.requests_to_recompute = requests.clamp(1, RECOMPUTE_INTERVAL_MAX);
+            self.recompute();
         }
     }
 
@@ -194,13 +197,13 @@ impl EvictionPolicy for ReuseRate {
                 self.count_use(gone.age);
                 (gone.uses.saturating_add(1), gone.turn)
             }
-            // A copy, or another content with the same name.
+            // A copy, or another content with the same key.
             Some(Place::Block(other)) => {
                 let uses = |held: Held| (held.uses.saturating_add(1), held.turn);
                 self.contents.held(other).map_or((1, 1), uses)
             }
             None => {
-                let turn = self.turn_behind(parent);
+                let turn = self.turn_after(parent);
                 self.stored = Some((key, block.0));
                 (1, turn)
             }
@@ -209,15 +212,15 @@ impl EvictionPolicy for ReuseRate {
     }
 
     fn reused(&mut self, block: BlockId) {
-        if let Some(before) = self.take_up(block.0) {
+        if let Some(before) = self.mark_used(block.0) {
             self.count_use(before.class().map(|class| (class, before.since)));
         }
     }
 
-    /// A use, but at an age that says nothing: the request may have found a part of the block, and
-    /// let go of it, just before.
+    /// Counts a use without an age: the request may have found a part of the block, and released
+    /// it, just before.
     fn computed_again(&mut self, block: BlockId) {
-        if let Some(before) = self.take_up(block.0)
+        if let Some(before) = self.mark_used(block.0)
             && let Some(class) = before.class()
         {
             self.cohorts.leave(class, before.since);
@@ -239,7 +242,7 @@ impl EvictionPolicy for ReuseRate {
             self.place(block.0, &held);
         }
         if self.rates.take_in_use(rank) {
-            self.learn();
+            self.recompute();
         }
     }
 
@@ -295,8 +298,7 @@ mod tests {
         BlockInfo { key: BlockKey(key), parent, index: 0, priority: Priority::default() }
     }
 
-    /// One request after another with a block that is never asked for again; the first ones find
-    /// the pool empty.
+    /// Runs requests with one block each that is never reused; the first ones find the pool empty.
     fn fill(policy: &mut ReuseRate, first: u128, num_blocks: u32) {
         for block in 0..num_blocks {
             policy.tick();
@@ -321,7 +323,7 @@ mod tests {
         (0..8).for_each(|_| policy.tick());
         let order: Vec<_> = std::iter::from_fn(|| policy.evict()).map(|block| block.0).collect();
         assert_eq!(order.len(), 6);
-        // The last blocks, 2 and 5, are a class of their own.
+        // The last blocks, 2 and 5, have a class of their own.
         let inside = [0..2, 3..5].map(|prompt| {
             let of_prompt = order.iter().copied().filter(|block| prompt.contains(block));
             of_prompt.collect::<Vec<_>>()
@@ -330,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_forgotten_makes_room_and_the_memory_stays_as_it_is() {
+    fn forgotten_contents_free_their_places_and_memory_is_constant() {
         let mut policy = policy(4);
         let capacity = policy.contents.capacity();
         assert_eq!(capacity, 20);
@@ -344,10 +346,10 @@ mod tests {
     }
 
     #[test]
-    fn content_that_returns_is_known_by_its_uses() {
+    fn returning_content_keeps_its_uses() {
         let mut policy = policy(2);
         fill(&mut policy, 0, 2);
-        fill(&mut policy, 10, 2); // 0 and 1 are gone, but remembered
+        fill(&mut policy, 10, 2); // 0 and 1 are evicted, but remembered
         policy.tick();
         let block = policy.evict().unwrap();
         policy.stored(block, &info(1, None));

@@ -1,17 +1,17 @@
-//! How soon content comes back, by class and age, counted as it happens.
+//! Rates of reuse by class and age, counted online.
 use std::array;
 
 #[cfg(test)]
 use crate::num::list_bytes;
 use crate::num::{to_u32, to_usize};
 
-/// Ages in requests at which the bins begin: two bins an octave.
+/// Ages in requests at which the bins begin: two bins per octave.
 const BEGIN: [u16; NUM_BINS] = [
     0, 1, 2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64, 91, 128, 181, 256, 362, 512, 724, 1024, 1448,
     2048, 2896, 4096, 5793, 8192, 11585, 16384,
 ];
 
-/// How wide each bin is; the last as wide as the age at which it begins.
+/// Width of each bin; the last is as wide as the age at which it begins.
 const WIDTH: [f32; NUM_BINS] = [
     1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 3.0, 5.0, 7.0, 9.0, 13.0, 19.0, 27.0, 37.0, 53.0, 75.0, 106.0,
     150.0, 212.0, 300.0, 424.0, 600.0, 848.0, 1200.0, 1697.0, 2399.0, 3393.0, 4799.0, 16384.0,
@@ -20,38 +20,38 @@ const WIDTH: [f32; NUM_BINS] = [
 /// Bins of age.
 pub(super) const NUM_BINS: usize = 29;
 
-/// Levels of how often content was used, and of how often its conversation went on.
+/// Grades of how often content was used, and of how often its conversation continued.
 const NUM_USES: u8 = 7;
 
-/// Classes of content: whether a sequence ends with it, its uses, the turn it is in.
+/// Classes of content: whether a sequence ends with it, its uses, its turn.
 pub(super) const NUM_CLASSES: usize = 98;
 
-/// Share of blocks that come back within one bin while nothing is known.
+/// Assumed share of blocks reused within one bin, without observations.
 const PRIOR: f32 = 0.025;
 
-/// Observations the guess for a bin of all classes is worth: that it is like the bin before. Also
-/// the uses that the guess for a class is worth: that it is like all classes.
+/// Weight, in observations, of the prior for a bin of all classes: that it is like the bin before.
+/// Also the weight, in uses, of the prior for a class: that it is like all classes.
 const GUESS: f32 = 20.0;
 
-/// Observations the guess for a bin of one class is worth. Blocks of one sequence are used
-/// together, so that many of them are one observation.
+/// Weight, in observations, of the prior for a bin of one class. Blocks of one sequence are used
+/// together, so many blocks are one observation.
 const CLASS_GUESS: f32 = 1000.0;
 
-/// Observations of a class after which all its counts are halved, so that it follows the times.
+/// Observations of a class after which all its counts are halved, so that it adapts.
 const ENOUGH: f32 = 1_048_576.0;
 
-/// The age at which a bin begins.
+/// Returns the age at which a bin begins.
 pub(super) fn bin_begin(bin: u8) -> u32 {
     BEGIN.get(usize::from(bin)).map_or(u32::MAX, |age| u32::from(*age))
 }
 
-/// The bin of an age.
+/// Returns the bin of an age.
 pub(super) fn bin_of(age: u32) -> u8 {
     let bins = BEGIN.partition_point(|begin| u32::from(*begin) <= age);
     u8::try_from(bins.saturating_sub(1)).unwrap_or(u8::MAX)
 }
 
-/// The class of content used `uses` times, in the given turn.
+/// Returns the class of content used `uses` times, in the given turn.
 pub(super) fn class(uses: u8, turn: u8, is_last: bool) -> u8 {
     let uses = grade(uses);
     let turn = grade(turn).min(NUM_USES.saturating_sub(2)).max(uses);
@@ -59,13 +59,13 @@ pub(super) fn class(uses: u8, turn: u8, is_last: bool) -> u8 {
     last.saturating_add(uses).saturating_mul(NUM_USES).saturating_add(turn)
 }
 
-/// What a class says besides the uses.
+/// Returns a class without its grade of uses.
 pub(super) fn without_uses(class: u8) -> u8 {
     let (of_uses, turn) = (class / NUM_USES, class % NUM_USES);
     (of_uses / NUM_USES).saturating_mul(NUM_USES).saturating_add(turn)
 }
 
-/// The class of content used `uses` times, of which [`without_uses`] said `rest`.
+/// Returns the class of content used `uses` times, given the result of [`without_uses`].
 pub(super) fn with_uses(rest: u8, uses: u8) -> u8 {
     let (last, turn) = (rest / NUM_USES, rest % NUM_USES);
     let of_uses = last.saturating_mul(NUM_USES).saturating_add(grade(uses));
@@ -84,21 +84,21 @@ fn grade(count: u8) -> u8 {
     }
 }
 
-/// What was seen of one class.
+/// Observations of one class.
 #[derive(Debug, Clone, Copy)]
-struct Seen {
-    /// Blocks that reached each bin of age without being used.
+struct Observations {
+    /// Blocks that reached each bin of age unused.
     reached: [f32; NUM_BINS],
-    /// Blocks that were used in it.
+    /// Blocks that were used in each bin.
     used: [f32; NUM_BINS],
-    /// Expected uses for the room a block takes, by bin: see [`Rates::rate`].
+    /// Expected uses per space, by bin: see [`Rates::rate`].
     rate: [f32; NUM_BINS],
-    /// Has the class ever held a candidate?
+    /// Whether the class has ever had a candidate.
     in_use: bool,
 }
 
-impl Seen {
-    /// Works out the rates, where `chance` is the chance of a use in each bin over all classes.
+impl Observations {
+    /// Computes the rates, where `chance` is the chance of a use in each bin over all classes.
     fn conclude(&mut self, chance: &[f32; NUM_BINS]) {
         let used: f32 = self.used.iter().sum();
         let expected: f32 = self.reached.iter().zip(chance).map(|(n, chance)| n * chance).sum();
@@ -113,32 +113,32 @@ impl Seen {
     }
 }
 
-/// Counts of reuse, and what they say about the future.
+/// Counts of reuse, and the rates that follow.
 #[derive(Debug, Clone)]
 pub(super) struct Rates {
-    classes: Vec<Seen>,
-    /// (class, bin) by number, by rising rate; only the classes in use.
+    classes: Vec<Observations>,
+    /// Numbers of (class, bin) by ascending rate; only classes in use.
     order: Vec<(f32, u32)>,
 }
 
 impl Rates {
     pub(super) fn new() -> Self {
         let zero = [0.0; NUM_BINS];
-        let seen = Seen { reached: zero, used: zero, rate: zero, in_use: false };
+        let seen = Observations { reached: zero, used: zero, rate: zero, in_use: false };
         let order = Vec::with_capacity(NUM_CLASSES.saturating_mul(NUM_BINS));
         let mut rates = Self { classes: vec![seen; NUM_CLASSES], order };
-        rates.learn();
+        rates.recompute();
         rates
     }
 
-    /// Memory that it has taken from the host.
+    /// Returns the bytes of host memory.
     #[cfg(test)]
     pub(super) fn host_bytes(&self) -> usize {
         let [classes, order] = [list_bytes(&self.classes), list_bytes(&self.order)];
         classes.saturating_add(order)
     }
 
-    /// `count` blocks have reached a bin.
+    /// Counts `count` blocks that have reached a bin.
     pub(super) fn reached(&mut self, class: u8, bin: u8, count: f32) {
         let Some(seen) = self.classes.get_mut(usize::from(class)) else { return };
         if let Some(reached) = seen.reached.get_mut(usize::from(bin)) {
@@ -150,7 +150,7 @@ impl Rates {
         }
     }
 
-    /// A block was used.
+    /// Counts a use of a block.
     pub(super) fn used(&mut self, class: u8, bin: u8) {
         let seen = self.classes.get_mut(usize::from(class));
         if let Some(used) = seen.and_then(|seen| seen.used.get_mut(usize::from(bin))) {
@@ -158,20 +158,20 @@ impl Rates {
         }
     }
 
-    /// Notes that the class holds candidates; says whether that is new.
+    /// Records that the class has candidates; returns whether that is new.
     pub(super) fn take_in_use(&mut self, class: u8) -> bool {
         let seen = self.classes.get_mut(usize::from(class));
         seen.is_some_and(|seen| !std::mem::replace(&mut seen.in_use, true))
     }
 
-    /// The most uses per request of waiting that a block of this class just used may bring.
+    /// Returns the highest rate of uses per request of waiting for a block of this class that was
+    /// just used.
     pub(super) fn rate(&self, class: u8) -> f32 {
         self.classes.get(usize::from(class)).map_or(0.0, |seen| seen.rate[0])
     }
 
-    /// Draws the conclusions from what was seen; answers with the numbers of (class, bin) by rising
-    /// rate.
-    pub(super) fn learn(&mut self) -> &[(f32, u32)] {
+    /// Recomputes the rates; returns the numbers of (class, bin) by ascending rate.
+    pub(super) fn recompute(&mut self) -> &[(f32, u32)] {
         let guess = self.of_all_classes();
         let Self { classes, order } = self;
         order.clear();
@@ -183,7 +183,7 @@ impl Rates {
                 seen.rate = unseen;
             }
         }
-        // Without the block before it nobody finds the last one.
+        // The last block cannot be found without the blocks before it.
         let (inside, last) = classes.split_at_mut(NUM_CLASSES / 2);
         for (last, inside) in last.iter_mut().zip(inside) {
             for (last, inside) in last.rate.iter_mut().zip(&inside.rate) {
@@ -198,12 +198,12 @@ impl Rates {
         order
     }
 
-    /// The chance of a use in each bin, over all classes. A bin nobody has reached is taken to be
-    /// like the one before, so that the rate falls with age where nothing is known.
+    /// Returns the chance of a use in each bin, over all classes. A bin without observations is
+    /// assumed to be like the one before, so that the rate falls with age.
     fn of_all_classes(&self) -> [f32; NUM_BINS] {
         let mut before = PRIOR;
         array::from_fn(|bin| {
-            let sum = |of: fn(&Seen) -> &[f32; NUM_BINS]| {
+            let sum = |of: fn(&Observations) -> &[f32; NUM_BINS]| {
                 self.classes.iter().filter_map(|seen| of(seen).get(bin)).sum::<f32>()
             };
             before = share(sum(|seen| &seen.used), sum(|seen| &seen.reached), before, GUESS);
@@ -212,18 +212,18 @@ impl Rates {
     }
 }
 
-/// A share of events, drawn to a guess as long as there are few.
+/// Returns a share of events, weighted with a prior.
 fn share(events: f32, of: f32, guess: f32, weight: f32) -> f32 {
     (events + weight * guess) / (of + weight)
 }
 
-/// The Gittins index of a block in the middle of a bin: the largest ratio, over all times to give
-/// it up, of the chance that it is used before to the time it is expected to take room.
+/// Returns the Gittins index of a block in the middle of a bin: the highest ratio, over all times
+/// to evict it, of the chance that it is used before to the expected time until then.
 fn best_rate(chance: &[f32; NUM_BINS], bin: usize) -> f32 {
     let (mut alive, mut waited) = (1.0_f32, 0.0_f32);
-    // Chance and time of the best so far, compared without a division.
+    // Chance and time of the best so far; ratios are compared without a division.
     let mut best = (0.0_f32, 1.0_f32);
-    // Half of the first bin is over.
+    // Half of the first bin has passed.
     let mut part = 0.5;
     for (chance, width) in chance.iter().zip(&WIDTH).skip(bin) {
         let left = alive * (1.0 - (part * chance).min(1.0));
@@ -237,14 +237,14 @@ fn best_rate(chance: &[f32; NUM_BINS], bin: usize) -> f32 {
     best.0 / best.1
 }
 
-/// The number of (class, bin).
+/// Returns the number of (class, bin).
 pub(super) fn number(class: u8, bin: u8) -> u32 {
     to_u32(usize::from(class).saturating_mul(NUM_BINS).saturating_add(usize::from(bin)))
 }
 
-/// How many numbers of (class, bin) there are.
+/// Returns the count of numbers of (class, bin).
 pub(super) const fn num_numbers() -> u32 {
-    // 2842; `to_usize` is the only conversion there is for constants.
+    // 2842; `to_usize` is the only conversion available in constants.
     const NUMBERS: u32 = 2842;
     const _: () = assert!(to_usize(NUMBERS) == NUM_CLASSES * NUM_BINS, "one for each");
     NUMBERS
@@ -298,10 +298,10 @@ mod tests {
             rates.reached(0, bin, if bin <= pause { 10_000.0 } else { 5_000.0 });
         }
         (0..5_000).for_each(|_| rates.used(0, pause));
-        rates.learn();
+        rates.recompute();
         let rate = rates.classes[0].rate;
         assert!(rate[8] > rate[0], "the nearer the pause's end, the better: {rate:?}");
         assert!(rate[12] > rate[8]);
-        assert!(rate[14] < rate[0] / 10.0, "who did not come is not waited for: {rate:?}");
+        assert!(rate[14] < rate[0] / 10.0, "after the pause, waiting is not worthwhile: {rate:?}");
     }
 }

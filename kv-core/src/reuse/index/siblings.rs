@@ -1,4 +1,4 @@
-//! Blocks that come behind the same content, for prompts that agree with one of them in part.
+//! Blocks with the same parent, for prompts that agree with one of them in part.
 use hashbrown::hash_table;
 
 use crate::ids::BlockId;
@@ -6,14 +6,14 @@ use crate::num::{to_u32, to_usize};
 use crate::reuse::index::{Entry, NONE, PrefixIndex, hash};
 use crate::reuse::{BlockContent, BlockKey, Content, NamespaceId};
 
-/// Siblings that a search for a common beginning looks at, newest first: a system prompt may have
+/// Siblings that a search for a common beginning visits, newest first: a system prompt may have
 /// thousands, and the search must not cost more than it saves.
 const SIBLINGS_MAX: usize = 32;
 
 impl PrefixIndex {
-    /// Finds, among the blocks after `parent`, the one that begins most like `tokens`, of which
-    /// some stand for `contents`, and how many tokens agree: those before the first difference in
-    /// either.
+    /// Finds, among the blocks after `parent`, the one that agrees with the most leading `tokens`,
+    /// some of which stand for `contents`. Returns it with the number of tokens before the first
+    /// difference in either.
     pub fn longest_beginning(
         &self,
         parent: BlockKey,
@@ -32,7 +32,7 @@ impl PrefixIndex {
         best
     }
 
-    /// A block whose content begins with all of `content`, and goes on or not.
+    /// Returns a block whose content begins with all of `content`, whether it continues or not.
     pub(super) fn continued_by(&self, content: &Content<'_>) -> Option<BlockId> {
         let len = to_u32(content.tokens.len());
         let found = self.siblings(self.first_child(content.parent)).find(|&(block, entry)| {
@@ -42,12 +42,12 @@ impl PrefixIndex {
         found.map(|(block, _)| BlockId(block))
     }
 
-    /// A partial block with whose whole content that of `block` begins.
+    /// Returns a partial block whose whole content `block` begins with.
     pub(crate) fn beginning_of(&self, block: BlockId) -> Option<BlockId> {
         let own = self.entry(block.0).filter(|entry| entry.len > 0)?;
         let [newer, older] = own.siblings;
         if [newer, older] == [NONE; 2] {
-            return None; // Nearly every block behind the first of a prompt.
+            return None; // Nearly every block after the first of a prompt.
         }
         let tokens = self.tokens(block.0, own);
         let contents = self.contents_of(block.0, own);
@@ -64,12 +64,12 @@ impl PrefixIndex {
     pub(crate) fn renew(&mut self, block: BlockId) {
         let entry = self.entry(block.0).copied().filter(|entry| entry.len > 0);
         if let Some(entry) = entry.filter(|entry| entry.siblings[0] != NONE) {
-            self.disown(block.0, &entry);
-            self.adopt(block.0, entry.parent);
+            self.unlink(block.0, &entry);
+            self.link(block.0, entry.parent);
         }
     }
 
-    /// A block and its older siblings, as many as a search looks at.
+    /// Iterates over a block and its older siblings, up to the limit of a search.
     fn siblings(&self, newest: u32) -> impl Iterator<Item = (u32, &Entry)> + '_ {
         let mut next = newest;
         let each = std::iter::from_fn(move || {
@@ -80,7 +80,8 @@ impl PrefixIndex {
         each.take(SIBLINGS_MAX)
     }
 
-    /// How many tokens of a block agree with `tokens`, and what lies behind them with `contents`.
+    /// Counts the leading tokens of a block that agree with `tokens`, and their contents with
+    /// `contents`.
     fn common(
         &self,
         (block, entry): (u32, &Entry),
@@ -102,7 +103,7 @@ impl PrefixIndex {
     }
 
     /// Makes a block the newest child of its parent.
-    pub(super) fn adopt(&mut self, block: u32, parent: BlockKey) {
+    pub(super) fn link(&mut self, block: u32, parent: BlockKey) {
         let entries = &self.entries;
         let parent_of = |block: &u32| entries.get(to_usize(*block)).map(|entry| entry.parent);
         let hash_of = |block: &u32| parent_of(block).map_or(0, hash);
@@ -122,7 +123,7 @@ impl PrefixIndex {
         }
     }
 
-    pub(super) fn disown(&mut self, block: u32, entry: &Entry) {
+    pub(super) fn unlink(&mut self, block: u32, entry: &Entry) {
         let [newer, older] = entry.siblings;
         if let Some(entry) = self.entries.get_mut(to_usize(newer)) {
             entry.siblings[1] = older;
@@ -134,7 +135,7 @@ impl PrefixIndex {
         }
     }
 
-    /// Makes `to`, if any, the newest child of a parent in the place of `from`.
+    /// Replaces `from` as the newest child of a parent by `to`, if any.
     fn set_first_child(&mut self, parent: BlockKey, from: u32, to: Option<u32>) {
         if let Ok(mut found) = self.children.find_entry(hash(parent), |child| *child == from) {
             match to {

@@ -1,4 +1,4 @@
-// A test program's own tools: counting failures, and launching by name.
+// Test helpers: counting failures, and launching by name.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -27,7 +27,7 @@ inline int failures = 0;
     }                                                          \
   } while (false)
 
-// Empty when the kernel ran to its end, otherwise what the emulator says.
+// Returns an empty string if the kernel ran to its end, otherwise the emulator's error.
 template <class Params>
 std::string launch(const char* name, u32 blocks, u32 threads, u32 shared_bytes, const Params& params, u32 seed) {
   const u32 grid[3] = {blocks, 1, 1};
@@ -39,7 +39,7 @@ std::string launch(const char* name, u32 blocks, u32 threads, u32 shared_bytes, 
 
 template <class T> u64 address(std::vector<T>& list) { return u64(reinterpret_cast<uintptr_t>(list.data())); }
 
-// Numbers that look random and are the same everywhere.
+// Pseudo-random numbers that are the same everywhere.
 struct Random {
   u64 state = 88172645463325252ull;
   u64 next() {
@@ -49,7 +49,7 @@ struct Random {
     return state;
   }
   u32 below(u32 bound) { return u32(next() >> 20) % bound; }
-  // Near a normal distribution: the sum of some uniform numbers.
+  // Returns a nearly normal number: the sum of some uniform numbers.
   float normal() {
     double sum = -6;
     for (int i = 0; i < 12; i++) sum += double(next() >> 11) * 0x1p-53;

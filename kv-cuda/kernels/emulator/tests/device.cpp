@@ -1,4 +1,5 @@
-// Tests of the functions of dev.h on the emulator, and of what it reports: kernels of device.cu and mistakes.cu.
+// Tests of the functions of dev.h on the emulator, and of its error reports: kernels of device.cu
+// and mistakes.cu.
 #include <algorithm>
 #include <thread>
 
@@ -28,7 +29,7 @@ void warp(u32 seed) {
     }
     for (u32 j = 0; j < 8; j++) max8 = std::max(max8, in[eighth + j]);
     for (u32 j = 0; j < 4; j++) least = std::min(least, in[quarter + j]);
-    // Element (row, column) of the matrix of 16 bits is in lane 4 * row + column / 2.
+    // Element (row, column) of the 16-bit matrix is in lane 4 * row + column / 2.
     u32 turned = 0;
     for (u32 half = 0; half < 2; half++) {
       const u32 row = 2 * (lane % 4) + half, column = lane / 4;
@@ -63,7 +64,8 @@ void numbers() {
       const bool same = row[j] == want[j] || (std::isnan(row[j]) && std::isnan(want[j]));
       KV_CHECK(same, "pair %u result %u: %g, not %g", i, j, double(row[j]), double(want[j]));
     }
-    // Halves: to nearest, ties to even, against a search of all values around.
+    // Halves are rounded to nearest, ties to even: compared with a search of all neighbouring
+    // values.
     for (u32 side = 0; side < 2; side++) {
       const double value = side == 0 ? a : b;
       for (u32 kind = 0; kind < 2; kind++) {
@@ -94,8 +96,8 @@ void numbers() {
   }
 }
 
-// An approximation over many arguments, positive ones or all: never past its bound, wrong nearly everywhere by more than
-// rounding explains, to both sides, and nowhere subnormal.
+// Checks an approximation at many arguments, positive ones or all: never beyond its bound, off
+// nearly everywhere by more than rounding explains, in both directions, and never subnormal.
 template <class Bound>
 void approximation(const char* name, float (*f)(float), double (*exact)(double), Bound bound, bool is_positive) {
   test::Random random;
@@ -113,7 +115,7 @@ void approximation(const char* name, float (*f)(float), double (*exact)(double),
       continue;
     }
     const double error = double(y) - want, most = bound(double(x), want);
-    // Results that are flushed are off by what they were.
+    // Flushed results are off by their whole value.
     if (std::fabs(want) < 0x1.00001p-126) {
       KV_CHECK(std::fabs(error) <= 0x1.00001p-126, "%s(%a) is %a, not %a", name, x, y, want);
       continue;
@@ -158,7 +160,8 @@ void approximations() {
   }
 }
 
-// What sums of tensor cores keep and what they lose: one bit below f32 of the largest term, cut off.
+// Checks what sums of tensor cores keep and lose: truncation one bit below the f32 precision of the
+// largest term.
 void tensor_sums() {
   const auto sum = [](std::initializer_list<double> list) {
     double terms[17] = {};
@@ -171,17 +174,17 @@ void tensor_sums() {
       {sum({}), 0.f},
       {sum({1.0, 2.0, -0.5}), 2.5f},
       {sum({1.0, 0x1p-23}), 1.f + 0x1p-23f},
-      // Half a unit is kept while terms are added up, and cut off at the end.
+      // Half a unit is kept while terms are added, and truncated at the end.
       {sum({1.0, 0x1p-24}), 1.f},
       {sum({1.0, 0x1p-24, 0x1p-24}), 1.f + 0x1p-23f},
-      // A quarter is cut off before, term by term: to nearest it would be 1 + 2^-23.
+      // A quarter is truncated before, term by term: rounded to nearest it would be 1 + 2^-23.
       {sum({1.0, 0x1p-25, 0x1p-25, 0x1p-25, 0x1p-25}), 1.f},
       {sum({1.0, 0x1.fp-24, 0x1.fp-24}), 1.f + 0x1p-23f},
       {sum({-1.0, -0x1.8p-24}), -1.f},
-      // Towards zero, where the nearest is beyond.
+      // Truncated towards zero, where the nearest is beyond.
       {sum({1.0, 0x1p-23, 0x1p-24}), 1.f + 0x1p-23f},
       {sum({16777216.0, 1.0, 1.0, 1.0}), 16777218.f},
-      // What cancels leaves what was not cut off.
+      // Cancellation leaves what was not truncated.
       {sum({1.0, -1.0, 0x1p-26}), 0.f},
       {sum({1.0, -1.0, 0x1p-24}), 0x1p-24f},
       {sum({0x1p-140, 0x1p-140}), 0x1p-139f},
@@ -196,7 +199,8 @@ void tensor_sums() {
     const bool same = kvemu::as_bits(of.got) == kvemu::as_bits(of.want) || (std::isnan(of.got) && std::isnan(of.want));
     KV_CHECK(same, "sum %u is %a, not %a", i, double(of.got), double(of.want));
   }
-  // Never further from zero than the exact sum where all terms have its sign, and within a unit of each term.
+  // Never further from zero than the exact sum if all terms have its sign, and within a unit of
+  // each term.
   test::Random random;
   u32 below = 0;
   for (u32 i = 0; i < 20000; i++) {
@@ -236,7 +240,7 @@ void multiply(bool is_bf16, u32 seed) {
   for (u32 i = 0; i < 128; i++) out[i] = random.normal();
   const std::vector<float> before = out;
   const char* name = is_bf16 ? "test_multiply_bf16" : "test_multiply_f16";
-  // 512 bytes of A and 256 of B, in an allocation that cp.async may read 16 bytes of.
+  // 512 bytes of A and 256 of B, in an allocation aligned for cp.async's 16 bytes.
   void* aligned = aligned_alloc(16, in.size() * 2);
   std::memcpy(aligned, in.data(), in.size() * 2);
   const Params params = {u64(reinterpret_cast<uintptr_t>(aligned)), address(out), 0, 0};
@@ -250,7 +254,7 @@ void multiply(bool is_bf16, u32 seed) {
       KV_CHECK(std::fabs(sum - out[8 * i + j]) < 1e-5, "(%u, %u): %g, not %g", i, j, double(out[8 * i + j]), sum);
     }
   }
-  // Transposed by the load and by movmatrix is the same.
+  // Transposing in the load and by movmatrix gives equal results.
   for (u32 i = 128; i < out.size(); i++) KV_CHECK(kvemu::as_bits(out[i]) == 0, "lane %u", (i - 128) / 4);
 }
 
@@ -271,7 +275,7 @@ void last_block(u32 seed) {
   KV_CHECK(out[COUNT + BLOCKS] == sum && out[COUNT + BLOCKS + 1] == 0, "%u, not %u", out[COUNT + BLOCKS], sum);
 }
 
-// The same kernel with and without a mistake, and what must be said about it.
+// The same kernel with and without each mistake, and the expected reports.
 void mistakes() {
   const char* const said[] = {
       "divergent barrier", "deadlock", "divergent warp", "deadlock", "divergent warp",

@@ -1,12 +1,13 @@
-// Every function of dev.h once, for the emulator's own tests; NVRTC compiles it too, so that both parts stay in step.
+// Every function of dev.h once, for the emulator's own tests; NVRTC compiles it too, so that both
+// parts stay in step.
 #include "../../dev.h"
 
 struct KvTestParams { u64 in, out; u32 count, argument; };
 
-// Thread `i` of the grid.
+// Returns the index of the thread in the grid.
 KV_DEV u32 kv_test_index() { return blockIdx.x * blockDim.x + threadIdx.x; }
 
-// Rows of 16 results, one row a thread: what warps exchange.
+// Rows of 16 results, one row per thread: exchanges within warps.
 KV_DEV void kv_test_warp(const KvTestParams& p) {
   const u32 i = kv_test_index(), v = ((const u32*)p.in)[i], lane = threadIdx.x & 31;
   u32* row = (u32*)p.out + 16 * i;
@@ -30,7 +31,7 @@ KV_DEV void kv_test_warp(const KvTestParams& p) {
 }
 KV_KERNEL(test_warp, KvTestParams, 64, 1, kv_test_warp)
 
-// Rows of 24 results of one thread: arithmetic of a pair of numbers.
+// Rows of 24 results of one thread: arithmetic with a pair of numbers.
 KV_DEV void kv_test_numbers(const KvTestParams& p) {
   const u32 i = kv_test_index();
   if (i >= p.count) return;
@@ -65,7 +66,8 @@ KV_DEV void kv_test_numbers(const KvTestParams& p) {
 }
 KV_KERNEL(test_numbers, KvTestParams, 32, 1, kv_test_numbers)
 
-// Counters: [0] threads, [1] the largest value, [2] goes round 0..=argument, [3 + k] how often that was k.
+// Counters: [0] threads, [1] the largest value, [2] wraps around 0..=argument, [3 + k] how often
+// that was k.
 KV_DEV void kv_test_atomics(const KvTestParams& p) {
   u32* counters = (u32*)p.out;
   kv_atomic_add(counters, 1);
@@ -74,13 +76,13 @@ KV_DEV void kv_test_atomics(const KvTestParams& p) {
 }
 KV_KERNEL(test_atomics, KvTestParams, 64, 1, kv_test_atomics)
 
-// C [16][8] += A [16][16] B [8][16]: `argument` 1 for bf16. B is transposed, as keys are; then A again, from memory
-// where its two halves are transposed, as values are.
+// C [16][8] += A [16][16] B [8][16]; `argument` is 1 for bf16. B is transposed, as keys are; then A
+// again, from memory where its two halves are transposed, as values are.
 template <class T> KV_DEV void kv_test_multiply(const KvTestParams& p) {
   KV_DYN_SMEM(shared);
   const u32 lane = threadIdx.x, group = lane / 4, pair = lane % 4;
   const u8* in = (const u8*)p.in;
-  // A: 16 rows of 32 bytes; B behind it: 8 rows.
+  // A: 16 rows of 32 bytes, followed by B: 8 rows.
   kv_cp_async16(shared + 16 * lane, in + 16 * lane, true);
   if (lane < 16) kv_cp_async16(shared + 512 + 16 * lane, in + 512 + 16 * lane, true);
   kv_cp_commit();
@@ -105,7 +107,8 @@ template <class T> KV_DEV void kv_test_multiply(const KvTestParams& p) {
 KV_KERNEL(test_multiply_f16, KvTestParams, 32, 1, kv_test_multiply<KvF16>)
 KV_KERNEL(test_multiply_bf16, KvTestParams, 32, 1, kv_test_multiply<KvBf16>)
 
-// Reverses `count` numbers a block through shared memory; the last block adds up what all blocks noted.
+// Reverses `count` numbers per block through shared memory; the last block adds up what all blocks
+// noted.
 KV_DEV void kv_test_last_block(const KvTestParams& p) {
   KV_DYN_SMEM(shared);
   u32* numbers = (u32*)shared;

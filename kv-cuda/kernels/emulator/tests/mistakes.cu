@@ -1,4 +1,4 @@
-// Kernels that are wrong, each in one way that the emulator has to report. `argument` says how.
+// Wrong kernels, each with one mistake that the emulator must report. `argument` selects it.
 #include "../../dev.h"
 
 struct KvMistakeParams { u64 in, out; u32 count, argument; };

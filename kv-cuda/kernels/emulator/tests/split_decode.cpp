@@ -17,7 +17,7 @@ constexpr u32 DIM = KV_DECODE_DIM;
 
 struct Case { u32 block_size, heads, group, part; std::vector<u32> lens; };
 
-// The whole problem in host memory, each array as long as it has to be.
+// The whole problem in host memory, with arrays of exact length.
 struct Problem {
   Case shape;
   u32 table_stride;
@@ -74,7 +74,8 @@ struct Problem {
     return kvemu::half_to_float(plane[row * DIM + d]);
   }
 
-  // The largest difference from attention in f64; infinite for a NaN, or a counter that is not 0 again.
+  // Returns the largest difference from attention in f64; infinity for a NaN, or a counter that is
+  // not 0 again.
   double error() const {
     double worst = 0;
     const u32 rows = shape.heads * shape.group;

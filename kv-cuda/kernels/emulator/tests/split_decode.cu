@@ -1,6 +1,7 @@
-// Decode attention over blocks of 16 bits, as a test of the emulator: it uses all that a fast kernel uses (a ring of
-// tiles copied ahead, matrix operations, shared memory used twice, a last block that joins), and can be told to make a
-// mistake. Heads of 64 values, groups of up to 16 query heads, 4 warps with tiles of 16 tokens of their own.
+// Decode attention over 16-bit blocks, as a test of the emulator: it uses everything that a fast
+// kernel uses (a ring of tiles copied ahead, matrix operations, reused shared memory, a last block
+// that merges) and can make a mistake on request. Heads of 64 values, groups of up to 16 query
+// heads, 4 warps with their own tiles of 16 tokens.
 #include "split_decode.h"
 
 constexpr u32 ROW = KV_DECODE_DIM * 2, CHUNKS = ROW / 16;  // bytes of a row, and its copies of 16
@@ -8,10 +9,11 @@ constexpr u32 STAGES = 3, TILE = 16, TILE_BYTES = TILE * ROW;
 constexpr u32 STEP = KV_DECODE_WARPS * TILE;  // tokens of a round of all warps
 constexpr u32 OUT_STRIDE = KV_DECODE_DIM + 4;
 
-// Where chunk `chunk` of row `row` lies in a tile, so that 8 rows of one chunk meet 8 banks.
+// Returns where chunk `chunk` of row `row` lies in a tile: swizzled, so that 8 rows of one chunk
+// hit 8 different banks.
 KV_DEV u32 kv_at(u32 row, u32 chunk) { return row * ROW + (chunk ^ (row & 7)) * 16; }
 
-// A warp's part of the attention: its lanes have the rows and columns of a matrix fragment each.
+// A warp's state of online softmax: its lanes have the rows and columns of a matrix fragment each.
 struct KvSoftmax {
   float max[2], sum[2];              // of two rows
   float out[KV_DECODE_DIM / 8][4];
@@ -30,7 +32,7 @@ KV_DEV void kv_copy_tile(const KvDecodeParams& p, const KvWork& w, u8* tile, u32
   }
 }
 
-// Scores of 16 tokens for 16 rows: two halves of 8 tokens.
+// Computes the scores of 16 tokens for 16 rows: two halves of 8 tokens.
 KV_DEV void kv_scores(const u32 (&q)[KV_DECODE_DIM / 16][4], const u8* tile, u32 lane, float (&scores)[2][4]) {
   for (u32 k = 0; k < KV_DECODE_DIM / 16; k++) {
     u32 keys[4];
@@ -102,7 +104,8 @@ KV_DEV KvSoftmax kv_walk(const KvDecodeParams& p, const KvWork& w, u8* shared, u
     if (p.mistake == KV_WAIT_OFF_BY_ONE) kv_cp_wait<STAGES - 1>();
     else
       kv_cp_wait<STAGES - 2>();
-    // Each lane has waited for its own copies; and nobody reads the tile that is copied over next.
+    // Each lane has waited for its own copies; the tile that is overwritten next is not read any
+    // more.
     if (p.mistake != KV_NO_SYNCWARP) kv_syncwarp();
     const u32 next = i + STAGES - 1;
     if (next < rounds) kv_copy_tile(p, w, ring + next % STAGES * 2 * TILE_BYTES, first + next * STEP, lane);
@@ -115,7 +118,8 @@ KV_DEV KvSoftmax kv_walk(const KvDecodeParams& p, const KvWork& w, u8* shared, u
   return s;
 }
 
-// Joins `count` partial results of value `column` of a row: `at(i)` is the i-th one's maximum, sum and value.
+// Merges `count` partial results of value `column` of a row: `at(i)` is the i-th one's maximum, sum
+// and value.
 struct KvPart { float max, sum, value; };
 template <class At> KV_DEV KvPart kv_join(u32 count, At at) {
   KvPart all = {-kv_infinity(), 0.f, 0.f};
@@ -158,7 +162,7 @@ KV_DEV void kv_split_decode(const KvDecodeParams& p) {
       return KvPart{maxima[at], sums[at], outs[at * OUT_STRIDE + column]};
     });
   }
-  // The block that is done last joins the parts of all.
+  // The block that finishes last merges the partial results of all.
   kv_fence();
   kv_sync();
   u32* flag = (u32*)(sums + KV_DECODE_WARPS * 16);

@@ -1,4 +1,4 @@
-// What the test kernel of split_decode.cu is passed.
+// Parameters of the test kernel of split_decode.cu.
 #pragma once
 #include "../../dev.h"
 
@@ -8,16 +8,16 @@ constexpr u32 KV_DECODE_SHARED_BYTES = KV_DECODE_WARPS * 3 * 2 * 16 * KV_DECODE_
 // Mistakes that it can make.
 enum KvDecodeMistake : u32 {
   KV_RIGHT = 0,
-  KV_NO_SYNCWARP = 1,      // a lane reads what another one's copy has yet to bring
+  KV_NO_SYNCWARP = 1,      // a lane reads before another lane's copy has completed
   KV_WAIT_OFF_BY_ONE = 2,  // waits for one group of copies too few
-  KV_NO_SYNC = 3,          // shared memory is used again while a warp still reads it
-  KV_UNCLAMPED_BLOCK = 4,  // looks up tokens behind the end in the block table
+  KV_NO_SYNC = 3,          // shared memory is reused while a warp still reads it
+  KV_UNCLAMPED_BLOCK = 4,  // looks up tokens past the end in the block table
   KV_NO_FLAG_SYNC = 5,     // reads the last block's flag before it is written
   KV_DIVERGENT_LANES = 6,  // not all lanes shuffle
   KV_NUM_MISTAKES = 7,
 };
 
-// Tokens begin..end of one head of an entry. Its parts are blocks that follow each other.
+// Tokens begin..end of one head of an entry. The KV splits of a head are consecutive blocks.
 struct KvWork { u32 entry, head, begin, end, first_part, num_parts; };
 
 struct KvDecodeParams {

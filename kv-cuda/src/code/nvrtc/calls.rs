@@ -4,7 +4,7 @@ use std::ptr::NonNull;
 
 use libloading::Library;
 
-use super::{CompileError, no_compiler, said};
+use super::{CompileError, loader_error, no_compiler};
 
 pub(super) type RawProgram = NonNull<c_void>;
 pub(super) type Size = unsafe extern "C" fn(RawProgram, *mut usize) -> c_int;
@@ -38,8 +38,8 @@ pub(super) struct Calls {
 impl Calls {
     pub(super) fn find(library: &Library) -> Result<Self, CompileError> {
         Ok(Self {
-            // SAFETY: the types of all fields are those that `nvrtc.h` declares, unchanged since
-            // CUDA 11.1, which brought the youngest of them.
+            // SAFETY: the fields have the types that `nvrtc.h` declares, unchanged since CUDA 11.1,
+            // which introduced the newest of them.
             error: unsafe { find(library, "nvrtcGetErrorString") }?,
             // SAFETY: as above.
             version: unsafe { find(library, "nvrtcVersion") }?,
@@ -75,9 +75,9 @@ impl Calls {
         Err(CompileError::Failed { call, reason: self.word(code) })
     }
 
-    /// The library's own word for an error.
+    /// Returns the library's name of an error.
     pub(super) fn word(&self, code: c_int) -> String {
-        // SAFETY: any number may be asked for.
+        // SAFETY: any number is allowed.
         let word = unsafe { (self.error)(code) };
         if word.is_null() {
             return format!("error {code}");
@@ -88,11 +88,11 @@ impl Calls {
 
     pub(super) fn capabilities(&self) -> Result<Vec<u32>, CompileError> {
         let mut count = 0;
-        // SAFETY: a place for a number.
+        // SAFETY: the pointer is valid for writes.
         let code = unsafe { (self.num_archs)(&raw mut count) };
         self.check("nvrtcGetNumSupportedArchs", code)?;
         let mut archs = vec![0; usize::try_from(count).unwrap_or(0)];
-        // SAFETY: room for as many numbers as the library has just said.
+        // SAFETY: the buffer has the length that the library has just returned.
         let code = unsafe { (self.archs)(archs.as_mut_ptr()) };
         self.check("nvrtcGetSupportedArchs", code)?;
         Ok(archs.into_iter().filter_map(|arch| u32::try_from(arch).ok()).collect())
@@ -104,5 +104,5 @@ impl Calls {
 unsafe fn find<T: Copy>(library: &Library, name: &str) -> Result<T, CompileError> {
     // SAFETY: condition 1.
     let found = unsafe { library.get::<T>(name.as_bytes()) };
-    found.map(|symbol| *symbol).map_err(|error| no_compiler(said(&error)))
+    found.map(|symbol| *symbol).map_err(|error| no_compiler(loader_error(&error)))
 }

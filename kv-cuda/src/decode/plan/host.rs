@@ -1,4 +1,4 @@
-//! What `kernels/plan.cu` does, item by item in the most obvious way.
+//! Reference of `kernels/plan.cu`: item by item, in the most obvious transfer.
 #![expect(
     clippy::arithmetic_side_effects,
     reason = "costs are bounded by the tokens of a batch, u32 each, so sums fit u64; divisors are \
@@ -10,22 +10,22 @@ use kv_core::num::to_u32;
 
 /// Tokens of a tile.
 const TILE: u32 = 64;
-/// What a piece costs besides its tiles, in tiles.
+/// Cost of a work item besides its tiles, in tiles.
 pub(super) const OVERHEAD: u64 = 2;
-/// Tiles that are worth a cut: a shorter end of an item goes to its neighbour.
+/// Minimum tiles of a split: a shorter end of an item goes to its neighbour.
 pub(super) const END_MIN: u64 = 3;
-/// Cost that is worth a slot: shorter pieces cost more when they are joined than they gain.
+/// Minimum cost of a slot: merging shorter work items costs more than it gains.
 pub(super) const SHARE_MIN: u64 = 4;
-/// Tiles of a piece when the cut may not depend on the batch.
+/// Tiles of a split if splits may not depend on the batch.
 pub(super) const INVARIANT: u32 = 16;
-/// The pieces of a batch.
+/// The work items of a batch.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct DecodePlan {
-    /// In the order of slots.
+    /// Ordered by slot.
     pub(super) pieces: Vec<Piece>,
-    /// The first piece of every slot, and behind them how many there are.
+    /// The first work item of every slot, followed by the number of work items.
     pub(super) starts: Vec<u32>,
-    /// Partial results that pieces of cut items leave.
+    /// Number of partial results of items that are split.
     pub(super) num_partials: u32,
 }
 
@@ -54,7 +54,7 @@ impl DecodePlan {
         self.starts.resize(slots.saturating_add(1), to_u32(self.pieces.len()));
     }
 
-    /// Adds the parts of one item.
+    /// Adds the splits of one item.
     fn cut(&mut self, piece: Piece, cut: &Cut) {
         let partial = if cut.parts > 1 { self.num_partials } else { 0 };
         for part in 0..cut.parts {
@@ -71,7 +71,8 @@ impl DecodePlan {
 }
 
 impl Work {
-    /// Items of one kv head: 16 rows each, queries one after another, heads within.
+    /// Returns the items of one kv head: 16 rows each, queries one after another, heads within a
+    /// query.
     pub(super) fn row_tiles(&self, sequence: &Sequence) -> u32 {
         if sequence.q_len > self.q_len_max {
             return 0;
@@ -80,13 +81,13 @@ impl Work {
         u32::try_from(rows.div_ceil(16)).unwrap_or(u32::MAX)
     }
 
-    /// Cost of the first items of one kv head.
+    /// Returns the cost of the first items of one kv head.
     fn cost(&self, sequence: &Sequence, row_tiles: u32) -> u64 {
         (0..row_tiles).map(|i| cost(self.tiles(sequence, i), self.invariant)).sum()
     }
 
-    /// Tiles in which 16 rows see a key. Those of sink tokens come first, and the tile in which
-    /// both a sink token and the window's begin lie counts once.
+    /// Counts the tiles in which 16 rows see a key. Those of sink tokens come first; a tile that
+    /// has both a sink token and the window's begin counts once.
     pub(super) fn tiles(&self, sequence: &Sequence, row_tile: u32) -> u32 {
         let row = u64::from(row_tile) * 16;
         let group = u64::from(self.group.max(1));
@@ -99,7 +100,7 @@ impl Work {
         sink_tiles + if end > begin { end.div_ceil(TILE) - first } else { 0 }
     }
 
-    /// `AttentionOptions::visible`.
+    /// Computes `AttentionOptions::visible`.
     fn visible(&self, sequence: &Sequence, query: u32) -> (u32, u32) {
         let len = i64::from(sequence.kv_len);
         let position = len - i64::from(sequence.q_len) + i64::from(query);
@@ -112,19 +113,19 @@ impl Work {
     }
 }
 
-/// Cost of an item.
+/// Returns the cost of an item.
 pub(super) fn cost(tiles: u32, invariant: bool) -> u64 {
     let parts = if invariant { tiles.div_ceil(INVARIANT).max(1) } else { 1 };
     u64::from(tiles) + u64::from(parts) * OVERHEAD
 }
 
-/// How one item is cut.
+/// The splits of one item.
 #[derive(Debug)]
 struct Cut {
-    /// Place of its first tile; of the item where the cut is invariant or there is no tile.
+    /// Position of its first tile; of the item if splits are invariant or it has no tile.
     first: u64,
     share: u64,
-    /// Slot of the first part.
+    /// Slot of the first split.
     begin: u64,
     tiles: u32,
     parts: u32,
@@ -132,7 +133,7 @@ struct Cut {
 }
 
 impl Cut {
-    /// Cuts the item that begins at `at`.
+    /// Splits the item that begins at `at`.
     fn new(at: u64, share: u64, tiles: u32, invariant: bool) -> Self {
         let whole = Self { first: at, share, begin: at / share, tiles, parts: 1, invariant };
         if tiles == 0 {
@@ -154,7 +155,7 @@ impl Cut {
         Self { first, begin, parts, ..whole }
     }
 
-    /// Slot of a part, and its tiles.
+    /// Returns the slot of a split, and its tiles.
     fn part(&self, part: u32) -> (u64, u32, u32) {
         let is_last = part + 1 == self.parts;
         let narrow = |tile: u64| u32::try_from(tile).unwrap_or(u32::MAX);

@@ -1,10 +1,10 @@
-//! What a plan promises: all tiles once, fair shares, and the same from the device.
+//! Guarantees of a plan: every tile once, fair shares, and equal results on the device.
 #![expect(clippy::arithmetic_side_effects, reason = "sums of a test's own small numbers")]
 use super::host::{DecodePlan, END_MIN, INVARIANT, OVERHEAD, SHARE_MIN, cost};
 use super::*;
 use crate::params::{Piece, Sequence};
 
-/// A small generator of its own: the same numbers on every machine.
+/// A small generator that gives the same numbers on every machine.
 struct Random(u64);
 
 impl Random {
@@ -51,12 +51,12 @@ fn random_case(random: &mut Random) -> (Vec<Sequence>, Work) {
     (sequences(&lens.collect::<Vec<_>>()), work)
 }
 
-/// What a slot has to do.
+/// Returns the cost of a slot.
 fn load(pieces: &[Piece]) -> u64 {
     pieces.iter().map(|p| u64::from(p.tile_end - p.tile_begin) + OVERHEAD).sum()
 }
 
-/// Every item is there once, in order, and its parts hold each of its tiles once.
+/// Checks that every item occurs once, in order, and that its splits have each of its tiles once.
 fn check(sequences: &[Sequence], work: &Work, plan: &DecodePlan) {
     let mut pieces = plan.pieces.iter();
     let (mut partials, mut total) = (0, 0);
@@ -69,7 +69,7 @@ fn check(sequences: &[Sequence], work: &Work, plan: &DecodePlan) {
             let mut parts = 1;
             let mut part = 0;
             while part < parts {
-                let piece = pieces.next().expect("a part is missing");
+                let piece = pieces.next().expect("a split is missing");
                 parts = piece.parts;
                 let place = (piece.sequence, piece.head, piece.row, piece.part, piece.tile_begin);
                 let index = u32::try_from(index).unwrap();
@@ -110,7 +110,7 @@ fn random_batches_are_covered_and_balanced() {
 }
 
 #[test]
-fn workspaces_hold_every_plan() {
+fn workspaces_fit_every_plan() {
     let mut random = Random(77);
     for _ in 0..400 {
         let (sequences, work) = random_case(&mut random);
@@ -132,7 +132,7 @@ fn one_long_context_is_shared_by_all_slots() {
         .windows(2)
         .map(|w| load(&plan.pieces[usize::try_from(w[0]).unwrap()..usize::try_from(w[1]).unwrap()]))
         .collect();
-    // 2050 tiles for each of 8 heads and 264 slots: 63 each.
+    // 2050 tiles for each of 8 heads, over 264 slots: 63 each.
     assert!(loads.iter().all(|load| *load <= 63 + 6), "{loads:?}");
     assert!(loads.iter().filter(|load| **load < 50).count() <= 4, "{loads:?}");
 }
@@ -146,7 +146,7 @@ fn short_contexts_are_not_cut() {
 }
 
 #[test]
-fn what_a_window_leaves_out_has_no_tiles() {
+fn keys_outside_a_window_have_no_tiles() {
     let windowed = Work { window_left: 100, sink_tokens: 70, ..work(1, 1, 1) };
     let tiles = |work: &Work, kv_len| planned(&sequences(&[(1, kv_len)]), work).pieces[0].tile_end;
     assert_eq!(tiles(&windowed, 10_000), 2 + 3, "sink tokens, then 9899..10000");
@@ -161,7 +161,7 @@ fn what_a_window_leaves_out_has_no_tiles() {
 }
 
 #[test]
-fn an_invariant_cut_ignores_the_neighbours() {
+fn invariant_splits_ignore_the_batch() {
     let work = Work { invariant: true, window_left: 5000, ..work(7, 2, 4) };
     let cut = |lens: &[(u32, u32)], index: u32| -> Vec<_> {
         let plan = planned(&sequences(lens), &work);
@@ -173,7 +173,7 @@ fn an_invariant_cut_ignores_the_neighbours() {
     assert_eq!(cut(&[(1, 7), (2, 3000), (1, 90_000)], 1), alone);
 }
 
-/// The kernel writes the same bytes.
+/// Comparison with the kernel, byte by byte.
 #[cfg(feature = "emulated")]
 mod device {
     use super::*;
@@ -189,14 +189,14 @@ mod device {
         to_u64(list.as_mut_ptr().expose_provenance())
     }
 
-    /// Both plan the same; the device in an order of threads that depends on `seed`.
+    /// Plans on host and device; the device's thread order depends on `seed`.
     fn compare(seed: u32, cases: impl Iterator<Item = (Vec<Sequence>, Work)>) {
         let gpu = Emulator::open(&EmulatorOptions::default().with_seed(seed)).unwrap();
         let mut stream = gpu.stream().unwrap();
         for (sequences, work) in cases {
             let host = planned(&sequences, &work);
             let counts = [Counts { sequences: to_u32(sequences.len()), ..Counts::default() }];
-            // Pieces lie on 16 bytes.
+            // Work items are aligned to 16 bytes.
             let pieces_bytes = to_u64((host.pieces.len() + 1) * size_of::<Piece>());
             let pieces = gpu.alloc(pieces_bytes).unwrap();
             let mut starts = vec![77; host.starts.len() + 1];
@@ -208,17 +208,22 @@ mod device {
             let params = work.params(plan, [pieces, address_mut(&mut starts)]);
             let mut read = vec![Piece { part: 99, ..Piece::default() }; host.pieces.len() + 1];
             let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut read);
-            // SAFETY: there is room for as many bytes; a call is done when it returns.
+            // SAFETY: the memory has the length of `bytes`, and an emulated call is done when it
+            // returns.
             unsafe { stream.upload(pieces, bytes.as_ptr(), bytes.len()) }.unwrap();
             // SAFETY: the emulator's device is the host, and every list is as long as the kernel
             // reads or writes.
             unsafe { stream.launch(&Work::launch(), bytemuck::bytes_of(&params)) }.unwrap();
             // SAFETY: as for the upload.
             unsafe { stream.download(bytes.as_mut_ptr(), pieces, bytes.len()) }.unwrap();
-            // SAFETY: allocated above, and used no more.
+            // SAFETY: allocated above and not used any more.
             unsafe { gpu.free(pieces) };
-            assert_eq!(read.pop().map(|piece| piece.part), Some(99), "nothing behind the end");
-            assert_eq!(starts.pop(), Some(77), "nothing behind the end");
+            assert_eq!(
+                read.pop().map(|piece| piece.part),
+                Some(99),
+                "nothing is written past the end"
+            );
+            assert_eq!(starts.pop(), Some(77), "nothing is written past the end");
             let count = sequences.len();
             assert_eq!((read, starts), (host.pieces, host.starts), "{count} for {work:?}");
         }
@@ -232,7 +237,7 @@ mod device {
         }
     }
 
-    /// More sequences, and more items, than threads; every number of slots up to many.
+    /// More sequences, and more items, than threads; from one slot to many.
     #[test]
     fn plans_large_batches_as_the_host_does() {
         let mut random = Random(99);
@@ -248,7 +253,7 @@ mod device {
             let count = random.pick(&[511, 512, 513, 1024, 1300]);
             let lens = (0..count).map(|_| {
                 let longest = random.pick(&[1, 100, 5000, 40_000]);
-                // 0 are idle entries, 20 those of another kernel.
+                // 0 is an idle entry, 20 one of another kernel.
                 (random.pick(&[0, 1, 1, 1, 1, 3, 20]), random.below(longest))
             });
             (sequences(&lens.collect::<Vec<_>>()), work)
@@ -256,7 +261,7 @@ mod device {
         compare(3, cases);
     }
 
-    /// One item that every slot has a part of.
+    /// One item that is split over all slots.
     #[test]
     fn plans_one_long_context_as_the_host_does() {
         let slots = [1, 2, 31, 264, 511, 512, 513, 1056];

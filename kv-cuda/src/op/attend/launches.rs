@@ -1,4 +1,4 @@
-//! How the kernels of attention are started: the numbers that the head comments of their sources
+//! Launches of the attention kernels, with the numbers that the head comments of their sources
 //! give.
 #[cfg(test)]
 mod tests;
@@ -11,19 +11,19 @@ use crate::gpu::Launch;
 use crate::params::{AttendParams, Plane, Tensor};
 use crate::step::Extent;
 
-/// `head_dim` of K and V together up to which four rows a warp fit the shared memory that every
+/// `head_dim` of K and V together up to which four rows per warp fit the shared memory that every
 /// card since `sm_80` has.
 const DIMS_MAX: u32 = 768;
 /// Bytes of shared memory of `attend_rows` and `attend_rows_large` besides their rows.
 const ROWS_FIXED: u32 = 43_024;
-/// Values of a row of theirs besides those of K and V.
+/// Values of their rows besides those of K and V.
 const ROWS_MORE: u32 = 72;
-/// `head_dim`s of the kernels for prefill.
+/// Values of `head_dim` that the prefill kernels support.
 const PREFILL_DIMS: [u32; 6] = [64, 80, 96, 128, 192, 256];
-/// Numbers of element types in kernels, which are those of the plain formats too.
+/// Numbers of element types in kernels, which equal those of the unquantised formats.
 const F16: u32 = KvFormat::F16.kernel_code();
 const BF16: u32 = KvFormat::Bf16.kernel_code();
-/// Formats that `prefill_levels.h` turns into levels that f16 holds exactly.
+/// Formats whose levels f16 represents exactly in `prefill_levels.h`.
 const EXACT: &[KvFormat] = &[
     KvFormat::F16,
     KvFormat::Fp8E4m3(Scaling::Tensor),
@@ -37,7 +37,7 @@ const EXACT: &[KvFormat] = &[
     KvFormat::Int8(Scaling::Row),
     KvFormat::Nvfp4,
 ];
-/// Formats whose levels it rounds to f16.
+/// Formats whose levels are rounded to f16 there.
 const ROUNDED: &[KvFormat] = &[
     KvFormat::L6(ScaleGroup::Row),
     KvFormat::L6(ScaleGroup::Group32),
@@ -49,11 +49,11 @@ const ROUNDED: &[KvFormat] = &[
     KvFormat::Q4_0,
 ];
 
-/// `attend.cu`: every shape, format and option.
+/// Launches `attend.cu`, which supports every shape, format and option.
 pub(super) fn rows(params: &AttendParams, extent: &Extent, splits_max: u32) -> Launch {
     let up = |n: u32| n.checked_next_multiple_of(64).unwrap_or(u32::MAX);
     let dims = up(params.k_plane.head_dim).saturating_add(up(params.v_plane.head_dim));
-    // By head_dim alone, because results differ in the last bits.
+    // Chosen by head_dim alone, because results differ in the last bits.
     let (kernel, rows) =
         if dims <= DIMS_MAX { ("attend_rows", 4_u32) } else { ("attend_rows_large", 1) };
     let rows_of_block = rows.saturating_mul(4);
@@ -71,33 +71,34 @@ pub(super) fn rows(params: &AttendParams, extent: &Extent, splits_max: u32) -> L
     Launch { kernel, grid, threads: 128, shared_bytes }
 }
 
-/// Largest `head_dim` of K and of V that `attend_rows_large` has the shared memory for.
+/// Returns the largest `head_dim` of K and of V whose rows fit the shared memory of
+/// `attend_rows_large`.
 pub(in crate::op) fn head_dim_max(shared_bytes_max: u32) -> u32 {
     let dims = (shared_bytes_max.saturating_sub(ROWS_FIXED) / 16).saturating_sub(ROWS_MORE);
     (dims / 128).saturating_mul(64)
 }
 
-/// `decode.h`.
+/// Launches `decode.h`.
 pub(super) fn decode(shape: &Shape, work: &Work) -> Launch {
     let Shape { kernel, threads, shared_bytes, .. } = *shape;
     Launch { kernel, grid: [work.slots, 1, 1], threads, shared_bytes }
 }
 
-/// What a kernel for prefill has in shared memory at once.
+/// Tiles of a prefill kernel in shared memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Tiles {
-    /// Rows of queries of a thread block: 16 or 32 for each of four warps.
+    /// Query rows of a thread block: 16 or 32 for each of four warps.
     rows: u32,
     /// Tokens of a tile.
     tokens: u32,
-    /// Tiles of K, and of V.
+    /// Buffered tiles of K, and of V.
     buffers: u32,
 }
 
 impl Tiles {
-    /// The table: by `head_dim`, and by whether rows are copied (`prefill.h`) or decoded
-    /// (`prefill_coded.h`). 32 rows a warp are as many as registers have room for up to 128; what
-    /// is decoded has registers for 16.
+    /// Returns the tiles by `head_dim`, and by whether rows are copied (`prefill.h`) or decoded
+    /// (`prefill_coded.h`). Up to a `head_dim` of 128, registers hold at most 32 rows per warp;
+    /// with decoding, 16.
     const fn of(dim: u32, is_copied: bool) -> Self {
         let (rows, tokens) = if dim <= 128 { (128, 64) } else { (64, 32) };
         if is_copied {
@@ -107,7 +108,7 @@ impl Tiles {
         }
     }
 
-    /// Bytes of rows, of `of_token` more for each token of a tile, and of `more`.
+    /// Returns the bytes of all rows, plus `of_token` per token of a tile, plus `more`.
     const fn bytes(self, dim: u32, of_token: u32, more: u32) -> u32 {
         let tokens = self.tokens.saturating_mul(self.buffers).saturating_mul(2);
         let rows = self.rows.saturating_add(tokens).saturating_mul(dim).saturating_mul(2);
@@ -115,7 +116,7 @@ impl Tiles {
     }
 }
 
-/// A kernel for prefill, and the bytes of shared memory that it needs.
+/// A prefill kernel, and the bytes of shared memory that it needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Prefill {
     pub(super) kernel: &'static str,
@@ -124,7 +125,7 @@ pub(super) struct Prefill {
 }
 
 impl Prefill {
-    /// The kernel that takes this call, if there is one: that of `prefill.h`, else that of
+    /// Chooses the kernel for a call, if one supports it: that of `prefill.h`, else that of
     /// `prefill_coded.h`.
     pub(super) fn of(params: &AttendParams, shared_bytes_max: u32) -> Option<Self> {
         let AttendParams { q, out, k_plane, v_plane, .. } = params;
@@ -133,8 +134,8 @@ impl Prefill {
         let index = PREFILL_DIMS.iter().position(|known| *known == dim)?;
         let alike = planes.iter().all(|plane| plane.head_dim == dim);
         let takes = alike && [q, out].into_iter().all(is_aligned);
-        let is_plain = planes.iter().all(|plane| plane.format == q.dtype && lies_well(plane));
-        let is_coded = planes.iter().all(|plane| decodes(plane))
+        let is_plain = planes.iter().all(|plane| plane.format == q.dtype && is_copyable(plane));
+        let is_coded = planes.iter().all(|plane| is_decodable(plane))
             && (params.lse.data == 0 || is_scored_exactly(k_plane));
         let (names, of_token, more) = match q.dtype {
             F16 if is_plain => (PREFILL_F16, 32, 32),
@@ -149,15 +150,15 @@ impl Prefill {
     }
 }
 
-pub(super) fn prefill(taker: Prefill, params: &AttendParams, extent: &Extent) -> Launch {
+pub(super) fn prefill(selected: Prefill, params: &AttendParams, extent: &Extent) -> Launch {
     let rows = extent.total_q.saturating_mul(params.group);
-    let units = rows.checked_div(taker.rows).unwrap_or(0).saturating_add(extent.sequences);
+    let units = rows.checked_div(selected.rows).unwrap_or(0).saturating_add(extent.sequences);
     let grid = [units, params.k_plane.num_kv_heads, 1];
-    Launch { kernel: taker.kernel, grid, threads: 128, shared_bytes: taker.shared_bytes }
+    Launch { kernel: selected.kernel, grid, threads: 128, shared_bytes: selected.shared_bytes }
 }
 
-/// Whether all rows are alike and lie on 16 bytes.
-fn lies_well(plane: &Plane) -> bool {
+/// Returns whether all rows have one width and are aligned to 16 bytes.
+fn is_copyable(plane: &Plane) -> bool {
     let strides = [plane.base, plane.block_bytes, plane.token_stride, plane.head_stride];
     let extras = [plane.transforms, plane.block_means, plane.full_precision_prefix, plane.has_tail];
     strides.iter().all(|n| n.is_multiple_of(16)) && extras.iter().all(|n| *n == 0)
@@ -167,12 +168,12 @@ fn is_of(plane: &Plane, formats: &[KvFormat]) -> bool {
     formats.iter().any(|format| format.kernel_code() == plane.format)
 }
 
-/// Whether rows become levels of f16.
-fn decodes(plane: &Plane) -> bool {
+/// Returns whether `prefill_coded.h` can decode the plane.
+fn is_decodable(plane: &Plane) -> bool {
     (is_of(plane, EXACT) || is_of(plane, ROUNDED)) && plane.block_means == 0
 }
 
-/// Whether neither levels of these keys nor their queries are rounded to f16.
+/// Returns whether neither levels of these keys nor their queries are rounded to f16.
 fn is_scored_exactly(k_plane: &Plane) -> bool {
     is_of(k_plane, EXACT) && k_plane.transforms == 0
 }

@@ -1,8 +1,8 @@
-//! Attention over cached rows: which kernel takes which entries of the batch.
+//! Attention over cached rows, and the kernel for each entry of the batch.
 //!
-//! A few queries of an entry are decoding, more are prefill. Either has kernels for tensor cores
-//! that take the usual shapes; the kernel for everything takes the rest. Which kernel takes an
-//! entry follows from its number of queries and the layer, never from its neighbours.
+//! An entry with few queries is decoding, one with more is prefill. Both have tensor-core kernels
+//! for the usual shapes; the general kernel handles everything else. The kernel for an entry
+//! depends on its number of queries and the layer, never on the other entries.
 mod launches;
 
 use kv_core::DeviceError;
@@ -20,18 +20,19 @@ use crate::tensors::{Room, unsupported};
 use kv_core::num::to_u32;
 
 const OPERATION: &str = "attend";
-/// Queries of an entry up to which it is decoding. The core cuts the contexts of no other entries.
+/// Maximum queries of an entry that counts as decoding. The core splits the contexts of such
+/// entries only.
 const DECODE_Q_LEN_MAX: u32 = 8;
 
-/// Who takes the entries of a batch.
+/// The tensor-core kernels for a batch.
 #[derive(Debug)]
-struct Takers {
+struct KernelSelection {
     decode: Option<(Shape, Work)>,
     prefill: Option<Prefill>,
 }
 
-impl Takers {
-    /// Numbers of queries that are left for the kernel for everything, `None` where none is.
+impl KernelSelection {
+    /// Returns the range of query counts that is left for the general kernel, if any.
     fn rest(&self, q_len_max: u32) -> Option<(u32, u32)> {
         let from = if self.decode.is_some() { DECODE_Q_LEN_MAX.saturating_add(1) } else { 0 };
         let to = if self.prefill.is_some() { DECODE_Q_LEN_MAX } else { u32::MAX };
@@ -49,13 +50,13 @@ pub(crate) fn attend(
     let step = queue.step(plan.batch(), plan.tables())?;
     let facts = (queue.gpu.facts().multiprocessors, queue.gpu.facts().shared_bytes_max);
     let options = *args.options();
-    let Parts { call, pack, constants, mut way } = queue.parts(OPERATION);
+    let Parts { call, pack, constants, mut transfer } = queue.parts(OPERATION);
     let (q, q_from) = call.input(args.q(), room, pack)?;
     let out = call.output(args.out(), room)?;
     let lse = args.lse().map(|lse| call.output(lse, room)).transpose()?;
     let (blocks, planned) = (plan.tables().num_blocks(), Some(plan.layout()));
-    let k_plane = call.plane(args.k_plane(), blocks, planned, (constants, &mut way))?;
-    let v_plane = call.plane(args.v_plane(), blocks, planned, (constants, &mut way))?;
+    let k_plane = call.plane(args.k_plane(), blocks, planned, (constants, &mut transfer))?;
+    let v_plane = call.plane(args.v_plane(), blocks, planned, (constants, &mut transfer))?;
     let kv_heads = k_plane.num_kv_heads;
     let group = q.heads.checked_div(kv_heads).unwrap_or(0);
     if group == 0 || v_plane.num_kv_heads != kv_heads {
@@ -63,7 +64,7 @@ pub(crate) fn attend(
     }
     let sink_logits = options
         .sink_logits()
-        .map(|sink_logits| constants.get((&mut way, call.held), sink_logits))
+        .map(|sink_logits| constants.get((&mut transfer, call.held), sink_logits))
         .transpose()?;
     let mut params = AttendParams {
         plan: step.plan,
@@ -84,23 +85,23 @@ pub(crate) fn attend(
         ..AttendParams::default()
     };
     let is_invariant = plan.batch().determinism() == Determinism::BatchInvariant;
-    let takers = takers(&params, facts, is_invariant);
-    // The kernels run one after another and share the room.
-    let (rows, stats) = part_bytes(&params, &takers, &step.room);
+    let kernels = select_kernels(&params, facts, is_invariant);
+    // The kernels run one after another and share the memory for partial results.
+    let (rows, stats) = part_bytes(&params, &kernels, &step.room);
     let (rows, stats) = (pack.room(rows), pack.room(stats));
     let base = queue.send()?;
     params.q = q_from.rows(params.q, base);
     params.part_rows = rows.from(base);
     params.part_stats = stats.from(base);
-    run(queue, plan, &params, (&takers, &step))?;
+    run(queue, plan, &params, (&kernels, &step))?;
     fill(queue, plan, (&step, out), 0.0)?;
     lse.map_or(Ok(()), |lse| fill(queue, plan, (&step, lse), f32::NEG_INFINITY))
 }
 
-fn takers(params: &AttendParams, facts: (u32, u32), invariant: bool) -> Takers {
+fn select_kernels(params: &AttendParams, facts: (u32, u32), invariant: bool) -> KernelSelection {
     let (multiprocessors, shared_bytes_max) = facts;
     let (q, k, v) = (&params.q, &params.k_plane, &params.v_plane);
-    // A tensor from the host is not there yet; it will lie well.
+    // A tensor in host memory has no address yet; it will be aligned.
     let shape = Shape::of((q, &params.out), (k, v), shared_bytes_max);
     let shape = shape.filter(|_| params.lse.data == 0 || decode::scores_exactly(k));
     let work = Work {
@@ -109,21 +110,21 @@ fn takers(params: &AttendParams, facts: (u32, u32), invariant: bool) -> Takers {
         group: params.group,
         full: params.full != 0,
         window_left: params.window_left,
-        // They say nothing without a window.
+        // Without a window, sink tokens change nothing.
         sink_tokens: if params.window_left == u32::MAX { 0 } else { params.sink_tokens },
         invariant,
         q_len_max: DECODE_Q_LEN_MAX,
     };
-    Takers {
+    KernelSelection {
         decode: shape.map(|shape| (shape, work)),
         prefill: Prefill::of(params, shared_bytes_max),
     }
 }
 
-/// Bytes of partial rows and of what belongs to them.
-fn part_bytes(params: &AttendParams, takers: &Takers, room: &Extent) -> (u64, u64) {
+/// Returns the bytes of partial rows, and of their maxima and sums.
+fn part_bytes(params: &AttendParams, kernels: &KernelSelection, room: &Extent) -> (u64, u64) {
     let dim = u64::from(params.v_plane.head_dim);
-    if let Some((_, work)) = &takers.decode {
+    if let Some((_, work)) = &kernels.decode {
         let rows = decode::room(work, room).partials.saturating_mul(16);
         return (rows.saturating_mul(dim).saturating_mul(4), rows.saturating_mul(4));
     }
@@ -131,17 +132,17 @@ fn part_bytes(params: &AttendParams, takers: &Takers, room: &Extent) -> (u64, u6
     (rows.saturating_mul(dim).saturating_mul(4), rows.saturating_mul(8))
 }
 
-/// Starts the kernels.
+/// Launches the kernels.
 fn run(
     queue: &mut CudaQueue,
     plan: &AttentionPlan<'_>,
     params: &AttendParams,
-    (takers, step): (&Takers, &StepPlan),
+    (kernels, step): (&KernelSelection, &StepPlan),
 ) -> Result<(), DeviceError> {
     let (extent, room) = (&step.extent, &step.room);
     let few = |queries: u32| (1..=DECODE_Q_LEN_MAX).contains(&queries);
     let has_few = queue.is_capturing() || plan.sequences().iter().any(|s| few(s.q_len));
-    if let Some((shape, work)) = takers.decode.as_ref().filter(|_| has_few) {
+    if let Some((shape, work)) = kernels.decode.as_ref().filter(|_| has_few) {
         let partials = decode::room(work, room).partials;
         let (pieces, starts) = queue.decode(plan.batch().id(), work)?;
         let counters = queue.counters(partials)?;
@@ -152,21 +153,21 @@ fn run(
             units: shape.units,
             block_shift: shape.block_shift,
         };
-        // SAFETY: every address is that of memory whose extent was compared with what plan and
-        // layouts reach, and which its owner, or the queue, keeps until the stream has passed.
+        // SAFETY: the extent of every address was compared with what plan and layouts reach, and
+        // the owner of the memory, or the queue, keeps it until the stream has passed.
         unsafe { queue.launch(&launches::decode(shape, work), &params)? };
     }
-    if let Some(taker) = takers.prefill.filter(|_| extent.q_len_max > DECODE_Q_LEN_MAX) {
+    if let Some(prefill) = kernels.prefill.filter(|_| extent.q_len_max > DECODE_Q_LEN_MAX) {
         let q_len_min = DECODE_Q_LEN_MAX.saturating_add(1);
         let params = AttendParams { q_len_min, ..*params };
         // SAFETY: as above.
-        unsafe { queue.launch(&launches::prefill(taker, &params, extent), &params)? };
+        unsafe { queue.launch(&launches::prefill(prefill, &params, extent), &params)? };
     }
-    if takers.rest(room.q_len_max).is_some() {
+    if kernels.rest(room.q_len_max).is_some() {
         let splits = plan.sequences().iter().map(|s| s.num_splits).max().unwrap_or(0);
         let [units, heads, _] = launches::rows(params, room, splits).grid;
         let counters = queue.counters(u64::from(units).saturating_mul(heads.into()))?;
-        let Some((q_len_min, q_len_max)) = takers.rest(extent.q_len_max) else { return Ok(()) };
+        let Some((q_len_min, q_len_max)) = kernels.rest(extent.q_len_max) else { return Ok(()) };
         let launch = launches::rows(params, extent, splits);
         let params = AttendParams { counters, q_len_min, q_len_max, ..*params };
         // SAFETY: as above.
@@ -175,7 +176,7 @@ fn run(
     Ok(())
 }
 
-/// Fills the rows that no query owns.
+/// Fills the rows that belong to no query.
 fn fill(
     queue: &mut CudaQueue,
     plan: &AttentionPlan<'_>,

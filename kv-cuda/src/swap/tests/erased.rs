@@ -1,4 +1,4 @@
-//! Blocks of a cache whose backend was chosen at run time.
+//! Swapping for a cache whose backend was chosen at run time.
 use kv_core::backend::{AnyBackend, AnyBuffer, NullBackend, Queue, Readback};
 use kv_core::{
     BlockId, CacheSpec, DeviceError, DeviceErrorKind, GroupId, KvCache, QkvFormat, SequenceId,
@@ -18,7 +18,7 @@ fn storage(cache: &KvCache<AnyBackend>) -> StorageView<'_, AnyBuffer> {
     cache.storage(GroupId(0)).unwrap().view()
 }
 
-/// One sequence of two blocks; which.
+/// Fills one sequence of two blocks, and returns these.
 fn filled(cache: &mut KvCache<AnyBackend>) -> Vec<BlockId> {
     cache.start(SequenceId(1), &[], StartOptions::default()).unwrap();
     let mut step = cache.begin_step(&[StepInput::count(SequenceId(1), TOKENS)]).unwrap();
@@ -31,7 +31,7 @@ fn filled(cache: &mut KvCache<AnyBackend>) -> Vec<BlockId> {
     (0..6).map(BlockId).filter(|block| bytes(cache, *block).iter().any(|byte| *byte != 0)).collect()
 }
 
-/// A block in every plane.
+/// Reads a block in every plane.
 fn bytes(cache: &mut KvCache<AnyBackend>, block: BlockId) -> Vec<u8> {
     let places: Vec<(AnyBuffer, u64, u64)> = storage(cache)
         .planes()
@@ -47,7 +47,7 @@ fn bytes(cache: &mut KvCache<AnyBackend>, block: BlockId) -> Vec<u8> {
 }
 
 #[test]
-fn blocks_of_an_erased_cache_come_back() {
+fn blocks_of_an_erased_cache_return_unchanged() {
     let device = CudaBackend::emulated(&EmulatorOptions::default()).unwrap();
     let mut cache = cache(AnyBackend::new(device));
     let blocks = filled(&mut cache);
@@ -69,7 +69,7 @@ fn blocks_of_an_erased_cache_come_back() {
 }
 
 #[test]
-fn what_another_backend_has_is_refused() {
+fn handles_of_another_backend_are_refused() {
     let kind = |error: DeviceError| error.kind();
     let device = CudaBackend::emulated(&EmulatorOptions::default()).unwrap();
     let mut other = cache(AnyBackend::new(NullBackend::default()));

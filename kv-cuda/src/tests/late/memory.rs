@@ -1,27 +1,27 @@
-//! Memory of the late GPU: what frees it, and what finds that it was freed under work.
+//! Memory of the late GPU: its frees, and the detection of work that runs after them.
 use std::any::Any;
 use std::sync::{Arc, Mutex};
 
 use kv_core::{DeviceError, DeviceErrorKind};
 
-use super::{LateEvent, Work, World, lock};
+use super::{LateEvent, LateState, Work, lock};
 use crate::emulated::Emulator;
 use crate::gpu::{Event, Gpu, Pinned};
 use crate::params::Address;
 use crate::reclaim::Heap;
 
-/// The stream that memory is freed on.
+/// The stream of frees.
 #[derive(Debug)]
 pub(super) struct LateHeap {
     pub(super) emulator: Arc<Emulator>,
-    pub(super) world: Arc<Mutex<World>>,
+    pub(super) state: Arc<Mutex<LateState>>,
 }
 
 impl LateHeap {
     fn submit(&self, work: Work) -> Result<(), DeviceError> {
-        let mut world = lock(&self.world);
-        world.frees.push_back(work);
-        if world.is_early { world.run_frees(&self.emulator) } else { Ok(()) }
+        let mut state = lock(&self.state);
+        state.frees.push_back(work);
+        if state.is_early { state.run_frees(&self.emulator) } else { Ok(()) }
     }
 }
 
@@ -30,18 +30,18 @@ impl Heap for LateHeap {
         self.emulator.alloc(bytes)
     }
     fn wait_for_frees(&self) -> Result<(), DeviceError> {
-        lock(&self.world).run_frees(&self.emulator)
+        lock(&self.state).run_frees(&self.emulator)
     }
     fn wait_for(&self, event: &dyn Event) -> Result<(), DeviceError> {
         let event: &dyn Any = event;
         self.submit(Work::Wait(event.downcast_ref::<LateEvent>().unwrap().event))
     }
     fn wait_for_device(&self) -> Result<(), DeviceError> {
-        assert_eq!(lock(&self.world).submits_left, Some(0), "every stream can be marked");
+        assert_eq!(lock(&self.state).submits_left, Some(0), "every stream can be marked");
         Err(DeviceError::new(DeviceErrorKind::Lost, "wait"))
     }
     unsafe fn free(&self, address: Address) {
-        // What a lost device had is gone.
+        // Memory of a lost device is gone.
         let _ = self.submit(Work::Free(address));
     }
 }
@@ -49,7 +49,7 @@ impl Heap for LateHeap {
 #[derive(Debug)]
 pub(super) struct LatePinned {
     pub(super) memory: Box<dyn Pinned>,
-    pub(super) world: Arc<Mutex<World>>,
+    pub(super) state: Arc<Mutex<LateState>>,
 }
 
 impl Pinned for LatePinned {
@@ -64,14 +64,14 @@ impl Pinned for LatePinned {
 impl Drop for LatePinned {
     fn drop(&mut self) {
         let range = self.base().addr()..self.base().addr() + self.len();
-        let mut world = lock(&self.world);
-        let work = world.streams.iter().flat_map(|stream| &stream.work);
+        let mut state = lock(&self.state);
+        let work = state.streams.iter().flat_map(|stream| &stream.work);
         let is_used = work.flat_map(Work::copies).any(|copy| range.contains(&copy.host.addr()));
-        world.freed_early |= is_used;
-        world.pinned -= 1;
+        state.freed_early |= is_used;
+        state.pinned -= 1;
         if is_used {
-            // So that what runs later touches nothing that is gone.
-            world.streams.iter_mut().for_each(|stream| stream.work.clear());
+            // Later runs must not touch freed memory.
+            state.streams.iter_mut().for_each(|stream| stream.work.clear());
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What calibrated constants are for: keys with huge biases and unequal channels are stored as well
+//! The benefit of calibration: keys with huge biases and unequal channels are stored as accurately
 //! as Gaussian ones.
 use kv_core::calibration::PlaneConstants;
 
@@ -39,7 +39,7 @@ fn narrow(x: f64) -> f32 {
     }
 }
 
-/// Four bits a value in the plainest way: the nearest centroid times the rms of the row.
+/// Quantises to four bits in the simplest way: the nearest centroid times the rms of the row.
 fn quantise(row: &mut [f32]) {
     let dim = f64::from(u32::try_from(row.len()).unwrap());
     let rms = (row.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>() / dim).sqrt();
@@ -51,7 +51,7 @@ fn quantise(row: &mut [f32]) {
     }
 }
 
-/// Constants of one head of keys.
+/// Folds the constants of one head of keys.
 fn fold(given: &PlaneCalibration) -> PlaneConstants {
     let shape = LayerShape { num_kv_heads: 1, head_dim_k: 128, head_dim_v: 128 };
     let [layout, _] = shape.layouts().unwrap();
@@ -59,10 +59,10 @@ fn fold(given: &PlaneCalibration) -> PlaneConstants {
 }
 
 fn calibrated(k: &[f32], q: &[f32]) -> PlaneCalibration {
-    shown(1, [128, 128], [k, k, q], 1).finish().unwrap().layers()[0].k.clone()
+    observed(1, [128, 128], [k, k, q], 1).finish().unwrap().layers()[0].k.clone()
 }
 
-/// The rows as they come back from storage.
+/// Returns the rows after storing and loading.
 fn stored(k: &[f32], given: &PlaneCalibration) -> Vec<f32> {
     let constants = fold(given);
     let mut k = k.to_vec();
@@ -78,7 +78,7 @@ fn squared_error(a: &[f32], b: &[f32]) -> f64 {
     a.iter().zip(b).map(|(a, b)| (f64::from(*a) - f64::from(*b)).powi(2)).sum()
 }
 
-/// Mean squared error of scores of paired rows.
+/// Returns the mean squared error of scores of paired rows.
 fn score_error(q: &[f32], a: &[f32], b: &[f32]) -> f64 {
     let rows = q.chunks_exact(DIM).zip(a.chunks_exact(DIM)).zip(b.chunks_exact(DIM));
     rows.map(|((q, a), b)| {
@@ -90,7 +90,7 @@ fn score_error(q: &[f32], a: &[f32], b: &[f32]) -> f64 {
 }
 
 #[test]
-fn a_bias_of_seventeen_times_the_signal_costs_nothing_once_it_is_known() {
+fn a_calibrated_bias_of_seventeen_times_the_signal_costs_nothing() {
     let mut source = Gaussian(1);
     let (seen, plain) = (source.rows(512, &[1.0; DIM]), source.rows(1024, &[1.0; DIM]));
     let q = source.rows(512, &[1.0; DIM]);
@@ -112,9 +112,9 @@ fn a_bias_of_seventeen_times_the_signal_costs_nothing_once_it_is_known() {
     let given = calibrated(&biased(&seen), &q);
     let known = squared_error(&stored(&keys, &given), &keys) / energy;
     println!("bias-free {ideal:.3e}, calibrated {known:.3e}, uncalibrated {unknown:.3}");
-    // The code's own error, 0.0095, less what a row's own rms gains.
+    // The code's own error, 0.0095, reduced by the use of each row's own rms.
     assert!((0.0085..0.0097).contains(&ideal), "{ideal}");
-    assert!(unknown > 1.0, "worse than storing nothing without the mean: {unknown}");
+    assert!(unknown > 1.0, "without the mean it must be worse than storing nothing: {unknown}");
     assert!(known <= 1.05 * ideal, "{known} for {ideal}");
 }
 
@@ -145,9 +145,9 @@ fn rows_are_gaussian_after_store() {
 }
 
 #[test]
-fn the_balance_gains_what_its_formula_says() {
+fn the_balance_gains_what_its_formula_predicts() {
     let mut source = Gaussian(3);
-    // Channels of K and of Q that differ by up to a factor of 8, in unlike ways.
+    // Channels of K and of Q differ by up to a factor of 8, with different periods.
     let scales = |period: u8| {
         let mut scales = [0.0; DIM];
         scales.iter_mut().zip(0_u8..).for_each(|(s, i)| *s = 2_f32.powi(i32::from(i % period)));

@@ -1,9 +1,10 @@
-//! What holds for any row: proptest over every format and head dim.
+//! Properties of any row: proptest over every format and head dim.
 use proptest::prelude::*;
 
 use super::*;
 
-/// Rows of any shape: normal, with outliers, sparse; at scales that f16 and E4M3 hold in full.
+/// Generates rows of any shape: normal, with outliers, sparse; at scales that f16 and E4M3
+/// represent.
 fn rows() -> impl Strategy<Value = Vec<f32>> {
     let value = prop_oneof![
         6 => -3.0_f32..3.0,
@@ -20,7 +21,7 @@ fn formats() -> impl Strategy<Value = KvFormat> {
     prop::sample::select(KvFormat::all().collect::<Vec<_>>())
 }
 
-/// The largest error of value `x` in a row whose group has the largest magnitude `amax`.
+/// Returns the largest error of value `x` in a row whose group has the largest magnitude `amax`.
 fn bound(format: KvFormat, given: f32, x: f32, amax: f32) -> Option<f32> {
     let rounding = 1.001;
     let f16 = 1.0 / 2048.0;
@@ -30,7 +31,7 @@ fn bound(format: KvFormat, given: f32, x: f32, amax: f32) -> Option<f32> {
         "bf16" => x.abs() / 256.0,
         "fp8-e4m3" | "fp8-e4m3-head" => (x.abs() / 16.0).max(given / 1024.0) * rounding,
         "fp8-e5m2" | "fp8-e5m2-head" => (x.abs() / 8.0).max(given / 131_072.0) * rounding,
-        // Codes of 448 and 57344 may stand for a little less than the largest value.
+        // The code of 448 or 57344 may decode to a little less than the largest value.
         "fp8-e4m3-row" => (x.abs() / 16.0).max(amax / 448.0 / 1024.0) * rounding,
         "fp8-e5m2-row" => (x.abs() / 8.0).max(amax / 57344.0 / 131_072.0) * rounding,
         "int8-tensor" | "int8-head" => given * 0.5 * rounding,
@@ -42,7 +43,7 @@ fn bound(format: KvFormat, given: f32, x: f32, amax: f32) -> Option<f32> {
     })
 }
 
-/// A scale at which a given-scale format holds the rows above without saturating.
+/// Returns a scale at which a given-scale format holds such rows without saturating.
 fn given_scale(format: KvFormat, values: &[f32]) -> f32 {
     match format.to_string().as_str() {
         "int8-tensor" | "int8-head" => (amax(values) / 127.0).max(1e-6),
@@ -96,8 +97,8 @@ proptest! {
     }
 
     #[test]
-    fn what_was_decoded_encodes_to_itself(format in formats(), values in rows()) {
-        // Not so where the scale is searched for: another may fit the decoded row.
+    fn decoded_rows_encode_to_themselves(format in formats(), values in rows()) {
+        // Not for searched scales: another scale may fit the decoded row.
         prop_assume!(!format.to_string().starts_with('l'));
         let given = 0.5;
         let once = round(format, given, &values);
@@ -118,7 +119,7 @@ proptest! {
     }
 
     #[test]
-    fn powers_of_two_pass_through_a_searched_scale(values in rows(), bits in 0..3_usize) {
+    fn searched_scales_commute_with_powers_of_two(values in rows(), bits in 0..3_usize) {
         let format = format(["l3", "l4", "l6"][bits]);
         let quartered: Vec<f32> = values.iter().map(|value| value * 0.25).collect();
         let smaller = round(format, 1.0, &quartered);
@@ -128,7 +129,7 @@ proptest! {
     }
 
     #[test]
-    fn any_bits_are_encoded_without_touching_sense(
+    fn any_bits_encode_and_decode_without_a_panic(
         format in formats(),
         raw in prop::collection::vec(any::<u32>(), 1..70),
     ) {

@@ -1,8 +1,8 @@
-//! Rows written out by hand: what `docs/formats.md` draws.
+//! Rows written by hand, as `docs/formats.md` draws them.
 use super::*;
 
 #[test]
-fn plain_rows_are_little_endian_and_rounded_to_even() {
+fn unquantised_rows_are_little_endian_and_round_to_even() {
     let values = [1.0, -2.0, 1.0 + 1.0 / 2048.0];
     assert_eq!(encode(format("f32"), 1.0, &values[..1]), 1.0_f32.to_le_bytes());
     assert_eq!(encode(format("f16"), 1.0, &values), [0x00, 0x3C, 0x00, 0xC0, 0x00, 0x3C]);
@@ -20,14 +20,14 @@ fn bytes_with_a_given_scale() {
     let decoded = decode(format("fp8-e4m3-head"), 0.5, &codes, 5);
     assert_eq!(decoded, [0.5, -224.0, 0.25, 224.0, 0.0]);
     assert_eq!(encode(format("fp8-e5m2"), 1.0, &[1.0, -1e9]), [0x3C, 0xFB]);
-    // Halves go to the even code; the range is symmetric.
+    // Halves round to the even code; the range is symmetric.
     let values = [0.5, 1.5, -2.5, 127.4, -128.0, 300.0];
     assert_eq!(encode(format("int8-tensor"), 1.0, &values), [0, 2, 0xFE, 127, 0x81, 127]);
 }
 
 #[test]
 fn bytes_with_a_scale_of_the_row() {
-    // Largest 254: the scale is 2, in f16 0x4000, behind a byte of padding.
+    // The largest is 254: the scale is 2, in f16 0x4000, after a byte of padding.
     let row = encode(format("int8"), 1.0, &[254.0, -2.0, 1.0, 3.0, 5.0]);
     assert_eq!(row, [127, 0xFF, 0, 2, 2, 0, 0x00, 0x40]);
     assert_eq!(decode(format("int8"), 9.0, &row, 5), [254.0, -2.0, 0.0, 4.0, 4.0]);
@@ -35,7 +35,7 @@ fn bytes_with_a_scale_of_the_row() {
     assert_eq!(encode(format("fp8-e5m2-row"), 1.0, &[28672.0, 0.5]), [0x7B, 0x3C, 0x00, 0x38]);
 }
 
-/// Levels times 1: their codes are known, and the best scale is 1.
+/// Returns levels times 1, whose codes are known and whose best scale is 1.
 fn levels(bits: u32, codes: &[u8]) -> Vec<f32> {
     let magnitudes = crate::lloyd::magnitudes(bits).unwrap();
     let sign = 1 << (bits - 1);
@@ -46,8 +46,8 @@ fn levels(bits: u32, codes: &[u8]) -> Vec<f32> {
     codes.iter().map(|code| value(*code)).collect()
 }
 
-/// 128 codes in which small magnitudes are as frequent as in a normal row, so that the search finds
-/// scale 1; a pattern in every group of 32.
+/// Returns 128 codes whose magnitudes are as frequent as in a normal row, so that the search finds
+/// scale 1; every group of 32 has a pattern.
 fn likely_codes(bits: u32) -> Vec<u8> {
     let mut normal = Normal(3);
     let bounds = crate::lloyd::thresholds(bits).unwrap();
@@ -82,7 +82,7 @@ fn lloyd_codes_lie_in_planes() {
             assert_eq!(found, codes, "{name}");
             assert!((scale - 1.0).abs() < 1e-3, "{name}: {scale}");
         }
-        // Levels of l6 are so close that another scale may fit as well: half a step off, then.
+        // Levels of l6 are so close that another scale may fit as well: allow half a step.
         for (value, found) in values.iter().zip(levels(code_bits, &found)) {
             let error = (found * scale - value).abs();
             assert!(error < 0.04 + 0.06 * value.abs(), "{name}: {value} {found} {scale}");
@@ -144,7 +144,7 @@ fn every_code_of_every_plane_decodes() {
 }
 
 #[test]
-fn nvfp4_puts_pairs_in_bytes_and_scales_behind() {
+fn nvfp4_packs_pairs_and_appends_scales() {
     // 17 values: a block of 16 with the largest 6 (scale 1), a block of one with 3 (6 * 0.5).
     let mut values = [0.0; 17];
     values[..6].copy_from_slice(&[6.0, -1.0, 0.5, 4.0, -3.0, 1.5]);

@@ -1,7 +1,7 @@
-//! llama.cpp's blocks, against blocks that its own code made.
+//! llama.cpp's blocks, compared with blocks that its own code encoded.
 use super::*;
 
-/// Names, values and bytes of `ggml_blocks.txt`.
+/// Iterates over names, values and bytes of `ggml_blocks.txt`.
 fn blocks() -> impl Iterator<Item = (&'static str, Vec<f32>, Vec<u8>, Vec<u8>)> {
     let hex = |text: &str| -> Vec<u8> {
         let digits: Vec<u8> =
@@ -28,7 +28,7 @@ fn blocks_are_those_of_llama_cpp() {
             if scale.is_finite() {
                 assert_eq!(row, expected, "{format} of {name}");
             } else {
-                // Ours saturates: see `scales_beyond_f16_saturate`.
+                // This crate saturates: see `scales_beyond_f16_saturate`.
                 assert!(
                     ["large_scale", "scale_overflow_f16"].contains(&name),
                     "{format} of {name}"
@@ -75,8 +75,8 @@ fn scales_beyond_f16_saturate() {
 }
 
 #[test]
-fn halves_go_away_from_zero() {
-    // The scale is 1 where the largest is 127. Just below a half stays below.
+fn halves_round_away_from_zero() {
+    // The scale is 1 if the largest value is 127. A value just below a half rounds down.
     let below = 0.5_f32.next_down();
     let values = [127.0, 0.5, -0.5, 1.5, 2.5, -2.5, below, 126.5];
     let row = encode(format("q8_0"), 1.0, &values);
@@ -84,7 +84,7 @@ fn halves_go_away_from_zero() {
 }
 
 #[test]
-fn a_last_block_is_filled_up_with_zeros() {
+fn the_last_block_is_padded_with_zeros() {
     for name in ["q8_0", "q4_0"] {
         for head_dim in [1, 31, 33, 80, 100] {
             let values = Normal(5).row(head_dim);

@@ -1,8 +1,8 @@
-//! NaN, infinity, zeros, and numbers at either end of f32.
+//! NaN, infinities, zeros, and numbers at either end of f32.
 use super::*;
 
-/// How many values, and which, share the scale of value `at`.
-fn sharers(format: KvFormat, head_dim: usize, at: usize) -> std::ops::Range<usize> {
+/// Returns the range of values that share a scale with value `at`.
+fn scale_group(format: KvFormat, head_dim: usize, at: usize) -> std::ops::Range<usize> {
     let name = format.to_string();
     let group = match name.as_str() {
         "nvfp4" => 16,
@@ -16,7 +16,7 @@ fn sharers(format: KvFormat, head_dim: usize, at: usize) -> std::ops::Range<usiz
 }
 
 #[test]
-fn a_nan_reaches_what_shares_its_scale_and_nothing_else() {
+fn a_nan_affects_only_values_that_share_its_scale() {
     for format in KvFormat::all() {
         for head_dim in HEAD_DIMS {
             let clean = Normal(11).row(head_dim);
@@ -26,11 +26,11 @@ fn a_nan_reaches_what_shares_its_scale_and_nothing_else() {
                     let mut values = clean.clone();
                     values[at] = nan;
                     let decoded = round(format, 1.0, &values);
-                    let sharers = sharers(format, head_dim, at);
+                    let scale_group = scale_group(format, head_dim, at);
                     for (index, value) in decoded.iter().enumerate() {
                         let what = format!("{format}, {head_dim}: value {index}, NaN at {at}");
-                        if !sharers.contains(&index) {
-                            // Groups make up for those before, so a code may be another.
+                        if !scale_group.contains(&index) {
+                            // Groups compensate earlier ones, so a code may differ.
                             let near = (value - expected[index]).abs() <= 0.9;
                             assert!(near, "{what}: {value} {}", expected[index]);
                         } else if matches!(format.to_string().as_str(), "int8-tensor" | "int8-head")
@@ -55,7 +55,7 @@ fn infinities_and_huge_numbers_saturate() {
                 values[head_dim - 1] = -huge;
                 let decoded = round(format, 1.0, &values);
                 assert!(decoded.iter().all(|value| value.is_finite()), "{format}: {decoded:?}");
-                // The largest that the format can hold, with a sign.
+                // The largest value of the format, with a sign.
                 let least = match format.to_string().as_str() {
                     "int8-tensor" | "int8-head" => 127.0,
                     "fp8-e4m3" | "fp8-e4m3-head" => 448.0,
@@ -99,7 +99,7 @@ fn a_group_of_zeros_stays_zero_beside_others() {
 
 #[test]
 fn equal_values_are_kept() {
-    // One level holds all: only the scale is rounded, by f16 or by E4M3.
+    // One level fits all values: only the scale is rounded, to f16 or to E4M3.
     for format in KvFormat::all().filter(|format| format.is_quantised()) {
         for value in [0.37_f32, -1.0, 3.1] {
             for head_dim in HEAD_DIMS {
@@ -122,7 +122,7 @@ fn equal_values_are_kept() {
 }
 
 #[test]
-fn small_rows_keep_what_their_scale_can_hold() {
+fn small_rows_are_as_accurate_as_their_scale() {
     for format in KvFormat::all().filter(|format| is_self_scaled(*format)) {
         let is_e4m3 = format.to_string().contains("g32");
         for exponent in [-149, -140, -120, -60, -40, -30, -24, -20, -16, -12, -8] {
@@ -135,7 +135,7 @@ fn small_rows_keep_what_their_scale_can_hold() {
             let error: f64 =
                 values.iter().zip(&decoded).map(|(x, y)| f64::from(x - y).powi(2)).sum();
             assert!(error.is_finite());
-            // Never further off than zeros would be, up to half a step of the smallest scale.
+            // The error is at most that of zeros, plus half a step of the smallest scale.
             assert!(error <= energy * 1.0001 + 96.0 * 2_f64.powi(-48), "{format}, 2^{exponent}");
             // Scales of f16 have all their bits above 2^-14, those of E4M3 above 2^-6.
             if exponent >= if is_e4m3 { -4 } else { -8 } {
@@ -147,7 +147,7 @@ fn small_rows_keep_what_their_scale_can_hold() {
 
 #[test]
 fn a_scale_from_the_largest_never_clips() {
-    // Below 2^-14 f16 loses bits; a scale rounded down there would clip the largest value.
+    // Below 2^-14 f16 is subnormal; a scale rounded down there would clip the largest value.
     for name in ["int8", "fp8-e4m3-row", "fp8-e5m2-row"] {
         let largest_code = match name {
             "int8" => 127.0,

@@ -1,4 +1,4 @@
-//! What the formats must reach on normal rows, and that inner products are not biased.
+//! Documented errors of the formats on normal rows, and unbiased inner products.
 use super::*;
 use crate::quality::{ProductError, RowError};
 
@@ -17,8 +17,7 @@ const TARGETS: [(&str, f32, f64); 16] = [
     ("l6-g32", 1.0, 4.8e-4),
     ("l4", 1.0, 8.0e-3),
     ("l4-g32", 1.0, 6.7e-3),
-    // With the scale of least error it would be 3.17e-2; without bias no scale gives less than
-    // this.
+    // The scale of least error would give 3.17e-2; no unbiased scale gives less than this.
     ("l3", 1.0, 3.3e-2),
     ("l3-g32", 1.0, 2.9e-2),
     ("q8_0", 1.0, 2.9e-5),
@@ -33,8 +32,8 @@ fn measure(name: &str, given: f32, rows: usize) -> (RowError, ProductError) {
         let key = keys.row(HEAD_DIM);
         let decoded = round(format(name), given, &key);
         error.add(&key, &decoded);
-        // Of a random direction, the share along the key is what a bias would change: a query that
-        // is half the key shows it with less noise.
+        // A bias shows in the component of the query along the key: a query that is half the key
+        // shows it with less noise.
         let query = queries.row(HEAD_DIM);
         let query: Vec<f32> = query.iter().zip(&key).map(|(q, k)| q + k).collect();
         products.add(&query, &key, &decoded);
@@ -43,7 +42,7 @@ fn measure(name: &str, given: f32, rows: usize) -> (RowError, ProductError) {
 }
 
 #[test]
-fn normal_rows_have_the_error_that_is_documented() {
+fn normal_rows_have_the_documented_error() {
     for (name, given, target) in TARGETS {
         let (error, _) = measure(name, given, 4000);
         let mse = error.relative_mse();
@@ -62,8 +61,8 @@ fn inner_products_with_searched_rows_are_unbiased() {
 }
 
 #[test]
-fn errors_have_no_direction() {
-    // Var<q, k' - k> = |q|^2 |k|^2 D / d for queries that know nothing of the key.
+fn errors_have_no_preferred_direction() {
+    // Var<q, k' - k> = |q|^2 |k|^2 D / d for queries independent of the key.
     for name in ["int8", "l6", "l4", "l3", "l4-g32"] {
         let (mut error, mut products) = (RowError::default(), ProductError::default());
         let (mut keys, mut queries) = (Normal(37), Normal(41));
@@ -82,8 +81,8 @@ fn errors_have_no_direction() {
 }
 
 #[test]
-fn other_head_dims_come_near_the_best_scale_of_each_row() {
-    // Within 2 % of a search over 71 scales (l6, which tries fewer: 16 %), and sampling error.
+fn other_head_dims_are_near_the_best_scale_of_each_row() {
+    // Within 2 % of a search over 71 scales (16 % for l6, which tries fewer), and sampling error.
     for (head_dim, targets) in [
         (64, [4.65e-4, 7.1e-3, 3.15e-2]),
         (80, [4.8e-4, 7.4e-3, 3.2e-2]),

@@ -1,4 +1,4 @@
-//! What differs from layer to layer, and what an architecture assumes where a field is absent.
+//! Settings that differ between layers, and defaults of the architectures.
 use super::*;
 
 pub(super) fn windows(config: &ModelConfig) -> Vec<Option<u32>> {
@@ -9,7 +9,7 @@ pub(super) fn windows(config: &ModelConfig) -> Vec<Option<u32>> {
 fn windows_follow_the_rules_of_the_architecture() {
     let none = vec![None; 5];
     let of = |changes: Value| windows(&config(&changes));
-    // Absent, its class has one; null is none.
+    // If the field is absent, the class has a default; null means no window.
     assert_eq!(of(json!({"model_type": "mistral"})), vec![Some(4095); 5]);
     assert_eq!(of(json!({"model_type": "mistral", "sliding_window": null})), none);
     assert_eq!(of(json!({"model_type": "phi3", "sliding_window": 20})), vec![Some(19); 5]);

@@ -1,5 +1,4 @@
-//! Configurations as models are published with them: fields that matter here, with the values and
-//! the spelling of each.
+//! Published configurations, cut to the fields that matter here, with their values and spelling.
 use super::*;
 
 /// Heads, kv heads, head size, rotary size, context.
@@ -60,7 +59,7 @@ fn mistral_7b_of_the_first_release_and_nemo() {
 }
 
 #[test]
-fn qwen_2_5_as_its_card_says_to_stretch_it_and_qwen_3() {
+fn qwen_2_5_with_yarn_and_qwen_3() {
     let file = json!({
         "architectures": ["Qwen2ForCausalLM"], "bos_token_id": 151_643, "eos_token_id": 151_645,
         "hidden_act": "silu", "hidden_size": 3584, "intermediate_size": 18944,

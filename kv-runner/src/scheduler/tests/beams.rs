@@ -1,4 +1,4 @@
-//! Beam search against one that keeps no cache and no forks.
+//! Beam search against a search without a cache and without forks.
 use kv::KvFormat;
 
 use super::*;
@@ -17,7 +17,7 @@ fn rough(history: &[u32]) -> Vec<f32> {
         .collect()
 }
 
-/// As [`rough`], with few likely tokens, of which one may end the text.
+/// Like [`rough`], with few likely tokens, one of which may end the text.
 fn narrow(history: &[u32]) -> Vec<f32> {
     let row = rough(history);
     row.iter().enumerate().map(|(i, x)| if i < 6 { x * 2.0 } else { x / 4.0 - 3.0 }).collect()
@@ -25,7 +25,7 @@ fn narrow(history: &[u32]) -> Vec<f32> {
 
 type Text = (Vec<u32>, f64, Finish);
 
-/// The search as its definition says it: all candidates, sorted.
+/// The search by its definition: all candidates, sorted.
 fn brute_force(
     rule: &dyn Fn(&[u32]) -> Vec<f32>,
     prompt: &[u32],
@@ -125,7 +125,7 @@ fn every_cache_finds_what_brute_force_finds() {
 }
 
 #[test]
-fn a_model_finds_what_it_finds_by_reading_every_text_anew() {
+fn a_model_finds_the_texts_of_a_search_without_a_cache() {
     let dir = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/stories260K");
     let model = Decoder::read(&dir).expect("a model");
     let backend = Device::open("cpu").expect("the CPU");
@@ -174,14 +174,13 @@ fn one_beam_is_the_greedy_text() {
 }
 
 #[test]
-fn beams_that_gave_way_come_back_as_forks() {
+fn preempted_beams_come_back_as_forks() {
     let prompts = vec![vec![5; 40], vec![6; 40]];
     let expected: Vec<_> =
         prompts.iter().map(|prompt| brute_force(&rough, prompt, 30, &[], (4, 1.0))).collect();
     for reuse in [PrefixReuse::Off, PrefixReuse::Partial] {
         for max_step_tokens in [1000, 6] {
-            // One search of 40 + 29 tokens takes 10 blocks for its prompt and 8 for each beam at
-            // most.
+            // One search of 40 + 29 tokens needs 10 blocks for its prompt and at most 8 per beam.
             let cache = cache_with(4, 42, |spec| spec.prefix_reuse(reuse));
             let requests = with_beams(&prompts, 30, 4, 1.0);
             let limits = limits(8, max_step_tokens);
@@ -189,7 +188,7 @@ fn beams_that_gave_way_come_back_as_forks() {
             for (generated, expected) in generated.iter().zip(&expected) {
                 check(generated, expected, "after a preemption");
             }
-            // With short steps the second one comes in too late to be in the way.
+            // With short steps the second request is admitted too late to compete.
             assert!(stats.preemptions > 0 || max_step_tokens < 1000);
         }
     }
@@ -224,7 +223,7 @@ fn beams_that_can_never_fit_are_refused() {
 }
 
 #[test]
-fn a_damaged_model_is_no_search() {
+fn unusable_logits_fail_the_search() {
     let broken: Rule = |_| vec![f32::NAN; 50];
     let requests = with_beams(&prompts(1), 5, 2, 1.0);
     let error = run_rule(broken, cache(4, 50), requests, limits(2, 10)).err().expect("fails");

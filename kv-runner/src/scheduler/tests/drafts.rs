@@ -1,7 +1,7 @@
-//! Guesses change how many steps a text takes, never the text.
+//! Drafts change the number of steps, never the text.
 use super::*;
 
-/// Counts up, and now and then jumps: guesses are right for a while, then wrong.
+/// Counts up and jumps now and then: drafts are right for a while, then wrong.
 fn wave(history: &[u32]) -> Vec<f32> {
     let last = history.last().copied().unwrap_or(0);
     let jumps = hash(history).is_multiple_of(9);
@@ -28,7 +28,7 @@ fn sampled(temperature: f64, new: u32) -> Vec<Request> {
 }
 
 #[test]
-fn the_text_is_the_same_with_guesses_and_without() {
+fn the_text_is_the_same_with_and_without_drafts() {
     for temperature in [0.0, 0.4] {
         let plain = run_rule(wave, cache(16, 100), sampled(temperature, 40), limits(8, 1000));
         let (plain, stats, _) = plain.expect("runs");
@@ -53,21 +53,21 @@ fn the_text_is_the_same_with_guesses_and_without() {
 }
 
 #[test]
-fn what_repeats_takes_few_steps() {
+fn repetitions_take_few_steps() {
     let count_up: Rule = |history| certain((history.last().copied().unwrap_or(0) + 1) % 12);
     let prompts = vec![(0..24).map(|i| i % 12).collect::<Vec<_>>()];
     let limits = Limits { draft_tokens: 4, ..limits(1, 1000) };
     let (generated, stats, _) =
         run_rule(count_up, cache(8, 50), requests(&prompts, 41), limits).expect("runs");
     assert_eq!(generated[0].tokens, (0..41).map(|i| i % 12).collect::<Vec<_>>());
-    // One for the prompt, which gives the first token; then five tokens a step.
+    // One step for the prompt, which gives the first token; then five tokens per step.
     assert_eq!(stats.steps, 1 + 8);
     assert_eq!((stats.drafted_tokens, stats.accepted_tokens), (32, 32));
     assert!((stats.acceptance_ratio() - 1.0).abs() < 1e-12);
 }
 
 #[test]
-fn a_stop_token_among_guesses_ends_the_text() {
+fn a_stop_token_among_drafts_ends_the_text() {
     let count_up: Rule = |history| certain((history.last().copied().unwrap_or(0) + 1) % 12);
     let prompts = vec![(0..15).map(|i| i % 12).collect::<Vec<_>>()];
     let limits = Limits { draft_tokens: 9, stop: vec![8], ..limits(1, 1000) };
@@ -78,7 +78,7 @@ fn a_stop_token_among_guesses_ends_the_text() {
 }
 
 #[test]
-fn guesses_never_reach_past_the_context_or_the_blocks() {
+fn drafts_never_exceed_the_context_or_the_blocks() {
     let constant: Rule = |_| certain(3);
     let prompts = vec![vec![3; 100]];
     for draft_tokens in [1, 5, 100] {
@@ -91,8 +91,8 @@ fn guesses_never_reach_past_the_context_or_the_blocks() {
 }
 
 #[test]
-fn guesses_are_left_out_before_anybody_gives_way() {
-    // Both need 8 blocks at the end and fit; their guesses do not.
+fn drafts_are_left_out_before_a_preemption() {
+    // Both need 8 blocks at the end and fit; their drafts do not.
     let constant: Rule = |_| certain(3);
     let prompts = vec![vec![3; 30], vec![4; 30]];
     let limits = Limits { draft_tokens: 20, ..limits(2, 1000) };
@@ -102,13 +102,13 @@ fn guesses_are_left_out_before_anybody_gives_way() {
     assert_eq!(stats.preemptions, 0);
 }
 
-/// A wrong guess that was offered to others would be taken over by a prompt that contains it.
+/// A rejected draft that was published would be reused by a prompt that contains it.
 #[test]
-fn no_prompt_takes_a_wrong_guess_over() {
+fn no_prompt_reuses_a_rejected_draft() {
     let prompts = cases();
     let first = run_rule(wave, cache(1, 600), requests(&prompts, 30), limits(8, 1000));
     let (first, ..) = first.expect("runs");
-    // Prompts that go on as guesses of the others would have: each is the text, one more step of
+    // Prompts that continue as drafts of the others would have: each is the text, one more step of
     // the count where the text jumps, and the count from there.
     let mut turns = prompts.clone();
     for (prompt, generated) in prompts.iter().zip(&first) {

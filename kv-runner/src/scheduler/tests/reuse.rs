@@ -1,8 +1,8 @@
-//! What prompts take over from each other, while they run and after.
+//! Prefix reuse between prompts, while they run and after.
 use super::*;
 
-/// Prompts with a system prompt of `shared` tokens in front.
-fn behind(shared: u32, count: u32) -> Vec<Vec<u32>> {
+/// Prompts after a system prompt of `shared` tokens.
+fn after_system_prompt(shared: u32, count: u32) -> Vec<Vec<u32>> {
     let system: Vec<_> = (0..shared).map(|i| (i * 7 + 3) % VOCAB).collect();
     let own = |i: u32| [i, i + 9, i + 1].into_iter().take(to_usize(1 + i % 3));
     (0..count).map(|i| system.iter().copied().chain(own(i)).collect()).collect()
@@ -20,8 +20,8 @@ fn computed(model: &Echo) -> u32 {
 }
 
 #[test]
-fn those_that_arrive_together_compute_their_system_prompt_once() {
-    let prompts = behind(64, 5);
+fn prompts_that_arrive_together_compute_their_prefix_once() {
+    let prompts = after_system_prompt(64, 5);
     let own: u32 = prompts.iter().map(|prompt| to_u32(prompt.len()) - 64).sum();
     let (generated, stats, model) =
         run(cache(16, 100), requests(&prompts, 3), limits(8, 1000)).expect("runs");
@@ -36,20 +36,20 @@ fn those_that_arrive_together_compute_their_system_prompt_once() {
 }
 
 #[test]
-fn a_prompt_in_chunks_is_waited_for() {
-    let prompts = behind(64, 3);
+fn requests_wait_for_a_prompt_in_chunks() {
+    let prompts = after_system_prompt(64, 3);
     let (generated, _, model) =
         run(cache(16, 100), requests(&prompts, 3), limits(8, 20)).expect("runs");
     check(&generated, &prompts, 3);
     assert!(model.batches.borrow().iter().all(|b| b.iter().map(|c| c.tokens).sum::<u32>() <= 20));
-    // Nobody computes the system prompt again.
+    // No request computes the system prompt again.
     let own: u32 = prompts.iter().map(|prompt| to_u32(prompt.len()) - 64).sum();
     assert_eq!(computed(&model), 64 + own + 3 * 2);
 }
 
 #[test]
-fn what_has_ended_is_taken_over_to_the_token() {
-    let prompts = behind(21, 3);
+fn a_finished_sequence_is_reused_to_the_token() {
+    let prompts = after_system_prompt(21, 3);
     let (generated, stats, model) =
         run(cache(16, 100), requests(&prompts, 4), limits(1, 1000)).expect("runs");
     check(&generated, &prompts, 4);
@@ -62,7 +62,7 @@ fn what_has_ended_is_taken_over_to_the_token() {
 
 #[test]
 fn without_reuse_every_prompt_is_computed_whole() {
-    let prompts = behind(64, 4);
+    let prompts = after_system_prompt(64, 4);
     let cache = cache_with(16, 100, |spec| spec.prefix_reuse(PrefixReuse::Off));
     let (generated, stats, model) =
         run(cache, requests(&prompts, 3), limits(2, 1000)).expect("runs");
@@ -74,7 +74,7 @@ fn without_reuse_every_prompt_is_computed_whole() {
 }
 
 #[test]
-fn who_gave_way_comes_back_with_what_nobody_needed() {
+fn a_preempted_request_reuses_its_cached_blocks() {
     // Two sequences of 40 + 29 tokens need 18 blocks each at the end; there are 30.
     let prompts = vec![vec![1; 40], vec![2; 40]];
     for reuse in [PrefixReuse::Off, PrefixReuse::FullBlocks, PrefixReuse::Partial] {
@@ -93,7 +93,7 @@ fn who_gave_way_comes_back_with_what_nobody_needed() {
 fn many_prompts_through_a_small_pool_evict_and_stay_right() {
     for (block_size, num_blocks) in [(4, 22), (8, 12), (3, 30)] {
         for (shared, max_batch) in [(0, 3), (13, 4), (40, 2)] {
-            let prompts = behind(shared, 12);
+            let prompts = after_system_prompt(shared, 12);
             let (generated, stats, _) =
                 run(cache(block_size, num_blocks), requests(&prompts, 25), limits(max_batch, 17))
                     .expect("runs");
@@ -104,8 +104,8 @@ fn many_prompts_through_a_small_pool_evict_and_stay_right() {
 }
 
 #[test]
-fn contiguous_blocks_are_taken_over_in_part() {
-    let prompts = behind(30, 4);
+fn contiguous_blocks_are_reused_in_part() {
+    let prompts = after_system_prompt(30, 4);
     let spec = CacheSpec::builder().layers(LAYERS).kv_heads(1).head_dim(CONTEXT);
     let spec = spec.publish_at(PublishAt::Begin).contiguous(2, CONTEXT).build().expect("spec");
     let backend = Device::open("cpu").expect("the CPU");

@@ -1,9 +1,9 @@
-//! What a request needs of groups with windows: no block more than it holds at its peak.
+//! Blocks that a request needs in groups with windows: exactly those that it holds at its peak.
 use kv::spec::GroupSpec;
 
 use super::*;
 
-/// A layer that keeps all tokens, and one with a window, with blocks for each.
+/// One layer without a window and one with a window, with blocks for each.
 fn mixed((left, sink_tokens): (u32, u32), block_size: u32, blocks: &[u32]) -> CacheSpec {
     let spec = CacheSpec::builder().layers(LAYERS).kv_heads(1).head_dim(1);
     let spec = spec.paged(block_size, blocks[0]).publish_at(PublishAt::Begin);
@@ -28,7 +28,7 @@ fn run_blind(
     Scheduler::new(cache, &Blind, limits).run(requests)
 }
 
-/// What a refused request lacks.
+/// Returns the shortage of a refused request.
 fn shortage(error: Error) -> Shortage {
     match error {
         Error::Schedule(ScheduleError::DoesNotFit { shortage, .. }) => shortage,
@@ -42,7 +42,7 @@ fn prompt(len: u32) -> Vec<u32> {
 
 #[test]
 fn a_window_runs_in_the_blocks_of_its_peak() {
-    // A window of 16 tokens in blocks of 4: five blocks once it begins inside a block.
+    // A window of 16 tokens in blocks of 4: five blocks when it begins inside a block.
     let requests = || requests(&[prompt(5)], 100);
     let (generated, stats) = run_blind(window_only(15, 0, 4, 5), requests(), limits(1, 512))
         .expect("five blocks are enough");
@@ -78,7 +78,7 @@ impl Random {
     }
 }
 
-/// A random request with everything that changes how many blocks it holds.
+/// Makes a random request with everything that changes its number of blocks.
 fn random_request(random: &mut Random) -> (Request, Limits, RequestSize) {
     let (len, new) = (1 + random.below(60), 2 + random.below(60));
     let width = if random.below(3) == 0 { 1 + random.below(4) } else { 1 };
@@ -96,7 +96,7 @@ fn random_request(random: &mut Random) -> (Request, Limits, RequestSize) {
 }
 
 #[test]
-fn what_is_said_to_fit_fits_and_one_block_less_is_refused() {
+fn a_predicted_fit_runs_and_one_block_less_is_refused() {
     let mut random = Random(0x5EED_CAFE);
     let mut exact = 0;
     for round in 0..150 {
@@ -105,7 +105,7 @@ fn what_is_said_to_fit_fits_and_one_block_less_is_refused() {
         let block_size = 1 + random.below(9);
         let group = |spec: &CacheSpec, at: usize| size.blocks(&spec.groups()[at]);
         let about = format!("round {round}: {size:?} {left} {sink_tokens} {block_size}");
-        // A window alone.
+        // Only layers with a window.
         let needed = group(&window_only(left, sink_tokens, block_size, 1), 0);
         let spec = |blocks| window_only(left, sink_tokens, block_size, blocks);
         let (_, stats) = run_blind(spec(needed), vec![request.clone()], limits.clone())
@@ -114,7 +114,7 @@ fn what_is_said_to_fit_fits_and_one_block_less_is_refused() {
         if needed > 1 {
             run_blind(spec(needed - 1), vec![request.clone()], limits.clone()).expect_err(&about);
         }
-        // Beside a layer that keeps everything.
+        // A layer without a window besides.
         let both = mixed((left, sink_tokens), block_size, &[1, 1]);
         let needed: Vec<_> = (0..2).map(|at| group(&both, at)).collect();
         let both = |blocks: &[u32]| mixed((left, sink_tokens), block_size, blocks);
@@ -134,7 +134,7 @@ fn what_is_said_to_fit_fits_and_one_block_less_is_refused() {
 }
 
 #[test]
-fn requests_that_fit_alone_run_together_whatever_gives_way() {
+fn requests_that_fit_alone_run_together_with_preemptions() {
     let mut random = Random(77);
     let mut preemptions = 0;
     for round in 0..100 {

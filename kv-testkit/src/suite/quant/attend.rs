@@ -3,10 +3,10 @@ use kv_core::{
     CacheSpec, CacheSpecBuilder, DType, KvFormat, Plane, ScaleGroup, Scaling, Transform,
 };
 
-use super::{LARGE_MEANS, Likeness, NEUTRAL, lab, quantised, talk};
+use super::{ConstantRanges, LARGE_MEANS, NEUTRAL, calibrated, quantised, two_sequences};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};
 use crate::device::{Device, dim, limited};
-use crate::lab::{Brings, How, seq};
+use crate::fixture::{StepConfig, StepKind, seq};
 use crate::rng::Rng;
 use crate::suite::{ORDERS, case};
 
@@ -22,7 +22,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
         case("quant/transform_on_and_off", transforms),
         case("quant/large_means_with_cap_and_sink_logits", large_means),
         case("quant/first_tokens_in_16_bits", full_precision_prefix),
-        case("quant/small_weights_where_great_ones_meet_zeros", small_weights),
+        case("quant/small_weights_decide", small_weights),
         case("quant/long_context_is_split", long),
         case("quant/segments", segments),
     ]
@@ -43,9 +43,10 @@ fn matrix<B: Device>(backend: &B, dim: u32) -> CaseResult {
                 } else {
                     spec.contiguous(2, 12)
                 };
-                let how = How { group, ..How::random(&mut rng) };
-                let mut lab = lab(backend, spec, NEUTRAL, 1)?;
-                talk(&mut lab, &how).at(format!("{format}, {heads} kv heads, paged: {paged}"))?;
+                let config = StepConfig { group, ..StepConfig::random(&mut rng) };
+                let mut fixture = calibrated(backend, spec, NEUTRAL, 1)?;
+                two_sequences(&mut fixture, &config)
+                    .at(format!("{format}, {heads} kv heads, paged: {paged}"))?;
             }
         }
     }
@@ -58,9 +59,11 @@ fn odd_dims<B: Device>(backend: &B) -> CaseResult {
         for (k, v) in [(1, 2), (5, 3), (31, 33), (96, 100), (17, 130)] {
             let (k, v) = (dim(backend, k), dim(backend, v));
             let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dims(k, v).format(format);
-            // The first formats with few values a row are wider in 16 bits than a block.
-            let mut lab = lab(backend, spec.paged(16, 4).full_precision_prefix(1), NEUTRAL, 2)?;
-            talk(&mut lab, &How::default()).at(format!("{format}, dims {k} and {v}"))?;
+            // In some formats, a short row in 16 bits is longer than a block of codes.
+            let mut fixture =
+                calibrated(backend, spec.paged(16, 4).full_precision_prefix(1), NEUTRAL, 2)?;
+            two_sequences(&mut fixture, &StepConfig::default())
+                .at(format!("{format}, dims {k} and {v}"))?;
         }
     }
     Ok(Outcome::Holds)
@@ -73,14 +76,15 @@ fn pairs<B: Device>(backend: &B) -> CaseResult {
             let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dims(32, 48).formats(k, v);
             let spec =
                 spec.block_order(rng.pick(&ORDERS)).full_precision_prefix(rng.below(3)).paged(9, 6);
-            let mut lab = lab(backend, spec, NEUTRAL, 3)?;
-            talk(&mut lab, &How::random(&mut rng)).at(format!("K {k}, V {v}"))?;
+            let mut fixture = calibrated(backend, spec, NEUTRAL, 3)?;
+            two_sequences(&mut fixture, &StepConfig::random(&mut rng))
+                .at(format!("K {k}, V {v}"))?;
         }
     }
     Ok(Outcome::Holds)
 }
 
-/// Layers of several groups, each with formats of its own.
+/// Several groups of layers, each with its own formats.
 fn by_layer<B: Device>(backend: &B) -> CaseResult {
     let spec = CacheSpec::builder()
         .layers(6)
@@ -97,9 +101,9 @@ fn by_layer<B: Device>(backend: &B) -> CaseResult {
                 .transform(Transform::On)
                 .contiguous(2, 12)
         });
-    let mut lab = lab(backend, spec, LARGE_MEANS, 4)?;
+    let mut fixture = calibrated(backend, spec, LARGE_MEANS, 4)?;
     for shuffled in [false, true] {
-        talk(&mut lab, &How { shuffled, ..How::default() })?;
+        two_sequences(&mut fixture, &StepConfig { shuffled, ..StepConfig::default() })?;
     }
     Ok(Outcome::Holds)
 }
@@ -108,45 +112,45 @@ fn transforms<B: Device>(backend: &B) -> CaseResult {
     let mut rng = Rng::new(5);
     for format in quantised() {
         for transform in [Transform::Auto, Transform::Off, Transform::On] {
-            for like in [NEUTRAL, Likeness { mean: 3.0, balance: 1.0 }] {
+            for ranges in [NEUTRAL, ConstantRanges { mean: 3.0, balance: 1.0 }] {
                 let spec = CacheSpec::builder().layers(2).kv_heads(2).head_dims(48, 32);
                 let spec = spec.formats(format, format).transform(transform).paged(8, 6);
-                let mut lab = lab(backend, spec, like, 5)?;
-                talk(&mut lab, &How::random(&mut rng))
-                    .at(format!("{format}, {transform:?}, {like:?}"))?;
+                let mut fixture = calibrated(backend, spec, ranges, 5)?;
+                two_sequences(&mut fixture, &StepConfig::random(&mut rng))
+                    .at(format!("{format}, {transform:?}, {ranges:?}"))?;
             }
         }
     }
     Ok(Outcome::Holds)
 }
 
-/// Where scores are capped, or compete with sink logits, or their log-sum-exp is asked for,
-/// the mean that was taken from K must be in them again.
+/// The mean that was subtracted from K must be added to scores again before the soft cap, beside a
+/// sink logit, and in the log-sum-exp.
 fn large_means<B: Device>(backend: &B) -> CaseResult {
-    let base = How { lse: true, ..How::default() };
+    let base = StepConfig { lse: true, ..StepConfig::default() };
     let hows = [
         base.clone(),
-        How { soft_cap: Some(3.0), ..base.clone() },
-        How { sink_logits: true, ..base.clone() },
-        How { sink_logits: true, soft_cap: Some(20.0), spread: 0.25, ..base.clone() },
-        How { window_left: Some(2), sink_logits: true, group: 3, ..base.clone() },
-        How { window_left: Some(2), sink_tokens: 3, sink_logits: true, ..base.clone() },
-        How { causal: false, soft_cap: Some(0.5), ..base },
+        StepConfig { soft_cap: Some(3.0), ..base.clone() },
+        StepConfig { sink_logits: true, ..base.clone() },
+        StepConfig { sink_logits: true, soft_cap: Some(20.0), spread: 0.25, ..base.clone() },
+        StepConfig { window_left: Some(2), sink_logits: true, group: 3, ..base.clone() },
+        StepConfig { window_left: Some(2), sink_tokens: 3, sink_logits: true, ..base.clone() },
+        StepConfig { causal: false, soft_cap: Some(0.5), ..base },
     ];
     for format in
         [L4, KvFormat::Int8(Scaling::Row), KvFormat::Fp8E5m2(Scaling::Tensor), KvFormat::Q4_0]
     {
-        for how in &hows {
+        for config in &hows {
             let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dim(64).format(format);
             let spec = spec.transform(Transform::On).full_precision_prefix(2).paged(8, 6);
-            let mut lab = lab(backend, spec, LARGE_MEANS, 6)?;
-            talk(&mut lab, how).at(format!("{format}"))?;
+            let mut fixture = calibrated(backend, spec, LARGE_MEANS, 6)?;
+            two_sequences(&mut fixture, config).at(format!("{format}"))?;
         }
     }
     Ok(Outcome::Holds)
 }
 
-/// A prefix of several slots a row in blocks that end after, at and inside it.
+/// Full-precision prefixes of several slots per row, in blocks that end after, at and inside it.
 fn full_precision_prefix<B: Device>(backend: &B) -> CaseResult {
     let mut rng = Rng::new(7);
     for format in quantised() {
@@ -157,28 +161,30 @@ fn full_precision_prefix<B: Device>(backend: &B) -> CaseResult {
         for (size, prefix) in sizes.into_iter().zip([1, 4, 3, 4, 20]) {
             let spec = spec.clone().block_order(rng.pick(&ORDERS)).full_precision_prefix(prefix);
             let blocks = 16 * wide.div_ceil(size) + 40_u32.div_ceil(size) + 6;
-            let mut lab = lab(backend, spec.clone().paged(size, blocks), LARGE_MEANS, 7)?;
-            talk(&mut lab, &How::random(&mut rng))
+            let mut fixture =
+                calibrated(backend, spec.clone().paged(size, blocks), LARGE_MEANS, 7)?;
+            two_sequences(&mut fixture, &StepConfig::random(&mut rng))
                 .at(format!("{format}, {prefix} wide rows of {wide} slots, blocks of {size}"))?;
-            let mut lab = self::lab(backend, spec.contiguous(2, 12), NEUTRAL, 7)?;
-            talk(&mut lab, &How::random(&mut rng))
+            let mut fixture = calibrated(backend, spec.contiguous(2, 12), NEUTRAL, 7)?;
+            two_sequences(&mut fixture, &StepConfig::random(&mut rng))
                 .at(format!("{format}, {prefix} wide rows, contiguous"))?;
         }
     }
     Ok(Outcome::Holds)
 }
 
-/// Slots of a wide row.
+/// Returns the number of slots of a row in 16 bits.
 fn slots(spec: &CacheSpecBuilder) -> Result<u32, CaseError> {
     Ok(spec.clone().build()?.groups()[0].slot_map().wide_slots())
 }
 
-/// V is zero but for one token in eight, and weights are sharp: what counts is hardly ever the
-/// greatest weight. Outputs have 16 bits, for which a device may take short cuts.
+/// V is zero except for one token in eight, and softmax weights are sharp: the largest weights
+/// usually meet zeros, so the small ones decide. Outputs have 16 bits, for which a device may use
+/// approximations.
 ///
-/// Only formats whose codes are values of few bits: of others a device may round what codes stand
-/// for, which decides here. Weights are not sharper, as some devices make them f16 before they meet
-/// V.
+/// Only formats whose decoded values need few bits: otherwise a device may round them, which would
+/// decide here. Weights are not sharper, because some devices convert them to f16 before the
+/// product with V.
 fn small_weights<B: Device>(backend: &B) -> CaseResult {
     const TOKENS: usize = 40;
     let is_short = |format: &KvFormat| {
@@ -190,20 +196,27 @@ fn small_weights<B: Device>(backend: &B) -> CaseResult {
         for group in [1, 4, 8] {
             let dim = dim(backend, 64);
             let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dim(dim).format(format);
-            // Rows that are rotated among others of zeros would no longer be of zeros.
+            // A rotation would mix the rows of zeros with others.
             let spec = spec.transform(Transform::Off).paged(16, 8);
-            let mut lab = lab(backend, spec, NEUTRAL, 10)?;
-            let how = How { q_dtype: dtype, group, spread: 2.0, lse: false, ..How::default() };
-            lab.start(1)?;
+            let mut fixture = calibrated(backend, spec, NEUTRAL, 10)?;
+            let config = StepConfig {
+                q_dtype: dtype,
+                group,
+                spread: 2.0,
+                lse: false,
+                ..StepConfig::default()
+            };
+            fixture.start(1)?;
             for new in [TOKENS, 1, 1, 1] {
-                let mut rows = lab.random_rows(&[new], &how);
+                let mut rows = fixture.random_rows(&[new], &config);
                 let width = 2 * dim as usize;
                 for (token, v) in rows[0][0][1].chunks_exact_mut(width).enumerate() {
                     if token % 8 != 5 {
                         v.fill(0.0);
                     }
                 }
-                lab.step_with(&[(1, Brings::Tokens(new as u32))], &rows, &how)
+                fixture
+                    .step_with(&[(1, StepKind::Tokens(new as u32))], &rows, &config)
                     .at(format!("{format} to {dtype}, {group} query heads"))?;
             }
         }
@@ -211,39 +224,42 @@ fn small_weights<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Enough keys that workers share a sequence and merge.
+/// A context long enough to be split among workers and merged.
 fn long<B: Device>(backend: &B) -> CaseResult {
     for format in quantised() {
         let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(32).format(format);
-        let mut lab = lab(backend, spec.full_precision_prefix(4).paged(16, 48), LARGE_MEANS, 8)?;
-        lab.fill(1, 600)?;
-        for how in
-            [How::default(), How { sink_logits: true, window_left: Some(300), ..How::default() }]
-        {
-            lab.step(&[(1, Brings::Tokens(1))], &how).at(format!("{format}"))?;
+        let mut fixture =
+            calibrated(backend, spec.full_precision_prefix(4).paged(16, 48), LARGE_MEANS, 8)?;
+        fixture.fill(1, 600)?;
+        for config in [
+            StepConfig::default(),
+            StepConfig { sink_logits: true, window_left: Some(300), ..StepConfig::default() },
+        ] {
+            fixture.step(&[(1, StepKind::Tokens(1))], &config).at(format!("{format}"))?;
         }
     }
     Ok(Outcome::Holds)
 }
 
-/// Planes of several buffers.
+/// Planes that consist of several buffers.
 fn segments<B: Device>(backend: &B) -> CaseResult {
     for format in [L4, KvFormat::Nvfp4, KvFormat::Fp8E4m3(Scaling::Row)] {
         let spec = CacheSpec::builder().layers(2).kv_heads(2).head_dims(64, 32).format(format);
         let spec = spec.full_precision_prefix(2).paged(8, 12);
         let block = spec.clone().build()?.groups()[0].layouts()[0].block_bytes();
         let device = limited(backend, |c| c.with_binding_bytes_max(5 * block));
-        let mut lab = lab(&device, spec, NEUTRAL, 9)?;
-        let storage = lab.cache.storage(kv_core::GroupId(0));
+        let mut fixture = calibrated(&device, spec, NEUTRAL, 9)?;
+        let storage = fixture.cache.storage(kv_core::GroupId(0));
         let plane = storage.and_then(|storage| storage.plane(0, Plane::Key));
         ensure(plane.is_some_and(|plane| plane.num_segments() == 3), || {
             "the plane is not in 3 segments".to_owned()
         })?;
-        talk(&mut lab, &How::default()).at(format!("{format}"))?;
-        lab.fill(3, 20)?;
-        lab.fork(3, 4)?;
-        lab.step(&[(4, Brings::Tokens(3)), (3, Brings::Tokens(1))], &How::default())?;
-        lab.check().at(format!("{format}, sequence {}", seq(4)))?;
+        two_sequences(&mut fixture, &StepConfig::default()).at(format!("{format}"))?;
+        fixture.fill(3, 20)?;
+        fixture.fork(3, 4)?;
+        fixture
+            .step(&[(4, StepKind::Tokens(3)), (3, StepKind::Tokens(1))], &StepConfig::default())?;
+        fixture.check().at(format!("{format}, sequence {}", seq(4)))?;
     }
     Ok(Outcome::Holds)
 }

@@ -1,10 +1,10 @@
-//! Many queries over quantised rows, in 16 bits: what a device has kernels of its own for.
+//! Prefill over quantised rows with queries in 16 bits, for which devices have separate kernels.
 use kv_core::{CacheSpec, DType, KvFormat, Transform};
 
-use super::{LARGE_MEANS, Likeness, NEUTRAL, lab, quantised};
+use super::{ConstantRanges, LARGE_MEANS, NEUTRAL, calibrated, quantised};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome};
 use crate::device::Device;
-use crate::lab::{Brings, How, Lab};
+use crate::fixture::{CacheFixture, StepConfig, StepKind};
 use crate::rng::Rng;
 use crate::suite::{ORDERS, case};
 
@@ -18,18 +18,18 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     ]
 }
 
-/// Types of queries.
+/// Element types of queries.
 const NARROW: [DType; 2] = [DType::F16, DType::Bf16];
-const BALANCED: Likeness = Likeness { mean: 3.0, balance: 1.0 };
+const BALANCED: ConstantRanges = ConstantRanges { mean: 3.0, balance: 1.0 };
 
-/// A prompt, then a chunk behind it beside a step of decoding, over tiles of tokens of any size.
-fn prompts<B: Device>(lab: &mut Lab<B>, how: &How) -> Result<(), CaseError> {
-    lab.start(1)?;
-    lab.start(2)?;
-    lab.step(&[(1, Brings::Tokens(70)), (2, Brings::Tokens(10))], how).at("prompts")?;
-    lab.step(&[(2, Brings::Tokens(1)), (1, Brings::Tokens(13))], how).at("a chunk")?;
-    lab.release(1)?;
-    lab.release(2)
+/// Runs a prompt, then a chunk after it in one batch with a decode step, over tiles of any size.
+fn prompts<B: Device>(fixture: &mut CacheFixture<B>, config: &StepConfig) -> Result<(), CaseError> {
+    fixture.start(1)?;
+    fixture.start(2)?;
+    fixture.step(&[(1, StepKind::Tokens(70)), (2, StepKind::Tokens(10))], config).at("prompts")?;
+    fixture.step(&[(2, StepKind::Tokens(1)), (1, StepKind::Tokens(13))], config).at("a chunk")?;
+    fixture.release(1)?;
+    fixture.release(2)
 }
 
 fn formats<B: Device>(backend: &B) -> CaseResult {
@@ -40,9 +40,9 @@ fn formats<B: Device>(backend: &B) -> CaseResult {
                 let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dim(64).format(format);
                 let spec = spec.block_order(rng.pick(&ORDERS)).transform(transform);
                 for lse in [false, true] {
-                    let how = How { q_dtype, lse, ..How::default() };
-                    let mut lab = lab(backend, spec.clone().paged(16, 8), BALANCED, 1)?;
-                    prompts(&mut lab, &how)
+                    let config = StepConfig { q_dtype, lse, ..StepConfig::default() };
+                    let mut fixture = calibrated(backend, spec.clone().paged(16, 8), BALANCED, 1)?;
+                    prompts(&mut fixture, &config)
                         .at(format!("{format}, q {q_dtype}, {transform:?}, lse: {lse}"))?;
                 }
             }
@@ -51,23 +51,30 @@ fn formats<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Rows that end behind whole groups of codes, and inside one.
+/// Rows that end after whole groups of codes, and inside one.
 fn head_dims<B: Device>(backend: &B) -> CaseResult {
     let mut rng = Rng::new(32);
     for format in quantised() {
         for dim in [80, rng.pick(&[96, 128, 192, 256])] {
             let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(dim).format(format);
             let spec = spec.block_order(rng.pick(&ORDERS)).paged(rng.pick(&[7, 32]), 15);
-            let how = How { q_dtype: rng.pick(&NARROW), group: 3, lse: false, ..How::default() };
-            let mut lab = lab(backend, spec, NEUTRAL, 2)?;
-            lab.fill(1, 40)?;
-            lab.step(&[(1, Brings::Tokens(11))], &how).at(format!("{format}, head_dim {dim}"))?;
+            let config = StepConfig {
+                q_dtype: rng.pick(&NARROW),
+                group: 3,
+                lse: false,
+                ..StepConfig::default()
+            };
+            let mut fixture = calibrated(backend, spec, NEUTRAL, 2)?;
+            fixture.fill(1, 40)?;
+            fixture
+                .step(&[(1, StepKind::Tokens(11))], &config)
+                .at(format!("{format}, head_dim {dim}"))?;
         }
     }
     Ok(Outcome::Holds)
 }
 
-/// K and V of different formats, and every option by chance.
+/// K and V of different formats, with random options.
 fn options<B: Device>(backend: &B) -> CaseResult {
     let mut rng = Rng::new(33);
     let all: Vec<_> = KvFormat::all().collect();
@@ -77,12 +84,12 @@ fn options<B: Device>(backend: &B) -> CaseResult {
         let spec =
             spec.formats(k, v).block_order(rng.pick(&ORDERS)).full_precision_prefix(rng.below(6));
         let spec = spec.transform(rng.pick(&[Transform::Off, Transform::On]));
-        let how = How { q_dtype: rng.pick(&NARROW), ..How::random(&mut rng) };
-        let mut lab = lab(backend, spec.paged(rng.pick(&[9, 16]), 40), LARGE_MEANS, 3)?;
-        prompts(&mut lab, &how).at(format!("K {k}, V {v}"))?;
+        let config = StepConfig { q_dtype: rng.pick(&NARROW), ..StepConfig::random(&mut rng) };
+        let mut fixture = calibrated(backend, spec.paged(rng.pick(&[9, 16]), 40), LARGE_MEANS, 3)?;
+        prompts(&mut fixture, &config).at(format!("K {k}, V {v}"))?;
         // Fewer keys than queries.
-        lab.fill(3, 7)?;
-        lab.step(&[(3, Brings::Query(20))], &how).at(format!("K {k}, V {v}, queries"))?;
+        fixture.fill(3, 7)?;
+        fixture.step(&[(3, StepKind::Query(20))], &config).at(format!("K {k}, V {v}, queries"))?;
     }
     Ok(Outcome::Holds)
 }
@@ -93,25 +100,26 @@ fn tails<B: Device>(backend: &B) -> CaseResult {
         let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dim(64).format(format);
         let spec =
             spec.tail(true).full_precision_prefix(rng.pick(&[0, 3])).block_order(rng.pick(&ORDERS));
-        let how = How { q_dtype: rng.pick(&NARROW), lse: false, ..How::default() };
-        let mut lab = lab(backend, spec.paged(16, 40), LARGE_MEANS, 4)?;
-        prompts(&mut lab, &how).at(format!("{format}"))?;
+        let config = StepConfig { q_dtype: rng.pick(&NARROW), lse: false, ..StepConfig::default() };
+        let mut fixture = calibrated(backend, spec.paged(16, 40), LARGE_MEANS, 4)?;
+        prompts(&mut fixture, &config).at(format!("{format}"))?;
     }
     Ok(Outcome::Holds)
 }
 
-/// Rows of very different size side by side.
+/// Rows of very different magnitude next to each other.
 fn magnitudes<B: Device>(backend: &B) -> CaseResult {
     let scaled = |format: &KvFormat| format.given_scales().is_none();
     for format in quantised().filter(scaled) {
         for q_dtype in NARROW {
             for factors in [[1e-3, 1.0, 30.0], [1.0, 1e-4, 1e-2], [300.0, 1e-3, 1.0]] {
-                let how = How { q_dtype, spread: 1e-2, lse: false, ..How::default() };
+                let config =
+                    StepConfig { q_dtype, spread: 1e-2, lse: false, ..StepConfig::default() };
                 let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(64).format(format);
                 let spec = spec.full_precision_prefix(2).transform(Transform::Off).paged(16, 16);
-                let mut lab = lab(backend, spec, NEUTRAL, 5)?;
-                lab.start(1)?;
-                let mut rows = lab.random_rows(&[90], &how).remove(0);
+                let mut fixture = calibrated(backend, spec, NEUTRAL, 5)?;
+                fixture.start(1)?;
+                let mut rows = fixture.random_rows(&[90], &config).remove(0);
                 for plane in &mut rows[0] {
                     for (token, row) in plane.chunks_mut(64).enumerate() {
                         for x in row {
@@ -119,9 +127,10 @@ fn magnitudes<B: Device>(backend: &B) -> CaseResult {
                         }
                     }
                 }
-                lab.write_only(&[(1, 90)], std::slice::from_ref(&rows), DType::F32)?;
+                fixture.write_only(&[(1, 90)], std::slice::from_ref(&rows), DType::F32)?;
                 for queries in [30, 90] {
-                    lab.step(&[(1, Brings::Query(queries))], &how)
+                    fixture
+                        .step(&[(1, StepKind::Query(queries))], &config)
                         .at(format!("{format}, q {q_dtype}, {factors:?}"))?;
                 }
             }

@@ -1,6 +1,6 @@
-//! Constants exchanged under windows, forks, tails and pins: every row that a sequence can read
-//! keeps its values, no other block is touched, and a device that fails at any operation leaves the
-//! cache as it was.
+//! Recalibration under windows, forks, tails and pins: every row that a sequence can read keeps its
+//! values, no other block changes, and a device failure at any operation leaves the cache as it
+//! was.
 use std::ops::Range;
 
 use kv_core::calibration::{LayerCalibration, PlaneCalibration};
@@ -12,9 +12,9 @@ use kv_core::{
 
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, same};
 use crate::device::{Device, Place, Staged, dim};
-use crate::erratic::{Erratic, Failing};
-use crate::lab::{dense, seq};
-use crate::named;
+use crate::fault::{FaultInjector, FaultKind};
+use crate::fixture::{dense, seq};
+use crate::provenance;
 use crate::suite::case;
 
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
@@ -29,17 +29,18 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
 const INT8: KvFormat = KvFormat::Int8(Scaling::Row);
 const L6: KvFormat = KvFormat::L6(ScaleGroup::Row);
 
-/// Rows are uniform in -1..1; two roundings of these formats stay well below this.
+/// Limit of errors. Rows are uniform in -1..1, and two roundings of these formats stay well below
+/// it.
 const TOLERANCE: f32 = 0.15;
 
-/// A cache, and the tokens of its sequences.
-struct World<B: Device> {
-    device: Erratic<B>,
-    cache: KvCache<Erratic<B>>,
+/// A cache and the tokens of its sequences.
+struct Fixture<B: Device> {
+    device: FaultInjector<B>,
+    cache: KvCache<FaultInjector<B>>,
     texts: Vec<(SequenceId, Vec<u32>)>,
 }
 
-/// What can be read of one sequence in one plane, from a position on.
+/// The readable rows of one sequence in one plane, from a position on.
 #[derive(Debug, PartialEq)]
 struct Readable {
     sequence: SequenceId,
@@ -49,19 +50,19 @@ struct Readable {
     values: Vec<f32>,
 }
 
-impl<B: Device> World<B> {
+impl<B: Device> Fixture<B> {
     fn new(backend: &B, spec: CacheSpec) -> Result<Self, CaseError> {
-        let device = Erratic::new(backend.clone());
+        let device = FaultInjector::new(backend.clone());
         let cache = KvCache::new(device.clone(), spec)?;
         Ok(Self { device, cache, texts: Vec::new() })
     }
 
-    /// Starts a sequence on a prompt and brings what is not cached, `chunk` tokens a step.
+    /// Starts a sequence on a prompt and computes the rest, `chunk` tokens a step.
     fn prompt(&mut self, id: u64, prompt: &[u32], chunk: usize) -> Result<u32, CaseError> {
         let reused = self.cache.start(seq(id), prompt, StartOptions::default())?;
         self.texts.push((seq(id), prompt[..reused as usize].to_vec()));
         for tokens in prompt[reused as usize..].chunks(chunk) {
-            self.bring(&[(id, tokens)])?;
+            self.append(&[(id, tokens)])?;
         }
         Ok(reused)
     }
@@ -90,16 +91,16 @@ impl<B: Device> World<B> {
         text.map_or(&[], |(_, text)| text)
     }
 
-    /// One step of these tokens.
-    fn bring(&mut self, batch: &[(u64, &[u32])]) -> Result<(), CaseError> {
-        let mut names = Vec::new();
+    /// Runs one step with these tokens.
+    fn append(&mut self, batch: &[(u64, &[u32])]) -> Result<(), CaseError> {
+        let mut hashes = Vec::new();
         for (id, tokens) in batch {
             let text = self.texts.iter_mut().find(|(known, _)| *known == seq(*id));
             let (_, text) = text.ok_or("an unknown sequence")?;
             let before = text.len();
             text.extend(*tokens);
-            let all = named::names(text, &StartOptions::default());
-            names.extend_from_slice(&all[before..]);
+            let all = provenance::prefix_hashes(text, &StartOptions::default());
+            hashes.extend_from_slice(&all[before..]);
         }
         let inputs: Vec<_> =
             batch.iter().map(|(id, tokens)| StepInput::tokens(seq(*id), tokens)).collect();
@@ -108,8 +109,8 @@ impl<B: Device> World<B> {
         for layer in 0..spec.num_layers() {
             let rows = [Plane::Key, Plane::Value].map(|plane| {
                 let dims = shape(&spec, layer, plane);
-                let values = named::rows(&names, layer, plane, dims[0] * dims[1]);
-                (values, [names.len() as u32, dims[0] as u32, dims[1] as u32])
+                let values = provenance::rows(&hashes, layer, plane, dims[0] * dims[1]);
+                (values, [hashes.len() as u32, dims[0] as u32, dims[1] as u32])
             });
             let [k, v] = &rows;
             let [k, v] = [k, v].map(|(values, dims)| TensorView::host(values, dims));
@@ -118,7 +119,7 @@ impl<B: Device> World<B> {
         Ok(step.commit()?)
     }
 
-    /// Positions of a sequence that its blocks of a group still hold.
+    /// Returns the positions of a sequence that its blocks of a group still hold.
     fn kept(&self, id: SequenceId, group: GroupId) -> [Range<u32>; 2] {
         let map = self.cache.spec().groups()[usize::from(group.0)].slot_map();
         let len = self.cache.seq_len(id).unwrap_or(0);
@@ -129,7 +130,7 @@ impl<B: Device> World<B> {
         [0..map.tokens(vacant.start).min(len), map.tokens(vacant.end).min(len)..len]
     }
 
-    /// Everything that sequences can read.
+    /// Reads all rows that sequences can read.
     fn read(&mut self) -> Result<Vec<Readable>, CaseError> {
         let spec = self.cache.spec().clone();
         let mut all = Vec::new();
@@ -144,9 +145,9 @@ impl<B: Device> World<B> {
                     let made = (layout, DType::F32);
                     let queue = self.cache.queue_mut();
                     let mut out = Staged::output(&self.device, queue, made, Place::Device)?;
-                    let asked = (sequence, range.start, range.len() as u32);
+                    let part = (sequence, range.start, range.len() as u32);
                     let format = QkvFormat::Thd;
-                    self.cache.gather(layer, plane, &[asked], out.view_mut(), format)?;
+                    self.cache.gather(layer, plane, &[part], out.view_mut(), format)?;
                     let facts = kv_core::Backend::capabilities(&self.device);
                     let values = out.read(facts, self.cache.queue_mut())?.values();
                     let begin = range.start;
@@ -162,10 +163,10 @@ impl<B: Device> World<B> {
         let spec = self.cache.spec().clone();
         for Readable { sequence, layer, plane, begin, values } in self.read()? {
             let [heads, dim] = shape(&spec, layer, plane);
-            let names = named::names(self.text(sequence), &StartOptions::default());
+            let hashes = provenance::prefix_hashes(self.text(sequence), &StartOptions::default());
             let rows = values.len() / (heads * dim);
-            let own = &names[begin as usize..begin as usize + rows];
-            let expected = named::rows(own, layer, plane, heads * dim);
+            let own = &hashes[begin as usize..begin as usize + rows];
+            let expected = provenance::rows(own, layer, plane, heads * dim);
             let off = |(got, value): (&f32, &f32)| (got - value).abs();
             let is_right = |pair| off(pair) <= TOLERANCE;
             let first = values.iter().zip(&expected).position(|pair| !is_right(pair));
@@ -182,22 +183,22 @@ impl<B: Device> World<B> {
         Ok(())
     }
 
-    /// Every byte of every plane.
+    /// Returns every byte of every plane.
     fn bytes(&mut self) -> Result<Vec<Vec<Vec<u8>>>, CaseError> {
         let groups = 0..self.cache.spec().groups().len() as u8;
         groups.map(|group| crate::suite::bytes(&mut self.cache, GroupId(group))).collect()
     }
 
-    /// Exchanges constants: all readable rows stay within rounding, and blocks that no sequence
-    /// holds keep their bytes.
+    /// Recalibrates: all readable rows stay within rounding, and blocks that no sequence holds keep
+    /// their bytes.
     fn recalibrate(&mut self, mean: f32) -> Result<(), CaseError> {
-        self.check().at("before constants are exchanged")?;
+        self.check().at("before recalibration")?;
         let held = self.held();
         let before = self.bytes()?;
         let key = self.cache.encoding_key();
         self.cache.recalibrate(calibration(self.cache.spec(), mean))?;
         ensure(self.cache.encoding_key() != key, || "other constants, the same key".to_owned())?;
-        self.check().at("after constants were exchanged")?;
+        self.check().at("after recalibration")?;
         let after = self.bytes()?;
         for (group, held) in held.iter().enumerate() {
             let layouts = self.cache.spec().groups()[group].layouts();
@@ -213,7 +214,7 @@ impl<B: Device> World<B> {
         Ok(())
     }
 
-    /// Blocks that sequences hold, by group.
+    /// Returns the blocks that sequences hold, by group.
     fn held(&self) -> Vec<Vec<u32>> {
         let groups = 0..self.cache.spec().groups().len() as u8;
         let of = |group| {
@@ -229,21 +230,22 @@ impl<B: Device> World<B> {
         groups.map(|group| of(GroupId(group))).collect()
     }
 
-    /// Fails at operation after operation of an exchange, each time from the same state on.
+    /// Makes the first operation of a recalibration fail, then the second, and so on, each time
+    /// from the same state.
     fn fail_everywhere(&mut self, mean: f32) -> Result<u64, CaseError> {
         let given = calibration(self.cache.spec(), mean);
         let (before, key) = (self.read()?, self.cache.encoding_key());
         let probes = self.probes();
         for operation in 0.. {
-            let some = if operation % 3 == 0 { &Failing::ALL[..] } else { &Failing::ALL[1..] };
+            let some = if operation % 3 == 0 { &FaultKind::ALL[..] } else { &FaultKind::ALL[1..] };
             for failing in some.iter().copied() {
                 let place = || format!("operation {operation} fails, {failing:?}");
                 self.device.fail(operation, failing);
                 let exchanged = self.cache.recalibrate(given.clone());
-                if !self.device.calm() {
+                if !self.device.clear() {
                     exchanged.at(place())?;
-                    // Nothing was left to fail: the exchange is done.
-                    self.check().at("after constants were exchanged")?;
+                    // No operation was left to fail, so the recalibration succeeded.
+                    self.check().at("after recalibration")?;
                     return Ok(operation);
                 }
                 let is_told = matches!(exchanged, Err(CacheError::Device(_)));
@@ -266,14 +268,14 @@ impl<B: Device> World<B> {
     }
 }
 
-/// Heads and values of a row.
+/// Returns heads and head dim of a plane.
 fn shape(spec: &CacheSpec, layer: u16, plane: Plane) -> [usize; 2] {
     let group = spec.locate(layer.into()).map_or(0, |(group, _)| usize::from(group.0));
     let layout = &spec.groups()[group].layouts()[usize::from(plane == Plane::Value)];
     [layout.num_kv_heads() as usize, layout.head_dim() as usize]
 }
 
-/// A mean of all keys, and a balance for those that have means by block.
+/// Makes constants with the same mean in all keys, and a balance for keys with block means.
 fn calibration(spec: &CacheSpec, mean: f32) -> Calibration {
     let layer = |layer| {
         let [heads, dim] = shape(spec, layer, Plane::Key);
@@ -284,7 +286,7 @@ fn calibration(spec: &CacheSpec, mean: f32) -> Calibration {
     Calibration::new((0..spec.num_layers()).map(layer).collect())
 }
 
-/// Token ids that differ from those of another `salt`.
+/// Makes token ids that differ from those of another `salt`.
 fn text(salt: u32, len: usize) -> Vec<u32> {
     (0..len as u32).map(|at| salt * 1000 + at).collect()
 }
@@ -293,42 +295,43 @@ fn spec<B: Device>(backend: &B, format: KvFormat) -> CacheSpecBuilder {
     CacheSpec::builder().layers(1).kv_heads(1).head_dim(dim(backend, 32)).format(format)
 }
 
-/// A window of 6 in 5 blocks: after 61 tokens its table names every block several times.
+/// A window of 6 tokens in 5 blocks: after 61 tokens its table names every block several times.
 fn wrapped<B: Device>(backend: &B) -> CaseResult {
-    let mut world = World::new(backend, spec(backend, INT8).paged(4, 5).window_left(6).build()?)?;
-    world.prompt(1, &text(1, 61), 4)?;
-    world.recalibrate(0.05)?;
-    world.bring(&[(1, &[9, 9, 9])])?;
-    world.check().at("with new constants")?;
-    world.recalibrate(-0.5)?;
+    let mut fixture =
+        Fixture::new(backend, spec(backend, INT8).paged(4, 5).window_left(6).build()?)?;
+    fixture.prompt(1, &text(1, 61), 4)?;
+    fixture.recalibrate(0.05)?;
+    fixture.append(&[(1, &[9, 9, 9])])?;
+    fixture.check().at("with new constants")?;
+    fixture.recalibrate(-0.5)?;
     Ok(Outcome::Holds)
 }
 
-/// Others hold the blocks that a long sequence has left, and lie there as other kinds of rows.
+/// Other sequences hold the blocks that left a long sequence's window, with rows of other kinds.
 fn taken_over<B: Device>(backend: &B) -> CaseResult {
     for full_precision_prefix in [0, 2] {
         let spec = spec(backend, INT8)
             .paged(16, 12)
             .window_left(12)
             .full_precision_prefix(full_precision_prefix);
-        let mut world = World::new(backend, spec.build()?)?;
+        let mut fixture = Fixture::new(backend, spec.build()?)?;
         for id in 1..3 {
-            world.prompt(id, &text(id as u32, 3), 8)?;
+            fixture.prompt(id, &text(id as u32, 3), 8)?;
         }
-        world.prompt(3, &text(3, 150), 8)?;
+        fixture.prompt(3, &text(3, 150), 8)?;
         for id in 1..3 {
-            world.release(id)?;
+            fixture.release(id)?;
         }
         for id in 4..11 {
-            world.prompt(id, &text(id as u32, 10), 16)?;
+            fixture.prompt(id, &text(id as u32, 10), 16)?;
         }
-        world.recalibrate(0.05).at(format!("{full_precision_prefix} tokens in 16 bits"))?;
+        fixture.recalibrate(0.05).at(format!("{full_precision_prefix} rows in 16 bits"))?;
     }
     Ok(Outcome::Holds)
 }
 
-/// Geometries with forks, shared prefixes and pins: with a window, in the full-precision prefix,
-/// with a tail, in two groups, contiguous.
+/// Geometries with forks, shared prefixes and pins: with a window, with a full-precision prefix,
+/// with a tail, with two groups, contiguous.
 fn geometries<B: Device>(backend: &B) -> Result<Vec<CacheSpec>, CaseError> {
     let base = |format| spec(backend, format).layers(2).kv_heads(2);
     let tail = |spec: CacheSpecBuilder| spec.paged(8, 60).tail(true);
@@ -356,31 +359,31 @@ fn geometries<B: Device>(backend: &B) -> Result<Vec<CacheSpec>, CaseError> {
     Ok(built?)
 }
 
-/// Sequences that share, fork, wrap and were cut.
-fn settle<B: Device>(world: &mut World<B>) -> Result<(), CaseError> {
-    world.prompt(1, &text(1, 37), 5)?;
-    world.fork(1, 2)?;
-    world.bring(&[(2, &[5, 6, 7])])?;
-    world.fork(2, 3)?;
-    world.bring(&[(1, &[1]), (3, &[3, 3])])?;
-    if !world.cache.spec().groups().iter().any(|group| group.slot_map().has_tail()) {
-        world.truncate(3, 41)?;
+/// Sequences that share, fork, wrap and were truncated.
+fn settle<B: Device>(fixture: &mut Fixture<B>) -> Result<(), CaseError> {
+    fixture.prompt(1, &text(1, 37), 5)?;
+    fixture.fork(1, 2)?;
+    fixture.append(&[(2, &[5, 6, 7])])?;
+    fixture.fork(2, 3)?;
+    fixture.append(&[(1, &[1]), (3, &[3, 3])])?;
+    if !fixture.cache.spec().groups().iter().any(|group| group.slot_map().has_tail()) {
+        fixture.truncate(3, 41)?;
     }
-    world.cache.pin_prefix(&text(1, 37), StartOptions::default());
-    // Takes over what the others hold, up to the last token but one.
-    let reused = world.prompt(4, &[text(1, 33), text(4, 2)].concat(), 9)?;
-    let contiguous = world.cache.spec().groups()[0].is_contiguous();
-    let windows = world.cache.spec().groups().iter().any(|group| group.window().is_some());
+    fixture.cache.pin_prefix(&text(1, 37), StartOptions::default());
+    // Reuses the tokens that the others hold, up to the last token but one.
+    let reused = fixture.prompt(4, &[text(1, 33), text(4, 2)].concat(), 9)?;
+    let contiguous = fixture.cache.spec().groups()[0].is_contiguous();
+    let windows = fixture.cache.spec().groups().iter().any(|group| group.window().is_some());
     ensure(reused > 0 || contiguous || windows, || "nothing is shared".to_owned())?;
-    world.prompt(5, &text(5, 2), 2).map(drop)
+    fixture.prompt(5, &text(5, 2), 2).map(drop)
 }
 
 fn every_geometry<B: Device>(backend: &B) -> CaseResult {
     for (number, spec) in geometries(backend)?.into_iter().enumerate() {
-        let mut world = World::new(backend, spec)?;
-        let done = settle(&mut world).and_then(|()| world.recalibrate(0.4)).and_then(|()| {
-            world.bring(&[(1, &[8]), (2, &[2]), (3, &[1, 2, 3]), (5, &[4; 9])])?;
-            world.check()
+        let mut fixture = Fixture::new(backend, spec)?;
+        let done = settle(&mut fixture).and_then(|()| fixture.recalibrate(0.4)).and_then(|()| {
+            fixture.append(&[(1, &[8]), (2, &[2]), (3, &[1, 2, 3]), (5, &[4; 9])])?;
+            fixture.check()
         });
         done.at(format!("geometry {number}"))?;
     }
@@ -388,12 +391,12 @@ fn every_geometry<B: Device>(backend: &B) -> CaseResult {
 }
 
 fn every_failure<B: Device>(backend: &B) -> CaseResult {
-    // A window, one sequence a block, a tail in a window, two groups.
+    // A window, one sequence per block, a tail in a window, two groups.
     let some = [1, 3, 5, 6];
     let all = geometries(backend)?.into_iter().enumerate();
     for (number, spec) in all.filter(|(number, _)| some.contains(number)) {
-        let mut world = World::new(backend, spec)?;
-        let failed = settle(&mut world).and_then(|()| world.fail_everywhere(0.4));
+        let mut fixture = Fixture::new(backend, spec)?;
+        let failed = settle(&mut fixture).and_then(|()| fixture.fail_everywhere(0.4));
         let operations = failed.at(format!("geometry {number}"))?;
         ensure(operations > 8, || format!("only {operations} operations can fail"))?;
     }

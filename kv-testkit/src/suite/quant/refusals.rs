@@ -1,4 +1,4 @@
-//! Constants and geometries that cannot be meant.
+//! Constants and geometries that must be refused.
 use kv_core::calibration::{LayerCalibration, PlaneCalibration};
 use kv_core::{
     CacheError, CacheSpec, CacheSpecBuilder, Calibration, CalibrationError, KeyMean, KvCache,
@@ -23,12 +23,12 @@ fn spec(format: KvFormat) -> CacheSpecBuilder {
     CacheSpec::builder().layers(2).kv_heads(2).head_dim(8).format(format).paged(8, 4)
 }
 
-/// Constants that fit, but for what `spoil` does to the second layer's K.
-fn given(spoil: impl FnOnce(&mut PlaneCalibration)) -> Calibration {
+/// Makes constants that fit, except for the changes of `change` to the second layer's K.
+fn given(change: impl FnOnce(&mut PlaneCalibration)) -> Calibration {
     let plane = PlaneCalibration { scales: vec![0.5], ..Default::default() };
     let mut layer = LayerCalibration { k: plane.clone(), v: plane };
     let first = layer.clone();
-    spoil(&mut layer.k);
+    change(&mut layer.k);
     Calibration::new(vec![first, layer])
 }
 
@@ -40,12 +40,12 @@ fn open<B: Device>(
     Ok(KvCache::with_calibration(backend.clone(), spec(format).build()?, calibration)?)
 }
 
-/// Tells a refusal of constants by what it says.
-fn about(fits: impl Fn(&CalibrationError) -> bool) -> impl Fn(&CacheError) -> bool {
+/// Matches calibration errors that `fits` accepts.
+fn calibration_error(fits: impl Fn(&CalibrationError) -> bool) -> impl Fn(&CacheError) -> bool {
     move |error| matches!(error, CacheError::Calibration(error) if fits(error))
 }
 
-fn fails<B: Device>(
+fn expect_refusal<B: Device>(
     what: &str,
     made: Result<KvCache<B>, CaseError>,
     fits: impl Fn(&CacheError) -> bool,
@@ -70,14 +70,14 @@ fn missing<B: Device>(backend: &B) -> CaseResult {
             let (layer, plane) = (LayerId(0), Plane::Key);
             *e == CalibrationError::MissingScale { layer, plane, format }
         };
-        refused(format!("{format} without constants"), made, about(first))?;
+        refused(format!("{format} without constants"), made, calibration_error(first))?;
         let spoilt = given(|k| k.scales.clear());
         let second = |e: &CalibrationError| {
             matches!(e, CalibrationError::MissingScale { layer: LayerId(1), .. })
         };
         if format.given_scales() == Some(Scaling::Tensor) {
             let made = open(backend, format, spoilt);
-            fails("a layer without a scale", made, about(second))?;
+            expect_refusal("a layer without a scale", made, calibration_error(second))?;
         }
     }
     Ok(Outcome::Holds)
@@ -85,15 +85,15 @@ fn missing<B: Device>(backend: &B) -> CaseResult {
 
 fn numbers<B: Device>(backend: &B) -> CaseResult {
     let value = |which: &'static str| {
-        about(move |e| {
+        calibration_error(move |e| {
             matches!(e, CalibrationError::Value { what, layer, .. }
             if *what == which && layer.0 == 1)
         })
     };
-    // The reciprocal of the last is infinite.
+    // The reciprocal of the last one is infinite.
     for bad in [0.0, -0.0, -1.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1e-40] {
         let made = open(backend, TENSOR, given(|k| k.scales = vec![bad]));
-        fails(&format!("a scale of {bad}"), made, value("scales"))?;
+        expect_refusal(&format!("a scale of {bad}"), made, value("scales"))?;
         let made = open(
             backend,
             KvFormat::L4(ScaleGroup::Row),
@@ -102,30 +102,34 @@ fn numbers<B: Device>(backend: &B) -> CaseResult {
                 k.balance[9] = bad;
             }),
         );
-        fails(&format!("a balance of {bad}"), made, value("balance"))?;
+        expect_refusal(&format!("a balance of {bad}"), made, value("balance"))?;
     }
     for bad in [-1.0, f32::NAN, f32::INFINITY] {
         let made = open(backend, TENSOR, given(|k| k.amax = vec![1.0, bad]));
-        fails(&format!("a largest magnitude of {bad}"), made, value("amax"))?;
+        expect_refusal(&format!("a largest magnitude of {bad}"), made, value("amax"))?;
     }
     for bad in [f32::NAN, f32::NEG_INFINITY] {
         let made = open(backend, KvFormat::Int8(Scaling::Row), given(|k| k.mean = vec![bad; 16]));
-        fails(&format!("a mean of {bad}"), made, value("mean"))?;
+        expect_refusal(&format!("a mean of {bad}"), made, value("mean"))?;
     }
     open(backend, TENSOR, given(|k| k.amax = vec![0.0, 3.0]))?;
     Ok(Outcome::Holds)
 }
 
-/// What makes constants those of another model.
-type Spoil = fn(&mut PlaneCalibration);
+/// A change that makes constants those of another model.
+type Change = fn(&mut PlaneCalibration);
 
 fn another<B: Device>(backend: &B) -> CaseResult {
     let layers = |e: &CalibrationError| matches!(e, CalibrationError::Layers { expected: 2, .. });
     for count in [0, 1, 3] {
         let all = Calibration::new(vec![given(|_| ()).layers()[0].clone(); count]);
-        fails(&format!("{count} layers"), open(backend, TENSOR, all), about(layers))?;
+        expect_refusal(
+            &format!("{count} layers"),
+            open(backend, TENSOR, all),
+            calibration_error(layers),
+        )?;
     }
-    let lists: [(&str, Spoil); 6] = [
+    let lists: [(&str, Change); 6] = [
         ("scales", |k| k.scales = vec![1.0; 3]),
         ("amax", |k| k.amax = vec![1.0; 3]),
         ("amax_transformed", |k| k.amax_transformed = vec![1.0]),
@@ -133,25 +137,26 @@ fn another<B: Device>(backend: &B) -> CaseResult {
         ("mean", |k| k.mean = vec![0.0; 17]),
         ("balance", |k| k.balance = vec![1.0; 32]),
     ];
-    for (list, spoil) in lists {
-        let shape = about(move |e| {
+    for (list, change) in lists {
+        let shape = calibration_error(move |e| {
             matches!(e, CalibrationError::Shape { what, layer, plane, .. }
                 if *what == list && layer.0 == 1 && *plane == Plane::Key)
         });
         for format in [TENSOR, KvFormat::L4(ScaleGroup::Row)] {
-            fails(list, open(backend, format, given(spoil)), &shape)?;
+            expect_refusal(list, open(backend, format, given(change)), &shape)?;
         }
     }
-    // A scale for every head is none for the tensor, and one for the tensor none for every head.
-    let shape = about(|e| matches!(e, CalibrationError::Shape { what: "scales", .. }));
+    // A scale per head does not serve a whole tensor, and a scale per tensor does not serve heads.
+    let shape = calibration_error(|e| matches!(e, CalibrationError::Shape { what: "scales", .. }));
     let by_head = given(|k| k.scales = vec![1.0; 2]);
-    fails("scales of heads", open(backend, TENSOR, by_head), &shape)?;
+    expect_refusal("scales of heads", open(backend, TENSOR, by_head), &shape)?;
     let head = KvFormat::Int8(Scaling::Head);
-    fails("a scale of the tensor", open(backend, head, given(|_| ())), &shape)?;
+    expect_refusal("a scale of the tensor", open(backend, head, given(|_| ())), &shape)?;
     let mut with_mean = given(|_| ()).layers().to_vec();
     with_mean[0].v.mean = vec![0.0; 16];
-    let values = about(|e| matches!(e, CalibrationError::NotForValues { what: "mean", .. }));
-    fails("a mean of V", open(backend, TENSOR, Calibration::new(with_mean)), values)?;
+    let values =
+        calibration_error(|e| matches!(e, CalibrationError::NotForValues { what: "mean", .. }));
+    expect_refusal("a mean of V", open(backend, TENSOR, Calibration::new(with_mean)), values)?;
     Ok(Outcome::Holds)
 }
 
@@ -178,23 +183,23 @@ fn too_small<B: Device>(_backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// A tail needs blocks that fill up, a pool that holds it, and a mean of a block needs a tail.
+/// A tail needs blocks that fill up and a pool that holds it, and a block mean needs a tail.
 fn tails<B: Device>(_backend: &B) -> CaseResult {
     let spec = || spec(KvFormat::L4(ScaleGroup::Row));
-    let about = |which: &'static str| {
+    let calibration_error = |which: &'static str| {
         move |error: &CacheError| match error {
             CacheError::Spec(SpecError::Conflict { what, .. }) => *what == which,
             _ => false,
         }
     };
     let contiguous = spec().tail(true).contiguous(2, 9).build();
-    refused("a tail of a contiguous cache", contiguous, about("tail"))?;
+    refused("a tail of a contiguous cache", contiguous, calibration_error("tail"))?;
     let mean = spec().key_mean(KeyMean::PerBlock).build();
-    refused("a mean of blocks without a tail", mean, about("key_mean"))?;
+    refused("a mean of blocks without a tail", mean, calibration_error("key_mean"))?;
     let narrow = spec().tail(true).paged(1, 64).build();
-    refused("a tail in blocks of one slot", narrow, about("full_precision_prefix"))?;
+    refused("a tail in blocks of one slot", narrow, calibration_error("full_precision_prefix"))?;
     let small = spec().tail(true).paged(8, 2).build();
-    refused("a tail larger than the pool", small, about("tail"))?;
+    refused("a tail larger than the pool", small, calibration_error("tail"))?;
     spec().tail(true).key_mean(KeyMean::PerBlock).paged(8, 16).build()?;
     Ok(Outcome::Holds)
 }

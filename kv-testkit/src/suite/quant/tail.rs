@@ -1,13 +1,13 @@
-//! Rows that wait in 16 bits until their block is full, and the means of blocks.
+//! Tails, whose rows stay in 16 bits until their block is full, and block means.
 use kv_core::{
     BlockOrder, CacheSpec, CacheSpecBuilder, DType, KeyMean, KvFormat, Plane, QkvFormat,
     ScaleGroup, Scaling, Transform,
 };
 
-use super::{LARGE_MEANS, NEUTRAL, lab, quantised};
+use super::{LARGE_MEANS, NEUTRAL, calibrated, quantised};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, same};
 use crate::device::{Device, dim};
-use crate::lab::{Brings, Finish, How, Lab, seq, unchanged};
+use crate::fixture::{CacheFixture, Finish, StepConfig, StepKind, seq, unchanged};
 use crate::rng::Rng;
 use crate::suite::{ORDERS, case};
 
@@ -19,7 +19,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
         case("quant/tail_forked_at_every_offset", forked),
         case("quant/tail_rolled_back", rolled_back),
         case("quant/tail_with_every_option", options),
-        case("quant/tail_with_what_is_no_number", poisoned),
+        case("quant/tail_with_nan", poisoned),
     ]
 }
 
@@ -37,24 +37,24 @@ fn spec<B: Device>(
     spec.block_order(order).tail(true).key_mean(key_mean).paged(9, 40)
 }
 
-fn step<B: Device>(lab: &mut Lab<B>, ids: &[(u64, u32)]) -> Result<(), CaseError> {
-    let inputs: Vec<_> = ids.iter().map(|(id, n)| (*id, Brings::Tokens(*n))).collect();
-    lab.step(&inputs, &How::default())?;
-    lab.check().at(format!("after step {ids:?}"))
+fn step<B: Device>(fixture: &mut CacheFixture<B>, ids: &[(u64, u32)]) -> Result<(), CaseError> {
+    let inputs: Vec<_> = ids.iter().map(|(id, n)| (*id, StepKind::Tokens(*n))).collect();
+    fixture.step(&inputs, &StepConfig::default())?;
+    fixture.check().at(format!("after step {ids:?}"))
 }
 
-/// In steps that end before, at and behind the ends of blocks, one of them over several.
+/// Steps end before, at and after the ends of blocks, and one spans several blocks.
 fn grows<B: Device>(backend: &B) -> CaseResult {
     for format in quantised() {
         for (key_mean, order) in MEANS.into_iter().zip(ORDERS) {
             for full_precision_prefix in [0, 2] {
                 let spec = spec(backend, format, key_mean, order)
                     .full_precision_prefix(full_precision_prefix);
-                let mut lab = lab(backend, spec, LARGE_MEANS, 1)?;
-                lab.start(1)?;
-                lab.start(2)?;
+                let mut fixture = calibrated(backend, spec, LARGE_MEANS, 1)?;
+                fixture.start(1)?;
+                fixture.start(2)?;
                 for (a, b) in [(1, 9), (1, 1), (6, 8), (1, 3), (1, 25), (7, 1), (14, 1)] {
-                    step(&mut lab, &[(1, a), (2, b)])
+                    step(&mut fixture, &[(1, a), (2, b)])
                         .at(format!("{format}, {key_mean:?}, {full_precision_prefix} wide rows"))?;
                 }
             }
@@ -63,18 +63,18 @@ fn grows<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// The same tokens in one step, and one by one: the same rows.
+/// The same tokens in one step and one by one give the same rows.
 fn alone<B: Device>(backend: &B) -> CaseResult {
     let mut rng = Rng::new(2);
     for format in quantised() {
         for key_mean in MEANS {
             let spec = spec(backend, format, key_mean, rng.pick(&ORDERS)).full_precision_prefix(1);
-            let mut lab = lab(backend, spec, NEUTRAL, 2)?;
-            let rows = lab.random_rows(&[24], &How::default()).remove(0);
-            lab.start(1)?;
-            lab.start(2)?;
-            lab.write_only(&[(1, 24)], std::slice::from_ref(&rows), DType::F32)?;
-            let shapes = lab.layers().to_vec();
+            let mut fixture = calibrated(backend, spec, NEUTRAL, 2)?;
+            let rows = fixture.random_rows(&[24], &StepConfig::default()).remove(0);
+            fixture.start(1)?;
+            fixture.start(2)?;
+            fixture.write_only(&[(1, 24)], std::slice::from_ref(&rows), DType::F32)?;
+            let shapes = fixture.layers().to_vec();
             for token in 0..24 {
                 let part = |(layer, rows): (usize, &[Vec<f32>; 2])| {
                     [0, 1].map(|plane| {
@@ -83,12 +83,12 @@ fn alone<B: Device>(backend: &B) -> CaseResult {
                     })
                 };
                 let one = rows.iter().enumerate().map(part).collect();
-                lab.write_only(&[(2, 1)], &[one], DType::F32)?;
+                fixture.write_only(&[(2, 1)], &[one], DType::F32)?;
             }
-            lab.check().at(format!("{format}, {key_mean:?}"))?;
+            fixture.check().at(format!("{format}, {key_mean:?}"))?;
             for layer in 0..2 {
                 for plane in [Plane::Key, Plane::Value] {
-                    let both = lab.gather(layer, plane, &[seq(1), seq(2)], QkvFormat::Thd)?;
+                    let both = fixture.gather(layer, plane, &[seq(1), seq(2)], QkvFormat::Thd)?;
                     same(format!("{format}, {plane:?} one by one"), &both[1], &both[0])?;
                 }
             }
@@ -97,7 +97,8 @@ fn alone<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// To every length, inside codes, at the ends of blocks and inside the tail; then on again.
+/// Truncates to every length, inside codes, at the ends of blocks and inside the tail; then
+/// continues.
 fn truncated<B: Device>(backend: &B) -> CaseResult {
     for format in [
         KvFormat::L4(ScaleGroup::Row),
@@ -110,17 +111,17 @@ fn truncated<B: Device>(backend: &B) -> CaseResult {
             for full_precision_prefix in [0, 3] {
                 let spec = spec(backend, format, key_mean, BlockOrder::Hnd)
                     .full_precision_prefix(full_precision_prefix);
-                let mut lab = lab(backend, spec, LARGE_MEANS, 33)?;
+                let mut fixture = calibrated(backend, spec, LARGE_MEANS, 33)?;
                 for len in 0..24 {
-                    lab.fill(1, 23)?;
-                    lab.truncate(1, len)?;
-                    lab.check().at(format!("{format}, {key_mean:?}, truncated to {len}"))?;
+                    fixture.fill(1, 23)?;
+                    fixture.truncate(1, len)?;
+                    fixture.check().at(format!("{format}, {key_mean:?}, truncated to {len}"))?;
                     for more in [1, 4, 9] {
-                        step(&mut lab, &[(1, more)]).at(format!(
+                        step(&mut fixture, &[(1, more)]).at(format!(
                             "{format}, {key_mean:?}, {full_precision_prefix} wide rows, from {len}"
                         ))?;
                     }
-                    lab.release(1)?;
+                    fixture.release(1)?;
                 }
             }
         }
@@ -131,7 +132,7 @@ fn truncated<B: Device>(backend: &B) -> CaseResult {
 fn forked<B: Device>(backend: &B) -> CaseResult {
     for (format, order) in quantised().zip(ORDERS.into_iter().cycle()) {
         for key_mean in MEANS {
-            let mut lab = lab(
+            let mut fixture = calibrated(
                 backend,
                 spec(backend, format, key_mean, order).full_precision_prefix(1),
                 NEUTRAL,
@@ -139,38 +140,38 @@ fn forked<B: Device>(backend: &B) -> CaseResult {
             )?;
             for len in [1, 2, 6, 7, 9, 10, 13] {
                 let place = || format!("{format}, {key_mean:?}, forked at {len}");
-                lab.fill(1, len)?;
-                lab.fork(1, 2)?;
-                step(&mut lab, &[(2, 1)]).at(place())?;
-                step(&mut lab, &[(1, 3), (2, 8)]).at(place())?;
-                // Codes that both share, cut inside and written on by both.
-                lab.fork(2, 3)?;
-                lab.truncate(3, len / 2 + 1)?;
-                lab.truncate(2, len / 2 + 1)?;
-                step(&mut lab, &[(3, 2), (2, 1)]).at(place())?;
-                [1, 2, 3].into_iter().try_for_each(|id| lab.release(id))?;
+                fixture.fill(1, len)?;
+                fixture.fork(1, 2)?;
+                step(&mut fixture, &[(2, 1)]).at(place())?;
+                step(&mut fixture, &[(1, 3), (2, 8)]).at(place())?;
+                // Codes that both share, truncated inside and rewritten by both.
+                fixture.fork(2, 3)?;
+                fixture.truncate(3, len / 2 + 1)?;
+                fixture.truncate(2, len / 2 + 1)?;
+                step(&mut fixture, &[(3, 2), (2, 1)]).at(place())?;
+                [1, 2, 3].into_iter().try_for_each(|id| fixture.release(id))?;
             }
         }
     }
     Ok(Outcome::Holds)
 }
 
-/// A step that fills a block and never happens leaves the tail as it was.
+/// A step that fills a block and is rolled back leaves the tail as it was.
 fn rolled_back<B: Device>(backend: &B) -> CaseResult {
-    let dropped = How { finish: Finish::Drop, ..How::default() };
+    let dropped = StepConfig { finish: Finish::Drop, ..StepConfig::default() };
     for format in quantised() {
         for key_mean in MEANS {
             let spec = spec(backend, format, key_mean, BlockOrder::Nhd).full_precision_prefix(1);
-            let mut lab = lab(backend, spec, NEUTRAL, 5)?;
-            lab.fill(1, 8)?;
-            lab.fork(1, 2)?;
-            let before = lab.state();
+            let mut fixture = calibrated(backend, spec, NEUTRAL, 5)?;
+            fixture.fill(1, 8)?;
+            fixture.fork(1, 2)?;
+            let before = fixture.state();
             for n in [1, 2, 12] {
-                lab.step(&[(1, Brings::Tokens(n)), (2, Brings::Tokens(1))], &dropped)?;
-                unchanged(&mut lab, &before, "a dropped step")
+                fixture.step(&[(1, StepKind::Tokens(n)), (2, StepKind::Tokens(1))], &dropped)?;
+                unchanged(&mut fixture, &before, "a dropped step")
                     .at(format!("{format}, {key_mean:?}, {n} tokens"))?;
             }
-            step(&mut lab, &[(2, 2), (1, 12)]).at(format!("{format}, {key_mean:?}"))?;
+            step(&mut fixture, &[(2, 2), (1, 12)]).at(format!("{format}, {key_mean:?}"))?;
         }
     }
     Ok(Outcome::Holds)
@@ -185,9 +186,9 @@ fn options<B: Device>(backend: &B) -> CaseResult {
                 let spec = spec(backend, format, key_mean, rng.pick(&ORDERS)).formats(format, v);
                 let spec = spec.transform(transform).full_precision_prefix(rng.pick(&[0, 1, 4, 7]));
                 let spec = spec.paged(rng.pick(&[8, 11, 16]), 30);
-                let mut lab = lab(backend, spec, LARGE_MEANS, 6)?;
-                let how = How { group: 3, ..How::random(&mut rng) };
-                super::talk(&mut lab, &how)
+                let mut fixture = calibrated(backend, spec, LARGE_MEANS, 6)?;
+                let config = StepConfig { group: 3, ..StepConfig::random(&mut rng) };
+                super::two_sequences(&mut fixture, &config)
                     .at(format!("{format} and {v}, {transform:?}, {key_mean:?}"))?;
             }
         }
@@ -195,29 +196,29 @@ fn options<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// A broken row does not count in the mean of its block.
+/// A row of NaN does not count in the mean of its block.
 fn poisoned<B: Device>(backend: &B) -> CaseResult {
     for format in quantised() {
         for bad in [f32::NAN, f32::INFINITY] {
             let spec =
                 spec(backend, format, KeyMean::PerBlock, BlockOrder::Hnd).transform(Transform::Off);
-            let mut lab = lab(backend, spec, NEUTRAL, 7)?;
-            let mut rows = lab.random_rows(&[12], &How::default()).remove(0);
-            for (planes, shape) in rows.iter_mut().zip(lab.layers()) {
+            let mut fixture = calibrated(backend, spec, NEUTRAL, 7)?;
+            let mut rows = fixture.random_rows(&[12], &StepConfig::default()).remove(0);
+            for (planes, shape) in rows.iter_mut().zip(fixture.layers()) {
                 let [k, v] = [0, 1].map(|plane| shape.width(plane));
                 planes[0][5 * k + 3] = bad;
                 planes[0][11 * k + 40] = bad;
                 planes[1][2 * v] = bad;
             }
-            lab.start(1)?;
-            lab.write_only(&[(1, 12)], &[rows], DType::F32)?;
-            lab.check().at(format!("{format}, {bad}"))?;
-            // The blocks of the broken rows become codes.
-            let more = lab.random_rows(&[8], &How::default());
-            lab.write_only(&[(1, 8)], &more, DType::F32)?;
-            lab.check().at(format!("{format}, {bad}, full"))?;
-            let how = How { window_left: Some(2), ..How::default() };
-            lab.step(&[(1, Brings::Query(1))], &how).at(format!("{format}, {bad}"))?;
+            fixture.start(1)?;
+            fixture.write_only(&[(1, 12)], &[rows], DType::F32)?;
+            fixture.check().at(format!("{format}, {bad}"))?;
+            // The blocks of the NaN rows become codes.
+            let more = fixture.random_rows(&[8], &StepConfig::default());
+            fixture.write_only(&[(1, 8)], &more, DType::F32)?;
+            fixture.check().at(format!("{format}, {bad}, full"))?;
+            let config = StepConfig { window_left: Some(2), ..StepConfig::default() };
+            fixture.step(&[(1, StepKind::Query(1))], &config).at(format!("{format}, {bad}"))?;
         }
     }
     Ok(Outcome::Holds)

@@ -1,23 +1,23 @@
-//! Whose bytes are in a block, to the bit: what is taken over, what is wiped, what is kept apart.
+//! Reused blocks to the bit: which bytes are shared, which are wiped, which are kept apart.
 use kv_core::{CacheSpec, GroupId, KvFormat, Plane, QkvFormat, ScaleGroup, StepInput};
 
-use super::super::{case, life, small};
+use super::super::{case, scale, small};
 use super::prompts::Prompts;
 use super::{plain, tokens, with};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, same};
 use crate::device::{Device, Place, Staged};
-use crate::lab::{dense, seq};
-use crate::named;
+use crate::fixture::{dense, seq};
+use crate::provenance;
 
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     vec![
         case("reuse/quantised_rows_are_the_same_bits", quantised),
-        case("reuse/wiped_when_given_up", wiped),
+        case("reuse/wiped_when_evicted", wiped),
         case("reuse/salts_adapters_and_contents", apart),
     ]
 }
 
-/// The rows of the first `len` tokens, as bits.
+/// Returns the rows of the first `len` tokens, as bits.
 fn bits<B: Device>(
     prompts: &mut Prompts<B>,
     id: u64,
@@ -65,10 +65,10 @@ fn quantised<B: Device>(backend: &B) -> CaseResult {
                     let expected: Vec<_> = first.iter().map(row).collect();
                     ensure(got == expected, || format!("{place}: other bits"))?;
                 }
-                let names = named::names(&prompt, &plain());
+                let hashes = provenance::prefix_hashes(&prompt, &plain());
                 let input = StepInput::prompt(seq(id), &prompt, reused);
                 let mut step = prompts.cache.begin_step(&[input]).at(&place)?;
-                named::write(&mut step, &spec, &names[reused as usize..])?;
+                provenance::write(&mut step, &spec, &hashes[reused as usize..])?;
                 step.commit()?;
                 if id == 1 {
                     first = bits(&mut prompts, 1, 30)?;
@@ -83,7 +83,7 @@ fn quantised<B: Device>(backend: &B) -> CaseResult {
 fn wiped<B: Device>(backend: &B) -> CaseResult {
     let mut prompts = Prompts::new(backend, small().paged(4, 5).wipe_on_release(true))?;
     let stale = |prompts: &mut Prompts<B>| -> Result<usize, CaseError> {
-        let all = life::bytes(&mut prompts.cache, GroupId(0))?;
+        let all = scale::bytes(&mut prompts.cache, GroupId(0))?;
         Ok(all.iter().flatten().filter(|byte| **byte != 0).count())
     };
     prompts.begin(1, &tokens(0..16), plain())?;
@@ -94,7 +94,7 @@ fn wiped<B: Device>(backend: &B) -> CaseResult {
     prompts.begin(3, &[91], plain())?;
     prompts.begin(4, &[92], plain())?;
     let left = stale(&mut prompts)?;
-    // Two of the four cached blocks were given up; each holds one row now.
+    // Two of the four cached blocks were evicted; each holds one row now.
     ensure(left <= 8 * row + 3 * row, || format!("{left} bytes hold something"))?;
     for id in 2..5 {
         prompts.cache.release(seq(id))?;
@@ -114,7 +114,7 @@ fn apart<B: Device>(backend: &B) -> CaseResult {
         (plain().with_salt(b"t2"), 0),
         (plain().with_adapter(1), 0),
         (plain().with_salt(b"t1").with_adapter(1), 0),
-        // Up to where the picture begins.
+        // Up to the beginning of the picture.
         (plain().with_contents(&cat), 5),
         (plain().with_contents(&dog), 5),
     ];
@@ -126,7 +126,7 @@ fn apart<B: Device>(backend: &B) -> CaseResult {
         let got = prompts.begin(id, &tokens(0..14), *options)?;
         ensure(got >= 12, || format!("{got} tokens of its own with {options:?}"))?;
     }
-    // A part of a block that the picture reaches into, of the same picture alone.
+    // A partly filled block with tokens of the picture is reused with the same picture only.
     let mut other = tokens(0..9);
     other[7] = 999;
     for (contents, expected, id) in [(&cat, 7, 200), (&bird, 5, 201)] {

@@ -1,4 +1,5 @@
-//! What stays cached and for how long, what is given up, and in which order.
+//! Eviction, pins, priorities and forgetting: which content stays cached, and in which order it
+//! goes.
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,16 +11,16 @@ use super::prompts::Prompts;
 use super::{plain, tokens, with};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, same};
 use crate::device::Device;
-use crate::lab::seq;
+use crate::fixture::seq;
 
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     vec![
-        case("reuse/given_up_and_computed_again", evicted),
-        case("reuse/tails_are_given_up_before_heads", tails),
+        case("reuse/evicted_and_recomputed", evicted),
+        case("reuse/tails_are_evicted_before_heads", tails),
         case("reuse/pinned_prefixes_stay", pinned),
-        case("reuse/forgetting_stops_where_others_go_on", forgotten),
+        case("reuse/forgetting_stops_at_shared_blocks", forgotten),
         case("reuse/priorities_hold_and_run_out", priorities),
-        case("reuse/blocks_taken_over_are_not_free", spoken_for),
+        case("reuse/reused_blocks_are_not_free", reused_not_free),
     ]
 }
 
@@ -27,8 +28,11 @@ fn full_blocks(num_blocks: u32) -> CacheSpecBuilder {
     small().paged(4, num_blocks).prefix_reuse(PrefixReuse::FullBlocks)
 }
 
-/// Computes a prompt and lets it go.
-fn leave<B: Device>(prompts: &mut Prompts<B>, prompt: &[u32]) -> Result<(), CaseError> {
+/// Computes a prompt and releases it.
+fn compute_and_release<B: Device>(
+    prompts: &mut Prompts<B>,
+    prompt: &[u32],
+) -> Result<(), CaseError> {
     prompts.begin(90, prompt, plain())?;
     Ok(prompts.cache.release(seq(90))?)
 }
@@ -38,16 +42,16 @@ fn evicted<B: Device>(backend: &B) -> CaseResult {
     for round in 0..3 {
         for other in [0, 100, 200] {
             prompts.begin(1, &tokens(other..other + 18), plain()).at(format!("round {round}"))?;
-            prompts.feed(1, &[7, 8])?;
+            prompts.append(1, &[7, 8])?;
             prompts.cache.release(seq(1))?;
         }
     }
-    ensure(prompts.cache.stats().evictions > 0, || "nothing was given up".to_owned())?;
+    ensure(prompts.cache.stats().evictions > 0, || "nothing was evicted".to_owned())?;
     Ok(Outcome::Holds)
 }
 
-/// Of a sequence that ends, a pin that goes and a window that moves, the last block is given up
-/// first: what is left can be found.
+/// When a sequence ends, a pin is dropped or a window moves, the last block is evicted first, so
+/// that the rest can still be found.
 fn tails<B: Device>(backend: &B) -> CaseResult {
     for eviction in Eviction::ALL {
         for is_pinned in [false, true] {
@@ -61,7 +65,7 @@ fn tails<B: Device>(backend: &B) -> CaseResult {
             }
             prompts.begin(2, &tokens(100..116), plain())?;
             for (left, more) in [12, 8, 4, 0].into_iter().zip(0..) {
-                prompts.feed(2, &tokens(200 + 4 * more..204 + 4 * more))?;
+                prompts.append(2, &tokens(200 + 4 * more..204 + 4 * more))?;
                 let found = prompts.cache.probe(&tokens(0..17), plain());
                 same("tokens left", found, left).at(&place)?;
             }
@@ -69,14 +73,14 @@ fn tails<B: Device>(backend: &B) -> CaseResult {
         // Four blocks leave a window at once.
         let mut prompts = Prompts::new(backend, full_blocks(7).window_left(3).eviction(eviction))?;
         prompts.cache.start(seq(1), &tokens(0..24), plain())?;
-        prompts.names.insert(1, Vec::new());
-        prompts.feed(1, &tokens(0..20))?;
-        prompts.feed(1, &tokens(20..24))?;
+        prompts.hashes.insert(1, Vec::new());
+        prompts.append(1, &tokens(0..20))?;
+        prompts.append(1, &tokens(20..24))?;
         same("free blocks", prompts.cache.free_blocks(GroupId(0)), 5)?;
         for (left, id) in [16, 12, 8, 4, 0].into_iter().zip(2..) {
             prompts.begin(id, &[100 * id as u32], plain())?;
             let found = prompts.cache.probe(&tokens(0..17), plain());
-            same("tokens left behind a window", found, left).at(eviction)?;
+            same("tokens left after a window moved", found, left).at(eviction)?;
         }
     }
     Ok(Outcome::Holds)
@@ -86,25 +90,25 @@ fn pinned<B: Device>(backend: &B) -> CaseResult {
     for eviction in Eviction::ALL {
         let mut prompts = Prompts::new(backend, full_blocks(6).eviction(eviction))?;
         let system = tokens(0..9);
-        leave(&mut prompts, &system)?;
+        compute_and_release(&mut prompts, &system)?;
         let pins = [(); 2].map(|()| prompts.cache.pin_prefix(&system, plain()));
         same("tokens pinned", pins.map(|pin| pin.tokens), [8; 2])?;
         for other in [100, 200, 300] {
-            leave(&mut prompts, &tokens(other..other + 16))?;
+            compute_and_release(&mut prompts, &tokens(other..other + 16))?;
             let found = prompts.cache.probe(&system, plain());
             same("tokens of a pinned prefix", found, 8).at(eviction)?;
         }
         same("free blocks", prompts.cache.free_blocks(GroupId(0)), 4)?;
         ensure(!prompts.cache.reset_prefixes()?, || "a reset took pinned blocks".to_owned())?;
-        // Two pins hold it: one that goes changes nothing.
+        // Two pins hold the prefix: dropping one changes nothing.
         for (pin, left) in pins.into_iter().zip([8, 0]) {
             ensure(prompts.cache.unpin(pin.id)?, || "a pin is unknown".to_owned())?;
             same("tokens", prompts.begin(1, &tokens(0..9), plain())?, 8)?;
             prompts.cache.release(seq(1))?;
             let fits = if left == 0 { 24 } else { 16 };
-            leave(&mut prompts, &tokens(400 + fits..400 + 2 * fits))?;
+            compute_and_release(&mut prompts, &tokens(400 + fits..400 + 2 * fits))?;
             let found = prompts.cache.probe(&system, plain());
-            same("tokens behind the pin", found, left).at(eviction)?;
+            same("tokens after the pin", found, left).at(eviction)?;
         }
     }
     Ok(Outcome::Holds)
@@ -120,30 +124,30 @@ fn forgotten<B: Device>(backend: &B) -> CaseResult {
     };
     let found =
         |prompts: &Prompts<B>| [&one, &other].map(|prompt| prompts.cache.probe(prompt, plain()));
-    same("blocks that somebody holds", forget(&mut prompts, &one, 0)?, 0)?;
+    same("blocks that are held", forget(&mut prompts, &one, 0)?, 0)?;
     prompts.cache.release(seq(1))?;
-    same("a block behind the shared ones", forget(&mut prompts, &one, 0)?, 1)?;
+    same("a block after the shared ones", forget(&mut prompts, &one, 0)?, 1)?;
     same("tokens left", found(&prompts), [8, 12])?;
     prompts.begin(1, &one, plain())?;
     prompts.cache.release(seq(1))?;
     prompts.cache.release(seq(2))?;
     same("a block that nothing follows", forget(&mut prompts, &one, 0)?, 1)?;
     same("tokens left", found(&prompts), [8, 12])?;
-    same("blocks behind 4 tokens", forget(&mut prompts, &other, 4)?, 2)?;
+    same("blocks after 4 tokens", forget(&mut prompts, &other, 4)?, 2)?;
     same("tokens left", found(&prompts), [4, 4])?;
     prompts.begin(1, &other, plain())?;
     Ok(Outcome::Holds)
 }
 
-fn worth(level: u8, seconds: Option<u64>) -> Result<Retention, CaseError> {
+fn retention(level: u8, seconds: Option<u64>) -> Result<Retention, CaseError> {
     let priority = Priority { level, duration: seconds.map(Duration::from_secs) };
     let range = RetentionRange { begin: 0, end: None, priority };
     Ok(Retention::new(vec![range]).map_err(|error| error.to_string())?)
 }
 
-/// Two prompts fill the pool, and a third takes the blocks of the one that is worth less.
+/// Two prompts fill the pool, and a third evicts the one of lower priority.
 fn priorities<B: Device>(backend: &B) -> CaseResult {
-    let (high, middle) = (worth(80, Some(10))?, worth(50, None)?);
+    let (high, middle) = (retention(80, Some(10))?, retention(50, None)?);
     for eviction in [Eviction::Priority, Eviction::Default] {
         for (way, seconds) in [0, 1, 2].into_iter().flat_map(|way| [(way, 9), (way, 10)]) {
             let place = format!("{eviction}, way {way}, {seconds} seconds");
@@ -154,10 +158,11 @@ fn priorities<B: Device>(backend: &B) -> CaseResult {
             ensure(is_set, || "the policy was refused".to_owned())?;
             let first = tokens(0..9);
             match way {
-                // Asked for by who computes it, by who takes it over, and by who names it.
+                // The priority is given by the request that computes, by one that reuses, or by a
+                // call for the prefix.
                 0 => drop(prompts.begin(1, &first[..8], plain().with_retention(&high))?),
                 1 => {
-                    leave(&mut prompts, &first[..8])?;
+                    compute_and_release(&mut prompts, &first[..8])?;
                     let reused =
                         prompts.cache.start(seq(1), &first, plain().with_retention(&high))?;
                     same("tokens", reused, 8)?;
@@ -169,7 +174,7 @@ fn priorities<B: Device>(backend: &B) -> CaseResult {
                     same("tokens with another priority", tokens, 8)?;
                 }
             }
-            // It counts from when nobody runs on the blocks.
+            // The duration starts when no sequence holds the blocks.
             time.advance(Duration::from_mins(1));
             prompts.cache.release(seq(1))?;
             prompts.begin(2, &tokens(100..108), plain().with_retention(&middle))?;
@@ -184,27 +189,28 @@ fn priorities<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// A cached block that a prompt is to begin with cannot be given up to make room for its rest.
-fn spoken_for<B: Device>(backend: &B) -> CaseResult {
+/// A cached block that a prompt will reuse cannot be evicted to make room for the rest of the
+/// prompt.
+fn reused_not_free<B: Device>(backend: &B) -> CaseResult {
     let mut prompts = Prompts::new(backend, full_blocks(4))?;
-    leave(&mut prompts, &tokens(0..8))?;
+    compute_and_release(&mut prompts, &tokens(0..8))?;
     prompts.begin(1, &[90], plain())?;
-    // One block is held, one empty, two are cached, and either of these begins the prompt.
+    // One block is held, one is empty, two are cached; each of the cached ones begins the prompt.
     let group = GroupId(0);
     let full = |result: Result<u32, CacheError>| match result {
         Err(CacheError::Exhausted(exhausted)) => Ok(exhausted),
         other => Err(CaseError::from(format!("{other:?} where blocks are short"))),
     };
-    let ask = |prompts: &Prompts<B>, len, admission: Admission| {
+    let admit = |prompts: &Prompts<B>, len, admission: Admission| {
         prompts.cache.check_admission(&tokens(0..len), plain(), &admission)
     };
     let all = Admission::default();
-    let refused = full(ask(&prompts, 13, all))?;
+    let refused = full(admit(&prompts, 13, all))?;
     same("13 tokens", refused, BlocksExhausted { group, needed: 4, free: 3, evictable: 2 })?;
-    same("9 tokens", ask(&prompts, 9, all).ok(), Some(8))?;
-    same("a chunk of 13", ask(&prompts, 13, all.with_chunk(4)).ok(), Some(8))?;
-    full(ask(&prompts, 13, all.with_chunk(4).with_must_fit(true)))?;
-    let refused = full(ask(&prompts, 9, all.with_watermark(1)))?;
+    same("9 tokens", admit(&prompts, 9, all).ok(), Some(8))?;
+    same("a chunk of 13", admit(&prompts, 13, all.with_chunk(4)).ok(), Some(8))?;
+    full(admit(&prompts, 13, all.with_chunk(4).with_must_fit(true)))?;
+    let refused = full(admit(&prompts, 9, all.with_watermark(1)))?;
     same("a watermark", refused, BlocksExhausted { group, needed: 4, free: 3, evictable: 2 })?;
     let refused = full(prompts.cache.start(seq(2), &tokens(0..9), plain().with_reserve(16)))?;
     same("a reserve", refused, BlocksExhausted { group, needed: 2, free: 1, evictable: 0 })?;

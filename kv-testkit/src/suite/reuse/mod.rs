@@ -1,7 +1,7 @@
-//! Prefixes that are taken over: whose bytes they are, and that attention over them is right.
+//! Prefix reuse: whose bytes are read, and attention over reused blocks.
 //!
-//! K and V are made of the tokens before them, so a row of another prefix shows wherever it is
-//! read.
+//! K and V are derived from the tokens before them, so a row of another prefix is noticed wherever
+//! it is read.
 mod bytes;
 mod keep;
 mod prompts;

@@ -1,4 +1,5 @@
-//! A cache whose K and V are made of tokens, and whose attention is held to the oracle.
+//! A cache whose K and V are derived from tokens, and whose attention is checked against the
+//! oracle.
 use std::collections::BTreeMap;
 
 use kv_core::{
@@ -7,25 +8,25 @@ use kv_core::{
 
 use crate::case::{At, CaseError, same};
 use crate::device::{Device, Place, Staged};
-use crate::lab::{dense, judge_layer, options, seq};
-use crate::named::{self, Name};
+use crate::fixture::{check_attention, dense, options, seq};
 use crate::oracle::Attention;
+use crate::provenance::{self, PrefixHash};
 use crate::rng::Rng;
 
-/// Query heads of a kv head.
+/// Query heads per kv head.
 const GROUP: usize = 2;
 
-/// A cache whose K and V are made of tokens.
+/// A cache whose K and V are derived from tokens.
 pub(super) struct Prompts<B: Device> {
     pub(super) backend: B,
     pub(super) cache: KvCache<B>,
     pub(super) spec: CacheSpec,
-    pub(super) names: BTreeMap<u64, Vec<Name>>,
+    pub(super) hashes: BTreeMap<u64, Vec<PrefixHash>>,
     rng: Rng,
 }
 
-/// Rows of queries and room for what attention makes of them, of one layer.
-pub(super) struct Asked<Buf> {
+/// Queries and outputs of one layer.
+pub(super) struct PendingAttention<Buf> {
     q: Staged<Buf>,
     out: Staged<Buf>,
     rows: Vec<Vec<f32>>,
@@ -36,11 +37,12 @@ impl<B: Device> Prompts<B> {
     pub(super) fn new(backend: &B, spec: CacheSpecBuilder) -> Result<Self, CaseError> {
         let spec = spec.build()?;
         let cache = KvCache::new(backend.clone(), spec.clone())?;
-        let (backend, names, rng) = (backend.clone(), BTreeMap::new(), Rng::new(1));
-        Ok(Self { backend, cache, spec, names, rng })
+        let (backend, hashes, rng) = (backend.clone(), BTreeMap::new(), Rng::new(1));
+        Ok(Self { backend, cache, spec, hashes, rng })
     }
 
-    /// Starts a sequence, and computes what is not cached; tokens that were.
+    /// Starts a sequence and computes the tokens that are not cached; returns the number of reused
+    /// ones.
     pub(super) fn begin(
         &mut self,
         id: u64,
@@ -50,60 +52,60 @@ impl<B: Device> Prompts<B> {
         let probed = self.cache.probe(prompt, options);
         let reused = self.cache.start(seq(id), prompt, options)?;
         same("start and probe", reused, probed)?;
-        let all = named::names(prompt, &options);
-        self.names.insert(id, all[..reused as usize].to_vec());
-        self.check(id).at(format!("{reused} tokens taken over"))?;
+        let all = provenance::prefix_hashes(prompt, &options);
+        self.hashes.insert(id, all[..reused as usize].to_vec());
+        self.check(id).at(format!("{reused} reused tokens"))?;
         self.run(&[(id, &prompt[reused as usize..])], &all[reused as usize..])?;
         Ok(reused)
     }
 
-    /// Brings tokens to a plain sequence.
-    pub(super) fn feed(&mut self, id: u64, tokens: &[u32]) -> Result<(), CaseError> {
-        let names = self.follow(id, tokens);
-        self.run(&[(id, tokens)], &names)
+    /// Appends tokens to a sequence that was started with default options.
+    pub(super) fn append(&mut self, id: u64, tokens: &[u32]) -> Result<(), CaseError> {
+        let hashes = self.hashes_after(id, tokens);
+        self.run(&[(id, tokens)], &hashes)
     }
 
-    pub(super) fn follow(&self, id: u64, tokens: &[u32]) -> Vec<Name> {
-        let root = named::root(&StartOptions::default());
-        let mut name = self.names[&id].last().copied().unwrap_or(root);
+    pub(super) fn hashes_after(&self, id: u64, tokens: &[u32]) -> Vec<PrefixHash> {
+        let root = provenance::root(&StartOptions::default());
+        let mut name = self.hashes[&id].last().copied().unwrap_or(root);
         let next = |token: &u32| {
-            name = named::then(name, *token, None);
+            name = provenance::extend(name, *token, None);
             name
         };
         tokens.iter().map(next).collect()
     }
 
-    /// One step whose attention is held to the oracle.
+    /// Runs one step and checks its attention against the oracle.
     pub(super) fn run(
         &mut self,
         inputs: &[(u64, &[u32])],
-        names: &[Name],
+        hashes: &[PrefixHash],
     ) -> Result<(), CaseError> {
         let lens: Vec<_> = inputs.iter().map(|(_, tokens)| tokens.len()).collect();
-        let mut asked = Vec::new();
+        let mut pending = Vec::new();
         for layer in 0..self.spec.num_layers() {
-            asked.push(self.ask(layer, &lens)?);
+            pending.push(self.stage(layer, &lens)?);
         }
         let list: Vec<_> = inputs.iter().map(|(id, t)| StepInput::tokens(seq(*id), t)).collect();
         let spec = self.spec.clone();
         let mut step = self.cache.begin_step(&list)?;
-        attend(&mut step, &spec, names, &mut asked)?;
+        attend(&mut step, &spec, hashes, &mut pending)?;
         step.commit()?;
-        let mut rest = names;
+        let mut rest = hashes;
         for ((id, _), len) in inputs.iter().zip(&lens) {
             let (own, others) = rest.split_at(*len);
-            self.names.entry(*id).or_default().extend(own);
+            self.hashes.entry(*id).or_default().extend(own);
             rest = others;
         }
         let ids: Vec<_> = inputs.iter().map(|(id, _)| *id).collect();
-        self.judge(&ids, &lens, asked)
+        self.check_attention(&ids, &lens, pending)
     }
 
-    pub(super) fn ask(
+    pub(super) fn stage(
         &mut self,
         layer: u16,
         lens: &[usize],
-    ) -> Result<Asked<B::Buffer>, CaseError> {
+    ) -> Result<PendingAttention<B::Buffer>, CaseError> {
         let (group, _) = self.spec.locate(layer.into()).ok_or("a layer of no group")?;
         let group = &self.spec.groups()[usize::from(group.0)];
         let [k, v] = group.layouts();
@@ -119,46 +121,46 @@ impl<B: Device> Prompts<B> {
         let q = Staged::new(&self.backend, queue, made, Place::Host)?;
         let made = (dense(QkvFormat::Thd, lens, [q_heads, dv]), kv_core::DType::F32);
         let out = Staged::output(&self.backend, queue, made, Place::Device)?;
-        Ok(Asked { q, out, rows, oracle })
+        Ok(PendingAttention { q, out, rows, oracle })
     }
 
-    pub(super) fn judge(
+    pub(super) fn check_attention(
         &mut self,
         ids: &[u64],
         lens: &[usize],
-        asked: Vec<Asked<B::Buffer>>,
+        pending: Vec<PendingAttention<B::Buffer>>,
     ) -> Result<(), CaseError> {
         let capabilities = self.backend.capabilities().clone();
-        for (mut asked, layer) in asked.into_iter().zip(0..) {
-            let layout = asked.out.layout;
-            let tensor = asked.out.read(&capabilities, self.cache.queue_mut())?;
+        for (mut pending, layer) in pending.into_iter().zip(0..) {
+            let layout = pending.out.layout;
+            let tensor = pending.out.read(&capabilities, self.cache.queue_mut())?;
             let out = layout.unpack("out", tensor, lens, 0.0)?;
-            let Attention { kv_heads, dk, dv, .. } = asked.oracle;
+            let Attention { kv_heads, dk, dv, .. } = pending.oracle;
             let rows = |id: &u64| {
-                let names = &self.names[id];
-                let k = named::rows(names, layer, Plane::Key, kv_heads * dk);
-                [k, named::rows(names, layer, Plane::Value, kv_heads * dv)]
+                let hashes = &self.hashes[id];
+                let k = provenance::rows(hashes, layer, Plane::Key, kv_heads * dk);
+                [k, provenance::rows(hashes, layer, Plane::Value, kv_heads * dv)]
             };
             let cached: Vec<_> = ids.iter().map(rows).collect();
             let got = (out.as_slice(), None);
-            judge_layer(&asked.oracle, &asked.rows, &cached, got, kv_core::DType::F32)
+            check_attention(&pending.oracle, &pending.rows, &cached, got, kv_core::DType::F32)
                 .at(format!("layer {layer}"))?;
         }
         ids.iter().try_for_each(|id| self.check(*id))
     }
 
-    /// Every row that a sequence still has is its own.
+    /// Checks that every row that a sequence still has is its own.
     pub(super) fn check(&mut self, id: u64) -> Result<(), CaseError> {
-        let names = self.names[&id].clone();
+        let hashes = self.hashes[&id].clone();
         for index in 0..self.spec.groups().len() {
             let group = GroupId(index as u8);
             let vacant = self.cache.vacant_entries(seq(id), group).unwrap_or_default();
             let map = *self.spec.groups()[index].slot_map();
-            let begin = map.tokens(vacant.end).min(names.len() as u32);
-            let seen = &names[begin as usize..];
+            let begin = map.tokens(vacant.end).min(hashes.len() as u32);
+            let seen = &hashes[begin as usize..];
             if !seen.is_empty() {
                 let which = (seq(id), index);
-                named::check(&self.backend, &mut self.cache, which, begin, seen)?;
+                provenance::check(&self.backend, &mut self.cache, which, begin, seen)?;
             }
         }
         Ok(())
@@ -173,13 +175,13 @@ impl<B: Device> Prompts<B> {
 pub(super) fn attend<B: Device>(
     step: &mut Step<'_, B>,
     spec: &CacheSpec,
-    names: &[Name],
-    asked: &mut [Asked<B::Buffer>],
+    hashes: &[PrefixHash],
+    pending: &mut [PendingAttention<B::Buffer>],
 ) -> Result<(), CaseError> {
-    named::write(step, spec, names)?;
-    for (asked, layer) in asked.iter_mut().zip(0_u16..) {
-        let options = options(&asked.oracle, QkvFormat::Thd);
-        step.attend(layer, asked.q.view(), asked.out.view_mut(), &options)?;
+    provenance::write(step, spec, hashes)?;
+    for (pending, layer) in pending.iter_mut().zip(0_u16..) {
+        let options = options(&pending.oracle, QkvFormat::Thd);
+        step.attend(layer, pending.q.view(), pending.out.view_mut(), &options)?;
     }
     Ok(())
 }

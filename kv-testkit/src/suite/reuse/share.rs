@@ -1,4 +1,4 @@
-//! Who shares what with whom, in one group and in several.
+//! Sharing of prefixes between sequences, in one group and in several.
 use kv_core::{GroupId, PrefixReuse, PublishAt, StepInput};
 
 use super::super::{case, small};
@@ -6,8 +6,8 @@ use super::prompts::{Prompts, attend};
 use super::{plain, tokens, with};
 use crate::case::{At, Case, CaseResult, Outcome, ensure, same};
 use crate::device::Device;
-use crate::lab::seq;
-use crate::named::{self, Name};
+use crate::fixture::seq;
+use crate::provenance::{self, PrefixHash};
 
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     vec![
@@ -30,7 +30,7 @@ fn full<B: Device>(backend: &B) -> CaseResult {
         same("tokens", prompts.begin(2, &with(tokens(0..9), &[50, 51]), plain())?, 8)?;
         same("shared blocks", &prompts.table(1)[..2], &prompts.table(2)[..2])?;
         ensure(prompts.table(1)[2] != prompts.table(2)[2], || "the rest is shared".to_owned())?;
-        prompts.feed(1, &[60, 61, 62])?;
+        prompts.append(1, &[60, 61, 62])?;
         prompts.check(2)?;
         prompts.cache.release(seq(1))?;
         same("tokens of one that ended", prompts.begin(3, &tokens(0..10), plain())?, 8)?;
@@ -51,7 +51,7 @@ fn part<B: Device>(backend: &B) -> CaseResult {
         if !ends {
             prompts.check(1).at("the donor")?;
         }
-        prompts.feed(2, &[92, 93])?;
+        prompts.append(2, &[92, 93])?;
         prompts.begin(3, &tokens(0..9), plain())?;
     }
     Ok(Outcome::Holds)
@@ -62,25 +62,26 @@ fn early<B: Device>(backend: &B) -> CaseResult {
     let mut prompts = Prompts::new(backend, spec)?;
     let (first, second) = (tokens(0..11), with(tokens(0..9), &[70]));
     prompts.cache.start(seq(1), &first, plain())?;
-    let mut asked = Vec::new();
+    let mut pending = Vec::new();
     for layer in 0..prompts.spec.num_layers() {
-        asked.push(prompts.ask(layer, &[11, 2])?);
+        pending.push(prompts.stage(layer, &[11, 2])?);
     }
     let spec = prompts.spec.clone();
     let mut step = prompts.cache.begin_step(&[StepInput::tokens(seq(1), &first)])?;
     same("tokens of the same step", step.start(seq(2), &second, plain())?, 8)?;
     step.add(StepInput::tokens(seq(2), &second[8..]))?;
-    let names = [named::names(&first, &plain()), named::names(&second, &plain())];
-    let both = with_names(&names[0], &names[1][8..]);
-    attend(&mut step, &spec, &both, &mut asked)?;
+    let hashes =
+        [provenance::prefix_hashes(&first, &plain()), provenance::prefix_hashes(&second, &plain())];
+    let both = with_names(&hashes[0], &hashes[1][8..]);
+    attend(&mut step, &spec, &both, &mut pending)?;
     step.commit()?;
-    prompts.names = [1, 2].into_iter().zip(names).collect();
-    prompts.judge(&[1, 2], &[11, 2], asked)?;
+    prompts.hashes = [1, 2].into_iter().zip(hashes).collect();
+    prompts.check_attention(&[1, 2], &[11, 2], pending)?;
     same("shared blocks", &prompts.table(1)[..2], &prompts.table(2)[..2])?;
     Ok(Outcome::Holds)
 }
 
-/// What a step was about to write is not there when it never happened.
+/// Rows that a dropped step was about to write cannot be found.
 fn dropped<B: Device>(backend: &B) -> CaseResult {
     for reuse in [PrefixReuse::FullBlocks, PrefixReuse::Partial] {
         for publish_at in [PublishAt::Begin, PublishAt::Commit] {
@@ -88,8 +89,8 @@ fn dropped<B: Device>(backend: &B) -> CaseResult {
             let mut prompts = Prompts::new(backend, spec)?;
             let prompt = tokens(0..14);
             prompts.cache.start(seq(1), &prompt, plain())?;
-            prompts.names.insert(1, Vec::new());
-            prompts.feed(1, &prompt[..4])?;
+            prompts.hashes.insert(1, Vec::new());
+            prompts.append(1, &prompt[..4])?;
             let rest = [StepInput::tokens(seq(1), &prompt[4..])];
             let mut step = prompts.cache.begin_step(&rest)?;
             let reused = step.start(seq(2), &prompt, plain())?;
@@ -101,15 +102,15 @@ fn dropped<B: Device>(backend: &B) -> CaseResult {
             drop(step);
             let found = prompts.cache.probe(&prompt, plain());
             same("tokens of a dropped step", found, 4).at(format!("{reuse:?}, {publish_at:?}"))?;
-            // What its sequence brings now is there.
-            prompts.feed(1, &prompt[4..])?;
+            // Tokens that the sequence computes now can.
+            prompts.append(1, &prompt[4..])?;
             same("tokens", prompts.begin(2, &prompt[..13], plain())?, 12)?;
         }
     }
     Ok(Outcome::Holds)
 }
 
-fn with_names(a: &[Name], b: &[Name]) -> Vec<Name> {
+fn with_names(a: &[PrefixHash], b: &[PrefixHash]) -> Vec<PrefixHash> {
     a.iter().chain(b).copied().collect()
 }
 
@@ -117,34 +118,34 @@ fn diverge<B: Device>(backend: &B) -> CaseResult {
     let mut prompts = Prompts::new(backend, small())?;
     prompts.begin(1, &tokens(0..10), plain())?;
     prompts.cache.fork(seq(1), seq(2))?;
-    let names = prompts.names[&1].clone();
-    prompts.names.insert(2, names);
-    prompts.feed(2, &[40, 41, 42])?;
-    prompts.feed(1, &[30, 31])?;
+    let hashes = prompts.hashes[&1].clone();
+    prompts.hashes.insert(2, hashes);
+    prompts.append(2, &[40, 41, 42])?;
+    prompts.append(1, &[30, 31])?;
     prompts.check(2)?;
-    // Into a block that others may take, and on from there otherwise.
+    // Truncated into a block that others may reuse, and continued differently.
     prompts.cache.truncate(seq(1), 6)?;
-    prompts.names.entry(1).and_modify(|names| names.truncate(6));
-    prompts.feed(1, &[20, 21, 22])?;
+    prompts.hashes.entry(1).and_modify(|hashes| hashes.truncate(6));
+    prompts.append(1, &[20, 21, 22])?;
     prompts.check(2)?;
     same(
         "tokens of the child",
         prompts.begin(3, &with(tokens(0..10), &[40, 41, 9]), plain())?,
         12,
     )?;
-    // Drafts, of which one is right.
+    // Drafts, one of which is right.
     let drafts = [60, 61, 62, 63, 64];
-    let names = prompts.follow(3, &drafts);
+    let hashes = prompts.hashes_after(3, &drafts);
     let spec = prompts.spec.clone();
     let mut step =
         prompts.cache.begin_step(&[StepInput::tokens(seq(3), &drafts).with_drafts(4)])?;
-    named::write(&mut step, &spec, &names)?;
+    provenance::write(&mut step, &spec, &hashes)?;
     step.commit_accepted(&[2])?;
-    prompts.names.entry(3).and_modify(|all| all.extend(&names[..2]));
+    prompts.hashes.entry(3).and_modify(|all| all.extend(&hashes[..2]));
     prompts.check(3)?;
-    prompts.feed(3, &[62, 70])?;
+    prompts.append(3, &[62, 70])?;
     let wrong = with(with(tokens(0..10), &[40, 41, 9]), &drafts);
-    same("tokens that a draft guessed", prompts.cache.probe(&wrong, plain()), 16)?;
+    same("tokens of a rejected draft", prompts.cache.probe(&wrong, plain()), 16)?;
     Ok(Outcome::Holds)
 }
 
@@ -153,33 +154,38 @@ fn windows<B: Device>(backend: &B) -> CaseResult {
     let mut prompts = Prompts::new(backend, spec.prefix_reuse(PrefixReuse::FullBlocks))?;
     let prompt = tokens(0..20);
     prompts.cache.start(seq(1), &prompt, plain())?;
-    prompts.names.insert(1, Vec::new());
+    prompts.hashes.insert(1, Vec::new());
     for chunk in prompt.chunks(4) {
-        prompts.feed(1, chunk)?;
+        prompts.append(1, chunk)?;
     }
     ensure(prompts.cache.free_blocks(GroupId(0)) > 11, || "nothing left the window".to_owned())?;
     let longer = with(prompt, &[50, 51]);
     same("tokens", prompts.begin(2, &longer, plain())?, 20)?;
     prompts.cache.release(seq(1))?;
-    prompts.feed(2, &[52, 53, 54])?;
-    same("tokens behind a part", prompts.begin(3, &with(tokens(0..9), &[7]), plain())?, 8)?;
+    prompts.append(2, &[52, 53, 54])?;
+    same(
+        "tokens with a partly filled block",
+        prompts.begin(3, &with(tokens(0..9), &[7]), plain())?,
+        8,
+    )?;
     Ok(Outcome::Holds)
 }
 
-/// A block may leave the window before its tokens are sure, and is another's then.
+/// A block may leave the window before its draft tokens are accepted, and is another sequence's
+/// then.
 fn unsure<B: Device>(backend: &B) -> CaseResult {
     for publish_at in [PublishAt::Begin, PublishAt::Commit] {
         let mut prompts = Prompts::new(backend, small().window_left(0).publish_at(publish_at))?;
         prompts.cache.start(seq(1), &[], plain())?;
-        prompts.names.insert(1, Vec::new());
+        prompts.hashes.insert(1, Vec::new());
         let drafts = tokens(0..8);
-        let (names, spec) = (prompts.follow(1, &drafts), prompts.spec.clone());
+        let (hashes, spec) = (prompts.hashes_after(1, &drafts), prompts.spec.clone());
         let mut step =
             prompts.cache.begin_step(&[StepInput::tokens(seq(1), &drafts).with_drafts(7)])?;
-        named::write(&mut step, &spec, &names)?;
+        provenance::write(&mut step, &spec, &hashes)?;
         step.commit()?;
-        prompts.names.insert(1, names);
-        prompts.feed(1, &[8])?;
+        prompts.hashes.insert(1, hashes);
+        prompts.append(1, &[8])?;
         same("free blocks", prompts.cache.free_blocks(GroupId(0)), 15)?;
         same("tokens", prompts.begin(2, &tokens(0..9), plain())?, 0)
             .at(format!("{publish_at:?}"))?;
@@ -197,8 +203,8 @@ fn groups<B: Device>(backend: &B) -> CaseResult {
         prompts.begin(1, &tokens(0..27), plain())?;
         let got = prompts.begin(2, &with(tokens(0..20), &[80, 81]), plain())?;
         ensure(got >= 12, || format!("{got} tokens where 12 are a boundary of all groups"))?;
-        prompts.feed(2, &[82, 83, 84])?;
-        prompts.feed(1, &[85])?;
+        prompts.append(2, &[82, 83, 84])?;
+        prompts.append(1, &[85])?;
         prompts.check(2)?;
     }
     Ok(Outcome::Holds)

@@ -1,4 +1,4 @@
-//! CSV without quotes: a header, then rows of as many fields.
+//! CSV without quotes: a header, then rows with the same number of fields.
 
 /// A table of text.
 #[derive(Debug)]
@@ -10,7 +10,7 @@ pub(super) struct Table {
 impl Table {
     /// Reads a table of at least one row.
     pub(super) fn read(bytes: &[u8]) -> Result<Self, String> {
-        let text = std::str::from_utf8(bytes).map_err(|error| format!("no text: {error}"))?;
+        let text = std::str::from_utf8(bytes).map_err(|error| format!("not text: {error}"))?;
         let fields = |line: &str| line.split(',').map(str::to_owned).collect::<Vec<_>>();
         let mut lines = text.lines().zip(1..);
         let columns = lines.next().map(|(line, _)| fields(line)).unwrap_or_default();
@@ -37,7 +37,7 @@ impl Table {
         Ok(Self { columns, rows })
     }
 
-    /// The header.
+    /// Returns the header.
     pub(super) fn columns(&self) -> &[String] {
         &self.columns
     }

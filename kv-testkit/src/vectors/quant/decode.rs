@@ -9,7 +9,7 @@ use super::{Content, Quant, Trial, hex, members};
 use crate::case::{At, CaseError, CaseResult, Outcome, ensure};
 use crate::device::Device;
 
-/// What the codes are of.
+/// The type that codes belong to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     E4m3,
@@ -41,7 +41,7 @@ impl Kind {
         found.map(|(_, kind)| *kind).ok_or_else(|| format!("codes of an unknown kind {name:?}"))
     }
 
-    /// How many codes there are.
+    /// Returns the number of codes.
     fn count(self) -> usize {
         match self {
             Self::E2m1 => 16,
@@ -69,15 +69,15 @@ impl Codes {
     }
 }
 
-/// Every table of a JSON file: numbers, `null` for NaN, infinities as text.
+/// Reads every table of a JSON file: numbers, `null` for NaN, infinities as text.
 pub(super) fn of_json(value: &Value) -> Result<Vec<Trial>, String> {
-    // Every value of a code is an f32, and reading JSON may miss it by a unit of f64.
+    // Every value of a code is an f32; reading JSON may be off by an ulp of f64.
     let nearest = |x: f64| f64::from(x as f32);
     let number = |value: &Value| match value {
         Value::Null => Ok(f64::NAN),
         Value::String(text) => special(text),
         other => {
-            other.as_f64().map(nearest).ok_or_else(|| format!("{other} is no value of a code"))
+            other.as_f64().map(nearest).ok_or_else(|| format!("{other} is not a value of a code"))
         }
     };
     let table = |name: &str, list: &Value| {
@@ -95,11 +95,12 @@ fn special(text: &str) -> Result<f64, String> {
         "inf" => Ok(f64::INFINITY),
         "-inf" => Ok(f64::NEG_INFINITY),
         "nan" => Ok(f64::NAN),
-        _ => Err(format!("{text:?} is no value of a code")),
+        _ => Err(format!("{text:?} is not a value of a code")),
     }
 }
 
-/// A CSV file: `code_hex`, and its value as text and as bits; or the two values of a UE4M3 code.
+/// Reads a CSV file: `code_hex`, and its value as text and as bits; or the two values of a UE4M3
+/// code.
 pub(super) fn of_csv(file: &str, table: &Table) -> Result<Codes, String> {
     let columns: Vec<_> = table.columns().iter().map(String::as_str).collect();
     let codes = table.each(0, |text| hex(text, 2))?;
@@ -128,7 +129,7 @@ pub(super) fn of_csv(file: &str, table: &Table) -> Result<Codes, String> {
     Codes::new(kind, values)
 }
 
-/// The value as text and as bits must be one.
+/// Checks that the value as text and as bits is the same.
 fn check_bits(values: &[f64], bits: &[u32]) -> Result<(), String> {
     for ((value, bits), code) in values.iter().zip(bits).zip(0..) {
         let written = f64::from(f32::from_bits(*bits));
@@ -155,7 +156,7 @@ fn check_classes(values: &[f64], classes: &[String]) -> Result<(), String> {
     Ok(())
 }
 
-/// ggml halves the scale, since it doubles the values, and reads the NaN as 0.
+/// Checks ggml's values: it halves the scale, because it doubles the values, and reads NaN as 0.
 fn check_ggml(values: &[f64], halves: &[f64]) -> Result<(), String> {
     for ((value, half), code) in values.iter().zip(halves).zip(0..) {
         let expected = if value.is_nan() { 0.0 } else { value / 2.0 };
@@ -166,7 +167,8 @@ fn check_ggml(values: &[f64], halves: &[f64]) -> Result<(), String> {
     Ok(())
 }
 
-/// Every code must decode to its value, bit by bit; on the device too, where a format stores it.
+/// Checks that every code decodes to its value, bit by bit; on the device too, if a format stores
+/// the code.
 pub(super) fn run<B: Device>(backend: &B, codes: &Codes) -> CaseResult {
     let ours = |code: u8| codes.kind.decode(code);
     let host: Vec<_> = (0..=u8::MAX).take(codes.values.len()).map(ours).collect();
@@ -190,9 +192,10 @@ impl Codes {
         Ok(())
     }
 
-    /// The values of all codes as a device reads them, `None` where no row holds them alone.
+    /// Returns the values of all codes as a device reads them, `None` if no format stores them
+    /// alone.
     fn on_device<B: Device>(&self, backend: &B) -> Result<Option<Vec<f32>>, CaseError> {
-        // The codes of one in E4M3 and in E2M1.
+        // The code of 1 in E4M3 and in E2M1.
         const ONE: u8 = 0x38;
         const ONE_E2M1: u8 = 0x22;
         let bytes: Vec<u8> = (0..=u8::MAX).collect();
@@ -216,7 +219,7 @@ impl Codes {
     }
 }
 
-/// A row of 16 values of NVFP4 with the bytes behind it that make it even.
+/// Pads a row of 16 values of NVFP4 to its aligned size.
 fn padded(row: &[u8]) -> Vec<u8> {
     let mut row = row.to_vec();
     row.resize(KvFormat::Nvfp4.row_bytes(16) as usize, 0);

@@ -1,9 +1,10 @@
-//! `f32_to_*_encode.csv`: what an f32 becomes in each small type.
+//! `f32_to_*_encode.csv`: the code of an f32 in each small type.
 //!
-//! Implementations differ where a value is too large or not a number, so a file has a column for
-//! each. Ours are those of CUDA's saturating conversions: round to nearest even, the largest finite
-//! value for what is beyond it and for infinities, one canonical NaN. Of the 16-bit types every
-//! column is ours, a NaN being a NaN. E8M0 is rounded as PyTorch does, but saturates too.
+//! Implementations differ for values that are too large and for NaN, so a file has a column for
+//! each. This library follows CUDA's saturating conversions: round to nearest even, the largest
+//! finite value for larger ones and infinities, one canonical NaN. For the 16-bit types every
+//! column must agree, with any NaN equal to any other. E8M0 is rounded as in PyTorch, but saturates
+//! too.
 use kv_core::{KvFormat, Scaling};
 use kv_quant::minifloat;
 
@@ -24,16 +25,16 @@ enum Small {
     Bf16,
 }
 
-/// What a column holds.
+/// The content of a column.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Column {
-    /// The numbers.
+    /// The f32 numbers.
     Input,
     /// A word about the number.
     Words,
-    /// Codes under our convention.
+    /// Codes in this library's convention.
     Ours(Small),
-    /// Codes under another one, of so many digits.
+    /// Codes in another convention, with this number of digits.
     Theirs(usize),
 }
 
@@ -86,13 +87,14 @@ impl Small {
         }
     }
 
-    /// The code under our convention, where a column has another one for numbers too large.
+    /// Returns the code in this library's convention, if a column has another one for values out of
+    /// range.
     fn ours(self, x: f32, code: u32) -> u32 {
         let beyond = x.abs() >= 1.5 * 2_f32.powi(127);
         if self == Self::E8m0 && beyond && code == 0xFF { 0xFE } else { code }
     }
 
-    /// Whether two codes mean the same: only the 16-bit types have NaNs to choose from.
+    /// Returns whether two codes mean the same: only the 16-bit types have several NaNs.
     fn same(self, a: u32, b: u32) -> bool {
         let nan = |code: u32| {
             let code = u16::try_from(code).unwrap_or(0);
@@ -106,7 +108,7 @@ impl Small {
     }
 }
 
-/// Reads a file whose every column is known, and one of them ours.
+/// Reads a file whose columns are all known, one of them in this library's convention.
 pub(super) fn of_csv(table: &Table) -> Result<Inputs, String> {
     let mut inputs = Inputs { values: Vec::new(), codes: Vec::new() };
     for (name, index) in table.columns().iter().zip(0..) {
@@ -125,12 +127,12 @@ pub(super) fn of_csv(table: &Table) -> Result<Inputs, String> {
         }
     }
     if inputs.codes.is_empty() {
-        return Err("no column of a convention that is ours".to_owned());
+        return Err("no column in this library's convention".to_owned());
     }
     Ok(inputs)
 }
 
-/// Every number must become its code; on the device too, where a format stores it.
+/// Checks that every number gets its code; on the device too, if a format stores the type.
 pub(super) fn run<B: Device>(backend: &B, inputs: &Inputs) -> CaseResult {
     for list in &inputs.codes {
         let host: Vec<_> = inputs.values.iter().map(|x| list.0.encode(*x)).collect();
@@ -157,7 +159,7 @@ impl Inputs {
         Ok(())
     }
 
-    /// The codes that a device stores, `None` for a type that no row holds alone.
+    /// Returns the codes that a device stores, `None` for a type that no format stores alone.
     fn on_device<B: Device>(
         &self,
         backend: &B,

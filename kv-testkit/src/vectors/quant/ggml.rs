@@ -1,4 +1,4 @@
-//! `quant-ggml-blocks/1`: rows, and the blocks llama.cpp's reference quantisers make of them.
+//! `quant-ggml-blocks/1`: rows, and the blocks that llama.cpp's reference quantisers make of them.
 use std::collections::BTreeMap;
 
 use kv_core::KvFormat;
@@ -10,19 +10,19 @@ use super::{Content, Quant, Trial, byte_list, f32_list, planes};
 use crate::case::{At, CaseError, CaseResult, Outcome, ensure, same};
 use crate::device::Device;
 
-/// All rows in the blocks of one format.
+/// All rows of a file in the blocks of one format.
 #[derive(Debug)]
 pub(in crate::vectors) struct Blocks {
     kind: Kind,
     rows: Vec<Row>,
 }
 
-/// What the blocks are.
+/// The kind of the blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// A stored format of ours, byte for byte.
+    /// A stored format of this library, byte for byte.
     Stored(KvFormat),
-    /// NVFP4 in another order, decoded alone: ggml chooses scales without a scale of the tensor.
+    /// NVFP4 in another byte order, only decoded: ggml chooses scales without a scale per tensor.
     Nvfp4,
 }
 
@@ -59,7 +59,7 @@ struct FormatText {
     c_ref_dequant_f32_bits: String,
 }
 
-/// Bytes and values of one block here.
+/// Returns bytes and values of one block in this library.
 fn block(kind: Kind) -> (usize, usize) {
     match kind {
         Kind::Stored(format) => (format.row_bytes(32) as usize, 32),
@@ -67,7 +67,7 @@ fn block(kind: Kind) -> (usize, usize) {
     }
 }
 
-/// A trial for each format that the file or one of its rows names.
+/// Makes a trial for each format that the file or one of its rows names.
 pub(super) fn read(value: &Value) -> Result<Vec<Trial>, String> {
     let file =
         File::deserialize(value).map_err(|error| format!("does not fit its schema: {error}"))?;
@@ -111,7 +111,7 @@ impl File {
                 && decoded.len() == values.len();
             if !whole {
                 return Err(format!(
-                    "{} values, {} bytes, {} decoded values are no whole blocks",
+                    "{} values, {} bytes, {} decoded values are not whole blocks",
                     values.len(),
                     blocks.len(),
                     decoded.len()
@@ -119,8 +119,9 @@ impl File {
             }
             Ok(Row { name: row.name.clone(), values, blocks, decoded })
         };
-        let named = |text: &RowText| row(text).map_err(|why| format!("row {}: {why}", text.name));
-        Ok(Blocks { kind, rows: self.rows.iter().map(named).collect::<Result<_, _>>()? })
+        let with_name =
+            |text: &RowText| row(text).map_err(|why| format!("row {}: {why}", text.name));
+        Ok(Blocks { kind, rows: self.rows.iter().map(with_name).collect::<Result<_, _>>()? })
     }
 }
 
@@ -137,7 +138,7 @@ pub(super) fn run<B: Device>(backend: &B, blocks: &Blocks) -> CaseResult {
 }
 
 impl Row {
-    /// On the host and on the device.
+    /// Checks the blocks on the host and on the device.
     fn check<B: Device>(&self, backend: &B, format: KvFormat) -> Result<(), CaseError> {
         let mut row = vec![0xAA; self.blocks.len()];
         encode_row(format, 1.0, &self.values, &mut row);
@@ -165,17 +166,17 @@ impl Row {
         Ok(())
     }
 
-    /// The same numbers in our order of bytes must mean the same.
+    /// Checks that the same numbers in this library's byte order decode to the same values.
     fn check_nvfp4<B: Device>(&self, backend: &B) -> Result<(), CaseError> {
         let dim = self.values.len() as u32;
         let mut row = vec![0; KvFormat::Nvfp4.row_bytes(dim) as usize];
         let scales = KvFormat::Nvfp4.scales_begin(dim) as usize;
         for (block, nth) in self.blocks.chunks(36).zip(0..) {
             for (part, group) in block[4..].chunks(8).zip(nth * 4..) {
-                // ggml reads the code of a NaN as 0.
+                // ggml reads the code of NaN as 0.
                 let scale = block[group % 4];
                 row[scales + group] = if scale == 0x7F { 0 } else { scale };
-                // Values 0..8 of 16 are its low nibbles, 8..16 its high ones.
+                // Values 0..8 of 16 are in the low nibbles, 8..16 in the high ones.
                 let code = |i: usize| (part[i % 8] >> (i / 8 * 4)) & 15;
                 for pair in 0..8 {
                     row[group * 8 + pair] = code(2 * pair) | code(2 * pair + 1) << 4;
@@ -190,7 +191,7 @@ impl Row {
     }
 }
 
-/// Where llama.cpp's scale overflows f16 and its block is lost, ours has the largest scale, and
+/// If llama.cpp's scale overflows f16, its block is lost; this library uses the largest scale, and
 /// values as near as its steps allow.
 fn saturated(format: KvFormat, block: &[u8], values: &[f32]) -> Result<(), CaseError> {
     let scale = half::f16::from_le_bytes([block[0], block[1]]);
@@ -206,7 +207,8 @@ fn saturated(format: KvFormat, block: &[u8], values: &[f32]) -> Result<(), CaseE
     Ok(())
 }
 
-/// Zeros of either sign alike. An infinite scale times a code of 0 is no number in either.
+/// Compares decoded values; zeros of either sign are equal. An infinite scale times a code of 0 is
+/// NaN in both.
 fn compare(got: &[f32], expected: &[f32]) -> Result<(), CaseError> {
     for ((got, expected), index) in got.iter().zip(expected).zip(0..) {
         let same = got == expected || (got.is_nan() && expected.is_nan());

@@ -1,7 +1,8 @@
 //! `quant-lloyd-max-gaussian/1`: the codebooks of least squared error for the normal distribution.
 //!
-//! A codebook proves itself: a threshold lies midway between its neighbours, a level is the mean of
-//! its cell. So every number of bits is checked, and those we store against ours too.
+//! A codebook can be verified by itself: a threshold is midway between its neighbours, and a level
+//! is the mean of its cell. So every number of bits is checked, and the codebooks of stored formats
+//! are compared with this library's too.
 use kv_quant::lloyd;
 use serde::Deserialize;
 use serde_json::Value;
@@ -9,7 +10,7 @@ use serde_json::Value;
 use super::{Content, Quant, Trial, members};
 use crate::case::{CaseError, CaseResult, Outcome, ensure, same};
 
-/// Levels of one number of bits.
+/// Levels for one number of bits.
 #[derive(Debug)]
 pub(in crate::vectors) struct Codebook {
     bits: u32,
@@ -23,14 +24,14 @@ struct Levels {
     mse: f64,
 }
 
-/// How far a level may be from the exact one.
+/// Largest distance of a level from the exact one.
 const LIMIT: f64 = 1e-6;
 
-/// A trial for each number of bits.
+/// Makes a trial for each number of bits.
 pub(super) fn read(value: &Value) -> Result<Vec<Trial>, String> {
     let codebook = |name: &str, value: &Value| -> Result<Quant, String> {
         let bits = name.parse().ok().filter(|bits| (1..=12_u32).contains(bits));
-        let bits = bits.ok_or_else(|| format!("{name:?} is no number of bits"))?;
+        let bits = bits.ok_or_else(|| format!("{name:?} is not a number of bits"))?;
         let levels = Levels::deserialize(value)
             .map_err(|error| format!("does not fit its schema: {error}"))?;
         let (got, expected) = (levels.centroids.len(), 1_usize << bits);
@@ -60,7 +61,7 @@ impl Levels {
     fn check_optimal(&self) -> Result<(), CaseError> {
         let ascending = self.centroids.is_sorted_by(|a, b| a < b);
         let inside = self.centroids.iter().all(|level| level.abs() < TAIL);
-        ensure(ascending && inside, || "the levels do not ascend, or leave all reason".to_owned())?;
+        ensure(ascending && inside, || "the levels do not ascend or are out of range".to_owned())?;
         for (pair, threshold) in self.centroids.windows(2).zip(&self.thresholds) {
             near("threshold", *threshold, f64::midpoint(pair[0], pair[1]))?;
         }
@@ -75,7 +76,7 @@ impl Levels {
         near("mean squared error", self.mse, mse)
     }
 
-    /// Ours are the positive ones; the others mirror them.
+    /// Compares with this library's levels: the positive ones, which the others mirror.
     fn check_ours(&self, ours: &[f32]) -> Result<(), CaseError> {
         let ours: Vec<_> = ours.iter().map(|x| f64::from(*x)).collect();
         let mirrored: Vec<_> = ours.iter().rev().map(|x| -x).chain(ours.clone()).collect();
@@ -95,7 +96,7 @@ fn near(what: &str, got: f64, expected: f64) -> Result<(), CaseError> {
     ensure((got - expected).abs() <= LIMIT, || format!("{what} {got:.9}, expected {expected:.9}"))
 }
 
-/// Beyond it the normal distribution has nothing left that an f64 would show.
+/// Beyond it, the normal distribution is zero in f64.
 const TAIL: f64 = 12.0;
 
 /// Integrals of 1, x and x squared under the normal density between two points, by Simpson's rule

@@ -1,9 +1,9 @@
 //! Vectors of stored formats: decode tables, encodings, llama.cpp's blocks, codebooks, a recording
 //! of a model's K, V and Q.
 //!
-//! JSON files say their schema. CSV files carry none and are known by their header; the codes of a
-//! decode table by the file's name. A column that no reader knows is an error: it may hold what
-//! ought to be compared.
+//! JSON files name their schema. CSV files carry none and are recognised by their header, and
+//! decode tables by the file's name. A column that no reader knows is an error, because it may hold
+//! values that should be compared.
 mod csv;
 mod decode;
 mod encode;
@@ -20,7 +20,7 @@ use crate::case::CaseResult;
 use crate::device::Device;
 use csv::Table;
 
-/// What one trial runs.
+/// The content of one trial.
 #[derive(Debug)]
 pub(super) enum Quant {
     Decode(decode::Codes),
@@ -30,10 +30,10 @@ pub(super) enum Quant {
     Real(real::Recording),
 }
 
-/// A trial that a file holds, by the name it adds to the file's.
+/// A trial of a file, with the name that it adds to the file's.
 pub(super) type Trial = (Option<String>, Content);
 
-/// What comes of it.
+/// The outcome of reading a trial.
 #[derive(Debug)]
 pub(super) enum Content {
     Run(Quant),
@@ -89,7 +89,7 @@ pub(super) fn run<B: Device>(backend: &B, quant: &Quant) -> CaseResult {
     }
 }
 
-/// The members of a JSON object, the schema aside; never none.
+/// Returns the members of a JSON object except the schema; an empty object is an error.
 fn members<'v>(
     value: &'v Value,
     what: &str,
@@ -102,38 +102,38 @@ fn members<'v>(
     }
 }
 
-/// A hexadecimal number of exactly so many digits, behind `0x`.
+/// Reads a hexadecimal number of exactly `digits` digits after `0x`.
 fn hex(text: &str, digits: usize) -> Result<u32, String> {
     let number = text.strip_prefix("0x").filter(|rest| rest.len() == digits);
     number
         .and_then(unsigned_hex)
-        .ok_or_else(|| format!("{text:?} is no hexadecimal number of {digits} digits behind 0x"))
+        .ok_or_else(|| format!("{text:?} is not a hexadecimal number of {digits} digits after 0x"))
 }
 
-/// Digits alone: no sign, which Rust's parser would take.
+/// Reads digits alone: no sign, which Rust's parser would accept.
 fn unsigned_hex(digits: &str) -> Option<u32> {
     let plain = digits.bytes().all(|byte| byte.is_ascii_hexdigit());
     u32::from_str_radix(digits, 16).ok().filter(|_| plain)
 }
 
-/// f32 values from their bits, eight hexadecimal digits each.
+/// Reads f32 values from their bits, eight hexadecimal digits each.
 fn f32_list(text: &str) -> Result<Vec<f32>, String> {
     let parts = pieces(text, 8)?;
     let bits = parts.iter().map(|part| unsigned_hex(part).map(f32::from_bits));
-    bits.collect::<Option<_>>().ok_or_else(|| "f32 bits are no hexadecimal digits".to_owned())
+    bits.collect::<Option<_>>().ok_or_else(|| "f32 bits are not hexadecimal digits".to_owned())
 }
 
-/// Bytes from two hexadecimal digits each.
+/// Reads bytes from two hexadecimal digits each.
 fn byte_list(text: &str) -> Result<Vec<u8>, String> {
     let parts = pieces(text, 2)?;
     let bytes = parts.iter().map(|part| u8::try_from(unsigned_hex(part)?).ok());
-    bytes.collect::<Option<_>>().ok_or_else(|| "bytes are no hexadecimal digits".to_owned())
+    bytes.collect::<Option<_>>().ok_or_else(|| "bytes are not hexadecimal digits".to_owned())
 }
 
 fn pieces(text: &str, digits: usize) -> Result<Vec<&str>, String> {
     let whole = text.is_ascii() && text.len().is_multiple_of(digits);
     if !whole {
-        return Err(format!("{} characters are no numbers of {digits} digits", text.len()));
+        return Err(format!("{} characters are not numbers of {digits} digits", text.len()));
     }
     (0..text.len() / digits)
         .map(|i| text.get(i * digits..(i + 1) * digits).ok_or_else(|| "no ASCII".to_owned()))

@@ -1,4 +1,4 @@
-//! A device's own bytes: what it stores of rows, and what it reads from bytes that were put there.
+//! The bytes that a device stores for rows, and the values that it reads from given bytes.
 use kv_core::backend::Queue;
 use kv_core::calibration::{LayerCalibration, PlaneCalibration};
 use kv_core::{
@@ -8,9 +8,9 @@ use kv_core::{
 
 use crate::case::CaseError;
 use crate::device::{self, Device, Place, Staged, fetch};
-use crate::lab::{dense, seq};
+use crate::fixture::{dense, seq};
 
-/// The K of a cache of one layer and one head, given scale 1.
+/// The K plane of a cache of one layer and one head, with scale 1.
 #[derive(Debug)]
 struct Keys<B: Device> {
     cache: KvCache<B>,
@@ -18,7 +18,7 @@ struct Keys<B: Device> {
     tokens: usize,
 }
 
-/// The bytes a device stores of rows of `dim` values, one after another.
+/// Returns the bytes that a device stores for rows of `dim` values, one after another.
 pub(super) fn encoded<B: Device>(
     backend: &B,
     format: KvFormat,
@@ -35,7 +35,7 @@ pub(super) fn encoded<B: Device>(
     Ok(all)
 }
 
-/// The values a device reads from rows of bytes.
+/// Returns the values that a device reads from rows of bytes.
 pub(super) fn decoded<B: Device>(
     backend: &B,
     format: KvFormat,
@@ -61,7 +61,7 @@ pub(super) fn decoded<B: Device>(
 impl<B: Device> Keys<B> {
     fn new(backend: &B, format: KvFormat, dim: usize, values: &[f32]) -> Result<Self, CaseError> {
         let tokens = values.len() / dim;
-        // Of V nothing is asked.
+        // V is not tested.
         let dim_v = device::dim(backend, 1);
         let spec = CacheSpec::builder()
             .layers(1)
@@ -88,7 +88,7 @@ impl<B: Device> Keys<B> {
         Ok(Self { cache, dim, tokens })
     }
 
-    /// Where the row of a token lies: its buffer, the first byte, and how many they are.
+    /// Locates the row of a token: its buffer, the first byte, and the number of bytes.
     fn row(&self, token: usize) -> Result<(B::Buffer, u64, u64), CaseError> {
         let group = GroupId(0);
         let storage = self.cache.storage(group).ok_or("a group without storage")?;

@@ -1,22 +1,23 @@
-//! `quant-meta/1`: K, V and some of Q of a model at work, and what storing K or V costs.
+//! `quant-meta/1`: K, V and some of Q of a running model, and the error of storing K or V.
 //!
-//! Constants come from the first half of the tokens; the queries of the second half attend, on the
-//! device, over K or V in one format, the first tokens kept in 16 bits. The error is that of
-//! attention's output, squared, relative to the output's own energy: the mean of all heads.
+//! Constants come from the first half of the tokens. The queries of the second half attend, on the
+//! device, to K or V in one format, with the first tokens in a full-precision prefix. The error is
+//! that of attention's output, squared, relative to the output's own energy: the mean of all heads.
 //!
-//! It may be twice what a first-order analysis of this very recording says. A format of relative
-//! squared error `D` on normal rows, behind a rotation, moves a score by white noise in proportion
-//! to the lengths of the transformed q' and k', an output by that times the distance of the value,
-//! and a value's share of an output by white noise too. The square of an output's change is
+//! The limit is twice the error that a first-order analysis of this recording predicts. A format of
+//! relative squared error `D` on normal rows, after a rotation, adds white noise to a score in
+//! proportion to the lengths of the transformed q' and k', to an output in proportion to that and
+//! to the distance of the value, and white noise to a value's share of an output. The squared
+//! change of an output is
 //!
 //! ```text
 //! K    sum over keys of p^2 |v - out|^2 scale^2 |q'|^2 |k'|^2 D / d
 //! V    sum over keys of p^2 |v|^2 D
 //! ```
 //!
-//! The factor two is that of every tolerance here; it stands for higher orders, and for rows that
-//! are not quite normal. Three standard deviations come on top, each query's error being taken for
-//! the square of one normal number: a few sharp queries may decide a short recording.
+//! The factor two is that of every tolerance here; it covers higher orders, and rows that are not
+//! quite normal. Three standard deviations are added, with each query's error taken for the square
+//! of one normal number, because a few sharp queries may decide a short recording.
 mod limits;
 
 use std::fs;
@@ -31,14 +32,14 @@ use serde_json::Value;
 
 use crate::case::{At, CaseError, CaseResult, Outcome, ensure};
 use crate::device::{Device, Place, Staged};
-use crate::lab::{dense, seq};
+use crate::fixture::{dense, seq};
 use crate::oracle::gaussian;
 use limits::Expected;
 
-/// Tokens kept in 16 bits.
+/// Tokens in the full-precision prefix.
 const FULL_PRECISION_PREFIX: u32 = 4;
 
-/// What a recording says of itself.
+/// The description of a recording.
 #[derive(Debug)]
 pub(in crate::vectors) struct Recording {
     dir: PathBuf,
@@ -68,7 +69,7 @@ pub(super) fn read(path: &Path, value: &Value) -> Result<Recording, String> {
         let sizes: Option<Vec<_>> =
             sizes.map(|n| n.filter(|n| (1..=1 << 24).contains(n))).collect();
         let sizes = sizes.and_then(|sizes| <[usize; 4]>::try_from(sizes).ok());
-        sizes.ok_or_else(|| format!("does not fit its schema: {name} is no shape of 4 axes"))
+        sizes.ok_or_else(|| format!("does not fit its schema: {name} is not a shape of 4 axes"))
     };
     let [layers, kv_heads, tokens, dk] = shape("k_shape")?;
     let [v_layers, v_heads, v_tokens, dv] = shape("v_shape")?;
@@ -82,20 +83,20 @@ pub(super) fn read(path: &Path, value: &Value) -> Result<Recording, String> {
         && q_heads % kv_heads == 0
         && u16::try_from(layers).is_ok();
     if !fits || strides.next().is_some() {
-        return Err("the shapes of k, v and q do not go together".to_owned());
+        return Err("the shapes of k, v and q do not match".to_owned());
     }
     let dir = path.parent().unwrap_or(path).to_owned();
     Ok(Recording { dir, layers, kv_heads, q_heads, tokens, dims: [dk, dv], stride })
 }
 
-/// The number between a beginning and an end.
+/// Returns the number between a beginning and an end of `text`.
 fn stride_of(text: &str, begin: &str, end: &str) -> Option<usize> {
     let number = text.strip_prefix(begin)?.strip_suffix(end)?;
     number.parse().ok().filter(|n| (1..=1 << 24).contains(n))
 }
 
 impl Recording {
-    /// The numbers of `[layers, heads, rows, dim]` f16 values in the file that ends so, as
+    /// Loads `[layers, heads, rows, dim]` f16 values from the file whose name ends in `end`, as
     /// `[rows, heads, dim]` by layer.
     fn load(&self, end: &str, [heads, rows, dim]: [usize; 3]) -> Result<Vec<Vec<f32>>, CaseError> {
         let list = fs::read_dir(&self.dir).map_err(|error| error.to_string())?;
@@ -123,7 +124,7 @@ impl Recording {
         };
         let all: Vec<Vec<f32>> = (0..self.layers).map(layer).collect();
         let finite = all.iter().flatten().all(|x| x.is_finite());
-        ensure(finite, || format!("{} holds what is no finite number", file.display()))?;
+        ensure(finite, || format!("{} holds NaN or infinity", file.display()))?;
         Ok(all)
     }
 
@@ -139,7 +140,7 @@ impl Recording {
         })
     }
 
-    /// Constants from the first half.
+    /// Makes constants from the first half.
     fn calibration(&self, rows: &Rows) -> Result<Calibration, CaseError> {
         let half = self.tokens / 2;
         let heads = self.kv_heads as u32;
@@ -150,7 +151,7 @@ impl Recording {
             .skip_first(FULL_PRECISION_PREFIX);
         for layer in 0..self.layers {
             let part = |rows: &[f32], heads: usize, dim: usize| rows[..half * heads * dim].to_vec();
-            // Every recorded query stands for those that are not.
+            // Every recorded query also represents the tokens without a recorded query.
             let q_width = self.q_heads * self.dims[0];
             let query = |token: usize| &rows.q[layer][token / self.stride * q_width..][..q_width];
             let q: Vec<f32> = (0..half).flat_map(|token| query(token).iter().copied()).collect();
@@ -162,7 +163,7 @@ impl Recording {
         calibrator.finish().map_err(refused)
     }
 
-    /// Positions of the queries of the second half, and their numbers.
+    /// Returns positions of the queries of the second half, and their numbers.
     fn queries(&self) -> impl DoubleEndedIterator<Item = (usize, usize)> {
         let (tokens, stride) = (self.tokens, self.stride);
         (0..tokens.div_ceil(stride))
@@ -204,8 +205,8 @@ pub(super) fn run<B: Device>(backend: &B, recording: &Recording) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Outputs of the queries, last one first, by layer: a query that came earlier sees what is left
-/// after the later tokens were taken back.
+/// Returns outputs of the queries, last one first, by layer: an earlier query attends to the rows
+/// that are left after the later tokens are truncated.
 fn attend<B: Device>(
     mut cache: KvCache<B>,
     recording: &Recording,

@@ -1,27 +1,27 @@
-//! What attention's shaders are compiled for. Compilers of drivers take seconds, so it is only what
-//! pays inside the loops: what a call does not need is left out of them.
+//! Specialisations of the attention shaders. A driver compiles a shader for seconds, so only what
+//! pays inside the loops is specialised: code that a call does not need is left out of them.
 use kv_core::KvFormat;
 
 use crate::params::Plane;
 use crate::pipelines::Kernel;
 
-/// Values that are staged side by side.
+/// Values of a row that are staged at a time.
 const CHUNK: u32 = 32;
-/// Rows of a workgroup, at most, where few is how many there are.
-const FEW: u32 = 8;
+/// Rows of a workgroup, at most, in the kernel for few rows.
+const NARROW_ROWS: u32 = 8;
 
-/// One of the two planes.
+/// What the specialisation depends on in one of the two planes.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Side {
     pub(super) format: u32,
     pub(super) head_dim: u32,
-    /// Whether whatever is read by four values begins at a whole word.
+    /// Whether four values that are read together always begin at a whole word.
     pub(super) is_aligned: bool,
 }
 
 impl Side {
     pub(super) fn of(plane: &Plane) -> Self {
-        // In blocks of 34 and 18 bytes nothing ever does.
+        // Blocks of 34 and 18 bytes are not multiples of words.
         let ggml = [KvFormat::Q8_0, KvFormat::Q4_0].map(KvFormat::kernel_code);
         let Plane { data, block_bytes, token_stride, head_stride, .. } = *plane;
         let places = [data, block_bytes, token_stride, head_stride];
@@ -36,24 +36,24 @@ impl Side {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Rows {
     pub(super) count: u32,
-    /// Whether that is all any sequence has.
-    pub(super) is_few: bool,
+    /// Whether no sequence has more rows than that.
+    pub(super) is_narrow: bool,
 }
 
 impl Rows {
-    /// For sequences of up to `most` query rows; fewer in a workgroup where they are long.
+    /// Chooses rows for sequences of up to `most` query rows; fewer where rows are long.
     pub(super) fn of(k: &Plane, v: &Plane, most: u32) -> Self {
         let is_long = k.head_dim.max(v.head_dim) > 4 * CHUNK;
-        let many = if is_long { FEW } else { 16 };
+        let many = if is_long { NARROW_ROWS } else { 16 };
         match most {
-            0..=4 => Self { count: 4, is_few: true },
-            5..=FEW => Self { count: FEW, is_few: true },
-            _ => Self { count: many, is_few: false },
+            0..=4 => Self { count: 4, is_narrow: true },
+            5..=NARROW_ROWS => Self { count: NARROW_ROWS, is_narrow: true },
+            _ => Self { count: many, is_narrow: false },
         }
     }
 }
 
-/// A specialisation of attention over parts of contexts.
+/// A specialisation of attention over KV splits.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Form {
     pub(super) k: Side,
@@ -70,7 +70,7 @@ impl Form {
 
     pub(super) fn kernel(self) -> Kernel {
         let Self { k, v, rows, .. } = self;
-        let kernel = if rows.is_few {
+        let kernel = if rows.is_narrow {
             Kernel::new("attend_few.wgsl")
         } else {
             let chunks = v.head_dim.div_ceil(CHUNK).max(2).next_power_of_two();
@@ -86,7 +86,7 @@ impl Form {
     }
 }
 
-/// The kernel that joins the parts.
+/// Returns the kernel that merges the splits.
 pub(super) fn merge(has_lse: bool, dtype: u32, has_transforms: bool) -> Kernel {
     Kernel::new("attend_merge.wgsl")
         .flags(if has_lse { &["LSE"] } else { &[] })
@@ -94,13 +94,13 @@ pub(super) fn merge(has_lse: bool, dtype: u32, has_transforms: bool) -> Kernel {
         .with("HAS_TRANSFORMS", has_transforms.into())
 }
 
-/// Every format, short and long, with and without what makes rows special, in every shape.
+/// Lists every format with short and long rows, with and without extras, in every tile shape.
 #[cfg(test)]
 pub(crate) fn kernels() -> Vec<Kernel> {
     use kv_core::backend::kernels::FORMATS;
     let form = |format, head_dim, is_aligned| {
         let side = Side { format, head_dim, is_aligned };
-        let rows = Rows { count: 4, is_few: true };
+        let rows = Rows { count: 4, is_narrow: true };
         Form { k: side, v: side, rows, has_extras: is_aligned }
     };
     let formats = FORMATS.iter().map(|format| format.kernel_code());
@@ -108,7 +108,7 @@ pub(crate) fn kernels() -> Vec<Kernel> {
     let mixed =
         Form { v: Side { format: 1, head_dim: 128, is_aligned: true }, ..form(0, 192, true) };
     let shapes = [(4, true), (8, true), (8, false), (16, false)];
-    let shapes = shapes.map(|(count, is_few)| Rows { count, is_few });
+    let shapes = shapes.map(|(count, is_narrow)| Rows { count, is_narrow });
     let all = cases.chain([mixed]);
     let all = all.flat_map(|form| shapes.map(|rows| Form { rows, ..form }.kernel()));
     all.chain([merge(false, 0, false), merge(true, 2, true)]).collect()

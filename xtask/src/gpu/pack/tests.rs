@@ -1,4 +1,4 @@
-//! What archives weigh, and that they unpack themselves.
+//! The size of archives, and that they unpack themselves.
 use std::process::Command;
 
 use super::*;
@@ -6,11 +6,11 @@ use super::*;
 const NONE: Weights = Weights { unpacked: 0, archive: 0, tree: 0 };
 
 #[test]
-fn an_archive_may_weigh_what_the_tree_leaves() {
+fn the_size_of_an_archive_is_limited_by_the_tree() {
     assert_eq!(NONE.room(), 43_000_000);
     let at = |archive, tree| Weights { archive, tree, ..NONE }.check();
     assert!(at(43_000_000, 0).is_ok() && at(43_000_001, 0).is_err());
-    // The tree that travels with it takes the rest of 64 MiB.
+    // The tree that is sent along takes the rest of 64 MiB.
     assert!(at(43_000_000, 24_108_864).is_ok() && at(43_000_000, 24_108_865).is_err());
     let error = at(43_000_000, 30_000_000).unwrap_err().to_string();
     assert!(error.contains("43000000 bytes, 37108864 is the limit"), "{error}");
@@ -23,10 +23,10 @@ fn an_archive_is_a_file_or_in_a_folder() {
     assert_eq!(archive(Path::new("a"), "abc"), Path::new("a/kv-gpu-abc.sh"));
 }
 
-/// The tree as it is: what all programs embed, once, and the data, as large as they are.
+/// The present tree: machine code, once, and data, uncompressed.
 #[test]
 fn machine_code_and_data_leave_room_for_programs() {
-    /// Programs without machine code, compressed: 9 MB today.
+    /// Compressed programs without machine code: 9 MB today.
     const PROGRAMS: u64 = 16_000_000;
     let mut files: Vec<_> = crate::gpu::kit::data(&[]).unwrap().into_values().collect();
     let compiled = fs::read_dir(shell::root().join("kv-cuda/kernels/compiled")).unwrap();
@@ -36,7 +36,7 @@ fn machine_code_and_data_leave_room_for_programs() {
     weights.check().unwrap();
 }
 
-/// Bytes that nothing makes smaller.
+/// Makes incompressible bytes.
 fn noise(seed: u64, count: usize) -> Vec<u8> {
     let mut state = seed;
     let mut next = || {
@@ -48,8 +48,7 @@ fn noise(seed: u64, count: usize) -> Vec<u8> {
     (0..count).map(|_| next()).collect()
 }
 
-/// A kit of programs that embed the same megabyte, and an archive of it; `None` on a machine that
-/// cannot pack.
+/// Packs a kit of programs that embed the same megabyte; `None` on a machine that cannot pack.
 fn packed(folder: &Path) -> Option<PathBuf> {
     let [compressor, ..] = COMPRESSOR;
     if shell::output(Command::new(compressor).arg("--version")).is_none() {
@@ -74,18 +73,18 @@ fn packed(folder: &Path) -> Option<PathBuf> {
 
 fn says(command: &mut Command) -> String {
     let output = command.output().unwrap();
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(output.status.success(), "{}: {said}", output.status);
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{}: {message}", output.status);
     String::from_utf8(output.stdout).unwrap()
 }
 
 #[test]
-fn what_programs_share_is_packed_once_and_unpacks_itself() {
+fn common_content_is_packed_once_and_unpacks_itself() {
     let folder = tempfile::tempdir().unwrap();
     let Some(archive) = packed(folder.path()) else { return };
     let bytes = fs::metadata(&archive).unwrap().len();
     assert!(bytes > 1 << 20 && bytes < (1 << 20) + 150_000, "{bytes} bytes");
-    // A clean folder, and the script that was packed runs with the arguments.
+    // In an empty folder, the packed script runs with the arguments.
     let place = folder.path().join("elsewhere");
     fs::create_dir(&place).unwrap();
     let mut run = Command::new("sh");
@@ -95,7 +94,7 @@ fn what_programs_share_is_packed_once_and_unpacks_itself() {
         let unpacked = fs::read(place.join("kv-gpu").join(name)).unwrap();
         assert_eq!(unpacked, fs::read(folder.path().join("kit").join(name)).unwrap(), "{name}");
     }
-    // Again: old files of the kit go, reports stay.
+    // A second time: old files of the kit are removed, reports stay.
     fs::write(place.join("kv-gpu/report.md"), "").unwrap();
     fs::write(place.join("kv-gpu/bin/old"), "").unwrap();
     let mut unpack = Command::new("sh");
@@ -105,7 +104,7 @@ fn what_programs_share_is_packed_once_and_unpacks_itself() {
     assert!(!place.join("kv-gpu/bin/old").exists());
 }
 
-/// Tools by name in a folder of their own: all there is for a script with this `PATH`.
+/// Makes a folder with these tools only, as the `PATH` of a script.
 fn tools(folder: &Path, names: &[&str]) -> PathBuf {
     let place = folder.join("tools");
     fs::create_dir(&place).unwrap();
@@ -122,7 +121,7 @@ fn tools(folder: &Path, names: &[&str]) -> PathBuf {
 }
 
 #[test]
-fn a_kit_unpacks_by_python_and_says_when_nothing_can() {
+fn a_kit_unpacks_by_python_or_names_the_missing_tools() {
     let folder = tempfile::tempdir().unwrap();
     let Some(archive) = packed(folder.path()) else { return };
     let shell = says(Command::new("sh").args(["-c", "command -v sh"]));
@@ -137,7 +136,7 @@ fn a_kit_unpacks_by_python_and_says_when_nothing_can() {
     let output = run(&path).output().unwrap();
     assert_eq!(output.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&output.stderr).contains("neither xz nor python3"));
-    // Somebody else's folder of that name is left alone.
+    // A folder of that name that is not a kit is left alone.
     fs::remove_dir_all(folder.path().join("kv-gpu")).unwrap();
     fs::create_dir_all(folder.path().join("kv-gpu/bin")).unwrap();
     assert_eq!(run(&path).output().unwrap().status.code(), Some(1));
@@ -145,12 +144,12 @@ fn a_kit_unpacks_by_python_and_says_when_nothing_can() {
 }
 
 #[test]
-fn programs_that_no_window_spans_are_refused() {
+fn programs_larger_than_the_window_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let kit = folder.path().join("kit");
     fs::create_dir_all(kit.join("bin")).unwrap();
     for name in ["a", "b"] {
-        // Without content: only their lengths count.
+        // Without content: only their lengths matter.
         let file = File::create(kit.join("bin").join(name)).unwrap();
         file.set_len(WINDOW / 2 + 1).unwrap();
     }

@@ -1,12 +1,12 @@
-//! Whole runs of a kit whose programs are scripts: all is right, each stage fails, hangs or
-//! crashes, there is no driver, the deadline comes.
+//! Whole runs of a kit whose programs are scripts: all succeed, each stage fails, hangs or crashes,
+//! the driver is missing, the deadline comes.
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde_json::Value;
 
 use super::*;
 
-/// What a stage does that is not as it should be.
+/// A failure of a stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fault {
     Fails,
@@ -16,8 +16,8 @@ enum Fault {
 
 const FAULTS: [Fault; 3] = [Fault::Fails, Fault::Crashes, Fault::Hangs];
 
-/// In front of every script: the file `fault` holds a kind of fault and what is in the command line
-/// of the program that has it.
+/// The start of every script: the file `fault` names a fault and a part of the command line of the
+/// program that has it.
 const FAULTY: &str = r#"#!/bin/sh
 if test -f fault; then
   IFS='|' read -r fault pattern < fault
@@ -32,7 +32,7 @@ if test -f fault; then
 fi
 "#;
 
-/// Programs of a kit that say what real ones say.
+/// Scripts that print what the real programs print.
 const SCRIPTS: [(&str, &str); 9] = [
     ("bin/driver", "echo 'test result: ok. 2 passed'"),
     (
@@ -72,7 +72,7 @@ const SCRIPTS: [(&str, &str); 9] = [
     ),
 ];
 
-/// Stages, and what no other stage has in its command line.
+/// Stages, each with a part of its command line that no other stage has.
 const STAGES: [(&str, &str); 27] = [
     ("kernels", "every_kernel_loads"),
     ("oracles, bf16", "--part oracle --format bf16 "),
@@ -103,10 +103,10 @@ const STAGES: [(&str, &str); 27] = [
     ("compute-sanitizer racecheck, cuda::attend/ragged_gqa", "--tool=racecheck"),
 ];
 
-/// A kit of scripts in a folder that is removed with it.
+/// A kit of scripts in a temporary folder.
 struct Scripted(tempfile::TempDir);
 
-/// What a run left.
+/// The results of a run.
 struct Left {
     is_clean: bool,
     json: Value,
@@ -125,11 +125,11 @@ impl Scripted {
         fs::write(kit.join("peers.py"), "").unwrap();
         for (name, text) in SCRIPTS.iter().chain(other) {
             let text_file = kit.join("scripts").join(name);
-            // A blank behind the arguments, so that a pattern can tell where one ends.
+            // A blank after the arguments, so that a pattern can match the end of one.
             let faulty = FAULTY.replace("$0 $*", "$0 $* ");
             fs::write(&text_file, format!("{faulty}{text}\n")).unwrap();
-            // Written by another process: one that another thread starts now would hold a file
-            // that we write open, and a program that somebody writes cannot be started.
+            // Written by another process: a process that another thread starts now would keep our
+            // file open for writing, and a program that is open for writing cannot be started.
             let mut install = Command::new("install");
             let installed = install.args(["-m", "755"]).arg(text_file).arg(kit.join(name));
             assert!(installed.status().unwrap().success());
@@ -162,14 +162,14 @@ impl Scripted {
             format!("{card}.{extension}")
         };
         let (json, markdown) = (read(&name("json")), read(&name("md")));
-        assert!(!json.contains(self.path().to_str().unwrap()), "where it ran is told: {json}");
+        assert!(!json.contains(self.path().to_str().unwrap()), "the path is in the report: {json}");
         let json = serde_json::from_str(&json).unwrap();
         Left { is_clean, json, markdown, logs: read("logs.txt") }
     }
 }
 
 impl Left {
-    /// Names of checks with their outcomes.
+    /// Returns names of checks with their outcomes.
     fn outcomes(&self) -> Vec<(String, String)> {
         let text = |check: &Value, key: &str| check[key].as_str().unwrap().to_owned();
         let checks = self.json["checks"].as_array().unwrap().iter();
@@ -211,7 +211,7 @@ fn a_kit_is_run_and_its_report_written() {
     assert_eq!(left.json["facts"]["card around headlines"], around);
     assert!(left.markdown.starts_with("# A card\n"));
     assert!(left.logs.contains("== kernels: CUDA_VISIBLE_DEVICES=0 bin/driver"), "{}", left.logs);
-    // Everything is in the one folder, and nothing that runs is left.
+    // Everything is in the one folder, and no temporary file is left.
     let mut files: Vec<_> = fs::read_dir(kit.path().join("out"))
         .unwrap()
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
@@ -220,13 +220,13 @@ fn a_kit_is_run_and_its_report_written() {
     assert_eq!(files, ["a-card.json", "a-card.md", "logs.txt", "records.jsonl"]);
     let records = fs::read_to_string(kit.path().join("out/records.jsonl")).unwrap();
     assert!(records.contains("\"name\":\"headline\"") && records.contains("oracle/bf16"));
-    // A stage in the middle has seen the report of those before.
+    // A stage in the middle has seen the report of earlier stages.
     let seen = fs::read_to_string(kit.path().join("seen.json")).unwrap();
     let seen: Value = serde_json::from_str(&seen).unwrap();
     assert_eq!(seen["measures"][0]["name"], "headline");
 }
 
-/// How a fault is reported: tools that may be forbidden are not run, all else fails.
+/// Returns how a fault is reported: tools that may be forbidden are not run, all others fail.
 fn expected(name: &str, fault: Fault) -> &'static str {
     let is_optional = name.starts_with("ncu") || name == "compute-sanitizer, facts";
     match fault {
@@ -236,7 +236,7 @@ fn expected(name: &str, fault: Fault) -> &'static str {
     }
 }
 
-/// Whether a stage cannot do its work when another one is at fault.
+/// Returns whether a stage depends on another one.
 fn depends(name: &str, on: &str) -> bool {
     let is_compared = on.ends_with(", cpu") && name == on.replace(", cpu", ", cuda");
     let is_listed = on == "conformance, list of cases" && name.starts_with("conformance");
@@ -244,7 +244,7 @@ fn depends(name: &str, on: &str) -> bool {
     is_compared || is_listed || is_watched || (on == "oracles, bf16" && name == "oracle/bf16")
 }
 
-/// One stage at fault; all others end as they do without.
+/// Checks one faulty stage; all others must end as they do without it.
 fn one_is_wrong(right: &[(String, String)], (name, pattern): (&str, &str), fault: Fault) {
     let kit = Scripted::new(&[]);
     kit.fault(fault, pattern);
@@ -287,7 +287,7 @@ fn a_stage_that_fails_hangs_or_crashes_spoils_no_other() {
 #[test]
 fn every_stage_may_be_wrong_and_each_is_in_the_report() {
     for fault in FAULTS {
-        // All but the first, without which there is nothing to report on.
+        // All but the first, without which there is nothing to report.
         let kit = Scripted::new(&[]);
         let text = FAULTY.replace("*$pattern*)", "*'bin/gpu --part facts'*) ;; *$pattern*)");
         for (name, script) in SCRIPTS {
@@ -307,7 +307,7 @@ fn every_stage_may_be_wrong_and_each_is_in_the_report() {
             let outcome = outcome.as_str();
             match name.as_str() {
                 "facts" => assert_eq!(outcome, "passed"),
-                // Tools do not even tell their version.
+                // The tools do not even print their version.
                 _ if name.starts_with("ncu") || name.starts_with("compute-sanitizer") => {
                     assert_eq!(outcome, "not run", "{name} {fault:?}");
                 }
@@ -335,7 +335,7 @@ fn records_of_a_stage_that_crashes_are_kept() {
 }
 
 #[test]
-fn what_fails_is_in_the_report_with_what_it_said() {
+fn failures_are_reported_with_their_output() {
     let kv = r#"case "$*" in *cuda*) t=Two;; *) t=One;; esac
         echo "{\"sequences\":[{\"text\":\"$t\"}]}""#;
     let conformance = r#"case "$*" in
@@ -366,13 +366,13 @@ fn a_machine_without_tools_runs_what_it_can() {
     assert!(left.is_clean, "{:#}", left.json);
     assert_eq!(left.detail("ncu, write_rows"), "ncu is not installed here");
     assert_eq!(left.detail("compute-sanitizer, facts"), "compute-sanitizer is not installed here");
-    let peers = "PyTorch is not at hand: python3 cannot import torch";
+    let peers = "PyTorch is not installed: python3 cannot import torch";
     assert_eq!(left.detail("peers"), peers);
     assert_eq!(left.check("kernels")["outcome"], "passed");
 }
 
 #[test]
-fn a_sanitizer_that_refuses_the_device_was_not_run() {
+fn a_sanitizer_that_refuses_the_device_is_not_run() {
     let refuses = r#"test "$1" = --version && exit 0; echo 'Device not supported'; exit 9"#;
     let left = Scripted::new(&[("tools/compute-sanitizer", refuses)]).run(None, LONG);
     assert!(left.is_clean, "{:#}", left.json);
@@ -388,7 +388,7 @@ fn a_deadline_ends_everything_and_names_what_was_not_run() {
     let kit = Scripted::new(&[]);
     kit.fault(Fault::Hangs, "every_kernel_loads");
     let begin = std::time::Instant::now();
-    // Two seconds of it are kept for the report.
+    // Two seconds of it are reserved for the report.
     let left = kit.run(Some(Duration::from_secs(5)), Duration::from_secs(30));
     assert!(begin.elapsed() < Duration::from_secs(30));
     assert_eq!(left.check("kernels")["outcome"], "timed out");
@@ -399,7 +399,7 @@ fn a_deadline_ends_everything_and_names_what_was_not_run() {
 }
 
 #[test]
-fn a_machine_without_a_driver_is_told_so_and_nothing_is_written() {
+fn without_a_driver_nothing_is_written() {
     let none = "echo 'error: no CUDA driver library'; exit 3";
     let kit = Scripted::new(&[("bin/gpu", none)]);
     let error = kit.try_run(None, LONG).unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! Histories of sequences that fork and change their minds, beside plain lists of tokens.
+//! Histories of sequences that fork and change tokens, compared with plain lists.
 use proptest::prelude::*;
 
 use super::*;
@@ -6,21 +6,21 @@ use crate::cache::state::history::History;
 use crate::num::{to_u32, to_usize};
 use crate::reuse::BlockKey;
 
-/// Blocks that end with the chunks that forks share, that straddle them, and that are longer.
+/// Blocks that end with shared chunks, straddle them, or are longer.
 const SIZES: [u32; 3] = [64, 48, 5000];
 
 #[derive(Debug, Clone)]
 enum Operation {
-    /// Brings tokens at some place: as many, and the first that differs from those known.
+    /// Records tokens at a position: their number, and the first that differs from the known ones.
     Note(u32, usize, usize),
-    /// Brings tokens whose ids nobody knows.
+    /// Records tokens with unknown ids.
     Unknown(u32),
-    /// Becomes a fork of another with as many tokens.
+    /// Becomes a fork of another history with this many tokens.
     Fork(usize, u32),
     End,
 }
 
-/// Lengths around those of shared chunks.
+/// Generates lengths around those of shared chunks.
 fn length() -> impl Strategy<Value = u32> {
     prop_oneof![0..100_u32, 4000..4200_u32, 8100..8300_u32, 0..13_000_u32]
 }
@@ -35,7 +35,7 @@ fn operation() -> impl Strategy<Value = Operation> {
     ]
 }
 
-/// Keys of the full blocks of `tokens`, made anew.
+/// Computes the keys of the full blocks of `tokens` from scratch.
 fn keys(root: BlockKey, tokens: &[u32], size: u32) -> Vec<BlockKey> {
     let blocks = tokens.chunks_exact(to_usize(size));
     let chain = blocks.scan(root, |key, block| {
@@ -57,7 +57,7 @@ fn check(history: &mut History, plain: &[u32], (root, maps): (BlockKey, &[SlotMa
             true
         });
         assert_eq!(found, expected);
-        // The same one by one.
+        // The same, one by one.
         if let Some(last) = count.checked_sub(2) {
             let content = history.full(chain, map, last).unwrap();
             assert_eq!((content.key, content.index), (expected[to_usize(last)], last));
@@ -69,7 +69,7 @@ fn check(history: &mut History, plain: &[u32], (root, maps): (BlockKey, &[SlotMa
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
     #[test]
-    fn histories_are_as_plain_lists(
+    fn histories_equal_plain_lists(
         operations in prop::collection::vec((0..3_usize, operation()), 1..24),
     ) {
         let maps = SIZES.map(SlotMap::plain);

@@ -1,4 +1,4 @@
-//! Prefixes: what is found, what is evicted, and what is kept.
+//! Prefixes: hits, evictions and pins.
 use super::*;
 use crate::PrefixReuse;
 use crate::eviction::Eviction;
@@ -92,7 +92,7 @@ fn a_pinned_prefix_outlives_its_sequence_and_eviction() {
 }
 
 #[test]
-fn a_pin_takes_no_block_that_the_open_step_has_yet_to_write() {
+fn a_pin_excludes_blocks_that_the_open_step_has_not_written() {
     let mut state = state_with((4, 8), |spec| spec.publish_at(crate::PublishAt::Begin));
     let prompt = tokens(0..13);
     run(&mut state, SEQ[0], &prompt[..5]);
@@ -108,7 +108,7 @@ fn a_pin_takes_no_block_that_the_open_step_has_yet_to_write() {
 }
 
 #[test]
-fn blocks_to_zero_are_listed_until_they_are_taken_off() {
+fn blocks_to_zero_are_listed_until_they_are_popped() {
     let mut state = state_with((4, 4), |spec| spec.wipe_on_release(true));
     start(&mut state, SEQ[0]);
     append(&mut state, &[(SEQ[0], 7)]).unwrap();

@@ -1,4 +1,4 @@
-//! Steps: what they take, what they leave behind, and what is refused.
+//! Steps: allocation, commit, rollback, refusals.
 use super::*;
 
 #[test]
@@ -23,7 +23,7 @@ fn a_fork_copies_the_partial_block_once() {
     assert_eq!(state.usage().blocks_used, 2);
     let shared = table(&state, SEQ[0]);
     begin(&mut state, &[StepInput::count(SEQ[0], 1), StepInput::count(SEQ[1], 1)]).unwrap();
-    // The second writer finds itself alone.
+    // The second writer is the only holder then.
     let [parent, child] = [SEQ[0], SEQ[1]].map(|s| table(&state, s));
     let copies = state.copies(GroupId(0));
     assert_eq!((copies.len(), copies[0].from, copies[0].to), (1, shared[1], parent[1]));
@@ -34,7 +34,7 @@ fn a_fork_copies_the_partial_block_once() {
 }
 
 #[test]
-fn tokens_that_are_not_accepted_are_taken_back() {
+fn tokens_that_are_not_accepted_are_removed() {
     let mut state = state(4, 8);
     start(&mut state, SEQ[0]);
     start(&mut state, SEQ[1]);
@@ -56,7 +56,7 @@ fn tokens_that_are_not_accepted_are_taken_back() {
 }
 
 #[test]
-fn a_sequence_that_starts_in_a_step_goes_away_with_it() {
+fn a_rollback_removes_sequences_started_in_the_step() {
     let mut state = state_with((4, 8), |spec| spec.publish_at(crate::PublishAt::Begin));
     let prompt = tokens(0..9);
     state.start(SEQ[0], &prompt, StartOptions::default()).unwrap();
@@ -71,9 +71,10 @@ fn a_sequence_that_starts_in_a_step_goes_away_with_it() {
     check_invariants(&state);
 }
 
-/// Forks that part in the step share again, and who began in it is gone by then.
+/// Forks that part in the step share again after a rollback, which also removes sequences begun in
+/// it.
 #[test]
-fn a_sequence_that_starts_beside_forks_goes_away_with_the_step() {
+fn a_rollback_removes_sequences_started_beside_forks() {
     let mut state = state(4, 8);
     let prompt = tokens(0..6);
     run(&mut state, SEQ[0], &prompt);
@@ -180,9 +181,9 @@ fn a_second_mention_is_refused_again_and_again() {
     assert_eq!(state.planned_sequences().len(), 1);
 }
 
-/// A block whose other holder took a copy in a step is shared again without that step.
+/// A block whose other holder took a copy in a step is shared again after a rollback.
 #[test]
-fn a_step_taken_back_shares_what_it_parted() {
+fn a_rollback_shares_blocks_again() {
     let mut state = state(4, 8);
     start(&mut state, SEQ[0]);
     append(&mut state, &[(SEQ[0], 6)]).unwrap();

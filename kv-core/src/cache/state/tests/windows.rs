@@ -1,7 +1,7 @@
-//! Windows: which steps give blocks back.
+//! Windows: when steps release blocks.
 use super::*;
 
-/// One window of six tokens and one of three, in pools of their own.
+/// Creates groups with a window of six tokens and one of three, each with its own pool.
 fn windowed(num_blocks: u32) -> CacheState {
     state_with((4, num_blocks), |spec| {
         spec.max_seq_len(100)
@@ -10,7 +10,7 @@ fn windowed(num_blocks: u32) -> CacheState {
     })
 }
 
-/// A sequence whose next step leaves blocks in both groups.
+/// Creates a sequence whose next step leaves blocks in both groups.
 fn grown(num_blocks: u32) -> CacheState {
     let mut state = windowed(num_blocks);
     start(&mut state, SEQ[0]);
@@ -19,7 +19,7 @@ fn grown(num_blocks: u32) -> CacheState {
 }
 
 #[test]
-fn a_step_that_is_refused_gives_no_block_of_a_window_back() {
+fn a_refused_step_releases_no_block_of_a_window() {
     let mut state = grown(6);
     start(&mut state, SEQ[1]);
     let before = books(&state);
@@ -36,12 +36,12 @@ fn a_step_that_is_refused_gives_no_block_of_a_window_back() {
         assert_eq!(books(&state), before, "{text}");
         check_invariants(&state);
     }
-    // The sequence can be cut back as far as before.
+    // The sequence can be truncated as far as before.
     state.truncate(SEQ[0], 2).unwrap();
 }
 
 #[test]
-fn an_entry_that_is_refused_gives_no_block_of_a_window_back() {
+fn a_refused_entry_releases_no_block_of_a_window() {
     let mut state = grown(6);
     start(&mut state, SEQ[1]);
     begin(&mut state, &[StepInput::count(SEQ[1], 8)]).unwrap();
@@ -55,7 +55,7 @@ fn an_entry_that_is_refused_gives_no_block_of_a_window_back() {
     check_invariants(&state);
 }
 
-/// What leaves a window as a step begins is free for that step, and counted so.
+/// Blocks that leave a window when a step begins are free for that step, and counted so.
 #[test]
 fn blocks_that_leave_a_window_count_as_free() {
     let mut state = grown(4);
@@ -73,7 +73,7 @@ fn blocks_that_leave_a_window_count_as_free() {
 }
 
 #[test]
-fn what_left_a_window_stays_free_when_the_step_is_rolled_back() {
+fn blocks_that_left_a_window_stay_free_after_a_rollback() {
     let mut state = grown(6);
     let free = state.free_blocks(GroupId(0));
     begin(&mut state, &[StepInput::count(SEQ[0], 1)]).unwrap();

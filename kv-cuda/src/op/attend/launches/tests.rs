@@ -1,4 +1,4 @@
-//! Which calls prefill takes, and how kernels are cut.
+//! Calls that prefill supports, and launch sizes.
 use kv_core::backend::kernels::FORMATS;
 
 use super::*;
@@ -22,22 +22,22 @@ fn params(dtype: u32, formats: [u32; 2], dim: u32) -> AttendParams {
 }
 
 fn kernel(params: &AttendParams) -> Option<&'static str> {
-    Prefill::of(params, ROOM).map(|taker| taker.kernel)
+    Prefill::of(params, ROOM).map(|prefill| prefill.kernel)
 }
 
 #[test]
-fn rows_of_the_queries_type_are_copied_where_they_lie_well() {
+fn aligned_rows_of_the_queries_type_are_copied() {
     let params = params(F16, [F16; 2], 128);
     assert_eq!(kernel(&params), Some("prefill_f16_128"));
-    let mut crooked = params;
-    crooked.v_plane.token_stride += 2;
-    assert_eq!(kernel(&crooked), Some("prefill_coded_128"));
-    let mut turned = params;
-    turned.k_plane.transforms = 1;
-    assert_eq!(kernel(&turned), Some("prefill_coded_128"));
-    let mut crooked = params;
-    crooked.q.data += 2;
-    assert_eq!(kernel(&crooked), None);
+    let mut unaligned = params;
+    unaligned.v_plane.token_stride += 2;
+    assert_eq!(kernel(&unaligned), Some("prefill_coded_128"));
+    let mut transformed = params;
+    transformed.k_plane.transforms = 1;
+    assert_eq!(kernel(&transformed), Some("prefill_coded_128"));
+    let mut unaligned = params;
+    unaligned.q.data += 2;
+    assert_eq!(kernel(&unaligned), None);
 }
 
 #[test]
@@ -58,7 +58,7 @@ fn codes_of_every_format_are_decoded() {
 }
 
 #[test]
-fn plain_rows_are_decoded_where_they_have_room() {
+fn other_unquantised_rows_are_decoded_if_they_fit() {
     let code = BF16 + 1;
     assert_eq!(kernel(&params(BF16, [BF16, BF16], 64)), Some("prefill_bf16_64"));
     assert_eq!(kernel(&params(BF16, [F16, code], 64)), Some("prefill_coded_64"));
@@ -90,7 +90,7 @@ fn a_log_sum_exp_needs_exact_scores() {
 }
 
 #[test]
-fn what_no_kernel_has_is_left() {
+fn unsupported_calls_are_left_to_the_general_kernel() {
     let code = [BF16 + 1; 2];
     assert_eq!(kernel(&params(BF16, code, 72)), None);
     let mut uneven = params(BF16, code, 64);
@@ -107,10 +107,10 @@ fn what_no_kernel_has_is_left() {
 }
 
 #[test]
-fn shared_memory_is_what_the_sources_say() {
+fn shared_memory_is_as_the_sources_document() {
     // By hand: 2 * 128 * (128 + 4 * 64) + 64 * 32 + 32, 2 * 256 * (64 + 4 * 32) + 32 * 32 + 32,
     // and 2 * 256 * (64 + 2 * 32) + 32 * 64 + 800.
-    let bytes = |params| Prefill::of(&params, ROOM).map(|taker| taker.shared_bytes);
+    let bytes = |params| Prefill::of(&params, ROOM).map(|prefill| prefill.shared_bytes);
     assert_eq!(bytes(params(F16, [F16; 2], 128)), Some(100_384));
     assert_eq!(bytes(params(F16, [F16; 2], 256)), Some(99_360));
     assert_eq!(bytes(params(F16, [BF16 + 1; 2], 256)), Some(68_384));
@@ -131,7 +131,8 @@ fn tiles_are_as_large_as_registers_and_shared_memory_allow() {
             let Tiles { rows, tokens, buffers } = Tiles::of(dim, is_copied);
             assert_eq!([rows, tokens, buffers], expected, "{dim}");
         }
-        // Cards with the least of it, `sm_86` and `sm_89`, have this for a thread block.
+        // The cards with the least shared memory, `sm_86` and `sm_89`, have this much per thread
+        // block.
         for format in [F16, code] {
             let params = params(F16, [format; 2], dim);
             assert!(Prefill::of(&params, 101_376).is_some(), "{dim}");
@@ -140,7 +141,7 @@ fn tiles_are_as_large_as_registers_and_shared_memory_allow() {
 }
 
 #[test]
-fn a_grid_has_a_block_for_every_unit_of_rows() {
+fn a_grid_has_a_block_for_every_tile_of_rows() {
     let extent = Extent { total_q: 100, sequences: 3, ..Extent::default() };
     let grid = |format, dim| {
         let mut params = params(F16, [format; 2], dim);

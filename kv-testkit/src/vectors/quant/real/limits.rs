@@ -1,21 +1,21 @@
-//! How far from the exact outputs those over stored rows may be.
+//! Error limits of attention outputs over stored rows.
 use kv_core::{Calibration, KvFormat, LayerId, Plane, PlaneLayout, ScaleGroup};
 
 use super::{FULL_PRECISION_PREFIX, Recording, Rows};
 use crate::case::{CaseError, ensure};
 use crate::oracle::Stored;
 
-/// Factor of the scores.
+/// Returns the factor of the scores.
 pub(super) fn scale(dim: usize) -> f32 {
     (1.0 / (dim as f64).sqrt()) as f32
 }
 
-/// The exact outputs, and what a relative squared error of 1 would change.
+/// The exact outputs, and their change for a relative squared error of 1.
 #[derive(Debug)]
 pub(super) struct Expected {
-    /// Query by query, last one first, by layer; the heads of a query one after another.
+    /// Outputs by layer and query, last query first; the heads of a query one after another.
     outputs: Vec<Vec<f64>>,
-    /// By layer and head.
+    /// Sums by layer and head.
     heads: Vec<Sums>,
     layers: usize,
 }
@@ -23,15 +23,15 @@ pub(super) struct Expected {
 /// Sums over the queries of one head.
 #[derive(Debug, Clone, Copy, Default)]
 struct Sums {
-    /// Squares of the outputs.
+    /// Sum of squares of the outputs.
     energy: f64,
-    /// Expected squares of their change, to first order, for `D = 1`.
+    /// Sum of the expected squares of their change, to first order, for `D = 1`.
     change: f64,
-    /// Squares of these.
+    /// Sum of squares of these.
     change_squared: f64,
 }
 
-/// One query head over its keys.
+/// One query head and its keys.
 pub(super) struct Head<'r> {
     pub(super) q: &'r [f32],
     pub(super) k: Vec<&'r [f32]>,
@@ -39,7 +39,7 @@ pub(super) struct Head<'r> {
 }
 
 impl Head<'_> {
-    /// Weights of the keys, and the output.
+    /// Returns the weights of the keys, and the output.
     pub(super) fn attend(&self) -> (Vec<f64>, Vec<f64>) {
         let scale = f64::from(scale(self.q.len()));
         let dot = |k: &&[f32]| -> f64 {
@@ -59,7 +59,7 @@ impl Head<'_> {
 }
 
 impl Recording {
-    /// Calls back with every query's heads, last query first, by layer.
+    /// Calls `each` with every query's heads, last query first, by layer.
     pub(super) fn heads<'r>(&self, rows: &'r Rows, mut each: impl FnMut(usize, Vec<Head<'r>>)) {
         let Self { kv_heads, q_heads, dims: [dk, dv], .. } = *self;
         for (position, number) in self.queries().rev() {
@@ -80,7 +80,7 @@ impl Recording {
 }
 
 impl Expected {
-    /// Computes all of it in f64.
+    /// Computes the outputs and their limits in f64.
     pub(super) fn new(
         recording: &Recording,
         rows: &Rows,
@@ -128,8 +128,8 @@ impl Expected {
         Ok(expected)
     }
 
-    /// Relative squared error of outputs, and the limit for a format of error `gaussian`: each the
-    /// mean over all heads.
+    /// Returns the relative squared error of outputs, and the limit for a format of error
+    /// `gaussian`: each the mean over all heads.
     pub(super) fn measure(&self, got: &[Vec<f32>], gaussian: f64) -> Result<[f64; 2], CaseError> {
         let same_len = |(got, exact): (&Vec<f32>, &Vec<f64>)| got.len() == exact.len();
         let fits = got.len() == self.outputs.len() && got.iter().zip(&self.outputs).all(same_len);
@@ -158,7 +158,7 @@ impl Expected {
     /// Fails unless the error is within the limit.
     pub(super) fn check(&self, got: &[Vec<f32>], gaussian: f64) -> Result<(), CaseError> {
         let [error, limit] = self.measure(got, gaussian)?;
-        // A NaN is no error that fits.
+        // A NaN must not pass.
         ensure(error <= limit, || {
             format!("relative squared error of the outputs {error:.2e}, at most {limit:.2e}")
         })
@@ -169,7 +169,8 @@ fn norm(row: impl Iterator<Item = f32>) -> f64 {
     row.map(|x| f64::from(x).powi(2)).sum()
 }
 
-/// Variance of a score when the key's transformed row has a relative squared error of 1.
+/// Returns the variance of a score when the key's transformed row has a relative squared error of
+/// 1.
 fn score_noise(stored: &Stored, kv_head: usize, q: &[f32], k: &[f32]) -> f64 {
     let Some(head) = stored.head(kv_head) else { return 0.0 };
     // The rotation keeps lengths.

@@ -1,4 +1,4 @@
-//! The host's own definition of the formats, held to the same limits.
+//! The host's own definition of the formats against the same limits.
 use kv_core::LayerId;
 
 use super::*;
@@ -10,7 +10,7 @@ fn own() -> Recording {
     read(&path, &value).unwrap()
 }
 
-/// Rows as the host keeps and reads them.
+/// Stores rows and reads them back on the host.
 fn kept(recording: &Recording, rows: &Rows, given: &Calibration, at: (Plane, KvFormat)) -> Rows {
     let (plane, format) = at;
     let spec = recording.spec(plane, format).unwrap();
@@ -43,7 +43,7 @@ fn the_definition_of_every_format_is_within_the_limits() {
             let place = format!("{plane:?} as {format}: {error:.2e}, at most {limit:.2e}");
             assert!(error <= limit, "{place}");
             // One bit less is four times the error, which must not pass.
-            assert!(error * 4.0 > 0.5 * limit, "{place}, which says little");
+            assert!(error * 4.0 > 0.5 * limit, "{place}, a limit that is too wide");
         }
     }
 }

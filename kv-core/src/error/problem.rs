@@ -1,0 +1,239 @@
+//! What is wrong with a setting, an option or the moment of a call, with the values that came and
+//! those that were expected.
+use std::fmt;
+
+use crate::format::KvFormat;
+use crate::ids::{LayerId, SequenceId};
+
+/// Why a setting of a cache cannot go with another one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SpecConflict {
+    /// A tail needs blocks that fill up.
+    #[error("a block of a contiguous cache is a whole sequence")]
+    Contiguous,
+    /// A tail takes the whole pool.
+    #[error("a tail takes {tail} blocks, the pool has {num_blocks}")]
+    TailBlocks {
+        /// Blocks of the largest tail.
+        tail: u32,
+        /// Blocks of the pool.
+        num_blocks: u32,
+    },
+    /// A block is smaller than one row in 16 bits.
+    #[error(
+        "a row in 16 bits takes {slots} slots, a block has {block_size}: use larger blocks, or \
+         keep no rows in 16 bits"
+    )]
+    BlockTooSmall {
+        /// Slots of a row in 16 bits.
+        slots: u32,
+        /// Slots of a block.
+        block_size: u32,
+    },
+    /// A row in 16 bits is given fewer slots than its bytes need.
+    #[error("a row in 16 bits needs {needed} slots, {got} are given")]
+    TooFewSlots {
+        /// Slots that the bytes of a row need.
+        needed: u32,
+        /// Slots given.
+        got: u32,
+    },
+    /// Means of blocks without a tail.
+    #[error("the mean of a block is known when it is full: needs the tail")]
+    NeedsTail,
+    /// Late layers read as zeros in a format whose zero bytes are no zero row.
+    #[error("zeros need rows of f32, f16 or bf16, not of {format}")]
+    ZeroRows {
+        /// The first such format of the group.
+        format: KvFormat,
+    },
+}
+
+/// Why the value of an option is refused.
+#[derive(Debug, Clone, Copy, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum OptionProblem {
+    /// A NaN or an infinity.
+    #[error("is {got}, must be finite")]
+    NotFinite {
+        /// The value given.
+        got: f32,
+    },
+    /// A value that must be finite and above 0.
+    #[error("is {got}, must be finite and above 0")]
+    NotPositive {
+        /// The value given.
+        got: f32,
+    },
+    /// The logit of a head that is a NaN or positive infinity; negative infinity is none.
+    #[error("hold {got} for head {head}, must be finite or negative infinity")]
+    Logit {
+        /// The query head.
+        head: usize,
+        /// The value given.
+        got: f32,
+    },
+    /// A count that must be at least one.
+    #[error("is 0, at least 1 is needed")]
+    Zero,
+    /// More than the group of the layer keeps.
+    #[error("is {}, the group of the layer keeps {kept}", OrNone(*got))]
+    NotKept {
+        /// Tokens asked for; `None` for all of them.
+        got: Option<u32>,
+        /// Tokens that the group keeps.
+        kept: u32,
+    },
+    /// Prefix sums whose first is not 0.
+    #[error("must start with 0, but {}", StartsWith(*first))]
+    NotFromZero {
+        /// The first sum; `None` for an empty list.
+        first: Option<u32>,
+    },
+    /// Prefix sums that fall.
+    #[error("must never fall, but entry {index} is {got} after {before}")]
+    Falls {
+        /// Index of the sum that is less than the one before.
+        index: usize,
+        /// The sum before.
+        before: u32,
+        /// The sum given.
+        got: u32,
+    },
+}
+
+/// Why a call is not possible now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum StateProblem {
+    /// The call needs an open step.
+    #[error("no step is open")]
+    NoStep,
+    /// The call needs that no step is open.
+    #[error("a step is open")]
+    StepOpen,
+    /// The batch of a step cannot grow any more.
+    #[error("layer {layer} is written already")]
+    LayerWritten {
+        /// The first layer that is written.
+        layer: LayerId,
+    },
+    /// Constants of layers that may have no memory cannot be exchanged.
+    #[error("layers come on demand: give the calibration when the cache is made")]
+    LayersOnDemand,
+    /// Codes of a sequence that was truncated among them cannot be encoded again.
+    #[error("sequence {sequence} was cut inside codes")]
+    CutInCodes {
+        /// The first such sequence.
+        sequence: SequenceId,
+    },
+    /// The rows of a tail are read after the step.
+    #[error("the tail of a sequence is read after the step")]
+    TailInStep,
+    /// The call needs a prepared step.
+    #[error("pre_step comes first")]
+    NotPrepared,
+    /// A cache manager of the caller's own tracks other sequences, or other lengths.
+    #[error("the cache manager tracks other rows than the step names")]
+    OtherRows,
+    /// A cache manager of the caller's own knows the layer but has no plane of it.
+    #[error("the cache manager has no plane for the layer")]
+    NoPlane,
+}
+
+struct OrNone(Option<u32>);
+
+impl fmt::Display for OrNone {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Some(got) => got.fmt(f),
+            None => f.write_str("none"),
+        }
+    }
+}
+
+struct StartsWith(Option<u32>);
+
+impl fmt::Display for StartsWith {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Some(first) => write!(f, "starts with {first}"),
+            None => f.write_str("is empty"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::{PlanError, SpecError};
+
+    #[test]
+    fn conflicts_name_the_setting_and_both_numbers() {
+        let text = |what, problem| SpecError::Conflict { what, problem }.to_string();
+        let tail = SpecConflict::TailBlocks { tail: 3, num_blocks: 2 };
+        assert_eq!(text("tail", tail), "tail: a tail takes 3 blocks, the pool has 2");
+        let small = SpecConflict::BlockTooSmall { slots: 4, block_size: 2 };
+        assert_eq!(
+            text("full_precision_prefix", small),
+            "full_precision_prefix: a row in 16 bits takes 4 slots, a block has 2: use larger \
+             blocks, or keep no rows in 16 bits"
+        );
+        let few = SpecConflict::TooFewSlots { needed: 4, got: 1 };
+        assert_eq!(
+            text("full_precision_prefix", few),
+            "full_precision_prefix: a row in 16 bits needs 4 slots, 1 are given"
+        );
+    }
+
+    #[test]
+    fn options_show_the_value_and_its_bounds() {
+        let text = |option, problem| PlanError::Option { option, problem }.to_string();
+        for (problem, expected) in [
+            (OptionProblem::NotFinite { got: f32::NAN }, "option x: is NaN, must be finite"),
+            (
+                OptionProblem::NotPositive { got: -1.5 },
+                "option x: is -1.5, must be finite and above 0",
+            ),
+            (
+                OptionProblem::Logit { head: 3, got: f32::INFINITY },
+                "option x: hold inf for head 3, must be finite or negative infinity",
+            ),
+            (OptionProblem::Zero, "option x: is 0, at least 1 is needed"),
+            (
+                OptionProblem::NotKept { got: Some(9), kept: 7 },
+                "option x: is 9, the group of the layer keeps 7",
+            ),
+            (
+                OptionProblem::NotKept { got: None, kept: 7 },
+                "option x: is none, the group of the layer keeps 7",
+            ),
+            (
+                OptionProblem::NotFromZero { first: Some(2) },
+                "option x: must start with 0, but starts with 2",
+            ),
+            (
+                OptionProblem::NotFromZero { first: None },
+                "option x: must start with 0, but is empty",
+            ),
+            (
+                OptionProblem::Falls { index: 2, before: 5, got: 4 },
+                "option x: must never fall, but entry 2 is 4 after 5",
+            ),
+        ] {
+            assert_eq!(text("x", problem), expected);
+        }
+    }
+
+    #[test]
+    fn calls_say_what_is_in_their_way() {
+        let text = |operation, problem| PlanError::State { operation, problem }.to_string();
+        assert_eq!(text("add", StateProblem::NoStep), "add: no step is open");
+        assert_eq!(text("begin step", StateProblem::StepOpen), "begin step: a step is open");
+        let written = StateProblem::LayerWritten { layer: LayerId(2) };
+        assert_eq!(text("add", written), "add: layer 2 is written already");
+        let cut = StateProblem::CutInCodes { sequence: SequenceId(7) };
+        assert_eq!(text("recalibrate", cut), "recalibrate: sequence 7 was cut inside codes");
+    }
+}

@@ -1,0 +1,215 @@
+//! Checks the choices of an eviction policy, by a search through a plain list of blocks.
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use kv_core::BlockId;
+use kv_core::eviction::{BlockInfo, Clock, Eviction, EvictionPolicy, ManualClock, Priority};
+
+use super::coverage::{Behaviour, Coverage};
+
+/// A policy and its rules: it knows every cached block and evicts only candidates, one of the
+/// lowest level that has not expired, and the oldest one where the policy says so.
+#[derive(Debug)]
+pub(super) struct CheckedPolicy {
+    inner: Box<dyn EvictionPolicy>,
+    eviction: Eviction,
+    clock: Arc<ManualClock>,
+    seen: Arc<Mutex<Observations>>,
+}
+
+/// Observations of one policy.
+#[derive(Debug, Default)]
+pub(super) struct Observations {
+    blocks: BTreeMap<BlockId, CachedBlock>,
+    arrivals: u64,
+    /// The first rule that was broken.
+    broken: Option<String>,
+    coverage: Coverage,
+}
+
+/// A cached block.
+#[derive(Debug, Clone, Copy)]
+struct CachedBlock {
+    priority: Priority,
+    /// The time when it became idle, and its number in the order of arrival among the candidates.
+    idle: Option<(Duration, u64)>,
+}
+
+impl CachedBlock {
+    /// Returns when the level of a candidate expires.
+    fn expiry(&self) -> Option<Duration> {
+        let duration = self.priority.duration;
+        let lasting = duration.filter(|_| self.priority.level != Priority::DEFAULT_LEVEL);
+        Some(self.idle?.0 + lasting?)
+    }
+}
+
+impl CheckedPolicy {
+    /// Wraps the policy for `num_blocks` blocks.
+    pub(super) fn new(
+        eviction: Eviction,
+        num_blocks: u32,
+        clock: &Arc<ManualClock>,
+    ) -> (Self, Arc<Mutex<Observations>>) {
+        let seen = Arc::new(Mutex::new(Observations::default()));
+        let shared: Arc<dyn Clock> = Arc::clone(clock) as _;
+        let inner = eviction.policy(num_blocks, &shared);
+        let clock = Arc::clone(clock);
+        (Self { inner, eviction, clock, seen: Arc::clone(&seen) }, seen)
+    }
+
+    fn seen(&self) -> MutexGuard<'_, Observations> {
+        lock(&self.seen)
+    }
+}
+
+/// Locks the observations.
+pub(super) fn lock(seen: &Mutex<Observations>) -> MutexGuard<'_, Observations> {
+    seen.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Observations {
+    pub(super) fn broken(&self) -> Option<&str> {
+        self.broken.as_deref()
+    }
+    /// Returns the behaviours seen in evictions.
+    pub(super) fn coverage(&self) -> Coverage {
+        self.coverage
+    }
+    pub(super) fn num_known(&self) -> usize {
+        self.blocks.len()
+    }
+    /// Returns the priority of a cached block, and whether it is a candidate.
+    pub(super) fn of(&self, block: BlockId) -> Option<(Priority, bool)> {
+        let known = self.blocks.get(&block)?;
+        Some((known.priority, known.idle.is_some()))
+    }
+
+    fn report(&mut self, what: impl FnOnce() -> String) {
+        if self.broken.is_none() {
+            self.broken = Some(what());
+        }
+    }
+
+    fn arrive(&mut self, block: BlockId, now: Duration) {
+        self.arrivals += 1;
+        let arrival = self.arrivals;
+        if let Some(known) = self.blocks.get_mut(&block) {
+            known.idle = Some((now, arrival));
+        }
+    }
+
+    /// Gives expired blocks the default level; each becomes the youngest candidate.
+    fn expire(&mut self, now: Duration) {
+        let expiry = |(block, known): (&BlockId, &CachedBlock)| Some((known.expiry()?, *block));
+        let mut ends: Vec<_> = self.blocks.iter().filter_map(expiry).collect();
+        ends.retain(|(expiry, _)| *expiry <= now);
+        ends.sort_unstable();
+        for (_, block) in ends {
+            self.coverage.add(Behaviour::LevelExpired);
+            self.blocks.entry(block).and_modify(|known| known.priority = Priority::default());
+            self.arrive(block, now);
+        }
+    }
+
+    /// Checks that the choice was allowed, and removes it from the candidates.
+    fn evict(&mut self, eviction: Eviction, chosen: Option<BlockId>) {
+        let candidate = |(block, known): (&BlockId, &CachedBlock)| {
+            Some((known.priority.level, known.idle?.1, *block))
+        };
+        let all: Vec<_> = self.blocks.iter().filter_map(candidate).collect();
+        let (first, oldest) = (all.iter().min(), all.iter().min_by_key(|(_, age, _)| *age));
+        let found = all.iter().find(|(_, _, block)| Some(*block) == chosen);
+        let is_right = match (eviction, found) {
+            (_, None) => all.is_empty() && chosen.is_none(),
+            (Eviction::Lru, found) => found == oldest,
+            (Eviction::Priority, found) => found == first,
+            (Eviction::Default, Some((level, ..))) => first.is_some_and(|(low, ..)| low == level),
+            _ => true,
+        };
+        if !is_right {
+            self.report(|| {
+                format!("{eviction} evicted {chosen:?}, among (level, arrival): {all:?}")
+            });
+        }
+        let has_levels = all.iter().any(|(level, ..)| first.is_some_and(|(low, ..)| low < level));
+        if has_levels && matches!(eviction, Eviction::Priority | Eviction::Default) {
+            self.coverage.add(Behaviour::EvictedByLevel);
+        }
+        if let Some(block) = chosen {
+            self.blocks.remove(&block);
+        }
+    }
+}
+
+impl EvictionPolicy for CheckedPolicy {
+    fn tick(&mut self) {
+        self.inner.tick();
+    }
+    fn stored(&mut self, block: BlockId, info: &BlockInfo) {
+        let known = CachedBlock { priority: info.priority, idle: None };
+        if self.seen().blocks.insert(block, known).is_some() {
+            self.seen().report(|| format!("{block} was stored twice"));
+        }
+        self.inner.stored(block, info);
+    }
+    fn reused(&mut self, block: BlockId) {
+        let mut seen = self.seen();
+        match seen.blocks.get_mut(&block) {
+            Some(known) => known.idle = None,
+            None => seen.report(|| format!("{block} is reused but not cached")),
+        }
+        drop(seen);
+        self.inner.reused(block);
+    }
+    fn computed_again(&mut self, block: BlockId) {
+        let mut seen = self.seen();
+        match seen.blocks.get_mut(&block) {
+            Some(known) => known.idle = None,
+            None => seen.report(|| format!("{block} is computed again but not cached")),
+        }
+        drop(seen);
+        self.inner.computed_again(block);
+    }
+    fn idle(&mut self, block: BlockId) {
+        let now = self.clock.now();
+        if self.seen().of(block).is_none_or(|(_, is_idle)| is_idle) {
+            self.seen()
+                .report(|| format!("{block} becomes idle but is not cached or is idle already"));
+        }
+        self.seen().arrive(block, now);
+        self.inner.idle(block);
+    }
+    fn dropped(&mut self, block: BlockId) {
+        if self.seen().blocks.remove(&block).is_none() {
+            self.seen().report(|| format!("{block} is dropped but not cached"));
+        }
+        self.inner.dropped(block);
+    }
+    fn set_priority(&mut self, block: BlockId, priority: Priority) {
+        let (now, eviction) = (self.clock.now(), self.eviction);
+        let mut seen = self.seen();
+        let known = seen.blocks.get_mut(&block).map(|known| {
+            known.priority = priority;
+            known.idle.is_some()
+        });
+        match known {
+            None => seen.report(|| format!("{block} gets a priority but is not cached")),
+            // Its duration starts again, and policies with levels make it the youngest candidate.
+            Some(true) if eviction != Eviction::Lru => seen.arrive(block, now),
+            Some(_) => {}
+        }
+        drop(seen);
+        self.inner.set_priority(block, priority);
+    }
+    fn evict(&mut self) -> Option<BlockId> {
+        let now = self.clock.now();
+        if matches!(self.eviction, Eviction::Priority | Eviction::Default) {
+            self.seen().expire(now);
+        }
+        let chosen = self.inner.evict();
+        self.seen().evict(self.eviction, chosen);
+        chosen
+    }
+}
