@@ -41,7 +41,7 @@ pub fn to_file(calibrator: &Calibrator, model: &Decoder) -> Result<Vec<u8>, Erro
 }
 
 /// Runs the model over a text and passes its rows to one calibrator for each length of the
-/// full-precision prefix in `sinks`. The cache is f32, so that the constants are those of the
+/// full-precision prefix in `prefixes`. The cache is f32, so that the constants are those of the
 /// model's own rows. `progress` gets the number of tokens after each chunk.
 ///
 /// # Errors

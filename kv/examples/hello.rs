@@ -2,7 +2,7 @@
 //! a model would compute them.
 //!
 //! `cargo run --release -p kv --example hello -- cpu`
-#![expect(clippy::print_stdout, clippy::indexing_slicing, reason = "an example")]
+#![expect(clippy::print_stdout, reason = "an example")]
 
 use kv::{AttentionOptions, CacheSpec, Device, KvCache, QkvFormat, SequenceId, StartOptions};
 use kv::{StepInput, TensorView, TensorViewMut};

@@ -15,7 +15,7 @@
 //! | share prefixes between prompts | [`KvCache::start`], [`reuse`] |
 //! | choose what is evicted | [`eviction`] |
 //! | store K and V in 3 to 8 bits | [`quant`] |
-//! | schedule requests | [`KvCache::check_admission`](scheduling::CacheState::check_admission), [`scheduling`] |
+//! | schedule requests | [`scheduling`]: admission, blocks that a step takes |
 //! | watch a cache | [`Stats`], [`Usage`]; for routers [`events`], for simulations [`block`] |
 //! | write a backend | [`backend`] |
 //!

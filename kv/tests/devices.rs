@@ -3,7 +3,6 @@
 #![forbid(unsafe_code)]
 #![expect(
     clippy::panic,
-    clippy::indexing_slicing,
     clippy::float_cmp,
     reason = "a test, and its helpers outside the test functions"
 )]

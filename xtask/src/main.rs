@@ -14,6 +14,7 @@ mod gpu;
 mod kernels;
 mod lanes;
 mod programs;
+mod public_api;
 mod readme;
 mod setup;
 mod shell;
@@ -55,6 +56,8 @@ Usage: cargo xtask COMMAND
       --arch ARCH      only for this architecture, such as sm_90a
       --check          checks instead that the compiled kernels in the tree are current
       --write          also writes them; those that are current are not compiled again
+  public-api           compares the public API of kv with the list in kv/public-api.txt
+      --update         writes the list instead
   gpu                  checks and measures the CUDA backend on a card: docs/gpu/CARD.md and .json
       --device N       the card with this number; otherwise the first
       --vectors DIR    these vector files too (repeatable)
@@ -85,11 +88,18 @@ enum Command {
     Setup,
     Bench(Vec<OsString>),
     Kernels(Vec<OsString>),
+    PublicApi { update: bool },
     Gpu(gpu::Options),
     Help,
 }
 
 fn main() -> ExitCode {
+    if let Some(documented) = public_api::stand_in() {
+        return documented.unwrap_or_else(|error| {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        });
+    }
     let command = match parse(Parser::from_env()) {
         Ok(command) => command,
         Err(error) => {
@@ -122,6 +132,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Setup => setup::run()?,
         Command::Bench(args) => bench::run(&args)?,
         Command::Kernels(args) => kernels::run(&args)?,
+        Command::PublicApi { update } => public_api::run(update)?,
         Command::Gpu(options) => {
             let is_clean = gpu::run(&options)?;
             return Ok(if is_clean { ExitCode::SUCCESS } else { ExitCode::FAILURE });
@@ -147,6 +158,7 @@ fn parse(mut parser: Parser) -> Result<Command> {
         "arm" => return parse_arm(parser),
         "kernels" => return parse_kernels(parser),
         "gpu" => return parse_gpu(parser),
+        "public-api" => return parse_public_api(parser),
         "check" => Command::Check,
         "test" => Command::Test,
         "stage" => Command::Stage(parser.value()?.string()?),
@@ -185,6 +197,18 @@ fn parse_conformance(mut parser: Parser) -> Result<Command> {
         }
     }
     Ok(Command::Conformance(options))
+}
+
+fn parse_public_api(mut parser: Parser) -> Result<Command> {
+    let mut update = false;
+    while let Some(arg) = parser.next()? {
+        match arg {
+            Arg::Long("update") => update = true,
+            Arg::Short('h') | Arg::Long("help") => return Ok(Command::Help),
+            other => return Err(other.unexpected().into()),
+        }
+    }
+    Ok(Command::PublicApi { update })
 }
 
 fn parse_arm(mut parser: Parser) -> Result<Command> {

@@ -10,7 +10,8 @@ use crate::lanes::{Lane, Outcome, Stage};
 use crate::programs::{self, Program};
 use crate::workspace::Workspace;
 use crate::{
-    arm, conformance, emulator, examples, kernels, lanes, readme, setup, shell, tidy, webgpu,
+    arm, conformance, emulator, examples, kernels, lanes, public_api, readme, setup, shell, tidy,
+    webgpu,
 };
 
 /// Features of every build of the workspace: all backends, the CUDA backend also on the emulator,
@@ -43,6 +44,7 @@ const STAGES: &[Stage] = &[
     compile("build of examples of kv", &[], |_| examples::build().map(passed)),
     compile("doc tests", &[], doc_tests),
     compile("rustdoc", &[], rustdoc),
+    compile("public API", &[], public_api::compare),
     compile("features", &[], features),
     run_stage("CUDA emulator", &["tools"], |_| emulator::run(&SELF_TEST).map(passed)),
     run_stage("CUDA kernels", &[], compile_kernels),
@@ -316,10 +318,7 @@ fn conform_emulated(_: &Workspace) -> Result<Outcome> {
 }
 
 fn rustdoc(_: &Workspace) -> Result<Outcome> {
-    // Programs are left out: `kv` the program and `kv` the library would share a page. The
-    // selection of crates and features is clippy's, so that its results are used again.
-    let mut command = shell::cargo(["doc", "--workspace", "--no-deps", "--lib"]);
-    shell::run(command.args(FEATURES).env("RUSTDOCFLAGS", "--deny warnings")).map(passed)
+    public_api::document().map(passed)
 }
 
 /// Features only add: the library must build without any, and the program as README builds it.

@@ -81,8 +81,8 @@ impl<B: Backend> Step<'_, B> {
     ///
     /// # Shapes
     /// `q` is `[t, num_q_heads, head_dim_k]` and `out` `[t, num_q_heads, head_dim_v]` for `thd`,
-    /// and likewise for the other formats ([`AttentionOptions::with_qkv_format`]). `out` has the element
-    /// type of `q`; `num_q_heads` is a multiple of `num_kv_heads`.
+    /// and likewise for the other formats ([`AttentionOptions::with_qkv_format`]). `out` has the
+    /// element type of `q`; `num_q_heads` is a multiple of `num_kv_heads`.
     ///
     /// An `out` in host memory holds its rows when the call returns. On a GPU that costs a
     /// submission and a wait for every call; an `out` in device memory costs neither. It is refused

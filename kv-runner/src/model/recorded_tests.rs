@@ -17,6 +17,7 @@ use safetensors::tensor::TensorView;
 use super::Decoder;
 use super::recorded::{Recorded, recorded, values};
 use crate::config::ModelConfig;
+use crate::num::to_usize;
 use crate::stored::Stored;
 use crate::text::Tokenizer;
 use crate::weights::Weights;
@@ -135,14 +136,15 @@ fn a_fork_and_a_cached_prefix_have_the_logits_of_transformers() {
         for id in [first, fork] {
             cache.release(id).expect("releases");
         }
-        let reused = cache.start(second, &ids, StartOptions::default()).expect("starts") as usize;
+        let reused = cache.start(second, &ids, StartOptions::default()).expect("starts");
+        let reused = to_usize(reused);
         assert!(reused >= prompt.len(), "{}: {reused} tokens reused", case.name);
         let rows = read(&model, &mut cache, second, &ids[reused..]);
         check(case, reused, &rows, "after a cached prefix");
         cache.release(second).expect("releases");
         // A prefix that ends inside the prompt and inside a block.
         let reused = cache.start(second, &[&ids[..21], &[3]].concat(), StartOptions::default());
-        let reused = reused.expect("starts") as usize;
+        let reused = to_usize(reused.expect("starts"));
         assert!(reused > 0 && reused <= 21, "{}: {reused} tokens reused", case.name);
         let rows = read(&model, &mut cache, second, &ids[reused..]);
         check(case, reused, &rows, "after a part of it");

@@ -23,7 +23,8 @@ pub enum StoredError {
     },
     /// An unknown option.
     #[error(
-        "{got:?} is not an option of a format, expected V=, calib=, full-precision-prefix=, transform=, tail= or mean="
+        "{got:?} is not an option of a format, expected V=, calib=, full-precision-prefix=, \
+         transform=, tail= or mean="
     )]
     Option {
         /// The text instead of an option.

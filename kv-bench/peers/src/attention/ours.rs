@@ -3,7 +3,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use kv::cpu::{CpuBackend, CpuOptions};
-use kv::{AttentionOptions, CacheSpec, KvCache, QkvFormat, SequenceId, StartOptions, StepInput, TensorView, TensorViewMut};
+use kv::{
+    AttentionOptions, CacheSpec, KvCache, QkvFormat, SequenceId, StartOptions, StepInput,
+    TensorView, TensorViewMut,
+};
 use kv_bench::BLOCK_SIZE;
 
 use super::Contender;

@@ -3,6 +3,7 @@ use super::reuse::{cache_with, run, tokens};
 use super::*;
 use crate::events::EventKind;
 use crate::eviction::Eviction;
+use crate::num::to_usize;
 use crate::reuse::ContentSpan;
 use crate::{PrefixReuse, PublishAt};
 
@@ -268,7 +269,7 @@ fn namespaces_and_contents_are_indexed_apart() {
     for round in 0..3 {
         for options in &all {
             let reused = cache.start(SEQ[0], &prompt, *options).unwrap();
-            step_all(&mut cache, &[(SEQ[0], &prompt[reused as usize..])]);
+            step_all(&mut cache, &[(SEQ[0], &prompt[to_usize(reused)..])]);
             cache.release(SEQ[0]).unwrap();
             check_invariants(&cache);
             assert!(round == 0 || reused == 15, "{options:?}: {reused} reused");

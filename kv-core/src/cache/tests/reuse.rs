@@ -3,6 +3,7 @@ use std::ops::Range;
 
 use super::*;
 use crate::eviction::Eviction;
+use crate::num::to_usize;
 use crate::{PrefixReuse, PublishAt};
 
 pub(super) fn cache_with(
@@ -23,7 +24,7 @@ fn full_blocks(num_blocks: u32) -> KvCache<NullBackend> {
 /// Starts a sequence and computes what is not cached; returns the number of cached tokens.
 pub(super) fn run(cache: &mut KvCache<NullBackend>, sequence: SequenceId, prompt: &[u32]) -> u32 {
     let reused = cache.start(sequence, prompt, StartOptions::default()).unwrap();
-    feed(cache, sequence, &prompt[reused as usize..]);
+    feed(cache, sequence, &prompt[to_usize(reused)..]);
     reused
 }
 
@@ -229,7 +230,7 @@ fn salts_adapters_and_contents_keep_prompts_apart() {
     for (options, hits) in all.iter().zip([0, 0, 0, 0, 4, 4]) {
         assert_eq!(cache.probe(&prompt, *options), hits);
         assert_eq!(cache.start(SEQ[0], &prompt, *options).unwrap(), hits);
-        feed(&mut cache, SEQ[0], &prompt[hits as usize..]);
+        feed(&mut cache, SEQ[0], &prompt[to_usize(hits)..]);
         cache.release(SEQ[0]).unwrap();
     }
     assert!(all.iter().all(|options| cache.probe(&prompt, *options) == 16));

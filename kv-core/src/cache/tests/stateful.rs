@@ -326,7 +326,7 @@ impl Model {
     fn ping(&mut self, cache: &mut KvCache<NullBackend>, prompt: &[u32]) -> Result<(), CacheError> {
         let id = SequenceId(99);
         let reused = cache.start(id, prompt, StartOptions::default())?;
-        let ran = cache.begin_step(&[StepInput::prompt(id, &prompt, reused)]);
+        let ran = cache.begin_step(&[StepInput::prompt(id, prompt, reused)]);
         let ran = ran.and_then(|mut step| {
             write_all(&mut step)?;
             step.commit()
