@@ -123,8 +123,8 @@ pub mod spec {
     //! Settings of a cache and of its groups of layers.
     pub use kv_core::plan::Determinism;
     pub use kv_core::{
-        CacheSpecBuilder, GroupBuilder, GroupSpec, KeyMean, MemoryUsage, PrefixReuse, PublishAt,
-        Transform, Window,
+        CacheSpecBuilder, GroupBuilder, GroupSpec, KeyMean, LateLayers, MemoryUsage, PrefixReuse,
+        PublishAt, Transform, Window,
     };
 }
 
