@@ -2,21 +2,23 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
-use kv_core::DeviceError;
+use kv_core::{DeviceError, QkvFormat, TokenRows};
 
 use crate::buffer::CudaBuffer;
 use crate::gpu::{Gpu, Graph};
+use crate::step::Extent;
 
 /// The captured launches of a step, to be replayed for any later step within the same
-/// [`StepLimits`](crate::StepLimits). Keeps all memory that they use.
+/// [`StepLimits`](crate::StepLimits) whose rows the captured tensors have room for. Keeps all memory
+/// that they use.
 #[derive(Debug)]
 pub struct CudaGraph {
     pub(crate) gpu: Arc<dyn Gpu>,
     pub(crate) graph: Box<dyn Graph>,
     /// Identifies the limits under which it was captured.
     pub(crate) epoch: u64,
-    /// Memory that its launches use.
-    _held: Vec<CudaBuffer>,
+    /// Memory that its launches use, and how many rows its tensors have.
+    held: Captured,
 }
 
 impl CudaGraph {
@@ -24,23 +26,88 @@ impl CudaGraph {
         gpu: &Arc<dyn Gpu>,
         graph: Box<dyn Graph>,
         epoch: u64,
-        held: Vec<CudaBuffer>,
+        held: Captured,
     ) -> Self {
-        Self { gpu: Arc::clone(gpu), graph, epoch, _held: held }
+        Self { gpu: Arc::clone(gpu), graph, epoch, held }
+    }
+
+    /// Returns why a captured tensor has no room for a step, whose launches would then write past
+    /// it; `None` if all have room.
+    pub(crate) fn lacks_room(&self, step: &Extent) -> Option<String> {
+        let Captured { queries, new, .. } = &self.held;
+        let queries = queries.lacks("queries", (step.sequences, step.q_len_max, step.total_q));
+        queries
+            .or_else(|| new.lacks("new tokens", (step.sequences, step.new_len_max, step.total_new)))
     }
 }
 
-/// Memory that calls use while they are captured.
+/// What captured calls use.
 #[derive(Debug, Default)]
-pub(crate) struct Held(RefCell<Option<Vec<CudaBuffer>>>);
+pub(crate) struct Captured {
+    pub(crate) memory: Vec<CudaBuffer>,
+    queries: RowRoom,
+    new: RowRoom,
+}
+
+/// Rows that every one of some tensors has room for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct RowRoom {
+    sequences: u32,
+    /// Rows of each sequence.
+    longest: u32,
+    /// Rows of all sequences.
+    total: u32,
+}
+
+impl Default for RowRoom {
+    /// Without tensors, there is no limit.
+    fn default() -> Self {
+        Self { sequences: u32::MAX, longest: u32::MAX, total: u32::MAX }
+    }
+}
+
+impl RowRoom {
+    fn and(&mut self, rows: &TokenRows) {
+        if rows.format() == QkvFormat::Thd {
+            self.total = self.total.min(rows.tokens());
+        } else {
+            self.sequences = self.sequences.min(rows.batch());
+            self.longest = self.longest.min(rows.tokens());
+        }
+    }
+
+    fn lacks(&self, of: &str, (sequences, longest, total): (u32, u32, u32)) -> Option<String> {
+        if sequences <= self.sequences && longest <= self.longest && total <= self.total {
+            return None;
+        }
+        let found = [
+            (format!("sequences with {of}"), sequences, self.sequences),
+            (format!("{of} of a sequence"), longest, self.longest),
+            (of.to_owned(), total, self.total),
+        ];
+        let (what, got, max) = found.into_iter().find(|(_, got, max)| got > max)?;
+        Some(format!("{what}: {got}, and a captured tensor has room for {max}"))
+    }
+}
+
+/// Which rows of a step a tensor has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum RowsOf {
+    Queries,
+    NewTokens,
+}
+
+/// What calls use while they are captured.
+#[derive(Debug, Default)]
+pub(crate) struct Held(RefCell<Option<Captured>>);
 
 impl Held {
-    /// Starts to record memory.
+    /// Starts to record memory and rows.
     pub(crate) fn begin(&self) {
-        *self.0.borrow_mut() = Some(Vec::new());
+        *self.0.borrow_mut() = Some(Captured::default());
     }
-    /// Stops recording, and returns the recorded memory.
-    pub(crate) fn end(&self) -> Vec<CudaBuffer> {
+    /// Stops recording, and returns what was recorded.
+    pub(crate) fn end(&self) -> Captured {
         self.0.borrow_mut().take().unwrap_or_default()
     }
     pub(crate) fn is_on(&self) -> bool {
@@ -48,7 +115,16 @@ impl Held {
     }
     pub(crate) fn note(&self, buffer: &CudaBuffer) {
         if let Some(held) = self.0.borrow_mut().as_mut() {
-            held.push(buffer.clone());
+            held.memory.push(buffer.clone());
+        }
+    }
+    /// Records how many rows a tensor has.
+    pub(crate) fn note_rows(&self, of: RowsOf, rows: &TokenRows) {
+        if let Some(held) = self.0.borrow_mut().as_mut() {
+            match of {
+                RowsOf::Queries => held.queries.and(rows),
+                RowsOf::NewTokens => held.new.and(rows),
+            }
         }
     }
 }
@@ -57,4 +133,25 @@ impl Held {
 pub(crate) fn refused(what: &str) -> DeviceError {
     let why = format!("{what} while launches are captured: run one such step before");
     crate::tensors::unsupported("capture", why)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The least rows of all tensors count, those of batches and ragged ones alike.
+    #[test]
+    fn the_smallest_tensor_decides() {
+        let mut room = RowRoom::default();
+        assert_eq!(room.lacks("queries", (9, 9, 81)), None);
+        room = RowRoom { total: 8, ..room };
+        assert_eq!(room.lacks("queries", (9, 9, 8)), None);
+        let refused = room.lacks("queries", (9, 1, 9)).unwrap();
+        assert_eq!(refused, "queries: 9, and a captured tensor has room for 8");
+        room = RowRoom { sequences: 4, longest: 2, ..room };
+        let refused = room.lacks("new tokens", (5, 1, 5)).unwrap();
+        assert_eq!(refused, "sequences with new tokens: 5, and a captured tensor has room for 4");
+        let refused = room.lacks("queries", (2, 3, 6)).unwrap();
+        assert_eq!(refused, "queries of a sequence: 3, and a captured tensor has room for 2");
+    }
 }

@@ -125,6 +125,9 @@ impl CudaQueue {
 
     /// Starts to capture launches instead of running them. Calls on this queue until
     /// [`Self::end_capture`] must be those of one step: its writes and attention, in device memory.
+    /// Tensors should have room for the largest step that is replayed. A replay may leave rows of an
+    /// output to nobody, so every captured attention also launches the small kernel that clears
+    /// such rows, even where the step that is captured owns all of them.
     ///
     /// The step must be within [`Self::set_step_limits`], and a similar step must have run before,
     /// so that all memory is allocated and kernels are loaded.
@@ -155,9 +158,9 @@ impl CudaQueue {
         // Plans made during the capture have not run.
         self.steps.forget_decodes();
         let graph = self.stream.end_capture()?;
-        held.extend(self.scratch.memory().cloned());
-        held.extend(self.counters.memory().cloned());
-        held.extend(self.steps.memory());
+        held.memory.extend(self.scratch.memory().cloned());
+        held.memory.extend(self.counters.memory().cloned());
+        held.memory.extend(self.steps.memory());
         Ok(CudaGraph::new(&self.gpu, graph, self.steps.epoch(), held))
     }
 
@@ -165,8 +168,9 @@ impl CudaQueue {
     /// which they were captured.
     ///
     /// # Errors
-    /// `ForeignHandle` for a graph of another device, `Unsupported` for one that was captured under
-    /// other limits; the driver's errors.
+    /// `ForeignHandle` for a graph of another device; `Unsupported` for one that was captured under
+    /// other limits, and for a step that is beyond the limits or that a captured tensor has no room
+    /// for; the driver's errors.
     pub fn replay(&mut self, graph: &CudaGraph) -> Result<(), DeviceError> {
         if !Arc::ptr_eq(&self.gpu, &graph.gpu) {
             return Err(DeviceError::new(DeviceErrorKind::ForeignHandle, "replay"));
@@ -176,11 +180,13 @@ impl CudaQueue {
             let why = "the graph was captured under other step limits, or on another queue";
             return Err(crate::tensors::unsupported("replay", why));
         }
-        if let Some(why) = self.steps.not_fixed() {
+        let too_large = || graph.lacks_room(&self.steps.extent());
+        if let Some(why) = self.steps.not_fixed().or_else(too_large) {
             return Err(crate::tensors::unsupported("replay", why));
         }
         // SAFETY: the graph holds all memory that its launches use; limits fix the addresses of a
-        // step's lists, and their content was checked when the step began.
+        // step's lists, and their content was checked when the step
+        // began; the tensors have room for the step.
         unsafe { self.stream.replay(graph.graph.as_ref()) }
     }
 

@@ -144,8 +144,18 @@ impl Side {
 /// Writes and attends every layer of a step, with tensors in device memory.
 fn layers(
     step: &mut Step<'_, CudaBackend>,
+    tensors: (&[CudaBuffer; 3], &CudaBuffer),
+    window: Option<u32>,
+) {
+    layers_of(step, tensors, window, BATCH);
+}
+
+/// The same with tensors of `rows` rows.
+fn layers_of(
+    step: &mut Step<'_, CudaBackend>,
     (inputs, out): (&[CudaBuffer; 3], &CudaBuffer),
     window: Option<u32>,
+    rows: u32,
 ) {
     let [q, k, v] = inputs;
     let mut options = AttentionOptions::causal(0.125);
@@ -154,10 +164,9 @@ fn layers(
     }
     for layer in 0..LAYERS {
         let at = |len: u32| u64::from(len) * u64::from(layer) * 2;
-        let kv =
-            |buffer| TensorView::device(DType::F16, buffer, at(K_LEN), &[BATCH, KV_HEADS, DIM]);
+        let kv = |buffer| TensorView::device(DType::F16, buffer, at(K_LEN), &[rows, KV_HEADS, DIM]);
         step.write(layer, kv(k), kv(v), QkvFormat::Thd).unwrap();
-        let dims = [BATCH, Q_HEADS, DIM];
+        let dims = [rows, Q_HEADS, DIM];
         let q = TensorView::device(DType::F16, q, at(Q_LEN), &dims);
         let out = TensorViewMut::device(DType::F16, out, at(Q_LEN), &dims);
         step.attend(layer, q, out, &options).unwrap();
@@ -259,6 +268,42 @@ fn a_replay_clears_rows_that_its_capture_used() {
     for (ids, captures) in [(&[1, 2, 3, 4][..], false), (&[4, 3, 2, 1], true), (&[2, 3], true)] {
         let ids: Vec<_> = ids.iter().map(|id| seq(*id)).collect();
         assert_eq!(captured.decode(&ids, captures, None), plain.decode(&ids, false, None));
+    }
+}
+
+/// Launches reach as far as the step that they run for, and the captured tensors end where they do.
+#[test]
+fn a_replay_refuses_a_step_that_is_larger_than_its_tensors() {
+    let pair = (Side::new(KvFormat::F16, None), Side::new(KvFormat::F16, None));
+    let (Some(mut captured), Some(mut plain)) = pair else { return };
+    captured.cache.queue_mut().set_step_limits(LIMITS);
+    for id in 1..=4_u32 {
+        captured.prefill(seq(id.into()), id * 9);
+        plain.prefill(seq(id.into()), id * 9);
+    }
+    let ids = [seq(1), seq(2), seq(3), seq(4)];
+    assert_eq!(captured.decode(&ids, false, None), plain.decode(&ids, false, None));
+    let inputs =
+        |ids: &[SequenceId]| -> Vec<_> { ids.iter().map(|id| StepInput::count(*id, 1)).collect() };
+    let mut step = captured.cache.begin_step(&inputs(&ids[..2])).unwrap();
+    step.queue_mut().begin_capture().unwrap();
+    layers_of(&mut step, (&captured.inputs, &captured.out), None, 2);
+    let graph = step.queue_mut().end_capture().unwrap();
+    drop(step);
+    captured.graph = Some(graph);
+    for larger in [&ids[..3], &ids[..]] {
+        let mut step = captured.cache.begin_step(&inputs(larger)).unwrap();
+        let refused = step.queue_mut().replay(captured.graph.as_ref().unwrap()).unwrap_err();
+        assert_eq!(refused.kind(), DeviceErrorKind::Unsupported);
+        let words = format!("queries: {}, and a captured tensor has room for 2", larger.len());
+        assert!(refused.to_string().contains(&words), "{refused}");
+    }
+    // What fits is replayed, and what does not runs as ever.
+    for (ids, captures) in [(&ids[..2], true), (&ids[1..2], true), (&ids[..], false)] {
+        let rows = ids.len().min(2) * usize::try_from(Q_HEADS * DIM * 2).unwrap();
+        let (got, expected) =
+            (captured.decode(ids, captures, None), plain.decode(ids, false, None));
+        assert_eq!(got[..rows], expected[..rows], "{ids:?}");
     }
 }
 

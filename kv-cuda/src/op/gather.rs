@@ -38,7 +38,8 @@ pub(crate) fn gather(
     let room = Room { entries: plan.ranges().len(), longest, total: plan.total() };
     let Parts { call, pack, constants, mut transfer } = queue.parts(OPERATION);
     let out = call.output(args.out(), room)?;
-    let plane = call.plane(args.plane(), tables.num_blocks(), None, (constants, &mut transfer))?;
+    let (of_pool, planned) = (tables.num_blocks(), Some(plan.layout()));
+    let plane = call.plane(args.plane(), of_pool, planned, (constants, &mut transfer))?;
     let ranges_at = pack.push(&ranges);
     let entries_at = pack.push(&entries);
     let tables_at = pack.push(&blocks);

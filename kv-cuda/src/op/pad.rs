@@ -25,8 +25,8 @@ pub(crate) fn pad_rows(
     value: f32,
 ) -> Result<(), DeviceError> {
     let rows = u64::from(out.batch).saturating_mul(out.tokens.into());
-    // No entry has more rows than fit, so an equal total means that no row is left over. In a
-    // replay some rows may be.
+    // No entry has more rows than fit, so an equal total means that no row is left over. The
+    // batch of a replay may leave some, so a capture always has the launch.
     if u64::from(total) >= rows && !queue.is_capturing() {
         return Ok(());
     }

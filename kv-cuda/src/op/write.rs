@@ -4,6 +4,7 @@ use kv_core::plan::{WriteArgs, WritePlan};
 
 use super::{MAX_YZ, round16};
 use crate::buffer::CudaBuffer;
+use crate::capture::RowsOf;
 use crate::gpu::Launch;
 use crate::params::WriteParams;
 use crate::queue::{CudaQueue, Parts};
@@ -26,6 +27,9 @@ pub(crate) fn write_kv(
     let Parts { call, pack, constants, mut transfer } = queue.parts(OPERATION);
     let (k, k_from) = call.input(args.k(), room, pack)?;
     let (v, v_from) = call.input(args.v(), room, pack)?;
+    for tensor in [args.k(), args.v()] {
+        call.held.note_rows(RowsOf::NewTokens, tensor.rows());
+    }
     let (blocks, planned) = (plan.tables().num_blocks(), Some(plan.layout()));
     let k_plane = call.plane(args.k_plane(), blocks, planned, (constants, &mut transfer))?;
     let v_plane = call.plane(args.v_plane(), blocks, planned, (constants, &mut transfer))?;

@@ -3,6 +3,7 @@ use std::sync::Arc;
 
 use kv_core::DeviceError;
 use kv_core::block::BlockTables;
+use kv_core::invariant::Invariant;
 use kv_core::plan::{PlanBuffers, PlanId, WritePlan};
 
 use super::lists::{Lists, extent_of, within};
@@ -116,9 +117,7 @@ impl Image {
             self.decodes.push(DecodeImage { work: *work, memory, pieces, starts, is_made: false });
             self.decodes.len().saturating_sub(1)
         });
-        let Some(decode) = self.decodes.get_mut(index) else {
-            return Ok((0, 0));
-        };
+        let decode = self.decodes.get_mut(index).invariant("a way of decoding is on the list");
         if decode.is_made {
             return Ok((decode.pieces, decode.starts));
         }
@@ -149,7 +148,8 @@ impl Image {
             begins.push(to_u32(blocks.len()));
             blocks.extend(tables.row(sequence.row).iter().map(|block| block.0));
         }
-        let table = |index: usize, _| begins.get(index).copied().unwrap_or(0);
+        let begin = |index| begins.get(index).copied();
+        let table = |index, _| begin(index).invariant("every sequence has a table");
         let lists = Lists::put(pack, (batch, extent_of(batch)), None, (table, &[]));
         self.is_fixed = false;
         let blocks = pack.push(&blocks);

@@ -15,6 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kv_core::block::BlockTables;
+use kv_core::invariant::Invariant;
 use kv_core::plan::{PlanBuffers, PlanId, WritePlan};
 use kv_core::{DeviceError, GroupId};
 
@@ -124,6 +125,10 @@ impl Steps {
         };
         self.groups.iter().find_map(|image| image.not_fixed(limits))
     }
+    /// The numbers of the step that was begun last, which its groups share but for the splits.
+    pub(crate) fn extent(&self) -> Extent {
+        self.groups.first().map_or_else(Extent::default, |image| image.step().extent)
+    }
     pub(crate) fn epoch(&self) -> u64 {
         self.epoch
     }
@@ -154,9 +159,7 @@ impl Steps {
         while self.groups.len() <= index {
             self.groups.push(Image::new(&self.gpu));
         }
-        let Some(image) = self.groups.get_mut(index) else {
-            return Ok(());
-        };
+        let image = self.groups.get_mut(index).invariant("the list was made long enough");
         image.send_with_changes(transfer, &mut self.pack, write, self.limits)
     }
 
@@ -177,9 +180,8 @@ impl Steps {
         if self.by_hand.len() < KEPT {
             self.by_hand.push(Image::new(&self.gpu));
         }
-        let Some(image) = self.by_hand.iter_mut().min_by_key(|image| image.used) else {
-            return Ok(StepPlan::default());
-        };
+        let image = self.by_hand.iter_mut().min_by_key(|image| image.used);
+        let image = image.invariant("some plans made by hand are kept");
         image.used = clock;
         image.send_whole(transfer, &mut self.pack, batch, tables)?;
         Ok(image.step())
@@ -196,10 +198,10 @@ impl Steps {
         work: &Work,
     ) -> Result<(Address, Address), DeviceError> {
         let mut images = self.groups.iter_mut().chain(&mut self.by_hand);
-        match images.find(|image| image.holds(id)) {
-            Some(image) => image.decode(transfer, work),
-            None => Ok((0, 0)),
-        }
+        let image = images.find(|image| image.holds(id));
+        image
+            .invariant("a batch is decoded after it was brought to the device")
+            .decode(transfer, work)
     }
 }
 

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use bytemuck::{Pod, Zeroable};
 use kv_core::block::BlockTables;
+use kv_core::invariant::Invariant;
 use kv_core::{DeviceError, DeviceErrorKind};
 
 use super::StepLimits;
@@ -33,6 +34,8 @@ struct Row {
     revision: u64,
     len: usize,
 }
+
+const FITTED: &str = "rows of a batch are fitted before they are sent";
 
 /// Entries reserved for a short row.
 const ROOM_MIN: u32 = 16;
@@ -80,7 +83,7 @@ impl DeviceTables {
     }
     /// Returns the first entry of a row.
     pub(super) fn begin(&self, row: u32) -> u32 {
-        self.rows.get(to_usize(row)).map_or(0, |row| row.begin)
+        self.rows.get(to_usize(row)).invariant(FITTED).begin
     }
 
     /// Makes space for the rows of a batch; growing drops all rows.
@@ -149,9 +152,7 @@ impl DeviceTables {
     /// Reserves `need` entries for a row, or keeps its place unless that is more than four times
     /// too large; `false` if nothing is left.
     fn place(&mut self, row: u32, need: u32) -> bool {
-        let Some(had) = self.rows.get(to_usize(row)).copied() else {
-            return false;
-        };
+        let had = *self.rows.get(to_usize(row)).invariant(FITTED);
         if had.room >= need && had.room <= need.saturating_mul(4) {
             return true;
         }
@@ -166,9 +167,8 @@ impl DeviceTables {
         if again.is_none() {
             self.taken = self.taken.saturating_add(need);
         }
-        if let Some(place) = self.rows.get_mut(to_usize(row)) {
-            *place = Row { begin, room: need, ..Row::default() };
-        }
+        let place = self.rows.get_mut(to_usize(row)).invariant(FITTED);
+        *place = Row { begin, room: need, ..Row::default() };
         true
     }
 
@@ -181,16 +181,14 @@ impl DeviceTables {
     ) {
         changes.clear();
         for row in rows {
-            let Some(sent) = self.rows.get_mut(to_usize(row)) else {
-                continue;
-            };
+            let sent = self.rows.get_mut(to_usize(row)).invariant(FITTED);
             let blocks = tables.row(row);
             let revision = tables.revision(row).saturating_add(1);
             let from = if sent.revision == revision { sent.len.min(blocks.len()) } else { 0 };
             (sent.revision, sent.len) = (revision, blocks.len());
             let begin = sent.begin.saturating_add(to_u32(from));
             // A slice, because every step passes here with rows of thousands of blocks.
-            let news = blocks.get(from..).unwrap_or_default();
+            let news = blocks.get(from..).invariant("no more was sent than there is");
             changes.extend(
                 news.iter().zip(0_u32..).map(|(block, index)| Change {
                     at: begin.saturating_add(index),

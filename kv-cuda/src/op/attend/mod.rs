@@ -12,6 +12,7 @@ use self::launches::Prefill;
 pub(super) use self::launches::head_dim_max;
 use super::pad::{self, Owned};
 use crate::buffer::CudaBuffer;
+use crate::capture::RowsOf;
 use crate::decode::{self, Shape, Work};
 use crate::params::{AttendParams, DecodeParams, Tensor};
 use crate::queue::{CudaQueue, Parts};
@@ -54,6 +55,10 @@ pub(crate) fn attend(
     let (q, q_from) = call.input(args.q(), room, pack)?;
     let out = call.output(args.out(), room)?;
     let lse = args.lse().map(|lse| call.output(lse, room)).transpose()?;
+    call.held.note_rows(RowsOf::Queries, args.q().rows());
+    for output in args.outputs().into_iter().flatten() {
+        call.held.note_rows(RowsOf::Queries, output.rows());
+    }
     let (blocks, planned) = (plan.tables().num_blocks(), Some(plan.layout()));
     let k_plane = call.plane(args.k_plane(), blocks, planned, (constants, &mut transfer))?;
     let v_plane = call.plane(args.v_plane(), blocks, planned, (constants, &mut transfer))?;
