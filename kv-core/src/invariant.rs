@@ -1,9 +1,9 @@
-//! Unwrapping of values that only a bug of this crate could leave empty.
+//! Unwrapping of values that only a bug of this workspace could leave empty.
 
 /// Turns a broken invariant into a panic that names it.
 ///
 /// Never used for the caller's input, which is refused with a typed error.
-pub(crate) trait Invariant<T> {
+pub trait Invariant<T> {
     /// Returns the value; `holds` states the invariant.
     ///
     /// # Panics

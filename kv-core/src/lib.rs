@@ -43,7 +43,8 @@ pub mod eviction;
 mod format;
 mod geometry;
 mod ids;
-mod invariant;
+#[doc(hidden)]
+pub mod invariant;
 #[doc(hidden)]
 pub mod num;
 pub mod plan;

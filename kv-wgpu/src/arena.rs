@@ -4,6 +4,7 @@
 //! before the commands that read them are submitted. The device runs submissions in order, so the
 //! next recording reuses the same buffers.
 use kv_core::DeviceError;
+use kv_core::invariant::Invariant;
 
 use crate::device::Shared;
 use kv_core::num::{to_offset, to_u64};
@@ -60,10 +61,8 @@ impl Arena {
             Some(index) => index,
             None => self.grow(shared, size)?,
         };
-        let Some(chunk) = self.chunks.get_mut(index) else {
-            return Err(crate::device::unsupported("stage host data", "no buffer has room"));
-        };
-        let offset = begin_in(chunk).unwrap_or(0);
+        let chunk = self.chunks.get_mut(index).invariant("a chunk was found or made");
+        let offset = begin_in(chunk).invariant("a chunk that was found or made has room");
         chunk.bytes.resize(to_offset(offset), 0);
         chunk.bytes.extend_from_slice(values);
         chunk.bytes.resize(to_offset(offset.saturating_add(size)), 0);

@@ -121,6 +121,19 @@ impl<B: Backend> KvCache<B> {
         Self::build(backend, Some(queue), spec, None)
     }
 
+    /// As [`Self::with_queue`], with the scales and the transform's constants of a model.
+    ///
+    /// # Errors
+    /// As [`Self::with_calibration`]; the device's `ForeignHandle` for a queue of another device.
+    pub fn with_queue_and_calibration(
+        backend: B,
+        queue: B::Queue,
+        spec: CacheSpec,
+        calibration: Calibration,
+    ) -> Result<Self, CacheError> {
+        Self::build(backend, Some(queue), spec, Some(calibration))
+    }
+
     fn build(
         backend: B,
         queue: Option<B::Queue>,

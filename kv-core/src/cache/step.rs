@@ -224,6 +224,9 @@ impl<B: Backend> Step<'_, B> {
     /// Adds a sequence to the batch, as its last entry, or changes nothing. A scheduler adds one
     /// after another until the blocks are [exhausted](CacheError::Exhausted).
     ///
+    /// Each call splits the contexts of the whole batch anew, and a GPU receives the plans of the
+    /// whole batch again. COST
+    ///
     /// # Errors
     /// Those of [`KvCache::begin_step`]; [`PlanError::State`] once a layer is written.
     pub fn add(&mut self, input: StepInput<'_>) -> Result<(), CacheError> {

@@ -170,6 +170,52 @@ impl PlanBuffers {
         self.fill(layout, tables, batch, (policy, cfg!(debug_assertions)))
     }
 
+    /// As [`Self::fill_private`], where the entries before `first` are planned already and their
+    /// blocks are as they were then: only the others are listed. Contexts are split anew, because
+    /// that depends on the whole batch.
+    pub(crate) fn extend_private(
+        &mut self,
+        layout: &PlaneLayout,
+        tables: &BlockTables,
+        (batch, first): (&[BatchEntry], usize),
+        policy: SplitPolicy,
+    ) -> Result<(), PlanError> {
+        if first == 0 || self.sequences.len() != first {
+            return self.fill_private(layout, tables, batch, policy);
+        }
+        self.id = PlanId::next();
+        if let Err(refused) = self.list(layout, tables, (batch, first)) {
+            self.clear();
+            return Err(refused);
+        }
+        self.splits.clear();
+        for sequence in &mut self.sequences {
+            (sequence.split_start, sequence.num_splits) = (0, 0);
+        }
+        split::plan(&mut self.sequences, &mut self.splits, layout, policy);
+        debug_assert!(
+            self.is_plan_of(layout, tables, batch, policy),
+            "the batch changed before {first}"
+        );
+        Ok(())
+    }
+
+    /// Whether a batch that is planned as a whole has these plans.
+    fn is_plan_of(
+        &self,
+        layout: &PlaneLayout,
+        tables: &BlockTables,
+        batch: &[BatchEntry],
+        policy: SplitPolicy,
+    ) -> bool {
+        let mut whole = Self::default();
+        whole.fill_private(layout, tables, batch, policy).is_ok()
+            && (&whole.sequences, &whole.splits, &whole.slots)
+                == (&self.sequences, &self.splits, &self.slots)
+            && (whole.total_q, whole.total_new, whole.q_len_max, whole.new_len_max)
+                == (self.total_q, self.total_new, self.q_len_max, self.new_len_max)
+    }
+
     fn fill(
         &mut self,
         layout: &PlaneLayout,
@@ -190,7 +236,7 @@ impl PlanBuffers {
         // Each token has a slot of its own, or the batch is refused.
         let slots = layout.num_blocks().saturating_mul(layout.block_size());
         self.slots.reserve(to_usize(new.min(slots)));
-        if let Err(refused) = self.list(layout, tables, batch) {
+        if let Err(refused) = self.list(layout, tables, (batch, 0)) {
             self.clear();
             return Err(refused);
         }
@@ -230,15 +276,15 @@ impl PlanBuffers {
         AttentionPlan::from_checked(layout, tables, self)
     }
 
-    /// Checks the entries, and lists them with the slots of their new tokens.
+    /// Checks the entries, from `first` on and lists them with the slots of their new tokens.
     fn list(
         &mut self,
         layout: &PlaneLayout,
         tables: &BlockTables,
-        batch: &[BatchEntry],
+        (batch, first): (&[BatchEntry], usize),
     ) -> Result<(), PlanError> {
         let map = layout.slot_map();
-        let mut entries = batch.iter().enumerate();
+        let mut entries = batch.iter().enumerate().skip(first);
         if map.is_plain() {
             // Nearly every cache: what it does not need stays out of the loop.
             return entries.try_for_each(|(index, entry)| {

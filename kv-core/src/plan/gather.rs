@@ -60,6 +60,10 @@ impl<'p> GatherPlan<'p> {
         })?;
         Ok(Self { layout: *layout, tables, ranges, total, len_max })
     }
+    /// Returns the geometry of the group.
+    pub fn layout(&self) -> &PlaneLayout {
+        &self.layout
+    }
     /// Returns the block tables of the group.
     pub fn tables(&self) -> &'p BlockTables {
         self.tables

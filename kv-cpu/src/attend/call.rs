@@ -1,4 +1,5 @@
 //! What all work items of one call share, and how a query row ends.
+use kv_core::invariant::Invariant;
 use kv_core::num::{to_u64, to_usize};
 use kv_core::plan::{AttentionOptions, AttentionPlan, PlannedSequence};
 use kv_core::{DeviceError, PlaneLayout};
@@ -57,10 +58,7 @@ impl Heads {
 impl<'a> AttendCall<'a> {
     /// An entry of the batch.
     pub(super) fn sequence(&self, entry: usize) -> &'a PlannedSequence {
-        let sequence = self.plan.sequences().get(entry);
-        assert!(sequence.is_some(), "entry {entry} of a batch");
-        #[expect(clippy::unwrap_used, reason = "asserted")]
-        sequence.unwrap()
+        self.plan.sequences().get(entry).invariant("an item is of an entry of the batch")
     }
 
     /// Query heads of the call.
@@ -117,8 +115,8 @@ impl<'a> AttendCall<'a> {
     pub(super) unsafe fn finish(&self, at: RowAt, head: u32, partial: Partial, row: &mut [f32]) {
         let mut total = partial;
         if let Some(sink_logits) = self.options.sink_logits() {
-            let sink_logit = sink_logits.get(to_usize(head)).copied();
-            total = partial.with_sink_logit(sink_logit.unwrap_or(f32::NEG_INFINITY));
+            let logit = sink_logits.get(to_usize(head)).invariant("every query head has a logit");
+            total = partial.with_sink_logit(*logit);
         }
         // SAFETY: condition 1.
         let out = unsafe { self.out.get_mut(at, head, 1) };
@@ -163,7 +161,7 @@ impl<'a> AttendCall<'a> {
 
     /// Writes the rows that no query owns.
     pub(super) fn fill_padding(&self, room: Room) {
-        let len = |entry: usize| self.plan.sequences().get(entry).map_or(0, |s| s.q_len);
+        let len = |entry: usize| self.sequence(entry).q_len;
         self.out.for_padding(room, len, |row| row.fill(0));
         if let Some(lse) = &self.lse {
             lse.for_padding(room, len, |row| {

@@ -6,6 +6,7 @@
     clippy::arithmetic_side_effects,
     reason = "counts of rows and heads that fit memory, and divisors that are not 0"
 )]
+use kv_core::invariant::Invariant;
 use kv_core::num::{to_u32, to_usize};
 
 use super::call::AttendCall;
@@ -104,7 +105,7 @@ impl WorkPlan {
         for (entry, sequence) in call.plan.sequences().iter().enumerate() {
             let first = to_usize(sequence.split_start);
             let splits = call.plan.splits().get(first..first + to_usize(sequence.num_splits));
-            let splits = splits.unwrap_or_default();
+            let splits = splits.invariant("the splits of a sequence are on the batch's list");
             let visible = Visible::of(&call.options, sequence, (0, sequence.q_len));
             let splits =
                 splits.iter().filter(|split| visible.intersects(split.kv_begin, split.kv_end));

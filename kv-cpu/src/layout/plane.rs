@@ -1,5 +1,6 @@
 //! Rows of K and V in the blocks of a plane.
 use kv_core::calibration::{HeadConstants, PlaneConstants};
+use kv_core::invariant::Invariant;
 use kv_core::num::{to_offset, to_u64, to_usize};
 use kv_core::{DeviceError, KvFormat, PlaneLayout, PlaneView};
 use kv_cpu_kernels::{Element, Encoding, RowLayout};
@@ -114,23 +115,19 @@ impl<'a> PlaneRows<'a> {
         RowScale::Given(constants.map_or(1.0, |constants| constants.scale))
     }
 
-    /// The mean of kv head `head` that is off the codes of a block, in f16; empty outside the
-    /// plane.
+    /// The mean of kv head `head` that is off the codes of a block, in f16.
     pub(crate) fn mean(&self, block: u32, head: u32) -> &'a [u8] {
         let layout = self.view.layout();
         let bytes = to_offset(KvFormat::F16.row_bytes(layout.head_dim()));
         self.get(block, layout.mean_begin(head), bytes)
     }
-    /// The same, decoded; zero outside the plane.
+    /// The same, decoded.
     pub(crate) fn read_mean(&self, block: u32, head: u32, values: &mut [f32]) {
-        match self.mean(block, head) {
-            [] => values.fill(0.0),
-            mean => block::decode_wide(mean, values),
-        }
+        block::decode_wide(self.mean(block, head), values);
     }
 
     /// Where a block's bytes `begin..begin + len` lie; `None` outside the plane.
-    fn locate(&self, block: u32, begin: u64, len: usize) -> Option<*mut u8> {
+    fn find(&self, block: u32, begin: u64, len: usize) -> Option<*mut u8> {
         let layout = self.view.layout();
         let (segment, at) = layout.locate(block);
         let inside = begin.checked_add(to_u64(len))? <= layout.block_bytes();
@@ -140,26 +137,30 @@ impl<'a> PlaneRows<'a> {
         (inside && fits).then(|| buffer.base().wrapping_add(first))
     }
 
-    /// Bytes `begin..begin + len` of a block; empty outside the plane.
-    pub(crate) fn get(&self, block: u32, begin: u64, len: usize) -> &'a [u8] {
-        match self.locate(block, begin, len) {
-            // SAFETY: inside a segment that is locked (condition 1 of `new`); the operation itself
-            // writes planes only through `get_mut`, whose condition keeps the two apart.
-            Some(first) => unsafe { std::slice::from_raw_parts(first.cast_const(), len) },
-            None => &[],
-        }
+    /// As [`Self::find`].
+    ///
+    /// # Panics
+    /// Outside the plane: a plan names no such block, and no row ends after its block.
+    fn locate(&self, block: u32, begin: u64, len: usize) -> *mut u8 {
+        self.find(block, begin, len).invariant("a plan names rows inside the blocks of its plane")
     }
 
-    /// Bytes `begin..begin + len` of a block, for writing; empty outside the plane.
+    /// Bytes `begin..begin + len` of a block.
+    pub(crate) fn get(&self, block: u32, begin: u64, len: usize) -> &'a [u8] {
+        let first = self.locate(block, begin, len).cast_const();
+        // SAFETY: inside a segment that is locked (condition 1 of `new`); the operation itself
+        // writes planes only through `get_mut`, whose condition keeps the two apart.
+        unsafe { std::slice::from_raw_parts(first, len) }
+    }
+
+    /// Bytes `begin..begin + len` of a block, for writing.
     ///
     /// # Safety
     /// 1. The plane was locked for writing.
     /// 2. No two live slices of the plane share a byte.
     pub(crate) unsafe fn get_mut(&self, block: u32, begin: u64, len: usize) -> &'a mut [u8] {
-        match self.locate(block, begin, len) {
-            // SAFETY: inside a segment, with conditions 1 and 2.
-            Some(first) => unsafe { std::slice::from_raw_parts_mut(first, len) },
-            None => &mut [],
-        }
+        let first = self.locate(block, begin, len);
+        // SAFETY: inside a segment, with conditions 1 and 2.
+        unsafe { std::slice::from_raw_parts_mut(first, len) }
     }
 }

@@ -5,6 +5,7 @@
 //! checks all the same, one a row.
 use std::marker::PhantomData;
 
+use kv_core::invariant::Invariant;
 use kv_core::num::to_usize;
 use kv_core::{DeviceError, QkvFormat, TokenRows};
 use kv_cpu_kernels::Element;
@@ -66,9 +67,19 @@ impl<'a> RowsIn<'a> {
         self.element
     }
     /// Heads `head..head + heads` of token `i` of an entry.
+    ///
+    /// # Panics
+    /// Outside the tensor, which has room for the plan.
     pub(crate) fn get(&self, at: RowAt, head: u32, heads: u32) -> &'a [u8] {
+        self.find(at, head, heads).invariant("a tensor has room for its plan")
+    }
+    /// The same for rows that are fetched early; empty after the end of the tensor.
+    pub(crate) fn ahead(&self, at: RowAt, head: u32, heads: u32) -> &'a [u8] {
+        self.find(at, head, heads).unwrap_or_default()
+    }
+    fn find(&self, at: RowAt, head: u32, heads: u32) -> Option<&'a [u8]> {
         let (begin, len) = at.bytes(&self.rows, self.element, head, heads);
-        self.bytes.get(begin..begin.saturating_add(len)).unwrap_or_default()
+        self.bytes.get(begin..begin.saturating_add(len))
     }
 }
 
@@ -127,16 +138,17 @@ impl<'a> RowsOut<'a> {
         self.element
     }
 
-    /// Heads `head..head + heads` of token `i` of an entry; empty outside the tensor.
+    /// Heads `head..head + heads` of token `i` of an entry.
+    ///
+    /// # Panics
+    /// Outside the tensor, which has room for the plan.
     ///
     /// # Safety
     /// 1. No two live slices share a head of a token.
     pub(crate) unsafe fn get_mut(&self, at: RowAt, head: u32, heads: u32) -> &'a mut [u8] {
         let (begin, len) = at.bytes(&self.rows, self.element, head, heads);
-        match begin.checked_add(len) {
-            Some(end) if end <= self.span.len() => {}
-            _ => return &mut [],
-        }
+        let end = begin.checked_add(len).filter(|end| *end <= self.span.len());
+        end.invariant("a tensor has room for its plan");
         let first = self.span.base().wrapping_add(begin);
         // SAFETY: inside the span, which is locked for writing or lent (condition 1 of `new`); rows
         // of an output do not overlap, by the core's check, and heads of a row follow each other,

@@ -1,4 +1,5 @@
 //! Copies between blocks of one group, in every plane.
+use kv_core::invariant::Invariant;
 use kv_core::plan::{BlockCopy, CopyArgs, CopyPlan};
 use kv_core::{BlockOrder, DeviceError};
 
@@ -31,9 +32,7 @@ pub(crate) fn copy_blocks(
         let bytes = plane.layout().block_bytes().saturating_mul(to_u64(copies.len()));
         let side_by_side = bytes >= BYTES_SIDE_BY_SIDE;
         cpu.threads.run(copies.len(), side_by_side, &mut workspace.scratch, |_, unit| {
-            if let Some(copy) = copies.get(unit) {
-                copy_block(&plane, copy);
-            }
+            copy_block(&plane, copies.get(unit).invariant("a unit is a copy"));
         });
     }
     Ok(())
@@ -54,9 +53,7 @@ fn copy_block(plane: &PlaneRows<'_>, copy: &BlockCopy) {
         // SAFETY: the plane is locked for writing; a copy plan writes no block twice and reads none
         // that it writes, and each copy is one unit.
         let to = unsafe { plane.get_mut(copy.to.0, begin, to_offset(run)) };
-        if from.len() == to.len() {
-            to.copy_from_slice(from);
-        }
+        to.copy_from_slice(from);
     }
     if layout.has_block_means() && slots < layout.block_size() {
         let begin = layout.mean_begin(0);
@@ -64,8 +61,6 @@ fn copy_block(plane: &PlaneRows<'_>, copy: &BlockCopy) {
         let from = plane.get(copy.from.0, begin, bytes);
         // SAFETY: as above.
         let to = unsafe { plane.get_mut(copy.to.0, begin, bytes) };
-        if from.len() == to.len() {
-            to.copy_from_slice(from);
-        }
+        to.copy_from_slice(from);
     }
 }

@@ -1,5 +1,6 @@
 //! Cached rows read back into a plain tensor.
 use kv_core::DeviceError;
+use kv_core::invariant::Invariant;
 use kv_core::plan::{GatherArgs, GatherPlan, GatherRange};
 use kv_quant::transform;
 
@@ -35,9 +36,9 @@ pub(crate) fn gather(
         longest: ranges.iter().map(|range| range.len).max().unwrap_or(0),
         total: plan.total(),
     };
-    let blocks = plan.tables().num_blocks();
+    let (blocks, planned) = (plan.tables().num_blocks(), Some(plan.layout()));
     // SAFETY: entered above.
-    let plane = unsafe { PlaneRows::new(&locked, view, constants, blocks, None, OPERATION) }?;
+    let plane = unsafe { PlaneRows::new(&locked, view, constants, blocks, planned, OPERATION) }?;
     // SAFETY: entered for writing above, and `args` is not used again.
     let out = unsafe { RowsOut::new(&locked, span, *args.out().rows(), room, OPERATION) }?;
     let same_heads = out.rows().heads() == plane.layout().num_kv_heads();
@@ -77,16 +78,13 @@ fn gather_token(
         .slot_map()
         .place_in(range.begin.saturating_add(at.token), plan.tables().coded(range.row));
     let rows = plane.rows(found.is_wide);
+    let block = plan.tables().row(range.row).get(to_usize(found.index));
+    let block = block.invariant("ranges of a plan lie inside the blocks of their rows");
     for head in 0..layout.num_kv_heads() {
         // SAFETY: each token belongs to one unit, which writes its heads one after another.
         let to = unsafe { out.get_mut(at, head, 1) };
-        let block = plan.tables().row(range.row).get(to_usize(found.index));
-        let begin = layout.row_begin(found, head);
-        let from = block.map(|block| plane.get(block.0, begin, rows.bytes())).unwrap_or_default();
-        // Empty only where the plan belongs to another geometry; nothing else is known to be right.
-        if from.is_empty() {
-            to.fill(0);
-        } else if let Some(element) = plane.as_they_came() {
+        let from = plane.get(block.0, layout.row_begin(found, head), rows.bytes());
+        if let Some(element) = plane.as_they_came() {
             cpu.kernels.convert((element, from), (out.element(), to));
         } else {
             let (values, mean) = scratch.rows(rows.dim());
@@ -96,8 +94,7 @@ fn gather_token(
             };
             cpu.kernels.decode_scaled(rows, given, from, values);
             if layout.has_block_means() && !found.is_wide {
-                let block = block.map_or(u32::MAX, |block| block.0);
-                add_mean(plane, (block, head), values, mean);
+                add_mean(plane, (block.0, head), values, mean);
             }
             if let Some(constants) = plane.transform(head) {
                 transform::load(values, &constants);

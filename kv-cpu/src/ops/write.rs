@@ -1,5 +1,6 @@
 //! The scatter of new K and V rows into their slots.
 use kv_core::DeviceError;
+use kv_core::invariant::Invariant;
 use kv_core::plan::{PlannedSequence, WriteArgs, WritePlan};
 use kv_quant::{block, transform};
 
@@ -91,10 +92,10 @@ pub(crate) fn write_kv(
 }
 
 /// The entry that brings ragged row `token`.
-fn entry_of(sequences: &[PlannedSequence], token: usize) -> Option<(usize, &PlannedSequence)> {
+fn entry_of(sequences: &[PlannedSequence], token: usize) -> (usize, &PlannedSequence) {
     let after = sequences.partition_point(|s| to_usize(s.new_start) <= token);
-    let entry = after.checked_sub(1)?;
-    Some((entry, sequences.get(entry)?))
+    let entry = after.checked_sub(1).and_then(|entry| Some((entry, sequences.get(entry)?)));
+    entry.invariant("every new token of a batch is an entry's")
 }
 
 /// What writing one token costs, as bytes that would take as long to copy.
@@ -114,11 +115,8 @@ fn write_token(
     (rows, plane): (&RowsIn<'_>, &PlaneRows<'_>),
     (scratch, past): (&mut Scratch, Option<&PastCaches>),
 ) {
-    let Some(((entry, sequence), slot)) =
-        entry_of(plan.sequences(), token).zip(plan.slots().get(token))
-    else {
-        return;
-    };
+    let (entry, sequence) = entry_of(plan.sequences(), token);
+    let slot = plan.slots().get(token).invariant("every new token of a batch has a slot");
     let in_entry = token.saturating_sub(to_usize(sequence.new_start));
     let in_entry = u32::try_from(in_entry).unwrap_or(u32::MAX);
     let at = RowAt { entry, start: sequence.new_start, token: in_entry };
@@ -155,7 +153,7 @@ fn write_token(
         let to = unsafe { plane.get_mut(block, layout.row_begin(found, head), row_bytes) };
         if let Some(past) = past {
             let ahead = RowAt { token: at.token.saturating_add(TOKENS_AHEAD), ..at };
-            let ahead = rows.get(ahead, head, together);
+            let ahead = rows.ahead(ahead, head, together);
             past.convert((rows.element(), from), (element, to), ahead);
         } else {
             cpu.kernels.convert((rows.element(), from), (element, to));
@@ -172,9 +170,6 @@ fn encode_row(
     values: &mut [f32],
     to: &mut [u8],
 ) {
-    if to.is_empty() {
-        return;
-    }
     if let Some(constants) = plane.transform(head) {
         transform::store(values, &constants);
     }

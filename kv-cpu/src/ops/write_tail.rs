@@ -3,6 +3,7 @@
 //! A unit is one kv head of one sequence. Rows that become codes come from the step's input or from
 //! the tail there was, which lies after the sequence's other blocks while the step is open and is
 //! only read; so a write may be repeated, and a step may never have happened.
+use kv_core::invariant::Invariant;
 use kv_core::plan::{PlannedSequence, WritePlan};
 use kv_core::{KvFormat, Place};
 use kv_quant::block::{self, BlockMean};
@@ -33,9 +34,10 @@ pub(super) fn write(
     (rows, plane): (&RowsIn<'_>, &PlaneRows<'_>),
     scratch: &mut Scratch,
 ) {
-    let Some(sequence) = plan.sequences().get(entry).filter(|sequence| sequence.new_len > 0) else {
+    let sequence = plan.sequences().get(entry).invariant("a unit is a head of an entry");
+    if sequence.new_len == 0 {
         return;
-    };
+    }
     let table = plan.tables().row(sequence.row);
     let mut grow = Grow { cpu, table, entry, sequence, rows, plane, head };
     let map = plane.layout().slot_map();
@@ -72,9 +74,7 @@ impl<'a> Grow<'a> {
             let wide = self.plane.rows(true);
             let begin = self.plane.layout().row_begin(place, self.head);
             let from = self.plane.get(self.block(place), begin, wide.bytes());
-            if from.len() == wide.bytes() {
-                self.cpu.kernels.decode(wide, from, values);
-            }
+            self.cpu.kernels.decode(wide, from, values);
             return;
         };
         let at = RowAt { entry: self.entry, start: self.sequence.new_start, token };
@@ -97,10 +97,11 @@ impl<'a> Grow<'a> {
     }
 
     fn block(&self, place: Place) -> u32 {
-        self.table.get(to_usize(place.index)).map_or(u32::MAX, |block| block.0)
+        let block = self.table.get(to_usize(place.index));
+        block.invariant("a sequence has the blocks of its tokens").0
     }
 
-    /// Bytes of a block, for writing; empty outside the plane.
+    /// Bytes of a block, for writing.
     fn bytes(&mut self, block: u32, begin: u64, len: usize) -> &'a mut [u8] {
         // SAFETY: the plane is locked for writing; a plan gives no block to two entries, a unit
         // writes the rows and the mean of its own head alone and holds one slice at a time, and the
@@ -114,9 +115,6 @@ impl<'a> Grow<'a> {
         let place = layout.slot_map().place_in(position, self.sequence.coded);
         let begin = layout.row_begin(place, self.head);
         let to = self.bytes(self.block(place), begin, self.plane.rows(true).bytes());
-        if to.is_empty() {
-            return;
-        }
         // Rounded when they were read, so nothing is lost and nothing overflows.
         let element = Element::of_format(layout.wide_format()).unwrap_or(Element::F16);
         self.cpu.kernels.encode(element, values, to);
@@ -144,9 +142,7 @@ impl<'a> Grow<'a> {
                 let bytes = to_offset(KvFormat::F16.row_bytes(layout.head_dim()));
                 let to = self.bytes(block, layout.mean_begin(self.head), bytes);
                 let finished = mean.finish();
-                if !to.is_empty() {
-                    block::encode_wide(finished, to);
-                }
+                block::encode_wide(finished, to);
                 Some(finished)
             } else {
                 self.plane.read_mean(block, self.head, values);
@@ -164,9 +160,6 @@ impl<'a> Grow<'a> {
             }
             let begin = layout.row_begin(layout.slot_map().place(position), self.head);
             let to = self.bytes(block, begin, self.plane.rows(false).bytes());
-            if to.is_empty() {
-                continue;
-            }
             if let Some(element) = Element::of_format(layout.format()) {
                 self.cpu.kernels.encode(element, values, to);
             } else {

@@ -2,8 +2,8 @@
 use kv_core::backend::{Backend, Queue};
 use kv_core::block::BlockTables;
 use kv_core::plan::{
-    AttendArgs, AttentionPlan, BatchEntry, ConvertArgs, ConvertPlan, PlanBuffers, WriteArgs,
-    WritePlan,
+    AttendArgs, AttentionPlan, BatchEntry, ConvertArgs, ConvertPlan, GatherArgs, GatherPlan,
+    GatherRange, PlanBuffers, WriteArgs, WritePlan,
 };
 use kv_core::{
     AttentionOptions, BlockId, BlockOrder, DType, Determinism, DeviceError, DeviceErrorKind,
@@ -195,6 +195,31 @@ fn a_plan_of_another_pool_is_refused() {
             assert_eq!(kind(refused), DeviceErrorKind::Unsupported);
         });
     });
+}
+
+/// Where rows take several slots, the same ranges need more blocks than a plan of another geometry
+/// has looked for.
+#[test]
+fn ranges_of_another_geometry_are_refused() {
+    let backend = backend();
+    let mut queue = backend.queue().unwrap();
+    let plain = layout(4, 1);
+    let wide = plain.with_wide_rows(4, false, 2).unwrap();
+    let plane = [backend.alloc(wide.plane_bytes()).unwrap()];
+    let view = PlaneView::new(wide, &plane).unwrap();
+    let mut tables = BlockTables::new(4, 2);
+    tables.ensure_rows(2);
+    for (row, block) in [(0, 0), (0, 1), (1, 2)] {
+        tables.push(row, BlockId(block)).unwrap();
+    }
+    let [fitting, short] = [0, 1].map(|row| [GatherRange { row, begin: 0, len: 4 }]);
+    let fitting = GatherPlan::new(&wide, &tables, &fitting).unwrap();
+    let short = GatherPlan::new(&plain, &tables, &short).unwrap();
+    let mut out = [7.0_f32; 32];
+    let to = TensorViewMut::host(&mut out, &[4, 1, 8]);
+    let args = GatherArgs::new(&fitting, view, to, QkvFormat::Thd).unwrap();
+    assert_eq!(kind(queue.gather(&short, args)), DeviceErrorKind::Unsupported);
+    assert_eq!(out, [7.0; 32]);
 }
 
 #[test]

@@ -1,4 +1,5 @@
 //! Block copies in K and V of every layer of a group.
+use kv_core::invariant::Invariant;
 use kv_core::plan::{BlockCopy, CopyArgs, CopyPlan};
 use kv_core::{BlockOrder, DeviceError, PlaneLayout};
 
@@ -52,7 +53,7 @@ pub(crate) fn copy_blocks(
             sent.push((*layout, runs.collect::<Result<_, DeviceError>>()?));
             sent.len().saturating_sub(1)
         };
-        let Some((_, all)) = sent.get(index) else { continue };
+        let (_, all) = sent.get(index).invariant("lists of the layout were sent");
         for runs in all {
             let (from, to) = runs.segments;
             let (target, written) = call.segment((&view, &plane), to, true)?;
@@ -104,7 +105,7 @@ fn pairs(layout: &PlaneLayout, copies: &[BlockCopy]) -> Vec<((u32, u32), Vec<u32
             pairs.push((segments, Vec::new()));
             pairs.len().saturating_sub(1)
         });
-        let Some((_, runs)) = pairs.get_mut(place) else { continue };
+        let (_, runs) = pairs.get_mut(place).invariant("a pair was found or added");
         let (from, to) = (begin(copy.from.0), begin(copy.to.0));
         for (at, bytes) in parts_of_block(layout, copy.slots) {
             let (at, bytes) = (narrow(at), narrow(bytes));

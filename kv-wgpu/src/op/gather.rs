@@ -41,7 +41,7 @@ pub(crate) fn gather(
     let mut call = queue.call(OPERATION);
     let (out, written) = call.output(args.out(), room)?;
     let view = args.plane();
-    let plane = call.plane(view, plan.tables().num_blocks(), None)?;
+    let plane = call.plane(view, plan.tables().num_blocks(), Some(plan.layout()))?;
     let constants = call.constants(view)?;
     let sent: Slot = call.recorder.push(&lists.words)?.into();
     let units = u64::from(plan.total()).saturating_mul(plane.num_kv_heads.into());

@@ -193,7 +193,8 @@ impl CacheState {
         for (group, plans) in self.groups.iter().zip(&mut self.open.plans) {
             let layout = group.layout();
             let policy = SplitPolicy { workers: workers(layout.num_kv_heads()), determinism };
-            plans.fill_private(layout, &group.tables, &self.open.batch, policy)?;
+            let batch = (self.open.batch.as_slice(), added.first);
+            plans.extend_private(layout, &group.tables, batch, policy)?;
         }
         self.open.list_positions(added.first);
         Ok(())

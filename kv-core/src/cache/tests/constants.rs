@@ -36,6 +36,30 @@ fn constants_are_checked_before_anything_is_allocated() {
     open(spec(fp8), Some(calibration(0.0))).unwrap();
 }
 
+/// Scales that a format needs come with the cache, whoever opened its queue, and are uploaded on it.
+#[test]
+fn a_cache_on_the_queue_of_its_caller_takes_constants() {
+    let fp8 = spec(KvFormat::Fp8E4m3(Scaling::Tensor));
+    let (device, other) = (NullBackend::new(), NullBackend::new());
+    let queue = || device.queue().unwrap();
+    let control = other.control();
+    let backend = Arc::new(other);
+    let missing = KvCache::with_queue(Arc::clone(&backend), queue(), fp8.clone()).unwrap_err();
+    assert!(matches!(missing, CacheError::Calibration(CalibrationError::MissingScale { .. })));
+    let given = || calibration(0.0);
+    let open = |given| {
+        KvCache::with_queue_and_calibration(Arc::clone(&backend), queue(), fp8.clone(), given)
+    };
+    let short = open(Calibration::new(Vec::new())).unwrap_err();
+    assert!(matches!(short, CacheError::Calibration(CalibrationError::Layers { .. })), "{short}");
+    assert_eq!((control.recorded(), device.control().recorded()), (0, 0));
+    let cache = open(given()).unwrap();
+    // K and V of two layers: planes and constants of the backend, uploads of the queue.
+    assert_eq!((control.recorded(), device.control().recorded()), (8, 4));
+    let of_its_own = KvCache::with_calibration(NullBackend::new(), fp8.clone(), given()).unwrap();
+    assert_eq!(cache.encoding_key(), of_its_own.encoding_key());
+}
+
 #[test]
 fn the_encoding_key_distinguishes_caches() {
     let key = |spec: &CacheSpec, given: Option<Calibration>| {
