@@ -109,7 +109,8 @@ pub(crate) struct GenerateArgs {
     /// Stored format of K and V, such as l4 or int8/l4 (K/V), with options after commas: V=NAME,
     /// calib=FILE (written by `kv calibrate`) or calib=online (constants from the first tokens of
     /// the run), full-precision-prefix=N (first tokens of a sequence in 16 bits), tail=on (the
-    /// block that is being filled too), transform=on or off, mean=block (subtract each block's own mean from K)
+    /// block that is being filled too), transform=on or off, mean=block (subtract each block's own
+    /// mean from K)
     #[arg(long, value_name = "NAME[,..]", default_value = "f32")]
     pub(crate) format: Stored,
 

@@ -9,8 +9,8 @@ use crate::gpu::{Gpu, Graph};
 use crate::step::Extent;
 
 /// The captured launches of a step, to be replayed for any later step within the same
-/// [`StepLimits`](crate::StepLimits) whose rows the captured tensors have room for. Keeps all memory
-/// that they use.
+/// [`StepLimits`](crate::StepLimits) whose rows the captured tensors have room for. Keeps all
+/// memory that they use.
 #[derive(Debug)]
 pub struct CudaGraph {
     pub(crate) gpu: Arc<dyn Gpu>,

@@ -11,8 +11,8 @@
 //! keep their addresses, as a captured graph of launches requires.
 //!
 //! Device memory comes from a pool, which can be reserved when the device is opened
-//! ([`CudaOptions::with_reserved_bytes`]). Dropping a buffer does not wait: its memory is reused once
-//! every stream has passed the work submitted so far.
+//! ([`CudaOptions::with_reserved_bytes`]). Dropping a buffer does not wait: its memory is reused
+//! once every stream has passed the work submitted so far.
 //!
 //! Blocks of preempted sequences can be swapped to page-locked host memory and back, on a stream
 //! beside the queue's: [`CudaBackend::swap`].

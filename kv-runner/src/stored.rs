@@ -22,7 +22,8 @@ const TAIL_FITS: u32 = 16;
 pub const FULL_PRECISION_PREFIX: u32 = 4;
 
 /// The stored format of K and V. As text `K[/V]`, then options after commas: `V=NAME`,
-/// `calib=FILE|online`, `full-precision-prefix=N`, `transform=on|off`, `tail=on|off`, `mean=calib|block`.
+/// `calib=FILE|online`, `full-precision-prefix=N`, `transform=on|off`, `tail=on|off`,
+/// `mean=calib|block`.
 ///
 /// ```
 /// use kv::KvFormat;

@@ -2,9 +2,9 @@
 //! content.
 //!
 //! Fields hold neither quotes nor line ends, so a comma separates them and no crate is needed: the
-//! crate `csv` without quotes splits a line no further, and would have to be fed single lines, because
-//! `source` reads them for every kind of trace and gives the line's number to errors. A quote is a
-//! character of a field, where a number or a time refuses it.
+//! crate `csv` without quotes splits a line no further, and would have to be fed single lines,
+//! because `source` reads them for every kind of trace and gives the line's number to errors. A
+//! quote is a character of a field, where a number or a time refuses it.
 use std::num::NonZeroU32;
 
 use super::trace::{Format, TraceError};

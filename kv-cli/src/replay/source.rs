@@ -69,8 +69,8 @@ impl EncodingError {
 
 /// The content of zstd frames, one after another.
 ///
-/// `ruzstd::StreamingDecoder` reads one frame and compares no checksum; the crate `zstd` does both and
-/// compiles C. A file may have several frames, with others between them that are to be skipped.
+/// `ruzstd::StreamingDecoder` reads one frame and compares no checksum; the crate `zstd` does both
+/// and compiles C. A file may have several frames, with others between them that are to be skipped.
 struct Frames<R> {
     source: R,
     decoder: FrameDecoder,

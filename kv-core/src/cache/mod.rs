@@ -197,11 +197,11 @@ impl<B: Backend> KvCache<B> {
 
     /// Allocates a layer; `false` if it has memory already.
     ///
-    /// A layer that is allocated late lacks the rows of all tokens cached before. From then on, nothing
-    /// cached so far can be reused, and sequences that have tokens offer nothing more. Attention and
-    /// gathers that would read the missing rows are refused ([`PlanError::RowsUnwritten`]), or read
-    /// zeros, as [`CacheSpecBuilder::late_layers`] says. Give all layers their memory before the
-    /// first step, or start such sequences anew.
+    /// A layer that is allocated late lacks the rows of all tokens cached before. From then on,
+    /// nothing cached so far can be reused, and sequences that have tokens offer nothing more.
+    /// Attention and gathers that would read the missing rows are refused
+    /// ([`PlanError::RowsUnwritten`]), or read zeros, as [`CacheSpecBuilder::late_layers`] says.
+    /// Give all layers their memory before the first step, or start such sequences anew.
     ///
     /// # Errors
     /// [`PlanError::UnknownLayer`], [`CacheError::Calibration`] if the calibration has no constants

@@ -1,7 +1,7 @@
 //! CSV without quotes: a header, then rows with the same number of fields.
 //!
-//! The crate `csv` would replace one call of `split`: columns by name, a second column of one name and
-//! lines in errors would stay here.
+//! The crate `csv` would replace one call of `split`: columns by name, a second column of one name
+//! and lines in errors would stay here.
 
 /// A table of text.
 #[derive(Debug)]
