@@ -3,8 +3,8 @@ use kv::backend::Backend;
 use kv::cpu::{CpuBackend, CpuOptions};
 #[cfg(feature = "cuda")]
 use kv::cuda::CardFacts;
-#[cfg(feature = "wgpu")]
 use kv::error::DeviceError;
+#[cfg(feature = "wgpu")]
 use kv::wgpu::AdapterFacts;
 use serde::Serialize;
 

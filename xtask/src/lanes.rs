@@ -28,7 +28,7 @@ pub(crate) struct Stage {
 pub(crate) enum Lane {
     /// Compiles, by cargo or by a C++ compiler.
     Compile,
-    /// Runs what was compiled.
+    /// Runs what was compiled; two stages at a time when nothing is left to compile.
     Run,
 }
 
@@ -59,7 +59,7 @@ fn folder(workspace: &Workspace) -> PathBuf {
     workspace.target_dir.join("stages")
 }
 
-/// Runs all stages, both lanes in parallel; starts no further ones after a failure.
+/// Runs all stages, the lanes in parallel; starts no further ones after a failure.
 pub(crate) fn run(stages: &[Stage]) -> Result<()> {
     let workspace = Workspace::load()?;
     let folder = folder(&workspace);
@@ -192,25 +192,47 @@ impl<'s> Order<'s> {
 
     /// Returns the stages that start now.
     fn start(&mut self) -> Vec<usize> {
-        let lanes = [Lane::Compile, Lane::Run];
-        let next: Vec<_> = lanes.into_iter().filter_map(|lane| self.next(lane)).collect();
-        for index in &next {
-            if let Some(begun) = self.begun.get_mut(*index) {
+        let mut started = Vec::new();
+        while let Some(index) = self.next(Lane::Compile).or_else(|| self.next(Lane::Run)) {
+            if let Some(begun) = self.begun.get_mut(index) {
                 *begun = true;
             }
+            started.push(index);
         }
-        next
+        started
     }
 
+    /// Returns the next stage of a lane if the lane has room and the stages that it needs have
+    /// passed. Stages of a lane start in their order.
     fn next(&self, lane: Lane) -> Option<usize> {
-        let of_lane = self.stages.iter().enumerate().filter(|(_, stage)| stage.lane == lane);
-        let (index, stage) = of_lane.into_iter().find(|(index, _)| !self.has_ended(*index))?;
+        let of_lane = || self.stages.iter().enumerate().filter(|(_, stage)| stage.lane == lane);
+        let running =
+            of_lane().filter(|(index, _)| self.is_begun(*index) && !self.has_ended(*index));
+        if running.count() >= self.room(lane) {
+            return None;
+        }
+        let (index, stage) = of_lane().find(|(index, _)| !self.is_begun(*index))?;
         let has_passed = |name: &&str| {
             let index = self.stages.iter().position(|stage| stage.name == *name);
             index.is_some_and(|index| self.has_ended(index))
         };
-        let is_free = self.begun.get(index) == Some(&false);
-        (is_free && stage.after.iter().all(has_passed)).then_some(index)
+        stage.after.iter().all(has_passed).then_some(index)
+    }
+
+    /// Returns how many stages of a lane may run at a time. When everything is compiled, the lane
+    /// that runs takes the place of the other: some tests wait, or keep one core busy.
+    fn room(&self, lane: Lane) -> usize {
+        let compiles =
+            |(index, stage): (usize, &Stage)| stage.lane == Lane::Compile && !self.has_ended(index);
+        match lane {
+            Lane::Compile => 1,
+            Lane::Run if self.stages.iter().enumerate().any(compiles) => 1,
+            Lane::Run => 2,
+        }
+    }
+
+    fn is_begun(&self, index: usize) -> bool {
+        self.begun.get(index) == Some(&true)
     }
 
     fn has_ended(&self, index: usize) -> bool {
@@ -272,6 +294,18 @@ mod tests {
         order.end(1);
         order.end(3);
         assert!(!order.is_running() && order.is_done());
+    }
+
+    #[test]
+    fn two_stages_run_when_everything_is_compiled() {
+        let run = |name| stage(name, Lane::Run, &["build"]);
+        let stages = [stage("build", Lane::Compile, &[]), run("a"), run("b"), run("c")];
+        let mut order = Order::new(&stages);
+        assert_eq!(order.start(), [0]);
+        order.end(0);
+        assert_eq!(order.start(), [1, 2]);
+        order.end(2);
+        assert_eq!(order.start(), [3]);
     }
 
     #[test]
