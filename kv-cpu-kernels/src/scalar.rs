@@ -5,7 +5,7 @@
     clippy::cast_precision_loss,
     clippy::indexing_slicing,
     clippy::inline_always,
-    reason = "kernel code: indices are masked to their tables, and helpers must melt into the \
+    reason = "kernel code: indices are masked to their tables, and helpers must inline into the \
               kernel they are used in"
 )]
 use half::{bf16, f16};

@@ -10,7 +10,7 @@
     clippy::indexing_slicing,
     clippy::inline_always,
     clippy::needless_range_loop,
-    reason = "kernel code: bounds are asserted at the entry, and helpers must melt into the \
+    reason = "kernel code: bounds are asserted at the entry, and helpers must inline into the \
               function that carries the target features"
 )]
 use half::f16;

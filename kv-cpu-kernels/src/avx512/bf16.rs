@@ -1,7 +1,7 @@
 //! Products of bf16: AVX-512 BF16.
 #![expect(
     clippy::inline_always,
-    reason = "kernel code: helpers must melt into the function that carries the target features"
+    reason = "kernel code: helpers must inline into the function that carries the target features"
 )]
 use std::arch::x86_64::{__m512, __m512bh, __m512i, _mm512_dpbf16_ps};
 

@@ -93,7 +93,7 @@ conversions! {
 #[expect(
     clippy::arithmetic_side_effects,
     clippy::inline_always,
-    reason = "places of sixteen words that the caller has; loads melt into what takes them"
+    reason = "places of sixteen words that the caller has; loads inline into what takes them"
 )]
 pub(super) unsafe fn words_apart(from: *const u8, stride: usize) -> [u64; 4] {
     let mut words = [0; 4];

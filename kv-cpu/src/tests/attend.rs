@@ -3,7 +3,7 @@ use kv_core::plan::BatchEntry;
 use kv_core::{BlockOrder, DType, Determinism, KvFormat, QkvFormat};
 use kv_cpu_kernels::{Kernels, PrefetchTarget};
 
-use super::world::{Case, Choice, World};
+use super::fixture::{Case, Choice, Fixture};
 use super::{DTYPES, FORMATS, Random, backends};
 use crate::{CpuBackend, CpuOptions, Isa};
 
@@ -88,7 +88,7 @@ fn random_batches_match_the_reference() {
         let case = random_case(&mut random);
         let choice = random_choice(&mut random, &case);
         for (name, backend) in backends() {
-            World::new(&backend, case.clone()).attend(&name, &backend, &choice);
+            Fixture::new(&backend, case.clone()).attend(&name, &backend, &choice);
         }
     }
 }
@@ -106,7 +106,7 @@ fn large_heads_match_the_reference() {
                 ..case(vec![entry(0, 150, 1, 1), entry(1, 10, 70, 70)])
             };
             for (name, backend) in backends() {
-                World::new(&backend, case.clone()).attend(&name, &backend, &Choice::default());
+                Fixture::new(&backend, case.clone()).attend(&name, &backend, &Choice::default());
             }
         }
     }
@@ -128,7 +128,7 @@ fn any_number_of_heads_matches_the_reference() {
             ..case(vec![entry(0, 70, 1, 1), entry(1, 5, 1, 1)])
         };
         for (name, backend) in backends() {
-            World::new(&backend, case.clone()).attend(&name, &backend, &Choice::default());
+            Fixture::new(&backend, case.clone()).attend(&name, &backend, &Choice::default());
         }
     }
 }
@@ -145,8 +145,8 @@ fn a_cut_context_matches_the_reference() {
         for sink_logits in [None, sink_logits] {
             let choice = Choice { window, sink_logits, ..Choice::default() };
             for (name, backend) in backends() {
-                let world = World::new(&backend, case.clone());
-                world.attend(&name, &backend, &choice);
+                let fixture = Fixture::new(&backend, case.clone());
+                fixture.attend(&name, &backend, &choice);
             }
         }
     }
@@ -162,7 +162,7 @@ fn one_kv_head_may_serve_very_many() {
         ..case(vec![entry(0, 70, 3, 3)])
     };
     for (name, backend) in backends() {
-        World::new(&backend, case.clone()).attend(&name, &backend, &Choice::default());
+        Fixture::new(&backend, case.clone()).attend(&name, &backend, &Choice::default());
     }
 }
 
@@ -178,8 +178,8 @@ fn bits_depend_neither_on_repetition_nor_on_threads() {
     let run = |threads| {
         let options = CpuOptions::default().with_isa(Isa::detect()).with_threads(threads);
         let backend = CpuBackend::open(options).unwrap();
-        let world = World::new(&backend, case.clone());
-        world
+        let fixture = Fixture::new(&backend, case.clone());
+        fixture
             .attend("threads", &backend, &choice)
             .map(|values| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>())
     };
@@ -207,8 +207,8 @@ fn bits_do_not_depend_on_prefetches() {
                 let backend =
                     CpuBackend::open(CpuOptions::default().with_isa(isa).with_threads(1)).unwrap();
                 let backend = backend.with_kernels(kernels);
-                let world = World::new(&backend, case.clone());
-                world.attend("prefetch", &backend, &Choice::default())
+                let fixture = Fixture::new(&backend, case.clone());
+                fixture.attend("prefetch", &backend, &Choice::default())
             };
             let first = run(PrefetchTarget::None);
             for target in [PrefetchTarget::L2, PrefetchTarget::L2Twice] {
@@ -231,11 +231,11 @@ fn bits_do_not_depend_on_the_other_queries() {
                 dims: [24, 40],
                 ..case(vec![entry(0, 0, 90, 90)])
             };
-            let mut world = World::new(&backend, case);
-            let [many, _] = world.attend(&name, &backend, &Choice::default());
+            let mut fixture = Fixture::new(&backend, case);
+            let [many, _] = fixture.attend(&name, &backend, &Choice::default());
             let mut last = |queries| {
-                world.case.batch[0].queries = queries;
-                world.attend(&name, &backend, &Choice::default())[0].clone()
+                fixture.case.batch[0].queries = queries;
+                fixture.attend(&name, &backend, &Choice::default())[0].clone()
             };
             let [two, few, some] = [2, 5, 34].map(&mut last);
             assert!(many.ends_with(&some), "{name} {group}: 34 queries");
@@ -264,10 +264,10 @@ fn bits_do_not_depend_on_the_other_sequences() {
                     entry(2, 5, 30, 30),
                 ])
             };
-            let mut world = World::new(&backend, case);
-            let [together, _] = world.attend(&name, &backend, &Choice::default());
-            world.case.batch.truncate(1);
-            let [alone, _] = world.attend(&name, &backend, &Choice::default());
+            let mut fixture = Fixture::new(&backend, case);
+            let [together, _] = fixture.attend(&name, &backend, &Choice::default());
+            fixture.case.batch.truncate(1);
+            let [alone, _] = fixture.attend(&name, &backend, &Choice::default());
             assert!(together.starts_with(&alone), "{name} {queries} {group}");
         }
     }
@@ -285,8 +285,8 @@ fn a_broken_row_spoils_what_sees_it() {
             let batch = vec![entry(0, 70 - queries, queries, queries)];
             let case = Case { formats, broken, ..case(batch) };
             for (name, backend) in backends() {
-                let world = World::new(&backend, case.clone());
-                let [out, _] = world.attend(&name, &backend, &Choice::default());
+                let fixture = Fixture::new(&backend, case.clone());
+                let [out, _] = fixture.attend(&name, &backend, &Choice::default());
                 let of_token = 4 * 16;
                 let first = 70 - usize::try_from(queries).unwrap();
                 let (before, after) = out.split_at((token - first) * of_token);
@@ -305,7 +305,7 @@ fn queries_without_keys_are_zero() {
             let case = Case { qkv, padding: [1, 2], ..case(batch.clone()) };
             let choice = Choice { sink_logits: sink_logits.clone(), ..Choice::default() };
             for (name, backend) in backends() {
-                World::new(&backend, case.clone()).attend(&name, &backend, &choice);
+                Fixture::new(&backend, case.clone()).attend(&name, &backend, &choice);
             }
         }
     }

@@ -7,7 +7,7 @@ use kv_core::{
 };
 
 use super::attend::{case, entry};
-use super::world::{Case, Choice, World};
+use super::fixture::{Case, Choice, Fixture};
 use super::{DTYPES, Random, backends};
 use crate::CpuBackend;
 
@@ -37,7 +37,7 @@ fn every_format_is_decoded_with_a_cap_and_sink_logits() {
             let choice =
                 Choice { cap: Some(2.0), sink_logits: Some(sink_logits), ..Choice::default() };
             for (name, backend) in backends() {
-                World::new(&backend, case.clone()).attend(&name, &backend, &choice);
+                Fixture::new(&backend, case.clone()).attend(&name, &backend, &choice);
             }
         }
     }

@@ -11,11 +11,11 @@
 mod attend;
 mod decode;
 mod errors;
+mod fixture;
 mod moves;
 mod stored;
 mod threads;
 mod unseen;
-mod world;
 
 use kv_core::{DType, KvFormat};
 use kv_cpu_kernels::Kernels;

@@ -9,7 +9,7 @@ use kv_core::{
     QkvFormat, TensorView, TensorViewMut,
 };
 
-use super::world::{Case, Rows, World, from_bytes, round, to_bytes};
+use super::fixture::{Case, Fixture, Rows, from_bytes, round, to_bytes};
 use super::{DTYPES, Random, backends};
 
 const QKV: [QkvFormat; 3] = [QkvFormat::Thd, QkvFormat::Bshd, QkvFormat::Sbhd];
@@ -30,7 +30,7 @@ fn transfers_keep_to_their_range() {
     }
 }
 
-fn world_case(random: &mut Random) -> Case {
+fn random_case(random: &mut Random) -> Case {
     let lens = [random.below(40), 1 + random.below(700), 0];
     Case {
         seed: random.bits(),
@@ -61,25 +61,25 @@ fn world_case(random: &mut Random) -> Case {
 fn gather_reads_back_what_was_written() {
     let mut random = Random::new(11);
     for _ in 0..40 {
-        let case = world_case(&mut random);
+        let case = random_case(&mut random);
         let to = random.pick(&DTYPES);
         for (name, backend) in backends() {
-            let world = World::new(&backend, case.clone());
-            let all = world.case.batch[1].cached;
+            let fixture = Fixture::new(&backend, case.clone());
+            let all = fixture.case.batch[1].cached;
             let begin = all / 3;
             let ranges = [
                 GatherRange { row: 1, begin, len: all - begin },
                 GatherRange { row: 2, begin: 0, len: 0 },
                 GatherRange { row: 0, begin: 0, len: case.batch[0].cached },
             ];
-            let plan = GatherPlan::new(&world.layouts[0], &world.tables, &ranges).unwrap();
+            let plan = GatherPlan::new(&fixture.layouts[0], &fixture.tables, &ranges).unwrap();
             for which in [0, 1] {
                 let (heads, dim) = (case.kv_heads, case.dims[which]);
                 let lens = ranges.map(|range| range.len);
                 let rows = Rows::new((case.qkv, case.padding), &lens, heads, dim);
                 let mut bytes = vec![0xff; rows.len() * to.size()];
                 let out = TensorViewMut::host_bytes(to, &mut bytes, &rows.dims);
-                let args = GatherArgs::new(&plan, world.plane(which), out, case.qkv).unwrap();
+                let args = GatherArgs::new(&plan, fixture.plane(which), out, case.qkv).unwrap();
                 backend.queue().unwrap().gather(&plan, args).unwrap();
                 let mut expected = vec![0.0; rows.len()];
                 let row = (heads * dim) as usize;
@@ -87,7 +87,7 @@ fn gather_reads_back_what_was_written() {
                 for (entry, range) in ranges.iter().enumerate() {
                     for token in 0..range.len {
                         let position = (range.begin + token) as usize;
-                        let from = &world.values[which][range.row as usize][position * row..];
+                        let from = &fixture.values[which][range.row as usize][position * row..];
                         let to_row = &mut expected[rows.at(entry, start, token)..][..row];
                         for (out, x) in to_row.iter_mut().zip(from) {
                             *out = round(to, *x);

@@ -1,4 +1,4 @@
-//! Planes of every kind for the worlds: their layouts, their constants, and what a reader sees of a
+//! Planes of every kind for the fixtures: their layouts, their constants, and what a reader sees of a
 //! row that was written.
 use kv_core::backend::{Backend, Queue};
 use kv_core::calibration::{PlaneCalibration, PlaneConstants};
@@ -9,7 +9,7 @@ use kv_core::{
 };
 use kv_quant::{block, row, transform};
 
-use super::world::{Case, Choice, World};
+use super::fixture::{Case, Choice, Fixture};
 use super::{Random, backends};
 use crate::{CpuBackend, CpuBuffer, CpuOptions};
 
@@ -141,14 +141,14 @@ fn case(format: KvFormat, order: BlockOrder) -> Case {
     }
 }
 
-fn gather(backend: &CpuBackend, world: &World, which: usize) -> Vec<f32> {
-    let tokens = world.case.batch[0].cached + world.case.batch[0].new_tokens;
+fn gather(backend: &CpuBackend, fixture: &Fixture, which: usize) -> Vec<f32> {
+    let tokens = fixture.case.batch[0].cached + fixture.case.batch[0].new_tokens;
     let ranges = [GatherRange { row: 0, begin: 0, len: tokens }];
-    let plan = GatherPlan::new(&world.layouts[0], &world.tables, &ranges).unwrap();
-    let dims = [tokens, world.case.kv_heads, world.case.dims[which]];
+    let plan = GatherPlan::new(&fixture.layouts[0], &fixture.tables, &ranges).unwrap();
+    let dims = [tokens, fixture.case.kv_heads, fixture.case.dims[which]];
     let mut rows = vec![0.0_f32; dims.iter().product::<u32>() as usize];
     let out = TensorViewMut::host(&mut rows, &dims);
-    let args = GatherArgs::new(&plan, world.plane(which), out, QkvFormat::Thd).unwrap();
+    let args = GatherArgs::new(&plan, fixture.plane(which), out, QkvFormat::Thd).unwrap();
     backend.queue().unwrap().gather(&plan, args).unwrap();
     rows
 }
@@ -159,11 +159,11 @@ fn every_format_is_written_attended_and_gathered() {
     for format in KvFormat::all() {
         for order in [BlockOrder::Nhd, BlockOrder::Hnd] {
             for (name, backend) in backends() {
-                let world = World::new(&backend, case(format, order));
-                world.attend(&name, &backend, &Choice::default());
+                let fixture = Fixture::new(&backend, case(format, order));
+                fixture.attend(&name, &backend, &Choice::default());
                 for which in [0, 1] {
-                    let rows = gather(&backend, &world, which);
-                    assert_eq!(rows, world.values[which][0], "{name} {format} {order:?}");
+                    let rows = gather(&backend, &fixture, which);
+                    assert_eq!(rows, fixture.values[which][0], "{name} {format} {order:?}");
                 }
             }
         }
@@ -179,11 +179,12 @@ fn a_broken_row_harms_no_other() {
         for value in [f32::NAN, f32::INFINITY, -1e30, 1e6] {
             for (name, backend) in backends() {
                 let broken = vec![(1, value), (6, value)];
-                let world = World::new(&backend, Case { broken, ..case(format, BlockOrder::Hnd) });
+                let fixture =
+                    Fixture::new(&backend, Case { broken, ..case(format, BlockOrder::Hnd) });
                 for which in [0, 1] {
-                    let rows = gather(&backend, &world, which);
-                    let dim = world.case.dims[which] as usize;
-                    let expected = world.values[which][0].chunks(dim);
+                    let rows = gather(&backend, &fixture, which);
+                    let dim = fixture.case.dims[which] as usize;
+                    let expected = fixture.values[which][0].chunks(dim);
                     for (index, (row, expected)) in rows.chunks(dim).zip(expected).enumerate() {
                         let same = row.iter().map(bits).eq(expected.iter().map(bits));
                         assert!(same, "{name} {format} {value} {index}: {row:?} {expected:?}");
@@ -200,13 +201,13 @@ fn a_broken_row_harms_no_other() {
 #[test]
 fn too_few_constants_are_refused() {
     let backend = CpuBackend::open(CpuOptions::default().with_threads(1)).unwrap();
-    let world = World::new(&backend, case(KvFormat::Int8(Scaling::Head), BlockOrder::Hnd));
+    let fixture = Fixture::new(&backend, case(KvFormat::Int8(Scaling::Head), BlockOrder::Hnd));
     let needed = PlaneConstants::len_of(2, 80) * 4;
     let ranges = [GatherRange { row: 0, begin: 0, len: 1 }];
-    let plan = GatherPlan::new(&world.layouts[0], &world.tables, &ranges).unwrap();
+    let plan = GatherPlan::new(&fixture.layouts[0], &fixture.tables, &ranges).unwrap();
     for (bytes, fits) in [(needed - 4, false), (needed - 1, false), (needed, true)] {
         let constants = backend.alloc(bytes as u64).unwrap();
-        let plane = world.plane(0).with_constants(&constants);
+        let plane = fixture.plane(0).with_constants(&constants);
         let mut row = vec![0.0_f32; 160];
         let out = TensorViewMut::host(&mut row, &[1, 2, 80]);
         let args = GatherArgs::new(&plan, plane, out, QkvFormat::Thd).unwrap();

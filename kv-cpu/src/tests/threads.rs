@@ -5,7 +5,7 @@ use kv_core::backend::Backend;
 use kv_core::{DeviceErrorKind, KvFormat};
 
 use super::attend::{case, entry};
-use super::world::{Case, Choice, World};
+use super::fixture::{Case, Choice, Fixture};
 use crate::{CpuBackend, CpuOptions, SpawnWorkers, Workers};
 
 /// Makes all calls on the calling thread, the last worker's first.
@@ -65,8 +65,8 @@ fn bits_do_not_depend_on_whose_threads_compute() {
     for (step, case) in [("decode", decode), ("prefill", prefill)] {
         let run = |options| {
             let backend = CpuBackend::open(options).unwrap();
-            let world = World::new(&backend, case.clone());
-            world
+            let fixture = Fixture::new(&backend, case.clone());
+            fixture
                 .attend(step, &backend, &choice)
                 .map(|values| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>())
         };
@@ -121,5 +121,5 @@ impl Workers for Skips {
 fn an_operation_on_workers_that_break_their_contract_panics() {
     let backend = CpuBackend::open(CpuOptions::default().with_workers(Arc::new(Skips))).unwrap();
     let case = Case { workers: 8, ..case(vec![entry(0, 0, 200, 200)]) };
-    World::new(&backend, case).attend("skips", &backend, &Choice::default());
+    Fixture::new(&backend, case).attend("skips", &backend, &Choice::default());
 }

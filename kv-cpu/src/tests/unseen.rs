@@ -4,7 +4,7 @@ use kv_core::plan::BatchEntry;
 use kv_core::{BlockId, Determinism, KvFormat};
 
 use super::attend::{case, entry, random_case, random_choice};
-use super::world::{Case, Choice, World};
+use super::fixture::{Case, Choice, Fixture};
 use super::{Random, backends};
 use crate::CpuBackend;
 
@@ -18,17 +18,17 @@ fn is_seen(entry: &BatchEntry, choice: &Choice, key: u32) -> bool {
 /// Overwrites what no query sees: entries of the tables name a block full of NaN where nothing of
 /// theirs is seen, and rows beside seen ones become NaN, as far as their format has any. Returns
 /// how many entries and how many rows.
-fn hide(world: &mut World, backend: &CpuBackend, choice: &Choice) -> (usize, usize) {
-    let layouts = world.layouts;
+fn hide(fixture: &mut Fixture, backend: &CpuBackend, choice: &Choice) -> (usize, usize) {
+    let layouts = fixture.layouts;
     let map = *layouts[0].slot_map();
-    let used: Vec<_> = world.tables.rows().flatten().copied().collect();
+    let used: Vec<_> = fixture.tables.rows().flatten().copied().collect();
     let spare = (0..layouts[0].num_blocks()).map(BlockId);
     let spare = spare.rev().find(|block| !used.contains(block)).unwrap();
     let mut queue = backend.queue().unwrap();
     let (mut entries, mut rows) = (0, 0);
-    for entry in world.case.batch.clone() {
+    for entry in fixture.case.batch.clone() {
         let kv_len = entry.cached + entry.new_tokens;
-        let table: Vec<_> = world.tables.row(entry.row).to_vec();
+        let table: Vec<_> = fixture.tables.row(entry.row).to_vec();
         let mut seen = vec![false; table.len()];
         let places = (0..kv_len).map(|key| (map.place(key), is_seen(&entry, choice, key)));
         // What the step writes is its own until it ends.
@@ -36,12 +36,12 @@ fn hide(world: &mut World, backend: &CpuBackend, choice: &Choice) -> (usize, usi
             seen[place.index as usize] |= is_seen || key >= entry.cached;
         }
         for (index, _) in seen.iter().enumerate().filter(|(_, seen)| !**seen) {
-            world.tables.replace(entry.row, index, spare).unwrap();
+            fixture.tables.replace(entry.row, index, spare).unwrap();
             entries += 1;
         }
         for (place, _) in places.filter(|(place, row)| seen[place.index as usize] && !row) {
             rows += 1;
-            for (layout, segments) in layouts.iter().zip(&world.segments) {
+            for (layout, segments) in layouts.iter().zip(&fixture.segments) {
                 let (segment, begin) = layout.locate(table[place.index as usize].0);
                 let bytes =
                     if place.is_wide { layout.wide_row_bytes() } else { layout.row_bytes() };
@@ -59,11 +59,11 @@ fn hide(world: &mut World, backend: &CpuBackend, choice: &Choice) -> (usize, usi
 fn check(case: &Case, choice: &Choice) -> (usize, usize) {
     let mut hidden = (0, 0);
     for (name, backend) in backends() {
-        let mut world = World::new(&backend, case.clone());
+        let mut fixture = Fixture::new(&backend, case.clone());
         let bits = |both: [Vec<f32>; 2]| both.map(|x| x.iter().map(|x| x.to_bits()).collect());
-        let before: [Vec<_>; 2] = bits(world.attend(&name, &backend, choice));
-        hidden = hide(&mut world, &backend, choice);
-        let after = bits(world.attend(&format!("{name}, hidden"), &backend, choice));
+        let before: [Vec<_>; 2] = bits(fixture.attend(&name, &backend, choice));
+        hidden = hide(&mut fixture, &backend, choice);
+        let after = bits(fixture.attend(&format!("{name}, hidden"), &backend, choice));
         assert!(before == after, "{name}: other bits: {case:?} {choice:?}");
     }
     hidden

@@ -205,7 +205,7 @@ struct Plane {
   std::vector<float> constants;
 };
 
-struct World {
+struct Fixture {
   const Case& c;
   Random r;
   Plane k, v;
@@ -216,7 +216,7 @@ struct World {
   std::vector<u32> poison;  // a key of each sequence, or HOLE: a NaN for queries that see it, and for no others
   u32 num_blocks = 2;
 
-  World(const Case& c, u32 seed) : c(c), r{std::mt19937(seed)} {
+  Fixture(const Case& c, u32 seed) : c(c), r{std::mt19937(seed)} {
     u32 rows = 0, blocks = 0;
     size_t tokens = 0;
     for (size_t i = 0; i < c.q_lens.size(); i++) {
@@ -314,7 +314,7 @@ struct World {
 struct Rows {
   std::vector<u8> memory;
   KvTensor t{};
-  Rows(const World& w, u32 heads, u32 dim, u32 dtype, u8 byte) {
+  Rows(const Fixture& w, u32 heads, u32 dim, u32 dtype, u8 byte) {
     const u32 bytes = dtype == KV_F32 ? 4 : 2, batch = (u32)w.sequences.size();
     u32 total = 0, longest = 1;
     for (const KvSequence& s : w.sequences) total += s.q_len, longest = std::max(longest, s.q_len);
@@ -346,7 +346,7 @@ int launch(const std::string& name, u32 blocks, u32 threads, u32 shared, const v
 
 // Every row tile of every head must be split into consecutive work items, in slots that never
 // decrease.
-int check_plan(const World& w, const std::vector<KvPiece>& pieces, const std::vector<u32>& starts) {
+int check_plan(const Fixture& w, const std::vector<KvPiece>& pieces, const std::vector<u32>& starts) {
   const Case& c = w.c;
   if (starts[0] != 0 || !std::is_sorted(starts.begin(), starts.end()) || starts.back() > pieces.size()) {
     return fail("starts of slots fall");
@@ -376,7 +376,7 @@ int check_plan(const World& w, const std::vector<KvPiece>& pieces, const std::ve
   return at == starts.back() ? 0 : fail("more pieces than work");
 }
 
-int compare(const World& w, const Rows& q, const Rows& out, const Rows& lse, const std::vector<float>& sinks) {
+int compare(const Fixture& w, const Rows& q, const Rows& out, const Rows& lse, const std::vector<float>& sinks) {
   const Case& c = w.c;
   double worst = 0, worst_lse = 0;
   // Rounding unit of the type: relative, and its minimum.
@@ -443,7 +443,7 @@ int compare(const World& w, const Rows& q, const Rows& out, const Rows& lse, con
 int run(u32 seed) {
   Random r{std::mt19937(seed), seed};
   const Case c = random_case(r);
-  World w(c, seed + 1);
+  Fixture w(c, seed + 1);
   const u32 heads = c.kv_heads * c.group;
   Rows q(w, heads, c.dim, c.dtype, 0xff), out(w, heads, c.dim, c.dtype, 0xff), lse(w, heads, 1, KV_F32, 0xff);
   for (size_t i = 0; i < w.sequences.size(); i++) {

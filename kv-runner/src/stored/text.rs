@@ -187,7 +187,7 @@ mod tests {
             ("l4/l3/l3", "unknown stored format \"l3/l3\""),
             ("l4,", "\"\" is not an option of a format"),
             ("l4,int8", "\"int8\" is not an option of a format"),
-            ("l4,K=int8", "\"K=int8\" is no option"),
+            ("l4,K=int8", "\"K=int8\" is not an option"),
             ("l4,V=int7", "unknown stored format \"int7\""),
             ("int8/l4,V=l4", "V is given twice"),
             (

@@ -144,7 +144,7 @@ impl Rows {
 }
 
 /// A cache filled through the backend, with the values it must hold.
-pub(super) struct World {
+pub(super) struct Fixture {
     pub(super) case: Case,
     pub(super) layouts: [PlaneLayout; 2],
     pub(super) tables: BlockTables,
@@ -156,7 +156,7 @@ pub(super) struct World {
     pub(super) values: [Vec<Vec<f32>>; 2],
 }
 
-impl World {
+impl Fixture {
     pub(super) fn new(backend: &CpuBackend, case: Case) -> Self {
         let mut random = Random::new(case.seed);
         let lens: Vec<_> = case.batch.iter().map(|e| e.cached + e.new_tokens).collect();
@@ -210,12 +210,12 @@ impl World {
             values
         });
         let constants = constants.map(|constants| Some(stored::upload(backend, &constants?)));
-        let world = Self { case, layouts, tables, segments, constants, inputs, values };
-        let all: Vec<_> = world.case.batch.clone();
+        let fixture = Self { case, layouts, tables, segments, constants, inputs, values };
+        let all: Vec<_> = fixture.case.batch.clone();
         let before = |e: &BatchEntry| BatchEntry { cached: 0, new_tokens: e.cached, ..*e };
-        world.write(backend, &all.iter().map(before).collect::<Vec<_>>());
-        world.write(backend, &all);
-        world
+        fixture.write(backend, &all.iter().map(before).collect::<Vec<_>>());
+        fixture.write(backend, &all);
+        fixture
     }
 
     pub(super) fn plane(&self, which: usize) -> PlaneView<'_, CpuBuffer> {
