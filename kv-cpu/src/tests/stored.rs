@@ -1,5 +1,5 @@
-//! Planes of every kind for the fixtures: their layouts, their constants, and what a reader sees of a
-//! row that was written.
+//! Planes of every kind for the fixtures: their layouts, their constants, and what a reader sees of
+//! a row that was written.
 use kv_core::backend::{Backend, Queue};
 use kv_core::calibration::{PlaneCalibration, PlaneConstants};
 use kv_core::plan::{BatchEntry, GatherArgs, GatherPlan, GatherRange};
