@@ -184,9 +184,9 @@ impl CudaQueue {
         if let Some(why) = self.steps.not_fixed().or_else(too_large) {
             return Err(crate::tensors::unsupported("replay", why));
         }
-        // SAFETY: the graph holds all memory that its launches use; limits fix the addresses of a
-        // step's lists, and their content was checked when the step
-        // began; the tensors have room for the step.
+        // SAFETY: the graph holds all memory that its launches use, and its tensors have room for
+        // the step; limits fix the addresses of a step's lists, and their content was checked when
+        // the step began.
         unsafe { self.stream.replay(graph.graph.as_ref()) }
     }
 

@@ -225,7 +225,9 @@ impl<B: Backend> Step<'_, B> {
     /// after another until the blocks are [exhausted](CacheError::Exhausted).
     ///
     /// Each call splits the contexts of the whole batch anew, and a GPU receives the plans of the
-    /// whole batch again. COST
+    /// whole batch again. If the batch is known, one [`KvCache::begin_step`] is cheaper: decoding
+    /// 256 sequences takes the host 11 us with it and 140 us with 256 calls, prompts of 512 tokens
+    /// 100 and 220 us.
     ///
     /// # Errors
     /// Those of [`KvCache::begin_step`]; [`PlanError::State`] once a layer is written.

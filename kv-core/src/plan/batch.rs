@@ -276,7 +276,7 @@ impl PlanBuffers {
         AttentionPlan::from_checked(layout, tables, self)
     }
 
-    /// Checks the entries, from `first` on and lists them with the slots of their new tokens.
+    /// Checks the entries from `first` on and lists them with the slots of their new tokens.
     fn list(
         &mut self,
         layout: &PlaneLayout,

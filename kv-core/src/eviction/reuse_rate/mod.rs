@@ -43,7 +43,7 @@ const RECOMPUTE_INTERVAL_MAX: u32 = 128;
 ///
 /// Each call takes O(1), or O(log n) with durations of priorities; the beginning of a request takes
 /// additional time that depends on its own blocks and the numbers of classes and ages. Up to four
-/// evicted contents per block are remembered. It takes 95 bytes for each block, allocated at once,
+/// evicted contents per block are remembered. It takes 93 bytes for each block, allocated at once,
 /// and some for each of the last 16,384 requests.
 #[derive(Debug)]
 pub struct ReuseRate {

@@ -55,6 +55,42 @@ fn tokens_that_are_not_accepted_are_removed() {
     check_invariants(&state);
 }
 
+/// Contexts are split for the whole batch, however it came together.
+#[test]
+fn a_batch_that_was_added_to_is_planned_like_one_that_began_whole() {
+    let made = || {
+        let mut state = state(16, 400);
+        for (sequence, tokens) in SEQ.into_iter().zip([3000, 5, 900]) {
+            start(&mut state, sequence);
+            append(&mut state, &[(sequence, tokens)]).unwrap();
+        }
+        // Both write to one block: whoever comes first gets a copy.
+        state.fork(SEQ[1], SEQ[3]).unwrap();
+        state
+    };
+    let inputs = [(SEQ[0], 1), (SEQ[1], 2), (SEQ[2], 40), (SEQ[3], 1)];
+    let inputs = inputs.map(|(sequence, tokens)| StepInput::count(sequence, tokens));
+    let (mut whole, mut added) = (made(), made());
+    whole.begin(&inputs, |_| 8).unwrap();
+    added.begin(&inputs[..1], |_| 8).unwrap();
+    let id = |state: &CacheState| state.plans(GroupId(0)).unwrap().0.batch().id();
+    for (input, sequence) in inputs.into_iter().zip(SEQ).skip(1) {
+        let before = id(&added);
+        assert!(added.add(StepInput::count(sequence, 6000), |_| 8).is_err());
+        added.add(input, |_| 8).unwrap();
+        assert_ne!(id(&added), before, "a device has to see that the plan is another");
+    }
+    let lists = |state: &CacheState| {
+        let (write, _) = state.plans(GroupId(0)).unwrap();
+        let batch = write.batch();
+        let numbers = [batch.total_q(), batch.total_new(), batch.q_len_max(), batch.new_len_max()];
+        let (sequences, splits) = (batch.sequences().to_vec(), batch.splits().to_vec());
+        (sequences, splits, batch.slots().to_vec(), numbers)
+    };
+    assert_eq!(lists(&added), lists(&whole));
+    assert!(lists(&whole).1.len() > 4, "the longest context is split");
+}
+
 #[test]
 fn a_rollback_removes_sequences_started_in_the_step() {
     let mut state = state_with((4, 8), |spec| spec.publish_at(crate::PublishAt::Begin));
