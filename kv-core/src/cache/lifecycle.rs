@@ -14,7 +14,7 @@ use crate::ids::{GroupId, SequenceId};
 
 impl<B: Backend> KvCache<B> {
     /// Begins a sequence. Returns how many tokens of `prompt` are cached already and need no step.
-    /// The first step computes the rest: at least
+    /// The first step computes the rest ([`StepInput::prompt`](crate::StepInput::prompt)): at least
     /// the last token, whose logits are needed.
     ///
     /// Blocks of the cached tokens are shared with their other holders and cannot be evicted while
