@@ -12,6 +12,12 @@ pub enum Tier {
     /// Memory of the backend.
     #[default]
     Device,
+    /// Host memory of this process.
+    Host,
+    /// A folder on disk, of this machine or shared.
+    Disk,
+    /// A store that other machines read too: Redis, S3, a caller's own.
+    Store,
 }
 
 /// One change of what can be reused. Events are numbered from 0, in order.

@@ -17,7 +17,7 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
     ("kv-wgpu", &["kv-core", "kv-quant"]),
     ("kv-cuda", &["kv-core", "kv-quant"]),
     ("kv-tier", &["kv-core"]),
-    ("kv-testkit", &["kv-core", "kv-compat", "kv-quant"]),
+    ("kv-testkit", &["kv-core", "kv-compat", "kv-quant", "kv-tier"]),
     ("kv", &["kv-core", "kv-quant", "kv-cpu", "kv-wgpu", "kv-cuda", "kv-tier"]),
     ("kv-runner", &["kv"]),
     ("kv-bench", &["kv"]),
