@@ -50,7 +50,7 @@ impl DecodePlan {
                         row: query_tile * 16,
                         ..WorkItem::default()
                     };
-                    self.push(item, &Splits::new(at, share, tiles, work.invariant));
+                    self.push(item, &SplitPlan::new(at, share, tiles, work.invariant));
                     at += cost(tiles, work.invariant);
                 }
             }
@@ -60,7 +60,7 @@ impl DecodePlan {
     }
 
     /// Adds the splits of one query tile.
-    fn push(&mut self, item: WorkItem, splits: &Splits) {
+    fn push(&mut self, item: WorkItem, splits: &SplitPlan) {
         let partial = if splits.num_splits > 1 { self.num_partials } else { 0 };
         for split in 0..splits.num_splits {
             let (slot, tile_begin, tile_end) = splits.split(split);
@@ -126,7 +126,7 @@ pub(super) fn cost(tiles: u32, invariant: bool) -> u64 {
 
 /// The splits of one query tile.
 #[derive(Debug)]
-struct Splits {
+struct SplitPlan {
     /// Position of its first tile; of the query tile if splits are invariant or it has no tile.
     first: u64,
     share: u64,
@@ -137,7 +137,7 @@ struct Splits {
     invariant: bool,
 }
 
-impl Splits {
+impl SplitPlan {
     /// Splits the query tile that begins at `at`.
     fn new(at: u64, share: u64, tiles: u32, invariant: bool) -> Self {
         let whole = Self { first: at, share, begin: at / share, tiles, num_splits: 1, invariant };
