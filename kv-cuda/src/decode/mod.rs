@@ -192,10 +192,10 @@ fn is_even(tensor: &Tensor) -> bool {
 /// Memory that a decoding call needs in addition to its tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Room {
-    /// Work items of the plan, a `WorkItem` each.
+    /// Number of work items of the plan.
     pub(crate) items: u64,
-    /// Partial results: 16 rows of `head_dim` f32 in `partial_rows`, 16 f32 in `partial_stats` and a
-    /// counter of 4 bytes each.
+    /// Partial results: 16 rows of `head_dim` f32 in `partial_rows`, 16 f32 in `partial_stats` and
+    /// a counter of 4 bytes each.
     pub(crate) partials: u64,
 }
 

@@ -76,8 +76,8 @@ impl DecodePlan {
 }
 
 impl Work {
-    /// Returns the number of query tiles of one kv head: 16 rows each, queries one after another, heads within a
-    /// query.
+    /// Returns the number of query tiles of one kv head: 16 rows each, queries one
+    /// after another, heads within a query.
     pub(super) fn query_tiles(&self, sequence: &Sequence) -> u32 {
         if sequence.q_len > self.q_len_max {
             return 0;

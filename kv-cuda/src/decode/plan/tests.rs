@@ -56,7 +56,8 @@ fn load(items: &[WorkItem]) -> u64 {
     items.iter().map(|p| u64::from(p.tile_end - p.tile_begin) + OVERHEAD).sum()
 }
 
-/// Checks that every query tile occurs once, in order, and that its splits have each of its tiles once.
+/// Checks that every query tile occurs once, in order, and that its splits have each of its tiles
+/// once.
 fn check(sequences: &[Sequence], work: &Work, plan: &DecodePlan) {
     let mut items = plan.items.iter();
     let (mut partials, mut total) = (0, 0);
