@@ -2,10 +2,11 @@
 use std::fmt;
 use std::str::FromStr;
 
+use kv_format::KvFormat;
+
 use crate::block::BlockTables;
 use crate::calibration::PlaneConstants;
 use crate::error::{PlanError, SpecConflict, SpecError, UnknownName};
-use crate::format::KvFormat;
 use crate::num::{to_u64, to_usize};
 use crate::slot_map::{Place, SlotMap};
 

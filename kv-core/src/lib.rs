@@ -36,11 +36,9 @@ pub mod backend;
 pub mod block;
 mod cache;
 pub mod calibration;
-mod element;
 pub mod error;
 pub mod events;
 pub mod eviction;
-mod format;
 mod geometry;
 mod ids;
 #[doc(hidden)]
@@ -60,14 +58,13 @@ pub use cache::{
     Usage,
 };
 pub use calibration::{Calibration, CalibrationError};
-pub use element::{DType, Element};
 pub use error::{
     BlocksExhausted, CacheError, DeviceError, DeviceErrorKind, PlanError, SpecError, UnknownName,
 };
-pub use format::{KvFormat, ScaleGroup, Scaling};
 pub use geometry::{BlockOrder, PlaneLayout, PlaneShape, QkvFormat};
 pub use half::{bf16, f16};
 pub use ids::{BlockId, GroupId, LayerId, SequenceId, Slot};
+pub use kv_format::{DType, Element, KvFormat, ScaleGroup, Scaling};
 pub use plan::{AttentionOptions, Determinism, Mask};
 pub use slot_map::{Place, SlotMap};
 pub use spec::{

@@ -1,43 +1,5 @@
-//! Conversions between integer widths, for the crates of this workspace.
-
-// Token counts and offsets are `u32` and `u64`; memory of a narrower host cannot hold them.
-const _: () = assert!(usize::BITS >= 32 && usize::BITS <= 64, "usize must be 32 or 64 bits wide");
-
-/// Widens a count or an index.
-pub const fn to_usize(n: u32) -> usize {
-    #[expect(clippy::as_conversions, reason = "widening, by the assertion above")]
-    {
-        n as usize
-    }
-}
-
-/// Widens a length.
-pub const fn to_u64(n: usize) -> u64 {
-    #[expect(clippy::as_conversions, reason = "widening, by the assertion above")]
-    {
-        n as u64
-    }
-}
-
-/// Narrows a length that an earlier check has bounded.
-///
-/// # Panics
-/// If that check is wrong.
-pub fn to_u32(n: usize) -> u32 {
-    let narrow = u32::try_from(n);
-    assert!(narrow.is_ok(), "{n} passed its check and does not fit 32 bits");
-    narrow.unwrap_or_default()
-}
-
-/// Narrows a number of bytes of host memory, or an offset into it.
-///
-/// # Panics
-/// If it does not fit a pointer, which is impossible for sizes of memory.
-pub fn to_offset(n: u64) -> usize {
-    let narrow = usize::try_from(n);
-    assert!(narrow.is_ok(), "{n} bytes are more than this host addresses");
-    narrow.unwrap_or_default()
-}
+//! Conversions between integer widths, and memory of lists.
+pub use kv_format::num::{to_offset, to_u32, to_u64, to_usize};
 
 /// Returns the bytes of a list, unused capacity included.
 pub(crate) fn list_bytes<T>(list: &Vec<T>) -> usize {

@@ -3,10 +3,11 @@ mod view;
 
 use std::fmt;
 
+use kv_format::KvFormat;
+
 use crate::backend::{Backend, Capabilities, Queue};
 use crate::calibration::PlaneConstants;
 use crate::error::{DeviceError, DeviceErrorKind};
-use crate::format::KvFormat;
 use crate::geometry::PlaneLayout;
 use crate::num::to_u64;
 use view::{Handles, StorageSource};

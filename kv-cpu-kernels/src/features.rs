@@ -6,7 +6,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use kv_core::UnknownName;
+use kv_format::UnknownName;
 
 /// Base set of vector instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -1,5 +1,5 @@
 //! The safe entry points: they select a table, and make the checks on which soundness rests.
-use kv_core::KvFormat;
+use kv_format::KvFormat;
 
 use crate::decode::{GROUP, HALF};
 use crate::features::Isa;
@@ -267,7 +267,7 @@ impl Kernels {
         unsafe { kernel(x) }
     }
 
-    /// Decodes a row without its own scale: `kv_quant::row::decode_row` with a scale of 1, to the
+    /// Decodes a row without its own scale: `kv_format::row::decode_row` with a scale of 1, to the
     /// bit.
     ///
     /// # Panics
@@ -277,14 +277,14 @@ impl Kernels {
         // SAFETY: the CPU has the instruction set, by `Self::new`.
         unsafe { kernel(layout, from, to) }
     }
-    /// Decodes a row with its own scale, or the given one: `kv_quant::row::decode_row` to the bit.
+    /// Decodes a row with its own scale, or the given one: `kv_format::row::decode_row` to the bit.
     ///
     /// # Panics
     /// As [`Self::decode`].
     pub fn decode_scaled(self, layout: &RowLayout, given: f32, from: &[u8], to: &mut [f32]) {
         if layout.encoding() == Encoding::Nvfp4 {
             // The definition of the format rounds the product of both scales first.
-            kv_quant::row::decode_row(KvFormat::Nvfp4, given, from, to);
+            kv_format::row::decode_row(KvFormat::Nvfp4, given, from, to);
             return;
         }
         self.decode(layout, from, to);
@@ -317,7 +317,7 @@ impl Kernels {
         // SAFETY: the CPU has the instruction set, by `Self::new`.
         unsafe { kernel(from, to) }
     }
-    /// Encodes a row as [`kv_quant::row::encode_row`] does.
+    /// Encodes a row as [`kv_format::row::encode_row`] does.
     ///
     /// # Panics
     /// As that function.

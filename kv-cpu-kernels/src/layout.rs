@@ -1,11 +1,11 @@
 //! How values lie in memory: elements of tensors and rows of planes.
 //!
-//! Maps the element types and the stored formats of `kv-core` to the encodings that kernels exist
+//! Maps the element types and the stored formats of `kv-format` to the encodings that kernels exist
 //! for, and returns `None` for every other: a new stored format is unsupported here until it has a
 //! decoder.
-use kv_core::{DType, KvFormat, ScaleGroup, Scaling};
+use kv_format::{DType, KvFormat, ScaleGroup, Scaling};
 
-use kv_core::num::{to_offset, to_usize};
+use kv_format::num::{to_offset, to_usize};
 
 /// Type of a tensor's elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -11,7 +11,7 @@
 )]
 use std::str::FromStr;
 
-use kv_core::UnknownName;
+use kv_format::UnknownName;
 
 use crate::rows::KeyRows;
 use crate::simd::{LINE, Simd};

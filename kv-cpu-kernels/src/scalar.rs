@@ -11,7 +11,7 @@
 use half::{bf16, f16};
 
 use crate::simd::Simd;
-use kv_core::num::to_usize;
+use kv_format::num::to_usize;
 
 /// A vector of one.
 #[derive(Debug, Clone, Copy)]

@@ -14,7 +14,7 @@
               function that carries the target features"
 )]
 use half::f16;
-use kv_quant::minifloat::E4M3;
+use kv_format::minifloat::E4M3;
 
 /// Widest vector of any instruction set, in `f32` lanes; scratch rows are padded to it.
 pub(crate) const LANES_MAX: usize = 16;
@@ -202,7 +202,7 @@ pub(crate) trait Simd: Copy {
     /// 1. They are readable, and so are the two bytes before each. Alignment is not needed.
     #[inline(always)]
     unsafe fn gather_f16(self, from: *const u8, stride: u32) -> Self::F {
-        let stride = kv_core::num::to_usize(stride);
+        let stride = kv_format::num::to_usize(stride);
         let mut bits = [0; LANES_MAX];
         for i in 0..Self::LANES {
             let at = from.wrapping_add(i * stride).cast::<[u8; 2]>();

@@ -1,6 +1,6 @@
 //! The kernels of one instruction set as a table of functions.
 #![expect(clippy::arithmetic_side_effects, reason = "numbers of rows, which are not 0")]
-use kv_core::KvFormat;
+use kv_format::KvFormat;
 
 use crate::layout::{Encoding, RowLayout};
 use crate::pv::Pv;
@@ -70,7 +70,7 @@ macro_rules! table {
     ([$(#[$attribute:meta])*] $simd:ty, $witness:expr) => {
         /// The kernels of this instruction set.
         pub(crate) static TABLE: $crate::table::Table = {
-            use kv_core::KvFormat;
+            use kv_format::KvFormat;
 
             use $crate::convert as tensors;
             use $crate::decode::{
@@ -165,10 +165,10 @@ macro_rules! table {
             fn encode<E: Plain>(from: &[f32], to: &mut [u8]) {
                 tensors::encode::<_, E>($witness, from, to);
             }
-            // The encoder of `kv-quant` is inlined here, which makes it up to twice as fast.
+            // The encoder of `kv-format` is inlined here, which makes it up to twice as fast.
             $(#[$attribute])*
             fn encode_row(format: KvFormat, inv_scale: f32, values: &[f32], row: &mut [u8]) {
-                kv_quant::row::encode_row(format, inv_scale, values, row);
+                kv_format::row::encode_row(format, inv_scale, values, row);
             }
             $(#[$attribute])*
             fn combine(a: &mut [f32], x: f32, b: &[f32], y: f32) {

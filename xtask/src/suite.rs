@@ -74,7 +74,8 @@ const CHECKS: &[Stage] = &[
 ];
 
 /// Crates whose tests `cargo xtask check` runs.
-const CHECKED: [&str; 5] = ["kv-core", "kv-compat", "kv-quant", "kv-cpu-kernels", "kv-cpu"];
+const CHECKED: [&str; 6] =
+    ["kv-core", "kv-compat", "kv-format", "kv-quant", "kv-cpu-kernels", "kv-cpu"];
 
 const fn compile(
     name: &'static str,

@@ -2,9 +2,9 @@
 //! arguments together.
 //!
 //! Kernels check nothing, and plan and arguments may have been checked at different times.
-use crate::element::DType;
+use kv_format::{DType, KvFormat, ScaleGroup, Scaling};
+
 use crate::error::{DeviceError, DeviceErrorKind};
-use crate::format::{KvFormat, ScaleGroup, Scaling};
 use crate::geometry::{BlockOrder, PlaneLayout, QkvFormat};
 use crate::tensor::{TensorDataMut, TokenRows, TokenTensorMut};
 
@@ -120,11 +120,7 @@ pub fn plane_align(layout: &PlaneLayout) -> u32 {
 /// If token rows cannot have this type, which the core has checked.
 pub const fn dtype_code(dtype: DType) -> u32 {
     assert!(dtype.is_float(), "rows of tokens are f32, f16 or bf16");
-    match dtype {
-        DType::F32 | DType::U32 => 0,
-        DType::F16 => 1,
-        DType::Bf16 => 2,
-    }
+    dtype.kernel_code()
 }
 
 /// Returns the number of the order of a tensor's axes in kernels.

@@ -29,10 +29,10 @@ use std::task::{Context, Poll};
 
 pub use any::{AnyBackend, AnyBuffer, AnyFence, AnyQueue, AnyReadback};
 pub use host_outputs::HostOutputs;
+use kv_format::KvFormat;
 pub use null::{NullBackend, NullBuffer, NullControl, NullFence, NullQueue, NullReadback};
 
 use crate::error::DeviceError;
-use crate::format::KvFormat;
 use crate::ids::GroupId;
 use crate::plan::{
     AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs,

@@ -3,13 +3,14 @@
 //!
 //! Owns the exchange and its undo. Bytes that an exchange overwrites are first read back to the
 //! host. After a device failure they are restored, at once or before anything else uses the rows.
+use kv_format::DType;
+
 use crate::backend::{Backend, Fence, Queue, Readback};
 use crate::block::BlockTables;
 use crate::cache::KvCache;
 use crate::cache::constants::Constants;
 use crate::cache::state::{Kept, Run, tokens};
 use crate::calibration::{Calibration, PlaneConstants};
-use crate::element::DType;
 use crate::error::{CacheError, DeviceError, PlanError, StateProblem};
 use crate::geometry::{PlaneLayout, QkvFormat};
 use crate::ids::BlockId;

@@ -1,6 +1,7 @@
 //! Checks that a calibration fits a cache.
+use kv_format::KvFormat;
+
 use crate::calibration::{Calibration, PlaneCalibration};
-use crate::format::KvFormat;
 use crate::geometry::PlaneLayout;
 use crate::ids::LayerId;
 use crate::num::to_usize;

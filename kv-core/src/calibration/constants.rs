@@ -1,7 +1,8 @@
 //! The constants of one plane in the form for backends: one list of `f32`.
+use kv_format::{KvFormat, Scaling};
+
 use crate::calibration::check::At;
 use crate::calibration::{CalibrationError, PlaneCalibration};
-use crate::format::{KvFormat, Scaling};
 use crate::geometry::PlaneLayout;
 use crate::ids::LayerId;
 use crate::num::to_usize;

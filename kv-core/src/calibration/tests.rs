@@ -1,6 +1,7 @@
 //! Folded constants, and refusals.
+use kv_format::{KvFormat, Scaling};
+
 use super::*;
-use crate::format::{KvFormat, Scaling};
 use crate::geometry::{BlockOrder, PlaneLayout, PlaneShape};
 use crate::storage::Plane;
 

@@ -8,27 +8,12 @@ mod plan;
 mod problem;
 
 pub use device::{DeviceError, DeviceErrorKind};
+pub use kv_format::UnknownName;
 pub use plan::{Expected, LayerProblem, PlanError};
 pub use problem::{OptionProblem, SpecConflict, StateProblem};
 
 use crate::calibration::CalibrationError;
 use crate::ids::{GroupId, LayerId};
-
-/// An unknown name.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("unknown {what} {name:?}, expected one of {expected}")]
-pub struct UnknownName {
-    what: &'static str,
-    name: String,
-    expected: &'static str,
-}
-
-impl UnknownName {
-    /// Creates the error from what was parsed, the input, and the accepted names.
-    pub fn new(what: &'static str, name: &str, expected: &'static str) -> Self {
-        Self { what, name: name.to_owned(), expected }
-    }
-}
 
 /// A cache geometry that cannot be built, found by the spec builder.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

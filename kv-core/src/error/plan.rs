@@ -1,7 +1,8 @@
 //! Requests that the cache cannot fulfil in its present state.
 use std::fmt;
 
-use crate::element::DType;
+use kv_format::DType;
+
 use crate::error::{OptionProblem, StateProblem, UnknownName};
 use crate::ids::{LayerId, SequenceId};
 use crate::tensor::Dims;

@@ -2,7 +2,8 @@
 //! those that were expected.
 use std::fmt;
 
-use crate::format::KvFormat;
+use kv_format::KvFormat;
+
 use crate::ids::{LayerId, SequenceId};
 
 /// Why a setting of a cache cannot go with another one.

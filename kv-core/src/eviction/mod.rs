@@ -24,7 +24,8 @@ pub use priority::ByPriority;
 pub use retention::{Retention, RetentionError, RetentionRange};
 pub use reuse_rate::ReuseRate;
 
-use crate::error::UnknownName;
+use kv_format::UnknownName;
+
 use crate::ids::BlockId;
 use crate::reuse::BlockKey;
 

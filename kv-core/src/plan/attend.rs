@@ -1,6 +1,7 @@
 //! Attention plans and options.
+use kv_format::DType;
+
 use crate::block::BlockTables;
-use crate::element::DType;
 use crate::error::{OptionProblem, PlanError};
 use crate::geometry::{PlaneLayout, QkvFormat};
 use crate::num::{to_u32, to_usize};

@@ -88,8 +88,8 @@ fn fast_length(sequences: &[PlannedSequence], layout: &PlaneLayout, workers: u32
 mod tests {
     use super::*;
     use crate::backend::Capabilities;
-    use crate::format::KvFormat;
     use crate::geometry::{BlockOrder, PlaneShape};
+    use kv_format::KvFormat;
 
     fn layout() -> PlaneLayout {
         PlaneLayout::new(PlaneShape {

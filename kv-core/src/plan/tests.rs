@@ -1,8 +1,9 @@
 //! Guarantees of plans, and refusals.
+use kv_format::KvFormat;
+
 use super::*;
 use crate::block::BlockTables;
 use crate::error::PlanError;
-use crate::format::KvFormat;
 use crate::geometry::{BlockOrder, PlaneLayout, PlaneShape};
 use crate::ids::{BlockId, Slot};
 

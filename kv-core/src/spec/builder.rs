@@ -1,7 +1,8 @@
 //! The builder of [`CacheSpec`].
+use kv_format::KvFormat;
+
 use crate::error::{SpecConflict, SpecError};
 use crate::eviction::Eviction;
-use crate::format::KvFormat;
 use crate::geometry::{BlockOrder, PlaneLayout};
 use crate::ids::{GroupId, LayerId};
 use crate::num::to_u64;

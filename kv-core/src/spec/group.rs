@@ -1,6 +1,7 @@
 //! Settings of one group of layers.
+use kv_format::KvFormat;
+
 use crate::error::{SpecConflict, SpecError};
-use crate::format::KvFormat;
 use crate::geometry::{BlockOrder, PlaneLayout, PlaneShape};
 use crate::ids::LayerId;
 use crate::num::to_u64;

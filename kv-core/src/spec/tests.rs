@@ -1,7 +1,8 @@
 //! Inconsistent geometries are refused when they are built.
+use kv_format::KvFormat;
+
 use super::*;
 use crate::error::SpecError;
-use crate::format::KvFormat;
 
 fn builder() -> CacheSpecBuilder {
     CacheSpec::builder().layers(2).kv_heads(2).head_dim(4).format(KvFormat::F32).paged(4, 8)

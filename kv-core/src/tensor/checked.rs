@@ -1,6 +1,7 @@
 //! Checked tensors: every extent, stride, type and byte count fits a plan.
+use kv_format::DType;
+
 use super::{Dims, Meta, TensorData, TensorDataMut, TensorView, TensorViewMut};
-use crate::element::DType;
 use crate::error::{Expected, PlanError};
 use crate::geometry::QkvFormat;
 use crate::num::to_u64;

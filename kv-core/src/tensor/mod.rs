@@ -9,9 +9,9 @@ mod tests;
 
 use std::fmt;
 
-use crate::element::{DType, Element};
 pub(crate) use checked::{HostRows, TokenRequirement};
 pub use checked::{TokenRows, TokenTensor, TokenTensorMut};
+use kv_format::{DType, Element};
 
 /// Extents of up to four axes.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]

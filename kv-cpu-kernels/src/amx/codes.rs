@@ -14,7 +14,7 @@
     clippy::indexing_slicing,
     reason = "tables that are computed at compile time"
 )]
-use kv_quant::minifloat;
+use kv_format::minifloat;
 
 /// The bf16 of each code of an encoding, by byte.
 #[derive(Debug)]

@@ -1,6 +1,6 @@
 //! Tables of codes and the vector instructions beside the unit, against plain Rust.
 #![expect(clippy::arithmetic_side_effects, reason = "tests: rows of a block")]
-use kv_core::{KvFormat, Scaling};
+use kv_format::{KvFormat, Scaling};
 
 use super::codes;
 
@@ -15,7 +15,7 @@ fn tables_hold_the_bf16_of_every_code() {
     let row: Vec<u8> = (0..=u8::MAX).collect();
     for (format, table) in tables {
         let mut values = vec![0.0; row.len()];
-        kv_quant::row::decode_row(format, 1.0, &row, &mut values);
+        kv_format::row::decode_row(format, 1.0, &row, &mut values);
         for (code, value) in row.iter().zip(values) {
             let found = f32::from_bits(u32::from(table.of(*code)) << 16);
             let alike = found.to_bits() == value.to_bits() || found.is_nan() && value.is_nan();

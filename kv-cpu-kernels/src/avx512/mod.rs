@@ -90,7 +90,7 @@ macro_rules! primitives {
             #[inline(always)]
             unsafe fn gather_f16(self, from: *const u8, stride: u32) -> __m512 {
                 // SAFETY: condition 1 is passed on.
-                let words = unsafe { words_apart(from, kv_core::num::to_usize(stride)) };
+                let words = unsafe { words_apart(from, kv_format::num::to_usize(stride)) };
                 widen_f16_words(self, words)
             }
             #[inline(always)]

@@ -212,7 +212,7 @@ impl<B: LookUp, E: Fp8> LookedUp<B, E> {
 
 #[cfg(test)]
 mod tests {
-    use kv_quant::minifloat::{e4m3_decode, e5m2_decode};
+    use kv_format::minifloat::{e4m3_decode, e5m2_decode};
 
     use super::*;
 

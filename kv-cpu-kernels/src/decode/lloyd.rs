@@ -8,12 +8,12 @@
 )]
 use std::marker::PhantomData;
 
-use kv_quant::lloyd;
+use kv_format::lloyd;
 
 use super::{Decode, GROUP, HALF, Rest, group_scale, nibbles, rest_begin};
 use crate::layout::RowLayout;
 use crate::simd::Simd;
-use kv_core::num::to_usize;
+use kv_format::num::to_usize;
 
 /// Lloyd-Max codes with levels `L`; with one E4M3 scale per group if `GROUPED`.
 pub(crate) struct Lloyd<L, const GROUPED: bool>(PhantomData<L>);

@@ -1,7 +1,7 @@
 //! Decoders: one file per family of stored formats.
 //!
 //! Every decoder is written in the primitives of [`Simd`]. Its values are, to the bit, those of
-//! `kv_quant::row::decode_row` without the scale of the whole row or tensor and without
+//! `kv_format::row::decode_row` without the scale of the whole row or tensor and without
 //! [`Decode::FACTOR`].
 #![expect(
     clippy::arithmetic_side_effects,
@@ -17,7 +17,7 @@ mod lloyd;
 mod nvfp4;
 mod plain;
 
-use kv_quant::minifloat::E4M3;
+use kv_format::minifloat::E4M3;
 
 pub(crate) use self::fp8::{E4m3, E5m2, Fp8, Fp8Table, LookUp, LookedUp};
 pub(crate) use self::ggml::{Q4Block, Q8Block};
@@ -29,7 +29,7 @@ pub(crate) use self::plain::{Bf16, Bf16Pairs, F16, F32, Plain, Valuewise, load_p
 use crate::layout::RowLayout;
 use crate::rows::KeyRows;
 use crate::simd::{LANES_MAX, Simd};
-use kv_core::num::to_u32;
+use kv_format::num::to_u32;
 
 /// Values of a group: the step of loops over a row, and the unit in which packed formats pack
 /// values.

@@ -1,7 +1,7 @@
 //! AMX: scores and sums against `f64`, on the emulated unit and on that of this CPU.
-use kv_core::{KvFormat, Scaling};
 use kv_cpu_kernels::amx::{BLOCK, ColumnOrder, Gemm, Memory, Narrow, QueryRows, TILE_TOKENS};
 use kv_cpu_kernels::{Isa, Kernels, KeyRows, Prefetch, PrefetchTarget, RowLayout, TileRows};
+use kv_format::{KvFormat, Scaling};
 
 /// A relative error that sums of `f32` stay below.
 const EXACT: f64 = 2e-6;
@@ -253,7 +253,7 @@ fn every_code_is_multiplied_as_its_value() {
         let layout = RowLayout::of(format, 64).unwrap();
         for (row, query) in rows.iter().flat_map(|row| (0..DIM).map(move |d| (row, d))) {
             let mut value = [0.0; DIM];
-            kv_quant::row::decode_row(format, 1.0, row, &mut value);
+            kv_format::row::decode_row(format, 1.0, row, &mut value);
             // Only one code of the row is not zero.
             let mut bytes = [0_u8; DIM];
             bytes[query] = row[query];

@@ -1,6 +1,6 @@
-//! Rows of every stored format: decoded and encoded as the definitions in `kv-quant` say.
+//! Rows of every stored format: decoded and encoded as the definitions in `kv-format` say.
 use half::f16;
-use kv_core::Scaling;
+use kv_format::Scaling;
 
 use super::*;
 
@@ -35,9 +35,9 @@ fn rows_decode_to_the_bits_of_the_definition() {
             let layout = layout(format, dim);
             let row = random_row(&mut random, &layout);
             let mut expected = vec![0.0; dim];
-            kv_quant::row::decode_row(format, given(format), &row, &mut expected);
+            kv_format::row::decode_row(format, given(format), &row, &mut expected);
             let mut unscaled = vec![0.0; dim];
-            kv_quant::row::decode_row(format, 1.0, &row, &mut unscaled);
+            kv_format::row::decode_row(format, 1.0, &row, &mut unscaled);
             for kernels in all_kernels() {
                 let mut values = vec![f32::NAN; dim];
                 kernels.decode_scaled(&layout, given(format), &row, &mut values);
@@ -64,7 +64,7 @@ fn rows_encode_to_the_bytes_of_the_definition() {
                 values[dim / 2] = ODD[dim / 2 % ODD.len()];
             }
             let mut expected = vec![0; layout(format, dim).bytes()];
-            kv_quant::row::encode_row(format, given(format), &values, &mut expected);
+            kv_format::row::encode_row(format, given(format), &values, &mut expected);
             for kernels in all_kernels() {
                 let mut row = vec![0xa5; expected.len()];
                 kernels.encode_row(format, given(format), &values, &mut row);
@@ -80,7 +80,7 @@ fn every_code_of_a_byte_decodes() {
     for format in [KvFormat::Fp8E4m3, KvFormat::Fp8E5m2, KvFormat::Int8].map(|of| of(Scaling::Head))
     {
         let mut expected = vec![0.0; 256];
-        kv_quant::row::decode_row(format, 1.0, &codes, &mut expected);
+        kv_format::row::decode_row(format, 1.0, &codes, &mut expected);
         for kernels in all_kernels() {
             let mut values = vec![0.0; 256];
             kernels.decode(&layout(format, 256), &codes, &mut values);
@@ -122,7 +122,7 @@ fn pairs_of_bf16_are_its_values_in_another_order() {
     for dim in (1..=130).chain([576]) {
         let row = Stored::new(&mut random, (KvFormat::Bf16, true), dim, 1);
         let mut natural = vec![0.0; dim];
-        kv_quant::row::decode_row(KvFormat::Bf16, 1.0, &row.bytes, &mut natural);
+        kv_format::row::decode_row(KvFormat::Bf16, 1.0, &row.bytes, &mut natural);
         for kernels in all_kernels() {
             let mut values = vec![0.0; dim];
             kernels.decode(&row.layout, &row.bytes, &mut values);

@@ -21,7 +21,7 @@ mod qk;
 mod softmax;
 mod tensors;
 
-use kv_core::KvFormat;
+use kv_format::KvFormat;
 
 use kv_cpu_kernels::{Isa, Kernels, KeyRows, PrefetchTarget, RowLayout, TileRows};
 
@@ -95,8 +95,8 @@ impl Stored {
         let (mut bytes, mut values) = (Vec::new(), Vec::new());
         for row in rows {
             let (mut encoded, mut decoded) = (vec![0; layout.bytes()], vec![0.0; dim]);
-            kv_quant::row::encode_row(format, 1.0, &row, &mut encoded);
-            kv_quant::row::decode_row(format, 1.0, &encoded, &mut decoded);
+            kv_format::row::encode_row(format, 1.0, &row, &mut encoded);
+            kv_format::row::decode_row(format, 1.0, &encoded, &mut decoded);
             if in_pairs {
                 split(&mut decoded);
             }

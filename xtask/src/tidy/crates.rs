@@ -8,10 +8,11 @@ use crate::workspace::{Package, Workspace};
 /// Crates of the workspace that a crate may depend on. Dependencies point down only: a crate is
 /// listed before those that may use it.
 const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
-    ("kv-core", &[]),
+    ("kv-format", &[]),
+    ("kv-core", &["kv-format"]),
     ("kv-compat", &["kv-core"]),
-    ("kv-quant", &["kv-core"]),
-    ("kv-cpu-kernels", &["kv-core", "kv-quant"]),
+    ("kv-quant", &["kv-core", "kv-format"]),
+    ("kv-cpu-kernels", &["kv-format"]),
     ("kv-cpu", &["kv-core", "kv-quant", "kv-cpu-kernels"]),
     ("kv-wgpu", &["kv-core", "kv-quant"]),
     ("kv-cuda", &["kv-core", "kv-quant"]),
@@ -30,6 +31,9 @@ const TESTS_MAY_USE: &str = "kv-testkit";
 /// All external crates of kv-core: every user of the project compiles them.
 const KV_CORE_EXTERNAL: &[&str] = &["bytemuck", "half", "hashbrown", "thiserror", "xxhash-rust"];
 
+/// All external crates of kv-format, for the same reason.
+const KV_FORMAT_EXTERNAL: &[&str] = &["bytemuck", "half", "thiserror"];
+
 /// Checks the dependencies between crates.
 pub(super) fn check(workspace: &Workspace) -> Vec<Problem> {
     let mut problems = Vec::new();
@@ -43,8 +47,10 @@ pub(super) fn check(workspace: &Workspace) -> Vec<Problem> {
             )),
         }
     }
-    if let Some(core) = workspace.package("kv-core") {
-        problems.extend(check_external(core, KV_CORE_EXTERNAL));
+    for (name, external) in [("kv-core", KV_CORE_EXTERNAL), ("kv-format", KV_FORMAT_EXTERNAL)] {
+        if let Some(package) = workspace.package(name) {
+            problems.extend(check_external(package, external));
+        }
     }
     problems
 }

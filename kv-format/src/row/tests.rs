@@ -6,7 +6,7 @@ mod ggml;
 mod special;
 mod targets;
 
-use kv_core::KvFormat;
+use crate::KvFormat;
 
 use super::{decode_row, encode_row};
 

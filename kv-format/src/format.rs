@@ -1,14 +1,14 @@
 //! Names and byte sizes of stored formats.
 //!
 //! A *row* is one token of one kv head: its codes, then its scales if the format has any.
-//! Everything above this module counts rows and bytes and never looks inside. `kv-quant` defines
-//! the meaning of the bytes, and `docs/formats.md` draws them.
+//! Everything above this crate counts rows and bytes and never looks inside. [`row`](crate::row)
+//! defines the meaning of the bytes, and `docs/formats.md` draws them.
 use std::fmt;
 use std::str::FromStr;
 
 use crate::element::DType;
-use crate::error::UnknownName;
 use crate::num::to_u64;
+use crate::unknown_name::UnknownName;
 
 /// Values that share a scale in formats with grouped scales, and that are packed together in
 /// Lloyd-Max formats.
@@ -241,9 +241,9 @@ impl KvFormat {
         u32::try_from(slots).unwrap_or(u32::MAX).max(1)
     }
 
-    /// Returns whether the format is designed for [transformed](crate::calibration) rows: those
-    /// with codebooks for normal values, and INT8 with a scale per row. Other formats store rows as
-    /// other systems read them.
+    /// Returns whether the format is designed for transformed rows, which are close to normally
+    /// distributed: formats with codebooks for normal values, and INT8 with a scale per row. Other
+    /// formats store rows as other systems read them.
     pub const fn is_for_transformed(self) -> bool {
         matches!(self, Self::Int8(Scaling::Row) | Self::L6(_) | Self::L4(_) | Self::L3(_))
     }

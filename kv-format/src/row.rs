@@ -58,10 +58,9 @@ mod sums;
 #[cfg(test)]
 mod tests;
 
-use half::{bf16, f16};
-use kv_core::{KvFormat, ScaleGroup, Scaling};
-
+use crate::format::{KvFormat, ScaleGroup, Scaling};
 use crate::lloyd::{Book3, Book4, Book6, Codebook};
+use half::{bf16, f16};
 use scaled::{E4m3, E5m2, Int8};
 
 /// Encodes `values`, the `head_dim` values of a row, into `row`.
@@ -200,7 +199,7 @@ fn load<const N: usize>(row: &[u8], values: &mut [f32], value: impl Fn([u8; N]) 
     }
 }
 
-/// Panics for a format that `kv-core` declares and this crate does not define: a test covers all.
+/// Panics for a format without a codec: a test covers all.
 #[expect(clippy::panic, reason = "our own bug, found by the first test that names the format")]
 fn no_codec(format: KvFormat) -> ! {
     panic!("{format} has no codec")

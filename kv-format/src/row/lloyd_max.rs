@@ -26,11 +26,11 @@
 )]
 
 use half::f16;
-use kv_core::ScaleGroup;
 
 use super::planes::{self, GROUP};
 use super::scale;
 use super::sums::{LANES, lanes, sum, total};
+use crate::format::ScaleGroup;
 use crate::lloyd::Codebook;
 use crate::minifloat::{e4m3_decode, e4m3_encode};
 

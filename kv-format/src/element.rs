@@ -4,7 +4,7 @@ use std::str::FromStr;
 
 use bytemuck::Pod;
 
-use crate::error::UnknownName;
+use crate::unknown_name::UnknownName;
 
 /// Runtime tag of an element type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -32,6 +32,17 @@ impl DType {
     /// Returns whether q, k and v may have this type.
     pub const fn is_float(self) -> bool {
         !matches!(self, Self::U32)
+    }
+
+    /// Returns the number of a type of q, k and v in the sources of GPU kernels; `u32` has none of
+    /// its own.
+    #[doc(hidden)]
+    pub const fn kernel_code(self) -> u32 {
+        match self {
+            Self::F32 | Self::U32 => 0,
+            Self::F16 => 1,
+            Self::Bf16 => 2,
+        }
     }
 }
 
