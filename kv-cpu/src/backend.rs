@@ -15,8 +15,8 @@ use crate::layout::unsupported;
 use crate::queue::CpuQueue;
 use crate::threads::{Threads, Workers};
 
-/// Says how to open the CPU. What is not set here comes from the environment (`KV_CPU_ISA`,
-/// `KV_CPU_THREADS`), and else from the machine.
+/// Options for opening the CPU. What is not set here comes from the environment (`KV_CPU_ISA`,
+/// `KV_CPU_THREADS`), else from the machine.
 ///
 /// `KV_CPU_ISA` pins an instruction set with its optional parts, such as `avx512+bf16` ([`Isa`]).
 /// `KV_CPU_PREFETCH` overrides the software-prefetch target, for experiments: `l2`, `l2-twice`
@@ -43,7 +43,7 @@ impl fmt::Debug for CpuOptions {
 
 impl CpuOptions {
     /// Uses `threads` threads: the calling one, and a pool of the backend's own. Without it there
-    /// is one thread a core, and all backends of a process share the pool.
+    /// is one thread per core, and all backends of a process share the pool.
     #[must_use]
     pub fn with_threads(self, threads: usize) -> Self {
         Self { threads: Some(threads), ..self }
@@ -65,7 +65,7 @@ impl CpuOptions {
     pub fn with_helper_affinity(self, helper_affinity: bool) -> Self {
         Self { helper_affinity, ..self }
     }
-    /// Uses this instruction set instead of the best there is.
+    /// Uses this instruction set instead of the most capable one.
     #[must_use]
     pub fn with_isa(self, isa: Isa) -> Self {
         Self { isa: Some(isa), ..self }
@@ -87,9 +87,9 @@ pub struct AttendShape {
     pub formats: [KvFormat; 2],
     /// Values of a row of K and of V.
     pub head_dims: [u32; 2],
-    /// Query heads a kv head.
+    /// Query heads per kv head.
     pub group: u32,
-    /// Queries of a sequence that come in one step.
+    /// Queries of a sequence in one step.
     pub queries: u32,
 }
 
@@ -161,7 +161,7 @@ impl CpuBackend {
         self.isa
     }
 
-    /// The same with these kernels, such as those that a CPU lacks.
+    /// The same with these kernels, such as emulated ones.
     #[cfg(test)]
     pub(crate) fn with_kernels(mut self, kernels: Kernels) -> Self {
         (self.isa, self.cpu.kernels) = (kernels.isa(), kernels);
@@ -169,7 +169,7 @@ impl CpuBackend {
     }
 }
 
-/// Reads a setting such as that of `KV_CPU_ISA`; absent or empty means the best there is.
+/// Parses the value of `KV_CPU_ISA`; absent or empty means the most capable set.
 fn isa_of_setting(setting: Option<&str>) -> Result<Isa, DeviceError> {
     match setting.map(str::trim) {
         None | Some("") => Ok(Isa::detect()),
@@ -179,8 +179,7 @@ fn isa_of_setting(setting: Option<&str>) -> Result<Isa, DeviceError> {
     }
 }
 
-/// Reads a setting such as that of `KV_CPU_PREFETCH`; absent or empty means what is best on this
-/// CPU.
+/// Parses the value of `KV_CPU_PREFETCH`; absent or empty means the best target on this CPU.
 fn prefetch_of_setting(setting: Option<&str>) -> Result<PrefetchTarget, DeviceError> {
     match setting.map(str::trim) {
         None | Some("") => Ok(PrefetchTarget::detect()),

@@ -1,4 +1,4 @@
-//! One error for everything a program meets between opening a device and the last step.
+//! One error for everything that can fail between opening a device and the last step.
 use kv_core::{
     BlocksExhausted, CacheError, DeviceError, DeviceErrorKind, PlanError, SpecError, UnknownName,
 };

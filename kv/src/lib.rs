@@ -86,7 +86,7 @@ pub use kv_wgpu as wgpu;
 pub mod backend {
     //! What a backend implements and is given: the contract, checked plans, tensors, planes.
     //!
-    //! [`AnyBackend`] is any of them behind one type, which [`Device::open`](crate::Device::open)
+    //! [`AnyBackend`] is any of them as one type, which [`Device::open`](crate::Device::open)
     //! returns.
     pub use kv_core::backend::*;
     pub use kv_core::calibration::{HeadConstants, PlaneConstants, sign};

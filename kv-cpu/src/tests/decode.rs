@@ -13,7 +13,7 @@ use crate::CpuBackend;
 
 /// Rows whose lengths are no powers of two: groups of 32 and a rest, and long ones.
 const DIMS: [u32; 5] = [80, 96, 112, 192, 576];
-/// Heads of a group: fewer than a register tile has rows, as many, and more.
+/// Heads of a group: fewer than the rows of a register tile, as many, and more.
 const GROUPS: [u32; 6] = [1, 3, 5, 8, 9, 71];
 
 #[test]
@@ -124,9 +124,9 @@ impl Means {
             let total: f64 = weights.iter().sum();
             for (i, got) in out.iter().enumerate() {
                 let column = values.iter().map(|row| f64::from(row[i]));
-                let wanted = column.zip(&weights).map(|(v, w)| v * w).sum::<f64>() / total;
-                let near = (f64::from(*got) - wanted).abs() < 4e-5;
-                assert!(near, "{name}: {i} of head {head} is {got}, not {wanted}");
+                let expected = column.zip(&weights).map(|(v, w)| v * w).sum::<f64>() / total;
+                let near = (f64::from(*got) - expected).abs() < 4e-5;
+                assert!(near, "{name}: {i} of head {head} is {got}, not {expected}");
             }
         }
     }

@@ -1,4 +1,4 @@
-//! What is refused: ranges, overlaps, planes and plans that do not belong together.
+//! Refused arguments: ranges, overlaps, planes and plans that do not belong together.
 use kv_core::backend::{Backend, Queue};
 use kv_core::block::BlockTables;
 use kv_core::plan::{
@@ -120,7 +120,7 @@ fn a_plane_in_too_small_a_buffer_is_refused() {
     });
 }
 
-/// K and V as parts of one allocation that the caller brought.
+/// K and V as parts of one allocation of the caller's.
 #[test]
 fn both_planes_may_share_one_allocation() {
     let backend = backend();

@@ -92,7 +92,7 @@ pub(super) fn upload(backend: &CpuBackend, constants: &PlaneConstants) -> CpuBuf
     buffer
 }
 
-/// What a reader sees of a row, by the definitions of the formats and the transform.
+/// A row as a reader sees it, by the definitions of the formats and the transform.
 pub(super) fn round_trip(
     layout: &PlaneLayout,
     constants: Option<&PlaneConstants>,
@@ -170,10 +170,10 @@ fn every_format_is_written_attended_and_gathered() {
     }
 }
 
-/// A value that is not a number, infinite or huge spoils its own row at most, as the definition
-/// says: a wide row's and a code's.
+/// A value that is NaN, infinite or huge changes its own row at most, as the definition of the
+/// format says, in wide rows and in codes.
 #[test]
-fn a_broken_row_harms_no_other() {
+fn a_non_finite_row_changes_no_other() {
     let bits = |x: &f32| if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() };
     for format in KvFormat::all() {
         for value in [f32::NAN, f32::INFINITY, -1e30, 1e6] {

@@ -41,7 +41,7 @@ pub struct SpawnWorkers {
     queue: Arc<Mutex<Queued>>,
 }
 
-/// What closures that have not begun find when they begin.
+/// State that a closure reads when it begins.
 #[derive(Debug)]
 struct Queued {
     /// Closures that were handed to the executor and have not begun.
