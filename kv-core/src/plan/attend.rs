@@ -256,7 +256,7 @@ impl<'a, Buf> AttendArgs<'a, Buf> {
     /// Those of [`WriteArgs::new`](crate::plan::WriteArgs::new), and
     /// [`PlanError::HeadsNotDivisible`],
     /// [`PlanError::Overlap`], [`PlanError::Option`], [`PlanError::LengthMismatch`] for the sink
-    /// logits.
+    /// logits, or for planes of K and V that are divided into segments differently.
     pub fn new(
         plan: &AttentionPlan<'_>,
         q: TensorView<'a, Buf>,
@@ -270,6 +270,12 @@ impl<'a, Buf> AttendArgs<'a, Buf> {
         plan.layout.check_same_blocks(v_plane.layout())?;
         k_plane.check_constants()?;
         v_plane.check_constants()?;
+        let [expected, got] =
+            [k_plane, v_plane].map(|plane| to_usize(plane.layout().blocks_per_segment()));
+        if expected != got {
+            let what = "blocks per segment of V";
+            return Err(PlanError::LengthMismatch { what, expected, got });
+        }
         let v_heads = v_plane.layout().num_kv_heads();
         let kv_heads = k_plane.layout().num_kv_heads();
         if v_heads != kv_heads {

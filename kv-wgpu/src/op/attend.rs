@@ -62,7 +62,8 @@ pub(crate) fn attend(
     let units = u64::from(plan.total_q()).saturating_mul(group.into());
     let units = units.checked_div(rows.count.into()).unwrap_or(0);
     let splits = plan.sequences().iter().map(|s| s.num_splits).max().unwrap_or(0).max(1);
-    let segments = k_view.layout().num_segments().max(1);
+    // `AttendArgs` refuses planes of K and V with segments of different blocks.
+    let segments = k_view.layout().num_segments();
     let slices = splits.saturating_mul(segments);
     let (k_constants, v_constants) =
         (k_view.layout().has_constants().into(), v_view.layout().has_constants().into());
