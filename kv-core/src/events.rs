@@ -52,7 +52,7 @@ pub enum EventKind {
     /// Nothing of any group can be reused any more.
     Cleared,
     /// Events `from..to` were dropped because they were not taken in time. A subscriber's state is
-    /// invalid until [`CacheState::snapshot`](crate::CacheState::snapshot) is applied.
+    /// invalid until [`CacheState::snapshot`](crate::scheduling::CacheState::snapshot) is applied.
     Lost {
         /// First dropped event.
         from: u64,

@@ -2,7 +2,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-use kv_core::{AnyBackend, UnknownName};
+use kv_core::UnknownName;
+use kv_core::backend::AnyBackend;
 
 use crate::Error;
 
@@ -210,7 +211,7 @@ mod tests {
     fn a_device_opens_or_says_why_not() {
         let built = [("wgpu", cfg!(feature = "wgpu")), ("cuda", cfg!(feature = "cuda"))];
         for (name, is_built) in built {
-            let unsupported = Some(kv_core::DeviceErrorKind::Unsupported);
+            let unsupported = Some(kv_core::error::DeviceErrorKind::Unsupported);
             match Device::open(name) {
                 Ok(_) => assert!(is_built, "{name}"),
                 Err(error) if is_built => assert_eq!(error.device_kind(), unsupported, "{error}"),
@@ -227,14 +228,14 @@ mod tests {
     #[test]
     fn a_missing_adapter_is_named() {
         let error = Device::open("wgpu:no such card").expect_err("no such card");
-        assert_eq!(error.device_kind(), Some(kv_core::DeviceErrorKind::Unsupported));
+        assert_eq!(error.device_kind(), Some(kv_core::error::DeviceErrorKind::Unsupported));
         assert!(error.to_string().contains("no adapter"), "{error}");
     }
 
     #[cfg(feature = "cpu")]
     #[test]
     fn the_cpu_opens() {
-        use kv_core::Backend;
+        use kv_core::backend::Backend;
         assert_eq!(Device::open("cpu").expect("cpu").name(), "cpu");
     }
 }

@@ -1,7 +1,6 @@
 //! One error for everything a program meets between opening a device and the last step.
-use kv_core::{
-    BlocksExhausted, CacheError, DeviceError, DeviceErrorKind, PlanError, SpecError, UnknownName,
-};
+use kv_core::error::{BlocksExhausted, DeviceError, DeviceErrorKind, PlanError, SpecError};
+use kv_core::{CacheError, UnknownName};
 
 /// Anything the library can answer with.
 ///

@@ -207,9 +207,9 @@ impl<B: Backend> KvCache<B> {
     /// [`PlanError::UnknownLayer`], [`CacheError::Calibration`] if the calibration has no constants
     /// that fit the layer, or the device's `OutOfMemory`.
     ///
-    /// [`CacheSpecBuilder::late_layers`]: crate::CacheSpecBuilder::late_layers
-    /// [`PlanError::RowsUnwritten`]: crate::PlanError::RowsUnwritten
-    /// [`PlanError::UnknownLayer`]: crate::PlanError::UnknownLayer
+    /// [`CacheSpecBuilder::late_layers`]: crate::spec::CacheSpecBuilder::late_layers
+    /// [`PlanError::RowsUnwritten`]: crate::error::PlanError::RowsUnwritten
+    /// [`PlanError::UnknownLayer`]: crate::error::PlanError::UnknownLayer
     pub fn allocate_layer(&mut self, layer: impl Into<LayerId>) -> Result<bool, CacheError> {
         let layer = layer.into();
         self.recover();

@@ -13,8 +13,9 @@ use crate::tensor::{TensorView, TensorViewMut, TokenRequirement, TokenTensor, To
 ///
 /// A backend may index by these guarantees:
 /// - every block of every table is inside the plane, and `kv_len` tokens fit each sequence's table,
-///   at [`SlotMap::place_in`](crate::SlotMap::place_in) with the sequence's `coded`; the content of
-///   a block is defined only if a query sees a key in it, see [`AttentionOptions::visible`];
+///   at [`SlotMap::place_in`](crate::backend::SlotMap::place_in) with the sequence's `coded`; the
+///   content of a block is defined only if a query sees a key in it, see
+///   [`AttentionOptions::visible`];
 /// - the splits of a sequence are `splits()[split_start..][..num_splits]`, in order, and cover
 ///   `0..kv_len` exactly.
 #[derive(Debug, Clone, Copy)]

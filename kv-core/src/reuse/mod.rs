@@ -5,6 +5,7 @@ mod namespace;
 #[cfg(test)]
 mod tests;
 
+pub use crate::cache::{Pin, PinId};
 pub(crate) use index::Offered;
 pub use index::{Content, IndexedBlock, Inserted, PrefixIndex, Removed};
 pub use key::{BlockContent, BlockKey, ContentSpan};

@@ -111,7 +111,7 @@ impl GroupBuilder {
     }
     /// Keeps the first `tokens` tokens of every sequence in 16 bits where the rest is quantised;
     /// none unless set, 4 are enough. Each takes several slots, see
-    /// [`SlotMap`](crate::SlotMap).
+    /// [`SlotMap`](crate::backend::SlotMap).
     #[must_use]
     pub fn full_precision_prefix(mut self, tokens: u32) -> Self {
         self.full_precision_prefix = tokens;
@@ -119,7 +119,7 @@ impl GroupBuilder {
     }
     /// Keeps the tokens of the block that a sequence is filling in 16 bits while the rest is
     /// quantised; they are quantised when the block is full. A sequence needs additional blocks for
-    /// them, see [`SlotMap`](crate::SlotMap). Not for contiguous caches.
+    /// them, see [`SlotMap`](crate::backend::SlotMap). Not for contiguous caches.
     #[must_use]
     pub fn tail(mut self, tail: bool) -> Self {
         self.tail = tail;

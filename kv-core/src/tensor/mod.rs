@@ -159,7 +159,7 @@ impl<'a, Buf> TensorViewMut<'a, Buf> {
     ///
     /// On a GPU that call submits the work recorded so far, waits until it is done and copies the
     /// rows: a synchronisation for every layer, where an output in device memory needs none. It is
-    /// refused as [`Unsupported`](crate::DeviceErrorKind::Unsupported) during a capture of
+    /// refused as [`Unsupported`](crate::error::DeviceErrorKind::Unsupported) during a capture of
     /// launches, and if the thread may not wait
     /// ([`host_outputs`](crate::backend::Capabilities::host_outputs)).
     pub fn host<T: Element>(values: &'a mut [T], dims: &[u32]) -> Self {

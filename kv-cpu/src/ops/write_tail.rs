@@ -3,9 +3,10 @@
 //! A unit is one kv head of one sequence. Rows that become codes come from the step's input or from
 //! the tail there was, which lies after the sequence's other blocks while the step is open and is
 //! only read; so a write may be repeated, and a step may never have happened.
+use kv_core::KvFormat;
+use kv_core::backend::Place;
 use kv_core::invariant::Invariant;
 use kv_core::plan::{PlannedSequence, WritePlan};
-use kv_core::{KvFormat, Place};
 use kv_quant::block::{self, BlockMean};
 use kv_quant::transform;
 

@@ -1,7 +1,7 @@
 //! Attention over cached rows: partial results of KV splits, and their merge.
 mod form;
 
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 use kv_core::plan::{AttendArgs, AttentionOptions, AttentionPlan, Mask};
 
 use super::pad::{self, Owned};
@@ -139,7 +139,10 @@ fn run(
     queue: &mut WgpuQueue,
     step: &Step,
     work: &Work,
-    (k_view, v_view): (&kv_core::PlaneView<'_, WgpuBuffer>, &kv_core::PlaneView<'_, WgpuBuffer>),
+    (k_view, v_view): (
+        &kv_core::backend::PlaneView<'_, WgpuBuffer>,
+        &kv_core::backend::PlaneView<'_, WgpuBuffer>,
+    ),
 ) -> Result<(), DeviceError> {
     let shared = &std::sync::Arc::clone(&queue.recorder.shared);
     let Work { params, merged, .. } = work;
