@@ -1,4 +1,8 @@
-//! Events of reusable blocks, for external routers and monitors.
+//! Events: announcements of content that becomes reusable or is gone, for external routers and
+//! monitors.
+//!
+//! [`CacheSpecBuilder::events`](crate::spec::CacheSpecBuilder::events) enables them,
+//! [`KvCache::take_events`](crate::KvCache::take_events) returns them.
 use std::collections::VecDeque;
 
 use crate::eviction::Priority;

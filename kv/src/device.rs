@@ -39,8 +39,8 @@ pub enum Device {
         /// Ordinal of the driver.
         index: u32,
     },
-    /// The kernels of CUDA devices on this machine's CPU: slow, for tests. There with the feature
-    /// `emulated` only.
+    /// The kernels of CUDA devices on this machine's CPU: slow, for tests. Needs the feature
+    /// `emulated`.
     #[cfg(feature = "emulated")]
     Emulated,
 }
@@ -74,7 +74,7 @@ impl Device {
     /// Opens a device by its name, such as `cpu` or `cuda:0`.
     ///
     /// # Errors
-    /// [`Error::Name`] or [`Error::DeviceIndex`] for a name that no device has, else as
+    /// [`Error::Name`] or [`Error::DeviceIndex`] for a name that no device has; those of
     /// [`Self::connect`].
     pub fn open(name: &str) -> Result<AnyBackend, Error> {
         name.parse::<Self>()?.connect()
@@ -116,7 +116,7 @@ impl Device {
         }
     }
 
-    /// Name of the backend.
+    /// Returns the name of the backend.
     pub fn backend(&self) -> &'static str {
         match self {
             Self::Cpu => "cpu",

@@ -10,8 +10,12 @@ use crate::plan::{AttentionOptions, AttentionPlan, PlannedSequence, WritePlan};
 use crate::storage::Plane;
 use crate::tensor::{TensorView, TensorViewMut};
 
-/// A step in progress. Dropped without [`Self::commit`] it is rolled back, unless it is held:
-/// [`KvCache::open_step`] explains that.
+/// A step: one forward pass over some sequences of a cache, in progress.
+///
+/// For every layer, [`Self::write`] stores K and V of the new tokens, then [`Self::attend`]
+/// computes the attention of their queries over all tokens of each sequence. [`Self::commit`] ends
+/// the step. Dropped without it, the step is rolled back, unless it is held
+/// ([`KvCache::open_step`]).
 ///
 /// All tensors of a step have a batch entry for each [`StepInput`], in the order they were given; a
 /// `bshd` or `sbhd` tensor may have further entries and longer ones, a `thd` tensor further rows.
@@ -103,8 +107,8 @@ impl<B: Backend> Step<'_, B> {
         self.cache.attend_open(layer.into(), q, (out, None), options)
     }
 
-    /// As [`Self::attend`], and writes the natural log-sum-exp of every query and head to `lse`
-    /// (`[t, num_q_heads]`, f32), sink logits included.
+    /// Does what [`Self::attend`] does, and writes the natural log-sum-exp of every query and head
+    /// to `lse` (`[t, num_q_heads]`, f32), sink logits included.
     ///
     /// # Errors
     /// Those of [`Self::attend`].
@@ -134,8 +138,7 @@ impl<B: Backend> Step<'_, B> {
     /// The step stays open.
     ///
     /// ```
-    /// use kv_core::backend::NullBackend;
-    /// use kv_core::backend::Plane;
+    /// use kv_core::backend::{NullBackend, Plane};
     /// use kv_core::{CacheSpec, KvCache, QkvFormat, SequenceId, StartOptions};
     /// use kv_core::{StepInput, TensorView, TensorViewMut};
     ///

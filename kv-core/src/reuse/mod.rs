@@ -1,4 +1,5 @@
-//! Prefix reuse: keys of blocks, computed from their tokens, and the index that finds them.
+//! Prefix reuse: how cached blocks are found by their content. Keys of blocks, computed from their
+//! tokens, the index that finds them, pins that keep them, and content that is not text.
 mod index;
 mod key;
 mod namespace;

@@ -7,7 +7,12 @@ use crate::num::to_u64;
 use crate::spec::GroupSpec;
 use crate::spec::reuse::Window;
 
-/// Settings of one group; unset ones come from the builder.
+/// Collects the settings of one group of layers: what [`CacheSpecBuilder`] has for all layers.
+///
+/// [`CacheSpecBuilder::group`] passes it to the caller with the settings made so far.
+///
+/// [`CacheSpecBuilder`]: crate::spec::CacheSpecBuilder
+/// [`CacheSpecBuilder::group`]: crate::spec::CacheSpecBuilder::group
 #[derive(Debug, Clone, Default)]
 pub struct GroupBuilder {
     kv_heads: Option<u32>,
@@ -69,18 +74,18 @@ enum Blocks {
 }
 
 impl GroupBuilder {
-    /// Heads of K and V: as many as query heads for MHA, fewer for GQA, 1 for MQA.
+    /// Sets the heads of K and V: as many as query heads for MHA, fewer for GQA, 1 for MQA.
     #[must_use]
     pub fn kv_heads(mut self, heads: u32) -> Self {
         self.kv_heads = Some(heads);
         self
     }
-    /// Values of one row of K and of V.
+    /// Sets the values of one row of K and of V.
     #[must_use]
     pub fn head_dim(self, dim: u32) -> Self {
         self.head_dims(dim, dim)
     }
-    /// Values of one row of K, and of V.
+    /// Sets the values of one row of K, and of V.
     #[must_use]
     pub fn head_dims(mut self, k: u32, v: u32) -> Self {
         (self.head_dim_k, self.head_dim_v) = (Some(k), Some(v));
