@@ -4,8 +4,9 @@ use kv_core::{CacheError, UnknownName};
 
 /// Any error of the library.
 ///
-/// The narrow errors ([`error`](crate::error)) convert into it, so `?` works in one function for all
-/// of them. A full cache is normal operation for a scheduler: [`Self::exhausted`] recognises it.
+/// The narrow errors ([`error`](crate::error)) convert into it, so `?` works in one function for
+/// all of them. A full cache is normal operation for a scheduler: [`Self::exhausted`] recognises
+/// it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

@@ -94,7 +94,8 @@ pub struct AttentionOptions<'a> {
 }
 
 impl<'a> AttentionOptions<'a> {
-    /// Creates options for causal attention; `scale` multiplies the scores, usually `1 / sqrt(head_dim_k)`.
+    /// Creates options for causal attention; `scale` multiplies the scores, usually
+    /// `1 / sqrt(head_dim_k)`.
     pub fn causal(scale: f32) -> Self {
         Self {
             scale,
