@@ -54,7 +54,8 @@
 //! Features only add names; which device is used is always the program's choice.
 //!
 //! Examples of single items import them from `kv_core`, which defines them: `kv` has them under the
-//! same names, in modules of the same names.
+//! same names, in modules of the same names, but for `calibration`, which is part of [`quant`], and
+//! `plan`, which is part of [`backend`].
 #![forbid(unsafe_code)]
 
 mod device;
