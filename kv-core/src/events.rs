@@ -1,4 +1,8 @@
-//! Events of reusable blocks, for external routers and monitors.
+//! Events: announcements of content that becomes reusable or is gone, for external routers and
+//! monitors.
+//!
+//! [`CacheSpecBuilder::events`](crate::spec::CacheSpecBuilder::events) enables them,
+//! [`KvCache::take_events`](crate::KvCache::take_events) returns them.
 use std::collections::VecDeque;
 
 use crate::eviction::Priority;
@@ -58,7 +62,7 @@ pub enum EventKind {
     /// Nothing of any group can be reused any more.
     Cleared,
     /// Events `from..to` were dropped because they were not taken in time. A subscriber's state is
-    /// invalid until [`CacheState::snapshot`](crate::CacheState::snapshot) is applied.
+    /// invalid until [`CacheState::snapshot`](crate::scheduling::CacheState::snapshot) is applied.
     Lost {
         /// First dropped event.
         from: u64,

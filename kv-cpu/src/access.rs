@@ -4,7 +4,8 @@
 //! each other. Knows nothing of what the bytes mean.
 use std::sync::Arc;
 
-use kv_core::{DeviceError, PlaneView, TensorData, TensorDataMut, TokenTensor, TokenTensorMut};
+use kv_core::backend::{PlaneView, TensorData, TensorDataMut, TokenTensor, TokenTensorMut};
+use kv_core::error::DeviceError;
 
 use crate::buffer::{CpuBuffer, Memory};
 use crate::layout::unsupported;
@@ -206,7 +207,7 @@ mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
     use std::time::Duration;
 
-    use kv_core::DeviceErrorKind;
+    use kv_core::error::DeviceErrorKind;
 
     use super::*;
 

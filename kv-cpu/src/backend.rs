@@ -4,8 +4,9 @@
 use std::fmt;
 use std::sync::Arc;
 
+use kv_core::KvFormat;
 use kv_core::backend::{Backend, Capabilities};
-use kv_core::{DeviceError, KvFormat};
+use kv_core::error::DeviceError;
 use kv_cpu_kernels::{Isa, Kernels, PrefetchTarget};
 
 use crate::attend;
@@ -214,7 +215,7 @@ impl Backend for CpuBackend {
 
 #[cfg(test)]
 mod tests {
-    use kv_core::DeviceErrorKind;
+    use kv_core::error::DeviceErrorKind;
 
     use super::*;
 

@@ -9,7 +9,7 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use kv_core::{DeviceError, DeviceErrorKind};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 use memmap2::MmapMut;
 
 use kv_core::num;
@@ -23,8 +23,8 @@ const MAPPED: usize = 1 << 20;
 
 /// Bytes in host memory; a cheap handle that keeps them alive.
 ///
-/// Made by [`Backend::alloc`](kv_core::Backend::alloc) (zeroed, aligned to 64 bytes), from a
-/// caller's own memory ([`Self::from_boxed`], [`Self::from_raw`]), or as a part of another
+/// Made by [`Backend::alloc`](kv_core::backend::Backend::alloc) (zeroed, aligned to 64 bytes), from
+/// a caller's own memory ([`Self::from_boxed`], [`Self::from_raw`]), or as a part of another
 /// ([`Self::view`]).
 ///
 /// # Guarantees

@@ -5,12 +5,12 @@
 use std::task::{Context, Poll};
 
 use kv_core::backend::{Fence, Queue, Readback};
-use kv_core::num;
+use kv_core::error::{DeviceError, DeviceErrorKind};
 use kv_core::plan::{
     AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs,
     GatherPlan, WriteArgs, WritePlan,
 };
-use kv_core::{DeviceError, DeviceErrorKind, GroupId};
+use kv_core::{GroupId, num};
 
 use crate::access::Access;
 use crate::attend;

@@ -12,11 +12,13 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use kv_core::backend::{AnyBackend, Backend};
 use kv_core::calibration::{Calibration, LayerCalibration, PlaneCalibration};
+use kv_core::plan::Determinism;
+use kv_core::spec::{KeyMean, Transform};
 use kv_core::{
-    AnyBackend, AttentionOptions, Backend, CacheError, CacheSpec, Determinism, KeyMean, KvCache,
-    KvFormat, QkvFormat, ScaleGroup, Scaling, SequenceId, StartOptions, StepInput, TensorView,
-    TensorViewMut, Transform,
+    AttentionOptions, CacheError, CacheSpec, KvCache, KvFormat, QkvFormat, ScaleGroup, Scaling,
+    SequenceId, StartOptions, StepInput, TensorView, TensorViewMut,
 };
 use kv_cpu::{CpuBackend, CpuOptions, Workers};
 

@@ -2,9 +2,9 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use kv_core::DeviceError;
 use kv_core::backend::kernels::FORMATS;
 use kv_core::backend::{Backend, Capabilities};
+use kv_core::error::DeviceError;
 
 use crate::buffer::CudaBuffer;
 use crate::driver::{CudaGpu, CudaOptions};

@@ -7,7 +7,7 @@ use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
 
-use kv_core::{DeviceError, DeviceErrorKind};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 
 use crate::params::Address;
 

@@ -2,7 +2,7 @@
 //!
 //! [`CudaBackend`] implements the contract of [`kv_core::backend`] on a card of compute capability
 //! 8.0 or later. Building it needs no part of CUDA; the driver is loaded when a device is opened,
-//! and a machine without one gets [`Unsupported`](kv_core::DeviceErrorKind::Unsupported).
+//! and a machine without one gets [`Unsupported`](kv_core::error::DeviceErrorKind::Unsupported).
 //!
 //! A [`CudaQueue`] is a stream. Inputs in host memory are staged through page-locked memory. An
 //! output in host memory is written to memory of the queue and downloaded before the call returns,

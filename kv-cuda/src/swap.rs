@@ -9,7 +9,9 @@ mod tests;
 
 use std::sync::Arc;
 
-use kv_core::{BlockId, DeviceError, DeviceErrorKind, PlaneLayout, PlaneView, StorageView};
+use kv_core::BlockId;
+use kv_core::backend::{PlaneLayout, PlaneView, StorageView};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 
 use crate::backend::CudaBackend;
 use crate::buffer::CudaBuffer;

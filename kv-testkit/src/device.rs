@@ -3,8 +3,9 @@ use std::any::Any;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-use kv_core::backend::{Backend, Capabilities, Fence, Queue, Readback};
-use kv_core::{AnyBackend, DeviceError, TensorView, TensorViewMut};
+use kv_core::backend::{AnyBackend, Backend, Capabilities, Fence, Queue, Readback};
+use kv_core::error::DeviceError;
+use kv_core::{TensorView, TensorViewMut};
 
 use crate::tokens::{Tensor, TokenLayout};
 

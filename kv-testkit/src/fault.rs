@@ -3,12 +3,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::task::{Context, Poll};
 
+use kv_core::GroupId;
 use kv_core::backend::{Backend, Capabilities, Fence, Queue, Readback};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 use kv_core::plan::{
     AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs,
     GatherPlan, WriteArgs, WritePlan,
 };
-use kv_core::{DeviceError, DeviceErrorKind, GroupId};
 
 use crate::device::Device;
 

@@ -3,7 +3,7 @@ use std::sync::Arc;
 
 use kv_core::backend::kernels::FORMATS;
 use kv_core::backend::{Backend, Capabilities};
-use kv_core::{DeviceError, DeviceErrorKind};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 
 use crate::adapter::{self, AdapterFacts, AdapterName};
 use crate::buffer::WgpuBuffer;

@@ -4,12 +4,9 @@
 mod accessors;
 mod output;
 
-use kv_core::backend::{AnyBackend, Backend};
-use kv_core::error::StateProblem;
-use kv_core::{
-    AttentionOptions, CacheError, PlanError, Plane, QkvFormat, SequenceId, TensorView,
-    TensorViewMut,
-};
+use kv_core::backend::{AnyBackend, Backend, Plane};
+use kv_core::error::{PlanError, StateProblem};
+use kv_core::{AttentionOptions, CacheError, QkvFormat, SequenceId, TensorView, TensorViewMut};
 
 use crate::buffers::{StepBuffers, new_len};
 use crate::config::{FormatArg, InferenceConfig, OutputFormat};

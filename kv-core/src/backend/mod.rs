@@ -1,4 +1,5 @@
-//! The contract of backends.
+//! What a backend implements and is given: the contract, tensors, planes, and the backend of any
+//! type.
 //!
 //! The contract, and the conformance case that proves each part (`kv-testkit`):
 //! 1. work recorded on one queue takes effect in program order (`queue/order`);
@@ -31,6 +32,12 @@ pub use any::{AnyBackend, AnyBuffer, AnyFence, AnyQueue, AnyReadback};
 pub use host_outputs::HostOutputs;
 use kv_format::KvFormat;
 pub use null::{NullBackend, NullBuffer, NullControl, NullFence, NullQueue, NullReadback};
+
+pub use crate::geometry::{PlaneLayout, PlaneShape};
+pub use crate::ids::Slot;
+pub use crate::slot_map::{Place, SlotMap};
+pub use crate::storage::{KvStorage, Plane, PlaneView, StorageView};
+pub use crate::tensor::{Dims, TensorData, TensorDataMut, TokenRows, TokenTensor, TokenTensorMut};
 
 use crate::error::DeviceError;
 use crate::ids::GroupId;

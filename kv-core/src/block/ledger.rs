@@ -13,8 +13,8 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// Creates the ledger of a cache with this [encoding key](crate::CacheState::encoding_key),
-    /// which keeps at most `events` events.
+    /// Creates the ledger of a cache with this [encoding
+    /// key](crate::scheduling::CacheState::encoding_key), which keeps at most `events` events.
     pub fn new(encoding: u128, events: usize) -> Self {
         let namespaces = Namespaces::new(encoding);
         Self { events: EventLog::new(events), taken: 0, namespaces }

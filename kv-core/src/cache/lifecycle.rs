@@ -59,7 +59,7 @@ impl<B: Backend> KvCache<B> {
     /// held; a device failure of the wipe, after which the truncation stands and the wipe is
     /// retried before any block is handed out.
     ///
-    /// [`GroupBuilder::window_slack`]: crate::GroupBuilder::window_slack
+    /// [`GroupBuilder::window_slack`]: crate::spec::GroupBuilder::window_slack
     pub fn truncate(&mut self, sequence: SequenceId, len: u32) -> Result<(), CacheError> {
         self.recovered().truncate(sequence, len)?;
         Ok(self.wipe()?)
@@ -175,7 +175,7 @@ impl<B: Backend> KvCache<B> {
     }
 
     /// Returns the [events](crate::events) since the last call; none unless
-    /// [`CacheSpecBuilder::events`](crate::CacheSpecBuilder::events) enabled them.
+    /// [`CacheSpecBuilder::events`](crate::spec::CacheSpecBuilder::events) enabled them.
     pub fn take_events(&mut self) -> Vec<Event> {
         self.recovered().take_events()
     }

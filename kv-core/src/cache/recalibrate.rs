@@ -69,7 +69,7 @@ impl<B: Backend> KvCache<B> {
     /// demand, or if a sequence with a tail was truncated inside quantised tokens; the device's
     /// errors, among them `Unsupported` if a thread may not wait. Nothing changed.
     ///
-    /// [`encoding_key`]: crate::CacheState::encoding_key
+    /// [`encoding_key`]: crate::scheduling::CacheState::encoding_key
     pub fn recalibrate(&mut self, calibration: Calibration) -> Result<(), CacheError> {
         self.recover();
         let constants = self.check_exchange(calibration)?;

@@ -33,10 +33,10 @@ fn cache(block_size: u32, num_blocks: u32) -> KvCache<NullBackend> {
 
 /// Creates two groups; the second has fewer blocks.
 fn two_groups(wipe: bool) -> KvCache<NullBackend> {
-    two_groups_with(wipe, crate::PublishAt::Commit)
+    two_groups_with(wipe, crate::spec::PublishAt::Commit)
 }
 
-fn two_groups_with(wipe: bool, publish_at: crate::PublishAt) -> KvCache<NullBackend> {
+fn two_groups_with(wipe: bool, publish_at: crate::spec::PublishAt) -> KvCache<NullBackend> {
     let spec = CacheSpec::builder()
         .layers(3)
         .kv_heads(1)

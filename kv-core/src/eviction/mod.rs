@@ -1,8 +1,8 @@
-//! Eviction policies: which cached block is evicted when a block is needed.
+//! Eviction: which cached block is evicted when a block is needed. Policies, priorities, clocks,
+//! and the trait for a policy of one's own.
 //!
 //! A block with reusable content and no holder is a *candidate*. The pool reports all changes of
 //! blocks to an [`EvictionPolicy`] and requests a candidate when no empty block is left.
-//! left.
 mod clock;
 mod lfu;
 mod lists;

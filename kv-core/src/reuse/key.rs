@@ -20,8 +20,8 @@ const CONTENTS_SEED: u64 = 1;
 /// `key(i) = XXH3-128(key(i-1), tokens of block i)`, repeated for every 56 tokens of a longer
 /// block, and once more with the block's [contents](ContentSpan) if it has any. The root, which
 /// precedes the first block, hashes the version of this scheme, the cache's [encoding
-/// key](crate::CacheState::encoding_key), the salt and the adapter. All numbers are little endian
-/// and no seed is random, so every machine and every release computes the same keys.
+/// key](crate::scheduling::CacheState::encoding_key), the salt and the adapter. All numbers are
+/// little endian and no seed is random, so every machine and every release computes the same keys.
 ///
 /// XXH3 does not withstand attackers, so a key alone never decides: a hit is confirmed with the
 /// block's own tokens, contents and parent.

@@ -1,8 +1,9 @@
 //! What all work items of one call share, and how a query row is finished.
+use kv_core::backend::PlaneLayout;
+use kv_core::error::DeviceError;
 use kv_core::invariant::Invariant;
 use kv_core::num::{to_u64, to_usize};
 use kv_core::plan::{AttentionOptions, AttentionPlan, PlannedSequence};
-use kv_core::{DeviceError, PlaneLayout};
 use kv_cpu_kernels::{Element, Logits, OUTPUT_PAD, Partial, QUERY_PAD};
 use kv_quant::transform;
 

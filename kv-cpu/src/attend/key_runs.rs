@@ -8,9 +8,9 @@
     reason = "indices come from the plan's guarantees and the work item's own bounds"
 )]
 use arrayvec::ArrayVec;
+use kv_core::backend::{PlaneLayout, SlotMap};
 use kv_core::num::{to_offset, to_u32, to_usize};
 use kv_core::plan::PlannedSequence;
-use kv_core::{PlaneLayout, SlotMap};
 use kv_cpu_kernels::{KeyRows, Prefetch, PrefetchTarget, RowLayout, TileRows};
 
 use super::call::AttendCall;

@@ -26,7 +26,7 @@ mod strategy;
 mod tiled;
 mod visible;
 
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 use kv_core::num::to_usize;
 use kv_core::plan::{AttendArgs, AttentionPlan, PlannedSequence};
 use kv_cpu_kernels::{Kernels, OnlineSoftmax, Partial, RowLayout};

@@ -1,8 +1,10 @@
 //! Rows of K and V in the blocks of a plane.
+use kv_core::KvFormat;
+use kv_core::backend::{PlaneLayout, PlaneView};
 use kv_core::calibration::{HeadConstants, PlaneConstants};
+use kv_core::error::DeviceError;
 use kv_core::invariant::Invariant;
 use kv_core::num::{to_offset, to_u64, to_usize};
-use kv_core::{DeviceError, KvFormat, PlaneLayout, PlaneView};
 use kv_cpu_kernels::{Element, Encoding, RowLayout};
 use kv_quant::block;
 

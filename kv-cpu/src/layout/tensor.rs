@@ -5,9 +5,11 @@
 //! bounds checks all the same, one per row.
 use std::marker::PhantomData;
 
+use kv_core::QkvFormat;
+use kv_core::backend::TokenRows;
+use kv_core::error::DeviceError;
 use kv_core::invariant::Invariant;
 use kv_core::num::to_usize;
-use kv_core::{DeviceError, QkvFormat, TokenRows};
 use kv_cpu_kernels::Element;
 
 use super::{element, unsupported};

@@ -1,5 +1,5 @@
 //! A change of axes and element type of a batch of rows.
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 use kv_core::plan::{ConvertArgs, ConvertPlan};
 
 use crate::access::Access;

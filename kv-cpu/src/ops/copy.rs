@@ -1,7 +1,8 @@
 //! Copies between blocks of one group, in every plane.
+use kv_core::BlockOrder;
+use kv_core::error::DeviceError;
 use kv_core::invariant::Invariant;
 use kv_core::plan::{BlockCopy, CopyArgs, CopyPlan};
-use kv_core::{BlockOrder, DeviceError};
 
 use crate::access::Access;
 use crate::buffer::CpuBuffer;

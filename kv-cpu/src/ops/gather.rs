@@ -1,5 +1,5 @@
 //! Cached rows read back into a plain tensor.
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 use kv_core::invariant::Invariant;
 use kv_core::plan::{GatherArgs, GatherPlan, GatherRange};
 use kv_quant::transform;

@@ -1,5 +1,5 @@
 //! The scatter of new K and V rows into their slots.
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 use kv_core::invariant::Invariant;
 use kv_core::plan::{PlannedSequence, WriteArgs, WritePlan};
 use kv_quant::{block, transform};

@@ -3,9 +3,10 @@
 //! A work item is one kv head of one sequence. Rows that become codes come from the step's input or
 //! from the previous tail, which lies after the sequence's other blocks while the step is open and
 //! is only read: so a write may be repeated, and a step may be rolled back.
+use kv_core::KvFormat;
+use kv_core::backend::Place;
 use kv_core::invariant::Invariant;
 use kv_core::plan::{PlannedSequence, WritePlan};
-use kv_core::{KvFormat, Place};
 use kv_quant::block::{self, BlockMean};
 use kv_quant::transform;
 

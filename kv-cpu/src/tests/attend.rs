@@ -1,6 +1,6 @@
 //! Attention: shapes, types and options against the reference, and what must not change a bit.
-use kv_core::plan::BatchEntry;
-use kv_core::{BlockOrder, DType, Determinism, KvFormat, QkvFormat};
+use kv_core::plan::{BatchEntry, Determinism};
+use kv_core::{BlockOrder, DType, KvFormat, QkvFormat};
 use kv_cpu_kernels::{Kernels, PrefetchTarget};
 
 use super::fixture::{Case, Choice, Fixture};

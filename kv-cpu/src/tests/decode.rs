@@ -1,9 +1,11 @@
 //! Decode steps: one query of each sequence over every stored format, with all that a step may
 //! have.
+use kv_core::backend::Plane;
 use kv_core::calibration::{Calibration, LayerCalibration, PlaneCalibration};
+use kv_core::spec::{KeyMean, Transform};
 use kv_core::{
-    AttentionOptions, CacheSpec, KeyMean, KvCache, KvFormat, Plane, QkvFormat, Scaling, SequenceId,
-    StartOptions, StepInput, TensorView, TensorViewMut, Transform,
+    AttentionOptions, CacheSpec, KvCache, KvFormat, QkvFormat, Scaling, SequenceId, StartOptions,
+    StepInput, TensorView, TensorViewMut,
 };
 
 use super::attend::{case, entry};

@@ -1,13 +1,13 @@
 //! Refused arguments: ranges, overlaps, planes and plans that do not belong together.
-use kv_core::backend::{Backend, Queue};
+use kv_core::backend::{Backend, PlaneLayout, PlaneShape, PlaneView, Queue};
 use kv_core::block::BlockTables;
+use kv_core::error::{DeviceError, DeviceErrorKind};
 use kv_core::plan::{
-    AttendArgs, AttentionPlan, BatchEntry, ConvertArgs, ConvertPlan, GatherArgs, GatherPlan,
-    GatherRange, PlanBuffers, WriteArgs, WritePlan,
+    AttendArgs, AttentionPlan, BatchEntry, ConvertArgs, ConvertPlan, Determinism, GatherArgs,
+    GatherPlan, GatherRange, PlanBuffers, WriteArgs, WritePlan,
 };
 use kv_core::{
-    AttentionOptions, BlockId, BlockOrder, DType, Determinism, DeviceError, DeviceErrorKind,
-    KvFormat, PlaneLayout, PlaneShape, PlaneView, QkvFormat, TensorView, TensorViewMut,
+    AttentionOptions, BlockId, BlockOrder, DType, KvFormat, QkvFormat, TensorView, TensorViewMut,
 };
 
 use crate::{CpuBackend, CpuBuffer, CpuOptions, Isa};

@@ -1,7 +1,7 @@
 //! Masked rows, which no query sees, are not read: blocks of other sequences, rows full of NaN.
 use kv_core::backend::{Backend, Queue};
-use kv_core::plan::BatchEntry;
-use kv_core::{BlockId, Determinism, KvFormat};
+use kv_core::plan::{BatchEntry, Determinism};
+use kv_core::{BlockId, KvFormat};
 
 use super::attend::{case, entry, random_case, random_choice};
 use super::fixture::{Case, Choice, Fixture};

@@ -1,12 +1,10 @@
 //! Planes of every kind for the fixtures: their layouts, their constants, and what a reader sees of
 //! a row that was written.
-use kv_core::backend::{Backend, Queue};
+use kv_core::backend::{Backend, Plane, PlaneLayout, PlaneShape, Queue};
 use kv_core::calibration::{PlaneCalibration, PlaneConstants};
-use kv_core::plan::{BatchEntry, GatherArgs, GatherPlan, GatherRange};
-use kv_core::{
-    BlockOrder, DType, Determinism, DeviceErrorKind, KvFormat, LayerId, Plane, PlaneLayout,
-    PlaneShape, QkvFormat, Scaling, TensorViewMut,
-};
+use kv_core::error::DeviceErrorKind;
+use kv_core::plan::{BatchEntry, Determinism, GatherArgs, GatherPlan, GatherRange};
+use kv_core::{BlockOrder, DType, KvFormat, LayerId, QkvFormat, Scaling, TensorViewMut};
 use kv_quant::{block, row, transform};
 
 use super::fixture::{Case, Choice, Fixture};

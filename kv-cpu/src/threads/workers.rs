@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 
 use super::{THREADS_MAX, unsupported};
 
@@ -70,7 +70,7 @@ use super::{THREADS_MAX, unsupported};
 ///
 /// let backend = CpuBackend::open(CpuOptions::default().with_workers(Arc::new(Scoped(2))))?;
 /// assert_eq!(backend.capabilities().workers, 2);
-/// # Ok::<_, kv_core::DeviceError>(())
+/// # Ok::<_, kv_core::error::DeviceError>(())
 /// ```
 pub trait Workers: Send + Sync {
     /// Returns how many calls of a task can run at once, the calling thread's included: 1 to 4096.

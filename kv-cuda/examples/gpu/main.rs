@@ -30,7 +30,7 @@ mod steps;
 use std::process::ExitCode;
 
 use bench::{Bench, Result};
-use kv_core::{DeviceError, DeviceErrorKind};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 use options::{Options, Part};
 
 /// Exit code for a missing device, known to `cargo xtask gpu`.

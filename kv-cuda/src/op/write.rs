@@ -1,5 +1,5 @@
 //! Writing new K and V rows into their slots.
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 use kv_core::plan::{WriteArgs, WritePlan};
 
 use super::{MAX_YZ, round16};

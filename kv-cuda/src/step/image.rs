@@ -1,8 +1,8 @@
 //! The lists of one batch on the device.
 use std::sync::Arc;
 
-use kv_core::DeviceError;
 use kv_core::block::BlockTables;
+use kv_core::error::DeviceError;
 use kv_core::invariant::Invariant;
 use kv_core::plan::{PlanBuffers, PlanId, WritePlan};
 

@@ -14,10 +14,11 @@ mod tables;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use kv_core::GroupId;
 use kv_core::block::BlockTables;
+use kv_core::error::DeviceError;
 use kv_core::invariant::Invariant;
 use kv_core::plan::{PlanBuffers, PlanId, WritePlan};
-use kv_core::{DeviceError, GroupId};
 
 use crate::buffer::CudaBuffer;
 use crate::decode::Work;

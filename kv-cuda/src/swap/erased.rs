@@ -1,6 +1,7 @@
 //! Swapping for a cache whose backend was chosen at run time.
-use kv_core::backend::{AnyBuffer, AnyFence};
-use kv_core::{BlockId, DeviceError, DeviceErrorKind, StorageView};
+use kv_core::BlockId;
+use kv_core::backend::{AnyBuffer, AnyFence, StorageView};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 
 use super::CudaSwap;
 use crate::backend::CudaBackend;

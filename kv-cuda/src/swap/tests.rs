@@ -10,9 +10,9 @@ mod erased;
 
 use std::sync::{Arc, Mutex};
 
-use kv_core::backend::{Backend, Fence, Queue, Readback};
-use kv_core::{BlockId, BlockOrder, DeviceError, DeviceErrorKind, KvStorage};
-use kv_core::{PlaneLayout, PlaneShape};
+use kv_core::backend::{Backend, Fence, KvStorage, PlaneLayout, PlaneShape, Queue, Readback};
+use kv_core::error::{DeviceError, DeviceErrorKind};
+use kv_core::{BlockId, BlockOrder};
 
 use crate::fence::CudaFence;
 use crate::swap::CudaSwap;

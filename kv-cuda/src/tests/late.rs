@@ -10,7 +10,7 @@ use std::any::Any;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use kv_core::{DeviceError, DeviceErrorKind};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 
 use crate::emulated::{Emulator, EmulatorOptions};
 use crate::gpu::{Event, Facts, Gpu, HostCopy, Launch, Pinned, Stream};

@@ -44,7 +44,8 @@ mod step;
 use std::sync::{Arc, Mutex};
 
 use kv_core::eviction::ManualClock;
-use kv_core::{CacheSpec, GroupId, KvCache, Pin, SequenceId};
+use kv_core::reuse::Pin;
+use kv_core::{CacheSpec, GroupId, KvCache, SequenceId};
 
 use crate::case::{At, CaseError};
 use crate::consumer::Consumer;

@@ -42,7 +42,8 @@ mod segments;
 mod stateful;
 mod write;
 
-use kv_core::{BlockOrder, CacheSpec, CacheSpecBuilder, KvFormat};
+use kv_core::spec::CacheSpecBuilder;
+use kv_core::{BlockOrder, CacheSpec, KvFormat};
 
 use crate::case::{Case, CaseResult};
 use crate::device::Device;

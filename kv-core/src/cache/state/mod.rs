@@ -56,7 +56,8 @@ pub use usage::Usage;
 /// [`unwiped`](Self::unwiped) blocks and makes the [`copies`](Self::copies) of each step.
 ///
 /// ```
-/// use kv_core::{CacheSpec, CacheState, SequenceId, StartOptions, StepInput};
+/// use kv_core::scheduling::CacheState;
+/// use kv_core::{CacheSpec, SequenceId, StartOptions, StepInput};
 ///
 /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(2, 8).build()?;
 /// let mut state = CacheState::new(spec, 0);
@@ -335,8 +336,8 @@ impl CacheState {
     }
 
     /// Returns the blocks that must be zeroed before they are handed out, by the setting
-    /// [`wipe_on_release`](crate::CacheSpecBuilder::wipe_on_release): those that lost their last
-    /// holder or their content. [`Self::pop_unwiped`] removes the last one.
+    /// [`wipe_on_release`](crate::spec::CacheSpecBuilder::wipe_on_release): those that lost their
+    /// last holder or their content. [`Self::pop_unwiped`] removes the last one.
     pub fn unwiped(&self) -> &[(GroupId, BlockId)] {
         &self.unwiped.blocks
     }

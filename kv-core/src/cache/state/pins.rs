@@ -124,7 +124,7 @@ impl CacheState {
     }
 
     /// Returns the [events](crate::events) since the last call; none unless
-    /// [`CacheSpecBuilder::events`](crate::CacheSpecBuilder::events) enabled them.
+    /// [`CacheSpecBuilder::events`](crate::spec::CacheSpecBuilder::events) enabled them.
     pub fn take_events(&mut self) -> Vec<Event> {
         self.ledger.take_events()
     }

@@ -52,8 +52,8 @@ impl<'a> StartOptions<'a> {
     pub fn with_reserve(self, tokens: u32) -> Self {
         Self { reserve: tokens, ..self }
     }
-    /// Isolates tenants: prompts share blocks only if the salt is equal, so that response
-    /// times reveal nothing about other tenants' prompts.
+    /// Isolates tenants: prompts share blocks only if the salt is equal, so that response times
+    /// reveal nothing about other tenants' prompts.
     #[must_use]
     pub fn with_salt(self, salt: &'a [u8]) -> Self {
         Self { salt, ..self }

@@ -8,8 +8,8 @@ mod windows;
 use std::collections::BTreeMap;
 
 use super::*;
-use crate::CacheSpecBuilder;
 use crate::error::CacheError;
+use crate::spec::CacheSpecBuilder;
 
 const SEQ: [SequenceId; 4] = [SequenceId(0), SequenceId(1), SequenceId(2), SequenceId(3)];
 

@@ -1,8 +1,9 @@
 //! Steps that are held between calls.
 use super::*;
+use crate::backend::Plane;
+use crate::calibration::Calibration;
 use crate::error::StateProblem;
 use crate::eviction::{Clock, Eviction, Priority, SystemClock};
-use crate::{Calibration, Plane};
 
 const PROMPT: [u32; 6] = [1, 2, 3, 4, 5, 6];
 

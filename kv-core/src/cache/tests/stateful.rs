@@ -417,7 +417,7 @@ proptest! {
         operations in prop::collection::vec(operation(), 1..60),
         wipe in any::<bool>(),
     ) {
-        run_operations(&mut two_groups_with(wipe, crate::PublishAt::Begin), &operations);
+        run_operations(&mut two_groups_with(wipe, crate::spec::PublishAt::Begin), &operations);
     }
 }
 

@@ -5,7 +5,7 @@
 //! depends on its number of queries and the layer, never on the other entries.
 mod launches;
 
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 use kv_core::plan::{AttendArgs, AttentionPlan, Determinism, Mask};
 
 use self::launches::Prefill;

@@ -1,8 +1,9 @@
 //! Swapping for a cache whose backend was chosen at run time.
-use kv_core::backend::{AnyBackend, AnyBuffer, NullBackend, Queue, Readback};
+use kv_core::backend::{AnyBackend, AnyBuffer, NullBackend, Queue, Readback, StorageView};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 use kv_core::{
-    BlockId, CacheSpec, DeviceError, DeviceErrorKind, GroupId, KvCache, QkvFormat, SequenceId,
-    StartOptions, StepInput, StorageView, TensorView,
+    BlockId, CacheSpec, GroupId, KvCache, QkvFormat, SequenceId, StartOptions, StepInput,
+    TensorView,
 };
 
 use crate::{CudaBackend, EmulatorOptions};

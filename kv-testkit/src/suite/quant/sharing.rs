@@ -1,5 +1,6 @@
 //! Sharing, truncating and rewriting quantised rows, and the tokens per byte of memory.
-use kv_core::{CacheSpec, CacheSpecBuilder, KvFormat, ScaleGroup};
+use kv_core::spec::CacheSpecBuilder;
+use kv_core::{CacheSpec, KvFormat, ScaleGroup};
 
 use super::{ConstantRanges, LARGE_MEANS, NEUTRAL, calibrated, constants, quantised};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, same};
