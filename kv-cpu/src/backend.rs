@@ -4,8 +4,8 @@
 use std::fmt;
 use std::sync::Arc;
 
-use kv_core::backend::{Backend, Capabilities};
-use kv_core::{DeviceError, KvFormat};
+use kv_core::backend::{Backend, Capabilities, ChunkLayout, ChunkShape, QueueHostPool};
+use kv_core::{DeviceError, KvFormat, StorageView};
 use kv_cpu_kernels::{Isa, Kernels, PrefetchTarget};
 
 use crate::attend;
@@ -198,6 +198,7 @@ fn possible() -> String {
 impl Backend for CpuBackend {
     type Buffer = CpuBuffer;
     type Queue = CpuQueue;
+    type HostPool = QueueHostPool<Self::Queue>;
 
     fn name(&self) -> &'static str {
         "cpu"
@@ -210,6 +211,15 @@ impl Backend for CpuBackend {
     }
     fn queue(&self) -> Result<CpuQueue, DeviceError> {
         Ok(CpuQueue::new(self.cpu.clone()))
+    }
+    fn host_pool(
+        &self,
+        storage: StorageView<'_, CpuBuffer>,
+        shape: ChunkShape,
+        chunks: u32,
+    ) -> Result<Self::HostPool, DeviceError> {
+        let layout = ChunkLayout::of(storage, shape)?;
+        Ok(QueueHostPool::new(self.queue()?, layout, chunks))
     }
 }
 

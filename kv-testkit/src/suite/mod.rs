@@ -40,6 +40,7 @@ mod reuse;
 mod scale;
 mod segments;
 mod stateful;
+mod tier;
 mod write;
 
 use kv_core::{BlockOrder, CacheSpec, CacheSpecBuilder, KvFormat};
@@ -76,6 +77,7 @@ pub(crate) fn cases<B: Device>() -> Vec<Case<B>> {
         random::cases(),
         stateful::cases(),
         reuse::cases(),
+        tier::cases(),
     ];
     areas.into_iter().flatten().collect()
 }
