@@ -5,7 +5,9 @@ use std::fmt;
 use std::sync::Arc;
 
 use kv_core::KvFormat;
-use kv_core::backend::{Backend, Capabilities};
+use kv_core::backend::{
+    Backend, Capabilities, ChunkLayout, ChunkShape, QueueHostPool, StorageView,
+};
 use kv_core::error::DeviceError;
 use kv_cpu_kernels::{Isa, Kernels, PrefetchTarget};
 
@@ -198,6 +200,7 @@ fn possible() -> String {
 impl Backend for CpuBackend {
     type Buffer = CpuBuffer;
     type Queue = CpuQueue;
+    type HostPool = QueueHostPool<Self::Queue>;
 
     fn name(&self) -> &'static str {
         "cpu"
@@ -210,6 +213,15 @@ impl Backend for CpuBackend {
     }
     fn queue(&self) -> Result<CpuQueue, DeviceError> {
         Ok(CpuQueue::new(self.cpu.clone()))
+    }
+    fn host_pool(
+        &self,
+        storage: StorageView<'_, CpuBuffer>,
+        shape: ChunkShape,
+        chunks: u32,
+    ) -> Result<Self::HostPool, DeviceError> {
+        let layout = ChunkLayout::of(storage, shape)?;
+        Ok(QueueHostPool::new(self.queue()?, layout, chunks))
     }
 }
 

@@ -3,7 +3,9 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 use kv_core::backend::kernels::FORMATS;
-use kv_core::backend::{Backend, Capabilities};
+use kv_core::backend::{
+    Backend, Capabilities, ChunkLayout, ChunkShape, QueueHostPool, StorageView,
+};
 use kv_core::error::DeviceError;
 
 use crate::buffer::CudaBuffer;
@@ -115,6 +117,7 @@ impl CudaBackend {
 impl Backend for CudaBackend {
     type Buffer = CudaBuffer;
     type Queue = CudaQueue;
+    type HostPool = QueueHostPool<Self::Queue>;
 
     fn name(&self) -> &'static str {
         self.gpu.name()
@@ -132,5 +135,14 @@ impl Backend for CudaBackend {
     }
     fn queue(&self) -> Result<CudaQueue, DeviceError> {
         CudaQueue::new(&self.gpu, &self.waiter)
+    }
+    fn host_pool(
+        &self,
+        storage: StorageView<'_, CudaBuffer>,
+        shape: ChunkShape,
+        chunks: u32,
+    ) -> Result<Self::HostPool, DeviceError> {
+        let layout = ChunkLayout::of(storage, shape)?;
+        Ok(QueueHostPool::new(self.queue()?, layout, chunks))
     }
 }

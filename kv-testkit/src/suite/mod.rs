@@ -40,6 +40,7 @@ mod reuse;
 mod scale;
 mod segments;
 mod stateful;
+mod tier;
 mod write;
 
 use kv_core::spec::CacheSpecBuilder;
@@ -77,6 +78,7 @@ pub(crate) fn cases<B: Device>() -> Vec<Case<B>> {
         random::cases(),
         stateful::cases(),
         reuse::cases(),
+        tier::cases(),
     ];
     areas.into_iter().flatten().collect()
 }

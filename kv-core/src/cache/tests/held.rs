@@ -202,6 +202,7 @@ struct Queueless(NullBackend);
 impl Backend for Queueless {
     type Buffer = crate::backend::NullBuffer;
     type Queue = crate::backend::NullQueue;
+    type HostPool = crate::backend::QueueHostPool<Self::Queue>;
     fn name(&self) -> &'static str {
         self.0.name()
     }
@@ -213,6 +214,14 @@ impl Backend for Queueless {
     }
     fn queue(&self) -> Result<Self::Queue, DeviceError> {
         Err(DeviceError::new(DeviceErrorKind::Driver, "queue"))
+    }
+    fn host_pool(
+        &self,
+        storage: crate::storage::StorageView<'_, Self::Buffer>,
+        shape: crate::backend::ChunkShape,
+        chunks: u32,
+    ) -> Result<Self::HostPool, DeviceError> {
+        self.0.host_pool(storage, shape, chunks)
     }
 }
 
