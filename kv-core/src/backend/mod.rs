@@ -191,8 +191,8 @@ pub trait Backend: fmt::Debug + Send + Sync + 'static {
     /// memory: layers that are allocated later need another pool.
     ///
     /// # Errors
-    /// Those of [`ChunkLayout::of`]; `ForeignHandle` for storage of another device, `OutOfMemory` if
-    /// the host lacks the memory, `Lost` or `Driver`.
+    /// Those of [`ChunkLayout::of`]; `ForeignHandle` for storage of another device, `OutOfMemory`
+    /// if the host lacks the memory, `Lost` or `Driver`.
     fn host_pool(
         &self,
         storage: StorageView<'_, Self::Buffer>,

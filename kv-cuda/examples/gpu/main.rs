@@ -7,7 +7,6 @@
 //! call that the host submits more slowly than the device runs it shows the host's time. Every rate
 //! is also given as a fraction of the driver's own copy within device memory, which is measured
 //! first.
-//! measured first.
 #![expect(clippy::print_stderr, reason = "a program for a terminal")]
 #![expect(
     clippy::arithmetic_side_effects,
