@@ -56,7 +56,8 @@ pub trait HostPool: fmt::Debug + Send + 'static {
     /// # Errors
     /// `OutOfRange` for a block or a place that does not exist; `ForeignHandle` for a fence or
     /// storage of another device, and for a chunk of another pool; `Unsupported` for storage with
-    /// other planes than those that the pool was made for. `Lost` or `Driver`. The chunk is dropped.
+    /// other planes than those that the pool was made for. `Lost` or `Driver`. The chunk is
+    /// dropped.
     fn copy_out(
         &mut self,
         after: &Self::Fence,
