@@ -23,6 +23,9 @@ pub(crate) const FEATURES: [&str; 2] =
 /// Crates whose tests run models: a stage of their own.
 const MODELS: [&str; 2] = ["kv-runner", "kv-cli"];
 
+/// The crate whose tests mostly wait for scripts that hang: a stage that runs beside another.
+const TOOL: &str = "xtask";
+
 /// The emulator's own tests, with each sanitizer.
 const SELF_TEST: emulator::Options =
     emulator::Options { sanitizer: None, self_test: true, tests: false };
@@ -54,6 +57,7 @@ const STAGES: &[Stage] = &[
     run_stage("conformance of shaders", &["build of tests"], |_| webgpu::run().map(passed)),
     run_stage("conformance of CUDA kernels on the emulator", &["build of tests"], conform_emulated),
     run_stage("kv-runner and kv-cli", &["build of tests"], model_tests),
+    run_stage("xtask", &["build of tests"], tool_tests),
     run_stage("README commands", &["build of tests"], |_| readme::run().map(passed)),
     run_stage("CUDA kernels under sanitizers", &["build of CUDA kernels with sanitizers"], |_| {
         emulator::test_kernels().map(passed)
@@ -192,8 +196,14 @@ fn other_cpu(_: &Workspace) -> Result<Outcome> {
 /// have separate stages.
 fn unit_tests(workspace: &Workspace) -> Result<Outcome> {
     run_programs(workspace, |program| {
-        !conformance::is_runner(&program.target) && !MODELS.contains(&&*program.package)
+        !conformance::is_runner(&program.target)
+            && !MODELS.contains(&&*program.package)
+            && program.package != TOOL
     })
+}
+
+fn tool_tests(workspace: &Workspace) -> Result<Outcome> {
+    run_programs(workspace, |program| program.package == TOOL)
 }
 
 fn model_tests(workspace: &Workspace) -> Result<Outcome> {
