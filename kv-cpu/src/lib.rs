@@ -11,12 +11,11 @@
 //! same.
 //!
 //! ```
-//! use kv_core::backend::{Backend, Queue};
+//! use kv_core::backend::{Backend, KvStorage, Plane, PlaneLayout, PlaneShape, Queue};
 //! use kv_core::block::BlockTables;
-//! use kv_core::plan::{AttendArgs, BatchEntry, PlanBuffers, WriteArgs};
+//! use kv_core::plan::{AttendArgs, BatchEntry, Determinism, PlanBuffers, WriteArgs};
 //! use kv_core::{
-//!     AttentionOptions, BlockId, BlockOrder, Determinism, KvFormat, KvStorage, Plane, PlaneLayout,
-//!     PlaneShape, QkvFormat, TensorView, TensorViewMut,
+//!     AttentionOptions, BlockId, BlockOrder, KvFormat, QkvFormat, TensorView, TensorViewMut,
 //! };
 //! use kv_cpu::{CpuBackend, CpuOptions};
 //!

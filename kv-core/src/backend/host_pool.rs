@@ -12,7 +12,7 @@ use std::fmt;
 use std::task::{Context, Poll};
 
 pub use layout::{ChunkLayout, ChunkShape};
-pub use queue::{HostChunk, PendingHostChunk, QueueHostPool};
+pub use queue::{QueueChunk, QueueHostPool, QueuePendingChunk};
 
 use crate::backend::Fence;
 use crate::error::DeviceError;
@@ -38,7 +38,7 @@ pub trait HostPool: fmt::Debug + Send + 'static {
     /// The fence of the backend's queue.
     type Fence: Fence;
     /// One chunk's bytes. Dropped, it can be taken again.
-    type Chunk: ChunkBytes;
+    type Chunk: HostChunk;
     /// A chunk that blocks are being copied to.
     type Pending: PendingChunk<Chunk = Self::Chunk>;
 
@@ -87,14 +87,11 @@ pub trait HostPool: fmt::Debug + Send + 'static {
     ) -> Result<Self::Fence, DeviceError>;
 }
 
-/// The bytes of a chunk: [`ChunkLayout::bytes`] bytes that begin at a multiple of
-/// [`ChunkLayout::ALIGN`].
-pub trait ChunkBytes: Any + fmt::Debug + Send + Sync {
-    /// Returns the bytes.
-    fn bytes(&self) -> &[u8];
-    /// Returns the bytes for writing. Waits for a copy of them that is still running.
-    fn bytes_mut(&mut self) -> &mut [u8];
-}
+/// A chunk: [`ChunkLayout::bytes`] bytes that begin at a multiple of [`ChunkLayout::ALIGN`].
+///
+/// Borrowing them for writing waits for a copy to the device that still reads them.
+pub trait HostChunk: Any + AsRef<[u8]> + AsMut<[u8]> + fmt::Debug + Send + Sync {}
+impl<T: Any + AsRef<[u8]> + AsMut<[u8]> + fmt::Debug + Send + Sync> HostChunk for T {}
 
 /// A chunk that blocks are being copied to.
 pub trait PendingChunk: fmt::Debug + Send + 'static {

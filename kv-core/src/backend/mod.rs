@@ -34,8 +34,8 @@ pub use any::{
 };
 pub use host_outputs::HostOutputs;
 pub use host_pool::{
-    ChunkBytes, ChunkLayout, ChunkShape, HostChunk, HostPool, PendingChunk, PendingHostChunk,
-    QueueHostPool,
+    ChunkLayout, ChunkShape, HostChunk, HostPool, PendingChunk, QueueChunk, QueueHostPool,
+    QueuePendingChunk,
 };
 use kv_format::KvFormat;
 pub use null::{NullBackend, NullBuffer, NullControl, NullFence, NullQueue, NullReadback};

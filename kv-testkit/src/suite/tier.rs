@@ -1,9 +1,10 @@
 //! Host pools: chunks of blocks in host memory, and copies between them and the device.
+use std::ops::Range;
 use std::task::{Context, Poll, Waker};
 
 use kv_core::backend::{
-    AnyBackend, Backend, Capabilities, ChunkBytes, ChunkLayout, ChunkShape, HostPool, KvStorage,
-    NullBackend, PendingChunk, PlaneLayout, PlaneShape, Queue, StorageView,
+    AnyBackend, Backend, Capabilities, ChunkLayout, ChunkShape, HostPool, KvStorage, NullBackend,
+    PendingChunk, Plane, PlaneLayout, PlaneShape, Queue, StorageView,
 };
 use kv_core::error::{DeviceError, DeviceErrorKind};
 use kv_core::{BlockId, BlockOrder, KvFormat};
@@ -118,6 +119,12 @@ fn block_of<'a>(plane: &'a [u8], layout: &PlaneLayout, block: u32) -> &'a [u8] {
     &plane[block as usize * bytes..][..bytes]
 }
 
+/// Returns the bytes of a place in the plane with this index: K then V, layer by layer.
+fn piece_of(layout: &ChunkLayout, place: u32, index: usize) -> Range<usize> {
+    let kind = if index.is_multiple_of(2) { Plane::Key } else { Plane::Value };
+    layout.piece(place, index as u32 / 2, kind)
+}
+
 fn round_trip<B: Device>(backend: &B) -> CaseResult {
     // One segment, then segments of two blocks.
     let two_blocks = 2 * 3 * 3 * 4 * u64::from(dim(backend, 12));
@@ -157,24 +164,29 @@ fn pieces<B: Device>(backend: &B) -> CaseResult {
     let mut queue = backend.queue()?;
     let planes = fill(&mut queue, &storage, 2)?;
     let mut pool = backend.host_pool(storage.view(), SHAPE, 1)?;
-    let layout = pool.layout().clone();
+    let layout = *pool.layout();
     same("a header is a whole page", layout.header_bytes(), ChunkLayout::ALIGN)?;
-    same("planes of two layers", layout.num_planes(), 4)?;
+    same("layers with memory", layout.num_layers(), 2)?;
     let chunk = pool.take().ok_or("a new pool has a chunk")?;
     let after = queue.submit()?;
     let blocks = [4, 0, 8, 1];
     let pending = pool.copy_out(&after, storage.view(), &ids(&blocks), chunk, 0)?;
     let chunk = arrive(backend.capabilities(), pending)?;
-    let bytes = chunk.bytes();
+    let bytes = chunk.as_ref();
     same("bytes of a chunk", bytes.len(), layout.bytes())?;
     same("alignment", bytes.as_ptr().align_offset(ChunkLayout::ALIGN), 0)?;
     let mut end = layout.header_bytes();
     for (place, block) in (0..).zip(blocks) {
         for (index, (plane, view)) in planes.iter().zip(storage.view().planes()).enumerate() {
-            let piece = layout.piece(place, index);
-            ensure(piece.start >= end && piece.start % ChunkLayout::PIECE_ALIGN == 0, || {
-                format!("piece {piece:?} of place {place} overlaps the one before or is unaligned")
-            })?;
+            let piece = piece_of(&layout, place, index);
+            ensure(
+                piece.start >= end && piece.start.is_multiple_of(ChunkLayout::PIECE_ALIGN),
+                || {
+                    format!(
+                        "piece {piece:?} of place {place} overlaps the one before or is unaligned"
+                    )
+                },
+            )?;
             end = piece.end;
             ensure(bytes[piece] == *block_of(plane, view.layout(), block), || {
                 format!("place {place}, plane {index} is not block {block}")
@@ -190,15 +202,15 @@ fn places<B: Device>(backend: &B) -> CaseResult {
     let mut queue = backend.queue()?;
     fill(&mut queue, &storage, 3)?;
     let mut pool = backend.host_pool(storage.view(), SHAPE, 1)?;
-    let layout = pool.layout().clone();
+    let layout = *pool.layout();
     let mut chunk = pool.take().ok_or("a new pool has a chunk")?;
-    chunk.bytes_mut().fill(0xA5);
+    chunk.as_mut().fill(0xA5);
     let after = queue.submit()?;
     let pending = pool.copy_out(&after, storage.view(), &ids(&[6]), chunk, 2)?;
     let chunk = arrive(backend.capabilities(), pending)?;
-    let written: Vec<_> = (0..layout.num_planes()).map(|plane| layout.piece(2, plane)).collect();
+    let written: Vec<_> = (0..4).map(|index| piece_of(&layout, 2, index)).collect();
     let changed = |at: &usize| written.iter().any(|piece| piece.contains(at));
-    let outside = chunk.bytes().iter().enumerate().find(|(at, b)| !changed(at) && **b != 0xA5);
+    let outside = chunk.as_ref().iter().enumerate().find(|(at, b)| !changed(at) && **b != 0xA5);
     same("a byte outside of place 2 that was written", outside, None)?;
     Ok(Outcome::Holds)
 }
@@ -273,8 +285,8 @@ fn drop_anytime<B: Device>(backend: &B) -> CaseResult {
     }
     let mut chunk = chunk.ok_or("a chunk")?;
     drop(pool);
-    chunk.bytes_mut().fill(7);
-    ensure(chunk.bytes().iter().all(|byte| *byte == 7), || "bytes were lost".to_owned())?;
+    chunk.as_mut().fill(7);
+    ensure(chunk.as_ref().iter().all(|byte| *byte == 7), || "bytes were lost".to_owned())?;
     read(backend, &mut queue, &storage)?;
     Ok(Outcome::Holds)
 }

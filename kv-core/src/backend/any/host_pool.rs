@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use super::{AnyBuffer, AnyFence, Erased, foreign};
-use crate::backend::{ChunkBytes, ChunkLayout, HostPool, PendingChunk};
+use crate::backend::{ChunkLayout, HostChunk, HostPool, PendingChunk};
 use crate::error::DeviceError;
 use crate::ids::BlockId;
 use crate::storage::StorageView;
@@ -45,18 +45,21 @@ pub struct AnyHostPool(pub(super) Box<dyn DynHostPool>);
 
 /// Chunk of an [`AnyHostPool`].
 #[derive(Debug)]
-pub struct AnyChunk(Box<dyn ChunkBytes>);
+pub struct AnyChunk(Box<dyn HostChunk>);
 
 /// Pending chunk of an [`AnyHostPool`].
 #[derive(Debug)]
 pub struct AnyPendingChunk(Box<dyn DynPendingChunk>);
 
-impl ChunkBytes for AnyChunk {
-    fn bytes(&self) -> &[u8] {
-        self.0.bytes()
+impl AsRef<[u8]> for AnyChunk {
+    fn as_ref(&self) -> &[u8] {
+        (*self.0).as_ref()
     }
-    fn bytes_mut(&mut self) -> &mut [u8] {
-        self.0.bytes_mut()
+}
+
+impl AsMut<[u8]> for AnyChunk {
+    fn as_mut(&mut self) -> &mut [u8] {
+        (*self.0).as_mut()
     }
 }
 
@@ -99,7 +102,7 @@ impl<P: HostPool> DynHostPool for Erased<P> {
     }
 }
 
-impl<P: PendingChunk<Chunk: ChunkBytes>> DynPendingChunk for Erased<P> {
+impl<P: PendingChunk<Chunk: HostChunk>> DynPendingChunk for Erased<P> {
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<AnyChunk, DeviceError>> {
         self.0.poll(cx).map_ok(|chunk| AnyChunk(Box::new(chunk)))
     }

@@ -3,14 +3,13 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 
-use super::{ChunkBytes, ChunkLayout, HostPool, PendingChunk};
+use super::{ChunkLayout, HostPool, PendingChunk};
 use crate::backend::{Queue, Readback};
 use crate::error::{DeviceError, DeviceErrorKind};
-use crate::geometry::PlaneLayout;
 use crate::ids::BlockId;
 use crate::invariant::Invariant;
 use crate::num::to_u64;
-use crate::storage::StorageView;
+use crate::storage::{Plane, StorageView};
 
 /// A host pool for a device that has only a [`Queue`]: blocks are uploaded and downloaded one plane
 /// at a time, on a queue of the pool's own.
@@ -34,7 +33,7 @@ struct UnusedChunks {
 }
 
 /// A chunk in ordinary host memory.
-pub struct HostChunk {
+pub struct QueueChunk {
     /// [`ChunkLayout::ALIGN`] bytes more than the chunk has.
     memory: Vec<u8>,
     begin: usize,
@@ -42,9 +41,9 @@ pub struct HostChunk {
     unused: Arc<Unused>,
 }
 
-impl fmt::Debug for HostChunk {
+impl fmt::Debug for QueueChunk {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HostChunk").field("bytes", &self.bytes).finish_non_exhaustive()
+        f.debug_struct("QueueChunk").field("bytes", &self.bytes).finish_non_exhaustive()
     }
 }
 
@@ -53,7 +52,7 @@ impl Unused {
         act(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    fn take(self: &Arc<Self>, bytes: usize) -> Option<HostChunk> {
+    fn take(self: &Arc<Self>, bytes: usize) -> Option<QueueChunk> {
         let recycled = self.with(|unused| match unused.memory.pop() {
             None if unused.untouched == 0 => None,
             None => {
@@ -66,23 +65,26 @@ impl Unused {
         let memory = recycled.unwrap_or_else(|| vec![0; bytes.saturating_add(ChunkLayout::ALIGN)]);
         let begin = memory.as_ptr().align_offset(ChunkLayout::ALIGN);
         assert!(begin <= ChunkLayout::ALIGN, "bytes can be aligned");
-        Some(HostChunk { memory, begin, bytes, unused: Arc::clone(self) })
+        Some(QueueChunk { memory, begin, bytes, unused: Arc::clone(self) })
     }
 }
 
-impl Drop for HostChunk {
+impl Drop for QueueChunk {
     fn drop(&mut self) {
         let memory = std::mem::take(&mut self.memory);
         self.unused.with(|unused| unused.memory.push(memory));
     }
 }
 
-impl ChunkBytes for HostChunk {
-    fn bytes(&self) -> &[u8] {
+impl AsRef<[u8]> for QueueChunk {
+    fn as_ref(&self) -> &[u8] {
         let end = self.begin.saturating_add(self.bytes);
         self.memory.get(self.begin..end).invariant("a chunk's memory is longer than the chunk")
     }
-    fn bytes_mut(&mut self) -> &mut [u8] {
+}
+
+impl AsMut<[u8]> for QueueChunk {
+    fn as_mut(&mut self) -> &mut [u8] {
         let end = self.begin.saturating_add(self.bytes);
         self.memory.get_mut(self.begin..end).invariant("a chunk's memory is longer than the chunk")
     }
@@ -104,13 +106,15 @@ impl<Q: Queue> QueueHostPool<Q> {
         operation: &'static str,
         mut copy: impl FnMut(&Q::Buffer, u64, std::ops::Range<usize>) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
-        for (plane, view) in storage.planes().enumerate() {
+        // K then V, layer by layer.
+        let layers = (0..).flat_map(|layer| [(layer, Plane::Key), (layer, Plane::Value)]);
+        for ((layer, plane), view) in layers.zip(storage.planes()) {
             for (place, block) in (first..).zip(blocks) {
                 let (segment, offset) = view.layout().locate(block.0);
                 let Some(buffer) = view.segment(segment) else {
                     return Err(DeviceError::new(DeviceErrorKind::ForeignHandle, operation));
                 };
-                copy(buffer, offset, layout.piece(place, plane))?;
+                copy(buffer, offset, layout.piece(place, layer, plane))?;
             }
         }
         Ok(())
@@ -120,43 +124,37 @@ impl<Q: Queue> QueueHostPool<Q> {
         &self,
         storage: StorageView<'_, Q::Buffer>,
         (blocks, first): (&[BlockId], u32),
-        chunk: &HostChunk,
+        chunk: &QueueChunk,
         operation: &'static str,
     ) -> Result<(), DeviceError> {
         if !Arc::ptr_eq(&chunk.unused, &self.unused) {
             return Err(DeviceError::new(DeviceErrorKind::ForeignHandle, operation));
         }
-        self.layout.check(storage, (blocks.len(), first), operation)?;
-        let count = self.layout.planes().first().map_or(0, PlaneLayout::num_blocks);
-        match blocks.iter().find(|block| block.0 >= count) {
-            Some(block) => Err(DeviceError::new(DeviceErrorKind::OutOfRange, operation)
-                .with_detail(format!("block {block} of {count}"))),
-            None => Ok(()),
-        }
+        self.layout.check(storage, (blocks, first), operation)
     }
 }
 
 /// A chunk whose pieces are being downloaded.
 #[derive(Debug)]
-pub struct PendingHostChunk<R> {
+pub struct QueuePendingChunk<R> {
     /// `None` once it was returned.
-    chunk: Option<HostChunk>,
+    chunk: Option<QueueChunk>,
     /// The downloads that have not arrived, and where their bytes go.
     pieces: Vec<(R, std::ops::Range<usize>)>,
 }
 
-impl<R: Readback> PendingHostChunk<R> {
-    fn put(chunk: &mut Option<HostChunk>, piece: std::ops::Range<usize>, bytes: &[u8]) {
+impl<R: Readback> QueuePendingChunk<R> {
+    fn put(chunk: &mut Option<QueueChunk>, piece: std::ops::Range<usize>, bytes: &[u8]) {
         let chunk = chunk.as_mut().invariant("a pending chunk was not returned");
-        let to = chunk.bytes_mut().get_mut(piece).invariant("a piece lies in its chunk");
+        let to = chunk.as_mut().get_mut(piece).invariant("a piece lies in its chunk");
         to.copy_from_slice(bytes);
     }
 }
 
-impl<R: Readback> PendingChunk for PendingHostChunk<R> {
-    type Chunk = HostChunk;
+impl<R: Readback> PendingChunk for QueuePendingChunk<R> {
+    type Chunk = QueueChunk;
 
-    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<HostChunk, DeviceError>> {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<QueueChunk, DeviceError>> {
         while let Some((readback, piece)) = self.pieces.last_mut() {
             match readback.poll(cx) {
                 Poll::Pending => return Poll::Pending,
@@ -168,7 +166,7 @@ impl<R: Readback> PendingChunk for PendingHostChunk<R> {
         Poll::Ready(Ok(self.chunk.take().invariant("a pending chunk is returned once")))
     }
 
-    fn wait(mut self) -> Result<HostChunk, DeviceError> {
+    fn wait(mut self) -> Result<QueueChunk, DeviceError> {
         for (readback, piece) in self.pieces {
             Self::put(&mut self.chunk, piece, &readback.wait()?);
         }
@@ -179,14 +177,14 @@ impl<R: Readback> PendingChunk for PendingHostChunk<R> {
 impl<Q: Queue> HostPool for QueueHostPool<Q> {
     type Buffer = Q::Buffer;
     type Fence = Q::Fence;
-    type Chunk = HostChunk;
-    type Pending = PendingHostChunk<Q::Readback>;
+    type Chunk = QueueChunk;
+    type Pending = QueuePendingChunk<Q::Readback>;
 
     fn layout(&self) -> &ChunkLayout {
         &self.layout
     }
 
-    fn take(&mut self) -> Option<HostChunk> {
+    fn take(&mut self) -> Option<QueueChunk> {
         self.unused.take(self.layout.bytes())
     }
 
@@ -195,13 +193,13 @@ impl<Q: Queue> HostPool for QueueHostPool<Q> {
         after: &Q::Fence,
         storage: StorageView<'_, Q::Buffer>,
         blocks: &[BlockId],
-        chunk: HostChunk,
+        chunk: QueueChunk,
         first: u32,
-    ) -> Result<PendingHostChunk<Q::Readback>, DeviceError> {
+    ) -> Result<QueuePendingChunk<Q::Readback>, DeviceError> {
         const COPY_OUT: &str = "copy blocks to host memory";
         self.check(storage, (blocks, first), &chunk, COPY_OUT)?;
         self.queue.wait_for(after)?;
-        let mut pieces = Vec::with_capacity(blocks.len().saturating_mul(self.layout.num_planes()));
+        let mut pieces = Vec::new();
         let queue = &mut self.queue;
         let read = |buffer: &Q::Buffer, offset, piece: std::ops::Range<usize>| {
             pieces.push((queue.download(buffer, offset, to_u64(piece.len()))?, piece));
@@ -209,7 +207,7 @@ impl<Q: Queue> HostPool for QueueHostPool<Q> {
         };
         Self::each_piece(&self.layout, storage, (blocks, first), COPY_OUT, read)?;
         self.queue.flush()?;
-        Ok(PendingHostChunk { chunk: Some(chunk), pieces })
+        Ok(QueuePendingChunk { chunk: Some(chunk), pieces })
     }
 
     fn copy_in(
@@ -217,7 +215,7 @@ impl<Q: Queue> HostPool for QueueHostPool<Q> {
         after: &Q::Fence,
         storage: StorageView<'_, Q::Buffer>,
         blocks: &[BlockId],
-        chunk: &HostChunk,
+        chunk: &QueueChunk,
         first: u32,
     ) -> Result<Q::Fence, DeviceError> {
         const COPY_IN: &str = "copy blocks from host memory";
@@ -229,7 +227,7 @@ impl<Q: Queue> HostPool for QueueHostPool<Q> {
         self.queue.wait_for(after)?;
         let queue = &mut self.queue;
         let write = |buffer: &Q::Buffer, offset, piece: std::ops::Range<usize>| {
-            let bytes = chunk.bytes().get(piece).invariant("a piece lies in its chunk");
+            let bytes = chunk.as_ref().get(piece).invariant("a piece lies in its chunk");
             queue.upload(buffer, offset, bytes)
         };
         Self::each_piece(&self.layout, storage, (blocks, first), COPY_IN, write)?;
