@@ -37,7 +37,7 @@
 //! let mut decoded = [0.0; 3];
 //! decode_row(format, 1.0, &row, &mut decoded);
 //! assert_eq!(decoded, values);
-//! # Ok::<(), kv_core::error::UnknownName>(())
+//! # Ok::<(), kv_format::UnknownName>(())
 //! ```
 #![expect(
     clippy::inline_always,
