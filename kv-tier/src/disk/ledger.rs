@@ -30,6 +30,8 @@ pub(super) struct Usage {
     pub(super) held: Option<u64>,
     /// Bytes of all files that were ever finished.
     pub(super) finished: u64,
+    /// Room that a process which does not evict has not found since the last look.
+    pub(super) wanted: u64,
 }
 
 #[derive(Debug)]
@@ -125,18 +127,19 @@ impl Ledger {
         let read = io::pread(&self.usage, &mut bytes, 0)
             .map_err(|errno| failed("read of", USAGE, errno))?;
         let (numbers, _) = bytes.as_chunks::<8>();
-        let &[magic, held, finished] = numbers else { return Ok(UNKNOWN) };
+        let &[magic, held, finished, wanted] = numbers else { return Ok(UNKNOWN) };
         if read != USAGE_BYTES || magic != MAGIC {
             return Ok(UNKNOWN);
         }
-        let [held, finished] = [held, finished].map(u64::from_le_bytes);
-        Ok(Usage { held: (held != u64::MAX).then_some(held), finished })
+        let [held, finished, wanted] = [held, finished, wanted].map(u64::from_le_bytes);
+        Ok(Usage { held: (held != u64::MAX).then_some(held), finished, wanted })
     }
 
     fn save(&self, usage: Usage) -> Result<(), StoreError> {
         let mut bytes = [0; USAGE_BYTES];
-        let numbers =
-            [MAGIC, usage.held.unwrap_or(u64::MAX).to_le_bytes(), usage.finished.to_le_bytes()];
+        let numbers = [usage.held.unwrap_or(u64::MAX), usage.finished, usage.wanted];
+        let [held, finished, wanted] = numbers.map(u64::to_le_bytes);
+        let numbers = [MAGIC, held, finished, wanted];
         for (to, from) in bytes.iter_mut().zip(numbers.as_flattened()) {
             *to = *from;
         }
@@ -221,5 +224,5 @@ const USAGE: &str = "kv-tier.usage";
 const CHANGES: &str = "kv-tier.changes";
 const EVICT: &str = "kv-tier.evict";
 const MAGIC: [u8; 8] = *b"KVUSAGE1";
-const USAGE_BYTES: usize = 24;
-const UNKNOWN: Usage = Usage { held: None, finished: 0 };
+const USAGE_BYTES: usize = 32;
+const UNKNOWN: Usage = Usage { held: None, finished: 0, wanted: 0 };

@@ -1,5 +1,6 @@
 //! The listing of a folder, on a thread: it rebuilds the index, corrects the count that processes
-//! share, and sweeps what a killed process was writing. No file is read.
+//! share, and sweeps what a killed process was writing. No file is read. The thread also makes room
+//! for processes that may not evict.
 use std::ffi::CStr;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
@@ -57,24 +58,28 @@ pub(super) fn start(inner: &Arc<Inner>) -> std::io::Result<JoinHandle<()>> {
 }
 
 fn run(inner: &Inner) {
+    let mut listed = None::<Instant>;
     loop {
+        // Requests come with every refused write while the folder is full.
+        let may_list = listed.is_none_or(|listed| listed.elapsed() >= PAUSE);
         let mut state = inner.listing_state();
-        while !state.is_wanted && !state.is_stopped {
-            let waited = inner.listing_changed.wait(state);
-            state = waited.unwrap_or_else(PoisonError::into_inner);
-        }
         if state.is_stopped {
             return;
         }
-        state.is_wanted = false;
-        drop(state);
-        list(inner);
-        let mut state = inner.listing_state();
-        state.is_complete = !inner.is_stopping.load(Ordering::Relaxed);
-        inner.listing_changed.notify_all();
-        // Requests come with every refused write while the folder is full.
-        let waited = inner.listing_changed.wait_timeout_while(state, PAUSE, |s| !s.is_stopped);
-        drop(waited);
+        if may_list && state.is_wanted {
+            state.is_wanted = false;
+            drop(state);
+            list(inner);
+            listed = Some(Instant::now());
+            inner.listing_state().is_complete = !inner.is_stopping.load(Ordering::Relaxed);
+            inner.listing_changed.notify_all();
+            continue;
+        }
+        let waited = inner.listing_changed.wait_timeout(state, TICK);
+        drop(waited.unwrap_or_else(PoisonError::into_inner));
+        if let Some(ledger) = &inner.ledger {
+            let _ = inner.serve(ledger, soon());
+        }
     }
 }
 
@@ -191,6 +196,8 @@ fn soon() -> Instant {
     now.checked_add(PATIENCE).unwrap_or(now)
 }
 
+/// Between two looks at what other processes want.
+const TICK: Duration = Duration::from_millis(100);
 /// Between two listings.
 const PAUSE: Duration = Duration::from_secs(1);
 /// How long a listing waits for locks.

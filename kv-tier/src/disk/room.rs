@@ -1,4 +1,5 @@
 //! Room for a file: the bound, the count that all processes share, and eviction.
+use std::mem;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -22,15 +23,14 @@ impl Inner {
     ) -> Result<bool, StoreError> {
         let full = || Err(refused(StoreErrorKind::Full, "room for", path));
         loop {
-            let reserved = ledger.change(deadline, |usage| self.try_reserve(usage, need))?;
+            let reserved =
+                ledger.change(deadline, |usage| self.try_reserve(ledger, usage, need))?;
             let (held, limit) = match reserved {
                 Reserved::Done => return Ok(true),
                 Reserved::Unknown => return Ok(false),
+                Reserved::Full => return full(),
                 Reserved::Over { held, limit } => (held, limit),
             };
-            if need > limit || !ledger.try_evict() {
-                return full();
-            }
             if !self.is_evictor.swap(true, Ordering::Relaxed) {
                 // The process that evicted before has gone, and what it knew.
                 self.request_listing();
@@ -39,8 +39,7 @@ impl Inner {
                 return Ok(false);
             }
             let _evicting = lock_until(&self.evicting, deadline)?;
-            let low = limit.saturating_sub(limit / LOW_MARK_PART).saturating_sub(need);
-            let goal = held.saturating_sub(low);
+            let goal = goal(held, limit, need);
             if self.evict(ledger, goal, deadline)? == 0 {
                 self.request_listing();
                 return full();
@@ -93,15 +92,41 @@ impl Inner {
         limit
     }
 
-    fn try_reserve(&self, usage: &mut Usage, need: u64) -> Reserved {
+    /// Makes the room that other processes have not found, if this one evicts.
+    pub(super) fn serve(&self, ledger: &Ledger, deadline: Instant) -> Result<(), StoreError> {
+        if !self.is_evictor.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let wanted = ledger.change(deadline, |usage| mem::take(&mut usage.wanted))?;
+        if wanted == 0 {
+            return Ok(());
+        }
+        let _entered = ledger.enter(self.files.root(), deadline)?;
+        let _evicting = lock_until(&self.evicting, deadline)?;
+        let held = ledger.change(deadline, |usage| usage.held)?.unwrap_or(0);
+        let goal = goal(held, self.limit(held), wanted);
+        if self.evict(ledger, goal, deadline)? < goal {
+            // What the others have written is not known here yet.
+            self.request_listing();
+        }
+        Ok(())
+    }
+
+    fn try_reserve(&self, ledger: &Ledger, usage: &mut Usage, need: u64) -> Reserved {
         let Some(held) = usage.held else { return Reserved::Unknown };
         let (after, limit) = (held.saturating_add(need), self.limit(held));
-        if after > limit {
-            return Reserved::Over { held, limit };
+        if after <= limit {
+            usage.held = Some(after);
+            self.reserved.fetch_add(need, Ordering::Relaxed);
+            Reserved::Done
+        } else if need > limit {
+            Reserved::Full
+        } else if ledger.try_evict() {
+            Reserved::Over { held, limit }
+        } else {
+            usage.wanted = usage.wanted.max(need);
+            Reserved::Full
         }
-        usage.held = Some(after);
-        self.reserved.fetch_add(need, Ordering::Relaxed);
-        Reserved::Done
     }
 
     /// Removes the least recently used files until `goal` bytes are free; returns how many are.
@@ -128,9 +153,22 @@ impl Inner {
     }
 }
 
+/// Returns the bytes to evict, so that `need` more fit below the low mark.
+fn goal(held: u64, limit: u64, need: u64) -> u64 {
+    let low = limit.saturating_sub(limit / LOW_MARK_PART);
+    held.saturating_add(need).saturating_sub(low)
+}
+
 enum Reserved {
     Done,
-    Over { held: u64, limit: u64 },
+    /// It does not fit, and nothing that this process may do changes that.
+    Full,
+    /// Others must go first.
+    Over {
+        held: u64,
+        limit: u64,
+    },
+    /// Nobody knows how much there is.
     Unknown,
 }
 

@@ -1,3 +1,16 @@
 //! What a user of the stores can rely on.
-#![expect(clippy::indexing_slicing, clippy::arithmetic_side_effects, reason = "tests")]
+#![expect(
+    clippy::arithmetic_side_effects,
+    clippy::as_conversions,
+    clippy::cast_possible_truncation,
+    reason = "tests"
+)]
+#[cfg(target_os = "linux")]
+mod disk;
+#[cfg(target_os = "linux")]
+mod faults;
+#[cfg(target_os = "linux")]
+mod processes;
 mod suite;
+#[cfg(target_os = "linux")]
+mod support;
