@@ -22,7 +22,7 @@ fn a_damaged_file_is_told_by_its_length_and_replaced() {
         (&[1; 100][..], Ok(Some(100))),
         (&[1; 4_096], Ok(Some(4_096))),
         (&[], Err(StoreErrorKind::Corrupt)),
-        (&[1; CHUNK + 11], Err(StoreErrorKind::Corrupt)),
+        (&vec![1; CHUNK + 11], Err(StoreErrorKind::Corrupt)),
     ] {
         put(&store, 1).unwrap();
         fs::write(&path, text).unwrap();

@@ -3,6 +3,9 @@
     clippy::arithmetic_side_effects,
     clippy::as_conversions,
     clippy::cast_possible_truncation,
+    clippy::panic,
+    clippy::print_stdout,
+    clippy::unwrap_used,
     reason = "tests"
 )]
 #[cfg(target_os = "linux")]
