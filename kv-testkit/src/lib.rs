@@ -41,6 +41,7 @@ pub mod oracle;
 mod provenance;
 pub mod rng;
 pub mod stateful;
+pub mod store;
 mod suite;
 pub mod tokens;
 pub mod tolerance;

@@ -7,11 +7,19 @@
 //!
 //! | module | owns |
 //! |---|---|
+//! | `disk` | a folder that keeps chunks as files, bounded, shared by processes (Linux) |
+//! | [`memory`] | a bounded map that keeps chunks |
 //! | [`name`] | names of chunks |
 //! | [`store`] | the contract of a place that keeps chunks by name |
 #![forbid(unsafe_code)]
+#[cfg(target_os = "linux")]
+pub mod disk;
+pub mod memory;
 pub mod name;
 pub mod store;
 
+#[cfg(target_os = "linux")]
+pub use disk::{DirectIo, DiskOpenError, DiskOptions, DiskStats, DiskStore};
+pub use memory::MemoryStore;
 pub use name::ChunkName;
 pub use store::{BlockStore, ChunkAddress, Put, StoreError, StoreErrorKind};
