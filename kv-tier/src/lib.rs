@@ -8,10 +8,17 @@
 //! | module | owns |
 //! |---|---|
 //! | [`name`] | names of chunks |
+//! | `redis` | a store in Redis or Valkey, with the feature `redis` |
 //! | [`store`] | the contract of a place that keeps chunks by name |
 #![forbid(unsafe_code)]
 pub mod name;
+#[cfg(feature = "redis")]
+pub mod redis;
+#[cfg(feature = "redis")]
+mod remote;
 pub mod store;
 
 pub use name::ChunkName;
+#[cfg(feature = "redis")]
+pub use remote::StoreUrlError;
 pub use store::{BlockStore, ChunkAddress, Put, StoreError, StoreErrorKind};
