@@ -8,17 +8,20 @@
 //! | module | owns |
 //! |---|---|
 //! | [`name`] | names of chunks |
+//! | `object` | a store in S3, with the feature `object` |
 //! | `redis` | a store in Redis or Valkey, with the feature `redis` |
 //! | [`store`] | the contract of a place that keeps chunks by name |
 #![forbid(unsafe_code)]
 pub mod name;
+#[cfg(feature = "object")]
+pub mod object;
 #[cfg(feature = "redis")]
 pub mod redis;
-#[cfg(feature = "redis")]
+#[cfg(any(feature = "redis", feature = "object"))]
 mod remote;
 pub mod store;
 
 pub use name::ChunkName;
-#[cfg(feature = "redis")]
+#[cfg(any(feature = "redis", feature = "object"))]
 pub use remote::StoreUrlError;
 pub use store::{BlockStore, ChunkAddress, Put, StoreError, StoreErrorKind};
