@@ -54,8 +54,8 @@ mod tensor;
 
 pub use backend::{AnyBackend, Backend};
 pub use cache::{
-    Admission, BlockDemand, CacheState, KvCache, Pin, PinId, StartOptions, Stats, Step, StepInput,
-    Usage,
+    Admission, BlockDemand, BlockHold, CacheState, Import, ImportBlock, KvCache, Pin, PinId,
+    PrefixProbe, ProbedBlock, StartOptions, Stats, Step, StepInput, Usage,
 };
 pub use calibration::{Calibration, CalibrationError};
 pub use error::{
