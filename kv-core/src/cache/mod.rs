@@ -26,7 +26,8 @@ use crate::spec::{CacheSpec, GroupSpec};
 use crate::storage::KvStorage;
 use open::{Owner, Written};
 pub use state::{
-    Admission, BlockDemand, CacheState, Pin, PinId, StartOptions, Stats, StepInput, Usage,
+    Admission, BlockDemand, BlockHold, CacheState, Import, ImportBlock, Pin, PinId, PrefixProbe,
+    ProbedBlock, StartOptions, Stats, StepInput, Usage,
 };
 pub use step::Step;
 

@@ -6,6 +6,7 @@ mod constants;
 mod counts;
 mod gather;
 mod held;
+mod hooks;
 mod late;
 mod leaked;
 mod repeated;
@@ -44,6 +45,7 @@ fn two_groups_with(wipe: bool, publish_at: crate::spec::PublishAt) -> KvCache<Nu
         .paged(2, 12)
         .group([1], |group| group.head_dims(4, 2).paged(3, 7))
         .publish_at(publish_at)
+        .changes(16)
         .wipe_on_release(wipe);
     KvCache::new(NullBackend::new(), spec.build().unwrap()).unwrap()
 }

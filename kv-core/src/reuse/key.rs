@@ -3,6 +3,7 @@ use std::fmt;
 
 use xxhash_rust::xxh3::{Xxh3Default, xxh3_128, xxh3_128_with_seed};
 
+use crate::invariant::Invariant;
 use crate::num::to_u64;
 
 /// Changes whenever the same tokens get other keys than before.
@@ -58,6 +59,9 @@ pub struct BlockContent {
 }
 
 impl BlockContent {
+    /// Bytes of [`Self::to_bytes`].
+    pub const BYTES: usize = 28;
+
     /// Writes the parts of `spans` at positions `begin..end` to `out`, in order.
     pub fn cut(spans: &[ContentSpan], (begin, end): (u32, u32), out: &mut Vec<Self>) {
         out.clear();
@@ -70,6 +74,41 @@ impl BlockContent {
                 out.push(Self { id: span.id, inside, offset, len });
             }
         }
+    }
+
+    /// Returns the fixed form that is hashed and stored: the content's ID (16 bytes), the first
+    /// token in the block, the first token in the content, and the number of tokens (4 bytes each),
+    /// all little endian.
+    ///
+    /// ```
+    /// use kv_core::reuse::{BlockContent, ContentSpan};
+    ///
+    /// let mut parts = Vec::new();
+    /// let span = ContentSpan { begin: 20, len: 40, id: 7 };
+    /// BlockContent::cut(&[span], (16, 32), &mut parts);
+    /// let bytes = parts[0].to_bytes();
+    /// assert_eq!((bytes[0], bytes[16], bytes[20], bytes[24]), (7, 4, 0, 12));
+    /// assert_eq!(BlockContent::from_bytes(&bytes), parts[0]);
+    /// ```
+    pub fn to_bytes(&self) -> [u8; Self::BYTES] {
+        let mut bytes = [0; Self::BYTES];
+        let (id, rest) = bytes.split_at_mut(16);
+        id.copy_from_slice(&self.id.to_le_bytes());
+        let numbers = [self.inside, self.offset, self.len].map(u32::to_le_bytes);
+        rest.copy_from_slice(numbers.as_flattened());
+        bytes
+    }
+
+    /// Reads [`Self::to_bytes`]. Any bytes are a content; whether it is the right one is decided by
+    /// comparing it with the prompt's.
+    pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
+        let number = |at: usize| {
+            let bytes = bytes.get(at..).and_then(|rest| rest.first_chunk());
+            u32::from_le_bytes(*bytes.invariant("a content has three numbers after its ID"))
+        };
+        let id = bytes.first_chunk().invariant("a content begins with its ID");
+        let (inside, offset, len) = (number(16), number(20), number(24));
+        Self { id: u128::from_le_bytes(*id), inside, offset, len }
     }
 
     /// Returns the first token of a block at which the contents of two blocks differ; `u32::MAX` if
@@ -136,10 +175,7 @@ impl BlockKey {
     fn contents(self, contents: &[BlockContent]) -> Self {
         let mut bytes = self.0.to_le_bytes().to_vec();
         for content in contents {
-            bytes.extend(content.id.to_le_bytes());
-            for n in [content.inside, content.offset, content.len] {
-                bytes.extend(n.to_le_bytes());
-            }
+            bytes.extend(content.to_bytes());
         }
         Self(xxh3_128_with_seed(&bytes, CONTENTS_SEED))
     }

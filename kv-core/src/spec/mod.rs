@@ -186,6 +186,10 @@ impl CacheSpec {
     pub fn events(&self) -> usize {
         self.reuse.events
     }
+    /// Returns the number of changes of blocks kept until they are taken; 0 for none.
+    pub fn changes(&self) -> usize {
+        self.reuse.changes
+    }
     /// Returns what KV splits may depend on.
     pub fn determinism(&self) -> Determinism {
         self.determinism
