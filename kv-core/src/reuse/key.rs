@@ -72,6 +72,19 @@ impl BlockContent {
         }
     }
 
+    /// Returns what keys hash and chunks store: `id`, then the first token in the block, the first in
+    /// the content, and their number, little endian.
+    pub fn to_bytes(self) -> [u8; 28] {
+        let mut bytes = [0; 28];
+        let (id, rest) = bytes.split_at_mut(16);
+        id.copy_from_slice(&self.id.to_le_bytes());
+        let words = [self.inside, self.offset, self.len];
+        for (place, word) in rest.as_chunks_mut::<4>().0.iter_mut().zip(words) {
+            *place = word.to_le_bytes();
+        }
+        bytes
+    }
+
     /// Returns the first token of a block at which the contents of two blocks differ; `u32::MAX` if
     /// none does. Lists that describe the same contents differently count as different.
     pub(crate) fn first_difference(a: &[Self], b: &[Self]) -> u32 {
@@ -136,10 +149,7 @@ impl BlockKey {
     fn contents(self, contents: &[BlockContent]) -> Self {
         let mut bytes = self.0.to_le_bytes().to_vec();
         for content in contents {
-            bytes.extend(content.id.to_le_bytes());
-            for n in [content.inside, content.offset, content.len] {
-                bytes.extend(n.to_le_bytes());
-            }
+            bytes.extend(content.to_bytes());
         }
         Self(xxh3_128_with_seed(&bytes, CONTENTS_SEED))
     }
