@@ -79,7 +79,7 @@ impl ChunkSpec {
             .saturating_add(CONTENTS_MIN.saturating_mul(CONTENT_BYTES))
             .saturating_add(size_of::<u64>())
             .checked_next_multiple_of(PAGE)
-            .filter(|bytes| bytes.div_euclid(PAGE) <= usize::from(u16::MAX))
+            .filter(|bytes| u16::try_from(bytes.div_euclid(PAGE)).is_ok())
             .ok_or(too_large)?;
         let payload_bytes = self
             .block_stride()

@@ -1,5 +1,5 @@
 //! Chunks of small geometries: what is written is read back, and anything else is refused.
-#![allow(
+#![expect(
     clippy::arithmetic_side_effects,
     clippy::as_conversions,
     reason = "tests may overflow, and fail then"
@@ -73,7 +73,7 @@ impl Fixture {
     }
 }
 
-/// SplitMix64.
+/// `SplitMix64`.
 struct Numbers(u64);
 
 impl Numbers {

@@ -1,5 +1,6 @@
 //! Chunks of any geometry.
 use kv_core::BlockOrder;
+use kv_core::num::to_u32;
 use proptest::prelude::*;
 
 use super::*;
@@ -49,7 +50,7 @@ proptest! {
         prop_assert_eq!(header.num_layers(), spec.num_layers());
         prop_assert_eq!(header.blocks(), spec.blocks());
         prop_assert_eq!(header.first_block(), spec.blocks() * index);
-        prop_assert_eq!(header.block_size() * spec.blocks(), fixture.tokens.len() as u32);
+        prop_assert_eq!(header.block_size() * spec.blocks(), to_u32(fixture.tokens.len()));
         prop_assert!(header.tokens().eq(fixture.tokens.iter().copied()));
         prop_assert_eq!(header.num_contents() as usize, fixture.contents.len());
         prop_assert_eq!(header.written_at(), 1_700_000_000);
