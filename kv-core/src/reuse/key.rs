@@ -230,4 +230,15 @@ mod tests {
         BlockContent::cut(&spans, (12, 16), &mut parts);
         assert_eq!(parts, []);
     }
+
+    /// Chunks store these bytes: a change needs a new version of them, and a new `KEY_VERSION`.
+    #[test]
+    fn the_bytes_of_a_content_never_change() {
+        let id = 0x1_0000_0000_0000_0002;
+        let bytes = BlockContent { id, inside: 3, offset: 4, len: 0x0506 }.to_bytes();
+        let mut expected = [0; 28];
+        (expected[0], expected[8]) = (2, 1);
+        (expected[16], expected[20], expected[24], expected[25]) = (3, 4, 6, 5);
+        assert_eq!(bytes, expected);
+    }
 }
