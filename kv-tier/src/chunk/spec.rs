@@ -1,8 +1,8 @@
 //! The geometry of the chunks of one group.
 use std::ops::Range;
 
-use kv_core::backend::{Plane, PlaneLayout, SlotMap};
-use kv_core::num::{to_offset, to_usize};
+use kv_core::backend::{ChunkLayout, ChunkShape, Plane, PlaneLayout, SlotMap};
+use kv_core::num::{to_offset, to_u32};
 use kv_core::{BlockOrder, CacheSpec, GroupId, KvFormat};
 
 use super::header::{CONTENT_BYTES, PAGE, TOKENS};
@@ -25,15 +25,12 @@ use super::token_bytes;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkSpec {
     group: GroupId,
-    num_layers: u32,
     num_kv_heads: u32,
     order: BlockOrder,
     slot_map: SlotMap,
     block_size: u32,
     planes: [PlaneGeometry; 2],
-    blocks: u32,
-    header_bytes: usize,
-    payload_bytes: usize,
+    layout: ChunkLayout,
 }
 
 /// Geometry of a block of one plane.
@@ -42,8 +39,6 @@ pub(super) struct PlaneGeometry {
     pub(super) head_dim: u32,
     pub(super) format: KvFormat,
     pub(super) block_bytes: usize,
-    /// `block_bytes`, rounded up to the alignment of pieces.
-    stride: usize,
 }
 
 impl ChunkSpec {
@@ -56,7 +51,7 @@ impl ChunkSpec {
     /// header holds.
     pub fn new(spec: &CacheSpec, group: GroupId) -> Result<Self, ChunkSpecError> {
         let one = Self::one_block(spec, group)?;
-        let stride = one.block_stride().max(1);
+        let stride = one.layout.block_bytes().max(1);
         let enough = CHUNK_BYTES_MIN.div_ceil(stride).next_power_of_two();
         // The largest power of two that 256 tokens allow.
         let most = TOKENS_MAX.checked_div(one.block_size).unwrap_or(0).checked_ilog2();
@@ -83,17 +78,9 @@ impl ChunkSpec {
             .checked_next_multiple_of(PAGE)
             .filter(|bytes| u16::try_from(bytes.div_euclid(PAGE)).is_ok())
             .ok_or(too_large)?;
-        let payload_bytes = self
-            .block_stride()
-            .checked_mul(to_usize(blocks))
-            .and_then(|bytes| bytes.checked_next_multiple_of(PAGE))
-            .ok_or(too_large)?;
-        let all = header_bytes.checked_add(payload_bytes).map(isize::try_from);
-        if !matches!(all, Some(Ok(_))) {
-            return Err(too_large);
-        }
-        (self.blocks, self.header_bytes, self.payload_bytes) =
-            (blocks, header_bytes, payload_bytes);
+        let shape = ChunkShape { blocks, header_bytes: to_u32(header_bytes) };
+        self.layout = ChunkLayout::new(*self.layout.planes(), self.layout.num_layers(), shape)
+            .map_err(|_| too_large)?;
         Ok(self)
     }
 
@@ -104,24 +91,25 @@ impl ChunkSpec {
         let group = spec.groups().get(usize::from(id.0));
         let group = group.ok_or(ChunkSpecError::UnknownGroup { group: id })?;
         let [k, v] = group.layouts();
-        let geometry = |layout: &PlaneLayout| {
+        let geometry = |layout: &PlaneLayout| PlaneGeometry {
+            head_dim: layout.head_dim(),
+            format: layout.format(),
             // A plane of such blocks fits the host's addresses.
-            let block_bytes = to_offset(layout.block_bytes());
-            let stride = block_bytes.next_multiple_of(PIECE_ALIGN);
-            let (head_dim, format) = (layout.head_dim(), layout.format());
-            PlaneGeometry { head_dim, format, block_bytes, stride }
+            block_bytes: to_offset(layout.block_bytes()),
         };
+        let num_layers = u32::try_from(group.layers().len()).unwrap_or(u32::MAX);
+        let shape = ChunkShape { blocks: 1, header_bytes: 0 };
+        let block_size = group.block_size();
+        let layout = ChunkLayout::new([*k, *v], num_layers, shape)
+            .map_err(|_| ChunkSpecError::TooLarge { blocks: 1, block_size })?;
         Ok(Self {
             group: id,
-            num_layers: u32::try_from(group.layers().len()).unwrap_or(u32::MAX),
             num_kv_heads: k.num_kv_heads(),
             order: k.order(),
             slot_map: *group.slot_map(),
-            block_size: group.block_size(),
+            block_size,
             planes: [geometry(k), geometry(v)],
-            blocks: 1,
-            header_bytes: 0,
-            payload_bytes: 0,
+            layout,
         })
     }
 
@@ -131,39 +119,39 @@ impl ChunkSpec {
     }
     /// Returns the blocks of a chunk.
     pub fn blocks(&self) -> u32 {
-        self.blocks
+        self.layout.num_blocks()
     }
     /// Returns the layers of the group.
     pub fn num_layers(&self) -> u32 {
-        self.num_layers
+        self.layout.num_layers()
     }
     /// Returns the bytes of the header, a multiple of 4,096.
     pub fn header_bytes(&self) -> usize {
-        self.header_bytes
+        self.layout.header_bytes()
     }
     /// Returns the bytes of the payload, a multiple of 4,096.
     pub fn payload_bytes(&self) -> usize {
-        self.payload_bytes
+        self.layout.bytes().saturating_sub(self.layout.header_bytes())
     }
     /// Returns the bytes of a chunk: header and payload.
     pub fn chunk_bytes(&self) -> usize {
-        self.header_bytes.saturating_add(self.payload_bytes)
+        self.layout.bytes()
     }
     /// Returns how many contents of placeholder tokens the header of a chunk with `num_tokens`
     /// tokens has room for: 64 and more.
     pub(super) fn contents_max(&self, num_tokens: u32) -> usize {
         let used = TOKENS.saturating_add(token_bytes(num_tokens)).saturating_add(size_of::<u64>());
-        self.header_bytes.saturating_sub(used).div_euclid(CONTENT_BYTES)
+        self.header_bytes().saturating_sub(used).div_euclid(CONTENT_BYTES)
     }
 
     /// Returns the index of the first block of chunk `index` in its prompt.
     pub fn first_block(&self, index: u32) -> u32 {
-        index.saturating_mul(self.blocks)
+        index.saturating_mul(self.blocks())
     }
     /// Returns the positions of the tokens of chunk `index`.
     pub fn span(&self, index: u32) -> Range<u32> {
         let first = self.first_block(index);
-        self.slot_map.tokens(first)..self.slot_map.tokens(first.saturating_add(self.blocks))
+        self.slot_map.tokens(first)..self.slot_map.tokens(first.saturating_add(self.blocks()))
     }
     /// Returns the positions of the tokens of block `block` of chunk `index`: `block_size` tokens,
     /// or fewer with a full-precision prefix.
@@ -178,20 +166,13 @@ impl ChunkSpec {
     /// # Panics
     /// If a chunk has no such block or the group no such layer.
     pub fn piece(&self, block: u32, layer: u32, plane: Plane) -> Range<usize> {
-        assert!(block < self.blocks, "block {block} of a chunk of {}", self.blocks);
-        assert!(layer < self.num_layers, "layer {layer} of a group of {}", self.num_layers);
-        let [k, v] = &self.planes;
-        // In bounds of the payload, whose size was checked.
-        let begin = to_usize(block)
-            .saturating_mul(to_usize(self.num_layers))
-            .saturating_add(to_usize(layer))
-            .saturating_mul(k.stride.saturating_add(v.stride))
-            .saturating_add(self.header_bytes);
-        let (begin, bytes) = match plane {
-            Plane::Key => (begin, k.block_bytes),
-            Plane::Value => (begin.saturating_add(k.stride), v.block_bytes),
-        };
-        begin..begin.saturating_add(bytes)
+        self.layout.piece(block, layer, plane)
+    }
+
+    /// Returns where the bytes of each block lie: what a
+    /// [`HostPool`](kv_core::backend::HostPool) copies.
+    pub fn layout(&self) -> &ChunkLayout {
+        &self.layout
     }
 
     pub(super) fn planes(&self) -> &[PlaneGeometry; 2] {
@@ -205,12 +186,6 @@ impl ChunkSpec {
     }
     pub(super) fn order(&self) -> BlockOrder {
         self.order
-    }
-
-    /// Bytes from a block to the next.
-    fn block_stride(&self) -> usize {
-        let [k, v] = &self.planes;
-        k.stride.saturating_add(v.stride).saturating_mul(to_usize(self.num_layers))
     }
 }
 
@@ -243,7 +218,5 @@ pub enum ChunkSpecError {
 /// A chunk is at least this large, unless it would have more tokens than [`TOKENS_MAX`].
 const CHUNK_BYTES_MIN: usize = 1 << 20;
 const TOKENS_MAX: u32 = 256;
-/// Vector loads of the copies need no more.
-const PIECE_ALIGN: usize = 16;
 /// Contents of placeholder tokens that every header has room for.
 const CONTENTS_MIN: usize = 64;
