@@ -3,9 +3,7 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 use kv_core::backend::kernels::FORMATS;
-use kv_core::backend::{
-    Backend, Capabilities, ChunkLayout, ChunkShape, QueueHostPool, StorageView,
-};
+use kv_core::backend::{Backend, Capabilities, ChunkShape, StorageView};
 use kv_core::error::DeviceError;
 
 use crate::buffer::CudaBuffer;
@@ -13,6 +11,7 @@ use crate::driver::{CudaGpu, CudaOptions};
 #[cfg(feature = "emulated")]
 use crate::emulated::{Emulator, EmulatorOptions, Idle};
 use crate::gpu::Gpu;
+use crate::host_pool::CudaHostPool;
 use crate::op;
 use crate::queue::CudaQueue;
 use crate::waiter::Waiter;
@@ -103,11 +102,6 @@ impl CudaBackend {
         Ok(CudaQueue::on(&self.gpu, &self.waiter, stream))
     }
 
-    /// Returns what swapping needs for a stream of its own.
-    pub(crate) fn parts(&self) -> (&Arc<dyn Gpu>, &Arc<Waiter>) {
-        (&self.gpu, &self.waiter)
-    }
-
     /// Returns the name of the card.
     pub fn card(&self) -> &str {
         &self.gpu.facts().card
@@ -117,7 +111,7 @@ impl CudaBackend {
 impl Backend for CudaBackend {
     type Buffer = CudaBuffer;
     type Queue = CudaQueue;
-    type HostPool = QueueHostPool<Self::Queue>;
+    type HostPool = CudaHostPool;
 
     fn name(&self) -> &'static str {
         self.gpu.name()
@@ -141,8 +135,7 @@ impl Backend for CudaBackend {
         storage: StorageView<'_, CudaBuffer>,
         shape: ChunkShape,
         chunks: u32,
-    ) -> Result<Self::HostPool, DeviceError> {
-        let layout = ChunkLayout::of(storage, shape)?;
-        Ok(QueueHostPool::new(self.queue()?, layout, chunks))
+    ) -> Result<CudaHostPool, DeviceError> {
+        CudaHostPool::new(&self.gpu, &self.waiter, storage, shape, chunks)
     }
 }

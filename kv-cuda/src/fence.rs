@@ -40,6 +40,11 @@ impl CudaFence {
         Ok(Self { gpu: Arc::clone(gpu), event, waiter: Arc::clone(waiter) })
     }
 
+    /// Returns its event.
+    pub(crate) fn event(&self) -> &Arc<dyn Event> {
+        &self.event
+    }
+
     /// Returns its event, for a stream of `gpu` to wait for.
     pub(crate) fn event_on(
         &self,
