@@ -12,7 +12,7 @@ use std::task::{Context, Poll};
 
 use kv_core::BlockId;
 use kv_core::backend::{
-    ChunkLayout, ChunkShape, Fence, HostPool, PendingChunk, PlaneLayout, StorageView,
+    ChunkLayout, ChunkShape, Fence, HostPool, PendingChunk, Plane, StorageView,
 };
 use kv_core::error::{DeviceError, DeviceErrorKind};
 use kv_core::invariant::Invariant;
@@ -129,18 +129,11 @@ impl CudaHostPool {
         if !chunk.is_of(&self.memory) {
             return Err(DeviceError::new(DeviceErrorKind::ForeignHandle, operation));
         }
-        let segments = segments(&self.gpu, storage, operation)?;
-        let own = self.layout.planes().iter().copied();
-        if !storage.planes().map(|plane| *plane.layout()).eq(own) || segments != self.segments {
+        if segments(&self.gpu, storage, operation)? != self.segments {
             let why = "the planes are not those that the host pool was made for";
             return Err(unsupported(operation, why));
         }
-        let num_places = self.layout.num_blocks();
-        if blocks.len() > to_usize(num_places.saturating_sub(first)) {
-            let asked = format!("{} blocks from place {first}, of {num_places}", blocks.len());
-            return Err(DeviceError::new(DeviceErrorKind::OutOfRange, operation).with_detail(asked));
-        }
-        Ok(())
+        self.layout.check(storage, (blocks, first), operation)
     }
 
     /// Returns the copies of a call, after all checks.
@@ -152,15 +145,20 @@ impl CudaHostPool {
         operation: &'static str,
     ) -> Result<Vec<HostCopy>, DeviceError> {
         self.check(storage, (blocks, first), chunk, operation)?;
-        let mut copies = Vec::with_capacity(blocks.len().saturating_mul(self.layout.num_planes()));
+        let mut copies = Vec::new();
         let mut segments = self.segments.as_slice();
-        for (plane, layout) in self.layout.planes().iter().enumerate() {
-            let (own, others) = segments.split_at(to_usize(layout.num_segments()));
-            segments = others;
-            for (block, place) in blocks.iter().zip(first..) {
-                let device = address(layout, own, *block, operation)?;
-                let piece = self.layout.piece(place, plane);
-                copies.push(HostCopy { host: chunk.at(piece.start), device, bytes: piece.len() });
+        for layer in 0..self.layout.num_layers() {
+            for (layout, plane) in self.layout.planes().iter().zip([Plane::Key, Plane::Value]) {
+                let (own, others) = segments.split_at(to_usize(layout.num_segments()));
+                segments = others;
+                for (block, place) in blocks.iter().zip(first..) {
+                    let (segment, offset) = layout.locate(block.0);
+                    let segment = own.get(segment).invariant("the block was checked");
+                    let device = segment.saturating_add(offset);
+                    let piece = self.layout.piece(place, layer, plane);
+                    let host = chunk.at(piece.start);
+                    copies.push(HostCopy { host, device, bytes: piece.len() });
+                }
             }
         }
         Ok(copies)
@@ -234,7 +232,7 @@ impl HostPool for CudaHostPool {
         self.stream.wait_for(event)?;
         // SAFETY: `copies` took addresses from planes of this device that reach to their last
         // block, and host pieces of a chunk of this pool. `ChunkMemory` keeps them until the event
-        // that `submit` records. Before it, `CudaChunk::bytes_mut` waits and `ChunkMemory::take`
+        // that `submit` records. Before it, `CudaChunk::as_mut` waits and `ChunkMemory::take`
         // does not hand them out; later copies to them are on this stream, in order.
         let upload = |stream: &mut dyn Stream| unsafe { stream.upload_batch(&copies) };
         self.submit(chunk, upload)
@@ -271,23 +269,6 @@ fn segments(
         }
     }
     Ok(addresses)
-}
-
-/// Returns where a block is in a plane with these segments.
-fn address(
-    layout: &PlaneLayout,
-    segments: &[Address],
-    block: BlockId,
-    operation: &'static str,
-) -> Result<Address, DeviceError> {
-    let (segment, offset) = layout.locate(block.0);
-    match segments.get(segment) {
-        Some(segment) if block.0 < layout.num_blocks() => Ok(segment.saturating_add(offset)),
-        _ => {
-            let asked = format!("block {block} of {}", layout.num_blocks());
-            Err(DeviceError::new(DeviceErrorKind::OutOfRange, operation).with_detail(asked))
-        }
-    }
 }
 
 /// Returns a block that occurs more than once: copies of a batch run in any order.

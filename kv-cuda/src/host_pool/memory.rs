@@ -4,7 +4,7 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use kv_core::backend::{ChunkBytes, ChunkLayout};
+use kv_core::backend::ChunkLayout;
 use kv_core::error::{DeviceError, DeviceErrorKind};
 use kv_core::invariant::Invariant;
 use kv_core::num::to_usize;
@@ -158,23 +158,25 @@ impl CudaChunk {
     }
 }
 
-impl ChunkBytes for CudaChunk {
-    fn bytes(&self) -> &[u8] {
+impl AsRef<[u8]> for CudaChunk {
+    fn as_ref(&self) -> &[u8] {
         // SAFETY: `ChunkMemory::new` allocated `chunk_bytes` bytes for every slot, and the chunk
         // keeps them alive; pages of the driver have values before the first write. Only this chunk
-        // has the slot (`ChunkMemory::take`). Nothing writes it meanwhile: `bytes_mut` borrows the
+        // has the slot (`ChunkMemory::take`). Nothing writes it meanwhile: `as_mut` borrows the
         // chunk, and the device writes only what a pending chunk has (`copy_out`).
         unsafe { std::slice::from_raw_parts(self.at(0).cast_const(), self.memory.chunk_bytes) }
     }
+}
 
-    fn bytes_mut(&mut self) -> &mut [u8] {
+impl AsMut<[u8]> for CudaChunk {
+    fn as_mut(&mut self) -> &mut [u8] {
         let copies = self.memory.with(|slots| slots.copies.get(self.index).cloned());
         // Waits without the lock, which `take` needs. No copy can begin meanwhile: it would borrow
         // the chunk.
         if copies.invariant("a chunk has a slot").wait() {
             self.set_copies(Copies::Done);
         }
-        // SAFETY: as for `bytes`; the borrow of the chunk is exclusive. Copies from these bytes are
+        // SAFETY: as for `as_ref`; the borrow of the chunk is exclusive. Copies from these bytes are
         // done, by `wait` above; or the device failed, and what it still reads of them goes to
         // blocks whose content is undefined by then.
         unsafe { std::slice::from_raw_parts_mut(self.at(0), self.memory.chunk_bytes) }

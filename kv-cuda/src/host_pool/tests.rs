@@ -12,8 +12,8 @@ use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
 
 use kv_core::backend::{
-    Backend, ChunkBytes, ChunkShape, Fence, HostPool, KvStorage, PendingChunk, PlaneLayout,
-    PlaneShape, Queue, Readback,
+    Backend, ChunkShape, Fence, HostPool, KvStorage, PendingChunk, Plane, PlaneLayout, PlaneShape,
+    Queue, Readback,
 };
 use kv_core::error::DeviceErrorKind;
 use kv_core::{BlockId, BlockOrder};
@@ -235,7 +235,7 @@ fn copies_are_one_batch_between_events() {
     let Poll::Ready(Ok(chunk)) = pending.poll(&mut cx) else { panic!("the chunk has arrived") };
     let begin = submitted(0).len();
     let free = fixture.fence();
-    let copied = pool.copy_in(&free, fixture.storage.view(), &ids(&[3]), &chunk, 2).unwrap();
+    let loaded = pool.copy_in(&free, fixture.storage.view(), &ids(&[3]), &chunk, 2).unwrap();
     fixture.queue.wait_for(&copied).unwrap();
     let and_in = [
         (0, Note::Mark(2)),
@@ -272,7 +272,7 @@ fn a_dropped_chunk_is_taken_when_its_copies_are_done() {
     let (mut fixture, late) = Fixture::late(1);
     let mut pool = fixture.pool(2);
     let (chunk, idle) = (pool.take().unwrap(), pool.take().unwrap());
-    let at = chunk.bytes().as_ptr();
+    let at = chunk.as_ref().as_ptr();
     let pending = fixture.copy_out(&mut pool, chunk, (&[1, 2], 0));
     let fence = pending.fence.clone();
     drop(pending);
@@ -281,12 +281,12 @@ fn a_dropped_chunk_is_taken_when_its_copies_are_done() {
     // Another chunk can be taken meanwhile.
     drop(idle);
     let idle = pool.take().unwrap();
-    assert_ne!(idle.bytes().as_ptr(), at);
+    assert_ne!(idle.as_ref().as_ptr(), at);
     assert!(pool.take().is_none(), "the copy out is pending");
     assert_eq!(lock(&late).num_late(), submitted, "nothing has waited");
     fence.wait().unwrap();
     let chunk = pool.take().unwrap();
-    assert_eq!(chunk.bytes().as_ptr(), at);
+    assert_eq!(chunk.as_ref().as_ptr(), at);
     // The same after copies in, of which the second is done last.
     fixture.copy_in(&mut pool, &chunk, (&[3], 0));
     let after = fixture.fence();
@@ -294,7 +294,7 @@ fn a_dropped_chunk_is_taken_when_its_copies_are_done() {
     drop(chunk);
     assert!(pool.take().is_none(), "the copies in are pending");
     copied.wait().unwrap();
-    assert_eq!(pool.take().unwrap().bytes().as_ptr(), at);
+    assert_eq!(pool.take().unwrap().as_ref().as_ptr(), at);
 }
 
 #[test]
@@ -307,15 +307,15 @@ fn bytes_are_written_after_a_copy_of_them() {
     fixture.overwrite();
     fixture.copy_in(&mut pool, &chunk, (&[2], 3));
     let submitted = lock(&late).num_late();
-    let copy = chunk.bytes().to_vec();
+    let copy = chunk.as_ref().to_vec();
     assert_eq!(lock(&late).num_late(), submitted, "bytes are read beside the copy");
-    chunk.bytes_mut().fill(0xEE);
+    chunk.as_mut().fill(0xEE);
     assert_eq!(lock(&late).num_late(), 1, "the queue waits for completed work");
-    assert!(copy != chunk.bytes());
+    assert!(copy != chunk.as_ref());
     fixture.expect(&was, 5, 2);
     fixture.check("after the chunk was overwritten");
     // What the caller writes is copied.
-    chunk.bytes_mut().copy_from_slice(&copy);
+    chunk.as_mut().copy_from_slice(&copy);
     fixture.copy_in(&mut pool, &chunk, (&[7], 3));
     fixture.expect(&was, 5, 7);
     fixture.check("after the chunk was written");
@@ -369,7 +369,10 @@ fn refused_calls_submit_nothing_and_return_the_chunk() {
     // A block may be copied to two places.
     let pending = pool.copy_out(&fences[0], own, &ids(&[6, 6]), chunk, 0).unwrap();
     let (chunk, layout) = (pending.wait().unwrap(), pool.layout());
-    assert!(chunk.bytes()[layout.piece(0, 1)] == chunk.bytes()[layout.piece(1, 1)]);
+    assert!(
+        chunk.as_ref()[layout.piece(0, 0, Plane::Value)]
+            == chunk.as_ref()[layout.piece(1, 0, Plane::Value)]
+    );
 }
 
 #[test]
@@ -440,7 +443,7 @@ fn a_batch_that_fails_half_way_is_waited_for() {
     let error = other.copy_in(&after, fixture.storage.view(), &ids(&[1]), &chunk, 0).unwrap_err();
     assert_eq!(error.kind(), DeviceErrorKind::Driver);
     assert!(lock(&late).num_late() > 0);
-    chunk.bytes_mut().fill(0);
+    chunk.as_mut().fill(0);
     assert_eq!(lock(&late).num_late(), 0, "it waited for the copies before it wrote");
     drop(chunk);
     assert!(other.take().is_some());
@@ -465,7 +468,7 @@ fn memory_of_a_lost_device_is_never_used_again() {
         let error = pool.copy_in(&after, view, &ids(&[2]), &kept, 0).unwrap_err();
         assert_eq!(error.kind(), DeviceErrorKind::Lost);
         // Nothing waits for ever.
-        kept.bytes_mut().fill(1);
+        kept.as_mut().fill(1);
         drop((pool, kept));
         assert_eq!(lock(&late).pinned, pinned - usize::from(!began), "it may still be used");
         assert!(!lock(&late).freed_early);
