@@ -1,7 +1,7 @@
 //! What every store of chunks must do alike, and a store that fails on purpose.
 //!
-//! A store's own test makes a fixture and calls [`check_store`]; [`STORE_CASES`] has the cases for a
-//! runner that shows them one by one. [`FaultStore`] goes around any store.
+//! A store's own test makes a fixture and calls [`check_store`]; [`STORE_CASES`] has the cases for
+//! a runner that shows them one by one. [`FaultStore`] goes around any store.
 mod cases;
 mod fault;
 

@@ -1,13 +1,13 @@
 //! The count of bytes that all processes of a folder share, so that their sum stays in bounds.
 //!
 //! A process adds a file's bytes before it writes the file, and subtracts them after it has removed
-//! one. One that ends in between leaves the count too high, never too low; the next listing corrects
-//! it. Locks are `flock`s, which the kernel drops with the process.
+//! one. One that ends in between leaves the count too high, never too low; the next listing
+//! corrects it. Locks are `flock`s, which the kernel drops with the process.
 //!
 //! | file | what it is |
 //! |---|---|
 //! | `kv-tier.usage` | the count; locked while it is changed |
-//! | `kv-tier.changes` | locked shared by everybody who writes or removes files, exclusively while the count is corrected |
+//! | `kv-tier.changes` | locked shared to write or remove files, exclusively to correct the count |
 //! | `kv-tier.evict` | locked for good by the process that evicts |
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};

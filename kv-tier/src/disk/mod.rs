@@ -19,33 +19,35 @@
 //! the next `put`.
 //!
 //! # Speed
-//! A transfer bypasses the page cache (`O_DIRECT`) if the memory is on a multiple of 4,096 bytes and
-//! so is the length, which holds for the chunks of this crate; a chunk is then one `pwrite` or
+//! A transfer bypasses the page cache (`O_DIRECT`) if the memory is on a multiple of 4,096 bytes
+//! and so is the length, which holds for the chunks of this crate; a chunk is then one `pwrite` or
 //! `pread` at the speed of the disk, for a tenth of the CPU time, and displaces nobody's files from
-//! memory. Anything else is buffered. [`DirectIo::Off`] turns it off; a file system that cannot do it
-//! is found out when the folder is opened. Calls block; their threads are the caller's.
+//! memory. Anything else is buffered. [`DirectIo::Off`] turns it off; a file system that cannot do
+//! it is found out when the folder is opened. Calls block; their threads are the caller's.
 //!
 //! # Capacity
 //! A bound that is never passed, over all processes: bytes are counted before they are written and
 //! uncounted after they are removed, in a file that is locked for the microseconds of the change. A
-//! process that is killed in between leaves the count too high, until the next listing. Where a file
-//! does not fit, the least recently used ones are removed, down to 31/32 of the bound. A lookup that
-//! names a chain from its front makes heads more recent than tails, so that tails go first. The file
-//! system's free space has a floor. Without room on the disk the write fails with
-//! [`Full`](crate::StoreErrorKind::Full), and for a minute the capacity is what is there. A file that
-//! cannot be removed is skipped and counted.
+//! process that is killed in between leaves the count too high, until the next listing. Two things
+//! may leave more bytes than the bound until the listing at the next start has removed them: power
+//! loss, after which the count may be old, and a start with a smaller capacity. Where a file does
+//! not fit, the least recently used ones are removed, down to 31/32 of the bound. A lookup that
+//! names a chain from its front makes heads more recent than tails, so that tails go first. The
+//! file system's free space has a floor. Without room on the disk the write fails with
+//! [`Full`](crate::StoreErrorKind::Full), and for a minute the capacity is what is there. A file
+//! that cannot be removed is skipped and counted.
 //!
 //! # Several processes
-//! They may share a folder, over a network file system too if it has `flock`. One of them evicts and
-//! sets the capacity, the first that came; when it ends, the next one that needs room takes over. The
-//! others read and write, and get `Full` where room would have to be made, which the first then makes
-//! within a tenth of a second. What one has written is
-//! found by all; what one removes is a miss for the others. The time of a file is that of its last
-//! use, to a minute, so that all agree on what is old.
+//! They may share a folder, over a network file system too if it has `flock`. One of them evicts
+//! and sets the capacity, the first that came; when it ends, the next one that needs room takes
+//! over. The others read and write, and get `Full` where room would have to be made, which the
+//! first then makes within a tenth of a second. What one has written is found by all; what one
+//! removes is a miss for the others. The time of a file is that of its last use, to a minute, so
+//! that all agree on what is old.
 //!
 //! # Memory
-//! About 300 bytes for each file. The index is rebuilt by listing after the folder was opened, never
-//! by reading; until then a lookup costs a `stat`, and a write that needs room waits.
+//! About 300 bytes for each file. The index is rebuilt by listing after the folder was opened,
+//! never by reading; until then a lookup costs a `stat`, and a write that needs room waits.
 mod error;
 mod files;
 mod index;
@@ -131,9 +133,9 @@ impl DiskStore {
     /// file system that is only read, is opened as with [`DiskOptions::with_read_only`].
     ///
     /// # Errors
-    /// [`DiskOpenError::Capacity`] below 4,096 bytes; [`DiskOpenError::NotAStore`] for a folder with
-    /// other content; [`DiskOpenError::Version`] for one of a newer version; [`DiskOpenError::Io`]
-    /// for what the file system refuses, `flock` included.
+    /// [`DiskOpenError::Capacity`] below 4,096 bytes; [`DiskOpenError::NotAStore`] for a folder
+    /// with other content; [`DiskOpenError::Version`] for one of a newer version;
+    /// [`DiskOpenError::Io`] for what the file system refuses, `flock` included.
     pub fn open(root: impl AsRef<Path>, options: DiskOptions) -> Result<Self, DiskOpenError> {
         let root = root.as_ref();
         let opened = open::open(root, &options)?;
@@ -215,9 +217,9 @@ impl BlockStore for DiskStore {
         self.inner.get(chunk, into, deadline)
     }
 
-    /// Writes a file. No bytes are refused as [`Corrupt`](crate::StoreErrorKind::Corrupt), a folder that is only read
-    /// answers [`Denied`](crate::StoreErrorKind::Denied). A file with another number of bytes is damaged, and
-    /// replaced.
+    /// Writes a file. No bytes are refused as [`Corrupt`](crate::StoreErrorKind::Corrupt), a folder
+    /// that is only read answers [`Denied`](crate::StoreErrorKind::Denied). A file with another
+    /// number of bytes is damaged, and replaced.
     fn put(
         &self,
         chunk: &ChunkAddress,

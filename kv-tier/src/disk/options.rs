@@ -12,7 +12,8 @@ pub struct DiskOptions {
 
 impl DiskOptions {
     /// Bounds the files of chunks to `capacity` bytes, each counted in whole blocks of 4,096.
-    /// Folders are not counted: up to 65,536 of them for each root, 4 KiB each on most file systems.
+    /// Folders are not counted: up to 65,536 of them for each root, 4 KiB each on most file
+    /// systems.
     pub const fn new(capacity: u64) -> Self {
         Self { capacity, floor: None, read_only: false, direct: DirectIo::Auto, rename: false }
     }
@@ -39,8 +40,8 @@ impl DiskOptions {
         self
     }
 
-    /// Writes under a temporary name and renames, as on a file system without `O_TMPFILE`: for tests
-    /// on one that has it.
+    /// Writes under a temporary name and renames, as on a file system without `O_TMPFILE`: for
+    /// tests on one that has it.
     #[doc(hidden)]
     #[must_use]
     pub const fn with_rename(mut self, rename: bool) -> Self {
