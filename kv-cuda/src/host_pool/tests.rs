@@ -236,7 +236,7 @@ fn copies_are_one_batch_between_events() {
     let begin = submitted(0).len();
     let free = fixture.fence();
     let loaded = pool.copy_in(&free, fixture.storage.view(), &ids(&[3]), &chunk, 2).unwrap();
-    fixture.queue.wait_for(&copied).unwrap();
+    fixture.queue.wait_for(&loaded).unwrap();
     let and_in = [
         (0, Note::Mark(2)),
         (1, Note::Wait(2)),
@@ -246,7 +246,7 @@ fn copies_are_one_batch_between_events() {
     ];
     assert_eq!(submitted(begin), and_in);
     assert_eq!(lock(&late).num_late(), and_in.len());
-    copied.wait().unwrap();
+    loaded.wait().unwrap();
     assert_eq!(lock(&late).num_late(), 1, "the queue waits for completed work");
     // A call with nothing to copy still returns a fence, wherever it begins.
     let none = pool.copy_in(&free, fixture.storage.view(), &[], &chunk, u32::MAX).unwrap();

@@ -27,15 +27,7 @@ pub(super) fn folder(path: &str) -> &str {
 
 /// Returns the name that 64 lower-case hexadecimal digits stand for.
 pub(super) fn parse(digits: &[u8]) -> Option<ChunkName> {
-    let mut name = [0_u8; 32];
-    let (pairs, rest) = digits.as_chunks::<2>();
-    if pairs.len() != name.len() || !rest.is_empty() {
-        return None;
-    }
-    for (byte, &[high, low]) in name.iter_mut().zip(pairs) {
-        *byte = (value(high)? << 4) | value(low)?;
-    }
-    Some(ChunkName::new(name))
+    std::str::from_utf8(digits).ok()?.parse().ok()
 }
 
 /// Returns whether this is the name of a folder between a root and its files.
