@@ -1,9 +1,9 @@
 //! Chunks: consecutive full blocks of one group after a header that describes them.
 //!
 //! A chunk is the unit in host memory, in a file, in a store and on the wire, without any other
-//! encoding. `docs/formats.md` draws it. This module does no I/O and copies no blocks: [`ChunkSpec`]
-//! says where the bytes of each block belong, [`encode_header`] describes bytes that are there, and
-//! [`verify()`] is the only way to a [`Verified`] chunk.
+//! encoding. `docs/formats.md` draws it. This module does no I/O and copies no blocks:
+//! [`ChunkSpec`] says where the bytes of each block belong, [`encode_header`] describes bytes that
+//! are there, and [`verify()`] is the only way to a [`Verified`] chunk.
 mod encode;
 mod error;
 mod header;
@@ -27,8 +27,8 @@ use crate::name::ChunkName;
 /// The version of the format that this crate writes, and the newest that it reads.
 pub const VERSION: u16 = 1;
 
-/// What the header of a chunk must say: what [`encode_header`] writes and [`verify()`] compares with.
-/// A reader takes it from the prompt for which it wants the chunk, never from the chunk.
+/// What the header of a chunk must say: what [`encode_header`] writes and [`verify()`] compares
+/// with. A reader takes it from the prompt for which it wants the chunk, never from the chunk.
 #[derive(Debug, Clone, Copy)]
 #[expect(clippy::exhaustive_structs, reason = "a literal names each field")]
 pub struct Expectation<'a> {

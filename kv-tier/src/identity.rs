@@ -75,8 +75,8 @@ impl Identity {
     }
 
     /// Returns the root of the names of one group's chunks. `encoding_key` is
-    /// [`CacheState::encoding_key`](kv_core::scheduling::CacheState::encoding_key), salt and adapter are those
-    /// of [`StartOptions`](kv_core::StartOptions).
+    /// [`CacheState::encoding_key`](kv_core::scheduling::CacheState::encoding_key), salt and
+    /// adapter are those of [`StartOptions`](kv_core::StartOptions).
     ///
     /// # Errors
     /// [`UnknownAdapter`] for an adapter without a digest: its blocks take no part in tiers.

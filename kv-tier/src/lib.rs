@@ -7,7 +7,7 @@
 //!
 //! | module | owns |
 //! |---|---|
-//! | [`chunk`] | the format of a chunk: its geometry, its header, and the checks before it is used |
+//! | [`chunk`] | format of a chunk: geometry, header, and the checks before it is used |
 //! | `disk` | a folder that keeps chunks as files, bounded, shared by processes (Linux) |
 //! | [`identity`] | model, adapters and tenant, and the roots of names that follow from them |
 //! | [`memory`] | a bounded map that keeps chunks |

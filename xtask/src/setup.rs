@@ -24,8 +24,8 @@ enum Use {
     Required,
     /// It is installed if possible; otherwise the stages or tests that need it are skipped.
     Tried,
-    /// `cargo xtask setup` installs it if possible, `cargo xtask test` does without: it is large, or
-    /// something lighter is tested in its place.
+    /// `cargo xtask setup` installs it if possible, `cargo xtask test` does without: it is large,
+    /// or something lighter is tested in its place.
     Setup,
     /// The command that installs it is printed.
     Optional,

@@ -6,7 +6,8 @@ use crate::reuse::BlockKey;
 ///
 /// Unlike [events](crate::events), changes name the block, and leave out what a copy must not
 /// contain: partial blocks, and blocks that the open step has yet to write. Replaying them in order
-/// gives the blocks that [`CacheState::stored_blocks`](crate::scheduling::CacheState::stored_blocks) lists.
+/// gives the blocks that
+/// [`CacheState::stored_blocks`](crate::scheduling::CacheState::stored_blocks) lists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[expect(clippy::exhaustive_structs, reason = "consumers build them in their own tests")]
 pub struct BlockChange {

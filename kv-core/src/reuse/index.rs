@@ -126,7 +126,8 @@ pub struct IndexedBlock<'a> {
     pub key: BlockKey,
     /// Key of the block before, the root for the first.
     pub parent: BlockKey,
-    /// Salt and adapter of its prompt: [`CacheState::namespace`](crate::scheduling::CacheState::namespace).
+    /// Salt and adapter of its prompt:
+    /// [`CacheState::namespace`](crate::scheduling::CacheState::namespace).
     pub namespace: NamespaceId,
     /// Index of the block in its prompt.
     pub index: u32,

@@ -178,8 +178,9 @@ impl CacheSpecBuilder {
         self
     }
     /// Keeps up to `changes` [changes](crate::block::BlockChange) of blocks until they are
-    /// [taken](crate::scheduling::CacheState::drain_changes); none by default, which costs nothing. If there are
-    /// more, all are lost: twice the blocks of all groups is ample if they are taken after each step.
+    /// [taken](crate::scheduling::CacheState::drain_changes); none by default, which costs nothing.
+    /// If there are more, all are lost: twice the blocks of all groups is ample if they are taken
+    /// after each step.
     #[must_use]
     pub fn changes(mut self, changes: usize) -> Self {
         self.reuse.changes = changes;

@@ -176,8 +176,8 @@ impl AsMut<[u8]> for CudaChunk {
         if copies.invariant("a chunk has a slot").wait() {
             self.set_copies(Copies::Done);
         }
-        // SAFETY: as for `as_ref`; the borrow of the chunk is exclusive. Copies from these bytes are
-        // done, by `wait` above; or the device failed, and what it still reads of them goes to
+        // SAFETY: as for `as_ref`; the borrow of the chunk is exclusive. Copies from these bytes
+        // are done, by `wait` above; or the device failed, and what it still reads of them goes to
         // blocks whose content is undefined by then.
         unsafe { std::slice::from_raw_parts_mut(self.at(0), self.memory.chunk_bytes) }
     }

@@ -10,8 +10,8 @@ use super::header::{self, Header, PAGE};
 /// Checks everything that a chunk says against what is expected of it. The only constructor of
 /// [`Verified`].
 ///
-/// `chunk` points to bytes: a slice, a `Vec`, an `Arc` of the host memory of a tier. There may be any
-/// bytes of any length. It is dropped if it is refused.
+/// `chunk` points to bytes: a slice, a `Vec`, an `Arc` of the host memory of a tier. There may be
+/// any bytes of any length. It is dropped if it is refused.
 ///
 /// # Errors
 /// The first check that fails, in the order of [`ChunkErrorKind::ALL`].

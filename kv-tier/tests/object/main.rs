@@ -1,5 +1,5 @@
-//! The store in S3 against real servers, behind a proxy that spoils answers, and against answers that
-//! no real server gives.
+//! The store in S3 against real servers, behind a proxy that spoils answers, and against answers
+//! that no real server gives.
 #![expect(clippy::arithmetic_side_effects, clippy::unwrap_used, reason = "tests")]
 mod answers;
 mod faults;

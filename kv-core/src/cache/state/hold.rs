@@ -9,10 +9,10 @@ use crate::reuse::BlockKey;
 
 /// One cached block, held while its bytes are read: it is not evicted, and no step writes to it.
 ///
-/// [Pins](crate::reuse::Pin) keep a prefix for the prompts to come; a hold keeps one block for a reader,
-/// and is no use of its content. The block counts as held, so that holds should be few and short.
-/// [`CacheState::release_hold`] ends it. The cache keeps a list of all holds: one that is dropped
-/// stays there until [`CacheState::release_holds`].
+/// [Pins](crate::reuse::Pin) keep a prefix for the prompts to come; a hold keeps one block for a
+/// reader, and is no use of its content. The block counts as held, so that holds should be few and
+/// short. [`CacheState::release_hold`] ends it. The cache keeps a list of all holds: one that is
+/// dropped stays there until [`CacheState::release_holds`].
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "the block stays held until the hold is released"]
 pub struct BlockHold {

@@ -23,9 +23,9 @@ pub struct Stats {
     pub hit_blocks: u64,
     /// Tokens reused from a block that continues differently, in both kinds of hits.
     pub partial_hit_tokens: u64,
-    /// Tokens, of both kinds of hits, whose blocks an [import](crate::reuse::Import) brought from host
-    /// memory and no sequence had used since. In caches with several groups, those of the group
-    /// for which most were brought.
+    /// Tokens, of both kinds of hits, whose blocks an [import](crate::reuse::Import) brought from
+    /// host memory and no sequence had used since. In caches with several groups, those of the
+    /// group for which most were brought.
     pub host_hit_tokens: u64,
     /// The same from disk.
     pub disk_hit_tokens: u64,
