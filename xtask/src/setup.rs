@@ -115,14 +115,14 @@ const NEEDS: &[Need] = &[
         for_what: "the servers below: a virtual environment in target/servers",
         is_present: || has_server("bin/pip"),
         get: &["python3", "-m", "venv", SERVERS],
-        use_of: Use::Tried,
+        use_of: Use::Setup,
     },
     Need {
         name: "moto",
         for_what: "tests of kv-tier: the store in S3, against an imitation",
         is_present: || has_server("bin/moto_server"),
         get: &["target/servers/bin/pip", "install", "--quiet", "moto[server]==5.2.5"],
-        use_of: Use::Tried,
+        use_of: Use::Setup,
     },
     Need {
         name: "SeaweedFS",
