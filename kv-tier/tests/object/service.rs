@@ -3,11 +3,13 @@ use std::sync::Arc;
 use std::thread;
 
 use kv_testkit::servers::{BUCKET, Server, ServerKind};
-use kv_tier::{BlockStore as _, Put, StoreErrorKind};
+use kv_testkit::store::{StoreFixture, check_store};
+use kv_tier::{BlockStore, Put, StoreError, StoreErrorKind};
 
 use crate::{Case, assert_kind, bytes, chunk, open, open_with, soon};
 
 pub(crate) const CASES: &[Case] = &[
+    ("does_what_every_store_does", suite),
     ("a_chunk_is_written_once", written_once),
     ("large_chunks_come_back", large),
     ("many_are_looked_up_and_removed_at_once", many),
@@ -16,6 +18,18 @@ pub(crate) const CASES: &[Case] = &[
     ("a_request_without_a_signature_is_judged_by_the_server", unsigned),
     ("a_bucket_that_is_missing_is_said", no_bucket),
 ];
+
+struct Fixture<'a>(&'a Server);
+
+impl StoreFixture for Fixture<'_> {
+    fn open(&self) -> Result<Box<dyn BlockStore>, StoreError> {
+        Ok(Box::new(open(self.0, "suite")))
+    }
+}
+
+fn suite(server: &Server) {
+    check_store(&Fixture(server));
+}
 
 fn written_once(server: &Server) {
     let store = open(server, "once");

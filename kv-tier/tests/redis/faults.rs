@@ -111,12 +111,27 @@ fn late(server: &mut Server) {
     store.put(&chunk(2), b"two", soon()).unwrap();
     let mut into = [0; 3];
     for pause in [10, 40, 80] {
-        proxy.set(Some(ProxyFault::Delay(Duration::from_millis(pause))));
-        let deadline = Instant::now() + Duration::from_millis(pause / 4);
-        assert_kind(store.get(&chunk(1), &mut into, deadline), StoreErrorKind::Timeout);
-        proxy.set(None);
-        assert_eq!(store.get(&chunk(2), &mut into, soon()).unwrap(), Some(3));
-        assert_eq!(&into, b"two");
+        // On a machine with other work, a reply may be read late that came in time.
+        let is_late = (0..20).any(|_| {
+            proxy.set(Some(ProxyFault::Delay(Duration::from_millis(pause))));
+            let deadline = Instant::now() + Duration::from_millis(pause / 4);
+            let answer = store.get(&chunk(1), &mut into, deadline);
+            proxy.set(None);
+            let is_late = match answer {
+                Ok(read) => {
+                    assert_eq!((read, &into), (Some(3), b"one"));
+                    false
+                }
+                error => {
+                    assert_kind(error, StoreErrorKind::Timeout);
+                    true
+                }
+            };
+            assert_eq!(store.get(&chunk(2), &mut into, soon()).unwrap(), Some(3));
+            assert_eq!(&into, b"two");
+            is_late
+        });
+        assert!(is_late, "no reply of 20 was later than a quarter of {pause} ms");
     }
 }
 

@@ -4,12 +4,14 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use kv_testkit::servers::Server;
+use kv_testkit::store::{StoreFixture, check_store};
 use kv_tier::redis::RedisWarning;
-use kv_tier::{BlockStore as _, Put, StoreErrorKind};
+use kv_tier::{BlockStore, Put, StoreError, StoreErrorKind};
 
 use crate::{Case, assert_kind, bytes, chunk, key, open, soon};
 
 pub(crate) const CASES: &[Case] = &[
+    ("does_what_every_store_does", &[], suite),
     ("keys_have_prefix_version_root_and_name", &[], keys),
     ("a_chunk_is_written_once", &[], written_once),
     ("large_chunks_come_back", &[], large),
@@ -27,6 +29,18 @@ pub(crate) const CASES: &[Case] = &[
     ("what_is_no_chunk_is_refused", &[], no_chunk),
     ("databases_are_apart", &[], databases),
 ];
+
+struct Fixture<'a>(&'a Server);
+
+impl StoreFixture for Fixture<'_> {
+    fn open(&self) -> Result<Box<dyn BlockStore>, StoreError> {
+        Ok(Box::new(open(self.0, "")))
+    }
+}
+
+fn suite(server: &mut Server) {
+    check_store(&Fixture(server));
+}
 
 fn keys(server: &mut Server) {
     let store = open(server, "?prefix=llama%3A");
