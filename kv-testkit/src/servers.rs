@@ -347,6 +347,6 @@ const WEED_PORTS: [&str; 12] = [
     "webdav.port",
 ];
 const ATTEMPTS: u32 = 3;
-const START_LIMIT: Duration = Duration::from_secs(60);
+const START_LIMIT: Duration = Duration::from_mins(1);
 const ASK_LIMIT: Duration = Duration::from_secs(5);
 const POLL: Duration = Duration::from_millis(20);

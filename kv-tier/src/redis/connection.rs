@@ -261,10 +261,10 @@ fn warnings(info: &str, has_ttl: bool) -> Vec<RedisWarning> {
         info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim)
     };
     let mut found = Vec::new();
-    if let Some(policy) = setting("maxmemory_policy") {
-        if policy == "noeviction" || (policy.starts_with("volatile-") && !has_ttl) {
-            found.push(RedisWarning::NoEviction { policy: policy.to_owned() });
-        }
+    if let Some(policy) = setting("maxmemory_policy")
+        && (policy == "noeviction" || (policy.starts_with("volatile-") && !has_ttl))
+    {
+        found.push(RedisWarning::NoEviction { policy: policy.to_owned() });
     }
     if setting("maxmemory") == Some("0") {
         found.push(RedisWarning::NoMemoryLimit);

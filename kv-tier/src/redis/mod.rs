@@ -133,7 +133,9 @@ impl RedisStore {
 
     fn connect(&self, deadline: Instant) -> Result<Connection, Fault> {
         let (connection, found) = Connection::open(&self.settings, deadline)?;
-        found.into_iter().for_each(|warning| self.warn(warning));
+        for warning in found {
+            self.warn(warning);
+        }
         Ok(connection)
     }
 
@@ -250,9 +252,9 @@ impl BlockStore for RedisStore {
     fn remove(&self, chunks: &[ChunkAddress], deadline: Instant) -> Result<(), StoreError> {
         for batch in chunks.chunks(BATCH) {
             let mut command = redis::cmd("UNLINK");
-            batch.iter().for_each(|chunk| {
+            for chunk in batch {
                 command.arg(self.key(chunk));
-            });
+            }
             self.exchange("UNLINK", deadline, |connection| {
                 connection.write(&[&command.get_packed_command()])?;
                 connection.read_integer().map(drop)

@@ -1,5 +1,14 @@
 //! The store in S3 against real servers, behind a proxy that spoils answers, and against answers that
 //! no real server gives.
+#![expect(
+    clippy::unwrap_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    clippy::arithmetic_side_effects,
+    clippy::as_conversions,
+    clippy::cast_possible_truncation,
+    reason = "a panic here is a failed case"
+)]
 mod answers;
 mod faults;
 mod service;

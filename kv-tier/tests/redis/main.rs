@@ -1,6 +1,15 @@
 //! The store in Redis against real servers, whole and behind a proxy that spoils replies.
 //!
 //! What every store must do is in the suite of stores; here are the server's own limits and faults.
+#![expect(
+    clippy::unwrap_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    clippy::arithmetic_side_effects,
+    clippy::as_conversions,
+    clippy::cast_possible_truncation,
+    reason = "a panic here is a failed case"
+)]
 mod faults;
 mod service;
 

@@ -106,7 +106,9 @@ fn shared(server: &mut Server) {
         })
     };
     let threads: Vec<_> = (0..8).map(one).collect();
-    threads.into_iter().for_each(|thread| thread.join().unwrap());
+    for thread in threads {
+        thread.join().unwrap();
+    }
 }
 
 fn lifetime(server: &mut Server) {
