@@ -182,8 +182,7 @@ pub(crate) struct PlanArgs {
     pub(crate) model: Option<PathBuf>,
 
     /// Stored format of K and V, such as l4, int8/l4 (K/V) or l4,full-precision-prefix=0; may be
-    /// repeated; default:
-    /// all formats
+    /// repeated; default: all formats
     #[arg(long, value_name = "NAME[,..]")]
     pub(crate) format: Vec<Stored>,
 

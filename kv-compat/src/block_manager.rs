@@ -1,12 +1,12 @@
 //! The built-in cache manager, paged and not.
 use hashbrown::{HashMap, HashSet};
-use kv_core::backend::{AnyBackend, Backend};
-use kv_core::error::{LayerProblem, StateProblem};
+use kv_core::backend::{AnyBackend, Backend, Plane, PlaneView};
+use kv_core::error::{BlocksExhausted, LayerProblem, PlanError, StateProblem};
 use kv_core::num::{to_u32, to_u64};
+use kv_core::spec::LateLayers;
 use kv_core::{
-    AttentionOptions, BlockId, BlockOrder, BlocksExhausted, CacheError, CacheSpec, GroupId,
-    KvCache, LateLayers, LayerId, PlanError, Plane, PlaneView, QkvFormat, SequenceId, StartOptions,
-    Step, StepInput, TensorView, TensorViewMut,
+    AttentionOptions, BlockId, BlockOrder, CacheError, CacheSpec, GroupId, KvCache, LayerId,
+    QkvFormat, SequenceId, StartOptions, Step, StepInput, TensorView, TensorViewMut,
 };
 
 use crate::buffers::new_len;

@@ -1,7 +1,8 @@
 //! The arrays that describe a step, on the host and on the device, allocated once.
 use kv_core::backend::{Backend, Queue};
+use kv_core::error::{DeviceError, DeviceErrorKind, PlanError, SpecError};
 use kv_core::num::{to_u64, to_usize};
-use kv_core::{BlockId, CacheError, DeviceError, DeviceErrorKind, PlanError, SpecError};
+use kv_core::{BlockId, CacheError};
 
 use crate::manager::{CacheManager, CacheManagerConfig, TrackedSequence};
 

@@ -3,7 +3,8 @@
 //! Text becomes an enum here and nowhere later.
 use std::fmt;
 
-use kv_core::{CacheError, DType, KvFormat, PlanError, QkvFormat, SpecError, UnknownName};
+use kv_core::error::{PlanError, SpecError};
+use kv_core::{CacheError, DType, KvFormat, QkvFormat, UnknownName};
 
 use crate::manager::{CacheManagerConfig, PageConfig};
 

@@ -10,10 +10,9 @@
 //! | fixed slots | [`KvCacheManager`] | in every layer `append_kv`, `attend`; `advance_seq_len` |
 //!
 //! A slot is a part of the cache that holds one sequence at a time, as in tiny-llm's
-//! `KVCacheManager`.
-//! Names, arguments and the order of calls are the original's. Where an original accepts what
-//! corrupts its memory, these types return an error before anything changes; the documentation of
-//! each type says what differs.
+//! `KVCacheManager`. Names, arguments and the order of calls are the original's. Where an original
+//! accepts what corrupts its memory, these types return an error before anything changes; the
+//! documentation of each type says what differs.
 //!
 //! `InferenceParams` stores K and V in f32, f16 or bf16, paged or not; a [`CacheManager`] decides
 //! which sequence has which pages. [`BlockManager`] is the built-in one, over a `KvCache`, and a

@@ -2,10 +2,9 @@
 use std::any::Any;
 use std::fmt;
 
-use kv_core::backend::Backend;
+use kv_core::backend::{Backend, Plane, PlaneView};
 use kv_core::{
-    AttentionOptions, BlockId, CacheError, DType, Plane, PlaneView, QkvFormat, SequenceId,
-    TensorView, TensorViewMut,
+    AttentionOptions, BlockId, CacheError, DType, QkvFormat, SequenceId, TensorView, TensorViewMut,
 };
 
 use crate::BlockManager;
@@ -86,7 +85,8 @@ pub struct TrackedSequence {
 /// ```
 /// use kv_compat::{CacheManager, InferenceConfig, InferenceParams, TrackedSequence};
 /// use kv_core::backend::{Backend, NullBackend};
-/// use kv_core::{AttentionOptions, BlockId, CacheError, DType, Plane, PlaneView, QkvFormat};
+/// use kv_core::backend::{Plane, PlaneView};
+/// use kv_core::{AttentionOptions, BlockId, CacheError, DType, QkvFormat};
 /// use kv_core::{SequenceId, TensorView, TensorViewMut};
 ///
 /// #[derive(Debug)]

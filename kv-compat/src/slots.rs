@@ -6,15 +6,15 @@
 mod memory;
 
 use hashbrown::HashMap;
-use kv_core::backend::{AnyBackend, Backend, Queue};
+use kv_core::backend::{AnyBackend, Backend, KvStorage, Plane, PlaneView, Queue};
 use kv_core::block::BlockTables;
 use kv_core::calibration::PlaneConstants;
-use kv_core::error::OptionProblem;
+use kv_core::error::{OptionProblem, PlanError};
 use kv_core::num::to_u32;
 use kv_core::plan::{AttendArgs, BatchEntry, PlanBuffers, WriteArgs};
 use kv_core::{
-    AttentionOptions, BlockId, BlockOrder, CacheError, CacheSpec, KvFormat, KvStorage, LayerId,
-    PlanError, Plane, PlaneView, QkvFormat, SequenceId, TensorView, TensorViewMut,
+    AttentionOptions, BlockId, BlockOrder, CacheError, CacheSpec, KvFormat, LayerId, QkvFormat,
+    SequenceId, TensorView, TensorViewMut,
 };
 
 /// What a [`KvCacheManager`] holds. Every number must be at least 1.

@@ -1,4 +1,8 @@
-//! Events of reusable blocks, for external routers and monitors.
+//! Events: announcements of content that becomes reusable or is gone, for external routers and
+//! monitors.
+//!
+//! [`CacheSpecBuilder::events`](crate::spec::CacheSpecBuilder::events) enables them,
+//! [`KvCache::take_events`](crate::KvCache::take_events) returns them.
 use std::collections::VecDeque;
 
 use crate::eviction::Priority;
@@ -34,15 +38,17 @@ pub struct Event {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum EventKind {
-    /// Content became reusable. Only for full blocks; a second block with the same content has no
-    /// event.
+    /// A tier has content that can be reused. Only for full blocks; a second block with the same
+    /// content in the same tier has no event.
     Stored(StoredBlock),
-    /// No block of a group has the content any more.
+    /// A tier of a group does not have the content any more.
     Removed {
         /// The group.
         group: GroupId,
         /// The content.
         key: BlockKey,
+        /// The tier; others may still have the content.
+        tier: Tier,
     },
     /// The priority changed, or the block moved to another tier.
     Updated {
@@ -58,7 +64,7 @@ pub enum EventKind {
     /// Nothing of any group can be reused any more.
     Cleared,
     /// Events `from..to` were dropped because they were not taken in time. A subscriber's state is
-    /// invalid until [`CacheState::snapshot`](crate::CacheState::snapshot) is applied.
+    /// invalid until [`CacheState::snapshot`](crate::scheduling::CacheState::snapshot) is applied.
     Lost {
         /// First dropped event.
         from: u64,
@@ -87,7 +93,7 @@ pub struct StoredBlock {
     pub priority: Priority,
 }
 
-/// Everything that can be reused at one moment.
+/// Everything that can be reused in memory of the device at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[expect(clippy::exhaustive_structs, reason = "a number and a list")]
 pub struct Snapshot {
@@ -150,7 +156,8 @@ mod tests {
     #[test]
     fn dropped_events_are_reported_as_lost() {
         let (mut log, mut taken) = (EventLog::new(2), 0);
-        let removed = |n| EventKind::Removed { group: GroupId(0), key: BlockKey(n) };
+        let removed =
+            |n| EventKind::Removed { group: GroupId(0), key: BlockKey(n), tier: Tier::Device };
         log.push(removed(0));
         assert_eq!(log.take(&mut taken), [Event { id: 0, kind: removed(0) }]);
         assert_eq!(log.take(&mut taken), []);

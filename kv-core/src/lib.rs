@@ -6,11 +6,16 @@
 //!
 //! | to | see |
 //! |---|---|
-//! | describe a cache | [`CacheSpec`], [`KvFormat`], [`BlockOrder`] |
+//! | describe a cache | [`CacheSpec`], [`KvFormat`]; every setting is in [`spec`] |
 //! | run a model over it | [`KvCache`], [`Step`], [`StepInput`], [`AttentionOptions`] |
 //! | pass tensors | [`TensorView`], [`TensorViewMut`], [`QkvFormat`] |
-//! | write a backend | [`backend`], [`plan`], [`PlaneView`] |
-//! | choose one at run time | [`AnyBackend`] |
+//! | handle errors | [`CacheError`]; the narrow errors are in [`error`] |
+//! | share prefixes between prompts | [`KvCache::start`], [`reuse`] |
+//! | choose what is evicted | [`eviction`] |
+//! | schedule requests, or simulate a cache | [`scheduling`], [`block`] |
+//! | watch a cache | [`Stats`], [`Usage`]; for routers [`events`] |
+//! | write a backend | [`backend`], [`plan`] |
+//! | choose one at run time | [`AnyBackend`](backend::AnyBackend) |
 //!
 //! ```
 //! use kv_core::backend::NullBackend;
@@ -48,31 +53,22 @@ pub mod num;
 pub mod plan;
 pub mod reuse;
 mod slot_map;
-mod spec;
+pub mod spec;
 mod storage;
 mod tensor;
 
-pub use backend::{AnyBackend, Backend};
-pub use cache::{
-    Admission, BlockDemand, CacheState, KvCache, Pin, PinId, StartOptions, Stats, Step, StepInput,
-    Usage,
-};
-pub use calibration::{Calibration, CalibrationError};
-pub use error::{
-    BlocksExhausted, CacheError, DeviceError, DeviceErrorKind, PlanError, SpecError, UnknownName,
-};
-pub use geometry::{BlockOrder, PlaneLayout, PlaneShape, QkvFormat};
+pub use cache::{KvCache, StartOptions, Stats, Step, StepInput, Usage};
+pub use error::{CacheError, UnknownName};
+pub use geometry::{BlockOrder, QkvFormat};
 pub use half::{bf16, f16};
-pub use ids::{BlockId, GroupId, LayerId, SequenceId, Slot};
+pub use ids::{BlockId, GroupId, LayerId, SequenceId};
 pub use kv_format::{DType, Element, KvFormat, ScaleGroup, Scaling};
-pub use plan::{AttentionOptions, Determinism, Mask};
-pub use slot_map::{Place, SlotMap};
-pub use spec::{
-    CacheSpec, CacheSpecBuilder, GroupBuilder, GroupSpec, KeyMean, LateLayers, MemoryUsage,
-    PrefixReuse, PublishAt, Transform, Window,
-};
-pub use storage::{KvStorage, Plane, PlaneView, StorageView};
-pub use tensor::{
-    Dims, TensorData, TensorDataMut, TensorView, TensorViewMut, TokenRows, TokenTensor,
-    TokenTensorMut,
-};
+pub use plan::{AttentionOptions, Mask};
+pub use spec::CacheSpec;
+pub use tensor::{TensorView, TensorViewMut};
+
+pub mod scheduling {
+    //! What a scheduler needs: whether a prompt fits, how many blocks a step takes, and the
+    //! bookkeeping of a cache without a device.
+    pub use crate::cache::{Admission, BlockDemand, CacheState};
+}

@@ -27,7 +27,8 @@ impl Avx2 {
     }
 }
 
-/// Writes each primitive twice: behind the features, and as the trait's method that calls it.
+/// Writes each primitive twice: as a function with the target features, and as the trait's method
+/// that calls it.
 macro_rules! primitives {
     ($(
         $(#[$attribute:meta])* fn $name:ident($($arg:ident: $type:ty),*) -> $result:ty $body:block
@@ -188,7 +189,7 @@ primitives! {
     fn max(a: __m256, b: __m256) -> __m256 {
         _mm256_max_ps(a, b)
     }
-    // The exponent's bits, biased; of a NaN something that the NaN is then multiplied with.
+    // Builds the biased exponent. For NaN the result is arbitrary: it is multiplied with the NaN.
     fn pow2(n: __m256) -> __m256 {
         let biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
         _mm256_castsi256_ps(_mm256_slli_epi32::<23>(biased))
@@ -249,7 +250,7 @@ primitives! {
         let [a, b, c, d] = *table;
         _mm256_permutevar_ps(_mm256_setr_ps(a, b, c, d, a, b, c, d), code)
     }
-    // A permutation sees three bits of its indices: four of them, and the other two bits choose.
+    // A permutation reads three bits of an index: four permutations, and the other two bits select.
     fn lookup32(table: &[f32; 32], low: __m256i, high: __m256i) -> __m256 {
         let part = |begin: usize| {
             let from = table.as_ptr().wrapping_add(begin);
@@ -262,8 +263,8 @@ primitives! {
         let upper = _mm256_blendv_ps(part(16), part(24), third);
         _mm256_blendv_ps(lower, upper, _mm256_castsi256_ps(_mm256_slli_epi32::<31>(high)))
     }
-    // A code shifted to the top has its sign where a float has it, and above the exponent's other
-    // bits the three bits that chose the magnitude: the table carries those, so that they cancel.
+    // A code shifted to the top has its sign in the sign bit of a float, and its three index bits
+    // in the exponent. Entries of the table carry the same index bits, so that XOR cancels them.
     fn symmetric16(magnitudes: &[f32; 8], code: __m256i) -> __m256 {
         // SAFETY: an array of eight.
         let magnitudes = unsafe { _mm256_loadu_ps(magnitudes.as_ptr()) };
@@ -277,7 +278,7 @@ primitives! {
     }
 }
 
-/// Conversions with shorter vectors, which the trait does not name.
+/// Conversions with shorter vectors, which are not part of the trait.
 macro_rules! conversions {
     ($(fn $name:ident($arg:ident: $type:ty) -> $result:ty $body:block)*) => {$(
         #[inline(always)]
@@ -336,7 +337,7 @@ conversions! {
     fn widen_e5m2(bytes: __m128i) -> __m256 {
         _mm256_cvtph_ps(_mm_unpacklo_epi8(_mm_setzero_si128(), bytes))
     }
-    // Its bits in the place of binary16's are the value times 2^-8, but for NaN: all ones is an
+    // Read as a binary16, its bits are the value times 2^-8, except for NaN: all ones is an
     // ordinary number there.
     fn widen_e4m3(bytes: __m128i) -> __m256 {
         let shifted = _mm_slli_epi16::<7>(_mm_cvtepi8_epi16(bytes));

@@ -1,4 +1,5 @@
-//! Loops over tensors: between element types, past the caches, and over rows of `f32`.
+//! Loops over tensors: conversions between element types, with non-temporal stores too, and
+//! arithmetic on rows of `f32`.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,
@@ -65,7 +66,7 @@ pub(crate) fn scale<S: Simd>(s: S, row: &mut [f32], by: f32) {
     row[i..].iter_mut().for_each(|value| *value *= by);
 }
 
-/// Brings values of one type to another, as many as there is room for.
+/// Converts values from one element type to another, as many as `to` has room for.
 #[inline(always)]
 pub(crate) fn convert<S: Simd, A: Plain, B: Plain>(s: S, from: &[u8], to: &mut [u8]) {
     let (n, mut i) = (to.len() / B::SIZE, 0);
@@ -85,15 +86,16 @@ pub(crate) fn convert<S: Simd, A: Plain, B: Plain>(s: S, from: &[u8], to: &mut [
     }
 }
 
-/// The same past the caches, if `to` is made of whole lines. Fetches `ahead` meanwhile.
+/// The same with non-temporal stores, if `to` consists of whole cache lines. Prefetches `ahead`
+/// meanwhile.
 #[inline(always)]
-pub(crate) fn convert_past<S: Simd, A: Plain, B: Plain>(
+pub(crate) fn convert_non_temporal<S: Simd, A: Plain, B: Plain>(
     s: S,
     from: &[u8],
     to: &mut [u8],
     ahead: &[u8],
 ) {
-    fetch(s, ahead);
+    prefetch(s, ahead);
     if !is_lines(to) {
         convert::<S, A, B>(s, from, to);
         return;
@@ -109,11 +111,12 @@ pub(crate) fn convert_past<S: Simd, A: Plain, B: Plain>(
     }
 }
 
-/// Copies a row past the caches, if it is made of whole lines, and fetches another meanwhile.
+/// Copies a row with non-temporal stores, if it consists of whole cache lines. Prefetches `ahead`
+/// meanwhile.
 #[inline(always)]
-pub(crate) fn copy_past<S: Simd>(s: S, from: &[u8], to: &mut [u8], ahead: &[u8]) {
+pub(crate) fn copy_non_temporal<S: Simd>(s: S, from: &[u8], to: &mut [u8], ahead: &[u8]) {
     assert_eq!(from.len(), to.len(), "rows of one length");
-    fetch(s, ahead);
+    prefetch(s, ahead);
     if !is_lines(to) {
         to.copy_from_slice(from);
         return;
@@ -124,21 +127,21 @@ pub(crate) fn copy_past<S: Simd>(s: S, from: &[u8], to: &mut [u8], ahead: &[u8])
     }
 }
 
-/// Starts to fetch bytes.
+/// Prefetches bytes.
 #[inline(always)]
-fn fetch<S: Simd>(s: S, ahead: &[u8]) {
+fn prefetch<S: Simd>(s: S, ahead: &[u8]) {
     for at in (0..ahead.len()).step_by(LINE) {
         s.prefetch_l1(ahead.as_ptr().wrapping_add(at));
     }
 }
 
-/// Whether it is made of whole cache lines.
+/// Whether a slice consists of whole cache lines.
 #[inline(always)]
 fn is_lines(bytes: &[u8]) -> bool {
     bytes.as_ptr().addr().is_multiple_of(LINE) && bytes.len().is_multiple_of(LINE)
 }
 
-/// Brings the even values of each whole group of a row before the odd ones.
+/// Moves the even values of each whole group of a row before the odd ones.
 #[inline(always)]
 pub(crate) fn split_pairs<S: Simd>(s: S, row: &mut [f32]) {
     for group in row.as_chunks_mut::<GROUP>().0 {
@@ -146,7 +149,7 @@ pub(crate) fn split_pairs<S: Simd>(s: S, row: &mut [f32]) {
     }
 }
 
-/// Takes [`split_pairs`] back.
+/// Undoes [`split_pairs`].
 #[inline(always)]
 pub(crate) fn join_pairs<S: Simd>(s: S, row: &mut [f32]) {
     for group in row.as_chunks_mut::<GROUP>().0 {

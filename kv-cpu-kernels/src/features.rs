@@ -1,7 +1,8 @@
 //! Instruction sets: their names, which of them this CPU has, and which one is used.
 //!
-//! The only place that detects. A base set of vectors has optional parts, and every kernel asks for
-//! an [`Isa`] that names all it needs, so that a CPU with more runs the same code when told to.
+//! The only place that detects CPU features. An [`Isa`] is a base set of vector instructions with
+//! optional parts, and names all that its kernels need: pinned to it, a CPU with more features runs
+//! the same code.
 use std::fmt;
 use std::str::FromStr;
 
@@ -45,7 +46,7 @@ impl Isa {
     /// 64-bit Arm.
     pub const NEON: Self = Self::base(Vectors::Neon);
 
-    /// Every set that has kernels of its own, least to most capable.
+    /// Every set that has separate kernels, least to most capable.
     pub const ALL: &'static [Self] = &[
         Self::SCALAR,
         Self::NEON,
@@ -78,7 +79,7 @@ impl Isa {
         Self { vbmi: true, ..self }
     }
     /// With AMX: matrix products of tiles of bf16. Linux gives a process the tile registers on
-    /// request, and detection asks.
+    /// request, and detection makes the request.
     const fn with_amx(self) -> Self {
         Self { amx: true, ..self }
     }
@@ -122,7 +123,7 @@ impl Isa {
         Self { amx: false, ..self }
     }
 
-    /// Whether this CPU has all of it.
+    /// Whether this CPU has every instruction of the set.
     pub fn is_available(self) -> bool {
         #[cfg(any(test, feature = "testing"))]
         if self.is_emulated() {

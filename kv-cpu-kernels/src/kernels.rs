@@ -1,4 +1,4 @@
-//! The safe way in: which table runs, and the checks that make a call sound.
+//! The safe entry points: they select a table, and make the checks on which soundness rests.
 use kv_format::KvFormat;
 
 use crate::decode::{GROUP, HALF};
@@ -79,23 +79,23 @@ impl Kernels {
     pub fn isa(self) -> Isa {
         self.isa
     }
-    /// Where prefetched lines go.
+    /// The target of prefetches.
     pub fn prefetch(self) -> PrefetchTarget {
         self.prefetch
     }
 
-    /// Most query rows of a register tile.
+    /// Maximum number of query rows of a register tile.
     pub fn tile_rows_max(self) -> usize {
         self.table.rows_max
     }
-    /// Query rows of the register tile that takes `rows` of them: as many, or more that are zero.
-    /// `None` where they need several.
+    /// Size of the register tile for `rows` query rows: `rows`, or more, with the others padded
+    /// with zeros. `None` where one tile cannot hold them.
     pub fn tile_rows(self, rows: usize) -> Option<usize> {
         let padded = rows.next_power_of_two();
         (rows > 0 && padded <= self.table.rows_max).then_some(padded)
     }
 
-    /// Scores tokens by query rows.
+    /// Computes scores: dot products of query rows with rows of K.
     ///
     /// # Panics
     /// When rows lie outside of their slices.
@@ -140,7 +140,7 @@ impl Kernels {
         }
     }
 
-    /// Adds tokens to output rows by their weights.
+    /// Adds rows of V, multiplied with weights, to output rows.
     ///
     /// # Panics
     /// When rows lie outside of their slices.
@@ -232,7 +232,7 @@ impl Kernels {
         let (groups, words) = (row.as_chunks::<GROUP>().0, to.as_chunks_mut::<HALF>().0);
         let mut first_behind = GROUP;
         for (group, words) in groups.iter().zip(words) {
-            // What is no whole group is in its own order.
+            // Values after the last whole group keep their own order.
             let split = in_pairs && first_behind <= dim;
             first_behind = first_behind.saturating_add(GROUP);
             let (even, odd) = group.split_at(HALF);
@@ -245,8 +245,8 @@ impl Kernels {
         }
     }
 
-    /// What decoded values lack: scores and weights are multiplied with it besides the scales of
-    /// rows.
+    /// The factor that decoded values lack: scores and weights are multiplied with it, and with the
+    /// scales of rows.
     pub fn factor(self, encoding: Encoding) -> f32 {
         if self.lookups(encoding).is_some() {
             return 1.0;
@@ -283,7 +283,7 @@ impl Kernels {
     /// As [`Self::decode`].
     pub fn decode_scaled(self, layout: &RowLayout, given: f32, from: &[u8], to: &mut [f32]) {
         if layout.encoding() == Encoding::Nvfp4 {
-            // Its definition rounds the product of both scales first.
+            // The definition of the format rounds the product of both scales first.
             kv_format::row::decode_row(KvFormat::Nvfp4, given, from, to);
             return;
         }
@@ -300,7 +300,7 @@ impl Kernels {
             self.scale(to, scale);
         }
     }
-    /// Reads the scale of each row; up to a multiple of 16 others are 1.
+    /// Reads the scale of each row; the elements after them, up to a multiple of 16, become 1.
     ///
     /// # Panics
     /// When the layout has none, or `to` is shorter than that multiple.
@@ -317,10 +317,10 @@ impl Kernels {
         // SAFETY: the CPU has the instruction set, by `Self::new`.
         unsafe { kernel(from, to) }
     }
-    /// [`kv_format::row::encode_row`].
+    /// Encodes a row as [`kv_format::row::encode_row`] does.
     ///
     /// # Panics
-    /// As it does.
+    /// As that function.
     pub fn encode_row(self, format: KvFormat, inv_scale: f32, values: &[f32], row: &mut [u8]) {
         // SAFETY: the CPU has the instruction set, by `Self::new`.
         unsafe { (self.table.encode_row)(format, inv_scale, values, row) }
@@ -338,12 +338,12 @@ impl Kernels {
         // SAFETY: the CPU has the instruction set, by `Self::new`.
         unsafe { (self.table.scale)(row, by) }
     }
-    /// Brings a row into the order of [`RowLayout::in_pairs`].
+    /// Reorders a row to the order of [`RowLayout::in_pairs`].
     pub fn split_pairs(self, row: &mut [f32]) {
         // SAFETY: the CPU has the instruction set, by `Self::new`.
         unsafe { (self.table.split_pairs)(row) }
     }
-    /// Brings a row back into its own order.
+    /// Undoes [`Self::split_pairs`].
     pub fn join_pairs(self, row: &mut [f32]) {
         // SAFETY: the CPU has the instruction set, by `Self::new`.
         unsafe { (self.table.join_pairs)(row) }
@@ -362,18 +362,18 @@ impl Kernels {
         // SAFETY: the CPU has the instruction set, by `Self::new`.
         unsafe { kernel(from.1, to) }
     }
-    /// To write past the caches.
-    pub fn past_caches(self) -> PastCaches {
-        PastCaches(self)
+    /// Returns the copies and conversions that use non-temporal stores.
+    pub fn non_temporal(self) -> NonTemporal {
+        NonTemporal(self)
     }
 }
 
-/// Writes past the caches, where the CPU can. Other threads see what was written once this is
-/// dropped.
+/// Conversions with non-temporal stores, where the CPU has them. Other threads see what was written
+/// once this is dropped.
 #[derive(Debug)]
-pub struct PastCaches(Kernels);
+pub struct NonTemporal(Kernels);
 
-impl PastCaches {
+impl NonTemporal {
     /// As [`Kernels::convert`]. Prefetches `ahead` meanwhile.
     ///
     /// # Panics
@@ -386,23 +386,23 @@ impl PastCaches {
     ) {
         let table = self.0.table;
         let kernel = if from.0 == element {
-            table.copy_past
+            table.copy_non_temporal
         } else {
-            of_element(of_element(table.convert_past, from.0), element)
+            of_element(of_element(table.convert_non_temporal, from.0), element)
         };
         // SAFETY: the CPU has the instruction set, by `Kernels::new`.
         unsafe { kernel(from.1, to, ahead) }
     }
 }
 
-impl Drop for PastCaches {
+impl Drop for NonTemporal {
     fn drop(&mut self) {
         // SAFETY: the CPU has the instruction set, by `Kernels::new`.
         unsafe { (self.0.table.fence)() }
     }
 }
 
-/// Rows of the next register tile where so many are left: tiles of four load least for each
+/// Rows of the next register tile when `left` are left: tiles of four need the fewest loads per
 /// product.
 const fn part(left: usize) -> usize {
     match left {
@@ -412,7 +412,7 @@ const fn part(left: usize) -> usize {
     }
 }
 
-/// What an optional part of an instruction set has for an encoding where there is none.
+/// The kernels of an optional part that an instruction set does not have.
 const fn no_part<T: Copy>(_: Encoding) -> Option<T> {
     None
 }

@@ -1,7 +1,7 @@
 //! How values lie in memory: elements of tensors and rows of planes.
 //!
 //! Maps the element types and the stored formats of `kv-format` to the encodings that kernels exist
-//! for, and answers `None` for every other: a new stored format is unsupported here until it has a
+//! for, and returns `None` for every other: a new stored format is unsupported here until it has a
 //! decoder.
 use kv_format::{DType, KvFormat, ScaleGroup, Scaling};
 
@@ -48,8 +48,8 @@ impl Element {
     }
 }
 
-/// What a kernel decodes: the codes of a row and the scales of its groups. A scale of the whole row
-/// is not part of it.
+/// The part of a row that a kernel decodes: codes and the scales of groups. A scale of the whole
+/// row is not part of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[expect(missing_docs, reason = "the names of stored formats")]
 #[non_exhaustive]

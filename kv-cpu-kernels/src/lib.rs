@@ -9,13 +9,13 @@
 //! | `qk` | dot products of query rows with rows of K |
 //! | `softmax` | the online softmax |
 //! | `pv` | weighted sums of rows of V |
-//! | `decode` | stored formats, one file a family |
+//! | `decode` | stored formats, one file per family |
 //! | `convert` | element types, and rows of `f32` |
 //! | `prefetch` | the cursor that issues software prefetches |
 //! | `amx` | tiles of scores and sums as matrix products |
 //!
-//! [`Kernels`] is the safe way in: it exists only for an [`Isa`] that the CPU has, and every call
-//! asserts its bounds once.
+//! [`Kernels`] is the safe entry point: it exists only for an [`Isa`] that the CPU has, and every
+//! call asserts its bounds once.
 //!
 //! ```
 //! use kv_cpu_kernels::{
@@ -71,7 +71,7 @@ mod neon;
 mod scalar;
 
 pub use features::Isa;
-pub use kernels::{Kernels, PastCaches};
+pub use kernels::{Kernels, NonTemporal};
 pub use layout::{Element, Encoding, RowLayout};
 pub use prefetch::{Prefetch, PrefetchTarget};
 pub use pv::{OUTPUT_PAD, Pv};

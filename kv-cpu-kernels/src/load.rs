@@ -1,4 +1,4 @@
-//! How rows become vectors of `f32` on one instruction set, whatever they are stored in.
+//! Loads of rows as vectors of `f32`, for every encoding and instruction set.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,
@@ -52,7 +52,7 @@ pub(crate) fn place<S: Simd>(pair: usize) -> (usize, usize) {
     (pair / of_group * GROUP, pair % of_group * S::LANES)
 }
 
-/// By the primitives of a vector type.
+/// Loads by the primitives of a vector type.
 pub(crate) struct Decoded<S, E>(S, PhantomData<E>);
 
 impl<S, E> Decoded<S, E> {
@@ -101,7 +101,7 @@ impl<S: Simd, E: Decode> Load for Decoded<S, E> {
     }
 }
 
-/// By lookups, two groups at a time where there are two; a pair is a group.
+/// Loads by lookups, two groups at a time where there are two; a pair is a group.
 impl<B: LookUp, E: Fp8> Load for LookedUp<B, E> {
     type S = B::S;
 

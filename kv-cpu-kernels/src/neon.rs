@@ -20,7 +20,8 @@ impl Neon {
     }
 }
 
-/// Writes each primitive twice: behind the feature, and as the trait's method that calls it.
+/// Writes each primitive twice: as a function with the target feature, and as the trait's method
+/// that calls it.
 macro_rules! primitives {
     ($(fn $name:ident($($arg:ident: $type:ty),*) -> $result:ty $body:block)*) => {
         impl Simd for Neon {
@@ -149,7 +150,7 @@ primitives! {
     fn max(a: float32x4_t, b: float32x4_t) -> float32x4_t {
         vmaxq_f32(a, b)
     }
-    // The exponent's bits, biased; of a NaN something that the NaN is then multiplied with.
+    // Builds the biased exponent. For NaN the result is arbitrary: it is multiplied with the NaN.
     fn pow2(n: float32x4_t) -> float32x4_t {
         let biased = vaddq_s32(vcvtnq_s32_f32(n), vdupq_n_s32(127));
         vreinterpretq_f32_s32(vshlq_n_s32::<23>(biased))
@@ -201,7 +202,7 @@ primitives! {
         let low = vandq_u32(low, vdupq_n_u32(15));
         let high = vshlq_n_u32::<4>(vandq_u32(high, vdupq_n_u32(1)));
         let bytes = byte_indices(vorrq_u32(low, high));
-        // Indices beyond its table give zero, and leave what is there in the extending form.
+        // An index beyond its table gives zero in TBL, and keeps the byte in TBX.
         let first = vqtbl4q_u8(lower, bytes);
         vreinterpretq_f32_u8(vqtbx4q_u8(first, upper, vsubq_u8(bytes, vdupq_n_u8(64))))
     }
@@ -215,7 +216,7 @@ primitives! {
     }
 }
 
-/// Where the bytes of the float of each index lie in a table of floats.
+/// Offsets of the four bytes of each indexed float in a table of floats.
 #[inline]
 #[target_feature(enable = "neon")]
 fn byte_indices(index: uint32x4_t) -> uint8x16_t {
@@ -223,16 +224,16 @@ fn byte_indices(index: uint32x4_t) -> uint8x16_t {
     vreinterpretq_u8_u32(vaddq_u32(first, vdupq_n_u32(0x0302_0100)))
 }
 
-/// The bits of E4M3 in the place of binary16's.
+/// The bits of E4M3, read as a binary16.
 #[inline]
 #[target_feature(enable = "neon")]
 fn e4m3_as_f16(bytes: int8x8_t) -> uint16x8_t {
-    // Above the sign of a code are copies of it, of which one is taken away.
+    // Above the sign of a code are copies of it, of which one is cleared.
     let shifted = vreinterpretq_u16_s16(vshll_n_s8::<7>(bytes));
     vandq_u16(shifted, vdupq_n_u16(0xbf80))
 }
 
-/// Conversions with shorter vectors, which the trait does not name.
+/// Conversions with shorter vectors, which are not part of the trait.
 macro_rules! conversions {
     ($(fn $name:ident($arg:ident: $type:ty) -> $result:ty $body:block)*) => {$(
         #[inline(always)]
@@ -286,7 +287,7 @@ conversions! {
         let bits = vget_low_u16(vshll_n_u8::<8>(bytes));
         vcvt_f32_f16(vreinterpret_f16_u16(bits))
     }
-    // Its bits in the place of binary16's are the value times 2^-8, but for NaN: all ones is an
+    // Read as a binary16, its bits are the value times 2^-8, except for NaN: all ones is an
     // ordinary number there.
     fn widen_e4m3(bytes: u32) -> float32x4_t {
         let bytes = vreinterpret_s8_u32(vdup_n_u32(bytes));

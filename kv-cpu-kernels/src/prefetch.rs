@@ -1,8 +1,8 @@
-//! Software prefetch: into which cache lines go, and a cursor that issues prefetches evenly.
+//! Software prefetch: the target cache, and a cursor that issues prefetches evenly.
 //!
 //! A core has few line-fill buffers, and a burst of prefetches that exceeds them stalls loads or is
-//! dropped. So a kernel issues a few with each step of the work at hand, for rows that the next
-//! call needs. Prefetches change no result.
+//! dropped. So a kernel issues a few with each step of its work, for rows that the next call reads.
+//! Prefetches change no result.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::inline_always,
@@ -16,7 +16,7 @@ use kv_format::UnknownName;
 use crate::rows::KeyRows;
 use crate::simd::{LINE, Simd};
 
-/// Where prefetched lines go.
+/// The cache that lines are prefetched into.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PrefetchTarget {
@@ -25,7 +25,7 @@ pub enum PrefetchTarget {
     /// L2, each line twice: a tile ahead, and again half a tile ahead. A core that has no line-fill
     /// buffer left drops a prefetch.
     L2Twice,
-    /// Nowhere: the hardware prefetchers are left alone.
+    /// No software prefetch, only the hardware prefetchers.
     None,
 }
 
@@ -89,7 +89,7 @@ mod x86 {
 pub struct Prefetch<'a> {
     /// The next line.
     at: *const u8,
-    /// Lines left of the row at hand; rows that follow each other without a gap count as one.
+    /// Lines left of the current row; rows that follow each other without a gap count as one.
     left: usize,
     /// Rows left after it, lines of each, and bytes from the end of one to the next.
     rows: usize,
@@ -97,11 +97,11 @@ pub struct Prefetch<'a> {
     gap: usize,
     /// Runs of rows after those.
     later: &'a [KeyRows<'a>],
-    /// Runs that are issued again, each with the run of `later` at its place.
+    /// Runs that are prefetched again, each together with the run of `later` at the same index.
     again: &'a [KeyRows<'a>],
-    /// Bytes from a line to the one that is issued again with it, or 0.
+    /// Bytes from a line to the one that is prefetched again with it, or 0.
     offset: usize,
-    /// Lines that the kernel at hand may still issue.
+    /// Lines that the current kernel may still issue.
     budget: usize,
 }
 
@@ -121,13 +121,13 @@ impl<'a> Prefetch<'a> {
         }
     }
 
-    /// All lines of some runs of rows, for one kernel to issue, and again those of runs that are
-    /// read before them.
+    /// All lines of `far`, for one kernel to issue; for [`PrefetchTarget::L2Twice`], each with a
+    /// line of `near`, which is read earlier.
     pub fn new(target: PrefetchTarget, far: &'a [KeyRows<'a>], near: &'a [KeyRows<'a>]) -> Self {
         let (later, again): (_, &[_]) = match target {
             PrefetchTarget::None => return Self::none(),
             PrefetchTarget::L2 => (far, &[]),
-            // After the last tile there is only what is near.
+            // After the last tile only `near` is left.
             PrefetchTarget::L2Twice if far.is_empty() => (near, &[]),
             PrefetchTarget::L2Twice => (far, near),
         };
@@ -188,14 +188,14 @@ impl<'a> Prefetch<'a> {
         }
     }
 
-    /// How many lines each of `steps` issues so that all of the budget is used about evenly.
+    /// Lines that each of `steps` steps issues, so that they spread the budget evenly.
     #[inline(always)]
     pub(crate) fn pace(&self, steps: usize) -> usize {
         self.budget.div_ceil(steps.max(1))
     }
 
-    /// Issues some lines, as far as the budget goes. Kernels call it on a copy of their own, which
-    /// stays in registers.
+    /// Issues up to `lines` lines within the budget. Kernels call it on a local copy of the cursor,
+    /// which stays in registers.
     #[inline(always)]
     pub(crate) fn step<S: Simd>(&mut self, s: S, lines: usize) {
         if lines <= self.left.min(self.budget) {
@@ -238,8 +238,8 @@ impl<'a> Prefetch<'a> {
         }
     }
 
-    /// Goes on to the next row or run where the one at hand has no line left. Returns whether there
-    /// is a line.
+    /// Advances to the next row or run when the current one has no line left. Returns whether a
+    /// line is left.
     #[inline(always)]
     fn find_line(&mut self) -> bool {
         if self.left == 0 {
@@ -253,7 +253,7 @@ impl<'a> Prefetch<'a> {
         self.left > 0
     }
 
-    /// Issues what is left of the budget.
+    /// Issues the rest of the budget.
     #[inline(always)]
     pub(crate) fn finish<S: Simd>(&mut self, s: S) {
         self.step(s, self.budget);
@@ -267,7 +267,7 @@ mod tests {
     use crate::scalar::Scalar;
 
     #[test]
-    fn cpus_are_told_apart_by_vendor_and_family() {
+    fn targets_depend_on_vendor_and_family() {
         assert_eq!(PrefetchTarget::of_x86(b"AuthenticAMD", 0x19), PrefetchTarget::L2Twice);
         assert_eq!(PrefetchTarget::of_x86(b"AuthenticAMD", 0x1a), PrefetchTarget::L2);
         assert_eq!(PrefetchTarget::of_x86(b"GenuineIntel", 6), PrefetchTarget::L2);

@@ -86,7 +86,7 @@ pub(crate) fn pv<L: Load, const R: usize, const P: usize>(l: L, x: &mut Pv<'_, '
     *x.prefetch = prefetch;
 }
 
-/// `P` pairs from one on.
+/// Adds `P` pairs of vectors of all tokens, from pair `first` on.
 #[inline(always)]
 fn add_pairs<L: Load, const R: usize, const P: usize>(
     l: L,
@@ -141,7 +141,7 @@ fn add_pairs<L: Load, const R: usize, const P: usize>(
     }
 }
 
-/// The values after the last whole group, [`HALF`] of them.
+/// Adds the values after the last whole group where there are [`HALF`].
 #[inline(always)]
 fn add_half_rest<L: Load, const R: usize>(l: L, x: &mut Pv<'_, '_>, begin: usize) {
     let (s, layout) = (l.simd(), x.v.layout());
@@ -178,7 +178,7 @@ fn add_half_rest<L: Load, const R: usize>(l: L, x: &mut Pv<'_, '_>, begin: usize
 /// Tokens whose rests are decoded together.
 const RESTS: usize = 16;
 
-/// The values after the last whole group.
+/// Adds the values after the last whole group.
 #[inline(always)]
 fn add_rest<L: Load, const R: usize>(l: L, x: &mut Pv<'_, '_>, begin: usize) {
     let (s, layout) = (l.simd(), x.v.layout());

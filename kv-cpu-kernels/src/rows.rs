@@ -43,7 +43,7 @@ impl<'a> KeyRows<'a> {
     pub fn len(&self) -> usize {
         self.count
     }
-    /// Whether there are none.
+    /// Whether there are no rows.
     pub fn is_empty(&self) -> bool {
         self.count == 0
     }
@@ -98,7 +98,7 @@ impl<'a> TileRows<'a> {
     /// The rows of some runs.
     ///
     /// # Panics
-    /// When they are none, or of several layouts.
+    /// When the runs have no row, or several layouts.
     #[inline]
     pub fn new(runs: &'a [KeyRows<'a>]) -> Self {
         let layout = runs.first().map(KeyRows::layout);
@@ -181,7 +181,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "rows lie inside their memory")]
-    fn a_row_behind_the_memory_is_refused() {
+    fn a_row_after_the_memory_is_refused() {
         let layout = RowLayout::plain(Element::F32, 4);
         let _rows = KeyRows::new(&[0; 47], 16, 3, &layout);
     }

@@ -2,9 +2,9 @@
 //!
 //! A token of a type that implements [`Simd`] exists only where its instructions may run: inside
 //! functions that carry the target features, called through a table that was handed out after
-//! detection. That is what lets arithmetic be safe; memory access is not, because bounds are
-//! checked once a call and not once a vector. Closures do not carry the features: a loop that calls
-//! one with a token in it is many times slower. Knows nothing of attention.
+//! detection. Arithmetic is therefore safe; memory access is not, because bounds are checked once
+//! per call, not per vector. Closures do not carry the features: a loop that calls one with a token
+//! in it is many times slower. Knows nothing of attention.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,
@@ -22,21 +22,21 @@ pub(crate) const LANES_MAX: usize = 16;
 /// Bytes of a cache line.
 pub(crate) const LINE: usize = 64;
 
-/// Numbers of [`Simd::exp`] and [`Simd::exp_short`].
+/// Constants of [`Simd::exp`] and [`Simd::exp_short`].
 pub(crate) mod exp {
     /// The natural logarithm of 2 in two parts, the first of few bits.
     pub(crate) const LN2_HIGH: f32 = 0.693_359_4;
     pub(crate) const LN2_LOW: f32 = -2.121_944_4e-4;
-    /// Below it the result would be less than the least normal number.
+    /// Below this argument the result would be subnormal.
     pub(crate) const LEAST: f32 = -87.336;
-    /// Added and taken off again it rounds to whole numbers, of which the last bit is one there.
+    /// Adding and subtracting it rounds to integers: a number this large has no fraction bits.
     pub(crate) const ROUND: f32 = 12_582_912.0;
-    /// Of `(e^r - 1 - r) / r^2` up to half of `ln 2`, highest power first: that with the least
-    /// greatest error of `e^r`, 3.1e-9 of it.
+    /// Minimax polynomial of `(e^r - 1 - r) / r^2` for `r` up to half of `ln 2`, highest power
+    /// first; its relative error in `e^r` is 3.1e-9.
     pub(crate) const SERIES: [f32; 5] =
         [1.381_454e-3, 8.368_745e-3, 4.166_839e-2, 1.666_652_1e-1, 4.999_999_4e-1];
-    /// Of `(2^r - 1) / r` up to a half, highest power first: that with the least greatest error of
-    /// `2^r`, 3.6e-6 of it.
+    /// Minimax polynomial of `(2^r - 1) / r` for `r` up to a half, highest power first; its
+    /// relative error in `2^r` is 3.6e-6.
     pub(crate) const SHORT: [f32; 4] =
         [9.782_983e-3, 5.597_708_7e-2, 2.402_070_9e-1, 6.931_135_7e-1];
 }
@@ -45,7 +45,7 @@ pub(crate) mod exp {
 pub(crate) trait Simd: Copy {
     /// A vector.
     type F: Copy;
-    /// As many unsigned integers of 32 bits.
+    /// A vector of `LANES` unsigned integers of 32 bits.
     type I: Copy;
     /// Values in a vector; divides [`LANES_MAX`].
     const LANES: usize;
@@ -57,7 +57,7 @@ pub(crate) trait Simd: Copy {
     fn mul(self, a: Self::F, b: Self::F) -> Self::F;
     /// `a * b + c`.
     fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
-    /// The greater; `b` where either is NaN, or NaN.
+    /// The greater one; where either is NaN, `b` or NaN.
     fn max(self, a: Self::F, b: Self::F) -> Self::F;
     /// `2^n` of integers in `-126..=127`.
     fn pow2(self, n: Self::F) -> Self::F;
@@ -117,7 +117,8 @@ pub(crate) trait Simd: Copy {
         self.zero_below(x, exp::LEAST, self.mul(p, self.pow2(n)))
     }
 
-    /// The same to `2^-17` of it, for outputs of 16 bits: `2^n * p(x / ln 2 - n)`. Exact for zero.
+    /// The same with a relative error of `2^-17`, for outputs of 16 bits: `2^n * p(x / ln 2 - n)`.
+    /// Exact for zero.
     #[inline(always)]
     fn exp_short(self, x: Self::F) -> Self::F {
         let log2_e = self.splat(std::f32::consts::LOG2_E);
@@ -153,7 +154,7 @@ pub(crate) trait Simd: Copy {
         let power = self.pow2(n);
         let e = self.fma(power, p, self.add(power, self.splat(-1.0)));
         let t = self.div(self.mul(e, self.splat(-1.0)), self.add(e, self.splat(2.0)));
-        // One of both is zero.
+        // One of the two is zero.
         let negative = self.zero_below(minus, 0.0, t);
         self.fma(negative, self.splat(-1.0), self.zero_below(x, 0.0, t))
     }
@@ -166,8 +167,8 @@ pub(crate) trait Simd: Copy {
     fn prefetch_l2(self, at: *const u8) {
         self.prefetch_l1(at);
     }
-    /// Writes a whole cache line past the caches, where that is possible: a line that is in no
-    /// cache is not read first. Others see it after a [`Self::fence`] at the latest.
+    /// Writes a whole cache line with a non-temporal store where there is one, so that the line is
+    /// not read first. Other threads see it after a [`Self::fence`] at the latest.
     ///
     /// # Safety
     /// 1. A cache line begins at `to`.
@@ -175,7 +176,7 @@ pub(crate) trait Simd: Copy {
     unsafe fn stream(self, from: &[u8; LINE], to: &mut [u8; LINE]) {
         *to = *from;
     }
-    /// Makes what was streamed visible before what follows.
+    /// Makes lines written by [`Self::stream`] visible before later stores.
     #[inline(always)]
     fn fence(self) {}
 
@@ -217,7 +218,7 @@ pub(crate) trait Simd: Copy {
     /// As [`Self::load`].
     unsafe fn load_bf16(self, from: *const u16, at: usize) -> Self::F;
     /// `2 * LANES` values from bfloat16, from `from + at` on: the even ones, and the odd ones. A
-    /// word of 32 bits has one of each, an `f32` but for a shift or a mask: none is widened.
+    /// word of 32 bits has one of each, and a shift or a mask makes it an `f32`: none is widened.
     ///
     /// # Safety
     /// 1. `from[at..at + 2 * LANES]` is readable. Alignment is not needed.
@@ -233,7 +234,7 @@ pub(crate) trait Simd: Copy {
     /// As [`Self::store`].
     unsafe fn store_bf16(self, to: *mut u16, at: usize, v: Self::F);
 
-    /// Brings the even ones of 32 values before the odd ones.
+    /// Moves the even ones of 32 values before the odd ones.
     #[inline(always)]
     fn split_pairs(self, group: &mut [f32; 32]) {
         let from = *group;
@@ -242,7 +243,7 @@ pub(crate) trait Simd: Copy {
             (*even, *odd) = (*a, *b);
         }
     }
-    /// Brings them back.
+    /// Undoes [`Self::split_pairs`].
     #[inline(always)]
     fn join_pairs(self, group: &mut [f32; 32]) {
         let from = *group;
@@ -281,12 +282,13 @@ pub(crate) trait Simd: Copy {
     /// # Safety
     /// As [`Self::load`].
     unsafe fn load_bits(self, from: *const u32, at: usize) -> Self::I;
-    /// As [`Self::load`], one unsigned byte a lane.
+    /// As [`Self::load`], one unsigned byte per lane.
     ///
     /// # Safety
     /// As [`Self::load`].
     unsafe fn load_bytes(self, from: *const u8, at: usize) -> Self::I;
-    /// One of eight bytes a lane: lane `i` has `from[(at + i) % 8]`; `at` is a multiple of `LANES`.
+    /// One of eight bytes per lane: lane `i` has `from[(at + i) % 8]`; `at` is a multiple of
+    /// `LANES`.
     ///
     /// # Safety
     /// 1. `from[0..8]` is readable.

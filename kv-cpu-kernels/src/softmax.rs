@@ -25,19 +25,19 @@ const SLACK: f32 = 8.0;
 pub struct OnlineSoftmax {
     /// By lane, so that no step reduces a vector.
     sums: [f32; LANES_MAX],
-    /// What weights are relative to. Finite until a score is infinite, so that a score of minus
-    /// infinity weighs nothing.
+    /// The running maximum, to which weights are relative. Finite until a score is infinite, so
+    /// that a score of minus infinity has the weight 0.
     max: f32,
 }
 
 impl OnlineSoftmax {
-    /// No score seen.
+    /// The state without a score.
     pub const EMPTY: Self = Self { sums: [0.0; LANES_MAX], max: f32::MIN };
 
     /// The state as a partial result.
     pub fn finish(&self) -> Partial {
         let sum = self.sums.iter().sum();
-        // Where nothing weighs, nothing was seen.
+        // A sum of 0 means that no score was seen.
         if sum == 0.0 { Partial::EMPTY } else { Partial { max: self.max, sum } }
     }
 }
@@ -45,17 +45,17 @@ impl OnlineSoftmax {
 /// Maximum and sum of weights of one query row over a part of its context.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Partial {
-    /// What weights are relative to; minus infinity of none.
+    /// The maximum, to which weights are relative; minus infinity without scores.
     pub max: f32,
     /// Sum of weights.
     pub sum: f32,
 }
 
 impl Partial {
-    /// No score seen.
+    /// The state without a score.
     pub const EMPTY: Self = Self { max: f32::NEG_INFINITY, sum: 0.0 };
 
-    /// Both sums, relative to the greater maximum.
+    /// Adds both sums, relative to the greater maximum.
     #[must_use]
     pub fn merge(self, other: Self) -> Self {
         let max = if self.max.is_nan() || other.max.is_nan() {
@@ -67,7 +67,7 @@ impl Partial {
         Self { max, sum: self.sum * self.factor_to(common) + other.sum * other.factor_to(common) }
     }
 
-    /// What a value relative to this maximum is multiplied with to be relative to another's.
+    /// The factor that rescales values from this maximum to that of `other`.
     #[expect(clippy::float_cmp, reason = "maxima are compared with themselves")]
     pub fn factor_to(self, other: Self) -> f32 {
         if self.max == other.max || other.max == f32::NEG_INFINITY {
@@ -77,7 +77,7 @@ impl Partial {
         }
     }
 
-    /// With one more logit that carries no value.
+    /// Adds a sink logit, which has no value.
     #[must_use]
     pub fn with_sink_logit(self, sink_logit: f32) -> Self {
         self.merge(Self {
@@ -86,13 +86,13 @@ impl Partial {
         })
     }
 
-    /// What a row relative to this maximum is multiplied with to be a mean whose weights sum to
-    /// `total`.
+    /// The factor that makes a row of sums, relative to this maximum, a summand of the mean whose
+    /// weights sum to `total`.
     pub fn weight_in(self, total: Self) -> f32 {
         self.factor_to(total) / total.sum
     }
 
-    /// Natural logarithm of the sum of exponentials; minus infinity of none.
+    /// Natural logarithm of the sum of exponentials; minus infinity without scores.
     pub fn log_sum_exp(self) -> f32 {
         if self.sum == 0.0 { f32::NEG_INFINITY } else { self.max + self.sum.ln() }
     }
@@ -108,9 +108,9 @@ pub struct Logits {
 }
 
 impl Logits {
-    /// Multiplies scores with `scale` and caps them softly at `cap`. `exact`: whether all bits of a
-    /// weight count because outputs or log-sum-exps are `f32`; otherwise exponentials are exact to
-    /// `2^-17`.
+    /// Multiplies scores with `scale` and caps them softly at `cap`. `exact`: whether weights need
+    /// the precision of `f32`, because outputs or log-sum-exps have it; otherwise exponentials are
+    /// exact to `2^-17`.
     pub fn new(scale: f32, cap: Option<f32>, exact: bool) -> Self {
         Self { scale, cap: cap.map(|cap| (cap, 1.0 / cap)), exact }
     }
@@ -130,24 +130,24 @@ impl Logits {
 /// One step of the online softmax.
 #[derive(Debug)]
 pub struct Softmax<'a> {
-    /// Scores, `stride` a query row; those of `range` become weights. Others in the vectors that
+    /// Scores, `stride` per query row; those of `range` become weights. Others in the vectors that
     /// hold the ends of the range become zero.
     pub scores: &'a mut [f32],
     /// Floats from a row of scores to the next, a multiple of [`SCORE_PAD`](crate::SCORE_PAD).
     pub stride: usize,
     /// Tokens whose scores count, the same for every row.
     pub range: (usize, usize),
-    /// By token, what scores are multiplied with first.
+    /// Factor of the scores of each token, applied first.
     pub k_scales: Option<&'a [f32]>,
-    /// By token, what weights are multiplied with once they are summed.
+    /// Factor of the weights of each token, applied after they are summed.
     pub v_scales: Option<&'a [f32]>,
-    /// By row, added to scores before they are scaled.
+    /// Bias of each row, added to scores before they are scaled.
     pub bias: &'a [f32],
     /// How scores become logits.
     pub logits: Logits,
-    /// By row; their number is that of the rows.
+    /// State of each row.
     pub states: &'a mut [OnlineSoftmax],
-    /// Sums of V so far, `out_stride` a row: rescaled where the maximum is raised.
+    /// Sums of V so far, `out_stride` per row: rescaled where the maximum is raised.
     pub out: &'a mut [f32],
     /// Floats from an output row to the next, a multiple of [`OUTPUT_PAD`](crate::OUTPUT_PAD).
     pub out_stride: usize,
@@ -208,7 +208,8 @@ const fn mask(first: f32, second: f32) -> [f32; 2 * LANES_MAX] {
     lanes
 }
 
-/// `N` vectors of a row's scores from `i` on. Those from `first` on are weights already.
+/// Turns `N` vectors of a row's scores into weights, from `i` on. Scores from `first` up to `i` are
+/// weights already, and are rescaled when the maximum is raised.
 #[inline(always)]
 fn vectors<S: Simd, const CAP: bool, const N: usize>(
     s: S,
@@ -232,7 +233,7 @@ fn vectors<S: Simd, const CAP: bool, const N: usize>(
         score = s.mul(s.add(score, bias), scale);
         score = x.logits.capped::<S, CAP>(s, score);
         if i < begin || i + S::LANES > end {
-            // Scores outside of the range become minus infinity, be they NaN.
+            // Scores outside of the range become minus infinity, even NaN.
             let late = LANES_MAX - (end - i).min(S::LANES);
             let early = LANES_MAX - begin.saturating_sub(i).min(S::LANES);
             // SAFETY: as many lanes of twice as many.
@@ -269,7 +270,7 @@ fn vectors<S: Simd, const CAP: bool, const N: usize>(
 }
 
 /// Raises the running maximum if a logit of `top` exceeds it by more than [`SLACK`]. Returns the
-/// factor for what is relative to the old one.
+/// factor that rescales sums from the old maximum to the new one.
 #[inline(always)]
 pub(crate) fn raise<S: Simd>(
     s: S,

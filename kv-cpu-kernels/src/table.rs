@@ -13,8 +13,8 @@ pub(crate) type PvFn = unsafe fn(&mut Pv<'_, '_>);
 type Decode = unsafe fn(&RowLayout, &[u8], &mut [f32]);
 type Encode = unsafe fn(&[f32], &mut [u8]);
 type Convert = unsafe fn(&[u8], &mut [u8]);
-/// The last is prefetched meanwhile.
-type CopyPast = unsafe fn(&[u8], &mut [u8], &[u8]);
+/// The last argument is prefetched meanwhile.
+type ConvertNonTemporal = unsafe fn(&[u8], &mut [u8], &[u8]);
 
 /// Query rows that register tiles exist for.
 pub(crate) const TILE_ROWS: [usize; 4] = [1, 2, 4, 8];
@@ -41,10 +41,10 @@ pub(crate) const fn tile_pairs(sums: usize, rows: usize) -> usize {
 pub(crate) struct Table {
     /// Most rows of a register tile.
     pub(crate) rows_max: usize,
-    /// By encoding, then by [`TILE_ROWS`]; what has more rows than `rows_max` is not called.
+    /// By encoding, then by [`TILE_ROWS`]; entries of more than `rows_max` rows are not called.
     pub(crate) qk: [[QkFn; 4]; Encoding::COUNT],
     pub(crate) pv: [[PvFn; 4]; Encoding::COUNT],
-    /// What decoded values lack, by encoding.
+    /// The factor that decoded values lack, by encoding.
     pub(crate) factor: [f32; Encoding::COUNT],
     /// Without a soft cap, and with one.
     pub(crate) softmax: [unsafe fn(&mut Softmax<'_>); 2],
@@ -59,13 +59,13 @@ pub(crate) struct Table {
     pub(crate) join_pairs: unsafe fn(&mut [f32]),
     /// From an element type to another.
     pub(crate) convert: [[Convert; 3]; 3],
-    /// The same past the caches.
-    pub(crate) convert_past: [[CopyPast; 3]; 3],
-    pub(crate) copy_past: CopyPast,
+    /// The same with non-temporal stores.
+    pub(crate) convert_non_temporal: [[ConvertNonTemporal; 3]; 3],
+    pub(crate) copy_non_temporal: ConvertNonTemporal,
     pub(crate) fence: unsafe fn(),
 }
 
-/// Instantiates the loops for one vector type, behind the attributes given.
+/// Instantiates the loops for one vector type, under the given attributes.
 macro_rules! table {
     ([$(#[$attribute:meta])*] $simd:ty, $witness:expr) => {
         /// The kernels of this instruction set.
@@ -165,8 +165,7 @@ macro_rules! table {
             fn encode<E: Plain>(from: &[f32], to: &mut [u8]) {
                 tensors::encode::<_, E>($witness, from, to);
             }
-            // What `kv-format` does to encode a row is inlined here, which makes it up to twice as
-            // fast.
+            // The encoder of `kv-format` is inlined here, which makes it up to twice as fast.
             $(#[$attribute])*
             fn encode_row(format: KvFormat, inv_scale: f32, values: &[f32], row: &mut [u8]) {
                 kv_format::row::encode_row(format, inv_scale, values, row);
@@ -192,18 +191,18 @@ macro_rules! table {
                 tensors::convert::<_, A, B>($witness, from, to);
             }
             $(#[$attribute])*
-            fn convert_past<A: Plain, B: Plain>(from: &[u8], to: &mut [u8], ahead: &[u8]) {
-                tensors::convert_past::<_, A, B>($witness, from, to, ahead);
+            fn convert_non_temporal<A: Plain, B: Plain>(from: &[u8], to: &mut [u8], ahead: &[u8]) {
+                tensors::convert_non_temporal::<_, A, B>($witness, from, to, ahead);
             }
             $(#[$attribute])*
-            fn copy_past(from: &[u8], to: &mut [u8], ahead: &[u8]) {
-                tensors::copy_past($witness, from, to, ahead);
+            fn copy_non_temporal(from: &[u8], to: &mut [u8], ahead: &[u8]) {
+                tensors::copy_non_temporal($witness, from, to, ahead);
             }
             $(#[$attribute])*
             fn fence() {
                 Simd::fence($witness);
             }
-            /// By the element type of what is read, then by that of what is written.
+            /// By the element type of the source, then by that of the destination.
             macro_rules! elements {
                 ($kernel:ident) => {
                     [
@@ -228,8 +227,8 @@ macro_rules! table {
                 split_pairs,
                 join_pairs,
                 convert: elements!(convert),
-                convert_past: elements!(convert_past),
-                copy_past,
+                convert_non_temporal: elements!(convert_non_temporal),
+                copy_non_temporal,
                 fence,
             }
         };

@@ -9,7 +9,7 @@
 use crate::simd::Simd;
 
 /// Runs a test on every vector type of this CPU, and the emulated one. Primitives are not inlined
-/// here, which costs time alone.
+/// here, which only costs time.
 macro_rules! on_all {
     ($test:ident) => {
         $test("scalar", crate::scalar::Scalar);

@@ -4,7 +4,8 @@
 //! each other. Knows nothing of what the bytes mean.
 use std::sync::Arc;
 
-use kv_core::{DeviceError, PlaneView, TensorData, TensorDataMut, TokenTensor, TokenTensorMut};
+use kv_core::backend::{PlaneView, TensorData, TensorDataMut, TokenTensor, TokenTensorMut};
+use kv_core::error::DeviceError;
 
 use crate::buffer::{CpuBuffer, Memory};
 use crate::layout::unsupported;
@@ -147,7 +148,7 @@ impl<'w> Access<'w> {
             .transpose()
     }
 
-    /// Refuses overlaps with what is written, then waits for every gate.
+    /// Refuses overlaps with written ranges, then waits for every gate.
     pub(crate) fn lock(self) -> Result<Locked<'w>, DeviceError> {
         let Self { entries, operation } = self;
         entries.sort_unstable_by_key(|entry| (entry.address(), entry.begin));
@@ -206,7 +207,7 @@ mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
     use std::time::Duration;
 
-    use kv_core::DeviceErrorKind;
+    use kv_core::error::DeviceErrorKind;
 
     use super::*;
 
@@ -227,7 +228,7 @@ mod tests {
         lock(&[(&a, 0, 50, false), (&view, 0, 50, true)]).unwrap();
         lock(&[(&a, 0, 100, false), (&b, 0, 100, false)]).unwrap();
         lock(&[(&a, 0, 10, true), (&b, 10, 10, true)]).unwrap();
-        // The gates were left again.
+        // The gates are open again.
         lock(&[(&a, 0, 100, true)]).unwrap();
     }
 
@@ -262,7 +263,7 @@ mod tests {
                 is_free.store(true, Ordering::SeqCst);
                 waits
             });
-            assert!(waits.join().unwrap(), "it read while somebody wrote");
+            assert!(waits.join().unwrap(), "a read overlapped a write");
         });
     }
 }

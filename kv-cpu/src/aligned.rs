@@ -15,7 +15,7 @@ unsafe impl bytemuck::Zeroable for Line {}
 unsafe impl bytemuck::Pod for Line {}
 
 impl AlignedFloats {
-    /// The first `len` floats, whose content is whatever was there before.
+    /// The first `len` floats, whose content is left from earlier uses.
     pub(crate) fn get(&mut self, len: usize) -> &mut [f32] {
         let lines = len.div_ceil(16);
         if self.0.len() < lines {

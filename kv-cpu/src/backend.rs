@@ -4,8 +4,11 @@
 use std::fmt;
 use std::sync::Arc;
 
-use kv_core::backend::{Backend, Capabilities};
-use kv_core::{DeviceError, KvFormat};
+use kv_core::KvFormat;
+use kv_core::backend::{
+    Backend, Capabilities, ChunkLayout, ChunkShape, QueueHostPool, StorageView,
+};
+use kv_core::error::DeviceError;
 use kv_cpu_kernels::{Isa, Kernels, PrefetchTarget};
 
 use crate::attend;
@@ -15,8 +18,8 @@ use crate::layout::unsupported;
 use crate::queue::CpuQueue;
 use crate::threads::{Threads, Workers};
 
-/// Says how to open the CPU. What is not set here comes from the environment (`KV_CPU_ISA`,
-/// `KV_CPU_THREADS`), and else from the machine.
+/// Options for opening the CPU. What is not set here comes from the environment (`KV_CPU_ISA`,
+/// `KV_CPU_THREADS`), else from the machine.
 ///
 /// `KV_CPU_ISA` pins an instruction set with its optional parts, such as `avx512+bf16` ([`Isa`]).
 /// `KV_CPU_PREFETCH` overrides the software-prefetch target, for experiments: `l2`, `l2-twice`
@@ -43,7 +46,7 @@ impl fmt::Debug for CpuOptions {
 
 impl CpuOptions {
     /// Uses `threads` threads: the calling one, and a pool of the backend's own. Without it there
-    /// is one thread a core, and all backends of a process share the pool.
+    /// is one thread per core, and all backends of a process share the pool.
     #[must_use]
     pub fn with_threads(self, threads: usize) -> Self {
         Self { threads: Some(threads), ..self }
@@ -65,7 +68,7 @@ impl CpuOptions {
     pub fn with_helper_affinity(self, helper_affinity: bool) -> Self {
         Self { helper_affinity, ..self }
     }
-    /// Uses this instruction set instead of the best there is.
+    /// Uses this instruction set instead of the most capable one.
     #[must_use]
     pub fn with_isa(self, isa: Isa) -> Self {
         Self { isa: Some(isa), ..self }
@@ -87,9 +90,9 @@ pub struct AttendShape {
     pub formats: [KvFormat; 2],
     /// Values of a row of K and of V.
     pub head_dims: [u32; 2],
-    /// Query heads a kv head.
+    /// Query heads per kv head.
     pub group: u32,
-    /// Queries of a sequence that come in one step.
+    /// Queries of a sequence in one step.
     pub queries: u32,
 }
 
@@ -161,7 +164,7 @@ impl CpuBackend {
         self.isa
     }
 
-    /// The same with these kernels, such as those that a CPU lacks.
+    /// The same with these kernels, such as emulated ones.
     #[cfg(test)]
     pub(crate) fn with_kernels(mut self, kernels: Kernels) -> Self {
         (self.isa, self.cpu.kernels) = (kernels.isa(), kernels);
@@ -169,7 +172,7 @@ impl CpuBackend {
     }
 }
 
-/// Reads a setting such as that of `KV_CPU_ISA`; absent or empty means the best there is.
+/// Parses the value of `KV_CPU_ISA`; absent or empty means the most capable set.
 fn isa_of_setting(setting: Option<&str>) -> Result<Isa, DeviceError> {
     match setting.map(str::trim) {
         None | Some("") => Ok(Isa::detect()),
@@ -179,8 +182,7 @@ fn isa_of_setting(setting: Option<&str>) -> Result<Isa, DeviceError> {
     }
 }
 
-/// Reads a setting such as that of `KV_CPU_PREFETCH`; absent or empty means what is best on this
-/// CPU.
+/// Parses the value of `KV_CPU_PREFETCH`; absent or empty means the best target on this CPU.
 fn prefetch_of_setting(setting: Option<&str>) -> Result<PrefetchTarget, DeviceError> {
     match setting.map(str::trim) {
         None | Some("") => Ok(PrefetchTarget::detect()),
@@ -198,6 +200,7 @@ fn possible() -> String {
 impl Backend for CpuBackend {
     type Buffer = CpuBuffer;
     type Queue = CpuQueue;
+    type HostPool = QueueHostPool<Self::Queue>;
 
     fn name(&self) -> &'static str {
         "cpu"
@@ -211,11 +214,20 @@ impl Backend for CpuBackend {
     fn queue(&self) -> Result<CpuQueue, DeviceError> {
         Ok(CpuQueue::new(self.cpu.clone()))
     }
+    fn host_pool(
+        &self,
+        storage: StorageView<'_, CpuBuffer>,
+        shape: ChunkShape,
+        chunks: u32,
+    ) -> Result<Self::HostPool, DeviceError> {
+        let layout = ChunkLayout::of(storage, shape)?;
+        Ok(QueueHostPool::new(self.queue()?, layout, chunks))
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use kv_core::DeviceErrorKind;
+    use kv_core::error::DeviceErrorKind;
 
     use super::*;
 

@@ -1,4 +1,4 @@
-//! Memory of the CPU "device", and who may touch it when.
+//! Memory of the CPU "device", and the gates that order access to it.
 //!
 //! Bytes are reached through raw pointers, never through a `&mut` that outlives a call; what makes
 //! that sound is the gate of each allocation, which every operation passes for the length of its
@@ -9,22 +9,22 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use kv_core::{DeviceError, DeviceErrorKind};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 use memmap2::MmapMut;
 
 use kv_core::num;
 
 /// Alignment of memory allocated here: a cache line, and the widest vector.
 const ALIGN: usize = 64;
-/// Bytes from which memory is mapped from the system: what is never written then costs nothing, and
-/// pages may be large ones. Blocks of a long context lie apart, and with small pages a decode step
-/// would need a translation for nearly every one of them.
+/// Allocations of this many bytes and more are mapped from the system: pages that are never written
+/// cost nothing, and pages may be large. With small pages, a decode step over a long context would
+/// need a TLB entry for nearly every block.
 const MAPPED: usize = 1 << 20;
 
 /// Bytes in host memory; a cheap handle that keeps them alive.
 ///
-/// Made by [`Backend::alloc`](kv_core::Backend::alloc) (zeroed, aligned to 64 bytes), from a
-/// caller's own memory ([`Self::from_boxed`], [`Self::from_raw`]), or as a part of another
+/// Made by [`Backend::alloc`](kv_core::backend::Backend::alloc) (zeroed, aligned to 64 bytes), from
+/// a caller's own memory ([`Self::from_boxed`], [`Self::from_raw`]), or as a part of another
 /// ([`Self::view`]).
 ///
 /// # Guarantees
@@ -54,7 +54,7 @@ enum Owner {
     Mapped(#[expect(dead_code, reason = "held for its destructor")] MmapMut),
     /// A box of this many bytes, taken apart.
     Boxed(usize),
-    /// Somebody else's, kept alive by this value.
+    /// Foreign memory, kept alive by this value.
     Raw(#[expect(dead_code, reason = "held for its destructor")] Box<dyn Any + Send + Sync>),
 }
 
@@ -68,11 +68,11 @@ unsafe impl Sync for Memory {}
 impl Drop for Memory {
     fn drop(&mut self) {
         match &self.owner {
-            // SAFETY: `base` came from `alloc_zeroed` with this layout, and nobody else holds it.
+            // SAFETY: `base` came from `alloc_zeroed` with this layout, and nothing else holds it.
             Owner::Allocated(layout) => unsafe { dealloc(self.base.as_ptr(), *layout) },
             Owner::Boxed(len) => {
                 let bytes = std::ptr::slice_from_raw_parts_mut(self.base.as_ptr(), *len);
-                // SAFETY: `from_boxed` took this very box apart, and nobody else holds it.
+                // SAFETY: `from_boxed` took this very box apart, and nothing else holds it.
                 drop(unsafe { Box::from_raw(bytes) });
             }
             Owner::Mapped(_) | Owner::Raw(_) => {}
@@ -104,7 +104,7 @@ impl CpuBuffer {
     /// Reserves zeroed pages.
     fn map(len: usize) -> std::io::Result<Self> {
         let mut pages = MmapMut::map_anon(len)?;
-        // A system without large pages refuses, and small ones do as well.
+        // A system without large pages refuses, and small ones work as well.
         #[cfg(target_os = "linux")]
         let _ = pages.advise(memmap2::Advice::HugePage);
         let base = NonNull::new(pages.as_mut_ptr()).ok_or(std::io::ErrorKind::OutOfMemory)?;
@@ -125,11 +125,11 @@ impl CpuBuffer {
         Self::own(base, len, Owner::Boxed(len))
     }
 
-    /// Uses memory that belongs to somebody else (a mapped file, another library's tensor), which
-    /// `owner` keeps alive until the last handle is gone.
+    /// Uses foreign memory (a mapped file, another library's tensor), which `owner` keeps alive
+    /// until the last handle is gone.
     ///
     /// # Safety
-    /// 1. `base..base + bytes` is readable and writable for as long as `owner` lives, from any
+    /// 1. `base..base + bytes` is readable and writable for as long as `owner` exists, from any
     ///    thread.
     /// 2. While an operation that names this buffer runs, nothing else writes those bytes, and
     ///    nothing else reads the bytes that the operation writes. Only handles made from this call
@@ -225,9 +225,9 @@ impl Memory {
     }
 }
 
-/// Readers together or one writer. Unlike `std`'s lock it needs no guard to be kept, so a call can
-/// hold any number of them without allocating, and readers never queue behind a waiting writer, so
-/// a thread may read twice.
+/// A lock for several readers or one writer. Unlike `std`'s lock it needs no guard to be kept, so a
+/// call can hold any number of them without allocating, and readers never queue behind a waiting
+/// writer, so a thread may read twice.
 #[derive(Debug, Default)]
 struct Gate {
     state: Mutex<State>,
@@ -241,7 +241,7 @@ struct State {
 }
 
 impl State {
-    /// Whether one more may pass, which then has.
+    /// Lets one more reader or writer pass if that is possible. Returns whether it was.
     fn pass(&mut self, write: bool) -> bool {
         let may = !self.writing && (!write || self.readers == 0);
         match (may, write) {
@@ -344,7 +344,7 @@ mod tests {
         let mut bytes = vec![1_u8; 16].into_boxed_slice();
         let gone = Arc::new(Mutex::new(false));
         let base = NonNull::new(bytes.as_mut_ptr()).unwrap();
-        // SAFETY: `bytes` lives to the end of the test and is not touched meanwhile.
+        // SAFETY: `bytes` is valid to the end of the test and is not touched meanwhile.
         let buffer = unsafe { CpuBuffer::from_raw(base, 16, Tell(Arc::clone(&gone))) };
         let view = buffer.view(8, 8).unwrap();
         drop(buffer);

@@ -1,9 +1,9 @@
-//! What every operation gets: threads and kernels.
+//! The context of every operation: threads and kernels.
 use kv_cpu_kernels::Kernels;
 
 use crate::threads::Threads;
 
-/// Who computes, and with which kernels.
+/// The threads that compute, and their kernels.
 #[derive(Debug, Clone)]
 pub(crate) struct Cpu {
     pub(crate) threads: Threads,

@@ -1,23 +1,21 @@
 //! The CPU backend of the KV cache.
 //!
-//! Host memory is the device: [`CpuBackend`] implements the contract of
-//! [`kv_core::backend`] with attention, writes and copies that use a caller's tensors in place. The
-//! inner loops exist once and are instantiated for scalar code, AVX2, AVX-512 and NEON; prompts
-//! over planes of 16 and 8 bits go to AMX where there is one ([`Isa`]). Which of them runs is
-//! decided when the backend is opened, and `KV_CPU_ISA` forces it.
+//! Host memory is the device: [`CpuBackend`] implements the contract of [`kv_core::backend`] with
+//! attention, writes and copies that use a caller's tensors in place. The inner loops exist once
+//! and are instantiated for scalar code, AVX2, AVX-512 and NEON; planes of 16 and 8 bits use AMX
+//! matrix products where the CPU has them. The instruction set ([`Isa`]) is chosen when the backend
+//! is opened, and `KV_CPU_ISA` pins it.
 //!
-//! Element types of q, k, v and out are independent of the stored format; sums are kept in `f32`,
-//! but for scores of `int8` where outputs have 16 bits, which may be those of integers.
+//! Element types of q, k, v and out are independent of the stored format; sums are kept in `f32`.
 //! Results are the same bits on repeat and for any number of threads, as long as the plan is the
 //! same.
 //!
 //! ```
-//! use kv_core::backend::{Backend, Queue};
+//! use kv_core::backend::{Backend, KvStorage, Plane, PlaneLayout, PlaneShape, Queue};
 //! use kv_core::block::BlockTables;
-//! use kv_core::plan::{AttendArgs, BatchEntry, PlanBuffers, WriteArgs};
+//! use kv_core::plan::{AttendArgs, BatchEntry, Determinism, PlanBuffers, WriteArgs};
 //! use kv_core::{
-//!     AttentionOptions, BlockId, BlockOrder, Determinism, KvFormat, KvStorage, Plane, PlaneLayout,
-//!     PlaneShape, QkvFormat, TensorView, TensorViewMut,
+//!     AttentionOptions, BlockId, BlockOrder, KvFormat, QkvFormat, TensorView, TensorViewMut,
 //! };
 //! use kv_cpu::{CpuBackend, CpuOptions};
 //!

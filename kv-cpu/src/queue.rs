@@ -1,16 +1,16 @@
 //! The command queue: every operation runs to its end inside its call.
 //!
-//! Fences and readbacks are therefore ready when they are made. Hands each operation to the file
-//! that knows it.
+//! Fences and readbacks are therefore ready when they are made. Passes each operation to its
+//! module.
 use std::task::{Context, Poll};
 
 use kv_core::backend::{Fence, Queue, Readback};
-use kv_core::num;
+use kv_core::error::{DeviceError, DeviceErrorKind};
 use kv_core::plan::{
     AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs,
     GatherPlan, WriteArgs, WritePlan,
 };
-use kv_core::{DeviceError, DeviceErrorKind, GroupId};
+use kv_core::{GroupId, num};
 
 use crate::access::Access;
 use crate::attend;
@@ -32,7 +32,7 @@ pub struct CpuQueue {
 #[non_exhaustive]
 pub struct CpuFence;
 
-/// Bytes that are here already.
+/// Bytes that were read when it was made.
 #[derive(Debug)]
 pub struct CpuReadback {
     bytes: Vec<u8>,
@@ -96,7 +96,7 @@ impl Queue for CpuQueue {
         _write: &WritePlan<'_>,
         _attend: &AttentionPlan<'_>,
     ) -> Result<(), DeviceError> {
-        // Plans are read where they are.
+        // Plans are read in place.
         Ok(())
     }
 

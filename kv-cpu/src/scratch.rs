@@ -18,7 +18,7 @@ pub(crate) struct Workspace {
     pub(crate) partial_rows: AlignedFloats,
     /// Their maxima and sums.
     pub(crate) partials: Vec<Partial>,
-    /// One a thread.
+    /// One per thread.
     pub(crate) scratch: Vec<Scratch>,
 }
 
@@ -28,7 +28,7 @@ pub(crate) struct Scratch {
     /// Query rows, and the same as words for products of bf16 or for AMX.
     pub(crate) q: AlignedFloats,
     pub(crate) words: AlignedFloats,
-    /// What is added to the scores of each query row, and the same for the tile at hand.
+    /// Bias of the scores of each query row, and its value for the current tile.
     pub(crate) bias: AlignedFloats,
     pub(crate) tile_bias: AlignedFloats,
     /// Sums of V of each query row, and their maxima and sums of weights.

@@ -12,11 +12,13 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use kv_core::backend::{AnyBackend, Backend};
 use kv_core::calibration::{Calibration, LayerCalibration, PlaneCalibration};
+use kv_core::plan::Determinism;
+use kv_core::spec::{KeyMean, Transform};
 use kv_core::{
-    AnyBackend, AttentionOptions, Backend, CacheError, CacheSpec, Determinism, KeyMean, KvCache,
-    KvFormat, QkvFormat, ScaleGroup, Scaling, SequenceId, StartOptions, StepInput, TensorView,
-    TensorViewMut, Transform,
+    AttentionOptions, CacheError, CacheSpec, KvCache, KvFormat, QkvFormat, ScaleGroup, Scaling,
+    SequenceId, StartOptions, StepInput, TensorView, TensorViewMut,
 };
 use kv_cpu::{CpuBackend, CpuOptions, Workers};
 
@@ -24,11 +26,11 @@ thread_local! {
     static COUNTED: Cell<Option<u64>> = const { Cell::new(None) };
 }
 
-/// The system's allocator, counting what a thread asks for while it wants to know.
+/// The system's allocator, which counts the allocations of a thread while its counter is on.
 struct Counting;
 
 fn count() {
-    // A thread that is going away has no counter any more; nothing is being counted there.
+    // A thread that ends has no counter any more, and is not counted.
     let _ = COUNTED.try_with(|counted| counted.set(counted.get().map(|n| n + 1)));
 }
 
@@ -70,8 +72,8 @@ struct Tensors {
     lse: Vec<f32>,
 }
 
-/// One step of the whole batch; every sequence brings `tokens`. New rows of prompts are written
-/// alone: attention over them would be most of the test's time, and nobody counts there.
+/// One step of the whole batch, with `tokens` new tokens per sequence. Prompts are written without
+/// attention, which would take most of the test's time; their steps are not counted.
 fn step<B: Backend>(
     cache: &mut KvCache<B>,
     inputs: &[StepInput<'_>],
@@ -110,7 +112,7 @@ struct Stored {
     full_precision_prefix: u32,
     tail: bool,
     key_mean: KeyMean,
-    /// Query heads a kv head.
+    /// Query heads per kv head.
     group: usize,
 }
 

@@ -10,9 +10,10 @@ use std::time::{Duration, Instant};
 
 use criterion::Criterion;
 use kv_core::backend::{Backend, NullBackend};
+use kv_core::plan::Determinism;
 use kv_core::{
-    AttentionOptions, CacheSpec, DType, Determinism, KvCache, KvFormat, QkvFormat, SequenceId,
-    StartOptions, Step, StepInput, TensorView, TensorViewMut,
+    AttentionOptions, CacheSpec, DType, KvCache, KvFormat, QkvFormat, SequenceId, StartOptions,
+    Step, StepInput, TensorView, TensorViewMut,
 };
 use kv_cuda::{CudaBackend, StepLimits};
 

@@ -1,81 +1,81 @@
-// What the threads of a block share while they attend, and how a tile gets there.
+// Shared memory of the general attention kernel, and staging of K and V tiles in it.
 #pragma once
-#include "find.h"
+#include "token_rows.h"
 #include "format.h"
 #include "transform.h"
 #include "visible.h"
 
 constexpr u32 KV_WARPS = 4, KV_THREADS = 32 * KV_WARPS;
 constexpr u32 KV_CHUNK = 64;              // values of a row that are staged side by side
-constexpr u32 KV_STRIDE = KV_CHUNK + 4;   // of a staged row: lanes that read one row each meet no bank twice
+constexpr u32 KV_STRIDE = KV_CHUNK + 4;   // of a staged row, padded: lanes that read one row each have no bank conflict
 constexpr u32 KV_STAGE = KV_TILE * KV_STRIDE;
 
-// A running maximum and a sum relative to it: kv-cpu's Running.
-struct KvRunning { float max, sum; };
+// The state of an online softmax: a running maximum, and the sum of weights relative to it.
+struct KvSoftmax { float max, sum; };
 
 struct KvShared {
-  KvTokenAt* tokens;  // [warp][2][token]
-  float* stage;       // [warp][token][KV_STRIDE]
-  float* q;           // [row][stride_q], zeros behind the last value
-  float* sums;        // [row][stride_v], relative to the maximum of the row
-  float* scores;      // [warp][row of the warp][token]
-  float* weights;     // [warp][token][row of the warp]
-  KvRunning* running; // [row]
-  KvRunning* total;   // [row]
-  KvVisible* seen;    // [row]
-  float* bias;        // [row], added to every score
-  u32* last;          // whether this block is the last one of its rows
+  KvTokenRows* tokens;  // [warp][2][token]
+  float* stage;         // [warp][token][KV_STRIDE]
+  float* q;             // [row][stride_q], padded with zeros
+  float* sums;          // [row][stride_v], relative to the maximum of the row
+  float* scores;        // [warp][row of the warp][token]
+  float* weights;       // [warp][token][row of the warp]
+  KvSoftmax* running;   // [row]
+  KvSoftmax* total;     // [row]
+  KvVisible* visible;   // [row]
+  float* bias;          // [row], added to every score
+  u32* last;            // whether this block is the last to finish for its rows
   u32 stride_q, stride_v;
 };
 
 KV_DEV u32 kv_whole_chunks(u32 dim) { return (dim + KV_CHUNK - 1) / KV_CHUNK * KV_CHUNK; }
 
-// Lays out `rows` rows of queries; see attend.cu for the bytes.
+// Lays out shared memory for `rows` query rows; attend.cu gives the size.
 KV_DEV KvShared kv_shared(u8* memory, u32 rows, u32 dim_k, u32 dim_v) {
   KvShared s;
   s.stride_q = kv_whole_chunks(dim_k);
   s.stride_v = kv_whole_chunks(dim_v);
-  s.tokens = (KvTokenAt*)memory;
+  s.tokens = (KvTokenRows*)memory;
   s.stage = (float*)(s.tokens + KV_WARPS * 2 * KV_TILE);
   s.q = s.stage + KV_WARPS * KV_STAGE;
   s.sums = s.q + rows * s.stride_q;
   s.scores = s.sums + rows * s.stride_v;
   s.weights = s.scores + rows * KV_TILE;
-  s.running = (KvRunning*)(s.weights + rows * KV_TILE);
+  s.running = (KvSoftmax*)(s.weights + rows * KV_TILE);
   s.total = s.running + rows;
-  s.seen = (KvVisible*)(s.total + rows);
-  s.bias = (float*)(s.seen + rows);
+  s.visible = (KvVisible*)(s.total + rows);
+  s.bias = (float*)(s.visible + rows);
   s.last = (u32*)(s.bias + rows);
   return s;
 }
 
-// What a kernel has to know of a plane to decode its rows of one head.
-struct KvRows { u32 format, dim, scales_begin; float scale; };
-KV_DEV KvRows kv_rows(const KvPlane& plane, float scale) {
+// How to decode the rows of one head of a plane.
+struct KvRowFormat { u32 format, dim, scales_begin; float scale; };
+KV_DEV KvRowFormat kv_row_format(const KvPlane& plane, float scale) {
   return {plane.format, plane.head_dim, plane.scales_begin, scale};
 }
 
-// Queries of one kv head against one part of a context. A row is one head of one query; rows of a
-// sequence are numbered query by query, `group` a query.
-struct KvUnit {
+// A work item: query rows of one kv head against one KV split. A row is one head of one query; the
+// rows of a sequence are numbered query by query, `group` per query.
+struct KvAttendItem {
   KvSequence sequence;
   u32 entry, kv_head;
   u32 first, rows;        // of the sequence's rows
-  u32 split, splits;      // which part of how many
-  u32 begin, end;         // positions of the part
-  KvReach reach;          // what is seen in it
-  KvRows k_rows, v_rows;
+  u32 split, num_splits;     // which KV split, and how many there are
+  u32 begin, end;         // positions of the split
+  KvReach reach;          // keys of it that some row sees
+  KvRowFormat k_rows, v_rows;
 };
 
-// What a row relative to `from` is multiplied with to be relative to `to`.
-KV_DEV float kv_weight(float from, float to) {
+// Returns the factor that rescales a sum relative to `from` to one relative to `to`.
+KV_DEV float kv_rescale(float from, float to) {
   return from == to || to == -kv_infinity() ? 1.f : kv_exp(from - to);
 }
 
-// Decodes values from `begin` on of the tokens of a tile that are in `needed`, `chunks` chunks of
-// them, zeros behind a row's last. Others are left as they are: nothing of theirs is used. A function
-// of its own, since every stored format is in it.
-KV_DEV_CALL void kv_stage(KvRows rows, bool is_k, const KvTokenAt* tokens, u32 needed, u32 begin, u32 chunks,
+// Decodes `chunks` chunks of values, from `begin` on, of the tokens of a tile that are in `needed`;
+// zero past the end of a row. Other tokens are left as they are and are not used. Not inlined,
+// since it contains every stored format.
+KV_DEV_CALL void kv_stage(KvRowFormat rows, bool is_k, const KvTokenRows* tokens, u32 needed, u32 begin, u32 chunks,
                           float* stage, u32 thread, u32 threads) {
   constexpr u32 RUNS = KV_CHUNK / 8;
 #pragma unroll 1
@@ -85,7 +85,7 @@ KV_DEV_CALL void kv_stage(KvRows rows, bool is_k, const KvTokenAt* tokens, u32 n
     const u32 at = begin + chunk * KV_CHUNK + run * 8;
     float out[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
     if (at < rows.dim) {
-      const KvTokenAt& found = tokens[token];
+      const KvTokenRows& found = tokens[token];
       const bool wide = found.wide != 0;
       const u32 format = wide && rows.format > KV_FMT_BF16 ? (u32)KV_FMT_F16 : rows.format;
       const u8* row = (const u8*)(is_k ? found.k : found.v);

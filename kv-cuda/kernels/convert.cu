@@ -1,10 +1,11 @@
-// A batch of rows in other axes or another element type: kv-cpu's convert.rs.
+// convert_rows: copies a batch of rows to other axes or another element type (kv-cpu's convert.rs).
 //
-// kernel         blocks (any number works)   threads  shared bytes
-// convert_rows   [total / 4] rounded up      128      0
+//   kernel         blocks (any number is correct)   threads  shared bytes
+//   convert_rows   [total / 4] rounded up           128      0
 //
-// A warp moves all heads of a token. Rows of `dst` that no entry owns are pad_rows's.
-#include "move.h"
+// A warp converts all heads of a token. Rows of `dst` that belong to no entry are filled by
+// pad_rows.
+#include "convert.h"
 
 constexpr u32 KV_CONVERT_WARPS = 4;
 

@@ -1,13 +1,13 @@
-// The first slots of blocks, copied to other blocks in every plane: kv-cpu's copy.rs.
+// copy_blocks: copies the first slots of blocks to other blocks, in every plane (kv-cpu's copy.rs).
 //
-// kernel        blocks (any numbers work)                      threads  shared bytes
-// copy_blocks   [num_copies, num_planes, ceil(bytes / 8192)]   256      0
+//   kernel        blocks (any number is correct)                 threads  shared bytes
+//   copy_blocks   [num_copies, num_planes, ceil(bytes / 8192)]   256      0
 //
-// where bytes is the block_bytes of the largest plane. No block is both read and written, and none
-// is written twice, so that parts go in any order.
-#include "move.h"
+// where bytes is the block_bytes of the largest plane. No block is both read and written or written
+// twice, so copies may run in any order.
+#include "convert.h"
 
-// Part `part` of `parts` of a run of bytes, shared by the threads of a block.
+// Copies share `part` of `parts` of a run of bytes with all threads of a block.
 KV_DEV void kv_copy_run(u8* to, const u8* from, u64 bytes, u32 part, u32 parts) {
   const u64 each = ((bytes + parts - 1) / parts + 15) / 16 * 16, begin = part * each;
   if (begin >= bytes) return;
@@ -19,7 +19,7 @@ KV_DEV void kv_copy_block(const KvPlane& p, const KvBlockCopy& copy, u32 part, u
   const u8* from = kv_block(p, copy.from);
   u8* to = kv_block(p, copy.to);
   if (copy.slots >= p.block_size) return kv_copy_run(to, from, p.block_bytes, part, parts);
-  // Tokens of a head, or of all heads, lie together.
+  // Tokens of one head, or of all heads, are contiguous.
   const u32 runs = p.token_stride == p.row_bytes ? p.num_kv_heads : 1;
   for (u32 run = 0; run < runs; run++) {
     const u64 begin = run * p.head_stride;

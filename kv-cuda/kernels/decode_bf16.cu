@@ -1,4 +1,4 @@
-// Decoding: K, V and queries in bf16.
+// Decode kernels: K, V and queries in bf16.
 #include "decode.h"
 KV_DECODE(decode_bf16_64, KvDecodePlain<KvBf16>, 64)
 KV_DECODE(decode_bf16_80, KvDecodePlain<KvBf16>, 80)

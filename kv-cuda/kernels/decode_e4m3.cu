@@ -1,4 +1,4 @@
-// Decoding: K and V in e4m3 with a given scale, queries in f16 or bf16.
+// Decode kernels: K and V in e4m3 with a calibrated scale, queries in f16 or bf16.
 #include "decode.h"
 KV_DECODE(decode_e4m3_64, KvDecodeCodes<KvCodeE4m3>, 64)
 KV_DECODE(decode_e4m3_80, KvDecodeCodes<KvCodeE4m3>, 80)

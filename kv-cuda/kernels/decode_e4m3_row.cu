@@ -1,5 +1,6 @@
-// Decoding: K and V in e4m3 with a scale a row, queries in f16 or bf16. Rows of 256 values are the kernel's for
-// everything: up to sm_89, which has no instruction for such codes, they would spill.
+// Decode kernels: K and V in e4m3 with a scale per row, queries in f16 or bf16. There is none for a
+// head_dim of 256, which would spill up to sm_86, where e4m3 has no conversion instruction; the
+// general kernel takes it.
 #include "decode.h"
 KV_DECODE(decode_e4m3_row_64, KvDecodeRowCodes<KvRowOf<KvCodeE4m3>>, 64)
 KV_DECODE(decode_e4m3_row_80, KvDecodeRowCodes<KvRowOf<KvCodeE4m3>>, 80)

@@ -1,4 +1,4 @@
-// Decoding: K and V in e5m2 with a given scale, queries in f16 or bf16.
+// Decode kernels: K and V in e5m2 with a calibrated scale, queries in f16 or bf16.
 #include "decode.h"
 KV_DECODE(decode_e5m2_64, KvDecodeCodes<KvCodeE5m2>, 64)
 KV_DECODE(decode_e5m2_80, KvDecodeCodes<KvCodeE5m2>, 80)

@@ -1,4 +1,4 @@
-// Decoding: K and V in e5m2 with a scale a row, queries in f16 or bf16.
+// Decode kernels: K and V in e5m2 with a scale per row, queries in f16 or bf16.
 #include "decode.h"
 KV_DECODE(decode_e5m2_row_64, KvDecodeRowCodes<KvRowOf<KvCodeE5m2>>, 64)
 KV_DECODE(decode_e5m2_row_80, KvDecodeRowCodes<KvRowOf<KvCodeE5m2>>, 80)

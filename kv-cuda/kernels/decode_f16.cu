@@ -1,4 +1,4 @@
-// Decoding: K, V and queries in f16.
+// Decode kernels: K, V and queries in f16.
 #include "decode.h"
 KV_DECODE(decode_f16_64, KvDecodePlain<KvF16>, 64)
 KV_DECODE(decode_f16_80, KvDecodePlain<KvF16>, 80)

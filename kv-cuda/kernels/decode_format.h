@@ -1,18 +1,20 @@
-// How stored rows of K and V meet tensor cores: fragments of 16 tokens from rows in shared memory.
+// Stored formats as mma operands: fragments of 16 tokens of K and V from rows in shared memory.
 //
-// The mma takes 16 values of 8 tokens from a warp; lane (g, t) = (lane / 4, lane % 4) holds those of token g, or of
-// channel g for V. Rows of 16-bit values come through ldmatrix. Codes of a byte are read as they lie, 16 of a row at
-// once, and become f16 in registers: which value of a row is which of the mma is free, as long as queries (for K) or
-// the output (for V) follow the same order.
+// A B fragment of the mma has 16 values of 8 tokens; lane (g, t) = (lane / 4, lane % 4) holds
+// values of token g, or of channel g for V. 16-bit values are loaded by ldmatrix. One-byte codes
+// are read in the order of memory, up to 16 of a row at a time, and converted to f16 in registers:
+// the assignment of columns to fragment positions is free, as long as queries (for K) or the output
+// (for V) use the same one.
 #pragma once
 #include "params.h"
 
-// What the chunks of a row are turned by, so that 8 rows at the same chunk of 16 bytes lie in different banks: their
-// lower bits, as many as the period has.
+// The swizzle of 16-byte chunks: chunk `i` of a row is stored in place `i ^ swizzle(row)`, so that
+// the same chunk of 8 rows is in different banks. It permutes chunks within the period of a row
+// length.
 constexpr u32 kv_decode_period(u32 chunks) {
   return chunks % 8 == 0 ? 8 : chunks % 4 == 0 ? 4 : chunks % 2 == 0 ? 2 : 1;
 }
-template <int CHUNKS> KV_DEV u32 kv_decode_turn(u32 row) {
+template <int CHUNKS> KV_DEV u32 kv_decode_swizzle(u32 row) {
   constexpr u32 period = kv_decode_period(CHUNKS);
   return row / (8 / period) % period;
 }
@@ -22,23 +24,23 @@ template <class T> struct KvDecodePlain {
   typedef u32 Weights[2][4];
   static constexpr bool CODES = false, SCALED = false;
 
-  template <int DIM> static constexpr u32 room() { return DIM * 2; }  // of a row in shared memory
+  template <int DIM> static constexpr u32 row_stride() { return DIM * 2; }  // in shared memory
 
-  // Where a chunk of a row lies.
-  template <int DIM> static KV_DEV u32 turn(bool, u32 row) { return kv_decode_turn<DIM / 8>(row); }
-  template <int DIM> static KV_DEV u32 place(bool is_v, u32 row, u32 chunk) { return chunk ^ turn<DIM>(is_v, row); }
-  // From the place of chunk 0 or 1 of a row, which begins at `at`, to that of the chunk `even` behind it.
-  template <int DIM> static KV_DEV u32 behind(u32 at, u32 even) {
+  template <int DIM> static KV_DEV u32 swizzle(bool, u32 row) { return kv_decode_swizzle<DIM / 8>(row); }
+  // Returns the place of a chunk in its row.
+  template <int DIM> static KV_DEV u32 place(bool is_v, u32 row, u32 chunk) { return chunk ^ swizzle<DIM>(is_v, row); }
+  // Given the address of chunk 0 or 1 of a row, returns that of the chunk `even` further on.
+  template <int DIM> static KV_DEV u32 chunk_address(u32 at, u32 even) {
     constexpr u32 period = kv_decode_period(DIM / 8);
     return (at ^ even % period * 16) + even / period * period * 16;
   }
-  // First of the two values of a query row in register `r` of step `k`.
+  // Returns the first of the two columns in register `r` of k-step `k`.
   static KV_DEV u32 query_column(u32 k, u32 r, u32 t) { return k * 16 + t * 2 + (r >> 1) * 8; }
-  // Column of value `j` of accumulator `d`.
+  // Returns the column of value `j` of accumulator `d`.
   template <int DIM> static KV_DEV u32 column(u32 d, u32 j, u32 t) { return d * 8 + t * 2 + (j & 1); }
 
   static KV_DEV float weight(u32 bits) { return number(T(), (u16)bits); }
-  // One value of a row of V.
+  // Decodes one value of a row of V.
   template <int DIM> static KV_DEV float value(const u8* v_rows, u32 row, u32 column) {
     return number(T(), *(const u16*)(v_rows + row * DIM * 2 + place<DIM>(true, row, column / 8) * 16 + column % 8 * 2));
   }
@@ -53,7 +55,7 @@ template <class T> struct KvDecodePlain {
       for (u32 j = 0; j < 4; j++) s[n][j] = 0.f;
     const u32 row = (lane >> 4) * 8 + (lane & 7);
     const u32 at = k_rows + row * DIM * 2 + place<DIM>(false, row, lane >> 3 & 1) * 16;
-    // More would fetch queries from shared memory into registers early.
+    // Further unrolling would preload queries from shared memory into registers.
     [[maybe_unused]] constexpr int steps = Query::IS_SHARED ? 4 : DIM / 16;
 #pragma unroll steps
     for (u32 k = 0; k < DIM / 16; k++) {
@@ -62,7 +64,7 @@ template <class T> struct KvDecodePlain {
 #pragma unroll
       for (u32 half = 0; half < 2; half++) {
         u32 b[4];
-        kv_ldsm4_at(b, behind<DIM>(at, k * 2) + half * 16 * DIM * 2);
+        kv_ldsm4_at(b, chunk_address<DIM>(at, k * 2) + half * 16 * DIM * 2);
         kv_mma(T(), s[half * 2], a, b[0], b[1]);
         kv_mma(T(), s[half * 2 + 1], a, b[2], b[3]);
       }
@@ -78,30 +80,31 @@ template <class T> struct KvDecodePlain {
 #pragma unroll
       for (u32 d = 0; d < DIM / 8; d += 2) {
         u32 b[4];
-        kv_ldsm4t_at(b, behind<DIM>(at, d) + half * 16 * DIM * 2);
+        kv_ldsm4t_at(b, chunk_address<DIM>(at, d) + half * 16 * DIM * 2);
         kv_mma(T(), o[d], weights[half], b[0], b[1]);
         kv_mma(T(), o[d + 1], weights[half], b[2], b[3]);
       }
   }
 };
 
-// Codes of a byte; `C::pair` makes two f16 of the lower two, `C::pairs` also of the upper two.
+// One-byte codes. `C::pair` converts the lower two to f16x2, `C::pairs` also the upper two.
 template <class C> struct KvDecodeCodes {
   typedef KvF16 Math;
   typedef u32 Weights[2][4];
   static constexpr bool CODES = true, SCALED = false;
 
-  template <int DIM> static constexpr u32 room() { return DIM; }
+  template <int DIM> static constexpr u32 row_stride() { return DIM; }
 
-  // Lanes that read together lie in different banks: two whole rows of K, every other row of V.
+  // Lanes that read together use different banks: they read two whole rows of K, or every other row
+  // of V.
   template <int DIM> static KV_DEV u32 place(bool is_v, u32 row, u32 chunk) {
     constexpr int chunks = DIM / 16, whole = chunks / 8 * 8;
     if (is_v) return (int)chunk < whole ? chunk ^ (row & 6) : chunks == 4 ? chunk ^ (row & 2) : chunk;
     return chunks % 8 == 0 ? chunk ^ (row & 1) * 4 : chunk;
   }
-  // Of rows of 4, 8 or 16 chunks: what `place` turns them by.
-  template <int DIM> static KV_DEV u32 turn(bool is_v, u32 row) { return place<DIM>(is_v, row, 0); }
-  // Four lanes share 64 values of K, 16 each, and what is left at the end evenly.
+  // For rows of 4, 8 or 16 chunks: the XOR that `place` applies.
+  template <int DIM> static KV_DEV u32 swizzle(bool is_v, u32 row) { return place<DIM>(is_v, row, 0); }
+  // Four lanes share 64 values of K, 16 each, and divide the remainder evenly.
   template <int DIM> static KV_DEV u32 query_base(u32 k) { return k * 16 / 64 * 64; }
   template <int DIM> static KV_DEV u32 query_width(u32 k) { return k * 16 / 64 * 64 + 64 <= DIM ? 16 : DIM % 64 / 4; }
   template <int DIM> static KV_DEV u32 query_column(u32 k, u32 r, u32 t) {
@@ -123,12 +126,12 @@ template <class C> struct KvDecodeCodes {
   }
 
   static KV_DEV float weight(u32 bits) { return kv_f16_f((u16)bits); }
-  // One value of a row of V.
+  // Decodes one value of a row of V.
   template <int DIM> static KV_DEV float value(const u8* v_rows, u32 row, u32 column) {
     return weight(C::pair(v_rows[row * DIM + place<DIM>(true, row, column / 16) * 16 + column % 16]));
   }
 
-  // `WIDTH` bytes of a row, as words.
+  // Reads `WIDTH` bytes of a row, as words.
   template <int WIDTH> static KV_DEV void read(u32 (&words)[4], u32 at) {
     if constexpr (WIDTH == 16) {
       uint4 x;

@@ -1,4 +1,4 @@
-// Decoding: K and V in int8 with a given scale, queries in f16 or bf16.
+// Decode kernels: K and V in int8 with a calibrated scale, queries in f16 or bf16.
 #include "decode.h"
 KV_DECODE(decode_int8_64, KvDecodeCodes<KvCodeInt8>, 64)
 KV_DECODE(decode_int8_80, KvDecodeCodes<KvCodeInt8>, 80)

@@ -1,4 +1,4 @@
-// Decoding: K and V in int8 with a scale a row, queries in f16 or bf16.
+// Decode kernels: K and V in int8 with a scale per row, queries in f16 or bf16.
 #include "decode.h"
 KV_DECODE(decode_int8_row_64, KvDecodeRowCodes<KvRowOf<KvCodeInt8>>, 64)
 KV_DECODE(decode_int8_row_80, KvDecodeRowCodes<KvRowOf<KvCodeInt8>>, 80)

@@ -1,4 +1,5 @@
-// Decoding: K and V in l4, queries in f16 or bf16. A group of 16 codes, which 80 values end with, is another kernel's.
+// Decode kernels: K and V in l4, queries in f16 or bf16. Rows of 80 values, which end with a group
+// of 16 codes, are left to the general kernel.
 #include "decode.h"
 KV_DECODE(decode_l4_64, KvDecodeRowCodes<KvRowL4>, 64)
 KV_DECODE(decode_l4_96, KvDecodeRowCodes<KvRowL4>, 96)

@@ -1,20 +1,21 @@
-// Query rows of a piece as fragments of the mma. Part of decode.h.
+// Query rows of a work item as A fragments of the mma. Part of decode.h.
 #pragma once
 
 template <class F, int DIM> struct KvDecodeQuery {
-  // Long rows would take the registers of the output: they lie in shared memory, as the lanes read them.
+  // Long rows would need the registers of the output: their fragments are in shared memory, in the
+  // order in which lanes read them.
   static constexpr bool IS_SHARED = DIM >= 192;
-  static constexpr u32 HIGH = IS_SHARED ? DIM * 32 : 0, SHARED = HIGH + (F::SCALED ? DIM * 32 : 0);
+  static constexpr u32 HIGH_BYTES = IS_SHARED ? DIM * 32 : 0, SHARED_BYTES = HIGH_BYTES + (F::SCALED ? DIM * 32 : 0);
   static constexpr u32 STEPS = DIM / 16;
 
-  u32 held[IS_SHARED ? 1 : STEPS][4];
+  u32 fragments[IS_SHARED ? 1 : STEPS][4];
   const uint4* shared;
-  // Of rows with scales: whether queries were turned. What f16 lacks of them is multiplied on its own then, and lies
-  // behind the others in shared memory.
-  bool is_split;
+  // For rows with scales: whether queries were transformed. Then the rounding errors of their f16
+  // values are multiplied separately, from fragments that follow the others in shared memory.
+  bool has_low;
 
   KV_DEV void get_low(u32 k, u32 lane, u32 (&a)[4]) const {
-    const uint4 x = shared[HIGH / 16 + k * 32 + lane];
+    const uint4 x = shared[HIGH_BYTES / 16 + k * 32 + lane];
     a[0] = x.x, a[1] = x.y, a[2] = x.z, a[3] = x.w;
   }
   KV_DEV void get(u32 k, u32 lane, u32 (&a)[4]) const {
@@ -23,7 +24,7 @@ template <class F, int DIM> struct KvDecodeQuery {
       a[0] = x.x, a[1] = x.y, a[2] = x.z, a[3] = x.w;
     } else {
 #pragma unroll
-      for (u32 r = 0; r < 4; r++) a[r] = held[k][r];
+      for (u32 r = 0; r < 4; r++) a[r] = fragments[k][r];
     }
   }
 
@@ -32,57 +33,58 @@ template <class F, int DIM> struct KvDecodeQuery {
     else return F::query_column(k, r, t);
   }
 
-  // What a row sees, and where it is; null where there is no query.
-  static KV_DEV const u16* find(const KvDecodeWork& w, u32 h, KvDecodeRows& rows) {
+  // Initialises the state of row h and returns its address; null for a row without a query.
+  static KV_DEV const u16* begin_row(const KvDecodeWork& w, u32 h, KvDecodeRows& rows) {
     const KvAttendParams& a = w.p.attend;
-    const u32 own = (w.lane >> 2) + h * 8, row = w.piece.row + own;
-    rows.seen[h] = {0, KV_NONE, 0};  // a row without a query masks nothing
-    rows.max[h] = kv_decode_none();
+    const u32 own = (w.lane >> 2) + h * 8, row = w.item.row + own;
+    rows.visible[h] = {0, KV_NONE, 0};  // a row without a query masks nothing
+    rows.max[h] = kv_minus_inf();
     rows.sum[h] = 0.f;
     if (own >= w.rows) return nullptr;
     const u32 query = row / a.group;
-    rows.seen[h] = kv_visible(a, w.sequence, query);
-    return (const u16*)kv_head_row(a.q, w.piece.sequence, w.sequence.q_start, query,
-                                   w.piece.head * a.group + row % a.group);
+    rows.visible[h] = kv_visible(a, w.sequence, query);
+    return (const u16*)kv_head_row(a.q, w.item.sequence, w.sequence.q_start, query,
+                                   w.item.head * a.group + row % a.group);
   }
-  // Of scores as exponents of 2; with a soft cap, of arguments of its hyperbolic tangent.
+  // Returns the factor that turns scores into log2 units; with a soft cap, into arguments of its
+  // tanh.
   static KV_DEV float factor_of(const KvAttendParams& a, float scale) {
     return a.soft_cap > 0.f ? scale / a.soft_cap : scale * KV_LOG2_E;
   }
-  // A power of two that brings values up to `large` into the range of f16: the largest becomes 256 to 512, unless it is
-  // next to nothing, or infinite.
-  static KV_DEV void fit(float large, float& shift, float& inverse) {
-    const u32 exponent = kv_as_u(large) >> 23;
+  // Finds the power of two that brings values up to `amax` into the range of f16: it scales amax to
+  // between 256 and 512, unless amax is almost zero or infinite.
+  static KV_DEV void scale_to_f16(float amax, float& shift, float& inverse) {
+    const u32 exponent = kv_as_u(amax) >> 23;
     if (exponent < 9 || exponent > 254) return;
     shift = kv_as_f((262 - exponent) << 23);
     inverse = kv_as_f((exponent - 8) << 23);
   }
 
-  // Loads the rows, zeros where there is no query.
+  // Loads the rows; zeros for rows without a query.
   KV_DEV void load(const KvDecodeWork& w, KvDecodeRows& rows, u8* smem) {
     const KvAttendParams& a = w.p.attend;
     const u32 t = w.lane & 3;
-    // Codes are multiplied in f16: queries of bf16 are brought into its range.
+    // Codes are multiplied in f16: queries of bf16 are scaled to its range.
     const bool convert = F::CODES && a.q.dtype == KV_BF16;
     const u16* from[2];
     float inverse[2] = {1.f, 1.f}, shift[2] = {1.f, 1.f};
 #pragma unroll
-    for (u32 h = 0; h < 2; h++) from[h] = find(w, h, rows);
+    for (u32 h = 0; h < 2; h++) from[h] = begin_row(w, h, rows);
     if (convert) {
-      float large[2] = {0.f, 0.f};
+      float amax[2] = {0.f, 0.f};
 #pragma unroll
       for (u32 h = 0; h < 2; h++) {
         for (u32 i = t * 2; i < DIM && from[h] != nullptr; i += 8) {
           const u32 pair = *(const u32*)(from[h] + i);
-          large[h] = kv_max(large[h], kv_as_f(pair << 16 & 0x7fffffffu));
-          large[h] = kv_max(large[h], kv_as_f(pair & 0x7fff0000u));
+          amax[h] = kv_max(amax[h], kv_as_f(pair << 16 & 0x7fffffffu));
+          amax[h] = kv_max(amax[h], kv_as_f(pair & 0x7fff0000u));
         }
-        large[h] = kv_max(large[h], kv_shfl_xorf(large[h], 1));
-        large[h] = kv_max(large[h], kv_shfl_xorf(large[h], 2));
-        fit(large[h], shift[h], inverse[h]);
+        amax[h] = kv_max(amax[h], kv_shfl_xorf(amax[h], 1));
+        amax[h] = kv_max(amax[h], kv_shfl_xorf(amax[h], 2));
+        scale_to_f16(amax[h], shift[h], inverse[h]);
       }
     }
-    const float factor = factor_of(a, F::CODES ? a.scale * kv_constants(a.k_plane, w.piece.head).scale : a.scale);
+    const float factor = factor_of(a, F::CODES ? a.scale * kv_constants(a.k_plane, w.item.head).scale : a.scale);
     rows.factor[0] = factor * inverse[0];
     rows.factor[1] = factor * inverse[1];
     if constexpr (IS_SHARED) {
@@ -96,24 +98,25 @@ template <class F, int DIM> struct KvDecodeQuery {
     } else {
       shared = nullptr;
 #pragma unroll
-      for (u32 k = 0; k < STEPS; k++) step(from, convert, shift, k, t, held[k]);
+      for (u32 k = 0; k < STEPS; k++) step(from, convert, shift, k, t, fragments[k]);
     }
   }
 
-  // The same for rows of K with scales, which may be transformed: so are the queries, in f32, and the mean that keys
-  // lack becomes a bias of scores. A row lies in four lanes.
+  // The same for K rows with scales, which may be transformed. Queries are then transformed too, in
+  // f32, and the mean that was subtracted from keys becomes a bias of the scores. Four lanes share
+  // a row.
   KV_DEV void load_scaled(const KvDecodeWork& w, KvDecodeRows& rows, u8* smem) {
     const KvAttendParams& a = w.p.attend;
     const u32 t = w.lane & 3;
     const bool transform = a.k_plane.transforms != 0;
-    const KvConstants constants = kv_constants(a.k_plane, w.piece.head);
+    const KvConstants constants = kv_constants(a.k_plane, w.item.head);
     const float factor = factor_of(a, a.scale);
     shared = (const uint4*)smem;
-    is_split = transform;
+    has_low = transform;
 #pragma unroll
     for (u32 h = 0; h < 2; h++) {
-      const u16* from = find(w, h, rows);
-      float x[DIM / 4], bias = 0.f, large = 0.f, shift = 1.f, inverse = 1.f;
+      const u16* from = begin_row(w, h, rows);
+      float x[DIM / 4], bias = 0.f, amax = 0.f, shift = 1.f, inverse = 1.f;
 #pragma unroll
       for (u32 i = 0; i < DIM / 4; i += 2) {
         const u32 column = F::template query_column<DIM>(i / 4, i % 4, t);
@@ -132,24 +135,24 @@ template <class F, int DIM> struct KvDecodeQuery {
         bias += kv_shfl_xorf(bias, 2);
       }
 #pragma unroll
-      for (u32 i = 0; i < DIM / 4; i++) large = kv_max(large, kv_as_f(kv_as_u(x[i]) & 0x7fffffffu));
-      large = kv_max(large, kv_shfl_xorf(large, 1));
-      large = kv_max(large, kv_shfl_xorf(large, 2));
-      fit(large, shift, inverse);
-      rows.factor[h] = factor * inverse * F::UNIT;
+      for (u32 i = 0; i < DIM / 4; i++) amax = kv_max(amax, kv_as_f(kv_as_u(x[i]) & 0x7fffffffu));
+      amax = kv_max(amax, kv_shfl_xorf(amax, 1));
+      amax = kv_max(amax, kv_shfl_xorf(amax, 2));
+      scale_to_f16(amax, shift, inverse);
+      rows.factor[h] = factor * inverse * F::LEVEL_SCALE;
       rows.bias[h] = factor * bias;
-      rows.unit[h] = KV_DECODE_UNIT_MIN;
+      rows.weight_scale[h] = KV_DECODE_WEIGHT_SCALE_MIN;
 #pragma unroll
       for (u32 k = 0; k < STEPS; k++)
 #pragma unroll
         for (u32 r = 0; r < 4; r += 2) {
           const float first = x[k * 4 + r] * shift, second = x[k * 4 + r + 1] * shift;
           const u32 pair = kv_pack(KvF16(), first, second);
-          if constexpr (!IS_SHARED) held[k][r + h] = pair;
+          if constexpr (!IS_SHARED) fragments[k][r + h] = pair;
           if (k % KvDecodeRing<F, DIM>::WARPS != w.warp) continue;
           u32* const to = (u32*)smem + (k * 32 + w.lane) * 4 + r + h;
           if constexpr (IS_SHARED) *to = pair;
-          to[HIGH / 4] = kv_pack(KvF16(), first - kv_f16_f((u16)pair), second - kv_f16_f((u16)(pair >> 16)));
+          to[HIGH_BYTES / 4] = kv_pack(KvF16(), first - kv_f16_f((u16)pair), second - kv_f16_f((u16)(pair >> 16)));
         }
     }
     kv_sync();

@@ -1,20 +1,24 @@
-// How rows of codes with a scale of their own meet tensor cores: the third of the formats of decode_format.h.
+// Codes with a scale per row as mma operands: the third kind of format besides those in
+// decode_format.h.
 //
-// Such rows lie on 2 bytes, so what is copied is every chunk of 16 bytes that has some of a row: one more than the
-// codes fill, wherever it begins. They lie inside the row's block, which begins and ends on 16 bytes; what they have of
-// neighbours is never looked at. A lane remembers where its row begins in its first chunk, and whoever reads a row gets
-// it from that lane. Codes are read as aligned words, and two of them are shifted together where a row is not aligned.
+// Such rows are 2-byte aligned. A warp copies every 16-byte chunk that contains a byte of a row:
+// one more than the codes fill, wherever the row begins. The chunks are inside the row's block,
+// which begins and ends at 16 bytes; bytes of neighbouring rows are copied but not used. Each lane
+// remembers the offset of one row in its first chunk and passes it to the lanes that read the row.
+// Codes are read as aligned words; for an unaligned row, prmt combines two consecutive words.
 //
-// Rows are as far apart in shared memory as what is copied of them. Where the tokens of a head lie one behind another
-// and a row has 128 bytes of codes, no bank is met twice; other lengths meet one twice, and rows that all begin at the
-// same place of a chunk (several heads of a token between them) up to four times.
+// Rows are packed in shared memory without a swizzle. With contiguous tokens and 128 bytes of
+// codes, reads have no bank conflicts. Other lengths have two-way conflicts, and rows that all
+// begin at the same offset of a chunk (because several heads of a token are between them) up to
+// four-way ones.
 //
-// The scale of a row of K multiplies scores. That of V multiplies weights before they become f16: relative to a unit of
-// each query row, which is what the largest product so far is about, so that tiny scales lose no bits.
+// The scale of a K row multiplies scores. The scale of a V row multiplies weights before they are
+// packed to f16, relative to a weight_scale per query row that follows the largest product so far,
+// so that tiny scales lose no precision.
 #pragma once
 #include "decode_format.h"
 
-// The largest power of two up to `n`: values of a row that are turned together by the transform.
+// Returns the largest power of two up to `n`: the values that the Hadamard transform mixes.
 constexpr int kv_decode_run(int n) {
   int run = 1;
   while (run * 2 <= n) run *= 2;
@@ -24,17 +28,19 @@ constexpr int kv_decode_run(int n) {
 template <class C> struct KvDecodeRowCodes {
   typedef KvF16 Math;
   typedef float Weights[4][4];
-  static constexpr int VALUES = C::VALUES;  // in a byte
+  static constexpr int VALUES = C::VALUES;  // per byte
   static constexpr bool CODES = true, SCALED = true;
-  static constexpr float UNIT = C::UNIT;    // what a code made by `pairs` is multiplied with to be a level
+  static constexpr float LEVEL_SCALE = C::LEVEL_SCALE;  // times a decoded code gives its level
 
   template <int DIM> static constexpr u32 codes() { return DIM / VALUES; }  // bytes
-  template <int DIM> static constexpr u32 room() { return DIM / VALUES + 16; }
+  template <int DIM> static constexpr u32 row_stride() { return DIM / VALUES + 16; }
   template <int DIM> static KV_DEV u32 place(bool, u32, u32 chunk) { return chunk; }
 
-  // Column of the values that come from byte `byte` of a row's codes: packed in groups of 32 where there are two.
+  // Returns the column of value `nth` of byte `byte` of a row's codes. Two codes per byte are
+  // packed in groups of 32.
   static KV_DEV u32 column_of(u32 byte, u32 nth) { return VALUES == 1 ? byte : byte / 16 * 32 + byte % 16 + nth * 16; }
-  // First of the two values of a query row in register `r` of step `k`. Four lanes share every run of codes evenly.
+  // Returns the first of the two columns in register `r` of k-step `k`. Each run of codes is
+  // divided evenly among four lanes.
   template <int DIM> static KV_DEV u32 query_column(u32 k, u32 r, u32 t) {
     constexpr u32 whole = kv_decode_run(DIM), rest = DIM - whole;
     const bool first = k * 16 < whole;
@@ -42,19 +48,20 @@ template <class C> struct KvDecodeRowCodes {
     const u32 byte = base / VALUES + t * width;
     return VALUES == 1 ? byte + step * 4 + (r >> 1) * 2 : column_of(byte + step * 2, r >> 1);
   }
-  // Column of value `j` of accumulator `d`. Eight lanes share the codes of V evenly.
+  // Returns the column of value `j` of accumulator `d`. The codes of V are divided among eight
+  // lanes.
   template <int DIM> static KV_DEV u32 column(u32 d, u32 j, u32 t) {
     return column_of((t * 2 + (j & 1)) * (codes<DIM>() / 8) + d / VALUES, d % VALUES);
   }
 
-  // One value of a row of V that begins `lead` pairs of bytes behind `row`: that of `column`.
-  template <int DIM> static KV_DEV float value(const u8* row, u32 lead, u32 d, u32 j, u32 t) {
+  // Decodes one value of a row of V that begins `row_offset` 2-byte units after `row`.
+  template <int DIM> static KV_DEV float value(const u8* row, u32 row_offset, u32 d, u32 j, u32 t) {
     u32 x[VALUES];
-    C::pairs(row[lead * 2 + (t * 2 + (j & 1)) * (codes<DIM>() / 8) + d / VALUES], x);
+    C::pairs(row[row_offset * 2 + (t * 2 + (j & 1)) * (codes<DIM>() / 8) + d / VALUES], x);
     return kv_f16_f((u16)x[d % VALUES]);
   }
-  template <int DIM> static KV_DEV float scale(const u8* row, u32 lead) {
-    return kv_f16_f(*(const u16*)(row + lead * 2 + codes<DIM>()));
+  template <int DIM> static KV_DEV float scale(const u8* row, u32 row_offset) {
+    return kv_f16_f(*(const u16*)(row + row_offset * 2 + codes<DIM>()));
   }
 
   static KV_DEV void multiply_all(const u32 (&a)[VALUES][4], const u32 (&b)[2][VALUES], float (&s)[4]) {
@@ -66,7 +73,7 @@ template <class C> struct KvDecodeRowCodes {
     }
   }
   template <int DIM, int BASE, class Query>
-  static KV_DEV void score_run(const Query& query, const u8* const (&rows)[4], const u32 (&turns)[4], u32 lane,
+  static KV_DEV void score_run(const Query& query, const u8* const (&rows)[4], const u32 (&selectors)[4], u32 lane,
                                float (&s)[4][4]) {
     constexpr int RUN = kv_decode_run(DIM - BASE);
     constexpr u32 WORDS = RUN / VALUES / 16;
@@ -78,7 +85,7 @@ template <class C> struct KvDecodeRowCodes {
       from[n] = (const u32*)(rows[n] + BASE / VALUES) + (lane & 3) * WORDS;
       word[n] = from[n][0];
     }
-    // More would fetch queries from shared memory into registers early.
+    // Further unrolling would preload queries from shared memory into registers.
     [[maybe_unused]] constexpr int steps = Query::IS_SHARED && WORDS > 4 ? 4 : WORDS;
 #pragma unroll steps
     for (u32 i = 0; i < WORDS; i++) {
@@ -86,38 +93,38 @@ template <class C> struct KvDecodeRowCodes {
 #pragma unroll
       for (u32 v = 0; v < VALUES; v++) {
         query.get(BASE / 16 + i * VALUES + v, lane, a[v]);
-        if (query.is_split) query.get_low(BASE / 16 + i * VALUES + v, lane, low[v]);
+        if (query.has_low) query.get_low(BASE / 16 + i * VALUES + v, lane, low[v]);
       }
 #pragma unroll
       for (u32 n = 0; n < 4; n++) {
-        const u32 next = from[n][i + 1], x = kv_prmt(word[n], next, turns[n]);
+        const u32 next = from[n][i + 1], x = kv_prmt(word[n], next, selectors[n]);
         word[n] = next;
         u32 b[2][VALUES];
         C::pairs(x, b[0]);
         C::pairs(x >> 16, b[1]);
         multiply_all(a, b, s[n]);
-        if (query.is_split) multiply_all(low, b, s[n]);
+        if (query.has_low) multiply_all(low, b, s[n]);
       }
     }
-    if constexpr (BASE + RUN < DIM) score_run<DIM, BASE + RUN>(query, rows, turns, lane, s);
+    if constexpr (BASE + RUN < DIM) score_run<DIM, BASE + RUN>(query, rows, selectors, lane, s);
   }
-  // `lead`: of row `lane`.
+  // Computes Q K^T of a subtile. `row_offset` belongs to row `lane`.
   template <int DIM, class Query>
-  static KV_DEV void scores(const Query& query, const u8* k_rows, u32 lead, u32 lane, float (&s)[4][4]) {
+  static KV_DEV void scores(const Query& query, const u8* k_rows, u32 row_offset, u32 lane, float (&s)[4][4]) {
     const u8* rows[4];
-    u32 turns[4];
+    u32 selectors[4];
 #pragma unroll
     for (u32 n = 0; n < 4; n++) {
 #pragma unroll
       for (u32 j = 0; j < 4; j++) s[n][j] = 0.f;
-      const u32 row = n * 8 + (lane >> 2), begin = kv_shfl(lead, row);
-      rows[n] = k_rows + row * room<DIM>() + (begin >> 1) * 4;
-      turns[n] = (begin & 1) != 0 ? 0x5432 : 0x3210;
+      const u32 row = n * 8 + (lane >> 2), begin = kv_shfl(row_offset, row);
+      rows[n] = k_rows + row * row_stride<DIM>() + (begin >> 1) * 4;
+      selectors[n] = (begin & 1) != 0 ? 0x5432 : 0x3210;
     }
-    score_run<DIM, 0>(query, rows, turns, lane, s);
-    multiply(scale<DIM>(k_rows + lane * room<DIM>(), lead), lane, s);
+    score_run<DIM, 0>(query, rows, selectors, lane, s);
+    multiply(scale<DIM>(k_rows + lane * row_stride<DIM>(), row_offset), lane, s);
   }
-  // Multiplies what belongs to a token with what its lane has.
+  // Multiplies the column of each token by its factor, which lane `token` holds.
   static KV_DEV void multiply(float own, u32 lane, float (&s)[4][4]) {
 #pragma unroll
     for (u32 n = 0; n < 4; n++)
@@ -129,7 +136,8 @@ template <class C> struct KvDecodeRowCodes {
       }
   }
 
-  // Two bytes of two tokens, and of two others: `a` and `b` have the first of both below the second of both.
+  // Accumulates two bytes of a row for four tokens: `a` and `b` each have byte 0 of two tokens in
+  // the low half, byte 1 in the high half.
   template <int FIRST, int N>
   static KV_DEV void sum_two(const u32 (&weights)[4], u32 a, u32 b, float (&o)[N][4]) {
 #pragma unroll
@@ -142,56 +150,59 @@ template <class C> struct KvDecodeRowCodes {
     }
   }
   template <int DIM, int AT>
-  static KV_DEV void sum_word(const u32 (&weights)[4], const u32* const (&from)[4], const u32 (&turns)[4],
+  static KV_DEV void sum_word(const u32 (&weights)[4], const u32* const (&from)[4], const u32 (&selectors)[4],
                               u32 (&word)[4], float (&o)[DIM / 8][4]) {
     constexpr int BYTES = codes<DIM>() / 8;
     u32 x[4];
 #pragma unroll
     for (u32 r = 0; r < 4; r++) {
       const u32 next = AT + 2 < BYTES ? from[r][AT / 4 + 1] : 0;
-      x[r] = kv_prmt(word[r], next, turns[r]);
+      x[r] = kv_prmt(word[r], next, selectors[r]);
       word[r] = next;
     }
     sum_two<AT * VALUES>(weights, kv_prmt(x[0], x[1], 0x5140), kv_prmt(x[2], x[3], 0x5140), o);
     if constexpr (AT + 2 < BYTES) {
       sum_two<(AT + 2) * VALUES>(weights, kv_prmt(x[0], x[1], 0x7362), kv_prmt(x[2], x[3], 0x7362), o);
     }
-    if constexpr (AT + 4 < BYTES) sum_word<DIM, AT + 4>(weights, from, turns, word, o);
+    if constexpr (AT + 4 < BYTES) sum_word<DIM, AT + 4>(weights, from, selectors, word, o);
   }
   template <int DIM>
-  static KV_DEV void sum(const u32 (&weights)[2][4], const u8* v_rows, u32 lead, u32 lane, float (&o)[DIM / 8][4]) {
+  static KV_DEV void sum(const u32 (&weights)[2][4], const u8* v_rows, u32 row_offset, u32 lane,
+                         float (&o)[DIM / 8][4]) {
     const u32 g = lane >> 2, t = lane & 3;
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
       const u32* from[4];  // tokens 2t, 2t + 1, 2t + 8, 2t + 9: those of this lane's weights
-      u32 turns[4], word[4];
+      u32 selectors[4], word[4];
 #pragma unroll
       for (u32 r = 0; r < 4; r++) {
         const u32 row = half * 16 + t * 2 + (r & 1) + (r >> 1) * 8;
-        const u32 byte = kv_shfl(lead, row) * 2 + g * (codes<DIM>() / 8);
-        from[r] = (const u32*)(v_rows + row * room<DIM>()) + (byte >> 2);
-        turns[r] = (byte & 2) != 0 ? 0x5432 : 0x3210;
+        const u32 byte = kv_shfl(row_offset, row) * 2 + g * (codes<DIM>() / 8);
+        from[r] = (const u32*)(v_rows + row * row_stride<DIM>()) + (byte >> 2);
+        selectors[r] = (byte & 2) != 0 ? 0x5432 : 0x3210;
         word[r] = from[r][0];
       }
-      sum_word<DIM, 0>(weights[half], from, turns, word, o);
+      sum_word<DIM, 0>(weights[half], from, selectors, word, o);
     }
   }
 };
 
-// Codes of a byte: `C` is that of KvDecodeCodes.
+// One-byte codes, decoded by `C` as in KvDecodeCodes.
 template <class C> struct KvRowOf {
   static constexpr int VALUES = 1;
-  static constexpr float UNIT = 1.f;
+  static constexpr float LEVEL_SCALE = 1.f;
   static KV_DEV void pairs(u32 x, u32 (&out)[1]) { out[0] = C::pair(x); }
 };
 
-// l4: of the lower two bytes, the f16 of their low halves and of their high halves. Levels are those of KV_BOOK4
-// divided by the unit, which makes them f16 with little error: 1 / 10,800 of a level.
+// l4: decodes the lower two bytes to the f16 of their low nibbles and of their high nibbles. Levels
+// are those of KV_BOOK4 divided by LEVEL_SCALE, which was chosen so that rounding them to f16 costs
+// little: 1 / 10,800 of a level.
 struct KvRowL4 {
   static constexpr int VALUES = 2;
-  static constexpr float UNIT = 0.74970859f;
+  static constexpr float LEVEL_SCALE = 0.74970859f;
   static KV_DEV void pairs(u32 x, u32 (&out)[2]) {
-    // Lower and upper bytes of f16 are two tables; the four codes choose from them as they lie.
+    // The lower and upper bytes of the f16 levels are two tables of 8 bytes, which prmt indexes by
+    // the codes.
     const u32 low = kv_prmt(0x0702247bu, 0x4a8551b4u, x & 0x7777u);
     const u32 high = kv_prmt(0x3d3b3831u, 0x4341403eu, x & 0x7777u) | (kv_prmt(x << 4, x, 0x5140) & 0x80808080u);
     out[0] = kv_prmt(low, high, 0x6240);

@@ -1,6 +1,7 @@
-// The only header of the device that kernels include: types, and one function for each instruction
-// or intrinsic that C++ has no name for. Compiled by NVRTC (inline PTX, no CUDA headers), or as
-// plain C++ for the emulator (-DKV_EMU), whose twin of what stands here is emulator/device.h.
+// The device layer: types, and a function for each instruction or intrinsic that C++ cannot
+// express. It is the only device header of the kernels. NVRTC compiles it with inline PTX and
+// without CUDA headers; the emulator (-DKV_EMU) compiles it as plain C++ with emulator/device.h in
+// place of the functions below.
 #pragma once
 typedef unsigned char      u8;
 typedef signed char        i8;
@@ -18,12 +19,13 @@ typedef long long          i64;
 #define KV_BOUNDS(t, b) __launch_bounds__(t, b)
 #define KV_DYN_SMEM(name) extern __shared__ __align__(128) u8 name[]
 #define KV_GRID_CONST __grid_constant__
-// Constants in device memory: indices that differ between the threads of a warp cost nothing, as they would there
-// where `__constant__` lies.
+// Constants in global memory. Unlike reads of `__constant__` memory, reads by different indices in
+// a warp are not serialised.
 #define KV_TABLE static __device__ const
 KV_DEV void kv_sync()      { __syncthreads(); }
 KV_DEV void kv_syncwarp()  { __syncwarp(); }
-// Warp collectives: all 32 lanes call them at the same place. A shuffle down past the last lane gives the lane's own.
+// Warp collectives, which all 32 lanes call at the same place. A shuffle down past lane 31 returns
+// the lane's own value.
 KV_DEV u32   kv_shfl(u32 v, u32 lane)        { return __shfl_sync(0xffffffffu, v, lane); }
 KV_DEV float kv_shflf(float v, u32 lane)     { return __shfl_sync(0xffffffffu, v, lane); }
 KV_DEV u32   kv_shfl_down(u32 v, u32 by)     { return __shfl_down_sync(0xffffffffu, v, by); }
@@ -38,18 +40,18 @@ KV_DEV u32   kv_as_u(float x) { return __float_as_uint(x); }
 KV_DEV float kv_exp2(float x) { float y; asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
 KV_DEV float kv_log2(float x) { float y; asm("lg2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
 KV_DEV float kv_rcp(float x)  { float y; asm("rcp.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
-KV_DEV float kv_max(float a, float b) { return fmaxf(a, b); }  // the other one where one is NaN
+KV_DEV float kv_max(float a, float b) { return fmaxf(a, b); }  // of a number and a NaN: the number
 KV_DEV float kv_min(float a, float b) { return fminf(a, b); }
 KV_DEV float kv_rint(float x)  { return rintf(x); }  // ties to even
 KV_DEV float kv_floor(float x) { return floorf(x); }
-// Rounded once, never contracted and never flushed: the bits are those of the host.
+// Rounded once, never contracted to FMA and never flushed to zero: bit for bit as on the host.
 KV_DEV float kv_fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 KV_DEV float kv_add_rn(float a, float b) { return __fadd_rn(a, b); }
 KV_DEV float kv_sub_rn(float a, float b) { return __fsub_rn(a, b); }
 KV_DEV float kv_mul_rn(float a, float b) { return __fmul_rn(a, b); }
 KV_DEV float kv_div_rn(float a, float b) { return __fdiv_rn(a, b); }
 KV_DEV i32 kv_float_to_int_rn(float x) { return __float2int_rn(x); }  // saturates; 0 for NaN
-// A stored format that no case is for: the host launches no kernel with one, and the emulator checks that.
+// Marks a stored format without a case. The host launches no kernel with one; the emulator fails.
 [[noreturn]] KV_DEV void kv_unknown_format(u32) { __builtin_unreachable(); }
 KV_DEV u32 kv_popc(u32 x) { return __popc(x); }
 KV_DEV u32 kv_clz(u32 x) { return __clz(x); }
@@ -61,7 +63,7 @@ KV_DEV void kv_cp_async16(void* s, const void* g, bool pred) {
   int n = pred ? 16 : 0;  // src-size 0 => zero fill
   asm volatile("cp.async.cg.shared.global.L2::128B [%0],[%1],16,%2;" ::"r"(kv_smem_addr(s)), "l"(g), "r"(n) : "memory");
 }
-// The same without a condition, by an address of shared memory.
+// Copies unconditionally, to an address in the shared window.
 KV_DEV void kv_cp_async16_at(u32 s, const void* g) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0],[%1],16;" ::"r"(s), "l"(g) : "memory");
 }
@@ -78,15 +80,17 @@ KV_DEV void kv_cp_async16_at(u32 s, const void* g) {
 KV_DEV void kv_cp_commit() {}
 template <int N> KV_DEV void kv_cp_wait() {}
 #endif
-// From `offset` bytes behind `p`. Offsets that are known become part of the instruction; a pointer that they were
-// added to would not: each would be brought to shared memory's own addresses, and held in a register for a loop.
+// ldmatrix from `offset` bytes after `p`. A constant offset becomes an immediate of the
+// instruction. Added to the generic pointer instead, each sum would be converted to the shared
+// window separately and occupy a register during a loop.
 KV_DEV void kv_ldsm4(u32 (&r)[4], const void* p, u32 offset = 0) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(kv_smem_addr(p) + offset) : "memory");
 }
 KV_DEV void kv_ldsm4t(u32 (&r)[4], const void* p, u32 offset = 0) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(kv_smem_addr(p) + offset) : "memory");
 }
-// By addresses of shared memory (kv_smem_addr), which take half the registers of pointers and half the sums.
+// The same by addresses in the shared window (kv_smem_addr): half the registers and additions of
+// generic pointers.
 KV_DEV void kv_ldsm4_at(u32 (&r)[4], u32 a) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a) : "memory");
 }
@@ -101,7 +105,7 @@ KV_DEV void kv_lds_at(u32 a, uint2& v) {
 }
 KV_DEV void kv_lds_at(u32 a, u32& v) { asm volatile("ld.shared.u32 %0,[%1];" : "=r"(v) : "r"(a) : "memory"); }
 KV_DEV void kv_lds_at(u32 a, u16& v) { asm volatile("ld.shared.u16 %0,[%1];" : "=h"(v) : "r"(a) : "memory"); }
-// An 8 x 8 matrix of 16 bits, as one part of a fragment: transposed.
+// Transposes an 8 x 8 matrix of 16-bit elements that is one register of a fragment.
 KV_DEV u32 kv_movmatrix(u32 v) {
   u32 r; asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(r) : "r"(v)); return r;
 }
@@ -128,7 +132,7 @@ KV_DEV u32 kv_pack(KvF16, float lo, float hi) {
   u16 l, h; asm("cvt.rn.f16.f32 %0,%1;" : "=h"(l) : "f"(lo)); asm("cvt.rn.f16.f32 %0,%1;" : "=h"(h) : "f"(hi)); return u32(l) | (u32(h) << 16);
 }
 #endif
-// two e4m3 (low 16 bits of x) -> f16x2
+// Converts two e4m3 (low 16 bits of x) to f16x2.
 #if __CUDA_ARCH__ >= 890
 KV_DEV u32 kv_e4m3x2_f16x2(u32 x) { u32 r; u16 h = (u16)x; asm("cvt.rn.f16x2.e4m3x2 %0,%1;" : "=r"(r) : "h"(h)); return r; }
 #else
@@ -136,15 +140,16 @@ KV_DEV u32 kv_e4m3x2_f16x2(u32 x) {  // exponent re-bias by multiply with 2^8 in
   u32 q = kv_prmt(x, 0, 0x1404);  // byte0 -> bits 8..15, byte1 -> bits 24..31
   u32 o = (q & 0x80008000u) | ((q & 0x7f007f00u) >> 1);
   u32 r; asm("mul.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(o), "r"(0x5c005c00u));  // 0x5c00 = 256.0
-  return r | ((((o & 0x7fff7fffu) + 0x00800080u) >> 1) & 0x20002000u);        // 480, which is the NaN, becomes one
+  return r | ((((o & 0x7fff7fffu) + 0x00800080u) >> 1) & 0x20002000u);        // 480 encodes NaN
 }
 #endif
-// two int8 (low 16 bits of x) -> f16x2: 1024 + 128 + value, made of bits, less 1152; exact
+// Converts two int8 (low 16 bits of x) to f16x2, exactly: the bits of 1024 + 128 + value, minus
+// 1152.
 KV_DEV u32 kv_int8x2_f16x2(u32 x) {
   u32 r, u = kv_prmt(x ^ 0x8080u, 0x64646464u, 0x4140);
   asm("sub.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(u), "r"(0x64806480u)); return r;
 }
-// four int8 -> f16x2 of the lower two, and of the upper two
+// Converts four int8 to f16x2: the lower two, and the upper two.
 KV_DEV void kv_int8x4_f16x2(u32 x, u32& low, u32& high) {
   const u32 biased = x ^ 0x80808080u, l = kv_prmt(biased, 0x64646464u, 0x4140), h = kv_prmt(biased, 0x64646464u, 0x4342);
   asm("sub.rn.f16x2 %0,%1,%2;" : "=r"(low) : "r"(l), "r"(0x64806480u));
@@ -152,8 +157,9 @@ KV_DEV void kv_int8x4_f16x2(u32 x, u32& low, u32& high) {
 }
 KV_DEV float kv_bf16_f(u16 x) { return kv_as_f(u32(x) << 16); }
 KV_DEV float kv_f16_f(u16 x) { float f; asm("cvt.f32.f16 %0,%1;" : "=f"(f) : "h"(x)); return f; }
-// Loads and stores of global memory by a builtin type of up to 16 bytes, aligned to its size: data that no thread of the
-// launch writes (ldg), data that other blocks wrote (ldcg), data that is used once (ldcs, stcs, ld_stream).
+// Global loads and stores of a builtin type of up to 16 bytes, aligned to its size: of data that
+// the launch does not write (ldg), that other thread blocks wrote (ldcg), or that is used once
+// (ldcs, stcs, ld_stream).
 template <class T> KV_DEV T kv_ldg(const T* p) { return __ldg(p); }
 template <class T> KV_DEV T kv_ldcg(const T* p) { return __ldcg(p); }
 template <class T> KV_DEV T kv_ldcs(const T* p) { return __ldcs(p); }
@@ -165,11 +171,12 @@ KV_DEV uint4 kv_ld_stream(const uint4* p) {
   return v;
 }
 KV_DEV void kv_fence() { __threadfence(); }
-// Atomics give what was there before. `inc` goes on at 0 after `wrap`.
+// Atomics that return the old value. `inc` wraps to 0 after `wrap`.
 KV_DEV u32 kv_atomic_add(u32* p, u32 v) { return atomicAdd(p, v); }
 KV_DEV u32 kv_atomic_max(u32* p, u32 v) { return atomicMax(p, v); }
 KV_DEV u32 kv_atomic_inc(u32* p, u32 wrap) { return atomicInc(p, wrap); }
-// Launches that overlap: waits for what the launch before wrote; lets the launch after begin.
+// Programmatic dependent launch: waits for the writes of the previous kernel; lets the next one
+// start.
 KV_DEV void kv_grid_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -180,13 +187,14 @@ KV_DEV void kv_grid_launch() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-// A kernel by name: `KV_KERNEL(name, Params, threads, blocks, body)` starts `body(params)` with
-// `threads` threads a block, at least `blocks` blocks a multiprocessor.
+// Defines the kernel `name`, which calls `body(params)` with `threads` threads per block and at
+// least `blocks` resident blocks per multiprocessor.
 #define KV_KERNEL(name, Params, threads, blocks, ...) \
   extern "C" __global__ void __launch_bounds__(threads, blocks) name(const __grid_constant__ Params p) { (__VA_ARGS__)(p); }
 #endif
 
-// Over each run of LANES lanes, in all of them. A sum is added up as a tree, the same for each lane.
+// Reductions over each run of LANES lanes, with the result in all of them. Sums are added in a tree
+// of fixed shape.
 template <int LANES = 32> KV_DEV float kv_warp_sum(float v) {
 #pragma unroll
   for (int mask = LANES / 2; mask > 0; mask /= 2) v = kv_add_rn(v, kv_shfl_xorf(v, mask));
@@ -211,15 +219,16 @@ template <int LANES = 32> KV_DEV u32 kv_warp_max_u32(u32 v) {
   return v;
 }
 
-// Functions that NVRTC and the host's library name alike; the device's are right to 1 or 2 ulp.
+// Functions with the same name in NVRTC and the host's library; on the device accurate to 1 or 2
+// ulp.
 KV_DEV float kv_exp(float x)  { return expf(x); }
 KV_DEV float kv_log(float x)  { return logf(x); }
 KV_DEV float kv_tanh(float x) { return tanhf(x); }
 KV_DEV float kv_infinity() { return kv_as_f(0x7f800000u); }
-// Values that lie on 16 bytes are moved in one access.
+// Vectors of 16 bytes that are loaded and stored by one instruction.
 struct alignas(16) KvFloat4 { float x, y, z, w; };
 struct alignas(16) KvWord4 { u32 x, y, z, w; };
-// A function with code of its own: what many places call and few threads wait for.
+// A function that is not inlined: called from several places, and not performance-critical.
 #if defined(KV_EMU)
 #define KV_DEV_CALL inline __attribute__((noinline))
 #else

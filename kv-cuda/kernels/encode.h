@@ -1,13 +1,14 @@
-// Rows of f32 values become stored rows: kv-quant's row.rs, on the device, bit for bit (a NaN of a
-// plain row may have other bits). Sums are taken in kv-quant's order, so that sources that include
-// this must be compiled without fused multiplications and additions: `--fmad=false`.
+// Encoding of f32 values to stored rows: kv-quant's row.rs, on the device. The results are the same
+// bit for bit, except for the payload of a NaN in an unquantised row. Sums are taken in kv-quant's
+// order, so units that include this must be compiled with `--fmad=false`.
 //
-// One warp, one row. All 32 lanes call with the same arguments; values were synced before.
+// One warp encodes one row. All 32 lanes call with the same arguments; values must be synchronised
+// before.
 #pragma once
 #include "encode_lloyd.h"
 #include "rows.h"
 
-// Codes of one byte by a scale: kv-quant's scaled.rs.
+// One-byte codes with a scale: kv-quant's scaled.rs.
 enum KvByte : u32 { KV_BYTE_E4M3, KV_BYTE_E5M2, KV_BYTE_INT8 };
 
 KV_DEV u8 kv_byte_encode(KvByte kind, float value) {
@@ -19,8 +20,8 @@ KV_DEV void kv_encode_given(KvByte kind, float inv_scale, const KvEncoder& e) {
   for (u32 i = e.lane; i < e.dim; i += 32) e.bytes[i] = kv_byte_encode(kind, e.x[i] * inv_scale);
 }
 
-// The scale at which the largest magnitude takes the code worth `largest`, as f16: to nearest, where
-// f16 has fewer bits than usual up, so that nothing is clipped.
+// Returns the scale that maps the largest magnitude to the code worth `largest`, as f16: rounded to
+// nearest, but up where f16 is subnormal, so that nothing is clipped.
 KV_DEV u16 kv_scale_from_amax(float amax, float largest) {
   const float scale = amax / largest;
   const u16 stored = kv_f16_bits(kv_clamp_f16(scale));
@@ -37,12 +38,12 @@ KV_DEV void kv_encode_own(KvByte kind, const KvEncoder& e) {
   const u16 stored = is_nan ? KV_F16_NAN : kv_scale_from_amax(kv_as_f(amax), largest);
   const float scale = kv_f16_f(stored);
   if (e.lane == 0) kv_put_half(e.bytes + e.scales_begin, stored);
-  if (!(scale > 0.f)) return;  // codes of 0
+  if (!(scale > 0.f)) return;  // all codes are 0
   for (u32 i = e.lane; i < e.dim; i += 32) e.bytes[i] = kv_byte_encode(kind, e.x[i] / scale);
 }
 
-// Stores a scale and returns what values are multiplied with: ggml takes it from the scale before it
-// is rounded. kv-quant's ggml.rs says where we differ.
+// Stores a scale and returns the factor for values, which ggml computes from the scale before
+// rounding. kv-quant's ggml.rs describes the differences to ggml.
 KV_DEV float kv_put_ggml_scale(float scale, u8* to, u32 lane) {
   const u16 nearest = kv_f16_bits(scale);
   const bool saturates = (nearest & 0x7fff) == 0x7c00;
@@ -52,7 +53,7 @@ KV_DEV float kv_put_ggml_scale(float scale, u8* to, u32 lane) {
   return (kv_as_u(inverse) & 0x7fffffffu) < KV_INFINITY ? inverse : 0.f;
 }
 
-// The nearest integer in -127..=127, halves away from zero.
+// Returns the nearest integer in -127..=127, halves away from zero.
 KV_DEV u8 kv_round_half_away(float value) {
   const float rounder = 8388608.f;
   const float whole = kv_abs(value), magnitude = whole < 127.f ? whole : 127.f;
@@ -64,11 +65,11 @@ KV_DEV u8 kv_round_half_away(float value) {
 
 KV_DEV u32 kv_q4_0_code(float value, float inverse) {
   const float code = value * inverse + 8.5f;
-  // `clamp` and `as` of a NaN: 0.
+  // Clamp and conversion turn NaN into 0, as on the host.
   return code > 15.f ? 15 : code > 0.f ? (u32)code : 0;
 }
 
-// llama.cpp's blocks of 32, a lane a value.
+// llama.cpp's blocks of 32, one value per lane.
 KV_DEV void kv_encode_ggml(bool nibbles, const KvEncoder& e) {
   const u32 lane = e.lane;
   u8* block = e.bytes;
@@ -97,7 +98,7 @@ KV_DEV void kv_encode_ggml(bool nibbles, const KvEncoder& e) {
   }
 }
 
-// The value of the nearest E2M1 code.
+// Returns the value of the nearest E2M1 code.
 KV_DEV float kv_e2m1_round(float value) {
   const float rounder = 4194304.f;
   const float whole = kv_abs(value), magnitude = whole < 6.f ? whole : 6.f;
@@ -108,8 +109,8 @@ KV_DEV float kv_e2m1_round(float value) {
   return kv_as_f((rounded & 0x7fffffffu) | (kv_as_u(value) & 0x80000000u));
 }
 
-// Squared error of a block of NVFP4 at a scale, relative to its largest; of the two values that this
-// lane has, `count` are there.
+// Returns the squared error of an NVFP4 block at a scale, relative to its largest value. `count` of
+// this lane's two values exist.
 KV_DEV float kv_nvfp4_error(u8 code, const float (&values)[2], u32 count, float inv_scale, float unit) {
   const float scale = kv_e4m3_decode(code);
   float sum = 0.f;
@@ -123,7 +124,7 @@ KV_DEV float kv_nvfp4_error(u8 code, const float (&values)[2], u32 count, float 
   return kv_sum_of_8(sum);
 }
 
-// Eight lanes a block of 16, four blocks at a time.
+// Eight lanes per block of 16, four blocks at a time.
 KV_DEV void kv_encode_nvfp4(float inv_scale, const KvEncoder& e) {
   const u32 k = e.lane % 8, set = e.lane / 8, blocks = (e.dim + 15) / 16;
   for (u32 first = 0; first < blocks; first += 4) {
@@ -137,11 +138,11 @@ KV_DEV void kv_encode_nvfp4(float inv_scale, const KvEncoder& e) {
     const float error_4 = kv_nvfp4_error(over_4, values, count, inv_scale, unit);
     const float error_1 = kv_nvfp4_error(1, values, count, inv_scale, unit);
     const float error_0 = kv_nvfp4_error(0, values, count, inv_scale, unit);
-    // Not a number where the largest is infinite or zero: then over 6.
+    // Errors are NaN if the largest value is infinite or zero: then the scale over 6 is used.
     const u8 best = error_4 < error_6 ? over_4 : over_6;
     const u8 code = bits > KV_INFINITY ? KV_FP8_NAN : best == 0 && error_1 < error_0 ? 1 : best;
     const float scale = kv_e4m3_decode(code);
-    // Codes take the place of values.
+    // Replaces values by codes.
 #pragma unroll
     for (u32 i = 0; i < 2; i++)
       if (i < count) e.x[begin + 8 * i] = kv_as_f(scale > 0.f ? kv_e2m1_encode(values[i] * inv_scale / scale) : 0u);
@@ -154,16 +155,16 @@ KV_DEV void kv_encode_nvfp4(float inv_scale, const KvEncoder& e) {
   }
 }
 
-// Bytes of shared memory that a warp encodes in, of which the first 4 * dim are the values: rounded
-// up to 16, each of 4 * dim, KV_PARTS * 4 and row_bytes.
+// The shared memory of a warp's encoder. It begins with the 4 * dim bytes of the values and has,
+// each rounded up to 16, 4 * dim, KV_PARTS * 4 and row_bytes bytes.
 KV_DEV u32 kv_round16(u32 bytes) { return (bytes + 15) / 16 * 16; }
 KV_DEV KvEncoder kv_encoder(u8* shared, u32 dim, u32 lane) {
   float* parts = (float*)(shared + kv_round16(4 * dim));
   return {(float*)shared, parts, (u8*)(parts + KV_PARTS), dim, 0, lane};
 }
 
-// Encodes `e.x`, which is used up, into the codes at `to`: `row_bytes` bytes, 2-byte aligned. Wide
-// rows are kv_encode_wide's. On return the scratch memory may be used again.
+// Encodes `e.x`, which is overwritten, to the codes at `to`: `row_bytes` bytes, 2-byte aligned.
+// Rows in 16 bits use kv_encode_wide. On return the scratch memory may be reused.
 KV_DEV void kv_encode_codes(u32 format, u32 row_bytes, u32 scales_begin, float inv_scale, KvEncoder e, u8* to) {
   e.scales_begin = scales_begin;
   for (u32 i = e.lane; i < row_bytes; i += 32) e.bytes[i] = 0;
@@ -191,7 +192,7 @@ KV_DEV void kv_encode_codes(u32 format, u32 row_bytes, u32 scales_begin, float i
   kv_syncwarp();
 }
 
-// Values in 16 bits among codes.
+// Stores values in 16 bits among codes.
 KV_DEV void kv_encode_wide(const float* x, u32 dim, u8* to, u32 lane) {
   for (u32 i = lane; i < dim; i += 32) ((u16*)to)[i] = kv_f16_bits(kv_clamp_f16(x[i]));
 }

@@ -1,29 +1,30 @@
-// Lloyd-Max rows: kv-quant's lloyd_max.rs, planes.rs and sums.rs, on the device. See encode.h.
+// Encoding of Lloyd-Max rows: kv-quant's lloyd_max.rs, planes.rs and sums.rs, on the device. See
+// encode.h.
 #pragma once
 #include "lloyd.h"
 
-// Floats that warps exchange partial results in.
+// Floats of scratch memory in which a warp exchanges partial results.
 constexpr u32 KV_PARTS = 64;
 constexpr u32 KV_INFINITY = 0x7f800000u;
 
-// What a warp encodes a row with: values, and memory that only it uses.
+// The input of a warp's encoder, and memory that only this warp uses.
 struct KvEncoder {
   float* x;
   float* parts;
-  u8* bytes;  // the row, at an even address; 0 when encoding begins
+  u8* bytes;  // the row, at an even address; initially 0
   u32 dim, scales_begin, lane;
 };
 
 KV_DEV void kv_put_half(u8* to, u16 bits) { *(u16*)to = bits; }
 
-// The larger of two magnitudes as bits: of floats without sign the order of the bits is that of the
-// values, NaN behind infinity.
+// Returns the larger of two magnitudes as bits. Bits of non-negative floats are ordered like their
+// values, with NaN above infinity.
 KV_DEV u32 kv_amax_bits(u32 amax, float value) {
   const u32 bits = kv_as_u(value) & 0x7fffffffu;
   return bits > amax ? bits : amax;
 }
 
-// The largest of the `2 * FIRST` lanes that differ in the low bits of their numbers.
+// Returns the maximum over the `2 * FIRST` lanes that differ in the low bits of their numbers.
 template <u32 FIRST> KV_DEV u32 kv_max_of(u32 value) {
 #pragma unroll
   for (u32 mask = FIRST; mask > 0; mask /= 2) {
@@ -33,7 +34,7 @@ template <u32 FIRST> KV_DEV u32 kv_max_of(u32 value) {
   return value;
 }
 
-// The end of sums.rs: eight sums side by side, ((a + e) + (c + g)) + ((b + f) + (d + h)).
+// The end of sums.rs: eight partial sums, ((a + e) + (c + g)) + ((b + f) + (d + h)).
 KV_DEV float kv_sum_of_8(float sum) {
 #pragma unroll
   for (u32 mask = 4; mask > 0; mask /= 2) sum += kv_shfl_xorf(sum, mask);
@@ -46,7 +47,7 @@ KV_DEV float kv_limited(float value) {
   return magnitude < KV_LLOYD_LIMIT ? magnitude : KV_LLOYD_LIMIT;
 }
 
-// The scale that is likely the best is a combination of rms and largest magnitude: lloyd.rs.
+// Returns the scale that is probably best, a combination of rms and largest magnitude: lloyd.rs.
 template <u32 BITS> KV_DEV float kv_near_scale(float rms, float amax) {
   if (BITS == 3) return 0.462f * rms + 0.190f * amax;
   return BITS == 4 ? 0.086f * rms + 0.310f * amax : 0.515f * rms + 0.124f * amax;
@@ -56,7 +57,7 @@ template <u32 BITS> KV_DEV float kv_near_group_scale(float rms, float amax) {
   return BITS == 4 ? 0.064f * rms + 0.337f * amax : 0.535f * rms + 0.111f * amax;
 }
 
-// The code of a value, and its levels' magnitude.
+// Returns the code of a value; kv_nearest returns the magnitude of its level.
 template <u32 BITS> KV_DEV u32 kv_lloyd_code(float value, float inverse) {
   return kv_nearest_index<BITS>(kv_limited(value) * inverse) | kv_as_u(value) >> 31 << (BITS - 1);
 }
@@ -64,8 +65,8 @@ template <u32 BITS> KV_DEV float kv_nearest(float value) {
   return kv_magnitude<BITS>(kv_nearest_index<BITS>(value));
 }
 
-// A byte of a plane: `W` bits from bit `from` on of every code, which `codes` holds as the bits of
-// floats.
+// Returns a byte of a bit plane: bits `from..from + W` of each code. `codes` holds codes as the
+// bits of floats.
 template <u32 W> KV_DEV u32 kv_plane_byte(const float* codes, u32 n, u32 from, u32 byte) {
   const u32 m = (n + 8 / W - 1) / (8 / W);
   u32 bits = 0;
@@ -88,7 +89,7 @@ template <u32 BITS> KV_DEV void kv_pack_codes(const KvEncoder& e) {
     const u32 group = i / whole, byte = i % whole, left = e.dim - group * KV_GROUP;
     const u32 n = left < KV_GROUP ? left : KV_GROUP;
     const float* codes = e.x + group * KV_GROUP;
-    const u32 first = BITS == 3 ? (n + 3) / 4 : (n + 1) / 2;  // bytes of the first plane
+    const u32 first = BITS == 3 ? (n + 3) / 4 : (n + 1) / 2;  // bytes of the first bit plane
     u32 bits;
     if (BITS == 3)
       bits = byte < first ? kv_plane_byte<2>(codes, n, 0, byte) : kv_plane_byte<1>(codes, n, 2, byte - first);
@@ -98,8 +99,8 @@ template <u32 BITS> KV_DEV void kv_pack_codes(const KvEncoder& e) {
   }
 }
 
-// `pair_sums` of a row: two sums over every magnitude and the level it takes. Eight lanes a group,
-// four groups at a time; groups are added in their order.
+// kv-quant's `pair_sums` of a row: two sums over each magnitude and its level. Eight lanes per
+// group, four groups at a time; groups are added in order.
 template <u32 BITS> KV_DEV void kv_row_sums(const KvEncoder& e, float inverse, float& projection, float& energy) {
   const u32 k = e.lane % 8, set = e.lane / 8;
   projection = 0.f;
@@ -129,7 +130,7 @@ template <u32 BITS> KV_DEV void kv_row_sums(const KvEncoder& e, float inverse, f
   }
 }
 
-// A row with one f16 scale.
+// Encodes a row with one f16 scale.
 template <u32 BITS> KV_DEV void kv_encode_lloyd(const KvEncoder& e) {
   u32 bits = 0;
   for (u32 i = e.lane; i < e.dim; i += 32) bits = kv_amax_bits(bits, e.x[i]);
@@ -142,7 +143,7 @@ template <u32 BITS> KV_DEV void kv_encode_lloyd(const KvEncoder& e) {
     return;
   }
   if (energy <= 0.f) return;
-  // Scales around the likely one, then the one that fits the best codes.
+  // Tries scales around the probable one, then the one that fits the best codes.
   const float amax = kv_limited(kv_as_f(bits)), rms = kv_sqrt(energy / (float)e.dim);
   const float near = kv_near_scale<BITS>(rms, amax);
   float inverse = 0.f, projection = 0.f, own = 0.f, score = 0.f;
@@ -166,31 +167,32 @@ template <u32 BITS> KV_DEV void kv_encode_lloyd(const KvEncoder& e) {
   const float unbiased = energy / projection;
   const u16 stored = kv_f16_bits(kv_clamp_f16(unbiased));
   const float scale = kv_f16_f(stored);
-  // Where f16 could not hold the scale, other codes are nearer.
+  // If f16 could not represent the scale, other codes are nearer.
   if (!(kv_abs(scale - unbiased) <= unbiased * 0.001f)) inverse = 1.f / scale;
-  if (!(scale > 0.f)) return;  // too small for any scale: zeros
+  if (!(scale > 0.f)) return;  // too small for any scale: all codes are 0
   if (e.lane == 0) kv_put_half(e.bytes + e.scales_begin, stored);
   for (u32 i = e.lane; i < e.dim; i += 32) e.x[i] = kv_as_f(kv_lloyd_code<BITS>(e.x[i], inverse));
   kv_syncwarp();
   kv_pack_codes<BITS>(e);
 }
 
-// What the scales tried for a group come to; 16 floats of KvEncoder::parts.
+// Results of the scales tried for a group; 16 floats of KvEncoder::parts.
 constexpr u32 KV_TRIED = 5;
 struct KvTried {
-  float near;    // code of the likely scale
-  float energy;  // 0 where there is nothing to scale
+  float near;    // code of the probable scale
+  float energy;  // 0 if there is nothing to scale
   float error[KV_TRIED], projection[KV_TRIED];
   float pad[4];
 };
 
-// The code of the `i`th scale tried around code `near`; 0 where there is none.
+// Returns the code of the `i`th scale tried around code `near`; 0 for none.
 KV_DEV u32 kv_tried_code(u32 near, u32 i) {
-  const u32 code = near + i;  // 2 more than it is
+  const u32 code = near + i;  // 2 too large
   return code >= 3 && code <= 0x7e + 2 ? code - 2 : 0;
 }
 
-// `group_scale`'s choice: by squared error and what inner products owe so far.
+// kv-quant's choice in `group_scale`: by squared error and the error that inner products have
+// accumulated.
 template <u32 BITS> KV_DEV u32 kv_choose_scale(const KvTried& tried, float& owed) {
   const float weight = BITS == 3 ? 24.f : 4.f;
   const float energy = tried.energy, most = energy * (1.f / 16.f);
@@ -211,8 +213,8 @@ template <u32 BITS> KV_DEV u32 kv_choose_scale(const KvTried& tried, float& owed
   return best;
 }
 
-// A row with an E4M3 scale for every 32 values: eight lanes a group, four groups at a time. What a
-// scale costs does not depend on other groups, only which is taken: that follows one by one.
+// Encodes a row with an E4M3 scale per 32 values: eight lanes per group, four groups at a time. The
+// errors of each scale do not depend on other groups; the choice does, and is made group by group.
 template <u32 BITS> KV_DEV void kv_encode_lloyd_groups(const KvEncoder& e) {
   const u32 k = e.lane % 8, set = e.lane / 8;
   KvTried* tried = (KvTried*)e.parts;

@@ -1,35 +1,36 @@
-// What the bytes of a stored row mean: kv-quant's row.rs, on the device. Bit for bit the same, but
-// that one NaN is as good as another. Encoding is in encode.h.
+// Decoding of stored rows: kv-quant's row.rs, on the device. The results are the same bit for bit,
+// except for the payload of a NaN. Encoding is in encode.h.
 //
-// A value is a level times the row's factor. Where a row has one scale, the factor is that scale,
-// so a sum over the row may take levels and be multiplied once; where 16 or 32 values share a
-// scale, levels contain it and the factor is 1.
+// A value is a level times the factor of its row. If a row has one scale, the factor is that scale,
+// so a kernel can sum levels and multiply once. If 16 or 32 values share a scale, levels include it
+// and the factor is 1.
 //
 //   kv_value(format, row, scales_begin, dim, scale, i)                one value
-//   kv_values<N>(format, row, scales_begin, dim, scale, begin, out)   N neighbours
-//   kv_factor(format, row, scales_begin, scale)                       the row's factor
-//   kv_levels<N>(format, row, scales_begin, dim, scale, begin, out)   N neighbours, without it
+//   kv_values<N>(format, row, scales_begin, dim, scale, begin, out)   N consecutive values
+//   kv_factor(format, row, scales_begin, scale)                       the factor of the row
+//   kv_levels<N>(format, row, scales_begin, dim, scale, begin, out)   N consecutive levels
 //
-// `row` has 2-byte alignment at least (4 in f32) and lies in any memory; `scales_begin` and `dim`
-// are the plane's; `scale` is the given scale of the plane and head (1 where there is none). N is 8
-// or 32, `begin` a multiple of it; of a run that goes past `dim`, values from `dim` on are 0 and no
-// byte of theirs is read. The format is looked at once a run: with a constant the switch is gone.
+// `row` is 2-byte aligned (4-byte for f32), in any memory. `scales_begin` and `dim` belong to the
+// plane; `scale` is the calibrated scale of the plane and head (1 if there is none). N is 8 or 32,
+// and `begin` a multiple of it. Values from `dim` on are 0, and their bytes are not read. There is
+// one switch over the format per run of N; a constant format removes it. Rows kept in 16 bits are
+// read with KV_FMT_F16.
 // Wide rows are f16: kv_values with KV_FMT_F16.
 #pragma once
 #include "lloyd.h"
 #include "rows.h"
 
-// Two bytes of a row, at an even place of it.
+// Reads two bytes of a row, at an even offset.
 KV_DEV u32 kv_pair(const u8* at) { return *(const u16*)at; }
 KV_DEV float kv_half_at(const u8* at) { return kv_f16_f((u16)kv_pair(at)); }
 
-// `W` bits of code `at` in a plane of `n` codes: docs/formats.md.
+// Extracts the `W` bits of code `at` from a bit plane of `n` codes: docs/formats.md.
 template <u32 W> KV_DEV u32 kv_plane_bits(const u8* plane, u32 n, u32 at) {
   const u32 per_byte = 8 / W, m = (n + per_byte - 1) / per_byte;
   return plane[at % m] >> (at / m * W) & ((1u << W) - 1);
 }
 
-// Code `at` of a group of `n`.
+// Extracts code `at` of a group of `n`.
 template <u32 BITS> KV_DEV u32 kv_group_code(const u8* group, u32 n, u32 at) {
   if (BITS == 3) return kv_plane_bits<2>(group, n, at) | kv_plane_bits<1>(group + (n + 3) / 4, n, at) << 2;
   const u32 low = kv_plane_bits<4>(group, n, at);
@@ -42,7 +43,7 @@ template <u32 BITS> KV_DEV float kv_lloyd_level(const u8* row, u32 dim, u32 i) {
   return kv_level<BITS>(kv_group_code<BITS>(group, left < KV_GROUP ? left : KV_GROUP, i - first));
 }
 
-// One level of a row.
+// Decodes one level of a row.
 KV_DEV float kv_level_at(u32 format, const u8* row, u32 scales_begin, u32 dim, float scale, u32 i) {
   const u8* scales = row + scales_begin;
   switch (format) {
@@ -91,25 +92,25 @@ KV_DEV float kv_value(u32 format, const u8* row, u32 scales_begin, u32 dim, floa
   return kv_level_at(format, row, scales_begin, dim, scale, i) * kv_factor(format, row, scales_begin, scale);
 }
 
-// Eight bytes.
+// Eight bytes in registers.
 struct KvBytes8 {
   u32 word[2];
   KV_DEV u32 byte(u32 i) const { return word[i / 4] >> (i % 4 * 8) & 0xff; }
 };
 
-// From an even place of a row, by one load where the row happens to lie well, else by three.
+// Reads eight bytes at an even address: by one load if the address is aligned, otherwise by three.
 KV_DEV KvBytes8 kv_bytes8(const u8* at) {
   if (((u64)at & 7) == 0) {
     const u64 all = *(const u64*)at;
     return {{(u32)all, (u32)(all >> 32)}};
   }
-  // The four bytes that lie well are the first or the middle ones; the others are two and two.
+  // The aligned four bytes are the first or the middle ones; the rest is read two by two.
   const bool middle = ((u64)at & 2) != 0;
   const u32 four = *(const u32*)(middle ? at + 2 : at), two = kv_pair(middle ? at : at + 4), last = kv_pair(at + 6);
   return {{middle ? two | four << 16 : four, (middle ? four >> 16 : two) | last << 16}};
 }
 
-// Codes `at..at + 8` of a whole group.
+// Decodes codes `at..at + 8` of a whole group.
 template <u32 BITS> KV_DEV void kv_levels8_lloyd(const u8* group, u32 at, float* out) {
   if (BITS == 3) {
     const KvBytes8 low = kv_bytes8(group);
@@ -138,7 +139,7 @@ template <u32 BITS, u32 N> KV_DEV void kv_run_lloyd(const u8* row, u32 begin, fl
   for (u32 i = 0; i < N; i++) out[i] *= factor;
 }
 
-// A byte a value.
+// Decodes one-byte codes.
 template <u32 N, class Decode> KV_DEV void kv_run_bytes(const u8* at, float (&out)[N], Decode decode) {
 #pragma unroll
   for (u32 i = 0; i < N; i += 8) {
@@ -148,7 +149,7 @@ template <u32 N, class Decode> KV_DEV void kv_run_bytes(const u8* at, float (&ou
   }
 }
 
-// Two bytes a value.
+// Decodes two-byte values.
 template <u32 N, class Decode> KV_DEV void kv_run_pairs(const u8* at, float (&out)[N], Decode decode) {
 #pragma unroll
   for (u32 i = 0; i < N; i += 4) {
@@ -179,7 +180,8 @@ template <u32 N> KV_DEV void kv_run_nvfp4(const u8* codes, const u8* scales, flo
   }
 }
 
-// Levels `begin..begin + N`, none past `dim`; in a whole group, where the format has groups.
+// Decodes levels `begin..begin + N`, all before `dim` and, in formats with groups, in a whole
+// group.
 template <u32 N>
 KV_DEV void kv_run(u32 format, const u8* row, u32 scales_begin, float scale, u32 begin, float (&out)[N]) {
   const u8* scales = row + scales_begin;
@@ -217,11 +219,11 @@ KV_DEV void kv_run(u32 format, const u8* row, u32 scales_begin, float scale, u32
 template <u32 N>
 KV_DEV void kv_levels(u32 format, const u8* row, u32 scales_begin, u32 dim, float scale, u32 begin, float (&out)[N]) {
   static_assert(N % 8 == 0 && 32 % N == 0, "runs that no group is cut by");
-  // What is left behind whole groups is packed by its own length.
+  // The last group of a row may be shorter and is then packed by its own length.
   const bool grouped = format >= KV_FMT_L6 && format <= KV_FMT_L3_G32;
   const u32 end = grouped ? begin / KV_GROUP * KV_GROUP + KV_GROUP : begin + N;
   if (end <= dim) return kv_run<N>(format, row, scales_begin, scale, begin, out);
-  // One by one, in a loop that is not unrolled: the code is met once a row at most.
+  // One by one, in a loop that is not unrolled: it runs at most once per row.
 #pragma unroll
   for (u32 i = 0; i < N; i++) out[i] = 0.f;
 #pragma unroll 1
@@ -238,5 +240,5 @@ KV_DEV void kv_values(u32 format, const u8* row, u32 scales_begin, u32 dim, floa
   const float factor = kv_factor(format, row, scales_begin, scale);
   const u32 here = begin < dim ? dim - begin : 0;
 #pragma unroll
-  for (u32 i = 0; i < N; i++) out[i] = N <= here || i < here ? out[i] * factor : 0.f;  // a factor may be NaN
+  for (u32 i = 0; i < N; i++) out[i] = N <= here || i < here ? out[i] * factor : 0.f;  // the factor may be NaN
 }

@@ -1,13 +1,14 @@
 // nvrtc: --fmad=false
-// Stored rows become plain rows again: kv-cpu's gather.rs. As exact as the host: no fused operations.
+// gather_rows: decodes stored rows to unquantised rows (kv-cpu's gather.rs). Needs `--fmad=false`,
+// to round like the host.
 //
-// kernel        blocks (any number works)        threads  shared bytes
-// gather_rows   [total * num_kv_heads / 4]       128      4 * round16(4 * head_dim); 0 where the
-//                                                         plane is plain and untransformed
+//   kernel        blocks (any number is correct)          threads  shared bytes
+//   gather_rows   [total * num_kv_heads / 4] rounded up   128      4 * round16(4 * head_dim); 0 for
+//                                                                  unquantised, untransformed rows
 //
-// rounded up. A warp reads one row of one head. Rows of `out` that no range owns are pad_rows's.
+// A warp reads one row of one head. Rows of `out` that belong to no range are filled by pad_rows.
 #include "format.h"
-#include "move.h"
+#include "convert.h"
 #include "transform.h"
 
 constexpr u32 KV_GATHER_WARPS = 4;
@@ -30,9 +31,9 @@ KV_KERNEL(gather_rows, KvGatherParams, 128, 1, [](const KvGatherParams& p) {
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, heads = plane.num_kv_heads, dim = plane.head_dim;
   float* x = (float*)(shared + warp * ((4 * dim + 15) / 16 * 16));
   const bool plain = plane.format <= KV_FMT_BF16;
-  const u64 units = (u64)p.total * heads;
-  for (u64 unit = (u64)blockIdx.x * KV_GATHER_WARPS + warp; unit < units; unit += (u64)gridDim.x * KV_GATHER_WARPS) {
-    const u32 row = (u32)(unit / heads), head = (u32)(unit % heads);
+  const u64 items = (u64)p.total * heads;
+  for (u64 item = (u64)blockIdx.x * KV_GATHER_WARPS + warp; item < items; item += (u64)gridDim.x * KV_GATHER_WARPS) {
+    const u32 row = (u32)(item / heads), head = (u32)(item % heads);
     const u32 entry = kv_entry_of(p.num_ranges, row, [=](u32 i) { return ranges[i].start; });
     const KvRange& range = ranges[entry];
     const u32 token = row - range.start;
@@ -45,7 +46,7 @@ KV_KERNEL(gather_rows, KvGatherParams, 128, 1, [](const KvGatherParams& p) {
       continue;
     }
     const KvConstants constants = kv_constants(plane, head);
-    kv_syncwarp();  // the row before was read
+    kv_syncwarp();  // the previous row was read
     if (plain || place.wide) kv_load_row(plain ? plane.format : (u32)KV_F16, from, x, dim, lane, 32);
     else kv_decode_row(plane, from, constants.scale, x, lane);
     kv_syncwarp();

@@ -13,12 +13,12 @@ constexpr KvLevels<32> KV_BOOK6 = {
      1.1897202f,   1.2757945f,  1.365141f,  1.4582764f,  1.5558312f,  1.6585889f,  1.7675419f,  1.8839773f,
      2.009611f,    2.1468103f,  2.2989812f, 2.471305f,   2.6722739f,  2.9174068f,  3.240437f,   3.7441013f}};
 
-// Magnitudes, ascending.
+// Magnitudes in ascending order.
 KV_TABLE KvLevels<4> KV_L3 = KV_BOOK3;
 KV_TABLE KvLevels<8> KV_L4 = KV_BOOK4;
 KV_TABLE KvLevels<32> KV_L6 = KV_BOOK6;
 
-// Where magnitudes part: halfway, rounded once.
+// Decision thresholds: halfway between magnitudes, rounded once.
 constexpr float kv_between(float low, float high) { return (float)(((double)low + (double)high) / 2); }
 template <u32 N> constexpr KvLevels<N - 1> kv_thresholds(const KvLevels<N>& book) {
   KvLevels<N - 1> list = {};
@@ -28,11 +28,11 @@ template <u32 N> constexpr KvLevels<N - 1> kv_thresholds(const KvLevels<N>& book
 KV_TABLE KvLevels<3> KV_L3_THRESHOLDS = kv_thresholds(KV_BOOK3);
 KV_TABLE KvLevels<7> KV_L4_THRESHOLDS = kv_thresholds(KV_BOOK4);
 
-// The thresholds of l6 by where they lie: cells of 1/16 around every multiple of 1/16, of which
-// none has two thresholds.
+// The thresholds of l6 by position: cells of width 1/16 around each multiple of 1/16, with at most
+// one threshold each.
 struct KvCells {
-  float inside[64];  // the threshold inside, or more than any value
-  u8 below[64];      // thresholds below the cell
+  float inside[64];  // the threshold in the cell, or a number above all values
+  u8 below[64];      // number of thresholds below the cell
 };
 constexpr KvCells kv_cells(const KvLevels<31>& thresholds) {
   KvCells cells = {};
@@ -48,25 +48,25 @@ constexpr KvCells kv_cells(const KvLevels<31>& thresholds) {
 }
 KV_TABLE KvCells KV_L6_CELLS = kv_cells(kv_thresholds(KV_BOOK6));
 
-// Codes packed together.
+// Codes that are packed together.
 constexpr u32 KV_GROUP = 32;
 
-// Bytes of a whole group of codes of `bits` bits.
+// Returns the bytes of a whole group of `bits`-bit codes.
 constexpr u32 kv_group_bytes(u32 bits) { return bits == 3 ? 12 : bits == 4 ? 16 : 24; }
 
-// The magnitude of an index, of which the bits above are not looked at.
+// Returns the magnitude of an index; higher bits are ignored.
 template <u32 BITS> KV_DEV float kv_magnitude(u32 index) {
   const float* levels = BITS == 3 ? KV_L3.at : BITS == 4 ? KV_L4.at : KV_L6.at;
   return levels[index & ((1u << (BITS - 1)) - 1)];
 }
 
-// The level of a code of `BITS` bits, its sign on top.
+// Returns the level of a code of `BITS` bits, of which the top one is the sign.
 template <u32 BITS> KV_DEV float kv_level(u32 code) {
   return kv_as_f(kv_as_u(kv_magnitude<BITS>(code)) | (code >> (BITS - 1) & 1) << 31);
 }
 
-// Index of the magnitude nearest to `value`, which is not negative; on a threshold the smaller. NaN
-// is the first, in l6 the last, as on the host.
+// Returns the index of the magnitude nearest to `value`, which is not negative; on a threshold the
+// smaller one. NaN gives the first index, in l6 the last, as on the host.
 template <u32 BITS> KV_DEV u32 kv_nearest_index(float value) {
   if (BITS == 6) {
     const float inside = value < 4.f ? value : 4.f, scaled = inside * 16.f;

@@ -1,14 +1,14 @@
-// Every row of an output that no entry owns becomes one value.
+// pad_rows: fills the rows of an output that belong to no entry with one value.
 //
-// kernel     blocks (any number works)                      threads  shared bytes
-// pad_rows   [batch * tokens / 4] rounded up, of the output  128      0
+//   kernel     blocks (any number is correct)                   threads  shared bytes
+//   pad_rows   [batch * tokens / 4] rounded up, of the output   128      0
 //
 // A warp fills all heads of a token.
-#include "move.h"
+#include "convert.h"
 
 constexpr u32 KV_PAD_WARPS = 4;
 
-// Rows of entry `entry` of the output that are owned; they come first.
+// Returns the number of rows of output entry `entry` that belong to the entry; they come first.
 KV_DEV u32 kv_owned(const KvPadParams& p, u32 entry) {
   const KvCounts* counts = (const KvCounts*)p.counts;
   if (p.out.axes == KV_THD) return counts != nullptr ? counts->total_q : p.total;
@@ -24,7 +24,7 @@ KV_KERNEL(pad_rows, KvPadParams, 128, 1, [](const KvPadParams& p) {
     const u32 entry = (u32)(row / p.out.tokens), token = (u32)(row % p.out.tokens);
     if (token < kv_owned(p, entry)) continue;
     u8* to = kv_token(p.out, entry, 0, token);
-    // Up to the first multiple of 16 bytes, and behind the last, one by one.
+    // Single stores up to the first multiple of 16 bytes and after the last one.
     const u32 before = (u32)((0 - (u64)to) & 15) / bytes, head = before < values ? before : values;
     const u32 run = 16 / bytes, end = head + (values - head) / run * run;
     for (u32 i = lane; i < head; i += 32) kv_store(p.out.dtype, to, i, p.value);

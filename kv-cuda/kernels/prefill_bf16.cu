@@ -1,4 +1,4 @@
-// Attention of many queries over rows of bf16: prefill.h.
+// Prefill kernels over bf16 rows: prefill.h.
 #include "prefill.h"
 
 KV_KERNEL(prefill_bf16_64, KvAttendParams, 128, 2, kv_prefill<KvBf16, 64>)

@@ -1,4 +1,4 @@
-// Attention of many queries over codes: prefill_coded.h.
+// Prefill kernels over codes: prefill_coded.h.
 #include "prefill_coded.h"
 
 KV_KERNEL(prefill_coded_64, KvAttendParams, 128, 2, kv_prefill_coded<64>)

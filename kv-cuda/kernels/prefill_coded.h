@@ -1,174 +1,175 @@
-// Rows that are not stored as the queries' own type, for prefill.h: codes of every format, with what may
-// come with them. A tile of K and V goes through registers, where its bytes become levels of f16; then
-// everybody waits, and makes scores, weights and sums. Two blocks of a multiprocessor do the one and the
-// other at the same time.
+// The source of prefill.h for codes of every format. A tile of K and V passes through registers,
+// which decode it to f16 levels in shared memory; after a barrier, all warps compute scores,
+// weights and sums. Two thread blocks on a multiprocessor overlap the two phases.
 //
-// The factor of a row is not in its levels: that of K multiplies the score of its token, that of V the
-// weight. Such a product may be too large or too small for f16, so all of a row of queries are kept near 1
-// by a power of two, which follows the largest that there was. Queries of bf16, and such as are
-// transformed because rows of K are, come to f16 by a power of two for each row; the former exactly.
-// Outputs are transformed where rows of V are, as in attend.cu.
+// Levels do not include the factor of their row: that of K multiplies the token's scores, that of V
+// its weights. Weights times factors may exceed the range of f16, so those of a query row are kept
+// near 1 by a power of two that follows the largest product so far. Queries in bf16, and queries
+// that are transformed because K is, are scaled to f16 by a power of two per row; bf16 values
+// exactly. If V is transformed, the output is transformed back, as in attend.cu.
 //
-// Takes a call where:
-//   - q and out are f16 or bf16, on multiples of 16 bytes as for KvPrefillPlain; head_dim of K and V is D,
-//     one of 64, 80, 96, 128, 192, 256;
-//   - rows of either plane are codes of any format, or f16; blocks have no means. Transforms, sinks in 16
-//     bits and tails may be;
-//   - a log-sum-exp is asked for only where K is not transformed and has levels that are exact: it is of
-//     32 bits, and would show that queries or levels were rounded to 16.
-// Plain rows of f32, and of bf16 beside codes, are for attend.cu: f16 has no room for them.
+// Supported calls:
+//   - q and out are f16 or bf16, with addresses and strides as for KvPrefillPlain; head_dim of K
+//     and V is D: 64, 80, 96, 128, 192 or 256;
+//   - rows of either plane are codes of any format, or f16; no block means. Transforms, a
+//     full-precision prefix and tails are supported;
+//   - with a log-sum-exp, K is not transformed and its levels are exact in f16: the f32 result
+//     would show the rounding of queries or levels.
+// Rows in f32, and rows in bf16 next to codes, are left to attend.cu: f16 cannot represent them.
 //
-// Entries and launch as in prefill.h, for `prefill_coded_{D}`, with
-//   R = 64 rows a unit
+// Entries and launch are as in prefill.h, for `prefill_coded_{D}`, with
+//   R = 64 rows per work item
 //   shared bytes: 2 D (64 + 2 N) + 64 N + 800, N = 64 tokens up to D = 128, 32 above
 #pragma once
-#include "find.h"
+#include "token_rows.h"
 #include "prefill.h"
 #include "prefill_levels.h"
 #include "transform.h"
 
 template <u32 D> struct KvPrefillCoded {
-  typedef KvPrefillUnit<KvF16, D, 1, 1> Unit;
-  static constexpr u32 M = Unit::M, TOKENS = Unit::TOKENS, CHUNKS = Unit::CHUNKS, TILES = Unit::TILES;
-  static constexpr u32 ROWS = Unit::ROWS, WARP_ROWS = Unit::WARP_ROWS;
+  typedef KvPrefillItem<KvF16, D, 1, 1> Item;
+  static constexpr u32 M = Item::M, TOKENS = Item::TOKENS, CHUNKS = Item::CHUNKS, TILES = Item::TILES;
+  static constexpr u32 ROWS = Item::ROWS, WARP_ROWS = Item::WARP_ROWS;
   static constexpr bool HAS_FACTORS = true;
-  // Tokens, [2][2][TOKENS] factors, two books of 32, [2][ROWS] of query rows.
-  static constexpr u32 BYTES = 2 * TOKENS * sizeof(KvCodedAt) + 4 * (4 * TOKENS + 64 + 2 * ROWS);
-  const Unit& u;
-  KvCodedAt* tokens;  // [2][TOKENS]
-  float* factors;  // [2][K, V][TOKENS]
-  float* books;    // [K, V][32]
-  float* queries;  // [ROWS] what products with a row are multiplied with, [ROWS] what is added then
-  float given[2];  // scales of the planes
-  bool even;       // the factor of V is `given` for every token
-  // What products with a row's levels of K, and weights for levels of V, are multiplied with; the largest
-  // weight so far, without it.
+  // Addresses of tokens, [2][2][TOKENS] factors, two codebooks of 32, [2][ROWS] of query rows.
+  static constexpr u32 BYTES = 2 * TOKENS * sizeof(KvCodedRows) + 4 * (4 * TOKENS + 64 + 2 * ROWS);
+  const Item& item;
+  KvCodedRows* tokens;    // [2][TOKENS]
+  float* factors;         // [2][K, V][TOKENS]
+  float* books;           // [K, V][32]
+  float* queries;         // [ROWS] scales of query rows, [ROWS] biases of their scores
+  float plane_scales[2];  // calibrated scales of K and V
+  bool is_uniform;        // the factor of V is the same for every token
+  // Per query row: factor and bias of its scores, power of two of its weights, and the largest
+  // weight so far without that power.
   float inverse[M][2], bias[M][2], power[M][2], most[M][2];
 
-  KV_DEV KvPrefillCoded(const Unit& unit, u8* memory) : u(unit) {
-    tokens = (KvCodedAt*)memory;
+  KV_DEV KvPrefillCoded(const Item& item, u8* memory) : item(item) {
+    tokens = (KvCodedRows*)memory;
     factors = (float*)(tokens + 2 * TOKENS);
     books = factors + 4 * TOKENS;
     queries = books + 64;
-    const KvPlane &k = u.p.k_plane, &v = u.p.v_plane;
-    given[0] = kv_constants(k, u.kv_head).scale;
-    given[1] = kv_constants(v, u.kv_head).scale;
-    even = v.sinks == 0 && v.has_tail == 0 && has_given_factor(v.format);
+    const KvPlane &k = item.p.k_plane, &v = item.p.v_plane;
+    plane_scales[0] = kv_constants(k, item.kv_head).scale;
+    plane_scales[1] = kv_constants(v, item.kv_head).scale;
+    is_uniform = v.full_precision_prefix == 0 && v.has_tail == 0 && has_uniform_factor(v.format);
 #pragma unroll
     for (u32 m = 0; m < M; m++)
 #pragma unroll
       for (u32 h = 0; h < 2; h++) power[m][h] = 1.f, most[m][h] = 0.f;
   }
 
-  // Whether all rows of a head have one factor.
-  KV_DEV static bool has_given_factor(u32 format) {
-    const bool row = format == KV_FMT_Q8_0 || format == KV_FMT_Q4_0 || format == KV_FMT_E4M3_ROW || format == KV_FMT_E5M2_ROW || format == KV_FMT_INT8_ROW ||
+  // Returns whether all rows of a head have the same factor.
+  KV_DEV static bool has_uniform_factor(u32 format) {
+    const bool row = format == KV_FMT_Q8_0 || format == KV_FMT_Q4_0 || format == KV_FMT_E4M3_ROW ||
+                     format == KV_FMT_E5M2_ROW || format == KV_FMT_INT8_ROW ||
                      format == KV_FMT_L6 || format == KV_FMT_L4 || format == KV_FMT_L3;
     return !row;
   }
 
   KV_DEV void look_up(u32 tile, u32 buffer) const {
-    if (tile == KV_NONE || u.thread >= TOKENS) return;
-    const u32 position = tile * TOKENS + u.thread;
-    KvCodedAt at = {{0, 0}, 0, 0};
+    if (tile == KV_NONE || item.thread >= TOKENS) return;
+    const u32 position = tile * TOKENS + item.thread;
+    KvCodedRows at = {{0, 0}, 0, 0};
     float own[2] = {1.f, 1.f};
-    if (u.reaches(position)) {
-      const KvTokenAt found = kv_find(u.p, u.sequence(), u.kv_head, position);
+    if (item.reaches(position)) {
+      const KvTokenRows found = kv_token_rows(item.p, item.sequence(), item.kv_head, position);
       at = {{found.k, found.v}, found.wide, 0};
-      const KvPlane &k = u.p.k_plane, &v = u.p.v_plane;
+      const KvPlane &k = item.p.k_plane, &v = item.p.v_plane;
       if (found.wide == 0) {
-        own[0] = kv_row_factor(k.format, (const u8*)found.k, k.scales_begin, given[0], D);
-        own[1] = kv_row_factor(v.format, (const u8*)found.v, v.scales_begin, given[1], D);
+        own[0] = kv_row_factor(k.format, (const u8*)found.k, k.scales_begin, plane_scales[0], D);
+        own[1] = kv_row_factor(v.format, (const u8*)found.v, v.scales_begin, plane_scales[1], D);
       } else {
         own[1] = kv_wide_factor(v.format, (const u8*)found.v, D);
       }
     }
-    tokens[buffer * TOKENS + u.thread] = at;
-    factors[buffer * 2 * TOKENS + u.thread] = own[0];
-    factors[(buffer * 2 + 1) * TOKENS + u.thread] = own[1];
+    tokens[buffer * TOKENS + item.thread] = at;
+    factors[buffer * 2 * TOKENS + item.thread] = own[0];
+    factors[(buffer * 2 + 1) * TOKENS + item.thread] = own[1];
   }
 
   KV_DEV void stage(u32 tile, u32 buffer) const {
-    const KvPlane &k = u.p.k_plane, &v = u.p.v_plane;
+    const KvPlane &k = item.p.k_plane, &v = item.p.v_plane;
     const u32 start = tile * TOKENS;
-    const bool has_wide = start < k.sinks || start + TOKENS > kv_tail_begin(k, u.sequence().kv_len, u.sequence().coded);
-    const KvCodedTile all = {tokens + buffer * TOKENS, factors + buffer * 2 * TOKENS, books, {u.k, u.v},
+    const u32 tail = kv_tail_begin(k, item.sequence().kv_len, item.sequence().coded);
+    const bool has_wide = start < k.full_precision_prefix || start + TOKENS > tail;
+    const KvCodedTile all = {tokens + buffer * TOKENS, factors + buffer * 2 * TOKENS, books, {item.k, item.v},
                              {k.format, v.format}, {k.scales_begin, v.scales_begin}, TOKENS, CHUNKS, has_wide};
     kv_decode_tile(all);
   }
 
   KV_DEV void begin(u32 tile) {
     look_up(tile, 0);
-    if (u.thread < 64)
-      books[u.thread] =
-          kv_book_entry(u.thread < 32 ? u.p.k_plane.format : u.p.v_plane.format, u.thread % 32);
-    const bool converts = u.p.k_plane.transforms != 0 || u.p.q.dtype != KV_F16;
+    if (item.thread < 64)
+      books[item.thread] =
+          kv_book_entry(item.thread < 32 ? item.p.k_plane.format : item.p.v_plane.format, item.thread % 32);
+    const bool converts = item.p.k_plane.transforms != 0 || item.p.q.dtype != KV_F16;
     if (converts) {
-      const KvConstants constants = kv_constants(u.p.k_plane, u.kv_head);
-      float* row = (float*)u.k + u.warp * D;
+      const KvConstants constants = kv_constants(item.p.k_plane, item.kv_head);
+      float* row = (float*)item.k + item.warp * D;
 #pragma unroll 1
-      for (u32 i = u.warp * WARP_ROWS; i < (u.warp + 1) * WARP_ROWS; i++) convert(i, row, constants);
+      for (u32 i = item.warp * WARP_ROWS; i < (item.warp + 1) * WARP_ROWS; i++) convert(i, row, constants);
       kv_syncwarp();
     } else {
-      u.copy_queries();
+      item.copy_queries();
       kv_cp_commit();
     }
 #pragma unroll
     for (u32 m = 0; m < M; m++)
 #pragma unroll
       for (u32 h = 0; h < 2; h++) {
-        inverse[m][h] = converts ? queries[u.own_row(m, h)] : 1.f;
-        bias[m][h] = converts ? queries[ROWS + u.own_row(m, h)] : 0.f;
+        inverse[m][h] = converts ? queries[item.own_row(m, h)] : 1.f;
+        bias[m][h] = converts ? queries[ROWS + item.own_row(m, h)] : 0.f;
       }
   }
 
-  // Brings query row `i` of the unit, a warp together, by way of `row`.
+  // Converts query row `i` of the item with all lanes of a warp; `row` is scratch memory.
   KV_DEV void convert(u32 i, float* row, const KvConstants& constants) const {
-    const bool transforms = u.p.k_plane.transforms != 0;
+    const bool transforms = item.p.k_plane.transforms != 0;
     float mean = 0.f, large = 0.f, into = 1.f, back = 1.f;
-    const bool is_there = i < u.rows();
-    const u8* from = u.row_of(u.p.q, is_there ? i : 0);
-    for (u32 d = u.lane; d < D; d += 32) {
-      row[d] = is_there ? kv_load(u.p.q.dtype, from, d) : 0.f;
+    const bool is_there = i < item.rows();
+    const u8* from = item.row_of(item.p.q, is_there ? i : 0);
+    for (u32 d = item.lane; d < D; d += 32) {
+      row[d] = is_there ? kv_load(item.p.q.dtype, from, d) : 0.f;
       if (transforms) mean += row[d] * constants.mean[d];
     }
-    if (transforms) kv_transform_query(row, constants.back, D, u.lane);
+    if (transforms) kv_transform_query(row, constants.back, D, item.lane);
     kv_syncwarp();
-    for (u32 d = u.lane; d < D; d += 32) large = kv_max(large, kv_abs(row[d]));
+    for (u32 d = item.lane; d < D; d += 32) large = kv_max(large, kv_abs(row[d]));
     mean = kv_warp_sum(mean);
     large = kv_warp_max(large);
-    // The largest becomes 256 to 512, unless it is next to nothing, or infinite.
+    // Scales the largest to between 256 and 512, unless it is almost zero or infinite.
     const u32 exponent = kv_as_u(large) >> 23;
     if (exponent >= 9 && exponent < 255) {
       into = kv_as_f((262 - exponent) << 23);
       back = kv_as_f((exponent - 8) << 23);
     }
-    for (u32 d = u.lane; d < D / 2; d += 32)
-      *(u32*)(u.q + Unit::at(i, d / 4) + d % 4 * 4) = kv_pack(KvF16(), row[2 * d] * into, row[2 * d + 1] * into);
-    if (u.lane == 0) queries[i] = back, queries[ROWS + i] = mean;
+    for (u32 d = item.lane; d < D / 2; d += 32)
+      *(u32*)(item.q + Item::at(i, d / 4) + d % 4 * 4) = kv_pack(KvF16(), row[2 * d] * into, row[2 * d + 1] * into);
+    if (item.lane == 0) queries[i] = back, queries[ROWS + i] = mean;
     kv_syncwarp();
   }
 
-  KV_DEV void have(u32 tile, u32 after, u32 buffer, bool whole) const {
+  KV_DEV void wait_for(u32 tile, u32 after, u32 buffer, bool whole) const {
     kv_cp_wait<0>();
     kv_sync();
     stage(tile, buffer);
     if (!whole) {
-      // What this thread has decoded.
+      // Checks the values that this thread may have decoded.
       bool found = false;
-      for (u32 i = u.thread; i < TOKENS * CHUNKS; i += KV_PREFILL_THREADS)
-        found = found || u.is_broken(0, i / CHUNKS, i % CHUNKS);
-      const u32 factor = u.thread < TOKENS ? kv_as_u(factors[(buffer * 2 + 1) * TOKENS + u.thread]) : 0;
-      if (found || (factor & 0x7f800000u) == 0x7f800000u) kv_atomic_max(u.notes.broken + buffer, tile + 1);
+      for (u32 i = item.thread; i < TOKENS * CHUNKS; i += KV_PREFILL_THREADS)
+        found = found || item.is_non_finite(0, i / CHUNKS, i % CHUNKS);
+      const u32 factor = item.thread < TOKENS ? kv_as_u(factors[(buffer * 2 + 1) * TOKENS + item.thread]) : 0;
+      if (found || (factor & 0x7f800000u) == 0x7f800000u) kv_atomic_max(item.state.non_finite + buffer, tile + 1);
     }
     kv_sync();
     look_up(after, buffer ^ 1);
   }
-  KV_DEV void follow(u32, u32) const {}
+  KV_DEV void prepare_next(u32, u32) const {}
   KV_DEV void end() const { kv_cp_wait<0>(); }
 
   KV_DEV void scale(float (&s)[M][TILES][4], float scale, u32 buffer) const {
-    const float* own = factors + buffer * 2 * TOKENS + u.lane % 4 * 2;
+    const float* own = factors + buffer * 2 * TOKENS + item.lane % 4 * 2;
 #pragma unroll
     for (u32 i = 0; i < TILES; i++) {
       const float low = own[i * 8], high = own[i * 8 + 1];
@@ -176,16 +177,18 @@ template <u32 D> struct KvPrefillCoded {
       for (u32 m = 0; m < M; m++)
 #pragma unroll
         for (u32 j = 0; j < 4; j++)
-          s[m][i][j] = kv_fma(s[m][i][j] * (j % 2 == 0 ? low : high), scale * inverse[m][j / 2], scale * bias[m][j / 2]);
+          s[m][i][j] = kv_fma(s[m][i][j] * (j % 2 == 0 ? low : high), scale * inverse[m][j / 2],
+                              scale * bias[m][j / 2]);
     }
   }
 
-  // Makes weights, which are added to `total`, and multiplies them with the factors of V; whether sums relative to
-  // `before` stay. One that is not seen and has a factor that is no number becomes no number: only values that are
-  // seen are summed then.
-  KV_DEV bool weigh(float (&s)[M][TILES][4], const float (&largest)[M][2], float (&total)[M][2], float (&before)[M][2],
-                    u32 buffer) {
-    const float* own = factors + (buffer * 2 + 1) * TOKENS + u.lane % 4 * 2;
+  // Turns scores into weights, adds them to `total`, and multiplies them by the factors of V.
+  // Returns whether the scale of weights, and so of sums, stays; otherwise includes its change in
+  // `before`. A masked weight times a non-finite factor is NaN; such tiles are summed by
+  // sum_visible.
+  KV_DEV bool scale_weights(float (&s)[M][TILES][4], const float (&largest)[M][2], float (&total)[M][2],
+                            float (&before)[M][2], u32 buffer) {
+    const float* own = factors + (buffer * 2 + 1) * TOKENS + item.lane % 4 * 2;
     float next[M][2];
 #pragma unroll
     for (u32 m = 0; m < M; m++)
@@ -199,13 +202,13 @@ template <u32 D> struct KvPrefillCoded {
           for (u32 j = 2 * h; j < 2 * h + 2; j++) {
             s[m][i][j] = kv_exp2(s[m][i][j] - largest[m][h]);
             added += s[m][i][j];
-            if (even) continue;
+            if (is_uniform) continue;
             s[m][i][j] *= own[i * 8 + j % 2];
             next[m][h] = kv_max(next[m][h], kv_abs(s[m][i][j]));
           }
         total[m][h] += added;
       }
-    if (even) return true;
+    if (is_uniform) return true;
     bool same = true;
 #pragma unroll
     for (u32 m = 0; m < M; m++)
@@ -214,7 +217,7 @@ template <u32 D> struct KvPrefillCoded {
         next[m][h] = kv_max(next[m][h], kv_shfl_xorf(next[m][h], 1));
         next[m][h] = kv_max(next[m][h], kv_shfl_xorf(next[m][h], 2));
         most[m][h] = kv_max(most[m][h] * before[m][h], next[m][h]);
-        // The largest becomes 1 to 2, within 60 powers of two.
+        // Scales the largest to between 1 and 2, by at most 60 powers of two.
         const u32 exponent = kv_as_u(most[m][h]) >> 23;
         const float wanted = exponent == 0 ? power[m][h] : kv_as_f((254 - kv_clamped(exponent)) << 23);
         same = same && wanted == power[m][h];
@@ -227,16 +230,17 @@ template <u32 D> struct KvPrefillCoded {
   }
   KV_DEV static u32 kv_clamped(u32 exponent) { return exponent < 67 ? 67 : exponent > 187 ? 187 : exponent; }
 
-  // What sums of weighed values are multiplied with.
+  // Returns the factor of sums of scaled weights times levels.
   KV_DEV float factor(u32 m, u32 h) const {
-    return even ? kv_row_factor(u.p.v_plane.format, nullptr, 0, given[1], D) : kv_power_inverse(power[m][h]);
+    return is_uniform ? kv_row_factor(item.p.v_plane.format, nullptr, 0, plane_scales[1], D)
+                      : kv_power_inverse(power[m][h]);
   }
   KV_DEV u32 output(float low, float high) const {
-    return u.p.out.dtype == KV_F16 ? kv_pack(KvF16(), low, high) : kv_pack(KvBf16(), low, high);
+    return item.p.out.dtype == KV_F16 ? kv_pack(KvF16(), low, high) : kv_pack(KvBf16(), low, high);
   }
-  KV_DEV bool turns() const { return u.p.v_plane.transforms != 0; }
-  KV_DEV void turn(float* row) const {
-    kv_transform_output(row, kv_constants(u.p.v_plane, u.kv_head).back, D, u.lane);
+  KV_DEV bool transforms_output() const { return item.p.v_plane.transforms != 0; }
+  KV_DEV void transform_output(float* row) const {
+    kv_transform_output(row, kv_constants(item.p.v_plane, item.kv_head).back, D, item.lane);
   }
 };
 

@@ -1,4 +1,4 @@
-// Attention of many queries over rows of f16: prefill.h.
+// Prefill kernels over f16 rows: prefill.h.
 #include "prefill.h"
 
 KV_KERNEL(prefill_f16_64, KvAttendParams, 128, 2, kv_prefill<KvF16, 64>)

@@ -1,23 +1,22 @@
-// Eight neighbours of a stored row as levels of f16, in two steps: their bytes, so that many are on their
-// way at once, then the levels. What a level is, and its row's factor, is format.h's, but that
+// Decoding of eight consecutive values to f16 levels, in two steps: load the bytes, so that many
+// loads are in flight, then convert. Part of prefill.h. Levels and factors are those of format.h,
+// except:
 //
-//   - of nvfp4 the given scale is the factor, so that levels are exact;
-//   - of q8_0 and q4_0 levels are relative to a power of two, the factor, which the largest scale of the
-//     row chooses: they are neither too large for f16 nor, if they matter, too small.
+//   - nvfp4: the calibrated scale is the factor, so that levels are exact;
+//   - q8_0 and q4_0: levels are relative to a power of two, the factor, chosen from the largest
+//     scale of the row. They neither overflow f16 nor, if they matter, underflow.
 //
-// Levels of the Lloyd-Max formats, of q8_0 and of q4_0 are rounded to f16. Others are exact.
-//
-// Part of prefill.h.
+// Levels of the Lloyd-Max formats, q8_0 and q4_0 are rounded to f16; the others are exact.
 #pragma once
 #include "format.h"
-#include "prefill_unit.h"
+#include "prefill_item.h"
 
-// Bytes of eight values, and the scale they share with their neighbours.
+// Bytes of eight values, and the scale that they share with their neighbours.
 struct KvRaw8 { u32 word[4]; float scale; };
 
 KV_DEV u32 kv_raw_byte(const u32 (&word)[4], u32 from, u32 i) { return word[from + i / 4] >> (i % 4 * 8) & 0xff; }
 
-// Of formats that differ in scaling, the first.
+// Returns the first of the formats that differ only in scaling.
 KV_DEV constexpr u32 kv_family(u32 format) {
   return format >= KV_FMT_E4M3 && format <= KV_FMT_E4M3_ROW   ? (u32)KV_FMT_E4M3
          : format >= KV_FMT_E5M2 && format <= KV_FMT_E5M2_ROW ? (u32)KV_FMT_E5M2
@@ -32,24 +31,24 @@ KV_DEV constexpr u32 kv_lloyd_bits(u32 family) {
                                                           : 0;
 }
 
-// What Lloyd-Max codes mean: magnitudes, in shared memory. Each lies in a bank of its own.
+// Returns entry `i` of a format's codebook. A copy in shared memory has one entry per bank.
 KV_DEV float kv_book_entry(u32 format, u32 i) {
   const u32 bits = kv_lloyd_bits(kv_family(format));
   return bits == 6 ? kv_magnitude<6>(i) : bits == 4 ? kv_magnitude<4>(i) : bits == 3 ? kv_magnitude<3>(i) : 0.f;
 }
 
-// The factor of a row.
+// Returns the factor of a row.
 KV_DEV float kv_row_factor(u32 format, const u8* row, u32 scales_begin, float scale, u32 dim) {
   if (format == KV_FMT_NVFP4) return scale;
   if (format != KV_FMT_Q8_0 && format != KV_FMT_Q4_0) return kv_factor(format, row, scales_begin, scale);
   const u32 step = format == KV_FMT_Q8_0 ? 34 : 18;
   float most = 0.f;
   for (u32 i = 0; i * 32 < dim; i++) most = kv_max(most, kv_abs(kv_half_at(row + i * step)));
-  // The largest scale becomes 64 to 128: times a code, less than 2^14.
+  // Scales the largest scale to between 64 and 128: less than 2^14 after multiplication by a code.
   const u32 exponent = kv_as_u(most) >> 23;
   return exponent == 0 || exponent == 255 ? 1.f : kv_as_f((exponent - 6) << 23);
 }
-// The power of two below the largest level of a format whose rows or planes have a factor, 0 for others.
+// Returns log2, rounded down, of the largest level of a format that has a factor; 0 for others.
 KV_DEV u32 kv_level_exponent(u32 format) {
   switch (kv_family(format)) {
     case KV_FMT_INT8: return 6;
@@ -63,8 +62,8 @@ KV_DEV u32 kv_level_exponent(u32 format) {
   }
 }
 
-// The factor of a row in 16 bits among codes of `format`: a power of two that makes its levels as large as
-// theirs, so that weights times factors tell how much a token matters.
+// Returns the factor of a row in 16 bits among codes of `format`: a power of two that makes its
+// levels as large as those of codes, so that weights times factors measure the influence of tokens.
 KV_DEV float kv_wide_factor(u32 format, const u8* row, u32 dim) {
   const u32 wanted = kv_level_exponent(format);
   if (wanted == 0) return 1.f;
@@ -80,10 +79,11 @@ KV_DEV float kv_wide_factor(u32 format, const u8* row, u32 dim) {
   const u32 exponent = kv_as_u(kv_f16_f((u16)most)) >> 23;
   return exponent == 0 || exponent == 255 ? 1.f : kv_as_f((exponent - wanted) << 23);
 }
-// One divided by a power of two.
+// Returns the reciprocal of a power of two.
 KV_DEV float kv_power_inverse(float power) { return kv_as_f((254u << 23) - kv_as_u(power)); }
 
-// `whole` is where whole groups of the row end; sixteen values behind it are packed by themselves.
+// Loads the bytes of eight values. `whole` is the end of the row's whole groups; 16 values after it
+// are a group of their own.
 template <u32 FAMILY> KV_DEV KvRaw8 kv_raw8(const u8* row, u32 scales_begin, u32 whole, u32 begin) {
   constexpr u32 bits = kv_lloyd_bits(FAMILY);
   const u8* scales = row + scales_begin;
@@ -122,11 +122,11 @@ template <u32 FAMILY> KV_DEV KvRaw8 kv_raw8(const u8* row, u32 scales_begin, u32
   return raw;
 }
 
-// Code `i` of eight of a Lloyd-Max format.
+// Extracts code `i` of eight of a Lloyd-Max format.
 template <u32 BITS> KV_DEV u32 kv_raw_code(const KvRaw8& raw, u32 at, bool half, u32 i) {
-  // What is the first half of a whole group is the first quarter of half of one.
+  // The first half of a whole group corresponds to the first quarter of half a group.
   const u32 nibble = kv_raw_byte(raw.word, 0, i) >> (half ? at / 8 * 4 : at / 16 * 4) & 15;
-  // Of half a group, values four apart share a byte.
+  // In half a group, values four apart share a byte.
   const u32 place = half ? i % 4 : i, shift = half ? (at + i) / 4 * 2 : at / 8 * 2;
   if (BITS == 4) return nibble;
   if (BITS == 6) return nibble | (raw.word[2 + place / 4] >> (place % 4 * 8 + shift) & 3) << 4;
@@ -134,7 +134,7 @@ template <u32 BITS> KV_DEV u32 kv_raw_code(const KvRaw8& raw, u32 at, bool half,
   return (raw.word[place / 4] >> (place % 4 * 8 + shift) & 3) | sign << 2;
 }
 
-// Eight levels.
+// Converts eight values to levels.
 template <u32 FAMILY>
 KV_DEV KvWord4 kv_levels8(const KvRaw8& raw, u32 whole, u32 begin, const float* book, float factor) {
   constexpr u32 bits = kv_lloyd_bits(FAMILY);
@@ -181,38 +181,38 @@ KV_DEV KvWord4 kv_levels8(const KvRaw8& raw, u32 whole, u32 begin, const float* 
   return {out[0], out[1], out[2], out[3]};
 }
 
-// Where rows of K and V of a token lie; 0 for one that is not needed.
-struct KvCodedAt { u64 row[2]; u32 wide, pad; };
+// Addresses of a token's rows of K and V; 0 for a token that is not needed.
+struct KvCodedRows { u64 row[2]; u32 wide, pad; };
 
-// A tile of K and V that is to be decoded.
+// A tile of K and V to decode.
 struct KvCodedTile {
-  const KvCodedAt* tokens;
+  const KvCodedRows* tokens;
   const float* factors;        // [K, V][tokens]
   const float* books;          // [K, V][32]
-  u8* to[2];                   // [tokens] rows: see prefill_unit.h
+  u8* to[2];                   // [tokens] rows, swizzled as in prefill_item.h
   u32 formats[2], scales_begin[2];
-  u32 num_tokens, chunks;      // chunks of eight values a row
-  bool has_wide;               // rows in 16 bits among codes may be in it
+  u32 num_tokens, chunks;      // chunks of eight values per row
+  bool has_wide;               // may contain rows in 16 bits among codes
 };
 
-// Makes levels of the rows of a plane that are `wide`, or that are not.
+// Decodes the rows of a plane whose `wide` flag is this one.
 template <u32 FAMILY> KV_DEV void kv_decode_rows(const KvCodedTile& tile, u32 plane, u32 wide) {
   constexpr u32 AT_ONCE = 4, THREADS = 128;
   const float *factors = tile.factors + plane * tile.num_tokens, *book = tile.books + plane * 32;
   const u32 scales_begin = tile.scales_begin[plane], whole = tile.chunks / 4 * KV_GROUP;
-  const u32 runs = tile.num_tokens * tile.chunks, inverse = 65536 / tile.chunks + 1;  // right for 4096 runs
+  const u32 runs = tile.num_tokens * tile.chunks, inverse = 65536 / tile.chunks + 1;  // exact up to 4096 runs
   u8* to = tile.to[plane];
 #pragma unroll 1
   for (u32 first = threadIdx.x; first < runs; first += AT_ONCE * THREADS) {
     KvRaw8 raw[AT_ONCE];
-    u32 place[AT_ONCE];  // token and chunk, KV_NONE for none
+    u32 place[AT_ONCE];  // token and chunk, or KV_NONE
 #pragma unroll
     for (u32 j = 0; j < AT_ONCE; j++) {
       const u32 i = first + j * THREADS, token = i * inverse >> 16, chunk = i - token * tile.chunks;
       raw[j] = {{0, 0, 0, 0}, 0.f};
       place[j] = KV_NONE;
       if (i >= runs) continue;
-      const KvCodedAt& at = tile.tokens[token];
+      const KvCodedRows& at = tile.tokens[token];
       const u64 row = plane == 0 ? at.row[0] : at.row[1];
       if (at.wide != wide) continue;
       place[j] = token << 16 | chunk;
@@ -225,12 +225,12 @@ template <u32 FAMILY> KV_DEV void kv_decode_rows(const KvCodedTile& tile, u32 pl
       const u32 token = place[j] >> 16, chunk = place[j] & 0x7fffu;
       KvWord4 out = {0, 0, 0, 0};
       if ((place[j] & 0x8000u) == 0) out = kv_levels8<FAMILY>(raw[j], whole, chunk * 8, book, factors[token]);
-      *(KvWord4*)(to + kv_chunk_at(token, chunk, tile.chunks)) = out;
+      *(KvWord4*)(to + kv_swizzled(token, chunk, tile.chunks)) = out;
     }
   }
 }
 
-// Decodes a tile, by 128 threads. A function of its own, since every stored format is in it.
+// Decodes a tile with 128 threads. Not inlined, since it contains every stored format.
 KV_DEV_CALL void kv_decode_tile(const KvCodedTile& tile) {
 #pragma unroll 1
   for (u32 pass = 0; pass < (tile.has_wide ? 4u : 2u); pass++) {

@@ -1,22 +1,24 @@
-// Mean, balance, signs and Hadamard rotation of one row: kv-quant's transform.rs, on the device.
+// The transform of a row (mean, balance, signs, Hadamard rotation): kv-quant's transform.rs, on the
+// device.
 //
-// One warp, one row: `x` are its `dim` values in memory that the warp shares, `lane` is the thread's
-// number in the warp. All 32 lanes call, values were synced before, and are on return.
+// One warp transforms one row. `x` points to its `dim` values in memory that the warp shares;
+// `lane` is the thread's lane. All 32 lanes call; the values must be synchronised before, and are
+// on return.
 //
 //   kv_transform_store(x, mean, into, dim, lane)   R((x - mean) * into): K and V, before encoding
 //   kv_transform_load(x, mean, back, dim, lane)    R(x) * back + mean: K and V, after decoding
 //   kv_transform_query(x, back, dim, lane)         R(q * back), with K's constants
 //   kv_transform_output(x, back, dim, lane)        R(o) * back, with V's constants
 //
-// Bit for bit kv-quant's where the compiler does not fuse multiplications and additions
-// (`--fmad=false`), else as near as rounding allows.
+// Bit for bit as in kv-quant if the compiler does not contract to FMA (`--fmad=false`), otherwise
+// within rounding.
 #pragma once
 #include "dev.h"
 
-// `rotate`: the orthonormal Walsh-Hadamard transform of the blocks of powers of two that sum to
-// `dim`, largest first.
+// kv-quant's `rotate`: the orthonormal Walsh-Hadamard transform of each block, where the blocks are
+// the powers of two that sum to `dim`, largest first.
 KV_DEV void kv_rotate(float* x, u32 dim, u32 lane) {
-  for (u32 bit = 32; bit-- > 1;) {  // a block of one value stays
+  for (u32 bit = 32; bit-- > 1;) {  // a block of one value does not change
     const u32 block = 1u << bit;
     if ((dim & block) == 0) continue;
     const float halved = kv_as_f((127 - bit / 2) << 23);
@@ -34,7 +36,7 @@ KV_DEV void kv_rotate(float* x, u32 dim, u32 lane) {
   }
 }
 
-// At most 2^112 in magnitude, infinities too, so that no sum of a rotation overflows; NaN stays.
+// Clamps to 2^112 in magnitude, infinities too, so that no sum of a rotation overflows; NaN stays.
 // kv-quant's `STORED_MAX`.
 KV_DEV float kv_saturated(float x) {
   const float most = kv_as_f((127 + 112) << 23);

@@ -1,14 +1,17 @@
-// Who sees what: kv-core's AttentionOptions::visible, kv-cpu's Reach and the walk over its tiles.
+// Masks: which keys a query sees (kv-core's AttentionOptions::visible), and iteration over the
+// tiles that contain them.
 #pragma once
 #include "rows.h"
 
-constexpr u32 KV_TILE = 32;  // tokens that are scored and summed together, at multiples of it
+constexpr u32 KV_TILE = 32;  // tokens of a tile, which begins at a multiple of it
 constexpr u32 KV_NONE = 0xffffffffu;
 
-// Keys that one query sees: 0..sinks and begin..end. No bound falls from one query to the next.
-struct KvVisible { u32 begin, end, sinks; };
+// Keys that one query sees: 0..sink_end and begin..end. No bound decreases from a query to the
+// next.
+struct KvVisible { u32 begin, end, sink_end; };
 
-// `p` has the options of attention: KvAttendParams, KvDecodePlanParams.
+// Computes the visible keys of a query. `p` has the options of attention: KvAttendParams or
+// KvDecodePlanParams.
 template <class Params> KV_DEV KvVisible kv_visible(const Params& p, const KvSequence& s, u32 query) {
   const i64 len = (i64)s.kv_len, position = len - (i64)s.q_len + (i64)query;
   i64 begin = 0, end = len;
@@ -19,22 +22,23 @@ template <class Params> KV_DEV KvVisible kv_visible(const Params& p, const KvSeq
   return {first, (u32)end, p.sink_tokens < first ? p.sink_tokens : first};
 }
 
-// What queries that follow each other see of one part of a context.
-struct KvReach { u32 sinks_begin, sinks_end, begin, end; };
+// Keys that consecutive queries see in one KV split: sink_begin..sink_end and begin..end.
+struct KvReach { u32 sink_begin, sink_end, begin, end; };
 
-KV_DEV KvReach kv_reach(const KvVisible& first, const KvVisible& last, u32 part_begin, u32 part_end) {
-  // Windows of neighbours touch, so the first query and the last tell the union.
-  u32 sinks = last.sinks < first.begin ? last.sinks : first.begin;
-  KvReach reach = {part_begin, sinks < part_end ? sinks : part_end, first.begin, last.end};
-  if (reach.begin < part_begin) reach.begin = part_begin;
-  if (reach.end > part_end) reach.end = part_end;
+KV_DEV KvReach kv_reach(const KvVisible& first, const KvVisible& last, u32 split_begin, u32 split_end) {
+  // Windows of neighbouring queries touch or overlap: the first and the last determine the union.
+  u32 sink_end = last.sink_end < first.begin ? last.sink_end : first.begin;
+  KvReach reach = {split_begin, sink_end < split_end ? sink_end : split_end, first.begin, last.end};
+  if (reach.begin < split_begin) reach.begin = split_begin;
+  if (reach.end > split_end) reach.end = split_end;
   return reach;
 }
 
-// The first tile of TOKENS at or behind `tile` in which something is seen; KV_NONE behind the last.
+// Returns the first tile of TOKENS, at or after `tile`, that contains a visible key; otherwise
+// KV_NONE.
 template <u32 TOKENS = KV_TILE> KV_DEV u32 kv_next_tile(const KvReach& reach, u32 tile) {
-  if (reach.sinks_begin < reach.sinks_end && (u64)tile * TOKENS < reach.sinks_end) {
-    const u32 first = reach.sinks_begin / TOKENS;
+  if (reach.sink_begin < reach.sink_end && (u64)tile * TOKENS < reach.sink_end) {
+    const u32 first = reach.sink_begin / TOKENS;
     return tile > first ? tile : first;
   }
   if (reach.begin >= reach.end) return KV_NONE;
@@ -53,7 +57,7 @@ KV_DEV u32 kv_next_tile_of(const KvReach& reach, u32 tile, u32 lane, u32 lanes) 
   }
 }
 
-// Tokens `begin..end` of the tile that starts at `start`, as bits.
+// Returns a bit mask of tokens `begin..end` in the tile that starts at `start`.
 KV_DEV u32 kv_bits(u32 begin, u32 end, u32 start) {
   const u32 from = begin > start ? begin - start : 0, to = end > start ? end - start : 0;
   const u32 below_to = to >= 32 ? KV_NONE : (1u << to) - 1, below_from = from >= 32 ? KV_NONE : (1u << from) - 1;
@@ -61,8 +65,8 @@ KV_DEV u32 kv_bits(u32 begin, u32 end, u32 start) {
 }
 
 KV_DEV u32 kv_reach_bits(const KvReach& reach, u32 start) {
-  return kv_bits(reach.sinks_begin, reach.sinks_end, start) | kv_bits(reach.begin, reach.end, start);
+  return kv_bits(reach.sink_begin, reach.sink_end, start) | kv_bits(reach.begin, reach.end, start);
 }
 KV_DEV u32 kv_visible_bits(const KvVisible& v, u32 start) {
-  return kv_bits(0, v.sinks, start) | kv_bits(v.begin, v.end, start);
+  return kv_bits(0, v.sink_end, start) | kv_bits(v.begin, v.end, start);
 }

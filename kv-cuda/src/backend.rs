@@ -2,15 +2,16 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use kv_core::DeviceError;
 use kv_core::backend::kernels::FORMATS;
-use kv_core::backend::{Backend, Capabilities};
+use kv_core::backend::{Backend, Capabilities, ChunkShape, StorageView};
+use kv_core::error::DeviceError;
 
 use crate::buffer::CudaBuffer;
 use crate::driver::{CudaGpu, CudaOptions};
 #[cfg(feature = "emulated")]
 use crate::emulated::{Emulator, EmulatorOptions, Idle};
 use crate::gpu::Gpu;
+use crate::host_pool::CudaHostPool;
 use crate::op;
 use crate::queue::CudaQueue;
 use crate::waiter::Waiter;
@@ -101,11 +102,6 @@ impl CudaBackend {
         Ok(CudaQueue::on(&self.gpu, &self.waiter, stream))
     }
 
-    /// Returns what swapping needs for a stream of its own.
-    pub(crate) fn parts(&self) -> (&Arc<dyn Gpu>, &Arc<Waiter>) {
-        (&self.gpu, &self.waiter)
-    }
-
     /// Returns the name of the card.
     pub fn card(&self) -> &str {
         &self.gpu.facts().card
@@ -115,6 +111,7 @@ impl CudaBackend {
 impl Backend for CudaBackend {
     type Buffer = CudaBuffer;
     type Queue = CudaQueue;
+    type HostPool = CudaHostPool;
 
     fn name(&self) -> &'static str {
         self.gpu.name()
@@ -132,5 +129,13 @@ impl Backend for CudaBackend {
     }
     fn queue(&self) -> Result<CudaQueue, DeviceError> {
         CudaQueue::new(&self.gpu, &self.waiter)
+    }
+    fn host_pool(
+        &self,
+        storage: StorageView<'_, CudaBuffer>,
+        shape: ChunkShape,
+        chunks: u32,
+    ) -> Result<CudaHostPool, DeviceError> {
+        CudaHostPool::new(&self.gpu, &self.waiter, storage, shape, chunks)
     }
 }

@@ -2,7 +2,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use kv_core::{DeviceError, DeviceErrorKind};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 
 use crate::gpu::Gpu;
 use crate::params::Address;

@@ -2,7 +2,9 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
-use kv_core::{DeviceError, QkvFormat, TokenRows};
+use kv_core::QkvFormat;
+use kv_core::backend::TokenRows;
+use kv_core::error::DeviceError;
 
 use crate::buffer::CudaBuffer;
 use crate::gpu::{Gpu, Graph};

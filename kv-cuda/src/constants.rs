@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use hashbrown::HashMap;
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 
 use crate::buffer::CudaBuffer;
 use crate::capture::{self, Held};

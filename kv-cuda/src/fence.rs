@@ -3,7 +3,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use kv_core::backend::{Fence, Readback};
-use kv_core::{DeviceError, DeviceErrorKind};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 
 use crate::gpu::{Event, Gpu, Stream};
 use crate::pins::PinnedBuffer;
@@ -38,6 +38,11 @@ impl CudaFence {
     ) -> Result<Self, DeviceError> {
         let event = stream.record()?;
         Ok(Self { gpu: Arc::clone(gpu), event, waiter: Arc::clone(waiter) })
+    }
+
+    /// Returns its event.
+    pub(crate) fn event(&self) -> &Arc<dyn Event> {
+        &self.event
     }
 
     /// Returns its event, for a stream of `gpu` to wait for.

@@ -7,7 +7,7 @@ use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
 
-use kv_core::{DeviceError, DeviceErrorKind};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 
 use crate::params::Address;
 
@@ -142,7 +142,7 @@ pub(crate) trait Stream: fmt::Debug + Send {
     /// 1. `params` are the kernel's parameters, and every address in them points to memory as large
     ///    as the kernel uses, until an event recorded later is done.
     unsafe fn launch(&mut self, launch: &Launch, params: &[u8]) -> Result<(), DeviceError>;
-    /// Makes many copies to the device, as a block that is swapped in needs.
+    /// Makes many copies to the device, as a chunk that is copied in needs.
     ///
     /// # Safety
     /// 1. Conditions of [`Self::upload`], for every copy.

@@ -2,7 +2,7 @@
 //!
 //! [`CudaBackend`] implements the contract of [`kv_core::backend`] on a card of compute capability
 //! 8.0 or later. Building it needs no part of CUDA; the driver is loaded when a device is opened,
-//! and a machine without one gets [`Unsupported`](kv_core::DeviceErrorKind::Unsupported).
+//! and a machine without one gets [`Unsupported`](kv_core::error::DeviceErrorKind::Unsupported).
 //!
 //! A [`CudaQueue`] is a stream. Inputs in host memory are staged through page-locked memory. An
 //! output in host memory is written to memory of the queue and downloaded before the call returns,
@@ -14,8 +14,8 @@
 //! ([`CudaOptions::with_reserved_bytes`]). Dropping a buffer does not wait: its memory is reused
 //! once every stream has passed the work submitted so far.
 //!
-//! Blocks of preempted sequences can be swapped to page-locked host memory and back, on a stream
-//! beside the queue's: [`CudaBackend::swap`].
+//! Blocks can be copied to page-locked host memory and back, on a stream beside the queue's:
+//! [`CudaHostPool`].
 //!
 //! With the feature `emulated`, the same host code and the same kernels run on the CPU
 //! (`CudaBackend::emulated`): slow, for tests, and without a card.
@@ -32,6 +32,7 @@ mod driver;
 mod emulated;
 mod fence;
 mod gpu;
+mod host_pool;
 mod op;
 mod params;
 mod pins;
@@ -40,7 +41,6 @@ mod reclaim;
 mod scratch;
 mod staging;
 mod step;
-mod swap;
 mod tensors;
 #[cfg(test)]
 #[cfg(feature = "emulated")]
@@ -54,6 +54,6 @@ pub use driver::{CardFacts, CudaOptions, cards};
 #[cfg(feature = "emulated")]
 pub use emulated::EmulatorOptions;
 pub use fence::{CudaFence, CudaReadback};
+pub use host_pool::{CudaChunk, CudaHostPool, CudaPendingChunk};
 pub use queue::CudaQueue;
 pub use step::StepLimits;
-pub use swap::CudaSwap;

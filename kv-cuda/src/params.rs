@@ -129,9 +129,9 @@ params! {
         k_plane: Plane,
         v_plane: Plane,
         sink_logits: Address,
-        part_rows: Address,
-        part_stats: Address,
-        part_index: Address,
+        partial_rows: Address,
+        partial_stats: Address,
+        partial_index: Address,
         counters: Address,
         scale: f32,
         soft_cap: f32,
@@ -142,21 +142,21 @@ params! {
         q_len_min: u32,
         q_len_max: u32,
     }
-    /// A work item of decoding: some of the tiles that up to 16 query rows of one kv head see.
-    struct Piece {
+    /// A work item of decoding: one KV split of up to 16 query rows of one kv head.
+    struct WorkItem {
         sequence: u32,
         head: u32,
         row: u32,
         tile_begin: u32,
         tile_end: u32,
-        part: u32,
-        parts: u32,
+        split: u32,
+        num_splits: u32,
         partial: u32,
     }
     /// Parameters of `plan_decode`.
     struct DecodePlanParams {
         plan: Plan,
-        pieces: Address,
+        items: Address,
         starts: Address,
         slots: u32,
         kv_heads: u32,
@@ -170,9 +170,9 @@ params! {
     /// Parameters of `decode_*`.
     struct DecodeParams {
         attend: AttendParams,
-        pieces: Address,
+        items: Address,
         starts: Address,
-        units: u32,
+        stages: u32,
         block_shift: u32,
     }
     /// Rows of one sequence to gather.

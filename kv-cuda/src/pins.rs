@@ -5,7 +5,7 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 
 use crate::gpu::{Gpu, Pinned};
 

@@ -1,12 +1,13 @@
 //! The command queue: a stream, and the memory that its calls share.
 use std::sync::Arc;
 
+use kv_core::GroupId;
 use kv_core::backend::{HostOutputs, Queue};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 use kv_core::plan::{
     AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs,
     GatherPlan, PlanId, WriteArgs, WritePlan,
 };
-use kv_core::{DeviceError, DeviceErrorKind, GroupId};
 
 use crate::buffer::CudaBuffer;
 use crate::capture::{self, CudaGraph, Held};

@@ -5,7 +5,7 @@
 //! need of the largest call and stays.
 use std::sync::Arc;
 
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 
 use crate::buffer::CudaBuffer;
 use crate::gpu::{Gpu, Stream};

@@ -5,7 +5,7 @@
 //! bounds how much is kept.
 use std::sync::Arc;
 
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 
 use crate::gpu::{Event, Stream};
 use crate::params::Address;
@@ -54,7 +54,7 @@ impl Staging {
             self.next_chunk(stream, bytes.len())?;
         }
         let Some((used, chunk)) = self.current.as_mut().filter(|(u, c)| fits(*u, c.len())) else {
-            return Err(DeviceError::new(kv_core::DeviceErrorKind::OutOfMemory, "stage"));
+            return Err(DeviceError::new(kv_core::error::DeviceErrorKind::OutOfMemory, "stage"));
         };
         let to = chunk.base().wrapping_add(*used);
         // SAFETY: `used + len` is within the chunk, as checked above. Nothing else uses these

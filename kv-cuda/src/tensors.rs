@@ -5,15 +5,16 @@
 //! because they may have been made at different times and kernels check nothing.
 use std::sync::Arc;
 
+use kv_core::QkvFormat;
 pub(crate) use kv_core::backend::kernels::{Room, unsupported};
 use kv_core::backend::kernels::{
     axes_code, check_plane, device_output, dtype_code, plane_align, wide_head_stride,
     wide_per_block,
 };
-use kv_core::{
-    DeviceError, PlaneLayout, PlaneView, QkvFormat, TensorData, TokenRows, TokenTensor,
-    TokenTensorMut,
+use kv_core::backend::{
+    PlaneLayout, PlaneView, TensorData, TokenRows, TokenTensor, TokenTensorMut,
 };
+use kv_core::error::DeviceError;
 
 use crate::buffer::CudaBuffer;
 use crate::capture::{self, Held};

@@ -5,7 +5,7 @@ use std::task::Waker;
 use std::thread;
 use std::time::Duration;
 
-use kv_core::{DeviceError, DeviceErrorKind};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 
 use crate::gpu::Event;
 

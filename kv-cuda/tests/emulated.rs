@@ -6,12 +6,13 @@ fn main() -> ExitCode {
 }
 
 #[cfg(feature = "emulated")]
-fn open() -> Result<kv_cuda::CudaBackend, kv_core::DeviceError> {
+fn open() -> Result<kv_cuda::CudaBackend, kv_core::error::DeviceError> {
     kv_cuda::CudaBackend::emulated(&kv_cuda::EmulatorOptions::default())
 }
 
 #[cfg(not(feature = "emulated"))]
-fn open() -> Result<kv_core::AnyBackend, kv_core::DeviceError> {
-    let unsupported = kv_core::DeviceErrorKind::Unsupported;
-    Err(kv_core::DeviceError::new(unsupported, "open").with_detail("feature `emulated` is off"))
+fn open() -> Result<kv_core::backend::AnyBackend, kv_core::error::DeviceError> {
+    let unsupported = kv_core::error::DeviceErrorKind::Unsupported;
+    Err(kv_core::error::DeviceError::new(unsupported, "open")
+        .with_detail("feature `emulated` is off"))
 }

@@ -9,11 +9,11 @@
 )]
 
 use half::f16;
-use kv_core::backend::{Queue, Readback};
+use kv_core::backend::{Backend, Queue, Readback};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 use kv_core::{
-    AttentionOptions, Backend, CacheSpec, DType, DeviceError, DeviceErrorKind, KvCache, KvFormat,
-    QkvFormat, ScaleGroup, Scaling, SequenceId, StartOptions, Step, StepInput, TensorView,
-    TensorViewMut,
+    AttentionOptions, CacheSpec, DType, KvCache, KvFormat, QkvFormat, ScaleGroup, Scaling,
+    SequenceId, StartOptions, Step, StepInput, TensorView, TensorViewMut,
 };
 use kv_cuda::{CudaBackend, CudaBuffer, CudaGraph, CudaOptions, StepLimits};
 

@@ -2,9 +2,11 @@
 //! the device, so such a view is refused before.
 #![cfg(feature = "emulated")]
 
+use kv_core::backend::Backend;
+use kv_core::error::DeviceErrorKind;
 use kv_core::{
-    Backend, CacheError, CacheSpec, DType, DeviceErrorKind, KvCache, QkvFormat, SequenceId,
-    StartOptions, StepInput, TensorView,
+    CacheError, CacheSpec, DType, KvCache, QkvFormat, SequenceId, StartOptions, StepInput,
+    TensorView,
 };
 use kv_cuda::{CudaBackend, EmulatorOptions};
 

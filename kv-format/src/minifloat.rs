@@ -102,7 +102,6 @@ pub(crate) fn e2m1_round(value: f32) -> f32 {
 /// Libraries disagree about this rounding. PyTorch and `ml_dtypes` round like this for positive
 /// numbers up to 1.5 * 2^127. The microscaling specification chooses a block's scale by the
 /// exponent of the largest magnitude instead.
-/// exponent of the largest magnitude instead.
 #[inline]
 pub fn e8m0_encode(value: f32) -> u8 {
     if value.is_nan() {

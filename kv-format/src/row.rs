@@ -24,8 +24,8 @@
 //! A row never changes what another row decodes to. Unused bytes are 0.
 //!
 //! ```
-//! use kv_core::KvFormat;
-//! use kv_quant::row::{decode_row, encode_row};
+//! use kv_format::KvFormat;
+//! use kv_format::row::{decode_row, encode_row};
 //!
 //! let format: KvFormat = "int8".parse()?;
 //! let values = [254.0, -2.0, 100.0];
@@ -37,7 +37,7 @@
 //! let mut decoded = [0.0; 3];
 //! decode_row(format, 1.0, &row, &mut decoded);
 //! assert_eq!(decoded, values);
-//! # Ok::<(), kv_core::error::UnknownName>(())
+//! # Ok::<(), kv_format::UnknownName>(())
 //! ```
 #![expect(
     clippy::inline_always,

@@ -19,7 +19,8 @@ mod layer;
 #[cfg(test)]
 mod tests;
 
-use kv_core::{Calibration, LayerId};
+use kv_core::LayerId;
+use kv_core::calibration::Calibration;
 
 pub use error::{CalibrateError, Tensor};
 pub use layer::BALANCE_MAX;

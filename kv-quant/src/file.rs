@@ -29,8 +29,9 @@ mod tests;
 
 use std::collections::BTreeMap;
 
-use kv_core::calibration::LayerCalibration;
-use kv_core::{Calibration, LayerId, Plane};
+use kv_core::LayerId;
+use kv_core::backend::Plane;
+use kv_core::calibration::{Calibration, LayerCalibration};
 
 pub use error::{FileError, HeaderError};
 
@@ -81,7 +82,7 @@ impl Metadata {
 ///
 /// # Examples
 /// ```
-/// use kv_core::Calibration;
+/// use kv_core::calibration::Calibration;
 /// use kv_core::calibration::{LayerCalibration, PlaneCalibration};
 /// use kv_quant::calibrate::LayerShape;
 /// use kv_quant::file::{self, Metadata};

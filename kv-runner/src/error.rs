@@ -95,7 +95,7 @@ impl StdError for ForeignError {
     }
 }
 
-/// candle adds a backtrace to its errors if the environment asks for one. It is left out, because
+/// candle adds a backtrace to its errors if the environment requests one. It is left out, because
 /// the message is for users of a program.
 impl From<CandleError> for ForeignError {
     fn from(error: CandleError) -> Self {

@@ -1,7 +1,8 @@
 //! Conformance cases and their outcomes.
 use std::fmt;
 
-use kv_core::{CacheError, DeviceError, DeviceErrorKind, PlanError, SpecError};
+use kv_core::CacheError;
+use kv_core::error::{DeviceError, DeviceErrorKind, PlanError, SpecError};
 
 use crate::device::Device;
 
@@ -103,8 +104,8 @@ impl From<PlanError> for CaseError {
         Self::Cache(error.into())
     }
 }
-impl From<kv_core::CalibrationError> for CaseError {
-    fn from(error: kv_core::CalibrationError) -> Self {
+impl From<kv_core::calibration::CalibrationError> for CaseError {
+    fn from(error: kv_core::calibration::CalibrationError) -> Self {
         Self::Cache(error.into())
     }
 }

@@ -53,9 +53,11 @@ impl Consumer {
                 let old = self.blocks.insert((block.group.0, block.key), block.clone());
                 ensure(old.is_none(), || format!("{} was stored twice", block.key))
             }
-            EventKind::Removed { group, key } => {
+            EventKind::Removed { group, key, tier } => {
                 let old = self.blocks.remove(&(group.0, *key));
-                ensure(old.is_some(), || format!("{key} was removed and never stored"))
+                ensure(old.is_some_and(|old| old.tier == *tier), || {
+                    format!("{key} was removed from {tier:?} and never stored there")
+                })
             }
             EventKind::Updated { group, key, tier, priority } => {
                 let block = self.blocks.get_mut(&(group.0, *key));

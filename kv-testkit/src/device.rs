@@ -3,8 +3,11 @@ use std::any::Any;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-use kv_core::backend::{Backend, Capabilities, Fence, Queue, Readback};
-use kv_core::{AnyBackend, DeviceError, TensorView, TensorViewMut};
+use kv_core::backend::{
+    AnyBackend, Backend, Capabilities, ChunkShape, Fence, Queue, Readback, StorageView,
+};
+use kv_core::error::DeviceError;
+use kv_core::{TensorView, TensorViewMut};
 
 use crate::tokens::{Tensor, TokenLayout};
 
@@ -36,6 +39,7 @@ impl<B: Backend> Shared<B> {
 impl<B: Backend> Backend for Shared<B> {
     type Buffer = B::Buffer;
     type Queue = B::Queue;
+    type HostPool = B::HostPool;
     fn name(&self) -> &'static str {
         self.inner.name()
     }
@@ -47,6 +51,14 @@ impl<B: Backend> Backend for Shared<B> {
     }
     fn queue(&self) -> Result<B::Queue, DeviceError> {
         self.inner.queue()
+    }
+    fn host_pool(
+        &self,
+        storage: StorageView<'_, B::Buffer>,
+        shape: ChunkShape,
+        chunks: u32,
+    ) -> Result<B::HostPool, DeviceError> {
+        self.inner.host_pool(storage, shape, chunks)
     }
 }
 

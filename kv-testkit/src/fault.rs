@@ -3,12 +3,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::task::{Context, Poll};
 
-use kv_core::backend::{Backend, Capabilities, Fence, Queue, Readback};
+use kv_core::GroupId;
+use kv_core::backend::{
+    Backend, Capabilities, ChunkLayout, ChunkShape, Fence, Queue, QueueHostPool, Readback,
+    StorageView,
+};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 use kv_core::plan::{
     AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs,
     GatherPlan, WriteArgs, WritePlan,
 };
-use kv_core::{DeviceError, DeviceErrorKind, GroupId};
 
 use crate::device::Device;
 
@@ -103,6 +107,7 @@ impl<B: Clone> Clone for FaultInjector<B> {
 impl<B: Device> Backend for FaultInjector<B> {
     type Buffer = B::Buffer;
     type Queue = FaultyQueue<B::Queue>;
+    type HostPool = QueueHostPool<Self::Queue>;
 
     fn name(&self) -> &'static str {
         self.inner.name()
@@ -115,6 +120,15 @@ impl<B: Device> Backend for FaultInjector<B> {
     }
     fn queue(&self) -> Result<Self::Queue, DeviceError> {
         Ok(FaultyQueue { inner: self.inner.queue()?, fault: Arc::clone(&self.fault) })
+    }
+    fn host_pool(
+        &self,
+        storage: StorageView<'_, B::Buffer>,
+        shape: ChunkShape,
+        chunks: u32,
+    ) -> Result<Self::HostPool, DeviceError> {
+        let layout = ChunkLayout::of(storage, shape)?;
+        Ok(QueueHostPool::new(self.queue()?, layout, chunks))
     }
 }
 

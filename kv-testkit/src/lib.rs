@@ -45,6 +45,7 @@ pub mod rng;
 #[cfg(unix)]
 pub mod servers;
 pub mod stateful;
+pub mod store;
 mod suite;
 pub mod tokens;
 pub mod tolerance;

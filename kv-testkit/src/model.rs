@@ -1,7 +1,8 @@
 //! The naive cache: a map from sequence to rows.
 use std::collections::BTreeMap;
 
-use kv_core::{SequenceId, SlotMap};
+use kv_core::SequenceId;
+use kv_core::backend::SlotMap;
 
 use crate::oracle::{Stored, Tail};
 

@@ -4,10 +4,9 @@
 //!
 //! Rows of f32 hold a hash of the prefix, and are read back to the bit. Rows of any other format
 //! are 1 or -1: their signs are the hash, and no rounding changes a sign.
+use kv_core::backend::Plane;
 use kv_core::reuse::ContentSpan;
-use kv_core::{
-    CacheSpec, DType, KvCache, KvFormat, Plane, QkvFormat, SequenceId, StartOptions, Step,
-};
+use kv_core::{CacheSpec, DType, KvCache, KvFormat, QkvFormat, SequenceId, StartOptions, Step};
 
 use crate::case::{At, CaseError, same};
 use crate::device::{Device, Place, Staged};

@@ -1,6 +1,6 @@
-//! Real servers for tests of stores: Redis, Valkey, and two that speak S3. They run on free loopback
-//! ports, in a temporary folder, and end with the test: also if it panics, and if its process is
-//! killed.
+//! Real servers for tests of stores: Redis, Valkey, and two that speak S3. They run on free
+//! loopback ports, in a temporary folder, and end with the test: also if it panics, and if its
+//! process is killed.
 //!
 //! `cargo xtask setup` installs them. A test of a server that is not installed shows as ignored,
 //! with the reason ([`trial`]).
@@ -25,7 +25,7 @@ pub enum ServerKind {
     Redis,
     /// `valkey-server`.
     Valkey,
-    /// SeaweedFS, a real S3 store: `weed mini`.
+    /// `SeaweedFS`, a real S3 store: `weed mini`.
     SeaweedFs,
     /// Moto, which imitates S3.
     Moto,
@@ -101,7 +101,8 @@ impl ServerKind {
     fn is_ready(self, address: SocketAddr) -> bool {
         if self.is_s3() {
             let put = format!(
-                "PUT /{BUCKET} HTTP/1.1\r\nHost: {address}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+                "PUT /{BUCKET} HTTP/1.1\r\nHost: {address}\r\nContent-Length: 0\r\n\
+                 Connection: close\r\n\r\n"
             );
             ask(address, &put).is_ok_and(|answer| answer.starts_with("HTTP/1.1 200"))
         } else {

@@ -7,11 +7,21 @@
 //!
 //! | module | owns |
 //! |---|---|
+//! | [`chunk`] | format of a chunk: geometry, header, and the checks before it is used |
+//! | `disk` | a folder that keeps chunks as files, bounded, shared by processes (Linux) |
+//! | [`identity`] | model, adapters and tenant, and the roots of names that follow from them |
+//! | [`memory`] | a bounded map that keeps chunks |
 //! | [`name`] | names of chunks |
 //! | `object` | a store in S3, with the feature `object` |
 //! | `redis` | a store in Redis or Valkey, with the feature `redis` |
 //! | [`store`] | the contract of a place that keeps chunks by name |
 #![forbid(unsafe_code)]
+pub mod chunk;
+#[cfg(target_os = "linux")]
+pub mod disk;
+mod hex;
+pub mod identity;
+pub mod memory;
 pub mod name;
 #[cfg(feature = "object")]
 pub mod object;
@@ -21,6 +31,14 @@ pub mod redis;
 mod remote;
 pub mod store;
 
+pub use chunk::{
+    ChunkContent, ChunkError, ChunkErrorKind, ChunkSpec, ChunkSpecError, EncodeError, Expectation,
+    Header, Verified,
+};
+#[cfg(target_os = "linux")]
+pub use disk::{DirectIo, DiskOpenError, DiskOptions, DiskStats, DiskStore};
+pub use identity::{ChunkRoot, DigestError, Identity, ModelDigest, UnknownAdapter};
+pub use memory::MemoryStore;
 pub use name::ChunkName;
 #[cfg(any(feature = "redis", feature = "object"))]
 pub use remote::StoreUrlError;

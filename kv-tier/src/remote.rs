@@ -1,5 +1,5 @@
-//! What stores of other systems share: the path of a chunk below a store's prefix, and parsing of the
-//! URLs that name a store. Knows no protocol.
+//! What stores of other systems share: the path of a chunk below a store's prefix, and parsing of
+//! the URLs that name a store. Knows no protocol.
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 

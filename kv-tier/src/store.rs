@@ -1,6 +1,7 @@
 //! The contract of a place that keeps chunks by name: a folder, Redis, S3, or a caller's own.
 use std::error::Error;
 use std::fmt;
+use std::sync::Arc;
 use std::time::Instant;
 
 use kv_core::events::Tier;
@@ -63,6 +64,52 @@ pub trait BlockStore: fmt::Debug + Send + Sync + 'static {
     /// [`StoreErrorKind::Timeout`] past the deadline, and the failures of the store. Some chunks
     /// may have been removed.
     fn remove(&self, chunks: &[ChunkAddress], deadline: Instant) -> Result<(), StoreError>;
+}
+
+macro_rules! forward {
+    ($owner:ident) => {
+        impl<S: BlockStore + ?Sized> BlockStore for $owner<S> {
+            fn tier(&self) -> Tier {
+                (**self).tier()
+            }
+            fn contains(
+                &self,
+                chunks: &[ChunkAddress],
+                deadline: Instant,
+            ) -> Result<Vec<bool>, StoreError> {
+                (**self).contains(chunks, deadline)
+            }
+            fn get(
+                &self,
+                chunk: &ChunkAddress,
+                into: &mut [u8],
+                deadline: Instant,
+            ) -> Result<Option<usize>, StoreError> {
+                (**self).get(chunk, into, deadline)
+            }
+            fn put(
+                &self,
+                chunk: &ChunkAddress,
+                bytes: &[u8],
+                deadline: Instant,
+            ) -> Result<Put, StoreError> {
+                (**self).put(chunk, bytes, deadline)
+            }
+            fn remove(&self, chunks: &[ChunkAddress], deadline: Instant) -> Result<(), StoreError> {
+                (**self).remove(chunks, deadline)
+            }
+        }
+    };
+}
+forward!(Arc);
+forward!(Box);
+
+/// Refuses to begin an operation after its deadline.
+pub(crate) fn check_deadline(deadline: Instant, operation: &str) -> Result<(), StoreError> {
+    if Instant::now() < deadline {
+        return Ok(());
+    }
+    Err(StoreError::new(StoreErrorKind::Timeout, operation))
 }
 
 /// The outcome of a write.

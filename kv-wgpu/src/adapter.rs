@@ -2,7 +2,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 
 use crate::device::unsupported;
 
@@ -145,7 +145,7 @@ mod tests {
     #[test]
     fn an_unknown_adapter_is_refused_with_the_known_names() {
         let error = find(&AdapterName::Named("no such card".to_owned())).unwrap_err();
-        assert_eq!(error.kind(), kv_core::DeviceErrorKind::Unsupported);
+        assert_eq!(error.kind(), kv_core::error::DeviceErrorKind::Unsupported);
         let words = error.to_string();
         let known =
             adapters().first().map_or("no adapter: ".to_owned(), |facts| facts.name.clone());

@@ -3,7 +3,7 @@
 //! An [`Arena`] keeps the bytes while calls are recorded and writes them into its buffers right
 //! before the commands that read them are submitted. The device runs submissions in order, so the
 //! next recording reuses the same buffers.
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 use kv_core::invariant::Invariant;
 
 use crate::device::Shared;

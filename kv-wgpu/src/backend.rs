@@ -2,8 +2,10 @@
 use std::sync::Arc;
 
 use kv_core::backend::kernels::FORMATS;
-use kv_core::backend::{Backend, Capabilities};
-use kv_core::{DeviceError, DeviceErrorKind};
+use kv_core::backend::{
+    Backend, Capabilities, ChunkLayout, ChunkShape, QueueHostPool, StorageView,
+};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 
 use crate::adapter::{self, AdapterFacts, AdapterName};
 use crate::buffer::WgpuBuffer;
@@ -126,6 +128,7 @@ impl WgpuBackend {
 impl Backend for WgpuBackend {
     type Buffer = WgpuBuffer;
     type Queue = WgpuQueue;
+    type HostPool = QueueHostPool<Self::Queue>;
 
     fn name(&self) -> &'static str {
         "wgpu"
@@ -140,5 +143,14 @@ impl Backend for WgpuBackend {
     fn queue(&self) -> Result<WgpuQueue, DeviceError> {
         self.shared.notice("open a queue")?;
         Ok(WgpuQueue::new(&self.shared))
+    }
+    fn host_pool(
+        &self,
+        storage: StorageView<'_, WgpuBuffer>,
+        shape: ChunkShape,
+        chunks: u32,
+    ) -> Result<Self::HostPool, DeviceError> {
+        let layout = ChunkLayout::of(storage, shape)?;
+        Ok(QueueHostPool::new(self.queue()?, layout, chunks))
     }
 }

@@ -1,7 +1,7 @@
 //! Device memory that callers hold.
 use std::sync::Arc;
 
-use kv_core::{DeviceError, DeviceErrorKind};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 
 use crate::device::{Shared, unsupported};
 

@@ -7,7 +7,7 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 pub(crate) use kv_core::backend::kernels::unsupported;
-use kv_core::{DeviceError, DeviceErrorKind};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 
 use crate::pipelines::Pipelines;
 use crate::signal::Poller;

@@ -2,7 +2,7 @@
 //!
 //! [`WgpuBackend`] implements the contract of [`kv_core::backend`] on an adapter of wgpu, or on a
 //! device and buffers that the caller owns. Without an adapter, opening returns
-//! [`Unsupported`](kv_core::DeviceErrorKind::Unsupported), with the reason.
+//! [`Unsupported`](kv_core::error::DeviceErrorKind::Unsupported), with the reason.
 //!
 //! A [`WgpuQueue`] records: calls become dispatches of one command encoder, which goes to the
 //! device when the queue is submitted. A decode step is therefore one submission, and the host

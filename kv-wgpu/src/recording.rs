@@ -1,7 +1,7 @@
 //! Recording: calls become dispatches and copies, kept in order until they are submitted.
 use std::sync::Arc;
 
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 
 use crate::arena::{Arena, ArenaRange};
 use crate::buffer::WgpuBuffer;

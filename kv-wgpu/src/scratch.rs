@@ -1,7 +1,7 @@
 //! Device memory that the calls of one queue reuse.
 use std::sync::Arc;
 
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 
 use crate::buffer::WgpuBuffer;
 use crate::device::Shared;

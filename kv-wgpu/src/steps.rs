@@ -3,8 +3,8 @@
 //! They are sent once per batch; all layers that use the batch read the same copy.
 use std::sync::Arc;
 
-use kv_core::DeviceError;
 use kv_core::block::BlockTables;
+use kv_core::error::DeviceError;
 use kv_core::plan::{PlanBuffers, PlanId};
 
 use crate::device::Shared;

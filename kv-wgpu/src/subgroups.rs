@@ -4,7 +4,7 @@
 //! the subgroup feature, subgroups of at least eight, and neighbours of a workgroup that are
 //! neighbours in a subgroup. Drivers do the last, but no standard guarantees it, so a shader tests
 //! it once per device.
-use kv_core::{DeviceError, DeviceErrorKind};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 
 use crate::device::Shared;
 use crate::shaders;

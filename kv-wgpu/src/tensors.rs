@@ -3,15 +3,16 @@
 //! The core has checked shapes against a plan. This file checks what only the device knows: which
 //! device owns a buffer and how long it is. It also checks that plan and arguments belong together,
 //! because they may have been made at different times and shaders check nothing.
+use kv_core::QkvFormat;
 pub(crate) use kv_core::backend::kernels::Room;
 use kv_core::backend::kernels::{
     axes_code, check_plane, device_output, dtype_code, plane_align, wide_head_stride,
     wide_per_block,
 };
-use kv_core::{
-    DeviceError, PlaneLayout, PlaneView, QkvFormat, TensorData, TokenRows, TokenTensor,
-    TokenTensorMut,
+use kv_core::backend::{
+    PlaneLayout, PlaneView, TensorData, TokenRows, TokenTensor, TokenTensorMut,
 };
+use kv_core::error::DeviceError;
 
 use crate::buffer::WgpuBuffer;
 use crate::device::unsupported;

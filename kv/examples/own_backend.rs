@@ -5,7 +5,7 @@
 
 use kv::backend::plan::{AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan};
 use kv::backend::plan::{GatherArgs, GatherPlan, WriteArgs, WritePlan};
-use kv::backend::{Backend, Capabilities, Queue};
+use kv::backend::{Backend, Capabilities, ChunkShape, Queue, StorageView};
 use kv::error::DeviceError;
 use kv::{AttentionOptions, CacheSpec, Device, GroupId, KvCache, QkvFormat};
 use kv::{SequenceId, StartOptions, StepInput, TensorView, TensorViewMut};
@@ -20,6 +20,7 @@ struct Logged<T>(T);
 impl<B: Backend> Backend for Logged<B> {
     type Buffer = B::Buffer;
     type Queue = Logged<B::Queue>;
+    type HostPool = B::HostPool;
     fn name(&self) -> &'static str {
         "logged"
     }
@@ -31,6 +32,14 @@ impl<B: Backend> Backend for Logged<B> {
     }
     fn queue(&self) -> Result<Self::Queue, DeviceError> {
         self.0.queue().map(Logged)
+    }
+    fn host_pool(
+        &self,
+        storage: StorageView<'_, B::Buffer>,
+        shape: ChunkShape,
+        chunks: u32,
+    ) -> Result<B::HostPool, DeviceError> {
+        self.0.host_pool(storage, shape, chunks)
     }
 }
 

@@ -2,7 +2,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-use kv_core::{AnyBackend, UnknownName};
+use kv_core::UnknownName;
+use kv_core::backend::AnyBackend;
 
 use crate::Error;
 
@@ -38,8 +39,8 @@ pub enum Device {
         /// Ordinal of the driver.
         index: u32,
     },
-    /// The kernels of CUDA devices on this machine's CPU: slow, for tests. There with the feature
-    /// `emulated` only.
+    /// The kernels of CUDA devices on this machine's CPU: slow, for tests. Needs the feature
+    /// `emulated`.
     #[cfg(feature = "emulated")]
     Emulated,
 }
@@ -73,7 +74,7 @@ impl Device {
     /// Opens a device by its name, such as `cpu` or `cuda:0`.
     ///
     /// # Errors
-    /// [`Error::Name`] or [`Error::DeviceIndex`] for a name that no device has, else as
+    /// [`Error::Name`] or [`Error::DeviceIndex`] for a name that no device has; those of
     /// [`Self::connect`].
     pub fn open(name: &str) -> Result<AnyBackend, Error> {
         name.parse::<Self>()?.connect()
@@ -115,7 +116,7 @@ impl Device {
         }
     }
 
-    /// Name of the backend.
+    /// Returns the name of the backend.
     pub fn backend(&self) -> &'static str {
         match self {
             Self::Cpu => "cpu",
@@ -210,7 +211,7 @@ mod tests {
     fn a_device_opens_or_says_why_not() {
         let built = [("wgpu", cfg!(feature = "wgpu")), ("cuda", cfg!(feature = "cuda"))];
         for (name, is_built) in built {
-            let unsupported = Some(kv_core::DeviceErrorKind::Unsupported);
+            let unsupported = Some(kv_core::error::DeviceErrorKind::Unsupported);
             match Device::open(name) {
                 Ok(_) => assert!(is_built, "{name}"),
                 Err(error) if is_built => assert_eq!(error.device_kind(), unsupported, "{error}"),
@@ -227,14 +228,14 @@ mod tests {
     #[test]
     fn a_missing_adapter_is_named() {
         let error = Device::open("wgpu:no such card").expect_err("no such card");
-        assert_eq!(error.device_kind(), Some(kv_core::DeviceErrorKind::Unsupported));
+        assert_eq!(error.device_kind(), Some(kv_core::error::DeviceErrorKind::Unsupported));
         assert!(error.to_string().contains("no adapter"), "{error}");
     }
 
     #[cfg(feature = "cpu")]
     #[test]
     fn the_cpu_opens() {
-        use kv_core::Backend;
+        use kv_core::backend::Backend;
         assert_eq!(Device::open("cpu").expect("cpu").name(), "cpu");
     }
 }

@@ -1,16 +1,16 @@
-//! One error for everything a program meets between opening a device and the last step.
-use kv_core::{
-    BlocksExhausted, CacheError, DeviceError, DeviceErrorKind, PlanError, SpecError, UnknownName,
-};
+//! One error for all calls of the library, from opening a device to the last step.
+use kv_core::error::{BlocksExhausted, DeviceError, DeviceErrorKind, PlanError, SpecError};
+use kv_core::{CacheError, UnknownName};
 
-/// Anything the library can answer with.
+/// Any error of the library.
 ///
-/// The narrow errors of `kv-core` convert into it, so `?` works in one function for all of them. A
-/// full cache is normal operation for a scheduler; ask [`Self::exhausted`].
+/// The narrow errors ([`error`](crate::error)) convert into it, so `?` works in one function for
+/// all of them. A full cache is normal operation for a scheduler: [`Self::exhausted`] recognises
+/// it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The cache's answer.
+    /// An error of a cache or of its device.
     #[error(transparent)]
     Cache(#[from] CacheError),
     /// A name is none of the known ones.
@@ -31,7 +31,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// What was missing when the cache is full, `None` for any other error.
+    /// Returns the blocks that were missing in a full cache, `None` for any other error.
     pub fn exhausted(&self) -> Option<&BlocksExhausted> {
         match self {
             Self::Cache(CacheError::Exhausted(exhausted)) => Some(exhausted),
@@ -39,7 +39,7 @@ impl Error {
         }
     }
 
-    /// What went wrong on the device, `None` for any other error.
+    /// Returns what went wrong on the device, `None` for any other error.
     pub fn device_kind(&self) -> Option<DeviceErrorKind> {
         match self {
             Self::Cache(CacheError::Device(error)) => Some(error.kind()),

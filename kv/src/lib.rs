@@ -52,6 +52,10 @@
 //! | `emulated` | for tests: the device `emulated`, CUDA kernels that this machine's CPU runs |
 //!
 //! Features only add names; which device is used is always the program's choice.
+//!
+//! Examples of single items import them from `kv_core`, which defines them: `kv` has them under the
+//! same names, in modules of the same names, but for `calibration`, which is part of [`quant`], and
+//! `plan`, which is part of [`backend`].
 #![forbid(unsafe_code)]
 
 mod device;
@@ -59,42 +63,36 @@ mod failure;
 
 pub use device::{Adapter, Device};
 pub use failure::Error;
-/// Blocks and their pool, for simulations that run without a cache.
 pub use kv_core::block;
-/// The narrow errors that [`Error`] and [`CacheError`] hold.
 pub use kv_core::error;
-/// Announcements of content that becomes reusable or is gone, for routers and monitors.
 pub use kv_core::events;
-/// Eviction policies, priorities and clocks, and the trait for a policy of one's own.
 pub use kv_core::eviction;
+pub use kv_core::reuse;
+pub use kv_core::scheduling;
 pub use kv_core::{
     AttentionOptions, BlockId, BlockOrder, CacheError, CacheSpec, DType, Element, GroupId, KvCache,
     KvFormat, LayerId, Mask, QkvFormat, SequenceId, StartOptions, Stats, Step, StepInput,
     TensorView, TensorViewMut, Usage, bf16, f16,
 };
-/// The CPU backend with its own types, for callers that want no type erasure.
 #[cfg(feature = "cpu")]
+#[doc(inline)]
 pub use kv_cpu as cpu;
-/// The CUDA backend with its own types.
 #[cfg(feature = "cuda")]
+#[doc(inline)]
 pub use kv_cuda as cuda;
-/// The WebGPU backend with its own types: devices and buffers of the caller's own, and the list of
-/// adapters.
 #[cfg(feature = "wgpu")]
+#[doc(inline)]
 pub use kv_wgpu as wgpu;
 
 pub mod backend {
     //! What a backend implements and is given: the contract, checked plans, tensors, planes.
     //!
-    //! [`AnyBackend`] is any of them behind one type, which [`Device::open`](crate::Device::open)
-    //! returns.
+    //! The clauses of the contract, and the test that proves each, are listed in
+    //! [`kv_core::backend`]. [`AnyBackend`] is any backend of any type;
+    //! [`Device::open`](crate::Device::open) returns one.
     pub use kv_core::backend::*;
     pub use kv_core::calibration::{HeadConstants, PlaneConstants, sign};
     pub use kv_core::plan;
-    pub use kv_core::{
-        Dims, KvStorage, Place, Plane, PlaneLayout, PlaneShape, PlaneView, Slot, SlotMap,
-        StorageView, TensorData, TensorDataMut, TokenRows, TokenTensor, TokenTensorMut,
-    };
 }
 
 pub mod quant {
@@ -106,23 +104,10 @@ pub mod quant {
     pub use kv_quant::*;
 }
 
-pub mod reuse {
-    //! How cached blocks are found by their content: keys, the prefix index, pins, spans of content
-    //! that is not text.
-    pub use kv_core::reuse::*;
-    pub use kv_core::{Pin, PinId};
-}
-
-pub mod scheduling {
-    //! What a scheduler needs: whether a prompt fits, how many blocks a step takes, and the
-    //! bookkeeping of a cache without a device.
-    pub use kv_core::{Admission, BlockDemand, CacheState};
-}
-
 pub mod spec {
     //! Settings of a cache and of its groups of layers.
     pub use kv_core::plan::Determinism;
-    pub use kv_core::{
+    pub use kv_core::spec::{
         CacheSpecBuilder, GroupBuilder, GroupSpec, KeyMean, LateLayers, MemoryUsage, PrefixReuse,
         PublishAt, Transform, Window,
     };

@@ -24,8 +24,8 @@ enum Use {
     Required,
     /// It is installed if possible; otherwise the stages or tests that need it are skipped.
     Tried,
-    /// `cargo xtask setup` installs it if possible, `cargo xtask test` does without: it is large, or
-    /// something lighter is tested in its place.
+    /// `cargo xtask setup` installs it if possible, `cargo xtask test` does without: it is large,
+    /// or something lighter is tested in its place.
     Setup,
     /// The command that installs it is printed.
     Optional,
@@ -115,14 +115,14 @@ const NEEDS: &[Need] = &[
         for_what: "the servers below: a virtual environment in target/servers",
         is_present: || has_server("bin/pip"),
         get: &["python3", "-m", "venv", SERVERS],
-        use_of: Use::Tried,
+        use_of: Use::Setup,
     },
     Need {
         name: "moto",
         for_what: "tests of kv-tier: the store in S3, against an imitation",
         is_present: || has_server("bin/moto_server"),
         get: &["target/servers/bin/pip", "install", "--quiet", "moto[server]==5.2.5"],
-        use_of: Use::Tried,
+        use_of: Use::Setup,
     },
     Need {
         name: "SeaweedFS",

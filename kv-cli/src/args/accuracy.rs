@@ -52,9 +52,7 @@ pub(crate) struct EvalArgs {
     pub(crate) windows: Option<u32>,
 
     /// Stored format of K and V, such as l4, int8/l4 (K/V) or l4,full-precision-prefix=0; may be
-    /// repeated. Default:
-    /// all but f32, those with given scales only with a
-    /// calibration
+    /// repeated. Default: all but f32, those with given scales only with a calibration
     #[arg(long, value_name = "NAME[,..]")]
     pub(crate) format: Vec<Stored>,
 

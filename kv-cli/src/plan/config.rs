@@ -2,12 +2,15 @@
 //!
 //! Lenient in fields that a plan does not depend on (rotary embeddings, activations, experts),
 //! exact in the others. A model of an unknown type is planned from the usual fields, with a note.
+mod types;
+
 use serde_json::{Map, Value};
 
 use super::geometry::{COUNT_MAX, Geometry, GeometryError, LAYERS_MAX, LayerKind, bounded, divide};
 use super::keys::{Keys, whole, wrong};
 use super::layers::{self, Use};
 use crate::num::to_usize;
+use types::{ENCODERS, KNOWN, STATE_SPACE, defaults};
 
 /// Field names of the number of layers, query heads, kv heads, and of the hidden size.
 pub(super) const LAYERS: [&str; 5] =
@@ -35,139 +38,6 @@ const CONTEXT: [&str; 10] = [
 /// Objects of the text decoder in multimodal models.
 const TEXT_PARTS: [&str; 6] =
     ["text_config", "llm_config", "language_config", "thinker_config", "text_model", "llm"];
-
-/// Models without attention.
-const STATE_SPACE: [&str; 12] = [
-    "mamba",
-    "mamba2",
-    "falcon_mamba",
-    "rwkv",
-    "rwkv4",
-    "rwkv5",
-    "rwkv6",
-    "rwkv7",
-    "xlstm",
-    "retnet",
-    "striped_hyena",
-    "gated_deltanet",
-];
-
-/// Encoders, which read a whole text at once.
-const ENCODERS: [&str; 14] = [
-    "albert",
-    "bert",
-    "camembert",
-    "clip",
-    "clip_text_model",
-    "deberta",
-    "deberta-v2",
-    "distilbert",
-    "electra",
-    "modernbert",
-    "nomic_bert",
-    "roberta",
-    "siglip",
-    "xlm-roberta",
-];
-
-/// Types whose fields were checked; others are planned with a note.
-const KNOWN: [&str; 95] = [
-    "afmoe",
-    "apertus",
-    "arcee",
-    "aya_vision",
-    "baichuan",
-    "bamba",
-    "bitnet",
-    "bloom",
-    "chatglm",
-    "codegen",
-    "cohere",
-    "cohere2",
-    "dbrx",
-    "deci",
-    "deepseek",
-    "deepseek_v2",
-    "deepseek_v3",
-    "deepseek_v32",
-    "dots1",
-    "ernie4_5",
-    "ernie4_5_moe",
-    "exaone",
-    "exaone4",
-    "falcon",
-    "falcon_h1",
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "gemma3_text",
-    "gemma3n",
-    "gemma3n_text",
-    "glm",
-    "glm4",
-    "glm4_moe",
-    "gpt2",
-    "gpt_bigcode",
-    "gpt_neo",
-    "gpt_neox",
-    "gpt_oss",
-    "gptj",
-    "granite",
-    "granitemoe",
-    "granitemoehybrid",
-    "granitemoeshared",
-    "helium",
-    "internlm2",
-    "internlm3",
-    "jamba",
-    "kimi_k2",
-    "kimi_linear",
-    "lfm2",
-    "llama",
-    "llama4",
-    "llama4_text",
-    "minicpm",
-    "minicpm3",
-    "minimax",
-    "minimax_text_01",
-    "ministral",
-    "ministral3",
-    "mistral",
-    "mistral3",
-    "mixtral",
-    "mllama_text_model",
-    "mpt",
-    "nemotron",
-    "nemotron-nas",
-    "nemotron_h",
-    "olmo",
-    "olmo2",
-    "olmo3",
-    "olmoe",
-    "openelm",
-    "opt",
-    "persimmon",
-    "phi",
-    "phi3",
-    "phi4_multimodal",
-    "phi4mm",
-    "phimoe",
-    "qwen",
-    "qwen2",
-    "qwen2_5_vl_text",
-    "qwen2_moe",
-    "qwen2_vl",
-    "qwen2_vl_text",
-    "qwen3",
-    "qwen3_moe",
-    "qwen3_next",
-    "recurrent_gemma",
-    "seed_oss",
-    "smollm3",
-    "stablelm",
-    "starcoder2",
-    "zamba2",
-];
 
 /// Reads the object of a file.
 pub(super) fn geometry(file: &Map<String, Value>) -> Result<Geometry, GeometryError> {
@@ -233,52 +103,6 @@ fn text_part(outer: Keys<'_>) -> Result<Keys<'_>, GeometryError> {
     let has_defaults = name(&inner).is_some_and(|name| !defaults(name, true).is_empty());
     let is_outside = outer.first(&LAYERS).is_some() && !has_layers;
     Ok(if is_outside || !(has_layers || has_defaults) { outer } else { inner })
-}
-
-/// Returns transformers' defaults of fields that inner objects of published files leave out.
-fn defaults(architecture: &str, is_inner: bool) -> &'static [(&'static str, u32)] {
-    match architecture {
-        _ if !is_inner => &[],
-        "gemma3_text" => &[
-            ("num_hidden_layers", 26),
-            ("num_attention_heads", 8),
-            ("num_key_value_heads", 4),
-            ("head_dim", 256),
-            ("sliding_window", 4096),
-            ("max_position_embeddings", 131_072),
-        ],
-        "gemma3n_text" => &[
-            ("num_hidden_layers", 35),
-            ("num_attention_heads", 8),
-            ("num_key_value_heads", 2),
-            ("head_dim", 256),
-            ("sliding_window", 512),
-            ("num_kv_shared_layers", 15),
-            ("max_position_embeddings", 32_768),
-        ],
-        "llama" => &[
-            ("num_hidden_layers", 32),
-            ("num_attention_heads", 32),
-            ("hidden_size", 4096),
-            ("max_position_embeddings", 2048),
-        ],
-        "qwen2" => &[
-            ("num_hidden_layers", 32),
-            ("num_attention_heads", 32),
-            ("num_key_value_heads", 32),
-            ("hidden_size", 4096),
-            ("max_position_embeddings", 32_768),
-        ],
-        "mistral" => &[
-            ("num_hidden_layers", 32),
-            ("num_attention_heads", 32),
-            ("num_key_value_heads", 8),
-            ("hidden_size", 4096),
-            ("sliding_window", 4096),
-            ("max_position_embeddings", 131_072),
-        ],
-        _ => &[],
-    }
 }
 
 fn context(keys: &Keys<'_>) -> Result<Option<u32>, GeometryError> {

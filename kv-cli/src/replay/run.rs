@@ -1,5 +1,13 @@
 //! Runs one trace through one pool: the block management of a cache, without rows and without a
 //! model.
+//!
+//! A `CacheState` is not used, because it answers another question: it refuses a prompt that is
+//! larger than the pool, computes the last token of every prompt anew, and finds a block only after
+//! all blocks before it, while a trace may hold longer requests, is hit to its last block, and may
+//! name ids in any order. Both have equal hits and evictions under `lru`, `lfu` and `priority` (a
+//! test compares them); under `default` a cache counts a request after its lookup and sees blocks
+//! after a gap computed again, which changed the hits on the Mooncake conversation trace by at most
+//! 2.1 %.
 use std::time::{Duration, Instant};
 
 use kv::block::{BlockPool, Ledger};

@@ -5,13 +5,15 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 
 use kv::eviction::Eviction;
+use kv::scheduling::CacheState;
+use kv::{CacheSpec, GroupId, SequenceId, StartOptions, StepInput};
 
 use super::policy::Policy;
 use super::run::{Outcome, replay};
 use super::source::tests::lines;
 use super::trace::{Sizes, Trace};
 use super::{cases, default_capacities};
-use crate::num::{to_u32, to_u64};
+use crate::num::{to_u32, to_u64, to_usize};
 
 const LRU: Policy = Policy::Real(Eviction::Lru);
 
@@ -203,6 +205,44 @@ fn lru_does_what_a_list_does() {
         let capacity = usize::try_from(capacity).expect("small");
         let got = hits_and_evictions(&trace, LRU, to_u32(capacity));
         assert_eq!(got, listed(&requests, capacity), "{capacity}: {requests:?}");
+    }
+}
+
+/// Returns hits and evictions of the bookkeeping of a cache, in blocks of `BLOCK` tokens.
+fn cached(requests: &[Vec<u64>], capacity: u32, eviction: Eviction) -> (u64, u64) {
+    const BLOCK: u32 = 4;
+    let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(BLOCK, capacity);
+    let mut state = CacheState::new(spec.eviction(eviction).build().expect("a spec"), 0);
+    let (seq, mut hits) = (SequenceId(0), 0);
+    for ids in requests {
+        let mut prompt: Vec<_> =
+            ids.iter().flat_map(|id| [u32::try_from(*id).expect("small"); 4]).collect();
+        // The last token of a prompt is never reused.
+        prompt.push(u32::MAX);
+        let reused = state.start(seq, &prompt, StartOptions::default()).expect("starts");
+        hits += u64::from(reused / BLOCK);
+        let rest = &prompt[to_usize(reused)..prompt.len() - 1];
+        if !rest.is_empty() {
+            state.begin(&[StepInput::tokens(seq, rest)], |_| 1).expect("fits");
+            state.commit().expect("an open step");
+        }
+        state.release(seq).expect("known");
+    }
+    (512 * hits, state.pool(GroupId(0)).expect("a group").stats().evictions)
+}
+
+#[test]
+fn a_cache_has_the_same_hits_and_evictions() {
+    let mut random = Random(13);
+    for _ in 0..200 {
+        let requests = random.prefixes(30, 6);
+        let capacity = 7 + u32::try_from(random.below(12)).expect("small");
+        let trace = trace_of(&requests);
+        for eviction in [Eviction::Lru, Eviction::Lfu, Eviction::Priority] {
+            let got = hits_and_evictions(&trace, Policy::Real(eviction), capacity);
+            let expected = cached(&requests, capacity, eviction);
+            assert_eq!(got, expected, "{eviction}, {capacity}: {requests:?}");
+        }
     }
 }
 

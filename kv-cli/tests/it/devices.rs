@@ -19,11 +19,8 @@ fn of(backend: &str) -> Result<Vec<Value>, String> {
             assert!(found.is_empty(), "{backend} is there and missing: {report}");
             let reason = missing["reason"].as_str().expect("text");
             assert!(!reason.is_empty() && !reason.contains('\n'));
-            let is_built = match backend {
-                "wgpu" => cfg!(feature = "wgpu"),
-                "cuda" => cfg!(feature = "cuda"),
-                _ => true,
-            };
+            let optional = [("wgpu", cfg!(feature = "wgpu")), ("cuda", cfg!(feature = "cuda"))];
+            let is_built = optional.iter().all(|(name, is_built)| *name != backend || *is_built);
             assert_eq!(reason.contains(&format!("add --features {backend}")), !is_built);
             Err(reason.to_owned())
         }

@@ -4,12 +4,9 @@
 mod accessors;
 mod output;
 
-use kv_core::backend::{AnyBackend, Backend};
-use kv_core::error::StateProblem;
-use kv_core::{
-    AttentionOptions, CacheError, PlanError, Plane, QkvFormat, SequenceId, TensorView,
-    TensorViewMut,
-};
+use kv_core::backend::{AnyBackend, Backend, Plane};
+use kv_core::error::{PlanError, StateProblem};
+use kv_core::{AttentionOptions, CacheError, QkvFormat, SequenceId, TensorView, TensorViewMut};
 
 use crate::buffers::{StepBuffers, new_len};
 use crate::config::{FormatArg, InferenceConfig, OutputFormat};
@@ -18,9 +15,9 @@ pub use output::{CacheView, StepOutput};
 
 /// A KV cache driven by one call a step and one a layer.
 ///
-/// `pre_step` names the sequences of a step and the tokens each brings; row `i` of every tensor of
-/// the step is entry `i`. Sequences that a step does not name are finished and lose
-/// their pages, unknown ones begin. A live sequence may bring any number of tokens: one to decode,
+/// `pre_step` names the sequences of a step and their numbers of new tokens; row `i` of every
+/// tensor of the step is entry `i`. Sequences that a step does not name are finished and lose their
+/// pages, unknown ones begin. A live sequence may bring any number of tokens: one to decode,
 /// several to verify a draft or to prefill in chunks, none to keep its row. A new one may bring
 /// none, too: it has a row, length 0 and no page.
 ///

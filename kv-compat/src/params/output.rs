@@ -1,6 +1,5 @@
 //! What a step answers.
-use kv_core::PlaneView;
-use kv_core::backend::{AnyBackend, Backend};
+use kv_core::backend::{AnyBackend, Backend, PlaneView};
 
 use crate::config::OutputFormat;
 

@@ -1,6 +1,6 @@
 //! How much memory slots take.
-use kv_core::GroupSpec;
 use kv_core::backend::Backend;
+use kv_core::spec::GroupSpec;
 
 use crate::slots::KvCacheManager;
 

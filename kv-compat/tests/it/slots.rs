@@ -1,9 +1,10 @@
 //! The slot style: ids, limits, lengths, memory figures.
 use kv_compat::{KvCacheManager, SlotConfig};
 use kv_core::backend::NullBackend;
+use kv_core::error::PlanError;
 use kv_core::{
-    AttentionOptions, CacheError, KvFormat, LayerId, PlanError, ScaleGroup, Scaling, SequenceId,
-    TensorView, TensorViewMut,
+    AttentionOptions, CacheError, KvFormat, LayerId, ScaleGroup, Scaling, SequenceId, TensorView,
+    TensorViewMut,
 };
 
 use crate::params::refusal;

@@ -1,10 +1,14 @@
 //! Type erasure: choose a backend at run time and use the generic API.
+mod host_pool;
+
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use super::{Backend, Capabilities, Fence, Queue, Readback};
+pub use host_pool::{AnyChunk, AnyHostPool, AnyPendingChunk};
+
+use super::{Backend, Capabilities, ChunkShape, Fence, Queue, Readback};
 use crate::error::{DeviceError, DeviceErrorKind};
 use crate::ids::GroupId;
 use crate::invariant::Invariant;
@@ -13,7 +17,7 @@ use crate::plan::{
     AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs,
     GatherPlan, WriteArgs, WritePlan,
 };
-use crate::storage::PlaneView;
+use crate::storage::{PlaneView, StorageView};
 use crate::tensor::{TokenTensor, TokenTensorMut};
 
 trait DynBackend: fmt::Debug + Send + Sync {
@@ -21,6 +25,12 @@ trait DynBackend: fmt::Debug + Send + Sync {
     fn capabilities(&self) -> &Capabilities;
     fn alloc(&self, bytes: u64) -> Result<AnyBuffer, DeviceError>;
     fn queue(&self) -> Result<AnyQueue, DeviceError>;
+    fn host_pool(
+        &self,
+        storage: StorageView<'_, AnyBuffer>,
+        shape: ChunkShape,
+        chunks: u32,
+    ) -> Result<AnyHostPool, DeviceError>;
     fn as_any(&self) -> &dyn Any;
 }
 
@@ -177,6 +187,15 @@ impl<B: Backend> DynBackend for Erased<B> {
     fn queue(&self) -> Result<AnyQueue, DeviceError> {
         Ok(AnyQueue(Box::new(Erased(self.0.queue()?))))
     }
+    fn host_pool(
+        &self,
+        storage: StorageView<'_, AnyBuffer>,
+        shape: ChunkShape,
+        chunks: u32,
+    ) -> Result<AnyHostPool, DeviceError> {
+        let storage = storage.downcast().ok_or_else(|| foreign("reserve host memory"))?;
+        Ok(AnyHostPool(Box::new(Erased(self.0.host_pool(storage, shape, chunks)?))))
+    }
     fn as_any(&self) -> &dyn Any {
         self
     }
@@ -269,6 +288,7 @@ impl<R: Readback> DynReadback for Erased<R> {
 impl Backend for AnyBackend {
     type Buffer = AnyBuffer;
     type Queue = AnyQueue;
+    type HostPool = AnyHostPool;
     fn name(&self) -> &'static str {
         self.0.name()
     }
@@ -280,6 +300,14 @@ impl Backend for AnyBackend {
     }
     fn queue(&self) -> Result<AnyQueue, DeviceError> {
         self.0.queue()
+    }
+    fn host_pool(
+        &self,
+        storage: StorageView<'_, AnyBuffer>,
+        shape: ChunkShape,
+        chunks: u32,
+    ) -> Result<AnyHostPool, DeviceError> {
+        self.0.host_pool(storage, shape, chunks)
     }
 }
 

@@ -1,4 +1,5 @@
-//! The contract of backends.
+//! What a backend implements and is given: the contract, tensors, planes, and the backend of any
+//! type.
 //!
 //! The contract, and the conformance case that proves each part (`kv-testkit`):
 //! 1. work recorded on one queue takes effect in program order (`queue/order`);
@@ -19,6 +20,7 @@
 //!     device memory (`attend/host_outputs`, `gather/host_outputs`, `convert/host_outputs`).
 mod any;
 mod host_outputs;
+mod host_pool;
 #[doc(hidden)]
 pub mod kernels;
 mod null;
@@ -27,10 +29,22 @@ use std::fmt;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-pub use any::{AnyBackend, AnyBuffer, AnyFence, AnyQueue, AnyReadback};
+pub use any::{
+    AnyBackend, AnyBuffer, AnyChunk, AnyFence, AnyHostPool, AnyPendingChunk, AnyQueue, AnyReadback,
+};
 pub use host_outputs::HostOutputs;
+pub use host_pool::{
+    ChunkLayout, ChunkShape, HostChunk, HostPool, PendingChunk, QueueChunk, QueueHostPool,
+    QueuePendingChunk,
+};
 use kv_format::KvFormat;
 pub use null::{NullBackend, NullBuffer, NullControl, NullFence, NullQueue, NullReadback};
+
+pub use crate::geometry::{PlaneLayout, PlaneShape};
+pub use crate::ids::Slot;
+pub use crate::slot_map::{Place, SlotMap};
+pub use crate::storage::{KvStorage, Plane, PlaneView, StorageView};
+pub use crate::tensor::{Dims, TensorData, TensorDataMut, TokenRows, TokenTensor, TokenTensorMut};
 
 use crate::error::DeviceError;
 use crate::ids::GroupId;
@@ -155,6 +169,9 @@ pub trait Backend: fmt::Debug + Send + Sync + 'static {
     type Buffer: Clone + fmt::Debug + Send + Sync + 'static;
     /// The command queue.
     type Queue: Queue<Buffer = Self::Buffer>;
+    /// Host memory for blocks outside the device: [`QueueHostPool`] unless the device has a faster
+    /// way.
+    type HostPool: HostPool<Buffer = Self::Buffer, Fence = <Self::Queue as Queue>::Fence>;
 
     /// Returns a short stable name, for logs and test names.
     fn name(&self) -> &'static str;
@@ -170,12 +187,25 @@ pub trait Backend: fmt::Debug + Send + Sync + 'static {
     /// # Errors
     /// `Lost` or `Driver`.
     fn queue(&self) -> Result<Self::Queue, DeviceError>;
+    /// Reserves host memory for `chunks` chunks of blocks of one group, whose layers all have
+    /// memory: layers that are allocated later need another pool.
+    ///
+    /// # Errors
+    /// Those of [`ChunkLayout::of`]; `ForeignHandle` for storage of another device, `OutOfMemory`
+    /// if the host lacks the memory, `Lost` or `Driver`.
+    fn host_pool(
+        &self,
+        storage: StorageView<'_, Self::Buffer>,
+        shape: ChunkShape,
+        chunks: u32,
+    ) -> Result<Self::HostPool, DeviceError>;
 }
 
 /// A shared backend is a backend: several caches may use one device without erasing it.
 impl<B: Backend> Backend for Arc<B> {
     type Buffer = B::Buffer;
     type Queue = B::Queue;
+    type HostPool = B::HostPool;
 
     fn name(&self) -> &'static str {
         B::name(self)
@@ -188,6 +218,14 @@ impl<B: Backend> Backend for Arc<B> {
     }
     fn queue(&self) -> Result<Self::Queue, DeviceError> {
         B::queue(self)
+    }
+    fn host_pool(
+        &self,
+        storage: StorageView<'_, Self::Buffer>,
+        shape: ChunkShape,
+        chunks: u32,
+    ) -> Result<Self::HostPool, DeviceError> {
+        B::host_pool(self, storage, shape, chunks)
     }
 }
 

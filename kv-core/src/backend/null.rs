@@ -4,13 +4,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
 
-use super::{Backend, Capabilities, Fence, Queue, Readback};
+use super::{
+    Backend, Capabilities, ChunkLayout, ChunkShape, Fence, Queue, QueueHostPool, Readback,
+};
 use crate::error::{DeviceError, DeviceErrorKind};
 use crate::ids::GroupId;
 use crate::plan::{
     AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs,
     GatherPlan, WriteArgs, WritePlan,
 };
+use crate::storage::StorageView;
 
 /// Counts operations, and can fail one of them.
 #[derive(Debug)]
@@ -125,6 +128,7 @@ fn in_range(
 impl Backend for NullBackend {
     type Buffer = NullBuffer;
     type Queue = NullQueue;
+    type HostPool = QueueHostPool<Self::Queue>;
     fn name(&self) -> &'static str {
         "null"
     }
@@ -137,6 +141,15 @@ impl Backend for NullBackend {
     }
     fn queue(&self) -> Result<NullQueue, DeviceError> {
         Ok(NullQueue { shared: Arc::clone(&self.shared) })
+    }
+    fn host_pool(
+        &self,
+        storage: StorageView<'_, NullBuffer>,
+        shape: ChunkShape,
+        chunks: u32,
+    ) -> Result<Self::HostPool, DeviceError> {
+        let layout = ChunkLayout::of(storage, shape)?;
+        Ok(QueueHostPool::new(self.queue()?, layout, chunks))
     }
 }
 

@@ -1,23 +1,32 @@
-//! State that all pools of a cache share: events and namespaces.
+//! State that all pools of a cache share: events, changes and namespaces.
+use crate::block::changes::{BlockChange, BlockChangeKind, Changes};
+use crate::block::pool::Fill;
 use crate::events::{Event, EventKind, EventLog, StoredBlock, Tier};
 use crate::eviction::Priority;
-use crate::ids::GroupId;
-use crate::reuse::{BlockKey, Content, NamespaceId, Namespaces};
+use crate::ids::{BlockId, GroupId};
+use crate::reuse::{BlockKey, Content, NamespaceId, Namespaces, Removed};
 
-/// Events and namespaces of all pools of a cache.
+/// Events, changes and namespaces of all pools of a cache.
 #[derive(Debug, Default)]
 pub struct Ledger {
     events: EventLog,
     taken: u64,
+    changes: Changes,
     namespaces: Namespaces,
 }
 
 impl Ledger {
-    /// Creates the ledger of a cache with this [encoding key](crate::CacheState::encoding_key),
-    /// which keeps at most `events` events.
+    /// Creates the ledger of a cache with this [encoding
+    /// key](crate::scheduling::CacheState::encoding_key), which keeps at most `events` events.
     pub fn new(encoding: u128, events: usize) -> Self {
         let namespaces = Namespaces::new(encoding);
-        Self { events: EventLog::new(events), taken: 0, namespaces }
+        Self { events: EventLog::new(events), taken: 0, changes: Changes::default(), namespaces }
+    }
+
+    /// Also keeps at most `room` [changes](BlockChange) of blocks.
+    #[must_use]
+    pub fn with_changes(self, room: usize) -> Self {
+        Self { changes: Changes::new(room), ..self }
     }
 
     /// Adds a user to the namespace of a salt and an adapter, and returns its ID and root.
@@ -37,8 +46,19 @@ impl Ledger {
         self.namespaces.find(salt, adapter)
     }
 
+    /// Returns salt and adapter of a namespace with users.
+    pub fn namespace(&self, id: NamespaceId) -> Option<(&[u8], Option<u64>)> {
+        self.namespaces.name(id)
+    }
+
     pub(crate) fn namespaces_mut(&mut self) -> &mut Namespaces {
         &mut self.namespaces
+    }
+
+    /// Moves the changes of blocks since the last call to the end of `out`; `false`, and nothing
+    /// moved, if any were lost because there were too many.
+    pub fn drain_changes(&mut self, out: &mut Vec<BlockChange>) -> bool {
+        self.changes.drain(out)
     }
 
     /// Returns the events since the last call.
@@ -56,13 +76,16 @@ impl Ledger {
 
     pub(super) fn block_stored(
         &mut self,
-        group: GroupId,
+        (group, block): (GroupId, BlockId),
         content: &Content<'_>,
         priority: Priority,
-        is_news: bool,
+        fill: Fill,
     ) {
         self.namespaces.enter(content.namespace);
-        if is_news && self.events.is_on() {
+        if fill == Fill::Full {
+            self.block_written(group, block, content.key);
+        }
+        if fill != Fill::Partial && self.events.is_on() {
             self.events.push(EventKind::Stored(StoredBlock {
                 group,
                 key: content.key,
@@ -74,16 +97,35 @@ impl Ledger {
             }));
         }
     }
-    pub(super) fn block_removed(
-        &mut self,
-        group: GroupId,
-        namespace: NamespaceId,
-        gone: Option<BlockKey>,
-    ) {
-        self.namespaces.leave(namespace);
-        if let Some(key) = gone {
-            self.events.push(EventKind::Removed { group, key });
+    /// Records that a full block that can be reused is written.
+    pub(super) fn block_written(&mut self, group: GroupId, block: BlockId, key: BlockKey) {
+        self.changes.push(BlockChange { group, block, key, kind: BlockChangeKind::Stored });
+    }
+    pub(super) fn block_removed(&mut self, group: GroupId, block: BlockId, removed: Removed) {
+        self.content_left(group, block, removed);
+        if let Some(key) = removed.gone {
+            self.events.push(EventKind::Removed { group, key, tier: Tier::Device });
         }
+    }
+    /// Does what [`Self::block_removed`] does, without an event.
+    pub(super) fn content_left(&mut self, group: GroupId, block: BlockId, removed: Removed) {
+        self.namespaces.leave(removed.namespace);
+        if let Some(key) = removed.gone.filter(|_| !removed.is_unwritten) {
+            self.changes.push(BlockChange { group, block, key, kind: BlockChangeKind::Removed });
+        }
+    }
+    /// Records an event of a lower tier; `false` for events that are not of one, or are off.
+    pub(crate) fn announce(&mut self, kind: EventKind) -> bool {
+        let tier = match &kind {
+            EventKind::Stored(block) => block.tier,
+            EventKind::Removed { tier, .. } | EventKind::Updated { tier, .. } => *tier,
+            EventKind::Cleared | EventKind::Lost { .. } => return false,
+        };
+        let is_taken = tier != Tier::Device && self.events.is_on();
+        if is_taken {
+            self.events.push(kind);
+        }
+        is_taken
     }
     pub(super) fn block_updated(&mut self, group: GroupId, key: BlockKey, priority: Priority) {
         self.events.push(EventKind::Updated { group, key, tier: Tier::Device, priority });

@@ -1,5 +1,8 @@
 //! The blocks of one group: holders, reusable content, and eviction.
+use hashbrown::HashMap;
+
 use crate::block::Ledger;
+use crate::events::Tier;
 use crate::eviction::{BlockInfo, EvictionPolicy, Priority};
 use crate::ids::{BlockId, GroupId};
 use crate::num::{to_u32, to_usize};
@@ -27,6 +30,20 @@ pub struct BlockPool {
     index: PrefixIndex,
     policy: Box<dyn EvictionPolicy>,
     stats: PoolStats,
+    /// The tier that content was imported from and not reused since; of few blocks.
+    imported: HashMap<BlockId, Tier>,
+}
+
+/// How much of an offered block is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Fill {
+    /// All of its tokens.
+    Full,
+    /// All of its tokens once the open step has written them.
+    Unwritten,
+    /// Fewer tokens than fit, whatever their number: in some groups full blocks have different
+    /// numbers of tokens.
+    Partial,
 }
 
 /// Flag in the count of a block with reusable content.
@@ -73,6 +90,7 @@ impl BlockPool {
             index: PrefixIndex::new(num_blocks, block_tokens),
             policy,
             stats: PoolStats::default(),
+            imported: HashMap::new(),
         }
     }
 
@@ -114,8 +132,11 @@ impl BlockPool {
         if let Some(count) = self.counts.get_mut(to_usize(block.0)) {
             *count &= !STORED;
         }
+        if !self.imported.is_empty() {
+            self.imported.remove(&block);
+        }
         if let Some(removed) = self.index.remove(block) {
-            ledger.block_removed(self.group, removed.namespace, removed.gone);
+            ledger.block_removed(self.group, block, removed);
         }
     }
 
@@ -153,6 +174,50 @@ impl BlockPool {
         self.policy.reused(block);
     }
 
+    /// Adds a holder that reads the block's bytes, or keeps them until they are reused: unlike
+    /// [`Self::reuse`], this is no use of the content, for counters or for the policy. `false`, and
+    /// no change, for a block without content.
+    pub fn hold(&mut self, block: BlockId) -> bool {
+        let Some(count) = self.counts.get_mut(to_usize(block.0)).filter(|n| **n & STORED > 0)
+        else {
+            return false;
+        };
+        let was_idle = *count == STORED;
+        *count = count.saturating_add(1);
+        if was_idle {
+            self.idle = self.idle.saturating_sub(1);
+            self.policy.held(block);
+        }
+        true
+    }
+
+    /// Records that the content of a block came from a lower tier.
+    pub(crate) fn set_imported(&mut self, block: BlockId, tier: Tier) {
+        if tier != Tier::Device && self.is_stored(block) {
+            self.imported.insert(block, tier);
+        }
+    }
+
+    /// Does what [`Self::reuse`] does, and returns the tier that the content came from if this is
+    /// its first use.
+    #[inline]
+    pub(crate) fn reuse_imported(&mut self, block: BlockId) -> Tier {
+        if self.imported.is_empty() {
+            self.reuse(block);
+            return Tier::Device;
+        }
+        let tier = self.imported.remove(&block);
+        match self.held_mut(block).filter(|_| tier.is_some()) {
+            // The policy has counted this use when the content was stored for it.
+            Some(count) => {
+                *count = count.saturating_add(1);
+                self.stats.reused = self.stats.reused.saturating_add(1);
+            }
+            None => self.reuse(block),
+        }
+        tier.unwrap_or_default()
+    }
+
     /// Removes a holder; `true` if it was the last and the block is empty now, `false` if it has
     /// other holders or is idle now.
     ///
@@ -186,7 +251,8 @@ impl BlockPool {
         ledger: &mut Ledger,
     ) -> bool {
         let is_partial = content.tokens.len() < self.index.block_tokens();
-        let offered = self.offer(block, content, (priority, is_partial), ledger);
+        let fill = if is_partial { Fill::Partial } else { Fill::Full };
+        let offered = self.offer(block, content, (priority, fill), ledger);
         match offered {
             Offered::New => {
                 while let Some(beginning) = self.beginning_of(block) {
@@ -199,19 +265,19 @@ impl BlockPool {
         offered == Offered::New
     }
 
-    /// Makes the content of a held block reusable unless it is indexed already. `is_partial` says
-    /// that the block is not full, whatever its number of tokens. The caller drops what new content
-    /// makes redundant ([`Self::beginning_of`]).
+    /// Makes the content of a held block reusable unless it is indexed already. The caller drops
+    /// what new content makes redundant ([`Self::beginning_of`]).
     pub(crate) fn offer(
         &mut self,
         block: BlockId,
         content: &Content<'_>,
-        (priority, is_partial): (Priority, bool),
+        (priority, fill): (Priority, Fill),
         ledger: &mut Ledger,
     ) -> Offered {
         if self.holders(block) == 0 {
             return Offered::Refused;
         }
+        let is_partial = fill == Fill::Partial;
         // A block that another holder left partial may be full now: that replaces it.
         if !is_partial && self.index.get(block).is_some_and(|entry| entry.is_partial) {
             self.unindex(block, ledger);
@@ -219,7 +285,7 @@ impl BlockPool {
         }
         let offered = self.index.offer(block, content, priority, is_partial);
         if offered == Offered::New {
-            self.note_stored(block, content, (priority, is_partial), ledger);
+            self.note_stored(block, content, (priority, fill), ledger);
         }
         offered
     }
@@ -228,7 +294,7 @@ impl BlockPool {
         &mut self,
         block: BlockId,
         content: &Content<'_>,
-        (priority, is_partial): (Priority, bool),
+        (priority, fill): (Priority, Fill),
         ledger: &mut Ledger,
     ) {
         if let Some(count) = self.counts.get_mut(to_usize(block.0)) {
@@ -238,7 +304,10 @@ impl BlockPool {
         let (key, index) = (content.key, content.index);
         let parent = (index > 0).then_some(content.parent);
         self.policy.stored(block, &BlockInfo { key, parent, index, priority });
-        ledger.block_stored(self.group, content, priority, !is_partial);
+        if fill == Fill::Unwritten {
+            self.index.set_unwritten(block);
+        }
+        ledger.block_stored((self.group, block), content, priority, fill);
     }
 
     /// Records that a sequence without `block` has computed its content again: an idle block counts
@@ -280,9 +349,11 @@ impl BlockPool {
         self.index.beginning_of(block)
     }
 
-    /// Sets whether the open step has yet to write a block with content.
-    pub(crate) fn set_unwritten(&mut self, block: BlockId, is_unwritten: bool) {
-        self.index.set_unwritten(block, is_unwritten);
+    /// Records that the open step has written a block that was offered before.
+    pub(crate) fn set_written(&mut self, block: BlockId, ledger: &mut Ledger) {
+        if let Some(key) = self.index.set_written(block) {
+            ledger.block_written(self.group, block, key);
+        }
     }
 
     /// Returns whether the open step has yet to write a block with content.
@@ -309,11 +380,12 @@ impl BlockPool {
     /// Removes all content from the index without an event. Returns the blocks that are empty now.
     pub(crate) fn clear(&mut self, ledger: &mut Ledger) -> Vec<BlockId> {
         let mut emptied = Vec::new();
+        self.imported.clear();
         for block in (0..self.num_blocks()).map(BlockId) {
             let Some(removed) = self.index.remove(block) else {
                 continue;
             };
-            ledger.leave(removed.namespace);
+            ledger.content_left(self.group, block, removed);
             self.policy.dropped(block);
             if let Some(count) = self.counts.get_mut(to_usize(block.0)) {
                 *count &= !STORED;

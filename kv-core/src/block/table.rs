@@ -84,7 +84,7 @@ impl BlockTables {
     }
 
     /// Returns the number of leading tokens of a row that are quantised, if the rest is in a tail;
-    /// see [`SlotMap`](crate::SlotMap). Meaningless without a tail.
+    /// see [`SlotMap`](crate::backend::SlotMap). Meaningless without a tail.
     pub fn coded(&self, row: u32) -> u32 {
         self.rows.get(to_usize(row)).map_or(0, |row| row.coded)
     }

@@ -3,14 +3,16 @@
 //! Each call first rolls back a leaked step, then delegates to the state, and zeroes the blocks
 //! that lost their last holder if the spec says so.
 use crate::backend::Backend;
+use crate::block::BlockChange;
 use crate::cache::KvCache;
-use crate::cache::state::{CacheState, Pin, PinId, StartOptions};
+use crate::cache::state::{BlockHold, CacheState, Import, Pin, PinId, PrefixProbe, StartOptions};
 use crate::error::CacheError;
 #[cfg(doc)]
 use crate::error::PlanError;
-use crate::events::Event;
+use crate::events::{Event, EventKind, Tier};
 use crate::eviction::{EvictionPolicy, Priority};
-use crate::ids::{GroupId, SequenceId};
+use crate::ids::{BlockId, GroupId, SequenceId};
+use crate::reuse::BlockKey;
 
 impl<B: Backend> KvCache<B> {
     /// Begins a sequence. Returns how many tokens of `prompt` are cached already and need no step.
@@ -59,7 +61,7 @@ impl<B: Backend> KvCache<B> {
     /// held; a device failure of the wipe, after which the truncation stands and the wipe is
     /// retried before any block is handed out.
     ///
-    /// [`GroupBuilder::window_slack`]: crate::GroupBuilder::window_slack
+    /// [`GroupBuilder::window_slack`]: crate::spec::GroupBuilder::window_slack
     pub fn truncate(&mut self, sequence: SequenceId, len: u32) -> Result<(), CacheError> {
         self.recovered().truncate(sequence, len)?;
         Ok(self.wipe()?)
@@ -144,7 +146,8 @@ impl<B: Backend> KvCache<B> {
         Ok(forgotten)
     }
 
-    /// Evicts everything cached; `false`, and no change, while a sequence or a pin holds a block.
+    /// Evicts everything cached; `false`, and no change, while a sequence, a pin, a hold or an
+    /// import holds a block.
     ///
     /// # Errors
     /// [`PlanError::State`] while a step is held; a device failure of the wipe, as for
@@ -175,9 +178,107 @@ impl<B: Backend> KvCache<B> {
     }
 
     /// Returns the [events](crate::events) since the last call; none unless
-    /// [`CacheSpecBuilder::events`](crate::CacheSpecBuilder::events) enabled them.
+    /// [`CacheSpecBuilder::events`](crate::spec::CacheSpecBuilder::events) enabled them.
     pub fn take_events(&mut self) -> Vec<Event> {
         self.recovered().take_events()
+    }
+
+    /// Appends an event of a tier below the device: see [`CacheState::announce`].
+    pub fn announce(&mut self, kind: EventKind) -> bool {
+        self.recovered().announce(kind)
+    }
+
+    /// Moves the changes of blocks since the last call to the end of `out`; `false` if any were
+    /// lost: see [`CacheState::drain_changes`].
+    pub fn drain_changes(&mut self, out: &mut Vec<BlockChange>) -> bool {
+        self.recovered().drain_changes(out)
+    }
+
+    /// Holds a cached block while its bytes are read: see [`CacheState::hold_block`].
+    ///
+    /// # Errors
+    /// [`PlanError::State`] while a step is held.
+    pub fn hold_block(
+        &mut self,
+        group: GroupId,
+        block: BlockId,
+        key: BlockKey,
+    ) -> Result<Option<BlockHold>, CacheError> {
+        Ok(self.recovered().hold_block(group, block, key)?)
+    }
+
+    /// Releases a block whose bytes are read: see [`CacheState::release_hold`].
+    ///
+    /// # Errors
+    /// Those of [`CacheState::release_hold`]; a device failure of the wipe, as for
+    /// [`Self::truncate`].
+    pub fn release_hold(&mut self, hold: BlockHold) -> Result<(), CacheError> {
+        self.recovered().release_hold(hold)?;
+        Ok(self.wipe()?)
+    }
+
+    /// Releases every hold and returns their number: see [`CacheState::release_holds`].
+    ///
+    /// # Errors
+    /// [`PlanError::State`] while a step is held; a device failure of the wipe, as for
+    /// [`Self::truncate`].
+    pub fn release_holds(&mut self) -> Result<u32, CacheError> {
+        let released = self.recovered().release_holds()?;
+        self.wipe()?;
+        Ok(released)
+    }
+
+    /// Takes blocks for content that somebody brings: see [`CacheState::reserve_import`]. If the
+    /// spec says so they are zeroed before the call returns.
+    ///
+    /// # Errors
+    /// Those of [`CacheState::reserve_import`]; a device failure of the wipe, after which no block
+    /// is taken, but evicted content stays gone.
+    pub fn reserve_import(&mut self, probe: &PrefixProbe, upto: u32) -> Result<Import, CacheError> {
+        let import = self.recovered().reserve_import(probe, upto)?;
+        if let Err(failed) = self.wipe() {
+            self.state.finish_import(import)?;
+            return Err(failed.into());
+        }
+        Ok(import)
+    }
+
+    /// Makes the blocks of an import reusable whose bytes have come: see
+    /// [`CacheState::publish_import`]. The work that writes the bytes must be recorded on the
+    /// cache's queue, or done, before this call.
+    ///
+    /// # Errors
+    /// Those of [`CacheState::publish_import`]; a device failure of the wipe, as for
+    /// [`Self::truncate`].
+    pub fn publish_import(
+        &mut self,
+        import: &mut Import,
+        upto: u32,
+        tier: Tier,
+    ) -> Result<(), CacheError> {
+        self.recovered().publish_import(import, upto, tier)?;
+        Ok(self.wipe()?)
+    }
+
+    /// Ends an import: see [`CacheState::finish_import`].
+    ///
+    /// # Errors
+    /// Those of [`CacheState::finish_import`]; a device failure of the wipe, as for
+    /// [`Self::truncate`].
+    pub fn finish_import(&mut self, import: Import) -> Result<(), CacheError> {
+        self.recovered().finish_import(import)?;
+        Ok(self.wipe()?)
+    }
+
+    /// Ends every import and returns their number: see [`CacheState::finish_imports`].
+    ///
+    /// # Errors
+    /// [`PlanError::State`] while a step is held; a device failure of the wipe, as for
+    /// [`Self::truncate`].
+    pub fn finish_imports(&mut self) -> Result<u32, CacheError> {
+        let finished = self.recovered().finish_imports()?;
+        self.wipe()?;
+        Ok(finished)
     }
 
     /// Returns the state, after rolling back a leaked step.

@@ -26,11 +26,19 @@ use crate::spec::{CacheSpec, GroupSpec};
 use crate::storage::KvStorage;
 use open::{Owner, Written};
 pub use state::{
-    Admission, BlockDemand, CacheState, Pin, PinId, StartOptions, Stats, StepInput, Usage,
+    Admission, BlockDemand, BlockHold, CacheState, Import, ImportBlock, Pin, PinId, PrefixProbe,
+    ProbedBlock, StartOptions, Stats, StepInput, Usage,
 };
 pub use step::Step;
 
 /// A KV cache on one device.
+///
+/// [`start`](Self::start) begins a sequence and says how many tokens of its prompt are cached
+/// already. [`begin_step`](Self::begin_step) opens a [`Step`], which writes and attends.
+/// [`fork`](Self::fork) lets a second sequence share a first one's tokens,
+/// [`truncate`](Self::truncate) removes the last tokens of a sequence, and
+/// [`release`](Self::release) ends it; its full blocks stay cached until they are evicted. `B` is
+/// the backend, [`AnyBackend`] unless it is named.
 ///
 /// It dereferences to its [`CacheState`], whose methods only read: lengths and block tables of
 /// sequences, free blocks, counters, and what a scheduler needs to know before it starts a sequence
@@ -88,7 +96,7 @@ impl<B: Backend> KvCache<B> {
         Self::build(backend, None, spec, None)
     }
 
-    /// Does the same with the scales and the transform's constants of a model.
+    /// Does what [`Self::new`] does, with the scales and the transform's constants of a model.
     ///
     /// # Errors
     /// Those of [`Self::new`]; [`CacheError::Calibration`] if `calibration` does not fit `spec`.
@@ -121,10 +129,12 @@ impl<B: Backend> KvCache<B> {
         Self::build(backend, Some(queue), spec, None)
     }
 
-    /// As [`Self::with_queue`], with the scales and the transform's constants of a model.
+    /// Does what [`Self::with_queue`] does, with the scales and the transform's constants of a
+    /// model.
     ///
     /// # Errors
-    /// As [`Self::with_calibration`]; the device's `ForeignHandle` for a queue of another device.
+    /// Those of [`Self::with_calibration`]; the device's `ForeignHandle` for a queue of another
+    /// device.
     pub fn with_queue_and_calibration(
         backend: B,
         queue: B::Queue,
@@ -207,9 +217,9 @@ impl<B: Backend> KvCache<B> {
     /// [`PlanError::UnknownLayer`], [`CacheError::Calibration`] if the calibration has no constants
     /// that fit the layer, or the device's `OutOfMemory`.
     ///
-    /// [`CacheSpecBuilder::late_layers`]: crate::CacheSpecBuilder::late_layers
-    /// [`PlanError::RowsUnwritten`]: crate::PlanError::RowsUnwritten
-    /// [`PlanError::UnknownLayer`]: crate::PlanError::UnknownLayer
+    /// [`CacheSpecBuilder::late_layers`]: crate::spec::CacheSpecBuilder::late_layers
+    /// [`PlanError::RowsUnwritten`]: crate::error::PlanError::RowsUnwritten
+    /// [`PlanError::UnknownLayer`]: crate::error::PlanError::UnknownLayer
     pub fn allocate_layer(&mut self, layer: impl Into<LayerId>) -> Result<bool, CacheError> {
         let layer = layer.into();
         self.recover();

@@ -66,10 +66,11 @@ impl<B: Backend> KvCache<B> {
     ///
     /// # Errors
     /// [`CacheError::Calibration`]; [`PlanError::State`] while a step is open, for layers on
-    /// demand, or if a sequence with a tail was truncated inside quantised tokens; the device's
-    /// errors, among them `Unsupported` if a thread may not wait. Nothing changed.
+    /// demand, while blocks are held for readers of their bytes ([`Self::hold_block`]), or if a
+    /// sequence with a tail was truncated inside quantised tokens; the device's errors, among them
+    /// `Unsupported` if a thread may not wait. Nothing changed.
     ///
-    /// [`encoding_key`]: crate::CacheState::encoding_key
+    /// [`encoding_key`]: crate::scheduling::CacheState::encoding_key
     pub fn recalibrate(&mut self, calibration: Calibration) -> Result<(), CacheError> {
         self.recover();
         let constants = self.check_exchange(calibration)?;
@@ -94,6 +95,10 @@ impl<B: Backend> KvCache<B> {
         self.state.check_closed(OPERATION)?;
         if self.state.spec().layers_on_demand() {
             return refuse(StateProblem::LayersOnDemand);
+        }
+        let blocks = self.state.num_holds();
+        if blocks > 0 {
+            return refuse(StateProblem::BlocksHeld { blocks });
         }
         let constants = Constants::new(self.state.spec(), Some(calibration))?;
         if let Some(sequence) = self.state.cut_in_codes() {

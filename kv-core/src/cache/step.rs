@@ -10,8 +10,12 @@ use crate::plan::{AttentionOptions, AttentionPlan, PlannedSequence, WritePlan};
 use crate::storage::Plane;
 use crate::tensor::{TensorView, TensorViewMut};
 
-/// A step in progress. Dropped without [`Self::commit`] it is rolled back, unless it is held:
-/// [`KvCache::open_step`] explains that.
+/// A step: one forward pass over some sequences of a cache, in progress.
+///
+/// For every layer, [`Self::write`] stores K and V of the new tokens, then [`Self::attend`]
+/// computes the attention of their queries over all tokens of each sequence. [`Self::commit`] ends
+/// the step. Dropped without it, the step is rolled back, unless it is held
+/// ([`KvCache::open_step`]).
 ///
 /// All tensors of a step have a batch entry for each [`StepInput`], in the order they were given; a
 /// `bshd` or `sbhd` tensor may have further entries and longer ones, a `thd` tensor further rows.
@@ -91,8 +95,8 @@ impl<B: Backend> Step<'_, B> {
     /// # Errors
     /// [`PlanError`] for a layer that is unknown, not written in this step, or allocated after
     /// tokens that the step would attend to were cached
-    /// ([`LateLayers::Refuse`](crate::LateLayers)), and for a tensor or an option that does not
-    /// fit; the device's errors. The step stays open.
+    /// ([`LateLayers::Refuse`](crate::spec::LateLayers)), and for a tensor or an option that does
+    /// not fit; the device's errors. The step stays open.
     pub fn attend(
         &mut self,
         layer: impl Into<LayerId>,
@@ -103,8 +107,8 @@ impl<B: Backend> Step<'_, B> {
         self.cache.attend_open(layer.into(), q, (out, None), options)
     }
 
-    /// As [`Self::attend`], and writes the natural log-sum-exp of every query and head to `lse`
-    /// (`[t, num_q_heads]`, f32), sink logits included.
+    /// Does what [`Self::attend`] does, and writes the natural log-sum-exp of every query and head
+    /// to `lse` (`[t, num_q_heads]`, f32), sink logits included.
     ///
     /// # Errors
     /// Those of [`Self::attend`].
@@ -134,8 +138,8 @@ impl<B: Backend> Step<'_, B> {
     /// The step stays open.
     ///
     /// ```
-    /// use kv_core::backend::NullBackend;
-    /// use kv_core::{CacheSpec, KvCache, Plane, QkvFormat, SequenceId, StartOptions};
+    /// use kv_core::backend::{NullBackend, Plane};
+    /// use kv_core::{CacheSpec, KvCache, QkvFormat, SequenceId, StartOptions};
     /// use kv_core::{StepInput, TensorView, TensorViewMut};
     ///
     /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(2).paged(16, 8).build()?;
@@ -205,7 +209,7 @@ impl<B: Backend> Step<'_, B> {
     }
 
     /// Starts a sequence while the step is open, before its first write. With
-    /// [`PublishAt::Begin`](crate::PublishAt) it finds the blocks that this step fills: two
+    /// [`PublishAt::Begin`](crate::spec::PublishAt) it finds the blocks that this step fills: two
     /// requests with one system prompt that arrive together compute it once. Only whole blocks of
     /// this step are reused, because a part would be copied before it is written. The sequence is
     /// removed if the step is rolled back.
@@ -292,15 +296,15 @@ impl<B: Backend> KvCache<B> {
     /// ```
     ///
     /// While a step is held, everything that only reads works, with the lengths before the step:
-    /// the methods of [`CacheState`](crate::CacheState), [`Self::storage`] and so on. Of the calls
-    /// that take the cache by `&mut`, [`Self::queue_mut`], [`Self::allocate_layer`],
+    /// the methods of [`CacheState`](crate::scheduling::CacheState), [`Self::storage`] and so on.
+    /// Of the calls that take the cache by `&mut`, [`Self::queue_mut`], [`Self::allocate_layer`],
     /// [`Self::pin_prefix`], [`Self::prioritise_prefix`], [`Self::set_policy`] and
     /// [`Self::take_events`] work. All others are refused with [`PlanError::State`] and change
     /// nothing, because the step could not be rolled back after them: [`Self::begin_step`],
     /// [`Self::open_step`], [`Self::start`] ([`Step::start`] works), [`Self::fork`],
-    /// [`Self::truncate`], [`Self::release`], [`Self::preempt`], [`Self::reset`],
-    /// [`Self::unpin`], [`Self::forget_sequence`], [`Self::forget_prefix`],
-    /// [`Self::reset_prefixes`], [`Self::gather`] and [`Self::recalibrate`].
+    /// [`Self::truncate`], [`Self::release`], [`Self::preempt`], [`Self::reset`], [`Self::unpin`],
+    /// [`Self::forget_sequence`], [`Self::forget_prefix`], [`Self::reset_prefixes`],
+    /// [`Self::gather`] and [`Self::recalibrate`].
     ///
     /// # Errors
     /// Those of [`Self::begin_step`].

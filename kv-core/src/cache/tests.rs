@@ -6,6 +6,7 @@ mod constants;
 mod counts;
 mod gather;
 mod held;
+mod hooks;
 mod late;
 mod leaked;
 mod repeated;
@@ -33,10 +34,10 @@ fn cache(block_size: u32, num_blocks: u32) -> KvCache<NullBackend> {
 
 /// Creates two groups; the second has fewer blocks.
 fn two_groups(wipe: bool) -> KvCache<NullBackend> {
-    two_groups_with(wipe, crate::PublishAt::Commit)
+    two_groups_with(wipe, crate::spec::PublishAt::Commit)
 }
 
-fn two_groups_with(wipe: bool, publish_at: crate::PublishAt) -> KvCache<NullBackend> {
+fn two_groups_with(wipe: bool, publish_at: crate::spec::PublishAt) -> KvCache<NullBackend> {
     let spec = CacheSpec::builder()
         .layers(3)
         .kv_heads(1)
@@ -44,6 +45,7 @@ fn two_groups_with(wipe: bool, publish_at: crate::PublishAt) -> KvCache<NullBack
         .paged(2, 12)
         .group([1], |group| group.head_dims(4, 2).paged(3, 7))
         .publish_at(publish_at)
+        .changes(16)
         .wipe_on_release(wipe);
     KvCache::new(NullBackend::new(), spec.build().unwrap()).unwrap()
 }

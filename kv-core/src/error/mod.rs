@@ -1,4 +1,4 @@
-//! Error types, narrowest first.
+//! Errors of every kind: a function returns the narrowest.
 //!
 //! Callers act differently on each kind: a [`SpecError`] or [`PlanError`] is a mistake in their
 //! data, [`BlocksExhausted`] is normal operation for a scheduler, and a [`DeviceError`] comes from

@@ -135,6 +135,19 @@ pub enum StateProblem {
     /// The call needs a prepared step.
     #[error("pre_step comes first")]
     NotPrepared,
+    /// Everything was evicted since, or the constants or layers of the cache changed; or the call
+    /// names something of another cache.
+    #[error("what was cached then is invalid now, or of another cache")]
+    Outdated,
+    /// A hold or an import that has ended, or is of another cache.
+    #[error("it has ended, or is of another cache")]
+    Ended,
+    /// Blocks are held while their bytes are read.
+    #[error("{blocks} blocks are held while their bytes are read")]
+    BlocksHeld {
+        /// Number of [holds](crate::reuse::BlockHold).
+        blocks: u32,
+    },
     /// A cache manager of the caller's own tracks other sequences, or other lengths.
     #[error("the cache manager tracks other rows than the step names")]
     OtherRows,
@@ -234,6 +247,9 @@ mod tests {
         assert_eq!(text("begin step", StateProblem::StepOpen), "begin step: a step is open");
         let written = StateProblem::LayerWritten { layer: LayerId(2) };
         assert_eq!(text("add", written), "add: layer 2 is written already");
+        let held = StateProblem::BlocksHeld { blocks: 2 };
+        let expected = "recalibrate: 2 blocks are held while their bytes are read";
+        assert_eq!(text("recalibrate", held), expected);
         let cut = StateProblem::CutInCodes { sequence: SequenceId(7) };
         assert_eq!(text("recalibrate", cut), "recalibrate: sequence 7 was cut inside codes");
     }

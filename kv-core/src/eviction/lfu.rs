@@ -34,8 +34,12 @@ impl EvictionPolicy for Lfu {
             *uses = uses.saturating_add(1);
         }
     }
+    fn held(&mut self, block: BlockId) {
+        self.candidates.hide(block.0);
+    }
     fn idle(&mut self, block: BlockId) {
         let uses = self.uses.get(to_usize(block.0)).copied().unwrap_or(0);
+        self.candidates.show(uses, block.0);
         self.candidates.push_back(uses, block.0);
     }
     fn dropped(&mut self, block: BlockId) {

@@ -1,5 +1,7 @@
 //! Doubly linked lists in arrays: every operation is O(1), and only the growth of the arrays
 //! allocates.
+use hashbrown::HashSet;
+
 use crate::num::{to_u32, to_usize};
 
 /// Lists of numbered nodes; a node is in one list at most.
@@ -9,6 +11,8 @@ pub(super) struct Lists {
     nodes: Vec<[u32; 2]>,
     /// `[last, first]` of each list: the neighbours of its end.
     ends: Vec<[u32; 2]>,
+    /// Nodes that keep their places but are never the first of a list; few.
+    hidden: HashSet<u32>,
 }
 
 /// Marks the end of a list.
@@ -19,6 +23,7 @@ impl Lists {
         Self {
             nodes: (0..num_nodes).map(|node| [node; 2]).collect(),
             ends: (0..num_lists).map(|list| [END | list; 2]).collect(),
+            hidden: HashSet::new(),
         }
     }
 
@@ -96,13 +101,34 @@ impl Lists {
         }
     }
 
-    /// Returns the first node of a list.
-    pub(super) fn front(&self, list: u32) -> Option<u32> {
+    /// Passes over a node of a list until it is shown.
+    pub(super) fn hide(&mut self, node: u32) {
+        if self.contains(node) {
+            self.hidden.insert(node);
+        }
+    }
+
+    /// Shows a hidden node; `false` if it was not hidden, or left its list meanwhile.
+    pub(super) fn show(&mut self, node: u32) -> bool {
+        !self.hidden.is_empty() && self.hidden.remove(&node) && self.contains(node)
+    }
+
+    /// Returns whether a list has no node, hidden ones included.
+    pub(super) fn is_empty(&self, list: u32) -> bool {
         let [_, first] = self.get(END | list);
+        first & END != 0
+    }
+
+    /// Returns the first node of a list that is not hidden.
+    pub(super) fn front(&self, list: u32) -> Option<u32> {
+        let [_, mut first] = self.get(END | list);
+        while !self.hidden.is_empty() && self.hidden.contains(&first) {
+            [_, first] = self.get(first);
+        }
         (first & END == 0).then_some(first)
     }
 
-    /// Removes the first node of a list.
+    /// Removes the first node of a list that is not hidden.
     pub(super) fn pop_front(&mut self, list: u32) -> Option<u32> {
         let first = self.front(list)?;
         self.remove(first);
@@ -146,7 +172,7 @@ impl BitSet {
 #[derive(Debug, Clone)]
 pub(super) struct Buckets {
     lists: Lists,
-    /// Buckets with a node, and some that had one.
+    /// Buckets with a node that is not hidden, and some that had one.
     filled: BitSet,
 }
 
@@ -171,6 +197,18 @@ impl Buckets {
 
     pub(super) fn remove(&mut self, node: u32) {
         self.lists.remove(node);
+    }
+
+    /// Passes over a node until it is shown.
+    pub(super) fn hide(&mut self, node: u32) {
+        self.lists.hide(node);
+    }
+
+    /// Shows a hidden node, which is in this bucket.
+    pub(super) fn show(&mut self, bucket: u8, node: u32) {
+        if self.lists.show(node) {
+            self.filled.set(u32::from(bucket), true);
+        }
     }
 
     /// Returns the first node of the least bucket, and that bucket.

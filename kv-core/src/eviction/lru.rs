@@ -29,7 +29,11 @@ impl EvictionPolicy for Lru {
     fn reused(&mut self, block: BlockId) {
         self.lists.remove(block.0);
     }
+    fn held(&mut self, block: BlockId) {
+        self.lists.hide(block.0);
+    }
     fn idle(&mut self, block: BlockId) {
+        self.lists.show(block.0);
         if !self.lists.contains(block.0) {
             self.lists.push_back(0, block.0);
         }

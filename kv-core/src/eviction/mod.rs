@@ -1,8 +1,8 @@
-//! Eviction policies: which cached block is evicted when a block is needed.
+//! Eviction: which cached block is evicted when a block is needed. Policies, priorities, clocks,
+//! and the trait for a policy of one's own.
 //!
 //! A block with reusable content and no holder is a *candidate*. The pool reports all changes of
 //! blocks to an [`EvictionPolicy`] and requests a candidate when no empty block is left.
-//! left.
 mod clock;
 mod lfu;
 mod lists;
@@ -70,7 +70,8 @@ impl Default for Priority {
 /// Chooses which cached block is evicted.
 ///
 /// The policy knows a block from [`Self::stored`] to [`Self::dropped`] or until [`Self::evict`]
-/// returns it. The block is a candidate from [`Self::idle`] to the next [`Self::reused`].
+/// returns it. The block is a candidate from [`Self::idle`] to the next [`Self::reused`],
+/// [`Self::computed_again`] or [`Self::held`].
 /// Candidates of one sequence arrive tail first, so that a policy that breaks ties by arrival
 /// evicts tails before heads: a block whose predecessor is gone can no longer be found. Calls out
 /// of this order have no effect.
@@ -87,6 +88,12 @@ pub trait EvictionPolicy: fmt::Debug + Send {
     /// after finding a part of it; `block` is no longer a candidate. By default the same as
     /// [`Self::reused`]; policies that measure the time to reuse may differ.
     fn computed_again(&mut self, block: BlockId) {
+        self.reused(block);
+    }
+    /// Reports that candidate `block` is held while its bytes are read, which is no use of its
+    /// content: it is not evicted before the next [`Self::idle`], and then has its former place if
+    /// the policy can tell. By default the same as [`Self::reused`].
+    fn held(&mut self, block: BlockId) {
         self.reused(block);
     }
     /// Reports that `block` lost its last holder.

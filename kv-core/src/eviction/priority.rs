@@ -45,7 +45,12 @@ impl EvictionPolicy for ByPriority {
     fn reused(&mut self, block: BlockId) {
         self.remove(block.0);
     }
+    /// The duration of its level goes on.
+    fn held(&mut self, block: BlockId) {
+        self.idle.hide(block.0);
+    }
     fn idle(&mut self, block: BlockId) {
+        self.idle.show(self.levels.level(block.0), block.0);
         if !self.idle.contains(block.0) {
             self.push(block.0);
         }

@@ -15,6 +15,7 @@ enum Call {
     Tick,
     Stored(u32, u8, Priority),
     Reused(u32),
+    Held(u32),
     Idle(u32),
     Dropped(u32),
     SetPriority(u32, Priority),
@@ -35,6 +36,7 @@ fn calls() -> impl Strategy<Value = Vec<Call>> {
         (block(), 0..12_u8, priorities()).prop_map(|(b, k, p)| Call::Stored(b, k, p)),
         (block(), 0..12_u8).prop_map(|(b, k)| Call::Stored(b, k, Priority::default())),
         block().prop_map(Call::Reused),
+        block().prop_map(Call::Held),
         block().prop_map(Call::Idle),
         block().prop_map(Call::Idle),
         block().prop_map(Call::Dropped),
@@ -45,12 +47,13 @@ fn calls() -> impl Strategy<Value = Vec<Call>> {
     proptest::collection::vec(call, 0..200)
 }
 
-/// State of a block; `idle` counts the calls that made it a candidate.
+/// State of a block; `idle` counts the calls that made it a candidate, `is_held` hides it there.
 #[derive(Debug, Clone, Copy)]
 struct Known {
     uses: u64,
     priority: Priority,
     idle: Option<(u64, Duration)>,
+    is_held: bool,
 }
 
 /// A naive model: a list of everything, searched from end to end.
@@ -85,9 +88,16 @@ impl Model {
         self.blocks.get_mut(to_usize(block)).and_then(Option::as_mut)
     }
 
+    /// Holds a candidate; `false` for any other block.
+    fn hold(&mut self, block: u32) -> bool {
+        let known = self.known(block).filter(|known| known.idle.is_some());
+        known.map(|known| known.is_held = true).is_some()
+    }
+
     /// Returns the candidates with the least key.
     fn least<K: Ord>(&self, key: impl Fn(&Known) -> K) -> Option<K> {
-        let idle = self.blocks.iter().flatten().filter(|known| known.idle.is_some());
+        let is_candidate = |known: &&Known| known.idle.is_some() && !known.is_held;
+        let idle = self.blocks.iter().flatten().filter(is_candidate);
         idle.map(key).min()
     }
 }
@@ -109,20 +119,24 @@ fn drive(policy: Eviction, calls: &[Call], check: impl Fn(&Model, Option<Known>)
                 let (key, index) = (key_of(key), u32::from(key));
                 policy.stored(BlockId(block), &BlockInfo { key, parent, index, priority });
                 if let Some(slot) = model.blocks.get_mut(to_usize(block)) {
-                    *slot = Some(Known { uses: 1, priority, idle: None });
+                    *slot = Some(Known { uses: 1, priority, idle: None, is_held: false });
                 }
             }
             // Only known blocks: a pool never mentions others.
             Call::Reused(block) => {
                 if let Some(known) = model.known(block) {
-                    known.idle = None;
+                    (known.idle, known.is_held) = (None, false);
                     known.uses += 1;
                     policy.reused(BlockId(block));
                 }
             }
+            // Only candidates, as a pool does.
+            Call::Held(block) if model.hold(block) => policy.held(BlockId(block)),
+            Call::Held(_) => {}
             Call::Idle(block) => {
                 if let Some(known) = model.known(block) {
                     known.idle = known.idle.or(Some((calls, now)));
+                    known.is_held = false;
                     policy.idle(BlockId(block));
                 }
             }
@@ -193,7 +207,8 @@ proptest! {
         drive(Eviction::Default, &calls, |model, evicted| {
             let level = |known: &Known| known.priority.level;
             assert_eq!(evicted.as_ref().map(level), model.least(level));
-            assert!(evicted.is_none_or(|known| known.idle.is_some()), "a held block was evicted");
+            let is_held = evicted.is_some_and(|known| known.idle.is_none() || known.is_held);
+            assert!(!is_held, "a held block was evicted");
             // Levels other than the default one have an order.
             let key = |known: &Known| (known.priority.level, known.idle);
             if evicted.is_some_and(|known| known.priority.level != 35) {

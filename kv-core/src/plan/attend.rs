@@ -14,8 +14,9 @@ use crate::tensor::{TensorView, TensorViewMut, TokenRequirement, TokenTensor, To
 ///
 /// A backend may index by these guarantees:
 /// - every block of every table is inside the plane, and `kv_len` tokens fit each sequence's table,
-///   at [`SlotMap::place_in`](crate::SlotMap::place_in) with the sequence's `coded`; the content of
-///   a block is defined only if a query sees a key in it, see [`AttentionOptions::visible`];
+///   at [`SlotMap::place_in`](crate::backend::SlotMap::place_in) with the sequence's `coded`; the
+///   content of a block is defined only if a query sees a key in it, see
+///   [`AttentionOptions::visible`];
 /// - the splits of a sequence are `splits()[split_start..][..num_splits]`, in order, and cover
 ///   `0..kv_len` exactly.
 #[derive(Debug, Clone, Copy)]
@@ -74,7 +75,8 @@ pub enum Mask {
     Full,
 }
 
-/// How scores become weights.
+/// Settings of attention: scale, mask, window, soft cap, sink tokens and sink logits, and the axes
+/// of the tensors.
 ///
 /// ```
 /// use kv_core::AttentionOptions;
@@ -93,7 +95,8 @@ pub struct AttentionOptions<'a> {
 }
 
 impl<'a> AttentionOptions<'a> {
-    /// Causal attention; `scale` multiplies the scores, usually `1 / sqrt(head_dim_k)`.
+    /// Creates options for causal attention; `scale` multiplies the scores, usually
+    /// `1 / sqrt(head_dim_k)`.
     pub fn causal(scale: f32) -> Self {
         Self {
             scale,
@@ -105,19 +108,19 @@ impl<'a> AttentionOptions<'a> {
             qkv_format: QkvFormat::Thd,
         }
     }
-    /// Attention to every cached key.
+    /// Creates options for attention to every cached key.
     pub fn full(scale: f32) -> Self {
         Self { mask: Mask::Full, ..Self::causal(scale) }
     }
-    /// Limits what a query sees to a sliding window: a query at position `p` also needs
-    /// `j >= p - window_left`, so it sees at most `window_left + 1` keys (flash-attention's
+    /// Limits what a query sees to a sliding window: a query at position `p` also needs `j >= p -
+    /// window_left`, so it sees at most `window_left + 1` keys (flash-attention's
     /// `window_size_left`).
     #[must_use]
     pub fn with_window_left(self, window_left: u32) -> Self {
         Self { window_left: Some(window_left), ..self }
     }
-    /// Lets every query see the first `sink_tokens` tokens of the sequence besides its window:
-    /// keys `j < sink_tokens`, as far as mask and length let it. Has no effect without a window.
+    /// Lets every query see the first `sink_tokens` tokens of the sequence besides its window: keys
+    /// `j < sink_tokens`, as far as mask and length let it. Has no effect without a window.
     /// Positions stay as they are: keys are read as they were stored.
     ///
     /// # Source
@@ -126,8 +129,8 @@ impl<'a> AttentionOptions<'a> {
     pub fn with_sink_tokens(self, sink_tokens: u32) -> Self {
         Self { sink_tokens, ..self }
     }
-    /// Sets a soft cap `c > 0`: a scaled score `s` becomes `c * tanh(s / c)` before masking
-    /// (Gemma 2).
+    /// Sets a soft cap `c > 0`: a scaled score `s` becomes `c * tanh(s / c)` before masking (Gemma
+    /// 2).
     #[must_use]
     pub fn with_soft_cap(self, soft_cap: f32) -> Self {
         Self { soft_cap: Some(soft_cap), ..self }
@@ -143,31 +146,31 @@ impl<'a> AttentionOptions<'a> {
     pub fn with_qkv_format(self, qkv_format: QkvFormat) -> Self {
         Self { qkv_format, ..self }
     }
-    /// Factor of the scores.
+    /// Returns the factor of the scores.
     pub fn scale(&self) -> f32 {
         self.scale
     }
-    /// Which keys a query sees.
+    /// Returns which keys a query sees.
     pub fn mask(&self) -> Mask {
         self.mask
     }
-    /// Keys before its own position that a query sees, `None` for all.
+    /// Returns the number of keys before its own position that a query sees, `None` for all.
     pub fn window_left(&self) -> Option<u32> {
         self.window_left
     }
-    /// First tokens that every query sees besides its window; no effect without one.
+    /// Returns the number of first tokens that every query sees besides its window.
     pub fn sink_tokens(&self) -> u32 {
         self.sink_tokens
     }
-    /// Soft cap of the scores.
+    /// Returns the soft cap of the scores.
     pub fn soft_cap(&self) -> Option<f32> {
         self.soft_cap
     }
-    /// Logit without a token of every query head.
+    /// Returns the logits without a token, one for every query head.
     pub fn sink_logits(&self) -> Option<&'a [f32]> {
         self.sink_logits
     }
-    /// Axes of `q` and `out`.
+    /// Returns the axes of `q` and `out`.
     pub fn qkv_format(&self) -> QkvFormat {
         self.qkv_format
     }
@@ -178,7 +181,6 @@ impl<'a> AttentionOptions<'a> {
     /// Together with [`Self::visible_sink_tokens`] these are all visible keys. A block in which no
     /// query of the sequence sees a key is never read: its entry of the block table may name
     /// another owner's block.
-    /// name a block of another owner.
     pub fn visible(&self, sequence: &PlannedSequence, i: u32) -> (u32, u32) {
         // The query's position plus one, which is negative if there are more queries than keys.
         let end = i64::from(sequence.kv_len)
@@ -200,8 +202,8 @@ impl<'a> AttentionOptions<'a> {
     /// `0..n`, where `n` is at most `begin` of [`Self::visible`]. Never decreases from one query to
     /// the next.
     ///
-    /// With a window, a kernel that ends a tile at [`Self::sink_tokens`] has one visible range
-    /// per tile: `0..end` below that position, and from there on the range of `visible`.
+    /// With a window, a kernel that ends a tile at [`Self::sink_tokens`] has one visible range per
+    /// tile: `0..end` below that position, and from there on the range of `visible`.
     pub fn visible_sink_tokens(&self, sequence: &PlannedSequence, i: u32) -> u32 {
         let (begin, _) = self.visible(sequence, i);
         self.sink_tokens.min(begin)
@@ -255,9 +257,9 @@ impl<'a, Buf> AttendArgs<'a, Buf> {
     ///
     /// # Errors
     /// Those of [`WriteArgs::new`](crate::plan::WriteArgs::new), and
-    /// [`PlanError::HeadsNotDivisible`],
-    /// [`PlanError::Overlap`], [`PlanError::Option`], [`PlanError::LengthMismatch`] for the sink
-    /// logits.
+    /// [`PlanError::HeadsNotDivisible`], [`PlanError::Overlap`], [`PlanError::Option`],
+    /// [`PlanError::LengthMismatch`] for the sink logits, or for planes of K and V that are divided
+    /// into segments differently.
     pub fn new(
         plan: &AttentionPlan<'_>,
         q: TensorView<'a, Buf>,
@@ -271,6 +273,12 @@ impl<'a, Buf> AttendArgs<'a, Buf> {
         plan.layout.check_same_blocks(v_plane.layout())?;
         k_plane.check_constants()?;
         v_plane.check_constants()?;
+        let [expected, got] =
+            [k_plane, v_plane].map(|plane| to_usize(plane.layout().blocks_per_segment()));
+        if expected != got {
+            let what = "blocks per segment of V";
+            return Err(PlanError::LengthMismatch { what, expected, got });
+        }
         let v_heads = v_plane.layout().num_kv_heads();
         let kv_heads = k_plane.layout().num_kv_heads();
         if v_heads != kv_heads {

@@ -45,8 +45,7 @@ pub struct PlannedSequence {
     /// Valid tokens, this step's included.
     pub kv_len: u32,
     /// Leading tokens that are quantised, or in the full-precision prefix, once the step is
-    /// written; `kv_len`
-    /// without a [tail](crate::SlotMap).
+    /// written; `kv_len` without a [tail](crate::backend::SlotMap).
     pub coded: u32,
     /// The same before the step. Cached tokens between the two are in the tail and are quantised by
     /// this step.

@@ -6,6 +6,8 @@ use crate::block::BlockTables;
 use crate::error::PlanError;
 use crate::geometry::{BlockOrder, PlaneLayout, PlaneShape};
 use crate::ids::{BlockId, Slot};
+use crate::storage::PlaneView;
+use crate::tensor::{TensorView, TensorViewMut};
 
 fn layout() -> PlaneLayout {
     PlaneLayout::new(PlaneShape {
@@ -108,9 +110,9 @@ fn copies_are_disjoint() {
 
 #[test]
 fn a_plane_of_another_pool_is_refused() {
+    use crate::QkvFormat;
     use crate::backend::NullBackend;
     use crate::storage::{KvStorage, Plane};
-    use crate::{QkvFormat, TensorView, TensorViewMut};
     let (layout, tables) = (layout(), tables(&[&[5]]));
     let smaller = PlaneLayout::new(PlaneShape {
         num_blocks: 5,
@@ -145,6 +147,28 @@ fn a_plane_of_another_pool_is_refused() {
     assert_eq!(gathered.unwrap_err(), refused);
     let copy = CopyPlan::new(&layout, &[]).unwrap();
     assert_eq!(CopyArgs::new(&copy, storage.view()).unwrap_err(), refused);
+}
+
+#[test]
+fn planes_of_k_and_v_with_other_segments_are_refused() {
+    let (layout, tables) = (layout(), tables(&[&[5]]));
+    let memory = [[0_u8; 48], [0_u8; 48], [0_u8; 48]];
+    let plane = |blocks| PlaneView::new(layout.with_segments_of(blocks), &memory).unwrap();
+    let mut buffers = PlanBuffers::default();
+    let batch = [entry(0, 0, 1)];
+    let (_, attend) = buffers.plan(&layout, &tables, &batch, 1, Determinism::Fast).unwrap();
+    let row = [0.0_f32; 2];
+    let attended = |planes| {
+        let mut out = [0.0_f32; 2];
+        let (q, out) =
+            (TensorView::host(&row, &[1, 1, 2]), TensorViewMut::host(&mut out, &[1, 1, 2]));
+        let args = AttendArgs::new(&attend, q, out, None, planes, AttentionOptions::causal(1.0));
+        args.map(|_| ())
+    };
+    assert_eq!(attended([plane(2), plane(2)]), Ok(()));
+    let what = "blocks per segment of V";
+    let refused = Err(PlanError::LengthMismatch { what, expected: 2, got: 3 });
+    assert_eq!(attended([plane(2), plane(3)]), refused);
 }
 
 #[test]

@@ -45,12 +45,14 @@ pub enum Inserted {
 
 /// Result of removing a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[expect(clippy::exhaustive_structs, reason = "two facts about one removal")]
+#[expect(clippy::exhaustive_structs, reason = "facts about one removal")]
 pub struct Removed {
     /// Namespace of the block.
     pub namespace: NamespaceId,
     /// The key of a full block, which cannot be found any more.
     pub gone: Option<BlockKey>,
+    /// Whether the open step had yet to write the block.
+    pub is_unwritten: bool,
 }
 
 /// Result of offering content, with the block that has it.
@@ -124,14 +126,21 @@ pub struct IndexedBlock<'a> {
     pub key: BlockKey,
     /// Key of the block before, the root for the first.
     pub parent: BlockKey,
+    /// Salt and adapter of its prompt:
+    /// [`CacheState::namespace`](crate::scheduling::CacheState::namespace).
+    pub namespace: NamespaceId,
     /// Index of the block in its prompt.
     pub index: u32,
     /// Its tokens.
     pub tokens: &'a [u32],
+    /// Contents of placeholder tokens.
+    pub contents: &'a [BlockContent],
     /// Its priority.
     pub priority: Priority,
     /// Whether it has fewer tokens than a full block.
     pub is_partial: bool,
+    /// Whether the open step has yet to write it.
+    pub is_unwritten: bool,
 }
 
 fn hash(key: BlockKey) -> u64 {
@@ -187,10 +196,13 @@ impl PrefixIndex {
             block,
             key: entry.key,
             parent: entry.parent,
+            namespace: entry.namespace,
             index: entry.index,
             tokens: self.tokens(block.0, entry),
+            contents: self.contents_of(block.0, entry),
             priority: entry.priority,
             is_partial: entry.is_partial,
+            is_unwritten: entry.is_unwritten,
         })
     }
     /// Iterates over every block with content, ordered by ID.
@@ -309,7 +321,11 @@ impl PrefixIndex {
         if let Some(entry) = self.entries.get_mut(to_usize(block.0)) {
             *entry = EMPTY;
         }
-        Some(Removed { namespace: entry.namespace, gone: (!entry.is_partial).then_some(entry.key) })
+        Some(Removed {
+            namespace: entry.namespace,
+            gone: (!entry.is_partial).then_some(entry.key),
+            is_unwritten: entry.is_unwritten,
+        })
     }
 
     fn remove_key(&mut self, block: BlockId, key: BlockKey) {
@@ -320,12 +336,20 @@ impl PrefixIndex {
         }
     }
 
-    /// Sets whether the open step has yet to write a block; does nothing for one without content.
-    pub(crate) fn set_unwritten(&mut self, block: BlockId, is_unwritten: bool) {
+    /// Records that the open step has yet to write a block with content.
+    pub(crate) fn set_unwritten(&mut self, block: BlockId) {
         let entry = self.entries.get_mut(to_usize(block.0)).filter(|entry| entry.len > 0);
         if let Some(entry) = entry {
-            entry.is_unwritten = is_unwritten;
+            entry.is_unwritten = true;
         }
+    }
+
+    /// Records that a block is written and returns its key; `None` for one that was written before
+    /// or has no content.
+    pub(crate) fn set_written(&mut self, block: BlockId) -> Option<BlockKey> {
+        let entry = self.entries.get_mut(to_usize(block.0)).filter(|entry| entry.is_unwritten)?;
+        entry.is_unwritten = false;
+        Some(entry.key)
     }
 
     /// Returns whether the open step has yet to write a block with content.

@@ -3,6 +3,7 @@ use std::fmt;
 
 use xxhash_rust::xxh3::{Xxh3Default, xxh3_128, xxh3_128_with_seed};
 
+use crate::invariant::Invariant;
 use crate::num::to_u64;
 
 /// Changes whenever the same tokens get other keys than before.
@@ -20,8 +21,8 @@ const CONTENTS_SEED: u64 = 1;
 /// `key(i) = XXH3-128(key(i-1), tokens of block i)`, repeated for every 56 tokens of a longer
 /// block, and once more with the block's [contents](ContentSpan) if it has any. The root, which
 /// precedes the first block, hashes the version of this scheme, the cache's [encoding
-/// key](crate::CacheState::encoding_key), the salt and the adapter. All numbers are little endian
-/// and no seed is random, so every machine and every release computes the same keys.
+/// key](crate::scheduling::CacheState::encoding_key), the salt and the adapter. All numbers are
+/// little endian and no seed is random, so every machine and every release computes the same keys.
 ///
 /// XXH3 does not withstand attackers, so a key alone never decides: a hit is confirmed with the
 /// block's own tokens, contents and parent.
@@ -58,6 +59,9 @@ pub struct BlockContent {
 }
 
 impl BlockContent {
+    /// Bytes of [`Self::to_bytes`].
+    pub const BYTES: usize = 28;
+
     /// Writes the parts of `spans` at positions `begin..end` to `out`, in order.
     pub fn cut(spans: &[ContentSpan], (begin, end): (u32, u32), out: &mut Vec<Self>) {
         out.clear();
@@ -70,6 +74,41 @@ impl BlockContent {
                 out.push(Self { id: span.id, inside, offset, len });
             }
         }
+    }
+
+    /// Returns the fixed form that is hashed and stored: the content's ID (16 bytes), the first
+    /// token in the block, the first token in the content, and the number of tokens (4 bytes each),
+    /// all little endian.
+    ///
+    /// ```
+    /// use kv_core::reuse::{BlockContent, ContentSpan};
+    ///
+    /// let mut parts = Vec::new();
+    /// let span = ContentSpan { begin: 20, len: 40, id: 7 };
+    /// BlockContent::cut(&[span], (16, 32), &mut parts);
+    /// let bytes = parts[0].to_bytes();
+    /// assert_eq!((bytes[0], bytes[16], bytes[20], bytes[24]), (7, 4, 0, 12));
+    /// assert_eq!(BlockContent::from_bytes(&bytes), parts[0]);
+    /// ```
+    pub fn to_bytes(&self) -> [u8; Self::BYTES] {
+        let mut bytes = [0; Self::BYTES];
+        let (id, rest) = bytes.split_at_mut(16);
+        id.copy_from_slice(&self.id.to_le_bytes());
+        let numbers = [self.inside, self.offset, self.len].map(u32::to_le_bytes);
+        rest.copy_from_slice(numbers.as_flattened());
+        bytes
+    }
+
+    /// Reads [`Self::to_bytes`]. Any bytes are a content; whether it is the right one is decided by
+    /// comparing it with the prompt's.
+    pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
+        let number = |at: usize| {
+            let bytes = bytes.get(at..).and_then(|rest| rest.first_chunk());
+            u32::from_le_bytes(*bytes.invariant("a content has three numbers after its ID"))
+        };
+        let id = bytes.first_chunk().invariant("a content begins with its ID");
+        let (inside, offset, len) = (number(16), number(20), number(24));
+        Self { id: u128::from_le_bytes(*id), inside, offset, len }
     }
 
     /// Returns the first token of a block at which the contents of two blocks differ; `u32::MAX` if
@@ -136,10 +175,7 @@ impl BlockKey {
     fn contents(self, contents: &[BlockContent]) -> Self {
         let mut bytes = self.0.to_le_bytes().to_vec();
         for content in contents {
-            bytes.extend(content.id.to_le_bytes());
-            for n in [content.inside, content.offset, content.len] {
-                bytes.extend(n.to_le_bytes());
-            }
+            bytes.extend(content.to_bytes());
         }
         Self(xxh3_128_with_seed(&bytes, CONTENTS_SEED))
     }
@@ -193,5 +229,16 @@ mod tests {
         assert_eq!(parts, [BlockContent { id: 9, inside: 0, offset: 6, len: 1 }]);
         BlockContent::cut(&spans, (12, 16), &mut parts);
         assert_eq!(parts, []);
+    }
+
+    /// Chunks store these bytes: a change needs a new version of them, and a new `KEY_VERSION`.
+    #[test]
+    fn the_bytes_of_a_content_never_change() {
+        let id = 0x1_0000_0000_0000_0002;
+        let bytes = BlockContent { id, inside: 3, offset: 4, len: 0x0506 }.to_bytes();
+        let mut expected = [0; 28];
+        (expected[0], expected[8]) = (2, 1);
+        (expected[16], expected[20], expected[24], expected[25]) = (3, 4, 6, 5);
+        assert_eq!(bytes, expected);
     }
 }

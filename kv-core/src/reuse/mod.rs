@@ -1,10 +1,12 @@
-//! Prefix reuse: keys of blocks, computed from their tokens, and the index that finds them.
+//! Prefix reuse: how cached blocks are found by their content. Keys of blocks, computed from their
+//! tokens, the index that finds them, pins that keep them, and content that is not text.
 mod index;
 mod key;
 mod namespace;
 #[cfg(test)]
 mod tests;
 
+pub use crate::cache::{BlockHold, Import, ImportBlock, Pin, PinId, PrefixProbe, ProbedBlock};
 pub(crate) use index::Offered;
 pub use index::{Content, IndexedBlock, Inserted, PrefixIndex, Removed};
 pub use key::{BlockContent, BlockKey, ContentSpan};

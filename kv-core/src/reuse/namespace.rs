@@ -97,6 +97,13 @@ impl Namespaces {
         space.map_or(BlockKey(0), |space| space.root)
     }
 
+    /// Returns salt and adapter of a namespace with users.
+    pub(crate) fn name(&self, id: NamespaceId) -> Option<(&[u8], Option<u64>)> {
+        let space = self.spaces.get(to_usize(id.0)).and_then(Option::as_ref)?;
+        let (salt, adapter) = &space.name;
+        Some((salt, *adapter))
+    }
+
     fn get_mut(&mut self, id: NamespaceId) -> Option<&mut Entry> {
         self.spaces.get_mut(to_usize(id.0))?.as_mut()
     }

@@ -14,7 +14,30 @@ use crate::spec::{CacheSpec, GroupSpec, LateLayers};
 /// The longest sequence if all groups have windows: positions and slots fit `u32`.
 const LEN_MAX: u32 = u32::MAX >> 2;
 
-/// Collects settings; [`Self::build`] checks them together.
+/// Collects the settings of a cache; [`Self::build`] checks them together.
+///
+/// Three settings have no default: [`layers`](Self::layers), or
+/// [`layers_on_demand`](Self::layers_on_demand); the shape of a row ([`kv_heads`](Self::kv_heads),
+/// [`head_dim`](Self::head_dim)); and the memory ([`paged`](Self::paged),
+/// [`paged_within`](Self::paged_within) or [`contiguous`](Self::contiguous)). Settings of rows and
+/// memory hold for all layers, except those that [`group`](Self::group) gives settings of their
+/// own.
+///
+/// ```
+/// use kv_core::{CacheSpec, KvFormat};
+///
+/// // Layers 0 to 5: every third one attends to all tokens, the others to a window.
+/// let spec = CacheSpec::builder()
+///     .layers(6)
+///     .kv_heads(8)
+///     .head_dim(128)
+///     .format(KvFormat::Bf16)
+///     .paged(16, 1024)
+///     .group([0, 1, 3, 4], |group| group.window_left(1023).paged(16, 256))
+///     .build()?;
+/// assert_eq!(spec.groups().len(), 2);
+/// # Ok::<(), kv_core::error::SpecError>(())
+/// ```
 #[derive(Debug, Clone, Default)]
 pub struct CacheSpecBuilder {
     layers: Option<u16>,
@@ -41,20 +64,20 @@ macro_rules! forward_to_default_group {
 }
 
 impl CacheSpecBuilder {
-    /// Number of layers of the model.
+    /// Sets the number of layers of the model.
     #[must_use]
     pub fn layers(mut self, layers: u16) -> Self {
         self.layers = Some(layers);
         self
     }
-    /// Does not fix the number of layers: each gets memory from
+    /// Leaves the number of layers open: each gets memory from
     /// [`KvCache::allocate_layer`](crate::KvCache::allocate_layer), in one group.
     #[must_use]
     pub fn layers_on_demand(mut self) -> Self {
         self.on_demand = true;
         self
     }
-    /// What is read where a layer on demand got its memory after tokens were cached;
+    /// Sets what is read where a layer on demand got its memory after tokens were cached;
     /// [`LateLayers::Refuse`] unless set. No effect without [`Self::layers_on_demand`].
     #[must_use]
     pub fn late_layers(mut self, late_layers: LateLayers) -> Self {
@@ -62,26 +85,26 @@ impl CacheSpecBuilder {
         self
     }
     forward_to_default_group! {
-        /// Heads of K and V: as many as query heads for MHA, fewer for GQA, 1 for MQA.
+        /// Sets the heads of K and V: as many as query heads for MHA, fewer for GQA, 1 for MQA.
         kv_heads(heads: u32);
-        /// Values of one row of K and of V.
+        /// Sets the values of one row of K and of V.
         head_dim(dim: u32);
-        /// Values of one row of K, and of V.
+        /// Sets the values of one row of K, and of V.
         head_dims(k: u32, v: u32);
-        /// Stored format of K and V; [`KvFormat::F16`] by default.
+        /// Sets the stored format of K and V; [`KvFormat::F16`] by default.
         format(format: KvFormat);
-        /// Stored format of K, and of V.
+        /// Sets the stored format of K, and of V.
         formats(k: KvFormat, v: KvFormat);
-        /// Axes inside a block; [`BlockOrder::Hnd`] by default.
+        /// Sets the axes inside a block; [`BlockOrder::Hnd`] by default.
         block_order(order: BlockOrder);
-        /// Whether quantised rows are transformed; [`Transform::Auto`] by default.
+        /// Sets whether quantised rows are transformed; [`Transform::Auto`] by default.
         transform(transform: Transform);
         /// Keeps the first tokens of every sequence in 16 bits; see
         /// [`GroupBuilder::full_precision_prefix`].
         full_precision_prefix(tokens: u32);
         /// Keeps the block that is being filled in 16 bits; see [`GroupBuilder::tail`].
         tail(tail: bool);
-        /// The mean that is subtracted from keys; [`KeyMean::Calibrated`] by default.
+        /// Sets the mean that is subtracted from keys; [`KeyMean::Calibrated`] by default.
         key_mean(key_mean: KeyMean);
         /// Keeps a sliding window of every sequence; see [`GroupBuilder::window_left`].
         window_left(tokens: u32);
@@ -90,11 +113,13 @@ impl CacheSpecBuilder {
         /// Keeps tokens before the window, so that sequences can be truncated; see
         /// [`GroupBuilder::window_slack`].
         window_slack(tokens: u32);
-        /// `num_blocks` blocks of `block_size` tokens each; see [`GroupBuilder::paged`].
+        /// Sets a pool of `num_blocks` blocks of `block_size` tokens each; see
+        /// [`GroupBuilder::paged`].
         paged(block_size: u32, num_blocks: u32);
-        /// As many blocks of `block_size` tokens as fit in `bytes`, over all layers of the group.
+        /// Sets a pool of as many blocks of `block_size` tokens as fit in `bytes`, over all layers
+        /// of the group.
         paged_within(block_size: u32, bytes: u64);
-        /// One block of `max_seq_len` tokens for each of `max_sequences` sequences.
+        /// Sets a pool of one block of `max_seq_len` tokens for each of `max_sequences` sequences.
         contiguous(max_sequences: u32, max_seq_len: u32);
     }
     /// Gives some layers their own settings: `change` gets the settings made so far. Layers in no
@@ -109,37 +134,38 @@ impl CacheSpecBuilder {
         self.groups.push((layers.into_iter().collect(), group));
         self
     }
-    /// The maximum number of live sequences; unlimited by default, `num_blocks` if contiguous.
+    /// Sets the maximum number of live sequences; unlimited by default, `num_blocks` if contiguous.
     #[must_use]
     pub fn max_sequences(mut self, sequences: u32) -> Self {
         self.max_sequences = Some(sequences);
         self
     }
-    /// The maximum tokens of one sequence; the whole pool by default.
+    /// Sets the maximum tokens of one sequence; the whole pool by default.
     #[must_use]
     pub fn max_seq_len(mut self, tokens: u32) -> Self {
         self.max_seq_len = Some(tokens);
         self
     }
-    /// What KV splits may depend on; [`Determinism::Fast`] by default.
+    /// Sets what KV splits may depend on; [`Determinism::Fast`] by default.
     #[must_use]
     pub fn determinism(mut self, determinism: Determinism) -> Self {
         self.determinism = determinism;
         self
     }
-    /// How much of a cached prompt another prompt may reuse; [`PrefixReuse::Partial`] by default.
+    /// Sets how much of a cached prompt another prompt may reuse; [`PrefixReuse::Partial`] by
+    /// default.
     #[must_use]
     pub fn prefix_reuse(mut self, prefixes: PrefixReuse) -> Self {
         self.reuse.prefixes = prefixes;
         self
     }
-    /// When blocks that a step fills become reusable; [`PublishAt::Commit`] by default.
+    /// Sets when blocks that a step fills become reusable; [`PublishAt::Commit`] by default.
     #[must_use]
     pub fn publish_at(mut self, publish_at: PublishAt) -> Self {
         self.reuse.publish_at = publish_at;
         self
     }
-    /// Which cached block is evicted first; [`Eviction::Default`] by default.
+    /// Sets which cached block is evicted first; [`Eviction::Default`] by default.
     #[must_use]
     pub fn eviction(mut self, eviction: Eviction) -> Self {
         self.reuse.eviction = eviction;
@@ -149,6 +175,15 @@ impl CacheSpecBuilder {
     #[must_use]
     pub fn events(mut self, events: usize) -> Self {
         self.reuse.events = events;
+        self
+    }
+    /// Keeps up to `changes` [changes](crate::block::BlockChange) of blocks until they are
+    /// [taken](crate::scheduling::CacheState::drain_changes); none by default, which costs nothing.
+    /// If there are more, all are lost: twice the blocks of all groups is ample if they are taken
+    /// after each step.
+    #[must_use]
+    pub fn changes(mut self, changes: usize) -> Self {
+        self.reuse.changes = changes;
         self
     }
     /// Zeroes every block that loses its last holder or its cached content, for callers that share

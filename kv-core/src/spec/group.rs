@@ -8,7 +8,12 @@ use crate::num::to_u64;
 use crate::spec::GroupSpec;
 use crate::spec::reuse::Window;
 
-/// Settings of one group; unset ones come from the builder.
+/// Collects the settings of one group of layers: what [`CacheSpecBuilder`] has for all layers.
+///
+/// [`CacheSpecBuilder::group`] passes it to the caller with the settings made so far.
+///
+/// [`CacheSpecBuilder`]: crate::spec::CacheSpecBuilder
+/// [`CacheSpecBuilder::group`]: crate::spec::CacheSpecBuilder::group
 #[derive(Debug, Clone, Default)]
 pub struct GroupBuilder {
     kv_heads: Option<u32>,
@@ -70,18 +75,18 @@ enum Blocks {
 }
 
 impl GroupBuilder {
-    /// Heads of K and V: as many as query heads for MHA, fewer for GQA, 1 for MQA.
+    /// Sets the heads of K and V: as many as query heads for MHA, fewer for GQA, 1 for MQA.
     #[must_use]
     pub fn kv_heads(mut self, heads: u32) -> Self {
         self.kv_heads = Some(heads);
         self
     }
-    /// Values of one row of K and of V.
+    /// Sets the values of one row of K and of V.
     #[must_use]
     pub fn head_dim(self, dim: u32) -> Self {
         self.head_dims(dim, dim)
     }
-    /// Values of one row of K, and of V.
+    /// Sets the values of one row of K, and of V.
     #[must_use]
     pub fn head_dims(mut self, k: u32, v: u32) -> Self {
         (self.head_dim_k, self.head_dim_v) = (Some(k), Some(v));
@@ -112,7 +117,7 @@ impl GroupBuilder {
     }
     /// Keeps the first `tokens` tokens of every sequence in 16 bits where the rest is quantised;
     /// none unless set, 4 are enough. Each takes several slots, see
-    /// [`SlotMap`](crate::SlotMap).
+    /// [`SlotMap`](crate::backend::SlotMap).
     #[must_use]
     pub fn full_precision_prefix(mut self, tokens: u32) -> Self {
         self.full_precision_prefix = tokens;
@@ -120,7 +125,7 @@ impl GroupBuilder {
     }
     /// Keeps the tokens of the block that a sequence is filling in 16 bits while the rest is
     /// quantised; they are quantised when the block is full. A sequence needs additional blocks for
-    /// them, see [`SlotMap`](crate::SlotMap). Not for contiguous caches.
+    /// them, see [`SlotMap`](crate::backend::SlotMap). Not for contiguous caches.
     #[must_use]
     pub fn tail(mut self, tail: bool) -> Self {
         self.tail = tail;

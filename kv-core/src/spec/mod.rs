@@ -29,7 +29,7 @@ use crate::slot_map::SlotMap;
 ///     .paged(16, 4096)
 ///     .build()?;
 /// assert_eq!(spec.memory().bytes_per_token, 32 * 2 * 8 * 128 * 2);
-/// # Ok::<(), kv_core::SpecError>(())
+/// # Ok::<(), kv_core::error::SpecError>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CacheSpec {
@@ -57,7 +57,7 @@ pub struct CacheSpec {
     reason = "an error, or the only content that memory starts with"
 )]
 pub enum LateLayers {
-    /// Nothing: the call is refused with [`PlanError::RowsUnwritten`](crate::PlanError).
+    /// Nothing: the call is refused with [`PlanError::RowsUnwritten`](crate::error::PlanError).
     #[default]
     Refuse,
     /// Zeros, which the layer's memory was allocated with. A query gives such keys the score 0, so
@@ -185,6 +185,10 @@ impl CacheSpec {
     /// Returns the number of events kept until they are taken; 0 for none.
     pub fn events(&self) -> usize {
         self.reuse.events
+    }
+    /// Returns the number of changes of blocks kept until they are taken; 0 for none.
+    pub fn changes(&self) -> usize {
+        self.reuse.changes
     }
     /// Returns what KV splits may depend on.
     pub fn determinism(&self) -> Determinism {

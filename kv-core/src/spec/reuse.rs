@@ -40,6 +40,8 @@ pub(crate) struct Reuse {
     pub(crate) eviction: Eviction,
     /// Events kept until they are taken.
     pub(crate) events: usize,
+    /// Changes of blocks kept until they are taken.
+    pub(crate) changes: usize,
 }
 
 /// The tokens that a group of layers attends to, and therefore keeps.

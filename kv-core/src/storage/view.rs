@@ -208,8 +208,7 @@ impl<'a, Buf: Any> StorageView<'a, Buf> {
 
 impl<'a> StorageView<'a, AnyBuffer> {
     /// Returns the planes with a backend's own buffers; `None` if a buffer belongs to another
-    /// backend. For functions of a backend beyond the contract, such as swapping blocks out of
-    /// device memory.
+    /// backend. For functions of a backend beyond the contract.
     pub fn downcast<T: Any>(self) -> Option<StorageView<'a, T>> {
         let (storage, erasures) = match self.0 {
             StorageSource::Direct(storage) => (storage, Erasures::ONE),

@@ -1,8 +1,8 @@
 //! Views of the caller's tensors, and their checked form.
 //!
 //! The caller's bytes are not copied first: a view says where they are, and the backend uses them
-//! in place during the call. A caller creates a [`TensorView`] without any check;
-//! a backend gets a [`TokenTensor`] with every extent, stride, type and byte count checked.
+//! in place during the call. A caller creates a [`TensorView`] without any check; a backend gets a
+//! [`TokenTensor`] with every extent, stride, type and byte count checked.
 mod checked;
 #[cfg(test)]
 mod tests;
@@ -94,8 +94,18 @@ pub enum TensorDataMut<'a, Buf> {
 
 /// An input tensor of the caller: element type, extents, strides, bytes.
 ///
-/// The inner two axes (head, dim) are dense; the outer strides are free. It is checked together
-/// with a plan.
+/// The inner two axes (head, dim) are dense; the outer strides are free. `Buf` is the type of the
+/// device's buffers. A view is made without a check: the call that takes it refuses extents, types
+/// and lengths of bytes that do not fit.
+///
+/// ```
+/// use kv_core::TensorView;
+/// use kv_core::backend::NullBuffer;
+///
+/// let rows = [0.5_f32; 24];
+/// let view: TensorView<'_, NullBuffer> = TensorView::host(&rows, &[3, 2, 4]);
+/// assert_eq!(view.dims().as_slice(), [3, 2, 4]); // 3 tokens, 2 heads, 4 values each
+/// ```
 #[derive(Debug)]
 pub struct TensorView<'a, Buf> {
     data: TensorData<'a, Buf>,
@@ -109,7 +119,7 @@ impl<Buf> Clone for TensorView<'_, Buf> {
 }
 impl<Buf> Copy for TensorView<'_, Buf> {}
 
-/// An output tensor of the caller; see [`TensorView`].
+/// An output tensor of the caller: a [`TensorView`] that a call writes to.
 #[derive(Debug)]
 pub struct TensorViewMut<'a, Buf> {
     data: TensorDataMut<'a, Buf>,
@@ -159,7 +169,7 @@ impl<'a, Buf> TensorViewMut<'a, Buf> {
     ///
     /// On a GPU that call submits the work recorded so far, waits until it is done and copies the
     /// rows: a synchronisation for every layer, where an output in device memory needs none. It is
-    /// refused as [`Unsupported`](crate::DeviceErrorKind::Unsupported) during a capture of
+    /// refused as [`Unsupported`](crate::error::DeviceErrorKind::Unsupported) during a capture of
     /// launches, and if the thread may not wait
     /// ([`host_outputs`](crate::backend::Capabilities::host_outputs)).
     pub fn host<T: Element>(values: &'a mut [T], dims: &[u32]) -> Self {

@@ -1,12 +1,11 @@
 //! Tables that turn codes of one byte into bf16: FP8 and signed bytes.
 //!
-//! The bits of a float are those of its code in other places, for nearly all codes: each byte of
-//! the bf16 is a linear function of the code's bits over GF(2), which GF2P8AFFINEQB computes for 64
-//! codes. Codes with the least exponent (zero and subnormals) and with the greatest (NaN and
-//! infinity) are looked up: at most 32, which come first in an order of the codes that is linear
-//! too.
+//! The bits of nearly every bf16 are those of its code, moved: each byte of the bf16 is a linear
+//! function of the code's bits over GF(2), which GF2P8AFFINEQB computes for 64 codes at once. Codes
+//! with the smallest exponent (zero and subnormals) and the largest (NaN and infinity) are looked
+//! up: at most 32 codes, which another linear function maps to the lowest indices.
 //!
-//! Integers have no such form: all magnitudes are looked up.
+//! No linear function exists for integers: all magnitudes are looked up.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::as_conversions,
@@ -29,14 +28,14 @@ pub(crate) enum Codes {
 /// Codes whose upper bit is the sign, and below it the exponent.
 #[derive(Debug)]
 pub(crate) struct Floats {
-    /// The lower bytes of most codes, and the upper ones.
+    /// Lower and upper bytes of the bf16 of most codes.
     pub(crate) low: Linear,
     pub(crate) high: Linear,
-    /// The order in which the others come first.
+    /// Index of a code in an order that begins with the other codes.
     pub(crate) order: Linear,
-    /// How many of these are looked up: a power of two, and 64 at most.
+    /// Number of codes that are looked up, the first in that order: a power of two, at most 64.
     pub(crate) first: u8,
-    /// Their bytes, in that order.
+    /// Lower and upper bytes of these codes, in that order.
     pub(crate) first_low: Lines<64>,
     pub(crate) first_high: Lines<64>,
 }
@@ -44,10 +43,10 @@ pub(crate) struct Floats {
 /// Signed integers.
 #[derive(Debug)]
 pub(crate) struct Integers {
-    /// The lower bytes of 0 to 127, and the upper ones.
+    /// Lower and upper bytes of 0 to 127.
     pub(crate) low: Lines<128>,
     pub(crate) high: Lines<128>,
-    /// The upper byte of 128, whose lower one is that of zero.
+    /// Upper byte of 128; its lower byte is that of zero.
     pub(crate) highest: u8,
 }
 
@@ -59,8 +58,8 @@ pub(crate) struct Lines<const N: usize>(pub(crate) [u8; N]);
 /// A function of a byte whose bits are sums modulo 2 of bits of the byte, and of a constant.
 #[derive(Debug)]
 pub(crate) struct Linear {
-    /// By bit, which bits of the byte count, those of the highest bit first: eight times, as
-    /// GF2P8AFFINEQB takes them.
+    /// The matrix of bits, the row of the highest bit first, repeated eight times as GF2P8AFFINEQB
+    /// reads it.
     pub(crate) matrices: Lines<64>,
     pub(crate) constant: u8,
 }
@@ -75,7 +74,8 @@ impl Linear {
         bits
     }
 
-    /// The function that has these values at a byte, and where one bit of it is another one.
+    /// The function whose value is `at` at `byte`, and `one_bit_other[i]` where bit `i` of `byte`
+    /// is flipped.
     const fn through(byte: u8, at: u8, one_bit_other: [u8; 8]) -> Self {
         let (mut matrices, mut i) = ([0; 64], 0);
         while i < 64 {
@@ -116,7 +116,7 @@ const fn halves(value: f32) -> [u8; 2] {
 }
 
 const fn floats(values: &[f32; 256], mantissa_bits: u32) -> Floats {
-    // Its exponent, and every one that differs in a bit, is neither the least nor the greatest.
+    // Neither its exponent nor one that differs in a single bit is the smallest or the largest.
     const BYTE: u8 = 0b0011_0000;
     let mut others = [[0; 8]; 3];
     let mut bit = 0;
@@ -142,7 +142,7 @@ const fn floats(values: &[f32; 256], mantissa_bits: u32) -> Floats {
         if place < first {
             (first_low[place as usize], first_high[place as usize]) = (of_low, of_high);
         } else {
-            assert!(low.of(code as u8) == of_low && high.of(code as u8) == of_high, "linear");
+            assert!(low.of(code as u8) == of_low && high.of(code as u8) == of_high, "not linear");
         }
         code += 1;
     }
@@ -150,11 +150,11 @@ const fn floats(values: &[f32; 256], mantissa_bits: u32) -> Floats {
     Floats { low, high, order, first, first_low, first_high }
 }
 
-/// The place of a code in an order in which the least exponent comes first, then the greatest.
+/// Index of a code in an order that begins with the smallest exponent, then the largest.
 const fn place(code: u8, mantissa_bits: u32) -> u8 {
     let magnitude = code & 0x7f;
     let (exponent, mantissa) = (magnitude >> mantissa_bits, magnitude % (1 << mantissa_bits));
-    // All ones become 1.
+    // An exponent of all ones becomes 1.
     let exponent = (exponent ^ exponent << 1) % (1 << (7 - mantissa_bits));
     exponent << (mantissa_bits + 1) | code >> 7 << mantissa_bits | mantissa
 }

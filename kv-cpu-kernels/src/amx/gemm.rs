@@ -12,7 +12,7 @@ use super::unit::{Unit, Words, pairs};
 use super::{BLOCK, BLOCK_WORDS, GEMM_TOKENS, Memory, TILE_BLOCKS, TILE_TOKENS, pack};
 use crate::decode::GROUP;
 
-/// Scores the packed tile by a block of query rows, which begins with row `first`.
+/// Computes the scores of the packed tile for a block of query rows, from row `first` on.
 #[inline(always)]
 pub(crate) fn scores<U: Unit>(
     unit: U,

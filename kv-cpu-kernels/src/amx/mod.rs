@@ -1,9 +1,9 @@
 //! Tiles of scores and sums as matrix products on AMX.
 //!
 //! AMX multiplies blocks of bf16 and adds in `f32`. A value of 16 or 8 bits is one bf16 or the sum
-//! of two, a query or a weight the sum of up to three; so terms of K are multiplied with terms of
-//! queries, and terms of V with those of weights. Left out are products too small for the last bit
-//! of an `f32`, and the third term of weights where outputs have 16 bits.
+//! of two, a query or a weight the sum of up to three: terms of K are multiplied with terms of
+//! queries, and terms of V with terms of weights. Products too small for the last bit of an `f32`
+//! are left out, and so is the third term of weights where outputs have 16 bits.
 //!
 //! A word of 32 bits holds two values, 16 apart in a group of 32: values of a row for scores,
 //! tokens of a tile for sums. That is how `Decode::load_pair` loads them. In [`ColumnOrder::Codes`]
@@ -18,10 +18,9 @@
 //! | `codes` | codes of one byte to bf16 |
 //! | `unit`, `x86`, `x86_codes`, `x86_words` | primitives |
 //!
-//! Only finite numbers are sums of terms. Any other gives sums that are not finite, in all rows of
-//! its tile whether they see it or not: the caller checks [`Gemm::is_finite`] or
-//! [`Narrow::is_finite`], and drops such results. Numbers below the least normal `f32` count as
-//! zero.
+//! Only finite numbers are sums of terms. An infinity or a NaN makes the sums of all rows of its
+//! tile non-finite, even of rows that do not see it: the caller checks [`Gemm::is_finite`] or
+//! [`Narrow::is_finite`] and discards such results. Subnormal `f32` count as zero.
 pub(crate) mod codes;
 pub(crate) mod gemm;
 pub(crate) mod narrow;
@@ -52,7 +51,7 @@ use crate::rows::TileRows;
 
 /// Rows of a block, and words of each.
 pub const BLOCK: usize = 16;
-/// Most tokens of a tile, and floats from a row of scores or weights to the next.
+/// Maximum number of tokens of a tile, and floats from a row of scores or weights to the next.
 pub const TILE_TOKENS: usize = 128;
 /// Tokens that [`Gemm`] multiplies at a time; weights up to a multiple of it are read.
 pub const GEMM_TOKENS: usize = 4 * BLOCK;
@@ -61,7 +60,7 @@ pub const NARROW_TOKENS: usize = GROUP;
 
 /// Words of a block.
 pub(crate) const BLOCK_WORDS: usize = BLOCK * BLOCK;
-/// Most terms of a value.
+/// Maximum number of terms of a value.
 const TERMS: usize = 3;
 /// Blocks of a tile's tokens.
 pub(crate) const TILE_BLOCKS: usize = TILE_TOKENS / BLOCK;
@@ -79,7 +78,7 @@ pub struct QueryRows<'a> {
     pub rows: usize,
     /// Values of a row.
     pub dim: usize,
-    /// Whether all bits of a sum count. Otherwise weights have two terms of bf16.
+    /// Whether sums need the precision of `f32`: weights then have three terms of bf16, else two.
     pub exact: bool,
 }
 
@@ -118,7 +117,7 @@ impl QueryShape {
     }
 }
 
-/// Order of values in query rows that are columns: rows of K have their values so in words.
+/// Order of values in query rows that are columns: the order in which words of K hold them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ColumnOrder {
@@ -186,10 +185,10 @@ impl<'a> Memory<'a> {
         blocks.saturating_add(Self::WEIGHTS + Self::PRODUCTS).saturating_add(copies)
     }
 
-    /// Divides [`Self::floats`] floats, best those from the beginning of a cache line on.
+    /// Divides [`Self::floats`] floats, which should begin with a cache line.
     ///
     /// # Panics
-    /// When they are fewer.
+    /// When there are fewer.
     pub fn new(floats: &'a mut [f32], dim_k: usize, dim_v: usize) -> Self {
         let (products, words) = floats.split_at_mut(Self::PRODUCTS);
         let words: &mut [u32] = bytemuck::cast_slice_mut(words);
@@ -209,7 +208,7 @@ thread_local! {
 /// The tile registers of this thread, configured until it is dropped.
 struct Session {
     table: &'static Table,
-    /// Configuration before, perhaps that of another library.
+    /// The configuration before the session, perhaps another library's.
     before: TileConfig,
     /// Tile registers belong to a thread.
     of_thread: PhantomData<*const ()>,
@@ -247,8 +246,8 @@ impl Drop for Session {
     }
 }
 
-/// The table of `kernels`, and the terms that hold every query exactly; where one is not finite,
-/// any number of them.
+/// Returns the table of `kernels` and the number of terms that hold every query exactly; any number
+/// where a query is not finite.
 fn terms(kernels: Kernels, queries: &QueryRows<'_>) -> Option<(&'static Table, usize)> {
     let table = kernels.amx()?;
     // SAFETY: the CPU has the instruction set, by `Kernels::new`.
@@ -332,9 +331,9 @@ impl Gemm {
         unsafe { (kernel.pack_values)(v, memory, prefetch) }
     }
 
-    /// Scores the packed tile by [`BLOCK`] query rows from `first`, a multiple of [`BLOCK`].
-    /// `words` are those of the head, `to` has [`TILE_TOKENS`] scores a row, of which a multiple of
-    /// [`GEMM_TOKENS`] is written.
+    /// Computes the scores of the packed tile for [`BLOCK`] query rows from `first` on, a multiple
+    /// of [`BLOCK`]. `words` are the packed query rows of the head; a row of `to` has
+    /// [`TILE_TOKENS`] scores, of which a multiple of [`GEMM_TOKENS`] is written.
     ///
     /// # Panics
     /// When rows lie outside of their slices.
@@ -343,8 +342,9 @@ impl Gemm {
         unsafe { (self.session.table.gemm_scores)((words, self.shape), first, memory, to) }
     }
 
-    /// Adds the packed tile by [`TILE_TOKENS`] weights a row to [`BLOCK`] output rows, given with
-    /// the floats from a row to the next. Weights are finite up to a multiple of [`GEMM_TOKENS`].
+    /// Adds the packed tile to [`BLOCK`] output rows, multiplied with [`TILE_TOKENS`] weights per
+    /// row, which are finite up to a multiple of [`GEMM_TOKENS`]. `out` comes with its stride in
+    /// floats.
     ///
     /// # Panics
     /// When rows lie outside of their slices.
@@ -355,7 +355,7 @@ impl Gemm {
         unsafe { kernel(memory, weights, out) }
     }
 
-    /// Whether all of these are finite.
+    /// Whether all values are finite.
     pub fn is_finite(&self, values: &[f32]) -> bool {
         self.session.is_finite(values)
     }
@@ -404,7 +404,7 @@ impl Narrow {
         self.shape.column_words()
     }
 
-    /// Packs the query rows of one head for rows of K of some encodings.
+    /// Packs the query rows of one head in the order that an encoding of K needs.
     ///
     /// # Panics
     /// When rows or words are too few.
@@ -418,9 +418,9 @@ impl Narrow {
         unsafe { kernel(rows, self.shape, to) }
     }
 
-    /// Scores K of a tile by the query rows of a head, whose `words` are in the [`ColumnOrder`] of
-    /// K; issues prefetches meanwhile. `to` has [`TILE_TOKENS`] scores a row and room for a block
-    /// of rows; a multiple of [`BLOCK`] is written.
+    /// Computes the scores of a tile for the query rows of a head, whose `words` are in the
+    /// [`ColumnOrder`] of K; issues prefetches meanwhile. `to` has [`TILE_TOKENS`] scores per row
+    /// and room for a block of rows; a multiple of [`BLOCK`] scores is written.
     ///
     /// # Panics
     /// When the encoding has no kernels, the tile more than [`TILE_TOKENS`] rows, or rows lie
@@ -438,9 +438,9 @@ impl Narrow {
         unsafe { (kernel.narrow_scores)((words, self.shape), (k, memory), to, prefetch) }
     }
 
-    /// Adds V of a tile by [`TILE_TOKENS`] weights a row to as many output rows, given with the
-    /// floats from a row to the next; issues prefetches meanwhile. Weights are finite up to a
-    /// multiple of [`NARROW_TOKENS`].
+    /// Adds V of a tile to output rows, multiplied with [`TILE_TOKENS`] weights per row, which are
+    /// finite up to a multiple of [`NARROW_TOKENS`]; issues prefetches meanwhile. `out` comes with
+    /// its stride in floats.
     ///
     /// # Panics
     /// As [`Self::scores`].
@@ -458,7 +458,7 @@ impl Narrow {
         unsafe { kernel((v, memory), weights, out, prefetch) }
     }
 
-    /// Whether all of these are finite.
+    /// Whether all values are finite.
     pub fn is_finite(&self, values: &[f32]) -> bool {
         self.session.is_finite(values)
     }

@@ -1,8 +1,8 @@
 //! Products with query rows, fewer than a block, as columns of blocks: tokens are rows.
 //!
-//! So K is not transposed, and bf16 at one stride is multiplied where it lies. Terms of a query are
-//! columns of their own, and terms of a weight rows of their own: a product of blocks takes as long
-//! for one row as for sixteen.
+//! Therefore K is not transposed, and bf16 at one stride is multiplied in place. Each term of a
+//! query is a column, and each term of a weight a row: a product of blocks takes as long for one
+//! row as for sixteen.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,
@@ -21,7 +21,7 @@ use crate::prefetch::Prefetch;
 use crate::rows::TileRows;
 use crate::simd::LINE;
 
-/// Scores the tokens of a tile by query rows that are columns.
+/// Computes the scores of a tile for query rows that are columns.
 #[inline(always)]
 pub(crate) fn scores<W: Words, U: Unit, E: Terms>(
     (w, unit): (W, U),
@@ -79,7 +79,7 @@ pub(crate) fn scores<W: Words, U: Unit, E: Terms>(
     *prefetch = lines;
 }
 
-/// Writes the sums of `terms` columns each to as many rows of scores.
+/// Adds every `terms` columns of products and writes each sum as a row of scores.
 #[inline(always)]
 fn store_columns<W: Words>(
     w: W,
@@ -115,7 +115,7 @@ fn store_columns<W: Words>(
     }
 }
 
-/// Where terms of a block of rows may be multiplied: where they lie, or packed.
+/// Returns the terms of a block of rows as operands: in place, or packed.
 ///
 /// # Safety
 /// 1. The rows are of the layout, and there is room for blocks of all terms.
@@ -156,9 +156,8 @@ unsafe fn key_operands<W: Words, U: Unit, E: Terms>(
     })
 }
 
-/// Adds a tile of V to as many output rows as there are rows of weights, which have `TERMS` terms,
-/// 2 or 3. All tokens of a group of values are added before the next group, so that its blocks stay
-/// in L1.
+/// Adds a tile of V to an output row for each row of weights; a weight has `TERMS` terms, 2 or 3.
+/// All tokens of a group of values are added before the next group, so that its blocks stay in L1.
 #[inline(always)]
 pub(crate) fn sums<W: Words, U: Unit, E: Terms, const TERMS: usize>(
     (w, unit): (W, U),
@@ -169,7 +168,7 @@ pub(crate) fn sums<W: Words, U: Unit, E: Terms, const TERMS: usize>(
 ) {
     let layout = tile.layout();
     let groups = layout.dim().div_ceil(GROUP);
-    // Parts of as many tokens as a product takes.
+    // Parts of [`GROUP`] tokens, which one product takes.
     let parts = tile.len().div_ceil(GROUP);
     let blocks = rows.div_ceil(BLOCK / TERMS);
     let group_words = 2 * parts * E::TERMS * BLOCK_WORDS;
@@ -184,7 +183,7 @@ pub(crate) fn sums<W: Words, U: Unit, E: Terms, const TERMS: usize>(
             && out.len() >= rows * stride,
         "blocks, weights and output rows lie inside their slices"
     );
-    unit.stay_awake();
+    unit.keep_powered();
     pack_weights::<W, TERMS>(w, (&weights[..rows * TILE_TOKENS], parts), memory.weights);
     let from = tile.blocks(2 * parts, memory.copies);
     let from = &from.as_chunks::<2>().0[..parts];
@@ -310,7 +309,7 @@ fn pack_weights<W: Words, const TERMS: usize>(
     }
 }
 
-/// Adds the sums of `TERMS` rows each to one block of columns of as many output rows.
+/// Adds every `TERMS` rows of products to one block of columns of an output row.
 #[inline(always)]
 fn add_rows<W: Words, const TERMS: usize>(
     w: W,

@@ -25,7 +25,7 @@ pub(crate) const PAIRS: usize = 8;
 pub(crate) trait Terms: Decode + Sized {
     /// Number of bf16: 1 or 2.
     const TERMS: usize = 1;
-    /// Whether words of memory are those of a block.
+    /// Whether rows in memory are already words of a block.
     const IN_PLACE: bool = false;
     /// The bf16 of each code, if a value is a code of one byte.
     const CODES: Option<&'static Codes> = None;
@@ -66,7 +66,7 @@ pub(crate) trait Terms: Decode + Sized {
         }
     }
 
-    /// Packs a group of values of [`PAIRS`] pairs of tokens, a row of words a pair, for each half
+    /// Packs a group of values of [`PAIRS`] pairs of tokens, a row of words per pair, for each half
     /// of the group, which are [`BLOCK_WORDS`] apart, and for each term, which are `apart`.
     ///
     /// # Safety
@@ -135,7 +135,7 @@ impl Terms for Bf16Pairs {
         to: (*mut u32, usize),
     ) {
         if begin + GROUP > layout.dim() {
-            // SAFETY: the conditions are passed on; what is no whole group is in order.
+            // SAFETY: the conditions of this function; an incomplete group is stored in order.
             return unsafe { Bf16::pairs(of, rows, (layout, begin), to) };
         }
         for i in 0..PAIRS {
@@ -192,14 +192,14 @@ unsafe fn float_group<S: Simd>(s: S, from: *const f32) -> [S::F; 2] {
     [first, unsafe { s.load(from, BLOCK) }]
 }
 
-/// Values without their first terms.
+/// Subtracts the first term of each value.
 #[inline(always)]
 pub(crate) fn remainder<W: Words>(w: W, [a, b]: [W::F; 2]) -> [W::F; 2] {
     let minus = w.splat(-1.0);
     [w.fma(w.truncate(a), minus, a), w.fma(w.truncate(b), minus, b)]
 }
 
-/// Whether no value is infinite or NaN. Reads all of them, since most often all are finite.
+/// Whether no value is infinite or NaN. Has no early exit, because nearly always all are finite.
 #[inline(always)]
 pub(crate) fn is_finite(values: &[f32]) -> bool {
     values.iter().fold(true, |all, value| all & value.is_finite())
@@ -208,7 +208,7 @@ pub(crate) fn is_finite(values: &[f32]) -> bool {
 /// Number of terms that hold all queries exactly.
 #[inline(always)]
 pub(crate) fn terms(queries: &[f32]) -> usize {
-    // Bits of second terms, and of third ones.
+    // Bits that need a second term, and bits that need a third one.
     let (mut second, mut third) = (0, 0);
     for query in queries {
         let remainder = query - f32::from_bits(query.to_bits() & UPPER);
@@ -244,7 +244,7 @@ pub(crate) fn query_rows<W: Words>(w: W, rows: &[f32], shape: QueryShape, to: &m
     }
 }
 
-/// Packs query rows as columns of blocks, a column for each term of each; in the order of
+/// Packs query rows as columns of blocks, a column for each term of each row; in the order of
 /// [`Unit::code_line`] if `ARE_CODES`.
 #[inline(always)]
 pub(crate) fn query_columns<W: Words, const ARE_CODES: bool>(
@@ -302,7 +302,7 @@ fn line_values<W: Words>(w: W, line: &[f32; LINE], row: usize) -> [W::F; 2] {
     unsafe { float_group(w, values.as_ptr()) }
 }
 
-/// Packs K of a tile, a column of words a token, zeros for tokens that do not exist.
+/// Packs K of a tile, a column of words per token, zeros for tokens that do not exist.
 #[inline(always)]
 pub(crate) fn keys<W: Words, U: Unit, E: Terms>(
     (w, unit): (W, U),
@@ -317,7 +317,7 @@ pub(crate) fn keys<W: Words, U: Unit, E: Terms>(
     let blocks = begin::<E>(tile, (&mut memory.k, apart), memory.copies);
     let mut lines = *prefetch;
     let pace = lines.pace(count * steps);
-    // A row of words a token, before a block is transposed.
+    // A row of words per token, before a block is transposed.
     let mut words = [[0_u32; BLOCK_WORDS]; 2];
     for (block, rows) in blocks.into_iter().enumerate().take(count) {
         for step in 0..steps {
@@ -376,7 +376,7 @@ fn gemm_blocks(tile: &TileRows<'_>) -> usize {
     tile.len().div_ceil(GEMM_TOKENS) * (GEMM_TOKENS / BLOCK)
 }
 
-/// Checks the room for the blocks of a tile, `apart` words a term, and finds its rows.
+/// Checks the room for the blocks of a tile, `apart` words per term, and finds its rows.
 #[inline(always)]
 fn begin<E: Terms>(
     tile: &TileRows<'_>,

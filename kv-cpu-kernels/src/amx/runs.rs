@@ -22,7 +22,7 @@ impl TileRows<'_> {
         let bytes = self.layout().bytes();
         let mut found = [BlockRows { first: copies.as_ptr(), stride: bytes }; TILE_BLOCKS];
         let mut places = copies.chunks_exact_mut(BLOCK * bytes);
-        // The run at hand, and its row that comes next.
+        // The current run, and its next row.
         let (mut run, mut row) = (0, 0);
         for (block, place) in found[..count].iter_mut().zip(&mut places) {
             if let Some(rows) = self.runs().get(run)
@@ -41,7 +41,7 @@ impl TileRows<'_> {
         found
     }
 
-    /// Copies the rows of a block, from one of a run on.
+    /// Copies the rows of a block, from row `row` of run `run` on, and advances both.
     fn copy(&self, run: &mut usize, row: &mut usize, to: &mut [u8]) {
         let mut places = to.chunks_exact_mut(self.layout().bytes());
         for place in &mut places {

@@ -53,8 +53,7 @@ type NarrowSums = unsafe fn(
     &mut Prefetch<'_>,
 );
 
-/// Instantiates the kernels for one unit and the vectors that serve it, behind the attributes
-/// given.
+/// Instantiates the kernels for one unit and the vectors that serve it, under the given attributes.
 macro_rules! table {
     ([$(#[$attribute:meta])*] $simd:expr, $unit:expr, $enter:path, $leave:path, $narrow:path) => {
         /// The kernels of this unit.

@@ -101,7 +101,7 @@ mod vectors {
     fn looked_up(table: &Codes, codes: &[u8; 128]) -> Rows {
         let mut rows = Rows::default();
         let (from, to) = places(codes, &mut rows);
-        // SAFETY: groups of codes, and rows of words; callers have asked for the features.
+        // SAFETY: groups of codes, and rows of words; callers have detected the features.
         unsafe { x86_codes::words::<false>(table, from, [to[0], to[1], to[2], to[3]]) };
         // SAFETY: as above.
         unsafe { x86_codes::words::<true>(table, from, [to[4], to[5], to[6], to[7]]) };

@@ -3,7 +3,7 @@ use super::BLOCK_WORDS;
 use super::codes::Codes;
 use crate::simd::Simd;
 
-/// Blocks of one side of a product, one a step.
+/// Blocks of one side of a product, one per step.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Operand {
     pub(crate) at: *const u32,
@@ -16,9 +16,9 @@ pub(crate) struct Operand {
 /// A unit that multiplies blocks. A token of it exists only between `enter` and `leave`.
 pub(crate) trait Unit: Copy {
     /// Writes 16 rows of scores of [`super::GEMM_TOKENS`] tokens, `stride` floats apart: the
-    /// products of queries and K over `steps` blocks, added to what is there if `more`. Blocks of
-    /// queries have a row for each query, those of K a column for each token; they follow each
-    /// other by step, those of K by 16 tokens before that.
+    /// products of queries and K over `steps` blocks, added to the old scores if `more`. Blocks of
+    /// queries have a row for each query, one block per step. Blocks of K have a column for each
+    /// token: all steps of the first 16 tokens, then those of the next 16.
     ///
     /// # Safety
     /// 1. The blocks are readable, and the rows of scores are writable, and readable if `more`.
@@ -48,14 +48,15 @@ pub(crate) trait Unit: Copy {
         to: (*mut f32, usize),
     );
 
-    /// Issues a product whose result nobody reads, with narrow tiles. The unit powers down after
-    /// half a microsecond without work, and takes a quarter of one to wake up.
-    fn stay_awake(self);
+    /// Issues a product whose result is not read, with narrow tiles. The unit powers down after
+    /// half a microsecond without work, and takes a quarter of a microsecond to wake up.
+    fn keep_powered(self);
 
-    /// Writes a block of sums over `steps` blocks of both sides, added to what is there if `more`.
-    /// A word of a row of the left operand, two bf16, is multiplied with the row of the right
-    /// operand that has its index. Of `SCORES`, all blocks but the left ones have as many columns
-    /// as [`super::table::Table::narrow`] was told; of sums, all but the right ones as many rows.
+    /// Writes a block of sums over `steps` blocks of both sides, added to the old sums if `more`. A
+    /// word of a row of the left operand, two bf16, is multiplied with the row of the right operand
+    /// that has its index. The sizes are those given to [`super::table::Table::narrow`]: for
+    /// `SCORES`, columns of all blocks but the left ones; for sums, rows of all blocks but the
+    /// right ones.
     ///
     /// # Safety
     /// 1. The blocks are readable, and that of sums is writable, and readable if `more`.
@@ -108,13 +109,13 @@ pub(crate) trait Words: Simd {
     /// Writes the first `columns` columns of a block as rows, `stride` words apart.
     ///
     /// # Safety
-    /// 1. `from` is readable for a block, and `to` is writable for as many rows, up to the next
+    /// 1. `from` is readable for a block, and `to` is writable for `columns` rows, rounded up to a
     ///    multiple of four.
     unsafe fn transpose(self, from: *const u32, to: (*mut u32, usize), columns: usize);
 }
 
-/// Pairs of terms whose products count, smallest first: of a query or weight of 1 to 3 terms, and
-/// of a row's value of 1 or 2.
+/// Pairs of terms whose products count, smallest first: a term of a query or weight (1 to 3 terms),
+/// and a term of a stored value (1 or 2).
 pub(crate) const fn pairs(left: usize, right: usize) -> &'static [(usize, usize)] {
     match (left, right) {
         (1, 1) => &[(0, 0)],

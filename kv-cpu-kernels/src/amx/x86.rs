@@ -24,7 +24,7 @@ use crate::simd::LINE;
 pub(crate) struct Amx(());
 
 /// Whether the CPU has AMX for bf16 and the vector instructions that look codes up, and the
-/// operating system lets this process use tile registers. Asks once.
+/// operating system lets this process use tile registers. Detects once.
 pub(crate) fn is_available() -> bool {
     static ALLOWED: OnceLock<bool> = OnceLock::new();
     *ALLOWED.get_or_init(|| {
@@ -44,7 +44,7 @@ fn has_tiles() -> bool {
     leaves >= 7 && __cpuid_count(7, 0).edx & ALL == ALL
 }
 
-/// Asks Linux for the state of tile registers, which it keeps only for processes that ask.
+/// Requests the state of tile registers from Linux, which saves it only for processes that did.
 #[cfg(target_os = "linux")]
 fn is_allowed() -> bool {
     const ARCH_PRCTL: i64 = 158;
@@ -245,7 +245,7 @@ impl Unit for Amx {
     }
 
     #[inline(always)]
-    fn stay_awake(self) {
+    fn keep_powered(self) {
         // SAFETY: tile registers are configured for this product, by the witness, and all of them
         // are free between pieces of assembly.
         unsafe {
@@ -295,7 +295,7 @@ impl Unit for Amx {
 
     #[inline(always)]
     unsafe fn code_words(self, codes: &Codes, from: [*const u8; 4], to: [*mut u32; 4]) {
-        // SAFETY: condition 1, and `is_available` asks for the features, by the witness.
+        // SAFETY: condition 1, and `is_available` detected the features, by the witness.
         unsafe { x86_codes::words::<false>(codes, from, to) }
     }
 
@@ -312,8 +312,10 @@ impl Unit for Amx {
     }
 }
 
-const _: () =
-    assert!(GEMM_TOKENS == 4 * BLOCK && BLOCK_WORDS * 4 == 1024, "what the assembly relies on");
+const _: () = assert!(
+    GEMM_TOKENS == 4 * BLOCK && BLOCK_WORDS * 4 == 1024,
+    "the assembly relies on these sizes"
+);
 
 super::table::table! { [
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,gfni")]

@@ -19,8 +19,8 @@ use super::codes::{Codes, Floats, Integers, Linear, Lines};
 use super::unit::Unit;
 use crate::decode::GROUP;
 
-/// Where the codes of two rows of words come from, of two places with [`GROUP`] each: those of the
-/// first row have even places, those of the second odd ones.
+/// Source of each code of two rows of words, an index into two groups of [`GROUP`] codes: codes of
+/// the first row have even indices in this list, those of the second row odd ones.
 #[repr(align(64))]
 struct Order([u8; 64]);
 
@@ -41,7 +41,7 @@ const fn order(are_pairs: bool) -> Order {
 static WORDS: Order = order(false);
 static PAIRS: Order = order(true);
 
-const _: () = assert!(GROUP == 32 && BLOCK == 16, "what the orders count on");
+const _: () = assert!(GROUP == 32 && BLOCK == 16, "the orders rely on these sizes");
 
 /// Writes the words of [`Unit::code_words`], or those of [`Unit::code_pairs`].
 ///
@@ -76,10 +76,10 @@ pub(super) unsafe fn line(codes: &Codes, from: *const u8, to: [*mut u32; 2]) {
     unsafe { convert(codes, line, to) };
 }
 
-/// Stores words of codes with even places, and of those with odd ones.
+/// Stores a row of words of the codes at even indices, and one of those at odd indices.
 ///
 /// # Safety
-/// 1. [`BLOCK`] words from both places on are writable.
+/// 1. [`BLOCK`] words from both pointers on are writable.
 /// 2. The CPU has the features of what this calls.
 #[inline(always)]
 unsafe fn convert(codes: &Codes, of: __m512i, to: [*mut u32; 2]) {
@@ -121,25 +121,26 @@ unsafe fn load([a, b]: [*const u8; 2], order: &Order) -> __m512i {
     _mm512_permutexvar_epi8(order, both)
 }
 
-/// Stores words of the codes with even places, and of those with odd ones, given by byte.
+/// Stores a row of words of the codes at even indices, and one of those at odd indices, given as
+/// lower and upper bytes.
 ///
 /// # Safety
-/// 1. [`BLOCK`] words from both places on are writable.
+/// 1. [`BLOCK`] words from both pointers on are writable.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2")]
 unsafe fn store([low, high]: [__m512i; 2], [even, odd]: [*mut u32; 2]) {
-    // Bytes of a word change places.
+    // Swaps the bytes of each word.
     let low = _mm512_shldi_epi16::<8>(low, low);
     let words = _mm512_shldi_epi16::<8>(high, low);
     // SAFETY: the caller's condition.
     unsafe { _mm512_storeu_si512(even.cast(), words) };
-    // The second where the first is set, else the third.
+    // Selects the second operand where the first is set, else the third.
     let words = _mm512_ternarylogic_epi32::<0xca>(_mm512_set1_epi16(0x00ff), low, high);
     // SAFETY: the caller's condition.
     unsafe { _mm512_storeu_si512(odd.cast(), words) };
 }
 
-/// The lower bytes of floats, and the upper ones.
+/// Lower and upper bytes of the bf16 of FP8 codes.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi,gfni")]
 fn bytes_of_floats(floats: &Floats, of: __m512i) -> [__m512i; 2] {
@@ -158,7 +159,7 @@ fn linear(function: &Linear, of: __m512i) -> __m512i {
     let matrices = unsafe { _mm512_load_si512(function.matrices.0.as_ptr().cast()) };
     match function.constant {
         0 => _mm512_gf2p8affine_epi64_epi8::<0>(of, matrices),
-        // The instruction has the constant in itself: those of E4M3 and E5M2.
+        // The constant is an immediate: those of E4M3 and E5M2.
         0x3c => _mm512_gf2p8affine_epi64_epi8::<0x3c>(of, matrices),
         0x38 => _mm512_gf2p8affine_epi64_epi8::<0x38>(of, matrices),
         other => {
@@ -168,7 +169,7 @@ fn linear(function: &Linear, of: __m512i) -> __m512i {
     }
 }
 
-/// Tells which bytes are less than a power of two.
+/// Returns which bytes are less than a power of two.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn is_less(bytes: __m512i, power: u8) -> __mmask64 {
@@ -176,7 +177,7 @@ fn is_less(bytes: __m512i, power: u8) -> __mmask64 {
     _mm512_testn_epi8_mask(bytes, others)
 }
 
-/// Looks some bytes up, by the six lower bits of a place, and leaves the others as they are.
+/// Looks some bytes up, by the six lower bits of their index, and leaves the others as they are.
 #[inline]
 #[target_feature(enable = "avx512f,avx512vbmi")]
 fn looked_up(bytes: __m512i, some: __mmask64, place: __m512i, table: &Lines<64>) -> __m512i {
@@ -185,7 +186,7 @@ fn looked_up(bytes: __m512i, some: __mmask64, place: __m512i, table: &Lines<64>)
     _mm512_mask_permutexvar_epi8(bytes, some, place, table)
 }
 
-/// The lower bytes of integers, and the upper ones.
+/// Lower and upper bytes of the bf16 of integers.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
 fn bytes_of_integers(integers: &Integers, of: __m512i) -> [__m512i; 2] {
@@ -195,10 +196,10 @@ fn bytes_of_integers(integers: &Integers, of: __m512i) -> [__m512i; 2] {
         let first = unsafe { _mm512_load_si512(table.0.as_ptr().cast()) };
         // SAFETY: the others, 64 bytes on.
         let second = unsafe { _mm512_load_si512(table.0.as_ptr().wrapping_add(64).cast()) };
-        // Looks at seven bits.
+        // The instruction reads seven bits of an index.
         _mm512_permutex2var_epi8(first, magnitude, second)
     });
-    // The one magnitude of eight bits.
+    // 128 is the only magnitude of eight bits.
     let is_highest = _mm512_movepi8_mask(magnitude);
     let highest = _mm512_set1_epi8(integers.highest.cast_signed());
     let high = _mm512_mask_mov_epi8(high, is_highest, highest);

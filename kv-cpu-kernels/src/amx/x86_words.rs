@@ -51,7 +51,7 @@ impl Words for Avx512 {
         unsafe fn inner([lower, upper]: [*mut u32; 2], low: __m512i, high: __m512i) {
             let upper_half = _mm512_set1_epi32(UPPER.cast_signed());
             let (shifted, down) = (_mm512_slli_epi32::<16>(high), _mm512_srli_epi32::<16>(low));
-            // The second where the first is set, else the third.
+            // Selects the second operand where the first is set, else the third.
             let lows = _mm512_ternarylogic_epi32::<0xca>(upper_half, shifted, low);
             let highs = _mm512_ternarylogic_epi32::<0xca>(upper_half, high, down);
             // SAFETY: the caller's condition.
@@ -63,8 +63,13 @@ impl Words for Avx512 {
         unsafe { inner(to, low, high) }
     }
     #[inline(always)]
-    unsafe fn transpose(self, from: *const u32, (to, stride): (*mut u32, usize), wanted: usize) {
-        for first in (0..wanted).step_by(4) {
+    unsafe fn transpose(
+        self,
+        from: *const u32,
+        (to, stride): (*mut u32, usize),
+        column_count: usize,
+    ) {
+        for first in (0..column_count).step_by(4) {
             // SAFETY: condition 1.
             let columns = unsafe { columns(self, from.wrapping_add(first).cast()) };
             for (i, column) in columns.into_iter().enumerate() {
@@ -89,8 +94,7 @@ unsafe fn columns(_witness: Avx512, from: *const f32) -> [__m512; 4] {
         let mut rows = [_mm512_setzero_ps(); 4];
         for (j, row) in rows.iter_mut().enumerate() {
             let from = from.wrapping_add(j * BLOCK);
-            // Blends with what is loaded. The compiler would make them insertions, for which there
-            // is one port.
+            // Masked loads. The compiler would emit insertions, which execute on one port only.
             // SAFETY: four floats of four rows, by the caller's condition.
             unsafe {
                 asm!(

@@ -1,4 +1,4 @@
-//! Conversions with shorter vectors, which the trait does not name.
+//! Conversions with shorter vectors, which are not part of the trait.
 #![allow(
     clippy::wildcard_imports,
     reason = "intrinsics by the dozen; clippy is silent about them in test builds, so not `expect`"
@@ -7,7 +7,7 @@ use std::arch::x86_64::*;
 
 use super::Avx512;
 
-/// Writes each behind the features, as a function that takes the witness.
+/// Writes each as a function with the target features that takes the witness.
 macro_rules! conversions {
     ($(fn $name:ident($arg:ident: $type:ty) -> $result:ty $body:block)*) => {$(
         #[inline(always)]
@@ -70,7 +70,7 @@ conversions! {
             _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
         _mm512_srlv_epi32(words, shifts)
     }
-    // Its bits in the place of binary16's are the value times 2^-8, but for NaN: all ones is an
+    // Read as a binary16, its bits are the value times 2^-8, except for NaN: all ones is an
     // ordinary number there. Above the sign of a code are copies of it, of which one is cleared.
     fn widen_e4m3(bytes: __m128i) -> __m512 {
         let shifted = _mm256_slli_epi16::<7>(_mm256_cvtepi8_epi16(bytes));
@@ -85,7 +85,8 @@ conversions! {
     }
 }
 
-/// Sixteen words of 16 bits, `stride` bytes apart, put together by shifts: a gather takes longer.
+/// Loads sixteen words of 16 bits, `stride` bytes apart, and joins them by shifts: a gather is
+/// slower.
 ///
 /// # Safety
 /// 1. They are readable. Alignment is not needed.

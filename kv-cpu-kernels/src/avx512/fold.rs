@@ -11,8 +11,8 @@ use std::arch::x86_64::{
 };
 
 /// The sum of the lanes of each vector. Adds halves, quarters, pairs, then neighbours, which is the
-/// order of `_mm512_reduce_add_ps`; lanes that one of two vectors no longer needs take the other's,
-/// so a blend and a permutation serve both.
+/// order of `_mm512_reduce_add_ps`; lanes that one vector no longer needs take those of another, so
+/// a blend and a permutation serve two vectors.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 pub(super) fn reduce_add16([a, b]: [[__m512; 8]; 2]) -> [f32; 16] {
@@ -26,7 +26,7 @@ pub(super) fn reduce_add16([a, b]: [[__m512; 8]; 2]) -> [f32; 16] {
     to
 }
 
-/// The same of eight vectors.
+/// The same for eight vectors.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 pub(super) fn reduce_add8(v: [__m512; 8]) -> [f32; 8] {
@@ -40,7 +40,7 @@ pub(super) fn reduce_add8(v: [__m512; 8]) -> [f32; 8] {
     to
 }
 
-/// Halves, quarters and pairs of eight vectors: two lanes of each are left.
+/// Adds halves, quarters and pairs of eight vectors: two lanes of each are left.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn eight([a, b, c, d, e, f, g, h]: [__m512; 8]) -> __m512 {

@@ -1,6 +1,6 @@
 //! Vectors of sixteen: AVX-512 F, BW, DQ and VL.
 //!
-//! Built like the file for AVX2; see there for how the features and the witness go together.
+//! Structured like `avx2`, which explains the target features and the witness.
 #![allow(
     clippy::wildcard_imports,
     reason = "intrinsics by the dozen; clippy is silent about them in test builds, so not `expect`"
@@ -31,7 +31,8 @@ impl Avx512 {
     }
 }
 
-/// Writes each primitive twice: behind the features, and as the trait's method that calls it.
+/// Writes each primitive twice: as a function with the target features, and as the trait's method
+/// that calls it.
 macro_rules! primitives {
     ($(fn $name:ident($($arg:ident: $type:ty),*) -> $result:ty $body:block)*) => {
         impl Simd for Avx512 {
@@ -181,7 +182,7 @@ primitives! {
     fn max(a: __m512, b: __m512) -> __m512 {
         _mm512_max_ps(a, b)
     }
-    // The exponent's bits, biased; of a NaN something that the NaN is then multiplied with.
+    // Builds the biased exponent. For NaN the result is arbitrary: it is multiplied with the NaN.
     fn pow2(n: __m512) -> __m512 {
         let biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
         _mm512_castsi512_ps(_mm512_slli_epi32::<23>(biased))
@@ -190,7 +191,7 @@ primitives! {
         let keep = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(limit));
         _mm512_maskz_mov_ps(keep, value)
     }
-    // As the trait has it, but the exponent is set by an instruction that takes any.
+    // As in the trait, but VSCALEF sets the exponent, whatever its size.
     fn exp(x: __m512) -> __m512 {
         let (one, round) = (_mm512_set1_ps(1.0), _mm512_set1_ps(exp::ROUND));
         let n = _mm512_fmadd_ps(x, _mm512_set1_ps(std::f32::consts::LOG2_E), round);
@@ -278,11 +279,11 @@ primitives! {
         // SAFETY: the other sixteen.
         let upper = unsafe { _mm512_loadu_ps(table.as_ptr().wrapping_add(16)) };
         let low = _mm512_and_si512(low, _mm512_set1_epi32(15));
-        // Of five bits that are looked at, the highest chooses the table.
+        // The instruction reads five bits of an index; the highest selects the table.
         let index = _mm512_or_si512(low, _mm512_slli_epi32::<4>(high));
         _mm512_permutex2var_ps(lower, index, upper)
     }
-    // A permutation sees four bits of its indices: sign and magnitude at once.
+    // A permutation reads four bits of an index: sign and magnitude at once.
     fn symmetric16(magnitudes: &[f32; 8], code: __m512i) -> __m512 {
         // SAFETY: an array of eight.
         let positive = unsafe { _mm256_loadu_ps(magnitudes.as_ptr()) };
@@ -295,7 +296,7 @@ primitives! {
     }
 }
 
-/// Takes each half of 32 values from the places given.
+/// Permutes 32 values: each half is taken from the given indices.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn permute(group: &mut [f32; 32], from: [__m512i; 2]) {

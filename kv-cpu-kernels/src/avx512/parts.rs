@@ -1,4 +1,4 @@
-//! Kernels for CPUs with more than the vectors: AVX-512 VBMI and BF16.
+//! Kernels of optional parts of AVX-512: VBMI and BF16.
 use super::Avx512;
 use super::bf16::Bf16;
 use super::vbmi::Vbmi;
@@ -30,7 +30,7 @@ pub(crate) fn lookups(encoding: Encoding) -> Option<([QkFn; 4], [PvFn; 4])> {
     }
 }
 
-/// QK as products of bf16: of bf16, and of FP8 where there are lookups.
+/// QK as products of bf16, for rows of bf16, and of FP8 where there are lookups.
 pub(crate) fn qk_words(encoding: Encoding, has_vbmi: bool) -> Option<[QkFn; 4]> {
     fn of<E: Fp8>() -> [QkFn; 4] {
         [fp8::<E, 1, 8>, fp8::<E, 2, 8>, fp8::<E, 4, 4>, fp8::<E, 8, 2>]

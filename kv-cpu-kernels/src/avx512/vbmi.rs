@@ -12,7 +12,8 @@ use crate::decode::{Fp8Table, LookUp};
 #[derive(Clone, Copy)]
 pub(super) struct Vbmi(pub(super) Avx512);
 
-/// Writes each primitive twice: behind the features, and as the trait's method that calls it.
+/// Writes each primitive twice: as a function with the target features, and as the trait's method
+/// that calls it.
 macro_rules! primitives {
     ($(fn $name:ident($($arg:ident: $type:ty),*) -> $result:ty $body:block)*) => {
         impl LookUp for Vbmi {
@@ -35,7 +36,8 @@ macro_rules! primitives {
 }
 
 primitives! {
-    // Unpacked, the halves of quarters make two vectors: they are those of both halves before.
+    // Unpacking interleaves within quarters of 128 bits, so the 64-bit halves of the codes are
+    // reordered first.
     fn words(table: &'static Fp8Table, from: *const u8) -> [__m512i; 2] {
         let order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
         // SAFETY: condition 1.
@@ -59,7 +61,7 @@ primitives! {
     }
 }
 
-/// Turns four by four words of four codes, which unpacking twice turns back.
+/// Transposes 4 by 4 words of four codes; unpacking twice transposes them back.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn in_quarters(codes: __m512i) -> __m512i {
@@ -71,10 +73,10 @@ fn in_quarters(codes: __m512i) -> __m512i {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
 fn look_up(table: &'static Fp8Table, of: __m512i) -> [__m512i; 2] {
-    // Of a place seven bits are looked at, which leaves out the sign.
+    // The instruction reads seven bits of an index, which leaves out the sign.
     let lower = _mm512_permutex2var_epi8(load(&table.lower[0]), of, load(&table.lower[1]));
     let upper = _mm512_permutex2var_epi8(load(&table.upper[0]), of, load(&table.upper[1]));
-    // The first, and where the third is set the second.
+    // The first operand, with the bits of the second where the third is set.
     let sign = _mm512_set1_epi8(i8::MIN);
     [lower, _mm512_ternarylogic_epi32::<0xf8>(upper, of, sign)]
 }

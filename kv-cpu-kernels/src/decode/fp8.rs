@@ -14,7 +14,7 @@ use super::{GROUP, Rest, Valuewise};
 use crate::layout::RowLayout;
 use crate::simd::Simd;
 
-/// FP8 E4M3, a binary16 but for shifts and NaN: loaded values are 2^-8 of what they should be.
+/// FP8 E4M3, a binary16 except for shifts and NaN: loaded values are 2^-8 of the encoded ones.
 pub(crate) struct E4m3;
 /// FP8 E5M2, the upper byte of a binary16.
 pub(crate) struct E5m2;
@@ -60,8 +60,7 @@ pub(crate) trait LookUp: Copy {
     unsafe fn half(self, table: &'static Fp8Table, from: *const u8) -> [<Self::S as Simd>::F; 2];
 }
 
-/// Codes of 8 bits as bf16, without signs, the lower and the upper byte of each; halves of both are
-/// vectors.
+/// Lower and upper bytes of the bf16 of all 128 codes without their sign, each list in two vectors.
 #[derive(Debug)]
 #[repr(align(64))]
 pub(crate) struct Fp8Table {
@@ -87,8 +86,8 @@ impl Fp8 for E5m2 {
 }
 
 impl Fp8Table {
-    /// Codes with `fraction` bits of fraction. From the code of infinity on, or only the last one
-    /// where there is none, they are not finite.
+    /// The table of codes with `fraction` bits of fraction. Codes from `infinity` on are not
+    /// finite; without an infinity only the last one is not.
     const fn of(fraction: u32, infinity: Option<u32>) -> Self {
         let mut codes = Self { lower: [[0; 64]; 2], upper: [[0; 64]; 2] };
         let mut code = 0;
@@ -108,7 +107,8 @@ impl Fp8Table {
         codes
     }
 
-    /// The bits of bf16, whose bias of 127 is that of `7 - fraction` bits and what lies between.
+    /// The bits of the bf16 of a finite code. Its bias is 127 instead of that of `7 - fraction`
+    /// bits.
     #[expect(
         clippy::as_conversions,
         clippy::cast_possible_truncation,
@@ -124,7 +124,7 @@ impl Fp8Table {
         if rest == 0 {
             return 0;
         }
-        // Its highest bit becomes the one that is not written.
+        // Its highest bit becomes the implicit one.
         let shift = fraction - rest.ilog2();
         (((bias + 1 - shift) << 7) | (((rest << shift) & (one - 1)) << (7 - fraction))) as u16
     }
@@ -220,12 +220,15 @@ mod tests {
     fn a_table_has_the_values_of_its_codes() {
         for code in 0..128 {
             let e4m3 = (E4m3::TABLE, e4m3_decode(code));
-            for (table, wanted) in [e4m3, (E5m2::TABLE, e5m2_decode(code))] {
+            for (table, expected) in [e4m3, (E5m2::TABLE, e5m2_decode(code))] {
                 let at = usize::from(code);
                 let (lower, upper) = (table.lower.as_flattened(), table.upper.as_flattened());
                 let value = f32::from_le_bytes([0, 0, lower[at], upper[at]]);
-                let is_same = value.to_bits() == wanted.to_bits();
-                assert!(is_same || value.is_nan() && wanted.is_nan(), "{code}: {value} {wanted}");
+                let is_same = value.to_bits() == expected.to_bits();
+                assert!(
+                    is_same || value.is_nan() && expected.is_nan(),
+                    "{code}: {value} {expected}"
+                );
             }
         }
     }

@@ -15,7 +15,7 @@ pub(crate) struct Q8Block;
 /// `q4_0`: nibbles, of which 8 is zero.
 pub(crate) struct Q4Block;
 
-/// The f16 in front of a block's codes.
+/// The f16 scale before a block's codes.
 ///
 /// # Safety
 /// 1. Two bytes are readable.

@@ -15,7 +15,7 @@ use crate::layout::RowLayout;
 use crate::simd::Simd;
 use kv_format::num::to_usize;
 
-/// Lloyd-Max codes with levels `L`; with one E4M3 scale a group if `GROUPED`.
+/// Lloyd-Max codes with levels `L`; with one E4M3 scale per group if `GROUPED`.
 pub(crate) struct Lloyd<L, const GROUPED: bool>(PhantomData<L>);
 /// 64 levels: a plane of the low four bits of the magnitude's index, one of its fifth and the sign.
 pub(crate) struct L6;
@@ -24,7 +24,7 @@ pub(crate) struct L4;
 /// 8 levels: a plane of magnitudes, one of signs.
 pub(crate) struct L3;
 
-// Constants here, so that the compiler sees their values where a kernel makes them vectors.
+// Constants, so that the compiler knows their values where a kernel makes vectors of them.
 const L6_MAGNITUDES: [f32; 32] = lloyd::L6;
 const L4_MAGNITUDES: [f32; 8] = lloyd::L4;
 const L3_MAGNITUDES: [f32; 4] = lloyd::L3;
@@ -55,7 +55,8 @@ static PAIR_SHIFTS: [u32; GROUP] = {
     shifts
 };
 
-/// What brings bit `i / 4` of byte `i % 4` of a word to its top: a plane of single bits.
+/// Left shifts that move bit `i / 4` of byte `i % 4` of a word to its top, for a plane of single
+/// bits.
 static SINGLE_SHIFTS: [u32; GROUP] = {
     let mut shifts = [0; GROUP];
     let mut i = 0_u32;
@@ -234,7 +235,7 @@ unsafe fn unpack<L: Levels>(group: *const u8, n: usize) -> [u8; 48] {
         let mask = u128::from_le_bytes([(1 << width) - 1; 16]);
         let mut codes = [0; 48];
         for j in 0..per_byte {
-            // What is written past `len` codes is overwritten by the next turn, or past `n`.
+            // Codes written after `len` are overwritten by the next iteration, or lie after `n`.
             let part = ((word >> (j * width)) & mask).to_le_bytes();
             codes[j * len..][..16].copy_from_slice(&part);
         }

@@ -1,7 +1,7 @@
-//! Decoders: one file a family of stored formats.
+//! Decoders: one file per family of stored formats.
 //!
-//! Every decoder is written in the primitives of [`Simd`] and gives, to the bit, what
-//! `kv_format::row::decode_row` gives short of the scale of the whole row or tensor, and of
+//! Every decoder is written in the primitives of [`Simd`]. Its values are, to the bit, those of
+//! `kv_format::row::decode_row` without the scale of the whole row or tensor and without
 //! [`Decode::FACTOR`].
 #![expect(
     clippy::arithmetic_side_effects,
@@ -31,10 +31,11 @@ use crate::rows::KeyRows;
 use crate::simd::{LANES_MAX, Simd};
 use kv_format::num::to_u32;
 
-/// Values of a group: loops walk rows in such steps, and packed formats pack as many together.
+/// Values of a group: the step of loops over a row, and the unit in which packed formats pack
+/// values.
 pub(crate) const GROUP: usize = 32;
-/// Values from one vector of a pair to the other. Nibbles of packed formats lie so in bytes, and
-/// what is loaded for one vector serves the other.
+/// Values from one vector of a pair to the other. The two nibbles of a byte are this far apart in
+/// packed formats, so one load serves both vectors.
 pub(crate) const HALF: usize = GROUP / 2;
 
 /// The values of a row after its last whole group, and zeros after them.
@@ -42,7 +43,7 @@ pub(crate) type Rest = [f32; GROUP];
 
 /// Decoder of one encoding. The layouts given are those of rows of this encoding.
 pub(crate) trait Decode {
-    /// What loaded values lack: callers multiply scores or weights with it instead.
+    /// The factor that loaded values lack: callers multiply scores or weights with it instead.
     const FACTOR: f32 = 1.0;
 
     /// Decodes the vectors at values `group + offset` and `group + offset + HALF`. `group` is a
@@ -80,7 +81,7 @@ pub(crate) const fn rest_begin(dim: usize) -> usize {
     dim / GROUP * GROUP
 }
 
-/// Decodes a row, short of the scale of the whole row or tensor.
+/// Decodes a row, without the scale of the whole row or tensor.
 #[inline(always)]
 pub(crate) fn decode<S: Simd, E: Decode>(s: S, layout: &RowLayout, row: &[u8], to: &mut [f32]) {
     let dim = layout.dim();
@@ -116,7 +117,7 @@ pub(in crate::decode) unsafe fn group_scale(
     layout: &RowLayout,
     index: usize,
 ) -> f32 {
-    // SAFETY: one byte a group lies after the codes, by condition 1.
+    // SAFETY: one byte per group lies after the codes, by condition 1.
     let code = unsafe { row.wrapping_add(layout.scales() + index).read() };
     E4M3[usize::from(code)]
 }
@@ -132,8 +133,8 @@ pub(in crate::decode) unsafe fn nibbles<S: Simd>(s: S, plane: *const u8, offset:
     if offset < 16 { bytes } else { s.shr(bytes, 4) }
 }
 
-/// Reads the f16 scale after the codes of each row; up to a multiple of [`LANES_MAX`] others are
-/// 1.
+/// Reads the f16 scale after the codes of each row; the elements after them, up to a multiple of
+/// [`LANES_MAX`], become 1.
 #[inline(always)]
 pub(crate) fn row_scales<S: Simd>(s: S, rows: &KeyRows<'_>, to: &mut [f32]) {
     const ONE: u16 = 0x3c00;

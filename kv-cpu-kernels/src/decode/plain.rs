@@ -21,7 +21,7 @@ pub(crate) trait Valuewise {
     unsafe fn load<S: Simd>(s: S, from: *const u8, at: usize) -> S::F;
 }
 
-/// A [`Valuewise`] encoding that values are encoded in as well.
+/// A [`Valuewise`] encoding that kernels write as well.
 pub(crate) trait Plain: Valuewise {
     /// Encodes `LANES` values from value `at` on.
     ///
@@ -73,8 +73,8 @@ impl<E: Valuewise> Decode for E {
     }
 }
 
-/// Decodes the first `n < LANES` values from value `at` on; the other lanes are those of zero
-/// bytes, and the bytes after the values are not read.
+/// Decodes the first `n < LANES` values from value `at` on; the other lanes decode zero bytes, and
+/// the bytes after the values are not read.
 ///
 /// # Safety
 /// 1. Values `at..at + n` after `from` are readable.

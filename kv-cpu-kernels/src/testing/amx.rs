@@ -122,7 +122,7 @@ impl Unit for Emulated {
         }
     }
 
-    fn stay_awake(self) {}
+    fn keep_powered(self) {}
 
     unsafe fn multiply<const SCORES: bool>(
         self,
@@ -180,7 +180,7 @@ impl Unit for Emulated {
     }
 }
 
-/// Writes a row of words, of as many codes from both places on.
+/// Writes a row of words, each of one code of both groups.
 ///
 /// # Safety
 /// 1. They are readable, and the words are writable.
@@ -211,9 +211,14 @@ impl Words for Wide {
             unsafe { to.cast::<[u32; 16]>().write_unaligned(words) };
         }
     }
-    unsafe fn transpose(self, from: *const u32, (to, stride): (*mut u32, usize), wanted: usize) {
-        let wanted = wanted.next_multiple_of(4);
-        for (row, column) in (0..BLOCK).flat_map(|row| (0..wanted).map(move |c| (row, c))) {
+    unsafe fn transpose(
+        self,
+        from: *const u32,
+        (to, stride): (*mut u32, usize),
+        column_count: usize,
+    ) {
+        let column_count = column_count.next_multiple_of(4);
+        for (row, column) in (0..BLOCK).flat_map(|row| (0..column_count).map(move |c| (row, c))) {
             // SAFETY: a word of the block, by condition 1.
             let word = unsafe { from.wrapping_add(row * BLOCK + column).read() };
             // SAFETY: as above.

@@ -1,5 +1,5 @@
-//! Sixteen lanes in plain Rust, so that the loops of wide vectors are tested on any CPU. Calls stay
-//! calls: inlined, they take longer to compile than all instruction sets together.
+//! Sixteen lanes in plain Rust, so that the loops of wide vectors are tested on any CPU. Primitives
+//! are not inlined: that would take longer to compile than all instruction sets together.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::as_conversions,
@@ -201,7 +201,7 @@ impl DotBf16 for Wide {
 
 /// The bits of codes as bf16.
 unsafe fn look_up<const N: usize>(table: &Fp8Table, from: *const u8) -> [u32; N] {
-    // SAFETY: `LookUp` has so many readable.
+    // SAFETY: `N` codes are readable, by the condition of `LookUp`.
     let bytes = unsafe { from.cast::<[u8; N]>().read() };
     bytes.map(|code| {
         let [lower, upper] = [&table.lower, &table.upper].map(|halves| halves.as_flattened());

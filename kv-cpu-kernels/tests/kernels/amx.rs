@@ -48,7 +48,7 @@ impl Random {
     }
 }
 
-/// Stored rows of a tile and their values, short of scales.
+/// Stored rows of a tile and their values, without scales.
 struct Tile {
     layout: RowLayout,
     bytes: Vec<u8>,
@@ -59,7 +59,7 @@ struct Tile {
 }
 
 impl Tile {
-    /// Random rows in runs of such lengths, which lie apart.
+    /// Random rows in runs of the given lengths, with gaps between them.
     fn new(random: &mut Random, kernels: Kernels, layout: RowLayout, runs: &[usize]) -> Self {
         let (tokens, stride) = (runs.iter().sum(), layout.bytes() + 6);
         let mut bytes = vec![0xff; (tokens + runs.len()) * stride];

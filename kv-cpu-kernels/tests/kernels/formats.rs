@@ -9,7 +9,7 @@ fn layout(format: KvFormat, dim: usize) -> RowLayout {
 }
 
 fn bits(values: &[f32]) -> Vec<u32> {
-    // Every NaN is alike: which one comes out of an operation is nobody's promise.
+    // All NaN are equal here: the payload of a result is unspecified.
     values.iter().map(|x| if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() }).collect()
 }
 

@@ -33,7 +33,7 @@ fn all_kernels() -> impl Iterator<Item = Kernels> {
 
 /// Lengths of rows: less than a group of 32, groups and a rest, one to nine pairs of groups.
 const DIMS: [usize; 12] = [8, 16, 24, 32, 40, 64, 80, 96, 112, 128, 192, 576];
-/// Numbers of rows: those of register tiles, and what needs several tiles.
+/// Numbers of rows: those of register tiles, and some that need several tiles.
 const ROWS: [usize; 7] = [1, 2, 3, 4, 5, 8, 13];
 /// Numbers of tokens: less than a register tile, a tile, several.
 const TOKENS: [usize; 7] = [1, 2, 3, 7, 15, 16, 37];
@@ -117,7 +117,7 @@ impl Stored {
     fn last_values(&self, count: usize) -> &[Vec<f32>] {
         &self.values[self.values.len() - count..]
     }
-    /// What scores and weights of the last rows are multiplied with, padded to a register tile.
+    /// Scales of the last rows, for scores and weights, padded to a register tile.
     fn scales(&self, kernels: Kernels, count: usize) -> Vec<f32> {
         let mut scales = vec![1.0; count.next_multiple_of(16)];
         if self.layout.has_scale() {
@@ -144,8 +144,8 @@ fn split(row: &mut [f32]) {
     }
 }
 
-/// Whether a value is as near to another as sums of `terms` products of `f32` are, whose magnitudes
-/// add up to `size`.
+/// Whether a value equals another up to the rounding of a sum of `terms` products in `f32`, whose
+/// magnitudes add up to `size`.
 fn is_near(got: f32, expected: f64, (size, terms): (f64, usize)) -> bool {
     let allowed = f64::from(f32::EPSILON) * size * (4.0 + (terms as f64).sqrt());
     (f64::from(got) - expected).abs() <= allowed

@@ -4,7 +4,7 @@ use kv_cpu_kernels::{OUTPUT_PAD, Prefetch, Pv};
 
 const WEIGHT_STRIDE: usize = TOKENS_MAX + 3;
 
-/// Rows of V, and what they come to with rows of weights.
+/// Rows of V, rows of weights, and the expected sums.
 struct Sums<'a> {
     v: &'a Stored,
     tokens: usize,
@@ -110,7 +110,7 @@ fn ranges_are_added_alone() {
     }
 }
 
-/// A NaN of V spoils its value alone, in every row.
+/// A NaN of V reaches its value alone, in every row.
 #[test]
 fn a_nan_reaches_its_value_alone() {
     const DIM: usize = 72;

@@ -6,7 +6,7 @@ use kv_cpu_kernels::{Prefetch, QUERY_PAD, Qk, SCORE_PAD};
 
 const SCORE_STRIDE: usize = 64;
 
-/// Query rows, and what they come to with rows of K.
+/// Query rows, rows of K, and the expected products.
 struct Queries<'k> {
     k: &'k Stored,
     values: Vec<f32>,
@@ -105,7 +105,7 @@ fn emulated_kernels_have_products_of_bf16() {
     assert_eq!(with_words.count(), 7);
 }
 
-/// A NaN of K spoils the scores of its token alone.
+/// A NaN of K reaches the scores of its token alone.
 #[test]
 fn a_nan_reaches_its_token_alone() {
     const DIM: usize = 72;
@@ -139,7 +139,7 @@ fn a_nan_reaches_its_token_alone() {
 
 #[test]
 #[should_panic(expected = "query rows lie inside their slice")]
-fn query_rows_behind_their_slice_are_refused() {
+fn query_rows_past_their_slice_are_refused() {
     let k = Stored::new(&mut Random::new(2), (KvFormat::F32, false), 8, 1);
     Kernels::emulated().qk(&mut Qk {
         rows: 2,
@@ -155,7 +155,7 @@ fn query_rows_behind_their_slice_are_refused() {
 
 #[test]
 #[should_panic(expected = "score rows lie inside their slice")]
-fn a_run_whose_padding_is_behind_its_row_of_scores_is_refused() {
+fn a_run_whose_padding_exceeds_its_row_of_scores_is_refused() {
     let k = Stored::new(&mut Random::new(2), (KvFormat::F32, false), 8, 7);
     let k = k.last(7);
     Kernels::emulated().qk(&mut Qk {

@@ -4,7 +4,7 @@ use kv_cpu_kernels::{Logits, OnlineSoftmax, Partial, Softmax};
 
 const OUT: usize = 32;
 
-/// What one row is given, and how its scores become logits.
+/// The input of one row, and how its scores become logits.
 #[derive(Clone)]
 struct Row {
     scores: Vec<f32>,
@@ -58,7 +58,7 @@ impl Row {
         };
         (self.range.0..self.range.1).map(logit).collect()
     }
-    /// How far a weight may be off, as a part of it, where logits are no greater than `size`.
+    /// Relative error that a weight may have, where logits are no greater than `size`.
     fn allowed(&self, size: f64) -> f64 {
         f64::from(f32::EPSILON) * (4.0 + 4.0 * size) + if self.exact { 0.0 } else { 1e-5 }
     }
@@ -117,15 +117,16 @@ fn weights_are_exponentials_of_logits() {
             assert!(off < 2.0 * allowed, "{kernels:?} {:?}: sum off by {off}", row.range);
             for (i, (weight, exact)) in weights.iter().zip(&exact).enumerate() {
                 let scale = row.v_scales.as_ref().map_or(1.0, |scales| scales[row.range.0 + i]);
-                let wanted = exact * f64::from(scale);
-                let near = (f64::from(*weight) - wanted).abs() < allowed * wanted + 1e-37;
-                assert!(near, "{kernels:?} {:?}: {i} is {weight}, not {wanted}", row.range);
+                let expected = exact * f64::from(scale);
+                let near = (f64::from(*weight) - expected).abs() < allowed * expected + 1e-37;
+                assert!(near, "{kernels:?} {:?}: {i} is {weight}, not {expected}", row.range);
             }
         }
     }
 }
 
-/// Steps of any length, with scores that rise and fall, come to what one step over all comes to.
+/// Steps of any length, with scores that rise and fall, give the result of one step over all
+/// scores.
 #[test]
 fn steps_join() {
     const TOKENS: usize = 400;
@@ -161,7 +162,7 @@ fn steps_join() {
 
 /// A step that raises the maximum rescales sums of V and the weights of its earlier tokens.
 #[test]
-fn a_raised_maximum_rescales_what_came_before() {
+fn a_raised_maximum_rescales_earlier_tokens() {
     for (kernels, exact) in all_kernels().flat_map(|k| [(k, true), (k, false)]) {
         let (mut state, mut out) = (OnlineSoftmax::EMPTY, [0.0; OUT]);
         Row::new(vec![1.0; 16], (0, 1), exact).step(kernels, &mut state, &mut out);
@@ -171,7 +172,7 @@ fn a_raised_maximum_rescales_what_came_before() {
         row.scores[200..].fill(12.0);
         let weights = row.step(kernels, &mut state, &mut out);
         let factor = (-11.0_f32).exp();
-        let near = |x: f32, wanted: f32| (x - wanted).abs() < 1e-5 * wanted;
+        let near = |x: f32, expected: f32| (x - expected).abs() < 1e-5 * expected;
         assert!(out.iter().all(|x| near(*x, factor)), "{kernels:?}: {out:?}");
         assert!(weights[..198].iter().all(|x| near(*x, factor)), "{kernels:?}");
         assert!(weights[198..].iter().all(|x| near(*x, 1.0)), "{kernels:?}");
@@ -207,8 +208,8 @@ fn scores_that_are_not_finite_count_as_they_should() {
         }
         // Capped, infinite scores are finite logits.
         let (partial, ..) = of(kernels, f32::INFINITY, f32::NEG_INFINITY, Some(2.0), exact);
-        let wanted = (2.0_f32.exp() + 56.0 * (-2.0_f32).exp()).ln();
-        assert!((partial.log_sum_exp() - wanted).abs() < 1e-5, "{kernels:?} {partial:?}");
+        let expected = (2.0_f32.exp() + 56.0 * (-2.0_f32).exp()).ln();
+        assert!((partial.log_sum_exp() - expected).abs() < 1e-5, "{kernels:?} {partial:?}");
         let mut state = OnlineSoftmax::EMPTY;
         Row::new(vec![f32::NAN; 16], (5, 5), exact).step(kernels, &mut state, &mut [0.0; OUT]);
         assert_eq!(state.finish(), Partial::EMPTY, "{kernels:?}: no tokens");
@@ -217,7 +218,7 @@ fn scores_that_are_not_finite_count_as_they_should() {
 
 /// Rows of a step have their own bias, state and sums.
 #[test]
-fn rows_are_apart() {
+fn rows_of_a_step_are_independent() {
     const STRIDE: usize = 48;
     let mut random = Random::new(7);
     let scores = random.units(5 * STRIDE);

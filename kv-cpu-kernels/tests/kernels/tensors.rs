@@ -1,4 +1,4 @@
-//! Element types of tensors, past the caches and not, and loops over rows of `f32`.
+//! Element types of tensors, with and without non-temporal stores, and loops over rows of `f32`.
 use half::{bf16, f16};
 
 use super::*;
@@ -93,7 +93,7 @@ fn rows_are_scaled_and_combined() {
 }
 
 #[test]
-fn what_goes_past_the_caches_is_what_is_converted() {
+fn non_temporal_stores_write_the_same_bytes() {
     #[repr(align(64))]
     struct Lines([u8; 4096]);
     let values: Vec<_> = awkward(&mut Random::new(16)).into_iter().take(500).collect();
@@ -102,9 +102,9 @@ fn what_goes_past_the_caches_is_what_is_converted() {
         for (len, begin) in [(0, 0), (1, 0), (64, 0), (64, 4), (96, 64), (256, 0), (500, 128)] {
             let source = encoded(from, &values[..len]);
             let (bytes, mut lines) = (len * to.size(), Lines([0xab; 4096]));
-            let past = kernels.past_caches();
-            past.convert((from, &source), (to, &mut lines.0[begin..][..bytes]), &source);
-            drop(past);
+            let stores = kernels.non_temporal();
+            stores.convert((from, &source), (to, &mut lines.0[begin..][..bytes]), &source);
+            drop(stores);
             let mut expected = vec![0; bytes];
             kernels.convert((from, &source), (to, &mut expected));
             let mut plain = vec![0.0; len];

@@ -1,8 +1,8 @@
 //! AMX matrix products: a tile of K and V at a time against all query rows of a kv head.
 //!
 //! Every row scores every token of a tile, and the weight of a token that it does not see is zero.
-//! Zero by an infinite value is NaN, so sums that are not finite say nothing: [`run`] tells, and
-//! the work item runs again on vectors.
+//! Zero times infinity is NaN, so sums that are not finite are no results: [`run`] reports them,
+//! and the work item runs again on vectors.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,
@@ -25,19 +25,19 @@ use super::tiled::SeenKeys;
 use crate::aligned::AlignedFloats;
 use crate::scratch::Scratch;
 
-/// Bytes of a tile of K that stay in L1 beside others; where K is packed for many rows, it leaves
-/// L1 anyway.
+/// Bytes of a tile of K that stay in L1 beside the other operands. For AMX GEMM there is no such
+/// limit: K is packed, and leaves L1 anyway.
 const NARROW_BYTES: usize = 20 << 10;
 
 const _: () = assert!(AMX_BLOCK == BLOCK, "AMX GEMM runs from a block of query rows on");
 
-/// Query rows that are loaded for `rows` rows a kv head: AMX GEMM takes whole blocks.
+/// Query rows that are loaded for `rows` rows per kv head: AMX GEMM takes whole blocks.
 pub(super) fn padded_rows(rows: usize) -> usize {
     if rows < BLOCK { rows } else { rows.next_multiple_of(BLOCK) }
 }
 
-/// Attends with the query rows that are loaded, [`padded_rows`] a kv head. Returns whether all sums
-/// are finite.
+/// Attends with the query rows that are loaded, [`padded_rows`] per kv head. Returns whether all
+/// sums are finite.
 pub(super) fn run(
     call: &AttendCall<'_>,
     (item, sequence): (&WorkItem, &PlannedSequence),
@@ -80,13 +80,13 @@ pub(super) fn run(
         && states.iter().all(|state| state.finish().sum.is_finite())
 }
 
-/// Tokens of a tile. Every tile has costs of its own.
+/// Tokens of a tile: half of [`TILE_TOKENS`] where K for AMX narrow exceeds [`NARROW_BYTES`].
 fn tile_tokens(call: &AttendCall<'_>, rows: usize) -> usize {
     let bytes = call.k.rows(false).bytes() * TILE_TOKENS;
     if rows >= BLOCK || bytes <= NARROW_BYTES { TILE_TOKENS } else { TILE_TOKENS / 2 }
 }
 
-/// Query rows of one kv head and what they have come to.
+/// Query rows of one kv head and their results so far.
 struct HeadRows<'s> {
     /// Rows that exist; others are padding.
     rows: usize,
@@ -108,7 +108,7 @@ enum Products<'s> {
 }
 
 impl<'s> Products<'s> {
-    /// Packs query rows, `rows` a kv head. `None` without AMX.
+    /// Packs query rows, `rows` per kv head. `None` without AMX.
     fn new(
         call: &AttendCall<'_>,
         (values, rows): (&[f32], usize),
@@ -156,7 +156,7 @@ impl<'s> Products<'s> {
         }
     }
 
-    /// Scores K of a tile by some rows of its head, the first a multiple of [`BLOCK`].
+    /// Computes the scores of a tile for some rows of its head, the first a multiple of [`BLOCK`].
     fn score(
         &self,
         tile: &KeyTile<'_>,
@@ -183,8 +183,8 @@ impl<'s> Products<'s> {
         }
     }
 
-    /// Adds V of a tile by weights to some output rows of its head, the first a multiple of
-    /// [`BLOCK`].
+    /// Adds V of a tile, multiplied with weights, to some output rows of its head, the first a
+    /// multiple of [`BLOCK`].
     fn add(
         &self,
         tile: &KeyTile<'_>,
@@ -227,7 +227,7 @@ fn attend(
     products.add(tile, seeing, memory, (rows.scores, out), &mut with_v);
 }
 
-/// The rows that see some of a tile, from a multiple of [`BLOCK`] to another or to the last row.
+/// The rows that see a token of a tile, extended to multiples of [`BLOCK`] or to the last row.
 fn seeing_rows(rows: usize, seen: &SeenKeys<'_>, tile: &KeyTile<'_>) -> (usize, usize) {
     // Rows that see none of the tile are the first or the last ones.
     let (mut begin, mut end) = (0, rows);

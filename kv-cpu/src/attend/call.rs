@@ -1,8 +1,9 @@
-//! What all work items of one call share, and how a query row ends.
+//! What all work items of one call share, and how a query row is finished.
+use kv_core::backend::PlaneLayout;
+use kv_core::error::DeviceError;
 use kv_core::invariant::Invariant;
 use kv_core::num::{to_u64, to_usize};
 use kv_core::plan::{AttentionOptions, AttentionPlan, PlannedSequence};
-use kv_core::{DeviceError, PlaneLayout};
 use kv_cpu_kernels::{Element, Logits, OUTPUT_PAD, Partial, QUERY_PAD};
 use kv_quant::transform;
 
@@ -29,7 +30,7 @@ pub(super) struct AttendCall<'a> {
 /// Head counts, row lengths, and row strides in scratch memory.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Heads {
-    /// Query heads a kv head.
+    /// Query heads per kv head.
     pub(super) group: usize,
     pub(super) dim_k: usize,
     pub(super) dim_v: usize,
@@ -66,7 +67,7 @@ impl<'a> AttendCall<'a> {
         to_usize(self.q.rows().heads())
     }
 
-    /// Whether all bits of an output count.
+    /// Whether outputs need the precision of `f32`.
     pub(super) fn is_exact(&self) -> bool {
         self.out.element() == Element::F32
     }
@@ -90,12 +91,12 @@ impl<'a> AttendCall<'a> {
         }
     }
 
-    /// Whether queries are bf16 as they came, which products of bf16 need.
+    /// Whether queries are bf16 and stay untransformed, as products of bf16 need.
     pub(super) fn has_bf16_queries(&self) -> bool {
         self.q.element() == Element::Bf16 && !self.k.layout().transforms()
     }
 
-    /// Multiplications of the whole call, about.
+    /// Approximate number of multiplications of the call.
     pub(super) fn work(&self) -> u64 {
         let pairs = self.plan.sequences().iter().map(|sequence| {
             let visible = Visible::of(&self.options, sequence, (0, sequence.q_len));
@@ -107,8 +108,8 @@ impl<'a> AttendCall<'a> {
             .saturating_mul(to_u64(self.heads.dim_k))
     }
 
-    /// Ends one query row: joins the sink logit, divides by the sum, takes the transform of stored
-    /// rows of V back, writes the row and its log-sum-exp.
+    /// Finishes one query row: joins the sink logit, divides by the sum, undoes the transform of V,
+    /// writes the row and its log-sum-exp.
     ///
     /// # Safety
     /// 1. No other thread finishes the same token and head.

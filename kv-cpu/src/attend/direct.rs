@@ -17,16 +17,16 @@ use super::plan::WorkItem;
 use super::scales::TileScales;
 use crate::scratch::Scratch;
 
-/// Tokens of a tile: enough that what a call costs is little beside it, and few enough that the
-/// next tile stays in L2 until it is read.
+/// Tokens of a tile: enough to amortise the overhead of a tile, and few enough that the next tile
+/// stays in L2 until it is read.
 const TOKENS: usize = 64;
-/// Floats from a row of scores to the next: the last tokens of a tile may be a run of their own,
-/// which is padded.
+/// Floats from a row of scores to the next: the last tokens of a tile may be a separate run, which
+/// is padded.
 const SCORE_STRIDE: usize = TOKENS + SCORE_PAD;
 
-/// Query rows of one kv head and what they have come to.
+/// Query rows of one kv head and their results so far.
 struct HeadRows<'s> {
-    /// Rows of the register tile, those that are padding too.
+    /// Rows of the register tile, padding included.
     rows: usize,
     q: &'s [f32],
     words: Option<&'s [u32]>,
@@ -38,7 +38,7 @@ struct HeadRows<'s> {
     out: &'s mut [f32],
 }
 
-/// Attends with the query rows that are loaded, `rows` a kv head.
+/// Attends with the query rows that are loaded, `rows` per kv head.
 pub(super) fn run(
     call: &AttendCall<'_>,
     (item, sequence): (&WorkItem, &PlannedSequence),

@@ -1,16 +1,16 @@
 //! Where visible keys lie: runs of rows in the blocks of K and V.
 //!
-//! Only keys that a query sees are looked up: table entries of others may name blocks of another
-//! owner.
+//! Only keys that a query sees are looked up: the table entries of other keys may name blocks of
+//! another sequence.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,
     reason = "indices come from the plan's guarantees and the work item's own bounds"
 )]
 use arrayvec::ArrayVec;
+use kv_core::backend::{PlaneLayout, SlotMap};
 use kv_core::num::{to_offset, to_u32, to_usize};
 use kv_core::plan::PlannedSequence;
-use kv_core::{PlaneLayout, SlotMap};
 use kv_cpu_kernels::{KeyRows, Prefetch, PrefetchTarget, RowLayout, TileRows};
 
 use super::call::AttendCall;
@@ -18,12 +18,12 @@ use super::plan::WorkItem;
 use super::visible::Visible;
 use crate::layout::PlaneRows;
 
-/// Most tokens that are looked up at a time.
+/// Maximum number of tokens that are looked up at a time.
 pub(super) const TILE_MAX: usize = 128;
 /// Slots of a block of AMX, to which tiles are aligned.
 const ALIGN: u32 = 16;
 
-/// Which rows of a sequence are stored in one way, and may share a tile: the first tokens in 16
+/// Regions of a sequence whose rows are stored alike and may share a tile: the first tokens in 16
 /// bits, codes, the tail in 16 bits; codes of one block where blocks have means.
 struct StorageRegions<'a> {
     map: &'a SlotMap,
@@ -31,8 +31,8 @@ struct StorageRegions<'a> {
     /// First position of the tail.
     tail: u32,
     by_block: bool,
-    /// First position after the sink tokens that are seen besides a window. A tile ends there, so
-    /// that every query sees one range of it.
+    /// First position after the sink tokens that are visible besides a window. A tile ends there,
+    /// so that every query sees one range of it.
     sink_tokens: u32,
     /// Tokens of a tile.
     tokens: u32,
@@ -132,7 +132,7 @@ impl<'a> BlockRuns<'a> {
             let slot = layout.slot_map().place_in(position, sequence.coded);
             let at = layout.row_begin(slot, 0);
             self.per_head = to_offset(layout.row_begin(slot, 1)) - to_offset(at);
-            // Rows in 16 bits are few and leave gaps; the others follow each other to the end of a
+            // Rows in 16 bits are few and leave gaps; codes follow each other to the end of a
             // block.
             let tokens = if slot.is_wide {
                 self.stride = plane.rows(true).bytes();
@@ -165,7 +165,7 @@ pub(super) struct KeyTile<'a> {
     pub(super) head: usize,
     /// Positions of its tokens; empty after the last tile.
     pub(super) bounds: (u32, u32),
-    /// Runs of K, then as many of V.
+    /// Runs of K, then the same number of runs of V.
     runs: ArrayVec<KeyRows<'a>, { 2 * TILE_MAX }>,
     pub(super) is_wide: bool,
     /// The mean that is subtracted from the rows of K, in f16.
@@ -190,7 +190,7 @@ impl<'a> KeyTile<'a> {
     fn runs(&self) -> (&[KeyRows<'a>], &[KeyRows<'a>]) {
         self.runs.split_at(self.runs.len() / 2)
     }
-    /// What is prefetched while this tile is scored, and while it is added.
+    /// The prefetches during QK of this tile, and during its PV.
     pub(super) fn prefetch<'p>(
         &'p self,
         next: &'p Self,
@@ -201,7 +201,7 @@ impl<'a> KeyTile<'a> {
     }
 }
 
-/// The tiles of a work item that its queries see some of, head by head.
+/// The tiles of a work item of which its queries see a token, head by head.
 struct Tiles<'c, 'a> {
     call: &'c AttendCall<'a>,
     item: &'c WorkItem,
@@ -240,8 +240,9 @@ impl<'c> Tiles<'c, '_> {
     }
 }
 
-/// Calls `attend` with every tile of `tokens` at most that a query of the work item sees, head by
-/// head, and with the tile after it for prefetching, which is empty after the last.
+/// Calls `attend` with every tile, of at most `tokens` tokens, of which a query of the work item
+/// sees one, head by head. The second argument is the next tile for prefetching, empty after the
+/// last.
 pub(super) fn for_tiles<'c>(
     call: &'c AttendCall<'_>,
     item: &'c WorkItem,

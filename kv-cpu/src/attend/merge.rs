@@ -1,8 +1,8 @@
 //! The exact merge of context splits.
 //!
 //! Dao et al., "Flash-Decoding for long-context inference" (2023): the row and the sum of every
-//! split are relative to its own maximum, so they are brought to the common one and added, split by
-//! split in order.
+//! split are relative to its own maximum, so they are rescaled to the common maximum and added,
+//! split by split in order.
 use kv_cpu_kernels::Partial;
 
 use super::call::AttendCall;
@@ -26,7 +26,7 @@ pub(super) fn run(
         row.fill(0.0);
         let mut index = first;
         for _ in 0..merge.splits {
-            // SAFETY: the work items are done, so nobody writes partial results any more.
+            // SAFETY: the work items are done, so no thread writes partial results any more.
             let (partial, values) = unsafe { partials.get(index, call.heads) };
             let merged = total.merge(partial);
             if partial.sum != 0.0 {

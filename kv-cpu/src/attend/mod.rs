@@ -12,7 +12,7 @@
 //! | `tiled` | many query rows, a tile decoded once |
 //! | `merge`, `partials` | the merge of context splits |
 //!
-//! What no query sees costs nothing: neither a work item nor a read.
+//! Keys that no query sees cost nothing: no work item and no read.
 #[cfg(any(target_arch = "x86_64", test))]
 mod amx;
 mod call;
@@ -26,7 +26,7 @@ mod strategy;
 mod tiled;
 mod visible;
 
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 use kv_core::num::to_usize;
 use kv_core::plan::{AttendArgs, AttentionPlan, PlannedSequence};
 use kv_cpu_kernels::{Kernels, OnlineSoftmax, Partial, RowLayout};
@@ -46,7 +46,7 @@ use crate::scratch::{Scratch, Workspace};
 
 const OPERATION: &str = "attend";
 /// Multiplications below which one thread is faster than several.
-const WORK_SIDE_BY_SIDE: u64 = 1 << 17;
+const WORK_PARALLEL_MIN: u64 = 1 << 17;
 
 pub(crate) fn attend(
     cpu: &Cpu,
@@ -88,13 +88,13 @@ pub(crate) fn attend(
     partials.resize(partials.len().max(work.partials), Partial::EMPTY);
     let partial_rows = partial_rows.get(work.partials.saturating_mul(heads.stride_v));
     let partials = Partials::new(partial_rows, partials);
-    let side_by_side = call.work() >= WORK_SIDE_BY_SIDE;
-    cpu.threads.run(work.items.len(), side_by_side, scratch, |scratch, index| {
+    let parallel = call.work() >= WORK_PARALLEL_MIN;
+    cpu.threads.run(work.items.len(), parallel, scratch, |scratch, index| {
         if let Some(item) = work.items.get(index) {
             run(&call, item, scratch, &partials);
         }
     });
-    cpu.threads.run(work.merges.len(), side_by_side, scratch, |scratch, index| {
+    cpu.threads.run(work.merges.len(), parallel, scratch, |scratch, index| {
         if let Some(merge) = work.merges.get(index) {
             merge::run(&call, merge, scratch, &partials);
         }
@@ -129,7 +129,7 @@ fn run(call: &AttendCall<'_>, item: &WorkItem, scratch: &mut Scratch, partials: 
     let mut strategy = choose(&facts);
     if !attend_by(strategy, call, item, scratch) {
         if item.num_heads() > 1 {
-            // What runs a head must not depend on the heads that share its work item.
+            // The strategy of a head must not depend on the heads that share its work item.
             for head in item.kv_heads.0..item.kv_heads.1 {
                 run(call, &item.of_head(head), scratch, partials);
             }
@@ -171,7 +171,7 @@ fn attend_by(
     true
 }
 
-/// Query rows a kv head that a strategy takes for `rows` of them; the rest are zero.
+/// Query rows per kv head that a strategy takes for `rows` of them; the rest are zero.
 fn padded_rows(strategy: Strategy, call: &AttendCall<'_>, rows: usize) -> usize {
     match strategy {
         #[cfg(any(target_arch = "x86_64", test))]
@@ -210,9 +210,9 @@ fn finish_rows(
     }
 }
 
-/// Decodes the query rows of a work item, `rows` a kv head padded with rows of zeros, and clears
-/// what they come to. Where rows of K are transformed, queries are too, and the mean that their
-/// keys lack becomes a bias of their scores.
+/// Decodes the query rows of a work item, `rows` per kv head padded with rows of zeros, and clears
+/// their results. Where rows of K are transformed, queries are too, and the mean that is subtracted
+/// from keys becomes a bias of the scores.
 #[expect(clippy::arithmetic_side_effects, clippy::indexing_slicing, reason = "counts of its rows")]
 fn load_queries(
     call: &AttendCall<'_>,
@@ -261,7 +261,7 @@ fn load_words(call: &AttendCall<'_>, rows: usize, scratch: &mut Scratch) {
     }
 }
 
-/// The product of two rows, with a sum of its own for each lane of a vector.
+/// The dot product of two rows, summed in 16 lanes.
 fn dot(a: &[f32], b: &[f32]) -> f32 {
     let mut sums = [0.0; 16];
     for (a, b) in a.chunks(16).zip(b.chunks(16)) {

@@ -39,7 +39,7 @@ impl<'a> Partials<'a> {
     /// Writes result `index`; `row` has `dim_v` values.
     ///
     /// # Safety
-    /// 1. Nobody else uses the result meanwhile.
+    /// 1. No other thread uses the result meanwhile.
     pub(super) unsafe fn put(&self, index: usize, heads: Heads, partial: Partial, row: &[f32]) {
         let begin = self.begin(index, heads);
         let to = self.sums.0.wrapping_add(index);
@@ -54,7 +54,7 @@ impl<'a> Partials<'a> {
     /// Result `index`.
     ///
     /// # Safety
-    /// 1. Nobody writes the result meanwhile.
+    /// 1. No thread writes the result meanwhile.
     pub(super) unsafe fn get(&self, index: usize, heads: Heads) -> (Partial, &[f32]) {
         let begin = self.begin(index, heads);
         let from = self.sums.0.cast_const().wrapping_add(index);

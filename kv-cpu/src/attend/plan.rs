@@ -13,16 +13,17 @@ use super::call::AttendCall;
 use super::strategy::AMX_BLOCK;
 use super::visible::Visible;
 
-/// Query rows a kv head of a work item: what stays in L2.
+/// Query rows per kv head of a work item, which stay in L2.
 const ROWS: usize = 128;
-/// The same on AMX, which has more to do at once.
+/// The same on AMX, where more rows share the packing of K and V.
 const ROWS_AMX: usize = 512;
-/// Query rows a kv head from which on a work item has one kv head: a tile is decoded once for all
+/// Query rows per kv head from which on a work item has one kv head: a tile is decoded once for all
 /// rows, and longer runs of memory gain nothing.
 const ROWS_ONE_HEAD: usize = 16;
-/// Query rows of all kv heads of a work item that has several: what stays in L2.
+/// Query rows of all kv heads of a work item that has several, which stay in L2.
 const ROWS_SEVERAL_HEADS: usize = 64;
-/// Work items a thread, at least, before one has several kv heads: then threads end about together.
+/// Minimum number of work items per thread before an item has several kv heads, so that threads end
+/// at about the same time.
 const ITEMS_PER_THREAD: usize = 2;
 
 /// Some queries of some kv heads, and one split of a context.
@@ -55,14 +56,14 @@ pub(crate) struct Merge {
     pub(super) splits: usize,
 }
 
-/// All of a call.
+/// All work items and merges of a call.
 #[derive(Debug, Default)]
 pub(crate) struct WorkPlan {
     pub(super) items: Vec<WorkItem>,
     pub(super) merges: Vec<Merge>,
     /// Entries whose queries see no key.
     pub(super) empty: Vec<usize>,
-    /// How many partial results there are.
+    /// Number of partial results.
     pub(super) partials: usize,
 }
 
@@ -145,14 +146,14 @@ impl WorkPlan {
     }
 }
 
-/// How many kv heads a work item of `queries` queries has. Changes no bit.
+/// Number of kv heads of a work item of `queries` queries. Results do not depend on it.
 fn heads_per_item(call: &AttendCall<'_>, queries: u32) -> usize {
     let kv_heads = to_usize(call.k.layout().num_kv_heads());
     let rows = to_usize(queries.max(1)) * call.heads.group;
     if rows >= ROWS_ONE_HEAD {
         return 1;
     }
-    // As many as leave enough items, counted as if no sequence had more queries than one item.
+    // As many as leave enough items, if every split has its queries in one item.
     let splits = call.plan.splits().len();
     let enough = call.cpu.threads.count().saturating_sub(1) * ITEMS_PER_THREAD;
     let most = splits * kv_heads / enough.max(1);

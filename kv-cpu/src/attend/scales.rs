@@ -1,4 +1,4 @@
-//! What decoded rows of a tile are multiplied with, by token.
+//! Scales of the decoded rows of a tile, by token.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,

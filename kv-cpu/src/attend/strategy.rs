@@ -1,7 +1,7 @@
 //! Which algorithm runs a work item: the only place that decides.
 //!
-//! [`RULES`] is an ordered table. The first strategy that does not refuse runs; what a refusal
-//! depends on are [`Facts`] of the plan, the layouts and the CPU, never values.
+//! [`RULES`] is an ordered table. The first strategy that does not refuse runs; a refusal depends
+//! on [`Facts`] of the plan, the layouts and the CPU, never on values.
 use std::fmt;
 use std::sync::{LazyLock, Mutex, PoisonError};
 
@@ -38,7 +38,7 @@ pub(crate) enum Refusal {
     NoAmx,
     /// AMX kernels cannot read the stored rows.
     Encoding(Encoding),
-    /// There are fewer query rows than pay.
+    /// There are too few query rows for the strategy to be faster.
     FewRows { rows: usize, least: usize },
     /// There are more query rows than a register tile has.
     ManyRows { rows: usize, most: usize },
@@ -52,24 +52,24 @@ impl fmt::Display for Refusal {
             Self::NoAmx => f.write_str("no AMX"),
             Self::Encoding(encoding) => write!(f, "rows of {encoding:?} have no AMX kernels"),
             Self::FewRows { rows, least } => {
-                write!(f, "{rows} query rows a kv head, it pays from {least} on")
+                write!(f, "{rows} query rows per kv head, faster from {least} on")
             }
             Self::ManyRows { rows, most } => {
-                write!(f, "{rows} query rows a kv head, register tiles have up to {most}")
+                write!(f, "{rows} query rows per kv head, register tiles have up to {most}")
             }
             Self::SeveralQueries(queries) => write!(f, "{queries} queries see different keys"),
         }
     }
 }
 
-/// What a choice depends on.
+/// The facts that a choice depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Facts {
     /// The instruction set in use.
     pub(crate) isa: Isa,
     /// Queries of the work item.
     pub(crate) queries: u32,
-    /// Query rows a kv head: queries times the heads of a group.
+    /// Query rows per kv head: queries times the heads of a group.
     pub(crate) rows: usize,
     /// Encodings of K and of V: codes, then rows kept in 16 bits.
     pub(crate) k: [Encoding; 2],
@@ -78,7 +78,7 @@ pub(crate) struct Facts {
     pub(crate) tile_rows: usize,
 }
 
-/// Query rows that fill a block of AMX, or from which on packing a tile pays.
+/// Query rows that fill a block of AMX, or from which on packing a tile pays off.
 pub(super) const AMX_BLOCK: usize = 16;
 
 impl Facts {
@@ -191,7 +191,7 @@ impl fmt::Display for Explanation {
 
 /// Writes a choice to standard error, once for the same facts, where the environment variable
 /// `KV_LOG` names `attend`.
-#[expect(clippy::print_stderr, reason = "`KV_LOG` asks for it")]
+#[expect(clippy::print_stderr, reason = "`KV_LOG` requests it")]
 pub(crate) fn log(facts: &Facts) {
     static IS_ON: LazyLock<bool> = LazyLock::new(|| {
         let named = std::env::var("KV_LOG").unwrap_or_default();
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn amx_narrow_takes_what_pays() {
+    fn amx_narrow_takes_enough_rows_of_an_encoding() {
         let narrow = |facts: &Facts| refusal(Strategy::AmxNarrow, facts);
         for (encoding, least) in [
             (Encoding::E4m3, 1),
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn tiled_takes_all_else() {
+    fn tiled_takes_everything_else() {
         for facts in [
             Facts { queries: 2, rows: 2, ..DECODE },
             Facts { rows: 71, ..DECODE },
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn what_amx_leaves_runs_on_vectors() {
+    fn non_finite_sums_of_amx_run_again_on_vectors() {
         let prompt = Facts { isa: amx(), queries: 4, rows: 16, ..DECODE };
         assert_eq!(choose_vectors(&prompt), Strategy::Tiled);
         let narrow = Facts { isa: amx(), rows: 8, ..DECODE };
@@ -316,7 +316,7 @@ mod tests {
         assert_eq!(
             text,
             "tiled; not AMX GEMM: no AMX; not AMX narrow: no AMX; \
-             not direct: 71 query rows a kv head, register tiles have up to 8"
+             not direct: 71 query rows per kv head, register tiles have up to 8"
         );
     }
 }

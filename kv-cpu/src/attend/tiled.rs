@@ -25,7 +25,7 @@ pub(super) const TOKENS: usize = 64;
 /// Query rows of a register tile.
 const ROWS: usize = 4;
 
-/// Query rows of one kv head and what they have come to.
+/// Query rows of one kv head and their results so far.
 struct HeadRows<'s> {
     q: &'s [f32],
     bias: &'s [f32],
@@ -34,7 +34,7 @@ struct HeadRows<'s> {
     out: &'s mut [f32],
 }
 
-/// Attends with the query rows that are loaded, `rows` a kv head.
+/// Attends with the query rows that are loaded, `rows` per kv head.
 pub(super) fn run(
     call: &AttendCall<'_>,
     (item, sequence): (&WorkItem, &PlannedSequence),
@@ -98,7 +98,8 @@ impl SeenKeys<'_> {
         let query = self.item.queries.0 + to_u32(row / self.call.heads.group);
         let sink_tokens = options.window_left().map_or(0, |_| options.sink_tokens());
         let (low, high) = options.visible(self.sequence, query);
-        // A tile of sink tokens has no others, and a query sees what lies before its end.
+        // A tile with a sink token has no other tokens, and a query sees all of them before its
+        // end.
         let low = if begin < sink_tokens { 0 } else { low };
         let (low, high) = (low.clamp(begin, end) - begin, high.clamp(begin, end) - begin);
         (to_usize(low), to_usize(high.max(low)))
@@ -217,8 +218,8 @@ fn add(
 }
 
 /// The same for a few rows that see different tokens: those that all of them see together, the
-/// others row by row, in the order of positions. A weight of zero would not do: by an infinite
-/// value it is NaN.
+/// others row by row, in the order of positions. A weight of zero would not do: zero times infinity
+/// is NaN.
 fn add_apart(
     call: &AttendCall<'_>,
     rows: &mut HeadRows<'_>,
@@ -229,7 +230,7 @@ fn add_apart(
     let all = first..first + count;
     let low = all.clone().map(|row| seen.by(row).0).max().unwrap_or(0);
     let high = all.clone().map(|row| seen.by(row).1).min().unwrap_or(0);
-    // Empty, and then after all others.
+    // An empty range, after all tokens.
     let (low, high) = if low < high { (low, high) } else { (TOKENS, TOKENS) };
     for row in all.clone() {
         let (begin, end) = seen.by(row);

@@ -10,7 +10,7 @@ pub(super) struct Visible {
 }
 
 impl Visible {
-    /// What queries `q_begin..q_end` see.
+    /// The positions that queries `q_begin..q_end` see.
     pub(super) fn of(
         options: &AttentionOptions<'_>,
         sequence: &PlannedSequence,
@@ -19,15 +19,15 @@ impl Visible {
         let Some(last) = q_end.checked_sub(1).filter(|last| q_begin <= *last) else {
             return Self { sink_tokens: (0, 0), window: (0, 0) };
         };
-        // Bounds never fall from one query to the next and windows of neighbours touch, so the
-        // first and the last tell the union.
+        // Bounds never decrease from one query to the next and windows of neighbours touch, so the
+        // first and the last query determine the union.
         let (begin, _) = options.visible(sequence, q_begin);
         let (_, end) = options.visible(sequence, last);
         let sink_tokens = options.visible_sink_tokens(sequence, last).min(begin);
         Self { sink_tokens: (0, sink_tokens), window: (begin, end.max(begin)) }
     }
 
-    /// Those at `begin..end`.
+    /// The positions at `begin..end`.
     pub(super) fn within(self, begin: u32, end: u32) -> Self {
         let cut = |range: (u32, u32)| {
             let first = range.0.max(begin);
@@ -36,19 +36,18 @@ impl Visible {
         Self { sink_tokens: cut(self.sink_tokens), window: cut(self.window) }
     }
 
-    /// Whether any is at `begin..end`.
+    /// Whether any position is at `begin..end`.
     pub(super) fn intersects(self, begin: u32, end: u32) -> bool {
         self.within(begin, end).num_keys() > 0
     }
 
-    /// How many there are.
+    /// Number of positions.
     pub(super) fn num_keys(self) -> u32 {
         let len = |(begin, end): (u32, u32)| end.saturating_sub(begin);
         len(self.sink_tokens).saturating_add(len(self.window))
     }
 
-    /// The first of them at or after `from`, and where those that follow it without a gap end.
-    /// Both are the same where nothing is left.
+    /// The first run of positions at or after `from`, as begin and end; empty where none is left.
     pub(super) fn seen_from(self, from: u32) -> (u32, u32) {
         if from < self.sink_tokens.1 {
             return (from.max(self.sink_tokens.0), self.sink_tokens.1);
@@ -64,7 +63,7 @@ mod tests {
     const BOTH: Visible = Visible { sink_tokens: (0, 4), window: (100, 130) };
 
     #[test]
-    fn the_walk_leaps_from_the_sink_tokens_to_the_window() {
+    fn runs_jump_from_the_sink_tokens_to_the_window() {
         assert_eq!(BOTH.seen_from(0), (0, 4));
         assert_eq!(BOTH.seen_from(3), (3, 4));
         assert_eq!(BOTH.seen_from(4), (100, 130));
@@ -74,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_hold_what_lies_inside_them() {
+    fn a_part_has_the_positions_inside_it() {
         assert_eq!(BOTH.num_keys(), 34);
         assert_eq!(BOTH.within(2, 110), Visible { sink_tokens: (2, 4), window: (100, 110) });
         assert_eq!(BOTH.within(110, 200).seen_from(110), (110, 130));

@@ -2,7 +2,8 @@
 mod plane;
 mod tensor;
 
-use kv_core::{DType, DeviceError, DeviceErrorKind};
+use kv_core::DType;
+use kv_core::error::{DeviceError, DeviceErrorKind};
 use kv_cpu_kernels::Element;
 
 pub(crate) use plane::{PlaneRows, RowScale};

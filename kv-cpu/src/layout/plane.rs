@@ -1,8 +1,10 @@
 //! Rows of K and V in the blocks of a plane.
+use kv_core::KvFormat;
+use kv_core::backend::{PlaneLayout, PlaneView};
 use kv_core::calibration::{HeadConstants, PlaneConstants};
+use kv_core::error::DeviceError;
 use kv_core::invariant::Invariant;
 use kv_core::num::{to_offset, to_u64, to_usize};
-use kv_core::{DeviceError, KvFormat, PlaneLayout, PlaneView};
 use kv_cpu_kernels::{Element, Encoding, RowLayout};
 use kv_quant::block;
 
@@ -10,7 +12,7 @@ use super::unsupported;
 use crate::access::{Locked, Span};
 use crate::buffer::CpuBuffer;
 
-/// What the decoded values of a row are multiplied with.
+/// Scale of the decoded values of a row.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum RowScale {
     /// The same for every row.
@@ -19,7 +21,7 @@ pub(crate) enum RowScale {
     Stored,
 }
 
-/// A locked plane. Whoever makes one has entered all its segments with the sizes of its layout.
+/// A locked plane: all its segments were entered, with the sizes of its layout.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PlaneRows<'a> {
     view: PlaneView<'a, CpuBuffer>,
@@ -59,7 +61,7 @@ impl<'a> PlaneRows<'a> {
         };
         let (codes, wide) = (rows(layout.format())?, rows(layout.wide_format())?);
         let constants = constants.map(|span| {
-            // SAFETY: the span is live memory that nobody writes while the gates are held, by
+            // SAFETY: the span is live memory that is not written while the gates are held, by
             // condition 1.
             unsafe { std::slice::from_raw_parts(span.base().cast_const(), span.len()) }
         });
@@ -73,20 +75,21 @@ impl<'a> PlaneRows<'a> {
         };
         Ok(Self { view, codes, wide, constants })
     }
-    /// The same plane, its rows in the order of [`RowLayout::in_pairs`] where all of them are.
+    /// The same plane, its rows read in the order of [`RowLayout::in_pairs`] where all have one
+    /// layout.
     pub(crate) fn in_pairs(self) -> Self {
         let pairs = (self.codes.in_pairs(), self.wide.in_pairs());
         let (codes, wide) = if self.codes == self.wide { pairs } else { (self.codes, self.wide) };
         Self { codes, wide, ..self }
     }
-    /// Whether that order is another one than the values'.
+    /// Whether rows are read in that order.
     pub(crate) fn is_in_pairs(&self) -> bool {
         self.codes.encoding() == Encoding::Bf16Pairs
     }
     pub(crate) fn layout(&self) -> &PlaneLayout {
         self.view.layout()
     }
-    /// How rows lie: those kept in 16 bits, or the others.
+    /// Layout of the rows kept in 16 bits, or of the others.
     pub(crate) fn rows(&self, is_wide: bool) -> &RowLayout {
         if is_wide { &self.wide } else { &self.codes }
     }
@@ -100,13 +103,13 @@ impl<'a> PlaneRows<'a> {
     pub(crate) fn transform(&self, head: u32) -> Option<HeadConstants<'a>> {
         self.head_constants(head).filter(|_| self.view.layout().transforms())
     }
-    /// Whether rows are elements of a tensor, as they came.
-    pub(crate) fn as_they_came(&self) -> Option<Element> {
+    /// The element type of rows that are stored neither transformed nor quantised.
+    pub(crate) fn plain_element(&self) -> Option<Element> {
         let layout = self.view.layout();
         let plain = Element::of_format(layout.format());
         plain.filter(|_| !layout.transforms())
     }
-    /// What the decoded rows of a kv head are multiplied with, those kept in 16 bits or the others.
+    /// Scale of the decoded rows of a kv head, those kept in 16 bits or the others.
     pub(crate) fn scale(&self, head: u32, is_wide: bool) -> RowScale {
         if self.rows(is_wide).has_scale() {
             return RowScale::Stored;
@@ -115,7 +118,7 @@ impl<'a> PlaneRows<'a> {
         RowScale::Given(constants.map_or(1.0, |constants| constants.scale))
     }
 
-    /// The mean of kv head `head` that is off the codes of a block, in f16.
+    /// The mean that is subtracted from the codes of kv head `head` in a block, in f16.
     pub(crate) fn mean(&self, block: u32, head: u32) -> &'a [u8] {
         let layout = self.view.layout();
         let bytes = to_offset(KvFormat::F16.row_bytes(layout.head_dim()));

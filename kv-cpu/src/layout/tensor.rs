@@ -1,19 +1,21 @@
 //! Rows of the caller's tensors: q, k, v, out and log-sum-exp.
 //!
 //! Turns the core's checked shapes into byte slices. A plan and arguments may have been checked at
-//! different times, so their agreement is compared here once a call; rows are cut with real bounds
-//! checks all the same, one a row.
+//! different times, so their agreement is compared here once per call; rows are cut with real
+//! bounds checks all the same, one per row.
 use std::marker::PhantomData;
 
+use kv_core::QkvFormat;
+use kv_core::backend::TokenRows;
+use kv_core::error::DeviceError;
 use kv_core::invariant::Invariant;
 use kv_core::num::to_usize;
-use kv_core::{DeviceError, QkvFormat, TokenRows};
 use kv_cpu_kernels::Element;
 
 use super::{element, unsupported};
 use crate::access::{Locked, Span};
 
-/// What a plan demands of the rows of a tensor.
+/// The rows that a plan requires of a tensor.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Room {
     pub(crate) entries: usize,
@@ -44,7 +46,7 @@ impl<'a> RowsIn<'a> {
     /// Rows in the bytes of `span`.
     ///
     /// # Safety
-    /// 1. `span` was entered in `locked`, or comes from a host slice that lives as long as `'a`.
+    /// 1. `span` was entered in `locked`, or comes from a host slice that is valid for `'a`.
     pub(crate) unsafe fn new(
         _locked: &'a Locked<'_>,
         span: Span,
@@ -54,7 +56,7 @@ impl<'a> RowsIn<'a> {
     ) -> Result<Self, DeviceError> {
         check_room(&rows, room, operation)?;
         let element = element(rows.dtype(), operation)?;
-        // SAFETY: the span lies in live memory and nobody writes it while the gates are held, by
+        // SAFETY: the span lies in live memory that is not written while the gates are held, by
         // condition 1; overlaps with this operation's own outputs were refused when they were
         // passed.
         let bytes = unsafe { std::slice::from_raw_parts(span.base().cast_const(), span.len()) };
@@ -73,7 +75,7 @@ impl<'a> RowsIn<'a> {
     pub(crate) fn get(&self, at: RowAt, head: u32, heads: u32) -> &'a [u8] {
         self.find(at, head, heads).invariant("a tensor has room for its plan")
     }
-    /// The same for rows that are fetched early; empty after the end of the tensor.
+    /// The same for rows that are prefetched; empty after the end of the tensor.
     pub(crate) fn ahead(&self, at: RowAt, head: u32, heads: u32) -> &'a [u8] {
         self.find(at, head, heads).unwrap_or_default()
     }
@@ -83,7 +85,7 @@ impl<'a> RowsIn<'a> {
     }
 }
 
-/// Which token of a batch.
+/// A token of a batch.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RowAt {
     pub(crate) entry: usize,
@@ -119,7 +121,7 @@ impl<'a> RowsOut<'a> {
     ///
     /// # Safety
     /// 1. `span` was entered for writing in `locked`, or comes from a host slice lent for writing
-    ///    that lives as long as `'a` and is not used meanwhile.
+    ///    that is valid for `'a` and is not used meanwhile.
     pub(crate) unsafe fn new(
         _locked: &'a Locked<'_>,
         span: Span,
@@ -175,7 +177,7 @@ impl<'a> RowsOut<'a> {
             };
             for token in used..self.rows.tokens() {
                 let at = RowAt { entry, start: 0, token };
-                // SAFETY: one slice at a time lives here, of a token that no entry owns.
+                // SAFETY: one slice at a time exists here, of a token that no entry owns.
                 fill(unsafe { self.get_mut(at, 0, self.rows.heads()) });
             }
         }

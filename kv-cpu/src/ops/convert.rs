@@ -1,5 +1,5 @@
 //! A change of axes and element type of a batch of rows.
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 use kv_core::plan::{ConvertArgs, ConvertPlan};
 
 use crate::access::Access;
@@ -11,9 +11,9 @@ use kv_core::num::to_usize;
 
 const OPERATION: &str = "convert";
 /// Tokens that one thread takes at a time.
-const TOKENS_PER_UNIT: u32 = 32;
+const TOKENS_PER_ITEM: u32 = 32;
 /// Shorter entries than this are moved faster by one thread.
-const TOKENS_SIDE_BY_SIDE: u32 = 512;
+const TOKENS_PARALLEL_MIN: u32 = 512;
 
 pub(crate) fn convert(
     cpu: &Cpu,
@@ -36,17 +36,17 @@ pub(crate) fn convert(
     let dst = unsafe { RowsOut::new(&locked, to, *args.dst().rows(), room, OPERATION) }?;
     let heads = src.rows().heads();
     for (entry, (start, len)) in plan.entries().enumerate() {
-        let units = to_usize(len.div_ceil(TOKENS_PER_UNIT));
-        let side_by_side = len >= TOKENS_SIDE_BY_SIDE;
+        let items = to_usize(len.div_ceil(TOKENS_PER_ITEM));
+        let parallel = len >= TOKENS_PARALLEL_MIN;
         let scratch = &mut workspace.scratch;
-        cpu.threads.run(units, side_by_side, scratch, |_, unit| {
-            let unit = u32::try_from(unit).unwrap_or(u32::MAX);
-            let begin = unit.saturating_mul(TOKENS_PER_UNIT);
-            let end = begin.saturating_add(TOKENS_PER_UNIT).min(len);
+        cpu.threads.run(items, parallel, scratch, |_, item| {
+            let item = u32::try_from(item).unwrap_or(u32::MAX);
+            let begin = item.saturating_mul(TOKENS_PER_ITEM);
+            let end = begin.saturating_add(TOKENS_PER_ITEM).min(len);
             for token in begin..end {
                 let at = RowAt { entry, start, token };
                 let from = src.get(at, 0, heads);
-                // SAFETY: each token belongs to one unit and is written once.
+                // SAFETY: each token belongs to one work item and is written once.
                 let to = unsafe { dst.get_mut(at, 0, heads) };
                 cpu.kernels.convert((src.element(), from), (dst.element(), to));
             }

@@ -1,7 +1,8 @@
 //! Copies between blocks of one group, in every plane.
+use kv_core::BlockOrder;
+use kv_core::error::DeviceError;
 use kv_core::invariant::Invariant;
 use kv_core::plan::{BlockCopy, CopyArgs, CopyPlan};
-use kv_core::{BlockOrder, DeviceError};
 
 use crate::access::Access;
 use crate::buffer::CpuBuffer;
@@ -12,7 +13,7 @@ use kv_core::num::{to_offset, to_u64};
 
 const OPERATION: &str = "copy_blocks";
 /// Fewer bytes than this are copied faster by one thread.
-const BYTES_SIDE_BY_SIDE: u64 = 1 << 20;
+const BYTES_PARALLEL_MIN: u64 = 1 << 20;
 
 pub(crate) fn copy_blocks(
     cpu: &Cpu,
@@ -30,9 +31,9 @@ pub(crate) fn copy_blocks(
         // SAFETY: entered for writing above.
         let plane = unsafe { PlaneRows::new(&locked, view, constants, blocks, None, OPERATION) }?;
         let bytes = plane.layout().block_bytes().saturating_mul(to_u64(copies.len()));
-        let side_by_side = bytes >= BYTES_SIDE_BY_SIDE;
-        cpu.threads.run(copies.len(), side_by_side, &mut workspace.scratch, |_, unit| {
-            copy_block(&plane, copies.get(unit).invariant("a unit is a copy"));
+        let parallel = bytes >= BYTES_PARALLEL_MIN;
+        cpu.threads.run(copies.len(), parallel, &mut workspace.scratch, |_, item| {
+            copy_block(&plane, copies.get(item).invariant("a work item is a copy"));
         });
     }
     Ok(())
@@ -51,7 +52,7 @@ fn copy_block(plane: &PlaneRows<'_>, copy: &BlockCopy) {
         let begin = layout.head_stride().saturating_mul(u64::from(head));
         let from = plane.get(copy.from.0, begin, to_offset(run));
         // SAFETY: the plane is locked for writing; a copy plan writes no block twice and reads none
-        // that it writes, and each copy is one unit.
+        // that it writes, and each copy is one work item.
         let to = unsafe { plane.get_mut(copy.to.0, begin, to_offset(run)) };
         to.copy_from_slice(from);
     }

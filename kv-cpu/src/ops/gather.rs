@@ -1,5 +1,5 @@
 //! Cached rows read back into a plain tensor.
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 use kv_core::invariant::Invariant;
 use kv_core::plan::{GatherArgs, GatherPlan, GatherRange};
 use kv_quant::transform;
@@ -15,9 +15,9 @@ use kv_core::num::to_usize;
 
 const OPERATION: &str = "gather";
 /// Tokens that one thread takes at a time.
-const TOKENS_PER_UNIT: u32 = 32;
+const TOKENS_PER_ITEM: u32 = 32;
 /// Shorter ranges than this are read faster by one thread.
-const TOKENS_SIDE_BY_SIDE: u32 = 512;
+const TOKENS_PARALLEL_MIN: u32 = 512;
 
 pub(crate) fn gather(
     cpu: &Cpu,
@@ -47,12 +47,12 @@ pub(crate) fn gather(
     }
     let mut start = 0_u32;
     for (entry, range) in ranges.iter().enumerate() {
-        let units = range.len.div_ceil(TOKENS_PER_UNIT);
-        let side_by_side = range.len >= TOKENS_SIDE_BY_SIDE;
-        cpu.threads.run(to_usize(units), side_by_side, &mut workspace.scratch, |scratch, unit| {
-            let unit = u32::try_from(unit).unwrap_or(u32::MAX);
-            let begin = unit.saturating_mul(TOKENS_PER_UNIT);
-            let end = begin.saturating_add(TOKENS_PER_UNIT).min(range.len);
+        let items = range.len.div_ceil(TOKENS_PER_ITEM);
+        let parallel = range.len >= TOKENS_PARALLEL_MIN;
+        cpu.threads.run(to_usize(items), parallel, &mut workspace.scratch, |scratch, item| {
+            let item = u32::try_from(item).unwrap_or(u32::MAX);
+            let begin = item.saturating_mul(TOKENS_PER_ITEM);
+            let end = begin.saturating_add(TOKENS_PER_ITEM).min(range.len);
             for token in begin..end {
                 let at = RowAt { entry, start, token };
                 gather_token(cpu, plan, range, (&plane, &out), at, scratch);
@@ -81,10 +81,10 @@ fn gather_token(
     let block = plan.tables().row(range.row).get(to_usize(found.index));
     let block = block.invariant("ranges of a plan lie inside the blocks of their rows");
     for head in 0..layout.num_kv_heads() {
-        // SAFETY: each token belongs to one unit, which writes its heads one after another.
+        // SAFETY: each token belongs to one work item, which writes its heads one after another.
         let to = unsafe { out.get_mut(at, head, 1) };
         let from = plane.get(block.0, layout.row_begin(found, head), rows.bytes());
-        if let Some(element) = plane.as_they_came() {
+        if let Some(element) = plane.plain_element() {
             cpu.kernels.convert((element, from), (out.element(), to));
         } else {
             let (values, mean) = scratch.rows(rows.dim());
@@ -104,7 +104,7 @@ fn gather_token(
     }
 }
 
-/// Puts the mean of a block back onto one of its rows.
+/// Adds the mean of a block to one of its rows.
 fn add_mean(
     plane: &PlaneRows<'_>,
     (block, head): (u32, u32),

@@ -1,5 +1,5 @@
 //! The scatter of new K and V rows into their slots.
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 use kv_core::invariant::Invariant;
 use kv_core::plan::{PlannedSequence, WriteArgs, WritePlan};
 use kv_quant::{block, transform};
@@ -12,22 +12,22 @@ use crate::layout::{PlaneRows, Room, RowAt, RowsIn};
 use crate::scratch::Scratch;
 use crate::scratch::Workspace;
 use kv_core::num::to_usize;
-use kv_cpu_kernels::PastCaches;
+use kv_cpu_kernels::NonTemporal;
 use kv_cpu_kernels::{Element, RowLayout};
 
 const OPERATION: &str = "write_kv";
 /// Tokens that one thread takes at a time.
-const TOKENS_PER_UNIT: usize = 16;
+const TOKENS_PER_ITEM: usize = 16;
 /// Fewer bytes than this are written faster by one thread.
-const BYTES_SIDE_BY_SIDE: u64 = 1 << 17;
-/// From this many bytes on, prompts are written past the caches: a line that is written as a whole
-/// need not be read first. What is encoded goes through them.
-const BYTES_PAST_CACHES: u64 = 1 << 18;
-/// As many new tokens of each sequence are no prompt.
-const TOKENS_IN_CACHES: u32 = 16;
-/// How many tokens ahead rows are fetched that are written past the caches.
+const BYTES_PARALLEL_MIN: u64 = 1 << 17;
+/// Prompts of this many bytes and more are written with non-temporal stores: a cache line that is
+/// written whole need not be read first. Encoded rows are written with ordinary stores.
+const PROMPT_BYTES_NON_TEMPORAL: u64 = 1 << 18;
+/// Steps with at most this many new tokens per sequence are not prompts.
+const DECODE_TOKENS_MAX: u32 = 16;
+/// Prefetch distance, in tokens, of rows that are written with non-temporal stores.
 const TOKENS_AHEAD: u32 = 4;
-/// Bytes that are copied in the time that a value takes to be encoded.
+/// Bytes that are copied in the time in which one value is encoded.
 const ENCODED_VALUE_BYTES: u64 = 128;
 
 pub(crate) fn write_kv(
@@ -64,34 +64,35 @@ pub(crate) fn write_kv(
     let work = token_work(&k_plane)
         .saturating_add(token_work(&v_plane))
         .saturating_mul(u64::from(plan.total_new()));
-    let side_by_side = work >= BYTES_SIDE_BY_SIDE;
+    let parallel = work >= BYTES_PARALLEL_MIN;
     if k_plane.layout().slot_map().has_tail() {
         let heads = to_usize(k_plane.layout().num_kv_heads().max(1));
-        let units = plan.sequences().len().saturating_mul(heads);
-        cpu.threads.run(units, side_by_side, &mut workspace.scratch, |scratch, unit| {
-            let entry = unit.checked_div(heads).unwrap_or(0);
-            let head = unit.checked_rem(heads).and_then(|head| u32::try_from(head).ok());
+        let items = plan.sequences().len().saturating_mul(heads);
+        cpu.threads.run(items, parallel, &mut workspace.scratch, |scratch, item| {
+            let entry = item.checked_div(heads).unwrap_or(0);
+            let head = item.checked_rem(heads).and_then(|head| u32::try_from(head).ok());
             let at = (entry, head.unwrap_or(0));
             write_tail::write(cpu, plan, at, (&k, &k_plane), scratch);
             write_tail::write(cpu, plan, at, (&v, &v_plane), scratch);
         });
         return Ok(());
     }
-    let past = work >= BYTES_PAST_CACHES && plan.new_len_max() > TOKENS_IN_CACHES;
-    let units = tokens.div_ceil(TOKENS_PER_UNIT);
-    cpu.threads.run(units, side_by_side, &mut workspace.scratch, |scratch, unit| {
-        let begin = unit.saturating_mul(TOKENS_PER_UNIT);
-        let end = begin.saturating_add(TOKENS_PER_UNIT).min(tokens);
-        let past = past.then(|| cpu.kernels.past_caches());
+    let is_non_temporal =
+        work >= PROMPT_BYTES_NON_TEMPORAL && plan.new_len_max() > DECODE_TOKENS_MAX;
+    let items = tokens.div_ceil(TOKENS_PER_ITEM);
+    cpu.threads.run(items, parallel, &mut workspace.scratch, |scratch, item| {
+        let begin = item.saturating_mul(TOKENS_PER_ITEM);
+        let end = begin.saturating_add(TOKENS_PER_ITEM).min(tokens);
+        let non_temporal = is_non_temporal.then(|| cpu.kernels.non_temporal());
         for token in begin..end {
-            write_token(cpu, plan, token, (&k, &k_plane), (scratch, past.as_ref()));
-            write_token(cpu, plan, token, (&v, &v_plane), (scratch, past.as_ref()));
+            write_token(cpu, plan, token, (&k, &k_plane), (scratch, non_temporal.as_ref()));
+            write_token(cpu, plan, token, (&v, &v_plane), (scratch, non_temporal.as_ref()));
         }
     });
     Ok(())
 }
 
-/// The entry that brings ragged row `token`.
+/// The entry that ragged row `token` belongs to.
 fn entry_of(sequences: &[PlannedSequence], token: usize) -> (usize, &PlannedSequence) {
     let after = sequences.partition_point(|s| to_usize(s.new_start) <= token);
     let entry = after.checked_sub(1).and_then(|entry| Some((entry, sequences.get(entry)?)));
@@ -101,7 +102,7 @@ fn entry_of(sequences: &[PlannedSequence], token: usize) -> (usize, &PlannedSequ
 /// What writing one token costs, as bytes that would take as long to copy.
 fn token_work(plane: &PlaneRows<'_>) -> u64 {
     let layout = plane.layout();
-    let row = match plane.as_they_came() {
+    let row = match plane.plain_element() {
         Some(_) => layout.row_bytes(),
         None => u64::from(layout.head_dim()).saturating_mul(ENCODED_VALUE_BYTES),
     };
@@ -113,7 +114,7 @@ fn write_token(
     plan: &WritePlan<'_>,
     token: usize,
     (rows, plane): (&RowsIn<'_>, &PlaneRows<'_>),
-    (scratch, past): (&mut Scratch, Option<&PastCaches>),
+    (scratch, non_temporal): (&mut Scratch, Option<&NonTemporal>),
 ) {
     let (entry, sequence) = entry_of(plan.sequences(), token);
     let slot = plan.slots().get(token).invariant("every new token of a batch has a slot");
@@ -127,11 +128,11 @@ fn write_token(
     found.inside = slot.0.checked_rem(layout.block_size()).unwrap_or(0);
     let block = slot.0.checked_div(layout.block_size()).unwrap_or(0);
     let heads = layout.num_kv_heads();
-    let Some(element) = plane.as_they_came() else {
+    let Some(element) = plane.plain_element() else {
         for head in 0..heads {
             let row_bytes = plane.rows(found.is_wide).bytes();
             // SAFETY: the plane is locked for writing; slots of a plan are distinct, each is
-            // written by one unit, and a unit writes its heads one after another.
+            // written by one work item, and an item writes its heads one after another.
             let to = unsafe { plane.get_mut(block, layout.row_begin(found, head), row_bytes) };
             let values = scratch.row(to_usize(layout.head_dim()));
             let source = RowLayout::plain(rows.element(), values.len());
@@ -151,10 +152,10 @@ fn write_token(
         let from = rows.get(at, head, together);
         // SAFETY: as above.
         let to = unsafe { plane.get_mut(block, layout.row_begin(found, head), row_bytes) };
-        if let Some(past) = past {
+        if let Some(kernels) = non_temporal {
             let ahead = RowAt { token: at.token.saturating_add(TOKENS_AHEAD), ..at };
             let ahead = rows.ahead(ahead, head, together);
-            past.convert((rows.element(), from), (element, to), ahead);
+            kernels.convert((rows.element(), from), (element, to), ahead);
         } else {
             cpu.kernels.convert((rows.element(), from), (element, to));
         }

@@ -1,11 +1,12 @@
 //! Writes to sequences with a tail: new rows wait in 16 bits, full blocks become codes.
 //!
-//! A unit is one kv head of one sequence. Rows that become codes come from the step's input or from
-//! the tail there was, which lies after the sequence's other blocks while the step is open and is
-//! only read; so a write may be repeated, and a step may never have happened.
+//! A work item is one kv head of one sequence. Rows that become codes come from the step's input or
+//! from the previous tail, which lies after the sequence's other blocks while the step is open and
+//! is only read: so a write may be repeated, and a step may be rolled back.
+use kv_core::KvFormat;
+use kv_core::backend::Place;
 use kv_core::invariant::Invariant;
 use kv_core::plan::{PlannedSequence, WritePlan};
-use kv_core::{KvFormat, Place};
 use kv_quant::block::{self, BlockMean};
 use kv_quant::transform;
 
@@ -15,8 +16,8 @@ use crate::scratch::Scratch;
 use kv_core::num::{to_offset, to_usize};
 use kv_cpu_kernels::{Element, RowLayout};
 
-/// One plane of one sequence and head.
-struct Grow<'a> {
+/// Writes one plane of one sequence and kv head.
+struct TailWriter<'a> {
     cpu: &'a Cpu,
     table: &'a [kv_core::BlockId],
     entry: usize,
@@ -26,7 +27,7 @@ struct Grow<'a> {
     head: u32,
 }
 
-/// Writes what a step brings to kv head `head` of entry `entry`.
+/// Writes the new rows of a step to kv head `head` of entry `entry`.
 pub(super) fn write(
     cpu: &Cpu,
     plan: &WritePlan<'_>,
@@ -34,40 +35,40 @@ pub(super) fn write(
     (rows, plane): (&RowsIn<'_>, &PlaneRows<'_>),
     scratch: &mut Scratch,
 ) {
-    let sequence = plan.sequences().get(entry).invariant("a unit is a head of an entry");
+    let sequence = plan.sequences().get(entry).invariant("a work item is a head of an entry");
     if sequence.new_len == 0 {
         return;
     }
     let table = plan.tables().row(sequence.row);
-    let mut grow = Grow { cpu, table, entry, sequence, rows, plane, head };
+    let mut writer = TailWriter { cpu, table, entry, sequence, rows, plane, head };
     let map = plane.layout().slot_map();
-    let cached = grow.cached();
+    let cached = writer.cached();
     let (values, mean) = scratch.row_and_mean(to_usize(plane.layout().head_dim()));
     for position in cached..sequence.kv_len.min(map.full_precision_prefix()) {
-        grow.put_wide(position, values);
+        writer.put_wide(position, values);
     }
     let tail = map.tail_begin(sequence.kv_len, sequence.coded);
     let mut begin = map.tail_begin(cached, sequence.coded_before).max(map.full_precision_prefix());
     while begin < tail {
         let index = map.place(begin).index;
         let end = map.tokens(index.saturating_add(1)).min(tail);
-        // Codes that were in the block before keep its mean.
+        // Codes that are in the block already keep its mean.
         let is_whole = begin <= map.tokens(index).max(map.full_precision_prefix());
-        grow.put_codes(begin..end, is_whole, values, mean);
+        writer.put_codes(begin..end, is_whole, values, mean);
         begin = end.max(begin.saturating_add(1));
     }
     for position in tail.max(cached).max(map.full_precision_prefix())..sequence.kv_len {
-        grow.put_wide(position, values);
+        writer.put_wide(position, values);
     }
 }
 
-impl<'a> Grow<'a> {
+impl<'a> TailWriter<'a> {
     /// Tokens before the step.
     fn cached(&self) -> u32 {
         self.sequence.kv_len.saturating_sub(self.sequence.new_len)
     }
 
-    /// A row as it is stored, before it is encoded: from the input, or from the tail there was.
+    /// Reads a row, transformed but not encoded, from the input or from the previous tail.
     fn read(&self, position: u32, values: &mut [f32]) {
         let Some(token) = position.checked_sub(self.cached()) else {
             let place = self.sealed(position);
@@ -90,7 +91,7 @@ impl<'a> Grow<'a> {
         }
     }
 
-    /// Where a row of the tail there was lies now.
+    /// The place of a row of the previous tail.
     fn sealed(&self, position: u32) -> Place {
         let map = self.plane.layout().slot_map();
         map.place_sealed(position, self.sequence)
@@ -103,9 +104,9 @@ impl<'a> Grow<'a> {
 
     /// Bytes of a block, for writing.
     fn bytes(&mut self, block: u32, begin: u64, len: usize) -> &'a mut [u8] {
-        // SAFETY: the plane is locked for writing; a plan gives no block to two entries, a unit
-        // writes the rows and the mean of its own head alone and holds one slice at a time, and the
-        // blocks of a tail there was are written by nobody.
+        // SAFETY: the plane is locked for writing; a plan gives no block to two entries, a work
+        // item writes the rows and the mean of its own head alone and holds one slice at a time,
+        // and the blocks of the previous tail are not written.
         unsafe { self.plane.get_mut(block, begin, len) }
     }
 
@@ -115,13 +116,13 @@ impl<'a> Grow<'a> {
         let place = layout.slot_map().place_in(position, self.sequence.coded);
         let begin = layout.row_begin(place, self.head);
         let to = self.bytes(self.block(place), begin, self.plane.rows(true).bytes());
-        // Rounded when they were read, so nothing is lost and nothing overflows.
+        // The values were rounded when they were read, so nothing is lost and nothing overflows.
         let element = Element::of_format(layout.wide_format()).unwrap_or(Element::F16);
         self.cpu.kernels.encode(element, values, to);
     }
 
-    /// Encodes rows of one block; all there will be in it before its end, if `is_whole` from its
-    /// start.
+    /// Encodes rows of one block up to its end. `is_whole`: they begin at its start, so they define
+    /// its mean.
     fn put_codes(
         &mut self,
         positions: std::ops::Range<u32>,

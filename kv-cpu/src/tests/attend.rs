@@ -1,6 +1,6 @@
 //! Attention: shapes, types and options against the reference, and what must not change a bit.
-use kv_core::plan::BatchEntry;
-use kv_core::{BlockOrder, DType, Determinism, KvFormat, QkvFormat};
+use kv_core::plan::{BatchEntry, Determinism};
+use kv_core::{BlockOrder, DType, KvFormat, QkvFormat};
 use kv_cpu_kernels::{Kernels, PrefetchTarget};
 
 use super::fixture::{Case, Choice, Fixture};
@@ -112,7 +112,7 @@ fn large_heads_match_the_reference() {
     }
 }
 
-/// Loops of their own for some numbers of heads, and rows of zeros beside those of others.
+/// Some numbers of heads have register tiles of their own, others are padded with rows of zeros.
 #[test]
 fn any_number_of_heads_matches_the_reference() {
     let mut formats = FORMATS.to_vec();
@@ -152,7 +152,7 @@ fn a_cut_context_matches_the_reference() {
     }
 }
 
-/// More heads in a group than a unit has rows.
+/// More heads in a group than a work item has rows.
 #[test]
 fn one_kv_head_may_serve_very_many() {
     let case = Case {
@@ -218,9 +218,9 @@ fn bits_do_not_depend_on_prefetches() {
     }
 }
 
-/// A query's row has the same bits among few and among many, where the context is not cut; and
-/// where matrices are multiplied, which few rows are not, among more or fewer of many. A query that
-/// is alone in its work item is summed a few tokens at a time, and has bits of its own.
+/// A query's row has the same bits whatever the number of queries, where the context is not split.
+/// On AMX, few rows run on another strategy than many, so only large numbers are compared; a single
+/// query runs on the direct strategy and has other bits.
 #[test]
 fn bits_do_not_depend_on_the_other_queries() {
     for (name, backend) in backends() {
@@ -247,7 +247,7 @@ fn bits_do_not_depend_on_the_other_queries() {
     }
 }
 
-/// Nor on other sequences of the batch, where that is asked for.
+/// The same for other sequences of the batch, with `Determinism::BatchInvariant`.
 #[test]
 fn bits_do_not_depend_on_the_other_sequences() {
     for (name, backend) in backends() {
@@ -273,11 +273,12 @@ fn bits_do_not_depend_on_the_other_sequences() {
     }
 }
 
-/// What is not finite reaches the queries that see it and no other, however many come together.
+/// A value that is not finite reaches the queries that see it and no other, for any number of
+/// queries.
 #[test]
-fn a_broken_row_spoils_what_sees_it() {
+fn a_non_finite_row_reaches_the_queries_that_see_it() {
     let many = [(f32::NAN, 40, 70), (f32::INFINITY, 40, 70), (f32::NEG_INFINITY, 63, 70)];
-    // So few that they are columns where matrices are multiplied.
+    // Few enough to be columns of AMX blocks.
     let few = [(f32::NAN, 68, 4), (f32::INFINITY, 67, 4), (f32::NEG_INFINITY, 69, 5)];
     for (value, token, queries) in many.into_iter().chain(few) {
         for formats in [[KvFormat::Bf16; 2], [KvFormat::F16; 2]] {

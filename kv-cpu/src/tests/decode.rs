@@ -1,9 +1,11 @@
 //! Decode steps: one query of each sequence over every stored format, with all that a step may
 //! have.
+use kv_core::backend::Plane;
 use kv_core::calibration::{Calibration, LayerCalibration, PlaneCalibration};
+use kv_core::spec::{KeyMean, Transform};
 use kv_core::{
-    AttentionOptions, CacheSpec, KeyMean, KvCache, KvFormat, Plane, QkvFormat, Scaling, SequenceId,
-    StartOptions, StepInput, TensorView, TensorViewMut, Transform,
+    AttentionOptions, CacheSpec, KvCache, KvFormat, QkvFormat, Scaling, SequenceId, StartOptions,
+    StepInput, TensorView, TensorViewMut,
 };
 
 use super::attend::{case, entry};
@@ -13,7 +15,7 @@ use crate::CpuBackend;
 
 /// Rows whose lengths are no powers of two: groups of 32 and a rest, and long ones.
 const DIMS: [u32; 5] = [80, 96, 112, 192, 576];
-/// Heads of a group: fewer than a register tile has rows, as many, and more.
+/// Heads of a group: fewer than the rows of a register tile, as many, and more.
 const GROUPS: [u32; 6] = [1, 3, 5, 8, 9, 71];
 
 #[test]
@@ -124,9 +126,9 @@ impl Means {
             let total: f64 = weights.iter().sum();
             for (i, got) in out.iter().enumerate() {
                 let column = values.iter().map(|row| f64::from(row[i]));
-                let wanted = column.zip(&weights).map(|(v, w)| v * w).sum::<f64>() / total;
-                let near = (f64::from(*got) - wanted).abs() < 4e-5;
-                assert!(near, "{name}: {i} of head {head} is {got}, not {wanted}");
+                let expected = column.zip(&weights).map(|(v, w)| v * w).sum::<f64>() / total;
+                let near = (f64::from(*got) - expected).abs() < 4e-5;
+                assert!(near, "{name}: {i} of head {head} is {got}, not {expected}");
             }
         }
     }

@@ -1,13 +1,13 @@
-//! What is refused: ranges, overlaps, planes and plans that do not belong together.
-use kv_core::backend::{Backend, Queue};
+//! Refused arguments: ranges, overlaps, planes and plans that do not belong together.
+use kv_core::backend::{Backend, PlaneLayout, PlaneShape, PlaneView, Queue};
 use kv_core::block::BlockTables;
+use kv_core::error::{DeviceError, DeviceErrorKind};
 use kv_core::plan::{
-    AttendArgs, AttentionPlan, BatchEntry, ConvertArgs, ConvertPlan, GatherArgs, GatherPlan,
-    GatherRange, PlanBuffers, WriteArgs, WritePlan,
+    AttendArgs, AttentionPlan, BatchEntry, ConvertArgs, ConvertPlan, Determinism, GatherArgs,
+    GatherPlan, GatherRange, PlanBuffers, WriteArgs, WritePlan,
 };
 use kv_core::{
-    AttentionOptions, BlockId, BlockOrder, DType, Determinism, DeviceError, DeviceErrorKind,
-    KvFormat, PlaneLayout, PlaneShape, PlaneView, QkvFormat, TensorView, TensorViewMut,
+    AttentionOptions, BlockId, BlockOrder, DType, KvFormat, QkvFormat, TensorView, TensorViewMut,
 };
 
 use crate::{CpuBackend, CpuBuffer, CpuOptions, Isa};
@@ -120,7 +120,7 @@ fn a_plane_in_too_small_a_buffer_is_refused() {
     });
 }
 
-/// K and V as parts of one allocation that the caller brought.
+/// K and V as parts of one allocation of the caller's.
 #[test]
 fn both_planes_may_share_one_allocation() {
     let backend = backend();

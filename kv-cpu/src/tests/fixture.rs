@@ -1,11 +1,10 @@
 //! A small cache with known content, and what attention over it must give.
 use half::{bf16, f16};
-use kv_core::backend::{Backend, Queue, Readback};
+use kv_core::backend::{Backend, PlaneLayout, PlaneView, Queue, Readback};
 use kv_core::block::BlockTables;
-use kv_core::plan::{AttendArgs, BatchEntry, PlanBuffers, PlannedSequence, WriteArgs};
+use kv_core::plan::{AttendArgs, BatchEntry, Determinism, PlanBuffers, PlannedSequence, WriteArgs};
 use kv_core::{
-    AttentionOptions, BlockId, BlockOrder, DType, Determinism, KvFormat, PlaneLayout, PlaneView,
-    QkvFormat, TensorView, TensorViewMut,
+    AttentionOptions, BlockId, BlockOrder, DType, KvFormat, QkvFormat, TensorView, TensorViewMut,
 };
 
 use super::{Random, stored};

@@ -12,10 +12,10 @@ mod attend;
 mod decode;
 mod errors;
 mod fixture;
+mod masked;
 mod moves;
 mod stored;
 mod threads;
-mod unseen;
 
 use kv_core::{DType, KvFormat};
 use kv_cpu_kernels::Kernels;

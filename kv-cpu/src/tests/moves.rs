@@ -1,13 +1,12 @@
 //! Copies, gathers, conversions and plain transfers.
-use kv_core::backend::{Backend, Fence, Queue, Readback};
+use kv_core::backend::{
+    Backend, Fence, KvStorage, Plane, PlaneLayout, PlaneShape, Queue, Readback,
+};
 use kv_core::plan::{
-    BatchEntry, BlockCopy, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs, GatherPlan,
-    GatherRange,
+    BatchEntry, BlockCopy, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, Determinism, GatherArgs,
+    GatherPlan, GatherRange,
 };
-use kv_core::{
-    BlockId, BlockOrder, Determinism, KvFormat, KvStorage, Plane, PlaneLayout, PlaneShape,
-    QkvFormat, TensorView, TensorViewMut,
-};
+use kv_core::{BlockId, BlockOrder, KvFormat, QkvFormat, TensorView, TensorViewMut};
 
 use super::fixture::{Case, Fixture, Rows, from_bytes, round, to_bytes};
 use super::{DTYPES, Random, backends};

@@ -1,12 +1,10 @@
 //! Planes of every kind for the fixtures: their layouts, their constants, and what a reader sees of
 //! a row that was written.
-use kv_core::backend::{Backend, Queue};
+use kv_core::backend::{Backend, Plane, PlaneLayout, PlaneShape, Queue};
 use kv_core::calibration::{PlaneCalibration, PlaneConstants};
-use kv_core::plan::{BatchEntry, GatherArgs, GatherPlan, GatherRange};
-use kv_core::{
-    BlockOrder, DType, Determinism, DeviceErrorKind, KvFormat, LayerId, Plane, PlaneLayout,
-    PlaneShape, QkvFormat, Scaling, TensorViewMut,
-};
+use kv_core::error::DeviceErrorKind;
+use kv_core::plan::{BatchEntry, Determinism, GatherArgs, GatherPlan, GatherRange};
+use kv_core::{BlockOrder, DType, KvFormat, LayerId, QkvFormat, Scaling, TensorViewMut};
 use kv_quant::{block, row, transform};
 
 use super::fixture::{Case, Choice, Fixture};
@@ -92,7 +90,7 @@ pub(super) fn upload(backend: &CpuBackend, constants: &PlaneConstants) -> CpuBuf
     buffer
 }
 
-/// What a reader sees of a row, by the definitions of the formats and the transform.
+/// A row as a reader sees it, by the definitions of the formats and the transform.
 pub(super) fn round_trip(
     layout: &PlaneLayout,
     constants: Option<&PlaneConstants>,
@@ -170,10 +168,10 @@ fn every_format_is_written_attended_and_gathered() {
     }
 }
 
-/// A value that is not a number, infinite or huge spoils its own row at most, as the definition
-/// says: a wide row's and a code's.
+/// A value that is NaN, infinite or huge changes its own row at most, as the definition of the
+/// format says, in wide rows and in codes.
 #[test]
-fn a_broken_row_harms_no_other() {
+fn a_non_finite_row_changes_no_other() {
     let bits = |x: &f32| if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() };
     for format in KvFormat::all() {
         for value in [f32::NAN, f32::INFINITY, -1e30, 1e6] {

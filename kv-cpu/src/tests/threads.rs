@@ -1,8 +1,9 @@
 //! Threads of the embedding program compute the same bits as the backend's own.
 use std::sync::Arc;
 
+use kv_core::KvFormat;
 use kv_core::backend::Backend;
-use kv_core::{DeviceErrorKind, KvFormat};
+use kv_core::error::DeviceErrorKind;
 
 use super::attend::{case, entry};
 use super::fixture::{Case, Choice, Fixture};

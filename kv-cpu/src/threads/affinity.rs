@@ -2,7 +2,7 @@
 //!
 //! Linux may run a woken thread on the CPU of the thread that woke it though others are idle: seen
 //! in one virtual machine, whose idle CPUs probably look busy to the scheduler. There the worker
-//! waits for the caller that wants help. With the option it wakes on any CPU but its caller's. On
+//! waits until its caller's work is done. With the option it wakes on any CPU but its caller's. On
 //! other systems nothing is done.
 #[cfg(target_os = "linux")]
 use rustix::thread::{CpuSet, Pid, gettid, sched_getaffinity, sched_getcpu, sched_setaffinity};

@@ -20,7 +20,7 @@ pub(super) struct Job {
     /// A `&H` of the caller's, valid while helpers are inside.
     help: *const (),
     run: unsafe fn(*const ()),
-    /// Helpers inside, and [`CLOSED`] once no more may enter.
+    /// Number of helpers inside, and [`CLOSED`] after the last one may enter.
     inside: AtomicUsize,
     /// How many more helpers may run the closure.
     vacancies: AtomicUsize,
@@ -86,7 +86,7 @@ impl Job {
     }
 }
 
-/// Calls the closure behind a [`Job`].
+/// Calls the closure of a [`Job`].
 ///
 /// # Safety
 /// 1. `help` is a `&H` that is valid as long as this runs.

@@ -47,8 +47,8 @@ fn run_items(pool: &Pool) {
     assert_eq!(ran.map(|n| n.load(Ordering::Relaxed)), [1, 1]);
 }
 
-/// The caller's part ends only when the worker has come, parked or spinning: a wake-up that is lost
-/// is a caller that waits for ever, which loom reports.
+/// The caller's part ends only after the worker has begun, parked or spinning: a lost wake-up
+/// leaves the caller waiting for ever, which loom reports.
 #[test]
 fn loom_every_job_reaches_the_worker() {
     model(3, || {
@@ -70,7 +70,7 @@ fn loom_every_job_reaches_the_worker() {
     });
 }
 
-/// Whether the worker comes in time or not, the caller sees all work done when a run returns.
+/// Whether the worker begins in time or not, the caller sees all work done when a run returns.
 #[test]
 fn loom_completion_is_seen_by_the_caller() {
     model(3, || {
@@ -80,7 +80,7 @@ fn loom_completion_is_seen_by_the_caller() {
     });
 }
 
-/// A worker that comes late runs nothing of a job that has returned.
+/// A worker that begins late runs nothing of a job that has returned.
 #[test]
 fn loom_no_helper_enters_a_closed_job() {
     model(3, || {
@@ -94,7 +94,7 @@ fn loom_no_helper_enters_a_closed_job() {
     });
 }
 
-/// Dropping a pool ends its worker, whatever the worker is doing: loom reports one that is left.
+/// Dropping a pool ends its worker in any state: loom reports a worker that is left.
 #[test]
 fn loom_drop_ends_the_worker() {
     model(3, || drop(pool()));

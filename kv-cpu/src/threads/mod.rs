@@ -1,4 +1,4 @@
-//! Who computes: the calling thread, and helpers beside it.
+//! The threads that compute: the calling thread, and helpers.
 //!
 //! | file | what |
 //! |---|---|
@@ -9,8 +9,8 @@
 //! | `affinity` | keeps a woken worker off its caller's CPU |
 //! | `sync` | types of std, or of loom |
 //!
-//! Work items are claimed from a counter, so which thread runs which is open, and results may not
-//! depend on it. Knows nothing of what a work item is.
+//! Work items are claimed from a counter, so any thread may run any item, and results must not
+//! depend on the assignment. Knows nothing of what a work item is.
 mod affinity;
 mod job;
 mod pool;
@@ -29,7 +29,7 @@ use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use kv_core::{DeviceError, DeviceErrorKind};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 
 use self::pool::{Pool, Wake};
 #[cfg(feature = "rayon")]
@@ -54,11 +54,11 @@ pub(crate) enum Threads {
 /// each takes several mappings of memory, of which Linux allows 65,530.
 pub(crate) const THREADS_MAX: usize = 4096;
 
-/// One pool for all backends that ask for no number of threads: a worker a core but one, or none.
+/// The pool of all backends that set no number of threads: one worker fewer than cores, or none.
 static SHARED: OnceLock<Option<Arc<Pool>>> = OnceLock::new();
 
 impl Threads {
-    /// Uses `count` threads, with a pool of its own; or one a core, with the pool that all share.
+    /// Uses `count` threads, with a separate pool; or one per core, with the shared pool.
     pub(crate) fn new(count: Option<usize>, helper_affinity: bool) -> Result<Self, DeviceError> {
         let pool = match count {
             Some(0) => {
@@ -82,7 +82,7 @@ impl Threads {
         GivenWorkers::new(workers).map(Self::Given)
     }
 
-    /// Returns what all backends share that ask for no number of threads.
+    /// Returns the shared pool, `None` on one core.
     fn shared_pool() -> Result<Option<Arc<Pool>>, DeviceError> {
         if let Some(pool) = SHARED.get() {
             return Ok(pool.clone());
@@ -92,7 +92,7 @@ impl Threads {
         Ok(SHARED.get_or_init(|| pool).clone())
     }
 
-    /// Starts what works beside the calling thread, if anything.
+    /// Starts a pool of one worker fewer than `threads`; `None` without workers.
     fn start_pool(threads: usize) -> Result<Option<Arc<Pool>>, DeviceError> {
         let workers = threads.saturating_sub(1);
         if workers == 0 {
@@ -103,7 +103,7 @@ impl Threads {
         })
     }
 
-    /// Reads a setting such as that of `KV_CPU_THREADS`; absent or empty means one a core.
+    /// Parses the value of `KV_CPU_THREADS`; absent or empty means one per core.
     pub(crate) fn parse_count(setting: Option<&str>) -> Result<Option<usize>, DeviceError> {
         match setting.map(str::trim) {
             None | Some("") => Ok(None),

@@ -3,7 +3,7 @@
 //! A parked thread takes 20 us and more to wake, as long as a whole short job. So a caller never
 //! waits for a worker that has not begun, and a worker that has helped spins for the next job for a
 //! while before it parks ([`IDLE_SPIN`]). It yields its core meanwhile, and parks as soon as
-//! another thread took it, so that it delays nobody.
+//! another thread took it, so that it delays no other work.
 //!
 //! Knows nothing of work items: a worker runs the caller's closure once.
 use std::io;
@@ -21,14 +21,14 @@ use super::sync::{Arc, Instant, RwLock, SpinLimit, spin};
 const IDLE_SPIN: SpinLimit =
     SpinLimit { total: Duration::from_micros(200), yield_max: Duration::from_micros(20) };
 
-/// Some worker threads. Dropping it ends them.
+/// A set of worker threads. Dropping it ends them.
 #[derive(Debug)]
 pub(crate) struct Pool {
     threads: Vec<JoinHandle<()>>,
     shared: Arc<Shared>,
 }
 
-/// What callers and workers share.
+/// State that callers and workers share.
 #[derive(Debug)]
 struct Shared {
     /// Number of the latest job, which workers watch.
@@ -39,7 +39,7 @@ struct Shared {
     is_shut_down: AtomicBool,
 }
 
-/// What callers know of a worker.
+/// State of a worker that callers read.
 #[derive(Debug)]
 struct Worker {
     /// One of [`state`].
@@ -112,7 +112,7 @@ impl Pool {
         });
     }
 
-    /// Unparks as many workers as it takes for `helpers` to be awake and without work.
+    /// Unparks workers until `helpers` of them are awake and idle.
     fn wake(&self, mut helpers: usize, wake: Wake) {
         for (thread, worker) in self.threads.iter().zip(&self.shared.workers) {
             if helpers == 0 {
@@ -242,28 +242,28 @@ mod tests {
     }
 
     #[test]
-    fn as_many_workers_help_as_are_wanted_whether_parked_or_spinning() {
+    fn the_requested_number_of_workers_helps_parked_or_spinning() {
         let pool = Pool::new(3).unwrap();
         for (parked, wake) in
             [(false, Wake::Anywhere), (true, Wake::Anywhere), (true, Wake::OffCaller)]
         {
-            for wanted in 0..=3 {
+            for helpers in 0..=3 {
                 assert!(!parked || all_park(&pool), "workers spin for a while only");
-                let came = AtomicUsize::new(0);
-                let all = Barrier::new(wanted + 1);
+                let begun = AtomicUsize::new(0);
+                let all = Barrier::new(helpers + 1);
                 let help = || {
-                    came.fetch_add(1, Ordering::SeqCst);
+                    begun.fetch_add(1, Ordering::SeqCst);
                     all.wait();
                 };
-                pool.run(wanted, wake, || _ = all.wait(), &help);
-                assert_eq!(came.into_inner(), wanted);
+                pool.run(helpers, wake, || _ = all.wait(), &help);
+                assert_eq!(begun.into_inner(), helpers);
             }
         }
     }
 
     #[cfg(target_os = "linux")]
     #[test]
-    fn a_worker_is_moved_only_when_asked_and_restored_before_it_parks() {
+    fn a_worker_is_moved_only_on_request_and_restored_before_it_parks() {
         use rustix::thread::sched_getaffinity;
         let pool = Pool::new(1).unwrap();
         let all = sched_getaffinity(None).unwrap();

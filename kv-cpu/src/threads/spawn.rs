@@ -33,7 +33,7 @@ type Spawn = dyn Fn(Box<dyn FnOnce() + Send>) + Send + Sync;
 /// let workers = SpawnWorkers::new(2, move |help| _ = send.send(help));
 /// let backend = CpuBackend::open(CpuOptions::default().with_workers(Arc::new(workers)))?;
 /// # drop(backend);
-/// # Ok::<_, kv_core::DeviceError>(())
+/// # Ok::<_, kv_core::error::DeviceError>(())
 /// ```
 pub struct SpawnWorkers {
     count: usize,
@@ -41,7 +41,7 @@ pub struct SpawnWorkers {
     queue: Arc<Mutex<Queued>>,
 }
 
-/// What closures that have not begun find when they begin.
+/// State that a closure reads when it begins.
 #[derive(Debug)]
 struct Queued {
     /// Closures that were handed to the executor and have not begun.

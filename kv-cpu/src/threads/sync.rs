@@ -1,6 +1,6 @@
 //! Shared-state types of the threads: those of std, and those of loom in its model test.
 //!
-//! Time is here too: loom has none, and tries parking after a single look instead.
+//! Time is here too: loom has none, so there a thread parks after a single poll.
 use std::time::Duration;
 
 #[cfg(not(all(loom, test)))]
@@ -18,7 +18,7 @@ pub(super) use loom::{
     thread,
 };
 
-/// Looks at a condition between two offers of the core to other threads.
+/// Polls of a condition between two yields of the core.
 #[cfg(not(all(loom, test)))]
 const SPINS_PER_YIELD: usize = 16;
 
@@ -52,7 +52,7 @@ pub(super) fn spin(since: Instant, limit: SpinLimit, is_ready: impl Fn() -> bool
     false
 }
 
-/// Looks once, so that the model covers both threads that spin and threads that park.
+/// Polls once, so that the model covers both threads that spin and threads that park.
 #[cfg(all(loom, test))]
 pub(super) fn spin(_since: Instant, limit: SpinLimit, is_ready: impl Fn() -> bool) -> bool {
     let SpinLimit { total: _total, yield_max: _yield_max } = limit;

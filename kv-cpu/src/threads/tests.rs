@@ -79,9 +79,9 @@ fn each_item_runs_once() {
 }
 
 #[test]
-fn workers_are_called_as_often_as_there_is_work_and_not_for_one_item() {
-    let asked = Arc::new(AtomicUsize::new(0));
-    let noted = Arc::clone(&asked);
+fn at_most_one_worker_per_item_is_called_and_none_for_one_item() {
+    let requested = Arc::new(AtomicUsize::new(0));
+    let noted = Arc::clone(&requested);
     let threads = given(70, move |workers, task| {
         noted.store(workers, Ordering::Relaxed);
         (0..workers).for_each(task);
@@ -89,11 +89,11 @@ fn workers_are_called_as_often_as_there_is_work_and_not_for_one_item() {
     for (items, parallel, expected) in
         [(0, true, 0), (1, true, 0), (9, false, 0), (2, true, 2), (70, true, 70), (71, true, 70)]
     {
-        asked.store(0, Ordering::Relaxed);
+        requested.store(0, Ordering::Relaxed);
         let ran = AtomicUsize::new(0);
         let count = |(): &mut (), _| _ = ran.fetch_add(1, Ordering::Relaxed);
         threads.run(items, parallel, &mut [(); 70], count);
-        assert_eq!((ran.into_inner(), asked.load(Ordering::Relaxed)), (items, expected));
+        assert_eq!((ran.into_inner(), requested.load(Ordering::Relaxed)), (items, expected));
     }
 }
 
@@ -146,7 +146,7 @@ fn workers_that_break_their_contract_are_named() {
     assert_eq!(panic_of(&panics, |_| ()), "in run");
 }
 
-/// Counts one more worker each time it is asked.
+/// Returns one more worker on each call of `count`.
 struct Grows(AtomicUsize);
 
 impl Workers for Grows {
@@ -207,8 +207,8 @@ fn a_panic_in_a_work_item_reaches_the_caller_and_not_the_workers() {
     }
 }
 
-/// An executor that starts nothing for now gets no more closures than there are helpers, and those
-/// it starts late help with what is under way then.
+/// An executor that starts nothing yet gets no more closures than there are helpers, and closures
+/// that it starts late help with the operation that runs then.
 #[test]
 fn closures_do_not_pile_up_and_help_late() {
     type Closures = Arc<Mutex<Vec<Box<dyn FnOnce() + Send>>>>;

@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 
 use super::{THREADS_MAX, unsupported};
 
@@ -70,12 +70,13 @@ use super::{THREADS_MAX, unsupported};
 ///
 /// let backend = CpuBackend::open(CpuOptions::default().with_workers(Arc::new(Scoped(2))))?;
 /// assert_eq!(backend.capabilities().workers, 2);
-/// # Ok::<_, kv_core::DeviceError>(())
+/// # Ok::<_, kv_core::error::DeviceError>(())
 /// ```
 pub trait Workers: Send + Sync {
     /// Returns how many calls of a task can run at once, the calling thread's included: 1 to 4096.
     ///
-    /// A backend reads it once, when it is opened, and keeps memory for that many workers a queue.
+    /// A backend reads it once, when it is opened, and keeps memory for that many workers per
+    /// queue.
     fn count(&self) -> usize;
 
     /// Calls `task(worker)` once for each `worker` in `0..workers`, and returns when all calls have
@@ -154,7 +155,7 @@ struct Calls {
     violation: Mutex<Option<Violation>>,
 }
 
-/// What a call did that the contract rules out.
+/// How a call broke the contract.
 #[derive(Debug, Clone, Copy)]
 enum Violation {
     Twice(usize),
@@ -184,7 +185,7 @@ impl Calls {
         Some((word, 1 << (worker % 64)))
     }
 
-    /// Panics if a call was made that the contract rules out, or if one was left out.
+    /// Panics if a call broke the contract, or if one was left out.
     fn assert_kept(&self) {
         let workers = self.workers;
         let broken = lock(&self.violation).map(|violation| match violation {

@@ -4,7 +4,8 @@ use std::fs::File;
 use std::io::{Write, stdout};
 use std::time::{Duration, Instant};
 
-use kv_core::{Backend, KvFormat};
+use kv_core::KvFormat;
+use kv_core::backend::Backend;
 use kv_cuda::{CudaBackend, CudaOptions};
 use kv_testkit::Shared;
 

@@ -1,5 +1,6 @@
 //! Decode attention: one query per sequence over its whole context.
-use kv_core::{AttentionOptions, Backend, DType, KvFormat, TensorView, TensorViewMut};
+use kv_core::backend::Backend;
+use kv_core::{AttentionOptions, DType, KvFormat, TensorView, TensorViewMut};
 
 use crate::bench::{Bench, Result, Work};
 use crate::input::{self, Cache, FORMATS, HEAD_DIM, NUM_MAIN, SCALE, Shape};

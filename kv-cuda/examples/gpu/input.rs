@@ -2,11 +2,12 @@
 use std::error::Error;
 
 use half::bf16;
-use kv_core::backend::{Fence, Queue};
+use kv_core::backend::{Backend, Fence, Queue};
 use kv_core::calibration::{Calibration, LayerCalibration, PlaneCalibration};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 use kv_core::{
-    Backend, CacheError, CacheSpec, DType, DeviceError, DeviceErrorKind, KvCache, KvFormat,
-    QkvFormat, ScaleGroup, Scaling, SequenceId, StartOptions, Step, StepInput, TensorView,
+    CacheError, CacheSpec, DType, KvCache, KvFormat, QkvFormat, ScaleGroup, Scaling, SequenceId,
+    StartOptions, Step, StepInput, TensorView,
 };
 use kv_cuda::{CudaBackend, CudaBuffer};
 use kv_testkit::Shared;

@@ -7,7 +7,6 @@
 //! call that the host submits more slowly than the device runs it shows the host's time. Every rate
 //! is also given as a fraction of the driver's own copy within device memory, which is measured
 //! first.
-//! measured first.
 #![expect(clippy::print_stderr, reason = "a program for a terminal")]
 #![expect(
     clippy::arithmetic_side_effects,
@@ -30,7 +29,7 @@ mod steps;
 use std::process::ExitCode;
 
 use bench::{Bench, Result};
-use kv_core::{DeviceError, DeviceErrorKind};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 use options::{Options, Part};
 
 /// Exit code for a missing device, known to `cargo xtask gpu`.

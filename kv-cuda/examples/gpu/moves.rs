@@ -1,7 +1,7 @@
 //! Data movement without attention: copies, new rows, rows read back.
-use kv_core::backend::Queue;
+use kv_core::backend::{Backend, KvStorage, Plane, Queue};
 use kv_core::plan::{BlockCopy, CopyArgs, CopyPlan};
-use kv_core::{Backend, BlockId, DType, KvFormat, KvStorage, Plane, QkvFormat, TensorViewMut};
+use kv_core::{BlockId, DType, KvFormat, QkvFormat, TensorViewMut};
 
 use crate::bench::{Bench, Result, Work};
 use crate::input::{self, FORMATS, HEAD_DIM, Shape};

@@ -1,5 +1,6 @@
 //! Attention of a whole prompt over itself.
-use kv_core::{AttentionOptions, Backend, DType, KvFormat, TensorView, TensorViewMut};
+use kv_core::backend::Backend;
+use kv_core::{AttentionOptions, DType, KvFormat, TensorView, TensorViewMut};
 
 use crate::bench::{Bench, Result, Work};
 use crate::input::{self, HEAD_DIM, SCALE, Shape};

@@ -1,7 +1,8 @@
 //! Costs of a step besides its kernels: planning, and launches with and without capture.
 use std::time::Instant;
 
-use kv_core::{AttentionOptions, Backend, DType, KvFormat, Step, TensorView, TensorViewMut};
+use kv_core::backend::Backend;
+use kv_core::{AttentionOptions, DType, KvFormat, Step, TensorView, TensorViewMut};
 use kv_cuda::{CudaBackend, CudaBuffer, StepLimits};
 use kv_testkit::Shared;
 

@@ -5,7 +5,6 @@
 // emulator derives an error within the bound from the bits of the argument: equal arguments give
 // equal results, and neighbours differ. A kernel that passes here relies on nothing but the
 // manual's guarantees.
-// kernel that passes here relies on no more than the manual promises.
 #pragma once
 #include <cmath>
 

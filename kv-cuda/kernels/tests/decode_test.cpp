@@ -44,8 +44,8 @@ struct Random {
 constexpr u32 SHARED_MAX = 232448;  // bytes of a block, at most
 
 struct Case {
-  u32 format, dtype, dim, kv_heads, group, block_size, slots, units, axes;
-  bool hnd, segments, full, sinks, invariant, wants_lse, transforms, wild;
+  u32 format, dtype, dim, kv_heads, group, block_size, slots, stages, axes;
+  bool hnd, segments, full, has_sink_logits, invariant, wants_lse, transforms, wild;
   u32 window_left, sink_tokens;
   float scale, soft_cap, k_scale, v_scale, spread;
   std::vector<u32> q_lens, kv_lens;
@@ -63,7 +63,7 @@ u32 code_bytes(const Case& c) {
 }
 u32 row_bytes(const Case& c) { return code_bytes(c) + (is_scaled(c.format) ? 2 : 0); }
 // Returns the bytes of a row in shared memory.
-u32 room(const Case& c) { return code_bytes(c) + (is_scaled(c.format) ? 16 : 0); }
+u32 row_stride(const Case& c) { return code_bytes(c) + (is_scaled(c.format) ? 16 : 0); }
 const char* name_of(u32 format) {
   switch (format) {
     case KV_FMT_F16: return "f16";
@@ -91,10 +91,10 @@ Case random_case(Random& r) {
   c.group = r.pick({1u, 1u, 2u, 3u, 4u, 7u, 8u, 16u, 20u});
   c.block_size = r.pick({1u, 3u, 16u, 16u, 48u, 64u, 256u});
   c.slots = r.pick({1u, 2u, 5u, 12u});
-  const u32 unit = (c.dim >= 192 ? 64 : 128) * room(c);
-  c.units = 2 + r.below(std::min(7u, (SHARED_MAX - c.dim * 64) / unit - 1));
+  const u32 stage_bytes = (c.dim >= 192 ? 64 : 128) * row_stride(c);
+  c.stages = 2 + r.below(std::min(7u, (SHARED_MAX - c.dim * 64) / stage_bytes - 1));
   c.axes = r.below(3);
-  c.hnd = r.flip(2), c.segments = r.flip(3), c.full = r.flip(4), c.sinks = r.flip(3);
+  c.hnd = r.flip(2), c.segments = r.flip(3), c.full = r.flip(4), c.has_sink_logits = r.flip(3);
   c.invariant = r.flip(4), c.wants_lse = !r.flip(4);
   c.window_left = r.flip(2) ? 0xffffffffu : r.pick({0u, 1u, 5u, 63u, 100u, 300u});
   c.sink_tokens = r.flip(2) ? 0 : r.pick({1u, 4u, 33u, 64u, 130u});
@@ -110,7 +110,7 @@ Case random_case(Random& r) {
     c.q_lens.push_back(r.pick({0u, 1u, 1u, 1u, 1u, 2u, 3u, 5u}));
     c.kv_lens.push_back(r.flip(4) ? r.pick({0u, 1u, 2u, 31u, 32u, 33u, 64u, 65u}) : r.below(limit));
   }
-  if (r.flip(40)) {  // more parts than warps hold weights of
+  if (r.flip(40)) {  // more splits than a warp holds weights of
     c.kv_heads = 1, c.slots = 80, c.window_left = 0xffffffffu, c.invariant = false;
     c.q_lens = {1}, c.kv_lens = {20000};
   }
@@ -120,11 +120,11 @@ Case random_case(Random& r) {
 std::string describe(const Case& c) {
   char text[512];
   snprintf(text, sizeof text,
-           "%s q %s dim %u heads %u x %u block %u slots %u units %u axes %u%s%s%s%s%s%s%s window %d+%u cap %g "
+           "%s q %s dim %u heads %u x %u block %u slots %u stages %u axes %u%s%s%s%s%s%s%s window %d+%u cap %g "
            "spread %g:",
            name_of(c.format), c.dtype == KV_F16 ? "f16" : "bf16", c.dim, c.kv_heads, c.group, c.block_size, c.slots,
-           c.units, c.axes, c.hnd ? " hnd" : "", c.segments ? " segments" : "", c.full ? " full" : "",
-           c.sinks ? " sinks" : "", c.invariant ? " invariant" : "",
+           c.stages, c.axes, c.hnd ? " hnd" : "", c.segments ? " segments" : "", c.full ? " full" : "",
+           c.has_sink_logits ? " sink_logits" : "", c.invariant ? " invariant" : "",
            c.transforms ? " transforms" : "", c.wild ? " wild" : "", (int)c.window_left, c.sink_tokens, c.soft_cap,
            c.spread);
   std::string all = text;
@@ -268,7 +268,7 @@ struct Fixture {
     p.constants = has_given_scale(c.format) || c.transforms ? (u64)plane.constants.data() : 0;
   }
 
-  bool sees(const KvSequence& s, u32 query, u32 key) const {
+  bool is_visible(const KvSequence& s, u32 query, u32 key) const {
     const i64 at = (i64)s.kv_len - s.q_len + query, k = key;
     if (!c.full && k > at) return false;
     return c.window_left == 0xffffffffu || k >= at - (i64)c.window_left || k < (i64)c.sink_tokens;
@@ -280,7 +280,7 @@ struct Fixture {
     std::vector<bool> used((s.kv_len + c.block_size - 1) / c.block_size);
     for (u32 key = 0; key < s.kv_len; key++) {
       bool seen = false;
-      for (u32 i = 0; i < s.q_len; i++) seen |= sees(s, i, key);
+      for (u32 i = 0; i < s.q_len; i++) seen |= is_visible(s, i, key);
       if (!seen) continue;
       used[key / c.block_size] = true;
       if (poison[index] == key) continue;  // the bytes that are there are NaN
@@ -344,12 +344,12 @@ int launch(const std::string& name, u32 blocks, u32 threads, u32 shared, const v
   return fail((name + ": " + error).c_str());
 }
 
-// Every row tile of every head must be split into consecutive work items, in slots that never
+// Every query tile of every head must be split into consecutive work items, in slots that never
 // decrease.
-int check_plan(const Fixture& w, const std::vector<KvPiece>& pieces, const std::vector<u32>& starts) {
+int check_plan(const Fixture& w, const std::vector<KvWorkItem>& items, const std::vector<u32>& starts) {
   const Case& c = w.c;
-  if (starts[0] != 0 || !std::is_sorted(starts.begin(), starts.end()) || starts.back() > pieces.size()) {
-    return fail("starts of slots fall");
+  if (starts[0] != 0 || !std::is_sorted(starts.begin(), starts.end()) || starts.back() > items.size()) {
+    return fail("starts of slots decrease");
   }
   size_t at = 0;
   u32 partials = 0;
@@ -357,26 +357,27 @@ int check_plan(const Fixture& w, const std::vector<KvPiece>& pieces, const std::
     const u32 rows = w.sequences[i].q_len * c.group;
     for (u32 head = 0; head < c.kv_heads; head++) {
       for (u32 row = 0; row < rows; row += 16) {
-        const u32 parts = at < starts.back() ? pieces[at].parts : 0;
+        const u32 num_splits = at < starts.back() ? items[at].num_splits : 0;
         u32 tile = 0;
-        if (parts == 0) return fail("a row tile has no piece");
-        for (u32 part = 0; part < parts; part++, at++) {
-          if (at >= starts.back()) return fail("parts are missing");
-          const KvPiece& p = pieces[at];
-          const bool right = p.sequence == i && p.head == head && p.row == row && p.part == part && p.parts == parts &&
-                             p.tile_begin == tile && p.partial == (parts > 1 ? partials : 0) &&
-                             (p.tile_end > tile || parts == 1);
-          if (!right) return fail("a piece is not the next one");
+        if (num_splits == 0) return fail("a query tile has no work item");
+        for (u32 split = 0; split < num_splits; split++, at++) {
+          if (at >= starts.back()) return fail("splits are missing");
+          const KvWorkItem& p = items[at];
+          const bool right = p.sequence == i && p.head == head && p.row == row && p.split == split &&
+                             p.num_splits == num_splits &&
+                             p.tile_begin == tile && p.partial == (num_splits > 1 ? partials : 0) &&
+                             (p.tile_end > tile || num_splits == 1);
+          if (!right) return fail("a work item is not the next one");
           tile = p.tile_end;
         }
-        partials += parts > 1 ? parts : 0;
+        partials += num_splits > 1 ? num_splits : 0;
       }
     }
   }
-  return at == starts.back() ? 0 : fail("more pieces than work");
+  return at == starts.back() ? 0 : fail("more work items than work");
 }
 
-int compare(const Fixture& w, const Rows& q, const Rows& out, const Rows& lse, const std::vector<float>& sinks) {
+int compare(const Fixture& w, const Rows& q, const Rows& out, const Rows& lse, const std::vector<float>& sink_logits) {
   const Case& c = w.c;
   double worst = 0, worst_lse = 0;
   // Rounding unit of the type: relative, and its minimum.
@@ -386,7 +387,7 @@ int compare(const Fixture& w, const Rows& q, const Rows& out, const Rows& lse, c
     for (u32 query = 0; query < s.q_len; query++) {
       for (u32 head = 0; head < c.kv_heads * c.group; head++) {
         const u16* got = (const u16*)out.row(s, i, query, head);
-        if (w.poison[i] != HOLE && w.sees(s, query, w.poison[i])) {
+        if (w.poison[i] != HOLE && w.is_visible(s, query, w.poison[i])) {
           for (u32 d = 0; d < c.dim; d++) if (!std::isnan(from16(c.dtype, got[d]))) worst = 2e9;
           continue;
         }
@@ -395,9 +396,9 @@ int compare(const Fixture& w, const Rows& q, const Rows& out, const Rows& lse, c
           return all.data() + ((w.first_row[i] + key) * c.kv_heads + head / c.group) * c.dim;
         };
         std::vector<double> scores(s.kv_len, -INFINITY), expected(c.dim);
-        double max = c.sinks ? sinks[head] : -INFINITY, sum = 0, largest = 0;
+        double max = c.has_sink_logits ? sink_logits[head] : -INFINITY, sum = 0, largest = 0;
         for (u32 key = 0; key < s.kv_len; key++) {
-          if (!w.sees(s, query, key)) continue;
+          if (!w.is_visible(s, query, key)) continue;
           double x = 0;
           for (u32 d = 0; d < c.dim; d++) x += from16(c.dtype, q_row[d]) * row(w.k_values, key)[d];
           x *= c.scale;
@@ -416,7 +417,7 @@ int compare(const Fixture& w, const Rows& q, const Rows& out, const Rows& lse, c
           // In rows with scales, every token contributes its own error, by its weight.
           largest = is_scaled(c.format) ? largest + weight * most : std::max(largest, most);
         }
-        if (c.sinks) sum += std::exp(sinks[head] - max);
+        if (c.has_sink_logits) sum += std::exp(sink_logits[head] - max);
         if (is_scaled(c.format) && sum > 0) largest /= sum;
         for (u32 d = 0; d < c.dim; d++) {
           const double right = sum > 0 ? expected[d] / sum : 0, x = from16(c.dtype, got[d]);
@@ -453,43 +454,44 @@ int run(u32 seed) {
       for (u32 d = 0; d < heads * c.dim; d++) row[d] = to16(c.dtype, r.normal() * scale);
     }
   }
-  std::vector<float> sinks(heads);
-  for (float& x : sinks) x = r.flip(4) ? -INFINITY : r.normal() * 3;
+  std::vector<float> sink_logits(heads);
+  for (float& x : sink_logits) x = r.flip(4) ? -INFINITY : r.normal() * 3;
 
   KvCounts counts{};
   counts.sequences = (u32)w.sequences.size();
-  size_t items = 0, tiles = 0;
+  size_t query_tiles = 0, tiles = 0;
   for (const KvSequence& s : w.sequences) {
     const size_t own = (size_t)(s.q_len * c.group + 15) / 16 * c.kv_heads;
-    items += own, tiles += own * (s.kv_len / (64 * 16) + 1);
+    query_tiles += own, tiles += own * (s.kv_len / (64 * 16) + 1);
   }
-  std::vector<KvPiece> pieces(c.invariant ? tiles : items + c.slots);
+  std::vector<KvWorkItem> items(c.invariant ? tiles : query_tiles + c.slots);
   const size_t partials = c.invariant ? tiles : 2 * c.slots;
   std::vector<u32> starts(c.slots + 1, 0x55555555), counters(partials);
-  std::vector<float> part_rows(partials * 16 * c.dim, NAN), part_stats(partials * 16, NAN);
+  std::vector<float> partial_rows(partials * 16 * c.dim, NAN), partial_stats(partials * 16, NAN);
   const KvPlan plan = {(u64)&counts, (u64)w.sequences.data(), 0, 0, (u64)w.tables.data()};
   const u32 sink_tokens = c.sink_tokens;  // without a window they change nothing
-  const KvDecodePlanParams planning = {plan,    (u64)pieces.data(), (u64)starts.data(), c.slots,     c.kv_heads,
+  const KvDecodePlanParams planning = {plan,    (u64)items.data(), (u64)starts.data(), c.slots,     c.kv_heads,
                                        c.group, c.full,             c.window_left,      sink_tokens, c.invariant, ~0u};
   if (launch("plan_decode", 1, 512, 30912, &planning, sizeof planning, seed)) return 1;
-  if (check_plan(w, pieces, starts)) return 1;
+  if (check_plan(w, items, starts)) return 1;
 
   KvDecodeParams p{};
   KvAttendParams& a = p.attend;
   a.plan = plan, a.q = q.t, a.out = out.t, a.k_plane = w.k.params, a.v_plane = w.v.params;
   if (c.wants_lse) a.lse = lse.t;
-  if (c.sinks) a.sink_logits = (u64)sinks.data();
-  a.part_rows = (u64)part_rows.data(), a.part_stats = (u64)part_stats.data(), a.counters = (u64)counters.data();
+  if (c.has_sink_logits) a.sink_logits = (u64)sink_logits.data();
+  a.partial_rows = (u64)partial_rows.data(), a.partial_stats = (u64)partial_stats.data();
+  a.counters = (u64)counters.data();
   a.scale = c.scale, a.soft_cap = c.soft_cap, a.full = c.full, a.group = c.group;
   a.window_left = c.window_left, a.sink_tokens = sink_tokens;
-  p.pieces = (u64)pieces.data(), p.starts = (u64)starts.data(), p.units = c.units;
+  p.items = (u64)items.data(), p.starts = (u64)starts.data(), p.stages = c.stages;
   while ((1u << p.block_shift) < c.block_size) p.block_shift++;
   if (1u << p.block_shift != c.block_size) p.block_shift = 0;
   const std::string name = std::string("decode_") + name_of(c.format) + "_" + std::to_string(c.dim);
-  const u32 warps = c.dim >= 192 ? 2 : 4, unit = warps * 32 * room(c);
+  const u32 warps = c.dim >= 192 ? 2 : 4, stage_bytes = warps * 32 * row_stride(c);
   const u32 merge = warps * 16 * (c.dim + 4) * 4 + warps * 16 * 8 + 16 + warps * 16 * 16 * 4;
   const u32 queries = (c.dim >= 192 ? c.dim * 32 : 0) + (is_scaled(c.format) ? c.dim * 32 : 0);
-  const u32 shared = queries + std::max(c.units * unit, merge);
+  const u32 shared = queries + std::max(c.stages * stage_bytes, merge);
   std::vector<u8> first;
   for (u32 order : {0u, seed * 2 + 1}) {
     std::fill(out.memory.begin(), out.memory.end(), 0xff);
@@ -498,7 +500,7 @@ int run(u32 seed) {
     if (first.empty()) first = out.memory;
     else if (first != out.memory) return fail("another order, other bits");
   }
-  return compare(w, q, out, lse, sinks);
+  return compare(w, q, out, lse, sink_logits);
 }
 
 }  // namespace

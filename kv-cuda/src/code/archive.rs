@@ -7,7 +7,6 @@
 //! name, key (16 bytes), number of kernels (u32) and their names, length (u32) and XXH3-64 (u64) of
 //! its image, and length of the image as a Zstandard frame (u32). Names are a length (u32) and
 //! UTF-8. The frames follow, one after another.
-//! frames follow, one after another.
 use std::fmt;
 use std::io::Read as _;
 

@@ -122,7 +122,7 @@ mod tests {
         };
         assert_eq!(keys(units_in(folder.path()).unwrap()), keys(units()));
         // An edited header changes the units that include it, and no other.
-        let header = folder.path().join("pieces.h");
+        let header = folder.path().join("decode_plan.h");
         let text = fs::read_to_string(&header).unwrap();
         let edited = text.replace("KV_DECODE_SHARE_MIN = 4", "KV_DECODE_SHARE_MIN = 3");
         assert_ne!(text, edited);

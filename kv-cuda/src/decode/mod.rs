@@ -2,7 +2,6 @@
 //! need.
 //!
 //! The kernels are in `kernels/decode.h`; [`plan`] distributes the work.
-//! The kernels are `kernels/decode.h`; who does what is decided in [`plan`].
 mod plan;
 
 pub(crate) use plan::Work;
@@ -12,12 +11,12 @@ use crate::step::Extent;
 
 /// Query rows that one thread block processes together: the rows of one matrix product.
 const ROWS: u32 = 16;
-/// Tokens of K or of V that a warp fetches together.
-const UNIT_TOKENS: u32 = 32;
-/// Slots in a warp's ring buffer: minimum and maximum.
-const UNITS: (u32, u32) = (2, 8);
+/// Tokens of K or of V in a stage of a warp's ring buffer.
+const STAGE_TOKENS: u32 = 32;
+/// Stages of a warp's ring buffer: minimum and maximum.
+const STAGES: (u32, u32) = (2, 8);
 /// KV splits whose weights a warp holds at a time when it merges them.
-const JOIN_PARTS: u32 = 16;
+const MERGE_SPLITS: u32 = 16;
 /// Shared memory that a multiprocessor reserves for every thread block.
 const SHARED_RESERVED: u32 = 1024;
 
@@ -70,8 +69,8 @@ pub(crate) struct Shape {
     pub(crate) kernel: &'static str,
     /// Threads of a block.
     pub(crate) threads: u32,
-    /// `DecodeParams::units`.
-    pub(crate) units: u32,
+    /// `DecodeParams::stages`.
+    pub(crate) stages: u32,
     /// `DecodeParams::block_shift`.
     pub(crate) block_shift: u32,
     /// Bytes of dynamic shared memory.
@@ -103,29 +102,30 @@ impl Shape {
     }
 
     /// Computes the launch: two thread blocks share a multiprocessor if their ring buffers have two
-    /// slots each.
+    /// stages each.
     fn sized(kernel: &'static str, plane: &Plane, shared_bytes_max: u32) -> Option<Self> {
-        let (dim, row_room) = (plane.head_dim, row_room(plane));
+        let (dim, row_stride) = (plane.head_dim, row_stride(plane));
         let warps: u32 = if dim >= 192 { 2 } else { 4 };
         // Queries in shared memory: long ones, and the rounding errors of f16 in transformed ones.
         let copies = u32::from(dim >= 192).saturating_add(is_scaled(plane).into());
         let queries = dim.saturating_mul(ROWS).saturating_mul(2).saturating_mul(copies);
-        let unit = warps.saturating_mul(UNIT_TOKENS).saturating_mul(row_room);
+        let stage_bytes = warps.saturating_mul(STAGE_TOKENS).saturating_mul(row_stride);
         // Padded rows of every warp with their maxima and sums, weights of splits, and a flag.
         let row = dim.saturating_add(4).saturating_mul(4).saturating_add(8);
-        let row = row.saturating_add(JOIN_PARTS.saturating_mul(4));
+        let row = row.saturating_add(MERGE_SPLITS.saturating_mul(4));
         let merge = warps.saturating_mul(ROWS).saturating_mul(row).saturating_add(16);
-        let shared = |units: u32| queries.saturating_add(units.saturating_mul(unit).max(merge));
+        let shared =
+            |stages: u32| queries.saturating_add(stages.saturating_mul(stage_bytes).max(merge));
         let most = |room: u32| {
-            let ring = room.checked_sub(queries)?.checked_div(unit)?;
-            let units = ring.min(UNITS.1);
-            (units >= UNITS.0 && shared(units) <= room).then_some(units)
+            let ring = room.checked_sub(queries)?.checked_div(stage_bytes)?;
+            let stages = ring.min(STAGES.1);
+            (stages >= STAGES.0 && shared(stages) <= room).then_some(stages)
         };
         let half = shared_bytes_max.saturating_sub(SHARED_RESERVED).checked_div(2)?;
-        let units = most(half).or_else(|| most(shared_bytes_max))?;
+        let stages = most(half).or_else(|| most(shared_bytes_max))?;
         let threads = warps.saturating_mul(32);
         let block_shift = shift_of(plane.block_size);
-        Some(Self { kernel, threads, units, block_shift, shared_bytes: shared(units) })
+        Some(Self { kernel, threads, stages, block_shift, shared_bytes: shared(stages) })
     }
 }
 
@@ -167,7 +167,7 @@ fn shift_of(block_size: u32) -> u32 {
 
 /// Returns the bytes of a row in shared memory: all 16-byte chunks that contain a part of it,
 /// wherever it begins.
-fn row_room(plane: &Plane) -> u32 {
+fn row_stride(plane: &Plane) -> u32 {
     if is_scaled(plane) { plane.scales_begin.saturating_add(16) } else { plane.row_bytes }
 }
 
@@ -192,10 +192,10 @@ fn is_even(tensor: &Tensor) -> bool {
 /// Memory that a decoding call needs in addition to its tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Room {
-    /// Work items of the plan, a `Piece` each.
-    pub(crate) pieces: u64,
-    /// Partial results: 16 rows of `head_dim` f32 in `part_rows`, 16 f32 in `part_stats` and a
-    /// counter of 4 bytes each.
+    /// Number of work items of the plan.
+    pub(crate) items: u64,
+    /// Partial results: 16 rows of `head_dim` f32 in `partial_rows`, 16 f32 in `partial_stats` and
+    /// a counter of 4 bytes each.
     pub(crate) partials: u64,
 }
 
@@ -206,14 +206,14 @@ impl Room {
     pub(crate) fn of(work: &Work, sequences: u64, total_q: u64, tokens: u64) -> Self {
         let rows = total_q.saturating_mul(work.group.into());
         let tiles = rows.div_ceil(ROWS.into()).saturating_add(sequences);
-        let items = tiles.saturating_mul(work.kv_heads.into());
+        let query_tiles = tiles.saturating_mul(work.kv_heads.into());
         if work.invariant {
-            let parts = tokens.div_ceil(plan::INVARIANT_TOKENS).saturating_add(1);
-            let pieces = items.saturating_mul(parts);
-            return Self { pieces, partials: pieces };
+            let splits = tokens.div_ceil(plan::INVARIANT_TOKENS).saturating_add(1);
+            let items = query_tiles.saturating_mul(splits);
+            return Self { items, partials: items };
         }
         let slots = u64::from(work.slots);
-        Self { pieces: items.saturating_add(slots), partials: slots.saturating_mul(2) }
+        Self { items: query_tiles.saturating_add(slots), partials: slots.saturating_mul(2) }
     }
 }
 
@@ -276,12 +276,12 @@ mod tests {
     #[test]
     fn two_blocks_share_a_multiprocessor_if_possible() {
         const KIB: u32 = 1024;
-        let expected = |kernel, threads, units, shared_bytes| {
-            Some(Shape { kernel, threads, units, block_shift: 4, shared_bytes })
+        let expected = |kernel, threads, stages, shared_bytes| {
+            Some(Shape { kernel, threads, stages, block_shift: 4, shared_bytes })
         };
-        for (kib, units) in [(227, 3), (163, 2), (99, 3)] {
+        for (kib, stages) in [(227, 3), (163, 2), (99, 3)] {
             let found = shape(code::BF16, code::DTYPE_BF16, 128, kib * KIB);
-            assert_eq!(found, expected("decode_bf16_128", 128, units, units * 32 * KIB), "{kib}");
+            assert_eq!(found, expected("decode_bf16_128", 128, stages, stages * 32 * KIB), "{kib}");
         }
         let found = shape(code::F16, code::DTYPE_F16, 256, 99 * KIB);
         assert_eq!(found, expected("decode_f16_256", 64, 2, 72 * KIB));
@@ -300,7 +300,7 @@ mod tests {
                 }
                 let found = shape(format, dtype, dim, shared).unwrap();
                 assert!(
-                    found.shared_bytes <= shared && (2..=8).contains(&found.units),
+                    found.shared_bytes <= shared && (2..=8).contains(&found.stages),
                     "{found:?}"
                 );
             }

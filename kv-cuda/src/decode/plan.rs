@@ -1,10 +1,11 @@
 //! The decode schedule: work items for persistent thread blocks.
 //!
-//! All tiles of a batch are lined up: sequence by sequence, kv head by kv head, 16 query rows after
-//! 16 query rows. Each such *item* is preceded by some room, for what a work item costs besides its
-//! tiles. Every slot (a thread block) owns an equal share of the line, as in `FlashMLA`'s
-//! scheduler, and an item is split where a share ends. The splits of an item therefore follow from
-//! its position alone, and each item can be split on its own.
+//! All tiles of a batch are lined up: sequence by sequence, kv head by kv head, query tile by query
+//! tile (16 query rows). Each query tile is preceded by some room, for what a work item costs
+//! besides its tiles. Every slot (a thread block) owns an equal share of the line, as in
+//! `FlashMLA`'s scheduler, and a query tile is split where a share ends; each split is a work item.
+//! The splits of a query tile therefore follow from its position alone, and each one can be split
+//! on its own.
 //!
 //! Keys outside a window have no tiles. If splits may not depend on the batch, they are after every
 //! 16 tiles instead, and whole work items belong to the shares in which they begin.
@@ -46,10 +47,10 @@ impl Work {
 
     /// Returns the parameters of `plan_decode` for the batch of `plan`: where to write work items
     /// and the starts of slots.
-    pub(crate) fn params(&self, plan: Plan, [pieces, starts]: [Address; 2]) -> DecodePlanParams {
+    pub(crate) fn params(&self, plan: Plan, [items, starts]: [Address; 2]) -> DecodePlanParams {
         DecodePlanParams {
             plan,
-            pieces,
+            items,
             starts,
             slots: self.slots,
             kv_heads: self.kv_heads,

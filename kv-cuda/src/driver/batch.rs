@@ -6,7 +6,7 @@ use cudarc::driver::sys::CUmemcpySrcAccessOrder as AccessOrder;
 use cudarc::driver::sys::{
     self, CUmemLocation, CUmemLocationType as LocationType, CUmemcpyAttributes, CUstream,
 };
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 
 use super::context::Context;
 use super::facts::Driver;

@@ -3,7 +3,7 @@ use std::ffi::{CStr, c_char};
 use std::fmt;
 
 use cudarc::driver::sys::{self, CUresult};
-use kv_core::{DeviceError, DeviceErrorKind};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 
 /// An error code of the driver, displayed with the driver's text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -2,7 +2,7 @@
 use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUresult, CUstream};
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 
 use super::context::{Context, EventHandle};
 use crate::gpu::Event;

@@ -3,7 +3,7 @@ use std::ffi::{CStr, c_char, c_int};
 use std::sync::OnceLock;
 
 use cudarc::driver::sys::{self, CUdevice, CUdevice_attribute as Attribute};
-use kv_core::{DeviceError, DeviceErrorKind};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 
 use super::error::{check, error, refuse};
 use crate::code::Arch;

@@ -2,7 +2,7 @@
 use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUgraph, CUgraphExec, CUstream};
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 
 use super::context::Context;
 use crate::gpu::Graph;

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use cudarc::driver::sys::CUstreamCaptureMode as CaptureMode;
 use cudarc::driver::sys::CUstreamCaptureStatus as CaptureStatus;
 use cudarc::driver::sys::{self, CUstream};
-use kv_core::{DeviceError, DeviceErrorKind};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 
 use super::context::Context;
 use super::error::refuse;

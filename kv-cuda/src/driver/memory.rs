@@ -3,7 +3,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUcontext, CUpointer_attribute as PointerAttribute, CUresult};
-use kv_core::{DeviceError, DeviceErrorKind};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 
 use super::context::Context;
 use super::error::refuse;

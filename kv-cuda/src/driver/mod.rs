@@ -22,7 +22,7 @@ mod tests;
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 
 use crate::gpu::{Facts, Gpu, Pinned, Stream};
 use crate::params::Address;

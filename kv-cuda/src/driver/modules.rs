@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use cudarc::driver::sys::{
     self, CUfunction, CUfunction_attribute as Attribute, CUmodule, CUresult,
 };
-use kv_core::{DeviceError, DeviceErrorKind};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 
 use super::compile::Compiler;
 use super::context::Context;

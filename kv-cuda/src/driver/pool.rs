@@ -16,7 +16,7 @@ use cudarc::driver::sys::{
     self, CUdevice_attribute, CUmemAllocationType, CUmemLocation, CUmemLocationType,
     CUmemPool_attribute, CUmemPoolProps, CUmemoryPool, CUresult, CUstream,
 };
-use kv_core::{DeviceError, DeviceErrorKind};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 
 use super::context::Context;
 use super::error::refuse;

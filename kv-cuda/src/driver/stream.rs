@@ -5,7 +5,7 @@ use std::ptr;
 use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUstream};
-use kv_core::{DeviceError, DeviceErrorKind};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 
 use super::batch;
 use super::context::Context;

@@ -1,7 +1,7 @@
 //! Tests of the driver on the first device. Without one they print why, and test the rest.
 use std::sync::Arc;
 
-use kv_core::DeviceErrorKind;
+use kv_core::error::DeviceErrorKind;
 
 use super::*;
 use crate::gpu::{HostCopy, Launch};

@@ -3,7 +3,7 @@ use std::ffi::{CString, c_char, c_int, c_void};
 use std::fmt;
 use std::path::Path;
 
-use kv_core::{DeviceError, DeviceErrorKind};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 
 use crate::gpu::Launch;
 

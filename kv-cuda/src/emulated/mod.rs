@@ -13,7 +13,7 @@ mod tests;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use kv_core::{DeviceError, DeviceErrorKind};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 
 use crate::gpu::{Facts, Gpu, Pinned, Stream};
 use crate::params::Address;

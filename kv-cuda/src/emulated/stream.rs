@@ -3,7 +3,7 @@ use std::any::Any;
 use std::ptr;
 use std::sync::Arc;
 
-use kv_core::{DeviceError, DeviceErrorKind};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 
 use super::library::Library;
 use super::memory::Memory;

@@ -1,5 +1,5 @@
 //! Conversion of axes and element type.
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 use kv_core::plan::{ConvertArgs, ConvertPlan};
 
 use super::pad::{self, Owned};

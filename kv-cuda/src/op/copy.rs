@@ -1,5 +1,5 @@
 //! Block copies in K and V of every layer of a group.
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 use kv_core::plan::{CopyArgs, CopyPlan};
 
 use super::MAX_YZ;

@@ -1,5 +1,5 @@
 //! Reading cached rows into a plain tensor.
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 use kv_core::plan::{GatherArgs, GatherPlan};
 
 use super::pad::{self, Owned};
@@ -63,8 +63,8 @@ pub(crate) fn gather(
 /// Returns the launch; `gather.cu` explains the numbers.
 fn launch(params: &GatherParams) -> Launch {
     let plane = &params.plane;
-    let units = u64::from(params.total).saturating_mul(plane.num_kv_heads.into());
+    let warps = u64::from(params.total).saturating_mul(plane.num_kv_heads.into());
     let row = round16(plane.head_dim.saturating_mul(4)).saturating_mul(4);
     let shared_bytes = if plane.is_plain() { 0 } else { row };
-    Launch { kernel: "gather_rows", grid: [warps4(units), 1, 1], threads: 128, shared_bytes }
+    Launch { kernel: "gather_rows", grid: [warps4(warps), 1, 1], threads: 128, shared_bytes }
 }

@@ -1,5 +1,5 @@
 //! Padding: rows of an output that belong to no entry.
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 
 use super::warps4;
 use crate::gpu::Launch;
@@ -47,6 +47,6 @@ pub(crate) fn pad_rows(
 
 /// Returns the launch; `pad.cu` explains the numbers.
 fn launch(params: &PadParams) -> Launch {
-    let units = u64::from(params.out.batch).saturating_mul(params.out.tokens.into());
-    Launch { kernel: "pad_rows", grid: [warps4(units), 1, 1], threads: 128, shared_bytes: 0 }
+    let warps = u64::from(params.out.batch).saturating_mul(params.out.tokens.into());
+    Launch { kernel: "pad_rows", grid: [warps4(warps), 1, 1], threads: 128, shared_bytes: 0 }
 }

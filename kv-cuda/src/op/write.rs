@@ -1,5 +1,5 @@
 //! Writing new K and V rows into their slots.
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 use kv_core::plan::{WriteArgs, WritePlan};
 
 use super::{MAX_YZ, round16};
@@ -57,7 +57,7 @@ fn launch(params: &WriteParams, extent: &Extent) -> Launch {
     let floats = round16(dim.saturating_mul(4));
     let warp = floats.saturating_add(256).saturating_add(round16(row_bytes));
     // One warp per plane and head.
-    let blocks = |units: u32| units.saturating_mul(heads).saturating_mul(2).div_ceil(4);
+    let blocks = |count: u32| count.saturating_mul(heads).saturating_mul(2).div_ceil(4);
     let (kernel, x, y, shared) = if params.k_plane.has_tail != 0 {
         let parts = extent.new_len_max.checked_div(params.k_plane.block_size).unwrap_or(0);
         let each = warp.saturating_add(floats);

@@ -1,8 +1,8 @@
 //! The lists of one batch on the device.
 use std::sync::Arc;
 
-use kv_core::DeviceError;
 use kv_core::block::BlockTables;
+use kv_core::error::DeviceError;
 use kv_core::invariant::Invariant;
 use kv_core::plan::{PlanBuffers, PlanId, WritePlan};
 
@@ -12,7 +12,7 @@ use super::{StepLimits, StepPlan, Transfer};
 use crate::buffer::CudaBuffer;
 use crate::decode::{Work, room};
 use crate::gpu::{Gpu, Launch};
-use crate::params::{Address, Piece, TableParams};
+use crate::params::{Address, TableParams, WorkItem};
 use crate::scratch::{Pack, Scratch};
 use kv_core::num::{to_u32, to_u64};
 
@@ -42,7 +42,7 @@ pub(super) struct Image {
 struct DecodeImage {
     work: Work,
     memory: Scratch,
-    pieces: Address,
+    items: Address,
     starts: Address,
     /// Whether it was made for this batch.
     is_made: bool,
@@ -113,25 +113,25 @@ impl Image {
                 self.decodes.clear();
             }
             let memory = Scratch::new(&self.gpu);
-            let (pieces, starts) = (0, 0);
-            self.decodes.push(DecodeImage { work: *work, memory, pieces, starts, is_made: false });
+            let (items, starts) = (0, 0);
+            self.decodes.push(DecodeImage { work: *work, memory, items, starts, is_made: false });
             self.decodes.len().saturating_sub(1)
         });
         let decode = self.decodes.get_mut(index).invariant("a way of decoding is on the list");
         if decode.is_made {
-            return Ok((decode.pieces, decode.starts));
+            return Ok((decode.items, decode.starts));
         }
         let room = room(work, &extent);
-        let pieces = room.pieces.saturating_mul(to_u64(size_of::<Piece>()));
+        let items = room.items.saturating_mul(to_u64(size_of::<WorkItem>()));
         let starts = u64::from(work.slots).saturating_add(1).saturating_mul(4);
-        decode.pieces = decode.memory.reserve(pieces.saturating_add(starts))?;
-        decode.starts = decode.pieces.saturating_add(pieces);
-        let params = work.params(self.step.plan, [decode.pieces, decode.starts]);
+        decode.items = decode.memory.reserve(items.saturating_add(starts))?;
+        decode.starts = decode.items.saturating_add(items);
+        let params = work.params(self.step.plan, [decode.items, decode.starts]);
         // SAFETY: the plan lies in the image's memory; the memory fits the work items of any batch
         // of the image's extent, and one more start than there are slots.
         unsafe { transfer.stream.launch(&Work::launch(), bytemuck::bytes_of(&params))? };
         decode.is_made = true;
-        Ok((decode.pieces, decode.starts))
+        Ok((decode.items, decode.starts))
     }
 
     /// Sends a batch with its block tables.

@@ -21,7 +21,7 @@ pub(super) struct Lists {
     counts: At,
     sequences: At,
     entries: At,
-    part_index: At,
+    partial_index: At,
     slots: At,
     changes: Option<At>,
     splits: At,
@@ -47,10 +47,10 @@ impl Lists {
             changes: if limits.is_some() { to_usize(most.sequences) } else { changes.len() },
         };
         let sequences = batch.sequences();
-        let mut parts = 0_u64;
-        let part_index = sequences.iter().map(|sequence| {
-            let index = u32::try_from(parts).unwrap_or(u32::MAX);
-            parts = parts.saturating_add(parts_of(sequence));
+        let mut partials = 0_u64;
+        let partial_index = sequences.iter().map(|sequence| {
+            let index = u32::try_from(partials).unwrap_or(u32::MAX);
+            partials = partials.saturating_add(partials_of(sequence));
             index
         });
         let entries = sequences.iter().map(|s| Entry { start: s.q_start, len: s.q_len });
@@ -60,7 +60,7 @@ impl Lists {
         let (counts, sequences) =
             (pack.push(&[counts_of(&actual)]), pack.push_each(planned, room.sequences));
         let entries = pack.push_each(entries, room.sequences);
-        let part_index = pack.push_each(part_index, room.sequences);
+        let partial_index = pack.push_each(partial_index, room.sequences);
         let slots = pack.push_each(slots, room.slots);
         let fits = changes.len() <= room.changes;
         let changes = if fits { changes } else { &[] };
@@ -75,7 +75,7 @@ impl Lists {
             counts,
             sequences,
             entries,
-            part_index,
+            partial_index,
             slots,
             changes: fits.then_some(changes_at),
             splits: splits_at,
@@ -99,7 +99,7 @@ impl Lists {
                 tables,
             },
             queries: self.entries.from(base),
-            part_index: self.part_index.from(base),
+            partial_index: self.partial_index.from(base),
             extent: self.extent,
             room: self.room,
         }
@@ -141,7 +141,7 @@ fn counts_of(actual: &Extent) -> Counts {
 }
 
 /// Returns the number of partial results of one head of a sequence.
-fn parts_of(sequence: &PlannedSequence) -> u64 {
+fn partials_of(sequence: &PlannedSequence) -> u64 {
     if sequence.num_splits < 2 {
         return 0;
     }
@@ -151,9 +151,9 @@ fn parts_of(sequence: &PlannedSequence) -> u64 {
 /// Returns the extent of a batch.
 pub(super) fn extent_of(batch: &PlanBuffers) -> Extent {
     let sequences = batch.sequences();
-    let (mut parts, mut kv_len_max) = (0_u64, 0);
+    let (mut partials, mut kv_len_max) = (0_u64, 0);
     for sequence in sequences {
-        parts = parts.saturating_add(parts_of(sequence));
+        partials = partials.saturating_add(partials_of(sequence));
         kv_len_max = sequence.kv_len.max(kv_len_max);
     }
     Extent {
@@ -164,7 +164,7 @@ pub(super) fn extent_of(batch: &PlanBuffers) -> Extent {
         q_len_max: batch.q_len_max(),
         new_len_max: batch.new_len_max(),
         kv_len_max,
-        parts,
+        partials,
     }
 }
 
@@ -179,7 +179,7 @@ fn largest(limits: &StepLimits) -> Extent {
         q_len_max: limits.tokens_per_sequence,
         new_len_max: limits.tokens_per_sequence,
         kv_len_max: limits.max_seq_len,
-        parts: u64::from(limits.splits).saturating_mul(limits.tokens_per_sequence.into()),
+        partials: u64::from(limits.splits).saturating_mul(limits.tokens_per_sequence.into()),
     }
 }
 

@@ -14,10 +14,11 @@ mod tables;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use kv_core::GroupId;
 use kv_core::block::BlockTables;
+use kv_core::error::DeviceError;
 use kv_core::invariant::Invariant;
 use kv_core::plan::{PlanBuffers, PlanId, WritePlan};
-use kv_core::{DeviceError, GroupId};
 
 use crate::buffer::CudaBuffer;
 use crate::decode::Work;
@@ -60,7 +61,7 @@ pub(crate) struct Extent {
     pub(crate) new_len_max: u32,
     pub(crate) kv_len_max: u32,
     /// Partial results of one head: one per query and KV split of a split sequence.
-    pub(crate) parts: u64,
+    pub(crate) partials: u64,
 }
 
 /// One batch on the device.
@@ -71,7 +72,7 @@ pub(crate) struct StepPlan {
     /// `Entry` of every sequence: its queries in a ragged tensor.
     pub(crate) queries: Address,
     /// For every sequence, the number of partial results of one head before its own.
-    pub(crate) part_index: Address,
+    pub(crate) partial_index: Address,
     /// Sizes for which launches are made: the batch, or any batch they may be replayed for.
     pub(crate) extent: Extent,
     /// Sizes for which memory is reserved: the limits, if the batch is within them, so that

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use bytemuck::{Pod, Zeroable};
 use kv_core::block::BlockTables;
+use kv_core::error::{DeviceError, DeviceErrorKind};
 use kv_core::invariant::Invariant;
-use kv_core::{DeviceError, DeviceErrorKind};
 
 use super::StepLimits;
 use crate::buffer::CudaBuffer;

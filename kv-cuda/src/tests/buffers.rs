@@ -1,6 +1,6 @@
 //! Buffers of a queue.
-use kv_core::backend::{Queue, Readback};
-use kv_core::{Backend, DeviceErrorKind};
+use kv_core::backend::{Backend, Queue, Readback};
+use kv_core::error::DeviceErrorKind;
 
 use crate::{CudaBackend, EmulatorOptions};
 

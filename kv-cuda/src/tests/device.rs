@@ -1,6 +1,6 @@
 //! Device memory for tests, as vectors.
 use bytemuck::Pod;
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 
 use crate::emulated::{Emulator, EmulatorOptions};
 use crate::gpu::{Gpu, Launch, Stream};

@@ -1,10 +1,11 @@
 //! Memory that is freed while streams still use it.
 use std::sync::Arc;
 
-use kv_core::backend::{Fence, Queue, Readback};
+use kv_core::backend::{Backend, Fence, Queue, Readback};
+use kv_core::error::DeviceErrorKind;
 use kv_core::{
-    AttentionOptions, Backend, CacheSpec, DeviceErrorKind, KvCache, QkvFormat, SequenceId,
-    StartOptions, StepInput, TensorView, TensorViewMut,
+    AttentionOptions, CacheSpec, KvCache, QkvFormat, SequenceId, StartOptions, StepInput,
+    TensorView, TensorViewMut,
 };
 
 use super::late::{LateGpu, lock};

@@ -10,7 +10,7 @@ use std::any::Any;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use kv_core::{DeviceError, DeviceErrorKind};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 
 use crate::emulated::{Emulator, EmulatorOptions};
 use crate::gpu::{Event, Facts, Gpu, HostCopy, Launch, Pinned, Stream};
@@ -58,6 +58,8 @@ pub(crate) struct LateState {
     pub(crate) freed_early: bool,
     /// Whether all streams but the first run at once.
     pub(crate) is_early: bool,
+    /// Whether batches fail after half of their copies.
+    pub(crate) is_failing: bool,
     /// Number of submissions before the device is lost, if it will be.
     pub(crate) submits_left: Option<usize>,
 }
@@ -284,6 +286,18 @@ impl LateStream {
     fn submit(&self, work: Work) -> Result<(), DeviceError> {
         lock(&self.handle.state).submit(self.handle.index, work)
     }
+
+    fn batch(
+        &self,
+        copies: &[HostCopy],
+        work: impl FnOnce(Vec<HostCopy>) -> Work,
+    ) -> Result<(), DeviceError> {
+        if !lock(&self.handle.state).is_failing {
+            return self.submit(work(copies.to_vec()));
+        }
+        self.submit(work(copies[..copies.len() / 2].to_vec()))?;
+        Err(DeviceError::new(DeviceErrorKind::Driver, "submit a batch"))
+    }
 }
 
 impl Drop for LateStream {
@@ -310,10 +324,10 @@ impl Stream for LateStream {
         self.submit(Work::Down(vec![HostCopy { host: to, device: from, bytes }]))
     }
     unsafe fn upload_batch(&mut self, copies: &[HostCopy]) -> Result<(), DeviceError> {
-        self.submit(Work::Up(copies.to_vec()))
+        self.batch(copies, Work::Up)
     }
     unsafe fn download_batch(&mut self, copies: &[HostCopy]) -> Result<(), DeviceError> {
-        self.submit(Work::Down(copies.to_vec()))
+        self.batch(copies, Work::Down)
     }
     unsafe fn copy(&mut self, to: Address, from: Address, bytes: u64) -> Result<(), DeviceError> {
         self.submit(Work::Copy(to, from, bytes))

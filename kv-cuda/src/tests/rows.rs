@@ -2,8 +2,9 @@
 //! `gather_rows`.
 use half::{bf16, f16};
 use kv_core::backend::kernels::FORMATS;
+use kv_core::backend::{Place, PlaneLayout, PlaneShape};
 use kv_core::calibration::{HeadConstants, PlaneConstants};
-use kv_core::{BlockOrder, KvFormat, Place, PlaneLayout, PlaneShape};
+use kv_core::{BlockOrder, KvFormat};
 use kv_quant::{block, row, transform};
 
 use super::device::{Device, round16};

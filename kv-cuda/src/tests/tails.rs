@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use half::f16;
 use kv_core::backend::kernels::FORMATS;
-use kv_core::{BlockOrder, KvFormat, Place, PlaneLayout, PlaneShape, SlotMap};
+use kv_core::backend::{Place, PlaneLayout, PlaneShape, SlotMap};
+use kv_core::{BlockOrder, KvFormat};
 use kv_quant::block::{self, BlockMean};
 
 use super::device::{Device, round16};

@@ -19,10 +19,10 @@ use std::time::{Duration, Instant};
 use std::{env, thread};
 
 use half::f16;
-use kv_core::backend::{Queue, Readback};
+use kv_core::backend::{Backend, Queue, Readback};
 use kv_core::{
-    AttentionOptions, Backend, CacheSpec, DType, KvCache, KvFormat, QkvFormat, SequenceId,
-    StartOptions, Step, StepInput, TensorView, TensorViewMut,
+    AttentionOptions, CacheSpec, DType, KvCache, KvFormat, QkvFormat, SequenceId, StartOptions,
+    Step, StepInput, TensorView, TensorViewMut,
 };
 use kv_cuda::{CudaBackend, CudaBuffer, CudaOptions, StepLimits};
 

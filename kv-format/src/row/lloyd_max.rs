@@ -13,7 +13,6 @@
 //!   apart), so codes and scale are chosen together, by squared error plus a weight times the
 //!   square of `<x, s c> - |x|^2` summed over the row so far: each group compensates the errors of
 //!   those before.
-//!   for.
 #![expect(
     clippy::inline_always,
     reason = "encoders are inlined into callers that enable target features"

@@ -1,7 +1,8 @@
 //! Errors of a calibrator.
 use std::fmt;
 
-use kv_core::{LayerId, Plane};
+use kv_core::LayerId;
+use kv_core::backend::Plane;
 
 use crate::calibrate::{LayerShape, MIN_TOKENS};
 

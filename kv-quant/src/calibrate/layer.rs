@@ -1,6 +1,7 @@
 //! The observed rows of one layer, and its constants.
+use kv_core::backend::{Plane, PlaneLayout, PlaneShape};
 use kv_core::calibration::{LayerCalibration, PlaneCalibration, PlaneConstants};
-use kv_core::{BlockOrder, KvFormat, LayerId, Plane, PlaneLayout, PlaneShape, Scaling};
+use kv_core::{BlockOrder, KvFormat, LayerId, Scaling};
 
 use crate::calibrate::{CalibrateError, LayerShape, MIN_TOKENS, Tensor};
 use crate::transform;

@@ -2,8 +2,9 @@
 #![expect(clippy::many_single_char_names, reason = "k, v and q have no other names")]
 mod outliers;
 
+use kv_core::LayerId;
+use kv_core::backend::Plane;
 use kv_core::calibration::PlaneCalibration;
-use kv_core::{LayerId, Plane};
 use proptest::prelude::*;
 
 use super::layer::BALANCE_MAX;
@@ -89,7 +90,7 @@ fn transformed_magnitudes_are_those_of_stored_rows() {
     for (plane, given, rows, dim) in
         [(Plane::Key, &layer.k, &k, 8), (Plane::Value, &layer.v, &v, 4)]
     {
-        let shape = kv_core::PlaneShape {
+        let shape = kv_core::backend::PlaneShape {
             num_blocks: 9,
             block_size: 16,
             num_kv_heads: 2,
@@ -97,7 +98,7 @@ fn transformed_magnitudes_are_those_of_stored_rows() {
             order: kv_core::BlockOrder::Hnd,
             format: kv_core::KvFormat::Nvfp4,
         };
-        let layout = kv_core::PlaneLayout::new(shape).unwrap().with_transform(true);
+        let layout = kv_core::backend::PlaneLayout::new(shape).unwrap().with_transform(true);
         let constants =
             kv_core::calibration::PlaneConstants::new(LayerId(0), plane, &layout, Some(given));
         let constants = constants.unwrap().unwrap();

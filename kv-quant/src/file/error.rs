@@ -1,5 +1,6 @@
 //! Errors of calibration files.
-use kv_core::{CalibrationError, LayerId};
+use kv_core::LayerId;
+use kv_core::calibration::CalibrationError;
 
 use crate::calibrate::LayerShape;
 

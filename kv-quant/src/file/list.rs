@@ -1,8 +1,9 @@
 //! The lists of a calibration and the names of their tensors.
 use std::fmt;
 
+use kv_core::LayerId;
+use kv_core::backend::Plane;
 use kv_core::calibration::{LayerCalibration, PlaneCalibration};
-use kv_core::{LayerId, Plane};
 use safetensors::Dtype;
 
 use crate::calibrate::LayerShape;

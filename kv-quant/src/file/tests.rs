@@ -1,6 +1,5 @@
 //! Files round-trip, malformed ones are refused, and no input makes reading panic.
-use kv_core::CalibrationError;
-use kv_core::calibration::PlaneCalibration;
+use kv_core::calibration::{CalibrationError, PlaneCalibration};
 use proptest::prelude::*;
 use safetensors::SafeTensors;
 use serde_json::{Value, json};

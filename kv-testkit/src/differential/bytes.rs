@@ -1,5 +1,6 @@
 //! Reads the bytes of cached rows from a device.
-use kv_core::{GroupId, Plane, SequenceId};
+use kv_core::backend::Plane;
+use kv_core::{GroupId, SequenceId};
 
 use crate::case::CaseError;
 use crate::device::{Device, fetch};

@@ -1,7 +1,8 @@
 //! Comparison of both devices after every operation.
 use std::collections::BTreeMap;
 
-use kv_core::{GroupId, Plane, SequenceId};
+use kv_core::backend::Plane;
+use kv_core::{GroupId, SequenceId};
 
 use super::{DevicePair, bytes};
 use crate::case::{At, CaseError, ensure, same};

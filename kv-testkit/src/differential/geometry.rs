@@ -1,6 +1,7 @@
 //! Geometries of differential runs: every format in turn, with random options.
 use kv_core::eviction::Eviction;
-use kv_core::{CacheSpec, DType, KeyMean, KvFormat, PrefixReuse, Transform};
+use kv_core::spec::{KeyMean, PrefixReuse, Transform};
+use kv_core::{CacheSpec, DType, KvFormat};
 
 use crate::case::CaseError;
 use crate::fixture::DTYPES;
@@ -77,7 +78,8 @@ pub(super) fn choose(
         .eviction(Eviction::Lru)
         .wipe_on_release(rng.one_in(4))
         .build()?;
-    let transforms = spec.groups()[0].layouts().iter().any(kv_core::PlaneLayout::transforms);
+    let transforms =
+        spec.groups()[0].layouts().iter().any(kv_core::backend::PlaneLayout::transforms);
     let shares = reuse != PrefixReuse::Off;
     let recalibrates = has_codes && !transforms && !shares && !tail;
     Ok(Geometry { spec, dtype: rng.pick(&DTYPES), shares, recalibrates })

@@ -230,7 +230,8 @@ impl<A: Device, B: Device> DevicePair<A, B> {
                 })
                 .collect()
         };
-        let demands = |demand: kv_core::BlockDemand| (demand.needed, demand.free, demand.fits());
+        let demands =
+            |demand: kv_core::scheduling::BlockDemand| (demand.needed, demand.free, demand.fits());
         let one = self.one.cache.blocks_for_step(GroupId(0), &list()).map(demands);
         let two = self.two.cache.blocks_for_step(GroupId(0), &list()).map(demands);
         if !agreed("blocks for a step", one, two)?.2 {

@@ -5,7 +5,8 @@ use std::io::Write;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use kv_core::{AnyBackend, Backend, DeviceError, DeviceErrorKind};
+use kv_core::backend::{AnyBackend, Backend};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 use libtest_mimic::{Completion, Failed, Trial};
 
 use crate::case::{CaseResult, Outcome};

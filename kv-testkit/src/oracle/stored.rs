@@ -2,8 +2,9 @@
 //!
 //! Rows are `[tokens, heads, head_dim]`. *Kept* rows are decoded but still transformed: attention
 //! uses them. *Read* rows are transformed back: a gather returns them.
-use kv_core::calibration::{HeadConstants, PlaneConstants};
-use kv_core::{Calibration, CalibrationError, KvFormat, LayerId, Plane, PlaneLayout, SlotMap};
+use kv_core::backend::{Plane, PlaneLayout, SlotMap};
+use kv_core::calibration::{Calibration, CalibrationError, HeadConstants, PlaneConstants};
+use kv_core::{KvFormat, LayerId};
 use kv_quant::block::round_wide;
 use kv_quant::row::{decode_row, encode_row};
 use kv_quant::transform;

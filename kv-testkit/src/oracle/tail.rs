@@ -1,7 +1,7 @@
 //! The rows of one sequence in a layer with a tail: they stay in 16 bits until their block is full.
 use std::collections::BTreeMap;
 
-use kv_core::SlotMap;
+use kv_core::backend::SlotMap;
 use kv_quant::block::BlockMean;
 
 use super::Stored;

@@ -1,5 +1,7 @@
 //! The start of sequences: probe, admission check, start, prefill.
-use kv_core::{Admission, CacheError, PlanError};
+use kv_core::CacheError;
+use kv_core::error::PlanError;
+use kv_core::scheduling::Admission;
 
 use super::choices::{Choices, Options};
 use super::step::StepOutcome;
@@ -134,7 +136,7 @@ impl<B: Device> StatefulTest<B> {
         if in_step {
             self.coverage.add_many(Behaviour::ReusedInStep, reused.into());
         }
-        let ends = |group: &kv_core::GroupSpec| {
+        let ends = |group: &kv_core::spec::GroupSpec| {
             let map = group.slot_map();
             map.tokens(map.full_blocks(reused)) == reused
         };

@@ -1,9 +1,8 @@
 //! Geometries of random runs: one or two groups, so small that blocks are always short.
+use kv_core::error::SpecError;
 use kv_core::eviction::Eviction;
-use kv_core::{
-    CacheSpec, CacheSpecBuilder, KeyMean, KvFormat, PrefixReuse, PublishAt, ScaleGroup, Scaling,
-    SpecError, Transform,
-};
+use kv_core::spec::{CacheSpecBuilder, KeyMean, PrefixReuse, PublishAt, Transform};
+use kv_core::{CacheSpec, KvFormat, ScaleGroup, Scaling};
 
 use super::choices::Choices;
 use super::coverage::{Behaviour, Coverage};
@@ -138,9 +137,10 @@ pub(super) fn choose<B: Device>(
 /// Counts the properties of a geometry.
 pub(super) fn count(spec: &CacheSpec, coverage: &mut Coverage) {
     let mut note = |what, has: bool| coverage.add_many(what, u64::from(has));
-    let any = |has: fn(&kv_core::GroupSpec) -> bool| spec.groups().iter().any(has);
+    let any = |has: fn(&kv_core::spec::GroupSpec) -> bool| spec.groups().iter().any(has);
     note(Behaviour::With16Bits, any(|group| group.layouts()[0].format() == KvFormat::F16));
-    let is_quantised = |group: &kv_core::GroupSpec| group.layouts()[0].format().is_quantised();
+    let is_quantised =
+        |group: &kv_core::spec::GroupSpec| group.layouts()[0].format().is_quantised();
     note(Behaviour::WithCodes, spec.groups().iter().any(is_quantised));
     note(Behaviour::WithTail, any(|group| group.slot_map().has_tail()));
     note(

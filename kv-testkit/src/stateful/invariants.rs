@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use kv_core::block::BlockPool;
 use kv_core::eviction::Priority;
-use kv_core::{BlockId, GroupId, PrefixReuse, SequenceId, Stats};
+use kv_core::spec::PrefixReuse;
+use kv_core::{BlockId, GroupId, SequenceId, Stats};
 
 use super::{Behaviour, Sequence, StatefulTest, lock};
 use crate::case::{At, CaseError, ensure, same};
@@ -234,7 +235,7 @@ impl<B: Device> StatefulTest<B> {
             let known = sequence.tokens.iter().take(sequence.published as usize);
             let mut prompt: Vec<_> = known.map_while(|token| *token).collect();
             let mut whole = (prompt.len() as u32).min(sequence.cut);
-            let ends = |group: &kv_core::GroupSpec, len| {
+            let ends = |group: &kv_core::spec::GroupSpec, len| {
                 let map = group.slot_map();
                 map.tokens(map.full_blocks(len))
             };
@@ -319,7 +320,7 @@ impl<B: Device> StatefulTest<B> {
     /// Formats the state of the model for messages.
     pub(super) fn describe(&self) -> String {
         let groups = self.spec.groups().iter();
-        let group = |group: &kv_core::GroupSpec| {
+        let group = |group: &kv_core::spec::GroupSpec| {
             let [k, _] = group.layouts();
             let map = group.slot_map();
             let rows = format!(

@@ -1,5 +1,6 @@
 //! Sequences that join an open step.
-use kv_core::{CacheError, PlanError, SequenceId, Step};
+use kv_core::error::PlanError;
+use kv_core::{CacheError, SequenceId, Step};
 
 use super::choices::{Choices, Options};
 use super::step::Entry;

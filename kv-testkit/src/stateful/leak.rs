@@ -1,5 +1,6 @@
 //! Steps with queries only, leaked steps, and sequences that grow long.
-use kv_core::{CacheError, PlanError, StepInput};
+use kv_core::error::PlanError;
+use kv_core::{CacheError, StepInput};
 
 use super::choices::Choices;
 use super::join::join;

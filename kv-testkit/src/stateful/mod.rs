@@ -21,12 +21,9 @@
 //! - `probe`, `check_admission` and `blocks_for_step` predicted the outcome, to the block.
 //!
 //! Half of the runs store f32, whose rows are read back to the bit. The others store 16 bits or
-//! codes, with a full-precision prefix, a tail or block means, and with windows. Their K and V
-//! are
-//! 1 and -1, so that the signs of 32 values are the hash. `l3` and `l3-g32`, whose errors may
-//! flip
-//! a sign, are left out, and so are formats with given scales. Recalibration happens up
-//! to twice
+//! codes, with a full-precision prefix, a tail or block means, and with windows. Their K and V are
+//! 1 and -1, so that the signs of 32 values are the hash. `l3` and `l3-g32`, whose errors may flip
+//! a sign, are left out, and so are formats with given scales. Recalibration happens up to twice
 //! per run and is checked by bytes. The device fails in one operation of six, before or after its
 //! work is done. At the end no block is held, nothing is cached after a reset, and wiped blocks are
 //! zero.
@@ -47,7 +44,8 @@ mod step;
 use std::sync::{Arc, Mutex};
 
 use kv_core::eviction::ManualClock;
-use kv_core::{CacheSpec, GroupId, KvCache, Pin, SequenceId};
+use kv_core::reuse::Pin;
+use kv_core::{CacheSpec, GroupId, KvCache, SequenceId};
 
 use crate::case::{At, CaseError};
 use crate::consumer::Consumer;

@@ -2,7 +2,9 @@
 use std::io::Write;
 use std::time::Duration;
 
-use kv_core::{CacheError, PlanError, PrefixReuse, SequenceId};
+use kv_core::error::PlanError;
+use kv_core::spec::PrefixReuse;
+use kv_core::{CacheError, SequenceId};
 
 use super::choices::{Choices, Options};
 use super::{Behaviour, Sequence, StatefulTest};
@@ -205,8 +207,8 @@ impl<B: Device> StatefulTest<B> {
             .for_each(|(_, missing_rows)| *missing_rows = len.min(*missing_rows));
         // A block of a tail that held codes is filled again, perhaps with other codes, and is not
         // published.
-        let maps = self.spec.groups().iter().map(kv_core::GroupSpec::slot_map);
-        let begin = |map: &kv_core::SlotMap| map.tokens(map.full_blocks(len as u32));
+        let maps = self.spec.groups().iter().map(kv_core::spec::GroupSpec::slot_map);
+        let begin = |map: &kv_core::backend::SlotMap| map.tokens(map.full_blocks(len as u32));
         let cut = maps.filter(|map| map.has_tail()).map(begin).min().unwrap_or(u32::MAX);
         sequence.cut = sequence.cut.min(cut);
     }

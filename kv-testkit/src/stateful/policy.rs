@@ -34,6 +34,8 @@ struct CachedBlock {
     priority: Priority,
     /// The time when it became idle, and its number in the order of arrival among the candidates.
     idle: Option<(Duration, u64)>,
+    /// Whether it is held for a reader and keeps that place without being a candidate.
+    is_held: bool,
 }
 
 impl CachedBlock {
@@ -83,7 +85,7 @@ impl Observations {
     /// Returns the priority of a cached block, and whether it is a candidate.
     pub(super) fn of(&self, block: BlockId) -> Option<(Priority, bool)> {
         let known = self.blocks.get(&block)?;
-        Some((known.priority, known.idle.is_some()))
+        Some((known.priority, known.idle.is_some() && !known.is_held))
     }
 
     fn report(&mut self, what: impl FnOnce() -> String) {
@@ -98,6 +100,12 @@ impl Observations {
         if let Some(known) = self.blocks.get_mut(&block) {
             known.idle = Some((now, arrival));
         }
+    }
+
+    /// Makes a held block a candidate again, in its place; `false` for any other.
+    fn end_hold(&mut self, block: BlockId) -> bool {
+        let known = self.blocks.get_mut(&block);
+        known.is_some_and(|known| std::mem::take(&mut known.is_held))
     }
 
     /// Gives expired blocks the default level; each becomes the youngest candidate.
@@ -116,7 +124,8 @@ impl Observations {
     /// Checks that the choice was allowed, and removes it from the candidates.
     fn evict(&mut self, eviction: Eviction, chosen: Option<BlockId>) {
         let candidate = |(block, known): (&BlockId, &CachedBlock)| {
-            Some((known.priority.level, known.idle?.1, *block))
+            let (_, arrival) = known.idle.filter(|_| !known.is_held)?;
+            Some((known.priority.level, arrival, *block))
         };
         let all: Vec<_> = self.blocks.iter().filter_map(candidate).collect();
         let (first, oldest) = (all.iter().min(), all.iter().min_by_key(|(_, age, _)| *age));
@@ -148,7 +157,7 @@ impl EvictionPolicy for CheckedPolicy {
         self.inner.tick();
     }
     fn stored(&mut self, block: BlockId, info: &BlockInfo) {
-        let known = CachedBlock { priority: info.priority, idle: None };
+        let known = CachedBlock { priority: info.priority, idle: None, is_held: false };
         if self.seen().blocks.insert(block, known).is_some() {
             self.seen().report(|| format!("{block} was stored twice"));
         }
@@ -157,7 +166,7 @@ impl EvictionPolicy for CheckedPolicy {
     fn reused(&mut self, block: BlockId) {
         let mut seen = self.seen();
         match seen.blocks.get_mut(&block) {
-            Some(known) => known.idle = None,
+            Some(known) => (known.idle, known.is_held) = (None, false),
             None => seen.report(|| format!("{block} is reused but not cached")),
         }
         drop(seen);
@@ -166,13 +175,25 @@ impl EvictionPolicy for CheckedPolicy {
     fn computed_again(&mut self, block: BlockId) {
         let mut seen = self.seen();
         match seen.blocks.get_mut(&block) {
-            Some(known) => known.idle = None,
+            Some(known) => (known.idle, known.is_held) = (None, false),
             None => seen.report(|| format!("{block} is computed again but not cached")),
         }
         drop(seen);
         self.inner.computed_again(block);
     }
+    fn held(&mut self, block: BlockId) {
+        let mut seen = self.seen();
+        match seen.blocks.get_mut(&block).filter(|known| known.idle.is_some() && !known.is_held) {
+            Some(known) => known.is_held = true,
+            None => seen.report(|| format!("{block} is held but no candidate")),
+        }
+        drop(seen);
+        self.inner.held(block);
+    }
     fn idle(&mut self, block: BlockId) {
+        if self.seen().end_hold(block) {
+            return self.inner.idle(block);
+        }
         let now = self.clock.now();
         if self.seen().of(block).is_none_or(|(_, is_idle)| is_idle) {
             self.seen()

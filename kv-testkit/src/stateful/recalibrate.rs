@@ -1,8 +1,9 @@
 //! Recalibration in the middle of a run, on a device that may fail at any operation.
 use std::collections::BTreeMap;
 
-use kv_core::calibration::{LayerCalibration, PlaneCalibration};
-use kv_core::{BlockId, CacheError, Calibration, GroupId, PlanError, SequenceId};
+use kv_core::calibration::{Calibration, LayerCalibration, PlaneCalibration};
+use kv_core::error::PlanError;
+use kv_core::{BlockId, CacheError, GroupId, SequenceId};
 
 use super::choices::Choices;
 use super::{Behaviour, StatefulTest};

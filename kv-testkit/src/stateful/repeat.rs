@@ -1,5 +1,6 @@
 //! The same prompt again and again, as in health checks.
-use kv_core::{CacheError, PlanError};
+use kv_core::CacheError;
+use kv_core::error::PlanError;
 
 use super::choices::{Choices, Options};
 use super::step::StepOutcome;

@@ -1,5 +1,6 @@
 //! Steps: planned, grown one by one, committed whole or in part, or dropped.
-use kv_core::{CacheError, GroupId, KvCache, PublishAt, SequenceId, Step, StepInput};
+use kv_core::spec::PublishAt;
+use kv_core::{CacheError, GroupId, KvCache, SequenceId, Step, StepInput};
 
 use super::choices::Choices;
 use super::join::{Join, StartedSequence, join};
@@ -256,7 +257,7 @@ impl<B: Device> StatefulTest<B> {
 
     /// Returns the smallest slack of all windows.
     pub(super) fn slack(&self) -> usize {
-        let windows = self.spec.groups().iter().filter_map(kv_core::GroupSpec::window);
+        let windows = self.spec.groups().iter().filter_map(kv_core::spec::GroupSpec::window);
         windows.map(|window| window.slack as usize).min().unwrap_or(0)
     }
 

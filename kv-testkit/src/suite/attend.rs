@@ -1,5 +1,6 @@
 //! Attention over the cache.
-use kv_core::{Determinism, KvFormat};
+use kv_core::KvFormat;
+use kv_core::plan::Determinism;
 
 use super::{ORDERS, case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};

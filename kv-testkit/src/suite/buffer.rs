@@ -1,6 +1,6 @@
 //! Memory of a device: allocation, upload, download, zero.
-use kv_core::DeviceErrorKind;
 use kv_core::backend::Queue;
+use kv_core::error::DeviceErrorKind;
 
 use super::case;
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, device_error, refused, same};

@@ -1,7 +1,8 @@
 //! The life cycle of sequences and steps, and refused calls.
+use kv_core::error::{DeviceErrorKind, PlanError};
 use kv_core::{
-    AttentionOptions, CacheError, DType, DeviceErrorKind, KvCache, KvFormat, LayerId, PlanError,
-    QkvFormat, StartOptions, StepInput, TensorView, TensorViewMut,
+    AttentionOptions, CacheError, DType, KvCache, KvFormat, LayerId, QkvFormat, StartOptions,
+    StepInput, TensorView, TensorViewMut,
 };
 
 use super::{case, small};
@@ -360,7 +361,7 @@ fn host_tensors<B: Device>(backend: &B) -> CaseResult {
     ensure(lse[0] == 0.0 && (lse[1] - 2.0_f32.ln()).abs() < 1e-5, || format!("lse {lse:?}"))?;
     let mut rows = [0.0_f32; 4];
     let to = TensorViewMut::host(&mut rows, &[1, 1, 4]);
-    cache.gather(0, kv_core::Plane::Value, &[(seq(1), 1, 1)], to, QkvFormat::Thd)?;
+    cache.gather(0, kv_core::backend::Plane::Value, &[(seq(1), 1, 1)], to, QkvFormat::Thd)?;
     same("gathered rows", rows, [5.0, 6.0, 7.0, 8.0])?;
     Ok(Outcome::Holds)
 }

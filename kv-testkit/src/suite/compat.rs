@@ -2,9 +2,8 @@
 use std::collections::BTreeMap;
 
 use kv_compat::{InferenceConfig, InferenceParams, KvCacheManager, SlotConfig};
-use kv_core::{
-    AttentionOptions, CacheError, DType, KvFormat, PlanError, QkvFormat, SequenceId, TensorView,
-};
+use kv_core::error::PlanError;
+use kv_core::{AttentionOptions, CacheError, DType, KvFormat, QkvFormat, SequenceId, TensorView};
 
 use super::case;
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, refused, same};
@@ -416,8 +415,8 @@ fn slot_refusals<B: Device>(backend: &B) -> CaseResult {
 fn cache_error(error: CaseError) -> CacheError {
     match error {
         CaseError::Cache(error) => error,
-        CaseError::Broken(_) => kv_core::DeviceError::new(
-            kv_core::DeviceErrorKind::Driver,
+        CaseError::Broken(_) => kv_core::error::DeviceError::new(
+            kv_core::error::DeviceErrorKind::Driver,
             "a broken promise instead of a refusal",
         )
         .into(),

@@ -1,7 +1,8 @@
 //! Changes of axes and element types of plain tensors.
 use kv_core::backend::Queue;
+use kv_core::error::PlanError;
 use kv_core::plan::{ConvertArgs, ConvertPlan};
-use kv_core::{CacheError, DType, PlanError, QkvFormat};
+use kv_core::{CacheError, DType, QkvFormat};
 
 use super::case;
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, refused};

@@ -1,8 +1,8 @@
 //! Bad input: refused with a typed error before anything changes.
-use kv_core::backend::Queue;
+use kv_core::backend::{Backend, Queue};
+use kv_core::error::{DeviceErrorKind, PlanError};
 use kv_core::{
-    AttentionOptions, Backend, CacheError, DType, DeviceErrorKind, PlanError, QkvFormat, StepInput,
-    TensorView, TensorViewMut,
+    AttentionOptions, CacheError, DType, QkvFormat, StepInput, TensorView, TensorViewMut,
 };
 
 use super::{case, small};
@@ -226,7 +226,7 @@ fn device_ranges<B: Device>(backend: &B) -> CaseResult {
 /// A handle of another backend is refused by every operation that takes one.
 fn foreign<B: Device>(backend: &B) -> CaseResult {
     let any = erased(backend);
-    let other = kv_core::AnyBackend::new(kv_core::backend::NullBackend::new());
+    let other = kv_core::backend::AnyBackend::new(kv_core::backend::NullBackend::new());
     let (stranger, own) = (other.alloc(1024)?, any.alloc(1024)?);
     let foreign = device_error(DeviceErrorKind::ForeignHandle);
     let mut queue = any.queue()?;
@@ -249,7 +249,8 @@ fn foreign<B: Device>(backend: &B) -> CaseResult {
     refused("out", step.attend(0, view(&own), out(&stranger), &options), foreign)?;
     drop(step);
     let range = [(seq(1), 0, 3)];
-    let gathered = fixture.cache.gather(0, kv_core::Plane::Key, &range, out(&stranger), format);
+    let gathered =
+        fixture.cache.gather(0, kv_core::backend::Plane::Key, &range, out(&stranger), format);
     refused("gather", gathered, foreign)?;
     unchanged(&mut fixture, &before, "refused handles")?;
     Ok(Outcome::Holds)
@@ -259,9 +260,9 @@ fn downcast<B: Device>(backend: &B) -> CaseResult {
     let any = erased(backend);
     ensure(any.name() == backend.name(), || format!("erased name {}", any.name()))?;
     ensure(any.capabilities() == backend.capabilities(), || "erased capabilities".to_owned())?;
-    let again = kv_core::AnyBackend::new(any.clone());
+    let again = kv_core::backend::AnyBackend::new(any.clone());
     ensure(again.name() == any.name(), || "a backend erased twice".to_owned())?;
-    let null = kv_core::AnyBackend::new(kv_core::backend::NullBackend::new());
+    let null = kv_core::backend::AnyBackend::new(kv_core::backend::NullBackend::new());
     ensure(null.downcast_ref::<kv_core::backend::NullBackend>().is_some(), || {
         "the backend under the erasure is lost".to_owned()
     })?;
@@ -273,7 +274,7 @@ fn downcast<B: Device>(backend: &B) -> CaseResult {
 
 /// A backend that wraps an erased one works like any other.
 fn twice<B: Device>(backend: &B) -> CaseResult {
-    let nested = kv_core::AnyBackend::new(Shared::new(erased(backend)));
+    let nested = kv_core::backend::AnyBackend::new(Shared::new(erased(backend)));
     let mut fixture = CacheFixture::new(&nested, small().build()?, 7)?;
     fixture.fill(1, 6)?;
     fixture.fork(1, 2)?;

@@ -1,5 +1,7 @@
 //! Reading cached rows back.
-use kv_core::{CacheError, DType, KvFormat, PlanError, Plane, QkvFormat, Scaling, SequenceId};
+use kv_core::backend::Plane;
+use kv_core::error::PlanError;
+use kv_core::{CacheError, DType, KvFormat, QkvFormat, Scaling, SequenceId};
 
 use super::{ORDERS, case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, refused};

@@ -1,5 +1,7 @@
 //! Masked rows may hold anything: attention never reads them.
-use kv_core::{CacheSpecBuilder, Determinism, KeyMean, KvFormat};
+use kv_core::KvFormat;
+use kv_core::plan::Determinism;
+use kv_core::spec::{CacheSpecBuilder, KeyMean};
 
 use super::quant::{LARGE_MEANS, NEUTRAL, calibrated, quantised};
 use super::{ORDERS, case, small};

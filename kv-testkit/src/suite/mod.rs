@@ -40,9 +40,11 @@ mod reuse;
 mod scale;
 mod segments;
 mod stateful;
+mod tier;
 mod write;
 
-use kv_core::{BlockOrder, CacheSpec, CacheSpecBuilder, KvFormat};
+use kv_core::spec::CacheSpecBuilder;
+use kv_core::{BlockOrder, CacheSpec, KvFormat};
 
 use crate::case::{Case, CaseResult};
 use crate::device::Device;
@@ -76,6 +78,7 @@ pub(crate) fn cases<B: Device>() -> Vec<Case<B>> {
         random::cases(),
         stateful::cases(),
         reuse::cases(),
+        tier::cases(),
     ];
     areas.into_iter().flatten().collect()
 }

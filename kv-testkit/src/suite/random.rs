@@ -1,7 +1,7 @@
 //! Random operation sequences against the naive model, shrunk to the shortest one that fails.
-use kv_core::{
-    CacheError, CacheSpec, CacheSpecBuilder, Calibration, GroupId, KeyMean, KvFormat, StepInput,
-};
+use kv_core::calibration::Calibration;
+use kv_core::spec::{CacheSpecBuilder, KeyMean};
+use kv_core::{CacheError, CacheSpec, GroupId, KvFormat, StepInput};
 use proptest::collection::vec;
 use proptest::prelude::{Just, Strategy, any, prop_oneof};
 use proptest::test_runner::{

@@ -1,7 +1,7 @@
 //! Caches with many sequences, several groups, layers on demand, and wiped memory.
-use kv_core::{
-    CacheError, CacheSpec, GroupId, KvCache, KvFormat, PlanError, Plane, StartOptions, StepInput,
-};
+use kv_core::backend::Plane;
+use kv_core::error::PlanError;
+use kv_core::{CacheError, CacheSpec, GroupId, KvCache, KvFormat, StartOptions, StepInput};
 
 use super::{case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, refused, same};

@@ -1,14 +1,11 @@
 //! Planes that are cut into several buffers, and plans that are run without a cache.
-use kv_core::backend::Queue;
+use kv_core::backend::{KvStorage, Plane, PlaneLayout, PlaneShape, PlaneView, Queue};
 use kv_core::block::BlockTables;
 use kv_core::plan::{
     AttendArgs, BatchEntry, BlockCopy, CopyArgs, CopyPlan, Determinism, GatherArgs, GatherPlan,
     GatherRange, PlanBuffers, WriteArgs,
 };
-use kv_core::{
-    BlockId, BlockOrder, DType, KvFormat, KvStorage, Plane, PlaneLayout, PlaneShape, PlaneView,
-    QkvFormat,
-};
+use kv_core::{BlockId, BlockOrder, DType, KvFormat, QkvFormat};
 
 use super::{ORDERS, case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};
@@ -62,7 +59,7 @@ fn too_large<B: Device>(backend: &B) -> CaseResult {
     let made = kv_core::KvCache::new(device, small().build()?);
     crate::case::refused("a block of 256 bytes on a device that binds 100", made, |error| {
         matches!(error, kv_core::CacheError::Device(e)
-            if e.kind() == kv_core::DeviceErrorKind::Unsupported)
+            if e.kind() == kv_core::error::DeviceErrorKind::Unsupported)
     })?;
     Ok(Outcome::Holds)
 }

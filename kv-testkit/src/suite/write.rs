@@ -1,5 +1,6 @@
 //! Writes of new rows to their slots.
-use kv_core::{CacheSpec, CacheSpecBuilder, KvFormat};
+use kv_core::spec::CacheSpecBuilder;
+use kv_core::{CacheSpec, KvFormat};
 
 use super::{ORDERS, case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome};

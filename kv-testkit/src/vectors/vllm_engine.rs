@@ -3,9 +3,10 @@ use std::collections::BTreeMap;
 
 use kv_core::block::BlockPool;
 use kv_core::eviction::Eviction;
+use kv_core::scheduling::Admission;
+use kv_core::spec::{PrefixReuse, PublishAt};
 use kv_core::{
-    Admission, CacheError, CacheSpec, GroupId, KvCache, KvFormat, PrefixReuse, PublishAt,
-    SequenceId, StartOptions, Stats, StepInput,
+    CacheError, CacheSpec, GroupId, KvCache, KvFormat, SequenceId, StartOptions, Stats, StepInput,
 };
 
 use super::vllm::Config;

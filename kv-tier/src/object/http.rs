@@ -83,8 +83,8 @@ pub(super) fn kind(error: &(dyn Error + 'static)) -> StoreErrorKind {
     found
 }
 
-/// Installs a provider of cryptography for TLS, unless the program has one: the HTTP client looks for
-/// that of the process.
+/// Installs a provider of cryptography for TLS, unless the program has one: the HTTP client looks
+/// for that of the process.
 fn install_tls() {
     static INSTALLED: Once = Once::new();
     INSTALLED.call_once(|| {

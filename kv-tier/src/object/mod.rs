@@ -1,21 +1,21 @@
 //! A store in S3, or in what speaks its protocol, through the crate `object_store`.
 //!
-//! One object holds one chunk. Requests run on a tokio runtime with one thread, which is hidden: the
-//! methods block, and may be called on any thread, also on one of another runtime.
+//! One object holds one chunk. Requests run on a tokio runtime with one thread, which is hidden:
+//! the methods block, and may be called on any thread, also on one of another runtime.
 //!
 //! # Deadlines
 //! A call that is not done at its deadline is dropped, and its connection closed with it. The
 //! library's own retries are off: callers know how long an answer is worth waiting for.
 //!
 //! # What the bucket must be set to
-//! A bucket never evicts. Set a lifecycle rule that expires objects below the prefix after some days;
-//! hot chunks that expire are written again. Writes are conditional (`If-None-Match`), so a chunk
-//! that is there is not sent twice over a slow link; each carries a CRC-64/NVME, with which the server
-//! refuses what was damaged on the way.
+//! A bucket never evicts. Set a lifecycle rule that expires objects below the prefix after some
+//! days; hot chunks that expire are written again. Writes are conditional (`If-None-Match`), so a
+//! chunk that is there is not sent twice over a slow link; each carries a CRC-64/NVME, with which
+//! the server refuses what was damaged on the way.
 //!
 //! # Security
-//! Whoever can write to the bucket can forge chunks: checksums find decay, not malice. Give untrusted
-//! readers credentials with `s3:GetObject` only.
+//! Whoever can write to the bucket can forge chunks: checksums find decay, not malice. Give
+//! untrusted readers credentials with `s3:GetObject` only.
 mod http;
 mod runtime;
 

@@ -261,9 +261,9 @@ fn warnings(info: &str, has_ttl: bool) -> Vec<RedisWarning> {
         info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim)
     };
     let mut found = Vec::new();
-    if let Some(policy) = setting("maxmemory_policy")
-        && (policy == "noeviction" || (policy.starts_with("volatile-") && !has_ttl))
-    {
+    let keeps_all =
+        |policy: &str| policy == "noeviction" || (policy.starts_with("volatile-") && !has_ttl);
+    if let Some(policy) = setting("maxmemory_policy").filter(|policy| keeps_all(policy)) {
         found.push(RedisWarning::NoEviction { policy: policy.to_owned() });
     }
     if setting("maxmemory") == Some("0") {
@@ -287,8 +287,8 @@ fn connect(host: &str, port: u16, deadline: Instant) -> Result<TcpStream, Fault>
     Err(Fault::Io(error))
 }
 
-/// Looks a name up. The system's resolver has no deadline, so it runs on a thread that is left alone
-/// when it takes too long.
+/// Looks a name up. The system's resolver has no deadline, so it runs on a thread that is left
+/// alone when it takes too long.
 fn resolve(host: &str, port: u16, deadline: Instant) -> Result<Vec<SocketAddr>, Fault> {
     if let Ok(address) = host.parse() {
         return Ok(vec![SocketAddr::new(address, port)]);
@@ -377,10 +377,11 @@ mod tests {
     }
 
     #[test]
-    fn settings_of_the_server_are_judged_by_what_they_do_to_chunks() {
+    fn settings_that_lose_or_refuse_chunks_are_reported() {
         let found = |policy: &str, limit: u64, has_ttl| {
             let info = format!(
-                "# Memory\r\nmaxmemory:{limit}\r\nmaxmemory_human:1K\r\nmaxmemory_policy:{policy}\r\n"
+                "# Memory\r\nmaxmemory:{limit}\r\nmaxmemory_human:1K\r\n\
+                 maxmemory_policy:{policy}\r\n"
             );
             warnings(&info, has_ttl)
         };

@@ -1,8 +1,9 @@
 //! A store in Redis or Valkey.
 //!
 //! One key holds one chunk. The crate `redis` parses addresses, packs commands and parses replies;
-//! the socket is this module's own, because a timeout of a socket bounds one read or write and not a
-//! call, and because bytes of a chunk go between the socket and the caller's memory without a copy.
+//! the socket is this module's own, because a timeout of a socket bounds one read or write and not
+//! a call, and because bytes of a chunk go between the socket and the caller's memory without a
+//! copy.
 //!
 //! # Deadlines
 //! Every call ends at its deadline, even if the server stops or sends one byte at a time. A
@@ -11,14 +12,15 @@
 //!
 //! # What the server must be set to
 //! Eviction is the server's task: set `maxmemory`, and `maxmemory-policy allkeys-lru`. With
-//! `noeviction`, Redis's default, a full server refuses every chunk
-//! ([`StoreErrorKind::Full`]); [`RedisStore::warnings`] says so after the first call. With `ttl`, a
-//! chunk expires after that time without a read. Persistence (`save`, `appendonly`) only costs time:
-//! chunks can be computed again.
+//! `noeviction`, Redis's default, a full server refuses every chunk ([`StoreErrorKind::Full`]);
+//! [`RedisStore::warnings`] says so after the first call. With `ttl`, a chunk expires after that
+//! time without a read. Persistence (`save`, `appendonly`) only costs time: chunks can be computed
+//! again.
 //!
 //! # Security
-//! Whoever can write to the server can forge chunks: checksums find decay, not malice. Give untrusted
-//! readers a user with `+get +exists` only. There is no TLS: use a private network or a tunnel.
+//! Whoever can write to the server can forge chunks: checksums find decay, not malice. Give
+//! untrusted readers a user with `+get +exists` only. There is no TLS: use a private network or a
+//! tunnel.
 mod address;
 mod connection;
 mod pool;
@@ -50,8 +52,8 @@ pub struct RedisStore {
 pub enum RedisWarning {
     /// The server evicts no chunk.
     #[error(
-        "the server evicts no chunk (maxmemory-policy {policy}): when it is full it refuses new ones; \
-         set allkeys-lru"
+        "the server evicts no chunk (maxmemory-policy {policy}): when it is full it refuses new \
+         ones; set allkeys-lru"
     )]
     NoEviction {
         /// The server's policy.
@@ -139,8 +141,8 @@ impl RedisStore {
         Ok(connection)
     }
 
-    /// Appends the command that gives a chunk its whole time to live again. Returns whether there is
-    /// a reply to [`Self::read_extension`].
+    /// Appends the command that gives a chunk its whole time to live again. Returns whether there
+    /// is a reply to [`Self::read_extension`].
     fn extend(&self, key: &str, commands: &mut Vec<u8>) -> bool {
         let Some(ttl) = self.settings.ttl_ms else { return false };
         redis::cmd("PEXPIRE").arg(key).arg(ttl).write_packed_command(commands);

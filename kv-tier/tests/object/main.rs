@@ -1,14 +1,6 @@
-//! The store in S3 against real servers, behind a proxy that spoils answers, and against answers that
-//! no real server gives.
-#![expect(
-    clippy::unwrap_used,
-    clippy::panic,
-    clippy::indexing_slicing,
-    clippy::arithmetic_side_effects,
-    clippy::as_conversions,
-    clippy::cast_possible_truncation,
-    reason = "a panic here is a failed case"
-)]
+//! The store in S3 against real servers, behind a proxy that spoils answers, and against answers
+//! that no real server gives.
+#![expect(clippy::arithmetic_side_effects, clippy::unwrap_used, reason = "tests")]
 mod answers;
 mod faults;
 mod service;

@@ -2,13 +2,13 @@
 //!
 //! What every store must do is in the suite of stores; here are the server's own limits and faults.
 #![expect(
-    clippy::unwrap_used,
-    clippy::panic,
-    clippy::indexing_slicing,
     clippy::arithmetic_side_effects,
     clippy::as_conversions,
     clippy::cast_possible_truncation,
-    reason = "a panic here is a failed case"
+    clippy::indexing_slicing,
+    clippy::panic,
+    clippy::unwrap_used,
+    reason = "tests"
 )]
 mod faults;
 mod service;

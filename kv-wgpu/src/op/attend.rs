@@ -1,7 +1,7 @@
 //! Attention over cached rows: partial results of KV splits, and their merge.
 mod form;
 
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 use kv_core::plan::{AttendArgs, AttentionOptions, AttentionPlan, Mask};
 
 use super::pad::{self, Owned};
@@ -62,7 +62,8 @@ pub(crate) fn attend(
     let units = u64::from(plan.total_q()).saturating_mul(group.into());
     let units = units.checked_div(rows.count.into()).unwrap_or(0);
     let splits = plan.sequences().iter().map(|s| s.num_splits).max().unwrap_or(0).max(1);
-    let segments = k_view.layout().num_segments().max(1);
+    // `AttendArgs` refuses planes of K and V with segments of different blocks.
+    let segments = k_view.layout().num_segments();
     let slices = splits.saturating_mul(segments);
     let (k_constants, v_constants) =
         (k_view.layout().has_constants().into(), v_view.layout().has_constants().into());
@@ -138,7 +139,10 @@ fn run(
     queue: &mut WgpuQueue,
     step: &Step,
     work: &Work,
-    (k_view, v_view): (&kv_core::PlaneView<'_, WgpuBuffer>, &kv_core::PlaneView<'_, WgpuBuffer>),
+    (k_view, v_view): (
+        &kv_core::backend::PlaneView<'_, WgpuBuffer>,
+        &kv_core::backend::PlaneView<'_, WgpuBuffer>,
+    ),
 ) -> Result<(), DeviceError> {
     let shared = &std::sync::Arc::clone(&queue.recorder.shared);
     let Work { params, merged, .. } = work;

@@ -1,6 +1,6 @@
 //! Uploads of bytes, and zeroing. WebGPU's own commands move whole words; a shader handles ranges
 //! that do not begin and end at a word.
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 
 use crate::buffer::WgpuBuffer;
 use crate::params::BytesParams;

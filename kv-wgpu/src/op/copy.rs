@@ -1,7 +1,9 @@
 //! Block copies in K and V of every layer of a group.
+use kv_core::BlockOrder;
+use kv_core::backend::PlaneLayout;
+use kv_core::error::DeviceError;
 use kv_core::invariant::Invariant;
 use kv_core::plan::{BlockCopy, CopyArgs, CopyPlan};
-use kv_core::{BlockOrder, DeviceError, PlaneLayout};
 
 use crate::buffer::WgpuBuffer;
 use crate::params::CopyParams;

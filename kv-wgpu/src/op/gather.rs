@@ -1,5 +1,5 @@
 //! Reading cached rows into a plain tensor.
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 use kv_core::plan::{GatherArgs, GatherPlan};
 
 use super::pad::{self, Owned};

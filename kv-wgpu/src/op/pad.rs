@@ -1,5 +1,5 @@
 //! Padding: rows of an output that belong to no entry.
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 
 use crate::params::{PadParams, Tensor};
 use crate::pipelines::Kernel;

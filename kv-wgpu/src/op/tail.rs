@@ -3,8 +3,9 @@
 //!
 //! The 16-bit rows may lie in another segment than the codes, and a dispatch binds one segment.
 //! They are therefore copied to scratch memory first.
+use kv_core::KvFormat;
+use kv_core::error::DeviceError;
 use kv_core::plan::WritePlan;
-use kv_core::{DeviceError, KvFormat};
 
 use super::write::{OPERATION, PlaneWrite, specialised};
 use crate::device::unsupported;

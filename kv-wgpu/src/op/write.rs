@@ -1,6 +1,8 @@
 //! Writing new K and V rows into their slots.
+use kv_core::KvFormat;
+use kv_core::backend::{PlaneView, TokenTensor};
+use kv_core::error::DeviceError;
 use kv_core::plan::{WriteArgs, WritePlan};
-use kv_core::{DeviceError, KvFormat, PlaneView, TokenTensor};
 
 use super::tail::{CodedRuns, Tail};
 use crate::buffer::WgpuBuffer;

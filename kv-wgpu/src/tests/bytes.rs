@@ -28,7 +28,7 @@ fn uploads_and_zeros_reach_unaligned_bytes() {
 
 #[test]
 fn copies_are_of_whole_words_and_two_buffers() {
-    use kv_core::DeviceErrorKind::{ForeignHandle, OutOfRange, Unsupported};
+    use kv_core::error::DeviceErrorKind::{ForeignHandle, OutOfRange, Unsupported};
 
     let Some(backend) = open() else { return };
     let mut queue = backend.queue().unwrap();

@@ -1,5 +1,5 @@
 //! Devices, queues and buffers that the caller owns.
-use kv_core::DeviceErrorKind;
+use kv_core::error::DeviceErrorKind;
 use kv_core::plan::{ConvertArgs, ConvertPlan};
 use wgpu::BufferUsages as Usages;
 

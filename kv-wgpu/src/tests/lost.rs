@@ -1,9 +1,10 @@
 //! A device that is lost in the middle of a step.
 use std::task::{Context, Poll, Waker};
 
+use kv_core::CacheError;
 use kv_core::backend::Fence;
+use kv_core::error::DeviceErrorKind;
 use kv_core::plan::{ConvertArgs, ConvertPlan};
-use kv_core::{CacheError, DeviceErrorKind};
 
 use super::*;
 

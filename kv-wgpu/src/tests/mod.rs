@@ -14,10 +14,11 @@ mod segments;
 mod subgroups;
 mod tasks;
 
-use kv_core::backend::{Backend, Queue, Readback};
+use kv_core::backend::{Backend, Plane, Queue, Readback};
+use kv_core::error::DeviceError;
 use kv_core::{
-    AttentionOptions, CacheSpec, DType, DeviceError, KvCache, KvFormat, Plane, QkvFormat,
-    SequenceId, StartOptions, StepInput, TensorView, TensorViewMut,
+    AttentionOptions, CacheSpec, DType, KvCache, KvFormat, QkvFormat, SequenceId, StartOptions,
+    StepInput, TensorView, TensorViewMut,
 };
 
 use crate::adapter::{self, AdapterName};

@@ -1,7 +1,8 @@
 //! Planes that are larger than a binding.
+use kv_core::backend::{PlaneLayout, PlaneShape, PlaneView};
 use kv_core::block::BlockTables;
+use kv_core::error::DeviceErrorKind;
 use kv_core::plan::{GatherArgs, GatherPlan};
-use kv_core::{DeviceErrorKind, PlaneLayout, PlaneShape, PlaneView};
 
 use super::*;
 

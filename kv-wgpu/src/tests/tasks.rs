@@ -64,6 +64,6 @@ fn host_outputs_are_refused_where_threads_may_not_block() {
     assert_eq!(floats(&bytes), [1.0; 256]);
     let fence = step.queue_mut().submit().unwrap();
     let refused = fence.wait().unwrap_err();
-    assert_eq!(refused.kind(), kv_core::DeviceErrorKind::Unsupported, "{refused}");
+    assert_eq!(refused.kind(), kv_core::error::DeviceErrorKind::Unsupported, "{refused}");
     pollster::block_on(poll_fn(|cx| fence.poll(cx))).unwrap();
 }

@@ -1,7 +1,8 @@
 //! The constructor: every argument, every default, every refusal.
 use kv_compat::{InferenceConfig, InferenceParams, OutputFormat};
 use kv_core::backend::NullBackend;
-use kv_core::{CacheError, DType, PlanError, QkvFormat, SpecError};
+use kv_core::error::{PlanError, SpecError};
+use kv_core::{CacheError, DType, QkvFormat};
 
 use super::{config, paged, params};
 

@@ -261,7 +261,7 @@ fn there_is_an_end_to_layers() {
     let mut params = params(config());
     assert!((0..65_535).all(|layer| params.allocate_memory(layer).unwrap()));
     let refused = super::refusal(params.allocate_memory(65_535));
-    let got = kv_core::PlanError::TooMany { what: "layers", got: 65_536, max: 65_535 };
+    let got = kv_core::error::PlanError::TooMany { what: "layers", got: 65_536, max: 65_535 };
     assert_eq!(refused, got);
     assert!(!params.allocate_memory(65_534).unwrap());
 }

@@ -2,10 +2,12 @@
 use kv_compat::{
     BlockManager, CacheManager, CacheManagerConfig, InferenceParams, PageConfig, TrackedSequence,
 };
-use kv_core::backend::{AnyBackend, Backend, NullBackend};
+use kv_core::backend::{AnyBackend, Backend, NullBackend, Plane, PlaneView};
+use kv_core::error::PlanError;
 use kv_core::plan::AttentionOptions;
-use kv_core::{BlockId, BlockOrder, CacheError, DType, Plane, PlaneView, QkvFormat, SequenceId};
-use kv_core::{PlanError, TensorView, TensorViewMut};
+use kv_core::{
+    BlockId, BlockOrder, CacheError, DType, QkvFormat, SequenceId, TensorView, TensorViewMut,
+};
 
 use super::{config, paged, refusal};
 

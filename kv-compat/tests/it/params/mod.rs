@@ -7,7 +7,8 @@ mod refusals;
 
 use kv_compat::{InferenceConfig, InferenceParams};
 use kv_core::backend::NullBackend;
-use kv_core::{CacheError, DType, PlanError, TensorView, TensorViewMut};
+use kv_core::error::PlanError;
+use kv_core::{CacheError, DType, TensorView, TensorViewMut};
 
 pub(crate) type Params = InferenceParams<NullBackend>;
 

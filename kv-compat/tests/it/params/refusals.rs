@@ -1,6 +1,6 @@
 //! What is refused leaves the state as it was.
-use kv_core::error::LayerProblem;
-use kv_core::{CacheError, DType, PlanError, SequenceId, TensorView};
+use kv_core::error::{LayerProblem, PlanError};
+use kv_core::{CacheError, DType, SequenceId, TensorView};
 
 use super::{Params, both, lens, paged, params, pre_step, refusal, run, state, write};
 

@@ -56,7 +56,7 @@ impl CacheState {
     }
 
     /// Starts a sequence in the open step. It finds what the step publishes with
-    /// [`PublishAt::Begin`](crate::PublishAt), and is removed if the step is rolled back.
+    /// [`PublishAt::Begin`](crate::spec::PublishAt), and is removed if the step is rolled back.
     ///
     /// # Errors
     /// [`PlanError::State`] without an open step; otherwise those of [`Self::start`].

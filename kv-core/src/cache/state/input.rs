@@ -10,7 +10,7 @@ use crate::spec::CacheSpec;
 #[cfg(doc)]
 use crate::{KvCache, Step};
 
-/// The input of one sequence in a step.
+/// The input of one sequence in a step: its new tokens, or queries over cached ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepInput<'a> {
     pub(in crate::cache) sequence: SequenceId,
@@ -35,13 +35,13 @@ impl<'a> StepInput<'a> {
     pub fn tokens(sequence: SequenceId, tokens: &'a [u32]) -> Self {
         Self::new(sequence, InputKind::Tokens(tokens))
     }
-    /// The tokens of a prompt after its first `reused`: those that
+    /// Creates the tokens of a prompt after its first `reused`: those that
     /// [`KvCache::start`](crate::KvCache::start) left to compute. A step refuses an input without
     /// tokens ([`PlanError::ZeroTokens`]).
     pub fn prompt(sequence: SequenceId, prompt: &'a [u32], reused: u32) -> Self {
         Self::tokens(sequence, prompt.get(to_usize(reused)..).unwrap_or_default())
     }
-    /// A number of new tokens, from a caller without token ids; such tokens are never reused.
+    /// Creates `tokens` new tokens without ids. They are never reused for another prompt.
     pub fn count(sequence: SequenceId, tokens: u32) -> Self {
         Self::new(sequence, InputKind::Count(tokens))
     }
@@ -62,8 +62,9 @@ impl<'a> StepInput<'a> {
     pub fn with_drafts(self, drafts: u32) -> Self {
         Self { drafts, ..self }
     }
-    /// Also takes the slots of the next `tokens` tokens, for later steps. No effect in groups with
-    /// a tail. A lookahead beyond the pools is [exhausted](CacheError::Exhausted).
+    /// Also allocates the slots of the next `tokens` tokens, for later steps. Has no effect in
+    /// groups with a tail. A step whose lookahead exceeds the pools is refused as
+    /// [exhausted](CacheError::Exhausted).
     #[must_use]
     pub fn with_lookahead(self, tokens: u32) -> Self {
         Self { lookahead: tokens, ..self }

@@ -1,5 +1,5 @@
 //! Removal of cached content from the index, other than eviction.
-use crate::cache::state::{CacheState, StartOptions};
+use crate::cache::state::{CacheState, StartOptions, unique};
 use crate::error::PlanError;
 use crate::ids::SequenceId;
 use crate::num::to_u32;
@@ -71,7 +71,8 @@ impl CacheState {
         Ok(forgotten)
     }
 
-    /// Evicts everything cached; `false`, and no change, while a sequence or a pin holds a block.
+    /// Evicts everything cached; `false`, and no change, while a sequence, a pin, a hold or an
+    /// import holds a block.
     ///
     /// # Errors
     /// [`PlanError::State`] while a step is open.
@@ -93,14 +94,16 @@ impl CacheState {
             }
         }
         ledger.clear();
+        self.epoch = unique();
     }
 
     /// Ends reuse for live sequences and invalidates everything cached, because the encoding
     /// changed.
     pub(in crate::cache) fn change_encoding(&mut self, encoding_key: u128) {
         self.clear_index();
-        let Self { sequences, ledger, .. } = self;
+        let Self { sequences, imports, ledger, .. } = self;
         sequences.each_mut(|_, _, history| history.end(ledger));
+        imports.leave_namespaces(ledger);
         self.encoding_key = encoding_key;
         self.ledger.namespaces_mut().set_encoding(encoding_key);
     }

@@ -1,7 +1,7 @@
 //! Layers that are allocated when tokens are cached already: the rows that they lack.
 use hashbrown::HashMap;
 
-use crate::cache::state::CacheState;
+use crate::cache::state::{CacheState, unique};
 use crate::error::PlanError;
 use crate::ids::LayerId;
 use crate::plan::AttentionOptions;
@@ -52,6 +52,7 @@ impl CacheState {
         if self.groups.iter().any(|group| !group.pool.index().is_empty()) {
             self.clear_index();
         }
+        self.epoch = unique();
         let Self { sequences, late, ledger, .. } = self;
         sequences.each_mut(|row, state, history| {
             if state.len > 0 {

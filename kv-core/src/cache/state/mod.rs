@@ -1,17 +1,20 @@
 //! The bookkeeping of a cache: the blocks of each sequence, what can be reused, and the open step.
 //!
-//! Owns pools, tables, sequences, the prefix index, pins, counters and plans. Knows no device: it
-//! lists the blocks to zero and to copy, and the owner of the memory does that.
+//! Owns pools, tables, sequences, the prefix index, pins, holds, imports, counters and plans. Knows
+//! no device: it lists the blocks to zero and to copy, and the owner of the memory does that.
 mod admission;
 mod begin;
 mod block_demand;
 mod commit;
 mod history;
+mod hold;
+mod import;
 mod input;
 mod invalidation;
 mod late;
 mod lookup;
 mod pins;
+mod probe;
 mod publish;
 mod release;
 mod reserve;
@@ -28,6 +31,7 @@ mod usage;
 
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::block::{BlockPool, BlockTables, Ledger};
 use crate::error::PlanError;
@@ -36,11 +40,15 @@ use crate::geometry::PlaneLayout;
 use crate::ids::{BlockId, GroupId, LayerId, SequenceId};
 use crate::invariant::Invariant;
 use crate::num::{to_u32, to_u64};
+use crate::reuse::NamespaceId;
 use crate::slot_map::SlotMap;
 use crate::spec::{CacheSpec, GroupSpec, Window};
 pub use admission::{Admission, BlockDemand};
+pub use hold::BlockHold;
+pub use import::{Import, ImportBlock};
 pub use input::StepInput;
 pub use pins::{Pin, PinId};
+pub use probe::{PrefixProbe, ProbedBlock};
 pub(super) use rows::{Kept, Run, tokens};
 pub use start::StartOptions;
 pub use stats::Stats;
@@ -56,7 +64,8 @@ pub use usage::Usage;
 /// [`unwiped`](Self::unwiped) blocks and makes the [`copies`](Self::copies) of each step.
 ///
 /// ```
-/// use kv_core::{CacheSpec, CacheState, SequenceId, StartOptions, StepInput};
+/// use kv_core::scheduling::CacheState;
+/// use kv_core::{CacheSpec, SequenceId, StartOptions, StepInput};
 ///
 /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(2, 8).build()?;
 /// let mut state = CacheState::new(spec, 0);
@@ -81,6 +90,10 @@ pub struct CacheState {
     /// Buffers of the last lookup.
     lookup: start::Lookup,
     pins: pins::Pins,
+    holds: hold::Holds,
+    imports: import::Imports,
+    /// A number that no other cache has, and that changes when everything cached becomes invalid.
+    epoch: u64,
     stats: Stats,
     sequences: sequences::Sequences,
     open: step_state::OpenStep,
@@ -202,6 +215,11 @@ impl Group {
         Some(taken.block)
     }
 
+    /// Adds a holder to a block that was found for its content.
+    fn hold(&mut self, block: BlockId) {
+        assert!(self.pool.hold(block), "block {block} was found for its content and has none");
+    }
+
     /// Removes one holder from a block.
     fn release_holder(&mut self, block: BlockId, unwiped: &mut Unwiped) {
         if self.pool.release(block) {
@@ -228,6 +246,13 @@ impl Group {
     }
 }
 
+/// Returns a number that no other call in this process returns, so that what one cache handed out
+/// is not taken for that of another.
+fn unique() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
 fn group_id(index: usize) -> GroupId {
     GroupId(u8::try_from(index).invariant("a spec has at most 255 groups"))
 }
@@ -248,11 +273,14 @@ impl CacheState {
             groups.push(Group::new(&spec, index, chain, &clock));
         }
         Self {
-            ledger: Ledger::new(encoding_key, spec.events()),
+            ledger: Ledger::new(encoding_key, spec.events()).with_changes(spec.changes()),
             chains,
             has_windows: groups.iter().any(|group| group.window.is_some()),
             lookup: start::Lookup::default(),
             pins: pins::Pins::default(),
+            holds: hold::Holds::default(),
+            imports: import::Imports::default(),
+            epoch: unique(),
             stats: Stats::default(),
             sequences: sequences::Sequences::default(),
             open: step_state::OpenStep::new(groups.len()),
@@ -309,6 +337,11 @@ impl CacheState {
     pub fn free_blocks(&self, group: GroupId) -> u32 {
         self.find_group(group).map_or(0, |group| group.pool.num_free())
     }
+    /// Returns salt and adapter of a namespace, as [`IndexedBlock`](crate::reuse::IndexedBlock)
+    /// names it; `None` once nothing is in it.
+    pub fn namespace(&self, id: NamespaceId) -> Option<(&[u8], Option<u64>)> {
+        self.ledger.namespace(id)
+    }
     /// Returns the pool of one group.
     pub fn pool(&self, group: GroupId) -> Option<&BlockPool> {
         self.find_group(group).map(|group| &group.pool)
@@ -335,8 +368,8 @@ impl CacheState {
     }
 
     /// Returns the blocks that must be zeroed before they are handed out, by the setting
-    /// [`wipe_on_release`](crate::CacheSpecBuilder::wipe_on_release): those that lost their last
-    /// holder or their content. [`Self::pop_unwiped`] removes the last one.
+    /// [`wipe_on_release`](crate::spec::CacheSpecBuilder::wipe_on_release): those that lost their
+    /// last holder or their content. [`Self::pop_unwiped`] removes the last one.
     pub fn unwiped(&self) -> &[(GroupId, BlockId)] {
         &self.unwiped.blocks
     }

@@ -1,13 +1,15 @@
-//! Pinned prefixes, priorities of cached blocks, events.
+//! Pinned prefixes, priorities of cached blocks, events and changes.
 use hashbrown::HashMap;
 
+use crate::block::BlockChange;
 use crate::cache::state::start::Lookup;
 use crate::cache::state::{CacheState, Group, StartOptions};
 use crate::error::PlanError;
-use crate::events::{Event, Snapshot, StoredBlock, Tier};
+use crate::events::{Event, EventKind, Snapshot, StoredBlock, Tier};
 use crate::eviction::{EvictionPolicy, Priority};
 use crate::ids::{BlockId, GroupId};
 use crate::num::to_u32;
+use crate::reuse::IndexedBlock;
 
 /// Identifies a pinned prefix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -124,9 +126,33 @@ impl CacheState {
     }
 
     /// Returns the [events](crate::events) since the last call; none unless
-    /// [`CacheSpecBuilder::events`](crate::CacheSpecBuilder::events) enabled them.
+    /// [`CacheSpecBuilder::events`](crate::spec::CacheSpecBuilder::events) enabled them.
     pub fn take_events(&mut self) -> Vec<Event> {
         self.ledger.take_events()
+    }
+
+    /// Appends an event of a tier below the device: [`EventKind::Stored`], [`EventKind::Updated`]
+    /// or [`EventKind::Removed`] of a [`Tier`] other than [`Tier::Device`]. `false`, and no change,
+    /// for any other event, or if events are off. Who announces a tier also adds its blocks to the
+    /// [snapshots](Self::snapshot) of late subscribers.
+    pub fn announce(&mut self, kind: EventKind) -> bool {
+        self.ledger.announce(kind)
+    }
+
+    /// Moves the changes of blocks since the last call to the end of `out`, in order. `false`, and
+    /// nothing moved, if there were more than
+    /// [`CacheSpecBuilder::changes`](crate::spec::CacheSpecBuilder::changes) keeps: then look at
+    /// [`Self::stored_blocks`], which includes every change up to now. While a step is open this
+    /// gives what is certain already: blocks that the step evicted, but none that it fills.
+    pub fn drain_changes(&mut self, out: &mut Vec<BlockChange>) -> bool {
+        self.ledger.drain_changes(out)
+    }
+
+    /// Iterates over the blocks of a group with reusable content that are full and written, ordered
+    /// by ID: those that may be copied to other memory. None for an unknown group.
+    pub fn stored_blocks(&self, group: GroupId) -> impl Iterator<Item = IndexedBlock<'_>> + '_ {
+        let blocks = self.find_group(group).into_iter().flat_map(|group| group.pool.index().iter());
+        blocks.filter(|block| !block.is_partial && !block.is_unwritten)
     }
 
     /// Returns everything that can be reused now, for subscribers that lost events or joined late.

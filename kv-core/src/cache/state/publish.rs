@@ -3,7 +3,7 @@
 //! Content is indexed once. If a block is filled with content that is indexed already, the sequence
 //! holds the indexed block in its place. While a step is open no block is replaced, because the
 //! step writes it; blocks that were published early are checked again at commit.
-use crate::block::Ledger;
+use crate::block::{Fill, Ledger};
 use crate::cache::state::history::History;
 use crate::cache::state::undo::Undo;
 use crate::cache::state::{CacheState, Group, Unwiped};
@@ -23,16 +23,16 @@ impl CacheState {
             return;
         }
         let certain = certain.min(history.known());
+        let fill = if is_early { Fill::Unwritten } else { Fill::Full };
         for (index, group) in groups.iter_mut().enumerate() {
             let map = group.slot_map();
             let coded = map.coded_after(group.tables.coded(row), len).min(certain);
             let mut at = history.stored(index);
             // Tokens after `coded` are in a tail, or are drafts.
             while map.tokens(at.saturating_add(1)) <= coded {
-                if let Some((block, offered)) = group.offer_full(history, ledger, (row, at)) {
+                if let Some((block, offered)) = group.offer_full(history, ledger, (row, at, fill)) {
                     if is_early {
                         let is_new = offered == Offered::New;
-                        group.pool.set_unwritten(block, is_new);
                         open.undo.push(Undo::Stored { group: index, row, at, block, is_new });
                     } else {
                         group.settle_full((history, ledger, unwiped), (row, at, block), offered);
@@ -56,12 +56,13 @@ impl CacheState {
             let group = groups.at_mut(group);
             let (state, history) = sequences.both_mut(row);
             let offered = if is_new {
-                group.pool.set_unwritten(block, false);
+                group.pool.set_written(block, ledger);
                 Some((block, Offered::New))
             } else {
                 // A block with tokens that were not accepted will be written again.
                 let is_full = group.slot_map().tokens(at.saturating_add(1)) <= state.len;
-                is_full.then(|| group.offer_full(history, ledger, (row, at))).flatten()
+                let place = (row, at, Fill::Full);
+                is_full.then(|| group.offer_full(history, ledger, place)).flatten()
             };
             if let Some((block, offered)) = offered {
                 group.settle_full((history, ledger, unwiped), (row, at, block), offered);
@@ -101,7 +102,7 @@ impl CacheState {
             let Some(content) = content else {
                 continue;
             };
-            match group.pool.offer(block, &content, (priority, true), ledger) {
+            match group.pool.offer(block, &content, (priority, Fill::Partial), ledger) {
                 Offered::New => group.drop_prefixes(block, ledger, unwiped),
                 Offered::Known(known) if known != block => {
                     group.pool.renew(known);
@@ -142,7 +143,7 @@ impl Group {
         &mut self,
         history: &mut History,
         ledger: &mut Ledger,
-        (row, at): (u32, u32),
+        (row, at, fill): (u32, u32, Fill),
     ) -> Option<(BlockId, Offered)> {
         let map = self.slot_map();
         let is_withheld = self.vacant(row).contains(&at) || history.is_cut(self.id, at);
@@ -152,7 +153,7 @@ impl Group {
         if is_withheld {
             return Some((block, Offered::Refused));
         }
-        Some((block, self.pool.offer(block, &content, (priority, false), ledger)))
+        Some((block, self.pool.offer(block, &content, (priority, fill), ledger)))
     }
 
     /// Completes the publication of a written block: gives the row the block that had the content
@@ -189,7 +190,12 @@ impl Group {
     }
 
     /// Drops partial blocks whose content is a prefix of the new content of `block`.
-    fn drop_prefixes(&mut self, block: BlockId, ledger: &mut Ledger, unwiped: &mut Unwiped) {
+    pub(super) fn drop_prefixes(
+        &mut self,
+        block: BlockId,
+        ledger: &mut Ledger,
+        unwiped: &mut Unwiped,
+    ) {
         while let Some(beginning) = self.pool.beginning_of(block) {
             self.forget(beginning, ledger, unwiped);
         }

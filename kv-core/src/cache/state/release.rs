@@ -7,8 +7,7 @@ use crate::num::{to_u32, to_usize};
 use crate::plan::{BatchEntry, GatherRange};
 
 impl CacheState {
-    /// Truncates `sequence` to `len` tokens: see
-    /// [`KvCache::truncate`](crate::KvCache::truncate).
+    /// Truncates `sequence` to `len` tokens: see [`KvCache::truncate`](crate::KvCache::truncate).
     ///
     /// # Errors
     /// [`PlanError::UnknownSequence`], [`PlanError::SequenceTooShort`], [`PlanError::OutOfWindow`];

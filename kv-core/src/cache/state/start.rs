@@ -1,8 +1,10 @@
 //! How sequences begin, and what they take over from cached prompts.
 use crate::cache::state::history::History;
 use crate::cache::state::lookup::PrefixHit;
+use crate::cache::state::stats::ByTier;
 use crate::cache::state::{CacheState, Group};
 use crate::error::{BlocksExhausted, CacheError, PlanError};
+use crate::events::Tier;
 use crate::eviction::Retention;
 use crate::ids::{BlockId, SequenceId};
 use crate::num::{to_u32, to_u64, to_usize};
@@ -52,8 +54,8 @@ impl<'a> StartOptions<'a> {
     pub fn with_reserve(self, tokens: u32) -> Self {
         Self { reserve: tokens, ..self }
     }
-    /// Isolates tenants: prompts share blocks only if the salt is equal, so that response
-    /// times reveal nothing about other tenants' prompts.
+    /// Isolates tenants: prompts share blocks only if the salt is equal, so that response times
+    /// reveal nothing about other tenants' prompts.
     #[must_use]
     pub fn with_salt(self, salt: &'a [u8]) -> Self {
         Self { salt, ..self }
@@ -269,13 +271,19 @@ impl CacheState {
         let tokens = found.tokens();
         let row = self.insert(sequence, tokens)?;
         let Self { groups, ledger, unwiped, .. } = self;
+        let mut imported = ByTier::default();
         for group in groups.iter_mut() {
+            let mut of_group = ByTier::default();
             let map = group.slot_map();
             let needed = found.needed(group.id, group.window, &map);
             group.tables.set_live(row, needed.live(found.part > 0));
-            for (block, at) in needed.iter(found.part > 0).zip(0..) {
+            for (block, at) in needed.iter(found.part > 0).zip(0_u32..) {
                 if let Some(block) = block {
-                    group.pool.reuse(block);
+                    let tier = group.pool.reuse_imported(block);
+                    if tier != Tier::Device {
+                        let end = map.tokens(at.saturating_add(1)).min(tokens);
+                        of_group.add(tier, end.saturating_sub(map.tokens(at)));
+                    }
                     if options.retention.is_some() {
                         let priority = history.priority(map.tokens(at));
                         group.pool.set_priority(block, priority, ledger);
@@ -291,7 +299,9 @@ impl CacheState {
                 group.push(row, block);
             }
             group.pool.tick();
+            imported.raise_to(of_group);
         }
+        self.note_imported(imported);
         self.sequences.at_mut(row).reserved = options.reserve;
         self.sequences.swap_history(row, history);
         Ok(tokens)

@@ -1,5 +1,6 @@
 //! Counters of what a cache has done so far.
 use crate::cache::state::CacheState;
+use crate::events::Tier;
 
 /// What a cache has done since it was created. [`Usage`](crate::Usage) says how full it is now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -22,6 +23,14 @@ pub struct Stats {
     pub hit_blocks: u64,
     /// Tokens reused from a block that continues differently, in both kinds of hits.
     pub partial_hit_tokens: u64,
+    /// Tokens, of both kinds of hits, whose blocks an [import](crate::reuse::Import) brought from
+    /// host memory and no sequence had used since. In caches with several groups, those of the
+    /// group for which most were brought.
+    pub host_hit_tokens: u64,
+    /// The same from disk.
+    pub disk_hit_tokens: u64,
+    /// The same from a store that other machines read too.
+    pub store_hit_tokens: u64,
     /// Sequences that were preempted.
     pub preemptions: u64,
     /// Blocks copied because they are shared or in the index.
@@ -35,6 +44,29 @@ pub struct Stats {
     pub evictions: u64,
 }
 
+/// Tokens from host memory, disk and stores.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct ByTier([u32; 3]);
+
+impl ByTier {
+    pub(super) fn add(&mut self, tier: Tier, tokens: u32) {
+        let [host, disk, store] = &mut self.0;
+        let of_tier = match tier {
+            Tier::Device => return,
+            Tier::Host => host,
+            Tier::Disk => disk,
+            Tier::Store => store,
+        };
+        *of_tier = of_tier.saturating_add(tokens);
+    }
+    /// Raises the tokens of each tier to those of another group.
+    pub(super) fn raise_to(&mut self, other: Self) {
+        for (tokens, other) in self.0.iter_mut().zip(other.0) {
+            *tokens = other.max(*tokens);
+        }
+    }
+}
+
 impl CacheState {
     /// Returns what the cache has done so far.
     pub fn stats(&self) -> Stats {
@@ -45,6 +77,16 @@ impl CacheState {
             stats.evictions = stats.evictions.saturating_add(pool.evictions);
         }
         stats
+    }
+
+    /// Counts the tokens of one start that came from each lower tier.
+    pub(super) fn note_imported(&mut self, tokens: ByTier) {
+        let stats = &mut self.stats;
+        let all =
+            [&mut stats.host_hit_tokens, &mut stats.disk_hit_tokens, &mut stats.store_hit_tokens];
+        for (all, tokens) in all.into_iter().zip(tokens.0) {
+            *all = all.saturating_add(u64::from(tokens));
+        }
     }
 
     /// Counts the lookup that [`Self::start`] just used.

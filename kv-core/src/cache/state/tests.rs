@@ -1,6 +1,9 @@
 //! The bookkeeping of a cache without a device: holders of blocks, and refusals without a trace.
 #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails, as it should")]
+pub(in crate::cache) mod changes;
 mod history;
+mod holds;
+mod imports;
 mod prefixes;
 mod steps;
 mod windows;
@@ -8,8 +11,8 @@ mod windows;
 use std::collections::BTreeMap;
 
 use super::*;
-use crate::CacheSpecBuilder;
 use crate::error::CacheError;
+use crate::spec::CacheSpecBuilder;
 
 const SEQ: [SequenceId; 4] = [SequenceId(0), SequenceId(1), SequenceId(2), SequenceId(3)];
 
@@ -93,6 +96,10 @@ pub(in crate::cache) fn check_invariants(cache: &CacheState) {
     for (index, group) in cache.groups.iter().enumerate() {
         let mut counted = vec![0; holders[index].len()];
         for (_, block) in cache.pins.blocks().filter(|(group, _)| *group == index) {
+            counted[usize::try_from(block.0).unwrap()] += 1;
+        }
+        let others = cache.holds.blocks().chain(cache.imports.blocks());
+        for (_, block) in others.filter(|(group, _)| *group == index) {
             counted[usize::try_from(block.0).unwrap()] += 1;
         }
         // Blocks that an open step replaced in a row and releases when it ends.

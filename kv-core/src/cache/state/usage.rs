@@ -23,7 +23,8 @@ pub struct Usage {
     pub blocks_peak: u32,
     /// Free blocks whose content can be reused.
     pub blocks_cached: u32,
-    /// Slots of held blocks without a committed token of any sequence; pinned blocks count as full.
+    /// Slots of held blocks without a committed token of any sequence; blocks of pins, holds and
+    /// imports count as full.
     /// All slots of a 16-bit row count as its token's.
     pub slots_wasted: u64,
 }
@@ -84,7 +85,8 @@ impl CacheState {
                 *most = slots.max(*most);
             }
         }
-        for (_, block) in self.pins.blocks().filter(|(index, _)| *index == group.id) {
+        let others = self.pins.blocks().chain(self.holds.blocks()).chain(self.imports.blocks());
+        for (_, block) in others.filter(|(index, _)| *index == group.id) {
             filled.insert(block, size);
         }
         let filled: u64 = filled.values().map(|n| u64::from(*n)).sum();

@@ -2,7 +2,8 @@
 use super::reuse::{run, tokens};
 use super::*;
 use crate::num::to_usize;
-use crate::{KvFormat, PrefixReuse, Scaling};
+use crate::spec::PrefixReuse;
+use crate::{KvFormat, Scaling};
 
 /// Number of group layouts to test.
 const SHAPES: usize = 6;

@@ -1,8 +1,8 @@
 //! Hits without their last block, for draft models that read one token ahead.
 use super::reuse::{cache_with, run, tokens};
 use super::*;
-use crate::PrefixReuse;
 use crate::eviction::Eviction;
+use crate::spec::PrefixReuse;
 
 fn draft() -> StartOptions<'static> {
     StartOptions::default().with_backoff_blocks(1)

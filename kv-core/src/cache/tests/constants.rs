@@ -1,7 +1,8 @@
 //! Calibrated caches.
 use super::*;
-use crate::calibration::{CalibrationError, LayerCalibration, PlaneCalibration};
-use crate::{Calibration, KvFormat, ScaleGroup, Scaling, Transform};
+use crate::calibration::{Calibration, CalibrationError, LayerCalibration, PlaneCalibration};
+use crate::spec::Transform;
+use crate::{KvFormat, ScaleGroup, Scaling};
 
 const INT8: KvFormat = KvFormat::Int8(Scaling::Row);
 const L4: KvFormat = KvFormat::L4(ScaleGroup::Row);

@@ -1,9 +1,9 @@
 //! Counts from callers: each is bounded by the cache, or refused before anything is allocated for
 //! it.
 use super::*;
-use crate::plan::{BatchEntry, ConvertPlan, GatherPlan, GatherRange, PlanBuffers};
+use crate::KvFormat;
+use crate::plan::{BatchEntry, ConvertPlan, Determinism, GatherPlan, GatherRange, PlanBuffers};
 use crate::storage::Plane;
-use crate::{Determinism, KvFormat};
 
 /// Maximum tokens of a sequence, in pools of 40.
 const MAX: u32 = 24;

@@ -1,6 +1,7 @@
 //! Reading the batch of an open step.
 use super::*;
-use crate::{KvFormat, Plane, Scaling};
+use crate::backend::Plane;
+use crate::{KvFormat, Scaling};
 
 /// Reads keys of a layer into `[t, 1, 2]`.
 fn gather(step: &mut Step<'_, NullBackend>, layer: u16, t: u32) -> Result<(), CacheError> {

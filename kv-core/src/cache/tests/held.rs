@@ -1,8 +1,9 @@
 //! Steps that are held between calls.
 use super::*;
+use crate::backend::Plane;
+use crate::calibration::Calibration;
 use crate::error::StateProblem;
 use crate::eviction::{Clock, Eviction, Priority, SystemClock};
-use crate::{Calibration, Plane};
 
 const PROMPT: [u32; 6] = [1, 2, 3, 4, 5, 6];
 
@@ -201,6 +202,7 @@ struct Queueless(NullBackend);
 impl Backend for Queueless {
     type Buffer = crate::backend::NullBuffer;
     type Queue = crate::backend::NullQueue;
+    type HostPool = crate::backend::QueueHostPool<Self::Queue>;
     fn name(&self) -> &'static str {
         self.0.name()
     }
@@ -212,6 +214,14 @@ impl Backend for Queueless {
     }
     fn queue(&self) -> Result<Self::Queue, DeviceError> {
         Err(DeviceError::new(DeviceErrorKind::Driver, "queue"))
+    }
+    fn host_pool(
+        &self,
+        storage: crate::storage::StorageView<'_, Self::Buffer>,
+        shape: crate::backend::ChunkShape,
+        chunks: u32,
+    ) -> Result<Self::HostPool, DeviceError> {
+        self.0.host_pool(storage, shape, chunks)
     }
 }
 

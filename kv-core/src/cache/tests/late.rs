@@ -1,6 +1,7 @@
 //! Layers that are allocated when tokens are cached already.
 use super::*;
-use crate::{LateLayers, Plane};
+use crate::backend::Plane;
+use crate::spec::LateLayers;
 
 const PROMPT: [u32; 9] = [1, 2, 3, 4, 5, 6, 7, 8, 9];
 

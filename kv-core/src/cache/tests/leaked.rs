@@ -1,7 +1,9 @@
 //! Leaked steps: every call that takes the cache by `&mut` rolls them back first.
 use super::*;
+use crate::DType;
+use crate::calibration::Calibration;
 use crate::eviction::{Clock, Eviction, Priority, SystemClock};
-use crate::{Calibration, DType, PrefixReuse, PublishAt};
+use crate::spec::{PrefixReuse, PublishAt};
 
 const PROMPT: [u32; 9] = [1, 2, 3, 4, 5, 6, 7, 8, 9];
 
@@ -59,7 +61,7 @@ fn every_call_recovers_from_a_leaked_step() {
             let mut out = [0.0_f32; 4];
             let out = TensorViewMut::host(&mut out, &[2, 1, 2]);
             let ranges = [(SEQ[0], 7, 2)];
-            format!("{:?}", c.gather(0, crate::Plane::Key, &ranges, out, QkvFormat::Thd))
+            format!("{:?}", c.gather(0, crate::backend::Plane::Key, &ranges, out, QkvFormat::Thd))
         }),
         ("pin_prefix", |c, _| format!("{:?}", c.pin_prefix(&PROMPT, StartOptions::default()))),
         ("unpin", |c, pin| format!("{:?}", c.unpin(pin.id))),

@@ -5,14 +5,14 @@ use crate::events::EventKind;
 use crate::eviction::Eviction;
 use crate::num::to_usize;
 use crate::reuse::ContentSpan;
-use crate::{PrefixReuse, PublishAt};
+use crate::spec::{PrefixReuse, PublishAt};
 
 const POOL: GroupId = GroupId(0);
 
 /// Creates a cache with blocks of 16 tokens.
 fn of_16(
     num_blocks: u32,
-    change: impl FnOnce(crate::CacheSpecBuilder) -> crate::CacheSpecBuilder,
+    change: impl FnOnce(crate::spec::CacheSpecBuilder) -> crate::spec::CacheSpecBuilder,
 ) -> KvCache<NullBackend> {
     cache_with(num_blocks, |spec| change(spec.layers(1).paged(16, num_blocks)))
 }

@@ -4,11 +4,11 @@ use std::ops::Range;
 use super::*;
 use crate::eviction::Eviction;
 use crate::num::to_usize;
-use crate::{PrefixReuse, PublishAt};
+use crate::spec::{PrefixReuse, PublishAt};
 
 pub(super) fn cache_with(
     num_blocks: u32,
-    change: impl FnOnce(crate::CacheSpecBuilder) -> crate::CacheSpecBuilder,
+    change: impl FnOnce(crate::spec::CacheSpecBuilder) -> crate::spec::CacheSpecBuilder,
 ) -> KvCache<NullBackend> {
     let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dim(2).paged(4, num_blocks);
     KvCache::new(NullBackend::new(), change(spec).build().unwrap()).unwrap()

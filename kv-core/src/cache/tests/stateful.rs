@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
 
+use super::hooks::{Hook, Hooks, hook};
 use super::*;
 use crate::calibration::LayerCalibration;
 use crate::num::to_usize;
@@ -34,6 +35,7 @@ pub(super) enum Operation {
     Join(SequenceId, u32),
     Finish(Finish),
     Query(SequenceId, u32),
+    Hook(Hook),
 }
 
 /// The kind of an extreme count.
@@ -78,6 +80,7 @@ pub(super) fn operation() -> impl Strategy<Value = Operation> {
         3 => inputs().prop_map(Operation::Hold),
         1 => (sequence(), 1..9_u32).prop_map(|(s, n)| Operation::Join(s, n)),
         4 => finish().prop_map(Operation::Finish),
+        12 => hook().prop_map(Operation::Hook),
     ]
 }
 
@@ -113,6 +116,7 @@ struct Model {
     contents: BTreeSet<(u8, Vec<u32>)>,
     /// The held step.
     held: Option<Held>,
+    hooks: Hooks,
 }
 
 /// A held step: new tokens of each sequence, and the bookkeeping before it.
@@ -186,8 +190,21 @@ impl Model {
                 cache.begin_step(&[StepInput::query(*s, *n)])?.commit()?;
                 assert_same(cache, &before, "queries alone");
             }
+            Operation::Hook(call) => self.hook(cache, call)?,
         }
         Ok(())
+    }
+
+    fn hook(&mut self, cache: &mut KvCache<NullBackend>, call: &Hook) -> Result<(), CacheError> {
+        let groups = cache.spec().groups().to_vec();
+        let Self { hooks, contents, .. } = self;
+        hooks.apply(cache, call, text, |number, upto| {
+            for (group, id) in groups.iter().zip(0..) {
+                let map = group.slot_map();
+                let ends = (1..=map.full_blocks(upto)).map(|blocks| map.tokens(blocks));
+                contents.extend(ends.map(|end| (id, text(number, end))));
+            }
+        })
     }
 
     fn step(
@@ -417,7 +434,7 @@ proptest! {
         operations in prop::collection::vec(operation(), 1..60),
         wipe in any::<bool>(),
     ) {
-        run_operations(&mut two_groups_with(wipe, crate::PublishAt::Begin), &operations);
+        run_operations(&mut two_groups_with(wipe, crate::spec::PublishAt::Begin), &operations);
     }
 }
 
@@ -431,7 +448,7 @@ proptest! {
         let int8 = crate::KvFormat::Int8(crate::Scaling::Row);
         let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dim(4).format(int8);
         let spec = spec.paged(4, 12).window_left(5).window_slack(slack).sink_tokens(1);
-        let spec = spec.full_precision_prefix(prefix).group([1], |group| {
+        let spec = spec.full_precision_prefix(prefix).changes(200).group([1], |group| {
             group.paged(3, 16).window_left(3)
         });
         let mut cache = KvCache::new(NullBackend::new(), spec.build().unwrap()).unwrap();
@@ -442,15 +459,17 @@ proptest! {
 /// Runs operations; each applies whole or changes nothing.
 pub(super) fn run_operations(cache: &mut KvCache<NullBackend>, operations: &[Operation]) {
     use Operation::{
-        Extreme, Hold, Join, Leak, Ping, Query, Release, Reset, Step, Tokens, Truncate,
+        Extreme, Hold, Hook, Join, Leak, Ping, Query, Release, Reset, Step, Tokens, Truncate,
     };
     let mut model = Model::default();
     for operation in operations {
         let before = books(cache);
         let result = model.apply(cache, operation);
-        // A release stands even if the wipe after it failed; all else applies whole or not at all.
+        // A release stands even if the wipe after it failed, also that of a tier; all else applies
+        // whole or not at all.
         match (result, operation) {
-            (Err(CacheError::Device(_)), Release(_) | Truncate(..) | Reset) | (Ok(()), _) => {}
+            (Err(CacheError::Device(_)), Release(_) | Truncate(..) | Reset | Hook(_))
+            | (Ok(()), _) => {}
             // It began before the device failed.
             (
                 Err(CacheError::Device(_)),
@@ -470,4 +489,6 @@ pub(super) fn run_operations(cache: &mut KvCache<NullBackend>, operations: &[Ope
         model.finish(cache, Finish::RollBack);
         check_invariants(cache);
     }
+    model.hooks.check_no_leak(cache);
+    check_invariants(cache);
 }

@@ -3,7 +3,10 @@ use proptest::prelude::*;
 
 use super::stateful::{operation, run_operations};
 use super::*;
-use crate::{KeyMean, KvFormat, ScaleGroup, Scaling, Slot, SpecError};
+use crate::backend::Slot;
+use crate::error::SpecError;
+use crate::spec::KeyMean;
+use crate::{KvFormat, ScaleGroup, Scaling};
 
 const INT8: KvFormat = KvFormat::Int8(Scaling::Row);
 const L4: KvFormat = KvFormat::L4(ScaleGroup::Row);
@@ -219,8 +222,8 @@ fn a_tail_being_quantised_lies_after_reserved_blocks() {
 
 #[test]
 fn a_tail_needs_blocks() {
-    let spec = |builder: crate::CacheSpecBuilder| builder.layers(1).kv_heads(1).head_dim(32);
-    let refuse = |builder: crate::CacheSpecBuilder, what: &str| {
+    let spec = |builder: crate::spec::CacheSpecBuilder| builder.layers(1).kv_heads(1).head_dim(32);
+    let refuse = |builder: crate::spec::CacheSpecBuilder, what: &str| {
         let refused = spec(builder).format(INT8).build().unwrap_err();
         let named = matches!(&refused, SpecError::Conflict { what: found, .. } if *found == what);
         assert!(named, "{refused}");

@@ -3,6 +3,7 @@
 //! A request creates one *cohort* for each class of the contents that it releases. The cohort
 //! counts them and lists the candidates that are ranked as that class. It is dissolved when its
 //! request is so old that age has no meaning any more; candidates then wait in one list per rank.
+use crate::eviction::Priority;
 use crate::eviction::lists::{BitSet, Lists};
 use crate::eviction::reuse_rate::rates::{
     NUM_BINS, NUM_CLASSES, Rates, bin_begin, bin_of, num_numbers, number,
@@ -161,6 +162,11 @@ impl Cohorts {
         }
         let cohort = self.find_or_add(since, rank);
         self.candidates.push_back(COHORTS.saturating_add(cohort), block);
+        self.note_candidate(cohort, rank);
+    }
+
+    /// Records that a cohort has a candidate.
+    fn note_candidate(&mut self, cohort: u32, rank: u8) {
         if !self.with_candidates.contains(cohort) {
             let bin = self.get(cohort).map_or(0, |cohort| cohort.bin);
             self.with_candidates.push_back(number(rank, bin), cohort);
@@ -172,6 +178,29 @@ impl Cohorts {
     pub(super) fn push_level(&mut self, block: u32, level: u8) {
         self.candidates.push_back(LEVELS.saturating_add(level.into()), block);
         self.levels.set(level.into(), true);
+    }
+
+    /// Passes over a candidate until it is shown.
+    pub(super) fn hide(&mut self, block: u32) {
+        self.candidates.hide(block);
+    }
+
+    /// Shows a hidden candidate; `false` for any other block. The caller calls
+    /// [`Self::note_shown`] then.
+    pub(super) fn show(&mut self, block: u32) -> bool {
+        self.candidates.show(block)
+    }
+
+    /// Records that there is a candidate of this rank, age and level again.
+    pub(super) fn note_shown(&mut self, (rank, since): (u8, u32), level: u8) {
+        if level != Priority::DEFAULT_LEVEL {
+            self.levels.set(level.into(), true);
+        } else if self.age(since) >= REQUESTS {
+            self.fill(number(rank, LAST_BIN));
+        } else {
+            let cohort = self.find_or_add(since, rank);
+            self.note_candidate(cohort, rank);
+        }
     }
 
     /// Removes a candidate.
@@ -213,7 +242,7 @@ impl Cohorts {
         if let Some(cohort) = self.all.get_mut(to_usize(at)) {
             cohort.bin = bin;
         }
-        if self.candidates.front(list).is_none() {
+        if self.candidates.is_empty(list) {
             return;
         }
         if bin == LAST_BIN {

@@ -15,10 +15,6 @@
 //! # Source
 //! Beckmann, Chen, Cidon, *LHD: Improving Cache Hit Rate by Maximizing Hit Density* (2018), for
 //! hits per space and time; Gittins, *Bandit Processes and Dynamic Allocation Indices* (1979).
-//!
-//! # Source
-//! Beckmann, Chen, Cidon, *LHD: Improving Cache Hit Rate by Maximizing Hit Density* (2018), for
-//! hits per room and time; Gittins, *Bandit Processes and Dynamic Allocation Indices* (1979).
 mod cohorts;
 mod contents;
 mod rates;
@@ -32,6 +28,7 @@ use rates::{Rates, bin_of};
 use crate::eviction::priority::Levels;
 use crate::eviction::{BlockInfo, Clock, EvictionPolicy, Priority};
 use crate::ids::BlockId;
+use crate::invariant::Invariant;
 
 /// Rates are recomputed after 1/32 of the requests so far, but at least every 128 requests.
 const RECOMPUTE_SHARE: u32 = 32;
@@ -227,7 +224,18 @@ impl EvictionPolicy for ReuseRate {
         }
     }
 
+    /// It keeps its age and class, and the duration of its level goes on.
+    fn held(&mut self, block: BlockId) {
+        self.cohorts.hide(block.0);
+    }
+
     fn idle(&mut self, block: BlockId) {
+        if self.cohorts.show(block.0) {
+            let level = self.levels.level(block.0);
+            let content = self.contents.held(block.0).invariant("a candidate has content");
+            self.cohorts.note_shown((content.rank, content.since), level);
+            return;
+        }
         let Some(known) = self.contents.held(block.0).filter(|held| held.class().is_none()) else {
             return;
         };

@@ -35,7 +35,7 @@ struct Problem {
     std::vector<u32> order(blocks);
     for (u32 i = 0; i < blocks; i++) order[i] = i;
     for (u32 i = blocks; i > 1; i--) std::swap(order[i - 1], order[random.below(i)]);
-    tables.assign(entries * table_stride, 0xffffffffu);  // no block, for whoever looks there
+    tables.assign(entries * table_stride, 0xffffffffu);  // not a valid block
     counters.assign(entries * of.heads, 0);
     u32 used = 0;
     for (u32 entry = 0; entry < entries; entry++) {

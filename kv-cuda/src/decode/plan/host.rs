@@ -1,18 +1,18 @@
-//! Reference of `kernels/plan.cu`: item by item, in the most obvious way.
+//! Reference of `kernels/plan.cu`: query tile by query tile, in the most obvious way.
 #![expect(
     clippy::arithmetic_side_effects,
     reason = "costs are bounded by the tokens of a batch, u32 each, so sums fit u64; divisors are \
               constants or at least 1"
 )]
 use super::Work;
-use crate::params::{Piece, Sequence};
+use crate::params::{Sequence, WorkItem};
 use kv_core::num::to_u32;
 
 /// Tokens of a tile.
 const TILE: u32 = 64;
 /// Cost of a work item besides its tiles, in tiles.
 pub(super) const OVERHEAD: u64 = 2;
-/// Minimum tiles of a split: a shorter end of an item goes to its neighbour.
+/// Minimum tiles of a split: a shorter end of a query tile goes to its neighbour.
 pub(super) const END_MIN: u64 = 3;
 /// Minimum cost of a slot: merging shorter work items costs more than it gains.
 pub(super) const SHARE_MIN: u64 = 4;
@@ -22,58 +22,63 @@ pub(super) const INVARIANT: u32 = 16;
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct DecodePlan {
     /// Ordered by slot.
-    pub(super) pieces: Vec<Piece>,
+    pub(super) items: Vec<WorkItem>,
     /// The first work item of every slot, followed by the number of work items.
     pub(super) starts: Vec<u32>,
-    /// Number of partial results of items that are split.
+    /// Number of partial results of query tiles that are split.
     pub(super) num_partials: u32,
 }
 
 impl DecodePlan {
     /// Plans a batch.
     pub(super) fn fill(&mut self, sequences: &[Sequence], work: &Work) {
-        self.pieces.clear();
+        self.items.clear();
         self.starts.clear();
         self.num_partials = 0;
-        let costs = sequences.iter().map(|sequence| work.cost(sequence, work.row_tiles(sequence)));
+        let costs =
+            sequences.iter().map(|sequence| work.cost(sequence, work.query_tiles(sequence)));
         let total = costs.sum::<u64>() * u64::from(work.kv_heads);
         let share = total.div_ceil(work.slots.max(1).into()).max(SHARE_MIN);
         let mut at = 0;
         for (sequence, index) in sequences.iter().zip(0..) {
             for head in 0..work.kv_heads {
-                for row_tile in 0..work.row_tiles(sequence) {
-                    let tiles = work.tiles(sequence, row_tile);
-                    let piece =
-                        Piece { sequence: index, head, row: row_tile * 16, ..Piece::default() };
-                    self.cut(piece, &Cut::new(at, share, tiles, work.invariant));
+                for query_tile in 0..work.query_tiles(sequence) {
+                    let tiles = work.tiles(sequence, query_tile);
+                    let item = WorkItem {
+                        sequence: index,
+                        head,
+                        row: query_tile * 16,
+                        ..WorkItem::default()
+                    };
+                    self.push(item, &SplitPlan::new(at, share, tiles, work.invariant));
                     at += cost(tiles, work.invariant);
                 }
             }
         }
         let slots = usize::try_from(work.slots).unwrap_or(usize::MAX);
-        self.starts.resize(slots.saturating_add(1), to_u32(self.pieces.len()));
+        self.starts.resize(slots.saturating_add(1), to_u32(self.items.len()));
     }
 
-    /// Adds the splits of one item.
-    fn cut(&mut self, piece: Piece, cut: &Cut) {
-        let partial = if cut.parts > 1 { self.num_partials } else { 0 };
-        for part in 0..cut.parts {
-            let (slot, tile_begin, tile_end) = cut.part(part);
+    /// Adds the splits of one query tile.
+    fn push(&mut self, item: WorkItem, splits: &SplitPlan) {
+        let partial = if splits.num_splits > 1 { self.num_partials } else { 0 };
+        for split in 0..splits.num_splits {
+            let (slot, tile_begin, tile_end) = splits.split(split);
             let slot = usize::try_from(slot).unwrap_or(usize::MAX);
             if self.starts.len() <= slot {
-                self.starts.resize(slot.saturating_add(1), to_u32(self.pieces.len()));
+                self.starts.resize(slot.saturating_add(1), to_u32(self.items.len()));
             }
-            let parts = cut.parts;
-            self.pieces.push(Piece { tile_begin, tile_end, part, parts, partial, ..piece });
+            let num_splits = splits.num_splits;
+            self.items.push(WorkItem { tile_begin, tile_end, split, num_splits, partial, ..item });
         }
-        self.num_partials += if cut.parts > 1 { cut.parts } else { 0 };
+        self.num_partials += if splits.num_splits > 1 { splits.num_splits } else { 0 };
     }
 }
 
 impl Work {
-    /// Returns the items of one kv head: 16 rows each, queries one after another, heads within a
-    /// query.
-    pub(super) fn row_tiles(&self, sequence: &Sequence) -> u32 {
+    /// Returns the number of query tiles of one kv head: 16 rows each, queries one
+    /// after another, heads within a query.
+    pub(super) fn query_tiles(&self, sequence: &Sequence) -> u32 {
         if sequence.q_len > self.q_len_max {
             return 0;
         }
@@ -81,15 +86,15 @@ impl Work {
         u32::try_from(rows.div_ceil(16)).unwrap_or(u32::MAX)
     }
 
-    /// Returns the cost of the first items of one kv head.
-    fn cost(&self, sequence: &Sequence, row_tiles: u32) -> u64 {
-        (0..row_tiles).map(|i| cost(self.tiles(sequence, i), self.invariant)).sum()
+    /// Returns the cost of the first query tiles of one kv head.
+    fn cost(&self, sequence: &Sequence, query_tiles: u32) -> u64 {
+        (0..query_tiles).map(|i| cost(self.tiles(sequence, i), self.invariant)).sum()
     }
 
     /// Counts the tiles in which 16 rows see a key. Those of sink tokens come first; a tile that
     /// has both a sink token and the window's begin counts once.
-    pub(super) fn tiles(&self, sequence: &Sequence, row_tile: u32) -> u32 {
-        let row = u64::from(row_tile) * 16;
+    pub(super) fn tiles(&self, sequence: &Sequence, query_tile: u32) -> u32 {
+        let row = u64::from(query_tile) * 16;
         let group = u64::from(self.group.max(1));
         let query = |row: u64| u32::try_from(row / group).unwrap_or(u32::MAX);
         let last = query(row + 15).min(sequence.q_len.saturating_sub(1));
@@ -113,34 +118,34 @@ impl Work {
     }
 }
 
-/// Returns the cost of an item.
+/// Returns the cost of a query tile.
 pub(super) fn cost(tiles: u32, invariant: bool) -> u64 {
-    let parts = if invariant { tiles.div_ceil(INVARIANT).max(1) } else { 1 };
-    u64::from(tiles) + u64::from(parts) * OVERHEAD
+    let num_splits = if invariant { tiles.div_ceil(INVARIANT).max(1) } else { 1 };
+    u64::from(tiles) + u64::from(num_splits) * OVERHEAD
 }
 
-/// The splits of one item.
+/// The splits of one query tile.
 #[derive(Debug)]
-struct Cut {
-    /// Position of its first tile; of the item if splits are invariant or it has no tile.
+struct SplitPlan {
+    /// Position of its first tile; of the query tile if splits are invariant or it has no tile.
     first: u64,
     share: u64,
     /// Slot of the first split.
     begin: u64,
     tiles: u32,
-    parts: u32,
+    num_splits: u32,
     invariant: bool,
 }
 
-impl Cut {
-    /// Splits the item that begins at `at`.
+impl SplitPlan {
+    /// Splits the query tile that begins at `at`.
     fn new(at: u64, share: u64, tiles: u32, invariant: bool) -> Self {
-        let whole = Self { first: at, share, begin: at / share, tiles, parts: 1, invariant };
+        let whole = Self { first: at, share, begin: at / share, tiles, num_splits: 1, invariant };
         if tiles == 0 {
             return whole;
         }
         if invariant {
-            return Self { parts: tiles.div_ceil(INVARIANT), ..whole };
+            return Self { num_splits: tiles.div_ceil(INVARIANT), ..whole };
         }
         let first = at + OVERHEAD;
         let stop = first + u64::from(tiles);
@@ -151,22 +156,22 @@ impl Cut {
         if begin < end && stop - end * share < END_MIN {
             end -= 1;
         }
-        let parts = u32::try_from(end - begin + 1).unwrap_or(u32::MAX);
-        Self { first, begin, parts, ..whole }
+        let num_splits = u32::try_from(end - begin + 1).unwrap_or(u32::MAX);
+        Self { first, begin, num_splits, ..whole }
     }
 
     /// Returns the slot of a split, and its tiles.
-    fn part(&self, part: u32) -> (u64, u32, u32) {
-        let is_last = part + 1 == self.parts;
+    fn split(&self, split: u32) -> (u64, u32, u32) {
+        let is_last = split + 1 == self.num_splits;
         let narrow = |tile: u64| u32::try_from(tile).unwrap_or(u32::MAX);
         if self.invariant {
-            let begin = part * INVARIANT;
-            let place = self.first + u64::from(part) * (u64::from(INVARIANT) + OVERHEAD);
+            let begin = split * INVARIANT;
+            let place = self.first + u64::from(split) * (u64::from(INVARIANT) + OVERHEAD);
             let end = if is_last { self.tiles } else { begin + INVARIANT };
             return (place / self.share, begin, end);
         }
-        let slot = self.begin + u64::from(part);
-        let begin = if part == 0 { 0 } else { narrow(slot * self.share - self.first) };
+        let slot = self.begin + u64::from(split);
+        let begin = if split == 0 { 0 } else { narrow(slot * self.share - self.first) };
         let end = if is_last { self.tiles } else { narrow((slot + 1) * self.share - self.first) };
         (slot, begin, end)
     }

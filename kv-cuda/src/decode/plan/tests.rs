@@ -2,7 +2,7 @@
 #![expect(clippy::arithmetic_side_effects, reason = "sums of a test's own small numbers")]
 use super::host::{DecodePlan, END_MIN, INVARIANT, OVERHEAD, SHARE_MIN, cost};
 use super::*;
-use crate::params::{Piece, Sequence};
+use crate::params::{Sequence, WorkItem};
 
 /// A small generator that gives the same numbers on every machine.
 struct Random(u64);
@@ -52,48 +52,50 @@ fn random_case(random: &mut Random) -> (Vec<Sequence>, Work) {
 }
 
 /// Returns the cost of a slot.
-fn load(pieces: &[Piece]) -> u64 {
-    pieces.iter().map(|p| u64::from(p.tile_end - p.tile_begin) + OVERHEAD).sum()
+fn load(items: &[WorkItem]) -> u64 {
+    items.iter().map(|p| u64::from(p.tile_end - p.tile_begin) + OVERHEAD).sum()
 }
 
-/// Checks that every item occurs once, in order, and that its splits have each of its tiles once.
+/// Checks that every query tile occurs once, in order, and that its splits have each of its tiles
+/// once.
 fn check(sequences: &[Sequence], work: &Work, plan: &DecodePlan) {
-    let mut pieces = plan.pieces.iter();
+    let mut items = plan.items.iter();
     let (mut partials, mut total) = (0, 0);
     for (index, sequence) in sequences.iter().enumerate() {
-        let row_tiles = (sequence.q_len * work.group).div_ceil(16);
-        for (head, row_tile) in (0..work.kv_heads).flat_map(|h| (0..row_tiles).map(move |r| (h, r)))
+        let query_tiles = (sequence.q_len * work.group).div_ceil(16);
+        for (head, query_tile) in
+            (0..work.kv_heads).flat_map(|h| (0..query_tiles).map(move |r| (h, r)))
         {
-            let tiles = work.tiles(sequence, row_tile);
+            let tiles = work.tiles(sequence, query_tile);
             let mut at = 0;
-            let mut parts = 1;
-            let mut part = 0;
-            while part < parts {
-                let piece = pieces.next().expect("a split is missing");
-                parts = piece.parts;
-                let place = (piece.sequence, piece.head, piece.row, piece.part, piece.tile_begin);
+            let mut num_splits = 1;
+            let mut split = 0;
+            while split < num_splits {
+                let item = items.next().expect("a split is missing");
+                num_splits = item.num_splits;
+                let place = (item.sequence, item.head, item.row, item.split, item.tile_begin);
                 let index = u32::try_from(index).unwrap();
-                assert_eq!(place, (index, head, row_tile * 16, part, at), "{piece:?}");
-                assert!(piece.tile_end > at || (tiles == 0 && parts == 1), "{piece:?}");
-                assert_eq!(piece.partial, if parts > 1 { partials } else { 0 });
-                at = piece.tile_end;
-                part += 1;
+                assert_eq!(place, (index, head, query_tile * 16, split, at), "{item:?}");
+                assert!(item.tile_end > at || (tiles == 0 && num_splits == 1), "{item:?}");
+                assert_eq!(item.partial, if num_splits > 1 { partials } else { 0 });
+                at = item.tile_end;
+                split += 1;
             }
             assert_eq!(at, tiles, "tiles are left");
-            partials += if parts > 1 { parts } else { 0 };
+            partials += if num_splits > 1 { num_splits } else { 0 };
             total += cost(tiles, work.invariant);
         }
     }
-    assert!(pieces.next().is_none(), "more pieces than work");
+    assert!(items.next().is_none(), "more work items than work");
     assert_eq!(plan.num_partials, partials);
     let slots = usize::try_from(work.slots).unwrap();
     let bounds: Vec<_> = plan.starts.iter().map(|s| usize::try_from(*s).unwrap()).collect();
-    assert_eq!((bounds.len(), bounds[0], bounds[slots]), (slots + 1, 0, plan.pieces.len()));
+    assert_eq!((bounds.len(), bounds[0], bounds[slots]), (slots + 1, 0, plan.items.len()));
     let share = total.div_ceil(work.slots.into()).max(SHARE_MIN);
     let longest = u64::from(INVARIANT) + OVERHEAD;
     let beyond = if work.invariant { longest } else { OVERHEAD + 2 * (END_MIN - 1) + OVERHEAD };
     for bound in bounds.windows(2) {
-        let load = load(&plan.pieces[bound[0]..bound[1]]);
+        let load = load(&plan.items[bound[0]..bound[1]]);
         assert!(load <= share + beyond, "a slot has {load} of {share}");
     }
 }
@@ -119,7 +121,7 @@ fn workspaces_fit_every_plan() {
         let longest = sequences.iter().map(|s| u64::from(s.kv_len)).max().unwrap_or(0);
         let count = u64::try_from(sequences.len()).unwrap();
         let room = super::super::Room::of(&work, count, total_q, longest);
-        assert!(room.pieces >= u64::try_from(plan.pieces.len()).unwrap(), "{work:?}");
+        assert!(room.items >= u64::try_from(plan.items.len()).unwrap(), "{work:?}");
         assert!(room.partials >= plan.num_partials.into(), "{work:?}");
     }
 }
@@ -130,7 +132,7 @@ fn one_long_context_is_shared_by_all_slots() {
     let loads: Vec<_> = plan
         .starts
         .windows(2)
-        .map(|w| load(&plan.pieces[usize::try_from(w[0]).unwrap()..usize::try_from(w[1]).unwrap()]))
+        .map(|w| load(&plan.items[usize::try_from(w[0]).unwrap()..usize::try_from(w[1]).unwrap()]))
         .collect();
     // 2050 tiles for each of 8 heads, over 264 slots: 63 each.
     assert!(loads.iter().all(|load| *load <= 63 + 6), "{loads:?}");
@@ -138,17 +140,17 @@ fn one_long_context_is_shared_by_all_slots() {
 }
 
 #[test]
-fn short_contexts_are_not_cut() {
+fn short_contexts_are_not_split() {
     let plan = planned(&sequences(&[(1, 200), (1, 64), (1, 0)]), &work(264, 2, 4));
-    assert!(plan.pieces.iter().all(|piece| piece.parts == 1));
-    assert_eq!((plan.pieces.len(), plan.num_partials), (6, 0));
+    assert!(plan.items.iter().all(|item| item.num_splits == 1));
+    assert_eq!((plan.items.len(), plan.num_partials), (6, 0));
     assert_eq!(planned(&[], &work(3, 2, 4)).starts, [0; 4]);
 }
 
 #[test]
 fn keys_outside_a_window_have_no_tiles() {
     let windowed = Work { window_left: 100, sink_tokens: 70, ..work(1, 1, 1) };
-    let tiles = |work: &Work, kv_len| planned(&sequences(&[(1, kv_len)]), work).pieces[0].tile_end;
+    let tiles = |work: &Work, kv_len| planned(&sequences(&[(1, kv_len)]), work).items[0].tile_end;
     assert_eq!(tiles(&windowed, 10_000), 2 + 3, "sink tokens, then 9899..10000");
     assert_eq!(
         tiles(&windowed, 228),
@@ -163,14 +165,14 @@ fn keys_outside_a_window_have_no_tiles() {
 #[test]
 fn invariant_splits_ignore_the_batch() {
     let work = Work { invariant: true, window_left: 5000, ..work(7, 2, 4) };
-    let cut = |lens: &[(u32, u32)], index: u32| -> Vec<_> {
+    let splits = |lens: &[(u32, u32)], index: u32| -> Vec<_> {
         let plan = planned(&sequences(lens), &work);
-        let own = plan.pieces.iter().filter(|piece| piece.sequence == index);
-        own.map(|p| (p.head, p.row, p.tile_begin, p.tile_end, p.part, p.parts)).collect()
+        let own = plan.items.iter().filter(|item| item.sequence == index);
+        own.map(|p| (p.head, p.row, p.tile_begin, p.tile_end, p.split, p.num_splits)).collect()
     };
-    let alone = cut(&[(2, 3000)], 0);
+    let alone = splits(&[(2, 3000)], 0);
     assert_eq!(alone.len(), 2 * 3);
-    assert_eq!(cut(&[(1, 7), (2, 3000), (1, 90_000)], 1), alone);
+    assert_eq!(splits(&[(1, 7), (2, 3000), (1, 90_000)], 1), alone);
 }
 
 /// Comparison with the kernel, byte by byte.
@@ -197,35 +199,36 @@ mod device {
             let host = planned(&sequences, &work);
             let counts = [Counts { sequences: to_u32(sequences.len()), ..Counts::default() }];
             // Work items are aligned to 16 bytes.
-            let pieces_bytes = to_u64((host.pieces.len() + 1) * size_of::<Piece>());
-            let pieces = gpu.alloc(pieces_bytes).unwrap();
+            let items_bytes = to_u64((host.items.len() + 1) * size_of::<WorkItem>());
+            let items = gpu.alloc(items_bytes).unwrap();
             let mut starts = vec![77; host.starts.len() + 1];
             let plan = Plan {
                 counts: address(&counts),
                 sequences: address(&sequences),
                 ..Plan::default()
             };
-            let params = work.params(plan, [pieces, address_mut(&mut starts)]);
-            let mut read = vec![Piece { part: 99, ..Piece::default() }; host.pieces.len() + 1];
+            let params = work.params(plan, [items, address_mut(&mut starts)]);
+            let mut read =
+                vec![WorkItem { split: 99, ..WorkItem::default() }; host.items.len() + 1];
             let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut read);
             // SAFETY: the memory has the length of `bytes`, and an emulated call is done when it
             // returns.
-            unsafe { stream.upload(pieces, bytes.as_ptr(), bytes.len()) }.unwrap();
+            unsafe { stream.upload(items, bytes.as_ptr(), bytes.len()) }.unwrap();
             // SAFETY: the emulator's device is the host, and every list is as long as the kernel
             // reads or writes.
             unsafe { stream.launch(&Work::launch(), bytemuck::bytes_of(&params)) }.unwrap();
             // SAFETY: as for the upload.
-            unsafe { stream.download(bytes.as_mut_ptr(), pieces, bytes.len()) }.unwrap();
+            unsafe { stream.download(bytes.as_mut_ptr(), items, bytes.len()) }.unwrap();
             // SAFETY: allocated above and not used any more.
-            unsafe { gpu.free(pieces) };
+            unsafe { gpu.free(items) };
             assert_eq!(
-                read.pop().map(|piece| piece.part),
+                read.pop().map(|item| item.split),
                 Some(99),
                 "nothing is written past the end"
             );
             assert_eq!(starts.pop(), Some(77), "nothing is written past the end");
             let count = sequences.len();
-            assert_eq!((read, starts), (host.pieces, host.starts), "{count} for {work:?}");
+            assert_eq!((read, starts), (host.items, host.starts), "{count} for {work:?}");
         }
     }
 
@@ -237,7 +240,7 @@ mod device {
         }
     }
 
-    /// More sequences, and more items, than threads; from one slot to many.
+    /// More sequences, and more query tiles, than threads; from one slot to many.
     #[test]
     fn plans_large_batches_as_the_host_does() {
         let mut random = Random(99);
@@ -261,7 +264,7 @@ mod device {
         compare(3, cases);
     }
 
-    /// One item that is split over all slots.
+    /// One query tile that is split over all slots.
     #[test]
     fn plans_one_long_context_as_the_host_does() {
         let slots = [1, 2, 31, 264, 511, 512, 513, 1056];

@@ -57,14 +57,14 @@ pub(super) fn rows(params: &AttendParams, extent: &Extent, splits_max: u32) -> L
     let (kernel, rows) =
         if dims <= DIMS_MAX { ("attend_rows", 4_u32) } else { ("attend_rows_large", 1) };
     let rows_of_block = rows.saturating_mul(4);
-    let units = extent.total_q.saturating_mul(params.group).checked_div(rows_of_block);
+    let items = extent.total_q.saturating_mul(params.group).checked_div(rows_of_block);
     let shared_bytes = dims
         .saturating_add(ROWS_MORE)
         .saturating_mul(16)
         .saturating_mul(rows)
         .saturating_add(ROWS_FIXED);
     let grid = [
-        units.unwrap_or(0).saturating_add(extent.sequences),
+        items.unwrap_or(0).saturating_add(extent.sequences),
         params.k_plane.num_kv_heads,
         splits_max.clamp(1, MAX_YZ),
     ];
@@ -152,8 +152,8 @@ impl Prefill {
 
 pub(super) fn prefill(selected: Prefill, params: &AttendParams, extent: &Extent) -> Launch {
     let rows = extent.total_q.saturating_mul(params.group);
-    let units = rows.checked_div(selected.rows).unwrap_or(0).saturating_add(extent.sequences);
-    let grid = [units, params.k_plane.num_kv_heads, 1];
+    let items = rows.checked_div(selected.rows).unwrap_or(0).saturating_add(extent.sequences);
+    let grid = [items, params.k_plane.num_kv_heads, 1];
     Launch { kernel: selected.kernel, grid, threads: 128, shared_bytes: selected.shared_bytes }
 }
 

@@ -5,7 +5,7 @@
 //! depends on its number of queries and the layer, never on the other entries.
 mod launches;
 
-use kv_core::DeviceError;
+use kv_core::error::DeviceError;
 use kv_core::plan::{AttendArgs, AttentionPlan, Determinism, Mask};
 
 use self::launches::Prefill;
@@ -79,7 +79,7 @@ pub(crate) fn attend(
         k_plane,
         v_plane,
         sink_logits: sink_logits.unwrap_or(0),
-        part_index: step.part_index,
+        partial_index: step.partial_index,
         scale: options.scale(),
         soft_cap: options.soft_cap().unwrap_or(0.0),
         full: (options.mask() == Mask::Full).into(),
@@ -92,12 +92,12 @@ pub(crate) fn attend(
     let is_invariant = plan.batch().determinism() == Determinism::BatchInvariant;
     let kernels = select_kernels(&params, facts, is_invariant);
     // The kernels run one after another and share the memory for partial results.
-    let (rows, stats) = part_bytes(&params, &kernels, &step.room);
+    let (rows, stats) = partial_bytes(&params, &kernels, &step.room);
     let (rows, stats) = (pack.room(rows), pack.room(stats));
     let base = queue.send()?;
     params.q = q_from.rows(params.q, base);
-    params.part_rows = rows.from(base);
-    params.part_stats = stats.from(base);
+    params.partial_rows = rows.from(base);
+    params.partial_stats = stats.from(base);
     run(queue, plan, &params, (&kernels, &step))?;
     fill(queue, plan, (&step, out), 0.0)?;
     lse.map_or(Ok(()), |lse| fill(queue, plan, (&step, lse), f32::NEG_INFINITY))
@@ -127,13 +127,13 @@ fn select_kernels(params: &AttendParams, facts: (u32, u32), invariant: bool) -> 
 }
 
 /// Returns the bytes of partial rows, and of their maxima and sums.
-fn part_bytes(params: &AttendParams, kernels: &KernelSelection, room: &Extent) -> (u64, u64) {
+fn partial_bytes(params: &AttendParams, kernels: &KernelSelection, room: &Extent) -> (u64, u64) {
     let dim = u64::from(params.v_plane.head_dim);
     if let Some((_, work)) = &kernels.decode {
         let rows = decode::room(work, room).partials.saturating_mul(16);
         return (rows.saturating_mul(dim).saturating_mul(4), rows.saturating_mul(4));
     }
-    let rows = room.parts.saturating_mul(params.q.heads.into());
+    let rows = room.partials.saturating_mul(params.q.heads.into());
     (rows.saturating_mul(dim).saturating_mul(4), rows.saturating_mul(8))
 }
 
@@ -149,13 +149,13 @@ fn run(
     let has_few = queue.is_capturing() || plan.sequences().iter().any(|s| few(s.q_len));
     if let Some((shape, work)) = kernels.decode.as_ref().filter(|_| has_few) {
         let partials = decode::room(work, room).partials;
-        let (pieces, starts) = queue.decode(plan.batch().id(), work)?;
+        let (items, starts) = queue.decode(plan.batch().id(), work)?;
         let counters = queue.counters(partials)?;
         let params = DecodeParams {
             attend: AttendParams { counters, q_len_max: DECODE_Q_LEN_MAX, ..*params },
-            pieces,
+            items,
             starts,
-            units: shape.units,
+            stages: shape.stages,
             block_shift: shape.block_shift,
         };
         // SAFETY: the extent of every address was compared with what plan and layouts reach, and
@@ -170,8 +170,8 @@ fn run(
     }
     if kernels.rest(room.q_len_max).is_some() {
         let splits = plan.sequences().iter().map(|s| s.num_splits).max().unwrap_or(0);
-        let [units, heads, _] = launches::rows(params, room, splits).grid;
-        let counters = queue.counters(u64::from(units).saturating_mul(heads.into()))?;
+        let [blocks, heads, _] = launches::rows(params, room, splits).grid;
+        let counters = queue.counters(u64::from(blocks).saturating_mul(heads.into()))?;
         let Some((q_len_min, q_len_max)) = kernels.rest(extent.q_len_max) else { return Ok(()) };
         let launch = launches::rows(params, extent, splits);
         let params = AttendParams { counters, q_len_min, q_len_max, ..*params };

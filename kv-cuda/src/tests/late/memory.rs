@@ -2,7 +2,7 @@
 use std::any::Any;
 use std::sync::{Arc, Mutex};
 
-use kv_core::{DeviceError, DeviceErrorKind};
+use kv_core::error::{DeviceError, DeviceErrorKind};
 
 use super::{LateEvent, LateState, Work, lock};
 use crate::emulated::Emulator;

@@ -1,7 +1,7 @@
 //! Attention over quantised rows.
-use kv_core::{
-    CacheSpec, CacheSpecBuilder, DType, KvFormat, Plane, ScaleGroup, Scaling, Transform,
-};
+use kv_core::backend::Plane;
+use kv_core::spec::{CacheSpecBuilder, Transform};
+use kv_core::{CacheSpec, DType, KvFormat, ScaleGroup, Scaling};
 
 use super::{ConstantRanges, LARGE_MEANS, NEUTRAL, calibrated, quantised, two_sequences};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};

@@ -7,8 +7,10 @@ mod sharing;
 mod tail;
 mod values;
 
-use kv_core::calibration::{LayerCalibration, PlaneCalibration};
-use kv_core::{CacheSpec, CacheSpecBuilder, Calibration, KvFormat, PlaneLayout};
+use kv_core::backend::PlaneLayout;
+use kv_core::calibration::{Calibration, LayerCalibration, PlaneCalibration};
+use kv_core::spec::CacheSpecBuilder;
+use kv_core::{CacheSpec, KvFormat};
 
 use crate::case::{At, Case, CaseError};
 use crate::device::Device;

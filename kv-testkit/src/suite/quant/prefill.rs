@@ -1,5 +1,6 @@
 //! Prefill over quantised rows with queries in 16 bits, for which devices have separate kernels.
-use kv_core::{CacheSpec, DType, KvFormat, Transform};
+use kv_core::spec::Transform;
+use kv_core::{CacheSpec, DType, KvFormat};
 
 use super::{ConstantRanges, LARGE_MEANS, NEUTRAL, calibrated, quantised};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome};

@@ -3,11 +3,12 @@
 //! was.
 use std::ops::Range;
 
-use kv_core::calibration::{LayerCalibration, PlaneCalibration};
+use kv_core::backend::Plane;
+use kv_core::calibration::{Calibration, LayerCalibration, PlaneCalibration};
+use kv_core::spec::{CacheSpecBuilder, KeyMean, Transform};
 use kv_core::{
-    CacheError, CacheSpec, CacheSpecBuilder, Calibration, DType, GroupId, KeyMean, KvCache,
-    KvFormat, Plane, QkvFormat, ScaleGroup, Scaling, SequenceId, StartOptions, StepInput,
-    TensorView, Transform,
+    CacheError, CacheSpec, DType, GroupId, KvCache, KvFormat, QkvFormat, ScaleGroup, Scaling,
+    SequenceId, StartOptions, StepInput, TensorView,
 };
 
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, same};
@@ -148,7 +149,7 @@ impl<B: Device> Fixture<B> {
                     let part = (sequence, range.start, range.len() as u32);
                     let format = QkvFormat::Thd;
                     self.cache.gather(layer, plane, &[part], out.view_mut(), format)?;
-                    let facts = kv_core::Backend::capabilities(&self.device);
+                    let facts = kv_core::backend::Backend::capabilities(&self.device);
                     let values = out.read(facts, self.cache.queue_mut())?.values();
                     let begin = range.start;
                     all.push(Readable { sequence, layer, plane, begin, values });

@@ -1,9 +1,9 @@
 //! Constants and geometries that must be refused.
-use kv_core::calibration::{LayerCalibration, PlaneCalibration};
-use kv_core::{
-    CacheError, CacheSpec, CacheSpecBuilder, Calibration, CalibrationError, KeyMean, KvCache,
-    KvFormat, LayerId, Plane, ScaleGroup, Scaling, SpecError,
-};
+use kv_core::backend::Plane;
+use kv_core::calibration::{Calibration, CalibrationError, LayerCalibration, PlaneCalibration};
+use kv_core::error::SpecError;
+use kv_core::spec::{CacheSpecBuilder, KeyMean};
+use kv_core::{CacheError, CacheSpec, KvCache, KvFormat, LayerId, ScaleGroup, Scaling};
 
 use crate::case::{Case, CaseError, CaseResult, Outcome, refused};
 use crate::device::Device;

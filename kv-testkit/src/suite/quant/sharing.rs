@@ -1,5 +1,6 @@
 //! Sharing, truncating and rewriting quantised rows, and the tokens per byte of memory.
-use kv_core::{CacheSpec, CacheSpecBuilder, KvFormat, ScaleGroup};
+use kv_core::spec::CacheSpecBuilder;
+use kv_core::{CacheSpec, KvFormat, ScaleGroup};
 
 use super::{ConstantRanges, LARGE_MEANS, NEUTRAL, calibrated, constants, quantised};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, same};
@@ -63,8 +64,7 @@ fn forks_in_prefix<B: Device>(backend: &B) -> CaseResult {
     for format in quantised() {
         for order in ORDERS {
             // 2 wide rows and a token fit into the first block of most formats, and the rest into
-            // the next
-            // one.
+            // the next one.
             let spec =
                 small(backend, format).block_order(order).full_precision_prefix(3).paged(9, 16);
             fork_everywhere(&mut calibrated(backend, spec, LARGE_MEANS, 2)?, 7)

@@ -1,8 +1,7 @@
 //! Tails, whose rows stay in 16 bits until their block is full, and block means.
-use kv_core::{
-    BlockOrder, CacheSpec, CacheSpecBuilder, DType, KeyMean, KvFormat, Plane, QkvFormat,
-    ScaleGroup, Scaling, Transform,
-};
+use kv_core::backend::Plane;
+use kv_core::spec::{CacheSpecBuilder, KeyMean, Transform};
+use kv_core::{BlockOrder, CacheSpec, DType, KvFormat, QkvFormat, ScaleGroup, Scaling};
 
 use super::{LARGE_MEANS, NEUTRAL, calibrated, quantised};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, same};

@@ -1,5 +1,8 @@
 //! Values at the limits of the formats, and the error of stored rows.
-use kv_core::{CacheSpec, Calibration, DType, KvFormat, Plane, QkvFormat, Scaling, Transform};
+use kv_core::backend::Plane;
+use kv_core::calibration::Calibration;
+use kv_core::spec::Transform;
+use kv_core::{CacheSpec, DType, KvFormat, QkvFormat, Scaling};
 
 use super::{LARGE_MEANS, NEUTRAL, calibrated, constants, quantised};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};

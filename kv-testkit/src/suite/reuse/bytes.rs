@@ -1,5 +1,6 @@
 //! Reused blocks to the bit: which bytes are shared, which are wiped, which are kept apart.
-use kv_core::{CacheSpec, GroupId, KvFormat, Plane, QkvFormat, ScaleGroup, StepInput};
+use kv_core::backend::Plane;
+use kv_core::{CacheSpec, GroupId, KvFormat, QkvFormat, ScaleGroup, StepInput};
 
 use super::super::{case, scale, small};
 use super::prompts::Prompts;
@@ -48,7 +49,7 @@ fn quantised<B: Device>(backend: &B) -> CaseResult {
             }
             let spec = CacheSpec::builder().layers(2).kv_heads(2).head_dim(32).format(format);
             let spec = spec
-                .transform(kv_core::Transform::Off)
+                .transform(kv_core::spec::Transform::Off)
                 .full_precision_prefix(full_precision_prefix)
                 .tail(tail);
             let mut prompts = Prompts::new(backend, spec.paged(8, 24))?;

@@ -3,8 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use kv_core::error::BlocksExhausted;
 use kv_core::eviction::{Clock, Eviction, ManualClock, Priority, Retention, RetentionRange};
-use kv_core::{Admission, BlocksExhausted, CacheError, CacheSpecBuilder, GroupId, PrefixReuse};
+use kv_core::scheduling::Admission;
+use kv_core::spec::{CacheSpecBuilder, PrefixReuse};
+use kv_core::{CacheError, GroupId};
 
 use super::super::{case, small};
 use super::prompts::Prompts;

@@ -2,9 +2,9 @@
 //! oracle.
 use std::collections::BTreeMap;
 
-use kv_core::{
-    CacheSpec, CacheSpecBuilder, GroupId, KvCache, Plane, QkvFormat, StartOptions, Step, StepInput,
-};
+use kv_core::backend::Plane;
+use kv_core::spec::CacheSpecBuilder;
+use kv_core::{CacheSpec, GroupId, KvCache, QkvFormat, StartOptions, Step, StepInput};
 
 use crate::case::{At, CaseError, same};
 use crate::device::{Device, Place, Staged};

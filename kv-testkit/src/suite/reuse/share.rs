@@ -1,5 +1,6 @@
 //! Sharing of prefixes between sequences, in one group and in several.
-use kv_core::{GroupId, PrefixReuse, PublishAt, StepInput};
+use kv_core::spec::{PrefixReuse, PublishAt};
+use kv_core::{GroupId, StepInput};
 
 use super::super::{case, small};
 use super::prompts::{Prompts, attend};

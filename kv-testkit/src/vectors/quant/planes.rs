@@ -1,10 +1,8 @@
 //! The bytes that a device stores for rows, and the values that it reads from given bytes.
-use kv_core::backend::Queue;
-use kv_core::calibration::{LayerCalibration, PlaneCalibration};
-use kv_core::{
-    CacheSpec, Calibration, DType, GroupId, KvCache, KvFormat, Plane, QkvFormat, StartOptions,
-    StepInput, Transform,
-};
+use kv_core::backend::{Plane, Queue};
+use kv_core::calibration::{Calibration, LayerCalibration, PlaneCalibration};
+use kv_core::spec::Transform;
+use kv_core::{CacheSpec, DType, GroupId, KvCache, KvFormat, QkvFormat, StartOptions, StepInput};
 
 use crate::case::CaseError;
 use crate::device::{self, Device, Place, Staged, fetch};

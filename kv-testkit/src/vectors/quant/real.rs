@@ -23,9 +23,11 @@ mod limits;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use kv_core::backend::Plane;
+use kv_core::calibration::Calibration;
+use kv_core::spec::Transform;
 use kv_core::{
-    AttentionOptions, CacheSpec, Calibration, DType, KvCache, KvFormat, Plane, QkvFormat,
-    StartOptions, StepInput, Transform,
+    AttentionOptions, CacheSpec, DType, KvCache, KvFormat, QkvFormat, StartOptions, StepInput,
 };
 use kv_quant::calibrate::{CalibrateError, Calibrator};
 use serde_json::Value;

@@ -1,7 +1,7 @@
 //! Prefixes: hits, evictions and pins.
 use super::*;
-use crate::PrefixReuse;
 use crate::eviction::Eviction;
+use crate::spec::PrefixReuse;
 
 fn lru(num_blocks: u32) -> CacheState {
     state_with((4, num_blocks), |spec| {
@@ -93,7 +93,7 @@ fn a_pinned_prefix_outlives_its_sequence_and_eviction() {
 
 #[test]
 fn a_pin_excludes_blocks_that_the_open_step_has_not_written() {
-    let mut state = state_with((4, 8), |spec| spec.publish_at(crate::PublishAt::Begin));
+    let mut state = state_with((4, 8), |spec| spec.publish_at(crate::spec::PublishAt::Begin));
     let prompt = tokens(0..13);
     run(&mut state, SEQ[0], &prompt[..5]);
     begin(&mut state, &[StepInput::tokens(SEQ[0], &prompt[5..])]).unwrap();

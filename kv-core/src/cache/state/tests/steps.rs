@@ -93,7 +93,7 @@ fn a_batch_that_was_added_to_is_planned_like_one_that_began_whole() {
 
 #[test]
 fn a_rollback_removes_sequences_started_in_the_step() {
-    let mut state = state_with((4, 8), |spec| spec.publish_at(crate::PublishAt::Begin));
+    let mut state = state_with((4, 8), |spec| spec.publish_at(crate::spec::PublishAt::Begin));
     let prompt = tokens(0..9);
     state.start(SEQ[0], &prompt, StartOptions::default()).unwrap();
     let before = books(&state);

@@ -1,5 +1,7 @@
 //! Error limits of attention outputs over stored rows.
-use kv_core::{Calibration, KvFormat, LayerId, Plane, PlaneLayout, ScaleGroup};
+use kv_core::backend::{Plane, PlaneLayout};
+use kv_core::calibration::Calibration;
+use kv_core::{KvFormat, LayerId, ScaleGroup};
 
 use super::{FULL_PRECISION_PREFIX, Recording, Rows};
 use crate::case::{CaseError, ensure};

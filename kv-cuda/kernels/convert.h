@@ -1,18 +1,18 @@
-// Plain rows and bytes moved by a team of threads: thread `thread` of `threads`.
+// Copies and conversions of unquantised rows by a team of threads: thread `thread` of `threads`.
 #pragma once
 #include "rows.h"
 
 struct alignas(16) KvWords4 { u32 word[4]; };
 
-// Copies an even number of bytes between even addresses: by 16 where both lie alike, else by as many
-// as they have in common.
+// Copies an even number of bytes between even addresses: 16 at a time if the addresses are equal
+// modulo 16, otherwise 4 or 2.
 KV_DEV void kv_copy_bytes(u8* to, const u8* from, u64 bytes, u32 thread, u32 threads) {
-  const u64 apart = (u64)to ^ (u64)from;
-  if ((apart & 3) != 0) {
+  const u64 differing_bits = (u64)to ^ (u64)from;
+  if ((differing_bits & 3) != 0) {
     for (u64 i = (u64)thread * 2; i < bytes; i += (u64)threads * 2) *(u16*)(to + i) = *(const u16*)(from + i);
     return;
   }
-  const u64 unit = (apart & 15) == 0 ? 16 : 4;
+  const u64 unit = (differing_bits & 15) == 0 ? 16 : 4;
   const u64 before = (0 - (u64)to) & (unit - 1), head = before < bytes ? before : bytes;
   const u64 end = head + (bytes - head) / unit * unit;
   for (u64 i = (u64)thread * 2; i < head; i += (u64)threads * 2) *(u16*)(to + i) = *(const u16*)(from + i);
@@ -25,7 +25,7 @@ KV_DEV void kv_copy_bytes(u8* to, const u8* from, u64 bytes, u32 thread, u32 thr
   for (u64 i = end + (u64)thread * 2; i < bytes; i += (u64)threads * 2) *(u16*)(to + i) = *(const u16*)(from + i);
 }
 
-// Eight values of a row whose first lies at a multiple of 16 bytes.
+// Loads and stores eight values at a multiple of 16 bytes.
 KV_DEV void kv_load8(u32 dtype, const u8* at, float (&values)[8]) {
   const KvWords4 first = *(const KvWords4*)at;
   if (dtype == KV_F32) {
@@ -59,14 +59,14 @@ KV_DEV void kv_store8(u32 dtype, u8* at, const float (&values)[8]) {
   *(KvWords4*)at = words;
 }
 
-// One value; its bits as they are where the types are one.
+// Converts one value; copies its bits if the types are equal.
 KV_DEV void kv_convert1(u32 from_dtype, const u8* from, u32 to_dtype, u8* to) {
   if (from_dtype != to_dtype) kv_store(to_dtype, to, 0, kv_load(from_dtype, from, 0));
   else if (to_dtype == KV_F32) *(u32*)to = *(const u32*)from;
   else *(u16*)to = *(const u16*)from;
 }
 
-// The same for eight, both at a multiple of 16 bytes.
+// Converts eight values, both at multiples of 16 bytes.
 KV_DEV void kv_convert8(u32 from_dtype, const u8* from, u32 to_dtype, u8* to) {
   if (from_dtype == to_dtype) {
     *(KvWords4*)to = *(const KvWords4*)from;
@@ -78,7 +78,7 @@ KV_DEV void kv_convert8(u32 from_dtype, const u8* from, u32 to_dtype, u8* to) {
   kv_store8(to_dtype, to, values);
 }
 
-// `heads` rows of `dim` values, which lie densely in `from` and `to_stride` bytes apart in `to`.
+// Converts `heads` rows of `dim` values, contiguous in `from` and `to_stride` bytes apart in `to`.
 KV_DEV void kv_convert_heads(u32 from_dtype, const u8* from, u32 to_dtype, u8* to, u64 to_stride, u32 heads,
                              u32 dim, u32 thread, u32 threads) {
   const u32 from_bytes = kv_dtype_bytes(from_dtype), to_bytes = kv_dtype_bytes(to_dtype);
@@ -100,7 +100,7 @@ KV_DEV void kv_convert_heads(u32 from_dtype, const u8* from, u32 to_dtype, u8* t
   }
 }
 
-// A row of f32 values in memory that the team shares, from and to plain numbers.
+// Loads a row into f32 values that the team shares, and stores such values.
 KV_DEV void kv_load_row(u32 dtype, const u8* from, float* x, u32 dim, u32 thread, u32 threads) {
   if (dtype != KV_F32 && dim % 2 == 0 && ((u64)from & 3) == 0) {
     for (u32 i = thread; i < dim / 2; i += threads) {

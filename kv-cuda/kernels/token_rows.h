@@ -1,12 +1,12 @@
-// Where the rows of a token lie, whatever the plane keeps besides codes.
+// Addresses of a token's K and V rows, including rows in 16 bits, tails and block means.
 #pragma once
 #include "rows.h"
 
-// Where a token's rows of one kv head lie.
-struct KvTokenAt { u64 k, v, mean; u32 wide, pad; };
+// The addresses of a token's rows of one kv head.
+struct KvTokenRows { u64 k, v, mean; u32 wide, pad; };
 
-// Looks up the rows of one token that a query sees.
-KV_DEV KvTokenAt kv_find(const KvAttendParams& p, const KvSequence& sequence, u32 kv_head, u32 position) {
+// Looks up a token in the block table. The token must be visible to some query.
+KV_DEV KvTokenRows kv_token_rows(const KvAttendParams& p, const KvSequence& sequence, u32 kv_head, u32 position) {
   const KvPlace place = kv_place_in(p.k_plane, position, sequence.coded);
   const u32 block = ((const u32*)p.plan.tables)[(u64)sequence.table + place.index];
   const u8* k = kv_block(p.k_plane, block);

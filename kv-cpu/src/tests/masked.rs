@@ -1,7 +1,7 @@
-//! What no query sees is not read: blocks that belong to somebody else by now, rows full of NaN.
+//! Masked rows, which no query sees, are not read: blocks of other sequences, rows full of NaN.
 use kv_core::backend::{Backend, Queue};
-use kv_core::plan::BatchEntry;
-use kv_core::{BlockId, Determinism, KvFormat};
+use kv_core::plan::{BatchEntry, Determinism};
+use kv_core::{BlockId, KvFormat};
 
 use super::attend::{case, entry, random_case, random_choice};
 use super::fixture::{Case, Choice, Fixture};
@@ -9,16 +9,16 @@ use super::{Random, backends};
 use crate::CpuBackend;
 
 /// Whether some query of an entry sees `key`.
-fn is_seen(entry: &BatchEntry, choice: &Choice, key: u32) -> bool {
+fn is_visible(entry: &BatchEntry, choice: &Choice, key: u32) -> bool {
     let kv_len = i64::from(entry.cached + entry.new_tokens);
     let first = kv_len - i64::from(entry.queries);
     (first..kv_len).any(|position| choice.sees(position, key))
 }
 
-/// Overwrites what no query sees: entries of the tables name a block full of NaN where nothing of
-/// theirs is seen, and rows beside seen ones become NaN, as far as their format has any. Returns
-/// how many entries and how many rows.
-fn hide(fixture: &mut Fixture, backend: &CpuBackend, choice: &Choice) -> (usize, usize) {
+/// Poisons what no query sees: table entries without a visible row name a block full of NaN, and
+/// masked rows beside visible ones become NaN, where their format has one. Returns the numbers of
+/// entries and rows.
+fn poison_masked(fixture: &mut Fixture, backend: &CpuBackend, choice: &Choice) -> (usize, usize) {
     let layouts = fixture.layouts;
     let map = *layouts[0].slot_map();
     let used: Vec<_> = fixture.tables.rows().flatten().copied().collect();
@@ -30,8 +30,8 @@ fn hide(fixture: &mut Fixture, backend: &CpuBackend, choice: &Choice) -> (usize,
         let kv_len = entry.cached + entry.new_tokens;
         let table: Vec<_> = fixture.tables.row(entry.row).to_vec();
         let mut seen = vec![false; table.len()];
-        let places = (0..kv_len).map(|key| (map.place(key), is_seen(&entry, choice, key)));
-        // What the step writes is its own until it ends.
+        let places = (0..kv_len).map(|key| (map.place(key), is_visible(&entry, choice, key)));
+        // Blocks that the step writes stay in the table.
         for ((place, is_seen), key) in places.clone().zip(0..) {
             seen[place.index as usize] |= is_seen || key >= entry.cached;
         }
@@ -55,24 +55,24 @@ fn hide(fixture: &mut Fixture, backend: &CpuBackend, choice: &Choice) -> (usize,
     (entries, rows)
 }
 
-/// The same bits as before, which agree with the reference.
+/// Checks that poisoned rows change no bit of the result, which agrees with the reference.
 fn check(case: &Case, choice: &Choice) -> (usize, usize) {
-    let mut hidden = (0, 0);
+    let mut poisoned = (0, 0);
     for (name, backend) in backends() {
         let mut fixture = Fixture::new(&backend, case.clone());
         let bits = |both: [Vec<f32>; 2]| both.map(|x| x.iter().map(|x| x.to_bits()).collect());
         let before: [Vec<_>; 2] = bits(fixture.attend(&name, &backend, choice));
-        hidden = hide(&mut fixture, &backend, choice);
-        let after = bits(fixture.attend(&format!("{name}, hidden"), &backend, choice));
+        poisoned = poison_masked(&mut fixture, &backend, choice);
+        let after = bits(fixture.attend(&format!("{name}, poisoned"), &backend, choice));
         assert!(before == after, "{name}: other bits: {case:?} {choice:?}");
     }
-    hidden
+    poisoned
 }
 
 #[test]
-fn random_batches_do_not_read_it() {
+fn random_batches_read_no_masked_row() {
     let mut random = Random::new(11);
-    let mut hidden = (0, 0);
+    let mut poisoned = (0, 0);
     for _ in 0..60 {
         let case = Case {
             determinism: random.pick(&[Determinism::Fast, Determinism::BatchInvariant]),
@@ -81,15 +81,15 @@ fn random_batches_do_not_read_it() {
         let window = Some(random.pick(&[0, 1, 5, 20, 40]));
         let choice = Choice { window, ..random_choice(&mut random, &case) };
         let (entries, rows) = check(&case, &choice);
-        hidden = (hidden.0 + entries, hidden.1 + rows);
+        poisoned = (poisoned.0 + entries, poisoned.1 + rows);
     }
-    assert!(hidden.0 > 500 && hidden.1 > 200, "too little was hidden: {hidden:?}");
+    assert!(poisoned.0 > 500 && poisoned.1 > 200, "too little was poisoned: {poisoned:?}");
 }
 
-/// Long contexts in parts, of which most have nothing to see: one query, several, and so many that
-/// a context is not cut; beside a sequence that sees all it has.
+/// Long contexts in splits, most of them without a visible row: one query, several, and enough that
+/// a context is not split; beside a sequence that sees all of its rows.
 #[test]
-fn every_format_in_parts_does_not_read_it() {
+fn split_contexts_read_no_masked_row_in_any_format() {
     let formats: Vec<_> = KvFormat::all().collect();
     let kinds = [
         (1, 4, Determinism::Fast),

@@ -1,0 +1,172 @@
+//! Where the bytes of each block are in a chunk.
+use std::ops::Range;
+
+use crate::backend::{PlaneLayout, StorageView};
+use crate::error::{DeviceError, DeviceErrorKind};
+use crate::num::{to_offset, to_u32, to_usize};
+use crate::storage::Plane;
+
+/// The size of a chunk: what a caller chooses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[expect(clippy::exhaustive_structs, reason = "two numbers that a caller chooses")]
+pub struct ChunkShape {
+    /// Blocks of a chunk.
+    pub blocks: u32,
+    /// Bytes before the first block, for the caller; rounded up to [`ChunkLayout::ALIGN`].
+    pub header_bytes: u32,
+}
+
+/// Where the bytes of each block are in a chunk: a header, then `[block][layer][K, V]`.
+///
+/// A *piece* is the unchanged bytes of one block in one plane. Pieces begin at multiples of
+/// [`Self::PIECE_ALIGN`]; the header and the chunk end at multiples of [`Self::ALIGN`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ChunkLayout {
+    shape: ChunkShape,
+    /// Layouts of K and V of every layer.
+    planes: [PlaneLayout; 2],
+    num_layers: u32,
+    /// Bytes from K to V, and from K to K of the next layer.
+    strides: [usize; 2],
+    bytes: usize,
+}
+
+impl ChunkLayout {
+    /// Alignment of a chunk, its header and its end, in bytes: what direct I/O needs.
+    pub const ALIGN: usize = 4096;
+    /// Alignment of a piece in a chunk, in bytes.
+    pub const PIECE_ALIGN: usize = 16;
+
+    /// Computes the layout for `num_layers` layers with these planes of K and V.
+    ///
+    /// # Errors
+    /// `Unsupported` without layers or blocks, `OutOfMemory` for a chunk larger than host memory
+    /// can address.
+    pub fn new(
+        planes: [PlaneLayout; 2],
+        num_layers: u32,
+        shape: ChunkShape,
+    ) -> Result<Self, DeviceError> {
+        let error = |kind, detail: &str| {
+            Err(DeviceError::new(kind, "lay out a chunk").with_detail(detail.to_owned()))
+        };
+        if num_layers == 0 || shape.blocks == 0 {
+            return error(
+                DeviceErrorKind::Unsupported,
+                "no layer has memory, or no block is asked",
+            );
+        }
+        let sizes = || {
+            let stride = |plane: &PlaneLayout| {
+                let bytes = usize::try_from(plane.block_bytes()).ok()?;
+                bytes.checked_next_multiple_of(Self::PIECE_ALIGN)
+            };
+            let [k, v] = &planes;
+            let (k, v) = (stride(k)?, stride(v)?);
+            let strides = [k, k.checked_add(v)?];
+            let block = strides[1].checked_mul(to_usize(num_layers))?;
+            let header = to_usize(shape.header_bytes).checked_next_multiple_of(Self::ALIGN)?;
+            let bytes = block.checked_mul(to_usize(shape.blocks))?.checked_add(header)?;
+            let bytes = bytes.checked_next_multiple_of(Self::ALIGN)?;
+            isize::try_from(bytes).is_ok().then_some((strides, bytes))
+        };
+        match sizes() {
+            Some((strides, bytes)) => Ok(Self { shape, planes, num_layers, strides, bytes }),
+            None => error(DeviceErrorKind::OutOfMemory, "a chunk exceeds the address space"),
+        }
+    }
+
+    /// Computes the layout for all layers of a storage that have memory.
+    ///
+    /// # Errors
+    /// Those of [`Self::new`].
+    pub fn of<Buf: 'static>(
+        storage: StorageView<'_, Buf>,
+        shape: ChunkShape,
+    ) -> Result<Self, DeviceError> {
+        Self::new(*storage.layouts(), num_layers(storage), shape)
+    }
+
+    /// Returns the number of blocks of a chunk.
+    pub fn num_blocks(&self) -> u32 {
+        self.shape.blocks
+    }
+    /// Returns the number of layers.
+    pub fn num_layers(&self) -> u32 {
+        self.num_layers
+    }
+    /// Returns the layouts of K and V of every layer.
+    pub fn planes(&self) -> &[PlaneLayout; 2] {
+        &self.planes
+    }
+    /// Returns the bytes before the first block.
+    pub fn header_bytes(&self) -> usize {
+        to_usize(self.shape.header_bytes).next_multiple_of(Self::ALIGN)
+    }
+    /// Returns the bytes of one block in all planes, each rounded up to [`Self::PIECE_ALIGN`].
+    pub fn block_bytes(&self) -> usize {
+        let [_, layer] = self.strides;
+        layer.saturating_mul(to_usize(self.num_layers))
+    }
+    /// Returns the bytes of a whole chunk.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Returns the bytes of one of its blocks, in one plane of the layer with this index.
+    ///
+    /// # Panics
+    /// If the block or the layer does not exist.
+    pub fn piece(&self, block: u32, layer: u32, plane: Plane) -> Range<usize> {
+        assert!(block < self.shape.blocks, "block {block} of a chunk of {}", self.shape.blocks);
+        assert!(layer < self.num_layers, "layer {layer} of {}", self.num_layers);
+        let ([k_bytes, layer_bytes], [k, v]) = (self.strides, &self.planes);
+        // Within the chunk, whose size was checked when the layout was made.
+        let begin = self
+            .block_bytes()
+            .saturating_mul(to_usize(block))
+            .saturating_add(layer_bytes.saturating_mul(to_usize(layer)))
+            .saturating_add(self.header_bytes());
+        let (begin, bytes) = match plane {
+            Plane::Key => (begin, k.block_bytes()),
+            Plane::Value => (begin.saturating_add(k_bytes), v.block_bytes()),
+        };
+        begin..begin.saturating_add(to_offset(bytes))
+    }
+
+    /// Refuses a call whose storage, blocks or places the layout does not have.
+    ///
+    /// # Errors
+    /// `Unsupported` for storage with other planes, `OutOfRange` for blocks and places.
+    pub fn check<Buf: 'static>(
+        &self,
+        storage: StorageView<'_, Buf>,
+        (blocks, first): (&[crate::ids::BlockId], u32),
+        operation: &'static str,
+    ) -> Result<(), DeviceError> {
+        let error =
+            |kind, detail: String| Err(DeviceError::new(kind, operation).with_detail(detail));
+        if *storage.layouts() != self.planes || num_layers(storage) != self.num_layers {
+            let why = "the planes are not those that the host pool was made for";
+            return error(DeviceErrorKind::Unsupported, why.to_owned());
+        }
+        let (count, places) = (blocks.len(), self.shape.blocks);
+        if count > to_usize(places.saturating_sub(first)) {
+            let asked = format!("{count} blocks from place {first}, of {places}");
+            return error(DeviceErrorKind::OutOfRange, asked);
+        }
+        let [k, _] = &self.planes;
+        match blocks.iter().find(|block| block.0 >= k.num_blocks()) {
+            Some(block) => {
+                let asked = format!("block {block} of {}", k.num_blocks());
+                error(DeviceErrorKind::OutOfRange, asked)
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+/// Returns the number of layers with memory.
+fn num_layers<Buf: 'static>(storage: StorageView<'_, Buf>) -> u32 {
+    to_u32(storage.planes().count()).div_euclid(2)
+}

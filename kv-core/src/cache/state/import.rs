@@ -1,0 +1,314 @@
+//! Blocks whose content is brought from a lower tier instead of being computed.
+//!
+//! An import reserves empty blocks, which are held and can be found by no prompt. Their bytes are
+//! written by whoever brings them; then they are published like computed blocks. What an import
+//! finds cached already it holds too, so that a sequence that starts before its end reuses all of
+//! it.
+use std::sync::Arc;
+
+use hashbrown::HashMap;
+
+use crate::block::{Fill, Ledger};
+use crate::cache::state::input::bounded;
+use crate::cache::state::probe::{PrefixProbe, Probed};
+use crate::cache::state::start::exhausted;
+use crate::cache::state::{CacheState, Group, group_id, unique};
+use crate::error::{BlocksExhausted, CacheError, PlanError, StateProblem};
+use crate::events::Tier;
+use crate::ids::{BlockId, GroupId};
+use crate::invariant::Invariant;
+use crate::num::to_u32;
+use crate::reuse::{BlockKey, NamespaceId, Offered};
+
+/// Blocks for the content that somebody brings of one prompt.
+///
+/// [`CacheState::reserve_import`] takes the blocks, [`CacheState::publish_import`] makes those
+/// reusable whose bytes have come, and [`CacheState::finish_import`] lets go of all of them. The
+/// cache keeps a list of all imports: the blocks of one that is dropped stay held until
+/// [`CacheState::finish_imports`].
+#[derive(Debug)]
+#[must_use = "the blocks stay held until the import is finished"]
+pub struct Import {
+    id: u64,
+    probed: Arc<Probed>,
+    upto: u32,
+    blocks: Vec<ImportBlock>,
+}
+
+/// A block whose bytes an import has yet to bring.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ImportBlock {
+    /// The group whose pool has it.
+    pub group: GroupId,
+    /// The block to write.
+    pub block: BlockId,
+    /// Index of the block in the prompt.
+    pub index: u32,
+    /// Key of the content.
+    pub key: BlockKey,
+    /// One past the position of its last token: it is published up to here.
+    pub end: u32,
+    /// Place in the list of held blocks.
+    place: usize,
+}
+
+impl Import {
+    /// Returns the tokens up to which blocks were reserved.
+    pub fn upto(&self) -> u32 {
+        self.upto
+    }
+    /// Returns the tokens that a sequence reuses, at least, once all blocks are published.
+    pub fn hit(&self) -> u32 {
+        self.probed.hit(self.upto)
+    }
+    /// Returns the blocks that were not published yet, group by group, in the order of the prompt.
+    /// Blocks that were cached already are not among them.
+    pub fn blocks(&self) -> &[ImportBlock] {
+        &self.blocks
+    }
+}
+
+/// All unfinished imports.
+#[derive(Debug, Default)]
+pub(super) struct Imports {
+    unfinished: HashMap<u64, Held>,
+}
+
+/// What an import holds.
+#[derive(Debug)]
+struct Held {
+    /// `None` once everything cached became invalid.
+    namespace: Option<NamespaceId>,
+    /// Group by group, in the order of the prompt.
+    blocks: Vec<(usize, BlockId)>,
+}
+
+impl Imports {
+    pub(super) fn blocks(&self) -> impl Iterator<Item = (usize, BlockId)> + '_ {
+        self.unfinished.values().flat_map(|held| held.blocks.iter().copied())
+    }
+
+    /// Makes every import leave its namespace.
+    pub(super) fn leave_namespaces(&mut self, ledger: &mut Ledger) {
+        let namespaces = self.unfinished.values_mut().filter_map(|held| held.namespace.take());
+        namespaces.for_each(|namespace| ledger.leave(namespace));
+    }
+}
+
+const IMPORT: &str = "the list of an import has a place for each of its blocks";
+
+impl CacheState {
+    /// Takes a block for every content of a probed prompt that a sequence needs to reuse
+    /// [`hit(upto)`](PrefixProbe::hit) tokens and that is not cached. The blocks are held and
+    /// cannot be found before [`Self::publish_import`]; their bytes are undefined. Needed blocks
+    /// that are cached are held too. No block is evicted that computing the same tokens would have
+    /// left.
+    ///
+    /// The prompt is looked up again, so that the probe may be older than what is cached now.
+    ///
+    /// ```
+    /// use kv_core::events::Tier;
+    /// use kv_core::scheduling::CacheState;
+    /// use kv_core::{CacheSpec, SequenceId, StartOptions};
+    ///
+    /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(2, 8).build()?;
+    /// let mut state = CacheState::new(spec, 0);
+    /// let (prompt, options) = ([1, 2, 3, 4, 5], StartOptions::default());
+    /// let probe = state.probe_keys(&prompt, &options);
+    /// assert_eq!((probe.cached(), probe.hit(5)), (0, 4));
+    ///
+    /// let mut import = state.reserve_import(&probe, 4)?;
+    /// assert_eq!(import.blocks().len(), 2); // copy bytes to these
+    /// state.publish_import(&mut import, 4, Tier::Disk)?;
+    /// assert_eq!(state.start(SequenceId(0), &prompt, options)?, 4);
+    /// state.finish_import(import)?;
+    /// assert_eq!(state.stats().disk_hit_tokens, 4);
+    /// # Ok::<(), kv_core::CacheError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`CacheError::Exhausted`] for the first group with too few blocks; [`PlanError::State`]
+    /// while a step is open, or if everything was evicted since the probe, the constants or layers
+    /// of the cache changed, or the probe is of another cache; [`PlanError::TooMany`] for more
+    /// tokens than the probe's [limit](PrefixProbe::limit). Nothing changed then.
+    pub fn reserve_import(&mut self, probe: &PrefixProbe, upto: u32) -> Result<Import, CacheError> {
+        const OPERATION: &str = "reserve import";
+        self.check_closed(OPERATION)?;
+        let probed = &probe.probed;
+        self.check_epoch(OPERATION, probed)?;
+        bounded("imported tokens", upto, probed.limit)?;
+        let space = self.ledger.find_namespace(&probed.salt, probed.adapter);
+        let namespace = space.map(|(id, _)| id);
+        let groups = self.groups.iter();
+        let needed = groups.map(|group| Needed::find(group, probed, namespace, upto));
+        let needed = needed.collect::<Result<Vec<_>, BlocksExhausted>>()?;
+        let (namespace, _) = self.ledger.join(&probed.salt, probed.adapter);
+        let mut import =
+            Import { id: unique(), probed: Arc::clone(probed), upto, blocks: Vec::new() };
+        let mut held = Vec::new();
+        let Self { groups, ledger, unwiped, .. } = self;
+        for (group, needed) in groups.iter_mut().zip(&needed) {
+            // Allocation must not evict what is found.
+            for block in needed.blocks.iter().filter_map(|(_, found)| *found) {
+                group.hold(block);
+            }
+            for (index, found) in &needed.blocks {
+                let block = found.unwrap_or_else(|| {
+                    let block = group.take(ledger, unwiped);
+                    let of = probed.block(group.id, *index);
+                    import.blocks.push(ImportBlock {
+                        group: group_id(group.id),
+                        block,
+                        index: *index,
+                        key: of.key,
+                        end: of.end,
+                        place: held.len(),
+                    });
+                    block
+                });
+                held.push((group.id, block));
+            }
+        }
+        let held = Held { namespace: Some(namespace), blocks: held };
+        self.imports.unfinished.insert(import.id, held);
+        self.note_peak();
+        Ok(import)
+    }
+
+    /// Makes the blocks reusable that end at or before `upto` tokens, whose bytes have come from
+    /// `tier`. They stay held by the import. If another block has got the same content meanwhile,
+    /// the import holds that one instead.
+    ///
+    /// [`Stats`](crate::Stats) counts the tokens as hits of `tier` when a sequence first reuses
+    /// them, and the eviction policy counts that reuse as the use that they were imported for.
+    ///
+    /// # Errors
+    /// [`PlanError::State`] while a step is open, if the import has ended or is of another cache,
+    /// or if everything was evicted since the probe or the constants or layers of the cache
+    /// changed; [`PlanError::TooMany`] for more tokens than were reserved. Nothing changed then.
+    pub fn publish_import(
+        &mut self,
+        import: &mut Import,
+        upto: u32,
+        tier: Tier,
+    ) -> Result<(), PlanError> {
+        const OPERATION: &str = "publish import";
+        self.check_closed(OPERATION)?;
+        self.check_epoch(OPERATION, &import.probed)?;
+        bounded("imported tokens", upto, import.upto)?;
+        let Self { groups, ledger, imports, unwiped, .. } = self;
+        let Some(held) = imports.unfinished.get_mut(&import.id) else {
+            return Err(PlanError::State { operation: OPERATION, problem: StateProblem::Ended });
+        };
+        let namespace = held.namespace.invariant("an import of this epoch is in its namespace");
+        let mut parts = Vec::new();
+        let Import { probed, blocks, .. } = import;
+        for of in blocks.extract_if(.., |of| of.end <= upto) {
+            let group = groups.at_mut(usize::from(of.group.0));
+            let priority = probed.priority(probed.block(group.id, of.index).begin);
+            let content = probed.content((group.id, of.index), namespace, &mut parts);
+            match group.pool.offer(of.block, &content, (priority, Fill::Full), ledger) {
+                Offered::New => {
+                    group.drop_prefixes(of.block, ledger, unwiped);
+                    group.pool.set_imported(of.block, tier);
+                }
+                Offered::Known(known) => {
+                    group.hold(known);
+                    *held.blocks.get_mut(of.place).invariant(IMPORT) = (group.id, known);
+                    group.release_holder(of.block, unwiped);
+                }
+                // Other content has its key: the block stays without content.
+                Offered::Refused => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends an import: published blocks can be reused and evicted, the others are empty.
+    ///
+    /// # Errors
+    /// [`PlanError::State`] while a step is open: the blocks stay held, until
+    /// [`Self::finish_imports`]; or if the import has ended or is of another cache.
+    #[expect(clippy::needless_pass_by_value, reason = "an import ends with this call")]
+    pub fn finish_import(&mut self, import: Import) -> Result<(), PlanError> {
+        const OPERATION: &str = "finish import";
+        self.check_closed(OPERATION)?;
+        let Some(held) = self.imports.unfinished.remove(&import.id) else {
+            return Err(PlanError::State { operation: OPERATION, problem: StateProblem::Ended });
+        };
+        self.release_import(held);
+        Ok(())
+    }
+
+    /// Ends every import and returns their number; later calls with one of them are refused. Call
+    /// it only if no byte is being written to their blocks any more.
+    ///
+    /// # Errors
+    /// [`PlanError::State`] while a step is open.
+    pub fn finish_imports(&mut self) -> Result<u32, PlanError> {
+        self.check_closed("finish imports")?;
+        let unfinished = std::mem::take(&mut self.imports.unfinished);
+        let count = to_u32(unfinished.len());
+        unfinished.into_values().for_each(|held| self.release_import(held));
+        Ok(count)
+    }
+
+    /// Returns the number of imports that were not finished.
+    pub fn num_imports(&self) -> u32 {
+        to_u32(self.imports.unfinished.len())
+    }
+
+    /// Releases what an import held, tails before heads.
+    fn release_import(&mut self, held: Held) {
+        let Self { groups, ledger, unwiped, .. } = self;
+        for (index, block) in held.blocks.into_iter().rev() {
+            groups.at_mut(index).release_holder(block, unwiped);
+        }
+        if let Some(namespace) = held.namespace {
+            ledger.leave(namespace);
+        }
+    }
+
+    /// Refuses a probe from before everything cached became invalid, or of another cache.
+    fn check_epoch(&self, operation: &'static str, probed: &Probed) -> Result<(), PlanError> {
+        if probed.epoch == self.epoch {
+            return Ok(());
+        }
+        Err(PlanError::State { operation, problem: StateProblem::Outdated })
+    }
+}
+
+/// The blocks of one group that an import needs.
+#[derive(Debug)]
+struct Needed {
+    /// Index in the prompt, and the block that has the content.
+    blocks: Vec<(u32, Option<BlockId>)>,
+}
+
+impl Needed {
+    /// Looks the blocks up; refuses more missing ones than can be taken.
+    fn find(
+        group: &Group,
+        probed: &Probed,
+        namespace: Option<NamespaceId>,
+        upto: u32,
+    ) -> Result<Self, BlocksExhausted> {
+        let mut parts = Vec::new();
+        let indices = probed.needed(group.id, upto).into_iter().flatten();
+        let mut find = |index: u32| {
+            let content = probed.content((group.id, index), namespace?, &mut parts);
+            group.pool.find(&content)
+        };
+        let blocks: Vec<_> = indices.map(|index| (index, find(index))).collect();
+        let found = || blocks.iter().filter_map(|(_, block)| *block);
+        let idle = to_u32(found().filter(|block| group.pool.is_idle(*block)).count());
+        let missing = to_u32(blocks.len().saturating_sub(found().count()));
+        let free = group.pool.num_free().saturating_sub(idle);
+        if missing > free {
+            let evictable = group.pool.num_idle().saturating_sub(idle);
+            return Err(exhausted(group, missing, (free, evictable)));
+        }
+        Ok(Self { blocks })
+    }
+}

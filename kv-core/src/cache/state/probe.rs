@@ -1,0 +1,284 @@
+//! What is cached of a prompt, and what the blocks that are missing would contain.
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::cache::state::lookup::{first_live, sink_blocks};
+use crate::cache::state::start::Lookup;
+use crate::cache::state::{CacheState, StartOptions};
+use crate::eviction::{Priority, Retention};
+use crate::ids::{BlockId, GroupId};
+use crate::invariant::Invariant;
+use crate::num::{to_u32, to_usize};
+use crate::reuse::{BlockContent, BlockKey, Content, ContentSpan, NamespaceId};
+use crate::slot_map::SlotMap;
+use crate::spec::{PrefixReuse, Window};
+
+/// What is cached of a prompt, and the content of every full block that it may reuse.
+///
+/// A lower tier finds copies of the missing blocks by what is listed here, and brings them with
+/// [`CacheState::reserve_import`]. The probe is a picture of one moment and holds no block; the
+/// import looks again.
+///
+/// Counts of tokens, *up to* which blocks are there, may be any number; blocks that end later are
+/// not included.
+#[derive(Debug, Clone)]
+pub struct PrefixProbe {
+    pub(super) probed: Arc<Probed>,
+}
+
+/// One full block of a probed prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ProbedBlock {
+    /// Index of the block in the prompt.
+    pub index: u32,
+    /// Key of its content.
+    pub key: BlockKey,
+    /// Key of the block before, the root for the first.
+    pub parent: BlockKey,
+    /// Position of its first token, and one past its last.
+    pub begin: u32,
+    /// One past the position of its last token.
+    pub end: u32,
+    /// The block that had this content when the prompt was probed.
+    pub cached: Option<BlockId>,
+}
+
+/// The prompt of a probe, which its imports share.
+#[derive(Debug)]
+pub(super) struct Probed {
+    /// [`CacheState::epoch`] at that time.
+    pub(super) epoch: u64,
+    prompt: Box<[u32]>,
+    pub(super) salt: Box<[u8]>,
+    pub(super) adapter: Option<u64>,
+    root: BlockKey,
+    spans: Box<[ContentSpan]>,
+    retention: Option<Retention>,
+    backoff: u32,
+    /// Most tokens that may be reused; 0 without reuse.
+    pub(super) limit: u32,
+    /// Reused tokens of whole blocks if a sequence had started then.
+    cached: u32,
+    chains: Vec<Chain>,
+    groups: Vec<ProbedGroup>,
+}
+
+/// Keys of full blocks that end at the same tokens in all groups of the chain.
+#[derive(Debug)]
+struct Chain {
+    map: SlotMap,
+    keys: Vec<BlockKey>,
+}
+
+#[derive(Debug)]
+struct ProbedGroup {
+    chain: usize,
+    window: Option<Window>,
+    cached: Vec<Option<BlockId>>,
+}
+
+const BLOCK: &str = "a probe lists the full blocks of its groups";
+
+impl PrefixProbe {
+    /// Returns the whole prompt.
+    pub fn prompt(&self) -> &[u32] {
+        &self.probed.prompt
+    }
+    /// Returns the salt of the prompt's namespace; empty without one.
+    pub fn salt(&self) -> &[u8] {
+        &self.probed.salt
+    }
+    /// Returns the adapter of the prompt's namespace.
+    pub fn adapter(&self) -> Option<u64> {
+        self.probed.adapter
+    }
+    /// Returns the key before the first block.
+    pub fn root(&self) -> BlockKey {
+        self.probed.root
+    }
+    /// Returns how many tokens a sequence would have reused in whole blocks that had started then.
+    pub fn cached(&self) -> u32 {
+        self.probed.cached
+    }
+    /// Returns the most tokens that a sequence may reuse: all but the last of the prompt, whose
+    /// logits are needed; 0 if nothing is reused by the settings of cache or prompt.
+    pub fn limit(&self) -> u32 {
+        self.probed.limit
+    }
+    /// Returns how many tokens a sequence reuses, at least, if all blocks are cached that are
+    /// [needed](Self::needed) up to `upto` tokens: the last end of a block at or before `upto` that
+    /// is one in every group, without the blocks that
+    /// [backoff](StartOptions::with_backoff_blocks) computes anew.
+    pub fn hit(&self, upto: u32) -> u32 {
+        self.probed.hit(upto)
+    }
+
+    /// Iterates over the full blocks of the prompt in one group, in order; none for an unknown
+    /// group.
+    pub fn blocks(&self, group: GroupId) -> impl Iterator<Item = ProbedBlock> + '_ {
+        let group = self.probed.find_group(group);
+        let blocks = group.map_or(0, |(_, group)| to_u32(group.cached.len()));
+        (0..blocks).map(move |index| self.probed.block(group.map_or(0, |(at, _)| at), index))
+    }
+
+    /// Iterates over the blocks of one group, cached ones included, that a sequence needs to reuse
+    /// [`hit(upto)`](Self::hit) tokens: with a window, those in it and those of its sink tokens.
+    pub fn needed(&self, group: GroupId, upto: u32) -> impl Iterator<Item = ProbedBlock> + '_ {
+        let group = self.probed.find_group(group).map(|(at, _)| at);
+        let needed = group.map_or([0..0, 0..0], |group| self.probed.needed(group, upto));
+        let blocks = needed.into_iter().flatten();
+        blocks.map(move |index| self.probed.block(group.unwrap_or(0), index))
+    }
+
+    /// Returns the tokens of a block of this probe; none for one of a longer prompt.
+    pub fn tokens(&self, block: &ProbedBlock) -> &[u32] {
+        let range = to_usize(block.begin)..to_usize(block.end);
+        self.probed.prompt.get(range).unwrap_or_default()
+    }
+    /// Writes what placeholder tokens of a block stand for to `out`.
+    pub fn contents(&self, block: &ProbedBlock, out: &mut Vec<BlockContent>) {
+        BlockContent::cut(&self.probed.spans, (block.begin, block.end), out);
+    }
+}
+
+impl Probed {
+    fn find_group(&self, group: GroupId) -> Option<(usize, &ProbedGroup)> {
+        let index = usize::from(group.0);
+        Some((index, self.groups.get(index)?))
+    }
+    fn group(&self, group: usize) -> (&ProbedGroup, &Chain) {
+        let group = self.groups.get(group).invariant(BLOCK);
+        (group, self.chains.get(group.chain).invariant(BLOCK))
+    }
+
+    /// Returns one full block.
+    pub(super) fn block(&self, group: usize, index: u32) -> ProbedBlock {
+        let (group, chain) = self.group(group);
+        let (begin, end) = chain.range(index);
+        let (parent, key) = chain.keys_of(self.root, index);
+        let cached = group.cached.get(to_usize(index)).copied().flatten();
+        ProbedBlock { index, key, parent, begin, end, cached }
+    }
+
+    /// Returns the content of one full block; `parts` is memory for its contents.
+    pub(super) fn content<'a>(
+        &'a self,
+        (group, index): (usize, u32),
+        namespace: NamespaceId,
+        parts: &'a mut Vec<BlockContent>,
+    ) -> Content<'a> {
+        let (_, chain) = self.group(group);
+        let (begin, end) = chain.range(index);
+        let (parent, key) = chain.keys_of(self.root, index);
+        BlockContent::cut(&self.spans, (begin, end), parts);
+        let tokens = self.prompt.get(to_usize(begin)..to_usize(end)).invariant(BLOCK);
+        Content { key, parent, namespace, index, tokens, contents: parts }
+    }
+
+    /// Returns the priority of the block that begins at `position`.
+    pub(super) fn priority(&self, position: u32) -> Priority {
+        let len = to_u32(self.prompt.len());
+        self.retention.as_ref().map_or_else(Priority::default, |all| all.priority_at(position, len))
+    }
+
+    /// Does what [`PrefixProbe::hit`] does.
+    pub(super) fn hit(&self, upto: u32) -> u32 {
+        let upto = upto.min(self.limit);
+        let mut len = upto;
+        loop {
+            let before = len;
+            for group in &self.groups {
+                let map = &self.chains.get(group.chain).invariant(BLOCK).map;
+                let known = map.full_blocks(upto).saturating_sub(self.backoff);
+                len = map.tokens(map.full_blocks(len).min(known));
+            }
+            if len == before {
+                return len;
+            }
+        }
+    }
+
+    /// Returns the blocks of a group that a hit of [`Self::hit`] needs: those of the sink tokens,
+    /// and the others.
+    pub(super) fn needed(&self, group: usize, upto: u32) -> [Range<u32>; 2] {
+        let hit = self.hit(upto);
+        if hit == 0 {
+            return [0..0, 0..0];
+        }
+        let (group, Chain { map, .. }) = self.group(group);
+        let blocks = map.full_blocks(hit);
+        let end = blocks.saturating_add(self.backoff);
+        let Some(window) = group.window else {
+            return [0..0, 0..end];
+        };
+        // As a lookup has it: a window of only the query itself needs no block; still something
+        // must be cached.
+        let live = first_live(map, window, hit).min(end.saturating_sub(1));
+        let sinks = sink_blocks(Some(window), map).min(blocks).min(live);
+        [0..sinks, live..end]
+    }
+}
+
+impl Chain {
+    fn range(&self, index: u32) -> (u32, u32) {
+        (self.map.tokens(index), self.map.tokens(index.saturating_add(1)))
+    }
+    /// Returns the keys of the block before and of block `index`.
+    fn keys_of(&self, root: BlockKey, index: u32) -> (BlockKey, BlockKey) {
+        let key = |index: u32| *self.keys.get(to_usize(index)).invariant(BLOCK);
+        (index.checked_sub(1).map_or(root, key), key(index))
+    }
+}
+
+impl CacheState {
+    /// Says how far a prompt is cached, and lists the content of all its full blocks, so that a
+    /// lower tier can look for those that are missing. Changes nothing: neither the age of blocks
+    /// nor the counters. While a step is open, blocks that it is about to fill may count as cached.
+    pub fn probe_keys(&self, prompt: &[u32], options: &StartOptions<'_>) -> PrefixProbe {
+        let is_off = !options.reuse || self.spec.prefix_reuse() == PrefixReuse::Off;
+        let most = to_u32(prompt.len()).saturating_sub(1).min(self.spec.max_seq_len());
+        let limit = if is_off { 0 } else { most };
+        let root = BlockKey::root(self.encoding_key, options.salt, options.adapter);
+        let mut lookup = Lookup::default();
+        self.look_up_unnamed(&mut lookup, prompt, options);
+        let mut probed = Probed {
+            epoch: self.epoch,
+            prompt: prompt.into(),
+            salt: options.salt.into(),
+            adapter: options.adapter,
+            root,
+            spans: options.contents.into(),
+            retention: options.retention.cloned(),
+            backoff: options.backoff_blocks,
+            limit,
+            cached: lookup.found.whole,
+            chains: self.chains.iter().map(|map| Chain { map: *map, keys: Vec::new() }).collect(),
+            groups: Vec::with_capacity(self.groups.len()),
+        };
+        let mut parts = Vec::new();
+        for chain in &mut probed.chains {
+            let mut key = root;
+            for index in 0..chain.map.full_blocks(limit) {
+                let (begin, end) = chain.range(index);
+                BlockContent::cut(options.contents, (begin, end), &mut parts);
+                let tokens = prompt.get(to_usize(begin)..to_usize(end)).invariant(BLOCK);
+                key = key.child(tokens, &parts);
+                chain.keys.push(key);
+            }
+        }
+        let space = self.ledger.find_namespace(options.salt, options.adapter);
+        for (at, group) in self.groups.iter().enumerate() {
+            let (chain, window) = (group.chain, group.window);
+            probed.groups.push(ProbedGroup { chain, window, cached: Vec::new() });
+            let blocks = group.slot_map().full_blocks(limit);
+            let cached = (0..blocks).map(|index| {
+                let (namespace, _) = space?;
+                group.pool.find(&probed.content((at, index), namespace, &mut parts))
+            });
+            let cached: Vec<_> = cached.collect();
+            probed.groups.get_mut(at).invariant(BLOCK).cached = cached;
+        }
+        PrefixProbe { probed: Arc::new(probed) }
+    }
+}

@@ -1,0 +1,222 @@
+//! The geometry of the chunks of one group.
+use std::ops::Range;
+
+use kv_core::backend::{ChunkLayout, ChunkShape, Plane, PlaneLayout, SlotMap};
+use kv_core::num::{to_offset, to_u32};
+use kv_core::{BlockOrder, CacheSpec, GroupId, KvFormat};
+
+use super::header::{CONTENT_BYTES, PAGE, TOKENS};
+use super::token_bytes;
+
+/// Geometry of the chunks of one group: how many blocks a chunk has, and where their bytes lie in
+/// it. All chunks of a group have the same size.
+///
+/// ```
+/// use kv_core::backend::Plane;
+/// use kv_core::{CacheSpec, GroupId, KvFormat};
+/// use kv_tier::ChunkSpec;
+///
+/// let spec = CacheSpec::builder().layers(32).kv_heads(8).head_dim(128).format(KvFormat::Bf16);
+/// let chunks = ChunkSpec::new(&spec.paged(16, 4096).build()?, GroupId(0))?;
+/// assert_eq!((chunks.blocks(), chunks.payload_bytes()), (1, 2 << 20));
+/// assert_eq!(chunks.piece(0, 0, Plane::Value), 4096 + (32 << 10)..4096 + (64 << 10));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ChunkSpec {
+    group: GroupId,
+    num_kv_heads: u32,
+    order: BlockOrder,
+    slot_map: SlotMap,
+    block_size: u32,
+    planes: [PlaneGeometry; 2],
+    layout: ChunkLayout,
+}
+
+/// Geometry of a block of one plane.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct PlaneGeometry {
+    pub(super) head_dim: u32,
+    pub(super) format: KvFormat,
+    pub(super) block_bytes: usize,
+}
+
+impl ChunkSpec {
+    /// Computes the geometry of a group's chunks. A chunk has the smallest power of two of blocks
+    /// that makes it at least 1 MiB, as long as it has at most 256 tokens; at least one block.
+    ///
+    /// # Errors
+    /// [`ChunkSpecError::UnknownGroup`]; [`ChunkSpecError::LayersOnDemand`] for a cache whose
+    /// number of layers is not fixed; [`ChunkSpecError::TooLarge`] for blocks of more tokens than a
+    /// header holds.
+    pub fn new(spec: &CacheSpec, group: GroupId) -> Result<Self, ChunkSpecError> {
+        let one = Self::one_block(spec, group)?;
+        let stride = one.layout.block_bytes().max(1);
+        let enough = CHUNK_BYTES_MIN.div_ceil(stride).next_power_of_two();
+        // The largest power of two that 256 tokens allow.
+        let most = TOKENS_MAX.checked_div(one.block_size).unwrap_or(0).checked_ilog2();
+        let most = 1_u32.checked_shl(most.unwrap_or(0)).unwrap_or(1);
+        one.with_blocks(u32::try_from(enough).unwrap_or(most).min(most))
+    }
+
+    /// Sets another number of blocks of a chunk. Caches with different numbers never find each
+    /// other's chunks.
+    ///
+    /// # Errors
+    /// [`ChunkSpecError::NoBlocks`] for 0; [`ChunkSpecError::TooLarge`] for more tokens than a
+    /// header holds, or more bytes than this machine addresses.
+    pub fn with_blocks(mut self, blocks: u32) -> Result<Self, ChunkSpecError> {
+        if blocks == 0 {
+            return Err(ChunkSpecError::NoBlocks);
+        }
+        let too_large = ChunkSpecError::TooLarge { blocks, block_size: self.block_size };
+        let tokens = blocks.checked_mul(self.block_size).ok_or(too_large)?;
+        let header_bytes = TOKENS
+            .saturating_add(token_bytes(tokens))
+            .saturating_add(CONTENTS_MIN.saturating_mul(CONTENT_BYTES))
+            .saturating_add(size_of::<u64>())
+            .checked_next_multiple_of(PAGE)
+            .filter(|bytes| u16::try_from(bytes.div_euclid(PAGE)).is_ok())
+            .ok_or(too_large)?;
+        let shape = ChunkShape { blocks, header_bytes: to_u32(header_bytes) };
+        self.layout = ChunkLayout::new(*self.layout.planes(), self.layout.num_layers(), shape)
+            .map_err(|_| too_large)?;
+        Ok(self)
+    }
+
+    fn one_block(spec: &CacheSpec, id: GroupId) -> Result<Self, ChunkSpecError> {
+        if spec.layers_on_demand() {
+            return Err(ChunkSpecError::LayersOnDemand);
+        }
+        let group = spec.groups().get(usize::from(id.0));
+        let group = group.ok_or(ChunkSpecError::UnknownGroup { group: id })?;
+        let [k, v] = group.layouts();
+        let geometry = |layout: &PlaneLayout| PlaneGeometry {
+            head_dim: layout.head_dim(),
+            format: layout.format(),
+            // A plane of such blocks fits the host's addresses.
+            block_bytes: to_offset(layout.block_bytes()),
+        };
+        let num_layers = u32::try_from(group.layers().len()).unwrap_or(u32::MAX);
+        let shape = ChunkShape { blocks: 1, header_bytes: 0 };
+        let block_size = group.block_size();
+        let layout = ChunkLayout::new([*k, *v], num_layers, shape)
+            .map_err(|_| ChunkSpecError::TooLarge { blocks: 1, block_size })?;
+        Ok(Self {
+            group: id,
+            num_kv_heads: k.num_kv_heads(),
+            order: k.order(),
+            slot_map: *group.slot_map(),
+            block_size,
+            planes: [geometry(k), geometry(v)],
+            layout,
+        })
+    }
+
+    /// Returns the group.
+    pub fn group(&self) -> GroupId {
+        self.group
+    }
+    /// Returns the blocks of a chunk.
+    pub fn blocks(&self) -> u32 {
+        self.layout.num_blocks()
+    }
+    /// Returns the layers of the group.
+    pub fn num_layers(&self) -> u32 {
+        self.layout.num_layers()
+    }
+    /// Returns the bytes of the header, a multiple of 4,096.
+    pub fn header_bytes(&self) -> usize {
+        self.layout.header_bytes()
+    }
+    /// Returns the bytes of the payload, a multiple of 4,096.
+    pub fn payload_bytes(&self) -> usize {
+        self.layout.bytes().saturating_sub(self.layout.header_bytes())
+    }
+    /// Returns the bytes of a chunk: header and payload.
+    pub fn chunk_bytes(&self) -> usize {
+        self.layout.bytes()
+    }
+    /// Returns how many contents of placeholder tokens the header of a chunk with `num_tokens`
+    /// tokens has room for: 64 and more.
+    pub(super) fn contents_max(&self, num_tokens: u32) -> usize {
+        let used = TOKENS.saturating_add(token_bytes(num_tokens)).saturating_add(size_of::<u64>());
+        self.header_bytes().saturating_sub(used).div_euclid(CONTENT_BYTES)
+    }
+
+    /// Returns the index of the first block of chunk `index` in its prompt.
+    pub fn first_block(&self, index: u32) -> u32 {
+        index.saturating_mul(self.blocks())
+    }
+    /// Returns the positions of the tokens of chunk `index`.
+    pub fn span(&self, index: u32) -> Range<u32> {
+        let first = self.first_block(index);
+        self.slot_map.tokens(first)..self.slot_map.tokens(first.saturating_add(self.blocks()))
+    }
+    /// Returns the positions of the tokens of block `block` of chunk `index`: `block_size` tokens,
+    /// or fewer with a full-precision prefix.
+    pub fn block_span(&self, index: u32, block: u32) -> Range<u32> {
+        let block = self.first_block(index).saturating_add(block);
+        self.slot_map.tokens(block)..self.slot_map.tokens(block.saturating_add(1))
+    }
+
+    /// Returns where in a chunk the bytes of a plane lie for one of its blocks. Pieces begin at
+    /// multiples of 16 bytes of the chunk.
+    ///
+    /// # Panics
+    /// If a chunk has no such block or the group no such layer.
+    pub fn piece(&self, block: u32, layer: u32, plane: Plane) -> Range<usize> {
+        self.layout.piece(block, layer, plane)
+    }
+
+    /// Returns where the bytes of each block lie: what a
+    /// [`HostPool`](kv_core::backend::HostPool) copies.
+    pub fn layout(&self) -> &ChunkLayout {
+        &self.layout
+    }
+
+    pub(super) fn planes(&self) -> &[PlaneGeometry; 2] {
+        &self.planes
+    }
+    pub(super) fn num_kv_heads(&self) -> u32 {
+        self.num_kv_heads
+    }
+    pub(super) fn block_size(&self) -> u32 {
+        self.block_size
+    }
+    pub(super) fn order(&self) -> BlockOrder {
+        self.order
+    }
+}
+
+/// A cache whose blocks cannot be chunked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ChunkSpecError {
+    /// The cache has no such group.
+    #[error("the cache has no group {}", group.0)]
+    UnknownGroup {
+        /// The group.
+        group: GroupId,
+    },
+    /// Layers are allocated one by one, so blocks have no fixed size.
+    #[error("layers on demand have no fixed number, so their blocks form no chunks")]
+    LayersOnDemand,
+    /// A chunk of no blocks.
+    #[error("a chunk has at least one block")]
+    NoBlocks,
+    /// The tokens do not fit the header, or the blocks do not fit memory.
+    #[error("chunks of {blocks} blocks of {block_size} tokens are too large")]
+    TooLarge {
+        /// Blocks of a chunk.
+        blocks: u32,
+        /// Tokens of a block.
+        block_size: u32,
+    },
+}
+
+/// A chunk is at least this large, unless it would have more tokens than [`TOKENS_MAX`].
+const CHUNK_BYTES_MIN: usize = 1 << 20;
+const TOKENS_MAX: u32 = 256;
+/// Contents of placeholder tokens that every header has room for.
+const CONTENTS_MIN: usize = 64;

@@ -1,0 +1,204 @@
+//! The listing of a folder, on a thread: it rebuilds the index, corrects the count that processes
+//! share, and sweeps what a killed process was writing. No file is read. The thread also makes room
+//! for processes that may not evict.
+use std::ffi::CStr;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{self, AtFlags, Dir, Mode, OFlags};
+
+use super::files::{charge, sweep};
+use super::ledger::Ledger;
+use super::{Inner, path};
+use crate::{ChunkAddress, ChunkName};
+
+/// Where the listing of a folder stands.
+#[derive(Debug, Default)]
+pub(super) struct State {
+    is_wanted: bool,
+    /// Whether one has come to its end.
+    pub(super) is_complete: bool,
+    is_stopped: bool,
+}
+
+impl Inner {
+    /// Asks the thread for a listing.
+    pub(super) fn request_listing(&self) {
+        self.listing_state().is_wanted = true;
+        self.listing_changed.notify_all();
+    }
+
+    /// Ends the thread after the folder that it lists.
+    pub(super) fn stop_listing(&self) {
+        self.is_stopping.store(true, Ordering::Relaxed);
+        self.listing_state().is_stopped = true;
+        self.listing_changed.notify_all();
+    }
+
+    /// Waits until the folder was listed; returns whether it was.
+    pub(super) fn wait_listed(&self, deadline: Instant) -> bool {
+        let mut state = self.listing_state();
+        while !state.is_complete {
+            let Some(left) = deadline.checked_duration_since(Instant::now()) else { return false };
+            let waited = self.listing_changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
+    }
+}
+
+/// Starts the thread, with a first listing.
+pub(super) fn start(inner: &Arc<Inner>) -> std::io::Result<JoinHandle<()>> {
+    inner.request_listing();
+    let inner = Arc::clone(inner);
+    thread::Builder::new().name("kv-tier-list".into()).spawn(move || run(&inner))
+}
+
+fn run(inner: &Inner) {
+    let mut listed = None::<Instant>;
+    loop {
+        // Requests come with every refused write while the folder is full.
+        let may_list = listed.is_none_or(|listed| listed.elapsed() >= PAUSE);
+        let mut state = inner.listing_state();
+        if state.is_stopped {
+            return;
+        }
+        if may_list && state.is_wanted {
+            state.is_wanted = false;
+            drop(state);
+            list(inner);
+            listed = Some(Instant::now());
+            inner.listing_state().is_complete = !inner.is_stopping.load(Ordering::Relaxed);
+            inner.listing_changed.notify_all();
+            continue;
+        }
+        let waited = inner.listing_changed.wait_timeout(state, TICK);
+        drop(waited.unwrap_or_else(PoisonError::into_inner));
+        if let Some(ledger) = &inner.ledger {
+            let _ = inner.serve(ledger, soon());
+        }
+    }
+}
+
+fn list(inner: &Inner) {
+    let before = inner.ledger.as_ref().and_then(|ledger| finished(inner, ledger));
+    inner.index().begin_listing();
+    if !walk(inner) {
+        // What was not seen may be there: neither the index nor the count is corrected.
+        return;
+    }
+    let Some(ledger) = &inner.ledger else {
+        inner.index().end_listing();
+        return;
+    };
+    let deadline = soon();
+    if let (Some(before), Ok(_excluded)) = (before, ledger.exclude(deadline)) {
+        // Nobody writes or removes now. What others finished since the beginning may have been
+        // missed; it is counted again where it was not.
+        let _ = ledger.change(deadline, |usage| {
+            let mut index = inner.index();
+            index.end_listing();
+            let own = inner.finished.load(Ordering::Relaxed);
+            let others = usage.finished.wrapping_sub(before.0);
+            let others = others.saturating_sub(own.wrapping_sub(before.1));
+            usage.held = Some(index.charged().saturating_add(others));
+        });
+    }
+    let _ = inner.trim(ledger, soon());
+}
+
+/// Returns the bytes that were finished, by all and by this process.
+fn finished(inner: &Inner, ledger: &Ledger) -> Option<(u64, u64)> {
+    let finished =
+        |usage: &mut super::ledger::Usage| (usage.finished, inner.finished.load(Ordering::Relaxed));
+    ledger.change(soon(), finished).ok()
+}
+
+/// Lists all files; returns whether every folder could be listed.
+fn walk(inner: &Inner) -> bool {
+    each(inner, inner.files.root(), |name, folder| {
+        if name.to_bytes().starts_with(path::OWN.as_bytes()) {
+            sweep_temporary(inner, folder, name);
+            return true;
+        }
+        let Some(root) = path::parse(name.to_bytes()) else { return true };
+        within(inner, folder, name, |level, folder| {
+            !path::is_level(level.to_bytes())
+                || within(inner, folder, level, |level, folder| {
+                    !path::is_level(level.to_bytes())
+                        || within(inner, folder, level, |name, folder| {
+                            file(inner, root, folder, name);
+                            true
+                        })
+                })
+        })
+    })
+}
+
+fn file(inner: &Inner, root: ChunkName, folder: &OwnedFd, file: &CStr) {
+    let Some(name) = path::parse(file.to_bytes()) else {
+        sweep_temporary(inner, folder, file);
+        return;
+    };
+    // Under the lock, so that a file which is removed meanwhile is not added after that.
+    let mut index = inner.index();
+    let Ok(stat) = fs::statat(folder, file, AtFlags::SYMLINK_NOFOLLOW) else { return };
+    let status = super::files::status(&stat);
+    if status.is_file {
+        let chunk = ChunkAddress { root, name };
+        index.insert_listed(chunk, charge(status.length), status.modified);
+    }
+}
+
+fn sweep_temporary(inner: &Inner, folder: &OwnedFd, name: &CStr) {
+    let is_temporary = name.to_bytes().ends_with(path::TEMPORARY.as_bytes());
+    if is_temporary && inner.ledger.is_some() {
+        sweep(folder, name);
+    }
+}
+
+/// Visits the entries of a folder in a folder. One that is gone has none.
+fn within(
+    inner: &Inner,
+    folder: &OwnedFd,
+    name: &CStr,
+    visit: impl FnMut(&CStr, &OwnedFd) -> bool,
+) -> bool {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+    match fs::openat(folder, name, flags, Mode::empty()) {
+        Ok(folder) => each(inner, &folder, visit),
+        Err(errno) => matches!(errno, rustix::io::Errno::NOENT | rustix::io::Errno::NOTDIR),
+    }
+}
+
+/// Visits the entries of a folder; returns whether all could be listed.
+fn each(inner: &Inner, folder: &OwnedFd, mut visit: impl FnMut(&CStr, &OwnedFd) -> bool) -> bool {
+    let Ok(mut entries) = Dir::read_from(folder) else { return false };
+    let mut is_whole = true;
+    while let Some(entry) = entries.read() {
+        let Ok(entry) = entry else { return false };
+        let name = entry.file_name();
+        if inner.is_stopping.load(Ordering::Relaxed) {
+            return false;
+        }
+        if !matches!(name.to_bytes(), b"." | b"..") {
+            is_whole &= visit(name, folder);
+        }
+    }
+    is_whole
+}
+
+fn soon() -> Instant {
+    let now = Instant::now();
+    now.checked_add(PATIENCE).unwrap_or(now)
+}
+
+/// Between two looks at what other processes want.
+const TICK: Duration = Duration::from_millis(100);
+/// Between two listings.
+const PAUSE: Duration = Duration::from_secs(1);
+/// How long a listing waits for locks.
+const PATIENCE: Duration = Duration::from_secs(2);

@@ -1,0 +1,290 @@
+//! A folder that keeps chunks as files: on a disk of this machine, or on a shared file system.
+//!
+//! ```text
+//! cache/kv-tier.json                    version and capacity; other folders are refused
+//! cache/kv-tier.{usage,changes,evict}   the count of bytes, and locks
+//! cache/<root>/<2>/<2>/<name>           one file a chunk, its bytes and nothing else
+//! ```
+//!
+//! # What is atomic
+//! A file appears whole or not at all: it is written without a name (`O_TMPFILE`) and linked when
+//! its last byte was accepted. File systems that lack that (overlays of some containers, some
+//! network file systems) get `.tmp` and a rename; a listing sweeps what a killed process left of
+//! those. A file is never changed after that, only removed; who has it open reads it to its end.
+//!
+//! # What survives
+//! The end of the process in any way, `kill -9` included: everything that a `put` has returned for.
+//! Power loss: nothing is synced, so a file is whole, absent, or damaged. Damage is found by the
+//! chunk's CRC, which the reader checks; a file of another length than the chunk has is replaced by
+//! the next `put`.
+//!
+//! # Speed
+//! A transfer bypasses the page cache (`O_DIRECT`) if the memory is on a multiple of 4,096 bytes
+//! and so is the length, which holds for the chunks of this crate; a chunk is then one `pwrite` or
+//! `pread` at the speed of the disk, for a tenth of the CPU time, and displaces nobody's files from
+//! memory. Anything else is buffered. [`DirectIo::Off`] turns it off; a file system that cannot do
+//! it is found out when the folder is opened. Calls block; their threads are the caller's.
+//!
+//! # Capacity
+//! A bound that is never passed, over all processes: bytes are counted before they are written and
+//! uncounted after they are removed, in a file that is locked for the microseconds of the change. A
+//! process that is killed in between leaves the count too high, until the next listing. Two things
+//! may leave more bytes than the bound until the listing at the next start has removed them: power
+//! loss, after which the count may be old, and a start with a smaller capacity. Where a file does
+//! not fit, the least recently used ones are removed, down to 31/32 of the bound. A lookup that
+//! names a chain from its front makes heads more recent than tails, so that tails go first. The
+//! file system's free space has a floor. Without room on the disk the write fails with
+//! [`Full`](crate::StoreErrorKind::Full), and for a minute the capacity is what is there. A file
+//! that cannot be removed is skipped and counted.
+//!
+//! # Several processes
+//! They may share a folder, over a network file system too if it has `flock`. One of them evicts
+//! and sets the capacity, the first that came; when it ends, the next one that needs room takes
+//! over. The others read and write, and get `Full` where room would have to be made, which the
+//! first then makes within a tenth of a second. What one has written is found by all; what one
+//! removes is a miss for the others. The time of a file is that of its last use, to a minute, so
+//! that all agree on what is old.
+//!
+//! # Memory
+//! About 300 bytes for each file. The index is rebuilt by listing after the folder was opened,
+//! never by reading; until then a lookup costs a `stat`, and a write that needs room waits.
+mod error;
+mod files;
+mod index;
+mod ledger;
+mod listing;
+mod open;
+mod operations;
+mod options;
+mod path;
+mod room;
+
+use std::fmt;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use kv_core::events::Tier;
+
+pub use self::error::DiskOpenError;
+pub use self::options::{DirectIo, DiskOptions};
+
+use self::files::Files;
+use self::index::Index;
+use self::ledger::Ledger;
+use crate::{BlockStore, ChunkAddress, Put, StoreError};
+
+/// Keeps chunks as files of a folder. The [module](self) says what holds.
+///
+/// ```
+/// use std::time::{Duration, Instant};
+///
+/// use kv_tier::{BlockStore, ChunkAddress, ChunkName, DiskOptions, DiskStore};
+///
+/// let folder = tempfile::tempdir()?;
+/// let store = DiskStore::open(folder.path(), DiskOptions::new(1 << 30))?;
+/// let chunk = ChunkAddress { root: ChunkName::new([1; 32]), name: ChunkName::new([2; 32]) };
+/// let deadline = Instant::now() + Duration::from_secs(1);
+/// store.put(&chunk, b"bytes", deadline)?;
+/// drop(store);
+///
+/// let store = DiskStore::open(folder.path(), DiskOptions::new(1 << 30))?;
+/// let mut into = [0; 8];
+/// assert_eq!(store.get(&chunk, &mut into, deadline)?, Some(5));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct DiskStore {
+    inner: Arc<Inner>,
+    listing: Option<JoinHandle<()>>,
+}
+
+/// What a [`DiskStore`] holds and did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+#[expect(clippy::struct_excessive_bools, reason = "independent facts")]
+pub struct DiskStats {
+    /// Bytes that all processes' files count for, `None` until a listing tells or without write
+    /// access.
+    pub held_bytes: Option<u64>,
+    /// The most that they may count for now: less than the capacity if the disk has less room.
+    pub limit_bytes: u64,
+    /// Files that this process knows.
+    pub known_files: u64,
+    /// Bytes that they count for.
+    pub known_bytes: u64,
+    /// Whether the folder has been listed since it was opened.
+    pub is_listed: bool,
+    /// Whether this process evicts.
+    pub is_evictor: bool,
+    /// Whether writes are denied.
+    pub is_read_only: bool,
+    /// Whether the page cache is bypassed.
+    pub is_direct: bool,
+    /// Files that this process evicted.
+    pub evictions: u64,
+    /// Attempts to evict a file that could not be removed.
+    pub skipped_removals: u64,
+}
+
+impl DiskStore {
+    /// Opens a folder, and creates it if it is absent. A folder without write access, and one on a
+    /// file system that is only read, is opened as with [`DiskOptions::with_read_only`].
+    ///
+    /// # Errors
+    /// [`DiskOpenError::Capacity`] below 4,096 bytes; [`DiskOpenError::NotAStore`] for a folder
+    /// with other content; [`DiskOpenError::Version`] for one of a newer version;
+    /// [`DiskOpenError::Io`] for what the file system refuses, `flock` included.
+    pub fn open(root: impl AsRef<Path>, options: DiskOptions) -> Result<Self, DiskOpenError> {
+        let root = root.as_ref();
+        let opened = open::open(root, &options)?;
+        let inner = Arc::new(Inner {
+            files: opened.files,
+            ledger: opened.ledger,
+            options,
+            capacity: opened.capacity,
+            index: Mutex::default(),
+            evicting: Mutex::default(),
+            shrunk: Mutex::default(),
+            listing: Mutex::default(),
+            listing_changed: Condvar::new(),
+            is_stopping: AtomicBool::new(false),
+            is_evictor: AtomicBool::new(opened.is_evictor),
+            reserved: AtomicU64::new(0),
+            finished: AtomicU64::new(0),
+            evictions: AtomicU64::new(0),
+            skipped_removals: AtomicU64::new(0),
+        });
+        let listing = listing::start(&inner).map_err(|source| DiskOpenError::Io {
+            path: root.into(),
+            operation: "start the thread that lists",
+            source,
+        })?;
+        Ok(Self { inner, listing: Some(listing) })
+    }
+
+    /// Waits until the folder was listed; returns whether it was by `deadline`.
+    pub fn wait_listed(&self, deadline: Instant) -> bool {
+        self.inner.wait_listed(deadline)
+    }
+
+    /// Returns statistics. The count of bytes is read from the folder: it may take until `deadline`
+    /// if another process holds its lock, and is `None` then.
+    pub fn stats(&self, deadline: Instant) -> DiskStats {
+        let inner = &*self.inner;
+        let ledger = inner.ledger.as_ref();
+        let held = ledger.and_then(|l| l.change(deadline, |usage| usage.held).ok().flatten());
+        let is_listed = inner.listing_state().is_complete;
+        let index = inner.index();
+        DiskStats {
+            held_bytes: held,
+            limit_bytes: inner.limit(held.unwrap_or_else(|| index.charged())),
+            known_files: u64::try_from(index.len()).unwrap_or(u64::MAX),
+            known_bytes: index.charged(),
+            is_listed,
+            is_evictor: inner.is_evictor.load(Ordering::Relaxed),
+            is_read_only: ledger.is_none(),
+            is_direct: inner.files.is_direct(),
+            evictions: inner.evictions.load(Ordering::Relaxed),
+            skipped_removals: inner.skipped_removals.load(Ordering::Relaxed),
+        }
+    }
+}
+
+impl BlockStore for DiskStore {
+    fn tier(&self) -> Tier {
+        Tier::Disk
+    }
+
+    /// Looks chunks up in memory, and those that this process does not know by a `stat` each:
+    /// another one may have written them. The chunks that are there become the most recently used
+    /// ones, the first of `chunks` last to be evicted.
+    fn contains(
+        &self,
+        chunks: &[ChunkAddress],
+        deadline: Instant,
+    ) -> Result<Vec<bool>, StoreError> {
+        self.inner.contains(chunks, deadline)
+    }
+
+    fn get(
+        &self,
+        chunk: &ChunkAddress,
+        into: &mut [u8],
+        deadline: Instant,
+    ) -> Result<Option<usize>, StoreError> {
+        self.inner.get(chunk, into, deadline)
+    }
+
+    /// Writes a file. No bytes are refused as [`Corrupt`](crate::StoreErrorKind::Corrupt), a folder
+    /// that is only read answers [`Denied`](crate::StoreErrorKind::Denied). A file with another
+    /// number of bytes is damaged, and replaced.
+    fn put(
+        &self,
+        chunk: &ChunkAddress,
+        bytes: &[u8],
+        deadline: Instant,
+    ) -> Result<Put, StoreError> {
+        self.inner.put(chunk, bytes, deadline)
+    }
+
+    /// Removes files; after one that cannot be removed it goes on, and returns the first error.
+    fn remove(&self, chunks: &[ChunkAddress], deadline: Instant) -> Result<(), StoreError> {
+        self.inner.remove(chunks, deadline)
+    }
+}
+
+impl fmt::Debug for DiskStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DiskStore")
+            .field("root", self.inner.files.root())
+            .field("options", &self.inner.options)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for DiskStore {
+    fn drop(&mut self) {
+        self.inner.stop_listing();
+        if let Some(listing) = self.listing.take() {
+            // A panic of the thread has been reported, and broke nothing that is used after this.
+            let _ = listing.join();
+        }
+    }
+}
+
+/// What the calls and the thread that lists share.
+#[derive(Debug)]
+struct Inner {
+    files: Files,
+    /// `None` if the folder is only read.
+    ledger: Option<Ledger>,
+    options: DiskOptions,
+    capacity: u64,
+    index: Mutex<Index>,
+    /// One thread evicts at a time.
+    evicting: Mutex<()>,
+    /// What the capacity is taken for since a write found no room, and when that was.
+    shrunk: Mutex<Option<(u64, Instant)>>,
+    listing: Mutex<listing::State>,
+    listing_changed: Condvar,
+    is_stopping: AtomicBool,
+    is_evictor: AtomicBool,
+    /// Bytes that are counted and not written yet, of this process.
+    reserved: AtomicU64,
+    /// Bytes of files that this process has finished.
+    finished: AtomicU64,
+    evictions: AtomicU64,
+    skipped_removals: AtomicU64,
+}
+
+impl Inner {
+    fn index(&self) -> MutexGuard<'_, Index> {
+        self.index.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn listing_state(&self) -> MutexGuard<'_, listing::State> {
+        self.listing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

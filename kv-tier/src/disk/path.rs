@@ -1,0 +1,86 @@
+//! Where a chunk lies below the folder of a store, and the name of a file back to the chunk's.
+use crate::{ChunkAddress, ChunkName};
+
+/// The end of the name of a file that is still being written.
+pub(super) const TEMPORARY: &str = ".tmp";
+/// The beginning of the names of the store's own files.
+pub(super) const OWN: &str = "kv-tier";
+
+/// Returns the path of a chunk: `root/ab/cd/abcd...`, all in lower-case hexadecimal digits.
+pub(super) fn of(chunk: &ChunkAddress) -> String {
+    let mut path = String::with_capacity(PATH_BYTES);
+    push_hex(&mut path, chunk.root.as_bytes());
+    let name = chunk.name.as_bytes();
+    for byte in name.iter().take(LEVELS) {
+        path.push('/');
+        push_hex(&mut path, std::slice::from_ref(byte));
+    }
+    path.push('/');
+    push_hex(&mut path, name);
+    path
+}
+
+/// Returns the folder of a path.
+pub(super) fn folder(path: &str) -> &str {
+    path.rsplit_once('/').map_or(".", |(folder, _)| folder)
+}
+
+/// Returns the name that 64 lower-case hexadecimal digits stand for.
+pub(super) fn parse(digits: &[u8]) -> Option<ChunkName> {
+    std::str::from_utf8(digits).ok()?.parse().ok()
+}
+
+/// Returns whether this is the name of a folder between a root and its files.
+pub(super) fn is_level(name: &[u8]) -> bool {
+    name.len() == 2 && name.iter().all(|&digit| value(digit).is_some())
+}
+
+fn push_hex(path: &mut String, bytes: &[u8]) {
+    for byte in bytes {
+        path.push(digit(byte >> 4));
+        path.push(digit(byte & 15));
+    }
+}
+
+fn digit(value: u8) -> char {
+    char::from_digit(u32::from(value), 16).unwrap_or('0')
+}
+
+fn value(digit: u8) -> Option<u8> {
+    match digit {
+        b'0'..=b'9' => digit.checked_sub(b'0'),
+        b'a'..=b'f' => digit.checked_sub(b'a')?.checked_add(10),
+        _ => None,
+    }
+}
+
+/// Levels of folders between a root and its files.
+const LEVELS: usize = 2;
+const PATH_BYTES: usize = 64 + 3 * LEVELS + 1 + 64;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_has_the_names_of_its_chunk() {
+        let mut name = [0xab; 32];
+        name[1] = 0x0c;
+        let chunk = ChunkAddress { root: ChunkName::new([0xf1; 32]), name: ChunkName::new(name) };
+        let path = of(&chunk);
+        assert_eq!(path, format!("{}/ab/0c/{}", chunk.root, chunk.name));
+        assert_eq!(path.len(), PATH_BYTES);
+        assert_eq!(folder(&path), format!("{}/ab/0c", chunk.root));
+        assert_eq!(parse(chunk.name.to_string().as_bytes()), Some(chunk.name));
+    }
+
+    #[test]
+    fn other_names_are_no_chunks() {
+        let name = ChunkName::new([0xab; 32]).to_string();
+        for other in [&name[1..], &name.to_uppercase(), &format!("{name}.tmp"), "", "kv-tier.json"]
+        {
+            assert_eq!(parse(other.as_bytes()), None, "{other}");
+        }
+        assert!(is_level(b"0f") && !is_level(b"0F") && !is_level(b"0") && !is_level(b"000"));
+    }
+}
