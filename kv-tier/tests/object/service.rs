@@ -84,7 +84,9 @@ fn shared(server: &Server) {
         })
     };
     let threads: Vec<_> = (0..8).map(one).collect();
-    threads.into_iter().for_each(|thread| thread.join().unwrap());
+    for thread in threads {
+        thread.join().unwrap();
+    }
 }
 
 fn other_runtime(server: &Server) {

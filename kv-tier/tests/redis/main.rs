@@ -6,7 +6,6 @@
     clippy::as_conversions,
     clippy::cast_possible_truncation,
     clippy::indexing_slicing,
-    clippy::large_stack_arrays,
     clippy::panic,
     clippy::unwrap_used,
     reason = "tests"
