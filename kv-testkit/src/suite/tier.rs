@@ -310,6 +310,8 @@ fn refusals<B: Device>(backend: &B) -> CaseResult {
     refused("a place past the last", copy_in(&mut pool, view, &[1, 2], 3), out_of_range)?;
     refused("no such place", copy_in(&mut pool, view, &[1], u32::MAX), out_of_range)?;
     refused("a block named twice", copy_in(&mut pool, view, &[1, 2, 1], 0), unsupported)?;
+    // No block has no place, so any place is right.
+    copy_in(&mut pool, view, &[], u32::MAX)?;
     let got = read(backend, &mut queue, &storage)?;
     ensure(got == planes, || "a refused call changed a plane".to_owned())?;
     storage.allocate(backend, 1)?;

@@ -109,7 +109,7 @@ impl<Q: Queue> QueueHostPool<Q> {
         // K then V, layer by layer.
         let layers = (0..).flat_map(|layer| [(layer, Plane::Key), (layer, Plane::Value)]);
         for ((layer, plane), view) in layers.zip(storage.planes()) {
-            for (place, block) in (first..).zip(blocks) {
+            for (block, place) in blocks.iter().zip(first..) {
                 let (segment, offset) = view.layout().locate(block.0);
                 let Some(buffer) = view.segment(segment) else {
                     return Err(DeviceError::new(DeviceErrorKind::ForeignHandle, operation));
