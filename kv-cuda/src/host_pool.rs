@@ -226,9 +226,7 @@ impl HostPool for CudaHostPool {
     ) -> Result<CudaFence, DeviceError> {
         let event = after.event_on(&self.gpu, COPY_IN)?;
         let copies = self.copies(storage, (blocks, first), chunk, COPY_IN)?;
-        if let Some(block) = named_twice(blocks) {
-            return Err(unsupported(COPY_IN, format!("block {block} is named twice")));
-        }
+        ChunkLayout::check_distinct(blocks, COPY_IN)?;
         self.stream.wait_for(event)?;
         // SAFETY: `copies` took addresses from planes of this device that reach to their last
         // block, and host pieces of a chunk of this pool. `ChunkMemory` keeps them until the event
@@ -269,11 +267,4 @@ fn segments(
         }
     }
     Ok(addresses)
-}
-
-/// Returns a block that occurs more than once: copies of a batch run in any order.
-fn named_twice(blocks: &[BlockId]) -> Option<BlockId> {
-    let mut blocks = blocks.to_vec();
-    blocks.sort_unstable();
-    blocks.array_windows().find_map(|[block, next]| (block == next).then_some(*block))
 }

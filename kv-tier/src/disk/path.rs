@@ -1,4 +1,6 @@
 //! Where a chunk lies below the folder of a store, and the name of a file back to the chunk's.
+use kv_core::invariant::Invariant;
+
 use crate::{ChunkAddress, ChunkName};
 
 /// The end of the name of a file that is still being written.
@@ -8,16 +10,9 @@ pub(super) const OWN: &str = "kv-tier";
 
 /// Returns the path of a chunk: `root/ab/cd/abcd...`, all in lower-case hexadecimal digits.
 pub(super) fn of(chunk: &ChunkAddress) -> String {
-    let mut path = String::with_capacity(PATH_BYTES);
-    push_hex(&mut path, chunk.root.as_bytes());
-    let name = chunk.name.as_bytes();
-    for byte in name.iter().take(LEVELS) {
-        path.push('/');
-        push_hex(&mut path, std::slice::from_ref(byte));
-    }
-    path.push('/');
-    push_hex(&mut path, name);
-    path
+    let (root, name) = (chunk.root, chunk.name.to_string());
+    let level = |at: usize| name.get(at..at.saturating_add(2)).invariant("a name has 64 digits");
+    format!("{root}/{}/{}/{name}", level(0), level(2))
 }
 
 /// Returns the folder of a path.
@@ -32,31 +27,9 @@ pub(super) fn parse(digits: &[u8]) -> Option<ChunkName> {
 
 /// Returns whether this is the name of a folder between a root and its files.
 pub(super) fn is_level(name: &[u8]) -> bool {
-    name.len() == 2 && name.iter().all(|&digit| value(digit).is_some())
+    let is_digit = |digit: &u8| matches!(digit, b'0'..=b'9' | b'a'..=b'f');
+    name.len() == 2 && name.iter().all(is_digit)
 }
-
-fn push_hex(path: &mut String, bytes: &[u8]) {
-    for byte in bytes {
-        path.push(digit(byte >> 4));
-        path.push(digit(byte & 15));
-    }
-}
-
-fn digit(value: u8) -> char {
-    char::from_digit(u32::from(value), 16).unwrap_or('0')
-}
-
-fn value(digit: u8) -> Option<u8> {
-    match digit {
-        b'0'..=b'9' => digit.checked_sub(b'0'),
-        b'a'..=b'f' => digit.checked_sub(b'a')?.checked_add(10),
-        _ => None,
-    }
-}
-
-/// Levels of folders between a root and its files.
-const LEVELS: usize = 2;
-const PATH_BYTES: usize = 64 + 3 * LEVELS + 1 + 64;
 
 #[cfg(test)]
 mod tests {
@@ -69,7 +42,7 @@ mod tests {
         let chunk = ChunkAddress { root: ChunkName::new([0xf1; 32]), name: ChunkName::new(name) };
         let path = of(&chunk);
         assert_eq!(path, format!("{}/ab/0c/{}", chunk.root, chunk.name));
-        assert_eq!(path.len(), PATH_BYTES);
+        assert_eq!(path.len(), 64 + 1 + 2 + 1 + 2 + 1 + 64);
         assert_eq!(folder(&path), format!("{}/ab/0c", chunk.root));
         assert_eq!(parse(chunk.name.to_string().as_bytes()), Some(chunk.name));
     }

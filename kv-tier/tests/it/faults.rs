@@ -201,7 +201,7 @@ fn a_stopped_process_holds_nobody_beyond_the_deadline() {
         let late = store.put(&chunk(2), &[1; 4_096], deadline).unwrap_err();
         assert_eq!(late.kind(), StoreErrorKind::Timeout, "{lock}");
         assert!(begin.elapsed() < Duration::from_millis(500), "{lock}: {:?}", begin.elapsed());
-        // Nobody needs a lock to read.
+        // Reading takes no lock.
         assert_eq!(get(&store, 1), Ok(true), "{lock}");
         drop(held);
         assert_eq!(store.contains(&[chunk(2)], soon()).unwrap(), [false], "{lock}");

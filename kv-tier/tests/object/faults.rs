@@ -48,7 +48,7 @@ fn trickle(server: &Server) {
     assert_timeout(|deadline| store.get(&chunk(1), &mut vec![0; 50_000], deadline));
 }
 
-/// Cuts the head of an answer and its body. A cut of what nobody needs is no error.
+/// Cuts the head of an answer and its body. A cut after the last byte that is read is no error.
 fn cut(server: &Server) {
     let proxy = FaultProxy::start(server.address()).unwrap();
     let store = open_at(proxy.address(), "cut");

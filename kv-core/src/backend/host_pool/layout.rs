@@ -3,6 +3,7 @@ use std::ops::Range;
 
 use crate::backend::{PlaneLayout, StorageView};
 use crate::error::{DeviceError, DeviceErrorKind};
+use crate::ids::BlockId;
 use crate::num::{to_offset, to_u32, to_usize};
 use crate::storage::Plane;
 
@@ -141,7 +142,7 @@ impl ChunkLayout {
     pub fn check<Buf: 'static>(
         &self,
         storage: StorageView<'_, Buf>,
-        (blocks, first): (&[crate::ids::BlockId], u32),
+        (blocks, first): (&[BlockId], u32),
         operation: &'static str,
     ) -> Result<(), DeviceError> {
         let error =
@@ -161,6 +162,21 @@ impl ChunkLayout {
                 let asked = format!("block {block} of {}", k.num_blocks());
                 error(DeviceErrorKind::OutOfRange, asked)
             }
+            None => Ok(()),
+        }
+    }
+
+    /// Refuses blocks of which one is named twice: copies of a call may run in any order.
+    ///
+    /// # Errors
+    /// `Unsupported`.
+    pub fn check_distinct(blocks: &[BlockId], operation: &'static str) -> Result<(), DeviceError> {
+        let mut sorted = blocks.to_vec();
+        sorted.sort_unstable();
+        let twice = sorted.array_windows().find(|[block, next]| block == next);
+        match twice {
+            Some([block, _]) => Err(DeviceError::new(DeviceErrorKind::Unsupported, operation)
+                .with_detail(format!("block {block} is named twice"))),
             None => Ok(()),
         }
     }

@@ -220,10 +220,7 @@ impl<Q: Queue> HostPool for QueueHostPool<Q> {
     ) -> Result<Q::Fence, DeviceError> {
         const COPY_IN: &str = "copy blocks from host memory";
         self.check(storage, (blocks, first), chunk, COPY_IN)?;
-        if let Some(block) = named_twice(blocks) {
-            return Err(DeviceError::new(DeviceErrorKind::Unsupported, COPY_IN)
-                .with_detail(format!("block {block} is named twice")));
-        }
+        ChunkLayout::check_distinct(blocks, COPY_IN)?;
         self.queue.wait_for(after)?;
         let queue = &mut self.queue;
         let write = |buffer: &Q::Buffer, offset, piece: std::ops::Range<usize>| {
@@ -233,11 +230,4 @@ impl<Q: Queue> HostPool for QueueHostPool<Q> {
         Self::each_piece(&self.layout, storage, (blocks, first), COPY_IN, write)?;
         self.queue.submit()
     }
-}
-
-/// Returns a block that occurs more than once.
-fn named_twice(blocks: &[BlockId]) -> Option<BlockId> {
-    let mut blocks = blocks.to_vec();
-    blocks.sort_unstable();
-    blocks.array_windows().find_map(|[block, next]| (block == next).then_some(*block))
 }
