@@ -13,6 +13,7 @@
 //! | [`memory`] | a bounded map that keeps chunks |
 //! | [`name`] | names of chunks |
 //! | `object` | a store in S3, with the feature `object` |
+//! | [`policy`] | when a chunk is written to a tier, and whether loading it beats computing it |
 //! | `redis` | a store in Redis or Valkey, with the feature `redis` |
 //! | [`store`] | the contract of a place that keeps chunks by name |
 #![forbid(unsafe_code)]
@@ -25,6 +26,7 @@ pub mod memory;
 pub mod name;
 #[cfg(feature = "object")]
 pub mod object;
+pub mod policy;
 #[cfg(feature = "redis")]
 pub mod redis;
 #[cfg(any(feature = "redis", feature = "object"))]
@@ -40,6 +42,7 @@ pub use disk::{DirectIo, DiskOpenError, DiskOptions, DiskStats, DiskStore};
 pub use identity::{ChunkRoot, DigestError, Identity, ModelDigest, UnknownAdapter};
 pub use memory::MemoryStore;
 pub use name::ChunkName;
+pub use policy::WritePolicy;
 #[cfg(any(feature = "redis", feature = "object"))]
 pub use remote::StoreUrlError;
 pub use store::{BlockStore, ChunkAddress, Put, StoreError, StoreErrorKind};

@@ -1,0 +1,508 @@
+//! Policies of tiers: when a chunk is written to a tier, and whether loading it beats computing it.
+//!
+//! Pure functions of what the caller knows: no clock, no counter and no I/O.
+//!
+//! # When a chunk is written
+//!
+//! | tier | default | why |
+//! |---|---|---|
+//! | host | `publish` | a copy over the bus is cheap, and a block that is evicted or preempted later needs none |
+//! | disk | `leave` | the hits of `publish` and a few percent fewer writes; `reuse:2` loses hits: most content that returns has left the device by its second use |
+//! | store | `publish`, prompts from 256 tokens | others cannot see the chunk otherwise; short prompts are computed sooner than found |
+use std::fmt;
+use std::num::NonZeroU32;
+use std::str::FromStr;
+use std::time::Duration;
+
+use kv_core::UnknownName;
+use kv_core::events::Tier;
+use kv_core::eviction::Priority;
+
+/// When a tier gets a chunk. As text: `publish`, `leave`, `reuse:N`, `never`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum WritePolicy {
+    /// As soon as the chunk's blocks can be found on the device.
+    OnPublish,
+    /// When the tier above gives the chunk up, and at a flush.
+    OnLeave,
+    /// At its Nth use, the first of which is its publication: 1 is the same as [`Self::OnPublish`].
+    OnReuse(NonZeroU32),
+    /// At no time: the tier is only read.
+    Never,
+}
+
+impl fmt::Display for WritePolicy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::OnPublish => f.write_str("publish"),
+            Self::OnLeave => f.write_str("leave"),
+            Self::OnReuse(uses) => write!(f, "reuse:{uses}"),
+            Self::Never => f.write_str("never"),
+        }
+    }
+}
+
+impl FromStr for WritePolicy {
+    type Err = UnknownName;
+
+    fn from_str(text: &str) -> Result<Self, UnknownName> {
+        let uses = || text.strip_prefix("reuse:")?.parse().ok();
+        match text {
+            "publish" => Ok(Self::OnPublish),
+            "leave" => Ok(Self::OnLeave),
+            "never" => Ok(Self::Never),
+            _ => uses().map(Self::OnReuse).ok_or_else(|| {
+                UnknownName::new("write policy", text, "publish, leave, reuse:N (N from 1), never")
+            }),
+        }
+    }
+}
+
+/// What happened to a chunk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ChunkEvent {
+    /// Its blocks can be found on the device from now on: they were computed or imported.
+    Published,
+    /// A prompt found it, on the device or in a tier.
+    Reused,
+    /// The tier above gave it up.
+    Left,
+    /// The tier above is about to end with everything in it.
+    Flush,
+}
+
+/// What decides whether a chunk is written, besides the event.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[expect(clippy::exhaustive_structs, reason = "a literal names each field")]
+pub struct ChunkFacts {
+    /// Whether the tier has the chunk, or a write of it is on its way.
+    pub is_present: bool,
+    /// Uses so far, the event included if it is one: the publication, and each prompt that found
+    /// the chunk.
+    pub uses: u32,
+    /// Tokens of the longest known prompt that the chunk is a part of, not those up to its own end:
+    /// without its first chunks, no prefix is found.
+    pub prompt_tokens: u32,
+    /// Whether some of its tokens were generated.
+    pub is_generated: bool,
+    /// Whether the caller has pinned a prefix that it is a part of.
+    pub is_pinned: bool,
+    /// Lowest level of its blocks' priorities.
+    pub level: u8,
+}
+
+impl Default for ChunkFacts {
+    /// Describes a chunk of a long prompt at its first use.
+    fn default() -> Self {
+        Self {
+            is_present: false,
+            uses: 1,
+            prompt_tokens: u32::MAX,
+            is_generated: false,
+            is_pinned: false,
+            level: Priority::DEFAULT_LEVEL,
+        }
+    }
+}
+
+/// Which chunks a tier gets, and when.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct WriteRule {
+    policy: WritePolicy,
+    prompt_tokens_min: u32,
+    accepts_generated: bool,
+}
+
+impl WriteRule {
+    /// Creates a rule for every chunk, generated tokens included.
+    pub const fn new(policy: WritePolicy) -> Self {
+        Self { policy, prompt_tokens_min: 0, accepts_generated: true }
+    }
+
+    /// Returns the default of a tier, as the table of [this module](self) has it. A store gets no
+    /// generated tokens: answers of one conversation rarely match another one.
+    pub const fn of_tier(tier: Tier) -> Self {
+        match tier {
+            Tier::Host => Self::new(WritePolicy::OnPublish),
+            Tier::Disk => Self::new(WritePolicy::OnLeave),
+            Tier::Store => {
+                Self::new(WritePolicy::OnPublish).with_prompt_tokens_min(256).with_generated(false)
+            }
+            // The device has what was computed, and a tier of the future what its caller says.
+            _ => Self::new(WritePolicy::Never),
+        }
+    }
+
+    /// Changes when chunks are written, and not which.
+    #[must_use]
+    pub const fn with_policy(mut self, policy: WritePolicy) -> Self {
+        self.policy = policy;
+        self
+    }
+
+    /// Refuses chunks of shorter prompts.
+    #[must_use]
+    pub const fn with_prompt_tokens_min(mut self, tokens: u32) -> Self {
+        self.prompt_tokens_min = tokens;
+        self
+    }
+
+    /// Accepts or refuses chunks with generated tokens.
+    #[must_use]
+    pub const fn with_generated(mut self, is_accepted: bool) -> Self {
+        self.accepts_generated = is_accepted;
+        self
+    }
+
+    /// Returns when chunks are written.
+    pub const fn policy(&self) -> WritePolicy {
+        self.policy
+    }
+
+    /// Decides whether the tier gets a chunk at an event. The first row that applies decides:
+    ///
+    /// | condition | decision | why |
+    /// |---|---|---|
+    /// | the policy is `Never` | [`SkipReason::Never`] | the tier is only read |
+    /// | the tier has it | [`SkipReason::Present`] | chunks never change |
+    /// | level 0 | [`SkipReason::LowestLevel`] | the caller wants it evicted first: it is not worth a copy |
+    /// | it is pinned | [`WriteDecision::Write`] | the caller wants it kept: at once, whatever the event |
+    /// | it has generated tokens | [`SkipReason::Generated`] where the rule refuses them | they rarely match again elsewhere |
+    /// | the prompt is shorter than the rule's minimum | [`SkipReason::Short`] | found no sooner than computed; ask again when the prompt has grown |
+    /// | `OnPublish`, published | [`WriteDecision::Write`] | |
+    /// | `OnReuse(n)`, published or reused, `n` uses or more | [`WriteDecision::Write`] | |
+    /// | `OnLeave`, left or flush | [`WriteDecision::Write`] | the last moment at which its bytes are at hand |
+    /// | otherwise | [`SkipReason::NotNow`] | another event decides |
+    pub fn decide(&self, event: ChunkEvent, chunk: &ChunkFacts) -> WriteDecision {
+        let skipped = [
+            (self.policy == WritePolicy::Never, SkipReason::Never),
+            (chunk.is_present, SkipReason::Present),
+            (chunk.level == 0, SkipReason::LowestLevel),
+            (
+                !chunk.is_pinned && chunk.is_generated && !self.accepts_generated,
+                SkipReason::Generated,
+            ),
+            (!chunk.is_pinned && chunk.prompt_tokens < self.prompt_tokens_min, SkipReason::Short),
+            (!chunk.is_pinned && !self.is_due(event, chunk.uses), SkipReason::NotNow),
+        ];
+        match skipped.into_iter().find(|(applies, _)| *applies) {
+            Some((_, reason)) => WriteDecision::Skip(reason),
+            None => WriteDecision::Write,
+        }
+    }
+
+    fn is_due(&self, event: ChunkEvent, uses: u32) -> bool {
+        match self.policy {
+            WritePolicy::OnPublish => event == ChunkEvent::Published,
+            WritePolicy::OnLeave => matches!(event, ChunkEvent::Left | ChunkEvent::Flush),
+            WritePolicy::OnReuse(needed) => {
+                matches!(event, ChunkEvent::Published | ChunkEvent::Reused) && uses >= needed.get()
+            }
+            WritePolicy::Never => false,
+        }
+    }
+}
+
+/// Whether a chunk is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[expect(clippy::exhaustive_enums, reason = "written or not")]
+pub enum WriteDecision {
+    /// The tier gets it.
+    Write,
+    /// The tier does not get it, at this event.
+    Skip(SkipReason),
+}
+
+/// Why a chunk is not written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum SkipReason {
+    /// The tier is only read.
+    Never,
+    /// The tier has it already.
+    Present,
+    /// Its priority is the lowest.
+    LowestLevel,
+    /// It has generated tokens, and the tier gets none.
+    Generated,
+    /// The prompt is too short.
+    Short,
+    /// The policy waits for another event.
+    NotNow,
+}
+
+/// Decides whether to load content that a tier has, or to compute it again.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use kv_tier::policy::{LoadDecision, LoadOrCompute, LoadReason};
+///
+/// // 2,048 tokens of an 8B model in 4 bits, from a disk, beside a GPU that computes 22,000 a second.
+/// let load = LoadOrCompute {
+///     tokens: 2048,
+///     bytes: 2048 * 33_792,
+///     latency: Duration::from_millis(1),
+///     bytes_per_second: Some(1.3e9),
+///     prefill_tokens_per_second: Some(22_000.0),
+/// };
+/// assert_eq!(load.decide(), LoadDecision::Load(LoadReason::Faster));
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[expect(clippy::exhaustive_structs, reason = "a literal names each field")]
+pub struct LoadOrCompute {
+    /// Tokens that would be computed otherwise.
+    pub tokens: u32,
+    /// Bytes to load for them.
+    pub bytes: u64,
+    /// Time until the tier's first byte, and whatever else does not depend on the bytes.
+    pub latency: Duration,
+    /// Measured bandwidth of the tier; `None` before the first measurement.
+    pub bytes_per_second: Option<f64>,
+    /// Measured speed of prefill; `None` before the first measurement.
+    pub prefill_tokens_per_second: Option<f64>,
+}
+
+impl LoadOrCompute {
+    /// Loads what comes sooner than it is computed: if `latency + bytes / bytes_per_second` is less
+    /// than `tokens / prefill_tokens_per_second`. Loads if one of the speeds is unknown: the first
+    /// load measures the tier, and prefill is the slow way until it is measured.
+    pub fn decide(&self) -> LoadDecision {
+        let Some(compute) = self.compute_time() else {
+            return LoadDecision::Load(LoadReason::PrefillUnknown);
+        };
+        if self.latency >= compute {
+            return LoadDecision::Compute(ComputeReason::Latency);
+        }
+        match self.load_time() {
+            None => LoadDecision::Load(LoadReason::TierUnknown),
+            Some(load) if load < compute => LoadDecision::Load(LoadReason::Faster),
+            Some(_) => LoadDecision::Compute(ComputeReason::Bandwidth),
+        }
+    }
+
+    /// Returns the time to load; `None` if the bandwidth is unknown. At a bandwidth that is not
+    /// above 0 it is [`Duration::MAX`].
+    pub fn load_time(&self) -> Option<Duration> {
+        let moved = time(to_f64(self.bytes), self.bytes_per_second?);
+        Some(self.latency.saturating_add(moved))
+    }
+
+    /// Returns the time to compute; `None` if the speed is unknown. At a speed that is not above 0
+    /// it is [`Duration::MAX`].
+    pub fn compute_time(&self) -> Option<Duration> {
+        Some(time(f64::from(self.tokens), self.prefill_tokens_per_second?))
+    }
+
+    /// Returns the bytes per second at which loading takes as long as computing; `None` if no
+    /// bandwidth makes up for the latency, or the speed of prefill is unknown.
+    pub fn break_even_bandwidth(&self) -> Option<f64> {
+        let left = self.compute_time()?.checked_sub(self.latency)?;
+        (!left.is_zero()).then(|| to_f64(self.bytes) / left.as_secs_f64())
+    }
+}
+
+/// Whether content is loaded or computed again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[expect(clippy::exhaustive_enums, reason = "one or the other")]
+pub enum LoadDecision {
+    /// It is loaded.
+    Load(LoadReason),
+    /// It is computed again.
+    Compute(ComputeReason),
+}
+
+/// Why content is loaded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum LoadReason {
+    /// It comes sooner.
+    Faster,
+    /// The speed of prefill is unknown.
+    PrefillUnknown,
+    /// The bandwidth of the tier is unknown, and its latency alone is shorter than computing.
+    TierUnknown,
+}
+
+/// Why content is computed again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ComputeReason {
+    /// The latency alone takes as long: there is too little to load.
+    Latency,
+    /// The bytes take as long.
+    Bandwidth,
+}
+
+/// Returns the time of an amount at a speed; an endless one is the longest.
+fn time(amount: f64, per_second: f64) -> Duration {
+    Duration::try_from_secs_f64(amount / per_second).unwrap_or(Duration::MAX)
+}
+
+/// Converts a number of bytes; exact up to 2^53.
+#[expect(clippy::as_conversions, clippy::cast_precision_loss, reason = "an estimate of a time")]
+fn to_f64(n: u64) -> f64 {
+    n as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reuse(uses: u32) -> WritePolicy {
+        WritePolicy::OnReuse(NonZeroU32::new(uses).expect("from 1"))
+    }
+
+    /// Returns the decisions at the publication, a second use, the leaving and a flush.
+    fn decisions(rule: WriteRule, facts: ChunkFacts) -> [WriteDecision; 4] {
+        [
+            (ChunkEvent::Published, 1),
+            (ChunkEvent::Reused, 2),
+            (ChunkEvent::Left, 2),
+            (ChunkEvent::Flush, 2),
+        ]
+        .map(|(event, uses)| rule.decide(event, &ChunkFacts { uses, ..facts }))
+    }
+
+    #[test]
+    fn every_policy_writes_at_its_events_alone() {
+        let (yes, no) = (WriteDecision::Write, WriteDecision::Skip(SkipReason::NotNow));
+        let never = WriteDecision::Skip(SkipReason::Never);
+        for (policy, expected) in [
+            (WritePolicy::OnPublish, [yes, no, no, no]),
+            (WritePolicy::OnLeave, [no, no, yes, yes]),
+            (reuse(1), [yes, yes, no, no]),
+            (reuse(2), [no, yes, no, no]),
+            (reuse(3), [no, no, no, no]),
+            (WritePolicy::Never, [never; 4]),
+        ] {
+            let got = decisions(WriteRule::new(policy), ChunkFacts::default());
+            assert_eq!(got, expected, "{policy}");
+        }
+        // Content that returns after it has left everywhere is published again.
+        let returned = ChunkFacts { uses: 3, ..ChunkFacts::default() };
+        assert_eq!(WriteRule::new(reuse(3)).decide(ChunkEvent::Published, &returned), yes);
+    }
+
+    #[test]
+    fn every_row_of_the_table_decides_before_the_rows_below() {
+        let all = ChunkFacts {
+            is_present: true,
+            uses: 1,
+            prompt_tokens: 255,
+            is_generated: true,
+            is_pinned: true,
+            level: 0,
+        };
+        let store = WriteRule::of_tier(Tier::Store);
+        let skip = |reason| WriteDecision::Skip(reason);
+        let never = store.with_policy(WritePolicy::Never);
+        assert_eq!(decisions(never, all), [skip(SkipReason::Never); 4]);
+        assert_eq!(decisions(store, all), [skip(SkipReason::Present); 4]);
+        let absent = ChunkFacts { is_present: false, ..all };
+        assert_eq!(decisions(store, absent), [skip(SkipReason::LowestLevel); 4]);
+        let pinned = ChunkFacts { level: 1, ..absent };
+        assert_eq!(decisions(store, pinned), [WriteDecision::Write; 4]);
+        let plain = ChunkFacts { is_pinned: false, ..pinned };
+        assert_eq!(decisions(store, plain), [skip(SkipReason::Generated); 4]);
+        let short = ChunkFacts { is_generated: false, ..plain };
+        assert_eq!(decisions(store, short), [skip(SkipReason::Short); 4]);
+        let accepting = store.with_generated(true);
+        assert_eq!(decisions(accepting, plain), [skip(SkipReason::Short); 4]);
+        let long = ChunkFacts { prompt_tokens: 256, ..short };
+        let later = skip(SkipReason::NotNow);
+        assert_eq!(decisions(store, long), [WriteDecision::Write, later, later, later]);
+    }
+
+    #[test]
+    fn defaults_are_those_of_the_table() {
+        let of = |tier| WriteRule::of_tier(tier);
+        assert_eq!(of(Tier::Device).policy(), WritePolicy::Never);
+        assert_eq!(of(Tier::Host).policy(), WritePolicy::OnPublish);
+        assert_eq!(of(Tier::Disk).policy(), WritePolicy::OnLeave);
+        assert_eq!(of(Tier::Store).policy(), WritePolicy::OnPublish);
+        let short = ChunkFacts { prompt_tokens: 1, is_generated: true, ..ChunkFacts::default() };
+        let published = |tier| of(tier).decide(ChunkEvent::Published, &short);
+        assert_eq!(published(Tier::Host), WriteDecision::Write);
+        assert_eq!(of(Tier::Disk).decide(ChunkEvent::Left, &short), WriteDecision::Write);
+        assert_eq!(published(Tier::Store), WriteDecision::Skip(SkipReason::Generated));
+    }
+
+    #[test]
+    fn policies_are_read_as_they_are_shown() {
+        for policy in [WritePolicy::OnPublish, WritePolicy::OnLeave, reuse(2), WritePolicy::Never] {
+            assert_eq!(policy.to_string().parse(), Ok(policy));
+        }
+        for text in ["", "reuse", "reuse:", "reuse:0", "reuse:-1", "reuse:x", "Leave", "leave "] {
+            let error = text.parse::<WritePolicy>().expect_err(text).to_string();
+            assert!(error.contains("publish, leave, reuse:N"), "{text}: {error}");
+        }
+    }
+
+    const LOAD: LoadOrCompute = LoadOrCompute {
+        tokens: 2000,
+        bytes: 1_000_000,
+        latency: Duration::from_millis(250),
+        bytes_per_second: Some(1e6),
+        prefill_tokens_per_second: Some(1000.0),
+    };
+
+    #[test]
+    fn what_comes_sooner_is_loaded() {
+        assert_eq!(LOAD.load_time(), Some(Duration::from_millis(1250)));
+        assert_eq!(LOAD.compute_time(), Some(Duration::from_secs(2)));
+        let (load, compute) = (LoadDecision::Load, LoadDecision::Compute);
+        let with = |bytes_per_second, prefill_tokens_per_second| {
+            LoadOrCompute { bytes_per_second, prefill_tokens_per_second, ..LOAD }.decide()
+        };
+        for (bandwidth, prefill, expected) in [
+            (Some(1e6), Some(1000.0), load(LoadReason::Faster)),
+            // 2 s of both: no gain.
+            (Some(1e6), Some(1600.0), compute(ComputeReason::Bandwidth)),
+            (Some(1e6), Some(1599.0), load(LoadReason::Faster)),
+            (Some(1e6), None, load(LoadReason::PrefillUnknown)),
+            (None, None, load(LoadReason::PrefillUnknown)),
+            (None, Some(1000.0), load(LoadReason::TierUnknown)),
+            (None, Some(8000.0), compute(ComputeReason::Latency)),
+            (Some(f64::INFINITY), Some(8000.0), compute(ComputeReason::Latency)),
+            (Some(f64::INFINITY), Some(1000.0), load(LoadReason::Faster)),
+            (Some(0.0), Some(1000.0), compute(ComputeReason::Bandwidth)),
+            (Some(f64::NAN), Some(1000.0), compute(ComputeReason::Bandwidth)),
+            (Some(-1.0), Some(1000.0), compute(ComputeReason::Bandwidth)),
+            (Some(1e6), Some(0.0), load(LoadReason::Faster)),
+            (Some(0.0), Some(0.0), compute(ComputeReason::Bandwidth)),
+        ] {
+            assert_eq!(with(bandwidth, prefill), expected, "{bandwidth:?}, {prefill:?}");
+        }
+        let nothing = LoadOrCompute { tokens: 0, bytes: 0, latency: Duration::ZERO, ..LOAD };
+        assert_eq!(nothing.decide(), compute(ComputeReason::Latency));
+    }
+
+    #[test]
+    fn the_break_even_bandwidth_separates_the_decisions() {
+        let even = LOAD.break_even_bandwidth().expect("latency is shorter");
+        assert!((even - 1e6 / 1.75).abs() < 1e-6, "{even}");
+        let at =
+            |factor: f64| LoadOrCompute { bytes_per_second: Some(even * factor), ..LOAD }.decide();
+        assert_eq!(at(1.001), LoadDecision::Load(LoadReason::Faster));
+        assert_eq!(at(0.999), LoadDecision::Compute(ComputeReason::Bandwidth));
+        let slow = LoadOrCompute { latency: Duration::from_secs(2), ..LOAD };
+        assert_eq!(slow.break_even_bandwidth(), None);
+        let unknown = LoadOrCompute { prefill_tokens_per_second: None, ..LOAD };
+        assert_eq!(unknown.break_even_bandwidth(), None);
+        // An 8B model on an H100: 2.9 GB/s in bf16, 0.75 GB/s in 4 bits.
+        for (token_bytes, expected) in [(131_072, 2.9e9), (33_792, 0.75e9)] {
+            let load = LoadOrCompute {
+                tokens: 2048,
+                bytes: 2048 * token_bytes,
+                latency: Duration::ZERO,
+                bytes_per_second: Some(1.3e9),
+                prefill_tokens_per_second: Some(22_000.0),
+            };
+            let even = load.break_even_bandwidth().expect("no latency");
+            assert!((even / expected - 1.0).abs() < 0.01, "{even}");
+        }
+    }
+}
