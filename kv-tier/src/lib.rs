@@ -7,6 +7,7 @@
 //!
 //! | module | owns |
 //! |---|---|
+//! | the root | [`Tiers`]: what moves chunks between the device, host memory and stores |
 //! | [`chunk`] | format of a chunk: geometry, header, and the checks before it is used |
 //! | `disk` | a folder that keeps chunks as files, bounded, shared by processes (Linux) |
 //! | [`identity`] | model, adapters and tenant, and the roots of names that follow from them |
@@ -20,6 +21,7 @@
 pub mod chunk;
 #[cfg(target_os = "linux")]
 pub mod disk;
+mod engine;
 mod hex;
 pub mod identity;
 pub mod memory;
@@ -39,6 +41,10 @@ pub use chunk::{
 };
 #[cfg(target_os = "linux")]
 pub use disk::{DirectIo, DiskOpenError, DiskOptions, DiskStats, DiskStore};
+pub use engine::{
+    BreakerState, PrefetchId, StoreOptions, StoreStats, TierError, TierOptions, Tiers, TiersStats,
+    Wait,
+};
 pub use identity::{ChunkRoot, DigestError, Identity, ModelDigest, UnknownAdapter};
 pub use memory::MemoryStore;
 pub use name::ChunkName;

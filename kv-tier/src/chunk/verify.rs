@@ -23,12 +23,23 @@ pub fn verify<C: Deref<Target: AsRef<[u8]>>>(
 }
 
 /// A chunk that holds what was expected of it: the only chunk that may be copied to a device.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Verified<C> {
     chunk: C,
 }
 
 impl<C: Deref<Target: AsRef<[u8]>>> Verified<C> {
+    /// Checks what the header says against another expectation. The payload was checked when the
+    /// chunk was verified, and has not changed since.
+    ///
+    /// # Errors
+    /// The first check that fails, in the order of [`ChunkErrorKind::ALL`].
+    pub fn check_header(&self, expected: &Expectation<'_>) -> Result<(), ChunkError> {
+        let candidate = Candidate::new(self.bytes(), expected)?;
+        let of_header = CHECKS.iter().filter(|(kind, _)| *kind != ChunkErrorKind::PayloadCrc);
+        of_header.into_iter().try_for_each(|(_, check)| check(&candidate))
+    }
+
     /// Returns the bytes of the chunk, in which [`ChunkSpec::piece`](super::ChunkSpec::piece) finds
     /// blocks.
     pub fn bytes(&self) -> &[u8] {

@@ -122,13 +122,18 @@ impl PrefixProbe {
         (0..blocks).map(move |index| self.probed.block(group.map_or(0, |(at, _)| at), index))
     }
 
+    /// Returns the indices of the blocks of one group, cached ones included, that a sequence needs
+    /// to reuse [`hit(upto)`](Self::hit) tokens: those of sink tokens, and the others. Empty ranges
+    /// for an unknown group.
+    pub fn needed_indices(&self, group: GroupId, upto: u32) -> [Range<u32>; 2] {
+        let group = self.probed.find_group(group).map(|(at, _)| at);
+        group.map_or([0..0, 0..0], |group| self.probed.needed(group, upto))
+    }
     /// Iterates over the blocks of one group, cached ones included, that a sequence needs to reuse
     /// [`hit(upto)`](Self::hit) tokens: with a window, those in it and those of its sink tokens.
     pub fn needed(&self, group: GroupId, upto: u32) -> impl Iterator<Item = ProbedBlock> + '_ {
-        let group = self.probed.find_group(group).map(|(at, _)| at);
-        let needed = group.map_or([0..0, 0..0], |group| self.probed.needed(group, upto));
-        let blocks = needed.into_iter().flatten();
-        blocks.map(move |index| self.probed.block(group.unwrap_or(0), index))
+        let blocks = self.needed_indices(group, upto).into_iter().flatten();
+        blocks.map(move |index| self.probed.block(usize::from(group.0), index))
     }
 
     /// Returns the tokens of a block of this probe; none for one of a longer prompt.

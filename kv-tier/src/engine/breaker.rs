@@ -1,0 +1,171 @@
+//! The circuit breaker of a store.
+use std::time::{Duration, Instant};
+
+/// Failures in a row that open a breaker.
+const FAILURES_MAX: u32 = 5;
+/// How long a breaker stays open the first time, and at most. Every failed trial doubles it.
+const OPEN_MIN: Duration = Duration::from_secs(1);
+const OPEN_MAX: Duration = Duration::from_mins(1);
+
+/// Stops calls of a store that fails, and lets one through from time to time.
+///
+/// Closed, every call passes. Five failures in a row open it: no call passes for a second. Then one
+/// call is the trial: success closes the breaker, failure opens it for twice as long, up to a
+/// minute.
+#[derive(Debug)]
+pub(super) struct Breaker {
+    state: State,
+    /// Times that it opened.
+    opened: u64,
+}
+
+/// The state of a store's circuit breaker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[expect(clippy::exhaustive_enums, reason = "the states of every circuit breaker")]
+pub enum BreakerState {
+    /// Calls pass.
+    #[default]
+    Closed,
+    /// The store failed: no call passes.
+    Open,
+    /// One call finds out whether the store works again.
+    Trial,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum State {
+    Closed { failures: u32 },
+    Open { until: Instant, length: Duration },
+    Trial { until: Instant, length: Duration },
+}
+
+impl Default for Breaker {
+    fn default() -> Self {
+        Self { state: State::Closed { failures: 0 }, opened: 0 }
+    }
+}
+
+impl Breaker {
+    /// Returns whether a call would be admitted now, without making it the trial.
+    pub(super) fn may_admit(&self, now: Instant) -> bool {
+        match self.state {
+            State::Closed { .. } => true,
+            State::Open { until, .. } | State::Trial { until, .. } => now >= until,
+        }
+    }
+
+    /// Returns whether a call may begin now; the one that ends an open period is the trial. A
+    /// trial that reports nothing for as long as the breaker was open is given up for another.
+    pub(super) fn admits(&mut self, now: Instant) -> bool {
+        match self.state {
+            State::Closed { .. } => true,
+            State::Open { until, length } | State::Trial { until, length } if now >= until => {
+                let until = now.checked_add(length).unwrap_or(now);
+                self.state = State::Trial { until, length };
+                true
+            }
+            State::Open { .. } | State::Trial { .. } => false,
+        }
+    }
+
+    pub(super) fn succeeded(&mut self) {
+        self.state = State::Closed { failures: 0 };
+    }
+
+    /// Counts a failure; returns whether the breaker opened after it had been closed.
+    pub(super) fn failed(&mut self, now: Instant) -> bool {
+        match self.state {
+            State::Closed { failures } if failures.saturating_add(1) < FAILURES_MAX => {
+                self.state = State::Closed { failures: failures.saturating_add(1) };
+                false
+            }
+            State::Closed { .. } => {
+                self.open(now, OPEN_MIN);
+                true
+            }
+            State::Trial { length, .. } => {
+                self.open(now, length.saturating_mul(2).min(OPEN_MAX));
+                false
+            }
+            // A call that began before the breaker opened.
+            State::Open { .. } => false,
+        }
+    }
+
+    pub(super) fn state(&self) -> BreakerState {
+        match self.state {
+            State::Closed { .. } => BreakerState::Closed,
+            State::Open { .. } => BreakerState::Open,
+            State::Trial { .. } => BreakerState::Trial,
+        }
+    }
+    pub(super) fn opened(&self) -> u64 {
+        self.opened
+    }
+
+    fn open(&mut self, now: Instant, length: Duration) {
+        self.opened = self.opened.saturating_add(1);
+        let until = now.checked_add(length).unwrap_or(now);
+        self.state = State::Open { until, length };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn open_at(start: Instant) -> Breaker {
+        let mut breaker = Breaker::default();
+        let opened: Vec<bool> = (0..5).map(|_| breaker.failed(start)).collect();
+        assert_eq!(opened, [false, false, false, false, true]);
+        breaker
+    }
+
+    #[test]
+    fn only_failures_in_a_row_open_it() {
+        let (now, mut breaker) = (Instant::now(), Breaker::default());
+        for _ in 0..20 {
+            (0..4).for_each(|_| assert!(!breaker.failed(now)));
+            breaker.succeeded();
+        }
+        assert_eq!((breaker.state(), breaker.opened()), (BreakerState::Closed, 0));
+        assert!(breaker.admits(now));
+    }
+
+    #[test]
+    fn one_trial_passes_after_each_period_and_periods_double() {
+        let mut now = Instant::now();
+        let mut breaker = open_at(now);
+        for seconds in [1, 2, 4, 8, 16, 32, 60, 60] {
+            let period = Duration::from_secs(seconds);
+            assert!(!breaker.admits(now + period.mul_f64(0.999)), "{seconds} s");
+            now += period;
+            assert!(breaker.admits(now));
+            assert_eq!(breaker.state(), BreakerState::Trial);
+            assert!(!breaker.admits(now), "one trial at a time");
+            assert!(!breaker.failed(now));
+        }
+        assert_eq!(breaker.opened(), 9);
+        now += Duration::from_mins(1);
+        assert!(breaker.admits(now));
+        breaker.succeeded();
+        assert!(breaker.admits(now) && breaker.admits(now));
+    }
+
+    #[test]
+    fn a_trial_that_never_ends_is_followed_by_another() {
+        let start = Instant::now();
+        let mut breaker = open_at(start);
+        assert!(breaker.admits(start + Duration::from_secs(1)));
+        assert!(!breaker.admits(start + Duration::from_millis(1900)));
+        assert!(breaker.admits(start + Duration::from_secs(2)));
+    }
+
+    #[test]
+    fn a_late_failure_does_not_prolong_the_period() {
+        let start = Instant::now();
+        let mut breaker = open_at(start);
+        assert!(!breaker.failed(start + Duration::from_millis(900)));
+        assert!(breaker.admits(start + Duration::from_secs(1)));
+    }
+}

@@ -1,0 +1,322 @@
+//! A store with what protects its callers: deadlines, circuit breakers, counters.
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use kv_core::events::Tier;
+use kv_core::num::to_u64;
+
+use super::breaker::Breaker;
+use super::options::StoreOptions;
+use super::rates::TransferRates;
+use super::record::Record;
+use super::stats::StoreStats;
+use crate::chunk::{ChunkError, ChunkErrorKind, Verified, verify};
+use crate::store::{BlockStore, ChunkAddress, Put, StoreError, StoreErrorKind};
+
+/// A store, called through circuit breakers: one for reads and one for writes, so that a full or
+/// read-only store still gives what it has.
+pub(super) struct GuardedStore {
+    store: Box<dyn BlockStore>,
+    options: StoreOptions,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    reads: Breaker,
+    writes: Breaker,
+    rates: TransferRates,
+    stats: StoreStats,
+    spent: DayBudget,
+}
+
+/// The outcome of a read.
+#[derive(Debug)]
+pub(super) enum Read<C> {
+    /// The chunk that was wanted.
+    Verified(Verified<Arc<C>>),
+    /// The store has no such chunk, or another one under its name.
+    Missing,
+    /// The store failed, or its breaker is open.
+    Failed,
+}
+
+impl GuardedStore {
+    pub(super) fn new(store: Box<dyn BlockStore>, options: StoreOptions) -> Self {
+        Self { store, options, state: Mutex::default() }
+    }
+
+    pub(super) fn tier(&self) -> Tier {
+        self.store.tier()
+    }
+    pub(super) fn options(&self) -> &StoreOptions {
+        &self.options
+    }
+    pub(super) fn rates(&self) -> TransferRates {
+        self.lock().rates
+    }
+    pub(super) fn stats(&self) -> StoreStats {
+        let state = self.lock();
+        StoreStats {
+            reads_breaker: state.reads.state(),
+            writes_breaker: state.writes.state(),
+            breaker_opened: state.reads.opened().saturating_add(state.writes.opened()),
+            bytes_per_second: state.rates.bytes_per_second(),
+            ..state.stats.clone()
+        }
+    }
+
+    /// Returns how many of a prompt's chunks are there, in their order: up to the first missing one
+    /// if `stops` says so.
+    pub(super) fn lookup(&self, chunks: &[ChunkAddress], stops: bool) -> Vec<bool> {
+        /// Chunks of one question.
+        const BATCH: usize = 64;
+        let start = Instant::now();
+        let deadline = after(start, self.options.lookup_deadline);
+        let mut found = Vec::with_capacity(chunks.len());
+        for batch in chunks.chunks(BATCH) {
+            if !self.admits_read() {
+                break;
+            }
+            let answer = guarded(|| self.store.contains(batch, deadline), "lookup");
+            let mut state = self.lock();
+            let Ok(mut answer) = state.note_read_result(answer) else { break };
+            state.rates.note_lookup(start.elapsed());
+            answer.resize(batch.len(), false);
+            let has_all = answer.iter().all(|is_there| *is_there);
+            found.extend(answer);
+            if stops && !has_all {
+                break;
+            }
+        }
+        let mut state = self.lock();
+        let there = found.iter().filter(|is_there| **is_there).count();
+        state.stats.lookups = state.stats.lookups.saturating_add(to_u64(chunks.len()));
+        state.stats.found = state.stats.found.saturating_add(to_u64(there));
+        drop(state);
+        found.resize(chunks.len(), false);
+        found
+    }
+
+    /// Reads one chunk to `into` and verifies it. Removes what is wrong from the store.
+    pub(super) fn read<C>(&self, record: &Record, mut into: C, deadline: Instant) -> Read<C>
+    where
+        C: AsRef<[u8]> + AsMut<[u8]>,
+    {
+        if !self.admits_read() {
+            return Read::Failed;
+        }
+        let (address, start) = (record.address(), Instant::now());
+        let answer = guarded(|| self.store.get(&address, into.as_mut(), deadline), "read");
+        let time = start.elapsed();
+        let is_corrupt =
+            answer.as_ref().is_err_and(|error| error.kind() == StoreErrorKind::Corrupt);
+        let answer = self.lock().note_read_result(answer);
+        let bytes = match answer {
+            Ok(Some(bytes)) => bytes,
+            Ok(None) => {
+                let mut state = self.lock();
+                state.stats.missed = state.stats.missed.saturating_add(1);
+                return Read::Missing;
+            }
+            Err(()) if is_corrupt => {
+                self.refuse(&address, ChunkErrorKind::Length);
+                return Read::Missing;
+            }
+            Err(()) => return Read::Failed,
+        };
+        let chunk = match check(record, into, bytes) {
+            Ok(chunk) => chunk,
+            Err(error) => {
+                self.refuse(&address, error.kind());
+                return Read::Missing;
+            }
+        };
+        let mut state = self.lock();
+        state.rates.note_read(bytes, time);
+        state.stats.reads = state.stats.reads.saturating_add(1);
+        state.stats.read_bytes = state.stats.read_bytes.saturating_add(to_u64(bytes));
+        state.stats.read_time = state.stats.read_time.saturating_add(time);
+        drop(state);
+        Read::Verified(chunk)
+    }
+
+    /// Counts a chunk that is not what was wanted, and removes it unless others may want it.
+    fn refuse(&self, address: &ChunkAddress, kind: ChunkErrorKind) {
+        let mut state = self.lock();
+        let refused = state.stats.refused.entry(kind).or_default();
+        *refused = refused.saturating_add(1);
+        drop(state);
+        let is_of_others = matches!(kind, ChunkErrorKind::Model | ChunkErrorKind::Version);
+        if is_of_others || !self.admits_write() {
+            return;
+        }
+        let deadline = after(Instant::now(), self.options.lookup_deadline);
+        let removed = guarded(|| self.store.remove(&[*address], deadline), "removal");
+        // A failure is counted; the chunk is refused again next time.
+        let _: Result<(), ()> = self.lock().note_write_result(removed);
+    }
+
+    /// Writes one chunk; returns whether the store has it now.
+    pub(super) fn write(&self, address: &ChunkAddress, bytes: &[u8]) -> Option<Put> {
+        let now = Instant::now();
+        if !self.lock().spent.admits(now, to_u64(bytes.len()), self.options.bytes_per_day) {
+            let mut state = self.lock();
+            state.stats.dropped_by_budget = state.stats.dropped_by_budget.saturating_add(1);
+            return None;
+        }
+        if !self.admits_write() {
+            let mut state = self.lock();
+            state.stats.dropped_by_breaker = state.stats.dropped_by_breaker.saturating_add(1);
+            return None;
+        }
+        let deadline = after(now, self.options.write_deadline);
+        let put = guarded(|| self.store.put(address, bytes, deadline), "write");
+        let mut state = self.lock();
+        let put = state.note_write_result(put).ok()?;
+        let counters = &mut state.stats;
+        match put {
+            Put::New => {
+                counters.writes = counters.writes.saturating_add(1);
+                counters.written_bytes = counters.written_bytes.saturating_add(to_u64(bytes.len()));
+                counters.write_time = counters.write_time.saturating_add(now.elapsed());
+                state.spent.spend(to_u64(bytes.len()));
+            }
+            Put::WasThere => counters.were_there = counters.were_there.saturating_add(1),
+        }
+        Some(put)
+    }
+
+    /// Counts a call that has not returned by its deadline.
+    pub(super) fn note_hung(&self) {
+        let error = StoreError::new(StoreErrorKind::Timeout, "read that has not returned");
+        let _: Result<(), ()> = self.lock().note_read_result(Err(error));
+    }
+    /// Counts a write that found the queue full.
+    pub(super) fn note_queue_full(&self) {
+        let mut state = self.lock();
+        state.stats.dropped_by_queue = state.stats.dropped_by_queue.saturating_add(1);
+    }
+    /// Returns whether a lookup may reach the store now.
+    pub(super) fn may_read(&self) -> bool {
+        self.lock().reads.may_admit(Instant::now())
+    }
+
+    fn admits_read(&self) -> bool {
+        self.lock().reads.admits(Instant::now())
+    }
+    fn admits_write(&self) -> bool {
+        self.lock().writes.admits(Instant::now())
+    }
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Verifies what was read. Bytes past the end of a short answer are those of an earlier chunk and
+/// must not complete it.
+fn check<C>(record: &Record, chunk: C, bytes: usize) -> Result<Verified<Arc<C>>, ChunkError>
+where
+    C: AsRef<[u8]> + AsMut<[u8]>,
+{
+    let expected = chunk.as_ref().len();
+    if bytes != expected {
+        let (expected, got) = (to_u64(expected), to_u64(bytes));
+        return Err(ChunkError::Length { expected, got });
+    }
+    verify(Arc::new(chunk), &record.expectation())
+}
+
+impl State {
+    fn note_read_result<T>(&mut self, result: Result<T, StoreError>) -> Result<T, ()> {
+        note(&mut self.reads, &mut self.stats, result)
+    }
+    fn note_write_result<T>(&mut self, result: Result<T, StoreError>) -> Result<T, ()> {
+        note(&mut self.writes, &mut self.stats, result)
+    }
+}
+
+/// Counts a result for a breaker and in the statistics.
+fn note<T>(
+    breaker: &mut Breaker,
+    stats: &mut StoreStats,
+    result: Result<T, StoreError>,
+) -> Result<T, ()> {
+    let error = match result {
+        Ok(value) => {
+            breaker.succeeded();
+            return Ok(value);
+        }
+        Err(error) => error,
+    };
+    // A store that returns what cannot be a chunk has answered.
+    if error.kind() == StoreErrorKind::Corrupt {
+        breaker.succeeded();
+    } else {
+        stats.failures = stats.failures.saturating_add(1);
+        stats.last_failure = Some(describe(&error));
+        breaker.failed(Instant::now());
+    }
+    Err(())
+}
+
+/// Writes an error and its causes on one line.
+fn describe(error: &StoreError) -> String {
+    let mut text = error.to_string();
+    let mut cause = std::error::Error::source(error);
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
+}
+
+/// Calls a store; a panic of a caller's store is a failure like any other.
+fn guarded<T>(
+    call: impl FnOnce() -> Result<T, StoreError>,
+    operation: &str,
+) -> Result<T, StoreError> {
+    // A store that panicked is called again only through its shared reference, as before.
+    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|_| {
+        Err(StoreError::new(StoreErrorKind::Other, format!("{operation}, which panicked")))
+    })
+}
+
+/// Adds a duration to an instant; far beyond any clock, the instant itself.
+pub(super) fn after(now: Instant, time: Duration) -> Instant {
+    now.checked_add(time).unwrap_or(now)
+}
+
+/// The bytes written in the last day, in a window that moves by days.
+#[derive(Debug, Default)]
+struct DayBudget {
+    began: Option<Instant>,
+    spent: u64,
+}
+
+impl DayBudget {
+    const DAY: Duration = Duration::from_hours(24);
+
+    fn admits(&mut self, now: Instant, bytes: u64, limit: Option<u64>) -> bool {
+        let Some(limit) = limit else { return true };
+        let began = *self.began.get_or_insert(now);
+        if now.saturating_duration_since(began) >= Self::DAY {
+            *self = Self { began: Some(now), spent: 0 };
+        }
+        self.spent.saturating_add(bytes) <= limit
+    }
+    fn spend(&mut self, bytes: u64) {
+        self.spent = self.spent.saturating_add(bytes);
+    }
+}
+
+impl fmt::Debug for GuardedStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("GuardedStore")
+            .field("store", &self.store)
+            .field("options", &self.options)
+            .finish_non_exhaustive()
+    }
+}

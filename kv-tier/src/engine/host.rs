@@ -1,0 +1,111 @@
+//! The chunks in host memory: by name, least recently used leaves first.
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use super::record::Record;
+use crate::chunk::Verified;
+use crate::name::ChunkName;
+
+/// The chunks of one group in host memory.
+///
+/// A chunk is useless without the chunks before it, so that only leaves are evicted: chunks after
+/// which no chunk follows here. The order of use decides between leaves.
+#[derive(Debug)]
+pub(super) struct HostIndex<C> {
+    entries: HashMap<ChunkName, Entry<C>>,
+    /// Number of chunks here by the name of the chunk before.
+    children: HashMap<ChunkName, u32>,
+    /// Leaves, least recently used first.
+    leaves: BTreeMap<u64, ChunkName>,
+    now: u64,
+}
+
+/// A chunk in host memory.
+#[derive(Debug)]
+pub(super) struct Entry<C> {
+    pub(super) chunk: Verified<Arc<C>>,
+    pub(super) record: Arc<Record>,
+    /// One bit for each store that has the chunk or is being sent it.
+    pub(super) stores: u64,
+    /// Prompts that reused it.
+    pub(super) uses: u32,
+    used_at: u64,
+}
+
+impl<C> Default for HostIndex<C> {
+    fn default() -> Self {
+        Self { entries: HashMap::new(), children: HashMap::new(), leaves: BTreeMap::new(), now: 0 }
+    }
+}
+
+impl<C> HostIndex<C> {
+    pub(super) fn len(&self) -> usize {
+        self.entries.len()
+    }
+    pub(super) fn get(&self, name: &ChunkName) -> Option<&Entry<C>> {
+        self.entries.get(name)
+    }
+    pub(super) fn get_mut(&mut self, name: &ChunkName) -> Option<&mut Entry<C>> {
+        self.entries.get_mut(name)
+    }
+    pub(super) fn contains(&self, name: &ChunkName) -> bool {
+        self.entries.contains_key(name)
+    }
+    pub(super) fn iter(&self) -> impl Iterator<Item = &Entry<C>> {
+        self.entries.values()
+    }
+
+    /// Makes a chunk the most recently used one.
+    pub(super) fn touch(&mut self, name: &ChunkName) {
+        let Some(entry) = self.entries.get_mut(name) else { return };
+        self.now = self.now.saturating_add(1);
+        let was_leaf = self.leaves.remove(&entry.used_at).is_some();
+        entry.used_at = self.now;
+        if was_leaf {
+            self.leaves.insert(self.now, *name);
+        }
+    }
+
+    /// Adds a chunk; the one that is there already under its name stays.
+    pub(super) fn insert(&mut self, chunk: Verified<Arc<C>>, record: Arc<Record>, stores: u64) {
+        let (name, parent) = (record.name, record.parent);
+        if let Some(known) = self.entries.get_mut(&name) {
+            known.stores |= stores;
+            return;
+        }
+        self.now = self.now.saturating_add(1);
+        let entry = Entry { chunk, record, stores, uses: 0, used_at: self.now };
+        self.entries.insert(name, entry);
+        if !self.children.contains_key(&name) {
+            self.leaves.insert(self.now, name);
+        }
+        let children = self.children.entry(parent).or_default();
+        *children = children.saturating_add(1);
+        if let Some(parent) = self.entries.get(&parent) {
+            self.leaves.remove(&parent.used_at);
+        }
+    }
+
+    /// Removes the least recently used leaf of those that `may_go`.
+    pub(super) fn evict(&mut self, may_go: impl Fn(&Entry<C>) -> bool) -> Option<Entry<C>> {
+        let name = self.leaves.values().find(|name| self.entries.get(name).is_some_and(&may_go));
+        let name = *name?;
+        self.remove(&name)
+    }
+
+    pub(super) fn remove(&mut self, name: &ChunkName) -> Option<Entry<C>> {
+        let entry = self.entries.remove(name)?;
+        self.leaves.remove(&entry.used_at);
+        let parent = &entry.record.parent;
+        if let Some(children) = self.children.get_mut(parent) {
+            *children = children.saturating_sub(1);
+            if *children == 0 {
+                self.children.remove(parent);
+                if let Some(known) = self.entries.get(parent) {
+                    self.leaves.insert(known.used_at, *parent);
+                }
+            }
+        }
+        Some(entry)
+    }
+}

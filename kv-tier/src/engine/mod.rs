@@ -1,0 +1,449 @@
+//! The engine: moves chunks between the device, host memory and stores.
+//!
+//! [`Tiers`] is called between steps. Nothing in it waits: stores are called on threads of their
+//! own ([`lane`]), through breakers and with deadlines ([`guarded`]).
+//!
+//! | module | owns |
+//! |---|---|
+//! | [`links`] | names of the blocks on the device; which chunks are complete |
+//! | [`offload`] | device to host memory, and from there to stores |
+//! | [`chain`] | the chunks of a prompt, and how far those at hand reach |
+//! | [`onboard`] | lookups, reads, and blocks for a prompt that starts |
+//! | [`host`] | the chunks in host memory |
+mod breaker;
+mod chain;
+mod error;
+mod guarded;
+mod host;
+mod lane;
+mod links;
+mod offload;
+mod onboard;
+mod options;
+mod rates;
+mod record;
+mod stats;
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::fmt;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Duration, Instant};
+
+use kv_core::backend::{Backend, ChunkShape, HostPool};
+use kv_core::block::BlockChange;
+use kv_core::events::EventKind;
+use kv_core::num::{to_u32, to_u64, to_usize};
+use kv_core::reuse::BlockHold;
+use kv_core::spec::PrefixReuse;
+use kv_core::{GroupId, KvCache};
+
+pub use breaker::BreakerState;
+pub use error::TierError;
+pub use onboard::PrefetchId;
+pub use options::{StoreOptions, TierOptions, Wait};
+pub use stats::{StoreStats, TiersStats};
+
+use crate::chunk::{ChunkSpec, Verified};
+use crate::identity::{ChunkRoot, Identity};
+use crate::name::ChunkName;
+use guarded::{GuardedStore, Read};
+use host::HostIndex;
+use lane::Lane;
+use links::{Complete, Links};
+use onboard::Prefetch;
+use rates::Average;
+use record::Record;
+
+/// The chunk of a backend.
+type ChunkOf<B> = <<B as Backend>::HostPool as HostPool>::Chunk;
+
+/// Host memory and stores under the prefix cache of one [`KvCache`].
+///
+/// Full blocks whose content can be reused are copied to host memory and, as each store's
+/// [`WriteRule`](crate::policy::WriteRule) says, to stores. For a prompt, [`Self::prefetch`] looks
+/// for the blocks that the device lacks and reads them to host memory, and [`Self::start`] brings
+/// what has come to the device and starts the sequence. Whatever is late, lost or wrong is
+/// computed by the next step as if no tier had existed.
+///
+/// The caller calls [`Self::poll`] between steps. No call but [`Self::flush`] waits for a store.
+///
+/// ```
+/// use kv_core::backend::NullBackend;
+/// use kv_core::{CacheSpec, KvCache, SequenceId, StartOptions, StepInput};
+/// use kv_tier::{Identity, MemoryStore, ModelDigest, TierOptions, Tiers};
+///
+/// let spec = CacheSpec::builder().layers(2).kv_heads(2).head_dim(64).paged(16, 64).changes(256);
+/// let mut cache = KvCache::new(NullBackend::new(), spec.build()?)?;
+/// let identity = Identity::new(ModelDigest::of_bytes(b"weights"));
+/// let options = TierOptions::new().with_store(Box::new(MemoryStore::new(1 << 20)));
+/// let mut tiers = Tiers::new(&cache, identity, options)?;
+///
+/// let (seq, prompt) = (SequenceId(0), [7; 100]);
+/// let prefetch = tiers.prefetch(&cache, &prompt, &StartOptions::default());
+/// tiers.poll(&mut cache)?;
+/// // A scheduler goes on with other sequences until `tiers.is_ready(prefetch)`.
+/// let reused = tiers.start(&mut cache, prefetch, seq, StartOptions::default())?;
+/// let step = cache.begin_step(&[StepInput::prompt(seq, &prompt, reused)])?;
+/// // Write and attend, then commit.
+/// # drop(step);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Tiers<B: Backend> {
+    identity: Identity,
+    encoding_key: u128,
+    roots: HashMap<RootKey, Option<Arc<ChunkRoot>>>,
+    groups: Vec<GroupTier<B::HostPool>>,
+    stores: Vec<StoreLane>,
+    /// Completes chunks that were copied from the device.
+    encoder: Lane,
+    done: Receiver<Done<ChunkOf<B>>>,
+    sender: Sender<Done<ChunkOf<B>>>,
+    prefetches: HashMap<u64, Prefetch<ChunkOf<B>>>,
+    /// Chunks of prompts, as opposed to generated text, by name: tokens of the longest prompt.
+    prompted: Prompted,
+    changes: Vec<BlockChange>,
+    announcements: Vec<EventKind>,
+    /// Seconds that computing one token takes.
+    compute: Average,
+    keeps_host: bool,
+    wait: Wait,
+    stats: TiersStats,
+}
+
+/// Group, salt and adapter.
+type RootKey = (GroupId, Box<[u8]>, Option<u64>);
+
+/// The chunks of one group.
+#[derive(Debug)]
+struct GroupTier<P: HostPool> {
+    spec: ChunkSpec,
+    pool: P,
+    /// Chunks of the pool.
+    capacity: usize,
+    links: Links,
+    host: HostIndex<P::Chunk>,
+    /// Chunks to copy from the device, oldest first.
+    waiting: VecDeque<Complete>,
+    copying: Vec<Copying<P::Pending>>,
+    copying_max: usize,
+    /// Chunks that are being completed after their copy.
+    encoding: HashSet<ChunkName>,
+    reading: HashMap<ChunkName, Reading>,
+    /// Chunks that left and return to the pool when they are written.
+    leaving: usize,
+}
+
+/// A chunk that is being copied from the device.
+#[derive(Debug)]
+struct Copying<P> {
+    pending: P,
+    record: Arc<Record>,
+    holds: Vec<BlockHold>,
+}
+
+/// A chunk that a store is being asked for.
+#[derive(Debug)]
+struct Reading {
+    store: usize,
+    /// The prefetches that wait for it.
+    waiters: Vec<u64>,
+}
+
+/// A store and its threads.
+#[derive(Debug)]
+struct StoreLane {
+    store: Arc<GuardedStore>,
+    lane: Lane,
+    writes_waiting: usize,
+}
+
+/// What a thread has done.
+#[derive(Debug)]
+enum Done<C> {
+    Encoded { record: Arc<Record>, chunk: Option<Verified<Arc<C>>> },
+    Found { prefetch: u64, store: usize, group: usize, chunks: Vec<u32>, found: Vec<bool> },
+    Read { record: Arc<Record>, store: usize, read: Read<C> },
+    Written { record: Arc<Record>, store: usize, is_there: bool, is_new: bool, left: bool },
+}
+
+/// Chunks of each group that host memory holds at least.
+const CHUNKS_MIN: u32 = 2;
+
+impl<B: Backend> Tiers<B> {
+    /// Reserves host memory for the chunks of a cache and starts the threads of the stores.
+    ///
+    /// # Errors
+    /// [`TierError::NoChanges`] or [`TierError::NoReuse`] for a cache that was not built for tiers;
+    /// [`TierError::Chunk`] for blocks that cannot be chunked; [`TierError::HostTooSmall`];
+    /// [`TierError::TooManyStores`]; [`TierError::Cache`] if the device cannot reserve the memory;
+    /// [`TierError::Thread`].
+    pub fn new(
+        cache: &KvCache<B>,
+        identity: Identity,
+        options: TierOptions,
+    ) -> Result<Self, TierError> {
+        let spec = cache.spec();
+        if spec.changes() == 0 {
+            return Err(TierError::NoChanges);
+        }
+        if spec.prefix_reuse() == PrefixReuse::Off {
+            return Err(TierError::NoReuse);
+        }
+        // One bit for each.
+        if options.stores.len() > 64 {
+            return Err(TierError::TooManyStores { stores: options.stores.len() });
+        }
+        let groups = Self::groups(cache, &options)?;
+        let start = |(store, options): (_, StoreOptions)| {
+            let lane = Lane::new("kv-tier store", options.threads).map_err(TierError::Thread)?;
+            let store = Arc::new(GuardedStore::new(store, options));
+            Ok(StoreLane { store, lane, writes_waiting: 0 })
+        };
+        let (keeps_host, wait) = (options.keeps_host, options.wait);
+        let stores =
+            options.stores.into_iter().map(start).collect::<Result<Vec<_>, TierError>>()?;
+        let (sender, done) = channel();
+        Ok(Self {
+            identity,
+            encoding_key: cache.encoding_key(),
+            roots: HashMap::new(),
+            groups,
+            stores,
+            encoder: Lane::new("kv-tier encoder", 1).map_err(TierError::Thread)?,
+            done,
+            sender,
+            prefetches: HashMap::new(),
+            prompted: Prompted::default(),
+            changes: Vec::new(),
+            announcements: Vec::new(),
+            compute: Average::default(),
+            keeps_host,
+            wait,
+            stats: TiersStats::default(),
+        })
+    }
+
+    /// Divides host memory so that all groups have chunks for the same tokens.
+    fn groups(
+        cache: &KvCache<B>,
+        options: &TierOptions,
+    ) -> Result<Vec<GroupTier<B::HostPool>>, TierError> {
+        let ids = (0..=u8::MAX).map(GroupId).take(cache.spec().groups().len());
+        let specs = ids.map(|id| {
+            let spec = ChunkSpec::new(cache.spec(), id)?;
+            options.chunk_blocks.map_or(Ok(spec), |blocks| spec.with_blocks(blocks))
+        });
+        let specs = specs.collect::<Result<Vec<_>, _>>()?;
+        let chunk_tokens = |spec: &ChunkSpec| u64::from(spec.span(0).end.max(1));
+        // Bytes of all groups for as many tokens as the longest chunk has.
+        let longest = specs.iter().map(chunk_tokens).max().unwrap_or(1);
+        let per_round = specs.iter().fold(0_u64, |bytes, spec| {
+            let chunks = longest.div_ceil(chunk_tokens(spec));
+            bytes.saturating_add(chunks.saturating_mul(to_u64(spec.chunk_bytes())))
+        });
+        let rounds = options.host_bytes.checked_div(per_round).unwrap_or(0);
+        if rounds < u64::from(CHUNKS_MIN) {
+            let min = per_round.saturating_mul(CHUNKS_MIN.into());
+            let bytes = options.host_bytes;
+            return Err(TierError::HostTooSmall { bytes, chunks: CHUNKS_MIN, min });
+        }
+        let make = |spec: ChunkSpec| {
+            let chunks = rounds.saturating_mul(longest.div_ceil(chunk_tokens(&spec)));
+            let chunks = u32::try_from(chunks).unwrap_or(u32::MAX);
+            let storage = cache.storage(spec.group()).ok_or(TierError::NoReuse)?;
+            let shape =
+                ChunkShape { blocks: spec.blocks(), header_bytes: to_u32(spec.header_bytes()) };
+            let pool = cache.backend().host_pool(storage.view(), shape, chunks)?;
+            let of = cache.spec().groups().get(usize::from(spec.group().0));
+            let num_blocks = of.map_or(0, kv_core::spec::GroupSpec::num_blocks);
+            let copying_max = options.in_flight_bytes.checked_div(to_u64(spec.chunk_bytes()));
+            let copying_max = copying_max.and_then(|max| usize::try_from(max).ok()).unwrap_or(1);
+            Ok(GroupTier {
+                spec,
+                pool,
+                capacity: to_usize(chunks),
+                links: Links::new(num_blocks),
+                host: HostIndex::default(),
+                waiting: VecDeque::new(),
+                copying: Vec::new(),
+                copying_max: copying_max.max(1),
+                encoding: HashSet::new(),
+                reading: HashMap::new(),
+                leaving: 0,
+            })
+        };
+        specs.into_iter().map(make).collect()
+    }
+
+    /// Does what is due between two steps: takes the results of the threads, follows the changes of
+    /// blocks, begins and ends copies from the device, and begins reads. While a step is open it
+    /// only takes results.
+    ///
+    /// # Errors
+    /// [`TierError::Cache`] if the device failed. No failure of a store is an error.
+    pub fn poll(&mut self, cache: &mut KvCache<B>) -> Result<(), TierError> {
+        self.take_results();
+        self.advance_prefetches();
+        if cache.is_step_open() {
+            return Ok(());
+        }
+        self.follow_changes(cache);
+        self.finish_copies(cache)?;
+        self.begin_copies(cache)?;
+        for event in self.announcements.drain(..) {
+            cache.announce(event);
+        }
+        Ok(())
+    }
+
+    /// Copies what is on the device and writes what only host memory has, until all is done or the
+    /// deadline has passed; returns whether all is done. Call it before the end of the process.
+    ///
+    /// # Errors
+    /// [`TierError::StepOpen`]; [`TierError::Cache`] if the device failed.
+    pub fn flush(&mut self, cache: &mut KvCache<B>, deadline: Instant) -> Result<bool, TierError> {
+        /// How long one wait for a thread lasts at most, beside which copies of the device go on.
+        const PAUSE: Duration = Duration::from_millis(1);
+        if cache.is_step_open() {
+            return Err(TierError::StepOpen);
+        }
+        let mut unwritten = None;
+        loop {
+            self.poll(cache)?;
+            if self.is_copied() {
+                let all = unwritten.get_or_insert_with(|| self.host_records());
+                self.write_rest(all);
+                if all.is_empty() && self.stores.iter().all(|lane| lane.writes_waiting == 0) {
+                    return Ok(true);
+                }
+            }
+            let Some(left) = deadline.checked_duration_since(Instant::now()) else {
+                return Ok(false);
+            };
+            if let Ok(done) = self.done.recv_timeout(left.min(PAUSE)) {
+                self.take_result(done);
+            }
+        }
+    }
+
+    /// Notes how long the model took to compute tokens of prompts: what waiting for a store is
+    /// compared with. Without it everything is loaded that a store has.
+    pub fn note_compute(&mut self, tokens: u32, time: Duration) {
+        if tokens > 0 {
+            self.compute.note(time.as_secs_f64() / f64::from(tokens));
+        }
+    }
+
+    /// Returns what the tiers have done so far.
+    pub fn stats(&self) -> TiersStats {
+        let mut stats = self.stats.clone();
+        for group in &self.groups {
+            let bytes = to_u64(group.spec.chunk_bytes());
+            let chunks = to_u64(group.host.len());
+            stats.host_chunks = stats.host_chunks.saturating_add(chunks);
+            stats.host_bytes = stats.host_bytes.saturating_add(chunks.saturating_mul(bytes));
+        }
+        stats.stores = self.stores.iter().map(|lane| lane.store.stats()).collect();
+        stats
+    }
+
+    fn take_results(&mut self) {
+        while let Ok(done) = self.done.try_recv() {
+            self.take_result(done);
+        }
+    }
+
+    fn take_result(&mut self, done: Done<ChunkOf<B>>) {
+        match done {
+            Done::Encoded { record, chunk } => self.note_encoded(&record, chunk),
+            Done::Found { prefetch, store, group, chunks, found } => {
+                self.note_found(prefetch, store, (group, &chunks), &found);
+            }
+            Done::Read { record, store, read } => self.note_read(&record, store, read),
+            Done::Written { record, store, is_there, is_new, left } => {
+                self.note_written(&record, store, (is_there, is_new), left);
+            }
+        }
+    }
+
+    /// Returns whether no chunk is on its way from the device to host memory.
+    fn is_copied(&self) -> bool {
+        self.groups.iter().all(|group| {
+            group.waiting.is_empty() && group.copying.is_empty() && group.encoding.is_empty()
+        })
+    }
+
+    /// Returns the root of the names of a group's chunks; `None` for an adapter without a digest.
+    fn root(
+        &mut self,
+        encoding_key: u128,
+        group: usize,
+        (salt, adapter): (&[u8], Option<u64>),
+    ) -> Option<Arc<ChunkRoot>> {
+        /// Roots that nothing uses are dropped when there are more.
+        const KEPT: usize = 1024;
+        if self.encoding_key != encoding_key {
+            // Other constants: nothing that has a name can be reused.
+            self.encoding_key = encoding_key;
+            self.roots.clear();
+            self.groups.iter_mut().for_each(|group| group.links.clear());
+        }
+        let spec = self.groups.get(group)?.spec;
+        let key: RootKey = (spec.group(), salt.into(), adapter);
+        if let Some(root) = self.roots.get(&key) {
+            return root.clone();
+        }
+        if self.roots.len() >= KEPT {
+            self.roots.retain(|_, root| root.as_ref().is_some_and(|r| Arc::strong_count(r) > 1));
+        }
+        let root = self.identity.root(&spec, encoding_key, salt, adapter).ok().map(Arc::new);
+        self.roots.insert(key, root.clone());
+        root
+    }
+}
+
+impl<B: Backend> fmt::Debug for Tiers<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tiers")
+            .field("identity", &self.identity)
+            .field("stores", &self.stores)
+            .field("prefetches", &self.prefetches.len())
+            .field("stats", &self.stats)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The chunks of prompts that were prefetched, up to a number of them.
+#[derive(Debug, Default)]
+struct Prompted {
+    tokens: HashMap<ChunkName, u32>,
+    order: VecDeque<ChunkName>,
+}
+
+impl Prompted {
+    const KEPT: usize = 1 << 16;
+
+    fn insert(&mut self, name: ChunkName, prompt_tokens: u32) {
+        use std::collections::hash_map::Entry;
+        match self.tokens.entry(name) {
+            Entry::Occupied(mut known) => {
+                let longest = prompt_tokens.max(*known.get());
+                known.insert(longest);
+            }
+            Entry::Vacant(place) => {
+                place.insert(prompt_tokens);
+                self.order.push_back(name);
+                if self.order.len() > Self::KEPT
+                    && let Some(oldest) = self.order.pop_front()
+                {
+                    self.tokens.remove(&oldest);
+                }
+            }
+        }
+    }
+
+    fn get(&self, name: &ChunkName) -> Option<u32> {
+        self.tokens.get(name).copied()
+    }
+}

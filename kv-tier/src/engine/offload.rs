@@ -1,0 +1,387 @@
+//! Offload: from the device to host memory, and from there to stores.
+use std::collections::{HashSet, VecDeque};
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use kv_core::backend::{Backend, HostPool, PendingChunk, Queue};
+use kv_core::block::{BlockChange, BlockChangeKind};
+use kv_core::events::Tier;
+use kv_core::invariant::Invariant;
+use kv_core::reuse::{BlockHold, IndexedBlock};
+use kv_core::{BlockId, CacheError, GroupId, KvCache};
+
+use super::host::Entry;
+use super::links::{Complete, Linked};
+use super::record::Record;
+use super::{ChunkOf, Copying, Done, StoreLane, TierError, Tiers};
+use crate::chunk::{Verified, encode_header, verify};
+use crate::policy::{ChunkEvent, ChunkFacts, WriteDecision};
+use crate::store::Put;
+
+const GROUP: &str = "groups are those of the cache that the tiers were made for";
+const STORE: &str = "stores are numbered as in the options";
+
+/// Chunks of a group that may wait for their copy; older ones are given up.
+const WAITING_MAX: usize = 4096;
+
+impl<B: Backend> Tiers<B> {
+    /// Follows the blocks that became reusable and those that are gone.
+    pub(super) fn follow_changes(&mut self, cache: &mut KvCache<B>) {
+        let mut changes = std::mem::take(&mut self.changes);
+        if !cache.drain_changes(&mut changes) {
+            self.follow_all(cache);
+        }
+        let pinned = if changes.is_empty() { HashSet::new() } else { pinned_blocks(cache) };
+        for change in changes.drain(..) {
+            self.follow(cache, change, &pinned);
+        }
+        self.changes = changes;
+    }
+
+    /// Starts again from what is on the device, after changes were lost.
+    fn follow_all(&mut self, cache: &KvCache<B>) {
+        let pinned = pinned_blocks(cache);
+        for group in 0..self.groups.len() {
+            let id = self.groups.get(group).invariant(GROUP).spec.group();
+            self.groups.get_mut(group).invariant(GROUP).links.clear();
+            let mut blocks: Vec<_> = cache.stored_blocks(id).collect();
+            // A block before those that follow it.
+            blocks.sort_by_key(|block| block.index);
+            for block in blocks {
+                self.follow_stored(cache, group, &block, &pinned);
+            }
+        }
+    }
+
+    fn follow(
+        &mut self,
+        cache: &KvCache<B>,
+        change: BlockChange,
+        pinned: &HashSet<(GroupId, BlockId)>,
+    ) {
+        let group = usize::from(change.group.0);
+        match change.kind {
+            BlockChangeKind::Removed => {
+                let links = &mut self.groups.get_mut(group).invariant(GROUP).links;
+                links.removed(change.block, change.key);
+            }
+            BlockChangeKind::Stored => {
+                let block = cache.pool(change.group).and_then(|pool| pool.content(change.block));
+                // Of a block that has other content by now, that is a change of its own.
+                let block = block.filter(|block| block.key == change.key && !block.is_partial);
+                if let Some(block) = block {
+                    self.follow_stored(cache, group, &block, pinned);
+                }
+            }
+        }
+    }
+
+    fn follow_stored(
+        &mut self,
+        cache: &KvCache<B>,
+        group: usize,
+        block: &IndexedBlock<'_>,
+        pinned: &HashSet<(GroupId, BlockId)>,
+    ) {
+        let space = cache.namespace(block.namespace);
+        let root = space.and_then(|space| self.root(cache.encoding_key(), group, space));
+        let of = self.groups.get_mut(group).invariant(GROUP);
+        let pool = cache.pool(of.spec.group()).invariant(GROUP);
+        let linked = root.map_or(Linked::Unnamed, |root| of.links.stored(block, &root, pool));
+        match linked {
+            Linked::Inside => {}
+            Linked::Unnamed => {
+                self.stats.unnamed_blocks = self.stats.unnamed_blocks.saturating_add(1);
+            }
+            Linked::Incomplete => {
+                self.stats.offload_missed = self.stats.offload_missed.saturating_add(1);
+            }
+            Linked::Complete(mut complete) => {
+                let id = of.spec.group();
+                let is_pinned = |block: &BlockId| pinned.contains(&(id, *block));
+                complete.record.is_pinned = complete.blocks.iter().any(is_pinned);
+                if of.host.contains(&complete.record.name) {
+                    of.host.touch(&complete.record.name);
+                    return;
+                }
+                // The caller wants these evicted first: they are not worth a copy.
+                if complete.record.priority.level == 0 {
+                    return;
+                }
+                of.waiting.push_back(complete);
+                if of.waiting.len() > WAITING_MAX {
+                    of.waiting.pop_front();
+                    self.stats.offload_missed = self.stats.offload_missed.saturating_add(1);
+                }
+            }
+        }
+    }
+
+    /// Begins to copy complete chunks from the device, as far as host memory has room.
+    pub(super) fn begin_copies(&mut self, cache: &mut KvCache<B>) -> Result<(), TierError> {
+        let mut fence = None;
+        for group in 0..self.groups.len() {
+            loop {
+                let of = self.groups.get_mut(group).invariant(GROUP);
+                let Some(next) = of.waiting.front() else { break };
+                let name = next.record.name;
+                if of.host.contains(&name) || of.encoding.contains(&name) {
+                    of.waiting.pop_front();
+                    continue;
+                }
+                if of.copying.len() >= of.copying_max {
+                    break;
+                }
+                let Some(chunk) = self.take_chunk(group) else { break };
+                let of = self.groups.get_mut(group).invariant(GROUP);
+                let Some(complete) = of.waiting.pop_front() else { break };
+                let Some(holds) = hold(cache, &complete)? else {
+                    self.stats.offload_missed = self.stats.offload_missed.saturating_add(1);
+                    continue;
+                };
+                let after = match &fence {
+                    Some(fence) => fence,
+                    None => match cache.queue_mut().submit() {
+                        Ok(submitted) => fence.insert(submitted),
+                        Err(error) => {
+                            release(cache, holds)?;
+                            return Err(error.into());
+                        }
+                    },
+                };
+                let storage = cache.storage(of.spec.group()).invariant(GROUP).view();
+                let copied = of.pool.copy_out(after, storage, &complete.blocks, chunk, 0);
+                let pending = match copied {
+                    Ok(pending) => pending,
+                    Err(error) => {
+                        release(cache, holds)?;
+                        return Err(error.into());
+                    }
+                };
+                let record = Arc::new(complete.record);
+                of.encoding.insert(record.name);
+                of.copying.push(Copying { pending, record, holds });
+            }
+        }
+        Ok(())
+    }
+
+    /// Releases the blocks that were copied, and lets the encoder complete their chunks.
+    pub(super) fn finish_copies(&mut self, cache: &mut KvCache<B>) -> Result<(), TierError> {
+        let mut context = Context::from_waker(Waker::noop());
+        let mut failure = None;
+        for group in &mut self.groups {
+            let mut at = 0;
+            while let Some(copying) = group.copying.get_mut(at) {
+                let Poll::Ready(copied) = copying.pending.poll(&mut context) else {
+                    at = at.saturating_add(1);
+                    continue;
+                };
+                let Copying { record, holds, .. } = group.copying.swap_remove(at);
+                let released = release(cache, holds);
+                match copied {
+                    Ok(chunk) => {
+                        let sender = self.sender.clone();
+                        self.encoder.push_urgent(move || {
+                            let chunk = encode::<B>(&record, chunk);
+                            // Nobody listens once the tiers are gone.
+                            let _ = sender.send(Done::Encoded { record, chunk });
+                        });
+                    }
+                    Err(error) => {
+                        group.encoding.remove(&record.name);
+                        failure = failure.or(Some(error));
+                    }
+                }
+                released?;
+            }
+        }
+        failure.map_or(Ok(()), |error| Err(error.into()))
+    }
+
+    pub(super) fn note_encoded(
+        &mut self,
+        record: &Arc<Record>,
+        chunk: Option<Verified<Arc<ChunkOf<B>>>>,
+    ) {
+        let group = usize::from(record.group().0);
+        let of = self.groups.get_mut(group).invariant(GROUP);
+        of.encoding.remove(&record.name);
+        let Some(chunk) = chunk else {
+            self.stats.unnamed_blocks = self.stats.unnamed_blocks.saturating_add(1);
+            return;
+        };
+        self.stats.offloaded = self.stats.offloaded.saturating_add(1);
+        of.host.insert(chunk, Arc::clone(record), 0);
+        self.announcements.extend(record.stored(Tier::Host));
+        self.decide_writes(record, ChunkEvent::Published);
+        if !self.keeps_host {
+            self.decide_writes(record, ChunkEvent::Left);
+        }
+    }
+
+    /// Sends a chunk of host memory to the stores whose rules say so.
+    pub(super) fn decide_writes(&mut self, record: &Arc<Record>, event: ChunkEvent) {
+        let group = usize::from(record.group().0);
+        let host = &self.groups.get(group).invariant(GROUP).host;
+        let Some(entry) = host.get(&record.name) else { return };
+        let (chunk, stores, uses) = (entry.chunk.clone(), entry.stores, entry.uses);
+        let sent = self.send(record, &chunk, (stores, uses), event);
+        let host = &mut self.groups.get_mut(group).invariant(GROUP).host;
+        if let Some(entry) = host.get_mut(&record.name) {
+            entry.stores = sent;
+        }
+    }
+
+    /// Sends a chunk to the stores whose rules say so, and returns which stores have it then.
+    fn send(
+        &mut self,
+        record: &Arc<Record>,
+        chunk: &Verified<Arc<ChunkOf<B>>>,
+        (mut stores, uses): (u64, u32),
+        event: ChunkEvent,
+    ) -> u64 {
+        let prompt_tokens = self.prompted.get(&record.name);
+        for (at, lane) in self.stores.iter_mut().enumerate() {
+            let facts = ChunkFacts {
+                is_present: stores & bit(at) != 0,
+                // The publication is the first.
+                uses: uses.saturating_add(1),
+                prompt_tokens: prompt_tokens.unwrap_or_else(|| record.end()),
+                is_generated: prompt_tokens.is_none(),
+                is_pinned: record.is_pinned,
+                level: record.priority.level,
+            };
+            let options = lane.store.options();
+            if options.write.decide(event, &facts) != WriteDecision::Write {
+                continue;
+            }
+            if lane.writes_waiting >= options.writes_max {
+                lane.store.note_queue_full();
+                continue;
+            }
+            stores |= bit(at);
+            lane.writes_waiting = lane.writes_waiting.saturating_add(1);
+            let left = event == ChunkEvent::Left && self.keeps_host;
+            if left {
+                let group = usize::from(record.group().0);
+                let of = self.groups.get_mut(group).invariant(GROUP);
+                of.leaving = of.leaving.saturating_add(1);
+            }
+            let (store, sender) = (Arc::clone(&lane.store), self.sender.clone());
+            let (record, chunk) = (Arc::clone(record), chunk.clone());
+            lane.lane.push(move || {
+                let put = store.write(&record.address(), chunk.bytes());
+                // Its memory is free before the tiers look for room.
+                drop(chunk);
+                let (is_there, is_new) = (put.is_some(), put == Some(Put::New));
+                let done = Done::Written { record, store: at, is_there, is_new, left };
+                let _ = sender.send(done);
+            });
+        }
+        stores
+    }
+
+    pub(super) fn note_written(
+        &mut self,
+        record: &Arc<Record>,
+        store: usize,
+        (is_there, is_new): (bool, bool),
+        left: bool,
+    ) {
+        let lane = self.stores.get_mut(store).invariant(STORE);
+        lane.writes_waiting = lane.writes_waiting.saturating_sub(1);
+        if is_new {
+            self.announcements.extend(record.stored(lane.store.tier()));
+        }
+        let of = self.groups.get_mut(usize::from(record.group().0)).invariant(GROUP);
+        if left {
+            of.leaving = of.leaving.saturating_sub(1);
+        }
+        if !is_there && let Some(entry) = of.host.get_mut(&record.name) {
+            entry.stores &= !bit(store);
+        }
+    }
+
+    pub(super) fn host_records(&self) -> VecDeque<Arc<Record>> {
+        let entries = self.groups.iter().flat_map(|group| group.host.iter());
+        entries.map(|entry| Arc::clone(&entry.record)).collect()
+    }
+
+    /// Sends chunks of host memory to the stores that want them before the end, as many as may
+    /// wait there.
+    pub(super) fn write_rest(&mut self, records: &mut VecDeque<Arc<Record>>) {
+        let has_room =
+            |lane: &StoreLane| lane.writes_waiting < lane.store.options().writes_max.max(1);
+        while self.stores.iter().all(has_room) {
+            let Some(record) = records.pop_front() else { return };
+            self.decide_writes(&record, ChunkEvent::Flush);
+        }
+    }
+
+    /// Takes an unused chunk of host memory, or makes room for one. `None` if there is none now: it
+    /// may have to be written first.
+    pub(super) fn take_chunk(&mut self, group: usize) -> Option<ChunkOf<B>> {
+        let of = self.groups.get_mut(group).invariant(GROUP);
+        if let Some(chunk) = of.pool.take() {
+            return Some(chunk);
+        }
+        // Room is on its way.
+        if of.leaving > 0 {
+            return None;
+        }
+        let is_unused = |entry: &Entry<_>| Arc::strong_count(entry.chunk.get_ref()) == 1;
+        let Entry { chunk, record, stores, uses, .. } = of.host.evict(is_unused)?;
+        self.stats.host_evictions = self.stats.host_evictions.saturating_add(1);
+        self.announcements.extend(record.removed(Tier::Host));
+        self.send(&record, &chunk, (stores, uses), ChunkEvent::Left);
+        drop(chunk);
+        self.groups.get_mut(group).invariant(GROUP).pool.take()
+    }
+}
+
+/// Returns the bit of a store.
+pub(super) fn bit(store: usize) -> u64 {
+    let store = u32::try_from(store).unwrap_or(u32::MAX);
+    1_u64.checked_shl(store).invariant("there are at most 64 stores")
+}
+
+fn pinned_blocks<B: Backend>(cache: &KvCache<B>) -> HashSet<(GroupId, BlockId)> {
+    let groups = (0..=u8::MAX).map(GroupId).take(cache.spec().groups().len());
+    groups.flat_map(|id| cache.pinned_blocks(id).map(move |block| (id, block))).collect()
+}
+
+/// Holds the blocks of a chunk; `None` if one has left the device.
+fn hold<B: Backend>(
+    cache: &mut KvCache<B>,
+    complete: &Complete,
+) -> Result<Option<Vec<BlockHold>>, CacheError> {
+    let group = complete.record.group();
+    let mut holds = Vec::with_capacity(complete.blocks.len());
+    for (block, key) in complete.blocks.iter().zip(&complete.record.keys) {
+        let Some(hold) = cache.hold_block(group, *block, *key)? else {
+            release(cache, holds)?;
+            return Ok(None);
+        };
+        holds.push(hold);
+    }
+    Ok(Some(holds))
+}
+
+/// Releases all holds, also after a failure.
+fn release<B: Backend>(cache: &mut KvCache<B>, holds: Vec<BlockHold>) -> Result<(), CacheError> {
+    let mut result = Ok(());
+    for hold in holds {
+        result = result.and(cache.release_hold(hold));
+    }
+    result
+}
+
+/// Completes a chunk that was copied; `None` if it has more contents of placeholder tokens than a
+/// header has room for.
+fn encode<B: Backend>(record: &Record, mut chunk: ChunkOf<B>) -> Option<Verified<Arc<ChunkOf<B>>>> {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+    encode_header(chunk.as_mut(), &record.expectation(), now).ok()?;
+    verify(Arc::new(chunk), &record.expectation()).ok()
+}

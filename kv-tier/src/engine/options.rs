@@ -1,0 +1,202 @@
+//! Settings of the tiers.
+use std::time::Duration;
+
+use kv_core::events::Tier;
+
+use crate::policy::WriteRule;
+use crate::store::BlockStore;
+
+/// Settings of [`Tiers`](super::Tiers): host memory, the stores below it, and how long a prompt
+/// waits for them.
+///
+/// ```
+/// use kv_core::events::Tier;
+/// use kv_tier::policy::{WritePolicy, WriteRule};
+/// use kv_tier::{MemoryStore, StoreOptions, TierOptions};
+///
+/// let options = TierOptions::new()
+///     .with_host(64 << 20)
+///     .with_store(Box::new(MemoryStore::new(1 << 30)))
+///     .with_store_options(
+///         Box::new(MemoryStore::new(1 << 30)),
+///         StoreOptions::new(Tier::Store).with_write(WriteRule::new(WritePolicy::OnPublish)),
+///     );
+/// # drop(options);
+/// ```
+#[derive(Debug)]
+pub struct TierOptions {
+    pub(super) host_bytes: u64,
+    /// Whether host memory keeps chunks for later prompts.
+    pub(super) keeps_host: bool,
+    pub(super) in_flight_bytes: u64,
+    pub(super) chunk_blocks: Option<u32>,
+    pub(super) stores: Vec<(Box<dyn BlockStore>, StoreOptions)>,
+    pub(super) wait: Wait,
+}
+
+impl Default for TierOptions {
+    fn default() -> Self {
+        Self {
+            host_bytes: 64 << 20,
+            keeps_host: false,
+            in_flight_bytes: 32 << 20,
+            chunk_blocks: None,
+            stores: Vec::new(),
+            wait: Wait::default(),
+        }
+    }
+}
+
+impl TierOptions {
+    /// Creates the default settings: no tier, and 64 MiB of host memory through which chunks pass.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Makes host memory of this size a tier. All chunks pass through it; without this call it
+    /// passes them on at once, so that what is written when host memory gives a chunk up is written
+    /// when it is published.
+    #[must_use]
+    pub fn with_host(mut self, bytes: u64) -> Self {
+        self.host_bytes = bytes;
+        self.keeps_host = true;
+        self
+    }
+
+    /// Sets how many bytes are copied from the device at a time; 32 MiB by default. Blocks on their
+    /// way are held, so that no sequence can take them.
+    #[must_use]
+    pub fn with_in_flight(mut self, bytes: u64) -> Self {
+        self.in_flight_bytes = bytes;
+        self
+    }
+
+    /// Sets the blocks of a chunk, for all groups, in place of the number that
+    /// [`ChunkSpec::new`](crate::ChunkSpec::new) chooses. Smaller chunks lose fewer tokens at the
+    /// end of a prompt, larger ones cost less for each byte. Caches with different numbers never
+    /// find each other's chunks.
+    #[must_use]
+    pub fn with_chunk_blocks(mut self, blocks: u32) -> Self {
+        self.chunk_blocks = Some(blocks);
+        self
+    }
+
+    /// Adds a store with the default settings of its tier. A chunk that several stores have is read
+    /// from the first one.
+    #[must_use]
+    pub fn with_store(self, store: Box<dyn BlockStore>) -> Self {
+        let options = StoreOptions::new(store.tier());
+        self.with_store_options(store, options)
+    }
+
+    /// Adds a store. 64 of them are the most.
+    #[must_use]
+    pub fn with_store_options(mut self, store: Box<dyn BlockStore>, options: StoreOptions) -> Self {
+        self.stores.push((store, options));
+        self
+    }
+
+    /// Sets how long a prompt waits for what the stores have.
+    #[must_use]
+    pub fn with_wait(mut self, wait: Wait) -> Self {
+        self.wait = wait;
+        self
+    }
+}
+
+/// How long a prompt waits for chunks from stores. Whatever has come by then is used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Wait {
+    /// As long as computing the missing tokens would take, by the times that
+    /// [`Tiers::note_compute`](super::Tiers::note_compute) was given; without any, until all has
+    /// come.
+    #[default]
+    Compute,
+    /// This long.
+    For(Duration),
+    /// Until all has come, or was given up by the stores' deadlines.
+    All,
+    /// Not at all: a prompt takes what host memory has.
+    None,
+}
+
+/// Settings of one store.
+#[derive(Debug, Clone)]
+pub struct StoreOptions {
+    pub(super) write: WriteRule,
+    pub(super) threads: usize,
+    pub(super) lookup_deadline: Duration,
+    pub(super) read_deadline: Duration,
+    pub(super) write_deadline: Duration,
+    pub(super) writes_max: usize,
+    pub(super) bytes_per_day: Option<u64>,
+}
+
+impl StoreOptions {
+    /// Creates the default settings for a store of a tier.
+    ///
+    /// | | disk | store |
+    /// |---|---|---|
+    /// | writes | when host memory gives a chunk up | when a chunk is published |
+    /// | threads | 4 | 4 |
+    /// | deadline of a lookup | 50 ms | 100 ms |
+    /// | deadline of the reads of a prompt | 2 s | 2 s |
+    /// | deadline of a write | 5 s | 5 s |
+    /// | waiting writes | 256 | 256 |
+    pub fn new(tier: Tier) -> Self {
+        let lookup = if tier == Tier::Store { 100 } else { 50 };
+        Self {
+            write: WriteRule::of_tier(tier),
+            threads: 4,
+            lookup_deadline: Duration::from_millis(lookup),
+            read_deadline: Duration::from_secs(2),
+            write_deadline: Duration::from_secs(5),
+            writes_max: 256,
+            bytes_per_day: None,
+        }
+    }
+
+    /// Sets which chunks are written, and when.
+    #[must_use]
+    pub fn with_write(mut self, rule: WriteRule) -> Self {
+        self.write = rule;
+        self
+    }
+    /// Sets the number of threads; half of them, at least one, write.
+    #[must_use]
+    pub fn with_threads(mut self, threads: usize) -> Self {
+        self.threads = threads;
+        self
+    }
+    /// Sets the deadline of the lookups of one prompt.
+    #[must_use]
+    pub fn with_lookup_deadline(mut self, deadline: Duration) -> Self {
+        self.lookup_deadline = deadline;
+        self
+    }
+    /// Sets the deadline of all reads of one prompt.
+    #[must_use]
+    pub fn with_read_deadline(mut self, deadline: Duration) -> Self {
+        self.read_deadline = deadline;
+        self
+    }
+    /// Sets the deadline of one write.
+    #[must_use]
+    pub fn with_write_deadline(mut self, deadline: Duration) -> Self {
+        self.write_deadline = deadline;
+        self
+    }
+    /// Sets how many writes may wait; more are dropped and counted.
+    #[must_use]
+    pub fn with_waiting_writes(mut self, writes: usize) -> Self {
+        self.writes_max = writes;
+        self
+    }
+    /// Limits the bytes that are written within 24 hours. The wear of a disk is limited so.
+    #[must_use]
+    pub fn with_bytes_per_day(mut self, bytes: u64) -> Self {
+        self.bytes_per_day = Some(bytes);
+        self
+    }
+}

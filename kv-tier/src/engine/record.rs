@@ -1,0 +1,87 @@
+//! What one chunk must say, owned.
+use std::sync::Arc;
+
+use kv_core::GroupId;
+use kv_core::events::{EventKind, StoredBlock, Tier};
+use kv_core::eviction::Priority;
+use kv_core::num::to_usize;
+use kv_core::reuse::BlockKey;
+
+use crate::chunk::{ChunkContent, Expectation};
+use crate::identity::ChunkRoot;
+use crate::name::ChunkName;
+use crate::store::ChunkAddress;
+
+/// What a chunk must say, for threads that outlast the prompt, and the keys of its blocks.
+#[derive(Debug)]
+pub(super) struct Record {
+    pub(super) root: Arc<ChunkRoot>,
+    pub(super) index: u32,
+    pub(super) parent: ChunkName,
+    pub(super) name: ChunkName,
+    /// Key of the block before the first.
+    pub(super) parent_key: BlockKey,
+    /// Keys of all blocks.
+    pub(super) keys: Box<[BlockKey]>,
+    pub(super) tokens: Box<[u32]>,
+    pub(super) contents: Box<[ChunkContent]>,
+    /// The lowest priority of the blocks.
+    pub(super) priority: Priority,
+    /// Whether a prefix with these blocks is pinned.
+    pub(super) is_pinned: bool,
+}
+
+impl Record {
+    pub(super) fn expectation(&self) -> Expectation<'_> {
+        Expectation {
+            root: &self.root,
+            index: self.index,
+            parent: self.parent,
+            name: self.name,
+            last_key: self.keys.last().copied().unwrap_or(self.parent_key),
+            tokens: &self.tokens,
+            contents: &self.contents,
+        }
+    }
+
+    pub(super) fn address(&self) -> ChunkAddress {
+        ChunkAddress { root: self.root.name(), name: self.name }
+    }
+    pub(super) fn group(&self) -> GroupId {
+        self.root.spec().group()
+    }
+
+    /// Returns the number of tokens up to the end of the chunk.
+    pub(super) fn end(&self) -> u32 {
+        self.root.spec().span(self.index).end
+    }
+
+    /// Returns the announcements that a tier has the blocks of this chunk.
+    pub(super) fn stored(&self, tier: Tier) -> impl Iterator<Item = EventKind> + '_ {
+        let spec = self.root.spec();
+        let begin = spec.span(self.index).start;
+        let mut parent = self.parent_key;
+        (0_u32..).zip(&self.keys).map(move |(block, &key)| {
+            let span = spec.block_span(self.index, block);
+            let at = |position: u32| to_usize(position.saturating_sub(begin));
+            let tokens = self.tokens.get(at(span.start)..at(span.end)).unwrap_or_default();
+            let stored = StoredBlock {
+                group: self.group(),
+                key,
+                parent,
+                index: spec.first_block(self.index).saturating_add(block),
+                tokens: tokens.into(),
+                tier,
+                priority: self.priority,
+            };
+            parent = key;
+            EventKind::Stored(stored)
+        })
+    }
+
+    /// Returns the announcements that a tier has given the blocks up.
+    pub(super) fn removed(&self, tier: Tier) -> impl Iterator<Item = EventKind> + '_ {
+        let group = self.group();
+        self.keys.iter().map(move |&key| EventKind::Removed { group, key, tier })
+    }
+}

@@ -1,0 +1,85 @@
+//! Counters of all tiers.
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use super::breaker::BreakerState;
+use crate::chunk::ChunkErrorKind;
+
+/// What the tiers have done so far.
+#[derive(Debug, Clone, Default)]
+#[non_exhaustive]
+pub struct TiersStats {
+    /// Chunks in host memory.
+    pub host_chunks: u64,
+    /// Their bytes.
+    pub host_bytes: u64,
+    /// Bytes of host memory for chunks.
+    pub host_capacity: u64,
+    /// Chunks that host memory gave up for others.
+    pub host_evictions: u64,
+    /// Chunks copied from the device.
+    pub offloaded: u64,
+    /// Chunks of which a block had left the device before it was copied.
+    pub offload_missed: u64,
+    /// Blocks that no chunk can hold: of an adapter without a digest, with too many contents of
+    /// placeholder tokens, or whose earlier blocks were never seen.
+    pub unnamed_blocks: u64,
+    /// Prefetches that have begun.
+    pub prefetches: u64,
+    /// Prefetches whose wait limit passed before everything had come.
+    pub late: u64,
+    /// Tokens brought to the device for prompts that started.
+    pub loaded_tokens: u64,
+    /// Tokens that a store had and that were sooner computed than read.
+    pub cheaper_to_compute: u64,
+    /// Imports for which the device had too few free blocks.
+    pub no_room: u64,
+    /// One entry for each store, in the order of the options.
+    pub stores: Vec<StoreStats>,
+}
+
+/// What one store has done so far.
+#[derive(Debug, Clone, Default)]
+#[non_exhaustive]
+pub struct StoreStats {
+    /// Chunks asked for.
+    pub lookups: u64,
+    /// Chunks among them that the store said it had.
+    pub found: u64,
+    /// Chunks read and verified.
+    pub reads: u64,
+    /// Their bytes.
+    pub read_bytes: u64,
+    /// Time of these reads, added up over threads.
+    pub read_time: Duration,
+    /// Chunks that were gone when they were read.
+    pub missed: u64,
+    /// Chunks that a check refused, by check.
+    pub refused: BTreeMap<ChunkErrorKind, u64>,
+    /// Chunks written.
+    pub writes: u64,
+    /// Their bytes.
+    pub written_bytes: u64,
+    /// Time of these writes, added up over threads.
+    pub write_time: Duration,
+    /// Chunks that were there already.
+    pub were_there: u64,
+    /// Writes dropped because too many were waiting.
+    pub dropped_by_queue: u64,
+    /// Writes dropped because the store's breaker was open.
+    pub dropped_by_breaker: u64,
+    /// Writes dropped because the day's bytes were used up.
+    pub dropped_by_budget: u64,
+    /// Failed calls.
+    pub failures: u64,
+    /// The last of them.
+    pub last_failure: Option<String>,
+    /// The breaker of lookups and reads.
+    pub reads_breaker: BreakerState,
+    /// The breaker of writes and removals.
+    pub writes_breaker: BreakerState,
+    /// Times that a breaker opened.
+    pub breaker_opened: u64,
+    /// Bytes per second of one thread's reads, a moving average.
+    pub bytes_per_second: Option<f64>,
+}

@@ -1,0 +1,174 @@
+//! Blocks go down and come back.
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kv_core::StartOptions;
+use kv_core::events::{EventKind, Tier};
+use kv_tier::policy::{WritePolicy, WriteRule};
+use kv_tier::{MemoryStore, StoreOptions, TierError, TierOptions, Wait};
+
+use crate::support::{Engine, identity, spec, text};
+
+fn plain() -> StartOptions<'static> {
+    StartOptions::default()
+}
+
+#[test]
+fn what_left_the_device_comes_back_from_host_memory() {
+    let mut engine = Engine::new(spec(2048), identity(), TierOptions::new().with_host(4 << 20));
+    let prompt = text(1, 600);
+    assert_eq!(engine.run(&prompt, plain()).1, 0);
+    engine.flush();
+    engine.forget();
+    let (_, reused) = engine.run(&prompt, plain());
+    // Two whole chunks of 256 tokens.
+    assert_eq!(reused, 512);
+    assert_eq!(engine.cache.stats().host_hit_tokens, 512);
+    assert_eq!(engine.tiers.stats().loaded_tokens, 512);
+    engine.forget();
+    engine.assert_nothing_held();
+}
+
+#[test]
+fn a_store_outlives_the_process() {
+    let store = Arc::new(MemoryStore::new(64 << 20));
+    let options = || TierOptions::new().with_store(Box::new(Arc::clone(&store)));
+    let prompt = text(1, 1000);
+    let mut first = Engine::new(spec(2048), identity(), options());
+    first.run(&prompt, plain());
+    first.flush();
+    drop(first);
+    assert!(store.held_bytes() > 0);
+    let mut second = Engine::new(spec(2048), identity(), options());
+    assert_eq!(second.run(&prompt, plain()).1, 768);
+    let stats = second.tiers.stats();
+    assert_eq!((stats.stores[0].reads, stats.stores[0].found, stats.late), (3, 3, 0));
+    // Another prompt shares only its beginning, which no whole chunk holds.
+    assert_eq!(second.run(&text(2, 1000), plain()).1, 8);
+}
+
+#[test]
+fn a_store_with_every_second_chunk_gives_the_first_alone() {
+    let store = Arc::new(MemoryStore::new(64 << 20));
+    let options = || TierOptions::new().with_store(Box::new(Arc::clone(&store)));
+    let prompt = text(1, 1025);
+    let mut first = Engine::new(spec(2048), identity(), options());
+    first.run(&prompt, plain());
+    first.flush();
+    drop(first);
+    let names = crate::support::names(&prompt, &identity());
+    assert_eq!(names.len(), 4);
+    let soon = Instant::now() + Duration::from_secs(5);
+    kv_tier::BlockStore::remove(&store, &names[1..2], soon).unwrap();
+    let mut second = Engine::new(spec(2048), identity(), options());
+    assert_eq!(second.run(&prompt, plain()).1, 256);
+    assert_eq!(second.tiers.stats().stores[0].reads, 1, "nothing after the gap is read");
+}
+
+#[test]
+fn other_models_salts_and_adapters_never_match() {
+    let store = Arc::new(MemoryStore::new(64 << 20));
+    let options = || TierOptions::new().with_store(Box::new(Arc::clone(&store)));
+    let prompt = text(1, 600);
+    let mut first = Engine::new(spec(2048), identity(), options());
+    first.run(&prompt, plain().with_salt(b"one"));
+    first.flush();
+    let other = kv_tier::Identity::new(kv_tier::ModelDigest::of_bytes(b"others"));
+    let mut engine = Engine::new(spec(2048), other, options());
+    assert_eq!(engine.run(&prompt, plain().with_salt(b"one")).1, 0);
+    let mut engine = Engine::new(spec(2048), identity(), options());
+    assert_eq!(engine.run(&prompt, plain().with_salt(b"two")).1, 0);
+    assert_eq!(engine.run(&prompt, plain()).1, 0);
+    assert_eq!(engine.run(&prompt, plain().with_adapter(1)).1, 0);
+    assert_eq!(engine.run(&prompt, plain().with_salt(b"one")).1, 512);
+}
+
+#[test]
+fn an_adapter_without_a_digest_takes_no_part() {
+    let mut engine = Engine::new(spec(2048), identity(), TierOptions::new().with_host(4 << 20));
+    let prompt = text(1, 600);
+    engine.run(&prompt, plain().with_adapter(1));
+    engine.flush();
+    engine.forget();
+    assert_eq!(engine.run(&prompt, plain().with_adapter(1)).1, 0);
+    let stats = engine.tiers.stats();
+    assert_eq!((stats.offloaded, stats.unnamed_blocks), (0, 300));
+}
+
+#[test]
+fn a_small_host_passes_everything_on() {
+    let store = Arc::new(MemoryStore::new(64 << 20));
+    // Room for two chunks.
+    let options = TierOptions::new().with_host(200 << 10);
+    let rule = WriteRule::new(WritePolicy::OnLeave);
+    let lane = StoreOptions::new(Tier::Disk).with_write(rule);
+    let options = options.with_store_options(Box::new(Arc::clone(&store)), lane);
+    let mut engine = Engine::new(spec(2048), identity(), options);
+    let prompt = text(1, 1500);
+    engine.run(&prompt, plain());
+    engine.flush();
+    assert_eq!(engine.tiers.stats().stores[0].writes, 5);
+    assert!(engine.tiers.stats().host_evictions >= 3);
+    engine.forget();
+    // Two chunks fit, and only what fits is read.
+    let (_, reused) = engine.run(&prompt, plain());
+    assert_eq!(reused, 512);
+    engine.forget();
+    engine.assert_nothing_held();
+}
+
+#[test]
+fn refusals() {
+    let with = |spec| Engine::try_new(spec, TierOptions::new()).unwrap_err();
+    let bare = || kv_core::CacheSpec::builder().layers(1_u16).kv_heads(1).head_dim(8).paged(4, 8);
+    assert!(matches!(with(bare().build().unwrap()), TierError::NoChanges));
+    let off = bare().changes(8).prefix_reuse(kv_core::spec::PrefixReuse::Off);
+    assert!(matches!(with(off.build().unwrap()), TierError::NoReuse));
+    let small = Engine::try_new(spec(8), TierOptions::new().with_host(100 << 10)).unwrap_err();
+    let TierError::HostTooSmall { bytes, min, .. } = small else { panic!("{small}") };
+    assert_eq!(bytes, 100 << 10);
+    assert!(Engine::try_new(spec(8), TierOptions::new().with_host(min)).is_ok());
+
+    let mut engine = Engine::new(spec(64), identity(), TierOptions::new());
+    let prompt = text(1, 40);
+    let prefetch = engine.tiers.prefetch(&engine.cache, &prompt, &plain());
+    let salted = plain().with_salt(b"x");
+    let sequence = kv_core::SequenceId(7);
+    let other = engine.tiers.start(&mut engine.cache, prefetch, sequence, salted).unwrap_err();
+    assert!(matches!(other, TierError::OtherOptions), "{other}");
+    let ended = engine.tiers.start(&mut engine.cache, prefetch, sequence, plain()).unwrap_err();
+    assert!(matches!(ended, TierError::UnknownPrefetch), "{ended}");
+    assert!(engine.tiers.is_ready(prefetch) && !engine.tiers.cancel(prefetch));
+    assert_eq!(engine.cache.num_sequences(), 0);
+}
+
+#[test]
+fn host_memory_announces_what_it_has() {
+    let mut engine = Engine::new(spec(2048), identity(), TierOptions::new().with_host(4 << 20));
+    engine.run(&text(1, 256), plain());
+    engine.flush();
+    let events = engine.cache.take_events();
+    let stored = events.iter().filter_map(|event| match &event.kind {
+        EventKind::Stored(stored) if stored.tier == Tier::Host => Some(stored),
+        _ => None,
+    });
+    let stored: Vec<_> = stored.collect();
+    assert_eq!(stored.len(), 64);
+    assert_eq!((stored[63].index, &stored[63].tokens[..]), (63, &text(1, 256)[252..]));
+    assert_eq!(stored[63].parent, stored[62].key);
+}
+
+#[test]
+fn a_prompt_that_does_not_wait_takes_what_host_memory_has() {
+    let store = Arc::new(MemoryStore::new(64 << 20));
+    let options = TierOptions::new().with_store(Box::new(Arc::clone(&store))).with_wait(Wait::None);
+    let prompt = text(1, 600);
+    let mut engine = Engine::new(spec(2048), identity(), options);
+    engine.run(&prompt, plain());
+    engine.flush();
+    engine.forget();
+    let prefetch = engine.tiers.prefetch(&engine.cache, &prompt, &plain());
+    assert!(engine.tiers.is_ready(prefetch));
+    assert_eq!(engine.start(prefetch, &prompt, plain()).1, 512);
+    assert_eq!(engine.tiers.stats().stores[0].lookups, 0);
+}

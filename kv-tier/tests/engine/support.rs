@@ -1,0 +1,170 @@
+//! A cache with tiers whose rows follow from their tokens, so that a wrong row is found.
+use std::time::{Duration, Instant};
+
+use kv_core::backend::Plane;
+use kv_core::{
+    CacheSpec, GroupId, KvCache, KvFormat, QkvFormat, SequenceId, StartOptions, StepInput,
+    TensorView, TensorViewMut,
+};
+use kv_cpu::{CpuBackend, CpuOptions};
+use kv_tier::{
+    ChunkAddress, ChunkSpec, Identity, ModelDigest, PrefetchId, TierError, TierOptions, Tiers,
+};
+
+pub(crate) type Cache = KvCache<CpuBackend>;
+
+/// Layers of the caches here, KV heads, and values of a head.
+pub(crate) const LAYERS: u16 = 2;
+const HEADS: u32 = 2;
+const DIM: u32 = 8;
+const WIDTH: usize = (HEADS * DIM) as usize;
+
+/// A cache, its tiers, and what they have computed and reused.
+pub(crate) struct Engine {
+    pub(crate) cache: Cache,
+    pub(crate) tiers: Tiers<CpuBackend>,
+    next: u64,
+}
+
+/// Returns the spec of a small cache whose blocks have 4 tokens.
+pub(crate) fn spec(blocks: u32) -> CacheSpec {
+    let spec = CacheSpec::builder().layers(LAYERS).kv_heads(HEADS).head_dim(DIM);
+    let spec = spec.format(KvFormat::F32);
+    spec.paged(4, blocks).changes(256).events(64).build().unwrap()
+}
+
+pub(crate) fn identity() -> Identity {
+    Identity::new(ModelDigest::of_bytes(b"weights"))
+}
+
+impl Engine {
+    pub(crate) fn new(spec: CacheSpec, identity: Identity, options: TierOptions) -> Self {
+        let backend = CpuBackend::open(CpuOptions::default().with_threads(1)).unwrap();
+        let cache = KvCache::new(backend, spec).unwrap();
+        let tiers = Tiers::new(&cache, identity, options).unwrap();
+        Self { cache, tiers, next: 0 }
+    }
+
+    pub(crate) fn try_new(spec: CacheSpec, options: TierOptions) -> Result<(), TierError> {
+        let backend = CpuBackend::open(CpuOptions::default().with_threads(1)).unwrap();
+        let cache = KvCache::new(backend, spec).unwrap();
+        Tiers::new(&cache, identity(), options).map(drop)
+    }
+
+    /// Starts a prompt after everything has come that can, computes the rest, checks every row of
+    /// it, and returns sequence and reused tokens.
+    pub(crate) fn run(&mut self, prompt: &[u32], options: StartOptions<'_>) -> (SequenceId, u32) {
+        let prefetch = self.tiers.prefetch(&self.cache, prompt, &options);
+        self.wait(prefetch);
+        self.start(prefetch, prompt, options)
+    }
+
+    pub(crate) fn wait(&mut self, prefetch: PrefetchId) {
+        while !self.tiers.is_ready(prefetch) {
+            self.tiers.poll(&mut self.cache).unwrap();
+            std::thread::sleep(Duration::from_micros(50));
+        }
+    }
+
+    pub(crate) fn start(
+        &mut self,
+        prefetch: PrefetchId,
+        prompt: &[u32],
+        options: StartOptions<'_>,
+    ) -> (SequenceId, u32) {
+        let sequence = SequenceId(self.next);
+        self.next += 1;
+        let reused = self.tiers.start(&mut self.cache, prefetch, sequence, options).unwrap();
+        assert_eq!(self.cache.seq_len(sequence), Some(reused));
+        self.compute(sequence, prompt, reused);
+        self.check(sequence, prompt);
+        self.tiers.poll(&mut self.cache).unwrap();
+        (sequence, reused)
+    }
+
+    /// Writes the rows of `prompt[done..]`.
+    pub(crate) fn compute(&mut self, sequence: SequenceId, prompt: &[u32], done: u32) {
+        let new = &prompt[done as usize..];
+        let mut step = self.cache.begin_step(&[StepInput::tokens(sequence, new)]).unwrap();
+        let dims = [u32::try_from(new.len()).unwrap(), HEADS, DIM];
+        for layer in 0..LAYERS {
+            let [k, v] = [Plane::Key, Plane::Value]
+                .map(|plane| rows(prompt, layer, plane).split_off(done as usize * WIDTH));
+            let (k, v) = (TensorView::host(&k, &dims), TensorView::host(&v, &dims));
+            step.write(layer, k, v, QkvFormat::Thd).unwrap();
+        }
+        step.commit().unwrap();
+    }
+
+    /// Checks all rows of a sequence.
+    #[track_caller]
+    pub(crate) fn check(&mut self, sequence: SequenceId, tokens: &[u32]) {
+        let len = u32::try_from(tokens.len()).unwrap();
+        assert_eq!(self.cache.seq_len(sequence), Some(len));
+        for layer in 0..LAYERS {
+            for plane in [Plane::Key, Plane::Value] {
+                let mut got = vec![0.0_f32; tokens.len() * WIDTH];
+                let out = TensorViewMut::host(&mut got, &[1, len, HEADS, DIM]);
+                let ranges = [(sequence, 0, len)];
+                self.cache.gather(layer, plane, &ranges, out, QkvFormat::Bshd).unwrap();
+                let expected = rows(tokens, layer, plane);
+                let wrong = got.iter().zip(&expected).position(|(a, b)| a != b);
+                assert_eq!(wrong.map(|at| at / WIDTH), None, "layer {layer}, {plane:?}");
+            }
+        }
+    }
+
+    pub(crate) fn flush(&mut self) {
+        let deadline = Instant::now() + Duration::from_secs(30);
+        assert!(self.tiers.flush(&mut self.cache, deadline).unwrap(), "{:?}", self.tiers);
+    }
+
+    /// Ends all sequences and removes everything reusable from the device.
+    pub(crate) fn forget(&mut self) {
+        let live: Vec<_> = self.cache.sequences().collect();
+        for sequence in live {
+            self.cache.release(sequence).unwrap();
+        }
+        self.flush();
+        assert!(self.cache.reset_prefixes().unwrap(), "something is held");
+    }
+
+    /// Checks that nothing is held for the tiers.
+    pub(crate) fn assert_nothing_held(&self) {
+        assert_eq!((self.cache.num_holds(), self.cache.num_imports()), (0, 0));
+        assert_eq!(self.cache.usage().blocks_used, 0, "a block is leaked");
+    }
+}
+
+/// Returns the rows of a sequence. A row follows from all tokens up to its own.
+fn rows(tokens: &[u32], layer: u16, plane: Plane) -> Vec<f32> {
+    let mut state =
+        0x9e37_79b9_u32.wrapping_add(u32::from(layer) * 2 + u32::from(plane == Plane::Key));
+    let mut rows = Vec::with_capacity(tokens.len() * WIDTH);
+    for token in tokens {
+        state = (state ^ token).wrapping_mul(0x85eb_ca6b).rotate_left(13);
+        rows.extend((0..WIDTH as u32).map(|at| (state.wrapping_add(at * 977) >> 8) as f32));
+    }
+    rows
+}
+
+/// Returns the first `len` tokens of a text.
+pub(crate) fn text(number: u32, len: u32) -> Vec<u32> {
+    (0..len).map(|at| if at < 8 { at } else { at + 1000 * number }).collect()
+}
+
+/// Returns the addresses of a prompt's whole chunks.
+pub(crate) fn names(prompt: &[u32], identity: &Identity) -> Vec<ChunkAddress> {
+    let spec = spec(8);
+    let chunks = ChunkSpec::new(&spec, GroupId(0)).unwrap();
+    let backend = CpuBackend::open(CpuOptions::default().with_threads(1)).unwrap();
+    let cache = KvCache::new(backend, spec).unwrap();
+    let root = identity.root(&chunks, cache.encoding_key(), b"", None).unwrap();
+    let mut parent = root.name();
+    let tokens = chunks.span(0).end as usize;
+    let names = prompt.chunks_exact(tokens).enumerate().map(|(index, tokens)| {
+        parent = root.chunk_name(index as u32, &parent, tokens, &[]);
+        ChunkAddress { root: root.name(), name: parent }
+    });
+    names.collect()
+}
