@@ -41,6 +41,9 @@ impl fmt::Display for Layout {
     }
 }
 
+/// Changes of blocks that are kept until tiers follow them.
+const CHANGES: usize = 1 << 14;
+
 /// The options of a cache for a [`Scheduler`](crate::Scheduler).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CacheOptions {
@@ -50,12 +53,14 @@ pub struct CacheOptions {
     pub stored: Stored,
     /// Whether prompts reuse cached prefixes of others.
     pub reuse: bool,
+    /// Whether the cache lists changes of blocks, which [`Tiers`](kv::tier::Tiers) follow.
+    pub tiers: bool,
 }
 
 impl CacheOptions {
     /// Makes the options of an f32 cache with prefix reuse.
     pub fn new(layout: Layout) -> Self {
-        Self { layout, stored: Stored::plain(KvFormat::F32), reuse: true }
+        Self { layout, stored: Stored::plain(KvFormat::F32), reuse: true, tiers: false }
     }
 
     /// Allocates the cache on a device. Formats that need constants take them from `calibration`.
@@ -84,7 +89,8 @@ impl CacheOptions {
                 .determinism(Determinism::BatchInvariant)
                 .prefix_reuse(if self.reuse { PrefixReuse::Partial } else { PrefixReuse::Off })
                 // Prompts that arrive together compute their common prefix once.
-                .publish_at(PublishAt::Begin);
+                .publish_at(PublishAt::Begin)
+                .changes(if self.tiers { CHANGES } else { 0 });
             match self.layout {
                 Layout::Paged { block_size, num_blocks } => builder.paged(block_size, num_blocks),
                 Layout::Contiguous { sequences, tokens } => builder.contiguous(sequences, tokens),

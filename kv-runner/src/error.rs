@@ -9,6 +9,7 @@ use kv::CacheError;
 use kv::error::{DeviceError, PlanError, SpecError};
 use kv::quant::calibrate::CalibrateError;
 use kv::quant::file::FileError;
+use kv::tier::TierError;
 
 use crate::config::ConfigError;
 use crate::gguf::GgufError;
@@ -68,6 +69,9 @@ pub enum Error {
     /// The cache refused a call, or its device failed.
     #[error(transparent)]
     Cache(#[from] CacheError),
+    /// The tiers below the cache refused a call, or the device failed.
+    #[error(transparent)]
+    Tier(#[from] TierError),
     /// A [`Model`](crate::Model) of the caller's own failed.
     #[error(transparent)]
     Model(Box<dyn StdError + Send + Sync>),

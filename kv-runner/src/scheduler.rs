@@ -16,12 +16,14 @@ mod stats;
 mod task;
 #[cfg(test)]
 mod tests;
+mod tiers;
 mod verify_drafts;
 
 use std::time::Instant;
 
 use kv::backend::Backend;
 use kv::error::BlocksExhausted;
+use kv::tier::Tiers;
 use kv::{CacheError, KvCache, SequenceId};
 
 use crate::config::ModelConfig;
@@ -35,7 +37,7 @@ pub use fit::{Advice, RequestSize, Shortage};
 use queues::Queues;
 pub use stats::Stats;
 pub use task::{Finish, Generated, Request};
-use task::{Search, Sequence, Task};
+use task::{FromTiers, Search, Sequence, Task};
 use verify_drafts::Outcome;
 
 /// Limits of the scheduler.
@@ -122,6 +124,7 @@ pub struct Scheduler<'m, B: Backend, M> {
     requests: usize,
     /// Id of the next fork.
     next_id: u64,
+    tiers: Option<Tiers<B>>,
 }
 
 impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
@@ -135,6 +138,31 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
             stats: Stats::default(),
             requests: 0,
             next_id: 0,
+            tiers: None,
+        }
+    }
+
+    /// Takes the tiers of the cache: prompts then reuse what they have.
+    #[must_use]
+    pub fn with_tiers(mut self, tiers: Tiers<B>) -> Self {
+        self.tiers = Some(tiers);
+        self
+    }
+
+    /// Returns the tiers.
+    pub fn tiers(&self) -> Option<&Tiers<B>> {
+        self.tiers.as_ref()
+    }
+
+    /// Gives the tiers time to write what only host memory has: see [`Tiers::flush`]. `true`
+    /// without tiers.
+    ///
+    /// # Errors
+    /// [`Error::Tier`] if the device failed.
+    pub fn flush_tiers(&mut self, deadline: Instant) -> Result<bool, Error> {
+        match &mut self.tiers {
+            Some(tiers) => Ok(tiers.flush(&mut self.cache, deadline)?),
+            None => Ok(true),
         }
     }
 
@@ -235,6 +263,7 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
             admitted_ms: None,
             first_token_ms: 0.0,
             was_preempted: false,
+            tiers: FromTiers::Unasked,
         };
         self.check_fits(&task)?;
         Ok(task)
@@ -275,8 +304,14 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
         let mut with_drafts = self.limits.draft_tokens > 0;
         let mut tokens_max = self.limits.max_step_tokens.max(1);
         loop {
+            let imports = self.bring()?;
             self.queues.fill(&self.limits, tokens_max, with_drafts);
-            match self.try_step(tokens_max, events)? {
+            let tried = self.try_step(tokens_max, events);
+            self.ask_again();
+            let finished = tiers::finish(&mut self.cache, imports);
+            let tried = tried?;
+            finished?;
+            match tried {
                 Ok(()) => return Ok(()),
                 Err(_) if self.queues.batch.chunks.iter().any(|chunk| chunk.drafts > 0) => {
                     with_drafts = false;
@@ -328,6 +363,7 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
                 (sequence.is_live, sequence.cached, sequence.logits) = (false, 0, None);
             }
             youngest.was_preempted = true;
+            youngest.tiers = FromTiers::Unasked;
             self.stats.preemptions = self.stats.preemptions.saturating_add(1);
             self.queues.waiting.push_front(youngest);
         }
@@ -335,7 +371,7 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
     }
 
     fn note_step(&mut self, begun: Instant, outcomes: &[Outcome]) {
-        let Self { queues, stats, cache, .. } = self;
+        let Self { queues, stats, cache, tiers, .. } = self;
         let is_decode = |chunk: &Chunk| {
             let task = queues.position(chunk.sequence).and_then(|at| queues.running.get(at));
             task.is_some_and(|task| {
@@ -351,6 +387,11 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
             }
             let accepted = outcome.kept.saturating_add(chunk.drafts).saturating_sub(chunk.tokens);
             stats.note_drafts(chunk.drafts, accepted);
+        }
+        if decode == 0
+            && let Some(tiers) = tiers
+        {
+            tiers.note_compute(to_u32(queues.batch.tokens.len()), begun.elapsed());
         }
         let seconds = begun.elapsed().as_secs_f64();
         stats.note_step(seconds, queues.batch.tokens.len(), (decode, kept));

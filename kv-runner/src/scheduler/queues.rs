@@ -8,7 +8,7 @@ use kv::{CacheError, GroupId, KvCache, SequenceId, StartOptions, Step, StepInput
 
 use super::Limits;
 use super::draft;
-use super::task::{Search, Sequence, Task};
+use super::task::{FromTiers, Search, Sequence, Task};
 use crate::model::{Batch, Chunk};
 use crate::num::{to_u32, to_usize};
 
@@ -75,6 +75,9 @@ impl Queues {
             let Some(next) = self.waiting.front().filter(|_| left > 0) else {
                 return Ok(None);
             };
+            if matches!(next.tiers, FromTiers::Prefetching(_)) {
+                return Ok(None);
+            }
             let running: usize = self.running.iter().map(Task::width).sum();
             let is_alone = self.running.is_empty();
             if !is_alone && running.saturating_add(next.width()) > room {
@@ -140,12 +143,12 @@ impl Queues {
 }
 
 impl Task {
-    fn start_options(&self) -> StartOptions<'static> {
+    pub(super) fn start_options(&self) -> StartOptions<'static> {
         StartOptions::default().with_resumed(self.was_preempted)
     }
 
     /// Returns the tokens of its first sequence before any fork.
-    fn first_part(&self) -> &[u32] {
+    pub(super) fn first_part(&self) -> &[u32] {
         let first = self.sequences.first().map(|first| first.tokens.as_slice());
         first.and_then(|tokens| tokens.get(..self.goal())).unwrap_or_default()
     }
@@ -153,7 +156,7 @@ impl Task {
 
 /// Returns the blocks that present tokens will need in the group that needs most: those of
 /// everything that runs, and of further beams of the new request.
-fn promised<B: Backend>(
+pub(super) fn promised<B: Backend>(
     cache: &KvCache<B>,
     running: &[Task],
     next: &Task,

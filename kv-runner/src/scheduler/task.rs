@@ -3,6 +3,7 @@ use std::time::Instant;
 
 use kv::SequenceId;
 use kv::spec::GroupSpec;
+use kv::tier::PrefetchId;
 
 use super::beams::{BeamOptions, BeamSearch, Hypothesis};
 use crate::num::to_u32;
@@ -96,6 +97,17 @@ pub(super) struct Task {
     pub(super) first_token_ms: f64,
     /// Whether it was preempted before.
     pub(super) was_preempted: bool,
+    pub(super) tiers: FromTiers,
+}
+
+/// What a waiting request has got from tiers.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum FromTiers {
+    /// They were not asked yet.
+    Unasked,
+    Prefetching(PrefetchId),
+    /// All that came in time is on the device, or was.
+    Brought,
 }
 
 impl Sequence {

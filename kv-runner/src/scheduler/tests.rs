@@ -5,6 +5,7 @@
 mod beams;
 mod drafts;
 mod reuse;
+mod tiers;
 mod windows;
 
 use std::cell::RefCell;

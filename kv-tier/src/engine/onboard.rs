@@ -162,12 +162,36 @@ impl<B: Backend> Tiers<B> {
         sequence: SequenceId,
         options: StartOptions<'_>,
     ) -> Result<u32, TierError> {
+        let prompt = self.prompt(prefetch)?;
+        let import = self.bring(cache, prefetch, &options)?;
+        let started = cache.start(sequence, prompt.prompt(), options);
+        let finished = import.map_or(Ok(()), |import| cache.finish_import(import));
+        let reused = started?;
+        finished?;
+        Ok(reused)
+    }
+
+    /// Brings to the device what has come for a prompt, for callers that start the sequence
+    /// themselves, in an open step perhaps; `None` if nothing has come or the device has too few
+    /// free blocks. The prefetch ends.
+    ///
+    /// The blocks are held until [`KvCache::finish_import`], which the caller calls after the
+    /// sequence has started. It finds them as it finds other cached blocks.
+    ///
+    /// # Errors
+    /// Those of [`Self::start`] without those of [`KvCache::start`].
+    pub fn bring(
+        &mut self,
+        cache: &mut KvCache<B>,
+        prefetch: PrefetchId,
+        options: &StartOptions<'_>,
+    ) -> Result<Option<Import>, TierError> {
         self.take_results();
         let mut of = self.prefetches.remove(&prefetch.0).ok_or(TierError::UnknownPrefetch)?;
         if !matches!(of.stage, Stage::Done) {
             self.stats.late = self.stats.late.saturating_add(1);
         }
-        let fresh = cache.probe_keys(of.probe.prompt(), &options);
+        let fresh = cache.probe_keys(of.probe.prompt(), options);
         if fresh.root() != of.probe.root() || last_key(&fresh) != last_key(&of.probe) {
             return Err(TierError::OtherOptions);
         }
@@ -178,13 +202,33 @@ impl<B: Backend> Tiers<B> {
                 self.hold(&mut of, (group, chunk));
             }
         }
-        let import = self.import(cache, &of)?;
-        let started = cache.start(sequence, of.probe.prompt(), options);
-        let Some(import) = import else { return Ok(started?) };
-        let finished = cache.finish_import(import);
-        let reused = started?;
-        finished?;
-        Ok(reused)
+        self.import(cache, &of)
+    }
+
+    fn prompt(&self, prefetch: PrefetchId) -> Result<PrefixProbe, TierError> {
+        let of = self.prefetches.get(&prefetch.0).ok_or(TierError::UnknownPrefetch)?;
+        Ok(of.probe.clone())
+    }
+
+    /// Waits until a prompt [is ready](Self::is_ready), for programs that have nothing else to do.
+    ///
+    /// # Errors
+    /// [`TierError::StepOpen`]; those of [`Self::poll`].
+    pub fn wait(&mut self, cache: &mut KvCache<B>, prefetch: PrefetchId) -> Result<(), TierError> {
+        /// How long one wait for a thread lasts at most, beside which copies of the device go on.
+        const PAUSE: Duration = Duration::from_millis(1);
+        if cache.is_step_open() {
+            return Err(TierError::StepOpen);
+        }
+        loop {
+            self.poll(cache)?;
+            if self.is_ready(prefetch) {
+                return Ok(());
+            }
+            if let Ok(done) = self.done.recv_timeout(PAUSE) {
+                self.take_result(done);
+            }
+        }
     }
 
     fn chains(&mut self, cache: &KvCache<B>, probe: &PrefixProbe) -> Vec<Chain> {
@@ -309,7 +353,7 @@ impl<B: Backend> Tiers<B> {
             of.chains.get(*group).map_or(0, |chain| chain.spec().span(*chunk).end)
         });
         if hit > of.probe.cached() && !queue.is_empty() {
-            if self.pays(&of, &queue, hit) {
+            if of.wait != Wait::Compute || self.pays(&of, &queue, hit) {
                 let times = self.stores.iter().map(|lane| lane.store.options().read_deadline);
                 let until = after(Instant::now(), times.max().unwrap_or_default());
                 of.stage = Stage::Reading { queue: queue.into(), outstanding: 0, until };

@@ -108,9 +108,11 @@ impl TierOptions {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Wait {
-    /// As long as computing the missing tokens would take, by the times that
-    /// [`Tiers::note_compute`](super::Tiers::note_compute) was given; without any, until all has
-    /// come.
+    /// As long as computing the missing tokens would take, and not at all if the measured rates of
+    /// the stores say that reading takes longer
+    /// ([`LoadOrCompute`](crate::policy::LoadOrCompute)). Before
+    /// [`Tiers::note_compute`](super::Tiers::note_compute) has told the speed of computing, until
+    /// all has come.
     #[default]
     Compute,
     /// This long.
