@@ -15,6 +15,7 @@
 //! | share prefixes between prompts | [`KvCache::start`], [`reuse`] |
 //! | choose what is evicted | [`eviction`] |
 //! | store K and V in 3 to 8 bits | [`quant`] |
+//! | keep blocks outside the device | `tier`: chunks, names, and stores on disk, in Redis and in S3 |
 //! | schedule requests | [`scheduling`]: admission, blocks that a step takes |
 //! | watch a cache | [`Stats`], [`Usage`]; for routers [`events`], for simulations [`block`] |
 //! | write a backend | [`backend`] |
@@ -50,6 +51,9 @@
 //! | `cuda` | the backend `cuda`, and the module `kv::cuda`; builds without CUDA |
 //! | `wgpu` | the backend `wgpu`, and the module `kv::wgpu`: Vulkan, Metal and DX12 |
 //! | `emulated` | for tests: the device `emulated`, CUDA kernels that this machine's CPU runs |
+//! | `tier` | the module `kv::tier`: lower tiers in host memory and on disk |
+//! | `tier-redis` | `tier`, and a store in Redis or Valkey |
+//! | `tier-object` | `tier`, and a store in S3; brings 130 crates |
 //!
 //! Features only add names; which device is used is always the program's choice.
 //!
@@ -80,6 +84,9 @@ pub use kv_cpu as cpu;
 #[cfg(feature = "cuda")]
 #[doc(inline)]
 pub use kv_cuda as cuda;
+#[cfg(feature = "tier")]
+#[doc(inline)]
+pub use kv_tier as tier;
 #[cfg(feature = "wgpu")]
 #[doc(inline)]
 pub use kv_wgpu as wgpu;
