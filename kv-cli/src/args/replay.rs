@@ -75,7 +75,7 @@ pub(crate) struct ReplayArgs {
     pub(crate) capacity_blocks: Vec<u32>,
 
     /// Eviction policy: lru, lfu, priority, default, infinite or min; may be repeated. Default:
-    /// lru, default, infinite and min
+    /// lru, default, infinite and min; with --tier: default
     #[arg(long, value_name = "NAME")]
     pub(crate) policy: Vec<Policy>,
 

@@ -150,6 +150,15 @@ fn show_tiers(line: &Line) -> String {
     format!("\nbelow {policy} with {capacity} blocks:\n{table}{}", saved.unwrap_or_default())
 }
 
+/// Formats bytes per second in the powers of 1000 that bandwidths are given in.
+fn rate(bytes: f64) -> String {
+    let units = [("GB/s", 1e9), ("MB/s", 1e6), ("KB/s", 1e3)];
+    match units.into_iter().find(|(_, unit)| bytes >= *unit) {
+        Some((name, unit)) => format!("{:.1} {name}", bytes / unit),
+        None => format!("{bytes:.0} B/s"),
+    }
+}
+
 /// Returns the cells of a tier after its hits.
 fn tier_cells(tier: &TierLine) -> Vec<String> {
     let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
@@ -168,7 +177,7 @@ fn tier_cells(tier: &TierLine) -> Vec<String> {
             loading.loaded_tokens.to_string(),
             loading.slower_tokens.to_string(),
             format!("{:.1}", loading.load_seconds),
-            or_dash(even.map(|bytes| format!("{:.3} GB/s", bytes / 1e9))),
+            or_dash(even.map(rate)),
         ]);
     }
     cells
