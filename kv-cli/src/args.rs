@@ -256,6 +256,12 @@ impl Cli {
                     Err(error) => Err(Self::command().error(ErrorKind::ValueValidation, error)),
                 };
             }
+            Command::Replay(args) => {
+                return match args.tiers() {
+                    Ok(_) => Ok(self),
+                    Err(error) => Err(Self::command().error(ErrorKind::ValueValidation, error)),
+                };
+            }
             _ => return Ok(self),
         };
         let (has_beams, has_drafts) = (args.beams > 1, args.draft_tokens > 0);

@@ -22,7 +22,8 @@ use kv_core::eviction::Priority;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum WritePolicy {
-    /// As soon as the chunk's blocks can be found on the device.
+    /// As soon as the chunk's blocks can be found on the device, and at a later use if the tier does
+    /// not have it: it was evicted, the write failed, or the prompt was too short until then.
     OnPublish,
     /// When the tier above gives the chunk up, and at a flush.
     OnLeave,
@@ -170,9 +171,9 @@ impl WriteRule {
     /// | level 0 | [`SkipReason::LowestLevel`] | the caller wants it evicted first: it is not worth a copy |
     /// | it is pinned | [`WriteDecision::Write`] | the caller wants it kept: at once, whatever the event |
     /// | it has generated tokens | [`SkipReason::Generated`] where the rule refuses them | they rarely match again elsewhere |
-    /// | the prompt is shorter than the rule's minimum | [`SkipReason::Short`] | found no sooner than computed; ask again when the prompt has grown |
-    /// | `OnPublish`, published | [`WriteDecision::Write`] | |
-    /// | `OnReuse(n)`, published or reused, `n` uses or more | [`WriteDecision::Write`] | |
+    /// | the prompt is shorter than the rule's minimum | [`SkipReason::Short`] | computed sooner than found; a longer prompt is a new event for its first chunks |
+    /// | `OnPublish`, published or reused | [`WriteDecision::Write`] | the device has the bytes |
+    /// | `OnReuse(n)`, the same at `n` uses or more | [`WriteDecision::Write`] | |
     /// | `OnLeave`, left or flush | [`WriteDecision::Write`] | the last moment at which its bytes are at hand |
     /// | otherwise | [`SkipReason::NotNow`] | another event decides |
     pub fn decide(&self, event: ChunkEvent, chunk: &ChunkFacts) -> WriteDecision {
@@ -194,12 +195,11 @@ impl WriteRule {
     }
 
     fn is_due(&self, event: ChunkEvent, uses: u32) -> bool {
+        let is_use = matches!(event, ChunkEvent::Published | ChunkEvent::Reused);
         match self.policy {
-            WritePolicy::OnPublish => event == ChunkEvent::Published,
-            WritePolicy::OnLeave => matches!(event, ChunkEvent::Left | ChunkEvent::Flush),
-            WritePolicy::OnReuse(needed) => {
-                matches!(event, ChunkEvent::Published | ChunkEvent::Reused) && uses >= needed.get()
-            }
+            WritePolicy::OnPublish => is_use,
+            WritePolicy::OnLeave => !is_use,
+            WritePolicy::OnReuse(needed) => is_use && uses >= needed.get(),
             WritePolicy::Never => false,
         }
     }
@@ -371,7 +371,7 @@ mod tests {
         let (yes, no) = (WriteDecision::Write, WriteDecision::Skip(SkipReason::NotNow));
         let never = WriteDecision::Skip(SkipReason::Never);
         for (policy, expected) in [
-            (WritePolicy::OnPublish, [yes, no, no, no]),
+            (WritePolicy::OnPublish, [yes, yes, no, no]),
             (WritePolicy::OnLeave, [no, no, yes, yes]),
             (reuse(1), [yes, yes, no, no]),
             (reuse(2), [no, yes, no, no]),
@@ -413,7 +413,8 @@ mod tests {
         assert_eq!(decisions(accepting, plain), [skip(SkipReason::Short); 4]);
         let long = ChunkFacts { prompt_tokens: 256, ..short };
         let later = skip(SkipReason::NotNow);
-        assert_eq!(decisions(store, long), [WriteDecision::Write, later, later, later]);
+        let write = WriteDecision::Write;
+        assert_eq!(decisions(store, long), [write, write, later, later]);
     }
 
     #[test]

@@ -1,11 +1,20 @@
 //! Arguments of `kv replay`.
+use std::fmt;
 use std::num::NonZeroU32;
 use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
 
 use clap::Args;
+use kv::error::UnknownName;
+use kv::events::Tier;
+use kv::eviction::Eviction;
+use kv::tier::WritePolicy;
+use kv::tier::policy::WriteRule;
 
 use super::at_least_1;
-use crate::replay::{Policy, Sizes};
+use crate::memory::Bytes;
+use crate::replay::{Policy, Sizes, TierOption, TierOptions, TierSize, tier_name};
 
 /// Replay a request trace through a cache's blocks, prefix index and eviction, without a model.
 ///
@@ -26,6 +35,11 @@ use crate::replay::{Policy, Sizes};
 /// first). And two limits: min evicts the block whose next use is the latest, which gives the most
 /// hits of any policy at that capacity (if ids name whole prefixes, as in these traces); infinite
 /// evicts nothing, and its capacity is the number of blocks it used.
+///
+/// --tier puts a lower tier below the cache, and the report says what requests find in it and what
+/// is written to it. With --prefill, a request loads what a tier has if that is sooner than
+/// computing it: if latency + bytes / bandwidth < tokens / prefill. Tiers are in the order host,
+/// disk, store. Requests still run one at a time: neither loads nor writes wait for each other.
 #[derive(Debug, Args)]
 #[command(
     allow_negative_numbers = true,
@@ -35,7 +49,11 @@ use crate::replay::{Policy, Sizes};
     --capacity-blocks 10000 --plot hits.svg
   kv replay qwen_traceA_blksz_16.jsonl --policy lru --policy default
   kv replay own.jsonl --tokens-per-id 64 --block-size 16
-  kv replay azure.csv --block-size 32 --capacity-blocks 100000 --json"
+  kv replay azure.csv --block-size 32 --capacity-blocks 100000 --json
+  kv replay conversation.jsonl.zst --capacity-blocks 1000 --tier host=5859 --tier disk=30000
+  kv replay conversation.jsonl.zst --capacity-blocks 1000 --tier host=64GiB --tier disk=1TB \\
+    --write disk=publish --bytes-per-token 33792 --prefill 22000 --bandwidth host=25GB/s \\
+    --bandwidth disk=1.3GB/s --latency disk=500us"
 )]
 pub(crate) struct ReplayArgs {
     /// The trace
@@ -57,11 +75,44 @@ pub(crate) struct ReplayArgs {
     pub(crate) capacity_blocks: Vec<u32>,
 
     /// Eviction policy: lru, lfu, priority, default, infinite or min; may be repeated. Default:
-    /// lru, default, infinite and min
+    /// lru, default, infinite and min; with --tier: default
     #[arg(long, value_name = "NAME")]
     pub(crate) policy: Vec<Policy>,
 
-    /// Draw the token hit ratio against the capacity, one line per policy
+    /// A tier below the cache: host, disk or store, and its size in blocks, or in bytes with a unit
+    /// such as GB or GiB; once per tier
+    #[arg(long, value_name = "TIER=BLOCKS|SIZE")]
+    pub(crate) tier: Vec<TierArg>,
+
+    /// When a tier, or every tier, gets a block: publish (when it is on the device), leave (when
+    /// the tier above evicts it; right below the device the same as publish), reuse:N (at its Nth
+    /// use) or never. Default: host publish, disk leave, store publish for prompts from 256 tokens
+    #[arg(long, value_name = "[TIER=]WHEN", requires = "tier")]
+    pub(crate) write: Vec<ForTier<WritePolicy>>,
+
+    /// Eviction of the tiers: lru, lfu, priority or default
+    #[arg(long, value_name = "NAME", default_value = "lru", requires = "tier")]
+    pub(crate) tier_policy: Eviction,
+
+    /// Bytes of K and V per token, as `kv plan` prints them
+    #[arg(long, value_name = "N", value_parser = at_least_1, requires = "tier")]
+    pub(crate) bytes_per_token: Option<u32>,
+
+    /// Tokens per second that the model computes of a prompt
+    #[arg(long, value_name = "N", value_parser = at_least_1,
+        requires_all = ["tier", "bytes_per_token", "bandwidth"])]
+    pub(crate) prefill: Option<u32>,
+
+    /// Bytes per second that a tier, or every tier, can be read at, such as 1.3GB/s
+    #[arg(long, value_name = "[TIER=]SIZE/s", requires = "prefill")]
+    pub(crate) bandwidth: Vec<ForTier<Bandwidth>>,
+
+    /// Time until the first byte of a load from a tier, or from every tier, such as 500us, 2ms or
+    /// 1s; default: 0
+    #[arg(long, value_name = "[TIER=]TIME", requires = "prefill")]
+    pub(crate) latency: Vec<ForTier<Latency>>,
+
+    /// Draw the token hit ratio against the capacity, one line per policy, with tiers two
     #[arg(long, value_name = "FILE.svg")]
     pub(crate) plot: Option<PathBuf>,
 
@@ -75,8 +126,257 @@ impl ReplayArgs {
     pub(crate) fn sizes(&self) -> Sizes {
         Sizes { block: self.block_size, id: self.tokens_per_id }
     }
+
+    /// Returns the tiers, from the fastest to the slowest; `None` without any.
+    pub(crate) fn tiers(&self) -> Result<Option<TierOptions>, TierArgsError> {
+        let mut given: Vec<_> = self.tier.iter().map(|arg| (arg.tier, arg.size)).collect();
+        given.sort_by_key(|(tier, _)| TIERS.iter().position(|known| known == tier));
+        let tiers: Vec<_> = given.iter().map(|(tier, _)| Some(*tier)).collect();
+        check_once("--tier", &tiers)?;
+        check("--write", &self.write, &tiers)?;
+        check("--bandwidth", &self.bandwidth, &tiers)?;
+        check("--latency", &self.latency, &tiers)?;
+        let option = |(tier, size): (Tier, TierSize)| {
+            if matches!(size, TierSize::Bytes(_)) && self.bytes_per_token.is_none() {
+                return Err(TierArgsError::NoBytesPerToken { tier: tier_name(tier) });
+            }
+            let rule = WriteRule::of_tier(tier);
+            let rule = of_tier(&self.write, tier).map_or(rule, |policy| rule.with_policy(policy));
+            let bandwidth = of_tier(&self.bandwidth, tier);
+            if self.prefill.is_some() && bandwidth.is_none() {
+                return Err(TierArgsError::NoBandwidth { tier: tier_name(tier) });
+            }
+            let latency = of_tier(&self.latency, tier).map_or(Duration::ZERO, |latency| latency.0);
+            let bytes_per_second = bandwidth.map(|bandwidth| bandwidth.0);
+            Ok(TierOption { tier, size, rule, bytes_per_second, latency })
+        };
+        let tiers = given.into_iter().map(option).collect::<Result<Vec<_>, _>>()?;
+        Ok((!tiers.is_empty()).then_some(TierOptions {
+            tiers,
+            eviction: self.tier_policy,
+            bytes_per_token: self.bytes_per_token,
+            prefill_tokens_per_second: self.prefill,
+        }))
+    }
+}
+
+/// Tiers below a device, from the fastest to the slowest.
+const TIERS: [Tier; 3] = [Tier::Host, Tier::Disk, Tier::Store];
+
+/// Options of tiers that contradict each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum TierArgsError {
+    #[error("{option} is given twice for {tier}")]
+    Twice { option: &'static str, tier: &'static str },
+    #[error("{option} {tier}=..: there is no --tier {tier}")]
+    NoTier { option: &'static str, tier: &'static str },
+    #[error("--tier {tier} in bytes needs --bytes-per-token")]
+    NoBytesPerToken { tier: &'static str },
+    #[error("--prefill needs --bandwidth {tier}=..: there is none for this tier")]
+    NoBandwidth { tier: &'static str },
+}
+
+fn check_once(option: &'static str, tiers: &[Option<Tier>]) -> Result<(), TierArgsError> {
+    for (index, tier) in tiers.iter().enumerate() {
+        if tiers.iter().skip(index.saturating_add(1)).any(|other| other == tier) {
+            let tier = tier.map_or("all tiers", tier_name);
+            return Err(TierArgsError::Twice { option, tier });
+        }
+    }
+    Ok(())
+}
+
+fn check<T>(
+    option: &'static str,
+    given: &[ForTier<T>],
+    tiers: &[Option<Tier>],
+) -> Result<(), TierArgsError> {
+    let named: Vec<_> = given.iter().map(|given| given.tier).collect();
+    check_once(option, &named)?;
+    match named.into_iter().flatten().find(|tier| !tiers.contains(&Some(*tier))) {
+        Some(tier) => Err(TierArgsError::NoTier { option, tier: tier_name(tier) }),
+        None => Ok(()),
+    }
+}
+
+/// Returns the value for a tier, or else the one for all tiers.
+fn of_tier<T: Copy>(given: &[ForTier<T>], tier: Tier) -> Option<T> {
+    let value = |tier| given.iter().find(|given| given.tier == tier).map(|given| given.value);
+    value(Some(tier)).or_else(|| value(None))
+}
+
+fn parse_tier(name: &str) -> Result<Tier, UnknownName> {
+    let found = TIERS.into_iter().find(|tier| tier_name(*tier) == name);
+    found.ok_or_else(|| UnknownName::new("tier", name, "host, disk, store"))
+}
+
+/// A value of `--tier`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct TierArg {
+    tier: Tier,
+    size: TierSize,
+}
+
+impl FromStr for TierArg {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (tier, size) =
+            text.split_once('=').ok_or("expected TIER=BLOCKS or TIER=SIZE, such as host=64GiB")?;
+        let tier = parse_tier(tier).map_err(|error| error.to_string())?;
+        let has_unit = size.contains(|character: char| character.is_ascii_alphabetic());
+        let size = if has_unit {
+            let Bytes(bytes) = size.parse()?;
+            TierSize::Bytes(bytes)
+        } else {
+            TierSize::Blocks(at_least_1(size)?)
+        };
+        Ok(Self { tier, size })
+    }
+}
+
+/// A value for one tier, or for every tier that has none of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ForTier<T> {
+    tier: Option<Tier>,
+    value: T,
+}
+
+impl<T: FromStr<Err: fmt::Display>> FromStr for ForTier<T> {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (tier, value) = match text.split_once('=') {
+            Some((tier, value)) => {
+                (Some(parse_tier(tier).map_err(|error| error.to_string())?), value)
+            }
+            None => (None, text),
+        };
+        Ok(Self { tier, value: value.parse::<T>().map_err(|error| error.to_string())? })
+    }
+}
+
+/// Bytes per second, more than 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Bandwidth(u64);
+
+impl FromStr for Bandwidth {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let bytes = text.strip_suffix("/s").ok_or("expected bytes per second, such as 1.3GB/s")?;
+        match bytes.parse()? {
+            Bytes(0) => Err("more than 0 is needed".to_owned()),
+            Bytes(bytes) => Ok(Self(bytes)),
+        }
+    }
+}
+
+/// A time with its unit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Latency(Duration);
+
+impl FromStr for Latency {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let units = [("us", 1e-6), ("ms", 1e-3), ("s", 1.0)];
+        let number =
+            units.into_iter().find_map(|(unit, seconds)| Some((text.strip_suffix(unit)?, seconds)));
+        let is_digit = |character: char| character.is_ascii_digit() || character == '.';
+        let seconds = number.filter(|(number, _)| number.chars().all(is_digit)).and_then(
+            |(number, seconds)| {
+                let number: f64 = number.parse().ok()?;
+                Duration::try_from_secs_f64(number * seconds).ok()
+            },
+        );
+        seconds.map(Self).ok_or_else(|| "expected a time such as 500us, 2ms or 1s".to_owned())
+    }
 }
 
 fn non_zero(text: &str) -> Result<NonZeroU32, String> {
     at_least_1(text).and_then(|n| NonZeroU32::new(n).ok_or_else(|| "0".to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Cli, Command};
+    use super::*;
+    use clap::Parser;
+
+    fn parse(args: &[&str]) -> Result<Option<TierOptions>, String> {
+        let args = [&["kv", "replay", "trace.jsonl"], args].concat();
+        let cli = Cli::try_parse_from(args).and_then(Cli::checked);
+        match cli.map_err(|error| error.to_string())?.command {
+            Command::Replay(args) => args.tiers().map_err(|error| error.to_string()),
+            other => Err(format!("{other:?}")),
+        }
+    }
+
+    #[test]
+    fn a_value_of_a_tier_precedes_that_of_all() {
+        let disk = ["--tier", "disk=1TB", "--tier", "host=7", "--tier", "store=9"];
+        let speeds = ["--bytes-per-token", "1000", "--prefill", "50", "--bandwidth", "1.5GB/s"];
+        let given = ["--bandwidth", "host=25GB/s", "--latency", "store=1.5ms", "--write", "never"];
+        let write = ["--write", "disk=reuse:2"];
+        let args = [&disk[..], &speeds, &given, &write].concat();
+        let options = parse(&args).expect("tiers").expect("three");
+        let tiers = options.tiers.iter().map(|option| {
+            let TierOption { tier, size, rule, bytes_per_second, latency } = option;
+            let write = rule.policy().to_string();
+            (tier_name(*tier), *size, write, bytes_per_second.expect("given"), latency.as_micros())
+        });
+        let expected = [
+            ("host", TierSize::Blocks(7), "never", 25_000_000_000, 0),
+            ("disk", TierSize::Bytes(1_000_000_000_000), "reuse:2", 1_500_000_000, 0),
+            ("store", TierSize::Blocks(9), "never", 1_500_000_000, 1500),
+        ];
+        let expected = expected.map(|(a, b, c, d, e)| (a, b, c.to_owned(), d, e));
+        assert_eq!(tiers.collect::<Vec<_>>(), expected);
+        assert_eq!(options.eviction, Eviction::Lru);
+        assert_eq!(parse(&[]), Ok(None));
+    }
+
+    #[test]
+    fn defaults_are_those_of_the_tiers() {
+        let args = ["--tier", "store=1", "--tier", "host=1", "--tier", "disk=1"];
+        let options = parse(&args).expect("tiers").expect("three");
+        let expected = TIERS.map(WriteRule::of_tier);
+        let rules: Vec<_> = options.tiers.iter().map(|option| option.rule).collect();
+        assert_eq!(rules, expected);
+    }
+
+    #[test]
+    fn contradictions_are_refused() {
+        let tier = ["--tier", "host=7"];
+        let speeds = ["--prefill", "5", "--bytes-per-token", "8", "--bandwidth", "1GB/s"];
+        for (args, words) in [
+            (&["--tier", "gpu=7"][..], "unknown tier \"gpu\", expected one of host, disk, store"),
+            (&["--tier", "host"], "TIER=BLOCKS"),
+            (&["--tier", "host=0"], "at least 1"),
+            (&["--tier", "host=7", "--tier", "host=8"], "--tier is given twice for host"),
+            (&["--tier", "host=1GiB"], "--tier host in bytes needs --bytes-per-token"),
+            (&["--write", "leave"], "--tier"),
+            (&[tier, ["--write", "later"]].concat(), "unknown write policy \"later\""),
+            (&[tier, ["--write", "disk=leave"]].concat(), "there is no --tier disk"),
+            (
+                &[tier, ["--write", "leave"], ["--write", "never"]].concat(),
+                "--write is given twice for all tiers",
+            ),
+            (&[tier, ["--bandwidth", "1GB/s"]].concat(), "--prefill"),
+            (&[&tier[..], &speeds, &["--bandwidth", "1GB"]].concat(), "such as 1.3GB/s"),
+            (&[&tier[..], &speeds, &["--bandwidth", "host=0B/s"]].concat(), "more than 0"),
+            (&[&tier[..], &speeds, &["--latency", "5"]].concat(), "500us"),
+            (&[&tier[..], &speeds, &["--latency", "host=-5ms"]].concat(), "500us"),
+            (&[&tier[..], &speeds, &["--latency", "ms"]].concat(), "500us"),
+            (&[&tier[..], &["--prefill", "5", "--bytes-per-token", "8"]].concat(), "--bandwidth"),
+            (
+                &[&tier[..], &speeds[..5], &["disk=1GB/s", "--tier", "disk=9"]].concat(),
+                "--prefill needs --bandwidth host=..",
+            ),
+        ] {
+            let error = parse(args).expect_err("a contradiction");
+            assert!(error.contains(words), "{args:?}: {error}");
+        }
+    }
 }

@@ -80,6 +80,15 @@ const HEADERS: [Header; 4] = [
     ),
 ];
 
+/// One request.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Row {
+    /// Its input tokens.
+    pub(super) tokens: u64,
+    /// Its time, from any fixed moment.
+    pub(super) seconds: f64,
+}
+
 /// The columns of one file, in its order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Columns {
@@ -115,8 +124,8 @@ impl Columns {
         })
     }
 
-    /// Returns the input tokens of one request.
-    pub(super) fn parse(&self, line: &[u8]) -> Result<u64, TraceError> {
+    /// Reads one request.
+    pub(super) fn parse(&self, line: &[u8]) -> Result<Row, TraceError> {
         let text = String::from_utf8_lossy(line);
         let fields: Vec<_> = text.split(',').collect();
         if fields.len() != self.columns.len() {
@@ -124,41 +133,41 @@ impl Columns {
             let (got, expected) = (fields.len(), names.len());
             return Err(TraceError::Fields { got, expected, header: names.join(",") });
         }
-        let mut input = 0;
+        let mut row = Row { tokens: 0, seconds: 0.0 };
         for (text, (name, column)) in fields.iter().zip(&self.columns) {
             match column {
-                Column::Input => input = count(name, text)?,
+                Column::Input => row.tokens = count(name, text)?,
                 Column::Count => {
                     count(name, text)?;
                 }
-                Column::Time => time(name, text, is_timestamp(text))?,
-                Column::Seconds => time(name, text, is_seconds(text))?,
+                Column::Time => row.seconds = time(name, text, timestamp(text))?,
+                Column::Seconds => row.seconds = time(name, text, seconds(text))?,
                 Column::TimeOrSeconds => {
-                    time(name, text, is_timestamp(text) || is_seconds(text))?;
+                    let read = timestamp(text).or_else(|| seconds(text));
+                    row.seconds = time(name, text, read)?;
                 }
                 Column::Other => {}
             }
         }
-        Ok(input)
+        Ok(row)
     }
 }
 
-fn time(field: &'static str, text: &str, is_one: bool) -> Result<(), TraceError> {
-    if is_one {
-        return Ok(());
-    }
-    let expected = match field {
-        "TIMESTAMP" => "a time such as 2023-11-16 18:15:46.6805900",
-        _ => "seconds from 0",
-    };
-    Err(TraceError::Field { field, got: start_of(text), expected })
+fn time(field: &'static str, text: &str, read: Option<f64>) -> Result<f64, TraceError> {
+    read.ok_or_else(|| {
+        let expected = match field {
+            "TIMESTAMP" => "a time such as 2023-11-16 18:15:46.6805900",
+            _ => "seconds from 0",
+        };
+        TraceError::Field { field, got: start_of(text), expected }
+    })
 }
 
-/// Returns whether the text is seconds, with or without a fraction.
-fn is_seconds(text: &str) -> bool {
+/// Reads seconds, with or without a fraction.
+fn seconds(text: &str) -> Option<f64> {
     let (whole, part) = text.split_once('.').unwrap_or((text, "0"));
     let is_number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
-    is_number(whole) && is_number(part)
+    text.parse().ok().filter(|_| is_number(whole) && is_number(part))
 }
 
 fn start_of(text: &str) -> String {
@@ -174,34 +183,51 @@ fn count(field: &'static str, text: &str) -> Result<u64, TraceError> {
     })
 }
 
-/// Returns whether the text is a date and a time, with or without a fraction of a second and an
-/// offset.
-fn is_timestamp(text: &str) -> bool {
-    let Some((date, time)) = text.split_once([' ', 'T']) else {
-        return false;
-    };
+/// Reads a date and a time, with or without a fraction of a second and an offset, as seconds from
+/// a fixed moment.
+fn timestamp(text: &str) -> Option<f64> {
+    let (date, time) = text.split_once([' ', 'T'])?;
     let end = time.find(['+', '-', 'Z']).unwrap_or(time.len());
     let (time, offset) = time.split_at(end);
     let (time, fraction) = time.split_once('.').unwrap_or((time, "0"));
-    let is_offset = match offset.strip_prefix(['+', '-']) {
-        Some(offset) => numbers(offset, ':', &[(2, 0, 23), (2, 0, 59)]),
-        None => offset.is_empty() || offset == "Z",
+    let offset_minutes = match offset.strip_prefix(['+', '-']) {
+        Some(behind) => {
+            let [hours, minutes] = numbers(behind, ':', [(2, 0, 23), (2, 0, 59)])?;
+            let ahead = hours * 60.0 + minutes;
+            if offset.starts_with('-') { -ahead } else { ahead }
+        }
+        None => Some(0.0).filter(|_| offset.is_empty() || offset == "Z")?,
     };
-    numbers(date, '-', &[(4, 0, 9999), (2, 1, 12), (2, 1, 31)])
-        && numbers(time, ':', &[(2, 0, 23), (2, 0, 59), (2, 0, 60)])
-        && !fraction.is_empty()
-        && fraction.bytes().all(|byte| byte.is_ascii_digit())
-        && is_offset
+    let [year, month, day] = numbers(date, '-', [(4, 0, 9999), (2, 1, 12), (2, 1, 31)])?;
+    let [hour, minute, second] = numbers(time, ':', [(2, 0, 23), (2, 0, 59), (2, 0, 60)])?;
+    let part = seconds(&format!("0.{fraction}"))?;
+    let minutes = days(year, month, day) * 1440.0 + hour * 60.0 + minute - offset_minutes;
+    Some(minutes * 60.0 + second + part)
 }
 
-/// Returns whether `text` is numbers with the given digits, smallest and largest values.
-fn numbers(text: &str, separator: char, expected: &[(usize, u32, u32)]) -> bool {
-    let parts: Vec<_> = text.split(separator).collect();
-    let fits = |(part, (len, least, most)): (&&str, &(usize, u32, u32))| {
-        let number = part.parse().ok().filter(|_| part.bytes().all(|b| b.is_ascii_digit()));
-        part.len() == *len && number.is_some_and(|n: u32| (*least..=*most).contains(&n))
-    };
-    parts.len() == expected.len() && parts.iter().zip(expected).all(fits)
+/// Returns the days from a fixed day to a date of the Gregorian calendar. Its years begin in March,
+/// so that a leap day is the last of its year and 153 days are five months.
+fn days(year: f64, month: f64, day: f64) -> f64 {
+    let (year, month) = if month < 3.0 { (year - 1.0, month + 9.0) } else { (year, month - 3.0) };
+    let leap_days = (year / 4.0).floor() - (year / 100.0).floor() + (year / 400.0).floor();
+    year * 365.0 + leap_days + (month.mul_add(153.0, 2.0) / 5.0).floor() + day
+}
+
+/// Reads numbers with the given digits, smallest and largest values.
+fn numbers<const N: usize>(
+    text: &str,
+    separator: char,
+    expected: [(usize, u32, u32); N],
+) -> Option<[f64; N]> {
+    let mut parts = text.split(separator);
+    let read = expected.map(|(len, least, most)| {
+        let part = parts.next()?;
+        let is_number = part.len() == len && part.bytes().all(|byte| byte.is_ascii_digit());
+        let number: u32 = part.parse().ok().filter(|_| is_number)?;
+        (least..=most).contains(&number).then(|| f64::from(number))
+    });
+    let has_all = parts.next().is_none() && read.iter().all(Option::is_some);
+    has_all.then(|| read.map(Option::unwrap_or_default))
 }
 
 #[cfg(test)]
@@ -216,7 +242,7 @@ mod tests {
             "2024-05-10 00:00:00.009930+00:00",
             "2024-12-31 23:59:60Z",
         ] {
-            assert!(is_timestamp(text), "{text}");
+            assert!(timestamp(text).is_some(), "{text}");
         }
         for text in [
             "",
@@ -233,7 +259,26 @@ mod tests {
             "2023-11-16 18:15:46 ",
             "-023-11-16 18:15:46",
         ] {
-            assert!(!is_timestamp(text), "{text}");
+            assert_eq!(timestamp(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn times_have_their_distance() {
+        for (from, to, seconds) in [
+            ("2023-11-16 18:15:46.5", "2023-11-16 18:15:47.75", 1.25),
+            ("2023-11-16 23:59:59", "2023-11-17T00:00:01Z", 2.0),
+            ("2024-02-28 00:00:00", "2024-03-01 00:00:00", 2.0 * 86_400.0),
+            ("2023-02-28 00:00:00", "2023-03-01 00:00:00", 86_400.0),
+            ("1900-02-28 00:00:00", "1900-03-01 00:00:00", 86_400.0),
+            ("2000-02-28 00:00:00", "2000-03-01 00:00:00", 2.0 * 86_400.0),
+            ("2023-12-31 00:00:00", "2024-12-31 00:00:00", 366.0 * 86_400.0),
+            ("1970-01-01 00:00:00", "2026-11-26 00:00:00", 20_783.0 * 86_400.0),
+            ("2024-05-10 10:00:00+00:00", "2024-05-10 10:00:00-01:30", 5400.0),
+            ("2024-05-10 10:00:00+02:00", "2024-05-10 10:00:00", 7200.0),
+        ] {
+            let got = timestamp(to).expect(to) - timestamp(from).expect(from);
+            assert!((got - seconds).abs() < 1e-4, "{from} to {to}: {got}");
         }
     }
 
@@ -280,7 +325,7 @@ mod tests {
             ),
         ] {
             let columns = Columns::of_header(header.as_bytes()).expect(header);
-            assert_eq!(columns.parse(row.as_bytes()).expect(row), tokens);
+            assert_eq!(columns.parse(row.as_bytes()).expect(row).tokens, tokens);
         }
         let burst = Columns::of_header(BURST_GPT.as_bytes()).expect("a header");
         for (row, words) in [
@@ -300,7 +345,8 @@ mod tests {
         let parse = |line: &[u8]| Columns::check_header(AZURE.as_bytes())?.parse(line);
         let error = |line: &[u8]| parse(line).expect_err("no request").to_string();
         let time = "2023-11-16 18:15:46.6805900";
-        assert_eq!(parse(format!("{time},374,44").as_bytes()).expect("a request"), 374);
+        let read = parse(format!("{time},374,44").as_bytes()).expect("a request");
+        assert_eq!(read.tokens, 374);
         for (rest, words) in [
             ("", "1 fields, expected the 3"),
             (",1", "2 fields"),

@@ -37,6 +37,13 @@ pub(super) fn format_of(line: &[u8]) -> Format {
     }
 }
 
+impl Line {
+    /// Returns the request's time: Mooncake's traces count milliseconds, Qwen's seconds.
+    pub(super) fn seconds(&self, format: Format) -> f64 {
+        if format == Format::Mooncake { self.timestamp / 1000.0 } else { self.timestamp }
+    }
+}
+
 pub(super) fn parse(format: Format, line: &[u8]) -> Result<Line, TraceError> {
     let line: Line =
         serde_json::from_slice(line).map_err(|error| TraceError::Json { format, error })?;

@@ -10,19 +10,24 @@ mod policy;
 mod report;
 mod run;
 mod source;
+mod tier_stack;
+mod tiers;
 mod trace;
 
 use std::sync::Arc;
 
 use anyhow::Context;
 use indicatif::ProgressBar;
+use kv::eviction::Eviction;
 
 pub(crate) use self::policy::Policy;
+pub(crate) use self::tiers::{TierOption, TierOptions, TierSize, name as tier_name};
 pub(crate) use self::trace::Sizes;
 use crate::args::ReplayArgs;
 use crate::num::to_u64;
 use crate::{output, progress};
 use report::{Line, Report};
+use tiers::TierReplay;
 use trace::Trace;
 
 /// One measurement: a policy, and its capacity if it has one.
@@ -33,10 +38,21 @@ pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<()> {
         output::check_writable(path)?;
     }
     let trace = Arc::new(Trace::read(&args.trace, args.sizes())?);
-    let cases = cases(&args.policy, &args.capacity_blocks, trace.num_blocks());
+    let tiers = args.tiers()?;
+    let tiers = match &tiers {
+        Some(options) => Some((options, options.capacities(&trace)?)),
+        None => None,
+    };
+    let tiers = tiers.as_ref().map(|(options, capacities)| (*options, capacities.as_slice()));
+    // Tiers are sized below the policy that a cache has.
+    let policies = match tiers {
+        Some(_) if args.policy.is_empty() => &[Policy::Real(Eviction::Default)],
+        _ => args.policy.as_slice(),
+    };
+    let cases = cases(policies, &args.capacity_blocks, trace.num_blocks());
     let total = to_u64(trace.requests().len().saturating_mul(cases.len()));
     let bar = progress::requests(total);
-    let lines = cases.into_iter().map(|case| measure(&trace, case, &bar)).collect();
+    let lines = cases.into_iter().map(|case| measure(&trace, case, tiers, &bar)).collect();
     bar.finish_and_clear();
     let report = Report { name: args.trace.display().to_string(), trace: &trace, lines };
     if args.json {
@@ -84,13 +100,25 @@ fn two_digits(n: u32) -> u32 {
     n.checked_div(unit).unwrap_or(0).saturating_mul(unit)
 }
 
-fn measure(trace: &Arc<Trace>, (policy, capacity): Case, bar: &ProgressBar) -> Line {
+fn measure(
+    trace: &Arc<Trace>,
+    (policy, capacity): Case,
+    tiers: Option<(&TierOptions, &[u32])>,
+    bar: &ProgressBar,
+) -> Line {
     let all = trace.num_blocks().max(1);
     // More blocks than the trace has would stay empty.
     let num_blocks = capacity.unwrap_or(all).min(all);
     let built = policy.build(trace, num_blocks);
-    let outcome = run::replay(trace, num_blocks, built, |requests| bar.inc(to_u64(requests)));
-    Line::new(policy, capacity, trace, &outcome)
+    let advance = |requests| bar.inc(to_u64(requests));
+    let Some((options, capacities)) = tiers else {
+        let outcome = run::replay(trace, num_blocks, built, &mut (), advance);
+        return Line::new(policy, capacity, trace, &outcome);
+    };
+    let mut tiers = TierReplay::new(options, capacities, trace);
+    let outcome = run::replay(trace, num_blocks, built, &mut tiers, advance);
+    let tiers = Some(tiers.report(trace));
+    Line { tiers, ..Line::new(policy, capacity, trace, &outcome) }
 }
 
 #[cfg(test)]

@@ -31,7 +31,9 @@ fn draw_to(svg: &mut String, lines: &[Line]) -> Result<(), Box<dyn Error>> {
     let area = SVGBackend::with_string(svg, SIZE).into_drawing_area();
     area.fill(&WHITE)?;
     let (least, most) = capacities(lines);
-    let highest = lines.iter().map(|line| line.token_hit_ratio).fold(0.01, f64::max);
+    let curves = curves(lines);
+    let ratios = curves.iter().flat_map(|curve| curve.points.iter().map(|(_, ratio)| *ratio));
+    let highest = ratios.fold(0.01, f64::max);
     let mut chart = ChartBuilder::on(&area)
         .caption("Token hit ratio by capacity", ("sans-serif", 18))
         .margin(16)
@@ -46,7 +48,6 @@ fn draw_to(svg: &mut String, lines: &[Line]) -> Result<(), Box<dyn Error>> {
         .x_label_formatter(&|blocks| blocks_label(*blocks))
         .y_label_formatter(&|ratio| format!("{ratio:.3}"))
         .draw()?;
-    let curves = curves(lines);
     let above = (0..to_u32(curves.len())).rev();
     for ((index, above), curve) in (0_usize..).zip(above).zip(curves) {
         let Curve { name, points, is_level } = curve;
@@ -98,17 +99,25 @@ fn capacities(lines: &[Line]) -> (f64, f64) {
     if has_two { (least, most) } else { (10_f64.powf(floor), 10_f64.powf(ceil)) }
 }
 
+/// Returns a curve for the device alone of every policy, and one for it and its tiers.
 fn curves(lines: &[Line]) -> Vec<Curve> {
     let mut curves: Vec<Curve> = Vec::new();
     for line in lines {
-        let point = (to_f64(line.capacity_blocks.into()), line.token_hit_ratio);
-        match curves.iter_mut().find(|curve| curve.name == line.policy) {
-            Some(curve) => curve.points.push(point),
-            None => curves.push(Curve {
-                name: line.policy.clone(),
-                points: vec![point],
-                is_level: line.is_unlimited,
-            }),
+        let with_tiers = line.tiers.as_ref().map(|tiers| {
+            let names = tiers.tiers.iter().map(|tier| format!(" + {}", tier.tier));
+            let name = format!("{}{}", line.policy, names.collect::<String>());
+            (name, tiers.token_hit_ratio)
+        });
+        let alone = (line.policy.clone(), line.token_hit_ratio);
+        for (name, ratio) in std::iter::once(alone).chain(with_tiers) {
+            let point = (to_f64(line.capacity_blocks.into()), ratio);
+            match curves.iter_mut().find(|curve| curve.name == name) {
+                Some(curve) => curve.points.push(point),
+                None => {
+                    let is_level = line.is_unlimited;
+                    curves.push(Curve { name, points: vec![point], is_level });
+                }
+            }
         }
     }
     for curve in &mut curves {
@@ -133,6 +142,7 @@ mod tests {
             ns_per_request: 0,
             peak_blocks: 0,
             requests: 0,
+            tiers: None,
         }
     }
 

@@ -3,7 +3,9 @@ use serde::Serialize;
 
 use super::policy::Policy;
 use super::run::Outcome;
+use super::tiers::{TierLine, TierReport};
 use super::trace::{Format, Trace};
+use crate::memory::Bytes;
 use crate::num::{to_f64, to_u64};
 use crate::output;
 
@@ -22,6 +24,8 @@ pub(super) struct Line {
     /// Most cached blocks at once.
     pub(super) peak_blocks: u32,
     pub(super) requests: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) tiers: Option<TierReport>,
     /// Whether the policy has no capacity.
     #[serde(skip)]
     pub(super) is_unlimited: bool,
@@ -48,6 +52,7 @@ impl Line {
             ns_per_request: u64::try_from(ns).unwrap_or(u64::MAX),
             peak_blocks,
             requests,
+            tiers: None,
             is_unlimited: capacity.is_none(),
         }
     }
@@ -71,12 +76,13 @@ impl Report<'_> {
         };
         format!(
             "{name}: {} requests of {} input tokens, {} trace, blocks of {}\n\
-             {without_content}{}",
+             {without_content}{}{}",
             trace.requests().len(),
             trace.total_tokens,
             trace.format.name(),
             trace.block_size,
-            output::table(&self.table())
+            output::table(&self.table()),
+            self.lines.iter().map(show_tiers).collect::<String>(),
         )
     }
 
@@ -104,4 +110,75 @@ impl Report<'_> {
         }));
         rows
     }
+}
+
+/// Shows the tiers below one line of the table.
+fn show_tiers(line: &Line) -> String {
+    let Some(report) = &line.tiers else {
+        return String::new();
+    };
+    let has_bytes = report.tiers.iter().any(|tier| tier.written_bytes.is_some());
+    let has_times = report.times.is_some();
+    let heading = ["tier", "write", "blocks", "hit tokens", "hit ratio", "written", "a day"];
+    let bytes = ["bytes", "a day"].into_iter().filter(|_| has_bytes);
+    let times = ["loaded tokens", "slower", "load s", "break-even"].into_iter();
+    let heading = heading.into_iter().chain(bytes).chain(["evictions"]);
+    let heading: Vec<_> = heading.chain(times.filter(|_| has_times)).map(str::to_owned).collect();
+    let row = |name: &str, write: &str, blocks: &str, tokens: u64, ratio: f64| {
+        let cells = [name, write, blocks].map(str::to_owned);
+        let hits = [tokens.to_string(), format!("{ratio:.4}")];
+        cells.into_iter().chain(hits).collect::<Vec<_>>()
+    };
+    let capacity = line.capacity_blocks.to_string();
+    let (tokens, ratio) = (report.device_hit_tokens, report.device_token_hit_ratio);
+    let mut rows = vec![heading, row("device", "", &capacity, tokens, ratio)];
+    rows.extend(report.tiers.iter().map(|tier| {
+        let (write, blocks) = (tier.write.to_string(), tier.capacity_blocks.to_string());
+        let cells = row(tier.tier, &write, &blocks, tier.hit_tokens, tier.token_hit_ratio);
+        cells.into_iter().chain(tier_cells(tier)).collect()
+    }));
+    rows.push(row("all", "", "", report.hit_tokens, report.token_hit_ratio));
+    let saved = report.times.map(|times| {
+        let mean = times.first_token_seconds_saved * 1000.0 / to_f64(line.requests.max(1));
+        format!(
+            "{:.1} s of prefill saved for {:.1} s of loading: first tokens come {:.1} s sooner, \
+             {mean:.1} ms a request\n",
+            times.prefill_seconds_saved, times.load_seconds, times.first_token_seconds_saved
+        )
+    });
+    let (policy, table) = (&line.policy, output::table(&rows));
+    format!("\nbelow {policy} with {capacity} blocks:\n{table}{}", saved.unwrap_or_default())
+}
+
+/// Formats bytes per second in the powers of 1000 that bandwidths are given in.
+fn rate(bytes: f64) -> String {
+    let units = [("GB/s", 1e9), ("MB/s", 1e6), ("KB/s", 1e3)];
+    match units.into_iter().find(|(_, unit)| bytes >= *unit) {
+        Some((name, unit)) => format!("{:.1} {name}", bytes / unit),
+        None => format!("{bytes:.0} B/s"),
+    }
+}
+
+/// Returns the cells of a tier after its hits.
+fn tier_cells(tier: &TierLine) -> Vec<String> {
+    let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
+    let mut cells = vec![
+        tier.written_blocks.to_string(),
+        or_dash(tier.written_blocks_per_day.map(|n| n.to_string())),
+    ];
+    if let Some(bytes) = tier.written_bytes {
+        let per_day = tier.written_bytes_per_day.map(|n| Bytes(n).to_string());
+        cells.extend([Bytes(bytes).to_string(), or_dash(per_day)]);
+    }
+    cells.push(tier.evictions.to_string());
+    if let Some(loading) = tier.loading {
+        let even = loading.break_even_bytes_per_second;
+        cells.extend([
+            loading.loaded_tokens.to_string(),
+            loading.slower_tokens.to_string(),
+            format!("{:.1}", loading.load_seconds),
+            or_dash(even.map(rate)),
+        ]);
+    }
+    cells
 }

@@ -38,12 +38,12 @@ pub(super) struct Outcome {
 
 /// The key and the index of one block of a request.
 #[derive(Debug, Clone, Copy)]
-struct RequestBlock {
+pub(super) struct RequestBlock {
     tokens: [u32; 3],
-    key: BlockKey,
-    parent: BlockKey,
+    pub(super) key: BlockKey,
+    pub(super) parent: BlockKey,
     /// The block, while the request holds it.
-    block: Option<BlockId>,
+    pub(super) block: Option<BlockId>,
 }
 
 /// A pool, and the keys of its blocks.
@@ -57,11 +57,23 @@ struct Replay<'t> {
     named: Vec<RequestBlock>,
 }
 
+/// Watches the requests of a replay.
+pub(super) trait Observer {
+    /// Sees a request before its missing blocks are stored, with the numbers of its blocks: those
+    /// that were cached are held.
+    fn looked_up(&mut self, request: &Request, numbers: &[u32], blocks: &[RequestBlock]);
+}
+
+impl Observer for () {
+    fn looked_up(&mut self, _: &Request, _: &[u32], _: &[RequestBlock]) {}
+}
+
 /// Replays all requests, one at a time. `advance` is called after every few requests.
 pub(super) fn replay(
     trace: &Trace,
     num_blocks: u32,
     policy: Box<dyn EvictionPolicy>,
+    observer: &mut impl Observer,
     advance: impl Fn(usize),
 ) -> Outcome {
     let mut ledger = Ledger::new(0, 0);
@@ -73,7 +85,7 @@ pub(super) fn replay(
     let start = Instant::now();
     for requests in trace.requests().chunks(REPORT_EVERY) {
         for request in requests {
-            hit_tokens = hit_tokens.saturating_add(replay.request(request));
+            hit_tokens = hit_tokens.saturating_add(replay.request(request, observer));
             peak_blocks = peak_blocks.max(num_blocks.saturating_sub(replay.pool.num_empty()));
         }
         advance(requests.len());
@@ -85,10 +97,11 @@ pub(super) fn replay(
 impl Replay<'_> {
     /// Holds the cached blocks of a request, stores the others as far as they fit, and releases
     /// all; returns the number of cached tokens.
-    fn request(&mut self, request: &Request) -> u64 {
+    fn request(&mut self, request: &Request, observer: &mut impl Observer) -> u64 {
         self.pool.tick();
         self.name(request);
         let hits = self.hold();
+        observer.looked_up(request, &self.numbers, &self.named);
         self.store(request.has_repeats);
         for named in self.named.iter().rev() {
             if let Some(block) = named.block {

@@ -25,13 +25,13 @@ fn blocks_of(block_size: u32) -> Sizes {
     Sizes { block: NonZeroU32::new(block_size), id: None }
 }
 
-fn small(block_size: u32) -> Arc<Trace> {
+pub(super) fn small(block_size: u32) -> Arc<Trace> {
     let trace = Trace::from_lines(lines(SMALL), None, blocks_of(block_size));
     Arc::new(trace.expect("a trace"))
 }
 
 fn outcome(trace: &Arc<Trace>, policy: Policy, capacity: u32) -> Outcome {
-    replay(trace, capacity, policy.build(trace, capacity), |_| {})
+    replay(trace, capacity, policy.build(trace, capacity), &mut (), |_| {})
 }
 
 fn hits_and_evictions(trace: &Arc<Trace>, policy: Policy, capacity: u32) -> (u64, u64) {
@@ -40,7 +40,7 @@ fn hits_and_evictions(trace: &Arc<Trace>, policy: Policy, capacity: u32) -> (u64
 }
 
 /// Makes a trace of whole blocks with these ids.
-fn trace_of(requests: &[Vec<u64>]) -> Arc<Trace> {
+pub(super) fn trace_of(requests: &[Vec<u64>]) -> Arc<Trace> {
     split_trace_of(requests, 512)
 }
 
@@ -55,10 +55,10 @@ fn split_trace_of(requests: &[Vec<u64>], block_size: u32) -> Arc<Trace> {
 }
 
 /// Numbers below `n`, by xorshift.
-struct Random(u64);
+pub(super) struct Random(pub(super) u64);
 
 impl Random {
-    fn below(&mut self, n: u64) -> u64 {
+    pub(super) fn below(&mut self, n: u64) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;

@@ -3,6 +3,7 @@ use std::collections::HashMap;
 use std::io;
 use std::num::NonZeroU32;
 use std::path::Path;
+use std::time::Duration;
 
 use anyhow::Context;
 
@@ -169,6 +170,8 @@ pub(super) struct Trace {
     id_tokens: Option<NonZeroU32>,
     /// Ids per block.
     ids_per_block: NonZeroU32,
+    /// First and last time of the clock, in seconds.
+    clock: Option<[f64; 2]>,
 }
 
 impl Trace {
@@ -228,8 +231,13 @@ impl Trace {
                 None => {
                     let line = json::parse(format, lines.text())?;
                     trace.push(line.input_length, Some(&line.hash_ids))?;
+                    trace.note_time(line.seconds(format));
                 }
-                Some(columns) => trace.push(columns.parse(lines.text())?, None)?,
+                Some(columns) => {
+                    let row = columns.parse(lines.text())?;
+                    trace.push(row.tokens, None)?;
+                    trace.note_time(row.seconds);
+                }
             }
             is_line = lines.advance().map_err(TraceError::Read)?;
         }
@@ -276,6 +284,7 @@ impl Trace {
             total_blocks: 0,
             id_tokens,
             ids_per_block,
+            clock: None,
         })
     }
 
@@ -318,6 +327,18 @@ impl Trace {
         };
         self.requests.push(Request { tokens: len, num_blocks, first, num_ids, has_repeats });
         Ok(())
+    }
+
+    fn note_time(&mut self, seconds: f64) {
+        let [first, last] = self.clock.unwrap_or([seconds; 2]);
+        self.clock = Some([first.min(seconds), last.max(seconds)]);
+    }
+
+    /// Returns the time from the first request to the last by the trace's clock; `None` if all have
+    /// the same one.
+    pub(super) fn span(&self) -> Option<Duration> {
+        let [first, last] = self.clock?;
+        Duration::try_from_secs_f64(last - first).ok().filter(|span| !span.is_zero())
     }
 
     pub(super) fn requests(&self) -> &[Request] {

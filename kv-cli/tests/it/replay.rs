@@ -149,6 +149,52 @@ fn a_table_and_a_plot_are_for_people() {
 }
 
 #[test]
+fn tiers_are_sized_from_a_trace() {
+    let (trace, dir) = (data("replay.jsonl"), TempDir::new().expect("a directory"));
+    let plot = dir.path().join("tiers.svg");
+    let tiers = ["--policy", "lru", "--capacity-blocks", "2", "--tier", "disk=204800B"];
+    let more = ["--tier", "host=3", "--bytes-per-token", "100", "--prefill", "1000"];
+    let speeds = ["--bandwidth", "host=1MB/s", "--bandwidth", "128KB/s", "--latency", "disk=100ms"];
+    let drawn = ["--plot", plot.to_str().expect("UTF-8")];
+    let args = [&["replay", &trace], &tiers[..], &more, &speeds, &drawn].concat();
+    let output = kv(&[&args[..], &["--json"]].concat());
+    assert_eq!((output.code, output.stderr.as_str()), (0, ""));
+    let list: Value = serde_json::from_str(&output.stdout).expect("JSON");
+    let tiers = &list[0]["tiers"];
+    assert_eq!(list[0]["hit_tokens"], 1536, "the device alone");
+    assert_eq!((&tiers["hit_tokens"], &tiers["device_hit_tokens"]), (&json!(3560), &json!(1536)));
+    let saved = number(tiers, "prefill_seconds_saved") - number(tiers, "load_seconds");
+    assert!((number(tiers, "first_token_seconds_saved") - saved).abs() < 1e-9, "{tiers}");
+    let figures = |tier: usize| {
+        let fields = ["tier", "write", "capacity_blocks", "hit_tokens", "written_blocks"];
+        let more = ["written_bytes", "written_bytes_per_day", "evictions", "loaded_tokens"];
+        let figure = |name: &str| tiers["tiers"][tier][name].clone();
+        json!(fields.into_iter().chain(more).map(figure).collect::<Vec<_>>())
+    };
+    let day = 86_400_u64 * 10 / 45;
+    let host = json!(["host", "publish", 3, 512, 10, 512_000, 512_000 * day, 7, 512]);
+    let disk = json!(["disk", "leave", 4, 1512, 5, 256_000, 256_000 * day, 1, 1024]);
+    assert_eq!((figures(0), figures(1)), (host, disk));
+    let svg = fs::read_to_string(&plot).expect("a plot");
+    assert!(svg.contains("\nlru\n") && svg.contains("\nlru + host + disk\n"), "{svg}");
+
+    let output = kv(&args);
+    assert_eq!((output.code, output.stderr.as_str()), (0, ""));
+    let rows: Vec<_> = output.stdout.lines().skip(3).collect();
+    let words = |row: &str| row.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+    assert_eq!(rows[..2], ["", "below lru with 2 blocks:"], "{}", output.stdout);
+    assert_eq!(words(rows[3]), ["device", "2", "1536", "0.2109"]);
+    assert_eq!(words(rows[4])[..5], ["host", "publish", "3", "512", "0.0703"]);
+    assert_eq!(words(rows[6]), ["all", "3560", "0.4887"]);
+    assert!(rows[7].starts_with("1.5 s of prefill saved for 1.0 s of loading"), "{}", rows[7]);
+    fails(
+        &["replay", &trace, "--tier", "host=9B", "--bytes-per-token", "1"],
+        1,
+        "--tier host: 9 bytes hold no block of 512",
+    );
+}
+
+#[test]
 fn a_broken_file_is_reported_with_its_line() {
     let dir = TempDir::new().expect("a directory");
     let good = fs::read_to_string(data("replay.jsonl")).expect("the trace");
@@ -204,6 +250,8 @@ fn wrong_usage_is_2_and_help_has_examples() {
         (&["--capacity-blocks", "-1"], "--capacity-blocks"),
         (&["--capacity-blocks", "4294967296"], "too large"),
         (&["--block-size", "0"], "at least 1"),
+        (&["--tier", "host=1", "--tier", "host=2"], "--tier is given twice for host"),
+        (&["--write", "leave"], "--tier"),
         (&["another"], "another"),
     ] {
         fails(&[&["replay", &trace], args].concat(), 2, words);

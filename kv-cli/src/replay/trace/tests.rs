@@ -52,6 +52,19 @@ fn the_format_of_a_trace_is_recognised() {
     assert_eq!(requested(&trace)[1][0], [24, 0, 0], "every block is new");
 }
 
+#[test]
+fn the_span_of_a_trace_is_that_of_its_clock() {
+    let at = |line: &str, time: &str| line.replacen(": 0,", &format!(": {time},"), 1);
+    let millis = |text: String| read(text).expect("a trace").span().map(|span| span.as_millis());
+    assert_eq!(millis(format!("{}\n{}\n{LINE}", at(LINE, "1500"), at(LINE, "4000"))), Some(4000));
+    assert_eq!(millis(format!("{LINE}\n{LINE}")), None);
+    let turn = |time: &str| qwen(16, &[1]).replacen("61.114", time, 1);
+    assert_eq!(millis(format!("{}\n{}", turn("61.5"), turn("63.75"))), Some(2250));
+    let later = ROW.replacen("11-16", "11-17", 1);
+    assert_eq!(millis(format!("{}\n{ROW}\n{later}", csv::AZURE)), Some(86_400_000));
+    assert_eq!(millis(format!("{}\n5,a,1,1,2,b\n45.5,a,1,1,2,b", csv::BURST_GPT)), Some(40_500));
+}
+
 /// Makes a line of Qwen's trace.
 fn qwen(input_length: u32, hash_ids: &[u64]) -> String {
     format!(
