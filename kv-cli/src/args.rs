@@ -8,12 +8,15 @@ use std::path::PathBuf;
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use kv::Device;
+use kv::tier::policy::WritePolicy;
 use kv_runner::stored::Stored;
 
 pub(crate) use self::accuracy::{CalibrateArgs, EvalArgs};
 pub(crate) use self::bench::BenchArgs;
 pub(crate) use self::replay::ReplayArgs;
 use crate::memory::Bytes;
+use crate::tier::TierArg;
+use crate::tiers::{WaitArg, policy};
 
 /// Generate text with a KV cache, plan its memory, and measure the accuracy of its formats, the
 /// savings of reuse and the speed of a device.
@@ -54,6 +57,8 @@ pub(crate) enum Command {
   kv generate --beams 4 --length-penalty 0.8 --prompt 'Lily and Ben'
   kv generate --draft-tokens 6 --paged 8,128
   kv generate --format l4,calib=calib.safetensors
+  kv generate --tier host=2GiB --tier disk=cache:20GiB --prompts chats.txt
+  kv generate --tier redis://127.0.0.1 --wait 200ms
   kv generate --model smollm2.gguf --tokenizer tokenizer.json --temperature 0.8 --seed 7"
 )]
 #[expect(clippy::struct_excessive_bools, reason = "one flag of the command line each")]
@@ -148,6 +153,22 @@ pub(crate) struct GenerateArgs {
     /// size
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) draft_tokens: u32,
+
+    /// A lower tier, may be repeated: `host=SIZE`, `disk=DIR:SIZE`, `redis://HOST:PORT`,
+    /// `s3://BUCKET/PREFIX?endpoint=URL`. Prompts reuse what earlier runs of the same model left
+    /// there; a tier that fails costs time and no text
+    #[arg(long, value_name = "TIER", conflicts_with_all = ["no_cache", "contiguous", "no_reuse"])]
+    pub(crate) tier: Vec<TierArg>,
+
+    /// How long a prompt waits for tiers: compute (as long as computing it would take), all, none,
+    /// or a time such as 200ms
+    #[arg(long, value_name = "TIME", default_value = "compute", requires = "tier")]
+    pub(crate) wait: WaitArg,
+
+    /// When chunks are written to disk and stores: publish, leave (when host memory gives them up),
+    /// reuse:N or never; default: leave for disk, publish for stores, without generated text
+    #[arg(long, value_name = "WHEN", value_parser = policy, requires = "tier")]
+    pub(crate) tier_write: Option<WritePolicy>,
 
     /// Run paged, contiguous and uncached at several lengths, then a second request after a long
     /// system prompt with and without reuse, and print the figures; tokens after an end of text are

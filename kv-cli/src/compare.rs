@@ -1,6 +1,7 @@
 //! `kv generate --compare`: the same prompts with and without a cache, and a second request after a
 //! long system prompt with and without reuse, measured in one run.
 mod reuse;
+mod tiers;
 
 use kv_runner::Generated;
 use serde::Serialize;
@@ -8,7 +9,7 @@ use serde::Serialize;
 use crate::args::GenerateArgs;
 use crate::memory::Bytes;
 use crate::output;
-use crate::session::{Session, Silent, Variant};
+use crate::session::{Run, Session, Silent, Variant};
 
 /// The object that `--compare --json` prints.
 #[derive(Debug, Serialize)]
@@ -21,6 +22,9 @@ struct Report {
     /// Absent if the model's context is too short for a shared prompt.
     #[serde(skip_serializing_if = "Option::is_none")]
     reuse: Option<reuse::Comparison>,
+    /// Absent without tiers.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tiers: Option<tiers::Comparison>,
 }
 
 #[derive(Debug, Serialize)]
@@ -53,8 +57,9 @@ pub(crate) fn run(args: &GenerateArgs, session: &Session) -> anyhow::Result<()> 
         for (variant, layout, forget) in variants {
             let base = Variant::new(args, layout);
             let runs = Variant { max_new_tokens, forget, ignore_eos: true, ..base };
-            let runs = Variant { reuse: !forget, ..runs };
-            let (generated, stats) = session.run(args, &runs, session.prompt_ids(), &mut Silent)?;
+            let runs = Variant { reuse: !forget, tiers: false, ..runs };
+            let Run { generated, stats, .. } =
+                session.run(args, &runs, session.prompt_ids(), &mut Silent)?;
             let first = tokens.get_or_insert_with(|| generated.clone());
             let pairs = first.iter().zip(&generated);
             let first_ms = generated.iter().map(|generated| generated.first_token_ms);
@@ -84,6 +89,7 @@ pub(crate) fn run(args: &GenerateArgs, session: &Session) -> anyhow::Result<()> 
         sequences: session.prompts.len(),
         compare,
         reuse: reuse::measure(args, session)?,
+        tiers: tiers::measure(args, session)?,
     };
     if args.json { output::json(&report) } else { output::text(&show(&report)) }
 }
@@ -126,9 +132,10 @@ fn show(report: &Report) -> String {
     }));
     let plural = if report.sequences == 1 { "" } else { "s" };
     let reuse = report.reuse.as_ref().map(reuse::Comparison::show).unwrap_or_default();
+    let tiers = report.tiers.as_ref().map(tiers::Comparison::show).unwrap_or_default();
     format!(
         "{} on {}, {} stored, {} sequence{plural}; speed-up is against no cache at that length\n\
-         {}{reuse}",
+         {}{reuse}{tiers}",
         report.model,
         report.backend,
         report.format,

@@ -18,9 +18,9 @@ pub(crate) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
     let layout = if args.contiguous { session.contiguous(args) } else { session.paged(args)? };
     let variant = Variant::new(args, layout);
     let mut show = Show::new(args, &session, &variant);
-    let (generated, stats) = session.run(args, &variant, session.prompt_ids(), &mut show)?;
+    let run = session.run(args, &variant, session.prompt_ids(), &mut show)?;
     show.end();
-    let report = Report::new(args, &session, &variant, &generated, &stats)?;
+    let report = Report::new(args, &session, &variant, &run)?;
     if args.json {
         return output::json(&report);
     }

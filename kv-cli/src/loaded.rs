@@ -11,7 +11,9 @@ use crate::{bundled, output};
 
 #[derive(Debug)]
 pub(crate) struct Loaded {
-    /// The last part of the model's path.
+    /// The folder or file of the model.
+    pub(crate) path: PathBuf,
+    /// The last part of the path.
     pub(crate) name: String,
     pub(crate) model: Decoder,
     pub(crate) tokenizer: Tokenizer,
@@ -31,7 +33,7 @@ impl Loaded {
         let tokenizer = Tokenizer::read(&tokenizer_path(&path, tokenizer)?)?;
         let model = Decoder::read(&path)?;
         let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
-        Ok(Self { name, model, tokenizer, backend, noted_begin: Cell::new(false) })
+        Ok(Self { path, name, model, tokenizer, backend, noted_begin: Cell::new(false) })
     }
 
     /// Returns the tokens of a prompt, with the special tokens that the tokenizer adds.

@@ -25,6 +25,8 @@ mod replay;
 mod report;
 mod session;
 mod threads;
+mod tier;
+mod tiers;
 
 use std::io::Write;
 use std::panic::{self, AssertUnwindSafe};

@@ -1,12 +1,13 @@
 //! The report of one `kv generate`, as JSON and as text.
+use kv_runner::Finish;
 use kv_runner::scheduler::{self, Stats};
-use kv_runner::{Finish, Generated};
 use serde::Serialize;
 
 use crate::args::GenerateArgs;
 use crate::loaded::Loaded;
 use crate::memory::Bytes;
-use crate::session::{Session, Variant};
+use crate::session::{Run, Session, Variant};
+use crate::tiers;
 
 /// The object that `--json` prints.
 #[derive(Debug, Serialize)]
@@ -83,6 +84,9 @@ struct Figures {
     accepted_tokens: u64,
     acceptance_ratio: f64,
     tokens_per_step: f64,
+    /// Absent without tiers.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tiers: Option<tiers::Report>,
 }
 
 impl Report {
@@ -90,9 +94,9 @@ impl Report {
         args: &GenerateArgs,
         session: &Session,
         variant: &Variant,
-        generated: &[Generated],
-        stats: &Stats,
+        run: &Run,
     ) -> anyhow::Result<Self> {
+        let Run { generated, stats, tiers } = run;
         let Loaded { name: model, tokenizer, .. } = &session.loaded;
         let mut sequences = Vec::with_capacity(generated.len());
         for (prompt, generated) in session.prompts.iter().zip(generated) {
@@ -123,7 +127,10 @@ impl Report {
             format: args.format.to_string(),
             layout: variant.layout.to_string(),
             cached: !variant.forget,
-            stats: Figures::new(variant, stats),
+            stats: Figures {
+                tiers: tiers.as_ref().map(|tiers| tiers::Report::new(args, stats, tiers)),
+                ..Figures::new(variant, stats)
+            },
             sequences,
         })
     }
@@ -160,6 +167,9 @@ impl Report {
             s.waste_ratio * 100.0,
         );
         text.push_str(&self.show_reuse());
+        if let Some(tiers) = &s.tiers {
+            text.push_str(&tiers.show());
+        }
         if s.drafted_tokens > 0 {
             text.push_str(&self.show_drafts());
         }
@@ -228,6 +238,7 @@ impl Figures {
             accepted_tokens: stats.accepted_tokens,
             acceptance_ratio: stats.acceptance_ratio(),
             tokens_per_step: stats.tokens_per_step(),
+            tiers: None,
         }
     }
 }

@@ -1,6 +1,9 @@
 //! One `kv generate`: its model, its prompts, and its runs, each with its own cache.
+use std::time::Instant;
+
 use anyhow::{Context, anyhow};
 use kv::quant::Calibration;
+use kv::tier::{ModelDigest, Tiers, TiersStats};
 use kv_runner::scheduler::{Advice, BeamOptions, RequestSize, Stats};
 use kv_runner::stored::{Source, Stored, blocks_of};
 use kv_runner::{
@@ -11,7 +14,7 @@ use kv_runner::{
 use crate::args::{GenerateArgs, Paged};
 use crate::loaded::Loaded;
 use crate::num::{to_u32, to_usize};
-use crate::prompts;
+use crate::{output, prompts, tiers};
 
 /// Shared by all runs of one command.
 #[derive(Debug)]
@@ -20,6 +23,16 @@ pub(crate) struct Session {
     pub(crate) prompts: Vec<Prompt>,
     /// Constants of the stored format, if it has some.
     calibration: Option<Calibration>,
+    /// Digest of the weights, if there are tiers.
+    digest: Option<ModelDigest>,
+}
+
+/// The results of one run.
+#[derive(Debug)]
+pub(crate) struct Run {
+    pub(crate) generated: Vec<Generated>,
+    pub(crate) stats: Stats,
+    pub(crate) tiers: Option<TiersStats>,
 }
 
 #[derive(Debug)]
@@ -30,6 +43,7 @@ pub(crate) struct Prompt {
 
 /// Settings that differ between runs.
 #[derive(Debug, Clone, Copy)]
+#[expect(clippy::struct_excessive_bools, reason = "one switch of a run each")]
 pub(crate) struct Variant {
     pub(crate) layout: Layout,
     pub(crate) max_new_tokens: u32,
@@ -43,6 +57,8 @@ pub(crate) struct Variant {
     pub(crate) draft_tokens: u32,
     /// Sequences that run at once.
     pub(crate) max_batch: u32,
+    /// Whether the cache has the tiers of the command line.
+    pub(crate) tiers: bool,
 }
 
 impl Variant {
@@ -58,6 +74,7 @@ impl Variant {
             beams: (width > 1).then_some(BeamOptions { width, length_penalty }),
             draft_tokens: args.draft_tokens,
             max_batch: args.max_batch,
+            tiers: !args.tier.is_empty(),
         }
     }
 }
@@ -72,7 +89,8 @@ impl Session {
         let loaded = Loaded::open(args.model.as_deref(), args.tokenizer.as_deref(), &args.backend)?;
         let encode = |text: String| Ok(Prompt { ids: loaded.encode(&text)?, text });
         let prompts = texts.into_iter().map(encode).collect::<anyhow::Result<_>>()?;
-        let mut session = Self { loaded, prompts, calibration: None };
+        let digest = if args.tier.is_empty() { None } else { Some(tiers::digest(&loaded.path)?) };
+        let mut session = Self { loaded, prompts, calibration: None, digest };
         session.calibration = session.calibrate(&args.format)?;
         Ok(session)
     }
@@ -148,12 +166,13 @@ impl Session {
         variant: &Variant,
         prompts: Vec<Vec<u32>>,
         show: &mut impl Show,
-    ) -> anyhow::Result<(Vec<Generated>, Stats)> {
+    ) -> anyhow::Result<Run> {
         let Loaded { model, backend, .. } = &self.loaded;
         let options = CacheOptions {
             layout: variant.layout,
             stored: args.format.clone(),
             reuse: variant.reuse,
+            tiers: variant.tiers,
         };
         let cache = options.open(model, backend.clone(), self.calibration.as_ref())?;
         let limits = Limits {
@@ -164,7 +183,14 @@ impl Session {
             forget: variant.forget,
             draft_tokens: to_usize(variant.draft_tokens),
         };
+        let tiers = match self.digest.filter(|_| variant.tiers) {
+            Some(digest) => Some(tiers::open(args, digest, &cache)?),
+            None => None,
+        };
         let mut scheduler = Scheduler::new(cache, model, limits);
+        if let Some(tiers) = tiers {
+            scheduler = scheduler.with_tiers(tiers);
+        }
         for (index, prompt) in prompts.into_iter().enumerate() {
             let sampler = Sampler::new(args.temperature, args.seed, index);
             let max_new_tokens = variant.max_new_tokens;
@@ -183,7 +209,14 @@ impl Session {
         }
         generated.sort_by_key(|(index, _)| *index);
         let generated = generated.into_iter().map(|(_, generated)| generated).collect();
-        Ok((generated, scheduler.stats()))
+        if !scheduler.flush_tiers(Instant::now() + tiers::FLUSH)? {
+            output::note("not everything was written to the tiers in time")?;
+        }
+        let tiers = scheduler.tiers().map(Tiers::stats);
+        if let Some(tiers) = &tiers {
+            tiers::warn(args, tiers)?;
+        }
+        Ok(Run { generated, stats: scheduler.stats(), tiers })
     }
 
     /// Returns the tokens of all prompts.

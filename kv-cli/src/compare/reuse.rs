@@ -6,7 +6,7 @@ use serde::Serialize;
 use crate::args::GenerateArgs;
 use crate::num::{to_u32, to_usize};
 use crate::output;
-use crate::session::{Session, Silent, Variant};
+use crate::session::{Run, Session, Silent, Variant};
 
 /// Tokens of the system prompt, if the model's context allows.
 const SYSTEM_TOKENS: usize = 500;
@@ -83,14 +83,14 @@ pub(super) fn measure(
     let num_blocks = blocks_of(&few, longest).saturating_mul(2).max(2);
     let layout = Layout::Paged { block_size, num_blocks };
     let base = Variant::new(args, layout);
-    let base = Variant { max_new_tokens: 1, max_batch: 1, ignore_eos: true, ..base };
+    let base = Variant { tiers: false, max_new_tokens: 1, max_batch: 1, ignore_eos: true, ..base };
     let mut lines = Vec::new();
     let mut tokens = None;
     for (variant, reuse) in [("without reuse", false), ("with reuse", true)] {
         let runs = Variant { reuse, ..base };
         let (mut times, mut last) = (Vec::new(), None);
         for _ in 0..REPETITIONS {
-            let (generated, _) = session.run(args, &runs, prompts.clone(), &mut Silent)?;
+            let Run { generated, .. } = session.run(args, &runs, prompts.clone(), &mut Silent)?;
             let Some(second) = generated.into_iter().last() else {
                 continue;
             };

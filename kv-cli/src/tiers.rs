@@ -1,0 +1,217 @@
+//! The tiers of `kv generate`: opens what `--tier` names, and reports what came from each.
+use std::path::Path;
+use std::str::FromStr;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use kv::KvCache;
+use kv::backend::AnyBackend;
+use kv::tier::policy::{WritePolicy, WriteRule};
+use kv::tier::{
+    Identity, ModelDigest, StoreOptions, StoreStats, TierOptions, Tiers, TiersStats, Wait,
+};
+use kv_runner::scheduler::Stats;
+use serde::Serialize;
+
+use crate::args::GenerateArgs;
+use crate::memory::Bytes;
+use crate::output;
+use crate::tier::TierArg;
+
+/// How long the end of a run waits until everything is written.
+pub(crate) const FLUSH: Duration = Duration::from_secs(60);
+
+/// Digests the weights that a model was read from.
+pub(crate) fn digest(model: &Path) -> anyhow::Result<ModelDigest> {
+    let digest =
+        if model.is_dir() { ModelDigest::of(model) } else { ModelDigest::of_files(&[model]) };
+    digest.context("digest of the weights, which names what tiers keep")
+}
+
+/// Opens the tiers of the command line below a cache.
+pub(crate) fn open(
+    args: &GenerateArgs,
+    digest: ModelDigest,
+    cache: &KvCache,
+) -> anyhow::Result<Tiers<AnyBackend>> {
+    let mut options = TierOptions::new().with_wait(args.wait.0);
+    let mut has_host = false;
+    for tier in &args.tier {
+        if let TierArg::Host { bytes } = tier {
+            if std::mem::replace(&mut has_host, true) {
+                bail!("--tier host=SIZE is given twice");
+            }
+            options = options.with_host(*bytes);
+            continue;
+        }
+        let store = tier.open().with_context(|| tier.to_string())?;
+        let mut of_store = StoreOptions::new(store.tier());
+        if let Some(policy) = args.tier_write {
+            of_store = of_store.with_write(WriteRule::new(policy));
+        }
+        options = options.with_store_options(store, of_store);
+    }
+    Ok(Tiers::new(cache, Identity::new(digest), options)?)
+}
+
+/// The argument of `--wait`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct WaitArg(pub(crate) Wait);
+
+impl FromStr for WaitArg {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wait = match text {
+            "compute" => Wait::Compute,
+            "all" => Wait::All,
+            "none" => Wait::None,
+            _ => {
+                let (number, unit) = if let Some(number) = text.strip_suffix("ms") {
+                    (number, 1e-3)
+                } else {
+                    (text.strip_suffix('s').unwrap_or_default(), 1.0)
+                };
+                let seconds = number.parse::<f64>().ok().map(|number| number * unit);
+                let time = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+                Wait::For(time.ok_or("expected compute, all, none, or a time such as 200ms or 2s")?)
+            }
+        };
+        Ok(Self(wait))
+    }
+}
+
+/// The argument of `--tier-write`.
+pub(crate) fn policy(text: &str) -> Result<WritePolicy, kv::error::UnknownName> {
+    text.parse()
+}
+
+/// What came from tiers, and what went to them.
+#[derive(Debug, Serialize)]
+pub(crate) struct Report {
+    /// Reused prompt tokens that came from host memory, disk and stores.
+    host_tokens: u64,
+    disk_tokens: u64,
+    store_tokens: u64,
+    /// Chunks in host memory at the end, and their bytes.
+    host_chunks: u64,
+    host_bytes: u64,
+    /// Prompts that started before everything had come.
+    late: u64,
+    /// Tokens that a store had and that were sooner computed than read.
+    cheaper_to_compute: u64,
+    stores: Vec<Store>,
+}
+
+#[derive(Debug, Serialize)]
+struct Store {
+    tier: String,
+    chunks_read: u64,
+    bytes_read: u64,
+    chunks_written: u64,
+    bytes_written: u64,
+    /// Chunks that were there already.
+    chunks_kept: u64,
+    /// Chunks that were not what was expected under their name.
+    refused: u64,
+    failures: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    last_failure: Option<String>,
+    /// Chunks that were not written, because the store was slow or failed.
+    dropped: u64,
+}
+
+impl Report {
+    pub(crate) fn new(args: &GenerateArgs, stats: &Stats, tiers: &TiersStats) -> Self {
+        let names = args.tier.iter().filter(|tier| !matches!(tier, TierArg::Host { .. }));
+        Self {
+            host_tokens: stats.cache.host_hit_tokens,
+            disk_tokens: stats.cache.disk_hit_tokens,
+            store_tokens: stats.cache.store_hit_tokens,
+            host_chunks: tiers.host_chunks,
+            host_bytes: tiers.host_bytes,
+            late: tiers.late,
+            cheaper_to_compute: tiers.cheaper_to_compute,
+            stores: names.zip(&tiers.stores).map(|(tier, stats)| Store::new(tier, stats)).collect(),
+        }
+    }
+
+    /// Returns the reused tokens that came from any tier.
+    pub(crate) fn tokens(&self) -> u64 {
+        [self.disk_tokens, self.store_tokens]
+            .into_iter()
+            .fold(self.host_tokens, u64::saturating_add)
+    }
+
+    pub(crate) fn show(&self) -> String {
+        let mut text = format!(
+            "{} of the reused tokens from tiers: {} from host memory, {} from disk, {} from stores\n",
+            self.tokens(),
+            self.host_tokens,
+            self.disk_tokens,
+            self.store_tokens,
+        );
+        for store in &self.stores {
+            text.push_str(&format!(
+                "{}: {} chunks read ({}), {} written ({})\n",
+                store.tier,
+                store.chunks_read,
+                Bytes(store.bytes_read),
+                store.chunks_written,
+                Bytes(store.bytes_written),
+            ));
+        }
+        text
+    }
+}
+
+impl Store {
+    fn new(tier: &TierArg, stats: &StoreStats) -> Self {
+        let dropped = [stats.dropped_by_queue, stats.dropped_by_breaker, stats.dropped_by_budget];
+        Self {
+            tier: tier.to_string(),
+            chunks_read: stats.reads,
+            bytes_read: stats.read_bytes,
+            chunks_written: stats.writes,
+            bytes_written: stats.written_bytes,
+            chunks_kept: stats.were_there,
+            refused: stats.refused.values().fold(0, |sum, count| sum.saturating_add(*count)),
+            failures: stats.failures,
+            last_failure: stats.last_failure.clone(),
+            dropped: dropped.into_iter().fold(0, u64::saturating_add),
+        }
+    }
+}
+
+/// Prints one line for each store that failed.
+pub(crate) fn warn(args: &GenerateArgs, stats: &TiersStats) -> anyhow::Result<()> {
+    let names = args.tier.iter().filter(|tier| !matches!(tier, TierArg::Host { .. }));
+    for (tier, stats) in names.zip(&stats.stores) {
+        if let Some(failure) = &stats.last_failure {
+            let calls = if stats.failures == 1 { "call" } else { "calls" };
+            output::note(&format!(
+                "{tier}: {} {calls} failed, the last one: {failure}; what was missing was computed",
+                stats.failures,
+            ))?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn waits_are_words_or_times() {
+        let wait = |text: &str| text.parse::<WaitArg>().map(|wait| wait.0);
+        assert_eq!(wait("compute"), Ok(Wait::Compute));
+        assert_eq!(wait("all"), Ok(Wait::All));
+        assert_eq!(wait("none"), Ok(Wait::None));
+        assert_eq!(wait("200ms"), Ok(Wait::For(Duration::from_millis(200))));
+        assert_eq!(wait("1.5s"), Ok(Wait::For(Duration::from_millis(1500))));
+        for text in ["", "s", "ms", "2", "-1s", "NaNs", "2m", "forever"] {
+            assert!(wait(text).is_err(), "{text}");
+        }
+    }
+}
