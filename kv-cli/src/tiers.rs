@@ -153,7 +153,7 @@ impl Report {
         );
         for store in &self.stores {
             text.push_str(&format!(
-                "{}: {} chunks read ({}), {} written ({})\n",
+                "{}: chunks read {} ({}), written {} ({})\n",
                 store.tier,
                 store.chunks_read,
                 Bytes(store.bytes_read),

@@ -21,4 +21,5 @@ mod refusals;
 mod replay;
 mod sharing;
 mod support;
+mod tiers;
 mod variants;

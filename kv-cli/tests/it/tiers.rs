@@ -1,0 +1,105 @@
+//! Prompts reuse what earlier processes left in tiers: after a kill, and while a store fails.
+use std::process::Stdio;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use crate::support::{command, fails, json, kv};
+
+/// About 330 tokens: a chunk of this model has 256.
+fn prompt() -> String {
+    "Once upon a time, there was a little girl named Lily. She loved to play outside in the park \
+     with her dog Max. One sunny day, they went to the park to play with a big red ball. "
+        .repeat(6)
+}
+
+fn generate(new: &str, extra: &[&str]) -> Value {
+    let prompt = prompt();
+    let args = ["generate", "--ignore-eos", "--prompt", &prompt, "--max-new-tokens", new];
+    json(&[&args, extra].concat())
+}
+
+fn disk(folder: &tempfile::TempDir) -> String {
+    format!("disk={}:64MiB", folder.path().join("cache").display())
+}
+
+fn text(report: &Value) -> &str {
+    report["sequences"][0]["text"].as_str().expect("a text")
+}
+
+#[test]
+fn a_killed_process_leaves_its_prompt_to_the_next() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let tier = disk(&folder);
+    let plain = generate("40", &[]);
+    let prompt = prompt();
+    // Generates until it is killed.
+    let args = ["generate", "--ignore-eos", "--prompt", &prompt, "--max-new-tokens", "180"];
+    let mut killed = command(&[&args, &["--tier", tier.as_str()][..]].concat())
+        .stdout(Stdio::null())
+        .spawn()
+        .expect("the program starts");
+    let start = Instant::now();
+    let is_written = || {
+        let stat = kv(&["tier", "stat", &folder.path().join("cache").display().to_string()]);
+        stat.code == 0 && stat.stdout.contains("1 chunk")
+    };
+    while !is_written() && killed.try_wait().expect("a child").is_none() {
+        assert!(start.elapsed() < Duration::from_secs(60), "nothing was written");
+        sleep(Duration::from_millis(10));
+    }
+    killed.kill().expect("a child");
+    killed.wait().expect("a child");
+
+    let again = generate("40", &["--tier", &tier]);
+    assert_eq!(text(&again), text(&plain));
+    assert_eq!(again["sequences"][0]["reused_tokens"], 256);
+    assert_eq!(again["stats"]["reused_tokens"], 256);
+    let tiers = &again["stats"]["tiers"];
+    assert_eq!((&tiers["disk_tokens"], &tiers["host_tokens"]), (&256.into(), &0.into()));
+    assert_eq!(tiers["stores"][0]["chunks_read"], 1);
+}
+
+#[test]
+fn the_report_says_what_came_from_where() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (tier, prompt) = (disk(&folder), prompt());
+    let args = ["generate", "--prompt", &prompt, "--max-new-tokens", "4", "--tier", &tier];
+    kv(&args);
+    let output = kv(&args);
+    assert_eq!((output.code, output.stderr.as_str()), (0, ""));
+    let words = "256 of the reused tokens from tiers: 0 from host memory, 256 from disk";
+    assert!(output.stdout.contains(words), "{}", output.stdout);
+    assert!(output.stdout.contains("chunks read 1 "), "{}", output.stdout);
+    let compared = json(&[&args[..], &["--compare"]].concat());
+    let lines = compared["tiers"]["lines"].as_array().expect("lines");
+    let reused: Vec<_> = lines.iter().map(|line| line["disk_tokens"].as_u64()).collect();
+    assert_eq!(reused, [Some(0), Some(256), Some(256)]);
+    assert!(lines.iter().all(|line| line["same_tokens"] == true));
+}
+
+#[test]
+fn a_folder_that_cannot_be_used_is_refused_before_the_model_runs() {
+    let folder = tempfile::tempdir().expect("a folder");
+    std::fs::write(folder.path().join("notes.txt"), "mine").expect("a file");
+    let tier = format!("disk={}:64MiB", folder.path().display());
+    fails(&["generate", "--json", "--tier", &tier], 1, "disk=");
+    let tier = format!("disk={}/notes.txt/cache:64MiB", folder.path().display());
+    fails(&["generate", "--json", "--tier", &tier], 1, "disk=");
+    for (args, words) in [
+        (&["--tier", "host=1GiB", "--tier", "host=1GiB"][..], "given twice"),
+        (&["--tier", "host=1KiB"], "host memory"),
+    ] {
+        fails(&[&["generate", "--json"], args].concat(), 1, words);
+    }
+    for (args, words) in [
+        (&["--tier", "2GiB"][..], "is no tier"),
+        (&["--tier", "disk=cache:2GiB", "--no-reuse"], "cannot be used with"),
+        (&["--wait", "2s"], "--tier"),
+        (&["--tier", "host=1GiB", "--wait", "soon"], "200ms"),
+        (&["--tier", "host=1GiB", "--tier-write", "often"], "reuse:N"),
+    ] {
+        fails(&[&["generate", "--json"], args].concat(), 2, words);
+    }
+}
