@@ -111,12 +111,11 @@ fn curves(lines: &[Line]) -> Vec<Curve> {
         let alone = (line.policy.clone(), line.token_hit_ratio);
         for (name, ratio) in std::iter::once(alone).chain(with_tiers) {
             let point = (to_f64(line.capacity_blocks.into()), ratio);
-            match curves.iter_mut().find(|curve| curve.name == name) {
-                Some(curve) => curve.points.push(point),
-                None => {
-                    let is_level = line.is_unlimited;
-                    curves.push(Curve { name, points: vec![point], is_level });
-                }
+            if let Some(curve) = curves.iter_mut().find(|curve| curve.name == name) {
+                curve.points.push(point);
+            } else {
+                let is_level = line.is_unlimited;
+                curves.push(Curve { name, points: vec![point], is_level });
             }
         }
     }

@@ -133,8 +133,8 @@ fn show_tiers(line: &Line) -> String {
     let (tokens, ratio) = (report.device_hit_tokens, report.device_token_hit_ratio);
     let mut rows = vec![heading, row("device", "", &capacity, tokens, ratio)];
     rows.extend(report.tiers.iter().map(|tier| {
-        let (write, blocks) = (tier.write.to_string(), tier.capacity_blocks.to_string());
-        let cells = row(tier.tier, &write, &blocks, tier.hit_tokens, tier.token_hit_ratio);
+        let blocks = tier.capacity_blocks.to_string();
+        let cells = row(tier.tier, &tier.write, &blocks, tier.hit_tokens, tier.token_hit_ratio);
         cells.into_iter().chain(tier_cells(tier)).collect()
     }));
     rows.push(row("all", "", "", report.hit_tokens, report.token_hit_ratio));

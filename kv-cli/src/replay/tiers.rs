@@ -225,7 +225,7 @@ impl<'o> TierReplay<'o> {
                 let per_day = |n: u64| per_day(n, trace.span()?);
                 TierLine {
                     tier: name(option.tier),
-                    write: effective_rule(index, option).policy(),
+                    write: effective_rule(index, option).policy().to_string(),
                     capacity_blocks: *capacity,
                     hit_tokens: counts.tokens,
                     token_hit_ratio: ratio(counts.tokens),
@@ -301,7 +301,7 @@ impl Observer for TierReplay<'_> {
 
 /// Scales a count of a time to a day.
 fn per_day(n: u64, span: Duration) -> Option<u64> {
-    let day = Duration::from_secs(86_400).as_millis();
+    let day = Duration::from_hours(24).as_millis();
     u64::try_from(u128::from(n).saturating_mul(day).checked_div(span.as_millis())?).ok()
 }
 
@@ -334,8 +334,8 @@ pub(super) struct Times {
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct TierLine {
     pub(super) tier: &'static str,
-    #[serde(serialize_with = "as_text")]
-    pub(super) write: WritePolicy,
+    /// The write policy.
+    pub(super) write: String,
     pub(super) capacity_blocks: u32,
     /// Tokens that this tier had, and no faster one.
     pub(super) hit_tokens: u64,
@@ -359,10 +359,6 @@ pub(super) struct Loading {
     pub(super) load_seconds: f64,
     /// The bandwidth at which loading a run of the mean length takes as long as computing it.
     pub(super) break_even_bytes_per_second: Option<f64>,
-}
-
-fn as_text<S: serde::Serializer>(policy: &WritePolicy, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_str(policy)
 }
 
 #[cfg(test)]

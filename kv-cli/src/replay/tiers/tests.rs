@@ -130,7 +130,7 @@ fn a_slow_load_ends_the_reuse() {
 fn right_below_the_device_leave_is_publish() {
     let disk = option(Tier::Disk, 7);
     let got = report(&small(512), 2, &options(&[disk]));
-    assert_eq!(got.tiers[0].write, WritePolicy::OnPublish);
+    assert_eq!(got.tiers[0].write, "publish");
     // Everything is found again: 4048 tokens, as a cache that never evicts.
     assert_eq!((got.hit_tokens, got.tiers[0].written_blocks), (4048, 7));
     let never = TierOption { rule: WriteRule::new(WritePolicy::Never), ..disk };
