@@ -18,14 +18,14 @@ use crate::device::Device;
 
 /// A wrapper of another device that fails one chosen operation, or all operations from one on.
 #[derive(Debug)]
-pub(crate) struct FaultInjector<B> {
+pub struct FaultInjector<B> {
     inner: B,
     fault: Arc<Fault>,
 }
 
 /// How an operation fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum FaultKind {
+pub enum FaultKind {
     /// Fails once, before the work is done.
     Early,
     /// Fails once, after the work is done.
@@ -35,7 +35,8 @@ pub(crate) enum FaultKind {
 }
 
 impl FaultKind {
-    pub(crate) const ALL: [Self; 3] = [Self::Early, Self::Late, Self::Persistent];
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Early, Self::Late, Self::Persistent];
 }
 
 /// The fault that is armed.
@@ -79,20 +80,20 @@ impl Fault {
 
 impl<B: Device> FaultInjector<B> {
     /// Wraps a device; no fault is armed yet.
-    pub(crate) fn new(inner: B) -> Self {
+    pub fn new(inner: B) -> Self {
         let (left, kind) = (AtomicU64::new(NEVER), AtomicU8::new(0));
         let fault = Fault { left, kind, has_fired: AtomicBool::new(false) };
         Self { inner, fault: Arc::new(fault) }
     }
 
     /// Arms a fault that lets `more` operations succeed first.
-    pub(crate) fn fail(&self, more: u64, kind: FaultKind) {
+    pub fn fail(&self, more: u64, kind: FaultKind) {
         self.fault.left.store(more, Ordering::Relaxed);
         self.fault.kind.store(kind as u8, Ordering::Relaxed);
     }
 
     /// Disarms the fault; returns whether it fired since the last call.
-    pub(crate) fn clear(&self) -> bool {
+    pub fn clear(&self) -> bool {
         self.fault.left.store(NEVER, Ordering::Relaxed);
         self.fault.has_fired.swap(false, Ordering::Relaxed)
     }
@@ -134,7 +135,7 @@ impl<B: Device> Backend for FaultInjector<B> {
 
 /// The command queue of a [`FaultInjector`].
 #[derive(Debug)]
-pub(crate) struct FaultyQueue<Q> {
+pub struct FaultyQueue<Q> {
     inner: Q,
     fault: Arc<Fault>,
 }
@@ -216,7 +217,7 @@ impl<Q: Queue> Queue for FaultyQueue<Q> {
 
 /// A fence whose wait may fail.
 #[derive(Debug, Clone)]
-pub(crate) struct FaultyFence<F> {
+pub struct FaultyFence<F> {
     inner: F,
     fault: Arc<Fault>,
 }
@@ -232,7 +233,7 @@ impl<F: Fence> Fence for FaultyFence<F> {
 
 /// Bytes that may fail to arrive.
 #[derive(Debug)]
-pub(crate) struct FaultyReadback<R> {
+pub struct FaultyReadback<R> {
     inner: R,
     fault: Arc<Fault>,
 }

@@ -53,5 +53,6 @@ mod vectors;
 
 pub use case::{Case, CaseError, Outcome};
 pub use device::{Device, Shared};
+pub use fault::{FaultInjector, FaultKind, FaultyFence, FaultyQueue, FaultyReadback};
 pub use harness::run;
 pub use kernels::{assert_kernel_formats, kernel_constants};

@@ -19,6 +19,15 @@ pub(super) struct Breaker {
     opened: u64,
 }
 
+/// What a breaker admitted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Permit {
+    /// A call like any other.
+    Call,
+    /// The call that finds out whether the store works again.
+    Trial,
+}
+
 /// The state of a store's circuit breaker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[expect(clippy::exhaustive_enums, reason = "the states of every circuit breaker")]
@@ -46,25 +55,32 @@ impl Default for Breaker {
 }
 
 impl Breaker {
-    /// Returns whether a call would be admitted now, without making it the trial.
-    pub(super) fn may_admit(&self, now: Instant) -> bool {
-        match self.state {
-            State::Closed { .. } => true,
-            State::Open { until, .. } | State::Trial { until, .. } => now >= until,
-        }
-    }
-
     /// Returns whether a call may begin now; the one that ends an open period is the trial. A
     /// trial that reports nothing for as long as the breaker was open is given up for another.
-    pub(super) fn admits(&mut self, now: Instant) -> bool {
+    pub(super) fn admits(&mut self, now: Instant) -> Option<Permit> {
         match self.state {
-            State::Closed { .. } => true,
+            State::Closed { .. } => Some(Permit::Call),
             State::Open { until, length } | State::Trial { until, length } if now >= until => {
                 let until = now.checked_add(length).unwrap_or(now);
                 self.state = State::Trial { until, length };
-                true
+                Some(Permit::Trial)
             }
-            State::Open { .. } | State::Trial { .. } => false,
+            State::Open { .. } | State::Trial { .. } => None,
+        }
+    }
+
+    /// Returns whether a call that was admitted may still begin: any but a trial waits in vain if
+    /// the breaker has opened meanwhile.
+    pub(super) fn is_valid(&self, permit: Permit) -> bool {
+        permit == Permit::Trial || matches!(self.state, State::Closed { .. })
+    }
+
+    /// Opens, or stays open: the store answers nothing at all.
+    pub(super) fn trip(&mut self, now: Instant) {
+        match self.state {
+            State::Closed { .. } => self.open(now, OPEN_MIN),
+            State::Trial { length, .. } => self.open(now, length.saturating_mul(2).min(OPEN_MAX)),
+            State::Open { .. } => {}
         }
     }
 
@@ -129,7 +145,7 @@ mod tests {
             breaker.succeeded();
         }
         assert_eq!((breaker.state(), breaker.opened()), (BreakerState::Closed, 0));
-        assert!(breaker.admits(now));
+        assert_eq!(breaker.admits(now), Some(Permit::Call));
     }
 
     #[test]
@@ -138,27 +154,28 @@ mod tests {
         let mut breaker = open_at(now);
         for seconds in [1, 2, 4, 8, 16, 32, 60, 60] {
             let period = Duration::from_secs(seconds);
-            assert!(!breaker.admits(now + period.mul_f64(0.999)), "{seconds} s");
+            assert_eq!(breaker.admits(now + period.mul_f64(0.999)), None, "{seconds} s");
             now += period;
-            assert!(breaker.admits(now));
+            assert_eq!(breaker.admits(now), Some(Permit::Trial));
             assert_eq!(breaker.state(), BreakerState::Trial);
-            assert!(!breaker.admits(now), "one trial at a time");
+            assert!(breaker.is_valid(Permit::Trial) && !breaker.is_valid(Permit::Call));
+            assert_eq!(breaker.admits(now), None, "one trial at a time");
             assert!(!breaker.failed(now));
         }
         assert_eq!(breaker.opened(), 9);
         now += Duration::from_mins(1);
-        assert!(breaker.admits(now));
+        assert_eq!(breaker.admits(now), Some(Permit::Trial));
         breaker.succeeded();
-        assert!(breaker.admits(now) && breaker.admits(now));
+        assert_eq!([(); 2].map(|()| breaker.admits(now)), [Some(Permit::Call); 2]);
     }
 
     #[test]
     fn a_trial_that_never_ends_is_followed_by_another() {
         let start = Instant::now();
         let mut breaker = open_at(start);
-        assert!(breaker.admits(start + Duration::from_secs(1)));
-        assert!(!breaker.admits(start + Duration::from_millis(1900)));
-        assert!(breaker.admits(start + Duration::from_secs(2)));
+        assert_eq!(breaker.admits(start + Duration::from_secs(1)), Some(Permit::Trial));
+        assert_eq!(breaker.admits(start + Duration::from_millis(1900)), None);
+        assert_eq!(breaker.admits(start + Duration::from_secs(2)), Some(Permit::Trial));
     }
 
     #[test]
@@ -166,6 +183,19 @@ mod tests {
         let start = Instant::now();
         let mut breaker = open_at(start);
         assert!(!breaker.failed(start + Duration::from_millis(900)));
-        assert!(breaker.admits(start + Duration::from_secs(1)));
+        assert_eq!(breaker.admits(start + Duration::from_secs(1)), Some(Permit::Trial));
+    }
+
+    #[test]
+    fn a_store_that_hangs_opens_it_at_once() {
+        let start = Instant::now();
+        let mut breaker = Breaker::default();
+        (0..3).for_each(|_| breaker.trip(start));
+        assert_eq!((breaker.state(), breaker.opened()), (BreakerState::Open, 1));
+        let later = start + Duration::from_secs(1);
+        assert_eq!(breaker.admits(later), Some(Permit::Trial));
+        breaker.trip(later);
+        assert_eq!(breaker.admits(later + Duration::from_secs(1)), None);
+        assert_eq!(breaker.admits(later + Duration::from_secs(2)), Some(Permit::Trial));
     }
 }

@@ -97,10 +97,10 @@ pub(super) fn chunk_of(spec: &ChunkSpec, block: u32) -> u32 {
     block.checked_div(spec.blocks()).invariant("a chunk has blocks")
 }
 
-/// Returns the key of the last full block of a prompt's first group: it differs if any token or
-/// content before does.
-pub(super) fn last_key(probe: &PrefixProbe) -> Option<BlockKey> {
-    probe.blocks(GroupId(0)).last().map(|block| block.key)
+/// Returns the key of the last full block of a prompt in a group: it differs if any token or content
+/// before does.
+pub(super) fn last_key(probe: &PrefixProbe, group: GroupId) -> Option<BlockKey> {
+    probe.blocks(group).last().map(|block| block.key)
 }
 
 /// The blocks of one group of a prompt that are on the device or in chunks at hand.

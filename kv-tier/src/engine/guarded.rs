@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use kv_core::events::Tier;
 use kv_core::num::to_u64;
 
-use super::breaker::Breaker;
+use super::breaker::{Breaker, Permit};
+use super::lane::Hung;
 use super::options::StoreOptions;
 use super::rates::TransferRates;
 use super::record::Record;
@@ -70,14 +71,20 @@ impl GuardedStore {
 
     /// Returns how many of a prompt's chunks are there, in their order: up to the first missing one
     /// if `stops` says so.
-    pub(super) fn lookup(&self, chunks: &[ChunkAddress], stops: bool) -> Vec<bool> {
+    pub(super) fn lookup(
+        &self,
+        permit: Permit,
+        chunks: &[ChunkAddress],
+        stops: bool,
+    ) -> Vec<bool> {
         /// Chunks of one question.
         const BATCH: usize = 64;
         let start = Instant::now();
         let deadline = after(start, self.options.lookup_deadline);
         let mut found = Vec::with_capacity(chunks.len());
-        for batch in chunks.chunks(BATCH) {
-            if !self.admits_read() {
+        for (number, batch) in chunks.chunks(BATCH).enumerate() {
+            let permit = if number == 0 { permit } else { Permit::Call };
+            if !self.lock().reads.is_valid(permit) {
                 break;
             }
             let answer = guarded(|| self.store.contains(batch, deadline), "lookup");
@@ -105,7 +112,7 @@ impl GuardedStore {
     where
         C: AsRef<[u8]> + AsMut<[u8]>,
     {
-        if !self.admits_read() {
+        if self.begin_lookup().is_none() {
             return Read::Failed;
         }
         let (address, start) = (record.address(), Instant::now());
@@ -149,8 +156,7 @@ impl GuardedStore {
         let refused = state.stats.refused.entry(kind).or_default();
         *refused = refused.saturating_add(1);
         drop(state);
-        let is_of_others = matches!(kind, ChunkErrorKind::Model | ChunkErrorKind::Version);
-        if is_of_others || !self.admits_write() {
+        if kind.is_foreign() || self.begin_write().is_none() {
             return;
         }
         let deadline = after(Instant::now(), self.options.lookup_deadline);
@@ -160,56 +166,87 @@ impl GuardedStore {
     }
 
     /// Writes one chunk; returns whether the store has it now.
-    pub(super) fn write(&self, address: &ChunkAddress, bytes: &[u8]) -> Option<Put> {
-        let now = Instant::now();
-        if !self.lock().spent.admits(now, to_u64(bytes.len()), self.options.bytes_per_day) {
-            let mut state = self.lock();
-            state.stats.dropped_by_budget = state.stats.dropped_by_budget.saturating_add(1);
-            return None;
-        }
-        if !self.admits_write() {
-            let mut state = self.lock();
+    pub(super) fn write(
+        &self,
+        permit: Permit,
+        address: &ChunkAddress,
+        bytes: &[u8],
+    ) -> Option<Put> {
+        let (now, length) = (Instant::now(), to_u64(bytes.len()));
+        let mut state = self.lock();
+        if !state.writes.is_valid(permit) {
             state.stats.dropped_by_breaker = state.stats.dropped_by_breaker.saturating_add(1);
             return None;
         }
+        if !state.spent.take(now, length, self.options.bytes_per_day) {
+            state.stats.dropped_by_budget = state.stats.dropped_by_budget.saturating_add(1);
+            return None;
+        }
+        drop(state);
         let deadline = after(now, self.options.write_deadline);
         let put = guarded(|| self.store.put(address, bytes, deadline), "write");
         let mut state = self.lock();
+        if !matches!(put, Ok(Put::New)) {
+            state.spent.give_back(length);
+        }
         let put = state.note_write_result(put).ok()?;
         let counters = &mut state.stats;
         match put {
             Put::New => {
                 counters.writes = counters.writes.saturating_add(1);
-                counters.written_bytes = counters.written_bytes.saturating_add(to_u64(bytes.len()));
+                counters.written_bytes = counters.written_bytes.saturating_add(length);
                 counters.write_time = counters.write_time.saturating_add(now.elapsed());
-                state.spent.spend(to_u64(bytes.len()));
             }
             Put::WasThere => counters.were_there = counters.were_there.saturating_add(1),
         }
         Some(put)
     }
 
-    /// Counts a call that has not returned by its deadline.
-    pub(super) fn note_hung(&self) {
-        let error = StoreError::new(StoreErrorKind::Timeout, "read that has not returned");
-        let _: Result<(), ()> = self.lock().note_read_result(Err(error));
+    /// Counts calls that have not returned by their deadlines. If no thread is left, the breaker
+    /// opens.
+    pub(super) fn note_hung(&self, hung: &Hung) {
+        if *hung == Hung::default() {
+            return;
+        }
+        let mut state = self.lock();
+        let late = |operation| StoreError::new(StoreErrorKind::Timeout, operation);
+        for _ in 0..hung.urgent {
+            let error = late("lookup or read that has not returned");
+            let _: Result<(), ()> = state.note_read_result(Err(error));
+        }
+        for _ in 0..hung.other {
+            let error = late("write that has not returned");
+            let _: Result<(), ()> = state.note_write_result(Err(error));
+        }
+        let now = Instant::now();
+        if hung.blocks_urgent {
+            state.reads.trip(now);
+        }
+        if hung.blocks_other {
+            state.writes.trip(now);
+        }
+        let dropped = &mut state.stats.dropped_by_breaker;
+        *dropped = dropped.saturating_add(to_u64(hung.discarded));
     }
     /// Counts a write that found the queue full.
     pub(super) fn note_queue_full(&self) {
         let mut state = self.lock();
         state.stats.dropped_by_queue = state.stats.dropped_by_queue.saturating_add(1);
     }
-    /// Returns whether a lookup may reach the store now.
-    pub(super) fn may_read(&self) -> bool {
-        self.lock().reads.may_admit(Instant::now())
-    }
-
-    fn admits_read(&self) -> bool {
+    /// Returns whether a lookup may reach the store now; its permit goes to [`Self::lookup`].
+    pub(super) fn begin_lookup(&self) -> Option<Permit> {
         self.lock().reads.admits(Instant::now())
     }
-    fn admits_write(&self) -> bool {
+    /// Returns whether a write may reach the store now; its permit goes to [`Self::write`].
+    pub(super) fn begin_write(&self) -> Option<Permit> {
         self.lock().writes.admits(Instant::now())
     }
+    /// Counts a write that found the breaker open.
+    pub(super) fn note_refused_write(&self) {
+        let mut state = self.lock();
+        state.stats.dropped_by_breaker = state.stats.dropped_by_breaker.saturating_add(1);
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -299,16 +336,23 @@ struct DayBudget {
 impl DayBudget {
     const DAY: Duration = Duration::from_hours(24);
 
-    fn admits(&mut self, now: Instant, bytes: u64, limit: Option<u64>) -> bool {
-        let Some(limit) = limit else { return true };
+    /// Takes the bytes of a write before it begins, so that writes side by side stay within the
+    /// limit; `false` if they are not left.
+    fn take(&mut self, now: Instant, bytes: u64, limit: Option<u64>) -> bool {
         let began = *self.began.get_or_insert(now);
         if now.saturating_duration_since(began) >= Self::DAY {
             *self = Self { began: Some(now), spent: 0 };
         }
-        self.spent.saturating_add(bytes) <= limit
+        let spent = self.spent.saturating_add(bytes);
+        let is_left = limit.is_none_or(|limit| spent <= limit);
+        if is_left {
+            self.spent = spent;
+        }
+        is_left
     }
-    fn spend(&mut self, bytes: u64) {
-        self.spent = self.spent.saturating_add(bytes);
+    /// Gives back what a write did not use.
+    fn give_back(&mut self, bytes: u64) {
+        self.spent = self.spent.saturating_sub(bytes);
     }
 }
 

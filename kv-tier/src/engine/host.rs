@@ -66,12 +66,17 @@ impl<C> HostIndex<C> {
         }
     }
 
-    /// Adds a chunk; the one that is there already under its name stays.
-    pub(super) fn insert(&mut self, chunk: Verified<Arc<C>>, record: Arc<Record>, stores: u64) {
+    /// Adds a chunk; `false` if one is there already under its name, which stays.
+    pub(super) fn insert(
+        &mut self,
+        chunk: Verified<Arc<C>>,
+        record: Arc<Record>,
+        stores: u64,
+    ) -> bool {
         let (name, parent) = (record.name, record.parent);
         if let Some(known) = self.entries.get_mut(&name) {
             known.stores |= stores;
-            return;
+            return false;
         }
         self.now = self.now.saturating_add(1);
         let entry = Entry { chunk, record, stores, uses: 0, used_at: self.now };
@@ -84,6 +89,7 @@ impl<C> HostIndex<C> {
         if let Some(parent) = self.entries.get(&parent) {
             self.leaves.remove(&parent.used_at);
         }
+        true
     }
 
     /// Removes the least recently used leaf of those that `may_go`.

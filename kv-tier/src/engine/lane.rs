@@ -2,6 +2,7 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::io;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -11,13 +12,16 @@ type Job = Box<dyn FnOnce() + Send>;
 /// Threads that run jobs in the order of their arrival, urgent ones first.
 ///
 /// Half of the threads, at least one, take other than urgent jobs, so that a read finds a thread
-/// while writes are slow. Dropping the lane discards jobs that have not begun.
+/// while writes are slow. A job that runs past its limit hangs; [`Self::sweep`] finds it. Dropping
+/// the lane discards jobs that have not begun.
 pub(super) struct Lane {
     shared: Arc<Shared>,
 }
 
 struct Shared {
     queue: Mutex<Queue>,
+    /// Jobs that wait or run.
+    busy: AtomicUsize,
     /// A job came, or the lane closes.
     wake: Condvar,
     /// A job ended.
@@ -26,12 +30,42 @@ struct Shared {
 
 #[derive(Default)]
 struct Queue {
-    urgent: VecDeque<Job>,
-    other: VecDeque<Job>,
-    running: usize,
-    running_other: usize,
+    urgent: VecDeque<Waiting>,
+    other: VecDeque<Waiting>,
+    running: Vec<Running>,
+    /// Number of the next job to run.
+    next: u64,
+    threads: usize,
     other_max: usize,
-    is_closed: bool,
+    closed_at: Option<Instant>,
+}
+
+struct Waiting {
+    job: Job,
+    /// How long it may run.
+    limit: Duration,
+}
+
+#[derive(Debug)]
+struct Running {
+    number: u64,
+    is_urgent: bool,
+    until: Option<Instant>,
+    /// Whether a sweep has counted it as late.
+    is_counted: bool,
+}
+
+/// What hangs in a lane.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Hung {
+    /// Urgent jobs, and others, whose limit passed since the sweep before.
+    pub(super) urgent: usize,
+    pub(super) other: usize,
+    /// No thread is left for urgent jobs, or for others.
+    pub(super) blocks_urgent: bool,
+    pub(super) blocks_other: bool,
+    /// Jobs that were discarded because no thread was left for them, without the urgent ones.
+    pub(super) discarded: usize,
 }
 
 impl Lane {
@@ -39,8 +73,9 @@ impl Lane {
     pub(super) fn new(name: &str, threads: usize) -> io::Result<Self> {
         let threads = threads.max(1);
         let other_max = threads.div_euclid(2).max(1);
-        let queue = Mutex::new(Queue { other_max, ..Queue::default() });
-        let shared = Arc::new(Shared { queue, wake: Condvar::new(), ended: Condvar::new() });
+        let queue = Mutex::new(Queue { threads, other_max, ..Queue::default() });
+        let (wake, ended) = (Condvar::new(), Condvar::new());
+        let shared = Arc::new(Shared { queue, busy: AtomicUsize::new(0), wake, ended });
         let lane = Self { shared };
         for _ in 0..threads {
             let shared = Arc::clone(&lane.shared);
@@ -49,35 +84,57 @@ impl Lane {
         Ok(lane)
     }
 
-    /// Appends a job that somebody waits for.
-    pub(super) fn push_urgent(&self, job: impl FnOnce() + Send + 'static) {
-        self.shared.lock().urgent.push_back(Box::new(job));
+    /// Appends a job that somebody waits for. It hangs if it runs longer than `limit`.
+    pub(super) fn push_urgent(&self, limit: Duration, job: impl FnOnce() + Send + 'static) {
+        self.shared.busy.fetch_add(1, Ordering::Relaxed);
+        self.shared.lock().urgent.push_back(Waiting { job: Box::new(job), limit });
         self.shared.wake.notify_one();
     }
-    /// Appends a job.
-    pub(super) fn push(&self, job: impl FnOnce() + Send + 'static) {
-        self.shared.lock().other.push_back(Box::new(job));
+    /// Appends a job. It hangs if it runs longer than `limit`.
+    pub(super) fn push(&self, limit: Duration, job: impl FnOnce() + Send + 'static) {
+        self.shared.busy.fetch_add(1, Ordering::Relaxed);
+        self.shared.lock().other.push_back(Waiting { job: Box::new(job), limit });
         // Any thread may be one that has to leave this job to others.
         self.shared.wake.notify_all();
+    }
+
+    /// Looks for jobs that hang. If no thread is left for the jobs that wait, they are dropped
+    /// before the call returns.
+    pub(super) fn sweep(&self) -> Hung {
+        if self.shared.busy.load(Ordering::Relaxed) == 0 {
+            return Hung::default();
+        }
+        let mut queue = self.shared.lock();
+        let (hung, discarded) = queue.sweep(Instant::now());
+        drop(queue);
+        self.shared.busy.fetch_sub(discarded.len(), Ordering::Relaxed);
+        hung
+    }
+
+    /// Discards what has not begun; no job begins any more.
+    pub(super) fn close(&self) {
+        let mut queue = self.shared.lock();
+        queue.closed_at.get_or_insert_with(Instant::now);
+        let discarded = (std::mem::take(&mut queue.urgent), std::mem::take(&mut queue.other));
+        self.shared.wake.notify_all();
+        drop(queue);
+        drop(discarded);
     }
 }
 
 impl Drop for Lane {
-    /// Lets running jobs end, for a short time: a thread that hangs in a store is left behind.
+    /// Lets running jobs end, for a short time after the lane was closed: a thread that hangs in a
+    /// store is left behind.
     fn drop(&mut self) {
         const PATIENCE: Duration = Duration::from_millis(250);
-        let start = Instant::now();
+        self.close();
         let mut queue = self.shared.lock();
-        queue.is_closed = true;
-        let discarded = (std::mem::take(&mut queue.urgent), std::mem::take(&mut queue.other));
-        self.shared.wake.notify_all();
-        while queue.running > 0 {
-            let Some(left) = PATIENCE.checked_sub(start.elapsed()) else { break };
+        while !queue.running.is_empty() {
+            let waited = queue.closed_at.map_or(PATIENCE, |at| at.elapsed());
+            let Some(left) = PATIENCE.checked_sub(waited) else { break };
             let waited = self.shared.ended.wait_timeout(queue, left);
             queue = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
-        drop(queue);
-        drop(discarded);
     }
 }
 
@@ -89,8 +146,8 @@ impl Shared {
     fn run(&self) {
         let mut queue = self.lock();
         loop {
-            let Some((job, is_urgent)) = queue.next() else {
-                if queue.is_closed {
+            let Some((job, number)) = queue.next() else {
+                if queue.closed_at.is_some() {
                     return;
                 }
                 queue = self.wake.wait(queue).unwrap_or_else(PoisonError::into_inner);
@@ -98,29 +155,56 @@ impl Shared {
             };
             drop(queue);
             job();
+            self.busy.fetch_sub(1, Ordering::Relaxed);
             queue = self.lock();
-            queue.running = queue.running.saturating_sub(1);
-            if !is_urgent {
-                queue.running_other = queue.running_other.saturating_sub(1);
-            }
+            queue.running.retain(|running| running.number != number);
             self.ended.notify_all();
         }
     }
 }
 
 impl Queue {
-    /// Takes the next job, and says whether it is urgent.
-    fn next(&mut self) -> Option<(Job, bool)> {
-        let (job, is_urgent) = match self.urgent.pop_front() {
+    /// Takes the next job, and returns the number that it runs under.
+    fn next(&mut self) -> Option<(Job, u64)> {
+        let others = self.running.iter().filter(|running| !running.is_urgent).count();
+        let (Waiting { job, limit }, is_urgent) = match self.urgent.pop_front() {
             Some(job) => (job, true),
-            None if self.running_other < self.other_max => (self.other.pop_front()?, false),
+            None if others < self.other_max => (self.other.pop_front()?, false),
             None => return None,
         };
-        self.running = self.running.saturating_add(1);
-        if !is_urgent {
-            self.running_other = self.running_other.saturating_add(1);
+        let number = self.next;
+        self.next = number.saturating_add(1);
+        let until = Instant::now().checked_add(limit);
+        self.running.push(Running { number, is_urgent, until, is_counted: false });
+        Some((job, number))
+    }
+
+    /// Finds what hangs; returns it and the jobs that no thread is left for.
+    fn sweep(&mut self, now: Instant) -> (Hung, Vec<Waiting>) {
+        let mut hung = Hung::default();
+        let (mut late, mut late_other) = (0_usize, 0_usize);
+        let is_late = |running: &&mut Running| running.until.is_some_and(|until| now >= until);
+        for running in self.running.iter_mut().filter(is_late) {
+            late = late.saturating_add(1);
+            let new = usize::from(!std::mem::replace(&mut running.is_counted, true));
+            if running.is_urgent {
+                hung.urgent = hung.urgent.saturating_add(new);
+            } else {
+                late_other = late_other.saturating_add(1);
+                hung.other = hung.other.saturating_add(new);
+            }
         }
-        Some((job, is_urgent))
+        hung.blocks_urgent = late >= self.threads;
+        hung.blocks_other = hung.blocks_urgent || late_other >= self.other_max;
+        let mut discarded = Vec::new();
+        if hung.blocks_other {
+            hung.discarded = self.other.len();
+            discarded.extend(self.other.drain(..));
+        }
+        if hung.blocks_urgent {
+            discarded.extend(self.urgent.drain(..));
+        }
+        (hung, discarded)
     }
 }
 
@@ -129,7 +213,7 @@ impl fmt::Debug for Lane {
         let queue = self.shared.lock();
         f.debug_struct("Lane")
             .field("waiting", &queue.urgent.len().saturating_add(queue.other.len()))
-            .field("running", &queue.running)
+            .field("running", &queue.running.len())
             .finish_non_exhaustive()
     }
 }
@@ -140,17 +224,19 @@ mod tests {
 
     use super::*;
 
+    const LONG: Duration = Duration::from_secs(60);
+
     #[test]
     fn urgent_jobs_pass_others() {
         let lane = Lane::new("test", 1).unwrap();
         let (send, receive) = mpsc::channel();
         let (go, wait) = mpsc::channel::<()>();
         // The one thread is busy until all jobs are there.
-        lane.push(move || wait.recv().unwrap());
+        lane.push(LONG, move || wait.recv().unwrap());
         for (name, is_urgent) in [("a", false), ("b", true), ("c", false), ("d", true)] {
             let send = send.clone();
             let job = move || send.send(name).unwrap();
-            if is_urgent { lane.push_urgent(job) } else { lane.push(job) }
+            if is_urgent { lane.push_urgent(LONG, job) } else { lane.push(LONG, job) }
         }
         go.send(()).unwrap();
         let order: Vec<_> = (0..4).map(|_| receive.recv().unwrap()).collect();
@@ -164,10 +250,10 @@ mod tests {
         let mut hanging = Vec::new();
         for _ in 0..3 {
             let (go, wait) = mpsc::channel::<()>();
-            lane.push(move || assert!(wait.recv().is_err()));
+            lane.push(LONG, move || assert!(wait.recv().is_err()));
             hanging.push(go);
         }
-        lane.push_urgent(move || send.send(7).unwrap());
+        lane.push_urgent(LONG, move || send.send(7).unwrap());
         assert_eq!(receive.recv_timeout(Duration::from_secs(10)), Ok(7));
         drop(hanging);
     }
@@ -177,17 +263,56 @@ mod tests {
         let lane = Lane::new("test", 1).unwrap();
         let (began, runs) = mpsc::channel();
         let (go, wait) = mpsc::channel::<()>();
-        lane.push(move || {
+        lane.push(LONG, move || {
             began.send(()).unwrap();
             assert!(wait.recv().is_err());
         });
         runs.recv().unwrap();
         let (send, receive) = mpsc::channel::<()>();
-        lane.push(move || send.send(()).unwrap());
+        lane.push(LONG, move || send.send(()).unwrap());
         let start = Instant::now();
         drop(lane);
         assert!(start.elapsed() < Duration::from_secs(5));
         assert_eq!(receive.try_recv(), Err(mpsc::TryRecvError::Disconnected));
+        drop(go);
+    }
+
+    #[test]
+    fn jobs_that_no_thread_is_left_for_are_discarded() {
+        struct Dropped(mpsc::Sender<&'static str>);
+        impl Drop for Dropped {
+            fn drop(&mut self) {
+                self.0.send("dropped").unwrap();
+            }
+        }
+        let lane = Lane::new("test", 2).unwrap();
+        let (go, wait) = mpsc::channel::<()>();
+        let wait = Arc::new(Mutex::new(wait));
+        let (send, receive) = mpsc::channel();
+        let hang = |began: mpsc::Sender<&'static str>| {
+            let wait = Arc::clone(&wait);
+            move || {
+                began.send("began").unwrap();
+                assert!(wait.lock().unwrap().recv().is_err());
+            }
+        };
+        let waiting = |send: &mpsc::Sender<&'static str>| {
+            let dropped = Dropped(send.clone());
+            move || drop(dropped)
+        };
+        lane.push(Duration::ZERO, hang(send.clone()));
+        assert_eq!(receive.recv(), Ok("began"));
+        lane.push(LONG, waiting(&send));
+        let expected = Hung { other: 1, blocks_other: true, discarded: 1, ..Hung::default() };
+        assert_eq!(lane.sweep(), expected);
+        assert_eq!(receive.try_recv(), Ok("dropped"));
+        lane.push_urgent(Duration::ZERO, hang(send.clone()));
+        assert_eq!(receive.recv(), Ok("began"));
+        lane.push_urgent(LONG, waiting(&send));
+        let both = Hung { urgent: 1, blocks_urgent: true, blocks_other: true, ..Hung::default() };
+        assert_eq!(lane.sweep(), both);
+        assert_eq!(receive.try_recv(), Ok("dropped"));
+        assert_eq!(lane.sweep(), Hung { urgent: 0, ..both }, "each job is counted once");
         drop(go);
     }
 }

@@ -51,7 +51,7 @@ use guarded::{GuardedStore, Read};
 use host::HostIndex;
 use lane::Lane;
 use links::{Complete, Links};
-use onboard::Prefetch;
+use onboard::{Abandoned, Prefetch};
 use rates::Average;
 use record::Record;
 
@@ -100,6 +100,7 @@ pub struct Tiers<B: Backend> {
     done: Receiver<Done<ChunkOf<B>>>,
     sender: Sender<Done<ChunkOf<B>>>,
     prefetches: HashMap<u64, Prefetch<ChunkOf<B>>>,
+    abandoned: Vec<Abandoned<ChunkOf<B>>>,
     /// Chunks of prompts, as opposed to generated text, by name: tokens of the longest prompt.
     prompted: Prompted,
     changes: Vec<BlockChange>,
@@ -130,8 +131,17 @@ struct GroupTier<P: HostPool> {
     /// Chunks that are being completed after their copy.
     encoding: HashSet<ChunkName>,
     reading: HashMap<ChunkName, Reading>,
-    /// Chunks that left and return to the pool when they are written.
+    /// Chunks that left and return to the pool when they are written, until the last of these
+    /// writes is late.
     leaving: usize,
+    leaving_until: Option<Instant>,
+}
+
+impl<P: HostPool> GroupTier<P> {
+    /// Returns whether room in host memory comes without another chunk having to leave.
+    fn is_leaving(&self) -> bool {
+        self.leaving > 0 && self.leaving_until.is_some_and(|until| Instant::now() < until)
+    }
 }
 
 /// A chunk that is being copied from the device.
@@ -146,6 +156,10 @@ struct Copying<P> {
 #[derive(Debug)]
 struct Reading {
     store: usize,
+    /// Index of the chunk in its prompt.
+    index: u32,
+    /// When the store is not waited for any more.
+    until: Instant,
     /// The prefetches that wait for it.
     waiters: Vec<u64>,
 }
@@ -156,6 +170,30 @@ struct StoreLane {
     store: Arc<GuardedStore>,
     lane: Lane,
     writes_waiting: usize,
+}
+
+/// Sends what a job has done when it ends, also if it was discarded.
+#[derive(Debug)]
+struct Report<C> {
+    sender: Sender<Done<C>>,
+    /// What a discarded job has done, until the job says otherwise.
+    done: Option<Done<C>>,
+}
+
+impl<C> Report<C> {
+    fn new(sender: &Sender<Done<C>>, done: Done<C>) -> Self {
+        Self { sender: sender.clone(), done: Some(done) }
+    }
+    fn set(&mut self, done: Done<C>) {
+        self.done = Some(done);
+    }
+}
+
+impl<C> Drop for Report<C> {
+    fn drop(&mut self) {
+        // Nobody listens once the tiers are gone.
+        let _ = self.done.take().map(|done| self.sender.send(done));
+    }
 }
 
 /// What a thread has done.
@@ -214,6 +252,7 @@ impl<B: Backend> Tiers<B> {
             done,
             sender,
             prefetches: HashMap::new(),
+            abandoned: Vec::new(),
             prompted: Prompted::default(),
             changes: Vec::new(),
             announcements: Vec::new(),
@@ -271,6 +310,7 @@ impl<B: Backend> Tiers<B> {
                 encoding: HashSet::new(),
                 reading: HashMap::new(),
                 leaving: 0,
+                leaving_until: None,
             })
         };
         specs.into_iter().map(make).collect()
@@ -283,11 +323,13 @@ impl<B: Backend> Tiers<B> {
     /// # Errors
     /// [`TierError::Cache`] if the device failed. No failure of a store is an error.
     pub fn poll(&mut self, cache: &mut KvCache<B>) -> Result<(), TierError> {
+        self.sweep();
         self.take_results();
         self.advance_prefetches();
         if cache.is_step_open() {
             return Ok(());
         }
+        self.finish_abandoned(cache)?;
         self.follow_changes(cache);
         self.finish_copies(cache)?;
         self.begin_copies(cache)?;
@@ -308,13 +350,16 @@ impl<B: Backend> Tiers<B> {
         if cache.is_step_open() {
             return Err(TierError::StepOpen);
         }
+        // What each store may have yet to get.
         let mut unwritten = None;
         loop {
             self.poll(cache)?;
             if self.is_copied() {
-                let all = unwritten.get_or_insert_with(|| self.host_records());
+                let all = unwritten
+                    .get_or_insert_with(|| vec![self.host_records(); self.stores.len()]);
                 self.write_rest(all);
-                if all.is_empty() && self.stores.iter().all(|lane| lane.writes_waiting == 0) {
+                let is_written = self.stores.iter().all(|lane| lane.writes_waiting == 0);
+                if is_written && all.iter().all(VecDeque::is_empty) {
                     return Ok(true);
                 }
             }
@@ -343,9 +388,18 @@ impl<B: Backend> Tiers<B> {
             let chunks = to_u64(group.host.len());
             stats.host_chunks = stats.host_chunks.saturating_add(chunks);
             stats.host_bytes = stats.host_bytes.saturating_add(chunks.saturating_mul(bytes));
+            let capacity = to_u64(group.capacity).saturating_mul(bytes);
+            stats.host_capacity = stats.host_capacity.saturating_add(capacity);
         }
         stats.stores = self.stores.iter().map(|lane| lane.store.stats()).collect();
         stats
+    }
+
+    /// Looks for calls of stores that hang.
+    fn sweep(&self) {
+        for StoreLane { store, lane, .. } in &self.stores {
+            store.note_hung(&lane.sweep());
+        }
     }
 
     fn take_results(&mut self) {
@@ -411,6 +465,18 @@ impl<B: Backend> fmt::Debug for Tiers<B> {
             .field("prefetches", &self.prefetches.len())
             .field("stats", &self.stats)
             .finish_non_exhaustive()
+    }
+}
+
+impl<B: Backend> Drop for Tiers<B> {
+    /// Ends the threads. One that hangs in a store is left behind after a quarter of a second, for
+    /// all stores together.
+    ///
+    /// Blocks whose copies from the device had not ended stay held by the cache:
+    /// [`Tiers::flush`] ends them, [`KvCache::release_holds`] lets go of them.
+    fn drop(&mut self) {
+        self.stores.iter().for_each(|store| store.lane.close());
+        self.encoder.close();
     }
 }
 

@@ -2,7 +2,7 @@
 use std::collections::{HashSet, VecDeque};
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use kv_core::backend::{Backend, HostPool, PendingChunk, Queue};
 use kv_core::block::{BlockChange, BlockChangeKind};
@@ -14,7 +14,8 @@ use kv_core::{BlockId, CacheError, GroupId, KvCache};
 use super::host::Entry;
 use super::links::{Complete, Linked};
 use super::record::Record;
-use super::{ChunkOf, Copying, Done, StoreLane, TierError, Tiers};
+use super::onboard::GRACE;
+use super::{ChunkOf, Copying, Done, Report, StoreLane, TierError, Tiers};
 use crate::chunk::{Verified, encode_header, verify};
 use crate::policy::{ChunkEvent, ChunkFacts, WriteDecision};
 use crate::store::Put;
@@ -182,11 +183,11 @@ impl<B: Backend> Tiers<B> {
                 let released = release(cache, holds);
                 match copied {
                     Ok(chunk) => {
-                        let sender = self.sender.clone();
-                        self.encoder.push_urgent(move || {
+                        let none = Done::Encoded { record: Arc::clone(&record), chunk: None };
+                        let mut report = Report::new(&self.sender, none);
+                        self.encoder.push_urgent(Duration::MAX, move || {
                             let chunk = encode::<B>(&record, chunk);
-                            // Nobody listens once the tiers are gone.
-                            let _ = sender.send(Done::Encoded { record, chunk });
+                            report.set(Done::Encoded { record, chunk });
                         });
                     }
                     Err(error) => {
@@ -213,8 +214,9 @@ impl<B: Backend> Tiers<B> {
             return;
         };
         self.stats.offloaded = self.stats.offloaded.saturating_add(1);
-        of.host.insert(chunk, Arc::clone(record), 0);
-        self.announcements.extend(record.stored(Tier::Host));
+        if of.host.insert(chunk, Arc::clone(record), 0) {
+            self.announcements.extend(record.stored(Tier::Host));
+        }
         self.decide_writes(record, ChunkEvent::Published);
         if !self.keeps_host {
             self.decide_writes(record, ChunkEvent::Left);
@@ -223,64 +225,78 @@ impl<B: Backend> Tiers<B> {
 
     /// Sends a chunk of host memory to the stores whose rules say so.
     pub(super) fn decide_writes(&mut self, record: &Arc<Record>, event: ChunkEvent) {
+        (0..self.stores.len()).for_each(|store| self.decide_write(record, store, event));
+    }
+
+    /// Sends a chunk of host memory to one store if its rule says so.
+    fn decide_write(&mut self, record: &Arc<Record>, store: usize, event: ChunkEvent) {
         let group = usize::from(record.group().0);
         let host = &self.groups.get(group).invariant(GROUP).host;
         let Some(entry) = host.get(&record.name) else { return };
         let (chunk, stores, uses) = (entry.chunk.clone(), entry.stores, entry.uses);
-        let sent = self.send(record, &chunk, (stores, uses), event);
-        let host = &mut self.groups.get_mut(group).invariant(GROUP).host;
-        if let Some(entry) = host.get_mut(&record.name) {
-            entry.stores = sent;
+        if self.send(record, &chunk, (stores, uses), store, event) {
+            let host = &mut self.groups.get_mut(group).invariant(GROUP).host;
+            if let Some(entry) = host.get_mut(&record.name) {
+                entry.stores |= bit(store);
+            }
         }
     }
 
-    /// Sends a chunk to the stores whose rules say so, and returns which stores have it then.
+    /// Sends a chunk to a store if its rule says so; returns whether it was sent. `stores` have it
+    /// already.
     fn send(
         &mut self,
         record: &Arc<Record>,
         chunk: &Verified<Arc<ChunkOf<B>>>,
-        (mut stores, uses): (u64, u32),
+        (stores, uses): (u64, u32),
+        at: usize,
         event: ChunkEvent,
-    ) -> u64 {
+    ) -> bool {
         let prompt_tokens = self.prompted.get(&record.name);
-        for (at, lane) in self.stores.iter_mut().enumerate() {
-            let facts = ChunkFacts {
-                is_present: stores & bit(at) != 0,
-                // The publication is the first.
-                uses: uses.saturating_add(1),
-                prompt_tokens: prompt_tokens.unwrap_or_else(|| record.end()),
-                is_generated: prompt_tokens.is_none(),
-                is_pinned: record.is_pinned,
-                level: record.priority.level,
-            };
-            let options = lane.store.options();
-            if options.write.decide(event, &facts) != WriteDecision::Write {
-                continue;
-            }
-            if lane.writes_waiting >= options.writes_max {
-                lane.store.note_queue_full();
-                continue;
-            }
-            stores |= bit(at);
-            lane.writes_waiting = lane.writes_waiting.saturating_add(1);
-            let left = event == ChunkEvent::Left && self.keeps_host;
-            if left {
-                let group = usize::from(record.group().0);
-                let of = self.groups.get_mut(group).invariant(GROUP);
-                of.leaving = of.leaving.saturating_add(1);
-            }
-            let (store, sender) = (Arc::clone(&lane.store), self.sender.clone());
-            let (record, chunk) = (Arc::clone(record), chunk.clone());
-            lane.lane.push(move || {
-                let put = store.write(&record.address(), chunk.bytes());
-                // Its memory is free before the tiers look for room.
-                drop(chunk);
-                let (is_there, is_new) = (put.is_some(), put == Some(Put::New));
-                let done = Done::Written { record, store: at, is_there, is_new, left };
-                let _ = sender.send(done);
-            });
+        let lane = self.stores.get_mut(at).invariant(STORE);
+        let facts = ChunkFacts {
+            is_present: stores & bit(at) != 0,
+            // The publication is the first.
+            uses: uses.saturating_add(1),
+            prompt_tokens: prompt_tokens.unwrap_or_else(|| record.end()),
+            is_generated: prompt_tokens.is_none(),
+            is_pinned: record.is_pinned,
+            level: record.priority.level,
+        };
+        let options = lane.store.options();
+        if options.write.decide(event, &facts) != WriteDecision::Write {
+            return false;
         }
-        stores
+        if lane.writes_waiting >= options.writes_max {
+            lane.store.note_queue_full();
+            return false;
+        }
+        let Some(permit) = lane.store.begin_write() else {
+            lane.store.note_refused_write();
+            return false;
+        };
+        let limit = options.write_deadline.saturating_add(GRACE);
+        lane.writes_waiting = lane.writes_waiting.saturating_add(1);
+        let left = event == ChunkEvent::Left && self.keeps_host;
+        if left {
+            let of = self.groups.get_mut(usize::from(record.group().0)).invariant(GROUP);
+            of.leaving = of.leaving.saturating_add(1);
+            of.leaving_until = of.leaving_until.max(Instant::now().checked_add(limit));
+        }
+        let written = move |record: Arc<Record>, put: Option<Put>| {
+            let (is_there, is_new) = (put.is_some(), put == Some(Put::New));
+            Done::Written { record, store: at, is_there, is_new, left }
+        };
+        let mut report = Report::new(&self.sender, written(Arc::clone(record), None));
+        let store = Arc::clone(&lane.store);
+        let (record, chunk) = (Arc::clone(record), chunk.clone());
+        lane.lane.push(limit, move || {
+            let put = store.write(permit, &record.address(), chunk.bytes());
+            // Its memory is free before the tiers look for room.
+            drop(chunk);
+            report.set(written(record, put));
+        });
+        true
     }
 
     pub(super) fn note_written(
@@ -309,14 +325,16 @@ impl<B: Backend> Tiers<B> {
         entries.map(|entry| Arc::clone(&entry.record)).collect()
     }
 
-    /// Sends chunks of host memory to the stores that want them before the end, as many as may
-    /// wait there.
-    pub(super) fn write_rest(&mut self, records: &mut VecDeque<Arc<Record>>) {
+    /// Sends chunks of host memory to the stores that want them before the end, to each as many as
+    /// may wait there.
+    pub(super) fn write_rest(&mut self, unwritten: &mut [VecDeque<Arc<Record>>]) {
         let has_room =
             |lane: &StoreLane| lane.writes_waiting < lane.store.options().writes_max.max(1);
-        while self.stores.iter().all(has_room) {
-            let Some(record) = records.pop_front() else { return };
-            self.decide_writes(&record, ChunkEvent::Flush);
+        for (store, records) in unwritten.iter_mut().enumerate() {
+            while self.stores.get(store).is_some_and(has_room) {
+                let Some(record) = records.pop_front() else { break };
+                self.decide_write(&record, store, ChunkEvent::Flush);
+            }
         }
     }
 
@@ -328,14 +346,16 @@ impl<B: Backend> Tiers<B> {
             return Some(chunk);
         }
         // Room is on its way.
-        if of.leaving > 0 {
+        if of.is_leaving() {
             return None;
         }
         let is_unused = |entry: &Entry<_>| Arc::strong_count(entry.chunk.get_ref()) == 1;
         let Entry { chunk, record, stores, uses, .. } = of.host.evict(is_unused)?;
         self.stats.host_evictions = self.stats.host_evictions.saturating_add(1);
         self.announcements.extend(record.removed(Tier::Host));
-        self.send(&record, &chunk, (stores, uses), ChunkEvent::Left);
+        for store in 0..self.stores.len() {
+            self.send(&record, &chunk, (stores, uses), store, ChunkEvent::Left);
+        }
         drop(chunk);
         self.groups.get_mut(group).invariant(GROUP).pool.take()
     }

@@ -9,13 +9,13 @@ use kv_core::events::Tier;
 use kv_core::invariant::Invariant;
 use kv_core::num::{to_u32, to_u64};
 use kv_core::reuse::{Import, ImportBlock, PrefixProbe};
-use kv_core::{BlockId, CacheError, KvCache, SequenceId, StartOptions};
+use kv_core::{BlockId, CacheError, GroupId, KvCache, SequenceId, StartOptions};
 
 use super::chain::{Chain, chunk_of, last_key, missing, reach};
 use super::guarded::{Read, after};
 use super::offload::bit;
 use super::record::Record;
-use super::{ChunkOf, Done, Reading, TierError, Tiers, Wait};
+use super::{ChunkOf, Done, GroupTier, Reading, Report, TierError, Tiers, Wait};
 use crate::chunk::Verified;
 use crate::policy::{ChunkEvent, LoadDecision, LoadOrCompute};
 
@@ -23,7 +23,7 @@ const GROUP: &str = "groups are those of the cache that the tiers were made for"
 const STORE: &str = "stores are numbered as in the options";
 
 /// How long after its deadline a store is waited for.
-const GRACE: Duration = Duration::from_millis(20);
+pub(super) const GRACE: Duration = Duration::from_millis(20);
 
 /// A prompt whose blocks are being looked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -36,6 +36,8 @@ type Held<C> = (Verified<Arc<C>>, Tier);
 #[derive(Debug)]
 pub(super) struct Prefetch<C> {
     probe: PrefixProbe,
+    /// That of the cache when the chains were named.
+    encoding_key: u128,
     /// Empty if a group has no names: nothing can come then.
     chains: Vec<Chain>,
     began: Instant,
@@ -45,6 +47,15 @@ pub(super) struct Prefetch<C> {
     found: HashMap<(usize, u32), u64>,
     /// Chunks that are here, by group and chunk. Held chunks stay in host memory.
     held: HashMap<(usize, u32), Held<C>>,
+}
+
+/// An import whose copies to the device failed. Some may have been recorded before, and must not
+/// reach blocks that were given to others.
+#[derive(Debug)]
+pub(super) struct Abandoned<C> {
+    import: Import,
+    /// A chunk of each group that was copied from.
+    chunks: Vec<(GroupId, Verified<Arc<C>>)>,
 }
 
 #[derive(Debug)]
@@ -93,6 +104,7 @@ impl<B: Backend> Tiers<B> {
         let chains = self.chains(cache, &probe);
         let mut prefetch = Prefetch {
             probe,
+            encoding_key: cache.encoding_key(),
             chains,
             began,
             wait,
@@ -152,9 +164,10 @@ impl<B: Backend> Tiers<B> {
     /// If the device has too few free blocks for what has come, the sequence starts without it.
     ///
     /// # Errors
-    /// [`TierError::UnknownPrefetch`]; [`TierError::OtherOptions`] if salt, adapter, contents,
-    /// backoff or reuse are not those of the prefetch; [`TierError::Cache`] with the errors of
-    /// [`KvCache::start`]. The prefetch has ended then too.
+    /// [`TierError::UnknownPrefetch`]; [`TierError::OtherOptions`] if salt, adapter, contents or
+    /// reuse are not those of the prefetch; [`TierError::Cache`] with the errors of
+    /// [`KvCache::start`], or if a copy to the device failed. The prefetch has ended then too, and
+    /// no sequence has started.
     pub fn start(
         &mut self,
         cache: &mut KvCache<B>,
@@ -165,10 +178,13 @@ impl<B: Backend> Tiers<B> {
         let prompt = self.prompt(prefetch)?;
         let import = self.bring(cache, prefetch, &options)?;
         let started = cache.start(sequence, prompt.prompt(), options);
-        let finished = import.map_or(Ok(()), |import| cache.finish_import(import));
-        let reused = started?;
-        finished?;
-        Ok(reused)
+        if let Some(import) = import {
+            // Blocks that could not be zeroed stay out of use, and are zeroed by a later call.
+            let finished = cache.finish_import(import);
+            let is_finished = matches!(finished, Ok(()) | Err(CacheError::Device(_)));
+            assert!(is_finished, "no step is open, and the import was not finished: {finished:?}");
+        }
+        Ok(started?)
     }
 
     /// Brings to the device what has come for a prompt, for callers that start the sequence
@@ -192,8 +208,17 @@ impl<B: Backend> Tiers<B> {
             self.stats.late = self.stats.late.saturating_add(1);
         }
         let fresh = cache.probe_keys(of.probe.prompt(), options);
-        if fresh.root() != of.probe.root() || last_key(&fresh) != last_key(&of.probe) {
+        let is_current = of.encoding_key == cache.encoding_key();
+        let has_space = (fresh.salt(), fresh.adapter()) == (of.probe.salt(), of.probe.adapter());
+        let groups = self.groups.iter().map(|group| group.spec.group());
+        let same_keys = |group| last_key(&fresh, group) == last_key(&of.probe, group);
+        if !has_space || (is_current && !groups.clone().all(same_keys)) {
             return Err(TierError::OtherOptions);
+        }
+        if !is_current {
+            // The constants have changed: what was found has other bytes than it would have now.
+            of.chains.clear();
+            of.held.clear();
         }
         of.probe = fresh;
         for group in 0..of.chains.len() {
@@ -270,18 +295,22 @@ impl<B: Backend> Tiers<B> {
             let [_, others] = of.probe.needed_indices(chain.group(), of.probe.limit());
             let stops = others.start == 0;
             for (store, lane) in self.stores.iter().enumerate() {
-                if !lane.store.may_read() {
-                    continue;
-                }
+                let Some(permit) = lane.store.begin_lookup() else { continue };
                 questions = questions.saturating_add(1);
                 let addresses: Vec<_> = chunks.iter().map(|at| chain.address(*at)).collect();
-                let (asked, sender) = (Arc::clone(&lane.store), self.sender.clone());
-                let chunks = chunks.clone();
-                lane.lane.push_urgent(move || {
-                    let found = asked.lookup(&addresses, stops);
-                    let done = Done::Found { prefetch: id, store, group, chunks, found };
-                    // Nobody listens once the tiers are gone.
-                    let _ = sender.send(done);
+                let answer = move |chunks: Vec<u32>, found: Vec<bool>| Done::Found {
+                    prefetch: id,
+                    store,
+                    group,
+                    chunks,
+                    found,
+                };
+                let mut report = Report::new(&self.sender, answer(Vec::new(), Vec::new()));
+                let (asked, chunks) = (Arc::clone(&lane.store), chunks.clone());
+                let limit = lane.store.options().lookup_deadline.saturating_add(GRACE);
+                lane.lane.push_urgent(limit, move || {
+                    let found = asked.lookup(permit, &addresses, stops);
+                    report.set(answer(chunks, found));
                 });
             }
         }
@@ -309,6 +338,7 @@ impl<B: Backend> Tiers<B> {
 
     /// Begins reads that have room now, and ends stages whose time is over.
     pub(super) fn advance_prefetches(&mut self) {
+        self.expire_reads();
         if self.prefetches.is_empty() {
             return;
         }
@@ -320,7 +350,10 @@ impl<B: Backend> Tiers<B> {
             let Some(of) = self.prefetches.get(&id) else { continue };
             match of.stage {
                 Stage::Looking { until, .. } if now >= until => self.plan(id),
-                Stage::Reading { until, .. } if now >= until => self.give_up(id),
+                Stage::Reading { until, .. } if now >= until => {
+                    let of = self.prefetches.get_mut(&id);
+                    of.invariant("a prefetch was just there").stage = Stage::Done;
+                }
                 Stage::Reading { .. } => self.begin_reads(id),
                 _ => {}
             }
@@ -424,20 +457,28 @@ impl<B: Backend> Tiers<B> {
                     let store = of.found.get(&(group, chunk)).map_or(0, |stores| first(*stores));
                     let record = Arc::new(chain.record(&of.probe, chunk));
                     let tier = self.groups.get_mut(group).invariant(GROUP);
-                    tier.reading.insert(name, Reading { store, waiters: vec![id] });
+                    let late = after(until, GRACE);
+                    let reading = Reading { store, index: chunk, until: late, waiters: vec![id] };
+                    tier.reading.insert(name, reading);
                     outstanding = outstanding.saturating_add(1);
                     let lane = self.stores.get(store).invariant(STORE);
-                    let (asked, sender) = (Arc::clone(&lane.store), self.sender.clone());
-                    lane.lane.push_urgent(move || {
+                    let asked = Arc::clone(&lane.store);
+                    // A chunk that is refused is removed too.
+                    let limit = late.saturating_duration_since(Instant::now());
+                    let limit = limit.saturating_add(lane.store.options().lookup_deadline);
+                    let failed = Read::Failed;
+                    let done = Done::Read { record: Arc::clone(&record), store, read: failed };
+                    let mut report = Report::new(&self.sender, done);
+                    lane.lane.push_urgent(limit, move || {
                         let read = asked.read(&record, into, until);
-                        let _ = sender.send(Done::Read { record, store, read });
+                        report.set(Done::Read { record, store, read });
                     });
                 }
                 queue.pop_front();
             }
-            let leaving: usize = self.groups.iter().map(|group| group.leaving).sum();
+            let is_leaving = self.groups.iter().any(GroupTier::is_leaving);
             // Without anything on its way, no room comes before the prompt starts.
-            if outstanding > 0 || (!queue.is_empty() && leaving > 0) {
+            if outstanding > 0 || (!queue.is_empty() && is_leaving) {
                 of.stage = Stage::Reading { queue, outstanding, until };
             }
         }
@@ -458,23 +499,39 @@ impl<B: Backend> Tiers<B> {
             Read::Verified(chunk) => Some(chunk),
             Read::Missing | Read::Failed => None,
         };
-        let from = self.stores.get(store).invariant(STORE).store.tier();
         if let Some(chunk) = &chunk
-            && !tier.host.contains(&record.name)
+            && tier.host.insert(chunk.clone(), Arc::clone(record), bit(store))
         {
-            tier.host.insert(chunk.clone(), Arc::clone(record), bit(store));
             self.announcements.extend(record.stored(Tier::Host));
         }
+        self.resolve((group, record.index), store, waiters, chunk.as_ref());
+    }
+
+    /// Gives a chunk that was read, or none, to the prefetches that wait for it.
+    fn resolve(
+        &mut self,
+        at: (usize, u32),
+        store: usize,
+        waiters: Vec<u64>,
+        chunk: Option<&Verified<Arc<ChunkOf<B>>>>,
+    ) {
+        let from = self.stores.get(store).invariant(STORE).store.tier();
         for id in waiters {
             let Some(of) = self.prefetches.get_mut(&id) else { continue };
             let Stage::Reading { queue, outstanding, .. } = &mut of.stage else { continue };
             *outstanding = outstanding.saturating_sub(1);
-            match &chunk {
+            let others = of.found.get_mut(&at).map_or(0, |stores| {
+                *stores &= !bit(store);
+                *stores
+            });
+            match chunk {
                 Some(chunk) => {
-                    of.held.insert((group, record.index), (chunk.clone(), from));
+                    of.held.insert(at, (chunk.clone(), from));
                 }
+                // Another store has it.
+                None if others != 0 => queue.push_front(at),
                 // Of this group, nothing after the gap is of use.
-                None => queue.retain(|(of, at)| *of != group || *at < record.index),
+                None => queue.retain(|(of, chunk)| *of != at.0 || *chunk < at.1),
             }
             if *outstanding == 0 && queue.is_empty() {
                 of.stage = Stage::Done;
@@ -482,27 +539,19 @@ impl<B: Backend> Tiers<B> {
         }
     }
 
-    /// Ends the reads of a prefetch whose deadline has passed.
-    fn give_up(&mut self, id: u64) {
-        let Some(of) = self.prefetches.get_mut(&id) else { return };
-        let outstanding = match &of.stage {
-            Stage::Reading { outstanding, .. } => *outstanding,
-            Stage::Looking { .. } | Stage::Done => 0,
-        };
-        of.stage = Stage::Done;
-        if outstanding == 0 {
+    /// Gives up reads that have not returned: others may ask for the same chunks again.
+    fn expire_reads(&mut self) {
+        if self.groups.iter().all(|group| group.reading.is_empty()) {
             return;
         }
-        // Their threads hang in a store: others may ask for the same chunks again.
-        for tier in &mut self.groups {
-            tier.reading.retain(|_, reading| {
-                let is_of_it = reading.waiters.contains(&id);
-                reading.waiters.retain(|waiter| *waiter != id);
-                if is_of_it {
-                    self.stores.get(reading.store).invariant(STORE).store.note_hung();
-                }
-                !(is_of_it && reading.waiters.is_empty())
-            });
+        let now = Instant::now();
+        let mut expired = Vec::new();
+        for (group, tier) in self.groups.iter_mut().enumerate() {
+            let late = tier.reading.extract_if(|_, reading| now >= reading.until);
+            expired.extend(late.map(|(_, reading)| (group, reading)));
+        }
+        for (group, Reading { store, index, waiters, .. }) in expired {
+            self.resolve((group, index), store, waiters, None);
         }
     }
 
@@ -529,9 +578,10 @@ impl<B: Backend> Tiers<B> {
         };
         let before = of.probe.cached();
         let brought = self.copy_in(cache, of, &import).and_then(|tiers| {
-            tiers
-                .iter()
-                .try_for_each(|(end, tier)| Ok(cache.publish_import(&mut import, *end, *tier)?))
+            // All blocks from one tier in a row are published at once.
+            tiers.chunk_by(|a, b| a.1 == b.1).filter_map(|run| run.last()).try_for_each(
+                |(end, tier)| Ok(cache.publish_import(&mut import, *end, *tier)?),
+            )
         });
         match brought {
             Ok(()) => {
@@ -541,10 +591,38 @@ impl<B: Backend> Tiers<B> {
                 Ok(Some(import))
             }
             Err(error) => {
-                cache.finish_import(import)?;
+                let groups = self.groups.iter().map(|group| group.spec.group());
+                let chunk_of = |id: GroupId| {
+                    let held = of.held.iter().find(|((at, _), _)| *at == usize::from(id.0));
+                    held.map(|(_, (chunk, _))| (id, chunk.clone()))
+                };
+                let chunks = groups.filter_map(chunk_of).collect();
+                self.abandoned.push(Abandoned { import, chunks });
+                // If the device still fails, the next call tries again.
+                let _: Result<(), TierError> = self.finish_abandoned(cache);
                 Err(error)
             }
         }
+    }
+
+    /// Ends the imports whose copies failed, once the copies that were recorded before are done.
+    ///
+    /// # Errors
+    /// Those of the device: the blocks stay held.
+    pub(super) fn finish_abandoned(&mut self, cache: &mut KvCache<B>) -> Result<(), TierError> {
+        while let Some(Abandoned { chunks, .. }) = self.abandoned.last() {
+            for (group, chunk) in chunks {
+                let after = cache.queue_mut().submit()?;
+                let storage = cache.storage(*group).invariant(GROUP).view();
+                let of = self.groups.get_mut(usize::from(group.0)).invariant(GROUP);
+                // The fence of no copy is that of the copies before.
+                let fence = of.pool.copy_in(&after, storage, &[], chunk.get_ref(), 0)?;
+                cache.queue_mut().wait_for(&fence)?;
+            }
+            let Some(Abandoned { import, .. }) = self.abandoned.pop() else { break };
+            cache.finish_import(import)?;
+        }
+        Ok(())
     }
 
     /// Copies the bytes of an import's blocks, and lets the queue wait for them. Returns the ends of

@@ -2,8 +2,9 @@
 use std::fmt;
 
 use blake3::Hasher;
+use kv_core::invariant::Invariant;
 use kv_core::num::{to_u64, to_usize};
-use kv_core::reuse::BlockContent;
+use kv_core::reuse::{BlockContent, BlockKey};
 
 use super::{Identity, ModelDigest};
 use crate::chunk::{ChunkContent, ChunkSpec, VERSION};
@@ -19,6 +20,7 @@ pub struct ChunkRoot {
     model: ModelDigest,
     encoding_key: u128,
     spec: ChunkSpec,
+    has_adapter: bool,
 }
 
 impl ChunkRoot {
@@ -57,7 +59,8 @@ impl ChunkRoot {
         output.fill(&mut name);
         output.fill(&mut link_key);
         let name = ChunkName::new(name);
-        Self { name, link_key, model: identity.model, encoding_key, spec: *spec }
+        let has_adapter = adapter.is_some();
+        Self { name, link_key, model: identity.model, encoding_key, spec: *spec, has_adapter }
     }
 
     /// Returns the name of the root: the parent of a prompt's first chunk, and the first half of
@@ -76,6 +79,17 @@ impl ChunkRoot {
     /// Returns the geometry of the chunks.
     pub fn spec(&self) -> &ChunkSpec {
         &self.spec
+    }
+
+    /// Returns what the header of a chunk says as the key of its last block, which is `key` in the
+    /// prefix index. Keys depend on the adapter's number, which may differ between processes: with
+    /// an adapter it is the beginning of the chunk's name.
+    pub fn last_key(&self, name: &ChunkName, key: BlockKey) -> BlockKey {
+        if !self.has_adapter {
+            return key;
+        }
+        let first = name.as_bytes().first_chunk();
+        BlockKey(u128::from_le_bytes(*first.invariant("a name has 32 bytes")))
     }
 
     /// Returns the link of a block after the link of the block before: the root's name for a
