@@ -10,6 +10,7 @@
 //! | [`chunk`] | format of a chunk: geometry, header, and the checks before it is used |
 //! | `disk` | a folder that keeps chunks as files, bounded, shared by processes (Linux) |
 //! | [`identity`] | model, adapters and tenant, and the roots of names that follow from them |
+//! | [`listing`] | listing of a store's content, for tools |
 //! | [`memory`] | a bounded map that keeps chunks |
 //! | [`name`] | names of chunks |
 //! | `object` | a store in S3, with the feature `object` |
@@ -21,6 +22,7 @@ pub mod chunk;
 pub mod disk;
 mod hex;
 pub mod identity;
+pub mod listing;
 pub mod memory;
 pub mod name;
 #[cfg(feature = "object")]
@@ -36,8 +38,9 @@ pub use chunk::{
     Header, Verified,
 };
 #[cfg(target_os = "linux")]
-pub use disk::{DirectIo, DiskOpenError, DiskOptions, DiskStats, DiskStore};
+pub use disk::{DirectIo, DiskFolder, DiskOpenError, DiskOptions, DiskStats, DiskStore};
 pub use identity::{ChunkRoot, DigestError, Identity, ModelDigest, UnknownAdapter};
+pub use listing::{ListChunks, Listed, ListedChunk};
 pub use memory::MemoryStore;
 pub use name::ChunkName;
 #[cfg(any(feature = "redis", feature = "object"))]
