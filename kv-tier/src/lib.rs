@@ -11,6 +11,7 @@
 //! | [`chunk`] | format of a chunk: geometry, header, and the checks before it is used |
 //! | `disk` | a folder that keeps chunks as files, bounded, shared by processes (Linux) |
 //! | [`identity`] | model, adapters and tenant, and the roots of names that follow from them |
+//! | [`listing`] | listing of a store's content, for tools |
 //! | [`memory`] | a bounded map that keeps chunks |
 //! | [`name`] | names of chunks |
 //! | `object` | a store in S3, with the feature `object` |
@@ -24,6 +25,7 @@ pub mod disk;
 mod engine;
 mod hex;
 pub mod identity;
+pub mod listing;
 pub mod memory;
 pub mod name;
 #[cfg(feature = "object")]
@@ -40,12 +42,13 @@ pub use chunk::{
     Header, Verified,
 };
 #[cfg(target_os = "linux")]
-pub use disk::{DirectIo, DiskOpenError, DiskOptions, DiskStats, DiskStore};
+pub use disk::{DirectIo, DiskFolder, DiskOpenError, DiskOptions, DiskStats, DiskStore};
 pub use engine::{
     BreakerState, PrefetchId, StoreOptions, StoreStats, TierError, TierOptions, Tiers, TiersStats,
     Wait,
 };
 pub use identity::{ChunkRoot, DigestError, Identity, ModelDigest, UnknownAdapter};
+pub use listing::{ListChunks, Listed, ListedChunk};
 pub use memory::MemoryStore;
 pub use name::ChunkName;
 pub use policy::WritePolicy;

@@ -135,6 +135,17 @@ pub(crate) fn chunk_path(chunk: &ChunkAddress) -> String {
     format!("v1/{root}/{}", chunk.name)
 }
 
+/// Returns the chunk of a path below a store's prefix. Bytes of the root that the path has not are
+/// zeroes.
+pub(crate) fn parse_chunk_path(path: &str) -> Option<ChunkAddress> {
+    let (root, name) = path.strip_prefix("v1/")?.split_once('/')?;
+    if root.len() != ROOT_DIGITS {
+        return None;
+    }
+    let root = format!("{root:0<64}").parse().ok()?;
+    Some(ChunkAddress { root, name: name.parse().ok()? })
+}
+
 /// Returns the time until the deadline.
 ///
 /// # Errors
@@ -161,6 +172,13 @@ mod tests {
             ChunkAddress { root: ChunkName::new([0xab; 32]), name: ChunkName::new([7; 32]) };
         let expected = format!("v1/{}/{}", "ab".repeat(8), "07".repeat(32));
         assert_eq!(chunk_path(&chunk), expected);
+        let parsed = parse_chunk_path(&expected).unwrap();
+        assert_eq!((chunk_path(&parsed), parsed.name), (expected.clone(), chunk.name));
+        let upper = expected.to_uppercase().replace('V', "v");
+        for other in ["", "v1", "v1//", &expected[1..], &expected[..82], &upper] {
+            assert_eq!(parse_chunk_path(other), None, "{other}");
+        }
+        assert_eq!(parse_chunk_path(&format!("{expected}/x")), None);
     }
 
     #[cfg(feature = "redis")]

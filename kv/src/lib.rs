@@ -15,7 +15,7 @@
 //! | share prefixes between prompts | [`KvCache::start`], [`reuse`] |
 //! | choose what is evicted | [`eviction`] |
 //! | store K and V in 3 to 8 bits | [`quant`] |
-//! | keep blocks outside the device | `tier`: chunks, names, and stores on disk, in Redis and in S3 |
+//! | keep blocks outside the device | `tier`: chunks, and stores on disk, in Redis and in S3 |
 //! | schedule requests | [`scheduling`]: admission, blocks that a step takes |
 //! | watch a cache | [`Stats`], [`Usage`]; for routers [`events`], for simulations [`block`] |
 //! | write a backend | [`backend`] |

@@ -30,6 +30,15 @@ pub(super) struct Status {
     pub(super) modified: u64,
 }
 
+/// What is read of a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Part {
+    /// All of it; there must be room.
+    Whole,
+    /// As much as there is room for.
+    Front,
+}
+
 #[derive(Debug)]
 pub(super) struct Files {
     root: OwnedFd,
@@ -81,6 +90,7 @@ impl Files {
         &self,
         path: &str,
         into: &mut [u8],
+        part: Part,
         deadline: Instant,
     ) -> Result<Option<(usize, Status)>, StoreError> {
         const READ: &str = "read of";
@@ -93,7 +103,10 @@ impl Files {
             Err(errno) => return Err(failed(READ, path, errno)),
         };
         let status = status(&fs::fstat(&file).map_err(|errno| failed(READ, path, errno))?);
-        let length = usize::try_from(status.length).unwrap_or(usize::MAX);
+        let mut length = usize::try_from(status.length).unwrap_or(usize::MAX);
+        if part == Part::Front {
+            length = length.min(into.len());
+        }
         let corrupt = || refused(StoreErrorKind::Corrupt, READ, path);
         let wanted = into.get_mut(..length).filter(|wanted| status.is_file && !wanted.is_empty());
         let wanted = wanted.ok_or_else(corrupt)?;
@@ -156,6 +169,11 @@ impl Files {
             Err(Errno::NOENT) => Ok(false),
             Err(errno) => Err(failed("removal of", path, errno)),
         }
+    }
+
+    /// Removes a folder; returns whether it was there and empty.
+    pub(super) fn remove_empty(&self, folder: &str) -> bool {
+        fs::unlinkat(&self.root, folder, AtFlags::REMOVEDIR).is_ok()
     }
 
     /// Sets the time of a file to now: it was used. A failure only makes the file look older.

@@ -1,19 +1,19 @@
 //! The listing of a folder, on a thread: it rebuilds the index, corrects the count that processes
 //! share, and sweeps what a killed process was writing. No file is read. The thread also makes room
 //! for processes that may not evict.
-use std::ffi::CStr;
-use std::os::fd::OwnedFd;
+use std::ops::ControlFlow;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{self, AtFlags, Dir, Mode, OFlags};
+use rustix::fs::{self, AtFlags};
 
 use super::files::{charge, sweep};
 use super::ledger::Ledger;
+use super::walk::{self, Entry};
 use super::{Inner, path};
-use crate::{ChunkAddress, ChunkName};
+use crate::ChunkAddress;
 
 /// Where the listing of a folder stands.
 #[derive(Debug, Default)]
@@ -119,76 +119,37 @@ fn finished(inner: &Inner, ledger: &Ledger) -> Option<(u64, u64)> {
 
 /// Lists all files; returns whether every folder could be listed.
 fn walk(inner: &Inner) -> bool {
-    each(inner, inner.files.root(), |name, folder| {
-        if name.to_bytes().starts_with(path::OWN.as_bytes()) {
-            sweep_temporary(inner, folder, name);
-            return true;
+    let is_wanted = || !inner.is_stopping.load(Ordering::Relaxed);
+    let walked = walk::walk(inner.files.root(), &is_wanted, &mut |entry| {
+        match entry.chunk() {
+            Some(chunk) => file(inner, chunk, entry),
+            None => sweep_temporary(inner, entry),
         }
-        let Some(root) = path::parse(name.to_bytes()) else { return true };
-        within(inner, folder, name, |level, folder| {
-            !path::is_level(level.to_bytes())
-                || within(inner, folder, level, |level, folder| {
-                    !path::is_level(level.to_bytes())
-                        || within(inner, folder, level, |name, folder| {
-                            file(inner, root, folder, name);
-                            true
-                        })
-                })
-        })
-    })
+        ControlFlow::Continue(())
+    });
+    !walked.is_stopped && walked.failure.is_none()
 }
 
-fn file(inner: &Inner, root: ChunkName, folder: &OwnedFd, file: &CStr) {
-    let Some(name) = path::parse(file.to_bytes()) else {
-        sweep_temporary(inner, folder, file);
-        return;
-    };
+fn file(inner: &Inner, chunk: ChunkAddress, entry: &Entry<'_>) {
     // Under the lock, so that a file which is removed meanwhile is not added after that.
     let mut index = inner.index();
-    let Ok(stat) = fs::statat(folder, file, AtFlags::SYMLINK_NOFOLLOW) else { return };
+    let Ok(stat) = fs::statat(entry.folder, entry.name, AtFlags::SYMLINK_NOFOLLOW) else { return };
     let status = super::files::status(&stat);
     if status.is_file {
-        let chunk = ChunkAddress { root, name };
         index.insert_listed(chunk, charge(status.length), status.modified);
     }
 }
 
-fn sweep_temporary(inner: &Inner, folder: &OwnedFd, name: &CStr) {
-    let is_temporary = name.to_bytes().ends_with(path::TEMPORARY.as_bytes());
-    if is_temporary && inner.ledger.is_some() {
-        sweep(folder, name);
+fn sweep_temporary(inner: &Inner, entry: &Entry<'_>) {
+    let name = entry.name.to_bytes();
+    let is_own = match entry.parents {
+        [] => name.starts_with(path::OWN.as_bytes()),
+        [_, _, _] => true,
+        _ => false,
+    };
+    if is_own && name.ends_with(path::TEMPORARY.as_bytes()) && inner.ledger.is_some() {
+        sweep(entry.folder, entry.name);
     }
-}
-
-/// Visits the entries of a folder in a folder. One that is gone has none.
-fn within(
-    inner: &Inner,
-    folder: &OwnedFd,
-    name: &CStr,
-    visit: impl FnMut(&CStr, &OwnedFd) -> bool,
-) -> bool {
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-    match fs::openat(folder, name, flags, Mode::empty()) {
-        Ok(folder) => each(inner, &folder, visit),
-        Err(errno) => matches!(errno, rustix::io::Errno::NOENT | rustix::io::Errno::NOTDIR),
-    }
-}
-
-/// Visits the entries of a folder; returns whether all could be listed.
-fn each(inner: &Inner, folder: &OwnedFd, mut visit: impl FnMut(&CStr, &OwnedFd) -> bool) -> bool {
-    let Ok(mut entries) = Dir::read_from(folder) else { return false };
-    let mut is_whole = true;
-    while let Some(entry) = entries.read() {
-        let Ok(entry) = entry else { return false };
-        let name = entry.file_name();
-        if inner.is_stopping.load(Ordering::Relaxed) {
-            return false;
-        }
-        if !matches!(name.to_bytes(), b"." | b"..") {
-            is_whole &= visit(name, folder);
-        }
-    }
-    is_whole
 }
 
 fn soon() -> Instant {

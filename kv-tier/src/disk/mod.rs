@@ -50,6 +50,7 @@
 //! never by reading; until then a lookup costs a `stat`, and a write that needs room waits.
 mod error;
 mod files;
+mod folder;
 mod index;
 mod ledger;
 mod listing;
@@ -58,6 +59,7 @@ mod operations;
 mod options;
 mod path;
 mod room;
+mod walk;
 
 use std::fmt;
 use std::path::Path;
@@ -69,6 +71,7 @@ use std::time::Instant;
 use kv_core::events::Tier;
 
 pub use self::error::DiskOpenError;
+pub use self::folder::DiskFolder;
 pub use self::options::{DirectIo, DiskOptions};
 
 use self::files::Files;

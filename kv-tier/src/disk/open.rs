@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use super::error::DiskOpenError;
 use super::files::{BLOCK, Files, create_temporary, rename};
 use super::ledger::Ledger;
-use super::options::DiskOptions;
+use super::options::{DirectIo, DiskOptions};
 use super::path;
 
 /// A folder that was found to be a store, or made one.
@@ -40,11 +40,7 @@ pub(super) fn open(root: &Path, options: &DiskOptions) -> Result<Opened, DiskOpe
             },
         )?;
     }
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let folder = match fs::open(root, flags, Mode::empty()) {
-        Err(Errno::NOTDIR) => return Err(not_a_store(root, "not a folder")),
-        folder => folder.map_err(failed(root, "open the folder"))?,
-    };
+    let folder = open_folder(root)?;
     let marker = read_marker(root, &folder)?;
     if marker.is_none() {
         check_empty(root, &folder)?;
@@ -67,6 +63,29 @@ pub(super) fn open(root: &Path, options: &DiskOptions) -> Result<Opened, DiskOpe
     let capacity = agree(root, &folder, &ledger, marker, is_evictor, options.capacity())?;
     let files = Files::probe(folder, options.direct(), options.rename());
     Ok(Opened { files, ledger: Some(ledger), is_evictor, capacity })
+}
+
+/// Opens a folder that is a store already, and changes nothing. The ledger is `None` if the folder
+/// is only read.
+pub(super) fn existing(root: &Path) -> Result<(Files, Option<Ledger>), DiskOpenError> {
+    let folder = open_folder(root)?;
+    if read_marker(root, &folder)?.is_none() {
+        return Err(not_a_store(root, "no kv-tier.json"));
+    }
+    let ledger = match Ledger::open(&folder) {
+        Ok(ledger) => Some(ledger),
+        Err(Errno::ROFS | Errno::ACCESS | Errno::PERM) => None,
+        Err(errno) => return Err(failed(root, "lock files")(errno)),
+    };
+    Ok((Files::read_only(folder, DirectIo::Auto), ledger))
+}
+
+fn open_folder(root: &Path) -> Result<OwnedFd, DiskOpenError> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    match fs::open(root, flags, Mode::empty()) {
+        Err(Errno::NOTDIR) => Err(not_a_store(root, "not a folder")),
+        folder => folder.map_err(failed(root, "open the folder")),
+    }
 }
 
 /// Returns the capacity of the folder: that of the process that evicts.

@@ -1,9 +1,10 @@
 //! The operations of a store, on what its calls and the thread that lists share.
+use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::error::refused;
-use super::files::{Status, charge};
+use super::files::{Part, Status, charge};
 use super::ledger::Ledger;
 use super::{Inner, index, path};
 use crate::store::check_deadline;
@@ -42,7 +43,7 @@ impl Inner {
     ) -> Result<Option<usize>, StoreError> {
         check_deadline(deadline, "read from disk")?;
         let path = path::of(chunk);
-        let Some((bytes, status)) = self.files.read(&path, into, deadline)? else {
+        let Some((bytes, status)) = self.files.read(&path, into, Part::Whole, deadline)? else {
             self.index().remove(chunk);
             return Ok(None);
         };
@@ -140,26 +141,9 @@ impl Inner {
         chunks: &[ChunkAddress],
         deadline: Instant,
     ) -> Result<(), StoreError> {
-        check_deadline(deadline, "removal from disk")?;
-        let Some(ledger) = &self.ledger else {
-            return Err(StoreError::new(StoreErrorKind::Denied, "removal from disk"));
-        };
-        let _entered = ledger.enter(self.files.root(), deadline)?;
-        let (mut freed, mut outcome) = (0_u64, Ok(()));
-        for chunk in chunks {
-            if let Err(error) = check_deadline(deadline, "removal from disk") {
-                outcome = outcome.and(Err(error));
-                break;
-            }
-            match self.remove_one(chunk) {
-                Ok(bytes) => freed = freed.saturating_add(bytes),
-                Err(error) => outcome = outcome.and(Err(error)),
-            }
-        }
-        if freed > 0 {
-            ledger.release(freed);
-        }
-        outcome
+        remove(self.ledger.as_ref(), self.files.root(), chunks, deadline, |chunk| {
+            self.remove_one(chunk)
+        })
     }
 
     /// Removes a file; returns the bytes that it counted for.
@@ -174,6 +158,38 @@ impl Inner {
         self.index().remove(chunk);
         Ok(if was_there { counted } else { 0 })
     }
+}
+
+/// Removes files by `remove_one`, which returns the bytes that a file counted for, and uncounts
+/// them. After one that cannot be removed it goes on, and returns the first error.
+pub(super) fn remove(
+    ledger: Option<&Ledger>,
+    root: &OwnedFd,
+    chunks: &[ChunkAddress],
+    deadline: Instant,
+    mut remove_one: impl FnMut(&ChunkAddress) -> Result<u64, StoreError>,
+) -> Result<(), StoreError> {
+    const REMOVAL: &str = "removal from disk";
+    check_deadline(deadline, REMOVAL)?;
+    let Some(ledger) = ledger else {
+        return Err(StoreError::new(StoreErrorKind::Denied, REMOVAL));
+    };
+    let _entered = ledger.enter(root, deadline)?;
+    let (mut freed, mut outcome) = (0_u64, Ok(()));
+    for chunk in chunks {
+        if let Err(error) = check_deadline(deadline, REMOVAL) {
+            outcome = outcome.and(Err(error));
+            break;
+        }
+        match remove_one(chunk) {
+            Ok(bytes) => freed = freed.saturating_add(bytes),
+            Err(error) => outcome = outcome.and(Err(error)),
+        }
+    }
+    if freed > 0 {
+        ledger.release(freed);
+    }
+    outcome
 }
 
 /// Age of a file's time, in microseconds, from which on a use sets it anew.

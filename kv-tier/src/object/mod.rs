@@ -21,6 +21,7 @@ mod runtime;
 
 use std::env;
 use std::fmt;
+use std::ops::{ControlFlow, Range};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -30,12 +31,15 @@ use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey, Checksum};
 use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::{
-    ClientOptions, Error as ObjectError, GetOptions, ObjectStore as Backend, ObjectStoreExt as _,
-    PutMode, PutOptions, PutPayload, RetryConfig,
+    ClientOptions, Error as ObjectError, GetOptions, GetRange, ObjectMeta, ObjectStore as Backend,
+    ObjectStoreExt as _, PutMode, PutOptions, PutPayload, RetryConfig,
 };
 use url::Url;
 
-use crate::remote::{Parameters, StoreUrlError, chunk_path, parse_url, time_left};
+use crate::listing::{ListChunks, Listed, ListedChunk, deadline};
+use crate::remote::{
+    Parameters, StoreUrlError, chunk_path, parse_chunk_path, parse_url, time_left,
+};
 use crate::store::{BlockStore, ChunkAddress, Put, StoreError, StoreErrorKind};
 use http::Connector;
 use runtime::Runtime;
@@ -108,6 +112,64 @@ impl ObjectStore {
         chunk_path(chunk).split('/').fold(self.prefix.clone(), Path::join)
     }
 
+    /// Reads a chunk, or the bytes of a range that it has.
+    fn get_part(
+        &self,
+        chunk: &ChunkAddress,
+        into: &mut [u8],
+        range: Option<Range<u64>>,
+        deadline: Instant,
+    ) -> Result<Option<usize>, StoreError> {
+        let path = self.path(chunk);
+        let operation = format!("GET {path}");
+        let corrupt =
+            |what: &str| StoreError::new(StoreErrorKind::Corrupt, format!("{operation}: {what}"));
+        self.run(&operation, deadline, async {
+            let options =
+                GetOptions { range: range.map(GetRange::Bounded), ..GetOptions::default() };
+            let object = match self.backend.get_opts(&path, options).await {
+                Ok(object) => object,
+                Err(ObjectError::NotFound { .. }) => return Ok(None),
+                Err(error) => return Err(into_error(error, operation.clone())),
+            };
+            let room = into.len();
+            let size = object.range.end.saturating_sub(object.range.start);
+            let part = usize::try_from(size).ok().and_then(|size| into.get_mut(..size));
+            let Some(part) = part else {
+                return Err(corrupt(&format!("{size} bytes, there is room for {room}")));
+            };
+            if part.is_empty() {
+                return Err(corrupt("empty"));
+            }
+            let length = part.len();
+            let mut rest = part;
+            let mut pieces = object.into_stream();
+            while let Some(piece) = pieces.next().await {
+                let piece = piece.map_err(|error| into_error(error, operation.clone()))?;
+                let Some((place, after)) = rest.split_at_mut_checked(piece.len()) else {
+                    return Err(corrupt(&format!("longer than its {length} bytes")));
+                };
+                place.copy_from_slice(&piece);
+                rest = after;
+            }
+            if !rest.is_empty() {
+                return Err(corrupt(&format!("{} bytes are missing of {length}", rest.len())));
+            }
+            Ok(Some(length))
+        })
+    }
+
+    /// Says what an object is by its path.
+    fn describe(&self, object: &ObjectMeta) -> Listed {
+        let path = object.location.as_ref();
+        let below = path.strip_prefix(self.prefix.as_ref());
+        let below = below.map(|below| below.strip_prefix('/').unwrap_or(below));
+        match below.and_then(parse_chunk_path) {
+            Some(address) => Listed::Chunk(ListedChunk { address, bytes: object.size }),
+            None => Listed::Other { path: path.to_owned() },
+        }
+    }
+
     /// Runs a request until its deadline.
     fn run<T>(
         &self,
@@ -118,6 +180,47 @@ impl ObjectStore {
         time_left(deadline, operation)?;
         let done = self.runtime.run(deadline, request);
         done.unwrap_or_else(|| Err(StoreError::new(StoreErrorKind::Timeout, operation)))
+    }
+}
+
+impl ListChunks for ObjectStore {
+    fn list(
+        &self,
+        limit: Duration,
+        visit: &mut dyn FnMut(Listed) -> ControlFlow<()>,
+    ) -> Result<(), StoreError> {
+        let below = self.prefix.clone().join("v1");
+        let mut objects = self.backend.list(Some(&below));
+        loop {
+            let page = self.run("LIST", deadline(limit), async {
+                let mut page = Vec::new();
+                while let Some(object) = objects.next().await {
+                    page.push(object.map_err(|error| into_error(error, "LIST".to_owned()))?);
+                    if page.len() == PAGE {
+                        break;
+                    }
+                }
+                Ok(page)
+            })?;
+            if page.is_empty() {
+                return Ok(());
+            }
+            for object in page {
+                if visit(self.describe(&object)).is_break() {
+                    return Ok(());
+                }
+            }
+        }
+    }
+
+    fn get_front(
+        &self,
+        chunk: &ChunkAddress,
+        into: &mut [u8],
+        deadline: Instant,
+    ) -> Result<Option<usize>, StoreError> {
+        let end = u64::try_from(into.len()).unwrap_or(u64::MAX);
+        self.get_part(chunk, into, Some(0..end), deadline)
     }
 }
 
@@ -150,41 +253,7 @@ impl BlockStore for ObjectStore {
         into: &mut [u8],
         deadline: Instant,
     ) -> Result<Option<usize>, StoreError> {
-        let path = self.path(chunk);
-        let operation = format!("GET {path}");
-        let corrupt =
-            |what: &str| StoreError::new(StoreErrorKind::Corrupt, format!("{operation}: {what}"));
-        self.run(&operation, deadline, async {
-            let object = match self.backend.get_opts(&path, GetOptions::default()).await {
-                Ok(object) => object,
-                Err(ObjectError::NotFound { .. }) => return Ok(None),
-                Err(error) => return Err(into_error(error, operation.clone())),
-            };
-            let room = into.len();
-            let size = object.meta.size;
-            let part = usize::try_from(size).ok().and_then(|size| into.get_mut(..size));
-            let Some(part) = part else {
-                return Err(corrupt(&format!("{size} bytes, there is room for {room}")));
-            };
-            if part.is_empty() {
-                return Err(corrupt("empty"));
-            }
-            let length = part.len();
-            let mut rest = part;
-            let mut pieces = object.into_stream();
-            while let Some(piece) = pieces.next().await {
-                let piece = piece.map_err(|error| into_error(error, operation.clone()))?;
-                let Some((place, after)) = rest.split_at_mut_checked(piece.len()) else {
-                    return Err(corrupt(&format!("longer than its {length} bytes")));
-                };
-                place.copy_from_slice(&piece);
-                rest = after;
-            }
-            if !rest.is_empty() {
-                return Err(corrupt(&format!("{} bytes are missing of {length}", rest.len())));
-            }
-            Ok(Some(length))
-        })
+        self.get_part(chunk, into, None, deadline)
     }
 
     fn put(
@@ -301,6 +370,8 @@ fn into_error(error: ObjectError, operation: String) -> StoreError {
     StoreError::new(kind, operation).with_source(error)
 }
 
+/// Objects of a listing that are held at a time.
+const PAGE: usize = 1_000;
 /// Requests at once of one call.
 const AT_ONCE: usize = 32;
 const CONNECT_LIMIT: Duration = Duration::from_secs(10);

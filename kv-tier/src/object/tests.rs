@@ -42,6 +42,48 @@ fn memory_keeps_chunks() {
     check(&ObjectStore::with_variables("memory:///some/prefix", []).unwrap());
 }
 
+#[test]
+fn objects_are_listed_and_their_fronts_read() {
+    for prefix in ["", "some/prefix"] {
+        let store = ObjectStore::with_variables(&format!("memory:///{prefix}"), []).unwrap();
+        let count = u8::try_from(PAGE / 10 + 1).unwrap();
+        for root in 0..10 {
+            for number in 0..count {
+                let root = ChunkName::new([root; 32]);
+                let address = ChunkAddress { root, ..chunk(number) };
+                store.put(&address, &[number; 100], soon()).unwrap();
+            }
+        }
+        let other = store.prefix.clone().join("v1").join("notes");
+        store
+            .run("x", soon(), async {
+                let put = store.backend.put(&other, PutPayload::from_static(b"x")).await;
+                put.map_err(|error| into_error(error, "PUT".to_owned()))
+            })
+            .unwrap();
+        let (mut chunks, mut others) = (Vec::new(), Vec::new());
+        let mut visit = |listed| {
+            match listed {
+                Listed::Chunk(chunk) => chunks.push(chunk),
+                Listed::Other { path } => others.push(path),
+            }
+            ControlFlow::Continue(())
+        };
+        store.list(Duration::from_secs(20), &mut visit).unwrap();
+        assert_eq!((chunks.len(), others), (10 * usize::from(count), vec![other.to_string()]));
+        let mut into = [0; 10];
+        for listed in &chunks {
+            assert_eq!(listed.bytes, 100);
+            assert_eq!(store.get_front(&listed.address, &mut into, soon()).unwrap(), Some(10));
+            assert_eq!(into, [listed.address.name.as_bytes()[0]; 10]);
+        }
+        assert_eq!(store.get_front(&chunk(1), &mut [0; 200], soon()).unwrap(), Some(100));
+        assert_eq!(store.get_front(&chunk(255), &mut into, soon()).unwrap(), None);
+        let past = store.list(Duration::ZERO, &mut |_| ControlFlow::Continue(()));
+        assert_eq!(past.unwrap_err().kind(), StoreErrorKind::Timeout);
+    }
+}
+
 /// Also many times within one poll of the other runtime's task.
 #[test]
 fn calls_work_inside_another_runtime() {

@@ -219,6 +219,47 @@ impl Connection {
         Ok(part.len())
     }
 
+    /// Reads the reply to a `SCAN`: the next cursor, and keys. Those that are not UTF-8 are of
+    /// others.
+    pub(super) fn read_scan(&mut self) -> Result<(String, Vec<String>), Fault> {
+        if self.read_array()? != 2 {
+            return Err(Fault::Reply("expected a cursor and keys".to_owned()));
+        }
+        let cursor = String::from_utf8(self.read_short_bulk()?);
+        let cursor = cursor.map_err(|bad| not_a_reply(bad.as_bytes()))?;
+        let count = self.read_array()?;
+        let mut keys = Vec::new();
+        for _ in 0..count {
+            keys.extend(String::from_utf8(self.read_short_bulk()?).ok());
+        }
+        Ok((cursor, keys))
+    }
+
+    /// Reads the number of elements of an array, which follow.
+    fn read_array(&mut self) -> Result<u32, Fault> {
+        let line = self.read_line()?;
+        if line.starts_with(b"-")
+            && let Ok(Value::ServerError(error)) = redis::parse_redis_value(&line)
+        {
+            return Err(Fault::Server(error));
+        }
+        let digits = line.strip_prefix(b"*").and_then(|rest| rest.strip_suffix(b"\r\n"));
+        let digits = digits.and_then(|text| str::from_utf8(text).ok());
+        let count = digits.and_then(|text| text.parse().ok());
+        count.filter(|count| *count <= KEYS_MAX).ok_or_else(|| not_a_reply(&line))
+    }
+
+    fn read_short_bulk(&mut self) -> Result<Vec<u8>, Fault> {
+        match self.read_reply()? {
+            Reply::Bulk(length) if length <= LINE_BYTES_MAX => {
+                let mut bytes = vec![0; usize::try_from(length).unwrap_or_default()];
+                self.read_bulk(length, &mut bytes)?;
+                Ok(bytes)
+            }
+            other => Err(other.unexpected("a cursor or a key")),
+        }
+    }
+
     fn read_info(&mut self) -> Result<String, Fault> {
         match self.read_reply()? {
             Reply::Bulk(length) if length <= INFO_BYTES_MAX => {
@@ -340,6 +381,8 @@ const BUFFER_BYTES: usize = 16 << 10;
 /// Longest line of a reply.
 const LINE_LENGTH_MAX: usize = 4 << 10;
 const LINE_BYTES_MAX: u64 = 4 << 10;
+/// Keys of one reply: many times as many as it was asked for.
+const KEYS_MAX: u32 = 1 << 17;
 const INFO_BYTES_MAX: u64 = 1 << 20;
 /// Bytes of a strange line in a message.
 const SHOWN_BYTES: usize = 64;

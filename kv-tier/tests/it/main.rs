@@ -13,6 +13,8 @@ mod disk;
 #[cfg(target_os = "linux")]
 mod faults;
 #[cfg(target_os = "linux")]
+mod folder;
+#[cfg(target_os = "linux")]
 mod processes;
 mod suite;
 #[cfg(target_os = "linux")]

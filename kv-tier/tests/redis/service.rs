@@ -1,4 +1,6 @@
 //! What a server does that works: keys, lifetimes, memory, users.
+use std::collections::BTreeMap;
+use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -6,7 +8,7 @@ use std::time::{Duration, Instant};
 use kv_testkit::servers::Server;
 use kv_testkit::store::{StoreFixture, check_store};
 use kv_tier::redis::RedisWarning;
-use kv_tier::{BlockStore, Put, StoreError, StoreErrorKind};
+use kv_tier::{BlockStore, ListChunks, Listed, Put, StoreError, StoreErrorKind};
 
 use crate::{Case, assert_kind, bytes, chunk, key, open, soon};
 
@@ -28,6 +30,8 @@ pub(crate) const CASES: &[Case] = &[
     ("a_user_who_may_only_read_reads", &[], reader),
     ("what_is_no_chunk_is_refused", &[], no_chunk),
     ("databases_are_apart", &[], databases),
+    ("what_lies_below_the_prefix_is_listed", &[], listed),
+    ("fronts_are_read", &[], fronts),
 ];
 
 struct Fixture<'a>(&'a Server);
@@ -238,4 +242,60 @@ fn databases(server: &mut Server) {
     assert_kind(open(server, "/9999").contains(&[chunk(1)], soon()), StoreErrorKind::Other);
     let past = Instant::now().checked_sub(Duration::from_millis(1)).unwrap();
     assert_kind(open(server, "").contains(&[chunk(1)], past), StoreErrorKind::Timeout);
+}
+
+fn listed(server: &mut Server) {
+    // What a pattern would give a meaning.
+    let store = open(server, "?prefix=a%5B%2A%5D%5C%3A");
+    for number in 0..50 {
+        store.put(&chunk(number), &bytes(number, 100), soon()).unwrap();
+    }
+    server.redis("SET ab:v1/x y");
+    open(server, "").put(&chunk(99), b"x", soon()).unwrap();
+    let key = |number| format!("\"a[*]\\\\:{}\"", key(number));
+    assert_eq!(server.redis(&format!("RPUSH {} a b", key(77))), ":2");
+    assert_eq!(server.redis("SET \"a[*]\\\\:v1/other\" x"), "+OK");
+    assert_eq!(server.redis(&format!("SET {} \"\"", key(78))), "+OK");
+    let (mut chunks, mut others) = (BTreeMap::new(), Vec::new());
+    let mut visit = |listed| {
+        match listed {
+            Listed::Chunk(chunk) => _ = chunks.insert(chunk.address.name, chunk),
+            Listed::Other { path } => others.push(path),
+        }
+        ControlFlow::Continue(())
+    };
+    store.list(Duration::from_secs(20), &mut visit).unwrap();
+    others.sort();
+    let list = format!("a[*]\\:{}", crate::key(77));
+    assert_eq!(others, [list, "a[*]\\:v1/other".to_owned()]);
+    assert_eq!(chunks.len(), 51);
+    assert_eq!(chunks[&chunk(78).name].bytes, 0);
+    let all: Vec<_> = chunks.values().map(|chunk| chunk.address).collect();
+    assert!(chunks.values().all(|listed| listed.bytes == 100 || listed.bytes == 0));
+    let mut into = [0; 100];
+    assert_eq!(store.get(&chunks[&chunk(7).name].address, &mut into, soon()).unwrap(), Some(100));
+    assert_eq!(into[..], bytes(7, 100));
+    store.remove(&all, soon()).unwrap();
+    let mut seen = 0;
+    let mut count = |_| {
+        seen += 1;
+        ControlFlow::Break(())
+    };
+    store.list(Duration::from_secs(20), &mut count).unwrap();
+    assert_eq!(seen, 1, "of two that are no chunks");
+    let past = store.list(Duration::ZERO, &mut |_| ControlFlow::Continue(()));
+    assert_kind(past, StoreErrorKind::Timeout);
+}
+
+fn fronts(server: &mut Server) {
+    let store = open(server, "?connections=1");
+    let value = bytes(1, 10_000);
+    store.put(&chunk(1), &value, soon()).unwrap();
+    let mut into = [0; 4_096];
+    assert_eq!(store.get_front(&chunk(1), &mut into, soon()).unwrap(), Some(4_096));
+    assert!(into == value[..4_096]);
+    assert_eq!(store.get_front(&chunk(1), &mut vec![0; 20_000], soon()).unwrap(), Some(10_000));
+    assert_eq!(store.get_front(&chunk(2), &mut into, soon()).unwrap(), None);
+    server.redis(&format!("SET {} \"\"", key(3)));
+    assert_kind(store.get_front(&chunk(3), &mut into, soon()), StoreErrorKind::Corrupt);
 }

@@ -1,0 +1,69 @@
+//! Listing of what a store keeps, for tools that show, check and repair it. Caches never list.
+use std::ops::ControlFlow;
+use std::time::{Duration, Instant};
+
+use crate::store::{BlockStore, ChunkAddress, StoreError};
+
+/// Lists a store, and reads the beginnings of its chunks.
+///
+/// A listing is not a snapshot: chunks that are written or removed meanwhile may be in it or not.
+/// It holds a bounded part of the store in memory, whatever the store's size.
+pub trait ListChunks: BlockStore {
+    /// Calls `visit` with everything at the store's place, in no order, until it breaks. `limit`
+    /// bounds each exchange with the store; the time that `visit` takes is not part of it. `visit`
+    /// may read and remove chunks. Redis may name a chunk twice.
+    ///
+    /// # Errors
+    /// [`Timeout`](crate::StoreErrorKind::Timeout) for an exchange longer than `limit`, and the
+    /// failures of the store. A part may have been visited.
+    fn list(
+        &self,
+        limit: Duration,
+        visit: &mut dyn FnMut(Listed) -> ControlFlow<()>,
+    ) -> Result<(), StoreError>;
+
+    /// Reads the beginning of a chunk: as many bytes as both it and `into` have. Returns their
+    /// number; `None` if there is no such chunk.
+    ///
+    /// # Errors
+    /// [`Corrupt`](crate::StoreErrorKind::Corrupt) for an empty chunk,
+    /// [`Timeout`](crate::StoreErrorKind::Timeout) past the deadline, and the failures of the
+    /// store.
+    fn get_front(
+        &self,
+        chunk: &ChunkAddress,
+        into: &mut [u8],
+        deadline: Instant,
+    ) -> Result<Option<usize>, StoreError>;
+}
+
+/// Something at a store's place.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[expect(clippy::exhaustive_enums, reason = "the name of a chunk, or another")]
+pub enum Listed {
+    /// Something under the name of a chunk. Its bytes may be any.
+    Chunk(ListedChunk),
+    /// Something under another name, which no cache reads or removes.
+    Other {
+        /// Its path or key.
+        path: String,
+    },
+}
+
+/// Something under the name of a chunk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[expect(clippy::exhaustive_structs, reason = "what every store tells")]
+pub struct ListedChunk {
+    /// The address for calls of this store. Redis and S3 keep 8 bytes of a root in the path, and
+    /// the others are zeroes here; the chunk's header has the whole root.
+    pub address: ChunkAddress,
+    /// Number of bytes.
+    pub bytes: u64,
+}
+
+/// Returns the deadline of an exchange that begins now.
+#[cfg(any(feature = "redis", feature = "object"))]
+pub(crate) fn deadline(limit: Duration) -> Instant {
+    let now = Instant::now();
+    now.checked_add(limit).unwrap_or(now)
+}
