@@ -17,6 +17,8 @@ pub(super) enum Hook {
     /// Probes the first tokens of a text.
     Probe(u32, u32),
     Reserve(usize, u32),
+    /// With the last, partial block.
+    ReservePart(usize, u32),
     Publish(usize, u32),
     Finish(usize),
     /// Ends all imports and holds.
@@ -41,7 +43,8 @@ pub(super) fn hook() -> impl Strategy<Value = Hook> {
         2 => any().prop_map(Hook::Release),
         3 => (0..3_u32, 1..20_u32).prop_map(|(number, len)| Hook::Probe(number, len)),
         3 => (any(), 0..20_u32).prop_map(|(n, upto)| Hook::Reserve(n, upto)),
-        3 => (any(), 0..20_u32).prop_map(|(n, upto)| Hook::Publish(n, upto)),
+        3 => (any(), 0..20_u32).prop_map(|(n, upto)| Hook::ReservePart(n, upto)),
+        4 => (any(), 0..20_u32).prop_map(|(n, upto)| Hook::Publish(n, upto)),
         2 => any().prop_map(Hook::Finish),
         1 => Just(Hook::End),
     ]
@@ -84,11 +87,15 @@ impl Hooks {
                 let probe = cache.probe_keys(&text(number, len), &StartOptions::default());
                 self.probes.insert(0, (number, probe));
             }
-            Hook::Reserve(n, upto) => {
+            Hook::Reserve(n, upto) | Hook::ReservePart(n, upto) => {
                 let Some(at) = nth(&self.probes, n) else { return Ok(()) };
                 let (number, probe) = &self.probes[at];
                 let (before, upto) = (books(cache), upto.min(probe.limit()));
-                match cache.reserve_import(probe, upto) {
+                let reserved = match hook {
+                    Hook::ReservePart(..) => cache.reserve_import_with_part(probe, upto),
+                    _ => cache.reserve_import(probe, upto),
+                };
+                match reserved {
                     Ok(import) => {
                         check_reserved(cache, &import);
                         self.imports.push((*number, import));
