@@ -223,8 +223,8 @@ fn bits_do_not_depend_on_prefetches() {
 /// query runs on the direct strategy and has other bits.
 #[test]
 fn bits_do_not_depend_on_the_other_queries() {
-    for (name, backend) in backends() {
-        for group in [1, 3, 4] {
+    for group in [1, 3, 4] {
+        for (name, backend) in backends() {
             let case = Case {
                 group,
                 formats: [KvFormat::Bf16; 2],
@@ -250,8 +250,8 @@ fn bits_do_not_depend_on_the_other_queries() {
 /// The same for other sequences of the batch, with `Determinism::BatchInvariant`.
 #[test]
 fn bits_do_not_depend_on_the_other_sequences() {
-    for (name, backend) in backends() {
-        for (queries, group) in [(1, 1), (1, 5), (1, 12), (7, 2)] {
+    for (queries, group) in [(1, 1), (1, 5), (1, 12), (7, 2)] {
+        for (name, backend) in backends() {
             let case = Case {
                 group,
                 formats: [KvFormat::Bf16, KvFormat::F16],
