@@ -13,8 +13,8 @@ use kv_core::{BlockId, CacheError, GroupId, KvCache};
 
 use super::host::Entry;
 use super::links::{Complete, Linked};
-use super::record::Record;
 use super::onboard::GRACE;
+use super::record::Record;
 use super::{ChunkOf, Copying, Done, Report, StoreLane, TierError, Tiers};
 use crate::chunk::{Verified, encode_header, verify};
 use crate::policy::{ChunkEvent, ChunkFacts, WriteDecision};

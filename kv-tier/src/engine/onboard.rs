@@ -579,9 +579,10 @@ impl<B: Backend> Tiers<B> {
         let before = of.probe.cached();
         let brought = self.copy_in(cache, of, &import).and_then(|tiers| {
             // All blocks from one tier in a row are published at once.
-            tiers.chunk_by(|a, b| a.1 == b.1).filter_map(|run| run.last()).try_for_each(
-                |(end, tier)| Ok(cache.publish_import(&mut import, *end, *tier)?),
-            )
+            tiers
+                .chunk_by(|a, b| a.1 == b.1)
+                .filter_map(|run| run.last())
+                .try_for_each(|(end, tier)| Ok(cache.publish_import(&mut import, *end, *tier)?))
         });
         match brought {
             Ok(()) => {
