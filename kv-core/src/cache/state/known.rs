@@ -31,7 +31,7 @@ impl CacheState {
     /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(2, 8).build()?;
     /// let mut state = CacheState::new(spec, 0);
     /// state.start(SequenceId(0), &[5, 6, 7], StartOptions::default().with_salt(b"x"))?;
-    /// state.begin(&[StepInput::tokens(SequenceId(0), &[5, 6])])?;
+    /// state.begin(&[StepInput::tokens(SequenceId(0), &[5, 6])], |_| 1)?;
     /// state.commit()?;
     /// let text = state.sequence_text(SequenceId(0)).expect("a live sequence");
     /// assert_eq!((&text.tokens[..], text.salt), (&[5, 6][..], &b"x"[..]));
