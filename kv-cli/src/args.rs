@@ -2,6 +2,7 @@
 mod accuracy;
 mod bench;
 mod replay;
+mod tier;
 
 use std::path::PathBuf;
 
@@ -13,6 +14,9 @@ use kv_runner::stored::Stored;
 pub(crate) use self::accuracy::{CalibrateArgs, EvalArgs};
 pub(crate) use self::bench::BenchArgs;
 pub(crate) use self::replay::ReplayArgs;
+pub(crate) use self::tier::{
+    LsArgs, RmArgs, RootDigits, StatArgs, TierArgs, TierCommand, VerifyArgs,
+};
 use crate::memory::Bytes;
 
 /// Generate text with a KV cache, plan its memory, and measure the accuracy of its formats, the
@@ -32,6 +36,7 @@ pub(crate) enum Command {
     Eval(EvalArgs),
     Calibrate(CalibrateArgs),
     Bench(BenchArgs),
+    Tier(TierArgs),
     Devices(DevicesArgs),
 }
 

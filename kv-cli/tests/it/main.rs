@@ -21,4 +21,6 @@ mod refusals;
 mod replay;
 mod sharing;
 mod support;
+#[cfg(target_os = "linux")]
+mod tier;
 mod variants;
