@@ -2,6 +2,7 @@
 mod accuracy;
 mod bench;
 mod replay;
+mod tier;
 
 use std::path::PathBuf;
 
@@ -14,6 +15,9 @@ use kv_runner::stored::Stored;
 pub(crate) use self::accuracy::{CalibrateArgs, EvalArgs};
 pub(crate) use self::bench::BenchArgs;
 pub(crate) use self::replay::ReplayArgs;
+pub(crate) use self::tier::{
+    LsArgs, RmArgs, RootDigits, StatArgs, TierArgs, TierCommand, VerifyArgs,
+};
 use crate::memory::Bytes;
 use crate::tier::TierArg;
 use crate::tiers::{WaitArg, policy};
@@ -35,6 +39,7 @@ pub(crate) enum Command {
     Eval(EvalArgs),
     Calibrate(CalibrateArgs),
     Bench(BenchArgs),
+    Tier(TierArgs),
     Devices(DevicesArgs),
 }
 

@@ -1,5 +1,5 @@
 //! The program `kv`: generates text with a KV cache, plans its memory, measures formats, reuse and
-//! devices, lists devices.
+//! devices, looks after lower tiers, lists devices.
 //!
 //! Results go to standard output, errors as one line to standard error. Exit codes: 0 done, 1
 //! failed, 2 wrong usage.
@@ -71,7 +71,11 @@ fn main() -> ExitCode {
 fn has_model(command: &Command) -> bool {
     match command {
         Command::Generate(_) | Command::Eval(_) | Command::Calibrate(_) => true,
-        Command::Plan(_) | Command::Replay(_) | Command::Bench(_) | Command::Devices(_) => false,
+        Command::Plan(_)
+        | Command::Replay(_)
+        | Command::Bench(_)
+        | Command::Tier(_)
+        | Command::Devices(_) => false,
     }
 }
 
@@ -83,6 +87,7 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
         Command::Eval(args) => eval::run(args),
         Command::Calibrate(args) => calibrate::run(args),
         Command::Bench(args) => bench::run(args),
+        Command::Tier(args) => tier::run(args),
         Command::Devices(args) => devices::run(args),
     }
 }

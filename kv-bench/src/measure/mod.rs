@@ -2,7 +2,8 @@
 //!
 //! Every operation is interleaved with its roofline, round by round, so that other load on the
 //! machine affects both. [`measure`] times four operations in a few formats at one shape,
-//! [`measure_suites`] a grid of shapes.
+//! [`measure_suites`] a grid of shapes. [`measure_tiers`] does the same for stores of lower tiers,
+//! each beside its disk or a plain client.
 mod clock;
 mod error;
 mod grid;
@@ -14,6 +15,7 @@ mod planned;
 mod report;
 mod roofline;
 mod suite;
+mod tier;
 mod work;
 mod workload;
 
@@ -35,6 +37,7 @@ use plain::PlainCopy;
 pub use report::{Facts, Line, Report, RunsOn};
 use roofline::Roofline;
 pub use suite::{explain, measure_suites};
+pub use tier::{TierError, TierLine, TierOptions, TierReport, measure_tiers};
 pub use work::{Operation, Shape, Work};
 use workload::Workload;
 

@@ -22,6 +22,9 @@ use crate::memory::Bytes;
 /// with the middle of everything else, then one list at a time (heads, head dims, blocks, formats).
 /// Figures are those of one layer, and on a CPU the roofline of operations that only read is plain
 /// reading by the same threads. Lists replace those of the grid.
+///
+/// The suite tier measures no device but stores of lower tiers: a folder beside plain direct reads
+/// and writes of the same disk, Redis and S3 beside plain clients.
 #[derive(Debug, Args)]
 #[command(
     allow_negative_numbers = true,
@@ -30,7 +33,8 @@ use crate::memory::Bytes;
   kv bench --backend wgpu --formats bf16,l4
   kv bench --backend cuda:0 --batch 64 --context 8192 --layers 2 --formats int8/l4 --json
   kv bench --suite decode --plot roofline.svg
-  kv bench --suite decode,append --threads 1,2 --batch 16 --context 4096 --json"
+  kv bench --suite decode,append --threads 1,2 --batch 16 --context 4096 --json
+  kv bench --suite tier --dir /var/cache --redis redis://127.0.0.1"
 )]
 pub(crate) struct BenchArgs {
     /// Device to measure: a name that `kv devices` lists, such as cpu, wgpu:0, wgpu:llvmpipe (a
@@ -115,6 +119,23 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "FILE.svg", requires = "suite")]
     pub(crate) plot: Option<PathBuf>,
 
+    /// With --suite tier: an existing folder on the disk to measure. What is written there is
+    /// removed at the end. Default: `target` or the user's cache folder
+    #[arg(long, value_name = "DIR", requires = "suite")]
+    pub(crate) dir: Option<PathBuf>,
+
+    /// With --suite tier: measure this server too, redis://HOST[:PORT]
+    #[arg(long, value_name = "URL", requires = "suite")]
+    pub(crate) redis: Option<String>,
+
+    /// With --suite tier: measure this bucket too, s3://BUCKET[/PREFIX][?endpoint=..]
+    #[arg(long, value_name = "URL", requires = "suite")]
+    pub(crate) s3: Option<String>,
+
+    /// With --suite tier: bytes of all chunks; default: 512MiB
+    #[arg(long, value_name = "SIZE", requires = "suite")]
+    pub(crate) size: Option<Bytes>,
+
     /// Print JSON instead of a table: one object, or with --suite a list of objects
     #[arg(long)]
     pub(crate) json: bool,
@@ -156,19 +177,23 @@ pub(crate) enum Suite {
     Plan,
     /// All of them
     All,
+    /// Stores of lower tiers: alone, and not part of all
+    Tier,
 }
 
-impl From<Suite> for measure::Suite {
-    fn from(suite: Suite) -> Self {
-        match suite {
-            Suite::Decode => Self::Decode,
-            Suite::Prefill => Self::Prefill,
-            Suite::Append => Self::Append,
-            Suite::Gather => Self::Gather,
-            Suite::Copy => Self::Copy,
-            Suite::Plan => Self::Plan,
-            Suite::All => Self::All,
-        }
+impl Suite {
+    /// Returns the suite of operations; `None` for that of stores.
+    fn of_operations(self) -> Option<measure::Suite> {
+        Some(match self {
+            Self::Decode => measure::Suite::Decode,
+            Self::Prefill => measure::Suite::Prefill,
+            Self::Append => measure::Suite::Append,
+            Self::Gather => measure::Suite::Gather,
+            Self::Copy => measure::Suite::Copy,
+            Self::Plan => measure::Suite::Plan,
+            Self::All => measure::Suite::All,
+            Self::Tier => return None,
+        })
     }
 }
 
@@ -192,6 +217,12 @@ pub(crate) enum BenchArgsError {
     OnlyOnCpu { name: &'static str },
     #[error("{name} holds {value} twice")]
     Twice { name: &'static str, value: u32 },
+    #[error("--suite tier is measured alone")]
+    TierWithOthers,
+    #[error("{name} is not for --suite tier")]
+    NotOfTier { name: &'static str },
+    #[error("{name} is for --suite tier")]
+    OnlyOfTier { name: &'static str },
 }
 
 impl BenchArgs {
@@ -199,7 +230,7 @@ impl BenchArgs {
     pub(crate) fn options(&self) -> Options {
         Options {
             backend: self.backend.clone(),
-            suites: self.suite.iter().map(|suite| (*suite).into()).collect(),
+            suites: self.suite.iter().filter_map(|suite| suite.of_operations()).collect(),
             formats: self.formats.clone(),
             batch: self.batch.clone(),
             context: self.context.clone(),
@@ -217,8 +248,57 @@ impl BenchArgs {
         }
     }
 
+    /// Returns whether stores are measured.
+    pub(crate) fn is_tier(&self) -> bool {
+        self.suite.contains(&Suite::Tier)
+    }
+
+    /// Refuses options of operations with the suite of stores, and the other way round.
+    fn check_tier(&self) -> Result<(), BenchArgsError> {
+        let of_tier = [
+            ("--dir", self.dir.is_some()),
+            ("--redis", self.redis.is_some()),
+            ("--s3", self.s3.is_some()),
+            ("--size", self.size.is_some()),
+        ];
+        let of_operations = [
+            ("--formats", !self.formats.is_empty()),
+            ("--batch", !self.batch.is_empty()),
+            ("--context", !self.context.is_empty()),
+            ("--layers", self.layers.is_some()),
+            ("--q-heads", !self.q_heads.is_empty()),
+            ("--kv-heads", !self.kv_heads.is_empty()),
+            ("--head-dim", !self.head_dim.is_empty()),
+            ("--block-size", !self.block_size.is_empty()),
+            ("--backend", self.backend != Device::Cpu),
+            ("--threads", !self.threads.is_empty()),
+            ("--isa", !self.isa.is_empty()),
+            ("--explain", self.explain),
+            ("--full", self.full),
+            ("--memory", self.memory.is_some()),
+            ("--plot", self.plot.is_some()),
+        ];
+        let given = |options: &[(&'static str, bool)]| {
+            options.iter().find(|(_, is_given)| *is_given).map(|(name, _)| *name)
+        };
+        if !self.is_tier() {
+            return match given(&of_tier) {
+                Some(name) => Err(BenchArgsError::OnlyOfTier { name }),
+                None => Ok(()),
+            };
+        }
+        if self.suite.len() > 1 {
+            return Err(BenchArgsError::TierWithOthers);
+        }
+        match given(&of_operations) {
+            Some(name) => Err(BenchArgsError::NotOfTier { name }),
+            None => Ok(()),
+        }
+    }
+
     /// Refuses arguments that contradict each other.
     pub(super) fn check(&self) -> Result<(), BenchArgsError> {
+        self.check_tier()?;
         let numbers: [(&'static str, &[u32]); 5] = [
             ("--batch", &self.batch),
             ("--context", &self.context),

@@ -1,8 +1,9 @@
-//! `kv bench`: the operations of a cache on a device, next to a plain copy of memory, measured by
-//! `kv-bench`.
+//! `kv bench`: the operations of a cache on a device, next to a plain copy of memory, and stores of
+//! lower tiers, next to plain clients; measured by `kv-bench`.
 mod plot;
 mod report;
 mod suite;
+mod tier;
 
 use anyhow::{Context, ensure};
 use indicatif::ProgressBar;
@@ -14,6 +15,9 @@ use crate::memory::Bytes;
 use crate::{failure, output, progress};
 
 pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
+    if args.is_tier() {
+        return tier::run(args);
+    }
     let options = args.options();
     let mut bar = Bar(ProgressBar::hidden());
     if args.suite.is_empty() {

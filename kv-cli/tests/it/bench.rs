@@ -152,6 +152,76 @@ fn an_adapter_in_software_is_reported() {
     assert_eq!(text.contains("of the plain copy's rate in "), !is_software, "{text}");
 }
 
+/// The figures say nothing at this size; what they are compared with is there.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_folder_is_measured_beside_its_disk() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder");
+    let dir = folder.path().to_str().expect("UTF-8");
+    let args = ["bench", "--suite", "tier", "--dir", dir, "--size", "1KiB", "--rounds", "1"];
+    let found = lines(&[&args[..], &["--json"]].concat());
+    let cases = ["disk to verified memory", "memory to disk"];
+    assert!(cases.iter().all(|case| found.iter().any(|line| line["case"] == *case)), "{found:?}");
+    for line in &found {
+        let [ours, theirs, ratio] = ["ours", "theirs", "ratio"].map(|name| number(line, name));
+        assert!((ratio - ours / theirs).abs() < 1e-9 && ours > 0.0, "{line}");
+        assert_eq!(
+            (whole(&line["bytes"]), &line["unit"]),
+            (8 * ((2 << 20) + 4_096), &"GB/s".into())
+        );
+        assert!(number(line, "cpu_s_per_gib") > 0.0, "{line}");
+    }
+    let text = kv(&args);
+    assert_eq!((text.code, text.stderr.as_str()), (0, ""));
+    assert!(text.stdout.contains("chunks of 2.00 MiB; medians of 1 round\n"), "{}", text.stdout);
+    assert_eq!(std::fs::read_dir(dir).expect("a folder").count(), 0, "something is left");
+}
+
+#[cfg(all(target_os = "linux", feature = "redis"))]
+#[test]
+fn a_server_is_measured_beside_a_plain_client() {
+    use kv_testkit::servers::{Server, ServerKind};
+
+    if ServerKind::Redis.find().is_err() {
+        return;
+    }
+    let server = Server::start(ServerKind::Redis, &[]).expect("a server");
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder");
+    let (dir, url) =
+        (folder.path().to_str().expect("UTF-8"), format!("redis://{}", server.address()));
+    let args = ["bench", "--suite", "tier", "--dir", dir, "--size", "1KiB", "--rounds", "1"];
+    let found = lines(&[&args[..], &["--redis", &url, "--json"]].concat());
+    let threads = found.iter().filter(|line| line["peer"] == "plain RESP client");
+    assert_eq!(threads.map(|line| whole(&line["threads"])).collect::<Vec<_>>(), [1, 4]);
+    assert_eq!(server.redis("DBSIZE"), ":0", "something is left");
+}
+
+#[test]
+fn the_suite_of_stores_is_apart() {
+    for (args, words) in [
+        (&["--suite", "tier,decode"][..], "measured alone"),
+        (&["--suite", "tier", "--batch", "4"], "--batch is not for --suite tier"),
+        (&["--suite", "decode", "--dir", "."], "--dir is for --suite tier"),
+    ] {
+        fails(&[&["bench"], args].concat(), 2, words);
+    }
+    let bad = ["bench", "--suite", "tier", "--size", "1KiB", "--redis", "redis://:pass@host"];
+    #[cfg(feature = "redis")]
+    fails(&bad, 1, "expected redis://HOST");
+    #[cfg(not(feature = "redis"))]
+    fails(&bad, 1, "without feature `redis`");
+    #[cfg(not(feature = "object"))]
+    fails(&["bench", "--suite", "tier", "--s3", "s3://bucket"], 1, "without feature `object`");
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn memory_is_no_disk() {
+    let Ok(folder) = tempfile::tempdir_in("/dev/shm") else { return };
+    let dir = folder.path().to_str().expect("UTF-8");
+    fails(&["bench", "--suite", "tier", "--dir", dir], 1, "is in memory (tmpfs)");
+}
+
 /// A grid of two small shapes in two formats, for every suite.
 const GRID: [&str; 20] = [
     "bench",

@@ -21,5 +21,8 @@ mod refusals;
 mod replay;
 mod sharing;
 mod support;
+#[cfg(target_os = "linux")]
+mod tier;
+#[cfg(target_os = "linux")]
 mod tiers;
 mod variants;

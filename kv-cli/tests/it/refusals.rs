@@ -32,6 +32,13 @@ fn wrong_usage_is_2() {
         (&["generate", "--max-step-tokens", "x"], "invalid digit"),
         (&["generate", "--seed", "-1"], "--seed"),
         (&["generate", "--model"], "a value is required"),
+        (&["tier", "rm", "cache"], "required"),
+        (&["tier", "rm", "cache", "--all", "--older-than", "1d"], "cannot be used with"),
+        (&["tier", "rm", "cache", "--older-than", "7"], "30d"),
+        (&["tier", "ls", "cache", "--root", "01"], "16 to 64"),
+        (&["tier", "ls", "rediss://host"], "TLS"),
+        (&["tier", "ls", "host=2GiB"], "host memory"),
+        (&["tier", "ls", "gs://bucket"], "redis, valkey and s3"),
     ] {
         fails(args, 2, words);
     }

@@ -1,0 +1,160 @@
+//! Chunks of an 8-billion-parameter model in bf16, each with a header of its own.
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use kv::reuse::BlockKey;
+use kv::tier::chunk::{encode_header, verify};
+use kv::tier::{ChunkAddress, ChunkRoot, ChunkSpec, Expectation, Identity, ModelDigest};
+use kv::{CacheSpec, GroupId, KvFormat};
+
+use super::error::TierError;
+use crate::num::{to_u32, to_u64};
+
+/// Chunks that differ in their headers.
+pub(super) struct Chunks {
+    root: ChunkRoot,
+    payload: Aligned,
+    chunks: Vec<Chunk>,
+}
+
+struct Chunk {
+    address: ChunkAddress,
+    tokens: Vec<u32>,
+    header: Vec<u8>,
+}
+
+impl Chunks {
+    /// Makes chunks of `bytes` together, at least 8. Their root is new in every run, so that
+    /// nothing of theirs is in a store before.
+    pub(super) fn new(bytes: u64) -> Result<Self, TierError> {
+        let spec = CacheSpec::builder().layers(32).kv_heads(8).head_dim(128);
+        let spec = spec.format(KvFormat::Bf16).paged(16, 64).build().map_err(TierError::other)?;
+        let spec = ChunkSpec::new(&spec, GroupId(0)).map_err(TierError::other)?;
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let run = format!("{} {}", now.as_nanos(), std::process::id());
+        let identity = Identity::new(ModelDigest::of_bytes(run.as_bytes()));
+        let root = identity.root(&spec, 0, b"", None).map_err(TierError::other)?;
+        let mut payload = Aligned::new(spec.chunk_bytes());
+        fill(payload.bytes_mut());
+        let count = bytes.div_euclid(to_u64(spec.chunk_bytes())).max(CHUNKS_MIN);
+        let mut made = Self { root, payload, chunks: Vec::new() };
+        for number in 0..u32::try_from(count).map_err(TierError::other)? {
+            let chunk = made.make(number, now.as_secs())?;
+            made.chunks.push(chunk);
+        }
+        Ok(made)
+    }
+
+    fn make(&mut self, number: u32, written_at: u64) -> Result<Chunk, TierError> {
+        let (root, spec) = (&self.root, self.root.spec());
+        let tokens: Vec<_> = spec.span(0).map(|at| at.wrapping_add(number << 8)).collect();
+        let name = root.chunk_name(0, &root.name(), &tokens, &[]);
+        let says = expectation(root, name, &tokens);
+        let bytes = self.payload.bytes_mut();
+        encode_header(bytes, &says, written_at).map_err(TierError::other)?;
+        let header = bytes.get(..spec.header_bytes()).unwrap_or_default().to_vec();
+        Ok(Chunk { address: ChunkAddress { root: root.name(), name }, tokens, header })
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.chunks.len()
+    }
+
+    /// Returns how many chunks a store gets that is not a folder.
+    pub(super) fn len_of_store(&self) -> usize {
+        let most = to_u64(STORE_BYTES).checked_div(self.chunk_bytes()).unwrap_or(1);
+        self.len().min(usize::try_from(most).unwrap_or(usize::MAX))
+    }
+
+    pub(super) fn chunk_bytes(&self) -> u64 {
+        to_u64(self.payload.len)
+    }
+
+    /// Returns memory for a chunk, with the payload of all chunks in it.
+    pub(super) fn buffer(&self) -> Aligned {
+        let mut buffer = Aligned::new(self.payload.len);
+        buffer.bytes_mut().copy_from_slice(self.payload.bytes());
+        buffer
+    }
+
+    pub(super) fn buffers(&self, count: u32) -> Vec<Aligned> {
+        (0..count).map(|_| self.buffer()).collect()
+    }
+
+    pub(super) fn address(&self, item: usize) -> Result<ChunkAddress, TierError> {
+        self.get(item).map(|chunk| chunk.address)
+    }
+
+    pub(super) fn addresses(&self, count: usize) -> Vec<ChunkAddress> {
+        self.chunks.iter().take(count).map(|chunk| chunk.address).collect()
+    }
+
+    /// Makes a buffer's content a chunk's.
+    pub(super) fn complete(&self, item: usize, buffer: &mut Aligned) -> Result<(), TierError> {
+        let header = &self.get(item)?.header;
+        for (to, from) in buffer.bytes_mut().iter_mut().zip(header) {
+            *to = *from;
+        }
+        Ok(())
+    }
+
+    /// Checks everything about a chunk that was read.
+    pub(super) fn verify(&self, item: usize, bytes: &[u8]) -> Result<(), TierError> {
+        let chunk = self.get(item)?;
+        let expected = expectation(&self.root, chunk.address.name, &chunk.tokens);
+        verify(bytes, &expected).map(drop).map_err(TierError::other)
+    }
+
+    fn get(&self, item: usize) -> Result<&Chunk, TierError> {
+        self.chunks.get(item).ok_or_else(|| TierError::other(format!("there is no chunk {item}")))
+    }
+}
+
+fn expectation<'a>(
+    root: &'a ChunkRoot,
+    name: kv::tier::ChunkName,
+    tokens: &'a [u32],
+) -> Expectation<'a> {
+    let (parent, last_key) = (root.name(), BlockKey(u128::from(to_u32(tokens.len()))));
+    Expectation { root, index: 0, parent, name, last_key, tokens, contents: &[] }
+}
+
+/// Fills memory with bytes that nothing can compress.
+fn fill(bytes: &mut [u8]) {
+    let mut state = 0x9E37_79B9_7F4A_7C15_u64;
+    for word in bytes.as_chunks_mut::<8>().0 {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        *word = state.to_le_bytes();
+    }
+}
+
+/// Memory on a multiple of 4,096, as direct I/O needs it.
+pub(super) struct Aligned {
+    memory: Vec<u8>,
+    begin: usize,
+    len: usize,
+}
+
+impl Aligned {
+    pub(super) fn new(len: usize) -> Self {
+        let memory = vec![0; len.saturating_add(PAGE)];
+        let begin = memory.as_ptr().align_offset(PAGE).min(PAGE);
+        Self { memory, begin, len }
+    }
+
+    pub(super) fn bytes(&self) -> &[u8] {
+        let end = self.begin.saturating_add(self.len);
+        self.memory.get(self.begin..end).unwrap_or_default()
+    }
+
+    pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
+        let end = self.begin.saturating_add(self.len);
+        self.memory.get_mut(self.begin..end).unwrap_or_default()
+    }
+}
+
+const PAGE: usize = 4_096;
+const CHUNKS_MIN: u64 = 8;
+/// Bytes that a store gets that is not a folder.
+const STORE_BYTES: usize = 128 << 20;
