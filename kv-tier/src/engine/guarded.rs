@@ -71,12 +71,7 @@ impl GuardedStore {
 
     /// Returns how many of a prompt's chunks are there, in their order: up to the first missing one
     /// if `stops` says so.
-    pub(super) fn lookup(
-        &self,
-        permit: Permit,
-        chunks: &[ChunkAddress],
-        stops: bool,
-    ) -> Vec<bool> {
+    pub(super) fn lookup(&self, permit: Permit, chunks: &[ChunkAddress], stops: bool) -> Vec<bool> {
         /// Chunks of one question.
         const BATCH: usize = 64;
         let start = Instant::now();

@@ -355,8 +355,8 @@ impl<B: Backend> Tiers<B> {
         loop {
             self.poll(cache)?;
             if self.is_copied() {
-                let all = unwritten
-                    .get_or_insert_with(|| vec![self.host_records(); self.stores.len()]);
+                let all =
+                    unwritten.get_or_insert_with(|| vec![self.host_records(); self.stores.len()]);
                 self.write_rest(all);
                 let is_written = self.stores.iter().all(|lane| lane.writes_waiting == 0);
                 if is_written && all.iter().all(VecDeque::is_empty) {

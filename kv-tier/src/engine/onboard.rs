@@ -201,12 +201,16 @@ impl<B: Backend> Tiers<B> {
             }
         }
         let import = self.import(cache, &of)?;
-        let started = cache.start(sequence, of.probe.prompt(), options);
+        let mut started = cache.start(sequence, of.probe.prompt(), options);
         if let Some(import) = import {
             // Blocks that could not be zeroed stay out of use, and are zeroed by a later call.
             let finished = cache.finish_import(import);
             let is_finished = matches!(finished, Ok(()) | Err(CacheError::Device(_)));
             assert!(is_finished, "no step is open, and the import was not finished: {finished:?}");
+            // The import held blocks that the sequence computes anew, perhaps the last ones.
+            if matches!(started, Err(CacheError::Exhausted(_))) {
+                started = cache.start(sequence, of.probe.prompt(), options);
+            }
         }
         Ok(started?)
     }
@@ -534,9 +538,10 @@ impl<B: Backend> Tiers<B> {
         let before = of.probe.cached();
         let brought = self.copy_in(cache, of, &import).and_then(|tiers| {
             // All blocks from one tier in a row are published at once.
-            tiers.chunk_by(|a, b| a.1 == b.1).filter_map(|run| run.last()).try_for_each(
-                |(end, tier)| Ok(cache.publish_import(&mut import, *end, *tier)?),
-            )
+            tiers
+                .chunk_by(|a, b| a.1 == b.1)
+                .filter_map(|run| run.last())
+                .try_for_each(|(end, tier)| Ok(cache.publish_import(&mut import, *end, *tier)?))
         });
         match brought {
             Ok(()) => {

@@ -38,10 +38,9 @@ impl Record {
             index: self.index,
             parent: self.parent,
             name: self.name,
-            last_key: self.root.last_key(
-                &self.name,
-                self.keys.last().copied().unwrap_or(self.parent_key),
-            ),
+            last_key: self
+                .root
+                .last_key(&self.name, self.keys.last().copied().unwrap_or(self.parent_key)),
             tokens: &self.tokens,
             contents: &self.contents,
         }
