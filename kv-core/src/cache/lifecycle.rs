@@ -197,14 +197,18 @@ impl<B: Backend> KvCache<B> {
     /// Holds a cached block while its bytes are read: see [`CacheState::hold_block`].
     ///
     /// # Errors
-    /// [`PlanError::State`] while a step is held.
+    /// [`PlanError::State`] while a step is held; a device failure, if bytes that a failed
+    /// [`Self::recalibrate`] has overwritten cannot be restored.
     pub fn hold_block(
         &mut self,
         group: GroupId,
         block: BlockId,
         key: BlockKey,
     ) -> Result<Option<BlockHold>, CacheError> {
-        Ok(self.recovered().hold_block(group, block, key)?)
+        self.recovered().check_closed("hold block")?;
+        // The bytes that are read are those of the content.
+        self.restore()?;
+        Ok(self.state.hold_block(group, block, key)?)
     }
 
     /// Releases a block whose bytes are read: see [`CacheState::release_hold`].

@@ -1,5 +1,5 @@
 //! Names of the blocks on the device: from changes of blocks to chunks that are complete.
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
 use kv_core::BlockId;
@@ -63,6 +63,20 @@ impl Links {
     pub(super) fn clear(&mut self) {
         self.by_key.clear();
         self.gone.clear();
+    }
+
+    /// Returns whether a block with this content is known to be on the device.
+    pub(super) fn is_stored(&self, block: BlockId, key: BlockKey) -> bool {
+        self.by_key.get(&key).is_some_and(|link| link.block == Some(block))
+    }
+
+    /// Notes that all other blocks lost their content.
+    pub(super) fn retain(&mut self, stored: &HashSet<(BlockId, BlockKey)>) {
+        let known = self.by_key.iter().filter_map(|(key, link)| Some((link.block?, *key)));
+        let mut removed: Vec<_> = known.filter(|known| !stored.contains(known)).collect();
+        // In any order that does not depend on the table's.
+        removed.sort_unstable();
+        removed.into_iter().for_each(|(block, key)| self.removed(block, key));
     }
 
     /// Notes that a block has content that can be reused. `root` is that of its namespace.

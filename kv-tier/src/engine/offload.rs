@@ -40,13 +40,16 @@ impl<B: Backend> Tiers<B> {
         self.changes = changes;
     }
 
-    /// Starts again from what is on the device, after changes were lost.
+    /// Follows what is on the device, after changes were lost. Blocks that were followed before are
+    /// not copied again.
     fn follow_all(&mut self, cache: &KvCache<B>) {
         let pinned = pinned_blocks(cache);
         for group in 0..self.groups.len() {
             let id = self.groups.get(group).invariant(GROUP).spec.group();
-            self.groups.get_mut(group).invariant(GROUP).links.clear();
-            let mut blocks: Vec<_> = cache.stored_blocks(id).collect();
+            let links = &mut self.groups.get_mut(group).invariant(GROUP).links;
+            links.retain(&cache.stored_blocks(id).map(|block| (block.block, block.key)).collect());
+            let is_new = |block: &IndexedBlock<'_>| !links.is_stored(block.block, block.key);
+            let mut blocks: Vec<_> = cache.stored_blocks(id).filter(is_new).collect();
             // A block before those that follow it.
             blocks.sort_by_key(|block| block.index);
             for block in blocks {

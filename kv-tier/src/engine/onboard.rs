@@ -177,12 +177,16 @@ impl<B: Backend> Tiers<B> {
     ) -> Result<u32, TierError> {
         let prompt = self.prompt(prefetch)?;
         let import = self.bring(cache, prefetch, &options)?;
-        let started = cache.start(sequence, prompt.prompt(), options);
+        let mut started = cache.start(sequence, prompt.prompt(), options);
         if let Some(import) = import {
             // Blocks that could not be zeroed stay out of use, and are zeroed by a later call.
             let finished = cache.finish_import(import);
             let is_finished = matches!(finished, Ok(()) | Err(CacheError::Device(_)));
             assert!(is_finished, "no step is open, and the import was not finished: {finished:?}");
+            // The import held blocks that the sequence computes anew, perhaps the last ones.
+            if matches!(started, Err(CacheError::Exhausted(_))) {
+                started = cache.start(sequence, prompt.prompt(), options);
+            }
         }
         Ok(started?)
     }

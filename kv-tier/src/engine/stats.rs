@@ -66,7 +66,7 @@ pub struct StoreStats {
     pub were_there: u64,
     /// Writes dropped because too many were waiting.
     pub dropped_by_queue: u64,
-    /// Writes dropped because the store's breaker was open.
+    /// Writes dropped because the store's breaker was open, or opened while they waited.
     pub dropped_by_breaker: u64,
     /// Writes dropped because the day's bytes were used up.
     pub dropped_by_budget: u64,

@@ -10,4 +10,10 @@
     reason = "tests"
 )]
 mod basic;
+mod crash;
+mod failures;
+mod hang;
+mod lives;
+mod store;
 mod support;
+mod world;

@@ -1,7 +1,7 @@
 //! A cache with tiers whose rows follow from their tokens, so that a wrong row is found.
 use std::time::{Duration, Instant};
 
-use kv_core::backend::Plane;
+use kv_core::backend::{Backend, Plane};
 use kv_core::{
     CacheSpec, GroupId, KvCache, KvFormat, QkvFormat, SequenceId, StartOptions, StepInput,
     TensorView, TensorViewMut,
@@ -11,8 +11,6 @@ use kv_tier::{
     ChunkAddress, ChunkSpec, Identity, ModelDigest, PrefetchId, TierError, TierOptions, Tiers,
 };
 
-pub(crate) type Cache = KvCache<CpuBackend>;
-
 /// Layers of the caches here, KV heads, and values of a head.
 pub(crate) const LAYERS: u16 = 2;
 const HEADS: u32 = 2;
@@ -20,9 +18,9 @@ const DIM: u32 = 8;
 const WIDTH: usize = (HEADS * DIM) as usize;
 
 /// A cache, its tiers, and what they have computed and reused.
-pub(crate) struct Engine {
-    pub(crate) cache: Cache,
-    pub(crate) tiers: Tiers<CpuBackend>,
+pub(crate) struct Engine<B: Backend = CpuBackend> {
+    pub(crate) cache: KvCache<B>,
+    pub(crate) tiers: Tiers<B>,
     next: u64,
 }
 
@@ -40,15 +38,26 @@ pub(crate) fn identity() -> Identity {
 impl Engine {
     pub(crate) fn new(spec: CacheSpec, identity: Identity, options: TierOptions) -> Self {
         let backend = CpuBackend::open(CpuOptions::default().with_threads(1)).unwrap();
-        let cache = KvCache::new(backend, spec).unwrap();
-        let tiers = Tiers::new(&cache, identity, options).unwrap();
-        Self { cache, tiers, next: 0 }
+        Self::over(backend, spec, identity, options)
     }
 
     pub(crate) fn try_new(spec: CacheSpec, options: TierOptions) -> Result<(), TierError> {
         let backend = CpuBackend::open(CpuOptions::default().with_threads(1)).unwrap();
         let cache = KvCache::new(backend, spec).unwrap();
         Tiers::new(&cache, identity(), options).map(drop)
+    }
+}
+
+impl<B: Backend> Engine<B> {
+    pub(crate) fn over(
+        backend: B,
+        spec: CacheSpec,
+        identity: Identity,
+        options: TierOptions,
+    ) -> Self {
+        let cache = KvCache::new(backend, spec).unwrap();
+        let tiers = Tiers::new(&cache, identity, options).unwrap();
+        Self { cache, tiers, next: 0 }
     }
 
     /// Starts a prompt after everything has come that can, computes the rest, checks every row of

@@ -1,0 +1,360 @@
+//! Devices that fail, constants that change, adapters and contents, budgets.
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kv_core::backend::{NullBackend, Plane};
+use kv_core::calibration::{Calibration, LayerCalibration, PlaneCalibration};
+use kv_core::events::Tier;
+use kv_core::reuse::ContentSpan;
+use kv_core::{
+    CacheError, CacheSpec, KvCache, KvFormat, QkvFormat, Scaling, SequenceId, StartOptions,
+    StepInput, TensorView, TensorViewMut,
+};
+use kv_cpu::{CpuBackend, CpuOptions};
+use kv_testkit::{FaultInjector, FaultKind, Shared};
+use kv_tier::policy::{WritePolicy, WriteRule};
+use kv_tier::{
+    BlockStore, MemoryStore, ModelDigest, Put, StoreOptions, TierError, TierOptions, Tiers,
+};
+
+use crate::support::{Engine, identity, spec, text};
+
+fn plain() -> StartOptions<'static> {
+    StartOptions::default()
+}
+
+type Null = KvCache<NullBackend>;
+
+fn null(format: KvFormat) -> Null {
+    let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).format(format);
+    let spec = spec.paged(4, 32).changes(64).wipe_on_release(true).build().unwrap();
+    KvCache::new(NullBackend::new(), spec).unwrap()
+}
+
+/// Computes the rest of a prompt; rows are of no interest here.
+fn compute(cache: &mut Null, id: SequenceId, prompt: &[u32]) -> Result<(), CacheError> {
+    let done = cache.seq_len(id).unwrap();
+    let new = &prompt[done as usize..];
+    let mut step = cache.begin_step(&[StepInput::tokens(id, new)])?;
+    let values = vec![0.5_f32; new.len() * 4];
+    let rows = TensorView::host(&values, &[new.len() as u32, 1, 4]);
+    step.write(0, rows, rows, QkvFormat::Thd)?;
+    step.commit()
+}
+
+/// The device fails once, at each operation in turn. Whatever happens, no hold, import or block is
+/// leaked, and the next prompt is served.
+#[test]
+fn a_device_that_fails_at_any_operation_leaks_nothing() {
+    let prompt = text(1, 33);
+    let mut served = 0;
+    for operation in 0..200 {
+        let mut cache = null(KvFormat::F32);
+        let options = TierOptions::new().with_host(1 << 20).with_chunk_blocks(2);
+        let mut tiers = Tiers::new(&cache, identity(), options).unwrap();
+        let mut round = |fails: bool, id: u64| {
+            let id = SequenceId(id);
+            let never = u64::MAX;
+            cache.backend().control().fail_after(if fails { operation } else { never });
+            let prefetch = tiers.prefetch(&cache, &prompt, &plain());
+            let mut reused = 0;
+            match tiers.start(&mut cache, prefetch, id, plain()) {
+                Ok(tokens) => {
+                    reused = tokens;
+                    let _ = compute(&mut cache, id, &prompt);
+                }
+                Err(TierError::Cache(CacheError::Device(_))) => {}
+                Err(error) => panic!("{error}"),
+            }
+            if cache.contains(id) {
+                let _ = cache.release(id);
+            }
+            for _ in 0..3 {
+                let _ = tiers.poll(&mut cache);
+            }
+            let soon = Instant::now() + Duration::from_secs(20);
+            let flushed = (0..3).any(|_| tiers.flush(&mut cache, soon).is_ok_and(|all| all));
+            assert!(flushed, "operation {operation}");
+            assert_eq!((cache.num_holds(), cache.num_imports()), (0, 0), "operation {operation}");
+            assert_eq!(cache.usage().blocks_used, 0, "operation {operation}");
+            cache.backend().control().fail_after(u64::MAX);
+            reused
+        };
+        round(false, 0);
+        round(true, 1);
+        assert!(cache.reset_prefixes().unwrap());
+        let mut round = |fails: bool, id: u64| {
+            let id = SequenceId(id);
+            let never = u64::MAX;
+            cache.backend().control().fail_after(if fails { operation } else { never });
+            let prefetch = tiers.prefetch(&cache, &prompt, &plain());
+            let started = tiers.start(&mut cache, prefetch, id, plain());
+            let has_started = started.is_ok();
+            assert_eq!(cache.contains(id), has_started, "operation {operation}: {started:?}");
+            // What a failure has left is done as soon as the device works.
+            for _ in 0..3 {
+                let _ = tiers.poll(&mut cache);
+            }
+            assert_eq!(cache.num_imports(), 0, "operation {operation}: {started:?}");
+            if has_started {
+                cache.release(id).unwrap_or_default();
+            }
+            let _ = cache.reset_prefixes();
+            cache.backend().control().fail_after(u64::MAX);
+            started.ok()
+        };
+        let failed = round(true, 2);
+        assert_eq!(round(false, 3), Some(32), "operation {operation}");
+        served += u64::from(failed.is_some());
+        if operation > 40 && failed == Some(32) {
+            break;
+        }
+    }
+    assert!(served > 0);
+}
+
+fn calibration(mean: f32) -> Calibration {
+    let k = PlaneCalibration { mean: vec![mean; 4], ..Default::default() };
+    Calibration::new(vec![LayerCalibration { k, v: PlaneCalibration::default() }])
+}
+
+#[test]
+fn a_prompt_that_was_prefetched_before_a_recalibration_starts_without_tiers() {
+    let mut cache = null(KvFormat::Int8(Scaling::Row));
+    let options = TierOptions::new().with_host(1 << 20).with_chunk_blocks(2);
+    let mut tiers = Tiers::new(&cache, identity(), options).unwrap();
+    let prompt = text(1, 33);
+    cache.start(SequenceId(0), &prompt, plain()).unwrap();
+    compute(&mut cache, SequenceId(0), &prompt).unwrap();
+    cache.release(SequenceId(0)).unwrap();
+    let soon = || Instant::now() + Duration::from_secs(20);
+    assert!(tiers.flush(&mut cache, soon()).unwrap());
+    assert!(cache.reset_prefixes().unwrap());
+    let [prefetch, other] = [(); 2].map(|()| tiers.prefetch(&cache, &prompt, &plain()));
+    cache.recalibrate(calibration(1.0)).unwrap();
+    assert_eq!(tiers.start(&mut cache, prefetch, SequenceId(1), plain()).unwrap(), 0);
+    let salted = plain().with_salt(b"other");
+    let refused = tiers.start(&mut cache, other, SequenceId(2), salted).unwrap_err();
+    assert!(matches!(refused, TierError::OtherOptions));
+    // New chunks have new names.
+    compute(&mut cache, SequenceId(1), &prompt).unwrap();
+    cache.release(SequenceId(1)).unwrap();
+    assert!(tiers.flush(&mut cache, soon()).unwrap());
+    assert!(cache.reset_prefixes().unwrap());
+    let prefetch = tiers.prefetch(&cache, &prompt, &plain());
+    assert_eq!(tiers.start(&mut cache, prefetch, SequenceId(3), plain()).unwrap(), 32);
+    assert_eq!(tiers.stats().offloaded, 8);
+}
+
+/// Numbers of adapters differ between processes, and one adapter may have two.
+#[test]
+fn an_adapter_is_known_by_its_digest_under_any_number() {
+    let store = Arc::new(MemoryStore::new(64 << 20));
+    let identity = || {
+        let digest = |name: &[u8]| ModelDigest::of_bytes(name);
+        let identity = identity().with_adapter(1, digest(b"other"));
+        identity.with_adapter(3, digest(b"three")).with_adapter(4, digest(b"three"))
+    };
+    let options = || TierOptions::new().with_store(Box::new(Arc::clone(&store)));
+    let prompt = text(1, 600);
+    let mut engine = Engine::new(spec(2048), identity(), options());
+    engine.run(&prompt, plain().with_adapter(3));
+    engine.flush();
+    // From host memory, and from a store.
+    assert_eq!(engine.run(&prompt, plain().with_adapter(4)).1, 512);
+    let mut engine = Engine::new(spec(2048), identity(), options());
+    assert_eq!(engine.run(&prompt, plain().with_adapter(1)).1, 0);
+    assert_eq!(engine.run(&prompt, plain().with_adapter(4)).1, 512);
+    assert_eq!(engine.tiers.stats().stores[0].refused.len(), 0);
+}
+
+/// The first group has fewer full blocks than the second one.
+#[test]
+fn contents_are_compared_up_to_the_last_block_of_any_group() {
+    let spec = CacheSpec::builder().layers(2).kv_heads(2).head_dim(8).format(KvFormat::F32);
+    let spec = spec.paged(32, 64).group([1], |group| group.paged(4, 512)).changes(256);
+    let options = TierOptions::new().with_host(64 << 20).with_chunk_blocks(1);
+    let mut engine = Engine::new(spec.build().unwrap(), identity(), options);
+    let prompt = text(1, 60);
+    let cat = [ContentSpan { begin: 40, len: 8, id: 1 }];
+    let dog = [ContentSpan { begin: 40, len: 8, id: 2 }];
+    let (cat, dog) = (plain().with_contents(&cat), plain().with_contents(&dog));
+    engine.run(&prompt, cat);
+    engine.flush();
+    engine.forget();
+    let prefetch = engine.tiers.prefetch(&engine.cache, &prompt, &cat);
+    let refused = engine.tiers.start(&mut engine.cache, prefetch, SequenceId(77), dog);
+    assert!(matches!(refused, Err(TierError::OtherOptions)), "{refused:?}");
+    assert_eq!(engine.run(&prompt, cat).1, 32);
+}
+
+#[test]
+fn the_budget_of_a_day_holds_for_all_threads_together() {
+    for _ in 0..10 {
+        let store = Arc::new(MemoryStore::new(64 << 20));
+        let budget = 2 * 70_000;
+        let lane = StoreOptions::new(Tier::Disk)
+            .with_write(WriteRule::new(WritePolicy::OnPublish))
+            .with_threads(16)
+            .with_bytes_per_day(budget);
+        let options = TierOptions::new().with_store_options(Box::new(Arc::clone(&store)), lane);
+        let mut engine = Engine::new(spec(2048), identity(), options);
+        engine.run(&text(1, 3000), plain());
+        engine.flush();
+        let stats = engine.tiers.stats();
+        assert!(stats.stores[0].written_bytes <= budget, "{stats:?}");
+        assert_eq!(stats.stores[0].writes + stats.stores[0].dropped_by_budget, 11, "{stats:?}");
+        assert_eq!(store.held_bytes() as u64, stats.stores[0].written_bytes);
+    }
+}
+
+#[test]
+fn host_memory_says_how_much_it_holds() {
+    let options = TierOptions::new().with_host(4 << 20);
+    let mut engine = Engine::new(spec(2048), identity(), options);
+    engine.run(&text(1, 600), plain());
+    engine.flush();
+    let stats = engine.tiers.stats();
+    assert!(stats.host_capacity > 3 << 20 && stats.host_capacity <= 4 << 20, "{stats:?}");
+    assert_eq!(stats.host_bytes, 2 * stats.host_bytes / stats.host_chunks);
+}
+
+/// Copies that were recorded before one of them failed must not reach blocks that other sequences
+/// have got meanwhile.
+#[test]
+fn copies_that_fail_reach_no_block_of_others() {
+    let prompts = [text(1, 300), text(2, 300)];
+    let mut failures = 0;
+    for kind in FaultKind::ALL {
+        for operation in (0..16).chain((16..300).step_by(37)) {
+            let backend = CpuBackend::open(CpuOptions::default().with_threads(1)).unwrap();
+            let backend = FaultInjector::new(Shared::new(backend));
+            let options = TierOptions::new().with_host(4 << 20);
+            // Room for one prompt.
+            let mut engine = Engine::over(backend, spec(80), identity(), options);
+            engine.run(&prompts[0], plain());
+            engine.flush();
+            engine.forget();
+            let prefetch = engine.tiers.prefetch(&engine.cache, &prompts[0], &plain());
+            engine.cache.backend().fail(operation, kind);
+            let id = SequenceId(1000);
+            let started = engine.tiers.start(&mut engine.cache, prefetch, id, plain());
+            failures += u32::from(engine.cache.backend().clear());
+            if started.is_ok() {
+                engine.cache.release(id).unwrap();
+            } else {
+                assert!(!engine.cache.contains(id), "{kind:?} {operation}: {started:?}");
+            }
+            // What the failure has left is done first.
+            engine.tiers.poll(&mut engine.cache).unwrap();
+            assert_eq!(engine.cache.num_imports(), 0);
+            let (other, _) = engine.run(&prompts[1], plain());
+            // Uses the queue of the copies.
+            engine.flush();
+            engine.check(other, &prompts[1]);
+            engine.forget();
+            assert_eq!(engine.run(&prompts[0], plain()).1, 256, "{kind:?} {operation}");
+        }
+    }
+    assert!(failures > 40, "{failures}");
+}
+
+#[test]
+fn a_chunk_that_one_store_has_broken_comes_from_another() {
+    let stores = [(); 2].map(|()| Arc::new(MemoryStore::new(64 << 20)));
+    let options = || {
+        let all = stores.iter().map(|store| Box::new(Arc::clone(store)));
+        all.fold(TierOptions::new(), |options, store| options.with_store(store))
+    };
+    let prompt = text(1, 800);
+    let mut engine = Engine::new(spec(2048), identity(), options());
+    engine.run(&prompt, plain());
+    engine.flush();
+    let soon = Instant::now() + Duration::from_secs(20);
+    let names = crate::support::names(&prompt, &identity());
+    stores[0].remove(&names[1..2], soon).unwrap();
+    assert_eq!(stores[0].put(&names[1], &[7; 69_632], soon).unwrap(), Put::New);
+    let mut engine = Engine::new(spec(2048), identity(), options());
+    assert_eq!(engine.run(&prompt, plain()).1, 768);
+    let stats = engine.tiers.stats();
+    assert_eq!((stats.stores[0].reads, stats.stores[1].reads), (2, 1), "{stats:?}");
+    assert_eq!(stats.stores[0].refused.values().sum::<u64>(), 1);
+}
+
+/// What a failed recalibration has overwritten is restored before blocks are copied.
+#[test]
+fn a_failed_recalibration_reaches_no_chunk() {
+    let prompt = text(1, 520);
+    let coded = CacheSpec::builder().layers(2).kv_heads(2).head_dim(8);
+    let coded = coded.format(KvFormat::Int8(Scaling::Row)).paged(4, 512).changes(256);
+    let coded = coded.build().unwrap();
+    let k = PlaneCalibration { mean: vec![100.0; 16], ..Default::default() };
+    let layer = || LayerCalibration { k: k.clone(), v: PlaneCalibration::default() };
+    let mut unrestored = 0;
+    for operation in (0..40).step_by(3).chain((40..1000).step_by(97)) {
+        let backend = CpuBackend::open(CpuOptions::default().with_threads(1)).unwrap();
+        let backend = FaultInjector::new(Shared::new(backend));
+        let options = TierOptions::new().with_host(4 << 20);
+        let mut engine = Engine::over(backend, coded.clone(), identity(), options);
+        let id = SequenceId(1000);
+        engine.cache.start(id, &prompt, plain()).unwrap();
+        engine.compute(id, &prompt, 0);
+        let rows = |engine: &mut Engine<FaultInjector<Shared<CpuBackend>>>, id| {
+            let mut rows = vec![0.0_f32; 512 * 16];
+            let out = TensorViewMut::host(&mut rows, &[1, 512, 2, 8]);
+            let range = [(id, 0, 512)];
+            engine.cache.gather(0, Plane::Key, &range, out, QkvFormat::Bshd).unwrap();
+            rows
+        };
+        let before = rows(&mut engine, id);
+        engine.cache.backend().fail(operation, FaultKind::Persistent);
+        let done = engine.cache.recalibrate(Calibration::new(vec![layer(), layer()]));
+        engine.cache.backend().clear();
+        if done.is_ok() {
+            break;
+        }
+        unrestored += 1;
+        // The first call after the failure.
+        engine.flush();
+        engine.cache.release(id).unwrap();
+        engine.forget();
+        let prefetch = engine.tiers.prefetch(&engine.cache, &prompt, &plain());
+        let id = SequenceId(1001);
+        assert_eq!(engine.tiers.start(&mut engine.cache, prefetch, id, plain()).unwrap(), 512);
+        assert!(before == rows(&mut engine, id), "operation {operation}");
+    }
+    assert!(unrestored > 5, "{unrestored}");
+}
+
+/// A prompt of more blocks than the list of changes has room for.
+#[test]
+fn lost_changes_copy_nothing_twice() {
+    let spec = CacheSpec::builder().layers(2).kv_heads(2).head_dim(8).format(KvFormat::F32);
+    let spec = spec.paged(4, 2048).changes(2).build().unwrap();
+    // Room for two chunks.
+    let options = TierOptions::new().with_host(200 << 10);
+    let mut engine = Engine::new(spec, identity(), options);
+    for number in 1..5 {
+        engine.run(&text(number, 600), plain());
+        engine.flush();
+    }
+    let stats = engine.tiers.stats();
+    assert_eq!((stats.offloaded, stats.offload_missed, stats.unnamed_blocks), (8, 0, 0));
+}
+
+/// With backoff, the last block that is found is computed anew: the import of that block must not
+/// take the room of the sequence.
+#[test]
+fn an_import_takes_no_block_that_the_sequence_needs() {
+    let options = TierOptions::new().with_host(4 << 20).with_chunk_blocks(1);
+    let mut engine = Engine::new(spec(5), identity(), options);
+    let prompt = text(1, 17);
+    engine.run(&prompt, plain());
+    engine.flush();
+    engine.forget();
+    let backoff = plain().with_backoff_blocks(1).with_reserve(17);
+    let (sequence, reused) = engine.run(&prompt, backoff);
+    assert_eq!(reused, 12);
+    engine.cache.release(sequence).unwrap();
+    engine.assert_nothing_held();
+}

@@ -1,0 +1,42 @@
+//! Random lives with faults: rows equal those of a cache without tiers.
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+use crate::world::{Kind, World};
+
+/// Each life has its own cache, stores and schedule of faults. `KV_TIER_FAULTS` sets how many faults
+/// are wanted, `KV_TIER_SEED` the first seed.
+#[test]
+fn rows_equal_those_without_tiers_whatever_goes_wrong() {
+    let number = |name: &str, default| {
+        std::env::var(name).map_or(default, |text| text.parse::<u64>().unwrap())
+    };
+    let (wanted, first) = (number("KV_TIER_FAULTS", 1_500), number("KV_TIER_SEED", 1));
+    let (mut faults, mut loaded, mut kinds) = (0, 0, BTreeMap::<String, u64>::new());
+    for seed in first.. {
+        let mut world = World::new(seed);
+        let lived = catch_unwind(AssertUnwindSafe(|| (0..150).for_each(|_| world.act())));
+        if let Err(panic) = lived {
+            println!("seed {seed}, {}: {}", world.kind(), world.log.join(", "));
+            resume_unwind(panic);
+        }
+        faults += world.faults();
+        if seed.is_multiple_of(100) {
+            println!("seed {seed}: {faults} faults");
+        }
+        let kind = world.kind();
+        let ended = catch_unwind(AssertUnwindSafe(|| world.finish()));
+        let more = ended.unwrap_or_else(|panic| {
+            println!("seed {seed}, {kind}: at the end");
+            resume_unwind(panic)
+        });
+        *kinds.entry(kind).or_default() += more;
+        loaded += more;
+        if faults >= wanted && kinds.len() == Kind::ALL.len() {
+            break;
+        }
+    }
+    println!("{faults} faults, {loaded} tokens loaded: {kinds:?}");
+    assert!(loaded > wanted / 5, "{loaded}");
+    assert!(kinds.values().all(|loaded| *loaded > 0), "{kinds:?}");
+}
