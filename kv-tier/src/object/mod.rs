@@ -4,7 +4,8 @@
 //! the methods block, and may be called on any thread, also on one of another runtime.
 //!
 //! # Deadlines
-//! A call that is not done at its deadline is dropped, and its connection closed with it. The
+//! A call that is not done at its deadline is dropped, and its connection closed with it. A write
+//! that is still being signed then goes on for that long on another thread, and sends nothing. The
 //! library's own retries are off: callers know how long an answer is worth waiting for.
 //!
 //! # What the bucket must be set to
@@ -32,7 +33,7 @@ use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::{
     ClientOptions, Error as ObjectError, GetOptions, GetRange, ObjectMeta, ObjectStore as Backend,
-    ObjectStoreExt as _, PutMode, PutOptions, PutPayload, RetryConfig,
+    ObjectStoreExt as _, PutMode, PutOptions, PutPayloadMut, RetryConfig,
 };
 use url::Url;
 
@@ -267,15 +268,22 @@ impl BlockStore for ObjectStore {
         if bytes.is_empty() {
             return Err(StoreError::new(StoreErrorKind::Corrupt, format!("{operation}: empty")));
         }
-        self.run(&operation, deadline, async {
-            let payload = PutPayload::from(bytes.to_vec());
-            let options = PutOptions::from(PutMode::Create);
-            match self.backend.put_opts(&path, payload, options).await {
-                Ok(_) => Ok(Put::New),
-                Err(ObjectError::AlreadyExists { .. }) => Ok(Put::WasThere),
-                Err(error) => Err(into_error(error, operation.clone())),
-            }
-        })
+        let mut payload = PutPayloadMut::new().with_block_size(COPIED_AT_ONCE);
+        for piece in bytes.chunks(COPIED_AT_ONCE) {
+            time_left(deadline, &operation)?;
+            payload.extend_from_slice(piece);
+        }
+        let (backend, payload) = (Arc::clone(&self.backend), payload.freeze());
+        // A signature and a checksum of the whole payload are computed in one poll.
+        let written = self.runtime.run_apart(deadline, async move {
+            backend.put_opts(&path, payload, PutOptions::from(PutMode::Create)).await
+        });
+        match written {
+            Some(Ok(_)) => Ok(Put::New),
+            Some(Err(ObjectError::AlreadyExists { .. })) => Ok(Put::WasThere),
+            Some(Err(error)) => Err(into_error(error, operation)),
+            None => Err(StoreError::new(StoreErrorKind::Timeout, &operation)),
+        }
     }
 
     fn remove(&self, chunks: &[ChunkAddress], deadline: Instant) -> Result<(), StoreError> {
@@ -374,6 +382,8 @@ fn into_error(error: ObjectError, operation: String) -> StoreError {
 const PAGE: usize = 1_000;
 /// Requests at once of one call.
 const AT_ONCE: usize = 32;
+/// Bytes of a chunk that are copied between two looks at the deadline.
+const COPIED_AT_ONCE: usize = 1 << 20;
 const CONNECT_LIMIT: Duration = Duration::from_secs(10);
 
 #[cfg(test)]

@@ -118,6 +118,30 @@ fn a_future_that_never_ends_is_dropped_at_the_deadline() {
 }
 
 #[test]
+fn a_poll_that_computes_for_long_ends_at_the_deadline() {
+    let store = ObjectStore::with_variables("memory:///", []).unwrap();
+    let limit = Duration::from_millis(30);
+    let late = (0..5).map(|_| {
+        let start = Instant::now();
+        let end = start.checked_add(limit).unwrap();
+        let result = store.runtime.run_apart(end, async {
+            std::thread::sleep(Duration::from_millis(200));
+        });
+        assert_eq!(result, None);
+        start.elapsed().saturating_sub(limit)
+    });
+    assert!(late.min().unwrap() <= Duration::from_millis(50));
+    assert_eq!(store.runtime.run_apart(soon(), async { 7 }), Some(7));
+}
+
+#[test]
+#[should_panic(expected = "of its own")]
+fn a_panic_reaches_the_caller() {
+    let store = ObjectStore::with_variables("memory:///", []).unwrap();
+    store.runtime.run_apart(soon(), async { panic!("of its own") });
+}
+
+#[test]
 fn urls_are_checked() {
     let error = |url: &str| ObjectStore::with_variables(url, []).unwrap_err();
     assert!(matches!(error("gs://bucket"), StoreUrlError::Scheme { .. }));

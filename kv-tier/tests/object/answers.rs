@@ -5,12 +5,13 @@ use std::thread;
 
 use kv_tier::{BlockStore as _, Put, StoreErrorKind};
 
-use crate::{assert_kind, chunk, open_at, soon};
+use crate::{assert_kind, assert_timeout, chunk, open_at, soon};
 
 pub(crate) const CASES: &[(&str, fn())] = &[
     ("a_status_has_a_kind", statuses),
     ("a_write_is_conditional_and_has_a_checksum", conditional),
     ("a_body_of_another_length_is_no_chunk", lengths),
+    ("a_large_write_ends_at_its_deadline", large_write),
 ];
 
 /// Answers every request alike; gives back what the first one said.
@@ -86,4 +87,13 @@ fn lengths() {
         assert_kind(open_at(address, "p").get(&chunk(1), &mut into, soon()), kind);
         server.join().unwrap();
     }
+}
+
+/// To copy and to sign that many bytes takes longer than the deadline and what it may be exceeded
+/// by.
+fn large_write() {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let store = open_at(listener.local_addr().unwrap(), "p");
+    let value = vec![7; 300_000_000];
+    assert_timeout(|deadline| store.put(&chunk(1), &value, deadline));
 }
