@@ -168,6 +168,9 @@ impl<B: Backend> Tiers<B> {
     /// reuse are not those of the prefetch; [`TierError::Cache`] with the errors of
     /// [`KvCache::start`], or if a copy to the device failed. The prefetch has ended then too, and
     /// no sequence has started.
+    ///
+    /// # Panics
+    /// If the cache does not end an import although no step is open.
     pub fn start(
         &mut self,
         cache: &mut KvCache<B>,
@@ -461,14 +464,15 @@ impl<B: Backend> Tiers<B> {
                     let store = of.found.get(&(group, chunk)).map_or(0, |stores| first(*stores));
                     let record = Arc::new(chain.record(&of.probe, chunk));
                     let tier = self.groups.get_mut(group).invariant(GROUP);
-                    let late = after(until, GRACE);
-                    let reading = Reading { store, index: chunk, until: late, waiters: vec![id] };
+                    let given_up = after(until, GRACE);
+                    let waiters = vec![id];
+                    let reading = Reading { store, index: chunk, until: given_up, waiters };
                     tier.reading.insert(name, reading);
                     outstanding = outstanding.saturating_add(1);
                     let lane = self.stores.get(store).invariant(STORE);
                     let asked = Arc::clone(&lane.store);
                     // A chunk that is refused is removed too.
-                    let limit = late.saturating_duration_since(Instant::now());
+                    let limit = given_up.saturating_duration_since(Instant::now());
                     let limit = limit.saturating_add(lane.store.options().lookup_deadline);
                     let failed = Read::Failed;
                     let done = Done::Read { record: Arc::clone(&record), store, read: failed };

@@ -1,10 +1,12 @@
-//! Measures the stores of lower tiers, each beside what the disk, the server or a plain client
-//! gives in the same rounds.
+//! Measures lower tiers: each store beside what the disk, the server or a plain client gives in the
+//! same rounds, and decode steps of a cache with tiers beside those of one without.
 //!
 //! A pass moves all chunks once. Passes of a store and of its peer are interleaved, the first round
 //! is not counted, and figures are medians.
 #[cfg(target_os = "linux")]
 mod chunks;
+#[cfg(target_os = "linux")]
+mod engine;
 mod error;
 #[cfg(target_os = "linux")]
 mod fio;
@@ -71,8 +73,10 @@ pub fn measure_tiers(
     let servers = u64::from(options.redis.is_some()).saturating_mul(4);
     let servers = servers.saturating_add(u64::from(options.s3.is_some()).saturating_mul(2));
     let per_round = folder::PASSES.saturating_add(servers);
-    progress.begin(per_round.saturating_mul(u64::from(options.rounds).saturating_add(1)));
+    let rounds = u64::from(options.rounds).saturating_add(1);
+    progress.begin(per_round.saturating_mul(rounds).saturating_add(engine::steps(options).into()));
     let mut lines = folder::measure(options, &chunks, progress)?;
+    lines.extend(engine::measure(options, progress)?);
     #[cfg(feature = "redis")]
     if let Some(url) = &options.redis {
         lines.extend(redis::measure(url, options.rounds, &chunks, progress)?);

@@ -1,0 +1,187 @@
+//! Decode steps of a cache with tiers beside those of one without.
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use kv::backend::AnyBackend;
+use kv::tier::policy::{WritePolicy, WriteRule};
+use kv::tier::{
+    BlockStore, DiskOptions, DiskStore, Identity, ModelDigest, StoreOptions, TierOptions as Tiered,
+    Tiers,
+};
+use kv::{
+    AttentionOptions, CacheSpec, Device, KvCache, KvFormat, QkvFormat, SequenceId, StartOptions,
+    StepInput, TensorView, TensorViewMut,
+};
+
+use super::TierOptions;
+use super::error::TierError;
+use super::report::TierLine;
+use crate::measure::Progress;
+use crate::num::to_usize;
+
+/// The layers of SmolLM2-135M.
+const LAYERS: u16 = 30;
+const KV_HEADS: u32 = 3;
+const Q_HEADS: u32 = 9;
+const HEAD_DIM: u32 = 64;
+const BLOCK: u32 = 16;
+/// Sequences of a step, and tokens of each before the first step.
+const SEQUENCES: u32 = 8;
+const CONTEXT: u32 = 512;
+/// Calls of `poll` of one figure.
+const POLLS: u32 = 100_000;
+
+/// Returns the steps of each cache: a block is filled in each round.
+pub(super) fn steps(options: &TierOptions) -> u32 {
+    options.rounds.clamp(1, 16).saturating_mul(BLOCK)
+}
+
+/// Measures `poll` with nothing to do, and decode steps without tiers, with tiers that keep
+/// nothing, and with tiers that write every block to the folder.
+pub(super) fn measure(
+    options: &TierOptions,
+    progress: &mut dyn Progress,
+) -> Result<Vec<TierLine>, TierError> {
+    let folder = tempfile::Builder::new().prefix("kv-bench-tier-").tempdir_in(&options.dir);
+    let folder = folder.map_err(TierError::io("creation of a folder"))?;
+    let open = |name: &str, policy| -> Result<Side, TierError> {
+        let store = DiskStore::open(folder.path().join(name), DiskOptions::new(1 << 30));
+        let store: Box<dyn BlockStore> = Box::new(store.map_err(TierError::other)?);
+        let rule = StoreOptions::new(store.tier()).with_write(WriteRule::new(policy));
+        Side::new(steps(options), Some(Tiered::new().with_store_options(store, rule)))
+    };
+    let mut none = Side::new(steps(options), None)?;
+    let mut quiet = open("quiet", WritePolicy::Never)?;
+    let mut writing = open("writing", WritePolicy::OnPublish)?;
+    for side in [&mut none, &mut quiet, &mut writing] {
+        side.prefill()?;
+    }
+    let poll = quiet.poll()?;
+    let mut times: [Vec<f64>; 3] = Default::default();
+    for _ in 0..steps(options) {
+        progress.advance(1);
+        for (side, times) in [&mut none, &mut quiet, &mut writing].into_iter().zip(&mut times) {
+            times.push(side.step()?.as_secs_f64());
+        }
+    }
+    // Means: a block ends in one step of sixteen, and its copy counts.
+    let [none, quiet, writing] = times.map(|times| 1e3 * mean(&times));
+    let line = |case, peer, unit, (ours, theirs), goal| TierLine {
+        case,
+        peer,
+        unit,
+        threads: 1,
+        bytes: 0,
+        ours,
+        theirs,
+        ratio: theirs / f64::max(ours, f64::MIN_POSITIVE),
+        goal,
+        cpu_s_per_gib: None,
+        peer_cpu_s_per_gib: None,
+    };
+    Ok(vec![
+        line("poll, nothing to do", "100 ns", "ns", (poll, 100.0), 1.0),
+        line("decode step, host memory", "no tiers", "ms", (quiet, none), 0.99),
+        line("decode step, to disk", "no tiers", "ms", (writing, none), 0.97),
+    ])
+}
+
+fn mean(times: &[f64]) -> f64 {
+    times.iter().sum::<f64>() / f64::from(u32::try_from(times.len()).unwrap_or(u32::MAX))
+}
+
+/// A cache and its sequences, with or without tiers.
+struct Side {
+    cache: KvCache,
+    tiers: Option<Tiers<AnyBackend>>,
+    len: u32,
+}
+
+impl Side {
+    fn new(steps: u32, tiers: Option<Tiered>) -> Result<Self, TierError> {
+        let tokens = CONTEXT.saturating_add(steps);
+        let blocks = SEQUENCES.saturating_mul(tokens.div_ceil(BLOCK));
+        let spec = CacheSpec::builder().layers(LAYERS).kv_heads(KV_HEADS).head_dim(HEAD_DIM);
+        let spec = spec.format(KvFormat::Bf16).paged(BLOCK, blocks);
+        let spec = spec.changes(if tiers.is_some() { 4096 } else { 0 });
+        let spec = spec.build().map_err(TierError::other)?;
+        let device = Device::open("cpu").map_err(TierError::other)?;
+        let cache = KvCache::new(device, spec).map_err(TierError::other)?;
+        let identity = Identity::new(ModelDigest::of_bytes(b"measured"));
+        let tiers = tiers.map(|options| Tiers::new(&cache, identity, options));
+        let tiers = tiers.transpose().map_err(TierError::other)?;
+        Ok(Self { cache, tiers, len: 0 })
+    }
+
+    /// Starts the sequences and computes their prompts.
+    fn prefill(&mut self) -> Result<(), TierError> {
+        for sequence in ids() {
+            let start = self.cache.start(sequence, &[], StartOptions::default());
+            start.map_err(TierError::other)?;
+        }
+        while self.len < CONTEXT {
+            self.forward(BLOCK, false)?;
+        }
+        if let Some(tiers) = &mut self.tiers {
+            let now = Instant::now();
+            let deadline = now.checked_add(Duration::from_mins(1)).unwrap_or(now);
+            tiers.flush(&mut self.cache, deadline).map_err(TierError::other)?;
+        }
+        Ok(())
+    }
+
+    /// Returns the nanoseconds of one `poll`.
+    fn poll(&mut self) -> Result<f64, TierError> {
+        let Self { cache, tiers: Some(tiers), .. } = self else { return Ok(0.0) };
+        let start = Instant::now();
+        for _ in 0..POLLS {
+            black_box(tiers.poll(cache).map_err(TierError::other)?);
+        }
+        Ok(start.elapsed().as_secs_f64() * 1e9 / f64::from(POLLS))
+    }
+
+    /// Returns the time of a decode step, `poll` included.
+    fn step(&mut self) -> Result<Duration, TierError> {
+        let start = Instant::now();
+        self.forward(1, true)?;
+        Ok(start.elapsed())
+    }
+
+    fn forward(&mut self, new: u32, attends: bool) -> Result<(), TierError> {
+        let Self { cache, tiers, len } = self;
+        // Texts differ from the first token on.
+        let text = |number: u32| -> Vec<u32> {
+            let tokens = *len..len.saturating_add(new);
+            tokens.map(|at| at.saturating_mul(SEQUENCES).saturating_add(number)).collect()
+        };
+        let texts: Vec<_> = (0..SEQUENCES).map(text).collect();
+        let inputs: Vec<_> =
+            ids().zip(&texts).map(|(id, text)| StepInput::tokens(id, text)).collect();
+        let rows = SEQUENCES.saturating_mul(new);
+        let size = |heads: u32| to_usize(rows.saturating_mul(heads).saturating_mul(HEAD_DIM));
+        let (kv, q) = (vec![0.5_f32; size(KV_HEADS)], vec![0.25_f32; size(Q_HEADS)]);
+        let mut out = vec![0.0_f32; size(Q_HEADS)];
+        let (kv_dims, q_dims) = ([rows, KV_HEADS, HEAD_DIM], [rows, Q_HEADS, HEAD_DIM]);
+        let mut step = cache.begin_step(&inputs).map_err(TierError::other)?;
+        for layer in 0..LAYERS {
+            let view = TensorView::host::<f32>(&kv, &kv_dims);
+            step.write(layer, view, view, QkvFormat::Thd).map_err(TierError::other)?;
+            if attends {
+                let (q, out) =
+                    (TensorView::host(&q, &q_dims), TensorViewMut::host(&mut out, &q_dims));
+                let options = AttentionOptions::causal(0.125);
+                step.attend(layer, q, out, &options).map_err(TierError::other)?;
+            }
+        }
+        step.commit().map_err(TierError::other)?;
+        *len = len.saturating_add(new);
+        if let Some(tiers) = tiers {
+            tiers.poll(cache).map_err(TierError::other)?;
+        }
+        Ok(())
+    }
+}
+
+fn ids() -> impl Iterator<Item = SequenceId> {
+    (0..u64::from(SEQUENCES)).map(SequenceId)
+}
