@@ -103,3 +103,35 @@ fn a_folder_that_cannot_be_used_is_refused_before_the_model_runs() {
         fails(&[&["generate", "--json"], args].concat(), 2, words);
     }
 }
+
+#[cfg(feature = "redis")]
+#[test]
+fn a_server_that_stops_changes_no_text_and_is_named_once() {
+    use kv_testkit::servers::{Server, ServerKind};
+
+    if let Err(why) = ServerKind::Redis.find() {
+        println!("skipped: {why}");
+        return;
+    }
+    let server = Server::start(ServerKind::Redis, &[]).expect("a server");
+    let tier = format!("redis://{}", server.address());
+    let extra = ["--tier", tier.as_str(), "--tier-write", "publish"];
+    let plain = generate("150", &[]);
+    generate("4", &extra);
+    let again = generate("150", &extra);
+    assert_eq!(text(&again), text(&plain));
+    assert_eq!(again["stats"]["tiers"]["store_tokens"], 256);
+
+    // It stops in the middle: chunks of the text that follows cannot be written.
+    let prompt = prompt();
+    let args = ["generate", "--ignore-eos", "--json", "--prompt", &prompt];
+    let args = [&args[..], &["--max-new-tokens", "150", "--wait", "all"], &extra].concat();
+    server.suspend();
+    let output = kv(&args);
+    server.resume();
+    assert_eq!(output.code, 0, "{}", output.stderr);
+    assert_eq!(output.stderr.lines().count(), 1, "{}", output.stderr);
+    assert!(output.stderr.contains(&tier), "{}", output.stderr);
+    let report: Value = serde_json::from_str(&output.stdout).expect("JSON");
+    assert_eq!(text(&report), text(&plain));
+}
