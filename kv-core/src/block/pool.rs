@@ -338,7 +338,9 @@ impl BlockPool {
         self.release(own)
     }
 
-    fn note_duplicate(&mut self, known: BlockId) {
+    /// Counts content that was brought or computed again: searches among siblings find the block
+    /// first.
+    pub(crate) fn note_duplicate(&mut self, known: BlockId) {
         self.stats.duplicates = self.stats.duplicates.saturating_add(1);
         // A search for a common beginning visits the newest siblings.
         self.index.renew(known);

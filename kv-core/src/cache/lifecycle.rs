@@ -236,6 +236,24 @@ impl<B: Backend> KvCache<B> {
     /// is taken, but evicted content stays gone.
     pub fn reserve_import(&mut self, probe: &PrefixProbe, upto: u32) -> Result<Import, CacheError> {
         let import = self.recovered().reserve_import(probe, upto)?;
+        self.wipe_reserved(import)
+    }
+
+    /// Does what [`Self::reserve_import`] does, with a last block that may be partial: see
+    /// [`CacheState::reserve_import_with_part`].
+    ///
+    /// # Errors
+    /// Those of [`Self::reserve_import`].
+    pub fn reserve_import_with_part(
+        &mut self,
+        probe: &PrefixProbe,
+        upto: u32,
+    ) -> Result<Import, CacheError> {
+        let import = self.recovered().reserve_import_with_part(probe, upto)?;
+        self.wipe_reserved(import)
+    }
+
+    fn wipe_reserved(&mut self, import: Import) -> Result<Import, CacheError> {
         if let Err(failed) = self.wipe() {
             self.state.finish_import(import)?;
             return Err(failed.into());

@@ -27,7 +27,7 @@ use crate::storage::KvStorage;
 use open::{Owner, Written};
 pub use state::{
     Admission, BlockDemand, BlockHold, CacheState, Import, ImportBlock, Pin, PinId, PrefixProbe,
-    ProbedBlock, StartOptions, Stats, StepInput, Usage,
+    ProbedBlock, SequenceText, StartOptions, Stats, StepInput, Usage,
 };
 pub use step::Step;
 

@@ -6,7 +6,9 @@ mod namespace;
 #[cfg(test)]
 mod tests;
 
-pub use crate::cache::{BlockHold, Import, ImportBlock, Pin, PinId, PrefixProbe, ProbedBlock};
+pub use crate::cache::{
+    BlockHold, Import, ImportBlock, Pin, PinId, PrefixProbe, ProbedBlock, SequenceText,
+};
 pub(crate) use index::Offered;
 pub use index::{Content, IndexedBlock, Inserted, PrefixIndex, Removed};
 pub use key::{BlockContent, BlockKey, ContentSpan};

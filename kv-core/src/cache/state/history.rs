@@ -133,6 +133,16 @@ impl History {
     pub(crate) fn known(&self) -> u32 {
         to_u32(self.tokens.len())
     }
+    /// Returns the first `len` known tokens, or all if there are fewer.
+    pub(crate) fn tokens(&self, len: usize) -> Vec<u32> {
+        let len = len.min(self.tokens.len());
+        let mut copy = Vec::new();
+        self.tokens.slice(0..len, &mut copy).invariant("the list has these tokens").to_vec()
+    }
+    /// Returns what placeholder tokens of the prompt stand for.
+    pub(crate) fn contents(&self) -> &[ContentSpan] {
+        &self.contents
+    }
     pub(crate) fn stored(&self, group: usize) -> u32 {
         self.stored.get(group).copied().invariant(OF_GROUP)
     }

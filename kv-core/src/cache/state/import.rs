@@ -10,7 +10,7 @@ use hashbrown::HashMap;
 
 use crate::block::{Fill, Ledger};
 use crate::cache::state::input::bounded;
-use crate::cache::state::probe::{PrefixProbe, Probed};
+use crate::cache::state::probe::{PrefixProbe, Probed, ProbedBlock};
 use crate::cache::state::start::exhausted;
 use crate::cache::state::{CacheState, Group, group_id, unique};
 use crate::error::{BlocksExhausted, CacheError, PlanError, StateProblem};
@@ -32,6 +32,7 @@ pub struct Import {
     id: u64,
     probed: Arc<Probed>,
     upto: u32,
+    hit: u32,
     blocks: Vec<ImportBlock>,
 }
 
@@ -60,7 +61,7 @@ impl Import {
     }
     /// Returns the tokens that a sequence reuses, at least, once all blocks are published.
     pub fn hit(&self) -> u32 {
-        self.probed.hit(self.upto)
+        self.hit
     }
     /// Returns the blocks that were not published yet, group by group, in the order of the prompt.
     /// Blocks that were cached already are not among them.
@@ -133,6 +134,47 @@ impl CacheState {
     /// of the cache changed, or the probe is of another cache; [`PlanError::TooMany`] for more
     /// tokens than the probe's [limit](PrefixProbe::limit). Nothing changed then.
     pub fn reserve_import(&mut self, probe: &PrefixProbe, upto: u32) -> Result<Import, CacheError> {
+        self.take_import(probe, upto, false)
+    }
+
+    /// Does what [`Self::reserve_import`] does, and takes the block of
+    /// [`PrefixProbe::part`] too, which may have fewer tokens than fit: the last one of a sequence
+    /// whose every token is brought. It is published as the partial block of a sequence that has
+    /// ended. The bytes after its last token are never read.
+    ///
+    /// ```
+    /// use kv_core::events::Tier;
+    /// use kv_core::scheduling::CacheState;
+    /// use kv_core::{CacheSpec, SequenceId, StartOptions};
+    ///
+    /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(4, 8).build()?;
+    /// let mut state = CacheState::new(spec, 0);
+    /// let (prompt, options) = ([1, 2, 3, 4, 5, 6, 7], StartOptions::default());
+    /// let probe = state.probe_keys(&prompt, &options);
+    /// let mut import = state.reserve_import_with_part(&probe, 6)?;
+    /// assert_eq!((import.blocks().len(), import.hit()), (2, 6));
+    /// state.publish_import(&mut import, 6, Tier::Disk)?;
+    /// state.finish_import(import)?;
+    /// assert_eq!(state.start(SequenceId(0), &prompt, options)?, 6);
+    /// # Ok::<(), kv_core::CacheError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`Self::reserve_import`].
+    pub fn reserve_import_with_part(
+        &mut self,
+        probe: &PrefixProbe,
+        upto: u32,
+    ) -> Result<Import, CacheError> {
+        self.take_import(probe, upto, true)
+    }
+
+    fn take_import(
+        &mut self,
+        probe: &PrefixProbe,
+        upto: u32,
+        with_part: bool,
+    ) -> Result<Import, CacheError> {
         const OPERATION: &str = "reserve import";
         self.check_closed(OPERATION)?;
         let probed = &probe.probed;
@@ -141,11 +183,13 @@ impl CacheState {
         let space = self.ledger.find_namespace(&probed.salt, probed.adapter);
         let namespace = space.map(|(id, _)| id);
         let groups = self.groups.iter();
-        let needed = groups.map(|group| Needed::find(group, probed, namespace, upto));
+        let needed =
+            groups.map(|group| Needed::find((group, probed), namespace, (upto, with_part)));
         let needed = needed.collect::<Result<Vec<_>, BlocksExhausted>>()?;
         let (namespace, _) = self.ledger.join(&probed.salt, probed.adapter);
-        let mut import =
-            Import { id: unique(), probed: Arc::clone(probed), upto, blocks: Vec::new() };
+        let hit = if with_part { probed.hit_with_part(upto) } else { probed.hit(upto) };
+        let (id, probed) = (unique(), Arc::clone(probed));
+        let mut import = Import { id, probed, upto, hit, blocks: Vec::new() };
         let mut held = Vec::new();
         let Self { groups, ledger, unwiped, .. } = self;
         for (group, needed) in groups.iter_mut().zip(&needed) {
@@ -153,14 +197,13 @@ impl CacheState {
             for block in needed.blocks.iter().filter_map(|(_, found)| *found) {
                 group.hold(block);
             }
-            for (index, found) in &needed.blocks {
+            for (of, found) in &needed.blocks {
                 let block = found.unwrap_or_else(|| {
                     let block = group.take(ledger, unwiped);
-                    let of = probed.block(group.id, *index);
                     import.blocks.push(ImportBlock {
                         group: group_id(group.id),
                         block,
-                        index: *index,
+                        index: of.index,
                         key: of.key,
                         end: of.end,
                         place: held.len(),
@@ -206,15 +249,21 @@ impl CacheState {
         let Import { probed, blocks, .. } = import;
         for of in blocks.extract_if(.., |of| of.end <= upto) {
             let group = groups.at_mut(usize::from(of.group.0));
-            let priority = probed.priority(probed.block(group.id, of.index).begin);
-            let content = probed.content((group.id, of.index), namespace, &mut parts);
-            match group.pool.offer(of.block, &content, (priority, Fill::Full), ledger) {
+            let block = probed.block_to(group.id, of.index, of.end);
+            let is_full = probed.is_full(group.id, of.index, of.end);
+            let fill = if is_full { Fill::Full } else { Fill::Partial };
+            let priority = probed.priority(block.begin);
+            let content = probed.content(&block, namespace, &mut parts);
+            match group.pool.offer(of.block, &content, (priority, fill), ledger) {
                 Offered::New => {
                     group.drop_prefixes(of.block, ledger, unwiped);
                     group.pool.set_imported(of.block, tier);
                 }
                 Offered::Known(known) => {
                     group.hold(known);
+                    if !is_full {
+                        group.pool.note_duplicate(known);
+                    }
                     *held.blocks.get_mut(of.place).invariant(IMPORT) = (group.id, known);
                     group.release_holder(of.block, unwiped);
                 }
@@ -282,25 +331,33 @@ impl CacheState {
 /// The blocks of one group that an import needs.
 #[derive(Debug)]
 struct Needed {
-    /// Index in the prompt, and the block that has the content.
-    blocks: Vec<(u32, Option<BlockId>)>,
+    /// Each with the block that has the content.
+    blocks: Vec<(ProbedBlock, Option<BlockId>)>,
 }
 
 impl Needed {
     /// Looks the blocks up; refuses more missing ones than can be taken.
     fn find(
-        group: &Group,
-        probed: &Probed,
+        (group, probed): (&Group, &Probed),
         namespace: Option<NamespaceId>,
-        upto: u32,
+        (upto, with_part): (u32, bool),
     ) -> Result<Self, BlocksExhausted> {
         let mut parts = Vec::new();
-        let indices = probed.needed(group.id, upto).into_iter().flatten();
-        let mut find = |index: u32| {
-            let content = probed.content((group.id, index), namespace?, &mut parts);
-            group.pool.find(&content)
+        let full = probed.needed(group.id, upto).into_iter().flatten();
+        let full = full.map(|index| probed.block(group.id, index));
+        let part = probed.part(group.id, upto).filter(|_| with_part);
+        let part = part.map(|(index, end)| probed.block_to(group.id, index, end));
+        let mut find = |of: &ProbedBlock| {
+            let content = probed.content(of, namespace?, &mut parts);
+            if probed.is_full(group.id, of.index, of.end) {
+                return group.pool.find(&content);
+            }
+            let tokens = (content.tokens, content.contents);
+            let found = group.pool.longest_beginning(of.parent, content.namespace, tokens);
+            let len = of.end.saturating_sub(of.begin);
+            found.filter(|(_, common)| *common == len).map(|(block, _)| block)
         };
-        let blocks: Vec<_> = indices.map(|index| (index, find(index))).collect();
+        let blocks: Vec<_> = full.chain(part).map(|of| (of, find(&of))).collect();
         let found = || blocks.iter().filter_map(|(_, block)| *block);
         let idle = to_u32(found().filter(|block| group.pool.is_idle(*block)).count());
         let missing = to_u32(blocks.len().saturating_sub(found().count()));

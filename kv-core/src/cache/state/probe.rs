@@ -60,6 +60,8 @@ pub(super) struct Probed {
     pub(super) limit: u32,
     /// Reused tokens of whole blocks if a sequence had started then.
     cached: u32,
+    /// Whether a sequence may reuse a part of the block after the full ones.
+    has_parts: bool,
     chains: Vec<Chain>,
     groups: Vec<ProbedGroup>,
 }
@@ -92,6 +94,10 @@ impl PrefixProbe {
     /// Returns the adapter of the prompt's namespace.
     pub fn adapter(&self) -> Option<u64> {
         self.probed.adapter
+    }
+    /// Returns what placeholder tokens of the prompt stand for.
+    pub fn content_spans(&self) -> &[ContentSpan] {
+        &self.probed.spans
     }
     /// Returns the key before the first block.
     pub fn root(&self) -> BlockKey {
@@ -136,6 +142,17 @@ impl PrefixProbe {
         blocks.map(move |index| self.probed.block(usize::from(group.0), index))
     }
 
+    /// Returns the block of one group that a sequence needs besides, to reuse more than
+    /// [`hit(upto)`](Self::hit) tokens: the one that begins where the hit ends, up to its end or to
+    /// `upto`. `None` if the hit ends at `upto`, and where full blocks only are reused: by the
+    /// settings of the cache, with a backoff, and with a
+    /// [tail](crate::spec::GroupBuilder::tail). Whether it is cached is not looked up.
+    pub fn part(&self, group: GroupId, upto: u32) -> Option<ProbedBlock> {
+        let (group, _) = self.probed.find_group(group)?;
+        let (index, end) = self.probed.part(group, upto)?;
+        Some(self.probed.block_to(group, index, end))
+    }
+
     /// Returns the tokens of a block of this probe; none for one of a longer prompt.
     pub fn tokens(&self, block: &ProbedBlock) -> &[u32] {
         let range = to_usize(block.begin)..to_usize(block.end);
@@ -166,19 +183,41 @@ impl Probed {
         ProbedBlock { index, key, parent, begin, end, cached }
     }
 
-    /// Returns the content of one full block; `parts` is memory for its contents.
+    /// Returns the block at `index` with the tokens up to `end`, its own or an earlier one.
+    pub(super) fn block_to(&self, group: usize, index: u32, end: u32) -> ProbedBlock {
+        let (_, chain) = self.group(group);
+        let (begin, own_end) = chain.range(index);
+        if end == own_end {
+            return self.block(group, index);
+        }
+        let parent = chain.parent_of(self.root, index);
+        let mut parts = Vec::new();
+        BlockContent::cut(&self.spans, (begin, end), &mut parts);
+        let key = parent.child(self.tokens(begin, end), &parts);
+        ProbedBlock { index, key, parent, begin, end, cached: None }
+    }
+
+    /// Returns the content of a block; `parts` is memory for its contents.
     pub(super) fn content<'a>(
         &'a self,
-        (group, index): (usize, u32),
+        block: &ProbedBlock,
         namespace: NamespaceId,
         parts: &'a mut Vec<BlockContent>,
     ) -> Content<'a> {
-        let (_, chain) = self.group(group);
-        let (begin, end) = chain.range(index);
-        let (parent, key) = chain.keys_of(self.root, index);
+        let &ProbedBlock { index, key, parent, begin, end, .. } = block;
         BlockContent::cut(&self.spans, (begin, end), parts);
-        let tokens = self.prompt.get(to_usize(begin)..to_usize(end)).invariant(BLOCK);
+        let tokens = self.tokens(begin, end);
         Content { key, parent, namespace, index, tokens, contents: parts }
+    }
+
+    fn tokens(&self, begin: u32, end: u32) -> &[u32] {
+        self.prompt.get(to_usize(begin)..to_usize(end)).invariant(BLOCK)
+    }
+
+    /// Returns whether a block with the tokens up to `end` is full.
+    pub(super) fn is_full(&self, group: usize, index: u32, end: u32) -> bool {
+        let (_, chain) = self.group(group);
+        chain.range(index).1 == end
     }
 
     /// Returns the priority of the block that begins at `position`.
@@ -202,6 +241,26 @@ impl Probed {
                 return len;
             }
         }
+    }
+
+    /// Returns index and end of the block that [`PrefixProbe::part`] returns.
+    pub(super) fn part(&self, group: usize, upto: u32) -> Option<(u32, u32)> {
+        let upto = upto.min(self.limit);
+        let hit = self.hit(upto);
+        if !self.has_parts || hit == upto {
+            return None;
+        }
+        let (_, Chain { map, .. }) = self.group(group);
+        // A hit ends at the end of a block in every group.
+        let index = map.full_blocks(hit);
+        Some((index, map.tokens(index.saturating_add(1)).min(upto)))
+    }
+
+    /// Returns how many tokens a sequence reuses if the blocks of [`Self::part`] are cached too.
+    pub(super) fn hit_with_part(&self, upto: u32) -> u32 {
+        let parts = (0..self.groups.len()).map(|group| self.part(group, upto));
+        let ends = parts.map(|part| part.map(|(_, end)| end)).collect::<Option<Vec<_>>>();
+        ends.and_then(|ends| ends.into_iter().min()).unwrap_or_else(|| self.hit(upto))
     }
 
     /// Returns the blocks of a group that a hit of [`Self::hit`] needs: those of the sink tokens,
@@ -231,8 +290,14 @@ impl Chain {
     }
     /// Returns the keys of the block before and of block `index`.
     fn keys_of(&self, root: BlockKey, index: u32) -> (BlockKey, BlockKey) {
-        let key = |index: u32| *self.keys.get(to_usize(index)).invariant(BLOCK);
-        (index.checked_sub(1).map_or(root, key), key(index))
+        (self.parent_of(root, index), self.key(index))
+    }
+    /// Returns the key of the block before block `index`.
+    fn parent_of(&self, root: BlockKey, index: u32) -> BlockKey {
+        index.checked_sub(1).map_or(root, |before| self.key(before))
+    }
+    fn key(&self, index: u32) -> BlockKey {
+        *self.keys.get(to_usize(index)).invariant(BLOCK)
     }
 }
 
@@ -258,6 +323,9 @@ impl CacheState {
             backoff: options.backoff_blocks,
             limit,
             cached: lookup.found.whole,
+            has_parts: self.spec.prefix_reuse() == PrefixReuse::Partial
+                && options.backoff_blocks == 0
+                && !self.groups.have_tail(),
             chains: self.chains.iter().map(|map| Chain { map: *map, keys: Vec::new() }).collect(),
             groups: Vec::with_capacity(self.groups.len()),
         };
@@ -279,7 +347,7 @@ impl CacheState {
             let blocks = group.slot_map().full_blocks(limit);
             let cached = (0..blocks).map(|index| {
                 let (namespace, _) = space?;
-                group.pool.find(&probed.content((at, index), namespace, &mut parts))
+                group.pool.find(&probed.content(&probed.block(at, index), namespace, &mut parts))
             });
             let cached: Vec<_> = cached.collect();
             probed.groups.get_mut(at).invariant(BLOCK).cached = cached;

@@ -101,6 +101,13 @@ impl Sequences {
         self.rows.contains_key(&id)
     }
 
+    /// Returns the history of a row, and the known tokens that are not in it yet.
+    pub(crate) fn history(&self, row: u32) -> (&History, &[u32]) {
+        let state = self.at(row);
+        let recent = state.recent.get(..state.num_recent()).unwrap_or_default();
+        (self.histories.get(to_usize(row)).invariant(ROW), recent)
+    }
+
     /// Returns the bytes of the histories of all rows.
     #[cfg(test)]
     pub(super) fn history_bytes(&self) -> usize {

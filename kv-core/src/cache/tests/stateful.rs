@@ -203,6 +203,8 @@ impl Model {
                 let map = group.slot_map();
                 let ends = (1..=map.full_blocks(upto)).map(|blocks| map.tokens(blocks));
                 contents.extend(ends.map(|end| (id, text(number, end))));
+                // The last block may be partial.
+                contents.insert((id, text(number, upto)));
             }
         })
     }

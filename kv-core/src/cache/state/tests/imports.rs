@@ -339,3 +339,95 @@ fn a_partial_block_gives_way_to_an_import_that_continues_it() {
     assert_eq!(state.start(SEQ[0], &prompt, StartOptions::default()).unwrap(), 8);
     check_invariants(&state);
 }
+
+#[test]
+fn the_last_block_of_an_import_may_be_partial() {
+    let mut state = state_with((4, 8), |spec| spec.events(16));
+    let prompt = tokens(0..11);
+    let probe = probe(&state, &prompt);
+    let part = probe.part(GroupId(0), 10).unwrap();
+    assert_eq!((part.index, part.begin, part.end, part.cached), (2, 8, 10, None));
+    assert_eq!((probe.tokens(&part), probe.part(GroupId(0), 8)), (&prompt[8..10], None));
+    let mut import = state.reserve_import_with_part(&probe, 10).unwrap();
+    let of: Vec<_> = import.blocks().iter().map(|block| (block.index, block.end)).collect();
+    assert_eq!((of, import.hit()), (vec![(0, 4), (1, 8), (2, 10)], 10));
+    assert_eq!(import.blocks()[2].key, part.key);
+    state.publish_import(&mut import, 9, Tier::Disk).unwrap();
+    assert_eq!(state.probe(&prompt, StartOptions::default()), 8);
+    state.publish_import(&mut import, 10, Tier::Disk).unwrap();
+    assert_eq!(import.blocks(), []);
+    check_invariants(&state);
+    // Every token of it, all but the last, and as far as others agree.
+    let others = [prompt.clone(), prompt[..10].to_vec(), [&prompt[..9], &[99, 99]].concat()];
+    let found = others.map(|prompt| state.probe(&prompt, StartOptions::default()));
+    assert_eq!(found, [10, 9, 9]);
+    assert_eq!(state.start(SEQ[0], &prompt, StartOptions::default()).unwrap(), 10);
+    assert_eq!(state.stats().disk_hit_tokens, 10);
+    // Its holders write to a copy while the import holds it.
+    append(&mut state, &[(SEQ[0], 3)]).unwrap();
+    check_invariants(&state);
+    state.finish_import(import).unwrap();
+    check_invariants(&state);
+    state.release(SEQ[0]).unwrap();
+    assert_eq!(state.free_blocks(GroupId(0)), 8);
+    check_invariants(&state);
+}
+
+#[test]
+fn a_part_that_is_cached_is_not_brought_again() {
+    for continues in [false, true] {
+        for before_reserve in [true, false] {
+            let mut state = state(4, 8);
+            let probe = probe(&state, &tokens(0..7));
+            let computed = tokens(0..if continues { 8 } else { 6 });
+            let mut import =
+                (!before_reserve).then(|| state.reserve_import_with_part(&probe, 6).unwrap());
+            run(&mut state, SEQ[0], &computed);
+            state.release(SEQ[0]).unwrap();
+            let mut import = match import.take() {
+                Some(import) => import,
+                None => state.reserve_import_with_part(&probe, 6).unwrap(),
+            };
+            assert_eq!(import.blocks().len(), if before_reserve { 0 } else { 2 });
+            state.publish_import(&mut import, 6, Tier::Disk).unwrap();
+            let pool = state.pool(GroupId(0)).unwrap();
+            assert_eq!((pool.index().len(), pool.num_used()), (2, 2));
+            check_invariants(&state);
+            state.finish_import(import).unwrap();
+            assert_eq!(state.start(SEQ[1], &tokens(0..7), StartOptions::default()).unwrap(), 6);
+            assert_eq!(state.stats().disk_hit_tokens, 0);
+            check_invariants(&state);
+        }
+    }
+}
+
+#[test]
+fn a_part_is_one_block_in_every_group() {
+    let groups = |spec: CacheSpecBuilder| spec.window_left(5).group([1], |group| group.paged(8, 8));
+    let mut state = state_with((4, 12), groups);
+    let probe = probe(&state, &tokens(0..23));
+    assert_eq!(probe.hit(22), 16);
+    let part = |group| probe.part(GroupId(group), 22).map(|part| (part.index, part.end));
+    // In the first group it is a full block, whose end limits what a sequence reuses.
+    assert_eq!((part(0), part(1), part(2)), (Some((4, 20)), Some((2, 22)), None));
+    let mut import = state.reserve_import_with_part(&probe, 22).unwrap();
+    assert_eq!(import.hit(), 20);
+    state.publish_import(&mut import, 22, Tier::Host).unwrap();
+    assert_eq!(state.start(SEQ[0], &tokens(0..23), StartOptions::default()).unwrap(), 20);
+    state.finish_import(import).unwrap();
+    check_invariants(&state);
+}
+
+#[test]
+fn without_partial_reuse_there_is_no_part() {
+    let full = |spec: CacheSpecBuilder| spec.prefix_reuse(PrefixReuse::FullBlocks);
+    let mut state = state_with((4, 8), full);
+    let probe = probe(&state, &tokens(0..7));
+    assert_eq!(probe.part(GroupId(0), 6), None);
+    let import = state.reserve_import_with_part(&probe, 6).unwrap();
+    assert_eq!((import.hit(), import.blocks().len()), (4, 1));
+    state.finish_import(import).unwrap();
+    let options = StartOptions::default().with_backoff_blocks(1);
+    let probe = state.probe_keys(&tokens(0..7), &options);
+    assert_eq!(probe.part(GroupId(0), 6), None);
+}

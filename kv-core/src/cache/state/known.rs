@@ -1,0 +1,51 @@
+//! What is known of a sequence's text, for whoever keeps it outside the cache.
+use crate::cache::state::CacheState;
+use crate::ids::SequenceId;
+use crate::num::to_usize;
+use crate::reuse::ContentSpan;
+
+/// The tokens of a sequence from position 0 on whose rows are cached and certain, and what else its
+/// rows depend on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SequenceText<'a> {
+    /// Token ids: fewer than the sequence's length after tokens without ids, and after drafts that
+    /// no step has accepted yet.
+    pub tokens: Vec<u32>,
+    /// What placeholder tokens of the prompt stand for.
+    pub contents: &'a [ContentSpan],
+    /// What isolates the tenant; empty without one.
+    pub salt: &'a [u8],
+    /// The adapter that K and V come from.
+    pub adapter: Option<u64>,
+}
+
+impl CacheState {
+    /// Returns the text of a sequence. `None` for an unknown sequence and for one that offers no
+    /// blocks to others: started without reuse, or before everything cached became invalid.
+    ///
+    /// ```
+    /// use kv_core::scheduling::CacheState;
+    /// use kv_core::{CacheSpec, SequenceId, StartOptions, StepInput};
+    ///
+    /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(2, 8).build()?;
+    /// let mut state = CacheState::new(spec, 0);
+    /// state.start(SequenceId(0), &[5, 6, 7], StartOptions::default().with_salt(b"x"))?;
+    /// state.begin(&[StepInput::tokens(SequenceId(0), &[5, 6])])?;
+    /// state.commit()?;
+    /// let text = state.sequence_text(SequenceId(0)).expect("a live sequence");
+    /// assert_eq!((&text.tokens[..], text.salt), (&[5, 6][..], &b"x"[..]));
+    /// # Ok::<(), kv_core::CacheError>(())
+    /// ```
+    pub fn sequence_text(&self, sequence: SequenceId) -> Option<SequenceText<'_>> {
+        let (row, state) = self.sequences.get(sequence).ok()?;
+        let (history, recent) = self.sequences.history(row);
+        let (namespace, _) = history.space()?;
+        let (salt, adapter) = self.ledger.namespace(namespace)?;
+        let len = to_usize(state.certain.min(state.len));
+        let mut tokens = history.tokens(len);
+        let more = recent.iter().take(len.saturating_sub(tokens.len()));
+        tokens.extend(more);
+        Some(SequenceText { tokens, contents: history.contents(), salt, adapter })
+    }
+}
