@@ -16,6 +16,7 @@
 //! | `object` | a store in S3, with the feature `object` |
 //! | [`policy`] | when a chunk is written to a tier, and whether loading it beats computing it |
 //! | `redis` | a store in Redis or Valkey, with the feature `redis` |
+//! | [`session`] | format of a file with one sequence |
 //! | [`store`] | the contract of a place that keeps chunks by name |
 #![forbid(unsafe_code)]
 pub mod chunk;
@@ -33,6 +34,7 @@ pub mod policy;
 pub mod redis;
 #[cfg(any(feature = "redis", feature = "object"))]
 mod remote;
+pub mod session;
 pub mod store;
 
 pub use chunk::{
@@ -51,4 +53,5 @@ pub use name::ChunkName;
 pub use policy::WritePolicy;
 #[cfg(any(feature = "redis", feature = "object"))]
 pub use remote::StoreUrlError;
+pub use session::{Session, SessionError, SessionInfo};
 pub use store::{BlockStore, ChunkAddress, Put, StoreError, StoreErrorKind};

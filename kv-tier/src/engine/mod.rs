@@ -10,6 +10,7 @@
 //! | [`chain`] | the chunks of a prompt, and how far those at hand reach |
 //! | [`onboard`] | lookups, reads, and blocks for a prompt that starts |
 //! | [`host`] | the chunks in host memory |
+//! | [`session`] | one sequence to a file, and back |
 mod breaker;
 mod chain;
 mod error;
@@ -22,6 +23,7 @@ mod onboard;
 mod options;
 mod rates;
 mod record;
+mod session;
 mod stats;
 
 use std::collections::{HashMap, HashSet, VecDeque};

@@ -10,4 +10,5 @@
     reason = "tests"
 )]
 mod basic;
+mod session;
 mod support;
