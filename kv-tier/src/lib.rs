@@ -10,6 +10,7 @@
 //! | the root | [`Tiers`]: what moves chunks between the device, host memory and stores |
 //! | [`chunk`] | format of a chunk: geometry, header, and the checks before it is used |
 //! | `disk` | a folder that keeps chunks as files, bounded, shared by processes (Linux) |
+//! | [`handoff`] | message with which another engine finds the chunks of a prompt |
 //! | [`identity`] | model, adapters and tenant, and the roots of names that follow from them |
 //! | [`memory`] | a bounded map that keeps chunks |
 //! | [`name`] | names of chunks |
@@ -23,6 +24,7 @@ pub mod chunk;
 #[cfg(target_os = "linux")]
 pub mod disk;
 mod engine;
+pub mod handoff;
 mod hex;
 pub mod identity;
 pub mod memory;
@@ -44,9 +46,10 @@ pub use chunk::{
 #[cfg(target_os = "linux")]
 pub use disk::{DirectIo, DiskOpenError, DiskOptions, DiskStats, DiskStore};
 pub use engine::{
-    BreakerState, PrefetchId, StoreOptions, StoreStats, TierError, TierOptions, Tiers, TiersStats,
-    Wait,
+    BreakerState, Export, ExportId, ExportState, PrefetchId, StoreOptions, StoreStats, TierError,
+    TierOptions, Tiers, TiersStats, Wait,
 };
+pub use handoff::{Handoff, HandoffError};
 pub use identity::{ChunkRoot, DigestError, Identity, ModelDigest, UnknownAdapter};
 pub use memory::MemoryStore;
 pub use name::ChunkName;

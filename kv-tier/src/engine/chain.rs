@@ -39,6 +39,9 @@ impl Chain {
         Self { root, names }
     }
 
+    pub(super) fn root(&self) -> &ChunkRoot {
+        &self.root
+    }
     pub(super) fn spec(&self) -> &ChunkSpec {
         self.root.spec()
     }

@@ -10,5 +10,6 @@
     reason = "tests"
 )]
 mod basic;
+mod handoff;
 mod session;
 mod support;
