@@ -83,7 +83,7 @@ impl ChunkContent {
 }
 
 /// Returns the CRC-64/NVME of bytes.
-fn crc(bytes: &[u8]) -> u64 {
+pub(crate) fn crc(bytes: &[u8]) -> u64 {
     crc_fast::checksum(crc_fast::CrcAlgorithm::Crc64Nvme, bytes)
 }
 

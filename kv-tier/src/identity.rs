@@ -87,11 +87,28 @@ impl Identity {
         salt: &[u8],
         adapter: Option<u64>,
     ) -> Result<ChunkRoot, UnknownAdapter> {
-        let adapter = match adapter {
-            Some(number) => Some(*self.adapters.get(&number).ok_or(UnknownAdapter { number })?),
-            None => None,
-        };
+        let adapter = self.adapter_digest(adapter)?;
         Ok(ChunkRoot::new(self, spec, encoding_key, (salt, adapter)))
+    }
+
+    /// Returns the digest of an adapter; `None` for the model itself.
+    pub(crate) fn adapter_digest(
+        &self,
+        adapter: Option<u64>,
+    ) -> Result<Option<ModelDigest>, UnknownAdapter> {
+        let Some(number) = adapter else { return Ok(None) };
+        self.adapters.get(&number).copied().map(Some).ok_or(UnknownAdapter { number })
+    }
+
+    /// Returns a digest of a salt, by which a file can be refused that does not have the salt
+    /// itself. It cannot be guessed from guessed salts if there is a tenant's key.
+    pub(crate) fn salt_digest(&self, salt: &[u8]) -> [u8; 32] {
+        let mut hash = match &self.tenant_key {
+            Some(key) => blake3::Hasher::new_keyed(key),
+            None => blake3::Hasher::new(),
+        };
+        hash.update(b"kv-tier digest of a salt").update(salt);
+        *hash.finalize().as_bytes()
     }
 }
 

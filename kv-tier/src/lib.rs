@@ -10,6 +10,7 @@
 //! | the root | [`Tiers`]: what moves chunks between the device, host memory and stores |
 //! | [`chunk`] | format of a chunk: geometry, header, and the checks before it is used |
 //! | `disk` | a folder that keeps chunks as files, bounded, shared by processes (Linux) |
+//! | [`handoff`] | message with which another engine finds the chunks of a prompt |
 //! | [`identity`] | model, adapters and tenant, and the roots of names that follow from them |
 //! | [`listing`] | listing of a store's content, for tools |
 //! | [`memory`] | a bounded map that keeps chunks |
@@ -17,12 +18,14 @@
 //! | `object` | a store in S3, with the feature `object` |
 //! | [`policy`] | when a chunk is written to a tier, and whether loading it beats computing it |
 //! | `redis` | a store in Redis or Valkey, with the feature `redis` |
+//! | [`session`] | format of a file with one sequence |
 //! | [`store`] | the contract of a place that keeps chunks by name |
 #![forbid(unsafe_code)]
 pub mod chunk;
 #[cfg(target_os = "linux")]
 pub mod disk;
 mod engine;
+pub mod handoff;
 mod hex;
 pub mod identity;
 pub mod listing;
@@ -35,6 +38,7 @@ pub mod policy;
 pub mod redis;
 #[cfg(any(feature = "redis", feature = "object"))]
 mod remote;
+pub mod session;
 pub mod store;
 
 pub use chunk::{
@@ -44,9 +48,10 @@ pub use chunk::{
 #[cfg(target_os = "linux")]
 pub use disk::{DirectIo, DiskFolder, DiskOpenError, DiskOptions, DiskStats, DiskStore};
 pub use engine::{
-    BreakerState, PrefetchId, StoreOptions, StoreStats, TierError, TierOptions, Tiers, TiersStats,
-    Wait,
+    BreakerState, Export, ExportId, ExportState, PrefetchId, StoreOptions, StoreStats, TierError,
+    TierOptions, Tiers, TiersStats, Wait,
 };
+pub use handoff::{Handoff, HandoffError};
 pub use identity::{ChunkRoot, DigestError, Identity, ModelDigest, UnknownAdapter};
 pub use listing::{ListChunks, Listed, ListedChunk};
 pub use memory::MemoryStore;
@@ -54,4 +59,5 @@ pub use name::ChunkName;
 pub use policy::WritePolicy;
 #[cfg(any(feature = "redis", feature = "object"))]
 pub use remote::StoreUrlError;
+pub use session::{Session, SessionError, SessionInfo};
 pub use store::{BlockStore, ChunkAddress, Put, StoreError, StoreErrorKind};

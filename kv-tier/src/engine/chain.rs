@@ -1,4 +1,5 @@
 //! The chunks of one prompt, and how far those at hand reach.
+use std::borrow::Borrow;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -38,6 +39,9 @@ impl Chain {
         Self { root, names }
     }
 
+    pub(super) fn root(&self) -> &ChunkRoot {
+        &self.root
+    }
     pub(super) fn spec(&self) -> &ChunkSpec {
         self.root.spec()
     }
@@ -162,13 +166,14 @@ impl AtHand {
 
 /// Returns the most tokens, up to `most`, that can be reused if the chunks come that `has` says, by
 /// group and chunk; 0 for none. Without chains there are no names, and nothing can come.
-pub(super) fn reach(
+pub(super) fn reach<C: Borrow<Chain>>(
     probe: &PrefixProbe,
-    chains: &[Chain],
+    chains: &[C],
     most: u32,
     mut has: impl FnMut(&Chain, u32) -> bool,
 ) -> u32 {
-    let groups = chains.iter().map(|chain| AtHand::new(probe, chain, |chunk| has(chain, chunk)));
+    let groups = chains.iter().map(Borrow::borrow);
+    let groups = groups.map(|chain| AtHand::new(probe, chain, |chunk| has(chain, chunk)));
     let groups: Vec<_> = groups.collect();
     let mut upto = if chains.is_empty() { 0 } else { most.min(probe.limit()) };
     'shorter: while probe.hit(upto) > 0 {

@@ -10,10 +10,13 @@
 //! | [`chain`] | the chunks of a prompt, and how far those at hand reach |
 //! | [`onboard`] | lookups, reads, and blocks for a prompt that starts |
 //! | [`host`] | the chunks in host memory |
+//! | [`handoff`] | exports to other engines, and prompts that wait for theirs |
+//! | [`session`] | one sequence to a file, and back |
 mod breaker;
 mod chain;
 mod error;
 mod guarded;
+mod handoff;
 mod host;
 mod lane;
 mod links;
@@ -22,6 +25,7 @@ mod onboard;
 mod options;
 mod rates;
 mod record;
+mod session;
 mod stats;
 
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -40,6 +44,7 @@ use kv_core::{GroupId, KvCache};
 
 pub use breaker::BreakerState;
 pub use error::TierError;
+pub use handoff::{Export, ExportId, ExportState};
 pub use onboard::PrefetchId;
 pub use options::{StoreOptions, TierOptions, Wait};
 pub use stats::{StoreStats, TiersStats};
@@ -48,6 +53,7 @@ use crate::chunk::{ChunkSpec, Verified};
 use crate::identity::{ChunkRoot, Identity};
 use crate::name::ChunkName;
 use guarded::{GuardedStore, Read};
+use handoff::Exports;
 use host::HostIndex;
 use lane::Lane;
 use links::{Complete, Links};
@@ -101,6 +107,7 @@ pub struct Tiers<B: Backend> {
     sender: Sender<Done<ChunkOf<B>>>,
     prefetches: HashMap<u64, Prefetch<ChunkOf<B>>>,
     abandoned: Vec<Abandoned<ChunkOf<B>>>,
+    exports: Exports,
     /// Chunks of prompts, as opposed to generated text, by name: tokens of the longest prompt.
     prompted: Prompted,
     changes: Vec<BlockChange>,
@@ -203,6 +210,7 @@ enum Done<C> {
     Found { prefetch: u64, store: usize, group: usize, chunks: Vec<u32>, found: Vec<bool> },
     Read { record: Arc<Record>, store: usize, read: Read<C> },
     Written { record: Arc<Record>, store: usize, is_there: bool, is_new: bool, left: bool },
+    Exported { export: u64, store: usize, group: usize, chunk: u32, is_written: bool },
 }
 
 /// Chunks of each group that host memory holds at least.
@@ -253,6 +261,7 @@ impl<B: Backend> Tiers<B> {
             sender,
             prefetches: HashMap::new(),
             abandoned: Vec::new(),
+            exports: Exports::default(),
             prompted: Prompted::default(),
             changes: Vec::new(),
             announcements: Vec::new(),
@@ -326,6 +335,7 @@ impl<B: Backend> Tiers<B> {
         self.sweep();
         self.take_results();
         self.advance_prefetches();
+        self.advance_exports();
         if cache.is_step_open() {
             return Ok(());
         }
@@ -417,6 +427,9 @@ impl<B: Backend> Tiers<B> {
             Done::Read { record, store, read } => self.note_read(&record, store, read),
             Done::Written { record, store, is_there, is_new, left } => {
                 self.note_written(&record, store, (is_there, is_new), left);
+            }
+            Done::Exported { export, store, group, chunk, is_written } => {
+                self.note_exported(export, store, (group, chunk), is_written);
             }
         }
     }

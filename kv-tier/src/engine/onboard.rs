@@ -47,6 +47,18 @@ pub(super) struct Prefetch<C> {
     found: HashMap<(usize, u32), u64>,
     /// Chunks that are here, by group and chunk. Held chunks stay in host memory.
     held: HashMap<(usize, u32), Held<C>>,
+    /// Set while chunks are awaited that no store has yet.
+    again: Option<Again>,
+}
+
+/// When stores are asked again for what they did not have.
+#[derive(Debug)]
+struct Again {
+    until: Instant,
+    next: Instant,
+    pause: Duration,
+    /// Tokens that are awaited.
+    tokens: u32,
 }
 
 /// An import whose copies to the device failed. Some may have been recorded before, and must not
@@ -73,6 +85,20 @@ enum Stage {
         until: Instant,
     },
     Done,
+}
+
+impl<C> Prefetch<C> {
+    /// Returns whether the whole chunks of some tokens are here or on the device.
+    fn has(&self, tokens: u32) -> bool {
+        let has = |chain: &Chain, chunk: u32| {
+            self.held.contains_key(&(usize::from(chain.group().0), chunk))
+        };
+        let [all, upto] = [
+            reach(&self.probe, &self.chains, tokens, |_, _| true),
+            reach(&self.probe, &self.chains, tokens, has),
+        ];
+        self.probe.hit(upto) >= self.probe.hit(all)
+    }
 }
 
 impl<B: Backend> Tiers<B> {
@@ -111,11 +137,11 @@ impl<B: Backend> Tiers<B> {
             stage: Stage::Done,
             found: HashMap::new(),
             held: HashMap::new(),
+            again: None,
         };
         let answers_left = if wait == Wait::None { 0 } else { self.look_up(id, &prefetch) };
-        let longest = self.stores.iter().map(|lane| lane.store.options().lookup_deadline).max();
-        let until = after(began, longest.unwrap_or_default().saturating_add(GRACE));
         if answers_left > 0 {
+            let until = self.lookups_until(began);
             prefetch.stage = Stage::Looking { answers_left, until };
         }
         self.prefetches.insert(id, prefetch);
@@ -131,7 +157,7 @@ impl<B: Backend> Tiers<B> {
         let Some(of) = self.prefetches.get(&prefetch.0) else { return true };
         let now = Instant::now();
         match of.stage {
-            Stage::Done => true,
+            Stage::Done => of.again.as_ref().is_none_or(|again| now >= again.until),
             Stage::Looking { until, .. } | Stage::Reading { until, .. } => {
                 now >= until || self.wait_until(of).is_some_and(|until| now >= until)
             }
@@ -211,7 +237,7 @@ impl<B: Backend> Tiers<B> {
     ) -> Result<Option<Import>, TierError> {
         self.take_results();
         let mut of = self.prefetches.remove(&prefetch.0).ok_or(TierError::UnknownPrefetch)?;
-        if !matches!(of.stage, Stage::Done) {
+        if !matches!(of.stage, Stage::Done) || of.again.is_some() {
             self.stats.late = self.stats.late.saturating_add(1);
         }
         let fresh = cache.probe_keys(of.probe.prompt(), options);
@@ -263,7 +289,7 @@ impl<B: Backend> Tiers<B> {
         }
     }
 
-    fn chains(&mut self, cache: &KvCache<B>, probe: &PrefixProbe) -> Vec<Chain> {
+    pub(super) fn chains(&mut self, cache: &KvCache<B>, probe: &PrefixProbe) -> Vec<Chain> {
         let space = (probe.salt(), probe.adapter());
         let roots = (0..self.groups.len()).map(|at| self.root(cache.encoding_key(), at, space));
         let Some(roots) = roots.collect::<Option<Vec<_>>>() else { return Vec::new() };
@@ -362,9 +388,47 @@ impl<B: Backend> Tiers<B> {
                     of.invariant("a prefetch was just there").stage = Stage::Done;
                 }
                 Stage::Reading { .. } => self.begin_reads(id),
-                _ => {}
+                Stage::Done => self.look_again(id, now),
+                Stage::Looking { .. } => {}
             }
         }
+    }
+
+    /// Lets a prefetch ask the stores again and again until it has the blocks of `tokens` tokens.
+    pub(super) fn look_until(&mut self, prefetch: PrefetchId, until: Instant, tokens: u32) {
+        const FIRST: Duration = Duration::from_millis(2);
+        if let Some(of) = self.prefetches.get_mut(&prefetch.0) {
+            of.again = Some(Again { until, next: after(of.began, FIRST), pause: FIRST, tokens });
+        }
+    }
+
+    /// Asks the stores once more for chunks that are awaited, if it is time.
+    fn look_again(&mut self, id: u64, now: Instant) {
+        const PAUSE_MAX: Duration = Duration::from_millis(50);
+        let Some(mut of) = self.prefetches.remove(&id) else { return };
+        if of.again.as_ref().is_some_and(|again| now >= again.until || of.has(again.tokens)) {
+            of.again = None;
+        }
+        let mut answers_left = None;
+        if let Some(again) = of.again.as_mut().filter(|again| now >= again.next) {
+            again.pause = again.pause.saturating_mul(2).min(PAUSE_MAX);
+            again.next = after(now, again.pause);
+            of.found.clear();
+            answers_left = Some(self.look_up(id, &of));
+        }
+        if let Some(answers_left) = answers_left.filter(|left| *left > 0) {
+            of.stage = Stage::Looking { answers_left, until: self.lookups_until(now) };
+        }
+        self.prefetches.insert(id, of);
+        if answers_left == Some(0) {
+            self.plan(id);
+        }
+    }
+
+    /// Returns when the answers of stores that are asked now are waited for no longer.
+    fn lookups_until(&self, now: Instant) -> Instant {
+        let longest = self.stores.iter().map(|lane| lane.store.options().lookup_deadline).max();
+        after(now, longest.unwrap_or_default().saturating_add(GRACE))
     }
 
     /// Decides what to read of what the stores have.

@@ -12,8 +12,10 @@
 mod basic;
 mod crash;
 mod failures;
+mod handoff;
 mod hang;
 mod lives;
+mod session;
 mod store;
 mod support;
 mod world;

@@ -2,8 +2,9 @@
 use std::time::{Duration, Instant};
 
 use kv_core::backend::{Backend, Plane};
+use kv_core::spec::CacheSpecBuilder;
 use kv_core::{
-    CacheSpec, GroupId, KvCache, KvFormat, QkvFormat, SequenceId, StartOptions, StepInput,
+    CacheSpec, GroupId, KvCache, KvFormat, LayerId, QkvFormat, SequenceId, StartOptions, StepInput,
     TensorView, TensorViewMut,
 };
 use kv_cpu::{CpuBackend, CpuOptions};
@@ -26,9 +27,13 @@ pub(crate) struct Engine<B: Backend = CpuBackend> {
 
 /// Returns the spec of a small cache whose blocks have 4 tokens.
 pub(crate) fn spec(blocks: u32) -> CacheSpec {
+    builder().paged(4, blocks).changes(256).events(64).build().unwrap()
+}
+
+/// Returns a spec without blocks.
+pub(crate) fn builder() -> CacheSpecBuilder {
     let spec = CacheSpec::builder().layers(LAYERS).kv_heads(HEADS).head_dim(DIM);
-    let spec = spec.format(KvFormat::F32);
-    spec.paged(4, blocks).changes(256).events(64).build().unwrap()
+    spec.format(KvFormat::F32)
 }
 
 pub(crate) fn identity() -> Identity {
@@ -91,6 +96,20 @@ impl<B: Backend> Engine<B> {
         (sequence, reused)
     }
 
+    /// Does what [`Self::start`] does with what is on the device.
+    pub(crate) fn start_alone(
+        &mut self,
+        prompt: &[u32],
+        options: StartOptions<'_>,
+    ) -> (SequenceId, u32) {
+        let sequence = SequenceId(self.next);
+        self.next += 1;
+        let reused = self.cache.start(sequence, prompt, options).unwrap();
+        self.compute(sequence, prompt, reused);
+        self.check(sequence, prompt);
+        (sequence, reused)
+    }
+
     /// Writes the rows of `prompt[done..]`.
     pub(crate) fn compute(&mut self, sequence: SequenceId, prompt: &[u32], done: u32) {
         let new = &prompt[done as usize..];
@@ -105,18 +124,22 @@ impl<B: Backend> Engine<B> {
         step.commit().unwrap();
     }
 
-    /// Checks all rows of a sequence.
+    /// Checks all rows of a sequence that have not left a window.
     #[track_caller]
     pub(crate) fn check(&mut self, sequence: SequenceId, tokens: &[u32]) {
         let len = u32::try_from(tokens.len()).unwrap();
         assert_eq!(self.cache.seq_len(sequence), Some(len));
         for layer in 0..LAYERS {
+            let (group, _) = self.cache.spec().locate(LayerId(layer)).unwrap();
+            let vacant = self.cache.vacant_entries(sequence, group).unwrap();
+            let map = self.cache.spec().groups()[usize::from(group.0)].slot_map();
+            let first = if vacant.is_empty() { 0 } else { map.tokens(vacant.end) };
             for plane in [Plane::Key, Plane::Value] {
-                let mut got = vec![0.0_f32; tokens.len() * WIDTH];
-                let out = TensorViewMut::host(&mut got, &[1, len, HEADS, DIM]);
-                let ranges = [(sequence, 0, len)];
+                let expected = rows(tokens, layer, plane).split_off(first as usize * WIDTH);
+                let mut got = vec![0.0_f32; expected.len()];
+                let out = TensorViewMut::host(&mut got, &[1, len - first, HEADS, DIM]);
+                let ranges = [(sequence, first, len - first)];
                 self.cache.gather(layer, plane, &ranges, out, QkvFormat::Bshd).unwrap();
-                let expected = rows(tokens, layer, plane);
                 let wrong = got.iter().zip(&expected).position(|(a, b)| a != b);
                 assert_eq!(wrong.map(|at| at / WIDTH), None, "layer {layer}, {plane:?}");
             }

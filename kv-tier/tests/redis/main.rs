@@ -5,6 +5,8 @@
     clippy::arithmetic_side_effects,
     clippy::as_conversions,
     clippy::cast_possible_truncation,
+    clippy::cast_precision_loss,
+    clippy::float_cmp,
     clippy::indexing_slicing,
     clippy::panic,
     clippy::unwrap_used,
@@ -13,7 +15,11 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod faults;
+mod handoff;
 mod service;
+#[path = "../engine/support.rs"]
+#[expect(dead_code, reason = "shared with the tests of the engine, which use all of it")]
+mod support;
 
 use std::process::ExitCode;
 
@@ -28,7 +34,7 @@ type Case = (&'static str, &'static [&'static str], fn(&mut Server));
 
 fn main() -> ExitCode {
     let kinds = [ServerKind::Redis, ServerKind::Valkey];
-    let cases: Vec<Case> = [service::CASES, faults::CASES].concat();
+    let cases: Vec<Case> = [service::CASES, faults::CASES, handoff::CASES].concat();
     let trials = kinds.iter().flat_map(|kind| {
         cases.iter().map(|(name, arguments, run)| trial(*kind, name, arguments, *run))
     });

@@ -16,9 +16,8 @@ pub(super) enum Hook {
     Release(usize),
     /// Probes the first tokens of a text.
     Probe(u32, u32),
-    Reserve(usize, u32),
-    /// With the last, partial block.
-    ReservePart(usize, u32),
+    /// Without the last, partial block or with it.
+    Reserve(usize, u32, bool),
     Publish(usize, u32),
     Finish(usize),
     /// Ends all imports and holds.
@@ -42,8 +41,8 @@ pub(super) fn hook() -> impl Strategy<Value = Hook> {
         3 => any().prop_map(Hook::Hold),
         2 => any().prop_map(Hook::Release),
         3 => (0..3_u32, 1..20_u32).prop_map(|(number, len)| Hook::Probe(number, len)),
-        3 => (any(), 0..20_u32).prop_map(|(n, upto)| Hook::Reserve(n, upto)),
-        3 => (any(), 0..20_u32).prop_map(|(n, upto)| Hook::ReservePart(n, upto)),
+        5 => (any(), 0..20_u32, proptest::bool::ANY)
+            .prop_map(|(n, upto, with_part)| Hook::Reserve(n, upto, with_part)),
         4 => (any(), 0..20_u32).prop_map(|(n, upto)| Hook::Publish(n, upto)),
         2 => any().prop_map(Hook::Finish),
         1 => Just(Hook::End),
@@ -87,15 +86,16 @@ impl Hooks {
                 let probe = cache.probe_keys(&text(number, len), &StartOptions::default());
                 self.probes.insert(0, (number, probe));
             }
-            Hook::Reserve(n, upto) | Hook::ReservePart(n, upto) => {
+            Hook::Reserve(n, upto, with_part) => {
                 let Some(at) = nth(&self.probes, n) else { return Ok(()) };
                 let (number, probe) = &self.probes[at];
                 let (before, upto) = (books(cache), upto.min(probe.limit()));
-                let reserved = match hook {
-                    Hook::ReservePart(..) => cache.reserve_import_with_part(probe, upto),
-                    _ => cache.reserve_import(probe, upto),
+                let reserve = if with_part {
+                    KvCache::reserve_import_with_part
+                } else {
+                    KvCache::reserve_import
                 };
-                match reserved {
+                match reserve(cache, probe, upto) {
                     Ok(import) => {
                         check_reserved(cache, &import);
                         self.imports.push((*number, import));

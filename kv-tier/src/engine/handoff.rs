@@ -1,0 +1,382 @@
+//! Prefill here, decode there: exports of a sequence's chunks to a store, and prompts that wait for
+//! what another engine exports.
+use std::collections::{BTreeSet, HashSet};
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
+
+use kv_core::backend::Backend;
+use kv_core::invariant::Invariant;
+use kv_core::num::{to_u32, to_usize};
+use kv_core::reuse::PrefixProbe;
+use kv_core::{BlockId, KvCache, SequenceId, StartOptions};
+
+use super::chain::{Chain, chunk_of};
+use super::guarded::after;
+use super::links::Complete;
+use super::onboard::GRACE;
+use super::{Done, PrefetchId, Report, Tiers, Wait};
+use crate::chunk::Verified;
+use crate::handoff::{Handoff, HandoffError, HandoffGroup};
+use crate::name::ChunkName;
+use crate::policy::WritePolicy;
+
+const GROUP: &str = "groups are those of the cache that the tiers were made for";
+
+/// Attempts to write one chunk.
+const ATTEMPTS: u32 = 3;
+/// How long a failed attempt is not repeated.
+const PAUSE: Duration = Duration::from_millis(50);
+
+/// An export of a sequence to a store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ExportId(u64);
+
+/// A handoff, and the export of what it promises.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Export {
+    /// Names the export for [`Tiers::export_state`].
+    pub id: ExportId,
+    /// What the decode engine is told.
+    pub handoff: Handoff,
+}
+
+/// How far an export is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ExportState {
+    /// Chunks are being copied and written.
+    OnTheWay {
+        /// Chunks that the store does not have yet.
+        chunks: u32,
+    },
+    /// The store has all chunks.
+    Written,
+    /// A chunk cannot be written: the store fails, or its blocks have left the device. The decode
+    /// engine computes what it lacks, and need not be told to wait.
+    Failed,
+}
+
+/// All exports whose time has not passed.
+#[derive(Debug, Default)]
+pub(super) struct Exports {
+    next: u64,
+    all: Vec<Exported>,
+}
+
+#[derive(Debug)]
+struct Exported {
+    id: u64,
+    store: usize,
+    until: Instant,
+    probe: PrefixProbe,
+    chains: Vec<Chain>,
+    /// Chunks that the store is not known to have.
+    left: Vec<Left>,
+    has_failed: bool,
+}
+
+#[derive(Debug)]
+struct Left {
+    group: usize,
+    chunk: u32,
+    /// Not before this time.
+    next: Instant,
+    /// Whether the store is being called for it.
+    is_sent: bool,
+    /// Whether its blocks were queued for a copy.
+    is_copied: bool,
+    attempts: u32,
+}
+
+impl<B: Backend> Tiers<B> {
+    /// Begins to write the whole chunks of a sequence to a store, whatever the store's rule for
+    /// writes is, and returns the handoff with which a decode engine that shares the store reuses
+    /// them ([`Self::import_prefill`]). The handoff can be sent at once: the decode engine waits
+    /// for `time` at most, counted from now.
+    ///
+    /// Call it after the step that computes the end of the prompt, and [`Self::poll`] until the
+    /// export [is written](Self::export_state). The sequence may be released meanwhile: its blocks
+    /// stay cached until they are evicted.
+    ///
+    /// Chunks that were published before are in the store already where its rule says so, so that
+    /// a prompt in several steps is written while it is computed.
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    /// use std::time::Duration;
+    ///
+    /// use kv_core::backend::NullBackend;
+    /// use kv_core::{CacheSpec, KvCache, SequenceId, StartOptions};
+    /// use kv_tier::handoff::{ExportState, Handoff};
+    /// use kv_tier::{Identity, MemoryStore, ModelDigest, TierOptions, Tiers};
+    ///
+    /// let store = Arc::new(MemoryStore::new(1 << 20));
+    /// let engine = || {
+    ///     let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(8).paged(4, 64).changes(64);
+    ///     let cache = KvCache::new(NullBackend::new(), spec.build()?)?;
+    ///     let identity = Identity::new(ModelDigest::of_bytes(b"weights"));
+    ///     let options = TierOptions::new().with_store(Box::new(Arc::clone(&store)));
+    ///     let tiers = Tiers::new(&cache, identity, options)?;
+    ///     Ok::<_, Box<dyn std::error::Error>>((cache, tiers))
+    /// };
+    /// let (prompt, options) = ([1, 2, 3, 4, 5, 6], StartOptions::default());
+    ///
+    /// let (mut cache, mut prefill) = engine()?;
+    /// cache.start(SequenceId(0), &prompt, options)?;
+    /// // Steps compute the prompt.
+    /// let export = prefill.export_prefill(&cache, SequenceId(0), 0, Duration::from_secs(5))?;
+    /// let message = export.handoff.to_bytes();
+    /// prefill.poll(&mut cache)?;
+    /// # assert_eq!(prefill.export_state(export.id), Some(ExportState::Written));
+    ///
+    /// let (mut cache, mut decode) = engine()?;
+    /// let handoff = Handoff::from_bytes(&message)?;
+    /// let prefetch = decode.import_prefill(&cache, &handoff, &prompt, &options)?;
+    /// while !decode.is_ready(prefetch) {
+    ///     decode.poll(&mut cache)?;
+    /// }
+    /// decode.start(&mut cache, prefetch, SequenceId(0), options)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`HandoffError::NoSequence`]; [`HandoffError::NoStore`] for a store that is not there or
+    /// whose rule is [`WritePolicy::Never`]; [`HandoffError::UnknownAdapter`].
+    pub fn export_prefill(
+        &mut self,
+        cache: &KvCache<B>,
+        sequence: SequenceId,
+        store: usize,
+        time: Duration,
+    ) -> Result<Export, HandoffError> {
+        let stores = self.stores.len();
+        let lane = self.stores.get(store);
+        let can_write =
+            |lane: &super::StoreLane| lane.store.options().write.policy() != WritePolicy::Never;
+        if !lane.is_some_and(can_write) {
+            return Err(HandoffError::NoStore { store, stores });
+        }
+        let text = cache.sequence_text(sequence).ok_or(HandoffError::NoSequence)?;
+        let options = StartOptions::default().with_salt(text.salt).with_contents(text.contents);
+        let options = text.adapter.map_or(options, |adapter| options.with_adapter(adapter));
+        let (probe, chains) = self.whole_chains(cache, &text.tokens, &options)?;
+        let end = |chain: &Chain| {
+            chain.len().checked_sub(1).map_or(0, |last| chain.spec().span(last).end)
+        };
+        let tokens = probe.hit(chains.iter().map(end).min().unwrap_or(0));
+        let groups = chains.iter().map(|chain| HandoffGroup {
+            root: chain.root().name(),
+            chunks: chain.len(),
+            last: last_name(chain, chain.len()),
+        });
+        let (clock, now) = (SystemTime::now(), Instant::now());
+        let until = clock.checked_add(time).unwrap_or(clock);
+        let handoff = Handoff::new(tokens, until, groups.collect());
+        let mut left = Vec::new();
+        for (group, chain) in chains.iter().enumerate() {
+            let blocks = probe.needed_indices(chain.group(), tokens).into_iter().flatten();
+            let chunks: BTreeSet<u32> = blocks.map(|block| chunk_of(chain.spec(), block)).collect();
+            left.extend(chunks.into_iter().map(|chunk| Left {
+                group,
+                chunk,
+                next: now,
+                is_sent: false,
+                is_copied: false,
+                attempts: 0,
+            }));
+        }
+        let id = self.exports.next;
+        self.exports.next = id.saturating_add(1);
+        let until = after(now, time);
+        let has_failed = false;
+        self.exports.all.push(Exported { id, store, until, probe, chains, left, has_failed });
+        self.advance_exports();
+        Ok(Export { id: ExportId(id), handoff })
+    }
+
+    /// Returns how far an export is; `None` once its time has passed.
+    pub fn export_state(&self, export: ExportId) -> Option<ExportState> {
+        let of = self.exports.all.iter().find(|of| of.id == export.0)?;
+        if of.has_failed {
+            return Some(ExportState::Failed);
+        }
+        let chunks = to_u32(of.left.len());
+        Some(if chunks == 0 { ExportState::Written } else { ExportState::OnTheWay { chunks } })
+    }
+
+    /// Begins to look for the blocks of a prompt that another engine has computed, as
+    /// [`Self::prefetch`] does, and waits for chunks that are not written yet, until the time that
+    /// the handoff says. After that time, the prompt takes what host memory has. Tokens that have
+    /// not come are computed.
+    ///
+    /// `prompt` begins with the tokens of the handoff; the token that the prefill engine has
+    /// sampled may follow them.
+    ///
+    /// # Errors
+    /// [`HandoffError::Groups`] or [`HandoffError::Root`] for a handoff of another model, format,
+    /// salt, adapter or size of chunks; [`HandoffError::Prompt`] for one of another prompt;
+    /// [`HandoffError::UnknownAdapter`].
+    pub fn import_prefill(
+        &mut self,
+        cache: &KvCache<B>,
+        handoff: &Handoff,
+        prompt: &[u32],
+        options: &StartOptions<'_>,
+    ) -> Result<PrefetchId, HandoffError> {
+        let (_, chains) = self.whole_chains(cache, prompt, options)?;
+        let (expected, got) = (chains.len(), handoff.groups().len());
+        if expected != got {
+            return Err(HandoffError::Groups { expected, got });
+        }
+        for (chain, of) in chains.iter().zip(handoff.groups()) {
+            let (group, expected, got) = (chain.group(), chain.root().name(), of.root);
+            if expected != got {
+                return Err(HandoffError::Root { group, expected, got });
+            }
+        }
+        let has_prompt = |(chain, of): (&Chain, &HandoffGroup)| {
+            of.chunks <= chain.len() && last_name(chain, of.chunks) == of.last
+        };
+        let is_shorter = prompt.len() < to_usize(handoff.tokens());
+        if is_shorter || !chains.iter().zip(handoff.groups()).all(has_prompt) {
+            return Err(HandoffError::Prompt);
+        }
+        let time = handoff.until().duration_since(SystemTime::now()).unwrap_or_default();
+        if time.is_zero() {
+            return Ok(self.prefetch_within(cache, prompt, options, Wait::None));
+        }
+        let prefetch = self.prefetch_within(cache, prompt, options, Wait::For(time));
+        self.look_until(prefetch, after(Instant::now(), time), handoff.tokens());
+        Ok(prefetch)
+    }
+
+    /// Names the whole chunks of a text, all of whose tokens count.
+    fn whole_chains(
+        &mut self,
+        cache: &KvCache<B>,
+        tokens: &[u32],
+        options: &StartOptions<'_>,
+    ) -> Result<(PrefixProbe, Vec<Chain>), HandoffError> {
+        // The last token of a prompt is in none of its blocks.
+        let mut prompt = tokens.to_vec();
+        prompt.push(0);
+        let options = options.with_backoff_blocks(0).with_reuse(true);
+        let probe = cache.probe_keys(&prompt, &options);
+        self.identity.adapter_digest(options.adapter())?;
+        let chains = self.chains(cache, &probe);
+        Ok((probe, chains))
+    }
+
+    /// Goes on with the exports: sends chunks of host memory to their store, and queues others for
+    /// a copy from the device.
+    pub(super) fn advance_exports(&mut self) {
+        if self.exports.all.is_empty() {
+            return;
+        }
+        let now = Instant::now();
+        self.exports.all.retain(|of| now < of.until);
+        let mut exports = std::mem::take(&mut self.exports.all);
+        for of in exports.iter_mut().filter(|of| !of.has_failed && !of.left.is_empty()) {
+            self.advance_export(of, now);
+        }
+        self.exports.all = exports;
+    }
+
+    fn advance_export(&mut self, of: &mut Exported, now: Instant) {
+        let Exported { id, store, probe, chains, left, .. } = of;
+        let waiting: Vec<HashSet<ChunkName>> = self
+            .groups
+            .iter()
+            .map(|group| group.waiting.iter().map(|complete| complete.record.name).collect())
+            .collect();
+        for at in left.iter_mut().filter(|at| !at.is_sent && now >= at.next) {
+            let chain = chains.get(at.group).invariant(GROUP);
+            let name = *chain.name(at.chunk);
+            let tier = self.groups.get_mut(at.group).invariant(GROUP);
+            let chunk = tier.host.get(&name).map(|entry| entry.chunk.clone());
+            if chunk.is_none() {
+                let is_waiting = waiting.get(at.group).is_some_and(|names| names.contains(&name));
+                if is_waiting || tier.encoding.contains(&name) {
+                    continue;
+                }
+                let blocks = device_blocks(probe, chain, at.chunk).filter(|_| !at.is_copied);
+                if let Some(blocks) = blocks {
+                    at.is_copied = true;
+                    let record = chain.record(probe, at.chunk);
+                    tier.waiting.push_back(Complete { record, blocks });
+                    continue;
+                }
+            }
+            let lane = self.stores.get_mut(*store).invariant("the store of an export is there");
+            if lane.writes_waiting >= lane.store.options().writes_max {
+                break;
+            }
+            lane.writes_waiting = lane.writes_waiting.saturating_add(1);
+            at.is_sent = true;
+            let asked = Arc::clone(&lane.store);
+            let address = chain.address(at.chunk);
+            let (export, store, group, number) = (*id, *store, at.group, at.chunk);
+            let exported = move |is_written| Done::Exported {
+                export,
+                store,
+                group,
+                chunk: number,
+                is_written,
+            };
+            let options = lane.store.options();
+            let limit = options.lookup_deadline.saturating_add(options.write_deadline);
+            let mut report = Report::new(&self.sender, exported(false));
+            lane.lane.push(limit.saturating_add(GRACE), move || {
+                // It may have been written by its store's rule, or by another engine.
+                let found = asked.begin_lookup();
+                let found = found.map(|permit| asked.lookup(permit, &[address], true));
+                let is_there = found.is_some_and(|found| found.contains(&true));
+                let write = |chunk: &Verified<_>| {
+                    let permit = asked.begin_write();
+                    permit.and_then(|permit| asked.write(permit, &address, chunk.bytes())).is_some()
+                };
+                let is_written = is_there || chunk.as_ref().is_some_and(write);
+                // Its memory is free before the tiers look for room.
+                drop(chunk);
+                report.set(exported(is_written));
+            });
+        }
+    }
+
+    pub(super) fn note_exported(
+        &mut self,
+        export: u64,
+        store: usize,
+        (group, chunk): (usize, u32),
+        is_written: bool,
+    ) {
+        if let Some(lane) = self.stores.get_mut(store) {
+            lane.writes_waiting = lane.writes_waiting.saturating_sub(1);
+        }
+        let Some(of) = self.exports.all.iter_mut().find(|of| of.id == export) else { return };
+        let place = of.left.iter().position(|at| (at.group, at.chunk) == (group, chunk));
+        let Some(place) = place else { return };
+        if is_written {
+            of.left.swap_remove(place);
+            return;
+        }
+        let at = of.left.get_mut(place).invariant("the place was found");
+        (at.is_sent, at.is_copied) = (false, false);
+        at.next = after(Instant::now(), PAUSE);
+        at.attempts = at.attempts.saturating_add(1);
+        of.has_failed |= at.attempts >= ATTEMPTS;
+    }
+}
+
+/// Returns the blocks of a chunk, if all are on the device.
+fn device_blocks(probe: &PrefixProbe, chain: &Chain, chunk: u32) -> Option<Box<[BlockId]>> {
+    let first = to_usize(chain.spec().first_block(chunk));
+    let blocks = probe.blocks(chain.group()).skip(first).take(to_usize(chain.spec().blocks()));
+    blocks.map(|block| block.cached).collect()
+}
+
+/// Returns the name of the last of some chunks of a prompt; the root's of none.
+fn last_name(chain: &Chain, chunks: u32) -> ChunkName {
+    chunks.checked_sub(1).map_or_else(|| chain.root().name(), |last| *chain.name(last))
+}

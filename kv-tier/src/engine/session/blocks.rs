@@ -1,0 +1,165 @@
+//! The blocks of a session in one group, and what the chunk of each must say.
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::sync::Arc;
+
+use kv_core::backend::Backend;
+use kv_core::invariant::Invariant;
+use kv_core::num::{to_u32, to_usize};
+use kv_core::reuse::{BlockContent, BlockKey, PrefixProbe, ProbedBlock};
+use kv_core::{BlockId, GroupId, KvCache, SequenceId};
+
+use crate::chunk::{ChunkContent, ChunkSpec, Expectation};
+use crate::engine::chain::Chain;
+use crate::identity::{ChunkRoot, Identity};
+use crate::name::ChunkName;
+use crate::session::{NO_TOKEN, SessionError};
+
+/// The blocks of one group: the full ones of the text and the partial one after them.
+#[derive(Debug)]
+pub(super) struct SessionBlocks {
+    pub(super) chain: Chain,
+    root: Arc<ChunkRoot>,
+    full: Vec<ProbedBlock>,
+    /// Tokens of the text.
+    len: u32,
+}
+
+/// What the chunk of one block must say, owned.
+#[derive(Debug)]
+pub(super) struct BlockRecord {
+    root: Arc<ChunkRoot>,
+    index: u32,
+    /// One past the position of its last token.
+    pub(super) end: u32,
+    parent: ChunkName,
+    name: ChunkName,
+    key: BlockKey,
+    tokens: Vec<u32>,
+    contents: Vec<ChunkContent>,
+}
+
+impl BlockRecord {
+    pub(super) fn expectation(&self) -> Expectation<'_> {
+        Expectation {
+            root: &self.root,
+            index: self.index,
+            parent: self.parent,
+            name: self.name,
+            last_key: self.key,
+            tokens: &self.tokens,
+            contents: &self.contents,
+        }
+    }
+}
+
+const BLOCK: &str = "a session lists blocks of its text";
+
+impl SessionBlocks {
+    /// Names the blocks of a probed text, all of which may be reused, in chunks of one block.
+    pub(super) fn new<B: Backend>(
+        cache: &KvCache<B>,
+        group: GroupId,
+        identity: &Identity,
+        (probe, len): (&PrefixProbe, u32),
+    ) -> Result<Self, SessionError> {
+        let spec = ChunkSpec::new(cache.spec(), group)?.with_blocks(1)?;
+        let (salt, adapter) = (probe.salt(), probe.adapter());
+        let root = Arc::new(identity.root(&spec, cache.encoding_key(), salt, adapter)?);
+        let chain = Chain::new(probe, Arc::clone(&root));
+        let full = probe.blocks(group).collect();
+        Ok(Self { chain, root, full, len })
+    }
+
+    pub(super) fn spec(&self) -> &ChunkSpec {
+        self.root.spec()
+    }
+    pub(super) fn root(&self) -> ChunkName {
+        self.root.name()
+    }
+    pub(super) fn group(&self) -> GroupId {
+        self.spec().group()
+    }
+
+    /// Returns the number of blocks of the text, the partial one included.
+    pub(super) fn num_blocks(&self) -> u32 {
+        let full = to_u32(self.full.len());
+        let is_partial = self.spec().span(full).start < self.len;
+        full.saturating_add(u32::from(is_partial))
+    }
+
+    /// Returns the blocks without which a sequence does not reuse the first `len` tokens.
+    pub(super) fn needed(&self, probe: &PrefixProbe, len: u32) -> BTreeSet<u32> {
+        let blocks = probe.needed_indices(self.group(), len).into_iter().flatten();
+        blocks.chain(probe.part(self.group(), len).map(|part| part.index)).collect()
+    }
+
+    /// Returns the block on the device with the content of one of the text: a cached one, or one of
+    /// the sequence. A group with a tail publishes every block whose bytes follow from its tokens.
+    pub(super) fn on_device<B: Backend>(
+        &self,
+        cache: &KvCache<B>,
+        sequence: SequenceId,
+        block: u32,
+    ) -> Option<BlockId> {
+        let cached = self.full.get(to_usize(block)).and_then(|block| block.cached);
+        cached.or_else(|| {
+            let [k, _] = self.spec().layout().planes();
+            if k.slot_map().has_tail()
+                || cache.vacant_entries(sequence, self.group())?.contains(&block)
+            {
+                return None;
+            }
+            cache.block_table(sequence, self.group())?.get(to_usize(block)).copied()
+        })
+    }
+
+    /// Returns what the chunk of a block must say.
+    pub(super) fn record(&self, probe: &PrefixProbe, block: u32) -> BlockRecord {
+        let before = block.checked_sub(1);
+        let name = |block: u32| *self.chain.name(block);
+        let parent = before.map_or_else(|| self.root(), name);
+        let span = self.spec().span(block);
+        let mut parts = Vec::new();
+        let (key, end, link, mut tokens) = if let Some(of) = self.full.get(to_usize(block)) {
+            probe.contents(of, &mut parts);
+            (of.key, of.end, name(block), probe.tokens(of).to_vec())
+        } else {
+            let (tokens, contents) = self.partial(probe, &span);
+            let last = before.and_then(|before| self.full.get(to_usize(before)));
+            let key = last.map_or_else(|| probe.root(), |last| last.key).child(tokens, &contents);
+            parts = contents;
+            let link = self.root.link(&parent, tokens, parts.iter().copied());
+            (key, self.len, link, tokens.to_vec())
+        };
+        tokens.resize(to_usize(span.end.saturating_sub(span.start)), NO_TOKEN);
+        let contents = parts.into_iter().map(|content| ChunkContent { block: 0, content });
+        let contents = contents.collect();
+        let root = Arc::clone(&self.root);
+        BlockRecord { root, index: block, end, parent, name: link, key, tokens, contents }
+    }
+
+    /// Returns tokens and contents of the partial block.
+    fn partial<'a>(
+        &self,
+        probe: &'a PrefixProbe,
+        span: &Range<u32>,
+    ) -> (&'a [u32], Vec<BlockContent>) {
+        let tokens = probe.prompt().get(to_usize(span.start)..to_usize(self.len));
+        let mut parts = Vec::new();
+        BlockContent::cut(probe.content_spans(), (span.start, self.len), &mut parts);
+        (tokens.invariant(BLOCK), parts)
+    }
+}
+
+/// Joins ascending numbers to ranges.
+pub(super) fn ranges(blocks: impl Iterator<Item = u32>) -> Vec<Range<u32>> {
+    let mut ranges: Vec<Range<u32>> = Vec::new();
+    for block in blocks {
+        match ranges.last_mut() {
+            Some(last) if last.end == block => last.end = block.saturating_add(1),
+            _ => ranges.push(block..block.saturating_add(1)),
+        }
+    }
+    ranges
+}

@@ -1,0 +1,61 @@
+//! Session files: one sequence's text, its blocks, and a note of the caller.
+//!
+//! `docs/formats.md` draws the file: a [`SessionHeader`], then one [chunk](crate::chunk) for each
+//! block that a sequence needs to go on after the text. This module does no I/O:
+//! [`Tiers::dump`](crate::Tiers::dump) writes files and [`Tiers::load`](crate::Tiers::load) reads
+//! them.
+//!
+//! Chunks have one block each, whatever chunks the tiers use: a window begins anywhere, so that
+//! longer chunks would need blocks that no sequence holds any more, and the last block, which may
+//! be partial, would need a second size. The price is a header of 4 KiB a block.
+mod error;
+mod header;
+mod rows;
+#[cfg(test)]
+mod tests;
+
+pub use error::SessionError;
+pub use header::{SessionGroup, SessionHeader};
+
+pub(crate) use header::{PREFIX_BYTES, Prefix};
+pub(crate) use rows::zero_unused;
+
+use kv_core::reuse::ContentSpan;
+
+/// The version of the format that this crate writes, and the newest that it reads.
+pub const VERSION: u16 = 1;
+
+/// Stands in the header of a chunk for each token that a partial block lacks.
+pub const NO_TOKEN: u32 = u32::MAX;
+
+/// What [`Tiers::load`](crate::Tiers::load) has brought back.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Session {
+    /// The text whose rows were in the file.
+    pub tokens: Vec<u32>,
+    /// What placeholder tokens of it stand for. A sequence that goes on with the session is started
+    /// with them.
+    pub contents: Vec<ContentSpan>,
+    /// The note of whoever wrote the file.
+    pub note: Vec<u8>,
+    /// Tokens that a sequence reuses now which starts on the text and at least one more token.
+    pub cached: u32,
+}
+
+/// What [`Tiers::dump`](crate::Tiers::dump) has written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SessionInfo {
+    /// Tokens of the text.
+    pub tokens: u32,
+    /// Blocks of all groups.
+    pub blocks: u32,
+    /// Bytes of the file.
+    pub bytes: u64,
+    /// Whether the file has all blocks that a sequence can reuse of the text. `false` if a window
+    /// needs a block that left it: loaded, the session is reused up to an earlier token, or
+    /// computed. [`GroupBuilder::window_slack`](kv_core::spec::GroupBuilder::window_slack) of a
+    /// block keeps such blocks.
+    pub is_whole: bool,
+}

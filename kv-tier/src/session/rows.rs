@@ -1,0 +1,39 @@
+//! The slots of a block that belong to no token of a session.
+use kv_core::BlockOrder;
+use kv_core::backend::Plane;
+use kv_core::invariant::Invariant;
+use kv_core::num::{to_offset, to_u64};
+
+use crate::chunk::ChunkSpec;
+
+/// Zeroes the rows of a chunk of one block after the token before position `end`, the last one that
+/// belongs to the session: tokens of others may lie there.
+pub(crate) fn zero_unused(spec: &ChunkSpec, chunk: &mut [u8], end: u32) {
+    let planes = spec.layout().planes();
+    let [k, v] = planes;
+    for (plane, layout) in [(Plane::Key, k), (Plane::Value, v)] {
+        let map = layout.slot_map();
+        let used = end.checked_sub(1).map_or(0, |last| {
+            let place = map.place(last);
+            place.inside.saturating_add(if place.is_wide { map.wide_slots() } else { 1 })
+        });
+        let slots = |slots: u32| u64::from(slots).saturating_mul(layout.token_stride());
+        let (from, to) = (slots(used), slots(layout.block_size()));
+        // The rows of a head lie together, or those of all heads do.
+        let runs = match layout.order() {
+            BlockOrder::Hnd => layout.num_kv_heads(),
+            _ => 1,
+        };
+        for layer in 0..spec.num_layers() {
+            let piece = spec.piece(0, layer, plane);
+            let piece = chunk.get_mut(piece).invariant("pieces lie in their chunk");
+            assert!(to_u64(piece.len()) >= layout.block_bytes(), "a piece is a whole block");
+            for run in 0..runs {
+                let begin = layout.head_stride().saturating_mul(run.into());
+                let range =
+                    to_offset(begin.saturating_add(from))..to_offset(begin.saturating_add(to));
+                piece.get_mut(range).invariant("rows lie in their block").fill(0);
+            }
+        }
+    }
+}
