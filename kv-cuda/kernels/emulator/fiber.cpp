@@ -2,6 +2,7 @@
 // neither floating-point modes nor signal masks.
 #include "fiber.h"
 
+#include <atomic>
 #include <cstdlib>
 #include <new>
 #include <sys/mman.h>
@@ -13,6 +14,13 @@ namespace kvemu {
 
 namespace {
 constexpr size_t STACK_BYTES = 256 * 1024;
+
+// Bytes that a stack leaves unused at its top, different for the lanes of a warp. Tops at the same
+// offset of a page would all lie in the same few sets of the L1 cache, and each switch would miss.
+size_t unused_at_top() {
+  static std::atomic<size_t> stacks{0};
+  return stacks++ % 32 * 128;
+}
 }
 
 #ifndef KV_EMU_UCONTEXT
@@ -42,7 +50,7 @@ kv_emu_switch:
 )");
 #endif
 
-Stack::Stack() {
+Stack::Stack() : bytes_(STACK_BYTES - unused_at_top()) {
   // The page below the stack is inaccessible: a kernel that overflows its stack stops there.
   const size_t guard = size_t(sysconf(_SC_PAGESIZE));
   void* memory = mmap(nullptr, guard + STACK_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -53,7 +61,7 @@ Stack::Stack() {
 
 void Stack::prepare(Context& context, void (*entry)()) {
   context.bottom = begin_;
-  context.bytes = STACK_BYTES;
+  context.bytes = bytes_;
   context.fake_stack = nullptr;
 #ifdef KV_EMU_TSAN
   if (context.tsan_fiber == nullptr) context.tsan_fiber = __tsan_create_fiber(0);
@@ -61,12 +69,12 @@ void Stack::prepare(Context& context, void (*entry)()) {
 #ifdef KV_EMU_UCONTEXT
   getcontext(&context.saved);
   context.saved.uc_stack.ss_sp = begin_;
-  context.saved.uc_stack.ss_size = STACK_BYTES;
+  context.saved.uc_stack.ss_size = bytes_;
   context.saved.uc_link = nullptr;
   makecontext(&context.saved, entry, 0);
 #else
   // As if `entry`, called from address 0, had called kv_emu_switch at its first instruction.
-  uint64_t* top = reinterpret_cast<uint64_t*>(begin_ + STACK_BYTES);
+  uint64_t* top = reinterpret_cast<uint64_t*>(begin_ + bytes_);
   *--top = 0;
   *--top = reinterpret_cast<uint64_t>(entry);
   for (int i = 0; i < 6; i++) *--top = 0;
@@ -81,7 +89,7 @@ void Stack::abandon(Context& context) {
   context.tsan_fiber = nullptr;
 #endif
 #ifdef KV_EMU_ASAN
-  __asan_unpoison_memory_region(begin_, STACK_BYTES);  // the abandoned functions do not do it
+  __asan_unpoison_memory_region(begin_, bytes_);  // the abandoned functions do not do it
 #endif
 }
 

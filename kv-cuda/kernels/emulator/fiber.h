@@ -40,6 +40,7 @@ class Stack {
 
  private:
   uint8_t* begin_;
+  size_t bytes_;
 };
 
 void enter_scheduler(Context& scheduler);                // before a launch's first switch

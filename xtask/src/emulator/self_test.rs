@@ -93,7 +93,7 @@ fn programs(folder: &Path, variant: &Variant) -> Result<(PathBuf, PathBuf)> {
         let kernels: Vec<_> =
             kernels.iter().filter(|source| named(source, &is_kernel)).cloned().collect();
         let mut all = emulator.clone();
-        all.extend(units(&folder, &main_of, variant.sanitizer.emulator_flags()));
+        all.extend(units(&folder, &main_of, &variant.sanitizer.emulator_flags()));
         all.extend(units(&folder, &kernels, variant.sanitizer.kernel_flags()));
         let output = folder.join(main);
         build(&all, &output, variant.sanitizer, &[])?;
