@@ -209,7 +209,8 @@ impl Session {
         }
         generated.sort_by_key(|(index, _)| *index);
         let generated = generated.into_iter().map(|(_, generated)| generated).collect();
-        if !scheduler.flush_tiers(Instant::now() + tiers::FLUSH)? {
+        let now = Instant::now();
+        if !scheduler.flush_tiers(now.checked_add(tiers::FLUSH).unwrap_or(now))? {
             output::note("not everything was written to the tiers in time")?;
         }
         let tiers = scheduler.tiers().map(Tiers::stats);

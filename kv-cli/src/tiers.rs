@@ -19,7 +19,7 @@ use crate::output;
 use crate::tier::TierArg;
 
 /// How long the end of a run waits until everything is written.
-pub(crate) const FLUSH: Duration = Duration::from_secs(60);
+pub(crate) const FLUSH: Duration = Duration::from_mins(1);
 
 /// Digests the weights that a model was read from.
 pub(crate) fn digest(model: &Path) -> anyhow::Result<ModelDigest> {
@@ -144,28 +144,29 @@ impl Report {
     }
 
     pub(crate) fn show(&self) -> String {
-        let mut text = format!(
+        let all = format!(
             "{} of the reused tokens from tiers: {} from host memory, {} from disk, {} from stores\n",
             self.tokens(),
             self.host_tokens,
             self.disk_tokens,
             self.store_tokens,
         );
-        for store in &self.stores {
-            text.push_str(&format!(
-                "{}: chunks read {} ({}), written {} ({})\n",
-                store.tier,
-                store.chunks_read,
-                Bytes(store.bytes_read),
-                store.chunks_written,
-                Bytes(store.bytes_written),
-            ));
-        }
-        text
+        std::iter::once(all).chain(self.stores.iter().map(Store::show)).collect()
     }
 }
 
 impl Store {
+    fn show(&self) -> String {
+        format!(
+            "{}: chunks read {} ({}), written {} ({})\n",
+            self.tier,
+            self.chunks_read,
+            Bytes(self.bytes_read),
+            self.chunks_written,
+            Bytes(self.bytes_written),
+        )
+    }
+
     fn new(tier: &TierArg, stats: &StoreStats) -> Self {
         let dropped = [stats.dropped_by_queue, stats.dropped_by_breaker, stats.dropped_by_budget];
         Self {

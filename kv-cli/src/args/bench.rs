@@ -124,11 +124,12 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "DIR", requires = "suite")]
     pub(crate) dir: Option<PathBuf>,
 
-    /// With --suite tier: measure this server too, redis://HOST[:PORT]
+    /// With --suite tier: measure this server too, as `redis://HOST[:PORT]`
     #[arg(long, value_name = "URL", requires = "suite")]
     pub(crate) redis: Option<String>,
 
-    /// With --suite tier: measure this bucket too, s3://BUCKET[/PREFIX][?endpoint=..]
+    /// With --suite tier: measure this bucket too, as
+    /// `s3://BUCKET[/PREFIX][?endpoint=..]`
     #[arg(long, value_name = "URL", requires = "suite")]
     pub(crate) s3: Option<String>,
 

@@ -81,9 +81,9 @@ pub(super) enum Front {
 
 /// Reads the header of a chunk.
 pub(super) fn read_front(store: &dyn ListChunks, chunk: &ListedChunk) -> anyhow::Result<Front> {
-    let mut room = PAGE;
+    let mut length = PAGE;
     loop {
-        let mut bytes = vec![0; room];
+        let mut bytes = vec![0; length];
         let read = match store.get_front(&chunk.address, &mut bytes, soon()) {
             Ok(Some(read)) => read,
             Ok(None) => return Ok(Front::Gone),
@@ -100,12 +100,12 @@ pub(super) fn read_front(store: &dyn ListChunks, chunk: &ListedChunk) -> anyhow:
             }
             // A header of several pages.
             Err(ChunkError::Length { expected, got })
-                if got == to_u64(room) && expected <= chunk.bytes =>
+                if got == to_u64(length) && expected <= chunk.bytes =>
             {
                 let Ok(expected) = usize::try_from(expected) else {
                     return Ok(Front::Refused("a header larger than memory".to_owned()));
                 };
-                room = expected;
+                length = expected;
             }
             Err(error) => return Ok(Front::Refused(error.to_string())),
         }

@@ -24,10 +24,11 @@ pub(super) fn run(args: &StatArgs) -> anyhow::Result<()> {
         let root = roots.entry(root_digits(&chunk)).or_default();
         root.chunks = root.chunks.saturating_add(1);
         root.bytes = root.bytes.saturating_add(chunk.bytes);
-        if root.facts.is_none() && root.chunks <= ATTEMPTS {
-            if let Front::Read { root: name, facts } = read_front(&*store, &chunk)? {
-                (root.root, root.facts) = (Some(name), Some(*facts));
-            }
+        if root.facts.is_none()
+            && root.chunks <= ATTEMPTS
+            && let Front::Read { root: name, facts } = read_front(&*store, &chunk)?
+        {
+            (root.name, root.facts) = (Some(name), Some(*facts));
         }
         Ok(())
     })?;
@@ -35,7 +36,7 @@ pub(super) fn run(args: &StatArgs) -> anyhow::Result<()> {
     let (chunks, bytes) = (sum(|root| root.chunks), sum(|root| root.bytes));
     let place = args.place.to_string();
     for (digits, root) in &mut roots {
-        root.root.get_or_insert_with(|| digits.clone());
+        root.name.get_or_insert_with(|| digits.clone());
     }
     let report = Report { place, chunks, bytes, others, roots: roots.into_values().collect() };
     if args.json { output::json(&report) } else { output::text(&report.text()) }
@@ -54,7 +55,8 @@ struct Report {
 /// The chunks of one root.
 #[derive(Debug, Default, Serialize)]
 struct Root {
-    root: Option<String>,
+    #[serde(rename = "root")]
+    name: Option<String>,
     chunks: u64,
     bytes: u64,
     /// Of one chunk; `None` if no header of the first few can be read.
@@ -89,7 +91,7 @@ impl Root {
         let fact =
             |of: &dyn Fn(&Facts) -> String| self.facts.as_ref().map_or_else(|| "?".to_owned(), of);
         vec![
-            short(self.root.as_deref().unwrap_or_default()).to_owned(),
+            short(self.name.as_deref().unwrap_or_default()).to_owned(),
             fact(&|facts| short(&facts.model).to_owned()),
             fact(&Facts::group),
             fact(&Facts::formats),

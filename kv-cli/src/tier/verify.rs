@@ -163,14 +163,11 @@ impl Finding {
 
 impl Report {
     fn text(&self) -> String {
-        let mut text = String::new();
-        for Finding { root, name, why, .. } in &self.foreign {
-            let (root, name) = (short(root), short(name));
-            text.push_str(&format!("not checked: {name} of root {root}: {why}\n"));
-        }
-        for path in &self.others {
-            text.push_str(&format!("other: {path}\n"));
-        }
+        let foreign = self.foreign.iter().map(|Finding { root, name, why, .. }| {
+            format!("not checked: {} of root {}: {why}\n", short(name), short(root))
+        });
+        let others = self.others.iter().map(|path| format!("other: {path}\n"));
+        let text: String = foreign.chain(others).collect();
         let (good, bytes) = (count(self.good, "good chunk"), Bytes(self.bytes));
         format!("{text}{good}, {bytes}\n")
     }

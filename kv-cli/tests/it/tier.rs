@@ -287,7 +287,6 @@ fn only_a_folder_of_chunks_is_touched() {
 
 #[cfg(feature = "redis")]
 #[test]
-#[expect(clippy::print_stdout, reason = "the output of a test shows what it left out")]
 fn redis_is_listed_checked_and_cleaned() {
     use kv::tier::redis::RedisStore;
     use kv_testkit::servers::{Server, ServerKind};

@@ -42,11 +42,11 @@ fn a_killed_process_leaves_its_prompt_to_the_next() {
         .expect("the program starts");
     let start = Instant::now();
     let is_written = || {
-        let stat = kv(&["tier", "stat", &folder.path().join("cache").display().to_string()]);
-        stat.code == 0 && stat.stdout.contains("1 chunk")
+        let listed = kv(&["tier", "stat", &folder.path().join("cache").display().to_string()]);
+        listed.code == 0 && listed.stdout.contains("1 chunk")
     };
     while !is_written() && killed.try_wait().expect("a child").is_none() {
-        assert!(start.elapsed() < Duration::from_secs(60), "nothing was written");
+        assert!(start.elapsed() < Duration::from_mins(1), "nothing was written");
         sleep(Duration::from_millis(10));
     }
     killed.kill().expect("a child");

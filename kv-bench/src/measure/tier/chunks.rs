@@ -13,7 +13,7 @@ use crate::num::{to_u32, to_u64};
 pub(super) struct Chunks {
     root: ChunkRoot,
     payload: Aligned,
-    chunks: Vec<Chunk>,
+    list: Vec<Chunk>,
 }
 
 struct Chunk {
@@ -36,10 +36,10 @@ impl Chunks {
         let mut payload = Aligned::new(spec.chunk_bytes());
         fill(payload.bytes_mut());
         let count = bytes.div_euclid(to_u64(spec.chunk_bytes())).max(CHUNKS_MIN);
-        let mut made = Self { root, payload, chunks: Vec::new() };
+        let mut made = Self { root, payload, list: Vec::new() };
         for number in 0..u32::try_from(count).map_err(TierError::other)? {
             let chunk = made.make(number, now.as_secs())?;
-            made.chunks.push(chunk);
+            made.list.push(chunk);
         }
         Ok(made)
     }
@@ -56,7 +56,7 @@ impl Chunks {
     }
 
     pub(super) fn len(&self) -> usize {
-        self.chunks.len()
+        self.list.len()
     }
 
     /// Returns how many chunks a store gets that is not a folder.
@@ -85,7 +85,7 @@ impl Chunks {
     }
 
     pub(super) fn addresses(&self, count: usize) -> Vec<ChunkAddress> {
-        self.chunks.iter().take(count).map(|chunk| chunk.address).collect()
+        self.list.iter().take(count).map(|chunk| chunk.address).collect()
     }
 
     /// Makes a buffer's content a chunk's.
@@ -105,7 +105,7 @@ impl Chunks {
     }
 
     fn get(&self, item: usize) -> Result<&Chunk, TierError> {
-        self.chunks.get(item).ok_or_else(|| TierError::other(format!("there is no chunk {item}")))
+        self.list.get(item).ok_or_else(|| TierError::other(format!("there is no chunk {item}")))
     }
 }
 

@@ -36,11 +36,9 @@ pub(super) fn run(
     let rate = result
         .as_ref()
         .and_then(|result| result.get("jobs")?.get(0)?.get(direction)?.get("bw_bytes")?.as_u64());
-    match rate.filter(|rate| output.status.success() && *rate > 0) {
-        Some(rate) => Ok(Some(Pass { seconds: to_f64(bytes) / to_f64(rate), cpu_seconds: None })),
-        None => {
-            let words = String::from_utf8_lossy(&output.stderr);
-            Err(TierError::other(format!("fio failed: {}", words.trim())))
-        }
+    if let Some(rate) = rate.filter(|rate| output.status.success() && *rate > 0) {
+        return Ok(Some(Pass { seconds: to_f64(bytes) / to_f64(rate), cpu_seconds: None }));
     }
+    let words = String::from_utf8_lossy(&output.stderr);
+    Err(TierError::other(format!("fio failed: {}", words.trim())))
 }
