@@ -145,7 +145,8 @@ impl Report {
 
     pub(crate) fn show(&self) -> String {
         let all = format!(
-            "{} of the reused tokens from tiers: {} from host memory, {} from disk, {} from stores\n",
+            "{} of the reused tokens from tiers: {} from host memory, {} from disk, {} from \
+             stores\n",
             self.tokens(),
             self.host_tokens,
             self.disk_tokens,

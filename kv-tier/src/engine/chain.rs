@@ -101,8 +101,8 @@ pub(super) fn chunk_of(spec: &ChunkSpec, block: u32) -> u32 {
     block.checked_div(spec.blocks()).invariant("a chunk has blocks")
 }
 
-/// Returns the key of the last full block of a prompt in a group: it differs if any token or content
-/// before does.
+/// Returns the key of the last full block of a prompt in a group: it differs if any token or
+/// content before does.
 pub(super) fn last_key(probe: &PrefixProbe, group: GroupId) -> Option<BlockKey> {
     probe.blocks(group).last().map(|block| block.key)
 }

@@ -23,9 +23,7 @@ pub enum TierError {
     #[error("the cache reuses no prefixes, so that no block can come from a tier")]
     NoReuse,
     /// Too little host memory.
-    #[error(
-        "{bytes} bytes of host memory hold fewer than {chunks} chunks of each group: {min} bytes are the least"
-    )]
+    #[error("{bytes} bytes of host memory do not hold {chunks} chunks of each group, {min} do")]
     HostTooSmall {
         /// Bytes given.
         bytes: u64,

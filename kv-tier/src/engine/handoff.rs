@@ -113,7 +113,8 @@ impl<B: Backend> Tiers<B> {
     ///
     /// let store = Arc::new(MemoryStore::new(1 << 20));
     /// let engine = || {
-    ///     let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(8).paged(4, 64).changes(64);
+    ///     let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(8);
+    ///     let spec = spec.paged(4, 64).changes(64);
     ///     let cache = KvCache::new(NullBackend::new(), spec.build()?)?;
     ///     let identity = Identity::new(ModelDigest::of_bytes(b"weights"));
     ///     let options = TierOptions::new().with_store(Box::new(Arc::clone(&store)));

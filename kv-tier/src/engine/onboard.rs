@@ -698,8 +698,8 @@ impl<B: Backend> Tiers<B> {
         Ok(())
     }
 
-    /// Copies the bytes of an import's blocks, and lets the queue wait for them. Returns the ends of
-    /// blocks in ascending order, each with the tier that its bytes came from.
+    /// Copies the bytes of an import's blocks, and lets the queue wait for them. Returns the ends
+    /// of blocks in ascending order, each with the tier that its bytes came from.
     fn copy_in(
         &mut self,
         cache: &mut KvCache<B>,

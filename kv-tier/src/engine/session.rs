@@ -51,7 +51,8 @@ impl<B: Backend> Tiers<B> {
     /// use kv_core::{CacheSpec, KvCache, SequenceId, StartOptions, StepInput};
     /// use kv_tier::{Identity, ModelDigest, TierOptions, Tiers};
     ///
-    /// let spec = || CacheSpec::builder().layers(1).kv_heads(1).head_dim(8).paged(4, 16).changes(64);
+    /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(8).paged(4, 16);
+    /// let spec = || spec.clone().changes(64);
     /// let identity = || Identity::new(ModelDigest::of_bytes(b"weights"));
     /// let folder = tempfile::tempdir()?;
     /// let path = folder.path().join("chat.kvs");

@@ -4,8 +4,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use crate::world::{Kind, World};
 
-/// Each life has its own cache, stores and schedule of faults. `KV_TIER_FAULTS` sets how many faults
-/// are wanted, `KV_TIER_SEED` the first seed.
+/// Each life has its own cache, stores and schedule of faults. `KV_TIER_FAULTS` sets how many
+/// faults are wanted, `KV_TIER_SEED` the first seed.
 #[test]
 fn rows_equal_those_without_tiers_whatever_goes_wrong() {
     let number = |name: &str, default| {

@@ -54,8 +54,8 @@ fn a_new_process_reuses_what_an_earlier_one_computed() {
         for ((first, second), prompt) in first.iter().zip(&second).zip(&prompts) {
             assert_eq!(first.tokens, expected(prompt, 20));
             assert_eq!(second.tokens, expected(prompt, 20));
-            // All whole chunks of 8 tokens, without the last token. In a small pool some are evicted
-            // between the lookup and the start.
+            // All whole chunks of 8 tokens, without the last token. In a small pool some are
+            // evicted between the lookup and the start.
             let whole = if num_blocks < 100 { 0 } else { (prompt.len() - 1) / 8 * 8 };
             assert!(second.reused >= whole, "{} of {}", second.reused, prompt.len());
         }
