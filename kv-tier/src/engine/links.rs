@@ -76,7 +76,9 @@ impl Links {
         let mut removed: Vec<_> = known.filter(|known| !stored.contains(known)).collect();
         // In any order that does not depend on the table's.
         removed.sort_unstable();
-        removed.into_iter().for_each(|(block, key)| self.removed(block, key));
+        for (block, key) in removed {
+            self.removed(block, key);
+        }
     }
 
     /// Notes that a block has content that can be reused. `root` is that of its namespace.
