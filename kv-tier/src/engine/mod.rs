@@ -138,16 +138,25 @@ struct GroupTier<P: HostPool> {
     /// Chunks that are being completed after their copy.
     encoding: HashSet<ChunkName>,
     reading: HashMap<ChunkName, Reading>,
-    /// Chunks that left and return to the pool when they are written, until the last of these
-    /// writes is late.
-    leaving: usize,
-    leaving_until: Option<Instant>,
+    /// Chunks that left and return to the pool when they are written.
+    leaving: HashMap<ChunkName, Leaving>,
+}
+
+/// The writes of a chunk that left host memory.
+#[derive(Debug)]
+struct Leaving {
+    writes: usize,
+    /// When the first of them is late: the chunk is not waited for any more.
+    until: Instant,
 }
 
 impl<P: HostPool> GroupTier<P> {
     /// Returns whether room in host memory comes without another chunk having to leave.
     fn is_leaving(&self) -> bool {
-        self.leaving > 0 && self.leaving_until.is_some_and(|until| Instant::now() < until)
+        !self.leaving.is_empty() && {
+            let now = Instant::now();
+            self.leaving.values().any(|leaving| now < leaving.until)
+        }
     }
 }
 
@@ -318,8 +327,7 @@ impl<B: Backend> Tiers<B> {
                 copying_max: copying_max.max(1),
                 encoding: HashSet::new(),
                 reading: HashMap::new(),
-                leaving: 0,
-                leaving_until: None,
+                leaving: HashMap::new(),
             })
         };
         specs.into_iter().map(make).collect()

@@ -11,11 +11,12 @@ use kv_core::invariant::Invariant;
 use kv_core::reuse::{BlockHold, IndexedBlock};
 use kv_core::{BlockId, CacheError, GroupId, KvCache};
 
+use super::guarded::after;
 use super::host::Entry;
 use super::links::{Complete, Linked};
 use super::onboard::GRACE;
 use super::record::Record;
-use super::{ChunkOf, Copying, Done, Report, StoreLane, TierError, Tiers};
+use super::{ChunkOf, Copying, Done, Leaving, Report, StoreLane, TierError, Tiers};
 use crate::chunk::{Verified, encode_header, verify};
 use crate::policy::{ChunkEvent, ChunkFacts, WriteDecision};
 use crate::store::Put;
@@ -283,8 +284,11 @@ impl<B: Backend> Tiers<B> {
         let left = event == ChunkEvent::Left && self.keeps_host;
         if left {
             let of = self.groups.get_mut(usize::from(record.group().0)).invariant(GROUP);
-            of.leaving = of.leaving.saturating_add(1);
-            of.leaving_until = of.leaving_until.max(Instant::now().checked_add(limit));
+            let until = after(Instant::now(), limit);
+            let leaving = of.leaving.entry(record.name);
+            let leaving = leaving.or_insert(Leaving { writes: 0, until });
+            leaving.writes = leaving.writes.saturating_add(1);
+            leaving.until = leaving.until.min(until);
         }
         let written = move |record: Arc<Record>, put: Option<Put>| {
             let (is_there, is_new) = (put.is_some(), put == Some(Put::New));
@@ -315,8 +319,11 @@ impl<B: Backend> Tiers<B> {
             self.announcements.extend(record.stored(lane.store.tier()));
         }
         let of = self.groups.get_mut(usize::from(record.group().0)).invariant(GROUP);
-        if left {
-            of.leaving = of.leaving.saturating_sub(1);
+        if left && let Some(leaving) = of.leaving.get_mut(&record.name) {
+            leaving.writes = leaving.writes.saturating_sub(1);
+            if leaving.writes == 0 {
+                of.leaving.remove(&record.name);
+            }
         }
         if !is_there && let Some(entry) = of.host.get_mut(&record.name) {
             entry.stores &= !bit(store);

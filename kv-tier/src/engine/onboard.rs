@@ -194,9 +194,6 @@ impl<B: Backend> Tiers<B> {
     /// reuse are not those of the prefetch; [`TierError::Cache`] with the errors of
     /// [`KvCache::start`], or if a copy to the device failed. The prefetch has ended then too, and
     /// no sequence has started.
-    ///
-    /// # Panics
-    /// If the cache does not end an import although no step is open.
     pub fn start(
         &mut self,
         cache: &mut KvCache<B>,
@@ -210,8 +207,8 @@ impl<B: Backend> Tiers<B> {
         if let Some(import) = import {
             // Blocks that could not be zeroed stay out of use, and are zeroed by a later call.
             let finished = cache.finish_import(import);
-            let is_finished = matches!(finished, Ok(()) | Err(CacheError::Device(_)));
-            assert!(is_finished, "no step is open, and the import was not finished: {finished:?}");
+            let has_ended = matches!(finished, Ok(()) | Err(CacheError::Device(_)));
+            has_ended.then_some(()).invariant("no step is open, and nobody else ends the import");
             // The import held blocks that the sequence computes anew, perhaps the last ones.
             if matches!(started, Err(CacheError::Exhausted(_))) {
                 started = cache.start(sequence, prompt.prompt(), options);
@@ -533,15 +530,15 @@ impl<B: Backend> Tiers<B> {
                     let reading = Reading { store, index: chunk, until: given_up, waiters };
                     tier.reading.insert(name, reading);
                     outstanding = outstanding.saturating_add(1);
-                    let lane = self.stores.get(store).invariant(STORE);
-                    let asked = Arc::clone(&lane.store);
+                    let of_store = self.stores.get(store).invariant(STORE);
+                    let asked = Arc::clone(&of_store.store);
                     // A chunk that is refused is removed too.
                     let limit = given_up.saturating_duration_since(Instant::now());
-                    let limit = limit.saturating_add(lane.store.options().lookup_deadline);
+                    let limit = limit.saturating_add(asked.options().lookup_deadline);
                     let failed = Read::Failed;
                     let done = Done::Read { record: Arc::clone(&record), store, read: failed };
                     let mut report = Report::new(&self.sender, done);
-                    lane.lane.push_urgent(limit, move || {
+                    of_store.lane.push_urgent(limit, move || {
                         let read = asked.read(&record, into, until);
                         report.set(Done::Read { record, store, read });
                     });

@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 use kv_core::StartOptions;
 use kv_core::events::{EventKind, Tier};
 use kv_tier::policy::{WritePolicy, WriteRule};
-use kv_tier::{MemoryStore, StoreOptions, TierError, TierOptions, Wait};
+use kv_tier::{MemoryStore, TierError, TierOptions, Wait};
 
-use crate::support::{Engine, identity, spec, text};
+use crate::support::{Engine, identity, patient, spec, text};
 
 fn plain() -> StartOptions<'static> {
     StartOptions::default()
@@ -32,7 +32,8 @@ fn what_left_the_device_comes_back_from_host_memory() {
 #[test]
 fn a_store_outlives_the_process() {
     let store = Arc::new(MemoryStore::new(64 << 20));
-    let options = || TierOptions::new().with_store(Box::new(Arc::clone(&store)));
+    let options =
+        || TierOptions::new().with_store_options(Box::new(Arc::clone(&store)), patient(&*store));
     let prompt = text(1, 1000);
     let mut first = Engine::new(spec(2048), identity(), options());
     first.run(&prompt, plain());
@@ -50,7 +51,8 @@ fn a_store_outlives_the_process() {
 #[test]
 fn a_store_with_every_second_chunk_gives_the_first_alone() {
     let store = Arc::new(MemoryStore::new(64 << 20));
-    let options = || TierOptions::new().with_store(Box::new(Arc::clone(&store)));
+    let options =
+        || TierOptions::new().with_store_options(Box::new(Arc::clone(&store)), patient(&*store));
     let prompt = text(1, 1025);
     let mut first = Engine::new(spec(2048), identity(), options());
     first.run(&prompt, plain());
@@ -68,7 +70,8 @@ fn a_store_with_every_second_chunk_gives_the_first_alone() {
 #[test]
 fn other_models_salts_and_adapters_never_match() {
     let store = Arc::new(MemoryStore::new(64 << 20));
-    let options = || TierOptions::new().with_store(Box::new(Arc::clone(&store)));
+    let options =
+        || TierOptions::new().with_store_options(Box::new(Arc::clone(&store)), patient(&*store));
     let prompt = text(1, 600);
     let mut first = Engine::new(spec(2048), identity(), options());
     first.run(&prompt, plain().with_salt(b"one"));
@@ -101,7 +104,7 @@ fn a_small_host_passes_everything_on() {
     // Room for two chunks.
     let options = TierOptions::new().with_host(200 << 10);
     let rule = WriteRule::new(WritePolicy::OnLeave);
-    let lane = StoreOptions::new(Tier::Disk).with_write(rule);
+    let lane = patient(&*store).with_write(rule);
     let options = options.with_store_options(Box::new(Arc::clone(&store)), lane);
     let mut engine = Engine::new(spec(2048), identity(), options);
     let prompt = text(1, 1500);
@@ -161,7 +164,9 @@ fn host_memory_announces_what_it_has() {
 #[test]
 fn a_prompt_that_does_not_wait_takes_what_host_memory_has() {
     let store = Arc::new(MemoryStore::new(64 << 20));
-    let options = TierOptions::new().with_store(Box::new(Arc::clone(&store))).with_wait(Wait::None);
+    let options = TierOptions::new()
+        .with_store_options(Box::new(Arc::clone(&store)), patient(&*store))
+        .with_wait(Wait::None);
     let prompt = text(1, 600);
     let mut engine = Engine::new(spec(2048), identity(), options);
     engine.run(&prompt, plain());

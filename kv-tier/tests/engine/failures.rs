@@ -17,7 +17,7 @@ use kv_tier::{
     BlockStore, MemoryStore, ModelDigest, Put, StoreOptions, TierError, TierOptions, Tiers,
 };
 
-use crate::support::{Engine, identity, spec, text};
+use crate::support::{Engine, identity, patient, spec, text};
 
 fn plain() -> StartOptions<'static> {
     StartOptions::default()
@@ -155,7 +155,8 @@ fn an_adapter_is_known_by_its_digest_under_any_number() {
         let identity = identity().with_adapter(1, digest(b"other"));
         identity.with_adapter(3, digest(b"three")).with_adapter(4, digest(b"three"))
     };
-    let options = || TierOptions::new().with_store(Box::new(Arc::clone(&store)));
+    let options =
+        || TierOptions::new().with_store_options(Box::new(Arc::clone(&store)), patient(&*store));
     let prompt = text(1, 600);
     let mut engine = Engine::new(spec(2048), identity(), options());
     engine.run(&prompt, plain().with_adapter(3));
@@ -263,8 +264,9 @@ fn copies_that_fail_reach_no_block_of_others() {
 fn a_chunk_that_one_store_has_broken_comes_from_another() {
     let stores = [(); 2].map(|()| Arc::new(MemoryStore::new(64 << 20)));
     let options = || {
-        let all = stores.iter().map(|store| Box::new(Arc::clone(store)));
-        all.fold(TierOptions::new(), |options, store| options.with_store(store))
+        stores.iter().fold(TierOptions::new(), |options, store| {
+            options.with_store_options(Box::new(Arc::clone(store)), patient(&**store))
+        })
     };
     let prompt = text(1, 800);
     let mut engine = Engine::new(spec(2048), identity(), options());
@@ -273,7 +275,7 @@ fn a_chunk_that_one_store_has_broken_comes_from_another() {
     let soon = Instant::now() + Duration::from_secs(20);
     let names = crate::support::names(&prompt, &identity());
     stores[0].remove(&names[1..2], soon).unwrap();
-    assert_eq!(stores[0].put(&names[1], &[7; 69_632], soon).unwrap(), Put::New);
+    assert_eq!(stores[0].put(&names[1], &vec![7; 69_632], soon).unwrap(), Put::New);
     let mut engine = Engine::new(spec(2048), identity(), options());
     assert_eq!(engine.run(&prompt, plain()).1, 768);
     let stats = engine.tiers.stats();
@@ -357,4 +359,27 @@ fn an_import_takes_no_block_that_the_sequence_needs() {
     assert_eq!(reused, 12);
     engine.cache.release(sequence).unwrap();
     engine.assert_nothing_held();
+}
+
+/// Host memory has no room while a prefetch holds all of it; the chunk that waits loses its blocks.
+#[test]
+fn a_chunk_whose_blocks_got_other_content_while_it_waited_is_not_copied() {
+    // Room for two chunks.
+    let options = TierOptions::new().with_host(200 << 10);
+    let mut engine = Engine::new(spec(300), identity(), options);
+    let [held, waiting, other] = [text(1, 520), text(2, 260), text(3, 1100)];
+    engine.run(&held, plain());
+    engine.flush();
+    engine.forget();
+    let prefetch = engine.tiers.prefetch(&engine.cache, &held, &plain());
+    engine.run(&waiting, plain());
+    engine.cache.reset().unwrap();
+    assert!(engine.cache.reset_prefixes().unwrap(), "nothing is copied yet");
+    engine.run(&other, plain());
+    assert!(engine.tiers.cancel(prefetch));
+    engine.flush();
+    assert_eq!(engine.tiers.stats().offload_missed, 1);
+    engine.forget();
+    // Checks every row.
+    assert_eq!(engine.run(&waiting, plain()).1, 0);
 }

@@ -2,7 +2,8 @@
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
-use crate::world::{Kind, World};
+use crate::kind::Kind;
+use crate::world::World;
 
 /// Each life has its own cache, stores and schedule of faults. `KV_TIER_FAULTS` sets how many
 /// faults are wanted, `KV_TIER_SEED` the first seed.
@@ -11,7 +12,7 @@ fn rows_equal_those_without_tiers_whatever_goes_wrong() {
     let number = |name: &str, default| {
         std::env::var(name).map_or(default, |text| text.parse::<u64>().unwrap())
     };
-    let (wanted, first) = (number("KV_TIER_FAULTS", 1_500), number("KV_TIER_SEED", 1));
+    let (wanted, first) = (number("KV_TIER_FAULTS", 400), number("KV_TIER_SEED", 1));
     let (mut faults, mut loaded, mut kinds) = (0, 0, BTreeMap::<String, u64>::new());
     for seed in first.. {
         let mut world = World::new(seed);

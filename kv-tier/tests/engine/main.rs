@@ -7,6 +7,7 @@
     clippy::cast_precision_loss,
     clippy::cast_possible_truncation,
     clippy::float_cmp,
+    clippy::panic,
     reason = "tests"
 )]
 mod basic;
@@ -14,8 +15,11 @@ mod crash;
 mod failures;
 mod handoff;
 mod hang;
+mod kind;
 mod lives;
+mod prompt;
 mod session;
+mod steps;
 mod store;
 mod support;
 mod world;

@@ -85,7 +85,7 @@ impl HangStore {
         let generation = state.generation;
         let until = |state: &mut State| state.generation == generation;
         // Ends some day, so that a failed test ends too.
-        let long = Duration::from_secs(60);
+        let long = Duration::from_mins(1);
         let (mut state, _) = self.wake.wait_timeout_while(state, long, until).unwrap();
         state.hanging -= 1;
     }

@@ -9,7 +9,8 @@ use kv_core::{
 };
 use kv_cpu::{CpuBackend, CpuOptions};
 use kv_tier::{
-    ChunkAddress, ChunkSpec, Identity, ModelDigest, PrefetchId, TierError, TierOptions, Tiers,
+    BlockStore, ChunkAddress, ChunkSpec, Identity, ModelDigest, PrefetchId, StoreOptions,
+    TierError, TierOptions, Tiers,
 };
 
 /// Layers of the caches here, KV heads, and values of a head.
@@ -38,6 +39,13 @@ pub(crate) fn builder() -> CacheSpecBuilder {
 
 pub(crate) fn identity() -> Identity {
     Identity::new(ModelDigest::of_bytes(b"weights"))
+}
+
+/// Returns options of a store that is waited for on the busiest machine.
+pub(crate) fn patient(store: &impl BlockStore) -> StoreOptions {
+    let long = Duration::from_secs(20);
+    let options = StoreOptions::new(store.tier()).with_lookup_deadline(long);
+    options.with_read_deadline(long).with_write_deadline(long)
 }
 
 impl Engine {

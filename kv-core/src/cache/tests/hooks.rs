@@ -86,26 +86,7 @@ impl Hooks {
                 let probe = cache.probe_keys(&text(number, len), &StartOptions::default());
                 self.probes.insert(0, (number, probe));
             }
-            Hook::Reserve(n, upto, with_part) => {
-                let Some(at) = nth(&self.probes, n) else { return Ok(()) };
-                let (number, probe) = &self.probes[at];
-                let (before, upto) = (books(cache), upto.min(probe.limit()));
-                let reserve = if with_part {
-                    KvCache::reserve_import_with_part
-                } else {
-                    KvCache::reserve_import
-                };
-                match reserve(cache, probe, upto) {
-                    Ok(import) => {
-                        check_reserved(cache, &import);
-                        self.imports.push((*number, import));
-                    }
-                    Err(failed) => {
-                        assert_eq!(books(cache), before, "{failed}");
-                        return Err(failed);
-                    }
-                }
-            }
+            Hook::Reserve(n, upto, with_part) => self.reserve(cache, n, upto, with_part)?,
             Hook::Publish(n, upto) => {
                 let Some(at) = nth(&self.imports, n) else { return Ok(()) };
                 let (number, open) = &mut self.imports[at];
@@ -136,6 +117,31 @@ impl Hooks {
             }
         }
         Ok(())
+    }
+
+    fn reserve(
+        &mut self,
+        cache: &mut KvCache<NullBackend>,
+        n: usize,
+        upto: u32,
+        with_part: bool,
+    ) -> Result<(), CacheError> {
+        let Some(at) = nth(&self.probes, n) else { return Ok(()) };
+        let (number, probe) = &self.probes[at];
+        let (before, upto) = (books(cache), upto.min(probe.limit()));
+        let reserve =
+            if with_part { KvCache::reserve_import_with_part } else { KvCache::reserve_import };
+        match reserve(cache, probe, upto) {
+            Ok(import) => {
+                check_reserved(cache, &import);
+                self.imports.push((*number, import));
+                Ok(())
+            }
+            Err(failed) => {
+                assert_eq!(books(cache), before, "{failed}");
+                Err(failed)
+            }
+        }
     }
 
     fn drain(&mut self, cache: &mut KvCache<NullBackend>) {

@@ -1,0 +1,152 @@
+//! Sequences of random lives: steps, forks, ends; after each, all rows are checked.
+use kv_core::backend::Plane;
+use kv_core::error::PlanError;
+use kv_core::{CacheError, QkvFormat, SequenceId, StepInput, TensorView, TensorViewMut};
+
+use crate::kind::{HEADS, LAYERS};
+use crate::prompt::rows;
+use crate::world::{Live, World};
+
+impl World {
+    /// Computes what is left of a prompt, or a few new tokens, in some steps.
+    pub(crate) fn compute(&mut self, at: usize) {
+        while at < self.live.len() {
+            let live = &self.live[at];
+            let left = &live.asked.prompt[live.tokens.len().min(live.asked.prompt.len())..];
+            if left.is_empty() {
+                break;
+            }
+            let most = 1 + self.rng.pick(&[3, 17, 300]);
+            let new = left[..left.len().min(most)].to_vec();
+            if !self.append(at, &new) {
+                break;
+            }
+            if self.rng.one_in(3) {
+                break;
+            }
+        }
+    }
+
+    pub(crate) fn step(&mut self) {
+        if self.live.is_empty() {
+            return;
+        }
+        let at = self.rng.below(self.live.len() as u32) as usize;
+        if self.live[at].tokens.len() < self.live[at].asked.prompt.len() {
+            return self.compute(at);
+        }
+        let len = self.live[at].tokens.len() as u32;
+        let family = self.rng.below(3);
+        let new: Vec<_> = (len..len + 1 + self.rng.below(9)).map(|n| n * 10 + family).collect();
+        self.append(at, &new);
+    }
+
+    /// Appends tokens; `false` if there is no room.
+    pub(crate) fn append(&mut self, at: usize, new: &[u32]) -> bool {
+        let live = &self.live[at];
+        let all = [&live.tokens[..], new].concat();
+        let inputs = [StepInput::tokens(live.id, new)];
+        let mut step = match self.cache.begin_step(&inputs) {
+            Ok(step) => step,
+            Err(CacheError::Exhausted(_) | CacheError::Plan(PlanError::SequenceTooLong { .. })) => {
+                return false;
+            }
+            Err(error) => panic!("{error}"),
+        };
+        let dims = [new.len() as u32, HEADS, self.kind.dim()];
+        let width = self.kind.width();
+        for layer in 0..LAYERS {
+            let [k, v] = [Plane::Key, Plane::Value].map(|plane| {
+                let words = live.asked.words(&all);
+                rows(&words, (layer, plane), width).split_off(live.tokens.len() * width)
+            });
+            let (k, v) = (TensorView::host(&k, &dims), TensorView::host(&v, &dims));
+            step.write(layer, k, v, QkvFormat::Thd).unwrap();
+        }
+        if self.rng.one_in(10) {
+            // Dropped: as if it had not begun.
+            drop(step);
+            self.check(at);
+            return true;
+        }
+        step.commit().unwrap();
+        self.live[at].tokens = all;
+        self.check(at);
+        true
+    }
+
+    /// Checks all rows of a sequence that a window has not passed.
+    pub(crate) fn check(&mut self, at: usize) {
+        let live = &self.live[at];
+        let len = live.tokens.len() as u32;
+        assert_eq!(self.cache.seq_len(live.id), Some(len));
+        let width = self.kind.width();
+        let words = live.asked.words(&live.tokens);
+        for layer in 0..LAYERS {
+            let ranges = self.kind.rows(layer, len);
+            for plane in [Plane::Key, Plane::Value] {
+                let expected = rows(&words, (layer, plane), width);
+                for (begin, count) in ranges.iter().copied().filter(|(_, count)| *count > 0) {
+                    let mut got = vec![0.0_f32; count as usize * width];
+                    let out = TensorViewMut::host(&mut got, &[1, count, HEADS, self.kind.dim()]);
+                    let range = [(live.id, begin, count)];
+                    self.cache.gather(layer, plane, &range, out, QkvFormat::Bshd).unwrap();
+                    let expected = &expected[begin as usize * width..];
+                    let tolerance = self.kind.tolerance();
+                    let wrong =
+                        got.iter().zip(expected).position(|(a, b)| (a - b).abs() > tolerance);
+                    let wrong = wrong.map(|at| begin as usize + at / width);
+                    assert_eq!(wrong, None, "row of layer {layer}, {plane:?}, {:?}", live.asked);
+                }
+            }
+        }
+    }
+
+    pub(crate) fn fork(&mut self) {
+        if self.live.is_empty() || self.live.len() > 4 {
+            return;
+        }
+        let at = self.rng.below(self.live.len() as u32) as usize;
+        let id = SequenceId(self.next);
+        self.next += 1;
+        let (asked, tokens) = (self.live[at].asked.clone(), self.live[at].tokens.clone());
+        self.cache.fork(self.live[at].id, id).unwrap();
+        self.live.push(Live { id, asked, tokens });
+        self.check(self.live.len() - 1);
+    }
+
+    pub(crate) fn truncate(&mut self) {
+        if self.live.is_empty() {
+            return;
+        }
+        let at = self.rng.below(self.live.len() as u32) as usize;
+        let live = &mut self.live[at];
+        let len = self.rng.below(live.tokens.len() as u32 + 1);
+        match self.cache.truncate(live.id, len) {
+            Ok(()) => live.tokens.truncate(len as usize),
+            Err(CacheError::Plan(PlanError::OutOfWindow { .. })) => {}
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    pub(crate) fn end(&mut self) {
+        if self.live.is_empty() {
+            return;
+        }
+        let at = self.rng.below(self.live.len() as u32) as usize;
+        self.check(at);
+        let live = self.live.remove(at);
+        match self.rng.below(8) {
+            0 => {
+                self.cache.reset().unwrap();
+                self.live.clear();
+            }
+            1 => {
+                self.cache.forget_sequence(live.id).unwrap();
+                self.cache.release(live.id).unwrap();
+            }
+            2..5 => self.cache.preempt(live.id).unwrap(),
+            _ => self.cache.release(live.id).unwrap(),
+        }
+    }
+}
