@@ -5,6 +5,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use crate::kind::Kind;
 use crate::world::World;
 
+/// Seeds after which a kind that loads nothing is a fault.
+const SEEDS_MAX: u64 = 1000;
+
 /// Each life has its own cache, stores and schedule of faults. `KV_TIER_FAULTS` sets how many
 /// faults are wanted, `KV_TIER_SEED` the first seed.
 #[test]
@@ -33,7 +36,9 @@ fn rows_equal_those_without_tiers_whatever_goes_wrong() {
         });
         *kinds.entry(kind).or_default() += more;
         loaded += more;
-        if faults >= wanted && kinds.len() == Kind::ALL.len() {
+        // What comes in time depends on the machine: a kind that nothing was loaded for goes on.
+        let has_all = kinds.len() == Kind::ALL.len() && kinds.values().all(|loaded| *loaded > 0);
+        if faults >= wanted && (has_all || seed >= first + SEEDS_MAX) {
             break;
         }
     }
