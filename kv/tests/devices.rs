@@ -1,11 +1,7 @@
 //! The lines of README's example, on every device that was built in and can be opened here.
 #![cfg(feature = "cpu")]
 #![forbid(unsafe_code)]
-#![expect(
-    clippy::panic,
-    clippy::float_cmp,
-    reason = "a test, and its helpers outside the test functions"
-)]
+#![expect(clippy::float_cmp, reason = "sums of a few small integers are exact")]
 
 use kv::{AttentionOptions, CacheSpec, Device, KvCache, QkvFormat, SequenceId, StartOptions};
 use kv::{StepInput, TensorView, TensorViewMut};
@@ -77,6 +73,7 @@ fn the_same_lines_run_on_the_emulator() {
 }
 
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
+#[expect(clippy::panic, reason = "a helper of tests, outside the test functions")]
 fn run_or_skip(device: &str, may_skip: bool) {
     use std::io::Write;
     match Device::open(device) {
