@@ -10,6 +10,7 @@ mod header;
 mod spec;
 #[cfg(test)]
 mod tests;
+mod unused;
 mod verify;
 
 pub use encode::{EncodeError, encode_header};
@@ -17,6 +18,8 @@ pub use error::{ChunkError, ChunkErrorKind};
 pub use header::{Header, read_header};
 pub use spec::{ChunkSpec, ChunkSpecError};
 pub use verify::{Verified, verify};
+
+pub(crate) use unused::zero_unused;
 
 use kv_core::num::to_usize;
 use kv_core::reuse::{BlockContent, BlockKey, ContentSpan};

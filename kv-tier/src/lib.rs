@@ -18,9 +18,10 @@
 //! | `object` | a store in S3, with the feature `object` |
 //! | [`policy`] | when a chunk is written to a tier, and whether loading it beats computing it |
 //! | `redis` | a store in Redis or Valkey, with the feature `redis` |
-//! | [`session`] | format of a file with one sequence |
+//! | [`session`] | one sequence in a file: its format, `dump` and `load` |
 //! | [`store`] | the contract of a place that keeps chunks by name |
 #![forbid(unsafe_code)]
+mod chain;
 pub mod chunk;
 #[cfg(target_os = "linux")]
 pub mod disk;
@@ -34,6 +35,7 @@ pub mod name;
 #[cfg(feature = "object")]
 pub mod object;
 pub mod policy;
+mod record;
 #[cfg(feature = "redis")]
 pub mod redis;
 #[cfg(any(feature = "redis", feature = "object"))]

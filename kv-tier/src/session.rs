@@ -1,24 +1,29 @@
 //! Session files: one sequence's text, its blocks, and a note of the caller.
 //!
 //! `docs/formats.md` draws the file: a [`SessionHeader`], then one [chunk](crate::chunk) for each
-//! block that a sequence needs to go on after the text. This module does no I/O:
-//! [`Tiers::dump`](crate::Tiers::dump) writes files and [`Tiers::load`](crate::Tiers::load) reads
-//! them.
+//! block that a sequence needs to go on after the text. [`dump`] writes a file and [`load`] reads
+//! one; neither needs [`Tiers`](crate::Tiers).
 //!
-//! Chunks have one block each, whatever chunks the tiers use: a window begins anywhere, so that
+//! Chunks have one block each, whatever chunks tiers use: a window begins anywhere, so that
 //! longer chunks would need blocks that no sequence holds any more, and the last block, which may
 //! be partial, would need a second size. The price is a header of 4 KiB a block.
+mod blocks;
+mod bring;
+mod dump;
 mod error;
+mod file;
 mod header;
-mod rows;
+mod load;
+mod of_cache;
 #[cfg(test)]
 mod tests;
 
+pub use dump::dump;
 pub use error::SessionError;
 pub use header::{SessionGroup, SessionHeader};
+pub use load::load;
 
 pub(crate) use header::{PREFIX_BYTES, Prefix};
-pub(crate) use rows::zero_unused;
 
 use kv_core::reuse::ContentSpan;
 
@@ -28,7 +33,7 @@ pub const VERSION: u16 = 1;
 /// Stands in the header of a chunk for each token that a partial block lacks.
 pub const NO_TOKEN: u32 = u32::MAX;
 
-/// What [`Tiers::load`](crate::Tiers::load) has brought back.
+/// What [`load`] has brought back.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Session {
@@ -43,7 +48,7 @@ pub struct Session {
     pub cached: u32,
 }
 
-/// What [`Tiers::dump`](crate::Tiers::dump) has written.
+/// What [`dump`] has written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SessionInfo {

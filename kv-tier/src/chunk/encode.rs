@@ -5,11 +5,12 @@ use kv_core::num::{to_u32, to_usize};
 
 use super::header::{self, CONTENT_BYTES, PAGE, TOKENS};
 use super::spec::ChunkSpec;
+use super::unused::zero_unused;
 use super::{Expectation, VERSION, crc, crc_at};
 
 /// Completes a chunk whose blocks lie at their [pieces](ChunkSpec::piece): writes the header in
-/// front, zeroes the bytes that belong to no piece, and computes the checksums. `written_at` is in
-/// seconds since 1970 and for listings only.
+/// front, zeroes the bytes that belong to no piece and the slots that hold no token, and computes
+/// the checksums. `written_at` is in seconds since 1970 and for listings only.
 ///
 /// # Errors
 /// [`EncodeError`], and nothing is written.
@@ -21,6 +22,9 @@ pub fn encode_header(
     let spec = says.root.spec();
     check(chunk, says)?;
     zero_gaps(chunk, spec);
+    for block in 0..spec.blocks() {
+        zero_unused(spec, chunk, block, spec.block_span(says.index, block).end);
+    }
     let (header, payload) =
         chunk.split_at_mut_checked(spec.header_bytes()).invariant("the length was checked");
     header.fill(0);

@@ -9,6 +9,7 @@ mod hostile;
 mod mutation;
 mod round_trip;
 mod spec;
+mod unused;
 
 use kv_core::backend::Plane;
 use kv_core::{CacheSpec, GroupId, KvFormat, ScaleGroup};

@@ -11,9 +11,9 @@ use super::breaker::{Breaker, Permit};
 use super::lane::Hung;
 use super::options::StoreOptions;
 use super::rates::TransferRates;
-use super::record::Record;
 use super::stats::StoreStats;
 use crate::chunk::{ChunkError, ChunkErrorKind, Verified, verify};
+use crate::record::Record;
 use crate::store::{BlockStore, ChunkAddress, Put, StoreError, StoreErrorKind};
 
 /// A store, called through circuit breakers: one for reads and one for writes, so that a full or

@@ -10,11 +10,11 @@ use kv_core::num::{to_u32, to_usize};
 use kv_core::reuse::PrefixProbe;
 use kv_core::{BlockId, KvCache, SequenceId, StartOptions};
 
-use super::chain::{Chain, chunk_of};
 use super::guarded::after;
 use super::links::Complete;
 use super::onboard::GRACE;
 use super::{Done, PrefetchId, Report, Tiers, Wait};
+use crate::chain::{Chain, chunk_of};
 use crate::chunk::Verified;
 use crate::handoff::{Handoff, HandoffError, HandoffGroup};
 use crate::name::ChunkName;

@@ -2,9 +2,9 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use super::record::Record;
 use crate::chunk::Verified;
 use crate::name::ChunkName;
+use crate::record::Record;
 
 /// The chunks of one group in host memory.
 ///

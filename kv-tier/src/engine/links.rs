@@ -7,10 +7,10 @@ use kv_core::block::BlockPool;
 use kv_core::num::{to_u32, to_usize};
 use kv_core::reuse::{BlockKey, IndexedBlock};
 
-use super::record::Record;
 use crate::chunk::{ChunkContent, ChunkSpec};
 use crate::identity::ChunkRoot;
 use crate::name::ChunkName;
+use crate::record::Record;
 
 /// The links of the blocks of one group that are or were on the device.
 ///

@@ -7,13 +7,10 @@
 //! |---|---|
 //! | [`links`] | names of the blocks on the device; which chunks are complete |
 //! | [`offload`] | device to host memory, and from there to stores |
-//! | [`chain`] | the chunks of a prompt, and how far those at hand reach |
 //! | [`onboard`] | lookups, reads, and blocks for a prompt that starts |
 //! | [`host`] | the chunks in host memory |
 //! | [`handoff`] | exports to other engines, and prompts that wait for theirs |
-//! | [`session`] | one sequence to a file, and back |
 mod breaker;
-mod chain;
 mod error;
 mod guarded;
 mod handoff;
@@ -24,8 +21,6 @@ mod offload;
 mod onboard;
 mod options;
 mod rates;
-mod record;
-mod session;
 mod stats;
 
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -52,6 +47,7 @@ pub use stats::{StoreStats, TiersStats};
 use crate::chunk::{ChunkSpec, Verified};
 use crate::identity::{ChunkRoot, Identity};
 use crate::name::ChunkName;
+use crate::record::Record;
 use guarded::{GuardedStore, Read};
 use handoff::Exports;
 use host::HostIndex;
@@ -59,7 +55,6 @@ use lane::Lane;
 use links::{Complete, Links};
 use onboard::{Abandoned, Prefetch};
 use rates::Average;
-use record::Record;
 
 /// The chunk of a backend.
 type ChunkOf<B> = <<B as Backend>::HostPool as HostPool>::Chunk;

@@ -15,10 +15,10 @@ use super::guarded::after;
 use super::host::Entry;
 use super::links::{Complete, Linked};
 use super::onboard::GRACE;
-use super::record::Record;
 use super::{ChunkOf, Copying, Done, Leaving, Report, StoreLane, TierError, Tiers};
 use crate::chunk::{Verified, encode_header, verify};
 use crate::policy::{ChunkEvent, ChunkFacts, WriteDecision};
+use crate::record::Record;
 use crate::store::Put;
 
 const GROUP: &str = "groups are those of the cache that the tiers were made for";

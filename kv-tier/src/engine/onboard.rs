@@ -11,13 +11,13 @@ use kv_core::num::{to_u32, to_u64};
 use kv_core::reuse::{Import, ImportBlock, PrefixProbe};
 use kv_core::{BlockId, CacheError, GroupId, KvCache, SequenceId, StartOptions};
 
-use super::chain::{Chain, chunk_of, last_key, missing, reach};
 use super::guarded::{Read, after};
 use super::offload::bit;
-use super::record::Record;
 use super::{ChunkOf, Done, GroupTier, Reading, Report, TierError, Tiers, Wait};
+use crate::chain::{Chain, chunk_of, last_key, missing, reach};
 use crate::chunk::Verified;
 use crate::policy::{ChunkEvent, LoadDecision, LoadOrCompute};
+use crate::record::Record;
 
 const GROUP: &str = "groups are those of the cache that the tiers were made for";
 const STORE: &str = "stores are numbered as in the options";

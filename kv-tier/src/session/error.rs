@@ -2,11 +2,10 @@
 use std::io;
 use std::path::PathBuf;
 
-use kv_core::error::BlocksExhausted;
+use kv_core::error::{BlocksExhausted, DeviceError};
 use kv_core::{CacheError, GroupId, SequenceId};
 
 use crate::chunk::{ChunkError, ChunkSpecError, EncodeError};
-use crate::engine::TierError;
 use crate::identity::{ModelDigest, UnknownAdapter};
 use crate::name::ChunkName;
 
@@ -63,7 +62,7 @@ pub enum SessionError {
     /// The session is of another model.
     #[error("session of model {got}, not {expected}")]
     Model {
-        /// The model of the tiers.
+        /// The model of the identity.
         expected: ModelDigest,
         /// The model of the file.
         got: ModelDigest,
@@ -101,7 +100,7 @@ pub enum SessionError {
     Root {
         /// The group.
         group: GroupId,
-        /// The root by the identity of the tiers.
+        /// The root by the identity.
         expected: ChunkName,
         /// The root of the file.
         got: ChunkName,
@@ -155,25 +154,19 @@ pub enum SessionError {
     /// A block has more contents of placeholder tokens than a chunk describes.
     #[error(transparent)]
     Encode(#[from] EncodeError),
-    /// A step is open, or the cache refused a call, or its device failed.
+    /// The blocks of the cache cannot be chunked.
     #[error(transparent)]
-    Tier(#[from] TierError),
+    Chunk(#[from] ChunkSpecError),
+    /// The cache refused a call, or its device failed.
+    #[error(transparent)]
+    Cache(#[from] CacheError),
+    /// A step is open.
+    #[error("a step is open")]
+    StepOpen,
 }
 
-impl From<CacheError> for SessionError {
-    fn from(error: CacheError) -> Self {
-        Self::Tier(error.into())
-    }
-}
-
-impl From<kv_core::error::DeviceError> for SessionError {
-    fn from(error: kv_core::error::DeviceError) -> Self {
-        Self::Tier(error.into())
-    }
-}
-
-impl From<ChunkSpecError> for SessionError {
-    fn from(error: ChunkSpecError) -> Self {
-        Self::Tier(error.into())
+impl From<DeviceError> for SessionError {
+    fn from(error: DeviceError) -> Self {
+        Self::Cache(error.into())
     }
 }

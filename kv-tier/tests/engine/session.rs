@@ -9,7 +9,7 @@ use kv_core::spec::PrefixReuse;
 use kv_core::{CacheSpec, GroupId, KvFormat, SequenceId, StartOptions, StepInput};
 use kv_testkit::rng::Rng;
 use kv_tier::session::{SessionError, SessionHeader};
-use kv_tier::{ChunkErrorKind, ChunkSpec, Identity, ModelDigest, TierError, TierOptions};
+use kv_tier::{ChunkErrorKind, ChunkSpec, Identity, ModelDigest, TierOptions};
 
 use crate::support::{Engine, LAYERS, builder, identity, spec, text};
 
@@ -24,7 +24,7 @@ fn engine(spec: CacheSpec) -> Engine {
 /// Computes a text and writes it to a file.
 fn write(engine: &mut Engine, tokens: &[u32], options: StartOptions<'_>, to: &Path) -> SequenceId {
     let (sequence, _) = engine.start_alone(tokens, options);
-    engine.tiers.dump(&mut engine.cache, sequence, b"note", to).unwrap();
+    engine.dump(sequence, b"note", to).unwrap();
     sequence
 }
 
@@ -41,7 +41,7 @@ fn a_session_of_any_length_goes_on_where_it_ended() {
         let tokens = text(1, len);
         let mut one = engine(spec(128));
         let (sequence, _) = one.start_alone(&tokens, plain());
-        let info = one.tiers.dump(&mut one.cache, sequence, b"note", &path).unwrap();
+        let info = one.dump(sequence, b"note", &path).unwrap();
         assert_eq!((info.tokens, info.blocks, info.is_whole), (len, len.div_ceil(4), true));
         assert_eq!(info.bytes, fs::metadata(&path).unwrap().len());
         // The sequence goes on.
@@ -50,7 +50,7 @@ fn a_session_of_any_length_goes_on_where_it_ended() {
 
         for (prompt, reused) in [(text(1, len + 5), len), (tokens.clone(), len - 1)] {
             let mut other = engine(spec(128));
-            let session = other.tiers.load(&mut other.cache, &path, &plain()).unwrap();
+            let session = other.load(&path, &plain()).unwrap();
             assert_eq!((&session.tokens, session.cached), (&tokens, len));
             assert_eq!((&session.contents[..], &session.note[..]), (&[][..], &b"note"[..]));
             other.assert_nothing_held();
@@ -69,9 +69,9 @@ fn generated_tokens_are_part_of_a_session() {
     for len in 9..30 {
         one.compute(sequence, &tokens[..=len], u32::try_from(len).unwrap());
     }
-    one.tiers.dump(&mut one.cache, sequence, b"", &path).unwrap();
+    one.dump(sequence, b"", &path).unwrap();
     let mut other = engine(spec(128));
-    let session = other.tiers.load(&mut other.cache, &path, &plain()).unwrap();
+    let session = other.load(&path, &plain()).unwrap();
     assert_eq!((session.tokens, session.cached), (tokens, 30));
     assert_eq!(other.start_alone(&text(1, 33), plain()).1, 30);
 }
@@ -96,13 +96,13 @@ fn windows_and_groups_come_back_as_far_as_their_blocks_are_there() {
         for len in 1..60 {
             let (mut one, tokens) = (engine(spec()), text(1, len));
             let (sequence, _) = one.start_alone(&tokens, plain());
-            let info = one.tiers.dump(&mut one.cache, sequence, b"", &path).unwrap();
+            let info = one.dump(sequence, b"", &path).unwrap();
             assert!(info.is_whole, "a prompt in one step leaves all blocks in the index");
             one.cache.release(sequence).unwrap();
             let more = text(1, len + 1);
             let most = [&more, &tokens].map(|prompt| one.cache.probe(prompt, plain()));
             let mut other = engine(spec());
-            let session = other.tiers.load(&mut other.cache, &path, &plain()).unwrap();
+            let session = other.load(&path, &plain()).unwrap();
             let found = [&more, &tokens].map(|prompt| other.cache.probe(prompt, plain()));
             assert_eq!(found, most, "spec {number}, {len} tokens");
             assert_eq!(session.cached, most[0]);
@@ -127,7 +127,7 @@ fn salt_adapter_and_images_are_kept_apart() {
     assert!(!bytes.windows(6).any(|part| part == b"tenant"), "the salt itself is in no file");
 
     let mut other = Engine::new(spec(64), known(), TierOptions::new());
-    let mut load = |options| other.tiers.load(&mut other.cache, &path, &options);
+    let mut load = |options| other.load(&path, &options);
     let salted = plain().with_salt(b"tenant");
     assert!(matches!(load(plain().with_adapter(3)), Err(SessionError::Salt)));
     assert!(matches!(load(salted), Err(SessionError::Adapter { .. })));
@@ -139,6 +139,27 @@ fn salt_adapter_and_images_are_kept_apart() {
     assert_eq!(other.start_alone(&prompt, salted.with_adapter(3).with_contents(&images)).1, 22);
 }
 
+/// The number of an adapter belongs to one process.
+#[test]
+fn an_adapter_is_known_by_its_digest() {
+    let (_folder, path) = file();
+    let digest = ModelDigest::of_bytes(b"adapter");
+    // The last block of the second text is a partial one.
+    for len in [20, 22] {
+        let mut one = Engine::new(spec(64), identity().with_adapter(3, digest), TierOptions::new());
+        write(&mut one, &text(1, len), plain().with_adapter(3), &path);
+        let mut other =
+            Engine::new(spec(64), identity().with_adapter(8, digest), TierOptions::new());
+        let options = plain().with_adapter(8);
+        assert_eq!(other.load(&path, &options).unwrap().cached, len);
+        assert_eq!(other.start_alone(&text(1, len + 3), options).1, len);
+        let another = identity().with_adapter(8, ModelDigest::of_bytes(b"another"));
+        let mut other = Engine::new(spec(64), another, TierOptions::new());
+        let refused = other.load(&path, &options).unwrap_err();
+        assert!(matches!(refused, SessionError::Adapter { .. }), "{refused}");
+    }
+}
+
 #[test]
 fn other_caches_refuse_a_session() {
     let (_folder, path) = file();
@@ -146,7 +167,7 @@ fn other_caches_refuse_a_session() {
     write(&mut engine(spec(64)), &tokens, plain(), &path);
     let load = |spec: CacheSpec, identity: Identity| {
         let mut other = Engine::new(spec, identity, TierOptions::new());
-        let refused = other.tiers.load(&mut other.cache, &path, &plain()).unwrap_err();
+        let refused = other.load(&path, &plain()).unwrap_err();
         assert_eq!(other.cache.stored_blocks(GroupId(0)).count(), 0);
         other.assert_nothing_held();
         refused
@@ -176,12 +197,12 @@ fn without_room_nothing_is_evicted() {
     let (idle, _) = small.start_alone(&text(3, 30)[10..13], plain());
     small.cache.release(idle).unwrap();
     let before: Vec<_> = small.cache.stored_blocks(GroupId(0)).map(|block| block.key).collect();
-    let refused = small.tiers.load(&mut small.cache, &path, &plain()).unwrap_err();
+    let refused = small.load(&path, &plain()).unwrap_err();
     assert!(matches!(refused, SessionError::NoRoom(_)), "{refused}");
     let after: Vec<_> = small.cache.stored_blocks(GroupId(0)).map(|block| block.key).collect();
     assert_eq!(before, after);
     small.cache.release(held).unwrap();
-    assert_eq!(small.tiers.load(&mut small.cache, &path, &plain()).unwrap().cached, 22);
+    assert_eq!(small.load(&path, &plain()).unwrap().cached, 22);
 }
 
 #[test]
@@ -196,7 +217,7 @@ fn damaged_files_are_refused_and_leave_nothing() {
     let mut other = engine(spec(64));
     let mut load = |bytes: &[u8]| {
         fs::write(&path, bytes).unwrap();
-        let loaded = other.tiers.load(&mut other.cache, &path, &plain());
+        let loaded = other.load(&path, &plain());
         assert_eq!(
             other.cache.stored_blocks(GroupId(0)).count(),
             if loaded.is_ok() { 5 } else { 0 }
@@ -267,22 +288,22 @@ fn what_cannot_be_written_is_refused_and_the_file_before_stays() {
     let (folder, path) = file();
     let mut one = engine(spec(64));
     let (sequence, _) = one.start_alone(&text(1, 6), plain());
-    let absent = one.tiers.dump(&mut one.cache, sequence, b"", &folder.path().join("a/b.kvs"));
+    let absent = one.dump(sequence, b"", &folder.path().join("a/b.kvs"));
     assert!(matches!(absent, Err(SessionError::Io { operation: "create", .. })), "{absent:?}");
     fs::write(&path, b"before").unwrap();
-    let mut dump = |sequence| one.tiers.dump(&mut one.cache, sequence, b"", &path).unwrap_err();
+    let mut dump = |sequence| one.dump(sequence, b"", &path).unwrap_err();
     assert!(matches!(dump(SequenceId(9)), SessionError::UnknownSequence { .. }));
     one.cache.start(SequenceId(9), &[1, 2], plain().with_reuse(false)).unwrap();
-    let mut dump = |sequence| one.tiers.dump(&mut one.cache, sequence, b"", &path).unwrap_err();
+    let mut dump = |sequence| one.dump(sequence, b"", &path).unwrap_err();
     assert!(matches!(dump(SequenceId(9)), SessionError::NotReusable { .. }));
     one.cache.open_step(&[StepInput::tokens(sequence, &[5])]).unwrap();
-    let mut dump = |sequence| one.tiers.dump(&mut one.cache, sequence, b"", &path).unwrap_err();
-    assert!(matches!(dump(sequence), SessionError::Tier(TierError::StepOpen)));
-    let loaded = one.tiers.load(&mut one.cache, &path, &plain());
-    assert!(matches!(loaded, Err(SessionError::Tier(TierError::StepOpen))));
+    let mut dump = |sequence| one.dump(sequence, b"", &path).unwrap_err();
+    assert!(matches!(dump(sequence), SessionError::StepOpen));
+    let loaded = one.load(&path, &plain());
+    assert!(matches!(loaded, Err(SessionError::StepOpen)));
     one.cache.roll_back();
     assert_eq!(fs::read(&path).unwrap(), b"before");
-    let none = one.tiers.load(&mut one.cache, &folder.path().join("none.kvs"), &plain());
+    let none = one.load(&folder.path().join("none.kvs"), &plain());
     assert!(matches!(none, Err(SessionError::Io { operation: "read", .. })));
     one.cache.release(sequence).unwrap();
     one.cache.release(SequenceId(9)).unwrap();
@@ -306,7 +327,7 @@ fn a_full_disk_leaves_the_file_before() {
     write(&mut one, &text(1, 6), plain(), &path);
     let before = fs::read(&path).unwrap();
     let (long, _) = one.start_alone(&text(2, 100), plain());
-    let full = one.tiers.dump(&mut one.cache, long, b"", &path);
+    let full = one.dump(long, b"", &path);
     let after = fs::read(&path).unwrap();
     let files = fs::read_dir(folder.path()).unwrap().count();
     Command::new("umount").arg("-l").arg(folder.path()).status().unwrap();
@@ -325,7 +346,7 @@ fn the_golden_session_is_read() {
         panic!("{} was written: check it in", path.display());
     }
     let mut other = engine(spec(64));
-    let session = other.tiers.load(&mut other.cache, &path, &plain()).unwrap();
+    let session = other.load(&path, &plain()).unwrap();
     assert_eq!((session.tokens, &session.note[..]), (text(1, 11), &b"note"[..]));
     assert_eq!(other.start_alone(&text(1, 14), plain()).1, 11);
     // As drawn, without the code that writes it.
@@ -355,7 +376,7 @@ fn the_child() {
     let mut one = engine(spec(256));
     let sequences = [1, 2].map(|number| one.start_alone(&text(number, 300 + number), plain()).0);
     for round in 0..100_000_usize {
-        one.tiers.dump(&mut one.cache, sequences[round % 2], b"", &path).unwrap();
+        one.dump(sequences[round % 2], b"", &path).unwrap();
     }
 }
 
@@ -382,7 +403,7 @@ fn a_killed_writer_leaves_the_old_file_or_the_new_one() {
         child.kill().unwrap();
         child.wait().unwrap();
         other.forget();
-        let session = other.tiers.load(&mut other.cache, &path, &plain()).unwrap();
+        let session = other.load(&path, &plain()).unwrap();
         let number = u32::try_from(session.tokens.len()).unwrap() - 300;
         assert_eq!(session.tokens, text(number, 300 + number), "run {run}");
         assert_eq!(other.start_alone(&session.tokens, plain()).1, 299 + number, "run {run}");
@@ -391,6 +412,6 @@ fn a_killed_writer_leaves_the_old_file_or_the_new_one() {
     assert!(seen.iter().all(|n| *n > 0) || runs < 10, "{seen:?}");
     // What killed writers left is gone after the next write.
     let (sequence, _) = other.start_alone(&text(3, 9), plain());
-    other.tiers.dump(&mut other.cache, sequence, b"", &path).unwrap();
+    other.dump(sequence, b"", &path).unwrap();
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
 }

@@ -1,4 +1,5 @@
 //! A cache with tiers whose rows follow from their tokens, so that a wrong row is found.
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use kv_core::backend::{Backend, Plane};
@@ -9,8 +10,8 @@ use kv_core::{
 };
 use kv_cpu::{CpuBackend, CpuOptions};
 use kv_tier::{
-    BlockStore, ChunkAddress, ChunkSpec, Identity, ModelDigest, PrefetchId, StoreOptions,
-    TierError, TierOptions, Tiers,
+    BlockStore, ChunkAddress, ChunkSpec, Identity, ModelDigest, PrefetchId, Session, SessionError,
+    SessionInfo, StoreOptions, TierError, TierOptions, Tiers, session,
 };
 
 /// Layers of the caches here, KV heads, and values of a head.
@@ -23,6 +24,7 @@ const WIDTH: usize = (HEADS * DIM) as usize;
 pub(crate) struct Engine<B: Backend = CpuBackend> {
     pub(crate) cache: KvCache<B>,
     pub(crate) tiers: Tiers<B>,
+    identity: Identity,
     next: u64,
 }
 
@@ -69,8 +71,25 @@ impl<B: Backend> Engine<B> {
         options: TierOptions,
     ) -> Self {
         let cache = KvCache::new(backend, spec).unwrap();
-        let tiers = Tiers::new(&cache, identity, options).unwrap();
-        Self { cache, tiers, next: 0 }
+        let tiers = Tiers::new(&cache, identity.clone(), options).unwrap();
+        Self { cache, tiers, identity, next: 0 }
+    }
+
+    pub(crate) fn dump(
+        &mut self,
+        sequence: SequenceId,
+        note: &[u8],
+        to: &Path,
+    ) -> Result<SessionInfo, SessionError> {
+        session::dump(&mut self.cache, &self.identity, sequence, note, to)
+    }
+
+    pub(crate) fn load(
+        &mut self,
+        from: &Path,
+        options: &StartOptions<'_>,
+    ) -> Result<Session, SessionError> {
+        session::load(&mut self.cache, &self.identity, from, options)
     }
 
     /// Starts a prompt after everything has come that can, computes the rest, checks every row of

@@ -81,7 +81,10 @@ pub(super) fn measure(
 
 /// Returns host and port.
 fn address(url: &str) -> Result<String, TierError> {
-    let refused = || TierError::Address { given: url.to_owned(), expected: "redis://HOST[:PORT]" };
+    // Not the account: an error is printed.
+    let shown = url.rsplit_once('@').map_or(url, |(_, host)| host);
+    let refused =
+        || TierError::Address { given: shown.to_owned(), expected: "redis://HOST[:PORT]" };
     let rest = url.strip_prefix("redis://").or_else(|| url.strip_prefix("valkey://"));
     let host = rest.map(|rest| rest.trim_end_matches('/')).ok_or_else(refused)?;
     if host.is_empty() || host.contains(['@', '/', '?', '#']) {
@@ -150,7 +153,9 @@ mod tests {
             assert_eq!(address(url).unwrap(), found);
         }
         for url in ["cache", "redis://", "redis://:pass@cache", "redis://c/1", "redis://c?ttl=1d"] {
-            assert!(matches!(address(url), Err(TierError::Address { .. })), "{url}");
+            let error = address(url).unwrap_err();
+            assert!(matches!(error, TierError::Address { .. }), "{url}");
+            assert!(!error.to_string().contains("pass"), "{error}");
         }
     }
 }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use kv_core::num::to_u64;
 
-use crate::session::{PREFIX_BYTES, Prefix, SessionError, SessionHeader};
+use super::{PREFIX_BYTES, Prefix, SessionError, SessionHeader};
 
 /// Writes a file beside `to`, and gives it that name once all of it is on the disk: who looks
 /// there finds the file that was there before, or the new one.
@@ -91,6 +91,17 @@ fn sync_folder(folder: &Path) -> io::Result<()> {
 
 pub(super) fn failed(operation: &'static str, path: &Path, source: io::Error) -> SessionError {
     SessionError::Io { operation, path: path.to_owned(), source }
+}
+
+impl SessionHeader {
+    /// Reads the header of a session file and checks it; blocks are neither read nor verified.
+    ///
+    /// # Errors
+    /// [`SessionError::Io`], [`SessionError::NotASession`], [`SessionError::Version`],
+    /// [`SessionError::Length`], [`SessionError::HeaderCrc`] or [`SessionError::Malformed`].
+    pub fn read(from: &Path) -> Result<Self, SessionError> {
+        Ok(SessionFile::open(from)?.header)
+    }
 }
 
 /// An open session file, whose header was checked.

@@ -2,9 +2,9 @@
 use std::fs;
 use std::io::{self, Write};
 
-use super::blocks::ranges;
-use super::file::{failed, save};
 use crate::session::SessionError;
+use crate::session::blocks::ranges;
+use crate::session::file::{failed, save};
 
 fn names(folder: &std::path::Path) -> Vec<String> {
     let entries = fs::read_dir(folder).unwrap().flatten();

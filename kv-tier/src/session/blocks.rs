@@ -9,11 +9,11 @@ use kv_core::num::{to_u32, to_usize};
 use kv_core::reuse::{BlockContent, BlockKey, PrefixProbe, ProbedBlock};
 use kv_core::{BlockId, GroupId, KvCache, SequenceId};
 
+use super::{NO_TOKEN, SessionError};
+use crate::chain::Chain;
 use crate::chunk::{ChunkContent, ChunkSpec, Expectation};
-use crate::engine::chain::Chain;
 use crate::identity::{ChunkRoot, Identity};
 use crate::name::ChunkName;
-use crate::session::{NO_TOKEN, SessionError};
 
 /// The blocks of one group: the full ones of the text and the partial one after them.
 #[derive(Debug)]
@@ -46,7 +46,7 @@ impl BlockRecord {
             index: self.index,
             parent: self.parent,
             name: self.name,
-            last_key: self.key,
+            last_key: self.root.last_key(&self.name, self.key),
             tokens: &self.tokens,
             contents: &self.contents,
         }

@@ -9,15 +9,15 @@ use kv_core::invariant::Invariant;
 use kv_core::num::{to_u32, to_usize};
 use kv_core::reuse::{BlockKey, PrefixProbe, ProbedBlock};
 
-use super::record::Record;
 use crate::chunk::{ChunkContent, ChunkSpec};
 use crate::identity::ChunkRoot;
 use crate::name::ChunkName;
+use crate::record::Record;
 use crate::store::ChunkAddress;
 
 /// The names of a prompt's whole chunks in one group.
 #[derive(Debug)]
-pub(super) struct Chain {
+pub(crate) struct Chain {
     root: Arc<ChunkRoot>,
     names: Vec<ChunkName>,
 }
@@ -25,7 +25,7 @@ pub(super) struct Chain {
 const CHUNK: &str = "a chain names the whole chunks of its prompt";
 
 impl Chain {
-    pub(super) fn new(probe: &PrefixProbe, root: Arc<ChunkRoot>) -> Self {
+    pub(crate) fn new(probe: &PrefixProbe, root: Arc<ChunkRoot>) -> Self {
         let spec = *root.spec();
         let (mut names, mut parts) = (Vec::new(), Vec::new());
         let mut link = root.name();
@@ -39,27 +39,27 @@ impl Chain {
         Self { root, names }
     }
 
-    pub(super) fn root(&self) -> &ChunkRoot {
+    pub(crate) fn root(&self) -> &ChunkRoot {
         &self.root
     }
-    pub(super) fn spec(&self) -> &ChunkSpec {
+    pub(crate) fn spec(&self) -> &ChunkSpec {
         self.root.spec()
     }
-    pub(super) fn group(&self) -> GroupId {
+    pub(crate) fn group(&self) -> GroupId {
         self.spec().group()
     }
-    pub(super) fn len(&self) -> u32 {
+    pub(crate) fn len(&self) -> u32 {
         to_u32(self.names.len())
     }
-    pub(super) fn name(&self, chunk: u32) -> &ChunkName {
+    pub(crate) fn name(&self, chunk: u32) -> &ChunkName {
         self.names.get(to_usize(chunk)).invariant(CHUNK)
     }
-    pub(super) fn address(&self, chunk: u32) -> ChunkAddress {
+    pub(crate) fn address(&self, chunk: u32) -> ChunkAddress {
         ChunkAddress { root: self.root.name(), name: *self.name(chunk) }
     }
 
     /// Returns what a chunk of the prompt says.
-    pub(super) fn record(&self, probe: &PrefixProbe, chunk: u32) -> Record {
+    pub(crate) fn record(&self, probe: &PrefixProbe, chunk: u32) -> Record {
         let spec = self.spec();
         let first = spec.first_block(chunk);
         let blocks = probe.blocks(spec.group());
@@ -97,13 +97,13 @@ fn ends_chunk(spec: &ChunkSpec, index: u32) -> bool {
 }
 
 /// Returns the chunk of a block.
-pub(super) fn chunk_of(spec: &ChunkSpec, block: u32) -> u32 {
+pub(crate) fn chunk_of(spec: &ChunkSpec, block: u32) -> u32 {
     block.checked_div(spec.blocks()).invariant("a chunk has blocks")
 }
 
 /// Returns the key of the last full block of a prompt in a group: it differs if any token or
 /// content before does.
-pub(super) fn last_key(probe: &PrefixProbe, group: GroupId) -> Option<BlockKey> {
+pub(crate) fn last_key(probe: &PrefixProbe, group: GroupId) -> Option<BlockKey> {
     probe.blocks(group).last().map(|block| block.key)
 }
 
@@ -166,7 +166,7 @@ impl AtHand {
 
 /// Returns the most tokens, up to `most`, that can be reused if the chunks come that `has` says, by
 /// group and chunk; 0 for none. Without chains there are no names, and nothing can come.
-pub(super) fn reach<C: Borrow<Chain>>(
+pub(crate) fn reach<C: Borrow<Chain>>(
     probe: &PrefixProbe,
     chains: &[C],
     most: u32,
@@ -191,7 +191,7 @@ pub(super) fn reach<C: Borrow<Chain>>(
 
 /// Returns the chunks that hold blocks which are needed to reuse [`PrefixProbe::hit`]`(upto)`
 /// tokens and are not on the device, in the order of the prompt.
-pub(super) fn missing(probe: &PrefixProbe, chain: &Chain, upto: u32) -> Vec<u32> {
+pub(crate) fn missing(probe: &PrefixProbe, chain: &Chain, upto: u32) -> Vec<u32> {
     let needed = probe.needed(chain.group(), upto).filter(|block| block.cached.is_none());
     let mut chunks: Vec<_> = needed.map(|block| chunk_of(chain.spec(), block.index)).collect();
     chunks.dedup();

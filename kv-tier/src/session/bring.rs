@@ -5,11 +5,12 @@ use kv_core::invariant::Invariant;
 use kv_core::reuse::{Import, PrefixProbe};
 use kv_core::{CacheError, KvCache};
 
+use super::SessionError;
 use super::blocks::SessionBlocks;
 use super::file::SessionFile;
-use super::{GROUP, TAKEN, check_block, host_pool};
-use crate::engine::chain::{Chain, reach};
-use crate::session::SessionError;
+use super::load::check_block;
+use super::of_cache::{GROUP, TAKEN, host_pool};
+use crate::chain::{Chain, reach};
 
 /// What brings the blocks of a file to the device.
 pub(super) struct Bring<'a> {

@@ -1,14 +1,14 @@
-//! The slots of a block that belong to no token of a session.
+//! The slots of a block that hold no token of a chunk.
 use kv_core::BlockOrder;
 use kv_core::backend::Plane;
 use kv_core::invariant::Invariant;
 use kv_core::num::{to_offset, to_u64};
 
-use crate::chunk::ChunkSpec;
+use super::ChunkSpec;
 
-/// Zeroes the rows of a chunk of one block after the token before position `end`, the last one that
-/// belongs to the session: tokens of others may lie there.
-pub(crate) fn zero_unused(spec: &ChunkSpec, chunk: &mut [u8], end: u32) {
+/// Zeroes the slots of one block after the token at position `end - 1`, the last one that belongs
+/// to the chunk. Rows of an earlier holder of the block may lie there.
+pub(crate) fn zero_unused(spec: &ChunkSpec, chunk: &mut [u8], block: u32, end: u32) {
     let planes = spec.layout().planes();
     let [k, v] = planes;
     for (plane, layout) in [(Plane::Key, k), (Plane::Value, v)] {
@@ -17,6 +17,9 @@ pub(crate) fn zero_unused(spec: &ChunkSpec, chunk: &mut [u8], end: u32) {
             let place = map.place(last);
             place.inside.saturating_add(if place.is_wide { map.wide_slots() } else { 1 })
         });
+        if used >= layout.block_size() {
+            continue;
+        }
         let slots = |slots: u32| u64::from(slots).saturating_mul(layout.token_stride());
         let (from, to) = (slots(used), slots(layout.block_size()));
         // The rows of a head lie together, or those of all heads do.
@@ -25,7 +28,7 @@ pub(crate) fn zero_unused(spec: &ChunkSpec, chunk: &mut [u8], end: u32) {
             _ => 1,
         };
         for layer in 0..spec.num_layers() {
-            let piece = spec.piece(0, layer, plane);
+            let piece = spec.piece(block, layer, plane);
             let piece = chunk.get_mut(piece).invariant("pieces lie in their chunk");
             assert!(to_u64(piece.len()) >= layout.block_bytes(), "a piece is a whole block");
             for run in 0..runs {

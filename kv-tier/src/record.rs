@@ -14,25 +14,25 @@ use crate::store::ChunkAddress;
 
 /// What a chunk must say, for threads that outlast the prompt, and the keys of its blocks.
 #[derive(Debug)]
-pub(super) struct Record {
-    pub(super) root: Arc<ChunkRoot>,
-    pub(super) index: u32,
-    pub(super) parent: ChunkName,
-    pub(super) name: ChunkName,
+pub(crate) struct Record {
+    pub(crate) root: Arc<ChunkRoot>,
+    pub(crate) index: u32,
+    pub(crate) parent: ChunkName,
+    pub(crate) name: ChunkName,
     /// Key of the block before the first.
-    pub(super) parent_key: BlockKey,
+    pub(crate) parent_key: BlockKey,
     /// Keys of all blocks.
-    pub(super) keys: Box<[BlockKey]>,
-    pub(super) tokens: Box<[u32]>,
-    pub(super) contents: Box<[ChunkContent]>,
+    pub(crate) keys: Box<[BlockKey]>,
+    pub(crate) tokens: Box<[u32]>,
+    pub(crate) contents: Box<[ChunkContent]>,
     /// The lowest priority of the blocks.
-    pub(super) priority: Priority,
+    pub(crate) priority: Priority,
     /// Whether a prefix with these blocks is pinned.
-    pub(super) is_pinned: bool,
+    pub(crate) is_pinned: bool,
 }
 
 impl Record {
-    pub(super) fn expectation(&self) -> Expectation<'_> {
+    pub(crate) fn expectation(&self) -> Expectation<'_> {
         Expectation {
             root: &self.root,
             index: self.index,
@@ -46,20 +46,20 @@ impl Record {
         }
     }
 
-    pub(super) fn address(&self) -> ChunkAddress {
+    pub(crate) fn address(&self) -> ChunkAddress {
         ChunkAddress { root: self.root.name(), name: self.name }
     }
-    pub(super) fn group(&self) -> GroupId {
+    pub(crate) fn group(&self) -> GroupId {
         self.root.spec().group()
     }
 
     /// Returns the number of tokens up to the end of the chunk.
-    pub(super) fn end(&self) -> u32 {
+    pub(crate) fn end(&self) -> u32 {
         self.root.spec().span(self.index).end
     }
 
     /// Returns the announcements that a tier has the blocks of this chunk.
-    pub(super) fn stored(&self, tier: Tier) -> impl Iterator<Item = EventKind> + '_ {
+    pub(crate) fn stored(&self, tier: Tier) -> impl Iterator<Item = EventKind> + '_ {
         let spec = self.root.spec();
         let begin = spec.span(self.index).start;
         let mut parent = self.parent_key;
@@ -82,7 +82,7 @@ impl Record {
     }
 
     /// Returns the announcements that a tier has given the blocks up.
-    pub(super) fn removed(&self, tier: Tier) -> impl Iterator<Item = EventKind> + '_ {
+    pub(crate) fn removed(&self, tier: Tier) -> impl Iterator<Item = EventKind> + '_ {
         let group = self.group();
         self.keys.iter().map(move |&key| EventKind::Removed { group, key, tier })
     }
