@@ -19,7 +19,7 @@ pub(crate) use self::tier::{
     LsArgs, RmArgs, RootDigits, StatArgs, TierArgs, TierCommand, VerifyArgs,
 };
 use crate::memory::Bytes;
-use crate::tier::TierArg;
+use crate::tier::{AddressParser, TierArg};
 use crate::tiers::{WaitArg, policy};
 
 /// Generate text with a KV cache, plan its memory, and measure the accuracy of its formats, the
@@ -64,6 +64,7 @@ pub(crate) enum Command {
   kv generate --format l4,calib=calib.safetensors
   kv generate --tier host=2GiB --tier disk=cache:20GiB --prompts chats.txt
   kv generate --tier redis://127.0.0.1 --wait 200ms
+  kv generate --session chat.kvs --prompt 'One day, Lily'
   kv generate --model smollm2.gguf --tokenizer tokenizer.json --temperature 0.8 --seed 7"
 )]
 #[expect(clippy::struct_excessive_bools, reason = "one flag of the command line each")]
@@ -162,7 +163,8 @@ pub(crate) struct GenerateArgs {
     /// A lower tier, may be repeated: `host=SIZE`, `disk=DIR:SIZE`, `redis://HOST:PORT`,
     /// `s3://BUCKET/PREFIX?endpoint=URL`. Prompts reuse what earlier runs of the same model left
     /// there; a tier that fails costs time and no text
-    #[arg(long, value_name = "TIER", conflicts_with_all = ["no_cache", "contiguous", "no_reuse"])]
+    #[arg(long, value_name = "TIER", value_parser = AddressParser::<TierArg>::new())]
+    #[arg(conflicts_with_all = ["no_cache", "contiguous", "no_reuse"])]
     pub(crate) tier: Vec<TierArg>,
 
     /// How long a prompt waits for tiers: compute (as long as computing it would take), all, none,
@@ -174,6 +176,13 @@ pub(crate) struct GenerateArgs {
     /// reuse:N or never; default: leave for disk, publish for stores, without generated text
     #[arg(long, value_name = "WHEN", value_parser = policy, requires = "tier")]
     pub(crate) tier_write: Option<WritePolicy>,
+
+    /// Keep the text and its cached blocks in FILE. If it is there, the text in it goes on, with
+    /// --prompt after it if given, and nothing of it is computed again; the file is replaced at the
+    /// end
+    #[arg(long, value_name = "FILE")]
+    #[arg(conflicts_with_all = ["no_cache", "contiguous", "no_reuse", "prompts", "compare"])]
+    pub(crate) session: Option<PathBuf>,
 
     /// Run paged, contiguous and uncached at several lengths, then a second request after a long
     /// system prompt with and without reuse, and print the figures; tokens after an end of text are
@@ -297,6 +306,7 @@ impl Cli {
             (has_beams && args.compare, "--beams", "--compare"),
             (has_drafts && args.compare, "--draft-tokens", "--compare"),
             (has_drafts && args.no_cache, "--draft-tokens", "--no-cache"),
+            (args.session.is_some() && args.prompt.len() > 1, "--session", "a second --prompt"),
         ];
         match conflict.into_iter().find(|(is_there, ..)| *is_there) {
             None => Ok(self),

@@ -7,9 +7,9 @@ use kv_runner::Generated;
 use serde::Serialize;
 
 use crate::args::GenerateArgs;
+use crate::job::{Job, Run, Silent, Variant};
 use crate::memory::Bytes;
 use crate::output;
-use crate::session::{Run, Session, Silent, Variant};
 
 /// The object that `--compare --json` prints.
 #[derive(Debug, Serialize)]
@@ -46,8 +46,8 @@ struct Line {
     same_tokens: bool,
 }
 
-pub(crate) fn run(args: &GenerateArgs, session: &Session) -> anyhow::Result<()> {
-    let (paged, contiguous) = (session.paged(args)?, session.contiguous(args));
+pub(crate) fn run(args: &GenerateArgs, job: &Job) -> anyhow::Result<()> {
+    let (paged, contiguous) = (job.paged(args)?, job.contiguous(args));
     let variants =
         [("paged", paged, false), ("contiguous", contiguous, false), ("no cache", paged, true)];
     let mut compare = Vec::new();
@@ -59,7 +59,7 @@ pub(crate) fn run(args: &GenerateArgs, session: &Session) -> anyhow::Result<()> 
             let runs = Variant { max_new_tokens, forget, ignore_eos: true, ..base };
             let runs = Variant { reuse: !forget, tiers: false, ..runs };
             let Run { generated, stats, .. } =
-                session.run(args, &runs, session.prompt_ids(), &mut Silent)?;
+                job.run(args, &runs, job.prompt_ids(), &mut Silent)?;
             let first = tokens.get_or_insert_with(|| generated.clone());
             let pairs = first.iter().zip(&generated);
             let first_ms = generated.iter().map(|generated| generated.first_token_ms);
@@ -83,13 +83,13 @@ pub(crate) fn run(args: &GenerateArgs, session: &Session) -> anyhow::Result<()> 
         }
     }
     let report = Report {
-        model: session.loaded.name.clone(),
+        model: job.loaded.name.clone(),
         backend: args.backend.to_string(),
         format: args.format.to_string(),
-        sequences: session.prompts.len(),
+        sequences: job.prompts.len(),
         compare,
-        reuse: reuse::measure(args, session)?,
-        tiers: tiers::measure(args, session)?,
+        reuse: reuse::measure(args, job)?,
+        tiers: tiers::measure(args, job)?,
     };
     if args.json { output::json(&report) } else { output::text(&show(&report)) }
 }

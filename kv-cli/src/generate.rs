@@ -5,22 +5,22 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use kv_runner::{Event, Finish, Generated, TextStream};
 
 use crate::args::GenerateArgs;
+use crate::job::{self, Job, Variant};
 use crate::num::to_u64;
 use crate::output;
 use crate::report::Report;
-use crate::session::{self, Session, Variant};
 
 pub(crate) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
-    let session = Session::open(args)?;
+    let job = Job::open(args)?;
     if args.compare {
-        return crate::compare::run(args, &session);
+        return crate::compare::run(args, &job);
     }
-    let layout = if args.contiguous { session.contiguous(args) } else { session.paged(args)? };
+    let layout = if args.contiguous { job.contiguous(args) } else { job.paged(args)? };
     let variant = Variant::new(args, layout);
-    let mut show = Show::new(args, &session, &variant);
-    let run = session.run(args, &variant, session.prompt_ids(), &mut show)?;
+    let mut show = Show::new(args, &job, &variant);
+    let run = job.run(args, &variant, job.prompt_ids(), &mut show)?;
     show.end();
-    let report = Report::new(args, &session, &variant, &run)?;
+    let report = Report::new(args, &job, &variant, &run)?;
     if args.json {
         return output::json(&report);
     }
@@ -30,7 +30,7 @@ pub(crate) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
 /// Output during a run: the text of one prompt as it is generated, or the texts of several when
 /// they are finished, with a progress bar on a terminal.
 struct Show<'s> {
-    session: &'s Session,
+    job: &'s Job,
     stop: Vec<u32>,
     is_json: bool,
     streams: Vec<(TextStream, String)>,
@@ -38,10 +38,10 @@ struct Show<'s> {
 }
 
 impl<'s> Show<'s> {
-    fn new(args: &GenerateArgs, session: &'s Session, variant: &Variant) -> Self {
-        let streams = session.prompts.iter().map(|prompt| TextStream::after(&prompt.ids));
-        let is_streaming = session.prompts.len() == 1 && !args.json;
-        let total = u64::from(variant.max_new_tokens).saturating_mul(to_u64(session.prompts.len()));
+    fn new(args: &GenerateArgs, job: &'s Job, variant: &Variant) -> Self {
+        let streams = job.prompts.iter().map(|prompt| TextStream::after(&prompt.ids));
+        let is_streaming = job.prompts.len() == 1 && !args.json;
+        let total = u64::from(variant.max_new_tokens).saturating_mul(to_u64(job.prompts.len()));
         let has_bar = !is_streaming && std::io::stderr().is_terminal();
         let bar = has_bar.then(|| {
             let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
@@ -49,8 +49,8 @@ impl<'s> Show<'s> {
             bar.with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
         });
         Self {
-            session,
-            stop: session.stop(variant),
+            job,
+            stop: job.stop(variant),
             is_json: args.json,
             streams: streams.map(|stream| (stream, String::new())).collect(),
             bar,
@@ -72,7 +72,7 @@ impl<'s> Show<'s> {
         if self.stop.contains(&token) {
             return Ok(());
         }
-        let piece = stream.push(&self.session.loaded.tokenizer, token)?;
+        let piece = stream.push(&self.job.loaded.tokenizer, token)?;
         if is_streaming {
             return output::text(&piece);
         }
@@ -82,11 +82,11 @@ impl<'s> Show<'s> {
 
     fn finished(&mut self, index: usize, generated: &Generated) -> anyhow::Result<()> {
         let is_streaming = self.is_streaming();
-        let parts = self.streams.get_mut(index).zip(self.session.prompts.get(index));
+        let parts = self.streams.get_mut(index).zip(self.job.prompts.get(index));
         let Some(((stream, text), prompt)) = parts.filter(|_| !self.is_json) else {
             return Ok(());
         };
-        let rest = stream.finish(&self.session.loaded.tokenizer)?;
+        let rest = stream.finish(&self.job.loaded.tokenizer)?;
         if is_streaming {
             return output::text(&format!("{rest}\n"));
         }
@@ -110,9 +110,9 @@ impl<'s> Show<'s> {
     }
 }
 
-impl session::Show for Show<'_> {
+impl job::Show for Show<'_> {
     fn begin(&mut self) -> anyhow::Result<()> {
-        match self.session.prompts.as_slice() {
+        match self.job.prompts.as_slice() {
             [prompt] if !self.is_json => output::text(&prompt.text),
             _ => Ok(()),
         }

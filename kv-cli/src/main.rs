@@ -14,6 +14,7 @@ mod devices;
 mod eval;
 mod failure;
 mod generate;
+mod job;
 mod loaded;
 mod memory;
 mod num;

@@ -4,10 +4,10 @@ use kv_runner::scheduler::{self, Stats};
 use serde::Serialize;
 
 use crate::args::GenerateArgs;
+use crate::job::{Job, Run, Variant};
 use crate::loaded::Loaded;
 use crate::memory::Bytes;
-use crate::session::{Run, Session, Variant};
-use crate::tiers;
+use crate::{session, tiers};
 
 /// The object that `--json` prints.
 #[derive(Debug, Serialize)]
@@ -20,6 +20,9 @@ pub(crate) struct Report {
     cached: bool,
     sequences: Vec<Sequence>,
     stats: Figures,
+    /// Absent without `--session`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    session: Option<session::Report>,
 }
 
 #[derive(Debug, Serialize)]
@@ -92,14 +95,14 @@ struct Figures {
 impl Report {
     pub(crate) fn new(
         args: &GenerateArgs,
-        session: &Session,
+        job: &Job,
         variant: &Variant,
         run: &Run,
     ) -> anyhow::Result<Self> {
-        let Run { generated, stats, tiers } = run;
-        let Loaded { name: model, tokenizer, .. } = &session.loaded;
+        let Run { generated, stats, tiers, session } = run;
+        let Loaded { name: model, tokenizer, .. } = &job.loaded;
         let mut sequences = Vec::with_capacity(generated.len());
-        for (prompt, generated) in session.prompts.iter().zip(generated) {
+        for (prompt, generated) in job.prompts.iter().zip(generated) {
             let show = |hypothesis: &scheduler::Hypothesis| {
                 Ok(Hypothesis {
                     tokens: hypothesis.tokens.clone(),
@@ -132,6 +135,7 @@ impl Report {
                 ..Figures::new(variant, stats)
             },
             sequences,
+            session: session.clone(),
         })
     }
     /// Formats the report as text, without the generated texts.
@@ -169,6 +173,9 @@ impl Report {
         text.push_str(&self.show_reuse());
         if let Some(tiers) = &s.tiers {
             text.push_str(&tiers.show());
+        }
+        if let Some(session) = &self.session {
+            text.push_str(&session.show());
         }
         if s.drafted_tokens > 0 {
             text.push_str(&self.show_drafts());

@@ -1,269 +1,114 @@
-//! One `kv generate`: its model, its prompts, and its runs, each with its own cache.
-use std::time::Instant;
+//! `kv generate --session FILE`: a text that goes on in later runs.
+use std::path::{Path, PathBuf};
 
-use anyhow::{Context, anyhow};
-use kv::quant::Calibration;
-use kv::tier::{ModelDigest, Tiers, TiersStats};
-use kv_runner::scheduler::{Advice, BeamOptions, RequestSize, Stats};
-use kv_runner::stored::{Source, Stored, blocks_of};
-use kv_runner::{
-    CacheOptions, Event, Generated, Layout, Limits, Request, Sampler, ScheduleError, Scheduler,
-    calibrate,
-};
+use anyhow::Context;
+use kv::backend::AnyBackend;
+use kv::tier::Identity;
+use kv_runner::scheduler::SavedText;
+use kv_runner::{Decoder, Generated, Sampler, Scheduler};
+use serde::Serialize;
 
-use crate::args::{GenerateArgs, Paged};
 use crate::loaded::Loaded;
-use crate::num::{to_u32, to_usize};
-use crate::{output, prompts, tiers};
+use crate::memory::Bytes;
+use crate::num::to_u64;
 
-/// Shared by all runs of one command.
+/// A file with one text, and what it had before the run.
 #[derive(Debug)]
-pub(crate) struct Session {
-    pub(crate) loaded: Loaded,
-    pub(crate) prompts: Vec<Prompt>,
-    /// Constants of the stored format, if it has some.
-    calibration: Option<Calibration>,
-    /// Digest of the weights, if there are tiers.
-    digest: Option<ModelDigest>,
+pub(crate) struct SessionFile {
+    path: PathBuf,
+    identity: Identity,
+    /// `None` without a file.
+    before: Option<SavedText>,
 }
 
-/// The results of one run.
-#[derive(Debug)]
-pub(crate) struct Run {
-    pub(crate) generated: Vec<Generated>,
-    pub(crate) stats: Stats,
-    pub(crate) tiers: Option<TiersStats>,
-}
+impl SessionFile {
+    /// Reads the text of a file, if there is one.
+    pub(crate) fn open(path: &Path, identity: Identity) -> anyhow::Result<Self> {
+        let is_there = path.try_exists().with_context(|| path.display().to_string())?;
+        let before = if is_there { Some(SavedText::read(path)?) } else { None };
+        Ok(Self { path: path.to_owned(), identity, before })
+    }
 
-#[derive(Debug)]
-pub(crate) struct Prompt {
-    pub(crate) text: String,
-    pub(crate) ids: Vec<u32>,
-}
+    /// Returns the texts to continue: of a file that is there, with or without more text after it.
+    pub(crate) fn prompts(&self, given: &[String]) -> Option<Vec<String>> {
+        let is_alone = self.before.is_some() && given.is_empty();
+        is_alone.then(|| vec![String::new()])
+    }
 
-/// Settings that differ between runs.
-#[derive(Debug, Clone, Copy)]
-#[expect(clippy::struct_excessive_bools, reason = "one switch of a run each")]
-pub(crate) struct Variant {
-    pub(crate) layout: Layout,
-    pub(crate) max_new_tokens: u32,
-    pub(crate) forget: bool,
-    pub(crate) ignore_eos: bool,
-    /// Whether prompts reuse cached prefixes of others.
-    pub(crate) reuse: bool,
-    /// Beam search, if requested.
-    pub(crate) beams: Option<BeamOptions>,
-    /// Draft tokens per sequence and step.
-    pub(crate) draft_tokens: u32,
-    /// Sequences that run at once.
-    pub(crate) max_batch: u32,
-    /// Whether the cache has the tiers of the command line.
-    pub(crate) tiers: bool,
-}
+    /// Returns the tokens of a prompt after the text of the file.
+    pub(crate) fn encode(&self, prompt: &str, loaded: &Loaded) -> anyhow::Result<Vec<u32>> {
+        let Some(before) = &self.before else { return loaded.encode(prompt) };
+        let config = loaded.model.config();
+        let checked = kv_runner::check_vocabulary(&before.tokens, config);
+        checked.with_context(|| self.path.display().to_string())?;
+        let more = loaded.tokenizer.encode_more(prompt, config)?;
+        Ok([before.tokens.as_slice(), &more].concat())
+    }
 
-impl Variant {
-    /// Makes the variant of the command line.
-    pub(crate) fn new(args: &GenerateArgs, layout: Layout) -> Self {
-        let (width, length_penalty) = (args.beams, args.length_penalty);
-        Self {
-            layout,
-            max_new_tokens: args.max_new_tokens,
-            forget: args.no_cache,
-            ignore_eos: args.ignore_eos,
-            reuse: !(args.no_reuse || args.no_cache),
-            beams: (width > 1).then_some(BeamOptions { width, length_penalty }),
-            draft_tokens: args.draft_tokens,
-            max_batch: args.max_batch,
-            tiers: !args.tier.is_empty(),
+    /// Moves a sampler to where it was when the file was written.
+    pub(crate) fn go_on(&self, sampler: Sampler) -> Sampler {
+        sampler.after(self.before.as_ref().map_or(0, |before| before.drawn))
+    }
+
+    /// Brings the blocks of the file to the cache; returns how many tokens can be reused.
+    pub(crate) fn load(
+        &self,
+        scheduler: &mut Scheduler<'_, AnyBackend, Decoder>,
+    ) -> anyhow::Result<u32> {
+        if self.before.is_none() {
+            return Ok(0);
         }
-    }
-}
-
-/// Default block size, and largest default cache.
-const BLOCK_SIZE: u32 = 16;
-const CACHE_BYTES: u64 = 1 << 30;
-
-impl Session {
-    pub(crate) fn open(args: &GenerateArgs) -> anyhow::Result<Self> {
-        let texts = prompts::collect(&args.prompt, args.prompts.as_deref())?;
-        let loaded = Loaded::open(args.model.as_deref(), args.tokenizer.as_deref(), &args.backend)?;
-        let encode = |text: String| Ok(Prompt { ids: loaded.encode(&text)?, text });
-        let prompts = texts.into_iter().map(encode).collect::<anyhow::Result<_>>()?;
-        let digest = if args.tier.is_empty() { None } else { Some(tiers::digest(&loaded.path)?) };
-        let mut session = Self { loaded, prompts, calibration: None, digest };
-        session.calibration = session.calibrate(&args.format)?;
-        Ok(session)
+        Ok(scheduler.load_session(&self.identity, &self.path)?)
     }
 
-    /// Returns the constants of a format.
-    fn calibrate(&self, stored: &Stored) -> anyhow::Result<Option<Calibration>> {
-        let Loaded { model, backend, .. } = &self.loaded;
-        let first = self.prompts.first().map_or(&[][..], |prompt| &prompt.ids);
-        Ok(match &stored.calibration {
-            Some(Source::File(path)) => Some(calibrate::load(path, model)?),
-            Some(Source::Online) => {
-                let online =
-                    calibrate::online(model, backend, first, stored.full_precision_prefix());
-                Some(online.context("calib=online")?)
-            }
-            None => {
-                stored.check_scales("calib=FILE or calib=online")?;
-                None
-            }
+    /// Replaces the file by the prompt and what was generated after it.
+    pub(crate) fn save(
+        &self,
+        scheduler: &mut Scheduler<'_, AnyBackend, Decoder>,
+        (mut tokens, loaded_tokens): (Vec<u32>, u32),
+        generated: &Generated,
+    ) -> anyhow::Result<Report> {
+        tokens.extend(&generated.tokens);
+        let drawn = self.before.as_ref().map_or(0, |before| before.drawn);
+        let drawn = drawn.saturating_add(to_u64(generated.tokens.len()));
+        let text = SavedText { tokens, drawn };
+        let info = scheduler.save_session(&self.identity, &text, &self.path)?;
+        Ok(Report {
+            file: self.path.display().to_string(),
+            tokens_before: self.before.as_ref().map_or(0, |before| before.tokens.len()),
+            loaded_tokens,
+            tokens: text.tokens.len(),
+            saved_tokens: info.tokens,
+            bytes: info.bytes,
         })
     }
-
-    /// Returns the longest sequence of the model.
-    fn context(&self) -> u32 {
-        self.loaded.model.config().context()
-    }
-
-    /// Returns the number of sequences that run at once: at least the beams of one prompt.
-    fn batch(&self, args: &GenerateArgs) -> u32 {
-        let all = to_u32(self.prompts.len()).saturating_mul(args.beams);
-        args.max_batch.min(all).max(args.beams)
-    }
-
-    pub(crate) fn contiguous(&self, args: &GenerateArgs) -> Layout {
-        Layout::Contiguous { sequences: self.batch(args), tokens: self.context() }
-    }
-
-    /// Returns blocks for the whole batch at the model's context, within limits, but enough for
-    /// each prompt alone.
-    pub(crate) fn paged(&self, args: &GenerateArgs) -> anyhow::Result<Layout> {
-        if let Some(Paged { block_size, num_blocks }) = args.paged {
-            return Ok(Layout::Paged { block_size, num_blocks });
-        }
-        let context = self.context();
-        let few = args.format.few_blocks(self.loaded.model.config(), BLOCK_SIZE)?;
-        let slots = CACHE_BYTES.checked_div(few.memory().bytes_per_token.max(1)).unwrap_or(0);
-        let affordable = slots.checked_div(BLOCK_SIZE.into()).unwrap_or(0);
-        let affordable = u32::try_from(affordable).unwrap_or(u32::MAX);
-        let wanted = blocks_of(&few, context).saturating_mul(self.batch(args));
-        let alone = |prompt: &Prompt| {
-            let prompt = to_u32(prompt.ids.len());
-            let tokens = prompt.saturating_add(args.max_new_tokens).min(context);
-            let chunk = args.max_step_tokens.min(if args.no_cache { tokens } else { prompt });
-            let width = args.beams;
-            let size = RequestSize { prompt, chunk, tokens, width, forget: args.no_cache };
-            few.groups().iter().map(|group| size.blocks(group)).max().unwrap_or(0)
-        };
-        let alone = self.prompts.iter().map(alone).max().unwrap_or(0);
-        let num_blocks = wanted.min(affordable).max(alone).max(1);
-        Ok(Layout::Paged { block_size: BLOCK_SIZE, num_blocks })
-    }
-
-    /// Returns the tokens that end a text in this run.
-    pub(crate) fn stop(&self, variant: &Variant) -> Vec<u32> {
-        if variant.ignore_eos { Vec::new() } else { self.loaded.model.config().eos().to_vec() }
-    }
-
-    /// Runs the prompts once, with a new cache. `begin` is called when all of them are accepted,
-    /// `show` with every event.
-    pub(crate) fn run(
-        &self,
-        args: &GenerateArgs,
-        variant: &Variant,
-        prompts: Vec<Vec<u32>>,
-        show: &mut impl Show,
-    ) -> anyhow::Result<Run> {
-        let Loaded { model, backend, .. } = &self.loaded;
-        let options = CacheOptions {
-            layout: variant.layout,
-            stored: args.format.clone(),
-            reuse: variant.reuse,
-            tiers: variant.tiers,
-        };
-        let cache = options.open(model, backend.clone(), self.calibration.as_ref())?;
-        let limits = Limits {
-            max_batch: to_usize(variant.max_batch),
-            max_step_tokens: to_usize(args.max_step_tokens),
-            context: self.context(),
-            stop: self.stop(variant),
-            forget: variant.forget,
-            draft_tokens: to_usize(variant.draft_tokens),
-        };
-        let tiers = match self.digest.filter(|_| variant.tiers) {
-            Some(digest) => Some(tiers::open(args, digest, &cache)?),
-            None => None,
-        };
-        let mut scheduler = Scheduler::new(cache, model, limits);
-        if let Some(tiers) = tiers {
-            scheduler = scheduler.with_tiers(tiers);
-        }
-        for (index, prompt) in prompts.into_iter().enumerate() {
-            let sampler = Sampler::new(args.temperature, args.seed, index);
-            let max_new_tokens = variant.max_new_tokens;
-            let request = Request { prompt, max_new_tokens, sampler, beams: variant.beams };
-            scheduler.submit(request).map_err(with_flags)?;
-        }
-        show.begin()?;
-        let mut generated = Vec::new();
-        while scheduler.has_work() {
-            for event in scheduler.step()? {
-                show.event(&event)?;
-                if let Event::Finished { index, generated: finished } = event {
-                    generated.push((index, finished));
-                }
-            }
-        }
-        generated.sort_by_key(|(index, _)| *index);
-        let generated = generated.into_iter().map(|(_, generated)| generated).collect();
-        let now = Instant::now();
-        if !scheduler.flush_tiers(now.checked_add(tiers::FLUSH).unwrap_or(now))? {
-            output::note("not everything was written to the tiers in time")?;
-        }
-        let tiers = scheduler.tiers().map(Tiers::stats);
-        if let Some(tiers) = &tiers {
-            tiers::warn(args, tiers)?;
-        }
-        Ok(Run { generated, stats: scheduler.stats(), tiers })
-    }
-
-    /// Returns the tokens of all prompts.
-    pub(crate) fn prompt_ids(&self) -> Vec<Vec<u32>> {
-        self.prompts.iter().map(|prompt| prompt.ids.clone()).collect()
-    }
 }
 
-/// Shows the events of a run.
-pub(crate) trait Show {
-    /// Called when all requests are accepted.
-    fn begin(&mut self) -> anyhow::Result<()>;
-    /// Called with each event.
-    fn event(&mut self, event: &Event) -> anyhow::Result<()>;
+/// What a session file had, and what it has now.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Report {
+    file: String,
+    /// Tokens of its text before the run; 0 for a new file.
+    tokens_before: usize,
+    /// Tokens whose rows came from the file.
+    loaded_tokens: u32,
+    /// Tokens of its text now.
+    tokens: usize,
+    /// Tokens whose rows are in the file now.
+    saved_tokens: u32,
+    bytes: u64,
 }
 
-/// Shows nothing.
-pub(crate) struct Silent;
-
-impl Show for Silent {
-    fn begin(&mut self) -> anyhow::Result<()> {
-        Ok(())
+impl Report {
+    pub(crate) fn show(&self) -> String {
+        format!(
+            "{}: {} of {} tokens came back, {} of {} saved ({})\n",
+            self.file,
+            self.loaded_tokens,
+            self.tokens_before,
+            self.saved_tokens,
+            self.tokens,
+            Bytes(self.bytes),
+        )
     }
-
-    fn event(&mut self, _: &Event) -> anyhow::Result<()> {
-        Ok(())
-    }
-}
-
-/// Adds the options that would let the request run.
-fn with_flags(error: ScheduleError) -> anyhow::Error {
-    let flags = match &error {
-        ScheduleError::DoesNotFit { shortage, .. } => {
-            let Advice { chunk, has_beams, paged, .. } = shortage.advice;
-            let chunk = chunk.map(|chunk| format!("--max-step-tokens {chunk}, "));
-            let paged = paged.map(|(size, blocks)| format!("--paged {size},{blocks}, "));
-            let beams = if has_beams { "fewer --beams, " } else { "" };
-            format!(
-                "{}{}{beams}or fewer --max-new-tokens would help",
-                chunk.unwrap_or_default(),
-                paged.unwrap_or_default()
-            )
-        }
-        ScheduleError::TooLong { .. } => "fewer --max-new-tokens would help".to_owned(),
-        ScheduleError::TooManyBeams { .. } => "fewer --beams would help".to_owned(),
-        _ => return error.into(),
-    };
-    anyhow!("{error}: {flags}")
 }

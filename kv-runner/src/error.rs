@@ -9,7 +9,7 @@ use kv::CacheError;
 use kv::error::{DeviceError, PlanError, SpecError};
 use kv::quant::calibrate::CalibrateError;
 use kv::quant::file::FileError;
-use kv::tier::TierError;
+use kv::tier::{SessionError, TierError};
 
 use crate::config::ConfigError;
 use crate::gguf::GgufError;
@@ -72,6 +72,12 @@ pub enum Error {
     /// The tiers below the cache refused a call, or the device failed.
     #[error(transparent)]
     Tier(#[from] TierError),
+    /// A session file cannot be written, or is damaged or of another model or cache.
+    #[error(transparent)]
+    Session(#[from] SessionError),
+    /// The note of a session file is not that of a [`Scheduler`](crate::Scheduler).
+    #[error("a session of another program: its note cannot be read")]
+    SessionNote(#[source] ForeignError),
     /// A [`Model`](crate::Model) of the caller's own failed.
     #[error(transparent)]
     Model(Box<dyn StdError + Send + Sync>),

@@ -55,5 +55,5 @@ pub use error::{Error, ForeignError};
 pub use model::{Batch, Chunk, Decoder, Model};
 pub use sampler::{SampleError, Sampler};
 pub use scheduler::{Event, Finish, Generated, Limits, Request, ScheduleError, Scheduler};
-pub use text::{Encoded, TextError, TextStream, Tokenizer, read_text};
+pub use text::{Encoded, TextError, TextStream, Tokenizer, check_vocabulary, read_text};
 pub use weights::WeightError;

@@ -37,6 +37,15 @@ impl Sampler {
         Self::new(0.0, 0, 0)
     }
 
+    /// Moves to the place in the stream after `drawn` tokens: for a text that goes on.
+    #[must_use]
+    pub fn after(mut self, drawn: u64) -> Self {
+        if self.temperature > 0.0 {
+            self.state = self.state.wrapping_add(GOLDEN.wrapping_mul(drawn));
+        }
+        self
+    }
+
     /// Chooses the next token. The lowest id wins a tie.
     ///
     /// # Errors

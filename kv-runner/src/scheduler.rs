@@ -12,6 +12,7 @@ mod error;
 mod fit;
 mod forks;
 mod queues;
+mod session;
 mod stats;
 mod task;
 #[cfg(test)]
@@ -35,6 +36,7 @@ pub use beams::{BeamOptions, Hypothesis};
 pub use error::ScheduleError;
 pub use fit::{Advice, RequestSize, Shortage};
 use queues::Queues;
+pub use session::SavedText;
 pub use stats::Stats;
 pub use task::{Finish, Generated, Request};
 use task::{FromTiers, Search, Sequence, Task};

@@ -131,11 +131,19 @@ impl Tokenizer {
         if tokens.is_empty() {
             tokens.push(model.bos.ok_or(TextError::Empty)?);
         }
-        let vocab = model.vocab;
-        if let Some(token) = tokens.iter().copied().find(|token| *token >= vocab) {
-            return Err(TextError::BeyondVocabulary { token, vocab }.into());
-        }
+        check_vocabulary(&tokens, model)?;
         Ok(Encoded { tokens, repeated_begin })
+    }
+
+    /// Converts text that goes on after other text to tokens of a model, without special tokens;
+    /// none for an empty text.
+    ///
+    /// # Errors
+    /// [`TextError::BeyondVocabulary`] for a tokenizer of another model.
+    pub fn encode_more(&self, text: &str, model: &ModelConfig) -> Result<Vec<u32>, Error> {
+        let tokens = self.tokens(text, false)?;
+        check_vocabulary(&tokens, model)?;
+        Ok(tokens)
     }
 
     fn tokens(&self, prompt: &str, with_special: bool) -> Result<Vec<u32>, TextError> {
@@ -149,6 +157,18 @@ impl Tokenizer {
     /// [`TextError::Tokenizer`].
     pub fn decode(&self, tokens: &[u32]) -> Result<String, Error> {
         Ok(self.0.decode(tokens, false).map_err(TextError::tokenizer)?)
+    }
+}
+
+/// Refuses tokens that a model does not know.
+///
+/// # Errors
+/// [`TextError::BeyondVocabulary`].
+pub fn check_vocabulary(tokens: &[u32], model: &ModelConfig) -> Result<(), TextError> {
+    let vocab = model.vocab;
+    match tokens.iter().copied().find(|token| *token >= vocab) {
+        Some(token) => Err(TextError::BeyondVocabulary { token, vocab }),
+        None => Ok(()),
     }
 }
 

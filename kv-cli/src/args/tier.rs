@@ -3,7 +3,7 @@ use std::str::FromStr;
 
 use clap::{ArgGroup, Args, Subcommand};
 
-use crate::tier::{Age, Place};
+use crate::tier::{AddressParser, Age, Place};
 
 /// Show, check and clean what lower tiers keep: a folder, Redis or Valkey, or S3.
 ///
@@ -38,7 +38,7 @@ pub(crate) enum TierCommand {
 #[derive(Debug, Args)]
 pub(crate) struct LsArgs {
     /// The folder or store
-    #[arg(value_name = "PLACE")]
+    #[arg(value_name = "PLACE", value_parser = AddressParser::<Place>::new())]
     pub(crate) place: Place,
 
     /// Only chunks of this root: 16 to 64 hexadecimal digits
@@ -56,7 +56,7 @@ pub(crate) struct LsArgs {
 #[derive(Debug, Args)]
 pub(crate) struct StatArgs {
     /// The folder or store
-    #[arg(value_name = "PLACE")]
+    #[arg(value_name = "PLACE", value_parser = AddressParser::<Place>::new())]
     pub(crate) place: Place,
 
     /// Print one JSON object instead of a table
@@ -71,7 +71,7 @@ pub(crate) struct StatArgs {
 #[derive(Debug, Args)]
 pub(crate) struct VerifyArgs {
     /// The folder or store
-    #[arg(value_name = "PLACE")]
+    #[arg(value_name = "PLACE", value_parser = AddressParser::<Place>::new())]
     pub(crate) place: Place,
 
     /// Remove the broken chunks
@@ -93,7 +93,7 @@ pub(crate) struct VerifyArgs {
 ))]
 pub(crate) struct RmArgs {
     /// The folder or store
-    #[arg(value_name = "PLACE")]
+    #[arg(value_name = "PLACE", value_parser = AddressParser::<Place>::new())]
     pub(crate) place: Place,
 
     /// Chunks of this root: 16 to 64 hexadecimal digits

@@ -4,9 +4,9 @@ use kv_runner::stored::blocks_of;
 use serde::Serialize;
 
 use crate::args::GenerateArgs;
+use crate::job::{Job, Run, Silent, Variant};
 use crate::num::{to_u32, to_usize};
 use crate::output;
-use crate::session::{Run, Session, Silent, Variant};
 
 /// Tokens of the system prompt, if the model's context allows.
 const SYSTEM_TOKENS: usize = 500;
@@ -50,11 +50,8 @@ struct Line {
 
 /// Runs two requests one after the other, with and without reuse; `None` if the context is too
 /// short.
-pub(super) fn measure(
-    args: &GenerateArgs,
-    session: &Session,
-) -> anyhow::Result<Option<Comparison>> {
-    let model = session.loaded.model.config();
+pub(super) fn measure(args: &GenerateArgs, job: &Job) -> anyhow::Result<Option<Comparison>> {
+    let model = job.loaded.model.config();
     let system_tokens =
         to_usize(model.context()).saturating_sub(TAIL_TOKENS_MAX).min(SYSTEM_TOKENS);
     if system_tokens < SYSTEM_TOKENS_MIN {
@@ -64,12 +61,12 @@ pub(super) fn measure(
     let mut system = Vec::new();
     while system.len() < system_tokens {
         text.push_str(SYSTEM);
-        system = session.loaded.encode(&text)?;
+        system = job.loaded.encode(&text)?;
     }
     system.truncate(system_tokens);
     let mut prompts = Vec::with_capacity(QUESTIONS.len());
     for question in QUESTIONS {
-        let mut question = session.loaded.encode(question)?;
+        let mut question = job.loaded.encode(question)?;
         // The question does not begin a text.
         if question.first().copied() == model.bos() {
             question.remove(0);
@@ -90,7 +87,7 @@ pub(super) fn measure(
         let runs = Variant { reuse, ..base };
         let (mut times, mut last) = (Vec::new(), None);
         for _ in 0..REPETITIONS {
-            let Run { generated, .. } = session.run(args, &runs, prompts.clone(), &mut Silent)?;
+            let Run { generated, .. } = job.run(args, &runs, prompts.clone(), &mut Silent)?;
             let Some(second) = generated.into_iter().last() else {
                 continue;
             };

@@ -4,8 +4,8 @@ use kv_runner::Generated;
 use serde::Serialize;
 
 use crate::args::GenerateArgs;
+use crate::job::{Job, Run, Silent, Variant};
 use crate::output;
-use crate::session::{Run, Session, Silent, Variant};
 
 /// The figures of the three runs.
 #[derive(Debug, Serialize)]
@@ -31,20 +31,17 @@ struct Line {
 }
 
 /// Runs the prompts; `None` without tiers.
-pub(super) fn measure(
-    args: &GenerateArgs,
-    session: &Session,
-) -> anyhow::Result<Option<Comparison>> {
+pub(super) fn measure(args: &GenerateArgs, job: &Job) -> anyhow::Result<Option<Comparison>> {
     if args.tier.is_empty() {
         return Ok(None);
     }
-    let base = Variant { ignore_eos: true, ..Variant::new(args, session.paged(args)?) };
+    let base = Variant { ignore_eos: true, ..Variant::new(args, job.paged(args)?) };
     let mut lines: Vec<Line> = Vec::new();
     let mut first: Option<Vec<Generated>> = None;
     for (variant, tiers) in [("without tiers", false), ("with tiers", true), ("again", true)] {
         let variant_of = Variant { tiers, ..base };
         let Run { generated, stats, .. } =
-            session.run(args, &variant_of, session.prompt_ids(), &mut Silent)?;
+            job.run(args, &variant_of, job.prompt_ids(), &mut Silent)?;
         let expected = first.get_or_insert_with(|| generated.clone());
         let times = generated.iter().map(|generated| generated.first_token_ms);
         let ttft_ms = times.fold(0.0, f64::max);

@@ -62,7 +62,7 @@ impl FromStr for TierArg {
         if text.contains("://") {
             return Ok(Self::Store(text.parse()?));
         }
-        Err(TierArgError::Form { given: text.to_owned() })
+        Err(TierArgError::Form { given: without_account(text) })
     }
 }
 
@@ -189,6 +189,18 @@ impl fmt::Debug for StoreUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "StoreUrl({self})")
     }
+}
+
+/// Returns an address without user and password: without everything up to its last `@`, because
+/// nobody knows where the account of a malformed URL ends.
+pub(super) fn without_account(text: &str) -> String {
+    if text.starts_with("disk=") || text.starts_with("host=") {
+        return text.to_owned();
+    }
+    let Some((account, rest)) = text.rsplit_once('@') else { return text.to_owned() };
+    let scheme = account.split_once("://").map_or("", |(scheme, _)| scheme);
+    let end = if scheme.is_empty() { "" } else { "://" };
+    format!("{scheme}{end}..@{rest}")
 }
 
 fn parse_size(text: &str) -> Result<u64, TierArgError> {

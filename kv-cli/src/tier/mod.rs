@@ -3,6 +3,7 @@
 //! A listing streams: memory is bounded by what is reported, not by the size of the store.
 mod address;
 mod age;
+mod argument;
 mod facts;
 mod ls;
 mod rm;
@@ -16,6 +17,7 @@ use kv::tier::{ChunkAddress, ListChunks, Listed, ListedChunk};
 
 pub(crate) use address::{Place, TierArg};
 pub(crate) use age::Age;
+pub(crate) use argument::AddressParser;
 
 use crate::args::{RootDigits, TierArgs, TierCommand};
 

@@ -19,6 +19,7 @@ mod quantised;
 mod recorded;
 mod refusals;
 mod replay;
+mod session;
 mod sharing;
 mod support;
 #[cfg(target_os = "linux")]

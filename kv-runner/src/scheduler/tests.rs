@@ -5,6 +5,7 @@
 mod beams;
 mod drafts;
 mod reuse;
+mod session;
 mod tiers;
 mod windows;
 

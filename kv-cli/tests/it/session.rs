@@ -1,0 +1,101 @@
+//! A text that goes on from a file.
+use serde_json::{Value, json as object};
+
+use crate::support::{fails, json, kv};
+
+const PROMPT: [&str; 4] = ["generate", "--ignore-eos", "--prompt", "One day, Lily"];
+
+fn tokens(report: &Value) -> Vec<Value> {
+    report["sequences"][0]["tokens"].as_array().expect("tokens").clone()
+}
+
+#[test]
+fn two_runs_give_the_text_of_one() {
+    let folder = tempfile::tempdir().expect("a folder");
+    for (temperature, format) in [("0", "f32"), ("0.9", "f32"), ("0", "int8")] {
+        let path = folder.path().join(format!("{temperature}-{format}.kvs")).display().to_string();
+        let settings = ["--temperature", temperature, "--seed", "3", "--format", format];
+        let whole = json(&[&PROMPT, &settings[..], &["--max-new-tokens", "62"]].concat());
+        let session = [&settings[..], &["--session", &path, "--max-new-tokens", "31"]].concat();
+        let first = json(&[&PROMPT[..], &session].concat());
+        assert_eq!(first["session"]["tokens_before"], 0);
+        assert_eq!(first["stats"]["reused_tokens"], 0);
+        let second = json(&[&["generate", "--ignore-eos"][..], &session].concat());
+        assert_eq!([tokens(&first), tokens(&second)].concat(), tokens(&whole));
+
+        let prompt = first["sequences"][0]["prompt_tokens"].as_array().expect("a prompt").len();
+        let (before, after) = (prompt + 31, prompt + 62);
+        // The last token of each run is not in the cache yet.
+        assert_eq!(second["stats"]["reused_tokens"], before - 1);
+        let bytes = std::fs::metadata(&path).expect("a file").len();
+        let expected = object!({
+            "file": path, "tokens_before": before, "loaded_tokens": before - 1,
+            "tokens": after, "saved_tokens": after - 1, "bytes": bytes,
+        });
+        assert_eq!(second["session"], expected);
+    }
+}
+
+#[test]
+fn more_text_goes_on_without_a_begin_token() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("chat.kvs").display().to_string();
+    let session = ["--session", &path, "--max-new-tokens", "5"];
+    let first = json(&[&PROMPT[..], &session].concat());
+    let more = ["generate", "--ignore-eos", "--prompt", " But then Tom"];
+    let output = kv(&[&more[..], &session].concat());
+    assert_eq!((output.code, output.stderr.as_str()), (0, ""));
+    assert!(output.stdout.starts_with(" But then Tom"), "{}", output.stdout);
+    assert!(output.stdout.contains("9 of 10 tokens came back"), "{}", output.stdout);
+    // The same with both texts at once.
+    let third = json(&[&["generate", "--ignore-eos"][..], &session].concat());
+    let prompt = third["sequences"][0]["prompt_tokens"].as_array().expect("a prompt").clone();
+    let begin = first["sequences"][0]["prompt_tokens"][0].clone();
+    assert_eq!(prompt.iter().filter(|token| **token == begin).count(), 1, "{prompt:?}");
+}
+
+#[test]
+fn what_cannot_go_on_is_refused_and_stays() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("chat.kvs");
+    let name = path.display().to_string();
+    let session = ["generate", "--session", &name, "--max-new-tokens", "3"];
+    json(&session);
+    let written = std::fs::read(&path).expect("a file");
+
+    // A byte of a block: only the whole check finds it.
+    let mut damaged = written.clone();
+    let at = damaged.len() - 5000;
+    damaged[at] ^= 1;
+    for (bytes, words) in [
+        (&damaged[..], "block"),
+        (&written[..written.len() - 1], "the header says"),
+        (b"Once upon a time", "not a session"),
+        (b"", "not a session"),
+    ] {
+        std::fs::write(&path, bytes).expect("a file");
+        fails(&[&session[..], &["--json"]].concat(), 1, words);
+        assert_eq!(std::fs::read(&path).expect("a file"), bytes);
+    }
+    std::fs::write(&path, &written).expect("a file");
+    let format = ["--json", "--format", "f16"];
+    fails(&[&session[..], &format].concat(), 1, "session of encoding");
+    let absent = folder.path().join("absent/chat.kvs").display().to_string();
+    fails(
+        &["generate", "--json", "--session", &absent, "--max-new-tokens", "3"],
+        1,
+        "cannot create",
+    );
+    for (args, words) in [
+        (&["--prompt", "a", "--prompt", "b"][..], "a second --prompt"),
+        (&["--no-reuse"], "cannot be used with"),
+        (&["--compare"], "cannot be used with"),
+    ] {
+        fails(&[&session[..], args].concat(), 2, words);
+    }
+    assert_eq!(std::fs::read(&path).expect("a file"), written);
+    // The context ends.
+    let long = ["generate", "--session", &name, "--max-new-tokens", "2000", "--ignore-eos"];
+    json(&long);
+    fails(&[&long[..], &["--json"]].concat(), 1, "leaves no room");
+}
