@@ -198,3 +198,13 @@ pub(crate) fn missing(probe: &PrefixProbe, chain: &Chain, upto: u32) -> Vec<u32>
     chunks.retain(|chunk| *chunk < chain.len());
     chunks
 }
+
+/// Returns the whole chunks of a prompt with a block that is not on the device and that some number
+/// of reused tokens needs.
+pub(crate) fn absent(probe: &PrefixProbe, chain: &Chain) -> Vec<u32> {
+    let blocks = probe.blocks(chain.group()).filter(|block| block.cached.is_none());
+    let mut chunks: Vec<_> = blocks.map(|block| chunk_of(chain.spec(), block.index)).collect();
+    chunks.dedup();
+    chunks.retain(|chunk| *chunk < chain.len());
+    chunks
+}

@@ -10,17 +10,16 @@ use kv_core::num::{to_u32, to_usize};
 use kv_core::reuse::PrefixProbe;
 use kv_core::{BlockId, KvCache, SequenceId, StartOptions};
 
+use super::done::{Done, Report};
 use super::guarded::after;
 use super::links::Complete;
-use super::onboard::GRACE;
-use super::{Done, PrefetchId, Report, Tiers, Wait};
+use super::prefetch::GRACE;
+use super::{GROUP, PrefetchId, Tiers, Wait};
 use crate::chain::{Chain, chunk_of};
 use crate::chunk::Verified;
 use crate::handoff::{Handoff, HandoffError, HandoffGroup};
 use crate::name::ChunkName;
 use crate::policy::WritePolicy;
-
-const GROUP: &str = "groups are those of the cache that the tiers were made for";
 
 /// Attempts to write one chunk.
 const ATTEMPTS: u32 = 3;

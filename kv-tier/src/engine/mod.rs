@@ -6,55 +6,69 @@
 //! | module | owns |
 //! |---|---|
 //! | [`links`] | names of the blocks on the device; which chunks are complete |
-//! | [`offload`] | device to host memory, and from there to stores |
-//! | [`onboard`] | lookups, reads, and blocks for a prompt that starts |
+//! | [`follow`] | changes of blocks on the device |
+//! | [`offload`] | device to host memory |
+//! | [`write`] | host memory to stores |
+//! | [`prefetch`] | prompts that are looked for, and their start |
+//! | [`lookup`], [`read`] | questions to stores, and chunks from them |
+//! | [`import`] | host memory to blocks of the device |
+//! | [`group`] | the chunks of one group |
 //! | [`host`] | the chunks in host memory |
 //! | [`handoff`] | exports to other engines, and prompts that wait for theirs |
 mod breaker;
+mod done;
 mod error;
+mod follow;
+mod group;
 mod guarded;
 mod handoff;
 mod host;
+mod import;
 mod lane;
 mod links;
+mod lookup;
 mod offload;
-mod onboard;
 mod options;
+mod prefetch;
+mod prompted;
 mod rates;
+mod read;
 mod stats;
+mod write;
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use kv_core::backend::{Backend, ChunkShape, HostPool};
+use kv_core::backend::{Backend, HostPool};
 use kv_core::block::BlockChange;
 use kv_core::events::EventKind;
-use kv_core::num::{to_u32, to_u64, to_usize};
-use kv_core::reuse::BlockHold;
+use kv_core::num::to_u64;
 use kv_core::spec::PrefixReuse;
 use kv_core::{GroupId, KvCache};
 
 pub use breaker::BreakerState;
 pub use error::TierError;
 pub use handoff::{Export, ExportId, ExportState};
-pub use onboard::PrefetchId;
 pub use options::{StoreOptions, TierOptions, Wait};
+pub use prefetch::PrefetchId;
 pub use stats::{StoreStats, TiersStats};
 
-use crate::chunk::{ChunkSpec, Verified};
 use crate::identity::{ChunkRoot, Identity};
-use crate::name::ChunkName;
-use crate::record::Record;
-use guarded::{GuardedStore, Read};
+use done::Done;
+use group::GroupTier;
+use guarded::GuardedStore;
 use handoff::Exports;
-use host::HostIndex;
+use import::Abandoned;
 use lane::Lane;
-use links::{Complete, Links};
-use onboard::{Abandoned, Prefetch};
+use prefetch::Prefetch;
+use prompted::Prompted;
 use rates::Average;
+
+const GROUP: &str = "groups are those of the cache that the tiers were made for";
+const STORE: &str = "stores are numbered as in the options";
 
 /// The chunk of a backend.
 type ChunkOf<B> = <<B as Backend>::HostPool as HostPool>::Chunk;
@@ -117,64 +131,6 @@ pub struct Tiers<B: Backend> {
 /// Group, salt and adapter.
 type RootKey = (GroupId, Box<[u8]>, Option<u64>);
 
-/// The chunks of one group.
-#[derive(Debug)]
-struct GroupTier<P: HostPool> {
-    spec: ChunkSpec,
-    pool: P,
-    /// Chunks of the pool.
-    capacity: usize,
-    links: Links,
-    host: HostIndex<P::Chunk>,
-    /// Chunks to copy from the device, oldest first.
-    waiting: VecDeque<Complete>,
-    copying: Vec<Copying<P::Pending>>,
-    copying_max: usize,
-    /// Chunks that are being completed after their copy.
-    encoding: HashSet<ChunkName>,
-    reading: HashMap<ChunkName, Reading>,
-    /// Chunks that left and return to the pool when they are written.
-    leaving: HashMap<ChunkName, Leaving>,
-}
-
-/// The writes of a chunk that left host memory.
-#[derive(Debug)]
-struct Leaving {
-    writes: usize,
-    /// When the first of them is late: the chunk is not waited for any more.
-    until: Instant,
-}
-
-impl<P: HostPool> GroupTier<P> {
-    /// Returns whether room in host memory comes without another chunk having to leave.
-    fn is_leaving(&self) -> bool {
-        !self.leaving.is_empty() && {
-            let now = Instant::now();
-            self.leaving.values().any(|leaving| now < leaving.until)
-        }
-    }
-}
-
-/// A chunk that is being copied from the device.
-#[derive(Debug)]
-struct Copying<P> {
-    pending: P,
-    record: Arc<Record>,
-    holds: Vec<BlockHold>,
-}
-
-/// A chunk that a store is being asked for.
-#[derive(Debug)]
-struct Reading {
-    store: usize,
-    /// Index of the chunk in its prompt.
-    index: u32,
-    /// When the store is not waited for any more.
-    until: Instant,
-    /// The prefetches that wait for it.
-    waiters: Vec<u64>,
-}
-
 /// A store and its threads.
 #[derive(Debug)]
 struct StoreLane {
@@ -182,43 +138,6 @@ struct StoreLane {
     lane: Lane,
     writes_waiting: usize,
 }
-
-/// Sends what a job has done when it ends, also if it was discarded.
-#[derive(Debug)]
-struct Report<C> {
-    sender: Sender<Done<C>>,
-    /// What a discarded job has done, until the job says otherwise.
-    done: Option<Done<C>>,
-}
-
-impl<C> Report<C> {
-    fn new(sender: &Sender<Done<C>>, done: Done<C>) -> Self {
-        Self { sender: sender.clone(), done: Some(done) }
-    }
-    fn set(&mut self, done: Done<C>) {
-        self.done = Some(done);
-    }
-}
-
-impl<C> Drop for Report<C> {
-    fn drop(&mut self) {
-        // Nobody listens once the tiers are gone.
-        let _ = self.done.take().map(|done| self.sender.send(done));
-    }
-}
-
-/// What a thread has done.
-#[derive(Debug)]
-enum Done<C> {
-    Encoded { record: Arc<Record>, chunk: Option<Verified<Arc<C>>> },
-    Found { prefetch: u64, store: usize, group: usize, chunks: Vec<u32>, found: Vec<bool> },
-    Read { record: Arc<Record>, store: usize, read: Read<C> },
-    Written { record: Arc<Record>, store: usize, is_there: bool, is_new: bool, left: bool },
-    Exported { export: u64, store: usize, group: usize, chunk: u32, is_written: bool },
-}
-
-/// Chunks of each group that host memory holds at least.
-const CHUNKS_MIN: u32 = 2;
 
 impl<B: Backend> Tiers<B> {
     /// Reserves host memory for the chunks of a cache and starts the threads of the stores.
@@ -244,7 +163,7 @@ impl<B: Backend> Tiers<B> {
         if options.stores.len() > 64 {
             return Err(TierError::TooManyStores { stores: options.stores.len() });
         }
-        let groups = Self::groups(cache, &options)?;
+        let groups = group::groups(cache, &options)?;
         let start = |(store, options): (_, StoreOptions)| {
             let lane = Lane::new("kv-tier store", options.threads).map_err(TierError::Thread)?;
             let store = Arc::new(GuardedStore::new(store, options));
@@ -274,58 +193,6 @@ impl<B: Backend> Tiers<B> {
             wait,
             stats: TiersStats::default(),
         })
-    }
-
-    /// Divides host memory so that all groups have chunks for the same tokens.
-    fn groups(
-        cache: &KvCache<B>,
-        options: &TierOptions,
-    ) -> Result<Vec<GroupTier<B::HostPool>>, TierError> {
-        let ids = (0..=u8::MAX).map(GroupId).take(cache.spec().groups().len());
-        let specs = ids.map(|id| {
-            let spec = ChunkSpec::new(cache.spec(), id)?;
-            options.chunk_blocks.map_or(Ok(spec), |blocks| spec.with_blocks(blocks))
-        });
-        let specs = specs.collect::<Result<Vec<_>, _>>()?;
-        let chunk_tokens = |spec: &ChunkSpec| u64::from(spec.span(0).end.max(1));
-        // Bytes of all groups for as many tokens as the longest chunk has.
-        let longest = specs.iter().map(chunk_tokens).max().unwrap_or(1);
-        let per_round = specs.iter().fold(0_u64, |bytes, spec| {
-            let chunks = longest.div_ceil(chunk_tokens(spec));
-            bytes.saturating_add(chunks.saturating_mul(to_u64(spec.chunk_bytes())))
-        });
-        let rounds = options.host_bytes.checked_div(per_round).unwrap_or(0);
-        if rounds < u64::from(CHUNKS_MIN) {
-            let min = per_round.saturating_mul(CHUNKS_MIN.into());
-            let bytes = options.host_bytes;
-            return Err(TierError::HostTooSmall { bytes, chunks: CHUNKS_MIN, min });
-        }
-        let make = |spec: ChunkSpec| {
-            let chunks = rounds.saturating_mul(longest.div_ceil(chunk_tokens(&spec)));
-            let chunks = u32::try_from(chunks).unwrap_or(u32::MAX);
-            let storage = cache.storage(spec.group()).ok_or(TierError::NoReuse)?;
-            let shape =
-                ChunkShape { blocks: spec.blocks(), header_bytes: to_u32(spec.header_bytes()) };
-            let pool = cache.backend().host_pool(storage.view(), shape, chunks)?;
-            let of = cache.spec().groups().get(usize::from(spec.group().0));
-            let num_blocks = of.map_or(0, kv_core::spec::GroupSpec::num_blocks);
-            let copying_max = options.in_flight_bytes.checked_div(to_u64(spec.chunk_bytes()));
-            let copying_max = copying_max.and_then(|max| usize::try_from(max).ok()).unwrap_or(1);
-            Ok(GroupTier {
-                spec,
-                pool,
-                capacity: to_usize(chunks),
-                links: Links::new(num_blocks),
-                host: HostIndex::default(),
-                waiting: VecDeque::new(),
-                copying: Vec::new(),
-                copying_max: copying_max.max(1),
-                encoding: HashSet::new(),
-                reading: HashMap::new(),
-                leaving: HashMap::new(),
-            })
-        };
-        specs.into_iter().map(make).collect()
     }
 
     /// Does what is due between two steps: takes the results of the threads, follows the changes of
@@ -493,39 +360,5 @@ impl<B: Backend> Drop for Tiers<B> {
     fn drop(&mut self) {
         self.stores.iter().for_each(|store| store.lane.close());
         self.encoder.close();
-    }
-}
-
-/// The chunks of prompts that were prefetched, up to a number of them.
-#[derive(Debug, Default)]
-struct Prompted {
-    tokens: HashMap<ChunkName, u32>,
-    order: VecDeque<ChunkName>,
-}
-
-impl Prompted {
-    const KEPT: usize = 1 << 16;
-
-    fn insert(&mut self, name: ChunkName, prompt_tokens: u32) {
-        use std::collections::hash_map::Entry;
-        match self.tokens.entry(name) {
-            Entry::Occupied(mut known) => {
-                let longest = prompt_tokens.max(*known.get());
-                known.insert(longest);
-            }
-            Entry::Vacant(place) => {
-                place.insert(prompt_tokens);
-                self.order.push_back(name);
-                if self.order.len() > Self::KEPT
-                    && let Some(oldest) = self.order.pop_front()
-                {
-                    self.tokens.remove(&oldest);
-                }
-            }
-        }
-    }
-
-    fn get(&self, name: &ChunkName) -> Option<u32> {
-        self.tokens.get(name).copied()
     }
 }

@@ -1,0 +1,41 @@
+//! What threads report.
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
+
+use super::guarded::Read;
+use crate::chunk::Verified;
+use crate::record::Record;
+
+/// Sends what a job has done when it ends, also if it was discarded.
+#[derive(Debug)]
+pub(super) struct Report<C> {
+    sender: Sender<Done<C>>,
+    /// What a discarded job has done, until the job says otherwise.
+    done: Option<Done<C>>,
+}
+
+impl<C> Report<C> {
+    pub(super) fn new(sender: &Sender<Done<C>>, done: Done<C>) -> Self {
+        Self { sender: sender.clone(), done: Some(done) }
+    }
+    pub(super) fn set(&mut self, done: Done<C>) {
+        self.done = Some(done);
+    }
+}
+
+impl<C> Drop for Report<C> {
+    fn drop(&mut self) {
+        // Nobody listens once the tiers are gone.
+        let _ = self.done.take().map(|done| self.sender.send(done));
+    }
+}
+
+/// What a thread has done.
+#[derive(Debug)]
+pub(super) enum Done<C> {
+    Encoded { record: Arc<Record>, chunk: Option<Verified<Arc<C>>> },
+    Found { prefetch: u64, store: usize, group: usize, chunks: Vec<u32>, found: Vec<bool> },
+    Read { record: Arc<Record>, store: usize, read: Read<C> },
+    Written { record: Arc<Record>, store: usize, is_there: bool, is_new: bool, left: bool },
+    Exported { export: u64, store: usize, group: usize, chunk: u32, is_written: bool },
+}

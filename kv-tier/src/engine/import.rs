@@ -1,0 +1,157 @@
+//! From host memory to blocks of the device.
+use std::sync::Arc;
+
+use kv_core::backend::{Backend, HostPool, Queue};
+use kv_core::error::{DeviceError, DeviceErrorKind};
+use kv_core::events::Tier;
+use kv_core::invariant::Invariant;
+use kv_core::reuse::{Import, ImportBlock};
+use kv_core::{BlockId, CacheError, GroupId, KvCache};
+
+use super::prefetch::Prefetch;
+use super::{ChunkOf, GROUP, TierError, Tiers};
+use crate::chain::{Chain, chunk_of, missing, reach};
+use crate::chunk::Verified;
+use crate::policy::ChunkEvent;
+
+/// An import whose copies to the device failed. Some may have been recorded before, and must not
+/// reach blocks that were given to others.
+#[derive(Debug)]
+pub(super) struct Abandoned<C> {
+    import: Import,
+    /// A chunk of each group that was copied from.
+    chunks: Vec<(GroupId, Verified<Arc<C>>)>,
+}
+
+impl<B: Backend> Tiers<B> {
+    /// Brings the blocks that have come to the device; `None` if there are none, or no room.
+    pub(super) fn import(
+        &mut self,
+        cache: &mut KvCache<B>,
+        of: &Prefetch<ChunkOf<B>>,
+    ) -> Result<Option<Import>, TierError> {
+        let has = |chain: &Chain, chunk: u32| {
+            of.held.contains_key(&(usize::from(chain.group().0), chunk))
+        };
+        let upto = reach(&of.probe, &of.chains, u32::MAX, has);
+        if of.probe.hit(upto) <= of.probe.cached() {
+            return Ok(None);
+        }
+        let mut import = match cache.reserve_import(&of.probe, upto) {
+            Ok(import) => import,
+            Err(CacheError::Exhausted(_)) => {
+                self.stats.no_room = self.stats.no_room.saturating_add(1);
+                return Ok(None);
+            }
+            Err(error) => return Err(error.into()),
+        };
+        let before = of.probe.cached();
+        let brought = self.copy_in(cache, of, &import).and_then(|tiers| {
+            // All blocks from one tier in a row are published at once.
+            tiers
+                .chunk_by(|a, b| a.1 == b.1)
+                .filter_map(|run| run.last())
+                .try_for_each(|(end, tier)| Ok(cache.publish_import(&mut import, *end, *tier)?))
+        });
+        match brought {
+            Ok(()) => {
+                let tokens = u64::from(import.hit().saturating_sub(before));
+                self.stats.loaded_tokens = self.stats.loaded_tokens.saturating_add(tokens);
+                self.note_uses(of, &import);
+                Ok(Some(import))
+            }
+            Err(error) => {
+                let groups = self.groups.iter().map(|group| group.spec.group());
+                let chunk_of = |id: GroupId| {
+                    let held = of.held.iter().find(|((at, _), _)| *at == usize::from(id.0));
+                    held.map(|(_, (chunk, _))| (id, chunk.clone()))
+                };
+                let chunks = groups.filter_map(chunk_of).collect();
+                self.abandoned.push(Abandoned { import, chunks });
+                // If the device still fails, the next call tries again.
+                let _: Result<(), TierError> = self.finish_abandoned(cache);
+                Err(error)
+            }
+        }
+    }
+
+    /// Ends the imports whose copies failed, once the copies that were recorded before are done.
+    ///
+    /// # Errors
+    /// Those of the device: the blocks stay held.
+    pub(super) fn finish_abandoned(&mut self, cache: &mut KvCache<B>) -> Result<(), TierError> {
+        while let Some(Abandoned { chunks, .. }) = self.abandoned.last() {
+            for (group, chunk) in chunks {
+                let after = cache.queue_mut().submit()?;
+                let storage = cache.storage(*group).invariant(GROUP).view();
+                let of = self.groups.get_mut(usize::from(group.0)).invariant(GROUP);
+                // The fence of no copy is that of the copies before.
+                let fence = of.pool.copy_in(&after, storage, &[], chunk.get_ref(), 0)?;
+                cache.queue_mut().wait_for(&fence)?;
+            }
+            let Some(Abandoned { import, .. }) = self.abandoned.pop() else { break };
+            cache.finish_import(import)?;
+        }
+        Ok(())
+    }
+
+    /// Copies the bytes of an import's blocks, and lets the queue wait for them. Returns the ends
+    /// of blocks in ascending order, each with the tier that its bytes came from.
+    fn copy_in(
+        &mut self,
+        cache: &mut KvCache<B>,
+        of: &Prefetch<ChunkOf<B>>,
+        import: &Import,
+    ) -> Result<Vec<(u32, Tier)>, TierError> {
+        let after = cache.queue_mut().submit()?;
+        let mut tiers: Vec<(u32, Tier)> = Vec::with_capacity(import.blocks().len());
+        let mut blocks: Vec<BlockId> = Vec::new();
+        let same_chunk = |a: &ImportBlock, b: &ImportBlock| {
+            let chain = of.chains.get(usize::from(a.group.0)).invariant(GROUP);
+            let chunk = |block: &ImportBlock| chunk_of(chain.spec(), block.index);
+            a.group == b.group && chunk(a) == chunk(b) && a.index.checked_add(1) == Some(b.index)
+        };
+        for run in import.blocks().chunk_by(same_chunk) {
+            let Some(first) = run.first() else { continue };
+            let group = usize::from(first.group.0);
+            let chain = of.chains.get(group).invariant(GROUP);
+            let chunk = chunk_of(chain.spec(), first.index);
+            let held = of.held.get(&(group, chunk));
+            let (bytes, tier) = held.invariant("an import needs only chunks that are here");
+            // The name says what the chunk is; its header must say the same.
+            let record = chain.record(&of.probe, chunk);
+            let checked = bytes.check_header(&record.expectation());
+            checked.map_err(|error| {
+                DeviceError::new(DeviceErrorKind::Driver, "use a chunk of host memory")
+                    .with_detail(error.to_string())
+            })?;
+            blocks.clear();
+            blocks.extend(run.iter().map(|block| block.block));
+            let place = first.index.saturating_sub(chain.spec().first_block(chunk));
+            let storage = cache.storage(first.group).invariant(GROUP).view();
+            let tier_of = self.groups.get_mut(group).invariant(GROUP);
+            let chunk: &ChunkOf<B> = bytes.get_ref();
+            let fence = tier_of.pool.copy_in(&after, storage, &blocks, chunk, place)?;
+            cache.queue_mut().wait_for(&fence)?;
+            tiers.extend(run.iter().map(|block| (block.end, *tier)));
+        }
+        tiers.sort_by_key(|(end, _)| *end);
+        Ok(tiers)
+    }
+
+    /// Counts the use of an import's chunks, and lets stores with a rule for it have them.
+    fn note_uses(&mut self, of: &Prefetch<ChunkOf<B>>, import: &Import) {
+        for (group, chain) in of.chains.iter().enumerate() {
+            let used = missing(&of.probe, chain, import.upto());
+            // The first chunk is the most recently used one.
+            for chunk in used.into_iter().rev() {
+                let host = &mut self.groups.get_mut(group).invariant(GROUP).host;
+                host.touch(chain.name(chunk));
+                let Some(entry) = host.get_mut(chain.name(chunk)) else { continue };
+                entry.uses = entry.uses.saturating_add(1);
+                let record = Arc::clone(&entry.record);
+                self.decide_writes(&record, ChunkEvent::Reused);
+            }
+        }
+    }
+}

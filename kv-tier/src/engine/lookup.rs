@@ -1,0 +1,187 @@
+//! Lookups in stores, and what to read of what they have.
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kv_core::backend::Backend;
+use kv_core::invariant::Invariant;
+use kv_core::num::to_u64;
+
+use super::done::{Done, Report};
+use super::guarded::after;
+use super::prefetch::{Again, GRACE, Prefetch, PrefetchId, Stage};
+use super::read::first;
+use super::write::bit;
+use super::{ChunkOf, GROUP, STORE, Tiers, Wait};
+use crate::chain::{Chain, absent, missing, reach};
+use crate::policy::{LoadDecision, LoadOrCompute};
+
+impl<B: Backend> Tiers<B> {
+    /// Asks every store for the chunks that are not here; returns the number of answers to come.
+    pub(super) fn look_up(&self, id: u64, of: &Prefetch<ChunkOf<B>>) -> usize {
+        let mut questions = 0_usize;
+        for (group, chain) in of.chains.iter().enumerate() {
+            let host = &self.groups.get(group).invariant(GROUP).host;
+            let absent = absent(&of.probe, chain).into_iter();
+            let chunks: Vec<u32> = absent.filter(|at| !host.contains(chain.name(*at))).collect();
+            if chunks.is_empty() {
+                continue;
+            }
+            // With a window, the last chunks may be there without the first.
+            let [_, others] = of.probe.needed_indices(chain.group(), of.probe.limit());
+            let stops = others.start == 0;
+            for (store, lane) in self.stores.iter().enumerate() {
+                let Some(permit) = lane.store.begin_lookup() else { continue };
+                questions = questions.saturating_add(1);
+                let addresses: Vec<_> = chunks.iter().map(|at| chain.address(*at)).collect();
+                let answer = move |chunks: Vec<u32>, found: Vec<bool>| Done::Found {
+                    prefetch: id,
+                    store,
+                    group,
+                    chunks,
+                    found,
+                };
+                let mut report = Report::new(&self.sender, answer(Vec::new(), Vec::new()));
+                let (asked, chunks) = (Arc::clone(&lane.store), chunks.clone());
+                let limit = lane.store.options().lookup_deadline.saturating_add(GRACE);
+                lane.lane.push_urgent(limit, move || {
+                    let found = asked.lookup(permit, &addresses, stops);
+                    report.set(answer(chunks, found));
+                });
+            }
+        }
+        questions
+    }
+
+    pub(super) fn note_found(
+        &mut self,
+        prefetch: u64,
+        store: usize,
+        (group, chunks): (usize, &[u32]),
+        found: &[bool],
+    ) {
+        let Some(of) = self.prefetches.get_mut(&prefetch) else { return };
+        let Stage::Looking { answers_left, .. } = &mut of.stage else { return };
+        *answers_left = answers_left.saturating_sub(1);
+        let is_last = *answers_left == 0;
+        for (chunk, _) in chunks.iter().zip(found).filter(|(_, is_there)| **is_there) {
+            *of.found.entry((group, *chunk)).or_default() |= bit(store);
+        }
+        if is_last {
+            self.plan(prefetch);
+        }
+    }
+
+    /// Lets a prefetch ask the stores again and again until it has the blocks of `tokens` tokens.
+    pub(super) fn look_until(&mut self, prefetch: PrefetchId, until: Instant, tokens: u32) {
+        const FIRST: Duration = Duration::from_millis(2);
+        if let Some(of) = self.prefetches.get_mut(&prefetch.0) {
+            of.again = Some(Again { until, next: after(of.began, FIRST), pause: FIRST, tokens });
+        }
+    }
+
+    /// Asks the stores once more for chunks that are awaited, if it is time.
+    pub(super) fn look_again(&mut self, id: u64, now: Instant) {
+        const PAUSE_MAX: Duration = Duration::from_millis(50);
+        let Some(mut of) = self.prefetches.remove(&id) else { return };
+        if of.again.as_ref().is_some_and(|again| now >= again.until || of.has(again.tokens)) {
+            of.again = None;
+        }
+        let mut answers_left = None;
+        if let Some(again) = of.again.as_mut().filter(|again| now >= again.next) {
+            again.pause = again.pause.saturating_mul(2).min(PAUSE_MAX);
+            again.next = after(now, again.pause);
+            of.found.clear();
+            answers_left = Some(self.look_up(id, &of));
+        }
+        if let Some(answers_left) = answers_left.filter(|left| *left > 0) {
+            of.stage = Stage::Looking { answers_left, until: self.lookups_until(now) };
+        }
+        self.prefetches.insert(id, of);
+        if answers_left == Some(0) {
+            self.plan(id);
+        }
+    }
+
+    /// Returns when the answers of stores that are asked now are waited for no longer.
+    pub(super) fn lookups_until(&self, now: Instant) -> Instant {
+        let longest = self.stores.iter().map(|lane| lane.store.options().lookup_deadline).max();
+        after(now, longest.unwrap_or_default().saturating_add(GRACE))
+    }
+
+    /// Decides what to read of what the stores have.
+    pub(super) fn plan(&mut self, id: u64) {
+        let Some(mut of) = self.prefetches.remove(&id) else { return };
+        of.stage = Stage::Done;
+        let can_come = |chain: &Chain, chunk: u32| {
+            let group = usize::from(chain.group().0);
+            let host = &self.groups.get(group).invariant(GROUP).host;
+            host.contains(chain.name(chunk)) || of.found.contains_key(&(group, chunk))
+        };
+        let mut upto = reach(&of.probe, &of.chains, u32::MAX, can_come);
+        // All of it must fit host memory at a time.
+        while let Some(less) = self.shortened(&of, upto) {
+            upto = reach(&of.probe, &of.chains, less, can_come);
+        }
+        let mut needed = Vec::new();
+        for (group, chain) in of.chains.iter().enumerate() {
+            needed.extend(missing(&of.probe, chain, upto).into_iter().map(|at| (group, at)));
+        }
+        let mut queue = needed;
+        queue.retain(|at| !self.hold(&mut of, *at));
+        let hit = of.probe.hit(upto);
+        // In the order of the prompt, whatever the group.
+        queue.sort_by_key(|(group, chunk)| {
+            of.chains.get(*group).map_or(0, |chain| chain.spec().span(*chunk).end)
+        });
+        if hit > of.probe.cached() && !queue.is_empty() {
+            if of.wait != Wait::Compute || self.pays(&of, &queue, hit) {
+                let times = self.stores.iter().map(|lane| lane.store.options().read_deadline);
+                let until = after(Instant::now(), times.max().unwrap_or_default());
+                of.stage = Stage::Reading { queue: queue.into(), outstanding: 0, until };
+            } else {
+                let tokens = u64::from(hit.saturating_sub(of.probe.cached()));
+                let cheaper = &mut self.stats.cheaper_to_compute;
+                *cheaper = cheaper.saturating_add(tokens);
+            }
+        }
+        self.prefetches.insert(id, of);
+        self.begin_reads(id);
+    }
+
+    /// Returns fewer tokens than `upto` if host memory has no room for all chunks that they need.
+    fn shortened(&self, of: &Prefetch<ChunkOf<B>>, upto: u32) -> Option<u32> {
+        let fits = of.chains.iter().zip(&self.groups).map(|(chain, group)| {
+            let missing = missing(&of.probe, chain, upto);
+            let last = missing.get(group.capacity.saturating_sub(1))?;
+            let end = chain.spec().span(*last).end;
+            (missing.len() > group.capacity && end < upto).then_some(end)
+        });
+        fits.flatten().min()
+    }
+
+    /// Returns whether reading some chunks takes less time than computing their tokens.
+    fn pays(&self, of: &Prefetch<ChunkOf<B>>, queue: &[(usize, u32)], hit: u32) -> bool {
+        let mut bytes = vec![0_u64; self.stores.len()];
+        for at in queue {
+            let store = of.found.get(at).map_or(0, |stores| first(*stores));
+            let group = self.groups.get(at.0).invariant(GROUP);
+            let bytes = bytes.get_mut(store).invariant(STORE);
+            *bytes = bytes.saturating_add(to_u64(group.spec.chunk_bytes()));
+        }
+        // Stores work side by side: the slowest one decides.
+        let tokens = hit.saturating_sub(of.probe.cached());
+        let prefill = self.compute.get().map(f64::recip);
+        self.stores.iter().zip(bytes).filter(|(_, bytes)| *bytes > 0).all(|(lane, bytes)| {
+            let rates = lane.store.rates();
+            let threads = u32::try_from(lane.store.options().threads).unwrap_or(u32::MAX);
+            let load = LoadOrCompute {
+                tokens,
+                bytes,
+                latency: rates.latency(),
+                bytes_per_second: rates.bytes_per_second().map(|one| one * f64::from(threads)),
+                prefill_tokens_per_second: prefill,
+            };
+            matches!(load.decide(), LoadDecision::Load(_))
+        })
+    }
+}

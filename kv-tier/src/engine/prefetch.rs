@@ -1,0 +1,322 @@
+//! Prompts whose blocks are looked for: from the request to the start of its sequence.
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kv_core::backend::Backend;
+use kv_core::events::Tier;
+use kv_core::invariant::Invariant;
+use kv_core::num::to_u32;
+use kv_core::reuse::{Import, PrefixProbe};
+use kv_core::{CacheError, KvCache, SequenceId, StartOptions};
+
+use super::guarded::after;
+use super::{ChunkOf, GROUP, TierError, Tiers, Wait};
+use crate::chain::{Chain, absent, last_key, reach};
+use crate::chunk::Verified;
+
+/// How long after its deadline a store is waited for.
+pub(super) const GRACE: Duration = Duration::from_millis(20);
+
+/// A prompt whose blocks are being looked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PrefetchId(pub(super) u64);
+
+/// A verified chunk of host memory, and where it came from.
+pub(super) type Held<C> = (Verified<Arc<C>>, Tier);
+
+/// The search for one prompt's blocks.
+#[derive(Debug)]
+pub(super) struct Prefetch<C> {
+    pub(super) probe: PrefixProbe,
+    /// That of the cache when the chains were named.
+    pub(super) encoding_key: u128,
+    /// Empty if a group has no names: nothing can come then.
+    pub(super) chains: Vec<Chain>,
+    pub(super) began: Instant,
+    pub(super) wait: Wait,
+    pub(super) stage: Stage,
+    /// Stores that have a chunk, by group and chunk.
+    pub(super) found: HashMap<(usize, u32), u64>,
+    /// Chunks that are here, by group and chunk. Held chunks stay in host memory.
+    pub(super) held: HashMap<(usize, u32), Held<C>>,
+    /// Set while chunks are awaited that no store has yet.
+    pub(super) again: Option<Again>,
+}
+
+/// When stores are asked again for what they did not have.
+#[derive(Debug)]
+pub(super) struct Again {
+    pub(super) until: Instant,
+    pub(super) next: Instant,
+    pub(super) pause: Duration,
+    /// Tokens that are awaited.
+    pub(super) tokens: u32,
+}
+
+#[derive(Debug)]
+pub(super) enum Stage {
+    /// Stores are being asked what they have.
+    Looking {
+        answers_left: usize,
+        until: Instant,
+    },
+    /// Chunks are being read: those that no store has been asked for yet, and the number of the
+    /// others.
+    Reading {
+        queue: VecDeque<(usize, u32)>,
+        outstanding: usize,
+        until: Instant,
+    },
+    Done,
+}
+
+impl<C> Prefetch<C> {
+    /// Returns whether the whole chunks of some tokens are here or on the device.
+    pub(super) fn has(&self, tokens: u32) -> bool {
+        let has = |chain: &Chain, chunk: u32| {
+            self.held.contains_key(&(usize::from(chain.group().0), chunk))
+        };
+        let [all, upto] = [
+            reach(&self.probe, &self.chains, tokens, |_, _| true),
+            reach(&self.probe, &self.chains, tokens, has),
+        ];
+        self.probe.hit(upto) >= self.probe.hit(all)
+    }
+}
+
+impl<B: Backend> Tiers<B> {
+    /// Begins to look for the blocks of a prompt that the device lacks, in host memory and stores.
+    /// Call it as soon as the prompt is known.
+    ///
+    /// What it finds stays in host memory until [`Self::start`] or [`Self::cancel`].
+    pub fn prefetch(
+        &mut self,
+        cache: &KvCache<B>,
+        prompt: &[u32],
+        options: &StartOptions<'_>,
+    ) -> PrefetchId {
+        self.prefetch_within(cache, prompt, options, self.wait)
+    }
+
+    /// Does what [`Self::prefetch`] does, with another limit of waiting.
+    pub fn prefetch_within(
+        &mut self,
+        cache: &KvCache<B>,
+        prompt: &[u32],
+        options: &StartOptions<'_>,
+        wait: Wait,
+    ) -> PrefetchId {
+        let began = Instant::now();
+        self.stats.prefetches = self.stats.prefetches.saturating_add(1);
+        let id = self.stats.prefetches;
+        let probe = cache.probe_keys(prompt, options);
+        let chains = self.chains(cache, &probe);
+        let mut prefetch = Prefetch {
+            probe,
+            encoding_key: cache.encoding_key(),
+            chains,
+            began,
+            wait,
+            stage: Stage::Done,
+            found: HashMap::new(),
+            held: HashMap::new(),
+            again: None,
+        };
+        let answers_left = if wait == Wait::None { 0 } else { self.look_up(id, &prefetch) };
+        if answers_left > 0 {
+            let until = self.lookups_until(began);
+            prefetch.stage = Stage::Looking { answers_left, until };
+        }
+        self.prefetches.insert(id, prefetch);
+        if answers_left == 0 {
+            self.plan(id);
+        }
+        PrefetchId(id)
+    }
+
+    /// Returns whether a prompt need not wait any longer: all that can come is here, or its wait
+    /// limit has passed. Also `true` for a prefetch that has ended.
+    pub fn is_ready(&self, prefetch: PrefetchId) -> bool {
+        let Some(of) = self.prefetches.get(&prefetch.0) else { return true };
+        let now = Instant::now();
+        match of.stage {
+            Stage::Done => of.again.as_ref().is_none_or(|again| now >= again.until),
+            Stage::Looking { until, .. } | Stage::Reading { until, .. } => {
+                now >= until || self.wait_until(of).is_some_and(|until| now >= until)
+            }
+        }
+    }
+
+    /// Returns when a prompt stops to wait.
+    fn wait_until(&self, of: &Prefetch<ChunkOf<B>>) -> Option<Instant> {
+        let limit = match of.wait {
+            Wait::None => Duration::ZERO,
+            Wait::All => return None,
+            Wait::For(time) => time,
+            Wait::Compute => {
+                let tokens = of.probe.limit().saturating_sub(of.probe.cached());
+                let seconds = self.compute.get()? * f64::from(tokens);
+                Duration::try_from_secs_f64(seconds).ok()?
+            }
+        };
+        Some(after(of.began, limit))
+    }
+
+    /// Ends a prefetch whose prompt will not start. `false` if it has ended already.
+    pub fn cancel(&mut self, prefetch: PrefetchId) -> bool {
+        self.prefetches.remove(&prefetch.0).is_some()
+    }
+
+    /// Starts a sequence on a prompt that was prefetched: brings to the device what has come, and
+    /// returns the number of tokens that need not be computed. The prefetch ends.
+    ///
+    /// If the device has too few free blocks for what has come, the sequence starts without it.
+    ///
+    /// # Errors
+    /// [`TierError::UnknownPrefetch`]; [`TierError::OtherOptions`] if salt, adapter, contents or
+    /// reuse are not those of the prefetch; [`TierError::Cache`] with the errors of
+    /// [`KvCache::start`], or if a copy to the device failed. The prefetch has ended then too, and
+    /// no sequence has started.
+    pub fn start(
+        &mut self,
+        cache: &mut KvCache<B>,
+        prefetch: PrefetchId,
+        sequence: SequenceId,
+        options: StartOptions<'_>,
+    ) -> Result<u32, TierError> {
+        let prompt = self.prompt(prefetch)?;
+        let import = self.bring(cache, prefetch, &options)?;
+        let mut started = cache.start(sequence, prompt.prompt(), options);
+        if let Some(import) = import {
+            // Blocks that could not be zeroed stay out of use, and are zeroed by a later call.
+            let finished = cache.finish_import(import);
+            let has_ended = matches!(finished, Ok(()) | Err(CacheError::Device(_)));
+            has_ended.then_some(()).invariant("no step is open, and nobody else ends the import");
+            // The import held blocks that the sequence computes anew, perhaps the last ones.
+            if matches!(started, Err(CacheError::Exhausted(_))) {
+                started = cache.start(sequence, prompt.prompt(), options);
+            }
+        }
+        Ok(started?)
+    }
+
+    /// Brings to the device what has come for a prompt, for callers that start the sequence
+    /// themselves, in an open step perhaps; `None` if nothing has come or the device has too few
+    /// free blocks. The prefetch ends.
+    ///
+    /// The blocks are held until [`KvCache::finish_import`], which the caller calls after the
+    /// sequence has started. It finds them as it finds other cached blocks.
+    ///
+    /// # Errors
+    /// Those of [`Self::start`] without those of [`KvCache::start`].
+    pub fn bring(
+        &mut self,
+        cache: &mut KvCache<B>,
+        prefetch: PrefetchId,
+        options: &StartOptions<'_>,
+    ) -> Result<Option<Import>, TierError> {
+        self.take_results();
+        let mut of = self.prefetches.remove(&prefetch.0).ok_or(TierError::UnknownPrefetch)?;
+        if !matches!(of.stage, Stage::Done) || of.again.is_some() {
+            self.stats.late = self.stats.late.saturating_add(1);
+        }
+        let fresh = cache.probe_keys(of.probe.prompt(), options);
+        let is_current = of.encoding_key == cache.encoding_key();
+        let has_space = (fresh.salt(), fresh.adapter()) == (of.probe.salt(), of.probe.adapter());
+        let groups = self.groups.iter().map(|group| group.spec.group());
+        let same_keys = |group| last_key(&fresh, group) == last_key(&of.probe, group);
+        if !has_space || (is_current && !groups.clone().all(same_keys)) {
+            return Err(TierError::OtherOptions);
+        }
+        if !is_current {
+            // The constants have changed: what was found has other bytes than it would have now.
+            of.chains.clear();
+            of.held.clear();
+        }
+        of.probe = fresh;
+        for group in 0..of.chains.len() {
+            let absent = absent(&of.probe, of.chains.get(group).invariant(GROUP));
+            for chunk in absent {
+                self.hold(&mut of, (group, chunk));
+            }
+        }
+        self.import(cache, &of)
+    }
+
+    fn prompt(&self, prefetch: PrefetchId) -> Result<PrefixProbe, TierError> {
+        let of = self.prefetches.get(&prefetch.0).ok_or(TierError::UnknownPrefetch)?;
+        Ok(of.probe.clone())
+    }
+
+    /// Waits until a prompt [is ready](Self::is_ready), for programs that have nothing else to do.
+    ///
+    /// # Errors
+    /// [`TierError::StepOpen`]; those of [`Self::poll`].
+    pub fn wait(&mut self, cache: &mut KvCache<B>, prefetch: PrefetchId) -> Result<(), TierError> {
+        /// How long one wait for a thread lasts at most, beside which copies of the device go on.
+        const PAUSE: Duration = Duration::from_millis(1);
+        if cache.is_step_open() {
+            return Err(TierError::StepOpen);
+        }
+        loop {
+            self.poll(cache)?;
+            if self.is_ready(prefetch) {
+                return Ok(());
+            }
+            if let Ok(done) = self.done.recv_timeout(PAUSE) {
+                self.take_result(done);
+            }
+        }
+    }
+
+    pub(super) fn chains(&mut self, cache: &KvCache<B>, probe: &PrefixProbe) -> Vec<Chain> {
+        let space = (probe.salt(), probe.adapter());
+        let roots = (0..self.groups.len()).map(|at| self.root(cache.encoding_key(), at, space));
+        let Some(roots) = roots.collect::<Option<Vec<_>>>() else { return Vec::new() };
+        let chains: Vec<_> = roots.into_iter().map(|root| Chain::new(probe, root)).collect();
+        let tokens = to_u32(probe.prompt().len());
+        for chain in &chains {
+            (0..chain.len()).for_each(|chunk| self.prompted.insert(*chain.name(chunk), tokens));
+        }
+        chains
+    }
+
+    /// Holds a chunk of a prompt if it is in host memory; returns whether it is held.
+    pub(super) fn hold(&self, of: &mut Prefetch<ChunkOf<B>>, (group, chunk): (usize, u32)) -> bool {
+        if of.held.contains_key(&(group, chunk)) {
+            return true;
+        }
+        let name = of.chains.get(group).invariant(GROUP).name(chunk);
+        let Some(entry) = self.groups.get(group).invariant(GROUP).host.get(name) else {
+            return false;
+        };
+        of.held.insert((group, chunk), (entry.chunk.clone(), Tier::Host));
+        true
+    }
+
+    /// Begins reads that have room now, and ends stages whose time is over.
+    pub(super) fn advance_prefetches(&mut self) {
+        self.expire_reads();
+        if self.prefetches.is_empty() {
+            return;
+        }
+        let now = Instant::now();
+        let mut ids: Vec<_> = self.prefetches.keys().copied().collect();
+        // First come, first served.
+        ids.sort_unstable();
+        for id in ids {
+            let Some(of) = self.prefetches.get(&id) else { continue };
+            match of.stage {
+                Stage::Looking { until, .. } if now >= until => self.plan(id),
+                Stage::Reading { until, .. } if now >= until => {
+                    let of = self.prefetches.get_mut(&id);
+                    of.invariant("a prefetch was just there").stage = Stage::Done;
+                }
+                Stage::Reading { .. } => self.begin_reads(id),
+                Stage::Done => self.look_again(id, now),
+                Stage::Looking { .. } => {}
+            }
+        }
+    }
+}
