@@ -167,6 +167,12 @@ pub(crate) struct GenerateArgs {
     #[arg(conflicts_with_all = ["no_cache", "contiguous", "no_reuse"])]
     pub(crate) tier: Vec<TierArg>,
 
+    /// Encrypt what goes to disk and stores with the key in FILE: 64 hexadecimal digits, or 32
+    /// bytes. Runs with other keys, or without one, neither find nor disturb it
+    #[cfg(feature = "seal")]
+    #[arg(long, value_name = "FILE", requires = "tier")]
+    pub(crate) tier_key: Option<PathBuf>,
+
     /// How long a prompt waits for tiers: compute (as long as computing it would take), all, none,
     /// or a time such as 200ms
     #[arg(long, value_name = "TIME", default_value = "compute", requires = "tier")]

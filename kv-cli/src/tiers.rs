@@ -6,6 +6,8 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use kv::KvCache;
 use kv::backend::AnyBackend;
+#[cfg(feature = "seal")]
+use kv::tier::BlockStore;
 use kv::tier::policy::{WritePolicy, WriteRule};
 use kv::tier::{
     Identity, ModelDigest, StoreOptions, StoreStats, TierOptions, Tiers, TiersStats, Wait,
@@ -35,6 +37,8 @@ pub(crate) fn open(
     cache: &KvCache,
 ) -> anyhow::Result<Tiers<AnyBackend>> {
     let mut options = TierOptions::new().with_wait(args.wait.0);
+    #[cfg(feature = "seal")]
+    let key = args.tier_key.as_deref().map(read_key).transpose()?;
     let mut has_host = false;
     for tier in &args.tier {
         if let TierArg::Host { bytes } = tier {
@@ -46,12 +50,46 @@ pub(crate) fn open(
         }
         let store = tier.open().with_context(|| tier.to_string())?;
         let mut of_store = StoreOptions::new(store.tier());
+        #[cfg(feature = "seal")]
+        let store = seal(store, key);
         if let Some(policy) = args.tier_write {
             of_store = of_store.with_write(WriteRule::new(policy));
         }
         options = options.with_store_options(store, of_store);
     }
     Ok(Tiers::new(cache, Identity::new(digest), options)?)
+}
+
+/// Lets a store keep sealed chunks if there is a key.
+#[cfg(feature = "seal")]
+fn seal(store: Box<dyn BlockStore>, key: Option<[u8; 32]>) -> Box<dyn BlockStore> {
+    match key {
+        Some(key) => Box::new(kv::tier::SealedStore::new(store, &key)),
+        None => store,
+    }
+}
+
+/// Reads a key of 256 bits: 64 hexadecimal digits, or the bytes themselves.
+#[cfg(feature = "seal")]
+fn read_key(path: &Path) -> anyhow::Result<[u8; 32]> {
+    let bytes = std::fs::read(path).with_context(|| path.display().to_string())?;
+    let key = <[u8; 32]>::try_from(bytes.as_slice()).ok();
+    let digits = || parse_key(std::str::from_utf8(&bytes).ok()?.trim_end());
+    // The file's bytes are in no message.
+    key.or_else(digits)
+        .with_context(|| format!("{}: expected 64 hexadecimal digits, or 32 bytes", path.display()))
+}
+
+#[cfg(feature = "seal")]
+fn parse_key(digits: &str) -> Option<[u8; 32]> {
+    let (pairs, rest) = digits.as_bytes().as_chunks::<2>();
+    let pairs: &[[u8; 2]; 32] = pairs.try_into().ok().filter(|_| rest.is_empty())?;
+    let mut key = [0; 32];
+    for (byte, pair) in key.iter_mut().zip(pairs) {
+        let pair = std::str::from_utf8(pair).ok().filter(|pair| !pair.starts_with('+'))?;
+        *byte = u8::from_str_radix(pair, 16).ok()?;
+    }
+    Some(key)
 }
 
 /// The argument of `--wait`.
@@ -203,6 +241,26 @@ pub(crate) fn warn(args: &GenerateArgs, stats: &TiersStats) -> anyhow::Result<()
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[cfg(feature = "seal")]
+    #[test]
+    fn keys_are_digits_or_bytes() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("key");
+        let read = |bytes: &[u8]| {
+            std::fs::write(&path, bytes).expect("a file");
+            read_key(&path)
+        };
+        assert_eq!(read(&[200; 32]).expect("bytes"), [200; 32]);
+        let digits = "0aF1".repeat(16);
+        let expected = [[0x0a, 0xf1]; 16].concat();
+        assert_eq!(read(digits.as_bytes()).expect("digits")[..], expected);
+        assert_eq!(read(format!("{digits}\r\n").as_bytes()).expect("a line")[..], expected);
+        for bytes in [&digits.as_bytes()[1..], &[200; 31], b"", "+1".repeat(32).as_bytes()] {
+            let error = read(bytes).expect_err("no key").to_string();
+            assert!(error.ends_with("expected 64 hexadecimal digits, or 32 bytes"), "{error}");
+        }
+    }
 
     #[test]
     fn waits_are_words_or_times() {

@@ -7,6 +7,8 @@
 mod encode;
 mod error;
 mod header;
+#[cfg(feature = "seal")]
+mod sealed;
 mod spec;
 #[cfg(test)]
 mod tests;
@@ -19,6 +21,8 @@ pub use header::{Header, read_header};
 pub use spec::{ChunkSpec, ChunkSpecError};
 pub use verify::{Verified, verify};
 
+#[cfg(feature = "seal")]
+pub(crate) use sealed::{SEALED_PAGE_BYTES, SealedPage};
 pub(crate) use unused::zero_unused;
 
 use kv_core::num::to_usize;

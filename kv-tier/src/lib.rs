@@ -18,6 +18,7 @@
 //! | `object` | a store in S3, with the feature `object` |
 //! | [`policy`] | when a chunk is written to a tier, and whether loading it beats computing it |
 //! | `redis` | a store in Redis or Valkey, with the feature `redis` |
+//! | `sealed` | a store that encrypts what goes to another, with the feature `seal` |
 //! | [`session`] | one sequence in a file: its format, `dump` and `load` |
 //! | [`store`] | the contract of a place that keeps chunks by name |
 #![forbid(unsafe_code)]
@@ -40,6 +41,8 @@ mod record;
 pub mod redis;
 #[cfg(any(feature = "redis", feature = "object"))]
 mod remote;
+#[cfg(feature = "seal")]
+pub mod sealed;
 pub mod session;
 pub mod store;
 
@@ -61,5 +64,7 @@ pub use name::ChunkName;
 pub use policy::WritePolicy;
 #[cfg(any(feature = "redis", feature = "object"))]
 pub use remote::StoreUrlError;
+#[cfg(feature = "seal")]
+pub use sealed::SealedStore;
 pub use session::{Session, SessionError, SessionInfo};
 pub use store::{BlockStore, ChunkAddress, Put, StoreError, StoreErrorKind};

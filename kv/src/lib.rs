@@ -53,6 +53,7 @@
 //! | `emulated` | for tests: the device `emulated`, CUDA kernels that this machine's CPU runs |
 //! | `tier` | the module `kv::tier`: lower tiers in host memory and on disk |
 //! | `tier-redis` | `tier`, and a store in Redis or Valkey |
+//! | `tier-seal` | `tier`, and encryption of what goes to a store |
 //! | `tier-object` | `tier`, and a store in S3; brings 130 crates |
 //!
 //! Features only add names; which device is used is always the program's choice.

@@ -79,6 +79,37 @@ fn the_report_says_what_came_from_where() {
     assert!(lines.iter().all(|line| line["same_tokens"] == true));
 }
 
+#[cfg(feature = "seal")]
+#[test]
+fn a_sealed_folder_serves_only_who_has_the_key() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let tier = disk(&folder);
+    let key = |name: &str, digit: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, digit.repeat(64)).expect("a key");
+        path.display().to_string()
+    };
+    let [mine, theirs] = [key("mine", "a"), key("theirs", "b")];
+    let plain = generate("4", &[]);
+    for (key, reused) in [(Some(&mine), 0), (Some(&mine), 256), (Some(&theirs), 0), (None, 0)] {
+        let mut extra = vec!["--tier", tier.as_str()];
+        extra.extend(key.iter().flat_map(|key| ["--tier-key", key.as_str()]));
+        let run = generate("4", &extra);
+        assert_eq!(text(&run), text(&plain));
+        assert_eq!(run["sequences"][0]["reused_tokens"], reused, "{key:?}");
+    }
+    // Two keys and none: the tools leave alone what they cannot read.
+    let place = folder.path().join("cache").display().to_string();
+    let verified = json(&["tier", "verify", &place]);
+    assert_eq!((&verified["good"], &verified["broken"]), (&1.into(), &Value::Array(vec![])));
+    let sealed = verified["foreign"].as_array().expect("a list");
+    assert_eq!(sealed.len(), 2);
+    assert!(sealed.iter().all(|chunk| chunk["why"].as_str().expect("why").starts_with("sealed")));
+    let absent = folder.path().join("absent").display().to_string();
+    fails(&["generate", "--json", "--tier", &tier, "--tier-key", &absent], 1, "absent");
+    fails(&["generate", "--json", "--tier-key", &mine], 2, "--tier");
+}
+
 #[test]
 fn a_folder_that_cannot_be_used_is_refused_before_the_model_runs() {
     let folder = tempfile::tempdir().expect("a folder");

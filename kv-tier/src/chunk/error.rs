@@ -38,8 +38,8 @@ pub enum ChunkError {
         /// CRC of the bytes.
         got: u64,
     },
-    /// Tokens and payload are encrypted, which is not supported.
-    #[error("sealed (flags {flags:#x}), which is not supported")]
+    /// The chunk is encrypted: a `SealedStore` with its key reads it.
+    #[error("sealed (flags {flags:#x}): only who has its key reads it")]
     Sealed {
         /// The header's flags.
         flags: u32,

@@ -48,6 +48,26 @@ fn a_store_outlives_the_process() {
     assert_eq!(second.run(&text(2, 1000), plain()).1, 8);
 }
 
+#[cfg(feature = "seal")]
+#[test]
+fn a_sealed_store_serves_only_who_has_the_key() {
+    use kv_tier::SealedStore;
+
+    let store = Arc::new(MemoryStore::new(64 << 20));
+    let prompt = text(1, 1000);
+    for (key, reused, reads) in [([1; 32], 0, 0), ([1; 32], 768, 3), ([2; 32], 0, 0)] {
+        let sealed = SealedStore::new(Arc::clone(&store), &key);
+        let options = patient(&sealed);
+        let options = TierOptions::new().with_store_options(Box::new(sealed), options);
+        let mut engine = Engine::new(spec(2048), identity(), options);
+        assert_eq!(engine.run(&prompt, plain()).1, reused);
+        engine.flush();
+        let stats = engine.tiers.stats();
+        assert_eq!((stats.stores[0].reads, stats.stores[0].failures), (reads, 0));
+        assert_eq!(stats.stores[0].refused.len(), 0);
+    }
+}
+
 #[test]
 fn a_store_with_every_second_chunk_gives_the_first_alone() {
     let store = Arc::new(MemoryStore::new(64 << 20));

@@ -16,6 +16,8 @@ mod faults;
 mod folder;
 #[cfg(target_os = "linux")]
 mod processes;
+#[cfg(feature = "seal")]
+mod sealed;
 mod suite;
 #[cfg(target_os = "linux")]
 mod support;

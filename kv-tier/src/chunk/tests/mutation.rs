@@ -110,7 +110,7 @@ fn errors_say_what_came_and_what_was_expected() {
     let text = refused(&|chunk| flip(chunk, HEADS_BEGIN));
     assert_eq!(text, "kv heads 1..1 of 1: shards are not supported");
     let text = refused(&|chunk| flip(chunk, FLAGS));
-    assert_eq!(text, "sealed (flags 0x1), which is not supported");
+    assert_eq!(text, "sealed (flags 0x1): only who has its key reads it");
     let text = refused(&|chunk| flip(chunk, FLAGS + 1));
     assert_eq!(text, "unknown flags 0x100");
     let text = refused(&|chunk| flip(chunk, 7));
