@@ -79,7 +79,7 @@ fn what_cannot_go_on_is_refused_and_stays() {
     }
     std::fs::write(&path, &written).expect("a file");
     let format = ["--json", "--format", "f16"];
-    fails(&[&session[..], &format].concat(), 1, "session of encoding");
+    fails(&[&session[..], &format].concat(), 1, "another stored format");
     let absent = folder.path().join("absent/chat.kvs").display().to_string();
     fails(
         &["generate", "--json", "--session", &absent, "--max-new-tokens", "3"],

@@ -68,7 +68,10 @@ pub enum SessionError {
         got: ModelDigest,
     },
     /// The cache stores rows in another way.
-    #[error("session of encoding {got:032x}, not {expected:032x}")]
+    #[error(
+        "session of another stored format, shape or calibration: encoding {got:032x}, not \
+         {expected:032x}"
+    )]
     Encoding {
         /// The encoding key of the cache.
         expected: u128,
