@@ -76,15 +76,26 @@ impl CudaBackend {
     /// `ForeignHandle` for an address that does not belong to this device, `OutOfRange` for a range
     /// past the end of its allocation, `Unsupported` for an address that is not a multiple of 16.
     pub unsafe fn wrap(&self, address: u64, len: u64) -> Result<CudaBuffer, DeviceError> {
-        if !address.is_multiple_of(16) {
-            return Err(crate::tensors::unsupported(
-                "wrap device memory",
-                "the address is not a multiple of 16",
-            ));
-        }
+        require_aligned(address)?;
         self.gpu.check_foreign(address, len)?;
         // SAFETY: `check_foreign` found the range in memory of this device; condition 1 for the
         // rest.
+        Ok(unsafe { CudaBuffer::foreign(&self.gpu, address, len) })
+    }
+
+    /// Does what [`Self::wrap`] does without two questions to the driver: for callers that made the
+    /// memory, and wrap some for every layer.
+    ///
+    /// # Safety
+    /// 1. `len` bytes at `address` are memory of this device's primary context.
+    /// 2. The memory outlives every handle.
+    /// 3. The caller orders other streams' work on it with the queue's.
+    ///
+    /// # Errors
+    /// `Unsupported` for an address that is not a multiple of 16.
+    pub unsafe fn wrap_unchecked(&self, address: u64, len: u64) -> Result<CudaBuffer, DeviceError> {
+        require_aligned(address)?;
+        // SAFETY: all three conditions.
         Ok(unsafe { CudaBuffer::foreign(&self.gpu, address, len) })
     }
 
@@ -106,6 +117,15 @@ impl CudaBackend {
     pub fn card(&self) -> &str {
         &self.gpu.facts().card
     }
+}
+
+/// Refuses memory that kernels cannot read 16 bytes at a time.
+fn require_aligned(address: u64) -> Result<(), DeviceError> {
+    if address.is_multiple_of(16) {
+        return Ok(());
+    }
+    let why = "the address is not a multiple of 16";
+    Err(crate::tensors::unsupported("wrap device memory", why))
 }
 
 impl Backend for CudaBackend {

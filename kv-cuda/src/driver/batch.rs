@@ -2,20 +2,18 @@
 //!
 //! A block that moves between tiers has a range in every plane: tens to hundreds of copies, each of
 //! which costs more to submit on its own than to carry out.
-use cudarc::driver::sys::CUmemcpySrcAccessOrder as AccessOrder;
-use cudarc::driver::sys::{
-    self, CUmemLocation, CUmemLocationType as LocationType, CUmemcpyAttributes, CUstream,
-};
+use cudarc::driver::sys::CUstream;
 use kv_core::error::DeviceError;
 
 use super::context::Context;
 use super::facts::Driver;
+use super::library::{CopyAttributes, CopyBatch, Location, STREAM_ORDER};
 use crate::gpu::HostCopy;
 use crate::params::Address;
 
-/// Returns whether the driver has the call, and enough copies make it worthwhile.
-pub(super) fn is_worth_it(driver: Driver, copies: usize) -> bool {
-    driver.batch_copies && copies >= COPIES_MIN
+/// Returns the driver's call if it has it, and enough copies make it worthwhile.
+pub(super) fn call(driver: Driver, copies: usize) -> Option<CopyBatch> {
+    driver.optional.copy_batch.filter(|_| copies >= COPIES_MIN)
 }
 
 /// Copies to the device.
@@ -25,13 +23,13 @@ pub(super) fn is_worth_it(driver: Driver, copies: usize) -> bool {
 /// 2. `stream` is a live stream of the context, and not the legacy one.
 pub(super) unsafe fn upload(
     context: &Context,
-    stream: CUstream,
+    (call, stream): (CopyBatch, CUstream),
     copies: &[HostCopy],
 ) -> Result<(), DeviceError> {
     let (host, device, sizes) = lists(copies);
-    let locations = Locations { from: host_location(), to: device_location(context) };
+    let locations = Locations { from: Location::HOST, to: Location::device(context.device()) };
     // SAFETY: both conditions; the lists have equal lengths.
-    unsafe { submit(context, stream, "upload a batch", device, host, sizes, &locations) }
+    unsafe { submit(context, (call, stream), "upload a batch", device, host, sizes, &locations) }
 }
 
 /// Copies to the host.
@@ -41,27 +39,19 @@ pub(super) unsafe fn upload(
 /// 2. `stream` is a live stream of the context, and not the legacy one.
 pub(super) unsafe fn download(
     context: &Context,
-    stream: CUstream,
+    (call, stream): (CopyBatch, CUstream),
     copies: &[HostCopy],
 ) -> Result<(), DeviceError> {
     let (host, device, sizes) = lists(copies);
-    let locations = Locations { from: device_location(context), to: host_location() };
+    let locations = Locations { from: Location::device(context.device()), to: Location::HOST };
     // SAFETY: both conditions; the lists have equal lengths.
-    unsafe { submit(context, stream, "download a batch", host, device, sizes, &locations) }
+    unsafe { submit(context, (call, stream), "download a batch", host, device, sizes, &locations) }
 }
 
 /// Memory locations of all sources and all targets.
 struct Locations {
-    from: CUmemLocation,
-    to: CUmemLocation,
-}
-
-fn host_location() -> CUmemLocation {
-    CUmemLocation { type_: LocationType::CU_MEM_LOCATION_TYPE_HOST, id: 0 }
-}
-
-fn device_location(context: &Context) -> CUmemLocation {
-    CUmemLocation { type_: LocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: context.device() }
+    from: Location,
+    to: Location,
 }
 
 /// Lists addresses on the host, addresses on the device, and lengths; skips empty copies.
@@ -78,7 +68,7 @@ fn lists(copies: &[HostCopy]) -> (Vec<Address>, Vec<Address>, Vec<usize>) {
 /// 3. The three lists have equal lengths.
 unsafe fn submit(
     context: &Context,
-    stream: CUstream,
+    (call, stream): (CopyBatch, CUstream),
     operation: &'static str,
     mut to: Vec<Address>,
     mut from: Vec<Address>,
@@ -88,19 +78,18 @@ unsafe fn submit(
     if sizes.is_empty() {
         return Ok(());
     }
-    let mut attributes = CUmemcpyAttributes {
-        srcAccessOrder: AccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
-        srcLocHint: locations.from,
-        dstLocHint: locations.to,
+    let mut attributes = CopyAttributes {
+        source_order: STREAM_ORDER,
+        from: locations.from,
+        to: locations.to,
         flags: 0,
     };
     // One set of attributes for all copies, from the first on.
     let mut first = 0_usize;
     let _current = context.enter(operation)?;
-    // SAFETY: all three conditions; the driver exports this function, see `is_worth_it`, and copies
-    // the lists.
+    // SAFETY: all three conditions; the driver copies the lists.
     let code = unsafe {
-        sys::cuMemcpyBatchAsync_v2(
+        call(
             to.as_mut_ptr(),
             from.as_mut_ptr(),
             sizes.as_mut_ptr(),
@@ -119,6 +108,9 @@ const COPIES_MIN: usize = 4;
 
 #[cfg(test)]
 mod tests {
+    use cudarc::driver::sys::CUresult;
+
+    use super::super::library::Optional;
     use super::*;
 
     #[test]
@@ -133,9 +125,22 @@ mod tests {
 
     #[test]
     fn old_drivers_copy_one_by_one() {
-        let driver = Driver { version: 12060, batch_copies: false, param_info: true, pools: true };
-        assert!(!is_worth_it(driver, 100));
-        let driver = Driver { version: 13000, batch_copies: true, ..driver };
-        assert!(is_worth_it(driver, 100) && !is_worth_it(driver, 1));
+        unsafe extern "C" fn copy_batch(
+            _: *mut Address,
+            _: *mut Address,
+            _: *mut usize,
+            _: usize,
+            _: *mut CopyAttributes,
+            _: *mut usize,
+            _: usize,
+            _: CUstream,
+        ) -> CUresult {
+            CUresult::CUDA_SUCCESS
+        }
+        let driver = Driver { version: 12060, pools: true, ..Driver::default() };
+        assert!(call(driver, 100).is_none());
+        let optional = Optional { copy_batch: Some(copy_batch), ..Optional::default() };
+        let driver = Driver { version: 13000, optional, ..driver };
+        assert!(call(driver, 100).is_some() && call(driver, 1).is_none());
     }
 }

@@ -201,8 +201,7 @@ mod tests {
 
     #[test]
     fn after_a_loss_every_call_fails() {
-        let driver =
-            Driver { version: 13000, batch_copies: false, param_info: false, pools: false };
+        let driver = Driver { version: 13000, ..Driver::default() };
         let (raw, setup) = (std::ptr::null_mut(), std::ptr::null_mut());
         let (lost, events) = (OnceLock::new(), Mutex::default());
         // No driver made it, so it must not be dropped.

@@ -67,7 +67,6 @@ pub(super) fn kind(code: CUresult) -> DeviceErrorKind {
         | E::CUDA_ERROR_CONTEXT_IS_DESTROYED
         | E::CUDA_ERROR_ECC_UNCORRECTABLE
         | E::CUDA_ERROR_NVLINK_UNCORRECTABLE
-        | E::CUDA_ERROR_CONTAINED
         | E::CUDA_ERROR_ILLEGAL_ADDRESS
         | E::CUDA_ERROR_LAUNCH_TIMEOUT
         | E::CUDA_ERROR_ASSERT
@@ -77,10 +76,10 @@ pub(super) fn kind(code: CUresult) -> DeviceErrorKind {
         | E::CUDA_ERROR_INVALID_ADDRESS_SPACE
         | E::CUDA_ERROR_INVALID_PC
         | E::CUDA_ERROR_LAUNCH_FAILED
-        | E::CUDA_ERROR_TENSOR_MEMORY_LEAK
         | E::CUDA_ERROR_MPS_CLIENT_TERMINATED
         | E::CUDA_ERROR_EXTERNAL_DEVICE
         | E::CUDA_ERROR_UNKNOWN => DeviceErrorKind::Lost,
+        code if is_late_loss(code) => DeviceErrorKind::Lost,
         code if is_misfit(code) => DeviceErrorKind::Unsupported,
         E::CUDA_ERROR_STUB_LIBRARY
         | E::CUDA_ERROR_DEVICE_UNAVAILABLE
@@ -93,6 +92,14 @@ pub(super) fn kind(code: CUresult) -> DeviceErrorKind {
         | E::CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE => DeviceErrorKind::Unsupported,
         _ => DeviceErrorKind::Driver,
     }
+}
+
+/// Returns whether a code is one of the sticky errors that bindings before CUDA 12.8 do not name:
+/// `CUDA_ERROR_CONTAINED` and `CUDA_ERROR_TENSOR_MEMORY_LEAK`.
+fn is_late_loss(code: CUresult) -> bool {
+    #[expect(clippy::as_conversions, reason = "the number of a variant")]
+    let code = code as u32;
+    [226, 721].contains(&code)
 }
 
 /// Returns whether an image does not fit this device or driver: another image may fit.

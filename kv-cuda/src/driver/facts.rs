@@ -1,23 +1,21 @@
 //! Facts about driver and devices, and the requirements they must meet.
 use std::ffi::{CStr, c_char, c_int};
-use std::sync::OnceLock;
 
 use cudarc::driver::sys::{self, CUdevice, CUdevice_attribute as Attribute};
 use kv_core::error::{DeviceError, DeviceErrorKind};
 
 use super::error::{check, error, refuse};
+use super::library::{Optional, exports, library};
 use crate::code::Arch;
 use crate::gpu::Facts;
 
-/// Optional functions of the driver.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// What the driver can do.
+#[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Driver {
     /// Version of CUDA: 13000 for 13.0.
     pub(super) version: u32,
-    /// Many copies in one call.
-    pub(super) batch_copies: bool,
-    /// Sizes of kernels' parameters.
-    pub(super) param_info: bool,
+    /// Functions that older drivers lack.
+    pub(super) optional: Optional,
     /// Memory pools, if the device has them too.
     pub(super) pools: bool,
 }
@@ -25,26 +23,17 @@ pub(super) struct Driver {
 /// Returns whether the driver's library can be loaded. cudarc panics if it cannot, so everything
 /// here calls this first.
 pub(super) fn is_driver_present() -> bool {
-    static PRESENT: OnceLock<bool> = OnceLock::new();
-    // SAFETY: runs the initialisers of NVIDIA's library, which have no preconditions.
-    *PRESENT.get_or_init(|| unsafe { sys::is_culib_present() })
-}
-
-/// Returns whether the library exports a function. cudarc panics on calls of a missing one.
-fn exports(name: &str) -> bool {
-    // SAFETY: the library is loaded: callers have checked `is_driver_present`.
-    let library = unsafe { sys::culib() };
-    // SAFETY: the symbol is not used, so its type does not matter.
-    unsafe { library.get::<*const ()>(name.as_bytes()) }.is_ok()
+    library().is_some()
 }
 
 /// Loads and initialises the driver.
 pub(super) fn require_driver() -> Result<Driver, DeviceError> {
     let unsupported = |reason| Err(refuse(DeviceErrorKind::Unsupported, OPEN, reason));
-    if !is_driver_present() {
+    let Some(library) = library() else {
         return unsupported("no CUDA driver library on this machine".to_owned());
-    }
-    if let Some(missing) = FUNCTIONS.iter().find(|name| !exports(name)) {
+    };
+    // cudarc panics on calls of a missing one.
+    if let Some(missing) = FUNCTIONS.iter().find(|name| !exports(library, name)) {
         return unsupported(format!("the CUDA driver is too old: it has no {missing}"));
     }
     // SAFETY: the driver exports the function; it takes no flags.
@@ -61,9 +50,8 @@ pub(super) fn require_driver() -> Result<Driver, DeviceError> {
     check(OPEN, unsafe { sys::cuDriverGetVersion(&raw mut version) })?;
     Ok(Driver {
         version: u32::try_from(version).unwrap_or(0),
-        batch_copies: exports("cuMemcpyBatchAsync_v2"),
-        param_info: exports("cuFuncGetParamInfo"),
-        pools: POOL_FUNCTIONS.iter().all(|name| exports(name)),
+        optional: Optional::of(library),
+        pools: POOL_FUNCTIONS.iter().all(|name| exports(library, name)),
     })
 }
 

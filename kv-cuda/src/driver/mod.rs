@@ -11,6 +11,7 @@ mod event;
 mod facts;
 mod graph;
 mod handle;
+mod library;
 mod memory;
 mod modules;
 mod options;

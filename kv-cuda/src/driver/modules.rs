@@ -303,12 +303,10 @@ impl Modules {
     }
 
     fn param_bytes(&self, function: CUfunction) -> Option<usize> {
-        if !self.context.driver.param_info {
-            return None;
-        }
+        let param_info = self.context.driver.optional.param_info?;
         let (mut offset, mut bytes) = (0, 0);
-        // SAFETY: out-pointers for two sizes; the driver exports this function.
-        let code = unsafe { sys::cuFuncGetParamInfo(function, 0, &raw mut offset, &raw mut bytes) };
+        // SAFETY: places for two sizes, and a function that was just found.
+        let code = unsafe { param_info(function, 0, &raw mut offset, &raw mut bytes) };
         (code == CUresult::CUDA_SUCCESS).then_some(bytes)
     }
 

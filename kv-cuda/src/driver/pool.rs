@@ -11,10 +11,9 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use cudarc::driver::sys::CUmemAllocationHandleType as HandleType;
 use cudarc::driver::sys::{
-    self, CUdevice_attribute, CUmemAllocationType, CUmemLocation, CUmemLocationType,
-    CUmemPool_attribute, CUmemPoolProps, CUmemoryPool, CUresult, CUstream,
+    self, CUdevice_attribute, CUmemAllocationType, CUmemPool_attribute, CUmemPoolProps,
+    CUmemoryPool, CUresult, CUstream,
 };
 use kv_core::error::{DeviceError, DeviceErrorKind};
 
@@ -22,6 +21,7 @@ use super::context::Context;
 use super::error::refuse;
 use super::event::CudaEvent;
 use super::facts::{self, OPEN};
+use super::library;
 use crate::gpu::Event;
 use crate::params::Address;
 use crate::reclaim::{Heap, Reclaim, StreamHandle};
@@ -117,18 +117,11 @@ impl Pool {
             return Ok(pool);
         }
         let _current = context.enter(POOL)?.relax();
-        let properties = CUmemPoolProps {
-            allocType: CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
-            handleTypes: HandleType::CU_MEM_HANDLE_TYPE_NONE,
-            location: CUmemLocation {
-                type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
-                id: context.device(),
-            },
-            win32SecurityAttributes: std::ptr::null_mut(),
-            maxSize: 0,
-            usage: 0,
-            reserved: [0; 54],
-        };
+        // SAFETY: numbers, a null pointer, and enumerations with a variant 0. Zeroes ask for no
+        // handles and no limit, also in fields of later versions.
+        let mut properties: CUmemPoolProps = unsafe { std::mem::zeroed() };
+        properties.allocType = CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
+        library::set_device(&mut properties.location, context.device());
         let mut raw = std::ptr::null_mut();
         // SAFETY: an out-pointer for a pool, and properties whose other fields are zero; the driver
         // exports the function, see `has_pools`.

@@ -13,6 +13,7 @@ use super::error::refuse;
 use super::event::CudaEvent;
 use super::graph::CudaGraph;
 use super::handle::CudaStreamHandle;
+use super::library::CopyBatch;
 use super::memory::check_stream;
 use super::modules::Modules;
 use super::pool::DeviceMemory;
@@ -78,13 +79,13 @@ impl CudaStream {
         Ok(unsafe { Self::on(context, modules, memory, (raw, false)) })
     }
 
-    /// Returns whether this many copies are batched; built-in streams and captures cannot be.
-    fn batches(&self, copies: usize) -> bool {
+    /// Returns the call that batches this many copies, if they are batched: on built-in streams and
+    /// during captures they cannot be.
+    fn batch_call(&self, copies: usize) -> Option<CopyBatch> {
         const BUILT_IN: [usize; 3] = [0, 1, 2];
-        if !batch::is_worth_it(self.context.driver, copies) || BUILT_IN.contains(&self.raw.addr()) {
-            return false;
-        }
-        !self.handle.is_capturing()
+        let call = batch::call(self.context.driver, copies)?;
+        let can_batch = !BUILT_IN.contains(&self.raw.addr()) && !self.handle.is_capturing();
+        can_batch.then_some(call)
     }
 
     /// Refuses an upload while the owner of the stream captures: a replay would read staging memory
@@ -179,9 +180,9 @@ impl Stream for CudaStream {
     }
 
     unsafe fn upload_batch(&mut self, copies: &[HostCopy]) -> Result<(), DeviceError> {
-        if self.batches(copies.len()) {
+        if let Some(call) = self.batch_call(copies.len()) {
             // SAFETY: condition 1 of this function, on a live stream.
-            return unsafe { batch::upload(&self.context, self.raw, copies) };
+            return unsafe { batch::upload(&self.context, (call, self.raw), copies) };
         }
         for copy in copies {
             // SAFETY: condition 1 of this function.
@@ -191,9 +192,9 @@ impl Stream for CudaStream {
     }
 
     unsafe fn download_batch(&mut self, copies: &[HostCopy]) -> Result<(), DeviceError> {
-        if self.batches(copies.len()) {
+        if let Some(call) = self.batch_call(copies.len()) {
             // SAFETY: condition 1 of this function, on a live stream.
-            return unsafe { batch::download(&self.context, self.raw, copies) };
+            return unsafe { batch::download(&self.context, (call, self.raw), copies) };
         }
         for copy in copies {
             // SAFETY: condition 1 of this function.

@@ -36,3 +36,36 @@ fn bytes_are_copied_between_buffers() {
         "refused copies change nothing"
     );
 }
+
+#[test]
+fn memory_of_the_caller_is_written_in_place_and_not_freed() {
+    let backend = CudaBackend::emulated(&EmulatorOptions::default()).unwrap();
+    let mut queue = backend.queue().unwrap();
+    // What another library has allocated on this device.
+    let theirs = backend.alloc(256).unwrap();
+    queue.upload(&theirs, 0, &[7; 256]).unwrap();
+    // SAFETY: memory of this device that outlives the handle, used by one queue.
+    let checked = unsafe { backend.wrap(theirs.address(), 64) }.unwrap();
+    // SAFETY: the same.
+    let unchecked = unsafe { backend.wrap_unchecked(theirs.address() + 128, 64) }.unwrap();
+    for (buffer, value) in [(&checked, 8), (&unchecked, 9)] {
+        assert_eq!(buffer.len(), 64);
+        queue.upload(buffer, 0, &[value; 64]).unwrap();
+    }
+    drop((checked, unchecked));
+    let bytes = queue.download(&theirs, 0, 256).unwrap().wait().unwrap();
+    let expected = [[8; 64], [7; 64], [9; 64], [7; 64]].concat();
+    assert_eq!(bytes, expected);
+    for address in [theirs.address() + 8, theirs.address() + 1] {
+        // SAFETY: memory of this device; it is refused.
+        let checked = unsafe { backend.wrap(address, 64) };
+        // SAFETY: the same.
+        let unchecked = unsafe { backend.wrap_unchecked(address, 64) };
+        for refused in [checked, unchecked] {
+            assert_eq!(refused.unwrap_err().kind(), DeviceErrorKind::Unsupported);
+        }
+    }
+    // SAFETY: refused, because the allocation ends before.
+    let beyond = unsafe { backend.wrap(theirs.address(), 1 << 20) }.unwrap_err();
+    assert_eq!(beyond.kind(), DeviceErrorKind::OutOfRange);
+}
