@@ -1,0 +1,124 @@
+//! How a tensor of candle lies, in the words of the cache.
+use std::ops::Range;
+
+use candle_core::Layout;
+use kv::{Element, QkvFormat, TensorView};
+
+/// Dimensions of a tensor as the cache names them, and where its values lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Axes {
+    pub(crate) format: QkvFormat,
+    dims: [u32; 4],
+    rank: usize,
+    /// Elements from a batch entry, and from a token, to the next.
+    outer: [u64; 2],
+    begin: usize,
+    end: usize,
+}
+
+impl Axes {
+    /// Describes a tensor `[t, heads, dim]` or `[b, heads, s, dim]`; `None` if the cache cannot
+    /// read it in place, because the values of all heads of a token do not lie together.
+    pub(crate) fn of(layout: &Layout) -> Option<Self> {
+        let (format, [batch, tokens, heads, dim], strides) = match (layout.dims(), layout.stride())
+        {
+            (&[t, h, d], &[of_t, of_h, of_d]) => {
+                (QkvFormat::Thd, [1, t, h, d], [0, of_t, of_h, of_d])
+            }
+            (&[b, h, s, d], &[of_b, of_h, of_s, of_d]) => {
+                (QkvFormat::Bshd, [b, s, h, d], [of_b, of_s, of_h, of_d])
+            }
+            _ => return None,
+        };
+        let [of_batch, of_token, of_head, of_value] = strides;
+        let is_dense = (of_value == 1 || dim == 1) && (of_head == dim || heads == 1);
+        // Rows of no stride, as `expand` makes them, would be one row.
+        let is_spread = (of_token > 0 || tokens <= 1) && (of_batch > 0 || batch <= 1);
+        if !is_dense || !is_spread {
+            return None;
+        }
+        let row = heads.checked_mul(dim)?;
+        let last = |count: usize, stride: usize| count.saturating_sub(1).checked_mul(stride);
+        let reach =
+            last(batch, of_batch)?.checked_add(last(tokens, of_token)?)?.checked_add(row)?;
+        let begin = layout.start_offset();
+        let n = |count: usize| u32::try_from(count).ok();
+        let (dims, rank) = if format == QkvFormat::Thd {
+            ([n(tokens)?, n(heads)?, n(dim)?, 0], 3)
+        } else {
+            ([n(batch)?, n(tokens)?, n(heads)?, n(dim)?], 4)
+        };
+        let outer = if rank == 3 { [of_token, 0] } else { [of_batch, of_token] };
+        let [first, second] = outer.map(|stride| u64::try_from(stride).ok());
+        let is_empty = batch == 0 || tokens == 0;
+        let end = if is_empty { begin } else { begin.checked_add(reach)? };
+        Some(Self { format, dims, rank, outer: [first?, second?], begin, end })
+    }
+
+    /// Returns the dimensions: `[t, heads, dim]`, or `[b, s, heads, dim]`.
+    pub(crate) fn dims(&self) -> &[u32] {
+        self.dims.get(..self.rank).unwrap_or_default()
+    }
+
+    /// Returns heads and values of a head.
+    pub(crate) fn head(&self) -> [u32; 2] {
+        match *self.dims() {
+            [.., heads, dim] => [heads, dim],
+            _ => [0, 0],
+        }
+    }
+
+    fn range(&self) -> Range<usize> {
+        self.begin..self.end
+    }
+
+    /// Returns the view of a tensor's storage; `None` if the storage is shorter than its layout.
+    pub(crate) fn view<'a, T: Element, Buf>(&self, values: &'a [T]) -> Option<TensorView<'a, Buf>> {
+        let view = TensorView::host(values.get(self.range())?, self.dims());
+        Some(view.with_outer_strides(self.outer))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device, Tensor};
+
+    use super::*;
+
+    fn zeros(dims: &[usize]) -> Tensor {
+        Tensor::zeros(dims, DType::F32, &Device::Cpu).expect("zeros")
+    }
+
+    #[test]
+    fn projections_are_read_in_place_also_when_transposed() {
+        let rows = zeros(&[5, 2, 8]);
+        let axes = Axes::of(rows.layout()).expect("dense");
+        assert_eq!(
+            (axes.format, axes.dims(), axes.range()),
+            (QkvFormat::Thd, &[5, 2, 8][..], 0..80)
+        );
+        // One of three parts of a fused projection.
+        let fused = zeros(&[5, 6, 8]).narrow(1, 2, 2).expect("a part");
+        let axes = Axes::of(fused.layout()).expect("dense heads");
+        assert_eq!((axes.outer, axes.range()), ([48, 0], 16..16 + 4 * 48 + 16));
+        let batch = zeros(&[3, 5, 2, 8]).transpose(1, 2).expect("[b, h, s, d]");
+        let axes = Axes::of(batch.layout()).expect("a transposed projection");
+        assert_eq!((axes.format, axes.dims()), (QkvFormat::Bshd, &[3, 5, 2, 8][..]));
+        assert_eq!((axes.outer, axes.range()), ([80, 16], 0..240));
+        // One token: no matter which axis comes first.
+        assert!(Axes::of(zeros(&[3, 2, 1, 8]).layout()).is_some());
+    }
+
+    #[test]
+    fn heads_apart_and_repeated_rows_are_not() {
+        for tensor in [
+            zeros(&[3, 2, 5, 8]),
+            zeros(&[5, 8, 2]).transpose(1, 2).expect("values apart"),
+            zeros(&[1, 2, 8]).expand((5, 2, 8)).expect("one row five times"),
+            zeros(&[2, 8]),
+            zeros(&[1, 5, 2, 8, 1]),
+        ] {
+            assert_eq!(Axes::of(tensor.layout()), None, "{:?}", tensor.layout());
+        }
+    }
+}

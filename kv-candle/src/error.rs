@@ -1,0 +1,25 @@
+//! Errors of the cache.
+use kv::CacheError;
+
+/// A cache or a step that cannot be made, or a step that cannot end.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The cache refused a call, or its device failed.
+    #[error(transparent)]
+    Cache(#[from] CacheError),
+    /// The device cannot be opened.
+    #[error(transparent)]
+    Device(#[from] kv::Error),
+    /// candle failed to make a tensor of the step.
+    #[error(transparent)]
+    Candle(#[from] candle_core::Error),
+    /// No backend of the cache works on this device of candle.
+    #[error("a cache on {device} is not built in: {instead}")]
+    Unsupported {
+        /// The device.
+        device: String,
+        /// What to do instead.
+        instead: &'static str,
+    },
+}

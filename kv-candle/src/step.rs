@@ -1,0 +1,125 @@
+//! One step of a model.
+use std::cell::{Cell, RefCell};
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+use kv::backend::{AnyBackend, Backend};
+use kv::{AttentionOptions, Step};
+
+use crate::attend::Attend;
+use crate::axes::Axes;
+use crate::error::Error;
+
+/// An open step. Its methods take `&self`, because candle's models pass everything down by
+/// reference.
+///
+/// Dropped without [`Self::commit`], the step is rolled back: no length advances, and no block that
+/// it took stays taken.
+#[derive(Debug)]
+pub struct CandleStep<'c, B: Backend = AnyBackend> {
+    step: RefCell<Step<'c, B>>,
+    positions: Tensor,
+    last_rows: Tensor,
+    copies: Cell<u64>,
+}
+
+impl<'c, B: Backend> CandleStep<'c, B> {
+    pub(crate) fn new(step: Step<'c, B>, device: &Device) -> std::result::Result<Self, Error> {
+        let positions = Tensor::new(step.positions(), device)?;
+        let queried = step.sequences().iter().filter(|sequence| sequence.q_len > 0);
+        let last = |sequence: &kv::backend::plan::PlannedSequence| {
+            sequence.q_start.saturating_add(sequence.q_len.saturating_sub(1))
+        };
+        let last_rows: Vec<u32> = queried.map(last).collect();
+        let last_rows = Tensor::from_slice(&last_rows, last_rows.len(), device)?;
+        Ok(Self { step: RefCell::new(step), positions, last_rows, copies: Cell::new(0) })
+    }
+
+    /// Returns the position of every token of the step in its sequence, `u32 [t]`, sequences one
+    /// after another: `cos.index_select(step.positions(), 0)`.
+    pub fn positions(&self) -> &Tensor {
+        &self.positions
+    }
+
+    /// Returns the row of the last token of every sequence, `u32 [b]`: the rows that need logits.
+    pub fn last_rows(&self) -> &Tensor {
+        &self.last_rows
+    }
+
+    /// Writes the K and V of the step's tokens to one layer, and attends its queries over every
+    /// token of their sequences, these included.
+    ///
+    /// # Shapes
+    /// | q | k, v | result |
+    /// |---|---|---|
+    /// | `[t, heads, dim]` | `[t, kv_heads, dim]` | `[t, heads * dim]` |
+    /// | `[b, heads, s, dim]` | `[b, kv_heads, s, dim]` | `[b, s, heads * dim]` |
+    ///
+    /// In the first form the tokens of all sequences follow each other; the second form, which most
+    /// of candle's models have, is for sequences with `s` tokens or fewer each, padded at the end.
+    /// `heads` is a multiple of `kv_heads`, and V may have another `dim` than K; the result has
+    /// V's. RoPE has been applied to q and k.
+    ///
+    /// Tensors are read in place where the values of all heads of a token lie together, as after a
+    /// projection, also if the tensor was transposed. Others are copied first.
+    ///
+    /// # Errors
+    /// candle's error with the words of the cache: tensors that differ in element type or device,
+    /// or are none of f32, f16 and bf16; shapes that are not those of the step and the cache; an
+    /// unknown layer; options that contradict each other. The step stays open.
+    pub fn attend(
+        &self,
+        layer: usize,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        options: &AttentionOptions<'_>,
+    ) -> Result<Tensor> {
+        let Ok(layer) = u16::try_from(layer) else { bail!("a cache has no layer {layer}") };
+        let [q, k, v] = [self.readable(q)?, self.readable(k)?, self.readable(v)?];
+        let op = Attend { step: &self.step, layer, options: *options };
+        q.apply_op3_no_bwd(&k, &v, &op)
+    }
+
+    /// Returns how many tensors [`Self::attend`] had to copy so far, because of how they lay in
+    /// memory.
+    pub fn copies(&self) -> u64 {
+        self.copies.get()
+    }
+
+    /// Returns a tensor that can be read in place: the same one, or a copy.
+    fn readable(&self, tensor: &Tensor) -> Result<Tensor> {
+        if Axes::of(tensor.layout()).is_some() {
+            return Ok(tensor.clone());
+        }
+        self.copies.set(self.copies.get().saturating_add(1));
+        match tensor.rank() {
+            3 => tensor.contiguous(),
+            // Tokens before heads, as after a projection.
+            4 => tensor.transpose(1, 2)?.contiguous()?.transpose(1, 2),
+            rank => bail!("q, k and v have 3 or 4 dimensions, not {rank}"),
+        }
+    }
+
+    /// Ends the step: every length advances by its tokens.
+    ///
+    /// # Errors
+    /// [`Error::Cache`] for a layer that was not written, and if the device failed: the step is
+    /// rolled back then.
+    pub fn commit(self) -> std::result::Result<(), Error> {
+        Ok(self.step.into_inner().commit()?)
+    }
+
+    /// Ends a step with drafts: of each sequence's tokens, so many as `accepted` says are kept.
+    ///
+    /// # Errors
+    /// Those of [`Self::commit`], and of [`Step::commit_accepted`].
+    pub fn commit_accepted(self, accepted: &[u32]) -> std::result::Result<(), Error> {
+        Ok(self.step.into_inner().commit_accepted(accepted)?)
+    }
+}
+
+/// Returns the element type as candle names it, for messages.
+pub(crate) fn types_differ(types: [DType; 3]) -> String {
+    let [q, k, v] = types;
+    format!("q, k and v are {q:?}, {k:?} and {v:?}: they must be of one type, f32, f16 or bf16")
+}
