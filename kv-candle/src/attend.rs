@@ -84,7 +84,10 @@ impl<B: Backend> CustomOp3 for Attend<'_, '_, B> {
                 let (out, shape) = self.run::<bf16>([(q, of_q), (k, of_k), (v, of_v)])?;
                 (BF16(out), shape)
             }
-            (q, k, v) => bail!("{}", types_differ([q.dtype(), k.dtype(), v.dtype()])),
+            (q, k, v) => {
+                let types = [("q", q.dtype()), ("k", k.dtype()), ("v", v.dtype())];
+                bail!("{}", types_differ(&types))
+            }
         })
     }
 }

@@ -48,6 +48,11 @@ impl<B: Backend> CandleCache<B> {
         &mut self.kv
     }
 
+    /// Returns the cache alone.
+    pub fn into_kv(self) -> KvCache<B> {
+        self.kv
+    }
+
     /// Begins a step with the tokens of some sequences. It is rolled back if it is dropped without
     /// [`CandleStep::commit`], after an error of candle too.
     ///

@@ -37,9 +37,11 @@ mod attend;
 mod axes;
 mod cache;
 mod error;
+mod layer;
 mod step;
 
 pub use cache::CandleCache;
 pub use error::Error;
 pub use kv;
+pub use layer::LayerCache;
 pub use step::CandleStep;

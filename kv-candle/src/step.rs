@@ -109,7 +109,7 @@ impl<'c, B: Backend> CandleStep<'c, B> {
         Ok(self.step.into_inner().commit()?)
     }
 
-    /// Ends a step with drafts: of each sequence's tokens, so many as `accepted` says are kept.
+    /// Ends a step with drafts: keeps the first `accepted` tokens of each sequence.
     ///
     /// # Errors
     /// Those of [`Self::commit`], and of [`Step::commit_accepted`].
@@ -118,8 +118,8 @@ impl<'c, B: Backend> CandleStep<'c, B> {
     }
 }
 
-/// Returns the element type as candle names it, for messages.
-pub(crate) fn types_differ(types: [DType; 3]) -> String {
-    let [q, k, v] = types;
-    format!("q, k and v are {q:?}, {k:?} and {v:?}: they must be of one type, f32, f16 or bf16")
+/// Says that tensors have types that do not go together.
+pub(crate) fn types_differ(types: &[(&str, DType)]) -> String {
+    let types: Vec<_> = types.iter().map(|(name, dtype)| format!("{name} is {dtype:?}")).collect();
+    format!("{}: they must be of one type, f32, f16 or bf16", types.join(", "))
 }

@@ -237,7 +237,7 @@ fn what_does_not_fit_is_an_error_of_candle_and_the_step_goes_on() {
         assert!(error.contains(words), "{error}");
     };
     let half = k.to_dtype(DType::F16).unwrap();
-    refused(0, q, &half, v, "F32, F16 and F32");
+    refused(0, q, &half, v, "q is F32, k is F16, v is F32");
     let doubles = all.each_ref().map(|rows| rows.to_dtype(DType::F64).unwrap());
     refused(0, &doubles[0], &doubles[1], &doubles[2], "f32, f16 or bf16");
     refused(2, q, k, v, "layer 2");

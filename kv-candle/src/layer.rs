@@ -1,0 +1,300 @@
+//! A cache behind candle's own interface: one for each layer, which takes new rows and returns all.
+use std::cell::RefCell;
+use std::rc::Rc;
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp2, Device, Error as CandleError, Layout, Result, Shape};
+use candle_core::{Tensor, bail};
+use half::{bf16, f16};
+use kv::TensorViewMut;
+use kv::backend::{AnyBackend, Plane};
+use kv::{CacheSpec, Element, KvCache, QkvFormat, SequenceId, StartOptions, StepInput};
+
+use crate::axes::Axes;
+use crate::cache::CandleCache;
+use crate::error::Error;
+use crate::step::types_differ;
+
+/// The rows of one layer, for code that keeps the signature of `candle_nn::kv_cache::KvCache`:
+/// [`Self::append`] takes the new K and V and returns all of them.
+///
+/// This saves memory, not time: every call decodes all rows of its layer. A model that calls
+/// [`CandleStep::attend`](crate::CandleStep::attend) instead reads them where they are.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use kv_candle::LayerCache;
+/// use kv_candle::kv::{CacheSpec, KvFormat};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dim(4).format(KvFormat::Bf16);
+/// let mut layers = LayerCache::for_model(&Device::Cpu, spec.paged(16, 8).build()?)?;
+/// for tokens in [3, 1] {
+///     let rows = Tensor::ones((1, 1, tokens, 4), DType::F32, &Device::Cpu)?;
+///     for layer in &mut layers {
+///         let (k, v) = layer.append(&rows, &rows)?;
+///         assert_eq!(k.dims(), v.dims());
+///     }
+/// }
+/// assert_eq!(layers[0].len(), 4);
+/// layers[0].reset()?; // all layers of the model
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct LayerCache {
+    model: Rc<RefCell<Model>>,
+    layer: u16,
+}
+
+/// What the layers of one model share.
+#[derive(Debug)]
+struct Model {
+    kv: KvCache,
+    /// Sequences of the batch; 0 before the first call.
+    batch: u32,
+    /// New tokens of each sequence in the open step.
+    new: u32,
+    /// Layers that the open step has.
+    written: Vec<bool>,
+}
+
+impl LayerCache {
+    /// Makes the caches of a model's layers over one cache, in order.
+    ///
+    /// # Errors
+    /// Those of [`CandleCache::new`].
+    pub fn for_model(device: &Device, spec: CacheSpec) -> std::result::Result<Vec<Self>, Error> {
+        let kv = CandleCache::<AnyBackend>::new(device, spec)?.into_kv();
+        let layers = kv.spec().groups().iter().map(|group| group.layers().len()).sum::<usize>();
+        let layers = u16::try_from(layers).unwrap_or(u16::MAX);
+        let written = vec![false; layers.into()];
+        let model = Rc::new(RefCell::new(Model { kv, batch: 0, new: 0, written }));
+        Ok((0..layers).map(|layer| Self { model: Rc::clone(&model), layer }).collect())
+    }
+
+    /// Appends the rows of new tokens, `[b, kv_heads, s, dim]`, and returns all rows of the layer,
+    /// `[b, kv_heads, tokens, dim]`, in the element type of the new ones.
+    ///
+    /// Tokens count once every layer has them. If a layer appends twice before that, because the
+    /// model failed in between, the tokens of the first time are dropped.
+    ///
+    /// # Errors
+    /// candle's error with the words of the cache: a batch of another size than before
+    /// [`Self::reset`], shapes or element types that do not fit, or too few blocks.
+    pub fn append(&mut self, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
+        let (batch, heads, new, dim_k) = k.dims4()?;
+        let dim_v = v.dims4()?.3;
+        let (k, v) = (readable(k)?, readable(v)?);
+        let mut model = self.model.borrow_mut();
+        let tokens = model.begin(self.layer, (batch, new))?;
+        let op = Append { model: RefCell::new(&mut model), layer: self.layer, tokens };
+        let rows = match k.apply_op2_no_bwd(&v, &op) {
+            Ok(rows) => rows,
+            Err(error) => {
+                model.give_up()?;
+                return Err(error);
+            }
+        };
+        model.end(self.layer)?;
+        let size =
+            |dim: usize| batch.saturating_mul(tokens).saturating_mul(heads).saturating_mul(dim);
+        let part = |from: usize, dim: usize| {
+            let rows = rows.narrow(0, from, size(dim))?.reshape((batch, tokens, heads, dim))?;
+            rows.transpose(1, 2)?.contiguous()
+        };
+        Ok((part(0, dim_k)?, part(size(dim_k), dim_v)?))
+    }
+
+    /// Returns the tokens of each sequence.
+    pub fn len(&self) -> usize {
+        let len = self.model.borrow().kv.seq_len(SequenceId(0)).unwrap_or(0);
+        usize::try_from(len).unwrap_or(usize::MAX)
+    }
+
+    /// Returns whether there are no tokens.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Forgets all tokens of all layers of the model.
+    ///
+    /// # Errors
+    /// candle's error if the device failed.
+    pub fn reset(&mut self) -> Result<()> {
+        self.model.borrow_mut().reset()
+    }
+
+    /// Returns the cache below, for statistics.
+    pub fn with_kv<T>(&self, read: impl FnOnce(&KvCache) -> T) -> T {
+        read(&self.model.borrow().kv)
+    }
+}
+
+impl Model {
+    /// Lets a layer write: begins a step if none waits for it. Returns the tokens of a sequence,
+    /// new ones included.
+    fn begin(&mut self, layer: u16, (batch, new): (usize, usize)) -> Result<usize> {
+        let [Ok(count), Ok(new)] = [batch, new].map(u32::try_from) else {
+            bail!("too many tokens")
+        };
+        if self.batch != 0 && count != self.batch {
+            bail!(
+                "a batch of {count}, the cache has {}: reset it before another batch",
+                self.batch
+            );
+        }
+        if self.written.get(usize::from(layer)) == Some(&true) {
+            self.kv.roll_back();
+        }
+        if !self.kv.is_step_open() {
+            self.written.fill(false);
+            self.start(count)?;
+            let inputs = (0..count).map(|row| StepInput::count(SequenceId(row.into()), new));
+            let inputs: Vec<_> = inputs.collect();
+            if let Err(error) = self.kv.open_step(&inputs) {
+                self.give_up()?;
+                return Err(CandleError::wrap(error));
+            }
+            self.new = new;
+        }
+        if new != self.new {
+            bail!("{new} tokens, other layers have {} new ones", self.new);
+        }
+        if count != self.batch {
+            bail!(
+                "a batch of {count}, the cache has {}: reset it before another batch",
+                self.batch
+            );
+        }
+        let len = self.kv.seq_len(SequenceId(0)).unwrap_or(0);
+        usize::try_from(len.saturating_add(new)).map_err(CandleError::wrap)
+    }
+
+    fn start(&mut self, batch: u32) -> Result<()> {
+        if self.batch != 0 {
+            return Ok(());
+        }
+        for row in 0..batch {
+            let options = StartOptions::default().with_reuse(false);
+            let started = self.kv.start(SequenceId(row.into()), &[], options);
+            if let Err(error) = started {
+                self.kv.reset().map_err(CandleError::wrap)?;
+                return Err(CandleError::wrap(error));
+            }
+        }
+        self.batch = batch;
+        Ok(())
+    }
+
+    /// Drops a step that no layer has rows in, and a batch that has no tokens: it binds nobody.
+    fn give_up(&mut self) -> Result<()> {
+        if self.written.contains(&true) {
+            return Ok(());
+        }
+        self.kv.roll_back();
+        if self.kv.seq_len(SequenceId(0)) == Some(0) { self.reset() } else { Ok(()) }
+    }
+
+    /// Notes that a layer has its rows; the last one ends the step.
+    fn end(&mut self, layer: u16) -> Result<()> {
+        if let Some(written) = self.written.get_mut(usize::from(layer)) {
+            *written = true;
+        }
+        if self.written.iter().all(|written| *written) {
+            self.written.fill(false);
+            self.kv.commit_step().map_err(CandleError::wrap)?;
+        }
+        Ok(())
+    }
+
+    fn reset(&mut self) -> Result<()> {
+        self.kv.roll_back();
+        self.written.fill(false);
+        self.batch = 0;
+        self.kv.reset().map_err(CandleError::wrap)
+    }
+}
+
+/// Returns a tensor that can be read in place: the same one, or a copy.
+fn readable(tensor: &Tensor) -> Result<Tensor> {
+    if Axes::of(tensor.layout()).is_some() {
+        return Ok(tensor.clone());
+    }
+    tensor.transpose(1, 2)?.contiguous()?.transpose(1, 2)
+}
+
+/// Writes the rows of a layer, and reads all of them: those of K, then those of V.
+struct Append<'a> {
+    model: RefCell<&'a mut Model>,
+    layer: u16,
+    tokens: usize,
+}
+
+impl Append<'_> {
+    fn run<T: Element + Default + Clone>(
+        &self,
+        (k, of_k): (&[T], &Layout),
+        (v, of_v): (&[T], &Layout),
+    ) -> Result<(Vec<T>, Shape)> {
+        let (Some(of_k), Some(of_v)) = (Axes::of(of_k), Axes::of(of_v)) else {
+            bail!("the values of all heads of a token do not lie together");
+        };
+        let (Some(k), Some(v)) = (of_k.view(k), of_v.view(v)) else {
+            bail!("a tensor is longer than its storage");
+        };
+        let mut model = self.model.borrow_mut();
+        let Some(mut step) = model.kv.step() else { bail!("no step is open") };
+        step.write(self.layer, k, v, QkvFormat::Bshd).map_err(CandleError::wrap)?;
+        let mut rows = Vec::new();
+        for (plane, axes) in [(Plane::Key, of_k), (Plane::Value, of_v)] {
+            let (Some(&batch), [heads, dim]) = (axes.dims().first(), axes.head()) else {
+                bail!("K and V have 4 dimensions");
+            };
+            let Ok(tokens) = u32::try_from(self.tokens) else { bail!("too many tokens") };
+            let dims = [batch, tokens, heads, dim];
+            let count = dims.iter().try_fold(1_usize, |all, size| {
+                usize::try_from(*size).ok().and_then(|size| all.checked_mul(size))
+            });
+            let Some(count) = count else { bail!("too many values") };
+            let from = rows.len();
+            rows.resize(from.saturating_add(count), T::default());
+            let place = rows.get_mut(from..).unwrap_or_default();
+            step.gather(self.layer, plane, TensorViewMut::host(place, &dims), QkvFormat::Bshd)
+                .map_err(CandleError::wrap)?;
+        }
+        let shape = Shape::from(rows.len());
+        Ok((rows, shape))
+    }
+}
+
+impl CustomOp2 for Append<'_> {
+    fn name(&self) -> &'static str {
+        "kv-append"
+    }
+
+    fn cpu_fwd(
+        &self,
+        k: &CpuStorage,
+        of_k: &Layout,
+        v: &CpuStorage,
+        of_v: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        use CpuStorage::{BF16, F16, F32};
+        Ok(match (k, v) {
+            (F32(k), F32(v)) => {
+                let (rows, shape) = self.run::<f32>((k, of_k), (v, of_v))?;
+                (F32(rows), shape)
+            }
+            (F16(k), F16(v)) => {
+                let (rows, shape) = self.run::<f16>((k, of_k), (v, of_v))?;
+                (F16(rows), shape)
+            }
+            (BF16(k), BF16(v)) => {
+                let (rows, shape) = self.run::<bf16>((k, of_k), (v, of_v))?;
+                (BF16(rows), shape)
+            }
+            (k, v) => bail!("{}", types_differ(&[("k", k.dtype()), ("v", v.dtype())])),
+        })
+    }
+}
