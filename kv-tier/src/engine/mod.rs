@@ -57,6 +57,7 @@ use handoff::Exports;
 use host::HostIndex;
 use lane::Lane;
 use links::{Complete, Links};
+use offload::Pinned;
 use onboard::{Abandoned, Prefetch};
 use rates::Average;
 use record::Record;
@@ -110,6 +111,7 @@ pub struct Tiers<B: Backend> {
     exports: Exports,
     /// Chunks of prompts, as opposed to generated text, by name: tokens of the longest prompt.
     prompted: Prompted,
+    pinned: Pinned,
     changes: Vec<BlockChange>,
     announcements: Vec<EventKind>,
     /// Seconds that computing one token takes.
@@ -272,6 +274,7 @@ impl<B: Backend> Tiers<B> {
             abandoned: Vec::new(),
             exports: Exports::default(),
             prompted: Prompted::default(),
+            pinned: Pinned::default(),
             changes: Vec::new(),
             announcements: Vec::new(),
             compute: Average::default(),
@@ -349,6 +352,7 @@ impl<B: Backend> Tiers<B> {
         }
         self.finish_abandoned(cache)?;
         self.follow_changes(cache);
+        self.follow_pins(cache);
         self.finish_copies(cache)?;
         self.begin_copies(cache)?;
         for event in self.announcements.drain(..) {

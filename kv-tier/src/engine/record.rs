@@ -27,8 +27,6 @@ pub(super) struct Record {
     pub(super) contents: Box<[ChunkContent]>,
     /// The lowest priority of the blocks.
     pub(super) priority: Priority,
-    /// Whether a prefix with these blocks is pinned.
-    pub(super) is_pinned: bool,
 }
 
 impl Record {

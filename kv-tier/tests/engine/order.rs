@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use kv_core::{CacheError, SequenceId, StartOptions, StepInput};
 use kv_tier::policy::{WritePolicy, WriteRule};
-use kv_tier::{BlockStore, TierOptions};
+use kv_tier::{BlockStore, MemoryStore, TierOptions};
 
 use crate::store::{HangStore, Operation, soon};
 use crate::support::{Engine, identity, names, patient, spec, text};
@@ -92,4 +92,47 @@ fn poll_until_hanging(engine: &mut Engine, store: &HangStore, operation: Operati
         assert!(Instant::now() < end, "no call came");
     }
     store.wait_hanging(1);
+}
+
+/// Polls until a store has some number of chunks.
+fn poll_until_written(engine: &mut Engine, writes: u64) {
+    let end = soon();
+    while engine.tiers.stats().stores[0].writes < writes {
+        engine.tiers.poll(&mut engine.cache).unwrap();
+        assert!(Instant::now() < end, "{:?}", engine.tiers.stats());
+    }
+}
+
+#[test]
+fn what_is_pinned_later_is_written_at_once() {
+    let store = Arc::new(MemoryStore::new(64 << 20));
+    let never = WritePolicy::OnReuse(9.try_into().unwrap());
+    let lane = patient(&*store).with_write(WriteRule::new(never));
+    // Room for two chunks.
+    let options = TierOptions::new().with_host(200 << 10);
+    let options = options.with_store_options(Box::new(Arc::clone(&store)), lane);
+    let mut engine = Engine::new(spec(2048), identity(), options);
+    // Without the beginning that texts share.
+    let [there, gone, other] = [1, 2, 3].map(|number| text(number, 608).split_off(8));
+    engine.run(&gone, plain());
+    engine.flush();
+    engine.run(&there, plain());
+    engine.flush();
+    assert_eq!(engine.tiers.stats().stores[0].writes, 0);
+    // In host memory.
+    let pin = engine.cache.pin_prefix(&there, plain());
+    assert_eq!(pin.tokens, 600);
+    poll_until_written(&mut engine, 2);
+    // On the device alone.
+    let second = engine.cache.pin_prefix(&gone, plain());
+    poll_until_written(&mut engine, 4);
+    for pin in [pin, second] {
+        assert!(engine.cache.unpin(pin.id).unwrap());
+    }
+    // Nothing is written twice, and nothing that is not pinned any more.
+    engine.run(&other, plain());
+    engine.cache.pin_prefix(&there, plain());
+    engine.flush();
+    let stats = engine.tiers.stats();
+    assert_eq!(stats.stores[0].writes, 4, "{stats:?}");
 }
