@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 use kv_core::backend::{
-    AnyBackend, Backend, Capabilities, ChunkShape, Fence, Queue, Readback, StorageView,
+    AnyBackend, Backend, Capabilities, ChunkShape, Fence, PendingChunk, Queue, Readback,
+    StorageView,
 };
 use kv_core::error::DeviceError;
 use kv_core::{TensorView, TensorViewMut};
@@ -94,6 +95,23 @@ pub(crate) fn wait<F: Fence>(capabilities: &Capabilities, fence: &F) -> Result<(
     loop {
         if let Poll::Ready(done) = fence.poll(&mut cx) {
             return done;
+        }
+        std::thread::yield_now();
+    }
+}
+
+/// Waits for a chunk, polling where a thread may not block.
+pub(crate) fn arrive<P: PendingChunk>(
+    capabilities: &Capabilities,
+    mut pending: P,
+) -> Result<P::Chunk, DeviceError> {
+    if capabilities.blocking_wait {
+        return pending.wait();
+    }
+    let mut cx = Context::from_waker(Waker::noop());
+    loop {
+        if let Poll::Ready(chunk) = pending.poll(&mut cx) {
+            return chunk;
         }
         std::thread::yield_now();
     }

@@ -3,16 +3,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::task::{Context, Poll};
 
-use kv_core::GroupId;
 use kv_core::backend::{
-    Backend, Capabilities, ChunkLayout, ChunkShape, Fence, Queue, QueueHostPool, Readback,
-    StorageView,
+    Backend, Capabilities, ChunkLayout, ChunkShape, Fence, HostPool, Queue, Readback, StorageView,
 };
 use kv_core::error::{DeviceError, DeviceErrorKind};
 use kv_core::plan::{
     AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs,
     GatherPlan, WriteArgs, WritePlan,
 };
+use kv_core::{BlockId, GroupId};
 
 use crate::device::Device;
 
@@ -108,7 +107,7 @@ impl<B: Clone> Clone for FaultInjector<B> {
 impl<B: Device> Backend for FaultInjector<B> {
     type Buffer = B::Buffer;
     type Queue = FaultyQueue<B::Queue>;
-    type HostPool = QueueHostPool<Self::Queue>;
+    type HostPool = FaultyHostPool<B::HostPool>;
 
     fn name(&self) -> &'static str {
         self.inner.name()
@@ -128,8 +127,8 @@ impl<B: Device> Backend for FaultInjector<B> {
         shape: ChunkShape,
         chunks: u32,
     ) -> Result<Self::HostPool, DeviceError> {
-        let layout = ChunkLayout::of(storage, shape)?;
-        Ok(QueueHostPool::new(self.queue()?, layout, chunks))
+        let inner = self.inner.host_pool(storage, shape, chunks)?;
+        Ok(FaultyHostPool { inner, fault: Arc::clone(&self.fault) })
     }
 }
 
@@ -212,6 +211,52 @@ impl<Q: Queue> Queue for FaultyQueue<Q> {
     }
     fn wait_for(&mut self, fence: &Self::Fence) -> Result<(), DeviceError> {
         self.inner.wait_for(&fence.inner)
+    }
+}
+
+/// The host memory of a [`FaultInjector`]: copies fail as a whole, before or after they are
+/// recorded.
+#[derive(Debug)]
+pub struct FaultyHostPool<P> {
+    inner: P,
+    fault: Arc<Fault>,
+}
+
+impl<P: HostPool> HostPool for FaultyHostPool<P> {
+    type Buffer = P::Buffer;
+    type Fence = FaultyFence<P::Fence>;
+    type Chunk = P::Chunk;
+    type Pending = P::Pending;
+
+    fn layout(&self) -> &ChunkLayout {
+        self.inner.layout()
+    }
+    fn take(&mut self) -> Option<P::Chunk> {
+        self.inner.take()
+    }
+    fn copy_out(
+        &mut self,
+        after: &Self::Fence,
+        storage: StorageView<'_, P::Buffer>,
+        blocks: &[BlockId],
+        chunk: P::Chunk,
+        first: u32,
+    ) -> Result<P::Pending, DeviceError> {
+        let (inner, after) = (&mut self.inner, &after.inner);
+        self.fault.run("copy out", || inner.copy_out(after, storage, blocks, chunk, first))
+    }
+    fn copy_in(
+        &mut self,
+        after: &Self::Fence,
+        storage: StorageView<'_, P::Buffer>,
+        blocks: &[BlockId],
+        chunk: &P::Chunk,
+        first: u32,
+    ) -> Result<Self::Fence, DeviceError> {
+        let (inner, after) = (&mut self.inner, &after.inner);
+        let copied =
+            self.fault.run("copy in", || inner.copy_in(after, storage, blocks, chunk, first))?;
+        Ok(FaultyFence { inner: copied, fault: Arc::clone(&self.fault) })
     }
 }
 

@@ -36,6 +36,7 @@ mod fault;
 pub mod fixture;
 mod harness;
 mod kernels;
+mod late;
 pub mod model;
 pub mod oracle;
 mod provenance;
@@ -53,6 +54,9 @@ mod vectors;
 
 pub use case::{Case, CaseError, Outcome};
 pub use device::{Device, Shared};
-pub use fault::{FaultInjector, FaultKind, FaultyFence, FaultyQueue, FaultyReadback};
+pub use fault::{
+    FaultInjector, FaultKind, FaultyFence, FaultyHostPool, FaultyQueue, FaultyReadback,
+};
 pub use harness::run;
 pub use kernels::{assert_kernel_formats, kernel_constants};
+pub use late::{LateDevice, LateFence, LateQueue, LateReadback};

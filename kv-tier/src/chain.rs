@@ -86,7 +86,6 @@ impl Chain {
             tokens: tokens.into(),
             contents: contents.into(),
             priority: Priority::default(),
-            is_pinned: false,
         }
     }
 }

@@ -69,7 +69,7 @@ impl FromStr for WritePolicy {
 pub enum ChunkEvent {
     /// Its blocks can be found on the device from now on: they were computed or imported.
     Published,
-    /// A prompt found it, on the device or in a tier.
+    /// A prompt found it, on the device or in a tier, or a prefix with it was pinned.
     Reused,
     /// The tier above gave it up.
     Left,

@@ -27,8 +27,6 @@ pub(crate) struct Record {
     pub(crate) contents: Box<[ChunkContent]>,
     /// The lowest priority of the blocks.
     pub(crate) priority: Priority,
-    /// Whether a prefix with these blocks is pinned.
-    pub(crate) is_pinned: bool,
 }
 
 impl Record {

@@ -153,7 +153,7 @@ impl<B: Device> StatefulTest<B> {
     }
 
     /// Checks that the blocks which the last sequence reuses have the priorities of its retention.
-    fn check_retention(&self) -> Result<(), CaseError> {
+    pub(super) fn check_retention(&self) -> Result<(), CaseError> {
         let Some(last) = self.sequences.last() else {
             return Ok(());
         };

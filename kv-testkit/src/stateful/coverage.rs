@@ -99,6 +99,16 @@ behaviours! {
     FailedRecalibration,
     /// The device failed in a recalibration and again while the old bytes were restored.
     FailedRestore,
+    /// A block was copied to host memory.
+    Exported,
+    /// A block was brought back from host memory.
+    Imported,
+    /// An import was refused because the pool lacks blocks.
+    RefusedImport,
+    /// The device failed when a block was copied to host memory.
+    FailedExport,
+    /// The device failed when blocks were brought back.
+    FailedImport,
     /// A step was leaked.
     Leaked,
     /// A step had queries only.

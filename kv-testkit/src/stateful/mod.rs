@@ -18,6 +18,7 @@
 //!   where that is its rule;
 //! - a refused call changed nothing; a step that was dropped or leaked, or in which the device
 //!   failed, changed nothing but the cached content;
+//! - blocks that were copied to host memory have the same rows when an import brings them back;
 //! - `probe`, `check_admission` and `blocks_for_step` predicted the outcome, to the block.
 //!
 //! Half of the runs store f32, whose rows are read back to the bit. The others store 16 bits or
@@ -40,9 +41,11 @@ mod policy;
 mod recalibrate;
 mod repeat;
 mod step;
+mod tier;
 
 use std::sync::{Arc, Mutex};
 
+use kv_core::backend::Backend;
 use kv_core::eviction::ManualClock;
 use kv_core::reuse::Pin;
 use kv_core::{CacheSpec, GroupId, KvCache, SequenceId};
@@ -55,6 +58,7 @@ use crate::provenance::PrefixHash;
 use choices::{Choices, Options};
 pub use coverage::{Behaviour, Coverage};
 use policy::{CheckedPolicy, Observations, lock};
+use tier::HostTier;
 
 /// If set, each operation is written to standard error before it runs: for panics and hangs.
 const TRACE: &str = "KV_CONFORMANCE_TRACE";
@@ -99,6 +103,8 @@ struct StatefulTest<B: Device> {
     /// The last prompts that were started, for probes.
     prompts: Vec<(Vec<u32>, Options)>,
     consumer: Consumer,
+    /// Host memory, by group; none before the first export.
+    lower: Vec<HostTier<<FaultInjector<B> as Backend>::HostPool>>,
     next_id: u64,
     coverage: Coverage,
     /// The operations so far, if they are recorded.
@@ -179,6 +185,7 @@ impl<B: Device> StatefulTest<B> {
             pins: Vec::new(),
             prompts: Vec::new(),
             consumer: Consumer::default(),
+            lower: Vec::new(),
             next_id: 0,
             coverage,
             trace: is_traced.then(Vec::new),

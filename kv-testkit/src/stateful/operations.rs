@@ -19,8 +19,8 @@ const PROMPTS: usize = 6;
 impl<B: Device> StatefulTest<B> {
     /// Runs the next operation.
     pub(super) fn operate(&mut self, choices: &mut Choices<'_>) -> Result<(), CaseError> {
-        let kind = choices.below(27);
-        if self.sequences.is_empty() && ((5..16).contains(&kind) || kind > 22) {
+        let kind = choices.below(31);
+        if self.sequences.is_empty() && ((5..16).contains(&kind) || (23..27).contains(&kind)) {
             return self.start(choices);
         }
         match kind {
@@ -41,7 +41,9 @@ impl<B: Device> StatefulTest<B> {
             23 => self.query(choices),
             24 => self.leak(choices),
             25 => self.add_layer(choices),
-            _ => self.grow_long(choices),
+            26 => self.grow_long(choices),
+            27 | 28 => self.export(choices),
+            _ => self.import(choices),
         }
     }
 
@@ -66,7 +68,10 @@ impl<B: Device> StatefulTest<B> {
     }
 
     /// Returns the result of a call if it was done; `None` if the device failed before.
-    fn completed<T>(&mut self, answer: Result<T, CacheError>) -> Result<Option<T>, CaseError> {
+    pub(super) fn completed<T>(
+        &mut self,
+        answer: Result<T, CacheError>,
+    ) -> Result<Option<T>, CaseError> {
         let has_failed = self.backend.clear();
         match answer {
             Err(CacheError::Device(_)) if has_failed => {

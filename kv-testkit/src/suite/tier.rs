@@ -1,17 +1,16 @@
 //! Host pools: chunks of blocks in host memory, and copies between them and the device.
 use std::ops::Range;
-use std::task::{Context, Poll, Waker};
 
 use kv_core::backend::{
-    AnyBackend, Backend, Capabilities, ChunkLayout, ChunkShape, HostPool, KvStorage, NullBackend,
-    PendingChunk, Plane, PlaneLayout, PlaneShape, Queue, StorageView,
+    AnyBackend, Backend, ChunkLayout, ChunkShape, HostPool, KvStorage, NullBackend, Plane,
+    PlaneLayout, PlaneShape, Queue, StorageView,
 };
-use kv_core::error::{DeviceError, DeviceErrorKind};
+use kv_core::error::DeviceErrorKind;
 use kv_core::{BlockId, BlockOrder, KvFormat};
 
 use super::case;
 use crate::case::{Case, CaseError, CaseResult, Outcome, device_error, ensure, refused, same};
-use crate::device::{Device, dim, erased, fetch, limited};
+use crate::device::{Device, arrive, dim, erased, fetch, limited};
 use crate::rng::Rng;
 
 const NUM_BLOCKS: u32 = 9;
@@ -91,23 +90,6 @@ fn read<B: Device>(
         planes.push(bytes);
     }
     Ok(planes)
-}
-
-/// Waits for a chunk, polling where a thread may not block.
-fn arrive<P: PendingChunk>(
-    capabilities: &Capabilities,
-    mut pending: P,
-) -> Result<P::Chunk, DeviceError> {
-    if capabilities.blocking_wait {
-        return pending.wait();
-    }
-    let mut cx = Context::from_waker(Waker::noop());
-    loop {
-        if let Poll::Ready(chunk) = pending.poll(&mut cx) {
-            return chunk;
-        }
-        std::thread::yield_now();
-    }
 }
 
 fn ids(blocks: &[u32]) -> Vec<BlockId> {

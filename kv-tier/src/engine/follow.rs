@@ -4,11 +4,13 @@ use std::collections::HashSet;
 use kv_core::backend::Backend;
 use kv_core::block::{BlockChange, BlockChangeKind};
 use kv_core::invariant::Invariant;
-use kv_core::reuse::IndexedBlock;
+use kv_core::reuse::{BlockKey, IndexedBlock};
 use kv_core::{BlockId, GroupId, KvCache};
 
-use super::links::Linked;
+use super::links::{Complete, Linked};
 use super::{GROUP, Tiers};
+use crate::policy::ChunkEvent;
+use crate::record::Record;
 
 /// Chunks of a group that may wait for their copy; older ones are given up.
 const WAITING_MAX: usize = 4096;
@@ -20,17 +22,42 @@ impl<B: Backend> Tiers<B> {
         if !cache.drain_changes(&mut changes) {
             self.follow_all(cache);
         }
-        let pinned = if changes.is_empty() { HashSet::new() } else { pinned_blocks(cache) };
         for change in changes.drain(..) {
-            self.follow(cache, change, &pinned);
+            self.follow(cache, change);
         }
         self.changes = changes;
+    }
+
+    /// Sends chunks that were pinned since the last call to the stores that get pinned ones at
+    /// once.
+    pub(super) fn follow_pins(&mut self, cache: &KvCache<B>) {
+        if pinned_blocks(cache).eq(self.pinned.blocks.iter().copied()) {
+            return;
+        }
+        let before = std::mem::replace(&mut self.pinned, Pinned::of(cache));
+        let is_new = |key: &_| self.pinned.keys.contains(key) && !before.keys.contains(key);
+        let mut records = self.host_records();
+        records.retain(|record| record.keys.iter().any(|key| is_new(&(record.group(), *key))));
+        // Those that host memory has given up are copied again.
+        let contents = self.pinned.blocks.iter().filter_map(|(group, block)| {
+            let content = cache.pool(*group)?.content(*block)?;
+            (!content.is_partial && is_new(&(*group, content.key))).then_some((*group, content))
+        });
+        let contents: Vec<_> = contents.collect();
+        for record in records {
+            self.decide_writes(&record, ChunkEvent::Reused);
+        }
+        for (group, block) in contents {
+            let group = usize::from(group.0);
+            if let Linked::Complete(complete) = self.link(cache, group, &block) {
+                self.wait_for_copy(group, complete);
+            }
+        }
     }
 
     /// Follows what is on the device, after changes were lost. Blocks that were followed before are
     /// not copied again.
     fn follow_all(&mut self, cache: &KvCache<B>) {
-        let pinned = pinned_blocks(cache);
         for group in 0..self.groups.len() {
             let id = self.groups.get(group).invariant(GROUP).spec.group();
             let links = &mut self.groups.get_mut(group).invariant(GROUP).links;
@@ -40,17 +67,12 @@ impl<B: Backend> Tiers<B> {
             // A block before those that follow it.
             blocks.sort_by_key(|block| block.index);
             for block in blocks {
-                self.follow_stored(cache, group, &block, &pinned);
+                self.follow_stored(cache, group, &block);
             }
         }
     }
 
-    fn follow(
-        &mut self,
-        cache: &KvCache<B>,
-        change: BlockChange,
-        pinned: &HashSet<(GroupId, BlockId)>,
-    ) {
+    fn follow(&mut self, cache: &KvCache<B>, change: BlockChange) {
         let group = usize::from(change.group.0);
         match change.kind {
             BlockChangeKind::Removed => {
@@ -62,25 +84,23 @@ impl<B: Backend> Tiers<B> {
                 // Of a block that has other content by now, that is a change of its own.
                 let block = block.filter(|block| block.key == change.key && !block.is_partial);
                 if let Some(block) = block {
-                    self.follow_stored(cache, group, &block, pinned);
+                    self.follow_stored(cache, group, &block);
                 }
             }
         }
     }
 
-    fn follow_stored(
-        &mut self,
-        cache: &KvCache<B>,
-        group: usize,
-        block: &IndexedBlock<'_>,
-        pinned: &HashSet<(GroupId, BlockId)>,
-    ) {
+    /// Gives a block its name; returns the chunk that it completes.
+    fn link(&mut self, cache: &KvCache<B>, group: usize, block: &IndexedBlock<'_>) -> Linked {
         let space = cache.namespace(block.namespace);
         let root = space.and_then(|space| self.root(cache.encoding_key(), group, space));
         let of = self.groups.get_mut(group).invariant(GROUP);
         let pool = cache.pool(of.spec.group()).invariant(GROUP);
-        let linked = root.map_or(Linked::Unnamed, |root| of.links.stored(block, &root, pool));
-        match linked {
+        root.map_or(Linked::Unnamed, |root| of.links.stored(block, &root, pool))
+    }
+
+    fn follow_stored(&mut self, cache: &KvCache<B>, group: usize, block: &IndexedBlock<'_>) {
+        match self.link(cache, group, block) {
             Linked::Inside => {}
             Linked::Unnamed => {
                 self.stats.unnamed_blocks = self.stats.unnamed_blocks.saturating_add(1);
@@ -88,29 +108,55 @@ impl<B: Backend> Tiers<B> {
             Linked::Incomplete => {
                 self.stats.offload_missed = self.stats.offload_missed.saturating_add(1);
             }
-            Linked::Complete(mut complete) => {
-                let id = of.spec.group();
-                let is_pinned = |block: &BlockId| pinned.contains(&(id, *block));
-                complete.record.is_pinned = complete.blocks.iter().any(is_pinned);
-                if of.host.contains(&complete.record.name) {
-                    of.host.touch(&complete.record.name);
-                    return;
-                }
-                // The caller wants these evicted first: they are not worth a copy.
-                if complete.record.priority.level == 0 {
-                    return;
-                }
-                of.waiting.push_back(complete);
-                if of.waiting.len() > WAITING_MAX {
-                    of.waiting.pop_front();
-                    self.stats.offload_missed = self.stats.offload_missed.saturating_add(1);
-                }
-            }
+            Linked::Complete(complete) => self.wait_for_copy(group, complete),
+        }
+    }
+
+    /// Lets a chunk wait for its copy to host memory, unless it is there or not worth it.
+    fn wait_for_copy(&mut self, group: usize, complete: Complete) {
+        let of = self.groups.get_mut(group).invariant(GROUP);
+        if of.host.contains(&complete.record.name) {
+            of.host.touch(&complete.record.name);
+            return;
+        }
+        // The caller wants these evicted first: they are not worth a copy.
+        if complete.record.priority.level == 0 {
+            return;
+        }
+        of.waiting.push_back(complete);
+        if of.waiting.len() > WAITING_MAX {
+            of.waiting.pop_front();
+            self.stats.offload_missed = self.stats.offload_missed.saturating_add(1);
         }
     }
 }
 
-fn pinned_blocks<B: Backend>(cache: &KvCache<B>) -> HashSet<(GroupId, BlockId)> {
+/// What the caller has pinned.
+#[derive(Debug, Default)]
+pub(super) struct Pinned {
+    /// As the cache lists them, to see that pins have changed.
+    blocks: Vec<(GroupId, BlockId)>,
+    keys: HashSet<(GroupId, BlockKey)>,
+}
+
+impl Pinned {
+    fn of<B: Backend>(cache: &KvCache<B>) -> Self {
+        let blocks: Vec<_> = pinned_blocks(cache).collect();
+        let key = |(group, block): &(GroupId, BlockId)| {
+            Some((*group, cache.pool(*group)?.content(*block)?.key))
+        };
+        let keys = blocks.iter().filter_map(key).collect();
+        Self { blocks, keys }
+    }
+
+    /// Returns whether a prefix with some block of a chunk is pinned.
+    pub(super) fn has(&self, record: &Record) -> bool {
+        let is_pinned = |key: &BlockKey| self.keys.contains(&(record.group(), *key));
+        !self.keys.is_empty() && record.keys.iter().any(is_pinned)
+    }
+}
+
+fn pinned_blocks<B: Backend>(cache: &KvCache<B>) -> impl Iterator<Item = (GroupId, BlockId)> + '_ {
     let groups = (0..=u8::MAX).map(GroupId).take(cache.spec().groups().len());
-    groups.flat_map(|id| cache.pinned_blocks(id).map(move |block| (id, block))).collect()
+    groups.flat_map(|id| cache.pinned_blocks(id).map(move |block| (id, block)))
 }

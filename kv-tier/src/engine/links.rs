@@ -167,7 +167,6 @@ impl Links {
             tokens: tokens.into(),
             contents: contents.into(),
             priority,
-            is_pinned: false,
         };
         Some(Complete { record, blocks: blocks.into() })
     }

@@ -58,6 +58,7 @@ pub use stats::{StoreStats, TiersStats};
 
 use crate::identity::{ChunkRoot, Identity};
 use done::Done;
+use follow::Pinned;
 use group::GroupTier;
 use guarded::GuardedStore;
 use handoff::Exports;
@@ -119,6 +120,7 @@ pub struct Tiers<B: Backend> {
     exports: Exports,
     /// Chunks of prompts, as opposed to generated text, by name: tokens of the longest prompt.
     prompted: Prompted,
+    pinned: Pinned,
     changes: Vec<BlockChange>,
     announcements: Vec<EventKind>,
     /// Seconds that computing one token takes.
@@ -186,6 +188,7 @@ impl<B: Backend> Tiers<B> {
             abandoned: Vec::new(),
             exports: Exports::default(),
             prompted: Prompted::default(),
+            pinned: Pinned::default(),
             changes: Vec::new(),
             announcements: Vec::new(),
             compute: Average::default(),
@@ -211,6 +214,7 @@ impl<B: Backend> Tiers<B> {
         }
         self.finish_abandoned(cache)?;
         self.follow_changes(cache);
+        self.follow_pins(cache);
         self.finish_copies(cache)?;
         self.begin_copies(cache)?;
         for event in self.announcements.drain(..) {

@@ -47,6 +47,7 @@ impl<B: Backend> Tiers<B> {
         event: ChunkEvent,
     ) -> bool {
         let prompt_tokens = self.prompted.get(&record.name);
+        let is_pinned = self.pinned.has(record);
         let lane = self.stores.get_mut(at).invariant(STORE);
         let facts = ChunkFacts {
             is_present: stores & bit(at) != 0,
@@ -54,7 +55,7 @@ impl<B: Backend> Tiers<B> {
             uses: uses.saturating_add(1),
             prompt_tokens: prompt_tokens.unwrap_or_else(|| record.end()),
             is_generated: prompt_tokens.is_none(),
-            is_pinned: record.is_pinned,
+            is_pinned,
             level: record.priority.level,
         };
         let options = lane.store.options();

@@ -10,14 +10,13 @@ use kv_core::{
     CacheError, CacheSpec, KvCache, KvFormat, QkvFormat, Scaling, SequenceId, StartOptions,
     StepInput, TensorView, TensorViewMut,
 };
-use kv_cpu::{CpuBackend, CpuOptions};
-use kv_testkit::{FaultInjector, FaultKind, Shared};
+use kv_testkit::{FaultInjector, FaultKind};
 use kv_tier::policy::{WritePolicy, WriteRule};
 use kv_tier::{
     BlockStore, MemoryStore, ModelDigest, Put, StoreOptions, TierError, TierOptions, Tiers,
 };
 
-use crate::support::{Engine, identity, patient, spec, text};
+use crate::support::{Engine, Late, identity, late, patient, spec, text};
 
 fn plain() -> StartOptions<'static> {
     StartOptions::default()
@@ -227,10 +226,9 @@ fn copies_that_fail_reach_no_block_of_others() {
     let prompts = [text(1, 300), text(2, 300)];
     let mut failures = 0;
     for kind in FaultKind::ALL {
-        for operation in (0..16).chain((16..300).step_by(37)) {
-            let backend = CpuBackend::open(CpuOptions::default().with_threads(1)).unwrap();
-            let backend = FaultInjector::new(Shared::new(backend));
-            let options = TierOptions::new().with_host(4 << 20);
+        for operation in 0..24 {
+            let backend = FaultInjector::new(late());
+            let options = TierOptions::new().with_host(4 << 20).with_chunk_blocks(4);
             // Room for one prompt.
             let mut engine = Engine::over(backend, spec(80), identity(), options);
             engine.run(&prompts[0], plain());
@@ -254,7 +252,7 @@ fn copies_that_fail_reach_no_block_of_others() {
             engine.flush();
             engine.check(other, &prompts[1]);
             engine.forget();
-            assert_eq!(engine.run(&prompts[0], plain()).1, 256, "{kind:?} {operation}");
+            assert_eq!(engine.run(&prompts[0], plain()).1, 288, "{kind:?} {operation}");
         }
     }
     assert!(failures > 40, "{failures}");
@@ -294,14 +292,13 @@ fn a_failed_recalibration_reaches_no_chunk() {
     let layer = || LayerCalibration { k: k.clone(), v: PlaneCalibration::default() };
     let mut unrestored = 0;
     for operation in (0..40).step_by(3).chain((40..1000).step_by(97)) {
-        let backend = CpuBackend::open(CpuOptions::default().with_threads(1)).unwrap();
-        let backend = FaultInjector::new(Shared::new(backend));
+        let backend = FaultInjector::new(late());
         let options = TierOptions::new().with_host(4 << 20);
         let mut engine = Engine::over(backend, coded.clone(), identity(), options);
         let id = SequenceId(1000);
         engine.cache.start(id, &prompt, plain()).unwrap();
         engine.compute(id, &prompt, 0);
-        let rows = |engine: &mut Engine<FaultInjector<Shared<CpuBackend>>>, id| {
+        let rows = |engine: &mut Engine<FaultInjector<Late>>, id| {
             let mut rows = vec![0.0_f32; 512 * 16];
             let out = TensorViewMut::host(&mut rows, &[1, 512, 2, 8]);
             let range = [(id, 0, 512)];

@@ -16,7 +16,8 @@ fn rows_equal_those_without_tiers_whatever_goes_wrong() {
         std::env::var(name).map_or(default, |text| text.parse::<u64>().unwrap())
     };
     let (wanted, first) = (number("KV_TIER_FAULTS", 400), number("KV_TIER_SEED", 1));
-    let (mut faults, mut loaded, mut kinds) = (0, 0, BTreeMap::<String, u64>::new());
+    let (mut faults, mut of_devices, mut loaded) = (0, 0, 0);
+    let mut kinds = BTreeMap::<String, u64>::new();
     for seed in first.. {
         let mut world = World::new(seed);
         let lived = catch_unwind(AssertUnwindSafe(|| (0..150).for_each(|_| world.act())));
@@ -24,7 +25,9 @@ fn rows_equal_those_without_tiers_whatever_goes_wrong() {
             println!("seed {seed}, {}: {}", world.kind(), world.log.join(", "));
             resume_unwind(panic);
         }
-        faults += world.faults();
+        let (of_stores, of_device) = world.faults();
+        faults += of_stores + of_device;
+        of_devices += of_device;
         if seed.is_multiple_of(100) {
             println!("seed {seed}: {faults} faults");
         }
@@ -42,7 +45,8 @@ fn rows_equal_those_without_tiers_whatever_goes_wrong() {
             break;
         }
     }
-    println!("{faults} faults, {loaded} tokens loaded: {kinds:?}");
+    println!("{faults} faults, {of_devices} of devices, {loaded} tokens loaded: {kinds:?}");
+    assert!(of_devices > wanted / 50, "{of_devices}");
     assert!(loaded > wanted / 5, "{loaded}");
     assert!(kinds.values().all(|loaded| *loaded > 0), "{kinds:?}");
 }

@@ -17,6 +17,8 @@ mod handoff;
 mod hang;
 mod kind;
 mod lives;
+mod order;
+mod pairs;
 mod prompt;
 mod session;
 mod steps;

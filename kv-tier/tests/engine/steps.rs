@@ -5,7 +5,7 @@ use kv_core::{CacheError, QkvFormat, SequenceId, StepInput, TensorView, TensorVi
 
 use crate::kind::{HEADS, LAYERS};
 use crate::prompt::rows;
-use crate::world::{Live, World};
+use crate::world::{Live, World, done};
 
 impl World {
     /// Computes what is left of a prompt, or a few new tokens, in some steps.
@@ -46,12 +46,16 @@ impl World {
         let live = &self.live[at];
         let all = [&live.tokens[..], new].concat();
         let inputs = [StepInput::tokens(live.id, new)];
+        let may_fail = self.is_armed;
         let mut step = match self.cache.begin_step(&inputs) {
             Ok(step) => step,
             Err(CacheError::Exhausted(_) | CacheError::Plan(PlanError::SequenceTooLong { .. })) => {
                 return false;
             }
-            Err(error) => panic!("{error}"),
+            Err(error) => {
+                done(may_fail, Err::<(), _>(error));
+                return false;
+            }
         };
         let dims = [new.len() as u32, HEADS, self.kind.dim()];
         let width = self.kind.width();
@@ -61,7 +65,12 @@ impl World {
                 rows(&words, (layer, plane), width).split_off(live.tokens.len() * width)
             });
             let (k, v) = (TensorView::host(&k, &dims), TensorView::host(&v, &dims));
-            step.write(layer, k, v, QkvFormat::Thd).unwrap();
+            if let Err(error) = step.write(layer, k, v, QkvFormat::Thd) {
+                drop(step);
+                self.done(Err::<(), _>(error));
+                self.check(at);
+                return false;
+            }
         }
         if self.rng.one_in(10) {
             // Dropped: as if it had not begun.
@@ -69,14 +78,18 @@ impl World {
             self.check(at);
             return true;
         }
-        step.commit().unwrap();
-        self.live[at].tokens = all;
+        let committed = step.commit();
+        let is_committed = self.done(committed).is_some();
+        if is_committed {
+            self.live[at].tokens = all;
+        }
         self.check(at);
-        true
+        is_committed
     }
 
     /// Checks all rows of a sequence that a window has not passed.
     pub(crate) fn check(&mut self, at: usize) {
+        self.disarm();
         let live = &self.live[at];
         let len = live.tokens.len() as u32;
         assert_eq!(self.cache.seq_len(live.id), Some(len));
@@ -110,9 +123,11 @@ impl World {
         let id = SequenceId(self.next);
         self.next += 1;
         let (asked, tokens) = (self.live[at].asked.clone(), self.live[at].tokens.clone());
-        self.cache.fork(self.live[at].id, id).unwrap();
-        self.live.push(Live { id, asked, tokens });
-        self.check(self.live.len() - 1);
+        let forked = self.cache.fork(self.live[at].id, id);
+        if self.done(forked).is_some() {
+            self.live.push(Live { id, asked, tokens });
+            self.check(self.live.len() - 1);
+        }
     }
 
     pub(crate) fn truncate(&mut self) {
@@ -120,13 +135,15 @@ impl World {
             return;
         }
         let at = self.rng.below(self.live.len() as u32) as usize;
-        let live = &mut self.live[at];
+        let live = &self.live[at];
         let len = self.rng.below(live.tokens.len() as u32 + 1);
-        match self.cache.truncate(live.id, len) {
-            Ok(()) => live.tokens.truncate(len as usize),
-            Err(CacheError::Plan(PlanError::OutOfWindow { .. })) => {}
-            Err(error) => panic!("{error}"),
+        let truncated = self.cache.truncate(live.id, len);
+        if matches!(truncated, Err(CacheError::Plan(PlanError::OutOfWindow { .. }))) {
+            return;
         }
+        // Blocks that could not be wiped are no reason to keep the tokens.
+        self.done(truncated);
+        self.live[at].tokens.truncate(len as usize);
     }
 
     pub(crate) fn end(&mut self) {
@@ -135,18 +152,22 @@ impl World {
         }
         let at = self.rng.below(self.live.len() as u32) as usize;
         self.check(at);
+        self.arm();
         let live = self.live.remove(at);
-        match self.rng.below(8) {
+        let ended = match self.rng.below(8) {
             0 => {
-                self.cache.reset().unwrap();
                 self.live.clear();
+                self.cache.reset()
             }
             1 => {
-                self.cache.forget_sequence(live.id).unwrap();
-                self.cache.release(live.id).unwrap();
+                let forgotten = self.cache.forget_sequence(live.id);
+                self.done(forgotten);
+                self.cache.release(live.id)
             }
-            2..5 => self.cache.preempt(live.id).unwrap(),
-            _ => self.cache.release(live.id).unwrap(),
-        }
+            2..5 => self.cache.preempt(live.id),
+            _ => self.cache.release(live.id),
+        };
+        self.done(ended);
+        assert!(!self.cache.contains(live.id));
     }
 }

@@ -9,6 +9,7 @@ use kv_core::{
     TensorView, TensorViewMut,
 };
 use kv_cpu::{CpuBackend, CpuOptions};
+use kv_testkit::LateDevice;
 use kv_tier::{
     BlockStore, ChunkAddress, ChunkSpec, Identity, ModelDigest, PrefetchId, Session, SessionError,
     SessionInfo, StoreOptions, TierError, TierOptions, Tiers, session,
@@ -20,8 +21,16 @@ const HEADS: u32 = 2;
 const DIM: u32 = 8;
 const WIDTH: usize = (HEADS * DIM) as usize;
 
+/// The CPU, with copies that are done when they are waited for.
+pub(crate) type Late = LateDevice<CpuBackend>;
+
+/// Opens the CPU; copies are pending for up to two polls.
+pub(crate) fn late() -> Late {
+    LateDevice::new(CpuBackend::open(CpuOptions::default().with_threads(1)).unwrap(), 2)
+}
+
 /// A cache, its tiers, and what they have computed and reused.
-pub(crate) struct Engine<B: Backend = CpuBackend> {
+pub(crate) struct Engine<B: Backend = Late> {
     pub(crate) cache: KvCache<B>,
     pub(crate) tiers: Tiers<B>,
     identity: Identity,
@@ -52,13 +61,11 @@ pub(crate) fn patient(store: &impl BlockStore) -> StoreOptions {
 
 impl Engine {
     pub(crate) fn new(spec: CacheSpec, identity: Identity, options: TierOptions) -> Self {
-        let backend = CpuBackend::open(CpuOptions::default().with_threads(1)).unwrap();
-        Self::over(backend, spec, identity, options)
+        Self::over(late(), spec, identity, options)
     }
 
     pub(crate) fn try_new(spec: CacheSpec, options: TierOptions) -> Result<(), TierError> {
-        let backend = CpuBackend::open(CpuOptions::default().with_threads(1)).unwrap();
-        let cache = KvCache::new(backend, spec).unwrap();
+        let cache = KvCache::new(late(), spec).unwrap();
         Tiers::new(&cache, identity(), options).map(drop)
     }
 }
@@ -216,8 +223,7 @@ pub(crate) fn text(number: u32, len: u32) -> Vec<u32> {
 pub(crate) fn names(prompt: &[u32], identity: &Identity) -> Vec<ChunkAddress> {
     let spec = spec(8);
     let chunks = ChunkSpec::new(&spec, GroupId(0)).unwrap();
-    let backend = CpuBackend::open(CpuOptions::default().with_threads(1)).unwrap();
-    let cache = KvCache::new(backend, spec).unwrap();
+    let cache = KvCache::new(late(), spec).unwrap();
     let root = identity.root(&chunks, cache.encoding_key(), b"", None).unwrap();
     let mut parent = root.name();
     let tokens = chunks.span(0).end as usize;

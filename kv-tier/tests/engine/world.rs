@@ -7,19 +7,22 @@ use kv_core::error::PlanError;
 use kv_core::events::Tier;
 use kv_core::reuse::PinId;
 use kv_core::{CacheError, CacheSpec, KvCache, SequenceId, StepInput};
-use kv_cpu::{CpuBackend, CpuOptions};
 use kv_testkit::rng::Rng;
 use kv_testkit::store::{Fault, FaultSchedule, FaultStore};
+use kv_testkit::{FaultInjector, FaultKind};
 use kv_tier::policy::{WritePolicy, WriteRule};
 use kv_tier::{
-    Identity, MemoryStore, ModelDigest, PrefetchId, StoreOptions, TierError, TierOptions, Tiers,
-    Wait,
+    BlockStore, Identity, MemoryStore, ModelDigest, PrefetchId, StoreOptions, TierError,
+    TierOptions, Tiers, Wait,
 };
 
 use crate::kind::{Kind, LAYERS};
 use crate::prompt::Asked;
+use crate::support::{Late, late};
 
-type Store = Arc<FaultStore<MemoryStore>>;
+/// A device with late copies that fails now and then.
+pub(crate) type Device = FaultInjector<Late>;
+type Store = Arc<FaultStore<Arc<dyn BlockStore>>>;
 
 /// A sequence.
 #[derive(Debug)]
@@ -33,8 +36,8 @@ pub(crate) struct World {
     pub(crate) rng: Rng,
     pub(crate) kind: Kind,
     spec: CacheSpec,
-    pub(crate) cache: KvCache<CpuBackend>,
-    tiers: Option<Tiers<CpuBackend>>,
+    pub(crate) cache: KvCache<Device>,
+    tiers: Option<Tiers<Device>>,
     stores: [Store; 2],
     prefetches: Vec<(PrefetchId, Asked)>,
     /// Prompts that come again.
@@ -45,6 +48,9 @@ pub(crate) struct World {
     recalibrated: u32,
     pub(crate) log: Vec<String>,
     pub(crate) loaded: u64,
+    /// Whether the device may fail in the operation that runs.
+    pub(crate) is_armed: bool,
+    device_faults: u64,
 }
 
 impl World {
@@ -52,11 +58,24 @@ impl World {
         let mut rng = Rng::new(seed);
         let kind = rng.pick(&Kind::ALL);
         let spec = kind.spec(&mut rng);
+        // One of them is too small for everything.
+        let stores = [64 << 20, 200 << 10]
+            .map(|bytes| -> Arc<dyn BlockStore> { Arc::new(MemoryStore::new(bytes)) });
+        Self::over(rng, seed, (kind, spec), stores)
+    }
+
+    /// Creates one over stores that others may use too.
+    pub(crate) fn over(
+        mut rng: Rng,
+        seed: u64,
+        (kind, spec): (Kind, CacheSpec),
+        stores: [Arc<dyn BlockStore>; 2],
+    ) -> Self {
         let one_in = rng.pick(&[3, 6, 12]);
-        let stores = [0, 1].map(|at| {
-            // One of them is too small for everything.
-            let within = MemoryStore::new(if at == 0 { 64 << 20 } else { 200 << 10 });
-            let schedule = FaultSchedule::seeded(seed * 2 + at, one_in, &Fault::ALL);
+        let mut number = seed * 2;
+        let stores = stores.map(|within| {
+            let schedule = FaultSchedule::seeded(number, one_in, &Fault::ALL);
+            number += 1;
             Arc::new(FaultStore::new(within, schedule))
         });
         let cache = cache(&spec);
@@ -75,6 +94,8 @@ impl World {
             recalibrated: 0,
             log: Vec::new(),
             loaded: 0,
+            is_armed: false,
+            device_faults: 0,
         };
         world.open();
         world
@@ -84,9 +105,33 @@ impl World {
         format!("{:?}", self.kind)
     }
 
-    /// Returns the number of faults so far.
-    pub(crate) fn faults(&self) -> u64 {
-        self.stores.iter().map(|store| store.counts().values().sum::<u64>()).sum()
+    /// Returns the number of faults of stores and of the device so far.
+    pub(crate) fn faults(&self) -> (u64, u64) {
+        let of_stores = self.stores.iter().map(|store| store.counts().values().sum::<u64>()).sum();
+        (of_stores, self.device_faults)
+    }
+
+    /// Lets the device fail in one of its next operations, once in a while.
+    pub(crate) fn arm(&mut self) {
+        if self.rng.one_in(6) {
+            let (more, kind) = (self.rng.pick(&[4, 30, 300]), self.rng.pick(&FaultKind::ALL));
+            let more = self.rng.below(more);
+            self.log.push(format!("{kind:?} after {more}"));
+            self.cache.backend().fail(more.into(), kind);
+            self.is_armed = true;
+        }
+    }
+
+    /// Ends what [`Self::arm`] began.
+    pub(crate) fn disarm(&mut self) {
+        self.is_armed = false;
+        self.device_faults += u64::from(self.cache.backend().clear());
+    }
+
+    /// Returns the result of a call; `None` if the device failed in it.
+    #[track_caller]
+    pub(crate) fn done<T>(&self, result: Result<T, impl Into<TierError>>) -> Option<T> {
+        done(self.is_armed, result)
     }
 
     fn open(&mut self) {
@@ -111,7 +156,7 @@ impl World {
         self.tiers = Some(Tiers::new(&self.cache, identity, options).unwrap());
     }
 
-    fn tiers(&mut self) -> (&mut Tiers<CpuBackend>, &mut KvCache<CpuBackend>) {
+    fn tiers(&mut self) -> (&mut Tiers<Device>, &mut KvCache<Device>) {
         (self.tiers.as_mut().unwrap(), &mut self.cache)
     }
 
@@ -119,6 +164,7 @@ impl World {
     pub(crate) fn act(&mut self) {
         let kind = self.rng.below(30);
         self.log.push(format!("{kind}"));
+        self.arm();
         match kind {
             0..5 => self.prefetch(),
             5..11 => self.start(),
@@ -132,39 +178,54 @@ impl World {
             24 => {
                 let wait = Duration::from_millis(self.rng.below(20).into());
                 let (tiers, cache) = self.tiers();
-                tiers.flush(cache, Instant::now() + wait).unwrap();
+                let flushed = tiers.flush(cache, Instant::now() + wait);
+                self.done(flushed);
             }
             25 => self.reopen(),
             26 => self.pin(),
             27 => self.start_in_a_step(),
             28 => {
                 let asked = Asked::choose(&mut self.rng);
-                self.cache.forget_prefix(&asked.prompt, asked.options(), 0).unwrap();
+                let forgotten = self.cache.forget_prefix(&asked.prompt, asked.options(), 0);
+                self.done(forgotten);
             }
             _ => self.poll(),
         }
         if self.rng.one_in(2) {
             self.poll();
         }
+        self.disarm();
     }
 
     /// Removes what can be removed; often everything, so that it has to come back.
     fn empty_device(&mut self) {
         if !self.rng.one_in(4) {
             (0..self.live.len()).for_each(|at| self.check(at));
-            self.cache.reset().unwrap();
+            self.arm();
+            let reset = self.cache.reset();
+            self.done(reset);
             self.live.clear();
-            self.pins.drain(..).for_each(|pin| assert!(self.cache.unpin(pin).unwrap()));
+            self.unpin();
             let (tiers, cache) = self.tiers();
-            tiers.flush(cache, Instant::now() + Duration::from_millis(20)).unwrap();
+            let flushed = tiers.flush(cache, Instant::now() + Duration::from_millis(20));
+            self.done(flushed);
         }
-        let is_empty = self.cache.reset_prefixes().unwrap();
-        self.log.push(format!("empty: {is_empty}"));
+        let is_empty = self.cache.reset_prefixes();
+        let is_empty = self.done(is_empty);
+        self.log.push(format!("empty: {is_empty:?}"));
     }
 
     fn poll(&mut self) {
         let (tiers, cache) = self.tiers();
-        tiers.poll(cache).unwrap();
+        let polled = tiers.poll(cache);
+        self.done(polled);
+    }
+
+    fn unpin(&mut self) {
+        for pin in std::mem::take(&mut self.pins) {
+            let unpinned = self.cache.unpin(pin);
+            assert_ne!(self.done(unpinned), Some(false));
+        }
     }
 
     fn prefetch(&mut self) {
@@ -220,7 +281,16 @@ impl World {
         self.next += 1;
         let (tiers, cache) = self.tiers();
         let started = tiers.start(cache, prefetch, id, asked.options());
-        assert_eq!((cache.num_imports(), cache.contains(id)), (0, started.is_ok()));
+        assert_eq!(cache.contains(id), started.is_ok(), "{started:?}");
+        if matches!(started, Err(TierError::Cache(CacheError::Device(_)))) {
+            self.done(started);
+            self.disarm();
+            // Does what the failure has left.
+            self.poll();
+            assert_eq!(self.cache.num_imports(), 0);
+            return;
+        }
+        assert_eq!(cache.num_imports(), 0, "{started:?}");
         match started {
             Ok(reused) => {
                 self.log.push(format!("start {} reuses {reused}", asked.prompt.len()));
@@ -241,6 +311,7 @@ impl World {
                         )
                 );
                 assert!(is_known, "{error}");
+                self.disarm();
                 let without = self.cache.start(id, &asked.prompt, asked.options());
                 assert!(without.is_err(), "{error}, but {without:?} without tiers");
             }
@@ -253,10 +324,7 @@ impl World {
 
     fn pin(&mut self) {
         if self.pins.len() > 1 || self.rng.one_in(2) {
-            for pin in self.pins.drain(..) {
-                assert!(self.cache.unpin(pin).unwrap());
-            }
-            return;
+            return self.unpin();
         }
         let asked = Asked::choose(&mut self.rng);
         self.pins.push(self.cache.pin_prefix(&asked.prompt, asked.options()).id);
@@ -277,13 +345,14 @@ impl World {
         match self.cache.recalibrate(given) {
             Ok(()) => self.recalibrated += 1,
             Err(CacheError::Plan(PlanError::State { .. })) => {}
-            Err(error) => panic!("{error}"),
+            Err(error) => _ = self.done(Err::<(), _>(error)),
         }
         (0..self.live.len()).for_each(|at| self.check(at));
     }
 
     /// Ends the tiers, and often the process with them, and opens others over the same stores.
     fn reopen(&mut self) {
+        self.disarm();
         let stats = self.tiers().0.stats();
         self.loaded += stats.loaded_tokens;
         self.tiers = None;
@@ -316,6 +385,7 @@ impl World {
 
     /// Ends everything, and checks that nothing is held and all counts agree.
     pub(crate) fn finish(mut self) -> u64 {
+        self.disarm();
         (0..self.live.len()).for_each(|at| self.check(at));
         for store in &self.stores {
             store.set_schedule(FaultSchedule::listed(&[]));
@@ -326,9 +396,7 @@ impl World {
         for live in self.live.drain(..) {
             self.cache.release(live.id).unwrap();
         }
-        for pin in self.pins.drain(..) {
-            assert!(self.cache.unpin(pin).unwrap());
-        }
+        self.unpin();
         let (tiers, cache) = self.tiers();
         assert!(tiers.flush(cache, Instant::now() + Duration::from_secs(30)).unwrap(), "{tiers:?}");
         assert_eq!((cache.num_holds(), cache.num_imports(), cache.usage().blocks_used), (0, 0, 0));
@@ -342,7 +410,16 @@ impl World {
     }
 }
 
-fn cache(spec: &CacheSpec) -> KvCache<CpuBackend> {
-    let backend = CpuBackend::open(CpuOptions::default().with_threads(1)).unwrap();
-    KvCache::new(backend, spec.clone()).unwrap()
+/// Returns the result of a call; `None` if a device failed in it that may fail.
+#[track_caller]
+pub(crate) fn done<T>(may_fail: bool, result: Result<T, impl Into<TierError>>) -> Option<T> {
+    match result.map_err(Into::into) {
+        Ok(done) => Some(done),
+        Err(TierError::Cache(CacheError::Device(_))) if may_fail => None,
+        Err(error) => panic!("{error}"),
+    }
+}
+
+fn cache(spec: &CacheSpec) -> KvCache<Device> {
+    KvCache::new(FaultInjector::new(late()), spec.clone()).unwrap()
 }

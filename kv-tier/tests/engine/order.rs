@@ -1,0 +1,138 @@
+//! What waits for what: blocks for their copies, reads for room.
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kv_core::{CacheError, SequenceId, StartOptions, StepInput};
+use kv_tier::policy::{WritePolicy, WriteRule};
+use kv_tier::{BlockStore, MemoryStore, TierOptions};
+
+use crate::store::{HangStore, Operation, soon};
+use crate::support::{Engine, identity, names, patient, spec, text};
+
+fn plain() -> StartOptions<'static> {
+    StartOptions::default()
+}
+
+#[test]
+fn blocks_are_held_until_they_are_copied() {
+    // Room for one of the prompts.
+    let mut engine = Engine::new(spec(150), identity(), TierOptions::new().with_host(4 << 20));
+    let [first, other] = [text(1, 520), text(2, 520)];
+    let (sequence, _) = engine.run(&first, plain());
+    engine.cache.release(sequence).unwrap();
+    // Two chunks are on their way.
+    assert_eq!(engine.cache.num_holds(), 128);
+    let id = SequenceId(1000);
+    engine.cache.start(id, &other, plain()).unwrap();
+    let refused = engine.cache.begin_step(&[StepInput::tokens(id, &other[8..])]).map(drop);
+    assert!(matches!(refused, Err(CacheError::Exhausted(_))), "{refused:?}");
+    engine.cache.release(id).unwrap();
+    engine.flush();
+    assert_eq!(engine.cache.num_holds(), 0);
+    // Takes the blocks of the first one.
+    engine.run(&other, plain());
+    engine.forget();
+    assert_eq!(engine.run(&first, plain()).1, 512);
+}
+
+/// A write of a chunk that left host memory hangs. Room that comes from elsewhere is used at once.
+#[test]
+fn a_read_waits_for_room_and_not_for_the_writes_of_others() {
+    let (reads, writes) = (Arc::new(HangStore::new()), Arc::new(HangStore::new()));
+    let prompts = [text(1, 520), text(2, 260), text(3, 260)];
+    let rule = |policy| patient(&*reads).with_write(WriteRule::new(policy));
+    let mut filler = {
+        let options = TierOptions::new();
+        let lane = rule(WritePolicy::OnPublish);
+        let options = options.with_store_options(Box::new(Arc::clone(&reads)), lane);
+        Engine::new(spec(512), identity(), options)
+    };
+    for prompt in &prompts[1..] {
+        filler.run(prompt, plain());
+        filler.flush();
+        filler.forget();
+    }
+    // Room for three chunks.
+    let options = TierOptions::new()
+        .with_host(210 << 10)
+        .with_store_options(Box::new(Arc::clone(&reads)), rule(WritePolicy::Never))
+        .with_store_options(Box::new(Arc::clone(&writes)), rule(WritePolicy::OnLeave));
+    let mut engine = Engine::new(spec(512), identity(), options);
+    engine.run(&prompts[0], plain());
+    while engine.tiers.stats().host_chunks < 2 {
+        engine.tiers.poll(&mut engine.cache).unwrap();
+    }
+    // Takes the last room.
+    reads.hang(Operation::Get, 1);
+    let lost = engine.tiers.prefetch(&engine.cache, &prompts[1], &plain());
+    poll_until_hanging(&mut engine, &reads, Operation::Get);
+    // The last chunk of the first prompt has to leave.
+    writes.hang(Operation::Put, u64::MAX);
+    let waiting = engine.tiers.prefetch(&engine.cache, &prompts[2], &plain());
+    poll_until_hanging(&mut engine, &writes, Operation::Put);
+    assert!(!engine.tiers.is_ready(waiting), "there is no room");
+    reads.remove(&names(&prompts[1], &identity()), soon()).unwrap();
+    reads.release();
+    let end = Instant::now() + Duration::from_secs(10);
+    while !engine.tiers.is_ready(waiting) {
+        engine.tiers.poll(&mut engine.cache).unwrap();
+        assert!(Instant::now() < end, "it waits for the write");
+    }
+    assert_eq!(engine.start(waiting, &prompts[2], plain()).1, 256);
+    assert!(engine.tiers.cancel(lost));
+    assert_eq!(engine.tiers.stats().stores[1].writes, 0, "it hangs still");
+    writes.release();
+    engine.forget();
+}
+
+fn poll_until_hanging(engine: &mut Engine, store: &HangStore, operation: Operation) {
+    let end = soon();
+    while store.calls(operation) == 0 {
+        engine.tiers.poll(&mut engine.cache).unwrap();
+        assert!(Instant::now() < end, "no call came");
+    }
+    store.wait_hanging(1);
+}
+
+/// Polls until a store has some number of chunks.
+fn poll_until_written(engine: &mut Engine, writes: u64) {
+    let end = soon();
+    while engine.tiers.stats().stores[0].writes < writes {
+        engine.tiers.poll(&mut engine.cache).unwrap();
+        assert!(Instant::now() < end, "{:?}", engine.tiers.stats());
+    }
+}
+
+#[test]
+fn what_is_pinned_later_is_written_at_once() {
+    let store = Arc::new(MemoryStore::new(64 << 20));
+    let never = WritePolicy::OnReuse(9.try_into().unwrap());
+    let lane = patient(&*store).with_write(WriteRule::new(never));
+    // Room for two chunks.
+    let options = TierOptions::new().with_host(200 << 10);
+    let options = options.with_store_options(Box::new(Arc::clone(&store)), lane);
+    let mut engine = Engine::new(spec(2048), identity(), options);
+    // Without the beginning that texts share.
+    let [there, gone, other] = [1, 2, 3].map(|number| text(number, 608).split_off(8));
+    engine.run(&gone, plain());
+    engine.flush();
+    engine.run(&there, plain());
+    engine.flush();
+    assert_eq!(engine.tiers.stats().stores[0].writes, 0);
+    // In host memory.
+    let pin = engine.cache.pin_prefix(&there, plain());
+    assert_eq!(pin.tokens, 600);
+    poll_until_written(&mut engine, 2);
+    // On the device alone.
+    let second = engine.cache.pin_prefix(&gone, plain());
+    poll_until_written(&mut engine, 4);
+    for pin in [pin, second] {
+        assert!(engine.cache.unpin(pin.id).unwrap());
+    }
+    // Nothing is written twice, and nothing that is not pinned any more.
+    engine.run(&other, plain());
+    engine.cache.pin_prefix(&there, plain());
+    engine.flush();
+    let stats = engine.tiers.stats();
+    assert_eq!(stats.stores[0].writes, 4, "{stats:?}");
+}
