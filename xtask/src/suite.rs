@@ -59,7 +59,6 @@ const STAGES: &[Stage] = &[
         setup::try_rest();
         Ok(Outcome::Passed)
     }),
-    run_stage("CUDA emulator", &[], |_| emulator::run(&SELF_TEST).map(passed)),
     run_stage("CUDA kernels", &[], compile_kernels),
     run_stage("unit and API tests, benches once", &["build of tests"], unit_tests),
     run_stage("conformance", &["build of tests"], conform),
@@ -69,6 +68,9 @@ const STAGES: &[Stage] = &[
     run_stage("kv-runner and kv-cli", &["build of tests"], model_tests),
     run_stage("xtask", &["build of tests"], tool_tests),
     run_stage("README commands", &["build of tests"], |_| readme::run().map(passed)),
+    run_stage("CUDA emulator", &["build of CUDA kernels with sanitizers"], |_| {
+        emulator::run(&SELF_TEST).map(passed)
+    }),
     run_stage("CUDA kernels under sanitizers", &["build of CUDA kernels with sanitizers"], |_| {
         emulator::test_kernels().map(passed)
     }),
