@@ -26,12 +26,12 @@ const REPORT: &str = "KV_CONFORMANCE_REPORT";
 /// All backends, also those that are not in the workspace.
 const BACKENDS: [&str; 3] = ["cpu", "wgpu", "cuda"];
 
-/// The CUDA backend on the emulator: a test target of kv-cuda, run only on request.
+/// The CUDA backend on the emulator: the runner of kv-cuda, only on request.
 pub(crate) const EMULATED: &str = "emulated";
 
 /// Returns whether a test target is a runner, which a separate stage runs.
 pub(crate) fn is_runner(target: &str) -> bool {
-    [TEST_TARGET, EMULATED].contains(&target)
+    target == TEST_TARGET
 }
 
 /// Areas of the suite about blocks, sequences and queues: they reach kernels only in shapes that
@@ -176,21 +176,15 @@ fn why_not(workspace: &Workspace, backend: &str) -> Option<String> {
     let Some(package) = workspace.package(&package_of(backend)) else {
         return Some("not in this workspace yet".to_owned());
     };
-    let target = target_of(backend);
-    (!has(package, target)).then(|| format!("{} has no tests/{target}.rs yet", package.name))
+    (!has_runner(package)).then(|| format!("{} has no tests/{TEST_TARGET}.rs yet", package.name))
 }
 
 fn package_of(backend: &str) -> String {
     if backend == EMULATED { "kv-cuda".to_owned() } else { format!("kv-{backend}") }
 }
 
-fn target_of(backend: &str) -> &'static str {
-    if backend == EMULATED { EMULATED } else { TEST_TARGET }
-}
-
-/// Returns whether a crate has this runner.
-fn has(package: &Package, target: &str) -> bool {
-    package.targets_of("test").any(|found| found.name == target)
+fn has_runner(package: &Package) -> bool {
+    package.targets_of("test").any(|target| is_runner(&target.name))
 }
 
 fn run_backend(
@@ -236,12 +230,12 @@ fn run_backend(
 
 /// Builds the runner of a backend, without those of other backends.
 fn runner(workspace: &Workspace, backend: &str) -> Result<Program> {
-    let (package, target) = (package_of(backend), target_of(backend));
+    let package = package_of(backend);
     let others = workspace.packages.iter().filter(|other| other.name != package);
-    let others: Vec<_> = others.filter(|o| has(o, target)).map(|o| &*o.name).collect();
-    let programs = programs::of_workspace(&others, &["--test", target])?;
-    let found = programs.into_iter().find(|p| p.package == package && p.target == target);
-    found.with_context(|| format!("cargo built no {target} of {package}"))
+    let others: Vec<_> = others.filter(|other| has_runner(other)).map(|o| &*o.name).collect();
+    let programs = programs::of_workspace(&others, &["--test", TEST_TARGET])?;
+    let found = programs.into_iter().find(|p| p.package == package && is_runner(&p.target));
+    found.with_context(|| format!("cargo built no {TEST_TARGET} of {package}"))
 }
 
 /// Builds the emulator's library and passes its path to the runner.

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::emulator::{self, Sanitizer};
 use crate::workspace::Workspace;
-use crate::{conformance, shell, suite};
+use crate::{conformance, programs, shell, suite};
 
 /// A device, and what its backend says where the machine lacks it.
 struct Device {
@@ -26,17 +26,11 @@ const ADAPTER: &str = "KV_WGPU_ADAPTER";
 /// too, is a failure.
 const NO_ADAPTER: &str = "kind: Unsupported, operation: \"open an adapter\"";
 
-/// Builds the examples with the crates and features of the tests, to use their builds again.
-pub(crate) fn build() -> Result<()> {
-    let mut build = shell::cargo(["build", "--workspace", "--examples"]);
-    shell::run(build.args(suite::FEATURES))
-}
-
 /// Runs each example on each device.
 pub(crate) fn run(workspace: &Workspace) -> Result<()> {
-    let folder = workspace.target_dir.join("debug").join("examples");
-    let examples: Vec<_> =
-        workspace.package("kv").into_iter().flat_map(|kv| kv.targets_of("example")).collect();
+    let targets = workspace.package("kv").into_iter().flat_map(|kv| kv.targets_of("example"));
+    let examples = targets.map(|target| programs::plain("example", &target.name));
+    let examples = examples.collect::<Result<Vec<_>>>()?;
     if examples.is_empty() {
         bail!("crate kv has no examples");
     }
@@ -45,7 +39,7 @@ pub(crate) fn run(workspace: &Workspace) -> Result<()> {
         let start = Instant::now();
         let mut skipped = None;
         for example in &examples {
-            let mut command = shell::program(folder.join(&example.name));
+            let mut command = shell::program(example);
             conformance::quiet_drivers(&mut command, workspace)?;
             command.arg(&device.name).env(emulator::SETTING, &library);
             skipped = run_one(&mut command, &device)?;

@@ -77,14 +77,12 @@ pub(crate) fn of_workspace<S: AsRef<str>>(without: &[S], targets: &[&str]) -> Re
     }
 }
 
-/// Returns the path of a program that is not a test, built with the tests' profile and features.
-pub(crate) fn binary(name: &str) -> Result<PathBuf> {
-    let text = match built()? {
-        Some(text) => text,
-        None => messages(&selection::<&str>(&[], &["--bin", name, "--tests"]), &[])?,
-    };
-    let found = text.lines().find_map(|line| parse_binary(line, name));
-    found.with_context(|| format!("cargo built no program {name}"))
+/// Returns the path of a program that is not a test, of kind `bin` or `example`, built with the
+/// tests' profile and features.
+pub(crate) fn plain(kind: &str, name: &str) -> Result<PathBuf> {
+    let text = built()?.map_or_else(messages_of_all, Ok)?;
+    let found = text.lines().find_map(|line| parse_plain(line, (kind, name)));
+    found.with_context(|| format!("cargo built no {kind} {name}"))
 }
 
 /// Returns the messages that [`build_all`] has listed, if it ran before this process.
@@ -96,19 +94,18 @@ fn built() -> Result<Option<String>> {
     Ok(Some(text))
 }
 
-fn parse_binary(line: &str, name: &str) -> Option<PathBuf> {
+fn parse_plain(line: &str, (kind, name): (&str, &str)) -> Option<PathBuf> {
     let message: Value = serde_json::from_str(line).ok()?;
     let path = message.get("executable")?.as_str()?;
-    let is_binary = message.pointer("/target/kind/0")?.as_str()? == "bin"
+    let is_plain = message.pointer("/target/kind/0")?.as_str()? == kind
         && message.pointer("/target/name")?.as_str()? == name
         && !message.pointer("/profile/test")?.as_bool()?;
-    is_binary.then(|| path.into())
+    is_plain.then(|| path.into())
 }
 
 /// Builds all test programs of the workspace, and lists them for [`use_built`].
 pub(crate) fn build_all(file: &Path) -> Result<()> {
-    let targets = ["--lib", "--bins", "--examples", "--tests", "--benches"];
-    let text = messages(&selection::<&str>(&[], &targets), &[])?;
+    let text = messages_of_all()?;
     fs::write(file, text).with_context(|| format!("cannot write {}", file.display()))
 }
 
@@ -130,6 +127,12 @@ fn selection<'a, S: AsRef<str>>(without: &'a [S], targets: &[&'a str]) -> Vec<&'
     args.extend(suite::FEATURES);
     args.extend(targets);
     args
+}
+
+/// Returns cargo's messages of a build of every target with `test = true`, and of examples as
+/// programs: `--examples` would build all of them as tests, most of which have none.
+fn messages_of_all() -> Result<String> {
+    messages(&selection::<&str>(&[], &[]), &[])
 }
 
 /// Returns cargo's messages of a build, one per line.
@@ -154,7 +157,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_binary_is_found_among_test_programs_of_its_name() {
+    fn a_plain_program_is_found_among_tests_of_its_name() {
         let line = |kind: &str, is_test: bool, path: &str| {
             serde_json::json!({
                 "target": { "name": "kv", "kind": [kind] },
@@ -164,10 +167,11 @@ mod tests {
             .to_string()
         };
         let lines = [line("bin", true, "/t/kv-1"), line("test", false, "/t/it"), "no JSON".into()];
-        assert!(lines.iter().all(|line| parse_binary(line, "kv").is_none()));
+        assert!(lines.iter().all(|line| parse_plain(line, ("bin", "kv")).is_none()));
         let found = line("bin", false, "/t/kv");
-        assert_eq!(parse_binary(&found, "kv"), Some("/t/kv".into()));
-        assert_eq!(parse_binary(&found, "xtask"), None);
+        assert_eq!(parse_plain(&found, ("bin", "kv")), Some("/t/kv".into()));
+        assert_eq!(parse_plain(&found, ("bin", "xtask")), None);
+        assert_eq!(parse_plain(&found, ("example", "kv")), None);
     }
 
     #[test]

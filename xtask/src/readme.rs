@@ -21,7 +21,7 @@ const RUN: &str = "cargo run --release -- ";
 
 /// Runs every command; a failure names the command.
 pub(crate) fn run() -> Result<()> {
-    let program = programs::binary("kv")?;
+    let program = programs::plain("bin", "kv")?;
     let [readme, _] = DOCUMENTS;
     for document in DOCUMENTS {
         let path = shell::root().join(document);

