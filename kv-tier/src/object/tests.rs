@@ -1,4 +1,5 @@
 //! The store over memory, without a server; URLs.
+use object_store::PutPayload;
 use tokio::runtime::Builder;
 
 use super::*;
