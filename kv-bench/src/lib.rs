@@ -2,6 +2,7 @@
 //! modules hold what the benches share: shapes, filled caches, tensors.
 #![forbid(unsafe_code)]
 pub mod blocks;
+pub mod chunks;
 pub mod measure;
 mod num;
 mod random;

@@ -1,45 +1,66 @@
-//! Block management and attention beside other libraries, in one run: `cargo xtask bench peers`.
+//! Block management, attention and chunks on a disk beside other libraries, in one run:
+//! `cargo xtask bench peers`.
 //!
 //! The modules list the peers and say how they are timed. Peers that are Python packages run if
 //! `--python` names an interpreter that has them.
 mod attention;
 mod blocks;
+#[cfg(target_os = "linux")]
+mod disk;
 
 use std::path::PathBuf;
 
+#[cfg(target_os = "linux")]
+use anyhow::Context as _;
 use anyhow::Result;
 use lexopt::{Arg, Parser, ValueExt};
 use serde::Serialize;
 
 const HELP: &str = "\
-Usage: kv-bench-peers [OPTIONS] [blocks|attention [FILTER...]]
+Usage: kv-bench-peers [OPTIONS] [blocks|attention [FILTER...]|disk]
 
-Without a name, both are measured. FILTER is a part of a case's name, such as decode, bf16, c4096 or
+Without a name, blocks and attention are measured; disk only by its name, because it writes some
+GiB, and on Linux only. FILTER is a part of a case's name, such as decode, bf16, c4096 or
 prefill; a case runs if its name contains all filters.
 
   --full          every case of attention, not only a cross through the grid
   --python PATH   a Python interpreter with torch or llama_cpp
+  --dir PATH      of disk: an existing folder on the disk to measure; default: target
+  --mib N         of disk: MiB of all chunks together; default: 512
+  --rounds N      of disk: rounds after the warm-up; default: 7
   --json          one JSON object on standard output instead of text
   --help          print this help
 ";
 
+/// What can be measured.
+const PARTS: &[&str] = if cfg!(target_os = "linux") {
+    &["blocks", "attention", "disk"]
+} else {
+    &["blocks", "attention"]
+};
+
 /// The parsed command line.
 #[derive(Debug, Default)]
 struct Options {
-    /// `blocks` or `attention`; both when absent.
+    /// `blocks`, `attention` or `disk`; the first two when absent.
     only: Option<String>,
     filters: Vec<String>,
     python: Option<PathBuf>,
     is_full: bool,
     json: bool,
+    #[cfg(target_os = "linux")]
+    disk: disk::Options,
 }
 
-#[derive(Serialize)]
+#[derive(Default, Serialize)]
 struct Output {
     #[serde(skip_serializing_if = "Option::is_none")]
     blocks: Option<Vec<blocks::Compared>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     attention: Option<attention::Report>,
+    #[cfg(target_os = "linux")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    disk: Option<disk::Report>,
 }
 
 fn main() -> Result<()> {
@@ -48,7 +69,7 @@ fn main() -> Result<()> {
         return Ok(());
     };
     let wants = |part: &str| options.only.as_deref().is_none_or(|only| only == part);
-    let mut output = Output { blocks: None, attention: None };
+    let mut output = Output::default();
     if wants("blocks") {
         let compared = blocks::run()?;
         if !options.json {
@@ -63,6 +84,14 @@ fn main() -> Result<()> {
         }
         output.attention = Some(report);
     }
+    #[cfg(target_os = "linux")]
+    if options.only.as_deref() == Some("disk") {
+        let report = disk::run(&options.disk)?;
+        if !options.json {
+            print!("{}", report.text());
+        }
+        output.disk = Some(report);
+    }
     if options.json {
         println!("{}", serde_json::to_string(&output)?);
     }
@@ -75,13 +104,19 @@ fn parse(mut parser: Parser) -> Result<Option<Options>> {
     while let Some(arg) = parser.next()? {
         match arg {
             Arg::Long("full") => options.is_full = true,
+            #[cfg(target_os = "linux")]
+            Arg::Long("dir") => options.disk.dir = parser.value()?.into(),
+            #[cfg(target_os = "linux")]
+            Arg::Long("mib") => options.disk.bytes = parser.value()?.parse_with(mib)?,
+            #[cfg(target_os = "linux")]
+            Arg::Long("rounds") => options.disk.rounds = parser.value()?.parse()?,
             Arg::Long("json") => options.json = true,
             Arg::Long("python") => options.python = Some(parser.value()?.into()),
             Arg::Short('h') | Arg::Long("help") => return Ok(None),
             Arg::Value(word) => {
                 let word = word.string()?;
                 match &options.only {
-                    None if word == "blocks" || word == "attention" => options.only = Some(word),
+                    None if PARTS.contains(&&*word) => options.only = Some(word),
                     Some(only) if only == "attention" => options.filters.push(word),
                     _ => anyhow::bail!("unknown name {word:?}\n\n{HELP}"),
                 }
@@ -90,6 +125,13 @@ fn parse(mut parser: Parser) -> Result<Option<Options>> {
         }
     }
     Ok(Some(options))
+}
+
+/// Parses a number of MiB; returns bytes.
+#[cfg(target_os = "linux")]
+fn mib(text: &str) -> Result<u64> {
+    let mib: u64 = text.parse()?;
+    mib.checked_mul(1 << 20).context("more bytes than there are")
 }
 
 #[cfg(test)]
@@ -108,6 +150,20 @@ mod tests {
         assert!(options.is_full && options.json && options.python.is_none());
         assert!(parsed("--help").unwrap().is_none());
         for wrong in ["decode", "blocks decode", "--fast", "--python"] {
+            assert!(parsed(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn disk_has_options_of_its_own() {
+        let options = parsed("disk --mib 24 --rounds 3 --dir /var").unwrap().unwrap();
+        assert_eq!(options.only.as_deref(), Some("disk"));
+        let disk = options.disk;
+        assert_eq!((disk.bytes, disk.rounds, disk.dir.to_str()), (24 << 20, 3, Some("/var")));
+        for wrong in
+            ["disk decode", "disk --mib", "disk --mib 99999999999999999", "disk --rounds x"]
+        {
             assert!(parsed(wrong).is_err(), "{wrong}");
         }
     }

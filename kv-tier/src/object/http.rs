@@ -1,4 +1,4 @@
-//! The HTTP client below `object_store`: TLS, and answers that are failures of the server.
+//! The HTTP client below `object_store`: TLS, and answers whose status says what failed.
 use std::error::Error;
 use std::sync::Once;
 
@@ -11,8 +11,7 @@ use object_store::client::{
 
 use crate::store::StoreErrorKind;
 
-/// Makes clients that report failures of the server as errors with their status. `object_store`
-/// keeps the status of an answer to itself.
+/// Makes clients that report statuses as errors where `object_store` keeps them to itself.
 #[derive(Debug)]
 pub(super) struct Connector;
 
@@ -36,30 +35,39 @@ impl HttpService for Checked {
         'a: 'b,
         Self: 'b,
     {
-        let answer = async {
+        let lists = request.uri().query().is_some_and(|query| query.contains("list-type="));
+        let answer = async move {
             let response = self.0.execute(request).await?;
-            let status = response.status().as_u16();
-            if kind_of_status(status).is_some() {
-                return Err(HttpError::new(HttpErrorKind::Request, Refusal { status }));
+            match Refusal::of(response.status().as_u16(), lists) {
+                Some(refusal) => Err(HttpError::new(HttpErrorKind::Request, refusal)),
+                None => Ok(response),
             }
-            Ok(response)
         };
         answer.boxed()
     }
 }
 
-/// A status that says that the server, not the request, is the cause.
-#[derive(Debug, thiserror::Error)]
+/// An answer whose status says what failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the server answers with status {status}")]
 struct Refusal {
     status: u16,
+    kind: StoreErrorKind,
 }
 
-fn kind_of_status(status: u16) -> Option<StoreErrorKind> {
-    match status {
-        507 => Some(StoreErrorKind::Full),
-        408 | 429 | 500 | 502..=504 => Some(StoreErrorKind::Unavailable),
-        _ => None,
+impl Refusal {
+    /// Returns what a status says; `None` for success, and for what `object_store` has errors for.
+    fn of(status: u16, lists: bool) -> Option<Self> {
+        let kind = match status {
+            // The bucket.
+            404 if lists => StoreErrorKind::Denied,
+            // No part of the object is in the range, which begins with the first byte: it is empty.
+            416 => StoreErrorKind::Corrupt,
+            507 => StoreErrorKind::Full,
+            408 | 429 | 500 | 502..=504 => StoreErrorKind::Unavailable,
+            _ => return None,
+        };
+        Some(Self { status, kind })
     }
 }
 
@@ -69,7 +77,7 @@ pub(super) fn kind(error: &(dyn Error + 'static)) -> StoreErrorKind {
     let mut next = Some(error);
     while let Some(error) = next {
         if let Some(refusal) = error.downcast_ref::<Refusal>() {
-            return kind_of_status(refusal.status).unwrap_or(found);
+            return refusal.kind;
         }
         if let Some(error) = error.downcast_ref::<HttpError>() {
             found = match error.kind() {
@@ -106,14 +114,17 @@ mod tests {
             (500, StoreErrorKind::Unavailable),
             (429, StoreErrorKind::Unavailable),
             (507, StoreErrorKind::Full),
+            (416, StoreErrorKind::Corrupt),
         ] {
-            let refusal = HttpError::new(HttpErrorKind::Request, Refusal { status });
+            let refusal = Refusal::of(status, false).unwrap();
+            let refusal = HttpError::new(HttpErrorKind::Request, refusal);
             let error = object_store::Error::Generic { store: "S3", source: Box::new(refusal) };
             assert_eq!(kind(&error), expected, "{status}");
         }
         for status in [200, 206, 301, 403, 404, 409, 412, 501] {
-            assert_eq!(kind_of_status(status), None, "{status}");
+            assert_eq!(Refusal::of(status, false), None, "{status}");
         }
+        assert_eq!(Refusal::of(404, true).unwrap().kind, StoreErrorKind::Denied);
         let plain = |kind| HttpError::new(kind, std::io::Error::other("x"));
         assert_eq!(kind(&plain(HttpErrorKind::Connect)), StoreErrorKind::Unavailable);
         assert_eq!(kind(&plain(HttpErrorKind::Timeout)), StoreErrorKind::Timeout);

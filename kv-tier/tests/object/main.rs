@@ -13,6 +13,7 @@ mod answers;
 #[path = "../common/mod.rs"]
 mod common;
 mod faults;
+mod listing;
 mod service;
 
 use std::net::SocketAddr;
@@ -39,7 +40,7 @@ fn main() -> ExitCode {
         .collect();
     for kind in [ServerKind::Moto, ServerKind::SeaweedFs] {
         let shared = SharedServer::new(kind);
-        let cases = service::CASES.iter().chain(faults::CASES);
+        let cases = service::CASES.iter().chain(faults::CASES).chain(listing::CASES);
         trials.extend(cases.map(|(name, run)| shared.trial(name, *run)));
         trials.push(trial(kind, "a_server_that_hangs_and_dies", &[], faults::hangs_and_dies));
     }

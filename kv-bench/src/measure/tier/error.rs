@@ -65,7 +65,7 @@ impl TierError {
     }
 
     /// Makes an error of another one, or of words.
-    pub(super) fn other(error: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
+    pub(crate) fn other(error: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         Self::Other(error.into())
     }
 }

@@ -2,12 +2,12 @@
 use kv::tier::{BlockStore, DiskOptions, DiskStore};
 
 use super::TierOptions;
-use super::chunks::{Aligned, Chunks};
 use super::error::TierError;
 use super::fio;
-use super::pass::{Comparison, Pass, Passes, expect_chunk, on_threads, shuffled, soon, timed};
+use super::pass::{Comparison, Pass, Passes, expect_chunk, soon, timed};
 use super::raw::RawFile;
 use super::report::TierLine;
+use crate::chunks::{Aligned, Chunks, on_threads, shuffled};
 use crate::measure::Progress;
 use crate::num::{to_u64, to_usize};
 
@@ -33,7 +33,7 @@ pub(super) fn measure(
     sides.write_plain(&mut buffers, 0)?;
     let [mut reads, mut plain_reads, mut fio_reads] = <[Passes; 3]>::default();
     let [mut writes, mut plain_writes, mut fio_writes] = <[Passes; 3]>::default();
-    let size = (chunks.chunk_bytes(), chunks.len());
+    let size = (chunks.chunk_bytes(), chunks.count());
     let mut has_fio = true;
     for round in 0..=options.rounds {
         plain_writes.push(round, sides.write_plain(&mut buffers, round)?, progress);
@@ -49,7 +49,7 @@ pub(super) fn measure(
             }
         }
     }
-    let bytes = chunks.chunk_bytes().saturating_mul(to_u64(chunks.len()));
+    let bytes = chunks.chunk_bytes().saturating_mul(to_u64(chunks.count()));
     let case = |case, peer, goal, threads| Comparison { case, peer, goal, threads, bytes };
     let mut lines = vec![
         case(READ, PLAIN, READ_GOAL, READERS).line(&reads, &plain_reads),
@@ -63,7 +63,7 @@ pub(super) fn measure(
 }
 
 fn open(path: &std::path::Path, chunks: &Chunks) -> Result<DiskStore, TierError> {
-    let bytes = chunks.chunk_bytes().saturating_mul(to_u64(chunks.len()));
+    let bytes = chunks.chunk_bytes().saturating_mul(to_u64(chunks.count()));
     let options = DiskOptions::new(bytes.saturating_mul(2)).with_floor(0);
     let store = DiskStore::open(path, options).map_err(TierError::other)?;
     if !store.wait_listed(soon()) {
@@ -80,7 +80,7 @@ struct Sides<'a> {
 
 impl Sides<'_> {
     fn order(&self, round: u32) -> Vec<usize> {
-        shuffled(self.chunks.len(), u64::from(round).saturating_add(1))
+        shuffled(self.chunks.count(), u64::from(round).saturating_add(1))
     }
 
     fn write_plain(&self, buffers: &mut [Aligned], round: u32) -> Result<Pass, TierError> {
@@ -90,7 +90,7 @@ impl Sides<'_> {
 
     fn write(&self, buffers: &mut [Aligned], round: u32) -> Result<Pass, TierError> {
         let (order, buffers) = (self.order(round), some(buffers, WRITERS));
-        self.store.remove(&self.chunks.addresses(self.chunks.len()), soon())?;
+        self.store.remove(&self.chunks.addresses(self.chunks.count()), soon())?;
         timed(|| {
             on_threads(buffers, &order, |buffer, item| {
                 self.chunks.complete(item, buffer)?;

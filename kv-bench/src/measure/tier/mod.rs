@@ -4,8 +4,6 @@
 //! A pass moves all chunks once. Passes of a store and of its peer are interleaved, the first round
 //! is not counted, and figures are medians.
 #[cfg(target_os = "linux")]
-mod chunks;
-#[cfg(target_os = "linux")]
 mod engine;
 mod error;
 #[cfg(target_os = "linux")]
@@ -25,6 +23,8 @@ mod report;
 use std::path::PathBuf;
 
 use super::Progress;
+#[cfg(target_os = "linux")]
+use crate::chunks::Chunks;
 pub use error::TierError;
 pub use report::{TierLine, TierReport};
 
@@ -69,7 +69,7 @@ pub fn measure_tiers(
         return Err(TierError::NotBuilt { store: "S3", feature: "object" });
     }
     raw::check_disk(&options.dir)?;
-    let chunks = chunks::Chunks::new(options.bytes)?;
+    let chunks = Chunks::new(options.bytes)?;
     let servers = u64::from(options.redis.is_some()).saturating_mul(4);
     let servers = servers.saturating_add(u64::from(options.s3.is_some()).saturating_mul(2));
     let per_round = folder::PASSES.saturating_add(servers);

@@ -9,10 +9,10 @@ use object_store::path::Path;
 use object_store::{ClientOptions, ObjectStoreExt as _};
 use url::Url;
 
-use super::chunks::Chunks;
 use super::error::TierError;
-use super::pass::{Comparison, Passes, expect_chunk, on_threads, shuffled, soon, timed};
+use super::pass::{Comparison, Passes, expect_chunk, soon, timed};
 use super::report::TierLine;
+use crate::chunks::{Chunks, on_threads, shuffled};
 use crate::measure::Progress;
 use crate::num::{to_u64, to_usize};
 
@@ -28,7 +28,7 @@ pub(super) fn measure(
     let (plain, prefix) = plain(url)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(TierError::io("start of a runtime"))?;
-    let count = chunks.len_of_store();
+    let count = chunks.count_of_store();
     let mut buffers = chunks.buffers(AT_ONCE);
     let order: Vec<_> = (0..count).collect();
     let written = on_threads(&mut buffers, &order, |buffer, item| {

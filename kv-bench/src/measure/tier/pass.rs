@@ -1,7 +1,4 @@
-//! Passes over chunks: their time, their threads, their medians.
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
-use std::thread;
+//! Passes over chunks: their time and their medians.
 use std::time::{Duration, Instant};
 
 use kv::tier::StoreError;
@@ -11,7 +8,7 @@ use super::error::TierError;
 use super::report::TierLine;
 use crate::measure::Progress;
 use crate::measure::clock::{Samples, gb_per_s};
-use crate::num::{to_f64, to_u64};
+use crate::num::to_f64;
 
 /// Time of one pass.
 #[derive(Debug, Clone, Copy)]
@@ -32,44 +29,6 @@ pub(super) fn timed(run: impl FnOnce() -> Result<(), TierError>) -> Result<Pass,
 /// Returns the CPU time of all threads of the process.
 fn cpu_time() -> Duration {
     Duration::try_from(clock_gettime(ClockId::ProcessCPUTime)).unwrap_or_default()
-}
-
-/// Calls `run` for each of `items`, on one thread for each of `states`. The first failure ends it.
-pub(super) fn on_threads<S: Send>(
-    states: &mut [S],
-    items: &[usize],
-    run: impl Fn(&mut S, usize) -> Result<(), TierError> + Sync,
-) -> Result<(), TierError> {
-    let (next, failure) = (AtomicUsize::new(0), Mutex::new(None));
-    thread::scope(|scope| {
-        for state in states {
-            scope.spawn(|| {
-                while let Some(item) = items.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    if let Err(error) = run(state, *item) {
-                        next.store(items.len(), Ordering::Relaxed);
-                        *failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-                        return;
-                    }
-                }
-            });
-        }
-    });
-    let failure = failure.into_inner().unwrap_or_else(PoisonError::into_inner);
-    failure.map_or(Ok(()), Err)
-}
-
-/// Returns `0..count` in an order that depends on `seed`.
-pub(super) fn shuffled(count: usize, seed: u64) -> Vec<usize> {
-    let mut order: Vec<_> = (0..count).collect();
-    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
-    for end in (1..count).rev() {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        let at = state.checked_rem(to_u64(end).saturating_add(1)).unwrap_or(0);
-        order.swap(end, usize::try_from(at).unwrap_or(0));
-    }
-    order
 }
 
 /// The passes of a store or of a peer.
@@ -153,31 +112,6 @@ const LIMIT: Duration = Duration::from_secs(30);
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn an_order_has_every_index_once_and_depends_on_the_seed() {
-        let (a, b) = (shuffled(100, 1), shuffled(100, 2));
-        assert_ne!(a, b);
-        assert_ne!(a, (0..100).collect::<Vec<_>>());
-        for mut order in [a, b] {
-            order.sort_unstable();
-            assert_eq!(order, (0..100).collect::<Vec<_>>());
-        }
-        assert_eq!((shuffled(0, 1), shuffled(1, 1)), (vec![], vec![0]));
-    }
-
-    #[test]
-    fn every_item_runs_once_and_the_first_failure_ends_the_pass() {
-        let mut states = vec![0_usize; 4];
-        on_threads(&mut states, &shuffled(50, 3), |sum, item| {
-            *sum += item + 1;
-            Ok(())
-        })
-        .unwrap();
-        assert_eq!(states.iter().sum::<usize>(), 50 * 51 / 2);
-        let failed = on_threads(&mut states, &[1, 2, 3], |_, _| Err(TierError::NotHere));
-        assert!(matches!(failed, Err(TierError::NotHere)));
-    }
 
     #[test]
     fn lines_are_medians_without_the_warm_up() {

@@ -6,10 +6,10 @@ use std::time::Duration;
 use kv::tier::redis::RedisStore;
 use kv::tier::{BlockStore, ChunkAddress};
 
-use super::chunks::Chunks;
 use super::error::TierError;
-use super::pass::{Comparison, Passes, expect_chunk, on_threads, shuffled, soon, timed};
+use super::pass::{Comparison, Passes, expect_chunk, soon, timed};
 use super::report::TierLine;
+use crate::chunks::{Chunks, on_threads, shuffled};
 use crate::measure::Progress;
 use crate::num::{to_u64, to_usize};
 
@@ -27,7 +27,7 @@ pub(super) fn measure(
         RedisStore::from_url(&url).map_err(TierError::other)
     };
     let store = open(1)?;
-    let count = chunks.len_of_store();
+    let count = chunks.count_of_store();
     let mut buffer = chunks.buffer();
     let written: Result<(), TierError> = (0..count).try_for_each(|item| {
         chunks.complete(item, &mut buffer)?;
