@@ -114,13 +114,13 @@ impl<Q> Work<Q> {
 }
 
 struct Queues<Q> {
-    queues: Vec<Recorded<Q>>,
+    queues: Vec<Operations<Q>>,
     /// What the host has seen done.
     host: Clock,
 }
 
-/// The operations of one queue.
-struct Recorded<Q> {
+/// What one queue was given.
+struct Operations<Q> {
     inner: Q,
     /// Those that are not done.
     waiting: VecDeque<Operation<Q>>,
@@ -133,8 +133,11 @@ struct Recorded<Q> {
     after: Clock,
 }
 
+/// An operation with its arguments.
+type Run<Q> = Box<dyn FnOnce(&mut Q) -> Result<(), DeviceError> + Send>;
+
 enum Operation<Q> {
-    Run(Box<dyn FnOnce(&mut Q) -> Result<(), DeviceError> + Send>),
+    Run(Run<Q>),
     /// Waits for this number of operations of a queue.
     Wait(usize, u64),
 }
@@ -143,7 +146,7 @@ impl<Q: Queue> Queues<Q> {
     fn open(&mut self, inner: Q) -> usize {
         let waiting = VecDeque::new();
         let after = Clock::default();
-        self.queues.push(Recorded { inner, waiting, recorded: 0, done: 0, eager: 0, after });
+        self.queues.push(Operations { inner, waiting, recorded: 0, done: 0, eager: 0, after });
         self.queues.len() - 1
     }
 
@@ -352,7 +355,10 @@ impl<Q> Clone for LateFence<Q> {
 impl<Q> fmt::Debug for LateFence<Q> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (index, clock) = (&self.index, &self.clock);
-        f.debug_struct("LateFence").field("index", index).field("clock", clock).finish()
+        f.debug_struct("LateFence")
+            .field("index", index)
+            .field("clock", clock)
+            .finish_non_exhaustive()
     }
 }
 
@@ -438,7 +444,7 @@ mod tests {
         let mut cx = Context::from_waker(Waker::noop());
         for (round, expected) in [1, 2, 0, 1].into_iter().enumerate() {
             let mut readback = queue.download(&buffer, 0, 8).unwrap();
-            let pending = (0..).take_while(|_| readback.poll(&mut cx).is_pending()).count();
+            let pending = (0..9).take_while(|_| readback.poll(&mut cx).is_pending()).count();
             assert_eq!(pending, expected, "readback {round}");
         }
         let readback = queue.download(&buffer, 0, 8).unwrap();

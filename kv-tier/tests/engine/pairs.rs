@@ -43,7 +43,6 @@ fn run_all(store: impl Fn() -> Arc<dyn BlockStore> + Sync) {
         let more = run(number, kind, &store);
         loaded = [0, 1].map(|side| loaded[side] + more[side]);
     }
-    println!("{loaded:?} tokens loaded");
     assert!(loaded.iter().all(|tokens| *tokens > 0), "{loaded:?}");
 }
 
