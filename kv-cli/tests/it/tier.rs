@@ -1,4 +1,5 @@
-//! `kv tier` on a folder with everything that may lie in one, and on Redis if it is installed.
+//! `kv tier` on a folder with everything that may lie in one, and on Redis and servers of S3 that
+//! are installed.
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -328,4 +329,102 @@ fn redis_is_listed_checked_and_cleaned() {
     assert!(lines.iter().all(|line| line["root"] == a.name().to_string()), "{lines:?}");
     assert_eq!(object(&["rm", &url, "--older-than", "1h", "--yes"]).1["chunks"], 2);
     assert_eq!(server.redis("DBSIZE"), ":2", "what is no chunk stays");
+}
+
+/// Runs `kv tier` on a server with credentials, with `--json`; returns exit code and objects.
+#[cfg(feature = "object")]
+fn signed(args: &[&str]) -> (i32, Vec<Value>) {
+    let mut command = crate::support::command(&[&["tier"], args, &["--json"]].concat());
+    command.env("AWS_ACCESS_KEY_ID", "key").env("AWS_SECRET_ACCESS_KEY", "secret");
+    let output = command.output().expect("the program starts");
+    let lines = String::from_utf8(output.stdout).expect("UTF-8");
+    let objects = lines.lines().map(|line| serde_json::from_str(line).expect("JSON"));
+    (output.status.code().expect("no signal"), objects.collect())
+}
+
+/// Lists, counts, checks and removes `count` chunks of two roots: more than a page of a listing if
+/// there are more than 1,000.
+#[cfg(feature = "object")]
+fn list_check_and_clean(kind: kv_testkit::servers::ServerKind, count: u32) {
+    use kv::tier::object::ObjectStore;
+    use kv_testkit::servers::{BUCKET, Server};
+
+    if let Err(why) = kind.find() {
+        println!("skipped: {why}");
+        return;
+    }
+    let server = Server::start(kind, &[]).expect("a server");
+    let url = format!(
+        "s3://{BUCKET}/llama?endpoint=http://{}&allow_http=true&region=eu-west-1",
+        server.address()
+    );
+    let keys = [("AWS_ACCESS_KEY_ID", "key"), ("AWS_SECRET_ACCESS_KEY", "secret")];
+    let keys = keys.map(|(name, value)| (name.to_owned(), value.to_owned()));
+    let store = ObjectStore::with_variables(&url, keys).expect("a URL");
+    let (a, b) = (root("a"), root("b"));
+    let mut names = Vec::new();
+    for prompt in 0..count {
+        // Every fifth is of `b`, every tenth old.
+        let root = if prompt % 5 == 0 { &b } else { &a };
+        let (address, mut bytes) = chunk(root, prompt, if prompt % 10 == 1 { 7_200 } else { 10 });
+        match prompt {
+            7 => bytes[9_000] ^= 1,
+            8 => bytes.truncate(9_000),
+            _ => {}
+        }
+        store.put(&address, &bytes, soon()).expect("a write");
+        names.push(address.name.to_string());
+    }
+    let mut broken = vec![names[7].clone(), names[8].clone()];
+    broken.sort();
+    names.sort();
+
+    let (code, lines) = signed(&["ls", &url]);
+    let mut listed: Vec<_> =
+        lines.iter().map(|line| line["name"].as_str().expect("text").to_owned()).collect();
+    listed.sort();
+    assert_eq!((code, listed), (0, names));
+    assert!(lines.iter().all(|line| line["tokens"] == 32), "{lines:?}");
+    let b_name = b.name().to_string();
+    let (_, lines) = signed(&["ls", &url, "--root", &b_name]);
+    assert_eq!(u32::try_from(lines.len()).ok(), Some(count.div_ceil(5)));
+
+    let (code, report) = signed(&["stat", &url]);
+    assert_eq!((code, &report[0]["chunks"]), (0, &count.into()));
+    let of_b = report[0]["roots"].as_array().expect("a list").iter();
+    let of_b = of_b.clone().find(|root| root["root"] == b_name.as_str()).expect("a root");
+    assert_eq!(of_b["chunks"], count.div_ceil(5));
+
+    let (code, report) = signed(&["verify", &url, "--remove"]);
+    assert_eq!((code, &report[0]["good"]), (1, &(count - 2).into()));
+    assert_eq!(texts(&report[0]["broken"], "name"), broken);
+    let (code, report) = signed(&["verify", &url]);
+    assert_eq!((code, &report[0]["good"]), (0, &(count - 2).into()));
+
+    let old = (count + 8) / 10;
+    let (code, report) = signed(&["rm", &url, "--older-than", "1h"]);
+    assert_eq!(
+        (code, &report[0]["chunks"], &report[0]["removed"]),
+        (1, &old.into(), &false.into())
+    );
+    let (code, report) = signed(&["rm", &url, "--older-than", "1h", "--yes"]);
+    assert_eq!((code, &report[0]["chunks"]), (0, &old.into()));
+    let (code, report) = signed(&["rm", &url, "--root", &b_name[..16], "--yes"]);
+    assert_eq!((code, &report[0]["chunks"]), (0, &count.div_ceil(5).into()));
+    let rest = count - 2 - old - count.div_ceil(5);
+    let (code, report) = signed(&["rm", &url, "--all", "--yes"]);
+    assert_eq!((code, &report[0]["chunks"]), (0, &rest.into()));
+    assert_eq!(signed(&["stat", &url]).1[0]["chunks"], 0);
+}
+
+#[cfg(feature = "object")]
+#[test]
+fn s3_is_listed_checked_and_cleaned_over_several_pages() {
+    list_check_and_clean(kv_testkit::servers::ServerKind::SeaweedFs, 1_102);
+}
+
+#[cfg(feature = "object")]
+#[test]
+fn imitated_s3_is_listed_checked_and_cleaned() {
+    list_check_and_clean(kv_testkit::servers::ServerKind::Moto, 302);
 }
