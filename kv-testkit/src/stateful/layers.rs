@@ -40,8 +40,8 @@ impl<B: Device> StatefulTest<B> {
         self.check_nothing_cached()
     }
 
-    /// Checks that content cached before cannot be reused. What the lower tier has is forgotten: its
-    /// bytes mean something else now.
+    /// Checks that content cached before cannot be reused. What the lower tier has is forgotten:
+    /// its bytes mean something else now.
     pub(super) fn check_nothing_cached(&mut self) -> Result<(), CaseError> {
         self.lower.clear();
         let found =
