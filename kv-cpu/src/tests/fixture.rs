@@ -6,6 +6,7 @@ use std::rc::Rc;
 use half::{bf16, f16};
 use kv_core::backend::{Backend, PlaneLayout, PlaneView, Queue, Readback};
 use kv_core::block::BlockTables;
+use kv_core::calibration::PlaneConstants;
 use kv_core::plan::{AttendArgs, BatchEntry, Determinism, PlanBuffers, PlannedSequence, WriteArgs};
 use kv_core::{
     AttentionOptions, BlockId, BlockOrder, DType, KvFormat, QkvFormat, TensorView, TensorViewMut,
@@ -146,39 +147,33 @@ impl Rows {
     }
 }
 
-/// A cache filled through the backend, with the values it must hold.
-pub(super) struct Fixture {
-    pub(super) case: Case,
-    pub(super) layouts: [PlaneLayout; 2],
-    pub(super) tables: BlockTables,
-    pub(super) segments: [Vec<CpuBuffer>; 2],
-    pub(super) constants: [Option<CpuBuffer>; 2],
+/// What a case puts into a cache. It depends on no backend: it is made once for all backends that a
+/// test runs the case on.
+pub(super) struct Content {
+    layouts: [PlaneLayout; 2],
+    constants: [Option<PlaneConstants>; 2],
+    tables: BlockTables,
     /// K and V as they are written: sequence, then token, head, dim.
     inputs: [Vec<Vec<f32>>; 2],
     /// K and V as a reader must see them.
     pub(super) values: [Vec<Vec<f32>>; 2],
 }
 
-impl Fixture {
-    pub(super) fn new(backend: &CpuBackend, case: Case) -> Self {
+impl Content {
+    fn of(case: &Case) -> Rc<Self> {
+        let recent = CONTENTS.with_borrow(|recent| recent.find(|known| known == case));
+        recent.unwrap_or_else(|| {
+            let content = Self::new(case);
+            CONTENTS.with_borrow_mut(|recent| recent.add(case.clone(), content))
+        })
+    }
+
+    fn new(case: &Case) -> Self {
         let mut random = Random::new(case.seed);
         let lens: Vec<_> = case.batch.iter().map(|e| e.cached + e.new_tokens).collect();
-        let layouts = stored::layouts(&case, &lens);
+        let layouts = stored::layouts(case, &lens);
         let num_blocks = layouts[0].num_blocks();
         let constants = [0, 1].map(|which| stored::constants(&mut random, which, &layouts[which]));
-        let mut queue = backend.queue().unwrap();
-        let segments = layouts.map(|layout| {
-            (0..layout.num_segments())
-                .map(|index| {
-                    let bytes = layout.segment_bytes(index);
-                    let buffer = backend.alloc(bytes).unwrap();
-                    // Stale content that is NaN in every format.
-                    let stale = vec![0xff; bytes as usize];
-                    queue.upload(&buffer, 0, &stale).unwrap();
-                    buffer
-                })
-                .collect()
-        });
         let mut free: Vec<u32> = (0..num_blocks).collect();
         let mut tables = BlockTables::new(num_blocks, 1);
         tables.ensure_rows(lens.len());
@@ -212,8 +207,41 @@ impl Fixture {
             }
             values
         });
-        let constants = constants.map(|constants| Some(stored::upload(backend, &constants?)));
-        let fixture = Self { case, layouts, tables, segments, constants, inputs, values };
+        Self { layouts, constants, tables, inputs, values }
+    }
+}
+
+/// A cache filled through the backend, with the values it must hold.
+pub(super) struct Fixture {
+    pub(super) case: Case,
+    pub(super) content: Rc<Content>,
+    pub(super) layouts: [PlaneLayout; 2],
+    pub(super) tables: BlockTables,
+    pub(super) segments: [Vec<CpuBuffer>; 2],
+    constants: [Option<CpuBuffer>; 2],
+}
+
+impl Fixture {
+    pub(super) fn new(backend: &CpuBackend, case: Case) -> Self {
+        let content = Content::of(&case);
+        let layouts = content.layouts;
+        let mut queue = backend.queue().unwrap();
+        let segments = layouts.map(|layout| {
+            (0..layout.num_segments())
+                .map(|index| {
+                    let bytes = layout.segment_bytes(index);
+                    let buffer = backend.alloc(bytes).unwrap();
+                    // Stale content that is NaN in every format.
+                    let stale = vec![0xff; bytes as usize];
+                    queue.upload(&buffer, 0, &stale).unwrap();
+                    buffer
+                })
+                .collect()
+        });
+        let constants = [0, 1]
+            .map(|which: usize| Some(stored::upload(backend, content.constants[which].as_ref()?)));
+        let tables = content.tables.clone();
+        let fixture = Self { case, content, layouts, tables, segments, constants };
         let all: Vec<_> = fixture.case.batch.clone();
         let before = |e: &BatchEntry| BatchEntry { cached: 0, new_tokens: e.cached, ..*e };
         fixture.write(backend, &all.iter().map(before).collect::<Vec<_>>());
@@ -244,7 +272,7 @@ impl Fixture {
             for (index, sequence) in plan.sequences().iter().enumerate() {
                 for token in 0..sequence.new_len {
                     let position = (sequence.kv_len - sequence.new_len + token) as usize;
-                    let from = &self.inputs[which][index][position * row..][..row];
+                    let from = &self.content.inputs[which][index][position * row..][..row];
                     values[rows.at(index, sequence.new_start, token)..][..row]
                         .copy_from_slice(from);
                 }
@@ -385,7 +413,7 @@ impl Fixture {
             let dim = case.dims[which] as usize;
             let width = dim * case.kv_heads as usize;
             let kv_head = (head / case.group) as usize;
-            &self.values[which][index][position as usize * width + kv_head * dim..][..dim]
+            &self.content.values[which][index][position as usize * width + kv_head * dim..][..dim]
         };
         let position = i64::from(sequence.kv_len) - i64::from(sequence.q_len) + i64::from(token);
         let mut scores = Vec::new();
@@ -427,26 +455,38 @@ impl Expected {
     /// Returns the result of a case, which depends on no backend: it is computed once for all
     /// backends that a test runs the case on.
     fn of(case: &Case, choice: &Choice, compute: impl FnOnce() -> Self) -> Rc<Self> {
-        let is_same = |(known, chosen, _): &&Known| known == case && chosen == choice;
-        let found = RECENT.with_borrow(|recent| {
-            recent.iter().find(is_same).map(|(.., expected)| Rc::clone(expected))
-        });
-        found.unwrap_or_else(|| {
-            let expected = Rc::new(compute());
-            RECENT.with_borrow_mut(|recent| {
-                recent.truncate(RECENT_MAX - 1);
-                recent.push_front((case.clone(), choice.clone(), Rc::clone(&expected)));
-            });
-            expected
+        let is_same = |(known, chosen): &(Case, Choice)| known == case && chosen == choice;
+        let recent = RESULTS.with_borrow(|recent| recent.find(is_same));
+        recent.unwrap_or_else(|| {
+            let expected = compute();
+            let key = (case.clone(), choice.clone());
+            RESULTS.with_borrow_mut(|recent| recent.add(key, expected))
         })
     }
 }
 
-type Known = (Case, Choice, Rc<Expected>);
+/// The last few values that were computed: a test runs a few cases on all backends before the next.
+struct Recent<K, V>(VecDeque<(K, Rc<V>)>);
 
-/// Results kept: a test runs a few cases on all backends before the next.
-const RECENT_MAX: usize = 4;
+impl<K, V> Recent<K, V> {
+    const MAX: usize = 4;
+
+    const fn new() -> Self {
+        Self(VecDeque::new())
+    }
+    fn find(&self, is_same: impl Fn(&K) -> bool) -> Option<Rc<V>> {
+        self.0.iter().find(|(key, _)| is_same(key)).map(|(_, value)| Rc::clone(value))
+    }
+    fn add(&mut self, key: K, value: V) -> Rc<V> {
+        let value = Rc::new(value);
+        self.0.truncate(Self::MAX - 1);
+        self.0.push_front((key, Rc::clone(&value)));
+        value
+    }
+}
 
 thread_local! {
-    static RECENT: RefCell<VecDeque<Known>> = const { RefCell::new(VecDeque::new()) };
+    static CONTENTS: RefCell<Recent<Case, Content>> = const { RefCell::new(Recent::new()) };
+    static RESULTS: RefCell<Recent<(Case, Choice), Expected>> =
+        const { RefCell::new(Recent::new()) };
 }

@@ -86,7 +86,8 @@ fn gather_reads_back_what_was_written() {
                 for (entry, range) in ranges.iter().enumerate() {
                     for token in 0..range.len {
                         let position = (range.begin + token) as usize;
-                        let from = &fixture.values[which][range.row as usize][position * row..];
+                        let from =
+                            &fixture.content.values[which][range.row as usize][position * row..];
                         let to_row = &mut expected[rows.at(entry, start, token)..][..row];
                         for (out, x) in to_row.iter_mut().zip(from) {
                             *out = round(to, *x);

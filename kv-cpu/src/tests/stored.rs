@@ -161,7 +161,7 @@ fn every_format_is_written_attended_and_gathered() {
                 fixture.attend(&name, &backend, &Choice::default());
                 for which in [0, 1] {
                     let rows = gather(&backend, &fixture, which);
-                    assert_eq!(rows, fixture.values[which][0], "{name} {format} {order:?}");
+                    assert_eq!(rows, fixture.content.values[which][0], "{name} {format} {order:?}");
                 }
             }
         }
@@ -182,7 +182,7 @@ fn a_non_finite_row_changes_no_other() {
                 for which in [0, 1] {
                     let rows = gather(&backend, &fixture, which);
                     let dim = fixture.case.dims[which] as usize;
-                    let expected = fixture.values[which][0].chunks(dim);
+                    let expected = fixture.content.values[which][0].chunks(dim);
                     for (index, (row, expected)) in rows.chunks(dim).zip(expected).enumerate() {
                         let same = row.iter().map(bits).eq(expected.iter().map(bits));
                         assert!(same, "{name} {format} {value} {index}: {row:?} {expected:?}");
