@@ -431,10 +431,10 @@ mod tests {
         let zeroed = queue.submit().unwrap();
         assert_eq!(control.recorded(), before);
         zeroed.wait().unwrap();
-        // The upload, the fence of the wait, the zeroing, the fence of the host.
-        assert_eq!(control.recorded(), before + 4);
+        // The upload, its fence and the wait for it, the zeroing and its fence.
+        assert_eq!(control.recorded(), before + 5);
         uploaded.wait().unwrap();
-        assert_eq!(control.recorded(), before + 5, "nothing is done twice");
+        assert_eq!(control.recorded(), before + 6, "nothing is done twice");
     }
 
     #[test]
