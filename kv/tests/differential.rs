@@ -46,7 +46,8 @@ fn cpu_and_wgpu() {
     let name = std::env::var("KV_WGPU_ADAPTER").unwrap_or_default();
     let adapter = if name.is_empty() { AdapterName::default() } else { name.parse().unwrap() };
     match WgpuBackend::open(&WgpuOptions::new(adapter)) {
-        Ok(backend) => compare(&Shared::new(backend), 24),
+        // Each takes seconds on a CPU: more of them by `KV_CONFORMANCE_RUNS`.
+        Ok(backend) => compare(&Shared::new(backend), 12),
         Err(error) if name.is_empty() => skipped(&error),
         Err(error) => panic!("{error}"),
     }

@@ -51,11 +51,11 @@ mod tests {
 
     fn refusal<T>(text: &str) -> String
     where
-        T: FromStr<Err: std::error::Error> + Clone + Send + Sync + std::fmt::Debug + 'static,
+        T: FromStr<Err: std::error::Error> + Clone + Send + Sync + 'static,
     {
-        let parser = AddressParser::<T>::new();
         let arg = Arg::new("tier").long("tier").value_name("TIER");
-        let parsed = parser.parse_ref(&Command::new("kv"), Some(&arg), OsStr::new(text));
+        let command = Command::new("kv").arg(arg.value_parser(AddressParser::<T>::new()));
+        let parsed = command.try_get_matches_from(["kv", "--tier", text]);
         parsed.expect_err("refused").to_string()
     }
 
