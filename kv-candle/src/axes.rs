@@ -1,7 +1,7 @@
 //! How a tensor of candle lies, in the words of the cache.
 use std::ops::Range;
 
-use candle_core::Layout;
+use candle_core::{Layout, Result, Tensor, bail};
 use kv::{Element, QkvFormat, TensorView};
 
 /// Dimensions of a tensor as the cache names them, and where its values lie.
@@ -79,9 +79,23 @@ impl Axes {
     }
 }
 
+/// Returns a tensor that can be read in place: the same one, or a copy, and whether it is one.
+pub(crate) fn readable(tensor: &Tensor) -> Result<(Tensor, bool)> {
+    if Axes::of(tensor.layout()).is_some() {
+        return Ok((tensor.clone(), false));
+    }
+    let copy = match tensor.rank() {
+        3 => tensor.contiguous()?,
+        // Tokens before heads, as after a projection.
+        4 => tensor.transpose(1, 2)?.contiguous()?.transpose(1, 2)?,
+        rank => bail!("q, k and v have 3 or 4 dimensions, not {rank}"),
+    };
+    Ok((copy, true))
+}
+
 #[cfg(test)]
 mod tests {
-    use candle_core::{DType, Device, Tensor};
+    use candle_core::{DType, Device};
 
     use super::*;
 

@@ -10,7 +10,7 @@ use kv::TensorViewMut;
 use kv::backend::{AnyBackend, Plane};
 use kv::{CacheSpec, Element, KvCache, QkvFormat, SequenceId, StartOptions, StepInput};
 
-use crate::axes::Axes;
+use crate::axes::{Axes, readable};
 use crate::cache::CandleCache;
 use crate::error::Error;
 use crate::step::types_differ;
@@ -85,7 +85,7 @@ impl LayerCache {
     pub fn append(&mut self, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
         let (batch, heads, new, dim_k) = k.dims4()?;
         let dim_v = v.dims4()?.3;
-        let (k, v) = (readable(k)?, readable(v)?);
+        let (k, v) = (readable(k)?.0, readable(v)?.0);
         let mut model = self.model.borrow_mut();
         let tokens = model.begin(self.layer, (batch, new))?;
         let op = Append { model: RefCell::new(&mut model), layer: self.layer, tokens };
@@ -161,12 +161,6 @@ impl Model {
         if new != self.new {
             bail!("{new} tokens, other layers have {} new ones", self.new);
         }
-        if count != self.batch {
-            bail!(
-                "a batch of {count}, the cache has {}: reset it before another batch",
-                self.batch
-            );
-        }
         let len = self.kv.seq_len(SequenceId(0)).unwrap_or(0);
         usize::try_from(len.saturating_add(new)).map_err(CandleError::wrap)
     }
@@ -214,14 +208,6 @@ impl Model {
         self.batch = 0;
         self.kv.reset().map_err(CandleError::wrap)
     }
-}
-
-/// Returns a tensor that can be read in place: the same one, or a copy.
-fn readable(tensor: &Tensor) -> Result<Tensor> {
-    if Axes::of(tensor.layout()).is_some() {
-        return Ok(tensor.clone());
-    }
-    tensor.transpose(1, 2)?.contiguous()?.transpose(1, 2)
 }
 
 /// Writes the rows of a layer, and reads all of them: those of K, then those of V.

@@ -6,7 +6,7 @@ use kv::backend::{AnyBackend, Backend};
 use kv::{AttentionOptions, Step};
 
 use crate::attend::Attend;
-use crate::axes::Axes;
+use crate::axes::readable;
 use crate::error::Error;
 
 /// An open step. Its methods take `&self`, because candle's models pass everything down by
@@ -86,18 +86,11 @@ impl<'c, B: Backend> CandleStep<'c, B> {
         self.copies.get()
     }
 
-    /// Returns a tensor that can be read in place: the same one, or a copy.
+    /// Does what [`readable`] does, and counts copies.
     fn readable(&self, tensor: &Tensor) -> Result<Tensor> {
-        if Axes::of(tensor.layout()).is_some() {
-            return Ok(tensor.clone());
-        }
-        self.copies.set(self.copies.get().saturating_add(1));
-        match tensor.rank() {
-            3 => tensor.contiguous(),
-            // Tokens before heads, as after a projection.
-            4 => tensor.transpose(1, 2)?.contiguous()?.transpose(1, 2),
-            rank => bail!("q, k and v have 3 or 4 dimensions, not {rank}"),
-        }
+        let (tensor, is_copy) = readable(tensor)?;
+        self.copies.set(self.copies.get().saturating_add(is_copy.into()));
+        Ok(tensor)
     }
 
     /// Ends the step: every length advances by its tokens.

@@ -6,9 +6,9 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use kv::KvCache;
 use kv::backend::AnyBackend;
-#[cfg(feature = "seal")]
-use kv::tier::BlockStore;
 use kv::tier::policy::{WritePolicy, WriteRule};
+#[cfg(feature = "seal")]
+use kv::tier::{BlockStore, SealedStore};
 use kv::tier::{
     Identity, ModelDigest, StoreOptions, StoreStats, TierOptions, Tiers, TiersStats, Wait,
 };
@@ -64,7 +64,7 @@ pub(crate) fn open(
 #[cfg(feature = "seal")]
 fn seal(store: Box<dyn BlockStore>, key: Option<[u8; 32]>) -> Box<dyn BlockStore> {
     match key {
-        Some(key) => Box::new(kv::tier::SealedStore::new(store, &key)),
+        Some(key) => Box::new(SealedStore::new(store, &key)),
         None => store,
     }
 }
@@ -74,22 +74,13 @@ fn seal(store: Box<dyn BlockStore>, key: Option<[u8; 32]>) -> Box<dyn BlockStore
 fn read_key(path: &Path) -> anyhow::Result<[u8; 32]> {
     let bytes = std::fs::read(path).with_context(|| path.display().to_string())?;
     let key = <[u8; 32]>::try_from(bytes.as_slice()).ok();
-    let digits = || parse_key(std::str::from_utf8(&bytes).ok()?.trim_end());
+    let digits = || {
+        let text = std::str::from_utf8(&bytes).ok()?;
+        SealedStore::<Box<dyn BlockStore>>::key_from_hex(text.trim_end())
+    };
     // The file's bytes are in no message.
     key.or_else(digits)
         .with_context(|| format!("{}: expected 64 hexadecimal digits, or 32 bytes", path.display()))
-}
-
-#[cfg(feature = "seal")]
-fn parse_key(digits: &str) -> Option<[u8; 32]> {
-    let (pairs, rest) = digits.as_bytes().as_chunks::<2>();
-    let pairs: &[[u8; 2]; 32] = pairs.try_into().ok().filter(|_| rest.is_empty())?;
-    let mut key = [0; 32];
-    for (byte, pair) in key.iter_mut().zip(pairs) {
-        let pair = std::str::from_utf8(pair).ok().filter(|pair| !pair.starts_with('+'))?;
-        *byte = u8::from_str_radix(pair, 16).ok()?;
-    }
-    Some(key)
 }
 
 /// The argument of `--wait`.

@@ -13,7 +13,8 @@ pub(crate) fn read(what: &'static str, text: &str) -> Result<[u8; 32], UnknownNa
     parse(text).ok_or_else(|| UnknownName::new(what, text, "64 lower-case hexadecimal digits"))
 }
 
-fn parse(text: &str) -> Option<[u8; 32]> {
+/// Reads exactly 64 lower-case digits; without an error that holds the text.
+pub(crate) fn parse(text: &str) -> Option<[u8; 32]> {
     let (pairs, rest) = text.as_bytes().as_chunks::<2>();
     if pairs.len() != 32 || !rest.is_empty() {
         return None;

@@ -13,8 +13,10 @@ use aes_gcm::aead::array::Array;
 use aes_gcm::aead::{AeadInOut, KeyInit};
 use aes_gcm::{Aes256Gcm, Key};
 use kv_core::events::Tier;
+use kv_core::invariant::Invariant;
 
 use crate::chunk::{SEALED_PAGE_BYTES, SealedPage};
+use crate::hex;
 use crate::name::ChunkName;
 use crate::store::{BlockStore, ChunkAddress, Put, StoreError, StoreErrorKind};
 
@@ -65,6 +67,11 @@ impl<S: BlockStore> SealedStore<S> {
         }
     }
 
+    /// Reads a key from 64 hexadecimal digits; `None` for anything else.
+    pub fn key_from_hex(digits: &str) -> Option<[u8; 32]> {
+        hex::parse(&digits.to_ascii_lowercase())
+    }
+
     /// Returns the store that keeps the sealed objects.
     pub fn get_ref(&self) -> &S {
         &self.store
@@ -96,7 +103,8 @@ impl<S: BlockStore> SealedStore<S> {
         let skipped = scratch.as_ptr().align_offset(SEALED_PAGE_BYTES);
         let skipped = if skipped < SEALED_PAGE_BYTES { skipped } else { 0 };
         let end = skipped.saturating_add(bytes);
-        let result = use_it(scratch.get_mut(skipped..end).unwrap_or_default());
+        let object = scratch.get_mut(skipped..end).invariant("the room was made above");
+        let result = use_it(object);
         lock().push(scratch);
         result
     }
@@ -173,7 +181,8 @@ impl<S: BlockStore> BlockStore for SealedStore<S> {
             .map_err(|error| failed(StoreErrorKind::Other).with_source(error))?;
         let length = bytes.len().saturating_add(SEALED_PAGE_BYTES);
         self.with_scratch(length, |object| {
-            let (page, sealed) = object.split_at_mut_checked(SEALED_PAGE_BYTES).unwrap_or_default();
+            let halves = object.split_at_mut_checked(SEALED_PAGE_BYTES);
+            let (page, sealed) = halves.invariant("an object has a page");
             sealed.copy_from_slice(bytes);
             let tag = self.cipher(chunk).encrypt_inout_detached(
                 &Array::from(nonce),
