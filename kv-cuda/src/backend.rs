@@ -16,10 +16,10 @@ use crate::op;
 use crate::queue::CudaQueue;
 use crate::waiter::Waiter;
 
-/// A CUDA device.
-#[derive(Debug)]
+/// A CUDA device: a cheap handle.
+#[derive(Debug, Clone)]
 pub struct CudaBackend {
-    gpu: Arc<dyn Gpu>,
+    pub(crate) gpu: Arc<dyn Gpu>,
     capabilities: Capabilities,
     waiter: Arc<Waiter>,
 }
@@ -120,7 +120,7 @@ impl CudaBackend {
 }
 
 /// Refuses memory that kernels cannot read 16 bytes at a time.
-fn require_aligned(address: u64) -> Result<(), DeviceError> {
+pub(crate) fn require_aligned(address: u64) -> Result<(), DeviceError> {
     if address.is_multiple_of(16) {
         return Ok(());
     }

@@ -15,16 +15,39 @@ pub struct CudaBuffer {
     len: u64,
 }
 
-/// One allocation, freed with the last handle.
+/// One allocation.
 struct Memory {
     gpu: Arc<dyn Gpu>,
     address: Address,
-    owned: bool,
+    owner: Owner,
+}
+
+/// Who frees the memory of a buffer.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Owner {
+    /// The last handle.
+    Handles,
+    /// The caller, some time after the last handle.
+    Caller,
+    /// The caller, in the order of this stream: only a queue on it may use the memory.
+    Lender(CallerStream),
+}
+
+/// A stream of the caller, by its handle.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct CallerStream(pub(crate) usize);
+
+/// Where a buffer is to be used.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Place<'a> {
+    pub(crate) gpu: &'a Arc<dyn Gpu>,
+    /// The stream, if the queue is on one that memory can be lent on.
+    pub(crate) stream: Option<CallerStream>,
 }
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        if self.owned {
+        if self.owner == Owner::Handles {
             // SAFETY: `alloc` of this device returned the address, and it is freed nowhere else; no
             // handle is left to submit work that uses it.
             unsafe { self.gpu.free(self.address) };
@@ -45,7 +68,7 @@ impl CudaBuffer {
     pub(crate) fn alloc(gpu: &Arc<dyn Gpu>, len: u64) -> Result<Self, DeviceError> {
         // The driver refuses allocations of 0 bytes.
         let address = gpu.alloc(len.max(1))?;
-        let memory = Memory { gpu: Arc::clone(gpu), address, owned: true };
+        let memory = Memory { gpu: Arc::clone(gpu), address, owner: Owner::Handles };
         Ok(Self { memory: Arc::new(memory), begin: 0, len })
     }
 
@@ -54,8 +77,32 @@ impl CudaBuffer {
     /// # Safety
     /// 1. The range lies in memory of this device and outlives every handle.
     pub(crate) unsafe fn foreign(gpu: &Arc<dyn Gpu>, address: Address, len: u64) -> Self {
-        let memory = Memory { gpu: Arc::clone(gpu), address, owned: false };
+        let memory = Memory { gpu: Arc::clone(gpu), address, owner: Owner::Caller };
         Self { memory: Arc::new(memory), begin: 0, len }
+    }
+
+    /// Borrows the caller's memory: `len` bytes at `address`.
+    ///
+    /// # Safety
+    /// 1. The range lies in memory of this device and outlives every handle.
+    /// 2. Work on `stream` may use it as long as a handle exists.
+    pub(crate) unsafe fn lent(
+        gpu: &Arc<dyn Gpu>,
+        (address, len): (Address, u64),
+        stream: CallerStream,
+    ) -> Self {
+        let memory = Memory { gpu: Arc::clone(gpu), address, owner: Owner::Lender(stream) };
+        Self { memory: Arc::new(memory), begin: 0, len }
+    }
+
+    /// Returns whether the memory is lent for one call, so that nothing may keep a handle.
+    pub(crate) fn is_lent(&self) -> bool {
+        matches!(self.memory.owner, Owner::Lender(_))
+    }
+
+    /// Returns whether no other handle of this memory exists.
+    pub(crate) fn is_only_handle(&self) -> bool {
+        Arc::strong_count(&self.memory) == 1
     }
 
     /// Returns the number of bytes.
@@ -97,15 +144,21 @@ impl CudaBuffer {
         }
     }
 
-    /// Does the same for a buffer that must belong to `gpu`.
+    /// Does the same for a buffer that must belong to the device, and if it is lent, to the stream.
     pub(crate) fn on(
         &self,
-        gpu: &Arc<dyn Gpu>,
+        place: Place<'_>,
         range: (u64, u64),
         operation: &'static str,
     ) -> Result<Address, DeviceError> {
-        if !Arc::ptr_eq(gpu, &self.memory.gpu) {
+        if !Arc::ptr_eq(place.gpu, &self.memory.gpu) {
             return Err(DeviceError::new(DeviceErrorKind::ForeignHandle, operation));
+        }
+        if let Owner::Lender(stream) = self.memory.owner
+            && place.stream != Some(stream)
+        {
+            let error = DeviceError::new(DeviceErrorKind::ForeignHandle, operation);
+            return Err(error.with_detail("memory that is lent on another stream"));
         }
         self.range(range, operation)
     }

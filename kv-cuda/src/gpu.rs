@@ -78,6 +78,11 @@ pub(crate) trait Gpu: fmt::Debug + Send + Sync {
         let _ = (address, bytes);
         Err(DeviceError::new(DeviceErrorKind::Unsupported, "wrap device memory"))
     }
+    /// Returns whether a context of the driver (a `CUcontext`) is the one that this device uses.
+    fn is_context(&self, raw: *const c_void) -> bool {
+        let _ = raw;
+        false
+    }
     /// Wraps a caller's stream (a `CUstream`), which the caller keeps.
     ///
     /// # Safety

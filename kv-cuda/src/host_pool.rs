@@ -21,7 +21,7 @@ use kv_core::num::to_usize;
 pub use memory::CudaChunk;
 use memory::{ChunkMemory, Copies};
 
-use crate::buffer::CudaBuffer;
+use crate::buffer::{CudaBuffer, Place};
 use crate::fence::CudaFence;
 use crate::gpu::{Gpu, HostCopy, Stream};
 use crate::params::Address;
@@ -258,12 +258,12 @@ fn segments(
     storage: StorageView<'_, CudaBuffer>,
     operation: &'static str,
 ) -> Result<Vec<Address>, DeviceError> {
-    let mut addresses = Vec::new();
+    let (mut addresses, place) = (Vec::new(), Place { gpu, stream: None });
     for view in storage.planes() {
         for index in 0..view.layout().num_segments() {
             let buffer = view.segment(to_usize(index));
             let buffer = buffer.invariant("allocated planes have all segments");
-            addresses.push(buffer.on(gpu, (0, view.layout().segment_bytes(index)), operation)?);
+            addresses.push(buffer.on(place, (0, view.layout().segment_bytes(index)), operation)?);
         }
     }
     Ok(addresses)

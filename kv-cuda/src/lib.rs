@@ -17,6 +17,9 @@
 //! Blocks can be copied to page-locked host memory and back, on a stream beside the queue's:
 //! [`CudaHostPool`].
 //!
+//! A program that holds its stream and memory through cudarc shares them without unsafe code:
+//! [`CudaBackend::queue_on_stream`], [`CudaBackend::lend`].
+//!
 //! With the feature `emulated`, the same host code and the same kernels run on the CPU
 //! (`CudaBackend::emulated`): slow, for tests, and without a card.
 #![allow(unsafe_code, reason = "the driver: docs/unsafe.md")]
@@ -33,6 +36,7 @@ mod emulated;
 mod fence;
 mod gpu;
 mod host_pool;
+mod lend;
 mod op;
 mod params;
 mod pins;

@@ -1,4 +1,5 @@
 //! The command queue: a stream, and the memory that its calls share.
+use std::any::Any;
 use std::sync::Arc;
 
 use kv_core::GroupId;
@@ -9,7 +10,7 @@ use kv_core::plan::{
     GatherPlan, PlanId, WriteArgs, WritePlan,
 };
 
-use crate::buffer::CudaBuffer;
+use crate::buffer::{CallerStream, CudaBuffer, Place};
 use crate::capture::{self, CudaGraph, Held};
 use crate::constants::Constants;
 use crate::decode::Work;
@@ -32,6 +33,8 @@ pub struct CudaQueue {
     pub(crate) gpu: Arc<dyn Gpu>,
     waiter: Arc<Waiter>,
     stream: Box<dyn Stream>,
+    /// The caller's stream, if memory can be lent on it, and what keeps it open.
+    lends: Option<(CallerStream, Arc<dyn Any + Send + Sync>)>,
     pins: Pins,
     staging: Staging,
     steps: Steps,
@@ -64,6 +67,7 @@ impl CudaQueue {
             gpu: Arc::clone(gpu),
             waiter: Arc::clone(waiter),
             stream,
+            lends: None,
             staging: Staging::new(&pins),
             pins,
             steps: Steps::new(gpu),
@@ -74,6 +78,15 @@ impl CudaQueue {
             constants: Constants::new(gpu),
             held: Held::default(),
         }
+    }
+
+    /// Lets memory be lent on the caller's stream that this queue is on; `keep` keeps it open.
+    pub(crate) fn set_lending(&mut self, stream: CallerStream, keep: Arc<dyn Any + Send + Sync>) {
+        self.lends = Some((stream, keep));
+    }
+
+    fn place(&self) -> Place<'_> {
+        Place { gpu: &self.gpu, stream: self.lends.as_ref().map(|(stream, _)| *stream) }
     }
 
     /// Sets the largest step that can be captured or replayed. From the next step on, lists of
@@ -203,8 +216,8 @@ impl CudaQueue {
         to: (&CudaBuffer, u64),
         len: u64,
     ) -> Result<(), DeviceError> {
-        let source = from.0.on(&self.gpu, (from.1, len), "copy")?;
-        let target = to.0.on(&self.gpu, (to.1, len), "copy")?;
+        let source = from.0.on(self.place(), (from.1, len), "copy")?;
+        let target = to.0.on(self.place(), (to.1, len), "copy")?;
         if len == 0 {
             return Ok(());
         }
@@ -220,8 +233,9 @@ impl CudaQueue {
     /// Begins a call with an empty pack.
     pub(crate) fn parts(&mut self, operation: &'static str) -> Parts<'_> {
         self.pack.clear();
+        let stream = self.place().stream;
         Parts {
-            call: Call { gpu: &self.gpu, operation, held: &self.held },
+            call: Call { place: Place { gpu: &self.gpu, stream }, operation, held: &self.held },
             pack: &mut self.pack,
             constants: &mut self.constants,
             transfer: Transfer { stream: self.stream.as_mut(), staging: &mut self.staging },
@@ -296,7 +310,7 @@ impl Queue for CudaQueue {
 
     fn upload(&mut self, dst: &CudaBuffer, at: u64, src: &[u8]) -> Result<(), DeviceError> {
         self.require_no_capture("an upload")?;
-        let to = dst.on(&self.gpu, (at, to_u64(src.len())), "upload")?;
+        let to = dst.on(self.place(), (at, to_u64(src.len())), "upload")?;
         // SAFETY: `on` found the range inside memory of this device.
         unsafe { self.staging.upload(self.stream.as_mut(), to, src) }
     }
@@ -308,7 +322,7 @@ impl Queue for CudaQueue {
         len: u64,
     ) -> Result<CudaReadback, DeviceError> {
         self.require_no_capture("a download")?;
-        let from = src.on(&self.gpu, (at, len), "download")?;
+        let from = src.on(self.place(), (at, len), "download")?;
         let len = to_offset(len);
         if len == 0 {
             return Ok(CudaReadback { copy: None, len });
@@ -328,7 +342,7 @@ impl Queue for CudaQueue {
     }
 
     fn zero(&mut self, dst: &CudaBuffer, offset: u64, len: u64) -> Result<(), DeviceError> {
-        let at = dst.on(&self.gpu, (offset, len), "zero")?;
+        let at = dst.on(self.place(), (offset, len), "zero")?;
         if len == 0 {
             return Ok(());
         }

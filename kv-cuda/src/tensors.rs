@@ -3,7 +3,6 @@
 //! The core has checked shapes against a plan. This file checks what only the device knows: which
 //! device owns a buffer and how long it is. It also checks that plan and arguments belong together,
 //! because they may have been made at different times and kernels check nothing.
-use std::sync::Arc;
 
 use kv_core::QkvFormat;
 pub(crate) use kv_core::backend::kernels::{Room, unsupported};
@@ -16,10 +15,9 @@ use kv_core::backend::{
 };
 use kv_core::error::DeviceError;
 
-use crate::buffer::CudaBuffer;
+use crate::buffer::{CudaBuffer, Place};
 use crate::capture::{self, Held};
 use crate::constants::Constants;
-use crate::gpu::Gpu;
 use crate::params::{Address, Plane, Tensor};
 use crate::scratch::{At, Pack};
 use crate::step::Transfer;
@@ -46,7 +44,7 @@ impl Source {
 /// The device as seen by one call.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Call<'a> {
-    pub(crate) gpu: &'a Arc<dyn Gpu>,
+    pub(crate) place: Place<'a>,
     pub(crate) operation: &'static str,
     pub(crate) held: &'a Held,
 }
@@ -60,8 +58,11 @@ impl Call<'_> {
         range: (u64, u64),
         size: usize,
     ) -> Result<Address, DeviceError> {
+        if buffer.is_lent() && self.held.is_on() {
+            return Err(capture::refused("memory that is lent for one call"));
+        }
         self.held.note(buffer);
-        let address = buffer.on(self.gpu, range, self.operation)?;
+        let address = buffer.on(self.place, range, self.operation)?;
         if address.is_multiple_of(to_u64(size)) {
             return Ok(address);
         }

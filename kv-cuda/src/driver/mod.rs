@@ -96,6 +96,10 @@ impl Gpu for CudaGpu {
         memory::check_foreign(&self.context, address, bytes)
     }
 
+    fn is_context(&self, raw: *const c_void) -> bool {
+        raw.addr() == self.context.raw().addr()
+    }
+
     unsafe fn foreign_stream(&self, raw: *mut c_void) -> Result<Box<dyn Stream>, DeviceError> {
         // SAFETY: both are conditions of this function.
         let stream = unsafe { CudaStream::wrap(&self.context, &self.modules, &self.memory, raw) }?;

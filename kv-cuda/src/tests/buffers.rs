@@ -1,7 +1,10 @@
 //! Buffers of a queue.
+use std::sync::Arc;
+
 use kv_core::backend::{Backend, Queue, Readback};
 use kv_core::error::DeviceErrorKind;
 
+use crate::buffer::{CallerStream, CudaBuffer};
 use crate::{CudaBackend, EmulatorOptions};
 
 #[test]
@@ -68,4 +71,32 @@ fn memory_of_the_caller_is_written_in_place_and_not_freed() {
     // SAFETY: refused, because the allocation ends before.
     let beyond = unsafe { backend.wrap(theirs.address(), 1 << 20) }.unwrap_err();
     assert_eq!(beyond.kind(), DeviceErrorKind::OutOfRange);
+}
+
+/// Only work that is recorded on the lender's stream ends before the lender frees the memory.
+#[test]
+fn lent_memory_is_refused_on_other_streams() {
+    let backend = CudaBackend::emulated(&EmulatorOptions::default()).unwrap();
+    let theirs = backend.alloc(64).unwrap();
+    let stream = CallerStream(0x100);
+    // SAFETY: memory of this device that outlives the handle, used by queues of this test.
+    let lent = unsafe { CudaBuffer::lent(&backend.gpu, (theirs.address(), 64), stream) };
+    let mut own = backend.queue().unwrap();
+    let [mut same, mut other] = [stream, CallerStream(0x200)].map(|stream| {
+        let mut queue = backend.queue().unwrap();
+        queue.set_lending(stream, Arc::new(()));
+        queue
+    });
+    for queue in [&mut own, &mut other] {
+        let refused = queue.upload(&lent, 0, &[1; 64]).unwrap_err();
+        assert_eq!(refused.kind(), DeviceErrorKind::ForeignHandle);
+        assert!(refused.to_string().contains("another stream"), "{refused}");
+    }
+    same.upload(&lent, 0, &[2; 64]).unwrap();
+    assert_eq!(own.download(&theirs, 0, 64).unwrap().wait().unwrap(), [2; 64]);
+    assert!(lent.is_only_handle(), "no call keeps lent memory");
+    let kept = lent.view(0, 8).unwrap();
+    assert!(!lent.is_only_handle());
+    drop(kept);
+    assert!(lent.is_only_handle());
 }
