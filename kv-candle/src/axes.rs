@@ -72,7 +72,16 @@ impl Axes {
         self.begin..self.end
     }
 
-    /// Returns the view of a tensor's storage; `None` if the storage is shorter than its layout.
+    /// Returns the view of a tensor whose storage is a buffer of a device.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn on<'a, T: Element, Buf>(&self, storage: &'a Buf) -> TensorView<'a, Buf> {
+        let begin = self.begin.saturating_mul(size_of::<T>());
+        let begin = u64::try_from(begin).unwrap_or(u64::MAX);
+        TensorView::device(T::DTYPE, storage, begin, self.dims()).with_outer_strides(self.outer)
+    }
+
+    /// Returns the view of a tensor's storage in host memory; `None` if the storage is
+    /// shorter than its layout.
     pub(crate) fn view<'a, T: Element, Buf>(&self, values: &'a [T]) -> Option<TensorView<'a, Buf>> {
         let view = TensorView::host(values.get(self.range())?, self.dims());
         Some(view.with_outer_strides(self.outer))

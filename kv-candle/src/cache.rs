@@ -14,26 +14,37 @@ pub struct CandleCache<B: Backend = AnyBackend> {
 }
 
 impl CandleCache {
-    /// Allocates a cache on the backend for a device of candle.
+    /// Allocates a cache on the backend for a device of candle: the CPU, or with the feature `cuda`
+    /// a card. There it works on the device's own stream, so neither waits for the other.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a device other than the CPU; [`Error::Cache`] with the errors of
+    /// [`Error::Unsupported`] for a device without a backend, and for a CUDA device on a built-in
+    /// stream, as `Device::new_cuda` makes them: the message names the constructor to use.
+    /// [`Error::Device`] if the device cannot be opened, [`Error::Cache`] with the errors of
     /// [`KvCache::new`].
     pub fn new(device: &Device, spec: CacheSpec) -> Result<Self, Error> {
-        let backend = match device.location() {
-            DeviceLocation::Cpu => kv::Device::open("cpu")?,
-            location => {
-                let instead =
-                    "use Device::Cpu, or make the cache yourself and call CandleCache::over";
-                return Err(Error::Unsupported { device: format!("{location:?}"), instead });
+        let kv = match device.location() {
+            DeviceLocation::Cpu => KvCache::new(kv::Device::open("cpu")?, spec)?,
+            #[cfg(feature = "cuda")]
+            DeviceLocation::Cuda { gpu_id } => crate::cuda::open(device, gpu_id, spec)?,
+            #[cfg(not(feature = "cuda"))]
+            DeviceLocation::Cuda { gpu_id } => {
+                let instead = "build kv-candle with its feature cuda";
+                return Err(Error::Unsupported { device: format!("cuda:{gpu_id}"), instead });
+            }
+            DeviceLocation::Metal { gpu_id } => {
+                let instead = "there is no backend for Metal tensors: use Device::Cpu or CUDA";
+                return Err(Error::Unsupported { device: format!("metal:{gpu_id}"), instead });
             }
         };
-        Ok(Self::over(KvCache::new(backend, spec)?, device))
+        Ok(Self::over(kv, device))
     }
 }
 
 impl<B: Backend> CandleCache<B> {
     /// Takes a cache, for models on `device`: with a calibration, other threads or another backend.
+    /// A cache for tensors on CUDA must be on their stream (`CudaBackend::queue_on_stream`,
+    /// [`KvCache::with_queue`]).
     pub fn over(kv: KvCache<B>, device: &Device) -> Self {
         Self { kv, device: device.clone() }
     }
@@ -60,6 +71,6 @@ impl<B: Backend> CandleCache<B> {
     /// [`Error::Cache`] with the errors of [`KvCache::begin_step`], and [`Error::Candle`]. Nothing
     /// has changed then.
     pub fn step(&mut self, inputs: &[StepInput<'_>]) -> Result<CandleStep<'_, B>, Error> {
-        CandleStep::new(self.kv.begin_step(inputs)?, &self.device)
+        CandleStep::over(self.kv.begin_step(inputs)?, &self.device)
     }
 }

@@ -3,12 +3,14 @@ use std::cell::RefCell;
 use std::rc::Rc;
 
 use candle_core::backend::BackendStorage;
+#[cfg(feature = "cuda")]
+use candle_core::cuda_backend::{CudaStorage, CudaStorageSlice};
 use candle_core::{CpuStorage, CustomOp2, Device, Error as CandleError, Layout, Result, Shape};
 use candle_core::{Tensor, bail};
 use half::{bf16, f16};
-use kv::TensorViewMut;
-use kv::backend::{AnyBackend, Plane};
+use kv::backend::{AnyBackend, AnyBuffer, Plane};
 use kv::{CacheSpec, Element, KvCache, QkvFormat, SequenceId, StartOptions, StepInput};
+use kv::{TensorView, TensorViewMut};
 
 use crate::axes::{Axes, readable};
 use crate::cache::CandleCache;
@@ -217,40 +219,89 @@ struct Append<'a> {
     tokens: usize,
 }
 
+/// How the tensors of one call lie.
+struct Call {
+    new: [Axes; 2],
+    /// Dimensions of the rows of K, and of V: `[b, tokens, heads, dim]`.
+    dims: [[u32; 4]; 2],
+    /// Values of K, and of V.
+    counts: [usize; 2],
+}
+
 impl Append<'_> {
-    fn run<T: Element + Default + Clone>(
-        &self,
-        (k, of_k): (&[T], &Layout),
-        (v, of_v): (&[T], &Layout),
-    ) -> Result<(Vec<T>, Shape)> {
-        let (Some(of_k), Some(of_v)) = (Axes::of(of_k), Axes::of(of_v)) else {
+    fn call(&self, layouts: [&Layout; 2]) -> Result<Call> {
+        let [Some(k), Some(v)] = layouts.map(Axes::of) else {
             bail!("the values of all heads of a token do not lie together");
         };
-        let (Some(k), Some(v)) = (of_k.view(k), of_v.view(v)) else {
-            bail!("a tensor is longer than its storage");
-        };
+        let Ok(tokens) = u32::try_from(self.tokens) else { bail!("too many tokens") };
+        let dims = [k, v].map(|axes| {
+            let [heads, dim] = axes.head();
+            [axes.dims().first().copied().unwrap_or(0), tokens, heads, dim]
+        });
+        let counts = dims.map(|dims| {
+            dims.iter().try_fold(1_usize, |all, size| all.checked_mul(usize::try_from(*size).ok()?))
+        });
+        let [Some(of_k), Some(of_v)] = counts else { bail!("too many values") };
+        Ok(Call { new: [k, v], dims, counts: [of_k, of_v] })
+    }
+
+    fn run(
+        &self,
+        [k, v]: [TensorView<'_, AnyBuffer>; 2],
+        rows: [TensorViewMut<'_, AnyBuffer>; 2],
+    ) -> Result<()> {
         let mut model = self.model.borrow_mut();
         let Some(mut step) = model.kv.step() else { bail!("no step is open") };
         step.write(self.layer, k, v, QkvFormat::Bshd).map_err(CandleError::wrap)?;
-        let mut rows = Vec::new();
-        for (plane, axes) in [(Plane::Key, of_k), (Plane::Value, of_v)] {
-            let (Some(&batch), [heads, dim]) = (axes.dims().first(), axes.head()) else {
-                bail!("K and V have 4 dimensions");
-            };
-            let Ok(tokens) = u32::try_from(self.tokens) else { bail!("too many tokens") };
-            let dims = [batch, tokens, heads, dim];
-            let count = dims.iter().try_fold(1_usize, |all, size| {
-                usize::try_from(*size).ok().and_then(|size| all.checked_mul(size))
-            });
-            let Some(count) = count else { bail!("too many values") };
-            let from = rows.len();
-            rows.resize(from.saturating_add(count), T::default());
-            let place = rows.get_mut(from..).unwrap_or_default();
-            step.gather(self.layer, plane, TensorViewMut::host(place, &dims), QkvFormat::Bshd)
-                .map_err(CandleError::wrap)?;
+        for (plane, rows) in [Plane::Key, Plane::Value].into_iter().zip(rows) {
+            step.gather(self.layer, plane, rows, QkvFormat::Bshd).map_err(CandleError::wrap)?;
         }
+        Ok(())
+    }
+
+    fn on_host<T: Element + Default + Clone>(
+        &self,
+        [k, v]: [&[T]; 2],
+        layouts: [&Layout; 2],
+    ) -> Result<(Vec<T>, Shape)> {
+        let call = self.call(layouts)?;
+        let ([of_k, of_v], [count_k, count_v]) = (call.new, call.counts);
+        let (Some(k), Some(v)) = (of_k.view(k), of_v.view(v)) else {
+            bail!("a tensor is longer than its storage");
+        };
+        let mut rows = vec![T::default(); count_k.saturating_add(count_v)];
+        let (rows_k, rows_v) = rows.split_at_mut(count_k);
+        let [dims_k, dims_v] = &call.dims;
+        let out = [TensorViewMut::host(rows_k, dims_k), TensorViewMut::host(rows_v, dims_v)];
+        self.run([k, v], out)?;
         let shape = Shape::from(rows.len());
         Ok((rows, shape))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn on_cuda<T: crate::cuda::Value>(
+        &self,
+        [k, v]: [&crate::cuda::Slice<T>; 2],
+        layouts: [&Layout; 2],
+        device: &candle_core::CudaDevice,
+    ) -> Result<(CudaStorage, Shape)> {
+        let call = self.call(layouts)?;
+        let ([of_k, of_v], [count_k, count_v]) = (call.new, call.counts);
+        let lender = crate::cuda::Lender::of(self.model.borrow().kv.backend())?;
+        let count = count_k.saturating_add(count_v);
+        let mut rows = device.alloc_zeros::<T>(count)?;
+        let begin_v = u64::try_from(count_k.saturating_mul(size_of::<T>())).unwrap_or(u64::MAX);
+        lender.read(k, |k| {
+            lender.read(v, |v| {
+                lender.write(&mut rows, |rows| {
+                    let [dims_k, dims_v] = &call.dims;
+                    let rows_k = TensorViewMut::device(T::DTYPE, rows, 0, dims_k);
+                    let rows_v = TensorViewMut::device(T::DTYPE, rows, begin_v, dims_v);
+                    self.run([of_k.on::<T, _>(k), of_v.on::<T, _>(v)], [rows_k, rows_v])
+                })
+            })
+        })?;
+        Ok((CudaStorage::wrap_cuda_slice(rows, device.clone()), Shape::from(count)))
     }
 }
 
@@ -267,20 +318,39 @@ impl CustomOp2 for Append<'_> {
         of_v: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         use CpuStorage::{BF16, F16, F32};
+        let layouts = [of_k, of_v];
         Ok(match (k, v) {
             (F32(k), F32(v)) => {
-                let (rows, shape) = self.run::<f32>((k, of_k), (v, of_v))?;
+                let (rows, shape) = self.on_host::<f32>([k, v], layouts)?;
                 (F32(rows), shape)
             }
             (F16(k), F16(v)) => {
-                let (rows, shape) = self.run::<f16>((k, of_k), (v, of_v))?;
+                let (rows, shape) = self.on_host::<f16>([k, v], layouts)?;
                 (F16(rows), shape)
             }
             (BF16(k), BF16(v)) => {
-                let (rows, shape) = self.run::<bf16>((k, of_k), (v, of_v))?;
+                let (rows, shape) = self.on_host::<bf16>([k, v], layouts)?;
                 (BF16(rows), shape)
             }
             (k, v) => bail!("{}", types_differ(&[("k", k.dtype()), ("v", v.dtype())])),
         })
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        k: &CudaStorage,
+        of_k: &Layout,
+        v: &CudaStorage,
+        of_v: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        use CudaStorageSlice::{BF16, F16, F32};
+        let layouts = [of_k, of_v];
+        match (&k.slice, &v.slice) {
+            (F32(a), F32(b)) => self.on_cuda([a, b], layouts, &k.device),
+            (F16(a), F16(b)) => self.on_cuda([a, b], layouts, &k.device),
+            (BF16(a), BF16(b)) => self.on_cuda([a, b], layouts, &k.device),
+            _ => bail!("{}", types_differ(&[("k", k.dtype()), ("v", v.dtype())])),
+        }
     }
 }

@@ -36,6 +36,8 @@
 mod attend;
 mod axes;
 mod cache;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod error;
 mod layer;
 mod step;

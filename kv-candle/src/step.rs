@@ -23,7 +23,11 @@ pub struct CandleStep<'c, B: Backend = AnyBackend> {
 }
 
 impl<'c, B: Backend> CandleStep<'c, B> {
-    pub(crate) fn new(step: Step<'c, B>, device: &Device) -> std::result::Result<Self, Error> {
+    /// Takes a step that an engine began itself and has all tokens, for a model on `device`.
+    ///
+    /// # Errors
+    /// [`Error::Candle`] if the device cannot hold the positions. The step is rolled back then.
+    pub fn over(step: Step<'c, B>, device: &Device) -> std::result::Result<Self, Error> {
         let positions = Tensor::new(step.positions(), device)?;
         let queried = step.sequences().iter().filter(|sequence| sequence.q_len > 0);
         let last = |sequence: &kv::backend::plan::PlannedSequence| {
@@ -78,6 +82,14 @@ impl<'c, B: Backend> CandleStep<'c, B> {
         let [q, k, v] = [self.readable(q)?, self.readable(k)?, self.readable(v)?];
         let op = Attend { step: &self.step, layer, options: *options };
         q.apply_op3_no_bwd(&k, &v, &op)
+    }
+
+    /// Lends the step, to attention that is not on tensors of candle.
+    ///
+    /// # Panics
+    /// If `using` calls a method of this step.
+    pub fn with_step<T>(&self, using: impl FnOnce(&mut Step<'c, B>) -> T) -> T {
+        using(&mut self.step.borrow_mut())
     }
 
     /// Returns how many tensors [`Self::attend`] had to copy so far, because of how they lay in

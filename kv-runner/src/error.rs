@@ -130,6 +130,16 @@ impl From<CandleError> for Error {
     }
 }
 
+impl From<kv_candle::Error> for Error {
+    fn from(error: kv_candle::Error) -> Self {
+        match error {
+            kv_candle::Error::Cache(error) => error.into(),
+            kv_candle::Error::Candle(error) => error.into(),
+            error => Self::Tensor(ForeignError::new(error)),
+        }
+    }
+}
+
 impl From<serde_json::Error> for Error {
     fn from(error: serde_json::Error) -> Self {
         Self::Json(ForeignError::new(error))

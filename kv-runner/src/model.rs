@@ -1,7 +1,7 @@
 //! The forward pass of a decoder over one step of the cache.
 //!
-//! Embeddings, norms and matrix products are candle's on the CPU, in f32. K and V are written to
-//! the cache, and attention reads it.
+//! Embeddings, norms and matrix products are candle's on the CPU, in f32; attention is that of
+//! [`CandleStep`].
 mod fingerprint;
 mod layer;
 
@@ -10,7 +10,8 @@ use std::path::Path;
 use candle_core::{CpuStorage, Device, Module, Storage, Tensor};
 use candle_nn::Linear;
 use kv::backend::Backend;
-use kv::{AttentionOptions, QkvFormat, SequenceId, Step, StepInput, TensorView, TensorViewMut};
+use kv::{AttentionOptions, SequenceId, StepInput};
+use kv_candle::CandleStep;
 
 use crate::config::{ModelConfig, QkNorm};
 use crate::error::{Error, InFile};
@@ -67,7 +68,7 @@ pub trait Model<B: Backend> {
     ///
     /// # Errors
     /// Any failure of the model; [`Error::Model`] takes errors of any type.
-    fn forward(&self, step: &mut Step<'_, B>, batch: &Batch) -> Result<Vec<Vec<f32>>, Error>;
+    fn forward(&self, step: &CandleStep<'_, B>, batch: &Batch) -> Result<Vec<Vec<f32>>, Error>;
 }
 
 /// Inputs of one layer's attention for the tokens of a step: `[tokens, heads, head_dim]`, Q and K
@@ -154,16 +155,8 @@ impl Decoder {
     }
 }
 
-/// Buffers that the layers of one step share.
-#[derive(Debug)]
-struct Scratch {
-    rotation: Rotation,
-    q: Vec<f32>,
-    k: Vec<f32>,
-}
-
 impl<B: Backend> Model<B> for Decoder {
-    fn forward(&self, step: &mut Step<'_, B>, batch: &Batch) -> Result<Vec<Vec<f32>>, Error> {
+    fn forward(&self, step: &CandleStep<'_, B>, batch: &Batch) -> Result<Vec<Vec<f32>>, Error> {
         let hidden = self.hidden(step, &batch.tokens, &mut |_| Ok(()))?;
         let mut end = 0_u32;
         let mut rows = Vec::new();
@@ -185,18 +178,17 @@ impl Decoder {
     /// `tap` gets the attention inputs of every layer.
     pub(crate) fn hidden<B: Backend>(
         &self,
-        step: &mut Step<'_, B>,
+        step: &CandleStep<'_, B>,
         tokens: &[u32],
         tap: &mut Tap<'_>,
     ) -> Result<Tensor, Error> {
-        let mut scratch = Scratch { rotation: Rotation::default(), q: Vec::new(), k: Vec::new() };
-        self.rope.fill(step.positions(), &mut scratch.rotation);
+        let rotation = step.with_step(|step| self.rope.rotation(step.positions()));
         let ids = Tensor::from_slice(tokens, tokens.len(), &Device::Cpu)?;
         let embedded = self.embedding.index_select(&ids, 0)?;
         let mut x = times(embedded, self.config.multipliers.embedding)?;
         for (layer, index) in self.layers.iter().zip(0..) {
             let h = self.norm(x.clone(), layer.attention_norm.as_ref())?;
-            let h = self.attention(step, index, layer, &h, &mut scratch, tap)?;
+            let h = self.attention(step, (index, layer), &h, &rotation, tap)?;
             x = self.add(&x, self.norm(h, layer.attention_out_norm.as_ref())?)?;
             let h = self.norm(x.clone(), layer.mlp_norm.as_ref())?;
             let h = layer.mlp(&h)?;
@@ -222,55 +214,47 @@ impl Decoder {
 
     fn attention<B: Backend>(
         &self,
-        step: &mut Step<'_, B>,
-        index: u16,
-        layer: &Layer,
+        step: &CandleStep<'_, B>,
+        (index, layer): (u16, &Layer),
         h: &Tensor,
-        scratch: &mut Scratch,
+        rotation: &Rotation,
         tap: &mut Tap<'_>,
     ) -> Result<Tensor, Error> {
-        let ModelConfig { heads, kv_heads, head_dim, .. } = self.config;
-        let tokens = to_u32(h.dim(0)?);
+        let ModelConfig { heads, kv_heads, .. } = self.config;
         let (q, k, v) = (layer.q.forward(h)?, layer.k.forward(h)?, layer.v.forward(h)?);
         let q = self.qk_norm(q, layer.q_norm.as_ref())?;
         let k = self.qk_norm(k, layer.k_norm.as_ref())?;
-        let Scratch { rotation, q: q_rotated, k: k_rotated } = scratch;
-        let rotate_rows = |rows: &[f32], heads, rotated: &mut Vec<f32>| {
-            if layer.kind.rotates {
-                self.rope.rotate(rotation, rows, to_usize(heads), rotated);
-            } else {
-                rotated.clear();
-                rotated.extend_from_slice(rows);
-            }
+        let (q, k) = if layer.kind.rotates {
+            (self.rotate(rotation, &q, heads)?, self.rotate(rotation, &k, kv_heads)?)
+        } else {
+            (self.heads(&q, heads)?, self.heads(&k, kv_heads)?)
         };
-        with_values(&q, |q| rotate_rows(q, heads, q_rotated));
-        with_values(&k, |k| rotate_rows(k, kv_heads, k_rotated));
-        with_values(&v, |v| {
-            let dims = [tokens, kv_heads, head_dim];
-            let k = TensorView::host::<f32>(k_rotated, &dims);
-            step.write(index, k, TensorView::host::<f32>(v, &dims), QkvFormat::Thd)?;
-            tap(&Tapped { layer: index, q: q_rotated, k: k_rotated, v })
+        let v = self.heads(&v, kv_heads)?;
+        with_values(&q, |q| {
+            with_values(&k, |k| with_values(&v, |v| tap(&Tapped { layer: index, q, k, v })))
         })?;
         let mut options = AttentionOptions::causal(to_f32(self.config.attention_scale()));
         if let Some(window) = layer.kind.window_left {
             options = options.with_window_left(window);
         }
-        let dims = [tokens, heads, head_dim];
-        let mut out = vec![0.0_f32; q_rotated.len()];
-        let q = TensorView::host::<f32>(q_rotated, &dims);
-        step.attend(index, q, TensorViewMut::host(&mut out, &dims), &options)?;
-        let out = Tensor::from_vec(out, q_dims(h, heads, head_dim)?, &Device::Cpu)?;
-        Ok(layer.out.forward(&out)?)
+        Ok(layer.out.forward(&step.attend(index.into(), &q, &k, &v, &options)?)?)
+    }
+
+    /// Rotates rows of Q or K: `[tokens, heads, head_dim]`.
+    fn rotate(&self, by: &Rotation, rows: &Tensor, heads: u32) -> candle_core::Result<Tensor> {
+        let rotated = with_values(rows, |rows| self.rope.rotate(by, rows, to_usize(heads)));
+        self.heads(&Tensor::from_vec(rotated, rows.shape(), &Device::Cpu)?, heads)
+    }
+
+    /// Views rows as `[tokens, heads, head_dim]`.
+    fn heads(&self, rows: &Tensor, heads: u32) -> candle_core::Result<Tensor> {
+        rows.reshape(((), to_usize(heads), to_usize(self.config.head_dim)))
     }
 }
 
 /// Multiplies by a constant; 1 needs no work.
 fn times(x: Tensor, factor: f64) -> candle_core::Result<Tensor> {
     if factor.total_cmp(&1.0).is_eq() { Ok(x) } else { x.affine(factor, 0.0) }
-}
-
-fn q_dims(h: &Tensor, heads: u32, head_dim: u32) -> candle_core::Result<(usize, usize)> {
-    Ok((h.dim(0)?, to_usize(heads).saturating_mul(to_usize(head_dim))))
 }
 
 /// Calls `read` with the values of a tensor, without a copy.

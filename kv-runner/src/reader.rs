@@ -1,10 +1,11 @@
 //! Runs a model over one text, with a cache of its own.
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 use kv::backend::AnyBackend;
 use kv::error::SpecError;
 use kv::quant::Calibration;
 use kv::spec::Determinism;
 use kv::{CacheSpec, KvCache, KvFormat, SequenceId, StartOptions, StepInput};
+use kv_candle::CandleStep;
 
 use crate::error::Error;
 use crate::model::{Decoder, Tap};
@@ -73,8 +74,9 @@ impl<'m> Reader<'m> {
 
     /// Reads the next tokens; returns a row of the last layer for each.
     pub(crate) fn read(&mut self, tokens: &[u32], tap: &mut Tap<'_>) -> Result<Tensor, Error> {
-        let mut step = self.cache.begin_step(&[StepInput::tokens(TEXT, tokens)])?;
-        let hidden = self.model.hidden(&mut step, tokens, tap)?;
+        let step = self.cache.begin_step(&[StepInput::tokens(TEXT, tokens)])?;
+        let step = CandleStep::over(step, &Device::Cpu)?;
+        let hidden = self.model.hidden(&step, tokens, tap)?;
         step.commit()?;
         Ok(hidden)
     }

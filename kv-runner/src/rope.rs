@@ -167,20 +167,20 @@ impl Rope {
         self.frequencies.len()
     }
 
-    /// Fills `rotation` for tokens at these positions.
-    pub(crate) fn fill(&self, positions: &[u32], rotation: &mut Rotation) {
-        rotation.cos.clear();
-        rotation.sin.clear();
+    /// Returns the rotation of tokens at these positions.
+    pub(crate) fn rotation(&self, positions: &[u32]) -> Rotation {
+        let mut rotation = Rotation::default();
         for &position in positions {
             match self.dynamic {
                 Some((theta, dynamic)) if position >= dynamic.original_context => {
                     let rotary_dim = to_u32(self.rotary_dim);
                     let base = dynamic.base(theta, position, rotary_dim);
-                    self.push(position, plain(base, rotary_dim), rotation);
+                    self.push(position, plain(base, rotary_dim), &mut rotation);
                 }
-                _ => self.push(position, self.frequencies.iter().copied(), rotation),
+                _ => self.push(position, self.frequencies.iter().copied(), &mut rotation),
             }
         }
+        rotation
     }
 
     fn push(&self, position: u32, frequencies: impl Iterator<Item = f64>, rotation: &mut Rotation) {
@@ -191,16 +191,9 @@ impl Rope {
         }
     }
 
-    /// Rotates `[tokens, heads, head_dim]` into `rotated`, whose buffer is kept between calls.
-    pub(crate) fn rotate(
-        &self,
-        rotation: &Rotation,
-        rows: &[f32],
-        heads: usize,
-        rotated: &mut Vec<f32>,
-    ) {
-        rotated.clear();
-        rotated.reserve(rows.len());
+    /// Rotates `[tokens, heads, head_dim]`.
+    pub(crate) fn rotate(&self, rotation: &Rotation, rows: &[f32], heads: usize) -> Vec<f32> {
+        let mut rotated = Vec::with_capacity(rows.len());
         let pairs = self.frequencies.len().max(1);
         let angles = rotation.cos.chunks_exact(pairs).zip(rotation.sin.chunks_exact(pairs));
         let token = heads.saturating_mul(self.head_dim).max(1);
@@ -226,6 +219,7 @@ impl Rope {
                 rotated.extend_from_slice(rest);
             }
         }
+        rotated
     }
 }
 

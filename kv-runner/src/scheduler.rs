@@ -22,10 +22,12 @@ mod verify_drafts;
 
 use std::time::Instant;
 
+use candle_core::Device;
 use kv::backend::Backend;
 use kv::error::BlocksExhausted;
 use kv::tier::Tiers;
 use kv::{CacheError, KvCache, SequenceId};
+use kv_candle::CandleStep;
 
 use crate::config::ModelConfig;
 use crate::error::Error;
@@ -340,7 +342,8 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
         if queues.batch.chunks.is_empty() {
             return refused.map(Err).ok_or_else(|| ScheduleError::Stuck.into());
         }
-        let logits = model.forward(&mut step, &queues.batch)?;
+        let step = CandleStep::over(step, &Device::Cpu)?;
+        let logits = model.forward(&step, &queues.batch)?;
         let outcomes = queues.verify_drafts(logits, limits)?;
         if queues.batch.chunks.iter().any(|chunk| chunk.drafts > 0) {
             let kept: Vec<_> = outcomes.iter().map(|outcome| outcome.kept).collect();

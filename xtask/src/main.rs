@@ -7,6 +7,7 @@
 
 mod arm;
 mod bench;
+mod candle;
 mod conformance;
 mod emulator;
 mod examples;

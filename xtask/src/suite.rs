@@ -10,8 +10,8 @@ use crate::lanes::{Lane, Outcome, Stage};
 use crate::programs::{self, Program};
 use crate::workspace::Workspace;
 use crate::{
-    arm, conformance, emulator, examples, kernels, lanes, public_api, readme, setup, shell, tidy,
-    webgpu,
+    arm, candle, conformance, emulator, examples, kernels, lanes, public_api, readme, setup, shell,
+    tidy, webgpu,
 };
 
 /// Features of every build of the workspace: all backends, the CUDA backend also on the emulator,
@@ -345,13 +345,11 @@ fn rustdoc(_: &Workspace) -> Result<Outcome> {
 ///
 /// Two workspaces of their own are left out, `fuzz` and the comparisons of `bench peers`: compiling
 /// what they depend on takes minutes.
-fn features(_: &Workspace) -> Result<Outcome> {
+fn features(workspace: &Workspace) -> Result<Outcome> {
     cargo(&["check", "--package", "kv", "--no-default-features"])?;
-    // What candle asks of the same crate: a program may hold both.
-    let of_candle = "cudarc/dynamic-linking,cudarc/cublas";
-    cargo(&["check", "--package", "kv-cuda", "--features", of_candle])?;
     // The tool adds macros, which run on this machine: no feature of what `kv` is made of changes.
-    cargo(&["check", "--package", "kv-cli", "--package", TOOL, "--features", "xtask/macros"])
+    cargo(&["check", "--package", "kv-cli", "--package", TOOL, "--features", "xtask/macros"])?;
+    candle::check_cuda(workspace)
 }
 
 #[cfg(test)]

@@ -90,11 +90,16 @@ fn target(value: &Value) -> Result<Target> {
     Ok(Target { name: text(value, "name")?, kind: kind.to_owned() })
 }
 
-fn list<'a>(value: &'a Value, key: &str) -> impl Iterator<Item = &'a Value> {
+/// Returns the elements of a list.
+pub(crate) fn list<'a>(value: &'a Value, key: &str) -> impl Iterator<Item = &'a Value> {
     value.get(key).and_then(Value::as_array).into_iter().flatten()
 }
 
-fn text(value: &Value, key: &str) -> Result<String> {
+/// Returns a text.
+///
+/// # Errors
+/// If there is none.
+pub(crate) fn text(value: &Value, key: &str) -> Result<String> {
     let text = value.get(key).and_then(Value::as_str);
     Ok(text.with_context(|| format!("cargo metadata has no {key}"))?.to_owned())
 }

@@ -7,10 +7,11 @@
 //! difference seen is 4.5e-5, and the rounding of the recorded logits is 5e-6 of it.
 use std::path::Path;
 
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 use kv::cpu::{CpuBackend, CpuOptions};
 use kv::spec::{Determinism, PrefixReuse};
 use kv::{CacheSpec, KvCache, KvFormat, SequenceId, StartOptions, StepInput};
+use kv_candle::CandleStep;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
@@ -71,8 +72,9 @@ fn read(
     id: SequenceId,
     tokens: &[u32],
 ) -> Vec<Vec<f32>> {
-    let mut step = cache.begin_step(&[StepInput::tokens(id, tokens)]).expect("a step");
-    let hidden: Tensor = model.hidden(&mut step, tokens, &mut |_| Ok(())).expect("runs");
+    let step = cache.begin_step(&[StepInput::tokens(id, tokens)]).expect("a step");
+    let step = CandleStep::over(step, &Device::Cpu).expect("positions");
+    let hidden: Tensor = model.hidden(&step, tokens, &mut |_| Ok(())).expect("runs");
     step.commit().expect("commits");
     model.logits(&hidden).and_then(|logits| logits.to_vec2()).expect("logits")
 }

@@ -72,9 +72,7 @@ fn agrees_with_recorded_rotations() {
             }
         }
         let rope = rope(case);
-        let (mut rotation, mut rotated) = (Rotation::default(), Vec::new());
-        rope.fill(&positions, &mut rotation);
-        rope.rotate(&rotation, &rows, 1, &mut rotated);
+        let rotated = rope.rotate(&rope.rotation(&positions), &rows, 1);
         assert_eq!(rotated.len(), case.y.len(), "case {index}");
         for (got, expected) in rotated.iter().zip(&case.y) {
             assert!((got - expected).abs() <= 1e-6, "case {index}: {got} {expected}");
@@ -91,10 +89,9 @@ fn heads_of_a_token_have_one_rotation() {
         pairing: Pairing::Half,
         scaling: Scaling::None,
     };
-    let (rope, mut rotation, mut rotated) = (Rope::new(&config), Rotation::default(), Vec::new());
-    rope.fill(&[0, 3], &mut rotation);
+    let rope = Rope::new(&config);
     let row = [1.0, 2.0, 3.0, 4.0];
-    rope.rotate(&rotation, &row.repeat(4), 2, &mut rotated);
+    let rotated = rope.rotate(&rope.rotation(&[0, 3]), &row.repeat(4), 2);
     let heads: Vec<_> = rotated.chunks(4).collect();
     assert_eq!(heads[0], row);
     assert_eq!(heads[1], row);

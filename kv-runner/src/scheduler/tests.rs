@@ -52,7 +52,17 @@ fn certain(token: u32) -> Vec<f32> {
 }
 
 impl<B: Backend> Model<B> for Echo {
-    fn forward(&self, step: &mut Step<'_, B>, batch: &Batch) -> Result<Vec<Vec<f32>>, Error> {
+    fn forward(&self, step: &CandleStep<'_, B>, batch: &Batch) -> Result<Vec<Vec<f32>>, Error> {
+        step.with_step(|step| self.echo(step, batch))
+    }
+}
+
+impl Echo {
+    fn echo<B: Backend>(
+        &self,
+        step: &mut Step<'_, B>,
+        batch: &Batch,
+    ) -> Result<Vec<Vec<f32>>, Error> {
         self.batches.borrow_mut().push(batch.chunks.clone());
         let positions = step.positions().to_vec();
         assert_eq!(positions.len(), batch.tokens.len());
@@ -100,14 +110,14 @@ struct Blind;
 impl Model<NullBackend> for Blind {
     fn forward(
         &self,
-        step: &mut Step<'_, NullBackend>,
+        step: &CandleStep<'_, NullBackend>,
         batch: &Batch,
     ) -> Result<Vec<Vec<f32>>, Error> {
         let rows = vec![0.0_f32; batch.tokens.len()];
         let dims = [to_u32(rows.len()), 1, 1];
         for layer in 0..LAYERS {
             let view = TensorView::host::<f32>(&rows, &dims);
-            step.write(layer, view, view, QkvFormat::Thd)?;
+            step.with_step(|step| step.write(layer, view, view, QkvFormat::Thd))?;
         }
         let wanted: u32 = batch.chunks.iter().map(|chunk| chunk.logits).sum();
         Ok((0..wanted).map(|_| vec![0.0; to_usize(VOCAB)]).collect())

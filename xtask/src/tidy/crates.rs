@@ -20,7 +20,7 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
     ("kv-testkit", &["kv-core", "kv-compat", "kv-quant", "kv-tier"]),
     ("kv", &["kv-core", "kv-quant", "kv-cpu", "kv-wgpu", "kv-cuda", "kv-tier"]),
     ("kv-candle", &["kv"]),
-    ("kv-runner", &["kv"]),
+    ("kv-runner", &["kv", "kv-candle"]),
     ("kv-bench", &["kv"]),
     ("kv-cli", &["kv", "kv-runner", "kv-bench"]),
     ("xtask", &[]),
