@@ -3,12 +3,7 @@
 #[path = "../examples/common/mod.rs"]
 mod common;
 #[rustfmt::skip]
-#[allow(
-    dead_code, elided_lifetimes_in_paths, unexpected_cfgs, unreachable_pub, clippy::all,
-    clippy::arithmetic_side_effects, clippy::as_conversions, clippy::clone_on_ref_ptr,
-    clippy::pedantic, clippy::unimplemented, clippy::use_self,
-    reason = "kept as candle-transformers has it"
-)]
+#[allow(warnings, reason = "kept as candle-transformers has it")]
 #[path = "../examples/llama/model.rs"]
 mod model;
 #[path = "../examples/llama/serve.rs"]
@@ -17,7 +12,8 @@ mod serve;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
-use common::{Folder, Limits, generate, open_cache};
+use common::generate::{Limits, generate};
+use common::{Folder, open_cache};
 use kv_candle::CandleStep;
 use kv_candle::kv::KvFormat;
 use model::{Cache, Llama, LlamaConfig};

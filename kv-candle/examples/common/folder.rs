@@ -10,7 +10,7 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 use tokenizers::Tokenizer;
 
-use super::Limits;
+use super::generate::Limits;
 
 /// A folder with config.json, weights and tokenizer.json.
 #[derive(Debug)]

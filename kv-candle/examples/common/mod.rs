@@ -1,6 +1,6 @@
 //! What the examples share: the command line, a model's folder, and greedy decoding.
-mod folder;
-mod generate;
+pub(crate) mod folder;
+pub(crate) mod generate;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -14,7 +14,7 @@ use kv_candle::kv::{CacheSpec, KvFormat};
 use kv_candle::{CandleCache, CandleStep};
 
 pub(crate) use folder::Folder;
-pub(crate) use generate::{Limits, best, generate};
+use generate::generate;
 
 /// Options of every example.
 #[derive(Debug, Clone, Parser)]
@@ -119,4 +119,11 @@ pub(crate) fn open_cache(
     let blocks = smallest.groups().iter().map(|group| group.slot_map().blocks_reserved(tokens));
     let blocks = blocks.max().unwrap_or(0).saturating_mul(sequences);
     Ok(CandleCache::new(&Device::Cpu, spec.paged(BLOCK_SIZE, blocks).build()?)?)
+}
+
+/// Returns the tokens before its own that a query sees in a sliding window of `window` tokens.
+#[allow(dead_code, reason = "not every model has a window")]
+pub(crate) fn window_left(window: usize) -> anyhow::Result<u32> {
+    let left = window.checked_sub(1).context("sliding_window is 0")?;
+    left.try_into().context("sliding_window is too large")
 }

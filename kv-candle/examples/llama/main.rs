@@ -3,12 +3,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 #[rustfmt::skip]
-#[allow(
-    dead_code, elided_lifetimes_in_paths, unexpected_cfgs, unreachable_pub, clippy::all,
-    clippy::arithmetic_side_effects, clippy::as_conversions, clippy::clone_on_ref_ptr,
-    clippy::pedantic, clippy::unimplemented, clippy::use_self,
-    reason = "kept as candle-transformers has it"
-)]
+#[allow(warnings, reason = "kept as candle-transformers has it")]
 mod model;
 mod serve;
 

@@ -5,7 +5,8 @@ use candle_core::{Device, Tensor};
 use kv_candle::CandleCache;
 use kv_candle::kv::{SequenceId, StartOptions, StepInput};
 
-use crate::common::{BLOCK_SIZE, Limits, Model, best};
+use crate::common::generate::{Limits, best};
+use crate::common::{BLOCK_SIZE, Model};
 
 /// What a run has generated.
 #[derive(Debug, Default)]
