@@ -1,0 +1,129 @@
+//! What the examples share: the command line, a model's folder, and greedy decoding.
+pub(crate) mod folder;
+pub(crate) mod generate;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Context;
+use candle_core::{Device, Tensor};
+use clap::Parser;
+use clap::error::ErrorKind;
+use kv_candle::kv::spec::{CacheSpecBuilder, Determinism};
+use kv_candle::kv::{CacheSpec, KvFormat};
+use kv_candle::{CandleCache, CandleStep};
+
+pub(crate) use folder::Folder;
+use generate::generate;
+
+/// Options of every example.
+#[derive(Debug, Clone, Parser)]
+pub(crate) struct Options {
+    /// Directory with config.json, model.safetensors (or its index and shards) and tokenizer.json
+    #[arg(long, value_name = "DIR")]
+    pub(crate) model: PathBuf,
+
+    /// Text to continue
+    #[arg(
+        long,
+        value_name = "TEXT",
+        default_value = "Once upon a time",
+        allow_hyphen_values = true
+    )]
+    pub(crate) prompt: String,
+
+    /// Tokens to generate
+    #[arg(long, value_name = "N", default_value_t = 128)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) max_new_tokens: u32,
+
+    /// Stored format of K and V, such as f32, bf16, int8 or l4
+    #[arg(long, value_name = "NAME", default_value = "f32")]
+    pub(crate) format: KvFormat,
+}
+
+/// A model whose attention is [`CandleStep::attend`]: takes the token ids of a step, `[1, t]`, and
+/// returns the logits of the last token of each sequence, `[b, vocab]`.
+pub(crate) trait Model: Fn(&Tensor, &CandleStep<'_>) -> candle_core::Result<Tensor> {}
+
+impl<F: Fn(&Tensor, &CandleStep<'_>) -> candle_core::Result<Tensor>> Model for F {}
+
+/// Parses the command line and runs an example; an error is one line.
+#[expect(clippy::print_stderr, reason = "a program for a terminal")]
+pub(crate) fn main<O: Parser>(run: impl FnOnce(&O) -> anyhow::Result<()>) -> ExitCode {
+    let message = match O::try_parse() {
+        Ok(options) => match run(&options) {
+            Ok(()) => return ExitCode::SUCCESS,
+            Err(error) => format!("{error:#}"),
+        },
+        Err(help) if [ErrorKind::DisplayHelp, ErrorKind::DisplayVersion].contains(&help.kind()) => {
+            help.exit()
+        }
+        Err(error) => {
+            let text = error.to_string();
+            let message = text.split("\n\nUsage:").next().unwrap_or_default();
+            let message = message.split("\n\nFor more information").next().unwrap_or_default();
+            format!("{} (see --help)", message.strip_prefix("error: ").unwrap_or(message))
+        }
+    };
+    eprintln!("error: {}", message.split_whitespace().collect::<Vec<_>>().join(" "));
+    ExitCode::FAILURE
+}
+
+/// Continues the prompt of the command line and prints the whole text.
+#[expect(clippy::print_stdout, reason = "what the program is for")]
+pub(crate) fn print(
+    options: &Options,
+    folder: &Folder,
+    spec: CacheSpecBuilder,
+    model: impl Model,
+) -> anyhow::Result<()> {
+    let prompt = folder.encode(&options.prompt)?;
+    let limits = folder.limits(options.max_new_tokens);
+    let mut cache = open_cache(spec, options.format, 1, limits.longest(&prompt))?;
+    let new = generate(&mut cache, &model, &prompt, &limits)?;
+    println!("{}{}", options.prompt, folder.text_after(&prompt, &new)?);
+    Ok(())
+}
+
+/// Returns the spec of a model's cache, without windows, format and size.
+pub(crate) fn spec(
+    layers: usize,
+    kv_heads: usize,
+    head_dim: usize,
+) -> anyhow::Result<CacheSpecBuilder> {
+    let builder = CacheSpec::builder().layers(layers.try_into().context("too many layers")?);
+    let builder = builder.kv_heads(kv_heads.try_into().context("too many heads")?);
+    Ok(builder.head_dim(head_dim.try_into().context("too wide heads")?))
+}
+
+/// Tokens of a block.
+pub(crate) const BLOCK_SIZE: u32 = 16;
+
+/// Allocates a cache for `sequences` sequences of at most `tokens` tokens.
+pub(crate) fn open_cache(
+    spec: CacheSpecBuilder,
+    format: KvFormat,
+    sequences: u32,
+    tokens: u32,
+) -> anyhow::Result<CandleCache> {
+    // Formats of few bits lose least if the first tokens, which all others attend to, keep 16.
+    let full_precision = if format.is_for_transformed() { 4 } else { 0 };
+    let spec = spec
+        .format(format)
+        .full_precision_prefix(full_precision)
+        .max_seq_len(tokens)
+        // The text of a sequence does not depend on those beside it.
+        .determinism(Determinism::BatchInvariant);
+    let smallest = spec.clone().paged(BLOCK_SIZE, 1).build()?;
+    let blocks = smallest.groups().iter().map(|group| group.slot_map().blocks_reserved(tokens));
+    let blocks = blocks.max().unwrap_or(0).saturating_mul(sequences);
+    Ok(CandleCache::new(&Device::Cpu, spec.paged(BLOCK_SIZE, blocks).build()?)?)
+}
+
+/// Returns the tokens before its own that a query sees in a sliding window of `window` tokens.
+#[allow(dead_code, reason = "not every model has a window")]
+pub(crate) fn window_left(window: usize) -> anyhow::Result<u32> {
+    let left = window.checked_sub(1).context("sliding_window is 0")?;
+    left.try_into().context("sliding_window is too large")
+}
