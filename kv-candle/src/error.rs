@@ -1,5 +1,6 @@
 //! Errors of the cache.
 use kv::CacheError;
+use kv::error::SpecError;
 
 /// A cache or a step that cannot be made, or a step that cannot end.
 #[derive(Debug, thiserror::Error)]
@@ -22,4 +23,20 @@ pub enum Error {
         /// What to do instead.
         instead: &'static str,
     },
+}
+
+impl From<SpecError> for Error {
+    fn from(error: SpecError) -> Self {
+        Self::Cache(error.into())
+    }
+}
+
+/// For functions that return candle's own error.
+impl From<Error> for candle_core::Error {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::Candle(error) => error,
+            error => Self::wrap(error),
+        }
+    }
 }

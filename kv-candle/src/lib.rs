@@ -47,3 +47,12 @@ pub use error::Error;
 pub use kv;
 pub use layer::LayerCache;
 pub use step::CandleStep;
+
+/// Compiles and runs the examples of the project's documents.
+#[cfg(doctest)]
+mod documents {
+    #[doc = include_str!("../../README.md")]
+    struct Readme;
+    #[doc = include_str!("../../docs/candle.md")]
+    struct Guide;
+}

@@ -124,8 +124,6 @@ pub mod spec {
 /// Compiles and runs the examples of the project's documents.
 #[cfg(all(doctest, feature = "cpu"))]
 mod documents {
-    #[doc = include_str!("../../README.md")]
-    struct Readme;
     #[doc = include_str!("../../docs/unsafe.md")]
     struct UnsafePolicy;
 }
