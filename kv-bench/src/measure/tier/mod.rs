@@ -75,16 +75,20 @@ pub fn measure_tiers(
     let per_round = folder::PASSES.saturating_add(servers);
     let rounds = u64::from(options.rounds).saturating_add(1);
     progress.begin(per_round.saturating_mul(rounds).saturating_add(engine::steps(options).into()));
-    let mut lines = folder::measure(options, &chunks, progress)?;
-    lines.extend(engine::measure(options, progress)?);
+    // Servers first: a wrong address, or a server that is away, is refused before the rest takes
+    // its minutes.
+    let mut of_servers: Vec<TierLine> = Vec::new();
     #[cfg(feature = "redis")]
     if let Some(url) = &options.redis {
-        lines.extend(redis::measure(url, options.rounds, &chunks, progress)?);
+        of_servers.extend(redis::measure(url, options.rounds, &chunks, progress)?);
     }
     #[cfg(feature = "object")]
     if let Some(url) = &options.s3 {
-        lines.extend(object::measure(url, options.rounds, &chunks, progress)?);
+        of_servers.extend(object::measure(url, options.rounds, &chunks, progress)?);
     }
+    let mut lines = folder::measure(options, &chunks, progress)?;
+    lines.extend(engine::measure(options, progress)?);
+    lines.append(&mut of_servers);
     Ok(TierReport::new(options, chunks.chunk_bytes(), lines))
 }
 
