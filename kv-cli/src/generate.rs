@@ -94,6 +94,7 @@ impl<'s> Show<'s> {
             Finish::Length => "",
             Finish::Stop => " [end of text]",
             Finish::Context => " [end of context]",
+            Finish::Cancelled => " [cancelled]",
         };
         let number = index.saturating_add(1);
         let text = format!("[{number}] {}{text}{rest}{why}\n", prompt.text);

@@ -218,8 +218,8 @@ impl Job {
                 Some(session) => session.go_on(sampler),
                 None => sampler,
             };
-            let max_new_tokens = variant.max_new_tokens;
-            let request = Request { prompt, max_new_tokens, sampler, beams: variant.beams };
+            let request = Request::new(prompt, variant.max_new_tokens);
+            let request = Request { sampler, beams: variant.beams, ..request };
             scheduler.submit(request).map_err(with_flags)?;
         }
         show.begin()?;

@@ -263,5 +263,6 @@ fn finish_name(finish: Finish) -> &'static str {
         Finish::Length => "length",
         Finish::Stop => "eos",
         Finish::Context => "context",
+        Finish::Cancelled => "cancelled",
     }
 }

@@ -9,6 +9,8 @@ use crate::num::to_u32;
 pub struct Sampler {
     /// 0 takes the most likely token.
     temperature: f64,
+    /// Share of the probability that the likely tokens have, which are sampled from.
+    top_p: f64,
     state: u64,
 }
 
@@ -29,12 +31,19 @@ impl Sampler {
     /// distribution. Each `index` has its own stream, so that requests with one seed differ.
     pub fn new(temperature: f64, seed: u64, index: usize) -> Self {
         let stream = u64::try_from(index).unwrap_or(u64::MAX);
-        Self { temperature, state: mix(seed) ^ mix(stream.wrapping_add(GOLDEN)) }
+        Self { temperature, top_p: 1.0, state: mix(seed) ^ mix(stream.wrapping_add(GOLDEN)) }
     }
 
     /// Makes a sampler that takes the most likely token.
     pub fn greedy() -> Self {
         Self::new(0.0, 0, 0)
+    }
+
+    /// Samples from the fewest likely tokens that have this share of the probability (nucleus
+    /// sampling, Holtzman et al. 2019). The most likely one is always among them; 1 is all tokens.
+    #[must_use]
+    pub fn with_top_p(self, top_p: f64) -> Self {
+        Self { top_p, ..self }
     }
 
     /// Moves to the place in the stream after `drawn` tokens: for a text that goes on.
@@ -59,6 +68,10 @@ impl Sampler {
         let temperature = self.temperature;
         let weight = |logit: &f32| (f64::from(logit - max) / temperature).exp();
         let total: f64 = logits.iter().map(weight).sum();
+        if self.top_p < 1.0 {
+            let weights = logits.iter().map(weight).collect::<Vec<_>>();
+            return Ok(self.sample_likely(&weights, total).unwrap_or(best));
+        }
         let mut left = self.uniform() * total;
         for (index, logit) in logits.iter().enumerate() {
             left -= weight(logit);
@@ -68,6 +81,27 @@ impl Sampler {
         }
         // Only rounding leads here.
         Ok(best)
+    }
+
+    /// Samples from the likely tokens; `None` where only rounding leads.
+    fn sample_likely(&mut self, weights: &[f64], total: f64) -> Option<u32> {
+        let mut ranked: Vec<(f64, u32)> = weights.iter().copied().zip(0..).collect();
+        // Of equal ones the lowest id is first, so that a text does not depend on the sort.
+        ranked.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+        let (mut sum, mut kept) = (0.0, 0_usize);
+        for (weight, _) in &ranked {
+            sum += weight;
+            kept = kept.saturating_add(1);
+            if sum >= self.top_p * total {
+                break;
+            }
+        }
+        let mut left = self.uniform() * sum;
+        let chosen = ranked.iter().take(kept).find(|(weight, _)| {
+            left -= weight;
+            left < 0.0
+        });
+        chosen.map(|(_, id)| *id)
     }
 
     /// Returns a uniform number in `[0, 1)` with 53 bits.
@@ -132,6 +166,33 @@ mod tests {
             let got = f64::from(count) / f64::from(draws);
             assert!((got - expected).abs() < 0.01, "{got} {expected}");
         }
+    }
+
+    #[test]
+    fn only_the_likely_tokens_are_drawn() {
+        // Probabilities 0.4, 0.3, 0.2, 0.1, in another order.
+        let probabilities = [0.2_f64, 0.4, 0.1, 0.3];
+        #[expect(clippy::as_conversions, clippy::cast_possible_truncation, reason = "rounded")]
+        let logits = probabilities.map(|p| p.ln() as f32);
+        for (top_p, kept) in
+            [(0.0, &[1][..]), (0.39, &[1]), (0.5, &[1, 3]), (0.8, &[1, 3, 0]), (1.0, &[1, 3, 0, 2])]
+        {
+            let mut sampler = Sampler::new(1.0, 5, 0).with_top_p(top_p);
+            let (mut counts, draws) = ([0_u32; 4], 20_000);
+            for _ in 0..draws {
+                let token = sampler.sample(&logits).expect("finite");
+                counts[usize::try_from(token).expect("small")] += 1;
+            }
+            let total: f64 = kept.iter().map(|id| probabilities[*id]).sum();
+            for (id, count) in counts.iter().enumerate() {
+                let expected = if kept.contains(&id) { probabilities[id] / total } else { 0.0 };
+                let got = f64::from(*count) / f64::from(draws);
+                assert!((got - expected).abs() < 0.015, "{top_p}: {id} {got} {expected}");
+            }
+        }
+        // Equal tokens: those with low ids.
+        let mut sampler = Sampler::new(1.0, 5, 0).with_top_p(0.5);
+        assert!((0..100).all(|_| sampler.sample(&[0.0; 4]).expect("finite") < 2));
     }
 
     #[test]

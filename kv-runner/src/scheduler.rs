@@ -7,6 +7,8 @@
 //! requests that arrive together compute their common prefix once. The oldest request is never
 //! preempted and fits alone, which is checked before anything runs, so every step makes progress.
 mod beams;
+mod cancel;
+mod choices;
 mod draft;
 mod error;
 mod fit;
@@ -170,6 +172,17 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
         }
     }
 
+    /// Returns the requests that wait, and those that run.
+    pub fn queued(&self) -> (usize, usize) {
+        let waiting = self.queues.waiting.iter().map(Task::texts).sum();
+        (waiting, self.queues.running.iter().map(Task::texts).sum())
+    }
+
+    /// Returns the cache, for statistics.
+    pub fn cache(&self) -> &KvCache<B> {
+        &self.cache
+    }
+
     /// Appends a request to the queue and returns its number, counted from 0.
     ///
     /// # Errors
@@ -262,6 +275,9 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
                 None => Search::Sample(request.sampler),
                 Some(options) => Search::Beams(BeamSearch::new(options)),
             },
+            salt: request.salt,
+            ignore_stop: request.ignore_stop,
+            choices: Vec::new(),
             reused: None,
             submitted: Instant::now(),
             admitted_ms: None,
@@ -422,29 +438,48 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
             sequence.logits = outcome.row;
             let is_first = sequence.tokens.len() == prompt_len;
             sequence.tokens.extend_from_slice(&outcome.new);
-            let (len, last) = (sequence.tokens.len(), outcome.new.last().copied());
-            if is_first {
+            let last = outcome.new.last().copied();
+            if is_first && !outcome.new.is_empty() {
                 task.first_token_ms = task.submitted.elapsed().as_secs_f64() * 1e3;
             }
             for token in outcome.new {
                 self.stats.generated_tokens = self.stats.generated_tokens.saturating_add(1);
                 events.push(Event::Token { index, token });
             }
+            if let Some(logits) = outcome.after_prompt {
+                self.fork_choices(at, &logits, events)?;
+            }
             let Some(last) = last else {
                 continue;
             };
-            if self.limits.stop.contains(&last) {
-                self.end(at, Finish::Stop, events)?;
-            } else if len >= task.tokens_max {
-                let finish = task.finish_at_max;
-                self.end(at, finish, events)?;
-            } else if self.limits.forget {
-                forget(&mut self.cache, task)?;
-            }
+            self.continue_or_end(at, last, events)?;
         }
         self.queues.batch.chunks = chunks;
         self.fork_waiting()?;
         self.advance_beams(events)
+    }
+
+    /// Ends a running request after its newest token, if that is the last one.
+    fn continue_or_end(
+        &mut self,
+        at: usize,
+        last: u32,
+        events: &mut Vec<Event>,
+    ) -> Result<(), CacheError> {
+        let Some(task) = self.queues.running.get_mut(at) else {
+            return Ok(());
+        };
+        let len = task.sequences.first().map_or(0, |first| first.tokens.len());
+        if task.stops_at(last, &self.limits.stop) {
+            self.end(at, Finish::Stop, events)
+        } else if len >= task.tokens_max {
+            let finish = task.finish_at_max;
+            self.end(at, finish, events)
+        } else if self.limits.forget {
+            forget(&mut self.cache, task)
+        } else {
+            Ok(())
+        }
     }
 
     /// Ends a running request.

@@ -52,6 +52,12 @@ pub enum ScheduleError {
         /// Number of sequences of the cache.
         available: u32,
     },
+    /// Beams are already several texts after one prompt.
+    #[error("prompt {index} is to have beams and further texts: one of them")]
+    BeamsOrChoices {
+        /// Index of the request.
+        index: usize,
+    },
     /// A prompt must have a token.
     #[error("prompt {index} has no tokens")]
     EmptyPrompt {

@@ -143,8 +143,8 @@ impl Queues {
 }
 
 impl Task {
-    pub(super) fn start_options(&self) -> StartOptions<'static> {
-        StartOptions::default().with_resumed(self.was_preempted)
+    pub(super) fn start_options(&self) -> StartOptions<'_> {
+        StartOptions::default().with_resumed(self.was_preempted).with_salt(&self.salt)
     }
 
     /// Returns the tokens of its first sequence before any fork.
@@ -180,7 +180,7 @@ pub(super) fn promised<B: Backend>(
 /// Drafts tokens after a sequence's last one, within its length limit.
 fn draft_after(task: &Task, sequence: &Sequence, max: usize, drafts: &mut Vec<u32>) -> usize {
     drafts.clear();
-    if matches!(task.search, Search::Sample(_)) {
+    if matches!(task.search, Search::Sample(_)) && task.choices.is_empty() {
         // The step's own token follows the last accepted one.
         let room = task.tokens_max.saturating_sub(sequence.tokens.len()).saturating_sub(1);
         draft::propose(&sequence.tokens, max.min(room), drafts);

@@ -20,12 +20,23 @@ pub struct Request {
     pub sampler: Sampler,
     /// Beam search instead of the sampler.
     pub beams: Option<BeamOptions>,
+    /// Prompts share blocks only with those of an equal salt.
+    pub salt: Vec<u8>,
+    /// Whether it goes on after a token that ends a text.
+    pub ignore_stop: bool,
 }
 
 impl Request {
     /// Makes a request for the most likely tokens after a prompt, at most `max_new_tokens`.
     pub fn new(prompt: Vec<u32>, max_new_tokens: u32) -> Self {
-        Self { prompt, max_new_tokens, sampler: Sampler::greedy(), beams: None }
+        Self {
+            prompt,
+            max_new_tokens,
+            sampler: Sampler::greedy(),
+            beams: None,
+            salt: Vec::new(),
+            ignore_stop: false,
+        }
     }
 }
 
@@ -39,6 +50,8 @@ pub enum Finish {
     Stop,
     /// It fills the model's context.
     Context,
+    /// [`Scheduler::cancel`](super::Scheduler::cancel) ended it.
+    Cancelled,
 }
 
 /// The result of one request.
@@ -80,6 +93,14 @@ pub(super) enum Search {
     Beams(BeamSearch),
 }
 
+/// A text that a task with the same prompt computes the prompt for.
+#[derive(Debug)]
+pub(super) struct Choice {
+    pub(super) index: usize,
+    pub(super) id: SequenceId,
+    pub(super) sampler: Sampler,
+}
+
 /// A running or waiting request.
 #[derive(Debug)]
 pub(super) struct Task {
@@ -91,6 +112,10 @@ pub(super) struct Task {
     /// One sequence, or the beams, all of one length.
     pub(super) sequences: Vec<Sequence>,
     pub(super) search: Search,
+    pub(super) salt: Vec<u8>,
+    pub(super) ignore_stop: bool,
+    /// Other texts after the same prompt, which are forked once it is computed.
+    pub(super) choices: Vec<Choice>,
     pub(super) reused: Option<usize>,
     pub(super) submitted: Instant,
     pub(super) admitted_ms: Option<f64>,
@@ -162,6 +187,16 @@ impl Task {
             let all = group.slot_map().blocks_reserved(to_u32(sequence.tokens.len()));
             sum.saturating_add(all.saturating_sub(shared))
         })
+    }
+
+    /// Returns the number of texts that it is for.
+    pub(super) fn texts(&self) -> usize {
+        self.choices.len().saturating_add(1)
+    }
+
+    /// Returns whether this token ends its text.
+    pub(super) fn stops_at(&self, token: u32, stop: &[u32]) -> bool {
+        !self.ignore_stop && stop.contains(&token)
     }
 
     /// Returns the sequence with this id.

@@ -3,6 +3,8 @@
 //! and at its position, and if shared, copied and reused blocks are right.
 #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails, as it should")]
 mod beams;
+mod cancel;
+mod choices;
 mod drafts;
 mod reuse;
 mod session;
@@ -49,6 +51,17 @@ fn certain(token: u32) -> Vec<f32> {
     let mut row = vec![0.0; to_usize(VOCAB)];
     row[to_usize(token)] = 1.0;
     row
+}
+
+/// Logits of every token, from the whole history.
+fn rough(history: &[u32]) -> Vec<f32> {
+    let mut state = hash(history);
+    (0..VOCAB)
+        .map(|_| {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            f32::from(u16::try_from(state >> 20).expect("12 bits")) / 1024.0
+        })
+        .collect()
 }
 
 impl<B: Backend> Model<B> for Echo {
@@ -133,7 +146,7 @@ fn requests(prompts: &[Vec<u32>], max_new_tokens: u32) -> Vec<Request> {
         prompt: prompt.clone(),
         max_new_tokens,
         sampler: Sampler::new(0.0, 0, index),
-        beams: None,
+        ..Request::new(Vec::new(), 0)
     };
     prompts.iter().enumerate().map(request).collect()
 }

@@ -6,17 +6,6 @@ use crate::model::Decoder;
 use crate::reader::Reader;
 use crate::stored::Stored;
 
-/// Logits of every token, from the whole history.
-fn rough(history: &[u32]) -> Vec<f32> {
-    let mut state = hash(history);
-    (0..VOCAB)
-        .map(|_| {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            f32::from(u16::try_from(state >> 20).expect("12 bits")) / 1024.0
-        })
-        .collect()
-}
-
 /// Like [`rough`], with few likely tokens, one of which may end the text.
 fn narrow(history: &[u32]) -> Vec<f32> {
     let row = rough(history);

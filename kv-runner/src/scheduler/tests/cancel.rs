@@ -1,0 +1,108 @@
+//! Requests that end before their text does.
+use super::*;
+
+fn scheduler(model: &Echo, cache: KvCache, limits: Limits) -> Scheduler<'_, AnyBackend, Echo> {
+    Scheduler::new(cache, model, limits)
+}
+
+fn echo() -> Echo {
+    Echo { rule: |history| certain(next(history)), batches: RefCell::default() }
+}
+
+#[test]
+fn blocks_are_free_as_soon_as_a_request_is_cancelled() {
+    let (model, prompts) = (echo(), prompts(4));
+    let mut scheduler = scheduler(&model, cache(4, 100), limits(3, 1000));
+    for request in requests(&prompts, 20) {
+        scheduler.submit(request).expect("fits");
+    }
+    scheduler.step().expect("runs");
+    scheduler.step().expect("runs");
+    assert_eq!(scheduler.queued(), (1, 3));
+    let used = scheduler.cache().usage().blocks_used;
+    let ended = scheduler.cancel(1).expect("works").expect("it ran");
+    assert_eq!((ended.tokens, ended.finish), (expected(&prompts[1], 2), Finish::Cancelled));
+    assert!(scheduler.cache().usage().blocks_used < used);
+    // One that waits.
+    let ended = scheduler.cancel(3).expect("works").expect("it waited");
+    assert_eq!((ended.tokens.len(), scheduler.queued()), (0, (0, 2)));
+    for index in [1, 3, 4, 99] {
+        assert_eq!(scheduler.cancel(index).expect("works"), None, "request {index}");
+    }
+    let mut done = Vec::new();
+    while scheduler.has_work() {
+        for event in scheduler.step().expect("runs") {
+            if let Event::Finished { index, generated } = event {
+                assert_eq!(generated.tokens, expected(&prompts[index], 20));
+                done.push(index);
+            }
+        }
+    }
+    assert_eq!((done, scheduler.cache().usage().blocks_used), (vec![0, 2], 0));
+}
+
+/// Every text that is not cancelled reads as it does alone, whatever happens beside it, and no
+/// block is lost.
+#[test]
+fn cancelling_at_random_changes_no_other_text() {
+    let prompts = prompts(9);
+    for seed in 0..60_u32 {
+        let model = echo();
+        let mut random = seed.wrapping_mul(0x9E37_79B9);
+        let mut draw = |below: u32| {
+            random = random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (random >> 16) % below
+        };
+        let limits = limits(1 + to_usize(draw(6)), 3 + to_usize(draw(40)));
+        let mut scheduler = scheduler(&model, cache(4, 14 + draw(30)), limits);
+        let (mut texts, mut cancelled, mut ended) = (Vec::new(), Vec::new(), Vec::new());
+        for _ in 0..120 {
+            match draw(4) {
+                0 if texts.len() < 30 => {
+                    let prompt = to_usize(draw(9));
+                    let request = Request::new(prompts[prompt].clone(), 1 + draw(20));
+                    let others = vec![Sampler::greedy(); to_usize(draw(4))];
+                    let new = request.max_new_tokens;
+                    let numbers = scheduler.submit_choices(request, others).expect("fits");
+                    assert_eq!(numbers.start, texts.len());
+                    texts.resize(numbers.end, (prompt, to_usize(new)));
+                }
+                1 if !texts.is_empty() => {
+                    let index = to_usize(draw(to_u32(texts.len())));
+                    let was = ended.contains(&index) || cancelled.contains(&index);
+                    let got = scheduler.cancel(index).expect("works");
+                    assert_eq!(got.is_none(), was, "seed {seed}, text {index}");
+                    if let Some(got) = got {
+                        let (prompt, new) = texts[index];
+                        let all = expected(&prompts[prompt], new);
+                        assert!(all.starts_with(&got.tokens), "seed {seed}, text {index}");
+                        cancelled.push(index);
+                    }
+                }
+                _ => finish(scheduler.step().expect("runs"), &texts, &mut ended, &prompts),
+            }
+        }
+        while scheduler.has_work() {
+            finish(scheduler.step().expect("runs"), &texts, &mut ended, &prompts);
+        }
+        assert_eq!(ended.len() + cancelled.len(), texts.len(), "seed {seed}");
+        let usage = scheduler.cache().usage();
+        assert_eq!((usage.sequences, usage.blocks_used), (0, 0), "seed {seed}");
+    }
+}
+
+fn finish(
+    events: Vec<Event>,
+    texts: &[(usize, usize)],
+    ended: &mut Vec<usize>,
+    prompts: &[Vec<u32>],
+) {
+    for event in events {
+        if let Event::Finished { index, generated } = event {
+            let (prompt, new) = texts[index];
+            assert_eq!(generated.tokens, expected(&prompts[prompt], new), "text {index}");
+            assert!(!ended.contains(&index));
+            ended.push(index);
+        }
+    }
+}
