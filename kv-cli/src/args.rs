@@ -1,6 +1,7 @@
 //! The command line: every name and number is parsed into its type here, once.
 mod accuracy;
 mod bench;
+mod engine;
 mod replay;
 mod tier;
 
@@ -9,18 +10,16 @@ use std::path::PathBuf;
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use kv::Device;
-use kv::tier::policy::WritePolicy;
 use kv_runner::stored::Stored;
 
 pub(crate) use self::accuracy::{CalibrateArgs, EvalArgs};
 pub(crate) use self::bench::BenchArgs;
+pub(crate) use self::engine::{EngineArgs, Paged};
 pub(crate) use self::replay::ReplayArgs;
 pub(crate) use self::tier::{
     LsArgs, RmArgs, RootDigits, StatArgs, TierArgs, TierCommand, VerifyArgs,
 };
 use crate::memory::Bytes;
-use crate::tier::{AddressParser, TierArg};
-use crate::tiers::{WaitArg, policy};
 
 /// Generate text with a KV cache, plan its memory, and measure the accuracy of its formats, the
 /// savings of reuse and the speed of a device.
@@ -69,14 +68,8 @@ pub(crate) enum Command {
 )]
 #[expect(clippy::struct_excessive_bools, reason = "one flag of the command line each")]
 pub(crate) struct GenerateArgs {
-    /// Directory with config.json, model.safetensors (or its index and shards) and tokenizer.json,
-    /// or one .gguf file (of a split model the first); default: the bundled stories260K
-    #[arg(long, value_name = "DIR|FILE.gguf")]
-    pub(crate) model: Option<PathBuf>,
-
-    /// A tokenizer.json, for a .gguf file without one in its folder
-    #[arg(long, value_name = "FILE")]
-    pub(crate) tokenizer: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) engine: EngineArgs,
 
     /// Text to continue, may be repeated; default: "Once upon a time"
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
@@ -91,14 +84,6 @@ pub(crate) struct GenerateArgs {
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = at_least_1)]
     pub(crate) max_new_tokens: u32,
 
-    /// Sequences that run at once
-    #[arg(long, value_name = "N", default_value_t = 8, value_parser = at_least_1)]
-    pub(crate) max_batch: u32,
-
-    /// Tokens per step: longer prompts are prefilled in chunks, while others generate
-    #[arg(long, value_name = "N", default_value_t = 512, value_parser = at_least_1)]
-    pub(crate) max_step_tokens: u32,
-
     /// 0 takes the most likely token, 1 samples from the model's own distribution
     #[arg(long, value_name = "T", default_value = "0", value_parser = temperature)]
     pub(crate) temperature: f64,
@@ -112,35 +97,17 @@ pub(crate) struct GenerateArgs {
     #[arg(long)]
     pub(crate) ignore_eos: bool,
 
-    /// Device of the cache: a name that `kv devices` lists, such as cpu, wgpu:0, wgpu:llvmpipe (a
-    /// part of an adapter's name) or cuda:0
-    #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
-    pub(crate) backend: Device,
-
-    /// Stored format of K and V, such as l4 or int8/l4 (K/V), with options after commas: V=NAME,
-    /// calib=FILE (written by `kv calibrate`) or calib=online (constants from the first tokens of
-    /// the run), full-precision-prefix=N (first tokens of a sequence in 16 bits), tail=on (the
-    /// block that is being filled too), transform=on or off, mean=block (subtract each block's own
-    /// mean from K)
-    #[arg(long, value_name = "NAME[,..]", default_value = "f32")]
-    pub(crate) format: Stored,
-
     /// One block per sequence of the batch, as long as the model's context
-    #[arg(long, conflicts_with = "paged")]
+    #[arg(long, conflicts_with_all = ["paged", "tier"])]
     pub(crate) contiguous: bool,
 
-    /// Tokens per block, and number of blocks; default: 16 tokens, and as many blocks as the batch
-    /// can need in 1 GiB
-    #[arg(long, value_name = "BLOCK_SIZE,NUM_BLOCKS")]
-    pub(crate) paged: Option<Paged>,
-
     /// Recompute every token for each new one, to measure what caching saves
-    #[arg(long)]
+    #[arg(long, conflicts_with = "tier")]
     pub(crate) no_cache: bool,
 
     /// Compute every prompt whole. Without this a prompt reuses the longest cached prefix of the
     /// others, and prompts that arrive together compute their common prefix once
-    #[arg(long)]
+    #[arg(long, conflicts_with = "tier")]
     pub(crate) no_reuse: bool,
 
     /// Beam search: continue the N most likely texts at once, as forks that share their blocks,
@@ -159,29 +126,6 @@ pub(crate) struct GenerateArgs {
     /// size
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) draft_tokens: u32,
-
-    /// A lower tier, may be repeated: `host=SIZE`, `disk=DIR:SIZE`, `redis://HOST:PORT`,
-    /// `s3://BUCKET/PREFIX?endpoint=URL`. Prompts reuse what earlier runs of the same model left
-    /// there; a tier that fails costs time and no text
-    #[arg(long, value_name = "TIER", value_parser = AddressParser::<TierArg>::new())]
-    #[arg(conflicts_with_all = ["no_cache", "contiguous", "no_reuse"])]
-    pub(crate) tier: Vec<TierArg>,
-
-    /// Encrypt what goes to disk and stores with the key in FILE: 64 hexadecimal digits, or 32
-    /// bytes. Runs with other keys, or without one, neither find nor disturb it
-    #[cfg(feature = "seal")]
-    #[arg(long, value_name = "FILE", requires = "tier")]
-    pub(crate) tier_key: Option<PathBuf>,
-
-    /// How long a prompt waits for tiers: compute (as long as computing it would take), all, none,
-    /// or a time such as 200ms
-    #[arg(long, value_name = "TIME", default_value = "compute", requires = "tier")]
-    pub(crate) wait: WaitArg,
-
-    /// When chunks are written to disk and stores: publish, leave (when host memory gives them up),
-    /// reuse:N or never; default: leave for disk, publish for stores, without generated text
-    #[arg(long, value_name = "WHEN", value_parser = policy, requires = "tier")]
-    pub(crate) tier_write: Option<WritePolicy>,
 
     /// Keep the text and its cached blocks in FILE. If it is there, the text in it goes on, with
     /// --prompt after it if given, and nothing of it is computed again; the file is replaced at the
@@ -259,25 +203,6 @@ pub(crate) struct DevicesArgs {
     pub(crate) json: bool,
 }
 
-/// The argument of `--paged`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Paged {
-    pub(crate) block_size: u32,
-    pub(crate) num_blocks: u32,
-}
-
-impl std::str::FromStr for Paged {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let (block_size, num_blocks) =
-            text.split_once(',').ok_or("expected BLOCK_SIZE,NUM_BLOCKS, such as 16,256")?;
-        let block_size = at_least_1(block_size.trim()).map_err(|e| format!("block size: {e}"))?;
-        let num_blocks = at_least_1(num_blocks.trim()).map_err(|e| format!("blocks: {e}"))?;
-        Ok(Self { block_size, num_blocks })
-    }
-}
-
 fn at_least_1(text: &str) -> Result<u32, String> {
     match text.parse::<u32>() {
         Ok(0) => Err("at least 1 is needed".to_owned()),
@@ -351,15 +276,6 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Cli::command().debug_assert();
-    }
-
-    #[test]
-    fn paged_takes_two_counts() {
-        let paged = |text: &str| text.parse::<Paged>();
-        assert_eq!(paged("16,256"), Ok(Paged { block_size: 16, num_blocks: 256 }));
-        for text in ["", "16", "16,", ",16", "0,16", "16,0", "a,b", "16,256,1", "-1,4", "1,5e9"] {
-            assert!(paged(text).is_err(), "{text}");
-        }
     }
 
     #[test]

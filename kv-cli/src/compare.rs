@@ -84,8 +84,8 @@ pub(crate) fn run(args: &GenerateArgs, job: &Job) -> anyhow::Result<()> {
     }
     let report = Report {
         model: job.loaded.name.clone(),
-        backend: args.backend.to_string(),
-        format: args.format.to_string(),
+        backend: args.engine.backend.to_string(),
+        format: args.engine.format.to_string(),
         sequences: job.prompts.len(),
         compare,
         reuse: reuse::measure(args, job)?,

@@ -3,16 +3,17 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::{Context, anyhow};
+use kv::backend::AnyBackend;
 use kv::quant::Calibration;
 use kv::tier::{Identity, ModelDigest, Tiers, TiersStats};
 use kv_runner::scheduler::{Advice, BeamOptions, RequestSize, Stats};
 use kv_runner::stored::{Source, Stored, blocks_of};
 use kv_runner::{
-    CacheOptions, Event, Generated, Layout, Limits, Request, Sampler, ScheduleError, Scheduler,
-    calibrate,
+    CacheOptions, Decoder, Event, Generated, Layout, Limits, Request, Sampler, ScheduleError,
+    Scheduler, calibrate,
 };
 
-use crate::args::{GenerateArgs, Paged};
+use crate::args::{EngineArgs, GenerateArgs, Paged};
 use crate::loaded::Loaded;
 use crate::num::{to_u32, to_usize};
 use crate::session::{self, SessionFile};
@@ -78,21 +79,25 @@ impl Variant {
             reuse: !(args.no_reuse || args.no_cache),
             beams: (width > 1).then_some(BeamOptions { width, length_penalty }),
             draft_tokens: args.draft_tokens,
-            max_batch: args.max_batch,
-            tiers: !args.tier.is_empty(),
+            max_batch: args.engine.max_batch,
+            tiers: !args.engine.tier.is_empty(),
         }
     }
 }
 
 /// Default block size, and largest default cache.
-const BLOCK_SIZE: u32 = 16;
+pub(crate) const BLOCK_SIZE: u32 = 16;
 const CACHE_BYTES: u64 = 1 << 30;
 
 impl Job {
     pub(crate) fn open(args: &GenerateArgs) -> anyhow::Result<Self> {
         let mut texts = prompts::collect(&args.prompt, args.prompts.as_deref())?;
-        let loaded = Loaded::open(args.model.as_deref(), args.tokenizer.as_deref(), &args.backend)?;
-        let is_named = !args.tier.is_empty() || args.session.is_some();
+        let loaded = Loaded::open(
+            args.engine.model.as_deref(),
+            args.engine.tokenizer.as_deref(),
+            &args.engine.backend,
+        )?;
+        let is_named = !args.engine.tier.is_empty() || args.session.is_some();
         let digest = if is_named { Some(tiers::digest(&loaded.path)?) } else { None };
         let open = |(path, digest): (&PathBuf, _)| SessionFile::open(path, Identity::new(digest));
         let session = args.session.as_ref().zip(digest).map(open).transpose()?;
@@ -108,7 +113,7 @@ impl Job {
         };
         let prompts = texts.into_iter().map(encode).collect::<anyhow::Result<_>>()?;
         let mut job = Self { loaded, prompts, calibration: None, digest, session };
-        job.calibration = job.calibrate(&args.format)?;
+        job.calibration = job.calibrate(&args.engine.format)?;
         Ok(job)
     }
 
@@ -138,7 +143,7 @@ impl Job {
     /// Returns the number of sequences that run at once: at least the beams of one prompt.
     fn batch(&self, args: &GenerateArgs) -> u32 {
         let all = to_u32(self.prompts.len()).saturating_mul(args.beams);
-        args.max_batch.min(all).max(args.beams)
+        args.engine.max_batch.min(all).max(args.beams)
     }
 
     pub(crate) fn contiguous(&self, args: &GenerateArgs) -> Layout {
@@ -148,25 +153,23 @@ impl Job {
     /// Returns blocks for the whole batch at the model's context, within limits, but enough for
     /// each prompt alone.
     pub(crate) fn paged(&self, args: &GenerateArgs) -> anyhow::Result<Layout> {
-        if let Some(Paged { block_size, num_blocks }) = args.paged {
+        if let Some(Paged { block_size, num_blocks }) = args.engine.paged {
             return Ok(Layout::Paged { block_size, num_blocks });
         }
         let context = self.context();
-        let few = args.format.few_blocks(self.loaded.model.config(), BLOCK_SIZE)?;
-        let slots = CACHE_BYTES.checked_div(few.memory().bytes_per_token.max(1)).unwrap_or(0);
-        let affordable = slots.checked_div(BLOCK_SIZE.into()).unwrap_or(0);
-        let affordable = u32::try_from(affordable).unwrap_or(u32::MAX);
-        let wanted = blocks_of(&few, context).saturating_mul(self.batch(args));
+        let few = args.engine.format.few_blocks(self.loaded.model.config(), BLOCK_SIZE)?;
+        let wanted = affordable_blocks(&args.engine, &self.loaded, self.batch(args))?;
         let alone = |prompt: &Prompt| {
             let prompt = to_u32(prompt.ids.len());
             let tokens = prompt.saturating_add(args.max_new_tokens).min(context);
-            let chunk = args.max_step_tokens.min(if args.no_cache { tokens } else { prompt });
+            let chunk =
+                args.engine.max_step_tokens.min(if args.no_cache { tokens } else { prompt });
             let width = args.beams;
             let size = RequestSize { prompt, chunk, tokens, width, forget: args.no_cache };
             few.groups().iter().map(|group| size.blocks(group)).max().unwrap_or(0)
         };
         let alone = self.prompts.iter().map(alone).max().unwrap_or(0);
-        let num_blocks = wanted.min(affordable).max(alone).max(1);
+        let num_blocks = wanted.max(alone);
         Ok(Layout::Paged { block_size: BLOCK_SIZE, num_blocks })
     }
 
@@ -184,30 +187,23 @@ impl Job {
         prompts: Vec<Vec<u32>>,
         show: &mut impl Show,
     ) -> anyhow::Result<Run> {
-        let Loaded { model, backend, .. } = &self.loaded;
         let options = CacheOptions {
             layout: variant.layout,
-            stored: args.format.clone(),
+            stored: args.engine.format.clone(),
             reuse: variant.reuse,
             tiers: variant.tiers,
         };
-        let cache = options.open(model, backend.clone(), self.calibration.as_ref())?;
         let limits = Limits {
             max_batch: to_usize(variant.max_batch),
-            max_step_tokens: to_usize(args.max_step_tokens),
+            max_step_tokens: to_usize(args.engine.max_step_tokens),
             context: self.context(),
             stop: self.stop(variant),
             forget: variant.forget,
             draft_tokens: to_usize(variant.draft_tokens),
         };
-        let tiers = match self.digest.filter(|_| variant.tiers) {
-            Some(digest) => Some(tiers::open(args, digest, &cache)?),
-            None => None,
-        };
-        let mut scheduler = Scheduler::new(cache, model, limits);
-        if let Some(tiers) = tiers {
-            scheduler = scheduler.with_tiers(tiers);
-        }
+        let digest = self.digest.filter(|_| variant.tiers);
+        let constants = (self.calibration.as_ref(), digest);
+        let mut scheduler = scheduler(&args.engine, &self.loaded, constants, &options, limits)?;
         let loaded = match &self.session {
             Some(session) => session.load(&mut scheduler)?,
             None => 0,
@@ -240,7 +236,7 @@ impl Job {
         }
         let tiers = scheduler.tiers().map(Tiers::stats);
         if let Some(tiers) = &tiers {
-            tiers::warn(args, tiers)?;
+            tiers::warn(&args.engine, tiers)?;
         }
         // Saving reuses blocks too: not counted.
         let stats = scheduler.stats();
@@ -258,6 +254,38 @@ impl Job {
     pub(crate) fn prompt_ids(&self) -> Vec<Vec<u32>> {
         self.prompts.iter().map(|prompt| prompt.ids.clone()).collect()
     }
+}
+
+/// Opens a scheduler over a new cache, with the tiers of the command line if the weights' digest is
+/// given.
+pub(crate) fn scheduler<'m>(
+    args: &EngineArgs,
+    loaded: &'m Loaded,
+    (calibration, digest): (Option<&Calibration>, Option<ModelDigest>),
+    options: &CacheOptions,
+    limits: Limits,
+) -> anyhow::Result<Scheduler<'m, AnyBackend, Decoder>> {
+    let cache = options.open(&loaded.model, loaded.backend.clone(), calibration)?;
+    let tiers = digest.map(|digest| tiers::open(args, digest, &cache)).transpose()?;
+    let scheduler = Scheduler::new(cache, &loaded.model, limits);
+    Ok(match tiers {
+        Some(tiers) => scheduler.with_tiers(tiers),
+        None => scheduler,
+    })
+}
+
+/// Returns blocks for a batch at the model's context, as many as fit the default size of a cache.
+pub(crate) fn affordable_blocks(
+    args: &EngineArgs,
+    loaded: &Loaded,
+    batch: u32,
+) -> anyhow::Result<u32> {
+    let few = args.format.few_blocks(loaded.model.config(), BLOCK_SIZE)?;
+    let slots = CACHE_BYTES.checked_div(few.memory().bytes_per_token.max(1)).unwrap_or(0);
+    let affordable = slots.checked_div(BLOCK_SIZE.into()).unwrap_or(0);
+    let affordable = u32::try_from(affordable).unwrap_or(u32::MAX);
+    let context = loaded.model.config().context();
+    Ok(blocks_of(&few, context).saturating_mul(batch).min(affordable).max(1))
 }
 
 /// Shows the events of a run.

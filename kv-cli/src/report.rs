@@ -126,12 +126,12 @@ impl Report {
         }
         Ok(Self {
             model: model.clone(),
-            backend: args.backend.to_string(),
-            format: args.format.to_string(),
+            backend: args.engine.backend.to_string(),
+            format: args.engine.format.to_string(),
             layout: variant.layout.to_string(),
             cached: !variant.forget,
             stats: Figures {
-                tiers: tiers.as_ref().map(|tiers| tiers::Report::new(args, stats, tiers)),
+                tiers: tiers.as_ref().map(|tiers| tiers::Report::new(&args.engine, stats, tiers)),
                 ..Figures::new(variant, stats)
             },
             sequences,

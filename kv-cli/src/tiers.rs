@@ -15,7 +15,7 @@ use kv::tier::{
 use kv_runner::scheduler::Stats;
 use serde::Serialize;
 
-use crate::args::GenerateArgs;
+use crate::args::EngineArgs;
 use crate::memory::Bytes;
 use crate::output;
 use crate::tier::TierArg;
@@ -32,7 +32,7 @@ pub(crate) fn digest(model: &Path) -> anyhow::Result<ModelDigest> {
 
 /// Opens the tiers of the command line below a cache.
 pub(crate) fn open(
-    args: &GenerateArgs,
+    args: &EngineArgs,
     digest: ModelDigest,
     cache: &KvCache,
 ) -> anyhow::Result<Tiers<AnyBackend>> {
@@ -151,7 +151,7 @@ struct Store {
 }
 
 impl Report {
-    pub(crate) fn new(args: &GenerateArgs, stats: &Stats, tiers: &TiersStats) -> Self {
+    pub(crate) fn new(args: &EngineArgs, stats: &Stats, tiers: &TiersStats) -> Self {
         let names = args.tier.iter().filter(|tier| !matches!(tier, TierArg::Host { .. }));
         Self {
             host_tokens: stats.cache.host_hit_tokens,
@@ -215,7 +215,7 @@ impl Store {
 }
 
 /// Prints one line for each store that failed.
-pub(crate) fn warn(args: &GenerateArgs, stats: &TiersStats) -> anyhow::Result<()> {
+pub(crate) fn warn(args: &EngineArgs, stats: &TiersStats) -> anyhow::Result<()> {
     let names = args.tier.iter().filter(|tier| !matches!(tier, TierArg::Host { .. }));
     for (tier, stats) in names.zip(&stats.stores) {
         if let Some(failure) = &stats.last_failure {

@@ -32,7 +32,7 @@ struct Line {
 
 /// Runs the prompts; `None` without tiers.
 pub(super) fn measure(args: &GenerateArgs, job: &Job) -> anyhow::Result<Option<Comparison>> {
-    if args.tier.is_empty() {
+    if args.engine.tier.is_empty() {
         return Ok(None);
     }
     let base = Variant { ignore_eos: true, ..Variant::new(args, job.paged(args)?) };
