@@ -62,6 +62,14 @@ impl<'a> Decoder<'a> {
         serde_json::from_value(self.recorded.config[name].clone()).expect(name)
     }
 
+    /// Returns how many keys before its own position a query of a layer sees, `None` for all.
+    pub(crate) fn window_left(&self, layer: u16) -> Option<u32> {
+        let kinds = self.recorded.config.get("layer_types");
+        let has_window = kinds.is_none_or(|it| it[usize::from(layer)] == "sliding_attention");
+        // transformers counts all keys that a query sees, its own included.
+        has_window.then(|| self.field::<u32>("sliding_window") - 1)
+    }
+
     /// Returns the logits after every token of a step, `[t, vocabulary]`.
     pub(crate) fn logits(
         &self,
@@ -113,30 +121,29 @@ impl<'a> Decoder<'a> {
         let name = |part: &str| format!("model.layers.{layer}.self_attn.{part}_proj");
         let heads = |part: &str| self.linear(&name(part), hidden)?.reshape((tokens, (), dim));
         let rotated = |part: &str| rope_thd(&heads(part)?.unsqueeze(0)?, cos, sin)?.squeeze(0);
-        let (q, k, v) = (rotated("q")?, rotated("k")?, heads("v")?);
+        let (mut q, mut k, mut v) = (rotated("q")?, rotated("k")?, heads("v")?);
+        if step.last_rows().dim(0)? == 1 {
+            // One sequence: heads before tokens, as in most of candle's models.
+            let batched = |tensor: Tensor| tensor.unsqueeze(0)?.transpose(1, 2);
+            (q, k, v) = (batched(q)?, batched(k)?, batched(v)?);
+        }
         let out = step.attend(layer.into(), &q, &k, &v, &self.options(layer, reading))?;
-        self.linear(&name("o"), &out)
+        self.linear(&name("o"), &out.reshape((tokens, ()))?)
     }
 
     /// Reads what the configuration says about the attention of a layer.
     fn options(&self, layer: u16, reading: Reading) -> AttentionOptions<'_> {
-        let layer = usize::from(layer);
         let over = if self.family == Family::Gemma2 { "query_pre_attn_scalar" } else { "head_dim" };
         let mut options = AttentionOptions::causal(self.field::<f32>(over).sqrt().recip());
-        let kinds = self.recorded.config.get("layer_types");
-        if kinds.is_none_or(|kinds| kinds[layer] == "sliding_attention") {
-            // transformers counts the keys that a query sees, itself included.
-            let keys: u32 = self.field("sliding_window");
-            options = match reading {
-                Reading::NoWindow => options,
-                Reading::WiderWindow => options.with_window_left(keys),
-                _ => options.with_window_left(keys - 1),
-            };
-        }
+        options = match (self.window_left(layer), reading) {
+            (None, _) | (_, Reading::NoWindow) => options,
+            (Some(left), Reading::WiderWindow) => options.with_window_left(left + 1),
+            (Some(left), _) => options.with_window_left(left),
+        };
         if self.family == Family::Gemma2 && reading != Reading::NoSoftCap {
             options = options.with_soft_cap(self.field("attn_logit_softcapping"));
         }
-        match self.sink_logits.get(layer) {
+        match self.sink_logits.get(usize::from(layer)) {
             Some(logits) if reading != Reading::NoSinkLogits => options.with_sink_logits(logits),
             _ => options,
         }

@@ -29,19 +29,30 @@ use recorded::{Recorded, Sequence};
 
 const MODELS: [&str; 3] = ["mistral", "gemma2", "gpt_oss"];
 
+/// Makes a cache for a model, which frees the blocks that left a window or keeps everything.
+fn cache(recorded: &Recorded, frees_blocks: bool) -> CandleCache {
+    let decoder = Decoder::new(recorded).unwrap();
+    let mut spec = CacheSpec::builder().layers(decoder.layers()).format(KvFormat::F32);
+    spec = spec.kv_heads(decoder.field("num_key_value_heads"));
+    spec = spec.head_dim(decoder.field("head_dim")).paged(2, 32);
+    if frees_blocks {
+        let layers = (0..decoder.layers()).filter(|layer| decoder.window_left(*layer).is_some());
+        let left = decoder.field::<u32>("sliding_window") - 1;
+        spec = spec.group(layers, |group| group.window_left(left));
+    }
+    CandleCache::new(&Device::Cpu, spec.build().unwrap()).unwrap()
+}
+
 /// Feeds the recorded tokens of some sequences, all in one batch: prompts in chunks, then one token
 /// a step. Returns the logits after every token of each.
 fn run(
     recorded: &Recorded,
+    cache: &mut CandleCache,
     sequences: &[&Sequence],
     chunk: usize,
     reading: impl Fn(bool) -> Reading,
 ) -> Vec<Vec<Vec<f32>>> {
     let decoder = Decoder::new(recorded).unwrap();
-    let spec = CacheSpec::builder().layers(decoder.layers()).format(KvFormat::F32);
-    let spec = spec.kv_heads(decoder.field("num_key_value_heads"));
-    let spec = spec.head_dim(decoder.field("head_dim")).paged(4, 16).build().unwrap();
-    let mut cache = CandleCache::new(&Device::Cpu, spec).unwrap();
     let id = |at: usize| SequenceId(at.try_into().unwrap());
     for at in 0..sequences.len() {
         cache.kv_mut().start(id(at), &[], StartOptions::default()).unwrap();
@@ -126,19 +137,49 @@ fn ragged_batches_chunks_and_single_sequences_have_the_logits_of_transformers() 
             [11, 3, 7]
         );
         for (chunk, case) in [(usize::MAX, "whole prompts"), (2, "chunks of 2")] {
-            let logits = run(&recorded, &sequences, chunk, |_| Reading::Right);
+            let mut cache = cache(&recorded, false);
+            let logits = run(&recorded, &mut cache, &sequences, chunk, |_| Reading::Right);
             for (sequence, logits) in sequences.iter().zip(&logits) {
                 assert_recorded(&recorded, sequence, logits, case);
             }
         }
         for sequence in sequences {
-            let logits = run(&recorded, &[sequence], usize::MAX, |_| Reading::Right);
+            let logits =
+                run(&recorded, &mut cache(&recorded, false), &[sequence], usize::MAX, |_| {
+                    Reading::Right
+                });
             assert_recorded(&recorded, sequence, &logits[0], "alone");
         }
     }
 }
 
-/// The check above finds each of these faults, after the first token that it concerns and all
+/// A cache that knows the windows frees the blocks that no query will see, and refuses to attend to
+/// more than it keeps.
+#[test]
+fn blocks_that_left_a_window_are_not_missed() {
+    for recorded in MODELS.map(Recorded::read) {
+        let sequences: Vec<_> = recorded.sequences.iter().collect();
+        for chunk in [usize::MAX, 2] {
+            let mut cache = cache(&recorded, true);
+            let logits = run(&recorded, &mut cache, &sequences, chunk, |_| Reading::Right);
+            for (sequence, logits) in sequences.iter().zip(&logits) {
+                assert_recorded(&recorded, sequence, logits, "freed blocks");
+            }
+            // Of 19, 11 and 15 tokens in blocks of two, the last six lie in four blocks each.
+            let has_full_layers = recorded.name != "mistral";
+            let used = cache.kv().usage().blocks_used;
+            assert_eq!(used, 3 * 4 + if has_full_layers { 10 + 6 + 8 } else { 0 });
+            let decoder = Decoder::new(&recorded).unwrap();
+            for reading in [Reading::WiderWindow, Reading::NoWindow] {
+                let step = cache.step(&[StepInput::count(SequenceId(0), 1)]).unwrap();
+                let error = decoder.logits(&[1], &step, reading).unwrap_err().to_string();
+                assert!(error.contains("the group of the layer keeps 5"), "{error}");
+            }
+        }
+    }
+}
+
+/// The checks above find each of these faults, after the first token that it concerns and all
 /// later ones.
 #[test]
 fn a_wider_window_no_cap_and_no_sink_logits_are_far_from_the_recorded_logits() {
@@ -155,7 +196,8 @@ fn a_wider_window_no_cap_and_no_sink_logits_are_far_from_the_recorded_logits() {
     ] {
         let recorded = Recorded::read(name);
         let sequences: Vec<_> = recorded.sequences.iter().collect();
-        let logits = run(&recorded, &sequences, usize::MAX, |_| reading);
+        let logits =
+            run(&recorded, &mut cache(&recorded, false), &sequences, usize::MAX, |_| reading);
         for (sequence, logits) in sequences.iter().zip(&logits) {
             let apart = differences(logits, &sequence.logits);
             let (same, other) = apart.split_at(first);
@@ -182,7 +224,7 @@ fn candles_own_mistral_has_another_window() {
         }
         // With that reading the cache has candle's logits: nothing else differs.
         let reading = |is_prompt| if is_prompt { Reading::WiderWindow } else { Reading::NoWindow };
-        let ours = run(&recorded, &[sequence], usize::MAX, reading);
+        let ours = run(&recorded, &mut cache(&recorded, false), &[sequence], usize::MAX, reading);
         let theirs: Vec<Vec<_>> =
             theirs.iter().map(|logits| logits.iter().copied().map(f64::from).collect()).collect();
         let worst = largest(differences(&ours[0][from..], &theirs));
