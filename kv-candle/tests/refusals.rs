@@ -298,6 +298,22 @@ fn layers() -> [LayerCache; 2] {
     LayerCache::for_model(&Device::Cpu, spec()).unwrap().try_into().unwrap()
 }
 
+/// Such layers would work for a while, and fail when rows leave the window or the tail.
+#[test]
+fn layers_that_could_not_return_all_rows_are_refused_when_they_are_made() {
+    let spec = || CacheSpec::builder().kv_heads(2).head_dim(32).paged(16, 8);
+    for (spec, words) in [
+        (spec().layers(2).window_left(5), "a window"),
+        (spec().layers(2).group([1], |group| group.window_left(5)), "a window"),
+        (spec().layers(2).format("int8".parse().unwrap()).tail(true), "a tail"),
+        (spec().layers_on_demand(), "layers on demand"),
+    ] {
+        let made = LayerCache::for_model(&Device::Cpu, spec.build().unwrap());
+        let error = made.err().unwrap();
+        assert!(matches!(error, Error::Rows { setting } if setting == words), "{error}");
+    }
+}
+
 /// K and V, `[b, kv_heads, s, dim]`, as a model leaves them after RoPE.
 fn kv(batch: usize, new: usize) -> [Tensor; 2] {
     [5, 6].map(|seed| numbers(seed, &[batch, 2, new, 8]))
