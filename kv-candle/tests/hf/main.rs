@@ -17,13 +17,19 @@
     reason = "tests"
 )]
 mod decoder;
+#[rustfmt::skip]
+#[allow(warnings, reason = "kept as candle-transformers has it")]
+#[path = "../../examples/mistral/model.rs"]
+mod ported;
 mod recorded;
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_nn::{Activation, VarBuilder};
+use candle_nn::VarBuilder;
 use candle_transformers::models::mistral;
-use kv_candle::CandleCache;
 use kv_candle::kv::{CacheSpec, KvFormat, SequenceId, StartOptions, StepInput};
+use kv_candle::{CandleCache, CandleStep};
+
+use serde::de::DeserializeOwned;
 
 use decoder::{Decoder, Reading};
 use recorded::{Recorded, Sequence};
@@ -45,15 +51,14 @@ fn cache(recorded: &Recorded, frees_blocks: bool) -> CandleCache {
 }
 
 /// Feeds the recorded tokens of some sequences, all in one batch: prompts in chunks, then one token
-/// a step. Returns the logits after every token of each.
+/// a step. The model is told whether a prompt is among them. Returns the logits of each sequence:
+/// after every token, or after the last one of every step if the model has only these.
 fn run(
-    recorded: &Recorded,
     cache: &mut CandleCache,
     sequences: &[&Sequence],
     chunk: usize,
-    reading: impl Fn(bool) -> Reading,
+    model: impl Fn(&[u32], &CandleStep<'_>, bool) -> Result<Tensor>,
 ) -> Vec<Vec<Vec<f32>>> {
-    let decoder = Decoder::new(recorded).unwrap();
     let id = |at: usize| SequenceId(at.try_into().unwrap());
     for at in 0..sequences.len() {
         cache.kv_mut().start(id(at), &[], StartOptions::default()).unwrap();
@@ -61,7 +66,7 @@ fn run(
     let mut logits: Vec<Vec<Vec<f32>>> = sequences.iter().map(|_| Vec::new()).collect();
     loop {
         let next = |(at, sequence): (usize, &&'_ Sequence)| {
-            let done = logits[at].len();
+            let done = usize::try_from(cache.kv().seq_len(id(at)).unwrap()).unwrap();
             let left = sequence.prompt_len.saturating_sub(done);
             let new = sequence.tokens.get(done..done + left.min(chunk).max(1))?;
             Some((at, new.to_vec(), left > 0))
@@ -75,14 +80,29 @@ fn run(
         let step = cache.step(&inputs).unwrap();
         let tokens: Vec<u32> = batch.iter().flat_map(|(_, new, _)| new.clone()).collect();
         let is_prompt = batch.iter().any(|(_, _, is_prompt)| *is_prompt);
-        let out = decoder.logits(&tokens, &step, reading(is_prompt)).unwrap();
+        let out = model(&tokens, &step, is_prompt).unwrap().to_vec2().unwrap();
         assert_eq!(step.copies(), 0);
         step.commit().unwrap();
-        let mut out = out.to_vec2().unwrap().into_iter();
+        let has_all = out.len() == tokens.len();
+        let mut out = out.into_iter();
         for (at, new, _) in batch {
-            logits[at].extend(out.by_ref().take(new.len()));
+            logits[at].extend(out.by_ref().take(if has_all { new.len() } else { 1 }));
         }
     }
+}
+
+/// Does what [`run`] does with the decoder of these tests.
+fn decode(
+    recorded: &Recorded,
+    cache: &mut CandleCache,
+    sequences: &[&Sequence],
+    chunk: usize,
+    reading: impl Fn(bool) -> Reading,
+) -> Vec<Vec<Vec<f32>>> {
+    let decoder = Decoder::new(recorded).unwrap();
+    run(cache, sequences, chunk, |tokens, step, is_prompt| {
+        decoder.logits(tokens, step, reading(is_prompt))
+    })
 }
 
 /// Returns the largest difference after every token.
@@ -139,14 +159,14 @@ fn ragged_batches_chunks_and_single_sequences_have_the_logits_of_transformers() 
         );
         for (chunk, case) in [(usize::MAX, "whole prompts"), (2, "chunks of 2")] {
             let mut cache = cache(&recorded, false);
-            let logits = run(&recorded, &mut cache, &sequences, chunk, |_| Reading::Right);
+            let logits = decode(&recorded, &mut cache, &sequences, chunk, |_| Reading::Right);
             for (sequence, logits) in sequences.iter().zip(&logits) {
                 assert_recorded(&recorded, sequence, logits, case);
             }
         }
         for sequence in sequences {
             let logits =
-                run(&recorded, &mut cache(&recorded, false), &[sequence], usize::MAX, |_| {
+                decode(&recorded, &mut cache(&recorded, false), &[sequence], usize::MAX, |_| {
                     Reading::Right
                 });
             assert_recorded(&recorded, sequence, &logits[0], "alone");
@@ -162,7 +182,7 @@ fn blocks_that_left_a_window_are_not_missed() {
         let sequences: Vec<_> = recorded.sequences.iter().collect();
         for chunk in [usize::MAX, 2] {
             let mut cache = cache(&recorded, true);
-            let logits = run(&recorded, &mut cache, &sequences, chunk, |_| Reading::Right);
+            let logits = decode(&recorded, &mut cache, &sequences, chunk, |_| Reading::Right);
             for (sequence, logits) in sequences.iter().zip(&logits) {
                 assert_recorded(&recorded, sequence, logits, "freed blocks");
             }
@@ -198,13 +218,32 @@ fn a_wider_window_no_cap_and_no_sink_logits_are_far_from_the_recorded_logits() {
         let recorded = Recorded::read(name);
         let sequences: Vec<_> = recorded.sequences.iter().collect();
         let logits =
-            run(&recorded, &mut cache(&recorded, false), &sequences, usize::MAX, |_| reading);
+            decode(&recorded, &mut cache(&recorded, false), &sequences, usize::MAX, |_| reading);
         for (sequence, logits) in sequences.iter().zip(&logits) {
             let apart = differences(logits, &sequence.logits);
             let (same, other) = apart.split_at(first);
             assert!(same.iter().all(|apart| *apart <= recorded.tolerance), "{name}: {apart:?}");
             let far = 1000.0 * recorded.tolerance;
             assert!(other.iter().all(|apart| *apart > far), "{name} {reading:?}: {apart:?}");
+        }
+    }
+}
+
+/// The port of candle's model among the examples reads the window as transformers does.
+#[test]
+fn the_ported_mistral_has_the_logits_of_transformers() {
+    let recorded = Recorded::read("mistral");
+    let model = ported::Model::new(&config(&recorded), weights(&recorded)).unwrap();
+    let sequences: Vec<_> = recorded.sequences.iter().collect();
+    for frees_blocks in [false, true] {
+        let mut cache = cache(&recorded, frees_blocks);
+        let logits = run(&mut cache, &sequences, usize::MAX, |tokens, step, _| {
+            model.forward(&Tensor::new(tokens, &Device::Cpu)?.unsqueeze(0)?, step)
+        });
+        for (sequence, logits) in sequences.iter().zip(&logits) {
+            let expected = &sequence.logits[sequence.prompt_len - 1..];
+            let worst = largest(differences(logits, expected));
+            assert!(worst <= recorded.tolerance, "{worst} apart");
         }
     }
 }
@@ -225,7 +264,8 @@ fn candles_own_mistral_has_another_window() {
         }
         // With that reading the cache has candle's logits: nothing else differs.
         let reading = |is_prompt| if is_prompt { Reading::WiderWindow } else { Reading::NoWindow };
-        let ours = run(&recorded, &mut cache(&recorded, false), &[sequence], usize::MAX, reading);
+        let ours =
+            decode(&recorded, &mut cache(&recorded, false), &[sequence], usize::MAX, reading);
         let theirs: Vec<Vec<_>> =
             theirs.iter().map(|logits| logits.iter().copied().map(f64::from).collect()).collect();
         let worst = largest(differences(&ours[0][from..], &theirs));
@@ -236,24 +276,7 @@ fn candles_own_mistral_has_another_window() {
 
 /// Returns the logits after the prompt and every later token as candle's own model has them.
 fn of_candle(recorded: &Recorded, sequence: &Sequence) -> Result<Vec<Vec<f32>>> {
-    let decoder = Decoder::new(recorded)?;
-    let config = mistral::Config {
-        vocab_size: decoder.field("vocab_size"),
-        hidden_size: decoder.field("hidden_size"),
-        intermediate_size: decoder.field("intermediate_size"),
-        num_hidden_layers: decoder.field("num_hidden_layers"),
-        num_attention_heads: decoder.field("num_attention_heads"),
-        head_dim: decoder.field("head_dim"),
-        num_key_value_heads: decoder.field("num_key_value_heads"),
-        hidden_act: Activation::Silu,
-        max_position_embeddings: decoder.field("max_position_embeddings"),
-        rms_norm_eps: decoder.field("rms_norm_eps"),
-        rope_theta: recorded.config["rope_parameters"]["rope_theta"].as_f64().unwrap(),
-        sliding_window: decoder.field("sliding_window"),
-        use_flash_attn: false,
-    };
-    let weights = VarBuilder::from_tensors(recorded.weights.clone(), DType::F32, &Device::Cpu);
-    let mut model = mistral::Model::new(&config, weights)?;
+    let mut model = mistral::Model::new(&config(recorded), weights(recorded))?;
     let (prompt, rest) = sequence.tokens.split_at(sequence.prompt_len);
     let mut feed = |tokens: &[u32], at: usize| {
         let logits = model.forward(&Tensor::new(tokens, &Device::Cpu)?.unsqueeze(0)?, at)?;
@@ -264,4 +287,15 @@ fn of_candle(recorded: &Recorded, sequence: &Sequence) -> Result<Vec<Vec<f32>>> 
         logits.push(feed(&[*token], at)?);
     }
     Ok(logits)
+}
+
+/// Returns the configuration as candle reads it.
+fn config<T: DeserializeOwned>(recorded: &Recorded) -> T {
+    let mut config = recorded.config.clone();
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"].clone();
+    serde_json::from_value(config).unwrap()
+}
+
+fn weights(recorded: &Recorded) -> VarBuilder<'static> {
+    VarBuilder::from_tensors(recorded.weights.clone(), DType::F32, &Device::Cpu)
 }
