@@ -4,7 +4,6 @@ use candle_nn::ops::{rms_norm, sigmoid};
 use candle_nn::rotary_emb::rope_thd;
 use kv_candle::CandleStep;
 use kv_candle::kv::AttentionOptions;
-use serde::de::DeserializeOwned;
 
 use crate::recorded::Recorded;
 
@@ -47,27 +46,10 @@ impl<'a> Decoder<'a> {
         let mut decoder = Self { recorded, family, sink_logits: Vec::new() };
         if family == Family::GptOss {
             let sinks = |layer| decoder.weight(&format!("model.layers.{layer}.self_attn.sinks"));
-            let sinks = (0..decoder.layers()).map(|layer| sinks(layer).to_vec1());
+            let sinks = (0..recorded.layers()).map(|layer| sinks(layer).to_vec1());
             decoder.sink_logits = sinks.collect::<Result<_>>()?;
         }
         Ok(decoder)
-    }
-
-    pub(crate) fn layers(&self) -> u16 {
-        self.field("num_hidden_layers")
-    }
-
-    /// Reads a field of the configuration.
-    pub(crate) fn field<T: DeserializeOwned>(&self, name: &str) -> T {
-        serde_json::from_value(self.recorded.config[name].clone()).expect(name)
-    }
-
-    /// Returns how many keys before its own position a query of a layer sees, `None` for all.
-    pub(crate) fn window_left(&self, layer: u16) -> Option<u32> {
-        let kinds = self.recorded.config.get("layer_types");
-        let has_window = kinds.is_none_or(|it| it[usize::from(layer)] == "sliding_attention");
-        // transformers counts all keys that a query sees, its own included.
-        has_window.then(|| self.field::<u32>("sliding_window") - 1)
     }
 
     /// Returns the logits after every token of a step, `[t, vocabulary]`.
@@ -81,9 +63,9 @@ impl<'a> Decoder<'a> {
         let embedding = self.weight("model.embed_tokens.weight");
         let mut x = embedding.index_select(&Tensor::new(tokens, &Device::Cpu)?, 0)?;
         if self.family == Family::Gemma2 {
-            x = (x * self.field::<f64>("hidden_size").sqrt())?;
+            x = (x * self.recorded.field::<f64>("hidden_size").sqrt())?;
         }
-        for layer in 0..self.layers() {
+        for layer in 0..self.recorded.layers() {
             let name = |part: &str| format!("model.layers.{layer}.{part}");
             let h = self.norm(&name("input_layernorm"), &x)?;
             let h = self.attention(layer, &h, &angles, step, reading)?;
@@ -103,7 +85,7 @@ impl<'a> Decoder<'a> {
         }
         let x = self.norm("model.norm", &x)?;
         if self.family == Family::Gemma2 {
-            let cap: f64 = self.field("final_logit_softcapping");
+            let cap: f64 = self.recorded.field("final_logit_softcapping");
             return (x.matmul(&embedding.t()?)? / cap)?.tanh()? * cap;
         }
         self.linear("lm_head", &x)
@@ -117,7 +99,7 @@ impl<'a> Decoder<'a> {
         step: &CandleStep<'_>,
         reading: Reading,
     ) -> Result<Tensor> {
-        let (tokens, dim) = (hidden.dim(0)?, self.field::<usize>("head_dim"));
+        let (tokens, dim) = (hidden.dim(0)?, self.recorded.field::<usize>("head_dim"));
         let name = |part: &str| format!("model.layers.{layer}.self_attn.{part}_proj");
         let heads = |part: &str| self.linear(&name(part), hidden)?.reshape((tokens, (), dim));
         let rotated = |part: &str| rope_thd(&heads(part)?.unsqueeze(0)?, cos, sin)?.squeeze(0);
@@ -134,14 +116,14 @@ impl<'a> Decoder<'a> {
     /// Reads what the configuration says about the attention of a layer.
     fn options(&self, layer: u16, reading: Reading) -> AttentionOptions<'_> {
         let over = if self.family == Family::Gemma2 { "query_pre_attn_scalar" } else { "head_dim" };
-        let mut options = AttentionOptions::causal(self.field::<f32>(over).sqrt().recip());
-        options = match (self.window_left(layer), reading) {
+        let mut options = AttentionOptions::causal(self.recorded.field::<f32>(over).sqrt().recip());
+        options = match (self.recorded.window_left(layer), reading) {
             (None, _) | (_, Reading::NoWindow) => options,
             (Some(left), Reading::WiderWindow) => options.with_window_left(left + 1),
             (Some(left), _) => options.with_window_left(left),
         };
         if self.family == Family::Gemma2 && reading != Reading::NoSoftCap {
-            options = options.with_soft_cap(self.field("attn_logit_softcapping"));
+            options = options.with_soft_cap(self.recorded.field("attn_logit_softcapping"));
         }
         match self.sink_logits.get(usize::from(layer)) {
             Some(logits) if reading != Reading::NoSinkLogits => options.with_sink_logits(logits),
@@ -159,7 +141,7 @@ impl<'a> Decoder<'a> {
 
     fn norm(&self, name: &str, x: &Tensor) -> Result<Tensor> {
         let weight = self.weight(&format!("{name}.weight"));
-        let epsilon = self.field("rms_norm_eps");
+        let epsilon = self.recorded.field("rms_norm_eps");
         let is_gemma = self.family == Family::Gemma2;
         rms_norm(x, &if is_gemma { (weight + 1.0)? } else { weight.clone() }, epsilon)
     }
@@ -181,7 +163,8 @@ impl<'a> Decoder<'a> {
 
     /// Computes the only expert of a layer: values of gate and up alternate.
     fn expert(&self, layer: u16, x: &Tensor) -> Result<Tensor> {
-        let (alpha, limit): (f64, f64) = (self.field("swiglu_alpha"), self.field("swiglu_limit"));
+        let (alpha, limit): (f64, f64) =
+            (self.recorded.field("swiglu_alpha"), self.recorded.field("swiglu_limit"));
         let apply = |part: &str, x: &Tensor| -> Result<Tensor> {
             let name = format!("model.layers.{layer}.mlp.experts.{part}_proj");
             let y = x.matmul(&self.weight(&name).squeeze(0)?)?;

@@ -6,7 +6,7 @@
 //! f32 as transformers computes it, the largest of 4365 logits. Ours adds the same products in
 //! another order, so that its largest error is about as large; twice as much is allowed, and the
 //! rounding of a logit to f32 (`Recorded::tolerance`). That is 1.1e-5 to 2.4e-5 for logits up to
-//! 19, and no difference is more than 0.54 of it, whichever kernels of the CPU are chosen. Each
+//! 39, and no difference is more than 0.54 of it, whichever kernels of the CPU are chosen. Each
 //! fault below changes logits by 0.08 or more.
 #![expect(
     clippy::unwrap_used,
@@ -19,8 +19,12 @@
 mod decoder;
 #[rustfmt::skip]
 #[allow(warnings, reason = "kept as candle-transformers has it")]
+#[path = "../../examples/gemma3/model.rs"]
+mod gemma3_port;
+#[rustfmt::skip]
+#[allow(warnings, reason = "kept as candle-transformers has it")]
 #[path = "../../examples/mistral/model.rs"]
-mod ported;
+mod mistral_port;
 mod recorded;
 
 use candle_core::{DType, Device, Result, Tensor};
@@ -38,13 +42,12 @@ const MODELS: [&str; 3] = ["mistral", "gemma2", "gpt_oss"];
 
 /// Makes a cache for a model, which frees the blocks that left a window or keeps everything.
 fn cache(recorded: &Recorded, frees_blocks: bool) -> CandleCache {
-    let decoder = Decoder::new(recorded).unwrap();
-    let mut spec = CacheSpec::builder().layers(decoder.layers()).format(KvFormat::F32);
-    spec = spec.kv_heads(decoder.field("num_key_value_heads"));
-    spec = spec.head_dim(decoder.field("head_dim")).paged(2, 32);
+    let mut spec = CacheSpec::builder().layers(recorded.layers()).format(KvFormat::F32);
+    spec = spec.kv_heads(recorded.field("num_key_value_heads"));
+    spec = spec.head_dim(recorded.field("head_dim")).paged(2, 32);
     if frees_blocks {
-        let layers = (0..decoder.layers()).filter(|layer| decoder.window_left(*layer).is_some());
-        let left = decoder.field::<u32>("sliding_window") - 1;
+        let layers = (0..recorded.layers()).filter(|layer| recorded.window_left(*layer).is_some());
+        let left = recorded.field::<u32>("sliding_window") - 1;
         spec = spec.group(layers, |group| group.window_left(left));
     }
     CandleCache::new(&Device::Cpu, spec.build().unwrap()).unwrap()
@@ -229,21 +232,31 @@ fn a_wider_window_no_cap_and_no_sink_logits_are_far_from_the_recorded_logits() {
     }
 }
 
-/// The port of candle's model among the examples reads the window as transformers does.
+/// The ports of candle's models among the examples read windows as transformers does.
 #[test]
-fn the_ported_mistral_has_the_logits_of_transformers() {
+fn ported_models_have_the_logits_of_transformers() {
     let recorded = Recorded::read("mistral");
-    let model = ported::Model::new(&config(&recorded), weights(&recorded)).unwrap();
+    let model = mistral_port::Model::new(&config(&recorded), weights(&recorded)).unwrap();
+    assert_port(&recorded, |ids, step| model.forward(ids, step));
+
+    let recorded = Recorded::read("gemma3_text");
+    let model = gemma3_port::Model::new(false, &config(&recorded), weights(&recorded)).unwrap();
+    assert_port(&recorded, |ids, step| model.forward(ids, step));
+}
+
+#[track_caller]
+fn assert_port(recorded: &Recorded, model: impl Fn(&Tensor, &CandleStep<'_>) -> Result<Tensor>) {
     let sequences: Vec<_> = recorded.sequences.iter().collect();
     for frees_blocks in [false, true] {
-        let mut cache = cache(&recorded, frees_blocks);
+        let mut cache = cache(recorded, frees_blocks);
         let logits = run(&mut cache, &sequences, usize::MAX, |tokens, step, _| {
-            model.forward(&Tensor::new(tokens, &Device::Cpu)?.unsqueeze(0)?, step)
+            model(&Tensor::new(tokens, &Device::Cpu)?.unsqueeze(0)?, step)
         });
         for (sequence, logits) in sequences.iter().zip(&logits) {
             let expected = &sequence.logits[sequence.prompt_len - 1..];
             let worst = largest(differences(logits, expected));
-            assert!(worst <= recorded.tolerance, "{worst} apart");
+            let Recorded { name, tolerance, .. } = recorded;
+            assert!(worst <= *tolerance, "{name}: {worst} apart, {tolerance} allowed");
         }
     }
 }
@@ -292,7 +305,14 @@ fn of_candle(recorded: &Recorded, sequence: &Sequence) -> Result<Vec<Vec<f32>>> 
 /// Returns the configuration as candle reads it.
 fn config<T: DeserializeOwned>(recorded: &Recorded) -> T {
     let mut config = recorded.config.clone();
-    config["rope_theta"] = config["rope_parameters"]["rope_theta"].clone();
+    let angles = config["rope_parameters"].clone();
+    if recorded.name == "gemma3_text" {
+        config["rope_theta"] = angles["full_attention"]["rope_theta"].clone();
+        config["rope_local_base_freq"] = angles["sliding_attention"]["rope_theta"].clone();
+        config["sliding_window_pattern"] = 2.into();
+    } else {
+        config["rope_theta"] = angles["rope_theta"].clone();
+    }
     serde_json::from_value(config).unwrap()
 }
 

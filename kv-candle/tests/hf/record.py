@@ -24,7 +24,13 @@ from unittest import mock
 import torch
 import transformers
 from safetensors.torch import save_file
-from transformers import DynamicCache, Gemma2Config, GptOssConfig, MistralConfig
+from transformers import (
+    DynamicCache,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    MistralConfig,
+)
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SEED = 44
@@ -63,6 +69,18 @@ CASES = {
         attn_logit_softcapping=3.0,
         final_logit_softcapping=20.0,
     ),
+    # Every other layer has the window and other angles; the scale is not that of the head.
+    "gemma3_text": Gemma3TextConfig(
+        **{
+            **SMALL,
+            "rope_parameters": {
+                "sliding_attention": SMALL["rope_parameters"],
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            },
+        },
+        query_pre_attn_scalar=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
     # Every other layer has the window, all have sink logits; one expert.
     "gpt_oss": GptOssConfig(**SMALL, num_local_experts=1, num_experts_per_tok=1),
 }
@@ -82,7 +100,7 @@ def only_doubles():
 def fill(model):
     """Gives every parameter random values that bf16 can hold."""
     generator = torch.Generator().manual_seed(SEED)
-    is_centred_at_one = model.config.model_type != "gemma2"
+    is_centred_at_one = not model.config.model_type.startswith("gemma")
     for name, parameter in sorted(model.named_parameters()):
         values = torch.randn(parameter.shape, generator=generator)
         if name.endswith("norm.weight"):
@@ -132,17 +150,26 @@ def record(name, config):
     model = family.from_config(config, **eager).float().eval()
     fill(model)
     rotary = model.model.rotary_emb
-    assert rotary.attention_scaling == 1.0
+    # One, or one for each type of layers.
+    frequencies = {
+        key: value.clone()
+        for key, value in rotary.named_buffers()
+        if key.endswith("inv_freq") and "original" not in key
+    }
+    assert frequencies
+    for key in frequencies:
+        assert getattr(rotary, key.replace("inv_freq", "attention_scaling")) == 1.0
     tensors = {
         key: value.bfloat16()
         for key, value in model.state_dict().items()
         if not (key == "lm_head.weight" and config.tie_word_embeddings)
     }
-    tensors["inv_freq"] = rotary.inv_freq.clone()
+    tensors.update(frequencies)
 
     model.double()
     # Frequencies are numbers of f32, as in every model that is not made of doubles.
-    assert torch.equal(rotary.inv_freq, tensors["inv_freq"].double())
+    for key, value in frequencies.items():
+        assert torch.equal(getattr(rotary, key), value.double())
     with only_doubles():
         sequences, logits = decode(model)
         for sequence, recorded in zip(sequences, logits):

@@ -5,13 +5,14 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Result, Tensor};
 use safetensors::SafeTensors;
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 /// The recording of one model.
 pub(crate) struct Recorded {
     pub(crate) name: &'static str,
     pub(crate) config: Value,
-    /// Weights in f32, and `inv_freq`, the angles per position.
+    /// Weights in f32, and angles per position: `inv_freq`.
     pub(crate) weights: HashMap<String, Tensor>,
     pub(crate) sequences: Vec<Sequence>,
     /// How far a logit may be from the recorded one.
@@ -51,5 +52,22 @@ impl Recorded {
         let f32_error = recording["f32_error"].as_f64().unwrap();
         let tolerance = 2.0 * f32_error + largest * f64::from(f32::EPSILON);
         Self { name, config: recording["config"].clone(), weights, sequences, tolerance }
+    }
+
+    pub(crate) fn layers(&self) -> u16 {
+        self.field("num_hidden_layers")
+    }
+
+    /// Reads a field of the configuration.
+    pub(crate) fn field<T: DeserializeOwned>(&self, name: &str) -> T {
+        serde_json::from_value(self.config[name].clone()).expect(name)
+    }
+
+    /// Returns how many keys before its own position a query of a layer sees, `None` for all.
+    pub(crate) fn window_left(&self, layer: u16) -> Option<u32> {
+        let kinds = self.config.get("layer_types");
+        let has_window = kinds.is_none_or(|it| it[usize::from(layer)] == "sliding_attention");
+        // transformers counts all keys that a query sees, its own included.
+        has_window.then(|| self.field::<u32>("sliding_window") - 1)
     }
 }
