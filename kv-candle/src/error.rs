@@ -23,6 +23,13 @@ pub enum Error {
         /// What to do instead.
         instead: &'static str,
     },
+    /// A [`LayerCache`](crate::LayerCache) has a fixed number of layers and returns all their rows,
+    /// which a cache with this setting does not.
+    #[error("a LayerCache returns all rows of its layers, the spec has {setting}")]
+    Rows {
+        /// The setting of the spec.
+        setting: &'static str,
+    },
 }
 
 impl From<SpecError> for Error {

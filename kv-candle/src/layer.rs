@@ -65,8 +65,19 @@ impl LayerCache {
     /// Makes the caches of a model's layers over one cache, in order.
     ///
     /// # Errors
-    /// Those of [`CandleCache::new`].
+    /// [`Error::Rows`] for a spec with a window, which frees rows, with a tail, whose rows are read
+    /// after a step alone, or with layers on demand; those of [`CandleCache::new`].
     pub fn for_model(device: &Device, spec: CacheSpec) -> std::result::Result<Vec<Self>, Error> {
+        let refuse = |setting| Err(Error::Rows { setting });
+        if spec.layers_on_demand() {
+            return refuse("layers on demand");
+        }
+        if spec.groups().iter().any(|group| group.window().is_some()) {
+            return refuse("a window");
+        }
+        if spec.groups().iter().any(|group| group.slot_map().has_tail()) {
+            return refuse("a tail");
+        }
         let kv = CandleCache::<AnyBackend>::new(device, spec)?.into_kv();
         let layers = kv.spec().groups().iter().map(|group| group.layers().len()).sum::<usize>();
         let layers = u16::try_from(layers).unwrap_or(u16::MAX);
