@@ -1,5 +1,6 @@
 //! A cache behind candle's own interface: one for each layer, which takes new rows and returns all.
 use std::cell::RefCell;
+use std::fmt;
 use std::rc::Rc;
 
 use candle_core::backend::BackendStorage;
@@ -43,7 +44,6 @@ use crate::step::types_differ;
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Debug)]
 pub struct LayerCache {
     model: Rc<RefCell<Model>>,
     layer: u16,
@@ -141,6 +141,13 @@ impl LayerCache {
     /// Returns the cache below, for statistics.
     pub fn with_kv<T>(&self, read: impl FnOnce(&KvCache) -> T) -> T {
         read(&self.model.borrow().kv)
+    }
+}
+
+/// Names the layer alone: the cache prints its block tables and plans.
+impl fmt::Debug for LayerCache {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LayerCache").field("layer", &self.layer).finish_non_exhaustive()
     }
 }
 

@@ -60,8 +60,9 @@ impl<'c, B: Backend> CandleStep<'c, B> {
     ///
     /// In the first form the tokens of all sequences follow each other; the second form, which most
     /// of candle's models have, is for sequences with `s` tokens or fewer each, padded at the end.
-    /// `heads` is a multiple of `kv_heads`, and V may have another `dim` than K; the result has
-    /// V's. RoPE has been applied to q and k.
+    /// Rows beyond those of the step, as of a batch that is padded to a fixed size, are neither
+    /// written nor attended; the result is zero there. `heads` is a multiple of `kv_heads`, and V
+    /// may have another `dim` than K; the result has V's. RoPE has been applied to q and k.
     ///
     /// Tensors are read in place where the values of all heads of a token lie together, as after a
     /// projection, also if the tensor was transposed. Others are copied first.
@@ -69,7 +70,8 @@ impl<'c, B: Backend> CandleStep<'c, B> {
     /// # Errors
     /// candle's error with the words of the cache: tensors that differ in element type or device,
     /// or are none of f32, f16 and bf16; shapes that are not those of the step and the cache; an
-    /// unknown layer; options that contradict each other. The step stays open.
+    /// unknown layer; options that contradict each other. The step stays open, and the layer can be
+    /// attended again: its K and V may be written already.
     pub fn attend(
         &self,
         layer: usize,
