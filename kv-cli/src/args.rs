@@ -3,6 +3,8 @@ mod accuracy;
 mod bench;
 mod engine;
 mod replay;
+#[cfg(feature = "serve")]
+mod serve;
 mod tier;
 
 use std::path::PathBuf;
@@ -16,6 +18,8 @@ pub(crate) use self::accuracy::{CalibrateArgs, EvalArgs};
 pub(crate) use self::bench::BenchArgs;
 pub(crate) use self::engine::{EngineArgs, Paged};
 pub(crate) use self::replay::ReplayArgs;
+#[cfg(feature = "serve")]
+pub(crate) use self::serve::ServeArgs;
 pub(crate) use self::tier::{
     LsArgs, RmArgs, RootDigits, StatArgs, TierArgs, TierCommand, VerifyArgs,
 };
@@ -33,6 +37,8 @@ pub(crate) struct Cli {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     Generate(GenerateArgs),
+    #[cfg(feature = "serve")]
+    Serve(ServeArgs),
     Plan(PlanArgs),
     Replay(ReplayArgs),
     Eval(EvalArgs),
@@ -254,6 +260,16 @@ fn finite(text: &str) -> Result<f64, String> {
         Ok(number) if number.is_finite() => Ok(number),
         Ok(_) => Err("a finite number is needed".to_owned()),
         Err(error) => Err(error.to_string()),
+    }
+}
+
+/// Parses a time above 0.
+#[cfg(feature = "serve")]
+fn seconds(text: &str) -> Result<std::time::Duration, String> {
+    let seconds = finite(text)?;
+    match std::time::Duration::try_from_secs_f64(seconds) {
+        Ok(time) if !time.is_zero() => Ok(time),
+        _ => Err("a number above 0 is needed".to_owned()),
     }
 }
 

@@ -1,6 +1,7 @@
 //! Opens what every command with a model needs: the model, its tokenizer and the device.
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::{Context, bail};
 use kv::Device;
@@ -16,7 +17,7 @@ pub(crate) struct Loaded {
     /// The last part of the path.
     pub(crate) name: String,
     pub(crate) model: Decoder,
-    pub(crate) tokenizer: Tokenizer,
+    pub(crate) tokenizer: Arc<Tokenizer>,
     pub(crate) backend: AnyBackend,
     /// Whether the note about a prompt's own begin token was printed.
     noted_begin: Cell<bool>,
@@ -30,7 +31,7 @@ impl Loaded {
     ) -> anyhow::Result<Self> {
         let path = bundled::model_or_bundled(model)?;
         let backend = device.connect()?;
-        let tokenizer = Tokenizer::read(&tokenizer_path(&path, tokenizer)?)?;
+        let tokenizer = Arc::new(Tokenizer::read(&tokenizer_path(&path, tokenizer)?)?);
         let model = Decoder::read(&path)?;
         let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
         Ok(Self { path, name, model, tokenizer, backend, noted_begin: Cell::new(false) })

@@ -24,6 +24,8 @@ mod progress;
 mod prompts;
 mod replay;
 mod report;
+#[cfg(feature = "serve")]
+mod serve;
 mod session;
 mod threads;
 mod tier;
@@ -71,6 +73,8 @@ fn main() -> ExitCode {
 /// Returns whether a command computes with candle.
 fn has_model(command: &Command) -> bool {
     match command {
+        #[cfg(feature = "serve")]
+        Command::Serve(_) => true,
         Command::Generate(_) | Command::Eval(_) | Command::Calibrate(_) => true,
         Command::Plan(_)
         | Command::Replay(_)
@@ -83,6 +87,8 @@ fn has_model(command: &Command) -> bool {
 fn run(cli: &Cli) -> anyhow::Result<()> {
     match &cli.command {
         Command::Generate(args) => generate::run(args),
+        #[cfg(feature = "serve")]
+        Command::Serve(args) => serve::run(args),
         Command::Plan(args) => plan::run(args),
         Command::Replay(args) => replay::run(args),
         Command::Eval(args) => eval::run(args),

@@ -160,6 +160,22 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
         self.tiers.as_ref()
     }
 
+    /// Lets the tiers go on with copies and writes while nothing runs; a step does so too.
+    ///
+    /// # Errors
+    /// [`Error::Tier`] if the device failed.
+    pub fn poll_tiers(&mut self) -> Result<(), Error> {
+        match &mut self.tiers {
+            Some(tiers) => Ok(tiers.poll(&mut self.cache)?),
+            None => Ok(()),
+        }
+    }
+
+    /// Returns the prompt tokens that were cached when a running request first started.
+    pub fn reused(&self, index: usize) -> Option<usize> {
+        self.queues.running.iter().find(|task| task.index == index)?.reused
+    }
+
     /// Gives the tiers time to write what only host memory has: see [`Tiers::flush`]. `true`
     /// without tiers.
     ///

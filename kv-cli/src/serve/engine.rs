@@ -1,0 +1,317 @@
+//! The thread that owns the scheduler, and with it the cache.
+//!
+//! Requests come by one channel and are taken between steps. Each text has a channel of its own for
+//! what it generates; when its receiver is dropped, because a client has gone or a stop string was
+//! found, the text is cancelled before the next step and its blocks are free. Nothing here knows
+//! HTTP, JSON or text.
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use kv::backend::AnyBackend;
+use kv_runner::scheduler::Finish;
+use kv_runner::{Decoder, Event, Request, Sampler, ScheduleError, Scheduler};
+use tokio::sync::{mpsc, oneshot};
+
+use super::metrics::Metrics;
+use crate::output;
+
+/// A prompt, and how it is continued.
+#[derive(Debug)]
+pub(super) struct Prompt {
+    pub(super) tokens: Vec<u32>,
+    pub(super) max_new_tokens: u32,
+    /// One for each text; at least one.
+    pub(super) samplers: Vec<Sampler>,
+    /// Prompts share blocks only with those of an equal salt.
+    pub(super) salt: Vec<u8>,
+    /// Whether texts go on after an end-of-text token.
+    pub(super) ignore_eos: bool,
+}
+
+/// What happens to a text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Update {
+    /// The first update of a text: the tokens of its prompt that were cached.
+    Started { cached: usize },
+    /// Its next token, which is part of the text.
+    Token(u32),
+    /// Its end, and the tokens that were generated, an end-of-text token included.
+    Finished { finish: Finish, tokens: usize },
+    /// The engine failed, or is being stopped.
+    Failed(String),
+}
+
+/// A prompt that does not run.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Refused {
+    /// Later there may be room.
+    #[error("{waiting} requests wait, at most {max} may")]
+    QueueFull { waiting: usize, max: usize },
+    /// The server is being stopped.
+    #[error("the server is stopping")]
+    Stopping,
+    /// It could not run alone either.
+    #[error(transparent)]
+    Never(#[from] ScheduleError),
+}
+
+/// The way from a request to the engine.
+#[derive(Debug, Clone)]
+pub(super) struct Engine {
+    messages: Sender<Message>,
+    is_stopping: Arc<AtomicBool>,
+}
+
+#[derive(Debug)]
+enum Message {
+    Submit {
+        prompt: Prompt,
+        texts: Vec<Updates>,
+        answer: oneshot::Sender<Result<(), Refused>>,
+    },
+    /// Look at `is_stopping`.
+    Wake,
+}
+
+type Updates = mpsc::UnboundedSender<Update>;
+
+impl Engine {
+    /// Makes the two ends of the channel.
+    pub(super) fn new() -> (Self, Inbox) {
+        let (messages, receiver) = channel();
+        let is_stopping = Arc::new(AtomicBool::new(false));
+        let inbox = Inbox { receiver, is_stopping: Arc::clone(&is_stopping) };
+        (Self { messages, is_stopping }, inbox)
+    }
+
+    /// Hands a prompt over; returns a receiver for each text. A text ends when its receiver is
+    /// dropped.
+    ///
+    /// # Errors
+    /// [`Refused`]; nothing runs then.
+    pub(super) async fn submit(
+        &self,
+        prompt: Prompt,
+    ) -> Result<Vec<mpsc::UnboundedReceiver<Update>>, Refused> {
+        if self.is_stopping() {
+            return Err(Refused::Stopping);
+        }
+        let channels = prompt.samplers.iter().map(|_| mpsc::unbounded_channel());
+        let (texts, receivers) = channels.unzip();
+        let (answer, answered) = oneshot::channel();
+        let message = Message::Submit { prompt, texts, answer };
+        self.messages.send(message).map_err(|_| Refused::Stopping)?;
+        answered.await.map_err(|_| Refused::Stopping)??;
+        Ok(receivers)
+    }
+
+    /// Lets what runs end, and refuses everything else.
+    pub(super) fn stop(&self) {
+        self.is_stopping.store(true, Ordering::SeqCst);
+        // The engine may be gone already.
+        let _ = self.messages.send(Message::Wake);
+    }
+
+    pub(super) fn is_stopping(&self) -> bool {
+        self.is_stopping.load(Ordering::SeqCst)
+    }
+}
+
+/// The engine's end of the channel.
+#[derive(Debug)]
+pub(super) struct Inbox {
+    receiver: Receiver<Message>,
+    is_stopping: Arc<AtomicBool>,
+}
+
+/// Limits of the engine.
+#[derive(Debug, Clone)]
+pub(super) struct EngineOptions {
+    /// Texts that wait.
+    pub(super) max_queue: usize,
+    /// Longest that running texts may take once the engine is stopped.
+    pub(super) drain: Duration,
+    /// End-of-text tokens.
+    pub(super) eos: Vec<u32>,
+}
+
+/// How often tiers are looked after, and the metrics published, while nothing runs.
+const IDLE: Duration = Duration::from_millis(100);
+
+/// Failed steps in a row after which the engine gives up.
+const FAILURES_MAX: u32 = 3;
+
+/// Runs until the engine is stopped and its texts have ended.
+///
+/// # Errors
+/// The scheduler's, if several steps in a row fail.
+pub(super) fn run(
+    scheduler: Scheduler<'_, AnyBackend, Decoder>,
+    inbox: Inbox,
+    options: EngineOptions,
+    metrics: &Metrics,
+) -> anyhow::Result<()> {
+    let mut engine = Running { scheduler, options, metrics, texts: HashMap::new(), failures: 0 };
+    let mut stop_at = None;
+    engine.metrics.note_state(&engine.scheduler);
+    loop {
+        if !engine.scheduler.has_work() {
+            if inbox.is_stopping.load(Ordering::SeqCst) {
+                return engine.finish();
+            }
+            match inbox.receiver.recv_timeout(IDLE) {
+                Ok(message) => engine.take(message),
+                Err(RecvTimeoutError::Timeout) => engine.scheduler.poll_tiers()?,
+                Err(RecvTimeoutError::Disconnected) => return engine.finish(),
+            }
+        }
+        while let Ok(message) = inbox.receiver.try_recv() {
+            engine.take(message);
+        }
+        engine.cancel_where(|text| text.updates.is_closed())?;
+        if inbox.is_stopping.load(Ordering::SeqCst) {
+            let now = Instant::now();
+            let end = *stop_at.get_or_insert(now.checked_add(engine.options.drain).unwrap_or(now));
+            if now >= end {
+                engine.fail_all("the server was stopped")?;
+            }
+        }
+        engine.step()?;
+    }
+}
+
+/// A text that waits or runs.
+#[derive(Debug)]
+struct Text {
+    updates: Updates,
+    submitted: Instant,
+    ignore_eos: bool,
+    has_started: bool,
+}
+
+struct Running<'m, 'a> {
+    scheduler: Scheduler<'m, AnyBackend, Decoder>,
+    options: EngineOptions,
+    metrics: &'a Metrics,
+    /// By the scheduler's number.
+    texts: HashMap<usize, Text>,
+    /// Failed steps in a row.
+    failures: u32,
+}
+
+impl Running<'_, '_> {
+    fn take(&mut self, message: Message) {
+        let Message::Submit { prompt, texts, answer } = message else { return };
+        let answered = self.submit(prompt, texts);
+        self.metrics.note_request(&answered);
+        // The client may have gone meanwhile; its texts are cancelled before the next step.
+        let _ = answer.send(answered);
+    }
+
+    fn submit(&mut self, prompt: Prompt, texts: Vec<Updates>) -> Result<(), Refused> {
+        let (waiting, _) = self.scheduler.queued();
+        let max = self.options.max_queue;
+        if waiting >= max {
+            return Err(Refused::QueueFull { waiting, max });
+        }
+        let ignore_eos = prompt.ignore_eos;
+        let mut samplers = prompt.samplers.into_iter();
+        let request = Request {
+            sampler: samplers.next().unwrap_or_else(Sampler::greedy),
+            salt: prompt.salt,
+            ignore_stop: ignore_eos,
+            ..Request::new(prompt.tokens, prompt.max_new_tokens)
+        };
+        let numbers = self.scheduler.submit_choices(request, samplers.collect())?;
+        let submitted = Instant::now();
+        for (number, updates) in numbers.zip(texts) {
+            let text = Text { updates, submitted, ignore_eos, has_started: false };
+            self.texts.insert(number, text);
+        }
+        Ok(())
+    }
+
+    fn step(&mut self) -> anyhow::Result<()> {
+        if !self.scheduler.has_work() {
+            self.metrics.note_state(&self.scheduler);
+            return Ok(());
+        }
+        let begun = Instant::now();
+        match self.scheduler.step() {
+            Ok(events) => {
+                self.failures = 0;
+                self.metrics.note_step(begun.elapsed());
+                events.into_iter().for_each(|event| self.deliver(event));
+            }
+            Err(error) => {
+                let error = anyhow::Error::from(error);
+                output::note(&format!("a step failed: {}", crate::failure::describe(&error)))?;
+                self.fail_all("the engine failed")?;
+                self.failures = self.failures.saturating_add(1);
+                if self.failures >= FAILURES_MAX {
+                    return Err(error.context("several steps in a row failed"));
+                }
+            }
+        }
+        self.metrics.note_state(&self.scheduler);
+        Ok(())
+    }
+
+    /// Passes an event on. A receiver that is gone is noticed before the next step.
+    fn deliver(&mut self, event: Event) {
+        match event {
+            Event::Token { index, token } => {
+                let cached = self.scheduler.reused(index).unwrap_or(0);
+                let Some(text) = self.texts.get_mut(&index) else { return };
+                if !std::mem::replace(&mut text.has_started, true) {
+                    self.metrics.note_first_token(text.submitted.elapsed());
+                    let _ = text.updates.send(Update::Started { cached });
+                }
+                self.metrics.note_token();
+                if text.ignore_eos || !self.options.eos.contains(&token) {
+                    let _ = text.updates.send(Update::Token(token));
+                }
+            }
+            Event::Finished { index, generated } => {
+                let Some(text) = self.texts.remove(&index) else { return };
+                self.metrics.note_end(generated.finish);
+                let (finish, tokens) = (generated.finish, generated.tokens.len());
+                let _ = text.updates.send(Update::Finished { finish, tokens });
+            }
+            // An event of a later version tells a text nothing.
+            _ => {}
+        }
+    }
+
+    fn cancel_where(&mut self, mut is_over: impl FnMut(&Text) -> bool) -> anyhow::Result<()> {
+        let over = self.texts.iter().filter(|(_, text)| is_over(text));
+        let over: Vec<usize> = over.map(|(index, _)| *index).collect();
+        for index in over {
+            self.texts.remove(&index);
+            if self.scheduler.cancel(index).context("end of a cancelled text")?.is_some() {
+                self.metrics.note_end(Finish::Cancelled);
+            }
+        }
+        Ok(())
+    }
+
+    fn fail_all(&mut self, why: &str) -> anyhow::Result<()> {
+        for text in self.texts.values() {
+            let _ = text.updates.send(Update::Failed(why.to_owned()));
+        }
+        self.cancel_where(|_| true)
+    }
+
+    fn finish(mut self) -> anyhow::Result<()> {
+        let now = Instant::now();
+        let deadline = now.checked_add(crate::tiers::FLUSH).unwrap_or(now);
+        if !self.scheduler.flush_tiers(deadline)? {
+            output::note("not everything was written to the tiers in time")?;
+        }
+        Ok(())
+    }
+}

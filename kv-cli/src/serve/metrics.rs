@@ -1,0 +1,133 @@
+//! What Prometheus reads.
+use std::time::Duration;
+
+use anyhow::Context;
+use kv::backend::AnyBackend;
+use kv_runner::scheduler::Finish;
+use kv_runner::{Decoder, Scheduler};
+use metrics::{Counter, Gauge, Histogram, counter, gauge, histogram};
+use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
+
+use super::engine::Refused;
+
+/// The metrics of one server.
+pub(super) struct Metrics {
+    blocks: [Gauge; 3],
+    sequences: [Gauge; 2],
+    prompt_tokens: Counter,
+    hit_tokens: [Counter; 4],
+    generated_tokens: Counter,
+    evictions: Counter,
+    preemptions: Counter,
+    step_seconds: Histogram,
+    first_token_seconds: Histogram,
+}
+
+/// Upper bounds of the histograms, in seconds.
+const STEP_SECONDS: [f64; 11] = [1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0];
+const FIRST_TOKEN_SECONDS: [f64; 11] =
+    [5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0];
+
+const STEP: &str = "kv_step_seconds";
+const FIRST_TOKEN: &str = "kv_time_to_first_token_seconds";
+
+/// Installs the recorder of this process; returns what renders its text.
+pub(super) fn install() -> anyhow::Result<(Metrics, PrometheusHandle)> {
+    let builder = PrometheusBuilder::new()
+        .set_buckets_for_metric(Matcher::Full(STEP.to_owned()), &STEP_SECONDS)
+        .and_then(|builder| {
+            let first = Matcher::Full(FIRST_TOKEN.to_owned());
+            builder.set_buckets_for_metric(first, &FIRST_TOKEN_SECONDS)
+        });
+    let recorder = builder.context("the bounds of a histogram")?.build_recorder();
+    let handle = recorder.handle();
+    metrics::set_global_recorder(recorder).context("a second recorder of metrics")?;
+    describe();
+    let metrics = Metrics {
+        blocks: ["used", "cached", "total"].map(|state| gauge!(format!("kv_blocks_{state}"))),
+        sequences: ["running", "waiting"].map(|state| gauge!(format!("kv_requests_{state}"))),
+        prompt_tokens: counter!("kv_prompt_tokens_total"),
+        hit_tokens: ["device", "host", "disk", "store"]
+            .map(|tier| counter!("kv_hit_tokens_total", "tier" => tier)),
+        generated_tokens: counter!("kv_generated_tokens_total"),
+        evictions: counter!("kv_evictions_total"),
+        preemptions: counter!("kv_preemptions_total"),
+        step_seconds: histogram!(STEP),
+        first_token_seconds: histogram!(FIRST_TOKEN),
+    };
+    Ok((metrics, handle))
+}
+
+fn describe() {
+    use metrics::{describe_counter, describe_gauge, describe_histogram};
+    describe_gauge!("kv_blocks_used", "Blocks that sequences hold.");
+    describe_gauge!("kv_blocks_cached", "Free blocks whose content can be reused.");
+    describe_gauge!("kv_blocks_total", "Blocks of the pool.");
+    describe_gauge!("kv_requests_running", "Texts that run.");
+    describe_gauge!("kv_requests_waiting", "Texts that wait.");
+    describe_counter!("kv_prompt_tokens_total", "Prompt tokens that were looked up.");
+    describe_counter!("kv_hit_tokens_total", "Prompt tokens that were reused, by tier.");
+    describe_counter!("kv_generated_tokens_total", "Generated tokens.");
+    describe_counter!("kv_evictions_total", "Evicted blocks.");
+    describe_counter!("kv_preemptions_total", "Preempted sequences.");
+    describe_counter!("kv_requests_total", "Prompts by what became of them at arrival.");
+    describe_counter!("kv_texts_total", "Texts by the reason of their end.");
+    describe_histogram!(STEP, "Seconds of a step.");
+    describe_histogram!(FIRST_TOKEN, "Seconds from a prompt's arrival to its first token.");
+}
+
+impl Metrics {
+    pub(super) fn note_step(&self, took: Duration) {
+        self.step_seconds.record(took.as_secs_f64());
+    }
+
+    pub(super) fn note_first_token(&self, took: Duration) {
+        self.first_token_seconds.record(took.as_secs_f64());
+    }
+
+    pub(super) fn note_token(&self) {
+        self.generated_tokens.increment(1);
+    }
+
+    pub(super) fn note_request(&self, answer: &Result<(), Refused>) {
+        let outcome = match answer {
+            Ok(()) => "accepted",
+            Err(Refused::QueueFull { .. }) => "queue_full",
+            Err(Refused::Stopping) => "stopping",
+            Err(Refused::Never(_)) => "too_large",
+        };
+        counter!("kv_requests_total", "outcome" => outcome).increment(1);
+    }
+
+    pub(super) fn note_end(&self, finish: Finish) {
+        let finish = match finish {
+            Finish::Stop => "stop",
+            Finish::Length | Finish::Context => "length",
+            Finish::Cancelled => "cancelled",
+        };
+        counter!("kv_texts_total", "finish" => finish).increment(1);
+    }
+
+    /// Publishes the cache's own counts.
+    pub(super) fn note_state(&self, scheduler: &Scheduler<'_, AnyBackend, Decoder>) {
+        let (usage, stats) = (scheduler.cache().usage(), scheduler.cache().stats());
+        let blocks = [usage.blocks_used, usage.blocks_cached, usage.blocks_total];
+        for (gauge, blocks) in self.blocks.iter().zip(blocks) {
+            gauge.set(f64::from(blocks));
+        }
+        let (waiting, running) = scheduler.queued();
+        for (gauge, texts) in self.sequences.iter().zip([running, waiting]) {
+            gauge.set(f64::from(u32::try_from(texts).unwrap_or(u32::MAX)));
+        }
+        self.prompt_tokens.absolute(stats.query_tokens);
+        let lower = [stats.host_hit_tokens, stats.disk_hit_tokens, stats.store_hit_tokens];
+        let of_lower = lower.iter().fold(0_u64, |sum, tokens| sum.saturating_add(*tokens));
+        let [host, disk, store] = lower;
+        let hits = [stats.hit_tokens.saturating_sub(of_lower), host, disk, store];
+        for (counter, tokens) in self.hit_tokens.iter().zip(hits) {
+            counter.absolute(tokens);
+        }
+        self.evictions.absolute(stats.evictions);
+        self.preemptions.absolute(stats.preemptions);
+    }
+}

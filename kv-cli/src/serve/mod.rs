@@ -1,0 +1,117 @@
+//! `kv serve`: a model over HTTP, as load on the cache.
+//!
+//! One thread owns the scheduler ([`engine`]); requests are read, checked and answered on two others
+//! ([`http`], [`api`]). What they share is [`Server`], which nothing changes.
+mod api;
+mod engine;
+mod http;
+mod metrics;
+
+use std::net::TcpListener;
+use std::sync::Arc;
+
+use anyhow::{Context, bail};
+use kv_runner::stored::Source;
+use kv_runner::{CacheOptions, Layout, Limits, ModelConfig, Tokenizer, calibrate};
+use metrics_exporter_prometheus::PrometheusHandle;
+use tokio::runtime::Builder;
+use tokio::sync::oneshot;
+
+use crate::args::{EngineArgs, Paged, ServeArgs};
+use crate::job::{self, BLOCK_SIZE};
+use crate::loaded::Loaded;
+use crate::num::to_usize;
+use crate::{output, tiers};
+use engine::{Engine, EngineOptions};
+
+/// What every request reads.
+#[derive(Debug)]
+pub(crate) struct Server {
+    engine: Engine,
+    /// Name of the model, as requests give it.
+    model: String,
+    config: ModelConfig,
+    tokenizer: Arc<Tokenizer>,
+    metrics: PrometheusHandle,
+    /// Seconds since 1970 at the start.
+    created: u64,
+}
+
+/// Threads that read requests and write answers.
+const HTTP_THREADS: usize = 2;
+
+pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<()> {
+    // First, because a model may take minutes to read.
+    let listener = TcpListener::bind(args.addr).with_context(|| args.addr.to_string())?;
+    let address = listener.local_addr().context("the address")?;
+    let loaded = Loaded::open(
+        args.engine.model.as_deref(),
+        args.engine.tokenizer.as_deref(),
+        &args.engine.backend,
+    )?;
+    let scheduler = open(&args.engine, &loaded)?;
+    let (metrics, handle) = metrics::install()?;
+    let (engine, inbox) = Engine::new();
+    let server = Arc::new(Server {
+        engine,
+        model: loaded.name.clone(),
+        config: loaded.model.config().clone(),
+        tokenizer: Arc::clone(&loaded.tokenizer),
+        metrics: handle,
+        created: api::unix_time(),
+    });
+    let options = EngineOptions {
+        max_queue: to_usize(args.max_queue),
+        drain: args.drain,
+        eos: loaded.model.config().eos().to_vec(),
+    };
+    let runtime = Builder::new_multi_thread()
+        .worker_threads(HTTP_THREADS)
+        .thread_name("http")
+        .enable_all()
+        .build()
+        .context("start of the threads for requests")?;
+    let http = http::Options::new(args);
+    let (engine_ended, ended) = oneshot::channel();
+    let serving = runtime.spawn(http::serve(listener, http, Arc::clone(&server), ended));
+    let blocks = scheduler.cache().usage().blocks_total;
+    let model = &server.model;
+    output::note(&format!("{model} on http://{address}, {blocks} blocks of the cache"))?;
+    let ended = engine::run(scheduler, inbox, options, &metrics);
+    // It may have failed, and not been stopped.
+    server.engine.stop();
+    let _ = engine_ended.send(());
+    let served = runtime.block_on(serving).context("a thread for requests")?;
+    runtime.shutdown_timeout(args.drain);
+    ended.and(served)
+}
+
+type Scheduler<'m> = kv_runner::Scheduler<'m, kv::backend::AnyBackend, kv_runner::Decoder>;
+
+fn open<'m>(args: &EngineArgs, loaded: &'m Loaded) -> anyhow::Result<Scheduler<'m>> {
+    let calibration = match &args.format.calibration {
+        Some(Source::File(path)) => Some(calibrate::load(path, &loaded.model)?),
+        Some(Source::Online) => bail!("calib=online needs a prompt: use calib=FILE"),
+        None => {
+            args.format.check_scales("calib=FILE")?;
+            None
+        }
+    };
+    let (block_size, num_blocks) = match args.paged {
+        Some(Paged { block_size, num_blocks }) => (block_size, num_blocks),
+        None => (BLOCK_SIZE, job::affordable_blocks(args, loaded, args.max_batch)?),
+    };
+    let options = CacheOptions {
+        layout: Layout::Paged { block_size, num_blocks },
+        stored: args.format.clone(),
+        reuse: true,
+        tiers: !args.tier.is_empty(),
+    };
+    let limits = Limits {
+        max_batch: to_usize(args.max_batch),
+        max_step_tokens: to_usize(args.max_step_tokens),
+        ..Limits::of(loaded.model.config())
+    };
+    let digest = if options.tiers { Some(tiers::digest(&loaded.path)?) } else { None };
+    job::scheduler(args, loaded, (calibration.as_ref(), digest), &options, limits)
+}
