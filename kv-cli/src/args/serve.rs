@@ -1,5 +1,6 @@
 //! Arguments of `kv serve`.
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
@@ -11,7 +12,7 @@ use super::{at_least_1, seconds};
 ///
 /// `POST /v1/completions`, `POST /v1/chat/completions`, `GET /v1/models`, `GET /health`, `GET
 /// /metrics` for Prometheus, and a page with the state of the cache at `/`. All requests run in one
-/// continuous batch; prompts reuse what others with the same cache_salt left in the cache.
+/// continuous batch; prompts reuse what others with the same salt left in the cache.
 ///
 /// SIGTERM and Ctrl-C let running requests end, then write what tiers shall keep.
 #[derive(Debug, Args)]
@@ -25,6 +26,11 @@ use super::{at_least_1, seconds};
 pub(crate) struct ServeArgs {
     #[command(flatten)]
     pub(crate) engine: EngineArgs,
+
+    /// Template that makes the prompt of a chat; default: `chat_template.jinja`, or the one in
+    /// `tokenizer_config.json`, beside the tokenizer or the model
+    #[arg(long, value_name = "FILE")]
+    pub(crate) chat_template: Option<PathBuf>,
 
     /// Address to listen on; port 0 takes a free one. Others than this machine reach it only if it
     /// says so, such as 0.0.0.0:8080

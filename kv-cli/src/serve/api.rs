@@ -3,17 +3,20 @@ use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use axum::Router;
+use axum::body::Bytes;
+use axum::extract::rejection::BytesRejection;
 use axum::extract::{DefaultBodyLimit, Request, State};
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Json, Response};
-use axum::routing::get;
+use axum::routing::{get, post};
+use kv_runner::ScheduleError;
 use serde_json::json;
 use tower_http::timeout::RequestBodyTimeoutLayer;
 
-use super::Server;
 use super::engine::Refused;
 use super::http::{BODY_PAUSE, Options};
+use super::{Server, chat, completions};
 
 /// Longest body of a request, in bytes.
 const BODY_MAX: usize = 8 << 20;
@@ -24,6 +27,8 @@ pub(super) fn router(server: Arc<Server>, options: &Options) -> Router {
     let guarded = Router::new()
         .route("/v1/models", get(models))
         .route("/v1/models/{model}", get(model))
+        .route("/v1/completions", post(completions::answer))
+        .route("/v1/chat/completions", post(chat::answer))
         .route("/metrics", get(metrics))
         .layer(middleware::from_fn_with_state(key, check_key));
     Router::new()
@@ -144,6 +149,16 @@ impl ApiError {
     }
 }
 
+/// Returns the body of a request, or why there is none.
+pub(super) fn body_of(body: Result<Bytes, BytesRejection>) -> Result<Bytes, ApiError> {
+    body.map_err(|rejection| ApiError::new(rejection.status(), rejection.body_text()))
+}
+
+/// A failure that is not the client's fault.
+pub(super) fn internal(why: &str) -> ApiError {
+    ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, why)
+}
+
 impl From<Refused> for ApiError {
     fn from(refused: Refused) -> Self {
         let (status, code) = match &refused {
@@ -151,7 +166,24 @@ impl From<Refused> for ApiError {
             Refused::Stopping => (StatusCode::SERVICE_UNAVAILABLE, "stopping"),
             Refused::Never(_) => (StatusCode::BAD_REQUEST, "context_length_exceeded"),
         };
-        Self::new(status, refused.to_string()).with_code(code)
+        Self::new(status, describe_refusal(&refused)).with_code(code)
+    }
+}
+
+/// Says the numbers of a refusal, without the scheduler's number of the request.
+fn describe_refusal(refused: &Refused) -> String {
+    match refused {
+        Refused::Never(ScheduleError::DoesNotFit { tokens, shortage, .. }) => format!(
+            "prompt and max_tokens are {tokens} tokens, which need {} blocks of the cache's {}",
+            shortage.needed, shortage.available
+        ),
+        Refused::Never(ScheduleError::PromptTooLong { tokens, context, .. }) => {
+            format!("the prompt has {tokens} tokens, the model's context {context}")
+        }
+        Refused::Never(ScheduleError::TooLong { tokens, max, .. }) => {
+            format!("prompt and max_tokens are {tokens} tokens, a sequence has at most {max}")
+        }
+        refused => refused.to_string(),
     }
 }
 

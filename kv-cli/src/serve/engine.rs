@@ -151,7 +151,7 @@ const FAILURES_MAX: u32 = 3;
 /// The scheduler's, if several steps in a row fail.
 pub(super) fn run(
     scheduler: Scheduler<'_, AnyBackend, Decoder>,
-    inbox: Inbox,
+    inbox: &Inbox,
     options: EngineOptions,
     metrics: &Metrics,
 ) -> anyhow::Result<()> {
@@ -245,7 +245,9 @@ impl Running<'_, '_> {
             Ok(events) => {
                 self.failures = 0;
                 self.metrics.note_step(begun.elapsed());
-                events.into_iter().for_each(|event| self.deliver(event));
+                for event in events {
+                    self.deliver(event);
+                }
             }
             Err(error) => {
                 let error = anyhow::Error::from(error);

@@ -30,17 +30,12 @@ const NO_ROOM: Duration = Duration::from_millis(100);
 #[derive(Debug, Clone)]
 pub(super) struct Options {
     connections: usize,
-    pub(super) request: Duration,
     pub(super) api_key: Option<String>,
 }
 
 impl Options {
     pub(super) fn new(args: &ServeArgs) -> Self {
-        Self {
-            connections: to_usize(args.max_connections),
-            request: args.request_timeout,
-            api_key: args.api_key.clone(),
-        }
+        Self { connections: to_usize(args.max_connections), api_key: args.api_key.clone() }
     }
 }
 

@@ -14,6 +14,10 @@ use super::engine::Refused;
 pub(super) struct Metrics {
     blocks: [Gauge; 3],
     sequences: [Gauge; 2],
+    /// Prompts that are accepted, find the queue full, come too late, or never fit.
+    prompts: [Counter; 4],
+    /// Texts that stop, reach their length, or are cancelled.
+    texts: [Counter; 3],
     prompt_tokens: Counter,
     hit_tokens: [Counter; 4],
     generated_tokens: Counter,
@@ -46,6 +50,10 @@ pub(super) fn install() -> anyhow::Result<(Metrics, PrometheusHandle)> {
     let metrics = Metrics {
         blocks: ["used", "cached", "total"].map(|state| gauge!(format!("kv_blocks_{state}"))),
         sequences: ["running", "waiting"].map(|state| gauge!(format!("kv_requests_{state}"))),
+        prompts: ["accepted", "queue_full", "stopping", "too_large"]
+            .map(|outcome| counter!("kv_requests_total", "outcome" => outcome)),
+        texts: ["stop", "length", "cancelled"]
+            .map(|finish| counter!("kv_texts_total", "finish" => finish)),
         prompt_tokens: counter!("kv_prompt_tokens_total"),
         hit_tokens: ["device", "host", "disk", "store"]
             .map(|tier| counter!("kv_hit_tokens_total", "tier" => tier)),
@@ -90,22 +98,24 @@ impl Metrics {
     }
 
     pub(super) fn note_request(&self, answer: &Result<(), Refused>) {
-        let outcome = match answer {
-            Ok(()) => "accepted",
-            Err(Refused::QueueFull { .. }) => "queue_full",
-            Err(Refused::Stopping) => "stopping",
-            Err(Refused::Never(_)) => "too_large",
+        let [accepted, queue_full, stopping, too_large] = &self.prompts;
+        let counter = match answer {
+            Ok(()) => accepted,
+            Err(Refused::QueueFull { .. }) => queue_full,
+            Err(Refused::Stopping) => stopping,
+            Err(Refused::Never(_)) => too_large,
         };
-        counter!("kv_requests_total", "outcome" => outcome).increment(1);
+        counter.increment(1);
     }
 
     pub(super) fn note_end(&self, finish: Finish) {
-        let finish = match finish {
-            Finish::Stop => "stop",
-            Finish::Length | Finish::Context => "length",
-            Finish::Cancelled => "cancelled",
+        let [stop, length, cancelled] = &self.texts;
+        let counter = match finish {
+            Finish::Stop => stop,
+            Finish::Length | Finish::Context => length,
+            Finish::Cancelled => cancelled,
         };
-        counter!("kv_texts_total", "finish" => finish).increment(1);
+        counter.increment(1);
     }
 
     /// Publishes the cache's own counts.

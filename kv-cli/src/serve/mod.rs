@@ -1,14 +1,21 @@
 //! `kv serve`: a model over HTTP, as load on the cache.
 //!
-//! One thread owns the scheduler ([`engine`]); requests are read, checked and answered on two others
-//! ([`http`], [`api`]). What they share is [`Server`], which nothing changes.
+//! One thread owns the scheduler ([`engine`]); requests are read, checked and answered on two
+//! others ([`http`], [`api`]). What they share is [`Server`], which nothing changes.
+mod answer;
 mod api;
+mod chat;
+mod completions;
 mod engine;
 mod http;
 mod metrics;
+mod request;
+mod template;
+mod text;
 
 use std::net::TcpListener;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context, bail};
 use kv_runner::stored::Source;
@@ -23,6 +30,7 @@ use crate::loaded::Loaded;
 use crate::num::to_usize;
 use crate::{output, tiers};
 use engine::{Engine, EngineOptions};
+use template::Template;
 
 /// What every request reads.
 #[derive(Debug)]
@@ -32,7 +40,13 @@ pub(crate) struct Server {
     model: String,
     config: ModelConfig,
     tokenizer: Arc<Tokenizer>,
+    /// Makes prompts of chats, if the model has one.
+    template: Option<Template>,
     metrics: PrometheusHandle,
+    /// Tokens that the cache has room for.
+    capacity: u32,
+    /// Longest that a request may take.
+    timeout: Duration,
     /// Seconds since 1970 at the start.
     created: u64,
 }
@@ -57,7 +71,10 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<()> {
         model: loaded.name.clone(),
         config: loaded.model.config().clone(),
         tokenizer: Arc::clone(&loaded.tokenizer),
+        template: Template::find(args, &loaded)?,
         metrics: handle,
+        capacity: capacity(&scheduler),
+        timeout: args.request_timeout,
         created: api::unix_time(),
     });
     let options = EngineOptions {
@@ -77,13 +94,22 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<()> {
     let blocks = scheduler.cache().usage().blocks_total;
     let model = &server.model;
     output::note(&format!("{model} on http://{address}, {blocks} blocks of the cache"))?;
-    let ended = engine::run(scheduler, inbox, options, &metrics);
+    let ended = engine::run(scheduler, &inbox, options, &metrics);
     // It may have failed, and not been stopped.
     server.engine.stop();
     let _ = engine_ended.send(());
-    let served = runtime.block_on(serving).context("a thread for requests")?;
+    let of_requests = runtime.block_on(serving).context("a thread for requests")?;
     runtime.shutdown_timeout(args.drain);
-    ended.and(served)
+    ended.and(of_requests)
+}
+
+/// Returns the tokens of a sequence that has all blocks.
+fn capacity(scheduler: &Scheduler<'_>) -> u32 {
+    let tokens = |group: &kv::spec::GroupSpec| {
+        let blocks = group.num_blocks();
+        blocks.saturating_mul(group.block_size())
+    };
+    scheduler.cache().spec().groups().iter().map(tokens).min().unwrap_or(u32::MAX)
 }
 
 type Scheduler<'m> = kv_runner::Scheduler<'m, kv::backend::AnyBackend, kv_runner::Decoder>;

@@ -1,0 +1,360 @@
+//! Answers of both kinds: whole, or as a stream of events.
+use std::collections::VecDeque;
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::sync::Arc;
+
+use axum::body::Body;
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Json, Response};
+use futures_util::stream::{self, SelectAll, Stream, StreamExt as _};
+use kv_runner::Sampler;
+use serde_json::{Value, json};
+use tokio::time::Instant;
+
+use super::api::{ApiError, unix_time};
+use super::engine::Prompt;
+use super::request::Wanted;
+use super::text::{Ended, Part, Text};
+use super::{Server, api};
+
+/// The two kinds of answers: of `/v1/completions` and of `/v1/chat/completions`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    Completion,
+    Chat,
+}
+
+/// A request whose texts run, or wait to run.
+pub(super) struct Running {
+    pub(super) kind: Kind,
+    pub(super) server: Arc<Server>,
+    pub(super) include_usage: bool,
+    texts: Vec<Text>,
+    /// Texts of one prompt.
+    n: usize,
+    prompt_tokens: usize,
+    deadline: Instant,
+}
+
+impl Server {
+    /// Hands prompts to the engine.
+    pub(super) async fn start(
+        self: &Arc<Self>,
+        kind: Kind,
+        wanted: &Wanted,
+        prompts: Vec<Vec<u32>>,
+    ) -> Result<Running, ApiError> {
+        self.check_model(wanted.model.as_deref())?;
+        let deadline = Instant::now().checked_add(self.timeout).unwrap_or_else(Instant::now);
+        let seed = match wanted.seed {
+            Some(seed) => seed,
+            None => random().map_err(|error| api::internal(&error))?,
+        };
+        let (mut texts, mut prompt_tokens) = (Vec::new(), 0_usize);
+        for (at, tokens) in prompts.into_iter().enumerate() {
+            let first = at.saturating_mul(wanted.n);
+            let samplers = (first..first.saturating_add(wanted.n))
+                .map(|text| Sampler::new(wanted.temperature, seed, text).with_top_p(wanted.top_p));
+            prompt_tokens = prompt_tokens.saturating_add(tokens.len());
+            let prompt = Prompt {
+                max_new_tokens: self.max_new_tokens(kind, wanted, &tokens)?,
+                samplers: samplers.collect(),
+                salt: wanted.salt.clone(),
+                ignore_eos: wanted.ignore_eos,
+                tokens: tokens.clone(),
+            };
+            for updates in self.engine.submit(prompt).await? {
+                let tokenizer = Arc::clone(&self.tokenizer);
+                texts.push(Text::new(updates, tokenizer, &tokens, wanted.stop.clone()));
+            }
+        }
+        Ok(Running {
+            kind,
+            server: Arc::clone(self),
+            include_usage: wanted.include_usage,
+            texts,
+            n: wanted.n,
+            prompt_tokens,
+            deadline,
+        })
+    }
+
+    /// Returns the limit of new tokens, by default that of OpenAI: 16 for completions, and for a
+    /// chat as many as there is room for.
+    fn max_new_tokens(&self, kind: Kind, wanted: &Wanted, prompt: &[u32]) -> Result<u32, ApiError> {
+        let (tokens, context) = (prompt.len(), self.config.context());
+        let room = u32::try_from(tokens).ok().and_then(|tokens| context.checked_sub(tokens));
+        let Some(room) = room.filter(|room| *room > 0) else {
+            let error = format!("the prompt has {tokens} tokens, the model's context {context}");
+            let field = if kind == Kind::Chat { "messages" } else { "prompt" };
+            return Err(ApiError::bad(error).about(field).with_code("context_length_exceeded"));
+        };
+        let unlimited = match kind {
+            Kind::Completion => COMPLETION_TOKENS,
+            // The last token is never cached.
+            Kind::Chat => {
+                let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
+                self.capacity.saturating_sub(tokens).saturating_add(1).clamp(1, room)
+            }
+        };
+        Ok(wanted.max_tokens.unwrap_or(unlimited))
+    }
+}
+
+/// New tokens of a completion that gives no limit.
+const COMPLETION_TOKENS: u32 = 16;
+
+impl Running {
+    /// Answers as the request wants it.
+    pub(super) async fn answer(self, stream: bool) -> Response {
+        if stream { self.stream() } else { self.whole().await.into_response() }
+    }
+
+    async fn whole(self) -> Result<Json<Value>, ApiError> {
+        let head = Head::new(self.kind, &self.server.model);
+        let mut usage = Usage::new(self.prompt_tokens, self.n);
+        let mut done = vec![(String::new(), None); self.texts.len()];
+        let mut parts = parts_of(self.texts);
+        loop {
+            let next = tokio::time::timeout_at(self.deadline, parts.next()).await;
+            let Some((at, part)) = next.map_err(|_| too_late())? else { break };
+            let Some((text, reason)) = done.get_mut(at) else { continue };
+            match part {
+                Part::Text(more) => text.push_str(&more),
+                Part::End(ended) => {
+                    usage.add(at, ended);
+                    *reason = Some(ended.reason);
+                }
+                Part::Failed(why) => return Err(api::internal(&why)),
+            }
+        }
+        let choices = done.iter().enumerate().map(|(at, (text, reason))| {
+            let content = match self.kind {
+                Kind::Completion => ("text", json!(text)),
+                Kind::Chat => {
+                    let message = json!({"role": "assistant", "content": text, "refusal": null});
+                    ("message", message)
+                }
+            };
+            choice(at, content, *reason)
+        });
+        let choices = choices.collect::<Vec<_>>();
+        Ok(Json(head.with(self.kind.whole(), &choices, Some(&usage.json()))))
+    }
+
+    fn stream(self) -> Response {
+        let events = Events {
+            head: Head::new(self.kind, &self.server.model),
+            kind: self.kind,
+            usage: Usage::new(self.prompt_tokens, self.n),
+            include_usage: self.include_usage,
+            ready: VecDeque::new(),
+            num_texts: self.texts.len(),
+            parts: Some(parts_of(self.texts)),
+            deadline: self.deadline,
+        };
+        let body = stream::unfold(events.begun(), async |mut events| {
+            events.next().await.map(|event| (Ok::<_, Infallible>(event), events))
+        });
+        let headers = [
+            (header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream")),
+            (header::CACHE_CONTROL, HeaderValue::from_static("no-cache")),
+        ];
+        (headers, Body::from_stream(body)).into_response()
+    }
+}
+
+/// The parts of several texts as they come, each with the number of its text.
+type Parts = SelectAll<Pin<Box<dyn Stream<Item = (usize, Part)> + Send>>>;
+
+fn parts_of(texts: Vec<Text>) -> Parts {
+    let streams = texts.into_iter().enumerate().map(|(at, text)| {
+        let parts =
+            stream::unfold(text, async |mut text| text.next().await.map(|part| (part, text)));
+        let parts: Pin<Box<dyn Stream<Item = (usize, Part)> + Send>> =
+            Box::pin(parts.map(move |part| (at, part)));
+        parts
+    });
+    stream::select_all(streams)
+}
+
+/// The events of a streamed answer.
+struct Events {
+    head: Head,
+    kind: Kind,
+    usage: Usage,
+    include_usage: bool,
+    /// Events that are next.
+    ready: VecDeque<String>,
+    num_texts: usize,
+    /// `None` once all texts have ended.
+    parts: Option<Parts>,
+    deadline: Instant,
+}
+
+impl Events {
+    /// Adds what a chat begins with.
+    fn begun(mut self) -> Self {
+        if self.kind == Kind::Chat {
+            for at in 0..self.num_texts {
+                let role = json!({"role": "assistant", "content": ""});
+                self.push(choice(at, ("delta", role), None));
+            }
+        }
+        self
+    }
+
+    /// Returns the next event; `None` after the last.
+    async fn next(&mut self) -> Option<String> {
+        loop {
+            if let Some(event) = self.ready.pop_front() {
+                return Some(event);
+            }
+            let parts = self.parts.as_mut()?;
+            match tokio::time::timeout_at(self.deadline, parts.next()).await {
+                Ok(Some((at, part))) => self.take(at, part),
+                Ok(None) => self.end(),
+                Err(_) => self.fail(&too_late()),
+            }
+        }
+    }
+
+    fn take(&mut self, at: usize, part: Part) {
+        match part {
+            Part::Text(text) => {
+                let content = match self.kind {
+                    Kind::Completion => ("text", json!(text)),
+                    Kind::Chat => ("delta", json!({"content": text})),
+                };
+                self.push(choice(at, content, None));
+            }
+            Part::End(ended) => {
+                self.usage.add(at, ended);
+                let content = match self.kind {
+                    Kind::Completion => ("text", json!("")),
+                    Kind::Chat => ("delta", json!({})),
+                };
+                self.push(choice(at, content, Some(ended.reason)));
+            }
+            Part::Failed(why) => self.fail(&api::internal(&why)),
+        }
+    }
+
+    /// Adds a chunk with one choice.
+    fn push(&mut self, choice: Value) {
+        // Chunks say that their usage is not known, if the last one will.
+        let usage = self.include_usage.then_some(Value::Null);
+        let chunk = self.head.with(self.kind.chunk(), &[choice], usage.as_ref());
+        self.ready.push_back(event(&chunk));
+    }
+
+    /// Adds what comes after the last choice.
+    fn end(&mut self) {
+        if self.include_usage {
+            let chunk = self.head.with(self.kind.chunk(), &[], Some(&self.usage.json()));
+            self.ready.push_back(event(&chunk));
+        }
+        self.ready.push_back("data: [DONE]\n\n".to_owned());
+        self.parts = None;
+    }
+
+    /// Ends with an error; the texts that still run are cancelled.
+    fn fail(&mut self, error: &ApiError) {
+        self.ready.push_back(event(&error.body()));
+        self.parts = None;
+    }
+}
+
+fn event(value: &Value) -> String {
+    format!("data: {value}\n\n")
+}
+
+fn too_late() -> ApiError {
+    let error = "the request took longer than the server allows";
+    ApiError::new(StatusCode::GATEWAY_TIMEOUT, error).with_code("timeout")
+}
+
+/// Returns the entry of one text.
+fn choice(at: usize, (name, content): (&str, Value), reason: Option<&str>) -> Value {
+    json!({"index": at, name: content, "logprobs": null, "finish_reason": reason})
+}
+
+/// What every chunk of an answer begins with.
+struct Head {
+    id: String,
+    created: u64,
+    model: String,
+}
+
+impl Head {
+    fn new(kind: Kind, model: &str) -> Self {
+        let prefix = if kind == Kind::Chat { "chatcmpl" } else { "cmpl" };
+        // Only to be told apart: without random numbers ids of one second are alike.
+        let id = format!("{prefix}-{:016x}", random().unwrap_or_default());
+        Self { id, created: unix_time(), model: model.to_owned() }
+    }
+
+    fn with(&self, object: &str, choices: &[Value], usage: Option<&Value>) -> Value {
+        let mut answer = json!({
+            "id": self.id, "object": object, "created": self.created, "model": self.model,
+            "choices": choices,
+        });
+        if let (Some(fields), Some(usage)) = (answer.as_object_mut(), usage) {
+            fields.insert("usage".to_owned(), usage.clone());
+        }
+        answer
+    }
+}
+
+impl Kind {
+    fn whole(self) -> &'static str {
+        match self {
+            Self::Completion => "text_completion",
+            Self::Chat => "chat.completion",
+        }
+    }
+
+    fn chunk(self) -> &'static str {
+        match self {
+            Self::Completion => "text_completion",
+            Self::Chat => "chat.completion.chunk",
+        }
+    }
+}
+
+/// Tokens of a request: a prompt counts once, whatever the number of its texts.
+struct Usage {
+    prompt: usize,
+    cached: usize,
+    generated: usize,
+    /// Texts of one prompt.
+    n: usize,
+}
+
+impl Usage {
+    fn new(prompt: usize, n: usize) -> Self {
+        Self { prompt, cached: 0, generated: 0, n }
+    }
+
+    fn add(&mut self, at: usize, ended: Ended) {
+        self.generated = self.generated.saturating_add(ended.tokens);
+        if at.checked_rem(self.n) == Some(0) {
+            self.cached = self.cached.saturating_add(ended.cached);
+        }
+    }
+
+    fn json(&self) -> Value {
+        json!({
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.generated,
+            "total_tokens": self.prompt.saturating_add(self.generated),
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        })
+    }
+}
+
+/// Returns a random number.
+fn random() -> Result<u64, String> {
+    getrandom::u64().map_err(|error| format!("random numbers: {error}"))
+}
