@@ -13,7 +13,7 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use common::generate::{Limits, generate};
-use common::{Folder, open_cache};
+use common::{Folder, Geometry, open_cache};
 use kv_candle::CandleStep;
 use kv_candle::kv::KvFormat;
 use model::{Cache, Llama, LlamaConfig};
@@ -49,12 +49,13 @@ fn sixty_four_requests_at_once_are_each_request_alone() {
     let stop = vec![*folder.encode(".").unwrap().last().unwrap()];
     let limits = Limits { stop, ..folder.limits(24) };
 
-    let spec = || {
-        let head_dim = config.hidden_size / config.num_attention_heads;
-        common::spec(config.num_hidden_layers, config.num_key_value_heads, head_dim).unwrap()
+    let geometry = Geometry {
+        kv_heads: config.num_key_value_heads,
+        head_dim: config.hidden_size / config.num_attention_heads,
+        windows: vec![None; config.num_hidden_layers],
     };
     let longest = prompts.iter().map(|prompt| limits.longest(prompt)).max().unwrap();
-    let mut alone = open_cache(spec(), KvFormat::F32, 1, longest).unwrap();
+    let mut alone = open_cache(&geometry, KvFormat::F32, 1, longest).unwrap();
     let expected: Vec<_> = prompts
         .iter()
         .map(|prompt| generate(&mut alone, &model, prompt, &limits).unwrap())
@@ -63,7 +64,7 @@ fn sixty_four_requests_at_once_are_each_request_alone() {
     assert!(ends.len() > 10, "sequences leave one by one: {ends:?}");
 
     for max_batch in [64, 9] {
-        let mut cache = open_cache(spec(), KvFormat::F32, 64, longest).unwrap();
+        let mut cache = open_cache(&geometry, KvFormat::F32, 64, longest).unwrap();
         let served = serve::serve(&mut cache, &model, &prompts, &limits, max_batch).unwrap();
         for (at, (got, expected)) in served.new.iter().zip(&expected).enumerate() {
             assert_eq!(got, expected, "request {at}, at most {max_batch} at once");
