@@ -23,6 +23,9 @@ type Ours = Box<dyn Fn(&Tensor, &CandleStep<'_>) -> Result<Tensor>>;
 /// A model of candle-transformers: ids `[1, t]` after so many others, to logits of the last.
 pub(crate) type Theirs = Box<dyn FnMut(&Tensor, usize) -> Result<Tensor>>;
 
+/// A model that computes the logits of every token of a text.
+type Whole = Box<dyn Fn(&[u32]) -> Vec<Logits>>;
+
 /// One model, twice.
 pub(crate) struct Model {
     pub(crate) name: &'static str,
@@ -34,7 +37,7 @@ pub(crate) struct Model {
     /// Makes candle's model, without tokens.
     pub(crate) theirs: Box<dyn Fn() -> Theirs>,
     /// Computes the logits of every token of a text in f64.
-    pub(crate) exact: Box<dyn Fn(&[u32]) -> Vec<Logits>>,
+    pub(crate) exact: Whole,
 }
 
 /// Settings that tests change.
