@@ -20,7 +20,7 @@ use model::{Cache, Llama, LlamaConfig};
 
 /// Continues text with a Llama, over a cache of kv.
 #[derive(Debug, Parser)]
-struct Arguments {
+pub(crate) struct Arguments {
     #[command(flatten)]
     options: Options,
 
@@ -46,7 +46,8 @@ fn main() -> ExitCode {
     common::main(run)
 }
 
-fn run(arguments: &Arguments) -> anyhow::Result<String> {
+/// Runs the example and returns its text.
+pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<String> {
     let folder = Folder::open(&arguments.options.model)?;
     let config = folder.config::<LlamaConfig>()?.into_config(false);
     let head_dim = config.hidden_size.checked_div(config.num_attention_heads);

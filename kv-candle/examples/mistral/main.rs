@@ -17,7 +17,8 @@ fn main() -> ExitCode {
     common::main(run)
 }
 
-fn run(options: &Options) -> anyhow::Result<String> {
+/// Runs the example and returns its text.
+pub(crate) fn run(options: &Options) -> anyhow::Result<String> {
     let folder = Folder::open(&options.model)?;
     let config: Config = folder.config()?;
     let head_dim = config.hidden_size.checked_div(config.num_attention_heads);

@@ -16,7 +16,8 @@ fn main() -> ExitCode {
     common::main(run)
 }
 
-fn run(options: &Options) -> anyhow::Result<String> {
+/// Runs the example and returns its text.
+pub(crate) fn run(options: &Options) -> anyhow::Result<String> {
     let folder = Folder::open(&options.model)?;
     let config: Config = folder.config()?;
     let geometry = Geometry {

@@ -3,30 +3,26 @@
 #![expect(clippy::unwrap_used, clippy::arithmetic_side_effects, reason = "tests")]
 mod complaints;
 mod exact;
+mod examples;
 mod models;
 mod parity;
 mod run;
 
-#[rustfmt::skip]
-#[allow(warnings, reason = "kept as candle-transformers has it")]
-#[path = "../../examples/gemma3/model.rs"]
+#[allow(dead_code, reason = "the command line is for the examples")]
+#[path = "../../examples/gemma3/main.rs"]
 mod gemma3;
-#[rustfmt::skip]
-#[allow(warnings, reason = "kept as candle-transformers has it")]
-#[path = "../../examples/llama/model.rs"]
+#[allow(dead_code, reason = "the command line is for the examples")]
+#[path = "../../examples/llama/main.rs"]
 mod llama;
-#[rustfmt::skip]
-#[allow(warnings, reason = "kept as candle-transformers has it")]
-#[path = "../../examples/mistral/model.rs"]
+#[allow(dead_code, reason = "the command line is for the examples")]
+#[path = "../../examples/mistral/main.rs"]
 mod mistral;
-#[rustfmt::skip]
-#[allow(warnings, reason = "kept as candle-transformers has it")]
-#[path = "../../examples/phi3/model.rs"]
+#[allow(dead_code, reason = "the command line is for the examples")]
+#[path = "../../examples/phi3/main.rs"]
 mod phi3;
 #[rustfmt::skip]
 #[allow(warnings, reason = "kept as candle-transformers has it")]
 mod qwen2;
-#[rustfmt::skip]
-#[allow(warnings, reason = "kept as candle-transformers has it")]
-#[path = "../../examples/qwen3/model.rs"]
+#[allow(dead_code, reason = "the command line is for the examples")]
+#[path = "../../examples/qwen3/main.rs"]
 mod qwen3;

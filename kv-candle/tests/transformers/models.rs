@@ -12,9 +12,11 @@ use serde_json::{Value, json};
 
 use crate::exact::Exact;
 use crate::run::{Logits, as_candle};
-use crate::{gemma3, llama, mistral, phi3, qwen2, qwen3};
+use crate::{gemma3::model as gemma3, llama::model as llama, mistral::model as mistral};
+use crate::{phi3::model as phi3, qwen2, qwen3::model as qwen3};
 
-pub(crate) const VOCAB: u32 = 64;
+/// That of the bundled tokenizer.
+pub(crate) const VOCAB: u32 = 512;
 const LAYERS: u16 = 3;
 const HEAD_DIM: u32 = 8;
 
@@ -29,6 +31,9 @@ type Whole = Box<dyn Fn(&[u32]) -> Vec<Logits>>;
 /// One model, twice.
 pub(crate) struct Model {
     pub(crate) name: &'static str,
+    /// Its `config.json`, and its weights.
+    pub(crate) config: Value,
+    pub(crate) tensors: HashMap<String, Tensor>,
     /// Geometry of the cache, without format and size.
     pub(crate) spec: CacheSpecBuilder,
     /// Layers with a sliding window, and the tokens before its own that a query sees there.
@@ -64,7 +69,7 @@ pub(crate) fn all(shape: Shape) -> [Model; 6] {
 }
 
 pub(crate) fn llama_model(shape: Shape) -> Model {
-    let (ours, theirs): (llama::LlamaConfig, candle::llama::LlamaConfig) =
+    let (config, ours, theirs): (Value, llama::LlamaConfig, candle::llama::LlamaConfig) =
         configs(shape, &json!({}));
     let (ours, theirs) = (ours.into_config(false), theirs.into_config(false));
     let tensors = tensors(|vb| candle::llama::Llama::load(vb, &theirs).map(drop));
@@ -73,6 +78,8 @@ pub(crate) fn llama_model(shape: Shape) -> Model {
     let exact = Exact::new(&tensors, 8, LAYERS);
     Model {
         name: "llama",
+        config,
+        tensors: tensors.clone(),
         spec: spec(),
         windowed: (&[], 0),
         ours: Box::new(move |ids, step| model.forward(ids, &rope, step)),
@@ -87,12 +94,14 @@ pub(crate) fn llama_model(shape: Shape) -> Model {
 }
 
 pub(crate) fn qwen2_model(shape: Shape) -> Model {
-    let (ours, theirs): (_, candle::qwen2::Config) = configs(shape, &json!({}));
+    let (config, ours, theirs): (Value, _, candle::qwen2::Config) = configs(shape, &json!({}));
     let tensors = tensors(|vb| candle::qwen2::ModelForCausalLM::new(&theirs, vb).map(drop));
     let model = qwen2::ModelForCausalLM::new(&ours, view(&tensors, DType::F32)).unwrap();
     let exact = Exact::new(&tensors, 8, LAYERS);
     Model {
         name: "qwen2",
+        config,
+        tensors: tensors.clone(),
         spec: spec(),
         windowed: (&[], 0),
         ours: Box::new(move |ids, step| model.forward(ids, step)),
@@ -106,13 +115,15 @@ pub(crate) fn qwen2_model(shape: Shape) -> Model {
 }
 
 fn qwen3_model(shape: Shape) -> Model {
-    let (ours, theirs): (_, candle::qwen3::Config) =
+    let (config, ours, theirs): (Value, _, candle::qwen3::Config) =
         configs(shape, &json!({"attention_bias": true}));
     let tensors = tensors(|vb| candle::qwen3::ModelForCausalLM::new(&theirs, vb).map(drop));
     let model = qwen3::ModelForCausalLM::new(&ours, view(&tensors, DType::F32)).unwrap();
     let exact = Exact::new(&tensors, 8, LAYERS);
     Model {
         name: "qwen3",
+        config,
+        tensors: tensors.clone(),
         spec: spec(),
         windowed: (&[], 0),
         ours: Box::new(move |ids, step| model.forward(ids, step)),
@@ -127,13 +138,15 @@ fn qwen3_model(shape: Shape) -> Model {
 
 fn phi3_model(shape: Shape) -> Model {
     // A part of each head has no position.
-    let (ours, theirs): (_, candle::phi3::Config) =
+    let (config, ours, theirs): (Value, _, candle::phi3::Config) =
         configs(shape, &json!({"partial_rotary_factor": 0.5}));
     let tensors = tensors(|vb| candle::phi3::Model::new(&theirs, vb).map(drop));
     let model = phi3::Model::new(&ours, view(&tensors, DType::F32)).unwrap();
     let exact = Exact::new(&tensors, 4, LAYERS);
     Model {
         name: "phi3",
+        config,
+        tensors: tensors.clone(),
         spec: spec(),
         windowed: (&[], 0),
         ours: Box::new(move |ids, step| model.forward(ids, step)),
@@ -148,7 +161,7 @@ fn phi3_model(shape: Shape) -> Model {
 
 pub(crate) fn mistral_model(shape: Shape) -> Model {
     let window = json!({"sliding_window": shape.window});
-    let (ours, mut theirs): (_, candle::mistral::Config) = configs(shape, &window);
+    let (config, ours, mut theirs): (Value, _, candle::mistral::Config) = configs(shape, &window);
     theirs.sliding_window = shape.window.map(|window| window - 1);
     let tensors = tensors(|vb| candle::mistral::Model::new(&theirs, vb).map(drop));
     let model = mistral::Model::new(&ours, view(&tensors, DType::F32)).unwrap();
@@ -156,6 +169,8 @@ pub(crate) fn mistral_model(shape: Shape) -> Model {
     let left = shape.window.map(|window| u32::try_from(window - 1).unwrap());
     Model {
         name: "mistral",
+        config,
+        tensors: tensors.clone(),
         spec: spec(),
         windowed: left.map_or((&[], 0), |left| (&[0, 1, 2], left)),
         ours: Box::new(move |ids, step| model.forward(ids, step)),
@@ -179,12 +194,14 @@ pub(crate) fn gemma3_model(shape: Shape) -> Model {
         "attention_bias": true,
         "hidden_activation": "gelu_pytorch_tanh",
     });
-    let (ours, theirs): (gemma3::Config, candle::gemma3::Config) = configs(shape, &own);
+    let (config, ours, theirs): (Value, gemma3::Config, candle::gemma3::Config) =
+        configs(shape, &own);
     let tensors = tensors(|vb| candle::gemma3::Model::new(false, &theirs, vb).map(drop));
     let left = u32::try_from(theirs.sliding_window - 1).unwrap();
     let model = gemma3::Model::new(false, &ours, view(&tensors, DType::F32)).unwrap();
+    let weights = tensors.clone();
     let of_candle = move |dtype| -> Theirs {
-        let mut model = candle::gemma3::Model::new(false, &theirs, view(&tensors, dtype)).unwrap();
+        let mut model = candle::gemma3::Model::new(false, &theirs, view(&weights, dtype)).unwrap();
         // Its cache refuses the V of two tokens or more, which is transposed.
         Box::new(move |ids, offset| {
             let tokens = ids.chunk(ids.dim(1)?, 1)?;
@@ -195,6 +212,8 @@ pub(crate) fn gemma3_model(shape: Shape) -> Model {
     let exact = of_candle.clone();
     Model {
         name: "gemma3",
+        config,
+        tensors,
         spec: spec(),
         windowed: (&[0, 1], left),
         ours: Box::new(move |ids, step| model.forward(ids, step)),
@@ -209,7 +228,7 @@ fn spec() -> CacheSpecBuilder {
 }
 
 /// Reads one `config.json` as the port's configuration and as candle's.
-fn configs<A: DeserializeOwned, B: DeserializeOwned>(shape: Shape, own: &Value) -> (A, B) {
+fn configs<A: DeserializeOwned, B: DeserializeOwned>(shape: Shape, own: &Value) -> (Value, A, B) {
     let mut config = json!({
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -230,7 +249,8 @@ fn configs<A: DeserializeOwned, B: DeserializeOwned>(shape: Shape, own: &Value) 
     });
     let fields = config.as_object_mut().unwrap();
     fields.extend(own.as_object().unwrap().clone());
-    (serde_json::from_value(config.clone()).unwrap(), serde_json::from_value(config).unwrap())
+    let [ours, theirs] = [config.clone(), config.clone()];
+    (config, serde_json::from_value(ours).unwrap(), serde_json::from_value(theirs).unwrap())
 }
 
 fn view(tensors: &HashMap<String, Tensor>, dtype: DType) -> VarBuilder<'static> {
