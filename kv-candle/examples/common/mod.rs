@@ -3,6 +3,7 @@ pub(crate) mod folder;
 pub(crate) mod generate;
 
 use std::collections::BTreeSet;
+use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -91,14 +92,15 @@ impl Geometry {
 }
 
 /// Parses the command line, runs an example and prints its text; an error is one line.
-#[expect(clippy::print_stdout, clippy::print_stderr, reason = "what the programs are for")]
+#[expect(clippy::print_stderr, reason = "a program for a terminal")]
 pub(crate) fn main<O: Parser>(run: impl FnOnce(&O) -> anyhow::Result<String>) -> ExitCode {
     let message = match O::try_parse() {
         Ok(options) => match run(&options) {
-            Ok(text) => {
-                println!("{text}");
-                return ExitCode::SUCCESS;
-            }
+            Ok(text) => match writeln!(io::stdout(), "{text}") {
+                // A reader that has seen enough is none of our business.
+                Err(error) if error.kind() != io::ErrorKind::BrokenPipe => error.to_string(),
+                _ => return ExitCode::SUCCESS,
+            },
             Err(error) => format!("{error:#}"),
         },
         Err(help) if [ErrorKind::DisplayHelp, ErrorKind::DisplayVersion].contains(&help.kind()) => {

@@ -1,4 +1,4 @@
-//! Phi-3: continues a text.
+//! Phi-3, with its sliding window: continues a text.
 #[path = "../common/mod.rs"]
 mod common;
 #[rustfmt::skip]
@@ -25,7 +25,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<String> {
     let geometry = Geometry {
         kv_heads: config.num_key_value_heads,
         head_dim: config.head_dim(),
-        windows: vec![None; config.num_hidden_layers],
+        windows: vec![config.sliding_window; config.num_hidden_layers],
     };
     let model = Model::new(&config, folder.weights()?)?;
     let forward = |ids: &Tensor, step: &CandleStep<'_>| model.forward(ids, step);

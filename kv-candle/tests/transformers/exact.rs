@@ -17,15 +17,27 @@ pub(crate) struct Exact {
     tensors: HashMap<String, Tensor>,
     /// Values of a head that RoPE turns.
     rotated: usize,
+    /// Tokens that a query sees, its own included.
+    window: usize,
     layers: u16,
 }
 
 impl Exact {
-    pub(crate) fn new(tensors: &HashMap<String, Tensor>, rotated: usize, layers: u16) -> Self {
+    pub(crate) fn new(
+        tensors: &HashMap<String, Tensor>,
+        rotated: usize,
+        window: Option<usize>,
+        layers: u16,
+    ) -> Self {
         let wide = |(name, tensor): (&String, &Tensor)| {
             (name.clone(), tensor.to_dtype(DType::F64).unwrap())
         };
-        Self { tensors: tensors.iter().map(wide).collect(), rotated, layers }
+        Self {
+            tensors: tensors.iter().map(wide).collect(),
+            rotated,
+            window: window.unwrap_or(usize::MAX),
+            layers,
+        }
     }
 
     /// Returns the logits of every token of a text.
@@ -66,7 +78,10 @@ impl Exact {
             let x = x.unsqueeze(1)?.expand((KV_HEADS, HEADS / KV_HEADS, len, DIM))?;
             x.reshape((HEADS, len, DIM))
         };
-        let hidden = |at: usize| if at % len > at / len { f64::NEG_INFINITY } else { 0.0 };
+        let hidden = |at: usize| match (at / len).checked_sub(at % len) {
+            Some(before) if before < self.window => 0.0,
+            _ => f64::NEG_INFINITY,
+        };
         let mask: Vec<_> = (0..len * len).map(hidden).collect();
         let scores = (q.matmul(&shared(&k)?.t()?)? / 8.0_f64.sqrt())?;
         let scores = scores.broadcast_add(&Tensor::from_vec(mask, (len, len), &Device::Cpu)?)?;

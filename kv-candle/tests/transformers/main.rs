@@ -1,6 +1,7 @@
 //! Models of candle-transformers, ported to this cache, against candle-transformers itself: the
 //! same random weights and tokens in both.
 #![expect(clippy::unwrap_used, clippy::arithmetic_side_effects, reason = "tests")]
+#![expect(clippy::duplicate_mod, reason = "every example is a program of its own")]
 mod complaints;
 mod exact;
 mod examples;

@@ -49,7 +49,7 @@ pub(crate) struct Model {
 #[derive(Clone, Copy)]
 pub(crate) struct Shape {
     pub(crate) positions: usize,
-    /// Sliding window of mistral and gemma3.
+    /// Sliding window of mistral, phi3 and gemma3.
     pub(crate) window: Option<usize>,
 }
 
@@ -75,7 +75,7 @@ pub(crate) fn llama_model(shape: Shape) -> Model {
     let tensors = tensors(|vb| candle::llama::Llama::load(vb, &theirs).map(drop));
     let model = llama::Llama::load(view(&tensors, DType::F32), &ours).unwrap();
     let rope = llama::Cache::new(DType::F32, &ours, &Device::Cpu).unwrap();
-    let exact = Exact::new(&tensors, 8, LAYERS);
+    let exact = Exact::new(&tensors, 8, None, LAYERS);
     Model {
         name: "llama",
         config,
@@ -97,7 +97,7 @@ pub(crate) fn qwen2_model(shape: Shape) -> Model {
     let (config, ours, theirs): (Value, _, candle::qwen2::Config) = configs(shape, &json!({}));
     let tensors = tensors(|vb| candle::qwen2::ModelForCausalLM::new(&theirs, vb).map(drop));
     let model = qwen2::ModelForCausalLM::new(&ours, view(&tensors, DType::F32)).unwrap();
-    let exact = Exact::new(&tensors, 8, LAYERS);
+    let exact = Exact::new(&tensors, 8, None, LAYERS);
     Model {
         name: "qwen2",
         config,
@@ -119,7 +119,7 @@ fn qwen3_model(shape: Shape) -> Model {
         configs(shape, &json!({"attention_bias": true}));
     let tensors = tensors(|vb| candle::qwen3::ModelForCausalLM::new(&theirs, vb).map(drop));
     let model = qwen3::ModelForCausalLM::new(&ours, view(&tensors, DType::F32)).unwrap();
-    let exact = Exact::new(&tensors, 8, LAYERS);
+    let exact = Exact::new(&tensors, 8, None, LAYERS);
     Model {
         name: "qwen3",
         config,
@@ -139,16 +139,16 @@ fn qwen3_model(shape: Shape) -> Model {
 fn phi3_model(shape: Shape) -> Model {
     // A part of each head has no position.
     let (config, ours, theirs): (Value, _, candle::phi3::Config) =
-        configs(shape, &json!({"partial_rotary_factor": 0.5}));
+        configs(shape, &json!({"partial_rotary_factor": 0.5, "sliding_window": shape.window}));
     let tensors = tensors(|vb| candle::phi3::Model::new(&theirs, vb).map(drop));
     let model = phi3::Model::new(&ours, view(&tensors, DType::F32)).unwrap();
-    let exact = Exact::new(&tensors, 4, LAYERS);
+    let exact = Exact::new(&tensors, 4, shape.window, LAYERS);
     Model {
         name: "phi3",
         config,
         tensors: tensors.clone(),
         spec: spec(),
-        windowed: (&[], 0),
+        windowed: windowed(shape),
         ours: Box::new(move |ids, step| model.forward(ids, step)),
         theirs: Box::new(move || {
             let vb = view(&tensors, DType::F32);
@@ -165,14 +165,13 @@ pub(crate) fn mistral_model(shape: Shape) -> Model {
     theirs.sliding_window = shape.window.map(|window| window - 1);
     let tensors = tensors(|vb| candle::mistral::Model::new(&theirs, vb).map(drop));
     let model = mistral::Model::new(&ours, view(&tensors, DType::F32)).unwrap();
-    let exact = Exact::new(&tensors, 8, LAYERS);
-    let left = shape.window.map(|window| u32::try_from(window - 1).unwrap());
+    let exact = Exact::new(&tensors, 8, shape.window, LAYERS);
     Model {
         name: "mistral",
         config,
         tensors: tensors.clone(),
         spec: spec(),
-        windowed: left.map_or((&[], 0), |left| (&[0, 1, 2], left)),
+        windowed: windowed(shape),
         ours: Box::new(move |ids, step| model.forward(ids, step)),
         theirs: Box::new(move || {
             let vb = view(&tensors, DType::F32);
@@ -221,6 +220,12 @@ pub(crate) fn gemma3_model(shape: Shape) -> Model {
         // Its norms are of its own and take f64.
         exact: Box::new(move |text| as_candle(exact(DType::F64), text, 1)),
     }
+}
+
+/// All layers, if there is a window.
+fn windowed(shape: Shape) -> (&'static [u16], u32) {
+    let left = |window: usize| u32::try_from(window - 1).unwrap();
+    shape.window.map_or((&[], 0), |window| (&[0, 1, 2], left(window)))
 }
 
 fn spec() -> CacheSpecBuilder {

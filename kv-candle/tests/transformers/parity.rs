@@ -98,19 +98,26 @@ fn a_ragged_batch_is_each_sequence_alone_in_candle() {
 
 /// The mask of candle's mistral lets a query see one key more than Hugging Face's in the prefill,
 /// and is missing in a decode step. So it computes every text whole, with a window that is smaller
-/// by one.
+/// by one. candle's phi3 has no window at all.
 #[test]
 fn a_sliding_window_of_w_is_w_tokens_in_decode_too() {
     let shape = Shape { window: Some(6), ..SHORT };
-    for model in [models::mistral_model(shape), models::gemma3_model(shape)] {
+    for model in models::all(shape) {
+        if model.windowed.0.is_empty() {
+            continue;
+        }
         let tolerance = tolerance(&model);
         let text = models::text(5, 40);
         let mut ported = Ported::new(&model, KvFormat::F32, 32);
         let mut got = vec![ported.one(0, &text[..20])];
         got.extend(text[20..].iter().map(|token| ported.one(0, &[*token])));
-        let whole = |len: usize| run(&mut (model.theirs)(), &text[..len], 0).unwrap();
-        let expected: Vec<_> = (20..=40).map(whole).collect();
-        assert_close(model.name, &got, &expected, tolerance);
+        let exact = (model.exact)(&text).split_off(19);
+        assert_close(&format!("{} in f64", model.name), &got, &exact, tolerance * 2.0 / 3.0);
+        if model.name != "phi3" {
+            let whole = |len: usize| run(&mut (model.theirs)(), &text[..len], 0).unwrap();
+            let expected: Vec<_> = (20..=40).map(whole).collect();
+            assert_close(model.name, &got, &expected, tolerance);
+        }
 
         // The window matters.
         let wide = models::all(SHORT).into_iter().find(|wide| wide.name == model.name).unwrap();
