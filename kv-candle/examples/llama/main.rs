@@ -1,11 +1,11 @@
 //! Llama and models of its shape: `--prompt TEXT` continues one text, `--requests FILE` serves a
 //! batch of them.
 #[path = "../common/mod.rs"]
-mod common;
+pub(crate) mod common;
 #[rustfmt::skip]
 #[allow(warnings, reason = "kept as candle-transformers has it")]
 pub(crate) mod model;
-mod serve;
+pub(crate) mod serve;
 
 use std::fs;
 use std::path::PathBuf;

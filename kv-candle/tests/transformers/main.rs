@@ -8,6 +8,7 @@ mod examples;
 mod models;
 mod parity;
 mod run;
+mod serve;
 
 #[allow(dead_code, reason = "the command line is for the examples")]
 #[path = "../../examples/gemma3/main.rs"]

@@ -2,7 +2,7 @@
 use std::collections::HashMap;
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_nn::{VarBuilder, VarMap};
+use candle_nn::{Module, VarBuilder, VarMap};
 use candle_transformers::models as candle;
 use kv_candle::CandleStep;
 use kv_candle::kv::CacheSpec;
@@ -82,7 +82,8 @@ pub(crate) fn llama_model(shape: Shape) -> Model {
         tensors: tensors.clone(),
         spec: spec(),
         windowed: (&[], 0),
-        ours: Box::new(move |ids, step| model.forward(ids, &rope, step)),
+        // `forward` is tested by the example.
+        ours: Box::new(move |ids, step| model.forward_input_embed(&model.embed(ids)?, &rope, step)),
         theirs: Box::new(move || {
             let model = candle::llama::Llama::load(view(&tensors, DType::F32), &theirs).unwrap();
             let cache = candle::llama::Cache::new(true, DType::F32, &theirs, &Device::Cpu);
@@ -172,7 +173,10 @@ pub(crate) fn mistral_model(shape: Shape) -> Model {
         tensors: tensors.clone(),
         spec: spec(),
         windowed: windowed(shape),
-        ours: Box::new(move |ids, step| model.forward(ids, step)),
+        // `forward` is tested by the example.
+        ours: Box::new(move |ids, step| {
+            model.forward_embeds(&model.embed_tokens().forward(ids)?, step)
+        }),
         theirs: Box::new(move || {
             let vb = view(&tensors, DType::F32);
             let mut model = candle::mistral::Model::new(&theirs, vb).unwrap();
