@@ -1,5 +1,5 @@
-//! Adapted from candle-transformers 0.11.1, `src/models/qwen3.rs`: copyright of the candle
-//! authors, MIT OR Apache-2.0. `diff` against that file shows what a port takes.
+//! Adapted from `src/models/qwen3.rs` of candle-transformers 0.11.1, copyright of the candle
+//! authors, MIT OR Apache-2.0. `diff` shows what a port takes; the rest stays as it is.
 //!
 use candle_transformers::{
     models::with_tracing::{linear_b, linear_no_bias, Linear, RmsNorm},
