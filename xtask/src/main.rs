@@ -14,6 +14,7 @@ mod examples;
 mod gpu;
 mod kernels;
 mod lanes;
+mod ports;
 mod programs;
 mod public_api;
 mod readme;

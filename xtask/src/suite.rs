@@ -10,7 +10,7 @@ use crate::lanes::{Lane, Outcome, Stage};
 use crate::programs::{self, Program};
 use crate::workspace::Workspace;
 use crate::{
-    arm, candle, conformance, emulator, examples, kernels, lanes, public_api, readme, setup, shell,
+    arm, conformance, emulator, examples, kernels, lanes, ports, public_api, readme, setup, shell,
     tidy, webgpu,
 };
 
@@ -76,6 +76,7 @@ const STAGES: &[Stage] = &[
     run_stage("examples of kv", &["build of tests"], |workspace| {
         examples::run(workspace).map(passed)
     }),
+    run_stage("examples of kv-candle", &["build of tests"], |_| ports::run().map(passed)),
     run_stage("CPU kernels on an emulated Arm CPU", &["build of CPU kernels for Arm"], other_cpu),
 ];
 

@@ -2,6 +2,8 @@
 pub(crate) mod folder;
 pub(crate) mod generate;
 
+use std::collections::BTreeSet;
+use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -9,7 +11,7 @@ use anyhow::Context;
 use candle_core::{Device, Tensor};
 use clap::Parser;
 use clap::error::ErrorKind;
-use kv_candle::kv::spec::{CacheSpecBuilder, Determinism};
+use kv_candle::kv::spec::Determinism;
 use kv_candle::kv::{CacheSpec, KvFormat};
 use kv_candle::{CandleCache, CandleStep};
 
@@ -48,12 +50,57 @@ pub(crate) trait Model: Fn(&Tensor, &CandleStep<'_>) -> candle_core::Result<Tens
 
 impl<F: Fn(&Tensor, &CandleStep<'_>) -> candle_core::Result<Tensor>> Model for F {}
 
-/// Parses the command line and runs an example; an error is one line.
+/// The layers of a model, as its cache needs them.
+#[derive(Debug, Clone)]
+pub(crate) struct Geometry {
+    pub(crate) kv_heads: usize,
+    pub(crate) head_dim: usize,
+    /// The sliding window of each layer: the tokens that a query sees, its own included.
+    pub(crate) windows: Vec<Option<usize>>,
+}
+
+impl Geometry {
+    /// Returns the spec of a cache.
+    pub(crate) fn spec(
+        &self,
+        format: KvFormat,
+        tokens: u32,
+        blocks: u32,
+    ) -> anyhow::Result<CacheSpec> {
+        // Formats of few bits lose least if the first tokens, which all others attend to, keep 16.
+        let full_precision = if format.is_for_transformed() { 4 } else { 0 };
+        let mut builder = CacheSpec::builder()
+            .layers(self.windows.len().try_into().context("too many layers")?)
+            .kv_heads(self.kv_heads.try_into().context("too many heads")?)
+            .head_dim(self.head_dim.try_into().context("too wide heads")?)
+            .format(format)
+            .full_precision_prefix(full_precision)
+            .max_seq_len(tokens)
+            // The text of a sequence does not depend on those beside it.
+            .determinism(Determinism::BatchInvariant)
+            .paged(BLOCK_SIZE, blocks);
+        // Layers with a window keep no more tokens than it has.
+        for window in self.windows.iter().flatten().collect::<BTreeSet<_>>() {
+            let left = window.checked_sub(1).context("sliding_window is 0")?;
+            let left = left.try_into().context("sliding_window is too large")?;
+            let layers = (0..).zip(&self.windows).filter(|(_, own)| own.as_ref() == Some(window));
+            builder =
+                builder.group(layers.map(|(layer, _)| layer), |group| group.window_left(left));
+        }
+        Ok(builder.build()?)
+    }
+}
+
+/// Parses the command line, runs an example and prints its text; an error is one line.
 #[expect(clippy::print_stderr, reason = "a program for a terminal")]
-pub(crate) fn main<O: Parser>(run: impl FnOnce(&O) -> anyhow::Result<()>) -> ExitCode {
+pub(crate) fn main<O: Parser>(run: impl FnOnce(&O) -> anyhow::Result<String>) -> ExitCode {
     let message = match O::try_parse() {
         Ok(options) => match run(&options) {
-            Ok(()) => return ExitCode::SUCCESS,
+            Ok(text) => match writeln!(io::stdout(), "{text}") {
+                // A reader that has seen enough is none of our business.
+                Err(error) if error.kind() != io::ErrorKind::BrokenPipe => error.to_string(),
+                _ => return ExitCode::SUCCESS,
+            },
             Err(error) => format!("{error:#}"),
         },
         Err(help) if [ErrorKind::DisplayHelp, ErrorKind::DisplayVersion].contains(&help.kind()) => {
@@ -70,31 +117,18 @@ pub(crate) fn main<O: Parser>(run: impl FnOnce(&O) -> anyhow::Result<()>) -> Exi
     ExitCode::FAILURE
 }
 
-/// Continues the prompt of the command line and prints the whole text.
-#[expect(clippy::print_stdout, reason = "what the program is for")]
-pub(crate) fn print(
+/// Continues the prompt of the command line. Returns the whole text.
+pub(crate) fn continue_prompt(
     options: &Options,
     folder: &Folder,
-    spec: CacheSpecBuilder,
+    geometry: &Geometry,
     model: impl Model,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<String> {
     let prompt = folder.encode(&options.prompt)?;
     let limits = folder.limits(options.max_new_tokens);
-    let mut cache = open_cache(spec, options.format, 1, limits.longest(&prompt))?;
+    let mut cache = open_cache(geometry, options.format, 1, limits.longest(&prompt))?;
     let new = generate(&mut cache, &model, &prompt, &limits)?;
-    println!("{}{}", options.prompt, folder.text_after(&prompt, &new)?);
-    Ok(())
-}
-
-/// Returns the spec of a model's cache, without windows, format and size.
-pub(crate) fn spec(
-    layers: usize,
-    kv_heads: usize,
-    head_dim: usize,
-) -> anyhow::Result<CacheSpecBuilder> {
-    let builder = CacheSpec::builder().layers(layers.try_into().context("too many layers")?);
-    let builder = builder.kv_heads(kv_heads.try_into().context("too many heads")?);
-    Ok(builder.head_dim(head_dim.try_into().context("too wide heads")?))
+    Ok(format!("{}{}", options.prompt, folder.text_after(&prompt, &new)?))
 }
 
 /// Tokens of a block.
@@ -102,28 +136,13 @@ pub(crate) const BLOCK_SIZE: u32 = 16;
 
 /// Allocates a cache for `sequences` sequences of at most `tokens` tokens.
 pub(crate) fn open_cache(
-    spec: CacheSpecBuilder,
+    geometry: &Geometry,
     format: KvFormat,
     sequences: u32,
     tokens: u32,
 ) -> anyhow::Result<CandleCache> {
-    // Formats of few bits lose least if the first tokens, which all others attend to, keep 16.
-    let full_precision = if format.is_for_transformed() { 4 } else { 0 };
-    let spec = spec
-        .format(format)
-        .full_precision_prefix(full_precision)
-        .max_seq_len(tokens)
-        // The text of a sequence does not depend on those beside it.
-        .determinism(Determinism::BatchInvariant);
-    let smallest = spec.clone().paged(BLOCK_SIZE, 1).build()?;
+    let smallest = geometry.spec(format, tokens, 1)?;
     let blocks = smallest.groups().iter().map(|group| group.slot_map().blocks_reserved(tokens));
     let blocks = blocks.max().unwrap_or(0).saturating_mul(sequences);
-    Ok(CandleCache::new(&Device::Cpu, spec.paged(BLOCK_SIZE, blocks).build()?)?)
-}
-
-/// Returns the tokens before its own that a query sees in a sliding window of `window` tokens.
-#[allow(dead_code, reason = "not every model has a window")]
-pub(crate) fn window_left(window: usize) -> anyhow::Result<u32> {
-    let left = window.checked_sub(1).context("sliding_window is 0")?;
-    left.try_into().context("sliding_window is too large")
+    Ok(CandleCache::new(&Device::Cpu, geometry.spec(format, tokens, blocks)?)?)
 }

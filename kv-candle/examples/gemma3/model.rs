@@ -187,7 +187,7 @@ impl Attention {
         let scale = 1f32 / (cfg.query_pre_attn_scalar as f32).sqrt();
         let mut options = AttentionOptions::causal(scale);
         if let Some(sliding_window) = sliding_window {
-            options = options.with_window_left(sliding_window as u32 - 1);
+            options = options.with_window_left((sliding_window as u32).saturating_sub(1));
         }
         if let Some(sc) = cfg.attn_logit_softcapping {
             options = options.with_soft_cap(sc as f32);

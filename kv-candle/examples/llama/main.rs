@@ -1,11 +1,11 @@
 //! Llama and models of its shape: `--prompt TEXT` continues one text, `--requests FILE` serves a
 //! batch of them.
 #[path = "../common/mod.rs"]
-mod common;
+pub(crate) mod common;
 #[rustfmt::skip]
 #[allow(warnings, reason = "kept as candle-transformers has it")]
-mod model;
-mod serve;
+pub(crate) mod model;
+pub(crate) mod serve;
 
 use std::fs;
 use std::path::PathBuf;
@@ -14,14 +14,13 @@ use std::process::ExitCode;
 use anyhow::Context;
 use candle_core::{DType, Device, Tensor};
 use clap::Parser;
-use common::{Folder, Options};
+use common::{Folder, Geometry, Options};
 use kv_candle::CandleStep;
-use kv_candle::kv::spec::CacheSpecBuilder;
 use model::{Cache, Llama, LlamaConfig};
 
 /// Continues text with a Llama, over a cache of kv.
 #[derive(Debug, Parser)]
-struct Arguments {
+pub(crate) struct Arguments {
     #[command(flatten)]
     options: Options,
 
@@ -44,36 +43,39 @@ struct Arguments {
 }
 
 fn main() -> ExitCode {
-    common::main(|arguments: &Arguments| {
-        let folder = Folder::open(&arguments.options.model)?;
-        let config = folder.config::<LlamaConfig>()?.into_config(false);
-        let head_dim = config.hidden_size.checked_div(config.num_attention_heads);
-        let head_dim = head_dim.context("num_attention_heads is 0")?;
-        let model = Llama::load(folder.weights()?, &config)?;
-        let rope = Cache::new(DType::F32, &config, &Device::Cpu)?;
-        let spec = common::spec(config.num_hidden_layers, config.num_key_value_heads, head_dim)?;
-        let forward = |ids: &Tensor, step: &CandleStep<'_>| model.forward(ids, &rope, step);
-        match &arguments.requests {
-            None => common::print(&arguments.options, &folder, spec, forward),
-            Some(file) => {
-                let text = fs::read_to_string(file).with_context(|| file.display().to_string())?;
-                let requests: Vec<_> =
-                    text.lines().filter(|line| !line.trim().is_empty()).collect();
-                answer(arguments, &folder, spec, forward, &requests)
-            }
-        }
-    })
+    common::main(run)
 }
 
-/// Continues all requests and prints each with its text, in their order.
-#[expect(clippy::print_stdout, clippy::print_stderr, reason = "what the program is for")]
+/// Runs the example and returns its text.
+pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<String> {
+    let folder = Folder::open(&arguments.options.model)?;
+    let config = folder.config::<LlamaConfig>()?.into_config(false);
+    let head_dim = config.hidden_size.checked_div(config.num_attention_heads);
+    let geometry = Geometry {
+        kv_heads: config.num_key_value_heads,
+        head_dim: head_dim.context("num_attention_heads is 0")?,
+        windows: vec![None; config.num_hidden_layers],
+    };
+    let model = Llama::load(folder.weights()?, &config)?;
+    let rope = Cache::new(DType::F32, &config, &Device::Cpu)?;
+    let forward = |ids: &Tensor, step: &CandleStep<'_>| model.forward(ids, &rope, step);
+    let Some(file) = &arguments.requests else {
+        return common::continue_prompt(&arguments.options, &folder, &geometry, forward);
+    };
+    let text = fs::read_to_string(file).with_context(|| file.display().to_string())?;
+    let requests: Vec<_> = text.lines().filter(|line| !line.trim().is_empty()).collect();
+    answer(arguments, &folder, &geometry, forward, &requests)
+}
+
+/// Continues all requests. Returns each with its text, in their order.
+#[expect(clippy::print_stderr, reason = "what --stats is for")]
 fn answer(
     arguments: &Arguments,
     folder: &Folder,
-    spec: CacheSpecBuilder,
+    geometry: &Geometry,
     model: impl common::Model,
     requests: &[&str],
-) -> anyhow::Result<()> {
+) -> anyhow::Result<String> {
     let with_system = |request: &&str| match &arguments.system {
         Some(system) => format!("{system}\n{request}"),
         None => (*request).to_owned(),
@@ -81,13 +83,11 @@ fn answer(
     let prompts = requests.iter().map(|request| folder.encode(&with_system(request)));
     let prompts = prompts.collect::<anyhow::Result<Vec<_>>>()?;
     let limits = folder.limits(arguments.options.max_new_tokens);
-    let longest = prompts.iter().map(|prompt| limits.longest(prompt)).max().unwrap_or(1);
+    let longest = prompts.iter().map(|prompt| limits.longest(prompt)).max();
+    let longest = longest.context("there are no requests")?;
     let batch = arguments.max_batch.min(requests.len().try_into()?);
-    let mut cache = common::open_cache(spec, arguments.options.format, batch, longest)?;
+    let mut cache = common::open_cache(geometry, arguments.options.format, batch, longest)?;
     let served = serve::serve(&mut cache, &model, &prompts, &limits, batch.try_into()?)?;
-    for ((request, prompt), new) in requests.iter().zip(&prompts).zip(&served.new) {
-        println!("{request}{}\n", folder.text_after(prompt, new)?);
-    }
     if arguments.stats {
         eprintln!(
             "{} requests in {} steps, at most {} at once; {} of {} prompt tokens reused",
@@ -98,5 +98,9 @@ fn answer(
             served.prompt_tokens,
         );
     }
-    Ok(())
+    let mut texts = Vec::new();
+    for ((request, prompt), new) in requests.iter().zip(&prompts).zip(&served.new) {
+        texts.push(format!("{request}{}\n", folder.text_after(prompt, new)?));
+    }
+    Ok(texts.join("\n"))
 }

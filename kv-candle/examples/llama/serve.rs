@@ -5,8 +5,8 @@ use candle_core::{Device, Tensor};
 use kv_candle::CandleCache;
 use kv_candle::kv::{SequenceId, StartOptions, StepInput};
 
-use crate::common::generate::{Limits, best};
-use crate::common::{BLOCK_SIZE, Model};
+use super::common::generate::{Limits, best};
+use super::common::{BLOCK_SIZE, Model};
 
 /// What a run has generated.
 #[derive(Debug, Default)]

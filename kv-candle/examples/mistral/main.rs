@@ -3,31 +3,31 @@
 mod common;
 #[rustfmt::skip]
 #[allow(warnings, reason = "kept as candle-transformers has it")]
-mod model;
+pub(crate) mod model;
 
 use std::process::ExitCode;
 
 use anyhow::Context;
 use candle_core::Tensor;
-use common::{Folder, Options};
+use common::{Folder, Geometry, Options};
 use kv_candle::CandleStep;
 use model::{Config, Model};
 
 fn main() -> ExitCode {
-    common::main(|options: &Options| {
-        let folder = Folder::open(&options.model)?;
-        let config: Config = folder.config()?;
-        let head_dim = config.hidden_size.checked_div(config.num_attention_heads);
-        let head_dim = config.head_dim.or(head_dim).context("num_attention_heads is 0")?;
-        let model = Model::new(&config, folder.weights()?)?;
-        let mut spec =
-            common::spec(config.num_hidden_layers, config.num_key_value_heads, head_dim)?;
-        if let Some(window) = config.sliding_window {
-            // A query sees its own token and those before it, as many as the window has.
-            spec = spec.window_left(common::window_left(window)?);
-        }
-        common::print(options, &folder, spec, |ids: &Tensor, step: &CandleStep<'_>| {
-            model.forward(ids, step)
-        })
-    })
+    common::main(run)
+}
+
+/// Runs the example and returns its text.
+pub(crate) fn run(options: &Options) -> anyhow::Result<String> {
+    let folder = Folder::open(&options.model)?;
+    let config: Config = folder.config()?;
+    let head_dim = config.hidden_size.checked_div(config.num_attention_heads);
+    let geometry = Geometry {
+        kv_heads: config.num_key_value_heads,
+        head_dim: config.head_dim.or(head_dim).context("num_attention_heads is 0")?,
+        windows: vec![config.sliding_window; config.num_hidden_layers],
+    };
+    let model = Model::new(&config, folder.weights()?)?;
+    let forward = |ids: &Tensor, step: &CandleStep<'_>| model.forward(ids, step);
+    common::continue_prompt(options, &folder, &geometry, forward)
 }

@@ -213,7 +213,7 @@ impl Attention {
         let o_proj = linear_no_bias(num_heads * head_dim, hidden_sz, vb.pp("o_proj"))?;
         let mut options = AttentionOptions::causal(1f32 / (head_dim as f32).sqrt());
         if let Some(window) = cfg.sliding_window {
-            options = options.with_window_left(window as u32 - 1);
+            options = options.with_window_left((window as u32).saturating_sub(1));
         }
         Ok(Self {
             q_proj,

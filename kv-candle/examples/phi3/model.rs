@@ -60,6 +60,7 @@ pub struct Config {
     pub max_position_embeddings: usize,
     pub original_max_position_embeddings: Option<usize>,
     pub partial_rotary_factor: Option<f64>,
+    pub sliding_window: Option<usize>,
     #[serde(default)]
     pub tie_word_embeddings: bool,
 }
@@ -176,6 +177,7 @@ struct Attention {
     num_kv_heads: usize,
     head_dim: usize,
     rotary_emb: Arc<RotaryEmbedding>,
+    options: AttentionOptions<'static>,
 }
 
 impl Attention {
@@ -186,10 +188,15 @@ impl Attention {
         let op_size = num_heads * head_dim + 2 * num_kv_heads * head_dim;
         let qkv_proj = linear(cfg.hidden_size, op_size, vb.pp("qkv_proj"))?;
         let o_proj = linear(num_heads * head_dim, cfg.hidden_size, vb.pp("o_proj"))?;
+        let mut options = AttentionOptions::causal(1f32 / (head_dim as f32).sqrt());
+        if let Some(window) = cfg.sliding_window {
+            options = options.with_window_left((window as u32).saturating_sub(1));
+        }
         Ok(Self {
             qkv_proj,
             o_proj,
             rotary_emb,
+            options,
             num_heads,
             num_kv_heads,
             head_dim,
@@ -227,8 +234,7 @@ impl Attention {
                 .apply_rotary_emb_qkv(&query_states, &key_states, step.positions())?;
 
         let (q, k) = (query_states.squeeze(0)?, key_states.squeeze(0)?);
-        let options = AttentionOptions::causal(1f32 / (self.head_dim as f32).sqrt());
-        step.attend(layer, &q, &k, &value_states, &options)?
+        step.attend(layer, &q, &k, &value_states, &self.options)?
             .reshape((b_sz, q_len, ()))?
             .apply(&self.o_proj)
     }

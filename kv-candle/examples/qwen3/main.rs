@@ -3,24 +3,29 @@
 mod common;
 #[rustfmt::skip]
 #[allow(warnings, reason = "kept as candle-transformers has it")]
-mod model;
+pub(crate) mod model;
 
 use std::process::ExitCode;
 
 use candle_core::Tensor;
-use common::{Folder, Options};
+use common::{Folder, Geometry, Options};
 use kv_candle::CandleStep;
 use model::{Config, ModelForCausalLM};
 
 fn main() -> ExitCode {
-    common::main(|options: &Options| {
-        let folder = Folder::open(&options.model)?;
-        let config: Config = folder.config()?;
-        let model = ModelForCausalLM::new(&config, folder.weights()?)?;
-        let spec =
-            common::spec(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)?;
-        common::print(options, &folder, spec, |ids: &Tensor, step: &CandleStep<'_>| {
-            model.forward(ids, step)
-        })
-    })
+    common::main(run)
+}
+
+/// Runs the example and returns its text.
+pub(crate) fn run(options: &Options) -> anyhow::Result<String> {
+    let folder = Folder::open(&options.model)?;
+    let config: Config = folder.config()?;
+    let geometry = Geometry {
+        kv_heads: config.num_key_value_heads,
+        head_dim: config.head_dim,
+        windows: vec![None; config.num_hidden_layers],
+    };
+    let model = ModelForCausalLM::new(&config, folder.weights()?)?;
+    let forward = |ids: &Tensor, step: &CandleStep<'_>| model.forward(ids, step);
+    common::continue_prompt(options, &folder, &geometry, forward)
 }

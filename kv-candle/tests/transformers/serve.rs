@@ -1,22 +1,15 @@
 //! The serving example against the same requests one by one.
-#[allow(dead_code, reason = "the command line is for the examples")]
-#[path = "../examples/common/mod.rs"]
-mod common;
-#[rustfmt::skip]
-#[allow(warnings, reason = "kept as candle-transformers has it")]
-#[path = "../examples/llama/model.rs"]
-mod model;
-#[path = "../examples/llama/serve.rs"]
-mod serve;
-
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
-use common::generate::{Limits, generate};
-use common::{Folder, open_cache};
 use kv_candle::CandleStep;
 use kv_candle::kv::KvFormat;
-use model::{Cache, Llama, LlamaConfig};
+
+use crate::llama::common::generate::{Limits, generate};
+use crate::llama::common::{Folder, Geometry, open_cache};
+use crate::llama::model::{Cache, Llama, LlamaConfig};
+use crate::llama::serve;
 
 const SYSTEM: &str = "Once upon a time, in a small town near the sea, there was a little girl \
     named Lily who liked to tell stories to all her friends.";
@@ -43,27 +36,28 @@ fn sixty_four_requests_at_once_are_each_request_alone() {
         format!("{SYSTEM}\n{}", own.collect::<Vec<_>>().join(" "))
     };
     let prompts: Vec<_> = (0..64).map(|at| folder.encode(&request(at)).unwrap()).collect();
-    let lens: std::collections::BTreeSet<_> = prompts.iter().map(Vec::len).collect();
+    let lens: BTreeSet<_> = prompts.iter().map(Vec::len).collect();
     assert!(lens.len() > 20, "ragged: {lens:?}");
     // A full stop ends a text, so that each ends at its own time.
     let stop = vec![*folder.encode(".").unwrap().last().unwrap()];
     let limits = Limits { stop, ..folder.limits(24) };
 
-    let spec = || {
-        let head_dim = config.hidden_size / config.num_attention_heads;
-        common::spec(config.num_hidden_layers, config.num_key_value_heads, head_dim).unwrap()
+    let geometry = Geometry {
+        kv_heads: config.num_key_value_heads,
+        head_dim: config.hidden_size / config.num_attention_heads,
+        windows: vec![None; config.num_hidden_layers],
     };
     let longest = prompts.iter().map(|prompt| limits.longest(prompt)).max().unwrap();
-    let mut alone = open_cache(spec(), KvFormat::F32, 1, longest).unwrap();
+    let mut alone = open_cache(&geometry, KvFormat::F32, 1, longest).unwrap();
     let expected: Vec<_> = prompts
         .iter()
         .map(|prompt| generate(&mut alone, &model, prompt, &limits).unwrap())
         .collect();
-    let ends: std::collections::BTreeSet<_> = expected.iter().map(Vec::len).collect();
+    let ends: BTreeSet<_> = expected.iter().map(Vec::len).collect();
     assert!(ends.len() > 10, "sequences leave one by one: {ends:?}");
 
     for max_batch in [64, 9] {
-        let mut cache = open_cache(spec(), KvFormat::F32, 64, longest).unwrap();
+        let mut cache = open_cache(&geometry, KvFormat::F32, 64, longest).unwrap();
         let served = serve::serve(&mut cache, &model, &prompts, &limits, max_batch).unwrap();
         for (at, (got, expected)) in served.new.iter().zip(&expected).enumerate() {
             assert_eq!(got, expected, "request {at}, at most {max_batch} at once");
