@@ -5,14 +5,13 @@
 //! with a build script that writes empty modules. The package that replaces it cannot be part of
 //! this workspace, whose builds use no patches: it is written below the target folder.
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use anyhow::{Context, Result, bail};
-use serde_json::Value;
+use anyhow::{Result, bail};
 
 use crate::lanes::Outcome;
 use crate::shell;
-use crate::workspace::{Workspace, list, text};
+use crate::workspace::{self, Workspace};
 
 const KERNELS: &str = "candle-kernels";
 
@@ -26,7 +25,7 @@ pub(crate) fn check_cuda(workspace: &Workspace) -> Result<Outcome> {
     fs::copy(shell::root().join("Cargo.lock"), folder.join("Cargo.lock"))?;
     let profiles = fs::read_to_string(shell::root().join("Cargo.toml"))?;
     fs::write(&manifest, program(&profiles, false)?)?;
-    let (source, version) = kernels(&manifest)?;
+    let (source, version) = workspace::downloaded(&manifest, KERNELS)?;
     replace(&source, &version, &folder.join(KERNELS))?;
     fs::write(&manifest, program(&profiles, true)?)?;
     let mut command = shell::cargo(["check", "--manifest-path"]);
@@ -52,24 +51,6 @@ fn program(root: &str, is_patched: bool) -> Result<String> {
          [dependencies]\nkv-candle = {{ path = '{kv_candle}', features = [\"cuda\"] }}\n\n\
          {patch}\n{profiles}"
     ))
-}
-
-/// Returns the folder and the version of the kernels that candle asks for, downloaded.
-fn kernels(manifest: &Path) -> Result<(PathBuf, String)> {
-    let mut command = shell::cargo(["metadata", "--format-version=1", "--manifest-path"]);
-    let output = command.arg(manifest).output().context("cannot start `cargo metadata`")?;
-    if !output.status.success() {
-        bail!("cargo metadata: {}", String::from_utf8_lossy(&output.stderr).trim());
-    }
-    let metadata: Value = serde_json::from_slice(&output.stdout)?;
-    for package in list(&metadata, "packages") {
-        if text(package, "name")? == KERNELS {
-            let mut folder = PathBuf::from(text(package, "manifest_path")?);
-            folder.pop();
-            return Ok((folder, text(package, "version")?));
-        }
-    }
-    bail!("kv-candle with `cuda` does not depend on {KERNELS}")
 }
 
 /// Copies the Rust sources of the kernels beside a build script that writes empty modules.

@@ -1,12 +1,11 @@
 //! Examples of `kv-candle`: how much of candle's own models they change, and what they print.
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
-use serde_json::Value;
 
-use crate::{programs, shell};
+use crate::{programs, shell, workspace};
 
 /// A port changes fewer lines, added and removed, than this.
 const CHANGED_END: usize = 150;
@@ -16,7 +15,9 @@ const PROMPTS: [&str; 3] = ["Once upon a time", "Lily and Ben", "One day, a"];
 
 /// Checks the size of every port, and the text of the first against that of `kv generate`.
 pub(crate) fn run() -> Result<()> {
-    let sizes = sizes(&shell::root().join("kv-candle/examples"), &originals()?)?;
+    let manifest = shell::root().join("Cargo.toml");
+    let (originals, _) = workspace::downloaded(&manifest, "candle-transformers")?;
+    let sizes = sizes(&shell::root().join("kv-candle/examples"), &originals.join("src/models"))?;
     for (name, changed) in &sizes {
         println!("{name}: {changed} lines differ from candle-transformers");
     }
@@ -41,19 +42,6 @@ pub(crate) fn run() -> Result<()> {
     }
     println!("example llama writes what `kv generate` does");
     Ok(())
-}
-
-/// Returns the folder of candle-transformers' models.
-fn originals() -> Result<PathBuf> {
-    let mut command = shell::cargo(["metadata", "--format-version=1", "--locked"]);
-    let output = shell::output(&mut command).context("`cargo metadata` failed")?;
-    let metadata: Value = serde_json::from_str(&output)?;
-    let packages = metadata.get("packages").and_then(Value::as_array).into_iter().flatten();
-    let is_it = |package: &&Value| package.get("name").is_some_and(|n| n == "candle-transformers");
-    let manifest =
-        packages.filter(is_it).find_map(|package| package.get("manifest_path")?.as_str());
-    let folder = manifest.and_then(|path| Path::new(path).parent());
-    Ok(folder.context("candle-transformers is no dependency")?.join("src/models"))
 }
 
 /// Returns the changed lines of every port below a folder, by the name of its model.

@@ -10,8 +10,8 @@ use crate::lanes::{Lane, Outcome, Stage};
 use crate::programs::{self, Program};
 use crate::workspace::Workspace;
 use crate::{
-    arm, conformance, emulator, examples, kernels, lanes, ports, public_api, readme, setup, shell,
-    tidy, webgpu,
+    arm, candle, conformance, emulator, examples, kernels, lanes, ports, public_api, readme, setup,
+    shell, tidy, webgpu,
 };
 
 /// Features of every build of the workspace: all backends, the CUDA backend also on the emulator,

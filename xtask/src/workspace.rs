@@ -1,5 +1,5 @@
 //! The workspace as cargo describes it: packages, targets, dependencies.
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
@@ -90,16 +90,30 @@ fn target(value: &Value) -> Result<Target> {
     Ok(Target { name: text(value, "name")?, kind: kind.to_owned() })
 }
 
-/// Returns the elements of a list.
-pub(crate) fn list<'a>(value: &'a Value, key: &str) -> impl Iterator<Item = &'a Value> {
+/// Returns folder and version of a package that a manifest depends on, directly or not; it is
+/// downloaded if it has to be.
+pub(crate) fn downloaded(manifest: &Path, name: &str) -> Result<(PathBuf, String)> {
+    let mut command = shell::cargo(["metadata", "--format-version=1", "--manifest-path"]);
+    let output = command.arg(manifest).output().context("cannot start `cargo metadata`")?;
+    if !output.status.success() {
+        bail!("cargo metadata: {}", String::from_utf8_lossy(&output.stderr).trim());
+    }
+    let metadata: Value = serde_json::from_slice(&output.stdout)?;
+    for package in list(&metadata, "packages") {
+        if text(package, "name")? == name {
+            let mut folder = PathBuf::from(text(package, "manifest_path")?);
+            folder.pop();
+            return Ok((folder, text(package, "version")?));
+        }
+    }
+    bail!("{} does not depend on {name}", manifest.display())
+}
+
+fn list<'a>(value: &'a Value, key: &str) -> impl Iterator<Item = &'a Value> {
     value.get(key).and_then(Value::as_array).into_iter().flatten()
 }
 
-/// Returns a text.
-///
-/// # Errors
-/// If there is none.
-pub(crate) fn text(value: &Value, key: &str) -> Result<String> {
+fn text(value: &Value, key: &str) -> Result<String> {
     let text = value.get(key).and_then(Value::as_str);
     Ok(text.with_context(|| format!("cargo metadata has no {key}"))?.to_owned())
 }

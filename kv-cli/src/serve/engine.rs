@@ -39,8 +39,9 @@ pub(super) enum Update {
     Started { cached: usize },
     /// Its next token, which is part of the text.
     Token(u32),
-    /// Its end, and the tokens that were generated, an end-of-text token included.
-    Finished { finish: Finish, tokens: usize },
+    /// Its end: the tokens that were generated, an end-of-text token included, and those of the
+    /// prompt that were cached.
+    Finished { finish: Finish, tokens: usize, cached: usize },
     /// The engine failed, or is being stopped.
     Failed(String),
 }
@@ -267,6 +268,7 @@ impl Running<'_, '_> {
     fn deliver(&mut self, event: Event) {
         match event {
             Event::Token { index, token } => {
+                // One that has ended already says it at its end.
                 let cached = self.scheduler.reused(index).unwrap_or(0);
                 let Some(text) = self.texts.get_mut(&index) else { return };
                 if !std::mem::replace(&mut text.has_started, true) {
@@ -282,7 +284,8 @@ impl Running<'_, '_> {
                 let Some(text) = self.texts.remove(&index) else { return };
                 self.metrics.note_end(generated.finish);
                 let (finish, tokens) = (generated.finish, generated.tokens.len());
-                let _ = text.updates.send(Update::Finished { finish, tokens });
+                let cached = generated.reused;
+                let _ = text.updates.send(Update::Finished { finish, tokens, cached });
             }
             // An event of a later version tells a text nothing.
             _ => {}

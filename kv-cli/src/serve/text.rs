@@ -94,8 +94,8 @@ impl Text {
                     Err(error) => self.end_with(Part::Failed(error.to_string())),
                 }
             }
-            Update::Finished { finish, tokens } => {
-                self.tokens = tokens;
+            Update::Finished { finish, tokens, cached } => {
+                (self.tokens, self.cached) = (tokens, cached);
                 let rest = self.stream.finish(&self.tokenizer).unwrap_or_default();
                 self.add(&rest);
                 if self.has_ended {
@@ -247,7 +247,7 @@ mod tests {
         let count = ids.tokens.len() - 1;
         let mut updates = vec![Update::Started { cached: 5 }];
         updates.extend(tokens());
-        updates.push(Update::Finished { finish: Finish::Stop, tokens: count + 1 });
+        updates.push(Update::Finished { finish: Finish::Stop, tokens: count + 1, cached: 5 });
         let (all, is_closed) = parts(updates.clone(), &[]);
         assert_eq!(shown(&all).trim(), "Once upon a time");
         let end = Ended { reason: "stop", tokens: count + 1, cached: 5 };
