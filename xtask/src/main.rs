@@ -76,6 +76,7 @@ Usage: cargo xtask COMMAND
   bench [ARG...]       the benches; arguments go to criterion, such as a part of a name
   bench peers [ARG...] block management and attention beside other libraries
       blocks|attention only this; after attention, parts of case names (decode bf16 c4096)
+      models           whole decode steps beside candle's own cache; parts of case names (wide b16)
       --full           every case, not only a cross through the grid
       --json           one JSON object instead of text
       --install        first installs PyTorch and llama-cpp-python below target/peers: 6 GB, and

@@ -1,4 +1,4 @@
-//! Block management, attention and chunks on a disk beside other libraries, in one run:
+//! Block management, attention, models and chunks on a disk beside other libraries, in one run:
 //! `cargo xtask bench peers`.
 //!
 //! The modules list the peers and say how they are timed. Peers that are Python packages run if
@@ -7,6 +7,7 @@ mod attention;
 mod blocks;
 #[cfg(target_os = "linux")]
 mod disk;
+mod models;
 
 use std::path::PathBuf;
 
@@ -17,13 +18,14 @@ use lexopt::{Arg, Parser, ValueExt};
 use serde::Serialize;
 
 const HELP: &str = "\
-Usage: kv-bench-peers [OPTIONS] [blocks|attention [FILTER...]|disk]
+Usage: kv-bench-peers [OPTIONS] [blocks|attention [FILTER...]|models [FILTER...]|disk]
 
-Without a name, blocks and attention are measured; disk only by its name, because it writes some
-GiB, and on Linux only. FILTER is a part of a case's name, such as decode, bf16, c4096 or
-prefill; a case runs if its name contains all filters.
+Without a name, blocks and attention are measured; the others only by name: models because they
+take most of the memory, disk because it writes some GiB, and on Linux only. FILTER is a part of a
+case's name, such as decode, bf16, c4096 or prefill, of models smollm2, wide or b16; a case runs if
+its name contains all filters.
 
-  --full          every case of attention, not only a cross through the grid
+  --full          every case of attention or models, not only a cross through the grid
   --python PATH   a Python interpreter with torch or llama_cpp
   --dir PATH      of disk: an existing folder on the disk to measure; default: target
   --mib N         of disk: MiB of all chunks together; default: 512
@@ -34,15 +36,15 @@ prefill; a case runs if its name contains all filters.
 
 /// What can be measured.
 const PARTS: &[&str] = if cfg!(target_os = "linux") {
-    &["blocks", "attention", "disk"]
+    &["blocks", "attention", "models", "disk"]
 } else {
-    &["blocks", "attention"]
+    &["blocks", "attention", "models"]
 };
 
 /// The parsed command line.
 #[derive(Debug, Default)]
 struct Options {
-    /// `blocks`, `attention` or `disk`; the first two when absent.
+    /// One of [`PARTS`]; `blocks` and `attention` when absent.
     only: Option<String>,
     filters: Vec<String>,
     python: Option<PathBuf>,
@@ -58,6 +60,8 @@ struct Output {
     blocks: Option<Vec<blocks::Compared>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     attention: Option<attention::Report>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    models: Option<models::Report>,
     #[cfg(target_os = "linux")]
     #[serde(skip_serializing_if = "Option::is_none")]
     disk: Option<disk::Report>,
@@ -84,6 +88,13 @@ fn main() -> Result<()> {
         }
         output.attention = Some(report);
     }
+    if options.only.as_deref() == Some("models") {
+        let report = models::run(&options)?;
+        if !options.json {
+            print!("{}", report.goals());
+        }
+        output.models = Some(report);
+    }
     #[cfg(target_os = "linux")]
     if options.only.as_deref() == Some("disk") {
         let report = disk::run(&options.disk)?;
@@ -96,6 +107,13 @@ fn main() -> Result<()> {
         println!("{}", serde_json::to_string(&output)?);
     }
     Ok(())
+}
+
+/// Returns the version of candle that this program was built with.
+fn candle_version() -> &'static str {
+    const LOCK: &str = include_str!("../Cargo.lock");
+    let after = LOCK.split_once("name = \"candle-core\"\nversion = \"");
+    after.and_then(|(_, rest)| rest.split('"').next()).unwrap_or("of no known version")
 }
 
 /// Parses the command line; `None` for help.
@@ -117,7 +135,9 @@ fn parse(mut parser: Parser) -> Result<Option<Options>> {
                 let word = word.string()?;
                 match &options.only {
                     None if PARTS.contains(&&*word) => options.only = Some(word),
-                    Some(only) if only == "attention" => options.filters.push(word),
+                    Some(only) if only == "attention" || only == "models" => {
+                        options.filters.push(word)
+                    }
                     _ => anyhow::bail!("unknown name {word:?}\n\n{HELP}"),
                 }
             }
@@ -143,11 +163,14 @@ mod tests {
     }
 
     #[test]
-    fn filters_follow_attention() {
+    fn filters_follow_attention_and_models() {
         let options = parsed("attention decode bf16 --full --json").unwrap().unwrap();
         assert_eq!(options.only.as_deref(), Some("attention"));
         assert_eq!(options.filters, ["decode", "bf16"]);
         assert!(options.is_full && options.json && options.python.is_none());
+        let options = parsed("models wide b16").unwrap().unwrap();
+        assert_eq!(options.only.as_deref(), Some("models"));
+        assert_eq!(options.filters, ["wide", "b16"]);
         assert!(parsed("--help").unwrap().is_none());
         for wrong in ["decode", "blocks decode", "--fast", "--python"] {
             assert!(parsed(wrong).is_err(), "{wrong}");

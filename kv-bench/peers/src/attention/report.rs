@@ -14,13 +14,6 @@ pub(crate) const OURS: &str = "kv";
 /// Peers by the first word of a contender's name.
 const PEERS: [&str; 3] = ["torch", "candle", "ggml"];
 
-/// Returns the version of candle that this program was built with.
-fn candle_version() -> &'static str {
-    const LOCK: &str = include_str!("../../Cargo.lock");
-    let after = LOCK.split_once("name = \"candle-core\"\nversion = \"");
-    after.and_then(|(_, rest)| rest.split('"').next()).unwrap_or("of no known version")
-}
-
 /// All cases of a run.
 #[derive(Serialize)]
 pub(crate) struct Report {
@@ -33,7 +26,7 @@ pub(crate) struct Report {
 
 impl Report {
     pub(crate) fn new(threads: usize) -> Self {
-        let versions = BTreeMap::from([("candle".to_owned(), candle_version().to_owned())]);
+        let versions = BTreeMap::from([("candle".to_owned(), crate::candle_version().to_owned())]);
         Self { threads, versions, absent: BTreeMap::new(), cases: Vec::new() }
     }
 
