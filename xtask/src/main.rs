@@ -20,6 +20,7 @@ mod public_api;
 mod readme;
 mod setup;
 mod shell;
+mod soak;
 mod suite;
 mod tidy;
 mod webgpu;
@@ -49,6 +50,9 @@ Usage: cargo xtask COMMAND
       --self-test      runs the emulator's own tests instead, plain and with each sanitizer
       --tests          runs the kernels' own tests under sanitizers instead, as CI does; with
                        --sanitize NAME only the C++ programs, with that sanitizer
+  soak                 tests that `test` shortens, at their full length, in release: load on `kv
+                       serve`, its page in a browser
+      [-- ARG...]      only tests with this in their names
   arm                  the CPU backend on an emulated Arm CPU: the kernels' tests, then the suite
       [-- ARG...]      only tests with this in their names
   tidy                 rules about files, crates and documents that no compiler checks
@@ -87,6 +91,7 @@ enum Command {
     Conformance(conformance::Options),
     Emulator(emulator::Options),
     Arm(Vec<OsString>),
+    Soak(Vec<OsString>),
     Tidy,
     Setup,
     Bench(Vec<OsString>),
@@ -131,6 +136,7 @@ fn run(command: Command) -> Result<ExitCode> {
         }
         Command::Emulator(options) => emulator::run(&options)?,
         Command::Arm(names) => arm::run(&names)?,
+        Command::Soak(names) => soak::run(&names)?,
         Command::Tidy => tidy::run()?,
         Command::Setup => setup::run()?,
         Command::Bench(args) => bench::run(&args)?,
@@ -158,7 +164,8 @@ fn parse(mut parser: Parser) -> Result<Command> {
         "conformance" => return parse_conformance(parser),
         "emulator" => return parse_emulator(parser),
         "bench" => return Ok(Command::Bench(parser.raw_args()?.collect())),
-        "arm" => return parse_arm(parser),
+        "arm" => return parse_names(parser, Command::Arm),
+        "soak" => return parse_names(parser, Command::Soak),
         "kernels" => return parse_kernels(parser),
         "gpu" => return parse_gpu(parser),
         "public-api" => return parse_public_api(parser),
@@ -214,11 +221,12 @@ fn parse_public_api(mut parser: Parser) -> Result<Command> {
     Ok(Command::PublicApi { update })
 }
 
-fn parse_arm(mut parser: Parser) -> Result<Command> {
+/// Takes arguments of a test program after `--`.
+fn parse_names(mut parser: Parser, make: fn(Vec<OsString>) -> Command) -> Result<Command> {
     let mut args = parser.raw_args()?;
     match args.next() {
-        None => Ok(Command::Arm(Vec::new())),
-        Some(arg) if arg == "--" => Ok(Command::Arm(args.collect())),
+        None => Ok(make(Vec::new())),
+        Some(arg) if arg == "--" => Ok(make(args.collect())),
         Some(arg) if arg == "-h" || arg == "--help" => Ok(Command::Help),
         Some(arg) => bail!("unexpected argument {}: names of tests come after `--`", arg.display()),
     }
@@ -322,12 +330,16 @@ mod tests {
     }
 
     #[test]
-    fn arm_takes_names_of_tests() {
+    fn arm_and_soak_take_names_of_tests() {
         let Ok(Command::Arm(names)) = parsed("arm -- attend/ --exact") else {
             panic!("not parsed as arm");
         };
         assert_eq!(names, ["attend/", "--exact"]);
-        assert!(parsed("arm attend/").is_err());
+        let Ok(Command::Soak(names)) = parsed("soak -- load/") else {
+            panic!("not parsed as soak");
+        };
+        assert_eq!(names, ["load/"]);
+        assert!(parsed("arm attend/").is_err() && parsed("soak load/").is_err());
     }
 
     #[test]

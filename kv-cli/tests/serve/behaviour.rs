@@ -1,0 +1,272 @@
+//! What is refused, who shares with whom, and how a server ends.
+use std::sync::Barrier;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::Case;
+use crate::client::{
+    COMPLETIONS, Connection, get, greedy, long_stream, open_stream, post, request, text_of,
+};
+use crate::server::{Server, chat_model};
+
+pub(crate) const CASES: &[Case] = &[
+    ("behaviour/a_prompt_that_never_fits_is_refused_with_numbers", never_fits),
+    ("behaviour/one_more_than_the_queue_takes_is_refused", queue_is_full),
+    ("behaviour/a_server_that_is_told_to_end_lets_texts_end", drains),
+    ("behaviour/a_restart_keeps_a_prefix_on_disk", restart_keeps),
+    ("behaviour/salts_share_nothing", salts),
+    ("behaviour/a_stop_string_frees_the_blocks", stop_string),
+    ("behaviour/only_the_key_opens", key),
+    ("behaviour/connections_beyond_the_limit_wait", connections_wait),
+    ("behaviour/the_page_is_one_file", page),
+    ("behaviour/a_model_without_a_template_refuses_chats", chat_needs_a_template),
+];
+
+/// About 400 tokens.
+fn long_prompt() -> String {
+    "Once upon a time, there was a little girl named Lily. ".repeat(24)
+}
+
+fn cached(answer: &Value) -> u64 {
+    let cached = &answer["usage"]["prompt_tokens_details"]["cached_tokens"];
+    cached.as_u64().unwrap_or_else(|| panic!("cached_tokens: {answer}"))
+}
+
+fn message(error: &Value) -> &str {
+    error["message"].as_str().expect("text")
+}
+
+/// The model's context is 512 tokens; the second pool holds 64.
+fn never_fits() {
+    let tokens = |count: usize| json!({"prompt": vec![403; count], "max_tokens": 4});
+    let small = ["--paged", "16,4"];
+    for (args, count, numbers) in [(&[][..], 600, ["600", "512"]), (&small, 100, ["7 blocks", "4"])]
+    {
+        let server = Server::start(args);
+        let error = post(server.address(), COMPLETIONS, &tokens(count)).error(400);
+        assert_eq!(error["code"], "context_length_exceeded");
+        let text = message(&error);
+        assert!(numbers.iter().all(|number| text.contains(number)), "{text}");
+        let fits = post(server.address(), COMPLETIONS, &tokens(40));
+        assert_eq!(fits.status, 200, "{}", fits.text());
+        server.wait_until_idle();
+        server.end();
+    }
+}
+
+fn queue_is_full() {
+    const CLIENTS: usize = 20;
+    let server = Server::start(&["--max-queue", "1", "--max-batch", "1"]);
+    let barrier = Barrier::new(CLIENTS);
+    let statuses: Vec<u16> = thread::scope(|scope| {
+        let clients: Vec<_> = (0..CLIENTS)
+            .map(|_| {
+                scope.spawn(|| {
+                    let mut connection = Connection::open(server.address());
+                    let mut body = long_stream("The sun", 400);
+                    body["stream"] = false.into();
+                    barrier.wait();
+                    connection.send(&request(COMPLETIONS, &body)).expect("a request");
+                    let answer = connection.answer();
+                    if answer.status != 200 {
+                        assert_eq!(answer.error(429)["code"], "queue_full");
+                        assert!(answer.header("Retry-After").is_some());
+                    }
+                    answer.status
+                })
+            })
+            .collect();
+        clients.into_iter().map(|client| client.join().expect("a client")).collect()
+    });
+    let refused = statuses.iter().filter(|status| **status == 429).count();
+    assert!((1..CLIENTS).contains(&refused), "{statuses:?}");
+    server.wait_until_idle();
+    let counted = server.metrics().labelled("kv_requests_total", "outcome=\"queue_full\"");
+    assert_eq!(counted, u64::try_from(refused).expect("few"));
+    server.end();
+}
+
+/// Texts that run one after another give time to ask while the server is stopping.
+fn drains() {
+    const TEXTS: usize = 8;
+    let server = Server::start(&["--max-batch", "1", "--drain", "100"]);
+    let body = long_stream("The sun", 400);
+    let mut first = open_stream(server.address(), &body);
+    first.next().expect("an event");
+    let others: Vec<_> = (1..TEXTS)
+        .map(|_| {
+            let mut connection = Connection::open(server.address());
+            connection.send(&request(COMPLETIONS, &body)).expect("a request");
+            connection
+        })
+        .collect();
+    server.wait_until("all are taken", |metrics| {
+        metrics.labelled("kv_requests_total", "outcome=\"accepted\"") == 8
+    });
+    server.terminate();
+    // The signal is on its way.
+    let end = Instant::now() + Duration::from_secs(20);
+    while get(server.address(), "/health").status == 200 {
+        assert!(Instant::now() < end, "it does not stop");
+    }
+    let late = post(server.address(), COMPLETIONS, &greedy("Late", 4));
+    assert_eq!(late.error(503)["code"], "stopping");
+    assert!(late.header("Retry-After").is_some());
+    let (text, reason) = first.finish();
+    assert_eq!(reason, "length");
+    for other in others {
+        let (other, reason) = other.into_events().finish();
+        // The event that was read above is missing in the first.
+        assert!(other.ends_with(&text) && reason == "length", "{other}");
+    }
+    server.wait_for_end();
+}
+
+fn restart_keeps() {
+    let folder = TempDir::new().expect("a folder");
+    let tier = format!("disk={}:64MiB", folder.path().display());
+    let args = ["--tier", &tier, "--wait", "all"];
+    let body = greedy(&long_prompt(), 8);
+    let server = Server::start(&args);
+    let first = post(server.address(), COMPLETIONS, &body);
+    let text = text_of(&first);
+    assert_eq!(cached(&first.json()), 0);
+    server.end();
+
+    let server = Server::start(&args);
+    let again = post(server.address(), COMPLETIONS, &body);
+    assert_eq!(text_of(&again), text);
+    let kept = cached(&again.json());
+    assert!(kept > 0, "nothing was kept");
+    let metrics = server.metrics();
+    assert_eq!(metrics.labelled("kv_hit_tokens_total", "tier=\"disk\""), kept);
+    server.end();
+}
+
+fn salts() {
+    let server = Server::start(&[]);
+    let ask = |salt: Option<&str>| {
+        let mut body = greedy(&long_prompt(), 8);
+        if let Some(salt) = salt {
+            body["cache_salt"] = salt.into();
+        }
+        let answer = post(server.address(), COMPLETIONS, &body);
+        (text_of(&answer), cached(&answer.json()))
+    };
+    let (text, none) = ask(Some("a"));
+    assert_eq!(none, 0);
+    let mut hits = 0;
+    for (salt, is_first) in [
+        (Some("a"), false),
+        (Some("b"), true),
+        (None, true),
+        (Some("A"), true),
+        (Some("a\0"), true),
+        (None, false),
+        (Some("b"), false),
+    ] {
+        let (other, cached) = ask(salt);
+        assert_eq!(other, text, "{salt:?}");
+        assert_eq!(cached == 0, is_first, "{salt:?}: {cached} cached");
+        hits += cached;
+    }
+    assert_eq!(server.metrics().sum("kv_hit_tokens_total"), hits);
+    let mut empty = greedy("x", 1);
+    empty["cache_salt"] = "".into();
+    assert_eq!(post(server.address(), COMPLETIONS, &empty).error(400)["param"], "cache_salt");
+    server.end();
+}
+
+/// The text goes on for the scheduler, which must learn that nobody wants the rest.
+fn stop_string() {
+    let server = Server::start(&[]);
+    let body = greedy("Once upon a time", 60);
+    let (whole, _) = text_of(&post(server.address(), COMPLETIONS, &body));
+    let stop = whole.split(' ').nth(6).expect("some words");
+    let mut body = body;
+    body["stop"] = json!([stop]);
+    let (text, reason) = text_of(&post(server.address(), COMPLETIONS, &body));
+    let end = whole.find(stop).expect("it is there");
+    assert_eq!((text.as_str(), reason.as_str()), (&whole[..end], "stop"));
+    body["stream"] = true.into();
+    let streamed = open_stream(server.address(), &body).finish();
+    assert_eq!(streamed, (text, reason));
+    server.wait_until_idle();
+    server.end();
+}
+
+fn key() {
+    let server = Server::start(&["--api-key", "correct horse"]);
+    let ask = |path: &str, header: &str| {
+        let mut connection = Connection::open(server.address());
+        let head = format!("GET {path} HTTP/1.1\r\nHost: kv\r\n{header}\r\n");
+        connection.send(head.as_bytes()).expect("a request");
+        connection.answer()
+    };
+    for header in [
+        "",
+        "Authorization: correct horse\r\n",
+        "Authorization: Bearer \r\n",
+        "Authorization: Bearer correct\r\n",
+        "Authorization: Bearer correct horses\r\n",
+        "Authorization: Basic correct horse\r\n",
+    ] {
+        for path in ["/v1/models", "/metrics"] {
+            assert_eq!(ask(path, header).error(401)["code"], "invalid_api_key", "{header}");
+        }
+        assert_eq!(ask("/health", header).status, 200);
+    }
+    let refused = post(server.address(), COMPLETIONS, &greedy("x", 1));
+    assert_eq!(refused.error(401)["type"], "authentication_error");
+    assert_eq!(ask("/v1/models", "Authorization: Bearer correct horse\r\n").status, 200);
+    server.end();
+}
+
+fn connections_wait() {
+    let server = Server::start(&["--max-connections", "2"]);
+    let idle = [Connection::open(server.address()), Connection::open(server.address())];
+    let mut third = Connection::open(server.address());
+    third.send(b"GET /health HTTP/1.1\r\nHost: kv\r\n\r\n").expect("a request");
+    let brief = Duration::from_millis(200);
+    third.socket().set_read_timeout(Some(brief)).expect("a timeout");
+    assert!(third.read().is_err(), "there was room");
+    third.socket().set_read_timeout(Some(brief * 100)).expect("a timeout");
+    drop(idle);
+    assert_eq!(third.answer().status, 200);
+    drop(third);
+    server.end();
+}
+
+/// The page refers to nothing outside: a server that nobody else can reach shows it too.
+fn page() {
+    let server = Server::start(&["--api-key", "key"]);
+    let page = get(server.address(), "/");
+    assert_eq!(page.status, 200);
+    let kind = page.header("Content-Type").expect("a type");
+    assert!(kind.starts_with("text/html"), "{kind}");
+    let text = page.text();
+    for outside in ["http://", "https://", "src=", "@import", "url("] {
+        assert!(!text.contains(outside), "{outside}");
+    }
+    for name in ["kv_blocks_used", "kv_hit_tokens_total", "kv_step_seconds_sum"] {
+        assert!(text.contains(name), "{name}");
+    }
+    server.end();
+}
+
+fn chat_needs_a_template() {
+    let body = json!({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4});
+    let server = Server::start(&[]);
+    let error = post(server.address(), "/v1/chat/completions", &body).error(400);
+    assert!(message(&error).contains("template"), "{error}");
+    server.end();
+    let folder = chat_model();
+    let server = Server::start(&["--model", folder.path().to_str().expect("UTF-8")]);
+    let answer = post(server.address(), "/v1/chat/completions", &body);
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    assert_eq!(answer.json()["choices"][0]["message"]["role"], "assistant");
+    server.end();
+}

@@ -1,0 +1,45 @@
+//! Tests of `kv serve`: each starts the program and talks to it as its clients do.
+//!
+//! `KV_SERVE_CONNECTIONS` and `KV_SERVE_REQUESTS` set how much load there is: 64 and 300, in a long
+//! run 1,000 and 10,000. `KV_SERVE_BROWSER` is the browser that opens the page.
+#![expect(
+    clippy::arithmetic_side_effects,
+    clippy::expect_used,
+    clippy::indexing_slicing,
+    clippy::panic,
+    clippy::print_stdout,
+    reason = "tests"
+)]
+mod behaviour;
+mod client;
+mod hostile;
+mod load;
+mod public;
+mod server;
+
+use std::process::ExitCode;
+
+use libtest_mimic::{Arguments, Trial};
+
+fn main() -> ExitCode {
+    let cases = [behaviour::CASES, hostile::CASES, load::CASES].concat();
+    let mut trials: Vec<_> = cases
+        .into_iter()
+        .map(|(name, run)| {
+            Trial::test(name, move || {
+                run();
+                Ok(())
+            })
+        })
+        .collect();
+    trials.extend(public::trials());
+    libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
+}
+
+/// Name of a case, and the test.
+type Case = (&'static str, fn());
+
+/// Returns the number that a variable sets.
+fn number(variable: &str, default: usize) -> usize {
+    std::env::var(variable).map_or(default, |text| text.parse().expect("a number"))
+}
