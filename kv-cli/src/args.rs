@@ -2,6 +2,8 @@
 mod accuracy;
 mod bench;
 mod engine;
+#[cfg(feature = "serve")]
+mod load;
 mod replay;
 #[cfg(feature = "serve")]
 mod serve;
@@ -17,6 +19,8 @@ use kv_runner::stored::Stored;
 pub(crate) use self::accuracy::{CalibrateArgs, EvalArgs};
 pub(crate) use self::bench::BenchArgs;
 pub(crate) use self::engine::{EngineArgs, Paged};
+#[cfg(feature = "serve")]
+pub(crate) use self::load::LoadArgs;
 pub(crate) use self::replay::ReplayArgs;
 #[cfg(feature = "serve")]
 pub(crate) use self::serve::ServeArgs;
@@ -39,6 +43,8 @@ pub(crate) enum Command {
     Generate(GenerateArgs),
     #[cfg(feature = "serve")]
     Serve(ServeArgs),
+    #[cfg(feature = "serve")]
+    Load(LoadArgs),
     Plan(PlanArgs),
     Replay(ReplayArgs),
     Eval(EvalArgs),

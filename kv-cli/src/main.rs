@@ -15,6 +15,8 @@ mod eval;
 mod failure;
 mod generate;
 mod job;
+#[cfg(feature = "serve")]
+mod load;
 mod loaded;
 mod memory;
 mod num;
@@ -75,6 +77,8 @@ fn has_model(command: &Command) -> bool {
     match command {
         #[cfg(feature = "serve")]
         Command::Serve(_) => true,
+        #[cfg(feature = "serve")]
+        Command::Load(_) => false,
         Command::Generate(_) | Command::Eval(_) | Command::Calibrate(_) => true,
         Command::Plan(_)
         | Command::Replay(_)
@@ -89,6 +93,8 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
         Command::Generate(args) => generate::run(args),
         #[cfg(feature = "serve")]
         Command::Serve(args) => serve::run(args),
+        #[cfg(feature = "serve")]
+        Command::Load(args) => load::run(args),
         Command::Plan(args) => plan::run(args),
         Command::Replay(args) => replay::run(args),
         Command::Eval(args) => eval::run(args),

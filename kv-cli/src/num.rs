@@ -20,3 +20,15 @@ pub(crate) fn to_u64(n: usize) -> u64 {
 pub(crate) fn to_f64(n: u64) -> f64 {
     n as f64
 }
+
+/// Rounds down to a count; numbers below and above become the least and the largest one.
+#[cfg(feature = "serve")]
+#[expect(
+    clippy::as_conversions,
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "the conversion rounds down and saturates"
+)]
+pub(crate) fn floor_u32(n: f64) -> u32 {
+    n as u32
+}

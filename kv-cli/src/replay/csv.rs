@@ -27,8 +27,10 @@ enum Column {
     TimeOrSeconds,
     /// The input tokens of a request.
     Input,
+    /// The tokens that were generated.
+    Output,
     Count,
-    /// A column that a replay does not need.
+    /// A column that nothing needs.
     Other,
 }
 
@@ -41,7 +43,7 @@ const HEADERS: [Header; 4] = [
         &[
             ("TIMESTAMP", Column::Time),
             ("ContextTokens", Column::Input),
-            ("GeneratedTokens", Column::Count),
+            ("GeneratedTokens", Column::Output),
         ],
     ),
     // Of multimodal models: image tokens are part of the context.
@@ -51,7 +53,7 @@ const HEADERS: [Header; 4] = [
             ("TIMESTAMP", Column::TimeOrSeconds),
             ("NumImages", Column::Count),
             ("ContextTokens", Column::Input),
-            ("GeneratedTokens", Column::Count),
+            ("GeneratedTokens", Column::Output),
         ],
     ),
     (
@@ -60,7 +62,7 @@ const HEADERS: [Header; 4] = [
             ("Timestamp", Column::Seconds),
             ("Model", Column::Other),
             ("Request tokens", Column::Input),
-            ("Response tokens", Column::Count),
+            ("Response tokens", Column::Output),
             ("Total tokens", Column::Count),
             ("Log Type", Column::Other),
         ],
@@ -73,7 +75,7 @@ const HEADERS: [Header; 4] = [
             ("Elapsed time", Column::Other),
             ("Model", Column::Other),
             ("Request tokens", Column::Input),
-            ("Response tokens", Column::Count),
+            ("Response tokens", Column::Output),
             ("Total tokens", Column::Count),
             ("Log Type", Column::Other),
         ],
@@ -85,6 +87,8 @@ const HEADERS: [Header; 4] = [
 pub(super) struct Row {
     /// Its input tokens.
     pub(super) tokens: u64,
+    /// The tokens that were generated for it.
+    pub(super) output_tokens: u64,
     /// Its time, from any fixed moment.
     pub(super) seconds: f64,
 }
@@ -133,10 +137,11 @@ impl Columns {
             let (got, expected) = (fields.len(), names.len());
             return Err(TraceError::Fields { got, expected, header: names.join(",") });
         }
-        let mut row = Row { tokens: 0, seconds: 0.0 };
+        let mut row = Row { tokens: 0, output_tokens: 0, seconds: 0.0 };
         for (text, (name, column)) in fields.iter().zip(&self.columns) {
             match column {
                 Column::Input => row.tokens = count(name, text)?,
+                Column::Output => row.output_tokens = count(name, text)?,
                 Column::Count => {
                     count(name, text)?;
                 }
@@ -308,24 +313,25 @@ mod tests {
     #[test]
     fn a_request_of_every_header_is_read() {
         for (header, row, tokens) in [
-            ("GeneratedTokens,ContextTokens,TIMESTAMP", "44,374,2023-11-16 18:15:46", 374),
+            ("GeneratedTokens,ContextTokens,TIMESTAMP", "44,374,2023-11-16 18:15:46", (374, 44)),
             (
                 "TIMESTAMP,NumImages,ContextTokens,GeneratedTokens",
                 "2024-10-15 00:00:00.009930+00:00,2,1500,20",
-                1500,
+                (1500, 20),
             ),
-            ("TIMESTAMP,NumImages,ContextTokens,GeneratedTokens", "12.5,0,7,20", 7),
-            (BURST_GPT, "5,ChatGPT,472,18,490,Conversation log", 472),
-            (BURST_GPT, "5.25,GPT-4,0,0,0,API log", 0),
+            ("TIMESTAMP,NumImages,ContextTokens,GeneratedTokens", "12.5,0,7,20", (7, 20)),
+            (BURST_GPT, "5,ChatGPT,472,18,490,Conversation log", (472, 18)),
+            (BURST_GPT, "5.25,GPT-4,0,0,0,API log", (0, 0)),
             (
                 "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,\
                  Total tokens,Log Type",
                 "5,,,ChatGPT,472,18,490,API log",
-                472,
+                (472, 18),
             ),
         ] {
             let columns = Columns::of_header(header.as_bytes()).expect(header);
-            assert_eq!(columns.parse(row.as_bytes()).expect(row).tokens, tokens);
+            let row = columns.parse(row.as_bytes()).expect(row);
+            assert_eq!((row.tokens, row.output_tokens), tokens);
         }
         let burst = Columns::of_header(BURST_GPT.as_bytes()).expect("a header");
         for (row, words) in [

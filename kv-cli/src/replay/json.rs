@@ -16,8 +16,7 @@ pub(super) const QWEN_ID_TOKENS: NonZeroU32 = NonZeroU32::MIN.saturating_add(15)
 pub(super) struct Line {
     timestamp: f64,
     pub(super) input_length: u64,
-    #[expect(dead_code, reason = "a line without it is none, and what is generated is not cached")]
-    output_length: u64,
+    pub(super) output_length: u64,
     /// Each stands for everything up to the end of its tokens.
     pub(super) hash_ids: Vec<u64>,
 }

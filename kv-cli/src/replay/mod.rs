@@ -22,13 +22,12 @@ use kv::eviction::Eviction;
 
 pub(crate) use self::policy::Policy;
 pub(crate) use self::tiers::{TierOption, TierOptions, TierSize, name as tier_name};
-pub(crate) use self::trace::Sizes;
+pub(crate) use self::trace::{Sizes, Trace};
 use crate::args::ReplayArgs;
 use crate::num::to_u64;
 use crate::{output, progress};
 use report::{Line, Report};
 use tiers::TierReplay;
-use trace::Trace;
 
 /// One measurement: a policy, and its capacity if it has one.
 type Case = (Policy, Option<u32>);

@@ -116,11 +116,21 @@ pub(super) struct AtLine {
     pub(super) error: TraceError,
 }
 
+/// When a request came, and what was generated for it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Arrival {
+    /// Its time, from any fixed moment.
+    pub(crate) seconds: f64,
+    /// At most [`INPUT_TOKENS_MAX`], whatever the file says.
+    #[cfg_attr(not(feature = "serve"), allow(dead_code, reason = "`kv load` asks for it"))]
+    pub(crate) output_tokens: u32,
+}
+
 /// One request of a trace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Request {
+pub(crate) struct Request {
     /// Tokens of its input.
-    pub(super) tokens: u32,
+    pub(crate) tokens: u32,
     /// Blocks of its input; the last one may be partial.
     pub(super) num_blocks: u32,
     /// Index of its first id or, without ids, of its first block.
@@ -159,24 +169,24 @@ struct Ids {
 
 /// The requests of a trace, in the file's order.
 #[derive(Debug)]
-pub(super) struct Trace {
+pub(crate) struct Trace {
     pub(super) format: Format,
-    pub(super) block_size: NonZeroU32,
+    pub(crate) block_size: NonZeroU32,
     pub(super) total_tokens: u64,
     requests: Vec<Request>,
+    /// One for each request.
+    arrivals: Vec<Arrival>,
     names: Names,
     total_blocks: u64,
     /// Tokens per id, if there are ids.
     id_tokens: Option<NonZeroU32>,
     /// Ids per block.
     ids_per_block: NonZeroU32,
-    /// First and last time of the clock, in seconds.
-    clock: Option<[f64; 2]>,
 }
 
 impl Trace {
     /// Reads a file; [`Self::new`] has the default sizes.
-    pub(super) fn read(path: &Path, sizes: Sizes) -> anyhow::Result<Self> {
+    pub(crate) fn read(path: &Path, sizes: Sizes) -> anyhow::Result<Self> {
         let read = || -> anyhow::Result<Self> {
             let lines = Lines::open(path)?;
             Ok(Self::from_lines(lines, Format::of_name(path), sizes)?)
@@ -231,12 +241,12 @@ impl Trace {
                 None => {
                     let line = json::parse(format, lines.text())?;
                     trace.push(line.input_length, Some(&line.hash_ids))?;
-                    trace.note_time(line.seconds(format));
+                    trace.note_arrival(line.seconds(format), line.output_length);
                 }
                 Some(columns) => {
                     let row = columns.parse(lines.text())?;
                     trace.push(row.tokens, None)?;
-                    trace.note_time(row.seconds);
+                    trace.note_arrival(row.seconds, row.output_tokens);
                 }
             }
             is_line = lines.advance().map_err(TraceError::Read)?;
@@ -280,11 +290,11 @@ impl Trace {
             block_size,
             total_tokens: 0,
             requests: Vec::new(),
+            arrivals: Vec::new(),
             names,
             total_blocks: 0,
             id_tokens,
             ids_per_block,
-            clock: None,
         })
     }
 
@@ -329,20 +339,29 @@ impl Trace {
         Ok(())
     }
 
-    fn note_time(&mut self, seconds: f64) {
-        let [first, last] = self.clock.unwrap_or([seconds; 2]);
-        self.clock = Some([first.min(seconds), last.max(seconds)]);
+    /// Adds when the last pushed request came, and what was generated for it.
+    fn note_arrival(&mut self, seconds: f64, output_tokens: u64) {
+        let output_tokens = output_tokens.min(INPUT_TOKENS_MAX);
+        let output_tokens = u32::try_from(output_tokens).unwrap_or(u32::MAX);
+        self.arrivals.push(Arrival { seconds, output_tokens });
     }
 
     /// Returns the time from the first request to the last by the trace's clock; `None` if all have
     /// the same one.
     pub(super) fn span(&self) -> Option<Duration> {
-        let [first, last] = self.clock?;
+        let times = || self.arrivals.iter().map(|arrival| arrival.seconds);
+        let (first, last) = (times().reduce(f64::min)?, times().reduce(f64::max)?);
         Duration::try_from_secs_f64(last - first).ok().filter(|span| !span.is_zero())
     }
 
-    pub(super) fn requests(&self) -> &[Request] {
+    pub(crate) fn requests(&self) -> &[Request] {
         &self.requests
+    }
+
+    /// Returns when each request came, in the order of [`Self::requests`].
+    #[cfg_attr(not(feature = "serve"), allow(dead_code, reason = "`kv load` sends them then"))]
+    pub(crate) fn arrivals(&self) -> &[Arrival] {
+        &self.arrivals
     }
 
     /// Returns the upper limit of block numbers; a few numbers below it may be unused.
@@ -354,7 +373,7 @@ impl Trace {
     }
 
     /// Writes the numbers of a request's blocks to `out`, in order.
-    pub(super) fn blocks(&self, request: &Request, out: &mut Vec<u32>) {
+    pub(crate) fn blocks(&self, request: &Request, out: &mut Vec<u32>) {
         out.clear();
         let num_blocks = to_usize(request.num_blocks);
         match &self.names {
@@ -384,7 +403,7 @@ impl Trace {
     }
 
     /// Returns the tokens of a block, for the index: the id as two numbers, and the part of it.
-    pub(super) fn tokens(&self, block: u32) -> [u32; 3] {
+    pub(crate) fn tokens(&self, block: u32) -> [u32; 3] {
         let Names::Ids(ids) = &self.names else {
             return [block, 0, 0];
         };

@@ -12,6 +12,8 @@ mod devices;
 mod eval;
 mod gguf_models;
 mod golden;
+#[cfg(feature = "serve")]
+mod load;
 mod models;
 mod plan;
 mod quantised;

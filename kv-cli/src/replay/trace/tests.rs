@@ -65,6 +65,19 @@ fn the_span_of_a_trace_is_that_of_its_clock() {
     assert_eq!(millis(format!("{}\n5,a,1,1,2,b\n45.5,a,1,1,2,b", csv::BURST_GPT)), Some(40_500));
 }
 
+#[test]
+fn arrivals_have_their_times_and_what_was_generated() {
+    let arrivals = |text: String| {
+        let trace = read(text).expect("a trace");
+        let arrivals = trace.arrivals().iter();
+        arrivals.map(|arrival| (arrival.seconds, arrival.output_tokens)).collect::<Vec<_>>()
+    };
+    let later = LINE.replacen(": 0,", ": 1500,", 1);
+    assert_eq!(arrivals(format!("{LINE}\n{later}")), [(0.0, 5), (1.5, 5)]);
+    let burst = format!("{}\n5,a,1,7,8,b\n2.5,a,1,99999999999,2,b", csv::BURST_GPT);
+    assert_eq!(arrivals(burst), [(5.0, 7), (2.5, 1 << 24)], "in the file's order");
+}
+
 /// Makes a line of Qwen's trace.
 fn qwen(input_length: u32, hash_ids: &[u64]) -> String {
     format!(
