@@ -49,11 +49,13 @@ pub(crate) struct LoadArgs {
     pub(crate) trace: Option<PathBuf>,
 
     /// With --trace: requests come so many times as fast
-    #[arg(long, value_name = "X", default_value = "1", value_parser = above_0, conflicts_with = "rate")]
+    #[arg(long, value_name = "X", default_value = "1", value_parser = above_0)]
+    #[arg(conflicts_with = "rate")]
     pub(crate) scale: f64,
 
     /// With --trace: prompts and answers are so many times as long, and share as much of each other
-    #[arg(long, value_name = "F", default_value = "1", value_parser = above_0, conflicts_with = "rate")]
+    #[arg(long, value_name = "F", default_value = "1", value_parser = above_0)]
+    #[arg(conflicts_with = "rate")]
     pub(crate) scale_tokens: f64,
 
     /// With --trace: send only the first N requests of the file

@@ -10,10 +10,10 @@ use hyper::{Method, Request, Response, StatusCode, Uri};
 use hyper_util::client::legacy::Client as HttpClient;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
-use serde::{Deserialize, Serialize};
 
 use super::address::Address;
 use super::sse::{Event, Parser, SseError};
+use super::wire::{self, Choice, Chunk, Completion, ErrorBody, Models, StreamOptions, Usage};
 use crate::failure;
 
 /// Idle connections are closed sooner than a server does it, or a request would be lost on one.
@@ -37,80 +37,6 @@ pub(super) struct Client {
     models: Uri,
     completions: Uri,
     options: ClientOptions,
-}
-
-/// The body of a request.
-#[derive(Debug, Serialize)]
-struct Completion<'a> {
-    model: &'a str,
-    prompt: &'a [u32],
-    max_tokens: u32,
-    temperature: u8,
-    ignore_eos: bool,
-    stream: bool,
-    stream_options: StreamOptions,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    cache_salt: Option<&'a str>,
-}
-
-#[derive(Debug, Serialize)]
-struct StreamOptions {
-    include_usage: bool,
-}
-
-/// A chunk of the stream; one of its fields is there.
-#[derive(Debug, Deserialize)]
-struct Chunk {
-    #[serde(default)]
-    choices: Vec<Choice>,
-    usage: Option<RawUsage>,
-    error: Option<ErrorBody>,
-}
-
-#[derive(Debug, Deserialize)]
-struct Choice {
-    text: Option<String>,
-    finish_reason: Option<String>,
-}
-
-#[derive(Debug, Deserialize)]
-struct RawUsage {
-    prompt_tokens: u64,
-    completion_tokens: u64,
-    prompt_tokens_details: Option<Details>,
-}
-
-#[derive(Debug, Deserialize)]
-struct Details {
-    cached_tokens: Option<u64>,
-}
-
-#[derive(Debug, Deserialize)]
-struct ErrorBody {
-    message: String,
-}
-
-#[derive(Debug, Deserialize)]
-struct Refusal {
-    error: ErrorBody,
-}
-
-#[derive(Debug, Deserialize)]
-struct Models {
-    data: Vec<Model>,
-}
-
-#[derive(Debug, Deserialize)]
-struct Model {
-    id: String,
-}
-
-/// Tokens as the server counts them.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Usage {
-    pub(super) prompt: u64,
-    pub(super) cached: u64,
-    pub(super) completion: u64,
 }
 
 /// A request that did not succeed.
@@ -186,7 +112,7 @@ impl Client {
     pub(super) async fn model(&self) -> anyhow::Result<String> {
         let (status, body) = self.models().await?;
         if !status.is_success() {
-            bail!("GET {}: {status}: {}", self.models, words(&body));
+            bail!("GET {}: {status}: {}", self.models, wire::words(&body));
         }
         let parsed = serde_json::from_str::<Models>(&body);
         let models = parsed.with_context(|| format!("GET {}", self.models))?;
@@ -258,22 +184,16 @@ impl Client {
                     return Err(Failure::Stream { message });
                 }
                 usage = chunk.usage.or(usage);
-                let is_text =
-                    |choice: &Choice| choice.text.as_ref().is_some_and(|text| !text.is_empty());
-                let is_end = |choice: &Choice| choice.finish_reason.is_some();
                 // An answer without any text has its end for one.
-                if chunk.choices.iter().any(is_text)
-                    || texts.first.is_none() && chunk.choices.iter().any(is_end)
+                if chunk.choices.iter().any(Choice::has_text)
+                    || texts.first.is_none() && chunk.choices.iter().any(Choice::is_end)
                 {
                     texts.note(now);
                 }
             }
         }
         parser.finish()?;
-        let RawUsage { prompt_tokens, completion_tokens, prompt_tokens_details } =
-            usage.ok_or(Failure::NoUsage)?;
-        let cached = prompt_tokens_details.and_then(|details| details.cached_tokens).unwrap_or(0);
-        Ok(Usage { prompt: prompt_tokens, cached, completion: completion_tokens })
+        Ok(usage.ok_or(Failure::NoUsage)?.into())
     }
 }
 
@@ -301,7 +221,7 @@ async fn check(response: Response<Incoming>) -> Result<Incoming, Failure> {
     let status = response.status();
     if !status.is_success() {
         let body = text(response.into_body()).await?;
-        return Err(Failure::Status { status: status.as_u16(), message: words(&body) });
+        return Err(Failure::Status { status: status.as_u16(), message: wire::words(&body) });
     }
     let got = response.headers().get(CONTENT_TYPE).map(HeaderValue::as_bytes).unwrap_or_default();
     if !got.starts_with(b"text/event-stream") {
@@ -337,12 +257,4 @@ async fn text(mut body: Incoming) -> Result<String, Failure> {
         }
     }
     Ok(String::from_utf8_lossy(&all).into_owned())
-}
-
-/// Returns the message of an error's body, or its start.
-fn words(body: &str) -> String {
-    match serde_json::from_str::<Refusal>(body) {
-        Ok(Refusal { error }) => error.message,
-        Err(_) => body.chars().take(200).collect(),
-    }
 }

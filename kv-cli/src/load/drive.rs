@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 use indicatif::ProgressBar;
 use tokio::sync::{Semaphore, mpsc};
 
-use super::client::{Answer, Client, Failure, Usage};
+use super::client::{Answer, Client, Failure};
+use super::wire::Usage;
 use super::workload::Workload;
 
 /// Requests whose bodies are made before their time has come.

@@ -10,6 +10,7 @@ mod plot;
 mod report;
 mod sse;
 mod tokens;
+mod wire;
 mod workload;
 
 use std::sync::Arc;

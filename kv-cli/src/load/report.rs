@@ -176,7 +176,8 @@ fn running_max(samples: &[Sample]) -> u64 {
 
 #[cfg(test)]
 pub(super) mod tests {
-    use super::super::client::{Failure, Usage};
+    use super::super::client::Failure;
+    use super::super::wire::Usage;
     use super::*;
 
     /// Makes a sample: when it was sent, its time to first token and its whole time.
@@ -223,8 +224,8 @@ pub(super) mod tests {
         assert_eq!(report.failures, expected);
         assert_eq!((report.prompt_tokens, report.cached_tokens), (200, 50));
         assert_eq!(report.completion_tokens, 20);
-        let rates = [report.hit_ratio, report.requests_per_second];
-        assert_eq!(rates, [0.25, 1.0]);
+        let rates = [report.hit_ratio, report.requests_per_second].map(f64::to_bits);
+        assert_eq!(rates, [0.25, 1.0].map(f64::to_bits));
         assert_eq!(report.running_max, 3, "the third one ends before the fourth begins");
         let first = report.time_to_first_token_ms.expect("two");
         assert_eq!((first.p50, first.max), (20.0, 40.0), "of those that succeeded");

@@ -26,10 +26,11 @@ const OPTIONS: TraceOptions = TraceOptions {
     tokens_per_id: None,
 };
 
-const MOONCAKE: &str = r#"{"timestamp": 4000, "input_length": 1024, "output_length": 9, "hash_ids": [1, 2]}
-{"timestamp": 1000, "input_length": 1100, "output_length": 500, "hash_ids": [1, 3, 4]}
-{"timestamp": 2000, "input_length": 700, "output_length": 0, "hash_ids": [1, 3]}
-"#;
+const MOONCAKE: &str = "\
+{\"timestamp\": 4000, \"input_length\": 1024, \"output_length\": 9, \"hash_ids\": [1, 2]}
+{\"timestamp\": 1000, \"input_length\": 1100, \"output_length\": 500, \"hash_ids\": [1, 3, 4]}
+{\"timestamp\": 2000, \"input_length\": 700, \"output_length\": 0, \"hash_ids\": [1, 3]}
+";
 
 fn synthetic(made: &Synthetic) -> Workload {
     Workload::synthetic(made, VOCAB).expect("a workload")

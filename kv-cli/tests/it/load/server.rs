@@ -138,7 +138,7 @@ impl Shared {
                 return None;
             }
             Answer::Silence => {
-                thread::sleep(Duration::from_secs(60));
+                thread::sleep(Duration::from_mins(1));
                 self.end();
                 return None;
             }
