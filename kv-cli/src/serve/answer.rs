@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use super::api::{ApiError, unix_time};
-use super::engine::Prompt;
+use super::engine::{Prompt, Refused};
 use super::request::Wanted;
 use super::text::{Ended, Part, Text};
 use super::{Server, api};
@@ -51,24 +51,30 @@ impl Server {
             Some(seed) => seed,
             None => random().map_err(|error| api::internal(&error))?,
         };
-        let (mut texts, mut prompt_tokens) = (Vec::new(), 0_usize);
-        for (at, tokens) in prompts.into_iter().enumerate() {
+        let of_prompt = |(at, tokens): (usize, &Vec<u32>)| {
             let first = at.saturating_mul(wanted.n);
             let samplers = (first..first.saturating_add(wanted.n))
                 .map(|text| Sampler::new(wanted.temperature, seed, text).with_top_p(wanted.top_p));
-            prompt_tokens = prompt_tokens.saturating_add(tokens.len());
-            let prompt = Prompt {
-                max_new_tokens: self.max_new_tokens(kind, wanted, &tokens)?,
+            Prompt {
+                tokens: tokens.clone(),
+                max_new_tokens: wanted.max_tokens.unwrap_or_else(|| self.room(kind, tokens)),
                 samplers: samplers.collect(),
                 salt: wanted.salt.clone(),
                 ignore_eos: wanted.ignore_eos,
-                tokens: tokens.clone(),
-            };
-            for updates in self.engine.submit(prompt).await? {
-                let tokenizer = Arc::clone(&self.tokenizer);
-                texts.push(Text::new(updates, tokenizer, &tokens, wanted.stop.clone()));
             }
-        }
+        };
+        let submitted = self.engine.submit(prompts.iter().enumerate().map(of_prompt).collect());
+        let field = if kind == Kind::Chat { "messages" } else { "prompt" };
+        let updates = submitted.await.map_err(|refused| match refused {
+            Refused::TooLong { .. } | Refused::Never(_) => ApiError::from(refused).about(field),
+            refused => refused.into(),
+        })?;
+        let of_texts = prompts.iter().flat_map(|prompt| std::iter::repeat_n(prompt, wanted.n));
+        let texts = updates.into_iter().zip(of_texts).map(|(updates, prompt)| {
+            Text::new(updates, Arc::clone(&self.tokenizer), prompt, wanted.stop.clone())
+        });
+        let texts = texts.collect();
+        let prompt_tokens = prompts.iter().map(Vec::len).sum();
         Ok(Running {
             kind,
             server: Arc::clone(self),
@@ -80,25 +86,16 @@ impl Server {
         })
     }
 
-    /// Returns the limit of new tokens, by default that of OpenAI: 16 for completions, and for a
-    /// chat as many as there is room for.
-    fn max_new_tokens(&self, kind: Kind, wanted: &Wanted, prompt: &[u32]) -> Result<u32, ApiError> {
-        let (tokens, context) = (prompt.len(), self.config.context());
-        let room = u32::try_from(tokens).ok().and_then(|tokens| context.checked_sub(tokens));
-        let Some(room) = room.filter(|room| *room > 0) else {
-            let error = format!("the prompt has {tokens} tokens, the model's context {context}");
-            let field = if kind == Kind::Chat { "messages" } else { "prompt" };
-            return Err(ApiError::bad(error).about(field).with_code("context_length_exceeded"));
-        };
-        let unlimited = match kind {
-            Kind::Completion => COMPLETION_TOKENS,
-            // The last token is never cached.
-            Kind::Chat => {
-                let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
-                self.capacity.saturating_sub(tokens).saturating_add(1).clamp(1, room)
-            }
-        };
-        Ok(wanted.max_tokens.unwrap_or(unlimited))
+    /// Returns the new tokens of a request without a limit, as OpenAI has them: 16 for completions,
+    /// and for a chat as many as there is room for. At least one, so that a prompt that is too long
+    /// is refused.
+    fn room(&self, kind: Kind, prompt: &[u32]) -> u32 {
+        let tokens = u32::try_from(prompt.len()).unwrap_or(u32::MAX);
+        let of_context = self.config.context().saturating_sub(tokens);
+        // The last token is never cached.
+        let of_pool = self.capacity.saturating_sub(tokens).saturating_add(1);
+        let room = of_context.min(of_pool).max(1);
+        if kind == Kind::Completion { room.min(COMPLETION_TOKENS) } else { room }
     }
 }
 

@@ -41,7 +41,21 @@ pub(super) fn router(server: Arc<Server>, options: &Options) -> Router {
         })
         .layer(RequestBodyTimeoutLayer::new(BODY_PAUSE))
         .layer(DefaultBodyLimit::max(BODY_MAX))
+        .layer(middleware::from_fn(check_length))
         .with_state(server)
+}
+
+/// Refuses a body that says it is too long, before the client is told to send it.
+async fn check_length(request: Request, next: Next) -> Response {
+    let length = request.headers().get(header::CONTENT_LENGTH);
+    let length = length.and_then(|length| length.to_str().ok()?.parse::<u64>().ok());
+    match length.filter(|length| usize::try_from(*length).is_ok_and(|bytes| bytes > BODY_MAX)) {
+        None => next.run(request).await,
+        Some(length) => {
+            let error = format!("the body has {length} bytes, at most {BODY_MAX} are possible");
+            ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, error).into_response()
+        }
+    }
 }
 
 /// Refuses requests without the key, if there is one.
@@ -173,7 +187,9 @@ impl From<Refused> for ApiError {
         let (status, code) = match &refused {
             Refused::QueueFull { .. } => (StatusCode::TOO_MANY_REQUESTS, "queue_full"),
             Refused::Stopping => (StatusCode::SERVICE_UNAVAILABLE, "stopping"),
-            Refused::Never(_) => (StatusCode::BAD_REQUEST, "context_length_exceeded"),
+            Refused::TooLong { .. } | Refused::Never(_) => {
+                (StatusCode::BAD_REQUEST, "context_length_exceeded")
+            }
         };
         Self::new(status, describe_refusal(&refused)).with_code(code)
     }

@@ -5,6 +5,7 @@
 //! found, the text is cancelled before the next step and its blocks are free. Nothing here knows
 //! HTTP, JSON or text.
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -17,6 +18,7 @@ use kv_runner::{Decoder, Event, Request, Sampler, ScheduleError, Scheduler};
 use tokio::sync::{mpsc, oneshot};
 
 use super::metrics::Metrics;
+use crate::num::to_usize;
 use crate::output;
 
 /// A prompt, and how it is continued.
@@ -49,6 +51,9 @@ pub(super) enum Update {
 /// A prompt that does not run.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Refused {
+    /// Prompt and new tokens are longer than a text of the model.
+    #[error("the prompt has {prompt} tokens, and {new} new ones, the model's context is {context}")]
+    TooLong { prompt: usize, new: u32, context: u32 },
     /// Later there may be room.
     #[error("{waiting} requests wait, at most {max} may")]
     QueueFull { waiting: usize, max: usize },
@@ -70,8 +75,7 @@ pub(super) struct Engine {
 #[derive(Debug)]
 enum Message {
     Submit {
-        prompt: Prompt,
-        texts: Vec<Updates>,
+        prompts: Vec<(Prompt, Vec<Updates>)>,
         answer: oneshot::Sender<Result<(), Refused>>,
     },
     /// Look at `is_stopping`.
@@ -89,22 +93,28 @@ impl Engine {
         (Self { messages, is_stopping }, inbox)
     }
 
-    /// Hands a prompt over; returns a receiver for each text. A text ends when its receiver is
-    /// dropped.
+    /// Hands the prompts of a request over; returns a receiver for each text, those of the first
+    /// prompt first. A text ends when its receiver is dropped.
     ///
     /// # Errors
     /// [`Refused`]; nothing runs then.
     pub(super) async fn submit(
         &self,
-        prompt: Prompt,
+        prompts: Vec<Prompt>,
     ) -> Result<Vec<mpsc::UnboundedReceiver<Update>>, Refused> {
         if self.is_stopping() {
             return Err(Refused::Stopping);
         }
-        let channels = prompt.samplers.iter().map(|_| mpsc::unbounded_channel());
-        let (texts, receivers) = channels.unzip();
+        let mut receivers = Vec::new();
+        let with_texts = prompts.into_iter().map(|prompt| {
+            let channels = prompt.samplers.iter().map(|_| mpsc::unbounded_channel());
+            let (texts, of_prompt): (Vec<_>, Vec<_>) = channels.unzip();
+            receivers.extend(of_prompt);
+            (prompt, texts)
+        });
+        let prompts = with_texts.collect();
         let (answer, answered) = oneshot::channel();
-        let message = Message::Submit { prompt, texts, answer };
+        let message = Message::Submit { prompts, answer };
         self.messages.send(message).map_err(|_| Refused::Stopping)?;
         answered.await.map_err(|_| Refused::Stopping)??;
         Ok(receivers)
@@ -132,8 +142,11 @@ pub(super) struct Inbox {
 /// Limits of the engine.
 #[derive(Debug, Clone)]
 pub(super) struct EngineOptions {
-    /// Texts that wait.
+    /// Texts that wait when a request comes: it is refused if there are as many, however many
+    /// texts it has itself.
     pub(super) max_queue: usize,
+    /// Tokens of the longest text.
+    pub(super) context: u32,
     /// Longest that running texts may take once the engine is stopped.
     pub(super) drain: Duration,
     /// End-of-text tokens.
@@ -206,18 +219,42 @@ struct Running<'m, 'a> {
 
 impl Running<'_, '_> {
     fn take(&mut self, message: Message) {
-        let Message::Submit { prompt, texts, answer } = message else { return };
-        let answered = self.submit(prompt, texts);
+        let Message::Submit { prompts, answer } = message else { return };
+        let answered = self.submit(prompts);
         self.metrics.note_request(&answered);
         // The client may have gone meanwhile; its texts are cancelled before the next step.
         let _ = answer.send(answered);
     }
 
-    fn submit(&mut self, prompt: Prompt, texts: Vec<Updates>) -> Result<(), Refused> {
+    /// Takes all prompts of a request, or none.
+    fn submit(&mut self, prompts: Vec<(Prompt, Vec<Updates>)>) -> Result<(), Refused> {
         let (waiting, _) = self.scheduler.queued();
         let max = self.options.max_queue;
         if waiting >= max {
             return Err(Refused::QueueFull { waiting, max });
+        }
+        let mut taken = Vec::new();
+        for (prompt, texts) in prompts {
+            match self.submit_one(prompt, texts) {
+                Ok(numbers) => taken.extend(numbers),
+                Err(refused) => {
+                    for number in taken {
+                        self.texts.remove(&number);
+                        // It waits and holds nothing: only a device can fail.
+                        let _ = self.scheduler.cancel(number);
+                    }
+                    return Err(refused);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn submit_one(&mut self, prompt: Prompt, texts: Vec<Updates>) -> Result<Range<usize>, Refused> {
+        let (tokens, new, context) =
+            (prompt.tokens.len(), prompt.max_new_tokens, self.options.context);
+        if tokens.saturating_add(to_usize(new)) > to_usize(context) {
+            return Err(Refused::TooLong { prompt: tokens, new, context });
         }
         let ignore_eos = prompt.ignore_eos;
         let mut samplers = prompt.samplers.into_iter();
@@ -229,11 +266,11 @@ impl Running<'_, '_> {
         };
         let numbers = self.scheduler.submit_choices(request, samplers.collect())?;
         let submitted = Instant::now();
-        for (number, updates) in numbers.zip(texts) {
+        for (number, updates) in numbers.clone().zip(texts) {
             let text = Text { updates, submitted, ignore_eos, has_started: false };
             self.texts.insert(number, text);
         }
-        Ok(())
+        Ok(numbers)
     }
 
     fn step(&mut self) -> anyhow::Result<()> {

@@ -103,7 +103,7 @@ impl Metrics {
             Ok(()) => accepted,
             Err(Refused::QueueFull { .. }) => queue_full,
             Err(Refused::Stopping) => stopping,
-            Err(Refused::Never(_)) => too_large,
+            Err(Refused::TooLong { .. } | Refused::Never(_)) => too_large,
         };
         counter.increment(1);
     }

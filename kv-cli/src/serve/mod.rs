@@ -79,6 +79,7 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<()> {
     });
     let options = EngineOptions {
         max_queue: to_usize(args.max_queue),
+        context: loaded.model.config().context(),
         drain: args.drain,
         eos: loaded.model.config().eos().to_vec(),
     };

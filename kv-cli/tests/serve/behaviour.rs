@@ -14,6 +14,7 @@ use crate::server::{Server, chat_model};
 
 pub(crate) const CASES: &[Case] = &[
     ("behaviour/a_prompt_that_never_fits_is_refused_with_numbers", never_fits),
+    ("behaviour/a_request_of_many_texts_is_one_request", many_texts_of_one_request),
     ("behaviour/one_more_than_the_queue_takes_is_refused", queue_is_full),
     ("behaviour/a_server_that_is_told_to_end_lets_texts_end", drains),
     ("behaviour/a_restart_keeps_a_prefix_on_disk", restart_keeps),
@@ -52,9 +53,38 @@ fn never_fits() {
         assert!(numbers.iter().all(|number| text.contains(number)), "{text}");
         let fits = post(server.address(), COMPLETIONS, &tokens(40));
         assert_eq!(fits.status, 200, "{}", fits.text());
+        // The sum counts, and not the prompt alone.
+        let sum = json!({"prompt": vec![403; 40], "max_tokens": 473});
+        let error = post(server.address(), COMPLETIONS, &sum).error(400);
+        assert!(message(&error).contains("473") && message(&error).contains("512"), "{error}");
         server.wait_until_idle();
+        let counted = server.metrics().labelled("kv_requests_total", "outcome=\"too_large\"");
+        assert_eq!(counted, 2);
         server.end();
     }
+}
+
+/// The queue is full or not when a request comes: its own prompts and texts do not count.
+fn many_texts_of_one_request() {
+    let server = Server::start(&["--max-queue", "1", "--max-batch", "2"]);
+    for (prompt, n) in
+        [(json!(["The", "A", "One", "Tom"]), 1), (json!("The"), 8), (json!(["a", "b"]), 3)]
+    {
+        let body = json!({"prompt": prompt, "n": n, "max_tokens": 3, "ignore_eos": true});
+        let answer = post(server.address(), COMPLETIONS, &body);
+        assert_eq!(answer.status, 200, "{}", answer.text());
+        let prompts = prompt.as_array().map_or(1, Vec::len);
+        let texts = answer.json()["choices"].as_array().map(Vec::len);
+        assert_eq!(texts, Some(prompts * n), "{}", answer.text());
+        assert_eq!(answer.json()["usage"]["completion_tokens"], prompts * n * 3);
+    }
+    // All prompts or none: the last one is too long.
+    let body = json!({"prompt": [[403], vec![403; 600]], "max_tokens": 3});
+    post(server.address(), COMPLETIONS, &body).error(400);
+    server.wait_until_idle();
+    let counted = server.metrics().labelled("kv_texts_total", "finish=\"length\"");
+    assert_eq!(counted, 4 + 8 + 6, "no text of the refused request ran");
+    server.end();
 }
 
 fn queue_is_full() {

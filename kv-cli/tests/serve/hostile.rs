@@ -192,6 +192,13 @@ fn too_much() {
     let after = server.memory();
     assert!(after < before + GROWTH, "{before} KiB, then {after} KiB");
 
+    // A client that asks before it sends gets the refusal, and not an invitation.
+    let asks = format!(
+        "POST {COMPLETIONS} HTTP/1.1\r\nHost: kv\r\nExpect: 100-continue\r\n\
+         Content-Length: {LARGE}\r\n\r\n"
+    );
+    assert_eq!(status_of(&server, asks.as_bytes()), Some(413));
+
     let headers = "X: y\r\n".repeat(10_000);
     let get_with = |header: &str| format!("GET /health HTTP/1.1\r\nHost: kv\r\n{header}\r\n");
     let cases = [
