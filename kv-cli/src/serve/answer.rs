@@ -25,8 +25,8 @@ pub(super) enum Kind {
     Chat,
 }
 
-/// A request whose texts run, or wait to run.
-pub(super) struct Running {
+/// The answer to a request whose texts run, or wait to run.
+pub(super) struct Answer {
     pub(super) kind: Kind,
     pub(super) server: Arc<Server>,
     pub(super) include_usage: bool,
@@ -44,7 +44,7 @@ impl Server {
         kind: Kind,
         wanted: &Wanted,
         prompts: Vec<Vec<u32>>,
-    ) -> Result<Running, ApiError> {
+    ) -> Result<Answer, ApiError> {
         self.check_model(wanted.model.as_deref())?;
         let deadline = Instant::now().checked_add(self.timeout).unwrap_or_else(Instant::now);
         let seed = match wanted.seed {
@@ -75,7 +75,7 @@ impl Server {
         });
         let texts = texts.collect();
         let prompt_tokens = prompts.iter().map(Vec::len).sum();
-        Ok(Running {
+        Ok(Answer {
             kind,
             server: Arc::clone(self),
             include_usage: wanted.include_usage,
@@ -102,9 +102,9 @@ impl Server {
 /// New tokens of a completion that gives no limit.
 const COMPLETION_TOKENS: u32 = 16;
 
-impl Running {
-    /// Answers as the request wants it.
-    pub(super) async fn answer(self, stream: bool) -> Response {
+impl Answer {
+    /// Responds as the request wants it.
+    pub(super) async fn respond(self, stream: bool) -> Response {
         if stream { self.stream() } else { self.whole().await.into_response() }
     }
 

@@ -65,8 +65,8 @@ async fn run(
     };
     let prompt = template.prompt(&messages).map_err(refused)?;
     let prompt = server.encode_text(prompt, "messages").await?;
-    let running = server.start(Kind::Chat, &wanted, vec![prompt]).await?;
-    Ok(running.answer(wanted.stream).await)
+    let answer = server.start(Kind::Chat, &wanted, vec![prompt]).await?;
+    Ok(answer.respond(wanted.stream).await)
 }
 
 fn read_messages(fields: &Fields) -> Result<Vec<Message>, ApiError> {

@@ -45,8 +45,8 @@ async fn run(
     let prompt = fields.get("prompt")?;
     let prompt = prompt.ok_or_else(|| ApiError::bad("prompt is missing").about("prompt"))?;
     let prompts = server.encode(prompt).await?;
-    let running = server.start(Kind::Completion, &wanted, prompts).await?;
-    Ok(running.answer(wanted.stream).await)
+    let answer = server.start(Kind::Completion, &wanted, prompts).await?;
+    Ok(answer.respond(wanted.stream).await)
 }
 
 impl Server {

@@ -169,7 +169,7 @@ pub(super) fn run(
     options: EngineOptions,
     metrics: &Metrics,
 ) -> anyhow::Result<()> {
-    let mut engine = Running { scheduler, options, metrics, texts: HashMap::new(), failures: 0 };
+    let mut engine = Worker { scheduler, options, metrics, listeners: HashMap::new(), failures: 0 };
     let mut stop_at = None;
     engine.metrics.note_state(&engine.scheduler);
     loop {
@@ -186,7 +186,7 @@ pub(super) fn run(
         while let Ok(message) = inbox.receiver.try_recv() {
             engine.take(message);
         }
-        engine.cancel_where(|text| text.updates.is_closed())?;
+        engine.cancel_where(|listener| listener.updates.is_closed())?;
         if inbox.is_stopping.load(Ordering::SeqCst) {
             let now = Instant::now();
             let end = *stop_at.get_or_insert(now.checked_add(engine.options.drain).unwrap_or(now));
@@ -198,26 +198,27 @@ pub(super) fn run(
     }
 }
 
-/// A text that waits or runs.
+/// Who receives what a text generates.
 #[derive(Debug)]
-struct Text {
+struct Listener {
     updates: Updates,
     submitted: Instant,
     ignore_eos: bool,
     has_started: bool,
 }
 
-struct Running<'m, 'a> {
+/// The scheduler, and who listens to its texts.
+struct Worker<'m, 'a> {
     scheduler: Scheduler<'m, AnyBackend, Decoder>,
     options: EngineOptions,
     metrics: &'a Metrics,
     /// By the scheduler's number.
-    texts: HashMap<usize, Text>,
+    listeners: HashMap<usize, Listener>,
     /// Failed steps in a row.
     failures: u32,
 }
 
-impl Running<'_, '_> {
+impl Worker<'_, '_> {
     fn take(&mut self, message: Message) {
         let Message::Submit { prompts, answer } = message else { return };
         let answered = self.submit(prompts);
@@ -239,7 +240,7 @@ impl Running<'_, '_> {
                 Ok(numbers) => taken.extend(numbers),
                 Err(refused) => {
                     for number in taken {
-                        self.texts.remove(&number);
+                        self.listeners.remove(&number);
                         // It waits and holds nothing: only a device can fail.
                         let _ = self.scheduler.cancel(number);
                     }
@@ -267,8 +268,8 @@ impl Running<'_, '_> {
         let numbers = self.scheduler.submit_choices(request, samplers.collect())?;
         let submitted = Instant::now();
         for (number, updates) in numbers.clone().zip(texts) {
-            let text = Text { updates, submitted, ignore_eos, has_started: false };
-            self.texts.insert(number, text);
+            let listener = Listener { updates, submitted, ignore_eos, has_started: false };
+            self.listeners.insert(number, listener);
         }
         Ok(numbers)
     }
@@ -305,35 +306,35 @@ impl Running<'_, '_> {
     fn deliver(&mut self, event: Event) {
         match event {
             Event::Token { index, token } => {
-                // One that has ended already says it at its end.
-                let cached = self.scheduler.reused(index).unwrap_or(0);
-                let Some(text) = self.texts.get_mut(&index) else { return };
-                if !std::mem::replace(&mut text.has_started, true) {
-                    self.metrics.note_first_token(text.submitted.elapsed());
-                    let _ = text.updates.send(Update::Started { cached });
+                let Some(listener) = self.listeners.get_mut(&index) else { return };
+                if !std::mem::replace(&mut listener.has_started, true) {
+                    self.metrics.note_first_token(listener.submitted.elapsed());
+                    // A text that has ended already says it at its end.
+                    let cached = self.scheduler.reused(index).unwrap_or(0);
+                    let _ = listener.updates.send(Update::Started { cached });
                 }
                 self.metrics.note_token();
-                if text.ignore_eos || !self.options.eos.contains(&token) {
-                    let _ = text.updates.send(Update::Token(token));
+                if listener.ignore_eos || !self.options.eos.contains(&token) {
+                    let _ = listener.updates.send(Update::Token(token));
                 }
             }
             Event::Finished { index, generated } => {
-                let Some(text) = self.texts.remove(&index) else { return };
+                let Some(listener) = self.listeners.remove(&index) else { return };
                 self.metrics.note_end(generated.finish);
                 let (finish, tokens) = (generated.finish, generated.tokens.len());
                 let cached = generated.reused;
-                let _ = text.updates.send(Update::Finished { finish, tokens, cached });
+                let _ = listener.updates.send(Update::Finished { finish, tokens, cached });
             }
             // An event of a later version tells a text nothing.
             _ => {}
         }
     }
 
-    fn cancel_where(&mut self, mut is_over: impl FnMut(&Text) -> bool) -> anyhow::Result<()> {
-        let over = self.texts.iter().filter(|(_, text)| is_over(text));
+    fn cancel_where(&mut self, mut is_over: impl FnMut(&Listener) -> bool) -> anyhow::Result<()> {
+        let over = self.listeners.iter().filter(|(_, listener)| is_over(listener));
         let over: Vec<usize> = over.map(|(index, _)| *index).collect();
         for index in over {
-            self.texts.remove(&index);
+            self.listeners.remove(&index);
             if self.scheduler.cancel(index).context("end of a cancelled text")?.is_some() {
                 self.metrics.note_end(Finish::Cancelled);
             }
@@ -342,8 +343,8 @@ impl Running<'_, '_> {
     }
 
     fn fail_all(&mut self, why: &str) -> anyhow::Result<()> {
-        for text in self.texts.values() {
-            let _ = text.updates.send(Update::Failed(why.to_owned()));
+        for listener in self.listeners.values() {
+            let _ = listener.updates.send(Update::Failed(why.to_owned()));
         }
         self.cancel_where(|_| true)
     }

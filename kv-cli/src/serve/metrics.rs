@@ -79,7 +79,10 @@ fn describe() {
     describe_counter!("kv_evictions_total", "Evicted blocks.");
     describe_counter!("kv_preemptions_total", "Preempted sequences.");
     describe_counter!("kv_requests_total", "Prompts by what became of them at arrival.");
-    describe_counter!("kv_texts_total", "Texts by the reason of their end.");
+    describe_counter!(
+        "kv_texts_total",
+        "Texts by the reason of their end; cancelled by a client that has gone, or a stop string."
+    );
     describe_histogram!(STEP, "Seconds of a step.");
     describe_histogram!(FIRST_TOKEN, "Seconds from a prompt's arrival to its first token.");
 }
