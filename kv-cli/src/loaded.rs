@@ -8,6 +8,7 @@ use kv::Device;
 use kv::backend::AnyBackend;
 use kv_runner::{Decoder, Tokenizer, read_text};
 
+use crate::args::EngineArgs;
 use crate::{bundled, output};
 
 #[derive(Debug)]
@@ -24,6 +25,11 @@ pub(crate) struct Loaded {
 }
 
 impl Loaded {
+    /// Opens what the options of an engine name.
+    pub(crate) fn of_engine(args: &EngineArgs) -> anyhow::Result<Self> {
+        Self::open(args.model.as_deref(), args.tokenizer.as_deref(), &args.backend)
+    }
+
     pub(crate) fn open(
         model: Option<&Path>,
         tokenizer: Option<&Path>,

@@ -25,7 +25,7 @@ pub(crate) fn check_cuda(workspace: &Workspace) -> Result<Outcome> {
     fs::copy(shell::root().join("Cargo.lock"), folder.join("Cargo.lock"))?;
     let profiles = fs::read_to_string(shell::root().join("Cargo.toml"))?;
     fs::write(&manifest, program(&profiles, false)?)?;
-    let (source, version) = workspace::downloaded(&manifest, KERNELS)?;
+    let (source, version) = workspace::source_of(&manifest, KERNELS)?;
     replace(&source, &version, &folder.join(KERNELS))?;
     fs::write(&manifest, program(&profiles, true)?)?;
     let mut command = shell::cargo(["check", "--manifest-path"]);

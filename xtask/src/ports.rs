@@ -16,7 +16,7 @@ const PROMPTS: [&str; 3] = ["Once upon a time", "Lily and Ben", "One day, a"];
 /// Checks the size of every port, and the text of the first against that of `kv generate`.
 pub(crate) fn run() -> Result<()> {
     let manifest = shell::root().join("Cargo.toml");
-    let (originals, _) = workspace::downloaded(&manifest, "candle-transformers")?;
+    let (originals, _) = workspace::source_of(&manifest, "candle-transformers")?;
     let sizes = sizes(&shell::root().join("kv-candle/examples"), &originals.join("src/models"))?;
     for (name, changed) in &sizes {
         println!("{name}: {changed} lines differ from candle-transformers");

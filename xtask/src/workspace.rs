@@ -92,7 +92,7 @@ fn target(value: &Value) -> Result<Target> {
 
 /// Returns folder and version of a package that a manifest depends on, directly or not; it is
 /// downloaded if it has to be.
-pub(crate) fn downloaded(manifest: &Path, name: &str) -> Result<(PathBuf, String)> {
+pub(crate) fn source_of(manifest: &Path, name: &str) -> Result<(PathBuf, String)> {
     let mut command = shell::cargo(["metadata", "--format-version=1", "--manifest-path"]);
     let output = command.arg(manifest).output().context("cannot start `cargo metadata`")?;
     if !output.status.success() {

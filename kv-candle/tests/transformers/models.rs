@@ -22,7 +22,7 @@ const HEAD_DIM: u32 = 8;
 
 /// A port: ids `[1, t]` to logits `[b, vocab]`.
 type Ours = Box<dyn Fn(&Tensor, &CandleStep<'_>) -> Result<Tensor>>;
-/// A model of candle-transformers: ids `[1, t]` after so many others, to logits of the last.
+/// A model of candle-transformers: ids `[1, t]` after a number of others, to logits of the last.
 pub(crate) type Theirs = Box<dyn FnMut(&Tensor, usize) -> Result<Tensor>>;
 
 /// A model that computes the logits of every token of a text.

@@ -48,12 +48,12 @@ pub(crate) struct LoadArgs {
     #[arg(long, value_name = "FILE", required_unless_present = "rate", conflicts_with = "rate")]
     pub(crate) trace: Option<PathBuf>,
 
-    /// With --trace: requests come so many times as fast
+    /// With --trace: factor of the rate at which requests come
     #[arg(long, value_name = "X", default_value = "1", value_parser = above_0)]
     #[arg(conflicts_with = "rate")]
     pub(crate) scale: f64,
 
-    /// With --trace: prompts and answers are so many times as long, and share as much of each other
+    /// With --trace: factor of the lengths of prompts and answers, and of what prompts share
     #[arg(long, value_name = "F", default_value = "1", value_parser = above_0)]
     #[arg(conflicts_with = "rate")]
     pub(crate) scale_tokens: f64,
@@ -72,7 +72,7 @@ pub(crate) struct LoadArgs {
     #[arg(conflicts_with = "rate")]
     pub(crate) tokens_per_id: Option<NonZeroU32>,
 
-    /// Make requests, so many per second
+    /// Make requests, at this number per second
     #[arg(long, value_name = "R", value_parser = above_0)]
     pub(crate) rate: Option<f64>,
 
@@ -94,8 +94,8 @@ pub(crate) struct LoadArgs {
     #[arg(long, value_name = "N", default_value_t = 0, conflicts_with = "trace")]
     pub(crate) shared_prefix_tokens: u32,
 
-    /// With --rate: turns of a conversation. Each has the prompt before it, so many tokens as were
-    /// generated for it, and a new question. All conversations have their first turn, then all
+    /// With --rate: turns of a conversation. Each has the prompt before it, made tokens in place of
+    /// the answer, and a new question. All conversations have their first turn, then all
     /// their second
     #[arg(long, value_name = "N", default_value = "1", conflicts_with = "trace")]
     pub(crate) turns: NonZeroU32,

@@ -35,7 +35,8 @@ pub(super) struct Measured {
     pub(super) elapsed: Duration,
 }
 
-/// Sends a workload, at most so many requests at once, until all have ended or Ctrl-C is pressed.
+/// Sends a workload, at most `connections` requests at once, until all have ended or Ctrl-C is
+/// pressed.
 pub(super) async fn drive(
     workload: Arc<Workload>,
     client: Arc<Client>,

@@ -22,7 +22,7 @@ impl Percentiles {
     }
 }
 
-/// Returns the smallest of the sorted times that at least so many percent of them do not exceed.
+/// Returns a percentile of sorted times: the smallest one that this share does not exceed.
 fn percentile(sorted: &[Duration], percent: usize) -> Option<Duration> {
     let rank = sorted.len().checked_mul(percent)?.div_ceil(100);
     sorted.get(rank.saturating_sub(1)).copied()

@@ -54,9 +54,9 @@ pub(crate) struct Synthetic {
 /// How a trace becomes requests.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct TraceOptions {
-    /// Requests come so many times as fast.
+    /// Factor of the rate at which requests come.
     pub(crate) speed: f64,
-    /// Prompts and answers are so many times as long.
+    /// Factor of the lengths of prompts and answers.
     pub(crate) tokens: f64,
     /// Requests that are sent.
     pub(crate) limit: Option<u32>,

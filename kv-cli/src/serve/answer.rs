@@ -27,9 +27,10 @@ pub(super) enum Kind {
 
 /// The answer to a request whose texts run, or wait to run.
 pub(super) struct Answer {
-    pub(super) kind: Kind,
-    pub(super) server: Arc<Server>,
-    pub(super) include_usage: bool,
+    kind: Kind,
+    /// Name of the model.
+    model: String,
+    include_usage: bool,
     texts: Vec<Text>,
     /// Texts of one prompt.
     n: usize,
@@ -40,7 +41,7 @@ pub(super) struct Answer {
 impl Server {
     /// Hands prompts to the engine.
     pub(super) async fn start(
-        self: &Arc<Self>,
+        &self,
         kind: Kind,
         wanted: &Wanted,
         prompts: Vec<Vec<u32>>,
@@ -77,7 +78,7 @@ impl Server {
         let prompt_tokens = prompts.iter().map(Vec::len).sum();
         Ok(Answer {
             kind,
-            server: Arc::clone(self),
+            model: self.model.clone(),
             include_usage: wanted.include_usage,
             texts,
             n: wanted.n,
@@ -109,7 +110,7 @@ impl Answer {
     }
 
     async fn whole(self) -> Result<Json<Value>, ApiError> {
-        let head = Head::new(self.kind, &self.server.model);
+        let head = Head::new(self.kind, self.model.clone());
         let mut usage = Usage::new(self.prompt_tokens, self.n);
         let mut done = vec![(String::new(), None); self.texts.len()];
         let mut parts = parts_of(self.texts);
@@ -142,7 +143,7 @@ impl Answer {
 
     fn stream(self) -> Response {
         let events = Events {
-            head: Head::new(self.kind, &self.server.model),
+            head: Head::new(self.kind, self.model.clone()),
             kind: self.kind,
             usage: Usage::new(self.prompt_tokens, self.n),
             include_usage: self.include_usage,
@@ -285,11 +286,11 @@ struct Head {
 }
 
 impl Head {
-    fn new(kind: Kind, model: &str) -> Self {
+    fn new(kind: Kind, model: String) -> Self {
         let prefix = if kind == Kind::Chat { "chatcmpl" } else { "cmpl" };
         // Only to be told apart: without random numbers ids of one second are alike.
         let id = format!("{prefix}-{:016x}", random().unwrap_or_default());
-        Self { id, created: unix_time(), model: model.to_owned() }
+        Self { id, created: unix_time(), model }
     }
 
     fn with(&self, object: &str, choices: &[Value], usage: Option<&Value>) -> Value {

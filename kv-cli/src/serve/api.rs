@@ -11,7 +11,7 @@ use axum::middleware::{self, Next};
 use axum::response::{Html, IntoResponse, Json, Response};
 use axum::routing::{get, post};
 use kv_runner::ScheduleError;
-use serde_json::json;
+use serde_json::{Value, json};
 use tower_http::timeout::RequestBodyTimeoutLayer;
 
 use super::engine::Refused;
@@ -75,13 +75,6 @@ fn is_equal(given: &[u8], key: &[u8]) -> bool {
     given.len() == key.len() && differences == 0
 }
 
-async fn health(State(server): State<Arc<Server>>) -> Response {
-    if server.engine.is_stopping() {
-        return ApiError::from(Refused::Stopping).into_response();
-    }
-    Json(json!({"status": "ok"})).into_response()
-}
-
 /// Answers with the page, which reads the metrics and nothing else.
 async fn page() -> impl IntoResponse {
     let policy = "default-src 'none'; connect-src 'self'; img-src data:; \
@@ -90,30 +83,35 @@ async fn page() -> impl IntoResponse {
     (headers, Html(include_str!("page.html")))
 }
 
-async fn models(State(server): State<Arc<Server>>) -> Response {
-    Json(json!({"object": "list", "data": [describe(&server)]})).into_response()
+async fn health(State(server): State<Arc<Server>>) -> Result<Json<Value>, ApiError> {
+    if server.engine.is_stopping() {
+        return Err(Refused::Stopping.into());
+    }
+    Ok(Json(json!({"status": "ok"})))
+}
+
+async fn models(State(server): State<Arc<Server>>) -> Json<Value> {
+    Json(json!({"object": "list", "data": [describe(&server)]}))
 }
 
 async fn model(
     State(server): State<Arc<Server>>,
     axum::extract::Path(name): axum::extract::Path<String>,
-) -> Response {
-    match server.check_model(Some(&name)) {
-        Ok(()) => Json(describe(&server)).into_response(),
-        Err(error) => error.into_response(),
-    }
+) -> Result<Json<Value>, ApiError> {
+    server.check_model(Some(&name))?;
+    Ok(Json(describe(&server)))
 }
 
-fn describe(server: &Server) -> serde_json::Value {
+fn describe(server: &Server) -> Value {
     json!({
         "id": server.model, "object": "model", "created": server.created, "owned_by": "kv",
     })
 }
 
-async fn metrics(State(server): State<Arc<Server>>) -> Response {
+async fn metrics(State(server): State<Arc<Server>>) -> impl IntoResponse {
     server.metrics.run_upkeep();
     let text = "text/plain; version=0.0.4; charset=utf-8";
-    ([(header::CONTENT_TYPE, text)], server.metrics.render()).into_response()
+    ([(header::CONTENT_TYPE, text)], server.metrics.render())
 }
 
 impl Server {
@@ -159,7 +157,7 @@ impl ApiError {
     }
 
     /// Returns the object that an answer, or a chunk of a stream, carries.
-    pub(super) fn body(&self) -> serde_json::Value {
+    pub(super) fn body(&self) -> Value {
         let kind = match self.status {
             StatusCode::UNAUTHORIZED => "authentication_error",
             StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
@@ -249,6 +247,6 @@ mod tests {
         assert_eq!(response.headers()[header::RETRY_AFTER], "1");
         let bad = ApiError::bad("no").about("n");
         assert_eq!(bad.body()["error"]["param"], "n");
-        assert_eq!(bad.body()["error"]["code"], serde_json::Value::Null);
+        assert_eq!(bad.body()["error"]["code"], Value::Null);
     }
 }

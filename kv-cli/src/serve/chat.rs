@@ -4,7 +4,7 @@ use std::sync::Arc;
 use axum::body::Bytes;
 use axum::extract::State;
 use axum::extract::rejection::BytesRejection;
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use serde::Deserialize;
 
 use super::Server;
@@ -41,16 +41,6 @@ const ROLES: [&str; 4] = ["system", "developer", "user", "assistant"];
 
 pub(super) async fn answer(
     State(server): State<Arc<Server>>,
-    body: Result<Bytes, BytesRejection>,
-) -> Response {
-    match run(server, body).await {
-        Ok(response) => response,
-        Err(error) => error.into_response(),
-    }
-}
-
-async fn run(
-    server: Arc<Server>,
     body: Result<Bytes, BytesRejection>,
 ) -> Result<Response, ApiError> {
     let fields = Fields::parse(&body_of(body)?)?;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use axum::body::Bytes;
 use axum::extract::State;
 use axum::extract::rejection::BytesRejection;
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use kv_runner::check_vocabulary;
 use serde::Deserialize;
 
@@ -28,16 +28,6 @@ const PROMPTS_MAX: usize = 64;
 
 pub(super) async fn answer(
     State(server): State<Arc<Server>>,
-    body: Result<Bytes, BytesRejection>,
-) -> Response {
-    match run(server, body).await {
-        Ok(response) => response,
-        Err(error) => error.into_response(),
-    }
-}
-
-async fn run(
-    server: Arc<Server>,
     body: Result<Bytes, BytesRejection>,
 ) -> Result<Response, ApiError> {
     let fields = Fields::parse(&body_of(body)?)?;

@@ -58,11 +58,7 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<()> {
     // First, because a model may take minutes to read.
     let listener = TcpListener::bind(args.addr).with_context(|| args.addr.to_string())?;
     let address = listener.local_addr().context("the address")?;
-    let loaded = Loaded::open(
-        args.engine.model.as_deref(),
-        args.engine.tokenizer.as_deref(),
-        &args.engine.backend,
-    )?;
+    let loaded = Loaded::of_engine(&args.engine)?;
     let scheduler = open(&args.engine, &loaded)?;
     let (metrics, handle) = metrics::install()?;
     let (engine, inbox) = Engine::new();
@@ -90,18 +86,18 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<()> {
         .build()
         .context("start of the threads for requests")?;
     let http = http::Options::new(args);
-    let (engine_ended, ended) = oneshot::channel();
-    let serving = runtime.spawn(http::serve(listener, http, Arc::clone(&server), ended));
+    let (engine_ended, until_ended) = oneshot::channel();
+    let serving = runtime.spawn(http::serve(listener, http, Arc::clone(&server), until_ended));
     let blocks = scheduler.cache().usage().blocks_total;
     let model = &server.model;
     output::note(&format!("{model} on http://{address}, {blocks} blocks of the cache"))?;
-    let ended = engine::run(scheduler, &inbox, options, &metrics);
+    let of_engine = engine::run(scheduler, &inbox, options, &metrics);
     // It may have failed, and not been stopped.
     server.engine.stop();
     let _ = engine_ended.send(());
     let of_requests = runtime.block_on(serving).context("a thread for requests")?;
     runtime.shutdown_timeout(args.drain);
-    ended.and(of_requests)
+    of_engine.and(of_requests)
 }
 
 /// Returns the tokens of a sequence that has all blocks.

@@ -210,7 +210,7 @@ fn salts() {
     server.end();
 }
 
-/// The text goes on for the scheduler, which must learn that nobody wants the rest.
+/// The text goes on for the scheduler, which must learn that no client reads the rest.
 fn stop_string() {
     let server = Server::start(&[]);
     let body = greedy("Once upon a time", 60);

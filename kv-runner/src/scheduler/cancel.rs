@@ -2,6 +2,7 @@
 use kv::backend::Backend;
 
 use super::Scheduler;
+use super::queues::Queues;
 use super::task::{Finish, FromTiers, Generated, Search, Task};
 use crate::error::Error;
 use crate::model::Model;
@@ -15,25 +16,17 @@ impl<B: Backend, M: Model<B>> Scheduler<'_, B, M> {
     /// # Errors
     /// [`Error::Cache`] if the device failed.
     pub fn cancel(&mut self, index: usize) -> Result<Option<Generated>, Error> {
-        let is_its = |task: &Task| task.has_text(index);
-        if let Some(at) = self.queues.waiting.iter().position(is_its) {
-            if let Some(ended) =
-                self.queues.waiting.get_mut(at).and_then(|task| task.drop_text(index))
-            {
-                return Ok(Some(ended));
-            }
-            let task = self.queues.waiting.remove(at);
-            return task.map(|task| self.release(task)).transpose();
-        }
-        let Some(at) = self.queues.running.iter().position(is_its) else {
-            return Ok(None);
-        };
-        if let Some(ended) = self.queues.running.get_mut(at).and_then(|task| task.drop_text(index))
-        {
+        let Queues { waiting, running, .. } = &mut self.queues;
+        let mut tasks = waiting.iter_mut().chain(running.iter_mut());
+        if let Some(ended) = tasks.find_map(|task| task.drop_text(index)) {
             return Ok(Some(ended));
         }
-        let task = self.queues.running.remove(at);
-        self.release(task).map(Some)
+        let is_its = |task: &Task| task.index == index;
+        let task = match waiting.iter().position(is_its) {
+            Some(at) => waiting.remove(at),
+            None => running.iter().position(is_its).map(|at| running.remove(at)),
+        };
+        task.map(|task| self.release(task)).transpose()
     }
 
     /// Releases what a request holds.
@@ -49,13 +42,8 @@ impl<B: Backend, M: Model<B>> Scheduler<'_, B, M> {
 }
 
 impl Task {
-    /// Returns whether this text is its own or one of its choices.
-    fn has_text(&self, index: usize) -> bool {
-        self.index == index || self.choices.iter().any(|choice| choice.index == index)
-    }
-
     /// Drops one of several texts that share the prompt, which is not computed yet; `None` if it
-    /// is the only one.
+    /// is none of them, or the only one.
     fn drop_text(&mut self, index: usize) -> Option<Generated> {
         if self.index == index {
             // The sequence stays, and becomes that of the next text.

@@ -4,12 +4,10 @@ use std::ops::Range;
 use kv::backend::Backend;
 
 use super::error::ScheduleError;
-use super::queues::Queues;
 use super::task::{Choice, FromTiers, Request, Search, Sequence, Task};
 use super::{Event, Scheduler};
 use crate::error::Error;
 use crate::model::Model;
-use crate::num::to_usize;
 use crate::sampler::Sampler;
 
 impl<B: Backend, M: Model<B>> Scheduler<'_, B, M> {
@@ -109,14 +107,5 @@ impl Task {
             was_preempted: false,
             tiers: FromTiers::Unasked,
         }
-    }
-}
-
-impl Queues {
-    /// Returns how many more sequences may run.
-    pub(super) fn room(&self, limits: &super::Limits, max_sequences: u32) -> usize {
-        let running: usize = self.running.iter().map(Task::width).sum();
-        let room = to_usize(max_sequences).min(limits.max_batch.max(1));
-        room.saturating_sub(running)
     }
 }

@@ -69,7 +69,6 @@ impl Queues {
         limits: &Limits,
         tokens_max: usize,
     ) -> Result<Option<BlocksExhausted>, CacheError> {
-        let room = to_usize(step.cache().spec().max_sequences()).min(limits.max_batch.max(1));
         loop {
             let left = tokens_max.saturating_sub(self.batch.tokens.len());
             let Some(next) = self.waiting.front().filter(|_| left > 0) else {
@@ -78,9 +77,9 @@ impl Queues {
             if matches!(next.tiers, FromTiers::Prefetching(_)) {
                 return Ok(None);
             }
-            let running: usize = self.running.iter().map(Task::width).sum();
+            let room = self.room(limits, step.cache().spec().max_sequences());
             let is_alone = self.running.is_empty();
-            if !is_alone && running.saturating_add(next.width()) > room {
+            if !is_alone && next.width() > room {
                 return Ok(None);
             }
             let watermark = if is_alone { 0 } else { promised(step.cache(), &self.running, next)? };
@@ -134,6 +133,13 @@ impl Queues {
         step.add(StepInput::tokens(id, new))?;
         push(&mut self.batch, first, count, 0);
         Ok(())
+    }
+
+    /// Returns how many more sequences may run.
+    pub(super) fn room(&self, limits: &Limits, max_sequences: u32) -> usize {
+        let running: usize = self.running.iter().map(Task::width).sum();
+        let most = to_usize(max_sequences).min(limits.max_batch.max(1));
+        most.saturating_sub(running)
     }
 
     /// Returns the index of the running request of this sequence.

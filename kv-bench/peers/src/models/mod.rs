@@ -268,7 +268,7 @@ fn error(values: &[f32], expected: &[f32]) -> f64 {
     (difference / pairs().map(|(_, b)| b.powi(2)).sum::<f64>()).sqrt()
 }
 
-/// Times the contenders by turns.
+/// Times the contenders, interleaved.
 fn time(table: &mut Table<'_>, entries: &mut [Entry]) -> Result<()> {
     for turn in 0..TURNS {
         let mut order: Vec<_> = entries.iter_mut().collect();

@@ -11,9 +11,9 @@ use serde_json::{Value, json};
 /// What the server does with a completion.
 #[derive(Debug, Clone)]
 pub(crate) enum Answer {
-    /// So many tokens after a delay each, and usage; half of the prompt was cached.
+    /// This number of tokens, each after a delay, and usage; half of the prompt was cached.
     Tokens { count: u64, delay: Duration },
-    /// The same, once so many requests are there at the same time.
+    /// The same, once this number of requests is there at the same time.
     Together { count: u64, requests: usize },
     /// This status, with an error of OpenAI's.
     Status(u16, &'static str),
