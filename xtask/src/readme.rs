@@ -1,8 +1,11 @@
 //! Runs the commands of README.md and docs/cli.md as they are written.
 //!
 //! A fence marked `sh` holds commands that work on a fresh checkout, one per line; anything else,
-//! such as a command that takes long, is in a fence marked `text`.
+//! such as a command that takes long, is in a fence marked `text`. The server that one line starts
+//! serves the lines after it, and is ended with its document.
+use std::io::{BufRead as _, BufReader};
 use std::path::Path;
+use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
@@ -18,6 +21,11 @@ const DOCUMENTS: [&str; 2] = ["README.md", "docs/cli.md"];
 /// How the documents start the program `kv`. The tests start the one that they have built: the same
 /// source with overflow checks, and with every backend.
 const RUN: &str = "cargo run --release -- ";
+
+/// The command that goes on until it is ended, and the address that the lines after it name. The
+/// tests let the system choose a port, because a program of the user may have this one.
+const SERVE: &str = "serve";
+const ADDRESS: &str = "127.0.0.1:8080";
 
 /// Runs every command; a failure names the command.
 pub(crate) fn run() -> Result<()> {
@@ -36,25 +44,68 @@ pub(crate) fn run() -> Result<()> {
                 bail!("{document} no longer says `{needed}` in a fence marked `sh`");
             }
         }
+        let mut server = None;
         for line in commands {
-            run_line(line, &program)?;
+            if line.strip_prefix(RUN) == Some(SERVE) {
+                server = Some(Server::start(&program)?);
+                continue;
+            }
+            let address = server.as_ref().map_or(ADDRESS, |server| &server.address);
+            run_line(line, &line.replace(ADDRESS, address), &program)?;
         }
     }
     Ok(())
 }
 
-fn run_line(line: &str, program: &Path) -> Result<()> {
+/// A running `kv serve`; dropped, it is killed.
+struct Server {
+    child: Child,
+    address: String,
+}
+
+impl Server {
+    /// Starts the program, and waits until it says where it listens.
+    fn start(program: &Path) -> Result<Self> {
+        let mut command = Command::new(program);
+        command.args([SERVE, "--addr", "127.0.0.1:0"]).stdin(Stdio::null()).stderr(Stdio::piped());
+        let mut child = command.spawn().context("cannot start the server")?;
+        let mut line = String::new();
+        if let Some(stderr) = child.stderr.take() {
+            BufReader::new(stderr).read_line(&mut line)?;
+        }
+        let mut server = Self { child, address: String::new() };
+        let address = line.split_once("http://").and_then(|(_, rest)| rest.split_once(','));
+        let Some((address, _)) = address else { bail!("the server does not listen: {line}") };
+        address.clone_into(&mut server.address);
+        Ok(server)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // It may have ended itself; then the line that needed it has failed.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Runs a command; `line` is how the document has it.
+fn run_line(line: &str, command: &str, program: &Path) -> Result<()> {
     if RUNNING.contains(&line) {
         println!("$ {line}   (running already)");
         return Ok(());
     }
+    if line.starts_with("curl ") && Command::new("curl").arg("--version").output().is_err() {
+        println!("$ {line}   (curl is not installed)");
+        return Ok(());
+    }
     let start = Instant::now();
-    match line.strip_prefix(RUN) {
+    match command.strip_prefix(RUN) {
         Some(args) => {
             let script = format!("\"$KV\" {args}");
             shell::run(shell::program("sh").args(["-c", &script]).env("KV", program))?;
         }
-        None => shell::run(shell::program("sh").args(["-c", line]))?,
+        None => shell::run(shell::program("sh").args(["-c", command]))?,
     }
     suite::note(line, start.elapsed());
     Ok(())

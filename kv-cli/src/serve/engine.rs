@@ -82,7 +82,59 @@ enum Message {
     Wake,
 }
 
-type Updates = mpsc::UnboundedSender<Update>;
+/// The engine's end of a text's channel.
+#[derive(Debug)]
+pub(super) struct Updates {
+    sender: mpsc::UnboundedSender<Update>,
+    is_complete: Arc<AtomicBool>,
+}
+
+/// The other end. A text whose end is closed or dropped is cancelled before the next step.
+#[derive(Debug)]
+pub(super) struct Receiving {
+    receiver: mpsc::UnboundedReceiver<Update>,
+    is_complete: Arc<AtomicBool>,
+}
+
+/// Makes the channel of a text.
+pub(super) fn text_channel() -> (Updates, Receiving) {
+    let (sender, receiver) = mpsc::unbounded_channel();
+    let is_complete = Arc::new(AtomicBool::new(false));
+    let updates = Updates { sender, is_complete: Arc::clone(&is_complete) };
+    (updates, Receiving { receiver, is_complete })
+}
+
+impl Updates {
+    /// Sends an update. A receiver that is gone is noticed before the next step.
+    pub(super) fn send(&self, update: Update) {
+        let _ = self.sender.send(update);
+    }
+
+    /// Returns how the text ended, if nothing receives it any more: with a stop string, or because
+    /// its client has gone.
+    pub(super) fn closed(&self) -> Option<Finish> {
+        self.sender.is_closed().then(|| {
+            if self.is_complete.load(Ordering::SeqCst) { Finish::Stop } else { Finish::Cancelled }
+        })
+    }
+}
+
+impl Receiving {
+    /// Receives the next update; `None` if the engine has ended.
+    pub(super) async fn recv(&mut self) -> Option<Update> {
+        self.receiver.recv().await
+    }
+
+    pub(super) fn close(&mut self) {
+        self.receiver.close();
+    }
+
+    /// Closes the channel of a text that has met a stop string.
+    pub(super) fn complete(&mut self) {
+        self.is_complete.store(true, Ordering::SeqCst);
+        self.close();
+    }
+}
 
 impl Engine {
     /// Makes the two ends of the channel.
@@ -98,16 +150,13 @@ impl Engine {
     ///
     /// # Errors
     /// [`Refused`]; nothing runs then.
-    pub(super) async fn submit(
-        &self,
-        prompts: Vec<Prompt>,
-    ) -> Result<Vec<mpsc::UnboundedReceiver<Update>>, Refused> {
+    pub(super) async fn submit(&self, prompts: Vec<Prompt>) -> Result<Vec<Receiving>, Refused> {
         if self.is_stopping() {
             return Err(Refused::Stopping);
         }
         let mut receivers = Vec::new();
         let with_texts = prompts.into_iter().map(|prompt| {
-            let channels = prompt.samplers.iter().map(|_| mpsc::unbounded_channel());
+            let channels = prompt.samplers.iter().map(|_| text_channel());
             let (texts, of_prompt): (Vec<_>, Vec<_>) = channels.unzip();
             receivers.extend(of_prompt);
             (prompt, texts)
@@ -186,7 +235,7 @@ pub(super) fn run(
         while let Ok(message) = inbox.receiver.try_recv() {
             engine.take(message);
         }
-        engine.cancel_where(|listener| listener.updates.is_closed())?;
+        engine.cancel_where(|listener| listener.updates.closed())?;
         if inbox.is_stopping.load(Ordering::SeqCst) {
             let now = Instant::now();
             let end = *stop_at.get_or_insert(now.checked_add(engine.options.drain).unwrap_or(now));
@@ -302,7 +351,7 @@ impl Worker<'_, '_> {
         Ok(())
     }
 
-    /// Passes an event on. A receiver that is gone is noticed before the next step.
+    /// Passes an event on.
     fn deliver(&mut self, event: Event) {
         match event {
             Event::Token { index, token } => {
@@ -311,11 +360,11 @@ impl Worker<'_, '_> {
                     self.metrics.note_first_token(listener.submitted.elapsed());
                     // A text that has ended already says it at its end.
                     let cached = self.scheduler.reused(index).unwrap_or(0);
-                    let _ = listener.updates.send(Update::Started { cached });
+                    listener.updates.send(Update::Started { cached });
                 }
                 self.metrics.note_token();
                 if listener.ignore_eos || !self.options.eos.contains(&token) {
-                    let _ = listener.updates.send(Update::Token(token));
+                    listener.updates.send(Update::Token(token));
                 }
             }
             Event::Finished { index, generated } => {
@@ -323,20 +372,23 @@ impl Worker<'_, '_> {
                 self.metrics.note_end(generated.finish);
                 let (finish, tokens) = (generated.finish, generated.tokens.len());
                 let cached = generated.reused;
-                let _ = listener.updates.send(Update::Finished { finish, tokens, cached });
+                listener.updates.send(Update::Finished { finish, tokens, cached });
             }
             // An event of a later version tells a text nothing.
             _ => {}
         }
     }
 
-    fn cancel_where(&mut self, mut is_over: impl FnMut(&Listener) -> bool) -> anyhow::Result<()> {
-        let over = self.listeners.iter().filter(|(_, listener)| is_over(listener));
-        let over: Vec<usize> = over.map(|(index, _)| *index).collect();
-        for index in over {
+    /// Cancels the texts that have ended, which are counted as `over` says.
+    fn cancel_where(&mut self, over: impl Fn(&Listener) -> Option<Finish>) -> anyhow::Result<()> {
+        let ended = self.listeners.iter().filter_map(|(index, listener)| {
+            let finish = over(listener)?;
+            Some((*index, finish))
+        });
+        for (index, finish) in ended.collect::<Vec<_>>() {
             self.listeners.remove(&index);
             if self.scheduler.cancel(index).context("end of a cancelled text")?.is_some() {
-                self.metrics.note_end(Finish::Cancelled);
+                self.metrics.note_end(finish);
             }
         }
         Ok(())
@@ -344,9 +396,9 @@ impl Worker<'_, '_> {
 
     fn fail_all(&mut self, why: &str) -> anyhow::Result<()> {
         for listener in self.listeners.values() {
-            let _ = listener.updates.send(Update::Failed(why.to_owned()));
+            listener.updates.send(Update::Failed(why.to_owned()));
         }
-        self.cancel_where(|_| true)
+        self.cancel_where(|_| Some(Finish::Cancelled))
     }
 
     fn finish(mut self) -> anyhow::Result<()> {

@@ -81,7 +81,7 @@ fn describe() {
     describe_counter!("kv_requests_total", "Prompts by what became of them at arrival.");
     describe_counter!(
         "kv_texts_total",
-        "Texts by the reason of their end; cancelled by a client that has gone, or a stop string."
+        "Texts by their end: at an end of text or stop string, at their length, or cancelled."
     );
     describe_histogram!(STEP, "Seconds of a step.");
     describe_histogram!(FIRST_TOKEN, "Seconds from a prompt's arrival to its first token.");

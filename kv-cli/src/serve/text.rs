@@ -5,9 +5,8 @@ use std::sync::Arc;
 
 use kv_runner::scheduler::Finish;
 use kv_runner::{TextStream, Tokenizer};
-use tokio::sync::mpsc::UnboundedReceiver;
 
-use super::engine::Update;
+use super::engine::{Receiving, Update};
 
 /// What comes next in a text.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -34,7 +33,7 @@ pub(super) struct Ended {
 /// One text of a request. Dropped, it is cancelled.
 #[derive(Debug)]
 pub(super) struct Text {
-    updates: UnboundedReceiver<Update>,
+    updates: Receiving,
     tokenizer: Arc<Tokenizer>,
     stream: TextStream,
     stop: Stop,
@@ -50,7 +49,7 @@ const BEFORE: usize = 16;
 
 impl Text {
     pub(super) fn new(
-        updates: UnboundedReceiver<Update>,
+        updates: Receiving,
         tokenizer: Arc<Tokenizer>,
         prompt: &[u32],
         stop: Vec<String>,
@@ -116,6 +115,7 @@ impl Text {
     fn add(&mut self, piece: &str) {
         let (text, is_stopped) = self.stop.push(piece);
         if is_stopped {
+            self.updates.complete();
             self.end_after(text, "stop");
         } else if !text.is_empty() {
             self.ready.push_back(Part::Text(text));
@@ -169,8 +169,7 @@ impl Stop {
 mod tests {
     use std::path::Path;
 
-    use tokio::sync::mpsc;
-
+    use super::super::engine::text_channel;
     use super::*;
 
     fn stopped(stop: &[&str], pieces: &[&str]) -> (String, bool, String) {
@@ -211,10 +210,10 @@ mod tests {
         Arc::new(Tokenizer::read(&path).expect("the bundled tokenizer"))
     }
 
-    fn parts(updates: Vec<Update>, stop: &[&str]) -> (Vec<Part>, bool) {
-        let (sender, receiver) = mpsc::unbounded_channel();
+    fn parts(updates: Vec<Update>, stop: &[&str]) -> (Vec<Part>, Option<Finish>) {
+        let (sender, receiver) = text_channel();
         for update in updates {
-            sender.send(update).expect("a receiver");
+            sender.send(update);
         }
         let stop = stop.iter().map(|stop| (*stop).to_owned()).collect();
         let mut text = Text::new(receiver, tokenizer(), &[1], stop);
@@ -226,7 +225,7 @@ mod tests {
             }
             parts
         });
-        (parts, sender.is_closed())
+        (parts, sender.closed())
     }
 
     fn shown(parts: &[Part]) -> String {
@@ -248,15 +247,15 @@ mod tests {
         let mut updates = vec![Update::Started { cached: 5 }];
         updates.extend(tokens());
         updates.push(Update::Finished { finish: Finish::Stop, tokens: count + 1, cached: 5 });
-        let (all, is_closed) = parts(updates.clone(), &[]);
+        let (all, closed) = parts(updates.clone(), &[]);
         assert_eq!(shown(&all).trim(), "Once upon a time");
         let end = Ended { reason: "stop", tokens: count + 1, cached: 5 };
-        assert_eq!((all.last(), is_closed), (Some(&Part::End(end)), true));
+        assert_eq!((all.last(), closed), (Some(&Part::End(end)), Some(Finish::Cancelled)));
         // The stop string ends it before.
-        let (all, is_closed) = parts(updates.clone(), &["pon a"]);
+        let (all, closed) = parts(updates.clone(), &["pon a"]);
         assert_eq!(shown(&all).trim(), "Once u");
         let Some(Part::End(ended)) = all.last() else { panic!("{all:?}") };
-        assert_eq!((ended.reason, ended.cached, is_closed), ("stop", 5, true));
+        assert_eq!((ended.reason, ended.cached, closed), ("stop", 5, Some(Finish::Stop)));
         assert!(ended.tokens <= count);
         // What was held back is shown at the end.
         let (all, _) = parts(updates, &["time flies"]);
@@ -266,7 +265,8 @@ mod tests {
     #[test]
     fn a_failure_is_the_end() {
         let failed = Update::Failed("no".to_owned());
-        let (all, is_closed) = parts(vec![failed, Update::Token(5)], &[]);
-        assert_eq!((all, is_closed), (vec![Part::Failed("no".to_owned())], true));
+        let (all, closed) = parts(vec![failed, Update::Token(5)], &[]);
+        let failed = vec![Part::Failed("no".to_owned())];
+        assert_eq!((all, closed), (failed, Some(Finish::Cancelled)));
     }
 }

@@ -225,6 +225,11 @@ fn stop_string() {
     let streamed = open_stream(server.address(), &body).finish();
     assert_eq!(streamed, (text, reason));
     server.wait_until_idle();
+    // Both count as texts that have stopped; the whole one has reached its length.
+    let metrics = server.metrics();
+    let texts = ["stop", "length", "cancelled"]
+        .map(|finish| metrics.labelled("kv_texts_total", &format!("finish=\"{finish}\"")));
+    assert_eq!(texts, [2, 1, 0]);
     server.end();
 }
 

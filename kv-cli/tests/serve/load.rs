@@ -42,7 +42,7 @@ fn alone() -> &'static [(String, String)] {
 }
 
 /// Starts a thread that needs little memory: there may be thousands.
-fn spawn<'s>(scope: &'s thread::Scope<'s, '_>, run: impl FnOnce() + Send + 's) {
+pub(crate) fn spawn<'s>(scope: &'s thread::Scope<'s, '_>, run: impl FnOnce() + Send + 's) {
     thread::Builder::new().stack_size(512 << 10).spawn_scoped(scope, run).expect("a thread");
 }
 
@@ -84,7 +84,7 @@ fn under_load() {
 
 /// Where a client breaks off.
 #[derive(Debug, Clone, Copy)]
-enum Cut {
+pub(crate) enum Cut {
     /// After this part of the request, in 1/256.
     Request(usize),
     /// At once after the request.
@@ -96,7 +96,7 @@ enum Cut {
 }
 
 /// Says what the client of a request does; `None` for one that stays. Depends on the number alone.
-fn cut(at: usize) -> Option<Cut> {
+pub(crate) fn cut(at: usize) -> Option<Cut> {
     if !at.is_multiple_of(3) {
         return None;
     }
@@ -110,7 +110,7 @@ fn cut(at: usize) -> Option<Cut> {
     })
 }
 
-fn break_off(server: &Server, at: usize, cut: Cut) {
+pub(crate) fn break_off(server: &Server, at: usize, cut: Cut) {
     let mut body = long_stream(&prompt(at % PROMPTS), 200);
     match cut {
         Cut::Request(part) => {
@@ -133,6 +133,13 @@ fn break_off(server: &Server, at: usize, cut: Cut) {
     }
 }
 
+/// Sends a request; its text is that of its prompt alone.
+pub(crate) fn check_text(server: &Server, at: usize) {
+    let body = greedy(&prompt(at % PROMPTS), MAX_TOKENS);
+    let text = text_of(&post(server.address(), COMPLETIONS, &body));
+    assert_eq!(text, alone()[at % PROMPTS], "request {at}");
+}
+
 /// A third of the requests is broken off at a random place.
 fn clients_break_off() {
     const CLIENTS: usize = 16;
@@ -140,7 +147,6 @@ fn clients_break_off() {
     const GROWTH: u64 = 16 << 10;
     let requests = number("KV_SERVE_REQUESTS", 300);
     let server = Server::start(&["--paged", "16,64"]);
-    let alone = alone();
     let run = |from: usize, to: usize| {
         let next = AtomicUsize::new(from);
         thread::scope(|scope| {
@@ -155,9 +161,7 @@ fn clients_break_off() {
                             break_off(&server, at, cut);
                             continue;
                         }
-                        let body = greedy(&prompt(at % PROMPTS), MAX_TOKENS);
-                        let text = text_of(&post(server.address(), COMPLETIONS, &body));
-                        assert_eq!(text, alone[at % PROMPTS], "request {at}");
+                        check_text(&server, at);
                     }
                 });
             }

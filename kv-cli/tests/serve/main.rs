@@ -1,7 +1,8 @@
 //! Tests of `kv serve`: each starts the program and talks to it as its clients do.
 //!
 //! `KV_SERVE_CONNECTIONS` and `KV_SERVE_REQUESTS` set how much load there is: 64 and 300, in a long
-//! run 1,000 and 10,000. `KV_SERVE_BROWSER` is the browser that opens the page.
+//! run 1,000 and 10,000; `KV_SERVE_SECONDS` how long the longest test takes: 6, or an hour.
+//! `KV_SERVE_BROWSER` is the browser that opens the page.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::expect_used,
@@ -12,6 +13,7 @@
 )]
 mod behaviour;
 mod client;
+mod endurance;
 mod hostile;
 mod load;
 mod public;
@@ -22,7 +24,7 @@ use std::process::ExitCode;
 use libtest_mimic::{Arguments, Trial};
 
 fn main() -> ExitCode {
-    let cases = [behaviour::CASES, hostile::CASES, load::CASES].concat();
+    let cases = [behaviour::CASES, endurance::CASES, hostile::CASES, load::CASES].concat();
     let mut trials: Vec<_> = cases
         .into_iter()
         .map(|(name, run)| {
