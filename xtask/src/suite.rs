@@ -348,8 +348,10 @@ fn rustdoc(_: &Workspace) -> Result<Outcome> {
 /// what they depend on takes minutes.
 fn features(workspace: &Workspace) -> Result<Outcome> {
     cargo(&["check", "--package", "kv", "--no-default-features"])?;
-    // The tool adds macros, which run on this machine: no feature of what `kv` is made of changes.
-    cargo(&["check", "--package", "kv-cli", "--package", TOOL, "--features", "xtask/macros"])?;
+    // Every other stage builds the program with its default features. The tool adds macros, which
+    // run on this machine: no feature of what `kv` is made of changes.
+    let program = ["check", "--package", "kv-cli", "--package", TOOL, "--no-default-features"];
+    cargo(&[&program[..], &["--features", "xtask/macros"]].concat())?;
     candle::check_cuda(workspace)
 }
 
