@@ -18,6 +18,7 @@ use kv_runner::{Decoder, Event, Request, Sampler, ScheduleError, Scheduler};
 use tokio::sync::{mpsc, oneshot};
 
 use super::metrics::Metrics;
+use super::unused;
 use crate::num::to_usize;
 use crate::output;
 
@@ -407,6 +408,6 @@ impl Worker<'_, '_> {
         if !self.scheduler.flush_tiers(deadline)? {
             output::note("not everything was written to the tiers in time")?;
         }
-        Ok(())
+        unused::check(self.scheduler.cache())
     }
 }

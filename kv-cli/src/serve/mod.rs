@@ -12,6 +12,7 @@ mod metrics;
 mod request;
 mod template;
 mod text;
+mod unused;
 
 use std::net::TcpListener;
 use std::sync::Arc;

@@ -216,7 +216,9 @@ fn stop_string() {
     let body = greedy("Once upon a time", 60);
     let (whole, _) = text_of(&post(server.address(), COMPLETIONS, &body));
     let stop = whole.split(' ').nth(6).expect("some words");
-    let mut body = body;
+    // So long that the engine hears of the stop string before the text reaches its length.
+    let mut body = long_stream("Once upon a time", 480);
+    body["stream"] = false.into();
     body["stop"] = json!([stop]);
     let (text, reason) = text_of(&post(server.address(), COMPLETIONS, &body));
     let end = whole.find(stop).expect("it is there");

@@ -20,9 +20,9 @@ pub(crate) const CASES: &[Case] =
 const CONTEXT: u32 = 512;
 const BLOCKS: u64 = 32;
 
-/// Resident memory at the end may be larger by this, in KiB. One lost record of 200 bytes for each
-/// request of an hour is more.
-const GROWTH: u64 = 8 << 10;
+/// Resident memory may grow by this between the second and the last quarter, in KiB. In an hour they
+/// are half an hour and 30,000 requests apart: 150 lost bytes for each are more.
+const GROWTH: u64 = 4 << 10;
 
 /// Rounds of load, one after another, until the time is over. The server is idle after each.
 fn endures() {
@@ -34,9 +34,7 @@ fn endures() {
     while begun.elapsed() < length || memory.len() < 4 {
         sent += round(&server, memory.len());
         server.wait_until_idle();
-        let metrics = server.metrics();
-        let (cached, total) = (metrics.sum("kv_blocks_cached"), metrics.sum("kv_blocks_total"));
-        assert!(cached <= total && total == BLOCKS, "{cached} of {total} blocks are cached");
+        assert_eq!(server.metrics().sum("kv_blocks_total"), BLOCKS);
         memory.push(server.memory());
     }
 
@@ -62,6 +60,7 @@ fn endures() {
 
     use_every_block(&server);
     server.wait_until_idle();
+    // At its end the program checks holders and counts of all blocks, and fails if one is wrong.
     server.end();
 }
 
