@@ -31,3 +31,37 @@ pub(super) fn check(cache: &KvCache<AnyBackend>) -> anyhow::Result<()> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use kv::{CacheSpec, Device, QkvFormat, SequenceId, StartOptions, StepInput, TensorView};
+
+    use super::*;
+
+    fn why(cache: &KvCache<AnyBackend>) -> String {
+        check(cache).expect_err("it is in use").to_string()
+    }
+
+    #[test]
+    fn a_sequence_and_a_held_block_are_named() {
+        let builder = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(2, 4);
+        let device = Device::open("cpu").expect("the CPU");
+        let mut cache = KvCache::new(device, builder.build().expect("a spec")).expect("a cache");
+        check(&cache).expect("nothing has begun");
+        let (sequence, prompt) = (SequenceId(0), [1, 2, 3]);
+        cache.start(sequence, &prompt, StartOptions::default()).expect("a sequence");
+        let input = StepInput::prompt(sequence, &prompt, 0);
+        let mut step = cache.begin_step(&[input]).expect("a step");
+        let (rows, dims) = ([0.5_f32; 12], [3, 1, 4]);
+        let rows = || TensorView::host(&rows, &dims);
+        step.write(0, rows(), rows(), QkvFormat::Thd).expect("a write");
+        step.commit().expect("a commit");
+        assert_eq!(why(&cache), "1 sequences are left in the cache");
+        cache.release(sequence).expect("a release");
+        check(&cache).expect("nothing is left, and a block is cached");
+        let pin = cache.pin_prefix(&[1, 2], StartOptions::default());
+        assert!(why(&cache).contains("which are held"), "{}", why(&cache));
+        assert!(cache.unpin(pin.id).expect("no step is held"));
+        check(&cache).expect("nothing is pinned");
+    }
+}
