@@ -14,14 +14,14 @@ use crate::server::Server;
 use crate::{Case, number};
 
 pub(crate) const CASES: &[Case] =
-    &[("endurance/hours_of_load_cost_neither_memory_nor_blocks", endures)];
+    &[("endurance/long_load_costs_neither_memory_nor_blocks", endures)];
 
 /// Tokens of the longest text of the bundled model, which is as long as the pool.
 const CONTEXT: u32 = 512;
 const BLOCKS: u64 = 32;
 
-/// Resident memory may grow by this between the second and the last quarter, in KiB. In an hour they
-/// are half an hour and 30,000 requests apart: 150 lost bytes for each are more.
+/// Resident memory may grow by this between the second and the last quarter, in KiB. In an hour
+/// they are half an hour and 30,000 requests apart: 150 lost bytes for each are more.
 const GROWTH: u64 = 4 << 10;
 
 /// Rounds of load, one after another, until the time is over. The server is idle after each.
