@@ -17,8 +17,8 @@ use kv_runner::scheduler::Finish;
 use kv_runner::{Decoder, Event, Request, Sampler, ScheduleError, Scheduler};
 use tokio::sync::{mpsc, oneshot};
 
+use super::leaks;
 use super::metrics::Metrics;
-use super::unused;
 use crate::num::to_usize;
 use crate::output;
 
@@ -76,7 +76,7 @@ pub(super) struct Engine {
 #[derive(Debug)]
 enum Message {
     Submit {
-        prompts: Vec<(Prompt, Vec<Updates>)>,
+        prompts: Vec<(Prompt, Vec<UpdateSender>)>,
         answer: oneshot::Sender<Result<(), Refused>>,
     },
     /// Look at `is_stopping`.
@@ -85,27 +85,28 @@ enum Message {
 
 /// The engine's end of a text's channel.
 #[derive(Debug)]
-pub(super) struct Updates {
+pub(super) struct UpdateSender {
     sender: mpsc::UnboundedSender<Update>,
-    is_complete: Arc<AtomicBool>,
+    /// Whether the receiver was closed because the text has a stop string.
+    met_stop: Arc<AtomicBool>,
 }
 
-/// The other end. A text whose end is closed or dropped is cancelled before the next step.
+/// The client's end. When it is closed or dropped, the text is cancelled before the next step.
 #[derive(Debug)]
-pub(super) struct Receiving {
+pub(super) struct UpdateReceiver {
     receiver: mpsc::UnboundedReceiver<Update>,
-    is_complete: Arc<AtomicBool>,
+    met_stop: Arc<AtomicBool>,
 }
 
 /// Makes the channel of a text.
-pub(super) fn text_channel() -> (Updates, Receiving) {
+pub(super) fn text_channel() -> (UpdateSender, UpdateReceiver) {
     let (sender, receiver) = mpsc::unbounded_channel();
-    let is_complete = Arc::new(AtomicBool::new(false));
-    let updates = Updates { sender, is_complete: Arc::clone(&is_complete) };
-    (updates, Receiving { receiver, is_complete })
+    let met_stop = Arc::new(AtomicBool::new(false));
+    let updates = UpdateSender { sender, met_stop: Arc::clone(&met_stop) };
+    (updates, UpdateReceiver { receiver, met_stop })
 }
 
-impl Updates {
+impl UpdateSender {
     /// Sends an update. A receiver that is gone is noticed before the next step.
     pub(super) fn send(&self, update: Update) {
         let _ = self.sender.send(update);
@@ -113,14 +114,14 @@ impl Updates {
 
     /// Returns how the text ended, if nothing receives it any more: with a stop string, or because
     /// its client has gone.
-    pub(super) fn closed(&self) -> Option<Finish> {
+    pub(super) fn finish_if_closed(&self) -> Option<Finish> {
         self.sender.is_closed().then(|| {
-            if self.is_complete.load(Ordering::SeqCst) { Finish::Stop } else { Finish::Cancelled }
+            if self.met_stop.load(Ordering::SeqCst) { Finish::Stop } else { Finish::Cancelled }
         })
     }
 }
 
-impl Receiving {
+impl UpdateReceiver {
     /// Receives the next update; `None` if the engine has ended.
     pub(super) async fn recv(&mut self) -> Option<Update> {
         self.receiver.recv().await
@@ -131,8 +132,8 @@ impl Receiving {
     }
 
     /// Closes the channel of a text that has met a stop string.
-    pub(super) fn complete(&mut self) {
-        self.is_complete.store(true, Ordering::SeqCst);
+    pub(super) fn close_at_stop(&mut self) {
+        self.met_stop.store(true, Ordering::SeqCst);
         self.close();
     }
 }
@@ -151,7 +152,10 @@ impl Engine {
     ///
     /// # Errors
     /// [`Refused`]; nothing runs then.
-    pub(super) async fn submit(&self, prompts: Vec<Prompt>) -> Result<Vec<Receiving>, Refused> {
+    pub(super) async fn submit(
+        &self,
+        prompts: Vec<Prompt>,
+    ) -> Result<Vec<UpdateReceiver>, Refused> {
         if self.is_stopping() {
             return Err(Refused::Stopping);
         }
@@ -236,7 +240,7 @@ pub(super) fn run(
         while let Ok(message) = inbox.receiver.try_recv() {
             engine.take(message);
         }
-        engine.cancel_where(|listener| listener.updates.closed())?;
+        engine.cancel_where(|listener| listener.updates.finish_if_closed())?;
         if inbox.is_stopping.load(Ordering::SeqCst) {
             let now = Instant::now();
             let end = *stop_at.get_or_insert(now.checked_add(engine.options.drain).unwrap_or(now));
@@ -251,7 +255,7 @@ pub(super) fn run(
 /// Who receives what a text generates.
 #[derive(Debug)]
 struct Listener {
-    updates: Updates,
+    updates: UpdateSender,
     submitted: Instant,
     ignore_eos: bool,
     has_started: bool,
@@ -278,7 +282,7 @@ impl Worker<'_, '_> {
     }
 
     /// Takes all prompts of a request, or none.
-    fn submit(&mut self, prompts: Vec<(Prompt, Vec<Updates>)>) -> Result<(), Refused> {
+    fn submit(&mut self, prompts: Vec<(Prompt, Vec<UpdateSender>)>) -> Result<(), Refused> {
         let (waiting, _) = self.scheduler.queued();
         let max = self.options.max_queue;
         if waiting >= max {
@@ -301,7 +305,11 @@ impl Worker<'_, '_> {
         Ok(())
     }
 
-    fn submit_one(&mut self, prompt: Prompt, texts: Vec<Updates>) -> Result<Range<usize>, Refused> {
+    fn submit_one(
+        &mut self,
+        prompt: Prompt,
+        texts: Vec<UpdateSender>,
+    ) -> Result<Range<usize>, Refused> {
         let (tokens, new, context) =
             (prompt.tokens.len(), prompt.max_new_tokens, self.options.context);
         if tokens.saturating_add(to_usize(new)) > to_usize(context) {
@@ -408,6 +416,6 @@ impl Worker<'_, '_> {
         if !self.scheduler.flush_tiers(deadline)? {
             output::note("not everything was written to the tiers in time")?;
         }
-        unused::check(self.scheduler.cache())
+        leaks::check(self.scheduler.cache())
     }
 }

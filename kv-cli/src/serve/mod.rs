@@ -8,11 +8,11 @@ mod chat;
 mod completions;
 mod engine;
 mod http;
+mod leaks;
 mod metrics;
 mod request;
 mod template;
 mod text;
-mod unused;
 
 use std::net::TcpListener;
 use std::sync::Arc;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kv_runner::scheduler::Finish;
 use kv_runner::{TextStream, Tokenizer};
 
-use super::engine::{Receiving, Update};
+use super::engine::{Update, UpdateReceiver};
 
 /// What comes next in a text.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -33,7 +33,7 @@ pub(super) struct Ended {
 /// One text of a request. Dropped, it is cancelled.
 #[derive(Debug)]
 pub(super) struct Text {
-    updates: Receiving,
+    updates: UpdateReceiver,
     tokenizer: Arc<Tokenizer>,
     stream: TextStream,
     stop: Stop,
@@ -49,7 +49,7 @@ const BEFORE: usize = 16;
 
 impl Text {
     pub(super) fn new(
-        updates: Receiving,
+        updates: UpdateReceiver,
         tokenizer: Arc<Tokenizer>,
         prompt: &[u32],
         stop: Vec<String>,
@@ -115,7 +115,7 @@ impl Text {
     fn add(&mut self, piece: &str) {
         let (text, is_stopped) = self.stop.push(piece);
         if is_stopped {
-            self.updates.complete();
+            self.updates.close_at_stop();
             self.end_after(text, "stop");
         } else if !text.is_empty() {
             self.ready.push_back(Part::Text(text));
@@ -225,7 +225,7 @@ mod tests {
             }
             parts
         });
-        (parts, sender.closed())
+        (parts, sender.finish_if_closed())
     }
 
     fn shown(parts: &[Part]) -> String {

@@ -95,7 +95,7 @@ fn round(server: &Server, at: usize) -> u64 {
     })
 }
 
-/// Runs `kv load`; every second round repeats the prompts of the one before the last.
+/// Runs `kv load`; a round repeats the prompts of the one before the last.
 fn tenant(url: &str, salt: &str, round: usize) -> u64 {
     let seed = (round % 2).to_string();
     let mut command = Command::new(env!("CARGO_BIN_EXE_kv"));
