@@ -69,12 +69,12 @@ inline u32 kv_prmt(u32 a, u32 b, u32 selector) {
 
 // ---- Asynchronous copies to shared memory
 inline void kv_cp_async16(void* to, const void* from, bool valid, kvemu::Site site = kvemu::Site::here()) {
-  kvemu::copy_async(to, from, 16, valid ? 16 : 0, site);
+  kvemu::copy_async(to, from, valid ? 16 : 0, site);
 }
 // Shared memory has its own address space, which begins at 0.
 inline u32 kv_smem_addr(const void* p) { return u32((const u8*)p - kvemu::shared_memory()); }
 inline void kv_cp_async16_at(u32 to, const void* from, kvemu::Site site = kvemu::Site::here()) {
-  kvemu::copy_async(kvemu::shared_memory() + to, from, 16, 16, site);
+  kvemu::copy_async(kvemu::shared_memory() + to, from, 16, site);
 }
 inline void kv_cp_commit() { kvemu::copy_commit(); }
 template <int N> inline void kv_cp_wait() { kvemu::copy_wait(u32(N)); }
@@ -91,7 +91,10 @@ inline void kv_ldsm4t_at(u32 (&r)[4], u32 a, kvemu::Site site = kvemu::Site::her
   kv_ldsm4t(r, kvemu::shared_memory() + a, 0, site);
 }
 // uint4, uint2, u32 or u16, aligned to its size.
-template <class T> inline void kv_lds_at(u32 a, T& v) { v = *(const T*)(kvemu::shared_memory() + a); }
+template <class T> inline void kv_lds_at(u32 a, T& v, kvemu::Site site = kvemu::Site::here()) {
+  kvemu::shared_read(a, sizeof v, "kv_lds_at", site);
+  v = *(const T*)(kvemu::shared_memory() + a);
+}
 u32 kv_movmatrix(u32 v, kvemu::Site site = kvemu::Site::here());
 void kv_mma(KvBf16, float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, kvemu::Site site = kvemu::Site::here());
 void kv_mma(KvF16, float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, kvemu::Site site = kvemu::Site::here());

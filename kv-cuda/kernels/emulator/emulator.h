@@ -64,11 +64,13 @@ struct Collective {
 void collective(const Collective& what, Site site, const void* in, u32 in_bytes, void* out, u32 out_bytes);
 void sync_warp(Site site);
 
-// Asynchronous copies to shared memory: the destination reads as NaN until the thread waits for its
-// group.
-void copy_async(void* to, const void* from, u32 bytes, u32 valid, Site site);
+// Asynchronous copies of 16 bytes to shared memory: see copy.cpp. Of the source, `valid` bytes are
+// read; the rest are zeros.
+void copy_async(void* to, const void* from, u32 valid, Site site);
 void copy_commit();
 void copy_wait(u32 keep);
+// Fails if bytes at an offset of shared memory cannot be read, because a copy to them is in flight.
+void shared_read(u32 at, u32 bytes, const char* what, Site site);
 
 }  // namespace kvemu
 

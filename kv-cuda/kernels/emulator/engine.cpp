@@ -64,6 +64,8 @@ void Engine::run_block(u32 index) {
   block_ = {{index % grid.x, index / grid.x % grid.y, index / grid.x / grid.y}, {threads_, 1, 1}, grid};
   barrier_.arrived = 0;
   for (Warp& warp : warps_) warp.arrived = 0;
+  // From at once to hardly ever before the wait.
+  copy_pace_ = launch_.seed != 0 ? 1u << 2 * random(5) : 0;
   start_threads();
   run_threads();
   check_shared();
@@ -78,7 +80,7 @@ void Engine::start_threads() {
     fiber.wait = Wait::Nothing;
     fiber.copies.clear();
     fiber.groups.clear();
-    fiber.open_copies = 0;
+    fiber.open_copies = fiber.incomplete_copies = 0;
     fiber.stack.prepare(fiber.context, entry);
   }
 }
@@ -89,6 +91,7 @@ void Engine::entry() {
   begin_fiber(e.scheduler_);
   happened_after(e.launched_);
   e.launch_.kernel->run(e.launch_.params);
+  e.require_no_copies();
   happened_before(e.ended_);
   Fiber& fiber = e.current();
   fiber.is_done = true;

@@ -3,6 +3,7 @@
 #pragma once
 #include "../dev.h"
 
+#include <cstdlib>
 #include <string>
 #include <vector>
 
@@ -12,11 +13,16 @@ namespace kvemu {
 
 enum class Wait : u8 { Nothing, Barrier, Warp };
 
-// An asynchronous copy to shared memory that has not completed.
+constexpr u32 COPY_BYTES = 16;  // of an asynchronous copy, which is aligned to as much
+
+// An asynchronous copy to shared memory, until the thread has waited for its group.
 struct PendingCopy {
   void* to;
   const void* from;
-  u32 bytes, valid;
+  u32 valid;  // bytes that are read; the rest become zeros
+  Site site;
+  bool is_complete;     // carried out, early
+  u8 data[COPY_BYTES];  // then: what was written
 };
 
 // One CUDA thread.
@@ -31,6 +37,7 @@ struct Fiber {
   std::vector<PendingCopy> copies;
   std::vector<u32> groups;  // committed groups, oldest first: the number of copies of each
   u32 open_copies;          // copies after the last group
+  u32 incomplete_copies;
 };
 
 struct Warp {
@@ -68,6 +75,11 @@ class Engine {
   void barrier(Site site);
   void collective(const Collective& what, Site site, const void* in, u32 in_bytes, void* out, u32 out_bytes);
   void sync_warp(Site site);
+  void start_copy(void* to, const void* from, u32 valid, Site site);
+  void commit_copies();
+  void wait_for_copies(u32 keep);
+  // Fails if bytes of shared memory are those of a copy in flight.
+  void require_readable(const void* at, u32 bytes, const char* what, Site site);
   [[noreturn]] __attribute__((format(printf, 2, 3))) void fail(const char* format, ...);
   Fiber& current() { return *fibers_[current_]; }
   u8* shared() { return shared_; }
@@ -86,11 +98,27 @@ class Engine {
   void allocate_shared();
   void release_shared();
   void check_shared();
+  // At a synchronisation point of the running thread: may carry out some of its copies.
+  void advance_copies() {
+    if (current().incomplete_copies > 0 && launch_.seed != 0 && random(copy_pace_) == 0) complete_some();
+  }
+  void complete_some();
+  void complete(PendingCopy& copy);
+  void report_copy(const PendingCopy& copy);
+  void require_no_copies();
+  [[noreturn]] void fail_written(const PendingCopy& copy);
+  bool is_shared(const void* at, u32 bytes) const;
+  bool is_in_flight(const void* at) const {
+    return in_flight_[size_t(static_cast<const u8*>(at) - shared_) / COPY_BYTES] != 0;
+  }
+  void set_in_flight(void* at, bool is_in_flight);
+  const PendingCopy& copy_to(const void* at) const;
   u32 random(u32 below);
 
   Launch launch_;
   u32 threads_, live_, current_;
   u32 random_;
+  u32 copy_pace_;  // of a block: copies progress at one synchronisation point in copy_pace_
   Block block_;
   Barrier barrier_;
   Context scheduler_;
@@ -98,6 +126,7 @@ class Engine {
   std::vector<Warp> warps_;
   std::vector<u32> order_;  // threads in execution order, warp by warp
   u8* shared_ = nullptr;
+  std::vector<u8> in_flight_;  // for each COPY_BYTES of shared memory, whether a copy to them is in flight
   std::vector<u8> arena_;        // shared memory of plain builds
   std::vector<u8*> used_shared_;  // shared memory of earlier blocks, if every block gets its own
   std::string error_;

@@ -57,6 +57,20 @@ inline void writes(void* at, size_t bytes) {
 #endif
 }
 
+// Lets AddressSanitizer report every access to some bytes, or none.
+inline void forbid_access(void* at, size_t bytes) {
+  (void)at, (void)bytes;
+#ifdef KV_EMU_ASAN
+  __asan_poison_memory_region(at, bytes);
+#endif
+}
+inline void allow_access(void* at, size_t bytes) {
+  (void)at, (void)bytes;
+#ifdef KV_EMU_ASAN
+  __asan_unpoison_memory_region(at, bytes);
+#endif
+}
+
 // Copies without reporting it to ThreadSanitizer, as its memcpy would.
 inline void copy_bytes(void* to, const void* from, size_t bytes) {
 #ifdef KV_EMU_TSAN
@@ -74,6 +88,17 @@ inline void fill_bytes(void* to, uint8_t byte, size_t bytes) {
   for (size_t i = 0; i < bytes; i++) out[i] = byte;
 #else
   std::memset(to, byte, bytes);
+#endif
+}
+inline bool same_bytes(const void* a, const void* b, size_t bytes) {
+#ifdef KV_EMU_TSAN
+  const volatile uint8_t *left = static_cast<const uint8_t*>(a), *right = static_cast<const uint8_t*>(b);
+  for (size_t i = 0; i < bytes; i++) {
+    if (left[i] != right[i]) return false;
+  }
+  return true;
+#else
+  return std::memcmp(a, b, bytes) == 0;
 #endif
 }
 

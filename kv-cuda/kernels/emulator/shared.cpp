@@ -31,6 +31,7 @@ u8* shared_memory() { return engine->shared(); }
 #if defined(KV_EMU_ASAN) || defined(KV_EMU_TSAN)
 
 void Engine::allocate_shared() {
+  in_flight_.assign(launch_.shared_bytes / COPY_BYTES + 1, 0);
   shared_ = allocate(launch_.shared_bytes);
   fill_bytes(shared_, UNWRITTEN, launch_.shared_bytes);
 }
@@ -41,6 +42,7 @@ void Engine::check_shared() {
   allocate_shared();
   happened_before(launched_);  // the new one was made before the next block
 #else
+  allow_access(shared_, launch_.shared_bytes);  // threads that failed have left copies in flight
   fill_bytes(shared_, UNWRITTEN, launch_.shared_bytes);
 #endif
 }
@@ -55,6 +57,7 @@ void Engine::release_shared() {
 #else
 
 void Engine::allocate_shared() {
+  in_flight_.assign(launch_.shared_bytes / COPY_BYTES + 1, 0);
   const size_t bytes = launch_.shared_bytes;
   if (arena_.size() < bytes + BEHIND + 3 * ALIGN) arena_.resize(bytes + BEHIND + 3 * ALIGN);
   // An odd multiple of ALIGN, to expose kernels that assume more.

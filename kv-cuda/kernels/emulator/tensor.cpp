@@ -83,6 +83,7 @@ void load_matrices(const char* name, Combine combine, u32 (&r)[4], const void* r
   if (reinterpret_cast<uintptr_t>(row) % 16 != 0) {
     engine->fail("%s at %s:%d: %p is not a multiple of 16", name, site.file, site.line, row);
   }
+  engine->require_readable(row, 16, name, site);
   reads(row, 16);
   u8 bytes[16];
   copy_bytes(bytes, row, 16);

@@ -10,6 +10,7 @@ namespace kvemu {
 static bool same(Site a, Site b) { return a.line == b.line && (a.file == b.file || std::strcmp(a.file, b.file) == 0); }
 
 void Engine::barrier(Site site) {
+  advance_copies();
   if (barrier_.arrived == 0) barrier_.site = site;
   else if (!same(barrier_.site, site)) {
     fail("divergent barrier: it is in kv_sync at %s:%d, others are at %s:%d", site.file, site.line,
@@ -25,9 +26,11 @@ void Engine::barrier(Site site) {
     wait(Wait::Barrier, site, generation);
   }
   happened_after(token);
+  advance_copies();
 }
 
 void Engine::collective(const Collective& what, Site site, const void* in, u32 in_bytes, void* out, u32 out_bytes) {
+  advance_copies();
   const Thread& thread = current().thread;
   Warp& warp = warps_[thread.warp];
   if (warp.arrived == 0) {
@@ -48,6 +51,7 @@ void Engine::collective(const Collective& what, Site site, const void* in, u32 i
     wait(Wait::Warp, site, generation);
   }
   copy_bytes(out, warp.out[turn][thread.lane], out_bytes);
+  advance_copies();
 }
 
 void Engine::sync_warp(Site site) {

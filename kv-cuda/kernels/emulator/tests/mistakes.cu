@@ -4,7 +4,8 @@
 struct KvMistakeParams { u64 in, out; u32 count, argument; };
 enum KvMistake : u32 {
   KV_DIVERGENT_BARRIER, KV_MISSED_BARRIER, KV_DIVERGENT_SHUFFLE, KV_MISSED_SHUFFLE, KV_TWO_MASKS, KV_PAST_SHARED,
-  KV_MISALIGNED_COPY, KV_MISALIGNED_MATRIX, KV_EARLY_READ, KV_NO_MISTAKE,
+  KV_MISALIGNED_COPY, KV_MISALIGNED_MATRIX, KV_EARLY_READ, KV_EARLY_MATRIX, KV_EARLY_LOAD, KV_NO_COMMIT,
+  KV_WRITE_IN_FLIGHT, KV_TWO_COPIES, KV_COPY_PAST_SHARED, KV_ENDS_UNCOMMITTED, KV_ENDS_UNWAITED, KV_NO_MISTAKE,
 };
 
 KV_DEV void kv_test_mistake(const KvMistakeParams& p) {
@@ -49,6 +50,63 @@ KV_DEV void kv_test_mistake(const KvMistakeParams& p) {
       kv_cp_commit();
       kv_cp_wait<1>();  // one too many may be on its way
       v = ((const u32*)shared)[4 * i];
+      kv_cp_wait<0>();
+      break;
+    case KV_EARLY_MATRIX: {
+      kv_cp_async16(shared + 16 * i, (const u8*)p.in, true);
+      kv_cp_commit();
+      kv_syncwarp();  // orders the issue of the copies, not their end
+      u32 r[4];
+      kv_ldsm4(r, shared + 16 * (i ^ 1));
+      v = r[0];
+      kv_cp_wait<0>();
+      break;
+    }
+    case KV_EARLY_LOAD:
+      kv_cp_async16(shared + 16 * i, (const u8*)p.in, true);
+      kv_cp_commit();
+      kv_lds_at(kv_smem_addr(shared + 16 * i), v);
+      kv_cp_wait<0>();
+      break;
+    case KV_NO_COMMIT:
+      kv_cp_async16(shared + 16 * i, (const u8*)p.in, true);
+      kv_cp_wait<0>();  // waits for groups, and the copy is in none
+      ((u32*)shared)[4 * i] = 0;
+      kv_sync();
+      v = ((const u32*)shared)[4 * i];
+      kv_cp_commit();
+      kv_cp_wait<0>();
+      break;
+    case KV_WRITE_IN_FLIGHT:
+      kv_cp_async16(shared + 16 * i, (const u8*)p.in, true);
+      kv_cp_commit();
+      kv_sync();
+      ((u32*)shared)[4 * (i ^ 32)] = i;  // another warp's
+      kv_cp_wait<0>();
+      kv_sync();
+      v = ((const u32*)shared)[4 * i];
+      break;
+    case KV_TWO_COPIES:
+      kv_cp_async16(shared + 16 * (i / 2), (const u8*)p.in, true);
+      kv_cp_commit();
+      kv_syncwarp();
+      kv_cp_wait<0>();
+      break;
+    case KV_COPY_PAST_SHARED:
+      kv_cp_async16(shared + (p.count + 1) / 64 * (i + 1), (const u8*)p.in, true);  // the last thread's
+      kv_cp_commit();
+      kv_cp_wait<0>();
+      break;
+    case KV_ENDS_UNCOMMITTED:
+      if (i == 7) kv_cp_async16(shared, (const u8*)p.in, true);
+      kv_cp_commit();  // before another copy
+      if (i == 7) kv_cp_async16(shared + 16, (const u8*)p.in, true);
+      kv_cp_wait<0>();
+      break;
+    case KV_ENDS_UNWAITED:
+      if (i == 7) kv_cp_async16(shared, (const u8*)p.in, true);
+      kv_cp_commit();
+      kv_sync();
       break;
     default:
       break;
@@ -56,3 +114,25 @@ KV_DEV void kv_test_mistake(const KvMistakeParams& p) {
   out[i] = v;
 }
 KV_KERNEL(test_mistake, KvMistakeParams, 64, 1, kv_test_mistake)
+
+// Reads the bytes of a copy before every one of `count` barriers, and after its wait, and notes for
+// each thread how often they had not arrived. The copy is committed first or, with `argument` 1,
+// last, so that the wait before the barriers does not cover it.
+KV_DEV void kv_test_arrival(const KvMistakeParams& p) {
+  KV_DYN_SMEM(shared);
+  const u32 i = threadIdx.x, expected = *(const u32*)p.in;
+  const volatile u32* own = (const volatile u32*)(shared + 16 * i);
+  u32 early = 0;
+  kv_cp_async16(shared + 16 * i, (const u8*)p.in, true);
+  if (p.argument == 0) kv_cp_commit();
+  else
+    kv_cp_wait<0>();
+  for (u32 turn = 0; turn < p.count; turn++) {
+    early += *own != expected;
+    kv_sync();
+  }
+  if (p.argument != 0) kv_cp_commit();
+  kv_cp_wait<0>();
+  ((u32*)p.out)[i] = *own == expected ? early : 0xffffffffu;
+}
+KV_KERNEL(test_arrival, KvMistakeParams, 64, 1, kv_test_arrival)
