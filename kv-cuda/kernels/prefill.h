@@ -110,9 +110,11 @@ template <class T, u32 D> struct KvPrefillPlain {
     }
   }
 
-  // Prepares the first tile and starts its copy.
+  // Prepares the first tile and starts its copy. The queries are a group of their own: without a
+  // tile, no other group follows, and `end` must still wait for them.
   KV_DEV void begin(u32 tile) {
     item.copy_queries();
+    kv_cp_commit();
     look_up(tile);
     store_addresses(tile, 0);
     const u32 after = item.after(tile);
@@ -133,6 +135,7 @@ template <class T, u32 D> struct KvPrefillPlain {
   }
   // Stores the addresses of the tile after next, once the scores are computed.
   KV_DEV void prepare_next(u32 after, u32 buffer) const { store_addresses(item.after(after), buffer); }
+  // Waits for the queries of an item without tiles: the output is staged in their memory.
   KV_DEV void end() { kv_cp_wait<0>(); }
 
   KV_DEV u32 output(float low, float high) const { return kv_pack(T(), low, high); }

@@ -1,8 +1,9 @@
 // Values of V that are not finite, in the emulator compared with attention in f64: they reach the
 // queries that see their tokens and no others, although other queries of a tile read the same
 // memory. Runs the general kernels and those for prefill, the latter also over one-byte codes with
-// a scale per row, for few and for many queries. A case is its seed, which also shuffles blocks and
-// threads: `broken_test` runs all, `broken_test FIRST COUNT` some.
+// a scale per row, for few and for many queries. Further cases have more queries than keys, or no
+// keys: work items without a visible key give zeros. A case is its seed, which also shuffles blocks
+// and threads: `broken_test` runs all, `broken_test FIRST COUNT` some.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -24,6 +25,7 @@ struct Case {
   std::string kernel;
   u32 dtype, dim, rows, shared_bytes, q_len;
   bool codes = false;
+  u32 kv_len = KV_LEN;
 };
 
 std::vector<Case> cases() {
@@ -44,6 +46,10 @@ std::vector<Case> cases() {
         all.push_back({"prefill_coded_" + std::to_string(dim), KV_F16, dim, 64, coded_bytes, q_len, codes});
     }
   }
+  const std::vector<Case> full = all;
+  for (u32 kv_len : {0u, 5u})
+    for (Case c : full)
+      if (c.kv_len = kv_len; c.q_len >= 40) all.push_back(c);
   return all;
 }
 
@@ -105,7 +111,7 @@ std::vector<double> expected(const Case& c, const Memory& m, u32 query, u32 head
   auto row = [&](const std::vector<u16>& rows, u32 token) { return &rows[(token * KV_HEADS + head / GROUP) * c.dim]; };
   double sum = 0;
   std::vector<double> values(c.dim);
-  for (u32 token = 0; token + c.q_len <= KV_LEN + query; token++) {
+  for (u32 token = 0; token + c.q_len <= c.kv_len + query && token < c.kv_len; token++) {
     const u16 *q = &m.q[(query * HEADS + head) * c.dim], *k = row(m.k, token), *v = row(m.v, token);
     double score = 0;
     for (u32 i = 0; i < c.dim; i++) score += value(c, q[i]) * value(c, k[i]);
@@ -113,7 +119,7 @@ std::vector<double> expected(const Case& c, const Memory& m, u32 query, u32 head
     sum += weight;
     for (u32 i = 0; i < c.dim; i++) values[i] += weight * value(c, v[i]);
   }
-  for (double& x : values) x /= sum;
+  for (double& x : values) x = sum == 0 ? 0 : x / sum;
   return values;
 }
 
@@ -126,21 +132,25 @@ u32 run(const Case& c, u32 seed) {
   std::mt19937 bits(seed);
   std::normal_distribution<float> normal;
   Memory m;
-  const u32 blocks = (KV_LEN + BLOCK - 1) / BLOCK, row = KV_HEADS * c.dim;
+  const u32 blocks = (c.kv_len + BLOCK - 1) / BLOCK, row = KV_HEADS * c.dim;
+  const bool has_broken = c.kv_len > INFINITE;
   auto fill = [&](std::vector<u16>& list, u32 length, u32 used) {
     list.assign(length, 0xffff);
     for (u32 i = 0; i < used; i++) list[i] = pack(c, normal(bits));
   };
   fill(m.q, c.q_len * HEADS * c.dim, c.q_len * HEADS * c.dim);
-  fill(m.k, blocks * BLOCK * row, KV_LEN * row);
-  fill(m.v, blocks * BLOCK * row, KV_LEN * row);
-  m.v[BROKEN * row + 5] = 0xffff;                              // head 0
-  m.v[INFINITE * row + c.dim + 9] = pack(c, INFINITY);         // head 1
+  fill(m.k, blocks * BLOCK * row, c.kv_len * row);
+  fill(m.v, blocks * BLOCK * row, c.kv_len * row);
+  if (has_broken) {
+    m.v[BROKEN * row + 5] = 0xffff;                        // head 0
+    m.v[INFINITE * row + c.dim + 9] = pack(c, INFINITY);   // head 1
+  }
   m.out.assign(c.q_len * HEADS * c.dim, 0xffff);
   for (u32 i = 0; i < blocks; i++) m.tables.push_back(i);
-  m.sequence.q_len = c.q_len, m.sequence.kv_len = m.sequence.coded = KV_LEN, m.sequence.num_splits = 1;
-  m.split.end = KV_LEN;
-  m.counts.sequences = m.counts.splits = 1, m.counts.total_q = m.counts.q_len_max = c.q_len;
+  m.sequence.q_len = c.q_len, m.sequence.kv_len = m.sequence.coded = c.kv_len;
+  m.sequence.num_splits = c.kv_len > 0;
+  m.split.end = c.kv_len;
+  m.counts.sequences = 1, m.counts.splits = m.sequence.num_splits, m.counts.total_q = m.counts.q_len_max = c.q_len;
   KvAttendParams p = {};
   p.plan = {(u64)&m.counts, (u64)&m.sequence, (u64)&m.split, 0, (u64)m.tables.data()};
   p.q = tensor(c, m.q), p.out = tensor(c, m.out);
@@ -166,8 +176,9 @@ u32 run(const Case& c, u32 seed) {
     }
   }
   // Every query at or after the token, for each head of the group.
-  const u32 first = KV_LEN - c.q_len;
-  const u32 see = (KV_LEN - (BROKEN > first ? BROKEN : first)) + (KV_LEN - (INFINITE > first ? INFINITE : first));
+  u32 see = 0;
+  for (u32 token : {BROKEN, INFINITE})
+    if (const u32 first = c.kv_len - c.q_len; has_broken) see += c.kv_len - (token > first ? token : first);
   if (c.codes) broken /= c.dim;  // whole rows
   if (broken != see * GROUP) printf("%u values are not finite by definition, %u expected\n", broken, see * GROUP);
   return wrong + (broken != see * GROUP);
@@ -183,7 +194,8 @@ int main(int argc, char** argv) {
   for (u32 seed = first; seed < first + count; seed++) {
     const Case& c = all[seed % all.size()];
     const u32 wrong = run(c, seed);
-    if (wrong > 0) printf("seed %u: %s, %u queries: %u wrong\n", seed, c.kernel.c_str(), c.q_len, wrong);
+    if (wrong > 0)
+      printf("seed %u: %s, %u queries, %u keys: %u wrong\n", seed, c.kernel.c_str(), c.q_len, c.kv_len, wrong);
     failed += wrong > 0;
   }
   printf("%u cases, %u failed\n", count, failed);
