@@ -38,7 +38,7 @@ KV_KERNEL(gather_rows, KvGatherParams, 128, 1, [](const KvGatherParams& p) {
     const KvRange& range = ranges[entry];
     const u32 token = row - range.start;
     const KvPlace place = kv_place_in(plane, range.begin + token, range.coded);
-    const u8* block = kv_block(plane, ((const u32*)p.tables)[range.table + place.index]);
+    const u8* block = kv_block(plane, ((const u32*)p.tables)[(u64)range.table + place.index]);
     const u8* from = block + kv_row_begin(plane, place, head);
     u8* to = kv_head_row(p.out, entry, range.start, token, head);
     if (plain && !plane.transforms) {
