@@ -55,7 +55,7 @@ impl<A: Device, B: Device> DevicePair<A, B> {
                 (LEN_MAX - sequence.tokens.len() as u32, sequence.prompt.len() as u32);
             let kind = match rng.below(8) {
                 0 => StepKind::Idle,
-                1 => StepKind::Query(rng.within(1, 3)),
+                1 => StepKind::Query(rng.pick(&[1, 2, 3, 9, 40])),
                 2..=4 if prompt > 0 => StepKind::Tokens(prompt),
                 2..=4 => StepKind::Tokens(1),
                 _ => StepKind::Tokens(rng.within(1, 11)),

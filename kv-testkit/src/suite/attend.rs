@@ -1,6 +1,6 @@
 //! Attention over the cache.
-use kv_core::KvFormat;
 use kv_core::plan::Determinism;
+use kv_core::{DType, KvFormat};
 
 use super::{ORDERS, case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};
@@ -19,6 +19,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
         case("attend/every_dtype_over_every_format", dtypes),
         case("attend/more_queries_than_keys", more_queries),
         case("attend/fully_masked_rows", masked_rows),
+        case("attend/prefill_without_visible_keys", without_keys),
         case("attend/padding_rows_become_zero", padding),
         case("attend/sharp_weights", sharp),
         case("attend/stale_nan_never_seen", stale_nan),
@@ -184,6 +185,34 @@ fn masked_rows<B: Device>(backend: &B) -> CaseResult {
         })?;
         // With sink logits, the softmax has only them.
         fixture.step(&[(1, StepKind::Query(9))], &StepConfig { sink_logits: true, ..config })?;
+    }
+    Ok(Outcome::Holds)
+}
+
+/// Prefill whose tiles of query rows see few keys, or none at all: devices have kernels for these
+/// shapes that stage results where the queries were.
+fn without_keys<B: Device>(backend: &B) -> CaseResult {
+    const QUERIES: u32 = 40;
+    for dim in [64, 80, 96, 128, 192, 256] {
+        for (format, q_dtype) in [(KvFormat::F16, DType::F16), (KvFormat::Bf16, DType::Bf16)] {
+            let spec = small().layers(1).head_dim(dim).format(format).build()?;
+            let mut fixture = CacheFixture::new(backend, spec, 17)?;
+            let keys = [0_u32, 5];
+            let ids = [1, 2];
+            for (id, keys) in ids.into_iter().zip(keys) {
+                fixture.fill(id, keys)?;
+            }
+            let config = StepConfig { q_dtype, group: 4, ..StepConfig::default() };
+            let inputs = ids.map(|id| (id, StepKind::Query(QUERIES)));
+            let outputs = fixture.step(&inputs, &config).at(format!("head_dim {dim}, {format}"))?;
+            let width = 2 * config.group * dim as usize;
+            for (out, keys) in outputs.out[0].iter().zip(keys) {
+                let masked = &out[..(QUERIES - keys) as usize * width];
+                ensure(masked.iter().all(|x| *x == 0.0), || {
+                    format!("head_dim {dim}, {format}, {keys} keys: masked rows are not zero")
+                })?;
+            }
+        }
     }
     Ok(Outcome::Holds)
 }

@@ -69,7 +69,7 @@ fn operation() -> impl Strategy<Value = Op> {
     let entry = prop_oneof![
         4 => Just(Entry::Decode),
         3 => (1_u32..14).prop_map(Entry::Prefill),
-        1 => (1_u32..5).prop_map(Entry::Query),
+        1 => prop_oneof![3 => 1_u32..5, 1 => 9_u32..41].prop_map(Entry::Query),
         1 => Just(Entry::Idle),
     ];
     let entries = vec((any::<u8>(), entry), 1..6);

@@ -88,9 +88,11 @@ fn options<B: Device>(backend: &B) -> CaseResult {
         let config = StepConfig { q_dtype: rng.pick(&NARROW), ..StepConfig::random(&mut rng) };
         let mut fixture = calibrated(backend, spec.paged(rng.pick(&[9, 16]), 40), LARGE_MEANS, 3)?;
         prompts(&mut fixture, &config).at(format!("K {k}, V {v}"))?;
-        // Fewer keys than queries.
+        // Fewer keys than queries, and none.
         fixture.fill(3, 7)?;
-        fixture.step(&[(3, StepKind::Query(20))], &config).at(format!("K {k}, V {v}, queries"))?;
+        fixture.fill(4, 0)?;
+        let queries = [(3, StepKind::Query(20)), (4, StepKind::Query(9))];
+        fixture.step(&queries, &config).at(format!("K {k}, V {v}, queries"))?;
     }
     Ok(Outcome::Holds)
 }
