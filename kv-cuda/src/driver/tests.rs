@@ -94,14 +94,26 @@ fn memory_is_zeroed_copied_and_zeroed() {
 
 #[test]
 fn batches_make_every_copy() {
+    /// More than three calls of the driver.
+    const PIECES: u16 = 3 * 4096 + 1;
     let Some(gpu) = gpu() else { return };
     let mut stream = gpu.stream().unwrap();
-    let device = gpu.alloc(64 * 256).unwrap();
-    let bytes: Vec<u8> = (0..64_u8).flat_map(|piece| [piece; 100]).collect();
-    let (from, to) = (pinned(&gpu, &bytes), pinned(&gpu, &[0xee; 6400]));
-    for (pieces, captured) in [(1, false), (64, false), (64, true)] {
-        // SAFETY: 6400 bytes that nothing else uses now.
-        unsafe { to.base().write_bytes(0xee, 6400) };
+    let device = gpu.alloc(u64::from(PIECES) * 256).unwrap();
+    let bytes: Vec<u8> =
+        (0..PIECES).flat_map(|piece| [piece; 50]).flat_map(u16::to_le_bytes).collect();
+    let (from, to) = (pinned(&gpu, &bytes), pinned(&gpu, &vec![0xee; bytes.len()]));
+    let all = usize::from(PIECES);
+    for (pieces, captured) in [
+        (1, false),
+        (64, false),
+        (64, true),
+        (4095, false),
+        (4096, false),
+        (4097, false),
+        (all, false),
+    ] {
+        // SAFETY: memory that nothing else uses now.
+        unsafe { to.base().write_bytes(0xee, to.len()) };
         if captured {
             stream.begin_capture().unwrap();
         }

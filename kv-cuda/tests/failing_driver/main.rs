@@ -19,10 +19,13 @@ use std::time::{Duration, Instant};
 use std::{env, thread};
 
 use half::f16;
-use kv_core::backend::{Backend, Queue, Readback};
+use kv_core::backend::{
+    Backend, ChunkShape, HostPool, KvStorage, PendingChunk, PlaneLayout, PlaneShape, Queue,
+    Readback,
+};
 use kv_core::{
-    AttentionOptions, CacheSpec, DType, KvCache, KvFormat, QkvFormat, SequenceId, StartOptions,
-    Step, StepInput, TensorView, TensorViewMut,
+    AttentionOptions, BlockId, BlockOrder, CacheSpec, DType, KvCache, KvFormat, QkvFormat,
+    SequenceId, StartOptions, Step, StepInput, TensorView, TensorViewMut,
 };
 use kv_cuda::{CudaBackend, CudaBuffer, CudaOptions, StepLimits};
 
@@ -47,6 +50,7 @@ const FUNCTIONS: &[&str] = &[
     "cuMemsetD8Async",
     "cuMemcpyHtoDAsync_v2",
     "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyBatchAsync_v2",
     "cuStreamCreate",
     "cuStreamBeginCapture_v2",
     "cuStreamEndCapture",
@@ -89,9 +93,13 @@ const KV_HEADS: u32 = 2;
 const DIM: u32 = 64;
 const BATCH: u32 = 2;
 
-/// Uses a cache from opening the device to a replayed step: every kind of call.
+/// Uses blocks and a cache, from opening the device to a replayed step: every kind of call.
 fn work() -> Result<(), Box<dyn Error>> {
     let backend = CudaBackend::open(&CudaOptions::default().without_cache())?;
+    // Each block is a copy in either plane: 4,096 copies, some more, and three times as many.
+    for num_blocks in [2048, 2049, 3 * 2048 + 1] {
+        move_blocks(&backend, num_blocks)?;
+    }
     let row = u64::from(BATCH * KV_HEADS * DIM) * 2;
     let [q, k, v, out] = [(); 4].map(|()| backend.alloc(row));
     let buffers = [q?, k?, v?, out?];
@@ -139,6 +147,43 @@ fn work() -> Result<(), Box<dyn Error>> {
     }
     let [.., out] = &buffers;
     let _ = cache.queue_mut().download(out, 0, out.len())?.wait()?;
+    Ok(())
+}
+
+/// Copies all blocks of a storage to the host, overwrites them, and copies them back.
+fn move_blocks(backend: &CudaBackend, num_blocks: u32) -> Result<(), Box<dyn Error>> {
+    let (order, format) = (BlockOrder::Nhd, KvFormat::F16);
+    let shape =
+        PlaneShape { num_blocks, block_size: 1, num_kv_heads: 1, head_dim: 8, order, format };
+    let mut storage = KvStorage::new(backend, [PlaneLayout::new(shape)?; 2])?;
+    storage.allocate(backend, 0)?;
+    let mut queue = backend.queue()?;
+    let view = storage.view();
+    let planes: Vec<_> = view.planes().filter_map(|plane| plane.segment(0)).collect();
+    let bytes = |plane: u32| -> Vec<u8> {
+        (0..num_blocks)
+            .flat_map(|block| [block.wrapping_add(plane); 4])
+            .flat_map(u32::to_le_bytes)
+            .collect()
+    };
+    for (index, plane) in (0..).zip(&planes) {
+        queue.upload(plane, 0, &bytes(index))?;
+    }
+    let blocks: Vec<_> = (0..num_blocks).map(BlockId).collect();
+    let mut pool =
+        backend.host_pool(view, ChunkShape { blocks: num_blocks, header_bytes: 1 }, 1)?;
+    let chunk = pool.take().ok_or("a new pool has a chunk")?;
+    let chunk = pool.copy_out(&queue.submit()?, view, &blocks, chunk, 0)?.wait()?;
+    for plane in &planes {
+        queue.zero(plane, 0, plane.len())?;
+    }
+    let copied = pool.copy_in(&queue.submit()?, view, &blocks, &chunk, 0)?;
+    queue.wait_for(&copied)?;
+    for (index, plane) in (0..).zip(&planes) {
+        if queue.download(plane, 0, plane.len())?.wait()? != bytes(index) {
+            return Err(format!("plane {index} of {num_blocks} blocks has changed").into());
+        }
+    }
     Ok(())
 }
 
