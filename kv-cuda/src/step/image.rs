@@ -48,7 +48,7 @@ struct DecodeImage {
     is_made: bool,
 }
 
-/// Number of decode plans that are kept.
+/// Number of decode plans that are kept besides those of the present batch.
 const DECODES_KEPT: usize = 16;
 
 impl Image {
@@ -110,7 +110,8 @@ impl Image {
         let known = self.decodes.iter().position(|decode| decode.work == *work);
         let index = known.unwrap_or_else(|| {
             if self.decodes.len() >= DECODES_KEPT {
-                self.decodes.clear();
+                // Those of this batch stay: its next layers use them again.
+                self.decodes.retain(|decode| decode.is_made);
             }
             let memory = Scratch::new(&self.gpu);
             let (items, starts) = (0, 0);

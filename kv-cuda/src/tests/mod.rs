@@ -11,6 +11,7 @@ mod device;
 mod freed;
 pub(crate) mod late;
 mod moves;
+mod plans;
 pub(crate) mod random;
 mod rows;
 mod tails;
