@@ -3,13 +3,16 @@
 #[cfg(test)]
 mod tests;
 
+use kv_core::error::DeviceError;
 use kv_core::{KvFormat, ScaleGroup, Scaling};
 
 use super::super::MAX_YZ;
+use super::OPERATION;
 use crate::decode::{Shape, Work};
 use crate::gpu::Launch;
 use crate::params::{AttendParams, Plane, Tensor};
 use crate::step::Extent;
+use crate::tensors::unsupported;
 
 /// `head_dim` of K and V together up to which four rows per warp fit the shared memory that every
 /// card since `sm_80` has.
@@ -48,6 +51,20 @@ const ROUNDED: &[KvFormat] = &[
     KvFormat::Q8_0,
     KvFormat::Q4_0,
 ];
+
+/// Query rows of one kv head that kernels can count: in 32 bits, rounded up to 128.
+const ROWS_MAX: u32 = u32::MAX - 127;
+
+/// Refuses a step with more query rows than kernels can count: a query has `group` rows.
+pub(super) fn require_rows(total_q: u32, group: u32) -> Result<(), DeviceError> {
+    match total_q.checked_mul(group) {
+        Some(rows) if rows <= ROWS_MAX => Ok(()),
+        _ => {
+            let why = format!("{total_q} queries, {group} heads a group: over {ROWS_MAX} rows");
+            Err(unsupported(OPERATION, why))
+        }
+    }
+}
 
 /// Launches `attend.cu`, which supports every shape, format and option.
 pub(super) fn rows(params: &AttendParams, extent: &Extent, splits_max: u32) -> Launch {

@@ -67,6 +67,7 @@ pub(crate) fn attend(
     if group == 0 || v_plane.num_kv_heads != kv_heads {
         return Err(unsupported(OPERATION, format!("{} query, {kv_heads} kv heads", q.heads)));
     }
+    launches::require_rows(step.extent.total_q, group)?;
     let sink_logits = options
         .sink_logits()
         .map(|sink_logits| constants.get((&mut transfer, call.held), sink_logits))

@@ -1,5 +1,6 @@
 //! Calls that prefill supports, and launch sizes.
 use kv_core::backend::kernels::FORMATS;
+use kv_core::error::DeviceErrorKind;
 
 use super::*;
 
@@ -38,6 +39,17 @@ fn aligned_rows_of_the_queries_type_are_copied() {
     let mut unaligned = params;
     unaligned.q.data += 2;
     assert_eq!(kernel(&unaligned), None);
+}
+
+#[test]
+fn more_rows_than_kernels_can_count_are_refused() {
+    for (total_q, group) in [(0, 8), (1 << 28, 8), (ROWS_MAX, 1), (1, ROWS_MAX)] {
+        assert!(require_rows(total_q, group).is_ok(), "{total_q} x {group}");
+    }
+    for (total_q, group) in [(ROWS_MAX + 1, 1), (1 << 29, 8), (1 << 31, 2), (u32::MAX, u32::MAX)] {
+        let refused = require_rows(total_q, group).unwrap_err();
+        assert_eq!(refused.kind(), DeviceErrorKind::Unsupported, "{refused}");
+    }
 }
 
 #[test]
