@@ -1,9 +1,9 @@
 // Values of V that are not finite, in the emulator compared with attention in f64: they reach the
 // queries that see their tokens and no others, although other queries of a tile read the same
 // memory. Runs the general kernels and those for prefill, the latter also over one-byte codes with
-// a scale per row, for few and for many queries. Further cases have more queries than keys, or no
-// keys: work items without a visible key give zeros. A case is its seed, which also shuffles blocks
-// and threads: `broken_test` runs all, `broken_test FIRST COUNT` some.
+// a scale per row, for few and for many queries. Further cases have more queries than keys, no keys,
+// or random numbers of both: work items without a visible key give zeros. A case is its seed, which
+// also shuffles blocks and threads: `broken_test` runs all, `broken_test FIRST COUNT` some.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -50,6 +50,12 @@ std::vector<Case> cases() {
   for (u32 kv_len : {0u, 5u})
     for (Case c : full)
       if (c.kv_len = kv_len; c.q_len >= 40) all.push_back(c);
+  std::mt19937 bits(1);
+  for (u32 i = 0; i < 64; i++) {
+    Case c = full[bits() % full.size()];
+    c.q_len = 1 + bits() % 140, c.kv_len = bits() % 70;
+    all.push_back(c);
+  }
   return all;
 }
 
