@@ -33,31 +33,31 @@ impl CacheState {
     /// all if `None`.
     pub(in crate::cache) fn commit_checked(&mut self, accepted: Option<&[u32]>) {
         let has_tail = self.groups.have_tail();
-        let at_commit = self.spec.publish_at() == PublishAt::Commit;
         for index in 0..self.open.batch.len() {
             let (BatchEntry { row, cached, new_tokens, .. }, details) = self.open.entry(index);
             if new_tokens == 0 {
                 continue;
             }
             let len = cached.saturating_add(new_tokens);
-            let certain = len.saturating_sub(details.drafts);
+            // Tokens that were accepted are text, drafts or not; others are until the next step.
+            let accepted = accepted.and_then(|accepted| accepted.get(index)).copied();
+            let kept = accepted.map(|accepted| cached.saturating_add(accepted));
+            let certain = kept.unwrap_or_else(|| len.saturating_sub(details.drafts));
             let sequence = self.sequences.at_mut(row);
             (sequence.len, sequence.certain) = (len, certain);
             let store_at = sequence.store_at;
             if has_tail {
                 self.settle_tail(row, len);
             }
-            let stays = accepted.and_then(|accepted| accepted.get(index)).copied();
-            let stays = stays.filter(|n| *n < new_tokens).map(|n| cached.saturating_add(n));
-            let certain = if accepted.is_some() { stays.unwrap_or(len) } else { certain };
-            if at_commit && certain >= store_at {
+            // A step that publishes at its begin has left out what was a draft then.
+            if certain >= store_at {
                 self.publish_full(row, (certain, len), false);
             }
-            if let Some(len) = stays {
+            if let Some(len) = kept.filter(|kept| *kept < len) {
                 self.cut_back(row, len);
             }
         }
-        if !at_commit {
+        if self.spec.publish_at() == PublishAt::Begin {
             self.settle_early();
         }
         let Self { groups, open, unwiped, .. } = self;

@@ -1,6 +1,7 @@
 //! The bookkeeping of a cache without a device: holders of blocks, and refusals without a trace.
 #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails, as it should")]
 pub(in crate::cache) mod changes;
+mod drafts;
 mod history;
 mod holds;
 mod imports;
