@@ -125,12 +125,13 @@ pub(super) struct Needed<'a> {
 }
 
 impl Needed<'_> {
-    /// Iterates in table order, with `None` for a vacant entry. `part`: with the donor.
+    /// Iterates in table order, with `None` for a vacant entry. `part`: with the donor, whose entry
+    /// is vacant too if the window begins after it.
     pub(super) fn iter(&self, part: bool) -> impl Iterator<Item = Option<BlockId>> + '_ {
         let is_vacant = move |index: u32| index >= self.sink_blocks && index < self.live(part);
-        let whole = self.blocks.iter().zip(0..);
-        let whole = whole.map(move |(block, i)| if is_vacant(i) { None } else { *block });
-        whole.chain(self.donor.filter(|_| part).map(Some))
+        let donor = self.donor.filter(|_| part).map(Some);
+        let blocks = self.blocks.iter().copied().chain(donor).zip(0..);
+        blocks.map(move |(block, index)| block.filter(|_| !is_vacant(index)))
     }
     /// Returns the number of whole blocks, without vacant entries.
     pub(super) fn num_blocks(&self, part: bool) -> u32 {

@@ -3,6 +3,7 @@
 pub(in crate::cache) mod changes;
 mod drafts;
 mod history;
+mod hits;
 mod holds;
 mod imports;
 mod prefixes;
