@@ -3,6 +3,7 @@
 mod index;
 mod key;
 mod namespace;
+mod spans;
 #[cfg(test)]
 mod tests;
 
@@ -14,3 +15,4 @@ pub use index::{Content, IndexedBlock, Inserted, PrefixIndex, Removed};
 pub use key::{BlockContent, BlockKey, ContentSpan};
 pub use namespace::NamespaceId;
 pub(crate) use namespace::{Namespace, Namespaces};
+pub(crate) use spans::ContentSpans;

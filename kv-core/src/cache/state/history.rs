@@ -8,7 +8,7 @@ use crate::invariant::Invariant;
 #[cfg(test)]
 use crate::num::list_bytes;
 use crate::num::{recycle, to_u32, to_usize};
-use crate::reuse::{BlockContent, BlockKey, Content, ContentSpan, NamespaceId};
+use crate::reuse::{BlockContent, BlockKey, Content, ContentSpan, ContentSpans, NamespaceId};
 use crate::slot_map::SlotMap;
 
 /// Tokens of one sequence and the keys of its blocks. Forks share both, except the last few.
@@ -21,7 +21,7 @@ pub(crate) struct History {
     space: Option<(NamespaceId, BlockKey)>,
     /// From position 0 on, as far as known.
     tokens: SharedList<u32, TOKENS_SHARED>,
-    contents: Vec<ContentSpan>,
+    contents: ContentSpans,
     /// Keys of the full blocks of [`Self::tokens`], by chain, computed on demand.
     keys: Vec<SharedList<BlockKey, KEYS_SHARED>>,
     /// Leading blocks that are already published, by group.
@@ -53,8 +53,7 @@ impl History {
     ) {
         self.space = space;
         self.tokens.clear();
-        self.contents.clear();
-        self.contents.extend_from_slice(options.contents);
+        self.contents.set(options.contents);
         self.retention = options.retention.cloned();
         self.prompt_len = to_u32(prompt.len());
         self.parts.clear();
@@ -85,7 +84,7 @@ impl History {
         for list in [&mut self.straddling, &mut self.stored] {
             recycle(list);
         }
-        recycle(&mut self.contents);
+        self.contents.clear();
         recycle(&mut self.parts);
         self.retention = None;
     }
@@ -141,7 +140,7 @@ impl History {
     }
     /// Returns what placeholder tokens of the prompt stand for.
     pub(crate) fn contents(&self) -> &[ContentSpan] {
-        &self.contents
+        self.contents.list()
     }
     pub(crate) fn stored(&self, group: usize) -> u32 {
         self.stored.get(group).copied().invariant(OF_GROUP)
@@ -219,7 +218,7 @@ impl History {
         let range = to_usize(begin)..to_usize(end);
         let tokens = self.tokens.slice(range, &mut self.straddling)?;
         if !self.contents.is_empty() {
-            BlockContent::cut(&self.contents, (begin, end), &mut self.parts);
+            self.contents.cut((begin, end), &mut self.parts);
         }
         let key = keys.get(to_usize(index)).unwrap_or_else(|| {
             let key = parent.child(tokens, &self.parts);
@@ -288,7 +287,7 @@ impl History {
         let begin = map.tokens(index);
         let range = to_usize(begin)..to_usize(end);
         let tokens = self.tokens.slice(range, &mut self.straddling)?;
-        BlockContent::cut(&self.contents, (begin, end), &mut self.parts);
+        self.contents.cut((begin, end), &mut self.parts);
         let key = parent.child(tokens, &self.parts);
         Some(Content { key, parent, namespace, index, tokens, contents: &self.parts })
     }

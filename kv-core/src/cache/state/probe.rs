@@ -9,7 +9,7 @@ use crate::eviction::{Priority, Retention};
 use crate::ids::{BlockId, GroupId};
 use crate::invariant::Invariant;
 use crate::num::{to_u32, to_usize};
-use crate::reuse::{BlockContent, BlockKey, Content, ContentSpan, NamespaceId};
+use crate::reuse::{BlockContent, BlockKey, Content, ContentSpan, ContentSpans, NamespaceId};
 use crate::slot_map::SlotMap;
 use crate::spec::{PrefixReuse, Window};
 
@@ -53,7 +53,7 @@ pub(super) struct Probed {
     pub(super) salt: Box<[u8]>,
     pub(super) adapter: Option<u64>,
     root: BlockKey,
-    spans: Box<[ContentSpan]>,
+    spans: ContentSpans,
     retention: Option<Retention>,
     backoff: u32,
     /// Most tokens that may be reused; 0 without reuse.
@@ -97,7 +97,7 @@ impl PrefixProbe {
     }
     /// Returns what placeholder tokens of the prompt stand for.
     pub fn content_spans(&self) -> &[ContentSpan] {
-        &self.probed.spans
+        self.probed.spans.list()
     }
     /// Returns the key before the first block.
     pub fn root(&self) -> BlockKey {
@@ -160,7 +160,7 @@ impl PrefixProbe {
     }
     /// Writes what placeholder tokens of a block stand for to `out`.
     pub fn contents(&self, block: &ProbedBlock, out: &mut Vec<BlockContent>) {
-        BlockContent::cut(&self.probed.spans, (block.begin, block.end), out);
+        self.probed.spans.cut((block.begin, block.end), out);
     }
 }
 
@@ -192,7 +192,7 @@ impl Probed {
         }
         let parent = chain.parent_of(self.root, index);
         let mut parts = Vec::new();
-        BlockContent::cut(&self.spans, (begin, end), &mut parts);
+        self.spans.cut((begin, end), &mut parts);
         let key = parent.child(self.tokens(begin, end), &parts);
         ProbedBlock { index, key, parent, begin, end, cached: None }
     }
@@ -205,7 +205,7 @@ impl Probed {
         parts: &'a mut Vec<BlockContent>,
     ) -> Content<'a> {
         let &ProbedBlock { index, key, parent, begin, end, .. } = block;
-        BlockContent::cut(&self.spans, (begin, end), parts);
+        self.spans.cut((begin, end), parts);
         let tokens = self.tokens(begin, end);
         Content { key, parent, namespace, index, tokens, contents: parts }
     }
@@ -318,7 +318,7 @@ impl CacheState {
             salt: options.salt.into(),
             adapter: options.adapter,
             root,
-            spans: options.contents.into(),
+            spans: ContentSpans::new(options.contents),
             retention: options.retention.cloned(),
             backoff: options.backoff_blocks,
             limit,
@@ -334,7 +334,7 @@ impl CacheState {
             let mut key = root;
             for index in 0..chain.map.full_blocks(limit) {
                 let (begin, end) = chain.range(index);
-                BlockContent::cut(options.contents, (begin, end), &mut parts);
+                probed.spans.cut((begin, end), &mut parts);
                 let tokens = prompt.get(to_usize(begin)..to_usize(end)).invariant(BLOCK);
                 key = key.child(tokens, &parts);
                 chain.keys.push(key);
