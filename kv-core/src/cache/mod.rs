@@ -73,6 +73,8 @@ pub struct KvCache<B: Backend = AnyBackend> {
     written: Written,
     /// Buffers of plans outside a step.
     scratch: PlanBuffers,
+    /// Whether the device lacks the plans of the open step.
+    is_unprepared: bool,
     /// Bytes that a failed exchange of constants has yet to restore.
     unrestored: Vec<recalibrate::Saved<B::Buffer>>,
 }
@@ -176,6 +178,7 @@ impl<B: Backend> KvCache<B> {
             owner: Owner::Borrow,
             written: Written::default(),
             scratch: PlanBuffers::default(),
+            is_unprepared: false,
             unrestored: Vec::new(),
         })
     }
@@ -192,6 +195,7 @@ impl<B: Backend> KvCache<B> {
     /// order their own work with it.
     pub fn queue_mut(&mut self) -> &mut B::Queue {
         self.recover();
+        self.prepare_for_caller();
         &mut self.queue
     }
     /// Returns the planes of one group.

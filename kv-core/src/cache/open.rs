@@ -119,21 +119,43 @@ impl<B: Backend> KvCache<B> {
     fn carry_out(&mut self, added: &Added) -> Result<(), CacheError> {
         self.wipe()?;
         self.plan(added)?;
+        // Entries that are added one after another are sent to the device together.
+        if added.first == 0 {
+            self.prepare()?;
+        }
         self.copy(added)?;
         self.state.publish_early(added);
         Ok(())
     }
 
     fn plan(&mut self, added: &Added) -> Result<(), CacheError> {
-        let Self { backend, queue, state, .. } = self;
+        let Self { backend, state, .. } = self;
         let capabilities = backend.capabilities();
-        state.plan(added, |heads| capabilities.workers_of_heads(heads))?;
+        self.is_unprepared = true;
+        state.plan(added, |heads| capabilities.workers_of_heads(heads))
+    }
+
+    /// Sends the plans of the open step to the device unless it has them.
+    fn prepare(&mut self) -> Result<(), CacheError> {
+        if !self.is_unprepared {
+            return Ok(());
+        }
+        let Self { queue, state, .. } = self;
         for index in 0..self.storages.len() {
             let (write, attend) = (state.write_plan(index), state.attention_plan(index));
             let group = u8::try_from(index).invariant("a spec has at most 255 groups");
             queue.prepare(GroupId(group), &write, &attend)?;
         }
+        self.is_unprepared = false;
         Ok(())
+    }
+
+    /// Sends the plans of the open step before the caller uses the queue, in a capture for example.
+    /// If the device fails, the next call of the step tries again.
+    pub(super) fn prepare_for_caller(&mut self) {
+        if self.state.is_step_open() {
+            let _: Result<(), CacheError> = self.prepare();
+        }
     }
 
     fn copy(&mut self, added: &Added) -> Result<(), CacheError> {
@@ -157,6 +179,7 @@ impl<B: Backend> KvCache<B> {
         format: QkvFormat,
     ) -> Result<(), CacheError> {
         self.state.check_open("write")?;
+        self.prepare()?;
         let (index, in_group) = self.state.locate(layer)?;
         let Self { queue, state, storages, .. } = self;
         let storage = storages.get(index).invariant(super::STORAGE);
@@ -176,6 +199,7 @@ impl<B: Backend> KvCache<B> {
         options: &AttentionOptions<'_>,
     ) -> Result<(), CacheError> {
         self.state.check_open("attend")?;
+        self.prepare()?;
         let (index, in_group) = self.state.locate(layer)?;
         self.state.check_written_in(layer, options)?;
         let Self { queue, state, storages, .. } = self;

@@ -7,7 +7,7 @@ use crate::geometry::PlaneLayout;
 use crate::ids::{BlockId, Slot};
 use crate::num::{list_bytes, recycle, to_u32, to_usize};
 use crate::plan::growth::Growth;
-use crate::plan::split::{self, Determinism, KvSplit};
+use crate::plan::split::{Determinism, KvSplit, Splits};
 use crate::plan::{AttentionPlan, WritePlan};
 use crate::slot_map::SlotMap;
 
@@ -63,7 +63,7 @@ pub struct PlannedSequence {
 #[derive(Debug, Clone, Default)]
 pub struct PlanBuffers {
     sequences: Vec<PlannedSequence>,
-    splits: Vec<KvSplit>,
+    splits: Splits,
     slots: Vec<Slot>,
     id: PlanId,
     determinism: Determinism,
@@ -134,7 +134,7 @@ impl PlanBuffers {
     }
     /// Returns the KV splits, sequence by sequence.
     pub fn splits(&self) -> &[KvSplit] {
-        &self.splits
+        self.splits.list()
     }
     /// Returns the first slot of each new token, entries one after another.
     pub fn slots(&self) -> &[Slot] {
@@ -170,8 +170,8 @@ impl PlanBuffers {
     }
 
     /// As [`Self::fill_private`], where the entries before `first` are planned already and their
-    /// blocks are as they were then: only the others are listed. Contexts are split anew, because
-    /// that depends on the whole batch.
+    /// blocks are as they were then: only the others are listed. Contexts are split anew only when
+    /// the batch has grown by an eighth, so that many calls cost what one for the whole batch does.
     pub(crate) fn extend_private(
         &mut self,
         layout: &PlaneLayout,
@@ -187,11 +187,7 @@ impl PlanBuffers {
             self.clear();
             return Err(refused);
         }
-        self.splits.clear();
-        for sequence in &mut self.sequences {
-            (sequence.split_start, sequence.num_splits) = (0, 0);
-        }
-        split::plan(&mut self.sequences, &mut self.splits, layout, policy);
+        self.splits.extend((&mut self.sequences, first), layout, policy);
         debug_assert!(
             self.is_plan_of(layout, tables, batch, policy),
             "the batch changed before {first}"
@@ -209,8 +205,8 @@ impl PlanBuffers {
     ) -> bool {
         let mut whole = Self::default();
         whole.fill_private(layout, tables, batch, policy).is_ok()
-            && (&whole.sequences, &whole.splits, &whole.slots)
-                == (&self.sequences, &self.splits, &self.slots)
+            && (&whole.sequences, whole.splits.list(), &whole.slots)
+                == (&self.sequences, self.splits.list(), &self.slots)
             && (whole.total_q, whole.total_new, whole.q_len_max, whole.new_len_max)
                 == (self.total_q, self.total_new, self.q_len_max, self.new_len_max)
     }
@@ -239,21 +235,21 @@ impl PlanBuffers {
             self.clear();
             return Err(refused);
         }
-        split::plan(&mut self.sequences, &mut self.splits, layout, policy);
+        self.splits.extend((&mut self.sequences, 0), layout, policy);
         Ok(())
     }
 
     /// Returns the bytes of host memory of the lists.
     pub fn host_bytes(&self) -> usize {
         let lists =
-            [list_bytes(&self.sequences), list_bytes(&self.splits), list_bytes(&self.slots)];
+            [list_bytes(&self.sequences), self.splits.host_bytes(), list_bytes(&self.slots)];
         lists.into_iter().fold(list_bytes(&self.stamps), usize::saturating_add)
     }
 
     /// Drops the batch. The memory stays for the next one.
     pub(crate) fn clear(&mut self) {
         recycle(&mut self.sequences);
-        recycle(&mut self.splits);
+        self.splits.clear();
         recycle(&mut self.slots);
         self.stamp = self.stamp.wrapping_add(1).max(1);
         (self.total_q, self.total_new, self.q_len_max, self.new_len_max) = (0, 0, 0, 0);

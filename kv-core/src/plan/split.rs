@@ -4,7 +4,7 @@
 //! the splits exactly (Dao et al., "Flash-Decoding for long-context inference", 2023). Only the
 //! order of rounding depends on the splits; [`Determinism`] controls that.
 use crate::geometry::PlaneLayout;
-use crate::num::to_u32;
+use crate::num::{list_bytes, recycle, to_u32};
 use crate::plan::batch::{PlannedSequence, SplitPolicy};
 
 /// What KV splits may depend on.
@@ -38,50 +38,105 @@ const SPLIT_TOKENS_MIN: u32 = 256;
 const SPLIT_TOKENS_INVARIANT: u32 = 1024;
 /// Splits per worker, so that a late one does not delay the others.
 const SPLITS_PER_WORKER: u64 = 4;
+/// Lengths of a split between one power of two and the next.
+const STEPS_PER_OCTAVE: u32 = 8;
 
-/// Splits every sequence, and records the splits in it.
-pub(crate) fn plan(
-    sequences: &mut [PlannedSequence],
-    splits: &mut Vec<KvSplit>,
-    layout: &PlaneLayout,
-    policy: SplitPolicy,
-) {
-    let length = match policy.determinism {
-        Determinism::BatchInvariant => SPLIT_TOKENS_INVARIANT,
-        Determinism::Fast => fast_length(sequences, layout, policy.workers),
-    };
-    // Whole blocks, so that a split begins at a block's start.
-    let length = length.checked_next_multiple_of(layout.block_size()).unwrap_or(u32::MAX);
-    for (sequence, index) in sequences.iter_mut().zip(0..) {
-        sequence.split_start = to_u32(splits.len());
-        if sequence.q_len == 0 || sequence.kv_len == 0 {
-            continue;
+/// The splits of a batch that grows.
+///
+/// Their length follows from the tokens of the whole batch, in steps of an eighth: entries that are
+/// added are split alone until the length takes its next step.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Splits {
+    list: Vec<KvSplit>,
+    /// Tokens of the contexts that may be split.
+    tokens: u64,
+    /// Tokens of a split.
+    length: u32,
+}
+
+impl Splits {
+    pub(crate) fn list(&self) -> &[KvSplit] {
+        &self.list
+    }
+
+    /// Drops the splits. The memory stays for the next batch.
+    pub(crate) fn clear(&mut self) {
+        recycle(&mut self.list);
+        (self.tokens, self.length) = (0, 0);
+    }
+
+    /// Splits the sequences from `first` on, and records the splits in them; those before too if
+    /// the batch has longer splits now.
+    pub(crate) fn extend(
+        &mut self,
+        (sequences, first): (&mut [PlannedSequence], usize),
+        layout: &PlaneLayout,
+        policy: SplitPolicy,
+    ) {
+        for sequence in sequences.iter().skip(first).filter(|sequence| sequence.may_be_split()) {
+            self.tokens = self.tokens.saturating_add(sequence.kv_len.into());
         }
-        let whole = sequence.q_len > Q_LEN_SPLIT_MAX;
+        let length = match policy.determinism {
+            Determinism::BatchInvariant => SPLIT_TOKENS_INVARIANT,
+            Determinism::Fast => fast_length(self.tokens, layout, policy.workers),
+        };
+        // Whole blocks, so that a split begins at a block's start.
+        let length = length.checked_next_multiple_of(layout.block_size()).unwrap_or(u32::MAX);
+        let first = if length == self.length { first } else { 0 };
+        if first == 0 {
+            self.list.clear();
+        }
+        self.length = length;
+        for (sequence, index) in sequences.iter_mut().zip(0..).skip(first) {
+            self.push(sequence, index);
+        }
+    }
+
+    fn push(&mut self, sequence: &mut PlannedSequence, index: u32) {
+        sequence.split_start = to_u32(self.list.len());
+        sequence.num_splits = 0;
+        if sequence.q_len == 0 || sequence.kv_len == 0 {
+            return;
+        }
         let mut kv_begin = 0;
         while kv_begin < sequence.kv_len {
-            let kv_end = match kv_begin.checked_add(length) {
-                Some(end) if !whole => end.min(sequence.kv_len),
+            let kv_end = match kv_begin.checked_add(self.length) {
+                Some(end) if sequence.may_be_split() => end.min(sequence.kv_len),
                 _ => sequence.kv_len,
             };
-            splits.push(KvSplit { sequence: index, kv_begin, kv_end });
+            self.list.push(KvSplit { sequence: index, kv_begin, kv_end });
             kv_begin = kv_end;
         }
-        sequence.num_splits = to_u32(splits.len()).saturating_sub(sequence.split_start);
+        sequence.num_splits = to_u32(self.list.len()).saturating_sub(sequence.split_start);
+    }
+
+    /// Returns the bytes of host memory of the list.
+    pub(crate) fn host_bytes(&self) -> usize {
+        list_bytes(&self.list)
     }
 }
 
-/// Returns the length of splits with which all workers finish together.
-fn fast_length(sequences: &[PlannedSequence], layout: &PlaneLayout, workers: u32) -> u32 {
-    let heads = u64::from(layout.num_kv_heads());
-    let cut = |s: &&PlannedSequence| (1..=Q_LEN_SPLIT_MAX).contains(&s.q_len);
-    let tokens: u64 = sequences.iter().filter(cut).map(|s| u64::from(s.kv_len)).sum();
-    let parts = u64::from(workers.max(1)).saturating_mul(SPLITS_PER_WORKER);
-    let share = tokens.saturating_mul(heads).checked_div(parts).unwrap_or(u64::MAX);
+impl PlannedSequence {
+    /// Returns whether the context is split if it is long.
+    fn may_be_split(&self) -> bool {
+        (1..=Q_LEN_SPLIT_MAX).contains(&self.q_len)
+    }
+}
+
+/// Returns the length of splits with which all workers finish together, rounded up to its next step
+/// of at most an eighth.
+fn fast_length(tokens: u64, layout: &PlaneLayout, workers: u32) -> u32 {
     if workers <= 1 {
         return u32::MAX;
     }
-    u32::try_from(share).unwrap_or(u32::MAX).max(SPLIT_TOKENS_MIN)
+    let parts = u64::from(workers).saturating_mul(SPLITS_PER_WORKER);
+    let heads = u64::from(layout.num_kv_heads());
+    let share = tokens.saturating_mul(heads).checked_div(parts).unwrap_or(u64::MAX);
+    let share = u32::try_from(share).unwrap_or(u32::MAX).max(SPLIT_TOKENS_MIN);
+    // A power of two divided by the steps of its octave.
+    let step = share.checked_ilog2().and_then(|log| 1_u32.checked_shl(log));
+    let step = step.unwrap_or(1).div_ceil(STEPS_PER_OCTAVE);
+    share.checked_next_multiple_of(step).unwrap_or(u32::MAX)
 }
 
 #[cfg(test)]
@@ -121,9 +176,41 @@ mod tests {
     }
 
     fn cut(mut sequences: Vec<PlannedSequence>, policy: SplitPolicy) -> Vec<(u32, u32, u32)> {
-        let mut splits = Vec::new();
-        plan(&mut sequences, &mut splits, &layout(), policy);
-        splits.iter().map(|s| (s.sequence, s.kv_begin, s.kv_end)).collect()
+        let mut splits = Splits::default();
+        splits.extend((&mut sequences, 0), &layout(), policy);
+        splits.list().iter().map(|s| (s.sequence, s.kv_begin, s.kv_end)).collect()
+    }
+
+    /// A batch that grows is split like one that is whole, and nearly always only by what it grows.
+    #[test]
+    fn entries_that_are_added_are_split_alone() {
+        let policy = SplitPolicy { workers: 4, determinism: Determinism::Fast };
+        let lens = (0..4000_u32).map(|n| sequence(1 + n % 10, 1 + n * 7919 % 3000));
+        let (mut sequences, mut splits) = (Vec::new(), Splits::default());
+        let (mut lengths, mut moved) = (0, 0);
+        for added in lens {
+            let before = (splits.length, sequences.len());
+            sequences.push(added);
+            splits.extend((&mut sequences, before.1), &layout(), policy);
+            lengths += usize::from(splits.length != before.0);
+            moved += if splits.length == before.0 { 1 } else { sequences.len() };
+            if sequences.len().is_multiple_of(97) {
+                let mut whole = Splits::default();
+                let mut copy = sequences.clone();
+                whole.extend((&mut copy, 0), &layout(), policy);
+                assert_eq!((whole.list(), &copy), (splits.list(), &sequences));
+            }
+        }
+        assert!((20..100).contains(&lengths), "{lengths} lengths");
+        assert!(moved < 15 * sequences.len(), "{moved} splits for {} entries", sequences.len());
+    }
+
+    #[test]
+    fn lengths_grow_in_steps_of_an_eighth() {
+        let length = |tokens| fast_length(tokens * 16, &layout(), 8);
+        assert_eq!([1, 256, 257, 288, 289].map(length), [256, 256, 288, 288, 320]);
+        assert_eq!([8192, 8193, 16383, 16385].map(length), [8192, 9216, 16384, 18432]);
+        assert_eq!(length(u64::MAX / 16), u32::MAX);
     }
 
     #[test]

@@ -49,7 +49,7 @@ pub(super) struct OpenStep {
 /// Positions in each list of the open step from which on entries were added.
 #[derive(Debug, Default)]
 pub(crate) struct Added {
-    pub(super) first: usize,
+    pub(in crate::cache) first: usize,
     pub(super) positions: usize,
     pub(super) total_q: u64,
     pub(super) undo: usize,
