@@ -235,6 +235,10 @@ impl HostPool for CudaHostPool {
         let upload = |stream: &mut dyn Stream| unsafe { stream.upload_batch(&copies) };
         self.submit(chunk, upload)
     }
+
+    fn fence(&mut self) -> Result<CudaFence, DeviceError> {
+        CudaFence::record(&self.gpu, &self.waiter, self.stream.as_mut())
+    }
 }
 
 impl PendingChunk for CudaPendingChunk {

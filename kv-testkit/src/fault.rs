@@ -258,6 +258,11 @@ impl<P: HostPool> HostPool for FaultyHostPool<P> {
             self.fault.run("copy in", || inner.copy_in(after, storage, blocks, chunk, first))?;
         Ok(FaultyFence { inner: copied, fault: Arc::clone(&self.fault) })
     }
+    fn fence(&mut self) -> Result<Self::Fence, DeviceError> {
+        let inner = &mut self.inner;
+        let inner = self.fault.run("fence of copies", || inner.fence())?;
+        Ok(FaultyFence { inner, fault: Arc::clone(&self.fault) })
+    }
 }
 
 /// A fence whose wait may fail.

@@ -31,7 +31,8 @@ use crate::storage::StorageView;
 ///    blocks of the chunk keep theirs (`tier/places`);
 /// 3. copies start after the fence that they are given (`tier/order`);
 /// 4. a dropped chunk can be taken again, whatever is pending on it (`tier/drop_anytime`);
-/// 5. a refused call copies nothing (`tier/refusals`).
+/// 5. a refused call copies nothing (`tier/refusals`);
+/// 6. the fence of a pool follows the copies before it, in both directions (`tier/fence`).
 pub trait HostPool: fmt::Debug + Send + 'static {
     /// The backend's buffer handle.
     type Buffer: 'static;
@@ -51,7 +52,8 @@ pub trait HostPool: fmt::Debug + Send + 'static {
     /// Copies blocks to places `first..` of a chunk, once `after` is done.
     ///
     /// `after` must follow the last write to these blocks, and they must not be written until the
-    /// chunk has arrived. Dropping the returned chunk early is allowed.
+    /// chunk has arrived, unless by work that waits for [`Self::fence`]. Dropping the returned chunk
+    /// early is allowed.
     ///
     /// # Errors
     /// `OutOfRange` for a block or a place that does not exist; `ForeignHandle` for a fence or
@@ -85,6 +87,12 @@ pub trait HostPool: fmt::Debug + Send + 'static {
         chunk: &Self::Chunk,
         first: u32,
     ) -> Result<Self::Fence, DeviceError>;
+
+    /// Returns the fence of all copies that were recorded so far.
+    ///
+    /// # Errors
+    /// `Lost` or `Driver`.
+    fn fence(&mut self) -> Result<Self::Fence, DeviceError>;
 }
 
 /// A chunk: [`ChunkLayout::bytes`] bytes that begin at a multiple of [`ChunkLayout::ALIGN`].

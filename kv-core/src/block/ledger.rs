@@ -1,4 +1,6 @@
 //! State that all pools of a cache share: events, changes and namespaces.
+use hashbrown::HashSet;
+
 use crate::block::changes::{BlockChange, BlockChangeKind, Changes};
 use crate::block::pool::Fill;
 use crate::events::{Event, EventKind, EventLog, StoredBlock, Tier};
@@ -13,6 +15,15 @@ pub struct Ledger {
     taken: u64,
     changes: Changes,
     namespaces: Namespaces,
+    reads: Reads,
+}
+
+/// Blocks whose bytes are read beside the cache's queue.
+#[derive(Debug, Default)]
+struct Reads {
+    blocks: HashSet<(GroupId, BlockId)>,
+    /// Those that have lost their content since: they may be written.
+    outlived: Vec<(GroupId, BlockId)>,
 }
 
 impl Ledger {
@@ -20,7 +31,7 @@ impl Ledger {
     /// key](crate::scheduling::CacheState::encoding_key), which keeps at most `events` events.
     pub fn new(encoding: u128, events: usize) -> Self {
         let namespaces = Namespaces::new(encoding);
-        Self { events: EventLog::new(events), taken: 0, changes: Changes::default(), namespaces }
+        Self { events: EventLog::new(events), namespaces, ..Self::default() }
     }
 
     /// Also keeps at most `room` [changes](BlockChange) of blocks.
@@ -74,6 +85,29 @@ impl Ledger {
         self.events.push(EventKind::Cleared);
     }
 
+    /// Records that a block's bytes are read beside the queue. Without content it may be written at
+    /// once.
+    pub(crate) fn begin_read(&mut self, place: (GroupId, BlockId), has_content: bool) {
+        if has_content {
+            self.reads.blocks.insert(place);
+        } else {
+            self.reads.outlived.push(place);
+        }
+    }
+    /// Records that the reads of a block are done.
+    pub(crate) fn end_read(&mut self, place: (GroupId, BlockId)) {
+        self.reads.blocks.remove(&place);
+    }
+    /// Returns the blocks that lost their content while they were read: before they are written,
+    /// their reads must be done.
+    pub(crate) fn outlived_reads(&self) -> &[(GroupId, BlockId)] {
+        &self.reads.outlived
+    }
+    /// Records that writes wait for the reads of the last of them.
+    pub(crate) fn pop_outlived_read(&mut self) {
+        self.reads.outlived.pop();
+    }
+
     pub(super) fn block_stored(
         &mut self,
         (group, block): (GroupId, BlockId),
@@ -110,6 +144,9 @@ impl Ledger {
     /// Does what [`Self::block_removed`] does, without an event.
     pub(super) fn content_left(&mut self, group: GroupId, block: BlockId, removed: Removed) {
         self.namespaces.leave(removed.namespace);
+        if !self.reads.blocks.is_empty() && self.reads.blocks.remove(&(group, block)) {
+            self.reads.outlived.push((group, block));
+        }
         if let Some(key) = removed.gone.filter(|_| !removed.is_unwritten) {
             self.changes.push(BlockChange { group, block, key, kind: BlockChangeKind::Removed });
         }

@@ -8,6 +8,7 @@ mod constants;
 mod gather;
 mod lifecycle;
 mod open;
+mod reads;
 mod recalibrate;
 mod state;
 mod step;
@@ -73,6 +74,8 @@ pub struct KvCache<B: Backend = AnyBackend> {
     written: Written,
     /// Buffers of plans outside a step.
     scratch: PlanBuffers,
+    /// Blocks that are read beside the queue.
+    reads: reads::Reads<<B::Queue as Queue>::Fence>,
     /// Whether the device lacks the plans of the open step.
     is_unprepared: bool,
     /// Bytes that a failed exchange of constants has yet to restore.
@@ -178,6 +181,7 @@ impl<B: Backend> KvCache<B> {
             owner: Owner::Borrow,
             written: Written::default(),
             scratch: PlanBuffers::default(),
+            reads: reads::Reads::default(),
             is_unprepared: false,
             unrestored: Vec::new(),
         })
@@ -244,9 +248,11 @@ impl<B: Backend> KvCache<B> {
         self.storages.get(index).invariant(STORAGE)
     }
 
-    /// Zeroes the blocks that wait for it, after restoring what waits to be restored. Blocks left
-    /// by a device failure wait for the next call, and none is handed out before.
+    /// Makes blocks ready to be written: waits for those that are still read, and zeroes those that
+    /// wait for it, after restoring what waits to be restored. Blocks left by a device failure wait
+    /// for the next call, and none is written before.
     fn wipe(&mut self) -> Result<(), DeviceError> {
+        self.wait_for_reads()?;
         self.restore()?;
         while let Some(&(group, block)) = self.state.unwiped().last() {
             let storage = self.storages.get(usize::from(group.0)).invariant(STORAGE);

@@ -74,6 +74,7 @@ impl<B: Backend> KvCache<B> {
     pub fn recalibrate(&mut self, calibration: Calibration) -> Result<(), CacheError> {
         self.recover();
         let constants = self.check_exchange(calibration)?;
+        self.wait_for_all_reads()?;
         self.wipe()?;
         let exchanges = self.prepare_exchange(&constants)?;
         let saved = self.save(&exchanges)?;

@@ -22,6 +22,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
         case("tier/pieces", pieces),
         case("tier/places", places),
         case("tier/order", order),
+        case("tier/fence", fence),
         case("tier/drop_anytime", drop_anytime),
         case("tier/refusals", refusals),
         case("tier/foreign_handles", foreign_handles),
@@ -216,6 +217,36 @@ fn order<B: Device>(backend: &B) -> CaseResult {
         for ((plane, got), view) in planes.iter().zip(&got).zip(storage.view().planes()) {
             let [expected, got] = [plane, got].map(|bytes| block_of(bytes, view.layout(), 2));
             ensure(got == expected, || format!("round {round}: bytes of another time"))?;
+        }
+    }
+    Ok(Outcome::Holds)
+}
+
+/// Work that waits for the pool's fence overwrites blocks only once they are copied.
+fn fence<B: Device>(backend: &B) -> CaseResult {
+    let storage = storage(backend)?;
+    let mut queue = backend.queue()?;
+    let mut pool = backend.host_pool(storage.view(), SHAPE, 2)?;
+    for round in 0..6 {
+        let planes = fill(&mut queue, &storage, 20 + round)?;
+        let written = queue.submit()?;
+        let mut copy_out = |block| -> Result<_, CaseError> {
+            let chunk = pool.take().ok_or("a pool of two chunks has one")?;
+            Ok(pool.copy_out(&written, storage.view(), &ids(&[block]), chunk, 0)?)
+        };
+        let pending = [copy_out(2)?, copy_out(5)?];
+        let copied = pool.fence()?;
+        queue.wait_for(&copied)?;
+        fill(&mut queue, &storage, 200 + round)?;
+        queue.flush()?;
+        for (pending, block) in pending.into_iter().zip([2, 5]) {
+            let chunk = arrive(backend.capabilities(), pending)?;
+            let views = storage.view().planes().zip(0..);
+            for ((view, index), plane) in views.zip(&planes) {
+                let piece = &chunk.as_ref()[piece_of(pool.layout(), 0, index)];
+                let expected = block_of(plane, view.layout(), block);
+                ensure(piece == expected, || format!("round {round}: block {block} is another"))?;
+            }
         }
     }
     Ok(Outcome::Holds)

@@ -32,6 +32,7 @@ pub(super) trait DynHostPool: fmt::Debug + Send {
         chunk: &AnyChunk,
         first: u32,
     ) -> Result<AnyFence, DeviceError>;
+    fn fence(&mut self) -> Result<AnyFence, DeviceError>;
 }
 
 trait DynPendingChunk: fmt::Debug + Send {
@@ -100,6 +101,9 @@ impl<P: HostPool> DynHostPool for Erased<P> {
         let fence = self.0.copy_in(after, storage, blocks, chunk, first)?;
         Ok(AnyFence(Arc::new(Erased(fence))))
     }
+    fn fence(&mut self) -> Result<AnyFence, DeviceError> {
+        Ok(AnyFence(Arc::new(Erased(self.0.fence()?))))
+    }
 }
 
 impl<P: PendingChunk<Chunk: HostChunk>> DynPendingChunk for Erased<P> {
@@ -142,6 +146,9 @@ impl HostPool for AnyHostPool {
         first: u32,
     ) -> Result<AnyFence, DeviceError> {
         self.0.copy_in(after, storage, blocks, chunk, first)
+    }
+    fn fence(&mut self) -> Result<AnyFence, DeviceError> {
+        self.0.fence()
     }
 }
 

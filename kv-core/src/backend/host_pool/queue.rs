@@ -230,4 +230,8 @@ impl<Q: Queue> HostPool for QueueHostPool<Q> {
         Self::each_piece(&self.layout, storage, (blocks, first), COPY_IN, write)?;
         self.queue.submit()
     }
+
+    fn fence(&mut self) -> Result<Q::Fence, DeviceError> {
+        self.queue.submit()
+    }
 }

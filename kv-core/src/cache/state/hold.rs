@@ -11,7 +11,8 @@ use crate::reuse::BlockKey;
 ///
 /// [Pins](crate::reuse::Pin) keep a prefix for the prompts to come; a hold keeps one block for a
 /// reader, and is no use of its content. The block counts as held, so that holds should be few and
-/// short. [`CacheState::release_hold`] ends it. The cache keeps a list of all holds: one that is
+/// short: [`KvCache::release_hold_after`](crate::KvCache::release_hold_after) ends one as soon as
+/// the read is recorded, [`CacheState::release_hold`] when it is done. The cache keeps a list of all holds: one that is
 /// dropped stays there until [`CacheState::release_holds`].
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "the block stays held until the hold is released"]
@@ -110,6 +111,32 @@ impl CacheState {
         };
         self.groups.at_mut(index).release_holder(block, &mut self.unwiped);
         Ok(())
+    }
+
+    /// Does what [`Self::release_hold`] does while the bytes are read beside the queue: the block is
+    /// listed in [`Self::outlived_reads`] once it may be written.
+    pub(in crate::cache) fn release_hold_in_read(
+        &mut self,
+        hold: BlockHold,
+    ) -> Result<(), PlanError> {
+        let (group, block) = (hold.group, hold.block);
+        self.release_hold(hold)?;
+        let has_content = self.pool(group).is_some_and(|pool| pool.is_stored(block));
+        self.ledger.begin_read((group, block), has_content);
+        Ok(())
+    }
+    /// Records that the reads of a block are done.
+    pub(in crate::cache) fn end_read(&mut self, place: (GroupId, BlockId)) {
+        self.ledger.end_read(place);
+    }
+    /// Returns the blocks that lost their content while they were read: before they are written,
+    /// their reads must be done.
+    pub(in crate::cache) fn outlived_reads(&self) -> &[(GroupId, BlockId)] {
+        self.ledger.outlived_reads()
+    }
+    /// Records that writes wait for the reads of the last of them.
+    pub(in crate::cache) fn pop_outlived_read(&mut self) {
+        self.ledger.pop_outlived_read();
     }
 
     /// Releases every hold and returns their number; later calls with one of them are refused. Call

@@ -79,7 +79,13 @@ impl Hooks {
                 if cache.is_step_open() {
                     cache.release_holds()?;
                 }
-                cache.release_hold(self.holds.swap_remove(at))?;
+                if n.is_multiple_of(2) {
+                    // Something reads the block still.
+                    let fence = cache.queue_mut().submit()?;
+                    cache.release_hold_after(self.holds.swap_remove(at), &fence)?;
+                } else {
+                    cache.release_hold(self.holds.swap_remove(at))?;
+                }
             }
             Hook::Probe(number, len) => {
                 self.probes.truncate(3);
