@@ -3,6 +3,9 @@
 //!
 //! [`CacheSpecBuilder::events`](crate::spec::CacheSpecBuilder::events) enables them,
 //! [`KvCache::take_events`](crate::KvCache::take_events) returns them.
+//!
+//! A subscriber keeps a set of contents for each [`Tier`]: what one tier gives up, another may
+//! have.
 use std::collections::VecDeque;
 
 use crate::eviction::Priority;
@@ -38,8 +41,8 @@ pub struct Event {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum EventKind {
-    /// A tier has content that can be reused. Only for full blocks; a second block with the same
-    /// content in the same tier has no event.
+    /// A tier has content that can be reused. Only for full blocks, and once a content and tier
+    /// until the tier has it no more: a second block with the same content has no event.
     Stored(StoredBlock),
     /// A tier of a group does not have the content any more.
     Removed {
@@ -50,19 +53,23 @@ pub enum EventKind {
         /// The tier; others may still have the content.
         tier: Tier,
     },
-    /// The priority changed, or the block moved to another tier.
+    /// The priority of content in a tier changed.
     Updated {
         /// The group.
         group: GroupId,
         /// The content.
         key: BlockKey,
-        /// Its tier now.
+        /// The tier.
         tier: Tier,
         /// Its priority now.
         priority: Priority,
     },
-    /// Nothing of any group can be reused any more.
-    Cleared,
+    /// Nothing that a tier had of any group can be reused any more. Other tiers keep theirs: after
+    /// [`KvCache::reset_prefixes`](crate::KvCache::reset_prefixes), host memory brings it back.
+    Cleared {
+        /// The tier.
+        tier: Tier,
+    },
     /// Events `from..to` were dropped because they were not taken in time. A subscriber's state is
     /// invalid until [`CacheState::snapshot`](crate::scheduling::CacheState::snapshot) is applied.
     Lost {
@@ -173,7 +180,7 @@ mod tests {
     #[test]
     fn without_room_nothing_is_numbered() {
         let (mut log, mut taken) = (EventLog::new(0), 0);
-        log.push(EventKind::Cleared);
+        log.push(EventKind::Cleared { tier: Tier::Device });
         assert!(!log.is_on() && log.take(&mut taken).is_empty());
     }
 }

@@ -29,7 +29,7 @@
     reason = "an oracle must read as the formula it states, and a panic here is a failed case"
 )]
 mod case;
-mod consumer;
+pub mod consumer;
 pub mod device;
 pub mod differential;
 mod fault;

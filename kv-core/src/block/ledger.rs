@@ -80,9 +80,9 @@ impl Ledger {
     pub fn next_event(&self) -> u64 {
         self.events.next_id()
     }
-    /// Records that nothing can be reused any more.
+    /// Records that no block of the device can be reused any more.
     pub fn clear(&mut self) {
-        self.events.push(EventKind::Cleared);
+        self.events.push(EventKind::Cleared { tier: Tier::Device });
     }
 
     /// Records that a block's bytes are read beside the queue. Without content it may be written at
@@ -155,8 +155,10 @@ impl Ledger {
     pub(crate) fn announce(&mut self, kind: EventKind) -> bool {
         let tier = match &kind {
             EventKind::Stored(block) => block.tier,
-            EventKind::Removed { tier, .. } | EventKind::Updated { tier, .. } => *tier,
-            EventKind::Cleared | EventKind::Lost { .. } => return false,
+            EventKind::Removed { tier, .. }
+            | EventKind::Updated { tier, .. }
+            | EventKind::Cleared { tier } => *tier,
+            EventKind::Lost { .. } => return false,
         };
         let is_taken = tier != Tier::Device && self.events.is_on();
         if is_taken {

@@ -36,6 +36,6 @@ pub(super) enum Done<C> {
     Encoded { record: Arc<Record>, chunk: Option<Verified<Arc<C>>> },
     Found { prefetch: u64, store: usize, group: usize, chunks: Vec<u32>, found: Vec<bool> },
     Read { record: Arc<Record>, store: usize, read: Read<C> },
-    Written { record: Arc<Record>, store: usize, is_there: bool, is_new: bool, left: bool },
+    Written { record: Arc<Record>, store: usize, is_there: bool, left: bool },
     Exported { export: u64, store: usize, group: usize, chunk: u32, is_written: bool },
 }

@@ -5,7 +5,6 @@ use std::time::Instant;
 
 use kv_core::backend::{Backend, ChunkShape, HostPool};
 use kv_core::num::{to_u32, to_u64, to_usize};
-use kv_core::reuse::BlockHold;
 use kv_core::{GroupId, KvCache};
 
 use super::host::HostIndex;
@@ -58,7 +57,6 @@ impl<P: HostPool> GroupTier<P> {
 pub(super) struct Copying<P> {
     pub(super) pending: P,
     pub(super) record: Arc<Record>,
-    pub(super) holds: Vec<BlockHold>,
 }
 
 /// A chunk that a store is being asked for.

@@ -69,8 +69,8 @@ impl GuardedStore {
         }
     }
 
-    /// Returns how many of a prompt's chunks are there, in their order: up to the first missing one
-    /// if `stops` says so.
+    /// Returns which of a prompt's chunks are there, in their order, as far as the store says: up to
+    /// the first missing one if `stops` says so.
     pub(super) fn lookup(&self, permit: Permit, chunks: &[ChunkAddress], stops: bool) -> Vec<bool> {
         /// Chunks of one question.
         const BATCH: usize = 64;
@@ -98,7 +98,6 @@ impl GuardedStore {
         state.stats.lookups = state.stats.lookups.saturating_add(to_u64(chunks.len()));
         state.stats.found = state.stats.found.saturating_add(to_u64(there));
         drop(state);
-        found.resize(chunks.len(), false);
         found
     }
 

@@ -6,22 +6,12 @@ use kv_core::error::{DeviceError, DeviceErrorKind};
 use kv_core::events::Tier;
 use kv_core::invariant::Invariant;
 use kv_core::reuse::{Import, ImportBlock};
-use kv_core::{BlockId, CacheError, GroupId, KvCache};
+use kv_core::{BlockId, CacheError, KvCache};
 
 use super::prefetch::Prefetch;
 use super::{ChunkOf, GROUP, TierError, Tiers};
 use crate::chain::{Chain, chunk_of, missing, reach};
-use crate::chunk::Verified;
 use crate::policy::ChunkEvent;
-
-/// An import whose copies to the device failed. Some may have been recorded before, and must not
-/// reach blocks that were given to others.
-#[derive(Debug)]
-pub(super) struct Abandoned<C> {
-    import: Import,
-    /// A chunk of each group that was copied from.
-    chunks: Vec<(GroupId, Verified<Arc<C>>)>,
-}
 
 impl<B: Backend> Tiers<B> {
     /// Brings the blocks that have come to the device; `None` if there are none, or no room.
@@ -61,13 +51,9 @@ impl<B: Backend> Tiers<B> {
                 Ok(Some(import))
             }
             Err(error) => {
-                let groups = self.groups.iter().map(|group| group.spec.group());
-                let chunk_of = |id: GroupId| {
-                    let held = of.held.iter().find(|((at, _), _)| *at == usize::from(id.0));
-                    held.map(|(_, (chunk, _))| (id, chunk.clone()))
-                };
-                let chunks = groups.filter_map(chunk_of).collect();
-                self.abandoned.push(Abandoned { import, chunks });
+                // Some copies may have been recorded before, and must not reach blocks that were
+                // given to others.
+                self.abandoned.push(import);
                 // If the device still fails, the next call tries again.
                 let _: Result<(), TierError> = self.finish_abandoned(cache);
                 Err(error)
@@ -80,16 +66,14 @@ impl<B: Backend> Tiers<B> {
     /// # Errors
     /// Those of the device: the blocks stay held.
     pub(super) fn finish_abandoned(&mut self, cache: &mut KvCache<B>) -> Result<(), TierError> {
-        while let Some(Abandoned { chunks, .. }) = self.abandoned.last() {
-            for (group, chunk) in chunks {
-                let after = cache.queue_mut().submit()?;
-                let storage = cache.storage(*group).invariant(GROUP).view();
-                let of = self.groups.get_mut(usize::from(group.0)).invariant(GROUP);
-                // The fence of no copy is that of the copies before.
-                let fence = of.pool.copy_in(&after, storage, &[], chunk.get_ref(), 0)?;
-                cache.queue_mut().wait_for(&fence)?;
-            }
-            let Some(Abandoned { import, .. }) = self.abandoned.pop() else { break };
+        if self.abandoned.is_empty() {
+            return Ok(());
+        }
+        for group in &mut self.groups {
+            let copied = group.pool.fence()?;
+            cache.queue_mut().wait_for(&copied)?;
+        }
+        while let Some(import) = self.abandoned.pop() {
             cache.finish_import(import)?;
         }
         Ok(())

@@ -63,8 +63,13 @@ impl<B: Backend> Tiers<B> {
         let Stage::Looking { answers_left, .. } = &mut of.stage else { return };
         *answers_left = answers_left.saturating_sub(1);
         let is_last = *answers_left == 0;
-        for (chunk, _) in chunks.iter().zip(found).filter(|(_, is_there)| **is_there) {
-            *of.found.entry((group, *chunk)).or_default() |= bit(store);
+        let tier = self.stores.get(store).invariant(STORE).store.tier();
+        for (chunk, is_there) in chunks.iter().zip(found) {
+            if *is_there {
+                *of.found.entry((group, *chunk)).or_default() |= bit(store);
+            } else if let Some(chain) = of.chains.get(group) {
+                self.announcements.lacks(tier, chain.name(*chunk), bit(store).into());
+            }
         }
         if is_last {
             self.plan(prefetch);

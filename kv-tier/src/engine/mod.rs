@@ -6,6 +6,7 @@
 //! | module | owns |
 //! |---|---|
 //! | [`links`] | names of the blocks on the device; which chunks are complete |
+//! | [`announce`] | what readers of events know of the tiers |
 //! | [`follow`] | changes of blocks on the device |
 //! | [`offload`] | device to host memory |
 //! | [`write`] | host memory to stores |
@@ -15,6 +16,7 @@
 //! | [`group`] | the chunks of one group |
 //! | [`host`] | the chunks in host memory |
 //! | [`handoff`] | exports to other engines, and prompts that wait for theirs |
+mod announce;
 mod breaker;
 mod done;
 mod error;
@@ -42,10 +44,11 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use kv_core::backend::{Backend, HostPool};
+use kv_core::backend::{Backend, HostPool, Queue};
 use kv_core::block::BlockChange;
-use kv_core::events::EventKind;
+use kv_core::events::Tier;
 use kv_core::num::to_u64;
+use kv_core::reuse::Import;
 use kv_core::spec::PrefixReuse;
 use kv_core::{GroupId, KvCache};
 
@@ -57,12 +60,12 @@ pub use prefetch::PrefetchId;
 pub use stats::{StoreStats, TiersStats};
 
 use crate::identity::{ChunkRoot, Identity};
+use announce::Announcements;
 use done::Done;
 use follow::Pinned;
 use group::GroupTier;
 use guarded::GuardedStore;
 use handoff::Exports;
-use import::Abandoned;
 use lane::Lane;
 use prefetch::Prefetch;
 use prompted::Prompted;
@@ -71,6 +74,8 @@ use rates::Average;
 const GROUP: &str = "groups are those of the cache that the tiers were made for";
 const STORE: &str = "stores are numbered as in the options";
 
+/// The fence of a backend.
+type FenceOf<B> = <<B as Backend>::Queue as Queue>::Fence;
 /// The chunk of a backend.
 type ChunkOf<B> = <<B as Backend>::HostPool as HostPool>::Chunk;
 
@@ -107,7 +112,6 @@ type ChunkOf<B> = <<B as Backend>::HostPool as HostPool>::Chunk;
 /// ```
 pub struct Tiers<B: Backend> {
     identity: Identity,
-    encoding_key: u128,
     roots: HashMap<RootKey, Option<Arc<ChunkRoot>>>,
     groups: Vec<GroupTier<B::HostPool>>,
     stores: Vec<StoreLane>,
@@ -116,13 +120,14 @@ pub struct Tiers<B: Backend> {
     done: Receiver<Done<ChunkOf<B>>>,
     sender: Sender<Done<ChunkOf<B>>>,
     prefetches: HashMap<u64, Prefetch<ChunkOf<B>>>,
-    abandoned: Vec<Abandoned<ChunkOf<B>>>,
+    /// Imports whose copies to the device failed.
+    abandoned: Vec<Import>,
     exports: Exports,
     /// Chunks of prompts, as opposed to generated text, by name: tokens of the longest prompt.
     prompted: Prompted,
     pinned: Pinned,
     changes: Vec<BlockChange>,
-    announcements: Vec<EventKind>,
+    announcements: Announcements,
     /// Seconds that computing one token takes.
     compute: Average,
     keeps_host: bool,
@@ -174,10 +179,11 @@ impl<B: Backend> Tiers<B> {
         let (keeps_host, wait) = (options.keeps_host, options.wait);
         let stores =
             options.stores.into_iter().map(start).collect::<Result<Vec<_>, TierError>>()?;
+        let tiers = stores.iter().map(|lane| lane.store.tier()).chain([Tier::Host]);
+        let tiers = tiers.collect::<Vec<_>>().into_iter();
         let (sender, done) = channel();
         Ok(Self {
             identity,
-            encoding_key: cache.encoding_key(),
             roots: HashMap::new(),
             groups,
             stores,
@@ -190,7 +196,7 @@ impl<B: Backend> Tiers<B> {
             prompted: Prompted::default(),
             pinned: Pinned::default(),
             changes: Vec::new(),
-            announcements: Vec::new(),
+            announcements: Announcements::new(spec.events() > 0, cache.encoding_key(), tiers),
             compute: Average::default(),
             keeps_host,
             wait,
@@ -205,6 +211,7 @@ impl<B: Backend> Tiers<B> {
     /// # Errors
     /// [`TierError::Cache`] if the device failed. No failure of a store is an error.
     pub fn poll(&mut self, cache: &mut KvCache<B>) -> Result<(), TierError> {
+        self.note_encoding(cache.encoding_key());
         self.sweep();
         self.take_results();
         self.advance_prefetches();
@@ -215,11 +222,9 @@ impl<B: Backend> Tiers<B> {
         self.finish_abandoned(cache)?;
         self.follow_changes(cache);
         self.follow_pins(cache);
-        self.finish_copies(cache)?;
+        self.finish_copies()?;
         self.begin_copies(cache)?;
-        for event in self.announcements.drain(..) {
-            cache.announce(event);
-        }
+        self.announce(cache);
         Ok(())
     }
 
@@ -299,8 +304,8 @@ impl<B: Backend> Tiers<B> {
                 self.note_found(prefetch, store, (group, &chunks), &found);
             }
             Done::Read { record, store, read } => self.note_read(&record, store, read),
-            Done::Written { record, store, is_there, is_new, left } => {
-                self.note_written(&record, store, (is_there, is_new), left);
+            Done::Written { record, store, is_there, left } => {
+                self.note_written(&record, store, is_there, left);
             }
             Done::Exported { export, store, group, chunk, is_written } => {
                 self.note_exported(export, store, (group, chunk), is_written);
@@ -324,12 +329,7 @@ impl<B: Backend> Tiers<B> {
     ) -> Option<Arc<ChunkRoot>> {
         /// Roots that nothing uses are dropped when there are more.
         const KEPT: usize = 1024;
-        if self.encoding_key != encoding_key {
-            // Other constants: nothing that has a name can be reused.
-            self.encoding_key = encoding_key;
-            self.roots.clear();
-            self.groups.iter_mut().for_each(|group| group.links.clear());
-        }
+        self.note_encoding(encoding_key);
         let spec = self.groups.get(group)?.spec;
         let key: RootKey = (spec.group(), salt.into(), adapter);
         if let Some(root) = self.roots.get(&key) {
@@ -357,10 +357,8 @@ impl<B: Backend> fmt::Debug for Tiers<B> {
 
 impl<B: Backend> Drop for Tiers<B> {
     /// Ends the threads. One that hangs in a store is left behind after a quarter of a second, for
-    /// all stores together.
-    ///
-    /// Blocks whose copies from the device had not ended stay held by the cache:
-    /// [`Tiers::flush`] ends them, [`KvCache::release_holds`] lets go of them.
+    /// all stores together. Copies from the device that have not ended are of no use; steps wait
+    /// for them, on the device, where they take their blocks.
     fn drop(&mut self) {
         self.stores.iter().for_each(|store| store.lane.close());
         self.encoder.close();

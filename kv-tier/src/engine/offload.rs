@@ -9,67 +9,98 @@ use kv_core::invariant::Invariant;
 use kv_core::reuse::BlockHold;
 use kv_core::{CacheError, KvCache};
 
+use super::announce::HOST;
 use super::done::{Done, Report};
 use super::group::Copying;
 use super::host::Entry;
 use super::links::Complete;
-use super::{ChunkOf, GROUP, TierError, Tiers};
+use super::{ChunkOf, FenceOf, GROUP, TierError, Tiers};
 use crate::chunk::{Verified, encode_header, verify};
 use crate::policy::ChunkEvent;
 use crate::record::Record;
 
 impl<B: Backend> Tiers<B> {
-    /// Begins to copy complete chunks from the device, as far as host memory has room.
+    /// Begins to copy complete chunks from the device, as far as host memory has room. Their blocks
+    /// are held only here: a step that takes one later waits for its copy, on the device.
     pub(super) fn begin_copies(&mut self, cache: &mut KvCache<B>) -> Result<(), TierError> {
         let mut fence = None;
         for group in 0..self.groups.len() {
-            loop {
-                let of = self.groups.get_mut(group).invariant(GROUP);
-                let Some(next) = of.waiting.front() else { break };
-                let name = next.record.name;
-                if of.host.contains(&name) || of.encoding.contains(&name) {
-                    of.waiting.pop_front();
-                    continue;
-                }
-                if of.copying.len() >= of.copying_max {
-                    break;
-                }
-                let Some(chunk) = self.take_chunk(group) else { break };
-                let of = self.groups.get_mut(group).invariant(GROUP);
-                let Some(complete) = of.waiting.pop_front() else { break };
-                let Some(holds) = hold(cache, &complete)? else {
-                    self.stats.offload_missed = self.stats.offload_missed.saturating_add(1);
-                    continue;
-                };
-                let after = match &fence {
-                    Some(fence) => fence,
-                    None => match cache.queue_mut().submit() {
-                        Ok(submitted) => fence.insert(submitted),
-                        Err(error) => {
-                            release(cache, holds)?;
-                            return Err(error.into());
-                        }
-                    },
-                };
-                let storage = cache.storage(of.spec.group()).invariant(GROUP).view();
-                let copied = of.pool.copy_out(after, storage, &complete.blocks, chunk, 0);
-                let pending = match copied {
-                    Ok(pending) => pending,
-                    Err(error) => {
-                        release(cache, holds)?;
-                        return Err(error.into());
-                    }
-                };
-                let record = Arc::new(complete.record);
-                of.encoding.insert(record.name);
-                of.copying.push(Copying { pending, record, holds });
-            }
+            let before = self.groups.get(group).invariant(GROUP).copying.len();
+            let mut held = Vec::new();
+            let begun = self.begin_copies_of(cache, group, (&mut fence, &mut held));
+            let released = self.release(cache, group, (before, held));
+            begun.and(released)?;
         }
         Ok(())
     }
 
-    /// Releases the blocks that were copied, and lets the encoder complete their chunks.
-    pub(super) fn finish_copies(&mut self, cache: &mut KvCache<B>) -> Result<(), TierError> {
+    /// Begins the copies of one group. The blocks of those that were recorded are in `held` then,
+    /// also after a failure.
+    fn begin_copies_of(
+        &mut self,
+        cache: &mut KvCache<B>,
+        group: usize,
+        (fence, held): (&mut Option<FenceOf<B>>, &mut Vec<BlockHold>),
+    ) -> Result<(), TierError> {
+        loop {
+            let of = self.groups.get_mut(group).invariant(GROUP);
+            let Some(next) = of.waiting.front() else { break };
+            let name = next.record.name;
+            if of.host.contains(&name) || of.encoding.contains(&name) {
+                of.waiting.pop_front();
+                continue;
+            }
+            if of.copying.len() >= of.copying_max {
+                break;
+            }
+            let Some(chunk) = self.take_chunk(group) else { break };
+            let of = self.groups.get_mut(group).invariant(GROUP);
+            let Some(complete) = of.waiting.pop_front() else { break };
+            if !hold(cache, &complete, held)? {
+                self.stats.offload_missed = self.stats.offload_missed.saturating_add(1);
+                continue;
+            }
+            let after = match fence {
+                Some(fence) => fence,
+                None => fence.insert(cache.queue_mut().submit()?),
+            };
+            let storage = cache.storage(of.spec.group()).invariant(GROUP).view();
+            let pending = of.pool.copy_out(after, storage, &complete.blocks, chunk, 0)?;
+            let record = Arc::new(complete.record);
+            of.encoding.insert(record.name);
+            of.copying.push(Copying { pending, record });
+        }
+        Ok(())
+    }
+
+    /// Releases the blocks of the copies of a group from `first` on: what writes them from now on
+    /// waits for the copies. Without a fence to wait for, the copies are given up.
+    fn release(
+        &mut self,
+        cache: &mut KvCache<B>,
+        group: usize,
+        (first, held): (usize, Vec<BlockHold>),
+    ) -> Result<(), TierError> {
+        if held.is_empty() {
+            return Ok(());
+        }
+        let of = self.groups.get_mut(group).invariant(GROUP);
+        let copied = of.pool.fence();
+        if copied.is_err() {
+            for Copying { record, .. } in of.copying.drain(first..) {
+                of.encoding.remove(&record.name);
+            }
+        }
+        let released = each(held, |hold| match &copied {
+            Ok(copied) => cache.release_hold_after(hold, copied),
+            Err(_) => cache.release_hold(hold),
+        });
+        copied.map(drop)?;
+        Ok(released?)
+    }
+
+    /// Lets the encoder complete the chunks that were copied.
+    pub(super) fn finish_copies(&mut self) -> Result<(), TierError> {
         let mut context = Context::from_waker(Waker::noop());
         let mut failure = None;
         for group in &mut self.groups {
@@ -79,8 +110,7 @@ impl<B: Backend> Tiers<B> {
                     at = at.saturating_add(1);
                     continue;
                 };
-                let Copying { record, holds, .. } = group.copying.swap_remove(at);
-                let released = release(cache, holds);
+                let Copying { record, .. } = group.copying.swap_remove(at);
                 match copied {
                     Ok(chunk) => {
                         let none = Done::Encoded { record: Arc::clone(&record), chunk: None };
@@ -95,7 +125,6 @@ impl<B: Backend> Tiers<B> {
                         failure = failure.or(Some(error));
                     }
                 }
-                released?;
             }
         }
         failure.map_or(Ok(()), |error| Err(error.into()))
@@ -115,7 +144,7 @@ impl<B: Backend> Tiers<B> {
         };
         self.stats.offloaded = self.stats.offloaded.saturating_add(1);
         if of.host.insert(chunk, Arc::clone(record), 0) {
-            self.announcements.extend(record.stored(Tier::Host));
+            self.announcements.has(Tier::Host, record, HOST);
         }
         self.decide_writes(record, ChunkEvent::Published);
         if !self.keeps_host {
@@ -137,7 +166,7 @@ impl<B: Backend> Tiers<B> {
         let is_unused = |entry: &Entry<_>| Arc::strong_count(entry.chunk.get_ref()) == 1;
         let Entry { chunk, record, stores, uses, .. } = of.host.evict(is_unused)?;
         self.stats.host_evictions = self.stats.host_evictions.saturating_add(1);
-        self.announcements.extend(record.removed(Tier::Host));
+        self.announcements.lacks(Tier::Host, &record.name, HOST);
         for store in 0..self.stores.len() {
             self.send(&record, &chunk, (stores, uses), store, ChunkEvent::Left);
         }
@@ -146,30 +175,30 @@ impl<B: Backend> Tiers<B> {
     }
 }
 
-/// Holds the blocks of a chunk; `None` if one has left the device.
+/// Adds the blocks of a chunk to the holds; `false`, and none added, if one has left the device.
 fn hold<B: Backend>(
     cache: &mut KvCache<B>,
     complete: &Complete,
-) -> Result<Option<Vec<BlockHold>>, CacheError> {
-    let group = complete.record.group();
-    let mut holds = Vec::with_capacity(complete.blocks.len());
+    held: &mut Vec<BlockHold>,
+) -> Result<bool, CacheError> {
+    let (group, before) = (complete.record.group(), held.len());
     for (block, key) in complete.blocks.iter().zip(&complete.record.keys) {
-        let Some(hold) = cache.hold_block(group, *block, *key)? else {
-            release(cache, holds)?;
-            return Ok(None);
-        };
-        holds.push(hold);
+        match cache.hold_block(group, *block, *key)? {
+            Some(hold) => held.push(hold),
+            None => {
+                return each(held.drain(before..), |hold| cache.release_hold(hold)).map(|()| false);
+            }
+        }
     }
-    Ok(Some(holds))
+    Ok(true)
 }
 
-/// Releases all holds, also after a failure.
-fn release<B: Backend>(cache: &mut KvCache<B>, holds: Vec<BlockHold>) -> Result<(), CacheError> {
-    let mut result = Ok(());
-    for hold in holds {
-        result = result.and(cache.release_hold(hold));
-    }
-    result
+/// Calls `release` with every hold, also after a failure.
+fn each(
+    holds: impl IntoIterator<Item = BlockHold>,
+    mut release: impl FnMut(BlockHold) -> Result<(), CacheError>,
+) -> Result<(), CacheError> {
+    holds.into_iter().fold(Ok(()), |result, hold| result.and(release(hold)))
 }
 
 /// Completes a chunk that was copied; `None` if it has more contents of placeholder tokens than a

@@ -6,6 +6,7 @@ use kv_core::backend::Backend;
 use kv_core::events::Tier;
 use kv_core::invariant::Invariant;
 
+use super::announce::HOST;
 use super::done::{Done, Report};
 use super::group::{GroupTier, Reading};
 use super::guarded::{Read, after};
@@ -75,14 +76,22 @@ impl<B: Backend> Tiers<B> {
             // It was given up, and perhaps another store was asked.
             _ => Vec::new(),
         };
+        let of_store = self.stores.get(store).invariant(STORE).store.tier();
         let chunk = match read {
-            Read::Verified(chunk) => Some(chunk),
-            Read::Missing | Read::Failed => None,
+            Read::Verified(chunk) => {
+                self.announcements.has(of_store, record, bit(store).into());
+                Some(chunk)
+            }
+            Read::Missing => {
+                self.announcements.lacks(of_store, &record.name, bit(store).into());
+                None
+            }
+            Read::Failed => None,
         };
         if let Some(chunk) = &chunk
             && tier.host.insert(chunk.clone(), Arc::clone(record), bit(store))
         {
-            self.announcements.extend(record.stored(Tier::Host));
+            self.announcements.has(Tier::Host, record, HOST);
         }
         self.resolve((group, record.index), store, waiters, chunk.as_ref());
     }

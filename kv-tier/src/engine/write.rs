@@ -81,9 +81,11 @@ impl<B: Backend> Tiers<B> {
             leaving.writes = leaving.writes.saturating_add(1);
             leaving.until = leaving.until.min(until);
         }
-        let written = move |record: Arc<Record>, put: Option<Put>| {
-            let (is_there, is_new) = (put.is_some(), put == Some(Put::New));
-            Done::Written { record, store: at, is_there, is_new, left }
+        let written = move |record: Arc<Record>, put: Option<Put>| Done::Written {
+            record,
+            store: at,
+            is_there: put.is_some(),
+            left,
         };
         let mut report = Report::new(&self.sender, written(Arc::clone(record), None));
         let store = Arc::clone(&lane.store);
@@ -101,13 +103,13 @@ impl<B: Backend> Tiers<B> {
         &mut self,
         record: &Arc<Record>,
         store: usize,
-        (is_there, is_new): (bool, bool),
+        is_there: bool,
         left: bool,
     ) {
         let lane = self.stores.get_mut(store).invariant(STORE);
         lane.writes_waiting = lane.writes_waiting.saturating_sub(1);
-        if is_new {
-            self.announcements.extend(record.stored(lane.store.tier()));
+        if is_there {
+            self.announcements.has(lane.store.tier(), record, bit(store).into());
         }
         let of = self.groups.get_mut(usize::from(record.group().0)).invariant(GROUP);
         if left && let Some(leaving) = of.leaving.get_mut(&record.name) {

@@ -86,7 +86,7 @@ impl Kind {
             if self == Self::Partial { PrefixReuse::Partial } else { PrefixReuse::FullBlocks };
         spec.prefix_reuse(reuse)
             .changes(rng.pick(&[2, 8, 256]))
-            .events(16)
+            .events(rng.pick(&[16, 1 << 14]))
             .wipe_on_release(rng.one_in(2))
             .max_seq_len(200)
             .max_sequences(6)

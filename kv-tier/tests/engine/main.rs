@@ -12,6 +12,7 @@
 )]
 mod basic;
 mod crash;
+mod events;
 mod failures;
 mod handoff;
 mod hang;

@@ -2,37 +2,62 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kv_core::{CacheError, SequenceId, StartOptions, StepInput};
+use kv_core::StartOptions;
 use kv_tier::policy::{WritePolicy, WriteRule};
 use kv_tier::{BlockStore, MemoryStore, TierOptions};
 
 use crate::store::{HangStore, Operation, soon};
-use crate::support::{Engine, identity, names, patient, spec, text};
+use crate::support::{Engine, builder, identity, names, patient, spec, text};
 
 fn plain() -> StartOptions<'static> {
     StartOptions::default()
 }
 
+/// A step takes the blocks whose copies are on their way, and host memory has the rows from before.
 #[test]
-fn blocks_are_held_until_they_are_copied() {
-    // Room for one of the prompts.
-    let mut engine = Engine::new(spec(150), identity(), TierOptions::new().with_host(4 << 20));
-    let [first, other] = [text(1, 520), text(2, 520)];
-    let (sequence, _) = engine.run(&first, plain());
-    engine.cache.release(sequence).unwrap();
-    // Two chunks are on their way.
-    assert_eq!(engine.cache.num_holds(), 128);
-    let id = SequenceId(1000);
-    engine.cache.start(id, &other, plain()).unwrap();
-    let refused = engine.cache.begin_step(&[StepInput::tokens(id, &other[8..])]).map(drop);
-    assert!(matches!(refused, Err(CacheError::Exhausted(_))), "{refused:?}");
-    engine.cache.release(id).unwrap();
-    engine.flush();
-    assert_eq!(engine.cache.num_holds(), 0);
-    // Takes the blocks of the first one.
-    engine.run(&other, plain());
-    engine.forget();
-    assert_eq!(engine.run(&first, plain()).1, 512);
+fn a_copy_on_its_way_refuses_no_step() {
+    // Room for one of the prompts, and for a single block more than it.
+    for blocks in [130, 131] {
+        let options = TierOptions::new().with_host(4 << 20);
+        let mut engine = Engine::new(spec(blocks), identity(), options);
+        let prompts: Vec<_> = (1..6).map(|number| text(number, 520)).collect();
+        for prompt in &prompts {
+            let (sequence, _) = engine.start_alone(prompt, plain());
+            engine.cache.release(sequence).unwrap();
+            // Two chunks are on their way now.
+            engine.tiers.poll(&mut engine.cache).unwrap();
+            engine.assert_nothing_held();
+        }
+        engine.forget();
+        for prompt in &prompts {
+            assert_eq!(engine.run(prompt, plain()).1, 512, "{blocks} blocks");
+            engine.forget();
+        }
+        assert_eq!(engine.tiers.stats().offload_missed, 0);
+    }
+}
+
+/// A block that is written in place, or wiped, while it is copied: it waits too.
+#[test]
+fn a_block_that_is_copied_is_written_after_that() {
+    for is_wiped in [false, true] {
+        // Not a block to spare, so that the last block is written in place.
+        let spec = builder().paged(4, 129).changes(256).wipe_on_release(is_wiped).build().unwrap();
+        let mut engine = Engine::new(spec, identity(), TierOptions::new().with_host(4 << 20));
+        let prompt = text(1, 512);
+        let (sequence, _) = engine.start_alone(&prompt, plain());
+        engine.tiers.poll(&mut engine.cache).unwrap();
+        engine.cache.truncate(sequence, 509).unwrap();
+        let other = [&prompt[..509], &[7, 8, 9, 10, 11, 12, 13]].concat();
+        engine.compute(sequence, &other, 509);
+        engine.check(sequence, &other);
+        engine.cache.release(sequence).unwrap();
+        assert!(engine.cache.forget_prefix(&other, plain(), 0).unwrap() > 0);
+        engine.forget();
+        // The last token is always computed.
+        let longer = [&prompt[..], &[5]].concat();
+        assert_eq!(engine.run(&longer, plain()).1, 512);
+    }
 }
 
 /// A write of a chunk that left host memory hangs. Room that comes from elsewhere is used at once.

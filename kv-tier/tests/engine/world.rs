@@ -7,6 +7,7 @@ use kv_core::error::PlanError;
 use kv_core::events::Tier;
 use kv_core::reuse::PinId;
 use kv_core::{CacheError, CacheSpec, KvCache, SequenceId, StepInput};
+use kv_testkit::consumer::Consumer;
 use kv_testkit::rng::Rng;
 use kv_testkit::store::{Fault, FaultSchedule, FaultStore};
 use kv_testkit::{FaultInjector, FaultKind};
@@ -51,6 +52,8 @@ pub(crate) struct World {
     /// Whether the device may fail in the operation that runs.
     pub(crate) is_armed: bool,
     device_faults: u64,
+    /// A reader of the cache's events.
+    reader: Consumer,
 }
 
 impl World {
@@ -96,6 +99,7 @@ impl World {
             loaded: 0,
             is_armed: false,
             device_faults: 0,
+            reader: Consumer::default(),
         };
         world.open();
         world
@@ -219,6 +223,27 @@ impl World {
         let (tiers, cache) = self.tiers();
         let polled = tiers.poll(cache);
         self.done(polled);
+        self.read_events();
+    }
+
+    /// Lets the reader follow, and checks that he knows what can be reused.
+    fn read_events(&mut self) {
+        let Self { reader, tiers, cache, rng, .. } = self;
+        let tiers = tiers.as_mut().unwrap();
+        reader.apply(&cache.take_events()).unwrap();
+        if reader.is_lost() {
+            let snapshot = tiers.snapshot(cache);
+            // The snapshot has them.
+            cache.take_events();
+            reader.resync(&snapshot);
+        } else if rng.one_in(8) {
+            let snapshot = tiers.snapshot(cache);
+            reader.apply(&cache.take_events()).unwrap();
+            match reader.is_lost() {
+                true => reader.resync(&snapshot),
+                false => reader.check(&snapshot).unwrap(),
+            }
+        }
     }
 
     fn unpin(&mut self) {
@@ -362,8 +387,7 @@ impl World {
             self.pins.clear();
             self.recalibrated = 0;
             self.cache = cache(&self.spec);
-        } else {
-            self.cache.release_holds().unwrap();
+            self.reader = Consumer::default();
         }
         self.open();
     }
@@ -399,6 +423,8 @@ impl World {
         self.unpin();
         let (tiers, cache) = self.tiers();
         assert!(tiers.flush(cache, Instant::now() + Duration::from_secs(30)).unwrap(), "{tiers:?}");
+        self.read_events();
+        let (tiers, cache) = self.tiers();
         assert_eq!((cache.num_holds(), cache.num_imports(), cache.usage().blocks_used), (0, 0, 0));
         assert!(cache.reset_prefixes().unwrap(), "a block is held");
         let stats = tiers.stats();

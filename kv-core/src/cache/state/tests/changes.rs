@@ -193,15 +193,17 @@ fn lower_tiers_announce_their_own_events_only() {
     let removed = |tier| EventKind::Removed { group, key, tier };
     assert!(state.announce(EventKind::Stored(block(Tier::Disk))));
     assert!(state.announce(removed(Tier::Store)));
+    assert!(state.announce(EventKind::Cleared { tier: Tier::Disk }));
     for refused in [
         EventKind::Stored(block(Tier::Device)),
         removed(Tier::Device),
-        EventKind::Cleared,
+        EventKind::Cleared { tier: Tier::Device },
         EventKind::Lost { from: 0, to: 1 },
     ] {
         assert!(!state.announce(refused.clone()), "{refused:?}");
     }
     let kinds: Vec<_> = state.take_events().into_iter().map(|event| event.kind).collect();
-    assert_eq!(kinds, [EventKind::Stored(block(Tier::Disk)), removed(Tier::Store)]);
+    let cleared = EventKind::Cleared { tier: Tier::Disk };
+    assert_eq!(kinds, [EventKind::Stored(block(Tier::Disk)), removed(Tier::Store), cleared]);
     assert!(!super::state(4, 8).announce(removed(Tier::Host)), "events are off");
 }
