@@ -31,7 +31,7 @@ impl<B: Backend> Tiers<B> {
     /// Sends chunks that were pinned since the last call to the stores that get pinned ones at
     /// once.
     pub(super) fn follow_pins(&mut self, cache: &KvCache<B>) {
-        if pinned_blocks(cache).eq(self.pinned.blocks.iter().copied()) {
+        if cache.pins_revision() == self.pinned.revision {
             return;
         }
         let before = std::mem::replace(&mut self.pinned, Pinned::of(cache));
@@ -134,7 +134,8 @@ impl<B: Backend> Tiers<B> {
 /// What the caller has pinned.
 #[derive(Debug, Default)]
 pub(super) struct Pinned {
-    /// As the cache lists them, to see that pins have changed.
+    /// [`CacheState::pins_revision`](kv_core::scheduling::CacheState::pins_revision) then.
+    revision: u64,
     blocks: Vec<(GroupId, BlockId)>,
     keys: HashSet<(GroupId, BlockKey)>,
 }
@@ -146,7 +147,7 @@ impl Pinned {
             Some((*group, cache.pool(*group)?.content(*block)?.key))
         };
         let keys = blocks.iter().filter_map(key).collect();
-        Self { blocks, keys }
+        Self { revision: cache.pins_revision(), blocks, keys }
     }
 
     /// Returns whether a prefix with some block of a chunk is pinned.

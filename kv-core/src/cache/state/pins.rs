@@ -29,6 +29,8 @@ pub struct Pin {
 #[derive(Debug, Default)]
 pub(super) struct Pins {
     next: u64,
+    /// Number of changes.
+    revision: u64,
     held: HashMap<PinId, Vec<(usize, BlockId)>>,
 }
 
@@ -59,6 +61,7 @@ impl CacheState {
         }
         let id = PinId(self.pins.next);
         self.pins.next = self.pins.next.saturating_add(1);
+        self.pins.revision = self.pins.revision.saturating_add(1);
         self.pins.held.insert(id, blocks);
         self.note_peak();
         Pin { id, tokens: lookup.found.whole }
@@ -89,12 +92,18 @@ impl CacheState {
         let Some(blocks) = self.pins.held.remove(&pin) else {
             return Ok(false);
         };
+        self.pins.revision = self.pins.revision.saturating_add(1);
         for (index, block) in blocks.into_iter().rev() {
             self.groups.at_mut(index).release_holder(block, &mut self.unwiped);
         }
         Ok(true)
     }
 
+    /// Returns a number that changes with every pin and unpin: who follows
+    /// [`Self::pinned_blocks`] looks at them only if it is another than before.
+    pub fn pins_revision(&self) -> u64 {
+        self.pins.revision
+    }
     /// Iterates over the blocks of a group that pins hold; a block occurs once for each of its
     /// pins.
     pub fn pinned_blocks(&self, group: GroupId) -> impl Iterator<Item = BlockId> + '_ {
