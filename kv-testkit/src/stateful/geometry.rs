@@ -109,12 +109,18 @@ pub(super) fn choose<B: Device>(
         2 => spec.window_left(window).sink_tokens(u32::from(rest >> 6)),
         3 => spec.group([1], |group| group.window_left(window)),
         4 => spec.group([1], |group| group.paged(2 * block_size, blocks.div_ceil(2))),
-        5 => spec.group([1], |group| {
-            group
-                .paged(1 + block_size, blocks)
-                .window_left(window)
-                .sink_tokens(u32::from(rest >> 6))
-        }),
+        5 => {
+            // Larger and smaller blocks than those of the first group, which has a window at times.
+            let other = choices.pick(&[1 + block_size, 1, block_size.div_ceil(2), 2 * block_size]);
+            let other = stored.block_size(other, few);
+            let spec = if rest & 4 == 4 { spec.window_left(9 - window) } else { spec };
+            spec.group([1], |group| {
+                group
+                    .paged(other, blocks * block_size.div_ceil(other))
+                    .window_left(window)
+                    .sink_tokens(u32::from(rest >> 6))
+            })
+        }
         // Formats by layer: the second layer has rows of f32 and no tail.
         _ => spec.group([1], |group| {
             group.head_dim(few).format(KvFormat::F32).tail(false).key_mean(KeyMean::Calibrated)

@@ -109,6 +109,7 @@ impl<B: Device> StatefulTest<B> {
         self.check_policies()?;
         self.check_contents()?;
         self.check_rows()?;
+        self.check_text()?;
         self.check_published()?;
         self.check_events()
     }
@@ -221,6 +222,21 @@ impl<B: Device> StatefulTest<B> {
                     }
                 }
             }
+        }
+        Ok(())
+    }
+
+    /// Checks that the text of every sequence that offers blocks is all of it up to the first draft
+    /// or token without an ID.
+    fn check_text(&self) -> Result<(), CaseError> {
+        if self.spec.prefix_reuse() == PrefixReuse::Off {
+            return Ok(());
+        }
+        for sequence in self.sequences.iter().filter(|sequence| sequence.publishes) {
+            let certain = sequence.tokens.iter().take(sequence.certain as usize);
+            let expected: Vec<_> = certain.map_while(|token| *token).collect();
+            let text = self.cache.sequence_text(sequence.id).map(|text| text.tokens);
+            same(format!("text of {}", sequence.id), text, Some(expected))?;
         }
         Ok(())
     }

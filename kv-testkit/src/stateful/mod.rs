@@ -11,6 +11,7 @@
 //!
 //! - every row that a sequence can read was made from its own prefix;
 //! - every block has as many holders as tables and pins list it, and is empty, idle or held;
+//! - the text of a running sequence is all of it, without drafts that nobody has accepted;
 //! - the published prefix of a running sequence is found (groups without a window);
 //! - a consumer of the events, a snapshot and the index agree, also where events are lost;
 //! - the eviction policy knows exactly which blocks are cached and which of them are idle, evicted
@@ -76,6 +77,8 @@ struct Sequence {
     hashes: Vec<PrefixHash>,
     /// Leading tokens that were published for reuse.
     published: u32,
+    /// Leading tokens that are text: drafts are from the next step on, or when they are accepted.
+    certain: u32,
     /// Whether the sequence publishes anything at all.
     publishes: bool,
     /// First token of the block in which a truncation cut codes: no block from there on is

@@ -140,6 +140,7 @@ impl<B: Device> StatefulTest<B> {
             hashes,
             // The reused tokens are published already, except in a partly filled block.
             published: 0,
+            certain: reused as u32,
             publishes,
             options,
             cut: u32::MAX,
@@ -205,6 +206,7 @@ impl<B: Device> StatefulTest<B> {
         sequence.tokens.truncate(len);
         sequence.hashes.truncate(len);
         sequence.published = sequence.published.min(len as u32);
+        sequence.certain = sequence.certain.min(len as u32);
         sequence.floor = sequence.floor.min(len);
         sequence
             .missing_rows

@@ -1,5 +1,4 @@
 //! Steps: planned, grown one by one, committed whole or in part, or dropped.
-use kv_core::spec::PublishAt;
 use kv_core::{CacheError, GroupId, KvCache, SequenceId, Step, StepInput};
 
 use super::choices::Choices;
@@ -278,7 +277,6 @@ impl<B: Device> StatefulTest<B> {
 
     /// Updates the model after a committed step.
     fn apply_commit(&mut self, entry: &Entry, accepted: u32, finish: Finish) {
-        let at_commit = self.spec.publish_at() == PublishAt::Commit;
         let sequence = &mut self.sequences[entry.at];
         let brought = entry.tokens.len();
         let stays = accepted as usize;
@@ -292,12 +290,13 @@ impl<B: Device> StatefulTest<B> {
             sequence.prompt.clear();
         }
         let len = (sequence.hashes.len() - brought + stays) as u32;
-        let certain = if at_commit && finish == Finish::Accept {
+        let certain = if finish == Finish::Accept {
             len
         } else {
             (len + (brought - stays) as u32 - entry.drafts).min(len)
         };
         sequence.published = sequence.published.max(certain);
+        sequence.certain = certain;
         if stays < brought {
             self.coverage.add(Behaviour::AcceptedPart);
             self.cut(entry.at, len as usize);
