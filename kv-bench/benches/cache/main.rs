@@ -13,6 +13,7 @@ mod attend;
 mod blocks;
 mod copy;
 mod fork;
+mod hits;
 mod plan;
 mod rows;
 
@@ -23,6 +24,7 @@ fn main() {
     plan::benches(&mut criterion);
     blocks::benches(&mut criterion);
     fork::benches(&mut criterion);
+    hits::benches(&mut criterion);
     attend::benches(&mut criterion);
     rows::benches(&mut criterion);
     copy::benches(&mut criterion);

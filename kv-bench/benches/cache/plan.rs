@@ -3,10 +3,13 @@ use std::hint::black_box;
 
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput};
 use kv::backend::{Backend, NullBackend};
+use kv::scheduling::CacheState;
 use kv::{CacheSpec, KvCache, QkvFormat, SequenceId, StartOptions, StepInput, TensorView};
 use kv_bench::{BLOCK_SIZE, Shape, is_smoke, values};
 
 const SEQUENCES: u32 = 1000;
+/// Parallel workers for which contexts are split.
+const WORKERS: u32 = 16;
 
 pub(crate) fn benches(criterion: &mut Criterion) {
     let contexts: &[u32] = if is_smoke() { &[64] } else { &[64, 4096] };
@@ -32,6 +35,38 @@ pub(crate) fn benches(criterion: &mut Criterion) {
     }
     group.finish();
     beside_a_long_one(criterion);
+    one_by_one(criterion);
+}
+
+/// Measures decode steps that get their sequences one after another, with contexts that are split:
+/// a sequence costs the same in a step of any size.
+fn one_by_one(criterion: &mut Criterion) {
+    let counts: &[u32] = if is_smoke() { &[20] } else { &[500, 2_000, 8_000] };
+    let mut group = criterion.benchmark_group("add");
+    for &count in counts {
+        let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(2);
+        let spec = spec.paged(BLOCK_SIZE, 64 * count).build().unwrap();
+        let mut state = CacheState::new(spec, 0);
+        let ids = || (0..count).map(|id| SequenceId(id.into()));
+        let first: Vec<_> = ids().map(|id| StepInput::count(id, 900)).collect();
+        for id in ids() {
+            state.start(id, &[], StartOptions::default()).unwrap();
+        }
+        state.begin(&first, |_| WORKERS).unwrap();
+        state.commit().unwrap();
+        group.throughput(Throughput::Elements(count.into()));
+        group.bench_function(BenchmarkId::new("decode", count), |bencher| {
+            bencher.iter(|| {
+                state.begin(&[], |_| WORKERS).unwrap();
+                for id in ids() {
+                    state.add(StepInput::tokens(id, &[7]), |_| WORKERS).unwrap();
+                }
+                black_box(state.positions());
+                state.roll_back();
+            });
+        });
+    }
+    group.finish();
 }
 
 /// Measures steps of many one-token sequences and one long sequence: the step that prefills the
