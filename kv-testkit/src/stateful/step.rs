@@ -1,4 +1,5 @@
 //! Steps: planned, grown one by one, committed whole or in part, or dropped.
+use kv_core::spec::PublishAt;
 use kv_core::{CacheError, GroupId, KvCache, SequenceId, Step, StepInput};
 
 use super::choices::Choices;
@@ -6,7 +7,7 @@ use super::join::{Join, StartedSequence, join};
 use super::{Behaviour, Sequence, StatefulTest};
 use crate::case::{At, CaseError, ensure};
 use crate::device::Device;
-use crate::fault::FaultInjector;
+use crate::fault::{FaultInjector, FaultKind};
 use crate::provenance::{self, PrefixHash};
 
 /// One sequence of a step.
@@ -206,6 +207,10 @@ impl<B: Device> StatefulTest<B> {
             Err(CacheError::Device(_)) if device.clear() => return Ok(Err(Behaviour::FailedBegin)),
             Err(other) => return Err(CaseError::from(other).at("a step predicted to fit")),
         };
+        // Hardly anything but this makes a join fail.
+        if !joins.is_empty() && choices.one_in(4) {
+            device.fail(0, FaultKind::Early);
+        }
         let joined = join((&mut step, &device), joins, &ids, entries)?;
         self.coverage = self.coverage.and(joined.coverage);
         let provenance: Vec<_> = entries.iter().flat_map(|entry| entry.hashes.clone()).collect();
@@ -277,6 +282,7 @@ impl<B: Device> StatefulTest<B> {
 
     /// Updates the model after a committed step.
     fn apply_commit(&mut self, entry: &Entry, accepted: u32, finish: Finish) {
+        let at_commit = self.spec.publish_at() == PublishAt::Commit;
         let sequence = &mut self.sequences[entry.at];
         let brought = entry.tokens.len();
         let stays = accepted as usize;
@@ -290,13 +296,10 @@ impl<B: Device> StatefulTest<B> {
             sequence.prompt.clear();
         }
         let len = (sequence.hashes.len() - brought + stays) as u32;
-        let certain = if finish == Finish::Accept {
-            len
-        } else {
-            (len + (brought - stays) as u32 - entry.drafts).min(len)
-        };
-        sequence.published = sequence.published.max(certain);
-        sequence.certain = certain;
+        let before = (len + (brought - stays) as u32 - entry.drafts).min(len);
+        sequence.certain = if finish == Finish::Accept { len } else { before };
+        let published = if at_commit { sequence.certain } else { before };
+        sequence.published = sequence.published.max(published);
         if stays < brought {
             self.coverage.add(Behaviour::AcceptedPart);
             self.cut(entry.at, len as usize);
