@@ -24,7 +24,8 @@ pub enum PrefixReuse {
 #[expect(clippy::exhaustive_enums, reason = "before the step's work or after it")]
 pub enum PublishAt {
     /// When the step begins: [`Step::start`](crate::Step::start) finds them for a sequence of the
-    /// same step. Undone when the step is rolled back.
+    /// same step. Undone when the step is rolled back. Blocks with drafts that the step accepts are
+    /// published when the next one begins; with [`PrefixReuse::Partial`] also when the sequence ends.
     Begin,
     /// When the step is committed.
     #[default]

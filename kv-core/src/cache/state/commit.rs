@@ -33,6 +33,7 @@ impl CacheState {
     /// all if `None`.
     pub(in crate::cache) fn commit_checked(&mut self, accepted: Option<&[u32]>) {
         let has_tail = self.groups.have_tail();
+        let at_commit = self.spec.publish_at() == PublishAt::Commit;
         for index in 0..self.open.batch.len() {
             let (BatchEntry { row, cached, new_tokens, .. }, details) = self.open.entry(index);
             if new_tokens == 0 {
@@ -49,15 +50,14 @@ impl CacheState {
             if has_tail {
                 self.settle_tail(row, len);
             }
-            // A step that publishes at its begin has left out what was a draft then.
-            if certain >= store_at {
+            if at_commit && certain >= store_at {
                 self.publish_full(row, (certain, len), false);
             }
             if let Some(len) = kept.filter(|kept| *kept < len) {
                 self.cut_back(row, len);
             }
         }
-        if self.spec.publish_at() == PublishAt::Begin {
+        if !at_commit {
             self.settle_early();
         }
         let Self { groups, open, unwiped, .. } = self;

@@ -74,10 +74,14 @@ impl CacheState {
     pub(super) fn publish_rest(&mut self, row: u32) {
         let state = self.sequences.at(row);
         let (certain, len) = (state.certain.min(state.len), state.len);
-        if self.spec.publish_at() == PublishAt::Commit && certain >= state.store_at {
+        let is_partial = self.spec.prefix_reuse() == PrefixReuse::Partial;
+        // No step begins after this one and publishes what was a draft in it. Its last, partial block
+        // is of use only with the full ones before.
+        let is_due = is_partial || self.spec.publish_at() == PublishAt::Commit;
+        if is_due && certain >= state.store_at {
             self.publish_full(row, (certain, len), false);
         }
-        if self.spec.prefix_reuse() != PrefixReuse::Partial {
+        if !is_partial {
             return;
         }
         if self.groups.have_tail() {
