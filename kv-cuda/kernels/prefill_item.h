@@ -68,15 +68,18 @@ template <class T, u32 D, u32 MATRICES, u32 BUFFERS> struct KvPrefillItem {
     // Work items of a sequence begin after those of all earlier sequences.
     const u32 group = p.group;
     auto start = [=](u32 i) { return (u32)((u64)sequences[i].q_start * group / ROWS) + i; };
-    const u32 entry = kv_entry_of(counts.sequences, blockIdx.x, start);
+    // Thread blocks start in the order of their ids. Heads vary fastest, so that the longest items of
+    // all heads start first.
+    const u32 id = blockIdx.y * gridDim.x + blockIdx.x, place = id / gridDim.y;
+    kv_head = id % gridDim.y;
+    const u32 entry = kv_entry_of(counts.sequences, place, start);
     const KvSequence sequence = sequences[entry];
     if (sequence.q_len < p.q_len_min || sequence.q_len > p.q_len_max) return false;
     const u32 all = sequence.q_len * p.group, items = (all + ROWS - 1) / ROWS;
-    const u32 nth = blockIdx.x - start(entry);
+    const u32 nth = place - start(entry);
     if (nth >= items) return false;
     // Late queries see most keys, so they are scheduled first.
     const u32 first = (items - 1 - nth) * ROWS, left = all - first;
-    kv_head = blockIdx.y;
     const KvVisible lowest = kv_visible(p, sequence, first / p.group);
     const KvVisible highest = kv_visible(p, sequence, (first + (left < ROWS ? left : ROWS) - 1) / p.group);
     reach = kv_reach(lowest, highest, 0, sequence.kv_len);
