@@ -17,8 +17,17 @@ KV_DEV void kv_copy_bytes(u8* to, const u8* from, u64 bytes, u32 thread, u32 thr
   const u64 end = head + (bytes - head) / unit * unit;
   for (u64 i = (u64)thread * 2; i < head; i += (u64)threads * 2) *(u16*)(to + i) = *(const u16*)(from + i);
   if (unit == 16) {
-    for (u64 i = head + (u64)thread * 16; i < end; i += (u64)threads * 16)
-      *(KvWords4*)(to + i) = *(const KvWords4*)(from + i);
+    // Four loads in flight before the first store.
+    const u64 stride = (u64)threads * 16;
+    u64 i = head + (u64)thread * 16;
+    for (; i + 3 * stride < end; i += 4 * stride) {
+      KvWords4 words[4];
+#pragma unroll
+      for (u32 j = 0; j < 4; j++) words[j] = *(const KvWords4*)(from + i + j * stride);
+#pragma unroll
+      for (u32 j = 0; j < 4; j++) *(KvWords4*)(to + i + j * stride) = words[j];
+    }
+    for (; i < end; i += stride) *(KvWords4*)(to + i) = *(const KvWords4*)(from + i);
   } else {
     for (u64 i = head + (u64)thread * 4; i < end; i += (u64)threads * 4) *(u32*)(to + i) = *(const u32*)(from + i);
   }

@@ -1,7 +1,7 @@
 // copy_blocks: copies the first slots of blocks to other blocks, in every plane (kv-cpu's copy.rs).
 //
 //   kernel        blocks (any number is correct)                 threads  shared bytes
-//   copy_blocks   [num_copies, num_planes, ceil(bytes / 8192)]   256      0
+//   copy_blocks   [num_copies, num_planes, ceil(bytes / 16384)]  256      0
 //
 // where bytes is the block_bytes of the largest plane. No block is both read and written or written
 // twice, so copies may run in any order.

@@ -46,7 +46,7 @@ pub(crate) fn copy_blocks(
 /// Returns the launch; `copy.cu` explains the numbers.
 fn launch(params: &CopyParams, planes: &[Plane]) -> Launch {
     let bytes = planes.iter().map(|plane| plane.block_bytes).max().unwrap_or(0);
-    let parts = u32::try_from(bytes.div_ceil(8192)).unwrap_or(u32::MAX).min(MAX_YZ);
+    let parts = u32::try_from(bytes.div_ceil(16_384)).unwrap_or(u32::MAX).min(MAX_YZ);
     let grid = [params.num_copies, params.num_planes.min(MAX_YZ), parts];
     Launch { kernel: "copy_blocks", grid, threads: 256, shared_bytes: 0 }
 }
