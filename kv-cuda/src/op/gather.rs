@@ -2,6 +2,7 @@
 use kv_core::error::DeviceError;
 use kv_core::plan::{GatherArgs, GatherPlan};
 
+use super::lanes::{self, Refusal};
 use super::pad::{self, Owned};
 use super::{round16, warps4};
 use crate::buffer::CudaBuffer;
@@ -60,8 +61,27 @@ pub(crate) fn gather(
     pad::pad_rows(queue, (out, owned), plan.total(), 0.0)
 }
 
-/// Returns the launch; `gather.cu` explains the numbers.
+/// Kernels of `gather_values.cu`, by `head_dim`.
+const PLAIN: [&str; lanes::DIMS.len()] = ["gather_plain_64", "gather_plain_128", "gather_plain_256"];
+const VALUES: [&str; lanes::DIMS.len()] =
+    ["gather_values_64", "gather_values_128", "gather_values_256"];
+
+/// Returns the launch of `gather_values.cu`, or why it does not take these rows.
+pub(crate) fn values(params: &GatherParams) -> Result<Launch, Refusal> {
+    let plane = &params.plane;
+    let (dim, _) = lanes::of_plane(plane)?;
+    lanes::check_tensor(&params.out)?;
+    let blocks = lanes::blocks(params.total, plane.num_kv_heads, plane.head_dim)?;
+    let kernels = if plane.is_plain() { PLAIN } else { VALUES };
+    let kernel = kernels.get(dim).copied().ok_or(lanes::NO_DIM)?;
+    Ok(Launch { kernel, grid: [blocks, 1, 1], threads: 128, shared_bytes: 0 })
+}
+
+/// Returns the launch; `gather.cu` and `gather_values.cu` explain the numbers.
 fn launch(params: &GatherParams) -> Launch {
+    if let Ok(launch) = values(params) {
+        return launch;
+    }
     let plane = &params.plane;
     let warps = u64::from(params.total).saturating_mul(plane.num_kv_heads.into());
     let row = round16(plane.head_dim.saturating_mul(4)).saturating_mul(4);

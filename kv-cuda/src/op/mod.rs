@@ -3,6 +3,7 @@ pub(crate) mod attend;
 pub(crate) mod convert;
 pub(crate) mod copy;
 pub(crate) mod gather;
+mod lanes;
 mod pad;
 pub(crate) mod write;
 

@@ -2,6 +2,7 @@
 use kv_core::error::DeviceError;
 use kv_core::plan::{WriteArgs, WritePlan};
 
+use super::lanes::{self, Refusal, Rows};
 use super::{MAX_YZ, round16};
 use crate::buffer::CudaBuffer;
 use crate::capture::RowsOf;
@@ -48,8 +49,40 @@ pub(super) fn head_dim_max(shared_bytes_max: u32) -> u32 {
     (shared_bytes_max.saturating_sub(1024) / 48) & !15
 }
 
-/// Returns the kernel and the launch for these planes; `write.cu` explains the numbers.
+/// Kernels of `write_codes.cu` and `write_lloyd.cu`, by `head_dim`.
+const CODES: [Option<&str>; lanes::DIMS.len()] =
+    [Some("write_codes_64"), Some("write_codes_128"), Some("write_codes_256")];
+const LLOYD: [Option<&str>; lanes::DIMS.len()] =
+    [None, Some("write_lloyd_128"), Some("write_lloyd_256")];
+
+/// Returns the launch of a kernel that holds rows in registers, or why none takes these rows.
+pub(crate) fn in_lanes(params: &WriteParams, extent: &Extent) -> Result<Launch, Refusal> {
+    let WriteParams { k, v, k_plane, v_plane, .. } = params;
+    let of_k = lanes::of_plane(k_plane)?;
+    if of_k != lanes::of_plane(v_plane)? {
+        return Err("K and V have different kinds of rows");
+    }
+    [k, v].into_iter().try_for_each(lanes::check_tensor)?;
+    let head_dim = k_plane.head_dim;
+    let blocks = lanes::blocks(extent.total_new, k_plane.num_kv_heads, head_dim)?;
+    // Shared memory of each row: see the head comments.
+    let (names, row) = match of_k.1 {
+        Rows::Plain => return Err("write_plain copies whole tokens"),
+        Rows::Other => return Err("a format without an encoder of this kind"),
+        Rows::Codes => (CODES, head_dim.saturating_add(16)),
+        Rows::Lloyd => (LLOYD, head_dim.saturating_add(8).saturating_mul(4)),
+    };
+    let kernel = names.get(of_k.0).copied().flatten().ok_or(lanes::NO_DIM)?;
+    let shared_bytes = lanes::rows(head_dim).saturating_mul(row);
+    Ok(Launch { kernel, grid: [blocks, 1, 1], threads: 128, shared_bytes })
+}
+
+/// Returns the kernel and the launch for these planes; the head comments of `write*.cu`
+/// explain the numbers.
 fn launch(params: &WriteParams, extent: &Extent) -> Launch {
+    if let Ok(launch) = in_lanes(params, extent) {
+        return launch;
+    }
     let planes = [&params.k_plane, &params.v_plane];
     let heads = params.k_plane.num_kv_heads;
     let dim = planes.map(|plane| plane.head_dim).into_iter().max().unwrap_or(0);

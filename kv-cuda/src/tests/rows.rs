@@ -1,5 +1,4 @@
-//! Every stored format compared with kv-quant, bit for bit: `write_plain`, `write_rows`,
-//! `gather_rows`.
+//! Every stored format compared with kv-quant, bit for bit: all kernels that write and gather rows.
 use half::{bf16, f16};
 use kv_core::backend::kernels::FORMATS;
 use kv_core::backend::{Place, PlaneLayout, PlaneShape};
@@ -9,7 +8,9 @@ use kv_quant::{block, row, transform};
 
 use super::device::{Device, round16};
 use super::random::Random;
+use crate::op::{gather, write};
 use crate::params::{Counts, GatherParams, Plan, Plane, Range, Sequence, Tensor, WriteParams};
+use crate::step::Extent;
 use crate::tensors;
 
 /// Fill byte of memory that nothing may write.
@@ -236,15 +237,21 @@ fn run(case: Case, seed: u64) {
     let [k, v] = inputs;
     let [k_plane, v_plane] = [fixtures[0].plane, fixtures[1].plane];
     let params = WriteParams { plan, k, v, k_plane, v_plane };
-    write(&mut device, &params, random.next() as u32);
+    write_new(&mut device, &params, random.next() as u32);
     for fixture in &fixtures {
         fixture.check(&mut device, &what);
-        gather(&mut device, fixture, (&sequences, &places), plan.tables, random.below(3));
+        read_back(&mut device, fixture, (&sequences, &places), plan.tables, random.below(3));
     }
 }
 
-/// Launches the kernel that writes; `choice` selects one if two can.
-fn write(device: &mut Device, params: &WriteParams, choice: u32) {
+/// Launches the kernel that writes; `choice` selects one if several can.
+fn write_new(device: &mut Device, params: &WriteParams, choice: u32) {
+    let extent = Extent { total_new: TOTAL, ..Extent::default() };
+    let in_lanes = write::in_lanes(params, &extent);
+    if let Some(launch) = in_lanes.ok().filter(|_| !choice.is_multiple_of(4)) {
+        let grid = [1 + choice / 4 % launch.grid[0], 1, 1];
+        return device.launch(launch.kernel, grid, launch.shared_bytes, params);
+    }
     let WriteParams { k_plane, v_plane, .. } = params;
     let dim = k_plane.head_dim.max(v_plane.head_dim);
     let bytes = k_plane.row_bytes.max(v_plane.row_bytes);
@@ -261,7 +268,7 @@ fn write(device: &mut Device, params: &WriteParams, choice: u32) {
 }
 
 /// Reads all rows back into a ragged tensor and compares them.
-fn gather(
+fn read_back(
     device: &mut Device,
     fixture: &Fixture,
     (sequences, places): (&[Sequence], &[(u32, Place)]),
@@ -290,7 +297,12 @@ fn gather(
         num_ranges: 3,
         total: TOTAL,
     };
-    device.launch("gather_rows", [1 + heads, 1, 1], 4 * round16(4 * dim), &params);
+    let in_lanes = gather::values(&params);
+    if let Some(launch) = in_lanes.ok().filter(|_| sequences.len() + dtype as usize != 3) {
+        device.launch(launch.kernel, [1 + dtype, 1, 1], launch.shared_bytes, &params);
+    } else {
+        device.launch("gather_rows", [1 + heads, 1, 1], 4 * round16(4 * dim), &params);
+    }
     let got = device.bytes(out.data, bytes);
     let got: Vec<f32> = match dtype {
         0 => got.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect(),
@@ -353,6 +365,35 @@ fn rows_are_transformed_and_the_prefix_has_16_bits() {
                 offset: 0,
             };
             run(case, (10_000 + i * 100 + j) as u64);
+        }
+    }
+}
+
+/// K and V of one kind, as the kernels that hold rows in registers need them: every pair of codes
+/// with one scale, aligned tensors and others, with and without the transform.
+#[test]
+fn rows_in_registers_equal_the_hosts() {
+    use kv_core::{ScaleGroup, Scaling};
+    let scalings = [Scaling::Tensor, Scaling::Head, Scaling::Row];
+    let kinds = [KvFormat::Fp8E4m3, KvFormat::Fp8E5m2, KvFormat::Int8];
+    let bytes: Vec<_> = scalings.into_iter().flat_map(|it| kinds.map(|kind| kind(it))).collect();
+    let lloyd = [KvFormat::L6, KvFormat::L4, KvFormat::L3].map(|kind| kind(ScaleGroup::Row));
+    for (i, kind) in [&bytes[..], &lloyd].into_iter().enumerate() {
+        for (j, format) in kind.iter().enumerate() {
+            for (l, dim) in [64, 128, 256].into_iter().enumerate() {
+                let seed = (30_000 + i * 1000 + j * 10 + l) as u64;
+                let case = Case {
+                    formats: [*format, kind[(j + l) % kind.len()]],
+                    dims: [dim, dim],
+                    heads: 1 + seed as u32 % 3,
+                    dtype: (j + l) as u32 % 3,
+                    order: ORDERS[(i + j + l) % 2],
+                    transforms: (i + j) % 2 == 0,
+                    full_precision_prefix: 0,
+                    offset: if seed.is_multiple_of(7) { 8 } else { 0 },
+                };
+                run(case, seed);
+            }
         }
     }
 }
