@@ -1,9 +1,14 @@
 //! Decode attention: one query per sequence over its whole context.
 use kv_core::backend::Backend;
-use kv_core::{AttentionOptions, DType, KvFormat, TensorView, TensorViewMut};
+use kv_core::{AttentionOptions, DType, KvFormat, ScaleGroup, TensorView, TensorViewMut};
 
 use crate::bench::{Bench, Result, Work};
-use crate::input::{self, Cache, FORMATS, HEAD_DIM, NUM_MAIN, SCALE, Shape};
+use crate::input::{self, BlockOrder, Cache, FORMATS, HEAD_DIM, NUM_MAIN, SCALE, Shape};
+
+/// Batches and contexts that are also measured with shuffled blocks.
+const SHUFFLED: [(u32, u32); 2] = [(1, 1 << 17), (64, 1 << 13)];
+/// Formats without a kernel of their own: the general kernel decodes them.
+const GENERAL: [KvFormat; 2] = [KvFormat::Q8_0, KvFormat::L6(ScaleGroup::Row)];
 
 /// Sizes that are measured.
 struct Sizes {
@@ -40,6 +45,14 @@ pub(crate) fn run(bench: &mut Bench) -> Result<()> {
             }
         }
     }
+    for (batch, context) in if bench.is_tiny { [(1, 40), (2, 40)] } else { SHUFFLED } {
+        let shape = shape(bench, KvFormat::Bf16, (16, batch, context));
+        with_groups(bench, Shape { order: BlockOrder::Shuffled, ..shape }, &[8])?;
+    }
+    for format in GENERAL {
+        let (batch, context) = if bench.is_tiny { (2, 40) } else { (64, 1 << 13) };
+        with_groups(bench, shape(bench, format, (16, batch, context)), &[8])?;
+    }
     Ok(())
 }
 
@@ -50,14 +63,20 @@ pub(crate) fn shape(
     (block_size, batch, context): (u32, u32, u32),
 ) -> Shape {
     let kv_heads = if bench.is_tiny { TINY.kv_heads } else { FULL.kv_heads };
-    Shape { format, block_size, kv_heads, head_dim: HEAD_DIM, batch, context, new: 1 }
+    let (head_dim, order) = (HEAD_DIM, BlockOrder::Consecutive);
+    Shape { format, block_size, kv_heads, head_dim, batch, context, new: 1, order }
 }
 
 /// Measures one cache with increasing numbers of query heads.
 pub(crate) fn with_groups(bench: &mut Bench, shape: Shape, groups: &[u32]) -> Result<()> {
     let Shape { format, block_size, batch, context, .. } = shape;
-    let name =
-        |group: &str| format!("decode/{format}/block{block_size}/{group}/b{batch}/c{context}");
+    let order = match shape.order {
+        BlockOrder::Consecutive => "",
+        BlockOrder::Shuffled => "/shuffled",
+    };
+    let name = |group: &str| {
+        format!("decode/{format}/block{block_size}/{group}/b{batch}/c{context}{order}")
+    };
     let named = groups.iter().map(|group| (*group, name(&format!("gqa{group}"))));
     let wanted: Vec<_> = named.filter(|(_, name)| bench.wants(format, name)).collect();
     if wanted.is_empty() {

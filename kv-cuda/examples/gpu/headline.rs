@@ -32,7 +32,7 @@ pub(crate) fn run(bench: &mut Bench) -> Result<()> {
     }
     for tokens in PREFILL {
         let tokens = scaled(bench, tokens, 20);
-        prefill::one(bench, prefill::shape(bench, tokens))?;
+        prefill::one(bench, prefill::whole(bench, tokens))?;
     }
     for (format, batch, new) in APPEND {
         let (batch, new) = (scaled(bench, batch, 2), scaled(bench, new, 3));

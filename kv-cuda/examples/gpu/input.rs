@@ -19,7 +19,7 @@ pub(crate) type Cache = KvCache<Shared<CudaBackend>>;
 /// Maximum rows of K, and of V, that one filling step writes.
 const FILL_ROWS: u32 = 1 << 14;
 
-/// Values of one head in all measures.
+/// Values of one head in all measures but those of other head dims.
 pub(crate) const HEAD_DIM: u32 = 128;
 /// Scale of scores: one over the square root of [`HEAD_DIM`].
 pub(crate) const SCALE: f32 = 0.088_388_35;
@@ -53,6 +53,16 @@ pub(crate) struct Shape {
     pub(crate) context: u32,
     /// New tokens of the measured step.
     pub(crate) new: u32,
+    pub(crate) order: BlockOrder,
+}
+
+/// The order in which a pool gives out its blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum BlockOrder {
+    /// Almost consecutive, as a new pool does.
+    Consecutive,
+    /// Random, as after many requests.
+    Shuffled,
 }
 
 impl Shape {
@@ -77,12 +87,16 @@ impl Shape {
         u16::try_from(layers).unwrap_or(1)
     }
     pub(crate) fn spec(&self, layers: u16) -> Result<CacheSpec> {
+        let sequences = match self.order {
+            BlockOrder::Consecutive => self.batch,
+            BlockOrder::Shuffled => self.blocks(),
+        };
         let spec = CacheSpec::builder()
             .layers(layers)
             .kv_heads(self.kv_heads)
             .head_dim(self.head_dim)
             .format(self.format)
-            .max_sequences(self.batch)
+            .max_sequences(sequences)
             .max_seq_len(self.context)
             .paged(self.block_size, self.blocks());
         Ok(spec.build()?)
@@ -116,6 +130,9 @@ impl Shape {
         let values = u64::from(rows) * self.plain_bytes() / 4;
         let [k, v] = [1, 2].map(|seed| tensor(device, cache.queue_mut(), seed, values));
         let (k, v) = (k?, v?);
+        if self.order == BlockOrder::Shuffled {
+            self.shuffle(&mut cache, layers, [&k, &v], rows)?;
+        }
         for sequence in self.sequences() {
             cache.start(sequence, &[], StartOptions::default())?;
         }
@@ -129,6 +146,32 @@ impl Shape {
         }
         cache.queue_mut().submit()?.wait()?;
         Ok(cache)
+    }
+
+    /// Shuffles the free list of an empty pool: sequences of one token take all blocks, at most
+    /// `rows` in a step, and are released in random order.
+    fn shuffle(
+        &self,
+        cache: &mut Cache,
+        layers: u16,
+        tensors: [&CudaBuffer; 2],
+        rows: u32,
+    ) -> Result<()> {
+        let mut ids: Vec<_> = (0..u64::from(self.blocks())).map(SequenceId).collect();
+        for part in ids.chunks(usize::try_from(rows)?) {
+            for id in part {
+                cache.start(*id, &[], StartOptions::default())?;
+            }
+            let inputs: Vec<_> = part.iter().map(|id| StepInput::count(*id, 1)).collect();
+            let mut step = cache.begin_step(&inputs)?;
+            self.write(&mut step, 0..layers, tensors, u32::try_from(part.len())?)?;
+            step.commit()?;
+        }
+        ids.sort_by_key(|id| (id.0 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29));
+        for id in ids {
+            cache.release(id)?;
+        }
+        Ok(())
     }
 
     /// Writes the first rows of two tensors to layers of a step.

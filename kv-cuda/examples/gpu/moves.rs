@@ -4,7 +4,7 @@ use kv_core::plan::{BlockCopy, CopyArgs, CopyPlan};
 use kv_core::{BlockId, DType, KvFormat, QkvFormat, TensorViewMut};
 
 use crate::bench::{Bench, Result, Work};
-use crate::input::{self, FORMATS, HEAD_DIM, Shape};
+use crate::input::{self, BlockOrder, FORMATS, HEAD_DIM, Shape};
 
 /// Measures the driver's own copy, the reference of all other rates.
 pub(crate) fn copy(bench: &mut Bench, is_reported: bool) -> Result<()> {
@@ -53,7 +53,8 @@ pub(crate) fn run(bench: &mut Bench) -> Result<()> {
 
 fn shape(bench: &Bench, format: KvFormat, (batch, context, new): (u32, u32, u32)) -> Shape {
     let kv_heads = if bench.is_tiny { 2 } else { 8 };
-    Shape { format, block_size: 16, kv_heads, head_dim: HEAD_DIM, batch, context, new }
+    let (block_size, head_dim, order) = (16, HEAD_DIM, BlockOrder::Consecutive);
+    Shape { format, block_size, kv_heads, head_dim, batch, context, new, order }
 }
 
 /// Measures writing new rows into the cache.

@@ -1,32 +1,71 @@
-//! Attention of a whole prompt over itself.
+//! Attention of a prompt: all of it, or its last tokens after a cached prefix.
 use kv_core::backend::Backend;
-use kv_core::{AttentionOptions, DType, KvFormat, TensorView, TensorViewMut};
+use kv_core::{AttentionOptions, DType, KvFormat, Scaling, TensorView, TensorViewMut};
 
 use crate::bench::{Bench, Result, Work};
-use crate::input::{self, HEAD_DIM, SCALE, Shape};
+use crate::input::{self, BlockOrder, HEAD_DIM, Shape};
 
 /// Query heads per kv head.
 const GROUP: u32 = 4;
+
+/// Formats of codes, whose rows prefill decodes.
+const CODED: [KvFormat; 3] = [
+    KvFormat::Fp8E4m3(Scaling::Tensor),
+    KvFormat::Int8(Scaling::Tensor),
+    KvFormat::Int8(Scaling::Row),
+];
 
 pub(crate) fn run(bench: &mut Bench) -> Result<()> {
     let lengths: &[u32] =
         if bench.is_tiny { &[40] } else { &[1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14] };
     for &context in lengths {
-        one(bench, shape(bench, context))?;
+        one(bench, whole(bench, context))?;
+    }
+    for shape in others(bench) {
+        one(bench, shape)?;
     }
     Ok(())
 }
 
-/// Returns a prompt that attends over itself.
-pub(crate) fn shape(bench: &Bench, context: u32) -> Shape {
+/// Returns a prompt that attends to itself.
+pub(crate) fn whole(bench: &Bench, context: u32) -> Shape {
     let kv_heads = if bench.is_tiny { 1 } else { 8 };
-    let (format, new) = (KvFormat::Bf16, context);
-    Shape { format, block_size: 16, kv_heads, head_dim: HEAD_DIM, batch: 1, context, new }
+    let (format, head_dim, order) = (KvFormat::Bf16, HEAD_DIM, BlockOrder::Consecutive);
+    Shape { format, block_size: 16, kv_heads, head_dim, batch: 1, context, new: context, order }
+}
+
+/// Returns what differs from a whole prompt in bf16: few new tokens after a long cached prefix,
+/// other head dims, codes, shuffled blocks.
+fn others(bench: &Bench) -> Vec<Shape> {
+    let (tokens, long) = if bench.is_tiny { (40, 70) } else { (1 << 12, 1 << 15) };
+    let base = whole(bench, tokens);
+    let suffix = |new| Shape { context: long, new, ..base };
+    let mut shapes: Vec<_> = [64, 512].map(|new| suffix(new.min(tokens))).into();
+    shapes.push(Shape { format: KvFormat::Int8(Scaling::Tensor), ..suffix(64.min(tokens)) });
+    shapes.extend([64, 256].map(|head_dim| Shape { head_dim, ..base }));
+    shapes.extend(CODED.map(|format| Shape { format, ..base }));
+    shapes.push(Shape { order: BlockOrder::Shuffled, ..base });
+    shapes
+}
+
+/// Returns the name of a measure; what is as in [`whole`] is left out.
+fn name(shape: &Shape) -> String {
+    let mut name = format!("prefill/{}/gqa{GROUP}/t{}", shape.format, shape.new);
+    if shape.context != shape.new {
+        name += &format!("/c{}", shape.context);
+    }
+    if shape.head_dim != HEAD_DIM {
+        name += &format!("/d{}", shape.head_dim);
+    }
+    if shape.order == BlockOrder::Shuffled {
+        name += "/shuffled";
+    }
+    name
 }
 
 pub(crate) fn one(bench: &mut Bench, shape: Shape) -> Result<()> {
     let (tokens, q_heads) = (shape.new, shape.kv_heads * GROUP);
-    let name = format!("prefill/{}/gqa{GROUP}/t{tokens}", shape.format);
+    let name = name(&shape);
     if !bench.wants(shape.format, &name) {
         return Ok(());
     }
@@ -40,7 +79,7 @@ pub(crate) fn one(bench: &mut Bench, shape: Shape) -> Result<()> {
     let out = bench.device.alloc(values * 2)?;
     let mut step = cache.begin_step(&shape.step_inputs())?;
     shape.write(&mut step, [0], [&k, &v], tokens)?;
-    let options = AttentionOptions::causal(SCALE);
+    let options = AttentionOptions::causal(1.0 / (shape.head_dim as f32).sqrt());
     let micros = bench.clock().time(
         &mut step,
         |step, _| {
@@ -52,7 +91,8 @@ pub(crate) fn one(bench: &mut Bench, shape: Shape) -> Result<()> {
     )?;
     // Two products of `head_dim` multiplications and additions for every pair of a query and a key
     // it sees.
-    let pairs = u64::from(tokens) * (u64::from(tokens) + 1) / 2 * u64::from(q_heads);
+    let [tokens, cached] = [tokens, shape.context - tokens].map(u64::from);
+    let pairs = (tokens * cached + tokens * (tokens + 1) / 2) * u64::from(q_heads);
     let flops = pairs * u64::from(shape.head_dim) * 4;
     bench.measure(&name, Work { bytes: 0, flops }, micros)
 }

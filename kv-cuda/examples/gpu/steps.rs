@@ -7,7 +7,7 @@ use kv_cuda::{CudaBackend, CudaBuffer, StepLimits};
 use kv_testkit::Shared;
 
 use crate::bench::{Bench, Result, Work, median};
-use crate::input::{self, Cache, HEAD_DIM, SCALE, Shape};
+use crate::input::{self, BlockOrder, Cache, HEAD_DIM, SCALE, Shape};
 
 /// Query heads per kv head.
 const GROUP: u32 = 4;
@@ -19,8 +19,8 @@ pub(crate) fn run(bench: &mut Bench) -> Result<()> {
 
 fn shape(bench: &Bench, batch: u32, context: u32) -> Shape {
     let kv_heads = if bench.is_tiny { 1 } else { 8 };
-    let format = KvFormat::Bf16;
-    Shape { format, block_size: 16, kv_heads, head_dim: HEAD_DIM, batch, context, new: 1 }
+    let (format, head_dim, order) = (KvFormat::Bf16, HEAD_DIM, BlockOrder::Consecutive);
+    Shape { format, block_size: 16, kv_heads, head_dim, batch, context, new: 1, order }
 }
 
 /// Measures the host's time to begin a decode step: reservation, plans, and sending lists.

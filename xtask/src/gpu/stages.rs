@@ -20,12 +20,16 @@ const COUNTS: &str = "counts.json";
 const SUITE: [&str; 3] = ["bin/conformance", "--backend", "cuda"];
 /// Measured formats, those of the headlines first.
 const FORMATS: [&str; 6] = ["bf16", "fp8-e4m3", "int8-tensor", "fp8-e4m3-row", "int8", "l4"];
+/// Measured formats that only the general kernel decodes.
+const GENERAL: [&str; 2] = ["q8_0", "l6"];
 /// Cases to profile, each with its kernel and the number of launches before it, which fill a cache.
-const PROFILES: [(&str, &str, u32); 4] = [
+const PROFILES: [(&str, &str, u32); 6] = [
     ("decode_bf16_128", "decode/bf16/block16/gqa8/b64/c8192", 1),
     ("decode_e4m3_128", "decode/fp8-e4m3/block16/gqa8/b64/c8192", 1),
     ("prefill_bf16_128", "prefill/bf16/gqa4/t4096", 1),
     ("write_rows", "append/fp8-e4m3/b1/t16384", 40),
+    ("decode_int8_row_128", "decode/int8/block16/gqa8/b64/c8192", 1),
+    ("decode_l4_128", "decode/l4/block16/gqa8/b64/c8192", 1),
 ];
 
 /// Queries the facts about the card; returns whether that worked. Without a card, nothing is
@@ -207,11 +211,11 @@ fn counting(runner: &mut Runner<'_>, name: &str, call: Call) -> Result<()> {
 
 /// Runs the other measurements, in separate processes.
 fn grid(runner: &mut Runner<'_>) -> Result<()> {
-    for format in FORMATS {
+    for format in FORMATS.into_iter().chain(GENERAL) {
         let part = ["decode", "--format", format];
         measure(runner, &format!("decode, {format}"), 60, &part)?;
     }
-    measure(runner, "prefill", 30, &["prefill"])?;
+    measure(runner, "prefill", 60, &["prefill"])?;
     measure(runner, "steps", 40, &["steps"])?;
     for format in FORMATS {
         measure(runner, &format!("moves, {format}"), 30, &["moves", "--format", format])?;
