@@ -19,10 +19,10 @@
 // Sixteen codes, in the order of KvRowLane's values.
 struct KvCodes16 { u32 word[4]; };
 
-// x / scale, rounded as by a division. `inverse` is 1 / scale, rounded to nearest. Each step halves
-// the error and more: the first leaves a quotient between the two neighbours of the exact one, the
-// second rounds it (Markstein, IBM J. Res. Dev. 34(1), 1990). Scales are f16, so the reciprocal is
-// exact enough. Quotients far below the smallest code may lose bits; zeros need the sign of `x`.
+// Returns x / scale, rounded as by a division, with `inverse` = 1 / scale rounded to nearest. Each
+// step corrects the quotient by its exact remainder: after the first it is one of the two floats
+// around the exact quotient, after the second the nearest (Markstein, IBM J. Res. Dev. 34(1), 1990).
+// Quotients far below the smallest code may lose bits; those of zeros need the sign of `x`.
 KV_DEV float kv_quotient(float x, float scale, float inverse) {
   float q = x * inverse;
 #pragma unroll
@@ -82,7 +82,7 @@ template <u32 DIM> KV_DEV KvCodes16 kv_encode_scaled(KvByte kind, KvRowLane<DIM>
   stored = amax > KV_INFINITY ? KV_F16_NAN : kv_scale_from_amax(kv_as_f(amax), largest);
   const float scale = kv_f16_f(stored), inverse = kv_div_rn(1.f, scale);
   if (!(scale > 0.f)) return {};
-  // The remainder of an infinite value would be NaN; a finite one saturates too.
+  // The remainder of an infinite value would be NaN; the largest finite one saturates as well.
   const float most = kv_as_f(KV_INFINITY - 1);
 #pragma unroll
   for (u32 i = 0; i < 16; i++) {
