@@ -52,8 +52,8 @@ pub trait HostPool: fmt::Debug + Send + 'static {
     /// Copies blocks to places `first..` of a chunk, once `after` is done.
     ///
     /// `after` must follow the last write to these blocks, and they must not be written until the
-    /// chunk has arrived, unless by work that waits for [`Self::fence`]. Dropping the returned chunk
-    /// early is allowed.
+    /// chunk has arrived, unless by work that waits for [`Self::fence`]. Dropping the returned
+    /// chunk early is allowed.
     ///
     /// # Errors
     /// `OutOfRange` for a block or a place that does not exist; `ForeignHandle` for a fence or

@@ -59,9 +59,9 @@ fn is_pending<F: Fence>(fence: &F) -> bool {
 }
 
 impl<B: Backend> KvCache<B> {
-    /// Releases a block whose bytes are read by work that is recorded on another queue and done when
-    /// `fence` is. The block can be evicted and taken at once: whatever writes it then waits for
-    /// `fence` on the device, and no call waits on the host.
+    /// Releases a block whose bytes are read by work that is recorded on another queue and done
+    /// when `fence` is. The block can be evicted and taken at once: whatever writes it then waits
+    /// for `fence` on the device, and no call waits on the host.
     ///
     /// ```
     /// use kv_core::backend::{Backend, ChunkShape, HostPool, NullBackend, PendingChunk, Queue};

@@ -25,7 +25,8 @@ pub enum PrefixReuse {
 pub enum PublishAt {
     /// When the step begins: [`Step::start`](crate::Step::start) finds them for a sequence of the
     /// same step. Undone when the step is rolled back. Blocks with drafts that the step accepts are
-    /// published when the next one begins; with [`PrefixReuse::Partial`] also when the sequence ends.
+    /// published when the next one begins; with [`PrefixReuse::Partial`] also when the sequence
+    /// ends.
     Begin,
     /// When the step is committed.
     #[default]

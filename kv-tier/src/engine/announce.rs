@@ -170,8 +170,8 @@ impl<B: Backend> Tiers<B> {
         }
     }
 
-    /// Notes the encoding of the cache. With other constants, nothing that has a name can be reused,
-    /// except what was named when the constants were the same before.
+    /// Notes the encoding of the cache. With other constants, nothing that has a name can be
+    /// reused, except what was named when the constants were the same before.
     pub(super) fn note_encoding(&mut self, encoding_key: u128) {
         if !self.announcements.encoding(encoding_key) {
             return;

@@ -69,8 +69,8 @@ impl GuardedStore {
         }
     }
 
-    /// Returns which of a prompt's chunks are there, in their order, as far as the store says: up to
-    /// the first missing one if `stops` says so.
+    /// Returns which of a prompt's chunks are there, in their order, as far as the store says: up
+    /// to the first missing one if `stops` says so.
     pub(super) fn lookup(&self, permit: Permit, chunks: &[ChunkAddress], stops: bool) -> Vec<bool> {
         /// Chunks of one question.
         const BATCH: usize = 64;

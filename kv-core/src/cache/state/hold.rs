@@ -12,8 +12,8 @@ use crate::reuse::BlockKey;
 /// [Pins](crate::reuse::Pin) keep a prefix for the prompts to come; a hold keeps one block for a
 /// reader, and is no use of its content. The block counts as held, so that holds should be few and
 /// short: [`KvCache::release_hold_after`](crate::KvCache::release_hold_after) ends one as soon as
-/// the read is recorded, [`CacheState::release_hold`] when it is done. The cache keeps a list of all holds: one that is
-/// dropped stays there until [`CacheState::release_holds`].
+/// the read is recorded, [`CacheState::release_hold`] when it is done. The cache keeps a list of
+/// all holds: one that is dropped stays there until [`CacheState::release_holds`].
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "the block stays held until the hold is released"]
 pub struct BlockHold {
@@ -113,8 +113,8 @@ impl CacheState {
         Ok(())
     }
 
-    /// Does what [`Self::release_hold`] does while the bytes are read beside the queue: the block is
-    /// listed in [`Self::outlived_reads`] once it may be written.
+    /// Does what [`Self::release_hold`] does while the bytes are read beside the queue: the block
+    /// is listed in [`Self::outlived_reads`] once it may be written.
     pub(in crate::cache) fn release_hold_in_read(
         &mut self,
         hold: BlockHold,

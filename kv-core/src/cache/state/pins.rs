@@ -142,8 +142,8 @@ impl CacheState {
 
     /// Appends an event of a tier below the device: [`EventKind::Stored`], [`EventKind::Updated`],
     /// [`EventKind::Removed`] or [`EventKind::Cleared`] of a [`Tier`] other than [`Tier::Device`].
-    /// `false`, and no change, for any other event, or if events are off. Who announces a tier also adds its blocks to the
-    /// [snapshots](Self::snapshot) of late subscribers.
+    /// `false`, and no change, for any other event, or if events are off. Who announces a tier also
+    /// adds its blocks to the [snapshots](Self::snapshot) of late subscribers.
     pub fn announce(&mut self, kind: EventKind) -> bool {
         self.ledger.announce(kind)
     }

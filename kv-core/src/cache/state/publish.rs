@@ -75,8 +75,8 @@ impl CacheState {
         let state = self.sequences.at(row);
         let (certain, len) = (state.certain.min(state.len), state.len);
         let is_partial = self.spec.prefix_reuse() == PrefixReuse::Partial;
-        // No step begins after this one and publishes what was a draft in it. Its last, partial block
-        // is of use only with the full ones before.
+        // No further step begins, and publishes what was a draft in the last one. The partial block
+        // is of use only with the full ones before it.
         let is_due = is_partial || self.spec.publish_at() == PublishAt::Commit;
         if is_due && certain >= state.store_at {
             self.publish_full(row, (certain, len), false);
