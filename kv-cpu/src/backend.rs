@@ -6,40 +6,44 @@ use std::sync::Arc;
 
 use kv_core::KvFormat;
 use kv_core::backend::{
-    Backend, Capabilities, ChunkLayout, ChunkShape, QueueHostPool, StorageView,
+    Backend, Capabilities, ChunkLayout, ChunkShape, QueueHostPool, Reserved, StorageView,
 };
 use kv_core::error::DeviceError;
+use kv_core::num;
 use kv_cpu_kernels::{Isa, Kernels, PrefetchTarget};
 
 use crate::attend;
 use crate::buffer::CpuBuffer;
 use crate::context::Cpu;
+use crate::host_memory::HostMemory;
 use crate::layout::unsupported;
 use crate::queue::CpuQueue;
 use crate::threads::{Threads, Workers};
 
 /// Options for opening the CPU. What is not set here comes from the environment (`KV_CPU_ISA`,
-/// `KV_CPU_THREADS`), else from the machine.
+/// `KV_CPU_THREADS`, `KV_CPU_OVERCOMMIT`), else from the machine.
 ///
 /// `KV_CPU_ISA` pins an instruction set with its optional parts, such as `avx512+bf16` ([`Isa`]).
 /// `KV_CPU_PREFETCH` overrides the software-prefetch target, for experiments: `l2`, `l2-twice`
-/// or `none`.
+/// or `none`. `KV_CPU_OVERCOMMIT=1` makes caches that the machine cannot hold once they are filled.
 #[derive(Clone, Default)]
 pub struct CpuOptions {
     threads: Option<usize>,
     workers: Option<Arc<dyn Workers>>,
     helper_affinity: bool,
     isa: Option<Isa>,
+    host_memory: Option<HostMemory>,
 }
 
 impl fmt::Debug for CpuOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { threads, workers, helper_affinity, isa } = self;
+        let Self { threads, workers, helper_affinity, isa, host_memory } = self;
         f.debug_struct("CpuOptions")
             .field("threads", threads)
             .field("workers", &workers.as_ref().map(|workers| workers.count()))
             .field("helper_affinity", helper_affinity)
             .field("isa", isa)
+            .field("host_memory", host_memory)
             .finish()
     }
 }
@@ -73,6 +77,12 @@ impl CpuOptions {
     pub fn with_isa(self, isa: Isa) -> Self {
         Self { isa: Some(isa), ..self }
     }
+    /// Takes caches and host pools from this memory instead of all that is available. What does not
+    /// fit is refused when it is made.
+    #[must_use]
+    pub fn with_host_memory(self, host_memory: HostMemory) -> Self {
+        Self { host_memory: Some(host_memory), ..self }
+    }
 }
 
 /// The CPU as a device: buffers are host memory, and an operation is done when its call returns.
@@ -81,6 +91,7 @@ pub struct CpuBackend {
     capabilities: Capabilities,
     isa: Isa,
     cpu: Cpu,
+    host_memory: HostMemory,
 }
 
 /// A shape of attention, for [`CpuBackend::explain`].
@@ -137,6 +148,10 @@ impl CpuBackend {
             let possible = possible();
             unsupported("open cpu", format!("this CPU has no {isa}, possible are {possible}"))
         })?;
+        let host_memory = match options.host_memory {
+            Some(host_memory) => host_memory,
+            None => host_memory_of_setting(setting("KV_CPU_OVERCOMMIT").as_deref())?,
+        };
         let threads = match (options.workers, options.threads) {
             (Some(_), Some(count)) => {
                 let both = format!("workers and {count} threads given, only one of both may be");
@@ -156,7 +171,7 @@ impl CpuBackend {
             .with_workers(u32::try_from(threads.count()).unwrap_or(u32::MAX))
             .with_heads_together()
             .with_host_outputs();
-        Ok(Self { capabilities, isa, cpu: Cpu { threads, kernels } })
+        Ok(Self { capabilities, isa, cpu: Cpu { threads, kernels }, host_memory })
     }
 
     /// The instruction set in use.
@@ -192,6 +207,18 @@ fn prefetch_of_setting(setting: Option<&str>) -> Result<PrefetchTarget, DeviceEr
     }
 }
 
+/// Parses the value of `KV_CPU_OVERCOMMIT`; absent or empty means no.
+fn host_memory_of_setting(setting: Option<&str>) -> Result<HostMemory, DeviceError> {
+    match setting.map(str::trim) {
+        None | Some("" | "0") => Ok(HostMemory::machine()),
+        Some("1") => Ok(HostMemory::unchecked()),
+        Some(other) => {
+            let words = format!("{other:?} in KV_CPU_OVERCOMMIT, 0 and 1 are possible");
+            Err(unsupported("open cpu", words))
+        }
+    }
+}
+
 fn possible() -> String {
     let names: Vec<_> = Isa::available().map(|isa| isa.to_string()).collect();
     names.join(", ")
@@ -208,6 +235,9 @@ impl Backend for CpuBackend {
     fn capabilities(&self) -> &Capabilities {
         &self.capabilities
     }
+    fn reserve_planes(&self, bytes: u64) -> Result<Reserved, DeviceError> {
+        self.host_memory.reserve("reserve the planes of a cache", bytes)
+    }
     fn alloc(&self, bytes: u64) -> Result<CpuBuffer, DeviceError> {
         CpuBuffer::alloc(bytes)
     }
@@ -221,7 +251,9 @@ impl Backend for CpuBackend {
         chunks: u32,
     ) -> Result<Self::HostPool, DeviceError> {
         let layout = ChunkLayout::of(storage, shape)?;
-        Ok(QueueHostPool::new(self.queue()?, layout, chunks))
+        let bytes = num::to_u64(layout.bytes()).saturating_mul(chunks.into());
+        let reserved = self.host_memory.reserve("reserve a host pool", bytes)?;
+        Ok(QueueHostPool::new(self.queue()?, layout, chunks).with_reserved(reserved))
     }
 }
 
@@ -253,5 +285,16 @@ mod tests {
         assert_eq!(prefetch_of_setting(Some("")).unwrap(), PrefetchTarget::detect());
         let refused = prefetch_of_setting(Some("l3")).unwrap_err().to_string();
         assert!(refused.contains("l3") && refused.contains("KV_CPU_PREFETCH"), "{refused}");
+    }
+    #[test]
+    fn overcommit_is_obeyed_or_refused_in_words() {
+        let limit = |setting| format!("{:?}", host_memory_of_setting(setting).unwrap());
+        for setting in [None, Some(""), Some(" 0 ")] {
+            assert!(limit(setting).contains("machine"));
+        }
+        assert!(limit(Some("1")).contains("unchecked"));
+        let refused = host_memory_of_setting(Some("yes")).unwrap_err();
+        assert_eq!(refused.kind(), DeviceErrorKind::Unsupported);
+        assert!(refused.to_string().contains("yes"), "{refused}");
     }
 }

@@ -69,6 +69,7 @@ mod attend;
 mod backend;
 mod buffer;
 mod context;
+mod host_memory;
 mod layout;
 mod ops;
 mod queue;
@@ -80,6 +81,7 @@ mod tests;
 
 pub use backend::{AttendShape, CpuBackend, CpuOptions};
 pub use buffer::CpuBuffer;
+pub use host_memory::HostMemory;
 pub use kv_cpu_kernels::Isa;
 pub use queue::{CpuFence, CpuQueue, CpuReadback};
 #[cfg(feature = "rayon")]

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 use kv_core::backend::{
-    AnyBackend, Backend, Capabilities, ChunkShape, Fence, PendingChunk, Queue, Readback,
+    AnyBackend, Backend, Capabilities, ChunkShape, Fence, PendingChunk, Queue, Readback, Reserved,
     StorageView,
 };
 use kv_core::error::DeviceError;
@@ -46,6 +46,9 @@ impl<B: Backend> Backend for Shared<B> {
     }
     fn capabilities(&self) -> &Capabilities {
         &self.capabilities
+    }
+    fn reserve_planes(&self, bytes: u64) -> Result<Reserved, DeviceError> {
+        self.inner.reserve_planes(bytes)
     }
     fn alloc(&self, bytes: u64) -> Result<B::Buffer, DeviceError> {
         self.inner.alloc(bytes)

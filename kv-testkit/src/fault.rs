@@ -4,7 +4,8 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::task::{Context, Poll};
 
 use kv_core::backend::{
-    Backend, Capabilities, ChunkLayout, ChunkShape, Fence, HostPool, Queue, Readback, StorageView,
+    Backend, Capabilities, ChunkLayout, ChunkShape, Fence, HostPool, Queue, Readback, Reserved,
+    StorageView,
 };
 use kv_core::error::{DeviceError, DeviceErrorKind};
 use kv_core::plan::{
@@ -114,6 +115,9 @@ impl<B: Device> Backend for FaultInjector<B> {
     }
     fn capabilities(&self) -> &Capabilities {
         self.inner.capabilities()
+    }
+    fn reserve_planes(&self, bytes: u64) -> Result<Reserved, DeviceError> {
+        self.fault.run("reserve planes", || self.inner.reserve_planes(bytes))
     }
     fn alloc(&self, bytes: u64) -> Result<B::Buffer, DeviceError> {
         self.fault.run("alloc", || self.inner.alloc(bytes))

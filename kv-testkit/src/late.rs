@@ -8,7 +8,7 @@ use std::task::{Context, Poll};
 use kv_core::GroupId;
 use kv_core::backend::{
     Backend, Capabilities, ChunkLayout, ChunkShape, Fence, Queue, QueueHostPool, Readback,
-    StorageView,
+    Reserved, StorageView,
 };
 use kv_core::error::{DeviceError, DeviceErrorKind};
 use kv_core::plan::{
@@ -64,6 +64,9 @@ impl<B: Backend> Backend for LateDevice<B> {
     }
     fn capabilities(&self) -> &Capabilities {
         self.inner.capabilities()
+    }
+    fn reserve_planes(&self, bytes: u64) -> Result<Reserved, DeviceError> {
+        self.inner.reserve_planes(bytes)
     }
     fn alloc(&self, bytes: u64) -> Result<B::Buffer, DeviceError> {
         self.inner.alloc(bytes)

@@ -245,7 +245,23 @@ fn a_prompt_that_can_never_fit_is_refused_up_front() {
     let fits = ["generate", "--json", "--paged", "4,33", "--prompt", "Once upon a time"];
     assert_eq!(kv(&fits).code, 0);
     fails(&["generate", "--json", "--paged", "4294967295,4294967295"], 1, "overflow");
-    fails(&["generate", "--json", "--paged", "1000000,4000"], 1, "alloc");
+}
+
+/// Blocks of terabytes, which no step would ever have filled here.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_cache_larger_than_memory_is_refused_with_both_numbers() {
+    for more in [["--paged", "16,100000000"], ["--paged", "1000000,4000"], ["--tier", "host=4TiB"]]
+    {
+        for words in ["GiB needed, ", "available: ", "KV_CPU_OVERCOMMIT=1"] {
+            fails(&[&["generate", "--json"], &more[..]].concat(), 1, words);
+        }
+    }
+    let generate = ["generate", "--json", "--max-new-tokens", "1"];
+    let output = command(&generate).env("KV_CPU_OVERCOMMIT", "yes").output().expect("it starts");
+    let stderr = String::from_utf8(output.stderr).expect("UTF-8");
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert!(stderr.contains("0 and 1 are possible"), "{stderr}");
 }
 
 #[cfg(target_os = "linux")]

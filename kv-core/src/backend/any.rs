@@ -8,7 +8,7 @@ use std::task::{Context, Poll};
 
 pub use host_pool::{AnyChunk, AnyHostPool, AnyPendingChunk};
 
-use super::{Backend, Capabilities, ChunkShape, Fence, Queue, Readback};
+use super::{Backend, Capabilities, ChunkShape, Fence, Queue, Readback, Reserved};
 use crate::error::{DeviceError, DeviceErrorKind};
 use crate::ids::GroupId;
 use crate::invariant::Invariant;
@@ -23,6 +23,7 @@ use crate::tensor::{TokenTensor, TokenTensorMut};
 trait DynBackend: fmt::Debug + Send + Sync {
     fn name(&self) -> &'static str;
     fn capabilities(&self) -> &Capabilities;
+    fn reserve_planes(&self, bytes: u64) -> Result<Reserved, DeviceError>;
     fn alloc(&self, bytes: u64) -> Result<AnyBuffer, DeviceError>;
     fn queue(&self) -> Result<AnyQueue, DeviceError>;
     fn host_pool(
@@ -181,6 +182,9 @@ impl<B: Backend> DynBackend for Erased<B> {
     fn capabilities(&self) -> &Capabilities {
         self.0.capabilities()
     }
+    fn reserve_planes(&self, bytes: u64) -> Result<Reserved, DeviceError> {
+        self.0.reserve_planes(bytes)
+    }
     fn alloc(&self, bytes: u64) -> Result<AnyBuffer, DeviceError> {
         Ok(AnyBuffer::new(self.0.alloc(bytes)?))
     }
@@ -294,6 +298,9 @@ impl Backend for AnyBackend {
     }
     fn capabilities(&self) -> &Capabilities {
         self.0.capabilities()
+    }
+    fn reserve_planes(&self, bytes: u64) -> Result<Reserved, DeviceError> {
+        self.0.reserve_planes(bytes)
     }
     fn alloc(&self, bytes: u64) -> Result<AnyBuffer, DeviceError> {
         self.0.alloc(bytes)

@@ -24,6 +24,7 @@ mod host_pool;
 #[doc(hidden)]
 pub mod kernels;
 mod null;
+mod reserved;
 
 use std::fmt;
 use std::sync::Arc;
@@ -39,6 +40,7 @@ pub use host_pool::{
 };
 use kv_format::KvFormat;
 pub use null::{NullBackend, NullBuffer, NullControl, NullFence, NullQueue, NullReadback};
+pub use reserved::Reserved;
 
 pub use crate::geometry::{PlaneLayout, PlaneShape};
 pub use crate::ids::Slot;
@@ -177,6 +179,16 @@ pub trait Backend: fmt::Debug + Send + Sync + 'static {
     fn name(&self) -> &'static str;
     /// Returns what this device can do.
     fn capabilities(&self) -> &Capabilities;
+    /// Reserves the memory that a cache is about to allocate, all of it together. For a device
+    /// whose [`Self::alloc`] takes memory when it is written: what it cannot hold has to be refused
+    /// before. Other devices reserve nothing.
+    ///
+    /// # Errors
+    /// `OutOfMemory` with both numbers ([`DeviceError::shortage`]).
+    fn reserve_planes(&self, bytes: u64) -> Result<Reserved, DeviceError> {
+        let _ = bytes;
+        Ok(Reserved::default())
+    }
     /// Allocates zeroed memory.
     ///
     /// # Errors
@@ -212,6 +224,9 @@ impl<B: Backend> Backend for Arc<B> {
     }
     fn capabilities(&self) -> &Capabilities {
         B::capabilities(self)
+    }
+    fn reserve_planes(&self, bytes: u64) -> Result<Reserved, DeviceError> {
+        B::reserve_planes(self, bytes)
     }
     fn alloc(&self, bytes: u64) -> Result<Self::Buffer, DeviceError> {
         B::alloc(self, bytes)

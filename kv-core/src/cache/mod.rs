@@ -17,7 +17,7 @@ mod tests;
 
 use std::ops::Deref;
 
-use crate::backend::{AnyBackend, Backend, Queue};
+use crate::backend::{AnyBackend, Backend, Queue, Reserved};
 use crate::calibration::Calibration;
 use crate::error::{CacheError, DeviceError};
 use crate::ids::{GroupId, LayerId};
@@ -67,6 +67,8 @@ pub struct KvCache<B: Backend = AnyBackend> {
     state: CacheState,
     /// Planes, by group.
     storages: Vec<KvStorage<B::Buffer>>,
+    /// The memory of the planes.
+    reserved: Vec<Reserved>,
     constants: constants::Constants,
     /// Who ends the open step.
     owner: Owner,
@@ -159,6 +161,10 @@ impl<B: Backend> KvCache<B> {
         // Every group is checked before the first one allocates memory.
         let cut = |group: &GroupSpec| KvStorage::new(&backend, *group.layouts());
         let mut storages = spec.groups().iter().map(cut).collect::<Result<Vec<_>, _>>()?;
+        let mut reserved = Vec::new();
+        if !spec.layers_on_demand() {
+            reserved.push(backend.reserve_planes(spec.memory().all_bytes())?);
+        }
         let mut queue = match queue {
             Some(queue) => queue,
             None => backend.queue()?,
@@ -177,6 +183,7 @@ impl<B: Backend> KvCache<B> {
             queue,
             state,
             storages,
+            reserved,
             constants,
             owner: Owner::Borrow,
             written: Written::default(),
@@ -233,11 +240,17 @@ impl<B: Backend> KvCache<B> {
         self.recover();
         let (group, index) = self.state.locate(layer)?;
         let storage = self.storages.get_mut(group).invariant(STORAGE);
+        if storage.is_allocated(index) {
+            return Ok(false);
+        }
         let constants = self.constants.layer(layer, storage.layouts())?;
         let constants = constants.each_ref().map(Option::as_ref);
+        // Such a spec counts one layer.
+        let reserved = self.backend.reserve_planes(self.state.spec().memory().all_bytes())?;
         let device = (&self.backend, &mut self.queue);
         let is_new = storage.allocate_with(device, index, constants)?;
         if is_new {
+            self.reserved.push(reserved);
             self.state.note_late(layer);
         }
         Ok(is_new)

@@ -27,6 +27,7 @@ pub struct DeviceError {
     kind: DeviceErrorKind,
     operation: &'static str,
     detail: Option<String>,
+    shortage: Option<MemoryShortage>,
     #[source]
     source: Option<Box<dyn StdError + Send + Sync>>,
 }
@@ -34,7 +35,13 @@ pub struct DeviceError {
 impl DeviceError {
     /// Creates an error without an underlying cause.
     pub fn new(kind: DeviceErrorKind, operation: &'static str) -> Self {
-        Self { kind, operation, detail: None, source: None }
+        Self { kind, operation, detail: None, shortage: None, source: None }
+    }
+
+    /// Creates an error for memory that is refused before any of it is taken.
+    pub fn out_of_memory(operation: &'static str, shortage: MemoryShortage) -> Self {
+        let error = Self::new(DeviceErrorKind::OutOfMemory, operation);
+        Self { shortage: Some(shortage), ..error.with_detail(shortage.to_string()) }
     }
 
     /// Adds details for people.
@@ -56,9 +63,46 @@ impl DeviceError {
         self.kind
     }
 
+    /// Returns how much memory is missing, where that was found before any was taken.
+    pub fn shortage(&self) -> Option<MemoryShortage> {
+        self.shortage
+    }
+
     /// Returns the operation that failed.
     pub fn operation(&self) -> &'static str {
         self.operation
+    }
+}
+
+/// More memory than there is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[expect(clippy::exhaustive_structs, reason = "what is needed, what there is, and who says so")]
+pub struct MemoryShortage {
+    /// Bytes that are needed.
+    pub needed: u64,
+    /// Bytes that are available.
+    pub available: u64,
+    /// Who has no more, and what to do about it.
+    pub limit: &'static str,
+}
+
+impl fmt::Display for MemoryShortage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [needed, available] = [self.needed, self.available].map(Size);
+        write!(f, "{needed} needed, {available} available: {}", self.limit)
+    }
+}
+
+/// Bytes in binary units, with two decimals.
+struct Size(u64);
+
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const MIB: u128 = 1 << 20;
+        let mebibytes = u128::from(self.0).saturating_mul(100) / MIB;
+        let (name, hundredths) =
+            if self.0 >> 30 > 0 { ("GiB", mebibytes / 1024) } else { ("MiB", mebibytes) };
+        write!(f, "{}.{:02} {name}", hundredths / 100, hundredths % 100)
     }
 }
 
@@ -68,5 +112,24 @@ struct Detail<'a>(Option<&'a str>);
 impl fmt::Display for Detail<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.map_or(Ok(()), |detail| write!(f, " ({detail})"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shortage_has_both_numbers_and_words() {
+        let shortage = MemoryShortage { needed: 120 << 30, available: 3 << 29, limit: "no more" };
+        let error = DeviceError::out_of_memory("reserve a cache", shortage);
+        assert_eq!(
+            (error.kind(), error.shortage()),
+            (DeviceErrorKind::OutOfMemory, Some(shortage))
+        );
+        let words = "reserve a cache: OutOfMemory (120.00 GiB needed, 1.50 GiB available: no more)";
+        assert_eq!(error.to_string(), words);
+        assert_eq!(Size((1 << 30) - 1).to_string(), "1023.99 MiB");
+        assert_eq!(Size(u64::MAX).to_string(), "17179869183.99 GiB");
     }
 }

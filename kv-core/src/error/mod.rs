@@ -7,7 +7,7 @@ mod device;
 mod plan;
 mod problem;
 
-pub use device::{DeviceError, DeviceErrorKind};
+pub use device::{DeviceError, DeviceErrorKind, MemoryShortage};
 pub use kv_format::UnknownName;
 pub use plan::{Expected, LayerProblem, PlanError};
 pub use problem::{OptionProblem, SpecConflict, StateProblem};

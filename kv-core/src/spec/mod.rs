@@ -215,6 +215,13 @@ pub struct MemoryUsage {
     pub tokens: u64,
 }
 
+impl MemoryUsage {
+    /// Returns the bytes of all planes and of their constants.
+    pub fn all_bytes(&self) -> u64 {
+        self.bytes_total.saturating_add(self.bytes_constants)
+    }
+}
+
 impl CacheSpec {
     /// Returns the memory of the planes. For layers on demand: of one layer.
     pub fn memory(&self) -> MemoryUsage {

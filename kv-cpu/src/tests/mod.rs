@@ -12,6 +12,7 @@ mod attend;
 mod decode;
 mod errors;
 mod fixture;
+mod host_memory;
 mod masked;
 mod moves;
 mod stored;

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 
 use super::{ChunkLayout, HostPool, PendingChunk};
-use crate::backend::{Queue, Readback};
+use crate::backend::{Queue, Readback, Reserved};
 use crate::error::{DeviceError, DeviceErrorKind};
 use crate::ids::BlockId;
 use crate::invariant::Invariant;
@@ -18,6 +18,8 @@ pub struct QueueHostPool<Q> {
     queue: Q,
     layout: ChunkLayout,
     unused: Arc<Unused>,
+    #[expect(dead_code, reason = "held for its destructor")]
+    reserved: Reserved,
 }
 
 /// Memory of chunks that nothing uses.
@@ -94,7 +96,14 @@ impl<Q: Queue> QueueHostPool<Q> {
     /// Creates a pool of `chunks` chunks that copies on `queue`.
     pub fn new(queue: Q, layout: ChunkLayout, chunks: u32) -> Self {
         let unused = UnusedChunks { memory: Vec::new(), untouched: chunks };
-        Self { queue, layout, unused: Arc::new(Unused(Mutex::new(unused))) }
+        let unused = Arc::new(Unused(Mutex::new(unused)));
+        Self { queue, layout, unused, reserved: Reserved::default() }
+    }
+
+    /// Keeps what was reserved for all chunks as long as the pool exists.
+    #[must_use]
+    pub fn with_reserved(self, reserved: Reserved) -> Self {
+        Self { reserved, ..self }
     }
 
     /// Calls `copy` with buffer, offset and bytes of every block in every plane, and the piece of
