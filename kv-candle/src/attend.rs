@@ -4,12 +4,12 @@ use std::cell::RefCell;
 use candle_core::backend::BackendStorage;
 #[cfg(feature = "cuda")]
 use candle_core::cuda_backend::{CudaStorage, CudaStorageSlice};
-use candle_core::{CpuStorage, CustomOp3, Error, Layout, Result, Shape, bail};
+use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, bail};
 use half::{bf16, f16};
 use kv::backend::Backend;
 use kv::{AttentionOptions, Element, Step, TensorView, TensorViewMut};
 
-use crate::axes::Axes;
+use crate::axes::{Axes, as_passed};
 use crate::step::types_differ;
 
 /// Writes k and v, and attends q.
@@ -35,9 +35,7 @@ impl Call {
         let [Some(q), Some(k), Some(v)] = layouts.map(Axes::of) else {
             bail!("the values of all heads of a token do not lie together");
         };
-        if k.format != v.format || q.format != k.format {
-            bail!("q, k and v have different numbers of dimensions");
-        }
+        assert!(k.format == v.format && q.format == k.format, "the call has checked the axes");
         let mut dims = q.dims().to_vec();
         let ([heads, _], [_, dim_v]) = (q.head(), v.head());
         if let Some(last) = dims.last_mut() {
@@ -102,11 +100,13 @@ impl<B: Backend> Attend<'_, '_, B> {
         [q, k, v]: [TensorView<'_, B::Buffer>; 3],
         out: TensorViewMut<'_, B::Buffer>,
     ) -> Result<()> {
-        let [of_q, of_k, _] = call.inputs;
+        let [_, of_k, _] = call.inputs;
         let mut step = self.step.borrow_mut();
-        step.write(self.layer, k, v, of_k.format).map_err(Error::wrap)?;
-        let options = self.options.with_qkv_format(of_q.format);
-        step.attend(self.layer, q, out, &options).map_err(Error::wrap)
+        let format = of_k.format;
+        let refused = |error| as_passed(error, format);
+        step.write(self.layer, k, v, format).map_err(refused)?;
+        let options = self.options.with_qkv_format(format);
+        step.attend(self.layer, q, out, &options).map_err(refused)
     }
 }
 

@@ -1,8 +1,77 @@
 //! How a tensor of candle lies, in the words of the cache.
 use std::ops::Range;
 
-use candle_core::{Layout, Result, Tensor, bail};
-use kv::{Element, QkvFormat, TensorView};
+use candle_core::{Layout, Result, Tensor};
+use kv::backend::Dims;
+use kv::error::{Expected, PlanError};
+use kv::{CacheError, Element, QkvFormat, TensorView};
+
+use crate::error::Error;
+
+/// The axes of the tensors of a call. A caller names them by the method: extents cannot tell tokens
+/// from heads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Form {
+    /// `[t, heads, dim]`: the tokens of all sequences follow each other.
+    Packed,
+    /// `[b, heads, s, dim]`.
+    Bhsd,
+}
+
+impl Form {
+    /// Refuses a tensor with another number of axes.
+    pub(crate) fn check(self, tensor: &'static str, given: &Tensor) -> Result<()> {
+        let (rank, expected, hint) = match self {
+            Self::Packed => (
+                3,
+                "[tokens, heads, head_dim]",
+                "squeeze(0) makes it of [1, tokens, heads, head_dim]; attend_bhsd takes \
+                 [b, heads, s, head_dim]",
+            ),
+            Self::Bhsd => (
+                4,
+                "[b, heads, s, head_dim]",
+                "attend takes the packed form [tokens, heads, head_dim]",
+            ),
+        };
+        if given.rank() == rank {
+            return Ok(());
+        }
+        let (got, expected) = (given.dims().to_vec(), expected.to_owned());
+        Err(Error::Shape { tensor, got, expected, hint }.into())
+    }
+}
+
+/// Returns an error of the cache as candle's, with the shape of a tensor as its caller passed it:
+/// the cache names the axes of `[b, heads, s, dim]` in another order.
+pub(crate) fn as_passed(error: CacheError, format: QkvFormat) -> candle_core::Error {
+    match (error, format) {
+        (CacheError::Plan(PlanError::Shape { tensor, expected, got }), QkvFormat::Bshd) => {
+            let Expected { dims, .. } = expected;
+            let hint = match (dims.as_slice(), got.as_slice()) {
+                ([_, _, heads, _], [_, tokens, others, _])
+                    if tokens == heads && others != heads =>
+                {
+                    "tokens come before heads here: transpose(1, 2)"
+                }
+                _ => "k and v have the kv_heads and head_dim of the CacheSpec, not repeated heads",
+            };
+            let got = heads_first(got).into_iter().filter_map(|n| usize::try_from(n).ok());
+            let expected = Dims::new(&heads_first(dims));
+            let expected = format!("[b at least, heads, s at least, head_dim] = {expected}");
+            Error::Shape { tensor, got: got.collect(), expected, hint }.into()
+        }
+        (error, _) => candle_core::Error::wrap(error),
+    }
+}
+
+/// Swaps the axes of tokens and heads.
+fn heads_first(dims: Dims) -> Vec<u32> {
+    match *dims.as_slice() {
+        [b, s, heads, dim] => vec![b, heads, s, dim],
+        ref others => others.to_vec(),
+    }
+}
 
 /// Dimensions of a tensor as the cache names them, and where its values lie.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -94,10 +163,9 @@ pub(crate) fn readable(tensor: &Tensor) -> Result<(Tensor, bool)> {
         return Ok((tensor.clone(), false));
     }
     let copy = match tensor.rank() {
-        3 => tensor.contiguous()?,
         // Tokens before heads, as after a projection.
         4 => tensor.transpose(1, 2)?.contiguous()?.transpose(1, 2)?,
-        rank => bail!("q, k and v have 3 or 4 dimensions, not {rank}"),
+        _ => tensor.contiguous()?,
     };
     Ok((copy, true))
 }

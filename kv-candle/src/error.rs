@@ -23,6 +23,18 @@ pub enum Error {
         /// What to do instead.
         instead: &'static str,
     },
+    /// A tensor has axes that the call does not take, or a wrong extent.
+    #[error("{tensor} has shape {got:?}, expected {expected}: {hint}")]
+    Shape {
+        /// The tensor.
+        tensor: &'static str,
+        /// Its shape, as the caller passed it.
+        got: Vec<usize>,
+        /// The axes that the call takes, and the extents where they are known.
+        expected: String,
+        /// What to do.
+        hint: &'static str,
+    },
     /// A [`LayerCache`](crate::LayerCache) has a fixed number of layers and returns all their rows,
     /// which a cache with this setting does not.
     #[error("a LayerCache returns all rows of its layers, the spec has {setting}")]

@@ -1,7 +1,7 @@
 //! A cache behind candle's own interface: one for each layer, which takes new rows and returns all.
 use std::cell::RefCell;
 use std::fmt;
-use std::rc::Rc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::backend::BackendStorage;
 #[cfg(feature = "cuda")]
@@ -13,7 +13,7 @@ use kv::backend::{AnyBackend, AnyBuffer, Plane};
 use kv::{CacheSpec, Element, KvCache, QkvFormat, SequenceId, StartOptions, StepInput};
 use kv::{TensorView, TensorViewMut};
 
-use crate::axes::{Axes, readable};
+use crate::axes::{Axes, as_passed, readable};
 use crate::cache::CandleCache;
 use crate::error::Error;
 use crate::step::types_differ;
@@ -45,7 +45,7 @@ use crate::step::types_differ;
 /// # }
 /// ```
 pub struct LayerCache {
-    model: Rc<RefCell<Model>>,
+    model: Arc<Mutex<Model>>,
     layer: u16,
 }
 
@@ -82,8 +82,8 @@ impl LayerCache {
         let layers = kv.spec().groups().iter().map(|group| group.layers().len()).sum::<usize>();
         let layers = u16::try_from(layers).unwrap_or(u16::MAX);
         let written = vec![false; layers.into()];
-        let model = Rc::new(RefCell::new(Model { kv, batch: 0, new: 0, written }));
-        Ok((0..layers).map(|layer| Self { model: Rc::clone(&model), layer }).collect())
+        let model = Arc::new(Mutex::new(Model { kv, batch: 0, new: 0, written }));
+        Ok((0..layers).map(|layer| Self { model: Arc::clone(&model), layer }).collect())
     }
 
     /// Appends the rows of new tokens, `[b, kv_heads, s, dim]`, and returns all rows of the layer,
@@ -99,7 +99,7 @@ impl LayerCache {
         let (batch, heads, new, dim_k) = k.dims4()?;
         let dim_v = v.dims4()?.3;
         let (k, v) = (readable(k)?.0, readable(v)?.0);
-        let mut model = self.model.borrow_mut();
+        let mut model = self.lock();
         let tokens = model.begin(self.layer, (batch, new))?;
         let op = Append { model: RefCell::new(&mut model), layer: self.layer, tokens };
         let rows = match k.apply_op2_no_bwd(&v, &op) {
@@ -121,7 +121,7 @@ impl LayerCache {
 
     /// Returns the tokens of each sequence.
     pub fn len(&self) -> usize {
-        let len = self.model.borrow().kv.seq_len(SequenceId(0)).unwrap_or(0);
+        let len = self.lock().kv.seq_len(SequenceId(0)).unwrap_or(0);
         usize::try_from(len).unwrap_or(usize::MAX)
     }
 
@@ -135,12 +135,18 @@ impl LayerCache {
     /// # Errors
     /// candle's error if the device failed.
     pub fn reset(&mut self) -> Result<()> {
-        self.model.borrow_mut().reset()
+        self.lock().reset()
     }
 
-    /// Returns the cache below, for statistics.
+    /// Lends the cache below, for statistics. `read` may call no layer of this model: it would wait
+    /// for itself.
     pub fn with_kv<T>(&self, read: impl FnOnce(&KvCache) -> T) -> T {
-        read(&self.model.borrow().kv)
+        read(&self.lock().kv)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Model> {
+        // A step that a panic left open is rolled back by the next pass.
+        self.model.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -270,9 +276,10 @@ impl Append<'_> {
     ) -> Result<()> {
         let mut model = self.model.borrow_mut();
         let Some(mut step) = model.kv.step() else { bail!("no step is open") };
-        step.write(self.layer, k, v, QkvFormat::Bshd).map_err(CandleError::wrap)?;
+        let refused = |error| as_passed(error, QkvFormat::Bshd);
+        step.write(self.layer, k, v, QkvFormat::Bshd).map_err(refused)?;
         for (plane, rows) in [Plane::Key, Plane::Value].into_iter().zip(rows) {
-            step.gather(self.layer, plane, rows, QkvFormat::Bshd).map_err(CandleError::wrap)?;
+            step.gather(self.layer, plane, rows, QkvFormat::Bshd).map_err(refused)?;
         }
         Ok(())
     }

@@ -6,7 +6,7 @@ use kv::backend::{AnyBackend, Backend};
 use kv::{AttentionOptions, Step};
 
 use crate::attend::Attend;
-use crate::axes::readable;
+use crate::axes::{Form, readable};
 use crate::error::Error;
 
 /// An open step. Its methods take `&self`, because candle's models pass everything down by
@@ -56,22 +56,24 @@ impl<'c, B: Backend> CandleStep<'c, B> {
     /// | q | k, v | result |
     /// |---|---|---|
     /// | `[t, heads, dim]` | `[t, kv_heads, dim]` | `[t, heads * dim]` |
-    /// | `[b, heads, s, dim]` | `[b, kv_heads, s, dim]` | `[b, s, heads * dim]` |
     ///
-    /// In the first form the tokens of all sequences follow each other; the second form, which most
-    /// of candle's models have, is for sequences with `s` tokens or fewer each, padded at the end.
-    /// Rows beyond those of the step, as of a batch that is padded to a fixed size, are neither
-    /// written nor attended; the result is zero there. `heads` is a multiple of `kv_heads`, and V
-    /// may have another `dim` than K; the result has V's. RoPE has been applied to q and k.
+    /// The tokens of all sequences follow each other. `heads` is a multiple of `kv_heads`, and V
+    /// may have another `dim` than K; the result has V's. RoPE has been applied to q and k. Rows
+    /// beyond those of the step, as of a batch that is padded to a fixed size, are neither written
+    /// nor attended; the result is zero there.
+    ///
+    /// Four dimensions are refused, those of `[1, t, heads, dim]` before `squeeze(0)` too: their
+    /// axes are named by the call, [`Self::attend_bhsd`], because `[1, 6, 6, dim]` may be 6 tokens
+    /// with 6 heads or 6 heads with 6 tokens.
     ///
     /// Tensors are read in place where the values of all heads of a token lie together, as after a
     /// projection, also if the tensor was transposed. Others are copied first.
     ///
     /// # Errors
     /// candle's error with the words of the cache: tensors that differ in element type or device,
-    /// or are none of f32, f16 and bf16; shapes that are not those of the step and the cache; an
-    /// unknown layer; options that contradict each other. The step stays open, and the layer can be
-    /// attended again: its K and V may be written already.
+    /// or are none of f32, f16 and bf16; shapes that are not those of the step and the cache
+    /// ([`Error::Shape`] for the axes); an unknown layer; options that contradict each other. The
+    /// step stays open, and the layer can be attended again: its K and V may be written already.
     pub fn attend(
         &self,
         layer: usize,
@@ -80,7 +82,46 @@ impl<'c, B: Backend> CandleStep<'c, B> {
         v: &Tensor,
         options: &AttentionOptions<'_>,
     ) -> Result<Tensor> {
+        self.attend_as(Form::Packed, layer, [q, k, v], options)
+    }
+
+    /// Does what [`Self::attend`] does for tensors with heads before tokens, which most of candle's
+    /// models have: one entry of the batch for each sequence, with `s` tokens or fewer, padded at
+    /// the end.
+    ///
+    /// # Shapes
+    /// | q | k, v | result |
+    /// |---|---|---|
+    /// | `[b, heads, s, dim]` | `[b, kv_heads, s, dim]` | `[b, s, heads * dim]` |
+    ///
+    /// Tensors with tokens before heads, `[b, s, heads, dim]`, are refused unless `s` happens to be
+    /// `kv_heads`: only the caller knows the axes of such a tensor. [`Self::attend`] has no such
+    /// case.
+    ///
+    /// # Errors
+    /// Those of [`Self::attend`].
+    pub fn attend_bhsd(
+        &self,
+        layer: usize,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        options: &AttentionOptions<'_>,
+    ) -> Result<Tensor> {
+        self.attend_as(Form::Bhsd, layer, [q, k, v], options)
+    }
+
+    fn attend_as(
+        &self,
+        form: Form,
+        layer: usize,
+        [q, k, v]: [&Tensor; 3],
+        options: &AttentionOptions<'_>,
+    ) -> Result<Tensor> {
         let Ok(layer) = u16::try_from(layer) else { bail!("a cache has no layer {layer}") };
+        for (name, tensor) in [("q", q), ("k", k), ("v", v)] {
+            form.check(name, tensor)?;
+        }
         let [q, k, v] = [self.readable(q)?, self.readable(k)?, self.readable(v)?];
         let op = Attend { step: &self.step, layer, options: *options };
         q.apply_op3_no_bwd(&k, &v, &op)

@@ -163,12 +163,12 @@ fn heads_before_tokens_are_read_in_place_after_a_transpose() {
         });
         let outs = all.each_ref().map(|rows| expected(rows, count));
         let expected = Tensor::stack(&outs, 0).unwrap();
-        assert_close(&step.attend(0, &q, &k, &v, &options()).unwrap(), &expected, 2e-6);
+        assert_close(&step.attend_bhsd(0, &q, &k, &v, &options()).unwrap(), &expected, 2e-6);
         assert_eq!(step.copies(), 0, "{new} tokens");
         // After `contiguous`, as RoPE of candle wants it: one token needs no copy.
         let dense = [q, k, v].map(|tensor| tensor.contiguous().unwrap());
         let [q, k, v] = &dense;
-        assert_close(&step.attend(1, q, k, v, &options()).unwrap(), &expected, 2e-6);
+        assert_close(&step.attend_bhsd(1, q, k, v, &options()).unwrap(), &expected, 2e-6);
         assert_eq!(step.copies(), if new == 1 { 0 } else { 3 });
         step.commit().unwrap();
         done += new;
@@ -245,8 +245,8 @@ fn what_does_not_fit_is_an_error_of_candle_and_the_step_goes_on() {
     refused(0, q, q, v, "6");
     refused(0, q, &k.narrow(0, 0, 2).unwrap(), v, "2");
     refused(0, q, &k.narrow(2, 0, 8).unwrap(), v, "8");
-    refused(0, &q.flatten_from(1).unwrap(), k, v, "3 or 4 dimensions");
-    refused(0, &q.unsqueeze(0).unwrap().transpose(1, 2).unwrap(), k, v, "dimensions");
+    refused(0, &q.flatten_from(1).unwrap(), k, v, "q has shape [3, 96], expected [tokens, heads");
+    refused(0, &q.unsqueeze(0).unwrap(), k, v, "squeeze(0)");
     assert_close(&step.attend(0, q, k, v, &options()).unwrap(), &expected(&all, 3), 2e-6);
     // A layer was forgotten.
     let forgotten = step.commit().unwrap_err();

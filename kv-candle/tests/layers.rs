@@ -60,6 +60,34 @@ fn all_rows_come_back_as_from_candles_own_cache() {
     }
 }
 
+/// A model that a server moves to a thread, and one whose layers are on two threads.
+#[test]
+fn layers_move_to_threads() {
+    fn is_send<T: Send + 'static>() {}
+    is_send::<LayerCache>();
+    let layers = layers(KvFormat::F32);
+    let pass = |layers: &mut [LayerCache], [k, v]: &[Tensor; 2]| {
+        layers.iter_mut().map(|layer| layer.append(k, v).unwrap().0.dim(2).unwrap()).max()
+    };
+    let rows = rows(2, 3, DType::F32);
+    let moved = rows.clone();
+    let mut layers = std::thread::spawn(move || {
+        let mut layers = layers;
+        assert_eq!(pass(&mut layers, &moved), Some(3));
+        layers
+    })
+    .join()
+    .unwrap();
+    assert_eq!(layers[0].len(), 3);
+    let (first, rest) = layers.split_at_mut(1);
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| pass(first, &rows));
+        let rest = scope.spawn(|| pass(rest, &rows));
+        assert_eq!((first.join().unwrap(), rest.join().unwrap()), (Some(6), Some(6)));
+    });
+    assert!(layers.iter().all(|layer| layer.len() == 6));
+}
+
 #[test]
 fn a_pass_that_failed_half_way_is_forgotten() {
     let mut layers = layers(KvFormat::F32);

@@ -188,15 +188,21 @@ fn tensors_that_do_not_fit_the_step_are_refused_and_it_goes_on() {
     let batched = [&q, &k, &v].map(|it| it.unsqueeze(0).unwrap().transpose(1, 2).unwrap());
     let [q4, k4, v4] = &batched;
     for (q, k, v) in [(&q, k4, v4), (q4, &k, v4), (q4, k4, &v), (&q, &k, v4), (&q, k4, &v)] {
-        refused(q, k, v, "dimensions");
+        refused(q, k, v, "expected [tokens, heads, head_dim]");
+        let error = step.attend_bhsd(0, q, k, v, &options()).unwrap_err().to_string();
+        assert!(error.contains("expected [b, heads, s, head_dim]"), "{error}");
     }
-    refused(&q.unsqueeze(0).unwrap().unsqueeze(0).unwrap(), &k, &v, "not 5");
-    refused(&q.flatten_all().unwrap(), &k, &v, "not 1");
+    refused(&q.unsqueeze(0).unwrap().unsqueeze(0).unwrap(), &k, &v, "[1, 1, 3, 4, 8]");
+    refused(&q.flatten_all().unwrap(), &k, &v, "[96]");
+    let refused = |q: &Tensor, k: &Tensor, v: &Tensor, words: &str| {
+        let error = step.attend_bhsd(0, q, k, v, &options()).unwrap_err().to_string();
+        assert!(error.contains(words), "{error}");
+    };
     let short = batched.each_ref().map(|tensor| tensor.narrow(2, 0, 2).unwrap());
-    refused(&short[0], k4, v4, "2");
-    refused(q4, &short[1], v4, "2");
+    refused(&short[0], k4, v4, "q has shape [1, 4, 2, 8]");
+    refused(q4, &short[1], v4, "k has shape [1, 2, 2, 8]");
     let none = batched.each_ref().map(|tensor| tensor.narrow(0, 0, 0).unwrap());
-    refused(&none[0], &none[1], &none[2], "0");
+    refused(&none[0], &none[1], &none[2], "[0, 2, 3, 8]");
     drop(step);
     assert_as_before(&mut cache);
 }
@@ -215,7 +221,11 @@ fn what_is_past_the_tokens_of_a_step_is_padding_and_comes_back_as_zeros() {
     for (tensors, rows) in [(&longer, 6), (&batch, 12)] {
         let [q, k, v] = tensors;
         let step = cache.step(&[StepInput::count(SEQUENCE, 3)]).unwrap();
-        let out = step.attend(0, q, k, v, &options()).unwrap().reshape((rows, 32)).unwrap();
+        let out = match rows {
+            6 => step.attend(0, q, k, v, &options()),
+            _ => step.attend_bhsd(0, q, k, v, &options()),
+        };
+        let out = out.unwrap().reshape((rows, 32)).unwrap();
         assert_same(&out.narrow(0, 0, 3).unwrap(), &expected);
         let rest = out.narrow(0, 3, rows - 3).unwrap();
         assert_same(&rest, &rest.zeros_like().unwrap());

@@ -103,13 +103,16 @@ impl<'a> Decoder<'a> {
         let name = |part: &str| format!("model.layers.{layer}.self_attn.{part}_proj");
         let heads = |part: &str| self.linear(&name(part), hidden)?.reshape((tokens, (), dim));
         let rotated = |part: &str| rope_thd(&heads(part)?.unsqueeze(0)?, cos, sin)?.squeeze(0);
-        let (mut q, mut k, mut v) = (rotated("q")?, rotated("k")?, heads("v")?);
-        if step.last_rows().dim(0)? == 1 {
+        let (q, k, v) = (rotated("q")?, rotated("k")?, heads("v")?);
+        let (layer_id, options) = (layer.into(), self.options(layer, reading));
+        let out = if step.last_rows().dim(0)? == 1 {
             // One sequence: heads before tokens, as in most of candle's models.
             let batched = |tensor: Tensor| tensor.unsqueeze(0)?.transpose(1, 2);
-            (q, k, v) = (batched(q)?, batched(k)?, batched(v)?);
-        }
-        let out = step.attend(layer.into(), &q, &k, &v, &self.options(layer, reading))?;
+            let (q, k, v) = (batched(q)?, batched(k)?, batched(v)?);
+            step.attend_bhsd(layer_id, &q, &k, &v, &options)?
+        } else {
+            step.attend(layer_id, &q, &k, &v, &options)?
+        };
         self.linear(&name("o"), &out.reshape((tokens, ()))?)
     }
 
