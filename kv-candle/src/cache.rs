@@ -14,14 +14,16 @@ pub struct CandleCache<B: Backend = AnyBackend> {
 }
 
 impl CandleCache {
-    /// Allocates a cache on the backend for a device of candle: the CPU, or with the feature `cuda`
-    /// a card. There it works on the device's own stream, so neither waits for the other.
+    /// Allocates a cache on the backend for a device of candle: the CPU with the feature `cpu`,
+    /// which is on by default, or with the feature `cuda` a card. There it works on the device's
+    /// own stream, so neither waits for the other.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for a device without a backend, and for a CUDA device on a built-in
     /// stream, as `Device::new_cuda` makes them: the message names the constructor to use.
-    /// [`Error::Device`] if the device cannot be opened, [`Error::Cache`] with the errors of
-    /// [`KvCache::new`].
+    /// [`Error::Device`] if the device cannot be opened or its feature is off, [`Error::Cache`]
+    /// with the errors of [`KvCache::new`]; a cache on the CPU that is larger than the memory that
+    /// is left has a [`DeviceError::shortage`](kv::error::DeviceError::shortage).
     pub fn new(device: &Device, spec: CacheSpec) -> Result<Self, Error> {
         let kv = match device.location() {
             DeviceLocation::Cpu => KvCache::new(kv::Device::open("cpu")?, spec)?,

@@ -49,7 +49,7 @@ pub use layer::LayerCache;
 pub use step::CandleStep;
 
 /// Compiles and runs the examples of the project's documents.
-#[cfg(doctest)]
+#[cfg(all(doctest, feature = "cpu"))]
 mod documents {
     #[doc = include_str!("../../README.md")]
     struct Readme;

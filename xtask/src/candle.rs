@@ -15,7 +15,8 @@ use crate::workspace::{self, Workspace};
 
 const KERNELS: &str = "candle-kernels";
 
-/// Checks the types. Both crates' features of cudarc meet here, as in any program with both.
+/// Checks the types, of a program on cards alone. Both crates' features of cudarc meet here, as in
+/// any program with both.
 pub(crate) fn check_cuda(workspace: &Workspace) -> Result<Outcome> {
     let folder = workspace.target_dir.join("kv-candle-cuda");
     let manifest = folder.join("Cargo.toml");
@@ -28,9 +29,23 @@ pub(crate) fn check_cuda(workspace: &Workspace) -> Result<Outcome> {
     let (source, version) = workspace::source_of(&manifest, KERNELS)?;
     replace(&source, &version, &folder.join(KERNELS))?;
     fs::write(&manifest, program(&profiles, true)?)?;
+    without_cpu(&manifest)?;
     let mut command = shell::cargo(["check", "--manifest-path"]);
     command.arg(&manifest).env("CARGO_TARGET_DIR", &workspace.target_dir);
     shell::run(&mut command).map(|()| Outcome::Passed)
+}
+
+/// Refuses a program on cards that compiles kernels of the CPU.
+fn without_cpu(manifest: &Path) -> Result<()> {
+    let mut command = shell::cargo(["tree", "--edges", "normal,build", "--prefix", "none"]);
+    let Some(tree) = shell::output(command.arg("--manifest-path").arg(manifest)) else {
+        bail!("`{}` failed", shell::line(&command));
+    };
+    match tree.lines().find(|line| line.starts_with("kv-cpu")) {
+        Some(found) => bail!("kv-candle without its feature `cpu` depends on {found}"),
+        None if tree.lines().any(|line| line.starts_with("kv-cuda ")) => Ok(()),
+        None => bail!("kv-candle with its feature `cuda` does not depend on kv-cuda"),
+    }
 }
 
 /// Writes the manifest of a program on CUDA, with the profiles of this workspace: crates that are
@@ -48,7 +63,8 @@ fn program(root: &str, is_patched: bool) -> Result<String> {
     Ok(format!(
         "[package]\nname = \"kv-candle-cuda\"\nversion = \"0.0.0\"\nedition = \"2024\"\n\n\
          [workspace]\n\n\
-         [dependencies]\nkv-candle = {{ path = '{kv_candle}', features = [\"cuda\"] }}\n\n\
+         [dependencies]\nkv-candle = {{ path = '{kv_candle}', default-features = false, \
+         features = [\"cuda\"] }}\n\n\
          {patch}\n{profiles}"
     ))
 }
