@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use kv::Device;
-use kv_runner::stored::Stored;
+use kv_runner::stored::{Source, Stored};
 
 pub(crate) use self::accuracy::{CalibrateArgs, EvalArgs};
 pub(crate) use self::bench::BenchArgs;
@@ -251,6 +251,12 @@ impl Cli {
             (has_drafts && args.no_cache, "--draft-tokens", "--no-cache"),
             (args.session.is_some() && args.prompt.len() > 1, "--session", "a second --prompt"),
         ];
+        if args.session.is_some() && args.engine.format.calibration == Some(Source::Online) {
+            // The next run would measure other constants, and could not read the file.
+            let message = "the argument '--session' cannot be used with 'calib=online', whose \
+                           constants end with the run: `kv calibrate` writes a file for calib=FILE";
+            return Err(Self::command().error(ErrorKind::ArgumentConflict, message));
+        }
         match conflict.into_iter().find(|(is_there, ..)| *is_there) {
             None => Ok(self),
             Some((_, one, other)) => {

@@ -36,6 +36,52 @@ fn two_runs_give_the_text_of_one() {
     }
 }
 
+/// Whatever the options, the next run with the same ones goes on.
+#[test]
+fn every_file_that_a_run_writes_is_loaded_by_the_next() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let constants = folder.path().join("calib.safetensors").display().to_string();
+    let text = folder.path().join("text.txt").display().to_string();
+    std::fs::write(&text, "One day, Lily and Ben went to the park. ".repeat(20)).expect("a file");
+    json(&["calibrate", "--text", &text, "-o", &constants]);
+    let with_file = format!("l4,calib={constants}");
+    let nvfp4 = format!("nvfp4,calib={constants}");
+    let options: [&[&str]; 9] = [
+        &["--format", &with_file],
+        &["--format", &nvfp4],
+        &["--format", "int8/l4,full-precision-prefix=8,transform=off"],
+        &["--format", "l4,tail=on"],
+        &["--format", "l4,mean=block"],
+        &["--paged", "1,512", "--max-step-tokens", "1"],
+        &["--paged", "64,2"],
+        &["--beams", "3"],
+        &["--draft-tokens", "4", "--tier", "host=64MiB"],
+    ];
+    for (number, options) in options.into_iter().enumerate() {
+        let path = folder.path().join(format!("{number}.kvs")).display().to_string();
+        let session = ["--session", &path, "--max-new-tokens", "31"];
+        let first = json(&[&PROMPT, options, &session].concat());
+        let second = json(&[&["generate", "--ignore-eos"], options, &session].concat());
+        let came = second["session"]["loaded_tokens"].as_u64().expect("a count");
+        assert_eq!(first["session"]["tokens"], second["session"]["tokens_before"], "{options:?}");
+        // Without whole blocks, as with a tail, the last one is computed again.
+        assert!(came >= 16, "{options:?}: {came} tokens came back");
+    }
+}
+
+/// Constants that are measured in a run are those of its text: a file in them would have no reader.
+#[test]
+fn constants_of_one_run_are_refused_before_it() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("chat.kvs");
+    let session = ["--session", &path.display().to_string(), "--max-new-tokens", "3", "--json"];
+    for format in ["l4,calib=online", "f32,calib=online", "int8/nvfp4,calib=online,tail=on"] {
+        let given = [&PROMPT[..], &session, &["--format", format]].concat();
+        fails(&given, 2, "calib=FILE");
+        assert!(!path.exists(), "{format}");
+    }
+}
+
 #[test]
 fn more_text_goes_on_without_a_begin_token() {
     let folder = tempfile::tempdir().expect("a folder");
