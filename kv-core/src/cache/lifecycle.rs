@@ -120,7 +120,8 @@ impl<B: Backend> KvCache<B> {
 
     /// Removes from the index what only this sequence has cached: its blocks, last first, up to the
     /// first that another sequence holds or continues. The sequence goes on without offering
-    /// further blocks. Returns the number of these blocks in all groups.
+    /// further blocks. Returns the number of these blocks in all groups. Lower tiers keep theirs:
+    /// `kv_tier::Tiers::forget_sequence` removes those too.
     ///
     /// # Errors
     /// [`PlanError::UnknownSequence`]; [`PlanError::State`] while a step is held.
@@ -130,7 +131,7 @@ impl<B: Backend> KvCache<B> {
 
     /// Evicts the cached blocks of a prompt after its first `keep` tokens, last first, up to the
     /// first that is held or that another prompt continues. Returns the number of these blocks in
-    /// all groups.
+    /// all groups. Lower tiers keep theirs: `kv_tier::Tiers::forget_prefix` removes those too.
     ///
     /// # Errors
     /// [`PlanError::State`] while a step is held; a device failure of the wipe, as for
@@ -146,8 +147,21 @@ impl<B: Backend> KvCache<B> {
         Ok(forgotten)
     }
 
+    /// Evicts everything that is cached with a salt, of all adapters, but what is held and the blocks
+    /// before it; an empty salt stands for prompts without one. Returns the number of blocks in all
+    /// groups. Lower tiers keep theirs: `kv_tier::Tiers::forget_salt` removes those too.
+    ///
+    /// # Errors
+    /// [`PlanError::State`] while a step is held; a device failure of the wipe, as for
+    /// [`Self::truncate`].
+    pub fn forget_salt(&mut self, salt: &[u8]) -> Result<u32, CacheError> {
+        let forgotten = self.recovered().forget_salt(salt)?;
+        self.wipe()?;
+        Ok(forgotten)
+    }
+
     /// Evicts everything cached; `false`, and no change, while a sequence, a pin, a hold or an
-    /// import holds a block.
+    /// import holds a block. Lower tiers keep theirs: `kv_tier::Tiers::forget_all` empties them too.
     ///
     /// # Errors
     /// [`PlanError::State`] while a step is held; a device failure of the wipe, as for

@@ -1,8 +1,11 @@
 //! Removal of cached content from the index, other than eviction.
-use crate::cache::state::{CacheState, StartOptions, unique};
+use crate::cache::state::history::History;
+use crate::cache::state::start::Lookup;
+use crate::cache::state::{CacheState, Group, StartOptions, unique};
 use crate::error::PlanError;
-use crate::ids::SequenceId;
+use crate::ids::{BlockId, SequenceId};
 use crate::num::to_u32;
+use crate::reuse::Content;
 
 impl CacheState {
     /// Removes from the index what only this sequence has cached: see
@@ -48,11 +51,17 @@ impl CacheState {
         keep: u32,
     ) -> Result<u32, PlanError> {
         self.check_closed("forget")?;
-        let lookup = self.look_up_whole(tokens, &options);
+        let Lookup { found, mut history } = self.look_up_whole(tokens, &options);
+        let len = to_u32(tokens.len());
         let mut forgotten = 0_u32;
         let Self { groups, ledger, unwiped, .. } = self;
-        for (group, found) in groups.iter_mut().zip(&lookup.found.groups) {
+        for (group, found) in groups.iter_mut().zip(&found.groups) {
             let map = group.slot_map();
+            // The end of the prompt, in a block that it does not fill, follows the full ones.
+            while let Some(block) = own_part(group, &mut history, len, keep) {
+                group.forget(block, ledger, unwiped);
+                forgotten = forgotten.saturating_add(1);
+            }
             for (at, block) in found.blocks.iter().enumerate().rev() {
                 let Some((block, content)) =
                     block.and_then(|block| Some((block, group.pool.content(block)?)))
@@ -66,6 +75,34 @@ impl CacheState {
                 }
                 group.forget(block, ledger, unwiped);
                 forgotten = forgotten.saturating_add(1);
+            }
+        }
+        Ok(forgotten)
+    }
+
+    /// Evicts what is cached with a salt: see [`KvCache::forget_salt`](crate::KvCache::forget_salt).
+    ///
+    /// # Errors
+    /// [`PlanError::State`] while a step is open.
+    pub fn forget_salt(&mut self, salt: &[u8]) -> Result<u32, PlanError> {
+        self.check_closed("forget")?;
+        let mut forgotten = 0_u32;
+        let Self { groups, ledger, unwiped, .. } = self;
+        for group in groups.iter_mut() {
+            let has_salt = |namespace| ledger.namespace(namespace).is_some_and(|of| of.0 == salt);
+            let index = group.pool.index().iter().filter(|block| has_salt(block.namespace));
+            let mut blocks: Vec<_> = index.map(|at| (at.index, at.is_partial, at.block)).collect();
+            // A block after those that follow it.
+            blocks.sort_unstable_by(|a, b| b.cmp(a));
+            for (_, _, block) in blocks {
+                let content = group.pool.content(block).filter(|_| group.pool.is_idle(block));
+                let is_last = content.is_some_and(|content| {
+                    content.is_partial || !group.pool.index().has_children(content.key)
+                });
+                if is_last {
+                    group.forget(block, ledger, unwiped);
+                    forgotten = forgotten.saturating_add(1);
+                }
             }
         }
         Ok(forgotten)
@@ -107,4 +144,20 @@ impl CacheState {
         self.encoding_key = encoding_key;
         self.ledger.namespaces_mut().set_encoding(encoding_key);
     }
+}
+
+/// Returns an idle block that a prompt of `len` tokens does not fill and has all tokens of, if it
+/// begins after `keep` tokens.
+fn own_part(group: &Group, history: &mut History, len: u32, keep: u32) -> Option<BlockId> {
+    let map = group.slot_map();
+    let index = map.full_blocks(len);
+    if map.tokens(index) < keep || map.tokens(index) == len {
+        return None;
+    }
+    let content = history.partial(group.chain, &map, (index, len))?;
+    let Content { parent, namespace, tokens, contents, .. } = content;
+    let (block, common) = group.pool.longest_beginning(parent, namespace, (tokens, contents))?;
+    let found = group.pool.content(block)?;
+    let is_own = found.is_partial && to_u32(found.tokens.len()) == common;
+    (is_own && group.pool.is_idle(block)).then_some(block)
 }

@@ -128,6 +128,12 @@ impl PrefixProbe {
         (0..blocks).map(move |index| self.probed.block(group.map_or(0, |(at, _)| at), index))
     }
 
+    /// Returns one full block of the prompt; `None` for an unknown group, and past the last.
+    pub fn block(&self, group: GroupId, index: u32) -> Option<ProbedBlock> {
+        let (at, of) = self.probed.find_group(group)?;
+        (to_usize(index) < of.cached.len()).then(|| self.probed.block(at, index))
+    }
+
     /// Returns the indices of the blocks of one group, cached ones included, that a sequence needs
     /// to reuse [`hit(upto)`](Self::hit) tokens: those of sink tokens, and the others. Empty ranges
     /// for an unknown group.

@@ -261,6 +261,48 @@ fn pins_hold_and_forgetting_stops_at_shared_blocks() {
     check_invariants(&cache);
 }
 
+/// The block that a prompt does not fill is its own, unless another one goes on in it.
+#[test]
+fn a_prompt_that_ends_inside_a_block_is_forgotten_whole() {
+    for more in [0, 2] {
+        let mut cache = cache_with(8, |spec| spec);
+        let prompt = tokens(0..10);
+        run(&mut cache, SEQ[0], &[prompt.clone(), tokens(50..50 + more)].concat());
+        cache.release(SEQ[0]).unwrap();
+        let forget = |cache: &mut KvCache<NullBackend>, keep| {
+            cache.forget_prefix(&prompt, StartOptions::default(), keep).unwrap()
+        };
+        assert_eq!(forget(&mut cache, 9), u32::from(more == 0) * 0);
+        let all = if more == 0 { 3 } else { 0 };
+        assert_eq!(forget(&mut cache, 0), all);
+        assert_eq!(cache.probe(&prompt, StartOptions::default()), if more == 0 { 0 } else { 9 });
+        check_invariants(&cache);
+    }
+}
+
+#[test]
+fn a_salt_is_forgotten_but_what_is_held() {
+    let mut cache = cache_with(16, |spec| spec);
+    let (prompt, other) = (tokens(0..10), tokens(100..109));
+    let [none, salt] = [&b""[..], b"a"].map(|salt| StartOptions::default().with_salt(salt));
+    for (number, options) in [none, salt, salt.with_adapter(3)].into_iter().enumerate() {
+        cache.start(SEQ[number], &prompt, options).unwrap();
+        feed(&mut cache, SEQ[number], &prompt);
+        cache.release(SEQ[number]).unwrap();
+    }
+    cache.start(SEQ[0], &other, salt).unwrap();
+    feed(&mut cache, SEQ[0], &other);
+    assert_eq!(cache.forget_salt(b"b").unwrap(), 0);
+    assert_eq!(cache.forget_salt(b"a").unwrap(), 6);
+    assert_eq!(cache.probe(&prompt, none), 9);
+    assert_eq!([salt, salt.with_adapter(3)].map(|of| cache.probe(&prompt, of)), [0; 2]);
+    assert_eq!(cache.probe(&other, salt), 8, "a sequence holds it");
+    cache.release(SEQ[0]).unwrap();
+    assert_eq!((cache.forget_salt(b"").unwrap(), cache.forget_salt(b"a").unwrap()), (3, 3));
+    assert!(cache.reset_prefixes().unwrap());
+    check_invariants(&cache);
+}
+
 #[test]
 fn the_last_holder_copies_if_it_would_overwrite_another() {
     for (cut, copies) in [(3, 1), (2, 2)] {
