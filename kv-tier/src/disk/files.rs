@@ -30,6 +30,13 @@ pub(super) struct Status {
     pub(super) modified: u64,
 }
 
+impl Status {
+    /// Returns the bytes that it counts for: only files are counted.
+    pub(super) fn charge(self) -> u64 {
+        if self.is_file { charge(self.length) } else { 0 }
+    }
+}
+
 /// What is read of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Part {
@@ -76,11 +83,11 @@ impl Files {
         self.direct.load(Ordering::Relaxed)
     }
 
-    /// Returns what is at a path, `None` for nothing.
+    /// Returns what is at a path, `None` for nothing. Below what is no folder there is nothing.
     pub(super) fn status(&self, path: &str) -> Result<Option<Status>, StoreError> {
         match fs::statat(&self.root, path, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(stat) => Ok(Some(status(&stat))),
-            Err(Errno::NOENT) => Ok(None),
+            Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => Ok(None),
             Err(errno) => Err(failed("stat of", path, errno)),
         }
     }
@@ -98,8 +105,15 @@ impl Files {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
         let file = match fs::openat(&self.root, path, flags, Mode::empty()) {
             Ok(file) => file,
-            Err(Errno::NOENT) => return Ok(None),
-            Err(Errno::LOOP) => return Err(refused(StoreErrorKind::Corrupt, READ, path)),
+            Err(Errno::NOENT | Errno::NOTDIR) => return Ok(None),
+            // A link, a socket, a device.
+            Err(Errno::LOOP | Errno::NXIO | Errno::NODEV) => {
+                return Err(refused(StoreErrorKind::Corrupt, READ, path));
+            }
+            // Of this path alone: its folder can be searched.
+            Err(Errno::ACCESS | Errno::PERM) if matches!(self.status(path), Ok(Some(_))) => {
+                return Err(refused(StoreErrorKind::Corrupt, READ, path));
+            }
             Err(errno) => return Err(failed(READ, path, errno)),
         };
         let status = status(&fs::fstat(&file).map_err(|errno| failed(READ, path, errno))?);
@@ -162,13 +176,36 @@ impl Files {
         put
     }
 
-    /// Removes a file; returns whether there was one.
+    /// Removes what is at a path; returns whether there was something. A folder with content is
+    /// renamed, because nobody but its owner knows what it is good for.
     pub(super) fn remove(&self, path: &str) -> Result<bool, StoreError> {
-        match fs::unlinkat(&self.root, path, AtFlags::empty()) {
+        let removed = match fs::unlinkat(&self.root, path, AtFlags::empty()) {
+            Err(Errno::ISDIR) => match fs::unlinkat(&self.root, path, AtFlags::REMOVEDIR) {
+                Err(Errno::NOTEMPTY | Errno::EXIST) => self.set_aside(path),
+                removed => removed,
+            },
+            removed => removed,
+        };
+        match removed {
             Ok(()) => Ok(true),
-            Err(Errno::NOENT) => Ok(false),
+            Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => Ok(false),
             Err(errno) => Err(failed("removal of", path, errno)),
         }
+    }
+
+    /// Gives a folder in a chunk's place another name.
+    fn set_aside(&self, path: &str) -> io::Result<()> {
+        let mut last = Errno::EXIST;
+        for number in 0..CREATIONS {
+            let aside = format!("{path}.{number}.not-a-chunk");
+            // An empty folder of this name is replaced where `NOREPLACE` is not known.
+            match rename(&self.root, path, &aside) {
+                Ok(Put::New) => return Ok(()),
+                Ok(Put::WasThere) => {}
+                Err(errno) => last = errno,
+            }
+        }
+        Err(last)
     }
 
     /// Removes a folder; returns whether it was there and empty.
@@ -197,19 +234,34 @@ impl Files {
         create: impl Fn() -> io::Result<T>,
     ) -> Result<T, StoreError> {
         let created = match create() {
-            Err(Errno::NOENT) => {
+            Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => {
                 for (end, _) in path.match_indices('/') {
                     let folder = path.get(..end).unwrap_or(path);
-                    match fs::mkdirat(&self.root, folder, FOLDER_MODE) {
-                        Ok(()) | Err(Errno::EXIST) => {}
-                        Err(errno) => return Err(failed("creation of", folder, errno)),
-                    }
+                    let made = self.make_folder(folder);
+                    made.map_err(|errno| failed("creation of", folder, errno))?;
                 }
                 create()
             }
             created => created,
         };
         created.map_err(|errno| failed(WRITE, path, errno))
+    }
+
+    /// Makes a folder on the way to chunks, in place of what is none.
+    fn make_folder(&self, folder: &str) -> io::Result<()> {
+        let made = fs::mkdirat(&self.root, folder, FOLDER_MODE);
+        if made != Err(Errno::EXIST) {
+            return made;
+        }
+        let is_folder = |stat: Stat| FileType::from_raw_mode(stat.st_mode) == FileType::Directory;
+        match fs::statat(&self.root, folder, AtFlags::empty()) {
+            Ok(stat) if is_folder(stat) => Ok(()),
+            Ok(_) | Err(Errno::NOENT | Errno::LOOP) => {
+                fs::unlinkat(&self.root, folder, AtFlags::empty())?;
+                fs::mkdirat(&self.root, folder, FOLDER_MODE)
+            }
+            Err(errno) => Err(errno),
+        }
     }
 
     fn fill(

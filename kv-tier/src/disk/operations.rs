@@ -79,8 +79,13 @@ impl Inner {
         let length = u64::try_from(bytes.len()).unwrap_or(u64::MAX);
         match self.files.status(&path)? {
             None => {}
+            // A folder, a link, a pipe: nothing that a store has made.
             Some(status) if !status.is_file => {
-                return Err(refused(StoreErrorKind::Other, "no file at", &path));
+                let removed = self.remove(std::slice::from_ref(chunk), deadline);
+                if removed.as_ref().is_err_and(|error| error.kind() == StoreErrorKind::Denied) {
+                    return Err(refused(StoreErrorKind::Corrupt, "no file at", &path));
+                }
+                removed?;
             }
             Some(status) if status.length == length => {
                 self.index().insert(*chunk, charge(length), status.modified);
@@ -152,7 +157,7 @@ impl Inner {
         let known = self.index().get(chunk).map(|entry| entry.charge);
         let counted = match known {
             Some(charge) => charge,
-            None => self.files.status(&path)?.map_or(0, |Status { length, .. }| charge(length)),
+            None => self.files.status(&path)?.map_or(0, Status::charge),
         };
         let was_there = self.files.remove(&path)?;
         self.index().remove(chunk);

@@ -18,6 +18,8 @@ mod folder;
 mod processes;
 #[cfg(feature = "seal")]
 mod sealed;
+#[cfg(target_os = "linux")]
+mod strangers;
 mod suite;
 #[cfg(target_os = "linux")]
 mod support;
