@@ -227,9 +227,7 @@ impl Job {
         generated.sort_by_key(|(index, _)| *index);
         let generated: Vec<_> = generated.into_iter().map(|(_, generated)| generated).collect();
         let now = Instant::now();
-        if !scheduler.flush_tiers(now.checked_add(tiers::FLUSH).unwrap_or(now))? {
-            output::note("not everything was written to the tiers in time")?;
-        }
+        tiers::note_left(scheduler.flush_tiers(now.checked_add(tiers::FLUSH).unwrap_or(now))?)?;
         let tiers = scheduler.tiers().map(Tiers::stats);
         if let Some(tiers) = &tiers {
             tiers::warn(&args.engine, tiers)?;

@@ -10,7 +10,8 @@ use kv::tier::policy::{WritePolicy, WriteRule};
 #[cfg(feature = "seal")]
 use kv::tier::{BlockStore, SealedStore};
 use kv::tier::{
-    Identity, ModelDigest, StoreOptions, StoreStats, TierOptions, Tiers, TiersStats, Wait,
+    Identity, ModelDigest, StoreOptions, StoreStats, TierOptions, Tiers, TiersStats, Unwritten,
+    Wait,
 };
 use kv_runner::scheduler::Stats;
 use serde::Serialize;
@@ -22,6 +23,17 @@ use crate::tier::TierArg;
 
 /// How long the end of a run waits until everything is written.
 pub(crate) const FLUSH: Duration = Duration::from_mins(1);
+
+/// Says what the end of a run has left.
+pub(crate) fn note_left(left: Unwritten) -> anyhow::Result<()> {
+    if !left.is_empty() {
+        let Unwritten { copies, writes, .. } = left;
+        output::note(&format!(
+            "not everything was written to the tiers: {writes} writes and {copies} copies are left"
+        ))?;
+    }
+    Ok(())
+}
 
 /// Digests the weights that a model was read from.
 pub(crate) fn digest(model: &Path) -> anyhow::Result<ModelDigest> {

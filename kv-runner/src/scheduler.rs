@@ -27,7 +27,7 @@ use std::time::Instant;
 use candle_core::Device;
 use kv::backend::Backend;
 use kv::error::BlocksExhausted;
-use kv::tier::Tiers;
+use kv::tier::{Tiers, Unwritten};
 use kv::{CacheError, KvCache, SequenceId};
 use kv_candle::CandleStep;
 
@@ -176,15 +176,15 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
         self.queues.running.iter().find(|task| task.index == index)?.reused
     }
 
-    /// Gives the tiers time to write what only host memory has: see [`Tiers::flush`]. `true`
-    /// without tiers.
+    /// Gives the tiers time to write what only they have, and returns what is left: see
+    /// [`Tiers::flush`]. Nothing is, without tiers.
     ///
     /// # Errors
     /// [`Error::Tier`] if the device failed.
-    pub fn flush_tiers(&mut self, deadline: Instant) -> Result<bool, Error> {
+    pub fn flush_tiers(&mut self, deadline: Instant) -> Result<Unwritten, Error> {
         match &mut self.tiers {
             Some(tiers) => Ok(tiers.flush(&mut self.cache, deadline)?),
-            None => Ok(true),
+            None => Ok(Unwritten::default()),
         }
     }
 

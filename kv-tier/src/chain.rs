@@ -58,12 +58,26 @@ impl Chain {
         ChunkAddress { root: self.root.name(), name: *self.name(chunk) }
     }
 
+    /// Iterates over the blocks of a chunk of the prompt.
+    pub(crate) fn blocks<'a>(
+        &self,
+        probe: &'a PrefixProbe,
+        chunk: u32,
+    ) -> impl Iterator<Item = ProbedBlock> + use<'a> {
+        let (spec, group) = (self.spec(), self.group());
+        let first = spec.first_block(chunk);
+        let blocks = first..first.saturating_add(spec.blocks());
+        blocks.map_while(move |index| probe.block(group, index))
+    }
+
+    /// Returns the last block of a chunk of the prompt.
+    pub(crate) fn last_block(&self, probe: &PrefixProbe, chunk: u32) -> Option<ProbedBlock> {
+        self.blocks(probe, chunk).last()
+    }
+
     /// Returns what a chunk of the prompt says.
     pub(crate) fn record(&self, probe: &PrefixProbe, chunk: u32) -> Record {
-        let spec = self.spec();
-        let first = spec.first_block(chunk);
-        let blocks = probe.blocks(spec.group());
-        let blocks = blocks.skip(to_usize(first)).take(to_usize(spec.blocks()));
+        let blocks = self.blocks(probe, chunk);
         let (mut keys, mut contents, mut parts) = (Vec::new(), Vec::new(), Vec::new());
         let (mut tokens, mut parent_key) = (Vec::new(), probe.root());
         for (at, block) in (0..).zip(blocks) {
@@ -86,6 +100,7 @@ impl Chain {
             tokens: tokens.into(),
             contents: contents.into(),
             priority: Priority::default(),
+            is_forgotten: false.into(),
         }
     }
 }

@@ -70,8 +70,9 @@ impl Handoff {
     /// Returns until when the decode engine waits, by the clock of the prefill engine's machine:
     /// clocks that differ shorten or lengthen the wait, and make no answer wrong.
     pub fn until(&self) -> SystemTime {
-        let until = UNIX_EPOCH.checked_add(Duration::from_millis(self.until));
-        until.unwrap_or(UNIX_EPOCH)
+        // A time that this machine's clock does not reach is some centuries ahead.
+        let until = Duration::from_millis(self.until.min(CENTURIES_MS));
+        UNIX_EPOCH.checked_add(until).unwrap_or(UNIX_EPOCH)
     }
     /// Returns the groups of the cache, in order.
     pub fn groups(&self) -> &[HandoffGroup] {
@@ -196,6 +197,8 @@ const VERSION: u16 = 1;
 /// Without groups: magic, version, number of groups, tokens, time, CRC.
 const HEAD_BYTES: usize = 32;
 const GROUP_BYTES: usize = 68;
+/// The year 2770.
+const CENTURIES_MS: u64 = 800 * 365 * 24 * 3_600 * 1_000;
 
 #[cfg(test)]
 mod tests {

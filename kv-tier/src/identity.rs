@@ -91,6 +91,11 @@ impl Identity {
         Ok(ChunkRoot::new(self, spec, encoding_key, (salt, adapter)))
     }
 
+    /// Iterates over the numbers of the adapters that have a digest.
+    pub(crate) fn adapters(&self) -> impl Iterator<Item = u64> + '_ {
+        self.adapters.keys().copied()
+    }
+
     /// Returns the digest of an adapter; `None` for the model itself.
     pub(crate) fn adapter_digest(
         &self,

@@ -53,8 +53,8 @@ pub use chunk::{
 #[cfg(target_os = "linux")]
 pub use disk::{DirectIo, DiskFolder, DiskOpenError, DiskOptions, DiskStats, DiskStore};
 pub use engine::{
-    BreakerState, Export, ExportId, ExportState, PrefetchId, StoreOptions, StoreStats, TierError,
-    TierOptions, Tiers, TiersStats, Wait,
+    BreakerState, Export, ExportId, ExportState, ForgetFailure, Forgotten, PrefetchId,
+    StoreOptions, StoreStats, TierError, TierOptions, Tiers, TiersStats, Unwritten, Wait,
 };
 pub use handoff::{Handoff, HandoffError};
 pub use identity::{ChunkRoot, DigestError, Identity, ModelDigest, UnknownAdapter};
@@ -67,4 +67,4 @@ pub use remote::StoreUrlError;
 #[cfg(feature = "seal")]
 pub use sealed::SealedStore;
 pub use session::{Session, SessionError, SessionInfo};
-pub use store::{BlockStore, ChunkAddress, Put, StoreError, StoreErrorKind};
+pub use store::{BlockStore, ChunkAddress, Put, Scope, StoreError, StoreErrorKind};

@@ -2,7 +2,11 @@
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
-use crate::store::{BlockStore, ChunkAddress, StoreError};
+use kv_core::num::to_u64;
+
+#[cfg(any(feature = "redis", feature = "object"))]
+use crate::store::after;
+use crate::store::{BlockStore, ChunkAddress, Scope, StoreError, check_deadline};
 
 /// Lists a store, and reads the beginnings of its chunks.
 ///
@@ -37,6 +41,47 @@ pub trait ListChunks: BlockStore {
     ) -> Result<Option<usize>, StoreError>;
 }
 
+/// Removes what a scope says from a store that lists: [`BlockStore::remove_all`] for such stores.
+pub(crate) fn remove_listed(
+    store: &impl ListChunks,
+    scope: &Scope,
+    deadline: Instant,
+) -> Result<u64, StoreError> {
+    const BATCH: usize = 256;
+    let (mut removed, mut failure, mut batch) = (0_u64, None, Vec::new());
+    let mut remove = |batch: &mut Vec<ChunkAddress>| {
+        store.remove(batch, deadline)?;
+        removed = removed.saturating_add(to_u64(batch.len()));
+        batch.clear();
+        Ok::<(), StoreError>(())
+    };
+    let limit = deadline.saturating_duration_since(Instant::now());
+    store.list(limit, &mut |listed| {
+        let Listed::Chunk(ListedChunk { address, .. }) = listed else {
+            return ControlFlow::Continue(());
+        };
+        let checked = check_deadline(deadline, "removal").and_then(|()| {
+            let is_in = scope.has(&address, |into| store.get_front(&address, into, deadline))?;
+            batch.extend(is_in.then_some(address));
+            if batch.len() < BATCH { Ok(()) } else { remove(&mut batch) }
+        });
+        match checked {
+            Ok(()) => ControlFlow::Continue(()),
+            Err(error) => {
+                failure = Some(error);
+                ControlFlow::Break(())
+            }
+        }
+    })?;
+    if let Some(error) = failure {
+        return Err(error);
+    }
+    if !batch.is_empty() {
+        remove(&mut batch)?;
+    }
+    Ok(removed)
+}
+
 /// Something at a store's place.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[expect(clippy::exhaustive_enums, reason = "the name of a chunk, or another")]
@@ -64,6 +109,5 @@ pub struct ListedChunk {
 /// Returns the deadline of an exchange that begins now.
 #[cfg(any(feature = "redis", feature = "object"))]
 pub(crate) fn deadline(limit: Duration) -> Instant {
-    let now = Instant::now();
-    now.checked_add(limit).unwrap_or(now)
+    after(Instant::now(), limit)
 }

@@ -5,9 +5,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use kv_core::events::Tier;
+use kv_core::num::to_u64;
 
 use crate::store::check_deadline;
-use crate::{BlockStore, ChunkAddress, Put, StoreError, StoreErrorKind};
+use crate::{BlockStore, ChunkAddress, Put, Scope, StoreError, StoreErrorKind};
 
 /// Keeps chunks in memory. The least recently used ones are evicted before the bound would be
 /// passed.
@@ -125,6 +126,23 @@ impl BlockStore for MemoryStore {
             }
         }
         Ok(())
+    }
+
+    fn remove_all(&self, scope: &Scope, deadline: Instant) -> Result<u64, StoreError> {
+        check_deadline(deadline, "removal from memory")?;
+        let kept = self.lock();
+        let mut chunks = Vec::new();
+        for (chunk, (_, bytes)) in &kept.by_address {
+            let front = |into: &mut [u8]| {
+                let read = bytes.len().min(into.len());
+                into.iter_mut().zip(bytes).for_each(|(to, from)| *to = *from);
+                Ok(Some(read))
+            };
+            chunks.extend(scope.has(chunk, front)?.then_some(*chunk));
+        }
+        drop(kept);
+        self.remove(&chunks, deadline)?;
+        Ok(to_u64(chunks.len()))
     }
 }
 

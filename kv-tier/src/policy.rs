@@ -25,12 +25,14 @@ use kv_core::eviction::Priority;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum WritePolicy {
-    /// As soon as the chunk's blocks can be found on the device, and at a later use if the tier
-    /// does not have it: it was evicted, the write failed, or the prompt was too short until then.
+    /// As soon as the chunk's blocks can be found on the device, and at a later use or a flush if
+    /// the tier does not have it: it was evicted, the write failed, or the prompt was too short
+    /// until then.
     OnPublish,
     /// When the tier above gives the chunk up, and at a flush.
     OnLeave,
-    /// At its Nth use, the first of which is its publication: 1 is the same as [`Self::OnPublish`].
+    /// At its Nth use, the first of which is its publication, and at a flush after it: 1 is the same
+    /// as [`Self::OnPublish`].
     OnReuse(NonZeroU32),
     /// At no time: the tier is only read.
     Never,
@@ -175,7 +177,7 @@ impl WriteRule {
     /// | it is pinned | [`WriteDecision::Write`] | the caller wants it kept: at any event |
     /// | it has generated tokens | [`SkipReason::Generated`] if the rule refuses them | see below |
     /// | the prompt is too short | [`SkipReason::Short`] | computed sooner than found |
-    /// | `OnPublish`, published or reused | [`WriteDecision::Write`] | the device has the bytes |
+    /// | `OnPublish`, published, reused or flush | [`WriteDecision::Write`] | the device has the bytes |
     /// | `OnReuse(n)`, the same at `n` uses or more | [`WriteDecision::Write`] | |
     /// | `OnLeave`, left or flush | [`WriteDecision::Write`] | the last moment with the bytes |
     /// | otherwise | [`SkipReason::NotNow`] | another event decides |
@@ -202,10 +204,12 @@ impl WriteRule {
 
     fn is_due(&self, event: ChunkEvent, uses: u32) -> bool {
         let is_use = matches!(event, ChunkEvent::Published | ChunkEvent::Reused);
+        // What was due at a use before and was not written is due at the end too.
+        let is_flush = event == ChunkEvent::Flush;
         match self.policy {
-            WritePolicy::OnPublish => is_use,
+            WritePolicy::OnPublish => is_use || is_flush,
             WritePolicy::OnLeave => !is_use,
-            WritePolicy::OnReuse(needed) => is_use && uses >= needed.get(),
+            WritePolicy::OnReuse(needed) => (is_use || is_flush) && uses >= needed.get(),
             WritePolicy::Never => false,
         }
     }

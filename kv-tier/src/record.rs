@@ -1,5 +1,6 @@
 //! What one chunk must say, owned.
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use kv_core::GroupId;
 use kv_core::events::{EventKind, StoredBlock, Tier};
@@ -27,6 +28,8 @@ pub(crate) struct Record {
     pub(crate) contents: Box<[ChunkContent]>,
     /// The lowest priority of the blocks.
     pub(crate) priority: Priority,
+    /// Set when the chunk must not go where it is on its way to.
+    pub(crate) is_forgotten: AtomicBool,
 }
 
 impl Record {
@@ -44,11 +47,25 @@ impl Record {
         }
     }
 
+    /// Lets the chunk go nowhere. What is computed anew has a record of its own.
+    pub(crate) fn forget(&self) {
+        self.is_forgotten.store(true, Ordering::Relaxed);
+    }
+    pub(crate) fn is_forgotten(&self) -> bool {
+        self.is_forgotten.load(Ordering::Relaxed)
+    }
+
     pub(crate) fn address(&self) -> ChunkAddress {
         ChunkAddress { root: self.root.name(), name: self.name }
     }
     pub(crate) fn group(&self) -> GroupId {
         self.root.spec().group()
+    }
+
+    /// Returns the index of the last block in its prompt.
+    pub(crate) fn last_block(&self) -> u32 {
+        let spec = self.root.spec();
+        spec.first_block(self.index).saturating_add(spec.blocks()).saturating_sub(1)
     }
 
     /// Returns the number of tokens up to the end of the chunk.

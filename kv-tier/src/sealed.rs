@@ -18,7 +18,7 @@ use kv_core::invariant::Invariant;
 use crate::chunk::{SEALED_PAGE_BYTES, SealedPage};
 use crate::hex;
 use crate::name::ChunkName;
-use crate::store::{BlockStore, ChunkAddress, Put, StoreError, StoreErrorKind};
+use crate::store::{BlockStore, ChunkAddress, Put, Scope, StoreError, StoreErrorKind};
 
 /// Encrypts what goes to another store, and decrypts what comes from it.
 ///
@@ -79,10 +79,11 @@ impl<S: BlockStore> SealedStore<S> {
 
     /// Returns the address of the sealed object of a chunk.
     fn address(&self, chunk: &ChunkAddress) -> ChunkAddress {
-        let hide = |name: &ChunkName| {
-            ChunkName::new(*blake3::keyed_hash(&self.address_key, name.as_bytes()).as_bytes())
-        };
-        ChunkAddress { root: hide(&chunk.root), name: hide(&chunk.name) }
+        ChunkAddress { root: self.hide(&chunk.root), name: self.hide(&chunk.name) }
+    }
+
+    fn hide(&self, name: &ChunkName) -> ChunkName {
+        ChunkName::new(*blake3::keyed_hash(&self.address_key, name.as_bytes()).as_bytes())
     }
 
     fn addresses(&self, chunks: &[ChunkAddress]) -> Vec<ChunkAddress> {
@@ -198,6 +199,21 @@ impl<S: BlockStore> BlockStore for SealedStore<S> {
 
     fn remove(&self, chunks: &[ChunkAddress], deadline: Instant) -> Result<(), StoreError> {
         self.store.remove(&self.addresses(chunks), deadline)
+    }
+
+    /// Removes the objects of some roots, if the store within lists. Nobody but who asks for an
+    /// object by its name can tell which model it is of: [`Scope::Model`] is refused.
+    fn remove_all(&self, scope: &Scope, deadline: Instant) -> Result<u64, StoreError> {
+        match scope {
+            Scope::Roots(roots) => {
+                let roots = roots.iter().map(|root| self.hide(root)).collect();
+                self.store.remove_all(&Scope::Roots(roots), deadline)
+            }
+            Scope::Model(_) => {
+                let operation = format!("removal of {scope} from sealed objects");
+                Err(StoreError::new(StoreErrorKind::Unsupported, operation))
+            }
+        }
     }
 }
 

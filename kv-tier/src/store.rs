@@ -2,10 +2,12 @@
 use std::error::Error;
 use std::fmt;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kv_core::events::Tier;
 
+use crate::chunk::{ChunkError, read_header};
+use crate::identity::ModelDigest;
 use crate::name::ChunkName;
 
 /// The address of a chunk in a store: the root that names its model, format and tenant, and its
@@ -64,6 +66,89 @@ pub trait BlockStore: fmt::Debug + Send + Sync + 'static {
     /// [`StoreErrorKind::Timeout`] past the deadline, and the failures of the store. Some chunks
     /// may have been removed.
     fn remove(&self, chunks: &[ChunkAddress], deadline: Instant) -> Result<(), StoreError>;
+
+    /// Removes everything that a scope says, so that it is forgotten; returns the number of chunks.
+    /// A store that lists what it keeps can do so; others refuse.
+    ///
+    /// # Errors
+    /// [`StoreErrorKind::Unsupported`] of a store that cannot, and nothing has changed;
+    /// [`StoreErrorKind::Timeout`] past the deadline, and the failures of the store. Some chunks
+    /// may have been removed.
+    fn remove_all(&self, scope: &Scope, deadline: Instant) -> Result<u64, StoreError> {
+        let _ = deadline;
+        Err(StoreError::new(StoreErrorKind::Unsupported, format!("removal of {scope}")))
+    }
+}
+
+/// What [`BlockStore::remove_all`] removes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Scope {
+    /// All chunks of some roots: of a salt, for example.
+    Roots(Vec<ChunkName>),
+    /// All chunks of a model, whatever their format, salt and adapter.
+    Model(ModelDigest),
+}
+
+impl Scope {
+    /// Returns whether a chunk is in the scope. `header` reads the beginning of the chunk to some
+    /// memory, where the address does not tell.
+    pub(crate) fn has(
+        &self,
+        chunk: &ChunkAddress,
+        header: impl FnMut(&mut [u8]) -> Result<Option<usize>, StoreError>,
+    ) -> Result<bool, StoreError> {
+        match self {
+            Self::Roots(roots) => Ok(roots.iter().any(|root| is_same(root, &chunk.root))),
+            Self::Model(model) => Ok(model_of(header)? == Some(*model)),
+        }
+    }
+}
+
+impl fmt::Display for Scope {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Roots(_) => "all chunks of a salt",
+            Self::Model(_) => "all chunks of a model",
+        })
+    }
+}
+
+/// Compares a root with that of a listed chunk, of which there may be the first 8 bytes and zeroes.
+fn is_same(root: &ChunkName, listed: &ChunkName) -> bool {
+    let is_cut = |listed: &[u8; 32]| {
+        let (front, rest) = listed.split_at(8);
+        root.as_bytes().starts_with(front) && rest.iter().all(|byte| *byte == 0)
+    };
+    root == listed || is_cut(listed.as_bytes())
+}
+
+/// Reads which model a chunk is of; `None` for what is no chunk.
+fn model_of(
+    mut header: impl FnMut(&mut [u8]) -> Result<Option<usize>, StoreError>,
+) -> Result<Option<ModelDigest>, StoreError> {
+    const FRONT: usize = 4_096;
+    const FRONT_MAX: usize = 1 << 22;
+    let mut bytes = vec![0; FRONT];
+    loop {
+        let read = match header(&mut bytes) {
+            Ok(read) => read.unwrap_or(0),
+            Err(error) if error.kind() == StoreErrorKind::Corrupt => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        match read_header(bytes.get(..read).unwrap_or_default()) {
+            Ok(header) => return Ok(Some(header.model())),
+            // The header has more pages.
+            Err(ChunkError::Length { expected, .. }) if read == bytes.len() => {
+                let expected = usize::try_from(expected).unwrap_or(usize::MAX);
+                if expected <= bytes.len() || expected > FRONT_MAX {
+                    return Ok(None);
+                }
+                bytes.resize(expected, 0);
+            }
+            Err(_) => return Ok(None),
+        }
+    }
 }
 
 macro_rules! forward {
@@ -98,11 +183,20 @@ macro_rules! forward {
             fn remove(&self, chunks: &[ChunkAddress], deadline: Instant) -> Result<(), StoreError> {
                 (**self).remove(chunks, deadline)
             }
+            fn remove_all(&self, scope: &Scope, deadline: Instant) -> Result<u64, StoreError> {
+                (**self).remove_all(scope, deadline)
+            }
         }
     };
 }
 forward!(Arc);
 forward!(Box);
+
+/// Adds a wait to an instant. One that no clock reaches is a century.
+pub(crate) fn after(now: Instant, wait: Duration) -> Instant {
+    const CENTURY: Duration = Duration::from_hours(24 * 365 * 100);
+    now.checked_add(wait.min(CENTURY)).unwrap_or(now)
+}
 
 /// Refuses to begin an operation after its deadline.
 pub(crate) fn check_deadline(deadline: Instant, operation: &str) -> Result<(), StoreError> {
@@ -164,6 +258,8 @@ pub enum StoreErrorKind {
     Denied,
     /// The store returned something that cannot be a chunk.
     Corrupt,
+    /// The store can do no such thing: it does not list what it keeps.
+    Unsupported,
     /// Anything else.
     Other,
 }
@@ -176,6 +272,7 @@ impl fmt::Display for StoreErrorKind {
             Self::Full => "the store has no room",
             Self::Denied => "the store refuses it",
             Self::Corrupt => "what came cannot be a chunk",
+            Self::Unsupported => "the store cannot list what it keeps",
             Self::Other => "the store failed",
         })
     }

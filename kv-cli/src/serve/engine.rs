@@ -413,9 +413,7 @@ impl Worker<'_, '_> {
     fn finish(mut self) -> anyhow::Result<()> {
         let now = Instant::now();
         let deadline = now.checked_add(crate::tiers::FLUSH).unwrap_or(now);
-        if !self.scheduler.flush_tiers(deadline)? {
-            output::note("not everything was written to the tiers in time")?;
-        }
+        crate::tiers::note_left(self.scheduler.flush_tiers(deadline)?)?;
         leaks::check(self.scheduler.cache())
     }
 }

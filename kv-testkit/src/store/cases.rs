@@ -4,7 +4,9 @@ use std::sync::Barrier;
 use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
-use kv_tier::{BlockStore, ChunkAddress, ChunkName, Put, StoreError, StoreErrorKind};
+use kv_tier::{
+    BlockStore, ChunkAddress, ChunkName, ModelDigest, Put, Scope, StoreError, StoreErrorKind,
+};
 
 use super::{StoreFixture, chunk_address, chunk_bytes, soon};
 use crate::case::{CaseError, CaseResult, Outcome, ensure, same};
@@ -29,6 +31,7 @@ pub const STORE_CASES: &[StoreCase] = &[
     case("names_that_begin_alike_differ", alike),
     case("lookups_answer_in_order", in_order),
     case("a_removed_chunk_is_absent", removed),
+    case("a_root_is_removed_whole_or_the_store_refuses", removed_root),
     case("nothing_is_written_past_a_buffer", small_buffer),
     case("a_passed_deadline_has_no_effect", passed_deadline),
     case("one_name_may_be_written_by_eight_threads", one_name),
@@ -177,6 +180,31 @@ fn removed(fixture: &dyn StoreFixture) -> CaseResult {
     same("read", store.get(&chunks[0], &mut [0; 100], soon())?, None)?;
     same("write again", store.put(&chunks[0], &chunk_bytes(&chunks[0], 100), soon())?, Put::New)?;
     check_chunk(&*store, &chunks[0], 100)?;
+    check_chunk(&*store, &chunks[1], 100)?;
+    Ok(Outcome::Holds)
+}
+
+fn removed_root(fixture: &dyn StoreFixture) -> CaseResult {
+    let store = fixture.open()?;
+    let chunks = [(18, 1), (19, 1), (18, 2)].map(|(root, name)| chunk_address(root, name));
+    for chunk in &chunks {
+        store.put(chunk, &chunk_bytes(chunk, 100), soon())?;
+    }
+    let roots = Scope::Roots(vec![chunks[0].root, chunk_address(20, 1).root]);
+    let expected = match store.remove_all(&roots, soon()) {
+        Ok(_) => vec![false, true, false],
+        Err(error) if error.kind() == StoreErrorKind::Unsupported => vec![true; 3],
+        Err(error) => return Err(error.into()),
+    };
+    same("lookup", store.contains(&chunks, soon())?, expected.clone())?;
+    // These chunks are of no model.
+    let model = Scope::Model(ModelDigest::of_bytes(b"none"));
+    match store.remove_all(&model, soon()) {
+        Err(error) if error.kind() != StoreErrorKind::Unsupported => return Err(error.into()),
+        Err(_) => {}
+        Ok(removed) => same("chunks of a model", removed, 0)?,
+    }
+    same("lookup after it", store.contains(&chunks, soon())?, expected)?;
     check_chunk(&*store, &chunks[1], 100)?;
     Ok(Outcome::Holds)
 }

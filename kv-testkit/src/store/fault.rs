@@ -5,7 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use kv_core::events::Tier;
-use kv_tier::{BlockStore, ChunkAddress, Put, StoreError, StoreErrorKind};
+use kv_tier::{BlockStore, ChunkAddress, Put, Scope, StoreError, StoreErrorKind};
 
 use crate::rng::Rng;
 
@@ -298,6 +298,16 @@ impl<S: BlockStore> BlockStore for FaultStore<S> {
         }
         self.store.remove(chunks, Self::patience(fault, deadline))?;
         Self::end(fault, (), deadline)
+    }
+
+    fn remove_all(&self, scope: &Scope, deadline: Instant) -> Result<u64, StoreError> {
+        let fault = self.begin(None)?;
+        if fault == Some(Fault::Forget) {
+            self.count(Fault::Forget);
+            return Ok(0);
+        }
+        let removed = self.store.remove_all(scope, Self::patience(fault, deadline))?;
+        Self::end(fault, removed, deadline)
     }
 }
 

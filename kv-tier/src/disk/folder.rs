@@ -8,14 +8,14 @@ use rustix::fs::{AtFlags, statat};
 use rustix::io::Errno;
 
 use super::error::{DiskOpenError, failed, refused};
-use super::files::{Files, Part, charge, status};
+use super::files::{Files, Part, Status, status};
 use super::ledger::Ledger;
 use super::operations::remove;
 use super::walk::{Entry, walk};
 use super::{open, path};
-use crate::listing::{ListChunks, Listed, ListedChunk};
+use crate::listing::{ListChunks, Listed, ListedChunk, remove_listed};
 use crate::store::check_deadline;
-use crate::{BlockStore, ChunkAddress, Put, StoreError, StoreErrorKind};
+use crate::{BlockStore, ChunkAddress, Put, Scope, StoreError, StoreErrorKind};
 
 /// A folder that a [`DiskStore`](super::DiskStore) made, for tools that list, check and repair it.
 ///
@@ -43,7 +43,7 @@ impl DiskFolder {
     /// for.
     fn remove_one(&self, chunk: &ChunkAddress) -> Result<u64, StoreError> {
         let path = path::of(chunk);
-        let counted = self.files.status(&path)?.map_or(0, |status| charge(status.length));
+        let counted = self.files.status(&path)?.map_or(0, Status::charge);
         let was_there = self.files.remove(&path)?;
         // A writer that has just made such a folder fails once, as with a store that is down.
         let mut folder = path::folder(&path);
@@ -60,14 +60,7 @@ impl ListChunks for DiskFolder {
         _: Duration,
         visit: &mut dyn FnMut(Listed) -> ControlFlow<()>,
     ) -> Result<(), StoreError> {
-        let walked = walk(self.files.root(), &|| true, &mut |entry| match listed(entry) {
-            Some(listed) => visit(listed),
-            None => ControlFlow::Continue(()),
-        });
-        match walked.failure {
-            Some(errno) => Err(failed("listing of", ".", errno)),
-            None => Ok(()),
-        }
+        list(&self.files, visit)
     }
 
     fn get_front(
@@ -76,10 +69,35 @@ impl ListChunks for DiskFolder {
         into: &mut [u8],
         deadline: Instant,
     ) -> Result<Option<usize>, StoreError> {
-        check_deadline(deadline, "read from disk")?;
-        let read = self.files.read(&path::of(chunk), into, Part::Front, deadline)?;
-        Ok(read.map(|(bytes, _)| bytes))
+        read_front(&self.files, chunk, into, deadline)
     }
+}
+
+/// Lists the files of a folder.
+pub(super) fn list(
+    files: &Files,
+    visit: &mut dyn FnMut(Listed) -> ControlFlow<()>,
+) -> Result<(), StoreError> {
+    let walked = walk(files.root(), &|| true, &mut |entry| match listed(entry) {
+        Some(listed) => visit(listed),
+        None => ControlFlow::Continue(()),
+    });
+    match walked.failure {
+        Some(errno) => Err(failed("listing of", ".", errno)),
+        None => Ok(()),
+    }
+}
+
+/// Reads the beginning of a file, without making it more recently used.
+pub(super) fn read_front(
+    files: &Files,
+    chunk: &ChunkAddress,
+    into: &mut [u8],
+    deadline: Instant,
+) -> Result<Option<usize>, StoreError> {
+    check_deadline(deadline, "read from disk")?;
+    let read = files.read(&path::of(chunk), into, Part::Front, deadline)?;
+    Ok(read.map(|(bytes, _)| bytes))
 }
 
 /// Describes an entry; `None` for a store's own file and for one that was removed meanwhile.
@@ -142,5 +160,9 @@ impl BlockStore for DiskFolder {
         remove(self.ledger.as_ref(), self.files.root(), chunks, deadline, |chunk| {
             self.remove_one(chunk)
         })
+    }
+
+    fn remove_all(&self, scope: &Scope, deadline: Instant) -> Result<u64, StoreError> {
+        remove_listed(self, scope, deadline)
     }
 }

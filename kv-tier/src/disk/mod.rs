@@ -62,11 +62,12 @@ mod room;
 mod walk;
 
 use std::fmt;
+use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kv_core::events::Tier;
 
@@ -77,7 +78,8 @@ pub use self::options::{DirectIo, DiskOptions};
 use self::files::Files;
 use self::index::Index;
 use self::ledger::Ledger;
-use crate::{BlockStore, ChunkAddress, Put, StoreError};
+use crate::listing::{ListChunks, Listed, remove_listed};
+use crate::{BlockStore, ChunkAddress, Put, Scope, StoreError};
 
 /// Keeps chunks as files of a folder. The [module](self) says what holds.
 ///
@@ -235,6 +237,29 @@ impl BlockStore for DiskStore {
     /// Removes files; after one that cannot be removed it goes on, and returns the first error.
     fn remove(&self, chunks: &[ChunkAddress], deadline: Instant) -> Result<(), StoreError> {
         self.inner.remove(chunks, deadline)
+    }
+
+    fn remove_all(&self, scope: &Scope, deadline: Instant) -> Result<u64, StoreError> {
+        remove_listed(self, scope, deadline)
+    }
+}
+
+impl ListChunks for DiskStore {
+    fn list(
+        &self,
+        _: Duration,
+        visit: &mut dyn FnMut(Listed) -> ControlFlow<()>,
+    ) -> Result<(), StoreError> {
+        folder::list(&self.inner.files, visit)
+    }
+
+    fn get_front(
+        &self,
+        chunk: &ChunkAddress,
+        into: &mut [u8],
+        deadline: Instant,
+    ) -> Result<Option<usize>, StoreError> {
+        folder::read_front(&self.inner.files, chunk, into, deadline)
     }
 }
 

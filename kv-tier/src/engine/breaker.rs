@@ -1,6 +1,8 @@
 //! The circuit breaker of a store.
 use std::time::{Duration, Instant};
 
+use crate::store::after;
+
 /// Failures in a row that open a breaker.
 const FAILURES_MAX: u32 = 5;
 /// How long a breaker stays open the first time, and at most. Every failed trial doubles it.
@@ -61,7 +63,7 @@ impl Breaker {
         match self.state {
             State::Closed { .. } => Some(Permit::Call),
             State::Open { until, length } | State::Trial { until, length } if now >= until => {
-                let until = now.checked_add(length).unwrap_or(now);
+                let until = after(now, length);
                 self.state = State::Trial { until, length };
                 Some(Permit::Trial)
             }
@@ -108,6 +110,13 @@ impl Breaker {
         }
     }
 
+    /// Returns when the next trial may begin; `None` while the breaker is closed.
+    pub(super) fn retry_at(&self) -> Option<Instant> {
+        match self.state {
+            State::Closed { .. } => None,
+            State::Open { until, .. } | State::Trial { until, .. } => Some(until),
+        }
+    }
     pub(super) fn state(&self) -> BreakerState {
         match self.state {
             State::Closed { .. } => BreakerState::Closed,
@@ -121,7 +130,7 @@ impl Breaker {
 
     fn open(&mut self, now: Instant, length: Duration) {
         self.opened = self.opened.saturating_add(1);
-        let until = now.checked_add(length).unwrap_or(now);
+        let until = after(now, length);
         self.state = State::Open { until, length };
     }
 }

@@ -2,9 +2,10 @@
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 
-use super::guarded::Read;
+use super::guarded::{NotWritten, Read};
 use crate::chunk::Verified;
 use crate::record::Record;
+use crate::store::{Put, StoreError};
 
 /// Sends what a job has done when it ends, also if it was discarded.
 #[derive(Debug)]
@@ -33,9 +34,39 @@ impl<C> Drop for Report<C> {
 /// What a thread has done.
 #[derive(Debug)]
 pub(super) enum Done<C> {
-    Encoded { record: Arc<Record>, chunk: Option<Verified<Arc<C>>> },
-    Found { prefetch: u64, store: usize, group: usize, chunks: Vec<u32>, found: Vec<bool> },
-    Read { record: Arc<Record>, store: usize, read: Read<C> },
-    Written { record: Arc<Record>, store: usize, is_there: bool, left: bool },
-    Exported { export: u64, store: usize, group: usize, chunk: u32, is_written: bool },
+    Encoded {
+        record: Arc<Record>,
+        chunk: Option<Verified<Arc<C>>>,
+    },
+    Found {
+        prefetch: u64,
+        store: usize,
+        group: usize,
+        chunks: Vec<u32>,
+        found: Vec<bool>,
+    },
+    Read {
+        record: Arc<Record>,
+        store: usize,
+        read: Read<C>,
+    },
+    Written {
+        record: Arc<Record>,
+        store: usize,
+        number: u64,
+        put: Result<Put, NotWritten>,
+        left: bool,
+    },
+    Removed {
+        call: u64,
+        store: usize,
+        removed: Result<(), StoreError>,
+    },
+    Exported {
+        export: u64,
+        store: usize,
+        number: u64,
+        at: (usize, u32),
+        is_written: bool,
+    },
 }

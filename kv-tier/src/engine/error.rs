@@ -47,6 +47,9 @@ pub enum TierError {
     /// Salt, adapter, contents, backoff or reuse are not those of the prefetch.
     #[error("the options are not those that the prompt was prefetched with")]
     OtherOptions,
+    /// Everything cannot be forgotten now.
+    #[error("a sequence, a pin, a hold or an import holds a block")]
+    Held,
     /// A step is open.
     #[error("a step is open")]
     StepOpen,

@@ -12,9 +12,6 @@ use super::{GROUP, Tiers};
 use crate::policy::ChunkEvent;
 use crate::record::Record;
 
-/// Chunks of a group that may wait for their copy; older ones are given up.
-const WAITING_MAX: usize = 4096;
-
 impl<B: Backend> Tiers<B> {
     /// Follows the blocks that became reusable and those that are gone.
     pub(super) fn follow_changes(&mut self, cache: &mut KvCache<B>) {
@@ -76,8 +73,11 @@ impl<B: Backend> Tiers<B> {
         let group = usize::from(change.group.0);
         match change.kind {
             BlockChangeKind::Removed => {
-                let links = &mut self.groups.get_mut(group).invariant(GROUP).links;
-                links.removed(change.block, change.key);
+                let of = self.groups.get_mut(group).invariant(GROUP);
+                let index = of.links.removed(change.block, change.key);
+                if index.is_some_and(|index| of.waiting.remove(index, change.key)) {
+                    self.stats.offload_missed = self.stats.offload_missed.saturating_add(1);
+                }
             }
             BlockChangeKind::Stored => {
                 let block = cache.pool(change.group).and_then(|pool| pool.content(change.block));
@@ -123,10 +123,8 @@ impl<B: Backend> Tiers<B> {
         if complete.record.priority.level == 0 {
             return;
         }
-        of.waiting.push_back(complete);
-        if of.waiting.len() > WAITING_MAX {
-            of.waiting.pop_front();
-            self.stats.offload_missed = self.stats.offload_missed.saturating_add(1);
+        if let Some(key) = complete.record.keys.last() {
+            of.waiting.insert(complete.record.last_block(), *key);
         }
     }
 }

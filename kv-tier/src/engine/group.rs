@@ -1,5 +1,5 @@
 //! The chunks of one group: in host memory, and on their way.
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -8,7 +8,8 @@ use kv_core::num::{to_u32, to_u64, to_usize};
 use kv_core::{GroupId, KvCache};
 
 use super::host::HostIndex;
-use super::links::{Complete, Links};
+use super::links::Links;
+use super::waiting::Waiting;
 use super::{TierError, TierOptions};
 use crate::chunk::ChunkSpec;
 use crate::name::ChunkName;
@@ -23,13 +24,15 @@ pub(super) struct GroupTier<P: HostPool> {
     pub(super) capacity: usize,
     pub(super) links: Links,
     pub(super) host: HostIndex<P::Chunk>,
-    /// Chunks to copy from the device, oldest first.
-    pub(super) waiting: VecDeque<Complete>,
+    /// Chunks to copy from the device.
+    pub(super) waiting: Waiting,
     pub(super) copying: Vec<Copying<P::Pending>>,
     pub(super) copying_max: usize,
-    /// Chunks that are being completed after their copy.
-    pub(super) encoding: HashSet<ChunkName>,
+    /// Chunks that are being copied, or completed after their copy.
+    pub(super) encoding: HashMap<ChunkName, Arc<Record>>,
     pub(super) reading: HashMap<ChunkName, Reading>,
+    /// Chunks that stores are not waited for any more, and may still give.
+    pub(super) late: Vec<Arc<Record>>,
     /// Chunks that left and return to the pool when they are written.
     pub(super) leaving: HashMap<ChunkName, Leaving>,
 }
@@ -43,6 +46,16 @@ pub(super) struct Leaving {
 }
 
 impl<P: HostPool> GroupTier<P> {
+    /// Returns the number of chunks that are on their way from the device to host memory.
+    pub(super) fn to_copy(&self) -> usize {
+        self.waiting.len().saturating_add(self.encoding.len())
+    }
+
+    /// Returns whether a chunk is in host memory, or on its way from the device.
+    pub(super) fn has_or_copies(&self, name: &ChunkName) -> bool {
+        self.host.contains(name) || self.encoding.contains_key(name)
+    }
+
     /// Returns whether room in host memory comes without another chunk having to leave.
     pub(super) fn is_leaving(&self) -> bool {
         !self.leaving.is_empty() && {
@@ -63,8 +76,7 @@ pub(super) struct Copying<P> {
 #[derive(Debug)]
 pub(super) struct Reading {
     pub(super) store: usize,
-    /// Index of the chunk in its prompt.
-    pub(super) index: u32,
+    pub(super) record: Arc<Record>,
     /// When the store is not waited for any more.
     pub(super) until: Instant,
     /// The prefetches that wait for it.
@@ -114,11 +126,12 @@ pub(super) fn groups<B: Backend>(
             capacity: to_usize(chunks),
             links: Links::new(num_blocks),
             host: HostIndex::default(),
-            waiting: VecDeque::new(),
+            waiting: Waiting::default(),
             copying: Vec::new(),
             copying_max: copying_max.max(1),
-            encoding: HashSet::new(),
+            encoding: HashMap::new(),
             reading: HashMap::new(),
+            late: Vec::new(),
             leaving: HashMap::new(),
         })
     };

@@ -8,13 +8,14 @@ use kv_core::events::Tier;
 use kv_core::num::to_u64;
 
 use super::breaker::{Breaker, Permit};
+use super::forget::Removal;
 use super::lane::Hung;
 use super::options::StoreOptions;
 use super::rates::TransferRates;
 use super::stats::StoreStats;
 use crate::chunk::{ChunkError, ChunkErrorKind, Verified, verify};
 use crate::record::Record;
-use crate::store::{BlockStore, ChunkAddress, Put, StoreError, StoreErrorKind};
+use crate::store::{BlockStore, ChunkAddress, Put, StoreError, StoreErrorKind, after};
 
 /// A store, called through circuit breakers: one for reads and one for writes, so that a full or
 /// read-only store still gives what it has.
@@ -31,6 +32,22 @@ struct State {
     rates: TransferRates,
     stats: StoreStats,
     spent: DayBudget,
+}
+
+/// Why a write did not reach the store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum NotWritten {
+    /// The breaker opened while it waited, or no thread was left for it.
+    Breaker,
+    /// The bytes of the day are used up.
+    Budget {
+        /// When the next day begins.
+        until: Instant,
+    },
+    /// The store failed.
+    Failed,
+    /// The chunk was forgotten while it waited.
+    Forgotten,
 }
 
 /// The outcome of a read.
@@ -155,27 +172,26 @@ impl GuardedStore {
         }
         let deadline = after(Instant::now(), self.options.lookup_deadline);
         let removed = guarded(|| self.store.remove(&[*address], deadline), "removal");
-        // A failure is counted; the chunk is refused again next time.
-        let _: Result<(), ()> = self.lock().note_write_result(removed);
+        // It cannot be removed by this user: it is refused again next time. A failure is counted.
+        if !removed.as_ref().is_err_and(|error| error.kind() == StoreErrorKind::Denied) {
+            let _: Result<(), ()> = self.lock().note_write_result(removed);
+        }
     }
 
-    /// Writes one chunk; returns whether the store has it now.
+    /// Writes one chunk.
     pub(super) fn write(
         &self,
         permit: Permit,
         address: &ChunkAddress,
         bytes: &[u8],
-    ) -> Option<Put> {
+    ) -> Result<Put, NotWritten> {
         let (now, length) = (Instant::now(), to_u64(bytes.len()));
         let mut state = self.lock();
         if !state.writes.is_valid(permit) {
-            state.stats.dropped_by_breaker = state.stats.dropped_by_breaker.saturating_add(1);
-            return None;
+            return Err(NotWritten::Breaker);
         }
-        if !state.spent.take(now, length, self.options.bytes_per_day) {
-            state.stats.dropped_by_budget = state.stats.dropped_by_budget.saturating_add(1);
-            return None;
-        }
+        let taken = state.spent.take(now, length, self.options.bytes_per_day);
+        taken.map_err(|until| NotWritten::Budget { until })?;
         drop(state);
         let deadline = after(now, self.options.write_deadline);
         let put = guarded(|| self.store.put(address, bytes, deadline), "write");
@@ -183,7 +199,7 @@ impl GuardedStore {
         if !matches!(put, Ok(Put::New)) {
             state.spent.give_back(length);
         }
-        let put = state.note_write_result(put).ok()?;
+        let put = state.note_write_result(put).map_err(|()| NotWritten::Failed)?;
         let counters = &mut state.stats;
         match put {
             Put::New => {
@@ -193,7 +209,25 @@ impl GuardedStore {
             }
             Put::WasThere => counters.were_there = counters.were_there.saturating_add(1),
         }
-        Some(put)
+        Ok(put)
+    }
+
+    /// Removes chunks that must be forgotten, whatever the state of the breaker.
+    pub(super) fn remove(&self, removal: &Removal, deadline: Instant) -> Result<(), StoreError> {
+        let remove = || match removal {
+            Removal::Chunks(chunks) => {
+                let mut batches = chunks.chunks(REMOVED_AT_ONCE);
+                batches.try_for_each(|chunks| self.store.remove(chunks, deadline))
+            }
+            Removal::Scope(scope) => self.store.remove_all(scope, deadline).map(drop),
+        };
+        let removed = guarded(remove, "removal");
+        // A store that cannot list works as it should.
+        if !removed.as_ref().is_err_and(|error| error.kind() == StoreErrorKind::Unsupported) {
+            let State { writes, stats, .. } = &mut *self.lock();
+            count(writes, stats, &removed);
+        }
+        removed
     }
 
     /// Counts calls that have not returned by their deadlines. If no thread is left, the breaker
@@ -219,13 +253,21 @@ impl GuardedStore {
         if hung.blocks_other {
             state.writes.trip(now);
         }
-        let dropped = &mut state.stats.dropped_by_breaker;
-        *dropped = dropped.saturating_add(to_u64(hung.discarded));
     }
-    /// Counts a write that found the queue full.
-    pub(super) fn note_queue_full(&self) {
+    /// Counts a write that found the queue full when host memory gave its chunk up.
+    pub(super) fn note_dropped_by_queue(&self) {
         let mut state = self.lock();
         state.stats.dropped_by_queue = state.stats.dropped_by_queue.saturating_add(1);
+    }
+    /// Counts a write that is not repeated, or not on this day. Failures have been counted.
+    pub(super) fn note_dropped(&self, why: NotWritten) {
+        let stats = &mut self.lock().stats;
+        let dropped = match why {
+            NotWritten::Breaker => &mut stats.dropped_by_breaker,
+            NotWritten::Budget { .. } => &mut stats.dropped_by_budget,
+            NotWritten::Failed | NotWritten::Forgotten => return,
+        };
+        *dropped = dropped.saturating_add(1);
     }
     /// Returns whether a lookup may reach the store now; its permit goes to [`Self::lookup`].
     pub(super) fn begin_lookup(&self) -> Option<Permit> {
@@ -235,10 +277,9 @@ impl GuardedStore {
     pub(super) fn begin_write(&self) -> Option<Permit> {
         self.lock().writes.admits(Instant::now())
     }
-    /// Counts a write that found the breaker open.
-    pub(super) fn note_refused_write(&self) {
-        let mut state = self.lock();
-        state.stats.dropped_by_breaker = state.stats.dropped_by_breaker.saturating_add(1);
+    /// Returns when the breaker of writes lets the next one through; `None` while it is closed.
+    pub(super) fn retry_at(&self) -> Option<Instant> {
+        self.lock().writes.retry_at()
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -275,22 +316,17 @@ fn note<T>(
     stats: &mut StoreStats,
     result: Result<T, StoreError>,
 ) -> Result<T, ()> {
-    let error = match result {
-        Ok(value) => {
-            breaker.succeeded();
-            return Ok(value);
-        }
-        Err(error) => error,
-    };
+    count(breaker, stats, &result);
+    result.map_err(drop)
+}
+
+fn count<T>(breaker: &mut Breaker, stats: &mut StoreStats, result: &Result<T, StoreError>) {
     // A store that returns what cannot be a chunk has answered.
-    if error.kind() == StoreErrorKind::Corrupt {
-        breaker.succeeded();
-    } else {
-        stats.failures = stats.failures.saturating_add(1);
-        stats.last_failure = Some(describe(&error));
-        breaker.failed(Instant::now());
-    }
-    Err(())
+    let failure = result.as_ref().err().filter(|error| error.kind() != StoreErrorKind::Corrupt);
+    let Some(error) = failure else { return breaker.succeeded() };
+    stats.failures = stats.failures.saturating_add(1);
+    stats.last_failure = Some(describe(error));
+    breaker.failed(Instant::now());
 }
 
 /// Writes an error and its causes on one line.
@@ -315,11 +351,6 @@ fn guarded<T>(
     })
 }
 
-/// Adds a duration to an instant; far beyond any clock, the instant itself.
-pub(super) fn after(now: Instant, time: Duration) -> Instant {
-    now.checked_add(time).unwrap_or(now)
-}
-
 /// The bytes written in the last day, in a window that moves by days.
 #[derive(Debug, Default)]
 struct DayBudget {
@@ -331,24 +362,28 @@ impl DayBudget {
     const DAY: Duration = Duration::from_hours(24);
 
     /// Takes the bytes of a write before it begins, so that writes side by side stay within the
-    /// limit; `false` if they are not left.
-    fn take(&mut self, now: Instant, bytes: u64, limit: Option<u64>) -> bool {
-        let began = *self.began.get_or_insert(now);
+    /// limit; if they are not left, returns when the next day begins.
+    fn take(&mut self, now: Instant, bytes: u64, limit: Option<u64>) -> Result<(), Instant> {
+        let mut began = *self.began.get_or_insert(now);
         if now.saturating_duration_since(began) >= Self::DAY {
             *self = Self { began: Some(now), spent: 0 };
+            began = now;
         }
         let spent = self.spent.saturating_add(bytes);
-        let is_left = limit.is_none_or(|limit| spent <= limit);
-        if is_left {
-            self.spent = spent;
+        if limit.is_some_and(|limit| spent > limit) {
+            return Err(after(began, Self::DAY));
         }
-        is_left
+        self.spent = spent;
+        Ok(())
     }
     /// Gives back what a write did not use.
     fn give_back(&mut self, bytes: u64) {
         self.spent = self.spent.saturating_sub(bytes);
     }
 }
+
+/// Chunks of one call that removes them.
+const REMOVED_AT_ONCE: usize = 256;
 
 impl fmt::Debug for GuardedStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -1,6 +1,6 @@
 //! Prefill here, decode there: exports of a sequence's chunks to a store, and prompts that wait for
 //! what another engine exports.
-use std::collections::{BTreeSet, HashSet};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -11,15 +11,15 @@ use kv_core::reuse::PrefixProbe;
 use kv_core::{BlockId, KvCache, SequenceId, StartOptions};
 
 use super::done::{Done, Report};
-use super::guarded::after;
 use super::links::Complete;
 use super::prefetch::GRACE;
-use super::{GROUP, PrefetchId, Tiers, Wait};
+use super::{GROUP, PrefetchId, STORE, Tiers, Wait};
 use crate::chain::{Chain, chunk_of};
 use crate::chunk::Verified;
 use crate::handoff::{Handoff, HandoffError, HandoffGroup};
 use crate::name::ChunkName;
 use crate::policy::WritePolicy;
+use crate::store::after;
 
 /// Attempts to write one chunk.
 const ATTEMPTS: u32 = 3;
@@ -86,6 +86,20 @@ struct Left {
     /// Whether its blocks were queued for a copy.
     is_copied: bool,
     attempts: u32,
+}
+
+impl Exports {
+    /// Ends the exports of chunks that are forgotten, by the names of root and chunk.
+    pub(super) fn forget(&mut self, is_forgotten: impl Fn(&ChunkName, &ChunkName) -> bool) {
+        for of in &mut self.all {
+            let chains = &of.chains;
+            let is_lost = |at: &Left| {
+                let chain = chains.get(at.group).invariant(GROUP);
+                is_forgotten(&chain.root().name(), chain.name(at.chunk))
+            };
+            of.has_failed |= of.left.iter().any(is_lost);
+        }
+    }
 }
 
 impl<B: Backend> Tiers<B> {
@@ -171,8 +185,11 @@ impl<B: Backend> Tiers<B> {
             last: last_name(chain, chain.len()),
         });
         let (clock, now) = (SystemTime::now(), Instant::now());
-        let until = clock.checked_add(time).unwrap_or(clock);
-        let handoff = Handoff::new(tokens, until, groups.collect());
+        // Waits that no clock reaches are cut off alike.
+        let until = after(now, time);
+        let time = until.saturating_duration_since(now);
+        let handed = clock.checked_add(time).unwrap_or(clock);
+        let handoff = Handoff::new(tokens, handed, groups.collect());
         let mut left = Vec::new();
         for (group, chain) in chains.iter().enumerate() {
             let blocks = probe.needed_indices(chain.group(), tokens).into_iter().flatten();
@@ -188,7 +205,6 @@ impl<B: Backend> Tiers<B> {
         }
         let id = self.exports.next;
         self.exports.next = id.saturating_add(1);
-        let until = after(now, time);
         let has_failed = false;
         self.exports.all.push(Exported { id, store, until, probe, chains, left, has_failed });
         self.advance_exports();
@@ -285,34 +301,36 @@ impl<B: Backend> Tiers<B> {
 
     fn advance_export(&mut self, of: &mut Exported, now: Instant) {
         let Exported { id, store, probe, chains, left, .. } = of;
-        let waiting: Vec<HashSet<ChunkName>> = self
-            .groups
-            .iter()
-            .map(|group| group.waiting.iter().map(|complete| complete.record.name).collect())
-            .collect();
         for at in left.iter_mut().filter(|at| !at.is_sent && now >= at.next) {
             let chain = chains.get(at.group).invariant(GROUP);
             let name = *chain.name(at.chunk);
             let tier = self.groups.get_mut(at.group).invariant(GROUP);
-            let chunk = tier.host.get(&name).map(|entry| entry.chunk.clone());
+            let entry = tier.host.get(&name);
+            let record = entry.map(|entry| Arc::clone(&entry.record));
+            let chunk = entry.map(|entry| entry.chunk.clone());
             if chunk.is_none() {
-                let is_waiting = waiting.get(at.group).is_some_and(|names| names.contains(&name));
-                if is_waiting || tier.encoding.contains(&name) {
+                let last = chain.last_block(probe, at.chunk);
+                let is_waiting =
+                    last.is_some_and(|last| tier.waiting.contains(last.index, last.key));
+                if is_waiting
+                    || tier.encoding.contains_key(&name)
+                    || tier.waiting.is_exported(&name)
+                {
                     continue;
                 }
                 let blocks = device_blocks(probe, chain, at.chunk).filter(|_| !at.is_copied);
                 if let Some(blocks) = blocks {
                     at.is_copied = true;
                     let record = chain.record(probe, at.chunk);
-                    tier.waiting.push_back(Complete { record, blocks });
+                    tier.waiting.export(Complete { record, blocks });
                     continue;
                 }
             }
             let lane = self.stores.get_mut(*store).invariant("the store of an export is there");
-            if lane.writes_waiting >= lane.store.options().writes_max {
+            if !lane.has_room() {
                 break;
             }
-            lane.writes_waiting = lane.writes_waiting.saturating_add(1);
+            let written = lane.begin(record.clone());
             at.is_sent = true;
             let asked = Arc::clone(&lane.store);
             let address = chain.address(at.chunk);
@@ -320,8 +338,8 @@ impl<B: Backend> Tiers<B> {
             let exported = move |is_written| Done::Exported {
                 export,
                 store,
-                group,
-                chunk: number,
+                number: written,
+                at: (group, number),
                 is_written,
             };
             let options = lane.store.options();
@@ -334,9 +352,11 @@ impl<B: Backend> Tiers<B> {
                 let is_there = found.is_some_and(|found| found.contains(&true));
                 let write = |chunk: &Verified<_>| {
                     let permit = asked.begin_write();
-                    permit.and_then(|permit| asked.write(permit, &address, chunk.bytes())).is_some()
+                    permit
+                        .is_some_and(|permit| asked.write(permit, &address, chunk.bytes()).is_ok())
                 };
-                let is_written = is_there || chunk.as_ref().is_some_and(write);
+                let is_kept = |_: &&Verified<_>| !record.is_some_and(|of| of.is_forgotten());
+                let is_written = is_there || chunk.as_ref().filter(is_kept).is_some_and(write);
                 // Its memory is free before the tiers look for room.
                 drop(chunk);
                 report.set(exported(is_written));
@@ -347,13 +367,11 @@ impl<B: Backend> Tiers<B> {
     pub(super) fn note_exported(
         &mut self,
         export: u64,
-        store: usize,
+        (store, number): (usize, u64),
         (group, chunk): (usize, u32),
         is_written: bool,
     ) {
-        if let Some(lane) = self.stores.get_mut(store) {
-            lane.writes_waiting = lane.writes_waiting.saturating_sub(1);
-        }
+        self.stores.get_mut(store).invariant(STORE).end(number);
         let Some(of) = self.exports.all.iter_mut().find(|of| of.id == export) else { return };
         let place = of.left.iter().position(|at| (at.group, at.chunk) == (group, chunk));
         let Some(place) = place else { return };
@@ -371,9 +389,7 @@ impl<B: Backend> Tiers<B> {
 
 /// Returns the blocks of a chunk, if all are on the device.
 fn device_blocks(probe: &PrefixProbe, chain: &Chain, chunk: u32) -> Option<Box<[BlockId]>> {
-    let first = to_usize(chain.spec().first_block(chunk));
-    let blocks = probe.blocks(chain.group()).skip(first).take(to_usize(chain.spec().blocks()));
-    blocks.map(|block| block.cached).collect()
+    chain.blocks(probe, chunk).map(|block| block.cached).collect()
 }
 
 /// Returns the name of the last of some chunks of a prompt; the root's of none.

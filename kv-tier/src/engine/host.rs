@@ -51,6 +51,10 @@ impl<C> HostIndex<C> {
     pub(super) fn contains(&self, name: &ChunkName) -> bool {
         self.entries.contains_key(name)
     }
+    /// Returns whether a chunk here follows a chunk, which may not be here.
+    pub(super) fn has_children(&self, name: &ChunkName) -> bool {
+        self.children.contains_key(name)
+    }
     pub(super) fn iter(&self) -> impl Iterator<Item = &Entry<C>> {
         self.entries.values()
     }

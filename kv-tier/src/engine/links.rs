@@ -30,6 +30,8 @@ struct Link {
     name: ChunkName,
     root: Arc<ChunkRoot>,
     parent: BlockKey,
+    /// Index of the block in its prompt.
+    index: u32,
     /// The block with this content, while it is on the device.
     block: Option<BlockId>,
 }
@@ -70,6 +72,16 @@ impl Links {
         self.by_key.get(&key).is_some_and(|link| link.block == Some(block))
     }
 
+    /// Returns the names of the root and of the chunk that ends with a block.
+    pub(super) fn names(&self, key: BlockKey) -> Option<(ChunkName, ChunkName)> {
+        self.by_key.get(&key).map(|link| (link.root.name(), link.name))
+    }
+
+    /// Returns whether the block with this key is on the device.
+    pub(super) fn is_on_device(&self, key: BlockKey) -> bool {
+        self.by_key.get(&key).is_some_and(|link| link.block.is_some())
+    }
+
     /// Notes that all other blocks lost their content.
     pub(super) fn retain(&mut self, stored: &HashSet<(BlockId, BlockKey)>) {
         let known = self.by_key.iter().filter_map(|(key, link)| Some((link.block?, *key)));
@@ -99,7 +111,8 @@ impl Links {
         let name = root.link(&before, block.tokens, block.contents.iter().copied());
         let root = Arc::clone(root);
         let spec = *root.spec();
-        let link = Link { name, root, parent: block.parent, block: Some(block.block) };
+        let (parent, index) = (block.parent, block.index);
+        let link = Link { name, root, parent, index, block: Some(block.block) };
         self.by_key.insert(block.key, link);
         if block.index.checked_add(1).and_then(|end| end.checked_rem(spec.blocks())) != Some(0) {
             return Linked::Inside;
@@ -110,11 +123,10 @@ impl Links {
         }
     }
 
-    /// Notes that a block lost its content.
-    pub(super) fn removed(&mut self, block: BlockId, key: BlockKey) {
-        let Some(link) = self.by_key.get_mut(&key).filter(|link| link.block == Some(block)) else {
-            return;
-        };
+    /// Notes that a block lost its content; returns its index in its prompt if it had a name.
+    pub(super) fn removed(&mut self, block: BlockId, key: BlockKey) -> Option<u32> {
+        let link = self.by_key.get_mut(&key).filter(|link| link.block == Some(block))?;
+        let index = link.index;
         link.block = None;
         self.gone.push_back(key);
         if self.gone.len() > self.gone_max
@@ -123,6 +135,14 @@ impl Links {
         {
             self.by_key.remove(&oldest);
         }
+        Some(index)
+    }
+
+    /// Collects the blocks of the chunk that ends with a block, if all are on the device still.
+    pub(super) fn rebuild(&self, key: BlockKey, pool: &BlockPool) -> Option<Complete> {
+        let link = self.by_key.get(&key)?;
+        let last = pool.content(link.block?).filter(|last| last.key == key)?;
+        self.complete(&last, link.root.spec(), pool)
     }
 
     /// Collects the blocks of the chunk that ends with a block.
@@ -167,6 +187,7 @@ impl Links {
             tokens: tokens.into(),
             contents: contents.into(),
             priority,
+            is_forgotten: false.into(),
         };
         Some(Complete { record, blocks: blocks.into() })
     }

@@ -7,13 +7,13 @@ use kv_core::invariant::Invariant;
 use kv_core::num::to_u64;
 
 use super::done::{Done, Report};
-use super::guarded::after;
 use super::prefetch::{Again, GRACE, Prefetch, PrefetchId, Stage};
 use super::read::first;
 use super::write::bit;
 use super::{ChunkOf, GROUP, STORE, Tiers, Wait};
 use crate::chain::{Chain, absent, missing, reach};
 use crate::policy::{LoadDecision, LoadOrCompute};
+use crate::store::after;
 
 impl<B: Backend> Tiers<B> {
     /// Asks every store for the chunks that are not here; returns the number of answers to come.

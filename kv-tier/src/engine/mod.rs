@@ -8,19 +8,23 @@
 //! | [`links`] | names of the blocks on the device; which chunks are complete |
 //! | [`announce`] | what readers of events know of the tiers |
 //! | [`follow`] | changes of blocks on the device |
+//! | [`waiting`] | chunks that wait for their copy |
 //! | [`offload`] | device to host memory |
 //! | [`write`] | host memory to stores |
+//! | [`owed`] | what a store has yet to get |
 //! | [`prefetch`] | prompts that are looked for, and their start |
 //! | [`lookup`], [`read`] | questions to stores, and chunks from them |
 //! | [`import`] | host memory to blocks of the device |
 //! | [`group`] | the chunks of one group |
 //! | [`host`] | the chunks in host memory |
+//! | [`forget`] | removal from everywhere |
 //! | [`handoff`] | exports to other engines, and prompts that wait for theirs |
 mod announce;
 mod breaker;
 mod done;
 mod error;
 mod follow;
+mod forget;
 mod group;
 mod guarded;
 mod handoff;
@@ -31,14 +35,16 @@ mod links;
 mod lookup;
 mod offload;
 mod options;
+mod owed;
 mod prefetch;
 mod prompted;
 mod rates;
 mod read;
 mod stats;
+mod waiting;
 mod write;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -54,19 +60,24 @@ use kv_core::{GroupId, KvCache};
 
 pub use breaker::BreakerState;
 pub use error::TierError;
+pub use forget::{ForgetFailure, Forgotten};
 pub use handoff::{Export, ExportId, ExportState};
 pub use options::{StoreOptions, TierOptions, Wait};
 pub use prefetch::PrefetchId;
 pub use stats::{StoreStats, TiersStats};
+pub use write::Unwritten;
 
 use crate::identity::{ChunkRoot, Identity};
 use announce::Announcements;
+use crate::record::Record;
 use done::Done;
 use follow::Pinned;
+use forget::Removals;
 use group::GroupTier;
 use guarded::GuardedStore;
 use handoff::Exports;
 use lane::Lane;
+use owed::Owed;
 use prefetch::Prefetch;
 use prompted::Prompted;
 use rates::Average;
@@ -123,6 +134,7 @@ pub struct Tiers<B: Backend> {
     /// Imports whose copies to the device failed.
     abandoned: Vec<Import>,
     exports: Exports,
+    removals: Removals,
     /// Chunks of prompts, as opposed to generated text, by name: tokens of the longest prompt.
     prompted: Prompted,
     pinned: Pinned,
@@ -131,6 +143,9 @@ pub struct Tiers<B: Backend> {
     /// Seconds that computing one token takes.
     compute: Average,
     keeps_host: bool,
+    is_flushing: bool,
+    /// Writes that were given up since the last flush began.
+    lost: u64,
     wait: Wait,
     stats: TiersStats,
 }
@@ -143,7 +158,10 @@ type RootKey = (GroupId, Box<[u8]>, Option<u64>);
 struct StoreLane {
     store: Arc<GuardedStore>,
     lane: Lane,
-    writes_waiting: usize,
+    /// Writes that wait or run, by number; what they write, if it is in host memory.
+    writing: HashMap<u64, Option<Arc<Record>>>,
+    next_write: u64,
+    owed: Owed,
 }
 
 impl<B: Backend> Tiers<B> {
@@ -174,7 +192,8 @@ impl<B: Backend> Tiers<B> {
         let start = |(store, options): (_, StoreOptions)| {
             let lane = Lane::new("kv-tier store", options.threads).map_err(TierError::Thread)?;
             let store = Arc::new(GuardedStore::new(store, options));
-            Ok(StoreLane { store, lane, writes_waiting: 0 })
+            let (writing, next_write, owed) = (HashMap::new(), 0, Owed::default());
+            Ok(StoreLane { store, lane, writing, next_write, owed })
         };
         let (keeps_host, wait) = (options.keeps_host, options.wait);
         let stores =
@@ -193,12 +212,15 @@ impl<B: Backend> Tiers<B> {
             prefetches: HashMap::new(),
             abandoned: Vec::new(),
             exports: Exports::default(),
+            removals: Removals::default(),
             prompted: Prompted::default(),
             pinned: Pinned::default(),
             changes: Vec::new(),
             announcements: Announcements::new(spec.events() > 0, cache.encoding_key(), tiers),
             compute: Average::default(),
             keeps_host,
+            is_flushing: false,
+            lost: 0,
             wait,
             stats: TiersStats::default(),
         })
@@ -214,6 +236,7 @@ impl<B: Backend> Tiers<B> {
         self.note_encoding(cache.encoding_key());
         self.sweep();
         self.take_results();
+        self.write_owed();
         self.advance_prefetches();
         self.advance_exports();
         if cache.is_step_open() {
@@ -228,32 +251,46 @@ impl<B: Backend> Tiers<B> {
         Ok(())
     }
 
-    /// Copies what is on the device and writes what only host memory has, until all is done or the
-    /// deadline has passed; returns whether all is done. Call it before the end of the process.
+    /// Copies what is on the device, and writes what the stores should have of it and do not have
+    /// yet, until all is done or the deadline has passed; returns what is left. Call it before the
+    /// end of the process.
+    ///
+    /// A store gets what its rule says by the uses so far, and what it gets at the end alone. Its
+    /// queue is filled as it empties, beginnings of prompts first, and host memory gives up nothing
+    /// that a store has yet to get. A write that fails is repeated, with pauses; a store that stays
+    /// down is given up after a second or two.
     ///
     /// # Errors
     /// [`TierError::StepOpen`]; [`TierError::Cache`] if the device failed.
-    pub fn flush(&mut self, cache: &mut KvCache<B>, deadline: Instant) -> Result<bool, TierError> {
-        /// How long one wait for a thread lasts at most, beside which copies of the device go on.
-        const PAUSE: Duration = Duration::from_millis(1);
+    pub fn flush(
+        &mut self,
+        cache: &mut KvCache<B>,
+        deadline: Instant,
+    ) -> Result<Unwritten, TierError> {
         if cache.is_step_open() {
             return Err(TierError::StepOpen);
         }
-        // What each store may have yet to get.
-        let mut unwritten = None;
+        self.lost = 0;
+        self.is_flushing = true;
+        self.owe_rest();
+        let flushed = self.flush_until(cache, deadline);
+        self.is_flushing = false;
+        flushed
+    }
+
+    fn flush_until(
+        &mut self,
+        cache: &mut KvCache<B>,
+        deadline: Instant,
+    ) -> Result<Unwritten, TierError> {
+        /// How long one wait for a thread lasts at most, beside which copies of the device go on.
+        const PAUSE: Duration = Duration::from_millis(1);
         loop {
             self.poll(cache)?;
-            if self.is_copied() {
-                let all =
-                    unwritten.get_or_insert_with(|| vec![self.host_records(); self.stores.len()]);
-                self.write_rest(all);
-                let is_written = self.stores.iter().all(|lane| lane.writes_waiting == 0);
-                if is_written && all.iter().all(VecDeque::is_empty) {
-                    return Ok(true);
-                }
-            }
-            let Some(left) = deadline.checked_duration_since(Instant::now()) else {
-                return Ok(false);
+            let now = Instant::now();
+            let is_done = self.is_copied() && !self.can_write(now);
+            let Some(left) = deadline.checked_duration_since(now).filter(|_| !is_done) else {
+                return Ok(self.unwritten());
             };
             if let Ok(done) = self.done.recv_timeout(left.min(PAUSE)) {
                 self.take_result(done);
@@ -304,20 +341,19 @@ impl<B: Backend> Tiers<B> {
                 self.note_found(prefetch, store, (group, &chunks), &found);
             }
             Done::Read { record, store, read } => self.note_read(&record, store, read),
-            Done::Written { record, store, is_there, left } => {
-                self.note_written(&record, store, is_there, left);
+            Done::Written { record, store, number, put, left } => {
+                self.note_written(&record, (store, number), put, left);
             }
-            Done::Exported { export, store, group, chunk, is_written } => {
-                self.note_exported(export, store, (group, chunk), is_written);
+            Done::Exported { export, store, number, at, is_written } => {
+                self.note_exported(export, (store, number), at, is_written);
             }
+            Done::Removed { call, store, removed } => self.note_removed(call, store, removed),
         }
     }
 
     /// Returns whether no chunk is on its way from the device to host memory.
     fn is_copied(&self) -> bool {
-        self.groups.iter().all(|group| {
-            group.waiting.is_empty() && group.copying.is_empty() && group.encoding.is_empty()
-        })
+        self.groups.iter().all(|group| group.to_copy() == 0)
     }
 
     /// Returns the root of the names of a group's chunks; `None` for an adapter without a digest.

@@ -44,10 +44,12 @@ impl<B: Backend> Tiers<B> {
     ) -> Result<(), TierError> {
         loop {
             let of = self.groups.get_mut(group).invariant(GROUP);
-            let Some(next) = of.waiting.front() else { break };
-            let name = next.record.name;
-            if of.host.contains(&name) || of.encoding.contains(&name) {
-                of.waiting.pop_front();
+            let Some(name) = of.waiting.next(&of.links) else { break };
+            let is_here = name.is_none_or(|name| of.has_or_copies(&name));
+            if is_here {
+                of.waiting.take_next();
+                let missed = u64::from(name.is_none());
+                self.stats.offload_missed = self.stats.offload_missed.saturating_add(missed);
                 continue;
             }
             if of.copying.len() >= of.copying_max {
@@ -55,11 +57,15 @@ impl<B: Backend> Tiers<B> {
             }
             let Some(chunk) = self.take_chunk(group) else { break };
             let of = self.groups.get_mut(group).invariant(GROUP);
-            let Some(complete) = of.waiting.pop_front() else { break };
-            if !hold(cache, &complete, held)? {
-                self.stats.offload_missed = self.stats.offload_missed.saturating_add(1);
-                continue;
-            }
+            let pool = cache.pool(of.spec.group()).invariant(GROUP);
+            let complete = of.waiting.take_next().and_then(|next| next.complete(&of.links, pool));
+            let complete = match complete {
+                Some(complete) if hold(cache, &complete, held)? => complete,
+                _ => {
+                    self.stats.offload_missed = self.stats.offload_missed.saturating_add(1);
+                    continue;
+                }
+            };
             let after = match fence {
                 Some(fence) => fence,
                 None => fence.insert(cache.queue_mut().submit()?),
@@ -67,7 +73,7 @@ impl<B: Backend> Tiers<B> {
             let storage = cache.storage(of.spec.group()).invariant(GROUP).view();
             let pending = of.pool.copy_out(after, storage, &complete.blocks, chunk, 0)?;
             let record = Arc::new(complete.record);
-            of.encoding.insert(record.name);
+            of.encoding.insert(record.name, Arc::clone(&record));
             of.copying.push(Copying { pending, record });
         }
         Ok(())
@@ -138,6 +144,9 @@ impl<B: Backend> Tiers<B> {
         let group = usize::from(record.group().0);
         let of = self.groups.get_mut(group).invariant(GROUP);
         of.encoding.remove(&record.name);
+        if record.is_forgotten() {
+            return;
+        }
         let Some(chunk) = chunk else {
             self.stats.unnamed_blocks = self.stats.unnamed_blocks.saturating_add(1);
             return;
@@ -149,6 +158,9 @@ impl<B: Backend> Tiers<B> {
         self.decide_writes(record, ChunkEvent::Published);
         if !self.keeps_host {
             self.decide_writes(record, ChunkEvent::Left);
+        }
+        if self.is_flushing {
+            self.decide_writes(record, ChunkEvent::Flush);
         }
     }
 
@@ -163,14 +175,16 @@ impl<B: Backend> Tiers<B> {
         if of.is_leaving() {
             return None;
         }
-        let is_unused = |entry: &Entry<_>| Arc::strong_count(entry.chunk.get_ref()) == 1;
-        let Entry { chunk, record, stores, uses, .. } = of.host.evict(is_unused)?;
+        let (is_flushing, stores) = (self.is_flushing, &self.stores);
+        let may_go = |entry: &Entry<_>| {
+            let is_unused = Arc::strong_count(entry.chunk.get_ref()) == 1;
+            is_unused && !(is_flushing && Self::must_stay(stores, &entry.record))
+        };
+        let entry = of.host.evict(may_go)?;
         self.stats.host_evictions = self.stats.host_evictions.saturating_add(1);
-        self.announcements.lacks(Tier::Host, &record.name, HOST);
-        for store in 0..self.stores.len() {
-            self.send(&record, &chunk, (stores, uses), store, ChunkEvent::Left);
-        }
-        drop(chunk);
+        self.announcements.lacks(Tier::Host, &entry.record.name, HOST);
+        self.write_left(&entry);
+        drop(entry);
         self.groups.get_mut(group).invariant(GROUP).pool.take()
     }
 }

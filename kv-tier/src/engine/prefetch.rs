@@ -10,10 +10,10 @@ use kv_core::num::to_u32;
 use kv_core::reuse::{Import, PrefixProbe};
 use kv_core::{CacheError, KvCache, SequenceId, StartOptions};
 
-use super::guarded::after;
 use super::{ChunkOf, GROUP, TierError, Tiers, Wait};
 use crate::chain::{Chain, absent, last_key, reach};
 use crate::chunk::Verified;
+use crate::store::after;
 
 /// How long after its deadline a store is waited for.
 pub(super) const GRACE: Duration = Duration::from_millis(20);
@@ -270,11 +270,17 @@ impl<B: Backend> Tiers<B> {
         }
     }
 
-    pub(super) fn chains(&mut self, cache: &KvCache<B>, probe: &PrefixProbe) -> Vec<Chain> {
+    /// Names the whole chunks of a prompt; none if a group has no names.
+    pub(super) fn name_chains(&mut self, cache: &KvCache<B>, probe: &PrefixProbe) -> Vec<Chain> {
         let space = (probe.salt(), probe.adapter());
         let roots = (0..self.groups.len()).map(|at| self.root(cache.encoding_key(), at, space));
         let Some(roots) = roots.collect::<Option<Vec<_>>>() else { return Vec::new() };
-        let chains: Vec<_> = roots.into_iter().map(|root| Chain::new(probe, root)).collect();
+        roots.into_iter().map(|root| Chain::new(probe, root)).collect()
+    }
+
+    /// Names the whole chunks of a prompt, and notes that they are no generated text.
+    pub(super) fn chains(&mut self, cache: &KvCache<B>, probe: &PrefixProbe) -> Vec<Chain> {
+        let chains = self.name_chains(cache, probe);
         let tokens = to_u32(probe.prompt().len());
         for chain in &chains {
             (0..chain.len()).for_each(|chunk| self.prompted.insert(*chain.name(chunk), tokens));

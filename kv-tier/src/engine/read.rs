@@ -9,12 +9,13 @@ use kv_core::invariant::Invariant;
 use super::announce::HOST;
 use super::done::{Done, Report};
 use super::group::{GroupTier, Reading};
-use super::guarded::{Read, after};
+use super::guarded::Read;
 use super::prefetch::{GRACE, Stage};
 use super::write::bit;
 use super::{ChunkOf, GROUP, STORE, Tiers};
 use crate::chunk::Verified;
 use crate::record::Record;
+use crate::store::after;
 
 impl<B: Backend> Tiers<B> {
     /// Begins as many of a prefetch's reads as host memory has room for.
@@ -39,7 +40,8 @@ impl<B: Backend> Tiers<B> {
                     let tier = self.groups.get_mut(group).invariant(GROUP);
                     let given_up = after(until, GRACE);
                     let waiters = vec![id];
-                    let reading = Reading { store, index: chunk, until: given_up, waiters };
+                    let of_read = Arc::clone(&record);
+                    let reading = Reading { store, record: of_read, until: given_up, waiters };
                     tier.reading.insert(name, reading);
                     outstanding = outstanding.saturating_add(1);
                     let of_store = self.stores.get(store).invariant(STORE);
@@ -70,14 +72,18 @@ impl<B: Backend> Tiers<B> {
         let group = usize::from(record.group().0);
         let tier = self.groups.get_mut(group).invariant(GROUP);
         let waiters = match tier.reading.get(&record.name) {
-            Some(reading) if reading.store == store => {
+            Some(reading) if Arc::ptr_eq(&reading.record, record) => {
                 tier.reading.remove(&record.name).map_or_else(Vec::new, |reading| reading.waiters)
             }
-            // It was given up, and perhaps another store was asked.
-            _ => Vec::new(),
+            // It was given up, and perhaps it was asked for again.
+            _ => {
+                tier.late.retain(|late| !Arc::ptr_eq(late, record));
+                Vec::new()
+            }
         };
         let of_store = self.stores.get(store).invariant(STORE).store.tier();
         let chunk = match read {
+            Read::Verified(_) if record.is_forgotten() => None,
             Read::Verified(chunk) => {
                 self.announcements.has(of_store, record, bit(store).into());
                 Some(chunk)
@@ -137,10 +143,12 @@ impl<B: Backend> Tiers<B> {
         let mut expired = Vec::new();
         for (group, tier) in self.groups.iter_mut().enumerate() {
             let late = tier.reading.extract_if(|_, reading| now >= reading.until);
-            expired.extend(late.map(|(_, reading)| (group, reading)));
+            let late = late.map(|(_, reading)| (group, reading)).collect::<Vec<_>>();
+            tier.late.extend(late.iter().map(|(_, reading)| Arc::clone(&reading.record)));
+            expired.extend(late);
         }
-        for (group, Reading { store, index, waiters, .. }) in expired {
-            self.resolve((group, index), store, waiters, None);
+        for (group, Reading { store, record, waiters, .. }) in expired {
+            self.resolve((group, record.index), store, waiters, None);
         }
     }
 }

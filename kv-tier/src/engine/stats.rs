@@ -64,11 +64,13 @@ pub struct StoreStats {
     pub write_time: Duration,
     /// Chunks that were there already.
     pub were_there: u64,
-    /// Writes dropped because too many were waiting.
+    /// Writes dropped because too many were waiting when host memory gave their chunks up.
     pub dropped_by_queue: u64,
-    /// Writes dropped because the store's breaker was open, or opened while they waited.
+    /// Writes dropped because the store's breaker was open when host memory gave their chunks up, or
+    /// opened while they waited after that.
     pub dropped_by_breaker: u64,
-    /// Writes dropped because the day's bytes were used up.
+    /// Writes put off because the day's bytes were used up, to the next day if host memory has their
+    /// chunks then.
     pub dropped_by_budget: u64,
     /// Failed calls.
     pub failures: u64,

@@ -1,78 +1,184 @@
 //! From host memory to stores.
-use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kv_core::backend::Backend;
 use kv_core::invariant::Invariant;
+use kv_core::num::to_u64;
 
+use super::breaker::Permit;
 use super::done::{Done, Report};
-use super::group::Leaving;
-use super::guarded::after;
+use super::group::{GroupTier, Leaving};
+use super::guarded::NotWritten;
+use super::host::Entry;
+use super::owed::Place;
 use super::prefetch::GRACE;
 use super::{ChunkOf, GROUP, STORE, StoreLane, Tiers};
 use crate::chunk::Verified;
 use crate::policy::{ChunkEvent, ChunkFacts, WriteDecision};
 use crate::record::Record;
-use crate::store::Put;
+use crate::store::{Put, after};
+
+/// What [`Tiers::flush`](super::Tiers::flush) has left.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+#[must_use = "what is left is lost with the process"]
+pub struct Unwritten {
+    /// Chunks on the device that have not reached host memory.
+    pub copies: u64,
+    /// Writes that have not ended, or that a store has refused: of a chunk that two stores should
+    /// have, there may be two.
+    pub writes: u64,
+}
+
+impl Unwritten {
+    /// Returns whether nothing is left.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+/// How long a flush waits for a store that has failed. A store that is down is given up when its
+/// breaker has opened for the second time.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 impl<B: Backend> Tiers<B> {
     /// Sends a chunk of host memory to the stores whose rules say so.
     pub(super) fn decide_writes(&mut self, record: &Arc<Record>, event: ChunkEvent) {
-        (0..self.stores.len()).for_each(|store| self.decide_write(record, store, event));
+        self.owe(record, event);
+        self.write_owed();
     }
 
-    /// Sends a chunk of host memory to one store if its rule says so.
-    fn decide_write(&mut self, record: &Arc<Record>, store: usize, event: ChunkEvent) {
-        let group = usize::from(record.group().0);
-        let host = &self.groups.get(group).invariant(GROUP).host;
+    /// Notes that the stores whose rules say so have yet to get a chunk of host memory.
+    fn owe(&mut self, record: &Record, event: ChunkEvent) {
+        let place = Place::of(record);
+        let host = &self.groups.get(place.group).invariant(GROUP).host;
         let Some(entry) = host.get(&record.name) else { return };
-        let (chunk, stores, uses) = (entry.chunk.clone(), entry.stores, entry.uses);
-        if self.send(record, &chunk, (stores, uses), store, event) {
-            let host = &mut self.groups.get_mut(group).invariant(GROUP).host;
-            if let Some(entry) = host.get_mut(&record.name) {
-                entry.stores |= bit(store);
+        let known = (entry.stores, entry.uses);
+        for store in 0..self.stores.len() {
+            if self.wants(record, known, store, event) {
+                self.stores.get_mut(store).invariant(STORE).owed.insert(place);
             }
         }
     }
 
-    /// Sends a chunk to a store if its rule says so; returns whether it was sent. `stores` have it
-    /// already.
-    pub(super) fn send(
-        &mut self,
-        record: &Arc<Record>,
-        chunk: &Verified<Arc<ChunkOf<B>>>,
+    /// Notes everything in host memory that stores have yet to get before the end.
+    pub(super) fn owe_rest(&mut self) {
+        let works = |(at, lane): (usize, &StoreLane)| lane.store.retry_at().map_or(bit(at), |_| 0);
+        let working = self.stores.iter().enumerate().map(works).fold(0, |all, one| all | one);
+        self.groups.iter_mut().for_each(|group| group.waiting.retry_lost(working));
+        for record in self.host_records() {
+            self.owe(&record, ChunkEvent::Flush);
+        }
+        let now = Instant::now();
+        self.stores.iter_mut().for_each(|lane| lane.owed.hurry(now));
+    }
+
+    /// Returns whether the rule of a store says that it gets a chunk. `stores` have it already.
+    fn wants(
+        &self,
+        record: &Record,
         (stores, uses): (u64, u32),
-        at: usize,
+        store: usize,
         event: ChunkEvent,
     ) -> bool {
         let prompt_tokens = self.prompted.get(&record.name);
-        let is_pinned = self.pinned.has(record);
-        let lane = self.stores.get_mut(at).invariant(STORE);
         let facts = ChunkFacts {
-            is_present: stores & bit(at) != 0,
+            is_present: stores & bit(store) != 0,
             // The publication is the first.
             uses: uses.saturating_add(1),
             prompt_tokens: prompt_tokens.unwrap_or_else(|| record.end()),
             is_generated: prompt_tokens.is_none(),
-            is_pinned,
+            is_pinned: self.pinned.has(record),
             level: record.priority.level,
         };
-        let options = lane.store.options();
-        if options.write.decide(event, &facts) != WriteDecision::Write {
-            return false;
+        let rule = &self.stores.get(store).invariant(STORE).store.options().write;
+        rule.decide(event, &facts) == WriteDecision::Write
+    }
+
+    /// Sends to each store what it has yet to get of host memory, as far as its queue has room and
+    /// its breaker is closed.
+    pub(super) fn write_owed(&mut self) {
+        if self.stores.iter().all(|lane| lane.owed.len() == 0) {
+            return;
         }
-        if lane.writes_waiting >= options.writes_max {
-            lane.store.note_queue_full();
-            return false;
+        let now = Instant::now();
+        for store in 0..self.stores.len() {
+            loop {
+                let lane = self.stores.get_mut(store).invariant(STORE);
+                let Some(place) = lane.has_room().then(|| lane.owed.take(now)).flatten() else {
+                    break;
+                };
+                let host = &mut self.groups.get_mut(place.group).invariant(GROUP).host;
+                let entry = host.get_mut(&place.name).invariant(OWED);
+                if entry.stores & bit(store) != 0 {
+                    // It was read from there meanwhile.
+                    lane.owed.remove(&place);
+                    continue;
+                }
+                let Some(permit) = lane.store.begin_write() else {
+                    lane.owed.insert(place);
+                    break;
+                };
+                entry.stores |= bit(store);
+                let (record, chunk) = (Arc::clone(&entry.record), entry.chunk.clone());
+                self.send(&record, chunk, store, (permit, false));
+            }
         }
-        let Some(permit) = lane.store.begin_write() else {
-            lane.store.note_refused_write();
-            return false;
-        };
-        let limit = options.write_deadline.saturating_add(GRACE);
-        lane.writes_waiting = lane.writes_waiting.saturating_add(1);
-        let left = event == ChunkEvent::Left && self.keeps_host;
+    }
+
+    /// Sends a chunk that has left host memory to the stores that should have it. What they have no
+    /// room for is lost.
+    pub(super) fn write_left(&mut self, entry: &Entry<ChunkOf<B>>) {
+        let (record, place) = (&entry.record, Place::of(&entry.record));
+        for store in 0..self.stores.len() {
+            let is_wanted = self.wants(record, (entry.stores, entry.uses), store, ChunkEvent::Left);
+            let lane = self.stores.get_mut(store).invariant(STORE);
+            if !(lane.owed.remove(&place) || is_wanted) {
+                continue;
+            }
+            if !lane.has_room() {
+                lane.store.note_dropped_by_queue();
+            } else if let Some(permit) = lane.store.begin_write() {
+                self.send(record, entry.chunk.clone(), store, (permit, true));
+                continue;
+            } else {
+                lane.store.note_dropped(NotWritten::Breaker);
+            }
+            self.note_lost(record, store);
+        }
+    }
+
+    /// Notes a write of a chunk that host memory has given up. If its blocks are on the device, the
+    /// next flush copies them again.
+    fn note_lost(&mut self, record: &Record, store: usize) {
+        self.lost = self.lost.saturating_add(1);
+        let of = self.groups.get_mut(usize::from(record.group().0)).invariant(GROUP);
+        let last = record.keys.last().filter(|key| of.links.is_on_device(**key));
+        if let Some(key) = last {
+            of.waiting.note_lost(record.last_block(), *key, bit(store));
+        }
+    }
+
+    /// Returns whether a flush must not let host memory give a chunk up yet: a store that works
+    /// has yet to get it.
+    pub(super) fn must_stay(stores: &[StoreLane], record: &Record) -> bool {
+        let (place, until) = (Place::of(record), after(Instant::now(), PATIENCE));
+        let works = |lane: &StoreLane| lane.store.retry_at().is_none_or(|at| at <= until);
+        stores.iter().any(|lane| lane.owed.contains(&place) && works(lane))
+    }
+
+    /// Sends a chunk to a store; `left` says that host memory has given it up.
+    fn send(
+        &mut self,
+        record: &Arc<Record>,
+        chunk: Verified<Arc<ChunkOf<B>>>,
+        at: usize,
+        (permit, left): (Permit, bool),
+    ) {
+        let lane = self.stores.get_mut(at).invariant(STORE);
+        let limit = lane.store.options().write_deadline.saturating_add(GRACE);
+        let number = lane.begin(Some(Arc::clone(record)));
         if left {
             let of = self.groups.get_mut(usize::from(record.group().0)).invariant(GROUP);
             let until = after(Instant::now(), limit);
@@ -81,66 +187,113 @@ impl<B: Backend> Tiers<B> {
             leaving.writes = leaving.writes.saturating_add(1);
             leaving.until = leaving.until.min(until);
         }
-        let written = move |record: Arc<Record>, put: Option<Put>| Done::Written {
-            record,
-            store: at,
-            is_there: put.is_some(),
-            left,
-        };
-        let mut report = Report::new(&self.sender, written(Arc::clone(record), None));
-        let store = Arc::clone(&lane.store);
-        let (record, chunk) = (Arc::clone(record), chunk.clone());
+        let written = move |record, put| Done::Written { record, store: at, number, put, left };
+        let unsent = written(Arc::clone(record), Err(NotWritten::Breaker));
+        let mut report = Report::new(&self.sender, unsent);
+        let (store, record) = (Arc::clone(&lane.store), Arc::clone(record));
         lane.lane.push(limit, move || {
-            let put = store.write(permit, &record.address(), chunk.bytes());
+            let put = if record.is_forgotten() {
+                Err(NotWritten::Forgotten)
+            } else {
+                store.write(permit, &record.address(), chunk.bytes())
+            };
             // Its memory is free before the tiers look for room.
             drop(chunk);
             report.set(written(record, put));
         });
-        true
     }
 
     pub(super) fn note_written(
         &mut self,
         record: &Arc<Record>,
-        store: usize,
-        is_there: bool,
+        (store, number): (usize, u64),
+        put: Result<Put, NotWritten>,
         left: bool,
     ) {
         let lane = self.stores.get_mut(store).invariant(STORE);
-        lane.writes_waiting = lane.writes_waiting.saturating_sub(1);
-        if is_there {
-            self.announcements.has(lane.store.tier(), record, bit(store).into());
-        }
-        let of = self.groups.get_mut(usize::from(record.group().0)).invariant(GROUP);
+        lane.end(number);
+        let place = Place::of(record);
+        let of = self.groups.get_mut(place.group).invariant(GROUP);
         if left && let Some(leaving) = of.leaving.get_mut(&record.name) {
             leaving.writes = leaving.writes.saturating_sub(1);
             if leaving.writes == 0 {
                 of.leaving.remove(&record.name);
             }
         }
-        if !is_there && let Some(entry) = of.host.get_mut(&record.name) {
-            entry.stores &= !bit(store);
+        if record.is_forgotten() {
+            // If it was written, it is removed.
+            return;
+        }
+        let why = match put {
+            Ok(_) => {
+                lane.owed.remove(&place);
+                self.announcements.has(lane.store.tier(), record, bit(store).into());
+                return;
+            }
+            Err(why) => why,
+        };
+        let Some(entry) = of.host.get_mut(&record.name) else {
+            lane.store.note_dropped(why);
+            self.note_lost(record, store);
+            return;
+        };
+        entry.stores &= !bit(store);
+        match why {
+            NotWritten::Breaker => lane.owed.insert(place),
+            NotWritten::Failed => lane.owed.insert_failed(place, Instant::now()),
+            NotWritten::Forgotten => {}
+            NotWritten::Budget { until } => {
+                lane.store.note_dropped(why);
+                lane.owed.insert_until(place, until);
+            }
         }
     }
 
-    pub(super) fn host_records(&self) -> VecDeque<Arc<Record>> {
+    pub(super) fn host_records(&self) -> Vec<Arc<Record>> {
         let entries = self.groups.iter().flat_map(|group| group.host.iter());
         entries.map(|entry| Arc::clone(&entry.record)).collect()
     }
 
-    /// Sends chunks of host memory to the stores that want them before the end, to each as many as
-    /// may wait there.
-    pub(super) fn write_rest(&mut self, unwritten: &mut [VecDeque<Arc<Record>>]) {
-        let has_room =
-            |lane: &StoreLane| lane.writes_waiting < lane.store.options().writes_max.max(1);
-        for (store, records) in unwritten.iter_mut().enumerate() {
-            while self.stores.get(store).is_some_and(has_room) {
-                let Some(record) = records.pop_front() else { break };
-                self.decide_write(&record, store, ChunkEvent::Flush);
-            }
-        }
+    /// Returns what a flush has yet to do.
+    pub(super) fn unwritten(&self) -> Unwritten {
+        let of_group = |group: &GroupTier<B::HostPool>| group.to_copy();
+        let copies = self.groups.iter().map(of_group).fold(0, usize::saturating_add);
+        let of_store = |lane: &StoreLane| lane.writing.len().saturating_add(lane.owed.len());
+        let writes = self.stores.iter().map(of_store).fold(0, usize::saturating_add);
+        Unwritten { copies: to_u64(copies), writes: to_u64(writes).saturating_add(self.lost) }
+    }
+
+    /// Returns whether some store takes or ends a write before long.
+    pub(super) fn can_write(&self, now: Instant) -> bool {
+        let until = after(now, PATIENCE);
+        self.stores.iter().any(|lane| {
+            let due = lane.owed.due(now);
+            let due = due.map(|due| lane.store.retry_at().map_or(due, |open| open.max(due)));
+            !lane.writing.is_empty() || due.is_some_and(|due| due <= until)
+        })
     }
 }
+
+impl StoreLane {
+    /// Returns whether one more write may wait.
+    pub(super) fn has_room(&self) -> bool {
+        self.writing.len() < self.store.options().writes_max.max(1)
+    }
+
+    /// Notes a write that begins to wait, and what it writes; returns its number.
+    pub(super) fn begin(&mut self, record: Option<Arc<Record>>) -> u64 {
+        let number = self.next_write;
+        self.next_write = number.saturating_add(1);
+        self.writing.insert(number, record);
+        number
+    }
+    /// Notes that a write has ended.
+    pub(super) fn end(&mut self, number: u64) {
+        self.writing.remove(&number).invariant("a write ends once");
+    }
+}
+
+const OWED: &str = "what a store is owed is in host memory";
 
 /// Returns the bit of a store.
 pub(super) fn bit(store: usize) -> u64 {

@@ -37,11 +37,11 @@ use object_store::{
 };
 use url::Url;
 
-use crate::listing::{ListChunks, Listed, ListedChunk, deadline};
+use crate::listing::{ListChunks, Listed, ListedChunk, deadline, remove_listed};
 use crate::remote::{
     Parameters, StoreUrlError, chunk_path, parse_chunk_path, parse_url, time_left,
 };
-use crate::store::{BlockStore, ChunkAddress, Put, StoreError, StoreErrorKind};
+use crate::store::{BlockStore, ChunkAddress, Put, Scope, StoreError, StoreErrorKind};
 use http::Connector;
 use runtime::Runtime;
 
@@ -299,6 +299,10 @@ impl BlockStore for ObjectStore {
             }
             Ok(())
         })
+    }
+
+    fn remove_all(&self, scope: &Scope, deadline: Instant) -> Result<u64, StoreError> {
+        remove_listed(self, scope, deadline)
     }
 }
 

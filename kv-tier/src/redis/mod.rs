@@ -33,8 +33,9 @@ use std::time::Instant;
 
 use kv_core::events::Tier;
 
+use crate::listing::remove_listed;
 use crate::remote::{StoreUrlError, chunk_path, time_left};
-use crate::store::{BlockStore, ChunkAddress, Put, StoreError, StoreErrorKind};
+use crate::store::{BlockStore, ChunkAddress, Put, Scope, StoreError, StoreErrorKind};
 use address::Settings;
 use connection::{Connection, Fault, Reply};
 use pool::Pool;
@@ -265,6 +266,10 @@ impl BlockStore for RedisStore {
             })?;
         }
         Ok(())
+    }
+
+    fn remove_all(&self, scope: &Scope, deadline: Instant) -> Result<u64, StoreError> {
+        remove_listed(self, scope, deadline)
     }
 }
 

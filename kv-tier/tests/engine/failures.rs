@@ -72,7 +72,8 @@ fn a_device_that_fails_at_any_operation_leaks_nothing() {
                 let _ = tiers.poll(&mut cache);
             }
             let soon = Instant::now() + Duration::from_secs(20);
-            let flushed = (0..3).any(|_| tiers.flush(&mut cache, soon).is_ok_and(|all| all));
+            let flushed =
+                (0..3).any(|_| tiers.flush(&mut cache, soon).is_ok_and(|left| left.is_empty()));
             assert!(flushed, "operation {operation}");
             assert_eq!((cache.num_holds(), cache.num_imports()), (0, 0), "operation {operation}");
             assert_eq!(cache.usage().blocks_used, 0, "operation {operation}");
@@ -127,7 +128,7 @@ fn a_prompt_that_was_prefetched_before_a_recalibration_starts_without_tiers() {
     compute(&mut cache, SequenceId(0), &prompt).unwrap();
     cache.release(SequenceId(0)).unwrap();
     let soon = || Instant::now() + Duration::from_secs(20);
-    assert!(tiers.flush(&mut cache, soon()).unwrap());
+    assert!(tiers.flush(&mut cache, soon()).unwrap().is_empty());
     assert!(cache.reset_prefixes().unwrap());
     let [prefetch, other] = [(); 2].map(|()| tiers.prefetch(&cache, &prompt, &plain()));
     cache.recalibrate(calibration(1.0)).unwrap();
@@ -138,7 +139,7 @@ fn a_prompt_that_was_prefetched_before_a_recalibration_starts_without_tiers() {
     // New chunks have new names.
     compute(&mut cache, SequenceId(1), &prompt).unwrap();
     cache.release(SequenceId(1)).unwrap();
-    assert!(tiers.flush(&mut cache, soon()).unwrap());
+    assert!(tiers.flush(&mut cache, soon()).unwrap().is_empty());
     assert!(cache.reset_prefixes().unwrap());
     let prefetch = tiers.prefetch(&cache, &prompt, &plain());
     assert_eq!(tiers.start(&mut cache, prefetch, SequenceId(3), plain()).unwrap(), 32);
@@ -200,9 +201,11 @@ fn the_budget_of_a_day_holds_for_all_threads_together() {
         let options = TierOptions::new().with_store_options(Box::new(Arc::clone(&store)), lane);
         let mut engine = Engine::new(spec(2048), identity(), options);
         engine.run(&text(1, 3000), plain());
-        engine.flush();
+        let soon = Instant::now() + Duration::from_secs(20);
+        let left = engine.tiers.flush(&mut engine.cache, soon).unwrap();
         let stats = engine.tiers.stats();
         assert!(stats.stores[0].written_bytes <= budget, "{stats:?}");
+        assert_eq!(left.writes, stats.stores[0].dropped_by_budget, "{stats:?}");
         assert_eq!(stats.stores[0].writes + stats.stores[0].dropped_by_budget, 11, "{stats:?}");
         assert_eq!(store.held_bytes() as u64, stats.stores[0].written_bytes);
     }

@@ -227,7 +227,8 @@ fn a_store_whose_writes_hang_stops_neither_host_memory_nor_other_stores() {
         }
         let begin = Instant::now();
         let deadline = begin + Duration::from_secs(4);
-        assert!(!engine.tiers.flush(&mut engine.cache, deadline).unwrap(), "two writes hang");
+        let left = engine.tiers.flush(&mut engine.cache, deadline).unwrap();
+        assert!(left.writes >= 2, "two writes hang: {left:?}");
         assert!(begin.elapsed() < Duration::from_secs(20));
         let stats = engine.tiers.stats();
         assert_eq!((stats.offloaded, stats.stores[1].writes), (20, 20), "{policy}: {stats:?}");

@@ -34,6 +34,7 @@ struct State {
     hanging: u64,
     /// Raised by every release.
     generation: u64,
+    removals: u64,
 }
 
 impl HangStore {
@@ -67,6 +68,15 @@ impl HangStore {
         let until = |state: &mut State| state.hanging < calls;
         let (_state, waited) = self.wake.wait_timeout_while(state, long, until).unwrap();
         assert!(!waited.timed_out(), "no call came");
+    }
+
+    /// Waits until something was removed.
+    pub(crate) fn wait_removal(&self) {
+        let state = self.lock();
+        let until = |state: &mut State| state.removals == 0;
+        let long = Duration::from_secs(20);
+        let (_state, waited) = self.wake.wait_timeout_while(state, long, until).unwrap();
+        assert!(!waited.timed_out(), "nothing was removed");
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -122,7 +132,10 @@ impl BlockStore for HangStore {
         self.within.put(chunk, bytes, soon())
     }
     fn remove(&self, chunks: &[ChunkAddress], _deadline: Instant) -> Result<(), StoreError> {
-        self.within.remove(chunks, soon())
+        self.within.remove(chunks, soon())?;
+        self.lock().removals += 1;
+        self.wake.notify_all();
+        Ok(())
     }
 }
 

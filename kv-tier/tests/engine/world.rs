@@ -6,7 +6,7 @@ use kv_core::calibration::{Calibration, LayerCalibration, PlaneCalibration};
 use kv_core::error::PlanError;
 use kv_core::events::Tier;
 use kv_core::reuse::PinId;
-use kv_core::{CacheError, CacheSpec, KvCache, SequenceId, StepInput};
+use kv_core::{CacheError, CacheSpec, KvCache, SequenceId, StartOptions, StepInput};
 use kv_testkit::consumer::Consumer;
 use kv_testkit::rng::Rng;
 use kv_testkit::store::{Fault, FaultSchedule, FaultStore};
@@ -166,7 +166,7 @@ impl World {
 
     /// Does one thing.
     pub(crate) fn act(&mut self) {
-        let kind = self.rng.below(30);
+        let kind = self.rng.below(32);
         self.log.push(format!("{kind}"));
         self.arm();
         match kind {
@@ -193,6 +193,7 @@ impl World {
                 let forgotten = self.cache.forget_prefix(&asked.prompt, asked.options(), 0);
                 self.done(forgotten);
             }
+            29 => self.forget(),
             _ => self.poll(),
         }
         if self.rng.one_in(2) {
@@ -217,6 +218,26 @@ impl World {
         let is_empty = self.cache.reset_prefixes();
         let is_empty = self.done(is_empty);
         self.log.push(format!("empty: {is_empty:?}"));
+    }
+
+    /// Forgets through the tiers. Stores that lie bring it back: its rows must be right then too.
+    fn forget(&mut self) {
+        let Asked { prompt, salt, .. } = &Asked::choose(&mut self.rng);
+        let (kind, keep) = (self.rng.below(4), self.rng.pick(&[0, 8, 30]));
+        let live = self.live.first().map(|live| live.id);
+        let options = StartOptions::default().with_salt(salt);
+        let end = Instant::now() + Duration::from_millis(self.rng.below(30).into());
+        let (tiers, cache) = self.tiers();
+        let forgotten = match (kind, live) {
+            (0, Some(live)) => tiers.forget_sequence(cache, live, end),
+            (0 | 1, _) => tiers.forget_prefix(cache, prompt, options, keep, end),
+            (2, _) => tiers.forget_salt(cache, salt, end),
+            _ => match tiers.forget_all(cache, end) {
+                Err(TierError::Held) => return,
+                forgotten => forgotten,
+            },
+        };
+        self.done(forgotten);
     }
 
     fn poll(&mut self) {
@@ -422,7 +443,11 @@ impl World {
         }
         self.unpin();
         let (tiers, cache) = self.tiers();
-        assert!(tiers.flush(cache, Instant::now() + Duration::from_secs(30)).unwrap(), "{tiers:?}");
+        // A store whose breaker is open is not waited for.
+        let end = Instant::now() + Duration::from_secs(30);
+        while tiers.flush(cache, Instant::now() + Duration::from_millis(20)).unwrap().copies > 0 {
+            assert!(Instant::now() < end, "{tiers:?}");
+        }
         self.read_events();
         let (tiers, cache) = self.tiers();
         assert_eq!((cache.num_holds(), cache.num_imports(), cache.usage().blocks_used), (0, 0, 0));

@@ -125,7 +125,8 @@ impl Side {
         if let Some(tiers) = &mut self.tiers {
             let now = Instant::now();
             let deadline = now.checked_add(Duration::from_mins(1)).unwrap_or(now);
-            tiers.flush(&mut self.cache, deadline).map_err(TierError::other)?;
+            let left = tiers.flush(&mut self.cache, deadline).map_err(TierError::other)?;
+            assert!(left.is_empty(), "a store takes everything: {left:?}");
         }
         Ok(())
     }

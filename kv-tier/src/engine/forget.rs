@@ -1,0 +1,507 @@
+//! Forgetting: what is removed from the device, from host memory and from stores, and does not come
+//! back from any of them.
+use std::collections::HashSet;
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kv_core::backend::Backend;
+use kv_core::error::PlanError;
+use kv_core::events::Tier;
+use kv_core::invariant::Invariant;
+use kv_core::num::to_u32;
+use kv_core::reuse::{BlockKey, ContentSpan, PrefixProbe};
+use kv_core::{CacheError, GroupId, KvCache, SequenceId, StartOptions};
+
+use super::announce::HOST;
+use super::done::{Done, Report};
+use super::group::GroupTier;
+use super::owed::Place;
+use super::prefetch::{GRACE, Stage};
+use super::write::bit;
+use super::{GROUP, STORE, TierError, Tiers};
+use crate::chain::Chain;
+use crate::name::ChunkName;
+use crate::record::Record;
+use crate::store::{ChunkAddress, Scope, StoreError, StoreErrorKind};
+
+/// What was forgotten, and where something may have been left.
+#[derive(Debug, Default)]
+#[non_exhaustive]
+#[must_use = "a store may have refused to forget"]
+pub struct Forgotten {
+    /// Blocks whose content was removed from the device, in all groups.
+    pub blocks: u32,
+    /// Chunks that were removed from host memory.
+    pub host_chunks: u64,
+    /// Stores that have not confirmed that they have nothing of it any more.
+    pub failures: Vec<ForgetFailure>,
+}
+
+impl Forgotten {
+    /// Returns whether every store has confirmed.
+    pub fn is_complete(&self) -> bool {
+        self.failures.is_empty()
+    }
+}
+
+/// A store that has not confirmed that it has forgotten.
+#[derive(Debug, thiserror::Error)]
+#[error("store {store} ({})", tier_name(*tier))]
+#[non_exhaustive]
+pub struct ForgetFailure {
+    /// Index of the store in the options.
+    pub store: usize,
+    /// Its tier.
+    pub tier: Tier,
+    /// Why: [`StoreErrorKind::Unsupported`] of a store that cannot list what it keeps.
+    #[source]
+    pub error: StoreError,
+}
+
+fn tier_name(tier: Tier) -> &'static str {
+    match tier {
+        Tier::Device => "device",
+        Tier::Host => "host",
+        Tier::Disk => "disk",
+        _ => "store",
+    }
+}
+
+/// Which chunks are forgotten.
+enum What {
+    Names(HashSet<ChunkName>),
+    Roots(Vec<ChunkName>),
+    All,
+}
+
+impl What {
+    fn covers(&self, root: &ChunkName, name: &ChunkName) -> bool {
+        match self {
+            Self::Names(names) => names.contains(name),
+            Self::Roots(roots) => roots.contains(root),
+            Self::All => true,
+        }
+    }
+    fn has(&self, record: &Record) -> bool {
+        self.covers(&record.root.name(), &record.name)
+    }
+}
+
+/// What a store is told to remove.
+#[derive(Debug, Clone)]
+pub(super) enum Removal {
+    Chunks(Vec<ChunkAddress>),
+    Scope(Scope),
+}
+
+impl fmt::Display for Removal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Chunks(chunks) => write!(f, "removal of {} chunks", chunks.len()),
+            Self::Scope(scope) => write!(f, "removal of {scope}"),
+        }
+    }
+}
+
+/// The removals of one call.
+#[derive(Debug, Default)]
+pub(super) struct Removals {
+    /// Number of the call: answers to others are too late.
+    call: u64,
+    answers: Vec<(usize, Result<(), StoreError>)>,
+}
+
+/// A text whose chunks are forgotten.
+struct Text<'a> {
+    tokens: &'a [u32],
+    options: StartOptions<'a>,
+    /// Tokens at its beginning that are kept.
+    keep: u32,
+}
+
+/// How long one wait for a thread lasts at most, beside which copies of the device go on.
+const PAUSE: Duration = Duration::from_millis(1);
+
+impl<B: Backend> Tiers<B> {
+    /// Forgets a prompt after its first `keep` tokens: does what [`KvCache::forget_prefix`] does,
+    /// and removes its chunks from host memory and from all stores. Chunks on their way are caught:
+    /// none of them appears after the call has returned.
+    ///
+    /// In each group chunks go last first, up to the first that is needed: one that ends within
+    /// `keep`, whose last block stays on the device because a sequence or a pin holds it or another
+    /// prompt continues it, or that a chunk in host memory continues. Other prompts that only
+    /// stores have, or other processes, lose the beginning that they share and compute it again:
+    /// `keep` protects a common one.
+    ///
+    /// Like [`Self::flush`], it waits for the stores, until `deadline` at most. Each process
+    /// forgets for itself: another one may have the prompt in its memory, and write it again.
+    ///
+    /// # Errors
+    /// [`TierError::StepOpen`]; [`TierError::Cache`] if the device failed. No failure of a store is
+    /// an error: see [`Forgotten::failures`].
+    pub fn forget_prefix(
+        &mut self,
+        cache: &mut KvCache<B>,
+        tokens: &[u32],
+        options: StartOptions<'_>,
+        keep: u32,
+        deadline: Instant,
+    ) -> Result<Forgotten, TierError> {
+        self.forget_text(cache, None, &Text { tokens, options, keep }, deadline)
+    }
+
+    /// Forgets a live sequence, as [`KvCache::forget_sequence`] does, and the chunks of its text, as
+    /// [`Self::forget_prefix`] does. The sequence goes on, and offers nothing further. One that
+    /// offers nothing already has no text: forget it by [`Self::forget_prefix`].
+    ///
+    /// # Errors
+    /// Those of [`Self::forget_prefix`]; [`TierError::Cache`] for an unknown sequence.
+    pub fn forget_sequence(
+        &mut self,
+        cache: &mut KvCache<B>,
+        sequence: SequenceId,
+        deadline: Instant,
+    ) -> Result<Forgotten, TierError> {
+        if cache.is_step_open() {
+            return Err(TierError::StepOpen);
+        }
+        if !cache.contains(sequence) {
+            return Err(CacheError::from(PlanError::UnknownSequence { sequence }).into());
+        }
+        let Some(text) = cache.sequence_text(sequence) else {
+            let blocks = cache.forget_sequence(sequence)?;
+            return Ok(Forgotten { blocks, ..Forgotten::default() });
+        };
+        let (tokens, salt) = (text.tokens, text.salt.to_vec());
+        let contents: Vec<ContentSpan> = text.contents.to_vec();
+        let options = StartOptions::default().with_salt(&salt).with_contents(&contents);
+        let options = text.adapter.map_or(options, |adapter| options.with_adapter(adapter));
+        let text = Text { tokens: &tokens, options, keep: 0 };
+        self.forget_text(cache, Some(sequence), &text, deadline)
+    }
+
+    /// Forgets everything with a salt, of all adapters: does what [`KvCache::forget_salt`] does, and
+    /// removes the chunks from host memory and from all stores. An empty salt stands for prompts
+    /// without one. Stores must list what they keep for that; one that cannot is named in
+    /// [`Forgotten::failures`].
+    ///
+    /// End the sequences with the salt first: what they hold stays on the device, and what they
+    /// compute later is kept again. Chunks with constants that a
+    /// [recalibration](KvCache::recalibrate) has replaced have other names: nobody finds them, and
+    /// [`Self::forget_all`] removes them.
+    ///
+    /// # Errors
+    /// Those of [`Self::forget_prefix`].
+    pub fn forget_salt(
+        &mut self,
+        cache: &mut KvCache<B>,
+        salt: &[u8],
+        deadline: Instant,
+    ) -> Result<Forgotten, TierError> {
+        let adapters: Vec<_> = self.identity.adapters().map(Some).chain([None]).collect();
+        let mut roots = Vec::new();
+        for group in &self.groups {
+            for adapter in &adapters {
+                let root = self.identity.root(&group.spec, cache.encoding_key(), salt, *adapter);
+                // Adapters without a digest are not in the list.
+                roots.extend(root.map(|root| root.name()));
+            }
+        }
+        let what = What::Roots(roots.clone());
+        self.end_copies(cache, &what)?;
+        let blocks = cache.forget_salt(salt)?;
+        let host_chunks = self.purge(&what);
+        let removal = Removal::Scope(Scope::Roots(roots));
+        self.remove(
+            cache,
+            &what,
+            &removal,
+            deadline,
+            Forgotten { blocks, host_chunks, ..Forgotten::default() },
+        )
+    }
+
+    /// Forgets everything: does what [`KvCache::reset_prefixes`] does, empties host memory, and
+    /// removes from all stores the chunks of this model, whatever their format, salt and adapter,
+    /// and whoever wrote them. Chunks of other models stay. Stores must list what they keep for
+    /// that, and a `SealedStore` cannot tell which model an object is of: they
+    /// are named in [`Forgotten::failures`].
+    ///
+    /// # Errors
+    /// [`TierError::Held`], and no change, while a sequence, a pin, a hold or an import holds a
+    /// block; those of [`Self::forget_prefix`].
+    pub fn forget_all(
+        &mut self,
+        cache: &mut KvCache<B>,
+        deadline: Instant,
+    ) -> Result<Forgotten, TierError> {
+        let waiting = self.end_copies(cache, &What::All)?;
+        let groups: Vec<_> = self.groups.iter().map(|group| group.spec.group()).collect();
+        let stored = |group: &GroupId| cache.stored_blocks(*group).count();
+        let blocks = to_u32(groups.iter().map(stored).fold(0, usize::saturating_add));
+        if !cache.reset_prefixes()? {
+            self.wait_again(waiting, |_| true);
+            return Err(TierError::Held);
+        }
+        let host_chunks = self.purge(&What::All);
+        let removal = Removal::Scope(Scope::Model(self.identity.model()));
+        self.remove(
+            cache,
+            &What::All,
+            &removal,
+            deadline,
+            Forgotten { blocks, host_chunks, ..Forgotten::default() },
+        )
+    }
+
+    fn forget_text(
+        &mut self,
+        cache: &mut KvCache<B>,
+        sequence: Option<SequenceId>,
+        text: &Text<'_>,
+        deadline: Instant,
+    ) -> Result<Forgotten, TierError> {
+        if cache.is_step_open() {
+            return Err(TierError::StepOpen);
+        }
+        let probe = whole_probe(cache, text);
+        let chains = self.name_chains(cache, &probe);
+        let all = chains.iter().flat_map(|chain| (0..chain.len()).map(|at| *chain.name(at)));
+        // Holds of copies would keep blocks on the device.
+        let waiting = self.end_copies(cache, &What::Names(all.collect()))?;
+        let mut blocks = 0;
+        if let Some(sequence) = sequence {
+            blocks = cache.forget_sequence(sequence)?;
+        }
+        let of_prefix = cache.forget_prefix(text.tokens, text.options, text.keep)?;
+        let blocks = blocks.saturating_add(of_prefix);
+        let probe = whole_probe(cache, text);
+        let (mut names, mut addresses) = (HashSet::new(), Vec::new());
+        let mut host_chunks = 0_u64;
+        for chain in &chains {
+            for chunk in (0..chain.len()).rev() {
+                let name = chain.name(chunk);
+                let is_kept = chain.spec().span(chunk).end <= text.keep;
+                let last = chain.last_block(&probe, chunk);
+                let is_on_device = last.is_some_and(|last| last.cached.is_some());
+                if is_kept || is_on_device || self.is_continued(chain, name, &names) {
+                    break;
+                }
+                names.insert(*name);
+                addresses.push(chain.address(chunk));
+                host_chunks =
+                    host_chunks.saturating_add(self.drop_host(chain.group(), name).into());
+            }
+        }
+        self.wait_again(waiting, |name| !names.contains(name));
+        let what = What::Names(names);
+        let more = self.purge(&what);
+        let host_chunks = host_chunks.saturating_add(more);
+        let forgotten = Forgotten { blocks, host_chunks, ..Forgotten::default() };
+        if addresses.is_empty() {
+            return Ok(forgotten);
+        }
+        self.remove(cache, &what, &Removal::Chunks(addresses), deadline, forgotten)
+    }
+
+    /// Returns whether a chunk that is not forgotten follows one, in host memory or on its way there.
+    fn is_continued(&self, chain: &Chain, name: &ChunkName, gone: &HashSet<ChunkName>) -> bool {
+        let of = self.groups.get(usize::from(chain.group().0)).invariant(GROUP);
+        let follows = |record: &Record| record.parent == *name && !gone.contains(&record.name);
+        of.host.has_children(name)
+            || of.encoding.values().any(|record| follows(record))
+            || of.reading.values().any(|reading| follows(&reading.record))
+    }
+
+    /// Waits until no chunk that may be forgotten is being copied from the device: copies hold their
+    /// blocks. Returns those that wait for their copy no longer.
+    fn end_copies(
+        &mut self,
+        cache: &mut KvCache<B>,
+        what: &What,
+    ) -> Result<Vec<(usize, u32, BlockKey)>, TierError> {
+        if cache.is_step_open() {
+            return Err(TierError::StepOpen);
+        }
+        self.poll(cache)?;
+        let mut waiting = Vec::new();
+        for (number, of) in self.groups.iter_mut().enumerate() {
+            let gone = of.waiting.extract(&of.links, |root, name| what.covers(root, name));
+            waiting.extend(gone.into_iter().map(|(index, key)| (number, index, key)));
+        }
+        let is_copied = |of: &GroupTier<B::HostPool>| {
+            !of.copying.iter().any(|copying| what.has(&copying.record))
+        };
+        while !self.groups.iter().all(is_copied) {
+            self.poll(cache)?;
+            if let Ok(done) = self.done.recv_timeout(PAUSE) {
+                self.take_result(done);
+            }
+        }
+        Ok(waiting)
+    }
+
+    /// Lets chunks wait for their copy that have been kept.
+    fn wait_again(
+        &mut self,
+        waiting: Vec<(usize, u32, BlockKey)>,
+        is_kept: impl Fn(&ChunkName) -> bool,
+    ) {
+        for (group, index, key) in waiting {
+            let of = self.groups.get_mut(group).invariant(GROUP);
+            if of.links.names(key).is_some_and(|(_, name)| is_kept(&name)) {
+                of.waiting.insert(index, key);
+            }
+        }
+    }
+
+    /// Removes a chunk from host memory; returns whether it was there.
+    fn drop_host(&mut self, group: GroupId, name: &ChunkName) -> bool {
+        let of = self.groups.get_mut(usize::from(group.0)).invariant(GROUP);
+        let Some(entry) = of.host.remove(name) else { return false };
+        let place = Place::of(&entry.record);
+        for lane in &mut self.stores {
+            lane.owed.remove(&place);
+        }
+        self.announcements.lacks(Tier::Host, name, HOST);
+        true
+    }
+
+    /// Removes chunks from host memory, and from everything that is on its way there, to a store or
+    /// to a prompt. Returns the number that was in host memory.
+    fn purge(&mut self, what: &What) -> u64 {
+        let mut dropped = Vec::new();
+        for of in &mut self.groups {
+            let on_their_way = of.encoding.values().chain(of.reading.values().map(|at| &at.record));
+            let on_their_way = on_their_way.chain(&of.late);
+            on_their_way.filter(|record| what.has(record)).for_each(|record| record.forget());
+            let there = of.host.iter().map(|entry| &entry.record);
+            let there = there.filter(|record| what.has(record));
+            dropped.extend(there.map(|record| (record.group(), record.name)));
+        }
+        let mut chunks = 0_u64;
+        for (group, name) in dropped {
+            chunks = chunks.saturating_add(self.drop_host(group, &name).into());
+        }
+        for lane in &self.stores {
+            let waiting = lane.writing.values().flatten();
+            waiting.filter(|record| what.has(record)).for_each(|record| record.forget());
+        }
+        for of in self.prefetches.values_mut() {
+            let chains = &of.chains;
+            let is_kept = |(group, chunk): &(usize, u32)| {
+                let chain = chains.get(*group).invariant(GROUP);
+                !what.covers(&chain.root().name(), chain.name(*chunk))
+            };
+            of.held.retain(|at, _| is_kept(at));
+            of.found.retain(|at, _| is_kept(at));
+            if let Stage::Reading { queue, .. } = &mut of.stage {
+                queue.retain(is_kept);
+            }
+        }
+        self.exports.forget(|root, name| what.covers(root, name));
+        chunks
+    }
+
+    /// Returns whether a chunk that is forgotten is on its way still: to host memory, or to a store.
+    fn is_under_way(&self, what: &What, store: Option<usize>) -> bool {
+        let Some(store) = store else {
+            return self.groups.iter().any(|of| {
+                let reading = of.reading.values().map(|reading| &reading.record);
+                let mut records = of.encoding.values().chain(reading).chain(&of.late);
+                records.any(|record| record.is_forgotten())
+            });
+        };
+        let writing = &self.stores.get(store).invariant(STORE).writing;
+        writing.values().flatten().any(|record| record.is_forgotten() && what.has(record))
+    }
+
+    /// Removes chunks from all stores; a write that had begun is waited for, and removed too.
+    fn remove(
+        &mut self,
+        cache: &mut KvCache<B>,
+        what: &What,
+        removal: &Removal,
+        deadline: Instant,
+        mut forgotten: Forgotten,
+    ) -> Result<Forgotten, TierError> {
+        let call = self.removals.call.saturating_add(1);
+        self.removals = Removals { call, answers: Vec::new() };
+        // What a store is being sent is removed once more when that has ended.
+        let mut again: Vec<_> =
+            (0..self.stores.len()).filter(|store| self.is_under_way(what, Some(*store))).collect();
+        let mut asked = self.stores.len();
+        (0..asked).for_each(|store| self.ask(store, removal, deadline));
+        loop {
+            self.poll(cache)?;
+            let ended: Vec<_> =
+                again.extract_if(.., |store| !self.is_under_way(what, Some(*store))).collect();
+            for store in ended {
+                asked = asked.saturating_add(1);
+                self.ask(store, removal, deadline);
+            }
+            let is_done = self.removals.answers.len() == asked && again.is_empty();
+            if is_done && !self.is_under_way(what, None) {
+                break;
+            }
+            let Some(left) = deadline.checked_duration_since(Instant::now()) else { break };
+            if let Ok(done) = self.done.recv_timeout(left.min(PAUSE)) {
+                self.take_result(done);
+            }
+        }
+        let answers = std::mem::take(&mut self.removals.answers);
+        self.removals.call = call.saturating_add(1);
+        let late = |operation| StoreError::new(StoreErrorKind::Timeout, operation);
+        for (store, lane) in self.stores.iter().enumerate() {
+            let tier = lane.store.tier();
+            let of_store = |store: usize| move |answer: &(usize, _)| answer.0 == store;
+            let failed = |error| ForgetFailure { store, tier, error };
+            if again.contains(&store) {
+                forgotten.failures.push(failed(late("write that has not returned".to_owned())));
+            } else if !answers.iter().any(of_store(store)) {
+                forgotten.failures.push(failed(late(removal.to_string())));
+            }
+        }
+        for (store, answer) in answers {
+            let tier = self.stores.get(store).invariant(STORE).store.tier();
+            if answer.is_ok() {
+                self.announcements.lacks_all(tier, bit(store).into(), |record| what.has(record));
+            }
+            let failure = answer.err().map(|error| ForgetFailure { store, tier, error });
+            forgotten.failures.extend(failure);
+        }
+        forgotten.failures.sort_by_key(|failure| failure.store);
+        Ok(forgotten)
+    }
+
+    fn ask(&self, store: usize, removal: &Removal, deadline: Instant) {
+        let call = self.removals.call;
+        let removed = move |removed| Done::Removed { call, store, removed };
+        let unasked = StoreError::new(StoreErrorKind::Unavailable, removal.to_string());
+        let mut report = Report::new(&self.sender, removed(Err(unasked)));
+        let lane = self.stores.get(store).invariant(STORE);
+        let (asked, removal) = (Arc::clone(&lane.store), removal.clone());
+        let limit = deadline.saturating_duration_since(Instant::now()).saturating_add(GRACE);
+        lane.lane.push_urgent(limit, move || report.set(removed(asked.remove(&removal, deadline))));
+    }
+
+    pub(super) fn note_removed(
+        &mut self,
+        call: u64,
+        store: usize,
+        removed: Result<(), StoreError>,
+    ) {
+        if call == self.removals.call {
+            self.removals.answers.push((store, removed));
+        }
+    }
+}
+
+/// Probes all tokens of a text.
+fn whole_probe<B: Backend>(cache: &KvCache<B>, text: &Text<'_>) -> PrefixProbe {
+    // The last token of a prompt is in none of its blocks.
+    let prompt = [text.tokens, &[0]].concat();
+    let options = text.options.with_backoff_blocks(0).with_reuse(true);
+    cache.probe_keys(&prompt, &options)
+}

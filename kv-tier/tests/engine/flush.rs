@@ -1,0 +1,187 @@
+//! What a flush writes, and what it says that it has not written.
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kv_core::backend::NullBackend;
+use kv_core::events::Tier;
+use kv_core::{
+    CacheSpec, KvCache, KvFormat, QkvFormat, SequenceId, StartOptions, StepInput, TensorView,
+};
+use kv_testkit::store::{Fault, FaultSchedule, FaultStore};
+use kv_tier::policy::{WritePolicy, WriteRule};
+use kv_tier::{MemoryStore, StoreErrorKind, StoreOptions, TierOptions, Tiers, Unwritten, Wait};
+
+use crate::support::{Engine, identity, patient, spec, text};
+
+fn plain() -> StartOptions<'static> {
+    StartOptions::default()
+}
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(30)
+}
+
+fn over(store: &Arc<MemoryStore>, lane: StoreOptions, host: Option<u64>) -> Engine {
+    let options = TierOptions::new().with_chunk_blocks(2);
+    let options =
+        host.map_or(options, |bytes| TierOptions::new().with_chunk_blocks(2).with_host(bytes));
+    let options = options.with_store_options(Box::new(Arc::clone(store)), lane);
+    Engine::new(spec(512), identity(), options)
+}
+
+/// 100 chunks at once, and room for few writes: another process finds all of them.
+#[test]
+fn everything_is_written_though_few_writes_may_wait() {
+    let policies = [WritePolicy::OnPublish, WritePolicy::OnLeave];
+    for (policy, host) in policies.into_iter().flat_map(|policy| {
+        // Host memory passes all of it on, has room for a part, or for all.
+        [None, Some(64 << 10), Some(4 << 20)].map(|host| (policy, host))
+    }) {
+        let store = Arc::new(MemoryStore::new(64 << 20));
+        let lane = || patient(&*store).with_write(WriteRule::new(policy)).with_waiting_writes(2);
+        let prompt = text(1, 801);
+        let mut engine = over(&store, lane(), host);
+        engine.run(&prompt, plain());
+        engine.flush();
+        assert_eq!(engine.tiers.stats().stores[0].writes, 100, "{policy} {host:?}");
+        let mut other = over(&store, lane(), None);
+        assert_eq!(other.run(&prompt, plain()).1, 800, "{policy} {host:?}");
+    }
+}
+
+#[test]
+fn what_a_store_refuses_for_a_moment_is_written_without_a_flush() {
+    let store = Arc::new(MemoryStore::new(64 << 20));
+    let faulty = FaultStore::new(
+        Arc::clone(&store),
+        FaultSchedule::listed(&[
+            // The lookup of the prompt.
+            None,
+            Some(Fault::Fail(StoreErrorKind::Unavailable)),
+            Some(Fault::Fail(StoreErrorKind::Full)),
+        ]),
+    );
+    let lane = patient(&faulty).with_write(WriteRule::new(WritePolicy::OnPublish));
+    let options =
+        TierOptions::new().with_chunk_blocks(2).with_store_options(Box::new(faulty), lane);
+    let mut engine = Engine::new(spec(512), identity(), options);
+    engine.run(&text(1, 81), plain());
+    let end = soon();
+    while engine.tiers.stats().stores[0].writes < 10 {
+        engine.tiers.poll(&mut engine.cache).unwrap();
+        assert!(Instant::now() < end, "{:?}", engine.tiers.stats());
+        std::thread::yield_now();
+    }
+    assert_eq!(engine.tiers.stats().stores[0].failures, 2);
+}
+
+#[test]
+fn a_flush_says_what_a_store_has_not_taken() {
+    let store = MemoryStore::new(64 << 20);
+    let refuses = FaultSchedule::seeded(1, 1, &[Fault::Fail(StoreErrorKind::Denied)]);
+    let faulty = Arc::new(FaultStore::new(store, refuses));
+    let lane = patient(&*faulty).with_write(WriteRule::new(WritePolicy::OnPublish));
+    let options = TierOptions::new().with_chunk_blocks(2);
+    let options = options.with_store_options(Box::new(Arc::clone(&faulty)), lane);
+    let mut engine = Engine::new(spec(512), identity(), options);
+    engine.run(&text(1, 81), plain());
+    let left = engine.tiers.flush(&mut engine.cache, Instant::now() + Duration::from_millis(50));
+    let left = left.unwrap();
+    assert_eq!((left.copies, left.writes), (0, 10), "{left:?}");
+    assert!(!left.is_empty());
+    // The breaker has opened: the next flush waits for its trial.
+    faulty.set_schedule(FaultSchedule::listed(&[]));
+    assert_eq!(engine.tiers.flush(&mut engine.cache, soon()).unwrap(), Unwritten::default());
+    assert_eq!(engine.tiers.stats().stores[0].writes, 10);
+}
+
+fn null(layers: u16, block: u32, blocks: u32) -> CacheSpec {
+    let spec = CacheSpec::builder().layers(layers).kv_heads(1).head_dim(4);
+    let spec = spec.format(KvFormat::F32).paged(block, blocks).changes(64);
+    let spec = (1..layers).fold(spec, |spec, layer| spec.group([layer], |group| group));
+    spec.build().unwrap()
+}
+
+/// Computes a prompt with rows of no interest, and flushes; returns what a process reuses that
+/// comes after it, with the same options.
+fn reused_later(
+    spec: &CacheSpec,
+    prompt: &[u32],
+    options: impl Fn() -> TierOptions,
+    is_same: bool,
+) -> u32 {
+    let mut cache = KvCache::new(NullBackend::new(), spec.clone()).unwrap();
+    let mut tiers = Tiers::new(&cache, identity(), options()).unwrap();
+    let prefetch = tiers.prefetch_within(&cache, prompt, &plain(), Wait::None);
+    tiers.start(&mut cache, prefetch, SequenceId(0), plain()).unwrap();
+    let mut step = cache.begin_step(&[StepInput::tokens(SequenceId(0), prompt)]).unwrap();
+    let values = vec![0.5_f32; prompt.len() * 4];
+    for layer in 0..spec.num_layers() {
+        let rows = TensorView::host(&values, &[prompt.len() as u32, 1, 4]);
+        step.write(layer, rows, rows, QkvFormat::Thd).unwrap();
+    }
+    step.commit().unwrap();
+    cache.release(SequenceId(0)).unwrap();
+    assert_eq!(tiers.flush(&mut cache, soon()).unwrap(), Unwritten::default());
+    if is_same {
+        assert!(cache.reset_prefixes().unwrap());
+    } else {
+        drop(tiers);
+        cache = KvCache::new(NullBackend::new(), spec.clone()).unwrap();
+        tiers = Tiers::new(&cache, identity(), options()).unwrap();
+    }
+    let prefetch = tiers.prefetch(&cache, prompt, &plain());
+    tiers.wait(&mut cache, prefetch).unwrap();
+    tiers.start(&mut cache, prefetch, SequenceId(1), plain()).unwrap()
+}
+
+/// Ten chunks of each group are more writes than may wait.
+#[test]
+fn sixty_groups_are_written_whole() {
+    let store = Arc::new(MemoryStore::new(64 << 20));
+    let lane = || patient(&*store).with_write(WriteRule::new(WritePolicy::OnPublish));
+    let options = || {
+        let options = TierOptions::new().with_chunk_blocks(1);
+        options.with_store_options(Box::new(Arc::clone(&store)), lane())
+    };
+    assert_eq!(reused_later(&null(60, 4, 16), &text(1, 41), options, false), 40);
+}
+
+/// More chunks complete in one step than there once was room for.
+#[test]
+fn a_prompt_of_thousands_of_chunks_comes_back_whole() {
+    let options = || TierOptions::new().with_chunk_blocks(1).with_host(48 << 20);
+    assert_eq!(reused_later(&null(1, 1, 4_400), &text(1, 4_301), options, true), 4_300);
+}
+
+/// Far beyond any clock is late, not now.
+#[test]
+fn limits_that_no_clock_reaches_are_waited_for() {
+    let store = Arc::new(MemoryStore::new(64 << 20));
+    let engine = || {
+        let lane = StoreOptions::new(Tier::Store)
+            .with_lookup_deadline(Duration::MAX)
+            .with_read_deadline(Duration::MAX)
+            .with_write_deadline(Duration::MAX);
+        let options = TierOptions::new().with_wait(Wait::For(Duration::MAX));
+        let options = options.with_store_options(Box::new(Arc::clone(&store)), lane);
+        Engine::new(spec(512), identity(), options)
+    };
+    let prompt = text(1, 513);
+    let mut prefill = engine();
+    let (sequence, _) = prefill.run(&prompt, plain());
+    let export = prefill.tiers.export_prefill(&prefill.cache, sequence, 0, Duration::MAX).unwrap();
+    assert!(prefill.tiers.export_state(export.id).is_some(), "its time is over at once");
+    let mut decode = engine();
+    let options = plain();
+    let prefetch =
+        decode.tiers.import_prefill(&decode.cache, &export.handoff, &prompt, &options).unwrap();
+    decode.tiers.poll(&mut decode.cache).unwrap();
+    prefill.flush();
+    let end = soon();
+    while !decode.tiers.is_ready(prefetch) {
+        decode.tiers.poll(&mut decode.cache).unwrap();
+        assert!(Instant::now() < end, "the handoff is never ready");
+    }
+    assert_eq!(decode.start(prefetch, &prompt, plain()).1, 512);
+}
