@@ -16,6 +16,7 @@ mod fork;
 mod hits;
 mod plan;
 mod rows;
+mod tiers;
 
 use criterion::Criterion;
 
@@ -28,6 +29,7 @@ fn main() {
     attend::benches(&mut criterion);
     rows::benches(&mut criterion);
     copy::benches(&mut criterion);
+    tiers::benches(&mut criterion);
     criterion.final_summary();
 }
 
