@@ -31,8 +31,8 @@ pub enum WritePolicy {
     OnPublish,
     /// When the tier above gives the chunk up, and at a flush.
     OnLeave,
-    /// At its Nth use, the first of which is its publication, and at a flush after it: 1 is the same
-    /// as [`Self::OnPublish`].
+    /// At its Nth use, the first of which is its publication, and at a flush after it: 1 is the
+    /// same as [`Self::OnPublish`].
     OnReuse(NonZeroU32),
     /// At no time: the tier is only read.
     Never,
@@ -177,7 +177,7 @@ impl WriteRule {
     /// | it is pinned | [`WriteDecision::Write`] | the caller wants it kept: at any event |
     /// | it has generated tokens | [`SkipReason::Generated`] if the rule refuses them | see below |
     /// | the prompt is too short | [`SkipReason::Short`] | computed sooner than found |
-    /// | `OnPublish`, published, reused or flush | [`WriteDecision::Write`] | the device has the bytes |
+    /// | `OnPublish`, published, reused or flush | [`WriteDecision::Write`] | the bytes are here |
     /// | `OnReuse(n)`, the same at `n` uses or more | [`WriteDecision::Write`] | |
     /// | `OnLeave`, left or flush | [`WriteDecision::Write`] | the last moment with the bytes |
     /// | otherwise | [`SkipReason::NotNow`] | another event decides |

@@ -147,9 +147,9 @@ impl<B: Backend> KvCache<B> {
         Ok(forgotten)
     }
 
-    /// Evicts everything that is cached with a salt, of all adapters, but what is held and the blocks
-    /// before it; an empty salt stands for prompts without one. Returns the number of blocks in all
-    /// groups. Lower tiers keep theirs: `kv_tier::Tiers::forget_salt` removes those too.
+    /// Evicts everything that is cached with a salt, of all adapters, but what is held and the
+    /// blocks before it; an empty salt stands for prompts without one. Returns the number of blocks
+    /// in all groups. Lower tiers keep theirs: `kv_tier::Tiers::forget_salt` removes those too.
     ///
     /// # Errors
     /// [`PlanError::State`] while a step is held; a device failure of the wipe, as for
@@ -161,7 +161,8 @@ impl<B: Backend> KvCache<B> {
     }
 
     /// Evicts everything cached; `false`, and no change, while a sequence, a pin, a hold or an
-    /// import holds a block. Lower tiers keep theirs: `kv_tier::Tiers::forget_all` empties them too.
+    /// import holds a block. Lower tiers keep theirs: `kv_tier::Tiers::forget_all` empties them
+    /// too.
     ///
     /// # Errors
     /// [`PlanError::State`] while a step is held; a device failure of the wipe, as for

@@ -1,8 +1,6 @@
 //! Forgetting: what is removed from the device, from host memory and from stores, and does not come
 //! back from any of them.
 use std::collections::HashSet;
-use std::fmt;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kv_core::backend::Backend;
@@ -14,16 +12,15 @@ use kv_core::reuse::{BlockKey, ContentSpan, PrefixProbe};
 use kv_core::{CacheError, GroupId, KvCache, SequenceId, StartOptions};
 
 use super::announce::HOST;
-use super::done::{Done, Report};
 use super::group::GroupTier;
 use super::owed::Place;
-use super::prefetch::{GRACE, Stage};
-use super::write::bit;
+use super::prefetch::Stage;
+use super::removal::Removal;
 use super::{GROUP, STORE, TierError, Tiers};
 use crate::chain::Chain;
 use crate::name::ChunkName;
 use crate::record::Record;
-use crate::store::{ChunkAddress, Scope, StoreError, StoreErrorKind};
+use crate::store::{Scope, StoreError};
 
 /// What was forgotten, and where something may have been left.
 #[derive(Debug, Default)]
@@ -54,7 +51,8 @@ pub struct ForgetFailure {
     pub store: usize,
     /// Its tier.
     pub tier: Tier,
-    /// Why: [`StoreErrorKind::Unsupported`] of a store that cannot list what it keeps.
+    /// Why: [`Unsupported`](crate::StoreErrorKind::Unsupported) of a store that cannot list what it
+    /// keeps.
     #[source]
     pub error: StoreError,
 }
@@ -69,7 +67,7 @@ fn tier_name(tier: Tier) -> &'static str {
 }
 
 /// Which chunks are forgotten.
-enum What {
+pub(super) enum What {
     Names(HashSet<ChunkName>),
     Roots(Vec<ChunkName>),
     All,
@@ -88,30 +86,6 @@ impl What {
     }
 }
 
-/// What a store is told to remove.
-#[derive(Debug, Clone)]
-pub(super) enum Removal {
-    Chunks(Vec<ChunkAddress>),
-    Scope(Scope),
-}
-
-impl fmt::Display for Removal {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Chunks(chunks) => write!(f, "removal of {} chunks", chunks.len()),
-            Self::Scope(scope) => write!(f, "removal of {scope}"),
-        }
-    }
-}
-
-/// The removals of one call.
-#[derive(Debug, Default)]
-pub(super) struct Removals {
-    /// Number of the call: answers to others are too late.
-    call: u64,
-    answers: Vec<(usize, Result<(), StoreError>)>,
-}
-
 /// A text whose chunks are forgotten.
 struct Text<'a> {
     tokens: &'a [u32],
@@ -121,7 +95,7 @@ struct Text<'a> {
 }
 
 /// How long one wait for a thread lasts at most, beside which copies of the device go on.
-const PAUSE: Duration = Duration::from_millis(1);
+pub(super) const PAUSE: Duration = Duration::from_millis(1);
 
 impl<B: Backend> Tiers<B> {
     /// Forgets a prompt after its first `keep` tokens: does what [`KvCache::forget_prefix`] does,
@@ -151,8 +125,8 @@ impl<B: Backend> Tiers<B> {
         self.forget_text(cache, None, &Text { tokens, options, keep }, deadline)
     }
 
-    /// Forgets a live sequence, as [`KvCache::forget_sequence`] does, and the chunks of its text, as
-    /// [`Self::forget_prefix`] does. The sequence goes on, and offers nothing further. One that
+    /// Forgets a live sequence, as [`KvCache::forget_sequence`] does, and the chunks of its text,
+    /// as [`Self::forget_prefix`] does. The sequence goes on, and offers nothing further. One that
     /// offers nothing already has no text: forget it by [`Self::forget_prefix`].
     ///
     /// # Errors
@@ -181,9 +155,9 @@ impl<B: Backend> Tiers<B> {
         self.forget_text(cache, Some(sequence), &text, deadline)
     }
 
-    /// Forgets everything with a salt, of all adapters: does what [`KvCache::forget_salt`] does, and
-    /// removes the chunks from host memory and from all stores. An empty salt stands for prompts
-    /// without one. Stores must list what they keep for that; one that cannot is named in
+    /// Forgets everything with a salt, of all adapters: does what [`KvCache::forget_salt`] does,
+    /// and removes the chunks from host memory and from all stores. An empty salt stands for
+    /// prompts without one. Stores must list what they keep for that; one that cannot is named in
     /// [`Forgotten::failures`].
     ///
     /// End the sequences with the salt first: what they hold stays on the device, and what they
@@ -305,7 +279,8 @@ impl<B: Backend> Tiers<B> {
         self.remove(cache, &what, &Removal::Chunks(addresses), deadline, forgotten)
     }
 
-    /// Returns whether a chunk that is not forgotten follows one, in host memory or on its way there.
+    /// Returns whether a chunk that is not forgotten follows one, in host memory or on its way
+    /// there.
     fn is_continued(&self, chain: &Chain, name: &ChunkName, gone: &HashSet<ChunkName>) -> bool {
         let of = self.groups.get(usize::from(chain.group().0)).invariant(GROUP);
         let follows = |record: &Record| record.parent == *name && !gone.contains(&record.name);
@@ -314,8 +289,8 @@ impl<B: Backend> Tiers<B> {
             || of.reading.values().any(|reading| follows(&reading.record))
     }
 
-    /// Waits until no chunk that may be forgotten is being copied from the device: copies hold their
-    /// blocks. Returns those that wait for their copy no longer.
+    /// Waits until no chunk that may be forgotten is being copied from the device: copies hold
+    /// their blocks. Returns those that wait for their copy no longer.
     fn end_copies(
         &mut self,
         cache: &mut KvCache<B>,
@@ -404,8 +379,9 @@ impl<B: Backend> Tiers<B> {
         chunks
     }
 
-    /// Returns whether a chunk that is forgotten is on its way still: to host memory, or to a store.
-    fn is_under_way(&self, what: &What, store: Option<usize>) -> bool {
+    /// Returns whether a chunk that is forgotten is on its way still: to host memory, or to a
+    /// store.
+    pub(super) fn is_under_way(&self, what: &What, store: Option<usize>) -> bool {
         let Some(store) = store else {
             return self.groups.iter().any(|of| {
                 let reading = of.reading.values().map(|reading| &reading.record);
@@ -415,86 +391,6 @@ impl<B: Backend> Tiers<B> {
         };
         let writing = &self.stores.get(store).invariant(STORE).writing;
         writing.values().flatten().any(|record| record.is_forgotten() && what.has(record))
-    }
-
-    /// Removes chunks from all stores; a write that had begun is waited for, and removed too.
-    fn remove(
-        &mut self,
-        cache: &mut KvCache<B>,
-        what: &What,
-        removal: &Removal,
-        deadline: Instant,
-        mut forgotten: Forgotten,
-    ) -> Result<Forgotten, TierError> {
-        let call = self.removals.call.saturating_add(1);
-        self.removals = Removals { call, answers: Vec::new() };
-        // What a store is being sent is removed once more when that has ended.
-        let mut again: Vec<_> =
-            (0..self.stores.len()).filter(|store| self.is_under_way(what, Some(*store))).collect();
-        let mut asked = self.stores.len();
-        (0..asked).for_each(|store| self.ask(store, removal, deadline));
-        loop {
-            self.poll(cache)?;
-            let ended: Vec<_> =
-                again.extract_if(.., |store| !self.is_under_way(what, Some(*store))).collect();
-            for store in ended {
-                asked = asked.saturating_add(1);
-                self.ask(store, removal, deadline);
-            }
-            let is_done = self.removals.answers.len() == asked && again.is_empty();
-            if is_done && !self.is_under_way(what, None) {
-                break;
-            }
-            let Some(left) = deadline.checked_duration_since(Instant::now()) else { break };
-            if let Ok(done) = self.done.recv_timeout(left.min(PAUSE)) {
-                self.take_result(done);
-            }
-        }
-        let answers = std::mem::take(&mut self.removals.answers);
-        self.removals.call = call.saturating_add(1);
-        let late = |operation| StoreError::new(StoreErrorKind::Timeout, operation);
-        for (store, lane) in self.stores.iter().enumerate() {
-            let tier = lane.store.tier();
-            let of_store = |store: usize| move |answer: &(usize, _)| answer.0 == store;
-            let failed = |error| ForgetFailure { store, tier, error };
-            if again.contains(&store) {
-                forgotten.failures.push(failed(late("write that has not returned".to_owned())));
-            } else if !answers.iter().any(of_store(store)) {
-                forgotten.failures.push(failed(late(removal.to_string())));
-            }
-        }
-        for (store, answer) in answers {
-            let tier = self.stores.get(store).invariant(STORE).store.tier();
-            if answer.is_ok() {
-                self.announcements.lacks_all(tier, bit(store).into(), |record| what.has(record));
-            }
-            let failure = answer.err().map(|error| ForgetFailure { store, tier, error });
-            forgotten.failures.extend(failure);
-        }
-        forgotten.failures.sort_by_key(|failure| failure.store);
-        Ok(forgotten)
-    }
-
-    fn ask(&self, store: usize, removal: &Removal, deadline: Instant) {
-        let call = self.removals.call;
-        let removed = move |removed| Done::Removed { call, store, removed };
-        let unasked = StoreError::new(StoreErrorKind::Unavailable, removal.to_string());
-        let mut report = Report::new(&self.sender, removed(Err(unasked)));
-        let lane = self.stores.get(store).invariant(STORE);
-        let (asked, removal) = (Arc::clone(&lane.store), removal.clone());
-        let limit = deadline.saturating_duration_since(Instant::now()).saturating_add(GRACE);
-        lane.lane.push_urgent(limit, move || report.set(removed(asked.remove(&removal, deadline))));
-    }
-
-    pub(super) fn note_removed(
-        &mut self,
-        call: u64,
-        store: usize,
-        removed: Result<(), StoreError>,
-    ) {
-        if call == self.removals.call {
-            self.removals.answers.push((store, removed));
-        }
     }
 }
 

@@ -8,10 +8,10 @@ use kv_core::events::Tier;
 use kv_core::num::to_u64;
 
 use super::breaker::{Breaker, Permit};
-use super::forget::Removal;
 use super::lane::Hung;
 use super::options::StoreOptions;
 use super::rates::TransferRates;
+use super::removal::Removal;
 use super::stats::StoreStats;
 use crate::chunk::{ChunkError, ChunkErrorKind, Verified, verify};
 use crate::record::Record;

@@ -17,7 +17,7 @@
 //! | [`import`] | host memory to blocks of the device |
 //! | [`group`] | the chunks of one group |
 //! | [`host`] | the chunks in host memory |
-//! | [`forget`] | removal from everywhere |
+//! | [`forget`], [`removal`] | forgetting everywhere; its part in stores |
 //! | [`handoff`] | exports to other engines, and prompts that wait for theirs |
 mod announce;
 mod breaker;
@@ -40,6 +40,7 @@ mod prefetch;
 mod prompted;
 mod rates;
 mod read;
+mod removal;
 mod stats;
 mod waiting;
 mod write;
@@ -72,7 +73,6 @@ use announce::Announcements;
 use crate::record::Record;
 use done::Done;
 use follow::Pinned;
-use forget::Removals;
 use group::GroupTier;
 use guarded::GuardedStore;
 use handoff::Exports;
@@ -81,6 +81,7 @@ use owed::Owed;
 use prefetch::Prefetch;
 use prompted::Prompted;
 use rates::Average;
+use removal::Removals;
 
 const GROUP: &str = "groups are those of the cache that the tiers were made for";
 const STORE: &str = "stores are numbered as in the options";

@@ -189,8 +189,8 @@ impl StoreOptions {
         self.write_deadline = deadline;
         self
     }
-    /// Sets how many writes may wait, at least one. The others are sent when there is room; they are
-    /// dropped and counted if host memory has to give their chunks up before.
+    /// Sets how many writes may wait, at least one. The others are sent when there is room; they
+    /// are dropped and counted if host memory has to give their chunks up before.
     #[must_use]
     pub fn with_waiting_writes(mut self, writes: usize) -> Self {
         self.writes_max = writes;

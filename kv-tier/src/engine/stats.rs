@@ -66,11 +66,11 @@ pub struct StoreStats {
     pub were_there: u64,
     /// Writes dropped because too many were waiting when host memory gave their chunks up.
     pub dropped_by_queue: u64,
-    /// Writes dropped because the store's breaker was open when host memory gave their chunks up, or
-    /// opened while they waited after that.
+    /// Writes dropped because the store's breaker was open when host memory gave their chunks up,
+    /// or opened while they waited after that.
     pub dropped_by_breaker: u64,
-    /// Writes put off because the day's bytes were used up, to the next day if host memory has their
-    /// chunks then.
+    /// Writes put off because the day's bytes were used up, to the next day if host memory has
+    /// their chunks then.
     pub dropped_by_budget: u64,
     /// Failed calls.
     pub failures: u64,

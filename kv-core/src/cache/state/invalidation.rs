@@ -80,7 +80,8 @@ impl CacheState {
         Ok(forgotten)
     }
 
-    /// Evicts what is cached with a salt: see [`KvCache::forget_salt`](crate::KvCache::forget_salt).
+    /// Evicts what is cached with a salt: see
+    /// [`KvCache::forget_salt`](crate::KvCache::forget_salt).
     ///
     /// # Errors
     /// [`PlanError::State`] while a step is open.
