@@ -17,7 +17,7 @@ use crate::args::{EngineArgs, GenerateArgs, Paged};
 use crate::loaded::Loaded;
 use crate::num::{to_u32, to_usize};
 use crate::session::{self, SessionFile};
-use crate::{output, prompts, tiers};
+use crate::{prompts, tiers};
 
 /// Shared by all runs of one command.
 #[derive(Debug)]
