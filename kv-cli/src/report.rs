@@ -31,7 +31,7 @@ struct Sequence {
     prompt_tokens: Vec<u32>,
     /// Generated tokens, including an end-of-text token.
     tokens: Vec<u32>,
-    /// Their text, without an end-of-text token that ended the sequence.
+    /// The text that they add to the prompt, without an end-of-text token that ended the sequence.
     text: String,
     /// `length`, `eos` or `context`.
     finish: &'static str,
@@ -103,10 +103,12 @@ impl Report {
         let Loaded { name: model, tokenizer, .. } = &job.loaded;
         let mut sequences = Vec::with_capacity(generated.len());
         for (prompt, generated) in job.prompts.iter().zip(generated) {
+            let text_of =
+                |tokens: &[u32], finish| tokenizer.decode_after(&prompt.ids, shown(tokens, finish));
             let show = |hypothesis: &scheduler::Hypothesis| {
                 Ok(Hypothesis {
                     tokens: hypothesis.tokens.clone(),
-                    text: tokenizer.decode(shown(&hypothesis.tokens, hypothesis.finish))?,
+                    text: text_of(&hypothesis.tokens, hypothesis.finish)?,
                     finish: finish_name(hypothesis.finish),
                     log_prob: hypothesis.log_prob,
                     score: hypothesis.score,
@@ -117,7 +119,7 @@ impl Report {
                 prompt: prompt.text.clone(),
                 prompt_tokens: prompt.ids.clone(),
                 tokens: generated.tokens.clone(),
-                text: tokenizer.decode(shown(&generated.tokens, generated.finish))?,
+                text: text_of(&generated.tokens, generated.finish)?,
                 finish: finish_name(generated.finish),
                 reused_tokens: generated.reused,
                 ttft_ms: generated.first_token_ms,

@@ -41,7 +41,7 @@ impl SessionFile {
         let config = loaded.model.config();
         let checked = kv_runner::check_vocabulary(&before.tokens, config);
         checked.with_context(|| self.path.display().to_string())?;
-        let more = loaded.tokenizer.encode_more(prompt, config)?;
+        let more = loaded.tokenizer.encode_more(&before.tokens, prompt, config)?;
         Ok([before.tokens.as_slice(), &more].concat())
     }
 

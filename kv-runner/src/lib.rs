@@ -23,11 +23,12 @@
 //! let cache = CacheOptions::new(layout).open(&model, Device::open("cpu")?, None)?;
 //! let mut scheduler = Scheduler::new(cache, &model, Limits::of(model.config()));
 //! let prompt = tokenizer.encode("Once upon a time", model.config())?;
-//! scheduler.submit(Request::new(prompt.tokens, 8))?;
+//! scheduler.submit(Request::new(prompt.tokens.clone(), 8))?;
 //! while scheduler.has_work() {
 //!     for event in scheduler.step()? {
 //!         if let Event::Finished { generated, .. } = event {
-//!             assert_eq!(tokenizer.decode(&generated.tokens)?, ", there was a little girl");
+//!             let text = tokenizer.decode_after(&prompt.tokens, &generated.tokens)?;
+//!             assert_eq!(text, ", there was a little girl");
 //!         }
 //!     }
 //! }

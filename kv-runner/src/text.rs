@@ -135,13 +135,26 @@ impl Tokenizer {
         Ok(Encoded { tokens, repeated_begin })
     }
 
-    /// Converts text that goes on after other text to tokens of a model, without special tokens;
-    /// none for an empty text.
+    /// Converts text that goes on after the tokens `before` to tokens of a model, without special
+    /// tokens; none for an empty text.
     ///
     /// # Errors
     /// [`TextError::BeyondVocabulary`] for a tokenizer of another model.
-    pub fn encode_more(&self, text: &str, model: &ModelConfig) -> Result<Vec<u32>, Error> {
-        let tokens = self.tokens(text, false)?;
+    pub fn encode_more(
+        &self,
+        before: &[u32],
+        text: &str,
+        model: &ModelConfig,
+    ) -> Result<Vec<u32>, Error> {
+        let mut tokens = self.tokens(text, false)?;
+        if self.decode_after(before, &tokens)? != text {
+            // SentencePiece begins each text with a blank. One that goes on is encoded after
+            // something else, which no token has a part of.
+            let inside = self.tokens(&format!("{BREAK}{text}"), false)?;
+            if let Some(inside) = inside.strip_prefix(self.tokens(BREAK, false)?.as_slice()) {
+                tokens = inside.to_vec();
+            }
+        }
         check_vocabulary(&tokens, model)?;
         Ok(tokens)
     }
@@ -151,7 +164,23 @@ impl Tokenizer {
         Ok(encoding.map_err(TextError::tokenizer)?.get_ids().to_vec())
     }
 
-    /// Returns the text of these tokens, including special ones.
+    /// Returns the text of tokens that follow others, as a [`TextStream`] gives it: the text of all
+    /// of them is that of `before` and this one.
+    ///
+    /// # Errors
+    /// [`TextError::Tokenizer`].
+    pub fn decode_after(&self, before: &[u32], tokens: &[u32]) -> Result<String, Error> {
+        let mut stream = TextStream::after(before);
+        let mut text = String::new();
+        for token in tokens {
+            text.push_str(&stream.push(self, *token)?);
+        }
+        text.push_str(&stream.finish(self)?);
+        Ok(text)
+    }
+
+    /// Returns the text of these tokens, including special ones. Tokens that follow others may
+    /// begin with a blank that is missing here: [`Self::decode_after`].
     ///
     /// # Errors
     /// [`TextError::Tokenizer`].
@@ -159,6 +188,9 @@ impl Tokenizer {
         Ok(self.0.decode(tokens, false).map_err(TextError::tokenizer)?)
     }
 }
+
+/// Text that merges with nothing after it in SentencePiece vocabularies.
+const BREAK: &str = "\n";
 
 /// Refuses tokens that a model does not know.
 ///
@@ -284,6 +316,38 @@ mod tests {
             let prompt = text.decode(prompt).expect("text");
             assert_eq!(format!("{prompt}{shown}"), all);
         }
+    }
+
+    #[test]
+    fn the_text_after_a_prompt_keeps_its_first_blank() {
+        let text = bundled();
+        for written in ["Once upon a time", "a  b", "caf\u{e9} \u{1f389} x"] {
+            let ids = encode(written);
+            let all = text.decode(&ids).expect("text");
+            for split in 1..=ids.len() {
+                let (before, after) = ids.split_at(split);
+                let shown = text.decode_after(before, after).expect("text");
+                let prompt = text.decode(before).expect("text");
+                if !prompt.ends_with(char::REPLACEMENT_CHARACTER) {
+                    assert_eq!(format!("{prompt}{shown}"), all, "{written:?} at {split}");
+                }
+            }
+        }
+        assert_eq!(text.decode_after(&encode("Once"), &[]).expect("text"), "");
+    }
+
+    #[test]
+    fn more_text_is_what_was_written() {
+        let (text, model) = (bundled(), model(512, Some(1)));
+        let before = encode("Once upon");
+        for more in [" a time", "a", " ", "  two", "\n", "\nx", "\n\n y", "ly", "\u{e9}", "<s>", ""]
+        {
+            let tokens = text.encode_more(&before, more, &model).expect("tokens");
+            assert_eq!(text.decode_after(&before, &tokens).expect("text"), more, "{tokens:?}");
+            let all = text.decode(&[&*before, &tokens].concat()).expect("text");
+            assert_eq!(all, format!("<s> Once upon{more}"));
+        }
+        assert!(text.encode_more(&before, "", &model).expect("tokens").is_empty());
     }
 
     #[test]
