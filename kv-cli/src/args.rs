@@ -100,7 +100,8 @@ pub(crate) struct GenerateArgs {
     #[arg(long, value_name = "T", default_value = "0", value_parser = temperature)]
     pub(crate) temperature: f64,
 
-    /// Seed of the sampling; each prompt has its own stream, whatever the batch
+    /// Seed of the sampling; each prompt has its own stream, whatever the batch. Logits of a prompt
+    /// that is cached, or beside others, may differ in their last bits, and then rarely a draw
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) seed: u64,
 

@@ -277,3 +277,5 @@ fn with_values<R>(tensor: &Tensor, read: impl FnOnce(&[f32]) -> R) -> R {
 mod recorded;
 #[cfg(test)]
 mod recorded_tests;
+#[cfg(test)]
+mod rows_tests;

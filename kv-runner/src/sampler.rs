@@ -1,7 +1,8 @@
 //! Samples the next token from logits.
 //!
 //! Every sequence has its own generator, seeded by the program's seed and the prompt's index, and
-//! draws once per token: its text does not depend on its batch, its chunks or preemption.
+//! draws once per token: its draws do not depend on its batch, its chunks or preemption. The last
+//! bits of the logits do, because products of one row and of many add in different orders.
 use crate::num::to_u32;
 
 /// The random stream of one sequence.
