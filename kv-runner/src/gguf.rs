@@ -2,8 +2,8 @@
 //! their Hugging Face names.
 //!
 //! Files of some architectures have the rows of Q and K interleaved, so that pairs `(2i, 2i + 1)`
-//! rotate together. The tokenizer of a file is not read, except the tokens that end a text; a
-//! `tokenizer.json` is needed.
+//! rotate together. The tokenizer of a file is not read, except the tokens that end a text, the
+//! template of chats and the tokens that it names; a `tokenizer.json` is needed.
 mod config;
 mod metadata;
 mod parts;

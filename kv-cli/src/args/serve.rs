@@ -27,8 +27,9 @@ pub(crate) struct ServeArgs {
     #[command(flatten)]
     pub(crate) engine: EngineArgs,
 
-    /// Template that makes the prompt of a chat; default: `chat_template.jinja`, or the one in
-    /// `tokenizer_config.json`, beside the tokenizer or the model
+    /// Template that makes the prompt of a chat; default: `chat_template.jinja`, then the one in
+    /// `tokenizer_config.json`, both beside the tokenizer, then the model, then the one in the .gguf
+    /// file. One that does not work costs the chats alone
     #[arg(long, value_name = "FILE")]
     pub(crate) chat_template: Option<PathBuf>,
 

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use axum::body::Bytes;
 use axum::extract::State;
 use axum::extract::rejection::BytesRejection;
+use axum::http::StatusCode;
 use axum::response::Response;
 use serde::Deserialize;
 
@@ -11,7 +12,7 @@ use super::Server;
 use super::answer::Kind;
 use super::api::{ApiError, body_of};
 use super::request::{Fields, Wanted};
-use super::template::Message;
+use super::template::{ChatTemplate, Message, TemplateError};
 
 /// An entry of `messages`.
 #[derive(Debug, Deserialize)]
@@ -46,17 +47,32 @@ pub(super) async fn answer(
     let fields = Fields::parse(&body_of(body)?)?;
     let wanted = Wanted::read(&fields, &["max_completion_tokens", "max_tokens"])?;
     let messages = read_messages(&fields)?;
-    let Some(template) = &server.template else {
-        let error = "this model has no chat template: use /v1/completions, or --chat-template";
-        return Err(ApiError::bad(error).about("messages"));
-    };
-    let refused = |error| {
-        ApiError::bad(format!("messages: {}", crate::failure::chain(&error))).about("messages")
-    };
-    let prompt = template.prompt(&messages).map_err(refused)?;
+    let prompt = prompt(&server.template, &messages)?;
     let prompt = server.encode_text(prompt, "messages").await?;
     let answer = server.start(Kind::Chat, &wanted, vec![prompt]).await?;
     Ok(answer.respond(wanted.stream).await)
+}
+
+/// Makes the prompt. Without a template that works, only chats are lost.
+fn prompt(template: &ChatTemplate, messages: &[Message]) -> Result<String, ApiError> {
+    match template {
+        ChatTemplate::Missing => {
+            let error = "this model has no chat template: use /v1/completions, or --chat-template";
+            Err(ApiError::bad(error).about("messages"))
+        }
+        ChatTemplate::Broken(why) => Err(not_served(why)),
+        ChatTemplate::Ready(template) => template.prompt(messages).map_err(|error| match error {
+            TemplateError::Messages(_) => {
+                ApiError::bad(format!("messages: {error}")).about("messages")
+            }
+            TemplateError::Unsupported(_) => not_served(&error.to_string()),
+        }),
+    }
+}
+
+fn not_served(why: &str) -> ApiError {
+    let error = format!("chats are not served: {why}; /v1/completions is");
+    ApiError::new(StatusCode::NOT_IMPLEMENTED, error).with_code("chat_template")
 }
 
 fn read_messages(fields: &Fields) -> Result<Vec<Message>, ApiError> {

@@ -31,7 +31,7 @@ use crate::loaded::Loaded;
 use crate::num::to_usize;
 use crate::{output, tiers};
 use engine::{Engine, EngineOptions};
-use template::Template;
+use template::ChatTemplate;
 
 /// What every request reads.
 #[derive(Debug)]
@@ -41,8 +41,8 @@ pub(crate) struct Server {
     model: String,
     config: ModelConfig,
     tokenizer: Arc<Tokenizer>,
-    /// Makes prompts of chats, if the model has one.
-    template: Option<Template>,
+    /// Makes prompts of chats.
+    template: ChatTemplate,
     metrics: PrometheusHandle,
     /// Tokens that the cache has room for.
     capacity: u32,
@@ -60,6 +60,7 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<()> {
     let listener = TcpListener::bind(args.addr).with_context(|| args.addr.to_string())?;
     let address = listener.local_addr().context("the address")?;
     let loaded = Loaded::of_engine(&args.engine)?;
+    let template = ChatTemplate::find(args, &loaded)?;
     let scheduler = open(&args.engine, &loaded)?;
     let (metrics, handle) = metrics::install()?;
     let (engine, inbox) = Engine::new();
@@ -68,7 +69,7 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<()> {
         model: loaded.name.clone(),
         config: loaded.model.config().clone(),
         tokenizer: Arc::clone(&loaded.tokenizer),
-        template: Template::find(args, &loaded)?,
+        template,
         metrics: handle,
         capacity: capacity(&scheduler),
         timeout: args.request_timeout,
@@ -92,6 +93,9 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<()> {
     let blocks = scheduler.cache().usage().blocks_total;
     let model = &server.model;
     output::note(&format!("{model} on http://{address}, {blocks} blocks of the cache"))?;
+    if let ChatTemplate::Broken(why) = &server.template {
+        output::note(&format!("{why}; /v1/chat/completions is not served"))?;
+    }
     let of_engine = engine::run(scheduler, &inbox, options, &metrics);
     // It may have failed, and not been stopped.
     server.engine.stop();

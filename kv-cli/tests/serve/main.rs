@@ -12,6 +12,7 @@
     reason = "tests"
 )]
 mod behaviour;
+mod chats;
 mod client;
 mod endurance;
 mod hostile;
@@ -24,7 +25,14 @@ use std::process::ExitCode;
 use libtest_mimic::{Arguments, Trial};
 
 fn main() -> ExitCode {
-    let cases = [behaviour::CASES, endurance::CASES, hostile::CASES, load::CASES].concat();
+    let cases = [
+        behaviour::CASES,
+        chats::CASES,
+        endurance::CASES,
+        hostile::CASES,
+        load::CASES,
+    ];
+    let cases = cases.concat();
     let mut trials: Vec<_> = cases
         .into_iter()
         .map(|(name, run)| {

@@ -93,7 +93,17 @@ impl Server {
     }
 
     /// Waits for the end of a server that was told to end.
-    pub(crate) fn wait_for_end(mut self) {
+    pub(crate) fn wait_for_end(self) {
+        assert_eq!(self.wait_for_log(), "");
+    }
+
+    /// Ends the server; it must end well. Returns what it has said since it listened.
+    pub(crate) fn end_with_log(self) -> String {
+        self.terminate();
+        self.wait_for_log()
+    }
+
+    fn wait_for_log(mut self) -> String {
         let end = Instant::now() + PATIENCE;
         let status = loop {
             if let Some(status) = self.child.try_wait().expect("a process") {
@@ -103,8 +113,9 @@ impl Server {
             thread::sleep(Duration::from_millis(5));
         };
         self.is_over = true;
-        let log = self.log.take().map(|log| log.join().expect("standard error"));
-        assert_eq!((status.code(), log.as_deref()), (Some(0), Some("")));
+        let log = self.log.take().expect("a log").join().expect("standard error");
+        assert_eq!(status.code(), Some(0), "{log}");
+        log
     }
 }
 

@@ -150,6 +150,51 @@ impl<'a> Metadata<'a> {
         }
     }
 
+    /// Returns the template that makes prompts of chats, and its key: the model's only one, or of
+    /// several named ones the default, or without that the first by name. `None` without one.
+    ///
+    /// # Errors
+    /// [`ConfigError::Field`] for a template that is not a text.
+    pub fn chat_template(&self) -> Result<Option<(&'a str, &'a str)>, ConfigError> {
+        let named = |key: &&String| key.starts_with("tokenizer.chat_template.");
+        let default = ["tokenizer.chat_template", "tokenizer.chat_template.default"];
+        let first = default.iter().find_map(|key| self.values.get_key_value(*key));
+        let found = first.or_else(|| {
+            let key = self.values.keys().filter(named).min()?;
+            self.values.get_key_value(key)
+        });
+        match found {
+            None => Ok(None),
+            Some((key, Value::String(source))) => Ok(Some((key, source))),
+            Some((key, _)) => {
+                let problem = "is not a text".to_owned();
+                Err(ConfigError::Field { field: key.clone(), problem })
+            }
+        }
+    }
+
+    /// Returns the texts of special tokens, by the names that chat templates use.
+    pub fn special_tokens(&self) -> impl Iterator<Item = (&'static str, &'a str)> + use<'a> {
+        const NAMES: [(&str, &str); 4] = [
+            ("bos_token", "tokenizer.ggml.bos_token_id"),
+            ("eos_token", "tokenizer.ggml.eos_token_id"),
+            ("unk_token", "tokenizer.ggml.unknown_token_id"),
+            ("pad_token", "tokenizer.ggml.padding_token_id"),
+        ];
+        let values = self.values;
+        let text = move |key: &str| {
+            let id = usize::try_from(whole(values.get(key)?)?).ok()?;
+            match values.get("tokenizer.ggml.tokens")? {
+                Value::Array(tokens) => match tokens.get(id)? {
+                    Value::String(text) => Some(text.as_str()),
+                    _ => None,
+                },
+                _ => None,
+            }
+        };
+        NAMES.into_iter().filter_map(move |(name, key)| Some((name, text(key)?)))
+    }
+
     /// Makes an error that names the key in full.
     pub(super) fn wrong(&self, key: &str, problem: String) -> ConfigError {
         ConfigError::Field { field: self.key(key), problem }

@@ -8,6 +8,7 @@ use candle_core::quantized::gguf_file::{Content, TensorInfo, Value, VersionedMag
 
 use super::config::config;
 use super::hugging_face_name;
+use super::metadata::Metadata;
 use crate::config::{Architecture, ConfigError, ModelConfig};
 use crate::rope::{Scaling, Yarn};
 
@@ -139,6 +140,52 @@ fn every_end_token_is_a_stop_token() {
         let error = refused("llama", &[("tokenizer.ggml.eot_token_id", value)]);
         assert!(error.contains("tokenizer.ggml.eot_token_id is not a token id"), "{error}");
     }
+}
+
+#[test]
+fn the_template_of_chats_is_the_only_one_or_the_default() {
+    const ONE: &str = "tokenizer.chat_template";
+    let named = |name: &str, source: &str| (format!("{ONE}.{name}"), text(source));
+    let one = || (ONE.to_owned(), text("one"));
+    let names = text("not a template");
+    for (keys, expected) in [
+        (vec![], None),
+        (vec![("tokenizer.chat_templates".to_owned(), names)], None),
+        (vec![one()], Some((ONE, "one"))),
+        (vec![one(), named("default", "d"), named("a", "a")], Some((ONE, "one"))),
+        (
+            vec![named("a", "a"), named("default", "d")],
+            Some(("tokenizer.chat_template.default", "d")),
+        ),
+        (
+            vec![named("tool_use", "t"), named("rag", "r")],
+            Some(("tokenizer.chat_template.rag", "r")),
+        ),
+    ] {
+        let keys: Vec<_> = keys.iter().map(|(key, value)| (key.as_str(), value.clone())).collect();
+        let content = content("llama", &keys);
+        assert_eq!(Metadata::new(&content).chat_template().expect("texts"), expected, "{keys:?}");
+    }
+    let number = content("llama", &[(ONE, Value::U32(5))]);
+    let error = Metadata::new(&number).chat_template().expect_err("a number").to_string();
+    assert_eq!(error, "tokenizer.chat_template is not a text");
+}
+
+#[test]
+fn special_tokens_are_named_by_their_ids() {
+    let words = ["<unk>", "<s>", "</s>"].map(text).to_vec();
+    let content = content(
+        "llama",
+        &[
+            ("tokenizer.ggml.tokens", Value::Array(words)),
+            ("tokenizer.ggml.bos_token_id", Value::U32(1)),
+            ("tokenizer.ggml.eos_token_id", Value::U64(2)),
+            ("tokenizer.ggml.padding_token_id", Value::I32(-1)),
+            ("tokenizer.ggml.unknown_token_id", Value::U32(3)),
+        ],
+    );
+    let tokens: Vec<_> = Metadata::new(&content).special_tokens().collect();
+    assert_eq!(tokens, [("bos_token", "<s>"), ("eos_token", "</s>")]);
 }
 
 fn scaling(more: &[(&str, Value)]) -> Scaling {
