@@ -1,7 +1,8 @@
 //! A text that goes on from a file.
+use kv_runner::Tokenizer;
 use serde_json::{Value, json as object};
 
-use crate::support::{fails, json, kv};
+use crate::support::{bundled, fails, json, kv};
 
 const PROMPT: [&str; 4] = ["generate", "--ignore-eos", "--prompt", "One day, Lily"];
 
@@ -98,6 +99,25 @@ fn more_text_goes_on_without_a_begin_token() {
     let prompt = third["sequences"][0]["prompt_tokens"].as_array().expect("a prompt").clone();
     let begin = first["sequences"][0]["prompt_tokens"][0].clone();
     assert_eq!(prompt.iter().filter(|token| **token == begin).count(), 1, "{prompt:?}");
+}
+
+#[test]
+fn more_text_is_what_was_given_to_the_blank() {
+    let tokenizer = Tokenizer::read(&bundled().join("tokenizer.json")).expect("a tokenizer");
+    let folder = tempfile::tempdir().expect("a folder");
+    for (at, more) in [" But then", "But then", "  two", "\nTom"].into_iter().enumerate() {
+        let path = folder.path().join(format!("{at}.kvs")).display().to_string();
+        let session = ["--session", &path, "--max-new-tokens", "5"];
+        let first = json(&[&PROMPT[..], &session].concat());
+        let more_args = ["generate", "--ignore-eos", "--prompt", more];
+        let second = json(&[&more_args[..], &session].concat());
+        let text = first["sequences"][0]["text"].as_str().expect("a text");
+        let ids = second["sequences"][0]["prompt_tokens"].as_array().expect("tokens").clone();
+        let ids: Vec<_> =
+            ids.iter().map(|id| u32::try_from(id.as_u64().expect("an id")).expect("one")).collect();
+        let all = tokenizer.decode(&ids).expect("text");
+        assert_eq!(all, format!("<s> One day, Lily{text}{more}"));
+    }
 }
 
 #[test]
