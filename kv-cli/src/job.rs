@@ -230,7 +230,7 @@ impl Job {
         tiers::note_left(scheduler.flush_tiers(now.checked_add(tiers::FLUSH).unwrap_or(now))?)?;
         let tiers = scheduler.tiers().map(Tiers::stats);
         if let Some(tiers) = &tiers {
-            tiers::warn(&args.engine, tiers)?;
+            tiers::warn(&tiers::store_names(&args.engine), tiers)?;
         }
         // Saving reuses blocks too: not counted.
         let stats = scheduler.stats();

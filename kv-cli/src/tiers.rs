@@ -1,4 +1,5 @@
-//! The tiers of `kv generate`: opens what `--tier` names, and reports what came from each.
+//! The tiers of the command line: opens what `--tier` names, and reports what came from each, and
+//! what failed.
 use std::path::Path;
 use std::str::FromStr;
 use std::time::Duration;
@@ -10,8 +11,8 @@ use kv::tier::policy::{WritePolicy, WriteRule};
 #[cfg(feature = "seal")]
 use kv::tier::{BlockStore, SealedStore};
 use kv::tier::{
-    Identity, ModelDigest, StoreOptions, StoreStats, TierOptions, Tiers, TiersStats, Unwritten,
-    Wait,
+    Identity, ModelDigest, StoreErrorKind, StoreOptions, StoreStats, TierOptions, Tiers,
+    TiersStats, Unwritten, Wait,
 };
 use kv_runner::scheduler::Stats;
 use serde::Serialize;
@@ -226,19 +227,97 @@ impl Store {
     }
 }
 
-/// Prints one line for each store that failed.
-pub(crate) fn warn(args: &EngineArgs, stats: &TiersStats) -> anyhow::Result<()> {
+/// Returns the names of the stores, in the order of their statistics.
+pub(crate) fn store_names(args: &EngineArgs) -> Vec<String> {
     let names = args.tier.iter().filter(|tier| !matches!(tier, TierArg::Host { .. }));
-    for (tier, stats) in names.zip(&stats.stores) {
-        if let Some(failure) = &stats.last_failure {
-            let calls = if stats.failures == 1 { "call" } else { "calls" };
-            output::note(&format!(
-                "{tier}: {} {calls} failed, the last one: {failure}; what was missing was computed",
-                stats.failures,
-            ))?;
+    names.map(TierArg::to_string).collect()
+}
+
+/// Prints one line for each store that failed.
+pub(crate) fn warn(names: &[String], stats: &TiersStats) -> anyhow::Result<()> {
+    for (tier, stats) in names.iter().zip(&stats.stores) {
+        let causes: Vec<_> = causes(stats).iter().filter_map(Cause::describe).collect();
+        if !causes.is_empty() {
+            output::note(&format!("{tier}: {}; {CONSEQUENCE}", causes.join("; ")))?;
         }
     }
     Ok(())
+}
+
+/// What follows from every failure of a store.
+pub(crate) const CONSEQUENCE: &str = "what was missing was computed";
+
+/// Why a store did not do what it should, and how often.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Cause {
+    /// One word for metrics.
+    pub(crate) label: &'static str,
+    pub(crate) count: u64,
+    kind: CauseKind,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum CauseKind {
+    /// Calls that failed, and what the last one said.
+    Calls { last: String },
+    /// Chunks that are not what was written.
+    Damaged,
+    /// Chunks of another version or model.
+    Foreign,
+    /// Writes for which too many others were waiting.
+    Queue,
+}
+
+impl Cause {
+    /// Says what has happened so far; `None` if nothing has.
+    fn describe(&self) -> Option<String> {
+        (self.count > 0).then(|| self.describe_since(0))
+    }
+
+    /// Says what has happened since the count was this.
+    pub(crate) fn describe_since(&self, before: u64) -> String {
+        let count = self.count.saturating_sub(before);
+        let (one, were) = if count == 1 { ("", "was") } else { ("s", "were") };
+        match &self.kind {
+            CauseKind::Calls { last } => {
+                format!("{count} call{one} failed, the last one: {last}")
+            }
+            CauseKind::Damaged => format!("{count} chunk{one} {were} damaged"),
+            CauseKind::Foreign => {
+                format!("{count} chunk{one} {were} of another version or model")
+            }
+            CauseKind::Queue => {
+                format!("{count} write{one} {were} dropped, because too many waited")
+            }
+        }
+    }
+}
+
+/// Returns what can go wrong with a store, and how often it did.
+pub(crate) fn causes(stats: &StoreStats) -> Vec<Cause> {
+    const CALLS: [StoreErrorKind; 6] = [
+        StoreErrorKind::Unavailable,
+        StoreErrorKind::Timeout,
+        StoreErrorKind::Full,
+        StoreErrorKind::Denied,
+        StoreErrorKind::Removed,
+        StoreErrorKind::Other,
+    ];
+    let of_calls = CALLS.into_iter().map(|kind| {
+        let failures = stats.failures_by_kind.get(&kind).cloned().unwrap_or_default();
+        let label = kind.label();
+        Cause { label, count: failures.count, kind: CauseKind::Calls { last: failures.last } }
+    });
+    let refused = |is_foreign: bool| {
+        let of_kind = stats.refused.iter().filter(move |(kind, _)| kind.is_foreign() == is_foreign);
+        of_kind.fold(0_u64, |sum, (_, count)| sum.saturating_add(*count))
+    };
+    let others = [
+        Cause { label: "damaged", count: refused(false), kind: CauseKind::Damaged },
+        Cause { label: "foreign", count: refused(true), kind: CauseKind::Foreign },
+        Cause { label: "queue", count: stats.dropped_by_queue, kind: CauseKind::Queue },
+    ];
+    of_calls.chain(others).collect()
 }
 
 #[cfg(test)]

@@ -53,7 +53,7 @@ pub use chunk::{
 #[cfg(target_os = "linux")]
 pub use disk::{DirectIo, DiskFolder, DiskOpenError, DiskOptions, DiskStats, DiskStore};
 pub use engine::{
-    BreakerState, Export, ExportId, ExportState, ForgetFailure, Forgotten, PrefetchId,
+    BreakerState, Export, ExportId, ExportState, Failures, ForgetFailure, Forgotten, PrefetchId,
     StoreOptions, StoreStats, TierError, TierOptions, Tiers, TiersStats, Unwritten, Wait,
 };
 pub use handoff::{Handoff, HandoffError};

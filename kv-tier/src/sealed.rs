@@ -215,6 +215,10 @@ impl<S: BlockStore> BlockStore for SealedStore<S> {
             }
         }
     }
+
+    fn take_repaired(&self) -> Option<StoreError> {
+        self.store.take_repaired()
+    }
 }
 
 /// Leaves out the keys.

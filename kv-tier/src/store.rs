@@ -78,6 +78,12 @@ pub trait BlockStore: fmt::Debug + Send + Sync + 'static {
         let _ = deadline;
         Err(StoreError::new(StoreErrorKind::Unsupported, format!("removal of {scope}")))
     }
+
+    /// Returns a failure that no call has returned, because the store repairs it itself: such as a
+    /// folder that was removed, and is made again. Each is returned once, and counted like others.
+    fn take_repaired(&self) -> Option<StoreError> {
+        None
+    }
 }
 
 /// What [`BlockStore::remove_all`] removes.
@@ -186,6 +192,9 @@ macro_rules! forward {
             fn remove_all(&self, scope: &Scope, deadline: Instant) -> Result<u64, StoreError> {
                 (**self).remove_all(scope, deadline)
             }
+            fn take_repaired(&self) -> Option<StoreError> {
+                (**self).take_repaired()
+            }
         }
     };
 }
@@ -245,7 +254,7 @@ impl StoreError {
 }
 
 /// The kind of a store's failure.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum StoreErrorKind {
     /// The store cannot be reached.
@@ -256,12 +265,29 @@ pub enum StoreErrorKind {
     Full,
     /// The store refuses the operation: no permission, a read-only folder.
     Denied,
+    /// The store was removed, with all that it had.
+    Removed,
     /// The store returned something that cannot be a chunk.
     Corrupt,
     /// The store can do no such thing: it does not list what it keeps.
     Unsupported,
     /// Anything else.
     Other,
+}
+
+impl StoreErrorKind {
+    /// Returns the kind in one word, for labels of metrics.
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::Unavailable => "unavailable",
+            Self::Timeout => "timeout",
+            Self::Full => "full",
+            Self::Denied => "denied",
+            Self::Removed => "removed",
+            Self::Corrupt => "corrupt",
+            Self::Other => "other",
+        }
+    }
 }
 
 impl fmt::Display for StoreErrorKind {
@@ -271,6 +297,7 @@ impl fmt::Display for StoreErrorKind {
             Self::Timeout => "the deadline passed",
             Self::Full => "the store has no room",
             Self::Denied => "the store refuses it",
+            Self::Removed => "the store was removed, with all that it had",
             Self::Corrupt => "what came cannot be a chunk",
             Self::Unsupported => "the store cannot list what it keeps",
             Self::Other => "the store failed",

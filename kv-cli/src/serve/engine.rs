@@ -19,6 +19,7 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::leaks;
 use super::metrics::Metrics;
+use super::watch::TierWatch;
 use crate::num::to_usize;
 use crate::output;
 
@@ -221,11 +222,12 @@ pub(super) fn run(
     scheduler: Scheduler<'_, AnyBackend, Decoder>,
     inbox: &Inbox,
     options: EngineOptions,
-    metrics: &Metrics,
+    (metrics, watch): (&Metrics, TierWatch),
 ) -> anyhow::Result<()> {
-    let mut engine = Worker { scheduler, options, metrics, listeners: HashMap::new(), failures: 0 };
+    let listeners = HashMap::new();
+    let mut engine = Worker { scheduler, options, metrics, watch, listeners, failures: 0 };
     let mut stop_at = None;
-    engine.metrics.note_state(&engine.scheduler);
+    engine.note_state();
     loop {
         if !engine.scheduler.has_work() {
             if inbox.is_stopping.load(Ordering::SeqCst) {
@@ -266,6 +268,7 @@ struct Worker<'m, 'a> {
     scheduler: Scheduler<'m, AnyBackend, Decoder>,
     options: EngineOptions,
     metrics: &'a Metrics,
+    watch: TierWatch,
     /// By the scheduler's number.
     listeners: HashMap<usize, Listener>,
     /// Failed steps in a row.
@@ -334,7 +337,7 @@ impl Worker<'_, '_> {
 
     fn step(&mut self) -> anyhow::Result<()> {
         if !self.scheduler.has_work() {
-            self.metrics.note_state(&self.scheduler);
+            self.note_state();
             return Ok(());
         }
         let begun = Instant::now();
@@ -356,8 +359,20 @@ impl Worker<'_, '_> {
                 }
             }
         }
-        self.metrics.note_state(&self.scheduler);
+        self.note_state();
         Ok(())
+    }
+
+    /// Publishes the counts of the cache, and what failed at its tiers.
+    fn note_state(&mut self) {
+        self.metrics.note_state(&self.scheduler);
+        let now = Instant::now();
+        if let Some(tiers) = self.scheduler.tiers().filter(|_| self.watch.is_due(now)) {
+            for line in self.watch.look(&tiers.stats(), now) {
+                // Nobody may read it; the texts go on.
+                let _ = output::note(&line);
+            }
+        }
     }
 
     /// Passes an event on.
@@ -414,6 +429,9 @@ impl Worker<'_, '_> {
         let now = Instant::now();
         let deadline = now.checked_add(crate::tiers::FLUSH).unwrap_or(now);
         crate::tiers::note_left(self.scheduler.flush_tiers(deadline)?)?;
+        if let Some(tiers) = self.scheduler.tiers() {
+            crate::tiers::warn(self.watch.names(), &tiers.stats())?;
+        }
         leaks::check(self.scheduler.cache())
     }
 }

@@ -9,6 +9,7 @@ use metrics::{Counter, Gauge, Histogram, counter, gauge, histogram};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 
 use super::engine::Refused;
+use super::watch::FAILURES;
 
 /// The metrics of one server.
 pub(super) struct Metrics {
@@ -78,6 +79,7 @@ fn describe() {
     describe_counter!("kv_generated_tokens_total", "Generated tokens.");
     describe_counter!("kv_evictions_total", "Evicted blocks.");
     describe_counter!("kv_preemptions_total", "Preempted sequences.");
+    describe_counter!(FAILURES, "Failures of tiers, by store and cause; the texts are right.");
     describe_counter!("kv_requests_total", "Prompts by what became of them at arrival.");
     describe_counter!(
         "kv_texts_total",

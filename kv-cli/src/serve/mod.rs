@@ -13,6 +13,7 @@ mod metrics;
 mod request;
 mod template;
 mod text;
+mod watch;
 
 use std::net::TcpListener;
 use std::sync::Arc;
@@ -32,6 +33,7 @@ use crate::num::to_usize;
 use crate::{output, tiers};
 use engine::{Engine, EngineOptions};
 use template::ChatTemplate;
+use watch::TierWatch;
 
 /// What every request reads.
 #[derive(Debug)]
@@ -96,7 +98,8 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<()> {
     if let ChatTemplate::Broken(why) = &server.template {
         output::note(&format!("{why}; /v1/chat/completions is not served"))?;
     }
-    let of_engine = engine::run(scheduler, &inbox, options, &metrics);
+    let watch = TierWatch::new(tiers::store_names(&args.engine));
+    let of_engine = engine::run(scheduler, &inbox, options, (&metrics, watch));
     // It may have failed, and not been stopped.
     server.engine.stop();
     let _ = engine_ended.send(());

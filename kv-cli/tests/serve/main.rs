@@ -19,6 +19,7 @@ mod hostile;
 mod load;
 mod public;
 mod server;
+mod tiers;
 
 use std::process::ExitCode;
 
@@ -31,6 +32,7 @@ fn main() -> ExitCode {
         endurance::CASES,
         hostile::CASES,
         load::CASES,
+        tiers::CASES,
     ];
     let cases = cases.concat();
     let mut trials: Vec<_> = cases

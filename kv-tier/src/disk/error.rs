@@ -48,6 +48,20 @@ pub enum DiskOpenError {
     },
 }
 
+impl DiskOpenError {
+    /// Returns the kind of failure that this is for a store that was open before.
+    pub(super) fn kind(&self) -> StoreErrorKind {
+        match self {
+            Self::Io { source, .. } => {
+                Errno::from_io_error(source).map_or(StoreErrorKind::Other, kind)
+            }
+            Self::Capacity { .. } | Self::NotAStore { .. } | Self::Version { .. } => {
+                StoreErrorKind::Denied
+            }
+        }
+    }
+}
+
 /// Makes an error of an operation on a path.
 pub(super) fn failed(operation: &str, path: &str, errno: Errno) -> StoreError {
     StoreError::new(kind(errno), format!("{operation} {path}")).with_source(io::Error::from(errno))

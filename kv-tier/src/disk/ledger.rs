@@ -66,6 +66,15 @@ impl Ledger {
         })
     }
 
+    /// Returns whether the files were removed, with the folder or without it.
+    pub(super) fn is_removed(&self) -> bool {
+        match fs::fstat(&self.usage) {
+            Ok(stat) => stat.st_nlink == 0,
+            // A network file system says it this way.
+            Err(errno) => errno == Errno::STALE,
+        }
+    }
+
     /// Sets the count of a new folder to 0, if nobody has.
     pub(super) fn start(&self, deadline: Instant) -> Result<(), StoreError> {
         self.change(deadline, |usage| _ = usage.held.get_or_insert(0))

@@ -45,6 +45,10 @@
 //! removes is a miss for the others. The time of a file is that of its last use, to a minute, so
 //! that all agree on what is old.
 //!
+//! # A folder that is removed
+//! It has no chunks, and the next write makes it again; [`BlockStore::take_repaired`] says so. The
+//! same holds for a folder of which everything was removed. A folder that is moved goes on.
+//!
 //! # Memory
 //! About 300 bytes for each file. The index is rebuilt by listing after the folder was opened,
 //! never by reading; until then a lookup costs a `stat`, and a write that needs room waits.
@@ -63,9 +67,9 @@ mod walk;
 
 use std::fmt;
 use std::ops::ControlFlow;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -79,7 +83,7 @@ use self::files::Files;
 use self::index::Index;
 use self::ledger::Ledger;
 use crate::listing::{ListChunks, Listed, remove_listed};
-use crate::{BlockStore, ChunkAddress, Put, Scope, StoreError};
+use crate::{BlockStore, ChunkAddress, Put, Scope, StoreError, StoreErrorKind};
 
 /// Keeps chunks as files of a folder. The [module](self) says what holds.
 ///
@@ -101,6 +105,16 @@ use crate::{BlockStore, ChunkAddress, Put, Scope, StoreError};
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct DiskStore {
+    root: PathBuf,
+    options: DiskOptions,
+    /// Replaced when the folder was removed.
+    opened: RwLock<Opened>,
+    repaired: Mutex<Option<StoreError>>,
+}
+
+/// A folder that was opened, and the thread that lists it.
+#[derive(Debug)]
+struct Opened {
     inner: Arc<Inner>,
     listing: Option<JoinHandle<()>>,
 }
@@ -143,6 +157,70 @@ impl DiskStore {
     /// [`DiskOpenError::Io`] for what the file system refuses, `flock` included.
     pub fn open(root: impl AsRef<Path>, options: DiskOptions) -> Result<Self, DiskOpenError> {
         let root = root.as_ref();
+        // The process may go to another folder before this one is made again.
+        let absolute = std::path::absolute(root).unwrap_or_else(|_| root.into());
+        let opened = RwLock::new(Opened::open(root, options)?);
+        Ok(Self { root: absolute, options, opened, repaired: Mutex::default() })
+    }
+
+    /// Returns the folder, even if it was removed.
+    fn inner(&self) -> Arc<Inner> {
+        Arc::clone(&self.opened.read().unwrap_or_else(PoisonError::into_inner).inner)
+    }
+
+    /// Returns the folder unless it was removed.
+    fn present(&self) -> Option<Arc<Inner>> {
+        let inner = self.inner();
+        if !inner.is_removed() {
+            return Some(inner);
+        }
+        if !inner.is_noted.swap(true, Ordering::Relaxed) {
+            let operation = format!("use of the folder {}", self.root.display());
+            let error = StoreError::new(StoreErrorKind::Removed, operation);
+            *self.repaired.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+        }
+        None
+    }
+
+    /// Returns the folder, which is made again if it was removed.
+    fn present_or_made(&self) -> Result<Arc<Inner>, StoreError> {
+        if let Some(inner) = self.present() {
+            return Ok(inner);
+        }
+        let mut opened = self.opened.write().unwrap_or_else(PoisonError::into_inner);
+        if !opened.inner.is_removed() {
+            // Another write was first.
+            return Ok(Arc::clone(&opened.inner));
+        }
+        let made = Opened::open(&self.root, self.options).map_err(|error| {
+            let operation = format!("creation of the folder {}", self.root.display());
+            StoreError::new(error.kind(), operation).with_source(error)
+        })?;
+        let inner = Arc::clone(&made.inner);
+        let removed = std::mem::replace(&mut *opened, made);
+        drop(opened);
+        // Waits for a thread, for which others need not wait. It may have had the right to evict.
+        drop(removed);
+        if inner.ledger.as_ref().is_some_and(Ledger::try_evict) {
+            inner.is_evictor.store(true, Ordering::Relaxed);
+        }
+        Ok(inner)
+    }
+
+    /// Waits until the folder was listed; returns whether it was by `deadline`.
+    pub fn wait_listed(&self, deadline: Instant) -> bool {
+        self.inner().wait_listed(deadline)
+    }
+
+    /// Returns statistics. The count of bytes is read from the folder: it may take until `deadline`
+    /// if another process holds its lock, and is `None` then.
+    pub fn stats(&self, deadline: Instant) -> DiskStats {
+        self.inner().stats(deadline)
+    }
+}
+
+impl Opened {
+    fn open(root: &Path, options: DiskOptions) -> Result<Self, DiskOpenError> {
         let opened = open::open(root, &options)?;
         let inner = Arc::new(Inner {
             files: opened.files,
@@ -160,6 +238,7 @@ impl DiskStore {
             finished: AtomicU64::new(0),
             evictions: AtomicU64::new(0),
             skipped_removals: AtomicU64::new(0),
+            is_noted: AtomicBool::new(false),
         });
         let listing = listing::start(&inner).map_err(|source| DiskOpenError::Io {
             path: root.into(),
@@ -167,33 +246,6 @@ impl DiskStore {
             source,
         })?;
         Ok(Self { inner, listing: Some(listing) })
-    }
-
-    /// Waits until the folder was listed; returns whether it was by `deadline`.
-    pub fn wait_listed(&self, deadline: Instant) -> bool {
-        self.inner.wait_listed(deadline)
-    }
-
-    /// Returns statistics. The count of bytes is read from the folder: it may take until `deadline`
-    /// if another process holds its lock, and is `None` then.
-    pub fn stats(&self, deadline: Instant) -> DiskStats {
-        let inner = &*self.inner;
-        let ledger = inner.ledger.as_ref();
-        let held = ledger.and_then(|l| l.change(deadline, |usage| usage.held).ok().flatten());
-        let is_listed = inner.listing_state().is_complete;
-        let index = inner.index();
-        DiskStats {
-            held_bytes: held,
-            limit_bytes: inner.limit(held.unwrap_or_else(|| index.charged())),
-            known_files: u64::try_from(index.len()).unwrap_or(u64::MAX),
-            known_bytes: index.charged(),
-            is_listed,
-            is_evictor: inner.is_evictor.load(Ordering::Relaxed),
-            is_read_only: ledger.is_none(),
-            is_direct: inner.files.is_direct(),
-            evictions: inner.evictions.load(Ordering::Relaxed),
-            skipped_removals: inner.skipped_removals.load(Ordering::Relaxed),
-        }
     }
 }
 
@@ -210,7 +262,10 @@ impl BlockStore for DiskStore {
         chunks: &[ChunkAddress],
         deadline: Instant,
     ) -> Result<Vec<bool>, StoreError> {
-        self.inner.contains(chunks, deadline)
+        match self.present() {
+            Some(inner) => inner.contains(chunks, deadline),
+            None => Ok(vec![false; chunks.len()]),
+        }
     }
 
     fn get(
@@ -219,7 +274,7 @@ impl BlockStore for DiskStore {
         into: &mut [u8],
         deadline: Instant,
     ) -> Result<Option<usize>, StoreError> {
-        self.inner.get(chunk, into, deadline)
+        self.inner().get(chunk, into, deadline)
     }
 
     /// Writes a file. No bytes are refused as [`Corrupt`](crate::StoreErrorKind::Corrupt), a folder
@@ -231,12 +286,24 @@ impl BlockStore for DiskStore {
         bytes: &[u8],
         deadline: Instant,
     ) -> Result<Put, StoreError> {
-        self.inner.put(chunk, bytes, deadline)
+        let inner = self.present_or_made()?;
+        match inner.put(chunk, bytes, deadline) {
+            // While it was written.
+            Err(_) if inner.is_removed() => self.present_or_made()?.put(chunk, bytes, deadline),
+            put => put,
+        }
     }
 
     /// Removes files; after one that cannot be removed it goes on, and returns the first error.
     fn remove(&self, chunks: &[ChunkAddress], deadline: Instant) -> Result<(), StoreError> {
-        self.inner.remove(chunks, deadline)
+        match self.present() {
+            Some(inner) => inner.remove(chunks, deadline),
+            None => Ok(()),
+        }
+    }
+
+    fn take_repaired(&self) -> Option<StoreError> {
+        self.repaired.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     fn remove_all(&self, scope: &Scope, deadline: Instant) -> Result<u64, StoreError> {
@@ -250,7 +317,7 @@ impl ListChunks for DiskStore {
         _: Duration,
         visit: &mut dyn FnMut(Listed) -> ControlFlow<()>,
     ) -> Result<(), StoreError> {
-        folder::list(&self.inner.files, visit)
+        self.present().map_or(Ok(()), |inner| folder::list(&inner.files, visit))
     }
 
     fn get_front(
@@ -259,20 +326,21 @@ impl ListChunks for DiskStore {
         into: &mut [u8],
         deadline: Instant,
     ) -> Result<Option<usize>, StoreError> {
-        folder::read_front(&self.inner.files, chunk, into, deadline)
+        let Some(inner) = self.present() else { return Ok(None) };
+        folder::read_front(&inner.files, chunk, into, deadline)
     }
 }
 
 impl fmt::Debug for DiskStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("DiskStore")
-            .field("root", self.inner.files.root())
-            .field("options", &self.inner.options)
+            .field("root", &self.root)
+            .field("options", &self.options)
             .finish_non_exhaustive()
     }
 }
 
-impl Drop for DiskStore {
+impl Drop for Opened {
     fn drop(&mut self) {
         self.inner.stop_listing();
         if let Some(listing) = self.listing.take() {
@@ -305,9 +373,36 @@ struct Inner {
     finished: AtomicU64,
     evictions: AtomicU64,
     skipped_removals: AtomicU64,
+    /// Whether it was told that the folder was removed.
+    is_noted: AtomicBool,
 }
 
 impl Inner {
+    /// Returns whether the folder was removed, or everything in it. One that is only read has
+    /// nothing to be made again.
+    fn is_removed(&self) -> bool {
+        self.ledger.as_ref().is_some_and(Ledger::is_removed)
+    }
+
+    fn stats(&self, deadline: Instant) -> DiskStats {
+        let ledger = self.ledger.as_ref();
+        let held = ledger.and_then(|l| l.change(deadline, |usage| usage.held).ok().flatten());
+        let is_listed = self.listing_state().is_complete;
+        let index = self.index();
+        DiskStats {
+            held_bytes: held,
+            limit_bytes: self.limit(held.unwrap_or_else(|| index.charged())),
+            known_files: u64::try_from(index.len()).unwrap_or(u64::MAX),
+            known_bytes: index.charged(),
+            is_listed,
+            is_evictor: self.is_evictor.load(Ordering::Relaxed),
+            is_read_only: ledger.is_none(),
+            is_direct: self.files.is_direct(),
+            evictions: self.evictions.load(Ordering::Relaxed),
+            skipped_removals: self.skipped_removals.load(Ordering::Relaxed),
+        }
+    }
+
     fn index(&self) -> MutexGuard<'_, Index> {
         self.index.lock().unwrap_or_else(PoisonError::into_inner)
     }

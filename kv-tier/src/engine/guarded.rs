@@ -100,6 +100,7 @@ impl GuardedStore {
                 break;
             }
             let answer = guarded(|| self.store.contains(batch, deadline), "lookup");
+            self.note_repaired();
             let mut state = self.lock();
             let Ok(mut answer) = state.note_read_result(answer) else { break };
             state.rates.note_lookup(start.elapsed());
@@ -195,6 +196,7 @@ impl GuardedStore {
         drop(state);
         let deadline = after(now, self.options.write_deadline);
         let put = guarded(|| self.store.put(address, bytes, deadline), "write");
+        self.note_repaired();
         let mut state = self.lock();
         if !matches!(put, Ok(Put::New)) {
             state.spent.give_back(length);
@@ -252,6 +254,12 @@ impl GuardedStore {
         }
         if hung.blocks_other {
             state.writes.trip(now);
+        }
+    }
+    /// Counts a failure that the store has repaired: it answers, so its breaker stays closed.
+    fn note_repaired(&self) {
+        if let Some(error) = self.store.take_repaired() {
+            self.lock().stats.note_failure(&error);
         }
     }
     /// Counts a write that found the queue full when host memory gave its chunk up.
@@ -324,20 +332,8 @@ fn count<T>(breaker: &mut Breaker, stats: &mut StoreStats, result: &Result<T, St
     // A store that returns what cannot be a chunk has answered.
     let failure = result.as_ref().err().filter(|error| error.kind() != StoreErrorKind::Corrupt);
     let Some(error) = failure else { return breaker.succeeded() };
-    stats.failures = stats.failures.saturating_add(1);
-    stats.last_failure = Some(describe(error));
+    stats.note_failure(error);
     breaker.failed(Instant::now());
-}
-
-/// Writes an error and its causes on one line.
-fn describe(error: &StoreError) -> String {
-    let mut text = error.to_string();
-    let mut cause = std::error::Error::source(error);
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
-    text
 }
 
 /// Calls a store; a panic of a caller's store is a failure like any other.

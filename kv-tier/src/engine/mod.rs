@@ -65,7 +65,7 @@ pub use forget::{ForgetFailure, Forgotten};
 pub use handoff::{Export, ExportId, ExportState};
 pub use options::{StoreOptions, TierOptions, Wait};
 pub use prefetch::PrefetchId;
-pub use stats::{StoreStats, TiersStats};
+pub use stats::{Failures, StoreStats, TiersStats};
 pub use write::Unwritten;
 
 use crate::identity::{ChunkRoot, Identity};

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use super::breaker::BreakerState;
 use crate::chunk::ChunkErrorKind;
+use crate::store::{StoreError, StoreErrorKind};
 
 /// What the tiers have done so far.
 #[derive(Debug, Clone, Default)]
@@ -76,6 +77,8 @@ pub struct StoreStats {
     pub failures: u64,
     /// The last of them.
     pub last_failure: Option<String>,
+    /// The same by kind.
+    pub failures_by_kind: BTreeMap<StoreErrorKind, Failures>,
     /// The breaker of lookups and reads.
     pub reads_breaker: BreakerState,
     /// The breaker of writes and removals.
@@ -84,4 +87,36 @@ pub struct StoreStats {
     pub breaker_opened: u64,
     /// Bytes per second of one thread's reads, a moving average.
     pub bytes_per_second: Option<f64>,
+}
+
+/// Failures of one kind.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Failures {
+    /// Failed calls.
+    pub count: u64,
+    /// The last of them.
+    pub last: String,
+}
+
+impl StoreStats {
+    /// Counts a failure.
+    pub(super) fn note_failure(&mut self, error: &StoreError) {
+        let last = describe(error);
+        self.failures = self.failures.saturating_add(1);
+        self.last_failure = Some(last.clone());
+        let of_kind = self.failures_by_kind.entry(error.kind()).or_default();
+        *of_kind = Failures { count: of_kind.count.saturating_add(1), last };
+    }
+}
+
+/// Writes an error and its causes on one line.
+fn describe(error: &StoreError) -> String {
+    let mut text = error.to_string();
+    let mut cause = std::error::Error::source(error);
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
 }

@@ -1,6 +1,7 @@
 //! What goes wrong with a folder, and that no more than that does.
 use std::fs;
 use std::fs::OpenOptions;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use kv_testkit::store::chunk_bytes;
@@ -51,18 +52,98 @@ fn a_deleted_file_is_a_miss() {
     assert_eq!(get(&store, 1), Ok(true));
 }
 
+/// Returns the kind of the failure that the store has repaired since the last question.
+fn repaired(store: &DiskStore) -> Option<StoreErrorKind> {
+    store.take_repaired().map(|error| error.kind())
+}
+
 #[test]
-fn a_deleted_folder_has_no_chunks_and_takes_none() {
-    let (folder, options) = folder(4 * MIB);
-    let store = open(folder.path(), options);
+fn a_removed_folder_has_no_chunks_and_is_made_again() {
+    let remove_all = |folder: &Path| fs::remove_dir_all(folder).unwrap();
+    let empty = |folder: &Path| {
+        for entry in fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) }.unwrap();
+        }
+    };
+    let only_locks = |folder: &Path| fs::remove_file(folder.join("kv-tier.usage")).unwrap();
+    for (remove, is_kept) in
+        [(&remove_all as &dyn Fn(&Path), false), (&empty, false), (&only_locks, true)]
+    {
+        let (parent, options) = folder(4 * MIB);
+        let folder = parent.path().join("in/cache");
+        let store = open(&folder, options);
+        (0..3).for_each(|n| _ = put(&store, n).unwrap());
+        for round in 1..3 {
+            assert_eq!(repaired(&store), None);
+            remove(&folder);
+            // Known before any write.
+            assert_eq!(store.contains(&[chunk(1), chunk(9)], soon()).unwrap(), [false; 2]);
+            assert_eq!(repaired(&store), Some(StoreErrorKind::Removed));
+            assert_eq!(get(&store, 1), Ok(is_kept));
+            store.remove(&[chunk(2)], soon()).unwrap();
+            assert_eq!(repaired(&store), None, "once");
+            assert_eq!(
+                put(&store, 3),
+                Ok(if is_kept && round > 1 { Put::WasThere } else { Put::New })
+            );
+            assert_eq!((get(&store, 3), get(&store, 1)), (Ok(true), Ok(is_kept)));
+            assert!(store.wait_listed(soon()));
+            assert_eq!(stats(&store).held_bytes, Some(charged(&folder)));
+            assert!(stats(&store).is_evictor);
+        }
+        drop(store);
+        assert_eq!(get(&open(&folder, options), 3), Ok(true));
+    }
+}
+
+#[test]
+fn a_folder_in_whose_place_something_else_is_takes_no_chunks() {
+    let (parent, options) = folder(4 * MIB);
+    let folder = parent.path().join("cache");
+    let store = open(&folder, options);
     put(&store, 1).unwrap();
-    fs::remove_dir_all(folder.path()).unwrap();
-    assert_eq!(get(&store, 1), Ok(false));
-    assert_eq!(store.contains(&[chunk(1), chunk(2)], soon()).unwrap(), [false; 2]);
-    assert_eq!(put(&store, 2), Err(StoreErrorKind::Unavailable));
-    let removed = store.remove(&[chunk(1)], soon()).unwrap_err();
-    assert_eq!(removed.kind(), StoreErrorKind::Unavailable);
-    assert!(!folder.path().exists());
+    fs::remove_dir_all(&folder).unwrap();
+    fs::write(&folder, "mine").unwrap();
+    for _ in 0..2 {
+        let error = store.put(&chunk(2), &[1; 4_096], soon()).unwrap_err();
+        assert!(error.to_string().contains("creation of the folder"), "{error}");
+    }
+    assert_eq!(fs::read(&folder).unwrap(), b"mine");
+    fs::remove_file(&folder).unwrap();
+    fs::create_dir(&folder).unwrap();
+    fs::write(folder.join("notes"), "mine").unwrap();
+    assert_eq!(put(&store, 2), Err(StoreErrorKind::Denied));
+    fs::remove_file(folder.join("notes")).unwrap();
+    assert_eq!(put(&store, 2), Ok(Put::New));
+    assert_eq!((get(&store, 1), get(&store, 2)), (Ok(false), Ok(true)));
+}
+
+#[test]
+fn a_folder_that_another_process_made_again_is_shared() {
+    let (parent, options) = folder(4 * MIB);
+    let folder = parent.path().join("cache");
+    let [one, other] = [(); 2].map(|()| open(&folder, options));
+    put(&one, 1).unwrap();
+    fs::remove_dir_all(&folder).unwrap();
+    assert_eq!((put(&other, 2), put(&one, 3)), (Ok(Put::New), Ok(Put::New)));
+    for store in [&one, &other] {
+        assert_eq!(store.contains(&[1, 2, 3].map(chunk), soon()).unwrap(), [false, true, true]);
+    }
+    assert_eq!([stats(&one).is_evictor, stats(&other).is_evictor], [false, true]);
+    assert_eq!(stats(&one).held_bytes, Some(charged(&folder)));
+}
+
+#[test]
+fn a_moved_folder_goes_on() {
+    let (parent, options) = folder(4 * MIB);
+    let folder = parent.path().join("cache");
+    let store = open(&folder, options);
+    put(&store, 1).unwrap();
+    fs::rename(&folder, parent.path().join("elsewhere")).unwrap();
+    assert_eq!((get(&store, 1), put(&store, 2)), (Ok(true), Ok(Put::New)));
+    assert_eq!((get(&store, 2), repaired(&store)), (Ok(true), None));
+    assert!(!folder.exists());
 }
 
 #[test]
