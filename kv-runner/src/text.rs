@@ -159,6 +159,13 @@ impl Tokenizer {
         Ok(tokens)
     }
 
+    /// Counts the special tokens before the first other one.
+    fn num_special_first(&self, tokens: &[u32]) -> usize {
+        let added = self.0.get_added_vocabulary().get_added_tokens_decoder();
+        let is_special = |id: &&u32| added.get(id).is_some_and(|token| token.special);
+        tokens.iter().take_while(is_special).count()
+    }
+
     fn tokens(&self, prompt: &str, with_special: bool) -> Result<Vec<u32>, TextError> {
         let encoding = self.0.encode(prompt, with_special);
         Ok(encoding.map_err(TextError::tokenizer)?.get_ids().to_vec())
@@ -224,8 +231,8 @@ fn added_before(ids: &[u32], plain: &[u32]) -> usize {
 #[derive(Debug)]
 pub struct TextStream {
     ids: Vec<u32>,
-    /// Index at which decoding begins.
-    begin: usize,
+    /// Index at which decoding begins; `None` before the first piece.
+    begin: Option<usize>,
     /// Tokens whose text was returned already.
     shown: usize,
 }
@@ -234,9 +241,10 @@ pub struct TextStream {
 const WAIT_MAX: usize = 4;
 
 impl TextStream {
-    /// Starts after the tokens of a prompt, whose own text is not returned.
+    /// Starts after the tokens of a prompt, whose own text is not returned. Special tokens before
+    /// the first word are no text: after them a text begins as it does without a prompt.
     pub fn after(prompt: &[u32]) -> Self {
-        Self { ids: prompt.to_vec(), begin: 0, shown: prompt.len() }
+        Self { ids: prompt.to_vec(), begin: None, shown: prompt.len() }
     }
 
     /// Adds a token and returns the text that is complete now.
@@ -258,15 +266,19 @@ impl TextStream {
     }
 
     fn advance(&mut self, tokenizer: &Tokenizer, even_broken: bool) -> Result<String, Error> {
-        let decode = |end| tokenizer.decode(self.ids.get(self.begin..end).unwrap_or_default());
+        let begin = self.begin.unwrap_or_else(|| {
+            tokenizer.num_special_first(self.ids.get(..self.shown).unwrap_or_default())
+        });
+        let decode = |end| tokenizer.decode(self.ids.get(begin..end).unwrap_or_default());
         let (old, new) = (decode(self.shown)?, decode(self.ids.len())?);
         if !even_broken && new.ends_with(char::REPLACEMENT_CHARACTER) {
+            self.begin = Some(begin);
             return Ok(String::new());
         }
         // The old text may end in a broken character that the new token completes.
         let repaired = || new.strip_prefix(old.trim_end_matches(char::REPLACEMENT_CHARACTER));
         let piece = new.strip_prefix(&old).or_else(repaired).unwrap_or_default().to_owned();
-        self.begin = self.shown;
+        self.begin = Some(self.shown);
         self.shown = self.ids.len();
         Ok(piece)
     }
@@ -311,9 +323,10 @@ mod tests {
                 shown.push_str(&piece);
             }
             shown.push_str(&stream.finish(&text).expect("the rest"));
-            let all = text.decode(&ids).expect("text");
+            // The begin token is no text.
+            let all = text.decode(&ids[1..]).expect("text");
             assert!(all.ends_with(&shown), "{all:?} {shown:?}");
-            let prompt = text.decode(prompt).expect("text");
+            let prompt = text.decode(&prompt[1..]).expect("text");
             assert_eq!(format!("{prompt}{shown}"), all);
         }
     }
@@ -323,11 +336,14 @@ mod tests {
         let text = bundled();
         for written in ["Once upon a time", "a  b", "caf\u{e9} \u{1f389} x"] {
             let ids = encode(written);
-            let all = text.decode(&ids).expect("text");
-            for split in 1..=ids.len() {
+            // The begin token is no text.
+            let all = text.decode(&ids[1..]).expect("text");
+            assert_eq!(all, written);
+            for split in 0..=ids.len() {
                 let (before, after) = ids.split_at(split);
+                let after = if split == 0 { &after[1..] } else { after };
                 let shown = text.decode_after(before, after).expect("text");
-                let prompt = text.decode(before).expect("text");
+                let prompt = text.decode(before.get(1..).unwrap_or_default()).expect("text");
                 if !prompt.ends_with(char::REPLACEMENT_CHARACTER) {
                     assert_eq!(format!("{prompt}{shown}"), all, "{written:?} at {split}");
                 }
