@@ -28,8 +28,8 @@ pub(crate) struct ServeArgs {
     pub(crate) engine: EngineArgs,
 
     /// Template that makes the prompt of a chat; default: `chat_template.jinja`, then the one in
-    /// `tokenizer_config.json`, both beside the tokenizer, then the model, then the one in the .gguf
-    /// file. One that does not work costs the chats alone
+    /// `tokenizer_config.json`, both beside the tokenizer, then the model, then the one in the
+    /// .gguf file. One that does not work costs the chats alone
     #[arg(long, value_name = "FILE")]
     pub(crate) chat_template: Option<PathBuf>,
 

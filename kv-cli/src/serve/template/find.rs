@@ -19,8 +19,8 @@ pub(super) struct Found {
     pub(super) tokens: BTreeMap<String, String>,
 }
 
-/// Finds the template of a model; `None` if it has none. The first of these is taken: the file
-/// of the command line, `chat_template.jinja`, `tokenizer_config.json`, the model's GGUF file. Files
+/// Finds the template of a model; `None` if it has none. The first of these is taken: the file of
+/// the command line, `chat_template.jinja`, `tokenizer_config.json`, the model's GGUF file. Files
 /// beside the tokenizer come before those beside the model.
 ///
 /// # Errors
