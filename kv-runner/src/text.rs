@@ -196,7 +196,7 @@ impl Tokenizer {
     }
 }
 
-/// Text that merges with nothing after it in SentencePiece vocabularies.
+/// Text that merges with nothing after it in `SentencePiece` vocabularies.
 const BREAK: &str = "\n";
 
 /// Refuses tokens that a model does not know.

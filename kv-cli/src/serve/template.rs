@@ -27,7 +27,7 @@ pub(super) enum ChatTemplate {
     /// It has one that does not work, for this reason.
     Broken(String),
     /// It has one.
-    Ready(Template),
+    Ready(Box<Template>),
 }
 
 /// A parsed template, with the tokens that it names.
@@ -71,7 +71,7 @@ impl ChatTemplate {
             Ok(Some(found)) => {
                 let clock: Clock = Arc::new(|| chrono::Local::now().naive_local());
                 match Template::parse(&found.source, found.tokens, clock) {
-                    Ok(template) => Self::Ready(template),
+                    Ok(template) => Self::Ready(Box::new(template)),
                     Err(error) => Self::Broken(format!("{}: {error}", found.place)),
                 }
             }

@@ -147,10 +147,10 @@ fn the_template_of_chats_is_the_only_one_or_the_default() {
     const ONE: &str = "tokenizer.chat_template";
     let named = |name: &str, source: &str| (format!("{ONE}.{name}"), text(source));
     let one = || (ONE.to_owned(), text("one"));
-    let names = text("not a template");
+    let list = text("not a template");
     for (keys, expected) in [
         (vec![], None),
-        (vec![("tokenizer.chat_templates".to_owned(), names)], None),
+        (vec![("tokenizer.chat_templates".to_owned(), list)], None),
         (vec![one()], Some((ONE, "one"))),
         (vec![one(), named("default", "d"), named("a", "a")], Some((ONE, "one"))),
         (

@@ -48,6 +48,10 @@ fn start(cache: &mut Cache, id: SequenceId, tokens: &[u32]) -> usize {
     to_usize(cache.start(id, tokens, StartOptions::default()).expect("starts"))
 }
 
+fn last_of(tokens: &[u32]) -> usize {
+    tokens.len().saturating_sub(1)
+}
+
 fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|value| value.to_bits()).collect()
 }
@@ -62,7 +66,7 @@ fn compute(model: &Decoder, cache: &mut Cache, id: SequenceId, tokens: &[u32]) -
         Ok(())
     });
     step.commit().expect("commits");
-    let last = hidden.and_then(|hidden| Ok(hidden.narrow(0, tokens.len() - 1, 1)?));
+    let last = hidden.and_then(|hidden| Ok(hidden.narrow(0, last_of(tokens), 1)?));
     let logits = last.and_then(|last| Ok(model.logits(&last)?.flatten_all()?.to_vec1()?));
     Computed { rows, logits: logits.expect("logits") }
 }
@@ -78,8 +82,9 @@ fn cached(
     let (heads, dim) = (to_usize(model.config.kv_heads), to_usize(model.config.head_dim));
     let layers = 0..u16::try_from(model.layers.len()).expect("few layers");
     let read = |layer| {
-        let mut rows = vec![0.0_f32; tokens * heads * dim];
-        let dims = [tokens, heads, dim].map(to_u32);
+        let dims = [tokens, heads, dim];
+        let mut rows = vec![0.0_f32; dims.iter().product()];
+        let dims = dims.map(to_u32);
         let out = TensorViewMut::host(&mut rows, &dims);
         let range = [(id, 0, to_u32(tokens))];
         cache.gather(layer, plane, &range, out, QkvFormat::Thd).expect("cached rows");
@@ -134,13 +139,13 @@ fn first_products(model: &Decoder, tokens: &[u32]) -> [[Vec<u32>; 3]; 2] {
         let layer = &model.layers[0];
         let h = model.norm(embedded, layer.attention_norm.as_ref()).expect("norms");
         let last = |x: &Tensor| {
-            let row = x.narrow(0, tokens.len() - 1, 1).and_then(|row| row.contiguous());
+            let row = x.narrow(0, last_of(tokens), 1).and_then(|row| row.contiguous());
             with_values(&row.expect("a row"), bits)
         };
         let products = [&layer.q, &layer.k, &layer.v];
         (last(&h), products.map(|weight| last(&weight.forward(&h).expect("a product"))))
     };
-    let (all, alone) = (of(tokens), of(&tokens[tokens.len() - 1..]));
+    let (all, alone) = (of(tokens), of(&tokens[last_of(tokens)..]));
     assert_eq!(all.0, alone.0, "what is multiplied is equal");
     [all.1, alone.1]
 }

@@ -1,5 +1,7 @@
 //! The filter `tojson` as transformers has it: Python's `json.dumps`, which escapes nothing for
 //! HTML and keeps the order of keys.
+use std::fmt::Write as _;
+
 use minijinja::value::{Kwargs, Rest, ValueKind};
 use minijinja::{Error, ErrorKind, Value};
 
@@ -7,6 +9,7 @@ use minijinja::{Error, ErrorKind, Value};
 const DEPTH_MAX: usize = 128;
 
 /// Writes a value: `tojson(ensure_ascii=false, indent=none, separators=none, sort_keys=false)`.
+#[expect(clippy::needless_pass_by_value, reason = "the engine hands arguments over so")]
 pub(super) fn tojson(value: &Value, args: Rest<Value>, named: Kwargs) -> Result<String, Error> {
     let mut args = args.0.into_iter();
     let mut option = |name: &str| match args.next() {
@@ -143,7 +146,7 @@ impl Writer {
                 continue;
             }
             for unit in character.encode_utf16(&mut [0; 2]) {
-                self.out.push_str(&format!("\\u{unit:04x}"));
+                let _ = write!(self.out, "\\u{unit:04x}");
             }
         }
         Ok(())
