@@ -190,8 +190,7 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
 
     /// Returns the requests that wait, and those that run.
     pub fn queued(&self) -> (usize, usize) {
-        let waiting = self.queues.waiting.iter().map(Task::texts).sum();
-        (waiting, self.queues.running.iter().map(Task::texts).sum())
+        self.queues.count()
     }
 
     /// Returns the cache, for statistics.
@@ -227,10 +226,22 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
     /// [`Error::Cache`] if the device fails, and the model's errors. The requests cannot continue
     /// after that: the step is rolled back, but sampled tokens are not.
     pub fn step(&mut self) -> Result<Vec<Event>, Error> {
+        self.step_noting(|_| {})
+    }
+
+    /// Runs one step as [`Self::step`] does, and says what [`Self::queued`] is once requests have
+    /// been admitted to it, before the model computes anything.
+    ///
+    /// # Errors
+    /// Those of [`Self::step`].
+    pub fn step_noting(
+        &mut self,
+        mut on_admitted: impl FnMut((usize, usize)),
+    ) -> Result<Vec<Event>, Error> {
         let mut events = Vec::new();
         if self.has_work() {
             let begun = Instant::now();
-            self.run_step(&mut events)?;
+            self.run_step(&mut events, &mut on_admitted)?;
             self.stats.seconds += begun.elapsed().as_secs_f64();
         }
         Ok(events)
@@ -336,13 +347,17 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
         id
     }
 
-    fn run_step(&mut self, events: &mut Vec<Event>) -> Result<(), Error> {
+    fn run_step(
+        &mut self,
+        events: &mut Vec<Event>,
+        on_admitted: &mut dyn FnMut((usize, usize)),
+    ) -> Result<(), Error> {
         let mut with_drafts = self.limits.draft_tokens > 0;
         let mut tokens_max = self.limits.max_step_tokens.max(1);
         loop {
             let imports = self.bring()?;
             self.queues.fill(&self.limits, tokens_max, with_drafts);
-            let tried = self.try_step(tokens_max, events);
+            let tried = self.try_step(tokens_max, events, on_admitted);
             self.ask_again();
             let finished = tiers::finish(&mut self.cache, imports);
             let tried = tried?;
@@ -362,6 +377,7 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
         &mut self,
         tokens_max: usize,
         events: &mut Vec<Event>,
+        on_admitted: &mut dyn FnMut((usize, usize)),
     ) -> Result<Result<(), BlocksExhausted>, Error> {
         let begun = Instant::now();
         let Self { cache, model, limits, queues, .. } = self;
@@ -374,6 +390,7 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
         if queues.batch.chunks.is_empty() {
             return refused.map(Err).ok_or_else(|| ScheduleError::Stuck.into());
         }
+        on_admitted(queues.count());
         let step = CandleStep::over(step, &Device::Cpu)?;
         let logits = model.forward(&step, &queues.batch)?;
         let outcomes = queues.verify_drafts(logits, limits)?;

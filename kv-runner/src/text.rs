@@ -1,4 +1,7 @@
 //! Converts text to tokens and back, whole or as a stream; reads text files.
+mod bound;
+
+use std::num::NonZeroUsize;
 use std::path::Path;
 
 use crate::config::ModelConfig;
@@ -81,7 +84,11 @@ fn without_mark(bytes: &[u8]) -> Result<&str, TextError> {
 
 /// The tokenizer of one model, from its `tokenizer.json`.
 #[derive(Debug)]
-pub struct Tokenizer(tokenizers::Tokenizer);
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    /// Most bytes of a text that one token stands for.
+    token_bytes_max: Option<NonZeroUsize>,
+}
 
 /// A prompt as tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -113,7 +120,15 @@ impl Tokenizer {
             .map_err(|error| refuse(ForeignError::new(error)))?;
         tokenizer.with_truncation(None).map_err(TextError::tokenizer)?;
         tokenizer.with_padding(None);
-        Ok(Self(tokenizer))
+        let token_bytes_max = bound::token_bytes_max(text, &tokenizer);
+        Ok(Self { inner: tokenizer, token_bytes_max })
+    }
+
+    /// Returns a number of tokens that a text of this length has at least, in no time: its bytes
+    /// over those of the longest token. 0 for a tokenizer that may drop or shorten parts of a
+    /// text, such as blanks.
+    pub fn tokens_at_least(&self, bytes: usize) -> usize {
+        self.token_bytes_max.map_or(0, |max| bytes.div_ceil(max.get()))
     }
 
     /// Converts a prompt to tokens of a model. The tokenizer's special tokens are added, except
@@ -161,13 +176,13 @@ impl Tokenizer {
 
     /// Counts the special tokens before the first other one.
     fn num_special_first(&self, tokens: &[u32]) -> usize {
-        let added = self.0.get_added_vocabulary().get_added_tokens_decoder();
+        let added = self.inner.get_added_vocabulary().get_added_tokens_decoder();
         let is_special = |id: &&u32| added.get(id).is_some_and(|token| token.special);
         tokens.iter().take_while(is_special).count()
     }
 
     fn tokens(&self, prompt: &str, with_special: bool) -> Result<Vec<u32>, TextError> {
-        let encoding = self.0.encode(prompt, with_special);
+        let encoding = self.inner.encode(prompt, with_special);
         Ok(encoding.map_err(TextError::tokenizer)?.get_ids().to_vec())
     }
 
@@ -192,7 +207,7 @@ impl Tokenizer {
     /// # Errors
     /// [`TextError::Tokenizer`].
     pub fn decode(&self, tokens: &[u32]) -> Result<String, Error> {
-        Ok(self.0.decode(tokens, false).map_err(TextError::tokenizer)?)
+        Ok(self.inner.decode(tokens, false).map_err(TextError::tokenizer)?)
     }
 }
 

@@ -22,6 +22,12 @@ pub(super) struct Queues {
 }
 
 impl Queues {
+    /// Returns the texts that wait, and those that run.
+    pub(super) fn count(&self) -> (usize, usize) {
+        let waiting = self.waiting.iter().map(Task::texts).sum();
+        (waiting, self.running.iter().map(Task::texts).sum())
+    }
+
     /// Fills the batch with tokens of each running sequence: first those that need one token, so
     /// that no prompt delays the others, then as much of the rest as a step may have.
     ///

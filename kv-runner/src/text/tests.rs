@@ -109,6 +109,21 @@ fn a_prompt_that_begins_with_the_begin_token_has_it_once() {
 }
 
 #[test]
+fn no_text_has_fewer_tokens_than_its_length_says() {
+    let text = bundled();
+    let longest = text.tokens(&"\u{2581}friend".repeat(100), false).expect("tokens").len();
+    for written in ["", "a", " ", "friend", "\u{1f389}", "</s></s>", "Once upon a time  \n"] {
+        for count in [1, 7, 100] {
+            let written = written.repeat(count);
+            let tokens = text.tokens(&written, false).expect("tokens").len();
+            assert!(text.tokens_at_least(written.len()) <= tokens, "{written:?}");
+        }
+    }
+    // The bound is not far off.
+    assert!(text.tokens_at_least("\u{2581}friend".len() * 100) * 2 >= longest, "{longest}");
+}
+
+#[test]
 fn only_what_a_tokenizer_adds_at_the_begin_is_dropped() {
     assert_eq!(added_before(&[1, 1, 7], &[1, 7]), 1);
     assert_eq!(added_before(&[1, 1], &[1]), 1);

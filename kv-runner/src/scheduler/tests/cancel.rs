@@ -16,7 +16,9 @@ fn blocks_are_free_as_soon_as_a_request_is_cancelled() {
     for request in requests(&prompts, 20) {
         scheduler.submit(request).expect("fits");
     }
-    scheduler.step().expect("runs");
+    let mut admitted = None;
+    scheduler.step_noting(|queued| admitted = Some(queued)).expect("runs");
+    assert_eq!(admitted, Some((1, 3)), "said before the model runs");
     scheduler.step().expect("runs");
     assert_eq!(scheduler.queued(), (1, 3));
     let used = scheduler.cache().usage().blocks_used;
