@@ -17,6 +17,7 @@ const RUNS: &[Run] = &[Run {
     variables: &[
         ("KV_SERVE_CONNECTIONS", "1000"),
         ("KV_SERVE_REQUESTS", "10000"),
+        ("KV_SERVE_BODIES", "5000"),
         ("KV_SERVE_SECONDS", "3600"),
         ("KV_SERVE_BROWSER", "chromium"),
     ],

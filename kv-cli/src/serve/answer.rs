@@ -3,6 +3,7 @@ use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::body::Body;
 use axum::http::{HeaderValue, StatusCode, header};
@@ -10,13 +11,14 @@ use axum::response::{IntoResponse, Json, Response};
 use futures_util::stream::{self, SelectAll, Stream, StreamExt as _};
 use kv_runner::Sampler;
 use serde_json::{Value, json};
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout_at};
 
 use super::api::{ApiError, unix_time};
 use super::engine::{Prompt, Refused};
 use super::request::Wanted;
 use super::text::{Ended, Part, Text};
 use super::{Server, api};
+use crate::num::to_usize;
 
 /// The two kinds of answers: of `/v1/completions` and of `/v1/chat/completions`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,44 +40,57 @@ pub(super) struct Answer {
     deadline: Instant,
 }
 
+/// A request that was read, with the tokens of its prompts.
+#[derive(Debug)]
+pub(super) struct Prepared {
+    pub(super) kind: Kind,
+    pub(super) wanted: Wanted,
+    pub(super) prompts: Vec<Vec<u32>>,
+}
+
 impl Server {
     /// Hands prompts to the engine.
     pub(super) async fn start(
         &self,
-        kind: Kind,
-        wanted: &Wanted,
-        prompts: Vec<Vec<u32>>,
+        request: Prepared,
+        deadline: Instant,
     ) -> Result<Answer, ApiError> {
-        self.check_model(wanted.model.as_deref())?;
-        let deadline = Instant::now().checked_add(self.timeout).unwrap_or_else(Instant::now);
+        let Prepared { kind, wanted, prompts } = request;
         let seed = match wanted.seed {
             Some(seed) => seed,
             None => random().map_err(|error| api::internal(&error))?,
         };
-        let of_prompt = |(at, tokens): (usize, &Vec<u32>)| {
+        let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
+        let prompt_tokens = prompts.iter().map(Vec::len).sum();
+        let ends: Vec<_> = prompts.iter().map(|prompt| Text::end_of(prompt).to_vec()).collect();
+        let of_prompt = |(at, tokens): (usize, Vec<u32>)| {
             let first = at.saturating_mul(wanted.n);
             let samplers = (first..first.saturating_add(wanted.n))
                 .map(|text| Sampler::new(wanted.temperature, seed, text).with_top_p(wanted.top_p));
+            let limit = wanted.max_tokens.map(|limit| limit.tokens);
             Prompt {
-                tokens: tokens.clone(),
-                max_new_tokens: wanted.max_tokens.unwrap_or_else(|| self.room(kind, tokens)),
+                max_new_tokens: limit.unwrap_or_else(|| self.room(kind, &tokens)),
+                tokens,
                 samplers: samplers.collect(),
                 salt: wanted.salt.clone(),
                 ignore_eos: wanted.ignore_eos,
             }
         };
-        let submitted = self.engine.submit(prompts.iter().enumerate().map(of_prompt).collect());
-        let field = if kind == Kind::Chat { "messages" } else { "prompt" };
-        let updates = submitted.await.map_err(|refused| match refused {
-            Refused::TooLong { .. } | Refused::Never(_) => ApiError::from(refused).about(field),
+        let submitted =
+            self.engine.submit(prompts.into_iter().enumerate().map(of_prompt).collect());
+        let submitted = timeout_at(deadline, submitted).await.map_err(|_| too_late())?;
+        let updates = submitted.map_err(|refused| match refused {
+            Refused::TooLong { .. } | Refused::Never(_) => {
+                let field = self.too_large(kind, &wanted, longest);
+                ApiError::from(refused).about(field)
+            }
             refused => refused.into(),
         })?;
-        let of_texts = prompts.iter().flat_map(|prompt| std::iter::repeat_n(prompt, wanted.n));
-        let texts = updates.into_iter().zip(of_texts).map(|(updates, prompt)| {
-            Text::new(updates, Arc::clone(&self.tokenizer), prompt, wanted.stop.clone())
+        let of_texts = ends.iter().flat_map(|end| std::iter::repeat_n(end, wanted.n));
+        let texts = updates.into_iter().zip(of_texts).map(|(updates, end)| {
+            Text::new(updates, Arc::clone(&self.tokenizer), end, Arc::clone(&wanted.stop))
         });
         let texts = texts.collect();
-        let prompt_tokens = prompts.iter().map(Vec::len).sum();
         Ok(Answer {
             kind,
             model: self.model.clone(),
@@ -85,6 +100,16 @@ impl Server {
             prompt_tokens,
             deadline,
         })
+    }
+
+    /// Returns the field that is too large: the limit of new tokens if the prompt alone fits.
+    fn too_large(&self, kind: Kind, wanted: &Wanted, longest: usize) -> &'static str {
+        let prompt_fits = longest < to_usize(self.config.context().min(self.capacity));
+        match wanted.max_tokens {
+            Some(limit) if prompt_fits => limit.field,
+            _ if kind == Kind::Chat => "messages",
+            _ => "prompt",
+        }
     }
 
     /// Returns the new tokens of a request without a limit, as OpenAI has them: 16 for completions,
@@ -99,6 +124,10 @@ impl Server {
         if kind == Kind::Completion { room.min(COMPLETION_TOKENS) } else { room }
     }
 }
+
+/// A comment of a stream, which clients skip, and the time without an event after which it is sent.
+const COMMENT: &str = ": waiting\n\n";
+const COMMENT_AFTER: Duration = Duration::from_secs(5);
 
 /// New tokens of a completion that gives no limit.
 const COMPLETION_TOKENS: u32 = 16;
@@ -115,7 +144,7 @@ impl Answer {
         let mut done = vec![(String::new(), None); self.texts.len()];
         let mut parts = parts_of(self.texts);
         loop {
-            let next = tokio::time::timeout_at(self.deadline, parts.next()).await;
+            let next = timeout_at(self.deadline, parts.next()).await;
             let Some((at, part)) = next.map_err(|_| too_late())? else { break };
             let Some((text, reason)) = done.get_mut(at) else { continue };
             match part {
@@ -151,6 +180,7 @@ impl Answer {
             num_texts: self.texts.len(),
             parts: Some(parts_of(self.texts)),
             deadline: self.deadline,
+            pause: COMMENT_AFTER,
         };
         let body = stream::unfold(events.begun(), async |mut events| {
             events.next().await.map(|event| (Ok::<_, Infallible>(event), events))
@@ -189,6 +219,8 @@ struct Events {
     /// `None` once all texts have ended.
     parts: Option<Parts>,
     deadline: Instant,
+    /// Longest time without an event before a comment is sent.
+    pause: Duration,
 }
 
 impl Events {
@@ -210,9 +242,12 @@ impl Events {
                 return Some(event);
             }
             let parts = self.parts.as_mut()?;
-            match tokio::time::timeout_at(self.deadline, parts.next()).await {
+            let paused = Instant::now().checked_add(self.pause).unwrap_or(self.deadline);
+            match timeout_at(self.deadline.min(paused), parts.next()).await {
                 Ok(Some((at, part))) => self.take(at, part),
                 Ok(None) => self.end(),
+                // Proxies and clients give up on a connection that says nothing.
+                Err(_) if paused < self.deadline => return Some(COMMENT.to_owned()),
                 Err(_) => self.fail(&too_late()),
             }
         }
@@ -268,7 +303,8 @@ fn event(value: &Value) -> String {
     format!("data: {value}\n\n")
 }
 
-fn too_late() -> ApiError {
+/// Refuses what was not done by its deadline.
+pub(super) fn too_late() -> ApiError {
     let error = "the request took longer than the server allows";
     ApiError::new(StatusCode::GATEWAY_TIMEOUT, error).with_code("timeout")
 }
@@ -355,4 +391,42 @@ impl Usage {
 /// Returns a random number.
 fn random() -> Result<u64, String> {
     getrandom::u64().map_err(|error| format!("random numbers: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The texts wait for ever.
+    fn waiting(deadline: Instant) -> Events {
+        let forever: Pin<Box<dyn Stream<Item = (usize, Part)> + Send>> =
+            Box::pin(stream::pending());
+        Events {
+            head: Head::new(Kind::Completion, "m".to_owned()),
+            kind: Kind::Completion,
+            usage: Usage::new(1, 1),
+            include_usage: false,
+            ready: VecDeque::new(),
+            num_texts: 1,
+            parts: Some(stream::select_all([forever])),
+            deadline,
+            pause: Duration::from_millis(1),
+        }
+    }
+
+    #[test]
+    fn a_stream_says_something_while_its_text_waits() {
+        let builder = &mut tokio::runtime::Builder::new_current_thread();
+        let runtime = builder.enable_time().build().expect("a runtime");
+        runtime.block_on(async {
+            let mut events = waiting(Instant::now() + Duration::from_hours(1));
+            for _ in 0..3 {
+                assert_eq!(events.next().await.as_deref(), Some(COMMENT));
+            }
+            let mut events = waiting(Instant::now());
+            let event = events.next().await.expect("an event");
+            assert!(event.contains("\"timeout\""), "{event}");
+            assert_eq!(events.next().await, None);
+        });
+    }
 }

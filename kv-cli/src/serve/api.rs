@@ -1,25 +1,29 @@
 //! The routes, who may use them, and what an answer looks like that is an error.
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use axum::Router;
-use axum::body::Bytes;
-use axum::extract::rejection::BytesRejection;
-use axum::extract::{DefaultBodyLimit, Request, State};
-use axum::http::{HeaderValue, StatusCode, header};
+use axum::extract::rejection::PathRejection;
+use axum::extract::{Path, Request, State};
+use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, Version, header};
 use axum::middleware::{self, Next};
 use axum::response::{Html, IntoResponse, Json, Response};
 use axum::routing::{get, post};
+use axum::{Extension, Router};
 use kv_runner::ScheduleError;
 use serde_json::{Value, json};
-use tower_http::timeout::RequestBodyTimeoutLayer;
+use tokio::time::Instant;
+use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 
+use super::body::BODY_MAX;
 use super::engine::Refused;
-use super::http::{BODY_PAUSE, Options};
+use super::fields::shown;
+use super::http::Options;
+use super::prepare::Read;
 use super::{Server, chat, completions};
 
-/// Longest body of a request, in bytes.
-const BODY_MAX: usize = 8 << 20;
+/// When a request must have been answered; a part of every request.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Deadline(pub(super) Instant);
 
 /// Makes the routes.
 pub(super) fn router(server: Arc<Server>, options: &Options) -> Router {
@@ -27,11 +31,11 @@ pub(super) fn router(server: Arc<Server>, options: &Options) -> Router {
     let guarded = Router::new()
         .route("/v1/models", get(models))
         .route("/v1/models/{model}", get(model))
-        .route("/v1/completions", post(completions::answer))
-        .route("/v1/chat/completions", post(chat::answer))
+        .route("/v1/completions", post(answer).layer(Extension(completions::read as Read)))
+        .route("/v1/chat/completions", post(answer).layer(Extension(chat::read as Read)))
         .route("/metrics", get(metrics))
         .layer(middleware::from_fn_with_state(key, check_key));
-    Router::new()
+    let router = Router::new()
         .route("/", get(page))
         .route("/health", get(health))
         .merge(guarded)
@@ -39,34 +43,95 @@ pub(super) fn router(server: Arc<Server>, options: &Options) -> Router {
         .method_not_allowed_fallback(async || {
             ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "another method is needed")
         })
-        .layer(RequestBodyTimeoutLayer::new(BODY_PAUSE))
-        .layer(DefaultBodyLimit::max(BODY_MAX))
-        .layer(middleware::from_fn(check_length))
-        .with_state(server)
+        .layer(middleware::from_fn(check_head))
+        .with_state(server);
+    match &options.origins {
+        None => router,
+        // Outermost: a browser shows a refusal to a page only with the same headers.
+        Some(origins) => router.layer(allow(origins.clone())),
+    }
 }
 
-/// Refuses a body that says it is too long, before the client is told to send it.
-async fn check_length(request: Request, next: Next) -> Response {
-    let length = request.headers().get(header::CONTENT_LENGTH);
-    let length = length.and_then(|length| length.to_str().ok()?.parse::<u64>().ok());
-    match length.filter(|length| usize::try_from(*length).is_ok_and(|bytes| bytes > BODY_MAX)) {
+/// Lets pages of other origins send requests and read the answers.
+fn allow(origins: AllowOrigin) -> CorsLayer {
+    CorsLayer::new()
+        .allow_origin(origins)
+        .allow_methods([Method::GET, Method::POST])
+        // Clients add headers of their own.
+        .allow_headers(AllowHeaders::mirror_request())
+        .expose_headers([header::RETRY_AFTER])
+        .max_age(PREFLIGHT)
+}
+
+/// How long a browser remembers what it may send.
+const PREFLIGHT: Duration = Duration::from_mins(10);
+
+/// Answers a request for texts.
+async fn answer(
+    State(server): State<Arc<Server>>,
+    Extension(read): Extension<Read>,
+    Extension(Deadline(deadline)): Extension<Deadline>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let body = server.bodies.read(request.into_body(), deadline).await?;
+    let prepared = server.prepare(read, body, deadline).await?;
+    let is_stream = prepared.wanted.stream;
+    let answer = server.start(prepared, deadline).await?;
+    Ok(answer.respond(is_stream).await)
+}
+
+/// Refuses what the head of a request already tells: before the client is told to send a body.
+async fn check_head(request: Request, next: Next) -> Response {
+    let headers = request.headers();
+    let wrong = if request.version() == Version::HTTP_11
+        && headers.get_all(header::HOST).iter().count() != 1
+    {
+        Some(ApiError::bad("a request of HTTP/1.1 has one header Host"))
+    } else {
+        check_encoding(headers).or_else(|| check_length(headers))
+    };
+    match wrong {
         None => next.run(request).await,
-        Some(length) => {
-            let error = format!("the body has {length} bytes, at most {BODY_MAX} are possible");
-            ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, error).into_response()
-        }
+        Some(error) => error.into_response(),
     }
+}
+
+fn check_encoding(headers: &HeaderMap) -> Option<ApiError> {
+    let encodings = headers.get_all(header::CONTENT_ENCODING);
+    let is_plain = |value: &HeaderValue| value.as_bytes().eq_ignore_ascii_case(b"identity");
+    encodings.iter().find(|value| !is_plain(value)).map(|value| {
+        let value = shown(&String::from_utf8_lossy(value.as_bytes()));
+        let error = format!("a body of Content-Encoding {value} is not read: send it as it is");
+        ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, error)
+    })
+}
+
+fn check_length(headers: &HeaderMap) -> Option<ApiError> {
+    let length = headers.get(header::CONTENT_LENGTH)?.to_str().ok()?.parse::<u64>().ok()?;
+    usize::try_from(length).map_or(true, |bytes| bytes > BODY_MAX).then(|| {
+        let error = format!("the body has {length} bytes, at most {BODY_MAX} are possible");
+        ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, error)
+    })
 }
 
 /// Refuses requests without the key, if there is one.
 async fn check_key(State(key): State<Option<Arc<str>>>, request: Request, next: Next) -> Response {
-    let given = request.headers().get(header::AUTHORIZATION).map(HeaderValue::as_bytes);
-    let given = given.and_then(|given| given.strip_prefix(b"Bearer "));
+    let given = given_key(request.headers());
     if key.is_none_or(|key| given.is_some_and(|given| is_equal(given, key.as_bytes()))) {
         return next.run(request).await;
     }
     let error = ApiError::new(StatusCode::UNAUTHORIZED, "the API key is missing or wrong");
     error.with_code("invalid_api_key").into_response()
+}
+
+/// Returns the key of a request: `Authorization: Bearer KEY`, whose scheme may be in capitals or
+/// not, or `x-api-key: KEY`.
+fn given_key(headers: &HeaderMap) -> Option<&[u8]> {
+    let bearer = headers.get(header::AUTHORIZATION).and_then(|value| {
+        let (scheme, key) = value.as_bytes().split_at_checked("Bearer ".len())?;
+        scheme.eq_ignore_ascii_case(b"Bearer ").then(|| key.trim_ascii_start())
+    });
+    bearer.or_else(|| headers.get("x-api-key").map(HeaderValue::as_bytes))
 }
 
 /// Compares in a time that does not tell how much is equal.
@@ -96,8 +161,9 @@ async fn models(State(server): State<Arc<Server>>) -> Json<Value> {
 
 async fn model(
     State(server): State<Arc<Server>>,
-    axum::extract::Path(name): axum::extract::Path<String>,
+    name: Result<Path<String>, PathRejection>,
 ) -> Result<Json<Value>, ApiError> {
+    let Path(name) = name.map_err(|_| ApiError::bad("the name of the model is not UTF-8"))?;
     server.check_model(Some(&name))?;
     Ok(Json(describe(&server)))
 }
@@ -119,7 +185,7 @@ impl Server {
     pub(super) fn check_model(&self, name: Option<&str>) -> Result<(), ApiError> {
         match name {
             Some(name) if name != self.model => {
-                let message = format!("no model {name:?} here: it is {:?}", self.model);
+                let message = format!("no model {} here: it is {:?}", shown(name), self.model);
                 let error = ApiError::new(StatusCode::NOT_FOUND, message);
                 Err(error.with_code("model_not_found").about("model"))
             }
@@ -127,6 +193,9 @@ impl Server {
         }
     }
 }
+
+/// Longest message of an error, in bytes: what a template says may repeat a long message.
+const MESSAGE_MAX: usize = 2000;
 
 /// An error in the shape of OpenAI's.
 #[derive(Debug)]
@@ -139,7 +208,12 @@ pub(super) struct ApiError {
 
 impl ApiError {
     pub(super) fn new(status: StatusCode, message: impl Into<String>) -> Self {
-        Self { status, message: message.into(), param: None, code: None }
+        let mut message = message.into();
+        if message.len() > MESSAGE_MAX {
+            message.truncate(message.floor_char_boundary(MESSAGE_MAX));
+            message.push_str("..");
+        }
+        Self { status, message, param: None, code: None }
     }
 
     /// A request that is wrong.
@@ -170,11 +244,6 @@ impl ApiError {
     }
 }
 
-/// Returns the body of a request, or why there is none.
-pub(super) fn body_of(body: Result<Bytes, BytesRejection>) -> Result<Bytes, ApiError> {
-    body.map_err(|rejection| ApiError::new(rejection.status(), rejection.body_text()))
-}
-
 /// A failure that is not the client's fault.
 pub(super) fn internal(why: &str) -> ApiError {
     ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, why)
@@ -185,11 +254,13 @@ impl From<Refused> for ApiError {
         let (status, code) = match &refused {
             Refused::QueueFull { .. } => (StatusCode::TOO_MANY_REQUESTS, "queue_full"),
             Refused::Stopping => (StatusCode::SERVICE_UNAVAILABLE, "stopping"),
-            Refused::TooLong { .. } | Refused::Never(_) => {
+            Refused::TooManyTexts { .. } => (StatusCode::BAD_REQUEST, "too_many_texts"),
+            Refused::TooLong { .. } | Refused::TooManyBytes { .. } | Refused::Never(_) => {
                 (StatusCode::BAD_REQUEST, "context_length_exceeded")
             }
         };
-        Self::new(status, describe_refusal(&refused)).with_code(code)
+        let error = Self::new(status, describe_refusal(&refused)).with_code(code);
+        if code == "too_many_texts" { error.about("n") } else { error }
     }
 }
 
@@ -213,10 +284,16 @@ fn describe_refusal(refused: &Refused) -> String {
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let mut response = (self.status, Json(self.body())).into_response();
-        let busy = [StatusCode::TOO_MANY_REQUESTS, StatusCode::SERVICE_UNAVAILABLE];
-        if busy.contains(&self.status) {
-            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
-        }
+        let header = match self.status {
+            StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => {
+                (header::RETRY_AFTER, "1")
+            }
+            StatusCode::UNAUTHORIZED => (header::WWW_AUTHENTICATE, "Bearer realm=\"kv\""),
+            // The rest of the request may come for ever.
+            StatusCode::REQUEST_TIMEOUT => (header::CONNECTION, "close"),
+            _ => return response,
+        };
+        response.headers_mut().insert(header.0, HeaderValue::from_static(header.1));
         response
     }
 }
@@ -239,8 +316,31 @@ mod tests {
     }
 
     #[test]
+    fn a_key_comes_in_one_of_two_headers() {
+        let key = |name: &'static str, value: &str| {
+            let mut headers = HeaderMap::new();
+            headers.insert(name, HeaderValue::from_str(value).expect("a value"));
+            given_key(&headers).map(<[u8]>::to_vec)
+        };
+        let expected = Some(b"k y".to_vec());
+        for scheme in ["Bearer ", "bearer ", "BEARER ", "bEaReR   "] {
+            assert_eq!(key("authorization", &format!("{scheme}k y")), expected, "{scheme}");
+        }
+        assert_eq!(key("x-api-key", "k y"), expected);
+        for other in ["Basic k", "Bearerk", "Bearer", "k", ""] {
+            assert_eq!(key("authorization", other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn a_message_is_never_long() {
+        let error = ApiError::bad("\u{e9}".repeat(MESSAGE_MAX));
+        assert!(error.message.len() <= MESSAGE_MAX + 2 && error.message.ends_with("\u{e9}.."));
+    }
+
+    #[test]
     fn an_error_says_what_kind_it_is() {
-        let full = ApiError::from(Refused::QueueFull { waiting: 4, max: 4 });
+        let full = ApiError::from(Refused::QueueFull { waiting: 4, texts: 1, max: 4 });
         assert_eq!(full.body()["error"]["type"], "rate_limit_error");
         let response = full.into_response();
         assert_eq!(response.status(), StatusCode::TOO_MANY_REQUESTS);

@@ -1,56 +1,36 @@
 //! `POST /v1/chat/completions`.
-use std::sync::Arc;
-
-use axum::body::Bytes;
-use axum::extract::State;
-use axum::extract::rejection::BytesRejection;
 use axum::http::StatusCode;
-use axum::response::Response;
-use serde::Deserialize;
+use serde_json::value::RawValue;
+use tokio::time::Instant;
 
 use super::Server;
-use super::answer::Kind;
-use super::api::{ApiError, body_of};
-use super::request::{Fields, Wanted};
+use super::answer::{Kind, Prepared};
+use super::api::ApiError;
+use super::fields::{Fields, TooMany, entries, is_text, shown, text};
+use super::request::{CHAT, Wanted};
 use super::template::{ChatTemplate, Message, TemplateError};
-
-/// An entry of `messages`.
-#[derive(Debug, Deserialize)]
-struct Given {
-    role: String,
-    content: Option<Content>,
-    tool_calls: Option<serde_json::Value>,
-}
-
-/// Text, or a list of parts of which only texts are supported.
-#[derive(Debug, Deserialize)]
-#[serde(untagged)]
-enum Content {
-    Text(String),
-    Parts(Vec<PartOfContent>),
-}
-
-#[derive(Debug, Deserialize)]
-struct PartOfContent {
-    #[serde(rename = "type")]
-    kind: String,
-    text: Option<String>,
-}
 
 /// Roles that a template may be asked about.
 const ROLES: [&str; 4] = ["system", "developer", "user", "assistant"];
 
-pub(super) async fn answer(
-    State(server): State<Arc<Server>>,
-    body: Result<Bytes, BytesRejection>,
-) -> Result<Response, ApiError> {
-    let fields = Fields::parse(&body_of(body)?)?;
-    let wanted = Wanted::read(&fields, &["max_completion_tokens", "max_tokens"])?;
+/// Fields of a message that matter: others, such as a name, are ignored.
+const MESSAGE: &[&str] = &["role", "content", "tool_calls", "function_call", "audio"];
+/// The same of a part of its content.
+const PART: &[&str] = &["type", "text"];
+
+/// Most messages, and most parts of a message.
+const MESSAGES_MAX: usize = 2048;
+
+/// Reads a request and makes the tokens of its prompt.
+pub(super) fn read(server: &Server, body: &[u8], deadline: Instant) -> Result<Prepared, ApiError> {
+    let fields = Fields::parse(body, CHAT)?;
+    let wanted = Wanted::read(&fields, Kind::Chat)?;
+    server.check_model(wanted.model.as_deref())?;
     let messages = read_messages(&fields)?;
+    server.check_room(1, &wanted)?;
     let prompt = prompt(&server.template, &messages)?;
-    let prompt = server.encode_text(prompt, "messages").await?;
-    let answer = server.start(Kind::Chat, &wanted, vec![prompt]).await?;
-    Ok(answer.respond(wanted.stream).await)
+    let prompts = vec![server.encode(&prompt, "messages", deadline)?];
+    Ok(Prepared { kind: Kind::Chat, wanted, prompts })
 }
 
 /// Makes the prompt. Without a template that works, only chats are lost.
@@ -75,43 +55,70 @@ fn not_served(why: &str) -> ApiError {
     ApiError::new(StatusCode::NOT_IMPLEMENTED, error).with_code("chat_template")
 }
 
-fn read_messages(fields: &Fields) -> Result<Vec<Message>, ApiError> {
-    let given = fields.get::<Vec<Given>>("messages")?.unwrap_or_default();
+fn read_messages(fields: &Fields<'_>) -> Result<Vec<Message>, ApiError> {
+    let wrong = |why: &str| fields.wrong("messages", why);
+    let value = fields.raw("messages").ok_or_else(|| wrong("missing"))?;
+    let given = match entries(value, MESSAGES_MAX) {
+        Some(Ok(given)) => given,
+        Some(Err(TooMany)) => return Err(wrong(&format!("at most {MESSAGES_MAX} are possible"))),
+        None => return Err(wrong("expected a list of messages")),
+    };
     if given.is_empty() {
-        return Err(ApiError::bad("messages are missing").about("messages"));
+        return Err(wrong("the list is empty"));
     }
-    given.into_iter().enumerate().map(|(at, given)| read_message(at, given)).collect()
+    let read = |(at, value)| read_message(&format!("messages[{at}]"), value);
+    given.into_iter().enumerate().map(read).collect()
 }
 
-fn read_message(at: usize, given: Given) -> Result<Message, ApiError> {
-    let wrong = |field: &str, what: String| {
-        let field = format!("messages[{at}].{field}");
-        ApiError::bad(format!("{field}: {what}")).about(field)
+fn read_message(place: &str, value: &RawValue) -> Result<Message, ApiError> {
+    let fields = Fields::parse_inner(place, value, MESSAGE)?;
+    let role = fields.text("role")?.ok_or_else(|| fields.wrong("role", "missing"))?;
+    let Some(role) = ROLES.into_iter().find(|known| *known == role) else {
+        let why = format!("{} is not supported", shown(&role));
+        return Err(fields.wrong("role", why));
     };
-    if !ROLES.contains(&given.role.as_str()) {
-        return Err(wrong("role", format!("{:?} is not supported", given.role)));
-    }
-    if given.tool_calls.is_some_and(|calls| !calls.is_null()) {
-        return Err(wrong("tool_calls", "not supported".to_owned()));
+    for name in ["tool_calls", "function_call", "audio"] {
+        // A client that repeats an answer repeats what is empty in it.
+        if fields.raw(name).is_some_and(|value| value.get() != "[]") {
+            return Err(fields.wrong(name, "not supported"));
+        }
     }
     // What newer clients call the system's message.
-    let role = if given.role == "developer" { "system".to_owned() } else { given.role };
-    let content = match given.content {
-        None => return Err(wrong("content", "missing".to_owned())),
-        Some(Content::Text(text)) => text,
-        Some(Content::Parts(parts)) => {
-            let mut texts = Vec::new();
-            for part in parts {
-                match (part.kind.as_str(), part.text) {
-                    ("text", Some(text)) => texts.push(text),
-                    ("text", None) => return Err(wrong("content", "a text is missing".to_owned())),
-                    (kind, _) => return Err(wrong("content", format!("{kind} is not supported"))),
-                }
-            }
-            texts.concat()
+    let role = if role == "developer" { "system" } else { role };
+    let content = fields.raw("content").ok_or_else(|| fields.wrong("content", "missing"))?;
+    let content = if is_text(content) {
+        text(content).map_err(|why| fields.wrong("content", why))?.into_owned()
+    } else {
+        read_parts(&fields, &format!("{place}.content"), content)?
+    };
+    Ok(Message { role: role.to_owned(), content })
+}
+
+/// Reads a list of parts, of which only texts are supported.
+fn read_parts(fields: &Fields<'_>, place: &str, list: &RawValue) -> Result<String, ApiError> {
+    let wrong = |why: String| fields.wrong("content", why);
+    let parts = match entries(list, MESSAGES_MAX) {
+        Some(Ok(parts)) => parts,
+        Some(Err(TooMany)) => {
+            return Err(wrong(format!("at most {MESSAGES_MAX} parts are possible")));
+        }
+        None => {
+            let why = "expected a text or a list of parts, such as \
+                {\"type\": \"text\", \"text\": \"Hello\"}";
+            return Err(wrong(why.to_owned()));
         }
     };
-    Ok(Message { role, content })
+    let mut all = String::new();
+    for (at, part) in parts.into_iter().enumerate() {
+        let part = Fields::parse_inner(&format!("{place}[{at}]"), part, PART)?;
+        let kind = part.text("type")?.ok_or_else(|| part.wrong("type", "missing"))?;
+        if kind != "text" {
+            return Err(wrong(format!("{} is not supported", shown(&kind))));
+        }
+        let text = part.text("text")?.ok_or_else(|| wrong("a text is missing".to_owned()))?;
+        all.push_str(&text);
+    }
+    Ok(all)
 }
 
 #[cfg(test)]
@@ -122,7 +129,7 @@ mod tests {
 
     fn read(messages: &Value) -> Result<Vec<Message>, ApiError> {
         let body = json!({"messages": messages}).to_string();
-        read_messages(&Fields::parse(body.as_bytes())?)
+        read_messages(&Fields::parse(body.as_bytes(), CHAT)?)
     }
 
     #[test]
@@ -131,29 +138,42 @@ mod tests {
         let messages = json!([
             {"role": "developer", "content": "brief"},
             {"role": "user", "content": parts, "name": "ignored"},
+            {"role": "assistant", "content": "c", "tool_calls": [], "audio": null},
         ]);
         let read = read(&messages).expect("supported");
         let pairs = read.iter().map(|message| (&*message.role, &*message.content));
-        assert_eq!(pairs.collect::<Vec<_>>(), [("system", "brief"), ("user", "ab")]);
+        let expected = [("system", "brief"), ("user", "ab"), ("assistant", "c")];
+        assert_eq!(pairs.collect::<Vec<_>>(), expected);
     }
 
     #[test]
     fn what_is_not_supported_is_named() {
+        let message = json!({"role": "user", "content": "x"});
         for (messages, field) in [
             (json!([]), "messages"),
             (json!(null), "messages"),
             (json!("hi"), "messages"),
-            (json!([{"content": "x"}]), "messages"),
+            (json!(vec![message.clone(); MESSAGES_MAX + 1]), "messages"),
+            (json!([7]), "messages[0]"),
+            (json!([message, [message]]), "messages[1]"),
+            (json!([{"content": "x"}]), "messages[0].role"),
+            (json!([{"role": 7, "content": "x"}]), "messages[0].role"),
             (json!([{"role": "tool", "content": "x"}]), "messages[0].role"),
             (json!([{"role": "user"}]), "messages[0].content"),
+            (json!([{"role": "user", "content": 5}]), "messages[0].content"),
+            (json!([{"role": "user", "content": {"type": "text"}}]), "messages[0].content"),
+            (json!([{"role": "user", "content": ["x"]}]), "messages[0].content[0]"),
+            (json!([{"role": "user", "content": [{"type": "text"}]}]), "messages[0].content"),
+            (
+                json!([{"role": "user", "content": [{"type": "text", "text": 5}]}]),
+                "messages[0].content[0].text",
+            ),
             (
                 json!([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]),
                 "messages[0].content",
             ),
             (
-                json!([{"role": "user", "content": "x"}, {
-                    "role": "assistant", "content": "", "tool_calls": [{}],
-                }]),
+                json!([message, {"role": "assistant", "content": "", "tool_calls": [{}]}]),
                 "messages[1].tool_calls",
             ),
         ] {

@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
@@ -56,9 +56,18 @@ pub(super) enum Refused {
     /// Prompt and new tokens are longer than a text of the model.
     #[error("the prompt has {prompt} tokens, and {new} new ones, the model's context is {context}")]
     TooLong { prompt: usize, new: u32, context: u32 },
+    /// The same, by the length of the prompt alone.
+    #[error(
+        "the prompt has {bytes} bytes, which are {tokens} tokens at least, the model's context is \
+         {context}"
+    )]
+    TooManyBytes { bytes: usize, tokens: usize, context: u32 },
+    /// Also an empty queue would be too short.
+    #[error("the request has {texts} texts, prompts times n, at most {max} may wait")]
+    TooManyTexts { texts: usize, max: usize },
     /// Later there may be room.
-    #[error("{waiting} requests wait, at most {max} may")]
-    QueueFull { waiting: usize, max: usize },
+    #[error("{waiting} texts wait, and {texts} would be more than {max}")]
+    QueueFull { waiting: usize, texts: usize, max: usize },
     /// The server is being stopped.
     #[error("the server is stopping")]
     Stopping,
@@ -72,6 +81,36 @@ pub(super) enum Refused {
 pub(super) struct Engine {
     messages: Sender<Message>,
     is_stopping: Arc<AtomicBool>,
+    queue: Arc<Queue>,
+    metrics: Arc<Metrics>,
+}
+
+/// The texts that wait.
+#[derive(Debug)]
+struct Queue {
+    max: usize,
+    /// What the engine counted last.
+    waiting: AtomicUsize,
+}
+
+impl Queue {
+    /// Publishes the texts that wait, and those that run.
+    fn publish(&self, queued: (usize, usize), metrics: &Metrics) {
+        self.waiting.store(queued.0, Ordering::SeqCst);
+        metrics.note_queued(queued);
+    }
+
+    /// Refuses texts that are more than there is room for beside those that wait.
+    fn check(&self, waiting: usize, texts: usize) -> Result<(), Refused> {
+        let max = self.max;
+        if texts > max {
+            return Err(Refused::TooManyTexts { texts, max });
+        }
+        if waiting.saturating_add(texts) > max {
+            return Err(Refused::QueueFull { waiting, texts, max });
+        }
+        Ok(())
+    }
 }
 
 #[derive(Debug)]
@@ -140,12 +179,27 @@ impl UpdateReceiver {
 }
 
 impl Engine {
-    /// Makes the two ends of the channel.
-    pub(super) fn new() -> (Self, Inbox) {
+    /// Makes the two ends of the channel; at most `max_queue` texts wait in it.
+    pub(super) fn new(max_queue: usize, metrics: Arc<Metrics>) -> (Self, Inbox) {
         let (messages, receiver) = channel();
         let is_stopping = Arc::new(AtomicBool::new(false));
-        let inbox = Inbox { receiver, is_stopping: Arc::clone(&is_stopping) };
-        (Self { messages, is_stopping }, inbox)
+        let queue = Arc::new(Queue { max: max_queue, waiting: AtomicUsize::new(0) });
+        let inbox =
+            Inbox { receiver, is_stopping: Arc::clone(&is_stopping), queue: Arc::clone(&queue) };
+        (Self { messages, is_stopping, queue, metrics }, inbox)
+    }
+
+    /// Refuses a request of this many texts, as far as it is known without the engine. It counts
+    /// them again when it takes the request.
+    pub(super) fn check_room(&self, texts: usize) -> Result<(), Refused> {
+        let waiting = self.queue.waiting.load(Ordering::SeqCst);
+        self.queue.check(waiting, texts).map_err(|refused| self.refuse(refused))
+    }
+
+    /// Counts a refusal of which the engine does not hear.
+    pub(super) fn refuse(&self, refused: Refused) -> Refused {
+        self.metrics.note_refused(&refused);
+        refused
     }
 
     /// Hands the prompts of a request over; returns a receiver for each text, those of the first
@@ -192,14 +246,12 @@ impl Engine {
 pub(super) struct Inbox {
     receiver: Receiver<Message>,
     is_stopping: Arc<AtomicBool>,
+    queue: Arc<Queue>,
 }
 
 /// Limits of the engine.
 #[derive(Debug, Clone)]
 pub(super) struct EngineOptions {
-    /// Texts that wait when a request comes: it is refused if there are as many, however many
-    /// texts it has itself.
-    pub(super) max_queue: usize,
     /// Tokens of the longest text.
     pub(super) context: u32,
     /// Longest that running texts may take once the engine is stopped.
@@ -224,8 +276,9 @@ pub(super) fn run(
     options: EngineOptions,
     (metrics, watch): (&Metrics, TierWatch),
 ) -> anyhow::Result<()> {
+    let queue = &inbox.queue;
     let listeners = HashMap::new();
-    let mut engine = Worker { scheduler, options, metrics, watch, listeners, failures: 0 };
+    let mut engine = Worker { scheduler, options, metrics, queue, watch, listeners, failures: 0 };
     let mut stop_at = None;
     engine.note_state();
     loop {
@@ -268,6 +321,7 @@ struct Worker<'m, 'a> {
     scheduler: Scheduler<'m, AnyBackend, Decoder>,
     options: EngineOptions,
     metrics: &'a Metrics,
+    queue: &'a Queue,
     watch: TierWatch,
     /// By the scheduler's number.
     listeners: HashMap<usize, Listener>,
@@ -280,6 +334,7 @@ impl Worker<'_, '_> {
         let Message::Submit { prompts, answer } = message else { return };
         let answered = self.submit(prompts);
         self.metrics.note_request(&answered);
+        self.queue.publish(self.scheduler.queued(), self.metrics);
         // The client may have gone meanwhile; its texts are cancelled before the next step.
         let _ = answer.send(answered);
     }
@@ -287,10 +342,7 @@ impl Worker<'_, '_> {
     /// Takes all prompts of a request, or none.
     fn submit(&mut self, prompts: Vec<(Prompt, Vec<UpdateSender>)>) -> Result<(), Refused> {
         let (waiting, _) = self.scheduler.queued();
-        let max = self.options.max_queue;
-        if waiting >= max {
-            return Err(Refused::QueueFull { waiting, max });
-        }
+        self.queue.check(waiting, prompts.iter().map(|(_, texts)| texts.len()).sum())?;
         let mut taken = Vec::new();
         for (prompt, texts) in prompts {
             match self.submit_one(prompt, texts) {
@@ -335,13 +387,20 @@ impl Worker<'_, '_> {
         Ok(numbers)
     }
 
+    /// Publishes the counts of the scheduler and its cache.
+    fn note_state(&self) {
+        self.queue.publish(self.scheduler.queued(), self.metrics);
+        self.metrics.note_cache(self.scheduler.cache());
+    }
+
     fn step(&mut self) -> anyhow::Result<()> {
         if !self.scheduler.has_work() {
             self.note_state();
             return Ok(());
         }
         let begun = Instant::now();
-        match self.scheduler.step() {
+        let (queue, metrics) = (self.queue, self.metrics);
+        match self.scheduler.step_noting(|queued| queue.publish(queued, metrics)) {
             Ok(events) => {
                 self.failures = 0;
                 self.metrics.note_step(begun.elapsed());

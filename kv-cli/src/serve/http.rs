@@ -1,17 +1,29 @@
 //! Connections: how many, how slow, and how they end.
+use std::io;
 use std::net::TcpListener as StdListener;
-use std::sync::Arc;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{self, Poll};
 use std::time::Duration;
 
 use anyhow::Context;
+use axum::Router;
+use axum::response::Response;
+use hyper::Request;
+use hyper::body::Incoming;
 use hyper::server::conn::http1;
+use hyper::service::Service;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
-use tokio::net::TcpListener;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, oneshot};
+use tokio::time::Instant;
 use tokio_io_timeout::TimeoutStream;
+use tower_http::cors::AllowOrigin;
 
+use super::api::Deadline;
 use super::{Server, api};
 use crate::args::ServeArgs;
 use crate::num::to_usize;
@@ -19,8 +31,6 @@ use crate::num::to_usize;
 /// Longest that a client may take to send the head of a request, or to accept bytes of an answer.
 const HEAD: Duration = Duration::from_secs(10);
 const WRITE: Duration = Duration::from_secs(30);
-/// Longest pause while the body of a request is sent.
-pub(super) const BODY_PAUSE: Duration = Duration::from_secs(30);
 /// Longest that answers may take to leave once the engine has ended.
 const LAST_ANSWERS: Duration = Duration::from_secs(5);
 /// Pause after the system had no room for another connection.
@@ -30,12 +40,21 @@ const NO_ROOM: Duration = Duration::from_millis(100);
 #[derive(Debug, Clone)]
 pub(super) struct Options {
     connections: usize,
+    /// Longest that a request may take, from its first byte on.
+    timeout: Duration,
     pub(super) api_key: Option<String>,
+    /// Whose pages may send requests.
+    pub(super) origins: Option<AllowOrigin>,
 }
 
 impl Options {
-    pub(super) fn new(args: &ServeArgs) -> Self {
-        Self { connections: to_usize(args.max_connections), api_key: args.api_key.clone() }
+    pub(super) fn new(args: &ServeArgs, api_key: Option<String>) -> Self {
+        Self {
+            connections: to_usize(args.max_connections),
+            timeout: args.request_timeout,
+            api_key,
+            origins: args.origins(),
+        }
     }
 }
 
@@ -54,7 +73,7 @@ pub(super) async fn serve(
     let places = Arc::new(Semaphore::new(options.connections));
     let open = GracefulShutdown::new();
     let mut builder = http1::Builder::new();
-    builder.timer(TokioTimer::new()).header_read_timeout(HEAD);
+    builder.timer(TokioTimer::new()).header_read_timeout(HEAD.min(options.timeout));
     loop {
         let accepted = async {
             // The semaphore is never closed.
@@ -72,9 +91,11 @@ pub(super) async fn serve(
         };
         // Tokens are small and shall not wait for each other.
         let _ = stream.set_nodelay(true);
-        let mut stream = TimeoutStream::new(stream);
+        let begun = Begun::default();
+        let mut stream = TimeoutStream::new(Timed { stream, begun: begun.clone() });
         stream.set_write_timeout(Some(WRITE));
-        let service = TowerToHyperService::new(app.clone());
+        let routes = TowerToHyperService::new(app.clone());
+        let service = WithDeadline { routes, begun, timeout: options.timeout };
         let connection = builder.serve_connection(TokioIo::new(Box::pin(stream)), service);
         let connection = open.watch(connection);
         tokio::spawn(async move {
@@ -86,6 +107,109 @@ pub(super) async fn serve(
     drop(listener);
     let _ = tokio::time::timeout(LAST_ANSWERS, open.shutdown()).await;
     Ok(())
+}
+
+/// When the first byte of a connection's present request came; `None` between requests.
+#[derive(Debug, Clone, Default)]
+struct Begun(Arc<Mutex<Option<Instant>>>);
+
+impl Begun {
+    fn set(&self, begun: Option<Instant>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = begun;
+    }
+
+    /// Returns the time, which is now if nothing of the request has been seen.
+    fn get(&self) -> Instant {
+        let mut begun = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        *begun.get_or_insert_with(Instant::now)
+    }
+}
+
+/// The routes, for requests that get a deadline.
+#[derive(Clone)]
+struct WithDeadline {
+    routes: TowerToHyperService<Router>,
+    begun: Begun,
+    timeout: Duration,
+}
+
+impl Service<Request<Incoming>> for WithDeadline {
+    type Response = Response;
+    type Error = std::convert::Infallible;
+    type Future = Pin<Box<dyn Future<Output = Result<Response, Self::Error>> + Send>>;
+
+    fn call(&self, mut request: Request<Incoming>) -> Self::Future {
+        let begun = self.begun.clone();
+        let start = begun.get();
+        let deadline = start.checked_add(self.timeout).unwrap_or(start);
+        request.extensions_mut().insert(Deadline(deadline));
+        let answer = self.routes.call(request);
+        Box::pin(async move {
+            let answer = answer.await;
+            // What comes now belongs to the next request.
+            begun.set(None);
+            answer
+        })
+    }
+}
+
+/// A connection that notes when a request begins.
+#[derive(Debug)]
+struct Timed {
+    stream: TcpStream,
+    begun: Begun,
+}
+
+impl AsyncRead for Timed {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut task::Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = buffer.filled().len();
+        let read = Pin::new(&mut self.stream).poll_read(context, buffer);
+        if buffer.filled().len() > before {
+            // Notes the time of the first byte alone.
+            self.begun.get();
+        }
+        read
+    }
+}
+
+impl AsyncWrite for Timed {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut task::Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(context, bytes)
+    }
+
+    fn poll_flush(
+        mut self: Pin<&mut Self>,
+        context: &mut task::Context<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(
+        mut self: Pin<&mut Self>,
+        context: &mut task::Context<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(context)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut task::Context<'_>,
+        bytes: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(context, bytes)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
 }
 
 /// Stops the engine at the first signal; a second one ends the process at once.

@@ -2,9 +2,9 @@
 use std::time::Duration;
 
 use anyhow::Context;
+use kv::KvCache;
 use kv::backend::AnyBackend;
 use kv_runner::scheduler::Finish;
-use kv_runner::{Decoder, Scheduler};
 use metrics::{Counter, Gauge, Histogram, counter, gauge, histogram};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 
@@ -12,6 +12,7 @@ use super::engine::Refused;
 use super::watch::FAILURES;
 
 /// The metrics of one server.
+#[derive(Debug)]
 pub(super) struct Metrics {
     blocks: [Gauge; 3],
     sequences: [Gauge; 2],
@@ -103,12 +104,22 @@ impl Metrics {
     }
 
     pub(super) fn note_request(&self, answer: &Result<(), Refused>) {
-        let [accepted, queue_full, stopping, too_large] = &self.prompts;
-        let counter = match answer {
-            Ok(()) => accepted,
-            Err(Refused::QueueFull { .. }) => queue_full,
-            Err(Refused::Stopping) => stopping,
-            Err(Refused::TooLong { .. } | Refused::Never(_)) => too_large,
+        let [accepted, ..] = &self.prompts;
+        match answer {
+            Ok(()) => accepted.increment(1),
+            Err(refused) => self.note_refused(refused),
+        }
+    }
+
+    pub(super) fn note_refused(&self, refused: &Refused) {
+        let [_, queue_full, stopping, too_large] = &self.prompts;
+        let counter = match refused {
+            Refused::QueueFull { .. } => queue_full,
+            Refused::Stopping => stopping,
+            Refused::TooLong { .. }
+            | Refused::TooManyBytes { .. }
+            | Refused::TooManyTexts { .. }
+            | Refused::Never(_) => too_large,
         };
         counter.increment(1);
     }
@@ -123,16 +134,19 @@ impl Metrics {
         counter.increment(1);
     }
 
+    /// Publishes the texts that wait, and those that run.
+    pub(super) fn note_queued(&self, (waiting, running): (usize, usize)) {
+        for (gauge, texts) in self.sequences.iter().zip([running, waiting]) {
+            gauge.set(f64::from(u32::try_from(texts).unwrap_or(u32::MAX)));
+        }
+    }
+
     /// Publishes the cache's own counts.
-    pub(super) fn note_state(&self, scheduler: &Scheduler<'_, AnyBackend, Decoder>) {
-        let (usage, stats) = (scheduler.cache().usage(), scheduler.cache().stats());
+    pub(super) fn note_cache(&self, cache: &KvCache<AnyBackend>) {
+        let (usage, stats) = (cache.usage(), cache.stats());
         let blocks = [usage.blocks_used, usage.blocks_cached, usage.blocks_total];
         for (gauge, blocks) in self.blocks.iter().zip(blocks) {
             gauge.set(f64::from(blocks));
-        }
-        let (waiting, running) = scheduler.queued();
-        for (gauge, texts) in self.sequences.iter().zip([running, waiting]) {
-            gauge.set(f64::from(u32::try_from(texts).unwrap_or(u32::MAX)));
         }
         self.prompt_tokens.absolute(stats.query_tokens);
         let lower = [stats.host_hit_tokens, stats.disk_hit_tokens, stats.store_hit_tokens];

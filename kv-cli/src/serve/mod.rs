@@ -4,33 +4,37 @@
 //! others ([`http`], [`api`]). What they share is [`Server`], which nothing changes.
 mod answer;
 mod api;
+mod body;
 mod chat;
 mod completions;
 mod engine;
+mod fields;
 mod http;
 mod leaks;
 mod metrics;
+mod prepare;
 mod request;
 mod template;
 mod text;
+mod unsupported;
 mod watch;
 
 use std::net::TcpListener;
 use std::sync::Arc;
-use std::time::Duration;
 
 use anyhow::{Context, bail};
 use kv_runner::stored::Source;
 use kv_runner::{CacheOptions, Layout, Limits, ModelConfig, Tokenizer, calibrate};
 use metrics_exporter_prometheus::PrometheusHandle;
 use tokio::runtime::Builder;
-use tokio::sync::oneshot;
+use tokio::sync::{Semaphore, oneshot};
 
 use crate::args::{EngineArgs, Paged, ServeArgs};
 use crate::job::{self, BLOCK_SIZE};
 use crate::loaded::Loaded;
 use crate::num::to_usize;
 use crate::{output, tiers};
+use body::Bodies;
 use engine::{Engine, EngineOptions};
 use template::ChatTemplate;
 use watch::TierWatch;
@@ -46,10 +50,12 @@ pub(crate) struct Server {
     /// Makes prompts of chats.
     template: ChatTemplate,
     metrics: PrometheusHandle,
+    /// The memory of bodies that are read.
+    bodies: Bodies,
+    /// Places of requests that are prepared.
+    preparing: Arc<Semaphore>,
     /// Tokens that the cache has room for.
     capacity: u32,
-    /// Longest that a request may take.
-    timeout: Duration,
     /// Seconds since 1970 at the start.
     created: u64,
 }
@@ -59,13 +65,15 @@ const HTTP_THREADS: usize = 2;
 
 pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<()> {
     // First, because a model may take minutes to read.
-    let listener = TcpListener::bind(args.addr).with_context(|| args.addr.to_string())?;
+    let api_key = args.api_key()?;
+    let listener = TcpListener::bind(&*args.addr.0).with_context(|| args.addr.to_string())?;
     let address = listener.local_addr().context("the address")?;
     let loaded = Loaded::of_engine(&args.engine)?;
     let template = ChatTemplate::find(args, &loaded)?;
     let scheduler = open(&args.engine, &loaded)?;
     let (metrics, handle) = metrics::install()?;
-    let (engine, inbox) = Engine::new();
+    let metrics = Arc::new(metrics);
+    let (engine, inbox) = Engine::new(to_usize(args.max_queue), Arc::clone(&metrics));
     let server = Arc::new(Server {
         engine,
         model: loaded.name.clone(),
@@ -73,12 +81,12 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<()> {
         tokenizer: Arc::clone(&loaded.tokenizer),
         template,
         metrics: handle,
+        bodies: Bodies::new(),
+        preparing: prepare::places(),
         capacity: capacity(&scheduler),
-        timeout: args.request_timeout,
         created: api::unix_time(),
     });
     let options = EngineOptions {
-        max_queue: to_usize(args.max_queue),
         context: loaded.model.config().context(),
         drain: args.drain,
         eos: loaded.model.config().eos().to_vec(),
@@ -89,7 +97,7 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<()> {
         .enable_all()
         .build()
         .context("start of the threads for requests")?;
-    let http = http::Options::new(args);
+    let http = http::Options::new(args, api_key);
     let (engine_ended, until_ended) = oneshot::channel();
     let serving = runtime.spawn(http::serve(listener, http, Arc::clone(&server), until_ended));
     let blocks = scheduler.cache().usage().blocks_total;

@@ -1,69 +1,46 @@
 //! What a request asks for: its fields, checked once, with the name of the one that is wrong.
-use serde::de::DeserializeOwned;
-use serde_json::{Map, Value};
+use std::borrow::Cow;
+use std::fmt;
+use std::ops::RangeInclusive;
+use std::sync::Arc;
 
+use serde::Deserialize;
+
+use super::answer::Kind;
 use super::api::ApiError;
+use super::fields::{Fields, TooMany, entries, is_text, text};
 
-/// The fields of a JSON object.
-#[derive(Debug)]
-pub(super) struct Fields(Map<String, Value>);
-
-impl Fields {
-    /// Parses the body of a request.
-    pub(super) fn parse(body: &[u8]) -> Result<Self, ApiError> {
-        match serde_json::from_slice(body) {
-            Ok(Value::Object(fields)) => Ok(Self(fields)),
-            Ok(_) => Err(ApiError::bad("the body is JSON, but no object")),
-            Err(error) => Err(ApiError::bad(format!("the body is not JSON: {error}"))),
-        }
-    }
-
-    /// Returns a field; `None` if it is absent or null.
-    pub(super) fn get<T: DeserializeOwned>(&self, name: &str) -> Result<Option<T>, ApiError> {
-        match self.0.get(name) {
-            None | Some(Value::Null) => Ok(None),
-            Some(value) => match T::deserialize(value) {
-                Ok(value) => Ok(Some(value)),
-                Err(error) => Err(ApiError::bad(format!("{name}: {error}")).about(name)),
-            },
-        }
-    }
-
-    /// Refuses fields that would change the answer and that this server does not know. What it
-    /// never heard of is ignored.
-    pub(super) fn check_supported(&self) -> Result<(), ApiError> {
-        for (name, changes_nothing) in UNSUPPORTED {
-            let value = self.0.get(*name).filter(|value| !value.is_null());
-            if value.is_some_and(|value| !changes_nothing.contains(&value.to_string().as_str())) {
-                let error = ApiError::bad(format!("{name} is not supported")).about(*name);
-                return Err(error.with_code("unsupported_parameter"));
-            }
-        }
-        Ok(())
-    }
-}
-
-/// Fields that are not supported, and the JSON of values that ask for nothing.
-const UNSUPPORTED: &[(&str, &[&str])] = &[
-    ("audio", &[]),
-    ("echo", &["false"]),
-    ("frequency_penalty", &["0", "0.0"]),
-    ("function_call", &["\"none\""]),
-    ("functions", &["[]"]),
-    ("logit_bias", &["{}"]),
-    ("logprobs", &["false"]),
-    ("min_p", &["0", "0.0"]),
-    ("modalities", &["[\"text\"]"]),
-    ("prediction", &[]),
-    ("presence_penalty", &["0", "0.0"]),
-    ("repetition_penalty", &["1", "1.0"]),
-    ("response_format", &["{\"type\":\"text\"}"]),
-    ("suffix", &["\"\""]),
-    ("tool_choice", &["\"none\""]),
-    ("tools", &["[]"]),
-    ("top_k", &["0", "-1"]),
-    ("top_logprobs", &["0"]),
-    ("web_search_options", &[]),
+/// Fields of completions and of chats.
+pub(super) const COMPLETION: &[&str] = &[
+    "best_of",
+    "cache_salt",
+    "ignore_eos",
+    "max_tokens",
+    "model",
+    "n",
+    "prompt",
+    "seed",
+    "stop",
+    "stream",
+    "stream_options",
+    "temperature",
+    "top_p",
+];
+pub(super) const CHAT: &[&str] = &[
+    "best_of",
+    "cache_salt",
+    "ignore_eos",
+    "max_completion_tokens",
+    "max_tokens",
+    "messages",
+    "model",
+    "n",
+    "seed",
+    "stop",
+    "stream",
+    "stream_options",
+    "temperature",
+    "top_p",
 ];
 
 /// What completions and chats have in common.
@@ -73,8 +50,8 @@ pub(super) struct Wanted {
     pub(super) temperature: f64,
     pub(super) top_p: f64,
     pub(super) seed: Option<u64>,
-    /// Texts that end a text, none of them empty.
-    pub(super) stop: Vec<String>,
+    /// Texts that end a text, none of them empty; all texts of the request read the same ones.
+    pub(super) stop: Arc<[String]>,
     /// Texts for each prompt.
     pub(super) n: usize,
     pub(super) stream: bool,
@@ -82,104 +59,145 @@ pub(super) struct Wanted {
     pub(super) ignore_eos: bool,
     pub(super) salt: Vec<u8>,
     /// `None`: as many as the kind of request has by default.
-    pub(super) max_tokens: Option<u32>,
+    pub(super) max_tokens: Option<Limit>,
 }
 
-/// Most texts for one prompt, and most stop strings.
+/// The limit of new tokens, and the field that gives it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Limit {
+    pub(super) tokens: u32,
+    pub(super) field: &'static str,
+}
+
+/// Most texts for one prompt, most stop strings, and most bytes of a stop string and of a salt.
 const TEXTS_MAX: usize = 64;
 const STOPS_MAX: usize = 16;
+const STOP_BYTES_MAX: usize = 512;
+const SALT_BYTES_MAX: usize = 1024;
 
-#[derive(Debug, serde::Deserialize)]
+#[derive(Debug, Deserialize)]
 struct StreamOptions {
     include_usage: Option<bool>,
 }
 
-#[derive(Debug, serde::Deserialize)]
-#[serde(untagged)]
-enum OneOrMany {
-    One(String),
-    Many(Vec<String>),
-}
-
 impl Wanted {
-    /// Reads and checks the fields; `max_tokens` are the names of the limit, the newest first.
-    pub(super) fn read(fields: &Fields, max_tokens: &[&str]) -> Result<Self, ApiError> {
+    /// Reads and checks the fields.
+    pub(super) fn read(fields: &Fields<'_>, kind: Kind) -> Result<Self, ApiError> {
         fields.check_supported()?;
-        let within = |name: &str, default: f64, range: std::ops::RangeInclusive<f64>| {
-            let value = fields.get::<f64>(name)?.unwrap_or(default);
-            if range.contains(&value) {
-                return Ok(value);
-            }
-            let (from, to) = range.into_inner();
-            Err(ApiError::bad(format!("{name} is {value}, from {from} to {to} is possible"))
-                .about(name))
-        };
-        let n = fields.get::<usize>("n")?.unwrap_or(1);
-        if !(1..=TEXTS_MAX).contains(&n) {
-            let error = format!("n is {n}, from 1 to {TEXTS_MAX} is possible");
-            return Err(ApiError::bad(error).about("n"));
+        let n = fields.get::<u64>("n", "a whole number")?.unwrap_or(1);
+        let n = usize::try_from(n).ok().filter(|n| (1..=TEXTS_MAX).contains(n));
+        let n =
+            n.ok_or_else(|| fields.wrong("n", format_args!("from 1 to {TEXTS_MAX} is possible")))?;
+        let best_of = fields.get::<u64>("best_of", "a whole number")?;
+        if best_of.is_some_and(|best_of| usize::try_from(best_of) != Ok(n)) {
+            let why = format_args!("only that of n ({n}) is supported");
+            return Err(fields.wrong("best_of", why));
         }
-        if let Some(best_of) = fields.get::<usize>("best_of")?.filter(|best_of| *best_of != n) {
-            let error = format!("best_of is {best_of}, only that of n ({n}) is supported");
-            return Err(ApiError::bad(error).about("best_of"));
-        }
-        let mut limit = None;
-        for name in max_tokens {
-            let given = fields.get::<u32>(name)?;
-            if given == Some(0) {
-                return Err(
-                    ApiError::bad(format!("{name} is 0, at least 1 is needed")).about(*name)
-                );
-            }
-            limit = limit.or(given);
-        }
-        let salt = fields.get::<String>("cache_salt")?;
-        if salt.as_deref() == Some("") {
-            let error = "cache_salt is empty: leave it out to share the cache with everybody";
-            return Err(ApiError::bad(error).about("cache_salt"));
-        }
-        let include_usage = fields.get::<StreamOptions>("stream_options")?;
+        let options = "an object, such as {\"include_usage\": true}";
+        let include_usage = fields.get::<StreamOptions>("stream_options", options)?;
+        let boolean = |name| fields.get::<bool>(name, "true or false");
         Ok(Self {
-            model: fields.get("model")?,
-            temperature: within("temperature", 1.0, 0.0..=2.0)?,
-            top_p: within("top_p", 1.0, 0.0..=1.0)?,
+            model: fields.text("model")?.map(Cow::into_owned),
+            temperature: within(fields, "temperature", 0.0..=2.0)?,
+            top_p: within(fields, "top_p", 0.0..=1.0)?,
             // OpenAI's seeds are signed.
-            seed: fields.get::<i64>("seed")?.map(i64::cast_unsigned),
+            seed: fields.get::<i64>("seed", "a whole number of 64 bits")?.map(i64::cast_unsigned),
             stop: read_stop(fields)?,
             n,
-            stream: fields.get("stream")?.unwrap_or(false),
+            stream: boolean("stream")?.unwrap_or(false),
             include_usage: include_usage.and_then(|options| options.include_usage) == Some(true),
-            ignore_eos: fields.get("ignore_eos")?.unwrap_or(false),
-            salt: salt.unwrap_or_default().into_bytes(),
-            max_tokens: limit,
+            ignore_eos: boolean("ignore_eos")?.unwrap_or(false),
+            salt: read_salt(fields)?,
+            max_tokens: read_limit(fields, kind)?,
         })
     }
 }
 
-fn read_stop(fields: &Fields) -> Result<Vec<String>, ApiError> {
-    let stop = match fields.get("stop")? {
-        None => Vec::new(),
-        Some(OneOrMany::One(stop)) => vec![stop],
-        Some(OneOrMany::Many(stop)) => stop,
+/// Reads a number that is 1 by default.
+fn within(fields: &Fields<'_>, name: &str, range: RangeInclusive<f64>) -> Result<f64, ApiError> {
+    let (from, to) = (range.start(), range.end());
+    let value = fields.get::<f64>(name, &format!("a number from {from} to {to}"))?.unwrap_or(1.0);
+    if range.contains(&value) {
+        return Ok(value);
+    }
+    Err(fields.wrong(name, format_args!("it is {value:?}, from {from} to {to} is possible")))
+}
+
+/// Reads the limit of new tokens; chats have a newer name for it too.
+fn read_limit(fields: &Fields<'_>, kind: Kind) -> Result<Option<Limit>, ApiError> {
+    let names: &[&'static str] = match kind {
+        Kind::Completion => &["max_tokens"],
+        Kind::Chat => &["max_completion_tokens", "max_tokens"],
     };
-    let wrong = if stop.len() > STOPS_MAX {
-        format!("stop has {} texts, at most {STOPS_MAX} are possible", stop.len())
-    } else if stop.iter().any(String::is_empty) {
-        "stop has an empty text".to_owned()
+    let mut limit = None;
+    for field in names {
+        let tokens = fields.get::<u32>(field, "a whole number, at least 1")?;
+        if tokens == Some(0) {
+            return Err(fields.wrong(field, "it is 0, at least 1 is needed"));
+        }
+        limit = limit.or(tokens.map(|tokens| Limit { tokens, field }));
+    }
+    Ok(limit)
+}
+
+fn read_salt(fields: &Fields<'_>) -> Result<Vec<u8>, ApiError> {
+    let Some(salt) = fields.text("cache_salt")? else { return Ok(Vec::new()) };
+    if salt.is_empty() {
+        let why = "it is empty: leave it out to share the cache with everybody";
+        return Err(fields.wrong("cache_salt", why));
+    }
+    check_length(fields, "cache_salt", &salt, SALT_BYTES_MAX)?;
+    Ok(salt.into_owned().into_bytes())
+}
+
+fn read_stop(fields: &Fields<'_>) -> Result<Arc<[String]>, ApiError> {
+    let Some(value) = fields.raw("stop") else { return Ok(Arc::new([])) };
+    let wrong = |why: fmt::Arguments<'_>| fields.wrong("stop", why);
+    let given = if is_text(value) {
+        vec![value]
     } else {
-        return Ok(stop);
+        match entries(value, STOPS_MAX) {
+            Some(Ok(given)) => given,
+            Some(Err(TooMany)) => {
+                return Err(wrong(format_args!("at most {STOPS_MAX} texts are possible")));
+            }
+            None => return Err(wrong(format_args!("expected a text or a list of texts"))),
+        }
     };
-    Err(ApiError::bad(wrong).about("stop"))
+    let read = |value| {
+        let stop = text(value).map_err(|why| wrong(format_args!("{why}")))?;
+        if stop.is_empty() {
+            return Err(wrong(format_args!("a text is empty")));
+        }
+        check_length(fields, "stop", &stop, STOP_BYTES_MAX)?;
+        Ok(stop.into_owned())
+    };
+    given.into_iter().map(read).collect()
+}
+
+fn check_length(fields: &Fields<'_>, name: &str, text: &str, max: usize) -> Result<(), ApiError> {
+    match text.len() {
+        bytes if bytes > max => {
+            let why = format_args!("a text has {bytes} bytes, at most {max} are possible");
+            Err(fields.wrong(name, why))
+        }
+        _ => Ok(()),
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
+    use serde_json::{Value, json};
 
     use super::*;
 
+    fn read_as(kind: Kind, value: &Value) -> Result<Wanted, ApiError> {
+        let names = if kind == Kind::Chat { CHAT } else { COMPLETION };
+        Wanted::read(&Fields::parse(value.to_string().as_bytes(), names)?, kind)
+    }
+
     fn read(value: &Value) -> Result<Wanted, ApiError> {
-        Wanted::read(&Fields::parse(value.to_string().as_bytes())?, &["max_tokens"])
+        read_as(Kind::Completion, value)
     }
 
     fn refused(value: &Value) -> Value {
@@ -208,15 +226,18 @@ mod tests {
             temperature: 0.0,
             top_p: 0.5,
             seed: Some(u64::MAX),
-            stop: vec!["x".to_owned()],
+            stop: Arc::new(["x".to_owned()]),
             n: 3,
             stream: true,
             include_usage: true,
             ignore_eos: true,
             salt: b"s".to_vec(),
-            max_tokens: Some(7),
+            max_tokens: Some(Limit { tokens: 7, field: "max_tokens" }),
         };
         assert_eq!(wanted, expected);
+        let both = json!({"max_tokens": 7, "max_completion_tokens": 8});
+        let limit = read_as(Kind::Chat, &both).expect("both").max_tokens;
+        assert_eq!(limit, Some(Limit { tokens: 8, field: "max_completion_tokens" }));
     }
 
     #[test]
@@ -237,7 +258,12 @@ mod tests {
             (json!({"stop": ["a", ""]}), "stop"),
             (json!({"stop": vec!["a"; 17]}), "stop"),
             (json!({"stop": 1}), "stop"),
+            (json!({"stop": ["a", 1]}), "stop"),
+            (json!({"stop": "a".repeat(STOP_BYTES_MAX + 1)}), "stop"),
             (json!({"cache_salt": ""}), "cache_salt"),
+            (json!({"cache_salt": 5}), "cache_salt"),
+            (json!({"cache_salt": "a".repeat(SALT_BYTES_MAX + 1)}), "cache_salt"),
+            (json!({"model": ["m"]}), "model"),
             (json!({"stream": "yes"}), "stream"),
             (json!({"stream_options": true}), "stream_options"),
             (json!({"tools": [{"type": "function"}]}), "tools"),
@@ -254,11 +280,54 @@ mod tests {
         }
     }
 
+    /// What a client can do about it, in its own words and not in those of this program.
     #[test]
-    fn a_body_that_is_no_object_is_refused() {
-        for body in [&b""[..], b"{", b"[]", b"\"x\"", b"{\"a\": \xff}", b"nul"] {
-            let error = Fields::parse(body).expect_err("no object");
-            assert_eq!(error.body()["error"]["type"], "invalid_request_error");
+    fn a_refusal_says_what_is_possible() {
+        for (value, words) in [
+            (json!({"n": "x"}), "n: expected a whole number"),
+            (json!({"stop": 5}), "stop: expected a text or a list of texts"),
+            (json!({"stop": [5]}), "stop: expected a text"),
+            (json!({"temperature": "x"}), "temperature: expected a number from 0 to 2"),
+            (json!({"stream": 1}), "stream: expected true or false"),
+            (json!({"seed": 1.5}), "seed: expected a whole number of 64 bits"),
+            (json!({"max_tokens": {}}), "max_tokens: expected a whole number, at least 1"),
+            (json!({"stream_options": {"include_usage": 5}}), "stream_options: expected an object"),
+        ] {
+            let error = refused(&value);
+            let message = error["error"]["message"].as_str().expect("text");
+            assert!(message.starts_with(words), "{value}: {message}");
         }
+    }
+
+    /// Each asks for something that another server would do.
+    #[test]
+    fn fields_of_other_servers_are_refused_by_name() {
+        for (name, value) in [
+            ("stop_token_ids", json!([5])),
+            ("min_tokens", json!(50)),
+            ("guided_json", json!({})),
+            ("structured_outputs", json!({"regex": "a"})),
+            ("n_predict", json!(5)),
+            ("repeat_penalty", json!(1.1)),
+            ("typical_p", json!(0.5)),
+            ("continue_final_message", json!(true)),
+            ("add_generation_prompt", json!(false)),
+            ("chat_template_kwargs", json!({"enable_thinking": false})),
+            ("top_k", json!(40)),
+            ("regex", json!("a+")),
+            ("grammar", json!("root ::= \"a\"")),
+        ] {
+            let error = refused(&json!({name: value}));
+            assert_eq!(error["error"]["param"], name);
+            assert_eq!(error["error"]["code"], "unsupported_parameter");
+            let error = read_as(Kind::Chat, &json!({name: value})).expect_err("refused").body();
+            assert_eq!(error["error"]["param"], name);
+        }
+        let neutral = json!({
+            "stop_token_ids": [], "min_tokens": 0, "repeat_penalty": 1.0, "typical_p": 1,
+            "add_generation_prompt": true, "chat_template_kwargs": {}, "top_k": -1, "grammar": "",
+            "guided_json": null, "cache_prompt": true, "id_slot": -1, "metadata": {"a": "b"},
+        });
+        assert!(read(&neutral).is_ok());
     }
 }

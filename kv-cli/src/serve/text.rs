@@ -48,17 +48,22 @@ pub(super) struct Text {
 const BEFORE: usize = 16;
 
 impl Text {
+    /// Returns the tokens of a prompt that decide how the text after it reads.
+    pub(super) fn end_of(prompt: &[u32]) -> &[u32] {
+        prompt.get(prompt.len().saturating_sub(BEFORE)..).unwrap_or(prompt)
+    }
+
+    /// Makes a text after a prompt, or the end of one.
     pub(super) fn new(
         updates: UpdateReceiver,
         tokenizer: Arc<Tokenizer>,
         prompt: &[u32],
-        stop: Vec<String>,
+        stop: Arc<[String]>,
     ) -> Self {
-        let before = prompt.get(prompt.len().saturating_sub(BEFORE)..).unwrap_or(prompt);
         Self {
             updates,
             tokenizer,
-            stream: TextStream::after(before),
+            stream: TextStream::after(Self::end_of(prompt)),
             stop: Stop { stop, held: String::new() },
             tokens: 0,
             cached: 0,
@@ -140,7 +145,8 @@ impl Text {
 /// Looks for the texts that end a text, also across pieces.
 #[derive(Debug)]
 struct Stop {
-    stop: Vec<String>,
+    /// Shared by all texts of a request.
+    stop: Arc<[String]>,
     /// The end of the text so far that a stop string may begin with.
     held: String,
 }

@@ -14,13 +14,16 @@ use crate::server::{Server, chat_model};
 
 pub(crate) const CASES: &[Case] = &[
     ("behaviour/a_prompt_that_never_fits_is_refused_with_numbers", never_fits),
-    ("behaviour/a_request_of_many_texts_is_one_request", many_texts_of_one_request),
+    ("behaviour/a_request_of_many_texts_runs_whole_or_not_at_all", many_texts_of_one_request),
     ("behaviour/one_more_than_the_queue_takes_is_refused", queue_is_full),
     ("behaviour/a_server_that_is_told_to_end_lets_texts_end", drains),
     ("behaviour/a_restart_keeps_a_prefix_on_disk", restart_keeps),
     ("behaviour/salts_share_nothing", salts),
     ("behaviour/a_stop_string_frees_the_blocks", stop_string),
     ("behaviour/only_the_key_opens", key),
+    ("behaviour/a_refusal_names_what_is_too_large", too_large),
+    ("behaviour/only_named_origins_are_let_in", origins),
+    ("behaviour/a_name_and_a_file_start_a_server", name_and_file),
     ("behaviour/connections_beyond_the_limit_wait", connections_wait),
     ("behaviour/the_page_is_one_file", page),
     ("behaviour/a_model_without_a_template_refuses_chats", chat_needs_a_template),
@@ -64,9 +67,9 @@ fn never_fits() {
     }
 }
 
-/// The queue is full or not when a request comes: its own prompts and texts do not count.
+/// Each prompt counts as often as `n` says, before any of them is looked at.
 fn many_texts_of_one_request() {
-    let server = Server::start(&["--max-queue", "1", "--max-batch", "2"]);
+    let server = Server::start(&["--max-queue", "8", "--max-batch", "2"]);
     for (prompt, n) in
         [(json!(["The", "A", "One", "Tom"]), 1), (json!("The"), 8), (json!(["a", "b"]), 3)]
     {
@@ -78,12 +81,49 @@ fn many_texts_of_one_request() {
         assert_eq!(texts, Some(prompts * n), "{}", answer.text());
         assert_eq!(answer.json()["usage"]["completion_tokens"], prompts * n * 3);
     }
+    for (prompt, n) in [(json!("The"), 9), (json!(["a", "b", "c"]), 3)] {
+        let error = post(server.address(), COMPLETIONS, &json!({"prompt": prompt, "n": n}));
+        let error = error.error(400);
+        assert_eq!((&error["code"], &error["param"]), (&json!("too_many_texts"), &json!("n")));
+        assert!(message(&error).contains("9 texts") && message(&error).contains("at most 8"));
+    }
     // All prompts or none: the last one is too long.
     let body = json!({"prompt": [[403], vec![403; 600]], "max_tokens": 3});
     post(server.address(), COMPLETIONS, &body).error(400);
     server.wait_until_idle();
     let counted = server.metrics().labelled("kv_texts_total", "finish=\"length\"");
     assert_eq!(counted, 4 + 8 + 6, "no text of the refused request ran");
+    server.end();
+}
+
+/// OpenAI's clients show the field that has to change.
+fn too_large() {
+    let folder = chat_model();
+    let server = Server::start(&["--model", folder.path().to_str().expect("UTF-8")]);
+    let ask = |path: &str, body: Value| post(server.address(), path, &body).error(400);
+    let chat = "/v1/chat/completions";
+    let messages = json!([{"role": "user", "content": "Hello"}]);
+    let long = json!([{"role": "user", "content": "Hello ".repeat(700)}]);
+    for (path, body, field) in [
+        (COMPLETIONS, json!({"prompt": "a", "max_tokens": 1000}), "max_tokens"),
+        (COMPLETIONS, json!({"prompt": "a ".repeat(700)}), "prompt"),
+        (COMPLETIONS, json!({"prompt": "a ".repeat(700), "max_tokens": 1}), "prompt"),
+        (COMPLETIONS, json!({"prompt": "a ".repeat(70_000), "max_tokens": 1}), "prompt"),
+        (COMPLETIONS, json!({"prompt": vec![403; 600], "max_tokens": 1000}), "prompt"),
+        (chat, json!({"messages": messages, "max_tokens": 1000}), "max_tokens"),
+        (
+            chat,
+            json!({"messages": messages, "max_completion_tokens": 1000}),
+            "max_completion_tokens",
+        ),
+        (chat, json!({"messages": long, "max_tokens": 1}), "messages"),
+    ] {
+        let error = ask(path, body);
+        assert_eq!(error["code"], "context_length_exceeded", "{error}");
+        assert_eq!(error["param"], field, "{error}");
+    }
+    let error = ask(COMPLETIONS, json!({"prompt": [1_000_000]}));
+    assert!(message(&error).contains("no token 1000000, the model has 512"), "{error}");
     server.end();
 }
 
@@ -258,7 +298,61 @@ fn key() {
     }
     let refused = post(server.address(), COMPLETIONS, &greedy("x", 1));
     assert_eq!(refused.error(401)["type"], "authentication_error");
-    assert_eq!(ask("/v1/models", "Authorization: Bearer correct horse\r\n").status, 200);
+    assert!(refused.header("WWW-Authenticate").is_some_and(|value| value.starts_with("Bearer")));
+    for header in ["Authorization: Bearer", "Authorization: bearer", "x-api-key:"] {
+        let header = format!("{header} correct horse\r\n");
+        assert_eq!(ask("/v1/models", &header).status, 200, "{header}");
+    }
+    server.end();
+}
+
+/// A browser asks first, without the key, and shows an answer only with the right headers.
+fn origins() {
+    const PAGE: &str = "http://localhost:3000";
+    let ask = |server: &Server, method: &str, origin: &str, more: &str| {
+        let mut connection = Connection::open(server.address());
+        let head =
+            format!("{method} /v1/models HTTP/1.1\r\nHost: kv\r\nOrigin: {origin}\r\n{more}\r\n");
+        connection.send(head.as_bytes()).expect("a request");
+        connection.answer()
+    };
+    let preflight = "Access-Control-Request-Method: POST\r\n\
+        Access-Control-Request-Headers: authorization, x-stainless-os\r\n";
+    let allowed = |answer: &crate::client::Answer| {
+        answer.header("Access-Control-Allow-Origin").map(str::to_owned)
+    };
+    let closed = Server::start(&["--api-key", "key"]);
+    assert_eq!(ask(&closed, "OPTIONS", PAGE, preflight).status, 405);
+    assert_eq!(allowed(&ask(&closed, "GET", PAGE, "")), None);
+    closed.end();
+    let server = Server::start(&["--api-key", "key", "--allow-origin", PAGE]);
+    let answer = ask(&server, "OPTIONS", PAGE, preflight);
+    assert_eq!((answer.status, allowed(&answer).as_deref()), (200, Some(PAGE)));
+    let headers = answer.header("Access-Control-Allow-Headers").expect("headers");
+    assert!(headers.contains("authorization") && headers.contains("x-stainless-os"), "{headers}");
+    // Refusals are shown too.
+    let answer = ask(&server, "GET", PAGE, "");
+    assert_eq!((answer.status, allowed(&answer).as_deref()), (401, Some(PAGE)));
+    let answer = ask(&server, "GET", PAGE, "Authorization: Bearer key\r\n");
+    assert_eq!((answer.status, allowed(&answer).as_deref()), (200, Some(PAGE)));
+    assert_eq!(allowed(&ask(&server, "OPTIONS", "http://localhost:3001", preflight)), None);
+    server.end();
+    let server = Server::start(&["--allow-origin", "*"]);
+    assert_eq!(allowed(&ask(&server, "GET", PAGE, "")).as_deref(), Some("*"));
+    server.end();
+}
+
+fn name_and_file() {
+    let folder = TempDir::new().expect("a folder");
+    let file = folder.path().join("key");
+    std::fs::write(&file, "correct horse\n").expect("a file");
+    let file = file.to_str().expect("UTF-8");
+    let server = Server::start_at("localhost:0", &["--api-key-file", file]);
+    let mut connection = Connection::open(server.address());
+    let head = "GET /v1/models HTTP/1.1\r\nHost: kv\r\nAuthorization: Bearer correct horse\r\n\r\n";
+    connection.send(head.as_bytes()).expect("a request");
+    assert_eq!(connection.answer().status, 200);
+    assert_eq!(get(server.address(), "/v1/models").error(401)["code"], "invalid_api_key");
     server.end();
 }
 

@@ -18,6 +18,7 @@ pub(crate) const CASES: &[Case] = &[
     ("hostile/a_client_that_does_not_read", slow_reader),
     ("hostile/several_requests_at_once", pipelined),
     ("hostile/wrong_methods_and_routes", wrong_methods),
+    ("hostile/heads_that_are_wrong", wrong_heads),
 ];
 
 /// Sends bytes as far as the server takes them; returns the status, `None` if it closed.
@@ -304,6 +305,7 @@ fn wrong_methods() {
         ("POST", "/health", 405),
         ("GET", "/v1", 404),
         ("GET", "/v1/models/another", 404),
+        ("GET", "/v1/models/%ff", 400),
         ("GET", "//", 404),
         ("GET", "/../../etc/passwd", 404),
         ("GET", "/%00", 404),
@@ -313,6 +315,37 @@ fn wrong_methods() {
         let answer = ask(method, path).expect("an answer");
         assert_eq!(answer.status, status, "{method} {path}");
         assert_eq!(answer.error(status)["type"], "invalid_request_error");
+    }
+    server.end();
+}
+
+fn wrong_heads() {
+    let server = Server::start(&[]);
+    let body = "{\"prompt\": \"x\", \"max_tokens\": 1}";
+    let ask = |version: &str, headers: &str| {
+        let length = body.len();
+        let mut connection = Connection::open(server.address());
+        let request = format!(
+            "POST {COMPLETIONS} HTTP/{version}\r\n{headers}Content-Length: {length}\r\n\r\n{body}"
+        );
+        connection.send(request.as_bytes()).expect("a request");
+        connection.answer()
+    };
+    for (version, headers, status) in [
+        ("1.1", "", 400),
+        ("1.1", "Host: kv\r\nHost: kv\r\n", 400),
+        ("1.1", "Host: kv\r\nContent-Encoding: gzip\r\n", 415),
+        ("1.1", "Host: kv\r\nContent-Encoding: br\r\n", 415),
+        ("1.1", "Host: kv\r\nContent-Encoding: identity, zstd\r\n", 415),
+        ("1.1", "Host: kv\r\nContent-Encoding: identity\r\nContent-Encoding: gzip\r\n", 415),
+    ] {
+        let error = ask(version, headers).error(status);
+        assert_eq!(error["type"], "invalid_request_error", "{headers}");
+    }
+    for (version, headers) in
+        [("1.0", ""), ("1.1", "Host: kv\r\n"), ("1.1", "Host:\r\nContent-Encoding: Identity\r\n")]
+    {
+        assert_eq!(ask(version, headers).status, 200, "{headers}");
     }
     server.end();
 }

@@ -25,8 +25,13 @@ pub(crate) struct Server {
 impl Server {
     /// Starts the program on a free port, and waits until it listens.
     pub(crate) fn start(args: &[&str]) -> Self {
+        Self::start_at("127.0.0.1:0", args)
+    }
+
+    /// The same on another address.
+    pub(crate) fn start_at(address: &str, args: &[&str]) -> Self {
         let mut command = Command::new(env!("CARGO_BIN_EXE_kv"));
-        command.args(["serve", "--addr", "127.0.0.1:0"]).args(args);
+        command.args(["serve", "--addr", address]).args(args);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         let mut child = command.env_remove("KV_API_KEY").spawn().expect("the program starts");
         let mut stderr = BufReader::new(child.stderr.take().expect("standard error"));
@@ -72,10 +77,24 @@ impl Server {
 
     /// Returns the resident memory, in KiB.
     pub(crate) fn memory(&self) -> u64 {
+        self.status("VmRSS:")
+    }
+
+    /// Returns the most resident memory that there was since [`Self::forget_peak`], in KiB.
+    pub(crate) fn peak(&self) -> u64 {
+        self.status("VmHWM:")
+    }
+
+    /// Makes the present memory the peak.
+    pub(crate) fn forget_peak(&self) {
+        fs::write(format!("/proc/{}/clear_refs", self.child.id()), "5").expect("the process runs");
+    }
+
+    fn status(&self, name: &str) -> u64 {
         let status = fs::read_to_string(format!("/proc/{}/status", self.child.id()));
         let status = status.expect("the process runs");
-        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
-        let number = line.and_then(|line| line.split_whitespace().next()).expect("VmRSS");
+        let line = status.lines().find_map(|line| line.strip_prefix(name));
+        let number = line.and_then(|line| line.split_whitespace().next()).expect(name);
         number.parse().expect("a number")
     }
 
