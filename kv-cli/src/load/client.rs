@@ -56,8 +56,8 @@ pub(super) enum Failure {
     Json(#[from] serde_json::Error),
     #[error("the answer is of type {got:?}, expected text/event-stream")]
     ContentType { got: String },
-    #[error("the stream has no usage")]
-    NoUsage,
+    #[error("the stream has no text and no end")]
+    Empty,
 }
 
 impl Failure {
@@ -68,7 +68,7 @@ impl Failure {
             Self::Connection(_) => "connection",
             Self::Timeout(_) => "timeout",
             Self::Stream { .. } => "stream",
-            Self::Sse(_) | Self::Json(_) | Self::ContentType { .. } | Self::NoUsage => "protocol",
+            Self::Sse(_) | Self::Json(_) | Self::ContentType { .. } | Self::Empty => "protocol",
         }
         .to_owned()
     }
@@ -88,7 +88,7 @@ pub(super) struct Answer {
     pub(super) gaps: Vec<Duration>,
     /// Until the end, of whatever kind.
     pub(super) whole: Duration,
-    pub(super) result: Result<Usage, Failure>,
+    pub(super) result: Result<Option<Usage>, Failure>,
 }
 
 impl Client {
@@ -168,7 +168,8 @@ impl Client {
         request.body(body).map_err(|error| Failure::connection(&error))
     }
 
-    async fn stream(&self, body: String, texts: &mut Texts) -> Result<Usage, Failure> {
+    /// Returns the usage, if the server says it.
+    async fn stream(&self, body: String, texts: &mut Texts) -> Result<Option<Usage>, Failure> {
         let request = self.request(Method::POST, &self.completions, body)?;
         let response = self.http.request(request).await;
         let response = response.map_err(|error| Failure::connection(&error))?;
@@ -193,7 +194,10 @@ impl Client {
             }
         }
         parser.finish()?;
-        Ok(usage.ok_or(Failure::NoUsage)?.into())
+        if usage.is_none() && texts.first.is_none() {
+            return Err(Failure::Empty);
+        }
+        Ok(usage.map(Usage::from))
     }
 }
 

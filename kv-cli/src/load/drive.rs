@@ -22,7 +22,8 @@ pub(super) struct Sample {
     /// Until the first text came.
     pub(super) first: Option<Duration>,
     pub(super) whole: Duration,
-    pub(super) result: Result<Usage, Failure>,
+    /// `None` if the answer says nothing of its tokens.
+    pub(super) result: Result<Option<Usage>, Failure>,
 }
 
 /// What was measured.

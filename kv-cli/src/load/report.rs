@@ -33,6 +33,9 @@ pub(super) struct Report {
     /// Requests of the workload that had no end when Ctrl-C was pressed.
     unfinished: u64,
     pub(super) failures: Vec<FailureLine>,
+    /// Succeeded requests whose answers do not say their tokens, which are counted nowhere below.
+    #[serde(skip_serializing_if = "is_0")]
+    without_usage: u64,
     /// From the first request to the end of the last one.
     seconds: f64,
     /// Succeeded requests.
@@ -59,7 +62,7 @@ impl Report {
     pub(super) fn new(url: String, model: String, planned: usize, measured: &Measured) -> Self {
         let Measured { samples, gaps, elapsed } = measured;
         let succeeded = || samples.iter().filter(|sample| sample.result.is_ok());
-        let usages = || samples.iter().filter_map(|sample| sample.result.as_ref().ok());
+        let usages = || samples.iter().filter_map(|sample| sample.result.as_ref().ok()?.as_ref());
         let seconds = elapsed.as_secs_f64();
         let per_second = |count: u64| to_f64(count) / seconds.max(1e-9);
         let prompt_tokens = usages().map(|usage| usage.prompt).sum();
@@ -75,6 +78,7 @@ impl Report {
             failed: sent.saturating_sub(good),
             unfinished: to_u64(planned).saturating_sub(sent),
             failures: failures(samples),
+            without_usage: good.saturating_sub(to_u64(usages().count())),
             seconds,
             requests_per_second: per_second(good),
             prompt_tokens,
@@ -108,6 +112,10 @@ impl Report {
         lines.extend(self.failures.iter().map(|FailureLine { kind, count, message }| {
             format!("failed, {kind}: {count}, the first one: {message}")
         }));
+        if self.without_usage > 0 {
+            let count = self.without_usage;
+            lines.push(format!("no usage in {count} answers: their tokens are not counted"));
+        }
         lines.push(format!(
             "{:.1} requests/s, {:.0} generated tokens/s, {:.0} prompt tokens/s; {} of {} prompt \
              tokens were cached, {:.1} %\n",
@@ -140,6 +148,11 @@ impl Report {
         }
         lines.join("\n")
     }
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "as serde calls it")]
+fn is_0(count: &u64) -> bool {
+    *count == 0
 }
 
 /// Counts failures by their kind, the most frequent one first.
@@ -188,7 +201,7 @@ pub(super) mod tests {
             late: ms(1),
             first: Some(ms(first)),
             whole: ms(whole),
-            result: Ok(Usage { prompt: 100, cached: 25, completion: 10 }),
+            result: Ok(Some(Usage { prompt: 100, cached: 25, completion: 10 })),
         }
     }
 
@@ -234,6 +247,15 @@ pub(super) mod tests {
             assert!(text.contains(words), "{words}: {text}");
         }
         assert!(!report.is_late && !text.contains("sent late"), "{text}");
+    }
+
+    #[test]
+    fn an_answer_without_usage_has_succeeded() {
+        let unknown = Sample { result: Ok(None), ..sample(0, 20, 100) };
+        let report = report(vec![sample(0, 20, 100), unknown]);
+        assert_eq!((report.succeeded, report.failed, report.without_usage), (2, 0, 1));
+        assert_eq!((report.prompt_tokens, report.completion_tokens), (100, 10));
+        assert!(report.show().contains("no usage in 1 answers"), "{}", report.show());
     }
 
     #[test]

@@ -1,9 +1,13 @@
-//! Server-sent events as completions stream them: `data: ` lines, each with an empty line after it,
-//! and `[DONE]` at the end. Comments are skipped; everything else is refused.
+//! Server-sent events as completions stream them: `data: ` lines, an empty line after each event,
+//! and `[DONE]` at the end. Comments and the other fields of an event are skipped; everything else
+//! is refused.
 use std::collections::VecDeque;
 
-/// Longest line, far more than a chunk with one token needs.
+/// Longest line, and longest data of an event: far more than a chunk with one token needs.
 const LINE_BYTES_MAX: usize = 1 << 20;
+
+/// Fields of an event that say nothing about its text.
+const SKIPPED: [&str; 3] = ["event", "id", "retry"];
 
 /// One event.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -17,8 +21,6 @@ pub(super) enum Event {
 pub(super) enum SseError {
     #[error("a line of the stream starts with {start:?}, expected data:")]
     Line { start: String },
-    #[error("an event of the stream has a second line, expected an empty one")]
-    SecondLine,
     #[error("a line of the stream is not UTF-8")]
     Utf8,
     #[error("a line of the stream is longer than {LINE_BYTES_MAX} bytes")]
@@ -33,8 +35,8 @@ pub(super) enum SseError {
 #[derive(Debug, Default)]
 pub(super) struct Parser {
     line: Vec<u8>,
-    /// The event whose empty line has not come.
-    open: Option<Event>,
+    /// The data of the event whose empty line has not come.
+    open: Option<String>,
     is_done: bool,
     events: VecDeque<Event>,
 }
@@ -68,27 +70,33 @@ impl Parser {
 
     fn take(&mut self, line: &str) -> Result<(), SseError> {
         if line.is_empty() {
-            if let Some(event) = self.open.take() {
+            if let Some(data) = self.open.take() {
+                let event = if data == "[DONE]" { Event::Done } else { Event::Data(data) };
                 self.is_done |= event == Event::Done;
                 self.events.push_back(event);
             }
             return Ok(());
         }
-        if line.starts_with(':') {
+        let (field, value) = line.split_once(':').unwrap_or((line, ""));
+        if field.is_empty() || SKIPPED.contains(&field) {
             return Ok(());
         }
         if self.is_done {
             return Err(SseError::AfterDone);
         }
-        let Some(data) = line.strip_prefix("data:") else {
+        if field != "data" {
             return Err(SseError::Line { start: line.chars().take(40).collect() });
-        };
-        if self.open.is_some() {
-            return Err(SseError::SecondLine);
         }
-        let data = data.strip_prefix(' ').unwrap_or(data);
-        let event = if data == "[DONE]" { Event::Done } else { Event::Data(data.to_owned()) };
-        self.open = Some(event);
+        let value = value.strip_prefix(' ').unwrap_or(value);
+        match &mut self.open {
+            // Lines of one event are lines of its data.
+            Some(data) if data.len().saturating_add(value.len()) < LINE_BYTES_MAX => {
+                data.push('\n');
+                data.push_str(value);
+            }
+            Some(_) => return Err(SseError::TooLong),
+            None => self.open = Some(value.to_owned()),
+        }
         Ok(())
     }
 }
@@ -129,11 +137,20 @@ mod tests {
     }
 
     #[test]
+    fn other_fields_of_an_event_are_skipped() {
+        let stream = b"retry: 10\nevent: message\nid: 1\ndata: {}\n\nid\n\nevent: done\n\
+            data: [DONE]\nid: 2\n\nid: 3\n\n";
+        let expected = [Event::Data("{}".to_owned()), Event::Done];
+        assert_eq!(events([&stream[..]]).expect("a stream"), expected);
+        let lines = b"data: {\ndata:  \"a\": 1\ndata\ndata: }\n\ndata: [DONE]\n\n";
+        let expected = [Event::Data("{\n \"a\": 1\n\n}".to_owned()), Event::Done];
+        assert_eq!(events([&lines[..]]).expect("a stream"), expected);
+    }
+
+    #[test]
     fn everything_else_is_refused() {
         for (stream, error) in [
-            (&b"data: 1\ndata: 2\n\n"[..], SseError::SecondLine),
-            (b"event: x\n\n", SseError::Line { start: "event: x".to_owned() }),
-            (b"{}\n\n", SseError::Line { start: "{}".to_owned() }),
+            (&b"{}\n\n"[..], SseError::Line { start: "{}".to_owned() }),
             (b"data: \xff\n\n", SseError::Utf8),
             (b"data: [DONE]\n\ndata: 1\n\n", SseError::AfterDone),
             (b"data: 1\n\n", SseError::NoDone),
@@ -146,5 +163,7 @@ mod tests {
         let long = vec![b'x'; LINE_BYTES_MAX + 1];
         assert_eq!(events([&long[..]]), Err(SseError::TooLong));
         assert_eq!(events(long.chunks(1000)), Err(SseError::TooLong));
+        let lines = format!("data: {}\n", "x".repeat(LINE_BYTES_MAX / 2)).repeat(3);
+        assert_eq!(events([lines.as_bytes()]), Err(SseError::TooLong));
     }
 }

@@ -9,20 +9,25 @@ use crate::replay::{Sizes, Trace};
 
 /// Longest prompt.
 const PROMPT_TOKENS_MAX: u64 = 1 << 24;
-/// Longest time until a request is sent, in seconds: ten years.
-const SECONDS_MAX: f64 = 315e6;
+/// Longest time until a request is sent, in seconds: 31 days.
+const SECONDS_MAX: f64 = 31.0 * 86_400.0;
 
 /// The third word of seeds that are not the blocks of a trace.
 const SHARED: u32 = u32::MAX;
 const OWN: u32 = u32::MAX - 1;
 
 /// A workload that cannot be made.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub(crate) enum WorkloadError {
     #[error("--shared-prefix-tokens {shared}: a prompt has {prompt} tokens (--prompt-tokens)")]
     Shared { shared: u32, prompt: u32 },
     #[error("the prompt of turn {turns} has {got} tokens, at most {max} are possible")]
     TooLong { turns: u32, got: u64, max: u64 },
+    #[error(
+        "request {request} would be sent {seconds:.3e} s after the first one, at most 31 days are \
+         possible: see --{flag}"
+    )]
+    TooLate { request: usize, seconds: f64, flag: &'static str },
     #[error("--first-token {first}: the vocabulary has {vocab} tokens (--vocab)")]
     Vocab { first: u32, vocab: u32 },
 }
@@ -131,21 +136,21 @@ impl Workload {
         let conversations = made.requests.div_ceil(turns.get()).max(1);
         let mut seconds = 0.0;
         let planned = (0..made.requests).map(|index| {
-            let due = due(seconds);
+            let due = due(seconds, to_usize(index), "rate")?;
             let gap = match made.arrivals {
                 Arrivals::Constant => 1.0,
                 Arrivals::Poisson => -(-uniform(vocab.seed, index)).ln_1p(),
             };
             seconds += gap / made.rate;
             let turn = index.checked_div(conversations).unwrap_or(0);
-            Planned {
+            Ok(Planned {
                 due,
                 prompt_tokens: u32::try_from(length(turn)).unwrap_or(u32::MAX),
                 max_new_tokens: made.max_new_tokens,
                 source: index.checked_rem(conversations).unwrap_or(0),
-            }
+            })
         });
-        let planned = planned.collect();
+        let planned = planned.collect::<Result<_, WorkloadError>>()?;
         Ok(Self { planned, source: Source::Synthetic { shared }, tokens })
     }
 
@@ -166,13 +171,15 @@ impl Workload {
             tokens.min(most.unwrap_or(u32::MAX)).max(1)
         };
         let requests = trace.requests().iter().zip(arrivals()).enumerate();
-        let planned = requests.map(|(index, (request, arrival))| Planned {
-            due: due((arrival.seconds - first) / options.speed),
-            prompt_tokens: scaled(request.tokens, options.max_prompt_tokens),
-            max_new_tokens: scaled(arrival.output_tokens, options.max_new_tokens),
-            source: to_u32(index),
+        let planned = requests.map(|(index, (request, arrival))| {
+            Ok(Planned {
+                due: due((arrival.seconds - first) / options.speed, index, "scale")?,
+                prompt_tokens: scaled(request.tokens, options.max_prompt_tokens),
+                max_new_tokens: scaled(arrival.output_tokens, options.max_new_tokens),
+                source: to_u32(index),
+            })
         });
-        let mut planned: Vec<_> = planned.collect();
+        let mut planned = planned.collect::<Result<Vec<_>, WorkloadError>>()?;
         planned.sort_by_key(|planned| planned.due);
         let source = Source::Trace { trace: Box::new(trace), tokens: options.tokens };
         Ok(Self { planned, source, tokens })
@@ -210,8 +217,14 @@ impl Workload {
     }
 }
 
-fn due(seconds: f64) -> Duration {
-    Duration::try_from_secs_f64(seconds.clamp(0.0, SECONDS_MAX)).unwrap_or_default()
+/// Returns when a request is sent after the first one; refuses a load that nobody would wait for.
+fn due(seconds: f64, index: usize, flag: &'static str) -> Result<Duration, WorkloadError> {
+    // Of two times that are equal the difference may be a little less than nothing.
+    let due = Duration::try_from_secs_f64(seconds.max(0.0)).ok();
+    due.filter(|due| due.as_secs_f64() <= SECONDS_MAX).ok_or_else(|| {
+        let request = index.saturating_add(1);
+        WorkloadError::TooLate { request, seconds, flag }
+    })
 }
 
 #[cfg(test)]

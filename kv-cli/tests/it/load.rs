@@ -40,6 +40,8 @@ fn load(server: &Server, args: &[&str]) -> Value {
     let report = json(&[&["load", &server.url()], args].concat());
     let mut fields: Vec<_> = report.as_object().expect("an object").keys().collect();
     let mut expected = FIELDS.to_vec();
+    // Said where it is not 0.
+    fields.retain(|field| *field != "without_usage");
     fields.sort();
     expected.sort_unstable();
     assert_eq!(fields, expected);
@@ -165,7 +167,7 @@ fn failures_are_counted_by_their_kind() {
         0..3 => Answer::Status(429, "the queue is full"),
         3..5 => Answer::Raw("data: {\"choices\": [{\"text\": \"a\"}]}\n\n"),
         5 => Answer::Raw("data: {\"error\": {\"message\": \"the step failed\"}}\n\n"),
-        6 => Answer::Raw("event: other\n\n"),
+        6 => Answer::Raw("other: event\n\n"),
         7 => Answer::Silence,
         _ => Answer::Tokens { count: 1, delay: Duration::ZERO },
     });
@@ -195,6 +197,19 @@ fn failures_are_counted_by_their_kind() {
     assert!(svg.contains("Time to first token"));
 }
 
+/// Servers are free to name and number events, and to leave the usage out.
+#[test]
+fn streams_of_other_servers_are_read() {
+    const STREAM: &str = "retry: 5\n\nid: 1\nevent: message\ndata: {\"choices\": [{\"text\": \
+        \"a\"}]}\n\n: waiting\n\nid: 2\ndata: {\"choices\": [{\"text\": \"\", \
+        \"finish_reason\": \"length\"}]}\n\nevent: end\ndata: [DONE]\n\n";
+    let server = Server::start(|_| Answer::Stream(STREAM));
+    let report = load(&server, &["--rate", "500", "--requests", "4"]);
+    assert_eq!((&report["succeeded"], &report["failed"]), (&json!(4), &json!(0)), "{report}");
+    assert_eq!((&report["without_usage"], &report["prompt_tokens"]), (&json!(4), &json!(0)));
+    assert!(report["time_to_first_token_ms"].is_object(), "{report}");
+}
+
 #[test]
 fn a_load_without_any_success_fails() {
     let server = Server::start(|_| Answer::Status(401, "the API key is wrong"));
@@ -219,6 +234,16 @@ fn what_cannot_be_loaded_is_refused_with_words() {
     let away = away.as_str();
     fails(&["load", away, "--trace", "no/such.jsonl"], 1, "no/such.jsonl");
     fails(&["load", away, "--trace", &data("eval.txt")], 1, "line 1");
+    let dir = TempDir::new().expect("a folder");
+    let late = dir.path().join("late.jsonl");
+    let line = |time| {
+        format!(
+            "{{\"timestamp\": {time}, \"input_length\": 1, \"output_length\": 1, \"hash_ids\": [1]}}\n"
+        )
+    };
+    fs::write(&late, line("0") + &line("1e308")).expect("a trace");
+    let late = late.to_str().expect("UTF-8");
+    fails(&["load", away, "--trace", late], 1, "at most 31 days are possible");
     let shared = ["--shared-prefix-tokens", "129"];
     fails(&[&["load", away, "--rate", "1"], &shared[..]].concat(), 1, "a prompt has 128 tokens");
     fails(&["load", away, "--rate", "1", "--vocab", "3"], 1, "--first-token 3");

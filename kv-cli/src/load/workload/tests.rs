@@ -173,6 +173,32 @@ fn impossible_workloads_are_refused() {
     assert!(error(&Synthetic { turns, ..MADE }, VOCAB).contains("the prompt of turn 1000000"));
     let vocab = Vocabulary { first: 256, ..VOCAB };
     assert!(error(&MADE, vocab).contains("--first-token 256"));
+    let slow = Synthetic { rate: 1e-300, ..MADE };
+    assert!(error(&slow, VOCAB).contains("at most 31 days are possible: see --rate"));
     let missing = Workload::of_trace(Path::new("no.jsonl"), &OPTIONS, VOCAB);
     assert!(missing.expect_err("no file").to_string().contains("no.jsonl"));
+}
+
+#[test]
+fn a_trace_that_nobody_would_wait_for_is_refused() {
+    let dir = TempDir::new().expect("a folder");
+    let path = dir.path().join("a.jsonl");
+    let error = |timestamp: &str, speed| {
+        let line = |timestamp| {
+            format!(
+                "{{\"timestamp\": {timestamp}, \"input_length\": 10, \"output_length\": 1, \
+                \"hash_ids\": [1]}}\n"
+            )
+        };
+        fs::write(&path, line("1000") + &line(timestamp)).expect("a trace");
+        let options = TraceOptions { speed, ..OPTIONS };
+        Workload::of_trace(&path, &options, VOCAB).map_err(|error| error.to_string())
+    };
+    for timestamp in ["1e308", "1e300", "3e9", "18446744073709551615"] {
+        let error = error(timestamp, 1.0).expect_err("refused");
+        assert!(error.contains("request 2 would be sent"), "{timestamp}: {error}");
+        assert!(error.contains("see --scale"), "{timestamp}: {error}");
+    }
+    assert!(error("3e9", 2.0).is_ok());
+    assert!(error("2e9", 1.0).is_ok());
 }

@@ -17,7 +17,9 @@ pub(crate) enum Answer {
     Together { count: u64, requests: usize },
     /// This status, with an error of OpenAI's.
     Status(u16, &'static str),
-    /// A stream of these bytes, then the end of the connection.
+    /// A stream of these bytes.
+    Stream(&'static str),
+    /// The same, which breaks off: the connection ends.
     Raw(&'static str),
     /// Nothing, and the connection stays.
     Silence,
@@ -130,6 +132,11 @@ impl Shared {
                 let error = json!({"error": {"message": message, "type": "x", "code": null}});
                 self.end();
                 return respond(out, &format!("{status} Status"), &error);
+            }
+            Answer::Stream(body) => {
+                head(out, "text/event-stream")?;
+                self.end();
+                return write!(out, "{:x}\r\n{body}\r\n0\r\n\r\n", body.len()).ok();
             }
             Answer::Raw(body) => {
                 head(out, "text/event-stream")?;
