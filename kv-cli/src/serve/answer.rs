@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use tokio::time::{Instant, timeout_at};
 
 use super::api::{ApiError, unix_time};
-use super::engine::{Prompt, Refused};
+use super::engine::{Place, Prompt, Refused};
 use super::request::Wanted;
 use super::text::{Ended, Part, Text};
 use super::{Server, api};
@@ -46,6 +46,7 @@ pub(super) struct Prepared {
     pub(super) kind: Kind,
     pub(super) wanted: Wanted,
     pub(super) prompts: Vec<Vec<u32>>,
+    pub(super) place: Place,
 }
 
 impl Server {
@@ -55,7 +56,7 @@ impl Server {
         request: Prepared,
         deadline: Instant,
     ) -> Result<Answer, ApiError> {
-        let Prepared { kind, wanted, prompts } = request;
+        let Prepared { kind, wanted, prompts, place } = request;
         let seed = match wanted.seed {
             Some(seed) => seed,
             None => random().map_err(|error| api::internal(&error))?,
@@ -76,8 +77,8 @@ impl Server {
                 ignore_eos: wanted.ignore_eos,
             }
         };
-        let submitted =
-            self.engine.submit(prompts.into_iter().enumerate().map(of_prompt).collect());
+        let prompts = prompts.into_iter().enumerate().map(of_prompt).collect();
+        let submitted = self.engine.submit(prompts, place);
         let submitted = timeout_at(deadline, submitted).await.map_err(|_| too_late())?;
         let updates = submitted.map_err(|refused| match refused {
             Refused::TooLong { .. } | Refused::Never(_) => {

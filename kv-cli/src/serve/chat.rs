@@ -14,7 +14,8 @@ use super::template::{ChatTemplate, Message, TemplateError};
 const ROLES: [&str; 4] = ["system", "developer", "user", "assistant"];
 
 /// Fields of a message that matter: others, such as a name, are ignored.
-const MESSAGE: &[&str] = &["role", "content", "tool_calls", "function_call", "audio"];
+const MESSAGE: &[&str] =
+    &["role", "content", "tool_calls", "function_call", "audio", "prefix", "partial"];
 /// The same of a part of its content.
 const PART: &[&str] = &["type", "text"];
 
@@ -27,10 +28,10 @@ pub(super) fn read(server: &Server, body: &[u8], deadline: Instant) -> Result<Pr
     let wanted = Wanted::read(&fields, Kind::Chat)?;
     server.check_model(wanted.model.as_deref())?;
     let messages = read_messages(&fields)?;
-    server.check_room(1, &wanted)?;
+    let place = server.reserve(1, &wanted)?;
     let prompt = prompt(&server.template, &messages)?;
     let prompts = vec![server.encode(&prompt, "messages", deadline)?];
-    Ok(Prepared { kind: Kind::Chat, wanted, prompts })
+    Ok(Prepared { kind: Kind::Chat, wanted, prompts, place })
 }
 
 /// Makes the prompt. Without a template that works, only chats are lost.
@@ -77,9 +78,10 @@ fn read_message(place: &str, value: &RawValue) -> Result<Message, ApiError> {
         let why = format!("{} is not supported", shown(&role));
         return Err(fields.wrong("role", why));
     };
-    for name in ["tool_calls", "function_call", "audio"] {
-        // A client that repeats an answer repeats what is empty in it.
-        if fields.raw(name).is_some_and(|value| value.get() != "[]") {
+    // Calls, and an answer that goes on after its message. A client that repeats an answer repeats
+    // what is empty in it.
+    for name in ["tool_calls", "function_call", "audio", "prefix", "partial"] {
+        if fields.raw(name).is_some_and(|value| !matches!(value.get(), "[]" | "false")) {
             return Err(fields.wrong(name, "not supported"));
         }
     }
@@ -175,6 +177,10 @@ mod tests {
             (
                 json!([message, {"role": "assistant", "content": "", "tool_calls": [{}]}]),
                 "messages[1].tool_calls",
+            ),
+            (
+                json!([message, {"role": "assistant", "content": "It", "prefix": true}]),
+                "messages[1].prefix",
             ),
         ] {
             let error = read(&messages).expect_err("refused").body();

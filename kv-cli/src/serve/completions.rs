@@ -34,7 +34,7 @@ pub(super) fn read(server: &Server, body: &[u8], deadline: Instant) -> Result<Pr
     server.check_model(wanted.model.as_deref())?;
     let context = server.config.context();
     let given = read_prompts(&fields, crate::num::to_usize(context))?;
-    server.check_room(given.len(), &wanted)?;
+    let place = server.reserve(given.len(), &wanted)?;
     let tokens = given.into_iter().map(|prompt| match prompt {
         Given::Text(text) => server.encode(&text, "prompt", deadline),
         Given::Tokens(tokens) => match check_vocabulary(&tokens, &server.config) {
@@ -52,7 +52,7 @@ pub(super) fn read(server: &Server, body: &[u8], deadline: Instant) -> Result<Pr
         }
     });
     let prompts = tokens.collect::<Result<_, _>>()?;
-    Ok(Prepared { kind: Kind::Completion, wanted, prompts })
+    Ok(Prepared { kind: Kind::Completion, wanted, prompts, place })
 }
 
 /// Reads the field `prompt`: a text, tokens, or a list of either. Of prompts longer than the

@@ -91,6 +91,23 @@ struct Queue {
     max: usize,
     /// What the engine counted last.
     waiting: AtomicUsize,
+    /// Texts of requests that the engine has not taken yet.
+    coming: AtomicUsize,
+}
+
+/// Room in the queue for the texts of a request, from before its prompts are tokenised until the
+/// engine takes it.
+#[derive(Debug)]
+pub(super) struct Place {
+    queue: Arc<Queue>,
+    texts: usize,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let before = self.queue.coming.fetch_sub(self.texts, Ordering::SeqCst);
+        assert!(before >= self.texts, "a place was counted when it was taken");
+    }
 }
 
 impl Queue {
@@ -117,6 +134,7 @@ impl Queue {
 enum Message {
     Submit {
         prompts: Vec<(Prompt, Vec<UpdateSender>)>,
+        place: Place,
         answer: oneshot::Sender<Result<(), Refused>>,
     },
     /// Look at `is_stopping`.
@@ -183,17 +201,32 @@ impl Engine {
     pub(super) fn new(max_queue: usize, metrics: Arc<Metrics>) -> (Self, Inbox) {
         let (messages, receiver) = channel();
         let is_stopping = Arc::new(AtomicBool::new(false));
-        let queue = Arc::new(Queue { max: max_queue, waiting: AtomicUsize::new(0) });
+        let (waiting, coming) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let queue = Arc::new(Queue { max: max_queue, waiting, coming });
         let inbox =
             Inbox { receiver, is_stopping: Arc::clone(&is_stopping), queue: Arc::clone(&queue) };
         (Self { messages, is_stopping, queue, metrics }, inbox)
     }
 
-    /// Refuses a request of this many texts, as far as it is known without the engine. It counts
-    /// them again when it takes the request.
-    pub(super) fn check_room(&self, texts: usize) -> Result<(), Refused> {
-        let waiting = self.queue.waiting.load(Ordering::SeqCst);
-        self.queue.check(waiting, texts).map_err(|refused| self.refuse(refused))
+    /// Takes room for a request of this many texts, as far as is known without the engine, which
+    /// counts them again when it takes the request.
+    pub(super) fn reserve(&self, texts: usize) -> Result<Place, Refused> {
+        if self.is_stopping() {
+            return Err(self.refuse(Refused::Stopping));
+        }
+        let queue = &self.queue;
+        let mut coming = queue.coming.load(Ordering::SeqCst);
+        loop {
+            let waiting = queue.waiting.load(Ordering::SeqCst).saturating_add(coming);
+            queue.check(waiting, texts).map_err(|refused| self.refuse(refused))?;
+            let more = coming.saturating_add(texts);
+            let swapped =
+                queue.coming.compare_exchange(coming, more, Ordering::SeqCst, Ordering::SeqCst);
+            match swapped {
+                Ok(_) => return Ok(Place { queue: Arc::clone(queue), texts }),
+                Err(other) => coming = other,
+            }
+        }
     }
 
     /// Counts a refusal of which the engine does not hear.
@@ -210,9 +243,10 @@ impl Engine {
     pub(super) async fn submit(
         &self,
         prompts: Vec<Prompt>,
+        place: Place,
     ) -> Result<Vec<UpdateReceiver>, Refused> {
         if self.is_stopping() {
-            return Err(Refused::Stopping);
+            return Err(self.refuse(Refused::Stopping));
         }
         let mut receivers = Vec::new();
         let with_texts = prompts.into_iter().map(|prompt| {
@@ -223,7 +257,7 @@ impl Engine {
         });
         let prompts = with_texts.collect();
         let (answer, answered) = oneshot::channel();
-        let message = Message::Submit { prompts, answer };
+        let message = Message::Submit { prompts, place, answer };
         self.messages.send(message).map_err(|_| Refused::Stopping)?;
         answered.await.map_err(|_| Refused::Stopping)??;
         Ok(receivers)
@@ -331,7 +365,9 @@ struct Worker<'m, 'a> {
 
 impl Worker<'_, '_> {
     fn take(&mut self, message: Message) {
-        let Message::Submit { prompts, answer } = message else { return };
+        let Message::Submit { prompts, place, answer } = message else { return };
+        // From here on its texts wait, or are gone.
+        drop(place);
         let answered = self.submit(prompts);
         self.metrics.note_request(&answered);
         self.queue.publish(self.scheduler.queued(), self.metrics);
@@ -492,5 +528,31 @@ impl Worker<'_, '_> {
             crate::tiers::warn(self.watch.names(), &tiers.stats())?;
         }
         leaks::check(self.scheduler.cache())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::metrics;
+    use super::*;
+
+    /// Between two steps the engine hears of nobody: until then requests must not pile up.
+    #[test]
+    fn texts_have_room_in_the_queue_before_they_are_made() {
+        let (metrics, _) = metrics::install().expect("the only recorder");
+        let metrics = Arc::new(metrics);
+        let (engine, inbox) = Engine::new(8, Arc::clone(&metrics));
+        let refused = |texts| engine.reserve(texts).expect_err("refused");
+        assert!(matches!(refused(9), Refused::TooManyTexts { texts: 9, max: 8 }));
+        let place = engine.reserve(5).expect("room");
+        let other = engine.reserve(3).expect("room");
+        assert!(matches!(refused(1), Refused::QueueFull { waiting: 8, texts: 1, max: 8 }));
+        drop(other);
+        inbox.queue.publish((2, 0), &metrics);
+        assert!(matches!(refused(2), Refused::QueueFull { waiting: 7, .. }));
+        drop(place);
+        drop(engine.reserve(6).expect("room"));
+        engine.stop();
+        assert!(matches!(refused(1), Refused::Stopping));
     }
 }

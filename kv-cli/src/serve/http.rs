@@ -31,6 +31,8 @@ use crate::num::to_usize;
 /// Longest that a client may take to send the head of a request, or to accept bytes of an answer.
 const HEAD: Duration = Duration::from_secs(10);
 const WRITE: Duration = Duration::from_secs(30);
+/// Most bytes of a head, and of a body that are read at once, for each connection.
+const READ_BYTES_MAX: usize = 32 << 10;
 /// Longest that answers may take to leave once the engine has ended.
 const LAST_ANSWERS: Duration = Duration::from_secs(5);
 /// Pause after the system had no room for another connection.
@@ -73,6 +75,7 @@ pub(super) async fn serve(
     let places = Arc::new(Semaphore::new(options.connections));
     let open = GracefulShutdown::new();
     let mut builder = http1::Builder::new();
+    builder.max_buf_size(READ_BYTES_MAX);
     builder.timer(TokioTimer::new()).header_read_timeout(HEAD.min(options.timeout));
     loop {
         let accepted = async {

@@ -9,7 +9,7 @@ use super::Server;
 use super::answer::{Prepared, too_late};
 use super::api::{ApiError, internal};
 use super::body::Whole;
-use super::engine::Refused;
+use super::engine::{Place, Refused};
 use super::request::Wanted;
 
 /// Requests that are parsed and tokenised at once.
@@ -48,10 +48,9 @@ impl Server {
         done.map_err(|error| internal(&error.to_string()))?
     }
 
-    /// Refuses a request whose texts have no room in the queue, before its prompts cost anything.
-    pub(super) fn check_room(&self, prompts: usize, wanted: &Wanted) -> Result<(), ApiError> {
-        let texts = prompts.saturating_mul(wanted.n);
-        Ok(self.engine.check_room(texts)?)
+    /// Takes room in the queue for the texts of a request, before its prompts cost anything.
+    pub(super) fn reserve(&self, prompts: usize, wanted: &Wanted) -> Result<Place, ApiError> {
+        Ok(self.engine.reserve(prompts.saturating_mul(wanted.n))?)
     }
 
     /// Returns the tokens of a text. One whose length proves that it does not fit into the model's

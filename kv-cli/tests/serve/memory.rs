@@ -20,6 +20,7 @@ pub(crate) const CASES: &[Case] = &[
     ("memory/random_bodies_cost_a_multiple_of_their_length", random_bodies),
     ("memory/a_request_that_drips_is_ended", drips),
     ("memory/a_flood_of_long_bodies_leaves_room_for_others", flood),
+    ("memory/heads_that_do_not_end_are_cut", long_heads),
 ];
 
 const CHATS: &str = "/v1/chat/completions";
@@ -147,7 +148,7 @@ fn long_bodies() {
 }
 
 fn random_bodies() {
-    let bodies = number("KV_SERVE_BODIES", 150);
+    let bodies = number("KV_SERVE_BODIES", 80);
     let (server, _folder) = chat_server(&[]);
     let mut random = Rng::new(7);
     let mut answered = 0;
@@ -292,4 +293,31 @@ fn flood_once(server: &Server, body: &[u8]) -> Option<u16> {
         assert!(answer.header("Retry-After").is_some());
     }
     Some(answer.status)
+}
+
+/// Memory that many connections may take beside a server that is idle, in KiB.
+const CONNECTIONS: u64 = 32 << 10;
+
+/// The head of a request, which has no end, in many connections.
+fn long_heads() {
+    let server = Server::start(&[]);
+    let before = server.memory();
+    server.forget_peak();
+    let head = format!("GET / HTTP/1.1\r\nHost: kv\r\nX: {}", "y".repeat(380_000));
+    let open: Vec<_> = (0..150)
+        .map(|_| {
+            let mut connection = Connection::open(server.address());
+            // It may be cut before it is whole.
+            let _ = connection.send(head.as_bytes());
+            connection
+        })
+        .collect();
+    assert_health(&server);
+    for mut connection in open {
+        let status = connection.read().ok().flatten().map(|answer| answer.status);
+        assert!(matches!(status, None | Some(431)), "{status:?}");
+    }
+    let peak = server.peak();
+    assert!(peak < before + CONNECTIONS, "{before} KiB, then {peak} KiB");
+    server.end();
 }
