@@ -237,9 +237,8 @@ fn what_cannot_be_loaded_is_refused_with_words() {
     let dir = TempDir::new().expect("a folder");
     let late = dir.path().join("late.jsonl");
     let line = |time| {
-        format!(
-            "{{\"timestamp\": {time}, \"input_length\": 1, \"output_length\": 1, \"hash_ids\": [1]}}\n"
-        )
+        let rest = "\"input_length\": 1, \"output_length\": 1, \"hash_ids\": [1]";
+        format!("{{\"timestamp\": {time}, {rest}}}\n")
     };
     fs::write(&late, line("0") + &line("1e308")).expect("a trace");
     let late = late.to_str().expect("UTF-8");

@@ -1,8 +1,9 @@
 //! Tests of `kv serve`: each starts the program and talks to it as its clients do.
 //!
 //! `KV_SERVE_CONNECTIONS` and `KV_SERVE_REQUESTS` set how much load there is: 64 and 300, in a long
-//! run 1,000 and 10,000; `KV_SERVE_BODIES` how many random bodies there are: 80; `KV_SERVE_SECONDS` how long the longest test takes: 6, or an hour.
-//! `KV_SERVE_BROWSER` is the browser that opens the page.
+//! run 1,000 and 10,000; `KV_SERVE_BODIES` how many random bodies there are: 80, or 5,000;
+//! `KV_SERVE_SECONDS` how long the longest test takes: 6, or an hour. `KV_SERVE_BROWSER` is the
+//! browser that opens the page.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::expect_used,

@@ -1,8 +1,8 @@
 //! The fewest tokens that a text can have, from its length alone.
 //!
-//! A token stands for the bytes of its entry in the vocabulary. Where a tokenizer drops and shortens
-//! nothing, the tokens of a text therefore cover all its bytes, and a text of `n` bytes has at least
-//! `n / longest entry` tokens.
+//! A token stands for the bytes of its entry in the vocabulary. Where a tokenizer drops and
+//! shortens nothing, the tokens of a text cover all its bytes, so that a text of `n` bytes has at
+//! least `n / longest entry` tokens.
 use std::num::NonZeroUsize;
 
 use serde::Deserialize;
