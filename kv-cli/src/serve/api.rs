@@ -20,6 +20,7 @@ use super::fields::shown;
 use super::http::Options;
 use super::prepare::Read;
 use super::{Server, chat, completions};
+use crate::num::to_u64;
 
 /// When a request must have been answered; a part of every request.
 #[derive(Debug, Clone, Copy)]
@@ -108,7 +109,7 @@ fn check_encoding(headers: &HeaderMap) -> Option<ApiError> {
 
 fn check_length(headers: &HeaderMap) -> Option<ApiError> {
     let length = headers.get(header::CONTENT_LENGTH)?.to_str().ok()?.parse::<u64>().ok()?;
-    usize::try_from(length).map_or(true, |bytes| bytes > BODY_MAX).then(|| {
+    (length > to_u64(BODY_MAX)).then(|| {
         let error = format!("the body has {length} bytes, at most {BODY_MAX} are possible");
         ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, error)
     })

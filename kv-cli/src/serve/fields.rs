@@ -28,7 +28,7 @@ pub(super) struct Fields<'a> {
 /// Most fields of an object.
 const FIELDS_MAX: usize = 1000;
 
-/// Most bytes of a value that may ask for nothing, such as `{"type": "text"}`.
+/// Most bytes of a value that may change nothing, such as `{"type": "text"}`.
 const NOTHING_BYTES_MAX: usize = 64;
 
 /// Most characters of a client's own text in an answer.

@@ -84,7 +84,8 @@ impl Wanted {
     /// Reads and checks the fields.
     pub(super) fn read(fields: &Fields<'_>, kind: Kind) -> Result<Self, ApiError> {
         fields.check_supported()?;
-        let n = fields.get::<u64>("n", "a whole number")?.unwrap_or(1);
+        let n =
+            fields.get::<u64>("n", &format!("a whole number from 1 to {TEXTS_MAX}"))?.unwrap_or(1);
         let n = usize::try_from(n).ok().filter(|n| (1..=TEXTS_MAX).contains(n));
         let n =
             n.ok_or_else(|| fields.wrong("n", format_args!("from 1 to {TEXTS_MAX} is possible")))?;
@@ -299,7 +300,7 @@ mod tests {
         }
     }
 
-    /// Each asks for something that another server would do.
+    /// Another server would do something else for each of them.
     #[test]
     fn fields_of_other_servers_are_refused_by_name() {
         for (name, value) in [
