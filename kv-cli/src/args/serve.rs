@@ -54,8 +54,8 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "FILE", conflicts_with = "api_key")]
     pub(crate) api_key_file: Option<PathBuf>,
 
-    /// Origin whose pages may send requests from a browser, such as http://localhost:3000, or * for
-    /// all; may be repeated. Without one no page of another origin can
+    /// Origin whose pages may send requests from a browser, such as `http://localhost:3000`, or `*`
+    /// for all; may be repeated. Without one no page of another origin can
     #[arg(long, value_name = "ORIGIN", value_parser = origin)]
     pub(crate) allow_origin: Vec<HeaderValue>,
 
@@ -68,7 +68,7 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "N", default_value_t = 4096, value_parser = at_least_1)]
     pub(crate) max_connections: u32,
 
-    /// Longest a request may take, in seconds, from its first byte to the last of the answer
+    /// Longest a request may take, in seconds: from its first byte until its answer is made
     #[arg(long, value_name = "SECONDS", default_value = "600", value_parser = seconds)]
     pub(crate) request_timeout: Duration,
 

@@ -32,8 +32,8 @@ pub(super) fn router(server: Arc<Server>, options: &Options) -> Router {
     let guarded = Router::new()
         .route("/v1/models", get(models))
         .route("/v1/models/{model}", get(model))
-        .route("/v1/completions", post(answer).layer(Extension(completions::read as Read)))
-        .route("/v1/chat/completions", post(answer).layer(Extension(chat::read as Read)))
+        .route("/v1/completions", post(answer).layer(Extension::<Read>(completions::read)))
+        .route("/v1/chat/completions", post(answer).layer(Extension::<Read>(chat::read)))
         .route("/metrics", get(metrics))
         .layer(middleware::from_fn_with_state(key, check_key));
     let router = Router::new()

@@ -121,7 +121,7 @@ mod tests {
     }
 
     fn in_an_hour() -> Instant {
-        Instant::now() + Duration::from_hours(1)
+        Instant::now().checked_add(Duration::from_hours(1)).expect("a time")
     }
 
     fn status(error: ApiError) -> StatusCode {

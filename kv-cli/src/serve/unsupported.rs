@@ -3,9 +3,9 @@
 //!
 //! # Source
 //! The references of OpenAI's completions and chats, of llama.cpp's `server`, of vLLM's
-//! `SamplingParams` and extra parameters, of SGLang's sampling parameters, and of Text Generation
-//! Inference. What only matters together with another field of the list is not on it, nor is what
-//! changes the speed alone.
+//! `SamplingParams` and extra parameters, of the sampling parameters of `SGLang`, and of Text
+//! Generation Inference. What only matters together with another field of the list is not on it,
+//! nor is what changes the speed alone.
 
 /// Names, and the JSON of values that change nothing.
 pub(super) const UNSUPPORTED: &[(&str, &[&str])] = &[

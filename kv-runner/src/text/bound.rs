@@ -47,7 +47,7 @@ struct Model {
 #[serde(tag = "type")]
 enum Normalizer {
     Sequence {
-        normalizers: Vec<Normalizer>,
+        normalizers: Vec<Self>,
     },
     Prepend {
         prepend: String,
@@ -70,7 +70,7 @@ enum Pattern {
 #[serde(tag = "type")]
 enum PreTokenizer {
     Sequence {
-        pretokenizers: Vec<PreTokenizer>,
+        pretokenizers: Vec<Self>,
     },
     Split {
         behavior: String,
