@@ -105,15 +105,13 @@ impl Files {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
         let file = match fs::openat(&self.root, path, flags, Mode::empty()) {
             Ok(file) => file,
-            Err(Errno::NOENT | Errno::NOTDIR) => return Ok(None),
-            // A link, a socket, a device.
-            Err(Errno::LOOP | Errno::NXIO | Errno::NODEV) => {
+            // A link, a socket, a device, or not for this user; its folder can be searched.
+            Err(Errno::LOOP | Errno::NXIO | Errno::NODEV | Errno::ACCESS | Errno::PERM)
+                if matches!(self.status(path), Ok(Some(_))) =>
+            {
                 return Err(refused(StoreErrorKind::Corrupt, READ, path));
             }
-            // Of this path alone: its folder can be searched.
-            Err(Errno::ACCESS | Errno::PERM) if matches!(self.status(path), Ok(Some(_))) => {
-                return Err(refused(StoreErrorKind::Corrupt, READ, path));
-            }
+            Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => return Ok(None),
             Err(errno) => return Err(failed(READ, path, errno)),
         };
         let status = status(&fs::fstat(&file).map_err(|errno| failed(READ, path, errno))?);
