@@ -47,7 +47,7 @@ impl<B: Backend> Tiers<B> {
         for (group, block) in contents {
             let group = usize::from(group.0);
             if let Linked::Complete(complete) = self.link(cache, group, &block) {
-                self.wait_for_copy(group, complete);
+                self.wait_for_copy(group, &complete);
             }
         }
     }
@@ -108,12 +108,12 @@ impl<B: Backend> Tiers<B> {
             Linked::Incomplete => {
                 self.stats.offload_missed = self.stats.offload_missed.saturating_add(1);
             }
-            Linked::Complete(complete) => self.wait_for_copy(group, complete),
+            Linked::Complete(complete) => self.wait_for_copy(group, &complete),
         }
     }
 
     /// Lets a chunk wait for its copy to host memory, unless it is there or not worth it.
-    fn wait_for_copy(&mut self, group: usize, complete: Complete) {
+    fn wait_for_copy(&mut self, group: usize, complete: &Complete) {
         let of = self.groups.get_mut(group).invariant(GROUP);
         if of.host.contains(&complete.record.name) {
             of.host.touch(&complete.record.name);

@@ -77,7 +77,9 @@ impl Waiting {
         };
         self.lost.retain(|at, _| !is_out(at));
         let out: Vec<_> = self.published.iter().copied().filter(is_out).collect();
-        out.iter().for_each(|at| _ = self.published.remove(at));
+        for at in &out {
+            self.published.remove(at);
+        }
         out
     }
 
