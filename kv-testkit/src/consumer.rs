@@ -31,6 +31,9 @@ impl Consumer {
 
     /// Applies events without a gap. After lost events, only a snapshot followed by later events is
     /// valid.
+    ///
+    /// # Errors
+    /// The first event that contradicts what the consumer knows.
     pub fn apply(&mut self, events: &[Event]) -> Result<(), CaseError> {
         for event in events {
             if let EventKind::Lost { from, to } = event.kind {
@@ -87,6 +90,9 @@ impl Consumer {
     }
 
     /// Fails unless a snapshot taken now has the same content.
+    ///
+    /// # Errors
+    /// What differs.
     pub fn check(&self, snapshot: &Snapshot) -> Result<(), CaseError> {
         same("number of the next event", snapshot.next_id, self.next_id)?;
         let mut known: Vec<_> = self.blocks.values().collect();

@@ -198,7 +198,7 @@ fn hold<B: Backend>(
     let (group, before) = (complete.record.group(), held.len());
     for (block, key) in complete.blocks.iter().zip(&complete.record.keys) {
         match cache.hold_block(group, *block, *key)? {
-            Some(hold) => held.push(hold),
+            Some(block) => held.push(block),
             None => {
                 return each(held.drain(before..), |hold| cache.release_hold(hold)).map(|()| false);
             }
@@ -212,7 +212,12 @@ fn each(
     holds: impl IntoIterator<Item = BlockHold>,
     mut release: impl FnMut(BlockHold) -> Result<(), CacheError>,
 ) -> Result<(), CacheError> {
-    holds.into_iter().fold(Ok(()), |result, hold| result.and(release(hold)))
+    let mut result = Ok(());
+    for hold in holds {
+        let released = release(hold);
+        result = result.and(released);
+    }
+    result
 }
 
 /// Completes a chunk that was copied; `None` if it has more contents of placeholder tokens than a

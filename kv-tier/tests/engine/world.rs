@@ -260,9 +260,10 @@ impl World {
         } else if rng.one_in(8) {
             let snapshot = tiers.snapshot(cache);
             reader.apply(&cache.take_events()).unwrap();
-            match reader.is_lost() {
-                true => reader.resync(&snapshot),
-                false => reader.check(&snapshot).unwrap(),
+            if reader.is_lost() {
+                reader.resync(&snapshot);
+            } else {
+                reader.check(&snapshot).unwrap();
             }
         }
     }
