@@ -1,6 +1,6 @@
 //! Tensors whose axes are not those of the call: refused whatever their sizes, in the caller's
 //! words.
-#![expect(clippy::unwrap_used, clippy::arithmetic_side_effects, reason = "tests")]
+#![expect(clippy::unwrap_used, reason = "tests")]
 use candle_core::{DType, Device, Tensor};
 use kv_candle::kv::{AttentionOptions, CacheSpec, KvFormat, SequenceId, StartOptions, StepInput};
 use kv_candle::{CandleCache, LayerCache};
