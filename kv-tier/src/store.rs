@@ -285,6 +285,7 @@ impl StoreErrorKind {
             Self::Denied => "denied",
             Self::Removed => "removed",
             Self::Corrupt => "corrupt",
+            Self::Unsupported => "unsupported",
             Self::Other => "other",
         }
     }

@@ -31,7 +31,7 @@ pub(crate) fn benches(criterion: &mut Criterion) {
 fn filled(prompt: &[u32]) -> (KvCache<NullBackend>, Tiers<NullBackend>) {
     let blocks = u32::try_from(prompt.len()).unwrap() / BLOCK_SIZE + 8;
     let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(2);
-    let spec = spec.paged(BLOCK_SIZE, blocks).changes(blocks).build().unwrap();
+    let spec = spec.paged(BLOCK_SIZE, blocks).changes(prompt.len()).build().unwrap();
     let mut cache = KvCache::new(NullBackend::new(), spec).unwrap();
     let identity = Identity::new(ModelDigest::of_bytes(b"bench"));
     let options = TierOptions::new().with_host(256 << 20);

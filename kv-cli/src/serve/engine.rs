@@ -423,12 +423,6 @@ impl Worker<'_, '_> {
         Ok(numbers)
     }
 
-    /// Publishes the counts of the scheduler and its cache.
-    fn note_state(&self) {
-        self.queue.publish(self.scheduler.queued(), self.metrics);
-        self.metrics.note_cache(self.scheduler.cache());
-    }
-
     fn step(&mut self) -> anyhow::Result<()> {
         if !self.scheduler.has_work() {
             self.note_state();
@@ -458,9 +452,10 @@ impl Worker<'_, '_> {
         Ok(())
     }
 
-    /// Publishes the counts of the cache, and what failed at its tiers.
+    /// Publishes the counts of the scheduler and its cache, and what failed at its tiers.
     fn note_state(&mut self) {
-        self.metrics.note_state(&self.scheduler);
+        self.queue.publish(self.scheduler.queued(), self.metrics);
+        self.metrics.note_cache(self.scheduler.cache());
         let now = Instant::now();
         if let Some(tiers) = self.scheduler.tiers().filter(|_| self.watch.is_due(now)) {
             for line in self.watch.look(&tiers.stats(), now) {

@@ -62,7 +62,8 @@ pub(crate) fn gather(
 }
 
 /// Kernels of `gather_values.cu`, by `head_dim`.
-const PLAIN: [&str; lanes::DIMS.len()] = ["gather_plain_64", "gather_plain_128", "gather_plain_256"];
+const PLAIN: [&str; lanes::DIMS.len()] =
+    ["gather_plain_64", "gather_plain_128", "gather_plain_256"];
 const VALUES: [&str; lanes::DIMS.len()] =
     ["gather_values_64", "gather_values_128", "gather_values_256"];
 

@@ -24,11 +24,8 @@ const SCALED: [KvFormat; 3] = [
 ];
 
 /// Lloyd-Max formats with a scale after each row.
-const LLOYD: [KvFormat; 3] = [
-    KvFormat::L6(ScaleGroup::Row),
-    KvFormat::L4(ScaleGroup::Row),
-    KvFormat::L3(ScaleGroup::Row),
-];
+const LLOYD: [KvFormat; 3] =
+    [KvFormat::L6(ScaleGroup::Row), KvFormat::L4(ScaleGroup::Row), KvFormat::L3(ScaleGroup::Row)];
 
 /// Why rows need the general kernel.
 pub(crate) type Refusal = &'static str;

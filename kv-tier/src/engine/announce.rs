@@ -90,13 +90,9 @@ impl Announcements {
     }
 
     /// Notes that a place of a tier has none of the chunks that are gone.
-    pub(super) fn lacks_all(
-        &mut self,
-        tier: Tier,
-        place: u128,
-        is_gone: impl Fn(&Record) -> bool,
-    ) {
-        let of_tier = self.chunks.iter().filter(|((at, _), known)| *at == tier && is_gone(&known.record));
+    pub(super) fn lacks_all(&mut self, tier: Tier, place: u128, is_gone: impl Fn(&Record) -> bool) {
+        let of_tier =
+            self.chunks.iter().filter(|((at, _), known)| *at == tier && is_gone(&known.record));
         let gone: Vec<_> = of_tier.map(|((_, name), _)| *name).collect();
         for name in gone {
             self.lacks(tier, &name, place);

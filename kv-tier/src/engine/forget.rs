@@ -81,7 +81,7 @@ impl What {
             Self::All => true,
         }
     }
-    fn has(&self, record: &Record) -> bool {
+    pub(super) fn has(&self, record: &Record) -> bool {
         self.covers(&record.root.name(), &record.name)
     }
 }

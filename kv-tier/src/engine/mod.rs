@@ -69,8 +69,8 @@ pub use stats::{Failures, StoreStats, TiersStats};
 pub use write::Unwritten;
 
 use crate::identity::{ChunkRoot, Identity};
-use announce::Announcements;
 use crate::record::Record;
+use announce::Announcements;
 use done::Done;
 use follow::Pinned;
 use group::GroupTier;
