@@ -50,17 +50,11 @@ fn others(bench: &Bench) -> Vec<Shape> {
 
 /// Returns the name of a measure; what is as in [`whole`] is left out.
 fn name(shape: &Shape) -> String {
-    let mut name = format!("prefill/{}/gqa{GROUP}/t{}", shape.format, shape.new);
-    if shape.context != shape.new {
-        name += &format!("/c{}", shape.context);
-    }
-    if shape.head_dim != HEAD_DIM {
-        name += &format!("/d{}", shape.head_dim);
-    }
-    if shape.order == BlockOrder::Shuffled {
-        name += "/shuffled";
-    }
-    name
+    let base = format!("prefill/{}/gqa{GROUP}/t{}", shape.format, shape.new);
+    let context = (shape.context != shape.new).then(|| format!("/c{}", shape.context));
+    let dim = (shape.head_dim != HEAD_DIM).then(|| format!("/d{}", shape.head_dim));
+    let order = (shape.order == BlockOrder::Shuffled).then(|| "/shuffled".to_owned());
+    [Some(base), context, dim, order].into_iter().flatten().collect()
 }
 
 pub(crate) fn one(bench: &mut Bench, shape: Shape) -> Result<()> {

@@ -224,13 +224,10 @@ impl<B: Backend> Tiers<B> {
             // If it was written, it is removed.
             return;
         }
-        let why = match put {
-            Ok(_) => {
-                lane.owed.remove(&place);
-                self.announcements.has(lane.store.tier(), record, bit(store).into());
-                return;
-            }
-            Err(why) => why,
+        let Err(why) = put else {
+            lane.owed.remove(&place);
+            self.announcements.has(lane.store.tier(), record, bit(store).into());
+            return;
         };
         let Some(entry) = of.host.get_mut(&record.name) else {
             lane.store.note_dropped(why);

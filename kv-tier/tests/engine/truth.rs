@@ -65,7 +65,7 @@ impl Run {
             spec: spec.build().unwrap(),
             // Room for one of the texts, or more.
             host: rng.pick(&[None, Some(400 << 10), Some(4 << 20)]),
-            waiting: rng.pick(&[1, 4, 256]) as usize,
+            waiting: rng.pick(&[1_usize, 4, 256]),
             stores: within.map(|store| Arc::new(FaultStore::new(store, faults()))),
             engine: None,
             texts: [State::Gone; TEXTS],

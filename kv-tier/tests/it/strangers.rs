@@ -63,7 +63,7 @@ impl Stranger {
             }
             Self::Unreadable => {
                 fs::write(at, vec![7; CHUNK - 1]).unwrap();
-                fs::set_permissions(at, fs::Permissions::from_mode(0)).unwrap();
+                fs::set_permissions(at, fs::Permissions::from_mode(0o000)).unwrap();
             }
             Self::Empty => fs::write(at, "").unwrap(),
         }
