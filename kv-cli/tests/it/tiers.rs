@@ -161,8 +161,9 @@ fn a_server_that_stops_changes_no_text_and_is_named_once() {
     let output = kv(&args);
     server.resume();
     assert_eq!(output.code, 0, "{}", output.stderr);
-    assert_eq!(output.stderr.lines().count(), 1, "{}", output.stderr);
-    assert!(output.stderr.contains(&tier), "{}", output.stderr);
+    // Whether a write is left at the end is a question of time; then another line says so.
+    let named = output.stderr.lines().filter(|line| line.contains(&tier)).count();
+    assert_eq!(named, 1, "{}", output.stderr);
     let report: Value = serde_json::from_str(&output.stdout).expect("JSON");
     assert_eq!(text(&report), text(&plain));
 }
