@@ -1,7 +1,7 @@
 //! Reading cached rows back.
 use kv_core::backend::Plane;
 use kv_core::error::PlanError;
-use kv_core::{CacheError, DType, KvFormat, QkvFormat, Scaling, SequenceId};
+use kv_core::{CacheError, DType, KvFormat, QkvFormat, ScaleGroup, Scaling, SequenceId};
 
 use super::{ORDERS, case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, refused};
@@ -13,6 +13,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     vec![
         case("gather/every_axis_order_and_dtype", forms),
         case("gather/ranges", ranges),
+        case("gather/usual_head_dims", usual_head_dims),
         case("gather/host_outputs", host_outputs),
         case("gather/refuses_what_is_not_there", refusals),
     ]
@@ -114,6 +115,27 @@ fn ranges<B: Device>(backend: &B) -> CaseResult {
             }
         }
         check(&mut fixture, 0, &[], form(format))?;
+    }
+    Ok(Outcome::Holds)
+}
+
+/// Rows of the widths that devices have kernels of their own for, written and read back.
+fn usual_head_dims<B: Device>(backend: &B) -> CaseResult {
+    let stored = [KvFormat::F16, KvFormat::Int8(Scaling::Row), KvFormat::L4(ScaleGroup::Row)];
+    for head_dim in [64, 128, 256] {
+        for stored in stored {
+            let spec = small().layers(1).head_dim(head_dim).format(stored).paged(4, 4).build()?;
+            let mut fixture = CacheFixture::new(backend, spec, 5)?;
+            fixture.fill(1, 9)?;
+            let form = Form {
+                format: QkvFormat::Thd,
+                dtype: DType::Bf16,
+                padding: Padding::default(),
+                place: Place::Device,
+            };
+            check(&mut fixture, 0, &[(seq(1), 1, 7)], form)
+                .at(format!("{stored}, head_dim {head_dim}"))?;
+        }
     }
     Ok(Outcome::Holds)
 }
