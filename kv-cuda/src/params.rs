@@ -112,7 +112,7 @@ params! {
         num_changes: u32,
         pad: u32,
     }
-    /// Parameters of `write_rows` and `write_tails`.
+    /// Parameters of every kernel that writes new rows.
     struct WriteParams {
         plan: Plan,
         k: Tensor,
@@ -186,7 +186,7 @@ params! {
         pad1: u32,
         pad2: u32,
     }
-    /// Parameters of `gather_rows`.
+    /// Parameters of every kernel that gathers rows.
     struct GatherParams {
         plane: Plane,
         out: Tensor,

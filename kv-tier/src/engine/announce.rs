@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use kv_core::backend::Backend;
 use kv_core::events::{EventKind, Snapshot, StoredBlock, Tier};
+use kv_core::invariant::Invariant;
 use kv_core::reuse::BlockKey;
 use kv_core::{GroupId, KvCache};
 
@@ -105,7 +106,8 @@ impl Announcements {
             let Entry::Occupied(mut chunks) = self.blocks.entry((tier, group, key)) else {
                 continue;
             };
-            *chunks.get_mut() = chunks.get().saturating_sub(1);
+            let left = chunks.get().checked_sub(1);
+            *chunks.get_mut() = left.invariant("a block is announced while a chunk has it");
             if *chunks.get() == 0 {
                 chunks.remove();
                 self.due.push(kind);

@@ -242,7 +242,6 @@ impl<B: Backend> Tiers<B> {
         let probe = whole_probe(cache, text);
         let chains = self.name_chains(cache, &probe);
         let all = chains.iter().flat_map(|chain| (0..chain.len()).map(|at| *chain.name(at)));
-        // Holds of copies would keep blocks on the device.
         let waiting = self.end_copies(cache, &What::Names(all.collect()))?;
         let mut blocks = 0;
         if let Some(sequence) = sequence {
@@ -289,8 +288,8 @@ impl<B: Backend> Tiers<B> {
             || of.reading.values().any(|reading| follows(&reading.record))
     }
 
-    /// Waits until no chunk that may be forgotten is being copied from the device: copies hold
-    /// their blocks. Returns those that wait for their copy no longer.
+    /// Waits until no chunk that may be forgotten is being copied from the device, so that none
+    /// arrives later. Returns those that wait for their copy no longer.
     fn end_copies(
         &mut self,
         cache: &mut KvCache<B>,

@@ -27,7 +27,7 @@ const PROFILES: [(&str, &str, u32); 6] = [
     ("decode_bf16_128", "decode/bf16/block16/gqa8/b64/c8192", 1),
     ("decode_e4m3_128", "decode/fp8-e4m3/block16/gqa8/b64/c8192", 1),
     ("prefill_bf16_128", "prefill/bf16/gqa4/t4096", 1),
-    ("write_rows", "append/fp8-e4m3/b1/t16384", 40),
+    ("write_codes_128", "append/fp8-e4m3/b1/t16384", 40),
     ("decode_int8_row_128", "decode/int8/block16/gqa8/b64/c8192", 1),
     ("decode_l4_128", "decode/l4/block16/gqa8/b64/c8192", 1),
 ];

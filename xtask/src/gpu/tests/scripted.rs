@@ -364,7 +364,7 @@ fn a_machine_without_tools_runs_what_it_can() {
     let tools = ["tools/ncu", "tools/compute-sanitizer", "tools/python3", "tools/nvidia-smi"];
     let left = Scripted::new(&tools.map(|name| (name, absent))).run(None, LONG);
     assert!(left.is_clean, "{:#}", left.json);
-    assert_eq!(left.detail("ncu, write_rows"), "ncu is not installed here");
+    assert_eq!(left.detail("ncu, write_codes_128"), "ncu is not installed here");
     assert_eq!(left.detail("compute-sanitizer, facts"), "compute-sanitizer is not installed here");
     let peers = "PyTorch is not installed: python3 cannot import torch";
     assert_eq!(left.detail("peers"), peers);
