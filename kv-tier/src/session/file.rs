@@ -69,10 +69,11 @@ fn remove_stale(folder: &Path, to: &Path) {
         let is_temporary =
             bytes.starts_with(begin.as_encoded_bytes()) && bytes.ends_with(end.as_bytes());
         let file = is_temporary.then(|| File::open(entry.path()).ok()).flatten();
-        if file.is_some_and(|file| file.try_lock().is_ok()) {
-            // Space that stays taken; the dump can succeed all the same.
-            let _ = fs::remove_file(entry.path());
-        }
+        let Some(file) = file.filter(|file| file.try_lock().is_ok()) else { continue };
+        // Space that stays taken if this fails; the dump can succeed all the same.
+        let _ = fs::remove_file(entry.path());
+        // Unlocked only now: a process that has just created the file could lock it in between.
+        drop(file);
     }
 }
 

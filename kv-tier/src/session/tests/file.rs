@@ -60,7 +60,7 @@ fn two_writers_of_one_name_do_not_mix() {
         for number in 0..4_u8 {
             let path = &path;
             scope.spawn(move || {
-                for _ in 0..20 {
+                for _ in 0..100 {
                     let write = |file: &mut fs::File| {
                         file.write_all(&[number; 1000])
                             .and_then(|()| file.write_all(&[number; 1000]))
