@@ -4,15 +4,15 @@
 
 use std::sync::OnceLock;
 
+use kv_core::backend::AnyBackend;
 use kv_cpu::{CpuBackend, CpuOptions};
-use kv_testkit::Shared;
 use libfuzzer_sys::fuzz_target;
 
-static DEVICE: OnceLock<Shared<CpuBackend>> = OnceLock::new();
+static DEVICE: OnceLock<AnyBackend> = OnceLock::new();
 
 fuzz_target!(|bytes: &[u8]| {
     let device = DEVICE.get_or_init(|| {
-        Shared::new(CpuBackend::open(CpuOptions::default()).expect("the CPU is there"))
+        AnyBackend::new(CpuBackend::open(CpuOptions::default()).expect("the CPU is there"))
     });
     if let Err(error) = kv_testkit::stateful::run(device, bytes) {
         panic!("{error}");

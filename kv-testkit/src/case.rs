@@ -2,6 +2,7 @@
 use std::fmt;
 
 use kv_core::CacheError;
+use kv_core::backend::AnyBackend;
 use kv_core::error::{DeviceError, DeviceErrorKind, PlanError, SpecError};
 
 use crate::device::Device;
@@ -17,7 +18,7 @@ pub enum Outcome {
 
 /// One named guarantee of the contract.
 #[derive(Debug, Clone, Copy)]
-pub struct Case<B: Device> {
+pub struct Case<B: Device = AnyBackend> {
     /// `area/what_must_hold`.
     pub name: &'static str,
     /// Checks the guarantee on an opened device.

@@ -1,5 +1,4 @@
 //! Drives any backend alike: shares one opened device, stages inputs, fetches outputs.
-use std::any::Any;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
@@ -75,18 +74,17 @@ pub fn limited<B: Device>(
     Shared { inner: Arc::new(backend.clone()), capabilities }
 }
 
+/// Erases the type of [`limited`] again, so that a case runs the code that other cases run.
+pub(crate) fn limited_erased(
+    backend: &AnyBackend,
+    limit: impl FnOnce(Capabilities) -> Capabilities,
+) -> AnyBackend {
+    AnyBackend::new(limited(backend, limit))
+}
+
 /// Returns a `head_dim` that the device supports: the wanted one, or the next larger one.
 pub(crate) fn dim<B: Backend>(backend: &B, wanted: u32) -> u32 {
     wanted.next_multiple_of(backend.capabilities().head_dim_multiple)
-}
-
-/// Erases the type of a device; one that is erased already stays as it is.
-pub(crate) fn erased<B: Device>(backend: &B) -> AnyBackend {
-    let any: &dyn Any = backend;
-    match any.downcast_ref::<Shared<AnyBackend>>() {
-        Some(shared) => shared.inner.as_ref().clone(),
-        None => AnyBackend::new(backend.clone()),
-    }
 }
 
 /// Waits for a fence, polling where a thread may not block.

@@ -28,6 +28,7 @@
     clippy::exhaustive_structs,
     reason = "an oracle must read as the formula it states, and a panic here is a failed case"
 )]
+mod amount;
 mod case;
 pub mod consumer;
 pub mod device;
@@ -60,3 +61,4 @@ pub use fault::{
 pub use harness::run;
 pub use kernels::{assert_kernel_formats, kernel_constants};
 pub use late::{LateDevice, LateFence, LateQueue, LateReadback};
+pub use vectors::run_vectors;

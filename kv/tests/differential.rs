@@ -11,16 +11,16 @@
     reason = "a test, and its helpers outside the test functions"
 )]
 
+use kv::backend::AnyBackend;
 use kv::cpu::{CpuBackend, CpuOptions, Isa};
 use kv_testkit::differential::{Coverage, RUNS_VARIABLE, SEED_VARIABLE, run_all};
-use kv_testkit::{Device, Shared};
 
-fn cpu(isa: Isa) -> Shared<CpuBackend> {
-    Shared::new(CpuBackend::open(CpuOptions::default().with_isa(isa)).unwrap())
+fn cpu(isa: Isa) -> AnyBackend {
+    AnyBackend::new(CpuBackend::open(CpuOptions::default().with_isa(isa)).unwrap())
 }
 
 /// Runs on the CPU and on another device, and checks what the runs covered.
-fn compare(other: &impl Device, runs: u64) {
+fn compare(other: &AnyBackend, runs: u64) {
     let seen = run_all(&cpu(Isa::detect()), other, (1, runs)).unwrap_or_else(|e| panic!("{e}"));
     let Coverage { steps, reused, shared, gathers, conversions, rows_equal, rows_rounded, .. } =
         seen;
@@ -47,7 +47,7 @@ fn cpu_and_wgpu() {
     let adapter = if name.is_empty() { AdapterName::default() } else { name.parse().unwrap() };
     match WgpuBackend::open(&WgpuOptions::new(adapter)) {
         // Each takes seconds on a CPU: more of them by `KV_CONFORMANCE_RUNS`.
-        Ok(backend) => compare(&Shared::new(backend), 12),
+        Ok(backend) => compare(&AnyBackend::new(backend), 12),
         Err(error) if name.is_empty() => skipped(&error),
         Err(error) => panic!("{error}"),
     }
@@ -59,7 +59,7 @@ fn cpu_and_wgpu() {
 fn cpu_and_cuda() {
     use kv::cuda::{CudaBackend, CudaOptions};
     match CudaBackend::open(&CudaOptions::new(0)) {
-        Ok(backend) => compare(&Shared::new(backend), 200),
+        Ok(backend) => compare(&AnyBackend::new(backend), 200),
         Err(error) => skipped(&error),
     }
 }

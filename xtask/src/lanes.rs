@@ -11,8 +11,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
+use crate::stamps::{Inputs, Stamps};
 use crate::workspace::Workspace;
-use crate::{programs, shell};
+use crate::{programs, shell, stamps};
 
 /// One stage of `cargo xtask test`.
 pub(crate) struct Stage {
@@ -21,6 +22,24 @@ pub(crate) struct Stage {
     /// Stages that must pass first, besides the previous ones of its lane.
     pub(crate) after: &'static [&'static str],
     pub(crate) run: fn(&Workspace) -> Result<Outcome>,
+    /// What decides the outcome: with the same inputs, a stage does not run twice.
+    pub(crate) inputs: Inputs,
+}
+
+impl Stage {
+    /// Skips the stage while its inputs are those it has passed with.
+    pub(crate) const fn unless_same(self, inputs: Inputs) -> Self {
+        Self { inputs, ..self }
+    }
+}
+
+/// Which records of earlier runs count, and whether a new one is written for other checkouts.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Options {
+    /// Runs every stage, also with inputs that it has passed with.
+    pub(crate) all: bool,
+    /// Writes the record of the tree.
+    pub(crate) record: bool,
 }
 
 /// The lane of a stage; stages of different lanes run in parallel.
@@ -28,7 +47,7 @@ pub(crate) struct Stage {
 pub(crate) enum Lane {
     /// Compiles, by cargo or by a C++ compiler.
     Compile,
-    /// Runs what was compiled; two stages at a time when nothing is left to compile.
+    /// Runs what was compiled; three stages at a time when nothing is left to compile.
     Run,
 }
 
@@ -47,8 +66,18 @@ struct Ended {
     passed: bool,
 }
 
+impl Ended {
+    /// Returns the reason if the stage was skipped.
+    fn skipped(&self) -> Option<&str> {
+        self.message.lines().last().filter(|line| line.starts_with(SKIPPED))
+    }
+}
+
 /// Starts the last line of a skipped stage.
 const SKIPPED: &str = "skipped: ";
+
+/// Starts the line before it: the processor time of a stage and of the programs it has started.
+const CPU: &str = "CPU seconds: ";
 
 /// Returns the file in which the stage that builds test programs lists them.
 pub(crate) fn programs_file(workspace: &Workspace) -> PathBuf {
@@ -60,7 +89,7 @@ fn folder(workspace: &Workspace) -> PathBuf {
 }
 
 /// Runs all stages, the lanes in parallel; starts no further ones after a failure.
-pub(crate) fn run(stages: &[Stage]) -> Result<()> {
+pub(crate) fn run(stages: &[Stage], options: Options) -> Result<()> {
     let workspace = Workspace::load()?;
     let folder = folder(&workspace);
     fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
@@ -69,10 +98,20 @@ pub(crate) fn run(stages: &[Stage]) -> Result<()> {
     let mut order = Order::new(stages);
     let mut rows = Vec::new();
     let mut failed = None;
+    let mut stamps = Stamps::load(&folder, options.record);
+    let mut digests = vec![None; stages.len()];
+    for (stage, digest) in stages.iter().zip(&mut digests) {
+        *digest = stamps::digest(&workspace, stage.inputs)?;
+    }
     loop {
         if failed.is_none() {
             for index in order.start() {
-                begin(stages, index, &workspace, &sender)?;
+                let stage = stages.get(index).context("no such stage")?;
+                let digest = digests.get(index).and_then(Option::as_deref);
+                match digest.filter(|digest| !options.all && stamps.has(stage.name, digest)) {
+                    Some(_) => pass(index, &sender),
+                    None => begin(stage, index, &workspace, &sender)?,
+                }
             }
         }
         if !order.is_running() {
@@ -85,10 +124,12 @@ pub(crate) fn run(stages: &[Stage]) -> Result<()> {
         rows.push((ended.index, row));
         if !ended.passed {
             failed.get_or_insert(stage.name);
+        } else if let (Some(Some(digest)), None) = (digests.get(ended.index), ended.skipped()) {
+            stamps.add(stage.name, stage.inputs, digest)?;
         }
     }
     rows.sort_by_key(|(index, _)| *index);
-    println!("\n| stage | lane | seconds | |\n|---|---|---|---|");
+    println!("\n| stage | lane | seconds | CPU seconds | |\n|---|---|---|---|---|");
     for (_, row) in &rows {
         println!("{row}");
     }
@@ -125,20 +166,32 @@ pub(crate) fn run_one(stages: &[Stage], name: &str) -> Result<()> {
         let names: Vec<_> = stages.iter().map(|stage| stage.name).collect();
         bail!("unknown stage {name:?}, known:\n  {}", names.join("\n  "));
     };
-    if let Outcome::Skipped(why) = (stage.run)(&Workspace::load()?)? {
+    let outcome = (stage.run)(&Workspace::load()?);
+    if let Some(seconds) = cpu_seconds() {
+        println!("{CPU}{seconds:.1}");
+    }
+    if let Outcome::Skipped(why) = outcome? {
         println!("{SKIPPED}{why}");
     }
     Ok(())
 }
 
+/// Returns the processor time of this process and of all programs that it has waited for, `None`
+/// where the system has no `/proc`.
+fn cpu_seconds() -> Option<f64> {
+    /// `USER_HZ` of Linux: it is part of the interface, whatever the kernel's own clock.
+    const TICKS_PER_SECOND: f64 = 100.0;
+    let stat = fs::read_to_string("/proc/self/stat").ok()?;
+    // The second field, the program's name in parentheses, may contain spaces.
+    let (_, fields) = stat.rsplit_once(')')?;
+    // Fields 14 to 17 of proc(5): utime, stime, cutime, cstime; the third comes first here.
+    let ticks: Vec<u32> =
+        fields.split_whitespace().skip(11).take(4).map_while(|field| field.parse().ok()).collect();
+    (ticks.len() == 4).then(|| ticks.into_iter().map(f64::from).sum::<f64>() / TICKS_PER_SECOND)
+}
+
 /// Starts the process of a stage, and a thread that waits for it.
-fn begin(
-    stages: &[Stage],
-    index: usize,
-    workspace: &Workspace,
-    sender: &Sender<Ended>,
-) -> Result<()> {
-    let stage = stages.get(index).context("no such stage")?;
+fn begin(stage: &Stage, index: usize, workspace: &Workspace, sender: &Sender<Ended>) -> Result<()> {
     println!("   ... {}", stage.name);
     let path = folder(workspace).join(format!("{index}.txt"));
     let file = File::create(&path).with_context(|| format!("cannot make {}", path.display()))?;
@@ -162,6 +215,12 @@ fn begin(
     Ok(())
 }
 
+/// Ends a stage that has passed with the same inputs.
+fn pass(index: usize, sender: &Sender<Ended>) {
+    let message = format!("{SKIPPED}passed before with the same inputs; `--all` runs it");
+    let _ = sender.send(Ended { index, took: Duration::ZERO, message, passed: true });
+}
+
 fn read(path: &Path) -> String {
     let bytes = fs::read(path).unwrap_or_else(|error| format!("{error}\n").into());
     String::from_utf8_lossy(&bytes).into_owned()
@@ -172,10 +231,11 @@ fn show(stage: &Stage, ended: &Ended) -> String {
     let seconds = format!("{:.1}", ended.took.as_secs_f64());
     println!("\n== {}\n{}", stage.name, ended.message.trim_end());
     println!("{seconds:>7} s  {}{}", stage.name, if ended.passed { "" } else { " FAILED" });
-    let skipped = ended.message.lines().last().filter(|line| line.starts_with(SKIPPED));
+    let cpu = ended.message.lines().rev().take(2).find_map(|line| line.strip_prefix(CPU));
+    let cpu = cpu.unwrap_or_default();
     let lane = if stage.lane == Lane::Compile { "compile" } else { "run" };
-    let remark = if ended.passed { skipped.unwrap_or_default() } else { "FAILED" };
-    format!("| {} | {lane} | {seconds} | {remark} |", stage.name)
+    let remark = if ended.passed { ended.skipped().unwrap_or_default() } else { "FAILED" };
+    format!("| {} | {lane} | {seconds} | {cpu} | {remark} |", stage.name)
 }
 
 /// The order of stages: the next one of each lane, when the stages it needs have passed.
@@ -227,7 +287,7 @@ impl<'s> Order<'s> {
         match lane {
             Lane::Compile => 1,
             Lane::Run if self.stages.iter().enumerate().any(compiles) => 1,
-            Lane::Run => 2,
+            Lane::Run => 3,
         }
     }
 
@@ -272,7 +332,7 @@ mod tests {
     use super::*;
 
     const fn stage(name: &'static str, lane: Lane, after: &'static [&'static str]) -> Stage {
-        Stage { name, lane, after, run: |_| Ok(Outcome::Passed) }
+        Stage { name, lane, after, run: |_| Ok(Outcome::Passed), inputs: Inputs::All }
     }
 
     #[test]
@@ -297,15 +357,15 @@ mod tests {
     }
 
     #[test]
-    fn two_stages_run_when_everything_is_compiled() {
+    fn three_stages_run_when_everything_is_compiled() {
         let run = |name| stage(name, Lane::Run, &["build"]);
-        let stages = [stage("build", Lane::Compile, &[]), run("a"), run("b"), run("c")];
+        let stages = [stage("build", Lane::Compile, &[]), run("a"), run("b"), run("c"), run("d")];
         let mut order = Order::new(&stages);
         assert_eq!(order.start(), [0]);
         order.end(0);
-        assert_eq!(order.start(), [1, 2]);
+        assert_eq!(order.start(), [1, 2, 3]);
         order.end(2);
-        assert_eq!(order.start(), [3]);
+        assert_eq!(order.start(), [4]);
     }
 
     #[test]

@@ -21,6 +21,7 @@ mod readme;
 mod setup;
 mod shell;
 mod soak;
+mod stamps;
 mod suite;
 mod tidy;
 mod webgpu;
@@ -37,7 +38,10 @@ Usage: cargo xtask COMMAND
 
   check                format, clippy, tidy, unit tests of core, quant and cpu, and the CPU's suite
                        on its best instruction set: a few minutes, while you work
-  test                 everything a change must pass, each stage with its time
+  test                 everything a change must pass, each stage with its time; some are skipped
+                       while their inputs are those they have passed with
+      --all            runs these too: every night
+      --record         notes in xtask/passed.txt what has passed, for other checkouts
   stage NAME           one stage of `test`, by its name in the table that this prints
   conformance          the shared suite on every backend of this workspace
       --backend NAME   only this one (repeatable); fails if it is absent or cannot be opened
@@ -50,8 +54,8 @@ Usage: cargo xtask COMMAND
       --self-test      runs the emulator's own tests instead, plain and with each sanitizer
       --tests          runs the kernels' own tests under sanitizers instead, as CI does; with
                        --sanitize NAME only the C++ programs, with that sanitizer
-  soak                 tests that `test` shortens, at their full length, in release: load on `kv
-                       serve`, its page in a browser
+  soak                 tests that `test` shortens, at their full length: load on `kv serve` and its
+                       page in a browser, in release; the suite on the CUDA emulator
       [-- ARG...]      only tests with this in their names
   arm                  the CPU backend on an emulated Arm CPU: the kernels' tests, then the suite
       [-- ARG...]      only tests with this in their names
@@ -86,7 +90,7 @@ Usage: cargo xtask COMMAND
 
 enum Command {
     Check,
-    Test,
+    Test(lanes::Options),
     Stage(String),
     Conformance(conformance::Options),
     Emulator(emulator::Options),
@@ -127,7 +131,7 @@ fn main() -> ExitCode {
 fn run(command: Command) -> Result<ExitCode> {
     match command {
         Command::Check => suite::check()?,
-        Command::Test => suite::run()?,
+        Command::Test(options) => suite::run(options)?,
         Command::Stage(name) => suite::run_one(&name)?,
         Command::Conformance(options) => {
             // The last line is the total, so nothing is printed after a failure.
@@ -162,6 +166,7 @@ fn parse(mut parser: Parser) -> Result<Command> {
     };
     let command = match name.as_str() {
         "conformance" => return parse_conformance(parser),
+        "test" => return parse_test(parser),
         "emulator" => return parse_emulator(parser),
         "bench" => return Ok(Command::Bench(parser.raw_args()?.collect())),
         "arm" => return parse_names(parser, Command::Arm),
@@ -170,7 +175,6 @@ fn parse(mut parser: Parser) -> Result<Command> {
         "gpu" => return parse_gpu(parser),
         "public-api" => return parse_public_api(parser),
         "check" => Command::Check,
-        "test" => Command::Test,
         "stage" => Command::Stage(parser.value()?.string()?),
         "tidy" => Command::Tidy,
         "setup" => Command::Setup,
@@ -207,6 +211,19 @@ fn parse_conformance(mut parser: Parser) -> Result<Command> {
         }
     }
     Ok(Command::Conformance(options))
+}
+
+fn parse_test(mut parser: Parser) -> Result<Command> {
+    let mut options = lanes::Options::default();
+    while let Some(arg) = parser.next()? {
+        match arg {
+            Arg::Long("all") => options.all = true,
+            Arg::Long("record") => options.record = true,
+            Arg::Short('h') | Arg::Long("help") => return Ok(Command::Help),
+            other => return Err(other.unexpected().into()),
+        }
+    }
+    Ok(Command::Test(options))
 }
 
 fn parse_public_api(mut parser: Parser) -> Result<Command> {
@@ -310,6 +327,18 @@ mod tests {
         assert_eq!(options.backends, ["cpu"]);
         assert!(options.vectors[0].is_absolute());
         assert_eq!(options.args, ["attend", "--exact"]);
+    }
+
+    #[test]
+    fn test_takes_its_options() {
+        let Ok(Command::Test(options)) = parsed("test --all --record") else {
+            panic!("not parsed as test");
+        };
+        assert!(options.all && options.record);
+        let Ok(Command::Test(options)) = parsed("test") else {
+            panic!("not parsed as test");
+        };
+        assert_eq!(options, lanes::Options::default());
     }
 
     #[test]

@@ -2,9 +2,9 @@
 use std::env;
 use std::ffi::OsString;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 
-use crate::shell;
+use crate::{conformance, shell};
 
 /// A test program, and the variables that make it long. `docs/testing.md` explains them.
 struct Run {
@@ -23,7 +23,8 @@ const RUNS: &[Run] = &[Run {
     ],
 }];
 
-/// Runs everything, optimised; variables that are set already stay as they are.
+/// Runs everything: the programs optimised, and the suite on the emulator with every combination.
+/// Variables that are set already stay as they are.
 pub(crate) fn run(args: &[OsString]) -> Result<()> {
     for run in RUNS {
         let mut command = shell::cargo(["test", "--release"]);
@@ -31,6 +32,15 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
         let unset = run.variables.iter().filter(|(name, _)| env::var_os(name).is_none());
         command.envs(unset.map(|(name, value)| (name, value)));
         shell::run(&mut command)?;
+    }
+    let suite = conformance::Options {
+        backends: vec![conformance::EMULATED.to_owned()],
+        args: args.to_vec(),
+        ..conformance::Options::default()
+    };
+    let total = conformance::run(&suite)?;
+    if !total.is_clean() {
+        bail!("{}: {total}", conformance::EMULATED);
     }
     Ok(())
 }

@@ -8,6 +8,7 @@ use crate::conformance::Options;
 use crate::emulator::Sanitizer;
 use crate::lanes::{Lane, Outcome, Stage};
 use crate::programs::{self, Program};
+use crate::stamps::Inputs;
 use crate::workspace::Workspace;
 use crate::{
     arm, candle, conformance, emulator, examples, kernels, lanes, ports, public_api, readme, setup,
@@ -35,6 +36,17 @@ const TOOL: &str = "xtask";
 const SELF_TEST: emulator::Options =
     emulator::Options { sanitizer: None, self_test: true, tests: false };
 
+/// The kernels, the emulator, the host code that launches the kernels, and what tests all of them.
+const SANITIZED: Inputs = Inputs::Files(&[
+    "kv-cuda/kernels",
+    "kv-cuda/src",
+    "xtask/src/emulator",
+    "xtask/src/emulator.rs",
+]);
+
+/// The crates of a runner of the suite on the CPU.
+const OF_CPU: Inputs = Inputs::Crates(&["kv-cpu"]);
+
 /// The stages and their dependencies: a stage starts when the previous one of its lane and the
 /// named ones have passed. Stages that compile keep both cores of a small machine busy most of the
 /// time, stages that run fill the rest, and neither waits for the other's lock.
@@ -44,11 +56,12 @@ const STAGES: &[Stage] = &[
     compile("tidy", &[], |_| tidy::run().map(passed)),
     compile("licences", &[], licences),
     compile("spelling", &[], spelling),
-    compile("clippy", &[], clippy),
     compile("build of the CUDA emulator", &[], build_emulator),
     compile("build of tests", &[], build_tests),
-    compile("build of CUDA kernels with sanitizers", &[], build_sanitized),
-    compile("build of CPU kernels for Arm", &["optional tools"], build_arm),
+    // After the build, beside the tests: `check` has it first.
+    compile("clippy", &[], clippy),
+    compile("build of CUDA kernels with sanitizers", &[], build_sanitized).unless_same(SANITIZED),
+    compile("build of CPU kernels for Arm", &["optional tools"], build_arm).unless_same(OF_CPU),
     compile("doc tests", &[], doc_tests),
     compile("rustdoc", &[], rustdoc),
     compile("public API", &[], public_api::compare),
@@ -60,24 +73,30 @@ const STAGES: &[Stage] = &[
     }),
     run_stage("CUDA kernels", &[], compile_kernels),
     run_stage("unit and API tests, benches once", &["build of tests"], unit_tests),
-    run_stage("conformance", &["build of tests"], conform),
-    run_stage("conformance of all CPU kernels", &["build of tests"], conform_kernels),
-    run_stage("conformance of shaders", &["build of tests"], |_| webgpu::run().map(passed)),
-    run_stage("conformance of CUDA kernels on the emulator", &["build of tests"], conform_emulated),
+    run_stage("conformance", &["build of tests"], conform).unless_same(OF_CPU),
+    run_stage("conformance of all CPU kernels", &["build of tests"], conform_kernels)
+        .unless_same(OF_CPU),
+    run_stage("conformance of shaders", &["build of tests"], |_| webgpu::run())
+        .unless_same(Inputs::Crates(&["kv-wgpu"])),
+    run_stage("conformance of CUDA kernels on the emulator", &["build of tests"], conform_emulated)
+        .unless_same(Inputs::Crates(&["kv-cuda"])),
     run_stage("kv-runner and kv-cli", &["build of tests"], model_tests),
     run_stage("xtask", &["build of tests"], tool_tests),
     run_stage("README commands", &["build of tests"], |_| readme::run().map(passed)),
     run_stage("CUDA emulator", &["build of CUDA kernels with sanitizers"], |_| {
         emulator::run(&SELF_TEST).map(passed)
-    }),
+    })
+    .unless_same(SANITIZED),
     run_stage("CUDA kernels under sanitizers", &["build of CUDA kernels with sanitizers"], |_| {
         emulator::test_kernels().map(passed)
-    }),
+    })
+    .unless_same(SANITIZED),
     run_stage("examples of kv", &["build of tests"], |workspace| {
         examples::run(workspace).map(passed)
     }),
     run_stage("examples of kv-candle", &["build of tests"], |_| ports::run().map(passed)),
-    run_stage("CPU kernels on an emulated Arm CPU", &["build of CPU kernels for Arm"], other_cpu),
+    run_stage("CPU kernels on an emulated Arm CPU", &["build of CPU kernels for Arm"], other_cpu)
+        .unless_same(OF_CPU),
 ];
 
 /// The stages of `cargo xtask check`, run one after another.
@@ -98,7 +117,7 @@ const fn compile(
     after: &'static [&'static str],
     run: fn(&Workspace) -> Result<Outcome>,
 ) -> Stage {
-    Stage { name, lane: Lane::Compile, after, run }
+    Stage { name, lane: Lane::Compile, after, run, inputs: Inputs::All }
 }
 
 const fn run_stage(
@@ -106,12 +125,12 @@ const fn run_stage(
     after: &'static [&'static str],
     run: fn(&Workspace) -> Result<Outcome>,
 ) -> Stage {
-    Stage { name, lane: Lane::Run, after, run }
+    Stage { name, lane: Lane::Run, after, run, inputs: Inputs::All }
 }
 
 /// Runs every stage; stops at the first failure.
-pub(crate) fn run() -> Result<()> {
-    lanes::run(STAGES)
+pub(crate) fn run(options: lanes::Options) -> Result<()> {
+    lanes::run(STAGES, options)
 }
 
 /// Runs one stage alone: `cargo xtask test` does so for each, in a separate process.
@@ -278,13 +297,10 @@ fn doc_tests(_: &Workspace) -> Result<Outcome> {
     shell::run(command.args(FEATURES)).map(passed)
 }
 
-/// Runs all cases on the backend's own type, and on the erased type those that show that calls are
-/// passed on.
+/// Runs all cases with the best kernels of this machine.
 fn conform(_: &Workspace) -> Result<Outcome> {
-    let own = Options { args: vec!["cpu::".into()], ..Options::default() };
-    clean("cpu", &conformance::run_variation("cpu", "with its best kernels", &own)?)?;
-    let erased = Options { args: conformance::erased_cases("cpu"), ..Options::default() };
-    clean("any(cpu)", &conformance::run_variation("cpu", "erased", &erased)?)
+    let all = Options::default();
+    clean("cpu", &conformance::run_variation("cpu", "with its best kernels", &all)?)
 }
 
 /// Runs the cases that depend on a kernel; the stage before has used the best kernels of this
@@ -303,11 +319,12 @@ fn conform_kernels(_: &Workspace) -> Result<Outcome> {
     #[cfg(not(target_arch = "x86_64"))]
     let below_best: &[&str] = &[];
     for isa in std::iter::once(&"scalar").chain(below_best) {
-        let env = vec![("KV_CPU_ISA", (*isa).into())];
-        let args = conformance::kernel_cases("cpu::");
-        let options = Options { args, env, ..Options::default() };
-        let what = format!("with {isa} kernels");
-        clean(isa, &conformance::run_variation("cpu", &what, &options)?)?;
+        for part in conformance::OF_KERNELS {
+            let env = vec![("KV_CPU_ISA", (*isa).into())];
+            let options = Options { args: vec![part.into()], env, ..Options::default() };
+            let what = format!("with {isa} kernels");
+            clean(isa, &conformance::run_variation("cpu", &what, &options)?)?;
+        }
     }
     Ok(Outcome::Passed)
 }
@@ -327,12 +344,11 @@ fn clean(what: &str, total: &conformance::Counts) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// Threads of the emulator are slow, so the suite runs only on the backend's own type; erasure
-/// works the same on every backend.
+/// Threads of the emulator are slow, so cases of many combinations are shortened.
 fn conform_emulated(_: &Workspace) -> Result<Outcome> {
     let options = Options {
         backends: vec![conformance::EMULATED.to_owned()],
-        args: vec![format!("{}::", conformance::EMULATED).into()],
+        env: vec![(conformance::SHORT.0, conformance::SHORT.1.into())],
         ..Options::default()
     };
     clean(conformance::EMULATED, &conformance::run(&options)?)

@@ -1,4 +1,5 @@
 //! The workspace as cargo describes it: packages, targets, dependencies.
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
@@ -53,6 +54,20 @@ impl Workspace {
     fn parse(metadata: &Value) -> Result<Self> {
         let packages = list(metadata, "packages").map(package).collect::<Result<_>>()?;
         Ok(Self { packages, target_dir: text(metadata, "target_directory")?.into() })
+    }
+
+    /// Returns these crates and all crates of the workspace that they use, also for their tests.
+    pub(crate) fn used_by(&self, names: &[&str]) -> Result<BTreeSet<String>> {
+        let mut used = BTreeSet::new();
+        let mut open: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+        while let Some(name) = open.pop() {
+            let package = self.package(&name).with_context(|| format!("no crate {name}"))?;
+            if used.insert(name) {
+                let ours = package.dependencies.iter().filter(|dependency| dependency.is_ours);
+                open.extend(ours.map(|dependency| dependency.name.clone()));
+            }
+        }
+        Ok(used)
     }
 
     /// Returns the crate with this name.

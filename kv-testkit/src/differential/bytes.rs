@@ -1,14 +1,14 @@
 //! Reads the bytes of cached rows from a device.
-use kv_core::backend::Plane;
+use kv_core::backend::{Backend, Plane};
 use kv_core::{GroupId, SequenceId};
 
 use crate::case::CaseError;
-use crate::device::{Device, fetch};
+use crate::device::fetch;
 use crate::fixture::CacheFixture;
 
 /// Returns the rows of one plane, by sequence and token: the bytes of all heads, one after another.
-pub(super) fn stored<B: Device>(
-    fixture: &mut CacheFixture<B>,
+pub(super) fn stored(
+    fixture: &mut CacheFixture,
     layer: usize,
     plane: Plane,
     ids: &[SequenceId],

@@ -1,7 +1,7 @@
 //! Chooses the next operation.
 use super::DevicePair;
 use super::geometry::{LEN_MAX, SEQUENCES};
-use crate::device::{Device, Place};
+use crate::device::Place;
 use crate::fixture::{DTYPES, FORMATS, Finish, StepConfig, StepKind};
 use crate::rng::Rng;
 use crate::suite::{End, Form};
@@ -21,7 +21,7 @@ pub(super) enum Operation {
     Nothing,
 }
 
-impl<A: Device, B: Device> DevicePair<A, B> {
+impl DevicePair {
     /// Chooses the next operation.
     pub(super) fn choose(&mut self) -> Operation {
         let rng = &mut self.rng;

@@ -6,10 +6,9 @@ use kv_core::{GroupId, SequenceId};
 
 use super::{DevicePair, bytes};
 use crate::case::{At, CaseError, ensure, same};
-use crate::device::Device;
 use crate::fixture::seq;
 
-impl<A: Device, B: Device> DevicePair<A, B> {
+impl DevicePair {
     /// Compares the devices with each other, and each with its model.
     pub(super) fn compare(&mut self) -> Result<(), CaseError> {
         same("usage of the second device", self.two.state(), self.one.state())?;

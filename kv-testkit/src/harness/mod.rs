@@ -3,13 +3,12 @@ mod args;
 
 use std::io::Write;
 use std::process::ExitCode;
-use std::sync::Arc;
 
 use kv_core::backend::{AnyBackend, Backend};
 use kv_core::error::{DeviceError, DeviceErrorKind};
 use libtest_mimic::{Completion, Failed, Trial};
 
-use crate::case::{CaseResult, Outcome};
+use crate::case::{Case, CaseResult, Outcome};
 use crate::device::{Device, Shared};
 use crate::suite;
 use crate::vectors::{self, Found};
@@ -20,7 +19,8 @@ const REPORT: &str = "KV_CONFORMANCE_REPORT";
 
 /// Runs the suite as a test binary with `harness = false`.
 ///
-/// Every case runs twice: on the backend's own type (`name::case`) and erased (`any(name)::case`).
+/// Every case runs on the backend with its type erased, as users hold it (`name::case`); those that
+/// make each call of the contract once run on the backend's own type too (`typed(name)::case`).
 ///
 /// Arguments are those of libtest and two more: `--vectors DIR` (repeatable) runs the vector files
 /// under DIR instead of the suite; with `--backend NAME`, the backend of that name must open, and
@@ -38,7 +38,9 @@ pub fn run<B: Backend>(name: &'static str, open: impl Fn() -> Result<B, DeviceEr
         Vec::new()
     } else {
         match open().and_then(|own| Ok((own, open()?))) {
-            Ok((own, other)) => all_trials(name, own, AnyBackend::new(other), &args),
+            Ok((own, erased)) => {
+                all_trials(name, &AnyBackend::new(erased), &Shared::new(own), &args)
+            }
             Err(error) => vec![unopened(name, requested, &error)],
         }
     };
@@ -75,56 +77,46 @@ fn unopened(name: &str, requested: bool, error: &DeviceError) -> Trial {
     })
 }
 
-fn all_trials<B: Backend>(name: &str, own: B, other: AnyBackend, args: &Args) -> Vec<Trial> {
-    let found = if args.vectors.is_empty() {
-        vectors::own()
-    } else {
-        args.vectors.iter().flat_map(|dir| vectors::find(dir)).collect()
-    };
-    let (own, other) = (Shared::new(own), Shared::new(other));
-    let mut trials = Vec::new();
-    if args.vectors.is_empty() {
-        trials.extend(suite_trials(name, &own));
-        trials.extend(suite_trials(&format!("any({name})"), &other));
+fn all_trials<B: Device>(name: &str, erased: &AnyBackend, own: &B, args: &Args) -> Vec<Trial> {
+    if !args.vectors.is_empty() {
+        let found = args.vectors.iter().flat_map(|dir| vectors::find(dir));
+        return found.map(|found| vector_trial(name, erased, found)).collect();
     }
-    for found in found {
-        match found {
-            Found::Vector { name: vector, job } => {
-                for erased in [false, true] {
-                    let prefix = if erased { format!("any({name})") } else { name.to_owned() };
-                    let title = format!("{prefix}::vectors/{vector}");
-                    let work = Arc::clone(&job);
-                    trials.push(if erased {
-                        let device = other.clone();
-                        trial(title, move || vectors::run(&device, &work))
-                    } else {
-                        let device = own.clone();
-                        trial(title, move || vectors::run(&device, &work))
-                    });
-                }
-            }
-            Found::Skipped { name: vector, why } => {
-                trials
-                    .push(Trial::ignorable_test(format!("{name}::vectors/{vector}"), move || {
-                        Ok(Completion::ignored_with(why))
-                    }));
-            }
-            Found::Bad { name: vector, why } => {
-                trials.push(Trial::test(format!("{name}::vectors/{vector}"), move || {
-                    Err(Failed::from(why))
-                }));
-            }
-        }
-    }
+    let mut trials = erased_trials(name, erased);
+    trials.extend(suite_trials(&format!("typed({name})"), own, suite::typed_cases()));
     trials
 }
 
-fn suite_trials<B: Device>(prefix: &str, backend: &B) -> Vec<Trial> {
-    let one = |case: crate::Case<B>| {
+/// Not generic: the suite is compiled with this crate, not with each runner.
+fn erased_trials(name: &str, erased: &AnyBackend) -> Vec<Trial> {
+    let mut trials = suite_trials(name, erased, suite::cases());
+    trials.extend(vectors::own().into_iter().map(|found| vector_trial(name, erased, found)));
+    trials
+}
+
+fn vector_trial(name: &str, backend: &AnyBackend, found: Found) -> Trial {
+    match found {
+        Found::Vector { name: vector, job } => {
+            let backend = backend.clone();
+            trial(format!("{name}::vectors/{vector}"), move || vectors::run(&backend, &job))
+        }
+        Found::Skipped { name: vector, why } => {
+            Trial::ignorable_test(format!("{name}::vectors/{vector}"), move || {
+                Ok(Completion::ignored_with(why))
+            })
+        }
+        Found::Bad { name: vector, why } => {
+            Trial::test(format!("{name}::vectors/{vector}"), move || Err(Failed::from(why)))
+        }
+    }
+}
+
+fn suite_trials<B: Device>(prefix: &str, backend: &B, cases: Vec<Case<B>>) -> Vec<Trial> {
+    let one = |case: Case<B>| {
         let backend = backend.clone();
         trial(format!("{prefix}::{}", case.name), move || (case.run)(&backend))
     };
-    suite::cases().into_iter().map(one).collect()
+    cases.into_iter().map(one).collect()
 }
 
 fn trial(name: String, run: impl FnOnce() -> CaseResult + Send + 'static) -> Trial {

@@ -7,7 +7,6 @@ use super::choices::{Choices, Options};
 use super::step::StepOutcome;
 use super::{Behaviour, StatefulTest, lock};
 use crate::case::{At, CaseError, ensure, same};
-use crate::device::Device;
 
 /// Terms of computing a prompt.
 #[derive(Debug, Clone, Copy)]
@@ -18,7 +17,7 @@ struct PrefillTerms {
     whole: bool,
 }
 
-impl<B: Device> StatefulTest<B> {
+impl StatefulTest {
     /// Starts a sequence or checks why it cannot start; then computes some or all of its prompt.
     pub(super) fn start(&mut self, choices: &mut Choices<'_>) -> Result<(), CaseError> {
         let (prompt, options) = self.prompt(choices);
@@ -35,7 +34,7 @@ impl<B: Device> StatefulTest<B> {
         self.unchanged(&before).at("check_admission")?;
         self.arm_fault(choices);
         let started = self.cache.start(id, &prompt, options.start_options());
-        let has_failed = self.backend.clear();
+        let has_failed = self.faults.clear();
         let reused = match started {
             Ok(_) if has_failed => return Err("a device failure was not reported".into()),
             Ok(reused) => reused,

@@ -1,4 +1,5 @@
 //! Geometries of random runs: one or two groups, so small that blocks are always short.
+use kv_core::backend::AnyBackend;
 use kv_core::error::SpecError;
 use kv_core::eviction::Eviction;
 use kv_core::spec::{CacheSpecBuilder, KeyMean, PrefixReuse, PublishAt, Transform};
@@ -7,7 +8,7 @@ use kv_core::{CacheSpec, KvFormat, ScaleGroup, Scaling};
 use super::choices::Choices;
 use super::coverage::{Behaviour, Coverage};
 use crate::case::CaseError;
-use crate::device::{Device, dim};
+use crate::device::dim;
 
 /// Storage of rows.
 #[derive(Debug, Clone, Copy)]
@@ -64,8 +65,8 @@ impl Stored {
 }
 
 /// Chooses a geometry that the device supports; `None` if a tail does not fit into the blocks.
-pub(super) fn choose<B: Device>(
-    backend: &B,
+pub(super) fn choose(
+    backend: &AnyBackend,
     choices: &mut Choices<'_>,
     num_blocks: Option<u32>,
 ) -> Result<Option<CacheSpec>, CaseError> {

@@ -10,7 +10,6 @@ use kv_core::{BlockId, GroupId, SequenceId, Stats};
 use super::{Behaviour, Sequence, StatefulTest, lock};
 use crate::case::{At, CaseError, ensure, same};
 use crate::consumer::place;
-use crate::device::Device;
 use crate::provenance;
 
 /// The visible state of a cache, which a refused call must not change.
@@ -57,7 +56,7 @@ impl VisibleState {
     }
 }
 
-impl<B: Device> StatefulTest<B> {
+impl StatefulTest {
     pub(super) fn groups(&self) -> impl Iterator<Item = (GroupId, &BlockPool)> {
         let count = self.spec.groups().len() as u8;
         (0..count).filter_map(|id| Some((GroupId(id), self.cache.pool(GroupId(id))?)))

@@ -1,4 +1,5 @@
 //! Sequences that join an open step.
+use kv_core::backend::AnyBackend;
 use kv_core::error::PlanError;
 use kv_core::{CacheError, SequenceId, Step};
 
@@ -6,11 +7,10 @@ use super::choices::{Choices, Options};
 use super::step::Entry;
 use super::{Behaviour, Coverage, StatefulTest};
 use crate::case::{CaseError, same};
-use crate::device::Device;
 use crate::fault::FaultInjector;
 use crate::provenance;
 
-impl<B: Device> StatefulTest<B> {
+impl StatefulTest {
     /// Chooses the sequences that join a step after its begin.
     pub(super) fn joins(&mut self, choices: &mut Choices<'_>, entries: &[Entry]) -> Vec<Join> {
         let mut joins = Vec::new();
@@ -53,8 +53,8 @@ pub(super) struct Joined {
 
 /// Adds sequences to an open step, as far as there are blocks. `ids` are the sequences that existed
 /// before.
-pub(super) fn join<B: Device>(
-    (step, device): (&mut Step<'_, FaultInjector<B>>, &FaultInjector<B>),
+pub(super) fn join(
+    (step, faults): (&mut Step<'_>, &FaultInjector<AnyBackend>),
     joins: Vec<Join>,
     ids: &[SequenceId],
     entries: &mut Vec<Entry>,
@@ -71,7 +71,7 @@ pub(super) fn join<B: Device>(
                         joined.coverage.add(Behaviour::RefusedJoin);
                         continue;
                     }
-                    Err(CacheError::Device(_)) if device.clear() => {
+                    Err(CacheError::Device(_)) if faults.clear() => {
                         joined.coverage.add(Behaviour::FailedJoin);
                         continue;
                     }
@@ -94,7 +94,7 @@ pub(super) fn join<B: Device>(
         match step.add(entry.input(id)) {
             Ok(()) => entries.push(entry),
             Err(CacheError::Exhausted(_)) => joined.coverage.add(Behaviour::RefusedJoin),
-            Err(CacheError::Device(_)) if device.clear() => {
+            Err(CacheError::Device(_)) if faults.clear() => {
                 joined.coverage.add(Behaviour::FailedJoin);
             }
             // An empty prompt adds nothing.

@@ -4,16 +4,12 @@ use kv_core::KvCache;
 use super::choices::Choices;
 use super::{Behaviour, StatefulTest};
 use crate::case::{CaseError, same};
-use crate::device::Device;
-use crate::fault::FaultInjector;
 
 /// The most layers that a run allocates.
 const LAYERS_MAX: u16 = 3;
 
 /// Allocates the first layer if layers are on demand; returns the layers that have memory.
-pub(super) fn first<B: Device>(
-    cache: &mut KvCache<FaultInjector<B>>,
-) -> Result<Vec<u16>, CaseError> {
+pub(super) fn first(cache: &mut KvCache) -> Result<Vec<u16>, CaseError> {
     if !cache.spec().layers_on_demand() {
         return Ok((0..cache.spec().num_layers()).collect());
     }
@@ -21,7 +17,7 @@ pub(super) fn first<B: Device>(
     Ok(vec![0])
 }
 
-impl<B: Device> StatefulTest<B> {
+impl StatefulTest {
     /// Allocates the next layer: cached content without rows in it is not found from here on.
     pub(super) fn add_layer(&mut self, choices: &mut Choices<'_>) -> Result<(), CaseError> {
         let next = self.layers.len() as u16;

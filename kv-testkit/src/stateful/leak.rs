@@ -7,10 +7,9 @@ use super::join::join;
 use super::step::{Entry, StepOutcome};
 use super::{Behaviour, StatefulTest};
 use crate::case::{At, CaseError, same};
-use crate::device::Device;
 use crate::provenance;
 
-impl<B: Device> StatefulTest<B> {
+impl StatefulTest {
     /// Runs queries over cached tokens; such a step writes nothing and allocates nothing.
     pub(super) fn query(&mut self, choices: &mut Choices<'_>) -> Result<(), CaseError> {
         let sequence = &self.sequences[choices.index(self.sequences.len())];
@@ -46,14 +45,14 @@ impl<B: Device> StatefulTest<B> {
         let before = self.visible_state();
         self.record(|| format!("leak a step of {entries:?}, then {joins:?}"));
         let ids: Vec<_> = self.sequences.iter().map(|sequence| sequence.id).collect();
-        let device = self.backend.clone();
+        let faults = self.faults.clone();
         let inputs: Vec<_> = entries.iter().map(|entry| entry.input(ids[entry.at])).collect();
         if !self.demand(&inputs)?.0 {
             return Ok(());
         }
         self.update_floors(&entries, &joins);
         let mut step = self.cache.begin_step(&inputs).at("a step predicted to fit")?;
-        let joined = join((&mut step, &device), joins, &ids, &mut entries)?;
+        let joined = join((&mut step, &faults), joins, &ids, &mut entries)?;
         self.coverage = self.coverage.and(joined.coverage);
         let hashes: Vec<_> = entries.iter().flat_map(|entry| entry.hashes.clone()).collect();
         if choices.one_in(2) {

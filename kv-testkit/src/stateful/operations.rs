@@ -9,14 +9,13 @@ use kv_core::{CacheError, SequenceId};
 use super::choices::{Choices, Options};
 use super::{Behaviour, Sequence, StatefulTest};
 use crate::case::{CaseError, ensure, same};
-use crate::device::Device;
 use crate::fault::FaultKind;
 use crate::provenance;
 
 /// Number of prompts that are remembered.
 const PROMPTS: usize = 6;
 
-impl<B: Device> StatefulTest<B> {
+impl StatefulTest {
     /// Runs the next operation.
     pub(super) fn operate(&mut self, choices: &mut Choices<'_>) -> Result<(), CaseError> {
         let kind = choices.below(31);
@@ -63,7 +62,7 @@ impl<B: Device> StatefulTest<B> {
             let (more, is_late) = (u64::from(choices.below(7)), kind > 127);
             self.record(|| format!("the device fails after {more} operations, late: {is_late}"));
             let fault = if is_late { FaultKind::Late } else { FaultKind::Early };
-            self.backend.fail(more, fault);
+            self.faults.fail(more, fault);
         }
     }
 
@@ -72,7 +71,7 @@ impl<B: Device> StatefulTest<B> {
         &mut self,
         answer: Result<T, CacheError>,
     ) -> Result<Option<T>, CaseError> {
-        let has_failed = self.backend.clear();
+        let has_failed = self.faults.clear();
         match answer {
             Err(CacheError::Device(_)) if has_failed => {
                 self.coverage.add(Behaviour::FailedWipe);
@@ -179,7 +178,7 @@ impl<B: Device> StatefulTest<B> {
         self.arm_fault(choices);
         match self.cache.truncate(id, len as u32) {
             Err(CacheError::Plan(PlanError::OutOfWindow { .. })) if has_window => {
-                self.backend.clear();
+                self.faults.clear();
                 self.coverage.add(Behaviour::RefusedWindow);
                 let floor = self.sequences[at].floor;
                 ensure(len < floor, || {

@@ -8,7 +8,6 @@ use kv_core::{BlockId, CacheError, GroupId, SequenceId};
 use super::choices::Choices;
 use super::{Behaviour, StatefulTest};
 use crate::case::{At, CaseError, ensure, same};
-use crate::device::Device;
 use crate::fault::FaultKind;
 
 /// Recalibrations per run: each one rounds rows once more, and their signs must not change.
@@ -16,7 +15,7 @@ const RECALIBRATIONS_MAX: u64 = 2;
 
 type Holders = BTreeMap<BlockId, Vec<SequenceId>>;
 
-impl<B: Device> StatefulTest<B> {
+impl StatefulTest {
     /// Recalibrates: the whole cache changes, or nothing does.
     pub(super) fn recalibrate(&mut self, choices: &mut Choices<'_>) -> Result<(), CaseError> {
         if self.spec.layers_on_demand()
@@ -36,11 +35,11 @@ impl<B: Device> StatefulTest<B> {
         let (kind, more) = (choices.next(), u64::from(choices.next()) % 48);
         let fault = FaultKind::ALL.get(usize::from(kind % 6)).copied();
         if let Some(fault) = fault {
-            self.backend.fail(more, fault);
+            self.faults.fail(more, fault);
         }
         self.record(|| format!("recalibrate, {fault:?} after {more}"));
         let done = self.cache.recalibrate(given);
-        let has_failed = self.backend.clear();
+        let has_failed = self.faults.clear();
         let why = match done {
             Ok(()) => {
                 ensure(!has_failed, || "a device failure was not reported".to_owned())?;

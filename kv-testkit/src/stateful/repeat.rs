@@ -6,9 +6,8 @@ use super::choices::{Choices, Options};
 use super::step::StepOutcome;
 use super::{Behaviour, StatefulTest};
 use crate::case::{At, CaseError, ensure};
-use crate::device::Device;
 
-impl<B: Device> StatefulTest<B> {
+impl StatefulTest {
     /// Computes an earlier prompt several times: from the second time on nothing more is cached
     /// than before, unless the pool had to evict a part of it.
     pub(super) fn repeat(&mut self, choices: &mut Choices<'_>) -> Result<(), CaseError> {

@@ -1,4 +1,5 @@
 //! Steps: planned, grown one by one, committed whole or in part, or dropped.
+use kv_core::backend::AnyBackend;
 use kv_core::spec::PublishAt;
 use kv_core::{CacheError, GroupId, KvCache, SequenceId, Step, StepInput};
 
@@ -6,7 +7,6 @@ use super::choices::Choices;
 use super::join::{Join, StartedSequence, join};
 use super::{Behaviour, Sequence, StatefulTest};
 use crate::case::{At, CaseError, ensure};
-use crate::device::Device;
 use crate::fault::{FaultInjector, FaultKind};
 use crate::provenance::{self, PrefixHash};
 
@@ -56,7 +56,7 @@ pub(super) enum StepOutcome {
     Undone,
 }
 
-impl<B: Device> StatefulTest<B> {
+impl StatefulTest {
     /// Computes the next `chunk` tokens of the last sequence's prompt, without faults.
     pub(super) fn next_chunk(
         &mut self,
@@ -199,22 +199,22 @@ impl<B: Device> StatefulTest<B> {
         finish: Finish,
     ) -> Result<StepResult, CaseError> {
         let ids = self.sequences.iter().map(|sequence| sequence.id).collect::<Vec<_>>();
-        let device = self.backend.clone();
+        let faults = self.faults.clone();
         let inputs: Vec<_> = entries.iter().map(|entry| entry.input(ids[entry.at])).collect();
         let is_held = self.operations().is_multiple_of(3);
         let mut step = match begin(&mut self.cache, &inputs, is_held) {
             Ok(step) => step,
-            Err(CacheError::Device(_)) if device.clear() => return Ok(Err(Behaviour::FailedBegin)),
+            Err(CacheError::Device(_)) if faults.clear() => return Ok(Err(Behaviour::FailedBegin)),
             Err(other) => return Err(CaseError::from(other).at("a step predicted to fit")),
         };
         // Hardly anything but this makes a join fail.
         if !joins.is_empty() && choices.one_in(4) {
-            device.fail(0, FaultKind::Early);
+            faults.fail(0, FaultKind::Early);
         }
-        let joined = join((&mut step, &device), joins, &ids, entries)?;
+        let joined = join((&mut step, &faults), joins, &ids, entries)?;
         self.coverage = self.coverage.and(joined.coverage);
         let provenance: Vec<_> = entries.iter().flat_map(|entry| entry.hashes.clone()).collect();
-        if write((&mut step, &device), (&self.spec, &self.layers), &provenance)? {
+        if write((&mut step, &faults), (&self.spec, &self.layers), &provenance)? {
             self.coverage.add(Behaviour::FailedWrite);
         }
         let mut accepted: Vec<_> = entries.iter().map(|e| e.tokens.len() as u32).collect();
@@ -232,11 +232,11 @@ impl<B: Device> StatefulTest<B> {
                 } else {
                     drop(step);
                 }
-                device.clear();
+                faults.clear();
                 return Ok(Err(Behaviour::Dropped));
             }
         };
-        let has_failed = device.clear();
+        let has_failed = faults.clear();
         match done {
             Ok(()) if has_failed => Err("a device failure was not reported".into()),
             Ok(()) => Ok(Ok((joined.started, accepted))),
@@ -308,11 +308,11 @@ impl<B: Device> StatefulTest<B> {
 }
 
 /// Begins a step, borrowed or held.
-fn begin<'c, B: Device>(
-    cache: &'c mut KvCache<FaultInjector<B>>,
+fn begin<'c>(
+    cache: &'c mut KvCache,
     inputs: &[StepInput<'_>],
     is_held: bool,
-) -> Result<Step<'c, FaultInjector<B>>, CacheError> {
+) -> Result<Step<'c>, CacheError> {
     if !is_held {
         return cache.begin_step(inputs);
     }
@@ -324,8 +324,8 @@ fn begin<'c, B: Device>(
 }
 
 /// Writes every layer and repeats a write as long as the device fails; returns whether it failed.
-fn write<B: Device>(
-    (step, device): (&mut Step<'_, FaultInjector<B>>, &FaultInjector<B>),
+fn write(
+    (step, faults): (&mut Step<'_>, &FaultInjector<AnyBackend>),
     (spec, layers): (&kv_core::CacheSpec, &[u16]),
     hashes: &[PrefixHash],
 ) -> Result<bool, CaseError> {
@@ -333,7 +333,7 @@ fn write<B: Device>(
     loop {
         let mut layers = layers.iter();
         match layers.try_for_each(|layer| provenance::write_layer(step, spec, *layer, hashes)) {
-            Err(CaseError::Cache(CacheError::Device(_))) if device.clear() => has_failed = true,
+            Err(CaseError::Cache(CacheError::Device(_))) if faults.clear() => has_failed = true,
             other => return other.map(|()| has_failed),
         }
     }

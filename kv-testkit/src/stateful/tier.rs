@@ -2,7 +2,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use kv_core::backend::{Backend, ChunkShape, HostPool, Queue};
+use kv_core::backend::{AnyChunk, AnyHostPool, Backend, ChunkShape, HostPool, Queue};
 use kv_core::events::Tier;
 use kv_core::invariant::Invariant;
 use kv_core::reuse::{BlockHold, BlockKey, Import, PrefixProbe};
@@ -11,8 +11,7 @@ use kv_core::{BlockId, CacheError, GroupId};
 use super::choices::{Choices, Options};
 use super::{Behaviour, StatefulTest};
 use crate::case::{CaseError, ensure, same};
-use crate::device::{Device, arrive};
-use crate::fault::FaultInjector;
+use crate::device::arrive;
 
 /// Chunks of two blocks, and their number in a group.
 const SHAPE: ChunkShape = ChunkShape { blocks: 2, header_bytes: 16 };
@@ -22,17 +21,15 @@ const STORAGE: &str = "a group with a pool has storage";
 
 /// The host memory of one group.
 #[derive(Debug)]
-pub(super) struct HostTier<P: HostPool> {
-    pool: P,
+pub(super) struct HostTier {
+    pool: AnyHostPool,
     /// The chunk of each block's content, and its place there.
-    blocks: BTreeMap<BlockKey, (Arc<P::Chunk>, u32)>,
+    blocks: BTreeMap<BlockKey, (Arc<AnyChunk>, u32)>,
 }
 
-type TierOf<B> = HostTier<<FaultInjector<B> as Backend>::HostPool>;
-
-impl<B: Device> StatefulTest<B> {
+impl StatefulTest {
     /// Reserves host memory for each group.
-    fn host_tiers(&self) -> Result<Vec<TierOf<B>>, CaseError> {
+    fn host_tiers(&self) -> Result<Vec<HostTier>, CaseError> {
         let tier = |(id, _): (GroupId, _)| {
             let storage = self.cache.storage(id).ok_or("a group without storage")?;
             let pool = self.backend.host_pool(storage.view(), SHAPE, CHUNKS)?;
@@ -66,7 +63,7 @@ impl<B: Device> StatefulTest<B> {
         self.arm_fault(choices);
         let mut holds = Vec::new();
         let copied = self.copy_out(id, &blocks, chunk, &mut holds);
-        let has_failed = self.backend.clear();
+        let has_failed = self.faults.clear();
         for hold in holds {
             self.cache.release_hold(hold)?;
         }
@@ -89,9 +86,9 @@ impl<B: Device> StatefulTest<B> {
         &mut self,
         group: GroupId,
         blocks: &[(BlockId, BlockKey)],
-        chunk: ChunkOf<B>,
+        chunk: AnyChunk,
         holds: &mut Vec<BlockHold>,
-    ) -> Result<ChunkOf<B>, CacheError> {
+    ) -> Result<AnyChunk, CacheError> {
         for (block, key) in blocks {
             holds.extend(self.cache.hold_block(group, *block, *key)?);
         }
@@ -116,11 +113,11 @@ impl<B: Device> StatefulTest<B> {
         let mut import = match self.cache.reserve_import(&probe, upto) {
             Ok(import) => import,
             Err(CacheError::Exhausted(_)) => {
-                self.backend.clear();
+                self.faults.clear();
                 self.coverage.add(Behaviour::RefusedImport);
                 return self.unchanged(&before);
             }
-            Err(CacheError::Device(_)) if self.backend.clear() => {
+            Err(CacheError::Device(_)) if self.faults.clear() => {
                 self.coverage.add(Behaviour::FailedImport);
                 return Ok(());
             }
@@ -128,12 +125,12 @@ impl<B: Device> StatefulTest<B> {
         };
         let brought = import.blocks().len() as u64;
         if let Err(error) = self.copy_in(&import) {
-            ensure(self.backend.clear(), || format!("without a failure: {error}"))?;
+            ensure(self.faults.clear(), || format!("without a failure: {error}"))?;
             self.coverage.add(Behaviour::FailedImport);
             self.wait_for_copies(&import)?;
             return Ok(self.cache.finish_import(import)?);
         }
-        ensure(!self.backend.clear(), || "a device failure was not reported".to_owned())?;
+        ensure(!self.faults.clear(), || "a device failure was not reported".to_owned())?;
         // At once, or one part after the other.
         let first = choices.below(upto + 1);
         self.cache.publish_import(&mut import, first, Tier::Disk)?;
@@ -178,7 +175,7 @@ impl<B: Device> StatefulTest<B> {
 
     /// Returns the most tokens that can be imported, if they are more than the device has.
     fn reach(&self, probe: &PrefixProbe) -> Option<u32> {
-        let has = |(tier, id): (&TierOf<B>, u8), upto| {
+        let has = |(tier, id): (&HostTier, u8), upto| {
             let mut needed = probe.needed(GroupId(id), upto);
             needed.all(|block| block.cached.is_some() || tier.blocks.contains_key(&block.key))
         };
@@ -232,5 +229,3 @@ impl<B: Device> StatefulTest<B> {
         self.check_retention()
     }
 }
-
-type ChunkOf<B> = <<FaultInjector<B> as Backend>::HostPool as HostPool>::Chunk;

@@ -1,20 +1,28 @@
 //! Attention over the cache.
+use kv_core::backend::AnyBackend;
 use kv_core::plan::Determinism;
 use kv_core::{DType, KvFormat};
 
 use super::{ORDERS, case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};
-use crate::device::{Device, Place, dim, limited};
+use crate::device::{Device, Place, dim, limited_erased};
 use crate::fixture::{CacheFixture, DTYPES, FORMATS, StepConfig, StepKind};
 use crate::rng::Rng;
 use crate::tokens::Padding;
 
-pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
+/// Cases that also run on the backend's own type.
+pub(super) fn typed_cases<B: Device>() -> Vec<Case<B>> {
     vec![
         case("attend/ragged_gqa", ragged),
+        case("attend/every_option_alone", options_alone),
+        case("attend/host_outputs", host_outputs),
+    ]
+}
+
+pub(super) fn cases() -> Vec<Case> {
+    vec![
         case("attend/head_groups", head_groups),
         case("attend/head_dims", head_dims),
-        case("attend/every_option_alone", options_alone),
         case("attend/options_combined", options_combined),
         case("attend/every_dtype_over_every_format", dtypes),
         case("attend/more_queries_than_keys", more_queries),
@@ -28,7 +36,6 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
         case("attend/repeatable", repeatable),
         case("attend/does_not_change_the_cache", leaves_cache),
         case("attend/cross_attention", cross),
-        case("attend/host_outputs", host_outputs),
     ]
 }
 
@@ -70,7 +77,7 @@ fn ragged<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn head_groups<B: Device>(backend: &B) -> CaseResult {
+fn head_groups(backend: &AnyBackend) -> CaseResult {
     for (heads, group) in [(1, 1), (4, 1), (2, 4), (1, 8), (3, 7), (8, 2), (1, 16)] {
         for order in ORDERS {
             let spec = small().layers(1).kv_heads(heads).block_order(order).build()?;
@@ -82,7 +89,7 @@ fn head_groups<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn head_dims<B: Device>(backend: &B) -> CaseResult {
+fn head_dims(backend: &AnyBackend) -> CaseResult {
     let dims =
         [(1, 1), (8, 4), (16, 16), (33, 31), (40, 40), (64, 8), (80, 96), (128, 128), (256, 192)];
     for (k, v) in dims {
@@ -124,7 +131,7 @@ fn options_alone<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn options_combined<B: Device>(backend: &B) -> CaseResult {
+fn options_combined(backend: &AnyBackend) -> CaseResult {
     let mut rng = Rng::new(21);
     for round in 0..24 {
         let spec = small()
@@ -139,7 +146,7 @@ fn options_combined<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn dtypes<B: Device>(backend: &B) -> CaseResult {
+fn dtypes(backend: &AnyBackend) -> CaseResult {
     for q_dtype in DTYPES {
         for format in KvFormat::PLAIN {
             let spec = small().layers(1).head_dim(32).format(*format).build()?;
@@ -151,7 +158,7 @@ fn dtypes<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn more_queries<B: Device>(backend: &B) -> CaseResult {
+fn more_queries(backend: &AnyBackend) -> CaseResult {
     let mut fixture = CacheFixture::new(backend, small().build()?, 6)?;
     fixture.fill(1, 3)?;
     fixture.fill(2, 0)?;
@@ -171,7 +178,7 @@ fn more_queries<B: Device>(backend: &B) -> CaseResult {
 }
 
 /// Rows whose keys are all masked give zeros in out and negative infinity in lse, never NaN.
-fn masked_rows<B: Device>(backend: &B) -> CaseResult {
+fn masked_rows(backend: &AnyBackend) -> CaseResult {
     let mut fixture = CacheFixture::new(backend, small().build()?, 7)?;
     fixture.fill(1, 5)?;
     for q_dtype in DTYPES {
@@ -191,7 +198,7 @@ fn masked_rows<B: Device>(backend: &B) -> CaseResult {
 
 /// Prefill whose tiles of query rows see few keys, or none at all: devices have kernels for these
 /// shapes that stage results where the queries were.
-fn without_keys<B: Device>(backend: &B) -> CaseResult {
+fn without_keys(backend: &AnyBackend) -> CaseResult {
     const QUERIES: u32 = 40;
     for dim in [64, 80, 96, 128, 192, 256] {
         for (format, q_dtype) in [(KvFormat::F16, DType::F16), (KvFormat::Bf16, DType::Bf16)] {
@@ -217,7 +224,7 @@ fn without_keys<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn padding<B: Device>(backend: &B) -> CaseResult {
+fn padding(backend: &AnyBackend) -> CaseResult {
     let paddings = [(2, 0, 0), (0, 3, 0), (3, 2, 0), (0, 0, 4), (1, 1, 2)];
     for (batch, tokens, gap) in paddings {
         for format in FORMATS {
@@ -242,7 +249,7 @@ fn padding<B: Device>(backend: &B) -> CaseResult {
 }
 
 /// Scores in the hundreds: no overflow, and the largest one gets all the weight.
-fn sharp<B: Device>(backend: &B) -> CaseResult {
+fn sharp(backend: &AnyBackend) -> CaseResult {
     for sink_logits in [false, true] {
         for spread in [30.0, 300.0] {
             let config = StepConfig { sink_logits, spread, ..StepConfig::default() };
@@ -253,7 +260,7 @@ fn sharp<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn stale_nan<B: Device>(backend: &B) -> CaseResult {
+fn stale_nan(backend: &AnyBackend) -> CaseResult {
     for order in ORDERS {
         for (block_size, num_blocks) in [(1, 30), (8, 6), (32, 4)] {
             let spec = small().block_order(order).paged(block_size, num_blocks).build()?;
@@ -269,9 +276,9 @@ fn stale_nan<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn splits<B: Device>(backend: &B) -> CaseResult {
+fn splits(backend: &AnyBackend) -> CaseResult {
     for workers in [1, 3, 16] {
-        let device = limited(backend, |capabilities| capabilities.with_workers(workers));
+        let device = limited_erased(backend, |capabilities| capabilities.with_workers(workers));
         for determinism in [Determinism::Fast, Determinism::BatchInvariant] {
             let spec = small().layers(1).paged(16, 260).determinism(determinism).build()?;
             let mut fixture = CacheFixture::new(&device, spec, 11)?;
@@ -301,8 +308,8 @@ fn splits<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn batch_invariant<B: Device>(backend: &B) -> CaseResult {
-    let device = limited(backend, |capabilities| capabilities.with_workers(7));
+fn batch_invariant(backend: &AnyBackend) -> CaseResult {
+    let device = limited_erased(backend, |capabilities| capabilities.with_workers(7));
     let all = [(2300, 1), (1023, 1), (1022, 4), (40, 1), (300, 12)].map(|form| (form, None));
     // Splits under a window, and with sink tokens, depend on the sequence alone too.
     let some = [(2300, 1), (1100, 4)].map(|form| (form, Some(200)));
@@ -341,7 +348,7 @@ fn batch_invariant<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn repeatable<B: Device>(backend: &B) -> CaseResult {
+fn repeatable(backend: &AnyBackend) -> CaseResult {
     let run = || -> Result<_, CaseError> {
         let spec = small().layers(1).head_dim(32).paged(16, 120).build()?;
         let mut fixture = CacheFixture::new(backend, spec, 13)?;
@@ -358,7 +365,7 @@ fn repeatable<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn leaves_cache<B: Device>(backend: &B) -> CaseResult {
+fn leaves_cache(backend: &AnyBackend) -> CaseResult {
     let mut fixture = CacheFixture::new(backend, small().build()?, 14)?;
     fixture.fill(1, 10)?;
     fixture.fill(2, 3)?;
@@ -372,7 +379,7 @@ fn leaves_cache<B: Device>(backend: &B) -> CaseResult {
 
 /// Cross attention: K and V of an encoder, written once, read by every step of a decoder and by its
 /// forks.
-fn cross<B: Device>(backend: &B) -> CaseResult {
+fn cross(backend: &AnyBackend) -> CaseResult {
     let mut fixture = CacheFixture::new(backend, small().build()?, 15)?;
     fixture.fill(1, 11)?;
     fixture.fill(2, 6)?;

@@ -1,4 +1,5 @@
 //! The life cycle of sequences and steps, and refused calls.
+use kv_core::backend::{AnyBackend, AnyBuffer, Backend};
 use kv_core::error::{DeviceErrorKind, PlanError};
 use kv_core::{
     AttentionOptions, CacheError, DType, KvCache, KvFormat, LayerId, QkvFormat, StartOptions,
@@ -7,10 +8,10 @@ use kv_core::{
 
 use super::{case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, device_error, ensure, refused, same};
-use crate::device::{Device, Place, Staged, limited};
+use crate::device::{Place, Staged, limited_erased};
 use crate::fixture::{CacheFixture, Finish, StepConfig, StepKind, dense, seq, unchanged};
 
-pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
+pub(super) fn cases() -> Vec<Case> {
     vec![
         case("cache/rolled_back_steps_change_nothing", roll_back),
         case("cache/commit_names_unwritten_layers", unwritten),
@@ -32,7 +33,7 @@ fn tokens(id: u64, n: u32) -> (u64, StepKind) {
     (id, StepKind::Tokens(n))
 }
 
-fn roll_back<B: Device>(backend: &B) -> CaseResult {
+fn roll_back(backend: &AnyBackend) -> CaseResult {
     let mut fixture = CacheFixture::new(backend, small().build()?, 1)?;
     let dropped = StepConfig { finish: Finish::Drop, ..StepConfig::default() };
     fixture.fill(1, 6)?;
@@ -51,7 +52,7 @@ fn roll_back<B: Device>(backend: &B) -> CaseResult {
 }
 
 /// Host tensors of one layer of `small()` for `n` tokens.
-fn kv<B: Device>(fixture: &mut CacheFixture<B>, n: usize) -> Result<Staged<B::Buffer>, CaseError> {
+fn kv(fixture: &mut CacheFixture, n: usize) -> Result<Staged<AnyBuffer>, CaseError> {
     let layout = dense(QkvFormat::Thd, &[n], [2, 8]);
     let rows = vec![fixture.rng.normals(n * 16)];
     let made = (layout, layout.pack(DType::F32, &rows, 0.0));
@@ -59,7 +60,7 @@ fn kv<B: Device>(fixture: &mut CacheFixture<B>, n: usize) -> Result<Staged<B::Bu
     Ok(Staged::new(&backend, fixture.cache.queue_mut(), made, Place::Host)?)
 }
 
-fn unwritten<B: Device>(backend: &B) -> CaseResult {
+fn unwritten(backend: &AnyBackend) -> CaseResult {
     let mut fixture = CacheFixture::new(backend, small().layers(4).build()?, 2)?;
     fixture.fill(1, 6)?;
     let before = fixture.state();
@@ -84,7 +85,7 @@ fn unwritten<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn attend_first<B: Device>(backend: &B) -> CaseResult {
+fn attend_first(backend: &AnyBackend) -> CaseResult {
     let mut fixture = CacheFixture::new(backend, small().build()?, 3)?;
     fixture.fill(1, 6)?;
     let rows = kv(&mut fixture, 1)?;
@@ -107,7 +108,7 @@ fn attend_first<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn any_order<B: Device>(backend: &B) -> CaseResult {
+fn any_order(backend: &AnyBackend) -> CaseResult {
     let config = StepConfig { shuffled: true, ..StepConfig::default() };
     let mut fixture = CacheFixture::new(backend, small().layers(5).build()?, 4)?;
     fixture.start(1)?;
@@ -119,7 +120,7 @@ fn any_order<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn token_ids<B: Device>(backend: &B) -> CaseResult {
+fn token_ids(backend: &AnyBackend) -> CaseResult {
     let mut fixture = CacheFixture::new(backend, small().build()?, 5)?;
     let prompt = [7, 8, 9, 10, 11];
     let reused = fixture.cache.start(seq(1), &prompt, StartOptions::default())?;
@@ -145,7 +146,7 @@ fn token_ids<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn regrow<B: Device>(backend: &B) -> CaseResult {
+fn regrow(backend: &AnyBackend) -> CaseResult {
     let mut fixture = CacheFixture::new(backend, small().build()?, 6)?;
     fixture.fill(1, 14)?;
     fixture.fill(2, 3)?;
@@ -166,7 +167,7 @@ fn regrow<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn reuse<B: Device>(backend: &B) -> CaseResult {
+fn reuse(backend: &AnyBackend) -> CaseResult {
     let mut fixture = CacheFixture::new(backend, small().paged(4, 5).build()?, 7)?;
     for round in 0..6 {
         fixture.fill(round, 17).at(format!("round {round}"))?;
@@ -179,7 +180,7 @@ fn reuse<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn reset<B: Device>(backend: &B) -> CaseResult {
+fn reset(backend: &AnyBackend) -> CaseResult {
     let mut fixture = CacheFixture::new(backend, small().build()?, 8)?;
     for _ in 0..2 {
         fixture.fill(1, 9)?;
@@ -194,7 +195,7 @@ fn reset<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn exhaustion<B: Device>(backend: &B) -> CaseResult {
+fn exhaustion(backend: &AnyBackend) -> CaseResult {
     let mut fixture = CacheFixture::new(backend, small().paged(4, 6).build()?, 9)?;
     fixture.fill(1, 10)?;
     fixture.fork(1, 2)?;
@@ -232,7 +233,7 @@ fn exhaustion<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn refusals<B: Device>(backend: &B) -> CaseResult {
+fn refusals(backend: &AnyBackend) -> CaseResult {
     let spec = small().max_seq_len(20).max_sequences(3).build()?;
     let mut fixture = CacheFixture::new(backend, spec, 10)?;
     fixture.fill(1, 6)?;
@@ -284,9 +285,9 @@ fn refusals<B: Device>(backend: &B) -> CaseResult {
 
 /// A device that supports some stored formats refuses a cache of any other, in K, in V and in any
 /// group, and names the format.
-fn formats<B: Device>(backend: &B) -> CaseResult {
+fn formats(backend: &AnyBackend) -> CaseResult {
     const TAKEN: &[KvFormat] = &[KvFormat::F32, KvFormat::Bf16];
-    let limited = limited(backend, |capabilities| capabilities.with_formats(TAKEN));
+    let limited = limited_erased(backend, |capabilities| capabilities.with_formats(TAKEN));
     for k in KvFormat::PLAIN {
         for v in KvFormat::PLAIN {
             let spec = small().format(KvFormat::F32).group([1], |group| group.formats(*k, *v));
@@ -309,7 +310,7 @@ fn formats<B: Device>(backend: &B) -> CaseResult {
 }
 
 /// A device that supports some `head_dim`s refuses all others at once, and works with all of those.
-fn head_dims<B: Device>(backend: &B) -> CaseResult {
+fn head_dims(backend: &AnyBackend) -> CaseResult {
     let own = backend.capabilities();
     let (step, most) = (own.head_dim_multiple.max(1), own.head_dim_max);
     let unsupported = device_error(DeviceErrorKind::Unsupported);
@@ -323,7 +324,7 @@ fn head_dims<B: Device>(backend: &B) -> CaseResult {
         }
     }
     // A declared range that is smaller than the device's own is checked too.
-    let limited = limited(backend, |c| c.with_head_dims(4 * step, 16 * step));
+    let limited = limited_erased(backend, |c| c.with_head_dims(4 * step, 16 * step));
     for (dims, is_taken) in [([4, 16], true), ([6, 8], false), ([8, 20], false), ([12, 4], true)] {
         let [k, v] = dims.map(|dim| dim * step);
         // The second group has the unsupported dim.
@@ -343,7 +344,7 @@ fn head_dims<B: Device>(backend: &B) -> CaseResult {
 }
 
 /// README's example: a program whose tensors are all in host memory.
-fn host_tensors<B: Device>(backend: &B) -> CaseResult {
+fn host_tensors(backend: &AnyBackend) -> CaseResult {
     let spec = small().layers(1).kv_heads(1).head_dim(4).build()?;
     let mut cache = KvCache::new(backend.clone(), spec)?;
     let prompt = [11, 22];

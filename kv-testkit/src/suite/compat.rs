@@ -2,18 +2,19 @@
 use std::collections::BTreeMap;
 
 use kv_compat::{InferenceConfig, InferenceParams, KvCacheManager, SlotConfig};
+use kv_core::backend::{AnyBackend, Backend};
 use kv_core::error::PlanError;
 use kv_core::{AttentionOptions, CacheError, DType, KvFormat, QkvFormat, SequenceId, TensorView};
 
 use super::case;
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, refused, same};
-use crate::device::{Device, Place, Staged, fetch};
+use crate::device::{Place, Staged, fetch};
 use crate::fixture::{FORMATS, check_attention, dense, options};
 use crate::oracle::Attention;
 use crate::rng::Rng;
 use crate::vectors::te::{Config, Entry, Form, cached, check_content, state, write};
 
-pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
+pub(super) fn cases() -> Vec<Case> {
     vec![
         case("compat/inference_params_random_steps", random_steps),
         case("compat/inference_params_attends", attends),
@@ -26,7 +27,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     ]
 }
 
-fn config<B: Device>(backend: &B, pages: Option<[u32; 2]>, dtype: &str) -> Config {
+fn config(backend: &AnyBackend, pages: Option<[u32; 2]>, dtype: &str) -> Config {
     let config = Config {
         max_batch_size: 5,
         max_sequence_length: 24,
@@ -46,7 +47,7 @@ fn config<B: Device>(backend: &B, pages: Option<[u32; 2]>, dtype: &str) -> Confi
 
 /// Sequences arrive, leave, get chunks and drafts, and pause in random order; lengths and contents
 /// must follow from the steps alone.
-fn random_steps<B: Device>(backend: &B) -> CaseResult {
+fn random_steps(backend: &AnyBackend) -> CaseResult {
     let mut rng = Rng::new(31);
     let geometries = [None, Some([1, 60]), Some([3, 24]), Some([8, 15]), Some([24, 5])];
     for (pages, dtype) in geometries.into_iter().zip(["f32", "f16", "bf16", "f32", "f16"]) {
@@ -82,9 +83,9 @@ fn random_steps<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn one_step<B: Device>(
-    backend: &B,
-    params: &mut InferenceParams<B>,
+fn one_step(
+    backend: &AnyBackend,
+    params: &mut InferenceParams,
     config: &Config,
     (step, form): (&[(u64, u32)], Form),
     lens: &mut BTreeMap<u64, u32>,
@@ -119,7 +120,7 @@ fn one_step<B: Device>(
 
 /// Attention through `InferenceParams`, with prefill, chunk and decode in one batch, against the
 /// oracle.
-fn attends<B: Device>(backend: &B) -> CaseResult {
+fn attends(backend: &AnyBackend) -> CaseResult {
     for pages in [None, Some([4, 30])] {
         for format in FORMATS {
             let config = config(backend, pages, "f32");
@@ -145,9 +146,9 @@ fn attends<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn attend<B: Device>(
-    backend: &B,
-    params: &mut InferenceParams<B>,
+fn attend(
+    backend: &AnyBackend,
+    params: &mut InferenceParams,
     (layer, entries): (u16, &[Entry]),
     format: QkvFormat,
     rng: &mut Rng,
@@ -178,10 +179,10 @@ fn attend<B: Device>(
 }
 
 /// The arrays of a step keep their addresses, and the device arrays hold the same numbers.
-fn arrays<B: Device>(backend: &B) -> CaseResult {
+fn arrays(backend: &AnyBackend) -> CaseResult {
     let config = config(backend, Some([4, 30]), "f32");
     let mut params = config.open(backend)?;
-    let addresses = |params: &InferenceParams<B>| {
+    let addresses = |params: &InferenceParams| {
         [
             params.cu_seqlens_q().as_ptr(),
             params.cu_seqlens_kv().as_ptr(),
@@ -221,7 +222,7 @@ fn arrays<B: Device>(backend: &B) -> CaseResult {
 
 /// With fewer pages than the worst case, a step that does not fit is refused whole, and releases
 /// make room.
-fn exhaustion<B: Device>(backend: &B) -> CaseResult {
+fn exhaustion(backend: &AnyBackend) -> CaseResult {
     let config = config(backend, Some([4, 6]), "f32");
     let mut params = config.open(backend)?;
     let mut lens = BTreeMap::new();
@@ -241,7 +242,7 @@ fn exhaustion<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn roll_back<B: Device>(backend: &B) -> CaseResult {
+fn roll_back(backend: &AnyBackend) -> CaseResult {
     let config = config(backend, Some([4, 30]), "f32");
     let mut params = config.open(backend)?;
     let mut lens = BTreeMap::new();
@@ -259,7 +260,7 @@ fn roll_back<B: Device>(backend: &B) -> CaseResult {
 }
 
 /// A layer that gets memory when tokens are cached has zeros in their place.
-fn late_layer<B: Device>(backend: &B) -> CaseResult {
+fn late_layer(backend: &AnyBackend) -> CaseResult {
     for pages in [None, Some([4, 30])] {
         let config = Config { layers: Some(1), ..config(backend, pages, "f32") };
         let mut params = config.open(backend)?;
@@ -300,12 +301,7 @@ const SLOTS: SlotConfig = SlotConfig {
 };
 
 /// Appends `mix` values of `n` rows at `len` to both layers.
-fn append<B: Device>(
-    manager: &mut KvCacheManager<B>,
-    id: SequenceId,
-    len: u32,
-    n: u32,
-) -> Result<(), CaseError> {
+fn append(manager: &mut KvCacheManager, id: SequenceId, len: u32, n: u32) -> Result<(), CaseError> {
     for layer in 0..2_u16 {
         let rows =
             |kv| crate::vectors::te::rows(id.0, len..len + n, [kv, u32::from(layer)], [2, 4]);
@@ -322,7 +318,7 @@ fn append<B: Device>(
     Ok(())
 }
 
-fn slots<B: Device>(backend: &B) -> CaseResult {
+fn slots(backend: &AnyBackend) -> CaseResult {
     let mut manager = KvCacheManager::new(backend.clone(), SLOTS)?;
     let [a, b] = [manager.allocate_sequence(16)?, manager.allocate_sequence(9)?];
     let mut rng = Rng::new(8);
@@ -373,7 +369,7 @@ fn slots<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn slot_refusals<B: Device>(backend: &B) -> CaseResult {
+fn slot_refusals(backend: &AnyBackend) -> CaseResult {
     let mut manager = KvCacheManager::new(backend.clone(), SLOTS)?;
     let plan = |error: &CacheError| matches!(error, CacheError::Plan(_));
     let a = manager.allocate_sequence(8)?;

@@ -1,16 +1,18 @@
 //! Masked rows may hold anything: attention never reads them.
 use kv_core::KvFormat;
+use kv_core::backend::AnyBackend;
 use kv_core::plan::Determinism;
 use kv_core::spec::{CacheSpecBuilder, KeyMean};
 
 use super::quant::{LARGE_MEANS, NEUTRAL, calibrated, quantised};
 use super::{ORDERS, case, small};
+use crate::amount::Rotation;
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};
-use crate::device::{Device, dim, limited};
+use crate::device::{dim, limited_erased};
 use crate::fixture::{CacheFixture, Poisoned, StepConfig, StepKind};
 use crate::rng::Rng;
 
-pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
+pub(super) fn cases() -> Vec<Case> {
     vec![
         case("attend/masked_slots_are_never_read", plain),
         case("attend/masked_slots_of_long_contexts", long),
@@ -29,8 +31,8 @@ fn windows() -> impl Iterator<Item = StepConfig> {
 }
 
 /// Runs a step of a batch, after poisoning all rows that are masked from it.
-fn step<B: Device>(
-    fixture: &mut CacheFixture<B>,
+fn step(
+    fixture: &mut CacheFixture,
     inputs: &[(u64, StepKind)],
     config: &StepConfig,
 ) -> Result<Poisoned, CaseError> {
@@ -41,10 +43,7 @@ fn step<B: Device>(
 
 /// Runs three sequences, one longer than a tile: queries alone, decode, then many queries in one
 /// batch. Later queries have later positions, so none sees rows that were poisoned before.
-fn run_sequences<B: Device>(
-    fixture: &mut CacheFixture<B>,
-    config: &StepConfig,
-) -> Result<(), CaseError> {
+fn run_sequences(fixture: &mut CacheFixture, config: &StepConfig) -> Result<(), CaseError> {
     for (id, len) in [(1, 45), (2, 6), (3, 23)] {
         fixture.fill(id, len)?;
     }
@@ -61,7 +60,7 @@ fn run_sequences<B: Device>(
     [1, 2, 3].into_iter().try_for_each(|id| fixture.release(id))
 }
 
-fn plain<B: Device>(backend: &B) -> CaseResult {
+fn plain(backend: &AnyBackend) -> CaseResult {
     for (format, order) in KvFormat::PLAIN.iter().zip(ORDERS.into_iter().cycle()) {
         for block_size in [1, 4, 16, 64] {
             let spec = small().format(*format).block_order(order).paged(block_size, 160);
@@ -76,9 +75,9 @@ fn plain<B: Device>(backend: &B) -> CaseResult {
 }
 
 /// Contexts in several splits, most of which are masked.
-fn long<B: Device>(backend: &B) -> CaseResult {
+fn long(backend: &AnyBackend) -> CaseResult {
     for workers in [1, 3, 16] {
-        let device = limited(backend, |capabilities| capabilities.with_workers(workers));
+        let device = limited_erased(backend, |capabilities| capabilities.with_workers(workers));
         for determinism in [Determinism::Fast, Determinism::BatchInvariant] {
             for (left, sink_tokens) in [(0, 0), (90, 4), (1100, 270), (40, 1030)] {
                 let spec = small().layers(1).format(KvFormat::F16).paged(16, 300);
@@ -105,8 +104,8 @@ fn long<B: Device>(backend: &B) -> CaseResult {
 }
 
 /// Makes a geometry for a quantised format with another one for V.
-fn spec<B: Device>(
-    backend: &B,
+fn spec(
+    backend: &AnyBackend,
     rng: &mut Rng,
     format: KvFormat,
     (size, num_blocks): (u32, u32),
@@ -116,10 +115,10 @@ fn spec<B: Device>(
     spec.block_order(rng.pick(&ORDERS)).paged(size, num_blocks)
 }
 
-fn coded<B: Device>(backend: &B) -> CaseResult {
-    let mut rng = Rng::new(3);
+fn coded(backend: &AnyBackend) -> CaseResult {
+    let (mut rng, mut rotation) = (Rng::new(3), Rotation::new());
     for format in quantised() {
-        for (size, wide) in [(9, 0), (16, 3), (32, 1)] {
+        for (size, wide) in rotation.of(&[(9, 0), (16, 3), (32, 1)]) {
             let spec = spec(backend, &mut rng, format, (size, 30)).full_precision_prefix(wide);
             let mut fixture = calibrated(backend, spec, LARGE_MEANS, 3)?;
             for config in windows().step_by(3) {
@@ -139,10 +138,10 @@ fn coded<B: Device>(backend: &B) -> CaseResult {
 
 /// Tails and block means, with queries alone: a step with new tokens may encode a tail, and reads
 /// its rows for that.
-fn beside_tail<B: Device>(backend: &B) -> CaseResult {
-    let mut rng = Rng::new(4);
+fn beside_tail(backend: &AnyBackend) -> CaseResult {
+    let (mut rng, mut rotation) = (Rng::new(4), Rotation::new());
     for format in quantised() {
-        for key_mean in [KeyMean::Calibrated, KeyMean::PerBlock] {
+        for key_mean in rotation.of(&[KeyMean::Calibrated, KeyMean::PerBlock]) {
             let spec = spec(backend, &mut rng, format, (9, 40))
                 .full_precision_prefix(rng.pick(&[0, 2]))
                 .tail(true);

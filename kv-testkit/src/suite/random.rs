@@ -1,4 +1,5 @@
 //! Random operation sequences against the naive model, shrunk to the shortest one that fails.
+use kv_core::backend::AnyBackend;
 use kv_core::calibration::Calibration;
 use kv_core::spec::{CacheSpecBuilder, KeyMean};
 use kv_core::{CacheError, CacheSpec, GroupId, KvFormat, StepInput};
@@ -10,12 +11,13 @@ use proptest::test_runner::{
 
 use super::quant::{LARGE_MEANS, constants, quantised};
 use super::{case, small};
+use crate::amount::runs;
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};
-use crate::device::{Device, dim};
+use crate::device::dim;
 use crate::fixture::{CacheFixture, Finish, StepConfig, StepKind, seq, unchanged};
 use crate::rng::Rng;
 
-pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
+pub(super) fn cases() -> Vec<Case> {
     vec![
         case("random/contiguous", |b| plain_formats(b, &|spec| spec.contiguous(5, 24))),
         case("random/paged_1", |b| plain_formats(b, &|spec| spec.paged(1, 40))),
@@ -86,33 +88,34 @@ fn operation() -> impl Strategy<Value = Op> {
 
 type Geometry<'g> = &'g dyn Fn(CacheSpecBuilder) -> CacheSpecBuilder;
 
-fn plain_formats<B: Device>(backend: &B, geometry: Geometry<'_>) -> CaseResult {
+fn plain_formats(backend: &AnyBackend, geometry: Geometry<'_>) -> CaseResult {
     for (index, k) in (0_u64..).zip(KvFormat::PLAIN) {
         let v = KvFormat::PLAIN[(index as usize + 1) % KvFormat::PLAIN.len()];
         for formats in [[*k, *k], [*k, v]] {
             let spec =
                 geometry(small().head_dims(8, dim(backend, 6))).formats(formats[0], formats[1]);
-            find_failure(backend, &spec.build()?, None, RUNS).at(format!("{formats:?}"))?;
+            find_failure(backend, &spec.build()?, None, runs(RUNS)).at(format!("{formats:?}"))?;
         }
     }
     Ok(Outcome::Holds)
 }
 
 /// Runs every quantised format as K with another format as V, with constants.
-fn quantised_formats<B: Device>(backend: &B, geometry: Geometry<'_>) -> CaseResult {
+fn quantised_formats(backend: &AnyBackend, geometry: Geometry<'_>) -> CaseResult {
     let all: Vec<_> = KvFormat::all().collect();
     for (index, k) in quantised().enumerate() {
         let v = all[(5 * index + 1) % all.len()];
         let spec = geometry(small().head_dims(dim(backend, 18), 12)).formats(k, v).build()?;
         let given = constants(&spec, LARGE_MEANS, index as u64);
-        find_failure(backend, &spec, Some(&given), RUNS_QUANTISED).at(format!("{k} and {v}"))?;
+        find_failure(backend, &spec, Some(&given), runs(RUNS_QUANTISED))
+            .at(format!("{k} and {v}"))?;
     }
     Ok(Outcome::Holds)
 }
 
 /// Runs random operation sequences and shrinks a failing one.
-fn find_failure<B: Device>(
-    backend: &B,
+fn find_failure(
+    backend: &AnyBackend,
     spec: &CacheSpec,
     given: Option<&Calibration>,
     cases: u32,
@@ -154,8 +157,8 @@ fn find_failure<B: Device>(
     }
 }
 
-fn run<B: Device>(
-    backend: &B,
+fn run(
+    backend: &AnyBackend,
     spec: &CacheSpec,
     given: Option<&Calibration>,
     ops: &[Op],
@@ -174,11 +177,7 @@ fn run<B: Device>(
     ensure(free == spec.groups()[0].num_blocks(), || format!("{free} blocks free at the end"))
 }
 
-fn apply<B: Device>(
-    fixture: &mut CacheFixture<B>,
-    op: &Op,
-    next: &mut u64,
-) -> Result<(), CaseError> {
+fn apply(fixture: &mut CacheFixture, op: &Op, next: &mut u64) -> Result<(), CaseError> {
     let sequences = fixture.model.sequences();
     let chosen =
         |which: u8| sequences.get(usize::from(which) % sequences.len().max(1)).map(|id| id.0);
@@ -240,8 +239,8 @@ fn step_kind(entry: Entry) -> StepKind {
 }
 
 /// Runs a step that must succeed, or one that must be refused and change nothing.
-fn step<B: Device>(
-    fixture: &mut CacheFixture<B>,
+fn step(
+    fixture: &mut CacheFixture,
     inputs: &[(u64, StepKind)],
     config: &StepConfig,
 ) -> Result<(), CaseError> {

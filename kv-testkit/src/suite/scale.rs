@@ -1,14 +1,14 @@
 //! Caches with many sequences, several groups, layers on demand, and wiped memory.
-use kv_core::backend::Plane;
+use kv_core::backend::{AnyBackend, Backend, Plane};
 use kv_core::error::PlanError;
 use kv_core::{CacheError, CacheSpec, GroupId, KvCache, KvFormat, StartOptions, StepInput};
 
 use super::{case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, refused, same};
-use crate::device::{Device, dim, fetch};
+use crate::device::{dim, fetch};
 use crate::fixture::{CacheFixture, StepConfig, StepKind, seq};
 
-pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
+pub(super) fn cases() -> Vec<Case> {
     vec![
         case("cache/wipe_on_release", wipe),
         case("cache/fresh_memory_is_zero", fresh),
@@ -24,10 +24,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
 }
 
 /// Returns every byte of every plane of a group.
-pub(crate) fn bytes<B: Device>(
-    cache: &mut KvCache<B>,
-    group: GroupId,
-) -> Result<Vec<Vec<u8>>, CaseError> {
+pub(crate) fn bytes(cache: &mut KvCache, group: GroupId) -> Result<Vec<Vec<u8>>, CaseError> {
     let storage = cache.storage(group).ok_or("a group without storage")?;
     let mut list = Vec::new();
     for plane in storage.view().planes() {
@@ -44,11 +41,11 @@ pub(crate) fn bytes<B: Device>(
     Ok(all)
 }
 
-fn wipe<B: Device>(backend: &B) -> CaseResult {
+fn wipe(backend: &AnyBackend) -> CaseResult {
     for format in KvFormat::PLAIN {
         let spec = small().format(*format).wipe_on_release(true).build()?;
         let mut fixture = CacheFixture::new(backend, spec, 1)?;
-        let zero = |fixture: &mut CacheFixture<B>, what: &str| -> Result<usize, CaseError> {
+        let zero = |fixture: &mut CacheFixture, what: &str| -> Result<usize, CaseError> {
             let all = bytes(&mut fixture.cache, GroupId(0)).at(what)?;
             Ok(all.iter().flatten().filter(|byte| **byte != 0).count())
         };
@@ -75,7 +72,7 @@ fn wipe<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn fresh<B: Device>(backend: &B) -> CaseResult {
+fn fresh(backend: &AnyBackend) -> CaseResult {
     let mut cache = KvCache::new(backend.clone(), small().build()?)?;
     let all = bytes(&mut cache, GroupId(0))?;
     same("planes", all.len(), 4)?;
@@ -93,7 +90,7 @@ fn three_groups() -> Result<CacheSpec, CaseError> {
     Ok(spec.build()?)
 }
 
-fn groups<B: Device>(backend: &B) -> CaseResult {
+fn groups(backend: &AnyBackend) -> CaseResult {
     let mut fixture = CacheFixture::new(backend, three_groups()?, 2)?;
     let tokens = StepKind::Tokens;
     fixture.start(1)?;
@@ -121,7 +118,7 @@ fn groups<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn two_caches<B: Device>(backend: &B) -> CaseResult {
+fn two_caches(backend: &AnyBackend) -> CaseResult {
     let mut one = CacheFixture::new(backend, small().build()?, 3)?;
     let mut two =
         CacheFixture::new(backend, small().format(KvFormat::F16).contiguous(3, 20).build()?, 4)?;
@@ -137,7 +134,7 @@ fn two_caches<B: Device>(backend: &B) -> CaseResult {
 }
 
 /// A thousand sequences in every step; each wastes less than one block.
-fn thousand<B: Device>(backend: &B) -> CaseResult {
+fn thousand(backend: &AnyBackend) -> CaseResult {
     let spec = small().layers(1).kv_heads(1).head_dim(4).paged(16, 2600).build()?;
     let mut fixture = CacheFixture::new(backend, spec, 5)?;
     let lens: Vec<_> = (0..1000_u64).map(|id| (id, 1 + (id * 7 % 29) as u32)).collect();
@@ -166,7 +163,7 @@ fn thousand<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn reserve<B: Device>(backend: &B) -> CaseResult {
+fn reserve(backend: &AnyBackend) -> CaseResult {
     let mut fixture = CacheFixture::new(backend, small().paged(4, 6).build()?, 6)?;
     let options = StartOptions::default().with_reserve(14);
     fixture.cache.start(seq(1), &[], options)?;
@@ -188,7 +185,7 @@ fn reserve<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn on_demand<B: Device>(backend: &B) -> CaseResult {
+fn on_demand(backend: &AnyBackend) -> CaseResult {
     let spec = CacheSpec::builder().layers_on_demand().kv_heads(2).head_dim(8).paged(4, 16);
     let mut cache = KvCache::new(backend.clone(), spec.build()?)?;
     same("allocation of layer 3", cache.allocate_layer(3)?, true)?;
@@ -219,7 +216,7 @@ fn on_demand<B: Device>(backend: &B) -> CaseResult {
 
 /// A prompt that was cached when one layer had memory is started again when a second layer has it
 /// too.
-fn late_layer<B: Device>(backend: &B) -> CaseResult {
+fn late_layer(backend: &AnyBackend) -> CaseResult {
     let spec = CacheSpec::builder().layers_on_demand().kv_heads(1).head_dim(8).paged(4, 16);
     let mut cache = KvCache::new(backend.clone(), spec.format(KvFormat::F32).build()?)?;
     let (prompt, ones) = ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1.0_f32; 9 * 8]);
@@ -262,7 +259,7 @@ fn late_layer<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn one_block<B: Device>(backend: &B) -> CaseResult {
+fn one_block(backend: &AnyBackend) -> CaseResult {
     let mut fixture = CacheFixture::new(backend, small().paged(4, 1).build()?, 7)?;
     for id in 1..4 {
         fixture.fill(id, 3)?;
@@ -273,7 +270,7 @@ fn one_block<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn long_tables<B: Device>(backend: &B) -> CaseResult {
+fn long_tables(backend: &AnyBackend) -> CaseResult {
     let spec = small().layers(1).kv_heads(1).head_dim(dim(backend, 2)).paged(1, 3000).build()?;
     let mut fixture = CacheFixture::new(backend, spec, 8)?;
     fixture.fill(1, 900)?;

@@ -1,5 +1,8 @@
 //! Planes that are cut into several buffers, and plans that are run without a cache.
-use kv_core::backend::{KvStorage, Plane, PlaneLayout, PlaneShape, PlaneView, Queue};
+use kv_core::backend::{
+    AnyBackend, AnyBuffer, AnyQueue, Backend, KvStorage, Plane, PlaneLayout, PlaneShape, PlaneView,
+    Queue,
+};
 use kv_core::block::BlockTables;
 use kv_core::plan::{
     AttendArgs, BatchEntry, BlockCopy, CopyArgs, CopyPlan, Determinism, GatherArgs, GatherPlan,
@@ -9,14 +12,14 @@ use kv_core::{BlockId, BlockOrder, DType, KvFormat, QkvFormat};
 
 use super::{ORDERS, case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};
-use crate::device::{Device, Place, Staged, dim, limited};
+use crate::device::{Place, Staged, dim, limited_erased};
 use crate::fixture::{
     CacheFixture, StepConfig, StepKind, check_attention, check_rows, dense, options,
 };
 use crate::oracle::Attention;
 use crate::rng::Rng;
 
-pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
+pub(super) fn cases() -> Vec<Case> {
     vec![
         case("segments/cache_with_small_bindings", small_bindings),
         case("segments/a_block_too_large_is_refused", too_large),
@@ -25,13 +28,13 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     ]
 }
 
-fn small_bindings<B: Device>(backend: &B) -> CaseResult {
+fn small_bindings(backend: &AnyBackend) -> CaseResult {
     for blocks in [1, 2, 3, 5] {
         for order in ORDERS {
             let spec = small().head_dims(8, 4).block_order(order).paged(4, 16).build()?;
             let block = spec.groups()[0].layouts()[0].block_bytes();
             let limit = block * blocks + block / 2;
-            let device = limited(backend, |c| c.with_binding_bytes_max(limit));
+            let device = limited_erased(backend, |c| c.with_binding_bytes_max(limit));
             let mut fixture = CacheFixture::new(&device, spec, 1)?;
             let segments = fixture
                 .cache
@@ -54,8 +57,8 @@ fn small_bindings<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn too_large<B: Device>(backend: &B) -> CaseResult {
-    let device = limited(backend, |capabilities| capabilities.with_binding_bytes_max(100));
+fn too_large(backend: &AnyBackend) -> CaseResult {
+    let device = limited_erased(backend, |capabilities| capabilities.with_binding_bytes_max(100));
     let made = kv_core::KvCache::new(device, small().build()?);
     crate::case::refused("a block of 256 bytes on a device that binds 100", made, |error| {
         matches!(error, kv_core::CacheError::Device(e)
@@ -71,11 +74,11 @@ fn layout(order: BlockOrder, format: KvFormat, head_dim: u32) -> Result<PlaneLay
 }
 
 /// Allocates the buffers of one plane, full of bytes that are NaN in every format.
-fn buffers<B: Device>(
-    backend: &B,
-    queue: &mut B::Queue,
+fn buffers(
+    backend: &AnyBackend,
+    queue: &mut AnyQueue,
     layout: &PlaneLayout,
-) -> Result<Vec<B::Buffer>, CaseError> {
+) -> Result<Vec<AnyBuffer>, CaseError> {
     let mut made = Vec::new();
     for segment in 0..layout.num_segments() {
         let bytes = layout.segment_bytes(segment);
@@ -96,7 +99,7 @@ fn scattered() -> Result<BlockTables, CaseError> {
     Ok(tables)
 }
 
-fn by_hand<B: Device>(backend: &B) -> CaseResult {
+fn by_hand(backend: &AnyBackend) -> CaseResult {
     for order in ORDERS {
         for format in KvFormat::PLAIN {
             for per_segment in [1, 2, 3, 7] {
@@ -112,7 +115,7 @@ fn by_hand<B: Device>(backend: &B) -> CaseResult {
 }
 
 /// Writes 11 and 6 tokens, attends with the last 2 and 6 of them, and reads all rows back.
-fn drive<B: Device>(backend: &B, layouts: &[PlaneLayout; 2]) -> Result<(), CaseError> {
+fn drive(backend: &AnyBackend, layouts: &[PlaneLayout; 2]) -> Result<(), CaseError> {
     let mut queue = backend.queue()?;
     let tables = scattered()?;
     let memory =
@@ -165,11 +168,11 @@ fn out_rows(
     dense(QkvFormat::Thd, lens, heads_dim).unpack("out", tensor, lens, 0.0)
 }
 
-fn read_back<B: Device>(
-    backend: &B,
-    queue: &mut B::Queue,
+fn read_back(
+    backend: &AnyBackend,
+    queue: &mut AnyQueue,
     tables: &BlockTables,
-    plane: PlaneView<'_, B::Buffer>,
+    plane: PlaneView<'_, AnyBuffer>,
     expected: [&[f32]; 2],
 ) -> Result<(), CaseError> {
     let layout = *plane.layout();
@@ -188,7 +191,7 @@ fn read_back<B: Device>(
 }
 
 /// Several copies at once, whole and partial, over every layer of a group.
-fn copies<B: Device>(backend: &B) -> CaseResult {
+fn copies(backend: &AnyBackend) -> CaseResult {
     for order in ORDERS {
         let dim_v = dim(backend, 6);
         let layouts = [layout(order, KvFormat::F16, 8)?, layout(order, KvFormat::F32, dim_v)?];

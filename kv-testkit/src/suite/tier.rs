@@ -10,7 +10,7 @@ use kv_core::{BlockId, BlockOrder, KvFormat};
 
 use super::case;
 use crate::case::{Case, CaseError, CaseResult, Outcome, device_error, ensure, refused, same};
-use crate::device::{Device, arrive, dim, erased, fetch, limited};
+use crate::device::{Device, arrive, dim, fetch, limited};
 use crate::rng::Rng;
 
 const NUM_BLOCKS: u32 = 9;
@@ -336,7 +336,7 @@ fn refusals<B: Device>(backend: &B) -> CaseResult {
 }
 
 fn foreign_handles<B: Device>(backend: &B) -> CaseResult {
-    let (own, other) = (erased(backend), AnyBackend::new(NullBackend::new()));
+    let (own, other) = (AnyBackend::new(backend.clone()), AnyBackend::new(NullBackend::new()));
     let foreign = device_error(DeviceErrorKind::ForeignHandle);
     let (storage, strange) = (storage(&own)?, storage(&other)?);
     refused("a pool", own.host_pool(strange.view(), SHAPE, 1), foreign)?;

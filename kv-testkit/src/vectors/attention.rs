@@ -2,13 +2,14 @@
 use std::collections::HashMap;
 use std::path::Path;
 
+use kv_core::backend::{AnyBackend, AnyBuffer, Backend};
 use kv_core::{
     BlockOrder, CacheSpec, DType, KvCache, KvFormat, QkvFormat, StartOptions, StepInput,
 };
 use safetensors::{Dtype, SafeTensors};
 
 use crate::case::{At, CaseError, CaseResult, Outcome, ensure};
-use crate::device::{Device, Place, Staged};
+use crate::device::{Place, Staged};
 use crate::fixture::{FORMATS, append_results, check_values, dense, options, plain_errors, seq};
 use crate::oracle::{Attention, AttentionResult};
 
@@ -38,7 +39,7 @@ struct Form {
 }
 
 /// Runs one file in every block order, axis order and geometry, stored in its own type and in f32.
-pub(super) fn run<B: Device>(backend: &B, path: &Path) -> CaseResult {
+pub(super) fn run(backend: &AnyBackend, path: &Path) -> CaseResult {
     let bytes = std::fs::read(path).map_err(|error| error.to_string())?;
     let batch = Batch::read(&bytes)?;
     let own = KvFormat::PLAIN.iter().find(|format| format.element() == Some(batch.dtype));
@@ -60,7 +61,7 @@ pub(super) fn run<B: Device>(backend: &B, path: &Path) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn one<B: Device>(backend: &B, batch: &Batch, form: Form) -> Result<(), CaseError> {
+fn one(backend: &AnyBackend, batch: &Batch, form: Form) -> Result<(), CaseError> {
     let lens: Vec<_> = batch.lens();
     let mut cache = KvCache::new(backend.clone(), spec(batch, &lens, form)?)?;
     for (id, _) in (0..).zip(&lens) {
@@ -125,13 +126,13 @@ fn spec(batch: &Batch, lens: &[[usize; 2]], form: Form) -> Result<CacheSpec, Cas
 }
 
 /// Stages some rows of every sequence, with NaN in the padding.
-fn stage_kv<B: Device>(
-    backend: &B,
-    cache: &mut KvCache<B>,
+fn stage_kv(
+    backend: &AnyBackend,
+    cache: &mut KvCache,
     batch: &Batch,
     form: Form,
     range: impl Fn(usize, usize) -> std::ops::Range<usize>,
-) -> Result<[Staged<B::Buffer>; 2], CaseError> {
+) -> Result<[Staged<AnyBuffer>; 2], CaseError> {
     let Attention { kv_heads, dk, dv, .. } = batch.oracle;
     let mut plane = |plane: usize, dim: usize| -> Result<_, CaseError> {
         let width = kv_heads * dim;

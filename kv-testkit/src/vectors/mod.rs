@@ -20,8 +20,9 @@ mod vllm_fuzz;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::case::{At, CaseResult};
-use crate::device::Device;
+use kv_core::backend::AnyBackend;
+
+use crate::case::{At, CaseError, CaseResult, Outcome};
 
 /// One job of a vector file.
 #[derive(Debug)]
@@ -95,8 +96,22 @@ pub(crate) fn find(dir: &Path) -> Vec<Found> {
     files::find(dir)
 }
 
+/// Runs every vector under `dir` on a backend; returns the name of each and its result.
+///
+/// # Errors
+/// By vector: the first value that differs, or why the file cannot be run. A schema that is not for
+/// this library counts as [`Outcome::Unsupported`].
+pub fn run_vectors(backend: &AnyBackend, dir: &Path) -> Vec<(String, Result<Outcome, CaseError>)> {
+    let result = |found| match found {
+        Found::Vector { name, job } => (name, run(backend, &job)),
+        Found::Skipped { name, why } => (name, Ok(Outcome::Unsupported(why))),
+        Found::Bad { name, why } => (name, Err(CaseError::Broken(why))),
+    };
+    find(dir).into_iter().map(result).collect()
+}
+
 /// Runs one job.
-pub(crate) fn run<B: Device>(backend: &B, job: &Job) -> CaseResult {
+pub(crate) fn run(backend: &AnyBackend, job: &Job) -> CaseResult {
     let result = match &job.kind {
         Kind::TeTrace(trace) => te_trace::run(backend, trace),
         Kind::TeError(case) => te_errors::run(backend, case),

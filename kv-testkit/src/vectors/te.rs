@@ -1,10 +1,11 @@
 //! Shared by the TransformerEngine vectors: configurations, tensors of published values, state.
 use kv_compat::{InferenceConfig, InferenceParams};
+use kv_core::backend::{AnyBackend, AnyBuffer, Backend};
 use kv_core::{BlockId, DType, QkvFormat, SequenceId};
 use serde::Deserialize;
 
 use crate::case::{CaseError, ensure};
-use crate::device::{Device, Place, Staged, dim};
+use crate::device::{Place, Staged, dim};
 use crate::rng::mix;
 use crate::tokens::TokenLayout;
 
@@ -35,7 +36,7 @@ impl Config {
         self.layers.unwrap_or(1)
     }
     /// Returns the same configuration with `head_dim`s that the device supports.
-    pub(crate) fn fitted<B: Device>(&self, backend: &B) -> Self {
+    pub(crate) fn fitted(&self, backend: &AnyBackend) -> Self {
         let fit = |wanted: Option<u32>| wanted.map(|wanted| dim(backend, wanted));
         let (head_dim_k, head_dim_v) = (fit(self.head_dim_k), fit(self.head_dim_v));
         Self { head_dim_k, head_dim_v, ..self.clone() }
@@ -99,7 +100,7 @@ impl Config {
     }
 
     /// Opens a cache and allocates its layers, numbered from 1.
-    pub(crate) fn open<B: Device>(&self, backend: &B) -> Result<InferenceParams<B>, CaseError> {
+    pub(crate) fn open(&self, backend: &AnyBackend) -> Result<InferenceParams, CaseError> {
         self.check_size()?;
         let mut params = InferenceParams::new(backend.clone(), self.ours()?)?;
         for layer in 1..=usize::from(self.layers()) {
@@ -153,9 +154,9 @@ pub(crate) fn rows(
 pub(crate) type Entry = (u64, u32, u32);
 
 /// Writes a step's published values to one layer; returns the shapes that `step` returns.
-pub(crate) fn write<B: Device>(
-    backend: &B,
-    params: &mut InferenceParams<B>,
+pub(crate) fn write(
+    backend: &AnyBackend,
+    params: &mut InferenceParams,
     config: &Config,
     (layer, entries): (u16, &[Entry]),
     form: Form,
@@ -180,9 +181,9 @@ pub(crate) fn write<B: Device>(
 }
 
 /// Reads cached K and V of one layer, by entry of the step, in the cache's own type.
-pub(crate) fn cached<B: Device>(
-    backend: &B,
-    params: &mut InferenceParams<B>,
+pub(crate) fn cached(
+    backend: &AnyBackend,
+    params: &mut InferenceParams,
     config: &Config,
     layer: u16,
 ) -> Result<[Vec<Vec<f32>>; 2], CaseError> {
@@ -195,7 +196,7 @@ pub(crate) fn cached<B: Device>(
     let mut k = Staged::output(backend, queue, (layouts[0], element), Place::Device)?;
     let mut v = Staged::output(backend, queue, (layouts[1], element), Place::Device)?;
     params.convert_paged_to_nonpaged(usize::from(layer), k.view_mut(), v.view_mut())?;
-    let mut read = |staged: &mut Staged<B::Buffer>| -> Result<_, CaseError> {
+    let mut read = |staged: &mut Staged<AnyBuffer>| -> Result<_, CaseError> {
         let layout = staged.layout;
         let tensor = staged.read(&capabilities, params.queue_mut())?;
         Ok(layout.unpack("gathered rows", tensor, &lens, 0.0)?)
@@ -204,9 +205,9 @@ pub(crate) fn cached<B: Device>(
 }
 
 /// Compares the cached rows of every sequence of the step with the published values.
-pub(crate) fn check_content<B: Device>(
-    backend: &B,
-    params: &mut InferenceParams<B>,
+pub(crate) fn check_content(
+    backend: &AnyBackend,
+    params: &mut InferenceParams,
     config: &Config,
 ) -> Result<(), CaseError> {
     let live: Vec<_> = params.sequences().iter().map(|row| (row.id.0, row.len)).collect();
@@ -243,7 +244,7 @@ pub(crate) struct State {
 }
 
 /// Reads the visible state of a cache.
-pub(crate) fn state<B: Device>(params: &InferenceParams<B>) -> State {
+pub(crate) fn state(params: &InferenceParams) -> State {
     let rows = params.sequences().iter();
     let rows =
         rows.map(|row| (row.id, row.pre_step_len, row.len, params.page_list(row.id).to_vec()));

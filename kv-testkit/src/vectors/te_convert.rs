@@ -1,11 +1,11 @@
 //! `te-convert/1`: ragged rows to a padded tensor and back.
-use kv_core::backend::Queue;
+use kv_core::backend::{AnyBackend, Backend, Queue};
 use kv_core::plan::{ConvertArgs, ConvertPlan};
 use kv_core::{DType, QkvFormat};
 use serde::Deserialize;
 
 use crate::case::{At, CaseError, CaseResult, Outcome, ensure, same};
-use crate::device::{Device, Place, Staged};
+use crate::device::{Place, Staged};
 use crate::fixture::FORMATS;
 use crate::tokens::{Tensor, TokenLayout};
 
@@ -31,7 +31,7 @@ impl ConvertCase {
 }
 
 /// Converts between every two axis orders, starting from the file's own tensor.
-pub(super) fn run<B: Device>(backend: &B, case: &ConvertCase) -> CaseResult {
+pub(super) fn run(backend: &AnyBackend, case: &ConvertCase) -> CaseResult {
     let plan = ConvertPlan::from_cu_seqlens(&case.cu_seqlens)?;
     let lens: Vec<_> = plan.entries().map(|(_, len)| len as usize).collect();
     let padded = [case.b, case.max_seq_len, case.h, case.d]
@@ -63,8 +63,8 @@ pub(super) fn run<B: Device>(backend: &B, case: &ConvertCase) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn one<B: Device>(
-    backend: &B,
+fn one(
+    backend: &AnyBackend,
     plan: &ConvertPlan,
     rows: &[Vec<f32>],
     [from, to]: [TokenLayout; 2],

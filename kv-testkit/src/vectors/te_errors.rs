@@ -3,13 +3,14 @@
 use std::collections::BTreeMap;
 
 use kv_compat::InferenceParams;
+use kv_core::backend::AnyBackend;
 use kv_core::{CacheError, DType, TensorView};
 use serde::Deserialize;
 use serde_json::Value;
 
 use super::te::{Config, Entry, Form, State, check_content, state, write};
 use crate::case::{At, CaseError, CaseResult, Outcome, ensure, refused, same};
-use crate::device::{Device, dim};
+use crate::device::dim;
 use crate::tokens::Tensor;
 
 /// One constructor call and the calls after it.
@@ -71,7 +72,7 @@ const STRICTER: [Difference; 2] = [
 ];
 
 /// Runs one case.
-pub(super) fn run<B: Device>(backend: &B, case: &ErrorCase) -> CaseResult {
+pub(super) fn run(backend: &AnyBackend, case: &ErrorCase) -> CaseResult {
     if case.ctor_kwargs_nonpaged.is_some() || case.ctor_kwargs_paged.is_some() {
         return custom_manager(backend);
     }
@@ -123,9 +124,9 @@ fn typed(error: &CacheError) -> bool {
 }
 
 /// Checks that a cache which TransformerEngine would not make takes a step and keeps its rows.
-fn works<B: Device>(
-    backend: &B,
-    mut params: InferenceParams<B>,
+fn works(
+    backend: &AnyBackend,
+    mut params: InferenceParams,
     config: &Config,
 ) -> Result<(), CaseError> {
     for layer in 1..=usize::from(config.layers()) {
@@ -144,9 +145,9 @@ fn works<B: Device>(
 }
 
 /// Runs the actions; the last one fails if the case says so.
-fn act<B: Device>(
-    backend: &B,
-    params: &mut InferenceParams<B>,
+fn act(
+    backend: &AnyBackend,
+    params: &mut InferenceParams,
     [config, published]: [&Config; 2],
     case: &ErrorCase,
 ) -> Result<(), CaseError> {
@@ -186,13 +187,13 @@ fn act<B: Device>(
     Ok(())
 }
 
-fn unchanged<B: Device>(params: &InferenceParams<B>, before: &State) -> Result<(), CaseError> {
+fn unchanged(params: &InferenceParams, before: &State) -> Result<(), CaseError> {
     same("the state after a refusal", &state(params), before)
 }
 
-fn finish<B: Device>(
-    backend: &B,
-    params: &mut InferenceParams<B>,
+fn finish(
+    backend: &AnyBackend,
+    params: &mut InferenceParams,
     config: &Config,
     entries: &[Entry],
 ) -> Result<(), CaseError> {
@@ -207,8 +208,8 @@ fn finish<B: Device>(
 }
 
 /// Calls `step` with zeros of the case's shape and type.
-fn call_step<B: Device>(
-    params: &mut InferenceParams<B>,
+fn call_step(
+    params: &mut InferenceParams,
     [config, published]: [&Config; 2],
     step: &StepAction,
 ) -> Result<Result<(), CacheError>, CaseError> {
@@ -233,9 +234,9 @@ fn call_step<B: Device>(
     Ok(params.step(step.layer, k, v, &step.qkv_format).map(|_| ()))
 }
 
-fn check_attributes<B: Device>(
-    backend: &B,
-    params: &InferenceParams<B>,
+fn check_attributes(
+    backend: &AnyBackend,
+    params: &InferenceParams,
     attrs: &BTreeMap<String, Value>,
 ) -> Result<(), CaseError> {
     for (name, expected) in attrs {
@@ -258,8 +259,8 @@ fn check_attributes<B: Device>(
 
 /// Checks the results of accessors; an unknown sequence has no pages, and the call must not create
 /// it.
-fn check_result<B: Device>(
-    params: &InferenceParams<B>,
+fn check_result(
+    params: &InferenceParams,
     result: &serde_json::Map<String, Value>,
 ) -> Result<(), CaseError> {
     let before = state(params);
@@ -314,7 +315,7 @@ fn direct(call: &str) -> Result<Config, CaseError> {
 }
 
 /// Checks that a custom manager gets the same arguments by name.
-fn custom_manager<B: Device>(backend: &B) -> CaseResult {
+fn custom_manager(backend: &AnyBackend) -> CaseResult {
     for paged in [false, true] {
         let mut config =
             direct("NonPaged(max_batch_size=3,max_seqlen=8,num_heads=2,head_dim_k=4)")?;

@@ -4,11 +4,12 @@ use std::collections::BTreeMap;
 
 use kv_compat::{InferenceConfig, InferenceParams};
 use kv_core::DType;
+use kv_core::backend::AnyBackend;
 use serde::Deserialize;
 
 use super::te::{Config, Entry, Form, check_content, state, write};
 use crate::case::{At, CaseError, CaseResult, Outcome, ensure, refused, same};
-use crate::device::{Device, dim, limited};
+use crate::device::{dim, limited_erased};
 use crate::fixture::FORMATS;
 
 /// One input and the intended lengths.
@@ -31,7 +32,7 @@ struct Step {
 
 /// Runs the steps in every format: the intended lengths and rows, or a refusal that changes
 /// nothing.
-pub(super) fn run<B: Device>(backend: &B, quirk: &Quirk) -> CaseResult {
+pub(super) fn run(backend: &AnyBackend, quirk: &Quirk) -> CaseResult {
     if let Some(sums) = &quirk.exact_cu {
         exact_sums(backend, sums)?;
     }
@@ -53,9 +54,9 @@ pub(super) fn run<B: Device>(backend: &B, quirk: &Quirk) -> CaseResult {
 }
 
 /// Runs one step; returns whether it was accepted.
-fn one_step<B: Device>(
-    backend: &B,
-    params: &mut InferenceParams<B>,
+fn one_step(
+    backend: &AnyBackend,
+    params: &mut InferenceParams,
     config: &Config,
     (step, form): (&Step, Form),
 ) -> Result<bool, CaseError> {
@@ -101,7 +102,7 @@ fn one_step<B: Device>(
 }
 
 /// Checks prefix sums beyond the precision of f32. Without layers, such lengths need no memory.
-fn exact_sums<B: Device>(backend: &B, sums: &[u32]) -> Result<(), CaseError> {
+fn exact_sums(backend: &AnyBackend, sums: &[u32]) -> Result<(), CaseError> {
     let lens: Option<Vec<_>> = sums.windows(2).map(|pair| pair[1].checked_sub(pair[0])).collect();
     let mut lens = lens.ok_or("exact_cu falls")?;
     let batch = lens.len() as u32;
@@ -116,8 +117,9 @@ fn exact_sums<B: Device>(backend: &B, sums: &[u32]) -> Result<(), CaseError> {
     let config = InferenceConfig::new(batch, longest.max(1)).num_heads_kv(1);
     let config = config.head_dim_k(dim(backend, 1)).dtype(DType::F16);
     // No layer is allocated, so limits of memory do not matter.
-    let device =
-        limited(backend, |c| c.with_binding_bytes_max(u64::MAX).with_buffer_bytes_max(u64::MAX));
+    let device = limited_erased(backend, |c| {
+        c.with_binding_bytes_max(u64::MAX).with_buffer_bytes_max(u64::MAX)
+    });
     let mut params = InferenceParams::new(device, config)?;
     let step: Vec<_> = (0_u64..).zip(lens).collect();
     params.pre_step(&step)?;

@@ -1,9 +1,10 @@
 //! `te-rope/1`: rotary embedding from the positions of a step.
+use kv_core::backend::AnyBackend;
 use kv_core::{CacheSpec, KvCache, StartOptions, StepInput};
 use serde::Deserialize;
 
 use crate::case::{CaseError, CaseResult, Outcome, ensure};
-use crate::device::{Device, dim};
+use crate::device::dim;
 use crate::fixture::seq;
 use crate::oracle::Rope;
 use crate::rng::mix;
@@ -39,7 +40,7 @@ impl RopeCase {
 }
 
 /// Rotates with the oracle at the positions that a step of the cache reports.
-pub(super) fn run<B: Device>(backend: &B, case: &RopeCase) -> CaseResult {
+pub(super) fn run(backend: &AnyBackend, case: &RopeCase) -> CaseResult {
     let [batch, tokens, heads, dim] = case.shape;
     let len = [tokens, heads, dim].iter().try_fold(batch, |n, x| n.checked_mul(*x));
     ensure(len.is_some_and(|len| len as usize == case.y.len() && len > 0), || {
@@ -74,7 +75,7 @@ pub(super) fn run<B: Device>(backend: &B, case: &RopeCase) -> CaseResult {
 
 /// Returns the positions that a step reports after every sequence has cached its start. No layer
 /// has memory, so nothing is written.
-fn positions<B: Device>(backend: &B, case: &RopeCase) -> Result<Vec<u32>, CaseError> {
+fn positions(backend: &AnyBackend, case: &RopeCase) -> Result<Vec<u32>, CaseError> {
     let [batch, tokens, ..] = case.shape;
     let total: u64 = case.start_positions.iter().map(|start| u64::from(start + tokens)).sum();
     ensure(total <= 1 << 24, || "start positions out of bounds".to_owned())?;

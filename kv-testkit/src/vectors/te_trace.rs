@@ -3,11 +3,11 @@ use std::collections::{BTreeMap, HashSet};
 
 use kv_compat::InferenceParams;
 use kv_core::QkvFormat;
+use kv_core::backend::AnyBackend;
 use serde::Deserialize;
 
 use super::te::{Config, Entry, Form, cached, hash, write};
 use crate::case::{At, CaseError, CaseResult, Outcome, ensure, same};
-use crate::device::Device;
 
 /// A recorded run.
 #[derive(Debug, Deserialize)]
@@ -37,7 +37,7 @@ struct Step {
 }
 
 /// Runs a trace in every listed format, exact and padded.
-pub(super) fn run<B: Device>(backend: &B, trace: &Trace) -> CaseResult {
+pub(super) fn run(backend: &AnyBackend, trace: &Trace) -> CaseResult {
     ensure(!trace.formats.is_empty() && !trace.steps.is_empty(), || {
         "the trace lists no format or no step".to_owned()
     })?;
@@ -71,12 +71,12 @@ fn padding(trace: &Trace) -> Result<[usize; 2], CaseError> {
     Ok([trace.config.max_batch_size as usize, tokens as usize])
 }
 
-struct Replay<'t, B: Device> {
+struct Replay<'t> {
     /// The configuration as recorded; `config` has the `head_dim`s that the device supports.
     recorded: &'t Config,
     config: Config,
     form: Form,
-    params: InferenceParams<B>,
+    params: InferenceParams,
     /// Lengths by sequence, and this library's pages.
     lens: BTreeMap<u64, u32>,
     pages: BTreeMap<u64, Vec<u32>>,
@@ -85,8 +85,8 @@ struct Replay<'t, B: Device> {
     shapes: Option<[[u32; 4]; 2]>,
 }
 
-impl<'t, B: Device> Replay<'t, B> {
-    fn new(backend: &B, trace: &'t Trace, form: Form) -> Result<Self, CaseError> {
+impl<'t> Replay<'t> {
+    fn new(backend: &AnyBackend, trace: &'t Trace, form: Form) -> Result<Self, CaseError> {
         let (recorded, config) = (&trace.config, trace.config.fitted(backend));
         let params = config.open(backend)?;
         let (lens, pages) = (BTreeMap::new(), BTreeMap::new());
@@ -100,7 +100,7 @@ impl<'t, B: Device> Replay<'t, B> {
         same("sequences", self.params.batch_size(), 0)
     }
 
-    fn step(&mut self, backend: &B, step: &'t Step, key: &str) -> Result<(), CaseError> {
+    fn step(&mut self, backend: &AnyBackend, step: &'t Step, key: &str) -> Result<(), CaseError> {
         self.params.pre_step(&step.entries)?;
         let before = |id: &u64| self.lens.get(id).copied().unwrap_or(0);
         let entries: Vec<Entry> =
@@ -159,7 +159,7 @@ impl<'t, B: Device> Replay<'t, B> {
 
     fn check_hashes(
         &mut self,
-        backend: &B,
+        backend: &AnyBackend,
         step: &Step,
         hashes: &[Vec<String>],
     ) -> Result<(), CaseError> {

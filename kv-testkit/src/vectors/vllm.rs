@@ -3,6 +3,7 @@
 //! Outcomes under `sem` must be the same here, those under `impl` need not, and [`DEVIATIONS`]
 //! lists where this cache differs on purpose. A field that this reader does not know is an error,
 //! because its content would not be tested.
+use kv_core::backend::AnyBackend;
 use kv_core::events::{Event, EventKind};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
@@ -11,7 +12,6 @@ use serde_json::{Map, Value, json};
 use super::vllm_engine::{AdmissionTerms, Engine};
 use crate::case::{At, CaseError, CaseResult, Outcome, ensure, same};
 use crate::consumer::Consumer;
-use crate::device::Device;
 
 /// A recorded scenario.
 #[derive(Debug, Deserialize)]
@@ -256,7 +256,7 @@ impl Op {
 }
 
 /// Runs a scenario.
-pub(super) fn run<B: Device>(backend: &B, scenario: &Scenario) -> CaseResult {
+pub(super) fn run(backend: &AnyBackend, scenario: &Scenario) -> CaseResult {
     ensure(!scenario.ops.is_empty(), || "no operation".to_owned())?;
     let engine = Engine::new(backend, &scenario.config)?;
     let (taken, was_reset, events) = ([[0; 3]; 2], false, Consumer::default());
@@ -293,16 +293,16 @@ fn compare(sem: &Sem, got: &Sem) -> Result<(), CaseError> {
     Ok(())
 }
 
-struct Replay<'s, B: Device> {
+struct Replay<'s> {
     config: &'s Config,
-    engine: Engine<B>,
+    engine: Engine,
     /// Counts at the previous read, which resets them.
     taken: [[u64; 3]; 2],
     was_reset: bool,
     events: Consumer,
 }
 
-impl<B: Device> Replay<'_, B> {
+impl Replay<'_> {
     fn run(&mut self, op: &Op) -> Result<Sem, CaseError> {
         let got = match op {
             Op::Add(add) => {

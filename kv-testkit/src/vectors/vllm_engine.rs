@@ -1,6 +1,7 @@
 //! A scheduler's requests on this cache, through the calls of vLLM's `KVCacheManager`.
 use std::collections::BTreeMap;
 
+use kv_core::backend::AnyBackend;
 use kv_core::block::BlockPool;
 use kv_core::eviction::Eviction;
 use kv_core::scheduling::Admission;
@@ -11,7 +12,7 @@ use kv_core::{
 
 use super::vllm::Config;
 use crate::case::{At, CaseError, ensure, same};
-use crate::device::{Device, dim};
+use crate::device::dim;
 use crate::provenance::{self, PrefixHash};
 
 /// One request, running or waiting.
@@ -57,9 +58,9 @@ pub(super) struct Admitted {
 
 /// A cache, its requests and their blocks.
 #[derive(Debug)]
-pub(super) struct Engine<B: Device> {
-    backend: B,
-    pub(super) cache: KvCache<B>,
+pub(super) struct Engine {
+    backend: AnyBackend,
+    pub(super) cache: KvCache,
     block_size: u32,
     windows: Vec<Option<u32>>,
     /// Blocks of the pool that vLLM shares among groups.
@@ -74,9 +75,9 @@ pub(super) struct Engine<B: Device> {
     pub(super) is_pressed: bool,
 }
 
-impl<B: Device> Engine<B> {
+impl Engine {
     /// Creates a cache with one layer per group.
-    pub(super) fn new(backend: &B, config: &Config) -> Result<Self, CaseError> {
+    pub(super) fn new(backend: &AnyBackend, config: &Config) -> Result<Self, CaseError> {
         let windows = config.windows()?;
         let capacity = config.num_blocks.saturating_sub(1);
         let layers = windows.len() as u16;
@@ -118,7 +119,7 @@ impl<B: Device> Engine<B> {
         self.requests.values().any(|request| request.is_running)
     }
 
-    fn groups(&self) -> impl Iterator<Item = GroupId> + use<B> {
+    fn groups(&self) -> impl Iterator<Item = GroupId> + use<> {
         (0..self.windows.len() as u8).map(GroupId)
     }
 

@@ -1,13 +1,13 @@
 //! `vllm-fuzz/1`: hundreds of requests in a small pool, recorded from vLLM's `KVCacheManager`.
 use std::collections::BTreeMap;
 
+use kv_core::backend::AnyBackend;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 
 use super::vllm::Config;
 use super::vllm_engine::{AdmissionTerms, Engine};
 use crate::case::{At, CaseError, CaseResult, Outcome, ensure, same};
-use crate::device::Device;
 
 /// A recorded run.
 #[derive(Debug, Deserialize)]
@@ -57,7 +57,7 @@ macro_rules! word {
 word!(New "new", Admit "admit", Step "step", Token "tok", Preempt "preempt", Free "free");
 
 /// Runs a log and compares every line.
-pub(super) fn run<B: Device>(backend: &B, run: &Run) -> CaseResult {
+pub(super) fn run(backend: &AnyBackend, run: &Run) -> CaseResult {
     ensure(!run.log.is_empty(), || "an empty log".to_owned())?;
     let config = Config::full(run.num_blocks, run.block_size, run.watermark);
     let mut engine = Engine::new(backend, &config)?;
@@ -97,11 +97,7 @@ pub(super) fn run<B: Device>(backend: &B, run: &Run) -> CaseResult {
 }
 
 /// Runs admissions and steps.
-fn step<B: Device>(
-    engine: &mut Engine<B>,
-    config: &Config,
-    entry: &Entry,
-) -> Result<(), CaseError> {
+fn step(engine: &mut Engine, config: &Config, entry: &Entry) -> Result<(), CaseError> {
     match entry {
         Entry::Admit(_, id, computed, ok, free) => {
             let watermark = config.watermark_blocks(engine.is_any_running());
@@ -134,7 +130,7 @@ fn failing<'l>(log: &'l [Entry], first: &'l String) -> &'l String {
     failing
 }
 
-fn check_refused<B: Device>(engine: &mut Engine<B>, id: &str) -> Result<(), CaseError> {
+fn check_refused(engine: &mut Engine, id: &str) -> Result<(), CaseError> {
     let free = engine.free();
     let fits = engine.step(id, 1, (&[], 0), 0)?;
     ensure(!fits, || format!("the step of {id} fits, so no preemption is needed"))?;

@@ -148,7 +148,7 @@ fn optional(runner: &mut Runner<'_>, name: &str, call: &Call, is_there: bool) ->
     Ok(ended.is_some_and(|ended| ended.is_success()))
 }
 
-/// Runs the suite on the backend's own type, one process per family: a sticky error of the card
+/// Runs the suite, one process per family: a sticky error of the card
 /// would fail all later cases of the same process.
 fn families(runner: &mut Runner<'_>) -> Result<()> {
     let card = on_card(runner);
@@ -266,10 +266,11 @@ fn program(runner: &mut Runner<'_>, format: &str) -> Result<()> {
     Ok(())
 }
 
-/// Runs the erased suite, given vector files, and other random operations. These are compared with
-/// the naive model, as on the CPU backend, so that both backends agree if both pass.
+/// Runs the cases of the backend's own type, given vector files, and other random operations. These
+/// are compared with the naive model, as on the CPU backend, so that both backends agree if both
+/// pass.
 fn more_of_the_suite(runner: &mut Runner<'_>) -> Result<()> {
-    suite(runner, "conformance, erased", 120, &["any(cuda)::"])?;
+    suite(runner, "conformance, typed", 60, &["typed(cuda)::"])?;
     for vectors in folders(&runner.place("vectors")) {
         let place = format!("vectors/{vectors}");
         let name = format!("conformance, {place}");

@@ -221,7 +221,7 @@ fn the_output_of_programs_is_parsed() {
     assert_eq!(last_lines("a\n\n b\n"), "a / b");
     let call = run::Call::new(1, &["bin/kv", "--prompt", "Once upon"]).with("A", "1");
     assert_eq!(call.shown(), "A=1 bin/kv --prompt \"Once upon\"");
-    let list = "cuda::b/x: test\ncuda::a/y: test\nany(cuda)::c/x: test\ncuda::b/z: test\n";
+    let list = "cuda::b/x: test\ncuda::a/y: test\ntyped(cuda)::c/x: test\ncuda::b/z: test\n";
     assert_eq!(families_of(list), ["b", "a"]);
     assert_eq!(families_of("cuda::open: test\n"), [""; 0]);
 }

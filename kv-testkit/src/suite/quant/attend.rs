@@ -1,16 +1,16 @@
 //! Attention over quantised rows.
-use kv_core::backend::Plane;
+use kv_core::backend::{AnyBackend, Plane};
 use kv_core::spec::{CacheSpecBuilder, Transform};
 use kv_core::{CacheSpec, DType, KvFormat, ScaleGroup, Scaling};
 
 use super::{ConstantRanges, LARGE_MEANS, NEUTRAL, calibrated, quantised, two_sequences};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};
-use crate::device::{Device, dim, limited};
+use crate::device::{dim, limited_erased};
 use crate::fixture::{StepConfig, StepKind, seq};
 use crate::rng::Rng;
 use crate::suite::{ORDERS, case};
 
-pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
+pub(super) fn cases() -> Vec<Case> {
     vec![
         case("quant/head_dim_64", |b| matrix(b, 64)),
         case("quant/head_dim_80", |b| matrix(b, 80)),
@@ -31,7 +31,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
 const L4: KvFormat = KvFormat::L4(ScaleGroup::Row);
 
 /// Every format, contiguous and paged, MHA, GQA and MQA.
-fn matrix<B: Device>(backend: &B, dim: u32) -> CaseResult {
+fn matrix(backend: &AnyBackend, dim: u32) -> CaseResult {
     let mut rng = Rng::new(dim.into());
     for format in KvFormat::all() {
         for (heads, group) in [(2, 1), (2, 3), (1, 4)] {
@@ -54,7 +54,7 @@ fn matrix<B: Device>(backend: &B, dim: u32) -> CaseResult {
 }
 
 /// Rows that end inside a group of codes, a byte, or a block of the rotation.
-fn odd_dims<B: Device>(backend: &B) -> CaseResult {
+fn odd_dims(backend: &AnyBackend) -> CaseResult {
     for format in quantised() {
         for (k, v) in [(1, 2), (5, 3), (31, 33), (96, 100), (17, 130)] {
             let (k, v) = (dim(backend, k), dim(backend, v));
@@ -69,7 +69,7 @@ fn odd_dims<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn pairs<B: Device>(backend: &B) -> CaseResult {
+fn pairs(backend: &AnyBackend) -> CaseResult {
     let mut rng = Rng::new(3);
     for k in KvFormat::all() {
         for v in KvFormat::all().filter(|v| *v != k) {
@@ -85,7 +85,7 @@ fn pairs<B: Device>(backend: &B) -> CaseResult {
 }
 
 /// Several groups of layers, each with its own formats.
-fn by_layer<B: Device>(backend: &B) -> CaseResult {
+fn by_layer(backend: &AnyBackend) -> CaseResult {
     let spec = CacheSpec::builder()
         .layers(6)
         .kv_heads(2)
@@ -108,7 +108,7 @@ fn by_layer<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn transforms<B: Device>(backend: &B) -> CaseResult {
+fn transforms(backend: &AnyBackend) -> CaseResult {
     let mut rng = Rng::new(5);
     for format in quantised() {
         for transform in [Transform::Auto, Transform::Off, Transform::On] {
@@ -126,7 +126,7 @@ fn transforms<B: Device>(backend: &B) -> CaseResult {
 
 /// The mean that was subtracted from K must be added to scores again before the soft cap, beside a
 /// sink logit, and in the log-sum-exp.
-fn large_means<B: Device>(backend: &B) -> CaseResult {
+fn large_means(backend: &AnyBackend) -> CaseResult {
     let base = StepConfig { lse: true, ..StepConfig::default() };
     let hows = [
         base.clone(),
@@ -151,7 +151,7 @@ fn large_means<B: Device>(backend: &B) -> CaseResult {
 }
 
 /// Full-precision prefixes of several slots per row, in blocks that end after, at and inside it.
-fn full_precision_prefix<B: Device>(backend: &B) -> CaseResult {
+fn full_precision_prefix(backend: &AnyBackend) -> CaseResult {
     let mut rng = Rng::new(7);
     for format in quantised() {
         let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dims(64, 24);
@@ -185,7 +185,7 @@ fn slots(spec: &CacheSpecBuilder) -> Result<u32, CaseError> {
 /// Only formats whose decoded values need few bits: otherwise a device may round them, which would
 /// decide here. Weights are not sharper, because some devices convert them to f16 before the
 /// product with V.
-fn small_weights<B: Device>(backend: &B) -> CaseResult {
+fn small_weights(backend: &AnyBackend) -> CaseResult {
     const TOKENS: usize = 40;
     let is_short = |format: &KvFormat| {
         matches!(format, KvFormat::Int8(_) | KvFormat::Fp8E4m3(_) | KvFormat::Fp8E5m2(_))
@@ -225,7 +225,7 @@ fn small_weights<B: Device>(backend: &B) -> CaseResult {
 }
 
 /// A context long enough to be split among workers and merged.
-fn long<B: Device>(backend: &B) -> CaseResult {
+fn long(backend: &AnyBackend) -> CaseResult {
     for format in quantised() {
         let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(32).format(format);
         let mut fixture =
@@ -242,12 +242,12 @@ fn long<B: Device>(backend: &B) -> CaseResult {
 }
 
 /// Planes that consist of several buffers.
-fn segments<B: Device>(backend: &B) -> CaseResult {
+fn segments(backend: &AnyBackend) -> CaseResult {
     for format in [L4, KvFormat::Nvfp4, KvFormat::Fp8E4m3(Scaling::Row)] {
         let spec = CacheSpec::builder().layers(2).kv_heads(2).head_dims(64, 32).format(format);
         let spec = spec.full_precision_prefix(2).paged(8, 12);
         let block = spec.clone().build()?.groups()[0].layouts()[0].block_bytes();
-        let device = limited(backend, |c| c.with_binding_bytes_max(5 * block));
+        let device = limited_erased(backend, |c| c.with_binding_bytes_max(5 * block));
         let mut fixture = calibrated(&device, spec, NEUTRAL, 9)?;
         let storage = fixture.cache.storage(kv_core::GroupId(0));
         let plane = storage.and_then(|storage| storage.plane(0, Plane::Key));

@@ -7,17 +7,16 @@ mod sharing;
 mod tail;
 mod values;
 
-use kv_core::backend::PlaneLayout;
+use kv_core::backend::{AnyBackend, PlaneLayout};
 use kv_core::calibration::{Calibration, LayerCalibration, PlaneCalibration};
 use kv_core::spec::CacheSpecBuilder;
 use kv_core::{CacheSpec, KvFormat};
 
 use crate::case::{At, Case, CaseError};
-use crate::device::Device;
 use crate::fixture::{CacheFixture, StepConfig, StepKind};
 use crate::rng::Rng;
 
-pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
+pub(super) fn cases() -> Vec<Case> {
     let attends = [attend::cases(), prefill::cases()].concat();
     let stored = [values::cases(), sharing::cases(), recalibrate::cases(), tail::cases()].concat();
     [attends, stored, refusals::cases()].concat()
@@ -70,12 +69,12 @@ pub(crate) fn constants(spec: &CacheSpec, ranges: ConstantRanges, seed: u64) -> 
 }
 
 /// Makes a fixture with constants.
-pub(super) fn calibrated<B: Device>(
-    backend: &B,
+pub(super) fn calibrated(
+    backend: &AnyBackend,
     spec: CacheSpecBuilder,
     ranges: ConstantRanges,
     seed: u64,
-) -> Result<CacheFixture<B>, CaseError> {
+) -> Result<CacheFixture, CaseError> {
     let spec = spec.build()?;
     let given = constants(&spec, ranges, seed);
     CacheFixture::calibrated(backend, spec, given, seed)
@@ -83,8 +82,8 @@ pub(super) fn calibrated<B: Device>(
 
 /// Runs two sequences: prefill, then one step that decodes the first and continues the second, then
 /// a comparison of all rows.
-pub(super) fn two_sequences<B: Device>(
-    fixture: &mut CacheFixture<B>,
+pub(super) fn two_sequences(
+    fixture: &mut CacheFixture,
     config: &StepConfig,
 ) -> Result<(), CaseError> {
     fixture.start(1)?;

@@ -3,7 +3,7 @@
 //! was.
 use std::ops::Range;
 
-use kv_core::backend::Plane;
+use kv_core::backend::{AnyBackend, Plane};
 use kv_core::calibration::{Calibration, LayerCalibration, PlaneCalibration};
 use kv_core::spec::{CacheSpecBuilder, KeyMean, Transform};
 use kv_core::{
@@ -12,13 +12,13 @@ use kv_core::{
 };
 
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, same};
-use crate::device::{Device, Place, Staged, dim};
+use crate::device::{Place, Staged, dim};
 use crate::fault::{FaultInjector, FaultKind};
 use crate::fixture::{dense, seq};
 use crate::provenance;
 use crate::suite::case;
 
-pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
+pub(super) fn cases() -> Vec<Case> {
     vec![
         case("quant/recalibrated_window_that_reuses_its_blocks", wrapped),
         case("quant/recalibrated_window_leaves_other_sequences_alone", taken_over),
@@ -35,9 +35,10 @@ const L6: KvFormat = KvFormat::L6(ScaleGroup::Row);
 const TOLERANCE: f32 = 0.15;
 
 /// A cache and the tokens of its sequences.
-struct Fixture<B: Device> {
-    device: FaultInjector<B>,
-    cache: KvCache<FaultInjector<B>>,
+struct Fixture {
+    faults: FaultInjector<AnyBackend>,
+    device: AnyBackend,
+    cache: KvCache,
     texts: Vec<(SequenceId, Vec<u32>)>,
 }
 
@@ -51,11 +52,12 @@ struct Readable {
     values: Vec<f32>,
 }
 
-impl<B: Device> Fixture<B> {
-    fn new(backend: &B, spec: CacheSpec) -> Result<Self, CaseError> {
-        let device = FaultInjector::new(backend.clone());
+impl Fixture {
+    fn new(backend: &AnyBackend, spec: CacheSpec) -> Result<Self, CaseError> {
+        let faults = FaultInjector::new(backend.clone());
+        let device = AnyBackend::new(faults.clone());
         let cache = KvCache::new(device.clone(), spec)?;
-        Ok(Self { device, cache, texts: Vec::new() })
+        Ok(Self { faults, device, cache, texts: Vec::new() })
     }
 
     /// Starts a sequence on a prompt and computes the rest, `chunk` tokens a step.
@@ -241,9 +243,9 @@ impl<B: Device> Fixture<B> {
             let some = if operation % 3 == 0 { &FaultKind::ALL[..] } else { &FaultKind::ALL[1..] };
             for failing in some.iter().copied() {
                 let place = || format!("operation {operation} fails, {failing:?}");
-                self.device.fail(operation, failing);
+                self.faults.fail(operation, failing);
                 let exchanged = self.cache.recalibrate(given.clone());
-                if !self.device.clear() {
+                if !self.faults.clear() {
                     exchanged.at(place())?;
                     // No operation was left to fail, so the recalibration succeeded.
                     self.check().at("after recalibration")?;
@@ -292,12 +294,12 @@ fn text(salt: u32, len: usize) -> Vec<u32> {
     (0..len as u32).map(|at| salt * 1000 + at).collect()
 }
 
-fn spec<B: Device>(backend: &B, format: KvFormat) -> CacheSpecBuilder {
+fn spec(backend: &AnyBackend, format: KvFormat) -> CacheSpecBuilder {
     CacheSpec::builder().layers(1).kv_heads(1).head_dim(dim(backend, 32)).format(format)
 }
 
 /// A window of 6 tokens in 5 blocks: after 61 tokens its table names every block several times.
-fn wrapped<B: Device>(backend: &B) -> CaseResult {
+fn wrapped(backend: &AnyBackend) -> CaseResult {
     let mut fixture =
         Fixture::new(backend, spec(backend, INT8).paged(4, 5).window_left(6).build()?)?;
     fixture.prompt(1, &text(1, 61), 4)?;
@@ -309,7 +311,7 @@ fn wrapped<B: Device>(backend: &B) -> CaseResult {
 }
 
 /// Other sequences hold the blocks that left a long sequence's window, with rows of other kinds.
-fn taken_over<B: Device>(backend: &B) -> CaseResult {
+fn taken_over(backend: &AnyBackend) -> CaseResult {
     for full_precision_prefix in [0, 2] {
         let spec = spec(backend, INT8)
             .paged(16, 12)
@@ -333,7 +335,7 @@ fn taken_over<B: Device>(backend: &B) -> CaseResult {
 
 /// Geometries with forks, shared prefixes and pins: with a window, with a full-precision prefix,
 /// with a tail, with two groups, contiguous.
-fn geometries<B: Device>(backend: &B) -> Result<Vec<CacheSpec>, CaseError> {
+fn geometries(backend: &AnyBackend) -> Result<Vec<CacheSpec>, CaseError> {
     let base = |format| spec(backend, format).layers(2).kv_heads(2);
     let tail = |spec: CacheSpecBuilder| spec.paged(8, 60).tail(true);
     let specs = [
@@ -361,7 +363,7 @@ fn geometries<B: Device>(backend: &B) -> Result<Vec<CacheSpec>, CaseError> {
 }
 
 /// Sequences that share, fork, wrap and were truncated.
-fn settle<B: Device>(fixture: &mut Fixture<B>) -> Result<(), CaseError> {
+fn settle(fixture: &mut Fixture) -> Result<(), CaseError> {
     fixture.prompt(1, &text(1, 37), 5)?;
     fixture.fork(1, 2)?;
     fixture.append(&[(2, &[5, 6, 7])])?;
@@ -379,7 +381,7 @@ fn settle<B: Device>(fixture: &mut Fixture<B>) -> Result<(), CaseError> {
     fixture.prompt(5, &text(5, 2), 2).map(drop)
 }
 
-fn every_geometry<B: Device>(backend: &B) -> CaseResult {
+fn every_geometry(backend: &AnyBackend) -> CaseResult {
     for (number, spec) in geometries(backend)?.into_iter().enumerate() {
         let mut fixture = Fixture::new(backend, spec)?;
         let done = settle(&mut fixture).and_then(|()| fixture.recalibrate(0.4)).and_then(|()| {
@@ -391,7 +393,7 @@ fn every_geometry<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn every_failure<B: Device>(backend: &B) -> CaseResult {
+fn every_failure(backend: &AnyBackend) -> CaseResult {
     // A window, one sequence per block, a tail in a window, two groups.
     let some = [1, 3, 5, 6];
     let all = geometries(backend)?.into_iter().enumerate();

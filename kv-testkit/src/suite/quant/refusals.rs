@@ -1,15 +1,14 @@
 //! Constants and geometries that must be refused.
-use kv_core::backend::Plane;
+use kv_core::backend::{AnyBackend, Plane};
 use kv_core::calibration::{Calibration, CalibrationError, LayerCalibration, PlaneCalibration};
 use kv_core::error::SpecError;
 use kv_core::spec::{CacheSpecBuilder, KeyMean};
 use kv_core::{CacheError, CacheSpec, KvCache, KvFormat, LayerId, ScaleGroup, Scaling};
 
 use crate::case::{Case, CaseError, CaseResult, Outcome, refused};
-use crate::device::Device;
 use crate::suite::case;
 
-pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
+pub(super) fn cases() -> Vec<Case> {
     vec![
         case("quant/refuses_missing_scales", missing),
         case("quant/refuses_impossible_numbers", numbers),
@@ -32,11 +31,11 @@ fn given(change: impl FnOnce(&mut PlaneCalibration)) -> Calibration {
     Calibration::new(vec![first, layer])
 }
 
-fn open<B: Device>(
-    backend: &B,
+fn open(
+    backend: &AnyBackend,
     format: KvFormat,
     calibration: Calibration,
-) -> Result<KvCache<B>, CaseError> {
+) -> Result<KvCache, CaseError> {
     Ok(KvCache::with_calibration(backend.clone(), spec(format).build()?, calibration)?)
 }
 
@@ -45,9 +44,9 @@ fn calibration_error(fits: impl Fn(&CalibrationError) -> bool) -> impl Fn(&Cache
     move |error| matches!(error, CacheError::Calibration(error) if fits(error))
 }
 
-fn expect_refusal<B: Device>(
+fn expect_refusal(
     what: &str,
-    made: Result<KvCache<B>, CaseError>,
+    made: Result<KvCache, CaseError>,
     fits: impl Fn(&CacheError) -> bool,
 ) -> Result<(), CaseError> {
     match made {
@@ -59,7 +58,7 @@ fn expect_refusal<B: Device>(
 
 const TENSOR: KvFormat = KvFormat::Fp8E4m3(Scaling::Tensor);
 
-fn missing<B: Device>(backend: &B) -> CaseResult {
+fn missing(backend: &AnyBackend) -> CaseResult {
     for format in KvFormat::all() {
         let made = KvCache::new(backend.clone(), spec(format).build()?);
         if format.given_scales().is_none() {
@@ -83,7 +82,7 @@ fn missing<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn numbers<B: Device>(backend: &B) -> CaseResult {
+fn numbers(backend: &AnyBackend) -> CaseResult {
     let value = |which: &'static str| {
         calibration_error(move |e| {
             matches!(e, CalibrationError::Value { what, layer, .. }
@@ -119,7 +118,7 @@ fn numbers<B: Device>(backend: &B) -> CaseResult {
 /// A change that makes constants those of another model.
 type Change = fn(&mut PlaneCalibration);
 
-fn another<B: Device>(backend: &B) -> CaseResult {
+fn another(backend: &AnyBackend) -> CaseResult {
     let layers = |e: &CalibrationError| matches!(e, CalibrationError::Layers { expected: 2, .. });
     for count in [0, 1, 3] {
         let all = Calibration::new(vec![given(|_| ()).layers()[0].clone(); count]);
@@ -160,7 +159,7 @@ fn another<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn too_small<B: Device>(_backend: &B) -> CaseResult {
+fn too_small(_backend: &AnyBackend) -> CaseResult {
     for format in KvFormat::all().filter(|format| format.is_quantised()) {
         let wide = CacheSpec::builder()
             .layers(1)
@@ -184,7 +183,7 @@ fn too_small<B: Device>(_backend: &B) -> CaseResult {
 }
 
 /// A tail needs blocks that fill up and a pool that holds it, and a block mean needs a tail.
-fn tails<B: Device>(_backend: &B) -> CaseResult {
+fn tails(_backend: &AnyBackend) -> CaseResult {
     let spec = || spec(KvFormat::L4(ScaleGroup::Row));
     let calibration_error = |which: &'static str| {
         move |error: &CacheError| match error {

@@ -1,14 +1,15 @@
 //! Sharing, truncating and rewriting quantised rows, and the tokens per byte of memory.
+use kv_core::backend::AnyBackend;
 use kv_core::spec::CacheSpecBuilder;
 use kv_core::{CacheSpec, KvFormat, ScaleGroup};
 
 use super::{ConstantRanges, LARGE_MEANS, NEUTRAL, calibrated, constants, quantised};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, same};
-use crate::device::{Device, dim};
+use crate::device::dim;
 use crate::fixture::{CacheFixture, Finish, StepConfig, StepKind};
 use crate::suite::{ORDERS, case};
 
-pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
+pub(super) fn cases() -> Vec<Case> {
     vec![
         case("quant/fork_at_every_offset", forks),
         case("quant/fork_inside_the_first_tokens", forks_in_prefix),
@@ -21,19 +22,19 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
 }
 
 /// Rows whose size is not a whole number of words, so that a copy that rounds it is noticed.
-fn small<B: Device>(backend: &B, format: KvFormat) -> CacheSpecBuilder {
+fn small(backend: &AnyBackend, format: KvFormat) -> CacheSpecBuilder {
     let dims = [dim(backend, 18), dim(backend, 10)];
     CacheSpec::builder().layers(2).kv_heads(2).head_dims(dims[0], dims[1]).format(format)
 }
 
-fn step<B: Device>(fixture: &mut CacheFixture<B>, ids: &[(u64, u32)]) -> Result<(), CaseError> {
+fn step(fixture: &mut CacheFixture, ids: &[(u64, u32)]) -> Result<(), CaseError> {
     let inputs: Vec<_> = ids.iter().map(|(id, n)| (*id, StepKind::Tokens(*n))).collect();
     fixture.step(&inputs, &StepConfig::default())?;
     fixture.check().at(format!("after step {ids:?}"))
 }
 
 /// Forks after every number of tokens; then one side continues, then both.
-fn fork_everywhere<B: Device>(fixture: &mut CacheFixture<B>, most: u32) -> Result<(), CaseError> {
+fn fork_everywhere(fixture: &mut CacheFixture, most: u32) -> Result<(), CaseError> {
     for len in 1..=most {
         fixture.fill(1, len)?;
         fixture.fork(1, 2)?;
@@ -46,7 +47,7 @@ fn fork_everywhere<B: Device>(fixture: &mut CacheFixture<B>, most: u32) -> Resul
     Ok(())
 }
 
-fn forks<B: Device>(backend: &B) -> CaseResult {
+fn forks(backend: &AnyBackend) -> CaseResult {
     for format in quantised() {
         for order in ORDERS {
             let spec = small(backend, format).block_order(order).paged(5, 12);
@@ -60,7 +61,7 @@ fn forks<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn forks_in_prefix<B: Device>(backend: &B) -> CaseResult {
+fn forks_in_prefix(backend: &AnyBackend) -> CaseResult {
     for format in quantised() {
         for order in ORDERS {
             // 2 wide rows and a token fit into the first block of most formats, and the rest into
@@ -77,7 +78,7 @@ fn forks_in_prefix<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn rewrite<B: Device>(backend: &B) -> CaseResult {
+fn rewrite(backend: &AnyBackend) -> CaseResult {
     for format in quantised() {
         for full_precision_prefix in [0, 2] {
             let mut fixture = calibrated(
@@ -99,7 +100,7 @@ fn rewrite<B: Device>(backend: &B) -> CaseResult {
 }
 
 /// Recalibrates while sequences exist, share blocks, and have rows both in the prefix and in codes.
-fn recalibrated<B: Device>(backend: &B) -> CaseResult {
+fn recalibrated(backend: &AnyBackend) -> CaseResult {
     const MEASURED: ConstantRanges = ConstantRanges { mean: 0.5, balance: 1.0 };
     for format in quantised() {
         let mut fixture = calibrated(
@@ -125,7 +126,7 @@ fn recalibrated<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn rolled_back<B: Device>(backend: &B) -> CaseResult {
+fn rolled_back(backend: &AnyBackend) -> CaseResult {
     for format in quantised() {
         let mut fixture = calibrated(
             backend,
@@ -146,12 +147,12 @@ fn rolled_back<B: Device>(backend: &B) -> CaseResult {
 }
 
 /// Codes of 0 are not always values of 0, but wiped bytes are.
-fn wiped<B: Device>(backend: &B) -> CaseResult {
+fn wiped(backend: &AnyBackend) -> CaseResult {
     for format in quantised() {
         let spec =
             small(backend, format).full_precision_prefix(2).paged(8, 6).wipe_on_release(true);
         let mut fixture = calibrated(backend, spec, NEUTRAL, 5)?;
-        let stale = |fixture: &mut CacheFixture<B>| -> Result<usize, CaseError> {
+        let stale = |fixture: &mut CacheFixture| -> Result<usize, CaseError> {
             let all = crate::suite::scale::bytes(&mut fixture.cache, kv_core::GroupId(0))?;
             Ok(all.iter().flatten().filter(|byte| **byte != 0).count())
         };
@@ -166,7 +167,7 @@ fn wiped<B: Device>(backend: &B) -> CaseResult {
 
 /// A 4-bit cache holds at least 3.7 times the tokens of a bf16 cache, full-precision prefix and
 /// scales included, measured by the device's allocations.
-fn capacity<B: Device>(backend: &B) -> CaseResult {
+fn capacity(backend: &AnyBackend) -> CaseResult {
     const BYTES: u64 = 8 << 20;
     let tokens = |format, full_precision_prefix| -> Result<u32, CaseError> {
         let spec = CacheSpec::builder().layers(2).kv_heads(2).head_dim(128).format(format);

@@ -1,16 +1,17 @@
 //! Tails, whose rows stay in 16 bits until their block is full, and block means.
-use kv_core::backend::Plane;
+use kv_core::backend::{AnyBackend, Plane};
 use kv_core::spec::{CacheSpecBuilder, KeyMean, Transform};
 use kv_core::{BlockOrder, CacheSpec, DType, KvFormat, QkvFormat, ScaleGroup, Scaling};
 
 use super::{LARGE_MEANS, NEUTRAL, calibrated, quantised};
+use crate::amount::{Rotation, pairs};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, same};
-use crate::device::{Device, dim};
+use crate::device::dim;
 use crate::fixture::{CacheFixture, Finish, StepConfig, StepKind, seq, unchanged};
 use crate::rng::Rng;
 use crate::suite::{ORDERS, case};
 
-pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
+pub(super) fn cases() -> Vec<Case> {
     vec![
         case("quant/tail_becomes_codes", grows),
         case("quant/tail_codes_depend_on_tokens_alone", alone),
@@ -25,8 +26,8 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
 const MEANS: [KeyMean; 2] = [KeyMean::Calibrated, KeyMean::PerBlock];
 
 /// Two layers of two heads, a tail, blocks of 9 slots.
-fn spec<B: Device>(
-    backend: &B,
+fn spec(
+    backend: &AnyBackend,
     format: KvFormat,
     key_mean: KeyMean,
     order: BlockOrder,
@@ -36,26 +37,26 @@ fn spec<B: Device>(
     spec.block_order(order).tail(true).key_mean(key_mean).paged(9, 40)
 }
 
-fn step<B: Device>(fixture: &mut CacheFixture<B>, ids: &[(u64, u32)]) -> Result<(), CaseError> {
+fn step(fixture: &mut CacheFixture, ids: &[(u64, u32)]) -> Result<(), CaseError> {
     let inputs: Vec<_> = ids.iter().map(|(id, n)| (*id, StepKind::Tokens(*n))).collect();
     fixture.step(&inputs, &StepConfig::default())?;
     fixture.check().at(format!("after step {ids:?}"))
 }
 
 /// Steps end before, at and after the ends of blocks, and one spans several blocks.
-fn grows<B: Device>(backend: &B) -> CaseResult {
+fn grows(backend: &AnyBackend) -> CaseResult {
+    let mut rotation = Rotation::new();
+    let forms = pairs(&[(MEANS[0], ORDERS[0]), (MEANS[1], ORDERS[1])], &[0, 2]);
     for format in quantised() {
-        for (key_mean, order) in MEANS.into_iter().zip(ORDERS) {
-            for full_precision_prefix in [0, 2] {
-                let spec = spec(backend, format, key_mean, order)
-                    .full_precision_prefix(full_precision_prefix);
-                let mut fixture = calibrated(backend, spec, LARGE_MEANS, 1)?;
-                fixture.start(1)?;
-                fixture.start(2)?;
-                for (a, b) in [(1, 9), (1, 1), (6, 8), (1, 3), (1, 25), (7, 1), (14, 1)] {
-                    step(&mut fixture, &[(1, a), (2, b)])
-                        .at(format!("{format}, {key_mean:?}, {full_precision_prefix} wide rows"))?;
-                }
+        for ((key_mean, order), full_precision_prefix) in rotation.of(&forms) {
+            let spec =
+                spec(backend, format, key_mean, order).full_precision_prefix(full_precision_prefix);
+            let mut fixture = calibrated(backend, spec, LARGE_MEANS, 1)?;
+            fixture.start(1)?;
+            fixture.start(2)?;
+            for (a, b) in [(1, 9), (1, 1), (6, 8), (1, 3), (1, 25), (7, 1), (14, 1)] {
+                step(&mut fixture, &[(1, a), (2, b)])
+                    .at(format!("{format}, {key_mean:?}, {full_precision_prefix} wide rows"))?;
             }
         }
     }
@@ -63,10 +64,10 @@ fn grows<B: Device>(backend: &B) -> CaseResult {
 }
 
 /// The same tokens in one step and one by one give the same rows.
-fn alone<B: Device>(backend: &B) -> CaseResult {
-    let mut rng = Rng::new(2);
+fn alone(backend: &AnyBackend) -> CaseResult {
+    let (mut rng, mut rotation) = (Rng::new(2), Rotation::new());
     for format in quantised() {
-        for key_mean in MEANS {
+        for key_mean in rotation.of(&MEANS) {
             let spec = spec(backend, format, key_mean, rng.pick(&ORDERS)).full_precision_prefix(1);
             let mut fixture = calibrated(backend, spec, NEUTRAL, 2)?;
             let rows = fixture.random_rows(&[24], &StepConfig::default()).remove(0);
@@ -98,7 +99,8 @@ fn alone<B: Device>(backend: &B) -> CaseResult {
 
 /// Truncates to every length, inside codes, at the ends of blocks and inside the tail; then
 /// continues.
-fn truncated<B: Device>(backend: &B) -> CaseResult {
+fn truncated(backend: &AnyBackend) -> CaseResult {
+    let (mut rotation, forms) = (Rotation::new(), pairs(&MEANS, &[0, 3]));
     for format in [
         KvFormat::L4(ScaleGroup::Row),
         KvFormat::L3(ScaleGroup::Group32),
@@ -106,31 +108,30 @@ fn truncated<B: Device>(backend: &B) -> CaseResult {
         KvFormat::Fp8E4m3(Scaling::Head),
         KvFormat::Q8_0,
     ] {
-        for key_mean in MEANS {
-            for full_precision_prefix in [0, 3] {
-                let spec = spec(backend, format, key_mean, BlockOrder::Hnd)
-                    .full_precision_prefix(full_precision_prefix);
-                let mut fixture = calibrated(backend, spec, LARGE_MEANS, 33)?;
-                for len in 0..24 {
-                    fixture.fill(1, 23)?;
-                    fixture.truncate(1, len)?;
-                    fixture.check().at(format!("{format}, {key_mean:?}, truncated to {len}"))?;
-                    for more in [1, 4, 9] {
-                        step(&mut fixture, &[(1, more)]).at(format!(
-                            "{format}, {key_mean:?}, {full_precision_prefix} wide rows, from {len}"
-                        ))?;
-                    }
-                    fixture.release(1)?;
+        for (key_mean, full_precision_prefix) in rotation.of(&forms) {
+            let spec = spec(backend, format, key_mean, BlockOrder::Hnd)
+                .full_precision_prefix(full_precision_prefix);
+            let mut fixture = calibrated(backend, spec, LARGE_MEANS, 33)?;
+            for len in 0..24 {
+                fixture.fill(1, 23)?;
+                fixture.truncate(1, len)?;
+                fixture.check().at(format!("{format}, {key_mean:?}, truncated to {len}"))?;
+                for more in [1, 4, 9] {
+                    step(&mut fixture, &[(1, more)]).at(format!(
+                        "{format}, {key_mean:?}, {full_precision_prefix} wide rows, from {len}"
+                    ))?;
                 }
+                fixture.release(1)?;
             }
         }
     }
     Ok(Outcome::Holds)
 }
 
-fn forked<B: Device>(backend: &B) -> CaseResult {
+fn forked(backend: &AnyBackend) -> CaseResult {
+    let mut rotation = Rotation::new();
     for (format, order) in quantised().zip(ORDERS.into_iter().cycle()) {
-        for key_mean in MEANS {
+        for key_mean in rotation.of(&MEANS) {
             let mut fixture = calibrated(
                 backend,
                 spec(backend, format, key_mean, order).full_precision_prefix(1),
@@ -156,10 +157,11 @@ fn forked<B: Device>(backend: &B) -> CaseResult {
 }
 
 /// A step that fills a block and is rolled back leaves the tail as it was.
-fn rolled_back<B: Device>(backend: &B) -> CaseResult {
+fn rolled_back(backend: &AnyBackend) -> CaseResult {
     let dropped = StepConfig { finish: Finish::Drop, ..StepConfig::default() };
+    let mut rotation = Rotation::new();
     for format in quantised() {
-        for key_mean in MEANS {
+        for key_mean in rotation.of(&MEANS) {
             let spec = spec(backend, format, key_mean, BlockOrder::Nhd).full_precision_prefix(1);
             let mut fixture = calibrated(backend, spec, NEUTRAL, 5)?;
             fixture.fill(1, 8)?;
@@ -176,29 +178,29 @@ fn rolled_back<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn options<B: Device>(backend: &B) -> CaseResult {
-    let mut rng = Rng::new(6);
+fn options(backend: &AnyBackend) -> CaseResult {
+    let (mut rng, mut rotation) = (Rng::new(6), Rotation::new());
+    let forms = pairs(&[Transform::Off, Transform::On], &MEANS);
     for format in quantised() {
-        for transform in [Transform::Off, Transform::On] {
-            for key_mean in MEANS {
-                let v = rng.pick(&[format, KvFormat::Bf16, KvFormat::L4(ScaleGroup::Row)]);
-                let spec = spec(backend, format, key_mean, rng.pick(&ORDERS)).formats(format, v);
-                let spec = spec.transform(transform).full_precision_prefix(rng.pick(&[0, 1, 4, 7]));
-                let spec = spec.paged(rng.pick(&[8, 11, 16]), 30);
-                let mut fixture = calibrated(backend, spec, LARGE_MEANS, 6)?;
-                let config = StepConfig { group: 3, ..StepConfig::random(&mut rng) };
-                super::two_sequences(&mut fixture, &config)
-                    .at(format!("{format} and {v}, {transform:?}, {key_mean:?}"))?;
-            }
+        for (transform, key_mean) in rotation.of(&forms) {
+            let v = rng.pick(&[format, KvFormat::Bf16, KvFormat::L4(ScaleGroup::Row)]);
+            let spec = spec(backend, format, key_mean, rng.pick(&ORDERS)).formats(format, v);
+            let spec = spec.transform(transform).full_precision_prefix(rng.pick(&[0, 1, 4, 7]));
+            let spec = spec.paged(rng.pick(&[8, 11, 16]), 30);
+            let mut fixture = calibrated(backend, spec, LARGE_MEANS, 6)?;
+            let config = StepConfig { group: 3, ..StepConfig::random(&mut rng) };
+            super::two_sequences(&mut fixture, &config)
+                .at(format!("{format} and {v}, {transform:?}, {key_mean:?}"))?;
         }
     }
     Ok(Outcome::Holds)
 }
 
 /// A row of NaN does not count in the mean of its block.
-fn poisoned<B: Device>(backend: &B) -> CaseResult {
+fn poisoned(backend: &AnyBackend) -> CaseResult {
+    let mut rotation = Rotation::new();
     for format in quantised() {
-        for bad in [f32::NAN, f32::INFINITY] {
+        for bad in rotation.of(&[f32::NAN, f32::INFINITY]) {
             let spec =
                 spec(backend, format, KeyMean::PerBlock, BlockOrder::Hnd).transform(Transform::Off);
             let mut fixture = calibrated(backend, spec, NEUTRAL, 7)?;

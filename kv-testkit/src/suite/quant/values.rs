@@ -1,12 +1,12 @@
 //! Values at the limits of the formats, and the error of stored rows.
-use kv_core::backend::Plane;
+use kv_core::backend::{AnyBackend, Plane};
 use kv_core::calibration::Calibration;
 use kv_core::spec::Transform;
 use kv_core::{CacheSpec, DType, KvFormat, QkvFormat, Scaling};
 
 use super::{LARGE_MEANS, NEUTRAL, calibrated, constants, quantised};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};
-use crate::device::{Device, Place};
+use crate::device::Place;
 use crate::fixture::{CacheFixture, DTYPES, FORMATS, StepConfig, StepKind, seq};
 use crate::model::Rows;
 use crate::oracle::gaussian;
@@ -14,7 +14,7 @@ use crate::suite::gather::{Form, check};
 use crate::suite::{ORDERS, case};
 use crate::tokens::Padding;
 
-pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
+pub(super) fn cases() -> Vec<Case> {
     vec![
         case("quant/every_dtype_and_axis_order", forms),
         case("quant/gather_to_every_dtype", gathers),
@@ -27,7 +27,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
 
 const TRANSFORMS: [Transform; 2] = [Transform::Off, Transform::On];
 
-fn forms<B: Device>(backend: &B) -> CaseResult {
+fn forms(backend: &AnyBackend) -> CaseResult {
     for format in quantised() {
         for kv_dtype in DTYPES {
             for (kv_format, inputs) in
@@ -48,7 +48,7 @@ fn forms<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn gathers<B: Device>(backend: &B) -> CaseResult {
+fn gathers(backend: &AnyBackend) -> CaseResult {
     for format in quantised() {
         for order in ORDERS {
             let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dims(36, 20).format(format);
@@ -70,12 +70,12 @@ fn gathers<B: Device>(backend: &B) -> CaseResult {
 }
 
 /// Makes a cache of one layer, two heads, 40 values, and writes K and V of one sequence at once.
-fn write<B: Device>(
-    backend: &B,
+fn write(
+    backend: &AnyBackend,
     format: KvFormat,
     transform: Transform,
     rows: &Rows,
-) -> Result<CacheFixture<B>, CaseError> {
+) -> Result<CacheFixture, CaseError> {
     let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dim(40).format(format);
     let mut fixture = calibrated(
         backend,
@@ -90,7 +90,7 @@ fn write<B: Device>(
     Ok(fixture)
 }
 
-fn read<B: Device>(fixture: &mut CacheFixture<B>, plane: Plane) -> Result<Vec<f32>, CaseError> {
+fn read(fixture: &mut CacheFixture, plane: Plane) -> Result<Vec<f32>, CaseError> {
     Ok(fixture.gather(0, plane, &[seq(1)], QkvFormat::Thd)?.concat())
 }
 
@@ -102,7 +102,7 @@ fn rows(tokens: usize) -> Rows {
 
 /// NaN and infinity stay in the rows they were written to: every other row is as without them, and
 /// so is attention that does not see them.
-fn poisoned<B: Device>(backend: &B) -> CaseResult {
+fn poisoned(backend: &AnyBackend) -> CaseResult {
     let clean = rows(9);
     for format in KvFormat::all() {
         for transform in TRANSFORMS {
@@ -134,7 +134,7 @@ fn poisoned<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn flat<B: Device>(backend: &B) -> CaseResult {
+fn flat(backend: &AnyBackend) -> CaseResult {
     for format in quantised() {
         for transform in TRANSFORMS {
             for value in [0.0, -0.0, 1.0, -3.5, 0.1] {
@@ -170,7 +170,7 @@ fn flat<B: Device>(backend: &B) -> CaseResult {
 
 /// Magnitudes beyond a scale in 16 bits saturate, and small ones become zero; none becomes NaN or
 /// infinite.
-fn extremes<B: Device>(backend: &B) -> CaseResult {
+fn extremes(backend: &AnyBackend) -> CaseResult {
     let normal = rows(6);
     for format in quantised() {
         for transform in TRANSFORMS {
@@ -198,7 +198,7 @@ fn extremes<B: Device>(backend: &B) -> CaseResult {
 }
 
 /// Measures the squared error of normal rows, relative to their energy.
-fn normal<B: Device>(backend: &B) -> CaseResult {
+fn normal(backend: &AnyBackend) -> CaseResult {
     for (format, most) in gaussian::ERRORS {
         let spec = CacheSpec::builder().layers(1).kv_heads(4).head_dim(128).format(*format);
         let spec = spec.paged(16, 16);

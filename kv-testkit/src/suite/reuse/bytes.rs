@@ -1,16 +1,16 @@
 //! Reused blocks to the bit: which bytes are shared, which are wiped, which are kept apart.
-use kv_core::backend::Plane;
+use kv_core::backend::{AnyBackend, Backend, Plane};
 use kv_core::{CacheSpec, GroupId, KvFormat, QkvFormat, ScaleGroup, StepInput};
 
 use super::super::{case, scale, small};
 use super::prompts::Prompts;
 use super::{plain, tokens, with};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, same};
-use crate::device::{Device, Place, Staged};
+use crate::device::{Place, Staged};
 use crate::fixture::{dense, seq};
 use crate::provenance;
 
-pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
+pub(super) fn cases() -> Vec<Case> {
     vec![
         case("reuse/quantised_rows_are_the_same_bits", quantised),
         case("reuse/wiped_when_evicted", wiped),
@@ -19,11 +19,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
 }
 
 /// Returns the rows of the first `len` tokens, as bits.
-fn bits<B: Device>(
-    prompts: &mut Prompts<B>,
-    id: u64,
-    len: usize,
-) -> Result<Vec<Vec<u32>>, CaseError> {
+fn bits(prompts: &mut Prompts, id: u64, len: usize) -> Result<Vec<Vec<u32>>, CaseError> {
     let mut all = Vec::new();
     for layer in 0..prompts.spec.num_layers() {
         for plane in [Plane::Key, Plane::Value] {
@@ -40,7 +36,7 @@ fn bits<B: Device>(
     Ok(all)
 }
 
-fn quantised<B: Device>(backend: &B) -> CaseResult {
+fn quantised(backend: &AnyBackend) -> CaseResult {
     let formats = [KvFormat::F16, KvFormat::Q8_0, KvFormat::L4(ScaleGroup::Row)];
     for format in formats {
         for (full_precision_prefix, tail) in [(0, false), (3, false), (2, true)] {
@@ -81,9 +77,9 @@ fn quantised<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn wiped<B: Device>(backend: &B) -> CaseResult {
+fn wiped(backend: &AnyBackend) -> CaseResult {
     let mut prompts = Prompts::new(backend, small().paged(4, 5).wipe_on_release(true))?;
-    let stale = |prompts: &mut Prompts<B>| -> Result<usize, CaseError> {
+    let stale = |prompts: &mut Prompts| -> Result<usize, CaseError> {
         let all = scale::bytes(&mut prompts.cache, GroupId(0))?;
         Ok(all.iter().flatten().filter(|byte| **byte != 0).count())
     };
@@ -105,7 +101,7 @@ fn wiped<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn apart<B: Device>(backend: &B) -> CaseResult {
+fn apart(backend: &AnyBackend) -> CaseResult {
     let mut prompts = Prompts::new(backend, small().paged(4, 64))?;
     let span = |id| [kv_core::reuse::ContentSpan { begin: 5, len: 2, id }];
     let (cat, dog, bird) = (span(1), span(2), span(3));

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use kv_core::backend::AnyBackend;
 use kv_core::error::BlocksExhausted;
 use kv_core::eviction::{Clock, Eviction, ManualClock, Priority, Retention, RetentionRange};
 use kv_core::scheduling::Admission;
@@ -13,10 +14,9 @@ use super::super::{case, small};
 use super::prompts::Prompts;
 use super::{plain, tokens, with};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, same};
-use crate::device::Device;
 use crate::fixture::seq;
 
-pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
+pub(super) fn cases() -> Vec<Case> {
     vec![
         case("reuse/evicted_and_recomputed", evicted),
         case("reuse/tails_are_evicted_before_heads", tails),
@@ -32,15 +32,12 @@ fn full_blocks(num_blocks: u32) -> CacheSpecBuilder {
 }
 
 /// Computes a prompt and releases it.
-fn compute_and_release<B: Device>(
-    prompts: &mut Prompts<B>,
-    prompt: &[u32],
-) -> Result<(), CaseError> {
+fn compute_and_release(prompts: &mut Prompts, prompt: &[u32]) -> Result<(), CaseError> {
     prompts.begin(90, prompt, plain())?;
     Ok(prompts.cache.release(seq(90))?)
 }
 
-fn evicted<B: Device>(backend: &B) -> CaseResult {
+fn evicted(backend: &AnyBackend) -> CaseResult {
     let mut prompts = Prompts::new(backend, small().paged(4, 6))?;
     for round in 0..3 {
         for other in [0, 100, 200] {
@@ -55,7 +52,7 @@ fn evicted<B: Device>(backend: &B) -> CaseResult {
 
 /// When a sequence ends, a pin is dropped or a window moves, the last block is evicted first, so
 /// that the rest can still be found.
-fn tails<B: Device>(backend: &B) -> CaseResult {
+fn tails(backend: &AnyBackend) -> CaseResult {
     for eviction in Eviction::ALL {
         for is_pinned in [false, true] {
             let place = format!("{eviction}, pinned: {is_pinned}");
@@ -89,7 +86,7 @@ fn tails<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn pinned<B: Device>(backend: &B) -> CaseResult {
+fn pinned(backend: &AnyBackend) -> CaseResult {
     for eviction in Eviction::ALL {
         let mut prompts = Prompts::new(backend, full_blocks(6).eviction(eviction))?;
         let system = tokens(0..9);
@@ -117,16 +114,16 @@ fn pinned<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn forgotten<B: Device>(backend: &B) -> CaseResult {
+fn forgotten(backend: &AnyBackend) -> CaseResult {
     let mut prompts = Prompts::new(backend, full_blocks(12))?;
     let [one, other] = [50, 60].map(|next| with(tokens(0..8), &tokens(next..next + 5)));
     prompts.begin(1, &one, plain())?;
     prompts.begin(2, &other, plain())?;
-    let forget = |prompts: &mut Prompts<B>, prompt: &[u32], keep| {
+    let forget = |prompts: &mut Prompts, prompt: &[u32], keep| {
         prompts.cache.forget_prefix(prompt, plain(), keep)
     };
     let found =
-        |prompts: &Prompts<B>| [&one, &other].map(|prompt| prompts.cache.probe(prompt, plain()));
+        |prompts: &Prompts| [&one, &other].map(|prompt| prompts.cache.probe(prompt, plain()));
     same("blocks that are held", forget(&mut prompts, &one, 0)?, 0)?;
     prompts.cache.release(seq(1))?;
     same("a block after the shared ones", forget(&mut prompts, &one, 0)?, 1)?;
@@ -149,7 +146,7 @@ fn retention(level: u8, seconds: Option<u64>) -> Result<Retention, CaseError> {
 }
 
 /// Two prompts fill the pool, and a third evicts the one of lower priority.
-fn priorities<B: Device>(backend: &B) -> CaseResult {
+fn priorities(backend: &AnyBackend) -> CaseResult {
     let (high, middle) = (retention(80, Some(10))?, retention(50, None)?);
     for eviction in [Eviction::Priority, Eviction::Default] {
         for (way, seconds) in [0, 1, 2].into_iter().flat_map(|way| [(way, 9), (way, 10)]) {
@@ -194,7 +191,7 @@ fn priorities<B: Device>(backend: &B) -> CaseResult {
 
 /// A cached block that a prompt will reuse cannot be evicted to make room for the rest of the
 /// prompt.
-fn reused_not_free<B: Device>(backend: &B) -> CaseResult {
+fn reused_not_free(backend: &AnyBackend) -> CaseResult {
     let mut prompts = Prompts::new(backend, full_blocks(4))?;
     compute_and_release(&mut prompts, &tokens(0..8))?;
     prompts.begin(1, &[90], plain())?;
@@ -204,7 +201,7 @@ fn reused_not_free<B: Device>(backend: &B) -> CaseResult {
         Err(CacheError::Exhausted(exhausted)) => Ok(exhausted),
         other => Err(CaseError::from(format!("{other:?} where blocks are short"))),
     };
-    let admit = |prompts: &Prompts<B>, len, admission: Admission| {
+    let admit = |prompts: &Prompts, len, admission: Admission| {
         prompts.cache.check_admission(&tokens(0..len), plain(), &admission)
     };
     let all = Admission::default();

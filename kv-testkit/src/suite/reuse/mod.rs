@@ -10,9 +10,8 @@ mod share;
 use kv_core::StartOptions;
 
 use crate::case::Case;
-use crate::device::Device;
 
-pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
+pub(super) fn cases() -> Vec<Case> {
     [share::cases(), bytes::cases(), keep::cases()].concat()
 }
 

@@ -2,12 +2,12 @@
 //! oracle.
 use std::collections::BTreeMap;
 
-use kv_core::backend::Plane;
+use kv_core::backend::{AnyBackend, AnyBuffer, Backend, Plane};
 use kv_core::spec::CacheSpecBuilder;
 use kv_core::{CacheSpec, GroupId, KvCache, QkvFormat, StartOptions, Step, StepInput};
 
 use crate::case::{At, CaseError, same};
-use crate::device::{Device, Place, Staged};
+use crate::device::{Place, Staged};
 use crate::fixture::{check_attention, dense, options, seq};
 use crate::oracle::Attention;
 use crate::provenance::{self, PrefixHash};
@@ -17,9 +17,9 @@ use crate::rng::Rng;
 const GROUP: usize = 2;
 
 /// A cache whose K and V are derived from tokens.
-pub(super) struct Prompts<B: Device> {
-    pub(super) backend: B,
-    pub(super) cache: KvCache<B>,
+pub(super) struct Prompts {
+    pub(super) backend: AnyBackend,
+    pub(super) cache: KvCache,
     pub(super) spec: CacheSpec,
     pub(super) hashes: BTreeMap<u64, Vec<PrefixHash>>,
     rng: Rng,
@@ -33,8 +33,8 @@ pub(super) struct PendingAttention<Buf> {
     oracle: Attention,
 }
 
-impl<B: Device> Prompts<B> {
-    pub(super) fn new(backend: &B, spec: CacheSpecBuilder) -> Result<Self, CaseError> {
+impl Prompts {
+    pub(super) fn new(backend: &AnyBackend, spec: CacheSpecBuilder) -> Result<Self, CaseError> {
         let spec = spec.build()?;
         let cache = KvCache::new(backend.clone(), spec.clone())?;
         let (backend, hashes, rng) = (backend.clone(), BTreeMap::new(), Rng::new(1));
@@ -105,7 +105,7 @@ impl<B: Device> Prompts<B> {
         &mut self,
         layer: u16,
         lens: &[usize],
-    ) -> Result<PendingAttention<B::Buffer>, CaseError> {
+    ) -> Result<PendingAttention<AnyBuffer>, CaseError> {
         let (group, _) = self.spec.locate(layer.into()).ok_or("a layer of no group")?;
         let group = &self.spec.groups()[usize::from(group.0)];
         let [k, v] = group.layouts();
@@ -128,7 +128,7 @@ impl<B: Device> Prompts<B> {
         &mut self,
         ids: &[u64],
         lens: &[usize],
-        pending: Vec<PendingAttention<B::Buffer>>,
+        pending: Vec<PendingAttention<AnyBuffer>>,
     ) -> Result<(), CaseError> {
         let capabilities = self.backend.capabilities().clone();
         for (mut pending, layer) in pending.into_iter().zip(0..) {
@@ -172,11 +172,11 @@ impl<B: Device> Prompts<B> {
 }
 
 /// Writes and attends every layer.
-pub(super) fn attend<B: Device>(
-    step: &mut Step<'_, B>,
+pub(super) fn attend(
+    step: &mut Step<'_>,
     spec: &CacheSpec,
     hashes: &[PrefixHash],
-    pending: &mut [PendingAttention<B::Buffer>],
+    pending: &mut [PendingAttention<AnyBuffer>],
 ) -> Result<(), CaseError> {
     provenance::write(step, spec, hashes)?;
     for (pending, layer) in pending.iter_mut().zip(0_u16..) {

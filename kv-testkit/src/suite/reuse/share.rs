@@ -1,4 +1,5 @@
 //! Sharing of prefixes between sequences, in one group and in several.
+use kv_core::backend::AnyBackend;
 use kv_core::spec::{PrefixReuse, PublishAt};
 use kv_core::{GroupId, StepInput};
 
@@ -6,11 +7,10 @@ use super::super::{case, small};
 use super::prompts::{Prompts, attend};
 use super::{plain, tokens, with};
 use crate::case::{At, Case, CaseResult, Outcome, ensure, same};
-use crate::device::Device;
 use crate::fixture::seq;
 use crate::provenance::{self, PrefixHash};
 
-pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
+pub(super) fn cases() -> Vec<Case> {
     vec![
         case("reuse/full_blocks_are_shared", full),
         case("reuse/a_part_of_a_block_is_copied", part),
@@ -23,7 +23,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     ]
 }
 
-fn full<B: Device>(backend: &B) -> CaseResult {
+fn full(backend: &AnyBackend) -> CaseResult {
     for publish_at in [PublishAt::Begin, PublishAt::Commit] {
         let spec = small().prefix_reuse(PrefixReuse::FullBlocks).publish_at(publish_at);
         let mut prompts = Prompts::new(backend, spec)?;
@@ -40,7 +40,7 @@ fn full<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn part<B: Device>(backend: &B) -> CaseResult {
+fn part(backend: &AnyBackend) -> CaseResult {
     for ends in [false, true] {
         let mut prompts = Prompts::new(backend, small())?;
         prompts.begin(1, &tokens(0..8), plain())?;
@@ -58,7 +58,7 @@ fn part<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn early<B: Device>(backend: &B) -> CaseResult {
+fn early(backend: &AnyBackend) -> CaseResult {
     let spec = small().prefix_reuse(PrefixReuse::FullBlocks).publish_at(PublishAt::Begin);
     let mut prompts = Prompts::new(backend, spec)?;
     let (first, second) = (tokens(0..11), with(tokens(0..9), &[70]));
@@ -83,7 +83,7 @@ fn early<B: Device>(backend: &B) -> CaseResult {
 }
 
 /// Rows that a dropped step was about to write cannot be found.
-fn dropped<B: Device>(backend: &B) -> CaseResult {
+fn dropped(backend: &AnyBackend) -> CaseResult {
     for reuse in [PrefixReuse::FullBlocks, PrefixReuse::Partial] {
         for publish_at in [PublishAt::Begin, PublishAt::Commit] {
             let spec = small().prefix_reuse(reuse).publish_at(publish_at);
@@ -115,7 +115,7 @@ fn with_names(a: &[PrefixHash], b: &[PrefixHash]) -> Vec<PrefixHash> {
     a.iter().chain(b).copied().collect()
 }
 
-fn diverge<B: Device>(backend: &B) -> CaseResult {
+fn diverge(backend: &AnyBackend) -> CaseResult {
     let mut prompts = Prompts::new(backend, small())?;
     prompts.begin(1, &tokens(0..10), plain())?;
     prompts.cache.fork(seq(1), seq(2))?;
@@ -150,7 +150,7 @@ fn diverge<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn windows<B: Device>(backend: &B) -> CaseResult {
+fn windows(backend: &AnyBackend) -> CaseResult {
     let spec = small().window_left(5).publish_at(PublishAt::Begin);
     let mut prompts = Prompts::new(backend, spec.prefix_reuse(PrefixReuse::FullBlocks))?;
     let prompt = tokens(0..20);
@@ -174,7 +174,7 @@ fn windows<B: Device>(backend: &B) -> CaseResult {
 
 /// A block may leave the window before its draft tokens are accepted, and is another sequence's
 /// then.
-fn unsure<B: Device>(backend: &B) -> CaseResult {
+fn unsure(backend: &AnyBackend) -> CaseResult {
     for publish_at in [PublishAt::Begin, PublishAt::Commit] {
         let mut prompts = Prompts::new(backend, small().window_left(0).publish_at(publish_at))?;
         prompts.cache.start(seq(1), &[], plain())?;
@@ -195,7 +195,7 @@ fn unsure<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn groups<B: Device>(backend: &B) -> CaseResult {
+fn groups(backend: &AnyBackend) -> CaseResult {
     for reuse in [PrefixReuse::FullBlocks, PrefixReuse::Partial] {
         let spec = small().layers(3).prefix_reuse(reuse);
         let spec = spec.group([1], |group| group.paged(6, 12));

@@ -14,10 +14,10 @@ mod real;
 
 use std::path::Path;
 
+use kv_core::backend::AnyBackend;
 use serde_json::Value;
 
 use crate::case::CaseResult;
-use crate::device::Device;
 use csv::Table;
 
 /// The content of one trial.
@@ -79,7 +79,7 @@ pub(super) fn read_json(
 }
 
 /// Runs one trial.
-pub(super) fn run<B: Device>(backend: &B, quant: &Quant) -> CaseResult {
+pub(super) fn run(backend: &AnyBackend, quant: &Quant) -> CaseResult {
     match quant {
         Quant::Decode(codes) => decode::run(backend, codes),
         Quant::Encode(inputs) => encode::run(backend, inputs),

@@ -1,24 +1,24 @@
 //! The bytes that a device stores for rows, and the values that it reads from given bytes.
-use kv_core::backend::{Plane, Queue};
+use kv_core::backend::{AnyBackend, AnyBuffer, Backend, Plane, Queue};
 use kv_core::calibration::{Calibration, LayerCalibration, PlaneCalibration};
 use kv_core::spec::Transform;
 use kv_core::{CacheSpec, DType, GroupId, KvCache, KvFormat, QkvFormat, StartOptions, StepInput};
 
 use crate::case::CaseError;
-use crate::device::{self, Device, Place, Staged, fetch};
+use crate::device::{self, Place, Staged, fetch};
 use crate::fixture::{dense, seq};
 
 /// The K plane of a cache of one layer and one head, with scale 1.
 #[derive(Debug)]
-struct Keys<B: Device> {
-    cache: KvCache<B>,
+struct Keys {
+    cache: KvCache,
     dim: usize,
     tokens: usize,
 }
 
 /// Returns the bytes that a device stores for rows of `dim` values, one after another.
-pub(super) fn encoded<B: Device>(
-    backend: &B,
+pub(super) fn encoded(
+    backend: &AnyBackend,
     format: KvFormat,
     dim: usize,
     values: &[f32],
@@ -34,8 +34,8 @@ pub(super) fn encoded<B: Device>(
 }
 
 /// Returns the values that a device reads from rows of bytes.
-pub(super) fn decoded<B: Device>(
-    backend: &B,
+pub(super) fn decoded(
+    backend: &AnyBackend,
     format: KvFormat,
     dim: usize,
     rows: &[u8],
@@ -56,8 +56,13 @@ pub(super) fn decoded<B: Device>(
     Ok(out.read(backend.capabilities(), keys.cache.queue_mut())?.values())
 }
 
-impl<B: Device> Keys<B> {
-    fn new(backend: &B, format: KvFormat, dim: usize, values: &[f32]) -> Result<Self, CaseError> {
+impl Keys {
+    fn new(
+        backend: &AnyBackend,
+        format: KvFormat,
+        dim: usize,
+        values: &[f32],
+    ) -> Result<Self, CaseError> {
         let tokens = values.len() / dim;
         // V is not tested.
         let dim_v = device::dim(backend, 1);
@@ -87,7 +92,7 @@ impl<B: Device> Keys<B> {
     }
 
     /// Locates the row of a token: its buffer, the first byte, and the number of bytes.
-    fn row(&self, token: usize) -> Result<(B::Buffer, u64, u64), CaseError> {
+    fn row(&self, token: usize) -> Result<(AnyBuffer, u64, u64), CaseError> {
         let group = GroupId(0);
         let storage = self.cache.storage(group).ok_or("a group without storage")?;
         let plane = storage.plane(0, Plane::Key).ok_or("a layer without keys")?;

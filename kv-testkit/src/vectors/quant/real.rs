@@ -23,7 +23,7 @@ mod limits;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use kv_core::backend::Plane;
+use kv_core::backend::{AnyBackend, AnyQueue, Backend, Plane};
 use kv_core::calibration::Calibration;
 use kv_core::spec::Transform;
 use kv_core::{
@@ -33,7 +33,7 @@ use kv_quant::calibrate::{CalibrateError, Calibrator};
 use serde_json::Value;
 
 use crate::case::{At, CaseError, CaseResult, Outcome, ensure};
-use crate::device::{Device, Place, Staged};
+use crate::device::{Place, Staged};
 use crate::fixture::{dense, seq};
 use crate::oracle::gaussian;
 use limits::Expected;
@@ -192,7 +192,7 @@ impl Recording {
 }
 
 /// Runs every format for K and for V.
-pub(super) fn run<B: Device>(backend: &B, recording: &Recording) -> CaseResult {
+pub(super) fn run(backend: &AnyBackend, recording: &Recording) -> CaseResult {
     let rows = recording.rows()?;
     let calibration = recording.calibration(&rows)?;
     for plane in [Plane::Key, Plane::Value] {
@@ -209,15 +209,15 @@ pub(super) fn run<B: Device>(backend: &B, recording: &Recording) -> CaseResult {
 
 /// Returns outputs of the queries, last one first, by layer: an earlier query attends to the rows
 /// that are left after the later tokens are truncated.
-fn attend<B: Device>(
-    mut cache: KvCache<B>,
+fn attend(
+    mut cache: KvCache,
     recording: &Recording,
     rows: &Rows,
 ) -> Result<Vec<Vec<f32>>, CaseError> {
     let backend = cache.backend().clone();
     let Recording { kv_heads, q_heads, dims: [dk, dv], tokens, .. } = *recording;
     cache.start(seq(1), &[], StartOptions::default())?;
-    let stage = |values: &[f32], heads_dim: [usize; 2], queue: &mut B::Queue| {
+    let stage = |values: &[f32], heads_dim: [usize; 2], queue: &mut AnyQueue| {
         let layout =
             dense(QkvFormat::Thd, &[values.len() / (heads_dim[0] * heads_dim[1])], heads_dim);
         let tensor = layout.pack(DType::F32, &[values.to_vec()], f32::NAN);

@@ -39,7 +39,7 @@ const SCRIPTS: [(&str, &str); 9] = [
         "bin/conformance",
         r#"case "$*" in
           *--list*)
-            printf '%s: test\n' cuda::attend/a cuda::quant/b 'any(cuda)::attend/a' ;;
+            printf '%s: test\n' cuda::attend/a cuda::quant/b 'typed(cuda)::attend/a' ;;
           *) echo '{"passed": 3, "failed": 0, "skipped": 1}' > "$KV_CONFORMANCE_REPORT" ;;
         esac
         test "$KV_CONFORMANCE_TESTDATA" = testdata || test "$3" = --list"#,
@@ -93,7 +93,7 @@ const STAGES: [(&str, &str); 27] = [
     ("kv generate, f32, cuda", "--format f32 --backend cuda"),
     ("kv generate, int8, cpu", "--format int8 --backend cpu"),
     ("kv generate, int8, cuda", "--format int8 --backend cuda"),
-    ("conformance, erased", "any(cuda)"),
+    ("conformance, typed", "typed(cuda)"),
     ("conformance, vectors/0", "--vectors"),
     ("differential: random operations", "cuda random"),
     ("compute-sanitizer, facts", "error-exitcode=9 bin/gpu"),
@@ -196,7 +196,7 @@ fn a_kit_is_run_and_its_report_written() {
     let left = kit.run(None, LONG);
     assert!(left.is_clean, "{:#}", left.json);
     assert_eq!(left.detail("kernels"), "ok. 2 passed");
-    let families = ["attend", "quant", "erased", "vectors/0"];
+    let families = ["attend", "quant", "typed", "vectors/0"];
     for name in families.map(|name| format!("conformance, {name}")) {
         assert_eq!(left.detail(&name), "3 passed, 0 failed, 1 skipped");
     }

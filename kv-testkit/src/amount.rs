@@ -1,0 +1,63 @@
+//! Chooses how much of a case runs. With [`SHORT`], which is for devices that run on a CPU, a case
+//! of many combinations takes fewer of them, other ones for each format, and random cases take
+//! fewer runs.
+
+/// Variable that shortens cases, with any value but `0`.
+const SHORT: &str = "KV_CONFORMANCE_SHORT";
+
+/// Part of the runs of a random case that a short one keeps.
+const PART: u32 = 4;
+
+fn is_short() -> bool {
+    std::env::var_os(SHORT).is_some_and(|value| value != "0")
+}
+
+/// Returns the number of runs of a random case: all, or a part of them.
+pub(crate) fn runs(all: u32) -> u32 {
+    if is_short() { all.div_ceil(PART) } else { all }
+}
+
+/// Chooses among the combinations of a case.
+#[derive(Debug)]
+pub(crate) struct Rotation {
+    is_short: bool,
+    next: usize,
+}
+
+impl Rotation {
+    pub(crate) fn new() -> Self {
+        Self { is_short: is_short(), next: 0 }
+    }
+
+    /// Returns all combinations, or one of them: the next one at each call.
+    pub(crate) fn of<T: Copy>(&mut self, all: &[T]) -> Vec<T> {
+        if !self.is_short {
+            return all.to_vec();
+        }
+        let one = all.get(self.next % all.len().max(1));
+        self.next += 1;
+        one.into_iter().copied().collect()
+    }
+}
+
+/// Returns every pair.
+pub(crate) fn pairs<A: Copy, B: Copy>(first: &[A], second: &[B]) -> Vec<(A, B)> {
+    first.iter().flat_map(|a| second.iter().map(move |b| (*a, *b))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_short_case_reaches_every_combination_after_as_many_formats() {
+        let combinations = pairs(&[1, 2], &['a', 'b']);
+        assert_eq!(combinations, [(1, 'a'), (1, 'b'), (2, 'a'), (2, 'b')]);
+        let mut short = Rotation { is_short: true, next: 0 };
+        let chosen: Vec<_> = (0..4).flat_map(|_| short.of(&combinations)).collect();
+        assert_eq!(chosen, combinations);
+        assert_eq!(short.of::<u8>(&[]), [0; 0]);
+        let mut long = Rotation { is_short: false, next: 0 };
+        assert_eq!(long.of(&combinations), combinations);
+    }
+}
