@@ -5,9 +5,9 @@ use crate::decode::{GROUP, HALF};
 use crate::features::Isa;
 use crate::layout::{Element, Encoding, RowLayout};
 use crate::prefetch::PrefetchTarget;
-use crate::pv::Pv;
-use crate::qk::Qk;
-use crate::rows::KeyRows;
+use crate::pv::{OUTPUT_PAD, Pv};
+use crate::qk::{Qk, SCORE_PAD};
+use crate::rows::{KeyRows, TileRows};
 use crate::scalar;
 use crate::softmax::Softmax;
 use crate::table::{PvFn, QkFn, TILE_ROWS, Table};
@@ -98,18 +98,29 @@ impl Kernels {
     /// Computes scores: dot products of query rows with rows of K.
     ///
     /// # Panics
-    /// When rows lie outside of their slices.
+    /// When rows lie outside of their slices, or `decoded` is shorter than [`Self::decoded_len`].
     #[inline]
     pub fn qk(self, x: &mut Qk<'_, '_>) {
         x.check();
         let encoding = x.k.layout().encoding();
-        let kernels = match x.words {
-            Some(_) => self.qk_words(encoding),
-            None => None,
-        };
-        let kernels = kernels.unwrap_or_else(|| self.qk_floats(encoding));
+        let words = x.words.and_then(|_| self.qk_words(encoding));
+        if let Some(kernels) = words.or_else(|| self.qk_floats(encoding)) {
+            // SAFETY: the arguments were checked.
+            unsafe { self.qk_by(kernels, x) };
+            return;
+        }
+        self.qk_decoded(x);
+    }
+
+    /// Computes scores by the register tiles of an encoding.
+    ///
+    /// # Safety
+    /// 1. `Qk::check` was called, or the arguments are a part of what it was called for.
+    /// 2. The kernels are those of the rows' encoding, of this table.
+    #[inline]
+    unsafe fn qk_by(self, kernels: [QkFn; 4], x: &mut Qk<'_, '_>) {
         if let Some(kernel) = of_rows(kernels, x.rows, self.table.rows_max) {
-            // SAFETY: the CPU has the instruction set, by `Self::new`; the arguments were checked.
+            // SAFETY: the CPU has the instruction set, by `Self::new`; conditions 1 and 2.
             unsafe { kernel(x) };
             return;
         }
@@ -128,6 +139,7 @@ impl Kernels {
                 k: x.k,
                 scores: x.scores.get_mut(scores..).unwrap_or_default(),
                 score_stride: x.score_stride,
+                decoded: &mut [],
                 prefetch: x.prefetch,
             };
             let kernel = of_rows(kernels, rows, self.table.rows_max);
@@ -140,17 +152,60 @@ impl Kernels {
         }
     }
 
+    /// Computes scores of rows that are decoded first, a few at a time.
+    fn qk_decoded(self, x: &mut Qk<'_, '_>) {
+        let kernels = self.qk_floats(Encoding::F32);
+        assert!(kernels.is_some(), "every instruction set has register tiles of f32");
+        let mut begin = 0_usize;
+        let budget = x.prefetch.budget();
+        for rows in parts(x.k.runs()) {
+            let layout = self.decode_rows(&rows, x.decoded);
+            x.prefetch.allow_share(budget, (begin, rows.len(), x.k.len()));
+            let decoded = decoded_rows(x.decoded, rows.len(), &layout);
+            let mut part = Qk {
+                rows: x.rows,
+                q: x.q,
+                words: None,
+                q_stride: x.q_stride,
+                k: TileRows::of_run(&decoded),
+                scores: x.scores.get_mut(begin..).unwrap_or_default(),
+                score_stride: x.score_stride,
+                decoded: &mut [],
+                prefetch: x.prefetch,
+            };
+            if let Some(kernels) = kernels {
+                // SAFETY: tokens of what was checked: all but the last part of a run have a
+                // multiple of `SCORE_PAD` tokens; query rows are padded as decoded rows are.
+                unsafe { self.qk_by(kernels, &mut part) };
+            }
+            begin = begin.saturating_add(rows.len());
+        }
+    }
+
     /// Adds rows of V, multiplied with weights, to output rows.
     ///
     /// # Panics
-    /// When rows lie outside of their slices.
+    /// When rows lie outside of their slices, or `decoded` is shorter than [`Self::decoded_len`].
     #[inline]
     pub fn pv(self, x: &mut Pv<'_, '_>) {
         x.check();
-        let encoding = x.v.layout().encoding();
-        let kernels = self.pv_floats(encoding);
+        if let Some(kernels) = self.pv_floats(x.v.layout().encoding()) {
+            // SAFETY: the arguments were checked.
+            unsafe { self.pv_by(kernels, x) };
+            return;
+        }
+        self.pv_decoded(x);
+    }
+
+    /// Adds rows of V by the register tiles of an encoding.
+    ///
+    /// # Safety
+    /// 1. `Pv::check` was called, or the arguments are a part of what it was called for.
+    /// 2. The kernels are those of the rows' encoding, of this table.
+    #[inline]
+    unsafe fn pv_by(self, kernels: [PvFn; 4], x: &mut Pv<'_, '_>) {
         if let Some(kernel) = of_rows(kernels, x.rows, self.table.rows_max) {
-            // SAFETY: the CPU has the instruction set, by `Self::new`; the arguments were checked.
+            // SAFETY: the CPU has the instruction set, by `Self::new`; conditions 1 and 2.
             unsafe { kernel(x) };
             return;
         }
@@ -168,6 +223,7 @@ impl Kernels {
                 v: x.v,
                 out: x.out.get_mut(out..).unwrap_or_default(),
                 out_stride: x.out_stride,
+                decoded: &mut [],
                 prefetch: x.prefetch,
             };
             let kernel = of_rows(kernels, rows, self.table.rows_max);
@@ -180,13 +236,65 @@ impl Kernels {
         }
     }
 
-    fn qk_floats(self, encoding: Encoding) -> [QkFn; 4] {
-        let table = of_encoding(&self.table.qk, encoding);
-        self.lookups(encoding).map_or(table, |(qk, _)| qk)
+    /// Adds rows of V that are decoded first, a few at a time.
+    fn pv_decoded(self, x: &mut Pv<'_, '_>) {
+        let kernels = self.pv_floats(Encoding::F32);
+        assert!(kernels.is_some(), "every instruction set has register tiles of f32");
+        let mut begin = 0_usize;
+        let budget = x.prefetch.budget();
+        for rows in parts(x.v.runs()) {
+            let layout = self.decode_rows(&rows, x.decoded);
+            x.prefetch.allow_share(budget, (begin, rows.len(), x.v.len()));
+            let decoded = decoded_rows(x.decoded, rows.len(), &layout);
+            let mut part = Pv {
+                rows: x.rows,
+                weights: x.weights.get(begin..).unwrap_or_default(),
+                weight_stride: x.weight_stride,
+                v: TileRows::of_run(&decoded),
+                out: x.out,
+                out_stride: x.out_stride,
+                decoded: &mut [],
+                prefetch: x.prefetch,
+            };
+            if let Some(kernels) = kernels {
+                // SAFETY: tokens of what was checked; output rows are padded as decoded rows are.
+                unsafe { self.pv_by(kernels, &mut part) };
+            }
+            begin = begin.saturating_add(rows.len());
+        }
     }
-    fn pv_floats(self, encoding: Encoding) -> [PvFn; 4] {
-        let table = of_encoding(&self.table.pv, encoding);
-        self.lookups(encoding).map_or(table, |(_, pv)| pv)
+
+    /// Number of floats that QK and PV need to decode rows of `layout` to memory: 0 where they
+    /// decode them in registers.
+    pub fn decoded_len(self, layout: &RowLayout) -> usize {
+        let encoding = layout.encoding();
+        // Products of bf16 read no encoding that has no other kernels.
+        if self.qk_floats(encoding).is_some() && self.pv_floats(encoding).is_some() {
+            return 0;
+        }
+        decoded_layout(layout).dim().saturating_mul(DECODED_ROWS)
+    }
+
+    /// Decodes some rows one after another. Returns their layout.
+    fn decode_rows(self, rows: &KeyRows<'_>, to: &mut [f32]) -> RowLayout {
+        let layout = decoded_layout(rows.layout());
+        let kernel = of_encoding(&self.table.decode, rows.layout().encoding());
+        // SAFETY: the CPU has the instruction set, by `Self::new`.
+        unsafe { kernel(rows, layout.dim(), to) }
+        layout
+    }
+
+    fn qk_floats(self, encoding: Encoding) -> Option<[QkFn; 4]> {
+        match self.lookups(encoding) {
+            Some((qk, _)) => Some(qk),
+            None => of_encoding(&self.table.qk, encoding),
+        }
+    }
+    fn pv_floats(self, encoding: Encoding) -> Option<[PvFn; 4]> {
+        match self.lookups(encoding) {
+            Some((_, pv)) => Some(pv),
+            None => of_encoding(&self.table.pv, encoding),
+        }
     }
     /// QK and PV by lookups of bytes.
     fn lookups(self, encoding: Encoding) -> Option<([QkFn; 4], [PvFn; 4])> {
@@ -274,8 +382,10 @@ impl Kernels {
     /// When `from` is shorter than the row, or `to` has another length.
     pub fn decode(self, layout: &RowLayout, from: &[u8], to: &mut [f32]) {
         let kernel = of_encoding(&self.table.decode, layout.encoding());
+        assert!(to.len() == layout.dim(), "room for the values of a row");
+        let row = KeyRows::new(from, layout.bytes(), 1, layout);
         // SAFETY: the CPU has the instruction set, by `Self::new`.
-        unsafe { kernel(layout, from, to) }
+        unsafe { kernel(&row, to.len(), to) }
     }
     /// Decodes a row with its own scale, or the given one: `kv_format::row::decode_row` to the bit.
     ///
@@ -410,6 +520,27 @@ const fn part(left: usize) -> usize {
         2 | 3 => 2,
         _ => 4,
     }
+}
+
+/// Tokens that are decoded to memory at a time: 16 rows of 128 values are 8 KiB.
+const DECODED_ROWS: usize = SCORE_PAD;
+
+/// The layout of decoded rows: `f32`, padded with zeros as query and output rows are.
+fn decoded_layout(layout: &RowLayout) -> RowLayout {
+    RowLayout::plain(Element::F32, layout.dim().next_multiple_of(OUTPUT_PAD))
+}
+
+/// The first rows of decoded ones.
+fn decoded_rows<'a>(memory: &'a [f32], count: usize, layout: &'a RowLayout) -> KeyRows<'a> {
+    KeyRows::new(bytemuck::cast_slice(memory), layout.bytes(), count, layout)
+}
+
+/// All rows of some runs, [`DECODED_ROWS`] or fewer of a run at a time.
+fn parts<'a>(runs: &'a [KeyRows<'a>]) -> impl Iterator<Item = KeyRows<'a>> {
+    runs.iter().flat_map(|run| {
+        let begins = (0..run.len()).step_by(DECODED_ROWS);
+        begins.map(|begin| run.slice(begin..run.len().min(begin.saturating_add(DECODED_ROWS))))
+    })
 }
 
 /// The kernels of an optional part that an instruction set does not have.

@@ -36,6 +36,7 @@
 //!     k: TileRows::of_run(&k),
 //!     scores: &mut scores,
 //!     score_stride: 16,
+//!     decoded: &mut vec![0.0; kernels.decoded_len(&layout)],
 //!     prefetch: &mut Prefetch::none(),
 //! });
 //! assert_eq!(scores[..2], [4.0, 4.0]);

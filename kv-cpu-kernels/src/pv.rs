@@ -35,6 +35,8 @@ pub struct Pv<'a, 'p> {
     pub out: &'a mut [f32],
     /// Floats from an output row to the next, a multiple of [`OUTPUT_PAD`].
     pub out_stride: usize,
+    /// Memory for decoded rows of V, [`Kernels::decoded_len`](crate::Kernels::decoded_len) floats.
+    pub decoded: &'a mut [f32],
     /// Lines to prefetch meanwhile.
     pub prefetch: &'a mut Prefetch<'p>,
 }

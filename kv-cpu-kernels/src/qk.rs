@@ -50,6 +50,8 @@ pub struct Qk<'a, 'p> {
     pub scores: &'a mut [f32],
     /// Floats from a row of scores to the next, a multiple of [`SCORE_PAD`].
     pub score_stride: usize,
+    /// Memory for decoded rows of K, [`Kernels::decoded_len`](crate::Kernels::decoded_len) floats.
+    pub decoded: &'a mut [f32],
     /// Lines to prefetch meanwhile.
     pub prefetch: &'a mut Prefetch<'p>,
 }

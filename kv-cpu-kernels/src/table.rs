@@ -2,7 +2,7 @@
 #![expect(clippy::arithmetic_side_effects, reason = "numbers of rows, which are not 0")]
 use kv_format::KvFormat;
 
-use crate::layout::{Encoding, RowLayout};
+use crate::layout::Encoding;
 use crate::pv::Pv;
 use crate::qk::Qk;
 use crate::rows::KeyRows;
@@ -10,11 +10,42 @@ use crate::softmax::Softmax;
 
 pub(crate) type QkFn = unsafe fn(&mut Qk<'_, '_>);
 pub(crate) type PvFn = unsafe fn(&mut Pv<'_, '_>);
-type Decode = unsafe fn(&RowLayout, &[u8], &mut [f32]);
+/// The second argument is the number of floats of a decoded row.
+type Decode = unsafe fn(&KeyRows<'_>, usize, &mut [f32]);
 type Encode = unsafe fn(&[f32], &mut [u8]);
 type Convert = unsafe fn(&[u8], &mut [u8]);
 /// The last argument is prefetched meanwhile.
 type ConvertNonTemporal = unsafe fn(&[u8], &mut [u8], &[u8]);
+
+/// Lists the encodings whose rows QK and PV decode in registers. Rows of the others are decoded to
+/// memory, a few at a time: 0.7 to 1.5 of the speed, where an encoding here takes 4 s to compile.
+const IN_REGISTERS: [Encoding; 9] = [
+    Encoding::F32,
+    Encoding::F16,
+    Encoding::Bf16Pairs,
+    Encoding::E4m3,
+    Encoding::E5m2,
+    Encoding::Int8,
+    Encoding::L4,
+    Encoding::Q8Block,
+    Encoding::Q4Block,
+];
+
+/// Returns whether QK and PV of vectors of `lanes` decode rows of an encoding in registers. Vectors
+/// of one, the reference, read `f32` and, for the means of blocks, f16.
+/// Unit tests, which compile the crate a second time, call neither.
+pub(crate) const fn in_registers(lanes: usize, encoding: Encoding) -> bool {
+    let mut i = 0;
+    let count = if lanes == 1 || cfg!(test) { 2 } else { IN_REGISTERS.len() };
+    while i < count {
+        #[expect(clippy::indexing_slicing, reason = "below the length, and `const`")]
+        if IN_REGISTERS[i].index() == encoding.index() {
+            return true;
+        }
+        i += 1;
+    }
+    false
+}
 
 /// Query rows that register tiles exist for.
 pub(crate) const TILE_ROWS: [usize; 4] = [1, 2, 4, 8];
@@ -42,8 +73,9 @@ pub(crate) struct Table {
     /// Most rows of a register tile.
     pub(crate) rows_max: usize,
     /// By encoding, then by [`TILE_ROWS`]; entries of more than `rows_max` rows are not called.
-    pub(crate) qk: [[QkFn; 4]; Encoding::COUNT],
-    pub(crate) pv: [[PvFn; 4]; Encoding::COUNT],
+    /// `None` where rows are decoded first.
+    pub(crate) qk: [Option<[QkFn; 4]>; Encoding::COUNT],
+    pub(crate) pv: [Option<[PvFn; 4]>; Encoding::COUNT],
     /// The factor that decoded values lack, by encoding.
     pub(crate) factor: [f32; Encoding::COUNT],
     /// Without a soft cap, and with one.
@@ -77,37 +109,38 @@ macro_rules! table {
                 self as rows, Bf16, Bf16Pairs, Decode, E4m3, E5m2, F16, F32, Int8, L3, L4, L6,
                 Lloyd, Nvfp4, Plain, Q4Block, Q8Block,
             };
-            use $crate::layout::RowLayout;
+            use $crate::layout::Encoding;
             use $crate::load::Decoded;
             use $crate::pv::{self, Pv};
             use $crate::qk::{self, Floats, Qk};
             use $crate::rows::KeyRows;
             use $crate::simd::Simd;
             use $crate::softmax::{self, Softmax};
-            use $crate::table::{PvFn, QkFn, Table, tile_pairs, tile_tokens};
+            use $crate::table::{PvFn, QkFn, Table, in_registers, tile_pairs, tile_tokens};
 
             const SUMS: usize = <$simd as Simd>::SUMS;
+            const LANES: usize = <$simd as Simd>::LANES;
 
             /// A kernel for every encoding, in the order of `Encoding`.
             macro_rules! each {
                 ($kernel:ident) => {
                     [
-                        $kernel::<F32>(),
-                        $kernel::<F16>(),
-                        $kernel::<Bf16>(),
-                        $kernel::<E4m3>(),
-                        $kernel::<E5m2>(),
-                        $kernel::<Int8>(),
-                        $kernel::<Lloyd<L6, false>>(),
-                        $kernel::<Lloyd<L4, false>>(),
-                        $kernel::<Lloyd<L3, false>>(),
-                        $kernel::<Lloyd<L6, true>>(),
-                        $kernel::<Lloyd<L4, true>>(),
-                        $kernel::<Lloyd<L3, true>>(),
-                        $kernel::<Q8Block>(),
-                        $kernel::<Q4Block>(),
-                        $kernel::<Nvfp4>(),
-                        $kernel::<Bf16Pairs>(),
+                        $kernel::<F32>(Encoding::F32),
+                        $kernel::<F16>(Encoding::F16),
+                        $kernel::<Bf16>(Encoding::Bf16),
+                        $kernel::<E4m3>(Encoding::E4m3),
+                        $kernel::<E5m2>(Encoding::E5m2),
+                        $kernel::<Int8>(Encoding::Int8),
+                        $kernel::<Lloyd<L6, false>>(Encoding::L6),
+                        $kernel::<Lloyd<L4, false>>(Encoding::L4),
+                        $kernel::<Lloyd<L3, false>>(Encoding::L3),
+                        $kernel::<Lloyd<L6, true>>(Encoding::L6Group32),
+                        $kernel::<Lloyd<L4, true>>(Encoding::L4Group32),
+                        $kernel::<Lloyd<L3, true>>(Encoding::L3Group32),
+                        $kernel::<Q8Block>(Encoding::Q8Block),
+                        $kernel::<Q4Block>(Encoding::Q4Block),
+                        $kernel::<Nvfp4>(Encoding::Nvfp4),
+                        $kernel::<Bf16Pairs>(Encoding::Bf16Pairs),
                     ]
                 };
             }
@@ -115,8 +148,11 @@ macro_rules! table {
             fn qk_rows<E: Decode, const R: usize, const T: usize>(x: &mut Qk<'_, '_>) {
                 qk::qk::<_, R, T>(Floats::<_, 1>(Decoded::<$simd, E>::new($witness)), x);
             }
-            const fn qk_of<E: Decode>() -> [QkFn; 4] {
-                [
+            const fn qk_of<E: Decode>(encoding: Encoding) -> Option<[QkFn; 4]> {
+                if !in_registers(LANES, encoding) {
+                    return None;
+                }
+                Some([
                     qk_rows::<E, 1, { tile_tokens(SUMS, 1) }>,
                     qk_rows::<E, 2, { tile_tokens(SUMS, 2) }>,
                     qk_rows::<E, 4, { tile_tokens(SUMS, 4) }>,
@@ -125,14 +161,17 @@ macro_rules! table {
                     } else {
                         qk_rows::<E, 8, 2>
                     },
-                ]
+                ])
             }
             $(#[$attribute])*
             fn pv_rows<E: Decode, const R: usize, const P: usize>(x: &mut Pv<'_, '_>) {
                 pv::pv::<_, R, P>(Decoded::<$simd, E>::new($witness), x);
             }
-            const fn pv_of<E: Decode>() -> [PvFn; 4] {
-                [
+            const fn pv_of<E: Decode>(encoding: Encoding) -> Option<[PvFn; 4]> {
+                if !in_registers(LANES, encoding) {
+                    return None;
+                }
+                Some([
                     pv_rows::<E, 1, { tile_pairs(SUMS, 1) }>,
                     pv_rows::<E, 2, { tile_pairs(SUMS, 2) }>,
                     pv_rows::<E, 4, { tile_pairs(SUMS, 4) }>,
@@ -141,20 +180,22 @@ macro_rules! table {
                     } else {
                         pv_rows::<E, 8, 1>
                     },
-                ]
+                ])
             }
-            const fn factor_of<E: Decode>() -> f32 {
-                E::FACTOR
+            const fn factor_of<E: Decode>(encoding: Encoding) -> f32 {
+                if in_registers(LANES, encoding) { E::FACTOR } else { 1.0 }
             }
             $(#[$attribute])*
             fn softmax<const CAP: bool>(x: &mut Softmax<'_>) {
                 softmax::softmax::<_, CAP>($witness, x);
             }
             $(#[$attribute])*
-            fn decode<E: Decode>(layout: &RowLayout, from: &[u8], to: &mut [f32]) {
-                rows::decode::<_, E>($witness, layout, from, to);
+            fn decode<E: Decode>(from: &KeyRows<'_>, padded: usize, to: &mut [f32]) {
+                rows::decode::<_, E>($witness, from, padded, to);
             }
-            const fn decode_of<E: Decode>() -> unsafe fn(&RowLayout, &[u8], &mut [f32]) {
+            const fn decode_of<E: Decode>(
+                _: Encoding,
+            ) -> unsafe fn(&KeyRows<'_>, usize, &mut [f32]) {
                 decode::<E>
             }
             $(#[$attribute])*

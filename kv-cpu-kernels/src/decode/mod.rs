@@ -81,28 +81,37 @@ pub(crate) const fn rest_begin(dim: usize) -> usize {
     dim / GROUP * GROUP
 }
 
-/// Decodes a row, without the scale of the whole row or tensor.
+/// Decodes rows, without the scale of the whole row or tensor, to rows of `padded` floats. Floats
+/// after the values of a row become zero.
 #[inline(always)]
-pub(crate) fn decode<S: Simd, E: Decode>(s: S, layout: &RowLayout, row: &[u8], to: &mut [f32]) {
+pub(crate) fn decode<S: Simd, E: Decode>(s: S, rows: &KeyRows<'_>, padded: usize, to: &mut [f32]) {
+    let layout = rows.layout();
     let dim = layout.dim();
-    assert!(row.len() >= layout.bytes() && to.len() == dim, "a row, and room for its values");
+    assert!(dim <= padded && rows.len() * padded <= to.len(), "there is memory for decoded rows");
     let (rest, factor) = (rest_begin(dim), s.splat(E::FACTOR));
-    for group in (0..rest).step_by(GROUP) {
-        for offset in (0..HALF).step_by(S::LANES) {
-            // SAFETY: the row is readable by the assertion, and the group is whole.
-            let pair = unsafe { E::load_pair(s, row.as_ptr(), layout, group, offset) };
-            for (half, v) in pair.into_iter().enumerate() {
-                let v = if E::FACTOR.to_bits() == 1.0_f32.to_bits() { v } else { s.mul(v, factor) };
-                // SAFETY: the group is whole, and `to` has as many values as the row.
-                unsafe { s.store(to.as_mut_ptr(), group + offset + half * HALF, v) };
+    for index in 0..rows.len() {
+        let (row, to) = (rows.at(index), &mut to[index * padded..][..padded]);
+        for group in (0..rest).step_by(GROUP) {
+            for offset in (0..HALF).step_by(S::LANES) {
+                // SAFETY: a row is readable, and the group is whole.
+                let pair = unsafe { E::load_pair(s, row, layout, group, offset) };
+                for (half, v) in pair.into_iter().enumerate() {
+                    let is_one = E::FACTOR.to_bits() == 1.0_f32.to_bits();
+                    let v = if is_one { v } else { s.mul(v, factor) };
+                    // SAFETY: the group is whole, and `to` has as many values as the row.
+                    unsafe { s.store(to.as_mut_ptr(), group + offset + half * HALF, v) };
+                }
             }
         }
-    }
-    if rest < dim {
-        // SAFETY: the row is readable by the assertion, and has a rest.
-        let values = unsafe { E::rest(s, row.as_ptr(), layout) };
-        for (to, value) in to[rest..].iter_mut().zip(values) {
-            *to = value * E::FACTOR;
+        if rest < padded {
+            to[rest..].fill(0.0);
+        }
+        if rest < dim {
+            // SAFETY: a row is readable, and has a rest.
+            let values = unsafe { E::rest(s, row, layout) };
+            for (to, value) in to[rest..dim].iter_mut().zip(values) {
+                *to = value * E::FACTOR;
+            }
         }
     }
 }

@@ -49,6 +49,7 @@ fn check(kernels: Kernels, sums: &Sums<'_>, rows: usize) {
         v: TileRows::new(&runs),
         out: &mut out,
         out_stride: stride,
+        decoded: &mut vec![f32::NAN; kernels.decoded_len(&v.layout)],
         prefetch: &mut Prefetch::new(kernels.prefetch(), &runs, &runs),
     });
     for (row, (out, expected)) in out.chunks(stride).zip(expected).enumerate() {
@@ -99,6 +100,7 @@ fn ranges_are_added_alone() {
                 v: TileRows::of_run(&v.last(TOKENS_MAX).slice(range.clone())),
                 out: &mut out,
                 out_stride: 2 * OUTPUT_PAD,
+                decoded: &mut vec![0.0; kernels.decoded_len(&v.layout)],
                 prefetch: &mut Prefetch::none(),
             });
             for (i, got) in out[..DIM].iter().enumerate() {
@@ -128,6 +130,7 @@ fn a_nan_reaches_its_value_alone() {
                     v: TileRows::of_run(&v.last(5)),
                     out: &mut out,
                     out_stride: 96,
+                    decoded: &mut vec![0.0; kernels.decoded_len(&v.layout)],
                     prefetch: &mut Prefetch::none(),
                 });
                 for row in out.chunks(96) {

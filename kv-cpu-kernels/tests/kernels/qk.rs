@@ -50,6 +50,7 @@ impl<'k> Queries<'k> {
             k: TileRows::new(&runs),
             scores: &mut scores,
             score_stride: SCORE_STRIDE,
+            decoded: &mut vec![f32::NAN; kernels.decoded_len(&self.k.layout)],
             prefetch: &mut Prefetch::new(kernels.prefetch(), &runs, &runs),
         });
         let (scales, dim) = (self.k.scales(kernels, tokens), self.k.layout.dim());
@@ -126,6 +127,7 @@ fn a_nan_reaches_its_token_alone() {
                 k: TileRows::of_run(&k.last(TOKENS_MAX)),
                 scores: &mut scores,
                 score_stride: SCORE_STRIDE,
+                decoded: &mut vec![0.0; kernels.decoded_len(&k.layout)],
                 prefetch: &mut Prefetch::none(),
             });
             for row in scores.chunks(SCORE_STRIDE) {
@@ -149,6 +151,7 @@ fn query_rows_past_their_slice_are_refused() {
         k: TileRows::of_run(&k.last(1)),
         scores: &mut [0.0; 32],
         score_stride: 16,
+        decoded: &mut [],
         prefetch: &mut Prefetch::none(),
     });
 }
@@ -166,6 +169,37 @@ fn a_run_whose_padding_exceeds_its_row_of_scores_is_refused() {
         k: TileRows::new(&runs_of(k)),
         scores: &mut [0.0; 16],
         score_stride: 16,
+        decoded: &mut [],
+        prefetch: &mut Prefetch::none(),
+    });
+}
+
+/// Means of blocks, in f16, and tiles, in f32, are multiplied without memory for decoded rows.
+#[test]
+fn f32_and_f16_are_decoded_in_registers() {
+    let decoded = |kernels: Kernels, name: &str| {
+        kernels.decoded_len(&RowLayout::of(name.parse().unwrap(), 72).unwrap())
+    };
+    for kernels in all_kernels() {
+        assert_eq!(["f32", "f16"].map(|name| decoded(kernels, name)), [0, 0], "{kernels:?}");
+        // Sixteen rows of 72 values, each padded to a multiple of 32.
+        assert_eq!(decoded(kernels, "l3"), 16 * 96, "{kernels:?}");
+    }
+}
+
+#[test]
+#[should_panic(expected = "there is memory for decoded rows")]
+fn rows_that_exceed_the_memory_for_decoded_rows_are_refused() {
+    let k = Stored::new(&mut Random::new(2), ("l3".parse().unwrap(), false), 64, 2);
+    Kernels::emulated().qk(&mut Qk {
+        rows: 1,
+        q: &[0.0; QUERY_PAD],
+        words: None,
+        q_stride: QUERY_PAD,
+        k: TileRows::of_run(&k.last(2)),
+        scores: &mut [0.0; 16],
+        score_stride: 16,
+        decoded: &mut [0.0; 127],
         prefetch: &mut Prefetch::none(),
     });
 }

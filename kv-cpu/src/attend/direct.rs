@@ -32,6 +32,8 @@ struct HeadRows<'s> {
     words: Option<&'s [u32]>,
     bias: &'s [f32],
     scores: &'s mut [f32],
+    /// Memory for rows that are not decoded in registers.
+    decoded: &'s mut [f32],
     /// Of K and of V.
     scales: &'s mut [TileScales; 2],
     states: &'s mut [OnlineSoftmax],
@@ -54,6 +56,9 @@ pub(super) fn run(
     let tile_bias = scratch.tile_bias.get(rows);
     let out = scratch.out.get(heads * stride_v);
     let scores = scratch.scores.get(rows * SCORE_STRIDE);
+    let layouts = [false, true].map(|is_wide| [call.k.rows(is_wide), call.v.rows(is_wide)]);
+    let lens = layouts.as_flattened().iter().map(|layout| call.cpu.kernels.decoded_len(layout));
+    let decoded = scratch.k.get(lens.max().unwrap_or(0));
     let states = &mut scratch.states;
     let mut scales = [TileScales::new(), TileScales::new()];
     for_tiles(call, item, sequence, TOKENS, |tile, next| {
@@ -71,6 +76,7 @@ pub(super) fn run(
             words: has_words.then(|| &words[head * stride_k / 2..][..stride_k / 2]),
             bias,
             scores,
+            decoded,
             scales: &mut scales,
             states: &mut states[head * rows..][..rows],
             out: &mut out[head * stride_v..][..stride_v],
@@ -97,6 +103,7 @@ fn attend(
         k,
         scores: rows.scores,
         score_stride: SCORE_STRIDE,
+        decoded: rows.decoded,
         prefetch: &mut with_k,
     });
     let [k_scales, v_scales] = rows.scales;
@@ -121,6 +128,7 @@ fn attend(
         v,
         out: rows.out,
         out_stride: heads.stride_v,
+        decoded: rows.decoded,
         prefetch: &mut with_v,
     });
 }
@@ -146,6 +154,7 @@ pub(super) fn add_mean(
             k: TileRows::of_run(&mean),
             scores: &mut scores,
             score_stride: SCORE_PAD,
+            decoded: &mut [],
             prefetch: &mut Prefetch::none(),
         });
         for (bias, scores) in bias.iter_mut().zip(scores.chunks(SCORE_PAD)) {

@@ -152,6 +152,7 @@ fn attend(
         k: TileRows::of_run(&seen_k),
         scores: &mut rows.scores[first * TOKENS..],
         score_stride: TOKENS,
+        decoded: &mut [],
         prefetch: &mut with_k,
     });
     // One softmax call for the rows of one query, and of queries that see the same keys.
@@ -213,6 +214,7 @@ fn add(
         v: TileRows::of_run(&v),
         out: &mut rows.out[first * stride..][..count * stride],
         out_stride: stride,
+        decoded: &mut [],
         prefetch,
     });
 }
