@@ -430,7 +430,7 @@ fn imitated_s3_is_listed_checked_and_cleaned() {
     use kv_testkit::servers::ServerKind;
 
     match ServerKind::Moto.find() {
-        Ok(_) => list_check_and_clean(ServerKind::Moto, 302),
+        Ok(_) => list_check_and_clean(ServerKind::Moto, 42),
         Err(why) => println!("skipped: {why}"),
     }
 }
