@@ -18,7 +18,7 @@ type Convert = unsafe fn(&[u8], &mut [u8]);
 type ConvertNonTemporal = unsafe fn(&[u8], &mut [u8], &[u8]);
 
 /// Lists the encodings whose rows QK and PV decode in registers. Rows of the others are decoded to
-/// memory, a few at a time: 0.7 to 1.5 of the speed, where an encoding here takes 4 s to compile.
+/// memory, a few at a time: 0.6 to 1.25 of the speed, for half of the time to compile the kernels.
 const IN_REGISTERS: [Encoding; 9] = [
     Encoding::F32,
     Encoding::F16,
