@@ -1,4 +1,4 @@
-//! The CPU backend keeps the whole contract, on its own type and erased.
+//! The CPU backend keeps the whole contract.
 use std::process::ExitCode;
 
 use kv_cpu::{CpuBackend, CpuOptions};

@@ -1,7 +1,7 @@
 //! Runs the conformance suite on a card, skipped without one; with `--backend emulated` on the
 //! emulator: the backend's own host code and kernels, on the CPU.
 //!
-//! One program for both, because the suite takes long to compile.
+//! One program for both: they are one type.
 use std::process::ExitCode;
 
 use kv_core::error::DeviceError;

@@ -270,7 +270,7 @@ fn check_units(_: &Workspace) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// Runs the suite on the backend's own type.
+/// Runs the suite, without the cases that repeat a call on the backend's own type.
 fn check_conformance(_: &Workspace) -> Result<Outcome> {
     let programs = checked_programs()?;
     let runner = programs.iter().find(|program| conformance::is_runner(&program.target));

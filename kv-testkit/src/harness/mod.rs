@@ -19,8 +19,8 @@ const REPORT: &str = "KV_CONFORMANCE_REPORT";
 
 /// Runs the suite as a test binary with `harness = false`.
 ///
-/// Every case runs on the backend with its type erased, as users hold it (`name::case`); those that
-/// make each call of the contract once run on the backend's own type too (`typed(name)::case`).
+/// Every case runs on the backend with its type erased, as users hold it (`name::case`). Those that
+/// make each call of the contract run on the backend's own type too (`typed(name)::case`).
 ///
 /// Arguments are those of libtest and two more: `--vectors DIR` (repeatable) runs the vector files
 /// under DIR instead of the suite; with `--backend NAME`, the backend of that name must open, and
