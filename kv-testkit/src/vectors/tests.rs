@@ -1,30 +1,13 @@
 //! Readers of damaged, inconsistent and unknown files.
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+
+use tempfile::TempDir;
 
 use super::*;
 
-/// A temporary folder that is deleted on drop.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new(test: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("kv-testkit-{}-{test}", std::process::id()));
-        fs::create_dir_all(&path).unwrap();
-        Self(path)
-    }
-    fn with(&self, name: &str, content: impl AsRef<[u8]>) -> &Self {
-        let path = self.0.join(name);
-        fs::create_dir_all(path.parent().unwrap()).unwrap();
-        fs::write(path, content).unwrap();
-        self
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
+fn write(folder: &TempDir, name: &str, content: impl AsRef<[u8]>) {
+    fs::write(folder.path().join(name), content).unwrap();
 }
 
 fn testdata(name: &str) -> Vec<u8> {
@@ -51,35 +34,35 @@ fn own_vectors_are_all_known() {
 
 #[test]
 fn an_empty_folder_and_a_missing_one_are_failures() {
-    let folder = Folder::new("empty");
-    folder.with("README.md", "words").with("make.py", "pass");
-    assert!(bad(&find(&folder.0))[0].contains("no vector file"));
-    assert_eq!(bad(&find(&folder.0.join("missing"))).len(), 1);
+    let folder = tempfile::tempdir().unwrap();
+    write(&folder, "README.md", "words");
+    write(&folder, "make.py", "pass");
+    assert!(bad(&find(folder.path()))[0].contains("no vector file"));
+    assert_eq!(bad(&find(&folder.path().join("missing"))).len(), 1);
 }
 
 #[test]
 fn unknown_files_are_failures_and_those_of_others_are_skipped() {
-    let folder = Folder::new("unknown");
-    folder
-        .with("a.json", r#"{"schema": "te-trace/2"}"#)
-        .with("b.json", r#"{"name": "no schema"}"#)
-        .with("c.json", "[]")
-        .with("d.csv", "1,2")
-        .with("e.bin", "x")
-        .with("f.f16", "xx")
-        .with("g.json", r#"{"schema": "te-trace/1", "steps": 3}"#)
-        .with("h.json", r#"{"schema": "te-errors/1"}"#)
-        .with("i.safetensors", "short")
-        .with("j.json", r#"{"schema": "vllm-scenario/1"}"#)
-        .with("k.json", r#"{"schema": "vllm-fuzz/1"}"#);
-    let found = find(&folder.0);
+    let folder = tempfile::tempdir().unwrap();
+    write(&folder, "a.json", r#"{"schema": "te-trace/2"}"#);
+    write(&folder, "b.json", r#"{"name": "no schema"}"#);
+    write(&folder, "c.json", "[]");
+    write(&folder, "d.csv", "1,2");
+    write(&folder, "e.bin", "x");
+    write(&folder, "f.f16", "xx");
+    write(&folder, "g.json", r#"{"schema": "te-trace/1", "steps": 3}"#);
+    write(&folder, "h.json", r#"{"schema": "te-errors/1"}"#);
+    write(&folder, "i.safetensors", "short");
+    write(&folder, "j.json", r#"{"schema": "vllm-scenario/1"}"#);
+    write(&folder, "k.json", r#"{"schema": "vllm-fuzz/1"}"#);
+    let found = find(folder.path());
     assert_eq!(bad(&found).len(), 11, "{found:?}");
     for (why, letter) in bad(&found).iter().zip("abcdefghijk".chars()) {
         assert!(why.contains(&format!("/{letter}.")), "{why} does not name {letter}");
     }
-    let folder = Folder::new("others");
-    folder.with("ggml.json", GGML);
-    let found = find(&folder.0);
+    let folder = tempfile::tempdir().unwrap();
+    write(&folder, "ggml.json", GGML);
+    let found = find(folder.path());
     let [Found::Skipped { why, .. }] = found.as_slice() else {
         panic!("{found:?}");
     };
@@ -120,25 +103,25 @@ fn wrong_codes_are_found() {
         ("a.csv", "x,y\n1,2\n".to_owned(), "unknown header"),
         ("a.csv", String::new(), "without rows"),
     ];
-    let folder = Folder::new("codes");
+    let folder = tempfile::tempdir().unwrap();
     for (name, content, complaint) in bad_files {
-        folder.with(name, content);
-        let found = find(&folder.0);
+        write(&folder, name, content);
+        let found = find(folder.path());
         let why = bad(&found);
         assert!(why.len() == 1 && why[0].contains(complaint), "{name}, {complaint}: {found:?}");
         assert!(why[0].contains(name), "{why:?} does not name {name}");
-        fs::remove_file(folder.0.join(name)).unwrap();
+        fs::remove_file(folder.path().join(name)).unwrap();
     }
 }
 
 #[test]
 fn one_bad_case_fails_alone() {
-    let folder = Folder::new("cases");
+    let folder = tempfile::tempdir().unwrap();
     let text = r#"{"schema": "te-rope/1", "cases": [{"name": "x", "base": "many"}, {"base": 1.0,
         "rotary_percent": 1.0, "interleaved": false, "max_seq": 4, "start_positions": [0],
         "shape": [1, 1, 1, 2], "y": [0.0, 0.0], "a_new_field": 1}]}"#;
-    folder.with("rope.json", text);
-    let found = find(&folder.0);
+    write(&folder, "rope.json", text);
+    let found = find(folder.path());
     assert_eq!((found.len(), bad(&found).len()), (2, 1));
     assert!(bad(&found)[0].contains("case x"));
 }

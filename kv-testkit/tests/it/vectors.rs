@@ -1,32 +1,14 @@
 //! Vector files that are damaged, inconsistent or wrong.
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use kv_core::backend::{AnyBackend, NullBackend};
 use kv_testkit::rng::Rng;
 use kv_testkit::run_vectors;
+use tempfile::TempDir;
 
-/// A temporary folder that is deleted on drop.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new(test: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("kv-testkit-{}-{test}", std::process::id()));
-        fs::create_dir_all(&path).unwrap();
-        Self(path)
-    }
-    fn with(&self, name: &str, content: impl AsRef<[u8]>) -> &Self {
-        let path = self.0.join(name);
-        fs::create_dir_all(path.parent().unwrap()).unwrap();
-        fs::write(path, content).unwrap();
-        self
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
+fn write(folder: &TempDir, name: &str, content: impl AsRef<[u8]>) {
+    fs::write(folder.path().join(name), content).unwrap();
 }
 
 fn testdata(name: &str) -> Vec<u8> {
@@ -34,11 +16,11 @@ fn testdata(name: &str) -> Vec<u8> {
 }
 
 /// Runs the vectors of a folder; none may panic. The null device computes nothing, so most fail.
-fn run_all(folder: &Folder) -> usize {
+fn run_all(folder: &TempDir) -> usize {
     let backend = AnyBackend::new(NullBackend::new());
-    let name = folder.0.to_string_lossy();
+    let name = folder.path().to_string_lossy();
     let mut failed = 0;
-    for (_, result) in run_vectors(&backend, &folder.0) {
+    for (_, result) in run_vectors(&backend, folder.path()) {
         if let Err(error) = result {
             assert!(error.to_string().contains(&*name), "{error} names no file");
             failed += 1;
@@ -52,7 +34,7 @@ fn run_all(folder: &Folder) -> usize {
 fn wrong_codes_are_found() {
     let text = |name: &str| String::from_utf8(testdata(&format!("quant/{name}"))).unwrap();
     let (e4m3, fp8) = (text("e4m3fn_decode.csv"), text("f32_to_fp8_encode.csv"));
-    let folder = Folder::new("codes");
+    let folder = tempfile::tempdir().unwrap();
     let lies = [
         ("e5m2_decode.csv", e4m3),
         ("f32_to_fp8_encode.csv", fp8.replace(",0x7e", ",0x7d")),
@@ -61,9 +43,9 @@ fn wrong_codes_are_found() {
         ("ggml.json", text("ggml_blocks.json").replace("1325000ff2", "1325000ff3")),
     ];
     for (name, content) in lies {
-        folder.with(name, content);
+        write(&folder, name, content);
         assert!(run_all(&folder) > 0, "{name} passed");
-        fs::remove_file(folder.0.join(name)).unwrap();
+        fs::remove_file(folder.path().join(name)).unwrap();
     }
 }
 
@@ -82,23 +64,23 @@ fn wrong_recordings_are_found() {
         ("256,", "-1,"),
     ];
     for (from, to) in lies {
-        let folder = Folder::new("recording");
+        let folder = tempfile::tempdir().unwrap();
         assert!(meta.contains(from), "{from:?} is not in {meta}");
-        folder.with("meta.json", meta.replacen(from, to, 1));
+        write(&folder, "meta.json", meta.replacen(from, to, 1));
         for file in files {
-            folder.with(file, testdata(&format!("quant/real_kv/{file}")));
+            write(&folder, file, testdata(&format!("quant/real_kv/{file}")));
         }
         assert!(run_all(&folder) > 0, "{from} for {to} passed");
     }
-    let folder = Folder::new("recording");
-    folder.with("meta.json", &meta);
+    let folder = tempfile::tempdir().unwrap();
+    write(&folder, "meta.json", &meta);
     assert_eq!(run_all(&folder), 1, "numbers are missing");
     for file in files {
-        folder.with(file, testdata(&format!("quant/real_kv/{file}")));
+        write(&folder, file, testdata(&format!("quant/real_kv/{file}")));
     }
-    folder.with(files[1], &testdata("quant/real_kv/smollm2_135m_v.f16")[..100]);
+    write(&folder, files[1], &testdata("quant/real_kv/smollm2_135m_v.f16")[..100]);
     assert_eq!(run_all(&folder), 1, "numbers are cut off");
-    folder.with("other_v.f16", "");
+    write(&folder, "other_v.f16", "");
     assert_eq!(run_all(&folder), 1, "there are two files of V");
 }
 
@@ -115,13 +97,13 @@ fn truncated_files_fail_and_never_panic() {
         "quant/ue4m3_decode.csv",
         "quant/e2m1_decode.csv",
     ];
-    for (index, file) in files.into_iter().enumerate() {
+    for file in files {
         let bytes = testdata(file);
         let name = Path::new(file).file_name().unwrap().to_str().unwrap();
         for _ in 0..25 {
             let len = rng.below(bytes.len() as u32) as usize;
-            let folder = Folder::new(&format!("cut-{index}"));
-            folder.with(name, &bytes[..len]);
+            let folder = tempfile::tempdir().unwrap();
+            write(&folder, name, &bytes[..len]);
             assert!(run_all(&folder) > 0, "{file} cut to {len} bytes passed");
         }
     }
@@ -145,7 +127,7 @@ fn inconsistent_files_never_panic() {
         "quant/f32_to_e2m1_e8m0_encode.csv",
         "quant/real_kv/meta.json",
     ];
-    for (index, file) in files.into_iter().enumerate() {
+    for file in files {
         let original = testdata(file);
         let name = Path::new(file).file_name().unwrap().to_str().unwrap();
         // The head of a file names its schema; its digits are its claims.
@@ -160,8 +142,8 @@ fn inconsistent_files_never_panic() {
                     bytes[at + digit] = b'0' + rng.below(10) as u8;
                 }
             }
-            let folder = Folder::new(&format!("lie-{index}"));
-            folder.with(name, &bytes);
+            let folder = tempfile::tempdir().unwrap();
+            write(&folder, name, &bytes);
             run_all(&folder);
         }
     }
