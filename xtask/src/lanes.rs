@@ -88,11 +88,16 @@ fn folder(workspace: &Workspace) -> PathBuf {
     workspace.target_dir.join("stages")
 }
 
+fn make_folder(workspace: &Workspace) -> Result<PathBuf> {
+    let folder = folder(workspace);
+    fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    Ok(folder)
+}
+
 /// Runs all stages, the lanes in parallel; starts no further ones after a failure.
 pub(crate) fn run(stages: &[Stage], options: Options) -> Result<()> {
     let workspace = Workspace::load()?;
-    let folder = folder(&workspace);
-    fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    let folder = make_folder(&workspace)?;
     let start = Instant::now();
     let (sender, receiver) = mpsc::channel();
     let mut order = Order::new(stages);
@@ -166,7 +171,9 @@ pub(crate) fn run_one(stages: &[Stage], name: &str) -> Result<()> {
         let names: Vec<_> = stages.iter().map(|stage| stage.name).collect();
         bail!("unknown stage {name:?}, known:\n  {}", names.join("\n  "));
     };
-    let outcome = (stage.run)(&Workspace::load()?);
+    let workspace = Workspace::load()?;
+    make_folder(&workspace)?;
+    let outcome = (stage.run)(&workspace);
     if let Some(seconds) = cpu_seconds() {
         println!("{CPU}{seconds:.1}");
     }

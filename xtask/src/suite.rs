@@ -360,11 +360,12 @@ fn rustdoc(_: &Workspace) -> Result<Outcome> {
 }
 
 /// Features only add: the library must build without any, and the program as README builds it.
+/// kv-candle is built below the program for the CPU, and alone for cards.
 ///
 /// Two workspaces of their own are left out, `fuzz` and the comparisons of `bench peers`: compiling
 /// what they depend on takes minutes.
 fn features(workspace: &Workspace) -> Result<Outcome> {
-    cargo(&["check", "--package", "kv", "--package", "kv-candle", "--no-default-features"])?;
+    cargo(&["check", "--package", "kv", "--no-default-features"])?;
     // Every other stage builds the program with its default features. The tool adds macros, which
     // run on this machine: no feature of what `kv` is made of changes.
     let program = ["check", "--package", "kv-cli", "--package", TOOL, "--no-default-features"];

@@ -4,6 +4,7 @@ use kv_core::plan::Determinism;
 use kv_core::{DType, KvFormat};
 
 use super::{ORDERS, case, small};
+use crate::amount::{Rotation, runs};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};
 use crate::device::{Device, Place, dim, limited_erased};
 use crate::fixture::{CacheFixture, DTYPES, FORMATS, StepConfig, StepKind};
@@ -92,10 +93,11 @@ fn head_groups(backend: &AnyBackend) -> CaseResult {
 fn head_dims(backend: &AnyBackend) -> CaseResult {
     let dims =
         [(1, 1), (8, 4), (16, 16), (33, 31), (40, 40), (64, 8), (80, 96), (128, 128), (256, 192)];
+    let mut rotation = Rotation::new();
     for (k, v) in dims {
         let (k, v) = (dim(backend, k), dim(backend, v));
-        for format in KvFormat::PLAIN {
-            let spec = small().layers(1).kv_heads(1).head_dims(k, v).format(*format).build()?;
+        for format in rotation.of(KvFormat::PLAIN) {
+            let spec = small().layers(1).kv_heads(1).head_dims(k, v).format(format).build()?;
             let config = StepConfig { outputs: Place::Host, ..StepConfig::default() };
             mixed_batches(&mut CacheFixture::new(backend, spec, 3)?, &config)
                 .at(format!("dims {k} and {v}, {format}"))?;
@@ -133,7 +135,7 @@ fn options_alone<B: Device>(backend: &B) -> CaseResult {
 
 fn options_combined(backend: &AnyBackend) -> CaseResult {
     let mut rng = Rng::new(21);
-    for round in 0..24 {
+    for round in 0..runs(24).into() {
         let spec = small()
             .kv_heads(rng.pick(&[1, 2, 3]))
             .block_order(rng.pick(&ORDERS))
@@ -311,6 +313,7 @@ fn splits(backend: &AnyBackend) -> CaseResult {
 fn batch_invariant(backend: &AnyBackend) -> CaseResult {
     let device = limited_erased(backend, |capabilities| capabilities.with_workers(7));
     let all = [(2300, 1), (1023, 1), (1022, 4), (40, 1), (300, 12)].map(|form| (form, None));
+    let mut rotation = Rotation::new();
     // Splits under a window, and with sink tokens, depend on the sequence alone too.
     let some = [(2300, 1), (1100, 4)].map(|form| (form, Some(200)));
     for ((context, queries), window_left) in all.into_iter().chain(some) {
@@ -332,7 +335,7 @@ fn batch_invariant(backend: &AnyBackend) -> CaseResult {
             fixture.step_with(&inputs, &rows, &config)
         };
         let alone = run(&[])?;
-        for neighbours in [&[5][..], &[4000, 1], &[100; 20]] {
+        for neighbours in rotation.of(&[&[5][..], &[4000, 1], &[100; 20]]) {
             let crowd = run(neighbours)?;
             let bits = |rows: &[f32]| rows.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
             let equal = bits(&alone.out[0][0]) == bits(&crowd.out[0][0])

@@ -7,6 +7,7 @@ use kv_core::error::PlanError;
 use kv_core::{AttentionOptions, CacheError, DType, KvFormat, QkvFormat, SequenceId, TensorView};
 
 use super::case;
+use crate::amount::runs;
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, refused, same};
 use crate::device::{Place, Staged, fetch};
 use crate::fixture::{FORMATS, check_attention, dense, options};
@@ -52,7 +53,7 @@ fn random_steps(backend: &AnyBackend) -> CaseResult {
     let geometries = [None, Some([1, 60]), Some([3, 24]), Some([8, 15]), Some([24, 5])];
     for (pages, dtype) in geometries.into_iter().zip(["f32", "f16", "bf16", "f32", "f16"]) {
         let config = config(backend, pages, dtype);
-        for life in 0..6 {
+        for life in 0..runs(6) {
             let mut params = config.open(backend)?;
             let mut lens = BTreeMap::new();
             let mut next = rng.bits() >> 40;

@@ -61,8 +61,9 @@ fn run_sequences(fixture: &mut CacheFixture, config: &StepConfig) -> Result<(), 
 }
 
 fn plain(backend: &AnyBackend) -> CaseResult {
+    let mut rotation = Rotation::new();
     for (format, order) in KvFormat::PLAIN.iter().zip(ORDERS.into_iter().cycle()) {
-        for block_size in [1, 4, 16, 64] {
+        for block_size in rotation.of(&[4, 1, 64, 16]) {
             let spec = small().format(*format).block_order(order).paged(block_size, 160);
             let mut fixture = CacheFixture::new(backend, spec.build()?, 1)?;
             for config in windows() {
@@ -76,10 +77,11 @@ fn plain(backend: &AnyBackend) -> CaseResult {
 
 /// Contexts in several splits, most of which are masked.
 fn long(backend: &AnyBackend) -> CaseResult {
+    let mut rotation = Rotation::new();
     for workers in [1, 3, 16] {
         let device = limited_erased(backend, |capabilities| capabilities.with_workers(workers));
         for determinism in [Determinism::Fast, Determinism::BatchInvariant] {
-            for (left, sink_tokens) in [(0, 0), (90, 4), (1100, 270), (40, 1030)] {
+            for (left, sink_tokens) in rotation.of(&[(0, 0), (90, 4), (1100, 270), (40, 1030)]) {
                 let spec = small().layers(1).format(KvFormat::F16).paged(16, 300);
                 let mut fixture =
                     CacheFixture::new(&device, spec.determinism(determinism).build()?, 2)?;
@@ -117,7 +119,7 @@ fn spec(
 
 fn coded(backend: &AnyBackend) -> CaseResult {
     let (mut rng, mut rotation) = (Rng::new(3), Rotation::new());
-    for format in quantised() {
+    for format in quantised(0) {
         for (size, wide) in rotation.of(&[(9, 0), (16, 3), (32, 1)]) {
             let spec = spec(backend, &mut rng, format, (size, 30)).full_precision_prefix(wide);
             let mut fixture = calibrated(backend, spec, LARGE_MEANS, 3)?;
@@ -140,7 +142,7 @@ fn coded(backend: &AnyBackend) -> CaseResult {
 /// its rows for that.
 fn beside_tail(backend: &AnyBackend) -> CaseResult {
     let (mut rng, mut rotation) = (Rng::new(4), Rotation::new());
-    for format in quantised() {
+    for format in quantised(1) {
         for key_mean in rotation.of(&[KeyMean::Calibrated, KeyMean::PerBlock]) {
             let spec = spec(backend, &mut rng, format, (9, 40))
                 .full_precision_prefix(rng.pick(&[0, 2]))

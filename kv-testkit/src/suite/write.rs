@@ -3,6 +3,7 @@ use kv_core::spec::CacheSpecBuilder;
 use kv_core::{CacheSpec, KvFormat};
 
 use super::{ORDERS, case, small};
+use crate::amount::Rotation;
 use crate::case::{At, Case, CaseError, CaseResult, Outcome};
 use crate::device::{Device, Place, dim};
 use crate::fixture::{CacheFixture, FORMATS, Finish, StepConfig, StepKind};
@@ -40,14 +41,16 @@ fn two_steps<B: Device>(
 }
 
 fn dtypes<B: Device>(backend: &B) -> CaseResult {
-    for kv_dtype in crate::fixture::DTYPES {
-        for k in KvFormat::PLAIN {
-            for v in KvFormat::PLAIN {
+    let mut rotation = Rotation::new();
+    for k in KvFormat::PLAIN {
+        for v in KvFormat::PLAIN {
+            for kv_dtype in rotation.of(&crate::fixture::DTYPES) {
                 let config = StepConfig { kv_dtype, ..StepConfig::default() };
                 let spec = small().layers(1).formats(*k, *v).build()?;
                 two_steps(backend, spec, &config).at(format!("{kv_dtype} into {k} and {v}"))?;
             }
         }
+        rotation.turn();
     }
     Ok(Outcome::Holds)
 }

@@ -55,7 +55,7 @@ fn matrix(backend: &AnyBackend, dim: u32) -> CaseResult {
 
 /// Rows that end inside a group of codes, a byte, or a block of the rotation.
 fn odd_dims(backend: &AnyBackend) -> CaseResult {
-    for format in quantised() {
+    for format in quantised(0) {
         for (k, v) in [(1, 2), (5, 3), (31, 33), (96, 100), (17, 130)] {
             let (k, v) = (dim(backend, k), dim(backend, v));
             let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dims(k, v).format(format);
@@ -110,7 +110,7 @@ fn by_layer(backend: &AnyBackend) -> CaseResult {
 
 fn transforms(backend: &AnyBackend) -> CaseResult {
     let mut rng = Rng::new(5);
-    for format in quantised() {
+    for format in quantised(1) {
         for transform in [Transform::Auto, Transform::Off, Transform::On] {
             for ranges in [NEUTRAL, ConstantRanges { mean: 3.0, balance: 1.0 }] {
                 let spec = CacheSpec::builder().layers(2).kv_heads(2).head_dims(48, 32);
@@ -153,7 +153,7 @@ fn large_means(backend: &AnyBackend) -> CaseResult {
 /// Full-precision prefixes of several slots per row, in blocks that end after, at and inside it.
 fn full_precision_prefix(backend: &AnyBackend) -> CaseResult {
     let mut rng = Rng::new(7);
-    for format in quantised() {
+    for format in quantised(2) {
         let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dims(64, 24);
         let spec = spec.formats(format, rng.pick(&[L4, format, KvFormat::F32, KvFormat::Q8_0]));
         let wide = slots(&spec.clone().full_precision_prefix(1).paged(64, 1))?;
@@ -226,7 +226,7 @@ fn small_weights(backend: &AnyBackend) -> CaseResult {
 
 /// A context long enough to be split among workers and merged.
 fn long(backend: &AnyBackend) -> CaseResult {
-    for format in quantised() {
+    for format in quantised(0) {
         let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(32).format(format);
         let mut fixture =
             calibrated(backend, spec.full_precision_prefix(4).paged(16, 48), LARGE_MEANS, 8)?;

@@ -54,7 +54,7 @@ fn formats(backend: &AnyBackend) -> CaseResult {
 /// Rows that end after whole groups of codes, and inside one.
 fn head_dims(backend: &AnyBackend) -> CaseResult {
     let mut rng = Rng::new(32);
-    for format in quantised() {
+    for format in quantised(2) {
         for dim in [80, rng.pick(&[96, 128, 192, 256])] {
             let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(dim).format(format);
             let spec = spec.block_order(rng.pick(&ORDERS)).paged(rng.pick(&[7, 32]), 15);
@@ -98,7 +98,7 @@ fn options(backend: &AnyBackend) -> CaseResult {
 
 fn tails(backend: &AnyBackend) -> CaseResult {
     let mut rng = Rng::new(34);
-    for format in quantised() {
+    for format in quantised(0) {
         let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dim(64).format(format);
         let spec =
             spec.tail(true).full_precision_prefix(rng.pick(&[0, 3])).block_order(rng.pick(&ORDERS));
@@ -114,7 +114,7 @@ fn magnitudes(backend: &AnyBackend) -> CaseResult {
     let scaled = |format: &KvFormat| format.given_scales().is_none();
     let factors = [[1e-3, 1.0, 30.0], [1.0, 1e-4, 1e-2], [300.0, 1e-3, 1.0]];
     let (mut rotation, forms) = (Rotation::new(), pairs(&NARROW, &factors));
-    for format in quantised().filter(scaled) {
+    for format in quantised(1).filter(scaled) {
         for (q_dtype, factors) in rotation.of(&forms) {
             let config = StepConfig { q_dtype, spread: 1e-2, lse: false, ..StepConfig::default() };
             let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(64).format(format);

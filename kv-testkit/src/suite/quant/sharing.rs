@@ -48,7 +48,7 @@ fn fork_everywhere(fixture: &mut CacheFixture, most: u32) -> Result<(), CaseErro
 }
 
 fn forks(backend: &AnyBackend) -> CaseResult {
-    for format in quantised() {
+    for format in quantised(1) {
         for order in ORDERS {
             let spec = small(backend, format).block_order(order).paged(5, 12);
             fork_everywhere(&mut calibrated(backend, spec, NEUTRAL, 1)?, 6)
@@ -62,7 +62,7 @@ fn forks(backend: &AnyBackend) -> CaseResult {
 }
 
 fn forks_in_prefix(backend: &AnyBackend) -> CaseResult {
-    for format in quantised() {
+    for format in quantised(2) {
         for order in ORDERS {
             // 2 wide rows and a token fit into the first block of most formats, and the rest into
             // the next one.
@@ -79,7 +79,7 @@ fn forks_in_prefix(backend: &AnyBackend) -> CaseResult {
 }
 
 fn rewrite(backend: &AnyBackend) -> CaseResult {
-    for format in quantised() {
+    for format in quantised(0) {
         for full_precision_prefix in [0, 2] {
             let mut fixture = calibrated(
                 backend,
@@ -102,7 +102,7 @@ fn rewrite(backend: &AnyBackend) -> CaseResult {
 /// Recalibrates while sequences exist, share blocks, and have rows both in the prefix and in codes.
 fn recalibrated(backend: &AnyBackend) -> CaseResult {
     const MEASURED: ConstantRanges = ConstantRanges { mean: 0.5, balance: 1.0 };
-    for format in quantised() {
+    for format in quantised(1) {
         let mut fixture = calibrated(
             backend,
             small(backend, format).full_precision_prefix(2).paged(9, 16),
@@ -127,7 +127,7 @@ fn recalibrated(backend: &AnyBackend) -> CaseResult {
 }
 
 fn rolled_back(backend: &AnyBackend) -> CaseResult {
-    for format in quantised() {
+    for format in quantised(2) {
         let mut fixture = calibrated(
             backend,
             small(backend, format).full_precision_prefix(1).paged(8, 8),
@@ -148,7 +148,7 @@ fn rolled_back(backend: &AnyBackend) -> CaseResult {
 
 /// Codes of 0 are not always values of 0, but wiped bytes are.
 fn wiped(backend: &AnyBackend) -> CaseResult {
-    for format in quantised() {
+    for format in quantised(0) {
         let spec =
             small(backend, format).full_precision_prefix(2).paged(8, 6).wipe_on_release(true);
         let mut fixture = calibrated(backend, spec, NEUTRAL, 5)?;

@@ -47,7 +47,7 @@ fn step(fixture: &mut CacheFixture, ids: &[(u64, u32)]) -> Result<(), CaseError>
 fn grows(backend: &AnyBackend) -> CaseResult {
     let mut rotation = Rotation::new();
     let forms = pairs(&[(MEANS[0], ORDERS[0]), (MEANS[1], ORDERS[1])], &[0, 2]);
-    for format in quantised() {
+    for format in quantised(1) {
         for ((key_mean, order), full_precision_prefix) in rotation.of(&forms) {
             let spec =
                 spec(backend, format, key_mean, order).full_precision_prefix(full_precision_prefix);
@@ -66,7 +66,7 @@ fn grows(backend: &AnyBackend) -> CaseResult {
 /// The same tokens in one step and one by one give the same rows.
 fn alone(backend: &AnyBackend) -> CaseResult {
     let (mut rng, mut rotation) = (Rng::new(2), Rotation::new());
-    for format in quantised() {
+    for format in quantised(2) {
         for key_mean in rotation.of(&MEANS) {
             let spec = spec(backend, format, key_mean, rng.pick(&ORDERS)).full_precision_prefix(1);
             let mut fixture = calibrated(backend, spec, NEUTRAL, 2)?;
@@ -130,7 +130,7 @@ fn truncated(backend: &AnyBackend) -> CaseResult {
 
 fn forked(backend: &AnyBackend) -> CaseResult {
     let mut rotation = Rotation::new();
-    for (format, order) in quantised().zip(ORDERS.into_iter().cycle()) {
+    for (format, order) in quantised(0).zip(ORDERS.into_iter().cycle()) {
         for key_mean in rotation.of(&MEANS) {
             let mut fixture = calibrated(
                 backend,
@@ -160,7 +160,7 @@ fn forked(backend: &AnyBackend) -> CaseResult {
 fn rolled_back(backend: &AnyBackend) -> CaseResult {
     let dropped = StepConfig { finish: Finish::Drop, ..StepConfig::default() };
     let mut rotation = Rotation::new();
-    for format in quantised() {
+    for format in quantised(1) {
         for key_mean in rotation.of(&MEANS) {
             let spec = spec(backend, format, key_mean, BlockOrder::Nhd).full_precision_prefix(1);
             let mut fixture = calibrated(backend, spec, NEUTRAL, 5)?;
@@ -181,7 +181,7 @@ fn rolled_back(backend: &AnyBackend) -> CaseResult {
 fn options(backend: &AnyBackend) -> CaseResult {
     let (mut rng, mut rotation) = (Rng::new(6), Rotation::new());
     let forms = pairs(&[Transform::Off, Transform::On], &MEANS);
-    for format in quantised() {
+    for format in quantised(2) {
         for (transform, key_mean) in rotation.of(&forms) {
             let v = rng.pick(&[format, KvFormat::Bf16, KvFormat::L4(ScaleGroup::Row)]);
             let spec = spec(backend, format, key_mean, rng.pick(&ORDERS)).formats(format, v);
@@ -199,7 +199,7 @@ fn options(backend: &AnyBackend) -> CaseResult {
 /// A row of NaN does not count in the mean of its block.
 fn poisoned(backend: &AnyBackend) -> CaseResult {
     let mut rotation = Rotation::new();
-    for format in quantised() {
+    for format in quantised(0) {
         for bad in rotation.of(&[f32::NAN, f32::INFINITY]) {
             let spec =
                 spec(backend, format, KeyMean::PerBlock, BlockOrder::Hnd).transform(Transform::Off);

@@ -28,7 +28,7 @@ pub(super) fn cases() -> Vec<Case> {
 const TRANSFORMS: [Transform; 2] = [Transform::Off, Transform::On];
 
 fn forms(backend: &AnyBackend) -> CaseResult {
-    for format in quantised() {
+    for format in quantised(2) {
         for kv_dtype in DTYPES {
             for (kv_format, inputs) in
                 FORMATS.into_iter().zip([Place::Host, Place::Device, Place::Host])
@@ -49,7 +49,7 @@ fn forms(backend: &AnyBackend) -> CaseResult {
 }
 
 fn gathers(backend: &AnyBackend) -> CaseResult {
-    for format in quantised() {
+    for format in quantised(0) {
         for order in ORDERS {
             let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dims(36, 20).format(format);
             let spec = spec.block_order(order).full_precision_prefix(2).paged(9, 12);
@@ -135,7 +135,7 @@ fn poisoned(backend: &AnyBackend) -> CaseResult {
 }
 
 fn flat(backend: &AnyBackend) -> CaseResult {
-    for format in quantised() {
+    for format in quantised(1) {
         for transform in TRANSFORMS {
             for value in [0.0, -0.0, 1.0, -3.5, 0.1] {
                 let mut all = rows(6);
@@ -172,7 +172,7 @@ fn flat(backend: &AnyBackend) -> CaseResult {
 /// infinite.
 fn extremes(backend: &AnyBackend) -> CaseResult {
     let normal = rows(6);
-    for format in quantised() {
+    for format in quantised(2) {
         for transform in TRANSFORMS {
             for factor in [1e-42, 1e-38, 1e-20, 1e-7, 1e-4, 3e4, 1e6, 1e7, 1e9, 1e20, 1e36, 3e38] {
                 // At most the largest f32.
