@@ -160,9 +160,10 @@ impl Server {
     /// Stops the server's process without ending it: it accepts connections and answers nothing.
     ///
     /// # Panics
-    /// If the server has ended.
+    /// If the server has ended, or goes on running.
     pub fn suspend(&self) {
         self.process.signal("STOP");
+        self.process.wait_until_stopped();
     }
 
     /// Lets the server go on.
@@ -282,6 +283,27 @@ impl Process {
 
     fn signal(&self, signal: &str) {
         assert!(self.try_signal(signal), "the server ended before SIG{signal}");
+    }
+
+    /// Waits until every thread is stopped. One of them takes SIGSTOP and stops the others: on a
+    /// busy machine those answer requests until then.
+    fn wait_until_stopped(&self) {
+        let sent = Instant::now();
+        while self.is_stopped() == Some(false) {
+            assert!(sent.elapsed() < START_LIMIT, "the server runs after SIGSTOP");
+            thread::sleep(POLL);
+        }
+    }
+
+    /// Returns whether every thread is stopped, `None` where the system has no `/proc`.
+    fn is_stopped(&self) -> Option<bool> {
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.pid)).ok()?;
+        let mut states = tasks.filter_map(|task| {
+            let stat = fs::read_to_string(task.ok()?.path().join("stat")).ok()?;
+            // The state comes after the name, which may contain parentheses.
+            stat.rsplit_once(") ")?.1.chars().next()
+        });
+        Some(states.all(|state| state == 'T'))
     }
 
     fn end(&mut self) {

@@ -44,6 +44,10 @@ const SANITIZED: Inputs = Inputs::Files(&[
     "xtask/src/emulator.rs",
 ]);
 
+/// The crates with code for one instruction set, and the codecs that are inlined there.
+const OF_ARM: Inputs =
+    Inputs::Files(&["kv-cpu", "kv-cpu-kernels", "kv-format/src", "xtask/src/arm.rs"]);
+
 /// The crates of a runner of the suite on the CPU.
 const OF_CPU: Inputs = Inputs::Crates(&["kv-cpu"]);
 
@@ -61,7 +65,7 @@ const STAGES: &[Stage] = &[
     // After the build, beside the tests: `check` has it first.
     compile("clippy", &[], clippy),
     compile("build of CUDA kernels with sanitizers", &[], build_sanitized).unless_same(SANITIZED),
-    compile("build of CPU kernels for Arm", &["optional tools"], build_arm).unless_same(OF_CPU),
+    compile("build of CPU kernels for Arm", &["optional tools"], build_arm).unless_same(OF_ARM),
     compile("doc tests", &[], doc_tests),
     compile("rustdoc", &[], rustdoc),
     compile("public API", &[], public_api::compare),
@@ -96,7 +100,7 @@ const STAGES: &[Stage] = &[
     }),
     run_stage("examples of kv-candle", &["build of tests"], |_| ports::run().map(passed)),
     run_stage("CPU kernels on an emulated Arm CPU", &["build of CPU kernels for Arm"], other_cpu)
-        .unless_same(OF_CPU),
+        .unless_same(OF_ARM),
 ];
 
 /// The stages of `cargo xtask check`, run one after another.

@@ -63,14 +63,14 @@ impl Options {
 /// Answers requests until the engine has ended. A signal stops the engine; while its last texts
 /// run, new requests learn that it is stopping.
 pub(super) async fn serve(
-    listener: StdListener,
+    (listener, signals): (StdListener, Signals),
     options: Options,
     server: Arc<Server>,
     mut engine_ended: oneshot::Receiver<()>,
 ) -> anyhow::Result<()> {
     listener.set_nonblocking(true).context("the address")?;
     let listener = TcpListener::from_std(listener).context("the address")?;
-    tokio::spawn(stop_on_signal(Arc::clone(&server)));
+    tokio::spawn(stop_on_signal(signals, Arc::clone(&server)));
     let app = api::router(Arc::clone(&server), &options);
     let places = Arc::new(Semaphore::new(options.connections));
     let open = GracefulShutdown::new();
@@ -216,31 +216,68 @@ impl AsyncWrite for Timed {
 }
 
 /// Stops the engine at the first signal; a second one ends the process at once.
-async fn stop_on_signal(server: Arc<Server>) {
-    signalled().await;
+async fn stop_on_signal(mut signals: Signals, server: Arc<Server>) {
+    signals.next().await;
     server.engine.stop();
-    signalled().await;
+    signals.next().await;
     std::process::exit(1);
 }
 
-/// Waits for SIGTERM or Ctrl-C.
+/// SIGTERM and Ctrl-C.
 #[cfg(unix)]
-async fn signalled() {
-    use tokio::signal::unix::{SignalKind, signal};
-    let terminate = async {
-        match signal(SignalKind::terminate()) {
-            Ok(mut terminate) => _ = terminate.recv().await,
-            Err(_) => std::future::pending().await,
+pub(super) struct Signals {
+    terminate: tokio::signal::unix::Signal,
+    interrupt: tokio::signal::unix::Signal,
+}
+
+#[cfg(unix)]
+impl Signals {
+    /// Keeps signals from ending the process from now on. Whoever reads the server's address may
+    /// send one at once, so this comes before the address is printed. Needs a runtime.
+    pub(super) fn receive() -> io::Result<Self> {
+        use tokio::signal::unix::{SignalKind, signal};
+        let (terminate, interrupt) = (SignalKind::terminate(), SignalKind::interrupt());
+        Ok(Self { terminate: signal(terminate)?, interrupt: signal(interrupt)? })
+    }
+
+    /// Waits for the next one.
+    async fn next(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
         }
-    };
-    tokio::select! {
-        () = terminate => {}
-        _ = tokio::signal::ctrl_c() => {}
     }
 }
 
-/// Waits for Ctrl-C.
+/// Ctrl-C.
 #[cfg(not(unix))]
-async fn signalled() {
-    let _ = tokio::signal::ctrl_c().await;
+pub(super) struct Signals;
+
+#[cfg(not(unix))]
+impl Signals {
+    /// Does nothing: Ctrl-C is received from the first wait on.
+    pub(super) fn receive() -> io::Result<Self> {
+        Ok(Self)
+    }
+
+    /// Waits for Ctrl-C.
+    async fn next(&mut self) {
+        let _ = tokio::signal::ctrl_c().await;
+    }
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use super::*;
+
+    /// Without [`Signals`], the signal ends this process.
+    #[tokio::test]
+    async fn a_signal_before_the_first_wait_is_received() {
+        let mut signals = Signals::receive().expect("handlers");
+        let pid = std::process::id().to_string();
+        let sent = std::process::Command::new("kill").args(["-TERM", &pid]).status();
+        assert!(sent.expect("kill").success());
+        let received = tokio::time::timeout(Duration::from_mins(1), signals.next());
+        received.await.expect("a signal");
+    }
 }

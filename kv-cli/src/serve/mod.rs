@@ -36,6 +36,7 @@ use crate::num::to_usize;
 use crate::{output, tiers};
 use body::Bodies;
 use engine::{Engine, EngineOptions};
+use http::Signals;
 use template::ChatTemplate;
 use watch::TierWatch;
 
@@ -97,9 +98,14 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<()> {
         .enable_all()
         .build()
         .context("start of the threads for requests")?;
+    let signals = {
+        let _inside = runtime.enter();
+        Signals::receive().context("handlers of signals")?
+    };
     let http = http::Options::new(args, api_key);
     let (engine_ended, until_ended) = oneshot::channel();
-    let serving = runtime.spawn(http::serve(listener, http, Arc::clone(&server), until_ended));
+    let sources = (listener, signals);
+    let serving = runtime.spawn(http::serve(sources, http, Arc::clone(&server), until_ended));
     let blocks = scheduler.cache().usage().blocks_total;
     let model = &server.model;
     output::note(&format!("{model} on http://{address}, {blocks} blocks of the cache"))?;
