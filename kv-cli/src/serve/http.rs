@@ -63,7 +63,8 @@ impl Options {
 /// Answers requests until the engine has ended. A signal stops the engine; while its last texts
 /// run, new requests learn that it is stopping.
 pub(super) async fn serve(
-    (listener, signals): (StdListener, Signals),
+    listener: StdListener,
+    signals: Signals,
     options: Options,
     server: Arc<Server>,
     mut engine_ended: oneshot::Receiver<()>,
@@ -232,9 +233,10 @@ pub(super) struct Signals {
 
 #[cfg(unix)]
 impl Signals {
-    /// Keeps signals from ending the process from now on. Whoever reads the server's address may
-    /// send one at once, so this comes before the address is printed. Needs a runtime.
-    pub(super) fn receive() -> io::Result<Self> {
+    /// Registers the handlers, so that signals no longer end the process. Whoever reads the
+    /// server's address may send one at once: this comes before the address is printed. Needs a
+    /// runtime.
+    pub(super) fn register() -> io::Result<Self> {
         use tokio::signal::unix::{SignalKind, signal};
         let (terminate, interrupt) = (SignalKind::terminate(), SignalKind::interrupt());
         Ok(Self { terminate: signal(terminate)?, interrupt: signal(interrupt)? })
@@ -256,7 +258,7 @@ pub(super) struct Signals;
 #[cfg(not(unix))]
 impl Signals {
     /// Does nothing: Ctrl-C is received from the first wait on.
-    pub(super) fn receive() -> io::Result<Self> {
+    pub(super) fn register() -> io::Result<Self> {
         Ok(Self)
     }
 
@@ -273,7 +275,7 @@ mod tests {
     /// Without [`Signals`], the signal ends this process.
     #[tokio::test]
     async fn a_signal_before_the_first_wait_is_received() {
-        let mut signals = Signals::receive().expect("handlers");
+        let mut signals = Signals::register().expect("handlers");
         let pid = std::process::id().to_string();
         let sent = std::process::Command::new("kill").args(["-TERM", &pid]).status();
         assert!(sent.expect("kill").success());

@@ -100,12 +100,12 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<()> {
         .context("start of the threads for requests")?;
     let signals = {
         let _inside = runtime.enter();
-        Signals::receive().context("handlers of signals")?
+        Signals::register().context("handlers of signals")?
     };
     let http = http::Options::new(args, api_key);
     let (engine_ended, until_ended) = oneshot::channel();
-    let sources = (listener, signals);
-    let serving = runtime.spawn(http::serve(sources, http, Arc::clone(&server), until_ended));
+    let requests = http::serve(listener, signals, http, Arc::clone(&server), until_ended);
+    let serving = runtime.spawn(requests);
     let blocks = scheduler.cache().usage().blocks_total;
     let model = &server.model;
     output::note(&format!("{model} on http://{address}, {blocks} blocks of the cache"))?;
