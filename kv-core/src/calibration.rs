@@ -23,7 +23,7 @@ mod constants;
 #[cfg(test)]
 mod tests;
 
-pub use check::CalibrationError;
+pub use crate::error::CalibrationError;
 pub use constants::{HeadConstants, PlaneConstants, sign};
 
 use crate::ids::LayerId;

@@ -4,8 +4,6 @@ use std::str::FromStr;
 
 use kv_format::KvFormat;
 
-use crate::block::BlockTables;
-use crate::calibration::PlaneConstants;
 use crate::error::{PlanError, SpecConflict, SpecError, UnknownName};
 use crate::num::{to_u64, to_usize};
 use crate::slot_map::{Place, SlotMap};
@@ -53,6 +51,11 @@ pub enum BlockOrder {
     /// `[num_kv_heads, block_size, head_dim]`: a head's tokens lie together, so attention streams.
     #[default]
     Hnd,
+}
+
+/// Returns the number of values of a plane's constants for this many heads and channels.
+pub(crate) const fn constants_len(heads: usize, head_dim: usize) -> usize {
+    heads.saturating_mul(head_dim).saturating_mul(3).saturating_add(heads.saturating_mul(2))
 }
 
 /// Placement of every row of one plane (the K or the V of one layer).
@@ -253,7 +256,7 @@ impl PlaneLayout {
     pub fn transforms(&self) -> bool {
         self.transforms
     }
-    /// Returns whether the plane needs [`PlaneConstants`].
+    /// Returns whether the plane needs [`PlaneConstants`](crate::calibration::PlaneConstants).
     pub fn has_constants(&self) -> bool {
         self.transforms || self.format.given_scales().is_some()
     }
@@ -263,7 +266,7 @@ impl PlaneLayout {
             return 0;
         }
         let (heads, dim) = (to_usize(self.num_kv_heads), to_usize(self.head_dim));
-        to_u64(PlaneConstants::len_of(heads, dim)).saturating_mul(to_u64(size_of::<f32>()))
+        to_u64(constants_len(heads, dim)).saturating_mul(to_u64(size_of::<f32>()))
     }
     /// Returns the bytes of one row (one token of one kv head).
     pub fn row_bytes(&self) -> u64 {
@@ -273,9 +276,9 @@ impl PlaneLayout {
     pub fn block_bytes(&self) -> u64 {
         self.block_bytes
     }
-    /// Refuses tables of another pool.
-    pub(crate) fn check_tables(&self, tables: &BlockTables) -> Result<(), PlanError> {
-        let (expected, got) = (to_usize(self.num_blocks), to_usize(tables.num_blocks()));
+    /// Refuses tables of another pool than one of `num_blocks` blocks.
+    pub(crate) fn check_pool(&self, num_blocks: u32) -> Result<(), PlanError> {
+        let (expected, got) = (to_usize(self.num_blocks), to_usize(num_blocks));
         if expected == got {
             return Ok(());
         }

@@ -1,4 +1,4 @@
-//! Newtyped identifiers, so that a block is never mistaken for a slot.
+//! Names of the parts of a cache, each a type of its own: a block is never mistaken for a slot.
 use std::fmt;
 
 /// Index of a block inside one group's pool, `0..num_blocks`.
@@ -22,6 +22,25 @@ pub struct GroupId(pub u8);
 /// One token history, named by the caller; a request may own several.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SequenceId(pub u64);
+
+/// The K or the V of a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[expect(clippy::exhaustive_enums, reason = "there are exactly two")]
+pub enum Plane {
+    /// Keys.
+    Key,
+    /// Values.
+    Value,
+}
+
+impl fmt::Display for Plane {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Key => "K",
+            Self::Value => "V",
+        })
+    }
+}
 
 impl From<u16> for LayerId {
     fn from(layer: u16) -> Self {

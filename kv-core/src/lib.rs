@@ -41,6 +41,7 @@ pub mod backend;
 pub mod block;
 mod cache;
 pub mod calibration;
+mod dims;
 pub mod error;
 pub mod events;
 pub mod eviction;
@@ -51,6 +52,7 @@ pub mod invariant;
 #[doc(hidden)]
 pub mod num;
 pub mod plan;
+mod priority;
 pub mod reuse;
 mod slot_map;
 pub mod spec;

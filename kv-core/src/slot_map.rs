@@ -9,7 +9,6 @@
 //!
 //! Both lie in ordinary blocks, so sharing, copy-on-write and eviction know nothing of them.
 use crate::error::{SpecConflict, SpecError};
-use crate::plan::PlannedSequence;
 
 /// From positions of tokens to slots of a sequence's blocks.
 ///
@@ -220,11 +219,12 @@ impl SlotMap {
     }
 
     /// Where token `position` of the tail that a sequence had before an open step lies in it, once
-    /// the step has made codes of the tail.
-    pub fn place_sealed(&self, position: u32, sequence: &PlannedSequence) -> Place {
-        let row = self
-            .wide(position.saturating_sub(sequence.coded_before.max(self.full_precision_prefix)));
-        Place { index: row.index.saturating_add(sequence.sealed_index), ..row }
+    /// the step has made codes of the tail: its first `coded_before` tokens were codes, and
+    /// `sealed_index` is the tail's first block, both as in
+    /// [`PlannedSequence`](crate::plan::PlannedSequence).
+    pub fn place_sealed(&self, position: u32, coded_before: u32, sealed_index: u32) -> Place {
+        let row = self.wide(position.saturating_sub(coded_before.max(self.full_precision_prefix)));
+        Place { index: row.index.saturating_add(sealed_index), ..row }
     }
 
     /// First position that is in the tail of a sequence of `len` tokens whose first `coded` are

@@ -1,7 +1,9 @@
 //! Device memory of one group: planes, divided into segments.
+//!
+//! Here planes are allocated; `planes` and `view` know no device, so that plans can read them.
+mod erased;
+mod planes;
 mod view;
-
-use std::fmt;
 
 use kv_format::KvFormat;
 
@@ -9,52 +11,12 @@ use crate::backend::{Backend, Capabilities, Queue};
 use crate::calibration::PlaneConstants;
 use crate::error::{DeviceError, DeviceErrorKind};
 use crate::geometry::PlaneLayout;
+use crate::ids::Plane;
 use crate::num::to_u64;
-use view::{Handles, StorageSource};
+pub use erased::AnyBuffer;
+pub use planes::KvStorage;
+use planes::PlaneBuffers;
 pub use view::{PlaneView, StorageView};
-
-/// The K or the V of a layer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[expect(clippy::exhaustive_enums, reason = "there are exactly two")]
-pub enum Plane {
-    /// Keys.
-    Key,
-    /// Values.
-    Value,
-}
-
-impl fmt::Display for Plane {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Key => "K",
-            Self::Value => "V",
-        })
-    }
-}
-
-/// Memory of the layers of one group. A layer's memory is allocated once and never grows.
-#[derive(Debug)]
-pub struct KvStorage<Buf> {
-    layouts: [PlaneLayout; 2],
-    layers: Vec<Option<[PlaneBuffers<Buf>; 2]>>,
-}
-
-/// The buffers of one plane.
-#[derive(Debug)]
-struct PlaneBuffers<Buf> {
-    segments: Vec<Buf>,
-    constants: Option<Buf>,
-}
-
-impl<Buf> PlaneBuffers<Buf> {
-    fn view(&self, layout: PlaneLayout) -> PlaneView<'_, Buf> {
-        PlaneView {
-            layout,
-            segments: Handles::Direct(&self.segments),
-            constants: Handles::Direct(self.constants.as_slice()),
-        }
-    }
-}
 
 /// Refuses planes whose rows the device cannot store, and says what it supports, because the caller
 /// may choose another format or padding.
@@ -203,31 +165,5 @@ impl<Buf> KvStorage<Buf> {
         if let Some(layer) = self.layers.get_mut(index) {
             *layer = Some(planes);
         }
-    }
-
-    /// Returns whether layer `index` of the group has memory.
-    pub fn is_allocated(&self, index: usize) -> bool {
-        self.layers.get(index).is_some_and(Option::is_some)
-    }
-    /// Returns the number of layers with memory.
-    pub fn num_allocated(&self) -> usize {
-        self.layers.iter().flatten().count()
-    }
-    /// Returns the layouts of the K and the V plane.
-    pub fn layouts(&self) -> &[PlaneLayout; 2] {
-        &self.layouts
-    }
-    /// Returns one plane of layer `index`, `None` while it has no memory.
-    pub fn plane(&self, index: usize, plane: Plane) -> Option<PlaneView<'_, Buf>> {
-        let [k, v] = self.layers.get(index)?.as_ref()?;
-        let [k_layout, v_layout] = self.layouts;
-        Some(match plane {
-            Plane::Key => k.view(k_layout),
-            Plane::Value => v.view(v_layout),
-        })
-    }
-    /// Returns all planes, for operations over every layer at once.
-    pub fn view(&self) -> StorageView<'_, Buf> {
-        StorageView(StorageSource::Direct(self))
     }
 }

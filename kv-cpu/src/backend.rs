@@ -4,7 +4,6 @@
 use std::fmt;
 use std::sync::Arc;
 
-use kv_core::KvFormat;
 use kv_core::backend::{
     Backend, Capabilities, ChunkLayout, ChunkShape, QueueHostPool, Reserved, StorageView,
 };
@@ -12,7 +11,7 @@ use kv_core::error::DeviceError;
 use kv_core::num;
 use kv_cpu_kernels::{Isa, Kernels, PrefetchTarget};
 
-use crate::attend;
+use crate::attend::{self, AttendShape};
 use crate::buffer::CpuBuffer;
 use crate::context::Cpu;
 use crate::host_memory::HostMemory;
@@ -92,19 +91,6 @@ pub struct CpuBackend {
     isa: Isa,
     cpu: Cpu,
     host_memory: HostMemory,
-}
-
-/// A shape of attention, for [`CpuBackend::explain`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct AttendShape {
-    /// Stored formats of K and of V.
-    pub formats: [KvFormat; 2],
-    /// Values of a row of K and of V.
-    pub head_dims: [u32; 2],
-    /// Query heads per kv head.
-    pub group: u32,
-    /// Queries of a sequence in one step.
-    pub queries: u32,
 }
 
 impl CpuBackend {

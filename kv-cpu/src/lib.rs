@@ -79,7 +79,8 @@ mod threads;
 #[cfg(test)]
 mod tests;
 
-pub use backend::{AttendShape, CpuBackend, CpuOptions};
+pub use attend::AttendShape;
+pub use backend::{CpuBackend, CpuOptions};
 pub use buffer::CpuBuffer;
 pub use host_memory::HostMemory;
 pub use kv_cpu_kernels::Isa;

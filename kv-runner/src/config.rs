@@ -6,10 +6,10 @@ mod rope;
 use std::fmt;
 use std::path::Path;
 
-use crate::error::{Error, InFile};
+use crate::error::{ConfigError, Error, InFile};
 use crate::num::to_u64;
 use crate::rope::{RopeConfig, Scaling};
-use crate::text::read_text;
+use crate::text_file::read_text;
 use object::Object;
 
 /// Architectures that [`Decoder`](crate::Decoder) runs.
@@ -150,90 +150,6 @@ pub struct ModelConfig {
     pub(crate) rope: RopeConfig,
     pub(crate) bos: Option<u32>,
     pub(crate) eos: Vec<u32>,
-}
-
-/// An invalid or unsupported description of a model.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
-#[non_exhaustive]
-pub enum ConfigError {
-    /// A count that must be at least 1.
-    #[error("{field} is 0, at least 1 is needed")]
-    Zero {
-        /// The field.
-        field: &'static str,
-    },
-    /// A count that is too large.
-    #[error("{field} is {got}, at most {max} is possible")]
-    TooLarge {
-        /// The field.
-        field: &'static str,
-        /// Its value.
-        got: u32,
-        /// The largest value.
-        max: u32,
-    },
-    /// A count that another one must divide.
-    #[error("{field} {got} is not a multiple of {of} {divisor}")]
-    NotDivisible {
-        /// The field.
-        field: &'static str,
-        /// Its value.
-        got: u32,
-        /// The field that must divide it.
-        of: &'static str,
-        /// The value of that field.
-        divisor: u32,
-    },
-    /// A number that must be above 0.
-    #[error("{field} is {got}, a finite number above 0 is needed")]
-    NotPositive {
-        /// The field.
-        field: &'static str,
-        /// Its value.
-        got: f64,
-    },
-    /// The file lacks a name.
-    #[error("{field} is missing")]
-    Missing {
-        /// The field.
-        field: &'static str,
-    },
-    /// A JSON object has no such field.
-    #[error("missing field `{field}`")]
-    MissingField {
-        /// The field.
-        field: &'static str,
-    },
-    /// An unsupported name.
-    #[error("{field} {got:?} is not supported, expected {expected}")]
-    Unsupported {
-        /// The field.
-        field: &'static str,
-        /// Its value.
-        got: String,
-        /// The supported names.
-        expected: &'static str,
-    },
-    /// A field with an invalid value.
-    #[error("{field} {problem}")]
-    Field {
-        /// The field, with its place in the file.
-        field: String,
-        /// The value, and what was expected.
-        problem: String,
-    },
-    /// Two fields that contradict each other.
-    #[error("{first} is {first_value}, but {second} is {second_value}")]
-    Contradiction {
-        /// One field.
-        first: String,
-        /// Its value.
-        first_value: String,
-        /// The other field.
-        second: String,
-        /// Its value.
-        second_value: String,
-    },
 }
 
 impl ModelConfig {

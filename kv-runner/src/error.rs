@@ -1,6 +1,8 @@
 //! Errors from a model's files to its last token.
+mod files;
+mod foreign;
+
 use std::error::Error as StdError;
-use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -11,12 +13,10 @@ use kv::quant::calibrate::CalibrateError;
 use kv::quant::file::FileError;
 use kv::tier::{SessionError, TierError};
 
-use crate::config::ConfigError;
-use crate::gguf::GgufError;
 use crate::sampler::SampleError;
 use crate::scheduler::ScheduleError;
-use crate::text::TextError;
-use crate::weights::WeightError;
+pub use files::{ConfigError, GgufError, TextError, WeightError};
+pub use foreign::ForeignError;
 
 /// Any failure of reading or running a model.
 ///
@@ -81,47 +81,6 @@ pub enum Error {
     /// A [`Model`](crate::Model) of the caller's own failed.
     #[error(transparent)]
     Model(Box<dyn StdError + Send + Sync>),
-}
-
-/// An error of a library below this crate, whose type is not part of the interface.
-#[derive(Debug)]
-pub struct ForeignError(Box<dyn StdError + Send + Sync>);
-
-impl ForeignError {
-    pub(crate) fn new(error: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
-        Self(error.into())
-    }
-}
-
-impl fmt::Display for ForeignError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
-}
-
-impl StdError for ForeignError {
-    fn source(&self) -> Option<&(dyn StdError + 'static)> {
-        self.0.source()
-    }
-}
-
-/// candle adds a backtrace to its errors if the environment requests one. It is left out, because
-/// the message is for users of a program.
-impl From<CandleError> for ForeignError {
-    fn from(error: CandleError) -> Self {
-        Self::new(describe(&error))
-    }
-}
-
-fn describe(error: &CandleError) -> String {
-    match error {
-        CandleError::WithBacktrace { inner, .. } => describe(inner),
-        CandleError::WithPath { inner, path } => {
-            format!("{}: {}", path.display(), describe(inner))
-        }
-        CandleError::Context { inner, context } => format!("{context}: {}", describe(inner)),
-        error => error.to_string(),
-    }
 }
 
 impl From<CandleError> for Error {

@@ -17,7 +17,8 @@ use candle_core::Device;
 use candle_core::quantized::gguf_file::TensorInfo;
 
 use crate::config::{Architecture, ModelConfig};
-use crate::error::{Error, ForeignError, InFile};
+pub use crate::error::GgufError;
+use crate::error::{Error, InFile};
 use crate::num::to_u64;
 use crate::weights::Weights;
 pub use metadata::Metadata;
@@ -52,81 +53,6 @@ impl Head {
     pub fn metadata(&self) -> Metadata<'_> {
         Metadata::new(&self.0.content)
     }
-}
-
-/// A GGUF file that cannot be used.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum GgufError {
-    /// The head is damaged, or the file has another format.
-    #[error("not a readable GGUF file")]
-    NotReadable {
-        /// The reader's error.
-        source: ForeignError,
-    },
-    /// A tensor exceeds the address space.
-    #[error("tensor {name} has shape {shape:?}, too large")]
-    TooLarge {
-        /// Its name.
-        name: String,
-        /// Its shape.
-        shape: Vec<usize>,
-    },
-    /// A tensor cannot be read.
-    #[error("tensor {name}")]
-    Tensor {
-        /// Its name.
-        name: String,
-        /// The reader's error.
-        source: ForeignError,
-    },
-    /// Two parts of a model have the same tensor.
-    #[error("tensor {name} is in another part too")]
-    Repeated {
-        /// Its name.
-        name: String,
-    },
-    /// A further part of a model was given instead of the first.
-    #[error("part {number} of a model in {count} files, give {first} instead")]
-    NotFirst {
-        /// The number of the part, from 1.
-        number: u32,
-        /// Number of parts.
-        count: u32,
-        /// The name of the first part, if it can be derived.
-        first: String,
-    },
-    /// The names of the other parts cannot be derived from the first part's name.
-    #[error(
-        "the first of {count} files (split.count), but its name does not end in \
-         -00001-of-{count:05}.gguf, by which the others are found"
-    )]
-    Name {
-        /// Number of parts.
-        count: u32,
-    },
-    /// A part is not in the folder of the first one.
-    #[error("part {number} of a model in {count} files is not there")]
-    MissingPart {
-        /// The number of the part, from 1.
-        number: u32,
-        /// Number of parts.
-        count: u32,
-    },
-    /// A part has another number than its name says.
-    #[error(
-        "part {got} of {got_count} by split.no and split.count, expected {expected} of {count}"
-    )]
-    WrongPart {
-        /// The number in its metadata, from 1.
-        got: u32,
-        /// The number of parts in its metadata.
-        got_count: u32,
-        /// The number in its name.
-        expected: u32,
-        /// Number of parts.
-        count: u32,
-    },
 }
 
 impl GgufError {

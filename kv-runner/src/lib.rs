@@ -48,13 +48,14 @@ mod sampler;
 pub mod scheduler;
 pub mod stored;
 mod text;
+mod text_file;
 mod weights;
 
 pub use cache::{CacheOptions, Layout};
-pub use config::{ConfigError, ModelConfig};
-pub use error::{Error, ForeignError};
+pub use config::ModelConfig;
+pub use error::{ConfigError, Error, ForeignError, TextError, WeightError};
 pub use model::{Batch, Chunk, Decoder, Model};
 pub use sampler::{SampleError, Sampler};
 pub use scheduler::{Event, Finish, Generated, Limits, Request, ScheduleError, Scheduler};
-pub use text::{Encoded, TextError, TextStream, Tokenizer, check_vocabulary, read_text};
-pub use weights::WeightError;
+pub use text::{Encoded, TextStream, Tokenizer, check_vocabulary};
+pub use text_file::read_text;

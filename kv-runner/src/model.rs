@@ -14,11 +14,11 @@ use kv::{AttentionOptions, SequenceId, StepInput};
 use kv_candle::CandleStep;
 
 use crate::config::{ModelConfig, QkNorm};
-use crate::error::{Error, InFile};
+use crate::error::{Error, InFile, WeightError};
 use crate::gguf;
 use crate::num::{to_f32, to_u32, to_usize};
 use crate::rope::{Rope, Rotation};
-use crate::weights::{WeightError, Weights};
+use crate::weights::Weights;
 use layer::Layer;
 
 /// The tokens of one sequence in a step.

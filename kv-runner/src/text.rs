@@ -1,85 +1,17 @@
-//! Converts text to tokens and back, whole or as a stream; reads text files.
+//! Converts text to tokens and back, whole or as a stream.
 mod bound;
 
 use std::num::NonZeroUsize;
 use std::path::Path;
 
 use crate::config::ModelConfig;
-use crate::error::{Error, ForeignError, InFile};
-
-/// Byte order marks; of two with a common beginning, the longer one first.
-const MARKS: [(&[u8], &str); 5] = [
-    (b"\xef\xbb\xbf", "UTF-8"),
-    (b"\xff\xfe\0\0", "UTF-32"),
-    (b"\0\0\xfe\xff", "UTF-32"),
-    (b"\xff\xfe", "UTF-16"),
-    (b"\xfe\xff", "UTF-16"),
-];
-
-/// A text that cannot be read, or cannot be converted to tokens.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum TextError {
-    /// A text file in another encoding, recognised by its first bytes.
-    #[error("the file is {encoding} by its byte order mark, expected UTF-8")]
-    Encoding {
-        /// The encoding.
-        encoding: &'static str,
-    },
-    /// A text file in an unknown encoding.
-    #[error("not UTF-8, the first wrong byte is at {at}")]
-    NotUtf8 {
-        /// The offset of the invalid byte.
-        at: usize,
-    },
-    /// A file that is not a tokenizer.
-    #[error("not a tokenizer.json")]
-    NotTokenizer {
-        /// The reader's error.
-        source: ForeignError,
-    },
-    /// The tokenizer failed on a text or on tokens.
-    #[error(transparent)]
-    Tokenizer(ForeignError),
-    /// An empty prompt for a model without a begin token.
-    #[error("the prompt is empty and the model has no bos_token_id")]
-    Empty,
-    /// A token beyond the model's vocabulary.
-    #[error("the tokenizer gives token {token}, the model knows {vocab}: do they belong together?")]
-    BeyondVocabulary {
-        /// The token.
-        token: u32,
-        /// Size of the vocabulary.
-        vocab: u32,
-    },
-}
+use crate::error::{Error, ForeignError, InFile, TextError};
+use crate::text_file::read_text;
 
 impl TextError {
     fn tokenizer(error: tokenizers::Error) -> Self {
         Self::Tokenizer(ForeignError::new(error))
     }
-}
-
-/// Reads a text file of UTF-8, without its byte order mark.
-///
-/// # Errors
-/// [`Error::File`] with the cause: [`Error::Io`], [`TextError::Encoding`], [`TextError::NotUtf8`].
-pub fn read_text(path: &Path) -> Result<String, Error> {
-    let bytes = std::fs::read(path).in_file(path)?;
-    Ok(without_mark(&bytes).in_file(path)?.to_owned())
-}
-
-/// Returns the text after a byte order mark of UTF-8; other marks are refused.
-fn without_mark(bytes: &[u8]) -> Result<&str, TextError> {
-    let found = MARKS.iter().find(|(mark, _)| bytes.starts_with(mark));
-    let text = match found {
-        None => bytes,
-        Some((mark, "UTF-8")) => bytes.strip_prefix(*mark).unwrap_or(bytes),
-        Some((_, encoding)) => return Err(TextError::Encoding { encoding }),
-    };
-    std::str::from_utf8(text).map_err(|error| TextError::NotUtf8 {
-        at: bytes.len().saturating_sub(text.len()).saturating_add(error.valid_up_to()),
-    })
 }
 
 /// The tokenizer of one model, from its `tokenizer.json`.

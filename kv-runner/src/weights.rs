@@ -11,9 +11,9 @@ use candle_core::{DType, Device, Tensor};
 use safetensors::tensor::Metadata;
 use serde::Deserialize;
 
-use crate::error::{Error, ForeignError, InFile};
+use crate::error::{Error, ForeignError, InFile, WeightError};
 use crate::num::to_usize;
-use crate::text::read_text;
+use crate::text_file::read_text;
 
 /// Tensors of a model under their Hugging Face names.
 #[derive(Debug, Default)]
@@ -27,82 +27,6 @@ pub(crate) struct Weights {
 #[derive(Debug, Deserialize)]
 struct Index {
     weight_map: HashMap<String, String>,
-}
-
-/// A tensor that differs from the configuration.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum WeightError {
-    /// No file has the tensor.
-    #[error("tensor {name} is missing")]
-    Missing {
-        /// Its name.
-        name: String,
-    },
-    /// The tensor's shape differs from the configuration.
-    #[error("tensor {name} has shape {got:?}, expected {expected:?}")]
-    Shape {
-        /// Its name.
-        name: String,
-        /// Its shape.
-        got: Vec<usize>,
-        /// The expected shape.
-        expected: Vec<usize>,
-    },
-    /// The tensor's elements are not floats.
-    #[error("tensor {name} has element type {got}, expected f32, f16 or bf16")]
-    ElementType {
-        /// Its name.
-        name: String,
-        /// Its element type.
-        got: String,
-    },
-    /// A factor of the rotary embedding is 0, negative or not finite.
-    #[error("tensor {name} holds a factor that is not above 0")]
-    Factor {
-        /// Its name.
-        name: &'static str,
-    },
-    /// The heads of a projection are wider in total than any matrix.
-    #[error("{heads} heads of {head_dim} are too wide")]
-    TooWide {
-        /// Number of heads.
-        heads: u32,
-        /// Head dim.
-        head_dim: u32,
-    },
-    /// Fused projections have more rows than any matrix.
-    #[error("projections of {rows:?} rows are too wide for one matrix")]
-    FusedTooWide {
-        /// Rows of each projection.
-        rows: Vec<u32>,
-    },
-    /// The index names a file outside its folder.
-    #[error("{file:?} is not a plain file name")]
-    FileName {
-        /// The name.
-        file: String,
-    },
-    /// A safetensors file is too short to have a header.
-    #[error("no header")]
-    NoHeader,
-    /// A safetensors file ends inside its header.
-    #[error("the header is longer than the file")]
-    HeaderTooLong,
-    /// The header of a safetensors file is damaged.
-    #[error("header")]
-    Header {
-        /// The reader's error.
-        source: ForeignError,
-    },
-    /// The length of a safetensors file differs from its header.
-    #[error("the header says {expected} bytes of tensors, the file has {got}")]
-    Length {
-        /// Bytes by the header.
-        expected: usize,
-        /// Bytes of the file.
-        got: usize,
-    },
 }
 
 impl Weights {

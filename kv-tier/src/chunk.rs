@@ -6,6 +6,7 @@
 //! are there, and [`verify()`] is the only way to a [`Verified`] chunk.
 mod encode;
 mod error;
+mod field;
 mod header;
 #[cfg(feature = "seal")]
 mod sealed;
@@ -17,22 +18,20 @@ mod verify;
 
 pub use encode::{EncodeError, encode_header};
 pub use error::{ChunkError, ChunkErrorKind};
+pub use field::VERSION;
 pub use header::{Header, read_header};
 pub use spec::{ChunkSpec, ChunkSpecError};
 pub use verify::{Verified, verify};
 
+pub(crate) use field::crc;
 #[cfg(feature = "seal")]
 pub(crate) use sealed::{SEALED_PAGE_BYTES, SealedPage};
 pub(crate) use unused::zero_unused;
 
-use kv_core::num::to_usize;
 use kv_core::reuse::{BlockContent, BlockKey, ContentSpan};
 
 use crate::identity::ChunkRoot;
 use crate::name::ChunkName;
-
-/// The version of the format that this crate writes, and the newest that it reads.
-pub const VERSION: u16 = 1;
 
 /// What the header of a chunk must say: what [`encode_header`] writes and [`verify()`] compares
 /// with. A reader takes it from the prompt for which it wants the chunk, never from the chunk.
@@ -87,19 +86,4 @@ impl ChunkContent {
         content.copy_from_slice(&self.content.to_bytes());
         bytes
     }
-}
-
-/// Returns the CRC-64/NVME of bytes.
-pub(crate) fn crc(bytes: &[u8]) -> u64 {
-    crc_fast::checksum(crc_fast::CrcAlgorithm::Crc64Nvme, bytes)
-}
-
-/// Returns the place of a header's CRC: the last bytes of its pages.
-fn crc_at(header_bytes: usize) -> usize {
-    header_bytes.saturating_sub(size_of::<u64>())
-}
-
-/// Returns the bytes that `num_tokens` tokens take in a header.
-fn token_bytes(num_tokens: u32) -> usize {
-    to_usize(num_tokens).saturating_mul(size_of::<u32>())
 }

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::emulator::{self, Sanitizer};
 use crate::workspace::Workspace;
-use crate::{conformance, programs, shell, suite};
+use crate::{conformance, programs, shell};
 
 /// A device, and what its backend says where the machine lacks it.
 struct Device {
@@ -51,7 +51,7 @@ pub(crate) fn run(workspace: &Workspace) -> Result<()> {
             println!("{} skipped: {error}", device.name);
         } else {
             let what = format!("{} examples on {}", examples.len(), device.name);
-            suite::note(&what, start.elapsed());
+            shell::note(&what, start.elapsed());
         }
     }
     Ok(())

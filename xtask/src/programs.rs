@@ -10,7 +10,8 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
-use crate::{shell, suite};
+use crate::shell;
+use crate::workspace::FEATURES;
 
 /// Variable with the path of cargo's messages: programs are read from that file instead of built.
 const BUILT: &str = "KV_XTASK_PROGRAMS";
@@ -124,7 +125,7 @@ fn selection<'a, S: AsRef<str>>(without: &'a [S], targets: &[&'a str]) -> Vec<&'
     for package in without {
         args.extend(["--exclude", package.as_ref()]);
     }
-    args.extend(suite::FEATURES);
+    args.extend(FEATURES);
     args.extend(targets);
     args
 }

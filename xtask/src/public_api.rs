@@ -11,8 +11,8 @@ use std::process::{Command, ExitCode};
 use anyhow::{Context, Result, bail};
 
 use crate::lanes::Outcome;
-use crate::workspace::Workspace;
-use crate::{shell, suite};
+use crate::shell;
+use crate::workspace::{FEATURES, Workspace};
 
 /// Set for this program when cargo runs it in place of rustdoc: the rustdoc to run.
 const RUSTDOC: &str = "XTASK_RUSTDOC";
@@ -55,7 +55,7 @@ pub(crate) fn stand_in() -> Option<Result<ExitCode>> {
 /// crates and features is clippy's, so that what that checked is not checked again.
 pub(crate) fn document() -> Result<()> {
     let mut command = shell::cargo(["doc", "--workspace", "--no-deps", "--lib"]);
-    command.args(suite::FEATURES);
+    command.args(FEATURES);
     command.env(RUSTDOC, env::var_os("RUSTDOC").unwrap_or_else(|| OsString::from("rustdoc")));
     command.env("RUSTDOC", env::current_exe()?);
     // Without a flag of our own, pages of a plain `cargo doc` would count as fresh, without JSON.
@@ -118,7 +118,7 @@ fn list(workspace: &Workspace) -> Result<Listed> {
     // The selection of crates and features is that of the tests, so that their builds of shared
     // dependencies are used again.
     let mut build = shell::cargo(["build", "--quiet", "--workspace"]);
-    build.args(suite::FEATURES);
+    build.args(FEATURES);
     build.args(["--features", "xtask/public-api", "--bin", "public-api"]);
     shell::run(&mut build)?;
     let program = workspace.target_dir.join("debug").join("public-api");

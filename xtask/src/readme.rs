@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 
-use crate::{programs, shell, suite};
+use crate::{programs, shell};
 
 /// Commands that would start this command again.
 const RUNNING: [&str; 1] = ["cargo xtask test"];
@@ -107,7 +107,7 @@ fn run_line(line: &str, command: &str, program: &Path) -> Result<()> {
         }
         None => shell::run(shell::program("sh").args(["-c", command]))?,
     }
-    suite::note(line, start.elapsed());
+    shell::note(line, start.elapsed());
     Ok(())
 }
 

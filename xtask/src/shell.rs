@@ -3,6 +3,7 @@ use std::env;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 
@@ -63,4 +64,9 @@ pub(crate) fn line(command: &Command) -> String {
     let mut words = vec![name.to_string_lossy()];
     words.extend(command.get_args().map(OsStr::to_string_lossy));
     words.join(" ")
+}
+
+/// Prints the time of a part of a stage.
+pub(crate) fn note(what: &str, took: Duration) {
+    println!("{:>7.1} s  {what}", took.as_secs_f64());
 }

@@ -1,7 +1,5 @@
 //! `cargo xtask test`: everything a change must pass, as two lanes of stages, each with its time;
 //! `cargo xtask check`: what a change must pass before it is shown to others, in two minutes.
-use std::time::Duration;
-
 use anyhow::{Result, bail};
 
 use crate::conformance::Options;
@@ -9,22 +7,11 @@ use crate::emulator::Sanitizer;
 use crate::lanes::{Lane, Outcome, Stage};
 use crate::programs::{self, Program};
 use crate::stamps::Inputs;
-use crate::workspace::Workspace;
+use crate::workspace::{FEATURES, Workspace};
 use crate::{
     arm, candle, conformance, emulator, examples, kernels, lanes, ports, public_api, readme, setup,
     shell, tidy, webgpu,
 };
-
-/// Features of every build of the workspace: all backends, the CUDA backend also on the emulator,
-/// the CPU also on rayon, and all stores. All crates are always selected together with the same
-/// features, because cargo builds a dependency again for every selection with other features of it.
-pub(crate) const FEATURES: [&str; 2] = [
-    "--features",
-    concat!(
-        "kv-cuda/emulated,kv/emulated,kv/wgpu,kv/rayon,kv-cli/wgpu,kv-cli/cuda,",
-        "kv-cli/object,kv-cli/redis,kv-cli/serve,kv-tier/redis,kv-tier/object"
-    ),
-];
 
 /// Crates whose tests run models: a stage of their own.
 const MODELS: [&str; 2] = ["kv-runner", "kv-cli"];
@@ -145,15 +132,6 @@ pub(crate) fn run_one(name: &str) -> Result<()> {
 /// Runs the stages of `cargo xtask check`.
 pub(crate) fn check() -> Result<()> {
     lanes::run_in_order(CHECKS)
-}
-
-/// Prints the time of a part of a stage.
-pub(crate) fn note(what: &str, took: Duration) {
-    println!("{}  {what}", seconds(took));
-}
-
-fn seconds(took: Duration) -> String {
-    format!("{:>7.1} s", took.as_secs_f64())
 }
 
 fn passed<T>(_: T) -> Outcome {

@@ -7,6 +7,17 @@ use serde_json::Value;
 
 use crate::shell;
 
+/// Features of every build of the workspace: all backends, the CUDA backend also on the emulator,
+/// the CPU also on rayon, and all stores. All crates are always selected together with the same
+/// features, because cargo builds a dependency again for every selection with other features of it.
+pub(crate) const FEATURES: [&str; 2] = [
+    "--features",
+    concat!(
+        "kv-cuda/emulated,kv/emulated,kv/wgpu,kv/rayon,kv-cli/wgpu,kv-cli/cuda,",
+        "kv-cli/object,kv-cli/redis,kv-cli/serve,kv-tier/redis,kv-tier/object"
+    ),
+];
+
 /// The workspace from `cargo metadata`.
 #[derive(Debug)]
 pub(crate) struct Workspace {

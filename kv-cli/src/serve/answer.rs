@@ -13,11 +13,12 @@ use kv_runner::Sampler;
 use serde_json::{Value, json};
 use tokio::time::{Instant, timeout_at};
 
-use super::api::{ApiError, unix_time};
+use super::Server;
 use super::engine::{Place, Prompt, Refused};
+use super::error::{ApiError, internal};
 use super::request::Wanted;
 use super::text::{Ended, Part, Text};
-use super::{Server, api};
+use super::time::unix_time;
 use crate::num::to_usize;
 
 /// The two kinds of answers: of `/v1/completions` and of `/v1/chat/completions`.
@@ -59,7 +60,7 @@ impl Server {
         let Prepared { kind, wanted, prompts, place } = request;
         let seed = match wanted.seed {
             Some(seed) => seed,
-            None => random().map_err(|error| api::internal(&error))?,
+            None => random().map_err(|error| internal(&error))?,
         };
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
         let prompt_tokens = prompts.iter().map(Vec::len).sum();
@@ -154,7 +155,7 @@ impl Answer {
                     usage.add(at, ended);
                     *reason = Some(ended.reason);
                 }
-                Part::Failed(why) => return Err(api::internal(&why)),
+                Part::Failed(why) => return Err(internal(&why)),
             }
         }
         let choices = done.iter().enumerate().map(|(at, (text, reason))| {
@@ -271,7 +272,7 @@ impl Events {
                 };
                 self.push(choice(at, content, Some(ended.reason)));
             }
-            Part::Failed(why) => self.fail(&api::internal(&why)),
+            Part::Failed(why) => self.fail(&internal(&why)),
         }
     }
 

@@ -10,7 +10,7 @@ use hyper::body::{Body as _, Bytes};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, timeout_at};
 
-use super::api::ApiError;
+use super::error::ApiError;
 
 /// Longest body of a request, in bytes.
 pub(super) const BODY_MAX: usize = 8 << 20;

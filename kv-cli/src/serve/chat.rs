@@ -5,7 +5,7 @@ use tokio::time::Instant;
 
 use super::Server;
 use super::answer::{Kind, Prepared};
-use super::api::ApiError;
+use super::error::ApiError;
 use super::fields::{Fields, TooMany, entries, is_text, shown, text};
 use super::request::{CHAT, Wanted};
 use super::template::{ChatTemplate, Message, TemplateError};

@@ -7,8 +7,8 @@ use tokio::time::Instant;
 
 use super::Server;
 use super::answer::{Kind, Prepared};
-use super::api::ApiError;
 use super::engine::Refused;
+use super::error::ApiError;
 use super::fields::{Fields, NoText, TooMany, entries, is_text, text};
 use super::request::{COMPLETION, Wanted};
 

@@ -14,7 +14,7 @@ use serde_json::Value;
 use serde_json::error::Category;
 use serde_json::value::RawValue;
 
-use super::api::ApiError;
+use super::error::ApiError;
 use super::unsupported::UNSUPPORTED;
 
 /// The fields of an object that have a name of a list.

@@ -23,7 +23,7 @@ use tokio::time::Instant;
 use tokio_io_timeout::TimeoutStream;
 use tower_http::cors::AllowOrigin;
 
-use super::api::Deadline;
+use super::time::Deadline;
 use super::{Server, api};
 use crate::args::ServeArgs;
 use crate::num::to_usize;

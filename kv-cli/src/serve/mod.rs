@@ -8,6 +8,7 @@ mod body;
 mod chat;
 mod completions;
 mod engine;
+mod error;
 mod fields;
 mod http;
 mod leaks;
@@ -16,6 +17,7 @@ mod prepare;
 mod request;
 mod template;
 mod text;
+mod time;
 mod unsupported;
 mod watch;
 
@@ -85,7 +87,7 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<()> {
         bodies: Bodies::new(),
         preparing: prepare::places(),
         capacity: capacity(&scheduler),
-        created: api::unix_time(),
+        created: time::unix_time(),
     });
     let options = EngineOptions {
         context: loaded.model.config().context(),

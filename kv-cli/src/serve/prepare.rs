@@ -7,9 +7,9 @@ use tokio::time::{Instant, timeout_at};
 
 use super::Server;
 use super::answer::{Prepared, too_late};
-use super::api::{ApiError, internal};
 use super::body::Whole;
 use super::engine::{Place, Refused};
+use super::error::{ApiError, internal};
 use super::request::Wanted;
 
 /// Requests that are parsed and tokenised at once.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use serde::Deserialize;
 
 use super::answer::Kind;
-use super::api::ApiError;
+use super::error::ApiError;
 use super::fields::{Fields, TooMany, entries, is_text, text};
 
 /// Fields of completions and of chats.

@@ -17,7 +17,7 @@ use crate::plan::{
     AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs,
     GatherPlan, WriteArgs, WritePlan,
 };
-use crate::storage::{PlaneView, StorageView};
+use crate::storage::{AnyBuffer, PlaneView, StorageView};
 use crate::tensor::{TokenTensor, TokenTensorMut};
 
 trait DynBackend: fmt::Debug + Send + Sync {
@@ -71,9 +71,6 @@ trait DynReadback: fmt::Debug + Send {
 /// A backend chosen at run time.
 #[derive(Debug, Clone)]
 pub struct AnyBackend(Arc<dyn DynBackend>);
-/// Buffer of an [`AnyBackend`].
-#[derive(Clone)]
-pub struct AnyBuffer(Arc<dyn Any + Send + Sync>);
 /// Command queue of an [`AnyBackend`].
 #[derive(Debug)]
 pub struct AnyQueue(Box<dyn DynQueue>);
@@ -100,24 +97,9 @@ impl AnyBackend {
     }
 }
 
-impl fmt::Debug for AnyBuffer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("AnyBuffer").finish_non_exhaustive()
-    }
-}
-
-impl AnyBuffer {
-    /// Erases a buffer of a concrete backend, such as one that wraps the caller's memory.
-    pub fn new<T: Any + Send + Sync>(buffer: T) -> Self {
-        Self(Arc::new(buffer))
-    }
-    /// Returns the concrete buffer, `None` if it belongs to another backend.
-    pub fn downcast_ref<T: Any>(&self) -> Option<&T> {
-        self.0.downcast_ref()
-    }
-    fn cast<T: Any>(&self, operation: &'static str) -> Result<&T, DeviceError> {
-        self.downcast_ref().ok_or_else(|| foreign(operation))
-    }
+/// Returns the concrete buffer; refuses one of another backend.
+fn cast<'b, T: Any>(buffer: &'b AnyBuffer, operation: &'static str) -> Result<&'b T, DeviceError> {
+    buffer.downcast_ref().ok_or_else(|| foreign(operation))
 }
 
 impl AnyQueue {
@@ -157,13 +139,13 @@ type Input<'a, T> = Result<TokenTensor<'a, T>, DeviceError>;
 type Output<'a, T> = Result<TokenTensorMut<'a, T>, DeviceError>;
 
 fn input<'a, T: Any>(tensor: TokenTensor<'a, AnyBuffer>, operation: &'static str) -> Input<'a, T> {
-    tensor.try_map(|buffer| buffer.cast(operation))
+    tensor.try_map(|buffer| cast(buffer, operation))
 }
 fn output<'a, T: Any>(
     tensor: TokenTensorMut<'a, AnyBuffer>,
     operation: &'static str,
 ) -> Output<'a, T> {
-    tensor.try_map(|buffer| buffer.cast(operation))
+    tensor.try_map(|buffer| cast(buffer, operation))
 }
 fn plane<'a, T: Any>(
     view: PlaneView<'a, AnyBuffer>,
@@ -207,14 +189,14 @@ impl<B: Backend> DynBackend for Erased<B> {
 
 impl<Q: Queue> DynQueue for Erased<Q> {
     fn upload(&mut self, dst: &AnyBuffer, at: u64, src: &[u8]) -> Recorded {
-        self.0.upload(dst.cast("upload")?, at, src)
+        self.0.upload(cast(dst, "upload")?, at, src)
     }
     fn download(&mut self, src: &AnyBuffer, at: u64, n: u64) -> Result<AnyReadback, DeviceError> {
-        let readback = self.0.download(src.cast("download")?, at, n)?;
+        let readback = self.0.download(cast(src, "download")?, at, n)?;
         Ok(AnyReadback(Box::new(Erased(readback))))
     }
     fn zero(&mut self, dst: &AnyBuffer, at: u64, bytes: u64) -> Recorded {
-        self.0.zero(dst.cast("zero")?, at, bytes)
+        self.0.zero(cast(dst, "zero")?, at, bytes)
     }
     fn prepare(
         &mut self,

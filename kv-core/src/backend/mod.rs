@@ -31,7 +31,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 pub use any::{
-    AnyBackend, AnyBuffer, AnyChunk, AnyFence, AnyHostPool, AnyPendingChunk, AnyQueue, AnyReadback,
+    AnyBackend, AnyChunk, AnyFence, AnyHostPool, AnyPendingChunk, AnyQueue, AnyReadback,
 };
 pub use host_outputs::HostOutputs;
 pub use host_pool::{
@@ -43,9 +43,9 @@ pub use null::{NullBackend, NullBuffer, NullControl, NullFence, NullQueue, NullR
 pub use reserved::Reserved;
 
 pub use crate::geometry::{PlaneLayout, PlaneShape};
-pub use crate::ids::Slot;
+pub use crate::ids::{Plane, Slot};
 pub use crate::slot_map::{Place, SlotMap};
-pub use crate::storage::{KvStorage, Plane, PlaneView, StorageView};
+pub use crate::storage::{AnyBuffer, KvStorage, PlaneView, StorageView};
 pub use crate::tensor::{Dims, TensorData, TensorDataMut, TokenRows, TokenTensor, TokenTensorMut};
 
 use crate::error::DeviceError;

@@ -4,8 +4,8 @@ use xxhash_rust::xxh3::Xxh3Default;
 use crate::calibration::{Calibration, CalibrationError, PlaneConstants};
 use crate::geometry::{BlockOrder, PlaneLayout};
 use crate::ids::LayerId;
+use crate::ids::Plane;
 use crate::spec::CacheSpec;
-use crate::storage::Plane;
 
 /// A calibration that fits a cache, and the key of the encoding.
 #[derive(Debug)]

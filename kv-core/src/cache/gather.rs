@@ -3,10 +3,10 @@ use crate::backend::{Backend, Queue};
 use crate::cache::KvCache;
 use crate::error::{CacheError, PlanError};
 use crate::geometry::QkvFormat;
+use crate::ids::Plane;
 use crate::ids::{LayerId, SequenceId};
 use crate::invariant::Invariant;
 use crate::plan::{GatherArgs, GatherPlan, GatherRange};
-use crate::storage::Plane;
 use crate::tensor::TensorViewMut;
 
 impl<B: Backend> KvCache<B> {

@@ -7,11 +7,12 @@ use crate::cache::KvCache;
 use crate::cache::state::{Added, StartOptions, StepInput};
 use crate::error::{CacheError, OptionProblem, PlanError, StateProblem};
 use crate::geometry::QkvFormat;
+use crate::ids::Plane;
 use crate::ids::{GroupId, LayerId, SequenceId};
 use crate::invariant::Invariant;
 use crate::plan::{AttendArgs, AttentionOptions, CopyArgs, CopyPlan, WriteArgs};
 use crate::spec::Window;
-use crate::storage::{KvStorage, Plane, PlaneView};
+use crate::storage::{KvStorage, PlaneView};
 use crate::tensor::{TensorView, TensorViewMut};
 
 /// Who ends an open step.

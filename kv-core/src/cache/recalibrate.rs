@@ -14,10 +14,11 @@ use crate::calibration::{Calibration, PlaneConstants};
 use crate::error::{CacheError, DeviceError, PlanError, StateProblem};
 use crate::geometry::{PlaneLayout, QkvFormat};
 use crate::ids::BlockId;
+use crate::ids::Plane;
 use crate::invariant::Invariant;
 use crate::num::to_u64;
 use crate::plan::{GatherArgs, GatherPlan, PlanBuffers, WriteArgs};
-use crate::storage::{KvStorage, Plane, PlaneView};
+use crate::storage::{KvStorage, PlaneView};
 use crate::tensor::{TensorView, TensorViewMut};
 
 /// Bytes of decoded rows of one plane that an exchange holds at a time, unless a block has more.

@@ -5,9 +5,9 @@ use crate::cache::open::Owner;
 use crate::cache::state::{StartOptions, StepInput};
 use crate::error::{CacheError, PlanError};
 use crate::geometry::QkvFormat;
+use crate::ids::Plane;
 use crate::ids::{GroupId, LayerId, SequenceId};
 use crate::plan::{AttentionOptions, AttentionPlan, PlannedSequence, WritePlan};
-use crate::storage::Plane;
 use crate::tensor::{TensorView, TensorViewMut};
 
 /// A step: one forward pass over some sequences of a cache, in progress.

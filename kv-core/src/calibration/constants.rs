@@ -1,12 +1,12 @@
 //! The constants of one plane in the form for backends: one list of `f32`.
 use kv_format::{KvFormat, Scaling};
 
+use crate::calibration::PlaneCalibration;
 use crate::calibration::check::At;
-use crate::calibration::{CalibrationError, PlaneCalibration};
-use crate::geometry::PlaneLayout;
-use crate::ids::LayerId;
+use crate::error::CalibrationError;
+use crate::geometry::{PlaneLayout, constants_len};
+use crate::ids::{LayerId, Plane};
 use crate::num::to_usize;
-use crate::storage::Plane;
 
 /// Constants of one plane, folded so that a backend multiplies and adds without checking what is
 /// absent.
@@ -99,7 +99,7 @@ impl PlaneConstants {
 
     /// Returns the number of values for this many heads and channels.
     pub const fn len_of(heads: usize, head_dim: usize) -> usize {
-        heads.saturating_mul(head_dim).saturating_mul(3).saturating_add(heads.saturating_mul(2))
+        constants_len(heads, head_dim)
     }
 
     /// Returns the list.

@@ -3,7 +3,7 @@ use kv_format::{KvFormat, Scaling};
 
 use super::*;
 use crate::geometry::{BlockOrder, PlaneLayout, PlaneShape};
-use crate::storage::Plane;
+use crate::ids::Plane;
 
 fn layout(format: KvFormat, transforms: bool) -> PlaneLayout {
     let shape = PlaneShape {

@@ -3,16 +3,17 @@
 //! Callers act differently on each kind: a [`SpecError`] or [`PlanError`] is a mistake in their
 //! data, [`BlocksExhausted`] is normal operation for a scheduler, and a [`DeviceError`] comes from
 //! the driver. The cache returns [`CacheError`], which holds one of them.
+mod calibration;
 mod device;
 mod plan;
 mod problem;
 
+pub use calibration::CalibrationError;
 pub use device::{DeviceError, DeviceErrorKind, MemoryShortage};
 pub use kv_format::UnknownName;
 pub use plan::{Expected, LayerProblem, PlanError};
 pub use problem::{OptionProblem, SpecConflict, StateProblem};
 
-use crate::calibration::CalibrationError;
 use crate::ids::{GroupId, LayerId};
 
 /// A cache geometry that cannot be built, found by the spec builder.

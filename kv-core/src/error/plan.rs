@@ -3,9 +3,9 @@ use std::fmt;
 
 use kv_format::DType;
 
+use crate::dims::Dims;
 use crate::error::{OptionProblem, StateProblem, UnknownName};
 use crate::ids::{LayerId, SequenceId};
-use crate::tensor::Dims;
 
 /// A request that the cache cannot fulfil in its present state.
 ///

@@ -17,6 +17,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
+pub use crate::priority::Priority;
 pub use clock::{Clock, ManualClock, SystemClock};
 pub use lfu::Lfu;
 pub use lru::Lru;
@@ -41,30 +42,6 @@ pub struct BlockInfo {
     pub index: u32,
     /// Its priority, set by the caller.
     pub priority: Priority,
-}
-
-/// The priority of a block, and its duration.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[expect(clippy::exhaustive_structs, reason = "a literal names both")]
-pub struct Priority {
-    /// 0 is evicted first, 100 last.
-    pub level: u8,
-    /// How long the level lasts after the last holder has released the block; then it falls back to
-    /// [`Priority::DEFAULT_LEVEL`]. `None`: for ever.
-    pub duration: Option<std::time::Duration>,
-}
-
-impl Priority {
-    /// The level of blocks without a priority.
-    pub const DEFAULT_LEVEL: u8 = 35;
-    /// The highest level.
-    pub const MAX_LEVEL: u8 = 100;
-}
-
-impl Default for Priority {
-    fn default() -> Self {
-        Self { level: Self::DEFAULT_LEVEL, duration: None }
-    }
 }
 
 /// Chooses which cached block is evicted.

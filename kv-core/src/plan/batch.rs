@@ -222,7 +222,7 @@ impl PlanBuffers {
         self.id = PlanId::next();
         self.determinism = policy.determinism;
         self.claims = claims;
-        layout.check_tables(tables)?;
+        layout.check_pool(tables.num_blocks())?;
         if claims {
             self.stamps.resize(to_usize(tables.num_blocks()), 0);
         }

@@ -40,7 +40,7 @@ impl<'p> GatherPlan<'p> {
         tables: &'p BlockTables,
         ranges: &'p [GatherRange],
     ) -> Result<Self, PlanError> {
-        layout.check_tables(tables)?;
+        layout.check_pool(tables.num_blocks())?;
         let (mut total, mut len_max) = (0_u64, 0);
         for (index, range) in ranges.iter().enumerate() {
             let blocks = tables.row(range.row).len();

@@ -112,7 +112,8 @@ fn copies_are_disjoint() {
 fn a_plane_of_another_pool_is_refused() {
     use crate::QkvFormat;
     use crate::backend::NullBackend;
-    use crate::storage::{KvStorage, Plane};
+    use crate::ids::Plane;
+    use crate::storage::KvStorage;
     let (layout, tables) = (layout(), tables(&[&[5]]));
     let smaller = PlaneLayout::new(PlaneShape {
         num_blocks: 5,

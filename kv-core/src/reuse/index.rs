@@ -3,11 +3,11 @@ mod siblings;
 
 use hashbrown::{HashMap, HashTable};
 
-use crate::eviction::Priority;
 use crate::ids::BlockId;
 #[cfg(test)]
 use crate::num::list_bytes;
 use crate::num::{to_u32, to_usize};
+use crate::priority::Priority;
 use crate::reuse::{BlockContent, BlockKey, NamespaceId};
 
 /// Not a block.

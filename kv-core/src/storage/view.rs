@@ -1,13 +1,13 @@
 //! Views of planes for backends: layouts, and buffers that may be type-erased.
 use std::any::Any;
 
-use crate::backend::AnyBuffer;
+use super::erased::AnyBuffer;
+use super::planes::KvStorage;
 #[cfg(doc)]
 use crate::calibration::PlaneConstants;
 use crate::error::{DeviceError, DeviceErrorKind, PlanError};
 use crate::geometry::PlaneLayout;
 use crate::num::to_u64;
-use crate::storage::KvStorage;
 
 /// One plane: its layout, and the buffers that hold it.
 #[derive(Debug)]

@@ -7,52 +7,11 @@ mod checked;
 #[cfg(test)]
 mod tests;
 
-use std::fmt;
-
 pub(crate) use checked::{HostRows, TokenRequirement};
 pub use checked::{TokenRows, TokenTensor, TokenTensorMut};
 use kv_format::{DType, Element};
 
-/// Extents of up to four axes.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub struct Dims {
-    rank: u8,
-    extents: [u32; 4],
-}
-
-impl Dims {
-    /// Stores up to four extents; for more it stores an impossible rank, which is refused later.
-    pub fn new(extents: &[u32]) -> Self {
-        let mut dims =
-            Self { rank: u8::try_from(extents.len()).unwrap_or(u8::MAX), extents: [0; 4] };
-        for (to, from) in dims.extents.iter_mut().zip(extents) {
-            *to = *from;
-        }
-        dims
-    }
-
-    /// Returns the extents, outermost first; at most four.
-    pub fn as_slice(&self) -> &[u32] {
-        self.extents.get(..usize::from(self.rank)).unwrap_or(&self.extents)
-    }
-}
-
-impl fmt::Debug for Dims {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
-
-impl fmt::Display for Dims {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_list().entries(self.as_slice()).finish()?;
-        match self.rank.saturating_sub(4) {
-            0 => Ok(()),
-            1 => f.write_str(" and 1 more axis"),
-            more => write!(f, " and {more} more axes"),
-        }
-    }
-}
+pub use crate::dims::Dims;
 
 /// The bytes of an input.
 #[derive(Debug)]
@@ -202,12 +161,7 @@ impl<'a, Buf> TensorViewMut<'a, Buf> {
 impl<Buf> TensorViewMut<'_, Buf> {
     /// Reads `[.., heads]` as `[.., heads, 1]`, so that one number per head is checked like a row.
     pub(crate) fn with_unit_dim(mut self) -> Self {
-        let mut extents = self.meta.dims.extents;
-        let rank = usize::from(self.meta.dims.rank);
-        if let Some(last) = extents.get_mut(rank) {
-            *last = 1;
-            self.meta.dims = Dims { rank: self.meta.dims.rank.saturating_add(1), extents };
-        }
+        self.meta.dims = self.meta.dims.with_unit();
         self
     }
 }

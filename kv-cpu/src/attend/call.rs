@@ -7,11 +7,13 @@ use kv_core::plan::{AttentionOptions, AttentionPlan, PlannedSequence};
 use kv_cpu_kernels::{Element, Logits, OUTPUT_PAD, Partial, QUERY_PAD};
 use kv_quant::transform;
 
-use super::OPERATION;
 use super::strategy::Facts;
 use super::visible::Visible;
 use crate::context::Cpu;
 use crate::layout::{PlaneRows, Room, RowAt, RowsIn, RowsOut, unsupported};
+
+/// Names the operation in errors.
+pub(super) const OPERATION: &str = "attend";
 
 /// One call of attention.
 #[derive(Debug, Clone, Copy)]

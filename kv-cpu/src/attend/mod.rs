@@ -26,25 +26,24 @@ mod strategy;
 mod tiled;
 mod visible;
 
+use kv_core::KvFormat;
 use kv_core::error::DeviceError;
 use kv_core::num::to_usize;
 use kv_core::plan::{AttendArgs, AttentionPlan, PlannedSequence};
 use kv_cpu_kernels::{Kernels, OnlineSoftmax, Partial, RowLayout};
 use kv_quant::transform;
 
-use self::call::{AttendCall, Heads};
+use self::call::{AttendCall, Heads, OPERATION};
 use self::partials::Partials;
 use self::plan::WorkItem;
 pub(crate) use self::plan::WorkPlan;
 use self::strategy::{Explanation, Facts, Strategy, choose, choose_vectors};
 use crate::access::Access;
-use crate::backend::AttendShape;
 use crate::buffer::CpuBuffer;
 use crate::context::Cpu;
 use crate::layout::{PlaneRows, Room, RowAt, RowsIn, RowsOut};
 use crate::scratch::{Scratch, Workspace};
 
-const OPERATION: &str = "attend";
 /// Multiplications below which one thread is faster than several.
 const WORK_PARALLEL_MIN: u64 = 1 << 17;
 
@@ -102,6 +101,19 @@ pub(crate) fn attend(
     call.fill_empty(&work.empty);
     call.fill_padding(room);
     Ok(())
+}
+
+/// A shape of attention, for [`CpuBackend::explain`](crate::CpuBackend::explain).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AttendShape {
+    /// Stored formats of K and of V.
+    pub formats: [KvFormat; 2],
+    /// Values of a row of K and of V.
+    pub head_dims: [u32; 2],
+    /// Query heads per kv head.
+    pub group: u32,
+    /// Queries of a sequence in one step.
+    pub queries: u32,
 }
 
 /// Says which strategy runs a shape, and why no faster one.

@@ -94,7 +94,7 @@ impl<'a> TailWriter<'a> {
     /// The place of a row of the previous tail.
     fn sealed(&self, position: u32) -> Place {
         let map = self.plane.layout().slot_map();
-        map.place_sealed(position, self.sequence)
+        map.place_sealed(position, self.sequence.coded_before, self.sequence.sealed_index)
     }
 
     fn block(&self, place: Place) -> u32 {

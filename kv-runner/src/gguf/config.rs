@@ -4,9 +4,9 @@ use candle_core::quantized::gguf_file::{Content, Value};
 use super::metadata::{Metadata, whole};
 use super::rope;
 use crate::config::{
-    Architecture, Biases, ConfigError, LayerKind, ModelConfig, Multipliers, divide, layers,
-    non_zero,
+    Architecture, Biases, LayerKind, ModelConfig, Multipliers, divide, layers, non_zero,
 };
+use crate::error::ConfigError;
 use crate::num::to_u32;
 use crate::rope::{Pairing, RopeConfig};
 

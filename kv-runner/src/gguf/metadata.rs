@@ -3,7 +3,7 @@ use std::collections::HashMap;
 
 use candle_core::quantized::gguf_file::{Content, Value};
 
-use crate::config::ConfigError;
+use crate::error::ConfigError;
 use crate::num::to_f64;
 
 /// The metadata of one GGUF file; numbers of every width are read alike.

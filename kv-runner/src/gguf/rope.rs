@@ -1,6 +1,6 @@
 //! Reads the rotary embedding of a GGUF file, from old and new keys as llama.cpp does.
 use super::metadata::Metadata;
-use crate::config::ConfigError;
+use crate::error::ConfigError;
 use crate::num::to_usize;
 use crate::rope::{Scaling, Yarn};
 

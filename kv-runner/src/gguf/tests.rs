@@ -9,7 +9,8 @@ use candle_core::quantized::gguf_file::{Content, TensorInfo, Value, VersionedMag
 use super::config::config;
 use super::hugging_face_name;
 use super::metadata::Metadata;
-use crate::config::{Architecture, ConfigError, ModelConfig};
+use crate::config::{Architecture, ModelConfig};
+use crate::error::ConfigError;
 use crate::rope::{Scaling, Yarn};
 
 fn text(text: &str) -> Value {

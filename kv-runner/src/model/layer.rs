@@ -3,9 +3,9 @@ use candle_core::{Module, Tensor};
 use candle_nn::Linear;
 
 use crate::config::{LayerKind, ModelConfig, QkNorm};
-use crate::error::Error;
+use crate::error::{Error, WeightError};
 use crate::num::to_usize;
-use crate::weights::{WeightError, Weights};
+use crate::weights::Weights;
 
 /// One layer; a norm that its architecture lacks is `None`.
 #[derive(Debug)]

@@ -141,29 +141,6 @@ fn only_what_a_tokenizer_adds_at_the_begin_is_dropped() {
 }
 
 #[test]
-fn marks_are_taken_off_or_refused() {
-    for (bytes, text) in
-        [(&b"\xef\xbb\xbfab"[..], "ab"), (b"ab", "ab"), (b"\xef\xbb\xbf", ""), (b"", "")]
-    {
-        assert_eq!(without_mark(bytes).expect("UTF-8"), text, "{bytes:?}");
-    }
-    for (bytes, encoding) in [
-        (&b"\xff\xfea\0"[..], "UTF-16"),
-        (b"\xfe\xff\0a", "UTF-16"),
-        (b"\xff\xfe\0\0a\0\0\0", "UTF-32"),
-        (b"\0\0\xfe\xff\0\0\0a", "UTF-32"),
-    ] {
-        let refused = without_mark(bytes).expect_err("another encoding");
-        assert!(
-            matches!(refused, TextError::Encoding { encoding: got } if got == encoding),
-            "{bytes:?}: {refused}"
-        );
-    }
-    let refused = without_mark(b"\xef\xbb\xbfa\xffb").expect_err("no UTF-8");
-    assert!(matches!(refused, TextError::NotUtf8 { at: 4 }), "{refused}");
-}
-
-#[test]
 fn an_empty_prompt_is_the_begin_token() {
     assert_eq!(bundled().encode("", &model(512, None)).expect("tokens").tokens, [1]);
 }

@@ -3,10 +3,11 @@ use kv_core::backend::Plane;
 use kv_core::invariant::Invariant;
 use kv_core::num::{to_u32, to_usize};
 
+use super::Expectation;
+use super::field::{VERSION, crc, crc_at};
 use super::header::{self, CONTENT_BYTES, PAGE, TOKENS};
 use super::spec::ChunkSpec;
 use super::unused::zero_unused;
-use super::{Expectation, VERSION, crc, crc_at};
 
 /// Completes a chunk whose blocks lie at their [pieces](ChunkSpec::piece): writes the header in
 /// front, zeroes the bytes that belong to no piece and the slots that hold no token, and computes

@@ -5,8 +5,8 @@ use kv_core::reuse::BlockKey;
 use kv_core::{BlockOrder, GroupId};
 
 use super::error::ChunkError;
+use super::field::{VERSION, crc, crc_at};
 use super::spec::ChunkSpec;
-use super::{VERSION, crc, crc_at};
 use crate::identity::ModelDigest;
 use crate::name::ChunkName;
 

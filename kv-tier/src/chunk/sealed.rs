@@ -1,8 +1,9 @@
 //! The page in front of a sealed chunk: what tells it from a chunk in the clear.
 use kv_core::invariant::Invariant;
 
+use super::ChunkError;
+use super::field::{VERSION, crc, crc_at};
 use super::header::{self, Header, PAGE};
-use super::{ChunkError, VERSION, crc, crc_at};
 
 /// Bytes in front of a sealed chunk.
 pub(crate) const SEALED_PAGE_BYTES: usize = PAGE;

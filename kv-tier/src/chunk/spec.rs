@@ -5,8 +5,8 @@ use kv_core::backend::{ChunkLayout, ChunkShape, Plane, PlaneLayout, SlotMap};
 use kv_core::num::{to_offset, to_u32};
 use kv_core::{BlockOrder, CacheSpec, GroupId, KvFormat};
 
+use super::field::token_bytes;
 use super::header::{CONTENT_BYTES, PAGE, TOKENS};
-use super::token_bytes;
 
 /// Geometry of the chunks of one group: how many blocks a chunk has, and where their bytes lie in
 /// it. All chunks of a group have the same size.

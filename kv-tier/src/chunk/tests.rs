@@ -12,8 +12,10 @@ mod spec;
 mod unused;
 
 use kv_core::backend::Plane;
+use kv_core::num::to_usize;
 use kv_core::{CacheSpec, GroupId, KvFormat, ScaleGroup};
 
+use super::field::crc_at;
 use super::*;
 use crate::identity::{Identity, ModelDigest};
 

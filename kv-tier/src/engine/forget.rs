@@ -13,9 +13,9 @@ use kv_core::{CacheError, GroupId, KvCache, SequenceId, StartOptions};
 
 use super::announce::HOST;
 use super::group::GroupTier;
+use super::guarded::Removal;
 use super::owed::Place;
 use super::prefetch::Stage;
-use super::removal::Removal;
 use super::{GROUP, STORE, TierError, Tiers};
 use crate::chain::Chain;
 use crate::name::ChunkName;

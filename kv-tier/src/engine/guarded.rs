@@ -11,11 +11,10 @@ use super::breaker::{Breaker, Permit};
 use super::lane::Hung;
 use super::options::StoreOptions;
 use super::rates::TransferRates;
-use super::removal::Removal;
 use super::stats::StoreStats;
 use crate::chunk::{ChunkError, ChunkErrorKind, Verified, verify};
 use crate::record::Record;
-use crate::store::{BlockStore, ChunkAddress, Put, StoreError, StoreErrorKind, after};
+use crate::store::{BlockStore, ChunkAddress, Put, Scope, StoreError, StoreErrorKind, after};
 
 /// A store, called through circuit breakers: one for reads and one for writes, so that a full or
 /// read-only store still gives what it has.
@@ -32,6 +31,22 @@ struct State {
     rates: TransferRates,
     stats: StoreStats,
     spent: DayBudget,
+}
+
+/// What a store is told to remove.
+#[derive(Debug, Clone)]
+pub(super) enum Removal {
+    Chunks(Vec<ChunkAddress>),
+    Scope(Scope),
+}
+
+impl fmt::Display for Removal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Chunks(chunks) => write!(f, "removal of {} chunks", chunks.len()),
+            Self::Scope(scope) => write!(f, "removal of {scope}"),
+        }
+    }
 }
 
 /// Why a write did not reach the store.

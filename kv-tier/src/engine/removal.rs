@@ -1,5 +1,4 @@
 //! Removal from stores, of what is forgotten.
-use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -9,26 +8,11 @@ use kv_core::invariant::Invariant;
 
 use super::done::{Done, Report};
 use super::forget::{ForgetFailure, Forgotten, PAUSE, What};
+use super::guarded::Removal;
 use super::prefetch::GRACE;
 use super::write::bit;
 use super::{STORE, TierError, Tiers};
-use crate::store::{ChunkAddress, Scope, StoreError, StoreErrorKind};
-
-/// What a store is told to remove.
-#[derive(Debug, Clone)]
-pub(super) enum Removal {
-    Chunks(Vec<ChunkAddress>),
-    Scope(Scope),
-}
-
-impl fmt::Display for Removal {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Chunks(chunks) => write!(f, "removal of {} chunks", chunks.len()),
-            Self::Scope(scope) => write!(f, "removal of {scope}"),
-        }
-    }
-}
+use crate::store::{StoreError, StoreErrorKind};
 
 /// The removals of one call.
 #[derive(Debug, Default)]

@@ -13,9 +13,9 @@ use anyhow::{Context, Result, bail};
 
 use super::self_test::{passes, program};
 use super::{KERNELS, Sanitizer, build, emulator_units, kernels, library, sources, units};
-use crate::suite::note;
+use crate::conformance;
+use crate::shell::{self, note};
 use crate::workspace::Workspace;
-use crate::{conformance, shell};
 
 /// The number of cases of each program: a case's number is its seed, which also shuffles blocks and
 /// threads.

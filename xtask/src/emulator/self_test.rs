@@ -11,8 +11,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 
 use super::{KERNELS, Sanitizer, build, emulator_units, sources, units};
-use crate::shell;
-use crate::suite::note;
+use crate::shell::{self, note};
 use crate::workspace::Workspace;
 
 /// One way to build the emulator.

@@ -2,9 +2,11 @@
 //!
 //! Each rule is a function from text to problems, so that it can be tested on small strings.
 mod crates;
+mod imports;
 mod markdown;
 mod source;
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -46,6 +48,7 @@ pub(crate) fn run() -> Result<()> {
     let mut problems = crates::check(&workspace);
     let mut warnings = Vec::new();
     let mut files = 0_usize;
+    let mut sources: BTreeMap<String, Vec<(String, String)>> = BTreeMap::new();
     for path in files_below(&root)? {
         let bytes = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
         let place = place(&root, &path);
@@ -59,6 +62,9 @@ pub(crate) fn run() -> Result<()> {
             Some("rs") => {
                 problems.extend(source::check(&place, &text));
                 warnings.extend(source::check_expected_length(&place, &text));
+                if let Some((package, path)) = place.split_once('/') {
+                    sources.entry(package.to_owned()).or_default().push((path.to_owned(), text));
+                }
             }
             Some("md") => {
                 let folder = path.parent().unwrap_or(&root);
@@ -66,6 +72,11 @@ pub(crate) fn run() -> Result<()> {
             }
             _ => {}
         }
+    }
+    let architecture = fs::read_to_string(root.join("ARCHITECTURE.md"))?;
+    for (package, sources) in sources.iter().filter(|(name, _)| workspace.package(name).is_some()) {
+        let sources = sources.iter().map(|(path, text)| (path.as_str(), text.as_str()));
+        problems.extend(imports::Imports::new(package, sources).check(&architecture));
     }
     for warning in &warnings {
         println!("warning: {warning}");

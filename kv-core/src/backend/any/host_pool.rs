@@ -4,11 +4,11 @@ use std::fmt;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use super::{AnyBuffer, AnyFence, Erased, foreign};
+use super::{AnyFence, Erased, foreign};
 use crate::backend::{ChunkLayout, HostChunk, HostPool, PendingChunk};
 use crate::error::DeviceError;
 use crate::ids::BlockId;
-use crate::storage::StorageView;
+use crate::storage::{AnyBuffer, StorageView};
 
 const COPY_OUT: &str = "copy blocks to host memory";
 const COPY_IN: &str = "copy blocks from host memory";

@@ -4,8 +4,8 @@ use std::ops::Range;
 use crate::backend::{PlaneLayout, StorageView};
 use crate::error::{DeviceError, DeviceErrorKind};
 use crate::ids::BlockId;
+use crate::ids::Plane;
 use crate::num::{to_offset, to_u32, to_usize};
-use crate::storage::Plane;
 
 /// The size of a chunk: what a caller chooses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -7,9 +7,10 @@ use super::{ChunkLayout, HostPool, PendingChunk};
 use crate::backend::{Queue, Readback, Reserved};
 use crate::error::{DeviceError, DeviceErrorKind};
 use crate::ids::BlockId;
+use crate::ids::Plane;
 use crate::invariant::Invariant;
 use crate::num::to_u64;
-use crate::storage::{Plane, StorageView};
+use crate::storage::StorageView;
 
 /// A host pool for a device that has only a [`Queue`]: blocks are uploaded and downloaded one plane
 /// at a time, on a queue of the pool's own.

@@ -5,7 +5,8 @@ use super::*;
 use crate::backend::{Backend, NullBackend};
 use crate::error::DeviceErrorKind;
 use crate::geometry::{BlockOrder, PlaneLayout, PlaneShape};
-use crate::storage::{KvStorage, Plane};
+use crate::ids::Plane;
+use crate::storage::KvStorage;
 
 fn plane(block_size: u32, head_dim: u32, format: KvFormat) -> PlaneLayout {
     let order = BlockOrder::Nhd;

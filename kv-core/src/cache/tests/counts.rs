@@ -2,8 +2,8 @@
 //! it.
 use super::*;
 use crate::KvFormat;
+use crate::ids::Plane;
 use crate::plan::{BatchEntry, ConvertPlan, Determinism, GatherPlan, GatherRange, PlanBuffers};
-use crate::storage::Plane;
 
 /// Maximum tokens of a sequence, in pools of 40.
 const MAX: u32 = 24;

@@ -1,0 +1,20 @@
+//! What several parts of a chunk agree on: the version, checksums, sizes of fields.
+use kv_core::num::to_usize;
+
+/// The version of the format that this crate writes, and the newest that it reads.
+pub const VERSION: u16 = 1;
+
+/// Returns the CRC-64/NVME of bytes.
+pub(crate) fn crc(bytes: &[u8]) -> u64 {
+    crc_fast::checksum(crc_fast::CrcAlgorithm::Crc64Nvme, bytes)
+}
+
+/// Returns the place of a header's CRC: the last bytes of its pages.
+pub(super) fn crc_at(header_bytes: usize) -> usize {
+    header_bytes.saturating_sub(size_of::<u64>())
+}
+
+/// Returns the bytes that `num_tokens` tokens take in a header.
+pub(super) fn token_bytes(num_tokens: u32) -> usize {
+    to_usize(num_tokens).saturating_mul(size_of::<u32>())
+}
