@@ -205,7 +205,7 @@ impl Repeat {
 
     /// Returns the number of blocks with reusable content.
     pub fn cached(&self) -> u32 {
-        self.cache.usage().blocks_cached
+        self.cache.state().usage().blocks_cached
     }
 
     /// Runs one request: start, prefill, release.

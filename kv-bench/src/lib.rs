@@ -137,7 +137,7 @@ mod tests {
     fn a_filled_cache_has_its_context() {
         let shape = Shape::bookkeeping(20, 40);
         let cache = shape.filled(NullBackend::new(), 1).unwrap();
-        let lens: Vec<_> = shape.sequences().map(|id| cache.seq_len(id).unwrap()).collect();
+        let lens: Vec<_> = shape.sequences().map(|id| cache.state().seq_len(id).unwrap()).collect();
         assert_eq!((lens[0], lens[1], lens[15], lens[16]), (40, 39, 25, 40));
         assert_eq!(shape.token_bytes(), 8);
     }

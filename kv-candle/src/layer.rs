@@ -10,7 +10,7 @@ use candle_core::{CpuStorage, CustomOp2, Device, Error as CandleError, Layout, R
 use candle_core::{Tensor, bail};
 use half::{bf16, f16};
 use kv::backend::{AnyBackend, AnyBuffer, Plane};
-use kv::{CacheSpec, Element, KvCache, QkvFormat, SequenceId, StartOptions, StepInput};
+use kv::{CacheSpec, Element, KvCache, QkvFormat, SequenceId, StartOptions, Step, StepInput};
 use kv::{TensorView, TensorViewMut};
 
 use crate::axes::{Axes, as_passed, readable};
@@ -79,7 +79,8 @@ impl LayerCache {
             return refuse("a tail");
         }
         let kv = CandleCache::<AnyBackend>::new(device, spec)?.into_kv();
-        let layers = kv.spec().groups().iter().map(|group| group.layers().len()).sum::<usize>();
+        let layers =
+            kv.state().spec().groups().iter().map(|group| group.layers().len()).sum::<usize>();
         let layers = u16::try_from(layers).unwrap_or(u16::MAX);
         let written = vec![false; layers.into()];
         let model = Arc::new(Mutex::new(Model { kv, batch: 0, new: 0, written }));
@@ -121,7 +122,7 @@ impl LayerCache {
 
     /// Returns the tokens of each sequence.
     pub fn len(&self) -> usize {
-        let len = self.lock().kv.seq_len(SequenceId(0)).unwrap_or(0);
+        let len = self.lock().kv.state().seq_len(SequenceId(0)).unwrap_or(0);
         usize::try_from(len).unwrap_or(usize::MAX)
     }
 
@@ -171,14 +172,15 @@ impl Model {
             );
         }
         if self.written.get(usize::from(layer)) == Some(&true) {
-            self.kv.roll_back();
+            drop(self.kv.held());
         }
-        if !self.kv.is_step_open() {
+        if !self.kv.state().is_step_open() {
             self.written.fill(false);
             self.start(count)?;
             let inputs = (0..count).map(|row| StepInput::count(SequenceId(row.into()), new));
             let inputs: Vec<_> = inputs.collect();
-            if let Err(error) = self.kv.open_step(&inputs) {
+            let begun = self.kv.begin_step(&inputs).map(Step::hold);
+            if let Err(error) = begun {
                 self.give_up()?;
                 return Err(CandleError::wrap(error));
             }
@@ -187,7 +189,7 @@ impl Model {
         if new != self.new {
             bail!("{new} tokens, other layers have {} new ones", self.new);
         }
-        let len = self.kv.seq_len(SequenceId(0)).unwrap_or(0);
+        let len = self.kv.state().seq_len(SequenceId(0)).unwrap_or(0);
         usize::try_from(len.saturating_add(new)).map_err(CandleError::wrap)
     }
 
@@ -212,8 +214,8 @@ impl Model {
         if self.written.contains(&true) {
             return Ok(());
         }
-        self.kv.roll_back();
-        if self.kv.seq_len(SequenceId(0)) == Some(0) { self.reset() } else { Ok(()) }
+        drop(self.kv.held());
+        if self.kv.state().seq_len(SequenceId(0)) == Some(0) { self.reset() } else { Ok(()) }
     }
 
     /// Notes that a layer has its rows; the last one ends the step.
@@ -223,13 +225,14 @@ impl Model {
         }
         if self.written.iter().all(|written| *written) {
             self.written.fill(false);
-            self.kv.commit_step().map_err(CandleError::wrap)?;
+            let Some(step) = self.kv.held() else { bail!("no step is open") };
+            step.commit().map_err(CandleError::wrap)?;
         }
         Ok(())
     }
 
     fn reset(&mut self) -> Result<()> {
-        self.kv.roll_back();
+        drop(self.kv.held());
         self.written.fill(false);
         self.batch = 0;
         self.kv.reset().map_err(CandleError::wrap)
@@ -275,13 +278,14 @@ impl Append<'_> {
         rows: [TensorViewMut<'_, AnyBuffer>; 2],
     ) -> Result<()> {
         let mut model = self.model.borrow_mut();
-        let Some(mut step) = model.kv.step() else { bail!("no step is open") };
-        let refused = |error| as_passed(error, QkvFormat::Bshd);
-        step.write(self.layer, k, v, QkvFormat::Bshd).map_err(refused)?;
+        let Some(mut step) = model.kv.held() else { bail!("no step is open") };
+        let mut done = step.write(self.layer, k, v, QkvFormat::Bshd);
         for (plane, rows) in [Plane::Key, Plane::Value].into_iter().zip(rows) {
-            step.gather(self.layer, plane, rows, QkvFormat::Bshd).map_err(refused)?;
+            done = done.and_then(|()| step.gather(self.layer, plane, rows, QkvFormat::Bshd));
         }
-        Ok(())
+        // Other layers may have written, and may go on.
+        step.hold();
+        done.map_err(|error| as_passed(error, QkvFormat::Bshd))
     }
 
     fn on_host<T: Element + Default + Clone>(

@@ -102,7 +102,7 @@ fn ragged_batches_are_each_sequence_alone() {
             })
             .collect();
         for (sequence, _) in &new {
-            if !cache.kv().contains(SequenceId(*sequence)) {
+            if !cache.kv().state().contains(SequenceId(*sequence)) {
                 let started =
                     cache.kv_mut().start(SequenceId(*sequence), &[], StartOptions::default());
                 assert_eq!(started.unwrap(), 0);
@@ -222,7 +222,7 @@ fn a_fork_and_a_prefix_are_computed_once() {
     cache.kv_mut().fork(SequenceId(2), SequenceId(3)).unwrap();
     fill(&mut cache, SequenceId(3), 10, &[10, 11]);
     fill(&mut cache, SequenceId(2), 10, &[10]);
-    assert_eq!(cache.kv().seq_len(SequenceId(3)), Some(12));
+    assert_eq!(cache.kv().state().seq_len(SequenceId(3)), Some(12));
 }
 
 #[test]
@@ -251,11 +251,11 @@ fn what_does_not_fit_is_an_error_of_candle_and_the_step_goes_on() {
     // A layer was forgotten.
     let forgotten = step.commit().unwrap_err();
     assert!(matches!(forgotten, Error::Cache(_)) && forgotten.to_string().contains('1'));
-    assert_eq!(cache.kv().seq_len(SequenceId(1)), Some(0));
+    assert_eq!(cache.kv().state().seq_len(SequenceId(1)), Some(0));
     // A step that is dropped, after an error of the model say, never happened.
     let step = cache.step(&[StepInput::count(SequenceId(1), 3)]).unwrap();
     step.attend(0, q, k, v, &options()).unwrap();
     drop(step);
-    assert_eq!(cache.kv().seq_len(SequenceId(1)), Some(0));
-    assert_eq!(cache.kv().usage().blocks_used, 0);
+    assert_eq!(cache.kv().state().seq_len(SequenceId(1)), Some(0));
+    assert_eq!(cache.kv().state().usage().blocks_used, 0);
 }

@@ -55,7 +55,7 @@ fn all_rows_come_back_as_from_candles_own_cache() {
             }
             ours[1].reset().unwrap();
             assert!(ours.iter().all(LayerCache::is_empty));
-            assert_eq!(ours[0].with_kv(|kv| kv.usage().blocks_used), 0);
+            assert_eq!(ours[0].with_kv(|kv| kv.state().usage().blocks_used), 0);
         }
     }
 }

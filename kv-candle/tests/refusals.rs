@@ -56,10 +56,10 @@ fn pass(cache: &mut CandleCache, from: usize, new: usize) -> std::result::Result
 /// Checks that a cache is that of [`cache`], and goes on as that one does.
 #[track_caller]
 fn assert_as_before(cache: &mut CandleCache) {
-    let usage = cache.kv().usage();
+    let usage = cache.kv().state().usage();
     assert_eq!((usage.sequences, usage.tokens, usage.blocks_used), (1, 5, 2));
-    assert_eq!(cache.kv().seq_len(SEQUENCE), Some(5));
-    assert!(!cache.kv().is_step_open());
+    assert_eq!(cache.kv().state().seq_len(SEQUENCE), Some(5));
+    assert!(!cache.kv().state().is_step_open());
     assert_same(&pass(cache, 5, 3).unwrap(), &pass(&mut self::cache(), 5, 3).unwrap());
 }
 
@@ -252,7 +252,7 @@ fn options_that_mean_nothing_are_refused_and_the_step_goes_on() {
         step.attend(layer, &q, &k, &v, &options()).unwrap();
     }
     step.commit().unwrap();
-    assert_eq!(cache.kv().seq_len(SEQUENCE), Some(8));
+    assert_eq!(cache.kv().state().seq_len(SEQUENCE), Some(8));
 }
 
 /// Lays the same values out otherwise.
@@ -383,7 +383,7 @@ fn layers_that_are_full_keep_their_tokens_and_take_fewer() {
         assert_same(&got, &Tensor::cat(&[&k, &k1], 2).unwrap());
     }
     assert_eq!(layers[1].len(), 16);
-    assert_eq!(layers[0].with_kv(|kv| kv.usage().blocks_used), 8);
+    assert_eq!(layers[0].with_kv(|kv| kv.state().usage().blocks_used), 8);
 }
 
 #[test]

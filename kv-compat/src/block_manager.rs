@@ -122,7 +122,11 @@ impl<B: Backend> BlockManager<B> {
         if needed > free {
             return Err(BlocksExhausted { group: GroupId(0), needed, free, evictable: 0 }.into());
         }
-        let written = self.cache.step().map_or(Ok(()), |step| step.check_written());
+        let written = self.cache.held().map_or(Ok(()), |step| {
+            let written = step.check_written();
+            step.hold();
+            written
+        });
         written.map_err(|error| by_number(&self.numbers, error).into())
     }
 
@@ -133,8 +137,8 @@ impl<B: Backend> BlockManager<B> {
 
     /// Carries a checked step out: only the device can fail.
     fn apply(&mut self) -> Result<(), CacheError> {
-        if self.cache.is_step_open() {
-            self.cache.commit_step()?;
+        if let Some(step) = self.cache.held() {
+            step.commit()?;
         }
         for sequence in &self.tracked {
             if !self.named.contains(&sequence.id) {
@@ -144,7 +148,7 @@ impl<B: Backend> BlockManager<B> {
         std::mem::swap(&mut self.tracked, &mut self.next);
         self.inputs.clear();
         for sequence in &self.tracked {
-            if !self.cache.contains(sequence.id) {
+            if !self.cache.state().contains(sequence.id) {
                 self.cache.start(sequence.id, &[], StartOptions::default())?;
             }
             self.inputs.push(match new_len(sequence) {
@@ -152,14 +156,15 @@ impl<B: Backend> BlockManager<B> {
                 tokens => StepInput::count(sequence.id, tokens),
             });
         }
-        self.cache.open_step(&self.inputs)
+        self.cache.begin_step(&self.inputs)?.hold();
+        Ok(())
     }
 
     /// Makes the lengths those of the cache; after a failure of the device.
     fn follow_cache(&mut self) {
-        self.tracked.retain(|sequence| self.cache.contains(sequence.id));
+        self.tracked.retain(|sequence| self.cache.state().contains(sequence.id));
         for sequence in &mut self.tracked {
-            sequence.len = self.cache.seq_len(sequence.id).unwrap_or(0);
+            sequence.len = self.cache.state().seq_len(sequence.id).unwrap_or(0);
             sequence.pre_step_len = sequence.len;
         }
         self.note_lens();
@@ -179,11 +184,13 @@ impl<B: Backend> BlockManager<B> {
         call: impl FnOnce(&mut Step<'_, B>, LayerId) -> Result<(), CacheError>,
     ) -> Result<(), CacheError> {
         let problem = StateProblem::NotPrepared;
-        let mut step = self.cache.step().ok_or(PlanError::State { operation, problem })?;
+        let mut step = self.cache.held().ok_or(PlanError::State { operation, problem })?;
         let problem = LayerProblem::Unallocated;
         let layer = self.layers.get(&number).copied();
-        let layer = layer.ok_or(PlanError::LayerNumber { number, problem })?;
-        call(&mut step, layer).map_err(|error| match error {
+        let layer = layer.ok_or(PlanError::LayerNumber { number, problem });
+        let called = layer.map_err(CacheError::from).and_then(|layer| call(&mut step, layer));
+        step.hold();
+        called.map_err(|error| match error {
             CacheError::Plan(error) => by_number(&self.numbers, error).into(),
             other => other,
         })
@@ -214,7 +221,7 @@ impl<B: Backend> CacheManager<B> for BlockManager<B> {
         if self.layers.contains_key(&layer) {
             return Ok(false);
         }
-        let (used, max) = (self.numbers.len(), self.cache.spec().num_layers());
+        let (used, max) = (self.numbers.len(), self.cache.state().spec().num_layers());
         let id = u16::try_from(used).ok().filter(|id| *id < max).ok_or(PlanError::TooMany {
             what: "layers",
             got: to_u64(used).saturating_add(1),
@@ -227,7 +234,7 @@ impl<B: Backend> CacheManager<B> for BlockManager<B> {
     }
 
     fn reset(&mut self) -> Result<(), CacheError> {
-        self.cache.roll_back();
+        drop(self.cache.held());
         let done = self.cache.reset();
         self.follow_cache();
         done
@@ -244,7 +251,7 @@ impl<B: Backend> CacheManager<B> for BlockManager<B> {
     }
 
     fn roll_back(&mut self) {
-        self.cache.roll_back();
+        drop(self.cache.held());
         self.follow_cache();
     }
 
@@ -283,10 +290,10 @@ impl<B: Backend> CacheManager<B> for BlockManager<B> {
         &self.tracked
     }
     fn pages(&self, sequence: SequenceId) -> &[BlockId] {
-        self.cache.block_table(sequence, GroupId(0)).unwrap_or_default()
+        self.cache.state().block_table(sequence, GroupId(0)).unwrap_or_default()
     }
     fn num_free_pages(&self) -> u32 {
-        self.cache.free_blocks(GroupId(0))
+        self.cache.state().free_blocks(GroupId(0))
     }
     fn plane(&self, layer: usize, plane: Plane) -> Option<PlaneView<'_, B::Buffer>> {
         let layer = self.layers.get(&layer)?;

@@ -33,7 +33,7 @@
 //! let out = TensorViewMut::host(&mut out, &dims);
 //! step.attend(0, TensorView::host(&q, &dims), out, &AttentionOptions::causal(0.7))?;
 //! step.commit()?;
-//! assert_eq!(cache.seq_len(seq), Some(2));
+//! assert_eq!(cache.state().seq_len(seq), Some(2));
 //! # Ok::<(), kv_core::CacheError>(())
 //! ```
 #![forbid(unsafe_code)]
@@ -70,7 +70,7 @@ pub use spec::CacheSpec;
 pub use tensor::{TensorView, TensorViewMut};
 
 pub mod scheduling {
-    //! What a scheduler needs: whether a prompt fits, how many blocks a step takes, and the
-    //! bookkeeping of a cache without a device.
+    //! What a scheduler needs: whether a prompt fits, how many blocks a step takes, and all else that
+    //! the bookkeeping of a cache knows.
     pub use crate::cache::{Admission, BlockDemand, CacheState};
 }

@@ -83,7 +83,7 @@ impl<'m> Reader<'m> {
 
     /// Returns the spec of the cache.
     pub fn spec(&self) -> &CacheSpec {
-        self.cache.spec()
+        self.cache.state().spec()
     }
 }
 

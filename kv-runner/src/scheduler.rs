@@ -319,7 +319,7 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
     fn check_fits(&self, task: &Task) -> Result<(), ScheduleError> {
         let Task { index, .. } = *task;
         let Limits { max_step_tokens, forget, .. } = self.limits;
-        let spec = self.cache.spec();
+        let spec = self.cache.state().spec();
         // The last token is never added to a step.
         let tokens = to_u32(task.tokens_max.saturating_sub(1));
         let (prompt, width) = (to_u32(task.prompt_len), to_u32(task.width()));
@@ -449,8 +449,9 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
         }
         let seconds = begun.elapsed().as_secs_f64();
         stats.note_step(seconds, queues.batch.tokens.len(), (decode, kept));
-        let block_size = cache.spec().groups().first().map_or(1, kv::spec::GroupSpec::block_size);
-        stats.note_usage(&cache.usage(), block_size);
+        let block_size =
+            cache.state().spec().groups().first().map_or(1, kv::spec::GroupSpec::block_size);
+        stats.note_usage(&cache.state().usage(), block_size);
     }
 
     /// Applies the tokens of a committed step, and ends finished requests.

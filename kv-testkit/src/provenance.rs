@@ -131,7 +131,7 @@ pub(crate) fn check<B: Device>(
     begin: u32,
     prefix_hashes: &[PrefixHash],
 ) -> Result<(), CaseError> {
-    let layers = cache.spec().groups()[group].layers().to_vec();
+    let layers = cache.state().spec().groups()[group].layers().to_vec();
     let mut layers = layers.iter();
     layers.try_for_each(|layer| {
         check_layer(backend, cache, (sequence, layer.0), begin, prefix_hashes)
@@ -146,7 +146,7 @@ pub(crate) fn check_layer<B: Device>(
     begin: u32,
     prefix_hashes: &[PrefixHash],
 ) -> Result<(), CaseError> {
-    let spec = cache.spec().clone();
+    let spec = cache.state().spec().clone();
     for plane in [Plane::Key, Plane::Value] {
         let ([heads, dim], format) = shape(&spec, layer, plane)?;
         let layout = dense(QkvFormat::Thd, &[prefix_hashes.len()], [heads, dim]);

@@ -37,11 +37,14 @@ fn main() -> Result<(), kv::Error> {
     // Forks cost no block and copy nothing.
     cache.fork(parent, second)?;
     cache.fork(parent, third)?;
-    let table = cache.block_table(parent, group).unwrap_or_default().to_vec();
-    assert!(beams.iter().all(|beam| cache.block_table(*beam, group) == Some(table.as_slice())));
-    let holders = |cache: &KvCache, block| cache.pool(group).map_or(0, |pool| pool.holders(block));
+    let table = cache.state().block_table(parent, group).unwrap_or_default().to_vec();
+    assert!(
+        beams.iter().all(|beam| cache.state().block_table(*beam, group) == Some(table.as_slice()))
+    );
+    let holders =
+        |cache: &KvCache, block| cache.state().pool(group).map_or(0, |pool| pool.holders(block));
     assert!(table.iter().all(|block| holders(&cache, *block) == 3));
-    assert_eq!((cache.usage().blocks_used, cache.stats().cow_copies), (2, 0));
+    assert_eq!((cache.state().usage().blocks_used, cache.state().stats().cow_copies), (2, 0));
 
     // Each beam continues with its own token. The half block is copied for two of them, the third
     // writes it in place; the full block stays shared.
@@ -54,13 +57,16 @@ fn main() -> Result<(), kv::Error> {
     // Zero queries: the mean of six times 6 and of the beam's own value.
     let same = |(out, mean): (&f32, f32)| (out - mean).abs() < 1e-4;
     assert!(out.iter().zip([7.0, 8.0, 9.0]).all(same), "{out:?}");
-    assert_eq!((cache.usage().blocks_used, cache.stats().cow_copies), (4, 2));
+    assert_eq!((cache.state().usage().blocks_used, cache.state().stats().cow_copies), (4, 2));
     assert_eq!(table.first().map(|block| holders(&cache, *block)), Some(3));
 
     // The worst beam ends, and a fork of the best one replaces it.
     cache.release(second)?;
     cache.fork(third, second)?;
-    assert_eq!(cache.usage().blocks_used, 3);
-    println!("{device}: 3 beams of 7 tokens in {} blocks, not 6", cache.usage().blocks_used);
+    assert_eq!(cache.state().usage().blocks_used, 3);
+    println!(
+        "{device}: 3 beams of 7 tokens in {} blocks, not 6",
+        cache.state().usage().blocks_used
+    );
     Ok(())
 }

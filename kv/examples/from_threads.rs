@@ -25,7 +25,7 @@ fn serve(mut cache: KvCache, requests: &Receiver<Request>) -> Result<KvCache, Bo
     while let Ok(first) = requests.recv() {
         let batch: Vec<_> = iter::once(first).chain(requests.try_iter()).collect();
         for request in &batch {
-            if !cache.contains(request.seq) {
+            if !cache.state().contains(request.seq) {
                 cache.start(request.seq, &[], StartOptions::default())?;
             }
         }
@@ -72,7 +72,7 @@ fn main() -> Result<(), BoxedError> {
     for client in clients {
         client.join().map_err(|_| "a client panicked")??;
     }
-    assert_eq!((cache.num_sequences(), cache.usage().tokens), (4, 4 * 8));
-    println!("{device}: 4 threads, {} tokens in one cache", cache.usage().tokens);
+    assert_eq!((cache.state().num_sequences(), cache.state().usage().tokens), (4, 4 * 8));
+    println!("{device}: 4 threads, {} tokens in one cache", cache.state().usage().tokens);
     Ok(())
 }

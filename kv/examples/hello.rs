@@ -40,7 +40,7 @@ fn main() -> Result<(), kv::Error> {
     step.attend(0, TensorView::host(&q, &dims), TensorViewMut::host(&mut out, &dims), &options)?;
     step.commit()?;
     assert!(near(&out, &[3.0, 4.0, 5.0, 6.0]), "{out:?}");
-    assert_eq!(cache.seq_len(seq), Some(3));
+    assert_eq!(cache.state().seq_len(seq), Some(3));
     println!("{device}: decode   {out:?}");
 
     cache.release(seq)?; // its blocks are free, but an equal prompt can still reuse them

@@ -45,10 +45,10 @@ fn main() -> Result<(), kv::Error> {
 
     assert_eq!(prefill(&mut cache, a, &first, plain)?, 0);
     assert_eq!(prefill(&mut cache, b, &second, plain)?, 8); // while the first still runs
-    let tables = [a, b].map(|seq| cache.block_table(seq, GroupId(0)).unwrap_or_default());
+    let tables = [a, b].map(|seq| cache.state().block_table(seq, GroupId(0)).unwrap_or_default());
     assert_eq!(tables[0][..2], tables[1][..2]); // the same blocks, not copies
     assert_ne!(tables[0][2], tables[1][2]);
-    assert_eq!(cache.usage().blocks_used, 4); // not 6
+    assert_eq!(cache.state().usage().blocks_used, 4); // not 6
 
     // Blocks of ended requests can be found until their memory is needed. The last token of a
     // prompt is always computed, because its logits are needed.
@@ -57,7 +57,7 @@ fn main() -> Result<(), kv::Error> {
     // Tenants with different salts do not share blocks.
     assert_eq!(prefill(&mut cache, d, &first, plain.with_salt(b"tenant 7"))?, 0);
 
-    let stats = cache.stats();
+    let stats = cache.state().stats();
     assert_eq!((stats.requests, stats.query_tokens, stats.hit_tokens), (4, 44, 18));
     assert_eq!(stats.hit_blocks, 4); // full blocks; 2 further tokens came from an unfull one
     assert_eq!(stats.partial_hit_tokens, 2);

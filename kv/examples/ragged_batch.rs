@@ -53,7 +53,7 @@ fn main() -> Result<(), kv::Error> {
     // Zero queries make the output of position p the mean of its own sequence's V at 0..=p.
     let expected = [2.5, 11.0, 11.5, 12.0, 20.0, 20.5, 21.0, 21.5];
     assert!(out.iter().zip(expected).all(|(out, mean)| (out - mean).abs() < 1e-4), "{out:?}");
-    assert_eq!([a, b, c].map(|seq| cache.seq_len(seq)), [Some(6), Some(5), Some(4)]);
+    assert_eq!([a, b, c].map(|seq| cache.state().seq_len(seq)), [Some(6), Some(5), Some(4)]);
     println!("{device}: decode, append and prefill in one step: {out:?}");
     Ok(())
 }

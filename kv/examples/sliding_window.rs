@@ -44,7 +44,7 @@ fn main() -> Result<(), kv::Error> {
         let to = TensorViewMut::host(&mut out_windowed, &dims);
         step.attend(1, zeros, to, &window_options)?;
         step.commit()?;
-        least_free = least_free.min(cache.free_blocks(windowed));
+        least_free = least_free.min(cache.state().free_blocks(windowed));
     }
 
     // Zero queries: means of the keys that the last token sees, 0..40 and 0..4 with 32..40.
@@ -55,8 +55,8 @@ fn main() -> Result<(), kv::Error> {
 
     // The first group holds 10 blocks for 40 tokens. The other holds the block of the sink tokens
     // and at most 3 blocks of the window, however long the sequence gets.
-    assert_eq!(cache.free_blocks(full), 16 - 10);
-    assert_eq!(cache.free_blocks(windowed), 16 - 3);
+    assert_eq!(cache.state().free_blocks(full), 16 - 10);
+    assert_eq!(cache.state().free_blocks(windowed), 16 - 3);
     assert_eq!(least_free, 16 - 4);
     println!("{device}: {TOKENS} tokens hold 10 blocks in full, at most 4 with a window");
     Ok(())

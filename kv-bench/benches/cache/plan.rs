@@ -3,7 +3,6 @@ use std::hint::black_box;
 
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput};
 use kv::backend::{Backend, NullBackend};
-use kv::scheduling::CacheState;
 use kv::{CacheSpec, KvCache, QkvFormat, SequenceId, StartOptions, StepInput, TensorView};
 use kv_bench::{BLOCK_SIZE, Shape, is_smoke, values};
 
@@ -46,23 +45,25 @@ fn one_by_one(criterion: &mut Criterion) {
     for &count in counts {
         let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(2);
         let spec = spec.paged(BLOCK_SIZE, 64 * count).build().unwrap();
-        let mut state = CacheState::new(spec, 0);
+        let capabilities = NullBackend::new().capabilities().clone().with_workers(WORKERS);
+        let device = NullBackend::new().with_capabilities(capabilities);
+        let mut cache = KvCache::new(device, spec).unwrap();
         let ids = || (0..count).map(|id| SequenceId(id.into()));
         let first: Vec<_> = ids().map(|id| StepInput::count(id, 900)).collect();
         for id in ids() {
-            state.start(id, &[], StartOptions::default()).unwrap();
+            cache.start(id, &[], StartOptions::default()).unwrap();
         }
-        state.begin(&first, |_| WORKERS).unwrap();
-        state.commit().unwrap();
+        let mut step = cache.begin_step(&first).unwrap();
+        step.mark_written();
+        step.commit().unwrap();
         group.throughput(Throughput::Elements(count.into()));
         group.bench_function(BenchmarkId::new("decode", count), |bencher| {
             bencher.iter(|| {
-                state.begin(&[], |_| WORKERS).unwrap();
+                let mut step = cache.begin_step(&[]).unwrap();
                 for id in ids() {
-                    state.add(StepInput::tokens(id, &[7]), |_| WORKERS).unwrap();
+                    step.add(StepInput::tokens(id, &[7])).unwrap();
                 }
-                black_box(state.positions());
-                state.roll_back();
+                black_box(step.positions());
             });
         });
     }
@@ -130,7 +131,7 @@ fn step_and_back<B: Backend>(
     step.write(0, rows, rows, QkvFormat::Thd).unwrap();
     step.commit().unwrap();
     for sequence in shape.sequences() {
-        let len = cache.seq_len(sequence).unwrap();
+        let len = cache.state().seq_len(sequence).unwrap();
         cache.truncate(sequence, len - 1).unwrap();
     }
 }

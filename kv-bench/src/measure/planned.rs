@@ -75,10 +75,13 @@ mod tests {
         for case in &cases {
             let mut planned =
                 Planned::new(case, &Capabilities::minimal().with_workers(2)).expect("sequences");
-            let lens: Vec<_> = sequences(5).map(|id| planned.cache.seq_len(id)).collect();
+            let lens: Vec<_> = sequences(5).map(|id| planned.cache.state().seq_len(id)).collect();
             assert_eq!(lens, [39, 38, 37, 36, 35].map(Some));
             assert!(planned.run(3).expect("steps") > 0.0);
-            assert_eq!(sequences(5).map(|id| planned.cache.seq_len(id)).collect::<Vec<_>>(), lens);
+            assert_eq!(
+                sequences(5).map(|id| planned.cache.state().seq_len(id)).collect::<Vec<_>>(),
+                lens
+            );
         }
     }
 }

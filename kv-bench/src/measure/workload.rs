@@ -275,12 +275,12 @@ fn copy_blocks<B: Backend>(
     (shape, runs): (&Shape, u32),
 ) -> Result<f64, Error> {
     let table = |sequence| {
-        let table = cache.block_table(sequence, GROUP);
+        let table = cache.state().block_table(sequence, GROUP);
         table.unwrap_or_else(|| unreachable!("a sequence of a workload has blocks"))
     };
     let storage = storage(cache);
     let [layout, _] = storage.layouts();
-    let slots = work::slot_map(cache.spec()).slots(shape.context);
+    let slots = work::slot_map(cache.state().spec()).slots(shape.context);
     let mut copies = Vec::new();
     for (from, to) in batch(shape).zip(spares(shape)) {
         let mut left = slots;

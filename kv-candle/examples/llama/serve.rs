@@ -65,7 +65,7 @@ pub(crate) fn serve(
     loop {
         while running.len() < max_batch {
             let Some((request, prompt)) = waiting.pop_front() else { break };
-            let found = cache.kv().probe(prompt, StartOptions::default());
+            let found = cache.kv().state().probe(prompt, StartOptions::default());
             let found = blocks(usize::try_from(found)?);
             if running.iter().any(|other| other.coming_blocks(prompt) > found) {
                 // After the next step there is more to reuse.

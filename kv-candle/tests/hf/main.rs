@@ -69,7 +69,7 @@ fn run(
     let mut logits: Vec<Vec<Vec<f32>>> = sequences.iter().map(|_| Vec::new()).collect();
     loop {
         let next = |(at, sequence): (usize, &&'_ Sequence)| {
-            let done = usize::try_from(cache.kv().seq_len(id(at)).unwrap()).unwrap();
+            let done = usize::try_from(cache.kv().state().seq_len(id(at)).unwrap()).unwrap();
             let left = sequence.prompt_len.saturating_sub(done);
             let new = sequence.tokens.get(done..done + left.min(chunk).max(1))?;
             Some((at, new.to_vec(), left > 0))
@@ -191,7 +191,7 @@ fn blocks_that_left_a_window_are_not_missed() {
             }
             // Of 19, 11 and 15 tokens in blocks of two, the last six lie in four blocks each.
             let has_full_layers = recorded.name != "mistral";
-            let used = cache.kv().usage().blocks_used;
+            let used = cache.kv().state().usage().blocks_used;
             assert_eq!(used, 3 * 4 + if has_full_layers { 10 + 6 + 8 } else { 0 });
             let decoder = Decoder::new(&recorded).unwrap();
             for reading in [Reading::WiderWindow, Reading::NoWindow] {

@@ -101,7 +101,7 @@ fn nobody_can_reset_the_cache() {
         let fresh = ported.one(0, &prompt);
         ported.step(&[(0, &[1]), (1, &[2, 3])]);
         ported.cache.kv_mut().reset().unwrap();
-        let usage = ported.cache.kv().usage();
+        let usage = ported.cache.kv().state().usage();
         assert_eq!((usage.sequences, usage.tokens, usage.blocks_used), (0, 0, 0));
         assert_eq!(ported.one(0, &prompt), fresh, "{}", model.name);
     }
@@ -121,13 +121,13 @@ fn memory_grows_with_a_text_of_ten_thousand_tokens() {
         last = ported.one(0, &all[done..done + new.min(TOKENS - done)]);
         done += new.min(TOKENS - done);
         // The window, the new tokens, and a block that both only begin.
-        let held = ported.cache.kv().usage().blocks_used;
+        let held = ported.cache.kv().state().usage().blocks_used;
         assert!(held <= (100 + 120) / 4 + 1, "{held} blocks after {done} tokens");
         if done == TOKENS {
             break;
         }
     }
-    assert_eq!(ported.cache.kv().seq_len(SequenceId(0)), Some(10_000));
+    assert_eq!(ported.cache.kv().state().seq_len(SequenceId(0)), Some(10_000));
     // Three layers see 100 tokens each: what lies before the last 300 has no part in the result.
     let short = Ported::new(&model, KvFormat::F32, 128).one(0, &all[..400]);
     let mut again = Ported::new(&model, KvFormat::F32, 64);
@@ -141,7 +141,7 @@ fn memory_grows_with_a_text_of_ten_thousand_tokens() {
 fn memory_grows_over_many_texts() {
     let model = models::llama_model(SHORT);
     let mut ported = Ported::new(&model, KvFormat::F32, 32);
-    let bytes = ported.cache.kv().spec().memory().bytes_total;
+    let bytes = ported.cache.kv().state().spec().memory().bytes_total;
     assert_eq!(bytes, 128 * 3 * 2 * 2 * 8 * 4, "tokens, layers, K and V, heads, dim, bytes of f32");
     let mut tokens = 0;
     for request in 0_u64.. {
@@ -155,14 +155,14 @@ fn memory_grows_over_many_texts() {
             break;
         }
         ported.cache.kv_mut().release(SequenceId(request)).unwrap();
-        assert_eq!(ported.cache.kv().usage().blocks_used, 0);
+        assert_eq!(ported.cache.kv().state().usage().blocks_used, 0);
     }
     let id = SequenceId(99_999);
     ported.cache.kv_mut().start(id, &[], StartOptions::default()).unwrap();
-    let before = ported.cache.kv().usage();
+    let before = ported.cache.kv().state().usage();
     let refused = ported.cache.step(&[StepInput::count(id, 9)]).err();
     assert!(matches!(refused, Some(Error::Cache(CacheError::Exhausted(_)))), "{refused:?}");
-    assert_eq!((ported.cache.kv().usage(), before.blocks_total), (before, 32));
+    assert_eq!((ported.cache.kv().state().usage(), before.blocks_total), (before, 32));
 }
 
 /// candle#3577, mistral.rs#971: a cache of 8 or 4 bits. A value in 8 bits is wrong by half a step
@@ -177,7 +177,7 @@ fn the_cache_has_sixteen_bits_a_value_or_more() {
             let mut ported = Ported::new(&model, format.parse().unwrap(), 32);
             let mut logits = vec![ported.one(0, &text[..40])];
             logits.extend(text[40..].iter().map(|token| ported.one(0, &[*token])));
-            (logits, ported.cache.kv().spec().memory().bytes_per_token)
+            (logits, ported.cache.kv().state().spec().memory().bytes_per_token)
         };
         let (full, bytes) = run("f32");
         let (eight, bytes_of_8) = run("int8");

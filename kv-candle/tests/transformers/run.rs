@@ -29,7 +29,7 @@ impl<'m> Ported<'m> {
     /// A sequence begins with its first tokens.
     pub(crate) fn step(&mut self, new: &[(u64, &[u32])]) -> Vec<Logits> {
         for (sequence, _) in new {
-            if !self.cache.kv().contains(SequenceId(*sequence)) {
+            if !self.cache.kv().state().contains(SequenceId(*sequence)) {
                 let options = StartOptions::default();
                 self.cache.kv_mut().start(SequenceId(*sequence), &[], options).unwrap();
             }

@@ -69,7 +69,7 @@ fn sixty_four_requests_at_once_are_each_request_alone() {
         // The first prompt is computed, and what others have in common with it is not.
         let shared = folder.encode(SYSTEM).unwrap().len() - 1;
         assert!(served.reused_tokens >= 63 * shared, "{served:?}");
-        let usage = cache.kv().usage();
+        let usage = cache.kv().state().usage();
         assert_eq!((usage.sequences, usage.tokens, usage.blocks_used), (0, 0, 0));
     }
 }

@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
+use kv::backend::NullBackend;
 use kv::eviction::Eviction;
-use kv::scheduling::CacheState;
-use kv::{CacheSpec, GroupId, SequenceId, StartOptions, StepInput};
+use kv::{CacheSpec, GroupId, KvCache, SequenceId, StartOptions, StepInput};
 
 use super::policy::Policy;
 use super::run::{Outcome, replay};
@@ -212,23 +212,25 @@ fn lru_does_what_a_list_does() {
 fn cached(requests: &[Vec<u64>], capacity: u32, eviction: Eviction) -> (u64, u64) {
     const BLOCK: u32 = 4;
     let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(BLOCK, capacity);
-    let mut state = CacheState::new(spec.eviction(eviction).build().expect("a spec"), 0);
+    let spec = spec.eviction(eviction).build().expect("a spec");
+    let mut cache = KvCache::new(NullBackend::new(), spec).expect("no memory is needed");
     let (seq, mut hits) = (SequenceId(0), 0);
     for ids in requests {
         let mut prompt: Vec<_> =
             ids.iter().flat_map(|id| [u32::try_from(*id).expect("small"); 4]).collect();
         // The last token of a prompt is never reused.
         prompt.push(u32::MAX);
-        let reused = state.start(seq, &prompt, StartOptions::default()).expect("starts");
+        let reused = cache.start(seq, &prompt, StartOptions::default()).expect("starts");
         hits += u64::from(reused / BLOCK);
         let rest = &prompt[to_usize(reused)..prompt.len() - 1];
         if !rest.is_empty() {
-            state.begin(&[StepInput::tokens(seq, rest)], |_| 1).expect("fits");
-            state.commit().expect("an open step");
+            let mut step = cache.begin_step(&[StepInput::tokens(seq, rest)]).expect("fits");
+            step.mark_written();
+            step.commit().expect("an open step");
         }
-        state.release(seq).expect("known");
+        cache.release(seq).expect("known");
     }
-    (512 * hits, state.pool(GroupId(0)).expect("a group").stats().evictions)
+    (512 * hits, cache.state().pool(GroupId(0)).expect("a group").stats().evictions)
 }
 
 #[test]

@@ -10,12 +10,13 @@ use kv::{BlockId, GroupId, KvCache};
 /// A block or a sequence that was leaked, with the counts. Blocks that a transfer to a tier still
 /// holds are none: then nothing is checked.
 pub(super) fn check(cache: &KvCache<AnyBackend>) -> anyhow::Result<()> {
-    let sequences = cache.num_sequences();
+    let sequences = cache.state().num_sequences();
     ensure!(sequences == 0, "{sequences} sequences are left in the cache");
-    if cache.num_holds() > 0 || cache.num_imports() > 0 {
+    if cache.state().num_holds() > 0 || cache.state().num_imports() > 0 {
         return Ok(());
     }
-    for (group, pool) in (0..=u8::MAX).map_while(|id| Some((id, cache.pool(GroupId(id))?))) {
+    for (group, pool) in (0..=u8::MAX).map_while(|id| Some((id, cache.state().pool(GroupId(id))?)))
+    {
         let blocks = || (0..pool.num_blocks()).map(BlockId);
         let held: Vec<_> = blocks().filter(|block| pool.holders(*block) > 0).collect();
         ensure!(held.is_empty(), "group {group}: nothing uses the blocks {held:?}, which are held");

@@ -143,7 +143,7 @@ impl Metrics {
 
     /// Publishes the cache's own counts.
     pub(super) fn note_cache(&self, cache: &KvCache<AnyBackend>) {
-        let (usage, stats) = (cache.usage(), cache.stats());
+        let (usage, stats) = (cache.state().usage(), cache.state().stats());
         let blocks = [usage.blocks_used, usage.blocks_cached, usage.blocks_total];
         for (gauge, blocks) in self.blocks.iter().zip(blocks) {
             gauge.set(f64::from(blocks));

@@ -108,7 +108,7 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<()> {
     let (engine_ended, until_ended) = oneshot::channel();
     let requests = http::serve(listener, signals, http, Arc::clone(&server), until_ended);
     let serving = runtime.spawn(requests);
-    let blocks = scheduler.cache().usage().blocks_total;
+    let blocks = scheduler.cache().state().usage().blocks_total;
     let model = &server.model;
     output::note(&format!("{model} on http://{address}, {blocks} blocks of the cache"))?;
     if let ChatTemplate::Broken(why) = &server.template {
@@ -130,7 +130,7 @@ fn capacity(scheduler: &Scheduler<'_>) -> u32 {
         let blocks = group.num_blocks();
         blocks.saturating_mul(group.block_size())
     };
-    scheduler.cache().spec().groups().iter().map(tokens).min().unwrap_or(u32::MAX)
+    scheduler.cache().state().spec().groups().iter().map(tokens).min().unwrap_or(u32::MAX)
 }
 
 type Scheduler<'m> = kv_runner::Scheduler<'m, kv::backend::AnyBackend, kv_runner::Decoder>;

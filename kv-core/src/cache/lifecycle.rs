@@ -1,7 +1,7 @@
 //! Sequences and prefixes of a cache: calls that change the bookkeeping outside a step.
 //!
-//! Each call first rolls back a leaked step, then delegates to the state, and zeroes the blocks
-//! that lost their last holder if the spec says so.
+//! Each call first rolls back a leaked step. None touches the device but [`KvCache::wipe`], and
+//! those that hand out blocks at once.
 use crate::backend::Backend;
 use crate::block::BlockChange;
 use crate::cache::KvCache;
@@ -36,7 +36,7 @@ impl<B: Backend> KvCache<B> {
         let state = self.recovered();
         state.check_closed("start")?;
         state.check_start(sequence, prompt, &options)?;
-        self.wipe()?;
+        self.wipe_released()?;
         self.state.start_checked(sequence, prompt, options)
     }
 
@@ -58,24 +58,20 @@ impl<B: Backend> KvCache<B> {
     /// if a window no longer holds what the next token sees (a window keeps
     /// [`GroupBuilder::window_slack`] tokens more for this): the shortest possible length is the
     /// sum of the error's `kept` and the window's `left`; [`PlanError::State`] while a step is
-    /// held; a device failure of the wipe, after which the truncation stands and the wipe is
-    /// retried before any block is handed out.
+    /// held.
     ///
     /// [`GroupBuilder::window_slack`]: crate::spec::GroupBuilder::window_slack
     pub fn truncate(&mut self, sequence: SequenceId, len: u32) -> Result<(), CacheError> {
-        self.recovered().truncate(sequence, len)?;
-        Ok(self.wipe()?)
+        Ok(self.recovered().truncate(sequence, len)?)
     }
 
     /// Ends a sequence; blocks without other holders become free. Their content can be reused until
     /// the blocks are needed.
     ///
     /// # Errors
-    /// [`PlanError::UnknownSequence`]; [`PlanError::State`] while a step is held; a device failure
-    /// of the wipe as for [`Self::truncate`].
+    /// [`PlanError::UnknownSequence`]; [`PlanError::State`] while a step is held.
     pub fn release(&mut self, sequence: SequenceId) -> Result<(), CacheError> {
-        self.recovered().release(sequence)?;
-        Ok(self.wipe()?)
+        Ok(self.recovered().release(sequence)?)
     }
 
     /// Ends a sequence whose blocks are needed more urgently. It restarts with
@@ -84,18 +80,15 @@ impl<B: Backend> KvCache<B> {
     /// # Errors
     /// Those of [`Self::release`].
     pub fn preempt(&mut self, sequence: SequenceId) -> Result<(), CacheError> {
-        self.recovered().preempt(sequence)?;
-        Ok(self.wipe()?)
+        Ok(self.recovered().preempt(sequence)?)
     }
 
     /// Ends every sequence; what they have cached can be reused.
     ///
     /// # Errors
-    /// [`PlanError::State`] while a step is held; a device failure of the wipe as for
-    /// [`Self::truncate`].
+    /// [`PlanError::State`] while a step is held.
     pub fn reset(&mut self) -> Result<(), CacheError> {
-        self.recovered().reset()?;
-        Ok(self.wipe()?)
+        Ok(self.recovered().reset()?)
     }
 
     /// Pins the cached blocks of a prefix, such as a system prompt, until [`Self::unpin`]. In
@@ -108,14 +101,9 @@ impl<B: Backend> KvCache<B> {
     /// Unpins a prefix; `false` for one that is not pinned.
     ///
     /// # Errors
-    /// [`PlanError::State`] while a step is held; a device failure of the wipe, as for
-    /// [`Self::truncate`].
+    /// [`PlanError::State`] while a step is held.
     pub fn unpin(&mut self, pin: PinId) -> Result<bool, CacheError> {
-        let was_pinned = self.recovered().unpin(pin)?;
-        if was_pinned {
-            self.wipe()?;
-        }
-        Ok(was_pinned)
+        Ok(self.recovered().unpin(pin)?)
     }
 
     /// Removes from the index what only this sequence has cached: its blocks, last first, up to the
@@ -134,17 +122,14 @@ impl<B: Backend> KvCache<B> {
     /// all groups. Lower tiers keep theirs: `kv_tier::Tiers::forget_prefix` removes those too.
     ///
     /// # Errors
-    /// [`PlanError::State`] while a step is held; a device failure of the wipe, as for
-    /// [`Self::truncate`].
+    /// [`PlanError::State`] while a step is held.
     pub fn forget_prefix(
         &mut self,
         tokens: &[u32],
         options: StartOptions<'_>,
         keep: u32,
     ) -> Result<u32, CacheError> {
-        let forgotten = self.recovered().forget_prefix(tokens, options, keep)?;
-        self.wipe()?;
-        Ok(forgotten)
+        Ok(self.recovered().forget_prefix(tokens, options, keep)?)
     }
 
     /// Evicts everything that is cached with a salt, of all adapters, but what is held and the
@@ -152,12 +137,9 @@ impl<B: Backend> KvCache<B> {
     /// in all groups. Lower tiers keep theirs: `kv_tier::Tiers::forget_salt` removes those too.
     ///
     /// # Errors
-    /// [`PlanError::State`] while a step is held; a device failure of the wipe, as for
-    /// [`Self::truncate`].
+    /// [`PlanError::State`] while a step is held.
     pub fn forget_salt(&mut self, salt: &[u8]) -> Result<u32, CacheError> {
-        let forgotten = self.recovered().forget_salt(salt)?;
-        self.wipe()?;
-        Ok(forgotten)
+        Ok(self.recovered().forget_salt(salt)?)
     }
 
     /// Evicts everything cached; `false`, and no change, while a sequence, a pin, a hold or an
@@ -165,14 +147,9 @@ impl<B: Backend> KvCache<B> {
     /// too.
     ///
     /// # Errors
-    /// [`PlanError::State`] while a step is held; a device failure of the wipe, as for
-    /// [`Self::truncate`].
+    /// [`PlanError::State`] while a step is held.
     pub fn reset_prefixes(&mut self) -> Result<bool, CacheError> {
-        let is_reset = self.recovered().reset_prefixes()?;
-        if is_reset {
-            self.wipe()?;
-        }
-        Ok(is_reset)
+        Ok(self.recovered().reset_prefixes()?)
     }
 
     /// Replaces the eviction policy of a group, by one of the caller or one with another clock. It
@@ -198,18 +175,49 @@ impl<B: Backend> KvCache<B> {
         self.recovered().take_events()
     }
 
-    /// Appends an event of a tier below the device: see [`CacheState::announce`].
+    /// Appends an event of a tier below the device: [`EventKind::Stored`], [`EventKind::Updated`],
+    /// [`EventKind::Removed`] or [`EventKind::Cleared`] of a [`Tier`] other than [`Tier::Device`].
+    /// `false`, and no change, for any other event, or if events are off. Who announces a tier also
+    /// adds its blocks to the [snapshots](CacheState::snapshot) of late subscribers.
     pub fn announce(&mut self, kind: EventKind) -> bool {
         self.recovered().announce(kind)
     }
 
-    /// Moves the changes of blocks since the last call to the end of `out`; `false` if any were
-    /// lost: see [`CacheState::drain_changes`].
+    /// Moves the changes of blocks since the last call to the end of `out`, in order. `false`, and
+    /// nothing moved, if there were more than
+    /// [`CacheSpecBuilder::changes`](crate::spec::CacheSpecBuilder::changes) keeps: then look at
+    /// [`CacheState::stored_blocks`], which includes every change up to now. While a step is held, this
+    /// gives what is certain already: blocks that the step evicted, but none that it fills.
     pub fn drain_changes(&mut self, out: &mut Vec<BlockChange>) -> bool {
         self.recovered().drain_changes(out)
     }
 
-    /// Holds a cached block while its bytes are read: see [`CacheState::hold_block`].
+    /// Holds a cached block while its bytes are read, until [`Self::release_hold`]. `None` if the
+    /// block is unknown or does not have the full content of this key (any more).
+    ///
+    /// ```
+    /// use kv_core::backend::NullBackend;
+    /// use kv_core::block::BlockChangeKind;
+    /// use kv_core::{CacheSpec, KvCache, SequenceId, StartOptions, StepInput};
+    ///
+    /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(2, 8).changes(16);
+    /// let mut cache = KvCache::new(NullBackend::new(), spec.build()?)?;
+    /// cache.start(SequenceId(0), &[1, 2, 3], StartOptions::default())?;
+    /// let mut step = cache.begin_step(&[StepInput::tokens(SequenceId(0), &[1, 2, 3])])?;
+    /// step.mark_written();
+    /// step.commit()?;
+    ///
+    /// let mut changes = Vec::new();
+    /// assert!(cache.drain_changes(&mut changes));
+    /// let [stored] = changes[..] else { panic!("one block is full") };
+    /// assert_eq!(stored.kind, BlockChangeKind::Stored);
+    /// let hold = cache.hold_block(stored.group, stored.block, stored.key)?.expect("it is cached");
+    /// let content = cache.state().pool(hold.group()).and_then(|pool| pool.content(hold.block()));
+    /// assert_eq!(content.map(|content| content.tokens), Some(&[1, 2][..]));
+    /// // Copy the bytes, then:
+    /// cache.release_hold(hold)?;
+    /// # Ok::<(), kv_core::CacheError>(())
+    /// ```
     ///
     /// # Errors
     /// [`PlanError::State`] while a step is held; a device failure, if bytes that a failed
@@ -226,40 +234,86 @@ impl<B: Backend> KvCache<B> {
         Ok(self.state.hold_block(group, block, key)?)
     }
 
-    /// Releases a block whose bytes are read: see [`CacheState::release_hold`].
+    /// Releases a block whose bytes are read. If it has no other holder, it can be evicted again,
+    /// when it would have been evicted without the hold as far as the eviction policy can tell.
     ///
     /// # Errors
-    /// Those of [`CacheState::release_hold`]; a device failure of the wipe, as for
-    /// [`Self::truncate`].
+    /// [`PlanError::State`] while a step is held: the hold stays, until [`Self::release_holds`]; or
+    /// if the hold ended already or is of another cache.
     pub fn release_hold(&mut self, hold: BlockHold) -> Result<(), CacheError> {
-        self.recovered().release_hold(hold)?;
-        Ok(self.wipe()?)
+        Ok(self.recovered().release_hold(hold)?)
     }
 
-    /// Releases every hold and returns their number: see [`CacheState::release_holds`].
+    /// Releases every hold and returns their number; later calls with one of them are refused. Call
+    /// it only if no byte is being read any more.
     ///
     /// # Errors
-    /// [`PlanError::State`] while a step is held; a device failure of the wipe, as for
-    /// [`Self::truncate`].
+    /// [`PlanError::State`] while a step is held.
     pub fn release_holds(&mut self) -> Result<u32, CacheError> {
-        let released = self.recovered().release_holds()?;
-        self.wipe()?;
-        Ok(released)
+        Ok(self.recovered().release_holds()?)
     }
 
-    /// Takes blocks for content that somebody brings: see [`CacheState::reserve_import`]. If the
-    /// spec says so they are zeroed before the call returns.
+    /// Takes a block for every content of a probed prompt that a sequence needs to reuse
+    /// [`hit(upto)`](PrefixProbe::hit) tokens and that is not cached. The blocks are held and
+    /// cannot be found before [`Self::publish_import`]; their bytes are undefined,
+    /// or zero if the spec wipes. Needed blocks
+    /// that are cached are held too. No block is evicted that computing the same tokens would have
+    /// left.
+    ///
+    /// The prompt is looked up again, so that the probe may be older than what is cached now.
+    ///
+    /// ```
+    /// use kv_core::backend::NullBackend;
+    /// use kv_core::events::Tier;
+    /// use kv_core::{CacheSpec, KvCache, SequenceId, StartOptions};
+    ///
+    /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(2, 8).build()?;
+    /// let mut cache = KvCache::new(NullBackend::new(), spec)?;
+    /// let (prompt, options) = ([1, 2, 3, 4, 5], StartOptions::default());
+    /// let probe = cache.state().probe_keys(&prompt, &options);
+    /// assert_eq!((probe.cached(), probe.hit(5)), (0, 4));
+    ///
+    /// let mut import = cache.reserve_import(&probe, 4)?;
+    /// assert_eq!(import.blocks().len(), 2); // copy bytes to these
+    /// cache.publish_import(&mut import, 4, Tier::Disk)?;
+    /// assert_eq!(cache.start(SequenceId(0), &prompt, options)?, 4);
+    /// cache.finish_import(import)?;
+    /// assert_eq!(cache.state().stats().disk_hit_tokens, 4);
+    /// # Ok::<(), kv_core::CacheError>(())
+    /// ```
     ///
     /// # Errors
-    /// Those of [`CacheState::reserve_import`]; a device failure of the wipe, after which no block
-    /// is taken, but evicted content stays gone.
+    /// [`CacheError::Exhausted`] for the first group with too few blocks; [`PlanError::State`]
+    /// while a step is held, or if everything was evicted since the probe, the constants or layers
+    /// of the cache changed, or the probe is of another cache; [`PlanError::TooMany`] for more
+    /// tokens than the probe's [limit](PrefixProbe::limit); a device failure of the wipe. Nothing
+    /// changed then, but evicted content stays gone.
     pub fn reserve_import(&mut self, probe: &PrefixProbe, upto: u32) -> Result<Import, CacheError> {
         let import = self.recovered().reserve_import(probe, upto)?;
         self.wipe_reserved(import)
     }
 
-    /// Does what [`Self::reserve_import`] does, with a last block that may be partial: see
-    /// [`CacheState::reserve_import_with_part`].
+    /// Does what [`Self::reserve_import`] does, and takes the block of
+    /// [`PrefixProbe::part`] too, which may have fewer tokens than fit: the last one of a sequence
+    /// whose every token is brought. It is published as the partial block of a sequence that has
+    /// ended. The bytes after its last token are never read.
+    ///
+    /// ```
+    /// use kv_core::backend::NullBackend;
+    /// use kv_core::events::Tier;
+    /// use kv_core::{CacheSpec, KvCache, SequenceId, StartOptions};
+    ///
+    /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(4, 8).build()?;
+    /// let mut cache = KvCache::new(NullBackend::new(), spec)?;
+    /// let (prompt, options) = ([1, 2, 3, 4, 5, 6, 7], StartOptions::default());
+    /// let probe = cache.state().probe_keys(&prompt, &options);
+    /// let mut import = cache.reserve_import_with_part(&probe, 6)?;
+    /// assert_eq!((import.blocks().len(), import.hit()), (2, 6));
+    /// cache.publish_import(&mut import, 6, Tier::Disk)?;
+    /// cache.finish_import(import)?;
+    /// assert_eq!(cache.start(SequenceId(0), &prompt, options)?, 6);
+    /// # Ok::<(), kv_core::CacheError>(())
+    /// ```
     ///
     /// # Errors
     /// Those of [`Self::reserve_import`].
@@ -273,49 +327,49 @@ impl<B: Backend> KvCache<B> {
     }
 
     fn wipe_reserved(&mut self, import: Import) -> Result<Import, CacheError> {
-        if let Err(failed) = self.wipe() {
+        if let Err(failed) = self.wipe_released() {
             self.state.finish_import(import)?;
             return Err(failed.into());
         }
         Ok(import)
     }
 
-    /// Makes the blocks of an import reusable whose bytes have come: see
-    /// [`CacheState::publish_import`]. The work that writes the bytes must be recorded on the
-    /// cache's queue, or done, before this call.
+    /// Makes the blocks reusable that end at or before `upto` tokens, whose bytes have come from
+    /// `tier`: the work that writes them is recorded on the cache's queue, or done. They stay held by the import. If another block has got the same content meanwhile,
+    /// the import holds that one instead.
+    ///
+    /// [`Stats`](crate::Stats) counts the tokens as hits of `tier` when a sequence first reuses
+    /// them, and the eviction policy counts that reuse as the use that they were imported for.
     ///
     /// # Errors
-    /// Those of [`CacheState::publish_import`]; a device failure of the wipe, as for
-    /// [`Self::truncate`].
+    /// [`PlanError::State`] while a step is held, if the import has ended or is of another cache,
+    /// or if everything was evicted since the probe or the constants or layers of the cache
+    /// changed; [`PlanError::TooMany`] for more tokens than were reserved. Nothing changed then.
     pub fn publish_import(
         &mut self,
         import: &mut Import,
         upto: u32,
         tier: Tier,
     ) -> Result<(), CacheError> {
-        self.recovered().publish_import(import, upto, tier)?;
-        Ok(self.wipe()?)
+        Ok(self.recovered().publish_import(import, upto, tier)?)
     }
 
-    /// Ends an import: see [`CacheState::finish_import`].
+    /// Ends an import: published blocks can be reused and evicted, the others are empty.
     ///
     /// # Errors
-    /// Those of [`CacheState::finish_import`]; a device failure of the wipe, as for
-    /// [`Self::truncate`].
+    /// [`PlanError::State`] while a step is held: the blocks stay held, until
+    /// [`Self::finish_imports`]; or if the import has ended or is of another cache.
     pub fn finish_import(&mut self, import: Import) -> Result<(), CacheError> {
-        self.recovered().finish_import(import)?;
-        Ok(self.wipe()?)
+        Ok(self.recovered().finish_import(import)?)
     }
 
-    /// Ends every import and returns their number: see [`CacheState::finish_imports`].
+    /// Ends every import and returns their number; later calls with one of them are refused. Call
+    /// it only if no byte is being written to their blocks any more.
     ///
     /// # Errors
-    /// [`PlanError::State`] while a step is held; a device failure of the wipe, as for
-    /// [`Self::truncate`].
+    /// [`PlanError::State`] while a step is held.
     pub fn finish_imports(&mut self) -> Result<u32, CacheError> {
-        let finished = self.recovered().finish_imports()?;
-        self.wipe()?;
-        Ok(finished)
+        Ok(self.recovered().finish_imports()?)
     }
 
     /// Returns the state, after rolling back a leaked step.

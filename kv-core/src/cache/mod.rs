@@ -15,8 +15,6 @@ mod step;
 #[cfg(test)]
 mod tests;
 
-use std::ops::Deref;
-
 use crate::backend::{AnyBackend, Backend, Queue, Reserved};
 use crate::calibration::Calibration;
 use crate::error::{CacheError, DeviceError};
@@ -25,7 +23,7 @@ use crate::invariant::Invariant;
 use crate::plan::PlanBuffers;
 use crate::spec::{CacheSpec, GroupSpec};
 use crate::storage::KvStorage;
-use open::{Owner, Written};
+use open::Written;
 pub use state::{
     Admission, BlockDemand, BlockHold, CacheState, Import, ImportBlock, Pin, PinId, PrefixProbe,
     ProbedBlock, SequenceText, StartOptions, Stats, StepInput, Usage,
@@ -41,8 +39,8 @@ pub use step::Step;
 /// [`release`](Self::release) ends it; its full blocks stay cached until they are evicted. `B` is
 /// the backend, [`AnyBackend`] unless it is named.
 ///
-/// It dereferences to its [`CacheState`], whose methods only read: lengths and block tables of
-/// sequences, free blocks, counters, and what a scheduler needs to know before it starts a sequence
+/// [`state`](Self::state) is its bookkeeping, to read: lengths and block tables of sequences, free
+/// blocks, counters, and what a scheduler needs to know before it starts a sequence
 /// ([`check_admission`](CacheState::check_admission),
 /// [`blocks_for_step`](CacheState::blocks_for_step)).
 ///
@@ -57,7 +55,7 @@ pub use step::Step;
 /// let step = cache.begin_step(&[StepInput::tokens(seq, &[1, 2, 3])])?;
 /// assert_eq!(step.positions(), [0, 1, 2]);
 /// drop(step); // nothing was written, so nothing happened
-/// assert_eq!(cache.seq_len(seq), Some(0));
+/// assert_eq!(cache.state().seq_len(seq), Some(0));
 /// # Ok::<(), kv_core::CacheError>(())
 /// ```
 #[derive(Debug)]
@@ -70,8 +68,8 @@ pub struct KvCache<B: Backend = AnyBackend> {
     /// The memory of the planes.
     reserved: Vec<Reserved>,
     constants: constants::Constants,
-    /// Who ends the open step.
-    owner: Owner,
+    /// Whether the open step is held, and not that of a [`Step`] that borrows the cache.
+    is_held: bool,
     /// Layers that the open step has written.
     written: Written,
     /// Buffers of plans outside a step.
@@ -82,13 +80,6 @@ pub struct KvCache<B: Backend = AnyBackend> {
     is_unprepared: bool,
     /// Bytes that a failed exchange of constants has yet to restore.
     unrestored: Vec<recalibrate::Saved<B::Buffer>>,
-}
-
-impl<B: Backend> Deref for KvCache<B> {
-    type Target = CacheState;
-    fn deref(&self) -> &CacheState {
-        &self.state
-    }
 }
 
 impl<B: Backend> KvCache<B> {
@@ -185,7 +176,7 @@ impl<B: Backend> KvCache<B> {
             storages,
             reserved,
             constants,
-            owner: Owner::Borrow,
+            is_held: false,
             written: Written::default(),
             scratch: PlanBuffers::default(),
             reads: reads::Reads::default(),
@@ -194,7 +185,7 @@ impl<B: Backend> KvCache<B> {
         })
     }
 
-    /// Returns the bookkeeping.
+    /// Returns the bookkeeping, to read.
     pub fn state(&self) -> &CacheState {
         &self.state
     }
@@ -261,10 +252,20 @@ impl<B: Backend> KvCache<B> {
         self.storages.get(index).invariant(STORAGE)
     }
 
-    /// Makes blocks ready to be written: waits for those that are still read, and zeroes those that
-    /// wait for it, after restoring what waits to be restored. Blocks left by a device failure wait
-    /// for the next call, and none is written before.
-    fn wipe(&mut self) -> Result<(), DeviceError> {
+    /// Zeroes the blocks that lost their last holder or their content, if the spec says so
+    /// ([`wipe_on_release`](crate::spec::CacheSpecBuilder::wipe_on_release)), and lets the queue wait
+    /// for what still reads them. Every call that hands out blocks does this first: call it to have
+    /// them zeroed earlier.
+    ///
+    /// # Errors
+    /// The device's. Blocks that are left wait for the next call, and none is written before.
+    pub fn wipe(&mut self) -> Result<(), DeviceError> {
+        self.recover();
+        self.wipe_released()
+    }
+
+    /// Does what [`Self::wipe`] does, while a step begins or is open.
+    fn wipe_released(&mut self) -> Result<(), DeviceError> {
         self.wait_for_reads()?;
         self.restore()?;
         while let Some(&(group, block)) = self.state.unwiped().last() {

@@ -1,7 +1,7 @@
 //! The device's part of a step: zeroing and copying blocks, recording writes and attention.
 //!
-//! A cache has at most one open step. A [`Step`](super::Step) of `begin_step` keeps it open for the
-//! length of a borrow; a step of `open_step` is held from call to call.
+//! A cache has at most one open step. A [`Step`](super::Step) keeps it open for the length of a
+//! borrow; a step that is held stays open from call to call.
 use crate::backend::{Backend, Queue};
 use crate::cache::KvCache;
 use crate::cache::state::{Added, StartOptions, StepInput};
@@ -14,16 +14,6 @@ use crate::plan::{AttendArgs, AttentionOptions, CopyArgs, CopyPlan, WriteArgs};
 use crate::spec::Window;
 use crate::storage::{KvStorage, PlaneView};
 use crate::tensor::{TensorView, TensorViewMut};
-
-/// Who ends an open step.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Owner {
-    /// The [`Step`](super::Step) that borrows the cache. If a call of the cache finds such a step
-    /// open, it was leaked.
-    Borrow,
-    /// A later call of the caller.
-    Caller,
-}
 
 /// Layers that the open step has written.
 #[derive(Debug, Default)]
@@ -57,28 +47,31 @@ impl Written {
 }
 
 impl<B: Backend> KvCache<B> {
-    /// Rolls back a step that its caller leaked ([`std::mem::forget`]): a [`Step`](super::Step) of
-    /// `begin_step` borrows the cache, so a call that finds one open knows that it was leaked.
+    /// Rolls back a step that its caller leaked ([`std::mem::forget`]): a [`Step`](super::Step)
+    /// borrows the cache, so a call that finds one open that is not held knows that it was leaked.
     pub(super) fn recover(&mut self) {
-        if self.owner == Owner::Borrow {
+        if !self.is_held {
             self.roll_back();
         }
     }
 
-    pub(super) fn begin(
-        &mut self,
-        inputs: &[StepInput<'_>],
-        owner: Owner,
-    ) -> Result<(), CacheError> {
+    /// Rolls back the open step, if there is one.
+    pub(super) fn roll_back(&mut self) {
+        self.is_held = false;
+        if self.state.is_step_open() {
+            self.state.roll_back();
+        }
+    }
+
+    pub(super) fn begin(&mut self, inputs: &[StepInput<'_>]) -> Result<(), CacheError> {
         self.recover();
         if self.state.is_step_open() {
             let problem = StateProblem::StepOpen;
             return Err(PlanError::State { operation: "begin step", problem }.into());
         }
-        self.wipe()?;
+        self.wipe_released()?;
         let added = self.state.reserve_batch(inputs)?;
         self.written.clear();
-        self.owner = owner;
         let carried_out = self.carry_out(&added);
         if carried_out.is_err() {
             self.state.roll_back();
@@ -112,13 +105,13 @@ impl<B: Backend> KvCache<B> {
     ) -> Result<u32, CacheError> {
         self.state.check_open("start")?;
         self.state.check_start(sequence, prompt, &options)?;
-        self.wipe()?;
+        self.wipe_released()?;
         self.state.start_in_step_checked(sequence, prompt, options)
     }
 
     /// Prepares the device for the entries `added`, whose blocks are allocated.
     fn carry_out(&mut self, added: &Added) -> Result<(), CacheError> {
-        self.wipe()?;
+        self.wipe_released()?;
         self.plan(added)?;
         // Entries that are added one after another are sent to the device together.
         if added.first == 0 {

@@ -92,8 +92,7 @@ impl<B: Backend> KvCache<B> {
     /// ```
     ///
     /// # Errors
-    /// Those of [`CacheState::release_hold`]; a device failure of the wipe, as for
-    /// [`Self::truncate`].
+    /// Those of [`Self::release_hold`].
     pub fn release_hold_after(
         &mut self,
         hold: BlockHold,
@@ -103,7 +102,7 @@ impl<B: Backend> KvCache<B> {
         let place = (hold.group(), hold.block());
         self.state.release_hold_in_read(hold)?;
         self.reads.insert(place, fence, &mut self.state);
-        Ok(self.wipe()?)
+        Ok(())
     }
 
     /// Lets the queue wait for the reads of blocks that may be written from now on.

@@ -1,7 +1,6 @@
 //! The API of one forward pass.
 use crate::backend::{AnyBackend, Backend};
 use crate::cache::KvCache;
-use crate::cache::open::Owner;
 use crate::cache::state::{StartOptions, StepInput};
 use crate::error::{CacheError, PlanError};
 use crate::geometry::QkvFormat;
@@ -14,8 +13,8 @@ use crate::tensor::{TensorView, TensorViewMut};
 ///
 /// For every layer, [`Self::write`] stores K and V of the new tokens, then [`Self::attend`]
 /// computes the attention of their queries over all tokens of each sequence. [`Self::commit`] ends
-/// the step. Dropped without it, the step is rolled back, unless it is held
-/// ([`KvCache::open_step`]).
+/// the step. A step that is dropped without it is rolled back. [`Self::hold`] keeps it open beyond
+/// its borrow of the cache, and [`KvCache::held`] returns it.
 ///
 /// All tensors of a step have a batch entry for each [`StepInput`], in the order they were given; a
 /// `bshd` or `sbhd` tensor may have further entries and longer ones, a `thd` tensor further rows.
@@ -30,7 +29,7 @@ pub struct Step<'c, B: Backend = AnyBackend> {
 
 impl<B: Backend> Drop for Step<'_, B> {
     fn drop(&mut self) {
-        if self.cache.owner == Owner::Borrow {
+        if !self.cache.is_held {
             self.cache.roll_back();
         }
     }
@@ -239,10 +238,50 @@ impl<B: Backend> Step<'_, B> {
         self.cache.add_open(input)
     }
 
-    /// Rolls the step back, as if it had never begun. Dropping a step that is not held does the
-    /// same.
+    /// Rolls the step back, as if it had never begun. Dropping it does the same.
+    ///
+    /// Two things stay, neither of which affects later results: content evicted for the step is
+    /// gone, and blocks that left a window when it began are free, because the step may have
+    /// overwritten them. No query from the sequence's length on sees them; a truncation that would
+    /// need them is refused.
     pub fn roll_back(self) {
         self.cache.roll_back();
+    }
+
+    /// Keeps the step open without borrowing the cache, across await points and calls from other
+    /// languages, until [`KvCache::held`] returns it.
+    ///
+    /// ```
+    /// use kv_core::backend::NullBackend;
+    /// use kv_core::{CacheSpec, KvCache, QkvFormat, SequenceId, StartOptions};
+    /// use kv_core::{StepInput, TensorView};
+    ///
+    /// let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dim(2).paged(16, 8).build()?;
+    /// let mut cache = KvCache::new(NullBackend::new(), spec)?;
+    /// let seq = SequenceId(0);
+    /// cache.start(seq, &[5, 6], StartOptions::default())?;
+    /// cache.begin_step(&[StepInput::tokens(seq, &[5, 6])])?.hold();
+    /// for layer in 0..2 {
+    ///     // Another call, or another await point: the step is still there.
+    ///     let mut step = cache.held().expect("a step is held");
+    ///     let rows = TensorView::host(&[0.5_f32; 4], &[2, 1, 2]);
+    ///     step.write(layer, rows, rows, QkvFormat::Thd)?; // an error would roll the step back
+    ///     step.hold();
+    /// }
+    /// cache.held().expect("a step is held").commit()?;
+    /// assert_eq!(cache.state().seq_len(seq), Some(2));
+    /// # Ok::<(), kv_core::CacheError>(())
+    /// ```
+    ///
+    /// While a step is held, everything that only reads works, with the lengths before the step:
+    /// [`KvCache::state`], [`KvCache::storage`] and so on. Of the calls that take the cache by
+    /// `&mut`, [`KvCache::queue_mut`], [`KvCache::allocate_layer`], [`KvCache::pin_prefix`],
+    /// [`KvCache::prioritise_prefix`], [`KvCache::set_policy`], [`KvCache::take_events`],
+    /// [`KvCache::announce`], [`KvCache::drain_changes`] and [`KvCache::wipe`] work. All others are
+    /// refused with [`PlanError::State`] and change nothing, because the step could not be rolled
+    /// back after them; [`Self::start`] works in place of [`KvCache::start`].
+    pub fn hold(self) {
+        self.cache.is_held = true;
     }
 
     /// Returns the cache that the step runs on; its lengths are those before the step.
@@ -255,8 +294,6 @@ impl<B: Backend> KvCache<B> {
     /// Plans and reserves a step for the whole batch, or changes nothing: a refused step releases
     /// no blocks either, not even those that left a window.
     ///
-    /// The step ends with its [`Step`]; [`Self::open_step`] begins one that is held between calls.
-    ///
     /// # Errors
     /// - [`PlanError::UnknownSequence`], [`PlanError::DuplicateSequence`],
     ///   [`PlanError::ZeroTokens`], [`PlanError::SequenceTooLong`];
@@ -266,87 +303,17 @@ impl<B: Backend> KvCache<B> {
     /// - [`CacheError::Exhausted`] with what the whole step needs and what is free;
     /// - the device's own, for the copy of shared blocks: the step is rolled back.
     pub fn begin_step(&mut self, inputs: &[StepInput<'_>]) -> Result<Step<'_, B>, CacheError> {
-        self.begin(inputs, Owner::Borrow)?;
+        self.begin(inputs)?;
         Ok(Step { cache: self })
     }
 
-    /// Begins a step that is held: it stays open until [`Self::commit_step`] or
-    /// [`Self::roll_back`], across await points and calls from other languages. [`Self::step`]
-    /// gives access to it in between.
-    ///
-    /// ```
-    /// use kv_core::backend::NullBackend;
-    /// use kv_core::{CacheSpec, KvCache, QkvFormat, SequenceId, StartOptions};
-    /// use kv_core::{StepInput, TensorView};
-    ///
-    /// let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dim(2).paged(16, 8).build()?;
-    /// let mut cache = KvCache::new(NullBackend::new(), spec)?;
-    /// let seq = SequenceId(0);
-    /// cache.start(seq, &[5, 6], StartOptions::default())?;
-    /// cache.open_step(&[StepInput::tokens(seq, &[5, 6])])?;
-    /// for layer in 0..2 {
-    ///     // Another call, or another await point: the step is still there.
-    ///     let mut step = cache.step().expect("a step is held");
-    ///     let rows = TensorView::host(&[0.5_f32; 4], &[2, 1, 2]);
-    ///     step.write(layer, rows, rows, QkvFormat::Thd)?;
-    /// }
-    /// cache.commit_step()?;
-    /// assert_eq!(cache.seq_len(seq), Some(2));
-    /// # Ok::<(), kv_core::CacheError>(())
-    /// ```
-    ///
-    /// While a step is held, everything that only reads works, with the lengths before the step:
-    /// the methods of [`CacheState`](crate::scheduling::CacheState), [`Self::storage`] and so on.
-    /// Of the calls that take the cache by `&mut`, [`Self::queue_mut`], [`Self::allocate_layer`],
-    /// [`Self::pin_prefix`], [`Self::prioritise_prefix`], [`Self::set_policy`] and
-    /// [`Self::take_events`] work. All others are refused with [`PlanError::State`] and change
-    /// nothing, because the step could not be rolled back after them: [`Self::begin_step`],
-    /// [`Self::open_step`], [`Self::start`] ([`Step::start`] works), [`Self::fork`],
-    /// [`Self::truncate`], [`Self::release`], [`Self::preempt`], [`Self::reset`], [`Self::unpin`],
-    /// [`Self::forget_sequence`], [`Self::forget_prefix`], [`Self::reset_prefixes`],
-    /// [`Self::gather`] and [`Self::recalibrate`].
-    ///
-    /// # Errors
-    /// Those of [`Self::begin_step`].
-    pub fn open_step(&mut self, inputs: &[StepInput<'_>]) -> Result<(), CacheError> {
-        self.begin(inputs, Owner::Caller)
-    }
-
-    /// Returns the held step, `None` if there is none. Dropping the result leaves the step open.
-    pub fn step(&mut self) -> Option<Step<'_, B>> {
-        self.recover();
-        self.state.is_step_open().then(|| Step { cache: self })
-    }
-
-    /// Commits the held step: [`Step::commit`].
-    ///
-    /// # Errors
-    /// [`PlanError::State`] if no step is held; otherwise those of [`Step::commit`], and the step
-    /// is rolled back.
-    pub fn commit_step(&mut self) -> Result<(), CacheError> {
-        self.recover();
-        self.commit_open(None)
-    }
-
-    /// Commits the held step and keeps only some tokens: [`Step::commit_accepted`].
-    ///
-    /// # Errors
-    /// [`PlanError::State`] if no step is held; otherwise those of [`Step::commit_accepted`], and
-    /// the step is rolled back.
-    pub fn commit_step_accepted(&mut self, accepted: &[u32]) -> Result<(), CacheError> {
-        self.recover();
-        self.commit_open(Some(accepted))
-    }
-
-    /// Rolls the open step back, as if it had never begun; does nothing if none is open.
-    ///
-    /// Two things stay, neither of which affects later results: content evicted for the step is
-    /// gone, and blocks that left a window when it began are free, because the step may have
-    /// overwritten them. No query from the sequence's length on sees them; a truncation that would
-    /// need them is refused.
-    pub fn roll_back(&mut self) {
-        if self.state.is_step_open() {
-            self.state.roll_back();
+    /// Returns the step that [`Step::hold`] has kept open, `None` if there is none. Dropped, it is
+    /// rolled back like any other step: hold it again to keep it.
+    pub fn held(&mut self) -> Option<Step<'_, B>> {
+        let is_held = std::mem::take(&mut self.is_held);
+        if !is_held {
+            self.roll_back();
         }
+        is_held.then(|| Step { cache: self })
     }
 }

@@ -108,11 +108,11 @@ fn write_all(step: &mut Step<'_, NullBackend>) -> Result<(), CacheError> {
 
 impl Step<'_, NullBackend> {
     fn num_layers(&self) -> u16 {
-        self.cache().spec().num_layers()
+        self.cache().state().spec().num_layers()
     }
     fn head_dims(&self, layer: LayerId) -> [u32; 2] {
-        let (group, _) = self.cache().spec().locate(layer).unwrap();
-        self.cache().spec().groups()[usize::from(group.0)].layouts().map(|l| l.head_dim())
+        let (group, _) = self.cache().state().spec().locate(layer).unwrap();
+        self.cache().state().spec().groups()[usize::from(group.0)].layouts().map(|l| l.head_dim())
     }
 }
 
@@ -125,24 +125,24 @@ fn a_step_advances_lengths_only_at_commit() {
     assert_eq!(step.positions(), [5, 6, 7]);
     write_all(&mut step).unwrap();
     step.roll_back();
-    assert_eq!(cache.seq_len(SEQ[0]), Some(5));
+    assert_eq!(cache.state().seq_len(SEQ[0]), Some(5));
     append(&mut cache, &[(SEQ[0], 4)]).unwrap();
-    assert_eq!(cache.seq_len(SEQ[0]), Some(9));
-    assert_eq!(cache.block_table(SEQ[0], GroupId(0)).unwrap().len(), 3);
+    assert_eq!(cache.state().seq_len(SEQ[0]), Some(9));
+    assert_eq!(cache.state().block_table(SEQ[0], GroupId(0)).unwrap().len(), 3);
 }
 
 #[test]
 fn commit_names_the_unwritten_layer_and_rolls_back() {
     let mut cache = cache(4, 8);
     start(&mut cache, SEQ[0]);
-    let before = books(&cache);
+    let before = books(cache.state());
     let mut step = cache.begin_step(&[StepInput::count(SEQ[0], 1)]).unwrap();
     let row = [0.0_f32; 2];
     let view = || TensorView::host(&row, &[1, 1, 2]);
     step.write(1, view(), view(), QkvFormat::Thd).unwrap();
     let refused = step.commit().unwrap_err();
     assert_eq!(refused.to_string(), "layer 0 was not written in this step");
-    assert_eq!(books(&cache), before);
+    assert_eq!(books(cache.state()), before);
 }
 
 #[test]
@@ -167,16 +167,16 @@ fn a_fork_copies_the_partial_block_once() {
     start(&mut cache, SEQ[0]);
     append(&mut cache, &[(SEQ[0], 6)]).unwrap();
     cache.fork(SEQ[0], SEQ[1]).unwrap();
-    assert_eq!(cache.usage().blocks_used, 2);
+    assert_eq!(cache.state().usage().blocks_used, 2);
     let before = control.recorded();
     append(&mut cache, &[(SEQ[0], 1), (SEQ[1], 1)]).unwrap();
     // The plans, one copy, two writes, one flush: the second writer finds itself alone.
     assert_eq!(control.recorded() - before, 5);
-    let table = |cache: &KvCache<_>, s| cache.block_table(s, GroupId(0)).unwrap().to_vec();
+    let table = |cache: &KvCache<_>, s| cache.state().block_table(s, GroupId(0)).unwrap().to_vec();
     let (parent, child) = (table(&cache, SEQ[0]), table(&cache, SEQ[1]));
     assert_eq!(parent[0], child[0]);
     assert_ne!(parent[1], child[1]);
-    check_invariants(&cache);
+    check_invariants(cache.state());
 }
 
 #[test]
@@ -185,14 +185,14 @@ fn a_failed_preparation_or_copy_rolls_the_step_back() {
     start(&mut cache, SEQ[0]);
     append(&mut cache, &[(SEQ[0], 5)]).unwrap();
     cache.fork(SEQ[0], SEQ[1]).unwrap();
-    let before = books(&cache);
+    let before = books(cache.state());
     // The plans of two groups, then a copy in each.
     for more in 0..4 {
         cache.backend().control().fail_after(more);
         let failed = cache.begin_step(&[StepInput::count(SEQ[1], 1)]).unwrap_err();
         assert!(matches!(failed, CacheError::Device(e) if e.kind() == DeviceErrorKind::Driver));
-        assert_eq!(books(&cache), before);
-        check_invariants(&cache);
+        assert_eq!(books(cache.state()), before);
+        check_invariants(cache.state());
     }
     append(&mut cache, &[(SEQ[1], 1)]).unwrap();
 }
@@ -201,10 +201,10 @@ fn a_failed_preparation_or_copy_rolls_the_step_back() {
 fn a_failed_flush_rolls_the_step_back() {
     let mut cache = cache(4, 8);
     start(&mut cache, SEQ[0]);
-    let before = books(&cache);
+    let before = books(cache.state());
     cache.backend().control().fail_after(3);
     assert!(append(&mut cache, &[(SEQ[0], 5)]).is_err());
-    assert_eq!(books(&cache), before);
+    assert_eq!(books(cache.state()), before);
     append(&mut cache, &[(SEQ[0], 5)]).unwrap();
 }
 
@@ -214,35 +214,44 @@ fn a_block_is_wiped_before_it_is_handed_out_again() {
     let control = cache.backend().control();
     start(&mut cache, SEQ[0]);
     append(&mut cache, &[(SEQ[0], 3)]).unwrap();
+    cache.release(SEQ[0]).unwrap();
     control.fail_after(1);
-    assert!(cache.release(SEQ[0]).is_err(), "the second zeroing fails");
-    assert!(!cache.contains(SEQ[0]), "the release itself stands");
-    assert_eq!(cache.unwiped().len(), 3);
+    assert!(cache.wipe().is_err(), "the second zeroing fails");
+    assert_eq!(cache.state().unwiped().len(), 3);
     let before = control.recorded();
     start(&mut cache, SEQ[1]);
-    assert!(cache.unwiped().is_empty());
+    assert!(cache.state().unwiped().is_empty());
     // 2 blocks in 2 layers and 1 block in 1 layer, K and V each; the interrupted block is zeroed
     // again from its start.
     assert_eq!(control.recorded() - before, 10);
 }
 
 #[test]
-fn calls_that_change_nothing_leave_the_device_alone() {
+fn only_calls_that_hand_out_blocks_touch_the_device() {
     let mut cache = two_groups(true);
     start(&mut cache, SEQ[0]);
     append(&mut cache, &[(SEQ[0], 3)]).unwrap();
-    let gone = cache.pin_prefix(&[], StartOptions::default());
-    assert!(cache.unpin(gone.id).unwrap());
+    let pin = cache.pin_prefix(&[], StartOptions::default());
     let control = cache.backend().control();
     control.fail_after(0);
-    assert!(cache.truncate(SEQ[0], 1).is_err(), "a block waits to be zeroed");
-    let before = (control.recorded(), cache.unwiped().len());
-    assert!(!cache.reset_prefixes().unwrap(), "a sequence holds blocks");
-    assert!(!cache.unpin(gone.id).unwrap());
+    let before = control.recorded();
+    cache.truncate(SEQ[0], 1).unwrap();
+    assert_eq!(cache.state().unwiped().len(), 1, "a block waits to be zeroed");
+    cache.fork(SEQ[0], SEQ[1]).unwrap();
+    assert!(cache.unpin(pin.id).unwrap());
+    assert!(!cache.unpin(pin.id).unwrap());
     let again = cache.start(SEQ[0], &[], StartOptions::default()).unwrap_err();
     assert_eq!(again.to_string(), "sequence 0 exists already");
-    assert_eq!((control.recorded(), cache.unwiped().len()), before);
-    assert_eq!(before.1, 1);
+    cache.release(SEQ[0]).unwrap();
+    cache.preempt(SEQ[1]).unwrap();
+    assert!(cache.reset_prefixes().unwrap());
+    assert_eq!(control.recorded(), before);
+    let unwiped = cache.state().unwiped().len();
+    assert!(unwiped > 1);
+    let failed = cache.start(SEQ[0], &[], StartOptions::default()).unwrap_err();
+    assert!(matches!(failed, CacheError::Device(_)), "{failed}");
+    assert_eq!(cache.state().unwiped().len(), unwiped);
+    assert!(!cache.state().contains(SEQ[0]));
 }
 
 #[test]

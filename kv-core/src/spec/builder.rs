@@ -178,7 +178,7 @@ impl CacheSpecBuilder {
         self
     }
     /// Keeps up to `changes` [changes](crate::block::BlockChange) of blocks until they are
-    /// [taken](crate::scheduling::CacheState::drain_changes); none by default, which costs nothing.
+    /// [taken](crate::KvCache::drain_changes); none by default, which costs nothing.
     /// If there are more, all are lost: twice the blocks of all groups is ample if they are taken
     /// after each step.
     #[must_use]
@@ -186,8 +186,10 @@ impl CacheSpecBuilder {
         self.reuse.changes = changes;
         self
     }
-    /// Zeroes every block that loses its last holder or its cached content, for callers that share
-    /// a device between tenants.
+    /// Zeroes every block that lost its last holder or its cached content before it is handed out
+    /// again, for callers that share a device between tenants. The next call that hands out blocks
+    /// does so, a step or a start for example; [`KvCache::wipe`](crate::KvCache::wipe) does it at
+    /// once.
     #[must_use]
     pub fn wipe_on_release(mut self, wipe: bool) -> Self {
         self.wipe_on_release = wipe;

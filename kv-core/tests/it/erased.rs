@@ -34,10 +34,11 @@ fn a_callers_queue_is_erased_once() {
     let mut cache = KvCache::with_queue(AnyBackend::new(backend), queue, spec).unwrap();
     cache.start(SequenceId(0), &[], StartOptions::default()).unwrap();
     let before = control.recorded();
-    cache.open_step(&[StepInput::count(SequenceId(0), 1)]).unwrap();
+    cache.begin_step(&[StepInput::count(SequenceId(0), 1)]).unwrap().hold();
     let row = TensorView::host(&[0.0_f32; 2], &[1, 1, 2]);
     // A queue that was erased twice would know no buffer of the cache.
-    cache.step().unwrap().write(0, row, row, QkvFormat::Thd).unwrap();
-    cache.commit_step().unwrap();
+    let mut step = cache.held().unwrap();
+    step.write(0, row, row, QkvFormat::Thd).unwrap();
+    step.commit().unwrap();
     assert_eq!(control.recorded() - before, 3, "the plans, a write and a flush");
 }

@@ -99,7 +99,7 @@ impl Means {
 
     /// Rows of K or V as a reader sees them.
     fn rows(&mut self, plane: Plane) -> Vec<f32> {
-        let tokens = self.cache.seq_len(ID).unwrap();
+        let tokens = self.cache.state().seq_len(ID).unwrap();
         let dims = [tokens, self.heads, self.dim];
         let mut rows = vec![0.0_f32; dims.iter().product::<u32>() as usize];
         let out = TensorViewMut::host(&mut rows, &dims);

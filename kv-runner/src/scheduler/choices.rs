@@ -57,7 +57,7 @@ impl<B: Backend, M: Model<B>> Scheduler<'_, B, M> {
             return Ok(());
         };
         let mut tasks: Vec<_> = choices.drain(..).map(|choice| first.with_choice(choice)).collect();
-        let room = self.queues.room(&self.limits, self.cache.spec().max_sequences());
+        let room = self.queues.room(&self.limits, self.cache.state().spec().max_sequences());
         let room = if self.limits.forget { 0 } else { room };
         // The first of those that wait is at the front of the queue.
         for task in tasks.drain(room.min(tasks.len())..).rev() {

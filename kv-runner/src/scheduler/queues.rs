@@ -83,7 +83,7 @@ impl Queues {
             if matches!(next.tiers, FromTiers::Prefetching(_)) {
                 return Ok(None);
             }
-            let room = self.room(limits, step.cache().spec().max_sequences());
+            let room = self.room(limits, step.cache().state().spec().max_sequences());
             let is_alone = self.running.is_empty();
             if !is_alone && next.width() > room {
                 return Ok(None);
@@ -92,7 +92,7 @@ impl Queues {
             let admission = Admission::default().with_chunk(to_u32(left)).with_must_fit(true);
             let admission = admission.with_watermark(watermark);
             let options = next.start_options();
-            let fits = step.cache().check_admission(next.first_part(), options, &admission);
+            let fits = step.cache().state().check_admission(next.first_part(), options, &admission);
             match fits {
                 Ok(_) => {}
                 Err(CacheError::Exhausted(exhausted)) => return Ok(Some(exhausted)),
@@ -174,13 +174,13 @@ pub(super) fn promised<B: Backend>(
     next: &Task,
 ) -> Result<u32, CacheError> {
     let mut most = 0_u32;
-    for (group, id) in cache.spec().groups().iter().zip((0..).map(GroupId)) {
+    for (group, id) in cache.state().spec().groups().iter().zip((0..).map(GroupId)) {
         let mut blocks = next.blocks_of_forks(group);
         for task in running {
             blocks = blocks.saturating_add(task.blocks_of_forks(group));
             for sequence in task.sequences.iter().filter(|sequence| sequence.is_live) {
                 let len = to_u32(sequence.tokens.len());
-                let more = cache.blocks_to_completion(id, sequence.id, len)?;
+                let more = cache.state().blocks_to_completion(id, sequence.id, len)?;
                 blocks = blocks.saturating_add(more);
             }
         }

@@ -67,8 +67,8 @@ impl Stats {
 
     /// Copies the cache's counts.
     pub(super) fn note_cache<B: Backend>(&mut self, cache: &KvCache<B>) {
-        let (usage, memory) = (cache.usage(), cache.spec().memory());
-        self.cache = cache.stats();
+        let (usage, memory) = (cache.state().usage(), cache.state().spec().memory());
+        self.cache = cache.state().stats();
         self.blocks_total = usage.blocks_total;
         self.blocks_cached = usage.blocks_cached;
         self.bytes_per_token = memory.bytes_per_token;

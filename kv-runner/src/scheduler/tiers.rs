@@ -39,7 +39,7 @@ impl<B: Backend, M: Model<B>> Scheduler<'_, B, M> {
                 task.tiers = FromTiers::Prefetching(prefetch);
             }
         }
-        let room = batch.min(to_usize(cache.spec().max_sequences()));
+        let room = batch.min(to_usize(cache.state().spec().max_sequences()));
         let free = room.saturating_sub(queues.running.len());
         for at in 0..free.max(1) {
             let Some(task) = queues.waiting.get_mut(at) else { break };
@@ -83,7 +83,7 @@ pub(super) fn finish<B: Backend>(
 fn fits<B: Backend>(cache: &KvCache<B>, running: &[Task], task: &Task) -> Result<bool, Error> {
     let watermark = promised(cache, running, task)?;
     let admission = Admission::default().with_must_fit(true).with_watermark(watermark);
-    match cache.check_admission(task.first_part(), task.start_options(), &admission) {
+    match cache.state().check_admission(task.first_part(), task.start_options(), &admission) {
         Ok(_) => Ok(true),
         Err(CacheError::Exhausted(_)) => Ok(false),
         Err(error) => Err(error.into()),

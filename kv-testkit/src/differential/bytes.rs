@@ -30,7 +30,7 @@ pub(super) fn stored(
     }
     let sequence = |id: &SequenceId| {
         let (len, coded) = (fixture.model.len(*id).unwrap_or(0), fixture.model.coded(*id, layer));
-        let table = fixture.cache.block_table(*id, group).unwrap_or_default();
+        let table = fixture.cache.state().block_table(*id, group).unwrap_or_default();
         let row = |position: u32| {
             let found = layout.slot_map().place_in(position, coded);
             let (segment, begin) = layout.locate(table[found.index as usize].0);

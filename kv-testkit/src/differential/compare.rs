@@ -31,8 +31,18 @@ impl DevicePair {
     fn compare_tables(&self) -> Result<(), CaseError> {
         let (mut there, mut back) = (BTreeMap::new(), BTreeMap::new());
         for sequence in &self.sequences {
-            let one = self.one.cache.block_table(seq(sequence.id), GroupId(0)).unwrap_or_default();
-            let two = self.two.cache.block_table(seq(sequence.id), GroupId(0)).unwrap_or_default();
+            let one = self
+                .one
+                .cache
+                .state()
+                .block_table(seq(sequence.id), GroupId(0))
+                .unwrap_or_default();
+            let two = self
+                .two
+                .cache
+                .state()
+                .block_table(seq(sequence.id), GroupId(0))
+                .unwrap_or_default();
             let place = || format!("sequence {}: {one:?} and {two:?}", sequence.id);
             same("blocks on the second device", two.len(), one.len()).at(place())?;
             for (one, two) in one.iter().zip(two) {

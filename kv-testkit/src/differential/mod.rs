@@ -233,8 +233,8 @@ impl DevicePair {
         };
         let demands =
             |demand: kv_core::scheduling::BlockDemand| (demand.needed, demand.free, demand.fits());
-        let one = self.one.cache.blocks_for_step(GroupId(0), &list()).map(demands);
-        let two = self.two.cache.blocks_for_step(GroupId(0), &list()).map(demands);
+        let one = self.one.cache.state().blocks_for_step(GroupId(0), &list()).map(demands);
+        let two = self.two.cache.state().blocks_for_step(GroupId(0), &list()).map(demands);
         if !agreed("blocks for a step", one, two)?.2 {
             let refused = [
                 self.one.cache.begin_step(&list()).map(drop),

@@ -23,7 +23,7 @@ impl StatefulTest {
         let (prompt, options) = self.prompt(choices);
         let (id, before) = (self.new_id(), self.visible_state());
         self.record(|| format!("start {id}, {prompt:?}, {options:?}"));
-        let probed = self.cache.probe(&prompt, options.start_options());
+        let probed = self.cache.state().probe(&prompt, options.start_options());
         let len = prompt.len() as u32;
         // The last token is always computed, and no more tokens than the prompt has can be found.
         ensure(probed <= len.saturating_sub(1), || format!("{probed} tokens were found"))?;
@@ -66,7 +66,7 @@ impl StatefulTest {
         let fits = self.compute(terms).at(format!("{terms:?}, after {reused}"))?;
         // If another sequence cached the same content meanwhile, blocks are shared at commit; the
         // admission check does not count the blocks that this frees.
-        let is_shared = self.cache.stats().duplicate_blocks > before.duplicates();
+        let is_shared = self.cache.state().stats().duplicate_blocks > before.duplicates();
         ensure(fits == admitted.is_ok() || (fits && is_shared), || {
             format!("{terms:?} after {reused}: fits: {fits}, but {admitted:?}")
         })?;
@@ -85,7 +85,7 @@ impl StatefulTest {
         let admission =
             Admission::default().with_chunk(terms.chunk).with_lookahead(terms.lookahead);
         let admission = admission.with_must_fit(terms.whole);
-        self.cache.check_admission(prompt, options.start_options(), &admission)
+        self.cache.state().check_admission(prompt, options.start_options(), &admission)
     }
 
     fn refused_by_plan(&mut self, error: &PlanError, requested: usize) -> Result<(), CaseError> {
@@ -143,7 +143,7 @@ impl StatefulTest {
         self.coverage.add_many(Behaviour::ReusedPart, u64::from(is_part));
         if options.backoff > 0 {
             let all = Options { backoff: 0, ..options.clone() };
-            if self.cache.probe(prompt, all.start_options()) > reused {
+            if self.cache.state().probe(prompt, all.start_options()) > reused {
                 self.coverage.add(Behaviour::BackedOff);
                 let has_window = self.spec.groups().iter().any(|group| group.window().is_some());
                 self.coverage.add_many(Behaviour::BackedOffWindow, u64::from(has_window));
@@ -163,8 +163,8 @@ impl StatefulTest {
         let groups = self.spec.groups().iter().zip(&self.observed).zip(0..);
         for ((group, observed), id) in groups {
             let (map, id) = (group.slot_map(), kv_core::GroupId(id));
-            let table = self.cache.block_table(last.id, id).unwrap_or_default();
-            let vacant = self.cache.vacant_entries(last.id, id).unwrap_or_default();
+            let table = self.cache.state().block_table(last.id, id).unwrap_or_default();
+            let vacant = self.cache.state().vacant_entries(last.id, id).unwrap_or_default();
             let taken = map.blocks(last.hashes.len() as u32);
             for (at, block) in (0..taken).zip(table).filter(|(at, _)| !vacant.contains(at)) {
                 let expected = retention.priority_at(map.tokens(at), prompt_len);

@@ -79,7 +79,7 @@ behaviours! {
     FailedCommit,
     /// The device failed in a start.
     FailedStart,
-    /// The device failed when released blocks were wiped.
+    /// The device failed in a wipe.
     FailedWipe,
     /// A whole prompt passed the admission check and was computed, chunk by chunk.
     FitWhole,

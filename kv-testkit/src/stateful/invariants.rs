@@ -59,7 +59,7 @@ impl VisibleState {
 impl StatefulTest {
     pub(super) fn groups(&self) -> impl Iterator<Item = (GroupId, &BlockPool)> {
         let count = self.spec.groups().len() as u8;
-        (0..count).filter_map(|id| Some((GroupId(id), self.cache.pool(GroupId(id))?)))
+        (0..count).filter_map(|id| Some((GroupId(id), self.cache.state().pool(GroupId(id))?)))
     }
 
     pub(super) fn has_window(&self) -> bool {
@@ -69,17 +69,18 @@ impl StatefulTest {
     /// Reads the visible state.
     pub(super) fn visible_state(&self) -> VisibleState {
         let cache = &self.cache;
-        let lens = cache.sequences().map(|id| (id, cache.seq_len(id))).collect();
-        let table = |s: &Sequence, id| cache.block_table(s.id, id).unwrap_or_default().to_vec();
+        let lens = cache.state().sequences().map(|id| (id, cache.state().seq_len(id))).collect();
+        let table =
+            |s: &Sequence, id| cache.state().block_table(s.id, id).unwrap_or_default().to_vec();
         let tables = |(id, _)| self.sequences.iter().map(move |s| table(s, id));
-        let vacant = |s: &Sequence, id| cache.vacant_entries(s.id, id).unwrap_or_default();
+        let vacant = |s: &Sequence, id| cache.state().vacant_entries(s.id, id).unwrap_or_default();
         let vacants = |(id, _)| self.sequences.iter().map(move |s| vacant(s, id));
         let pool = |(_, pool): (GroupId, &BlockPool)| {
             [pool.num_empty() as usize, pool.num_idle() as usize, pool.index().len()]
         };
         let probe = |(prompt, options): &(Vec<u32>, _)| {
             let options: &super::Options = options;
-            cache.probe(prompt, options.start_options())
+            cache.state().probe(prompt, options.start_options())
         };
         VisibleState {
             lens,
@@ -88,7 +89,7 @@ impl StatefulTest {
             vacant: self.groups().flat_map(vacants).collect(),
             probes: self.prompts.iter().map(probe).collect(),
             windowed: self.spec.groups().iter().map(|group| group.window().is_some()).collect(),
-            stats: cache.stats(),
+            stats: cache.state().stats(),
         }
     }
 
@@ -99,10 +100,14 @@ impl StatefulTest {
 
     /// Checks every invariant.
     pub(super) fn check(&mut self) -> Result<(), CaseError> {
-        same("sequences", self.cache.num_sequences() as usize, self.sequences.len())?;
+        same("sequences", self.cache.state().num_sequences() as usize, self.sequences.len())?;
         for sequence in &self.sequences {
             let len = Some(sequence.hashes.len() as u32);
-            same(format!("length of {}", sequence.id), self.cache.seq_len(sequence.id), len)?;
+            same(
+                format!("length of {}", sequence.id),
+                self.cache.state().seq_len(sequence.id),
+                len,
+            )?;
         }
         self.check_holders()?;
         self.check_policies()?;
@@ -118,15 +123,18 @@ impl StatefulTest {
         for (id, pool) in self.groups() {
             let mut holders: BTreeMap<BlockId, u32> = BTreeMap::new();
             for sequence in &self.sequences {
-                let table = self.cache.block_table(sequence.id, id).unwrap_or_default();
-                let vacant = self.cache.vacant_entries(sequence.id, id).unwrap_or_default();
+                let table = self.cache.state().block_table(sequence.id, id).unwrap_or_default();
+                let vacant = self.cache.state().vacant_entries(sequence.id, id).unwrap_or_default();
                 for (block, at) in table.iter().zip(0..) {
                     if !vacant.contains(&at) {
                         *holders.entry(*block).or_default() += 1;
                     }
                 }
             }
-            self.cache.pinned_blocks(id).for_each(|block| *holders.entry(block).or_default() += 1);
+            self.cache
+                .state()
+                .pinned_blocks(id)
+                .for_each(|block| *holders.entry(block).or_default() += 1);
             let (mut idle, mut cached) = (0, 0);
             for block in (0..pool.num_blocks()).map(BlockId) {
                 let expected = holders.get(&block).copied().unwrap_or(0);
@@ -191,7 +199,7 @@ impl StatefulTest {
         for sequence in &self.sequences {
             for (group, index) in self.spec.groups().iter().zip(0_usize..) {
                 let id = GroupId(index as u8);
-                let vacant = self.cache.vacant_entries(sequence.id, id).unwrap_or_default();
+                let vacant = self.cache.state().vacant_entries(sequence.id, id).unwrap_or_default();
                 let map = group.slot_map();
                 let len = sequence.hashes.len() as u32;
                 let [first, second] = if vacant.is_empty() {
@@ -234,7 +242,7 @@ impl StatefulTest {
         for sequence in self.sequences.iter().filter(|sequence| sequence.publishes) {
             let certain = sequence.tokens.iter().take(sequence.certain as usize);
             let expected: Vec<_> = certain.map_while(|token| *token).collect();
-            let text = self.cache.sequence_text(sequence.id).map(|text| text.tokens);
+            let text = self.cache.state().sequence_text(sequence.id).map(|text| text.tokens);
             same(format!("text of {}", sequence.id), text, Some(expected))?;
         }
         Ok(())
@@ -261,7 +269,7 @@ impl StatefulTest {
                 whole = less;
             }
             prompt.push(77);
-            let found = self.cache.probe(&prompt, sequence.options.key_options());
+            let found = self.cache.state().probe(&prompt, sequence.options.key_options());
             ensure(found >= whole, || {
                 format!("{} published {whole} tokens, but {found} are found", sequence.id)
             })?;
@@ -271,7 +279,7 @@ impl StatefulTest {
 
     /// Checks that the events, a snapshot and the index agree.
     fn check_events(&mut self) -> Result<(), CaseError> {
-        let snapshot = self.cache.snapshot();
+        let snapshot = self.cache.state().snapshot();
         for (id, pool) in self.groups() {
             let listed = |block: &&kv_core::events::StoredBlock| block.group == id;
             let full = pool.index().iter().filter(|block| !block.is_partial).count();
@@ -306,16 +314,18 @@ impl StatefulTest {
         self.check()?;
         let total = |(_, pool): (GroupId, &BlockPool)| pool.num_free() == pool.num_blocks();
         ensure(self.groups().all(total), || "blocks are held without a holder".to_owned())?;
-        self.coverage.add_many(Behaviour::Evicted, self.cache.stats().evictions);
+        self.coverage.add_many(Behaviour::Evicted, self.cache.state().stats().evictions);
         let seen = self.observed.iter().map(|observed| lock(observed).coverage());
         self.coverage = seen.fold(self.coverage, super::Coverage::and);
         ensure(self.cache.reset_prefixes()?, || "a reset was refused".to_owned())?;
         let empty = |(_, pool): (GroupId, &BlockPool)| pool.num_empty() == pool.num_blocks();
         ensure(self.groups().all(empty), || "content survived a reset".to_owned())?;
-        let found =
-            self.prompts.iter().map(|(prompt, o)| self.cache.probe(prompt, o.start_options()));
+        let found = self
+            .prompts
+            .iter()
+            .map(|(prompt, o)| self.cache.state().probe(prompt, o.start_options()));
         same("tokens found after a reset", found.sum::<u32>(), 0)?;
-        same("contents after a reset", self.cache.snapshot().blocks.len(), 0)?;
+        same("contents after a reset", self.cache.state().snapshot().blocks.len(), 0)?;
         self.check_wiped()
     }
 

@@ -64,7 +64,7 @@ pub(super) fn join(
         let (id, entry) = match join {
             Join::Add(entry) => (ids[entry.at], entry),
             Join::Start(id, prompt, options) => {
-                let probed = step.cache().probe(&prompt, options.start_options());
+                let probed = step.cache().state().probe(&prompt, options.start_options());
                 let reused = match step.start(id, &prompt, options.start_options()) {
                     Ok(reused) => reused,
                     Err(CacheError::Exhausted(_)) => {

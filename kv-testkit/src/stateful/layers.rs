@@ -10,8 +10,8 @@ const LAYERS_MAX: u16 = 3;
 
 /// Allocates the first layer if layers are on demand; returns the layers that have memory.
 pub(super) fn first(cache: &mut KvCache) -> Result<Vec<u16>, CaseError> {
-    if !cache.spec().layers_on_demand() {
-        return Ok((0..cache.spec().num_layers()).collect());
+    if !cache.state().spec().layers_on_demand() {
+        return Ok((0..cache.state().spec().num_layers()).collect());
     }
     same("allocation of the first layer", cache.allocate_layer(0)?, true)?;
     Ok(vec![0])
@@ -40,9 +40,11 @@ impl StatefulTest {
     /// its bytes mean something else now.
     pub(super) fn check_nothing_cached(&mut self) -> Result<(), CaseError> {
         self.lower.clear();
-        let found =
-            self.prompts.iter().map(|(prompt, o)| self.cache.probe(prompt, o.start_options()));
+        let found = self
+            .prompts
+            .iter()
+            .map(|(prompt, o)| self.cache.state().probe(prompt, o.start_options()));
         same("tokens found in invalidated blocks", found.sum::<u32>(), 0)?;
-        same("contents of invalidated blocks", self.cache.snapshot().blocks.len(), 0)
+        same("contents of invalidated blocks", self.cache.state().snapshot().blocks.len(), 0)
     }
 }

@@ -66,21 +66,17 @@ impl StatefulTest {
         }
     }
 
-    /// Returns the result of a call if it was done; `None` if the device failed before.
-    pub(super) fn completed<T>(
-        &mut self,
-        answer: Result<T, CacheError>,
-    ) -> Result<Option<T>, CaseError> {
-        let has_failed = self.faults.clear();
-        match answer {
-            Err(CacheError::Device(_)) if has_failed => {
-                self.coverage.add(Behaviour::FailedWipe);
-                Ok(None)
-            }
-            Ok(_) if has_failed => Err("a device failure was not reported".into()),
-            Ok(done) => Ok(Some(done)),
-            Err(other) => Err(other.into()),
+    /// Zeroes released blocks, or leaves them to the next call that hands out blocks.
+    pub(super) fn wipe(&mut self, choices: &mut Choices<'_>) -> Result<(), CaseError> {
+        if choices.one_in(2) {
+            return Ok(());
         }
+        self.arm_fault(choices);
+        let wiped = self.cache.wipe();
+        let has_failed = self.faults.clear();
+        same("a device failure was reported", wiped.is_err(), has_failed)?;
+        self.coverage.add_many(Behaviour::FailedWipe, u64::from(has_failed));
+        Ok(())
     }
 
     /// Records the operation that comes next.
@@ -175,10 +171,8 @@ impl StatefulTest {
         let has_window = self.spec.groups().iter().any(|group| group.window().is_some());
         let (id, len) = (self.sequences[at].id, choices.index(self.sequences[at].hashes.len() + 1));
         self.record(|| format!("truncate {id} to {len}"));
-        self.arm_fault(choices);
         match self.cache.truncate(id, len as u32) {
             Err(CacheError::Plan(PlanError::OutOfWindow { .. })) if has_window => {
-                self.faults.clear();
                 self.coverage.add(Behaviour::RefusedWindow);
                 let floor = self.sequences[at].floor;
                 ensure(len < floor, || {
@@ -186,14 +180,14 @@ impl StatefulTest {
                 })?;
                 return self.unchanged(&before);
             }
-            answer => self.completed(answer)?,
-        };
+            answer => answer?,
+        }
         self.coverage.add(Behaviour::Truncated);
         let is_slack = self.slack() > 0 && len + 1 < self.sequences[at].hashes.len();
         self.coverage.add_many(Behaviour::CutIntoSlack, u64::from(is_slack));
         self.sequences[at].prompt.clear();
         self.cut(at, len);
-        Ok(())
+        self.wipe(choices)
     }
 
     /// Truncates a sequence of the model.
@@ -223,15 +217,13 @@ impl StatefulTest {
     fn end_sequence(&mut self, choices: &mut Choices<'_>) -> Result<(), CaseError> {
         let sequence = self.sequences.remove(choices.index(self.sequences.len()));
         self.record(|| format!("end {}", sequence.id));
-        let is_preempted = choices.one_in(3);
-        self.arm_fault(choices);
-        let answer = if is_preempted {
+        if choices.one_in(3) {
             self.coverage.add(Behaviour::Preempted);
-            self.cache.preempt(sequence.id)
+            self.cache.preempt(sequence.id)?;
         } else {
-            self.cache.release(sequence.id)
-        };
-        self.completed(answer)?;
+            self.cache.release(sequence.id)?;
+        }
+        self.wipe(choices)?;
         if choices.one_in(3) { self.repeat(choices) } else { Ok(()) }
     }
 
@@ -254,10 +246,7 @@ impl StatefulTest {
         }
         let pin = self.pins.remove(choices.index(self.pins.len()));
         self.record(|| format!("unpin {pin:?}"));
-        self.arm_fault(choices);
-        let answer = self.cache.unpin(pin.id);
-        let was_there = self.completed(answer)?.unwrap_or(true);
-        ensure(was_there, || format!("{pin:?} was not pinned"))?;
+        ensure(self.cache.unpin(pin.id)?, || format!("{pin:?} was not pinned"))?;
         ensure(!self.cache.unpin(pin.id)?, || format!("{pin:?} was pinned twice"))
     }
 
@@ -278,12 +267,10 @@ impl StatefulTest {
             self.cache.prioritise_prefix(&prompt, options.key_options(), priority);
         } else {
             let keep = choices.below(9);
-            self.arm_fault(choices);
-            let answer = self.cache.forget_prefix(&prompt, options.key_options(), keep);
-            let forgotten = self.completed(answer)?.unwrap_or(0);
+            let forgotten = self.cache.forget_prefix(&prompt, options.key_options(), keep)?;
             self.coverage.add_many(Behaviour::Forgotten, u64::from(forgotten));
         }
-        Ok(())
+        self.wipe(choices)
     }
 
     /// Resets the prefix index, which is refused while blocks are held.
@@ -295,10 +282,9 @@ impl StatefulTest {
             }
         }
         let is_held = self.groups().any(|(_, pool)| pool.num_used() > 0);
-        self.arm_fault(choices);
-        let answer = self.cache.reset_prefixes();
-        let is_done = self.completed(answer)?.unwrap_or(true);
+        let is_done = self.cache.reset_prefixes()?;
         self.coverage.add_many(Behaviour::Reset, u64::from(is_done));
-        same("a reset is done", is_done, !is_held)
+        same("a reset is done", is_done, !is_held)?;
+        self.wipe(choices)
     }
 }

@@ -30,7 +30,7 @@ impl StatefulTest {
             self.check().at("before recalibration")?;
         }
         let given = self.calibration(choices.pick(&[0.5, -0.25, 0.125]));
-        let (before, key) = (self.visible_state(), self.cache.encoding_key());
+        let (before, key) = (self.visible_state(), self.cache.state().encoding_key());
         let stored = self.stored()?;
         let (kind, more) = (choices.next(), u64::from(choices.next()) % 48);
         let fault = FaultKind::ALL.get(usize::from(kind % 6)).copied();
@@ -57,7 +57,7 @@ impl StatefulTest {
             Err(other) => return Err(other.into()),
         };
         self.coverage.add(why);
-        same("encoding key", self.cache.encoding_key(), key)?;
+        same("encoding key", self.cache.state().encoding_key(), key)?;
         // Bytes that could not be restored yet are restored before the next call does anything
         // else.
         drop(self.cache.begin_step(&[])?);
@@ -117,8 +117,8 @@ impl StatefulTest {
     fn holders(&self, group: GroupId) -> (Holders, Vec<(BlockId, SequenceId)>) {
         let (mut holders, mut left) = (Holders::new(), Vec::new());
         for sequence in &self.sequences {
-            let vacant = self.cache.vacant_entries(sequence.id, group).unwrap_or_default();
-            let table = self.cache.block_table(sequence.id, group).unwrap_or_default();
+            let vacant = self.cache.state().vacant_entries(sequence.id, group).unwrap_or_default();
+            let table = self.cache.state().block_table(sequence.id, group).unwrap_or_default();
             for (block, at) in table.iter().zip(0..) {
                 if vacant.contains(&at) {
                     left.push((*block, sequence.id));

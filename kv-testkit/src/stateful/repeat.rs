@@ -20,12 +20,12 @@ impl StatefulTest {
         self.record(|| format!("repeat {prompt:?}, {options:?}, {times} times"));
         let mut before = None;
         for _ in 0..times {
-            let evictions = self.cache.stats().evictions;
+            let evictions = self.cache.state().stats().evictions;
             if !self.compute_once(&prompt, &options)? {
                 return Ok(());
             }
             self.check().at("repeated")?;
-            if self.cache.stats().evictions != evictions {
+            if self.cache.state().stats().evictions != evictions {
                 before = None;
                 continue;
             }

@@ -133,7 +133,7 @@ impl StatefulTest {
     pub(super) fn demand(&self, inputs: &[StepInput<'_>]) -> Result<(bool, Vec<u32>), CaseError> {
         let (mut fits, mut left) = (true, Vec::new());
         for id in 0..self.spec.groups().len() as u8 {
-            let demand = self.cache.blocks_for_step(GroupId(id), inputs)?;
+            let demand = self.cache.state().blocks_for_step(GroupId(id), inputs)?;
             fits &= demand.fits();
             left.push(demand.free.saturating_sub(demand.needed));
         }
@@ -184,7 +184,7 @@ impl StatefulTest {
             self.apply_commit(entry, accepted, finish);
         }
         if is_alone {
-            let shared = self.cache.stats().duplicate_blocks - duplicates;
+            let shared = self.cache.state().stats().duplicate_blocks - duplicates;
             self.check_left(&left, entries.len() as u32 + shared as u32)?;
         }
         Ok(StepOutcome::Committed)
@@ -273,7 +273,7 @@ impl StatefulTest {
             // to roll back, one that was replaced by a block with the same content, and, with a
             // tail, those that became codes or held drafts.
             let given_back = if has_tail { self.spec.max_seq_len() } else { entries - 1 };
-            let free = self.cache.free_blocks(GroupId(id));
+            let free = self.cache.state().free_blocks(GroupId(id));
             let is_right = (*left..=left + given_back).contains(&free);
             ensure(is_right, || format!("{free} free blocks after the step, not {left}"))?;
         }
@@ -316,11 +316,9 @@ fn begin<'c>(
     if !is_held {
         return cache.begin_step(inputs);
     }
-    cache.open_step(inputs)?;
-    // The step stays open when its `Step` is dropped.
-    drop(cache.step());
-    let step = cache.step();
-    Ok(step.unwrap_or_else(|| unreachable!("a step that was opened is held")))
+    cache.begin_step(inputs)?.hold();
+    let step = cache.held();
+    Ok(step.unwrap_or_else(|| unreachable!("the step was held")))
 }
 
 /// Writes every layer and repeats a write as long as the device fails; returns whether it failed.

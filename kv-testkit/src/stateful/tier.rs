@@ -46,7 +46,7 @@ impl StatefulTest {
         let group = choices.index(self.lower.len());
         let tier = &mut self.lower[group];
         let id = GroupId(group as u8);
-        let pool = self.cache.pool(id).ok_or("a group without a pool")?;
+        let pool = self.cache.state().pool(id).ok_or("a group without a pool")?;
         let full = pool.index().iter().filter(|block| !block.is_partial);
         let new = full.filter(|block| !tier.blocks.contains_key(&block.key));
         let mut blocks: Vec<_> = new.map(|block| (block.block, block.key)).collect();
@@ -106,7 +106,7 @@ impl StatefulTest {
         let Some((prompt, options, upto)) = self.wanted(choices)? else {
             return Ok(());
         };
-        let probe = self.cache.probe_keys(&prompt, &options.start_options());
+        let probe = self.cache.state().probe_keys(&prompt, &options.start_options());
         let before = self.visible_state();
         self.record(|| format!("import {prompt:?} up to {upto}, {options:?}"));
         self.arm_fault(choices);
@@ -136,16 +136,14 @@ impl StatefulTest {
         self.cache.publish_import(&mut import, first, Tier::Disk)?;
         self.cache.publish_import(&mut import, upto, Tier::Store)?;
         same("blocks that were not published", import.blocks().len(), 0)?;
-        let found = self.cache.probe(&prompt, options.start_options());
+        let found = self.cache.state().probe(&prompt, options.start_options());
         ensure(found >= import.hit(), || format!("{found} of {} tokens", import.hit()))?;
         self.coverage.add_many(Behaviour::Imported, brought);
         if choices.one_in(2) {
             self.start_imported((prompt, options), found)?;
         }
-        self.arm_fault(choices);
-        let finished = self.cache.finish_import(import);
-        self.completed(finished)?;
-        Ok(())
+        self.cache.finish_import(import)?;
+        self.wipe(choices)
     }
 
     /// Chooses an earlier prompt that has something to import, and the most tokens of it.
@@ -158,7 +156,7 @@ impl StatefulTest {
         }
         let first = choices.index(self.prompts.len());
         let reach = |test: &Self, (prompt, options): &(Vec<u32>, Options)| {
-            test.reach(&test.cache.probe_keys(prompt, &options.start_options()))
+            test.reach(&test.cache.state().probe_keys(prompt, &options.start_options()))
         };
         let (before, after) = self.prompts.split_at(first);
         let found = after.iter().chain(before).find_map(|of| Some((of, reach(self, of)?)));

@@ -387,7 +387,7 @@ fn cross(backend: &AnyBackend) -> CaseResult {
     fixture.fill(1, 11)?;
     fixture.fill(2, 6)?;
     let config = StepConfig { causal: false, ..StepConfig::default() };
-    let usage = fixture.cache.usage();
+    let usage = fixture.cache.state().usage();
     for queries in [1, 4, 1] {
         fixture.step(&[(1, StepKind::Query(queries)), (2, StepKind::Query(1))], &config)?;
     }
@@ -396,7 +396,7 @@ fn cross(backend: &AnyBackend) -> CaseResult {
     }
     let inputs: Vec<_> = (10..14).map(|id| (id, StepKind::Query(2))).collect();
     fixture.step(&inputs, &config)?;
-    let used = fixture.cache.usage().blocks_used;
+    let used = fixture.cache.state().usage().blocks_used;
     ensure(used == usage.blocks_used, || {
         format!("queries and forks took blocks: {} used before, {used} after", usage.blocks_used)
     })?;

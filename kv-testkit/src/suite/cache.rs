@@ -104,7 +104,7 @@ fn attend_first(backend: &AnyBackend) -> CaseResult {
     step.write(1, rows.view(), rows.view(), QkvFormat::Thd).at("the step is still open")?;
     step.attend(1, rows.view(), out.view_mut(), &options)?;
     step.commit()?;
-    same("length", fixture.cache.seq_len(seq(1)), Some(7))?;
+    same("length", fixture.cache.state().seq_len(seq(1)), Some(7))?;
     Ok(Outcome::Holds)
 }
 
@@ -153,7 +153,7 @@ fn regrow(backend: &AnyBackend) -> CaseResult {
     for len in [13, 12, 8, 7, 1, 0] {
         fixture.truncate(1, len)?;
         fixture.check().at(format!("truncated to {len}"))?;
-        let used = fixture.cache.usage().blocks_used;
+        let used = fixture.cache.state().usage().blocks_used;
         same("blocks in use", used, len.div_ceil(4) + 3_u32.div_ceil(4))?;
         fixture.step(&[tokens(1, 3), (2, StepKind::Idle)], &StepConfig::default())?;
         fixture.check().at(format!("regrown from {len}"))?;
@@ -171,11 +171,11 @@ fn reuse(backend: &AnyBackend) -> CaseResult {
     let mut fixture = CacheFixture::new(backend, small().paged(4, 5).build()?, 7)?;
     for round in 0..6 {
         fixture.fill(round, 17).at(format!("round {round}"))?;
-        same("free blocks", fixture.cache.free_blocks(kv_core::GroupId(0)), 0)?;
+        same("free blocks", fixture.cache.state().free_blocks(kv_core::GroupId(0)), 0)?;
         fixture.step(&[tokens(round, 3)], &StepConfig::default())?;
         fixture.check()?;
         fixture.release(round)?;
-        same("free blocks", fixture.cache.free_blocks(kv_core::GroupId(0)), 5)?;
+        same("free blocks", fixture.cache.state().free_blocks(kv_core::GroupId(0)), 5)?;
     }
     Ok(Outcome::Holds)
 }
@@ -188,7 +188,7 @@ fn reset(backend: &AnyBackend) -> CaseResult {
         fixture.fill(3, 1)?;
         fixture.step(&[tokens(2, 2), tokens(1, 1)], &StepConfig::default())?;
         fixture.reset()?;
-        let usage = fixture.cache.usage();
+        let usage = fixture.cache.state().usage();
         let counts = (usage.sequences, usage.tokens, usage.blocks_used, usage.slots_wasted);
         same("usage after reset", counts, (0, 0, 0, 0))?;
     }

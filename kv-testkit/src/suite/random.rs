@@ -173,7 +173,7 @@ fn run(
         fixture.check().at(format!("after operation {index}, {op:?}"))?;
     }
     fixture.reset()?;
-    let free = fixture.cache.free_blocks(GroupId(0));
+    let free = fixture.cache.state().free_blocks(GroupId(0));
     ensure(free == spec.groups()[0].num_blocks(), || format!("{free} blocks free at the end"))
 }
 
@@ -181,7 +181,7 @@ fn apply(fixture: &mut CacheFixture, op: &Op, next: &mut u64) -> Result<(), Case
     let sequences = fixture.model.sequences();
     let chosen =
         |which: u8| sequences.get(usize::from(which) % sequences.len().max(1)).map(|id| id.0);
-    let has_room = sequences.len() < fixture.cache.spec().max_sequences() as usize;
+    let has_room = sequences.len() < fixture.cache.state().spec().max_sequences() as usize;
     match op {
         Op::Start if has_room => {
             fixture.start(*next)?;
@@ -244,9 +244,9 @@ fn step(
     inputs: &[(u64, StepKind)],
     config: &StepConfig,
 ) -> Result<(), CaseError> {
-    let map = *fixture.cache.spec().groups()[0].slot_map();
-    let total = u64::from(fixture.cache.spec().groups()[0].num_blocks());
-    let max_len = fixture.cache.spec().max_seq_len();
+    let map = *fixture.cache.state().spec().groups()[0].slot_map();
+    let total = u64::from(fixture.cache.state().spec().groups()[0].num_blocks());
+    let max_len = fixture.cache.state().spec().max_seq_len();
     let new = |step_kind: &StepKind| if let StepKind::Tokens(n) = step_kind { *n } else { 0 };
     let len = |id: u64| fixture.model.len(seq(id)).unwrap_or(0);
     let too_long = inputs.iter().any(|(id, step_kind)| len(*id) + new(step_kind) > max_len);
@@ -263,7 +263,7 @@ fn step(
     // Without sharing, every sequence has its own blocks; with sharing, fewer are needed.
     let most = fixture.model.blocks_unshared(&map) + inputs.iter().map(growth).sum::<u64>();
     let least = inputs.iter().map(growth).sum::<u64>();
-    let free = fixture.cache.free_blocks(GroupId(0));
+    let free = fixture.cache.state().free_blocks(GroupId(0));
     let before = fixture.state();
     let list: Vec<_> = inputs
         .iter()

@@ -25,6 +25,7 @@ pub(super) fn cases() -> Vec<Case> {
 
 /// Returns every byte of every plane of a group.
 pub(crate) fn bytes(cache: &mut KvCache, group: GroupId) -> Result<Vec<Vec<u8>>, CaseError> {
+    cache.wipe()?;
     let storage = cache.storage(group).ok_or("a group without storage")?;
     let mut list = Vec::new();
     for plane in storage.view().planes() {
@@ -104,7 +105,7 @@ fn groups(backend: &AnyBackend) -> CaseResult {
     fixture.check()?;
     // The smallest pool decides: the third group has 150 slots in blocks of one token.
     let before = fixture.state();
-    let free = fixture.cache.free_blocks(GroupId(2));
+    let free = fixture.cache.state().free_blocks(GroupId(2));
     let step = fixture.cache.begin_step(&[StepInput::count(seq(1), free + 1)]).map(drop);
     refused("more tokens than the third group has", step, |error| {
         matches!(error, CacheError::Exhausted(e) if e.group == GroupId(2) && e.needed == free + 1)
@@ -147,7 +148,7 @@ fn thousand(backend: &AnyBackend) -> CaseResult {
     for round in 0..5 {
         let decode: Vec<_> = lens.iter().map(|(id, _)| (*id, StepKind::Tokens(1))).collect();
         fixture.step(&decode, &config).at(format!("decode {round}"))?;
-        let usage = fixture.cache.usage();
+        let usage = fixture.cache.state().usage();
         same("sequences", usage.sequences, 1000)?;
         ensure(usage.slots_wasted < 1000 * 16, || {
             format!("{} slots wasted by 1000 sequences of 16-token blocks", usage.slots_wasted)
@@ -168,7 +169,7 @@ fn reserve(backend: &AnyBackend) -> CaseResult {
     let options = StartOptions::default().with_reserve(14);
     fixture.cache.start(seq(1), &[], options)?;
     fixture.model.start(seq(1));
-    same("free blocks", fixture.cache.free_blocks(GroupId(0)), 2)?;
+    same("free blocks", fixture.cache.state().free_blocks(GroupId(0)), 2)?;
     fixture.fill(2, 8)?;
     for len in [5, 5, 6] {
         fixture
@@ -177,11 +178,11 @@ fn reserve(backend: &AnyBackend) -> CaseResult {
         fixture.check()?;
     }
     fixture.truncate(1, 1)?;
-    same("free blocks", fixture.cache.free_blocks(GroupId(0)), 0)?;
+    same("free blocks", fixture.cache.state().free_blocks(GroupId(0)), 0)?;
     fixture.step(&[(1, StepKind::Tokens(13))], &StepConfig::default())?;
     fixture.check()?;
     fixture.release(1)?;
-    same("free blocks", fixture.cache.free_blocks(GroupId(0)), 4)?;
+    same("free blocks", fixture.cache.state().free_blocks(GroupId(0)), 4)?;
     Ok(Outcome::Holds)
 }
 

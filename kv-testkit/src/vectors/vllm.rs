@@ -432,6 +432,6 @@ impl Replay<'_> {
         let is_lost = |event: &Event| matches!(event.kind, EventKind::Lost { .. });
         ensure(!events.iter().any(is_lost), || "events were lost".to_owned())?;
         self.events.apply(&events)?;
-        self.events.check(&self.engine.cache.snapshot())
+        self.events.check(&self.engine.cache.state().snapshot())
     }
 }

@@ -125,13 +125,13 @@ impl Engine {
 
     /// Returns the number of free blocks, counted as one pool for all groups.
     pub(super) fn free(&self) -> u32 {
-        let pools = self.groups().filter_map(|group| self.cache.pool(group));
+        let pools = self.groups().filter_map(|group| self.cache.state().pool(group));
         self.capacity.saturating_sub(pools.map(BlockPool::num_used).sum())
     }
 
     /// Notes whether held and cached blocks of all groups no longer fit into one pool.
     fn note_pressure(&mut self) {
-        let pools = self.groups().filter_map(|group| self.cache.pool(group));
+        let pools = self.groups().filter_map(|group| self.cache.state().pool(group));
         let filled: u32 = pools.map(|pool| pool.num_blocks() - pool.num_empty()).sum();
         self.is_pressed |= self.windows.len() > 1 && filled > self.capacity;
     }
@@ -174,7 +174,7 @@ impl Engine {
     }
     pub(super) fn computed(&self, id: &str) -> Result<u32, CaseError> {
         let sequence = self.running(id)?.sequence;
-        Ok(self.cache.seq_len(sequence).unwrap_or(0))
+        Ok(self.cache.state().seq_len(sequence).unwrap_or(0))
     }
     /// Returns the number of tokens that are not computed yet.
     pub(super) fn pending(&self, id: &str) -> Result<u32, CaseError> {
@@ -194,14 +194,15 @@ impl Engine {
     /// Returns the lengths of the request's block tables, by group.
     pub(super) fn table_lens(&self, id: &str) -> Result<Vec<u32>, CaseError> {
         let sequence = self.running(id)?.sequence;
-        let len = |group| self.cache.block_table(sequence, group).map_or(0, <[_]>::len) as u32;
+        let len =
+            |group| self.cache.state().block_table(sequence, group).map_or(0, <[_]>::len) as u32;
         Ok(self.groups().map(len).collect())
     }
 
     /// Returns the number of cached tokens of a prompt.
     pub(super) fn look_up(&self, tokens: &[u32], salt: Option<&str>, adapter: Option<u64>) -> u32 {
         let options = options(salt.unwrap_or_default().as_bytes(), adapter, self.backoff);
-        self.cache.probe(tokens, options)
+        self.cache.state().probe(tokens, options)
     }
 
     /// Admits a request, or changes nothing.
@@ -210,29 +211,29 @@ impl Engine {
             return Err(CaseError::from(format!("request {id} is unknown or runs already")));
         };
         // Tokens beyond the longest sequence are left out.
-        let most = request.tokens.len().min(self.cache.spec().max_seq_len() as usize);
+        let most = request.tokens.len().min(self.cache.state().spec().max_seq_len() as usize);
         let prompt = request.tokens[..most].to_vec();
         let options = request.options(self.backoff);
-        let computed = self.cache.probe(&request.tokens, options);
+        let computed = self.cache.state().probe(&request.tokens, options);
         let refused = Admitted { computed, is_in: false, new_blocks: Vec::new() };
         let rest = prompt.len() as u32 - computed;
         let chunk = terms.chunk.unwrap_or(rest).min(rest);
         let admission = Admission::default().with_chunk(chunk).with_lookahead(terms.lookahead);
         let admission = admission.with_watermark(terms.watermark);
         let admission = admission.with_must_fit(terms.must_fit);
-        match self.cache.check_admission(&request.tokens, options, &admission) {
+        match self.cache.state().check_admission(&request.tokens, options, &admission) {
             Ok(tokens) => same("check_admission and probe", tokens, computed)?,
             Err(CacheError::Exhausted(_)) => return Ok(refused),
             Err(other) => return Err(other.into()),
         }
         let sequence = request.sequence;
         let hashes = provenance::prefix_hashes(&prompt, &options);
-        let before = (self.free(), self.cache.stats());
+        let before = (self.free(), self.cache.state().stats());
         let started = self.cache.start(sequence, &prompt, options)?;
         same("start and probe", started, computed)?;
         let first = &prompt[computed as usize..(computed + chunk) as usize];
         let input = StepInput::tokens(sequence, first).with_lookahead(terms.lookahead);
-        let spec = self.cache.spec().clone();
+        let spec = self.cache.state().spec().clone();
         let mut step = self.cache.begin_step(&[input]).at("a step that was said to fit")?;
         provenance::write(
             &mut step,
@@ -256,7 +257,7 @@ impl Engine {
 
     /// Returns the number of free blocks that an admission took, of `before`.
     fn free_needed(&self, before: u32) -> u32 {
-        let pools = self.groups().filter_map(|group| self.cache.pool(group));
+        let pools = self.groups().filter_map(|group| self.cache.state().pool(group));
         let used: u32 = pools.map(BlockPool::num_used).sum();
         used + before - self.capacity
     }
@@ -267,7 +268,7 @@ impl Engine {
         let sequence = self.running(id)?.sequence;
         self.cache.forget_sequence(sequence)?;
         self.cache.release(sequence)?;
-        let now = counts(&self.cache.stats(), self.request(id)?.was_preempted);
+        let now = counts(&self.cache.state().stats(), self.request(id)?.was_preempted);
         let before = counts(before, self.request(id)?.was_preempted);
         if !self.request(id)?.was_preempted {
             (0..3).for_each(|i| self.uncounted[i] += now[i] - before[i]);
@@ -311,7 +312,7 @@ impl Engine {
         if self.windows.len() > 1 && !self.fits_together(&input)? {
             return Ok(false);
         }
-        let spec = self.cache.spec().clone();
+        let spec = self.cache.state().spec().clone();
         let mut step = match self.cache.begin_step(&[input]) {
             Ok(step) => step,
             Err(CacheError::Exhausted(_)) => return Ok(false),
@@ -333,9 +334,9 @@ impl Engine {
     fn fits_together(&self, input: &StepInput<'_>) -> Result<bool, CaseError> {
         let (mut needed, mut free) = (0, self.free());
         for group in self.groups() {
-            let demand = self.cache.blocks_for_step(group, &[*input])?;
+            let demand = self.cache.state().blocks_for_step(group, &[*input])?;
             needed += demand.needed;
-            free += demand.free - self.cache.free_blocks(group);
+            free += demand.free - self.cache.state().free_blocks(group);
         }
         Ok(needed <= free)
     }
@@ -362,9 +363,9 @@ impl Engine {
     /// Returns requests, tokens looked up and tokens found so far; first of new requests, then of
     /// preempted ones.
     pub(super) fn counts(&self) -> [[u64; 3]; 2] {
-        let mut new = counts(&self.cache.stats(), false);
+        let mut new = counts(&self.cache.state().stats(), false);
         (0..3).for_each(|i| new[i] -= self.uncounted[i]);
-        [new, counts(&self.cache.stats(), true)]
+        [new, counts(&self.cache.state().stats(), true)]
     }
 }
 

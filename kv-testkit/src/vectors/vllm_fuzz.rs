@@ -92,7 +92,7 @@ pub(super) fn run(backend: &AnyBackend, run: &Run) -> CaseResult {
     same("requests", requests, run.requests)?;
     same("prefix_queries", queries, run.prefix_queries)?;
     same("prefix_hits", hits, run.prefix_hits)?;
-    same("preemptions", engine.cache.stats().preemptions, run.preemptions)?;
+    same("preemptions", engine.cache.state().stats().preemptions, run.preemptions)?;
     Ok(Outcome::Holds)
 }
 

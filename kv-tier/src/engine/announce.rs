@@ -169,14 +169,14 @@ impl<B: Backend> Tiers<B> {
     /// [`KvCache::snapshot`]: kv_core::scheduling::CacheState::snapshot
     pub fn snapshot(&mut self, cache: &mut KvCache<B>) -> Snapshot {
         self.announce(cache);
-        let mut snapshot = cache.snapshot();
+        let mut snapshot = cache.state().snapshot();
         snapshot.blocks.extend(self.announcements.stored());
         snapshot
     }
 
     /// Gives the events that are due to the cache.
     pub(super) fn announce(&mut self, cache: &mut KvCache<B>) {
-        self.note_encoding(cache.encoding_key());
+        self.note_encoding(cache.state().encoding_key());
         for event in self.announcements.due.drain(..) {
             cache.announce(event);
         }

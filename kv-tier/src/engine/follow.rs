@@ -28,7 +28,7 @@ impl<B: Backend> Tiers<B> {
     /// Sends chunks that were pinned since the last call to the stores that get pinned ones at
     /// once.
     pub(super) fn follow_pins(&mut self, cache: &KvCache<B>) {
-        if cache.pins_revision() == self.pinned.revision {
+        if cache.state().pins_revision() == self.pinned.revision {
             return;
         }
         let before = std::mem::replace(&mut self.pinned, Pinned::of(cache));
@@ -37,7 +37,7 @@ impl<B: Backend> Tiers<B> {
         records.retain(|record| record.keys.iter().any(|key| is_new(&(record.group(), *key))));
         // Those that host memory has given up are copied again.
         let contents = self.pinned.blocks.iter().filter_map(|(group, block)| {
-            let content = cache.pool(*group)?.content(*block)?;
+            let content = cache.state().pool(*group)?.content(*block)?;
             (!content.is_partial && is_new(&(*group, content.key))).then_some((*group, content))
         });
         let contents: Vec<_> = contents.collect();
@@ -58,9 +58,11 @@ impl<B: Backend> Tiers<B> {
         for group in 0..self.groups.len() {
             let id = self.groups.get(group).invariant(GROUP).spec.group();
             let links = &mut self.groups.get_mut(group).invariant(GROUP).links;
-            links.retain(&cache.stored_blocks(id).map(|block| (block.block, block.key)).collect());
+            links.retain(
+                &cache.state().stored_blocks(id).map(|block| (block.block, block.key)).collect(),
+            );
             let is_new = |block: &IndexedBlock<'_>| !links.is_stored(block.block, block.key);
-            let mut blocks: Vec<_> = cache.stored_blocks(id).filter(is_new).collect();
+            let mut blocks: Vec<_> = cache.state().stored_blocks(id).filter(is_new).collect();
             // A block before those that follow it.
             blocks.sort_by_key(|block| block.index);
             for block in blocks {
@@ -80,7 +82,8 @@ impl<B: Backend> Tiers<B> {
                 }
             }
             BlockChangeKind::Stored => {
-                let block = cache.pool(change.group).and_then(|pool| pool.content(change.block));
+                let block =
+                    cache.state().pool(change.group).and_then(|pool| pool.content(change.block));
                 // Of a block that has other content by now, that is a change of its own.
                 let block = block.filter(|block| block.key == change.key && !block.is_partial);
                 if let Some(block) = block {
@@ -92,10 +95,10 @@ impl<B: Backend> Tiers<B> {
 
     /// Gives a block its name; returns the chunk that it completes.
     fn link(&mut self, cache: &KvCache<B>, group: usize, block: &IndexedBlock<'_>) -> Linked {
-        let space = cache.namespace(block.namespace);
-        let root = space.and_then(|space| self.root(cache.encoding_key(), group, space));
+        let space = cache.state().namespace(block.namespace);
+        let root = space.and_then(|space| self.root(cache.state().encoding_key(), group, space));
         let of = self.groups.get_mut(group).invariant(GROUP);
-        let pool = cache.pool(of.spec.group()).invariant(GROUP);
+        let pool = cache.state().pool(of.spec.group()).invariant(GROUP);
         root.map_or(Linked::Unnamed, |root| of.links.stored(block, &root, pool))
     }
 
@@ -142,10 +145,10 @@ impl Pinned {
     fn of<B: Backend>(cache: &KvCache<B>) -> Self {
         let blocks: Vec<_> = pinned_blocks(cache).collect();
         let key = |(group, block): &(GroupId, BlockId)| {
-            Some((*group, cache.pool(*group)?.content(*block)?.key))
+            Some((*group, cache.state().pool(*group)?.content(*block)?.key))
         };
         let keys = blocks.iter().filter_map(key).collect();
-        Self { revision: cache.pins_revision(), blocks, keys }
+        Self { revision: cache.state().pins_revision(), blocks, keys }
     }
 
     /// Returns whether a prefix with some block of a chunk is pinned.
@@ -156,6 +159,6 @@ impl Pinned {
 }
 
 fn pinned_blocks<B: Backend>(cache: &KvCache<B>) -> impl Iterator<Item = (GroupId, BlockId)> + '_ {
-    let groups = (0..=u8::MAX).map(GroupId).take(cache.spec().groups().len());
-    groups.flat_map(|id| cache.pinned_blocks(id).map(move |block| (id, block)))
+    let groups = (0..=u8::MAX).map(GroupId).take(cache.state().spec().groups().len());
+    groups.flat_map(|id| cache.state().pinned_blocks(id).map(move |block| (id, block)))
 }

@@ -137,13 +137,13 @@ impl<B: Backend> Tiers<B> {
         sequence: SequenceId,
         deadline: Instant,
     ) -> Result<Forgotten, TierError> {
-        if cache.is_step_open() {
+        if cache.state().is_step_open() {
             return Err(TierError::StepOpen);
         }
-        if !cache.contains(sequence) {
+        if !cache.state().contains(sequence) {
             return Err(CacheError::from(PlanError::UnknownSequence { sequence }).into());
         }
-        let Some(text) = cache.sequence_text(sequence) else {
+        let Some(text) = cache.state().sequence_text(sequence) else {
             let blocks = cache.forget_sequence(sequence)?;
             return Ok(Forgotten { blocks, ..Forgotten::default() });
         };
@@ -177,7 +177,8 @@ impl<B: Backend> Tiers<B> {
         let mut roots = Vec::new();
         for group in &self.groups {
             for adapter in &adapters {
-                let root = self.identity.root(&group.spec, cache.encoding_key(), salt, *adapter);
+                let root =
+                    self.identity.root(&group.spec, cache.state().encoding_key(), salt, *adapter);
                 // Adapters without a digest are not in the list.
                 roots.extend(root.map(|root| root.name()));
             }
@@ -212,7 +213,7 @@ impl<B: Backend> Tiers<B> {
     ) -> Result<Forgotten, TierError> {
         let waiting = self.end_copies(cache, &What::All)?;
         let groups: Vec<_> = self.groups.iter().map(|group| group.spec.group()).collect();
-        let stored = |group: &GroupId| cache.stored_blocks(*group).count();
+        let stored = |group: &GroupId| cache.state().stored_blocks(*group).count();
         let blocks = to_u32(groups.iter().map(stored).fold(0, usize::saturating_add));
         if !cache.reset_prefixes()? {
             self.wait_again(waiting, |_| true);
@@ -236,7 +237,7 @@ impl<B: Backend> Tiers<B> {
         text: &Text<'_>,
         deadline: Instant,
     ) -> Result<Forgotten, TierError> {
-        if cache.is_step_open() {
+        if cache.state().is_step_open() {
             return Err(TierError::StepOpen);
         }
         let probe = whole_probe(cache, text);
@@ -295,7 +296,7 @@ impl<B: Backend> Tiers<B> {
         cache: &mut KvCache<B>,
         what: &What,
     ) -> Result<Vec<(usize, u32, BlockKey)>, TierError> {
-        if cache.is_step_open() {
+        if cache.state().is_step_open() {
             return Err(TierError::StepOpen);
         }
         self.poll(cache)?;
@@ -398,5 +399,5 @@ fn whole_probe<B: Backend>(cache: &KvCache<B>, text: &Text<'_>) -> PrefixProbe {
     // The last token of a prompt is in none of its blocks.
     let prompt = [text.tokens, &[0]].concat();
     let options = text.options.with_backoff_blocks(0).with_reuse(true);
-    cache.probe_keys(&prompt, &options)
+    cache.state().probe_keys(&prompt, &options)
 }

@@ -91,9 +91,9 @@ pub(super) fn groups<B: Backend>(
     cache: &KvCache<B>,
     options: &TierOptions,
 ) -> Result<Vec<GroupTier<B::HostPool>>, TierError> {
-    let ids = (0..=u8::MAX).map(GroupId).take(cache.spec().groups().len());
+    let ids = (0..=u8::MAX).map(GroupId).take(cache.state().spec().groups().len());
     let specs = ids.map(|id| {
-        let spec = ChunkSpec::new(cache.spec(), id)?;
+        let spec = ChunkSpec::new(cache.state().spec(), id)?;
         options.chunk_blocks.map_or(Ok(spec), |blocks| spec.with_blocks(blocks))
     });
     let specs = specs.collect::<Result<Vec<_>, _>>()?;
@@ -116,7 +116,7 @@ pub(super) fn groups<B: Backend>(
         let storage = cache.storage(spec.group()).ok_or(TierError::NoReuse)?;
         let shape = ChunkShape { blocks: spec.blocks(), header_bytes: to_u32(spec.header_bytes()) };
         let pool = cache.backend().host_pool(storage.view(), shape, chunks)?;
-        let of = cache.spec().groups().get(usize::from(spec.group().0));
+        let of = cache.state().spec().groups().get(usize::from(spec.group().0));
         let num_blocks = of.map_or(0, kv_core::spec::GroupSpec::num_blocks);
         let copying_max = options.in_flight_bytes.checked_div(to_u64(spec.chunk_bytes()));
         let copying_max = copying_max.and_then(|max| usize::try_from(max).ok()).unwrap_or(1);

@@ -171,7 +171,7 @@ impl<B: Backend> Tiers<B> {
         if !lane.is_some_and(can_write) {
             return Err(HandoffError::NoStore { store, stores });
         }
-        let text = cache.sequence_text(sequence).ok_or(HandoffError::NoSequence)?;
+        let text = cache.state().sequence_text(sequence).ok_or(HandoffError::NoSequence)?;
         let options = StartOptions::default().with_salt(text.salt).with_contents(text.contents);
         let options = text.adapter.map_or(options, |adapter| options.with_adapter(adapter));
         let (probe, chains) = self.whole_chains(cache, &text.tokens, &options)?;
@@ -278,7 +278,7 @@ impl<B: Backend> Tiers<B> {
         let mut prompt = tokens.to_vec();
         prompt.push(0);
         let options = options.with_backoff_blocks(0).with_reuse(true);
-        let probe = cache.probe_keys(&prompt, &options);
+        let probe = cache.state().probe_keys(&prompt, &options);
         self.identity.adapter_digest(options.adapter())?;
         let chains = self.chains(cache, &probe);
         Ok((probe, chains))

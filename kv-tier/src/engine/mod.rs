@@ -178,7 +178,7 @@ impl<B: Backend> Tiers<B> {
         identity: Identity,
         options: TierOptions,
     ) -> Result<Self, TierError> {
-        let spec = cache.spec();
+        let spec = cache.state().spec();
         if spec.changes() == 0 {
             return Err(TierError::NoChanges);
         }
@@ -217,7 +217,11 @@ impl<B: Backend> Tiers<B> {
             prompted: Prompted::default(),
             pinned: Pinned::default(),
             changes: Vec::new(),
-            announcements: Announcements::new(spec.events() > 0, cache.encoding_key(), tiers),
+            announcements: Announcements::new(
+                spec.events() > 0,
+                cache.state().encoding_key(),
+                tiers,
+            ),
             compute: Average::default(),
             keeps_host,
             is_flushing: false,
@@ -234,13 +238,13 @@ impl<B: Backend> Tiers<B> {
     /// # Errors
     /// [`TierError::Cache`] if the device failed. No failure of a store is an error.
     pub fn poll(&mut self, cache: &mut KvCache<B>) -> Result<(), TierError> {
-        self.note_encoding(cache.encoding_key());
+        self.note_encoding(cache.state().encoding_key());
         self.sweep();
         self.take_results();
         self.write_owed();
         self.advance_prefetches();
         self.advance_exports();
-        if cache.is_step_open() {
+        if cache.state().is_step_open() {
             return Ok(());
         }
         self.finish_abandoned(cache)?;
@@ -268,7 +272,7 @@ impl<B: Backend> Tiers<B> {
         cache: &mut KvCache<B>,
         deadline: Instant,
     ) -> Result<Unwritten, TierError> {
-        if cache.is_step_open() {
+        if cache.state().is_step_open() {
             return Err(TierError::StepOpen);
         }
         self.lost = 0;

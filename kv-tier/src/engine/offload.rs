@@ -57,7 +57,7 @@ impl<B: Backend> Tiers<B> {
             }
             let Some(chunk) = self.take_chunk(group) else { break };
             let of = self.groups.get_mut(group).invariant(GROUP);
-            let pool = cache.pool(of.spec.group()).invariant(GROUP);
+            let pool = cache.state().pool(of.spec.group()).invariant(GROUP);
             let complete = of.waiting.take_next().and_then(|next| next.complete(&of.links, pool));
             let complete = match complete {
                 Some(complete) if hold(cache, &complete, held)? => complete,

@@ -110,11 +110,11 @@ impl<B: Backend> Tiers<B> {
         let began = Instant::now();
         self.stats.prefetches = self.stats.prefetches.saturating_add(1);
         let id = self.stats.prefetches;
-        let probe = cache.probe_keys(prompt, options);
+        let probe = cache.state().probe_keys(prompt, options);
         let chains = self.chains(cache, &probe);
         let mut prefetch = Prefetch {
             probe,
-            encoding_key: cache.encoding_key(),
+            encoding_key: cache.state().encoding_key(),
             chains,
             began,
             wait,
@@ -221,8 +221,8 @@ impl<B: Backend> Tiers<B> {
         if !matches!(of.stage, Stage::Done) || of.again.is_some() {
             self.stats.late = self.stats.late.saturating_add(1);
         }
-        let fresh = cache.probe_keys(of.probe.prompt(), options);
-        let is_current = of.encoding_key == cache.encoding_key();
+        let fresh = cache.state().probe_keys(of.probe.prompt(), options);
+        let is_current = of.encoding_key == cache.state().encoding_key();
         let has_space = (fresh.salt(), fresh.adapter()) == (of.probe.salt(), of.probe.adapter());
         let groups = self.groups.iter().map(|group| group.spec.group());
         let same_keys = |group| last_key(&fresh, group) == last_key(&of.probe, group);
@@ -256,7 +256,7 @@ impl<B: Backend> Tiers<B> {
     pub fn wait(&mut self, cache: &mut KvCache<B>, prefetch: PrefetchId) -> Result<(), TierError> {
         /// How long one wait for a thread lasts at most, beside which copies of the device go on.
         const PAUSE: Duration = Duration::from_millis(1);
-        if cache.is_step_open() {
+        if cache.state().is_step_open() {
             return Err(TierError::StepOpen);
         }
         loop {
@@ -273,7 +273,8 @@ impl<B: Backend> Tiers<B> {
     /// Names the whole chunks of a prompt; none if a group has no names.
     pub(super) fn name_chains(&mut self, cache: &KvCache<B>, probe: &PrefixProbe) -> Vec<Chain> {
         let space = (probe.salt(), probe.adapter());
-        let roots = (0..self.groups.len()).map(|at| self.root(cache.encoding_key(), at, space));
+        let roots =
+            (0..self.groups.len()).map(|at| self.root(cache.state().encoding_key(), at, space));
         let Some(roots) = roots.collect::<Option<Vec<_>>>() else { return Vec::new() };
         roots.into_iter().map(|root| Chain::new(probe, root)).collect()
     }

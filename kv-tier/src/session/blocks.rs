@@ -63,9 +63,9 @@ impl SessionBlocks {
         identity: &Identity,
         (probe, len): (&PrefixProbe, u32),
     ) -> Result<Self, SessionError> {
-        let spec = ChunkSpec::new(cache.spec(), group)?.with_blocks(1)?;
+        let spec = ChunkSpec::new(cache.state().spec(), group)?.with_blocks(1)?;
         let (salt, adapter) = (probe.salt(), probe.adapter());
-        let root = Arc::new(identity.root(&spec, cache.encoding_key(), salt, adapter)?);
+        let root = Arc::new(identity.root(&spec, cache.state().encoding_key(), salt, adapter)?);
         let chain = Chain::new(probe, Arc::clone(&root));
         let full = probe.blocks(group).collect();
         Ok(Self { chain, root, full, len })
@@ -106,11 +106,11 @@ impl SessionBlocks {
         cached.or_else(|| {
             let [k, _] = self.spec().layout().planes();
             if k.slot_map().has_tail()
-                || cache.vacant_entries(sequence, self.group())?.contains(&block)
+                || cache.state().vacant_entries(sequence, self.group())?.contains(&block)
             {
                 return None;
             }
-            cache.block_table(sequence, self.group())?.get(to_usize(block)).copied()
+            cache.state().block_table(sequence, self.group())?.get(to_usize(block)).copied()
         })
     }
 

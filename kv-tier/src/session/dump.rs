@@ -75,13 +75,13 @@ pub fn dump<B: Backend>(
     note: &[u8],
     to: &Path,
 ) -> Result<SessionInfo, SessionError> {
-    if cache.is_step_open() {
+    if cache.state().is_step_open() {
         return Err(SessionError::StepOpen);
     }
-    if !cache.contains(sequence) {
+    if !cache.state().contains(sequence) {
         return Err(SessionError::UnknownSequence { sequence });
     }
-    let text = cache.sequence_text(sequence);
+    let text = cache.state().sequence_text(sequence);
     let text = text.ok_or(SessionError::NotReusable { sequence })?;
     let options = StartOptions::default().with_salt(text.salt).with_contents(text.contents);
     let options = text.adapter.map_or(options, |adapter| options.with_adapter(adapter));

@@ -38,14 +38,14 @@ pub fn load<B: Backend>(
     from: &Path,
     options: &StartOptions<'_>,
 ) -> Result<Session, SessionError> {
-    if cache.is_step_open() {
+    if cache.state().is_step_open() {
         return Err(SessionError::StepOpen);
     }
     let mut file = SessionFile::open(from)?;
     let (tokens, contents) = (file.header.tokens.clone(), file.header.contents.clone());
     let options = options.with_contents(&contents).with_backoff_blocks(0).with_reuse(true);
     check_identity(&header_of(cache, identity, &options)?, &file.header)?;
-    let max = cache.spec().max_seq_len();
+    let max = cache.state().spec().max_seq_len();
     if tokens.len() > to_usize(max) {
         return Err(SessionError::TooLong { tokens: to_u32(tokens.len()), max });
     }
@@ -67,7 +67,7 @@ pub fn load<B: Backend>(
         Err(error) => return Err(error),
     }
     finished?;
-    let cached = cache.probe(probe.prompt(), options);
+    let cached = cache.state().probe(probe.prompt(), options);
     let note = file.header.note;
     Ok(Session { tokens, contents, note, cached })
 }

@@ -26,7 +26,7 @@ pub(super) fn header_of<B: Backend>(
     Ok(SessionHeader {
         model: identity.model(),
         adapter: identity.adapter_digest(options.adapter())?,
-        encoding_key: cache.encoding_key(),
+        encoding_key: cache.state().encoding_key(),
         salt: identity.salt_digest(options.salt()),
         written_at: now,
         groups: Vec::new(),
@@ -43,11 +43,11 @@ pub(super) fn probe<B: Backend>(
 ) -> (PrefixProbe, u32) {
     let mut prompt = tokens.to_vec();
     prompt.push(0);
-    (cache.probe_keys(&prompt, options), to_u32(tokens.len()))
+    (cache.state().probe_keys(&prompt, options), to_u32(tokens.len()))
 }
 
 pub(super) fn group_ids<B: Backend>(cache: &KvCache<B>) -> impl Iterator<Item = GroupId> + use<B> {
-    (0..=u8::MAX).map(GroupId).take(cache.spec().groups().len())
+    (0..=u8::MAX).map(GroupId).take(cache.state().spec().groups().len())
 }
 
 /// Makes room in host memory for a few blocks.

@@ -23,7 +23,7 @@ fn what_left_the_device_comes_back_from_host_memory() {
     let (_, reused) = engine.run(&prompt, plain());
     // Two whole chunks of 256 tokens.
     assert_eq!(reused, 512);
-    assert_eq!(engine.cache.stats().host_hit_tokens, 512);
+    assert_eq!(engine.cache.state().stats().host_hit_tokens, 512);
     assert_eq!(engine.tiers.stats().loaded_tokens, 512);
     engine.forget();
     engine.assert_nothing_held();
@@ -162,7 +162,7 @@ fn refusals() {
     let ended = engine.tiers.start(&mut engine.cache, prefetch, sequence, plain()).unwrap_err();
     assert!(matches!(ended, TierError::UnknownPrefetch), "{ended}");
     assert!(engine.tiers.is_ready(prefetch) && !engine.tiers.cancel(prefetch));
-    assert_eq!(engine.cache.num_sequences(), 0);
+    assert_eq!(engine.cache.state().num_sequences(), 0);
 }
 
 #[test]

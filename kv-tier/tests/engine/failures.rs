@@ -32,7 +32,7 @@ fn null(format: KvFormat) -> Null {
 
 /// Computes the rest of a prompt; rows are of no interest here.
 fn compute(cache: &mut Null, id: SequenceId, prompt: &[u32]) -> Result<(), CacheError> {
-    let done = cache.seq_len(id).unwrap();
+    let done = cache.state().seq_len(id).unwrap();
     let new = &prompt[done as usize..];
     let mut step = cache.begin_step(&[StepInput::tokens(id, new)])?;
     let values = vec![0.5_f32; new.len() * 4];
@@ -65,7 +65,7 @@ fn a_device_that_fails_at_any_operation_leaks_nothing() {
                 Err(TierError::Cache(CacheError::Device(_))) => {}
                 Err(error) => panic!("{error}"),
             }
-            if cache.contains(id) {
+            if cache.state().contains(id) {
                 let _ = cache.release(id);
             }
             for _ in 0..3 {
@@ -75,8 +75,12 @@ fn a_device_that_fails_at_any_operation_leaks_nothing() {
             let flushed =
                 (0..3).any(|_| tiers.flush(&mut cache, soon).is_ok_and(|left| left.is_empty()));
             assert!(flushed, "operation {operation}");
-            assert_eq!((cache.num_holds(), cache.num_imports()), (0, 0), "operation {operation}");
-            assert_eq!(cache.usage().blocks_used, 0, "operation {operation}");
+            assert_eq!(
+                (cache.state().num_holds(), cache.state().num_imports()),
+                (0, 0),
+                "operation {operation}"
+            );
+            assert_eq!(cache.state().usage().blocks_used, 0, "operation {operation}");
             cache.backend().control().fail_after(u64::MAX);
             reused
         };
@@ -90,12 +94,16 @@ fn a_device_that_fails_at_any_operation_leaks_nothing() {
             let prefetch = tiers.prefetch(&cache, &prompt, &plain());
             let started = tiers.start(&mut cache, prefetch, id, plain());
             let has_started = started.is_ok();
-            assert_eq!(cache.contains(id), has_started, "operation {operation}: {started:?}");
+            assert_eq!(
+                cache.state().contains(id),
+                has_started,
+                "operation {operation}: {started:?}"
+            );
             // What a failure has left is done as soon as the device works.
             for _ in 0..3 {
                 let _ = tiers.poll(&mut cache);
             }
-            assert_eq!(cache.num_imports(), 0, "operation {operation}: {started:?}");
+            assert_eq!(cache.state().num_imports(), 0, "operation {operation}: {started:?}");
             if has_started {
                 cache.release(id).unwrap_or_default();
             }
@@ -245,11 +253,11 @@ fn copies_that_fail_reach_no_block_of_others() {
             if started.is_ok() {
                 engine.cache.release(id).unwrap();
             } else {
-                assert!(!engine.cache.contains(id), "{kind:?} {operation}: {started:?}");
+                assert!(!engine.cache.state().contains(id), "{kind:?} {operation}: {started:?}");
             }
             // What the failure has left is done first.
             engine.tiers.poll(&mut engine.cache).unwrap();
-            assert_eq!(engine.cache.num_imports(), 0);
+            assert_eq!(engine.cache.state().num_imports(), 0);
             let (other, _) = engine.run(&prompts[1], plain());
             // Uses the queue of the copies.
             engine.flush();

@@ -65,7 +65,7 @@ fn run_until(engine: &mut Engine, prompt: &[u32], expected: u32) {
 fn empty_device(engine: &mut Engine) {
     engine.cache.reset().unwrap();
     let end = Instant::now() + Duration::from_secs(20);
-    while engine.cache.num_holds() > 0 || !engine.cache.reset_prefixes().unwrap() {
+    while engine.cache.state().num_holds() > 0 || !engine.cache.reset_prefixes().unwrap() {
         poll_until(engine, Instant::now() + Duration::from_millis(20));
         assert!(Instant::now() < end, "something is held");
     }

@@ -100,10 +100,10 @@ fn windows_and_groups_come_back_as_far_as_their_blocks_are_there() {
             assert!(info.is_whole, "a prompt in one step leaves all blocks in the index");
             one.cache.release(sequence).unwrap();
             let more = text(1, len + 1);
-            let most = [&more, &tokens].map(|prompt| one.cache.probe(prompt, plain()));
+            let most = [&more, &tokens].map(|prompt| one.cache.state().probe(prompt, plain()));
             let mut other = engine(spec());
             let session = other.load(&path, &plain()).unwrap();
-            let found = [&more, &tokens].map(|prompt| other.cache.probe(prompt, plain()));
+            let found = [&more, &tokens].map(|prompt| other.cache.state().probe(prompt, plain()));
             assert_eq!(found, most, "spec {number}, {len} tokens");
             assert_eq!(session.cached, most[0]);
             other.assert_nothing_held();
@@ -135,7 +135,7 @@ fn salt_adapter_and_images_are_kept_apart() {
     let session = load(salted.with_adapter(3)).unwrap();
     assert_eq!((session.contents.as_slice(), session.cached), (&images[..], 22));
     let prompt = text(1, 25);
-    assert_eq!(other.cache.probe(&prompt, plain()), 0);
+    assert_eq!(other.cache.state().probe(&prompt, plain()), 0);
     assert_eq!(other.start_alone(&prompt, salted.with_adapter(3).with_contents(&images)).1, 22);
 }
 
@@ -168,7 +168,7 @@ fn other_caches_refuse_a_session() {
     let load = |spec: CacheSpec, identity: Identity| {
         let mut other = Engine::new(spec, identity, TierOptions::new());
         let refused = other.load(&path, &plain()).unwrap_err();
-        assert_eq!(other.cache.stored_blocks(GroupId(0)).count(), 0);
+        assert_eq!(other.cache.state().stored_blocks(GroupId(0)).count(), 0);
         other.assert_nothing_held();
         refused
     };
@@ -196,10 +196,12 @@ fn without_room_nothing_is_evicted() {
     let (held, _) = small.start_alone(&text(2, 30)[10..16], plain());
     let (idle, _) = small.start_alone(&text(3, 30)[10..13], plain());
     small.cache.release(idle).unwrap();
-    let before: Vec<_> = small.cache.stored_blocks(GroupId(0)).map(|block| block.key).collect();
+    let before: Vec<_> =
+        small.cache.state().stored_blocks(GroupId(0)).map(|block| block.key).collect();
     let refused = small.load(&path, &plain()).unwrap_err();
     assert!(matches!(refused, SessionError::NoRoom(_)), "{refused}");
-    let after: Vec<_> = small.cache.stored_blocks(GroupId(0)).map(|block| block.key).collect();
+    let after: Vec<_> =
+        small.cache.state().stored_blocks(GroupId(0)).map(|block| block.key).collect();
     assert_eq!(before, after);
     small.cache.release(held).unwrap();
     assert_eq!(small.load(&path, &plain()).unwrap().cached, 22);
@@ -219,7 +221,7 @@ fn damaged_files_are_refused_and_leave_nothing() {
         fs::write(&path, bytes).unwrap();
         let loaded = other.load(&path, &plain());
         assert_eq!(
-            other.cache.stored_blocks(GroupId(0)).count(),
+            other.cache.state().stored_blocks(GroupId(0)).count(),
             if loaded.is_ok() { 5 } else { 0 }
         );
         other.assert_nothing_held();
@@ -296,12 +298,12 @@ fn what_cannot_be_written_is_refused_and_the_file_before_stays() {
     one.cache.start(SequenceId(9), &[1, 2], plain().with_reuse(false)).unwrap();
     let mut dump = |sequence| one.dump(sequence, b"", &path).unwrap_err();
     assert!(matches!(dump(SequenceId(9)), SessionError::NotReusable { .. }));
-    one.cache.open_step(&[StepInput::tokens(sequence, &[5])]).unwrap();
+    one.cache.begin_step(&[StepInput::tokens(sequence, &[5])]).unwrap().hold();
     let mut dump = |sequence| one.dump(sequence, b"", &path).unwrap_err();
     assert!(matches!(dump(sequence), SessionError::StepOpen));
     let loaded = one.load(&path, &plain());
     assert!(matches!(loaded, Err(SessionError::StepOpen)));
-    one.cache.roll_back();
+    drop(one.cache.held());
     assert_eq!(fs::read(&path).unwrap(), b"before");
     let none = one.load(&folder.path().join("none.kvs"), &plain());
     assert!(matches!(none, Err(SessionError::Io { operation: "read", .. })));

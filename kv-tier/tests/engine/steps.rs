@@ -92,7 +92,7 @@ impl World {
         self.disarm();
         let live = &self.live[at];
         let len = live.tokens.len() as u32;
-        assert_eq!(self.cache.seq_len(live.id), Some(len));
+        assert_eq!(self.cache.state().seq_len(live.id), Some(len));
         let width = self.kind.width();
         let words = live.asked.words(&live.tokens);
         for layer in 0..LAYERS {
@@ -168,6 +168,6 @@ impl World {
             _ => self.cache.release(live.id),
         };
         self.done(ended);
-        assert!(!self.cache.contains(live.id));
+        assert!(!self.cache.state().contains(live.id));
     }
 }

@@ -123,7 +123,7 @@ impl<B: Backend> Engine<B> {
         let sequence = SequenceId(self.next);
         self.next += 1;
         let reused = self.tiers.start(&mut self.cache, prefetch, sequence, options).unwrap();
-        assert_eq!(self.cache.seq_len(sequence), Some(reused));
+        assert_eq!(self.cache.state().seq_len(sequence), Some(reused));
         self.compute(sequence, prompt, reused);
         self.check(sequence, prompt);
         self.tiers.poll(&mut self.cache).unwrap();
@@ -162,11 +162,11 @@ impl<B: Backend> Engine<B> {
     #[track_caller]
     pub(crate) fn check(&mut self, sequence: SequenceId, tokens: &[u32]) {
         let len = u32::try_from(tokens.len()).unwrap();
-        assert_eq!(self.cache.seq_len(sequence), Some(len));
+        assert_eq!(self.cache.state().seq_len(sequence), Some(len));
         for layer in 0..LAYERS {
-            let (group, _) = self.cache.spec().locate(LayerId(layer)).unwrap();
-            let vacant = self.cache.vacant_entries(sequence, group).unwrap();
-            let map = self.cache.spec().groups()[usize::from(group.0)].slot_map();
+            let (group, _) = self.cache.state().spec().locate(LayerId(layer)).unwrap();
+            let vacant = self.cache.state().vacant_entries(sequence, group).unwrap();
+            let map = self.cache.state().spec().groups()[usize::from(group.0)].slot_map();
             let first = if vacant.is_empty() { 0 } else { map.tokens(vacant.end) };
             for plane in [Plane::Key, Plane::Value] {
                 let expected = rows(tokens, layer, plane).split_off(first as usize * WIDTH);
@@ -188,7 +188,7 @@ impl<B: Backend> Engine<B> {
 
     /// Ends all sequences and removes everything reusable from the device.
     pub(crate) fn forget(&mut self) {
-        let live: Vec<_> = self.cache.sequences().collect();
+        let live: Vec<_> = self.cache.state().sequences().collect();
         for sequence in live {
             self.cache.release(sequence).unwrap();
         }
@@ -198,8 +198,8 @@ impl<B: Backend> Engine<B> {
 
     /// Checks that nothing is held for the tiers.
     pub(crate) fn assert_nothing_held(&self) {
-        assert_eq!((self.cache.num_holds(), self.cache.num_imports()), (0, 0));
-        assert_eq!(self.cache.usage().blocks_used, 0, "a block is leaked");
+        assert_eq!((self.cache.state().num_holds(), self.cache.state().num_imports()), (0, 0));
+        assert_eq!(self.cache.state().usage().blocks_used, 0, "a block is leaked");
     }
 }
 
@@ -225,7 +225,7 @@ pub(crate) fn names(prompt: &[u32], identity: &Identity) -> Vec<ChunkAddress> {
     let spec = spec(8);
     let chunks = ChunkSpec::new(&spec, GroupId(0)).unwrap();
     let cache = KvCache::new(late(), spec).unwrap();
-    let root = identity.root(&chunks, cache.encoding_key(), b"", None).unwrap();
+    let root = identity.root(&chunks, cache.state().encoding_key(), b"", None).unwrap();
     let mut parent = root.name();
     let tokens = chunks.span(0).end as usize;
     let names = prompt.chunks_exact(tokens).enumerate().map(|(index, tokens)| {

@@ -328,20 +328,20 @@ impl World {
         self.next += 1;
         let (tiers, cache) = self.tiers();
         let started = tiers.start(cache, prefetch, id, asked.options());
-        assert_eq!(cache.contains(id), started.is_ok(), "{started:?}");
+        assert_eq!(cache.state().contains(id), started.is_ok(), "{started:?}");
         if matches!(started, Err(TierError::Cache(CacheError::Device(_)))) {
             self.done(started);
             self.disarm();
             // Does what the failure has left.
             self.poll();
-            assert_eq!(self.cache.num_imports(), 0);
+            assert_eq!(self.cache.state().num_imports(), 0);
             return;
         }
-        assert_eq!(cache.num_imports(), 0, "{started:?}");
+        assert_eq!(cache.state().num_imports(), 0, "{started:?}");
         match started {
             Ok(reused) => {
                 self.log.push(format!("start {} reuses {reused}", asked.prompt.len()));
-                assert_eq!(self.cache.seq_len(id), Some(reused));
+                assert_eq!(self.cache.state().seq_len(id), Some(reused));
                 assert!(asked.reuse || reused == 0);
                 let tokens = asked.prompt[..reused as usize].to_vec();
                 self.live.push(Live { id, asked, tokens });
@@ -416,7 +416,8 @@ impl World {
 
     fn start_in_a_step(&mut self) {
         let Some(live) = self.live.first() else { return };
-        let Ok(()) = self.cache.open_step(&[StepInput::tokens(live.id, &[1])]) else { return };
+        let Ok(step) = self.cache.begin_step(&[StepInput::tokens(live.id, &[1])]) else { return };
+        step.hold();
         self.poll();
         self.prefetch();
         let (prefetch, asked) = self.prefetches.pop().unwrap();
@@ -425,8 +426,8 @@ impl World {
         let refused = tiers.start(cache, prefetch, id, asked.options()).unwrap_err();
         assert!(matches!(refused, TierError::Cache(CacheError::Plan(_))), "{refused}");
         assert!(matches!(tiers.flush(cache, Instant::now()), Err(TierError::StepOpen)));
-        self.cache.roll_back();
-        assert_eq!(self.cache.num_imports(), 0);
+        drop(self.cache.held());
+        assert_eq!(self.cache.state().num_imports(), 0);
     }
 
     /// Ends everything, and checks that nothing is held and all counts agree.
@@ -451,7 +452,14 @@ impl World {
         }
         self.read_events();
         let (tiers, cache) = self.tiers();
-        assert_eq!((cache.num_holds(), cache.num_imports(), cache.usage().blocks_used), (0, 0, 0));
+        assert_eq!(
+            (
+                cache.state().num_holds(),
+                cache.state().num_imports(),
+                cache.state().usage().blocks_used
+            ),
+            (0, 0, 0)
+        );
         assert!(cache.reset_prefixes().unwrap(), "a block is held");
         let stats = tiers.stats();
         assert!(stats.host_bytes <= stats.host_capacity, "{stats:?}");

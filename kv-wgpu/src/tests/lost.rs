@@ -26,7 +26,7 @@ fn a_lost_device_is_reported_and_the_step_rolled_back() {
     let id = SequenceId(1);
     cache.start(id, &[], StartOptions::default()).unwrap();
     run(&mut cache, &[StepInput::count(id, 5)], 5, 1);
-    let free = cache.free_blocks(kv_core::GroupId(0));
+    let free = cache.state().free_blocks(kv_core::GroupId(0));
     let mut queue = backend.queue().unwrap();
     let buffer = backend.alloc(64).unwrap();
     let fence = queue.submit().unwrap();
@@ -42,10 +42,10 @@ fn a_lost_device_is_reported_and_the_step_rolled_back() {
     let to = TensorViewMut::device(DType::F32, &buffer, 0, &[20, KV_HEADS, DIM]);
     assert!(step.attend(0, q, to, &AttentionOptions::causal(1.0)).is_err());
     assert!(step.commit().is_err(), "a layer is unwritten");
-    assert_eq!(cache.seq_len(id), Some(5));
-    assert_eq!(cache.free_blocks(kv_core::GroupId(0)), free);
+    assert_eq!(cache.state().seq_len(id), Some(5));
+    assert_eq!(cache.state().free_blocks(kv_core::GroupId(0)), free);
     is_lost_to_the_cache(cache.begin_step(&[StepInput::count(id, 1)]));
-    assert_eq!(cache.seq_len(id), Some(5));
+    assert_eq!(cache.state().seq_len(id), Some(5));
 
     is_lost(backend.alloc(4));
     is_lost(backend.queue());

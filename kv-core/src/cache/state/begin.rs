@@ -1,7 +1,7 @@
 //! The beginning of a step: read inputs, reserve blocks, plan the batch.
 //!
 //! The device works between these parts: it zeroes blocks before they are handed out, and copies
-//! blocks once the step is planned. [`CacheState::begin`] does all of them without a device.
+//! blocks once the step is planned.
 use crate::cache::state::input::check_queries;
 use crate::cache::state::undo::Undo;
 use crate::cache::state::{Added, CacheState, GROUP, StartOptions, StepInput};
@@ -12,66 +12,8 @@ use crate::plan::{BatchEntry, SplitPolicy};
 use crate::spec::PublishAt;
 
 impl CacheState {
-    /// Opens a step for the whole batch, or changes nothing: reads the inputs of each sequence,
-    /// reserves the blocks and makes the plans. `workers` returns, by the number of kv heads, how
-    /// many parallel workers contexts are split for
-    /// ([`Capabilities::workers_of_heads`](crate::backend::Capabilities::workers_of_heads)).
-    ///
-    /// # Errors
-    /// [`PlanError::State`] while a step is open; otherwise those of
-    /// [`KvCache::begin_step`](crate::KvCache::begin_step) except the device's.
-    pub fn begin(
-        &mut self,
-        inputs: &[StepInput<'_>],
-        workers: impl Fn(u32) -> u32,
-    ) -> Result<(), CacheError> {
-        let added = self.reserve_batch(inputs)?;
-        let planned = self.plan(&added, workers);
-        if planned.is_err() {
-            self.roll_back();
-            return planned;
-        }
-        self.publish_early(&added);
-        Ok(())
-    }
-
-    /// Adds one more sequence to the open step, as its last entry, or changes nothing.
-    ///
-    /// # Errors
-    /// [`PlanError::State`] without an open step; otherwise those of [`Self::begin`].
-    pub fn add(
-        &mut self,
-        input: StepInput<'_>,
-        workers: impl Fn(u32) -> u32,
-    ) -> Result<(), CacheError> {
-        let added = self.reserve_more(input)?;
-        let planned = self.plan(&added, &workers);
-        if planned.is_err() {
-            self.take_back(&added);
-            self.plan(&added, workers)?;
-            return planned;
-        }
-        self.publish_early(&added);
-        Ok(())
-    }
-
-    /// Starts a sequence in the open step. It finds what the step publishes with
-    /// [`PublishAt::Begin`](crate::spec::PublishAt), and is removed if the step is rolled back.
-    ///
-    /// # Errors
-    /// [`PlanError::State`] without an open step; otherwise those of [`Self::start`].
-    pub fn start_in_step(
-        &mut self,
-        sequence: SequenceId,
-        prompt: &[u32],
-        options: StartOptions<'_>,
-    ) -> Result<u32, CacheError> {
-        self.check_open("start")?;
-        self.check_start(sequence, prompt, &options)?;
-        self.start_in_step_checked(sequence, prompt, options)
-    }
-
-    /// Does what [`Self::start_in_step`] does, after [`Self::check_start`].
+    /// Starts a sequence in the open step, after [`Self::check_start`]. It finds what the step publishes
+    /// with [`PublishAt::Begin`], and is removed if the step is rolled back.
     pub(in crate::cache) fn start_in_step_checked(
         &mut self,
         sequence: SequenceId,

@@ -5,30 +5,6 @@ use crate::plan::BatchEntry;
 use crate::spec::PublishAt;
 
 impl CacheState {
-    /// Ends the open step: lengths advance, and full blocks become reusable.
-    ///
-    /// # Errors
-    /// [`PlanError::State`] without an open step.
-    pub fn commit(&mut self) -> Result<(), PlanError> {
-        self.check_open("commit")?;
-        self.commit_checked(None);
-        Ok(())
-    }
-
-    /// Does what [`Self::commit`] does, but keeps only the first `accepted[b]` new tokens of entry
-    /// `b`.
-    ///
-    /// # Errors
-    /// [`PlanError::State`] without an open step; [`PlanError::LengthMismatch`] for a list of
-    /// another length than the batch, [`PlanError::TooMany`] for more than an entry's new tokens:
-    /// then the step is rolled back.
-    pub fn commit_accepted(&mut self, accepted: &[u32]) -> Result<(), PlanError> {
-        self.check_open("commit")?;
-        self.check_accepted(accepted).inspect_err(|_| self.roll_back())?;
-        self.commit_checked(Some(accepted));
-        Ok(())
-    }
-
     /// Ends the open step. `accepted`, already checked, is how many new tokens of each entry stay;
     /// all if `None`.
     pub(in crate::cache) fn commit_checked(&mut self, accepted: Option<&[u32]>) {

@@ -1,6 +1,8 @@
 //! Blocks held while their bytes are read.
 use hashbrown::HashMap;
 
+#[cfg(doc)]
+use crate::KvCache;
 use crate::cache::state::{CacheState, unique};
 use crate::error::{PlanError, StateProblem};
 use crate::ids::{BlockId, GroupId};
@@ -12,8 +14,8 @@ use crate::reuse::BlockKey;
 /// [Pins](crate::reuse::Pin) keep a prefix for the prompts to come; a hold keeps one block for a
 /// reader, and is no use of its content. The block counts as held, so that holds should be few and
 /// short: [`KvCache::release_hold_after`](crate::KvCache::release_hold_after) ends one as soon as
-/// the read is recorded, [`CacheState::release_hold`] when it is done. The cache keeps a list of
-/// all holds: one that is dropped stays there until [`CacheState::release_holds`].
+/// the read is recorded, [`KvCache::release_hold`] when it is done. The cache keeps a list of
+/// all holds: one that is dropped stays there until [`KvCache::release_holds`].
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "the block stays held until the hold is released"]
 pub struct BlockHold {
@@ -46,35 +48,9 @@ impl Holds {
 }
 
 impl CacheState {
-    /// Holds a cached block while its bytes are read, until [`Self::release_hold`]. `None` if the
-    /// block is unknown or does not have the full content of this key (any more).
-    ///
-    /// ```
-    /// use kv_core::block::BlockChangeKind;
-    /// use kv_core::scheduling::CacheState;
-    /// use kv_core::{CacheSpec, SequenceId, StartOptions, StepInput};
-    ///
-    /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(2, 8).changes(16);
-    /// let mut state = CacheState::new(spec.build()?, 0);
-    /// state.start(SequenceId(0), &[1, 2, 3], StartOptions::default())?;
-    /// state.begin(&[StepInput::tokens(SequenceId(0), &[1, 2, 3])], |_| 1)?;
-    /// state.commit()?;
-    ///
-    /// let mut changes = Vec::new();
-    /// assert!(state.drain_changes(&mut changes));
-    /// let [stored] = changes[..] else { panic!("one block is full") };
-    /// assert_eq!(stored.kind, BlockChangeKind::Stored);
-    /// let hold = state.hold_block(stored.group, stored.block, stored.key)?.expect("it is cached");
-    /// let content = state.pool(hold.group()).and_then(|pool| pool.content(hold.block()));
-    /// assert_eq!(content.map(|content| content.tokens), Some(&[1, 2][..]));
-    /// // Copy the bytes, then:
-    /// state.release_hold(hold)?;
-    /// # Ok::<(), kv_core::CacheError>(())
-    /// ```
-    ///
-    /// # Errors
-    /// [`PlanError::State`] while a step is open.
-    pub fn hold_block(
+    /// Holds a cached block: see
+    /// [`KvCache::hold_block`](crate::KvCache::hold_block).
+    pub(in crate::cache) fn hold_block(
         &mut self,
         group: GroupId,
         block: BlockId,
@@ -96,14 +72,9 @@ impl CacheState {
         Ok(Some(BlockHold { id, group, block }))
     }
 
-    /// Releases a block whose bytes are read. If it has no other holder, it can be evicted again,
-    /// when it would have been evicted without the hold as far as the eviction policy can tell.
-    ///
-    /// # Errors
-    /// [`PlanError::State`] while a step is open: the hold stays, until [`Self::release_holds`]; or
-    /// if the hold ended already or is of another cache.
+    /// Releases a block: see [`KvCache::release_hold`](crate::KvCache::release_hold).
     #[expect(clippy::needless_pass_by_value, reason = "a hold ends with this call")]
-    pub fn release_hold(&mut self, hold: BlockHold) -> Result<(), PlanError> {
+    pub(in crate::cache) fn release_hold(&mut self, hold: BlockHold) -> Result<(), PlanError> {
         const OPERATION: &str = "release hold";
         self.check_closed(OPERATION)?;
         let Some((index, block)) = self.holds.held.remove(&hold.id) else {
@@ -139,12 +110,8 @@ impl CacheState {
         self.ledger.pop_outlived_read();
     }
 
-    /// Releases every hold and returns their number; later calls with one of them are refused. Call
-    /// it only if no byte is being read any more.
-    ///
-    /// # Errors
-    /// [`PlanError::State`] while a step is open.
-    pub fn release_holds(&mut self) -> Result<u32, PlanError> {
+    /// Releases every hold: see [`KvCache::release_holds`](crate::KvCache::release_holds).
+    pub(in crate::cache) fn release_holds(&mut self) -> Result<u32, PlanError> {
         self.check_closed("release holds")?;
         let Self { groups, holds, unwiped, .. } = self;
         let count = to_u32(holds.held.len());

@@ -8,6 +8,8 @@ use std::sync::Arc;
 
 use hashbrown::HashMap;
 
+#[cfg(doc)]
+use crate::KvCache;
 use crate::block::{Fill, Ledger};
 use crate::cache::state::input::bounded;
 use crate::cache::state::probe::{PrefixProbe, Probed, ProbedBlock};
@@ -22,10 +24,9 @@ use crate::reuse::{BlockKey, NamespaceId, Offered};
 
 /// Blocks for the content that somebody brings of one prompt.
 ///
-/// [`CacheState::reserve_import`] takes the blocks, [`CacheState::publish_import`] makes those
-/// reusable whose bytes have come, and [`CacheState::finish_import`] lets go of all of them. The
-/// cache keeps a list of all imports: the blocks of one that is dropped stay held until
-/// [`CacheState::finish_imports`].
+/// [`KvCache::reserve_import`] takes the blocks, [`KvCache::publish_import`] makes those reusable
+/// whose bytes have come, and [`KvCache::finish_import`] releases all of them. The cache keeps a list
+/// of all imports: the blocks of one that is dropped stay held until [`KvCache::finish_imports`].
 #[derive(Debug)]
 #[must_use = "the blocks stay held until the import is finished"]
 pub struct Import {
@@ -100,68 +101,18 @@ impl Imports {
 const IMPORT: &str = "the list of an import has a place for each of its blocks";
 
 impl CacheState {
-    /// Takes a block for every content of a probed prompt that a sequence needs to reuse
-    /// [`hit(upto)`](PrefixProbe::hit) tokens and that is not cached. The blocks are held and
-    /// cannot be found before [`Self::publish_import`]; their bytes are undefined. Needed blocks
-    /// that are cached are held too. No block is evicted that computing the same tokens would have
-    /// left.
-    ///
-    /// The prompt is looked up again, so that the probe may be older than what is cached now.
-    ///
-    /// ```
-    /// use kv_core::events::Tier;
-    /// use kv_core::scheduling::CacheState;
-    /// use kv_core::{CacheSpec, SequenceId, StartOptions};
-    ///
-    /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(2, 8).build()?;
-    /// let mut state = CacheState::new(spec, 0);
-    /// let (prompt, options) = ([1, 2, 3, 4, 5], StartOptions::default());
-    /// let probe = state.probe_keys(&prompt, &options);
-    /// assert_eq!((probe.cached(), probe.hit(5)), (0, 4));
-    ///
-    /// let mut import = state.reserve_import(&probe, 4)?;
-    /// assert_eq!(import.blocks().len(), 2); // copy bytes to these
-    /// state.publish_import(&mut import, 4, Tier::Disk)?;
-    /// assert_eq!(state.start(SequenceId(0), &prompt, options)?, 4);
-    /// state.finish_import(import)?;
-    /// assert_eq!(state.stats().disk_hit_tokens, 4);
-    /// # Ok::<(), kv_core::CacheError>(())
-    /// ```
-    ///
-    /// # Errors
-    /// [`CacheError::Exhausted`] for the first group with too few blocks; [`PlanError::State`]
-    /// while a step is open, or if everything was evicted since the probe, the constants or layers
-    /// of the cache changed, or the probe is of another cache; [`PlanError::TooMany`] for more
-    /// tokens than the probe's [limit](PrefixProbe::limit). Nothing changed then.
-    pub fn reserve_import(&mut self, probe: &PrefixProbe, upto: u32) -> Result<Import, CacheError> {
+    /// Takes blocks for content that the caller brings: see
+    /// [`KvCache::reserve_import`](crate::KvCache::reserve_import).
+    pub(in crate::cache) fn reserve_import(
+        &mut self,
+        probe: &PrefixProbe,
+        upto: u32,
+    ) -> Result<Import, CacheError> {
         self.take_import(probe, upto, false)
     }
 
-    /// Does what [`Self::reserve_import`] does, and takes the block of
-    /// [`PrefixProbe::part`] too, which may have fewer tokens than fit: the last one of a sequence
-    /// whose every token is brought. It is published as the partial block of a sequence that has
-    /// ended. The bytes after its last token are never read.
-    ///
-    /// ```
-    /// use kv_core::events::Tier;
-    /// use kv_core::scheduling::CacheState;
-    /// use kv_core::{CacheSpec, SequenceId, StartOptions};
-    ///
-    /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(4, 8).build()?;
-    /// let mut state = CacheState::new(spec, 0);
-    /// let (prompt, options) = ([1, 2, 3, 4, 5, 6, 7], StartOptions::default());
-    /// let probe = state.probe_keys(&prompt, &options);
-    /// let mut import = state.reserve_import_with_part(&probe, 6)?;
-    /// assert_eq!((import.blocks().len(), import.hit()), (2, 6));
-    /// state.publish_import(&mut import, 6, Tier::Disk)?;
-    /// state.finish_import(import)?;
-    /// assert_eq!(state.start(SequenceId(0), &prompt, options)?, 6);
-    /// # Ok::<(), kv_core::CacheError>(())
-    /// ```
-    ///
-    /// # Errors
-    /// Those of [`Self::reserve_import`].
-    pub fn reserve_import_with_part(
+    /// Does what [`Self::reserve_import`] does, with the block of [`PrefixProbe::part`].
+    pub(in crate::cache) fn reserve_import_with_part(
         &mut self,
         probe: &PrefixProbe,
         upto: u32,
@@ -219,18 +170,9 @@ impl CacheState {
         Ok(import)
     }
 
-    /// Makes the blocks reusable that end at or before `upto` tokens, whose bytes have come from
-    /// `tier`. They stay held by the import. If another block has got the same content meanwhile,
-    /// the import holds that one instead.
-    ///
-    /// [`Stats`](crate::Stats) counts the tokens as hits of `tier` when a sequence first reuses
-    /// them, and the eviction policy counts that reuse as the use that they were imported for.
-    ///
-    /// # Errors
-    /// [`PlanError::State`] while a step is open, if the import has ended or is of another cache,
-    /// or if everything was evicted since the probe or the constants or layers of the cache
-    /// changed; [`PlanError::TooMany`] for more tokens than were reserved. Nothing changed then.
-    pub fn publish_import(
+    /// Makes blocks of an import reusable: see
+    /// [`KvCache::publish_import`](crate::KvCache::publish_import).
+    pub(in crate::cache) fn publish_import(
         &mut self,
         import: &mut Import,
         upto: u32,
@@ -274,13 +216,9 @@ impl CacheState {
         Ok(())
     }
 
-    /// Ends an import: published blocks can be reused and evicted, the others are empty.
-    ///
-    /// # Errors
-    /// [`PlanError::State`] while a step is open: the blocks stay held, until
-    /// [`Self::finish_imports`]; or if the import has ended or is of another cache.
+    /// Ends an import: see [`KvCache::finish_import`](crate::KvCache::finish_import).
     #[expect(clippy::needless_pass_by_value, reason = "an import ends with this call")]
-    pub fn finish_import(&mut self, import: Import) -> Result<(), PlanError> {
+    pub(in crate::cache) fn finish_import(&mut self, import: Import) -> Result<(), PlanError> {
         const OPERATION: &str = "finish import";
         self.check_closed(OPERATION)?;
         let Some(held) = self.imports.unfinished.remove(&import.id) else {
@@ -290,12 +228,8 @@ impl CacheState {
         Ok(())
     }
 
-    /// Ends every import and returns their number; later calls with one of them are refused. Call
-    /// it only if no byte is being written to their blocks any more.
-    ///
-    /// # Errors
-    /// [`PlanError::State`] while a step is open.
-    pub fn finish_imports(&mut self) -> Result<u32, PlanError> {
+    /// Ends every import: see [`KvCache::finish_imports`](crate::KvCache::finish_imports).
+    pub(in crate::cache) fn finish_imports(&mut self) -> Result<u32, PlanError> {
         self.check_closed("finish imports")?;
         let unfinished = std::mem::take(&mut self.imports.unfinished);
         let count = to_u32(unfinished.len());

@@ -8,12 +8,11 @@ use crate::num::to_u32;
 use crate::reuse::Content;
 
 impl CacheState {
-    /// Removes from the index what only this sequence has cached: see
-    /// [`KvCache::forget_sequence`](crate::KvCache::forget_sequence).
-    ///
-    /// # Errors
-    /// [`PlanError::UnknownSequence`]; [`PlanError::State`] while a step is open.
-    pub fn forget_sequence(&mut self, sequence: SequenceId) -> Result<u32, PlanError> {
+    /// See [`KvCache::forget_sequence`](crate::KvCache::forget_sequence).
+    pub(in crate::cache) fn forget_sequence(
+        &mut self,
+        sequence: SequenceId,
+    ) -> Result<u32, PlanError> {
         self.check_closed("forget")?;
         let row = self.sequences.row(sequence)?;
         let mut forgotten = 0_u32;
@@ -39,12 +38,8 @@ impl CacheState {
         Ok(forgotten)
     }
 
-    /// Evicts the cached blocks of a prompt after its first `keep` tokens: see
-    /// [`KvCache::forget_prefix`](crate::KvCache::forget_prefix).
-    ///
-    /// # Errors
-    /// [`PlanError::State`] while a step is open.
-    pub fn forget_prefix(
+    /// See [`KvCache::forget_prefix`](crate::KvCache::forget_prefix).
+    pub(in crate::cache) fn forget_prefix(
         &mut self,
         tokens: &[u32],
         options: StartOptions<'_>,
@@ -80,12 +75,8 @@ impl CacheState {
         Ok(forgotten)
     }
 
-    /// Evicts what is cached with a salt: see
-    /// [`KvCache::forget_salt`](crate::KvCache::forget_salt).
-    ///
-    /// # Errors
-    /// [`PlanError::State`] while a step is open.
-    pub fn forget_salt(&mut self, salt: &[u8]) -> Result<u32, PlanError> {
+    /// See [`KvCache::forget_salt`](crate::KvCache::forget_salt).
+    pub(in crate::cache) fn forget_salt(&mut self, salt: &[u8]) -> Result<u32, PlanError> {
         self.check_closed("forget")?;
         let mut forgotten = 0_u32;
         let Self { groups, ledger, unwiped, .. } = self;
@@ -109,12 +100,8 @@ impl CacheState {
         Ok(forgotten)
     }
 
-    /// Evicts everything cached; `false`, and no change, while a sequence, a pin, a hold or an
-    /// import holds a block.
-    ///
-    /// # Errors
-    /// [`PlanError::State`] while a step is open.
-    pub fn reset_prefixes(&mut self) -> Result<bool, PlanError> {
+    /// See [`KvCache::reset_prefixes`](crate::KvCache::reset_prefixes).
+    pub(in crate::cache) fn reset_prefixes(&mut self) -> Result<bool, PlanError> {
         self.check_closed("reset")?;
         if self.groups.iter().any(|group| group.pool.num_used() > 0) {
             return Ok(false);

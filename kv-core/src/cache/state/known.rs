@@ -25,15 +25,16 @@ impl CacheState {
     /// blocks to others: started without reuse, or before everything cached became invalid.
     ///
     /// ```
-    /// use kv_core::scheduling::CacheState;
-    /// use kv_core::{CacheSpec, SequenceId, StartOptions, StepInput};
+    /// use kv_core::backend::NullBackend;
+    /// use kv_core::{CacheSpec, KvCache, SequenceId, StartOptions, StepInput};
     ///
     /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(2, 8).build()?;
-    /// let mut state = CacheState::new(spec, 0);
-    /// state.start(SequenceId(0), &[5, 6, 7], StartOptions::default().with_salt(b"x"))?;
-    /// state.begin(&[StepInput::tokens(SequenceId(0), &[5, 6])], |_| 1)?;
-    /// state.commit()?;
-    /// let text = state.sequence_text(SequenceId(0)).expect("a live sequence");
+    /// let mut cache = KvCache::new(NullBackend::new(), spec)?;
+    /// cache.start(SequenceId(0), &[5, 6, 7], StartOptions::default().with_salt(b"x"))?;
+    /// let mut step = cache.begin_step(&[StepInput::tokens(SequenceId(0), &[5, 6])])?;
+    /// step.mark_written();
+    /// step.commit()?;
+    /// let text = cache.state().sequence_text(SequenceId(0)).expect("a live sequence");
     /// assert_eq!((&text.tokens[..], text.salt), (&[5, 6][..], &b"x"[..]));
     /// # Ok::<(), kv_core::CacheError>(())
     /// ```

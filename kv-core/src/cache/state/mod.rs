@@ -57,27 +57,28 @@ pub use stats::Stats;
 pub(super) use step_state::Added;
 pub use usage::Usage;
 
-/// The bookkeeping of a cache, without a device and without a byte of K or V.
+/// The bookkeeping of a cache, to read: lengths and blocks of sequences, free blocks, what can be
+/// reused, counters. [`KvCache`](crate::KvCache) changes it, together with the memory that it
+/// describes, and [`KvCache::state`](crate::KvCache::state) returns it. It knows no device and no
+/// byte of K or V.
 ///
-/// [`KvCache`](crate::KvCache) combines this with the memory it describes; it dereferences to its
-/// state, so all reading methods can be called on it too. A state on its own plans: it computes
-/// what a cache of this geometry would do with a sequence of requests, for simulations of
-/// schedulers and eviction policies. A caller that keeps the rows elsewhere zeroes the
-/// [`unwiped`](Self::unwiped) blocks and makes the [`copies`](Self::copies) of each step.
+/// A simulation of a scheduler or of an eviction policy runs a cache on a
+/// [`NullBackend`](crate::backend::NullBackend), which keeps no rows:
 ///
 /// ```
-/// use kv_core::scheduling::CacheState;
-/// use kv_core::{CacheSpec, SequenceId, StartOptions, StepInput};
+/// use kv_core::backend::NullBackend;
+/// use kv_core::{CacheSpec, KvCache, SequenceId, StartOptions, StepInput};
 ///
 /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(2, 8).build()?;
-/// let mut state = CacheState::new(spec, 0);
+/// let mut cache = KvCache::new(NullBackend::new(), spec)?;
 /// let prompt = [1, 2, 3, 4, 5];
 /// for (id, cached) in [(SequenceId(0), 0), (SequenceId(1), 4)] {
-///     assert_eq!(state.start(id, &prompt, StartOptions::default())?, cached);
-///     state.begin(&[StepInput::prompt(id, &prompt, cached)], |_| 1)?;
-///     state.commit()?;
+///     assert_eq!(cache.start(id, &prompt, StartOptions::default())?, cached);
+///     let mut step = cache.begin_step(&[StepInput::prompt(id, &prompt, cached)])?;
+///     step.mark_written();
+///     step.commit()?;
 /// }
-/// assert_eq!(state.usage().blocks_used, 4); // two are shared
+/// assert_eq!(cache.state().usage().blocks_used, 4); // two are shared
 /// # Ok::<(), kv_core::CacheError>(())
 /// ```
 #[derive(Debug)]
@@ -263,7 +264,7 @@ impl CacheState {
     /// Creates the state of an empty cache. `encoding_key` identifies what the bytes of a block
     /// depend on besides its tokens ([`Self::encoding_key`]), and is part of the keys of blocks;
     /// use any number if blocks are not exchanged with other caches.
-    pub fn new(spec: CacheSpec, encoding_key: u128) -> Self {
+    pub(in crate::cache) fn new(spec: CacheSpec, encoding_key: u128) -> Self {
         let clock: Arc<dyn Clock> = Arc::new(SystemClock::new());
         let mut groups = Vec::with_capacity(spec.groups().len());
         let mut chains = Vec::new();
@@ -372,11 +373,11 @@ impl CacheState {
     /// Returns the blocks that must be zeroed before they are handed out, by the setting
     /// [`wipe_on_release`](crate::spec::CacheSpecBuilder::wipe_on_release): those that lost their
     /// last holder or their content. [`Self::pop_unwiped`] removes the last one.
-    pub fn unwiped(&self) -> &[(GroupId, BlockId)] {
+    pub(in crate::cache) fn unwiped(&self) -> &[(GroupId, BlockId)] {
         &self.unwiped.blocks
     }
     /// Records that the last of the [`unwiped`](Self::unwiped) blocks was zeroed, and returns it.
-    pub fn pop_unwiped(&mut self) -> Option<(GroupId, BlockId)> {
+    pub(in crate::cache) fn pop_unwiped(&mut self) -> Option<(GroupId, BlockId)> {
         self.unwiped.blocks.pop()
     }
 

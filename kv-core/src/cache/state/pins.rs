@@ -43,7 +43,11 @@ impl Pins {
 impl CacheState {
     /// Pins the cached blocks of a prefix until [`Self::unpin`]: see
     /// [`KvCache::pin_prefix`](crate::KvCache::pin_prefix).
-    pub fn pin_prefix(&mut self, tokens: &[u32], options: StartOptions<'_>) -> Pin {
+    pub(in crate::cache) fn pin_prefix(
+        &mut self,
+        tokens: &[u32],
+        options: StartOptions<'_>,
+    ) -> Pin {
         let mut lookup = self.look_up_whole(tokens, &options);
         // A block that the open step has not written yet may never be.
         while let Some(written) = self.written_before(&lookup) {
@@ -84,10 +88,7 @@ impl CacheState {
     }
 
     /// Unpins a prefix; `false` for one that is not pinned.
-    ///
-    /// # Errors
-    /// [`PlanError::State`] while a step is open.
-    pub fn unpin(&mut self, pin: PinId) -> Result<bool, PlanError> {
+    pub(in crate::cache) fn unpin(&mut self, pin: PinId) -> Result<bool, PlanError> {
         self.check_closed("unpin")?;
         let Some(blocks) = self.pins.held.remove(&pin) else {
             return Ok(false);
@@ -113,13 +114,17 @@ impl CacheState {
 
     /// Replaces the eviction policy of a group: see
     /// [`KvCache::set_policy`](crate::KvCache::set_policy).
-    pub fn set_policy(&mut self, group: GroupId, policy: Box<dyn EvictionPolicy>) -> bool {
+    pub(in crate::cache) fn set_policy(
+        &mut self,
+        group: GroupId,
+        policy: Box<dyn EvictionPolicy>,
+    ) -> bool {
         let group = self.groups.get_mut(usize::from(group.0));
         group.is_some_and(|group| group.pool.set_policy(policy))
     }
 
-    /// Sets the priority of the cached blocks of a prompt. Returns the number of their tokens.
-    pub fn prioritise_prefix(
+    /// Sets the priority of the cached blocks of a prompt; returns the number of their tokens.
+    pub(in crate::cache) fn prioritise_prefix(
         &mut self,
         tokens: &[u32],
         options: StartOptions<'_>,
@@ -134,26 +139,19 @@ impl CacheState {
         lookup.found.whole
     }
 
-    /// Returns the [events](crate::events) since the last call; none unless
-    /// [`CacheSpecBuilder::events`](crate::spec::CacheSpecBuilder::events) enabled them.
-    pub fn take_events(&mut self) -> Vec<Event> {
+    /// Returns the events since the last call.
+    pub(in crate::cache) fn take_events(&mut self) -> Vec<Event> {
         self.ledger.take_events()
     }
 
-    /// Appends an event of a tier below the device: [`EventKind::Stored`], [`EventKind::Updated`],
-    /// [`EventKind::Removed`] or [`EventKind::Cleared`] of a [`Tier`] other than [`Tier::Device`].
-    /// `false`, and no change, for any other event, or if events are off. Who announces a tier also
-    /// adds its blocks to the [snapshots](Self::snapshot) of late subscribers.
-    pub fn announce(&mut self, kind: EventKind) -> bool {
+    /// Appends an event of a lower tier: see [`KvCache::announce`](crate::KvCache::announce).
+    pub(in crate::cache) fn announce(&mut self, kind: EventKind) -> bool {
         self.ledger.announce(kind)
     }
 
-    /// Moves the changes of blocks since the last call to the end of `out`, in order. `false`, and
-    /// nothing moved, if there were more than
-    /// [`CacheSpecBuilder::changes`](crate::spec::CacheSpecBuilder::changes) keeps: then look at
-    /// [`Self::stored_blocks`], which includes every change up to now. While a step is open this
-    /// gives what is certain already: blocks that the step evicted, but none that it fills.
-    pub fn drain_changes(&mut self, out: &mut Vec<BlockChange>) -> bool {
+    /// Moves the changes of blocks to `out`: see
+    /// [`KvCache::drain_changes`](crate::KvCache::drain_changes).
+    pub(in crate::cache) fn drain_changes(&mut self, out: &mut Vec<BlockChange>) -> bool {
         self.ledger.drain_changes(out)
     }
 

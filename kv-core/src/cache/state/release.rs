@@ -7,12 +7,12 @@ use crate::num::{to_u32, to_usize};
 use crate::plan::{BatchEntry, GatherRange};
 
 impl CacheState {
-    /// Truncates `sequence` to `len` tokens: see [`KvCache::truncate`](crate::KvCache::truncate).
-    ///
-    /// # Errors
-    /// [`PlanError::UnknownSequence`], [`PlanError::SequenceTooShort`], [`PlanError::OutOfWindow`];
-    /// [`PlanError::State`] while a step is open.
-    pub fn truncate(&mut self, sequence: SequenceId, len: u32) -> Result<(), PlanError> {
+    /// See [`KvCache::truncate`](crate::KvCache::truncate).
+    pub(in crate::cache) fn truncate(
+        &mut self,
+        sequence: SequenceId,
+        len: u32,
+    ) -> Result<(), PlanError> {
         self.check_closed("truncate")?;
         let (row, state) = self.sequences.get(sequence)?;
         if len > state.len {
@@ -119,34 +119,23 @@ impl CacheState {
         Ok(())
     }
 
-    /// Ends a sequence; blocks without other holders become free. Their content can be reused until
-    /// the blocks are needed.
-    ///
-    /// # Errors
-    /// [`PlanError::UnknownSequence`]; [`PlanError::State`] while a step is open.
-    pub fn release(&mut self, sequence: SequenceId) -> Result<(), PlanError> {
+    /// See [`KvCache::release`](crate::KvCache::release).
+    pub(in crate::cache) fn release(&mut self, sequence: SequenceId) -> Result<(), PlanError> {
         self.check_closed("release")?;
         let row = self.sequences.row(sequence)?;
         self.end(sequence, row);
         Ok(())
     }
 
-    /// Does what [`Self::release`] does, and counts it in
-    /// [`Stats::preemptions`](crate::Stats::preemptions).
-    ///
-    /// # Errors
-    /// Those of [`Self::release`].
-    pub fn preempt(&mut self, sequence: SequenceId) -> Result<(), PlanError> {
+    /// See [`KvCache::preempt`](crate::KvCache::preempt).
+    pub(in crate::cache) fn preempt(&mut self, sequence: SequenceId) -> Result<(), PlanError> {
         self.release(sequence)?;
         self.stats.preemptions = self.stats.preemptions.saturating_add(1);
         Ok(())
     }
 
-    /// Ends every sequence; what they have cached can be reused.
-    ///
-    /// # Errors
-    /// [`PlanError::State`] while a step is open.
-    pub fn reset(&mut self) -> Result<(), PlanError> {
+    /// See [`KvCache::reset`](crate::KvCache::reset).
+    pub(in crate::cache) fn reset(&mut self) -> Result<(), PlanError> {
         self.check_closed("reset")?;
         let ids: Vec<_> = self.sequences.ids().collect();
         ids.into_iter().try_for_each(|id| self.release(id))

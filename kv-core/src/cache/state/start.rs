@@ -141,25 +141,6 @@ pub(super) struct Lookup {
 }
 
 impl CacheState {
-    /// Begins a sequence. Returns how many tokens of `prompt` are cached already and need no step:
-    /// see [`KvCache::start`](crate::KvCache::start).
-    ///
-    /// # Errors
-    /// [`PlanError::SequenceExists`], [`PlanError::TooMany`] sequences,
-    /// [`PlanError::SequenceTooLong`] for the prompt or the reserve, [`CacheError::Exhausted`] for
-    /// the reserve, [`PlanError::State`] while a step is open ([`Self::start_in_step`]). Nothing
-    /// changed then.
-    pub fn start(
-        &mut self,
-        sequence: SequenceId,
-        prompt: &[u32],
-        options: StartOptions<'_>,
-    ) -> Result<u32, CacheError> {
-        self.check_closed("start")?;
-        self.check_start(sequence, prompt, &options)?;
-        self.start_checked(sequence, prompt, options)
-    }
-
     /// Refuses a sequence that cannot start, whatever blocks are free.
     pub(in crate::cache) fn check_start(
         &self,
@@ -175,7 +156,8 @@ impl CacheState {
         self.check_new(sequence)
     }
 
-    /// Does what [`Self::start`] does, after [`Self::check_start`].
+    /// Begins a sequence, after [`Self::check_start`]: see
+    /// [`KvCache::start`](crate::KvCache::start).
     pub(in crate::cache) fn start_checked(
         &mut self,
         sequence: SequenceId,
@@ -307,14 +289,12 @@ impl CacheState {
         Ok(tokens)
     }
 
-    /// Begins `child` with everything `parent` has committed. All blocks are shared; the last
-    /// partial one is copied when either writes to it first. Token ids are shared too, so that only
-    /// block IDs are copied and holders counted.
-    ///
-    /// # Errors
-    /// [`PlanError::UnknownSequence`], [`PlanError::SequenceExists`], [`PlanError::TooMany`];
-    /// [`PlanError::State`] while a step is open.
-    pub fn fork(&mut self, parent: SequenceId, child: SequenceId) -> Result<(), PlanError> {
+    /// See [`KvCache::fork`](crate::KvCache::fork).
+    pub(in crate::cache) fn fork(
+        &mut self,
+        parent: SequenceId,
+        child: SequenceId,
+    ) -> Result<(), PlanError> {
         self.check_closed("fork")?;
         let (parent_row, state) = self.sequences.get(parent)?;
         let (len, certain, store_at) = (state.len, state.certain, state.store_at);

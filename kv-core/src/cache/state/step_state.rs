@@ -163,19 +163,17 @@ impl CacheState {
     }
     /// Returns the position of every query of the open step in its sequence, entries one after
     /// another; of the last step if none is open.
-    pub fn positions(&self) -> &[u32] {
+    pub(in crate::cache) fn positions(&self) -> &[u32] {
         &self.open.positions
     }
     /// Returns the plans of the open step for one group, of the last step if none is open; `None`
     /// for an unknown group.
-    pub fn plans(&self, group: GroupId) -> Option<(WritePlan<'_>, AttentionPlan<'_>)> {
+    pub(in crate::cache) fn plans(
+        &self,
+        group: GroupId,
+    ) -> Option<(WritePlan<'_>, AttentionPlan<'_>)> {
         let group = self.find_group(group)?;
         Some((self.write_plan(group.id), self.attention_plan(group.id)))
-    }
-    /// Returns the blocks of one group whose first slots the open step copies before it writes,
-    /// because they are shared or in the index. Empty for an unknown group.
-    pub fn copies(&self, group: GroupId) -> &[BlockCopy] {
-        self.open.copies.get(usize::from(group.0)).map_or(&[], Vec::as_slice)
     }
 
     pub(in crate::cache) fn write_plan(&self, index: usize) -> WritePlan<'_> {

@@ -14,7 +14,88 @@ use std::collections::BTreeMap;
 
 use super::*;
 use crate::error::CacheError;
+use crate::plan::BlockCopy;
 use crate::spec::CacheSpecBuilder;
+
+/// What a cache does between the calls of its device.
+impl CacheState {
+    /// Returns the copies that the open step needs in one group.
+    pub(in crate::cache) fn copies(&self, group: GroupId) -> &[BlockCopy] {
+        self.open.copies.get(usize::from(group.0)).map_or(&[], Vec::as_slice)
+    }
+
+    /// Opens a step as a cache does, without a device.
+    fn begin(
+        &mut self,
+        inputs: &[StepInput<'_>],
+        workers: impl Fn(u32) -> u32,
+    ) -> Result<(), CacheError> {
+        let added = self.reserve_batch(inputs)?;
+        let planned = self.plan(&added, workers);
+        if planned.is_err() {
+            self.roll_back();
+            return planned;
+        }
+        self.publish_early(&added);
+        Ok(())
+    }
+
+    /// Adds a sequence to the open step as a cache does, without a device.
+    fn add(
+        &mut self,
+        input: StepInput<'_>,
+        workers: impl Fn(u32) -> u32,
+    ) -> Result<(), CacheError> {
+        let added = self.reserve_more(input)?;
+        let planned = self.plan(&added, &workers);
+        if planned.is_err() {
+            self.take_back(&added);
+            self.plan(&added, workers)?;
+            return planned;
+        }
+        self.publish_early(&added);
+        Ok(())
+    }
+
+    /// Starts a sequence in the open step.
+    fn start_in_step(
+        &mut self,
+        sequence: SequenceId,
+        prompt: &[u32],
+        options: StartOptions<'_>,
+    ) -> Result<u32, CacheError> {
+        self.check_open("start")?;
+        self.check_start(sequence, prompt, &options)?;
+        self.start_in_step_checked(sequence, prompt, options)
+    }
+
+    /// Ends the open step.
+    fn commit(&mut self) -> Result<(), PlanError> {
+        self.check_open("commit")?;
+        self.commit_checked(None);
+        Ok(())
+    }
+
+    /// Ends the open step and keeps some of its tokens.
+    fn commit_accepted(&mut self, accepted: &[u32]) -> Result<(), PlanError> {
+        self.check_open("commit")?;
+        self.check_accepted(accepted).inspect_err(|_| self.roll_back())?;
+        self.commit_checked(Some(accepted));
+        Ok(())
+    }
+
+    /// Begins a sequence.
+    fn start(
+        &mut self,
+        sequence: SequenceId,
+        prompt: &[u32],
+        options: StartOptions<'_>,
+    ) -> Result<u32, CacheError> {
+        self.check_closed("start")?;
+        self.check_start(sequence, prompt, &options)?;
+        self.start_checked(sequence, prompt, options)
+    }
+}
 
 const SEQ: [SequenceId; 4] = [SequenceId(0), SequenceId(1), SequenceId(2), SequenceId(3)];
 

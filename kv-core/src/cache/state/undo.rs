@@ -21,11 +21,9 @@ pub(super) enum Undo {
 }
 
 impl CacheState {
-    /// Ends the open step as if it had never begun; does nothing if none is open.
-    ///
-    /// Two things stay, neither of which affects later results: content evicted for the step is
-    /// gone, and blocks that left a window when it began are free.
-    pub fn roll_back(&mut self) {
+    /// Ends the open step as if it had never begun; does nothing if none is open: see
+    /// [`Step::roll_back`](crate::Step::roll_back).
+    pub(in crate::cache) fn roll_back(&mut self) {
         if !self.open.exchanged.is_empty() {
             // Rows that kept a block which others released share it again. Sequences that began in
             // the step still exist.

@@ -51,7 +51,7 @@ fn a_prompt_is_admitted_exactly_if_all_its_chunks_fit() {
         for (num_blocks, chunk, len) in cases {
             for (others, ahead) in [(0, 0), (0, 3), (1, 0), (10, 0), (21, 0)] {
                 let Some(mut cache) = build(shape, num_blocks) else { continue };
-                let max = cache.spec().max_seq_len();
+                let max = cache.state().spec().max_seq_len();
                 if len.max(others) > max || (others > 0 && !warm(&mut cache, others)) {
                     continue;
                 }
@@ -60,12 +60,13 @@ fn a_prompt_is_admitted_exactly_if_all_its_chunks_fit() {
                     .with_lookahead(ahead)
                     .with_must_fit(true);
                 let prompt = tokens(0..len);
-                let said = cache.check_admission(&prompt, StartOptions::default(), &admission);
-                let before = cache.stats().duplicate_blocks;
+                let said =
+                    cache.state().check_admission(&prompt, StartOptions::default(), &admission);
+                let before = cache.state().stats().duplicate_blocks;
                 let fits = runs(&mut cache, &prompt, (chunk, ahead));
                 // Admission does not count on blocks that are released because another one replaces
                 // them.
-                if fits && cache.stats().duplicate_blocks > before {
+                if fits && cache.state().stats().duplicate_blocks > before {
                     continue;
                 }
                 let place = format!(
@@ -103,7 +104,8 @@ fn a_tail_counts_until_it_is_quantised() {
         let mut cache = build(4, num_blocks).unwrap();
         assert!(warm(&mut cache, 1));
         let admission = Admission::default().with_chunk(1).with_must_fit(true);
-        let said = cache.check_admission(&tokens(0..12), StartOptions::default(), &admission);
+        let said =
+            cache.state().check_admission(&tokens(0..12), StartOptions::default(), &admission);
         assert_eq!(said.is_ok(), fits, "{said:?}");
         assert_eq!(runs(&mut cache, &tokens(0..12), (1, 0)), fits);
     }
@@ -122,7 +124,7 @@ fn a_block_of_wide_rows_is_reused_whole() {
         let mut prompt = tokens(0..len);
         prompt.push(99);
         assert_eq!(run(&mut cache, id, &prompt), len);
-        check_invariants(&cache);
+        check_invariants(cache.state());
         cache.release(id).unwrap();
     }
 }

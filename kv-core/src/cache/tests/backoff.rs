@@ -25,7 +25,7 @@ fn windowed(windows: &[Option<u32>]) -> KvCache<NullBackend> {
 /// Removes all of a prompt's blocks in a group from the index except those at `kept`.
 fn keep_only(cache: &mut KvCache<NullBackend>, group: usize, prompt: &[u32], kept: &[u32]) {
     let id = GroupId(u8::try_from(group).unwrap());
-    assert_eq!(cache.pool(id).unwrap().index().len(), prompt.len() / 4);
+    assert_eq!(cache.state().pool(id).unwrap().index().len(), prompt.len() / 4);
     forget_but(&mut cache.state, group, kept);
 }
 
@@ -38,9 +38,9 @@ fn found(windows: &[Option<u32>], kept: &[&[u32]], options: StartOptions<'_>) ->
     for (group, kept) in kept.iter().enumerate() {
         keep_only(&mut cache, group, &tokens(0..32), kept);
     }
-    let found = cache.probe(&tokens(0..33), options);
+    let found = cache.state().probe(&tokens(0..33), options);
     assert_eq!(cache.start(SEQ[1], &tokens(0..33), options).unwrap(), found);
-    check_invariants(&cache);
+    check_invariants(cache.state());
     found
 }
 
@@ -91,8 +91,8 @@ fn groups_count_in_blocks_of_their_own() {
     });
     run(&mut cache, SEQ[0], &tokens(0..37));
     // 36 and 32 tokens are cached in the two groups, and 24 of them have a block more in each.
-    assert_eq!(cache.probe(&tokens(0..40), draft()), 24);
-    assert_eq!(cache.probe(&tokens(0..40), StartOptions::default()), 32);
+    assert_eq!(cache.state().probe(&tokens(0..40), draft()), 24);
+    assert_eq!(cache.state().probe(&tokens(0..40), StartOptions::default()), 32);
 }
 
 /// Blocks missing in the window must not replace the sink tokens.
@@ -105,5 +105,5 @@ fn sink_tokens_that_are_partly_cached_serve_a_shorter_prompt() {
     run(&mut cache, SEQ[0], &tokens(0..32));
     cache.release(SEQ[0]).unwrap();
     keep_only(&mut cache, 0, &tokens(0..32), &[0, 5, 6, 7]);
-    assert_eq!(cache.probe(&tokens(0..33), StartOptions::default()), 4);
+    assert_eq!(cache.state().probe(&tokens(0..33), StartOptions::default()), 4);
 }

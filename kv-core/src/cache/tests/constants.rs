@@ -59,7 +59,7 @@ fn a_cache_on_the_queue_of_its_caller_takes_constants() {
     // K and V of two layers: planes and constants of the backend, uploads of the queue.
     assert_eq!((control.recorded(), device.control().recorded()), (8, 4));
     let of_its_own = KvCache::with_calibration(NullBackend::new(), fp8.clone(), given()).unwrap();
-    assert_eq!(cache.encoding_key(), of_its_own.encoding_key());
+    assert_eq!(cache.state().encoding_key(), of_its_own.state().encoding_key());
 }
 
 #[test]
@@ -67,10 +67,11 @@ fn the_encoding_key_distinguishes_caches() {
     let key = |spec: &CacheSpec, given: Option<Calibration>| {
         let backend = NullBackend::new();
         match given {
-            None => KvCache::new(backend, spec.clone()).unwrap().encoding_key(),
-            Some(given) => {
-                KvCache::with_calibration(backend, spec.clone(), given).unwrap().encoding_key()
-            }
+            None => KvCache::new(backend, spec.clone()).unwrap().state().encoding_key(),
+            Some(given) => KvCache::with_calibration(backend, spec.clone(), given)
+                .unwrap()
+                .state()
+                .encoding_key(),
         }
     };
     let off = CacheSpec::builder().layers(2).kv_heads(1).head_dim(4).format(INT8).paged(4, 4);
@@ -98,7 +99,7 @@ fn a_failure_at_any_operation_leaves_constants_as_they_were() {
     let mut cache = KvCache::new(NullBackend::new(), spec(INT8)).unwrap();
     start(&mut cache, SEQ[0]);
     append(&mut cache, &[(SEQ[0], 6)]).unwrap();
-    let (key, before) = (cache.encoding_key(), books(&cache));
+    let (key, before) = (cache.state().encoding_key(), books(cache.state()));
     for operation in 0.. {
         cache.backend().control().fail_after(operation);
         match cache.recalibrate(calibration(1.0)) {
@@ -106,13 +107,13 @@ fn a_failure_at_any_operation_leaves_constants_as_they_were() {
                 assert!(operation > 16, "{operation} operations");
                 break;
             }
-            Err(CacheError::Device(_)) => assert_eq!(cache.encoding_key(), key),
+            Err(CacheError::Device(_)) => assert_eq!(cache.state().encoding_key(), key),
             Err(other) => panic!("{other}"),
         }
-        assert_eq!(books(&cache), before);
+        assert_eq!(books(cache.state()), before);
         assert!(cache.unrestored.is_empty(), "the device works again");
     }
-    assert_ne!(cache.encoding_key(), key);
+    assert_ne!(cache.state().encoding_key(), key);
 }
 
 #[test]
@@ -120,15 +121,15 @@ fn constants_are_exchanged_whole_or_not_at_all() {
     let mut cache = KvCache::new(NullBackend::new(), spec(INT8)).unwrap();
     start(&mut cache, SEQ[0]);
     append(&mut cache, &[(SEQ[0], 3)]).unwrap();
-    let key = cache.encoding_key();
+    let key = cache.state().encoding_key();
     let refused = cache.recalibrate(Calibration::new(Vec::new())).unwrap_err();
     assert!(matches!(refused, CacheError::Calibration(_)), "{refused}");
     cache.backend().control().fail_after(0);
     let failed = cache.recalibrate(calibration(1.0)).unwrap_err();
     assert!(matches!(failed, CacheError::Device(_)), "{failed}");
-    assert_eq!(cache.encoding_key(), key);
+    assert_eq!(cache.state().encoding_key(), key);
     cache.recalibrate(calibration(1.0)).unwrap();
     let made_so = KvCache::with_calibration(NullBackend::new(), spec(INT8), calibration(1.0));
-    assert_eq!(cache.encoding_key(), made_so.unwrap().encoding_key());
-    assert_eq!(cache.seq_len(SEQ[0]), Some(3));
+    assert_eq!(cache.state().encoding_key(), made_so.unwrap().state().encoding_key());
+    assert_eq!(cache.state().seq_len(SEQ[0]), Some(3));
 }

@@ -27,7 +27,7 @@ type Call = fn(&mut KvCache<NullBackend>, u32) -> Result<(), CacheError>;
 
 fn step(cache: &mut KvCache<NullBackend>, input: StepInput<'_>) -> Result<(), CacheError> {
     let inputs = [input];
-    let said = cache.blocks_for_step(GroupId(0), &inputs);
+    let said = cache.state().blocks_for_step(GroupId(0), &inputs);
     let begun = cache.begin_step(&inputs).map(drop);
     match (said, &begun) {
         (Ok(demand), Ok(())) => assert!(demand.fits(), "{demand:?}"),
@@ -43,7 +43,7 @@ fn admit(
     options: StartOptions<'_>,
     admission: &Admission,
 ) -> Result<(), CacheError> {
-    cache.check_admission(&[1, 2], options, admission).map(|_| ())
+    cache.state().check_admission(&[1, 2], options, admission).map(|_| ())
 }
 
 /// Every call of a cache with a count: the largest accepted count, whether 0 is accepted, and the
@@ -112,7 +112,7 @@ const CALLS: [(&str, u32, bool, &str, Call); 12] = [
         MAX,
         true,
         "sequence 0: 3 cached + 22 new tokens exceed the maximum of 24",
-        |cache, n| cache.blocks_to_completion(GroupId(0), SEQ[0], n).map(drop),
+        |cache, n| cache.state().blocks_to_completion(GroupId(0), SEQ[0], n).map(drop),
     ),
     ("tokens to keep", LEN, true, "sequence 0 has 3 tokens, 4 were requested", |cache, n| {
         cache.truncate(SEQ[0], n)
@@ -138,18 +138,18 @@ fn counts_are_bounded_before_anything_is_allocated() {
     for (name, max, takes_none, refusal, call) in CALLS {
         for (count, expected) in cases(max, takes_none, refusal) {
             let mut cache = counted();
-            let before = books(&cache);
+            let before = books(cache.state());
             let got = call(&mut cache, count).map_err(|error| error.to_string());
             match expected {
                 Some(expected) => assert_eq!(got, expected, "{name}: {count}"),
                 None => assert!(got.is_err(), "{name}: {count}"),
             }
             if got.is_err() {
-                assert_eq!(books(&cache), before, "{name}: {count}");
+                assert_eq!(books(cache.state()), before, "{name}: {count}");
             }
             let bytes = cache.plan_bytes();
             assert!(bytes < BYTES_MAX, "{name}: {count} made {bytes} bytes");
-            check_invariants(&cache);
+            check_invariants(cache.state());
         }
     }
 }
@@ -210,7 +210,7 @@ fn accepted_tokens_are_bounded_by_new_ones() {
         write_all(&mut step).unwrap();
         assert_eq!(step.commit_accepted(&[accepted]).is_err(), is_refused, "{accepted}");
         let more = if is_refused { 0 } else { accepted };
-        assert_eq!(cache.seq_len(SEQ[0]), Some(LEN + more));
+        assert_eq!(cache.state().seq_len(SEQ[0]), Some(LEN + more));
     }
 }
 

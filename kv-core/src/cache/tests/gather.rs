@@ -44,7 +44,7 @@ fn every_entry_is_read_with_the_tokens_of_this_step() {
         assert_eq!(gathered.is_ok(), fits, "{s}");
     }
     step.commit().unwrap();
-    assert_eq!(cache.seq_len(SEQ[0]), Some(8));
+    assert_eq!(cache.state().seq_len(SEQ[0]), Some(8));
     assert!(cache.backend().control().recorded() > before);
 }
 

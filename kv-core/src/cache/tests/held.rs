@@ -1,4 +1,6 @@
 //! Steps that are held between calls.
+use std::panic::AssertUnwindSafe;
+
 use super::*;
 use crate::backend::Plane;
 use crate::calibration::Calibration;
@@ -20,7 +22,15 @@ fn settled() -> (KvCache<NullBackend>, Pin) {
 }
 
 fn hold(cache: &mut KvCache<NullBackend>, tokens: u32) {
-    cache.open_step(&[StepInput::count(SEQ[0], tokens)]).unwrap();
+    cache.begin_step(&[StepInput::count(SEQ[0], tokens)]).unwrap().hold();
+}
+
+/// Writes all layers of the held step, and holds it again.
+fn write_held(cache: &mut KvCache<NullBackend>) -> Result<(), CacheError> {
+    let mut step = cache.held().unwrap();
+    write_all(&mut step)?;
+    step.hold();
+    Ok(())
 }
 
 #[test]
@@ -28,39 +38,50 @@ fn a_held_step_is_written_call_by_call() {
     let (mut cache, _) = settled();
     hold(&mut cache, 3);
     for layer in 0..2 {
-        assert_eq!(cache.seq_len(SEQ[0]), Some(6), "lengths are those before the step");
-        let mut step = cache.step().unwrap();
+        assert_eq!(cache.state().seq_len(SEQ[0]), Some(6), "lengths are those before the step");
+        let mut step = cache.held().unwrap();
         assert_eq!(step.positions(), [6, 7, 8]);
         let rows = [0.0_f32; 6];
         let rows = TensorView::host(&rows, &[3, 1, 2]);
         step.write(layer, rows, rows, QkvFormat::Thd).unwrap();
-        drop(step);
-        assert!(cache.is_step_open());
+        step.hold();
+        assert!(cache.state().is_step_open());
     }
-    cache.commit_step().unwrap();
-    assert_eq!(cache.seq_len(SEQ[0]), Some(9));
-    assert!(cache.step().is_none());
-    check_invariants(&cache);
+    cache.held().unwrap().commit().unwrap();
+    assert_eq!(cache.state().seq_len(SEQ[0]), Some(9));
+    assert!(cache.held().is_none());
+    check_invariants(cache.state());
+}
+
+/// Fails in the middle of a forward pass.
+fn panics(cache: &mut KvCache<NullBackend>) {
+    let step = cache.held();
+    assert!(step.is_none(), "a model panics");
 }
 
 #[test]
 fn a_held_step_can_end_in_every_way() {
     type End = fn(&mut KvCache<NullBackend>);
-    let ends: [(End, u32); 5] = [
-        (|c| c.commit_step().unwrap(), 9),
-        (|c| c.commit_step_accepted(&[2]).unwrap(), 8),
-        (|c| c.step().unwrap().commit().unwrap(), 9),
-        (|c| c.step().unwrap().roll_back(), 6),
-        (KvCache::roll_back, 6),
+    let ends: [(End, u32); 6] = [
+        (|c| c.held().unwrap().commit().unwrap(), 9),
+        (|c| c.held().unwrap().commit_accepted(&[2]).unwrap(), 8),
+        (|c| c.held().unwrap().roll_back(), 6),
+        (|c| drop(c.held()), 6),
+        (|c| std::mem::forget(c.held()), 6),
+        (|c| assert!(std::panic::catch_unwind(AssertUnwindSafe(|| panics(c))).is_err()), 6),
     ];
     for (end, len) in ends {
         let (mut cache, _) = settled();
         hold(&mut cache, 3);
-        write_all(&mut cache.step().unwrap()).unwrap();
+        write_held(&mut cache).unwrap();
         end(&mut cache);
-        assert_eq!((cache.seq_len(SEQ[0]), cache.is_step_open()), (Some(len), false));
+        assert!(cache.held().is_none());
+        assert_eq!(
+            (cache.state().seq_len(SEQ[0]), cache.state().is_step_open()),
+            (Some(len), false)
+        );
         append(&mut cache, &[(SEQ[0], 1)]).unwrap();
-        check_invariants(&cache);
+        check_invariants(cache.state());
     }
 }
 
@@ -68,45 +89,44 @@ fn a_held_step_can_end_in_every_way() {
 fn a_held_step_whose_commit_fails_is_rolled_back() {
     type Commit = fn(&mut KvCache<NullBackend>) -> Result<(), CacheError>;
     let commits: [(Commit, &str); 4] = [
-        (KvCache::commit_step, "layer 0 and 1 more layer were not written in this step"),
+        (
+            |cache| cache.held().unwrap().commit(),
+            "layer 0 and 1 more layer were not written in this step",
+        ),
         (
             |cache| {
-                write_all(&mut cache.step().unwrap())?;
-                cache.commit_step_accepted(&[1, 1])
+                write_held(cache)?;
+                cache.held().unwrap().commit_accepted(&[1, 1])
             },
             "numbers of accepted tokens: expected 1 entries, got 2",
         ),
         (
             |cache| {
-                write_all(&mut cache.step().unwrap())?;
+                write_held(cache)?;
                 cache.backend().control().fail_after(0);
-                cache.commit_step()
+                cache.held().unwrap().commit()
             },
             "flush",
         ),
-        (KvCache::commit_step, "layer 0 and"),
+        (|cache| cache.held().unwrap().commit(), "layer 0 and"),
     ];
     let (mut cache, _) = settled();
-    let before = books(&cache);
+    let before = books(cache.state());
     for (commit, text) in commits {
         hold(&mut cache, 3);
         let failed = commit(&mut cache).unwrap_err().to_string();
         assert!(failed.contains(text), "{failed}");
-        assert!(!cache.is_step_open(), "{text}");
-        assert_eq!(books(&cache), before);
+        assert!(!cache.state().is_step_open(), "{text}");
+        assert_eq!(books(cache.state()), before);
     }
-    for closed in [cache.commit_step(), cache.commit_step_accepted(&[])] {
-        assert_eq!(closed.unwrap_err().to_string(), "commit: no step is open");
-    }
-    cache.roll_back();
+    assert!(cache.held().is_none());
 }
 
 #[test]
 fn calls_that_a_held_step_could_not_undo_are_refused() {
     type Call = fn(&mut KvCache<NullBackend>, Pin) -> Result<(), CacheError>;
-    let calls: [(&str, Call); 14] = [
+    let calls: [(&str, Call); 13] = [
         ("begin_step", |c, _| c.begin_step(&[]).map(drop)),
-        ("open_step", |c, _| c.open_step(&[])),
         ("start", |c, _| c.start(SEQ[1], &PROMPT, StartOptions::default()).map(drop)),
         ("fork", |c, _| c.fork(SEQ[0], SEQ[1])),
         ("truncate", |c, _| c.truncate(SEQ[0], 1)),
@@ -129,30 +149,30 @@ fn calls_that_a_held_step_could_not_undo_are_refused() {
     ];
     let (mut cache, pin) = settled();
     hold(&mut cache, 3);
-    let (before, recorded) = (books(&cache), cache.backend().control().recorded());
+    let (before, recorded) = (books(cache.state()), cache.backend().control().recorded());
     for (name, call) in calls {
         let refused = call(&mut cache, pin).unwrap_err();
         let CacheError::Plan(PlanError::State { problem, .. }) = refused else {
             panic!("{name}: {refused}")
         };
         assert_eq!(problem, StateProblem::StepOpen, "{name}");
-        assert_eq!(books(&cache), before, "{name}");
+        assert_eq!(books(cache.state()), before, "{name}");
     }
     assert_eq!(cache.backend().control().recorded(), recorded, "nothing was recorded");
-    assert_eq!(cache.stats().preemptions, 0);
-    write_all(&mut cache.step().unwrap()).unwrap();
-    cache.commit_step().unwrap();
+    assert_eq!(cache.state().stats().preemptions, 0);
+    write_held(&mut cache).unwrap();
+    cache.held().unwrap().commit().unwrap();
     for (name, call) in calls.into_iter().filter(|(name, _)| *name == "gather") {
         call(&mut cache, pin).expect(name);
     }
-    check_invariants(&cache);
+    check_invariants(cache.state());
 }
 
 #[test]
 fn calls_that_a_held_step_allows_leave_it_open() {
     let (mut cache, _) = settled();
     hold(&mut cache, 3);
-    let before = books(&cache);
+    let before = books(cache.state());
     cache.queue_mut();
     assert!(!cache.allocate_layer(0).unwrap());
     let options = StartOptions::default;
@@ -161,38 +181,36 @@ fn calls_that_a_held_step_allows_leave_it_open() {
     let policy = Eviction::Lru.policy(8, &clock);
     assert!(!cache.set_policy(GroupId(0), policy), "something is cached");
     assert!(cache.take_events().is_empty());
-    assert_eq!(books(&cache), before);
+    assert_eq!(books(cache.state()), before);
     assert_eq!(cache.pin_prefix(&PROMPT, options()).tokens, 4);
-    assert_eq!(cache.probe(&PROMPT, options()), 4);
+    assert_eq!(cache.state().probe(&PROMPT, options()), 4);
     // A step can start a sequence and add it to the batch.
-    let mut step = cache.step().unwrap();
+    let mut step = cache.held().unwrap();
     assert_eq!(step.start(SEQ[1], &PROMPT, options()).unwrap(), 4);
     step.add(StepInput::tokens(SEQ[1], &PROMPT[4..])).unwrap();
-    drop(step);
-    write_all(&mut cache.step().unwrap()).unwrap();
-    cache.commit_step().unwrap();
-    assert_eq!([SEQ[0], SEQ[1]].map(|s| cache.seq_len(s)), [Some(9), Some(6)]);
-    check_invariants(&cache);
+    step.hold();
+    write_held(&mut cache).unwrap();
+    cache.wipe().unwrap();
+    cache.held().unwrap().commit().unwrap();
+    assert_eq!([SEQ[0], SEQ[1]].map(|s| cache.state().seq_len(s)), [Some(9), Some(6)]);
+    check_invariants(cache.state());
 }
 
 #[test]
 fn a_leaked_step_is_not_taken_for_a_held_one() {
     let (mut cache, _) = settled();
-    let before = books(&cache);
+    let before = books(cache.state());
     let leak = |cache: &mut KvCache<NullBackend>| {
         std::mem::forget(cache.begin_step(&[StepInput::count(SEQ[0], 3)]).unwrap());
     };
     leak(&mut cache);
-    assert!(cache.step().is_none());
-    assert_eq!(books(&cache), before);
-    leak(&mut cache);
-    assert_eq!(cache.commit_step().unwrap_err().to_string(), "commit: no step is open");
+    assert!(cache.held().is_none());
+    assert_eq!(books(cache.state()), before);
     leak(&mut cache);
     hold(&mut cache, 1);
-    std::mem::forget(cache.step().unwrap());
-    assert!(cache.step().is_some(), "a held step cannot be leaked");
-    cache.roll_back();
-    assert_eq!(books(&cache), before);
+    std::mem::forget(cache.held().unwrap());
+    assert!(cache.held().is_none(), "it was leaked");
+    assert_eq!(books(cache.state()), before);
 }
 
 /// A device that cannot open queues.

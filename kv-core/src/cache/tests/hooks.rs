@@ -67,7 +67,7 @@ impl Hooks {
         match *hook {
             Hook::Drain => self.drain(cache),
             Hook::Hold(n) => {
-                let all: Vec<_> = listed(cache).into_iter().collect();
+                let all: Vec<_> = listed(cache.state()).into_iter().collect();
                 let Some(((group, block), key)) = nth(&all, n).map(|at| all[at]) else {
                     return Ok(());
                 };
@@ -76,7 +76,7 @@ impl Hooks {
             }
             Hook::Release(n) => {
                 let Some(at) = nth(&self.holds, n) else { return Ok(()) };
-                if cache.is_step_open() {
+                if cache.state().is_step_open() {
                     cache.release_holds()?;
                 }
                 if n.is_multiple_of(2) {
@@ -89,7 +89,7 @@ impl Hooks {
             }
             Hook::Probe(number, len) => {
                 self.probes.truncate(3);
-                let probe = cache.probe_keys(&text(number, len), &StartOptions::default());
+                let probe = cache.state().probe_keys(&text(number, len), &StartOptions::default());
                 self.probes.insert(0, (number, probe));
             }
             Hook::Reserve(n, upto, with_part) => self.reserve(cache, n, upto, with_part)?,
@@ -102,7 +102,7 @@ impl Hooks {
                     import(*number, upto);
                     if open.blocks().is_empty() {
                         let prompt = text(*number, open.upto() + 1);
-                        let found = cache.probe(&prompt, StartOptions::default());
+                        let found = cache.state().probe(&prompt, StartOptions::default());
                         assert!(found >= open.hit(), "{found} of {} tokens", open.hit());
                     }
                 }
@@ -110,13 +110,13 @@ impl Hooks {
             }
             Hook::Finish(n) => {
                 let Some(at) = nth(&self.imports, n) else { return Ok(()) };
-                if cache.is_step_open() {
+                if cache.state().is_step_open() {
                     cache.finish_imports()?;
                 }
                 cache.finish_import(self.imports.swap_remove(at).1)?;
             }
             Hook::End => {
-                if cache.is_step_open() {
+                if cache.state().is_step_open() {
                     cache.finish_imports()?;
                 }
                 return self.end(cache);
@@ -134,7 +134,7 @@ impl Hooks {
     ) -> Result<(), CacheError> {
         let Some(at) = nth(&self.probes, n) else { return Ok(()) };
         let (number, probe) = &self.probes[at];
-        let (before, upto) = (books(cache), upto.min(probe.limit()));
+        let (before, upto) = (books(cache.state()), upto.min(probe.limit()));
         let reserve =
             if with_part { KvCache::reserve_import_with_part } else { KvCache::reserve_import };
         match reserve(cache, probe, upto) {
@@ -144,14 +144,14 @@ impl Hooks {
                 Ok(())
             }
             Err(failed) => {
-                assert_eq!(books(cache), before, "{failed}");
+                assert_eq!(books(cache.state()), before, "{failed}");
                 Err(failed)
             }
         }
     }
 
     fn drain(&mut self, cache: &mut KvCache<NullBackend>) {
-        if cache.spec().changes() == 0 {
+        if cache.state().spec().changes() == 0 {
             return;
         }
         let mut changes = Vec::new();
@@ -159,9 +159,9 @@ impl Hooks {
             replay(&mut self.stored, &changes);
         } else {
             assert!(changes.is_empty());
-            self.stored = listed(cache);
+            self.stored = listed(cache.state());
         }
-        assert_eq!(self.stored, listed(cache), "changes tell what is stored");
+        assert_eq!(self.stored, listed(cache.state()), "changes tell what is stored");
     }
 
     /// Ends all imports and holds, also those that were dropped.
@@ -176,7 +176,7 @@ impl Hooks {
             assert_eq!(problem, StateProblem::Ended);
         }
         self.holds.clear();
-        assert_eq!((cache.num_holds(), cache.num_imports()), (0, 0));
+        assert_eq!((cache.state().num_holds(), cache.state().num_imports()), (0, 0));
         released.and(finished).map(|_| ())
     }
 
@@ -185,9 +185,9 @@ impl Hooks {
         // The device may fail to zero blocks, after they were released.
         let _ = self.end(cache);
         let _ = cache.reset();
-        assert_eq!(cache.num_sequences(), 0);
-        for group in 0..u8::try_from(cache.spec().groups().len()).unwrap() {
-            let pool = cache.pool(GroupId(group)).unwrap();
+        assert_eq!(cache.state().num_sequences(), 0);
+        for group in 0..u8::try_from(cache.state().spec().groups().len()).unwrap() {
+            let pool = cache.state().pool(GroupId(group)).unwrap();
             assert_eq!(pool.num_free(), pool.num_blocks(), "group {group}");
         }
         self.drain(cache);
@@ -198,16 +198,17 @@ impl Hooks {
 fn check_reserved(cache: &KvCache<NullBackend>, import: &Import) {
     let mut seen = std::collections::BTreeSet::new();
     for of in import.blocks() {
-        let pool = cache.pool(of.group).unwrap();
+        let pool = cache.state().pool(of.group).unwrap();
         assert_eq!(pool.holders(of.block), 1, "{of:?}");
         assert!(!pool.is_stored(of.block) && seen.insert((of.group, of.block)), "{of:?}");
         assert!(to_usize(of.block.0) < to_usize(pool.num_blocks()));
-        let tables = cache.sequences().map(|s| cache.block_table(s, of.group).unwrap());
+        let tables =
+            cache.state().sequences().map(|s| cache.state().block_table(s, of.group).unwrap());
         let is_written = |(s, table): (SequenceId, &[BlockId])| {
-            let vacant = cache.vacant_entries(s, of.group).unwrap();
+            let vacant = cache.state().vacant_entries(s, of.group).unwrap();
             let held = table.iter().zip(0..).filter(|(_, at)| !vacant.contains(at));
             held.into_iter().any(|(block, _)| *block == of.block)
         };
-        assert!(!cache.sequences().zip(tables).any(is_written), "{of:?} is a sequence's");
+        assert!(!cache.state().sequences().zip(tables).any(is_written), "{of:?} is a sequence's");
     }
 }

@@ -69,18 +69,18 @@ fn nothing_is_reused_that_a_late_layer_lacks() {
     assert_eq!(cache.start(SEQ[0], &PROMPT, options).unwrap(), 0);
     append_prompt(&mut cache, SEQ[0], &PROMPT, 1).unwrap();
     cache.release(SEQ[0]).unwrap();
-    assert_eq!(cache.probe(&PROMPT, options), 8);
+    assert_eq!(cache.state().probe(&PROMPT, options), 8);
     assert!(!cache.allocate_layer(0).unwrap());
-    assert_eq!(cache.probe(&PROMPT, options), 8, "no layer came");
+    assert_eq!(cache.state().probe(&PROMPT, options), 8, "no layer came");
     cache.take_events();
     assert!(cache.allocate_layer(1).unwrap());
-    assert_eq!(cache.probe(&PROMPT, options), 0);
+    assert_eq!(cache.state().probe(&PROMPT, options), 0);
     assert!(!cache.take_events().is_empty(), "subscribers are told");
     assert_eq!(cache.start(SEQ[1], &PROMPT, options).unwrap(), 0);
     append_prompt(&mut cache, SEQ[1], &PROMPT, 2).unwrap();
     attend(&mut cache, SEQ[1], 1, None).unwrap();
-    assert_eq!(cache.probe(&PROMPT, options), 8, "what all layers have is found");
-    check_invariants(&cache);
+    assert_eq!(cache.state().probe(&PROMPT, options), 8, "what all layers have is found");
+    check_invariants(cache.state());
 }
 
 #[test]
@@ -92,14 +92,14 @@ fn pinned_and_held_prefixes_are_not_reused_in_a_late_layer() {
     append_prompt(&mut cache, SEQ[0], &PROMPT, 1).unwrap();
     let pin = cache.pin_prefix(&PROMPT[..4], options);
     cache.allocate_layer(1).unwrap();
-    assert_eq!(cache.probe(&PROMPT, options), 0);
+    assert_eq!(cache.state().probe(&PROMPT, options), 0);
     // These blocks have no whole prefix before them: they are not published.
     append_prompt(&mut cache, SEQ[0], &[10, 11, 12, 13], 2).unwrap();
     cache.release(SEQ[0]).unwrap();
     let longer = [PROMPT.as_slice(), &[10, 11, 12, 13]].concat();
-    assert_eq!(cache.probe(&longer, options), 0);
+    assert_eq!(cache.state().probe(&longer, options), 0);
     assert!(cache.unpin(pin.id).unwrap());
-    check_invariants(&cache);
+    check_invariants(cache.state());
 }
 
 #[test]
@@ -145,7 +145,7 @@ fn a_sequence_without_tokens_lacks_nothing() {
     }
     append_prompt(&mut cache, SEQ[0], &PROMPT, 3).unwrap();
     attend(&mut cache, SEQ[0], 2, None).unwrap();
-    assert_eq!(cache.probe(&PROMPT, StartOptions::default()), 8);
+    assert_eq!(cache.state().probe(&PROMPT, StartOptions::default()), 8);
 }
 
 /// Reads the whole batch of a step with one query.
@@ -160,7 +160,7 @@ fn gather_batch(cache: &mut KvCache<NullBackend>, layer: u16) -> Result<(), Cach
 fn rows_of_a_late_layer_are_zeros_where_the_spec_says_so() {
     for late_layers in [LateLayers::Refuse, LateLayers::Zeros] {
         let mut cache = lazy_with(late_layers);
-        assert_eq!(cache.spec().late_layers(), late_layers);
+        assert_eq!(cache.state().spec().late_layers(), late_layers);
         cache.allocate_layer(0).unwrap();
         cache.start(SEQ[0], &PROMPT, StartOptions::default()).unwrap();
         append_prompt(&mut cache, SEQ[0], &PROMPT, 1).unwrap();
@@ -176,6 +176,6 @@ fn rows_of_a_late_layer_are_zeros_where_the_spec_says_so() {
                 LateLayers::Zeros => read.unwrap(),
             }
         }
-        assert_eq!(cache.probe(&PROMPT, StartOptions::default()), 0, "nothing is reused");
+        assert_eq!(cache.state().probe(&PROMPT, StartOptions::default()), 0, "nothing is reused");
     }
 }

@@ -38,9 +38,9 @@ fn open(cache: &mut KvCache<NullBackend>) -> Step<'_, NullBackend> {
 /// Returns everything visible of a cache, events included.
 fn seen(cache: &mut KvCache<NullBackend>) -> String {
     let longer = [PROMPT.as_slice(), &[10, 11, 12, 13]].concat();
-    let probes = [&PROMPT[..], &longer].map(|p| cache.probe(p, StartOptions::default()));
-    let usage = Usage { blocks_peak: 0, ..cache.usage() };
-    format!("{:?} {usage:?} {probes:?} {:?}", books(cache), cache.snapshot())
+    let probes = [&PROMPT[..], &longer].map(|p| cache.state().probe(p, StartOptions::default()));
+    let usage = Usage { blocks_peak: 0, ..cache.state().usage() };
+    format!("{:?} {usage:?} {probes:?} {:?}", books(cache.state()), cache.state().snapshot())
 }
 
 #[test]
@@ -94,17 +94,17 @@ fn every_call_recovers_from_a_leaked_step() {
         let (mut dropped, same_pin) = settled();
         drop(open(&mut dropped));
         assert_eq!(call(&mut leaked, pin), call(&mut dropped, same_pin), "{name}");
-        assert!(!leaked.is_step_open(), "{name}");
-        check_invariants(&leaked);
+        assert!(!leaked.state().is_step_open(), "{name}");
+        check_invariants(leaked.state());
         assert_eq!(seen(&mut leaked), seen(&mut dropped), "{name}");
         // The cache stays usable.
         for id in [SEQ[0], SEQ[3]] {
-            if !leaked.contains(id) {
+            if !leaked.state().contains(id) {
                 leaked.start(id, &PROMPT, StartOptions::default()).unwrap();
             }
         }
         append(&mut leaked, &[(SEQ[0], 1), (SEQ[3], 2)]).unwrap();
-        check_invariants(&leaked);
+        check_invariants(leaked.state());
     }
 }
 
@@ -114,10 +114,10 @@ fn a_written_step_that_is_leaked_is_rolled_back() {
     let mut step = open(&mut cache);
     write_all(&mut step).unwrap();
     std::mem::forget(step);
-    assert_eq!(cache.seq_len(SEQ[0]), Some(9));
+    assert_eq!(cache.state().seq_len(SEQ[0]), Some(9));
     append(&mut cache, &[(SEQ[1], 1)]).unwrap();
-    assert_eq!(cache.seq_len(SEQ[0]), Some(9));
-    assert_eq!(cache.seq_len(SEQ[1]), Some(10));
-    assert!(!cache.contains(SEQ[2]), "it began in the leaked step");
-    check_invariants(&cache);
+    assert_eq!(cache.state().seq_len(SEQ[0]), Some(9));
+    assert_eq!(cache.state().seq_len(SEQ[1]), Some(10));
+    assert!(!cache.state().contains(SEQ[2]), "it began in the leaked step");
+    check_invariants(cache.state());
 }

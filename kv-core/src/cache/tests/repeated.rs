@@ -33,11 +33,11 @@ fn step_all(cache: &mut KvCache<NullBackend>, inputs: &[(SequenceId, &[u32])]) {
 }
 
 fn cached(cache: &KvCache<NullBackend>) -> usize {
-    cache.pool(POOL).unwrap().index().len()
+    cache.state().pool(POOL).unwrap().index().len()
 }
 
 fn block(cache: &KvCache<NullBackend>, sequence: SequenceId, index: usize) -> BlockId {
-    cache.block_table(sequence, POOL).unwrap()[index]
+    cache.state().block_table(sequence, POOL).unwrap()[index]
 }
 
 #[test]
@@ -49,13 +49,13 @@ fn a_repeated_prompt_is_indexed_once() {
                 let prompt = tokens(0..len);
                 for _ in 0..200 {
                     request(&mut cache, &prompt);
-                    check_invariants(&cache);
+                    check_invariants(cache.state());
                 }
                 let full = prompt.len() / 16;
                 let expected = if reuse == PrefixReuse::Partial { blocks } else { full };
                 assert_eq!(cached(&cache), expected, "{len} tokens, {reuse:?}, {publish_at:?}");
-                assert_eq!(cache.stats().stored_blocks, u64::try_from(expected).unwrap());
-                assert_eq!(cache.stats().evictions, 0);
+                assert_eq!(cache.state().stats().stored_blocks, u64::try_from(expected).unwrap());
+                assert_eq!(cache.state().stats().evictions, 0);
             }
         }
     }
@@ -71,7 +71,10 @@ fn five_thousand_repeats_of_a_prompt_cache_one_block() {
             assert_eq!(reused, if round == 0 { 0 } else { 15 });
         }
         assert_eq!(cached(&cache), 1, "{eviction}");
-        assert_eq!((cache.stats().evictions, cache.stats().duplicate_blocks), (0, 4_999));
+        assert_eq!(
+            (cache.state().stats().evictions, cache.state().stats().duplicate_blocks),
+            (0, 4_999)
+        );
     }
 }
 
@@ -92,7 +95,7 @@ fn a_ping_between_other_prompts_evicts_nothing() {
                     }
                 }
             }
-            assert_eq!(cache.stats().evictions, 0, "{eviction}, {} tokens", ping.len());
+            assert_eq!(cache.state().stats().evictions, 0, "{eviction}, {} tokens", ping.len());
             assert_eq!(cached(&cache), 550 + ping.len().div_ceil(16), "{eviction}");
         }
     }
@@ -109,18 +112,22 @@ fn equal_prompts_of_one_step_end_with_the_same_blocks() {
         }
         let inputs: Vec<_> = sequences.iter().map(|s| (*s, prompt.as_slice())).collect();
         step_all(&mut cache, &inputs);
-        check_invariants(&cache);
-        let first = cache.block_table(sequences[0], POOL).unwrap()[..4].to_vec();
+        check_invariants(cache.state());
+        let first = cache.state().block_table(sequences[0], POOL).unwrap()[..4].to_vec();
         for sequence in &sequences {
-            assert_eq!(cache.block_table(*sequence, POOL).unwrap()[..4], first);
+            assert_eq!(cache.state().block_table(*sequence, POOL).unwrap()[..4], first);
         }
         assert_eq!(cached(&cache), 4);
-        assert_eq!(cache.free_blocks(POOL), 4096 - 4 - 200, "the last block is each one's own");
+        assert_eq!(
+            cache.state().free_blocks(POOL),
+            4096 - 4 - 200,
+            "the last block is each one's own"
+        );
         for sequence in &sequences {
             cache.release(*sequence).unwrap();
         }
         assert_eq!(cached(&cache), 5);
-        check_invariants(&cache);
+        check_invariants(cache.state());
     }
 }
 
@@ -132,14 +139,14 @@ fn a_step_that_is_dropped_replaces_nothing() {
         for sequence in [SEQ[0], SEQ[1]] {
             cache.start(sequence, &prompt, StartOptions::default()).unwrap();
         }
-        let before = books(&cache);
+        let before = books(cache.state());
         let inputs = [SEQ[0], SEQ[1]].map(|s| StepInput::tokens(s, &prompt));
         let mut step = cache.begin_step(&inputs).unwrap();
         write_all(&mut step).unwrap();
         drop(step);
-        assert_eq!(books(&cache), before);
+        assert_eq!(books(cache.state()), before);
         assert_eq!(cached(&cache), 0);
-        check_invariants(&cache);
+        check_invariants(cache.state());
     }
 }
 
@@ -151,7 +158,7 @@ fn drafts_are_shared_only_when_they_are_accepted() {
         for (accepted, shared) in [(0, 1), (3, 1), (4, 2), (5, 2)] {
             let mut prompt = tokens(0..4);
             cache.start(SEQ[1], &prompt, StartOptions::default()).unwrap();
-            let reused = cache.seq_len(SEQ[1]).unwrap();
+            let reused = cache.state().seq_len(SEQ[1]).unwrap();
             prompt.drain(..usize::try_from(reused).unwrap());
             step_all(&mut cache, &[(SEQ[1], &prompt)]);
             let drafts = tokens(4..9);
@@ -159,9 +166,9 @@ fn drafts_are_shared_only_when_they_are_accepted() {
             let mut step = cache.begin_step(&[input]).unwrap();
             write_all(&mut step).unwrap();
             step.commit_accepted(&[accepted]).unwrap();
-            check_invariants(&cache);
-            let pool = cache.pool(POOL).unwrap();
-            let table = cache.block_table(SEQ[1], POOL).unwrap();
+            check_invariants(cache.state());
+            let pool = cache.state().pool(POOL).unwrap();
+            let table = cache.state().block_table(SEQ[1], POOL).unwrap();
             let indexed = table.iter().filter(|block| pool.is_stored(**block)).count();
             let at_commit = publish_at == PublishAt::Commit;
             // Only tokens that were certain when the step began are published early.
@@ -181,17 +188,17 @@ fn a_replaced_block_is_wiped_and_a_shared_one_is_copied_when_it_is_written_again
     cache.start(SEQ[0], &prompt, StartOptions::default()).unwrap();
     let mut step = cache.begin_step(&[StepInput::tokens(SEQ[0], &[7])]).unwrap();
     write_all(&mut step).unwrap();
-    let own = step.cache().block_table(SEQ[0], POOL).unwrap()[1];
+    let own = step.cache().state().block_table(SEQ[0], POOL).unwrap()[1];
     step.commit().unwrap();
     let indexed = block(&cache, SEQ[0], 1);
     assert_ne!(indexed, own);
-    assert_eq!(cache.unwiped(), [(GroupId(0), own)]);
-    assert_eq!(cache.pool(POOL).unwrap().holders(own), 0);
+    assert_eq!(cache.state().unwiped(), [(GroupId(0), own)]);
+    assert_eq!(cache.state().pool(POOL).unwrap().holders(own), 0);
     cache.truncate(SEQ[0], 6).unwrap();
     step_all(&mut cache, &[(SEQ[0], &[50, 51])]);
     assert_ne!(block(&cache, SEQ[0], 1), indexed);
-    assert_eq!(cache.probe(&tokens(0..9), StartOptions::default()), 8);
-    check_invariants(&cache);
+    assert_eq!(cache.state().probe(&tokens(0..9), StartOptions::default()), 8);
+    check_invariants(cache.state());
 }
 
 #[test]
@@ -216,7 +223,7 @@ fn content_is_announced_once_and_its_end_once() {
         assert_eq!(kinds(&mut cache), (2, 0));
         request(&mut cache, &tokens(100..116));
         assert_eq!(kinds(&mut cache), (4, 2));
-        check_invariants(&cache);
+        check_invariants(cache.state());
     }
 }
 
@@ -226,7 +233,7 @@ fn a_partial_block_is_replaced_by_content_that_continues_it() {
     for len in 2..=16 {
         request(&mut cache, &tokens(0..len));
         assert_eq!(cached(&cache), 1, "{len} tokens");
-        check_invariants(&cache);
+        check_invariants(cache.state());
     }
     for len in (2..16).rev() {
         assert_eq!(request(&mut cache, &tokens(0..len)), len - 1);
@@ -236,8 +243,8 @@ fn a_partial_block_is_replaced_by_content_that_continues_it() {
     other[8] = 77;
     assert_eq!(request(&mut cache, &other), 8);
     assert_eq!(cached(&cache), 2, "it goes on otherwise");
-    assert_eq!(cache.stats().evictions, 0);
-    check_invariants(&cache);
+    assert_eq!(cache.state().stats().evictions, 0);
+    check_invariants(cache.state());
 }
 
 /// A search for a common beginning visits a few siblings: the one in use must be among them.
@@ -271,7 +278,7 @@ fn namespaces_and_contents_are_indexed_apart() {
             let reused = cache.start(SEQ[0], &prompt, *options).unwrap();
             step_all(&mut cache, &[(SEQ[0], &prompt[to_usize(reused)..])]);
             cache.release(SEQ[0]).unwrap();
-            check_invariants(&cache);
+            check_invariants(cache.state());
             assert!(round == 0 || reused == 15, "{options:?}: {reused} reused");
         }
     }
@@ -288,7 +295,7 @@ fn a_part_of_a_block_is_reused_up_to_where_images_differ() {
         cache.start(SEQ[0], &prompt[..15], StartOptions::default().with_contents(made)).unwrap();
         step_all(&mut cache, &[(SEQ[0], &prompt[..15])]);
         cache.release(SEQ[0]).unwrap();
-        cache.probe(&prompt, StartOptions::default().with_contents(asked))
+        cache.state().probe(&prompt, StartOptions::default().with_contents(asked))
     };
     let cat = span(5, 4, 1);
     assert_eq!(probe(&[cat], &[cat]), 15);
@@ -321,20 +328,20 @@ fn groups_with_other_block_sizes_and_windows_share_what_is_repeated() {
                 cache.start(sequence, &prompt, StartOptions::default()).unwrap();
             }
             for sequence in [SEQ[0], SEQ[1], SEQ[2]] {
-                let len = usize::try_from(cache.seq_len(sequence).unwrap()).unwrap();
+                let len = usize::try_from(cache.state().seq_len(sequence).unwrap()).unwrap();
                 for chunk in prompt[len..].chunks(5) {
                     step_all(&mut cache, &[(sequence, chunk)]);
-                    check_invariants(&cache);
+                    check_invariants(cache.state());
                 }
             }
             for sequence in [SEQ[0], SEQ[1], SEQ[2]] {
                 cache.release(sequence).unwrap();
-                check_invariants(&cache);
+                check_invariants(cache.state());
             }
         }
-        for (spec, group) in cache.spec().groups().iter().zip(0..) {
+        for (spec, group) in cache.state().spec().groups().iter().zip(0..) {
             let most = 24_usize.div_ceil(usize::try_from(spec.block_size()).unwrap());
-            let pool = cache.pool(GroupId(group)).unwrap();
+            let pool = cache.state().pool(GroupId(group)).unwrap();
             assert!(pool.index().len() <= most, "{publish_at:?}, group {group}");
         }
     }
@@ -351,10 +358,10 @@ fn forks_with_equal_tokens_end_with_one_block() {
     step_all(&mut cache, &[(SEQ[0], next), (SEQ[1], next), (SEQ[2], &[6, 9, 8])]);
     assert_eq!(block(&cache, SEQ[0], 1), block(&cache, SEQ[1], 1));
     assert_ne!(block(&cache, SEQ[0], 1), block(&cache, SEQ[2], 1));
-    check_invariants(&cache);
+    check_invariants(cache.state());
     for sequence in [SEQ[0], SEQ[1], SEQ[2]] {
         cache.release(sequence).unwrap();
-        check_invariants(&cache);
+        check_invariants(cache.state());
     }
     assert_eq!(cached(&cache), 5);
 }
@@ -375,8 +382,12 @@ fn accepted_drafts_are_published_before_a_truncated_block() {
         step.commit().unwrap();
         cache.truncate(SEQ[0], 9).unwrap();
         step_all(&mut cache, &[(SEQ[0], &tokens(9..17))]);
-        assert_eq!(cache.probe(&tokens(0..17), StartOptions::default()), 8, "{publish_at:?}");
-        check_invariants(&cache);
+        assert_eq!(
+            cache.state().probe(&tokens(0..17), StartOptions::default()),
+            8,
+            "{publish_at:?}"
+        );
+        check_invariants(cache.state());
     }
 }
 
@@ -392,16 +403,16 @@ fn a_block_that_forks_hold_is_not_replaced_by_an_idle_one() {
     write_all(&mut step).unwrap();
     step.commit().unwrap();
     cache.fork(SEQ[1], SEQ[2]).unwrap();
-    let (own, free) = (block(&cache, SEQ[1], 0), cache.free_blocks(POOL));
+    let (own, free) = (block(&cache, SEQ[1], 0), cache.state().free_blocks(POOL));
     step_all(&mut cache, &[(SEQ[1], &prompt[16..])]);
-    assert_eq!(cache.free_blocks(POOL), free - 1, "the step needs one block");
+    assert_eq!(cache.state().free_blocks(POOL), free - 1, "the step needs one block");
     assert_eq!((block(&cache, SEQ[1], 0), block(&cache, SEQ[2], 0)), (own, own));
-    check_invariants(&cache);
+    check_invariants(cache.state());
     // With one holder, its block is replaced.
     cache.release(SEQ[1]).unwrap();
     step_all(&mut cache, &[(SEQ[2], &prompt[16..])]);
     assert_ne!(block(&cache, SEQ[2], 0), own);
     cache.release(SEQ[2]).unwrap();
-    assert_eq!((cached(&cache), cache.free_blocks(POOL)), (2, 16));
-    check_invariants(&cache);
+    assert_eq!((cached(&cache), cache.state().free_blocks(POOL)), (2, 16));
+    check_invariants(cache.state());
 }

@@ -53,17 +53,17 @@ fn sequences_that_ended_keep_no_memory() {
     let prompt: Vec<u32> = (0..MILLION / 4).collect();
     start(&mut cache, SEQ[0]);
     commit(&mut cache, &[StepInput::count(SEQ[0], 1)]);
-    let before = (cache.plan_bytes(), cache.history_bytes());
+    let before = (cache.plan_bytes(), cache.state().history_bytes());
     for id in [LONG, SEQ[1], LONG] {
         let reused = cache.start(id, &prompt, StartOptions::default()).unwrap();
         commit(&mut cache, &[StepInput::prompt(id, &prompt, reused)]);
         cache.fork(id, SEQ[2]).unwrap();
-        assert!(cache.history_bytes() > 4 * 250_000);
+        assert!(cache.state().history_bytes() > 4 * 250_000);
         cache.release(id).unwrap();
         cache.release(SEQ[2]).unwrap();
         // Two steps, because the first does not know yet that the long one has ended.
         (0..2).for_each(|_| drop(cache.begin_step(&[StepInput::count(SEQ[0], 1)]).unwrap()));
-        let after = (cache.plan_bytes(), cache.history_bytes());
+        let after = (cache.plan_bytes(), cache.state().history_bytes());
         assert!(after.0 < before.0 + (256 << 10), "{after:?}, {before:?} before");
         assert!(after.1 < before.1 + (64 << 10), "{after:?}, {before:?} before");
     }
@@ -77,13 +77,13 @@ fn a_fork_copies_few_token_ids_however_long_it_is() {
         let prompt: Vec<u32> = (0..len).collect();
         cache.start(SEQ[0], &prompt, StartOptions::default()).unwrap();
         commit(&mut cache, &[StepInput::tokens(SEQ[0], &prompt)]);
-        let before = cache.history_bytes();
+        let before = cache.state().history_bytes();
         cache.fork(SEQ[0], SEQ[1]).unwrap();
-        added.push(cache.history_bytes() - before);
+        added.push(cache.state().history_bytes() - before);
         // Neither writes a block that both share.
         commit(&mut cache, &[StepInput::tokens(SEQ[1], &[1, 2, 3])]);
-        assert_eq!(cache.seq_len(SEQ[0]), Some(len));
-        check_invariants(&cache);
+        assert_eq!(cache.state().seq_len(SEQ[0]), Some(len));
+        check_invariants(cache.state());
     }
     assert!(added[1] < 64 << 10, "{added:?} bytes of ids and keys");
 }

@@ -9,7 +9,9 @@ fn window(slack: u32, num_blocks: u32) -> KvCache<NullBackend> {
 
 /// Grows to `len` tokens, `chunk` per step.
 fn grow(cache: &mut KvCache<NullBackend>, len: u32, chunk: u32) {
-    while let Some(rest) = len.checked_sub(cache.seq_len(SEQ[0]).unwrap()).filter(|n| *n > 0) {
+    while let Some(rest) =
+        len.checked_sub(cache.state().seq_len(SEQ[0]).unwrap()).filter(|n| *n > 0)
+    {
         append(cache, &[(SEQ[0], chunk.min(rest))]).unwrap();
     }
 }
@@ -24,8 +26,8 @@ fn a_sequence_is_truncated_by_the_slack() {
                 grow(&mut cache, len, chunk);
                 let shortest = len.saturating_sub(slack);
                 cache.truncate(SEQ[0], shortest).unwrap();
-                assert_eq!(cache.seq_len(SEQ[0]), Some(shortest));
-                check_invariants(&cache);
+                assert_eq!(cache.state().seq_len(SEQ[0]), Some(shortest));
+                check_invariants(cache.state());
                 // The truncated sequence is complete: a query there sees its window.
                 let query = [StepInput::query(SEQ[0], 1)];
                 if shortest > 0 {
@@ -42,12 +44,12 @@ fn a_truncation_beyond_the_slack_is_refused_and_changes_nothing() {
     let mut cache = window(8, 40);
     start(&mut cache, SEQ[0]);
     grow(&mut cache, 60, 1);
-    let before = books(&cache);
+    let before = books(cache.state());
     let refused = cache.truncate(SEQ[0], 40).unwrap_err();
     let CacheError::Plan(PlanError::OutOfWindow { kept, .. }) = refused else {
         panic!("{refused}")
     };
-    assert_eq!(books(&cache), before);
+    assert_eq!(books(cache.state()), before);
     // The first kept token and the window before the next give the shortest length.
     assert!(cache.truncate(SEQ[0], kept + 5).is_err());
     cache.truncate(SEQ[0], kept + 6).unwrap();
@@ -56,7 +58,7 @@ fn a_truncation_beyond_the_slack_is_refused_and_changes_nothing() {
 #[test]
 fn blocks_of_the_slack_are_counted() {
     for slack in [0, 3, 10] {
-        let spec = window(slack, 40).spec().groups()[0].clone();
+        let spec = window(slack, 40).state().spec().groups()[0].clone();
         for chunk in [1, 5] {
             let mut cache = window(slack, 40);
             let prompt: Vec<_> = (0..70).collect();
@@ -66,11 +68,11 @@ fn blocks_of_the_slack_are_counted() {
             for at in (0..70).step_by(usize::try_from(chunk).unwrap()) {
                 let ids = &prompt[at..at + usize::try_from(chunk).unwrap()];
                 let inputs = [StepInput::tokens(SEQ[0], ids)];
-                let demand = cache.blocks_for_step(GroupId(0), &inputs).unwrap();
-                let lacks = cache.blocks_to_completion(GroupId(0), SEQ[0], 70).unwrap();
-                let before = cache.free_blocks(GroupId(0));
+                let demand = cache.state().blocks_for_step(GroupId(0), &inputs).unwrap();
+                let lacks = cache.state().blocks_to_completion(GroupId(0), SEQ[0], 70).unwrap();
+                let before = cache.state().free_blocks(GroupId(0));
                 append(&mut cache, &[(SEQ[0], chunk)]).unwrap();
-                let free = cache.free_blocks(GroupId(0));
+                let free = cache.state().free_blocks(GroupId(0));
                 assert_eq!(demand.free - demand.needed, free, "slack {slack}, at {at}");
                 assert!(chunk > 1 || before <= free + lacks, "slack {slack}, at {at}");
                 most = most.max(40 - free);
@@ -81,7 +83,7 @@ fn blocks_of_the_slack_are_counted() {
             // Admission counts exactly what was held.
             let admits = |blocks| {
                 let cache = window(slack, blocks);
-                cache.check_admission(&prompt, StartOptions::default(), &admission).is_ok()
+                cache.state().check_admission(&prompt, StartOptions::default(), &admission).is_ok()
             };
             assert!(admits(most) && !admits(most - 1), "{most} blocks, slack {slack}");
         }

@@ -176,9 +176,12 @@ impl Model {
             Operation::FailNext(more) => cache.backend().control().fail_after(*more),
             Operation::Reset => cache.reset()?,
             Operation::Recalibrate(other) => {
-                let key = cache.encoding_key();
-                let done = cache.recalibrate(calibration(cache.spec(), *other));
-                assert!(done.is_ok() || cache.encoding_key() == key, "half exchanged: {done:?}");
+                let key = cache.state().encoding_key();
+                let done = cache.recalibrate(calibration(cache.state().spec(), *other));
+                assert!(
+                    done.is_ok() || cache.state().encoding_key() == key,
+                    "half exchanged: {done:?}"
+                );
                 done?;
             }
             Operation::Leak(inputs, writes) => leak(cache, inputs, *writes)?,
@@ -186,7 +189,7 @@ impl Model {
             Operation::Join(s, n) => self.join(cache, (*s, *n))?,
             Operation::Finish(finish) => self.finish(cache, *finish),
             Operation::Query(s, n) => {
-                let before = books(cache);
+                let before = books(cache.state());
                 cache.begin_step(&[StepInput::query(*s, *n)])?.commit()?;
                 assert_same(cache, &before, "queries alone");
             }
@@ -196,7 +199,7 @@ impl Model {
     }
 
     fn hook(&mut self, cache: &mut KvCache<NullBackend>, call: &Hook) -> Result<(), CacheError> {
-        let groups = cache.spec().groups().to_vec();
+        let groups = cache.state().spec().groups().to_vec();
         let Self { hooks, contents, .. } = self;
         hooks.apply(cache, call, text, |number, upto| {
             for (group, id) in groups.iter().zip(0..) {
@@ -215,7 +218,7 @@ impl Model {
         inputs: &[StepInput<'_>],
         is_committed: bool,
     ) -> Result<(), CacheError> {
-        let before = books(cache);
+        let before = books(cache.state());
         let mut step = cache.begin_step(inputs)?;
         if !is_committed {
             step.roll_back();
@@ -237,7 +240,7 @@ impl Model {
         inputs: &[(SequenceId, u32)],
     ) -> Vec<(SequenceId, Vec<u32>)> {
         let tokens = |&(s, n): &(SequenceId, u32)| {
-            let len = cache.seq_len(s).unwrap_or(0);
+            let len = cache.state().seq_len(s).unwrap_or(0);
             let all = text(self.texts.get(&s).copied().unwrap_or(0), len + n);
             (s, all[to_usize(len)..].to_vec())
         };
@@ -249,10 +252,10 @@ impl Model {
         cache: &mut KvCache<NullBackend>,
         inputs: &[(SequenceId, u32)],
     ) -> Result<(), CacheError> {
-        let before = books(cache);
+        let before = books(cache.state());
         let tokens = self.tokens(cache, inputs);
         let list: Vec<_> = tokens.iter().map(|(s, t)| StepInput::tokens(*s, t)).collect();
-        cache.open_step(&list)?;
+        cache.begin_step(&list)?.hold();
         self.held = Some(Held { entries: Vec::new(), before });
         for entry in inputs {
             self.note_held(cache, *entry);
@@ -266,11 +269,12 @@ impl Model {
         entry: (SequenceId, u32),
     ) -> Result<(), CacheError> {
         let tokens = self.tokens(cache, &[entry]);
-        let Some(mut step) = cache.step() else {
+        let Some(mut step) = cache.held() else {
             return Ok(());
         };
-        step.add(StepInput::tokens(entry.0, &tokens[0].1))?;
-        drop(step);
+        let added = step.add(StepInput::tokens(entry.0, &tokens[0].1));
+        step.hold();
+        added?;
         self.note_held(cache, entry);
         Ok(())
     }
@@ -278,21 +282,17 @@ impl Model {
     /// Records an entry of the held step, whose blocks may be published before they are written.
     fn note_held(&mut self, cache: &KvCache<NullBackend>, (sequence, n): (SequenceId, u32)) {
         self.held.as_mut().unwrap().entries.push((sequence, n));
-        self.note_to(cache, sequence, cache.seq_len(sequence).unwrap() + n);
+        self.note_to(cache, sequence, cache.state().seq_len(sequence).unwrap() + n);
     }
 
     /// Ends the held step; after a device failure it must be rolled back.
     fn finish(&mut self, cache: &mut KvCache<NullBackend>, finish: Finish) {
         let Some(Held { entries, before }) = self.held.take() else {
-            assert!(cache.step().is_none());
-            cache.roll_back();
-            let refused = cache.commit_step().unwrap_err();
-            assert!(matches!(refused, CacheError::Plan(PlanError::State { .. })), "{refused}");
+            assert!(cache.held().is_none());
             return;
         };
-        let lens = entries.iter().map(|(s, n)| cache.seq_len(*s).unwrap() + n);
+        let lens = entries.iter().map(|(s, n)| cache.state().seq_len(*s).unwrap() + n);
         let lens: Vec<_> = lens.collect();
-        let written = write_all(&mut cache.step().unwrap());
         let accepted: Vec<_> = entries
             .iter()
             .map(|(_, n)| match finish {
@@ -300,34 +300,31 @@ impl Model {
                 Finish::Commit | Finish::RollBack => *n,
             })
             .collect();
-        let ended = written.and_then(|()| match finish {
-            Finish::Commit => cache.commit_step(),
-            Finish::Accept(_) => cache.commit_step_accepted(&accepted),
+        let mut step = cache.held().unwrap();
+        let ended = write_all(&mut step).and_then(|()| match finish {
+            Finish::Commit => step.commit(),
+            Finish::Accept(_) => step.commit_accepted(&accepted),
             Finish::RollBack => {
-                cache.roll_back();
+                step.roll_back();
                 Ok(())
             }
         });
-        if ended.is_err() {
-            // A failed write leaves the step open.
-            cache.roll_back();
-        }
         if ended.is_err() || matches!(finish, Finish::RollBack) {
             return assert_rolled_back(cache, &before, finish);
         }
         for (((s, n), kept), len) in entries.iter().zip(accepted).zip(lens) {
-            assert_eq!(cache.seq_len(*s), Some(len - n + kept));
+            assert_eq!(cache.state().seq_len(*s), Some(len - n + kept));
             self.note(cache, *s);
         }
     }
 
     /// Records what the blocks of a sequence may hold by now.
     fn note(&mut self, cache: &KvCache<NullBackend>, sequence: SequenceId) {
-        self.note_to(cache, sequence, cache.seq_len(sequence).unwrap());
+        self.note_to(cache, sequence, cache.state().seq_len(sequence).unwrap());
     }
 
     fn note_to(&mut self, cache: &KvCache<NullBackend>, sequence: SequenceId, len: u32) {
-        for (group, id) in cache.spec().groups().iter().zip(0..) {
+        for (group, id) in cache.state().spec().groups().iter().zip(0..) {
             for end in 1..=len {
                 self.note_block((id, group), &text(self.texts[&sequence], end), end == len);
             }
@@ -351,7 +348,7 @@ impl Model {
             step.commit()
         });
         if ran.is_ok() {
-            for (group, id) in cache.spec().groups().iter().zip(0..) {
+            for (group, id) in cache.state().spec().groups().iter().zip(0..) {
                 for end in 1..=prompt.len() {
                     self.note_block((id, group), &prompt[..end], end == prompt.len());
                 }
@@ -361,9 +358,9 @@ impl Model {
     }
 
     fn check(&self, cache: &KvCache<NullBackend>) {
-        for group in 0..u8::try_from(cache.spec().groups().len()).unwrap() {
+        for group in 0..u8::try_from(cache.state().spec().groups().len()).unwrap() {
             let seen = self.contents.iter().filter(|(id, _)| *id == group).count();
-            let cached = cache.pool(GroupId(group)).unwrap().index().len();
+            let cached = cache.state().pool(GroupId(group)).unwrap().index().len();
             assert!(cached <= seen, "{cached} blocks are cached, {seen} contents were there");
         }
     }
@@ -376,7 +373,7 @@ fn leak(
     writes: bool,
 ) -> Result<(), CacheError> {
     let inputs: Vec<_> = inputs.iter().map(|&(s, n)| StepInput::count(s, n)).collect();
-    let before = books(cache);
+    let before = books(cache.state());
     let mut step = cache.begin_step(&inputs)?;
     let written = if writes { write_all(&mut step) } else { Ok(()) };
     std::mem::forget(step);
@@ -387,13 +384,13 @@ fn leak(
 
 /// Checks that everything is as before.
 fn assert_same(cache: &KvCache<NullBackend>, before: &Books, what: impl std::fmt::Debug) {
-    assert_eq!(&books(cache), before, "{what:?}");
+    assert_eq!(&books(cache.state()), before, "{what:?}");
 }
 
 /// Checks that everything is as before a step that began, except blocks that left a window when it
 /// began.
 fn assert_rolled_back(cache: &KvCache<NullBackend>, before: &Books, what: impl std::fmt::Debug) {
-    let now = books(cache);
+    let now = books(cache.state());
     if now.2 == before.2 {
         assert_eq!(&now, before, "{what:?}");
         return;
@@ -465,13 +462,11 @@ pub(super) fn run_operations(cache: &mut KvCache<NullBackend>, operations: &[Ope
     };
     let mut model = Model::default();
     for operation in operations {
-        let before = books(cache);
+        let before = books(cache.state());
         let result = model.apply(cache, operation);
-        // A release stands even if the wipe after it failed, also that of a tier; all else applies
-        // whole or not at all.
+        // Hooks of tiers stand even if the device failed; all else applies whole or not at all.
         match (result, operation) {
-            (Err(CacheError::Device(_)), Release(_) | Truncate(..) | Reset | Hook(_))
-            | (Ok(()), _) => {}
+            (Err(CacheError::Device(_)), Hook(_)) | (Ok(()), _) => {}
             // It began before the device failed.
             (
                 Err(CacheError::Device(_)),
@@ -484,13 +479,13 @@ pub(super) fn run_operations(cache: &mut KvCache<NullBackend>, operations: &[Ope
             (Err(_), _) => assert_same(cache, &before, operation),
         }
         model.check(cache);
-        check_invariants(cache);
+        check_invariants(cache.state());
         assert!(cache.plan_bytes() < BYTES_MAX, "{} bytes", cache.plan_bytes());
     }
     if model.held.is_some() {
         model.finish(cache, Finish::RollBack);
-        check_invariants(cache);
+        check_invariants(cache.state());
     }
     model.hooks.check_no_leak(cache);
-    check_invariants(cache);
+    check_invariants(cache.state());
 }

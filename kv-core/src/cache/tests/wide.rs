@@ -54,11 +54,11 @@ fn wide_rows_take_their_slots_and_no_more() {
     append(&mut cache, &[(SEQ[0], 5)]).unwrap();
     // 3 rows of the prefix with 2 slots and 2 tokens: 8 slots; in blocks of 3, one row per block,
     // then 2 tokens.
-    assert_eq!(cache.block_table(SEQ[0], GroupId(0)).unwrap().len(), 4);
-    assert_eq!(cache.block_table(SEQ[0], GroupId(1)).unwrap().len(), 4);
+    assert_eq!(cache.state().block_table(SEQ[0], GroupId(0)).unwrap().len(), 4);
+    assert_eq!(cache.state().block_table(SEQ[0], GroupId(1)).unwrap().len(), 4);
     let step = cache.begin_step(&[StepInput::count(SEQ[0], 2)]).unwrap();
     let slots = step.write_plan(GroupId(1)).unwrap().slots().to_vec();
-    let table = step.cache().block_table(SEQ[0], GroupId(1)).unwrap();
+    let table = step.cache().state().block_table(SEQ[0], GroupId(1)).unwrap();
     assert_eq!(slots, [Slot(table[3].0 * 3 + 1), Slot(table[3].0 * 3 + 2)]);
 }
 
@@ -69,11 +69,11 @@ fn a_fork_inside_the_prefix_copies_its_slots() {
     append(&mut cache, &[(SEQ[0], 4)]).unwrap();
     cache.fork(SEQ[0], SEQ[1]).unwrap();
     cache.truncate(SEQ[1], 1).unwrap();
-    let used = cache.usage().blocks_used;
+    let used = cache.state().usage().blocks_used;
     // The next row of the prefix begins a new block, so no shared block is written.
     append(&mut cache, &[(SEQ[1], 1)]).unwrap();
-    assert_eq!(cache.usage().blocks_used, used + 2);
-    assert_eq!(cache.seq_len(SEQ[0]), Some(4));
+    assert_eq!(cache.state().usage().blocks_used, used + 2);
+    assert_eq!(cache.state().seq_len(SEQ[0]), Some(4));
 }
 
 #[test]
@@ -124,7 +124,7 @@ fn tailed(num_blocks: u32) -> KvCache<NullBackend> {
 }
 
 fn table(cache: &KvCache<NullBackend>) -> Vec<u32> {
-    cache.block_table(SEQ[0], GroupId(0)).unwrap().iter().map(|block| block.0).collect()
+    cache.state().block_table(SEQ[0], GroupId(0)).unwrap().iter().map(|block| block.0).collect()
 }
 
 #[test]
@@ -146,7 +146,7 @@ fn a_full_block_releases_its_tail_at_commit() {
     write_all(&mut step).unwrap();
     step.commit().unwrap();
     assert_eq!(table(&cache), during[..2]);
-    assert_eq!(cache.usage().blocks_used, 2);
+    assert_eq!(cache.state().usage().blocks_used, 2);
 }
 
 #[test]
@@ -186,18 +186,18 @@ fn forks_share_a_tail_until_one_writes() {
     start(&mut cache, SEQ[0]);
     append(&mut cache, &[(SEQ[0], 7)]).unwrap();
     cache.fork(SEQ[0], SEQ[1]).unwrap();
-    assert_eq!(cache.usage().blocks_used, 3);
+    assert_eq!(cache.state().usage().blocks_used, 3);
     // The child fills the block: it reads the shared tail and does not write to it.
     append(&mut cache, &[(SEQ[1], 1)]).unwrap();
-    assert_eq!(cache.usage().blocks_used, 4);
-    assert_eq!((cache.seq_len(SEQ[0]), cache.seq_len(SEQ[1])), (Some(7), Some(8)));
+    assert_eq!(cache.state().usage().blocks_used, 4);
+    assert_eq!((cache.state().seq_len(SEQ[0]), cache.state().seq_len(SEQ[1])), (Some(7), Some(8)));
 }
 
 #[test]
 fn a_reserve_serves_every_step_with_a_tail() {
     let mut cache = tailed(11);
     cache.start(SEQ[0], &[], StartOptions::default().with_reserve(24)).unwrap();
-    assert_eq!(cache.usage().blocks_used, 10);
+    assert_eq!(cache.state().usage().blocks_used, 10);
     start(&mut cache, SEQ[1]);
     append(&mut cache, &[(SEQ[1], 1)]).unwrap();
     for n in [1, 6, 4, 5, 7, 1] {
@@ -215,7 +215,7 @@ fn a_tail_being_quantised_lies_after_reserved_blocks() {
         let tail = table(&cache)[0];
         let step = cache.begin_step(&[StepInput::count(SEQ[0], 6)]).unwrap();
         let sealed = crate::num::to_usize(step.sequences()[0].sealed_index);
-        let row = step.cache().block_table(SEQ[0], GroupId(0)).unwrap();
+        let row = step.cache().state().block_table(SEQ[0], GroupId(0)).unwrap();
         assert_eq!(row[sealed].0, tail, "{reserve} tokens reserved: {row:?}");
     }
 }

@@ -21,10 +21,10 @@ fn blocks_are_free_as_soon_as_a_request_is_cancelled() {
     assert_eq!(admitted, Some((1, 3)), "said before the model runs");
     scheduler.step().expect("runs");
     assert_eq!(scheduler.queued(), (1, 3));
-    let used = scheduler.cache().usage().blocks_used;
+    let used = scheduler.cache().state().usage().blocks_used;
     let ended = scheduler.cancel(1).expect("works").expect("it ran");
     assert_eq!((ended.tokens, ended.finish), (expected(&prompts[1], 2), Finish::Cancelled));
-    assert!(scheduler.cache().usage().blocks_used < used);
+    assert!(scheduler.cache().state().usage().blocks_used < used);
     // One that waits.
     let ended = scheduler.cancel(3).expect("works").expect("it waited");
     assert_eq!((ended.tokens.len(), scheduler.queued()), (0, (0, 2)));
@@ -40,7 +40,7 @@ fn blocks_are_free_as_soon_as_a_request_is_cancelled() {
             }
         }
     }
-    assert_eq!((done, scheduler.cache().usage().blocks_used), (vec![0, 2], 0));
+    assert_eq!((done, scheduler.cache().state().usage().blocks_used), (vec![0, 2], 0));
 }
 
 /// Every text that is not cancelled reads as it does alone, whatever happens beside it, and no
@@ -88,7 +88,7 @@ fn cancelling_at_random_changes_no_other_text() {
             finish(scheduler.step().expect("runs"), &texts, &mut ended, &prompts);
         }
         assert_eq!(ended.len() + cancelled.len(), texts.len(), "seed {seed}");
-        let usage = scheduler.cache().usage();
+        let usage = scheduler.cache().state().usage();
         assert_eq!((usage.sequences, usage.blocks_used), (0, 0), "seed {seed}");
     }
 }

@@ -37,7 +37,7 @@ fn run_choices(
             }
         }
     }
-    assert_eq!((scheduler.queued(), scheduler.cache().usage().blocks_used), ((0, 0), 0));
+    assert_eq!((scheduler.queued(), scheduler.cache().state().usage().blocks_used), ((0, 0), 0));
     let computed =
         model.batches.borrow().iter().flatten().map(|chunk| to_usize(chunk.tokens)).sum();
     (done.into_iter().map(|one| one.expect("ended")).collect(), scheduler.stats(), computed)

@@ -36,7 +36,7 @@ fn save(cache: KvCache, prompt: &[u32], others: &[Vec<u32>], to: &Path) -> (Save
     }
     let text = SavedText { tokens, drawn: 9 };
     let info = scheduler.save_session(&identity(), &text, to).expect("saved");
-    assert_eq!(scheduler.cache.usage().blocks_used, 0, "nothing is held");
+    assert_eq!(scheduler.cache.state().usage().blocks_used, 0, "nothing is held");
     (text, info.tokens)
 }
 
@@ -88,7 +88,7 @@ fn other_files_are_refused_by_name() {
     assert!(crate::error::chain(&refused).contains("chat.kvs: session of model"), "{refused}");
     let refused = scheduler.save_session(&identity(), &text, &folder.path().join("a/b.kvs"));
     assert!(matches!(refused, Err(Error::Session(SessionError::Io { .. }))), "{refused:?}");
-    assert_eq!(scheduler.cache.usage().blocks_used, 0, "nothing is held");
+    assert_eq!(scheduler.cache.state().usage().blocks_used, 0, "nothing is held");
 
     // Of another program.
     let (mut cache, id) = (cache(4, 12), SequenceId(1));

@@ -31,11 +31,11 @@ fn run_over(
                 generated.push((index, done));
             }
         }
-        assert_eq!(scheduler.cache.num_imports(), 0, "imports end with their step");
+        assert_eq!(scheduler.cache.state().num_imports(), 0, "imports end with their step");
     }
     let soon = Instant::now() + Duration::from_secs(30);
     assert!(scheduler.flush_tiers(soon).expect("flushes").is_empty());
-    assert_eq!((scheduler.cache.num_holds(), generated.len()), (0, count));
+    assert_eq!((scheduler.cache.state().num_holds(), generated.len()), (0, count));
     generated.sort_by_key(|(index, _)| *index);
     let stats = scheduler.tiers().expect("they are there").stats();
     (generated.into_iter().map(|(_, done)| done).collect(), scheduler.stats(), stats)

@@ -107,7 +107,7 @@ impl Fixture {
         }
         let inputs: Vec<_> =
             batch.iter().map(|(id, tokens)| StepInput::tokens(seq(*id), tokens)).collect();
-        let spec = self.cache.spec().clone();
+        let spec = self.cache.state().spec().clone();
         let mut step = self.cache.begin_step(&inputs)?;
         for layer in 0..spec.num_layers() {
             let rows = [Plane::Key, Plane::Value].map(|plane| {
@@ -124,9 +124,9 @@ impl Fixture {
 
     /// Returns the positions of a sequence that its blocks of a group still hold.
     fn kept(&self, id: SequenceId, group: GroupId) -> [Range<u32>; 2] {
-        let map = self.cache.spec().groups()[usize::from(group.0)].slot_map();
-        let len = self.cache.seq_len(id).unwrap_or(0);
-        let vacant = self.cache.vacant_entries(id, group).unwrap_or_default();
+        let map = self.cache.state().spec().groups()[usize::from(group.0)].slot_map();
+        let len = self.cache.state().seq_len(id).unwrap_or(0);
+        let vacant = self.cache.state().vacant_entries(id, group).unwrap_or_default();
         if vacant.is_empty() {
             return [0..len, len..len];
         }
@@ -135,7 +135,7 @@ impl Fixture {
 
     /// Reads all rows that sequences can read.
     fn read(&mut self) -> Result<Vec<Readable>, CaseError> {
-        let spec = self.cache.spec().clone();
+        let spec = self.cache.state().spec().clone();
         let mut all = Vec::new();
         let ids: Vec<_> = self.texts.iter().map(|(id, _)| *id).collect();
         for (layer, sequence) in
@@ -163,7 +163,7 @@ impl Fixture {
 
     /// Fails unless rows are those of the sequences' own tokens, up to rounding.
     fn check(&mut self) -> Result<(), CaseError> {
-        let spec = self.cache.spec().clone();
+        let spec = self.cache.state().spec().clone();
         for Readable { sequence, layer, plane, begin, values } in self.read()? {
             let [heads, dim] = shape(&spec, layer, plane);
             let hashes = provenance::prefix_hashes(self.text(sequence), &StartOptions::default());
@@ -188,7 +188,7 @@ impl Fixture {
 
     /// Returns every byte of every plane.
     fn bytes(&mut self) -> Result<Vec<Vec<Vec<u8>>>, CaseError> {
-        let groups = 0..self.cache.spec().groups().len() as u8;
+        let groups = 0..self.cache.state().spec().groups().len() as u8;
         groups.map(|group| crate::suite::bytes(&mut self.cache, GroupId(group))).collect()
     }
 
@@ -198,13 +198,15 @@ impl Fixture {
         self.check().at("before recalibration")?;
         let held = self.held();
         let before = self.bytes()?;
-        let key = self.cache.encoding_key();
-        self.cache.recalibrate(calibration(self.cache.spec(), mean))?;
-        ensure(self.cache.encoding_key() != key, || "other constants, the same key".to_owned())?;
+        let key = self.cache.state().encoding_key();
+        self.cache.recalibrate(calibration(self.cache.state().spec(), mean))?;
+        ensure(self.cache.state().encoding_key() != key, || {
+            "other constants, the same key".to_owned()
+        })?;
         self.check().at("after recalibration")?;
         let after = self.bytes()?;
         for (group, held) in held.iter().enumerate() {
-            let layouts = self.cache.spec().groups()[group].layouts();
+            let layouts = self.cache.state().spec().groups()[group].layouts();
             for (number, (old, new)) in before[group].iter().zip(&after[group]).enumerate() {
                 let size = layouts[number % 2].block_bytes() as usize;
                 let blocks = old.chunks(size).zip(new.chunks(size)).enumerate();
@@ -219,12 +221,12 @@ impl Fixture {
 
     /// Returns the blocks that sequences hold, by group.
     fn held(&self) -> Vec<Vec<u32>> {
-        let groups = 0..self.cache.spec().groups().len() as u8;
+        let groups = 0..self.cache.state().spec().groups().len() as u8;
         let of = |group| {
             let mut held = Vec::new();
             for (id, _) in &self.texts {
-                let vacant = self.cache.vacant_entries(*id, group).unwrap_or_default();
-                let table = self.cache.block_table(*id, group).unwrap_or_default();
+                let vacant = self.cache.state().vacant_entries(*id, group).unwrap_or_default();
+                let table = self.cache.state().block_table(*id, group).unwrap_or_default();
                 let live = (0..).zip(table).filter(|(at, _)| !vacant.contains(at));
                 held.extend(live.map(|(_, block)| block.0));
             }
@@ -236,8 +238,8 @@ impl Fixture {
     /// Makes the first operation of a recalibration fail, then the second, and so on, each time
     /// from the same state.
     fn fail_everywhere(&mut self, mean: f32) -> Result<u64, CaseError> {
-        let given = calibration(self.cache.spec(), mean);
-        let (before, key) = (self.read()?, self.cache.encoding_key());
+        let given = calibration(self.cache.state().spec(), mean);
+        let (before, key) = (self.read()?, self.cache.state().encoding_key());
         let probes = self.probes();
         for operation in 0.. {
             let some = if operation % 3 == 0 { &FaultKind::ALL[..] } else { &FaultKind::ALL[1..] };
@@ -253,7 +255,7 @@ impl Fixture {
                 }
                 let is_told = matches!(exchanged, Err(CacheError::Device(_)));
                 ensure(is_told, || format!("{}: {exchanged:?}", place()))?;
-                same(format!("{}: encoding key", place()), self.cache.encoding_key(), key)?;
+                same(format!("{}: encoding key", place()), self.cache.state().encoding_key(), key)?;
                 let after = self.read().at(place())?;
                 ensure(after == before, || format!("{}: rows differ from before", place()))?;
                 same(format!("{}: reusable tokens", place()), self.probes(), probes.clone())?;
@@ -265,7 +267,7 @@ impl Fixture {
     fn probes(&self) -> Vec<u32> {
         let probe = |(_, text): &(_, Vec<u32>)| {
             let longer = [text.as_slice(), &[7]].concat();
-            self.cache.probe(&longer, StartOptions::default())
+            self.cache.state().probe(&longer, StartOptions::default())
         };
         self.texts.iter().map(probe).collect()
     }
@@ -369,14 +371,15 @@ fn settle(fixture: &mut Fixture) -> Result<(), CaseError> {
     fixture.append(&[(2, &[5, 6, 7])])?;
     fixture.fork(2, 3)?;
     fixture.append(&[(1, &[1]), (3, &[3, 3])])?;
-    if !fixture.cache.spec().groups().iter().any(|group| group.slot_map().has_tail()) {
+    if !fixture.cache.state().spec().groups().iter().any(|group| group.slot_map().has_tail()) {
         fixture.truncate(3, 41)?;
     }
     fixture.cache.pin_prefix(&text(1, 37), StartOptions::default());
     // Reuses the tokens that the others hold, up to the last token but one.
     let reused = fixture.prompt(4, &[text(1, 33), text(4, 2)].concat(), 9)?;
-    let contiguous = fixture.cache.spec().groups()[0].is_contiguous();
-    let windows = fixture.cache.spec().groups().iter().any(|group| group.window().is_some());
+    let contiguous = fixture.cache.state().spec().groups()[0].is_contiguous();
+    let windows =
+        fixture.cache.state().spec().groups().iter().any(|group| group.window().is_some());
     ensure(reused > 0 || contiguous || windows, || "nothing is shared".to_owned())?;
     fixture.prompt(5, &text(5, 2), 2).map(drop)
 }

@@ -112,11 +112,11 @@ fn recalibrated(backend: &AnyBackend) -> CaseResult {
         fixture.fill(1, 13)?;
         fixture.fork(1, 2)?;
         step(&mut fixture, &[(2, 3)]).at(format!("{format}"))?;
-        let key = fixture.cache.encoding_key();
-        let given = constants(fixture.cache.spec(), MEASURED, 6);
+        let key = fixture.cache.state().encoding_key();
+        let given = constants(fixture.cache.state().spec(), MEASURED, 6);
         fixture.recalibrate(given)?;
         ensure(
-            key != fixture.cache.encoding_key()
+            key != fixture.cache.state().encoding_key()
                 || fixture.layers()[0].stored[0].constants().is_none(),
             || format!("{format}: other constants, the same key"),
         )?;
@@ -178,7 +178,7 @@ fn capacity(backend: &AnyBackend) -> CaseResult {
         let planes = crate::suite::scale::bytes(&mut cache, kv_core::GroupId(0))?;
         let bytes = planes.iter().map(|plane| plane.len() as u64).sum::<u64>();
         ensure(bytes <= BYTES, || format!("{bytes} bytes allocated where {BYTES} were allowed"))?;
-        let group = &cache.spec().groups()[0];
+        let group = &cache.state().spec().groups()[0];
         Ok(group.slot_map().tokens(group.num_blocks()))
     };
     let (wide, narrow) = (tokens(KvFormat::Bf16, 0)?, tokens(KvFormat::L4(ScaleGroup::Row), 4)?);

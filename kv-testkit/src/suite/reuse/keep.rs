@@ -46,7 +46,7 @@ fn evicted(backend: &AnyBackend) -> CaseResult {
             prompts.cache.release(seq(1))?;
         }
     }
-    ensure(prompts.cache.stats().evictions > 0, || "nothing was evicted".to_owned())?;
+    ensure(prompts.cache.state().stats().evictions > 0, || "nothing was evicted".to_owned())?;
     Ok(Outcome::Holds)
 }
 
@@ -66,7 +66,7 @@ fn tails(backend: &AnyBackend) -> CaseResult {
             prompts.begin(2, &tokens(100..116), plain())?;
             for (left, more) in [12, 8, 4, 0].into_iter().zip(0..) {
                 prompts.append(2, &tokens(200 + 4 * more..204 + 4 * more))?;
-                let found = prompts.cache.probe(&tokens(0..17), plain());
+                let found = prompts.cache.state().probe(&tokens(0..17), plain());
                 same("tokens left", found, left).at(&place)?;
             }
         }
@@ -76,10 +76,10 @@ fn tails(backend: &AnyBackend) -> CaseResult {
         prompts.hashes.insert(1, Vec::new());
         prompts.append(1, &tokens(0..20))?;
         prompts.append(1, &tokens(20..24))?;
-        same("free blocks", prompts.cache.free_blocks(GroupId(0)), 5)?;
+        same("free blocks", prompts.cache.state().free_blocks(GroupId(0)), 5)?;
         for (left, id) in [16, 12, 8, 4, 0].into_iter().zip(2..) {
             prompts.begin(id, &[100 * id as u32], plain())?;
-            let found = prompts.cache.probe(&tokens(0..17), plain());
+            let found = prompts.cache.state().probe(&tokens(0..17), plain());
             same("tokens left after a window moved", found, left).at(eviction)?;
         }
     }
@@ -95,10 +95,10 @@ fn pinned(backend: &AnyBackend) -> CaseResult {
         same("tokens pinned", pins.map(|pin| pin.tokens), [8; 2])?;
         for other in [100, 200, 300] {
             compute_and_release(&mut prompts, &tokens(other..other + 16))?;
-            let found = prompts.cache.probe(&system, plain());
+            let found = prompts.cache.state().probe(&system, plain());
             same("tokens of a pinned prefix", found, 8).at(eviction)?;
         }
-        same("free blocks", prompts.cache.free_blocks(GroupId(0)), 4)?;
+        same("free blocks", prompts.cache.state().free_blocks(GroupId(0)), 4)?;
         ensure(!prompts.cache.reset_prefixes()?, || "a reset took pinned blocks".to_owned())?;
         // Two pins hold the prefix: dropping one changes nothing.
         for (pin, left) in pins.into_iter().zip([8, 0]) {
@@ -107,7 +107,7 @@ fn pinned(backend: &AnyBackend) -> CaseResult {
             prompts.cache.release(seq(1))?;
             let fits = if left == 0 { 24 } else { 16 };
             compute_and_release(&mut prompts, &tokens(400 + fits..400 + 2 * fits))?;
-            let found = prompts.cache.probe(&system, plain());
+            let found = prompts.cache.state().probe(&system, plain());
             same("tokens after the pin", found, left).at(eviction)?;
         }
     }
@@ -122,8 +122,9 @@ fn forgotten(backend: &AnyBackend) -> CaseResult {
     let forget = |prompts: &mut Prompts, prompt: &[u32], keep| {
         prompts.cache.forget_prefix(prompt, plain(), keep)
     };
-    let found =
-        |prompts: &Prompts| [&one, &other].map(|prompt| prompts.cache.probe(prompt, plain()));
+    let found = |prompts: &Prompts| {
+        [&one, &other].map(|prompt| prompts.cache.state().probe(prompt, plain()))
+    };
     same("blocks that are held", forget(&mut prompts, &one, 0)?, 0)?;
     prompts.cache.release(seq(1))?;
     same("a block after the shared ones", forget(&mut prompts, &one, 0)?, 1)?;
@@ -181,7 +182,7 @@ fn priorities(backend: &AnyBackend) -> CaseResult {
             prompts.cache.release(seq(2))?;
             time.advance(Duration::from_secs(seconds));
             prompts.begin(3, &tokens(200..208), plain())?;
-            let left = [first, tokens(100..109)].map(|p| prompts.cache.probe(&p, plain()));
+            let left = [first, tokens(100..109)].map(|p| prompts.cache.state().probe(&p, plain()));
             let expected = if seconds < 10 { [8, 0] } else { [0, 8] };
             same("tokens left of either", left, expected).at(place)?;
         }
@@ -202,7 +203,7 @@ fn reused_not_free(backend: &AnyBackend) -> CaseResult {
         other => Err(CaseError::from(format!("{other:?} where blocks are short"))),
     };
     let admit = |prompts: &Prompts, len, admission: Admission| {
-        prompts.cache.check_admission(&tokens(0..len), plain(), &admission)
+        prompts.cache.state().check_admission(&tokens(0..len), plain(), &admission)
     };
     let all = Admission::default();
     let refused = full(admit(&prompts, 13, all))?;
@@ -214,9 +215,9 @@ fn reused_not_free(backend: &AnyBackend) -> CaseResult {
     same("a watermark", refused, BlocksExhausted { group, needed: 4, free: 3, evictable: 2 })?;
     let refused = full(prompts.cache.start(seq(2), &tokens(0..9), plain().with_reserve(16)))?;
     same("a reserve", refused, BlocksExhausted { group, needed: 2, free: 1, evictable: 0 })?;
-    same("free blocks", prompts.cache.free_blocks(group), 3)?;
+    same("free blocks", prompts.cache.state().free_blocks(group), 3)?;
     same("tokens", prompts.cache.start(seq(2), &tokens(0..9), plain().with_reserve(12))?, 8)?;
-    same("free blocks", prompts.cache.free_blocks(group), 0)?;
+    same("free blocks", prompts.cache.state().free_blocks(group), 0)?;
     prompts.check(1)?;
     Ok(Outcome::Holds)
 }

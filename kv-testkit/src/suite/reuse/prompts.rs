@@ -49,7 +49,7 @@ impl Prompts {
         prompt: &[u32],
         options: StartOptions<'_>,
     ) -> Result<u32, CaseError> {
-        let probed = self.cache.probe(prompt, options);
+        let probed = self.cache.state().probe(prompt, options);
         let reused = self.cache.start(seq(id), prompt, options)?;
         same("start and probe", reused, probed)?;
         let all = provenance::prefix_hashes(prompt, &options);
@@ -154,7 +154,7 @@ impl Prompts {
         let hashes = self.hashes[&id].clone();
         for index in 0..self.spec.groups().len() {
             let group = GroupId(index as u8);
-            let vacant = self.cache.vacant_entries(seq(id), group).unwrap_or_default();
+            let vacant = self.cache.state().vacant_entries(seq(id), group).unwrap_or_default();
             let map = *self.spec.groups()[index].slot_map();
             let begin = map.tokens(vacant.end).min(hashes.len() as u32);
             let seen = &hashes[begin as usize..];
@@ -167,7 +167,7 @@ impl Prompts {
     }
 
     pub(super) fn table(&self, id: u64) -> Vec<kv_core::BlockId> {
-        self.cache.block_table(seq(id), GroupId(0)).unwrap_or_default().to_vec()
+        self.cache.state().block_table(seq(id), GroupId(0)).unwrap_or_default().to_vec()
     }
 }
 

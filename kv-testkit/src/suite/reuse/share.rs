@@ -48,7 +48,7 @@ fn part(backend: &AnyBackend) -> CaseResult {
             prompts.cache.release(seq(1))?;
         }
         same("tokens", prompts.begin(2, &with(tokens(0..6), &[90, 91]), plain())?, 6)?;
-        same("tokens of the donor", prompts.cache.probe(&tokens(0..9), plain()), 8)?;
+        same("tokens of the donor", prompts.cache.state().probe(&tokens(0..9), plain()), 8)?;
         if !ends {
             prompts.check(1).at("the donor")?;
         }
@@ -101,7 +101,7 @@ fn dropped(backend: &AnyBackend) -> CaseResult {
                 if publish_at == PublishAt::Begin { 12 } else { 4 },
             )?;
             drop(step);
-            let found = prompts.cache.probe(&prompt, plain());
+            let found = prompts.cache.state().probe(&prompt, plain());
             same("tokens of a dropped step", found, 4).at(format!("{reuse:?}, {publish_at:?}"))?;
             // Tokens that the sequence computes now can.
             prompts.append(1, &prompt[4..])?;
@@ -146,7 +146,7 @@ fn diverge(backend: &AnyBackend) -> CaseResult {
     prompts.check(3)?;
     prompts.append(3, &[62, 70])?;
     let wrong = with(with(tokens(0..10), &[40, 41, 9]), &drafts);
-    same("tokens of a rejected draft", prompts.cache.probe(&wrong, plain()), 16)?;
+    same("tokens of a rejected draft", prompts.cache.state().probe(&wrong, plain()), 16)?;
     Ok(Outcome::Holds)
 }
 
@@ -159,7 +159,9 @@ fn windows(backend: &AnyBackend) -> CaseResult {
     for chunk in prompt.chunks(4) {
         prompts.append(1, chunk)?;
     }
-    ensure(prompts.cache.free_blocks(GroupId(0)) > 11, || "nothing left the window".to_owned())?;
+    ensure(prompts.cache.state().free_blocks(GroupId(0)) > 11, || {
+        "nothing left the window".to_owned()
+    })?;
     let longer = with(prompt, &[50, 51]);
     same("tokens", prompts.begin(2, &longer, plain())?, 20)?;
     prompts.cache.release(seq(1))?;
@@ -187,7 +189,7 @@ fn unsure(backend: &AnyBackend) -> CaseResult {
         step.commit()?;
         prompts.hashes.insert(1, hashes);
         prompts.append(1, &[8])?;
-        same("free blocks", prompts.cache.free_blocks(GroupId(0)), 15)?;
+        same("free blocks", prompts.cache.state().free_blocks(GroupId(0)), 15)?;
         same("tokens", prompts.begin(2, &tokens(0..9), plain())?, 0)
             .at(format!("{publish_at:?}"))?;
         prompts.check(1)?;

@@ -98,7 +98,8 @@ impl Keys {
         let plane = storage.plane(0, Plane::Key).ok_or("a layer without keys")?;
         let layout = plane.layout();
         let at = layout.slot_map().place(token as u32);
-        let table = self.cache.block_table(seq(1), group).ok_or("a sequence without blocks")?;
+        let table =
+            self.cache.state().block_table(seq(1), group).ok_or("a sequence without blocks")?;
         let block = table.get(at.index as usize).ok_or("a token without a block")?;
         let (segment, begin) = layout.locate(block.0);
         let buffer = plane.segment(segment).ok_or("a block without a buffer")?;
