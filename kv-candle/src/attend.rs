@@ -7,14 +7,14 @@ use candle_core::cuda_backend::{CudaStorage, CudaStorageSlice};
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, bail};
 use half::{bf16, f16};
 use kv::backend::Backend;
-use kv::{AttentionOptions, Element, Step, TensorView, TensorViewMut};
+use kv::{AttentionOptions, Element, TensorView, TensorViewMut};
 
 use crate::axes::{Axes, as_passed};
-use crate::step::types_differ;
+use crate::step::{Held, types_differ};
 
 /// Writes k and v, and attends q.
 pub(crate) struct Attend<'a, 'c, B: Backend> {
-    pub(crate) step: &'a RefCell<Step<'c, B>>,
+    pub(crate) step: &'a RefCell<Held<'c, B>>,
     pub(crate) layer: u16,
     pub(crate) options: AttentionOptions<'a>,
 }
@@ -78,7 +78,8 @@ impl<B: Backend> Attend<'_, '_, B> {
     ) -> Result<(CudaStorage, Shape)> {
         let call = Call::of(layouts)?;
         let [of_q, of_k, of_v] = call.inputs;
-        let lender = crate::cuda::Lender::of(self.step.borrow().cache().backend())?;
+        let lender =
+            self.step.borrow_mut().with(|step| crate::cuda::Lender::of(step.cache().backend()))?;
         let mut out = device.alloc_zeros::<T>(call.count)?;
         lender.read(q, |q| {
             lender.read(k, |k| {
@@ -101,12 +102,13 @@ impl<B: Backend> Attend<'_, '_, B> {
         out: TensorViewMut<'_, B::Buffer>,
     ) -> Result<()> {
         let [_, of_k, _] = call.inputs;
-        let mut step = self.step.borrow_mut();
         let format = of_k.format;
-        let refused = |error| as_passed(error, format);
-        step.write(self.layer, k, v, format).map_err(refused)?;
         let options = self.options.with_qkv_format(format);
-        step.attend(self.layer, q, out, &options).map_err(refused)
+        let attended = self.step.borrow_mut().with(|step| {
+            step.write(self.layer, k, v, format)?;
+            step.attend(self.layer, q, out, &options)
+        });
+        attended.map_err(|error| as_passed(error, format))
     }
 }
 

@@ -1,5 +1,6 @@
 //! One step of a model.
 use std::cell::{Cell, RefCell};
+use std::fmt;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use kv::backend::{AnyBackend, Backend};
@@ -13,10 +14,10 @@ use crate::error::Error;
 /// reference.
 ///
 /// Dropped without [`Self::commit`], the step is rolled back: no length advances, and no block that
-/// it took stays taken.
+/// it took stays taken. A step that was [lent](Self::over_mut) goes on with its owner.
 #[derive(Debug)]
 pub struct CandleStep<'c, B: Backend = AnyBackend> {
-    step: RefCell<Step<'c, B>>,
+    step: RefCell<Held<'c, B>>,
     positions: Tensor,
     last_rows: Tensor,
     copies: Cell<u64>,
@@ -28,13 +29,45 @@ impl<'c, B: Backend> CandleStep<'c, B> {
     /// # Errors
     /// [`Error::Candle`] if the device cannot hold the positions. The step is rolled back then.
     pub fn over(step: Step<'c, B>, device: &Device) -> std::result::Result<Self, Error> {
-        let positions = Tensor::new(step.positions(), device)?;
-        let queried = step.sequences().iter().filter(|sequence| sequence.q_len > 0);
-        let last = |sequence: &kv::backend::plan::PlannedSequence| {
-            sequence.q_start.saturating_add(sequence.q_len.saturating_sub(1))
-        };
-        let last_rows: Vec<u32> = queried.map(last).collect();
-        let last_rows = Tensor::from_slice(&last_rows, last_rows.len(), device)?;
+        Self::of(Held::Owned(step), device)
+    }
+
+    /// Borrows a step that somebody else ends, an engine for example that calls the model.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use kv_candle::kv::backend::AnyBackend;
+    /// use kv_candle::kv::{AttentionOptions, CacheSpec, SequenceId, StartOptions, Step, StepInput};
+    /// use kv_candle::{CandleCache, CandleStep};
+    ///
+    /// fn forward(step: &mut Step<'_>) -> candle_core::Result<Tensor> {
+    ///     let step = CandleStep::<AnyBackend>::over_mut(step, &Device::Cpu)?;
+    ///     let x = Tensor::zeros((2, 1, 4), DType::F32, &Device::Cpu)?;
+    ///     step.attend(0, &x, &x, &x, &AttentionOptions::causal(0.5))
+    /// }
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(16, 8).build()?;
+    /// let mut cache = CandleCache::new(&Device::Cpu, spec)?.into_kv();
+    /// cache.start(SequenceId(0), &[1, 2], StartOptions::default())?;
+    /// let mut step = cache.begin_step(&[StepInput::tokens(SequenceId(0), &[1, 2])])?;
+    /// assert_eq!(forward(&mut step)?.dims(), [2, 4]);
+    /// step.commit()?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Candle`] if the device cannot hold the positions. The step stays open then.
+    pub fn over_mut(
+        step: &'c mut Step<'_, B>,
+        device: &Device,
+    ) -> std::result::Result<Self, Error> {
+        Self::of(Held::Lent(step), device)
+    }
+
+    fn of(mut step: Held<'c, B>, device: &Device) -> std::result::Result<Self, Error> {
+        let (positions, last_rows) = step.with(|step| rows(step, device))?;
         Ok(Self { step: RefCell::new(step), positions, last_rows, copies: Cell::new(0) })
     }
 
@@ -131,8 +164,8 @@ impl<'c, B: Backend> CandleStep<'c, B> {
     ///
     /// # Panics
     /// If `using` calls a method of this step.
-    pub fn with_step<T>(&self, using: impl FnOnce(&mut Step<'c, B>) -> T) -> T {
-        using(&mut self.step.borrow_mut())
+    pub fn with_step<T>(&self, using: impl FnOnce(&mut Step<'_, B>) -> T) -> T {
+        self.step.borrow_mut().with(using)
     }
 
     /// Returns how many tensors [`Self::attend`] had to copy so far, because of how they lay in
@@ -152,9 +185,9 @@ impl<'c, B: Backend> CandleStep<'c, B> {
     ///
     /// # Errors
     /// [`Error::Cache`] for a layer that was not written, and if the device failed: the step is
-    /// rolled back then.
+    /// rolled back then. [`Error::Lent`] for a step of [`Self::over_mut`], which goes on.
     pub fn commit(self) -> std::result::Result<(), Error> {
-        Ok(self.step.into_inner().commit()?)
+        Ok(self.step.into_inner().owned()?.commit()?)
     }
 
     /// Ends a step with drafts: keeps the first `accepted` tokens of each sequence.
@@ -162,8 +195,68 @@ impl<'c, B: Backend> CandleStep<'c, B> {
     /// # Errors
     /// Those of [`Self::commit`], and of [`Step::commit_accepted`].
     pub fn commit_accepted(self, accepted: &[u32]) -> std::result::Result<(), Error> {
-        Ok(self.step.into_inner().commit_accepted(accepted)?)
+        Ok(self.step.into_inner().owned()?.commit_accepted(accepted)?)
     }
+}
+
+/// A step, and who ends it.
+pub(crate) enum Held<'c, B: Backend> {
+    Owned(Step<'c, B>),
+    Lent(&'c mut dyn Lend<B>),
+}
+
+/// A step of any lifetime, which a type that borrows it cannot name.
+pub(crate) trait Lend<B: Backend>: fmt::Debug {
+    fn lend(&mut self, using: &mut dyn FnMut(&mut Step<'_, B>));
+}
+
+impl<B: Backend> Lend<B> for Step<'_, B> {
+    fn lend(&mut self, using: &mut dyn FnMut(&mut Step<'_, B>)) {
+        using(self);
+    }
+}
+
+impl<'c, B: Backend> Held<'c, B> {
+    pub(crate) fn with<T>(&mut self, using: impl FnOnce(&mut Step<'_, B>) -> T) -> T {
+        let lent = match self {
+            Self::Owned(step) => return using(step),
+            Self::Lent(lent) => lent,
+        };
+        let (mut using, mut used) = (Some(using), None);
+        lent.lend(&mut |step| used = using.take().map(|using| using(step)));
+        match used {
+            Some(used) => used,
+            None => unreachable!("a step is lent when it is asked for"),
+        }
+    }
+
+    /// Returns the step to end it.
+    fn owned(self) -> std::result::Result<Step<'c, B>, Error> {
+        match self {
+            Self::Owned(step) => Ok(step),
+            Self::Lent(_) => Err(Error::Lent),
+        }
+    }
+}
+
+impl<B: Backend> fmt::Debug for Held<'_, B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Owned(step) => step.fmt(f),
+            Self::Lent(step) => step.fmt(f),
+        }
+    }
+}
+
+/// Returns the position of every token, and the row of the last token of every sequence.
+fn rows<B: Backend>(step: &Step<'_, B>, device: &Device) -> Result<(Tensor, Tensor)> {
+    let positions = Tensor::new(step.positions(), device)?;
+    let queried = step.sequences().iter().filter(|sequence| sequence.q_len > 0);
+    let last = |sequence: &kv::backend::plan::PlannedSequence| {
+        sequence.q_start.saturating_add(sequence.q_len.saturating_sub(1))
+    };
+    let last_rows: Vec<u32> = queried.map(last).collect();
+    Ok((positions, Tensor::from_slice(&last_rows, last_rows.len(), device)?))
 }
 
 /// Says that tensors have types that do not go together.

@@ -137,6 +137,30 @@ fn more_accepted_tokens_than_there_are_roll_the_step_back() {
 }
 
 /// A model whose second layer fails after its rows are written.
+/// A step of an engine: the model writes and attends, and cannot end it.
+#[test]
+fn a_lent_step_is_ended_by_its_owner_alone() {
+    let mut cache = cache().into_kv();
+    let [q, k, v] = qkv(5, 1);
+    let mut step = cache.begin_step(&[StepInput::count(SEQUENCE, 1)]).unwrap();
+    for accepted in [None, Some([1])] {
+        let lent = CandleStep::over_mut(&mut step, &Device::Cpu).unwrap();
+        assert_eq!(lent.positions().to_vec1::<u32>().unwrap(), [5]);
+        assert_eq!(lent.last_rows().to_vec1::<u32>().unwrap(), [0]);
+        for layer in 0..2 {
+            lent.attend(layer, &q, &k, &v, &options()).unwrap();
+        }
+        assert_eq!(lent.with_step(|step| step.sequences().len()), 1);
+        let refused = match accepted {
+            None => lent.commit(),
+            Some(accepted) => lent.commit_accepted(&accepted),
+        };
+        assert!(matches!(refused, Err(Error::Lent)), "{refused:?}");
+    }
+    step.commit().unwrap();
+    assert_eq!(cache.state().seq_len(SEQUENCE), Some(6));
+}
+
 #[test]
 fn an_error_of_candle_inside_a_step_rolls_it_back() {
     fn model(step: &CandleStep<'_>) -> Result<Tensor> {

@@ -3,7 +3,7 @@
 mod reuse;
 mod tiers;
 
-use kv_runner::Generated;
+use kv::engine::Generated;
 use serde::Serialize;
 
 use crate::args::GenerateArgs;

@@ -2,7 +2,8 @@
 use std::io::IsTerminal;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use kv_runner::{Event, Finish, Generated, TextStream};
+use kv::engine::{Event, Finish, Generated};
+use kv_runner::TextStream;
 
 use crate::args::GenerateArgs;
 use crate::job::{self, Job, Variant};

@@ -3,19 +3,18 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::{Context, anyhow};
-use kv::backend::AnyBackend;
+use kv::engine::{
+    Advice, BeamOptions, Engine, Event, Generated, Limits, Request, RequestError, RequestSize,
+    Sampler, Stats,
+};
 use kv::quant::Calibration;
 use kv::tier::{Identity, ModelDigest, Tiers, TiersStats};
-use kv_runner::scheduler::{Advice, BeamOptions, RequestSize, Stats};
 use kv_runner::stored::{Source, Stored, blocks_of};
-use kv_runner::{
-    CacheOptions, Decoder, Event, Generated, Layout, Limits, Request, Sampler, ScheduleError,
-    Scheduler, calibrate,
-};
+use kv_runner::{CacheOptions, Layout, calibrate};
 
 use crate::args::{EngineArgs, GenerateArgs, Paged};
 use crate::loaded::Loaded;
-use crate::num::{to_u32, to_usize};
+use crate::num::to_u32;
 use crate::session::{self, SessionFile};
 use crate::{prompts, tiers};
 
@@ -190,18 +189,18 @@ impl Job {
             tiers: variant.tiers,
         };
         let limits = Limits {
-            max_batch: to_usize(variant.max_batch),
-            max_step_tokens: to_usize(args.engine.max_step_tokens),
-            context: self.context(),
+            max_batch: variant.max_batch,
+            max_step_tokens: args.engine.max_step_tokens,
             stop: self.stop(variant),
             forget: variant.forget,
-            draft_tokens: to_usize(variant.draft_tokens),
+            draft_tokens: variant.draft_tokens,
+            ..self.loaded.model.config().limits()
         };
         let digest = self.digest.filter(|_| variant.tiers);
         let constants = (self.calibration.as_ref(), digest);
-        let mut scheduler = scheduler(&args.engine, &self.loaded, constants, &options, limits)?;
+        let mut engine = engine(&args.engine, &self.loaded, constants, &options, limits)?;
         let loaded = match &self.session {
-            Some(session) => session.load(&mut scheduler)?,
+            Some(session) => session.load(&mut engine)?,
             None => 0,
         };
         for (index, prompt) in prompts.into_iter().enumerate() {
@@ -212,12 +211,12 @@ impl Job {
             };
             let request = Request::new(prompt, variant.max_new_tokens);
             let request = Request { sampler, beams: variant.beams, ..request };
-            scheduler.submit(request).map_err(with_flags)?;
+            engine.submit(request).map_err(with_flags)?;
         }
         show.begin()?;
         let mut generated = Vec::new();
-        while scheduler.has_work() {
-            for event in scheduler.step()? {
+        while engine.has_work() {
+            for event in engine.step(&self.loaded.model)? {
                 show.event(&event)?;
                 if let Event::Finished { index, generated: finished } = event {
                     generated.push((index, finished));
@@ -227,17 +226,17 @@ impl Job {
         generated.sort_by_key(|(index, _)| *index);
         let generated: Vec<_> = generated.into_iter().map(|(_, generated)| generated).collect();
         let now = Instant::now();
-        tiers::note_left(scheduler.flush_tiers(now.checked_add(tiers::FLUSH).unwrap_or(now))?)?;
-        let tiers = scheduler.tiers().map(Tiers::stats);
+        tiers::note_left(engine.flush_tiers(now.checked_add(tiers::FLUSH).unwrap_or(now))?)?;
+        let tiers = engine.tiers().map(Tiers::stats);
         if let Some(tiers) = &tiers {
             tiers::warn(&tiers::store_names(&args.engine), tiers)?;
         }
         // Saving reuses blocks too: not counted.
-        let stats = scheduler.stats();
+        let stats = engine.stats();
         let session = match (&self.session, self.prompts.first(), generated.first()) {
             (Some(session), Some(prompt), Some(generated)) => {
                 let text = (prompt.ids.clone(), loaded);
-                Some(session.save(&mut scheduler, text, generated)?)
+                Some(session.save(&mut engine, text, generated)?)
             }
             _ => None,
         };
@@ -250,21 +249,21 @@ impl Job {
     }
 }
 
-/// Opens a scheduler over a new cache, with the tiers of the command line if the weights' digest is
+/// Opens an engine over a new cache, with the tiers of the command line if the weights' digest is
 /// given.
-pub(crate) fn scheduler<'m>(
+pub(crate) fn engine(
     args: &EngineArgs,
-    loaded: &'m Loaded,
+    loaded: &Loaded,
     (calibration, digest): (Option<&Calibration>, Option<ModelDigest>),
     options: &CacheOptions,
     limits: Limits,
-) -> anyhow::Result<Scheduler<'m, AnyBackend, Decoder>> {
+) -> anyhow::Result<Engine> {
     let cache = options.open(&loaded.model, loaded.backend.clone(), calibration)?;
     let tiers = digest.map(|digest| tiers::open(args, digest, &cache)).transpose()?;
-    let scheduler = Scheduler::new(cache, &loaded.model, limits);
+    let engine = Engine::new(cache, limits);
     Ok(match tiers {
-        Some(tiers) => scheduler.with_tiers(tiers),
-        None => scheduler,
+        Some(tiers) => engine.with_tiers(tiers),
+        None => engine,
     })
 }
 
@@ -304,9 +303,9 @@ impl Show for Silent {
 }
 
 /// Adds the options that would let the request run.
-fn with_flags(error: ScheduleError) -> anyhow::Error {
+fn with_flags(error: RequestError) -> anyhow::Error {
     let flags = match &error {
-        ScheduleError::DoesNotFit { shortage, .. } => {
+        RequestError::DoesNotFit { shortage, .. } => {
             let Advice { chunk, has_beams, paged, .. } = shortage.advice;
             let chunk = chunk.map(|chunk| format!("--max-step-tokens {chunk}, "));
             let paged = paged.map(|(size, blocks)| format!("--paged {size},{blocks}, "));
@@ -317,8 +316,8 @@ fn with_flags(error: ScheduleError) -> anyhow::Error {
                 paged.unwrap_or_default()
             )
         }
-        ScheduleError::TooLong { .. } => "fewer --max-new-tokens would help".to_owned(),
-        ScheduleError::TooManyBeams { .. } => "fewer --beams would help".to_owned(),
+        RequestError::TooLong { .. } => "fewer --max-new-tokens would help".to_owned(),
+        RequestError::TooManyBeams { .. } => "fewer --beams would help".to_owned(),
         _ => return error.into(),
     };
     anyhow!("{error}: {flags}")

@@ -1,6 +1,5 @@
 //! The report of one `kv generate`, as JSON and as text.
-use kv_runner::Finish;
-use kv_runner::scheduler::{self, Stats};
+use kv::engine::{self, Finish, Stats};
 use serde::Serialize;
 
 use crate::args::GenerateArgs;
@@ -105,7 +104,7 @@ impl Report {
         for (prompt, generated) in job.prompts.iter().zip(generated) {
             let text_of =
                 |tokens: &[u32], finish| tokenizer.decode_after(&prompt.ids, shown(tokens, finish));
-            let show = |hypothesis: &scheduler::Hypothesis| {
+            let show = |hypothesis: &engine::Hypothesis| {
                 Ok(Hypothesis {
                     tokens: hypothesis.tokens.clone(),
                     text: text_of(&hypothesis.tokens, hypothesis.finish)?,

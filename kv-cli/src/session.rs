@@ -2,10 +2,8 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
-use kv::backend::AnyBackend;
+use kv::engine::{Engine, Generated, Sampler, SavedText};
 use kv::tier::Identity;
-use kv_runner::scheduler::SavedText;
-use kv_runner::{Decoder, Generated, Sampler, Scheduler};
 use serde::Serialize;
 
 use crate::loaded::Loaded;
@@ -51,20 +49,17 @@ impl SessionFile {
     }
 
     /// Brings the blocks of the file to the cache; returns how many tokens can be reused.
-    pub(crate) fn load(
-        &self,
-        scheduler: &mut Scheduler<'_, AnyBackend, Decoder>,
-    ) -> anyhow::Result<u32> {
+    pub(crate) fn load(&self, engine: &mut Engine) -> anyhow::Result<u32> {
         if self.before.is_none() {
             return Ok(0);
         }
-        Ok(scheduler.load_session(&self.identity, &self.path)?)
+        Ok(engine.load_session(&self.identity, &self.path)?)
     }
 
     /// Replaces the file by the prompt and what was generated after it.
     pub(crate) fn save(
         &self,
-        scheduler: &mut Scheduler<'_, AnyBackend, Decoder>,
+        engine: &mut Engine,
         (mut tokens, loaded_tokens): (Vec<u32>, u32),
         generated: &Generated,
     ) -> anyhow::Result<Report> {
@@ -72,7 +67,7 @@ impl SessionFile {
         let drawn = self.before.as_ref().map_or(0, |before| before.drawn);
         let drawn = drawn.saturating_add(to_u64(generated.tokens.len()));
         let text = SavedText { tokens, drawn };
-        let info = scheduler.save_session(&self.identity, &text, &self.path)?;
+        let info = engine.save_session(&self.identity, &text, &self.path)?;
         Ok(Report {
             file: self.path.display().to_string(),
             tokens_before: self.before.as_ref().map_or(0, |before| before.tokens.len()),

@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use kv::KvCache;
 use kv::backend::AnyBackend;
+use kv::engine::Stats;
 use kv::tier::policy::{WritePolicy, WriteRule};
 #[cfg(feature = "seal")]
 use kv::tier::{BlockStore, SealedStore};
@@ -14,7 +15,6 @@ use kv::tier::{
     Identity, ModelDigest, StoreErrorKind, StoreOptions, StoreStats, TierOptions, Tiers,
     TiersStats, Unwritten, Wait,
 };
-use kv_runner::scheduler::Stats;
 use serde::Serialize;
 
 use crate::args::EngineArgs;

@@ -6,9 +6,8 @@ use std::error::Error;
 use std::path::{Path, PathBuf};
 
 use kv::Device;
-use kv_runner::{
-    CacheOptions, Decoder, Event, Layout, Limits, Request, Scheduler, TextStream, Tokenizer,
-};
+use kv::engine::{Engine, Event, Request};
+use kv_runner::{CacheOptions, Decoder, Layout, TextStream, Tokenizer};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut args = std::env::args().skip(1);
@@ -23,15 +22,15 @@ fn main() -> Result<(), Box<dyn Error>> {
     let device = Device::open(args.next().as_deref().unwrap_or("cpu"))?;
     let cache = options.open(&model, device, None)?;
 
-    let mut scheduler = Scheduler::new(cache, &model, Limits::of(model.config()));
+    let mut engine = Engine::new(cache, model.config().limits());
     let mut texts = Vec::new();
     for prompt in ["Once upon a time", "Once upon a time, there was a dog"] {
         let tokens = tokenizer.encode(prompt, model.config())?.tokens;
         texts.push((TextStream::after(&tokens), prompt.to_owned()));
-        scheduler.submit(Request::new(tokens, 40))?;
+        engine.submit(Request::new(tokens, 40))?;
     }
-    while scheduler.has_work() {
-        for event in scheduler.step()? {
+    while engine.has_work() {
+        for event in engine.step(&model)? {
             match event {
                 Event::Token { index, token } => {
                     let (stream, text) = &mut texts[index];
@@ -46,6 +45,6 @@ fn main() -> Result<(), Box<dyn Error>> {
             }
         }
     }
-    println!("{:.0} tokens/s", scheduler.stats().tokens_per_s());
+    println!("{:.0} tokens/s", engine.stats().tokens_per_s());
     Ok(())
 }

@@ -44,7 +44,7 @@ impl fmt::Display for Layout {
 /// Changes of blocks that are kept until tiers follow them.
 const CHANGES: usize = 1 << 14;
 
-/// The options of a cache for a [`Scheduler`](crate::Scheduler).
+/// The options of a cache for an [`Engine`](kv::engine::Engine).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CacheOptions {
     /// The layout of its memory.

@@ -6,6 +6,8 @@ mod rope;
 use std::fmt;
 use std::path::Path;
 
+use kv::engine::Limits;
+
 use crate::error::{ConfigError, Error, InFile};
 use crate::num::to_u64;
 use crate::rope::{RopeConfig, Scaling};
@@ -205,6 +207,12 @@ impl ModelConfig {
     /// Returns the tokens that end a text.
     pub fn eos(&self) -> &[u32] {
         &self.eos
+    }
+
+    /// Returns the limits of an engine for the model: its context, vocabulary and stop tokens, and
+    /// otherwise those of [`Limits::new`].
+    pub fn limits(&self) -> Limits {
+        Limits { vocab: Some(self.vocab), stop: self.eos.clone(), ..Limits::new(self.context) }
     }
 
     /// Returns the number of layers.

@@ -11,10 +11,7 @@ use kv::CacheError;
 use kv::error::{DeviceError, PlanError, SpecError};
 use kv::quant::calibrate::CalibrateError;
 use kv::quant::file::FileError;
-use kv::tier::{SessionError, TierError};
 
-use crate::sampler::SampleError;
-use crate::scheduler::ScheduleError;
 pub use files::{ConfigError, GgufError, TextError, WeightError};
 pub use foreign::ForeignError;
 
@@ -60,27 +57,9 @@ pub enum Error {
     /// A calibration file is damaged, or of another model.
     #[error(transparent)]
     CalibrationFile(#[from] FileError),
-    /// A request cannot run.
-    #[error(transparent)]
-    Schedule(#[from] ScheduleError),
-    /// No token can be sampled from the logits.
-    #[error(transparent)]
-    Sample(#[from] SampleError),
     /// The cache refused a call, or its device failed.
     #[error(transparent)]
     Cache(#[from] CacheError),
-    /// The tiers below the cache refused a call, or the device failed.
-    #[error(transparent)]
-    Tier(#[from] TierError),
-    /// A session file cannot be written, or is damaged or of another model or cache.
-    #[error(transparent)]
-    Session(#[from] SessionError),
-    /// The note of a session file is not that of a [`Scheduler`](crate::Scheduler).
-    #[error("a session of another program: its note cannot be read")]
-    SessionNote(#[source] ForeignError),
-    /// A [`Model`](crate::Model) of the caller's own failed.
-    #[error(transparent)]
-    Model(Box<dyn StdError + Send + Sync>),
 }
 
 impl From<CandleError> for Error {

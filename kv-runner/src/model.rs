@@ -10,7 +10,8 @@ use std::path::Path;
 use candle_core::{CpuStorage, Device, Module, Storage, Tensor};
 use candle_nn::Linear;
 use kv::backend::Backend;
-use kv::{AttentionOptions, SequenceId, StepInput};
+use kv::engine::{Batch, Logits, Model, ModelError};
+use kv::{AttentionOptions, Step};
 use kv_candle::CandleStep;
 
 use crate::config::{ModelConfig, QkNorm};
@@ -20,56 +21,6 @@ use crate::num::{to_f32, to_u32, to_usize};
 use crate::rope::{Rope, Rotation};
 use crate::weights::Weights;
 use layer::Layer;
-
-/// The tokens of one sequence in a step.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Chunk {
-    /// The sequence.
-    pub sequence: SequenceId,
-    /// Number of tokens.
-    pub tokens: u32,
-    /// Number of draft tokens at the end.
-    pub drafts: u32,
-    /// Number of last tokens after which logits are needed.
-    pub logits: u32,
-}
-
-/// One forward pass: all tokens of the step, one sequence after another.
-#[derive(Debug, Default)]
-#[non_exhaustive]
-pub struct Batch {
-    /// The tokens of all chunks.
-    pub tokens: Vec<u32>,
-    /// One chunk per sequence.
-    pub chunks: Vec<Chunk>,
-    /// Draft tokens of one sequence, before they are appended to [`Self::tokens`].
-    pub(crate) drafts: Vec<u32>,
-}
-
-impl Batch {
-    /// Returns the inputs of a step.
-    pub(crate) fn inputs(&self) -> Vec<StepInput<'_>> {
-        let mut rest = self.tokens.as_slice();
-        let mut inputs = Vec::with_capacity(self.chunks.len());
-        for chunk in &self.chunks {
-            let (tokens, after) = rest.split_at(to_usize(chunk.tokens).min(rest.len()));
-            inputs.push(StepInput::tokens(chunk.sequence, tokens).with_drafts(chunk.drafts));
-            rest = after;
-        }
-        inputs
-    }
-}
-
-/// Computes logits from tokens: a [`Decoder`], or a model of the caller's own.
-pub trait Model<B: Backend> {
-    /// Writes K and V of every layer and returns rows of logits: those of the first chunk in the
-    /// order of its tokens, then those of the next.
-    ///
-    /// # Errors
-    /// Any failure of the model; [`Error::Model`] takes errors of any type.
-    fn forward(&self, step: &CandleStep<'_, B>, batch: &Batch) -> Result<Vec<Vec<f32>>, Error>;
-}
 
 /// Inputs of one layer's attention for the tokens of a step: `[tokens, heads, head_dim]`, Q and K
 /// after their rotary embedding.
@@ -155,20 +106,25 @@ impl Decoder {
     }
 }
 
-impl<B: Backend> Model<B> for Decoder {
-    fn forward(&self, step: &CandleStep<'_, B>, batch: &Batch) -> Result<Vec<Vec<f32>>, Error> {
+/// A decoder is only read, so that a reference runs for any number of engines.
+impl<B: Backend> Model<B> for &Decoder {
+    fn forward(&mut self, step: &mut Step<'_, B>, batch: &Batch) -> Result<Logits, ModelError> {
+        let step = CandleStep::over_mut(step, &Device::Cpu).map_err(Error::from)?;
+        Ok(self.rows(&step, batch)?)
+    }
+}
+
+impl Decoder {
+    /// Computes the rows of logits of a batch.
+    fn rows<B: Backend>(&self, step: &CandleStep<'_, B>, batch: &Batch) -> Result<Logits, Error> {
         let hidden = self.hidden(step, &batch.tokens, &mut |_| Ok(()))?;
-        let mut end = 0_u32;
-        let mut rows = Vec::new();
-        for chunk in &batch.chunks {
-            end = end.saturating_add(chunk.tokens);
-            rows.extend(end.saturating_sub(chunk.logits)..end);
-        }
+        let rows: Vec<u32> = batch.logit_rows().collect();
         if rows.is_empty() {
-            return Ok(Vec::new());
+            return Ok(Logits::default());
         }
         let rows = Tensor::from_slice(&rows, rows.len(), &Device::Cpu)?;
-        Ok(self.logits(&hidden.index_select(&rows, 0)?)?.to_vec2()?)
+        let logits = self.logits(&hidden.index_select(&rows, 0)?)?;
+        Ok(Logits::new(logits.flatten_all()?.to_vec1()?, self.config.vocab))
     }
 }
 
@@ -273,6 +229,8 @@ fn with_values<R>(tensor: &Tensor, read: impl FnOnce(&[f32]) -> R) -> R {
     }
 }
 
+#[cfg(test)]
+mod beams_tests;
 #[cfg(test)]
 mod recorded;
 #[cfg(test)]

@@ -27,11 +27,6 @@ pub(crate) fn to_f32(x: f64) -> f32 {
     x as f32
 }
 
-/// Returns `count / seconds`, zero if no time passed.
-pub(crate) fn per_second(count: u64, seconds: f64) -> f64 {
-    if seconds > 0.0 { to_f64(count) / seconds } else { 0.0 }
-}
-
 /// Returns the whole part of a computed count, saturated to `u32`.
 #[expect(
     clippy::as_conversions,

@@ -16,6 +16,7 @@
 //! | choose what is evicted | [`eviction`] |
 //! | store K and V in 3 to 8 bits | [`quant`] |
 //! | keep blocks outside the device | `tier`: chunks, and stores on disk, in Redis and in S3 |
+//! | run many requests in continuous batches | `engine`: a scheduler for any model |
 //! | schedule requests | [`scheduling`]: admission, blocks that a step takes |
 //! | watch a cache | [`Stats`], [`Usage`]; for routers [`events`], for simulations [`block`] |
 //! | write a backend | [`backend`] |
@@ -55,6 +56,7 @@
 //! | `tier-redis` | `tier`, and a store in Redis or Valkey |
 //! | `tier-seal` | `tier`, and encryption of what goes to a store |
 //! | `tier-object` | `tier`, and a store in S3; brings 130 crates |
+//! | `engine` | the module `kv::engine`: a scheduler over a cache and its tiers; brings `tier` |
 //!
 //! Features only add names; which device is used is always the program's choice.
 //!
@@ -85,6 +87,9 @@ pub use kv_cpu as cpu;
 #[cfg(feature = "cuda")]
 #[doc(inline)]
 pub use kv_cuda as cuda;
+#[cfg(feature = "engine")]
+#[doc(inline)]
+pub use kv_engine as engine;
 #[cfg(feature = "tier")]
 #[doc(inline)]
 pub use kv_tier as tier;

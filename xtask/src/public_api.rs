@@ -18,7 +18,7 @@ use crate::workspace::{FEATURES, Workspace};
 const RUSTDOC: &str = "XTASK_RUSTDOC";
 
 /// The crates, by the names of their files.
-const CRATES: [&str; 5] = ["kv", "kv_core", "kv_format", "kv_quant", "kv_tier"];
+const CRATES: [&str; 6] = ["kv", "kv_core", "kv_engine", "kv_format", "kv_quant", "kv_tier"];
 
 /// Where the list is.
 const LIST: &str = "kv/public-api.txt";

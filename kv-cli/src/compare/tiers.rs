@@ -1,6 +1,6 @@
 //! What tiers bring to a new process: the same prompts without tiers, and twice with them, each
 //! run with an empty cache.
-use kv_runner::Generated;
+use kv::engine::Generated;
 use serde::Serialize;
 
 use crate::args::GenerateArgs;

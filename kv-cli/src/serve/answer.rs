@@ -9,7 +9,7 @@ use axum::body::Body;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Json, Response};
 use futures_util::stream::{self, SelectAll, Stream, StreamExt as _};
-use kv_runner::Sampler;
+use kv::engine::Sampler;
 use serde_json::{Value, json};
 use tokio::time::{Instant, timeout_at};
 

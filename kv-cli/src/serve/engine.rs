@@ -11,10 +11,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
-use kv::backend::AnyBackend;
-use kv_runner::scheduler::Finish;
-use kv_runner::{Decoder, Event, Request, Sampler, ScheduleError, Scheduler};
+use kv::engine::{Engine as Scheduler, EngineError, Event, Finish, Request, RequestError, Sampler};
+use kv_runner::Decoder;
 use tokio::sync::{mpsc, oneshot};
 
 use super::leaks;
@@ -73,7 +71,7 @@ pub(super) enum Refused {
     Stopping,
     /// It could not run alone either.
     #[error(transparent)]
-    Never(#[from] ScheduleError),
+    Never(#[from] RequestError),
 }
 
 /// The way from a request to the engine.
@@ -305,14 +303,16 @@ const FAILURES_MAX: u32 = 3;
 /// # Errors
 /// The scheduler's, if several steps in a row fail.
 pub(super) fn run(
-    scheduler: Scheduler<'_, AnyBackend, Decoder>,
+    (scheduler, model): (Scheduler, &Decoder),
     inbox: &Inbox,
     options: EngineOptions,
     (metrics, watch): (&Metrics, TierWatch),
 ) -> anyhow::Result<()> {
     let queue = &inbox.queue;
     let listeners = HashMap::new();
-    let mut engine = Worker { scheduler, options, metrics, queue, watch, listeners, failures: 0 };
+    let failures = 0;
+    let mut engine =
+        Worker { scheduler, model, options, metrics, queue, watch, listeners, failures };
     let mut stop_at = None;
     engine.note_state();
     loop {
@@ -329,12 +329,12 @@ pub(super) fn run(
         while let Ok(message) = inbox.receiver.try_recv() {
             engine.take(message);
         }
-        engine.cancel_where(|listener| listener.updates.finish_if_closed())?;
+        engine.cancel_where(|listener| listener.updates.finish_if_closed());
         if inbox.is_stopping.load(Ordering::SeqCst) {
             let now = Instant::now();
             let end = *stop_at.get_or_insert(now.checked_add(engine.options.drain).unwrap_or(now));
             if now >= end {
-                engine.fail_all("the server was stopped")?;
+                engine.fail_all("the server was stopped");
             }
         }
         engine.step()?;
@@ -351,8 +351,9 @@ struct Listener {
 }
 
 /// The scheduler, and who listens to its texts.
-struct Worker<'m, 'a> {
-    scheduler: Scheduler<'m, AnyBackend, Decoder>,
+struct Worker<'a> {
+    scheduler: Scheduler,
+    model: &'a Decoder,
     options: EngineOptions,
     metrics: &'a Metrics,
     queue: &'a Queue,
@@ -363,7 +364,7 @@ struct Worker<'m, 'a> {
     failures: u32,
 }
 
-impl Worker<'_, '_> {
+impl Worker<'_> {
     fn take(&mut self, message: Message) {
         let Message::Submit { prompts, place, answer } = message else { return };
         // From here on its texts wait, or are gone.
@@ -386,8 +387,7 @@ impl Worker<'_, '_> {
                 Err(refused) => {
                     for number in taken {
                         self.listeners.remove(&number);
-                        // It waits and holds nothing: only a device can fail.
-                        let _ = self.scheduler.cancel(number);
+                        self.scheduler.cancel(number);
                     }
                     return Err(refused);
                 }
@@ -429,8 +429,7 @@ impl Worker<'_, '_> {
             return Ok(());
         }
         let begun = Instant::now();
-        let (queue, metrics) = (self.queue, self.metrics);
-        match self.scheduler.step_noting(|queued| queue.publish(queued, metrics)) {
+        match self.compute() {
             Ok(events) => {
                 self.failures = 0;
                 self.metrics.note_step(begun.elapsed());
@@ -441,7 +440,7 @@ impl Worker<'_, '_> {
             Err(error) => {
                 let error = anyhow::Error::from(error);
                 output::note(&format!("a step failed: {}", crate::failure::describe(&error)))?;
-                self.fail_all("the engine failed")?;
+                self.fail_all("the engine failed");
                 self.failures = self.failures.saturating_add(1);
                 if self.failures >= FAILURES_MAX {
                     return Err(error.context("several steps in a row failed"));
@@ -450,6 +449,15 @@ impl Worker<'_, '_> {
         }
         self.note_state();
         Ok(())
+    }
+
+    /// Computes one step, and says how many texts wait and run once it has admitted some.
+    fn compute(&mut self) -> Result<Vec<Event>, EngineError> {
+        if self.scheduler.begin_step()?.is_none() {
+            return Ok(Vec::new());
+        }
+        self.queue.publish(self.scheduler.queued(), self.metrics);
+        self.scheduler.forward(self.model)
     }
 
     /// Publishes the counts of the scheduler and its cache, and what failed at its tiers.
@@ -494,25 +502,24 @@ impl Worker<'_, '_> {
     }
 
     /// Cancels the texts that have ended, which are counted as `over` says.
-    fn cancel_where(&mut self, over: impl Fn(&Listener) -> Option<Finish>) -> anyhow::Result<()> {
+    fn cancel_where(&mut self, over: impl Fn(&Listener) -> Option<Finish>) {
         let ended = self.listeners.iter().filter_map(|(index, listener)| {
             let finish = over(listener)?;
             Some((*index, finish))
         });
         for (index, finish) in ended.collect::<Vec<_>>() {
             self.listeners.remove(&index);
-            if self.scheduler.cancel(index).context("end of a cancelled text")?.is_some() {
+            if self.scheduler.cancel(index).is_some() {
                 self.metrics.note_end(finish);
             }
         }
-        Ok(())
     }
 
-    fn fail_all(&mut self, why: &str) -> anyhow::Result<()> {
+    fn fail_all(&mut self, why: &str) {
         for listener in self.listeners.values() {
             listener.updates.send(Update::Failed(why.to_owned()));
         }
-        self.cancel_where(|_| Some(Finish::Cancelled))
+        self.cancel_where(|_| Some(Finish::Cancelled));
     }
 
     fn finish(mut self) -> anyhow::Result<()> {

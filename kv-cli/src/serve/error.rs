@@ -1,7 +1,7 @@
 //! What an answer looks like that is an error.
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Json, Response};
-use kv_runner::ScheduleError;
+use kv::engine::RequestError;
 use serde_json::{Value, json};
 
 use super::engine::Refused;
@@ -79,14 +79,14 @@ impl From<Refused> for ApiError {
 /// Says the numbers of a refusal, without the scheduler's number of the request.
 fn describe_refusal(refused: &Refused) -> String {
     match refused {
-        Refused::Never(ScheduleError::DoesNotFit { tokens, shortage, .. }) => format!(
+        Refused::Never(RequestError::DoesNotFit { tokens, shortage, .. }) => format!(
             "prompt and max_tokens are {tokens} tokens, which need {} blocks of the cache's {}",
             shortage.needed, shortage.available
         ),
-        Refused::Never(ScheduleError::PromptTooLong { tokens, context, .. }) => {
+        Refused::Never(RequestError::PromptTooLong { tokens, context, .. }) => {
             format!("the prompt has {tokens} tokens, the model's context {context}")
         }
-        Refused::Never(ScheduleError::TooLong { tokens, max, .. }) => {
+        Refused::Never(RequestError::TooLong { tokens, max, .. }) => {
             format!("prompt and max_tokens are {tokens} tokens, a sequence has at most {max}")
         }
         refused => refused.to_string(),

@@ -4,7 +4,7 @@ use std::time::Duration;
 use anyhow::Context;
 use kv::KvCache;
 use kv::backend::AnyBackend;
-use kv_runner::scheduler::Finish;
+use kv::engine::Finish;
 use metrics::{Counter, Gauge, Histogram, counter, gauge, histogram};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 

@@ -25,8 +25,9 @@ use std::net::TcpListener;
 use std::sync::Arc;
 
 use anyhow::{Context, bail};
+use kv::engine::{Engine as Scheduler, Limits};
 use kv_runner::stored::Source;
-use kv_runner::{CacheOptions, Layout, Limits, ModelConfig, Tokenizer, calibrate};
+use kv_runner::{CacheOptions, Layout, ModelConfig, Tokenizer, calibrate};
 use metrics_exporter_prometheus::PrometheusHandle;
 use tokio::runtime::Builder;
 use tokio::sync::{Semaphore, oneshot};
@@ -115,7 +116,7 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<()> {
         output::note(&format!("{why}; /v1/chat/completions is not served"))?;
     }
     let watch = TierWatch::new(tiers::store_names(&args.engine));
-    let of_engine = engine::run(scheduler, &inbox, options, (&metrics, watch));
+    let of_engine = engine::run((scheduler, &loaded.model), &inbox, options, (&metrics, watch));
     // It may have failed, and not been stopped.
     server.engine.stop();
     let _ = engine_ended.send(());
@@ -125,7 +126,7 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<()> {
 }
 
 /// Returns the tokens of a sequence that has all blocks.
-fn capacity(scheduler: &Scheduler<'_>) -> u32 {
+fn capacity(scheduler: &Scheduler) -> u32 {
     let tokens = |group: &kv::spec::GroupSpec| {
         let blocks = group.num_blocks();
         blocks.saturating_mul(group.block_size())
@@ -133,9 +134,7 @@ fn capacity(scheduler: &Scheduler<'_>) -> u32 {
     scheduler.cache().state().spec().groups().iter().map(tokens).min().unwrap_or(u32::MAX)
 }
 
-type Scheduler<'m> = kv_runner::Scheduler<'m, kv::backend::AnyBackend, kv_runner::Decoder>;
-
-fn open<'m>(args: &EngineArgs, loaded: &'m Loaded) -> anyhow::Result<Scheduler<'m>> {
+fn open(args: &EngineArgs, loaded: &Loaded) -> anyhow::Result<Scheduler> {
     let calibration = match &args.format.calibration {
         Some(Source::File(path)) => Some(calibrate::load(path, &loaded.model)?),
         Some(Source::Online) => bail!("calib=online needs a prompt: use calib=FILE"),
@@ -155,10 +154,10 @@ fn open<'m>(args: &EngineArgs, loaded: &'m Loaded) -> anyhow::Result<Scheduler<'
         tiers: !args.tier.is_empty(),
     };
     let limits = Limits {
-        max_batch: to_usize(args.max_batch),
-        max_step_tokens: to_usize(args.max_step_tokens),
-        ..Limits::of(loaded.model.config())
+        max_batch: args.max_batch,
+        max_step_tokens: args.max_step_tokens,
+        ..loaded.model.config().limits()
     };
     let digest = if options.tiers { Some(tiers::digest(&loaded.path)?) } else { None };
-    job::scheduler(args, loaded, (calibration.as_ref(), digest), &options, limits)
+    job::engine(args, loaded, (calibration.as_ref(), digest), &options, limits)
 }

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use kv_runner::scheduler::Finish;
+use kv::engine::Finish;
 use kv_runner::{TextStream, Tokenizer};
 
 use super::engine::{Update, UpdateReceiver};

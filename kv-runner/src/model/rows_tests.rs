@@ -34,7 +34,7 @@ fn model() -> (Decoder, Vec<u32>) {
     (model, tokens)
 }
 
-/// A cache as `Scheduler` has it.
+/// A cache as an engine has it.
 fn cache(model: &Decoder) -> Cache {
     let backend = CpuBackend::open(CpuOptions::default().with_threads(1)).expect("the CPU");
     let spec = Stored::plain(KvFormat::F32).spec(model.config(), |spec| {

@@ -17,8 +17,9 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
     ("kv-wgpu", &["kv-core", "kv-quant"]),
     ("kv-cuda", &["kv-core", "kv-quant"]),
     ("kv-tier", &["kv-core"]),
+    ("kv-engine", &["kv-core", "kv-tier"]),
     ("kv-testkit", &["kv-core", "kv-compat", "kv-quant", "kv-tier"]),
-    ("kv", &["kv-core", "kv-quant", "kv-cpu", "kv-wgpu", "kv-cuda", "kv-tier"]),
+    ("kv", &["kv-core", "kv-quant", "kv-cpu", "kv-wgpu", "kv-cuda", "kv-tier", "kv-engine"]),
     ("kv-candle", &["kv"]),
     ("kv-runner", &["kv", "kv-candle"]),
     ("kv-bench", &["kv"]),
@@ -29,7 +30,7 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
 /// The crate that tests of any crate may use.
 const TESTS_MAY_USE: &str = "kv-testkit";
 /// Crates that tests of a crate may use besides: a backend that runs everywhere.
-const TESTS_MAY_USE_TOO: &[(&str, &str)] = &[("kv-tier", "kv-cpu")];
+const TESTS_MAY_USE_TOO: &[(&str, &str)] = &[("kv-tier", "kv-cpu"), ("kv-engine", "kv-cpu")];
 
 /// All external crates of kv-core: every user of the project compiles them.
 const KV_CORE_EXTERNAL: &[&str] = &["bytemuck", "half", "hashbrown", "thiserror", "xxhash-rust"];
