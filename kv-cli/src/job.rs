@@ -8,7 +8,7 @@ use kv::engine::{
     Sampler, Stats,
 };
 use kv::quant::Calibration;
-use kv::tier::{Identity, ModelDigest, Tiers, TiersStats};
+use kv::tier::{Identity, ModelDigest, TiersStats};
 use kv_runner::stored::{Source, Stored, blocks_of};
 use kv_runner::{CacheOptions, Layout, calibrate};
 
@@ -227,7 +227,7 @@ impl Job {
         let generated: Vec<_> = generated.into_iter().map(|(_, generated)| generated).collect();
         let now = Instant::now();
         tiers::note_left(engine.flush_tiers(now.checked_add(tiers::FLUSH).unwrap_or(now))?)?;
-        let tiers = engine.tiers().map(Tiers::stats);
+        let tiers = engine.tiers();
         if let Some(tiers) = &tiers {
             tiers::warn(&tiers::store_names(&args.engine), tiers)?;
         }
@@ -259,11 +259,9 @@ pub(crate) fn engine(
     limits: Limits,
 ) -> anyhow::Result<Engine> {
     let cache = options.open(&loaded.model, loaded.backend.clone(), calibration)?;
-    let tiers = digest.map(|digest| tiers::open(args, digest, &cache)).transpose()?;
-    let engine = Engine::new(cache, limits);
-    Ok(match tiers {
-        Some(tiers) => engine.with_tiers(tiers),
-        None => engine,
+    Ok(match digest {
+        Some(digest) => Engine::tiered(tiers::open(args, digest, cache)?, limits),
+        None => Engine::new(cache, limits),
     })
 }
 

@@ -6,13 +6,12 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use kv::KvCache;
-use kv::backend::AnyBackend;
 use kv::engine::Stats;
 use kv::tier::policy::{WritePolicy, WriteRule};
 #[cfg(feature = "seal")]
 use kv::tier::{BlockStore, SealedStore};
 use kv::tier::{
-    Identity, ModelDigest, StoreErrorKind, StoreOptions, StoreStats, TierOptions, Tiers,
+    Identity, ModelDigest, StoreErrorKind, StoreOptions, StoreStats, TierOptions, TieredCache,
     TiersStats, Unwritten, Wait,
 };
 use serde::Serialize;
@@ -43,12 +42,12 @@ pub(crate) fn digest(model: &Path) -> anyhow::Result<ModelDigest> {
     digest.context("digest of the weights, which names what tiers keep")
 }
 
-/// Opens the tiers of the command line below a cache.
+/// Puts the tiers of the command line below a cache.
 pub(crate) fn open(
     args: &EngineArgs,
     digest: ModelDigest,
-    cache: &KvCache,
-) -> anyhow::Result<Tiers<AnyBackend>> {
+    cache: KvCache,
+) -> anyhow::Result<TieredCache> {
     let mut options = TierOptions::new().with_wait(args.wait.0);
     #[cfg(feature = "seal")]
     let key = args.tier_key.as_deref().map(read_key).transpose()?;
@@ -70,7 +69,7 @@ pub(crate) fn open(
         }
         options = options.with_store_options(store, of_store);
     }
-    Ok(Tiers::new(cache, Identity::new(digest), options)?)
+    Ok(TieredCache::new(cache, Identity::new(digest), options)?)
 }
 
 /// Lets a store keep sealed chunks if there is a key.

@@ -39,7 +39,9 @@ pub(crate) fn admit<B: Backend>(
     for Newcomer { request, share } in plan.newcomers {
         let tokens = match share {
             Share::Own(tokens) => tokens,
-            Share::After { leader, len } if reusable(step.cache().state(), batch, leader) < len => 0,
+            Share::After { leader, len } if reusable(step.cache().state(), batch, leader) < len => {
+                0
+            }
             Share::After { .. } => std::mem::take(&mut spare),
         };
         let one = match tokens {
@@ -97,7 +99,11 @@ fn admit_one<B: Backend>(
     let watermark = if is_alone { 0 } else { queues.promised(cache.state(), task)? };
     let admission = Admission::default().with_chunk(tokens).with_must_fit(true);
     let admission = admission.with_watermark(watermark);
-    match cache.state().check_admission(task.first_part(cache.state()), task.start_options(), &admission) {
+    match cache.state().check_admission(
+        task.first_part(cache.state()),
+        task.start_options(),
+        &admission,
+    ) {
         Ok(_) => {}
         Err(CacheError::Exhausted(exhausted)) => return Ok(One::NoBlocks(exhausted)),
         Err(error) => return Err(error),

@@ -12,7 +12,7 @@ impl<B: Backend> State<B> {
     /// each its first token by the prompt's logits. Those that may not run yet wait, and reuse the
     /// prompt's blocks.
     pub(crate) fn fork_choices(&mut self, at: usize, logits: &[f32], events: &mut Vec<Event>) {
-        let room = self.queues.room(&self.limits, self.cache.state().spec().max_sequences());
+        let room = self.queues.room(&self.limits, self.memory.state().spec().max_sequences());
         let room = if self.limits.forget { 0 } else { to_usize(room) };
         let first = &mut self.queues.running_mut()[at];
         let choices = std::mem::take(&mut first.choices);
@@ -29,7 +29,7 @@ impl<B: Backend> State<B> {
             let token = sampler.sample(logits);
             let token = token.invariant("the first text was sampled from the same row");
             let sequence = &mut task.sequences[0];
-            let forked = self.cache.fork(parent, sequence.id);
+            let forked = self.memory.cache_mut().fork(parent, sequence.id);
             forked.invariant("there is room for the sequence of a choice");
             sequence.tokens.push(token);
             task.first_token = self.now().saturating_sub(since);

@@ -13,12 +13,13 @@ use kv_core::eviction::{Clock, SystemClock};
 use kv_core::invariant::Invariant;
 use kv_core::spec::GroupSpec;
 use kv_core::{CacheError, KvCache, Step};
-use kv_tier::{Identity, SessionInfo, Tiers, Unwritten};
+use kv_tier::{Identity, SessionInfo, TierError, TieredCache, TiersStats, Unwritten};
 
 use crate::accept::accept;
 use crate::admit::{Admitted, admit};
 use crate::error::{EngineError, RequestError};
 use crate::held;
+use crate::memory::Memory;
 use crate::model::{Batch, Model, Output};
 use crate::num::to_u32;
 use crate::outcome::{Outcome, outcomes};
@@ -29,7 +30,6 @@ use crate::session::{self, SavedText};
 use crate::state::State;
 use crate::stats::Stats;
 use crate::task::Choice;
-use crate::tiers::Lower;
 
 /// Runs requests over one cache, in continuous batches.
 ///
@@ -70,7 +70,6 @@ use crate::tiers::Lower;
 #[derive(Debug)]
 pub struct Engine<B: Backend = AnyBackend> {
     state: State<B>,
-    lower: Lower<B>,
     batch: Batch,
     held: Option<HeldStep>,
 }
@@ -89,19 +88,20 @@ struct HeldStep {
 impl<B: Backend> Engine<B> {
     /// Takes a cache, which must have the layers and heads of the models that will run.
     pub fn new(cache: KvCache<B>, limits: Limits) -> Self {
+        Self::over(Memory::Device(cache), limits)
+    }
+
+    /// Does what [`Self::new`] does with a cache whose prompts also reuse what its tiers have.
+    pub fn tiered(cache: TieredCache<B>, limits: Limits) -> Self {
+        Self::over(Memory::Tiered(cache), limits)
+    }
+
+    fn over(memory: Memory<B>, limits: Limits) -> Self {
         Self {
-            state: State::new(cache, limits, Arc::new(SystemClock::new())),
-            lower: Lower::new(),
+            state: State::new(memory, limits, Arc::new(SystemClock::new())),
             batch: Batch::default(),
             held: None,
         }
-    }
-
-    /// Takes the tiers of the cache: prompts of later requests then reuse what they have.
-    #[must_use]
-    pub fn with_tiers(mut self, tiers: Tiers<B>) -> Self {
-        self.lower.tiers = Some(tiers);
-        self
     }
 
     /// Replaces the machine's clock, by a [`ManualClock`](kv_core::eviction::ManualClock) for
@@ -113,9 +113,9 @@ impl<B: Backend> Engine<B> {
         self
     }
 
-    /// Returns the tiers.
-    pub fn tiers(&self) -> Option<&Tiers<B>> {
-        self.lower.tiers.as_ref()
+    /// Returns what the tiers have done so far; `None` without tiers.
+    pub fn tiers(&self) -> Option<TiersStats> {
+        self.state.memory.tiered().map(TieredCache::stats)
     }
 
     /// Lets the tiers go on with copies and writes while nothing runs; a step does so too.
@@ -123,17 +123,17 @@ impl<B: Backend> Engine<B> {
     /// # Errors
     /// [`EngineError::Tier`] if the device failed.
     pub fn poll_tiers(&mut self) -> Result<(), EngineError> {
-        Ok(self.lower.poll(&mut self.state.cache)?)
+        Ok(self.state.memory.poll()?)
     }
 
     /// Gives the tiers time to write what only they have, and returns what is left: see
-    /// [`Tiers::flush`]. Nothing is, without tiers.
+    /// [`TieredCache::flush`]. Nothing is, without tiers.
     ///
     /// # Errors
     /// [`EngineError::StepOpen`] while a step is held; [`EngineError::Tier`] if the device failed.
     pub fn flush_tiers(&mut self, deadline: Instant) -> Result<Unwritten, EngineError> {
         self.check_closed("flush tiers")?;
-        Ok(self.lower.flush(&mut self.state.cache, deadline)?)
+        Ok(self.state.memory.flush(deadline)?)
     }
 
     /// Returns the limits.
@@ -143,7 +143,7 @@ impl<B: Backend> Engine<B> {
 
     /// Returns the cache: usage, statistics, lengths.
     pub fn cache(&self) -> &KvCache<B> {
-        &self.state.cache
+        self.state.memory.cache()
     }
 
     /// Returns the cache alone. A held step is rolled back, and all requests end.
@@ -152,7 +152,7 @@ impl<B: Backend> Engine<B> {
         for task in self.state.queues.take_all() {
             self.state.release(&task);
         }
-        self.state.cache
+        self.state.memory.into_cache()
     }
 
     /// Returns the prompt tokens that were cached when a running request first started.
@@ -174,7 +174,7 @@ impl<B: Backend> Engine<B> {
     /// Returns the counts so far.
     pub fn stats(&self) -> Stats {
         let mut stats = self.state.stats.clone();
-        stats.note_cache(self.state.cache.state());
+        stats.note_cache(self.state.memory.state());
         stats
     }
 
@@ -206,10 +206,10 @@ impl<B: Backend> Engine<B> {
             return Err(RequestError::BeamsOrChoices { index: first });
         }
         let prompt_tokens = request.prompt.len();
-        let spec = state.cache.state().spec();
+        let spec = state.memory.state().spec();
         let mut task = accept(request, first, spec, &state.limits)?;
         task.submitted = state.now();
-        task.tiers = self.lower.at_first(&state.limits);
+        task.tiers = state.memory.at_first(&state.limits);
         task.sequences[0].id = state.new_id();
         for (sampler, index) in samplers.into_iter().zip(first + 1..) {
             task.choices.push(Choice { index, id: state.new_id(), sampler });
@@ -229,7 +229,7 @@ impl<B: Backend> Engine<B> {
     /// Other texts after the same prompt go on, at the place that this one had.
     pub fn cancel(&mut self, index: usize) -> Option<Generated> {
         let (generated, from_tiers) = self.state.cancel(index)?;
-        self.lower.cancel(from_tiers);
+        self.state.memory.cancel(from_tiers);
         Some(generated)
     }
 
@@ -293,7 +293,7 @@ impl<B: Backend> Engine<B> {
         }
         let unwinding = RollBackOnUnwind(self);
         let Self { state, batch, .. } = &mut *unwinding.0;
-        let used = held::lend(&mut state.cache, |step| using(step, batch));
+        let used = held::lend(state.memory.cache_mut(), |step| using(step, batch));
         std::mem::forget(unwinding);
         Ok(used.invariant(HELD))
     }
@@ -386,7 +386,7 @@ impl<B: Backend> Engine<B> {
     /// changed then.
     pub fn load_session(&mut self, identity: &Identity, from: &Path) -> Result<u32, EngineError> {
         self.check_closed("load session")?;
-        Ok(session::load(&mut self.state.cache, identity, from)?)
+        Ok(session::load(self.state.memory.cache_mut(), identity, from)?)
     }
 
     /// Writes a text to a session file, with those of its blocks that are in the cache. Call it
@@ -403,7 +403,7 @@ impl<B: Backend> Engine<B> {
     ) -> Result<SessionInfo, EngineError> {
         self.check_closed("save session")?;
         let id = self.state.new_id();
-        Ok(session::save(&mut self.state.cache, id, identity, text, to)?)
+        Ok(session::save(self.state.memory.cache_mut(), id, identity, text, to)?)
     }
 
     fn check_closed(&self, operation: &'static str) -> Result<(), EngineError> {
@@ -416,16 +416,18 @@ impl<B: Backend> Engine<B> {
     /// Opens a step of at most this size, with the requests that join it; `Err` inside if blocks
     /// are missing.
     fn try_begin(&mut self, size: Size) -> Result<Result<Admitted, BlocksExhausted>, EngineError> {
-        let Self { state, lower, batch, .. } = self;
-        lower.bring(&mut state.cache, &mut state.queues, &state.limits)?;
+        let Self { state, batch, .. } = self;
+        state.memory.bring(&mut state.queues, &state.limits)?;
         let now = state.now();
-        let State { cache, queues, limits, .. } = state;
-        let plan = plan(cache.state(), queues, limits, size, batch)?;
-        match held::open(cache, &batch.inputs()) {
+        let State { memory, queues, limits, .. } = state;
+        let plan = plan(memory.state(), queues, limits, size, batch)?;
+        match memory.open(&batch.inputs()) {
             Ok(()) => {}
-            Err(CacheError::Exhausted(exhausted)) => return Ok(Err(exhausted)),
+            Err(TierError::Cache(CacheError::Exhausted(exhausted))) => return Ok(Err(exhausted)),
+            Err(TierError::Cache(error)) => return Err(error.into()),
             Err(error) => return Err(error.into()),
         }
+        let cache = memory.cache_mut();
         let admitted = held::lend(cache, |step| admit(step, queues, batch, plan, (limits, now)));
         let admitted = admitted.invariant(HELD)?;
         if batch.chunks.is_empty() {
@@ -440,30 +442,31 @@ impl<B: Backend> Engine<B> {
         output: &'o Output,
         step: &HeldStep,
     ) -> Result<Vec<Outcome<'o>>, EngineError> {
-        let Self { state, batch, lower, .. } = self;
+        let Self { state, batch, .. } = self;
         let outcomes = outcomes(output, batch, &state.queues, &state.limits)?;
         let (decoded, kept) = state.decoded(batch, &outcomes);
         if batch.chunks.iter().any(|chunk| chunk.drafts > 0) {
             let accepted: Vec<_> = outcomes.iter().map(|outcome| outcome.kept).collect();
-            held::commit(&mut state.cache, Some(&accepted))?;
+            held::commit(state.memory.cache_mut(), Some(&accepted))?;
         } else {
-            held::commit(&mut state.cache, None)?;
+            held::commit(state.memory.cache_mut(), None)?;
         }
         for index in &step.admitted {
             state.queues.note_overtaken(*index);
         }
         let took = state.now().saturating_sub(step.opened);
         let tokens = batch.tokens.len();
-        if let Some(tiers) = lower.tiers.as_mut().filter(|_| decoded == 0) {
-            tiers.note_compute(to_u32(tokens), took);
+        if let Some(cache) = state.memory.tiered_mut().filter(|_| decoded == 0) {
+            cache.note_compute(to_u32(tokens), took);
         }
         let stats = &mut state.stats;
         for (chunk, outcome) in batch.chunks.iter().zip(&outcomes) {
             stats.note_drafts(chunk.drafts, outcome.kept + chunk.drafts - chunk.tokens);
         }
         stats.note_step(took.as_secs_f64(), tokens, (decoded, kept));
-        let block_size = state.cache.state().spec().groups().first().map_or(1, GroupSpec::block_size);
-        stats.note_usage(&state.cache.state().usage(), block_size);
+        let block_size =
+            state.memory.state().spec().groups().first().map_or(1, GroupSpec::block_size);
+        stats.note_usage(&state.memory.state().usage(), block_size);
         Ok(outcomes)
     }
 
@@ -471,11 +474,10 @@ impl<B: Backend> Engine<B> {
     /// cache knows nothing of wait again, imports end, and so do the sequences of requests that
     /// were cancelled meanwhile.
     fn close(&mut self) {
-        let Self { state, lower, .. } = self;
-        held::roll_back(&mut state.cache);
-        state.queues.wait_again(state.cache.state());
-        let finished = lower.finish(&mut state.cache, &mut state.queues);
-        state.note_failure(finished);
+        let state = &mut self.state;
+        held::roll_back(state.memory.cache_mut());
+        state.queues.wait_again(state.memory.state());
+        state.memory.release_brought(&mut state.queues);
         state.release_ended();
     }
 }

@@ -11,7 +11,7 @@ use crate::task::{Search, Sequence};
 impl<B: Backend> State<B> {
     /// Forks beams again from the first one after a preemption.
     pub(crate) fn fork_waiting(&mut self) {
-        let cache = &mut self.cache;
+        let cache = self.memory.cache_mut();
         for task in self.queues.running().iter().filter(|task| task.sequences.len() > 1) {
             if !task.can_fork(cache.state()) {
                 continue;
@@ -89,7 +89,7 @@ impl<B: Backend> State<B> {
             let mut id = parent.id;
             if std::mem::replace(&mut is_taken[branch.parent], true) {
                 id = self.new_id();
-                self.cache.fork(parent.id, id).invariant(FORKS);
+                self.memory.cache_mut().fork(parent.id, id).invariant(FORKS);
             }
             sequences.push(Sequence::new(id, [&parent.tokens[..], &[branch.token]].concat()));
         }

@@ -1,16 +1,7 @@
-//! The step that an engine holds: the one place that opens, lends and ends it.
+//! The step that an engine holds: the one place that lends and ends it.
 use kv_core::backend::Backend;
 use kv_core::invariant::Invariant;
-use kv_core::{CacheError, KvCache, Step, StepInput};
-
-/// Opens a step that is held from call to call.
-pub(crate) fn open<B: Backend>(
-    cache: &mut KvCache<B>,
-    inputs: &[StepInput<'_>],
-) -> Result<(), CacheError> {
-    cache.begin_step(inputs)?.hold();
-    Ok(())
-}
+use kv_core::{CacheError, KvCache, Step};
 
 /// Lends the held step; `None` if there is none. It stays held, unless `using` panics.
 pub(crate) fn lend<B: Backend, T>(

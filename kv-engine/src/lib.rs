@@ -12,7 +12,7 @@
 //! | read results | [`Event`], [`Generated`], [`Stats`] |
 //! | end a request early | [`Engine::cancel`] |
 //! | know whether a request fits | [`RequestSize`], [`Shortage`], [`Advice`] |
-//! | reuse blocks of lower tiers | [`Engine::with_tiers`] |
+//! | reuse blocks of lower tiers | [`Engine::tiered`] |
 //! | save a text and go on in another process | [`Engine::save_session`], [`SavedText`] |
 //! | run in the time of a trace | [`Engine::with_clock`] |
 //!
@@ -106,6 +106,7 @@ mod error;
 mod fit;
 mod forks;
 mod held;
+mod memory;
 mod model;
 mod num;
 mod outcome;
@@ -118,7 +119,6 @@ mod share;
 mod state;
 mod stats;
 mod task;
-mod tiers;
 
 pub use beams::{BeamOptions, Hypothesis};
 pub use engine::Engine;

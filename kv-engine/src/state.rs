@@ -7,8 +7,9 @@ use std::time::Duration;
 
 use kv_core::backend::Backend;
 use kv_core::eviction::Clock;
-use kv_core::{CacheError, KvCache, SequenceId};
+use kv_core::{CacheError, SequenceId};
 
+use crate::memory::Memory;
 use crate::model::{Batch, Chunk};
 use crate::num::to_usize;
 use crate::outcome::Outcome;
@@ -20,7 +21,7 @@ use crate::task::{FromTiers, Search, Task};
 /// What an engine knows between two steps.
 #[derive(Debug)]
 pub(crate) struct State<B: Backend> {
-    pub(crate) cache: KvCache<B>,
+    pub(crate) memory: Memory<B>,
     pub(crate) limits: Limits,
     pub(crate) queues: Queues,
     pub(crate) stats: Stats,
@@ -36,9 +37,9 @@ pub(crate) struct State<B: Backend> {
 }
 
 impl<B: Backend> State<B> {
-    pub(crate) fn new(cache: KvCache<B>, limits: Limits, clock: Arc<dyn Clock>) -> Self {
+    pub(crate) fn new(memory: Memory<B>, limits: Limits, clock: Arc<dyn Clock>) -> Self {
         Self {
-            cache,
+            memory,
             limits,
             queues: Queues::default(),
             stats: Stats::default(),
@@ -87,10 +88,10 @@ impl<B: Backend> State<B> {
     }
 
     pub(crate) fn release_sequence(&mut self, id: SequenceId) {
-        if self.cache.state().is_step_open() {
+        if self.memory.state().is_step_open() {
             self.ended.push(id);
-        } else if self.cache.state().contains(id) {
-            let released = self.cache.release(id);
+        } else if self.memory.state().contains(id) {
+            let released = self.memory.cache_mut().release(id);
             self.note_failure(released);
         }
     }
@@ -113,8 +114,8 @@ impl<B: Backend> State<B> {
         };
         for sequence in &mut youngest.sequences {
             sequence.logits = None;
-            if self.cache.state().contains(sequence.id) {
-                let preempted = self.cache.preempt(sequence.id);
+            if self.memory.state().contains(sequence.id) {
+                let preempted = self.memory.cache_mut().preempt(sequence.id);
                 self.note_failure(preempted);
             }
         }
@@ -130,7 +131,7 @@ impl<B: Backend> State<B> {
     pub(crate) fn decoded(&self, batch: &Batch, outcomes: &[Outcome<'_>]) -> (u32, u32) {
         let is_decode = |chunk: &Chunk| {
             let task = self.queues.position(chunk.sequence).map(|at| &self.queues.running()[at]);
-            let cached = self.cache.state().seq_len(chunk.sequence).unwrap_or(0);
+            let cached = self.memory.state().seq_len(chunk.sequence).unwrap_or(0);
             chunk.logits > 0 && task.is_some_and(|task| cached >= task.prompt_len)
         };
         let chunks = batch.chunks.iter().zip(outcomes).filter(|(chunk, _)| is_decode(chunk));
@@ -206,7 +207,7 @@ impl<B: Backend> State<B> {
     pub(crate) fn forget(&mut self, at: usize) {
         let ids: Vec<_> = self.queues.running()[at].sequences.iter().map(|s| s.id).collect();
         for id in ids {
-            let truncated = self.cache.truncate(id, 0);
+            let truncated = self.memory.cache_mut().truncate(id, 0);
             self.note_failure(truncated);
         }
     }

@@ -7,7 +7,7 @@
 //!
 //! | module | owns |
 //! |---|---|
-//! | the root | [`Tiers`]: what moves chunks between the device, host memory and stores |
+//! | the root | [`TieredCache`]: a cache, and what moves chunks between its device, host memory and stores |
 //! | [`chunk`] | format of a chunk: geometry, header, and the checks before it is used |
 //! | `disk` | a folder that keeps chunks as files, bounded, shared by processes (Linux) |
 //! | [`handoff`] | message with which another engine finds the chunks of a prompt |
@@ -45,6 +45,7 @@ mod remote;
 pub mod sealed;
 pub mod session;
 pub mod store;
+mod tiered;
 
 pub use chunk::{
     ChunkContent, ChunkError, ChunkErrorKind, ChunkSpec, ChunkSpecError, EncodeError, Expectation,
@@ -54,7 +55,7 @@ pub use chunk::{
 pub use disk::{DirectIo, DiskFolder, DiskOpenError, DiskOptions, DiskStats, DiskStore};
 pub use engine::{
     BreakerState, Export, ExportId, ExportState, Failures, ForgetFailure, Forgotten, PrefetchId,
-    StoreOptions, StoreStats, TierError, TierOptions, Tiers, TiersStats, Unwritten, Wait,
+    StoreOptions, StoreStats, TierError, TierOptions, TiersStats, Unwritten, Wait,
 };
 pub use handoff::{Handoff, HandoffError};
 pub use identity::{ChunkRoot, DigestError, Identity, ModelDigest, UnknownAdapter};
@@ -68,3 +69,4 @@ pub use remote::StoreUrlError;
 pub use sealed::SealedStore;
 pub use session::{Session, SessionError, SessionInfo};
 pub use store::{BlockStore, ChunkAddress, Put, Scope, StoreError, StoreErrorKind};
+pub use tiered::TieredCache;

@@ -2,7 +2,7 @@
 //!
 //! `docs/formats.md` draws the file: a [`SessionHeader`], then one [chunk](crate::chunk) for each
 //! block that a sequence needs to go on after the text. [`dump`] writes a file and [`load`] reads
-//! one; neither needs [`Tiers`](crate::Tiers).
+//! one; neither needs [`TieredCache`](crate::TieredCache).
 //!
 //! Chunks have one block each, whatever chunks tiers use: a window begins anywhere, so that
 //! longer chunks would need blocks that no sequence holds any more, and the last block, which may

@@ -2,7 +2,7 @@
 use criterion::{BenchmarkId, Criterion, Throughput};
 use kv::backend::NullBackend;
 use kv::reuse::ContentSpan;
-use kv::tier::{Identity, ModelDigest, TierOptions, Tiers};
+use kv::tier::{Identity, ModelDigest, TierOptions, TieredCache};
 use kv::{CacheSpec, KvCache, SequenceId, StartOptions, StepInput};
 use kv_bench::{BLOCK_SIZE, is_smoke};
 
@@ -42,7 +42,6 @@ fn pins(criterion: &mut Criterion) {
     for &count in counts {
         let mut cache = cache(count + 2);
         let identity = Identity::new(ModelDigest::of_bytes(b"weights"));
-        let mut tiers = Tiers::new(&cache, identity, TierOptions::new()).unwrap();
         let options = StartOptions::default();
         for pin in 0..count {
             let prompt: Vec<u32> = (0..BLOCK_SIZE).map(|at| pin * BLOCK_SIZE + at).collect();
@@ -50,9 +49,10 @@ fn pins(criterion: &mut Criterion) {
             cache.release(SequenceId(pin.into())).unwrap();
             cache.pin_prefix(&prompt, options);
         }
-        tiers.poll(&mut cache).unwrap();
+        let mut cache = TieredCache::new(cache, identity, TierOptions::new()).unwrap();
+        cache.poll().unwrap();
         group.bench_function(BenchmarkId::new("poll", count), |bencher| {
-            bencher.iter(|| tiers.poll(&mut cache).unwrap());
+            bencher.iter(|| cache.poll().unwrap());
         });
     }
     group.finish();

@@ -465,8 +465,9 @@ impl Worker<'_> {
         self.queue.publish(self.scheduler.queued(), self.metrics);
         self.metrics.note_cache(self.scheduler.cache());
         let now = Instant::now();
-        if let Some(tiers) = self.scheduler.tiers().filter(|_| self.watch.is_due(now)) {
-            for line in self.watch.look(&tiers.stats(), now) {
+        let is_due = self.watch.is_due(now);
+        if let Some(tiers) = is_due.then(|| self.scheduler.tiers()).flatten() {
+            for line in self.watch.look(&tiers, now) {
                 // Nobody may read it; the texts go on.
                 let _ = output::note(&line);
             }
@@ -527,7 +528,7 @@ impl Worker<'_> {
         let deadline = now.checked_add(crate::tiers::FLUSH).unwrap_or(now);
         crate::tiers::note_left(self.scheduler.flush_tiers(deadline)?)?;
         if let Some(tiers) = self.scheduler.tiers() {
-            crate::tiers::warn(self.watch.names(), &tiers.stats())?;
+            crate::tiers::warn(self.watch.names(), &tiers)?;
         }
         leaks::check(self.scheduler.cache())
     }

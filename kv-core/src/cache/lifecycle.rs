@@ -109,7 +109,7 @@ impl<B: Backend> KvCache<B> {
     /// Removes from the index what only this sequence has cached: its blocks, last first, up to the
     /// first that another sequence holds or continues. The sequence goes on without offering
     /// further blocks. Returns the number of these blocks in all groups. Lower tiers keep theirs:
-    /// `kv_tier::Tiers::forget_sequence` removes those too.
+    /// `kv_tier::TieredCache::forget_sequence` removes those too.
     ///
     /// # Errors
     /// [`PlanError::UnknownSequence`]; [`PlanError::State`] while a step is held.
@@ -119,7 +119,7 @@ impl<B: Backend> KvCache<B> {
 
     /// Evicts the cached blocks of a prompt after its first `keep` tokens, last first, up to the
     /// first that is held or that another prompt continues. Returns the number of these blocks in
-    /// all groups. Lower tiers keep theirs: `kv_tier::Tiers::forget_prefix` removes those too.
+    /// all groups. Lower tiers keep theirs: `kv_tier::TieredCache::forget_prefix` removes those too.
     ///
     /// # Errors
     /// [`PlanError::State`] while a step is held.
@@ -134,7 +134,7 @@ impl<B: Backend> KvCache<B> {
 
     /// Evicts everything that is cached with a salt, of all adapters, but what is held and the
     /// blocks before it; an empty salt stands for prompts without one. Returns the number of blocks
-    /// in all groups. Lower tiers keep theirs: `kv_tier::Tiers::forget_salt` removes those too.
+    /// in all groups. Lower tiers keep theirs: `kv_tier::TieredCache::forget_salt` removes those too.
     ///
     /// # Errors
     /// [`PlanError::State`] while a step is held.
@@ -143,7 +143,7 @@ impl<B: Backend> KvCache<B> {
     }
 
     /// Evicts everything cached; `false`, and no change, while a sequence, a pin, a hold or an
-    /// import holds a block. Lower tiers keep theirs: `kv_tier::Tiers::forget_all` empties them
+    /// import holds a block. Lower tiers keep theirs: `kv_tier::TieredCache::forget_all` empties them
     /// too.
     ///
     /// # Errors

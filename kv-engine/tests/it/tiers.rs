@@ -2,7 +2,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kv_tier::{Identity, MemoryStore, ModelDigest, TierOptions, Tiers, TiersStats, Wait};
+use kv_tier::{Identity, MemoryStore, ModelDigest, TierOptions, TieredCache, TiersStats, Wait};
 
 use super::*;
 
@@ -17,9 +17,9 @@ fn run_over(
     let identity = Identity::new(ModelDigest::of_bytes(b"echo"));
     let options = TierOptions::new().with_chunk_blocks(2).with_wait(Wait::All);
     let options = options.with_store(Box::new(Arc::clone(store)));
-    let tiers = Tiers::new(&cache, identity, options).expect("tiers");
+    let cache = TieredCache::new(cache, identity, options).expect("tiers");
     let mut model = Echo::certain();
-    let mut engine = Engine::new(cache, limits).with_tiers(tiers);
+    let mut engine = Engine::tiered(cache, limits);
     let count = requests.len();
     for request in requests {
         engine.submit(request).expect("fits");
@@ -37,7 +37,7 @@ fn run_over(
     assert!(engine.flush_tiers(soon).expect("flushes").is_empty());
     assert_eq!((engine.cache().state().num_holds(), generated.len()), (0, count));
     generated.sort_by_key(|(index, _)| *index);
-    let stats = engine.tiers().expect("they are there").stats();
+    let stats = engine.tiers().expect("they are there");
     (generated.into_iter().map(|(_, done)| done).collect(), engine.stats(), stats)
 }
 

@@ -162,12 +162,8 @@ fn cleared(tiers: impl Iterator<Item = Tier>) -> Vec<EventKind> {
 }
 
 impl<B: Backend> Tiers<B> {
-    /// Returns everything that can be reused now: what the device has, and of the tiers what was
-    /// announced. For subscribers that lost events or joined late: apply it, then the events from
-    /// [`Snapshot::next_id`] on. [`KvCache::snapshot`] has the device's blocks alone.
-    ///
-    /// [`KvCache::snapshot`]: kv_core::scheduling::CacheState::snapshot
-    pub fn snapshot(&mut self, cache: &mut KvCache<B>) -> Snapshot {
+    /// Does what [`TieredCache::snapshot`](crate::TieredCache::snapshot) does.
+    pub(crate) fn snapshot(&mut self, cache: &mut KvCache<B>) -> Snapshot {
         self.announce(cache);
         let mut snapshot = cache.state().snapshot();
         snapshot.blocks.extend(self.announcements.stored());

@@ -98,23 +98,8 @@ struct Text<'a> {
 pub(super) const PAUSE: Duration = Duration::from_millis(1);
 
 impl<B: Backend> Tiers<B> {
-    /// Forgets a prompt after its first `keep` tokens: does what [`KvCache::forget_prefix`] does,
-    /// and removes its chunks from host memory and from all stores. Chunks on their way are caught:
-    /// none of them appears after the call has returned.
-    ///
-    /// In each group chunks go last first, up to the first that is needed: one that ends within
-    /// `keep`, whose last block stays on the device because a sequence or a pin holds it or another
-    /// prompt continues it, or that a chunk in host memory continues. Other prompts that only
-    /// stores have, or other processes, lose the beginning that they share and compute it again:
-    /// `keep` protects a common one.
-    ///
-    /// Like [`Self::flush`], it waits for the stores, until `deadline` at most. Each process
-    /// forgets for itself: another one may have the prompt in its memory, and write it again.
-    ///
-    /// # Errors
-    /// [`TierError::StepOpen`]; [`TierError::Cache`] if the device failed. No failure of a store is
-    /// an error: see [`Forgotten::failures`].
-    pub fn forget_prefix(
+    /// Does what [`TieredCache::forget_prefix`](crate::TieredCache::forget_prefix) does.
+    pub(crate) fn forget_prefix(
         &mut self,
         cache: &mut KvCache<B>,
         tokens: &[u32],
@@ -125,13 +110,8 @@ impl<B: Backend> Tiers<B> {
         self.forget_text(cache, None, &Text { tokens, options, keep }, deadline)
     }
 
-    /// Forgets a live sequence, as [`KvCache::forget_sequence`] does, and the chunks of its text,
-    /// as [`Self::forget_prefix`] does. The sequence goes on, and offers nothing further. One that
-    /// offers nothing already has no text: forget it by [`Self::forget_prefix`].
-    ///
-    /// # Errors
-    /// Those of [`Self::forget_prefix`]; [`TierError::Cache`] for an unknown sequence.
-    pub fn forget_sequence(
+    /// Does what [`TieredCache::forget_sequence`](crate::TieredCache::forget_sequence) does.
+    pub(crate) fn forget_sequence(
         &mut self,
         cache: &mut KvCache<B>,
         sequence: SequenceId,
@@ -155,19 +135,8 @@ impl<B: Backend> Tiers<B> {
         self.forget_text(cache, Some(sequence), &text, deadline)
     }
 
-    /// Forgets everything with a salt, of all adapters: does what [`KvCache::forget_salt`] does,
-    /// and removes the chunks from host memory and from all stores. An empty salt stands for
-    /// prompts without one. Stores must list what they keep for that; one that cannot is named in
-    /// [`Forgotten::failures`].
-    ///
-    /// End the sequences with the salt first: what they hold stays on the device, and what they
-    /// compute later is kept again. Chunks with constants that a
-    /// [recalibration](KvCache::recalibrate) has replaced have other names: nobody finds them, and
-    /// [`Self::forget_all`] removes them.
-    ///
-    /// # Errors
-    /// Those of [`Self::forget_prefix`].
-    pub fn forget_salt(
+    /// Does what [`TieredCache::forget_salt`](crate::TieredCache::forget_salt) does.
+    pub(crate) fn forget_salt(
         &mut self,
         cache: &mut KvCache<B>,
         salt: &[u8],
@@ -197,16 +166,8 @@ impl<B: Backend> Tiers<B> {
         )
     }
 
-    /// Forgets everything: does what [`KvCache::reset_prefixes`] does, empties host memory, and
-    /// removes from all stores the chunks of this model, whatever their format, salt and adapter,
-    /// and whoever wrote them. Chunks of other models stay. Stores must list what they keep for
-    /// that, and a `SealedStore` cannot tell which model an object is of: they
-    /// are named in [`Forgotten::failures`].
-    ///
-    /// # Errors
-    /// [`TierError::Held`], and no change, while a sequence, a pin, a hold or an import holds a
-    /// block; those of [`Self::forget_prefix`].
-    pub fn forget_all(
+    /// Does what [`TieredCache::forget_all`](crate::TieredCache::forget_all) does.
+    pub(crate) fn forget_all(
         &mut self,
         cache: &mut KvCache<B>,
         deadline: Instant,

@@ -103,61 +103,8 @@ impl Exports {
 }
 
 impl<B: Backend> Tiers<B> {
-    /// Begins to write the whole chunks of a sequence to a store, whatever the store's rule for
-    /// writes is, and returns the handoff with which a decode engine that shares the store reuses
-    /// them ([`Self::import_prefill`]). The handoff can be sent at once: the decode engine waits
-    /// for `time` at most, counted from now.
-    ///
-    /// Call it after the step that computes the end of the prompt, and [`Self::poll`] until the
-    /// export [is written](Self::export_state). The sequence may be released meanwhile: its blocks
-    /// stay cached until they are evicted.
-    ///
-    /// Chunks that were published before are in the store already where its rule says so, so that
-    /// a prompt in several steps is written while it is computed.
-    ///
-    /// ```
-    /// use std::sync::Arc;
-    /// use std::time::Duration;
-    ///
-    /// use kv_core::backend::NullBackend;
-    /// use kv_core::{CacheSpec, KvCache, SequenceId, StartOptions};
-    /// use kv_tier::handoff::{ExportState, Handoff};
-    /// use kv_tier::{Identity, MemoryStore, ModelDigest, TierOptions, Tiers};
-    ///
-    /// let store = Arc::new(MemoryStore::new(1 << 20));
-    /// let engine = || {
-    ///     let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(8);
-    ///     let spec = spec.paged(4, 64).changes(64);
-    ///     let cache = KvCache::new(NullBackend::new(), spec.build()?)?;
-    ///     let identity = Identity::new(ModelDigest::of_bytes(b"weights"));
-    ///     let options = TierOptions::new().with_store(Box::new(Arc::clone(&store)));
-    ///     let tiers = Tiers::new(&cache, identity, options)?;
-    ///     Ok::<_, Box<dyn std::error::Error>>((cache, tiers))
-    /// };
-    /// let (prompt, options) = ([1, 2, 3, 4, 5, 6], StartOptions::default());
-    ///
-    /// let (mut cache, mut prefill) = engine()?;
-    /// cache.start(SequenceId(0), &prompt, options)?;
-    /// // Steps compute the prompt.
-    /// let export = prefill.export_prefill(&cache, SequenceId(0), 0, Duration::from_secs(5))?;
-    /// let message = export.handoff.to_bytes();
-    /// prefill.poll(&mut cache)?;
-    /// # assert_eq!(prefill.export_state(export.id), Some(ExportState::Written));
-    ///
-    /// let (mut cache, mut decode) = engine()?;
-    /// let handoff = Handoff::from_bytes(&message)?;
-    /// let prefetch = decode.import_prefill(&cache, &handoff, &prompt, &options)?;
-    /// while !decode.is_ready(prefetch) {
-    ///     decode.poll(&mut cache)?;
-    /// }
-    /// decode.start(&mut cache, prefetch, SequenceId(0), options)?;
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    ///
-    /// # Errors
-    /// [`HandoffError::NoSequence`]; [`HandoffError::NoStore`] for a store that is not there or
-    /// whose rule is [`WritePolicy::Never`]; [`HandoffError::UnknownAdapter`].
-    pub fn export_prefill(
+    /// Does what [`TieredCache::export_prefill`](crate::TieredCache::export_prefill) does.
+    pub(crate) fn export_prefill(
         &mut self,
         cache: &KvCache<B>,
         sequence: SequenceId,
@@ -211,8 +158,8 @@ impl<B: Backend> Tiers<B> {
         Ok(Export { id: ExportId(id), handoff })
     }
 
-    /// Returns how far an export is; `None` once its time has passed.
-    pub fn export_state(&self, export: ExportId) -> Option<ExportState> {
+    /// Does what [`TieredCache::export_state`](crate::TieredCache::export_state) does.
+    pub(crate) fn export_state(&self, export: ExportId) -> Option<ExportState> {
         let of = self.exports.all.iter().find(|of| of.id == export.0)?;
         if of.has_failed {
             return Some(ExportState::Failed);
@@ -221,19 +168,8 @@ impl<B: Backend> Tiers<B> {
         Some(if chunks == 0 { ExportState::Written } else { ExportState::OnTheWay { chunks } })
     }
 
-    /// Begins to look for the blocks of a prompt that another engine has computed, as
-    /// [`Self::prefetch`] does, and waits for chunks that are not written yet, until the time that
-    /// the handoff says. After that time, the prompt takes what host memory has. Tokens that have
-    /// not come are computed.
-    ///
-    /// `prompt` begins with the tokens of the handoff; the token that the prefill engine has
-    /// sampled may follow them.
-    ///
-    /// # Errors
-    /// [`HandoffError::Groups`] or [`HandoffError::Root`] for a handoff of another model, format,
-    /// salt, adapter or size of chunks; [`HandoffError::Prompt`] for one of another prompt;
-    /// [`HandoffError::UnknownAdapter`].
-    pub fn import_prefill(
+    /// Does what [`TieredCache::import_prefill`](crate::TieredCache::import_prefill) does.
+    pub(crate) fn import_prefill(
         &mut self,
         cache: &KvCache<B>,
         handoff: &Handoff,

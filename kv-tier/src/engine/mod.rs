@@ -1,6 +1,6 @@
 //! The engine: moves chunks between the device, host memory and stores.
 //!
-//! [`Tiers`] is called between steps. Nothing in it waits: stores are called on threads of their
+//! [`TieredCache`] is called between steps. Nothing in it waits: stores are called on threads of their
 //! own ([`lane`]), through breakers and with deadlines ([`guarded`]).
 //!
 //! | module | owns |
@@ -91,38 +91,8 @@ type FenceOf<B> = <<B as Backend>::Queue as Queue>::Fence;
 /// The chunk of a backend.
 type ChunkOf<B> = <<B as Backend>::HostPool as HostPool>::Chunk;
 
-/// Host memory and stores under the prefix cache of one [`KvCache`].
-///
-/// Full blocks whose content can be reused are copied to host memory and, as each store's
-/// [`WriteRule`](crate::policy::WriteRule) says, to stores. For a prompt, [`Self::prefetch`] looks
-/// for the blocks that the device lacks and reads them to host memory, and [`Self::start`] brings
-/// what has come to the device and starts the sequence. Whatever is late, lost or wrong is
-/// computed by the next step as if no tier had existed.
-///
-/// The caller calls [`Self::poll`] between steps. No call but [`Self::flush`] waits for a store.
-///
-/// ```
-/// use kv_core::backend::NullBackend;
-/// use kv_core::{CacheSpec, KvCache, SequenceId, StartOptions, StepInput};
-/// use kv_tier::{Identity, MemoryStore, ModelDigest, TierOptions, Tiers};
-///
-/// let spec = CacheSpec::builder().layers(2).kv_heads(2).head_dim(64).paged(16, 64).changes(256);
-/// let mut cache = KvCache::new(NullBackend::new(), spec.build()?)?;
-/// let identity = Identity::new(ModelDigest::of_bytes(b"weights"));
-/// let options = TierOptions::new().with_store(Box::new(MemoryStore::new(1 << 20)));
-/// let mut tiers = Tiers::new(&cache, identity, options)?;
-///
-/// let (seq, prompt) = (SequenceId(0), [7; 100]);
-/// let prefetch = tiers.prefetch(&cache, &prompt, &StartOptions::default());
-/// tiers.poll(&mut cache)?;
-/// // A scheduler goes on with other sequences until `tiers.is_ready(prefetch)`.
-/// let reused = tiers.start(&mut cache, prefetch, seq, StartOptions::default())?;
-/// let step = cache.begin_step(&[StepInput::prompt(seq, &prompt, reused)])?;
-/// // Write and attend, then commit.
-/// # drop(step);
-/// # Ok::<(), Box<dyn std::error::Error>>(())
-/// ```
-pub struct Tiers<B: Backend> {
+/// Host memory and stores under the prefix cache of one [`KvCache`], which every call gets.
+pub(crate) struct Tiers<B: Backend> {
     identity: Identity,
     roots: HashMap<RootKey, Option<Arc<ChunkRoot>>>,
     groups: Vec<GroupTier<B::HostPool>>,
@@ -166,14 +136,8 @@ struct StoreLane {
 }
 
 impl<B: Backend> Tiers<B> {
-    /// Reserves host memory for the chunks of a cache and starts the threads of the stores.
-    ///
-    /// # Errors
-    /// [`TierError::NoChanges`] or [`TierError::NoReuse`] for a cache that was not built for tiers;
-    /// [`TierError::Chunk`] for blocks that cannot be chunked; [`TierError::HostTooSmall`];
-    /// [`TierError::TooManyStores`]; [`TierError::Cache`] if the device cannot reserve the memory;
-    /// [`TierError::Thread`].
-    pub fn new(
+    /// Does what [`TieredCache::new`](crate::TieredCache::new) does.
+    pub(crate) fn new(
         cache: &KvCache<B>,
         identity: Identity,
         options: TierOptions,
@@ -231,13 +195,8 @@ impl<B: Backend> Tiers<B> {
         })
     }
 
-    /// Does what is due between two steps: takes the results of the threads, follows the changes of
-    /// blocks, begins and ends copies from the device, and begins reads. While a step is open it
-    /// only takes results.
-    ///
-    /// # Errors
-    /// [`TierError::Cache`] if the device failed. No failure of a store is an error.
-    pub fn poll(&mut self, cache: &mut KvCache<B>) -> Result<(), TierError> {
+    /// Does what [`TieredCache::poll`](crate::TieredCache::poll) does.
+    pub(crate) fn poll(&mut self, cache: &mut KvCache<B>) -> Result<(), TierError> {
         self.note_encoding(cache.state().encoding_key());
         self.sweep();
         self.take_results();
@@ -256,18 +215,8 @@ impl<B: Backend> Tiers<B> {
         Ok(())
     }
 
-    /// Copies what is on the device, and writes what the stores should have of it and do not have
-    /// yet, until all is done or the deadline has passed; returns what is left. Call it before the
-    /// end of the process.
-    ///
-    /// A store gets what its rule says by the uses so far, and what it gets at the end alone. Its
-    /// queue is filled as it empties, beginnings of prompts first, and host memory gives up nothing
-    /// that a store has yet to get. A write that fails is repeated, with pauses; a store that stays
-    /// down is given up after a second or two.
-    ///
-    /// # Errors
-    /// [`TierError::StepOpen`]; [`TierError::Cache`] if the device failed.
-    pub fn flush(
+    /// Does what [`TieredCache::flush`](crate::TieredCache::flush) does.
+    pub(crate) fn flush(
         &mut self,
         cache: &mut KvCache<B>,
         deadline: Instant,
@@ -303,16 +252,15 @@ impl<B: Backend> Tiers<B> {
         }
     }
 
-    /// Notes how long the model took to compute tokens of prompts: what waiting for a store is
-    /// compared with. Without it everything is loaded that a store has.
-    pub fn note_compute(&mut self, tokens: u32, time: Duration) {
+    /// Does what [`TieredCache::note_compute`](crate::TieredCache::note_compute) does.
+    pub(crate) fn note_compute(&mut self, tokens: u32, time: Duration) {
         if tokens > 0 {
             self.compute.note(time.as_secs_f64() / f64::from(tokens));
         }
     }
 
-    /// Returns what the tiers have done so far.
-    pub fn stats(&self) -> TiersStats {
+    /// Does what [`TieredCache::stats`](crate::TieredCache::stats) does.
+    pub(crate) fn stats(&self) -> TiersStats {
         let mut stats = self.stats.clone();
         for group in &self.groups {
             let bytes = to_u64(group.spec.chunk_bytes());

@@ -86,11 +86,8 @@ impl<C> Prefetch<C> {
 }
 
 impl<B: Backend> Tiers<B> {
-    /// Begins to look for the blocks of a prompt that the device lacks, in host memory and stores.
-    /// Call it as soon as the prompt is known.
-    ///
-    /// What it finds stays in host memory until [`Self::start`] or [`Self::cancel`].
-    pub fn prefetch(
+    /// Does what [`TieredCache::prefetch`](crate::TieredCache::prefetch) does.
+    pub(crate) fn prefetch(
         &mut self,
         cache: &KvCache<B>,
         prompt: &[u32],
@@ -99,8 +96,8 @@ impl<B: Backend> Tiers<B> {
         self.prefetch_within(cache, prompt, options, self.wait)
     }
 
-    /// Does what [`Self::prefetch`] does, with another limit of waiting.
-    pub fn prefetch_within(
+    /// Does what [`TieredCache::prefetch_within`](crate::TieredCache::prefetch_within) does.
+    pub(crate) fn prefetch_within(
         &mut self,
         cache: &KvCache<B>,
         prompt: &[u32],
@@ -135,9 +132,8 @@ impl<B: Backend> Tiers<B> {
         PrefetchId(id)
     }
 
-    /// Returns whether a prompt need not wait any longer: all that can come is here, or its wait
-    /// limit has passed. Also `true` for a prefetch that has ended.
-    pub fn is_ready(&self, prefetch: PrefetchId) -> bool {
+    /// Does what [`TieredCache::is_ready`](crate::TieredCache::is_ready) does.
+    pub(crate) fn is_ready(&self, prefetch: PrefetchId) -> bool {
         let Some(of) = self.prefetches.get(&prefetch.0) else { return true };
         let now = Instant::now();
         match of.stage {
@@ -163,22 +159,13 @@ impl<B: Backend> Tiers<B> {
         Some(after(of.began, limit))
     }
 
-    /// Ends a prefetch whose prompt will not start. `false` if it has ended already.
-    pub fn cancel(&mut self, prefetch: PrefetchId) -> bool {
+    /// Does what [`TieredCache::cancel`](crate::TieredCache::cancel) does.
+    pub(crate) fn cancel(&mut self, prefetch: PrefetchId) -> bool {
         self.prefetches.remove(&prefetch.0).is_some()
     }
 
-    /// Starts a sequence on a prompt that was prefetched: brings to the device what has come, and
-    /// returns the number of tokens that need not be computed. The prefetch ends.
-    ///
-    /// If the device has too few free blocks for what has come, the sequence starts without it.
-    ///
-    /// # Errors
-    /// [`TierError::UnknownPrefetch`]; [`TierError::OtherOptions`] if salt, adapter, contents or
-    /// reuse are not those of the prefetch; [`TierError::Cache`] with the errors of
-    /// [`KvCache::start`], or if a copy to the device failed. The prefetch has ended then too, and
-    /// no sequence has started.
-    pub fn start(
+    /// Does what [`TieredCache::start`](crate::TieredCache::start) does.
+    pub(crate) fn start(
         &mut self,
         cache: &mut KvCache<B>,
         prefetch: PrefetchId,
@@ -189,10 +176,8 @@ impl<B: Backend> Tiers<B> {
         let import = self.bring(cache, prefetch, &options)?;
         let mut started = cache.start(sequence, prompt.prompt(), options);
         if let Some(import) = import {
-            // Blocks that could not be zeroed stay out of use, and are zeroed by a later call.
-            let finished = cache.finish_import(import);
-            let has_ended = matches!(finished, Ok(()) | Err(CacheError::Device(_)));
-            has_ended.then_some(()).invariant("no step is open, and nobody else ends the import");
+            let finished = cache.finish_import(import).ok();
+            finished.invariant("no step is open, and nobody else ends the import");
             // The import held blocks that the sequence computes anew, perhaps the last ones.
             if matches!(started, Err(CacheError::Exhausted(_))) {
                 started = cache.start(sequence, prompt.prompt(), options);
@@ -201,16 +186,8 @@ impl<B: Backend> Tiers<B> {
         Ok(started?)
     }
 
-    /// Brings to the device what has come for a prompt, for callers that start the sequence
-    /// themselves, in an open step perhaps; `None` if nothing has come or the device has too few
-    /// free blocks. The prefetch ends.
-    ///
-    /// The blocks are held until [`KvCache::finish_import`], which the caller calls after the
-    /// sequence has started. It finds them as it finds other cached blocks.
-    ///
-    /// # Errors
-    /// Those of [`Self::start`] without those of [`KvCache::start`].
-    pub fn bring(
+    /// Brings to the device what has come for a prompt, whose blocks the import holds. The prefetch ends.
+    pub(crate) fn bring(
         &mut self,
         cache: &mut KvCache<B>,
         prefetch: PrefetchId,
@@ -249,11 +226,12 @@ impl<B: Backend> Tiers<B> {
         Ok(of.probe.clone())
     }
 
-    /// Waits until a prompt [is ready](Self::is_ready), for programs that have nothing else to do.
-    ///
-    /// # Errors
-    /// [`TierError::StepOpen`]; those of [`Self::poll`].
-    pub fn wait(&mut self, cache: &mut KvCache<B>, prefetch: PrefetchId) -> Result<(), TierError> {
+    /// Does what [`TieredCache::wait`](crate::TieredCache::wait) does.
+    pub(crate) fn wait(
+        &mut self,
+        cache: &mut KvCache<B>,
+        prefetch: PrefetchId,
+    ) -> Result<(), TierError> {
         /// How long one wait for a thread lasts at most, beside which copies of the device go on.
         const PAUSE: Duration = Duration::from_millis(1);
         if cache.state().is_step_open() {

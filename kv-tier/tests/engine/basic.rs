@@ -24,7 +24,7 @@ fn what_left_the_device_comes_back_from_host_memory() {
     // Two whole chunks of 256 tokens.
     assert_eq!(reused, 512);
     assert_eq!(engine.cache.state().stats().host_hit_tokens, 512);
-    assert_eq!(engine.tiers.stats().loaded_tokens, 512);
+    assert_eq!(engine.cache.stats().loaded_tokens, 512);
     engine.forget();
     engine.assert_nothing_held();
 }
@@ -42,7 +42,7 @@ fn a_store_outlives_the_process() {
     assert!(store.held_bytes() > 0);
     let mut second = Engine::new(spec(2048), identity(), options());
     assert_eq!(second.run(&prompt, plain()).1, 768);
-    let stats = second.tiers.stats();
+    let stats = second.cache.stats();
     assert_eq!((stats.stores[0].reads, stats.stores[0].found, stats.late), (3, 3, 0));
     // Another prompt shares only its beginning, which no whole chunk holds.
     assert_eq!(second.run(&text(2, 1000), plain()).1, 8);
@@ -62,7 +62,7 @@ fn a_sealed_store_serves_only_who_has_the_key() {
         let mut engine = Engine::new(spec(2048), identity(), options);
         assert_eq!(engine.run(&prompt, plain()).1, reused);
         engine.flush();
-        let stats = engine.tiers.stats();
+        let stats = engine.cache.stats();
         assert_eq!((stats.stores[0].reads, stats.stores[0].failures), (reads, 0));
         assert_eq!(stats.stores[0].refused.len(), 0);
     }
@@ -84,7 +84,7 @@ fn a_store_with_every_second_chunk_gives_the_first_alone() {
     kv_tier::BlockStore::remove(&store, &names[1..2], soon).unwrap();
     let mut second = Engine::new(spec(2048), identity(), options());
     assert_eq!(second.run(&prompt, plain()).1, 256);
-    assert_eq!(second.tiers.stats().stores[0].reads, 1, "nothing after the gap is read");
+    assert_eq!(second.cache.stats().stores[0].reads, 1, "nothing after the gap is read");
 }
 
 #[test]
@@ -114,7 +114,7 @@ fn an_adapter_without_a_digest_takes_no_part() {
     engine.flush();
     engine.forget();
     assert_eq!(engine.run(&prompt, plain().with_adapter(1)).1, 0);
-    let stats = engine.tiers.stats();
+    let stats = engine.cache.stats();
     assert_eq!((stats.offloaded, stats.unnamed_blocks), (0, 300));
 }
 
@@ -130,8 +130,8 @@ fn a_small_host_passes_everything_on() {
     let prompt = text(1, 1500);
     engine.run(&prompt, plain());
     engine.flush();
-    assert_eq!(engine.tiers.stats().stores[0].writes, 5);
-    assert!(engine.tiers.stats().host_evictions >= 3);
+    assert_eq!(engine.cache.stats().stores[0].writes, 5);
+    assert!(engine.cache.stats().host_evictions >= 3);
     engine.forget();
     // Two chunks fit, and only what fits is read.
     let (_, reused) = engine.run(&prompt, plain());
@@ -154,14 +154,14 @@ fn refusals() {
 
     let mut engine = Engine::new(spec(64), identity(), TierOptions::new());
     let prompt = text(1, 40);
-    let prefetch = engine.tiers.prefetch(&engine.cache, &prompt, &plain());
+    let prefetch = engine.cache.prefetch(&prompt, &plain());
     let salted = plain().with_salt(b"x");
     let sequence = kv_core::SequenceId(7);
-    let other = engine.tiers.start(&mut engine.cache, prefetch, sequence, salted).unwrap_err();
+    let other = engine.cache.start(prefetch, sequence, salted).unwrap_err();
     assert!(matches!(other, TierError::OtherOptions), "{other}");
-    let ended = engine.tiers.start(&mut engine.cache, prefetch, sequence, plain()).unwrap_err();
+    let ended = engine.cache.start(prefetch, sequence, plain()).unwrap_err();
     assert!(matches!(ended, TierError::UnknownPrefetch), "{ended}");
-    assert!(engine.tiers.is_ready(prefetch) && !engine.tiers.cancel(prefetch));
+    assert!(engine.cache.is_ready(prefetch) && !engine.cache.cancel(prefetch));
     assert_eq!(engine.cache.state().num_sequences(), 0);
 }
 
@@ -170,7 +170,7 @@ fn host_memory_announces_what_it_has() {
     let mut engine = Engine::new(spec(2048), identity(), TierOptions::new().with_host(4 << 20));
     engine.run(&text(1, 256), plain());
     engine.flush();
-    let events = engine.cache.take_events();
+    let events = engine.cache.cache_mut().take_events();
     let stored = events.iter().filter_map(|event| match &event.kind {
         EventKind::Stored(stored) if stored.tier == Tier::Host => Some(stored),
         _ => None,
@@ -192,8 +192,8 @@ fn a_prompt_that_does_not_wait_takes_what_host_memory_has() {
     engine.run(&prompt, plain());
     engine.flush();
     engine.forget();
-    let prefetch = engine.tiers.prefetch(&engine.cache, &prompt, &plain());
-    assert!(engine.tiers.is_ready(prefetch));
+    let prefetch = engine.cache.prefetch(&prompt, &plain());
+    assert!(engine.cache.is_ready(prefetch));
     assert_eq!(engine.start(prefetch, &prompt, plain()).1, 512);
-    assert_eq!(engine.tiers.stats().stores[0].lookups, 0);
+    assert_eq!(engine.cache.stats().stores[0].lookups, 0);
 }

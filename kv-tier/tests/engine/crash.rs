@@ -77,7 +77,7 @@ fn the_next_process_counts_right_and_has_right_rows() {
             reused += u64::from(tokens > 8);
             engine.forget();
         }
-        let stats = engine.tiers.stats();
+        let stats = engine.cache.stats();
         assert!(stats.stores[0].refused.is_empty(), "run {run}: {stats:?}");
         engine.flush();
         engine.assert_nothing_held();

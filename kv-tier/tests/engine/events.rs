@@ -8,7 +8,7 @@ use kv_core::spec::Transform;
 use kv_core::{CacheSpec, KvFormat, Scaling, StartOptions};
 use kv_testkit::consumer::Consumer;
 use kv_tier::policy::{WritePolicy, WriteRule};
-use kv_tier::{BlockStore, MemoryStore, StoreOptions, TierOptions};
+use kv_tier::{BlockStore, MemoryStore, StoreOptions, TierOptions, TieredCache};
 
 use crate::store::{HangStore, soon};
 use crate::support::{Engine, LAYERS, builder, identity, names, patient, text};
@@ -23,8 +23,8 @@ fn with_events() -> CacheSpec {
 
 /// Lets a reader follow, and checks him against what the cache and its tiers say.
 fn follow(engine: &mut Engine, reader: &mut Consumer) -> Vec<EventKind> {
-    let snapshot = engine.tiers.snapshot(&mut engine.cache);
-    let events = engine.cache.take_events();
+    let snapshot = engine.cache.snapshot();
+    let events = engine.cache.cache_mut().take_events();
     reader.apply(&events).unwrap();
     reader.check(&snapshot).unwrap();
     let mut late = Consumer::default();
@@ -79,15 +79,15 @@ fn other_constants_clear_all_tiers() {
         let layer = || LayerCalibration { k: of(mean), v: PlaneCalibration::default() };
         Calibration::new((0..LAYERS).map(|_| layer()).collect())
     };
-    engine.cache.recalibrate(calibrated(1.0)).unwrap();
+    engine.cache.cache_mut().recalibrate(calibrated(1.0)).unwrap();
     let prompt = text(1, 260);
     let compute = |engine: &mut Engine| {
-        let prefetch = engine.tiers.prefetch(&engine.cache, &prompt, &plain());
+        let prefetch = engine.cache.prefetch(&prompt, &plain());
         engine.wait(prefetch);
         let id = kv_core::SequenceId(9);
-        let reused = engine.tiers.start(&mut engine.cache, prefetch, id, plain()).unwrap();
+        let reused = engine.cache.start(prefetch, id, plain()).unwrap();
         engine.compute(id, &prompt, reused);
-        engine.cache.release(id).unwrap();
+        engine.cache.cache_mut().release(id).unwrap();
         engine.flush();
         reused
     };
@@ -96,14 +96,14 @@ fn other_constants_clear_all_tiers() {
     let known =
         |reader: &Consumer| [Tier::Device, Tier::Host, Tier::Disk].map(|tier| reader.len_of(tier));
     assert_eq!(known(&reader), [65, 64, 64]);
-    engine.cache.recalibrate(calibrated(2.0)).unwrap();
+    engine.cache.cache_mut().recalibrate(calibrated(2.0)).unwrap();
     follow(&mut engine, &mut reader);
     assert_eq!(known(&reader), [0, 0, 0]);
     assert_eq!(compute(&mut engine), 0);
     follow(&mut engine, &mut reader);
     assert_eq!(known(&reader), [65, 64, 64]);
-    engine.cache.recalibrate(calibrated(1.0)).unwrap();
-    engine.tiers.poll(&mut engine.cache).unwrap();
+    engine.cache.cache_mut().recalibrate(calibrated(1.0)).unwrap();
+    engine.cache.poll().unwrap();
     follow(&mut engine, &mut reader);
     assert_eq!(known(&reader)[..2], [0, 64], "host memory has what it had before");
     assert_eq!(compute(&mut engine), 256);
@@ -174,9 +174,10 @@ fn tiers_begin_with_nothing_known() {
     engine.flush();
     follow(&mut engine, &mut reader);
     assert_eq!(reader.len_of(Tier::Host), 64);
-    engine.tiers = kv_tier::Tiers::new(&engine.cache, identity(), options()).unwrap();
-    engine.tiers.poll(&mut engine.cache).unwrap();
-    let events = engine.cache.take_events();
+    let cache = engine.cache.into_cache();
+    engine.cache = TieredCache::new(cache, identity(), options()).unwrap();
+    engine.cache.poll().unwrap();
+    let events = engine.cache.cache_mut().take_events();
     assert_eq!(events[0].kind, EventKind::Cleared { tier: Tier::Host }, "{events:?}");
     assert_eq!(events.len(), 1);
 }

@@ -13,7 +13,7 @@ use kv_core::{
 use kv_testkit::{FaultInjector, FaultKind};
 use kv_tier::policy::{WritePolicy, WriteRule};
 use kv_tier::{
-    BlockStore, MemoryStore, ModelDigest, Put, StoreOptions, TierError, TierOptions, Tiers,
+    BlockStore, MemoryStore, ModelDigest, Put, StoreOptions, TierError, TierOptions, TieredCache,
 };
 
 use crate::support::{Engine, Late, identity, late, patient, spec, text};
@@ -48,32 +48,31 @@ fn a_device_that_fails_at_any_operation_leaks_nothing() {
     let prompt = text(1, 33);
     let mut served = 0;
     for operation in 0..200 {
-        let mut cache = null(KvFormat::F32);
+        let cache = null(KvFormat::F32);
         let options = TierOptions::new().with_host(1 << 20).with_chunk_blocks(2);
-        let mut tiers = Tiers::new(&cache, identity(), options).unwrap();
+        let mut cache = TieredCache::new(cache, identity(), options).unwrap();
         let mut round = |fails: bool, id: u64| {
             let id = SequenceId(id);
             let never = u64::MAX;
-            cache.backend().control().fail_after(if fails { operation } else { never });
-            let prefetch = tiers.prefetch(&cache, &prompt, &plain());
+            cache.cache().backend().control().fail_after(if fails { operation } else { never });
+            let prefetch = cache.prefetch(&prompt, &plain());
             let mut reused = 0;
-            match tiers.start(&mut cache, prefetch, id, plain()) {
+            match cache.start(prefetch, id, plain()) {
                 Ok(tokens) => {
                     reused = tokens;
-                    let _ = compute(&mut cache, id, &prompt);
+                    let _ = compute(cache.cache_mut(), id, &prompt);
                 }
                 Err(TierError::Cache(CacheError::Device(_))) => {}
                 Err(error) => panic!("{error}"),
             }
             if cache.state().contains(id) {
-                let _ = cache.release(id);
+                let _ = cache.cache_mut().release(id);
             }
             for _ in 0..3 {
-                let _ = tiers.poll(&mut cache);
+                let _ = cache.poll();
             }
             let soon = Instant::now() + Duration::from_secs(20);
-            let flushed =
-                (0..3).any(|_| tiers.flush(&mut cache, soon).is_ok_and(|left| left.is_empty()));
+            let flushed = (0..3).any(|_| cache.flush(soon).is_ok_and(|left| left.is_empty()));
             assert!(flushed, "operation {operation}");
             assert_eq!(
                 (cache.state().num_holds(), cache.state().num_imports()),
@@ -81,18 +80,18 @@ fn a_device_that_fails_at_any_operation_leaks_nothing() {
                 "operation {operation}"
             );
             assert_eq!(cache.state().usage().blocks_used, 0, "operation {operation}");
-            cache.backend().control().fail_after(u64::MAX);
+            cache.cache().backend().control().fail_after(u64::MAX);
             reused
         };
         round(false, 0);
         round(true, 1);
-        assert!(cache.reset_prefixes().unwrap());
+        assert!(cache.cache_mut().reset_prefixes().unwrap());
         let mut round = |fails: bool, id: u64| {
             let id = SequenceId(id);
             let never = u64::MAX;
-            cache.backend().control().fail_after(if fails { operation } else { never });
-            let prefetch = tiers.prefetch(&cache, &prompt, &plain());
-            let started = tiers.start(&mut cache, prefetch, id, plain());
+            cache.cache().backend().control().fail_after(if fails { operation } else { never });
+            let prefetch = cache.prefetch(&prompt, &plain());
+            let started = cache.start(prefetch, id, plain());
             let has_started = started.is_ok();
             assert_eq!(
                 cache.state().contains(id),
@@ -101,14 +100,14 @@ fn a_device_that_fails_at_any_operation_leaks_nothing() {
             );
             // What a failure has left is done as soon as the device works.
             for _ in 0..3 {
-                let _ = tiers.poll(&mut cache);
+                let _ = cache.poll();
             }
             assert_eq!(cache.state().num_imports(), 0, "operation {operation}: {started:?}");
             if has_started {
-                cache.release(id).unwrap_or_default();
+                cache.cache_mut().release(id).unwrap_or_default();
             }
-            let _ = cache.reset_prefixes();
-            cache.backend().control().fail_after(u64::MAX);
+            let _ = cache.cache_mut().reset_prefixes();
+            cache.cache().backend().control().fail_after(u64::MAX);
             started.ok()
         };
         let failed = round(true, 2);
@@ -128,30 +127,30 @@ fn calibration(mean: f32) -> Calibration {
 
 #[test]
 fn a_prompt_that_was_prefetched_before_a_recalibration_starts_without_tiers() {
-    let mut cache = null(KvFormat::Int8(Scaling::Row));
+    let cache = null(KvFormat::Int8(Scaling::Row));
     let options = TierOptions::new().with_host(1 << 20).with_chunk_blocks(2);
-    let mut tiers = Tiers::new(&cache, identity(), options).unwrap();
+    let mut cache = TieredCache::new(cache, identity(), options).unwrap();
     let prompt = text(1, 33);
-    cache.start(SequenceId(0), &prompt, plain()).unwrap();
-    compute(&mut cache, SequenceId(0), &prompt).unwrap();
-    cache.release(SequenceId(0)).unwrap();
+    cache.cache_mut().start(SequenceId(0), &prompt, plain()).unwrap();
+    compute(cache.cache_mut(), SequenceId(0), &prompt).unwrap();
+    cache.cache_mut().release(SequenceId(0)).unwrap();
     let soon = || Instant::now() + Duration::from_secs(20);
-    assert!(tiers.flush(&mut cache, soon()).unwrap().is_empty());
-    assert!(cache.reset_prefixes().unwrap());
-    let [prefetch, other] = [(); 2].map(|()| tiers.prefetch(&cache, &prompt, &plain()));
-    cache.recalibrate(calibration(1.0)).unwrap();
-    assert_eq!(tiers.start(&mut cache, prefetch, SequenceId(1), plain()).unwrap(), 0);
+    assert!(cache.flush(soon()).unwrap().is_empty());
+    assert!(cache.cache_mut().reset_prefixes().unwrap());
+    let [prefetch, other] = [(); 2].map(|()| cache.prefetch(&prompt, &plain()));
+    cache.cache_mut().recalibrate(calibration(1.0)).unwrap();
+    assert_eq!(cache.start(prefetch, SequenceId(1), plain()).unwrap(), 0);
     let salted = plain().with_salt(b"other");
-    let refused = tiers.start(&mut cache, other, SequenceId(2), salted).unwrap_err();
+    let refused = cache.start(other, SequenceId(2), salted).unwrap_err();
     assert!(matches!(refused, TierError::OtherOptions));
     // New chunks have new names.
-    compute(&mut cache, SequenceId(1), &prompt).unwrap();
-    cache.release(SequenceId(1)).unwrap();
-    assert!(tiers.flush(&mut cache, soon()).unwrap().is_empty());
-    assert!(cache.reset_prefixes().unwrap());
-    let prefetch = tiers.prefetch(&cache, &prompt, &plain());
-    assert_eq!(tiers.start(&mut cache, prefetch, SequenceId(3), plain()).unwrap(), 32);
-    assert_eq!(tiers.stats().offloaded, 8);
+    compute(cache.cache_mut(), SequenceId(1), &prompt).unwrap();
+    cache.cache_mut().release(SequenceId(1)).unwrap();
+    assert!(cache.flush(soon()).unwrap().is_empty());
+    assert!(cache.cache_mut().reset_prefixes().unwrap());
+    let prefetch = cache.prefetch(&prompt, &plain());
+    assert_eq!(cache.start(prefetch, SequenceId(3), plain()).unwrap(), 32);
+    assert_eq!(cache.stats().offloaded, 8);
 }
 
 /// Numbers of adapters differ between processes, and one adapter may have two.
@@ -174,7 +173,7 @@ fn an_adapter_is_known_by_its_digest_under_any_number() {
     let mut engine = Engine::new(spec(2048), identity(), options());
     assert_eq!(engine.run(&prompt, plain().with_adapter(1)).1, 0);
     assert_eq!(engine.run(&prompt, plain().with_adapter(4)).1, 512);
-    assert_eq!(engine.tiers.stats().stores[0].refused.len(), 0);
+    assert_eq!(engine.cache.stats().stores[0].refused.len(), 0);
 }
 
 /// The first group has fewer full blocks than the second one.
@@ -191,8 +190,8 @@ fn contents_are_compared_up_to_the_last_block_of_any_group() {
     engine.run(&prompt, cat);
     engine.flush();
     engine.forget();
-    let prefetch = engine.tiers.prefetch(&engine.cache, &prompt, &cat);
-    let refused = engine.tiers.start(&mut engine.cache, prefetch, SequenceId(77), dog);
+    let prefetch = engine.cache.prefetch(&prompt, &cat);
+    let refused = engine.cache.start(prefetch, SequenceId(77), dog);
     assert!(matches!(refused, Err(TierError::OtherOptions)), "{refused:?}");
     assert_eq!(engine.run(&prompt, cat).1, 32);
 }
@@ -210,8 +209,8 @@ fn the_budget_of_a_day_holds_for_all_threads_together() {
         let mut engine = Engine::new(spec(2048), identity(), options);
         engine.run(&text(1, 3000), plain());
         let soon = Instant::now() + Duration::from_secs(20);
-        let left = engine.tiers.flush(&mut engine.cache, soon).unwrap();
-        let stats = engine.tiers.stats();
+        let left = engine.cache.flush(soon).unwrap();
+        let stats = engine.cache.stats();
         assert!(stats.stores[0].written_bytes <= budget, "{stats:?}");
         assert_eq!(left.writes, stats.stores[0].dropped_by_budget, "{stats:?}");
         assert_eq!(stats.stores[0].writes + stats.stores[0].dropped_by_budget, 11, "{stats:?}");
@@ -225,7 +224,7 @@ fn host_memory_says_how_much_it_holds() {
     let mut engine = Engine::new(spec(2048), identity(), options);
     engine.run(&text(1, 600), plain());
     engine.flush();
-    let stats = engine.tiers.stats();
+    let stats = engine.cache.stats();
     assert!(stats.host_capacity > 3 << 20 && stats.host_capacity <= 4 << 20, "{stats:?}");
     assert_eq!(stats.host_bytes, 2 * stats.host_bytes / stats.host_chunks);
 }
@@ -245,18 +244,18 @@ fn copies_that_fail_reach_no_block_of_others() {
             engine.run(&prompts[0], plain());
             engine.flush();
             engine.forget();
-            let prefetch = engine.tiers.prefetch(&engine.cache, &prompts[0], &plain());
-            engine.cache.backend().fail(operation, kind);
+            let prefetch = engine.cache.prefetch(&prompts[0], &plain());
+            engine.cache.cache().backend().fail(operation, kind);
             let id = SequenceId(1000);
-            let started = engine.tiers.start(&mut engine.cache, prefetch, id, plain());
-            failures += u32::from(engine.cache.backend().clear());
+            let started = engine.cache.start(prefetch, id, plain());
+            failures += u32::from(engine.cache.cache().backend().clear());
             if started.is_ok() {
-                engine.cache.release(id).unwrap();
+                engine.cache.cache_mut().release(id).unwrap();
             } else {
                 assert!(!engine.cache.state().contains(id), "{kind:?} {operation}: {started:?}");
             }
             // What the failure has left is done first.
-            engine.tiers.poll(&mut engine.cache).unwrap();
+            engine.cache.poll().unwrap();
             assert_eq!(engine.cache.state().num_imports(), 0);
             let (other, _) = engine.run(&prompts[1], plain());
             // Uses the queue of the copies.
@@ -287,7 +286,7 @@ fn a_chunk_that_one_store_has_broken_comes_from_another() {
     assert_eq!(stores[0].put(&names[1], &vec![7; 69_632], soon).unwrap(), Put::New);
     let mut engine = Engine::new(spec(2048), identity(), options());
     assert_eq!(engine.run(&prompt, plain()).1, 768);
-    let stats = engine.tiers.stats();
+    let stats = engine.cache.stats();
     assert_eq!((stats.stores[0].reads, stats.stores[1].reads), (2, 1), "{stats:?}");
     assert_eq!(stats.stores[0].refused.values().sum::<u64>(), 1);
 }
@@ -307,30 +306,30 @@ fn a_failed_recalibration_reaches_no_chunk() {
         let options = TierOptions::new().with_host(4 << 20);
         let mut engine = Engine::over(backend, coded.clone(), identity(), options);
         let id = SequenceId(1000);
-        engine.cache.start(id, &prompt, plain()).unwrap();
+        engine.cache.cache_mut().start(id, &prompt, plain()).unwrap();
         engine.compute(id, &prompt, 0);
         let rows = |engine: &mut Engine<FaultInjector<Late>>, id| {
             let mut rows = vec![0.0_f32; 512 * 16];
             let out = TensorViewMut::host(&mut rows, &[1, 512, 2, 8]);
             let range = [(id, 0, 512)];
-            engine.cache.gather(0, Plane::Key, &range, out, QkvFormat::Bshd).unwrap();
+            engine.cache.cache_mut().gather(0, Plane::Key, &range, out, QkvFormat::Bshd).unwrap();
             rows
         };
         let before = rows(&mut engine, id);
-        engine.cache.backend().fail(operation, FaultKind::Persistent);
-        let done = engine.cache.recalibrate(Calibration::new(vec![layer(), layer()]));
-        engine.cache.backend().clear();
+        engine.cache.cache().backend().fail(operation, FaultKind::Persistent);
+        let done = engine.cache.cache_mut().recalibrate(Calibration::new(vec![layer(), layer()]));
+        engine.cache.cache().backend().clear();
         if done.is_ok() {
             break;
         }
         unrestored += 1;
         // The first call after the failure.
         engine.flush();
-        engine.cache.release(id).unwrap();
+        engine.cache.cache_mut().release(id).unwrap();
         engine.forget();
-        let prefetch = engine.tiers.prefetch(&engine.cache, &prompt, &plain());
+        let prefetch = engine.cache.prefetch(&prompt, &plain());
         let id = SequenceId(1001);
-        assert_eq!(engine.tiers.start(&mut engine.cache, prefetch, id, plain()).unwrap(), 512);
+        assert_eq!(engine.cache.start(prefetch, id, plain()).unwrap(), 512);
         assert!(before == rows(&mut engine, id), "operation {operation}");
     }
     assert!(unrestored > 5, "{unrestored}");
@@ -348,7 +347,7 @@ fn lost_changes_copy_nothing_twice() {
         engine.run(&text(number, 600), plain());
         engine.flush();
     }
-    let stats = engine.tiers.stats();
+    let stats = engine.cache.stats();
     assert_eq!((stats.offloaded, stats.offload_missed, stats.unnamed_blocks), (8, 0, 0));
 }
 
@@ -365,7 +364,7 @@ fn an_import_takes_no_block_that_the_sequence_needs() {
     let backoff = plain().with_backoff_blocks(1).with_reserve(17);
     let (sequence, reused) = engine.run(&prompt, backoff);
     assert_eq!(reused, 12);
-    engine.cache.release(sequence).unwrap();
+    engine.cache.cache_mut().release(sequence).unwrap();
     engine.assert_nothing_held();
 }
 
@@ -379,14 +378,14 @@ fn a_chunk_whose_blocks_got_other_content_while_it_waited_is_not_copied() {
     engine.run(&held, plain());
     engine.flush();
     engine.forget();
-    let prefetch = engine.tiers.prefetch(&engine.cache, &held, &plain());
+    let prefetch = engine.cache.prefetch(&held, &plain());
     engine.run(&waiting, plain());
-    engine.cache.reset().unwrap();
-    assert!(engine.cache.reset_prefixes().unwrap(), "nothing is copied yet");
+    engine.cache.cache_mut().reset().unwrap();
+    assert!(engine.cache.cache_mut().reset_prefixes().unwrap(), "nothing is copied yet");
     engine.run(&other, plain());
-    assert!(engine.tiers.cancel(prefetch));
+    assert!(engine.cache.cancel(prefetch));
     engine.flush();
-    assert_eq!(engine.tiers.stats().offload_missed, 1);
+    assert_eq!(engine.cache.stats().offload_missed, 1);
     engine.forget();
     // Checks every row.
     assert_eq!(engine.run(&waiting, plain()).1, 0);

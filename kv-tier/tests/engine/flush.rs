@@ -9,7 +9,9 @@ use kv_core::{
 };
 use kv_testkit::store::{Fault, FaultSchedule, FaultStore};
 use kv_tier::policy::{WritePolicy, WriteRule};
-use kv_tier::{MemoryStore, StoreErrorKind, StoreOptions, TierOptions, Tiers, Unwritten, Wait};
+use kv_tier::{
+    MemoryStore, StoreErrorKind, StoreOptions, TierOptions, TieredCache, Unwritten, Wait,
+};
 
 use crate::support::{Engine, identity, patient, spec, text};
 
@@ -43,7 +45,7 @@ fn everything_is_written_though_few_writes_may_wait() {
         let mut engine = over(&store, lane(), host);
         engine.run(&prompt, plain());
         engine.flush();
-        assert_eq!(engine.tiers.stats().stores[0].writes, 100, "{policy} {host:?}");
+        assert_eq!(engine.cache.stats().stores[0].writes, 100, "{policy} {host:?}");
         let mut other = over(&store, lane(), None);
         assert_eq!(other.run(&prompt, plain()).1, 800, "{policy} {host:?}");
     }
@@ -67,12 +69,12 @@ fn what_a_store_refuses_for_a_moment_is_written_without_a_flush() {
     let mut engine = Engine::new(spec(512), identity(), options);
     engine.run(&text(1, 81), plain());
     let end = soon();
-    while engine.tiers.stats().stores[0].writes < 10 {
-        engine.tiers.poll(&mut engine.cache).unwrap();
-        assert!(Instant::now() < end, "{:?}", engine.tiers.stats());
+    while engine.cache.stats().stores[0].writes < 10 {
+        engine.cache.poll().unwrap();
+        assert!(Instant::now() < end, "{:?}", engine.cache.stats());
         std::thread::yield_now();
     }
-    assert_eq!(engine.tiers.stats().stores[0].failures, 2);
+    assert_eq!(engine.cache.stats().stores[0].failures, 2);
 }
 
 #[test]
@@ -85,14 +87,14 @@ fn a_flush_says_what_a_store_has_not_taken() {
     let options = options.with_store_options(Box::new(Arc::clone(&faulty)), lane);
     let mut engine = Engine::new(spec(512), identity(), options);
     engine.run(&text(1, 81), plain());
-    let left = engine.tiers.flush(&mut engine.cache, Instant::now() + Duration::from_millis(50));
+    let left = engine.cache.flush(Instant::now() + Duration::from_millis(50));
     let left = left.unwrap();
     assert_eq!((left.copies, left.writes), (0, 10), "{left:?}");
     assert!(!left.is_empty());
     // The breaker has opened: the next flush waits for its trial.
     faulty.set_schedule(FaultSchedule::listed(&[]));
-    assert_eq!(engine.tiers.flush(&mut engine.cache, soon()).unwrap(), Unwritten::default());
-    assert_eq!(engine.tiers.stats().stores[0].writes, 10);
+    assert_eq!(engine.cache.flush(soon()).unwrap(), Unwritten::default());
+    assert_eq!(engine.cache.stats().stores[0].writes, 10);
 }
 
 fn null(layers: u16, block: u32, blocks: u32) -> CacheSpec {
@@ -110,10 +112,13 @@ fn reused_later(
     options: impl Fn() -> TierOptions,
     is_same: bool,
 ) -> u32 {
-    let mut cache = KvCache::new(NullBackend::new(), spec.clone()).unwrap();
-    let mut tiers = Tiers::new(&cache, identity(), options()).unwrap();
-    let prefetch = tiers.prefetch_within(&cache, prompt, &plain(), Wait::None);
-    tiers.start(&mut cache, prefetch, SequenceId(0), plain()).unwrap();
+    let open = || {
+        let cache = KvCache::new(NullBackend::new(), spec.clone()).unwrap();
+        TieredCache::new(cache, identity(), options()).unwrap()
+    };
+    let mut cache = open();
+    let prefetch = cache.prefetch_within(prompt, &plain(), Wait::None);
+    cache.start(prefetch, SequenceId(0), plain()).unwrap();
     let mut step = cache.begin_step(&[StepInput::tokens(SequenceId(0), prompt)]).unwrap();
     let values = vec![0.5_f32; prompt.len() * 4];
     for layer in 0..spec.num_layers() {
@@ -121,18 +126,16 @@ fn reused_later(
         step.write(layer, rows, rows, QkvFormat::Thd).unwrap();
     }
     step.commit().unwrap();
-    cache.release(SequenceId(0)).unwrap();
-    assert_eq!(tiers.flush(&mut cache, soon()).unwrap(), Unwritten::default());
+    cache.cache_mut().release(SequenceId(0)).unwrap();
+    assert_eq!(cache.flush(soon()).unwrap(), Unwritten::default());
     if is_same {
-        assert!(cache.reset_prefixes().unwrap());
+        assert!(cache.cache_mut().reset_prefixes().unwrap());
     } else {
-        drop(tiers);
-        cache = KvCache::new(NullBackend::new(), spec.clone()).unwrap();
-        tiers = Tiers::new(&cache, identity(), options()).unwrap();
+        cache = open();
     }
-    let prefetch = tiers.prefetch(&cache, prompt, &plain());
-    tiers.wait(&mut cache, prefetch).unwrap();
-    tiers.start(&mut cache, prefetch, SequenceId(1), plain()).unwrap()
+    let prefetch = cache.prefetch(prompt, &plain());
+    cache.wait(prefetch).unwrap();
+    cache.start(prefetch, SequenceId(1), plain()).unwrap()
 }
 
 /// Ten chunks of each group are more writes than may wait.
@@ -170,17 +173,16 @@ fn limits_that_no_clock_reaches_are_waited_for() {
     let prompt = text(1, 513);
     let mut prefill = engine();
     let (sequence, _) = prefill.run(&prompt, plain());
-    let export = prefill.tiers.export_prefill(&prefill.cache, sequence, 0, Duration::MAX).unwrap();
-    assert!(prefill.tiers.export_state(export.id).is_some(), "its time is over at once");
+    let export = prefill.cache.export_prefill(sequence, 0, Duration::MAX).unwrap();
+    assert!(prefill.cache.export_state(export.id).is_some(), "its time is over at once");
     let mut decode = engine();
     let options = plain();
-    let prefetch =
-        decode.tiers.import_prefill(&decode.cache, &export.handoff, &prompt, &options).unwrap();
-    decode.tiers.poll(&mut decode.cache).unwrap();
+    let prefetch = decode.cache.import_prefill(&export.handoff, &prompt, &options).unwrap();
+    decode.cache.poll().unwrap();
     prefill.flush();
     let end = soon();
-    while !decode.tiers.is_ready(prefetch) {
-        decode.tiers.poll(&mut decode.cache).unwrap();
+    while !decode.cache.is_ready(prefetch) {
+        decode.cache.poll().unwrap();
         assert!(Instant::now() < end, "the handoff is never ready");
     }
     assert_eq!(decode.start(prefetch, &prompt, plain()).1, 512);

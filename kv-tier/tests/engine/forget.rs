@@ -41,7 +41,7 @@ fn found(store: impl BlockStore, prompt: &[u32], options: StartOptions<'_>) -> u
 
 fn run(engine: &mut Engine, prompt: &[u32], options: StartOptions<'_>) -> u32 {
     let (sequence, reused) = engine.run(prompt, options);
-    engine.cache.release(sequence).unwrap();
+    engine.cache.cache_mut().release(sequence).unwrap();
     reused
 }
 
@@ -66,8 +66,8 @@ fn check<S: BlockStore>(open: impl Fn() -> S) {
         if when > 1 {
             first.forget();
         }
-        let Engine { cache, tiers, .. } = &mut first;
-        let done = tiers.forget_prefix(cache, &forgotten, plain(), 0, soon()).unwrap();
+        let Engine { cache, .. } = &mut first;
+        let done = cache.forget_prefix(&forgotten, plain(), 0, soon()).unwrap();
         assert!(done.is_complete(), "{done:?}");
         first.flush();
         // The 8 tokens that both share stay for the other.
@@ -80,8 +80,8 @@ fn check<S: BlockStore>(open: impl Fn() -> S) {
         first.flush();
         assert_eq!(of_other(&forgotten, plain()), 80, "what is computed anew is kept");
 
-        let Engine { cache, tiers, .. } = &mut first;
-        let done = tiers.forget_salt(cache, b"a", soon()).unwrap();
+        let Engine { cache, .. } = &mut first;
+        let done = cache.forget_salt(b"a", soon()).unwrap();
         assert!(done.is_complete(), "{done:?}");
         first.flush();
         for prompt in [&forgotten, &other] {
@@ -110,7 +110,7 @@ fn sealed_stores_forget() {
     let open = || kv_tier::SealedStore::new(Arc::clone(&store), &[7; 32]);
     check(open);
     let mut engine = engine(open());
-    let done = engine.tiers.forget_all(&mut engine.cache, soon()).unwrap();
+    let done = engine.cache.forget_all(soon()).unwrap();
     assert_eq!(done.failures[0].error.kind(), StoreErrorKind::Unsupported, "{done:?}");
 }
 
@@ -122,9 +122,9 @@ fn a_beginning_can_be_kept() {
     run(&mut first, &prompt, plain());
     first.flush();
     first.forget();
-    let Engine { cache, tiers, .. } = &mut first;
+    let Engine { cache, .. } = &mut first;
     // The fifth chunk has tokens that are forgotten.
-    let done = tiers.forget_prefix(cache, &prompt, plain(), 36, soon()).unwrap();
+    let done = cache.forget_prefix(&prompt, plain(), 36, soon()).unwrap();
     assert_eq!((done.host_chunks, done.is_complete()), (6, true), "{done:?}");
     assert_eq!(run(&mut first, &prompt, plain()), 32);
     assert_eq!(found(Arc::clone(&store), &prompt, plain()), 32);
@@ -137,8 +137,8 @@ fn a_live_sequence_is_forgotten_and_goes_on() {
     let (prompt, more) = (text(1, 81), text(1, 200));
     let (sequence, _) = first.run(&prompt, plain());
     first.flush();
-    let Engine { cache, tiers, .. } = &mut first;
-    let done = tiers.forget_sequence(cache, sequence, soon()).unwrap();
+    let Engine { cache, .. } = &mut first;
+    let done = cache.forget_sequence(sequence, soon()).unwrap();
     assert!(done.is_complete() && done.blocks == 20 && done.host_chunks == 10, "{done:?}");
     // It offers nothing any more.
     first.compute(sequence, &more, 81);
@@ -146,9 +146,9 @@ fn a_live_sequence_is_forgotten_and_goes_on() {
     first.flush();
     assert_eq!(store.held_bytes(), 0);
     assert_eq!(run(&mut first, &prompt, plain()), 0);
-    let Engine { cache, tiers, .. } = &mut first;
-    assert_eq!(tiers.forget_sequence(cache, sequence, soon()).unwrap().blocks, 0);
-    let unknown = tiers.forget_sequence(cache, kv_core::SequenceId(99), soon()).unwrap_err();
+    let Engine { cache, .. } = &mut first;
+    assert_eq!(cache.forget_sequence(sequence, soon()).unwrap().blocks, 0);
+    let unknown = cache.forget_sequence(kv_core::SequenceId(99), soon()).unwrap_err();
     assert!(matches!(unknown, TierError::Cache(_)), "{unknown}");
 }
 
@@ -162,11 +162,11 @@ fn what_another_sequence_holds_or_a_tier_continues_is_kept() {
     first.flush();
     for released in [false, true] {
         if released {
-            first.cache.release(held).unwrap();
-            assert!(first.cache.reset_prefixes().unwrap());
+            first.cache.cache_mut().release(held).unwrap();
+            assert!(first.cache.cache_mut().reset_prefixes().unwrap());
         }
-        let Engine { cache, tiers, .. } = &mut first;
-        let done = tiers.forget_prefix(cache, &short, plain(), 0, soon()).unwrap();
+        let Engine { cache, .. } = &mut first;
+        let done = cache.forget_prefix(&short, plain(), 0, soon()).unwrap();
         assert_eq!((done.blocks, done.host_chunks), (0, 0), "{done:?}");
         assert_eq!(found(Arc::clone(&store), &long, plain()), 80);
     }
@@ -185,14 +185,14 @@ fn everything_of_a_model_is_forgotten_and_nothing_of_another() {
     other.flush();
     let mut first = engine(Arc::clone(&store));
     let (sequence, _) = first.run(&prompt, plain().with_salt(b"a"));
-    let Engine { cache, tiers, .. } = &mut first;
-    let held = tiers.forget_all(cache, soon()).unwrap_err();
+    let Engine { cache, .. } = &mut first;
+    let held = cache.forget_all(soon()).unwrap_err();
     assert!(matches!(held, TierError::Held), "{held}");
-    first.cache.release(sequence).unwrap();
+    first.cache.cache_mut().release(sequence).unwrap();
     first.flush();
-    let prefetch = first.tiers.prefetch(&first.cache, &prompt, &plain().with_salt(b"a"));
-    let Engine { cache, tiers, .. } = &mut first;
-    let done = tiers.forget_all(cache, soon()).unwrap();
+    let prefetch = first.cache.prefetch(&prompt, &plain().with_salt(b"a"));
+    let Engine { cache, .. } = &mut first;
+    let done = cache.forget_all(soon()).unwrap();
     assert!(done.is_complete() && done.blocks == 20 && done.host_chunks == 10, "{done:?}");
     // A prompt that had found all of it before computes it.
     assert_eq!(first.start(prefetch, &prompt, plain().with_salt(b"a")).1, 0);
@@ -211,17 +211,17 @@ fn a_store_that_cannot_list_is_named() {
     let prompt = text(1, 81);
     run(&mut first, &prompt, plain());
     first.flush();
-    let Engine { cache, tiers, .. } = &mut first;
-    for done in [tiers.forget_salt(cache, b"", soon()), tiers.forget_all(cache, soon())] {
+    let Engine { cache, .. } = &mut first;
+    for done in [cache.forget_salt(b"", soon()), cache.forget_all(soon())] {
         let [failure] = &done.unwrap().failures[..] else { panic!("one store refuses") };
         assert_eq!((failure.store, failure.error.kind()), (1, StoreErrorKind::Unsupported));
         assert_eq!(failure.to_string(), "store 1 (disk)");
         assert!(failure.error.to_string().contains("cannot list"), "{}", failure.error);
     }
     assert_eq!(stores.0.held_bytes(), 0);
-    assert_eq!(tiers.stats().stores[1].failures, 0, "it works as it should");
+    assert_eq!(cache.stats().stores[1].failures, 0, "it works as it should");
     // By their names, it removes chunks.
-    let done = tiers.forget_prefix(cache, &prompt, plain(), 0, soon()).unwrap();
+    let done = cache.forget_prefix(&prompt, plain(), 0, soon()).unwrap();
     assert!(done.is_complete(), "{done:?}");
     assert_eq!(stores.1.within.held_bytes(), 0);
 }
@@ -235,21 +235,21 @@ fn a_write_on_its_way_does_not_bring_back_what_was_forgotten() {
     let prompt = text(1, 81);
     let (sequence, _) = first.run(&prompt, plain());
     let end = soon();
-    while store.calls(Operation::Put) < 2 || first.tiers.stats().offloaded < 10 {
-        first.tiers.poll(&mut first.cache).unwrap();
-        assert!(Instant::now() < end, "{:?}", first.tiers.stats());
+    while store.calls(Operation::Put) < 2 || first.cache.stats().offloaded < 10 {
+        first.cache.poll().unwrap();
+        assert!(Instant::now() < end, "{:?}", first.cache.stats());
     }
     store.wait_hanging(2);
-    first.cache.release(sequence).unwrap();
-    let Engine { cache, tiers, .. } = &mut first;
+    first.cache.cache_mut().release(sequence).unwrap();
+    let Engine { cache, .. } = &mut first;
     let late = Instant::now() + Duration::from_millis(20);
-    let done = tiers.forget_prefix(cache, &prompt, plain(), 0, late).unwrap();
+    let done = cache.forget_prefix(&prompt, plain(), 0, late).unwrap();
     assert_eq!(done.failures[0].error.kind(), StoreErrorKind::Timeout, "{done:?}");
     store.release();
     first.flush();
     assert_eq!(store.calls(Operation::Put), 2, "nothing begins any more");
-    let Engine { cache, tiers, .. } = &mut first;
-    assert!(tiers.forget_prefix(cache, &prompt, plain(), 0, soon()).unwrap().is_complete());
+    let Engine { cache, .. } = &mut first;
+    assert!(cache.forget_prefix(&prompt, plain(), 0, soon()).unwrap().is_complete());
     assert_eq!(store.within.held_bytes(), 0);
     assert_eq!(run(&mut first, &prompt, plain()), 0);
 }
@@ -264,17 +264,17 @@ fn a_write_that_ends_meanwhile_is_removed() {
     let (sequence, _) = first.run(&prompt, plain());
     let end = soon();
     while store.calls(Operation::Put) < 1 {
-        first.tiers.poll(&mut first.cache).unwrap();
-        assert!(Instant::now() < end, "{:?}", first.tiers.stats());
+        first.cache.poll().unwrap();
+        assert!(Instant::now() < end, "{:?}", first.cache.stats());
     }
-    first.cache.release(sequence).unwrap();
+    first.cache.cache_mut().release(sequence).unwrap();
     let done = std::thread::scope(|scope| {
         let removed = Arc::clone(&store);
         scope.spawn(move || {
             removed.wait_removal();
             removed.release();
         });
-        first.tiers.forget_prefix(&mut first.cache, &prompt, plain(), 0, soon()).unwrap()
+        first.cache.forget_prefix(&prompt, plain(), 0, soon()).unwrap()
     });
     assert!(done.is_complete(), "{done:?}");
     first.flush();
@@ -291,13 +291,12 @@ fn an_export_of_what_is_forgotten_fails() {
     let mut first = Engine::new(spec(512), identity(), options);
     let prompt = text(1, 81);
     let (sequence, _) = first.run(&prompt, plain());
-    let export =
-        first.tiers.export_prefill(&first.cache, sequence, 0, Duration::from_mins(1)).unwrap();
-    first.cache.release(sequence).unwrap();
-    let Engine { cache, tiers, .. } = &mut first;
-    assert!(tiers.forget_prefix(cache, &prompt, plain(), 0, soon()).unwrap().is_complete());
+    let export = first.cache.export_prefill(sequence, 0, Duration::from_mins(1)).unwrap();
+    first.cache.cache_mut().release(sequence).unwrap();
+    let Engine { cache, .. } = &mut first;
+    assert!(cache.forget_prefix(&prompt, plain(), 0, soon()).unwrap().is_complete());
     first.flush();
-    let state = first.tiers.export_state(export.id);
+    let state = first.cache.export_state(export.id);
     assert_eq!(state, Some(kv_tier::ExportState::Failed));
     assert_eq!(store.held_bytes(), 0);
 }

@@ -46,7 +46,7 @@ fn filled(prompts: &[Vec<u32>]) -> Arc<HangStore> {
 /// Polls until a time has come.
 fn poll_until(engine: &mut Engine, end: Instant) {
     while Instant::now() < end {
-        engine.tiers.poll(&mut engine.cache).unwrap();
+        engine.cache.poll().unwrap();
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -56,16 +56,18 @@ fn poll_until(engine: &mut Engine, end: Instant) {
 fn run_until(engine: &mut Engine, prompt: &[u32], expected: u32) {
     let end = Instant::now() + Duration::from_mins(1);
     while engine.run(prompt, plain()).1 != expected {
-        assert!(Instant::now() < end, "{:?}", engine.tiers.stats());
+        assert!(Instant::now() < end, "{:?}", engine.cache.stats());
         empty_device(engine);
     }
 }
 
 /// Removes everything from the device, without waiting for stores.
 fn empty_device(engine: &mut Engine) {
-    engine.cache.reset().unwrap();
+    engine.cache.cache_mut().reset().unwrap();
     let end = Instant::now() + Duration::from_secs(20);
-    while engine.cache.state().num_holds() > 0 || !engine.cache.reset_prefixes().unwrap() {
+    while engine.cache.state().num_holds() > 0
+        || !engine.cache.cache_mut().reset_prefixes().unwrap()
+    {
         poll_until(engine, Instant::now() + Duration::from_millis(20));
         assert!(Instant::now() < end, "something is held");
     }
@@ -88,20 +90,18 @@ fn the_wait_limit_holds_whatever_hangs() {
             let mut timed = |began: Instant| longest = longest.max(began.elapsed());
             let prompted = Instant::now();
             let wait = Wait::For(limit);
-            let cache = &engine.cache;
-            let prefetch = engine.tiers.prefetch_within(cache, &prompt, &plain(), wait);
+            let prefetch = engine.cache.prefetch_within(&prompt, &plain(), wait);
             timed(prompted);
-            while !engine.tiers.is_ready(prefetch) {
+            while !engine.cache.is_ready(prefetch) {
                 let began = Instant::now();
-                engine.tiers.poll(&mut engine.cache).unwrap();
+                engine.cache.poll().unwrap();
                 timed(began);
                 std::thread::sleep(Duration::from_micros(200));
             }
             let waited = prompted.elapsed();
             let began = Instant::now();
             let sequence = kv_core::SequenceId(99);
-            let reused =
-                engine.tiers.start(&mut engine.cache, prefetch, sequence, plain()).unwrap();
+            let reused = engine.cache.start(prefetch, sequence, plain()).unwrap();
             timed(began);
             engine.compute(sequence, &prompt, reused);
             engine.check(sequence, &prompt);
@@ -136,13 +136,13 @@ fn hung_lookups_open_the_breaker_and_no_more_pile_up() {
     let mut waits = 0;
     // Past the first periods of the breaker.
     while begin.elapsed() < Duration::from_millis(2500) {
-        let prefetch = engine.tiers.prefetch(&engine.cache, &prompt, &plain());
-        waits += u32::from(!engine.tiers.is_ready(prefetch));
+        let prefetch = engine.cache.prefetch(&prompt, &plain());
+        waits += u32::from(!engine.cache.is_ready(prefetch));
         engine.wait(prefetch);
-        assert!(engine.tiers.cancel(prefetch));
+        assert!(engine.cache.cancel(prefetch));
         std::thread::sleep(Duration::from_millis(5));
     }
-    let stats = engine.tiers.stats();
+    let stats = engine.cache.stats();
     assert_ne!(stats.stores[0].reads_breaker, BreakerState::Closed);
     // Four threads, and trials.
     assert!(waits <= 12, "{waits} prompts have waited");
@@ -159,22 +159,22 @@ fn a_read_that_hangs_is_asked_for_again_after_its_prompt_was_cancelled() {
         let store = filled(std::slice::from_ref(&prompt));
         let mut engine = Engine::new(spec(2048), identity(), options(&store));
         store.hang(Operation::Get, 1);
-        let first = engine.tiers.prefetch(&engine.cache, &prompt, &plain());
+        let first = engine.cache.prefetch(&prompt, &plain());
         let end = Instant::now() + Duration::from_secs(10);
         while store.calls(Operation::Get) < 2 {
-            engine.tiers.poll(&mut engine.cache).unwrap();
+            engine.cache.poll().unwrap();
             assert!(Instant::now() < end, "both chunks are read");
         }
         // Shares the read that hangs.
-        let second = engine.tiers.prefetch(&engine.cache, &prompt, &plain());
+        let second = engine.cache.prefetch(&prompt, &plain());
         if ends_by_start {
             engine.start(first, &prompt, plain());
             engine.forget();
         } else {
-            assert!(engine.tiers.cancel(first));
+            assert!(engine.cache.cancel(first));
         }
         engine.wait(second);
-        assert!(engine.tiers.cancel(second));
+        assert!(engine.cache.cancel(second));
         poll_until(&mut engine, Instant::now() + Duration::from_millis(150));
         run_until(&mut engine, &prompt, 512);
         store.release();
@@ -191,7 +191,7 @@ fn reads_that_hang_give_host_memory_back() {
     let options = options.with_store_options(Box::new(Arc::clone(&store)), lane);
     let mut engine = Engine::new(spec(2048), identity(), options);
     store.hang(Operation::Get, u64::MAX);
-    let prefetch = engine.tiers.prefetch(&engine.cache, &prompt, &plain());
+    let prefetch = engine.cache.prefetch(&prompt, &plain());
     engine.wait(prefetch);
     assert_eq!(engine.start(prefetch, &prompt, plain()).1, 0);
     empty_device(&mut engine);
@@ -199,9 +199,9 @@ fn reads_that_hang_give_host_memory_back() {
     engine.run(&text(2, 1300), plain());
     // The two threads keep a chunk each.
     let end = Instant::now() + Duration::from_secs(20);
-    while engine.tiers.stats().host_chunks < 5 {
+    while engine.cache.stats().host_chunks < 5 {
         poll_until(&mut engine, Instant::now() + Duration::from_millis(20));
-        assert!(Instant::now() < end, "{:?}", engine.tiers.stats());
+        assert!(Instant::now() < end, "{:?}", engine.cache.stats());
     }
     store.release();
 }
@@ -220,17 +220,17 @@ fn a_store_whose_writes_hang_stops_neither_host_memory_nor_other_stores() {
         for number in 1..5 {
             engine.run(&text(number, 1300), plain());
             let end = Instant::now() + Duration::from_secs(20);
-            while engine.tiers.stats().offloaded < u64::from(number) * 5 {
+            while engine.cache.stats().offloaded < u64::from(number) * 5 {
                 poll_until(&mut engine, Instant::now() + Duration::from_millis(20));
-                assert!(Instant::now() < end, "{:?}", engine.tiers.stats());
+                assert!(Instant::now() < end, "{:?}", engine.cache.stats());
             }
         }
         let begin = Instant::now();
         let deadline = begin + Duration::from_secs(4);
-        let left = engine.tiers.flush(&mut engine.cache, deadline).unwrap();
+        let left = engine.cache.flush(deadline).unwrap();
         assert!(left.writes >= 2, "two writes hang: {left:?}");
         assert!(begin.elapsed() < Duration::from_secs(20));
-        let stats = engine.tiers.stats();
+        let stats = engine.cache.stats();
         assert_eq!((stats.offloaded, stats.stores[1].writes), (20, 20), "{policy}: {stats:?}");
         assert_ne!(stats.stores[0].writes_breaker, BreakerState::Closed);
         empty_device(&mut engine);
@@ -251,7 +251,7 @@ fn tiers_with_hung_threads_are_dropped_in_bounded_time() {
     }
     let mut engine = Engine::new(spec(2048), identity(), options);
     store.hang(Operation::Contains, u64::MAX);
-    engine.tiers.prefetch(&engine.cache, &prompt, &plain());
+    engine.cache.prefetch(&prompt, &plain());
     store.wait_hanging(8);
     let begin = Instant::now();
     drop(engine);

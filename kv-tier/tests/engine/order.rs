@@ -23,9 +23,9 @@ fn a_copy_on_its_way_refuses_no_step() {
         let prompts: Vec<_> = (1..6).map(|number| text(number, 520)).collect();
         for prompt in &prompts {
             let (sequence, _) = engine.start_alone(prompt, plain());
-            engine.cache.release(sequence).unwrap();
+            engine.cache.cache_mut().release(sequence).unwrap();
             // Two chunks are on their way now.
-            engine.tiers.poll(&mut engine.cache).unwrap();
+            engine.cache.poll().unwrap();
             engine.assert_nothing_held();
         }
         engine.forget();
@@ -33,7 +33,7 @@ fn a_copy_on_its_way_refuses_no_step() {
             assert_eq!(engine.run(prompt, plain()).1, 512, "{blocks} blocks");
             engine.forget();
         }
-        assert_eq!(engine.tiers.stats().offload_missed, 0);
+        assert_eq!(engine.cache.stats().offload_missed, 0);
     }
 }
 
@@ -46,13 +46,13 @@ fn a_block_that_is_copied_is_written_after_that() {
         let mut engine = Engine::new(spec, identity(), TierOptions::new().with_host(4 << 20));
         let prompt = text(1, 512);
         let (sequence, _) = engine.start_alone(&prompt, plain());
-        engine.tiers.poll(&mut engine.cache).unwrap();
-        engine.cache.truncate(sequence, 509).unwrap();
+        engine.cache.poll().unwrap();
+        engine.cache.cache_mut().truncate(sequence, 509).unwrap();
         let other = [&prompt[..509], &[7, 8, 9, 10, 11, 12, 13]].concat();
         engine.compute(sequence, &other, 509);
         engine.check(sequence, &other);
-        engine.cache.release(sequence).unwrap();
-        assert!(engine.cache.forget_prefix(&other, plain(), 0).unwrap() > 0);
+        engine.cache.cache_mut().release(sequence).unwrap();
+        assert!(engine.cache.cache_mut().forget_prefix(&other, plain(), 0).unwrap() > 0);
         engine.forget();
         // The last token is always computed.
         let longer = [&prompt[..], &[5]].concat();
@@ -84,28 +84,28 @@ fn a_read_waits_for_room_and_not_for_the_writes_of_others() {
         .with_store_options(Box::new(Arc::clone(&writes)), rule(WritePolicy::OnLeave));
     let mut engine = Engine::new(spec(512), identity(), options);
     engine.run(&prompts[0], plain());
-    while engine.tiers.stats().host_chunks < 2 {
-        engine.tiers.poll(&mut engine.cache).unwrap();
+    while engine.cache.stats().host_chunks < 2 {
+        engine.cache.poll().unwrap();
     }
     // Takes the last room.
     reads.hang(Operation::Get, 1);
-    let lost = engine.tiers.prefetch(&engine.cache, &prompts[1], &plain());
+    let lost = engine.cache.prefetch(&prompts[1], &plain());
     poll_until_hanging(&mut engine, &reads, Operation::Get);
     // The last chunk of the first prompt has to leave.
     writes.hang(Operation::Put, u64::MAX);
-    let waiting = engine.tiers.prefetch(&engine.cache, &prompts[2], &plain());
+    let waiting = engine.cache.prefetch(&prompts[2], &plain());
     poll_until_hanging(&mut engine, &writes, Operation::Put);
-    assert!(!engine.tiers.is_ready(waiting), "there is no room");
+    assert!(!engine.cache.is_ready(waiting), "there is no room");
     reads.remove(&names(&prompts[1], &identity()), soon()).unwrap();
     reads.release();
     let end = Instant::now() + Duration::from_secs(10);
-    while !engine.tiers.is_ready(waiting) {
-        engine.tiers.poll(&mut engine.cache).unwrap();
+    while !engine.cache.is_ready(waiting) {
+        engine.cache.poll().unwrap();
         assert!(Instant::now() < end, "it waits for the write");
     }
     assert_eq!(engine.start(waiting, &prompts[2], plain()).1, 256);
-    assert!(engine.tiers.cancel(lost));
-    assert_eq!(engine.tiers.stats().stores[1].writes, 0, "it hangs still");
+    assert!(engine.cache.cancel(lost));
+    assert_eq!(engine.cache.stats().stores[1].writes, 0, "it hangs still");
     writes.release();
     engine.forget();
 }
@@ -113,7 +113,7 @@ fn a_read_waits_for_room_and_not_for_the_writes_of_others() {
 fn poll_until_hanging(engine: &mut Engine, store: &HangStore, operation: Operation) {
     let end = soon();
     while store.calls(operation) == 0 {
-        engine.tiers.poll(&mut engine.cache).unwrap();
+        engine.cache.poll().unwrap();
         assert!(Instant::now() < end, "no call came");
     }
     store.wait_hanging(1);
@@ -122,9 +122,9 @@ fn poll_until_hanging(engine: &mut Engine, store: &HangStore, operation: Operati
 /// Polls until a store has some number of chunks.
 fn poll_until_written(engine: &mut Engine, writes: u64) {
     let end = soon();
-    while engine.tiers.stats().stores[0].writes < writes {
-        engine.tiers.poll(&mut engine.cache).unwrap();
-        assert!(Instant::now() < end, "{:?}", engine.tiers.stats());
+    while engine.cache.stats().stores[0].writes < writes {
+        engine.cache.poll().unwrap();
+        assert!(Instant::now() < end, "{:?}", engine.cache.stats());
     }
 }
 
@@ -143,21 +143,21 @@ fn what_is_pinned_later_is_written_at_once() {
     engine.flush();
     engine.run(&there, plain());
     engine.flush();
-    assert_eq!(engine.tiers.stats().stores[0].writes, 0);
+    assert_eq!(engine.cache.stats().stores[0].writes, 0);
     // In host memory.
-    let pin = engine.cache.pin_prefix(&there, plain());
+    let pin = engine.cache.cache_mut().pin_prefix(&there, plain());
     assert_eq!(pin.tokens, 600);
     poll_until_written(&mut engine, 2);
     // On the device alone.
-    let second = engine.cache.pin_prefix(&gone, plain());
+    let second = engine.cache.cache_mut().pin_prefix(&gone, plain());
     poll_until_written(&mut engine, 4);
     for pin in [pin, second] {
-        assert!(engine.cache.unpin(pin.id).unwrap());
+        assert!(engine.cache.cache_mut().unpin(pin.id).unwrap());
     }
     // Nothing is written twice, and nothing that is not pinned any more.
     engine.run(&other, plain());
-    engine.cache.pin_prefix(&there, plain());
+    engine.cache.cache_mut().pin_prefix(&there, plain());
     engine.flush();
-    let stats = engine.tiers.stats();
+    let stats = engine.cache.stats();
     assert_eq!(stats.stores[0].writes, 4, "{stats:?}");
 }

@@ -98,7 +98,7 @@ fn windows_and_groups_come_back_as_far_as_their_blocks_are_there() {
             let (sequence, _) = one.start_alone(&tokens, plain());
             let info = one.dump(sequence, b"", &path).unwrap();
             assert!(info.is_whole, "a prompt in one step leaves all blocks in the index");
-            one.cache.release(sequence).unwrap();
+            one.cache.cache_mut().release(sequence).unwrap();
             let more = text(1, len + 1);
             let most = [&more, &tokens].map(|prompt| one.cache.state().probe(prompt, plain()));
             let mut other = engine(spec());
@@ -195,7 +195,7 @@ fn without_room_nothing_is_evicted() {
     let mut small = engine(spec(7));
     let (held, _) = small.start_alone(&text(2, 30)[10..16], plain());
     let (idle, _) = small.start_alone(&text(3, 30)[10..13], plain());
-    small.cache.release(idle).unwrap();
+    small.cache.cache_mut().release(idle).unwrap();
     let before: Vec<_> =
         small.cache.state().stored_blocks(GroupId(0)).map(|block| block.key).collect();
     let refused = small.load(&path, &plain()).unwrap_err();
@@ -203,7 +203,7 @@ fn without_room_nothing_is_evicted() {
     let after: Vec<_> =
         small.cache.state().stored_blocks(GroupId(0)).map(|block| block.key).collect();
     assert_eq!(before, after);
-    small.cache.release(held).unwrap();
+    small.cache.cache_mut().release(held).unwrap();
     assert_eq!(small.load(&path, &plain()).unwrap().cached, 22);
 }
 
@@ -295,7 +295,7 @@ fn what_cannot_be_written_is_refused_and_the_file_before_stays() {
     fs::write(&path, b"before").unwrap();
     let mut dump = |sequence| one.dump(sequence, b"", &path).unwrap_err();
     assert!(matches!(dump(SequenceId(9)), SessionError::UnknownSequence { .. }));
-    one.cache.start(SequenceId(9), &[1, 2], plain().with_reuse(false)).unwrap();
+    one.cache.cache_mut().start(SequenceId(9), &[1, 2], plain().with_reuse(false)).unwrap();
     let mut dump = |sequence| one.dump(sequence, b"", &path).unwrap_err();
     assert!(matches!(dump(SequenceId(9)), SessionError::NotReusable { .. }));
     one.cache.begin_step(&[StepInput::tokens(sequence, &[5])]).unwrap().hold();
@@ -303,12 +303,12 @@ fn what_cannot_be_written_is_refused_and_the_file_before_stays() {
     assert!(matches!(dump(sequence), SessionError::StepOpen));
     let loaded = one.load(&path, &plain());
     assert!(matches!(loaded, Err(SessionError::StepOpen)));
-    drop(one.cache.held());
+    drop(one.cache.cache_mut().held());
     assert_eq!(fs::read(&path).unwrap(), b"before");
     let none = one.load(&folder.path().join("none.kvs"), &plain());
     assert!(matches!(none, Err(SessionError::Io { operation: "read", .. })));
-    one.cache.release(sequence).unwrap();
-    one.cache.release(SequenceId(9)).unwrap();
+    one.cache.cache_mut().release(sequence).unwrap();
+    one.cache.cache_mut().release(SequenceId(9)).unwrap();
     one.assert_nothing_held();
 }
 

@@ -2,6 +2,7 @@
 use kv_core::backend::Plane;
 use kv_core::error::PlanError;
 use kv_core::{CacheError, QkvFormat, SequenceId, StepInput, TensorView, TensorViewMut};
+use kv_tier::TierError;
 
 use crate::kind::{HEADS, LAYERS};
 use crate::prompt::rows;
@@ -49,9 +50,9 @@ impl World {
         let may_fail = self.is_armed;
         let mut step = match self.cache.begin_step(&inputs) {
             Ok(step) => step,
-            Err(CacheError::Exhausted(_) | CacheError::Plan(PlanError::SequenceTooLong { .. })) => {
-                return false;
-            }
+            Err(TierError::Cache(
+                CacheError::Exhausted(_) | CacheError::Plan(PlanError::SequenceTooLong { .. }),
+            )) => return false,
             Err(error) => {
                 done(may_fail, Err::<(), _>(error));
                 return false;
@@ -103,7 +104,10 @@ impl World {
                     let mut got = vec![0.0_f32; count as usize * width];
                     let out = TensorViewMut::host(&mut got, &[1, count, HEADS, self.kind.dim()]);
                     let range = [(live.id, begin, count)];
-                    self.cache.gather(layer, plane, &range, out, QkvFormat::Bshd).unwrap();
+                    self.cache
+                        .cache_mut()
+                        .gather(layer, plane, &range, out, QkvFormat::Bshd)
+                        .unwrap();
                     let expected = &expected[begin as usize * width..];
                     let tolerance = self.kind.tolerance();
                     let wrong =
@@ -123,7 +127,7 @@ impl World {
         let id = SequenceId(self.next);
         self.next += 1;
         let (asked, tokens) = (self.live[at].asked.clone(), self.live[at].tokens.clone());
-        let forked = self.cache.fork(self.live[at].id, id);
+        let forked = self.cache.cache_mut().fork(self.live[at].id, id);
         if self.done(forked).is_some() {
             self.live.push(Live { id, asked, tokens });
             self.check(self.live.len() - 1);
@@ -137,7 +141,7 @@ impl World {
         let at = self.rng.below(self.live.len() as u32) as usize;
         let live = &self.live[at];
         let len = self.rng.below(live.tokens.len() as u32 + 1);
-        let truncated = self.cache.truncate(live.id, len);
+        let truncated = self.cache.cache_mut().truncate(live.id, len);
         if matches!(truncated, Err(CacheError::Plan(PlanError::OutOfWindow { .. }))) {
             return;
         }
@@ -157,15 +161,15 @@ impl World {
         let ended = match self.rng.below(8) {
             0 => {
                 self.live.clear();
-                self.cache.reset()
+                self.cache.cache_mut().reset()
             }
             1 => {
-                let forgotten = self.cache.forget_sequence(live.id);
+                let forgotten = self.cache.cache_mut().forget_sequence(live.id);
                 self.done(forgotten);
-                self.cache.release(live.id)
+                self.cache.cache_mut().release(live.id)
             }
-            2..5 => self.cache.preempt(live.id),
-            _ => self.cache.release(live.id),
+            2..5 => self.cache.cache_mut().preempt(live.id),
+            _ => self.cache.cache_mut().release(live.id),
         };
         self.done(ended);
         assert!(!self.cache.state().contains(live.id));

@@ -12,7 +12,7 @@ use kv_cpu::{CpuBackend, CpuOptions};
 use kv_testkit::LateDevice;
 use kv_tier::{
     BlockStore, ChunkAddress, ChunkSpec, Identity, ModelDigest, PrefetchId, Session, SessionError,
-    SessionInfo, StoreOptions, TierError, TierOptions, Tiers, session,
+    SessionInfo, StoreOptions, TierError, TierOptions, TieredCache, session,
 };
 
 /// Layers of the caches here, KV heads, and values of a head.
@@ -31,8 +31,7 @@ pub(crate) fn late() -> Late {
 
 /// A cache, its tiers, and what they have computed and reused.
 pub(crate) struct Engine<B: Backend = Late> {
-    pub(crate) cache: KvCache<B>,
-    pub(crate) tiers: Tiers<B>,
+    pub(crate) cache: TieredCache<B>,
     identity: Identity,
     next: u64,
 }
@@ -66,7 +65,7 @@ impl Engine {
 
     pub(crate) fn try_new(spec: CacheSpec, options: TierOptions) -> Result<(), TierError> {
         let cache = KvCache::new(late(), spec).unwrap();
-        Tiers::new(&cache, identity(), options).map(drop)
+        TieredCache::new(cache, identity(), options).map(drop)
     }
 }
 
@@ -78,8 +77,8 @@ impl<B: Backend> Engine<B> {
         options: TierOptions,
     ) -> Self {
         let cache = KvCache::new(backend, spec).unwrap();
-        let tiers = Tiers::new(&cache, identity.clone(), options).unwrap();
-        Self { cache, tiers, identity, next: 0 }
+        let cache = TieredCache::new(cache, identity.clone(), options).unwrap();
+        Self { cache, identity, next: 0 }
     }
 
     pub(crate) fn dump(
@@ -88,7 +87,7 @@ impl<B: Backend> Engine<B> {
         note: &[u8],
         to: &Path,
     ) -> Result<SessionInfo, SessionError> {
-        session::dump(&mut self.cache, &self.identity, sequence, note, to)
+        session::dump(self.cache.cache_mut(), &self.identity, sequence, note, to)
     }
 
     pub(crate) fn load(
@@ -96,20 +95,20 @@ impl<B: Backend> Engine<B> {
         from: &Path,
         options: &StartOptions<'_>,
     ) -> Result<Session, SessionError> {
-        session::load(&mut self.cache, &self.identity, from, options)
+        session::load(self.cache.cache_mut(), &self.identity, from, options)
     }
 
     /// Starts a prompt after everything has come that can, computes the rest, checks every row of
     /// it, and returns sequence and reused tokens.
     pub(crate) fn run(&mut self, prompt: &[u32], options: StartOptions<'_>) -> (SequenceId, u32) {
-        let prefetch = self.tiers.prefetch(&self.cache, prompt, &options);
+        let prefetch = self.cache.prefetch(prompt, &options);
         self.wait(prefetch);
         self.start(prefetch, prompt, options)
     }
 
     pub(crate) fn wait(&mut self, prefetch: PrefetchId) {
-        while !self.tiers.is_ready(prefetch) {
-            self.tiers.poll(&mut self.cache).unwrap();
+        while !self.cache.is_ready(prefetch) {
+            self.cache.poll().unwrap();
             std::thread::sleep(Duration::from_micros(50));
         }
     }
@@ -122,11 +121,11 @@ impl<B: Backend> Engine<B> {
     ) -> (SequenceId, u32) {
         let sequence = SequenceId(self.next);
         self.next += 1;
-        let reused = self.tiers.start(&mut self.cache, prefetch, sequence, options).unwrap();
+        let reused = self.cache.start(prefetch, sequence, options).unwrap();
         assert_eq!(self.cache.state().seq_len(sequence), Some(reused));
         self.compute(sequence, prompt, reused);
         self.check(sequence, prompt);
-        self.tiers.poll(&mut self.cache).unwrap();
+        self.cache.poll().unwrap();
         (sequence, reused)
     }
 
@@ -138,7 +137,7 @@ impl<B: Backend> Engine<B> {
     ) -> (SequenceId, u32) {
         let sequence = SequenceId(self.next);
         self.next += 1;
-        let reused = self.cache.start(sequence, prompt, options).unwrap();
+        let reused = self.cache.cache_mut().start(sequence, prompt, options).unwrap();
         self.compute(sequence, prompt, reused);
         self.check(sequence, prompt);
         (sequence, reused)
@@ -173,7 +172,7 @@ impl<B: Backend> Engine<B> {
                 let mut got = vec![0.0_f32; expected.len()];
                 let out = TensorViewMut::host(&mut got, &[1, len - first, HEADS, DIM]);
                 let ranges = [(sequence, first, len - first)];
-                self.cache.gather(layer, plane, &ranges, out, QkvFormat::Bshd).unwrap();
+                self.cache.cache_mut().gather(layer, plane, &ranges, out, QkvFormat::Bshd).unwrap();
                 let wrong = got.iter().zip(&expected).position(|(a, b)| a != b);
                 assert_eq!(wrong.map(|at| at / WIDTH), None, "layer {layer}, {plane:?}");
             }
@@ -182,18 +181,18 @@ impl<B: Backend> Engine<B> {
 
     pub(crate) fn flush(&mut self) {
         let deadline = Instant::now() + Duration::from_secs(30);
-        let left = self.tiers.flush(&mut self.cache, deadline).unwrap();
-        assert!(left.is_empty(), "{left:?} of {:?}", self.tiers);
+        let left = self.cache.flush(deadline).unwrap();
+        assert!(left.is_empty(), "{left:?} of {:?}", self.cache);
     }
 
     /// Ends all sequences and removes everything reusable from the device.
     pub(crate) fn forget(&mut self) {
         let live: Vec<_> = self.cache.state().sequences().collect();
         for sequence in live {
-            self.cache.release(sequence).unwrap();
+            self.cache.cache_mut().release(sequence).unwrap();
         }
         self.flush();
-        assert!(self.cache.reset_prefixes().unwrap(), "something is held");
+        assert!(self.cache.cache_mut().reset_prefixes().unwrap(), "something is held");
     }
 
     /// Checks that nothing is held for the tiers.

@@ -124,26 +124,26 @@ impl Run {
                 let (tokens, salt) = Self::text(number);
                 let options = StartOptions::default().with_salt(salt);
                 self.forget(|engine, end| {
-                    let Engine { cache, tiers, .. } = engine;
-                    tiers.forget_prefix(cache, &tokens, options, COMMON, end)
+                    let Engine { cache, .. } = engine;
+                    cache.forget_prefix(&tokens, options, COMMON, end)
                 });
                 self.texts[number] = State::Gone;
             }
             10 => {
                 let salt = SALTS[number % SALTS.len()];
-                self.forget(|Engine { cache, tiers, .. }, end| tiers.forget_salt(cache, salt, end));
+                self.forget(|Engine { cache, .. }, end| cache.forget_salt(salt, end));
                 let texts = (0..TEXTS).filter(|text| Self::text(*text).1 == salt);
                 texts.for_each(|text| self.texts[text] = State::Gone);
             }
             _ if self.rng.one_in(3) => {
-                self.forget(|Engine { cache, tiers, .. }, end| tiers.forget_all(cache, end));
+                self.forget(|Engine { cache, .. }, end| cache.forget_all(end));
                 self.texts = [State::Gone; TEXTS];
             }
             _ => {
-                let Engine { cache, tiers, .. } = self.engine();
-                tiers.poll(cache).unwrap();
+                let Engine { cache, .. } = self.engine();
+                cache.poll().unwrap();
                 // Not while a copy holds a block.
-                if cache.reset_prefixes().unwrap() {
+                if cache.cache_mut().reset_prefixes().unwrap() {
                     self.note_fresh(State::Unknown);
                 }
             }
@@ -157,10 +157,10 @@ impl Run {
         let state = self.texts[number];
         let engine = self.engine();
         let options = StartOptions::default().with_salt(salt);
-        let prefetch = engine.tiers.prefetch(&engine.cache, &tokens, &options);
+        let prefetch = engine.cache.prefetch(&tokens, &options);
         engine.wait(prefetch);
         let (sequence, reused) = engine.start(prefetch, &tokens, options);
-        engine.cache.release(sequence).unwrap();
+        engine.cache.cache_mut().release(sequence).unwrap();
         // Whole chunks of each group.
         let whole = (tokens.len() as u32 - 1) / COMMON * COMMON;
         match state {
@@ -179,8 +179,8 @@ impl Run {
     }
 
     fn flush(&mut self) {
-        let Engine { cache, tiers, .. } = self.engine();
-        let left = tiers.flush(cache, soon()).unwrap();
+        let Engine { cache, .. } = self.engine();
+        let left = cache.flush(soon()).unwrap();
         self.log.push(format!("left {left:?}"));
         if left.is_empty() {
             self.note_fresh(State::Written);

@@ -14,7 +14,7 @@ use kv_testkit::{FaultInjector, FaultKind};
 use kv_tier::policy::{WritePolicy, WriteRule};
 use kv_tier::{
     BlockStore, Identity, MemoryStore, ModelDigest, PrefetchId, StoreOptions, TierError,
-    TierOptions, Tiers, Wait,
+    TierOptions, TieredCache, Wait,
 };
 
 use crate::kind::{Kind, LAYERS};
@@ -37,8 +37,7 @@ pub(crate) struct World {
     pub(crate) rng: Rng,
     pub(crate) kind: Kind,
     spec: CacheSpec,
-    pub(crate) cache: KvCache<Device>,
-    tiers: Option<Tiers<Device>>,
+    pub(crate) cache: TieredCache<Device>,
     stores: [Store; 2],
     prefetches: Vec<(PrefetchId, Asked)>,
     /// Prompts that come again.
@@ -81,13 +80,12 @@ impl World {
             number += 1;
             Arc::new(FaultStore::new(within, schedule))
         });
-        let cache = cache(&spec);
-        let mut world = Self {
+        let cache = open(&mut rng, kind, &stores, cache(&spec));
+        Self {
             rng,
             kind,
             spec,
             cache,
-            tiers: None,
             stores,
             prefetches: Vec::new(),
             asked: Vec::new(),
@@ -100,9 +98,7 @@ impl World {
             is_armed: false,
             device_faults: 0,
             reader: Consumer::default(),
-        };
-        world.open();
-        world
+        }
     }
 
     pub(crate) fn kind(&self) -> String {
@@ -121,7 +117,7 @@ impl World {
             let (more, kind) = (self.rng.pick(&[4, 30, 300]), self.rng.pick(&FaultKind::ALL));
             let more = self.rng.below(more);
             self.log.push(format!("{kind:?} after {more}"));
-            self.cache.backend().fail(more.into(), kind);
+            self.cache.cache().backend().fail(more.into(), kind);
             self.is_armed = true;
         }
     }
@@ -129,39 +125,13 @@ impl World {
     /// Ends what [`Self::arm`] began.
     pub(crate) fn disarm(&mut self) {
         self.is_armed = false;
-        self.device_faults += u64::from(self.cache.backend().clear());
+        self.device_faults += u64::from(self.cache.cache().backend().clear());
     }
 
     /// Returns the result of a call; `None` if the device failed in it.
     #[track_caller]
     pub(crate) fn done<T>(&self, result: Result<T, impl Into<TierError>>) -> Option<T> {
         done(self.is_armed, result)
-    }
-
-    fn open(&mut self) {
-        let rng = &mut self.rng;
-        let digest = |name: &str| ModelDigest::of_bytes(name.as_bytes());
-        let identity = Identity::new(digest("weights"))
-            .with_adapter(1, digest("one"))
-            .with_adapter(3, digest("three"))
-            .with_adapter(4, digest("three"));
-        let policies = [WritePolicy::OnPublish, WritePolicy::OnLeave, WritePolicy::Never];
-        let mut options = TierOptions::new()
-            .with_host(rng.pick(&[64 << 10, 160 << 10, 4 << 20]))
-            .with_chunk_blocks(if self.kind.is_coded() { 1 } else { 2 })
-            .with_wait(rng.pick(&[Wait::All, Wait::Compute, Wait::For(Duration::from_millis(1))]));
-        for store in &self.stores {
-            let lane = StoreOptions::new(Tier::Disk)
-                .with_write(WriteRule::new(rng.pick(&policies)))
-                .with_threads(rng.pick(&[1, 3]))
-                .with_waiting_writes(rng.pick(&[1, 64]));
-            options = options.with_store_options(Box::new(Arc::clone(store)), lane);
-        }
-        self.tiers = Some(Tiers::new(&self.cache, identity, options).unwrap());
-    }
-
-    fn tiers(&mut self) -> (&mut Tiers<Device>, &mut KvCache<Device>) {
-        (self.tiers.as_mut().unwrap(), &mut self.cache)
     }
 
     /// Does one thing.
@@ -181,8 +151,7 @@ impl World {
             23 => self.recalibrate(),
             24 => {
                 let wait = Duration::from_millis(self.rng.below(20).into());
-                let (tiers, cache) = self.tiers();
-                let flushed = tiers.flush(cache, Instant::now() + wait);
+                let flushed = self.cache.flush(Instant::now() + wait);
                 self.done(flushed);
             }
             25 => self.reopen(),
@@ -190,7 +159,8 @@ impl World {
             27 => self.start_in_a_step(),
             28 => {
                 let asked = Asked::choose(&mut self.rng);
-                let forgotten = self.cache.forget_prefix(&asked.prompt, asked.options(), 0);
+                let forgotten =
+                    self.cache.cache_mut().forget_prefix(&asked.prompt, asked.options(), 0);
                 self.done(forgotten);
             }
             29 => self.forget(),
@@ -207,15 +177,14 @@ impl World {
         if !self.rng.one_in(4) {
             (0..self.live.len()).for_each(|at| self.check(at));
             self.arm();
-            let reset = self.cache.reset();
+            let reset = self.cache.cache_mut().reset();
             self.done(reset);
             self.live.clear();
             self.unpin();
-            let (tiers, cache) = self.tiers();
-            let flushed = tiers.flush(cache, Instant::now() + Duration::from_millis(20));
+            let flushed = self.cache.flush(Instant::now() + Duration::from_millis(20));
             self.done(flushed);
         }
-        let is_empty = self.cache.reset_prefixes();
+        let is_empty = self.cache.cache_mut().reset_prefixes();
         let is_empty = self.done(is_empty);
         self.log.push(format!("empty: {is_empty:?}"));
     }
@@ -227,12 +196,12 @@ impl World {
         let live = self.live.first().map(|live| live.id);
         let options = StartOptions::default().with_salt(salt);
         let end = Instant::now() + Duration::from_millis(self.rng.below(30).into());
-        let (tiers, cache) = self.tiers();
+        let cache = &mut self.cache;
         let forgotten = match (kind, live) {
-            (0, Some(live)) => tiers.forget_sequence(cache, live, end),
-            (0 | 1, _) => tiers.forget_prefix(cache, prompt, options, keep, end),
-            (2, _) => tiers.forget_salt(cache, salt, end),
-            _ => match tiers.forget_all(cache, end) {
+            (0, Some(live)) => cache.forget_sequence(live, end),
+            (0 | 1, _) => cache.forget_prefix(prompt, options, keep, end),
+            (2, _) => cache.forget_salt(salt, end),
+            _ => match cache.forget_all(end) {
                 Err(TierError::Held) => return,
                 forgotten => forgotten,
             },
@@ -241,25 +210,23 @@ impl World {
     }
 
     fn poll(&mut self) {
-        let (tiers, cache) = self.tiers();
-        let polled = tiers.poll(cache);
+        let polled = self.cache.poll();
         self.done(polled);
         self.read_events();
     }
 
     /// Lets the reader follow, and checks that he knows what can be reused.
     fn read_events(&mut self) {
-        let Self { reader, tiers, cache, rng, .. } = self;
-        let tiers = tiers.as_mut().unwrap();
-        reader.apply(&cache.take_events()).unwrap();
+        let Self { reader, cache, rng, .. } = self;
+        reader.apply(&cache.cache_mut().take_events()).unwrap();
         if reader.is_lost() {
-            let snapshot = tiers.snapshot(cache);
+            let snapshot = cache.snapshot();
             // The snapshot has them.
-            cache.take_events();
+            cache.cache_mut().take_events();
             reader.resync(&snapshot);
         } else if rng.one_in(8) {
-            let snapshot = tiers.snapshot(cache);
-            reader.apply(&cache.take_events()).unwrap();
+            let snapshot = cache.snapshot();
+            reader.apply(&cache.cache_mut().take_events()).unwrap();
             if reader.is_lost() {
                 reader.resync(&snapshot);
             } else {
@@ -270,7 +237,7 @@ impl World {
 
     fn unpin(&mut self) {
         for pin in std::mem::take(&mut self.pins) {
-            let unpinned = self.cache.unpin(pin);
+            let unpinned = self.cache.cache_mut().unpin(pin);
             assert_ne!(self.done(unpinned), Some(false));
         }
     }
@@ -289,11 +256,10 @@ impl World {
             self.asked.push(asked.clone());
         }
         let wait = self.rng.pick(&[None, Some(Wait::None), Some(Wait::All)]);
-        let tiers = self.tiers.as_mut().unwrap();
         let (prompt, options) = (&asked.prompt, asked.options());
         let prefetch = match wait {
-            None => tiers.prefetch(&self.cache, prompt, &options),
-            Some(wait) => tiers.prefetch_within(&self.cache, prompt, &options, wait),
+            None => self.cache.prefetch(prompt, &options),
+            Some(wait) => self.cache.prefetch_within(prompt, &options, wait),
         };
         self.prefetches.push((prefetch, asked));
         if self.prefetches.len() > 5 {
@@ -307,7 +273,7 @@ impl World {
         }
         let at = self.rng.below(self.prefetches.len() as u32) as usize;
         let (prefetch, _) = self.prefetches.remove(at);
-        assert!(self.tiers().0.cancel(prefetch));
+        assert!(self.cache.cancel(prefetch));
     }
 
     fn start(&mut self) {
@@ -318,7 +284,7 @@ impl World {
         let (prefetch, asked) = self.prefetches.remove(at);
         if !self.rng.one_in(3) {
             let end = Instant::now() + Duration::from_secs(30);
-            while !self.tiers().0.is_ready(prefetch) {
+            while !self.cache.is_ready(prefetch) {
                 self.poll();
                 assert!(Instant::now() < end, "a prefetch is never ready");
                 std::thread::sleep(Duration::from_micros(20));
@@ -326,9 +292,12 @@ impl World {
         }
         let id = SequenceId(self.next);
         self.next += 1;
-        let (tiers, cache) = self.tiers();
-        let started = tiers.start(cache, prefetch, id, asked.options());
-        assert_eq!(cache.state().contains(id), started.is_ok(), "{started:?}");
+        let started = if self.rng.one_in(3) {
+            self.start_in_next_step(prefetch, id, &asked)
+        } else {
+            self.cache.start(prefetch, id, asked.options())
+        };
+        assert_eq!(self.cache.state().contains(id), started.is_ok(), "{started:?}");
         if matches!(started, Err(TierError::Cache(CacheError::Device(_)))) {
             self.done(started);
             self.disarm();
@@ -337,7 +306,7 @@ impl World {
             assert_eq!(self.cache.state().num_imports(), 0);
             return;
         }
-        assert_eq!(cache.state().num_imports(), 0, "{started:?}");
+        assert_eq!(self.cache.state().num_imports(), 0, "{started:?}");
         match started {
             Ok(reused) => {
                 self.log.push(format!("start {} reuses {reused}", asked.prompt.len()));
@@ -359,7 +328,7 @@ impl World {
                 );
                 assert!(is_known, "{error}");
                 self.disarm();
-                let without = self.cache.start(id, &asked.prompt, asked.options());
+                let without = self.cache.cache_mut().start(id, &asked.prompt, asked.options());
                 assert!(without.is_err(), "{error}, but {without:?} without tiers");
             }
             Err(error) => panic!("{error}"),
@@ -374,7 +343,7 @@ impl World {
             return self.unpin();
         }
         let asked = Asked::choose(&mut self.rng);
-        self.pins.push(self.cache.pin_prefix(&asked.prompt, asked.options()).id);
+        self.pins.push(self.cache.cache_mut().pin_prefix(&asked.prompt, asked.options()).id);
     }
 
     fn recalibrate(&mut self) {
@@ -389,7 +358,7 @@ impl World {
         };
         let layer = || LayerCalibration { k: of(mean), v: PlaneCalibration::default() };
         let given = Calibration::new((0..LAYERS).map(|_| layer()).collect());
-        match self.cache.recalibrate(given) {
+        match self.cache.cache_mut().recalibrate(given) {
             Ok(()) => self.recalibrated += 1,
             Err(CacheError::Plan(PlanError::State { .. })) => {}
             Err(error) => _ = self.done(Err::<(), _>(error)),
@@ -400,18 +369,48 @@ impl World {
     /// Ends the tiers, and often the process with them, and opens others over the same stores.
     fn reopen(&mut self) {
         self.disarm();
-        let stats = self.tiers().0.stats();
+        let stats = self.cache.stats();
         self.loaded += stats.loaded_tokens;
-        self.tiers = None;
         self.prefetches.clear();
+        // What stands for the cache until it has its tiers again.
+        let Self { rng, kind, stores, spec, .. } = self;
+        let stand_in = open(rng, *kind, stores, cache(spec));
+        let before = std::mem::replace(&mut self.cache, stand_in);
         if self.rng.one_in(2) {
             self.live.clear();
             self.pins.clear();
             self.recalibrated = 0;
-            self.cache = cache(&self.spec);
             self.reader = Consumer::default();
+            return;
         }
-        self.open();
+        let before = before.into_cache();
+        self.cache = open(&mut self.rng, self.kind, &self.stores, before);
+    }
+
+    /// Starts a sequence in an open step, with blocks that were brought before it.
+    fn start_in_next_step(
+        &mut self,
+        prefetch: PrefetchId,
+        id: SequenceId,
+        asked: &Asked,
+    ) -> Result<u32, TierError> {
+        let was_brought = self.cache.bring(prefetch, &asked.options())?;
+        let mut step = self.cache.begin_step(&[])?;
+        let started = step.start(id, &asked.prompt, asked.options());
+        // Without inputs, a commit needs no writes, and the sequence stays.
+        let ended = match started {
+            Ok(_) => step.commit(),
+            Err(_) => {
+                step.roll_back();
+                Ok(())
+            }
+        };
+        assert!(!was_brought || self.cache.state().num_imports() > 0, "the step holds them");
+        // Releases them, whatever the device does then.
+        let polled = self.cache.poll();
+        self.done(polled);
+        ended?;
+        Ok(started?)
     }
 
     fn start_in_a_step(&mut self) {
@@ -422,11 +421,10 @@ impl World {
         self.prefetch();
         let (prefetch, asked) = self.prefetches.pop().unwrap();
         let id = SequenceId(self.next);
-        let (tiers, cache) = self.tiers();
-        let refused = tiers.start(cache, prefetch, id, asked.options()).unwrap_err();
+        let refused = self.cache.start(prefetch, id, asked.options()).unwrap_err();
         assert!(matches!(refused, TierError::Cache(CacheError::Plan(_))), "{refused}");
-        assert!(matches!(tiers.flush(cache, Instant::now()), Err(TierError::StepOpen)));
-        drop(self.cache.held());
+        assert!(matches!(self.cache.flush(Instant::now()), Err(TierError::StepOpen)));
+        drop(self.cache.cache_mut().held());
         assert_eq!(self.cache.state().num_imports(), 0);
     }
 
@@ -441,17 +439,17 @@ impl World {
             self.cancel();
         }
         for live in self.live.drain(..) {
-            self.cache.release(live.id).unwrap();
+            self.cache.cache_mut().release(live.id).unwrap();
         }
         self.unpin();
-        let (tiers, cache) = self.tiers();
+        let cache = &mut self.cache;
         // A store whose breaker is open is not waited for.
         let end = Instant::now() + Duration::from_secs(30);
-        while tiers.flush(cache, Instant::now() + Duration::from_millis(20)).unwrap().copies > 0 {
-            assert!(Instant::now() < end, "{tiers:?}");
+        while cache.flush(Instant::now() + Duration::from_millis(20)).unwrap().copies > 0 {
+            assert!(Instant::now() < end, "{cache:?}");
         }
         self.read_events();
-        let (tiers, cache) = self.tiers();
+        let cache = &mut self.cache;
         assert_eq!(
             (
                 cache.state().num_holds(),
@@ -460,14 +458,41 @@ impl World {
             ),
             (0, 0, 0)
         );
-        assert!(cache.reset_prefixes().unwrap(), "a block is held");
-        let stats = tiers.stats();
+        assert!(cache.cache_mut().reset_prefixes().unwrap(), "a block is held");
+        let stats = cache.stats();
         assert!(stats.host_bytes <= stats.host_capacity, "{stats:?}");
         for store in &stats.stores {
             assert!(store.found <= store.lookups, "{store:?}");
         }
         self.loaded + stats.loaded_tokens
     }
+}
+
+/// Puts tiers below a cache.
+fn open(
+    rng: &mut Rng,
+    kind: Kind,
+    stores: &[Store; 2],
+    cache: KvCache<Device>,
+) -> TieredCache<Device> {
+    let digest = |name: &str| ModelDigest::of_bytes(name.as_bytes());
+    let identity = Identity::new(digest("weights"))
+        .with_adapter(1, digest("one"))
+        .with_adapter(3, digest("three"))
+        .with_adapter(4, digest("three"));
+    let policies = [WritePolicy::OnPublish, WritePolicy::OnLeave, WritePolicy::Never];
+    let mut options = TierOptions::new()
+        .with_host(rng.pick(&[64 << 10, 160 << 10, 4 << 20]))
+        .with_chunk_blocks(if kind.is_coded() { 1 } else { 2 })
+        .with_wait(rng.pick(&[Wait::All, Wait::Compute, Wait::For(Duration::from_millis(1))]));
+    for store in stores {
+        let lane = StoreOptions::new(Tier::Disk)
+            .with_write(WriteRule::new(rng.pick(&policies)))
+            .with_threads(rng.pick(&[1, 3]))
+            .with_waiting_writes(rng.pick(&[1, 64]));
+        options = options.with_store_options(Box::new(Arc::clone(store)), lane);
+    }
+    TieredCache::new(cache, identity, options).unwrap()
 }
 
 /// Returns the result of a call; `None` if a device failed in it that may fail.

@@ -21,13 +21,13 @@ fn handed(server: &mut Server) {
     let (prompt, plain) = (text(1, 100), StartOptions::default());
     let (sequence, _) = prefill.start_alone(&prompt, plain);
     let time = Duration::from_secs(30);
-    let export = prefill.tiers.export_prefill(&prefill.cache, sequence, 0, time).unwrap();
+    let export = prefill.cache.export_prefill(sequence, 0, time).unwrap();
     // The message is there before the chunks are.
     let handoff = Handoff::from_bytes(&export.handoff.to_bytes()).unwrap();
-    let prefetch = decode.tiers.import_prefill(&decode.cache, &handoff, &prompt, &plain).unwrap();
-    decode.tiers.poll(&mut decode.cache).unwrap();
-    while prefill.tiers.export_state(export.id) != Some(ExportState::Written) {
-        prefill.tiers.poll(&mut prefill.cache).unwrap();
+    let prefetch = decode.cache.import_prefill(&handoff, &prompt, &plain).unwrap();
+    decode.cache.poll().unwrap();
+    while prefill.cache.export_state(export.id) != Some(ExportState::Written) {
+        prefill.cache.poll().unwrap();
         std::thread::sleep(Duration::from_micros(100));
     }
     decode.wait(prefetch);

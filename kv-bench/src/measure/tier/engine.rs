@@ -2,11 +2,10 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use kv::backend::AnyBackend;
 use kv::tier::policy::{WritePolicy, WriteRule};
 use kv::tier::{
     BlockStore, DiskOptions, DiskStore, Identity, ModelDigest, StoreOptions, TierOptions as Tiered,
-    Tiers,
+    TieredCache,
 };
 use kv::{
     AttentionOptions, CacheSpec, Device, KvCache, KvFormat, QkvFormat, SequenceId, StartOptions,
@@ -92,9 +91,22 @@ fn mean(times: &[f64]) -> f64 {
 
 /// A cache and its sequences, with or without tiers.
 struct Side {
-    cache: KvCache,
-    tiers: Option<Tiers<AnyBackend>>,
+    memory: Memory,
     len: u32,
+}
+
+enum Memory {
+    Device(KvCache),
+    Tiers(TieredCache),
+}
+
+impl Memory {
+    fn cache_mut(&mut self) -> &mut KvCache {
+        match self {
+            Self::Device(cache) => cache,
+            Self::Tiers(tiered) => tiered.cache_mut(),
+        }
+    }
 }
 
 impl Side {
@@ -108,24 +120,28 @@ impl Side {
         let device = Device::open("cpu").map_err(TierError::other)?;
         let cache = KvCache::new(device, spec).map_err(TierError::other)?;
         let identity = Identity::new(ModelDigest::of_bytes(b"measured"));
-        let tiers = tiers.map(|options| Tiers::new(&cache, identity, options));
-        let tiers = tiers.transpose().map_err(TierError::other)?;
-        Ok(Self { cache, tiers, len: 0 })
+        let memory = match tiers {
+            None => Memory::Device(cache),
+            Some(options) => {
+                Memory::Tiers(TieredCache::new(cache, identity, options).map_err(TierError::other)?)
+            }
+        };
+        Ok(Self { memory, len: 0 })
     }
 
     /// Starts the sequences and computes their prompts.
     fn prefill(&mut self) -> Result<(), TierError> {
         for sequence in ids() {
-            let start = self.cache.start(sequence, &[], StartOptions::default());
+            let start = self.memory.cache_mut().start(sequence, &[], StartOptions::default());
             start.map_err(TierError::other)?;
         }
         while self.len < CONTEXT {
             self.forward(BLOCK, false)?;
         }
-        if let Some(tiers) = &mut self.tiers {
+        if let Memory::Tiers(tiered) = &mut self.memory {
             let now = Instant::now();
             let deadline = now.checked_add(Duration::from_mins(1)).unwrap_or(now);
-            let left = tiers.flush(&mut self.cache, deadline).map_err(TierError::other)?;
+            let left = tiered.flush(deadline).map_err(TierError::other)?;
             assert!(left.is_empty(), "a store takes everything: {left:?}");
         }
         Ok(())
@@ -133,15 +149,15 @@ impl Side {
 
     /// Returns the nanoseconds of one `poll`.
     fn poll(&mut self) -> Result<f64, TierError> {
-        let Self { cache, tiers: Some(tiers), .. } = self else { return Ok(0.0) };
+        let Memory::Tiers(tiered) = &mut self.memory else { return Ok(0.0) };
         let start = Instant::now();
         for _ in 0..POLLS {
-            black_box(tiers.poll(cache).map_err(TierError::other)?);
+            black_box(tiered.poll().map_err(TierError::other)?);
         }
         Ok(start.elapsed().as_secs_f64() * 1e9 / f64::from(POLLS))
     }
 
-    /// Returns the time of a decode step, `poll` included.
+    /// Returns the time of a decode step, with what tiers do before it.
     fn step(&mut self) -> Result<Duration, TierError> {
         let start = Instant::now();
         self.forward(1, true)?;
@@ -149,7 +165,7 @@ impl Side {
     }
 
     fn forward(&mut self, new: u32, attends: bool) -> Result<(), TierError> {
-        let Self { cache, tiers, len } = self;
+        let Self { memory, len } = self;
         // Texts differ from the first token on.
         let text = |number: u32| -> Vec<u32> {
             let tokens = *len..len.saturating_add(new);
@@ -163,7 +179,11 @@ impl Side {
         let (kv, q) = (vec![0.5_f32; size(KV_HEADS)], vec![0.25_f32; size(Q_HEADS)]);
         let mut out = vec![0.0_f32; size(Q_HEADS)];
         let (kv_dims, q_dims) = ([rows, KV_HEADS, HEAD_DIM], [rows, Q_HEADS, HEAD_DIM]);
-        let mut step = cache.begin_step(&inputs).map_err(TierError::other)?;
+        let step = match memory {
+            Memory::Device(cache) => cache.begin_step(&inputs).map_err(TierError::other),
+            Memory::Tiers(tiered) => tiered.begin_step(&inputs).map_err(TierError::other),
+        };
+        let mut step = step?;
         for layer in 0..LAYERS {
             let view = TensorView::host::<f32>(&kv, &kv_dims);
             step.write(layer, view, view, QkvFormat::Thd).map_err(TierError::other)?;
@@ -176,9 +196,6 @@ impl Side {
         }
         step.commit().map_err(TierError::other)?;
         *len = len.saturating_add(new);
-        if let Some(tiers) = tiers {
-            tiers.poll(cache).map_err(TierError::other)?;
-        }
         Ok(())
     }
 }

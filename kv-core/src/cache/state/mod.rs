@@ -95,7 +95,9 @@ pub struct CacheState {
     pins: pins::Pins,
     holds: hold::Holds,
     imports: import::Imports,
-    /// A number that no other cache has, and that changes when everything cached becomes invalid.
+    /// A number that no other cache in this process has.
+    id: u64,
+    /// Another one, which changes when everything cached becomes invalid.
     epoch: u64,
     stats: Stats,
     sequences: sequences::Sequences,
@@ -283,6 +285,7 @@ impl CacheState {
             pins: pins::Pins::default(),
             holds: hold::Holds::default(),
             imports: import::Imports::default(),
+            id: unique(),
             epoch: unique(),
             stats: Stats::default(),
             sequences: sequences::Sequences::default(),
@@ -303,6 +306,10 @@ impl CacheState {
         }
     }
 
+    /// Returns a number that no other cache in this process has.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
     /// Returns the geometry.
     pub fn spec(&self) -> &CacheSpec {
         &self.spec

@@ -1,0 +1,418 @@
+//! A cache and the tiers below it, as one object.
+use std::time::{Duration, Instant};
+
+use kv_core::backend::{AnyBackend, Backend};
+use kv_core::events::Snapshot;
+use kv_core::invariant::Invariant;
+use kv_core::reuse::Import;
+use kv_core::scheduling::CacheState;
+use kv_core::{KvCache, SequenceId, StartOptions, Step, StepInput};
+
+use crate::engine::{
+    Export, ExportId, ExportState, Forgotten, PrefetchId, TierError, TierOptions, Tiers,
+    TiersStats, Unwritten, Wait,
+};
+use crate::handoff::{Handoff, HandoffError};
+use crate::identity::Identity;
+#[cfg(doc)]
+use crate::policy::WritePolicy;
+
+/// A [`KvCache`] with host memory and stores below its prefix cache.
+///
+/// Full blocks whose content can be reused are copied to host memory and, as each store's
+/// [`WriteRule`](crate::policy::WriteRule) says, to stores. For a prompt, [`Self::prefetch`] looks
+/// for the blocks that the device lacks and reads them to host memory, and [`Self::start`] brings
+/// what has come to the device and starts the sequence. Whatever is late, lost or wrong is
+/// computed by the next step as if no tier had existed.
+///
+/// [`Self::begin_step`] lets the tiers work; a caller without steps to run calls [`Self::poll`]. No
+/// call but [`Self::flush`], [`Self::wait`] and those that forget waits for a store.
+/// [`Self::cache_mut`] is the cache, for everything that tiers have no part in.
+///
+/// ```
+/// use kv_core::backend::NullBackend;
+/// use kv_core::{CacheSpec, KvCache, SequenceId, StartOptions, StepInput};
+/// use kv_tier::{Identity, MemoryStore, ModelDigest, TierOptions, TieredCache};
+///
+/// let spec = CacheSpec::builder().layers(2).kv_heads(2).head_dim(64).paged(16, 64).changes(256);
+/// let cache = KvCache::new(NullBackend::new(), spec.build()?)?;
+/// let identity = Identity::new(ModelDigest::of_bytes(b"weights"));
+/// let options = TierOptions::new().with_store(Box::new(MemoryStore::new(1 << 20)));
+/// let mut cache = TieredCache::new(cache, identity, options)?;
+///
+/// let (seq, prompt) = (SequenceId(0), [7; 100]);
+/// let prefetch = cache.prefetch(&prompt, &StartOptions::default());
+/// // A scheduler goes on with other sequences until `cache.is_ready(prefetch)`.
+/// let reused = cache.start(prefetch, seq, StartOptions::default())?;
+/// let step = cache.begin_step(&[StepInput::prompt(seq, &prompt, reused)])?;
+/// // Write and attend, then commit.
+/// # drop(step);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct TieredCache<B: Backend = AnyBackend> {
+    cache: KvCache<B>,
+    tiers: Tiers<B>,
+    /// Number of the cache, which the tiers were made for.
+    id: u64,
+    /// Blocks that were brought for sequences of the next step.
+    brought: Vec<Import>,
+    /// Whether that step has begun.
+    has_begun: bool,
+}
+
+impl<B: Backend> TieredCache<B> {
+    /// Reserves host memory for the chunks of a cache and starts the threads of the stores.
+    ///
+    /// # Errors
+    /// [`TierError::NoChanges`] or [`TierError::NoReuse`] for a cache that was not built for tiers;
+    /// [`TierError::Chunk`] for blocks that cannot be chunked; [`TierError::HostTooSmall`];
+    /// [`TierError::TooManyStores`]; [`TierError::Cache`] if the device cannot reserve the memory;
+    /// [`TierError::Thread`].
+    pub fn new(
+        cache: KvCache<B>,
+        identity: Identity,
+        options: TierOptions,
+    ) -> Result<Self, TierError> {
+        let tiers = Tiers::new(&cache, identity, options)?;
+        let id = cache.state().id();
+        Ok(Self { cache, tiers, id, brought: Vec::new(), has_begun: false })
+    }
+
+    /// Returns the cache.
+    pub fn cache(&self) -> &KvCache<B> {
+        &self.cache
+    }
+    /// Returns the bookkeeping of the cache, to read.
+    pub fn state(&self) -> &CacheState {
+        self.cache.state()
+    }
+    /// Returns the cache, for calls that tiers have no part in: forks, truncations, releases, the
+    /// step that is held. Calls that forget are those of this type: the cache's own forget on the
+    /// device alone.
+    ///
+    /// A caller that puts another cache in its place gets a panic from the next call of this type.
+    pub fn cache_mut(&mut self) -> &mut KvCache<B> {
+        &mut self.cache
+    }
+    /// Returns the cache without its tiers. A held step is rolled back.
+    pub fn into_cache(mut self) -> KvCache<B> {
+        drop(self.cache.held());
+        self.release_brought();
+        self.cache
+    }
+
+    /// Does what is due between two steps, then begins one: [`KvCache::begin_step`].
+    ///
+    /// # Errors
+    /// Those of [`Self::poll`] and, in [`TierError::Cache`], of [`KvCache::begin_step`].
+    pub fn begin_step(&mut self, inputs: &[StepInput<'_>]) -> Result<Step<'_, B>, TierError> {
+        self.poll()?;
+        self.has_begun = true;
+        Ok(self.cache.begin_step(inputs)?)
+    }
+
+    /// Does what is due between two steps: takes the results of the threads, follows the changes of
+    /// blocks, begins and ends copies from the device, and begins reads. While a step is open it
+    /// only takes results.
+    ///
+    /// # Errors
+    /// [`TierError::Cache`] if the device failed. No failure of a store is an error.
+    pub fn poll(&mut self) -> Result<(), TierError> {
+        self.settle();
+        self.tiers.poll(&mut self.cache)
+    }
+
+    /// Lets blocks be evicted that [`Self::bring`] has brought and that no sequence has taken; while
+    /// a step is open, when it has ended. The first call after the step does this too.
+    pub fn release_brought(&mut self) {
+        self.has_begun = true;
+        self.settle();
+    }
+
+    /// Ends the imports whose sequences have started.
+    fn settle(&mut self) {
+        assert_eq!(self.cache.state().id(), self.id, "tiers keep the cache they were made for");
+        if self.has_begun && !self.cache.state().is_step_open() {
+            self.has_begun = false;
+            for import in self.brought.drain(..) {
+                let finished = self.cache.finish_import(import).ok();
+                finished.invariant("no step is open, and nobody else ends the import");
+            }
+        }
+    }
+
+    /// Begins to look for the blocks of a prompt that the device lacks, in host memory and stores.
+    /// Call it as soon as the prompt is known.
+    ///
+    /// What it finds stays in host memory until [`Self::start`] or [`Self::cancel`].
+    pub fn prefetch(&mut self, prompt: &[u32], options: &StartOptions<'_>) -> PrefetchId {
+        self.tiers.prefetch(&self.cache, prompt, options)
+    }
+
+    /// Does what [`Self::prefetch`] does, with another limit of waiting.
+    pub fn prefetch_within(
+        &mut self,
+        prompt: &[u32],
+        options: &StartOptions<'_>,
+        wait: Wait,
+    ) -> PrefetchId {
+        self.tiers.prefetch_within(&self.cache, prompt, options, wait)
+    }
+
+    /// Returns whether a prompt need not wait any longer: all that can come is here, or its wait
+    /// limit has passed. Also `true` for a prefetch that has ended.
+    pub fn is_ready(&self, prefetch: PrefetchId) -> bool {
+        self.tiers.is_ready(prefetch)
+    }
+
+    /// Waits until a prompt [is ready](Self::is_ready), for programs that have nothing else to do.
+    ///
+    /// # Errors
+    /// [`TierError::StepOpen`]; those of [`Self::poll`].
+    pub fn wait(&mut self, prefetch: PrefetchId) -> Result<(), TierError> {
+        self.settle();
+        self.tiers.wait(&mut self.cache, prefetch)
+    }
+
+    /// Ends a prefetch whose prompt will not start. `false` if it has ended already.
+    pub fn cancel(&mut self, prefetch: PrefetchId) -> bool {
+        self.tiers.cancel(prefetch)
+    }
+
+    /// Starts a sequence on a prompt that was prefetched: brings to the device what has come, and
+    /// returns the number of tokens that need not be computed. The prefetch ends.
+    ///
+    /// If the device has too few free blocks for what has come, the sequence starts without it.
+    ///
+    /// # Errors
+    /// [`TierError::UnknownPrefetch`]; [`TierError::OtherOptions`] if salt, adapter, contents or
+    /// reuse are not those of the prefetch; [`TierError::Cache`] with the errors of
+    /// [`KvCache::start`], or if a copy to the device failed. The prefetch has ended then too, and
+    /// no sequence has started.
+    pub fn start(
+        &mut self,
+        prefetch: PrefetchId,
+        sequence: SequenceId,
+        options: StartOptions<'_>,
+    ) -> Result<u32, TierError> {
+        self.settle();
+        self.tiers.start(&mut self.cache, prefetch, sequence, options)
+    }
+
+    /// Brings to the device what has come for a prompt whose sequence starts in the next step, by
+    /// [`Step::start`]: it finds the blocks as it finds other cached blocks. They cannot be evicted
+    /// before that step of [`Self::begin_step`] has ended. Returns whether anything was brought; not
+    /// if the device has too few free blocks. The prefetch ends.
+    ///
+    /// # Errors
+    /// Those of [`Self::start`] without those of [`KvCache::start`].
+    pub fn bring(
+        &mut self,
+        prefetch: PrefetchId,
+        options: &StartOptions<'_>,
+    ) -> Result<bool, TierError> {
+        self.settle();
+        let import = self.tiers.bring(&mut self.cache, prefetch, options)?;
+        let is_brought = import.is_some();
+        self.brought.extend(import);
+        Ok(is_brought)
+    }
+
+    /// Copies what is on the device, and writes what the stores should have of it and do not have
+    /// yet, until all is done or the deadline has passed; returns what is left. Call it before the
+    /// end of the process.
+    ///
+    /// A store gets what its rule says by the uses so far, and what it gets at the end alone. Its
+    /// queue is filled as it empties, beginnings of prompts first, and host memory gives up nothing
+    /// that a store has yet to get. A write that fails is repeated, with pauses; a store that stays
+    /// down is given up after a second or two.
+    ///
+    /// # Errors
+    /// [`TierError::StepOpen`]; [`TierError::Cache`] if the device failed.
+    pub fn flush(&mut self, deadline: Instant) -> Result<Unwritten, TierError> {
+        self.settle();
+        self.tiers.flush(&mut self.cache, deadline)
+    }
+
+    /// Notes how long the model took to compute tokens of prompts: what waiting for a store is
+    /// compared with. Without it everything is loaded that a store has.
+    pub fn note_compute(&mut self, tokens: u32, time: Duration) {
+        self.tiers.note_compute(tokens, time);
+    }
+
+    /// Returns what the tiers have done so far.
+    pub fn stats(&self) -> TiersStats {
+        self.tiers.stats()
+    }
+
+    /// Returns everything that can be reused now: what the device has, and of the tiers what was
+    /// announced. For subscribers that lost events or joined late: apply it, then the events from
+    /// [`Snapshot::next_id`] on. [`KvCache::snapshot`] has the device's blocks alone.
+    ///
+    /// [`KvCache::snapshot`]: kv_core::scheduling::CacheState::snapshot
+    pub fn snapshot(&mut self) -> Snapshot {
+        self.tiers.snapshot(&mut self.cache)
+    }
+
+    /// Forgets a prompt after its first `keep` tokens: does what [`KvCache::forget_prefix`] does,
+    /// and removes its chunks from host memory and from all stores. Chunks on their way are caught:
+    /// none of them appears after the call has returned.
+    ///
+    /// In each group chunks go last first, up to the first that is needed: one that ends within
+    /// `keep`, whose last block stays on the device because a sequence or a pin holds it or another
+    /// prompt continues it, or that a chunk in host memory continues. Other prompts that only
+    /// stores have, or other processes, lose the beginning that they share and compute it again:
+    /// `keep` protects a common one.
+    ///
+    /// Like [`Self::flush`], it waits for the stores, until `deadline` at most. Each process
+    /// forgets for itself: another one may have the prompt in its memory, and write it again.
+    ///
+    /// # Errors
+    /// [`TierError::StepOpen`]; [`TierError::Cache`] if the device failed. No failure of a store is
+    /// an error: see [`Forgotten::failures`].
+    pub fn forget_prefix(
+        &mut self,
+        tokens: &[u32],
+        options: StartOptions<'_>,
+        keep: u32,
+        deadline: Instant,
+    ) -> Result<Forgotten, TierError> {
+        self.settle();
+        self.tiers.forget_prefix(&mut self.cache, tokens, options, keep, deadline)
+    }
+
+    /// Forgets a live sequence, as [`KvCache::forget_sequence`] does, and the chunks of its text,
+    /// as [`Self::forget_prefix`] does. The sequence goes on, and offers nothing further. One that
+    /// offers nothing already has no text: forget it by [`Self::forget_prefix`].
+    ///
+    /// # Errors
+    /// Those of [`Self::forget_prefix`]; [`TierError::Cache`] for an unknown sequence.
+    pub fn forget_sequence(
+        &mut self,
+        sequence: SequenceId,
+        deadline: Instant,
+    ) -> Result<Forgotten, TierError> {
+        self.settle();
+        self.tiers.forget_sequence(&mut self.cache, sequence, deadline)
+    }
+
+    /// Forgets everything with a salt, of all adapters: does what [`KvCache::forget_salt`] does,
+    /// and removes the chunks from host memory and from all stores. An empty salt stands for
+    /// prompts without one. Stores must list what they keep for that; one that cannot is named in
+    /// [`Forgotten::failures`].
+    ///
+    /// End the sequences with the salt first: what they hold stays on the device, and what they
+    /// compute later is kept again. Chunks with constants that a
+    /// [recalibration](KvCache::recalibrate) has replaced have other names: nobody finds them, and
+    /// [`Self::forget_all`] removes them.
+    ///
+    /// # Errors
+    /// Those of [`Self::forget_prefix`].
+    pub fn forget_salt(&mut self, salt: &[u8], deadline: Instant) -> Result<Forgotten, TierError> {
+        self.settle();
+        self.tiers.forget_salt(&mut self.cache, salt, deadline)
+    }
+
+    /// Forgets everything: does what [`KvCache::reset_prefixes`] does, empties host memory, and
+    /// removes from all stores the chunks of this model, whatever their format, salt and adapter,
+    /// and whoever wrote them. Chunks of other models stay. Stores must list what they keep for
+    /// that, and a `SealedStore` cannot tell which model an object is of: they
+    /// are named in [`Forgotten::failures`].
+    ///
+    /// # Errors
+    /// [`TierError::Held`], and no change, while a sequence, a pin, a hold or an import holds a
+    /// block; those of [`Self::forget_prefix`].
+    pub fn forget_all(&mut self, deadline: Instant) -> Result<Forgotten, TierError> {
+        self.settle();
+        self.tiers.forget_all(&mut self.cache, deadline)
+    }
+
+    /// Begins to write the whole chunks of a sequence to a store, whatever the store's rule for
+    /// writes is, and returns the handoff with which a decode engine that shares the store reuses
+    /// them ([`Self::import_prefill`]). The handoff can be sent at once: the decode engine waits
+    /// for `time` at most, counted from now.
+    ///
+    /// Call it after the step that computes the end of the prompt, and [`Self::poll`] until the
+    /// export [is written](Self::export_state). The sequence may be released meanwhile: its blocks
+    /// stay cached until they are evicted.
+    ///
+    /// Chunks that were published before are in the store already where its rule says so, so that
+    /// a prompt in several steps is written while it is computed.
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    /// use std::time::Duration;
+    ///
+    /// use kv_core::backend::NullBackend;
+    /// use kv_core::{CacheSpec, KvCache, SequenceId, StartOptions};
+    /// use kv_tier::handoff::{ExportState, Handoff};
+    /// use kv_tier::{Identity, MemoryStore, ModelDigest, TierOptions, TieredCache};
+    ///
+    /// let store = Arc::new(MemoryStore::new(1 << 20));
+    /// let engine = || {
+    ///     let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(8);
+    ///     let spec = spec.paged(4, 64).changes(64);
+    ///     let cache = KvCache::new(NullBackend::new(), spec.build()?)?;
+    ///     let identity = Identity::new(ModelDigest::of_bytes(b"weights"));
+    ///     let options = TierOptions::new().with_store(Box::new(Arc::clone(&store)));
+    ///     Ok::<_, Box<dyn std::error::Error>>(TieredCache::new(cache, identity, options)?)
+    /// };
+    /// let (prompt, options) = ([1, 2, 3, 4, 5, 6], StartOptions::default());
+    ///
+    /// let mut prefill = engine()?;
+    /// prefill.cache_mut().start(SequenceId(0), &prompt, options)?;
+    /// // Steps compute the prompt.
+    /// let export = prefill.export_prefill(SequenceId(0), 0, Duration::from_secs(5))?;
+    /// let message = export.handoff.to_bytes();
+    /// prefill.poll()?;
+    /// # assert_eq!(prefill.export_state(export.id), Some(ExportState::Written));
+    ///
+    /// let mut decode = engine()?;
+    /// let handoff = Handoff::from_bytes(&message)?;
+    /// let prefetch = decode.import_prefill(&handoff, &prompt, &options)?;
+    /// while !decode.is_ready(prefetch) {
+    ///     decode.poll()?;
+    /// }
+    /// decode.start(prefetch, SequenceId(0), options)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`HandoffError::NoSequence`]; [`HandoffError::NoStore`] for a store that is not there or
+    /// whose rule is [`WritePolicy::Never`]; [`HandoffError::UnknownAdapter`].
+    pub fn export_prefill(
+        &mut self,
+        sequence: SequenceId,
+        store: usize,
+        time: Duration,
+    ) -> Result<Export, HandoffError> {
+        self.tiers.export_prefill(&self.cache, sequence, store, time)
+    }
+
+    /// Returns how far an export is; `None` once its time has passed.
+    pub fn export_state(&self, export: ExportId) -> Option<ExportState> {
+        self.tiers.export_state(export)
+    }
+
+    /// Begins to look for the blocks of a prompt that another engine has computed, as
+    /// [`Self::prefetch`] does, and waits for chunks that are not written yet, until the time that
+    /// the handoff says. After that time, the prompt takes what host memory has. Tokens that have
+    /// not come are computed.
+    ///
+    /// `prompt` begins with the tokens of the handoff; the token that the prefill engine has
+    /// sampled may follow them.
+    ///
+    /// # Errors
+    /// [`HandoffError::Groups`] or [`HandoffError::Root`] for a handoff of another model, format,
+    /// salt, adapter or size of chunks; [`HandoffError::Prompt`] for one of another prompt;
+    /// [`HandoffError::UnknownAdapter`].
+    pub fn import_prefill(
+        &mut self,
+        handoff: &Handoff,
+        prompt: &[u32],
+        options: &StartOptions<'_>,
+    ) -> Result<PrefetchId, HandoffError> {
+        self.tiers.import_prefill(&self.cache, handoff, prompt, options)
+    }
+}
