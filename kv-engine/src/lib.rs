@@ -7,7 +7,8 @@
 //! | to | see |
 //! |---|---|
 //! | run requests with a model | [`Engine::step`], [`Model`], [`Logits`] |
-//! | drive the steps, and choose tokens, elsewhere | [`Engine::begin_step`], [`Engine::with_step`], [`Engine::end_step`], [`Chosen`] |
+//! | drive the steps elsewhere | [`Engine::begin_step`], [`Engine::with_step`], [`Engine::end_step`] |
+//! | choose tokens elsewhere | [`Chosen`], [`Output`] |
 //! | describe a request | [`Request`], [`Sampler`], [`BeamOptions`], [`Limits`] |
 //! | read results | [`Event`], [`Generated`], [`Stats`] |
 //! | end a request early | [`Engine::cancel`] |
@@ -72,8 +73,9 @@
 //!
 //! # Fairness
 //!
-//! A step has [`Limits::max_step_tokens`] tokens, B. Each of the `d` sequences that decode gets one;
-//! drafts come next, of which there are at most half of the rest while a prompt is to be computed.
+//! A step has [`Limits::max_step_tokens`] tokens, B. Each of the `d` sequences that decode gets
+//! one; drafts come next, of which there are at most half of the rest while a prompt is to be
+//! computed.
 //! What is left is split among prompts by equal shares: what a short one does not need goes to the
 //! others, the remainder to the oldest. With `k` prompts, each gets what it needs or at least
 //! `floor((B - d) / k)` tokens, half as many with drafts. So a prompt of `n` tokens beside at most

@@ -186,7 +186,12 @@ fn outlook(
     let prompt = task.first_part(cache);
     let reused = match cache.check_admission(prompt, task.start_options(), &admission) {
         Ok(reused) => reused,
-        Err(CacheError::Exhausted(exhausted)) => return Ok(Outlook::Blocked(Some(exhausted))),
+        Err(CacheError::Exhausted(exhausted)) => {
+            // The blocks of a leader may make room.
+            let follows = leader_of(cache, task, leaders, 0);
+            let follows = follows.map(|(leader, len)| Outlook::Follows { leader, len });
+            return Ok(follows.unwrap_or(Outlook::Blocked(Some(exhausted))));
+        }
         Err(error) => return Err(error),
     };
     if let Some((leader, len)) = leader_of(cache, task, leaders, reused) {

@@ -87,7 +87,7 @@ mod tests {
         };
         for _ in 0..2000 {
             let budget = draw(600);
-            let needs: Vec<u32> = (0..1 + draw(12)).map(|_| draw(300)).collect();
+            let needs: Vec<u32> = (0..=draw(12)).map(|_| draw(300)).collect();
             let shares = among_prompts(budget, &needs);
             let least = budget / u32::try_from(needs.len()).expect("few");
             for (share, need) in shares.iter().zip(&needs) {

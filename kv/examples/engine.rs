@@ -73,7 +73,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut engine = Engine::new(cache, Limits { vocab: Some(VOCAB.into()), ..limits });
     let prompts: Vec<Vec<u32>> = [300, 5, 9, 4, 40, 7]
         .iter()
-        .map(|len| (0..*len).map(|at| (at * at + len) % u32::from(VOCAB)).collect())
+        .map(|len| {
+            (0..*len).map(|at: u32| (at.wrapping_mul(at) ^ len) % u32::from(VOCAB)).collect()
+        })
         .collect();
     for prompt in &prompts {
         engine.submit(Request::new(prompt.clone(), 20))?;

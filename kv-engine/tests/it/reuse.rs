@@ -35,6 +35,16 @@ fn prompts_that_arrive_together_compute_their_prefix_once() {
     assert!((stats.hit_ratio() - 256.0 / f64::from(5 * 64 + own)).abs() < 1e-12);
 }
 
+/// Without sharing two of them fit, with five blocks each.
+#[test]
+fn prompts_that_share_blocks_arrive_together_where_only_shared_ones_fit() {
+    let prompts = after_system_prompt(64, 5);
+    let (generated, stats, model) =
+        run(cache(16, 10), requests(&prompts, 3), limits(8, 1000)).expect("runs");
+    check(&generated, &prompts, 3);
+    assert_eq!((model.batches[0].len(), stats.blocks_peak, stats.preemptions), (5, 9, 0));
+}
+
 #[test]
 fn requests_wait_for_a_prompt_in_chunks() {
     let prompts = after_system_prompt(64, 3);

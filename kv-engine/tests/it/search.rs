@@ -1,5 +1,5 @@
-//! Beam search without a cache and without forks, by its definition: what `kv-runner` compares a real
-//! model with too.
+//! Beam search without a cache and without forks, by its definition: `kv-runner` compares a real
+//! model with it too.
 
 /// A text of a search.
 #[derive(Debug, Clone)]
