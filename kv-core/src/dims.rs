@@ -24,7 +24,7 @@ impl Dims {
         let mut dims = self;
         if let Some(last) = dims.extents.get_mut(usize::from(self.rank)) {
             *last = 1;
-            dims.rank = self.rank.saturating_add(1);
+            dims.rank = self.rank + 1;
         }
         dims
     }

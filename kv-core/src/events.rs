@@ -143,7 +143,7 @@ impl EventLog {
             self.queue.pop_front();
         }
         self.queue.push_back(Event { id: self.next_id, kind });
-        self.next_id = self.next_id.saturating_add(1);
+        self.next_id += 1;
     }
 
     /// Returns the kept events; `taken` is the number after the last one returned before.

@@ -53,9 +53,12 @@ pub enum BlockOrder {
     Hnd,
 }
 
+/// The pool and the policies mark blocks with the highest bit of their numbers.
+const NUM_BLOCKS_MAX: u32 = (1 << 31) - 1;
+
 /// Returns the number of values of a plane's constants for this many heads and channels.
 pub(crate) const fn constants_len(heads: usize, head_dim: usize) -> usize {
-    heads.saturating_mul(head_dim).saturating_mul(3).saturating_add(heads.saturating_mul(2))
+    heads * head_dim * 3 + heads * 2
 }
 
 /// Placement of every row of one plane (the K or the V of one layer).
@@ -101,7 +104,8 @@ impl PlaneLayout {
     ///
     /// # Errors
     /// [`SpecError::Zero`] for a zero field, [`SpecError::Overflow`] when the number of slots does
-    /// not fit `u32` or the bytes of the plane do not fit `u64` or `isize`.
+    /// not fit `u32` or the bytes of the plane do not fit `u64` or `isize`,
+    /// [`SpecError::TooLarge`] for more than 2^31 - 1 blocks.
     pub fn new(shape: PlaneShape) -> Result<Self, SpecError> {
         let PlaneShape { num_blocks, block_size, num_kv_heads, head_dim, order, format } = shape;
         for (field, n) in [
@@ -125,9 +129,17 @@ impl PlaneLayout {
             .ok_or_else(|| overflow.clone())?;
         let plane =
             block_bytes.checked_mul(u64::from(num_blocks)).ok_or_else(|| overflow.clone())?;
-        // A host slice is never longer than isize::MAX bytes.
-        if isize::try_from(plane).is_err() {
+        // A host slice is never longer than isize::MAX bytes. Constants have up to 20 bytes for a
+        // channel, which may be more than rows of few bits have in all blocks.
+        let constants = u64::from(num_kv_heads)
+            .checked_mul(u64::from(head_dim))
+            .and_then(|n| n.checked_mul(20));
+        if isize::try_from(plane).is_err() || constants.is_none() {
             return Err(overflow);
+        }
+        if num_blocks > NUM_BLOCKS_MAX {
+            let (got, max) = (num_blocks.into(), NUM_BLOCKS_MAX.into());
+            return Err(SpecError::TooLarge { field: "num_blocks", got, max });
         }
         Ok(Self {
             num_blocks,
@@ -244,9 +256,9 @@ impl PlaneLayout {
     }
     /// Returns the bytes from the start of a block to the mean of kv head `head`.
     pub fn mean_begin(&self, head: u32) -> u64 {
-        let rows = u64::from(self.block_size).saturating_mul(u64::from(self.num_kv_heads));
+        let rows = u64::from(self.block_size) * u64::from(self.num_kv_heads);
         let mean = KvFormat::F16.row_bytes(self.head_dim);
-        rows.saturating_mul(self.row_bytes).saturating_add(mean.saturating_mul(u64::from(head)))
+        rows * self.row_bytes + mean * u64::from(head)
     }
     /// Returns where tokens lie in a sequence's blocks.
     pub fn slot_map(&self) -> &SlotMap {
@@ -266,7 +278,7 @@ impl PlaneLayout {
             return 0;
         }
         let (heads, dim) = (to_usize(self.num_kv_heads), to_usize(self.head_dim));
-        to_u64(constants_len(heads, dim)).saturating_mul(to_u64(size_of::<f32>()))
+        to_u64(constants_len(heads, dim)) * to_u64(size_of::<f32>())
     }
     /// Returns the bytes of one row (one token of one kv head).
     pub fn row_bytes(&self) -> u64 {
@@ -303,18 +315,18 @@ impl PlaneLayout {
     }
     /// Returns the bytes of segment `index`.
     pub fn segment_bytes(&self, index: u32) -> u64 {
-        let first = index.saturating_mul(self.blocks_per_segment).min(self.num_blocks);
-        let blocks = self.num_blocks.saturating_sub(first).min(self.blocks_per_segment);
-        self.block_bytes.saturating_mul(u64::from(blocks))
+        let first = (index * self.blocks_per_segment).min(self.num_blocks);
+        let blocks = (self.num_blocks - first).min(self.blocks_per_segment);
+        self.block_bytes * u64::from(blocks)
     }
     /// Returns the bytes of the whole plane.
     pub fn plane_bytes(&self) -> u64 {
-        self.block_bytes.saturating_mul(u64::from(self.num_blocks))
+        self.block_bytes * u64::from(self.num_blocks)
     }
     /// Returns the bytes from one token of a head to the next token of that head, inside a block.
     pub fn token_stride(&self) -> u64 {
         match self.order {
-            BlockOrder::Nhd => self.row_bytes.saturating_mul(u64::from(self.num_kv_heads)),
+            BlockOrder::Nhd => self.row_bytes * u64::from(self.num_kv_heads),
             BlockOrder::Hnd => self.row_bytes,
         }
     }
@@ -322,7 +334,7 @@ impl PlaneLayout {
     pub fn head_stride(&self) -> u64 {
         match self.order {
             BlockOrder::Nhd => self.row_bytes,
-            BlockOrder::Hnd => self.row_bytes.saturating_mul(u64::from(self.block_size)),
+            BlockOrder::Hnd => self.row_bytes * u64::from(self.block_size),
         }
     }
     /// Returns the bytes from the start of a block to a token's row of kv head `head`.
@@ -330,20 +342,17 @@ impl PlaneLayout {
         // The heads of a 16-bit row lie together in its slots.
         let head_stride = match self.order {
             BlockOrder::Nhd if place.is_wide => {
-                self.row_bytes.saturating_mul(u64::from(self.slot_map.wide_slots()))
+                self.row_bytes * u64::from(self.slot_map.wide_slots())
             }
             _ => self.head_stride(),
         };
-        u64::from(place.inside)
-            .saturating_mul(self.token_stride())
-            .saturating_add(u64::from(head).saturating_mul(head_stride))
+        u64::from(place.inside) * self.token_stride() + u64::from(head) * head_stride
     }
     /// Returns where block `block` begins: its segment, and its byte offset in that segment.
     pub fn locate(&self, block: u32) -> (usize, u64) {
         // `blocks_per_segment` is at least 1 by construction.
         let per = self.blocks_per_segment.max(1);
-        let segment = block.checked_div(per).unwrap_or(0);
-        let inside = block.checked_rem(per).unwrap_or(0);
-        (to_usize(segment), self.block_bytes.saturating_mul(u64::from(inside)))
+        let (segment, inside) = (block / per, block % per);
+        (to_usize(segment), self.block_bytes * u64::from(inside))
     }
 }

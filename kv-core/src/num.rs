@@ -3,7 +3,7 @@ pub use kv_format::num::{to_offset, to_u32, to_u64, to_usize};
 
 /// Returns the bytes of a list, unused capacity included.
 pub(crate) fn list_bytes<T>(list: &Vec<T>) -> usize {
-    list.capacity().saturating_mul(size_of::<T>())
+    list.capacity() * size_of::<T>()
 }
 
 /// Empties a list that every call fills again. Frees memory of which the last call used little, so
@@ -14,6 +14,6 @@ pub(crate) fn recycle<T>(list: &mut Vec<T>) {
     let (len, capacity) = (list.len(), list.capacity());
     list.clear();
     if capacity > kept && len <= capacity / 4 {
-        list.shrink_to(len.saturating_mul(2).max(kept));
+        list.shrink_to((len * 2).max(kept));
     }
 }

@@ -25,6 +25,9 @@ use crate::error::{SpecConflict, SpecError};
 /// those of its tail. How many leading tokens are codes is `coded`: whole blocks, or more after a
 /// truncation, because codes do not become 16-bit rows again; the block that was cut is filled with
 /// codes.
+///
+/// A length may be any number of the caller's: slots and blocks past `u32::MAX` count as that many,
+/// more than any pool has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SlotMap {
     block_size: u32,
@@ -86,7 +89,7 @@ impl SlotMap {
             return Ok(Self::plain(block_size));
         }
         let wide_slots = wide_slots.max(1);
-        let per_block = block_size.checked_div(wide_slots).unwrap_or(0);
+        let per_block = block_size / wide_slots;
         if per_block == 0 {
             let problem = SpecConflict::BlockTooSmall { slots: wide_slots, block_size };
             return Err(SpecError::Conflict { what: "full_precision_prefix", problem });
@@ -141,7 +144,7 @@ impl SlotMap {
     pub fn blocks(&self, tokens: u32) -> u32 {
         let slots = self.slots(tokens);
         let whole = self.whole_blocks(slots);
-        whole.saturating_add(u32::from(whole.saturating_mul(self.block_size) < slots))
+        whole + u32::from(whole * self.block_size < slots)
     }
 
     /// The most blocks of one tail.
@@ -182,7 +185,7 @@ impl SlotMap {
     pub fn full_blocks(&self, tokens: u32) -> u32 {
         if tokens < self.full_precision_prefix {
             // A block of wide rows is full when no further one fits, whatever is left of it.
-            return tokens.checked_div(self.per_block).unwrap_or(0);
+            return tokens / self.per_block;
         }
         self.whole_blocks(self.slots(tokens))
     }
@@ -190,7 +193,7 @@ impl SlotMap {
     /// How often a block's slots go into `slots`.
     #[inline]
     fn whole_blocks(&self, slots: u32) -> u32 {
-        let slow = || slots.checked_div(self.block_size).unwrap_or(0);
+        let slow = || slots / self.block_size;
         slots.checked_shr(self.shift.into()).unwrap_or_else(slow)
     }
 
@@ -203,8 +206,7 @@ impl SlotMap {
             .slots(self.full_precision_prefix)
             .saturating_add(position.saturating_sub(self.full_precision_prefix));
         // `block_size` is at least 1, by the layout's constructor.
-        let index = slot.checked_div(self.block_size).unwrap_or(0);
-        let inside = slot.checked_rem(self.block_size).unwrap_or(0);
+        let (index, inside) = (slot / self.block_size, slot % self.block_size);
         Place { index, inside, is_wide: false }
     }
 
@@ -214,8 +216,8 @@ impl SlotMap {
         if !self.tail || position < begin {
             return self.place(position);
         }
-        let row = self.wide(position.saturating_sub(begin));
-        Place { index: row.index.saturating_add(self.blocks(begin)), ..row }
+        let row = self.wide(position - begin);
+        Place { index: row.index + self.blocks(begin), ..row }
     }
 
     /// Where token `position` of the tail that a sequence had before an open step lies in it, once
@@ -223,8 +225,8 @@ impl SlotMap {
     /// `sealed_index` is the tail's first block, both as in
     /// [`PlannedSequence`](crate::plan::PlannedSequence).
     pub fn place_sealed(&self, position: u32, coded_before: u32, sealed_index: u32) -> Place {
-        let row = self.wide(position.saturating_sub(coded_before.max(self.full_precision_prefix)));
-        Place { index: row.index.saturating_add(sealed_index), ..row }
+        let row = self.wide(position - coded_before.max(self.full_precision_prefix));
+        Place { index: row.index + sealed_index, ..row }
     }
 
     /// First position that is in the tail of a sequence of `len` tokens whose first `coded` are
@@ -241,7 +243,7 @@ impl SlotMap {
 
     /// Blocks of the tail of such a sequence.
     pub(crate) fn tail_blocks(&self, len: u32, coded: u32) -> u32 {
-        let rows = len.saturating_sub(self.tail_begin(len, coded));
+        let rows = len - self.tail_begin(len, coded);
         rows.div_ceil(self.per_block)
     }
 
@@ -278,20 +280,19 @@ impl SlotMap {
         let begin = self.tail_begin(len, coded);
         let before_tail = self.blocks(begin);
         if index < before_tail {
-            let before = index.saturating_mul(self.block_size);
-            return self.slots(begin).saturating_sub(before).min(self.block_size);
+            let before = index * self.block_size;
+            return (self.slots(begin) - before).min(self.block_size);
         }
-        let before = index.saturating_sub(before_tail).saturating_mul(self.per_block);
+        let before = (index - before_tail) * self.per_block;
         let rows = len.saturating_sub(begin).saturating_sub(before).min(self.per_block);
-        rows.saturating_mul(self.wide_slots)
+        rows * self.wide_slots
     }
 
     /// The `nth` of wide rows one after another.
     fn wide(&self, nth: u32) -> Place {
         // `per_block` is at least 1.
-        let index = nth.checked_div(self.per_block).unwrap_or(0);
-        let inside = nth.checked_rem(self.per_block).unwrap_or(0);
-        Place { index, inside: inside.saturating_mul(self.wide_slots), is_wide: true }
+        let (index, inside) = (nth / self.per_block, nth % self.per_block);
+        Place { index, inside: inside * self.wide_slots, is_wide: true }
     }
 }
 

@@ -160,10 +160,8 @@ impl<Buf> KvStorage<Buf> {
 
     fn put(&mut self, index: usize, planes: [PlaneBuffers<Buf>; 2]) {
         if self.layers.len() <= index {
-            self.layers.resize_with(index.saturating_add(1), || None);
+            self.layers.resize_with(index + 1, || None);
         }
-        if let Some(layer) = self.layers.get_mut(index) {
-            *layer = Some(planes);
-        }
+        self.layers[index] = Some(planes);
     }
 }

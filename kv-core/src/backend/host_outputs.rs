@@ -12,7 +12,8 @@
 //! ```
 use crate::backend::{Queue, Readback};
 use crate::error::DeviceError;
-use crate::num::to_u64;
+use crate::invariant::Invariant;
+use crate::num::{to_offset, to_u64};
 use crate::tensor::{HostRows, TokenTensorMut};
 
 /// Alignment of the rows of each output.
@@ -30,11 +31,11 @@ impl<'a> HostOutputs<'a> {
     /// Returns the size of the buffer that [`Self::take`] needs, `None` if all outputs lie in
     /// device memory.
     pub fn bytes<Buf>(outputs: [Option<&mut TokenTensorMut<'_, Buf>>; 2]) -> Option<u64> {
-        outputs.into_iter().flatten().filter_map(|output| output.host_bytes()).reduce(
-            |end, bytes| {
-                end.checked_next_multiple_of(ALIGN).unwrap_or(u64::MAX).saturating_add(bytes)
-            },
-        )
+        outputs
+            .into_iter()
+            .flatten()
+            .filter_map(|output| output.host_bytes())
+            .reduce(|end, bytes| end.next_multiple_of(ALIGN) + bytes)
     }
 
     /// Replaces each output in host memory by rows of `buffer`, without gaps between them.
@@ -49,10 +50,10 @@ impl<'a> HostOutputs<'a> {
         let parts = outputs.map(|output| {
             let output = output?;
             let len = output.host_bytes()?;
-            let begin = bytes.checked_next_multiple_of(ALIGN).unwrap_or(u64::MAX);
-            assert!(buffer.is_some(), "a buffer was reserved for outputs in host memory");
-            let host = output.exchange(buffer?, begin)?;
-            bytes = begin.saturating_add(len);
+            let begin = bytes.next_multiple_of(ALIGN);
+            let buffer = buffer.invariant("a buffer was reserved for outputs in host memory");
+            let host = output.exchange(buffer, begin)?;
+            bytes = begin + len;
             Some((begin, host))
         });
         Self { parts, bytes }
@@ -79,8 +80,8 @@ impl<'a> HostOutputs<'a> {
         let staged = staged.wait()?;
         assert!(to_u64(staged.len()) >= self.bytes, "a download has the bytes asked for");
         for (begin, host) in self.parts.into_iter().flatten() {
-            let begin = usize::try_from(begin).unwrap_or(usize::MAX);
-            host.fill(staged.get(begin..).unwrap_or_default());
+            let begin = to_offset(begin);
+            host.fill(&staged[begin..]);
         }
         Ok(())
     }

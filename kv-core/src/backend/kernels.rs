@@ -135,12 +135,12 @@ pub fn axes_code(format: QkvFormat) -> u32 {
 /// Returns the bytes from a head to the next of its token, in a 16-bit row among codes.
 pub fn wide_head_stride(layout: &PlaneLayout) -> u64 {
     match layout.order() {
-        BlockOrder::Nhd => layout.row_bytes().saturating_mul(layout.slot_map().wide_slots().into()),
+        BlockOrder::Nhd => layout.row_bytes() * u64::from(layout.slot_map().wide_slots()),
         BlockOrder::Hnd => layout.head_stride(),
     }
 }
 
 /// Returns the number of 16-bit rows among codes that fit in a block.
 pub fn wide_per_block(layout: &PlaneLayout) -> u32 {
-    layout.block_size().checked_div(layout.slot_map().wide_slots()).unwrap_or(1).max(1)
+    (layout.block_size() / layout.slot_map().wide_slots()).max(1)
 }

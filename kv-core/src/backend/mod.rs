@@ -151,6 +151,7 @@ impl Capabilities {
     /// where each counts as processing one kv head of a split.
     pub fn workers_of_heads(&self, num_kv_heads: u32) -> u32 {
         match self.workers {
+            // More than `u32` counts as that many.
             workers @ 2.. if self.heads_together => workers.saturating_mul(num_kv_heads),
             workers => workers,
         }

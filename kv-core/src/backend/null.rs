@@ -97,7 +97,7 @@ impl NullControl {
     }
     /// Fails the operation after `more` further ones with [`DeviceErrorKind::Driver`], once.
     pub fn fail_after(&self, more: u64) {
-        let at = self.recorded().saturating_add(more);
+        let at = self.recorded().saturating_add(more); // too many: never
         self.0.fail_at.store(at, Ordering::Relaxed);
     }
 }

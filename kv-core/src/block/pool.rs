@@ -102,9 +102,7 @@ impl BlockPool {
             Some(block) => (block, false),
             None => (self.evict(ledger)?, true),
         };
-        if let Some(count) = self.counts.get_mut(to_usize(block.0)) {
-            *count = 1;
-        }
+        *self.count_mut(block) = 1;
         Some(Taken { block, evicted })
     }
 
@@ -122,16 +120,14 @@ impl BlockPool {
             self.policy.dropped(block);
             Some(block)
         })?;
-        self.idle = self.idle.saturating_sub(1);
-        self.stats.evictions = self.stats.evictions.saturating_add(1);
+        self.idle -= 1;
+        self.stats.evictions += 1;
         self.unindex(block, ledger);
         Some(block)
     }
 
     fn unindex(&mut self, block: BlockId, ledger: &mut Ledger) {
-        if let Some(count) = self.counts.get_mut(to_usize(block.0)) {
-            *count &= !STORED;
-        }
+        *self.count_mut(block) &= !STORED;
         if !self.imported.is_empty() {
             self.imported.remove(&block);
         }
@@ -143,49 +139,63 @@ impl BlockPool {
     /// Adds a holder to a held block, for a sequence that shares it.
     ///
     /// # Panics
-    /// If the block has no holder: its content may have been replaced.
+    /// If the block has no holder, because its content may have been replaced, or is outside of the
+    /// pool.
     pub fn retain(&mut self, block: BlockId) {
-        let count = self.held_mut(block);
-        assert!(count.is_some(), "retain of block {block}, which has no holder");
-        if let Some(count) = count {
-            *count = count.saturating_add(1);
-        }
+        let count = self.count_mut(block);
+        assert!(*count & !STORED > 0, "retain of block {block}, which has no holder");
+        *count += 1;
     }
 
-    fn held_mut(&mut self, block: BlockId) -> Option<&mut u32> {
-        self.counts.get_mut(to_usize(block.0)).filter(|count| **count & !STORED > 0)
+    /// Returns the count of a block for a change.
+    ///
+    /// # Panics
+    /// If the block is outside of the pool.
+    #[inline]
+    #[track_caller]
+    fn count_mut(&mut self, block: BlockId) -> &mut u32 {
+        let num_blocks = self.counts.len();
+        match self.counts.get_mut(to_usize(block.0)) {
+            Some(count) => count,
+            None => outside(block, num_blocks),
+        }
     }
 
     /// Adds a holder to a block for its content, which [`Self::find`] or
     /// [`Self::longest_beginning`] found. Does nothing for a block without content.
+    ///
+    /// # Panics
+    /// If the block is outside of the pool.
     #[inline]
     pub fn reuse(&mut self, block: BlockId) {
-        let Some(count) = self.counts.get_mut(to_usize(block.0)) else {
-            return;
-        };
+        let count = self.count_mut(block);
         if *count & STORED == 0 {
             return;
         }
-        if *count == STORED {
-            self.idle = self.idle.saturating_sub(1);
+        let was_idle = *count == STORED;
+        *count += 1;
+        if was_idle {
+            self.idle -= 1;
         }
-        *count = count.saturating_add(1);
-        self.stats.reused = self.stats.reused.saturating_add(1);
+        self.stats.reused += 1;
         self.policy.reused(block);
     }
 
     /// Adds a holder that reads the block's bytes, or keeps them until they are reused: unlike
     /// [`Self::reuse`], this is no use of the content, for counters or for the policy. `false`, and
     /// no change, for a block without content.
+    ///
+    /// # Panics
+    /// If the block is outside of the pool.
     pub fn hold(&mut self, block: BlockId) -> bool {
-        let Some(count) = self.counts.get_mut(to_usize(block.0)).filter(|n| **n & STORED > 0)
-        else {
+        let count = self.count_mut(block);
+        if *count & STORED == 0 {
             return false;
-        };
+        }
         let was_idle = *count == STORED;
-        *count = count.saturating_add(1);
+        *count += 1;
         if was_idle {
-            self.idle = self.idle.saturating_sub(1);
+            self.idle -= 1;
             self.policy.held(block);
         }
         true
@@ -207,13 +217,12 @@ impl BlockPool {
             return Tier::Device;
         }
         let tier = self.imported.remove(&block);
-        match self.held_mut(block).filter(|_| tier.is_some()) {
+        if tier.is_some() && self.holders(block) > 0 {
             // The policy has counted this use when the content was stored for it.
-            Some(count) => {
-                *count = count.saturating_add(1);
-                self.stats.reused = self.stats.reused.saturating_add(1);
-            }
-            None => self.reuse(block),
+            *self.count_mut(block) += 1;
+            self.stats.reused += 1;
+        } else {
+            self.reuse(block);
         }
         tier.unwrap_or_default()
     }
@@ -222,17 +231,15 @@ impl BlockPool {
     /// other holders or is idle now.
     ///
     /// # Panics
-    /// If the block has no holder.
+    /// If the block has no holder, or is outside of the pool.
     #[inline]
     pub fn release(&mut self, block: BlockId) -> bool {
-        let count = self.held_mut(block);
-        assert!(count.is_some(), "release of block {block}, which has no holder");
-        let left = count.map_or(0, |count| {
-            *count = count.saturating_sub(1);
-            *count
-        });
+        let count = self.count_mut(block);
+        assert!(*count & !STORED > 0, "release of block {block}, which has no holder");
+        *count -= 1;
+        let left = *count;
         if left == STORED {
-            self.idle = self.idle.saturating_add(1);
+            self.idle += 1;
             self.policy.idle(block);
         } else if left == 0 {
             self.free.push(block);
@@ -297,10 +304,8 @@ impl BlockPool {
         (priority, fill): (Priority, Fill),
         ledger: &mut Ledger,
     ) {
-        if let Some(count) = self.counts.get_mut(to_usize(block.0)) {
-            *count |= STORED;
-        }
-        self.stats.stored = self.stats.stored.saturating_add(1);
+        *self.count_mut(block) |= STORED;
+        self.stats.stored += 1;
         let (key, index) = (content.key, content.index);
         let parent = (index > 0).then_some(content.parent);
         self.policy.stored(block, &BlockInfo { key, parent, index, priority });
@@ -328,20 +333,18 @@ impl BlockPool {
     pub(crate) fn exchange(&mut self, own: BlockId, known: BlockId) -> bool {
         assert!(self.is_stored(known), "block {known} was found for its content and has none");
         if self.is_idle(known) {
-            self.idle = self.idle.saturating_sub(1);
+            self.idle -= 1;
         }
         self.note_duplicate(known);
         self.policy.computed_again(known);
-        if let Some(count) = self.counts.get_mut(to_usize(known.0)) {
-            *count = count.saturating_add(1);
-        }
+        *self.count_mut(known) += 1;
         self.release(own)
     }
 
     /// Counts content that was brought or computed again: searches among siblings find the block
     /// first.
     pub(crate) fn note_duplicate(&mut self, known: BlockId) {
-        self.stats.duplicates = self.stats.duplicates.saturating_add(1);
+        self.stats.duplicates += 1;
         // A search for a common beginning visits the newest siblings.
         self.index.renew(known);
     }
@@ -364,16 +367,19 @@ impl BlockPool {
     }
 
     /// Removes the content of a block from the index; its holders keep it. `true` if it has no
-    /// holder: the block is empty now.
+    /// holder: the block is empty now. `false`, and no change, for a block without content.
+    ///
+    /// # Panics
+    /// If the block is outside of the pool.
     pub fn forget(&mut self, block: BlockId, ledger: &mut Ledger) -> bool {
-        if !self.is_stored(block) {
+        if *self.count_mut(block) & STORED == 0 {
             return false;
         }
         self.unindex(block, ledger);
         self.policy.dropped(block);
         let is_idle = self.holders(block) == 0;
         if is_idle {
-            self.idle = self.idle.saturating_sub(1);
+            self.idle -= 1;
             self.free.push(block);
         }
         is_idle
@@ -389,9 +395,7 @@ impl BlockPool {
             };
             ledger.content_left(self.group, block, removed);
             self.policy.dropped(block);
-            if let Some(count) = self.counts.get_mut(to_usize(block.0)) {
-                *count &= !STORED;
-            }
+            *self.count_mut(block) &= !STORED;
             if self.holders(block) == 0 {
                 emptied.push(block);
             }
@@ -488,7 +492,7 @@ impl BlockPool {
     /// Returns the number of blocks without a holder, empty and idle ones.
     #[inline]
     pub fn num_free(&self) -> u32 {
-        self.num_empty().saturating_add(self.idle)
+        self.num_empty() + self.idle
     }
     /// Returns the number of blocks without holder and content.
     #[inline]
@@ -502,12 +506,19 @@ impl BlockPool {
     }
     /// Returns the number of blocks with a holder.
     pub fn num_used(&self) -> u32 {
-        self.num_blocks().saturating_sub(self.num_free())
+        self.num_blocks() - self.num_free()
     }
     /// Returns the counters.
     pub fn stats(&self) -> PoolStats {
         self.stats
     }
+}
+
+#[cold]
+#[inline(never)]
+#[track_caller]
+fn outside(block: BlockId, num_blocks: usize) -> ! {
+    unreachable!("block {block} is outside of its pool of {num_blocks} blocks")
 }
 
 #[cfg(test)]

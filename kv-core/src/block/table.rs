@@ -1,6 +1,7 @@
 //! Block tables: the blocks of each sequence, in token order.
 use crate::error::PlanError;
 use crate::ids::BlockId;
+use crate::invariant::Invariant;
 use crate::num::{list_bytes, to_u32, to_usize};
 
 /// Block tables of all sequences of one group: one row per sequence, as long as its blocks.
@@ -41,7 +42,7 @@ impl Row {
         self.blocks.truncate(len);
         let (len, capacity) = (self.blocks.len(), self.blocks.capacity());
         if capacity > LINE && len <= capacity / 4 {
-            self.blocks.shrink_to(len.saturating_mul(2).max(LINE));
+            self.blocks.shrink_to((len * 2).max(LINE));
         }
     }
 }
@@ -80,7 +81,7 @@ impl BlockTables {
     /// Returns the bytes of host memory of the tables, unused capacity included.
     pub fn host_bytes(&self) -> usize {
         let entries = self.rows.iter().map(|row| list_bytes(&row.blocks));
-        entries.fold(list_bytes(&self.rows), usize::saturating_add)
+        list_bytes(&self.rows) + entries.sum::<usize>()
     }
 
     /// Returns the number of leading tokens of a row that are quantised, if the rest is in a tail;
@@ -88,12 +89,12 @@ impl BlockTables {
     pub fn coded(&self, row: u32) -> u32 {
         self.rows.get(to_usize(row)).map_or(0, |row| row.coded)
     }
-    /// Sets the number of leading tokens of a row that are quantised; does nothing for an unknown
-    /// row.
+    /// Sets the number of leading tokens of a row that are quantised.
+    ///
+    /// # Panics
+    /// If the row does not exist.
     pub fn set_coded(&mut self, row: u32, tokens: u32) {
-        if let Some(row) = self.rows.get_mut(to_usize(row)) {
-            row.coded = tokens;
-        }
+        self.row_mut(row).coded = tokens;
     }
 
     /// Returns the first entry of a row after its vacant ones: blocks that left a sliding window,
@@ -101,11 +102,12 @@ impl BlockTables {
     pub fn live(&self, row: u32) -> u32 {
         self.rows.get(to_usize(row)).map_or(0, |row| row.live)
     }
-    /// Sets the first entry after the vacant ones; does nothing for an unknown row.
+    /// Sets the first entry after the vacant ones.
+    ///
+    /// # Panics
+    /// If the row does not exist.
     pub fn set_live(&mut self, row: u32, index: u32) {
-        if let Some(row) = self.rows.get_mut(to_usize(row)) {
-            row.live = index;
-        }
+        self.row_mut(row).live = index;
     }
 
     /// Returns a number that does not change while a row's entries are only appended to: a copy of
@@ -113,26 +115,33 @@ impl BlockTables {
     pub fn revision(&self, row: u32) -> u64 {
         self.rows.get(to_usize(row)).map_or(0, |row| row.revision)
     }
+    #[track_caller]
+    fn row_mut(&mut self, row: u32) -> &mut Row {
+        let rows = self.rows.len();
+        assert!(to_usize(row) < rows, "row {row} of block tables with {rows} rows");
+        &mut self.rows[to_usize(row)]
+    }
     /// Returns the row at an index, for a change other than appending.
-    fn revise(&mut self, row: u32) -> Option<&mut Row> {
-        let row = self.rows.get_mut(to_usize(row))?;
+    #[track_caller]
+    fn revise(&mut self, row: u32) -> &mut Row {
+        let row = self.row_mut(row);
         row.revision = row.revision.wrapping_add(1);
-        Some(row)
+        row
     }
 
     /// Moves the first `by` blocks from `begin` on to the end of a row.
+    ///
+    /// # Panics
+    /// If the row does not exist, or has fewer blocks.
     pub fn rotate(&mut self, row: u32, begin: usize, by: usize) {
-        let range = self.revise(row).and_then(|row| row.blocks.get_mut(begin..));
-        if let Some(range) = range.filter(|range| by <= range.len()) {
-            range.rotate_left(by);
-        }
+        self.revise(row).blocks[begin..].rotate_left(by);
     }
     /// Undoes [`Self::rotate`].
+    ///
+    /// # Panics
+    /// If the row does not exist, or has fewer blocks.
     pub fn rotate_back(&mut self, row: u32, begin: usize, by: usize) {
-        let range = self.revise(row).and_then(|row| row.blocks.get_mut(begin..));
-        if let Some(range) = range.filter(|range| by <= range.len()) {
-            range.rotate_right(by);
-        }
+        self.revise(row).blocks[begin..].rotate_right(by);
     }
 
     /// Returns the number of blocks of a row; 0 for an unknown one.
@@ -150,7 +159,7 @@ impl BlockTables {
         self.check(block)?;
         let (rows, width) = (self.rows.len(), self.width);
         let Some(row) = self.rows.get_mut(to_usize(row)) else {
-            let got = u64::from(row).saturating_add(1);
+            let got = u64::from(row) + 1;
             return Err(PlanError::TooMany { what: "rows", got, max: u64::from(to_u32(rows)) });
         };
         if row.blocks.capacity() == 0 {
@@ -167,30 +176,29 @@ impl BlockTables {
     /// If the rows are the same, one of them does not exist, or `from` is shorter.
     pub(crate) fn fork_row(&mut self, from: u32, to: u32, len: usize) {
         let pair = self.rows.get_disjoint_mut([to_usize(from), to_usize(to)]);
-        let blocks = match &pair {
-            Ok([from, _]) => from.blocks.get(..len),
-            Err(_) => None,
-        };
-        assert!(blocks.is_some(), "row {from} has {len} blocks, and row {to} is another");
-        if let Ok([from, to]) = pair {
-            to.blocks.extend_from_slice(from.blocks.get(..len).unwrap_or_default());
-            (to.coded, to.live) = (from.coded, from.live);
-        }
+        let [from, to] = pair.invariant("a row is copied to another, and both exist");
+        to.blocks.extend_from_slice(&from.blocks[..len]);
+        (to.coded, to.live) = (from.coded, from.live);
     }
 
-    /// Removes the last block of a row.
+    /// Removes the last block of a row; `None` if it has none.
+    ///
+    /// # Panics
+    /// If the row does not exist.
     pub fn pop(&mut self, row: u32) -> Option<BlockId> {
-        let block = self.row(row).last().copied()?;
-        self.truncate(row, self.row(row).len().saturating_sub(1));
+        let blocks = &self.row_mut(row).blocks;
+        let (block, len) = (blocks.last().copied()?, blocks.len() - 1);
+        self.truncate(row, len);
         Some(block)
     }
 
     /// Removes the blocks of a row from entry `len` on; does nothing for a shorter row.
+    ///
+    /// # Panics
+    /// If the row does not exist.
     pub fn truncate(&mut self, row: u32, len: usize) {
-        if len < self.row(row).len()
-            && let Some(row) = self.revise(row)
-        {
-            row.truncate(len);
+        if len < self.row_mut(row).blocks.len() {
+            self.revise(row).truncate(len);
         }
     }
 
@@ -198,6 +206,9 @@ impl BlockTables {
     ///
     /// # Errors
     /// [`PlanError::BlockOutOfRange`].
+    ///
+    /// # Panics
+    /// If the row does not exist.
     pub fn replace(
         &mut self,
         row: u32,
@@ -205,11 +216,10 @@ impl BlockTables {
         block: BlockId,
     ) -> Result<Option<BlockId>, PlanError> {
         self.check(block)?;
-        if index >= self.row(row).len() {
+        if index >= self.row_mut(row).blocks.len() {
             return Ok(None);
         }
-        let entry = self.revise(row).and_then(|row| row.blocks.get_mut(index));
-        Ok(entry.map(|entry| std::mem::replace(entry, block)))
+        Ok(Some(std::mem::replace(&mut self.revise(row).blocks[index], block)))
     }
 
     /// Writes the rows of a batch as compressed sparse rows: `offsets` (batch + 1) into `blocks`.

@@ -69,7 +69,7 @@ impl PlaneCalibration {
     ) -> Result<(), CalibrationError> {
         let at = At { layer, plane };
         let heads = to_usize(layout.num_kv_heads());
-        let channels = heads.saturating_mul(to_usize(layout.head_dim()));
+        let channels = heads * to_usize(layout.head_dim());
         if !self.scales.is_empty() && self.scales.len() != 1 {
             at.shape("scales", heads, self.scales.len())?;
         }

@@ -76,7 +76,7 @@ impl PlaneConstants {
         }
         let heads = to_usize(layout.num_kv_heads());
         let head_dim = to_usize(layout.head_dim());
-        let channels = heads.saturating_mul(head_dim);
+        let channels = heads * head_dim;
         let scales = scales.unwrap_or_else(|| vec![1.0; heads]);
         let mut values = Vec::with_capacity(Self::len_of(heads, head_dim));
         values.extend(&scales);

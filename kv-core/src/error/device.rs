@@ -99,7 +99,7 @@ struct Size(u64);
 impl fmt::Display for Size {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const MIB: u128 = 1 << 20;
-        let mebibytes = u128::from(self.0).saturating_mul(100) / MIB;
+        let mebibytes = u128::from(self.0) * 100 / MIB;
         let (name, hundredths) =
             if self.0 >> 30 > 0 { ("GiB", mebibytes / 1024) } else { ("MiB", mebibytes) };
         write!(f, "{}.{:02} {name}", hundredths / 100, hundredths % 100)

@@ -24,21 +24,18 @@ impl Lfu {
 impl EvictionPolicy for Lfu {
     fn stored(&mut self, block: BlockId, _: &BlockInfo) {
         self.candidates.remove(block.0);
-        if let Some(uses) = self.uses.get_mut(to_usize(block.0)) {
-            *uses = 1;
-        }
+        self.uses[to_usize(block.0)] = 1;
     }
     fn reused(&mut self, block: BlockId) {
         self.candidates.remove(block.0);
-        if let Some(uses) = self.uses.get_mut(to_usize(block.0)) {
-            *uses = uses.saturating_add(1);
-        }
+        let uses = &mut self.uses[to_usize(block.0)];
+        *uses = uses.saturating_add(1);
     }
     fn held(&mut self, block: BlockId) {
         self.candidates.hide(block.0);
     }
     fn idle(&mut self, block: BlockId) {
-        let uses = self.uses.get(to_usize(block.0)).copied().unwrap_or(0);
+        let uses = self.uses[to_usize(block.0)];
         self.candidates.show(uses, block.0);
         self.candidates.push_back(uses, block.0);
     }

@@ -53,32 +53,27 @@ impl Lists {
 
     fn get(&self, at: u32) -> [u32; 2] {
         let of = if at & END == 0 { &self.nodes } else { &self.ends };
-        of.get(to_usize(at & !END)).copied().unwrap_or([at; 2])
+        of[to_usize(at & !END)]
     }
 
     fn link(&mut self, before: u32, after: u32) {
         for (at, side, other) in [(before, 1, after), (after, 0, before)] {
             let of = if at & END == 0 { &mut self.nodes } else { &mut self.ends };
-            let slot = of.get_mut(to_usize(at & !END)).and_then(|link| link.get_mut(side));
-            if let Some(slot) = slot {
-                *slot = other;
-            }
+            of[to_usize(at & !END)][side] = other;
         }
     }
 
-    /// Returns whether the node is in a list; `false` for unknown ones.
+    /// Returns whether the node is in a list.
     pub(super) fn contains(&self, node: u32) -> bool {
-        node < self.num_nodes() && self.get(node)[1] != node
+        self.get(node)[1] != node
     }
 
     /// Appends a node that is in no list.
     pub(super) fn push_back(&mut self, list: u32, node: u32) {
-        if node < self.num_nodes() && to_usize(list) < self.ends.len() {
-            debug_assert!(!self.contains(node), "a node is in one list at most");
-            let [before, _] = self.get(END | list);
-            self.link(before, node);
-            self.link(node, END | list);
-        }
+        debug_assert!(!self.contains(node), "a node is in one list at most");
+        let [before, _] = self.get(END | list);
+        self.link(before, node);
+        self.link(node, END | list);
     }
 
     /// Moves all nodes of one list to the end of another.
@@ -150,16 +145,15 @@ impl BitSet {
 
     /// Inserts or removes a number.
     pub(super) fn set(&mut self, member: u32, is_in: bool) {
-        if let Some(word) = self.words.get_mut(to_usize(member / 64)) {
-            let bit = 1_u64 << (member % 64);
-            *word = if is_in { *word | bit } else { *word & !bit };
-        }
+        let word = &mut self.words[to_usize(member / 64)];
+        let bit = 1_u64 << (member % 64);
+        *word = if is_in { *word | bit } else { *word & !bit };
     }
 
     /// Returns the least member.
     pub(super) fn first(&self) -> Option<u32> {
         let (at, word) = self.words.iter().enumerate().find(|(_, word)| **word != 0)?;
-        Some(to_u32(at).saturating_mul(64).saturating_add(word.trailing_zeros()))
+        Some(to_u32(at) * 64 + word.trailing_zeros())
     }
 
     /// Removes every member.
@@ -179,7 +173,7 @@ pub(super) struct Buckets {
 impl Buckets {
     /// Creates the queue for nodes `0..num_nodes` and every bucket of a `u8`.
     pub(super) fn new(num_nodes: u32) -> Self {
-        let num_buckets = u32::from(u8::MAX).saturating_add(1);
+        let num_buckets = u32::from(u8::MAX) + 1;
         Self { lists: Lists::new(num_nodes, num_buckets), filled: BitSet::new(num_buckets) }
     }
 
@@ -189,7 +183,7 @@ impl Buckets {
 
     /// Appends a node to a bucket; a node that is in a bucket stays there.
     pub(super) fn push_back(&mut self, bucket: u8, node: u32) {
-        if node < self.lists.num_nodes() && !self.contains(node) {
+        if !self.contains(node) {
             self.lists.push_back(u32::from(bucket), node);
             self.filled.set(u32::from(bucket), true);
         }

@@ -68,13 +68,18 @@ mod tests {
     }
 
     #[test]
-    fn unknown_blocks_change_nothing() {
+    fn what_is_no_candidate_can_be_removed() {
         let mut lru = Lru::new(1);
-        lru.idle(BlockId(1));
-        lru.dropped(BlockId(1));
-        lru.reused(BlockId(9));
+        lru.dropped(BlockId(0));
+        lru.reused(BlockId(0));
         assert_eq!(lru.evict(), None);
         lru.idle(BlockId(0));
         assert_eq!(lru.evict(), Some(BlockId(0)));
+    }
+
+    #[test]
+    #[should_panic(expected = "index out of bounds")]
+    fn a_block_past_the_pool_is_a_bug() {
+        Lru::new(1).idle(BlockId(1));
     }
 }

@@ -51,7 +51,8 @@ pub struct BlockInfo {
 /// [`Self::computed_again`] or [`Self::held`].
 /// Candidates of one sequence arrive tail first, so that a policy that breaks ties by arrival
 /// evicts tails before heads: a block whose predecessor is gone can no longer be found. Calls out
-/// of this order have no effect.
+/// of this order have no effect, but a block that the policy was not made for is a bug, for which
+/// those of this crate panic.
 ///
 /// Every call should take O(1) or O(log n) in the number of blocks.
 pub trait EvictionPolicy: fmt::Debug + Send {

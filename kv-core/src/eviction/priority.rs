@@ -110,12 +110,12 @@ impl Levels {
 
     /// Returns the level of a block, the default one after expiry.
     pub(super) fn level(&self, block: u32) -> u8 {
-        self.of_block.get(to_usize(block)).copied().unwrap_or(Priority::DEFAULT_LEVEL)
+        self.of_block[to_usize(block)]
     }
 
     /// Sets a priority; its duration begins with the next [`Self::begin`].
     pub(super) fn set(&mut self, block: u32, priority: Priority) {
-        let Some(slot) = self.of_block.get_mut(to_usize(block)) else { return };
+        let slot = &mut self.of_block[to_usize(block)];
         *slot = priority.level.min(Priority::MAX_LEVEL);
         // Falling back from the default level to itself changes nothing.
         match priority.duration.filter(|_| *slot != Priority::DEFAULT_LEVEL) {

@@ -183,13 +183,9 @@ impl<'a> AttentionOptions<'a> {
     /// another owner's block.
     pub fn visible(&self, sequence: &PlannedSequence, i: u32) -> (u32, u32) {
         // The query's position plus one, which is negative if there are more queries than keys.
-        let end = i64::from(sequence.kv_len)
-            .saturating_sub(i64::from(sequence.q_len))
-            .saturating_add(i64::from(i))
-            .saturating_add(1);
-        let position = end.saturating_sub(1);
-        let begin =
-            self.window_left.map_or(0, |left| position.saturating_sub(i64::from(left)).max(0));
+        let end = i64::from(sequence.kv_len) - i64::from(sequence.q_len) + i64::from(i) + 1;
+        let position = end - 1;
+        let begin = self.window_left.map_or(0, |left| (position - i64::from(left)).max(0));
         let end = match self.mask {
             Mask::Causal => end.clamp(0, i64::from(sequence.kv_len)),
             Mask::Full => i64::from(sequence.kv_len),

@@ -227,9 +227,10 @@ impl PlanBuffers {
             self.stamps.resize(to_usize(tables.num_blocks()), 0);
         }
         self.sequences.reserve(batch.len());
+        // Checked below, where they are listed.
         let new = batch.iter().fold(0_u32, |n, entry| n.saturating_add(entry.new_tokens));
         // Each token has a slot of its own, or the batch is refused.
-        let slots = layout.num_blocks().saturating_mul(layout.block_size());
+        let slots = layout.num_blocks() * layout.block_size();
         self.slots.reserve(to_usize(new.min(slots)));
         if let Err(refused) = self.list(layout, tables, (batch, 0)) {
             self.clear();
@@ -243,7 +244,7 @@ impl PlanBuffers {
     pub fn host_bytes(&self) -> usize {
         let lists =
             [list_bytes(&self.sequences), self.splits.host_bytes(), list_bytes(&self.slots)];
-        lists.into_iter().fold(list_bytes(&self.stamps), usize::saturating_add)
+        list_bytes(&self.stamps) + lists.iter().sum::<usize>()
     }
 
     /// Drops the batch. The memory stays for the next one.
@@ -308,9 +309,8 @@ impl PlanBuffers {
     ) -> Result<(u32, Growth), PlanError> {
         let too_many =
             |got| PlanError::TooMany { what: "tokens in a step", got, max: u64::from(u32::MAX) };
-        let sum = |a: u32, b: u32| {
-            a.checked_add(b).ok_or_else(|| too_many(u64::from(a).saturating_add(u64::from(b))))
-        };
+        let sum =
+            |a: u32, b: u32| a.checked_add(b).ok_or_else(|| too_many(u64::from(a) + u64::from(b)));
         let kv_len = sum(entry.cached, entry.new_tokens)?;
         let growth = growth(kv_len);
         if to_usize(growth.blocks()) > table.len() {
@@ -329,7 +329,7 @@ impl PlanBuffers {
             coded: growth.coded,
             coded_before: growth.coded_before,
             // After reserved blocks too.
-            sealed_index: to_u32(table.len()).saturating_sub(growth.tail_blocks_before),
+            sealed_index: to_u32(table.len()) - growth.tail_blocks_before,
             split_start: 0,
             num_splits: 0,
         });
@@ -351,14 +351,14 @@ impl PlanBuffers {
         let mut position = cached;
         while position < kv_len {
             let index = map.full_blocks(position);
-            let begin = index.saturating_mul(block_size);
-            let end = begin.saturating_add(block_size).min(kv_len);
-            let block = table.get(to_usize(index)).map_or(0, |block| block.0);
+            let begin = index * block_size;
+            let end = begin + (kv_len - begin).min(block_size);
+            let block = table[to_usize(index)].0;
             self.claim(block)?;
             // `num_blocks * block_size` fits u32, by the layout's constructor.
-            let first = block.saturating_mul(block_size);
-            let slot = |position: u32| Slot(first.saturating_add(position.saturating_sub(begin)));
-            if end.saturating_sub(position) == 1 {
+            let first = block * block_size;
+            let slot = |position: u32| Slot(first + (position - begin));
+            if end - position == 1 {
                 self.slots.push(slot(position));
             } else {
                 self.slots.extend((position..end).map(slot));
@@ -380,19 +380,19 @@ impl PlanBuffers {
         let mut claimed = None;
         if growth.seals() {
             let index = map.place_in(growth.tail_begin, growth.coded).index;
-            let block = table.get(to_usize(index)).map_or(0, |block| block.0);
+            let block = table[to_usize(index)].0;
             self.claim(block)?;
             claimed = Some(index);
         }
         for position in cached..kv_len {
             let place = map.place_in(position, growth.coded);
-            let block = table.get(to_usize(place.index)).map_or(0, |block| block.0);
+            let block = table[to_usize(place.index)].0;
             if claimed != Some(place.index) {
                 self.claim(block)?;
                 claimed = Some(place.index);
             }
             // `num_blocks * block_size` fits u32, by the layout's constructor.
-            self.slots.push(Slot(block.saturating_mul(block_size).saturating_add(place.inside)));
+            self.slots.push(Slot(block * block_size + place.inside));
         }
         Ok(())
     }
@@ -403,15 +403,12 @@ impl PlanBuffers {
         if !self.claims {
             return Ok(());
         }
-        match self.stamps.get_mut(to_usize(block)) {
-            Some(stamp) if *stamp == self.stamp => Err(PlanError::BlockShared { block }),
-            Some(stamp) => {
-                *stamp = self.stamp;
-                Ok(())
-            }
-            None => {
-                Err(PlanError::BlockOutOfRange { block, num_blocks: to_u32(self.stamps.len()) })
-            }
+        // A table's entries are below its pool's size.
+        let stamp = &mut self.stamps[to_usize(block)];
+        if *stamp == self.stamp {
+            return Err(PlanError::BlockShared { block });
         }
+        *stamp = self.stamp;
+        Ok(())
     }
 }

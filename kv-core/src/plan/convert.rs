@@ -24,7 +24,7 @@ impl ConvertPlan {
         for &len in lens {
             total = total.checked_add(len).ok_or(PlanError::TooMany {
                 what: "tokens to convert",
-                got: u64::from(total).saturating_add(u64::from(len)),
+                got: u64::from(total) + u64::from(len),
                 max: u64::from(u32::MAX),
             })?;
             starts.push(total);
@@ -53,12 +53,12 @@ impl ConvertPlan {
     }
     /// Returns the number of entries.
     pub fn batch(&self) -> usize {
-        self.starts.len().saturating_sub(1)
+        self.starts.len() - 1
     }
     /// Iterates over the first ragged row and the number of tokens of every entry.
     pub fn entries(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
         let ends = self.starts.iter().skip(1);
-        self.starts.iter().zip(ends).map(|(start, end)| (*start, end.saturating_sub(*start)))
+        self.starts.iter().zip(ends).map(|(start, end)| (*start, end - *start))
     }
     /// Returns the tokens of all entries.
     pub fn total(&self) -> u32 {

@@ -33,8 +33,8 @@ impl<'p> GatherPlan<'p> {
     /// Checks ranges: each must lie inside the blocks of its row.
     ///
     /// # Errors
-    /// [`PlanError::TableTooShort`], [`PlanError::TooMany`] when the total does not fit `u32`,
-    /// [`PlanError::LengthMismatch`] for tables of another pool.
+    /// [`PlanError::TableTooShort`], [`PlanError::TooMany`] when the end of a range or the total does
+    /// not fit `u32`, [`PlanError::LengthMismatch`] for tables of another pool.
     pub fn new(
         layout: &PlaneLayout,
         tables: &'p BlockTables,
@@ -44,13 +44,17 @@ impl<'p> GatherPlan<'p> {
         let (mut total, mut len_max) = (0_u64, 0);
         for (index, range) in ranges.iter().enumerate() {
             let blocks = tables.row(range.row).len();
-            let end = range.begin.saturating_add(range.len);
+            let end = range.begin.checked_add(range.len).ok_or(PlanError::TooMany {
+                what: "positions of a range",
+                got: u64::from(range.begin) + u64::from(range.len),
+                max: u64::from(u32::MAX),
+            })?;
             let block_size = layout.block_size();
             let coded = tables.coded(range.row);
             if to_usize(layout.slot_map().blocks_in(end, coded)) > blocks {
                 return Err(PlanError::TableTooShort { index, tokens: end, blocks, block_size });
             }
-            total = total.saturating_add(u64::from(range.len));
+            total += u64::from(range.len);
             len_max = len_max.max(range.len);
         }
         let total = u32::try_from(total).map_err(|_| PlanError::TooMany {

@@ -76,6 +76,7 @@ impl Growth {
     /// Returns the blocks that the sequence holds while the step is open.
     pub(crate) fn blocks(&self) -> u32 {
         let sealed = if self.seals() { self.tail_blocks_before } else { 0 };
+        // Lengths are the caller's until these blocks are compared with a table.
         self.code_blocks.saturating_add(self.tail_blocks).saturating_add(sealed)
     }
 }

@@ -74,7 +74,7 @@ impl Splits {
         policy: SplitPolicy,
     ) {
         for sequence in sequences.iter().skip(first).filter(|sequence| sequence.may_be_split()) {
-            self.tokens = self.tokens.saturating_add(sequence.kv_len.into());
+            self.tokens += u64::from(sequence.kv_len);
         }
         let length = match policy.determinism {
             Determinism::BatchInvariant => SPLIT_TOKENS_INVARIANT,
@@ -107,7 +107,7 @@ impl Splits {
             self.list.push(KvSplit { sequence: index, kv_begin, kv_end });
             kv_begin = kv_end;
         }
-        sequence.num_splits = to_u32(self.list.len()).saturating_sub(sequence.split_start);
+        sequence.num_splits = to_u32(self.list.len()) - sequence.split_start;
     }
 
     /// Returns the bytes of host memory of the list.
@@ -129,9 +129,10 @@ fn fast_length(tokens: u64, layout: &PlaneLayout, workers: u32) -> u32 {
     if workers <= 1 {
         return u32::MAX;
     }
-    let parts = u64::from(workers).saturating_mul(SPLITS_PER_WORKER);
+    let parts = u64::from(workers) * SPLITS_PER_WORKER;
     let heads = u64::from(layout.num_kv_heads());
-    let share = tokens.saturating_mul(heads).checked_div(parts).unwrap_or(u64::MAX);
+    // A share past `u32` is one split, whatever its length.
+    let share = tokens.saturating_mul(heads) / parts;
     let share = u32::try_from(share).unwrap_or(u32::MAX).max(SPLIT_TOKENS_MIN);
     // A power of two divided by the steps of its octave.
     let step = share.checked_ilog2().and_then(|log| 1_u32.checked_shl(log));

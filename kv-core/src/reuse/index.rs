@@ -4,6 +4,7 @@ mod siblings;
 use hashbrown::{HashMap, HashTable};
 
 use crate::ids::BlockId;
+use crate::invariant::Invariant;
 #[cfg(test)]
 use crate::num::list_bytes;
 use crate::num::{to_u32, to_usize};
@@ -155,7 +156,7 @@ impl PrefixIndex {
         Self {
             block_tokens,
             entries: vec![EMPTY; blocks],
-            tokens: vec![0; blocks.saturating_mul(block_tokens)],
+            tokens: vec![0; blocks * block_tokens],
             contents: HashMap::new(),
             keys: HashTable::with_capacity(blocks),
             children: HashTable::with_capacity(blocks),
@@ -184,7 +185,7 @@ impl PrefixIndex {
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
-    /// Returns whether a block has content.
+    /// Returns whether a block has content; `false` for one outside of the pool.
     #[inline]
     pub fn contains(&self, block: BlockId) -> bool {
         self.entries.get(to_usize(block.0)).is_some_and(|entry| entry.len > 0)
@@ -222,16 +223,19 @@ impl PrefixIndex {
     }
     #[inline]
     fn full_block_of_key(&self, key: BlockKey) -> Option<u32> {
-        let is_full = |block: &u32| self.entry(*block).is_some_and(|entry| !entry.is_partial);
-        self.block_of_key(key).filter(is_full)
+        self.block_of_key(key).filter(|block| !self.entry(*block).is_partial)
     }
     #[inline]
     fn block_of_key(&self, key: BlockKey) -> Option<u32> {
-        self.keys.find(hash(key), |block| self.key(*block) == key).copied()
+        self.keys.find(hash(key), |block| self.entry(*block).key == key).copied()
     }
     #[inline]
-    fn entry(&self, block: u32) -> Option<&Entry> {
-        self.entries.get(to_usize(block))
+    fn entry(&self, block: u32) -> &Entry {
+        &self.entries[to_usize(block)]
+    }
+    #[inline]
+    fn entry_mut(&mut self, block: u32) -> &mut Entry {
+        &mut self.entries[to_usize(block)]
     }
     /// Returns whether any block directly continues the content of this key.
     pub fn has_children(&self, key: BlockKey) -> bool {
@@ -263,15 +267,12 @@ impl PrefixIndex {
         priority: Priority,
         is_partial: bool,
     ) -> Offered {
-        let at = to_usize(block.0).saturating_mul(self.block_tokens);
+        let at = to_usize(block.0) * self.block_tokens;
         let len = content.tokens.len();
-        let Some(own) = self.entry(block.0) else {
-            return Offered::Refused;
-        };
         if len == 0 || len > self.block_tokens {
             return Offered::Refused;
         }
-        let has_content = own.len > 0;
+        let has_content = self.entry(block.0).len > 0;
         if let Some(twin) = self.block_of_key(content.key) {
             let is_known = self.confirms(twin, content) && (!has_content || twin == block.0);
             return if is_known { Offered::Known(BlockId(twin)) } else { Offered::Refused };
@@ -282,12 +283,8 @@ impl PrefixIndex {
         if is_partial && let Some(longer) = self.continued_by(content) {
             return Offered::Known(longer);
         }
-        let room = self.tokens.get_mut(at..at.saturating_add(len));
-        let (Some(room), Some(entry)) = (room, self.entries.get_mut(to_usize(block.0))) else {
-            return Offered::Refused;
-        };
-        room.copy_from_slice(content.tokens);
-        *entry = Entry {
+        self.tokens[at..at + len].copy_from_slice(content.tokens);
+        *self.entry_mut(block.0) = Entry {
             key: content.key,
             parent: content.parent,
             namespace: content.namespace,
@@ -301,26 +298,27 @@ impl PrefixIndex {
         if !content.contents.is_empty() {
             self.contents.insert(block.0, content.contents.into());
         }
-        self.len = self.len.saturating_add(1);
+        self.len += 1;
         self.link(block.0, content.parent);
         let entries = &self.entries;
-        let key_of = |block: &u32| entries.get(to_usize(*block)).map_or(BlockKey(0), |e| e.key);
-        self.keys.insert_unique(hash(content.key), block.0, |block| hash(key_of(block)));
+        let hash_of = |block: &u32| hash(entries[to_usize(*block)].key);
+        self.keys.insert_unique(hash(content.key), block.0, hash_of);
         Offered::New
     }
 
     /// Removes a block's content; `None` if it has none.
     pub fn remove(&mut self, block: BlockId) -> Option<Removed> {
-        let entry = *self.entries.get(to_usize(block.0)).filter(|entry| entry.len > 0)?;
+        let entry = *self.entry(block.0);
+        if entry.len == 0 {
+            return None;
+        }
         self.unlink(block.0, &entry);
         if entry.has_contents {
             self.contents.remove(&block.0);
         }
-        self.len = self.len.saturating_sub(1);
+        self.len -= 1;
         self.remove_key(block, entry.key);
-        if let Some(entry) = self.entries.get_mut(to_usize(block.0)) {
-            *entry = EMPTY;
-        }
+        *self.entry_mut(block.0) = EMPTY;
         Some(Removed {
             namespace: entry.namespace,
             gone: (!entry.is_partial).then_some(entry.key),
@@ -330,55 +328,43 @@ impl PrefixIndex {
 
     fn remove_key(&mut self, block: BlockId, key: BlockKey) {
         let found = self.keys.find_entry(hash(key), |other| *other == block.0);
-        assert!(found.is_ok(), "block {block} has content and is under its key");
-        if let Ok(found) = found {
-            found.remove();
-        }
+        found.invariant("a block with content is under its key").remove();
     }
 
     /// Records that the open step has yet to write a block with content.
     pub(crate) fn set_unwritten(&mut self, block: BlockId) {
-        let entry = self.entries.get_mut(to_usize(block.0)).filter(|entry| entry.len > 0);
-        if let Some(entry) = entry {
-            entry.is_unwritten = true;
-        }
+        let entry = self.entry_mut(block.0);
+        debug_assert!(entry.len > 0, "block {block} has no content to write");
+        entry.is_unwritten = true;
     }
 
     /// Records that a block is written and returns its key; `None` for one that was written before
     /// or has no content.
     pub(crate) fn set_written(&mut self, block: BlockId) -> Option<BlockKey> {
-        let entry = self.entries.get_mut(to_usize(block.0)).filter(|entry| entry.is_unwritten)?;
-        entry.is_unwritten = false;
-        Some(entry.key)
+        let entry = self.entry_mut(block.0);
+        std::mem::take(&mut entry.is_unwritten).then_some(entry.key)
     }
 
     /// Returns whether the open step has yet to write a block with content.
     pub(crate) fn is_unwritten(&self, block: BlockId) -> bool {
-        self.entry(block.0).is_some_and(|entry| entry.is_unwritten)
+        self.entry(block.0).is_unwritten
     }
 
     /// Sets another priority and returns the one before, if the block has content.
     pub fn set_priority(&mut self, block: BlockId, priority: Priority) -> Option<Priority> {
-        let entry = self.entries.get_mut(to_usize(block.0)).filter(|entry| entry.len > 0)?;
-        Some(std::mem::replace(&mut entry.priority, priority))
-    }
-
-    #[inline]
-    fn key(&self, block: u32) -> BlockKey {
-        self.entries.get(to_usize(block)).map_or(BlockKey(0), |entry| entry.key)
+        let entry = self.entry_mut(block.0);
+        (entry.len > 0).then(|| std::mem::replace(&mut entry.priority, priority))
     }
 
     #[inline]
     fn tokens(&self, block: u32, entry: &Entry) -> &[u32] {
-        let at = to_usize(block).saturating_mul(self.block_tokens);
-        self.tokens.get(at..at.saturating_add(to_usize(entry.len))).unwrap_or_default()
+        let at = to_usize(block) * self.block_tokens;
+        &self.tokens[at..at + to_usize(entry.len)]
     }
 
     #[inline]
     fn confirms(&self, block: u32, content: &Content<'_>) -> bool {
-        let Some(entry) = self.entries.get(to_usize(block)) else {
-            return false;
-        };
+        let entry = self.entry(block);
         entry.parent == content.parent
             && entry.namespace == content.namespace
             && entry.has_contents != content.contents.is_empty()
@@ -392,6 +378,6 @@ impl PrefixIndex {
         if !entry.has_contents {
             return &[];
         }
-        self.contents.get(&block).map_or(&[], |contents| contents)
+        self.contents.get(&block).invariant("a block that has contents lists them")
     }
 }

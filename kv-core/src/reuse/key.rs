@@ -67,10 +67,11 @@ impl BlockContent {
         out.clear();
         for span in spans {
             let first = span.begin.max(begin);
+            // The span is the caller's: it may go on past every block.
             let last = span.begin.saturating_add(span.len).min(end);
             if let Some(len) = last.checked_sub(first).filter(|len| *len > 0) {
-                let inside = first.saturating_sub(begin);
-                let offset = first.saturating_sub(span.begin);
+                let inside = first - begin;
+                let offset = first - span.begin;
                 out.push(Self { id: span.id, inside, offset, len });
             }
         }
@@ -115,12 +116,13 @@ impl BlockContent {
     /// none does. Lists that describe the same contents differently count as different.
     pub(crate) fn first_difference(a: &[Self], b: &[Self]) -> u32 {
         let same = a.iter().zip(b).take_while(|(a, b)| a == b).count();
-        let [a, b] = [a, b].map(|all| all.get(same..).unwrap_or_default());
+        let [a, b] = [a, b].map(|all| &all[same..]);
         let begin = |rest: &[Self]| rest.iter().map(|part| part.inside).min().unwrap_or(u32::MAX);
         if let ([x, a @ ..], [y, b @ ..]) = (a, b)
             && (x.id, x.inside, x.offset) == (y.id, y.inside, y.offset)
         {
             // The same content, of different lengths.
+            // Saturating, because stored bytes may be any.
             let end = x.inside.saturating_add(x.len.min(y.len));
             return end.min(begin(a)).min(begin(b));
         }
@@ -168,8 +170,8 @@ impl BlockKey {
         for (row, token) in rows.iter_mut().zip(tokens) {
             *row = token.to_le_bytes();
         }
-        let len = tokens.len().saturating_add(4);
-        Self(xxh3_128(bytes.get(..len).unwrap_or(&bytes).as_flattened()))
+        let len = tokens.len() + 4;
+        Self(xxh3_128(bytes[..len].as_flattened()))
     }
 
     fn contents(self, contents: &[BlockContent]) -> Self {

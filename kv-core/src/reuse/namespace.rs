@@ -1,6 +1,7 @@
 //! Namespaces: the prompts that may share blocks.
 use hashbrown::HashMap;
 
+use crate::invariant::Invariant;
 use crate::num::{to_u32, to_usize};
 use crate::reuse::BlockKey;
 
@@ -13,6 +14,8 @@ impl NamespaceId {
     /// The namespace of no prompt.
     pub(crate) const NONE: Self = Self(u32::MAX);
 }
+
+const USED: &str = "a namespace has users as long as its ID is used";
 
 /// ID and root of a namespace.
 pub(crate) type Namespace = (NamespaceId, BlockKey);
@@ -72,20 +75,16 @@ impl Namespaces {
 
     /// Adds a user of an existing namespace.
     pub(crate) fn enter(&mut self, id: NamespaceId) {
-        if let Some(space) = self.get_mut(id) {
-            space.users = space.users.saturating_add(1);
-        }
+        self.get_mut(id).users += 1;
     }
 
     /// Removes a user.
     pub(crate) fn leave(&mut self, id: NamespaceId) {
-        let Some(space) = self.get_mut(id) else {
-            return;
-        };
-        space.users = space.users.saturating_sub(1);
-        let is_unused = space.users == 0;
-        let space = self.spaces.get_mut(to_usize(id.0)).filter(|_| is_unused);
-        if let Some(gone) = space.and_then(Option::take) {
+        let space = self.get_mut(id);
+        space.users -= 1;
+        if space.users == 0
+            && let Some(gone) = self.spaces[to_usize(id.0)].take()
+        {
             self.numbers.remove(&gone.name);
             self.unused.push(id.0);
         }
@@ -93,8 +92,7 @@ impl Namespaces {
 
     /// Returns the key before the first block of a prompt.
     pub(crate) fn root(&self, id: NamespaceId) -> BlockKey {
-        let space = self.spaces.get(to_usize(id.0)).and_then(Option::as_ref);
-        space.map_or(BlockKey(0), |space| space.root)
+        self.spaces[to_usize(id.0)].as_ref().invariant(USED).root
     }
 
     /// Returns salt and adapter of a namespace with users.
@@ -104,20 +102,18 @@ impl Namespaces {
         Some((salt, *adapter))
     }
 
-    fn get_mut(&mut self, id: NamespaceId) -> Option<&mut Entry> {
-        self.spaces.get_mut(to_usize(id.0))?.as_mut()
+    fn get_mut(&mut self, id: NamespaceId) -> &mut Entry {
+        self.spaces.get_mut(to_usize(id.0)).and_then(Option::as_mut).invariant(USED)
     }
 
     fn add(&mut self, name: Name) -> u32 {
         let root = BlockKey::root(self.encoding, &name.0, name.1);
         let number = self.unused.pop().unwrap_or_else(|| {
             self.spaces.push(None);
-            to_u32(self.spaces.len().saturating_sub(1))
+            to_u32(self.spaces.len() - 1)
         });
         self.numbers.insert(name.clone(), number);
-        if let Some(space) = self.spaces.get_mut(to_usize(number)) {
-            *space = Some(Entry { name, root, users: 0 });
-        }
+        self.spaces[to_usize(number)] = Some(Entry { name, root, users: 0 });
         number
     }
 }

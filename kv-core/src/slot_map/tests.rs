@@ -1,5 +1,4 @@
 //! Every row has its place, and blocks are counted as rows need them.
-#![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails")]
 use super::*;
 
 /// Block size, slots of a wide row, full-precision prefix.

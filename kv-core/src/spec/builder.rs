@@ -278,7 +278,7 @@ impl CacheSpecBuilder {
         let mut listed = vec![0_usize; usize::from(num_layers)];
         for &layer in self.groups.iter().flat_map(|(layers, _)| layers) {
             match listed.get_mut(usize::from(layer)) {
-                Some(times) => *times = times.saturating_add(1),
+                Some(times) => *times += 1,
                 None => {
                     return Err(SpecError::LayerOutOfRange { layer: LayerId(layer), num_layers });
                 }
@@ -304,9 +304,7 @@ impl CacheSpecBuilder {
         let mut places = vec![(GroupId(0), 0); usize::from(num_layers)];
         for ((layers, _), group) in lists.iter().zip(0..) {
             for (index, layer) in layers.iter().enumerate() {
-                if let Some(place) = places.get_mut(usize::from(layer.0)) {
-                    *place = (GroupId(group), index);
-                }
+                places[usize::from(layer.0)] = (GroupId(group), index);
             }
         }
         Ok((places, lists))

@@ -228,9 +228,9 @@ impl GroupBuilder {
                 let planes = [(self.format_k, self.head_dim_k), (self.format_v, self.head_dim_v)];
                 let [k, v] = planes.map(|(f, dim)| format(f).wide_slots(dim.unwrap_or(0)));
                 let further = k.max(v).saturating_sub(1);
-                let further = further.saturating_mul(self.full_precision_prefix.min(max_seq_len));
-                let block_size = max_seq_len
-                    .checked_add(further)
+                let block_size = further
+                    .checked_mul(self.full_precision_prefix.min(max_seq_len))
+                    .and_then(|further| max_seq_len.checked_add(further))
                     .ok_or(SpecError::Overflow { what: "slots of a sequence" })?;
                 (layouts(block_size, max_sequences)?, true, Some(max_seq_len))
             }
@@ -264,10 +264,11 @@ impl GroupBuilder {
 
 /// Returns the number of blocks of all layers of a group that fit in `bytes`.
 fn blocks_within([k, v]: [PlaneLayout; 2], num_layers: usize, bytes: u64) -> u32 {
+    // A block whose bytes overflow is larger than any budget.
     let block = k.block_bytes().saturating_add(v.block_bytes());
     let block = block.saturating_mul(to_u64(num_layers.max(1)));
     // The slots of a pool are numbered in u32.
-    let most = u32::MAX.checked_div(k.block_size()).unwrap_or(0);
-    let fit = bytes.checked_div(block).unwrap_or(0);
+    let most = u32::MAX / k.block_size();
+    let fit = bytes / block;
     u32::try_from(fit).unwrap_or(u32::MAX).min(most)
 }

@@ -13,6 +13,7 @@ pub use reuse::{PrefixReuse, PublishAt, Window};
 use crate::eviction::Eviction;
 use crate::geometry::PlaneLayout;
 use crate::ids::{GroupId, LayerId};
+use crate::invariant::Invariant;
 use crate::num::to_u64;
 use crate::plan::Determinism;
 use crate::slot_map::SlotMap;
@@ -110,7 +111,8 @@ impl GroupSpec {
         let Some(window) = self.window else {
             return map.blocks_to_grow(tokens);
         };
-        // A window that ends inside a block begins inside another.
+        // The window is the caller's, and bounded by the tokens at the end. One that ends inside a
+        // block begins inside another.
         let seen =
             window.left.saturating_add(window.slack).div_ceil(self.block_size()).saturating_add(1);
         let seen = seen.saturating_add(map.blocks(window.sink_tokens));
@@ -119,7 +121,7 @@ impl GroupSpec {
     /// Returns the bytes of one block of one layer, K and V.
     pub fn layer_block_bytes(&self) -> u64 {
         let [k, v] = &self.layouts;
-        k.block_bytes().saturating_add(v.block_bytes())
+        k.block_bytes() + v.block_bytes()
     }
 }
 
@@ -218,20 +220,14 @@ pub struct MemoryUsage {
 impl MemoryUsage {
     /// Returns the bytes of all planes and of their constants.
     pub fn all_bytes(&self) -> u64 {
-        self.bytes_total.saturating_add(self.bytes_constants)
+        self.bytes_total + self.bytes_constants
     }
 }
 
 impl CacheSpec {
     /// Returns the memory of the planes. For layers on demand: of one layer.
     pub fn memory(&self) -> MemoryUsage {
-        // `build` has refused every geometry that overflows.
-        self.memory_checked().unwrap_or(MemoryUsage {
-            bytes_per_token: 0,
-            bytes_total: 0,
-            bytes_constants: 0,
-            tokens: 0,
-        })
+        self.memory_checked().invariant("`build` refuses geometry whose bytes overflow")
     }
 
     /// Returns how many sequences of `tokens` tokens fit at once without sharing.
@@ -254,15 +250,15 @@ impl CacheSpec {
             let block = block.checked_mul(layers)?;
             total = total.checked_add(block.checked_mul(u64::from(group.num_blocks()))?)?;
             per_token = per_token.checked_add(block.checked_div(u64::from(group.block_size()))?)?;
-            let planes = group.layouts.iter().map(PlaneLayout::constants_bytes);
-            let bytes = planes.fold(0, u64::saturating_add).saturating_mul(layers);
-            constants = constants.saturating_add(bytes);
+            let mut planes = group.layouts.iter().map(PlaneLayout::constants_bytes);
+            let bytes = planes.try_fold(0_u64, u64::checked_add)?.checked_mul(layers)?;
+            constants = constants.checked_add(bytes)?;
             let map = group.slot_map();
             let blocks = group.num_blocks().saturating_sub(map.tail_blocks_max());
             tokens = tokens.min(u64::from(map.tokens(blocks)));
         }
         // A host allocation is never larger than isize::MAX bytes.
-        isize::try_from(total).ok()?;
+        isize::try_from(total.checked_add(constants)?).ok()?;
         let (bytes_per_token, bytes_total, bytes_constants) = (per_token, total, constants);
         Some(MemoryUsage { bytes_per_token, bytes_total, bytes_constants, tokens })
     }

@@ -1,5 +1,5 @@
 //! Inconsistent geometries are refused when they are built.
-use kv_format::KvFormat;
+use kv_format::{KvFormat, ScaleGroup};
 
 use super::*;
 use crate::error::SpecError;
@@ -44,12 +44,32 @@ fn refuses_what_overflows() {
     for builder in [
         builder().paged(1 << 16, 1 << 16),
         builder().kv_heads(u32::MAX).head_dim(u32::MAX),
-        builder().paged(1, u32::MAX).kv_heads(1 << 16).head_dim(1 << 16),
-        builder().layers(u16::MAX).paged(1, u32::MAX).kv_heads(1 << 12).head_dim(1 << 12),
+        builder().paged(2, u32::MAX / 2).kv_heads(1 << 16).head_dim(1 << 16),
+        builder().layers(u16::MAX).paged(2, u32::MAX / 2).kv_heads(1 << 12).head_dim(1 << 12),
     ] {
         let refused = builder.build();
         assert!(matches!(refused, Err(SpecError::Overflow { .. })), "{refused:?}");
     }
+}
+
+#[test]
+fn refuses_more_blocks_than_their_numbers_have_bits_for() {
+    let max = (1 << 31) - 1;
+    assert!(builder().paged(1, max).build().is_ok());
+    let refused = builder().paged(1, max + 1).build();
+    let too_large = |got, max| SpecError::TooLarge { field: "num_blocks", got, max };
+    assert_eq!(refused, Err(too_large(1 << 31, (1 << 31) - 1)));
+}
+
+#[test]
+fn refuses_constants_whose_bytes_overflow() {
+    // 3 bits for a value: the plane fits, its constants do not.
+    let group = builder()
+        .paged(1, 1)
+        .format(KvFormat::L3(ScaleGroup::Row))
+        .kv_heads(1 << 31)
+        .head_dim(1 << 30);
+    assert!(matches!(group.build(), Err(SpecError::Overflow { .. })));
 }
 
 #[test]

@@ -33,7 +33,7 @@ impl Erasures {
     const ONE: Self = Self(1);
 
     fn one_more(self) -> Self {
-        Self(self.0.saturating_add(1))
+        Self(self.0 + 1)
     }
     fn undo<T: Any>(self, buffer: &AnyBuffer) -> Option<&T> {
         let mut inner = buffer;

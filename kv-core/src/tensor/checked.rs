@@ -4,7 +4,7 @@ use kv_format::DType;
 use super::{Dims, Meta, TensorData, TensorDataMut, TensorView, TensorViewMut};
 use crate::error::{Expected, PlanError};
 use crate::geometry::QkvFormat;
-use crate::num::to_u64;
+use crate::num::{to_offset, to_u64, to_usize};
 
 /// The requirements of a plan for a token tensor.
 #[derive(Debug, Clone, Copy)]
@@ -72,12 +72,11 @@ impl TokenRows {
         self.token_stride
     }
     /// Returns the index of the first element of token `i` of batch entry `entry`, whose tokens
-    /// begin at row `start` of a ragged tensor. The token's heads and values follow densely.
+    /// begin at row `start` of a ragged tensor. The token's heads and values follow densely. The
+    /// strides are the caller's: for a token past the tensor, `usize::MAX` if it is more.
     pub fn offset(&self, entry: usize, start: u32, i: u32) -> usize {
         let at = match self.format {
-            QkvFormat::Thd => {
-                u64::from(start).saturating_add(u64::from(i)).saturating_mul(self.token_stride)
-            }
+            QkvFormat::Thd => (u64::from(start) + u64::from(i)).saturating_mul(self.token_stride),
             QkvFormat::Bshd | QkvFormat::Sbhd => to_u64(entry)
                 .saturating_mul(self.batch_stride)
                 .saturating_add(u64::from(i).saturating_mul(self.token_stride)),
@@ -112,9 +111,10 @@ impl TokenRows {
             _ => return Err(expected(axes, dims)),
         };
         let heads_fit = need.heads.map_or(heads > 0, |h| h == heads);
-        let row = u64::from(heads).saturating_mul(u64::from(dim));
+        let row = u64::from(heads) * u64::from(dim);
         let [stride_first, stride_second] = meta.outer_strides.unwrap_or(match need.format {
             QkvFormat::Thd => [row, 0],
+            // Rows past `u64` are past every tensor.
             QkvFormat::Bshd | QkvFormat::Sbhd => [row.saturating_mul(u64::from(second)), row],
         });
         let rows = match need.format {
@@ -136,7 +136,8 @@ impl TokenRows {
 
     /// Returns the same rows without gaps between them.
     fn dense(&self) -> Self {
-        let row = u64::from(self.heads).saturating_mul(u64::from(self.dim));
+        let row = u64::from(self.heads) * u64::from(self.dim);
+        // An empty tensor may have any extents.
         let of = |count: u32| u64::from(count).saturating_mul(row);
         let (batch_stride, token_stride) = match self.format {
             QkvFormat::Thd => (0, row),
@@ -152,8 +153,8 @@ impl TokenRows {
         if self.batch == 0 || self.tokens == 0 {
             return Some(0);
         }
-        let last_batch = u64::from(self.batch.saturating_sub(1)).checked_mul(self.batch_stride)?;
-        let last_token = u64::from(self.tokens.saturating_sub(1)).checked_mul(self.token_stride)?;
+        let last_batch = u64::from(self.batch - 1).checked_mul(self.batch_stride)?;
+        let last_token = u64::from(self.tokens - 1).checked_mul(self.token_stride)?;
         let row = u64::from(self.heads).checked_mul(u64::from(self.dim))?;
         last_batch.checked_add(last_token)?.checked_add(row)?.checked_mul(to_u64(self.dtype.size()))
     }
@@ -171,14 +172,14 @@ impl TokenRows {
         if self.batch == 0 || self.tokens == 0 {
             return false;
         }
-        let row = u64::from(self.heads).saturating_mul(u64::from(self.dim));
+        let row = u64::from(self.heads) * u64::from(self.dim);
         let (near, far, near_count, far_count) = if self.batch_stride <= self.token_stride {
             (self.batch_stride, self.token_stride, self.batch, self.tokens)
         } else {
             (self.token_stride, self.batch_stride, self.tokens, self.batch)
         };
-        let near_span =
-            u64::from(near_count.saturating_sub(1)).saturating_mul(near).saturating_add(row);
+        // The strides are the caller's: no tensor in device memory has been refused yet.
+        let near_span = u64::from(near_count - 1).saturating_mul(near).saturating_add(row);
         (near_count > 1 && near < row) || (far_count > 1 && far < near_span)
     }
 }
@@ -348,20 +349,15 @@ impl HostRows<'_> {
     pub(crate) fn fill(self, staged: &[u8]) {
         let (rows, dense) = (self.rows, self.rows.dense());
         let size = rows.dtype.size();
-        let row = usize::try_from(u64::from(rows.heads).saturating_mul(rows.dim.into()));
-        let row = row.unwrap_or(usize::MAX).saturating_mul(size);
-        for entry in 0..usize::try_from(rows.batch).unwrap_or(usize::MAX) {
+        let row = to_offset(u64::from(rows.heads) * u64::from(rows.dim)) * size;
+        for entry in 0..to_usize(rows.batch) {
             for token in 0..rows.tokens {
                 let range = |rows: &TokenRows| {
-                    let begin = rows.offset(entry, 0, token).saturating_mul(size);
-                    begin..begin.saturating_add(row)
+                    let begin = rows.offset(entry, 0, token) * size;
+                    begin..begin + row
                 };
-                let target = self.bytes.get_mut(range(&rows));
-                let found = target.zip(staged.get(range(&dense)));
-                assert!(found.is_some(), "a checked tensor reaches its rows, and so do dense rows");
-                if let Some((target, source)) = found {
-                    target.copy_from_slice(source);
-                }
+                // A checked tensor reaches its rows, and so do dense rows.
+                self.bytes[range(&rows)].copy_from_slice(&staged[range(&dense)]);
             }
         }
     }

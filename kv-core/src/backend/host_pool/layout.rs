@@ -107,7 +107,7 @@ impl ChunkLayout {
     /// Returns the bytes of one block in all planes, each rounded up to [`Self::PIECE_ALIGN`].
     pub fn block_bytes(&self) -> usize {
         let [_, layer] = self.strides;
-        layer.saturating_mul(to_usize(self.num_layers))
+        layer * to_usize(self.num_layers)
     }
     /// Returns the bytes of a whole chunk.
     pub fn bytes(&self) -> usize {
@@ -123,16 +123,14 @@ impl ChunkLayout {
         assert!(layer < self.num_layers, "layer {layer} of {}", self.num_layers);
         let ([k_bytes, layer_bytes], [k, v]) = (self.strides, &self.planes);
         // Within the chunk, whose size was checked when the layout was made.
-        let begin = self
-            .block_bytes()
-            .saturating_mul(to_usize(block))
-            .saturating_add(layer_bytes.saturating_mul(to_usize(layer)))
-            .saturating_add(self.header_bytes());
+        let begin = self.block_bytes() * to_usize(block)
+            + layer_bytes * to_usize(layer)
+            + self.header_bytes();
         let (begin, bytes) = match plane {
             Plane::Key => (begin, k.block_bytes()),
-            Plane::Value => (begin.saturating_add(k_bytes), v.block_bytes()),
+            Plane::Value => (begin + k_bytes, v.block_bytes()),
         };
-        begin..begin.saturating_add(to_offset(bytes))
+        begin..begin + to_offset(bytes)
     }
 
     /// Refuses a call whose storage, blocks or places the layout does not have.

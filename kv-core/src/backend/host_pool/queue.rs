@@ -59,13 +59,13 @@ impl Unused {
         let recycled = self.with(|unused| match unused.memory.pop() {
             None if unused.untouched == 0 => None,
             None => {
-                unused.untouched = unused.untouched.saturating_sub(1);
+                unused.untouched -= 1;
                 Some(None)
             }
             recycled => Some(recycled),
         })?;
         // Zeroed memory costs nothing before its first use, and is not counted before it.
-        let memory = recycled.unwrap_or_else(|| vec![0; bytes.saturating_add(ChunkLayout::ALIGN)]);
+        let memory = recycled.unwrap_or_else(|| vec![0; bytes + ChunkLayout::ALIGN]);
         let begin = memory.as_ptr().align_offset(ChunkLayout::ALIGN);
         assert!(begin <= ChunkLayout::ALIGN, "bytes can be aligned");
         Some(QueueChunk { memory, begin, bytes, unused: Arc::clone(self) })
@@ -81,14 +81,14 @@ impl Drop for QueueChunk {
 
 impl AsRef<[u8]> for QueueChunk {
     fn as_ref(&self) -> &[u8] {
-        let end = self.begin.saturating_add(self.bytes);
+        let end = self.begin + self.bytes;
         self.memory.get(self.begin..end).invariant("a chunk's memory is longer than the chunk")
     }
 }
 
 impl AsMut<[u8]> for QueueChunk {
     fn as_mut(&mut self) -> &mut [u8] {
-        let end = self.begin.saturating_add(self.bytes);
+        let end = self.begin + self.bytes;
         self.memory.get_mut(self.begin..end).invariant("a chunk's memory is longer than the chunk")
     }
 }

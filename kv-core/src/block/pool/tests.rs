@@ -96,6 +96,38 @@ fn refuses_to_retain_a_free_block() {
 }
 
 #[test]
+#[should_panic(expected = "block 3 is outside of its pool of 3 blocks")]
+fn refuses_to_release_a_block_outside_of_the_pool() {
+    pool(3).0.release(BlockId(3));
+}
+
+#[test]
+#[should_panic(expected = "block 3 is outside of its pool of 3 blocks")]
+fn refuses_to_hold_a_block_outside_of_the_pool() {
+    pool(3).0.hold(BlockId(3));
+}
+
+#[test]
+#[should_panic(expected = "block 3 is outside of its pool of 3 blocks")]
+fn refuses_to_reuse_a_block_outside_of_the_pool() {
+    pool(3).0.reuse(BlockId(3));
+}
+
+#[test]
+#[should_panic(expected = "block 3 is outside of its pool of 3 blocks")]
+fn refuses_to_forget_a_block_outside_of_the_pool() {
+    let (mut pool, mut ledger) = pool(3);
+    pool.forget(BlockId(3), &mut ledger);
+}
+
+#[test]
+fn queries_know_no_block_outside_of_the_pool() {
+    let (pool, _) = pool(3);
+    assert!(pool.content(BlockId(3)).is_none() && !pool.is_stored(BlockId(3)));
+    assert_eq!(pool.holders(BlockId(3)), 0);
+}
+
+#[test]
 fn an_expired_level_can_be_set_again() {
     let clock = Arc::new(ManualClock::new());
     let timed = Priority { level: 90, duration: Some(Duration::from_secs(10)) };

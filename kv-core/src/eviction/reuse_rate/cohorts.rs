@@ -85,8 +85,12 @@ impl Cohorts {
         numbers.iter().chain(&lists).chain(&[list_bytes(&self.all)]).sum()
     }
 
+    /// Returns a cohort; `None` for [`NONE`].
     fn get(&self, cohort: u32) -> Option<&Cohort> {
-        self.all.get(to_usize(cohort))
+        (cohort != NONE).then(|| &self.all[to_usize(cohort)])
+    }
+    fn cohort_mut(&mut self, cohort: u32) -> &mut Cohort {
+        &mut self.all[to_usize(cohort)]
     }
 
     /// Returns the number of requests since content became idle.
@@ -99,7 +103,7 @@ impl Cohorts {
     }
 
     fn first(&self, since: u32) -> u32 {
-        let first = self.of_request.get(to_usize(since % REQUESTS)).copied().unwrap_or(NONE);
+        let first = self.of_request[to_usize(since % REQUESTS)];
         let is_of = self.get(first).is_some_and(|cohort| cohort.since == since);
         if is_of { first } else { NONE }
     }
@@ -123,33 +127,27 @@ impl Cohorts {
         let next = self.first(since);
         let new = Cohort { class, bin: bin_of(self.age(since)), since, len: 0, next };
         let mut at = self.free;
-        if let Some(slot) = self.all.get_mut(to_usize(at)) {
-            self.free = std::mem::replace(slot, new).next;
-        } else {
+        if at == NONE {
             self.all.push(new);
             self.candidates.add_list();
             at = self.with_candidates.add_node();
+        } else {
+            self.free = std::mem::replace(self.cohort_mut(at), new).next;
         }
-        if let Some(first) = self.of_request.get_mut(to_usize(since % REQUESTS)) {
-            *first = at;
-        }
+        self.of_request[to_usize(since % REQUESTS)] = at;
         at
     }
 
     /// Counts a content of a class in the current request.
     pub(super) fn enter(&mut self, class: u8) {
         let cohort = self.find_or_add(self.now, class);
-        if let Some(cohort) = self.all.get_mut(to_usize(cohort)) {
-            cohort.len = cohort.len.saturating_add(1);
-        }
+        self.cohort_mut(cohort).len += 1;
     }
 
     /// Removes a content that does not age any more.
     pub(super) fn leave(&mut self, class: u8, since: u32) {
-        if let Some(at) = self.find(since, class)
-            && let Some(cohort) = self.all.get_mut(to_usize(at))
-        {
-            cohort.len = cohort.len.saturating_sub(1);
+        if let Some(cohort) = self.find(since, class) {
+            self.cohort_mut(cohort).len -= 1;
         }
     }
 
@@ -161,14 +159,14 @@ impl Cohorts {
             return;
         }
         let cohort = self.find_or_add(since, rank);
-        self.candidates.push_back(COHORTS.saturating_add(cohort), block);
+        self.candidates.push_back(COHORTS + cohort, block);
         self.note_candidate(cohort, rank);
     }
 
     /// Records that a cohort has a candidate.
     fn note_candidate(&mut self, cohort: u32, rank: u8) {
         if !self.with_candidates.contains(cohort) {
-            let bin = self.get(cohort).map_or(0, |cohort| cohort.bin);
+            let bin = self.all[to_usize(cohort)].bin;
             self.with_candidates.push_back(number(rank, bin), cohort);
             self.fill(number(rank, bin));
         }
@@ -176,7 +174,7 @@ impl Cohorts {
 
     /// Makes a block a candidate by level.
     pub(super) fn push_level(&mut self, block: u32, level: u8) {
-        self.candidates.push_back(LEVELS.saturating_add(level.into()), block);
+        self.candidates.push_back(LEVELS + u32::from(level), block);
         self.levels.set(level.into(), true);
     }
 
@@ -209,9 +207,7 @@ impl Cohorts {
     }
 
     fn fill(&mut self, number: u32) {
-        if let Some(place) = self.place.get(to_usize(number)) {
-            self.filled.set(*place, true);
-        }
+        self.filled.set(self.place[to_usize(number)], true);
     }
 
     /// Begins a request: cohorts that are old enough move to the next bin.
@@ -231,17 +227,13 @@ impl Cohorts {
                 at = next;
             }
         }
-        if let Some(first) = self.of_request.get_mut(to_usize(self.now % REQUESTS)) {
-            *first = NONE;
-        }
+        self.of_request[to_usize(self.now % REQUESTS)] = NONE;
     }
 
     fn grow_older(&mut self, at: u32, rank: u8, bin: u8) {
         self.with_candidates.remove(at);
-        let list = COHORTS.saturating_add(at);
-        if let Some(cohort) = self.all.get_mut(to_usize(at)) {
-            cohort.bin = bin;
-        }
+        let list = COHORTS + at;
+        self.cohort_mut(at).bin = bin;
         if self.candidates.is_empty(list) {
             return;
         }
@@ -254,11 +246,10 @@ impl Cohorts {
     }
 
     fn end(&mut self, at: u32) {
-        if let Some(cohort) = self.all.get_mut(to_usize(at)) {
-            cohort.next = std::mem::replace(&mut self.free, at);
-            // It belongs to no request any more.
-            cohort.since = self.now;
-        }
+        let (free, now) = (std::mem::replace(&mut self.free, at), self.now);
+        let cohort = self.cohort_mut(at);
+        // It belongs to no request any more.
+        (cohort.next, cohort.since) = (free, now);
     }
 
     /// Returns the first candidate by rank and age.
@@ -281,7 +272,7 @@ impl Cohorts {
             return self.candidates.front(rank);
         }
         while let Some(cohort) = self.with_candidates.front(number) {
-            let found = self.candidates.front(COHORTS.saturating_add(cohort));
+            let found = self.candidates.front(COHORTS + cohort);
             if found.is_some() {
                 return found;
             }
@@ -294,7 +285,7 @@ impl Cohorts {
     pub(super) fn first_by_level(&mut self) -> Option<(u8, u32)> {
         loop {
             let level = self.levels.first()?;
-            match self.candidates.front(LEVELS.saturating_add(level)) {
+            match self.candidates.front(LEVELS + level) {
                 Some(block) => return Some((u8::try_from(level).ok()?, block)),
                 None => self.levels.set(level, false),
             }
@@ -308,9 +299,7 @@ impl Cohorts {
         for (place, (_, number)) in order.iter().enumerate() {
             let number = *number;
             self.at_place.push(number);
-            if let Some(slot) = self.place.get_mut(to_usize(number)) {
-                *slot = to_u32(place);
-            }
+            self.place[to_usize(number)] = to_u32(place);
             if self.front(number).is_some() {
                 self.fill(number);
             }

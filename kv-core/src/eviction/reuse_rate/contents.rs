@@ -121,10 +121,11 @@ pub(super) struct Contents {
 
 impl Contents {
     pub(super) fn new(num_blocks: u32) -> Self {
-        let room = END.saturating_sub(num_blocks);
-        let gone = num_blocks.saturating_mul(GONE_PER_BLOCK).min(room);
-        let all = num_blocks.saturating_add(gone);
-        let num_buckets = (num_blocks.saturating_mul(2)).clamp(1, END - 2);
+        assert!(num_blocks < END, "a pool of {num_blocks} blocks");
+        // Saturating, because both are bounded to what the numbers of contents leave.
+        let gone = num_blocks.saturating_mul(GONE_PER_BLOCK).min(END - num_blocks);
+        let num_buckets = num_blocks.saturating_mul(2).clamp(1, END - 2);
+        let all = num_blocks + gone;
         Self {
             held: vec![EMPTY; to_usize(num_blocks)],
             gone_key: vec![0; to_usize(gone)],
@@ -157,15 +158,14 @@ impl Contents {
 
     /// Returns the content of a block.
     pub(super) fn held(&self, block: u32) -> Option<Held> {
-        self.held.get(to_usize(block)).copied().filter(|held| held.turn > 0)
+        Some(self.held[to_usize(block)]).filter(|held| held.turn > 0)
     }
     pub(super) fn held_mut(&mut self, block: u32) -> Option<&mut Held> {
-        self.held.get_mut(to_usize(block)).filter(|held| held.turn > 0)
+        Some(&mut self.held[to_usize(block)]).filter(|held| held.turn > 0)
     }
     /// Returns the statistics of an evicted content.
     pub(super) fn gone(&self, at: u32) -> Gone {
-        let packed = self.gone.get(to_usize(at)).copied().unwrap_or(Packed(0));
-        let since = self.gone_since.get(to_usize(at)).copied().unwrap_or(0);
+        let (packed, since) = (self.gone[to_usize(at)], self.gone_since[to_usize(at)]);
         let age = packed.class().map(|class| (class, since));
         Gone { age, uses: packed.uses(), turn: packed.turn() }
     }
@@ -187,11 +187,9 @@ impl Contents {
     /// key.
     pub(super) fn insert(&mut self, block: u32, key: u64, new: Held) {
         let is_known = self.find(key).is_some();
-        if let Some(slot) = self.held.get_mut(to_usize(block)) {
-            *slot = new;
-            if !is_known {
-                self.link(block, self.bucket(key));
-            }
+        self.held[to_usize(block)] = new;
+        if !is_known {
+            self.link(block, self.bucket(key));
         }
     }
 
@@ -199,9 +197,7 @@ impl Contents {
     /// evicted longest ago, or the content itself if another one has its key.
     pub(super) fn remove(&mut self, block: u32) -> Option<Gone> {
         let held = self.held(block)?;
-        if let Some(slot) = self.held.get_mut(to_usize(block)) {
-            *slot = EMPTY;
-        }
+        self.held[to_usize(block)] = EMPTY;
         let age = held.class().map(|class| (class, held.since));
         if self.next(block) == NONE {
             return Some(Gone { age, uses: held.uses, turn: held.turn });
@@ -213,49 +209,43 @@ impl Contents {
             self.forget(self.oldest);
             oldest
         });
-        let at = self.wrap(self.oldest.saturating_add(self.num_gone));
+        let at = self.wrap(self.oldest + self.num_gone);
         let (class, since) = age.unzip();
         self.set_gone(at, (held.key, since.unwrap_or(0)), Packed::new(held.uses, held.turn, class));
-        self.num_gone = self.num_gone.saturating_add(1);
-        self.link(self.num_blocks().saturating_add(at), bucket);
+        self.num_gone += 1;
+        self.link(self.num_blocks() + at, bucket);
         forgotten
     }
 
     /// Forgets an evicted content; the oldest moves to its place, which keeps the others together.
     pub(super) fn forget(&mut self, at: u32) {
         let num_blocks = self.num_blocks();
-        self.unlink(num_blocks.saturating_add(at));
+        self.unlink(num_blocks + at);
         let oldest = self.oldest;
         if at != oldest {
-            let bucket = self.unlink(num_blocks.saturating_add(oldest));
+            let bucket = self.unlink(num_blocks + oldest);
             let of = to_usize(oldest);
-            let key = self.gone_key.get(of).copied().unwrap_or(0);
-            let since = self.gone_since.get(of).copied().unwrap_or(0);
-            let packed = self.gone.get(of).copied().unwrap_or(Packed(0));
-            self.set_gone(at, (key, since), packed);
-            self.link(num_blocks.saturating_add(at), bucket);
+            self.set_gone(at, (self.gone_key[of], self.gone_since[of]), self.gone[of]);
+            self.link(num_blocks + at, bucket);
         }
-        self.oldest = self.wrap(oldest.saturating_add(1));
-        self.num_gone = self.num_gone.saturating_sub(1);
+        self.oldest = self.wrap(oldest + 1);
+        self.num_gone -= 1;
     }
 
     fn set_gone(&mut self, at: u32, (key, since): (u32, u32), packed: Packed) {
         let at = to_usize(at);
-        let slots = (self.gone_key.get_mut(at), self.gone_since.get_mut(at), self.gone.get_mut(at));
-        if let (Some(a), Some(b), Some(c)) = slots {
-            (*a, *b, *c) = (key, since, packed);
-        }
+        (self.gone_key[at], self.gone_since[at], self.gone[at]) = (key, since, packed);
     }
 
     /// Returns an index in the ring of evicted contents.
     fn wrap(&self, at: u32) -> u32 {
-        at.checked_rem(to_u32(self.gone.len())).unwrap_or(0)
+        at % to_u32(self.gone.len())
     }
 
     fn key(&self, at: u32) -> u32 {
         match at.checked_sub(self.num_blocks()) {
-            None => self.held.get(to_usize(at)).map_or(0, |held| held.key),
-            Some(gone) => self.gone_key.get(to_usize(gone)).copied().unwrap_or(0),
+            None => self.held[to_usize(at)].key,
+            Some(gone) => self.gone_key[to_usize(gone)],
         }
     }
 
@@ -265,17 +255,15 @@ impl Contents {
         u32::try_from((key >> 32).wrapping_mul(buckets) >> 32).unwrap_or(0)
     }
     fn first(&self, bucket: u32) -> u32 {
-        self.buckets.get(to_usize(bucket)).copied().unwrap_or(END)
+        self.buckets[to_usize(bucket)]
     }
     fn next(&self, at: u32) -> u32 {
-        self.next.get(to_usize(at)).copied().unwrap_or(END)
+        self.next[to_usize(at)]
     }
 
     fn link(&mut self, at: u32, bucket: u32) {
-        let slots = (self.buckets.get_mut(to_usize(bucket)), self.next.get_mut(to_usize(at)));
-        if let (Some(first), Some(next)) = slots {
-            *next = std::mem::replace(first, at);
-        }
+        let first = &mut self.buckets[to_usize(bucket)];
+        self.next[to_usize(at)] = std::mem::replace(first, at);
     }
 
     /// Removes a content from its chain; the end of the chain names the bucket.
@@ -289,21 +277,15 @@ impl Contents {
         let bucket = end & !END;
         let mut before = self.first(bucket);
         if before == at {
-            if let Some(first) = self.buckets.get_mut(to_usize(bucket)) {
-                *first = after;
-            }
+            self.buckets[to_usize(bucket)] = after;
         } else {
             while self.next(before) != at {
                 assert!(before & END == 0, "content {at} is in the chain of its bucket");
                 before = self.next(before);
             }
-            if let Some(next) = self.next.get_mut(to_usize(before)) {
-                *next = after;
-            }
+            self.next[to_usize(before)] = after;
         }
-        if let Some(next) = self.next.get_mut(to_usize(at)) {
-            *next = NONE;
-        }
+        self.next[to_usize(at)] = NONE;
         bucket
     }
 }

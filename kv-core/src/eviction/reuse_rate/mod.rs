@@ -174,6 +174,7 @@ impl ReuseRate {
 impl EvictionPolicy for ReuseRate {
     fn tick(&mut self) {
         self.cohorts.advance(&mut self.rates);
+        // 0 before the first request.
         self.requests_to_recompute = self.requests_to_recompute.saturating_sub(1);
         if self.requests_to_recompute == 0 {
             let requests = self.cohorts.now() / RECOMPUTE_SHARE;
@@ -292,7 +293,6 @@ impl EvictionPolicy for ReuseRate {
 
 #[cfg(test)]
 mod tests {
-    #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails")]
     use super::*;
     use crate::eviction::ManualClock;
     use crate::reuse::BlockKey;

@@ -48,28 +48,28 @@ pub(super) fn bin_begin(bin: u8) -> u32 {
 /// Returns the bin of an age.
 pub(super) fn bin_of(age: u32) -> u8 {
     let bins = BEGIN.partition_point(|begin| u32::from(*begin) <= age);
-    u8::try_from(bins.saturating_sub(1)).unwrap_or(u8::MAX)
+    u8::try_from(bins - 1).unwrap_or(u8::MAX)
 }
 
 /// Returns the class of content used `uses` times, in the given turn.
 pub(super) fn class(uses: u8, turn: u8, is_last: bool) -> u8 {
     let uses = grade(uses);
-    let turn = grade(turn).min(NUM_USES.saturating_sub(2)).max(uses);
-    let last = u8::from(is_last).saturating_mul(NUM_USES);
-    last.saturating_add(uses).saturating_mul(NUM_USES).saturating_add(turn)
+    let turn = grade(turn).min(NUM_USES - 2).max(uses);
+    let last = u8::from(is_last) * NUM_USES;
+    (last + uses) * NUM_USES + turn
 }
 
 /// Returns a class without its grade of uses.
 pub(super) fn without_uses(class: u8) -> u8 {
     let (of_uses, turn) = (class / NUM_USES, class % NUM_USES);
-    (of_uses / NUM_USES).saturating_mul(NUM_USES).saturating_add(turn)
+    (of_uses / NUM_USES) * NUM_USES + turn
 }
 
 /// Returns the class of content used `uses` times, given the result of [`without_uses`].
 pub(super) fn with_uses(rest: u8, uses: u8) -> u8 {
     let (last, turn) = (rest / NUM_USES, rest % NUM_USES);
-    let of_uses = last.saturating_mul(NUM_USES).saturating_add(grade(uses));
-    of_uses.saturating_mul(NUM_USES).saturating_add(turn)
+    let of_uses = last * NUM_USES + grade(uses);
+    of_uses * NUM_USES + turn
 }
 
 fn grade(count: u8) -> u8 {
@@ -125,7 +125,7 @@ impl Rates {
     pub(super) fn new() -> Self {
         let zero = [0.0; NUM_BINS];
         let seen = Observations { reached: zero, used: zero, rate: zero, in_use: false };
-        let order = Vec::with_capacity(NUM_CLASSES.saturating_mul(NUM_BINS));
+        let order = Vec::with_capacity(NUM_CLASSES * NUM_BINS);
         let mut rates = Self { classes: vec![seen; NUM_CLASSES], order };
         rates.recompute();
         rates
@@ -135,39 +135,34 @@ impl Rates {
     #[cfg(test)]
     pub(super) fn host_bytes(&self) -> usize {
         let [classes, order] = [list_bytes(&self.classes), list_bytes(&self.order)];
-        classes.saturating_add(order)
+        classes + order
     }
 
     /// Counts `count` blocks that have reached a bin.
     pub(super) fn reached(&mut self, class: u8, bin: u8, count: f32) {
-        let Some(seen) = self.classes.get_mut(usize::from(class)) else { return };
-        if let Some(reached) = seen.reached.get_mut(usize::from(bin)) {
-            *reached += count;
-            if *reached >= ENOUGH {
-                let counts = seen.reached.iter_mut().chain(&mut seen.used);
-                counts.for_each(|count| *count *= 0.5);
-            }
+        let seen = &mut self.classes[usize::from(class)];
+        let reached = &mut seen.reached[usize::from(bin)];
+        *reached += count;
+        if *reached >= ENOUGH {
+            let counts = seen.reached.iter_mut().chain(&mut seen.used);
+            counts.for_each(|count| *count *= 0.5);
         }
     }
 
     /// Counts a use of a block.
     pub(super) fn used(&mut self, class: u8, bin: u8) {
-        let seen = self.classes.get_mut(usize::from(class));
-        if let Some(used) = seen.and_then(|seen| seen.used.get_mut(usize::from(bin))) {
-            *used += 1.0;
-        }
+        self.classes[usize::from(class)].used[usize::from(bin)] += 1.0;
     }
 
     /// Records that the class has candidates; returns whether that is new.
     pub(super) fn take_in_use(&mut self, class: u8) -> bool {
-        let seen = self.classes.get_mut(usize::from(class));
-        seen.is_some_and(|seen| !std::mem::replace(&mut seen.in_use, true))
+        !std::mem::replace(&mut self.classes[usize::from(class)].in_use, true)
     }
 
     /// Returns the highest rate of uses per request of waiting for a block of this class that was
     /// just used.
     pub(super) fn rate(&self, class: u8) -> f32 {
-        self.classes.get(usize::from(class)).map_or(0.0, |seen| seen.rate[0])
+        self.classes[usize::from(class)].rate[0]
     }
 
     /// Recomputes the rates; returns the numbers of (class, bin) by ascending rate.
@@ -191,7 +186,7 @@ impl Rates {
             }
         }
         for (class, seen) in classes.iter().enumerate().filter(|(_, seen)| seen.in_use) {
-            let numbers = to_u32(class.saturating_mul(NUM_BINS))..;
+            let numbers = to_u32(class * NUM_BINS)..;
             order.extend(seen.rate.iter().copied().zip(numbers));
         }
         order.sort_unstable_by(|(a, left), (b, right)| a.total_cmp(b).then(right.cmp(left)));
@@ -204,7 +199,7 @@ impl Rates {
         let mut before = PRIOR;
         array::from_fn(|bin| {
             let sum = |of: fn(&Observations) -> &[f32; NUM_BINS]| {
-                self.classes.iter().filter_map(|seen| of(seen).get(bin)).sum::<f32>()
+                self.classes.iter().map(|seen| of(seen)[bin]).sum::<f32>()
             };
             before = share(sum(|seen| &seen.used), sum(|seen| &seen.reached), before, GUESS);
             before
@@ -239,7 +234,7 @@ fn best_rate(chance: &[f32; NUM_BINS], bin: usize) -> f32 {
 
 /// Returns the number of (class, bin).
 pub(super) fn number(class: u8, bin: u8) -> u32 {
-    to_u32(usize::from(class).saturating_mul(NUM_BINS).saturating_add(usize::from(bin)))
+    to_u32(usize::from(class) * NUM_BINS + usize::from(bin))
 }
 
 /// Returns the count of numbers of (class, bin).

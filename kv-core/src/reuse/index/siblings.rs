@@ -44,7 +44,7 @@ impl PrefixIndex {
 
     /// Returns a partial block whose whole content `block` begins with.
     pub(crate) fn beginning_of(&self, block: BlockId) -> Option<BlockId> {
-        let own = self.entry(block.0).filter(|entry| entry.len > 0)?;
+        let own = self.entry(block.0);
         let [newer, older] = own.siblings;
         if [newer, older] == [NONE; 2] {
             return None; // Nearly every block after the first of a prompt.
@@ -62,8 +62,8 @@ impl PrefixIndex {
 
     /// Makes a block with content the newest child of its parent.
     pub(crate) fn renew(&mut self, block: BlockId) {
-        let entry = self.entry(block.0).copied().filter(|entry| entry.len > 0);
-        if let Some(entry) = entry.filter(|entry| entry.siblings[0] != NONE) {
+        let entry = *self.entry(block.0);
+        if entry.len > 0 && entry.siblings[0] != NONE {
             self.unlink(block.0, &entry);
             self.link(block.0, entry.parent);
         }
@@ -73,7 +73,8 @@ impl PrefixIndex {
     fn siblings(&self, newest: u32) -> impl Iterator<Item = (u32, &Entry)> + '_ {
         let mut next = newest;
         let each = std::iter::from_fn(move || {
-            let found = (next, self.entry(next)?);
+            let block = (next != NONE).then_some(next)?;
+            let found = (block, self.entry(block));
             [_, next] = found.1.siblings;
             Some(found)
         });
@@ -97,17 +98,17 @@ impl PrefixIndex {
     }
 
     pub(super) fn first_child(&self, parent: BlockKey) -> u32 {
-        let parent_of = |block: &u32| self.entries.get(to_usize(*block)).map(|entry| entry.parent);
-        let child = self.children.find(hash(parent), |child| parent_of(child) == Some(parent));
+        let is_child = |child: &u32| self.entry(*child).parent == parent;
+        let child = self.children.find(hash(parent), is_child);
         child.copied().unwrap_or(NONE)
     }
 
     /// Makes a block the newest child of its parent.
     pub(super) fn link(&mut self, block: u32, parent: BlockKey) {
         let entries = &self.entries;
-        let parent_of = |block: &u32| entries.get(to_usize(*block)).map(|entry| entry.parent);
-        let hash_of = |block: &u32| parent_of(block).map_or(0, hash);
-        let is_child = |child: &u32| parent_of(child) == Some(parent);
+        let parent_of = |block: &u32| entries[to_usize(*block)].parent;
+        let hash_of = |block: &u32| hash(parent_of(block));
+        let is_child = |child: &u32| parent_of(child) == parent;
         let older = match self.children.entry(hash(parent), is_child, hash_of) {
             hash_table::Entry::Occupied(mut newest) => std::mem::replace(newest.get_mut(), block),
             hash_table::Entry::Vacant(none) => {
@@ -115,23 +116,21 @@ impl PrefixIndex {
                 NONE
             }
         };
-        if let Some(entry) = self.entries.get_mut(to_usize(older)) {
-            entry.siblings[0] = block;
+        if older != NONE {
+            self.entry_mut(older).siblings[0] = block;
         }
-        if let Some(entry) = self.entries.get_mut(to_usize(block)) {
-            entry.siblings = [NONE, older];
-        }
+        self.entry_mut(block).siblings = [NONE, older];
     }
 
     pub(super) fn unlink(&mut self, block: u32, entry: &Entry) {
         let [newer, older] = entry.siblings;
-        if let Some(entry) = self.entries.get_mut(to_usize(newer)) {
-            entry.siblings[1] = older;
-        } else {
+        if newer == NONE {
             self.set_first_child(entry.parent, block, (older != NONE).then_some(older));
+        } else {
+            self.entry_mut(newer).siblings[1] = older;
         }
-        if let Some(entry) = self.entries.get_mut(to_usize(older)) {
-            entry.siblings[0] = newer;
+        if older != NONE {
+            self.entry_mut(older).siblings[0] = newer;
         }
     }
 
