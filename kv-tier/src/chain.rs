@@ -66,7 +66,7 @@ impl Chain {
     ) -> impl Iterator<Item = ProbedBlock> + use<'a> {
         let (spec, group) = (self.spec(), self.group());
         let first = spec.first_block(chunk);
-        let blocks = first..first.saturating_add(spec.blocks());
+        let blocks = first..first + spec.blocks();
         blocks.map_while(move |index| probe.block(group, index))
     }
 
@@ -107,12 +107,12 @@ impl Chain {
 
 /// Returns whether a block is the last one of a chunk.
 fn ends_chunk(spec: &ChunkSpec, index: u32) -> bool {
-    index.saturating_add(1).checked_rem(spec.blocks()) == Some(0)
+    (index + 1).is_multiple_of(spec.blocks())
 }
 
 /// Returns the chunk of a block.
 pub(crate) fn chunk_of(spec: &ChunkSpec, block: u32) -> u32 {
-    block.checked_div(spec.blocks()).invariant("a chunk has blocks")
+    block / spec.blocks()
 }
 
 /// Returns the key of the last full block of a prompt in a group: it differs if any token or
@@ -144,7 +144,7 @@ impl AtHand {
                 (chunk, is_here) = (of, of < chain.len() && has(of));
             }
             if block.cached.is_none() && !is_here {
-                start = block.index.saturating_add(1);
+                start = block.index + 1;
             }
             run_start.push(start);
         }

@@ -6,6 +6,8 @@
 //! up to its end. The tokens after the last whole chunk are not in it: they are fewer than a chunk
 //! has, and computing them takes the decode engine one step together with the last token, which it
 //! computes anyway; their rows would take megabytes of a message that routers forward.
+// Reads bytes that may be anything.
+#![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use kv_core::GroupId;

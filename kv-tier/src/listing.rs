@@ -51,7 +51,7 @@ pub(crate) fn remove_listed(
     let (mut removed, mut failure, mut batch) = (0_u64, None, Vec::new());
     let mut remove = |batch: &mut Vec<ChunkAddress>| {
         store.remove(batch, deadline)?;
-        removed = removed.saturating_add(to_u64(batch.len()));
+        removed += to_u64(batch.len());
         batch.clear();
         Ok::<(), StoreError>(())
     };

@@ -83,7 +83,7 @@ impl BlockStore for MemoryStore {
         kept.by_use.remove(used);
         *used = kept.next;
         kept.by_use.insert(kept.next, *chunk);
-        kept.next = kept.next.saturating_add(1);
+        kept.next += 1;
         Ok(Some(into.len()))
     }
 
@@ -110,8 +110,8 @@ impl BlockStore for MemoryStore {
             kept.take(&oldest);
         }
         let used = kept.next;
-        kept.next = used.saturating_add(1);
-        kept.held = kept.held.saturating_add(bytes.len());
+        kept.next = used + 1;
+        kept.held += bytes.len();
         kept.by_use.insert(used, *chunk);
         kept.by_address.insert(*chunk, (used, bytes.into()));
         Ok(Put::New)
@@ -170,7 +170,7 @@ impl Chunks {
     /// Removes a chunk, and returns its place in the order of use, which the caller removes.
     fn take(&mut self, chunk: &ChunkAddress) -> Option<u64> {
         let (used, bytes) = self.by_address.remove(chunk)?;
-        self.held = self.held.saturating_sub(bytes.len());
+        self.held -= bytes.len();
         Some(used)
     }
 }

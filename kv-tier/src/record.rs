@@ -65,7 +65,7 @@ impl Record {
     /// Returns the index of the last block in its prompt.
     pub(crate) fn last_block(&self) -> u32 {
         let spec = self.root.spec();
-        spec.first_block(self.index).saturating_add(spec.blocks()).saturating_sub(1)
+        spec.first_block(self.index) + spec.blocks() - 1
     }
 
     /// Returns the number of tokens up to the end of the chunk.
@@ -80,13 +80,13 @@ impl Record {
         let mut parent = self.parent_key;
         (0_u32..).zip(&self.keys).map(move |(block, &key)| {
             let span = spec.block_span(self.index, block);
-            let at = |position: u32| to_usize(position.saturating_sub(begin));
-            let tokens = self.tokens.get(at(span.start)..at(span.end)).unwrap_or_default();
+            let at = |position: u32| to_usize(position - begin);
+            let tokens = &self.tokens[at(span.start)..at(span.end)];
             let stored = StoredBlock {
                 group: self.group(),
                 key,
                 parent,
-                index: spec.first_block(self.index).saturating_add(block),
+                index: spec.first_block(self.index) + block,
                 tokens: tokens.into(),
                 tier,
                 priority: self.priority,

@@ -100,10 +100,10 @@ impl<S: BlockStore> SealedStore<S> {
     fn with_scratch<T>(&self, bytes: usize, use_it: impl FnOnce(&mut [u8]) -> T) -> T {
         let lock = || self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         let mut scratch = lock().pop().unwrap_or_default();
-        scratch.resize(bytes.saturating_add(SEALED_PAGE_BYTES), 0);
+        scratch.resize(bytes + SEALED_PAGE_BYTES, 0);
         let skipped = scratch.as_ptr().align_offset(SEALED_PAGE_BYTES);
         let skipped = if skipped < SEALED_PAGE_BYTES { skipped } else { 0 };
-        let end = skipped.saturating_add(bytes);
+        let end = skipped + bytes;
         let object = scratch.get_mut(skipped..end).invariant("the room was made above");
         let result = use_it(object);
         lock().push(scratch);
@@ -139,7 +139,7 @@ impl<S: BlockStore> BlockStore for SealedStore<S> {
         into: &mut [u8],
         deadline: Instant,
     ) -> Result<Option<usize>, StoreError> {
-        let most = into.len().saturating_add(SEALED_PAGE_BYTES);
+        let most = into.len() + SEALED_PAGE_BYTES;
         self.with_scratch(most, |object| {
             let Some(read) = self.store.get(&self.address(chunk), object, deadline)? else {
                 return Ok(None);
@@ -180,7 +180,7 @@ impl<S: BlockStore> BlockStore for SealedStore<S> {
         let mut nonce = [0; 12];
         getrandom::fill(&mut nonce)
             .map_err(|error| failed(StoreErrorKind::Other).with_source(error))?;
-        let length = bytes.len().saturating_add(SEALED_PAGE_BYTES);
+        let length = bytes.len() + SEALED_PAGE_BYTES;
         self.with_scratch(length, |object| {
             let halves = object.split_at_mut_checked(SEALED_PAGE_BYTES);
             let (page, sealed) = halves.invariant("an object has a page");

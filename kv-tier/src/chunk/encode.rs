@@ -62,11 +62,11 @@ pub fn encode_header(
     let mut at = TOKENS;
     for token in says.tokens {
         put(at, &token.to_le_bytes());
-        at = at.saturating_add(size_of::<u32>());
+        at += size_of::<u32>();
     }
     for content in says.contents {
         put(at, &content.to_bytes());
-        at = at.saturating_add(CONTENT_BYTES);
+        at += CONTENT_BYTES;
     }
     let at = crc_at(header.len());
     let (covered, last) = header.split_at_mut_checked(at).invariant("a header has a page");
@@ -81,7 +81,7 @@ fn check(chunk: &[u8], says: &Expectation<'_>) -> Result<(), EncodeError> {
         return Err(EncodeError::Length { expected, got });
     }
     let span = spec.span(says.index);
-    let num_tokens = span.end.saturating_sub(span.start);
+    let num_tokens = span.end - span.start;
     let (expected, got) = (to_usize(num_tokens), says.tokens.len());
     if expected != got {
         return Err(EncodeError::Tokens { expected, got });

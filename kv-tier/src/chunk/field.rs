@@ -1,4 +1,6 @@
 //! What several parts of a chunk agree on: the version, checksums, sizes of fields.
+// Reads bytes that may be anything.
+#![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use kv_core::num::to_usize;
 
 /// The version of the format that this crate writes, and the newest that it reads.

@@ -1,4 +1,6 @@
 //! The header of a chunk: places of its fields, and a reader that expects nothing.
+// Reads bytes that may be anything.
+#![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use kv_core::invariant::Invariant;
 use kv_core::num::{to_u64, to_usize};
 use kv_core::reuse::BlockKey;

@@ -1,4 +1,6 @@
 //! The page in front of a sealed chunk: what tells it from a chunk in the clear.
+// Reads bytes that may be anything.
+#![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use kv_core::invariant::Invariant;
 
 use super::ChunkError;

@@ -131,7 +131,7 @@ impl ChunkSpec {
     }
     /// Returns the bytes of the payload, a multiple of 4,096.
     pub fn payload_bytes(&self) -> usize {
-        self.layout.bytes().saturating_sub(self.layout.header_bytes())
+        self.layout.bytes() - self.layout.header_bytes()
     }
     /// Returns the bytes of a chunk: header and payload.
     pub fn chunk_bytes(&self) -> usize {

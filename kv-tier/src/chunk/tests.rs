@@ -1,9 +1,5 @@
 //! Chunks of small geometries: what is written is read back, and anything else is refused.
-#![expect(
-    clippy::arithmetic_side_effects,
-    clippy::as_conversions,
-    reason = "tests may overflow, and fail then"
-)]
+#![expect(clippy::as_conversions, reason = "tests may overflow, and fail then")]
 mod golden;
 mod hostile;
 mod mutation;

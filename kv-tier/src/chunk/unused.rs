@@ -15,12 +15,13 @@ pub(crate) fn zero_unused(spec: &ChunkSpec, chunk: &mut [u8], block: u32, end: u
         let map = layout.slot_map();
         let used = end.checked_sub(1).map_or(0, |last| {
             let place = map.place(last);
-            place.inside.saturating_add(if place.is_wide { map.wide_slots() } else { 1 })
+            let slots = if place.is_wide { map.wide_slots() } else { 1 };
+            place.inside + slots
         });
         if used >= layout.block_size() {
             continue;
         }
-        let slots = |slots: u32| u64::from(slots).saturating_mul(layout.token_stride());
+        let slots = |slots: u32| u64::from(slots) * layout.token_stride();
         let (from, to) = (slots(used), slots(layout.block_size()));
         // The rows of a head lie together, or those of all heads do.
         let runs = match layout.order() {
@@ -32,9 +33,8 @@ pub(crate) fn zero_unused(spec: &ChunkSpec, chunk: &mut [u8], block: u32, end: u
             let piece = chunk.get_mut(piece).invariant("pieces lie in their chunk");
             assert!(to_u64(piece.len()) >= layout.block_bytes(), "a piece is a whole block");
             for run in 0..runs {
-                let begin = layout.head_stride().saturating_mul(run.into());
-                let range =
-                    to_offset(begin.saturating_add(from))..to_offset(begin.saturating_add(to));
+                let begin = layout.head_stride() * u64::from(run);
+                let range = to_offset(begin + from)..to_offset(begin + to);
                 piece.get_mut(range).invariant("rows lie in their block").fill(0);
             }
         }

@@ -1,4 +1,6 @@
 //! The checks that a chunk passes before it may be used.
+// Reads bytes that may be anything.
+#![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use std::ops::Deref;
 
 use kv_core::num::to_u64;

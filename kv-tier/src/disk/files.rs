@@ -127,11 +127,11 @@ impl Files {
         while let Some(rest) = wanted.get_mut(read..).filter(|rest| !rest.is_empty()) {
             check_deadline(deadline, READ)?;
             let piece = rest.len().min(PIECE);
-            let Some(rest) = rest.get_mut(..piece) else { break };
+            let rest = &mut rest[..piece];
             match retry_on_intr(|| io::pread(&file, &mut *rest, offset(read))) {
                 // Somebody cut the file off while it was read.
                 Ok(0) => break,
-                Ok(bytes) => read = read.saturating_add(bytes),
+                Ok(bytes) => read += bytes,
                 Err(Errno::INVAL) if is_direct => is_direct = self.give_up_direct(&file),
                 Err(errno) => return Err(failed(READ, path, errno)),
             }
@@ -276,7 +276,7 @@ impl Files {
             let piece = rest.get(..PIECE).unwrap_or(rest);
             match retry_on_intr(|| io::pwrite(file, piece, offset(written))) {
                 Ok(0) => return Err(failed(WRITE, path, Errno::IO)),
-                Ok(bytes) => written = written.saturating_add(bytes),
+                Ok(bytes) => written += bytes,
                 Err(Errno::INVAL) if is_direct => is_direct = self.give_up_direct(file),
                 Err(errno) => return Err(failed(WRITE, path, errno)),
             }

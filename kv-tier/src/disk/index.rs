@@ -87,7 +87,7 @@ impl Index {
     /// the heads of chains before their tails there; reads in the order of the chain keep that.
     pub(super) fn renew_old(&mut self, chunk: &ChunkAddress) {
         let quarter = u64::try_from(self.len() / 4).unwrap_or(u64::MAX);
-        let is_old = |entry: Entry| entry.serial.saturating_add(quarter) < self.serial;
+        let is_old = |entry: Entry| entry.serial + quarter < self.serial;
         if self.get(chunk).is_some_and(is_old) {
             self.renew(chunk);
         }
@@ -108,6 +108,7 @@ impl Index {
     pub(super) fn remove(&mut self, chunk: &ChunkAddress) -> Option<Entry> {
         let entry = self.entries.remove(chunk)?;
         self.order.remove(&(entry.used, *chunk));
+        // Lengths of files may be anything.
         self.charged = self.charged.saturating_sub(entry.charge);
         Some(entry)
     }
@@ -119,7 +120,7 @@ impl Index {
 
     /// Begins a listing.
     pub(super) fn begin_listing(&mut self) {
-        self.listing = self.listing.saturating_add(1);
+        self.listing += 1;
     }
 
     /// Ends a listing that saw every folder: what neither it nor this process has seen since its
@@ -140,8 +141,8 @@ impl Index {
     }
 
     fn next_use(&mut self) -> (u64, u64) {
-        self.last_use = now().max(self.last_use.saturating_add(1));
-        self.serial = self.serial.saturating_add(1);
+        self.last_use = now().max(self.last_use + 1);
+        self.serial += 1;
         (self.last_use, self.serial)
     }
 }

@@ -9,6 +9,8 @@
 //! | `kv-tier.usage` | the count; locked while it is changed |
 //! | `kv-tier.changes` | locked shared to write or remove files, exclusively to correct the count |
 //! | `kv-tier.evict` | locked for good by the process that evicts |
+// Reads bytes that may be anything.
+#![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, TryLockError};

@@ -1,6 +1,8 @@
 //! The listing of a folder, on a thread: it rebuilds the index, corrects the count that processes
 //! share, and sweeps what a killed process was writing. No file is read. The thread also makes room
 //! for processes that may not evict.
+// Reads bytes that may be anything.
+#![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use std::ops::ControlFlow;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};

@@ -112,6 +112,7 @@ impl Inner {
         Ok(())
     }
 
+    // What files count for is read from disks, where it may be anything: it never overflows here.
     fn try_reserve(&self, ledger: &Ledger, usage: &mut Usage, need: u64) -> Reserved {
         let Some(held) = usage.held else { return Reserved::Unknown };
         let (after, limit) = (held.saturating_add(need), self.limit(held));
@@ -134,7 +135,7 @@ impl Inner {
         let (mut freed, mut tries) = (0_u64, self.index().len());
         let mut outcome = Ok(());
         while freed < goal && tries > 0 && outcome.is_ok() {
-            tries = tries.saturating_sub(1);
+            tries -= 1;
             let Some(chunk) = self.index().oldest() else { break };
             if let Ok(was_there) = self.files.remove(&path::of(&chunk)) {
                 let entry = self.index().remove(&chunk);

@@ -69,7 +69,7 @@ impl Announcements {
         for kind in record.stored(tier) {
             let EventKind::Stored(block) = &kind else { continue };
             let chunks = self.blocks.entry((tier, block.group, block.key)).or_default();
-            *chunks = chunks.saturating_add(1);
+            *chunks += 1;
             if *chunks == 1 {
                 self.due.push(kind);
             }
@@ -118,7 +118,7 @@ impl Announcements {
     /// Forgets chunks of stores when there are too many. Those that were given up meanwhile are in
     /// the list too.
     fn forget_oldest(&mut self) {
-        if self.in_stores.len() > IN_STORES_MAX.saturating_mul(2) {
+        if self.in_stores.len() > IN_STORES_MAX * 2 {
             let chunks = &self.chunks;
             let mut seen = HashSet::new();
             self.in_stores.retain(|chunk| chunks.contains_key(chunk) && seen.insert(*chunk));

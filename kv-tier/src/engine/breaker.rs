@@ -93,8 +93,8 @@ impl Breaker {
     /// Counts a failure; returns whether the breaker opened after it had been closed.
     pub(super) fn failed(&mut self, now: Instant) -> bool {
         match self.state {
-            State::Closed { failures } if failures.saturating_add(1) < FAILURES_MAX => {
-                self.state = State::Closed { failures: failures.saturating_add(1) };
+            State::Closed { failures } if failures + 1 < FAILURES_MAX => {
+                self.state = State::Closed { failures: failures + 1 };
                 false
             }
             State::Closed { .. } => {
@@ -129,7 +129,7 @@ impl Breaker {
     }
 
     fn open(&mut self, now: Instant, length: Duration) {
-        self.opened = self.opened.saturating_add(1);
+        self.opened += 1;
         let until = after(now, length);
         self.state = State::Open { until, length };
     }

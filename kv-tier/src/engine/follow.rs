@@ -78,7 +78,7 @@ impl<B: Backend> Tiers<B> {
                 let of = self.groups.get_mut(group).invariant(GROUP);
                 let index = of.links.removed(change.block, change.key);
                 if index.is_some_and(|index| of.waiting.remove(index, change.key)) {
-                    self.stats.offload_missed = self.stats.offload_missed.saturating_add(1);
+                    self.stats.offload_missed += 1;
                 }
             }
             BlockChangeKind::Stored => {
@@ -106,10 +106,10 @@ impl<B: Backend> Tiers<B> {
         match self.link(cache, group, block) {
             Linked::Inside => {}
             Linked::Unnamed => {
-                self.stats.unnamed_blocks = self.stats.unnamed_blocks.saturating_add(1);
+                self.stats.unnamed_blocks += 1;
             }
             Linked::Incomplete => {
-                self.stats.offload_missed = self.stats.offload_missed.saturating_add(1);
+                self.stats.offload_missed += 1;
             }
             Linked::Complete(complete) => self.wait_for_copy(group, &complete),
         }

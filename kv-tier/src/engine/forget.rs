@@ -175,7 +175,7 @@ impl<B: Backend> Tiers<B> {
         let waiting = self.end_copies(cache, &What::All)?;
         let groups: Vec<_> = self.groups.iter().map(|group| group.spec.group()).collect();
         let stored = |group: &GroupId| cache.state().stored_blocks(*group).count();
-        let blocks = to_u32(groups.iter().map(stored).fold(0, usize::saturating_add));
+        let blocks = to_u32(groups.iter().map(stored).sum());
         if !cache.reset_prefixes()? {
             self.wait_again(waiting, |_| true);
             return Err(TierError::Held);
@@ -210,7 +210,7 @@ impl<B: Backend> Tiers<B> {
             blocks = cache.forget_sequence(sequence)?;
         }
         let of_prefix = cache.forget_prefix(text.tokens, text.options, text.keep)?;
-        let blocks = blocks.saturating_add(of_prefix);
+        let blocks = blocks + of_prefix;
         let probe = whole_probe(cache, text);
         let (mut names, mut addresses) = (HashSet::new(), Vec::new());
         let mut host_chunks = 0_u64;
@@ -225,14 +225,13 @@ impl<B: Backend> Tiers<B> {
                 }
                 names.insert(*name);
                 addresses.push(chain.address(chunk));
-                host_chunks =
-                    host_chunks.saturating_add(self.drop_host(chain.group(), name).into());
+                host_chunks += u64::from(self.drop_host(chain.group(), name));
             }
         }
         self.wait_again(waiting, |name| !names.contains(name));
         let what = What::Names(names);
         let more = self.purge(&what);
-        let host_chunks = host_chunks.saturating_add(more);
+        let host_chunks = host_chunks + more;
         let forgotten = Forgotten { blocks, host_chunks, ..Forgotten::default() };
         if addresses.is_empty() {
             return Ok(forgotten);
@@ -318,7 +317,7 @@ impl<B: Backend> Tiers<B> {
         }
         let mut chunks = 0_u64;
         for (group, name) in dropped {
-            chunks = chunks.saturating_add(self.drop_host(group, &name).into());
+            chunks += u64::from(self.drop_host(group, &name));
         }
         for lane in &self.stores {
             let waiting = lane.writing.values().flatten();

@@ -48,7 +48,7 @@ pub(super) struct Leaving {
 impl<P: HostPool> GroupTier<P> {
     /// Returns the number of chunks that are on their way from the device to host memory.
     pub(super) fn to_copy(&self) -> usize {
-        self.waiting.len().saturating_add(self.encoding.len())
+        self.waiting.len() + self.encoding.len()
     }
 
     /// Returns whether a chunk is in host memory, or on its way from the device.
@@ -98,7 +98,7 @@ pub(super) fn groups<B: Backend>(
     });
     let specs = specs.collect::<Result<Vec<_>, _>>()?;
     let chunk_tokens = |spec: &ChunkSpec| u64::from(spec.span(0).end.max(1));
-    // Bytes of all groups for as many tokens as the longest chunk has.
+    // Bytes of all groups for as many tokens as the longest chunk has; past `u64` they do not fit.
     let longest = specs.iter().map(chunk_tokens).max().unwrap_or(1);
     let per_round = specs.iter().fold(0_u64, |bytes, spec| {
         let chunks = longest.div_ceil(chunk_tokens(spec));
@@ -111,7 +111,7 @@ pub(super) fn groups<B: Backend>(
         return Err(TierError::HostTooSmall { bytes, chunks: CHUNKS_MIN, min });
     }
     let make = |spec: ChunkSpec| {
-        let chunks = rounds.saturating_mul(longest.div_ceil(chunk_tokens(&spec)));
+        let chunks = rounds * longest.div_ceil(chunk_tokens(&spec));
         let chunks = u32::try_from(chunks).unwrap_or(u32::MAX);
         let storage = cache.storage(spec.group()).ok_or(TierError::NoReuse)?;
         let shape = ChunkShape { blocks: spec.blocks(), header_bytes: to_u32(spec.header_bytes()) };

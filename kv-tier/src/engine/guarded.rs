@@ -95,7 +95,7 @@ impl GuardedStore {
         StoreStats {
             reads_breaker: state.reads.state(),
             writes_breaker: state.writes.state(),
-            breaker_opened: state.reads.opened().saturating_add(state.writes.opened()),
+            breaker_opened: state.reads.opened() + state.writes.opened(),
             bytes_per_second: state.rates.bytes_per_second(),
             ..state.stats.clone()
         }
@@ -128,8 +128,8 @@ impl GuardedStore {
         }
         let mut state = self.lock();
         let there = found.iter().filter(|is_there| **is_there).count();
-        state.stats.lookups = state.stats.lookups.saturating_add(to_u64(chunks.len()));
-        state.stats.found = state.stats.found.saturating_add(to_u64(there));
+        state.stats.lookups += to_u64(chunks.len());
+        state.stats.found += to_u64(there);
         drop(state);
         found
     }
@@ -152,7 +152,7 @@ impl GuardedStore {
             Ok(Some(bytes)) => bytes,
             Ok(None) => {
                 let mut state = self.lock();
-                state.stats.missed = state.stats.missed.saturating_add(1);
+                state.stats.missed += 1;
                 return Read::Missing;
             }
             Err(()) if is_corrupt => {
@@ -170,8 +170,8 @@ impl GuardedStore {
         };
         let mut state = self.lock();
         state.rates.note_read(bytes, time);
-        state.stats.reads = state.stats.reads.saturating_add(1);
-        state.stats.read_bytes = state.stats.read_bytes.saturating_add(to_u64(bytes));
+        state.stats.reads += 1;
+        state.stats.read_bytes += to_u64(bytes);
         state.stats.read_time = state.stats.read_time.saturating_add(time);
         drop(state);
         Read::Verified(chunk)
@@ -181,7 +181,7 @@ impl GuardedStore {
     fn refuse(&self, address: &ChunkAddress, kind: ChunkErrorKind) {
         let mut state = self.lock();
         let refused = state.stats.refused.entry(kind).or_default();
-        *refused = refused.saturating_add(1);
+        *refused += 1;
         drop(state);
         if kind.is_foreign() || self.begin_write().is_none() {
             return;
@@ -220,11 +220,11 @@ impl GuardedStore {
         let counters = &mut state.stats;
         match put {
             Put::New => {
-                counters.writes = counters.writes.saturating_add(1);
-                counters.written_bytes = counters.written_bytes.saturating_add(length);
+                counters.writes += 1;
+                counters.written_bytes += length;
                 counters.write_time = counters.write_time.saturating_add(now.elapsed());
             }
-            Put::WasThere => counters.were_there = counters.were_there.saturating_add(1),
+            Put::WasThere => counters.were_there += 1,
         }
         Ok(put)
     }
@@ -280,7 +280,7 @@ impl GuardedStore {
     /// Counts a write that found the queue full when host memory gave its chunk up.
     pub(super) fn note_dropped_by_queue(&self) {
         let mut state = self.lock();
-        state.stats.dropped_by_queue = state.stats.dropped_by_queue.saturating_add(1);
+        state.stats.dropped_by_queue += 1;
     }
     /// Counts a write that is not repeated, or not on this day. Failures have been counted.
     pub(super) fn note_dropped(&self, why: NotWritten) {
@@ -290,7 +290,7 @@ impl GuardedStore {
             NotWritten::Budget { .. } => &mut stats.dropped_by_budget,
             NotWritten::Failed | NotWritten::Forgotten => return,
         };
-        *dropped = dropped.saturating_add(1);
+        *dropped += 1;
     }
     /// Returns whether a lookup may reach the store now; its permit goes to [`Self::lookup`].
     pub(super) fn begin_lookup(&self) -> Option<Permit> {
@@ -380,14 +380,14 @@ impl DayBudget {
             *self = Self { began: Some(now), spent: 0 };
             began = now;
         }
-        let spent = self.spent.saturating_add(bytes);
+        let spent = self.spent + bytes;
         if limit.is_some_and(|limit| spent > limit) {
             return Err(after(began, Self::DAY));
         }
         self.spent = spent;
         Ok(())
     }
-    /// Gives back what a write did not use.
+    /// Gives back what a write did not use; it may have begun on another day.
     fn give_back(&mut self, bytes: u64) {
         self.spent = self.spent.saturating_sub(bytes);
     }

@@ -151,7 +151,7 @@ impl<B: Backend> Tiers<B> {
             }));
         }
         let id = self.exports.next;
-        self.exports.next = id.saturating_add(1);
+        self.exports.next = id + 1;
         let has_failed = false;
         self.exports.all.push(Exported { id, store, until, probe, chains, left, has_failed });
         self.advance_exports();
@@ -318,7 +318,7 @@ impl<B: Backend> Tiers<B> {
         let at = of.left.get_mut(place).invariant("the place was found");
         (at.is_sent, at.is_copied) = (false, false);
         at.next = after(Instant::now(), PAUSE);
-        at.attempts = at.attempts.saturating_add(1);
+        at.attempts += 1;
         of.has_failed |= at.attempts >= ATTEMPTS;
     }
 }

@@ -62,7 +62,7 @@ impl<C> HostIndex<C> {
     /// Makes a chunk the most recently used one.
     pub(super) fn touch(&mut self, name: &ChunkName) {
         let Some(entry) = self.entries.get_mut(name) else { return };
-        self.now = self.now.saturating_add(1);
+        self.now += 1;
         let was_leaf = self.leaves.remove(&entry.used_at).is_some();
         entry.used_at = self.now;
         if was_leaf {
@@ -82,14 +82,14 @@ impl<C> HostIndex<C> {
             known.stores |= stores;
             return false;
         }
-        self.now = self.now.saturating_add(1);
+        self.now += 1;
         let entry = Entry { chunk, record, stores, uses: 0, used_at: self.now };
         self.entries.insert(name, entry);
         if !self.children.contains_key(&name) {
             self.leaves.insert(self.now, name);
         }
         let children = self.children.entry(parent).or_default();
-        *children = children.saturating_add(1);
+        *children += 1;
         if let Some(parent) = self.entries.get(&parent) {
             self.leaves.remove(&parent.used_at);
         }
@@ -108,7 +108,7 @@ impl<C> HostIndex<C> {
         self.leaves.remove(&entry.used_at);
         let parent = &entry.record.parent;
         if let Some(children) = self.children.get_mut(parent) {
-            *children = children.saturating_sub(1);
+            *children -= 1;
             if *children == 0 {
                 self.children.remove(parent);
                 if let Some(known) = self.entries.get(parent) {

@@ -30,7 +30,7 @@ impl<B: Backend> Tiers<B> {
         let mut import = match cache.reserve_import(&of.probe, upto) {
             Ok(import) => import,
             Err(CacheError::Exhausted(_)) => {
-                self.stats.no_room = self.stats.no_room.saturating_add(1);
+                self.stats.no_room += 1;
                 return Ok(None);
             }
             Err(error) => return Err(error.into()),
@@ -46,7 +46,7 @@ impl<B: Backend> Tiers<B> {
         match brought {
             Ok(()) => {
                 let tokens = u64::from(import.hit().saturating_sub(before));
-                self.stats.loaded_tokens = self.stats.loaded_tokens.saturating_add(tokens);
+                self.stats.loaded_tokens += tokens;
                 self.note_uses(of, &import);
                 Ok(Some(import))
             }
@@ -111,7 +111,7 @@ impl<B: Backend> Tiers<B> {
             })?;
             blocks.clear();
             blocks.extend(run.iter().map(|block| block.block));
-            let place = first.index.saturating_sub(chain.spec().first_block(chunk));
+            let place = first.index - chain.spec().first_block(chunk);
             let storage = cache.storage(first.group).invariant(GROUP).view();
             let tier_of = self.groups.get_mut(group).invariant(GROUP);
             let chunk: &ChunkOf<B> = bytes.get_ref();
@@ -132,7 +132,7 @@ impl<B: Backend> Tiers<B> {
                 let host = &mut self.groups.get_mut(group).invariant(GROUP).host;
                 host.touch(chain.name(chunk));
                 let Some(entry) = host.get_mut(chain.name(chunk)) else { continue };
-                entry.uses = entry.uses.saturating_add(1);
+                entry.uses += 1;
                 let record = Arc::clone(&entry.record);
                 self.decide_writes(&record, ChunkEvent::Reused);
             }

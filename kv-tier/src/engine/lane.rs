@@ -173,7 +173,7 @@ impl Queue {
             None => return None,
         };
         let number = self.next;
-        self.next = number.saturating_add(1);
+        self.next = number + 1;
         let until = Instant::now().checked_add(limit);
         self.running.push(Running { number, is_urgent, until, is_counted: false });
         Some((job, number))
@@ -185,13 +185,13 @@ impl Queue {
         let (mut late, mut late_other) = (0_usize, 0_usize);
         let is_late = |running: &&mut Running| running.until.is_some_and(|until| now >= until);
         for running in self.running.iter_mut().filter(is_late) {
-            late = late.saturating_add(1);
+            late += 1;
             let new = usize::from(!std::mem::replace(&mut running.is_counted, true));
             if running.is_urgent {
-                hung.urgent = hung.urgent.saturating_add(new);
+                hung.urgent += new;
             } else {
-                late_other = late_other.saturating_add(1);
-                hung.other = hung.other.saturating_add(new);
+                late_other += 1;
+                hung.other += new;
             }
         }
         hung.blocks_urgent = late >= self.threads;
@@ -212,7 +212,7 @@ impl fmt::Debug for Lane {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let queue = self.shared.lock();
         f.debug_struct("Lane")
-            .field("waiting", &queue.urgent.len().saturating_add(queue.other.len()))
+            .field("waiting", &(queue.urgent.len() + queue.other.len()))
             .field("running", &queue.running.len())
             .finish_non_exhaustive()
     }

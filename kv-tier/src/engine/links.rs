@@ -58,7 +58,7 @@ pub(super) enum Linked {
 
 impl Links {
     pub(super) fn new(num_blocks: u32) -> Self {
-        let gone_max = to_usize(num_blocks).saturating_mul(2);
+        let gone_max = to_usize(num_blocks) * 2;
         Self { by_key: HashMap::new(), gone: VecDeque::new(), gone_max }
     }
 

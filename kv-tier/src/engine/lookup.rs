@@ -31,7 +31,7 @@ impl<B: Backend> Tiers<B> {
             let stops = others.start == 0;
             for (store, lane) in self.stores.iter().enumerate() {
                 let Some(permit) = lane.store.begin_lookup() else { continue };
-                questions = questions.saturating_add(1);
+                questions += 1;
                 let addresses: Vec<_> = chunks.iter().map(|at| chain.address(*at)).collect();
                 let answer = move |chunks: Vec<u32>, found: Vec<bool>| Done::Found {
                     prefetch: id,
@@ -61,13 +61,14 @@ impl<B: Backend> Tiers<B> {
     ) {
         let Some(of) = self.prefetches.get_mut(&prefetch) else { return };
         let Stage::Looking { answers_left, .. } = &mut of.stage else { return };
-        *answers_left = answers_left.saturating_sub(1);
+        *answers_left -= 1;
         let is_last = *answers_left == 0;
         let tier = self.stores.get(store).invariant(STORE).store.tier();
         for (chunk, is_there) in chunks.iter().zip(found) {
             if *is_there {
                 *of.found.entry((group, *chunk)).or_default() |= bit(store);
-            } else if let Some(chain) = of.chains.get(group) {
+            } else {
+                let chain = of.chains.get(group).invariant(GROUP);
                 self.announcements.lacks(tier, chain.name(*chunk), bit(store).into());
             }
         }
@@ -136,7 +137,7 @@ impl<B: Backend> Tiers<B> {
         let hit = of.probe.hit(upto);
         // In the order of the prompt, whatever the group.
         queue.sort_by_key(|(group, chunk)| {
-            of.chains.get(*group).map_or(0, |chain| chain.spec().span(*chunk).end)
+            of.chains.get(*group).invariant(GROUP).spec().span(*chunk).end
         });
         if hit > of.probe.cached() && !queue.is_empty() {
             if of.wait != Wait::Compute || self.pays(&of, &queue, hit) {
@@ -144,9 +145,10 @@ impl<B: Backend> Tiers<B> {
                 let until = after(Instant::now(), times.max().unwrap_or_default());
                 of.stage = Stage::Reading { queue: queue.into(), outstanding: 0, until };
             } else {
+                // Tokens beyond the cached ones, if any.
                 let tokens = u64::from(hit.saturating_sub(of.probe.cached()));
                 let cheaper = &mut self.stats.cheaper_to_compute;
-                *cheaper = cheaper.saturating_add(tokens);
+                *cheaper += tokens;
             }
         }
         self.prefetches.insert(id, of);
@@ -157,7 +159,7 @@ impl<B: Backend> Tiers<B> {
     fn shortened(&self, of: &Prefetch<ChunkOf<B>>, upto: u32) -> Option<u32> {
         let fits = of.chains.iter().zip(&self.groups).map(|(chain, group)| {
             let missing = missing(&of.probe, chain, upto);
-            let last = missing.get(group.capacity.saturating_sub(1))?;
+            let last = missing.get(group.capacity - 1)?;
             let end = chain.spec().span(*last).end;
             (missing.len() > group.capacity && end < upto).then_some(end)
         });
@@ -171,7 +173,7 @@ impl<B: Backend> Tiers<B> {
             let store = of.found.get(at).map_or(0, |stores| first(*stores));
             let group = self.groups.get(at.0).invariant(GROUP);
             let bytes = bytes.get_mut(store).invariant(STORE);
-            *bytes = bytes.saturating_add(to_u64(group.spec.chunk_bytes()));
+            *bytes += to_u64(group.spec.chunk_bytes());
         }
         // Stores work side by side: the slowest one decides.
         let tokens = hit.saturating_sub(of.probe.cached());

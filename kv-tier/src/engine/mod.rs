@@ -265,10 +265,10 @@ impl<B: Backend> Tiers<B> {
         for group in &self.groups {
             let bytes = to_u64(group.spec.chunk_bytes());
             let chunks = to_u64(group.host.len());
-            stats.host_chunks = stats.host_chunks.saturating_add(chunks);
-            stats.host_bytes = stats.host_bytes.saturating_add(chunks.saturating_mul(bytes));
-            let capacity = to_u64(group.capacity).saturating_mul(bytes);
-            stats.host_capacity = stats.host_capacity.saturating_add(capacity);
+            stats.host_chunks += chunks;
+            stats.host_bytes += chunks * bytes;
+            let capacity = to_u64(group.capacity) * bytes;
+            stats.host_capacity += capacity;
         }
         stats.stores = self.stores.iter().map(|lane| lane.store.stats()).collect();
         stats

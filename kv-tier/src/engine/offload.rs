@@ -49,7 +49,7 @@ impl<B: Backend> Tiers<B> {
             if is_here {
                 of.waiting.take_next();
                 let missed = u64::from(name.is_none());
-                self.stats.offload_missed = self.stats.offload_missed.saturating_add(missed);
+                self.stats.offload_missed += missed;
                 continue;
             }
             if of.copying.len() >= of.copying_max {
@@ -62,7 +62,7 @@ impl<B: Backend> Tiers<B> {
             let complete = match complete {
                 Some(complete) if hold(cache, &complete, held)? => complete,
                 _ => {
-                    self.stats.offload_missed = self.stats.offload_missed.saturating_add(1);
+                    self.stats.offload_missed += 1;
                     continue;
                 }
             };
@@ -113,7 +113,7 @@ impl<B: Backend> Tiers<B> {
             let mut at = 0;
             while let Some(copying) = group.copying.get_mut(at) {
                 let Poll::Ready(copied) = copying.pending.poll(&mut context) else {
-                    at = at.saturating_add(1);
+                    at += 1;
                     continue;
                 };
                 let Copying { record, .. } = group.copying.swap_remove(at);
@@ -148,10 +148,10 @@ impl<B: Backend> Tiers<B> {
             return;
         }
         let Some(chunk) = chunk else {
-            self.stats.unnamed_blocks = self.stats.unnamed_blocks.saturating_add(1);
+            self.stats.unnamed_blocks += 1;
             return;
         };
-        self.stats.offloaded = self.stats.offloaded.saturating_add(1);
+        self.stats.offloaded += 1;
         if of.host.insert(chunk, Arc::clone(record), 0) {
             self.announcements.has(Tier::Host, record, HOST);
         }
@@ -181,7 +181,7 @@ impl<B: Backend> Tiers<B> {
             is_unused && !(is_flushing && Self::must_stay(stores, &entry.record))
         };
         let entry = of.host.evict(may_go)?;
-        self.stats.host_evictions = self.stats.host_evictions.saturating_add(1);
+        self.stats.host_evictions += 1;
         self.announcements.lacks(Tier::Host, &entry.record.name, HOST);
         self.write_left(&entry);
         drop(entry);

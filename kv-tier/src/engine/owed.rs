@@ -47,7 +47,7 @@ struct Failed {
 
 impl Owed {
     pub(super) fn len(&self) -> usize {
-        self.ready.len().saturating_add(self.later.len())
+        self.ready.len() + self.later.len()
     }
 
     pub(super) fn contains(&self, place: &Place) -> bool {
@@ -67,7 +67,7 @@ impl Owed {
         let pause = PAUSE_MIN.saturating_mul(1_u32.checked_shl(times).unwrap_or(u32::MAX));
         self.insert_until(place, after(now, pause.min(PAUSE_MAX)));
         let failed = self.failed.entry(place).or_default();
-        failed.times = failed.times.saturating_add(1);
+        failed.times += 1;
     }
 
     /// Adds a chunk that the store takes from a time on.

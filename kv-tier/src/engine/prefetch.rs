@@ -105,7 +105,7 @@ impl<B: Backend> Tiers<B> {
         wait: Wait,
     ) -> PrefetchId {
         let began = Instant::now();
-        self.stats.prefetches = self.stats.prefetches.saturating_add(1);
+        self.stats.prefetches += 1;
         let id = self.stats.prefetches;
         let probe = cache.state().probe_keys(prompt, options);
         let chains = self.chains(cache, &probe);
@@ -196,7 +196,7 @@ impl<B: Backend> Tiers<B> {
         self.take_results();
         let mut of = self.prefetches.remove(&prefetch.0).ok_or(TierError::UnknownPrefetch)?;
         if !matches!(of.stage, Stage::Done) || of.again.is_some() {
-            self.stats.late = self.stats.late.saturating_add(1);
+            self.stats.late += 1;
         }
         let fresh = cache.state().probe_keys(of.probe.prompt(), options);
         let is_current = of.encoding_key == cache.state().encoding_key();

@@ -32,7 +32,7 @@ impl<B: Backend> Tiers<B> {
                     of.held.insert((group, chunk), (entry.chunk.clone(), Tier::Host));
                 } else if let Some(reading) = tier.reading.get_mut(&name) {
                     reading.waiters.push(id);
-                    outstanding = outstanding.saturating_add(1);
+                    outstanding += 1;
                 } else {
                     let Some(into) = self.take_chunk(group) else { break };
                     let store = of.found.get(&(group, chunk)).map_or(0, |stores| first(*stores));
@@ -43,7 +43,7 @@ impl<B: Backend> Tiers<B> {
                     let of_read = Arc::clone(&record);
                     let reading = Reading { store, record: of_read, until: given_up, waiters };
                     tier.reading.insert(name, reading);
-                    outstanding = outstanding.saturating_add(1);
+                    outstanding += 1;
                     let of_store = self.stores.get(store).invariant(STORE);
                     let asked = Arc::clone(&of_store.store);
                     // A chunk that is refused is removed too.
@@ -114,7 +114,7 @@ impl<B: Backend> Tiers<B> {
         for id in waiters {
             let Some(of) = self.prefetches.get_mut(&id) else { continue };
             let Stage::Reading { queue, outstanding, .. } = &mut of.stage else { continue };
-            *outstanding = outstanding.saturating_sub(1);
+            *outstanding -= 1;
             let others = of.found.get_mut(&at).map_or(0, |stores| {
                 *stores &= !bit(store);
                 *stores

@@ -32,7 +32,7 @@ impl<B: Backend> Tiers<B> {
         deadline: Instant,
         mut forgotten: Forgotten,
     ) -> Result<Forgotten, TierError> {
-        let call = self.removals.call.saturating_add(1);
+        let call = self.removals.call + 1;
         self.removals = Removals { call, answers: Vec::new() };
         // What a store is being sent is removed once more when that has ended.
         let mut again: Vec<_> =
@@ -44,7 +44,7 @@ impl<B: Backend> Tiers<B> {
             let ended: Vec<_> =
                 again.extract_if(.., |store| !self.is_under_way(what, Some(*store))).collect();
             for store in ended {
-                asked = asked.saturating_add(1);
+                asked += 1;
                 self.ask(store, removal, deadline);
             }
             let is_done = self.removals.answers.len() == asked && again.is_empty();
@@ -57,7 +57,7 @@ impl<B: Backend> Tiers<B> {
             }
         }
         let answers = std::mem::take(&mut self.removals.answers);
-        self.removals.call = call.saturating_add(1);
+        self.removals.call = call + 1;
         let late = |operation| StoreError::new(StoreErrorKind::Timeout, operation);
         for (store, lane) in self.stores.iter().enumerate() {
             let tier = lane.store.tier();

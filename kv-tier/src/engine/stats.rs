@@ -103,10 +103,10 @@ impl StoreStats {
     /// Counts a failure.
     pub(super) fn note_failure(&mut self, error: &StoreError) {
         let last = describe(error);
-        self.failures = self.failures.saturating_add(1);
+        self.failures += 1;
         self.last_failure = Some(last.clone());
         let of_kind = self.failures_by_kind.entry(error.kind()).or_default();
-        *of_kind = Failures { count: of_kind.count.saturating_add(1), last };
+        *of_kind = Failures { count: of_kind.count + 1, last };
     }
 }
 

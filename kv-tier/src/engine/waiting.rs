@@ -30,7 +30,7 @@ pub(super) enum Next {
 
 impl Waiting {
     pub(super) fn len(&self) -> usize {
-        self.exported.len().saturating_add(self.published.len())
+        self.exported.len() + self.published.len()
     }
 
     /// Adds the chunk that ends with a block.

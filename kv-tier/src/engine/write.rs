@@ -86,7 +86,7 @@ impl<B: Backend> Tiers<B> {
         let facts = ChunkFacts {
             is_present: stores & bit(store) != 0,
             // The publication is the first.
-            uses: uses.saturating_add(1),
+            uses: uses + 1,
             prompt_tokens: prompt_tokens.unwrap_or_else(|| record.end()),
             is_generated: prompt_tokens.is_none(),
             is_pinned: self.pinned.has(record),
@@ -152,7 +152,7 @@ impl<B: Backend> Tiers<B> {
     /// Notes a write of a chunk that host memory has given up. If its blocks are on the device, the
     /// next flush copies them again.
     fn note_lost(&mut self, record: &Record, store: usize) {
-        self.lost = self.lost.saturating_add(1);
+        self.lost += 1;
         let of = self.groups.get_mut(usize::from(record.group().0)).invariant(GROUP);
         let last = record.keys.last().filter(|key| of.links.is_on_device(**key));
         if let Some(key) = last {
@@ -184,7 +184,7 @@ impl<B: Backend> Tiers<B> {
             let until = after(Instant::now(), limit);
             let leaving = of.leaving.entry(record.name);
             let leaving = leaving.or_insert(Leaving { writes: 0, until });
-            leaving.writes = leaving.writes.saturating_add(1);
+            leaving.writes += 1;
             leaving.until = leaving.until.min(until);
         }
         let written = move |record, put| Done::Written { record, store: at, number, put, left };
@@ -215,7 +215,7 @@ impl<B: Backend> Tiers<B> {
         let place = Place::of(record);
         let of = self.groups.get_mut(place.group).invariant(GROUP);
         if left && let Some(leaving) = of.leaving.get_mut(&record.name) {
-            leaving.writes = leaving.writes.saturating_sub(1);
+            leaving.writes -= 1;
             if leaving.writes == 0 {
                 of.leaving.remove(&record.name);
             }
@@ -254,10 +254,10 @@ impl<B: Backend> Tiers<B> {
     /// Returns what a flush has yet to do.
     pub(super) fn unwritten(&self) -> Unwritten {
         let of_group = |group: &GroupTier<B::HostPool>| group.to_copy();
-        let copies = self.groups.iter().map(of_group).fold(0, usize::saturating_add);
-        let of_store = |lane: &StoreLane| lane.writing.len().saturating_add(lane.owed.len());
-        let writes = self.stores.iter().map(of_store).fold(0, usize::saturating_add);
-        Unwritten { copies: to_u64(copies), writes: to_u64(writes).saturating_add(self.lost) }
+        let copies: usize = self.groups.iter().map(of_group).sum();
+        let of_store = |lane: &StoreLane| lane.writing.len() + lane.owed.len();
+        let writes: usize = self.stores.iter().map(of_store).sum();
+        Unwritten { copies: to_u64(copies), writes: to_u64(writes) + self.lost }
     }
 
     /// Returns whether some store takes or ends a write before long.
@@ -280,7 +280,7 @@ impl StoreLane {
     /// Notes a write that begins to wait, and what it writes; returns its number.
     pub(super) fn begin(&mut self, record: Option<Arc<Record>>) -> u64 {
         let number = self.next_write;
-        self.next_write = number.saturating_add(1);
+        self.next_write = number + 1;
         self.writing.insert(number, record);
         number
     }

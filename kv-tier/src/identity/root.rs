@@ -114,8 +114,7 @@ impl ChunkRoot {
             for (word, token) in words.iter_mut().zip(tokens) {
                 *word = token.to_le_bytes();
             }
-            let words = words.get(..tokens.len()).unwrap_or_default();
-            hash.update(words.as_flattened());
+            hash.update(words[..tokens.len()].as_flattened());
         }
         for content in contents {
             hash.update(&content.to_bytes());
@@ -138,7 +137,7 @@ impl ChunkRoot {
         let mut link = *parent;
         for block in 0..self.spec.blocks() {
             let span = self.spec.block_span(index, block);
-            let len = to_usize(span.end.saturating_sub(span.start));
+            let len = to_usize(span.end - span.start);
             let own = contents.iter().take_while(|content| content.block <= block).count();
             let (parts, later) = contents.split_at_checked(own).unwrap_or((contents, &[]));
             let split = tokens.split_at_checked(len);

@@ -17,6 +17,8 @@
 //! # Security
 //! Whoever can write to the bucket can forge chunks: checksums find decay, not malice. Give
 //! untrusted readers credentials with `s3:GetObject` only.
+// Reads replies that may be anything.
+#![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 mod http;
 mod runtime;
 

@@ -1,4 +1,6 @@
 //! One connection: a socket with a deadline, the handshake, commands out and replies in.
+// Reads replies that may be anything.
+#![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use std::io::{self, BufRead as _, BufReader, Read, Write as _};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs as _};
 use std::sync::mpsc;

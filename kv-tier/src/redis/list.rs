@@ -1,4 +1,6 @@
 //! Listing of a server's keys, and beginnings of values.
+// Reads replies that may be anything.
+#![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 

@@ -290,7 +290,7 @@ fn set_command(key: &str, length: usize, ttl_ms: Option<u64>) -> (Vec<u8>, Vec<u
     if let Some(ttl) = ttl_ms {
         options.extend(["PX".to_owned(), ttl.to_string()]);
     }
-    let arguments = options.len().saturating_add(3);
+    let arguments = options.len() + 3;
     let key_length = key.len();
     let head = format!("*{arguments}\r\n$3\r\nSET\r\n${key_length}\r\n{key}\r\n${length}\r\n");
     let mut tail = String::from("\r\n");

@@ -41,7 +41,7 @@ impl Pool {
             let waited = self.freed.wait_timeout(state, left);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
-        state.in_use = state.in_use.saturating_add(1);
+        state.in_use += 1;
         let idle = state.idle.pop();
         Ok(Lease { pool: self, idle, kept: None })
     }

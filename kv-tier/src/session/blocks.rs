@@ -85,7 +85,7 @@ impl SessionBlocks {
     pub(super) fn num_blocks(&self) -> u32 {
         let full = to_u32(self.full.len());
         let is_partial = self.spec().span(full).start < self.len;
-        full.saturating_add(u32::from(is_partial))
+        full + u32::from(is_partial)
     }
 
     /// Returns the blocks without which a sequence does not reuse the first `len` tokens.
@@ -132,7 +132,7 @@ impl SessionBlocks {
             let link = self.root.link(&parent, tokens, parts.iter().copied());
             (key, self.len, link, tokens.to_vec())
         };
-        tokens.resize(to_usize(span.end.saturating_sub(span.start)), NO_TOKEN);
+        tokens.resize(to_usize(span.end - span.start), NO_TOKEN);
         let contents = parts.into_iter().map(|content| ChunkContent { block: 0, content });
         let contents = contents.collect();
         let root = Arc::clone(&self.root);
@@ -157,8 +157,8 @@ pub(super) fn ranges(blocks: impl Iterator<Item = u32>) -> Vec<Range<u32>> {
     let mut ranges: Vec<Range<u32>> = Vec::new();
     for block in blocks {
         match ranges.last_mut() {
-            Some(last) if last.end == block => last.end = block.saturating_add(1),
-            _ => ranges.push(block..block.saturating_add(1)),
+            Some(last) if last.end == block => last.end = block + 1,
+            _ => ranges.push(block..block + 1),
         }
     }
     ranges

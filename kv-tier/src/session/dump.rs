@@ -114,11 +114,11 @@ pub fn dump<B: Backend>(
         })
     })?;
     let blocks = all.iter().map(|(_, found)| to_u32(found.len()));
-    let chunks = header.chunk_bytes().unwrap_or(u64::MAX);
+    let chunks = header.chunk_bytes().invariant("a header that was written counts its chunks");
     Ok(SessionInfo {
         tokens: len,
-        blocks: blocks.fold(0, u32::saturating_add),
-        bytes: to_u64(bytes.len()).saturating_add(chunks),
+        blocks: blocks.sum(),
+        bytes: to_u64(bytes.len()) + chunks,
         is_whole,
     })
 }

@@ -1,4 +1,6 @@
 //! The header of a session file: everything but the blocks.
+// Reads bytes that may be anything.
+#![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use std::ops::Range;
 
 use kv_core::num::{to_u64, to_usize};

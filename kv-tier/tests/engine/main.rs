@@ -1,8 +1,6 @@
 //! `TieredCache` over a cache on the CPU: rows of every prompt equal those of a cache without tiers.
 #![expect(
     clippy::unwrap_used,
-    clippy::indexing_slicing,
-    clippy::arithmetic_side_effects,
     clippy::as_conversions,
     clippy::cast_precision_loss,
     clippy::cast_possible_truncation,

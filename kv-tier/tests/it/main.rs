@@ -1,6 +1,5 @@
 //! What a user of the stores can rely on.
 #![expect(
-    clippy::arithmetic_side_effects,
     clippy::as_conversions,
     clippy::cast_possible_truncation,
     clippy::panic,

@@ -1,10 +1,8 @@
 //! The store in S3 against real servers, behind a proxy that spoils answers, and against answers
 //! that no real server gives.
 #![expect(
-    clippy::arithmetic_side_effects,
     clippy::as_conversions,
     clippy::cast_possible_truncation,
-    clippy::indexing_slicing,
     clippy::panic,
     clippy::unwrap_used,
     reason = "tests"

@@ -2,12 +2,10 @@
 //!
 //! What every store must do is in the suite of stores; here are the server's own limits and faults.
 #![expect(
-    clippy::arithmetic_side_effects,
     clippy::as_conversions,
     clippy::cast_possible_truncation,
     clippy::cast_precision_loss,
     clippy::float_cmp,
-    clippy::indexing_slicing,
     clippy::panic,
     clippy::unwrap_used,
     reason = "tests"
