@@ -116,7 +116,7 @@ impl CudaBuffer {
     /// Returns the device address of the first byte, for kernels of the caller. They must run on
     /// the stream of the queue that uses the buffer, or be ordered with it.
     pub fn address(&self) -> u64 {
-        self.memory.address.saturating_add(self.begin)
+        self.memory.address + self.begin
     }
 
     /// Returns the `len` bytes from byte `offset` on, as a handle to the same memory.
@@ -125,7 +125,7 @@ impl CudaBuffer {
     /// `OutOfRange` past the end.
     pub fn view(&self, offset: u64, len: u64) -> Result<Self, DeviceError> {
         self.range((offset, len), "view")?;
-        let begin = self.begin.saturating_add(offset);
+        let begin = self.begin + offset;
         Ok(Self { memory: Arc::clone(&self.memory), begin, len })
     }
 
@@ -136,7 +136,7 @@ impl CudaBuffer {
         operation: &'static str,
     ) -> Result<Address, DeviceError> {
         match offset.checked_add(len) {
-            Some(end) if end <= self.len => Ok(self.address().saturating_add(offset)),
+            Some(end) if end <= self.len => Ok(self.address() + offset),
             _ => {
                 let asked = format!("{len} bytes at {offset} of {}", self.len);
                 Err(DeviceError::new(DeviceErrorKind::OutOfRange, operation).with_detail(asked))

@@ -154,7 +154,7 @@ impl CudaHostPool {
                 for (block, place) in blocks.iter().zip(first..) {
                     let (segment, offset) = layout.locate(block.0);
                     let segment = own.get(segment).invariant("the block was checked");
-                    let device = segment.saturating_add(offset);
+                    let device = segment + offset;
                     let piece = self.layout.piece(place, layer, plane);
                     let host = chunk.at(piece.start);
                     copies.push(HostCopy { host, device, bytes: piece.len() });

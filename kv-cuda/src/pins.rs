@@ -57,8 +57,7 @@ impl Pins {
 
     fn give(&self, memory: Box<dyn Pinned>) {
         let mut free = self.lock();
-        let kept: usize =
-            free.iter().map(|kept| kept.len()).fold(memory.len(), usize::saturating_add);
+        let kept: usize = memory.len() + free.iter().map(|kept| kept.len()).sum::<usize>();
         if kept <= KEPT_BYTES {
             free.push(memory);
         }

@@ -23,7 +23,7 @@ pub(crate) struct At(u64);
 impl At {
     /// Returns its address in a pack that lies at `base`.
     pub(crate) fn from(self, base: Address) -> Address {
-        base.saturating_add(self.0)
+        base + self.0
     }
 }
 
@@ -58,8 +58,8 @@ impl Pack {
         let at = self.push::<T>(&[]);
         let begin = self.bytes.len();
         let count = values.len().max(room);
-        self.bytes.resize(begin.saturating_add(count.saturating_mul(size_of::<T>())), 0);
-        let bytes = self.bytes.get_mut(begin..).unwrap_or_default();
+        self.bytes.resize(begin + count * size_of::<T>(), 0);
+        let bytes = &mut self.bytes[begin..];
         for (place, value) in bytes.chunks_exact_mut(size_of::<T>()).zip(values) {
             place.copy_from_slice(bytemuck::bytes_of(&value));
         }
@@ -69,7 +69,7 @@ impl Pack {
     /// write.
     pub(crate) fn room(&mut self, len: u64) -> At {
         let at = self.len();
-        self.room = at.saturating_add(len).saturating_sub(to_u64(self.bytes.len()));
+        self.room = at + len - to_u64(self.bytes.len());
         At(at)
     }
     /// Returns whether no list was added.
@@ -78,8 +78,8 @@ impl Pack {
     }
     /// Returns the length of everything, up to where the next list would begin.
     pub(crate) fn len(&self) -> u64 {
-        let end = to_u64(self.bytes.len()).saturating_add(self.room);
-        end.checked_next_multiple_of(to_u64(ALIGN)).unwrap_or(u64::MAX)
+        let end = to_u64(self.bytes.len()) + self.room;
+        end.next_multiple_of(to_u64(ALIGN))
     }
 }
 

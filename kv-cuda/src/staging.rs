@@ -49,7 +49,7 @@ impl Staging {
 
     /// Copies `bytes` into a chunk.
     fn put(&mut self, stream: &mut dyn Stream, bytes: &[u8]) -> Result<*const u8, DeviceError> {
-        let fits = |used: usize, len: usize| used.saturating_add(bytes.len()) <= len;
+        let fits = |used: usize, len: usize| used + bytes.len() <= len;
         if !self.current.as_ref().is_some_and(|(used, chunk)| fits(*used, chunk.len())) {
             self.next_chunk(stream, bytes.len())?;
         }
@@ -62,7 +62,7 @@ impl Staging {
         // reused.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
         // Align later bytes to 16 for fast uploads.
-        *used = used.saturating_add(bytes.len()).next_multiple_of(16);
+        *used = (*used + bytes.len()).next_multiple_of(16);
         Ok(to.cast_const())
     }
 

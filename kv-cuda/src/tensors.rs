@@ -84,7 +84,7 @@ impl Call<'_> {
                     return Err(capture::refused("a tensor in host memory"));
                 }
                 let reached = kv_core::num::to_offset(tensor.bytes_reached());
-                Source::Packed(pack.push(bytes.get(..reached).unwrap_or(bytes)))
+                Source::Packed(pack.push(&bytes[..reached]))
             }
             TensorData::Device { buffer, offset } => {
                 let range = (offset, tensor.bytes_reached());
@@ -155,6 +155,7 @@ fn rows(rows: &TokenRows, data: Address) -> Tensor {
     let batch_stride = if is_ragged { 0 } else { rows.batch_stride() };
     Tensor {
         data,
+        // The caller's strides; of an axis of 1 they may be any, and nothing uses them.
         batch_stride: batch_stride.saturating_mul(size),
         token_stride: rows.token_stride().saturating_mul(size),
         axes: axes_code(rows.format()),

@@ -2,11 +2,7 @@
 //! and end between replays, and every output equals that of a step without capture, bit for bit.
 //!
 //! On the emulator, or on the card whose number `KV_CUDA_TEST_CARD` holds.
-#![expect(
-    clippy::unwrap_used,
-    clippy::arithmetic_side_effects,
-    reason = "a test that overflows or finds nothing fails"
-)]
+#![expect(clippy::unwrap_used, reason = "a test that overflows or finds nothing fails")]
 
 use half::f16;
 use kv_core::backend::{Backend, Queue, Readback};

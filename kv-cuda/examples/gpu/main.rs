@@ -9,7 +9,6 @@
 //! first.
 #![expect(clippy::print_stderr, reason = "a program for a terminal")]
 #![expect(
-    clippy::arithmetic_side_effects,
     clippy::as_conversions,
     clippy::cast_precision_loss,
     reason = "sizes of a bench; a rate needs no more than the 52 bits of a double"

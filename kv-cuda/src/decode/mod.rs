@@ -107,15 +107,14 @@ impl Shape {
         let (dim, row_stride) = (plane.head_dim, row_stride(plane));
         let warps: u32 = if dim >= 192 { 2 } else { 4 };
         // Queries in shared memory: long ones, and the rounding errors of f16 in transformed ones.
-        let copies = u32::from(dim >= 192).saturating_add(is_scaled(plane).into());
-        let queries = dim.saturating_mul(ROWS).saturating_mul(2).saturating_mul(copies);
-        let stage_bytes = warps.saturating_mul(STAGE_TOKENS).saturating_mul(row_stride);
+        let copies = u32::from(dim >= 192) + u32::from(is_scaled(plane));
+        let queries = dim * ROWS * 2 * copies;
+        let stage_bytes = warps * STAGE_TOKENS * row_stride;
         // Padded rows of every warp with their maxima and sums, weights of splits, and a flag.
-        let row = dim.saturating_add(4).saturating_mul(4).saturating_add(8);
-        let row = row.saturating_add(MERGE_SPLITS.saturating_mul(4));
-        let merge = warps.saturating_mul(ROWS).saturating_mul(row).saturating_add(16);
-        let shared =
-            |stages: u32| queries.saturating_add(stages.saturating_mul(stage_bytes).max(merge));
+        let row = (dim + 4) * 4 + 8;
+        let row = row + MERGE_SPLITS * 4;
+        let merge = warps * ROWS * row + 16;
+        let shared = |stages: u32| queries + (stages * stage_bytes).max(merge);
         let most = |room: u32| {
             let ring = room.checked_sub(queries)?.checked_div(stage_bytes)?;
             let stages = ring.min(STAGES.1);
@@ -123,7 +122,7 @@ impl Shape {
         };
         let half = shared_bytes_max.saturating_sub(SHARED_RESERVED).checked_div(2)?;
         let stages = most(half).or_else(|| most(shared_bytes_max))?;
-        let threads = warps.saturating_mul(32);
+        let threads = warps * 32;
         let block_shift = shift_of(plane.block_size);
         Some(Self { kernel, threads, stages, block_shift, shared_bytes: shared(stages) })
     }
@@ -168,7 +167,7 @@ fn shift_of(block_size: u32) -> u32 {
 /// Returns the bytes of a row in shared memory: all 16-byte chunks that contain a part of it,
 /// wherever it begins.
 fn row_stride(plane: &Plane) -> u32 {
-    if is_scaled(plane) { plane.scales_begin.saturating_add(16) } else { plane.row_bytes }
+    if is_scaled(plane) { plane.scales_begin + 16 } else { plane.row_bytes }
 }
 
 /// Returns whether all rows have one width and are aligned for copies of 16 bytes. Copies of rows
@@ -204,16 +203,16 @@ impl Room {
     /// together. `tokens` are those of the longest sequence; they matter only if the splits may not
     /// depend on the batch.
     pub(crate) fn of(work: &Work, sequences: u64, total_q: u64, tokens: u64) -> Self {
-        let rows = total_q.saturating_mul(work.group.into());
-        let tiles = rows.div_ceil(ROWS.into()).saturating_add(sequences);
-        let query_tiles = tiles.saturating_mul(work.kv_heads.into());
+        let rows = total_q * u64::from(work.group);
+        let tiles = rows.div_ceil(u64::from(ROWS)) + sequences;
+        let query_tiles = tiles * u64::from(work.kv_heads);
         if work.invariant {
-            let splits = tokens.div_ceil(plan::INVARIANT_TOKENS).saturating_add(1);
-            let items = query_tiles.saturating_mul(splits);
+            let splits = tokens.div_ceil(plan::INVARIANT_TOKENS) + 1;
+            let items = query_tiles * splits;
             return Self { items, partials: items };
         }
         let slots = u64::from(work.slots);
-        Self { items: query_tiles.saturating_add(slots), partials: slots.saturating_mul(2) }
+        Self { items: query_tiles + slots, partials: slots * 2 }
     }
 }
 
@@ -225,7 +224,6 @@ pub(crate) fn room(work: &Work, extent: &Extent) -> Room {
 
 #[cfg(test)]
 mod tests {
-    #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails")]
     use super::*;
 
     const SCALED: [u32; 4] = [code::E4M3_ROW, code::E5M2_ROW, code::INT8_ROW, code::L4];

@@ -132,7 +132,7 @@ pub(super) fn read(device: CUdevice) -> Result<Facts, DeviceError> {
     Ok(Facts {
         card: card(device)?,
         multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
-        capability: major.saturating_mul(10).saturating_add(minor),
+        capability: major * 10 + minor,
         memory: u64::try_from(memory).unwrap_or(u64::MAX),
         shared_bytes_max: attribute(
             Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,

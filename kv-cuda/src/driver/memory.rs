@@ -82,7 +82,7 @@ fn require_range(
         let more = more.filter(|more| *more > 0);
         let more =
             more.ok_or_else(|| foreign("the driver reports inconsistent allocations".to_owned()))?;
-        room = room.saturating_add(more);
+        room += more;
         if bytes <= room {
             return Ok(());
         }

@@ -167,7 +167,7 @@ impl Memory {
 }
 
 fn total(by_address: &BTreeMap<Address, HostMemory>) -> u64 {
-    by_address.values().map(byte_count).fold(0, u64::saturating_add)
+    by_address.values().map(byte_count).sum()
 }
 
 fn byte_count(memory: &HostMemory) -> u64 {

@@ -153,8 +153,8 @@ impl CudaChunk {
         let ChunkMemory { pinned, begin, chunk_bytes, .. } = &*self.memory;
         let base = pinned.as_ref().invariant("chunks have memory until it is dropped").base();
         // Within the allocation, whose size `ChunkMemory::new` computed for all slots.
-        let chunk = chunk_bytes.saturating_mul(self.index).saturating_add(*begin);
-        base.wrapping_add(chunk.saturating_add(offset))
+        let chunk = chunk_bytes * self.index + *begin;
+        base.wrapping_add(chunk + offset)
     }
 }
 

@@ -2,7 +2,6 @@
 //!
 //! What every host pool promises is in the conformance suite, `tier/*`.
 #![expect(
-    clippy::arithmetic_side_effects,
     clippy::as_conversions,
     clippy::cast_possible_truncation,
     reason = "small numbers, and overflow checks are on"

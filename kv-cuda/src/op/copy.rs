@@ -21,7 +21,7 @@ pub(crate) fn copy_blocks(
         .iter()
         .map(|copy| BlockCopy { from: copy.from.0, to: copy.to.0, slots: copy.slots, pad: 0 })
         .collect();
-    let blocks = copies.iter().map(|copy| copy.from.max(copy.to).saturating_add(1)).max();
+    let blocks = copies.iter().map(|copy| copy.from.max(copy.to) + 1).max();
     let Parts { call, pack, constants, mut transfer } = queue.parts(OPERATION);
     let blocks = blocks.unwrap_or(0);
     let mut planes = Vec::new();

@@ -33,7 +33,7 @@ pub(crate) fn gather(
         });
         entries.push(Entry { start, len: range.len });
         blocks.extend(tables.row(range.row).iter().map(|block| block.0));
-        start = start.saturating_add(range.len);
+        start += range.len;
         longest = longest.max(range.len);
     }
     let room = Room { entries: plan.ranges().len(), longest, total: plan.total() };
@@ -84,8 +84,8 @@ fn launch(params: &GatherParams) -> Launch {
         return launch;
     }
     let plane = &params.plane;
-    let warps = u64::from(params.total).saturating_mul(plane.num_kv_heads.into());
-    let row = round16(plane.head_dim.saturating_mul(4)).saturating_mul(4);
+    let warps = u64::from(params.total) * u64::from(plane.num_kv_heads);
+    let row = round16(plane.head_dim * 4) * 4;
     let shared_bytes = if plane.is_plain() { 0 } else { row };
     Launch { kernel: "gather_rows", grid: [warps4(warps), 1, 1], threads: 128, shared_bytes }
 }

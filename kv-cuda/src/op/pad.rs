@@ -24,7 +24,7 @@ pub(crate) fn pad_rows(
     total: u32,
     value: f32,
 ) -> Result<(), DeviceError> {
-    let rows = u64::from(out.batch).saturating_mul(out.tokens.into());
+    let rows = u64::from(out.batch) * u64::from(out.tokens);
     // No entry has more rows than fit, so an equal total means that no row is left over. The
     // batch of a replay may leave some, so a capture always has the launch.
     if u64::from(total) >= rows && !queue.is_capturing() {
@@ -47,6 +47,6 @@ pub(crate) fn pad_rows(
 
 /// Returns the launch; `pad.cu` explains the numbers.
 fn launch(params: &PadParams) -> Launch {
-    let warps = u64::from(params.out.batch).saturating_mul(params.out.tokens.into());
+    let warps = u64::from(params.out.batch) * u64::from(params.out.tokens);
     Launch { kernel: "pad_rows", grid: [warps4(warps), 1, 1], threads: 128, shared_bytes: 0 }
 }

@@ -3,7 +3,7 @@ use kv_core::error::DeviceError;
 use kv_core::plan::{WriteArgs, WritePlan};
 
 use super::lanes::{self, Refusal, Rows};
-use super::{MAX_YZ, round16};
+use super::{MAX_YZ, round16, warps4};
 use crate::buffer::CudaBuffer;
 use crate::capture::RowsOf;
 use crate::gpu::Launch;
@@ -69,11 +69,11 @@ pub(crate) fn in_lanes(params: &WriteParams, extent: &Extent) -> Result<Launch, 
     let (names, row) = match of_k.1 {
         Rows::Plain => return Err("write_plain copies whole tokens"),
         Rows::Other => return Err("a format without an encoder of this kind"),
-        Rows::Codes => (CODES, head_dim.saturating_add(16)),
-        Rows::Lloyd => (LLOYD, head_dim.saturating_add(8).saturating_mul(4)),
+        Rows::Codes => (CODES, head_dim + 16),
+        Rows::Lloyd => (LLOYD, (head_dim + 8) * 4),
     };
     let kernel = names.get(of_k.0).copied().flatten().ok_or(lanes::NO_DIM)?;
-    let shared_bytes = lanes::rows(head_dim).saturating_mul(row);
+    let shared_bytes = lanes::rows(head_dim) * row;
     Ok(Launch { kernel, grid: [blocks, 1, 1], threads: 128, shared_bytes })
 }
 
@@ -87,20 +87,20 @@ fn launch(params: &WriteParams, extent: &Extent) -> Launch {
     let heads = params.k_plane.num_kv_heads;
     let dim = planes.map(|plane| plane.head_dim).into_iter().max().unwrap_or(0);
     let row_bytes = planes.map(|plane| plane.row_bytes).into_iter().max().unwrap_or(0);
-    let floats = round16(dim.saturating_mul(4));
-    let warp = floats.saturating_add(256).saturating_add(round16(row_bytes));
+    let floats = round16(dim * 4);
+    let warp = floats + 256 + round16(row_bytes);
     // One warp per plane and head.
-    let blocks = |count: u32| count.saturating_mul(heads).saturating_mul(2).div_ceil(4);
+    let blocks = |count: u32| warps4(u64::from(count) * u64::from(heads) * 2);
     let (kernel, x, y, shared) = if params.k_plane.has_tail != 0 {
         let parts = extent.new_len_max.checked_div(params.k_plane.block_size).unwrap_or(0);
-        let each = warp.saturating_add(floats);
-        ("write_tails", blocks(extent.sequences), parts.saturating_add(2).min(MAX_YZ), each)
+        let each = warp + floats;
+        ("write_tails", blocks(extent.sequences), (parts + 2).min(MAX_YZ), each)
     } else if planes.iter().all(|plane| plane.is_plain()) {
         ("write_plain", extent.total_new, 1, 0)
     } else {
         ("write_rows", blocks(extent.total_new), 1, warp)
     };
-    let shared_bytes = shared.saturating_mul(4);
+    let shared_bytes = shared * 4;
     Launch { kernel, grid: [x, y, 1], threads: 128, shared_bytes }
 }
 

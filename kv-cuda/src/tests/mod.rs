@@ -1,6 +1,5 @@
 //! Kernels on the emulated GPU with hand-made parameters; memory and its order.
 #![expect(
-    clippy::arithmetic_side_effects,
     clippy::as_conversions,
     clippy::cast_possible_truncation,
     clippy::cast_precision_loss,

@@ -1,9 +1,4 @@
 //! Reference of `kernels/plan.cu`: query tile by query tile, in the most obvious way.
-#![expect(
-    clippy::arithmetic_side_effects,
-    reason = "costs are bounded by the tokens of a batch, u32 each, so sums fit u64; divisors are \
-              constants or at least 1"
-)]
 use super::Work;
 use crate::params::{Sequence, WorkItem};
 use kv_core::num::to_u32;
@@ -56,7 +51,7 @@ impl DecodePlan {
             }
         }
         let slots = usize::try_from(work.slots).unwrap_or(usize::MAX);
-        self.starts.resize(slots.saturating_add(1), to_u32(self.items.len()));
+        self.starts.resize(slots + 1, to_u32(self.items.len()));
     }
 
     /// Adds the splits of one query tile.
@@ -66,7 +61,7 @@ impl DecodePlan {
             let (slot, tile_begin, tile_end) = splits.split(split);
             let slot = usize::try_from(slot).unwrap_or(usize::MAX);
             if self.starts.len() <= slot {
-                self.starts.resize(slot.saturating_add(1), to_u32(self.items.len()));
+                self.starts.resize(slot + 1, to_u32(self.items.len()));
             }
             let num_splits = splits.num_splits;
             self.items.push(WorkItem { tile_begin, tile_end, split, num_splits, partial, ..item });

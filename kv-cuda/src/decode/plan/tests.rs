@@ -1,5 +1,4 @@
 //! Guarantees of a plan: every tile once, fair shares, and equal results on the device.
-#![expect(clippy::arithmetic_side_effects, reason = "sums of a test's own small numbers")]
 use super::host::{DecodePlan, END_MIN, INVARIANT, OVERHEAD, SHARE_MIN, cost};
 use super::*;
 use crate::params::{Sequence, WorkItem};
