@@ -51,10 +51,10 @@ impl Arena {
     ) -> Result<ArenaRange, DeviceError> {
         let values: &[u8] = bytemuck::cast_slice(values);
         let (len, step) = (to_u64(values.len()), shared.alignment());
-        let size = len.max(16).checked_next_multiple_of(4).unwrap_or(u64::MAX);
+        let size = len.max(16).next_multiple_of(4);
         let begin_in = |chunk: &Chunk| {
             let begin = to_u64(chunk.bytes.len()).next_multiple_of(step);
-            (begin.saturating_add(size) <= chunk.buffer.size()).then_some(begin)
+            (begin + size <= chunk.buffer.size()).then_some(begin)
         };
         let found = self.chunks.iter().position(|chunk| begin_in(chunk).is_some());
         let index = match found {
@@ -65,7 +65,7 @@ impl Arena {
         let offset = begin_in(chunk).invariant("a chunk that was found or made has room");
         chunk.bytes.resize(to_offset(offset), 0);
         chunk.bytes.extend_from_slice(values);
-        chunk.bytes.resize(to_offset(offset.saturating_add(size)), 0);
+        chunk.bytes.resize(to_offset(offset + size), 0);
         Ok(ArenaRange { buffer: chunk.buffer.clone(), offset, size })
     }
 
@@ -86,7 +86,7 @@ impl Arena {
         };
         let buffer = shared.watch(GROW, |shared| shared.device.create_buffer(&descriptor))?;
         self.chunks.push(Chunk { buffer, bytes: Vec::new() });
-        Ok(self.chunks.len().saturating_sub(1))
+        Ok(self.chunks.len() - 1)
     }
 
     /// Writes all bytes to the device, for commands that are submitted next.
@@ -97,7 +97,7 @@ impl Arena {
                 queue.write_buffer(&chunk.buffer, 0, &chunk.bytes);
                 chunk.bytes.clear();
             }
-            kept = kept.saturating_add(chunk.buffer.size());
+            kept += chunk.buffer.size();
             kept <= KEPT
         });
     }

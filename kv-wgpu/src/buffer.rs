@@ -92,7 +92,7 @@ impl WgpuBuffer {
         operation: &'static str,
     ) -> Result<u64, DeviceError> {
         match offset.checked_add(len) {
-            Some(end) if end <= self.len => Ok(self.begin.saturating_add(offset)),
+            Some(end) if end <= self.len => Ok(self.begin + offset),
             _ => {
                 let asked = format!("{len} bytes at {offset} of {}", self.len);
                 Err(DeviceError::new(DeviceErrorKind::OutOfRange, operation).with_detail(asked))

@@ -132,7 +132,7 @@ impl WgpuReadback {
             // another thread.
             DeviceError::new(DeviceErrorKind::Lost, READ).with_source(error)
         })?;
-        let end = copy.skip.saturating_add(self.len);
+        let end = copy.skip + self.len;
         let range = to_offset(copy.skip)..to_offset(end);
         let taken = view.get(range).map(<[u8]>::to_vec);
         taken.ok_or_else(|| {

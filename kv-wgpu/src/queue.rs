@@ -138,8 +138,8 @@ impl Queue for WgpuQueue {
             return Ok(WgpuReadback::empty(self.shared()));
         }
         // Copy commands move whole words.
-        let (begin, skip) = (from.saturating_sub(from % 4), from % 4);
-        let size = skip.saturating_add(len).next_multiple_of(4);
+        let (begin, skip) = (from - from % 4, from % 4);
+        let size = (skip + len).next_multiple_of(4);
         let descriptor = wgpu::BufferDescriptor {
             label: Some(DOWNLOAD),
             size,

@@ -106,10 +106,10 @@ impl Recorder {
         // An empty range at the very end of a buffer still needs a word to bind.
         let inside = begin.min(whole.saturating_sub(4));
         let step = self.shared.alignment();
-        let offset = inside.saturating_sub(inside.checked_rem(step).unwrap_or(0));
-        let skip = begin.saturating_sub(offset);
-        let size = skip.saturating_add(range.1).max(4).next_multiple_of(4);
-        let size = size.min(whole.saturating_sub(offset));
+        let offset = inside - inside % step;
+        let skip = begin - offset;
+        let size = (skip + range.1).max(4).next_multiple_of(4);
+        let size = size.min(whole - offset);
         let most = self.shared.limits.max_storage_buffer_binding_size;
         if size > most {
             let why = format!("{size} bytes; a binding covers at most {most}");
@@ -184,10 +184,9 @@ impl Recorder {
                 continue;
             }
             if self.copies.len() <= index {
-                self.copies.resize_with(index.saturating_add(1), Scratch::default);
+                self.copies.resize_with(index + 1, Scratch::default);
             }
-            let Some(scratch) = self.copies.get_mut(index) else { continue };
-            let copy = scratch.reserve(&self.shared, slot.size, self.operation)?;
+            let copy = self.copies[index].reserve(&self.shared, slot.size, self.operation)?;
             let (from, at, size) = (&slot.buffer, slot.offset, slot.size);
             self.encoder()?.copy_buffer_to_buffer(from, at, copy.buffer(), 0, size);
             *slot = Slot { buffer: copy.buffer().clone(), offset: 0, ..slot.clone() };

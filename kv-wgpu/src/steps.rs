@@ -50,7 +50,7 @@ impl Steps {
         batch: &PlanBuffers,
         tables: &BlockTables,
     ) -> Result<Step, DeviceError> {
-        self.clock = self.clock.saturating_add(1);
+        self.clock += 1;
         let (clock, id) = (self.clock, batch.id());
         if let Some(image) = self.images.iter_mut().find(|image| image.id == id) {
             image.used = clock;

@@ -58,8 +58,7 @@ impl Call<'_> {
         let reached = tensor.bytes_reached();
         let (slot, begin) = match tensor.data() {
             TensorData::Host(given) => {
-                let given = given.get(..to_offset(reached)).unwrap_or(given);
-                let sent = self.recorder.push(given)?;
+                let sent = self.recorder.push(&given[..to_offset(reached)])?;
                 let most = self.recorder.shared.limits.max_storage_buffer_binding_size;
                 if sent.size > most {
                     let why = format!("{} bytes; a binding covers at most {most}", sent.size);
@@ -124,8 +123,8 @@ impl Call<'_> {
         let layout = view.layout();
         let range = (0, layout.segment_bytes(index));
         let (slot, data) = self.slot(buffer, range, (plane_align(layout), is_written))?;
-        let first = index.saturating_mul(layout.blocks_per_segment());
-        let end = first.saturating_add(layout.blocks_per_segment()).min(layout.num_blocks());
+        let first = index * layout.blocks_per_segment();
+        let end = (first + layout.blocks_per_segment()).min(layout.num_blocks());
         Ok((Plane { data, first, end, ..*plane }, slot))
     }
 
@@ -154,6 +153,7 @@ impl Call<'_> {
         let is_ragged = rows.format() == QkvFormat::Thd;
         let batch_stride = if is_ragged { 0 } else { rows.batch_stride() };
         let narrow = |elements: u64| {
+            // Saturating: the strides are the caller's.
             u32::try_from(elements.saturating_mul(size))
                 .map_err(|_| unsupported(self.operation, "a stride of 4 GiB or more"))
         };

@@ -57,14 +57,14 @@ pub(crate) fn attend(
     let inputs = [q_slot, call.constants(&k_view)?, call.constants(&v_view)?];
     let sink_logits = call.recorder.push(options.sink_logits().unwrap_or(&[0.0; 4]))?.into();
     let group = group(&q, &k, &v)?;
-    let most = plan.sequences().iter().map(|s| s.q_len).max().unwrap_or(0).saturating_mul(group);
+    let most = plan.sequences().iter().map(|s| s.q_len).max().unwrap_or(0) * group;
     let rows = Rows::of(&k, &v, most);
-    let units = u64::from(plan.total_q()).saturating_mul(group.into());
+    let units = u64::from(plan.total_q()) * u64::from(group);
     let units = units.checked_div(rows.count.into()).unwrap_or(0);
     let splits = plan.sequences().iter().map(|s| s.num_splits).max().unwrap_or(0).max(1);
     // `AttendArgs` refuses planes of K and V with segments of different blocks.
     let segments = k_view.layout().num_segments();
-    let slices = splits.saturating_mul(segments);
+    let slices = splits * segments;
     let (k_constants, v_constants) =
         (k_view.layout().has_constants().into(), v_view.layout().has_constants().into());
     let params = AttendParams {
@@ -106,7 +106,7 @@ pub(crate) fn attend(
         inputs,
         sink_logits,
         outputs: std::iter::once(out_slot.clone()).chain(lse_slot).collect(),
-        tiles: u32::try_from(units).unwrap_or(u32::MAX).saturating_add(to_u32(room.entries)),
+        tiles: u32::try_from(units).unwrap_or(u32::MAX) + to_u32(room.entries),
         kv_heads: k.num_kv_heads,
     };
     run(queue, &step, &work, (&k_view, &v_view))?;
@@ -147,25 +147,23 @@ fn run(
     let shared = &std::sync::Arc::clone(&queue.recorder.shared);
     let Work { params, merged, .. } = work;
     // Words of a tile of rows: its values, then the maximum and the sum of each row.
-    let rows = u64::from(work.kv_heads)
-        .saturating_mul(params.slices.into())
-        .saturating_mul(merged.rows.into());
-    let each = rows.saturating_mul(u64::from(params.v.head_dim).saturating_add(2));
+    let rows = u64::from(work.kv_heads) * u64::from(params.slices) * u64::from(merged.rows);
+    let each = rows * (u64::from(params.v.head_dim) + 2);
     let most = PARTS_BYTES.min(shared.limits.max_storage_buffer_binding_size);
     let columns = shared.limits.max_compute_workgroups_per_dimension;
-    let together = most.checked_div(each.saturating_mul(4)).unwrap_or(0).max(1);
+    let together = most.checked_div(each * 4).unwrap_or(0).max(1);
     let together = u32::try_from(together).unwrap_or(u32::MAX).min(columns).min(work.tiles);
     if together == 0 {
         return Ok(());
     }
-    let stats = rows.saturating_mul(params.v.head_dim.into()).saturating_mul(together.into());
-    let bytes = each.saturating_mul(together.into()).saturating_mul(4);
+    let stats = rows * u64::from(params.v.head_dim) * u64::from(together);
+    let bytes = each * u64::from(together) * 4;
     let memory = queue.scratch.reserve(shared, bytes, OPERATION)?;
     let stats = u32::try_from(stats)
         .map_err(|_| unsupported(OPERATION, "partial results beyond 4 Gi words"))?;
     let mut first_tile = 0;
     while first_tile < work.tiles {
-        let tiles = together.min(work.tiles.saturating_sub(first_tile));
+        let tiles = together.min(work.tiles - first_tile);
         for segment in 0..merged.segments {
             let call = queue.call(OPERATION);
             let (k, k_slot) = call.segment((k_view, &params.k), segment, false)?;
@@ -185,7 +183,7 @@ fn run(
         let inputs = [step.lists.clone(), parts, work.sink_logits.clone(), v_constants];
         let slots = [inputs.as_slice(), &work.outputs].concat();
         recorder.dispatch(&work.merge, &merged, &slots, [tiles, work.kv_heads, 1])?;
-        first_tile = first_tile.saturating_add(tiles);
+        first_tile += tiles;
     }
     Ok(())
 }

@@ -48,7 +48,7 @@ pub(crate) fn upload(
         let sent = recorder.push(part)?;
         let range = (at, to_u64(part.len()));
         run(recorder, (&copying(), UPLOAD), (dst, range), Some(sent.into()))?;
-        at = at.saturating_add(range.1);
+        at += range.1;
     }
     Ok(())
 }
@@ -70,7 +70,7 @@ pub(crate) fn zero(
     while left > 0 {
         let part = left.min(to_u64(PART));
         run(recorder, (&zeroing(), ZERO), (dst, (at, part)), None)?;
-        (at, left) = (at.saturating_add(part), left.saturating_sub(part));
+        (at, left) = (at + part, left - part);
     }
     Ok(())
 }
@@ -83,7 +83,7 @@ fn run(
 ) -> Result<(), DeviceError> {
     let (slot, dst_begin) = recorder.slot(dst, range, (true, operation))?;
     let len = u32::try_from(range.1).unwrap_or(u32::MAX);
-    let words = range.1.div_ceil(4).saturating_add(1);
+    let words = range.1.div_ceil(4) + 1;
     let groups = recorder.groups(words.div_ceil(WORDS))?;
     let slots: Vec<_> = std::iter::once(slot).chain(src).collect();
     let params = BytesParams { src_begin: 0, dst_begin, len, pad: 0 };

@@ -34,7 +34,7 @@ pub(crate) fn copy_blocks(
     args: &CopyArgs<'_, WgpuBuffer>,
 ) -> Result<(), DeviceError> {
     let copies = plan.copies();
-    let blocks = copies.iter().map(|copy| copy.from.0.max(copy.to.0).saturating_add(1)).max();
+    let blocks = copies.iter().map(|copy| copy.from.0.max(copy.to.0) + 1).max();
     let call = queue.call(OPERATION);
     // Layers have equal layouts and can share lists.
     let mut sent: Vec<(PlaneLayout, Vec<Runs>)> = Vec::new();
@@ -48,12 +48,12 @@ pub(crate) fn copy_blocks(
             let pairs = pairs(layout, copies);
             let runs = pairs.into_iter().map(|(segments, runs)| {
                 let longest = runs.chunks_exact(3).filter_map(|run| run.last().copied()).max();
-                let count = to_u32(runs.len()).checked_div(3).unwrap_or(0);
+                let count = to_u32(runs.len() / 3);
                 let lists = call.recorder.push(&runs)?.into();
                 Ok(Runs { segments, count, longest: longest.unwrap_or(0), lists })
             });
             sent.push((*layout, runs.collect::<Result<_, DeviceError>>()?));
-            sent.len().saturating_sub(1)
+            sent.len() - 1
         };
         let (_, all) = sent.get(index).invariant("lists of the layout were sent");
         for runs in all {
@@ -75,7 +75,7 @@ pub(crate) fn copy_blocks(
                 slots.push(read);
             }
             let kernel = if from == to { inside() } else { apart() };
-            let units = u64::from(runs.count).saturating_mul(parts.into());
+            let units = u64::from(runs.count) * u64::from(parts);
             let groups = call.recorder.groups(units)?;
             call.recorder.dispatch(&kernel, &params, &slots, groups)?;
         }
@@ -96,22 +96,19 @@ fn pairs(layout: &PlaneLayout, copies: &[BlockCopy]) -> Vec<((u32, u32), Vec<u32
     let mut pairs: Vec<((u32, u32), Vec<u32>)> = Vec::new();
     let each = layout.blocks_per_segment().max(1);
     let narrow = |bytes: u64| u32::try_from(bytes).unwrap_or(u32::MAX);
-    let begin = |block: u32| {
-        let nth = block.checked_rem(each).unwrap_or(0);
-        narrow(layout.block_bytes().saturating_mul(nth.into()))
-    };
+    let begin = |block: u32| narrow(layout.block_bytes() * u64::from(block % each));
     for copy in copies {
-        let segment = |block: u32| block.checked_div(each).unwrap_or(0);
+        let segment = |block: u32| block / each;
         let segments = (segment(copy.from.0), segment(copy.to.0));
         let place = pairs.iter().position(|(known, _)| *known == segments).unwrap_or_else(|| {
             pairs.push((segments, Vec::new()));
-            pairs.len().saturating_sub(1)
+            pairs.len() - 1
         });
         let (_, runs) = pairs.get_mut(place).invariant("a pair was found or added");
         let (from, to) = (begin(copy.from.0), begin(copy.to.0));
         for (at, bytes) in parts_of_block(layout, copy.slots) {
             let (at, bytes) = (narrow(at), narrow(bytes));
-            runs.extend([from.saturating_add(at), to.saturating_add(at), bytes]);
+            runs.extend([from + at, to + at, bytes]);
         }
     }
     pairs
@@ -122,16 +119,16 @@ fn parts_of_block(layout: &PlaneLayout, slots: u32) -> Vec<(u64, u64)> {
     if slots >= layout.block_size() {
         return vec![(0, layout.block_bytes())];
     }
-    let bytes = layout.token_stride().saturating_mul(slots.into());
+    let bytes = layout.token_stride() * u64::from(slots);
     let heads = match layout.order() {
         BlockOrder::Nhd => 1,
         _ => layout.num_kv_heads(),
     };
-    let begin = |head: u32| layout.head_stride().saturating_mul(head.into());
+    let begin = |head: u32| layout.head_stride() * u64::from(head);
     let mut parts: Vec<_> = (0..heads).map(|head| (begin(head), bytes)).collect();
     if layout.has_block_means() {
         let means = layout.mean_begin(0);
-        parts.push((means, layout.block_bytes().saturating_sub(means)));
+        parts.push((means, layout.block_bytes() - means));
     }
     parts.retain(|(_, bytes)| *bytes > 0);
     parts

@@ -44,7 +44,7 @@ pub(crate) fn gather(
     let plane = call.plane(view, plan.tables().num_blocks(), Some(plan.layout()))?;
     let constants = call.constants(view)?;
     let sent: Slot = call.recorder.push(&lists.words)?.into();
-    let units = u64::from(plan.total()).saturating_mul(plane.num_kv_heads.into());
+    let units = u64::from(plan.total()) * u64::from(plane.num_kv_heads);
     for index in 0..view.layout().num_segments() {
         let (plane, read) = call.segment((view, &plane), index, false)?;
         let params = GatherParams {
@@ -84,11 +84,11 @@ impl Lists {
             entries.extend([start, range.len]);
             ranges.extend([start, range.len, range.begin, coded, to_u32(blocks.len())]);
             blocks.extend(tables.row(range.row).iter().map(|block| block.0));
-            start = start.saturating_add(range.len);
+            start += range.len;
             longest = longest.max(range.len);
         }
         let (first, second) = (to_u32(entries.len()), to_u32(ranges.len()));
-        let tables = first.saturating_add(second);
+        let tables = first + second;
         Self { words: [entries, ranges, blocks].concat(), ranges: first, tables, longest }
     }
 }

@@ -34,7 +34,7 @@ pub(crate) fn pad_rows(
     owned: Owned,
     value: f32,
 ) -> Result<(), DeviceError> {
-    let rows = u64::from(out.batch).saturating_mul(out.tokens.into());
+    let rows = u64::from(out.batch) * u64::from(out.tokens);
     // No entry has more rows than fit, so an equal total means that no row is left over.
     if u64::from(owned.total) >= rows {
         return Ok(());

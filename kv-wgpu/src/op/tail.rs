@@ -48,19 +48,19 @@ impl CodedRuns {
             if !map.has_tail() || sequence.new_len == 0 {
                 continue;
             }
-            let cached = sequence.kv_len.saturating_sub(sequence.new_len);
+            let cached = sequence.kv_len - sequence.new_len;
             let tail = map.tail_begin(sequence.kv_len, sequence.coded);
             let mut begin =
                 map.tail_begin(cached, sequence.coded_before).max(map.full_precision_prefix());
             while begin < tail {
                 let index = map.place(begin).index;
-                let end = map.tokens(index.saturating_add(1)).min(tail);
+                let end = map.tokens(index + 1).min(tail);
                 // A block that already has codes keeps its mean.
                 let is_whole = begin <= map.tokens(index).max(map.full_precision_prefix());
                 words.extend([to_u32(entry), begin, end, is_whole.into(), staged]);
                 staged = staged.saturating_add(cached.min(end).saturating_sub(begin));
-                count = count.saturating_add(1);
-                begin = end.max(begin.saturating_add(1));
+                count += 1;
+                begin = end.max(begin + 1);
             }
         }
         let list = if count == 0 { None } else { Some(recorder.push(&words)?.into()) };
@@ -101,7 +101,7 @@ impl Tail {
         }
         let memory = queue.scratch.reserve(shared, bytes, OPERATION)?;
         let call = queue.call(OPERATION);
-        let units = u64::from(runs.count).saturating_mul(put.plane.num_kv_heads.into());
+        let units = u64::from(runs.count) * u64::from(put.plane.num_kv_heads);
         for index in 0..put.view.layout().num_segments() {
             let (plane, read) = call.segment((put.view, &put.plane), index, false)?;
             let (staged, _) = call.recorder.slot(&memory, (0, bytes), (true, OPERATION))?;
@@ -121,7 +121,7 @@ impl Tail {
         params: &WriteParams,
         slots: [Slot; 4],
     ) -> Result<(), DeviceError> {
-        let units = u64::from(self.count).saturating_mul(params.plane.num_kv_heads.into());
+        let units = u64::from(self.count) * u64::from(params.plane.num_kv_heads);
         let groups = recorder.groups(units)?;
         let [lists, rows, constants, plane] = slots;
         let slots = [lists, rows, constants, plane, self.runs.clone(), self.staged.clone()];
@@ -131,8 +131,5 @@ impl Tail {
 
 /// Returns the bytes of `rows` rows in f32.
 fn staged_bytes(plane: &Plane, rows: u32) -> u64 {
-    u64::from(rows)
-        .saturating_mul(plane.num_kv_heads.into())
-        .saturating_mul(plane.head_dim.into())
-        .saturating_mul(4)
+    u64::from(rows) * u64::from(plane.num_kv_heads) * u64::from(plane.head_dim) * 4
 }

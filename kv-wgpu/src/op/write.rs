@@ -95,7 +95,7 @@ fn put(
     let put = PlaneWrite { view, plane, params, lists, rows: read, constants };
     // The old tail is read before anything is written.
     let tail = Tail::stage(queue, &put, runs)?;
-    let units = u64::from(plan.total_new()).saturating_mul(plane.num_kv_heads.into());
+    let units = u64::from(plan.total_new()) * u64::from(plane.num_kv_heads);
     let kernel = kernel(view.layout().format());
     let call = queue.call(OPERATION);
     for index in 0..view.layout().num_segments() {

@@ -94,9 +94,9 @@ fn skip_types(rest: &str) -> &str {
     }
     let mut depth = 0_i32;
     for (at, c) in rest.char_indices() {
-        depth = depth.saturating_add(i32::from(c == '<')).saturating_sub(i32::from(c == '>'));
+        depth = depth + i32::from(c == '<') - i32::from(c == '>');
         if depth == 0 {
-            return rest.get(at.saturating_add(1)..).unwrap_or_default();
+            return rest.get(at + 1..).unwrap_or_default();
         }
     }
     rest

@@ -1,7 +1,6 @@
 //! Tests of what only this backend has: the caller's devices and buffers, unaligned bytes, lost
 //! devices, limits. Without an adapter they print that they are skipped, and pass.
 #![expect(
-    clippy::arithmetic_side_effects,
     clippy::as_conversions,
     clippy::cast_precision_loss,
     reason = "small numbers, and overflow checks are on"
