@@ -1,8 +1,6 @@
 //! Loops over tensors: conversions between element types, with non-temporal stores too, and
 //! arithmetic on rows of `f32`.
 #![expect(
-    clippy::arithmetic_side_effects,
-    clippy::indexing_slicing,
     clippy::inline_always,
     reason = "kernel code: bounds are asserted at the entry, and loops must inline into the \
               `#[target_feature]` caller"

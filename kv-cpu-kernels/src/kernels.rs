@@ -272,7 +272,7 @@ impl Kernels {
         if self.qk_floats(encoding).is_some() && self.pv_floats(encoding).is_some() {
             return 0;
         }
-        decoded_layout(layout).dim().saturating_mul(DECODED_ROWS)
+        decoded_layout(layout).dim() * DECODED_ROWS
     }
 
     /// Decodes some rows one after another. Returns their layout.
@@ -565,6 +565,5 @@ fn of_element<K>([f32, f16, bf16]: [K; 3], element: Element) -> K {
 
 /// The entry of an encoding.
 fn of_encoding<K: Copy>(entries: &[K; Encoding::COUNT], encoding: Encoding) -> K {
-    #[expect(clippy::indexing_slicing, reason = "an entry for every encoding")]
     entries[encoding.index()]
 }

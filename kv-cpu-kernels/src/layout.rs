@@ -144,7 +144,7 @@ impl RowLayout {
             Element::F16 => Encoding::F16,
             Element::Bf16 => Encoding::Bf16,
         };
-        let bytes = dim.saturating_mul(element.size());
+        let bytes = dim * element.size();
         Self { encoding, dim, bytes, scales: bytes, has_scale: false }
     }
     /// The same row read as [`Encoding::Bf16Pairs`] where it is bf16: a 32-bit word of memory holds

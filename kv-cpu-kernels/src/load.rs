@@ -1,7 +1,5 @@
 //! Loads of rows as vectors of `f32`, for every encoding and instruction set.
 #![expect(
-    clippy::arithmetic_side_effects,
-    clippy::indexing_slicing,
     clippy::inline_always,
     clippy::needless_range_loop,
     reason = "kernel code: offsets inside of a row, and helpers must inline into the \

@@ -4,7 +4,6 @@
 //! dropped. So a kernel issues a few with each step of its work, for rows that the next call reads.
 //! Prefetches change no result.
 #![expect(
-    clippy::arithmetic_side_effects,
     clippy::inline_always,
     reason = "kernel code: addresses and counts of cache lines, which must inline into the \
               `#[target_feature]` caller"

@@ -3,8 +3,6 @@
 //! A register tile is `R` output rows by `P` pairs of vectors, which stay in registers over all
 //! tokens.
 #![expect(
-    clippy::arithmetic_side_effects,
-    clippy::indexing_slicing,
     clippy::inline_always,
     clippy::needless_range_loop,
     reason = "kernel code: bounds are asserted at the entry, and loops must inline into the \

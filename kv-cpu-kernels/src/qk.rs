@@ -4,8 +4,6 @@
 //! [`Product`] is how operands are loaded and multiplied: as `f32` (`floats`), or as pairs of bf16
 //! (`bf16`).
 #![expect(
-    clippy::arithmetic_side_effects,
-    clippy::indexing_slicing,
     clippy::inline_always,
     clippy::needless_range_loop,
     reason = "kernel code: bounds are asserted at the entry, and loops must inline into the \

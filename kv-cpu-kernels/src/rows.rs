@@ -1,8 +1,4 @@
 //! Rows of K or V where they lie in memory.
-#![expect(
-    clippy::arithmetic_side_effects,
-    reason = "offsets inside of a slice, which `new` asserts"
-)]
 use std::marker::PhantomData;
 use std::ops::Range;
 

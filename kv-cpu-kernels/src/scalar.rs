@@ -1,9 +1,7 @@
 //! One lane: plain Rust, the path that every other is compared with.
 #![expect(
-    clippy::arithmetic_side_effects,
     clippy::as_conversions,
     clippy::cast_precision_loss,
-    clippy::indexing_slicing,
     clippy::inline_always,
     reason = "kernel code: indices are masked to their tables, and helpers must inline into the \
               kernel they are used in"

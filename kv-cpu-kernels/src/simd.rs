@@ -6,8 +6,6 @@
 //! per call, not per vector. Closures do not carry the features: a loop that calls one with a token
 //! in it is many times slower. Knows nothing of attention.
 #![expect(
-    clippy::arithmetic_side_effects,
-    clippy::indexing_slicing,
     clippy::inline_always,
     clippy::needless_range_loop,
     reason = "kernel code: bounds are asserted at the entry, and helpers must inline into the \

@@ -6,8 +6,6 @@
 //! FlashAttention-4, the maximum is raised only when a score exceeds it by more than [`SLACK`], so
 //! sums are rescaled rarely.
 #![expect(
-    clippy::arithmetic_side_effects,
-    clippy::indexing_slicing,
     clippy::inline_always,
     clippy::needless_range_loop,
     reason = "kernel code: bounds are asserted at the entry, and loops must inline into the \

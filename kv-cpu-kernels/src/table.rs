@@ -1,5 +1,4 @@
 //! The kernels of one instruction set as a table of functions.
-#![expect(clippy::arithmetic_side_effects, reason = "numbers of rows, which are not 0")]
 use kv_format::KvFormat;
 
 use crate::layout::Encoding;
@@ -37,7 +36,6 @@ pub(crate) const fn in_registers(lanes: usize, encoding: Encoding) -> bool {
     let mut i = 0;
     let count = if lanes == 1 { 2 } else { IN_REGISTERS.len() };
     while i < count {
-        #[expect(clippy::indexing_slicing, reason = "below the length, and `const`")]
         if IN_REGISTERS[i].index() == encoding.index() {
             return true;
         }

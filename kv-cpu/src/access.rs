@@ -91,7 +91,7 @@ impl<'w> Access<'w> {
             self.entries.push(Entry {
                 memory: Arc::clone(buffer.memory()),
                 begin: base.addr(),
-                end: base.addr().saturating_add(len),
+                end: base.addr() + len,
                 write,
                 entered: None,
             });
@@ -157,16 +157,13 @@ impl<'w> Access<'w> {
         let mut index = 0;
         while let Some(entry) = locked.entries.get(index) {
             let address = entry.address();
-            let rest = locked.entries.get(index..).unwrap_or_default();
-            let same = rest.iter().take_while(|other| other.address() == address);
-            let (count, write) = same.fold((0_usize, false), |(count, write), other| {
-                (count.saturating_add(1), write || other.write)
-            });
+            let same =
+                locked.entries[index..].iter().take_while(|other| other.address() == address);
+            let (count, write) = same
+                .fold((0_usize, false), |(count, write), other| (count + 1, write || other.write));
             entry.memory.enter(write);
-            if let Some(entry) = locked.entries.get_mut(index) {
-                entry.entered = Some(write);
-            }
-            index = index.saturating_add(count);
+            locked.entries[index].entered = Some(write);
+            index += count;
         }
         Ok(locked)
     }

@@ -22,6 +22,6 @@ impl AlignedFloats {
             self.0.resize(lines, Line([0.0; 16]));
         }
         let floats: &mut [f32] = bytemuck::cast_slice_mut(&mut self.0);
-        floats.get_mut(..len).unwrap_or_default()
+        &mut floats[..len]
     }
 }

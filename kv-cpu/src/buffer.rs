@@ -150,11 +150,7 @@ impl CpuBuffer {
     /// `OutOfRange` past the end of this buffer.
     pub fn view(&self, offset: u64, bytes: u64) -> Result<Self, DeviceError> {
         let (begin, len) = self.range(offset, bytes, "view")?;
-        Ok(Self {
-            memory: Arc::clone(&self.memory),
-            offset: self.offset.saturating_add(begin),
-            len,
-        })
+        Ok(Self { memory: Arc::clone(&self.memory), offset: self.offset + begin, len })
     }
 
     /// Size, in bytes.
@@ -246,7 +242,7 @@ impl State {
         let may = !self.writing && (!write || self.readers == 0);
         match (may, write) {
             (true, true) => self.writing = true,
-            (true, false) => self.readers = self.readers.saturating_add(1),
+            (true, false) => self.readers += 1,
             (false, _) => {}
         }
         may
@@ -272,7 +268,7 @@ impl Gate {
         if write {
             state.writing = false;
         } else {
-            state.readers = state.readers.saturating_sub(1);
+            state.readers -= 1;
         }
         drop(state);
         self.changed.notify_all();

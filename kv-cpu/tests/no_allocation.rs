@@ -3,8 +3,6 @@
 #![expect(
     unsafe_code,
     clippy::unwrap_used,
-    clippy::indexing_slicing,
-    clippy::arithmetic_side_effects,
     reason = "a test, and its helpers outside the test functions"
 )]
 use std::alloc::{GlobalAlloc, Layout, System};

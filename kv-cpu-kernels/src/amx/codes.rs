@@ -7,11 +7,9 @@
 //!
 //! No linear function exists for integers: all magnitudes are looked up.
 #![expect(
-    clippy::arithmetic_side_effects,
     clippy::as_conversions,
     clippy::cast_possible_truncation,
     clippy::cast_precision_loss,
-    clippy::indexing_slicing,
     reason = "tables that are computed at compile time"
 )]
 use kv_format::minifloat;

@@ -1,8 +1,6 @@
 //! Products with query rows as rows of blocks: scores of a packed tile of K, and sums of a packed
 //! tile of V.
 #![expect(
-    clippy::arithmetic_side_effects,
-    clippy::indexing_slicing,
     clippy::inline_always,
     reason = "kernel code: bounds are asserted at the entry, and loops must inline into the \
               `#[target_feature]` caller"

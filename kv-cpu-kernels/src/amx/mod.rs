@@ -242,7 +242,7 @@ impl Narrow {
         // All terms of a row lie in one block.
         let filled = |terms: usize| {
             let most = BLOCK.checked_div(terms).unwrap_or(0);
-            rows.min(most).saturating_mul(terms)
+            rows.min(most) * terms
         };
         let columns = filled(terms).next_multiple_of(4);
         let shape = QueryShape { columns, ..QueryShape::of(queries, terms) };

@@ -4,8 +4,6 @@
 //! query is a column, and each term of a weight a row: a product of blocks takes as long for one
 //! row as for sixteen.
 #![expect(
-    clippy::arithmetic_side_effects,
-    clippy::indexing_slicing,
     clippy::inline_always,
     reason = "kernel code: bounds are asserted at the entry, and loops must inline into the \
               `#[target_feature]` caller"

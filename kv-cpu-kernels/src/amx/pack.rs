@@ -1,7 +1,5 @@
 //! Packs K, V, queries and weights into blocks, term by term.
 #![expect(
-    clippy::arithmetic_side_effects,
-    clippy::indexing_slicing,
     clippy::inline_always,
     reason = "kernel code: bounds are asserted at the entry, and loops must inline into the \
               `#[target_feature]` caller"

@@ -1,7 +1,5 @@
 //! Blocks of 16 rows of a tile at one stride: where they lie, or as copies.
 #![expect(
-    clippy::arithmetic_side_effects,
-    clippy::indexing_slicing,
     clippy::inline_always,
     reason = "kernel code: the entry asserts the length of tiles, and loops must inline into the \
               `#[target_feature]` caller"

@@ -60,15 +60,15 @@ impl QueryShape {
 
     /// Words of the rows as rows of blocks.
     pub(crate) fn row_words(self) -> usize {
-        let blocks = self.rows.div_ceil(BLOCK).saturating_mul(self.dim.div_ceil(GROUP));
-        blocks.saturating_mul(self.terms).saturating_mul(BLOCK_WORDS)
+        let blocks = self.rows.div_ceil(BLOCK) * self.dim.div_ceil(GROUP);
+        blocks * self.terms * BLOCK_WORDS
     }
 
     /// Words of the rows as columns of blocks.
     pub(crate) fn column_words(self) -> usize {
         let per_block = BLOCK.checked_div(self.terms).unwrap_or(BLOCK);
-        let blocks = self.rows.div_ceil(per_block).saturating_mul(self.dim.div_ceil(GROUP));
-        blocks.saturating_mul(BLOCK).saturating_mul(self.columns)
+        let blocks = self.rows.div_ceil(per_block) * self.dim.div_ceil(GROUP);
+        blocks * BLOCK * self.columns
     }
 }
 
@@ -106,7 +106,7 @@ pub(crate) struct Blocks<'a> {
 impl<'a> Blocks<'a> {
     /// Words of two terms: a word is two values, and the last group of a row is padded.
     fn words(dim: usize) -> usize {
-        dim.div_ceil(GROUP).saturating_mul(2 * TILE_BLOCKS * BLOCK_WORDS)
+        dim.div_ceil(GROUP) * 2 * TILE_BLOCKS * BLOCK_WORDS
     }
 
     fn new(words: &'a mut [u32], dim: usize) -> Self {
@@ -133,11 +133,11 @@ impl<'a> Memory<'a> {
 
     /// Floats for rows of K and V of `dim_k` and `dim_v` values.
     pub fn floats(dim_k: usize, dim_v: usize) -> usize {
-        let blocks = Blocks::words(dim_k).saturating_add(Blocks::words(dim_v));
+        let blocks = Blocks::words(dim_k) + Blocks::words(dim_v);
         // Rows of 16 bits a value, or of codes and a scale after them.
-        let row = dim_k.max(dim_v).saturating_add(1).saturating_mul(2);
-        let copies = row.saturating_mul(TILE_TOKENS).div_ceil(4);
-        blocks.saturating_add(Self::WEIGHTS + Self::PRODUCTS).saturating_add(copies)
+        let row = (dim_k.max(dim_v) + 1) * 2;
+        let copies = (row * TILE_TOKENS).div_ceil(4);
+        blocks + Self::WEIGHTS + Self::PRODUCTS + copies
     }
 
     /// Divides [`Self::floats`] floats, which should begin with a cache line.

@@ -1,5 +1,4 @@
 //! Tables of codes and the vector instructions beside the unit, against plain Rust.
-#![expect(clippy::arithmetic_side_effects, reason = "tests: rows of a block")]
 use kv_format::{KvFormat, Scaling};
 
 use super::codes;

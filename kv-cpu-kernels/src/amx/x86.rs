@@ -3,8 +3,6 @@
 //! No tile register carries a value from one piece of assembly to the next. Only their shapes
 //! persist, which nothing else sets between `enter` and `leave`.
 #![expect(
-    clippy::arithmetic_side_effects,
-    clippy::indexing_slicing,
     clippy::inline_always,
     reason = "kernel code: bounds are asserted at the entry, and helpers must inline into the \
               `#[target_feature]` caller"

@@ -1,8 +1,6 @@
 //! Turns codes of one byte into bf16, 64 at a time: AVX-512 VBMI, VBMI2 and GFNI.
 #![expect(
-    clippy::arithmetic_side_effects,
     clippy::as_conversions,
-    clippy::indexing_slicing,
     clippy::inline_always,
     reason = "indices computed at compile time, and helpers that must inline into the \
               `#[target_feature]` caller"

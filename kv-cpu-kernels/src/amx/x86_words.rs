@@ -1,6 +1,5 @@
 //! Vectors that pack values into blocks: AVX-512.
 #![expect(
-    clippy::arithmetic_side_effects,
     clippy::inline_always,
     reason = "kernel code: bounds are asserted by callers, and helpers must inline into the \
               `#[target_feature]` caller"

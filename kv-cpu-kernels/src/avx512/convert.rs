@@ -92,7 +92,6 @@ conversions! {
 /// 1. They are readable. Alignment is not needed.
 #[inline(always)]
 #[expect(
-    clippy::arithmetic_side_effects,
     clippy::inline_always,
     reason = "places of sixteen words that the caller has; loads inline into what takes them"
 )]

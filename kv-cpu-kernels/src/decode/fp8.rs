@@ -1,7 +1,5 @@
 //! FP8: by arithmetic on any vectors, and by lookups where the CPU has lookups of bytes.
 #![expect(
-    clippy::arithmetic_side_effects,
-    clippy::indexing_slicing,
     clippy::inline_always,
     reason = "kernel code: offsets inside of a row, and helpers must inline into the \
               `#[target_feature]` caller"

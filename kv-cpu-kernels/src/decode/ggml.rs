@@ -1,7 +1,5 @@
 //! llama.cpp's blocks of 32 values: an f16 scale, then the codes.
 #![expect(
-    clippy::arithmetic_side_effects,
-    clippy::indexing_slicing,
     clippy::inline_always,
     reason = "kernel code: offsets inside of a row, and helpers must inline into the \
               `#[target_feature]` caller"

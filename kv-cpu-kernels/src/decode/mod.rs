@@ -4,8 +4,6 @@
 //! `kv_format::row::decode_row` without the scale of the whole row or tensor and without
 //! [`Decode::FACTOR`].
 #![expect(
-    clippy::arithmetic_side_effects,
-    clippy::indexing_slicing,
     clippy::inline_always,
     reason = "kernel code: offsets inside of a row, and helpers must inline into the \
               `#[target_feature]` caller"

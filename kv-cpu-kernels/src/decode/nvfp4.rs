@@ -1,7 +1,5 @@
 //! NVFP4: E2M1 in nibbles, one E4M3 scale for 16 values.
 #![expect(
-    clippy::arithmetic_side_effects,
-    clippy::indexing_slicing,
     clippy::inline_always,
     reason = "kernel code: offsets inside of a row, and helpers must inline into the \
               `#[target_feature]` caller"

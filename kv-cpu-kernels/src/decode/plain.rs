@@ -1,6 +1,5 @@
 //! Rows that are elements of a tensor: binary32, binary16 and bfloat16.
 #![expect(
-    clippy::arithmetic_side_effects,
     clippy::inline_always,
     reason = "kernel code: offsets inside of a row, and helpers must inline into the \
               `#[target_feature]` caller"

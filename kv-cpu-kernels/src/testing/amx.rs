@@ -1,9 +1,4 @@
 //! AMX in plain Rust, so that its kernels are tested on any CPU.
-#![expect(
-    clippy::arithmetic_side_effects,
-    clippy::indexing_slicing,
-    reason = "tests: offsets inside of blocks"
-)]
 use std::cell::Cell;
 
 use super::wide::Wide;

@@ -1,12 +1,10 @@
 //! Sixteen lanes in plain Rust, so that the loops of wide vectors are tested on any CPU. Primitives
 //! are not inlined: that would take longer to compile than all instruction sets together.
 #![expect(
-    clippy::arithmetic_side_effects,
     clippy::as_conversions,
     clippy::cast_possible_truncation,
     clippy::cast_precision_loss,
     clippy::cast_sign_loss,
-    clippy::indexing_slicing,
     clippy::unwrap_used,
     reason = "tests: exponents and codes are small integers"
 )]

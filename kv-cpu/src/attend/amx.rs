@@ -3,11 +3,6 @@
 //! Every row scores every token of a tile, and the weight of a token that it does not see is zero.
 //! Zero times infinity is NaN, so sums that are not finite are no results: [`run`] reports them,
 //! and the work item runs again on vectors.
-#![expect(
-    clippy::arithmetic_side_effects,
-    clippy::indexing_slicing,
-    reason = "rows and tokens are counted by the work item that owns the memory"
-)]
 use kv_core::num::to_u32;
 use kv_core::plan::PlannedSequence;
 use kv_cpu_kernels::amx::{

@@ -86,7 +86,7 @@ impl<'a> AttendCall<'a> {
         Facts {
             isa: kernels.isa(),
             queries,
-            rows: to_usize(queries).saturating_mul(self.heads.group),
+            rows: to_usize(queries) * self.heads.group,
             k: [false, true].map(|is_wide| self.k.rows(is_wide).encoding()),
             v: [false, true].map(|is_wide| self.v.rows(is_wide).encoding()),
             tile_rows: kernels.tile_rows_max(),
@@ -102,12 +102,9 @@ impl<'a> AttendCall<'a> {
     pub(super) fn work(&self) -> u64 {
         let pairs = self.plan.sequences().iter().map(|sequence| {
             let visible = Visible::of(&self.options, sequence, (0, sequence.q_len));
-            u64::from(visible.num_keys()).saturating_mul(u64::from(sequence.q_len))
+            u64::from(visible.num_keys()) * u64::from(sequence.q_len)
         });
-        pairs
-            .fold(0_u64, u64::saturating_add)
-            .saturating_mul(u64::from(self.q.rows().heads()))
-            .saturating_mul(to_u64(self.heads.dim_k))
+        pairs.sum::<u64>() * u64::from(self.q.rows().heads()) * to_u64(self.heads.dim_k)
     }
 
     /// Finishes one query row: joins the sink logit, divides by the sum, undoes the transform of V,

@@ -1,10 +1,5 @@
 //! One query over K and V where they lie: QK, online softmax and PV of a tile of one kv head, while
 //! the next tile is prefetched. Codes are decoded in registers.
-#![expect(
-    clippy::arithmetic_side_effects,
-    clippy::indexing_slicing,
-    reason = "rows and heads are counted by the work item that owns the memory"
-)]
 use kv_core::num::to_u32;
 use kv_core::plan::PlannedSequence;
 use kv_cpu_kernels::{

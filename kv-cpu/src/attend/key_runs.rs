@@ -2,11 +2,6 @@
 //!
 //! Only keys that a query sees are looked up: the table entries of other keys may name blocks of
 //! another sequence.
-#![expect(
-    clippy::arithmetic_side_effects,
-    clippy::indexing_slicing,
-    reason = "indices come from the plan's guarantees and the work item's own bounds"
-)]
 use arrayvec::ArrayVec;
 use kv_core::backend::{PlaneLayout, SlotMap};
 use kv_core::num::{to_offset, to_u32, to_usize};
@@ -71,7 +66,7 @@ impl<'a> StorageRegions<'a> {
             Some(after) => after % self.tokens + self.odd_slots,
             None => from,
         };
-        (from, from.saturating_add(self.tokens - inside % self.tokens).min(limit))
+        (from, (from + (self.tokens - inside % self.tokens)).min(limit))
     }
 
     fn is_wide(&self, position: u32) -> bool {
@@ -85,7 +80,7 @@ impl<'a> StorageRegions<'a> {
         } else if position >= self.tail {
             u32::MAX
         } else if self.by_block {
-            self.tail.min(self.map.tokens(self.map.place(position).index.saturating_add(1)))
+            self.tail.min(self.map.tokens(self.map.place(position).index + 1))
         } else {
             self.tail
         }

@@ -34,7 +34,7 @@ pub(super) fn run(
                 call.cpu.kernels.combine(row, old, values, new);
             }
             total = merged;
-            index = index.saturating_add(merge.stride);
+            index += merge.stride;
         }
         // SAFETY: each query of a split context is one merge, and its work items finish no row.
         unsafe { call.finish(at, head, total, row) };

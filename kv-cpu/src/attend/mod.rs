@@ -85,18 +85,14 @@ pub(crate) fn attend(
     let call = AttendCall { cpu, plan: *plan, options, q, out, lse: lse.transpose()?, k, v, heads };
     work.plan(&call);
     partials.resize(partials.len().max(work.partials), Partial::EMPTY);
-    let partial_rows = partial_rows.get(work.partials.saturating_mul(heads.stride_v));
+    let partial_rows = partial_rows.get(work.partials * heads.stride_v);
     let partials = Partials::new(partial_rows, partials);
     let parallel = call.work() >= WORK_PARALLEL_MIN;
     cpu.threads.run(work.items.len(), parallel, scratch, |scratch, index| {
-        if let Some(item) = work.items.get(index) {
-            run(&call, item, scratch, &partials);
-        }
+        run(&call, &work.items[index], scratch, &partials);
     });
     cpu.threads.run(work.merges.len(), parallel, scratch, |scratch, index| {
-        if let Some(merge) = work.merges.get(index) {
-            merge::run(&call, merge, scratch, &partials);
-        }
+        merge::run(&call, &work.merges[index], scratch, &partials);
     });
     call.fill_empty(&work.empty);
     call.fill_padding(room);
@@ -122,7 +118,7 @@ pub(crate) fn explain(kernels: Kernels, shape: &AttendShape) -> Option<String> {
         let (format, dim) = (shape.formats.get(plane)?, shape.head_dims.get(plane)?);
         Some(RowLayout::of(*format, *dim)?.in_pairs().encoding())
     });
-    let rows = to_usize(shape.queries).saturating_mul(to_usize(shape.group));
+    let rows = to_usize(shape.queries) * to_usize(shape.group);
     let facts = Facts {
         isa: kernels.isa(),
         queries: shape.queries,
@@ -174,7 +170,7 @@ fn attend_by(
             let [encoding, _] = facts.k;
             let has_words = call.has_bf16_queries() && call.cpu.kernels.takes_words(encoding);
             if has_words {
-                load_words(call, item.num_heads().saturating_mul(padded), scratch);
+                load_words(call, item.num_heads() * padded, scratch);
             }
             direct::run(call, of_item, padded, has_words, scratch);
         }
@@ -195,7 +191,6 @@ fn padded_rows(strategy: Strategy, call: &AttendCall<'_>, rows: usize) -> usize 
 
 /// Writes the rows of a work item, or their partial results where the context is split. Each kv
 /// head has `padded` rows.
-#[expect(clippy::arithmetic_side_effects, clippy::indexing_slicing, reason = "counts of its rows")]
 fn finish_rows(
     call: &AttendCall<'_>,
     item: &WorkItem,
@@ -225,7 +220,6 @@ fn finish_rows(
 /// Decodes the query rows of a work item, `rows` per kv head padded with rows of zeros, and clears
 /// their results. Where rows of K are transformed, queries are too, and the mean that is subtracted
 /// from keys becomes a bias of the scores.
-#[expect(clippy::arithmetic_side_effects, clippy::indexing_slicing, reason = "counts of its rows")]
 fn load_queries(
     call: &AttendCall<'_>,
     (item, sequence): (&WorkItem, &PlannedSequence),
@@ -261,7 +255,6 @@ fn load_queries(
 }
 
 /// Writes the query rows that are loaded as words of two bf16.
-#[expect(clippy::arithmetic_side_effects, reason = "counts of rows that are loaded")]
 fn load_words(call: &AttendCall<'_>, rows: usize, scratch: &mut Scratch) {
     let heads = call.heads;
     let q = scratch.q.get(rows * heads.stride_k);

@@ -28,9 +28,9 @@ impl<'a> Partials<'a> {
 
     /// First float of result `index`.
     fn begin(&self, index: usize, heads: Heads) -> usize {
-        let begin = index.saturating_mul(heads.stride_v);
+        let begin = index * heads.stride_v;
         assert!(
-            index < self.sums.1 && begin.saturating_add(heads.dim_v) <= self.rows.1,
+            index < self.sums.1 && begin + heads.dim_v <= self.rows.1,
             "a partial result lies inside its memory"
         );
         begin

@@ -2,10 +2,6 @@
 //!
 //! A work item is some queries of some kv heads against one split of one context. Its content
 //! depends on the plan alone, so neither the number of threads nor their order changes a bit.
-#![expect(
-    clippy::arithmetic_side_effects,
-    reason = "counts of rows and heads that fit memory, and divisors that are not 0"
-)]
 use kv_core::invariant::Invariant;
 use kv_core::num::{to_u32, to_usize};
 
@@ -132,10 +128,10 @@ impl WorkPlan {
                 // Late queries see most keys, so their items come first.
                 for part in (0..sequence.q_len.div_ceil(per_item)).rev() {
                     let begin = part * per_item;
-                    let queries = (begin, begin.saturating_add(per_item).min(sequence.q_len));
+                    let queries = (begin, (begin + per_item).min(sequence.q_len));
                     self.items.extend((0..kv_heads).step_by(heads).map(|head| WorkItem {
                         entry,
-                        kv_heads: (head, head.saturating_add(to_u32(heads)).min(kv_heads)),
+                        kv_heads: (head, (head + to_u32(heads)).min(kv_heads)),
                         keys: (split.kv_begin, split.kv_end),
                         queries,
                         partial,

@@ -1,9 +1,4 @@
 //! Scales of the decoded rows of a tile, by token.
-#![expect(
-    clippy::arithmetic_side_effects,
-    clippy::indexing_slicing,
-    reason = "tokens of a tile, which is at most `TILE_MAX` long"
-)]
 use kv_cpu_kernels::{Kernels, SCORE_PAD, TileRows};
 
 use super::key_runs::TILE_MAX;

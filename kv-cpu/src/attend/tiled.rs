@@ -1,11 +1,6 @@
 //! Many query rows over tiles: K and V of a tile are decoded to `f32` once; QK, online softmax and
 //! PV then run over register tiles of a few rows. Each row attends to exactly the keys that its
 //! query sees.
-#![expect(
-    clippy::arithmetic_side_effects,
-    clippy::indexing_slicing,
-    reason = "rows and tokens are counted by the work item that owns the memory"
-)]
 use kv_core::num::{to_u32, to_usize};
 use kv_core::plan::PlannedSequence;
 use kv_cpu_kernels::{

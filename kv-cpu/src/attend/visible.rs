@@ -44,7 +44,7 @@ impl Visible {
     /// Number of positions.
     pub(super) fn num_keys(self) -> u32 {
         let len = |(begin, end): (u32, u32)| end.saturating_sub(begin);
-        len(self.sink_tokens).saturating_add(len(self.window))
+        len(self.sink_tokens) + len(self.window)
     }
 
     /// The first run of positions at or after `from`, as begin and end; empty where none is left.

@@ -41,8 +41,8 @@ pub(crate) fn convert(
         let scratch = &mut workspace.scratch;
         cpu.threads.run(items, parallel, scratch, |_, item| {
             let item = u32::try_from(item).unwrap_or(u32::MAX);
-            let begin = item.saturating_mul(TOKENS_PER_ITEM);
-            let end = begin.saturating_add(TOKENS_PER_ITEM).min(len);
+            let begin = item * TOKENS_PER_ITEM;
+            let end = (begin + TOKENS_PER_ITEM).min(len);
             for token in begin..end {
                 let at = RowAt { entry, start, token };
                 let from = src.get(at, 0, heads);

@@ -51,15 +51,16 @@ pub(crate) fn gather(
         let parallel = range.len >= TOKENS_PARALLEL_MIN;
         cpu.threads.run(to_usize(items), parallel, &mut workspace.scratch, |scratch, item| {
             let item = u32::try_from(item).unwrap_or(u32::MAX);
-            let begin = item.saturating_mul(TOKENS_PER_ITEM);
-            let end = begin.saturating_add(TOKENS_PER_ITEM).min(range.len);
+            let begin = item * TOKENS_PER_ITEM;
+            let end = (begin + TOKENS_PER_ITEM).min(range.len);
             for token in begin..end {
                 let at = RowAt { entry, start, token };
                 gather_token(cpu, plan, range, (&plane, &out), at, scratch);
             }
         });
-        start = start.saturating_add(range.len);
+        start += range.len;
     }
+    // Rows of no entry are padding.
     let len = |entry: usize| ranges.get(entry).map_or(0, |range| range.len);
     out.for_padding(room, len, |row| row.fill(0));
     Ok(())
@@ -74,9 +75,7 @@ fn gather_token(
     scratch: &mut Scratch,
 ) {
     let layout = plane.layout();
-    let found = layout
-        .slot_map()
-        .place_in(range.begin.saturating_add(at.token), plan.tables().coded(range.row));
+    let found = layout.slot_map().place_in(range.begin + at.token, plan.tables().coded(range.row));
     let rows = plane.rows(found.is_wide);
     let block = plan.tables().row(range.row).get(to_usize(found.index));
     let block = block.invariant("ranges of a plan lie inside the blocks of their rows");

@@ -11,7 +11,7 @@ use crate::context::Cpu;
 use crate::layout::{PlaneRows, Room, RowAt, RowsIn};
 use crate::scratch::Scratch;
 use crate::scratch::Workspace;
-use kv_core::num::to_usize;
+use kv_core::num::{to_u32, to_usize};
 use kv_cpu_kernels::NonTemporal;
 use kv_cpu_kernels::{Element, RowLayout};
 
@@ -61,17 +61,13 @@ pub(crate) fn write_kv(
     let v_plane =
         unsafe { PlaneRows::new(&locked, v_view, v_constants, blocks, planned, OPERATION) }?;
     let tokens = plan.slots().len();
-    let work = token_work(&k_plane)
-        .saturating_add(token_work(&v_plane))
-        .saturating_mul(u64::from(plan.total_new()));
+    let work = (token_work(&k_plane) + token_work(&v_plane)) * u64::from(plan.total_new());
     let parallel = work >= BYTES_PARALLEL_MIN;
     if k_plane.layout().slot_map().has_tail() {
         let heads = to_usize(k_plane.layout().num_kv_heads().max(1));
-        let items = plan.sequences().len().saturating_mul(heads);
+        let items = plan.sequences().len() * heads;
         cpu.threads.run(items, parallel, &mut workspace.scratch, |scratch, item| {
-            let entry = item.checked_div(heads).unwrap_or(0);
-            let head = item.checked_rem(heads).and_then(|head| u32::try_from(head).ok());
-            let at = (entry, head.unwrap_or(0));
+            let at = (item / heads, to_u32(item % heads));
             write_tail::write(cpu, plan, at, (&k, &k_plane), scratch);
             write_tail::write(cpu, plan, at, (&v, &v_plane), scratch);
         });
@@ -81,8 +77,8 @@ pub(crate) fn write_kv(
         work >= PROMPT_BYTES_NON_TEMPORAL && plan.new_len_max() > DECODE_TOKENS_MAX;
     let items = tokens.div_ceil(TOKENS_PER_ITEM);
     cpu.threads.run(items, parallel, &mut workspace.scratch, |scratch, item| {
-        let begin = item.saturating_mul(TOKENS_PER_ITEM);
-        let end = begin.saturating_add(TOKENS_PER_ITEM).min(tokens);
+        let begin = item * TOKENS_PER_ITEM;
+        let end = (begin + TOKENS_PER_ITEM).min(tokens);
         let non_temporal = is_non_temporal.then(|| cpu.kernels.non_temporal());
         for token in begin..end {
             write_token(cpu, plan, token, (&k, &k_plane), (scratch, non_temporal.as_ref()));
@@ -104,9 +100,9 @@ fn token_work(plane: &PlaneRows<'_>) -> u64 {
     let layout = plane.layout();
     let row = match plane.plain_element() {
         Some(_) => layout.row_bytes(),
-        None => u64::from(layout.head_dim()).saturating_mul(ENCODED_VALUE_BYTES),
+        None => u64::from(layout.head_dim()) * ENCODED_VALUE_BYTES,
     };
-    row.saturating_mul(u64::from(layout.num_kv_heads()))
+    row * u64::from(layout.num_kv_heads())
 }
 
 fn write_token(
@@ -118,15 +114,14 @@ fn write_token(
 ) {
     let (entry, sequence) = entry_of(plan.sequences(), token);
     let slot = plan.slots().get(token).invariant("every new token of a batch has a slot");
-    let in_entry = token.saturating_sub(to_usize(sequence.new_start));
-    let in_entry = u32::try_from(in_entry).unwrap_or(u32::MAX);
+    let in_entry = to_u32(token) - sequence.new_start;
     let at = RowAt { entry, start: sequence.new_start, token: in_entry };
     let layout = plane.layout();
-    let position = sequence.kv_len.saturating_sub(sequence.new_len).saturating_add(in_entry);
+    let position = sequence.kv_len - sequence.new_len + in_entry;
     // The plan's slots are distinct, so they say where; the map says how wide the row is.
     let mut found = layout.slot_map().place(position);
-    found.inside = slot.0.checked_rem(layout.block_size()).unwrap_or(0);
-    let block = slot.0.checked_div(layout.block_size()).unwrap_or(0);
+    found.inside = slot.0 % layout.block_size();
+    let block = slot.0 / layout.block_size();
     let heads = layout.num_kv_heads();
     let Some(element) = plane.plain_element() else {
         for head in 0..heads {
@@ -146,20 +141,20 @@ fn write_token(
         kv_core::BlockOrder::Nhd if !found.is_wide => heads,
         _ => 1,
     };
-    let row_bytes = kv_core::num::to_offset(layout.row_bytes()).saturating_mul(to_usize(together));
+    let row_bytes = kv_core::num::to_offset(layout.row_bytes()) * to_usize(together);
     let mut head = 0;
     while head < heads {
         let from = rows.get(at, head, together);
         // SAFETY: as above.
         let to = unsafe { plane.get_mut(block, layout.row_begin(found, head), row_bytes) };
         if let Some(kernels) = non_temporal {
-            let ahead = RowAt { token: at.token.saturating_add(TOKENS_AHEAD), ..at };
+            let ahead = RowAt { token: at.token + TOKENS_AHEAD, ..at };
             let ahead = rows.ahead(ahead, head, together);
             kernels.convert((rows.element(), from), (element, to), ahead);
         } else {
             cpu.kernels.convert((rows.element(), from), (element, to));
         }
-        head = head.saturating_add(together);
+        head += together;
     }
 }
 

@@ -51,11 +51,11 @@ pub(super) fn write(
     let mut begin = map.tail_begin(cached, sequence.coded_before).max(map.full_precision_prefix());
     while begin < tail {
         let index = map.place(begin).index;
-        let end = map.tokens(index.saturating_add(1)).min(tail);
+        let end = map.tokens(index + 1).min(tail);
         // Codes that are in the block already keep its mean.
         let is_whole = begin <= map.tokens(index).max(map.full_precision_prefix());
         writer.put_codes(begin..end, is_whole, values, mean);
-        begin = end.max(begin.saturating_add(1));
+        begin = end.max(begin + 1);
     }
     for position in tail.max(cached).max(map.full_precision_prefix())..sequence.kv_len {
         writer.put_wide(position, values);
@@ -65,7 +65,7 @@ pub(super) fn write(
 impl<'a> TailWriter<'a> {
     /// Tokens before the step.
     fn cached(&self) -> u32 {
-        self.sequence.kv_len.saturating_sub(self.sequence.new_len)
+        self.sequence.kv_len - self.sequence.new_len
     }
 
     /// Reads a row, transformed but not encoded, from the input or from the previous tail.

@@ -2,7 +2,6 @@
 //! plain reference in `f64`. Seeds are fixed.
 #![expect(
     clippy::as_conversions,
-    clippy::arithmetic_side_effects,
     clippy::cast_possible_truncation,
     clippy::cast_precision_loss,
     clippy::float_cmp,

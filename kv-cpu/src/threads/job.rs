@@ -1,7 +1,6 @@
 //! One closure of a caller that other threads may run too, and its end with none of them inside.
 //!
 //! Knows nothing of which threads join, or how they learn of the job.
-#![expect(clippy::arithmetic_side_effects, reason = "counts of threads, and one bit above them")]
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::Duration;

@@ -5,7 +5,6 @@
 //! RUSTFLAGS="--cfg loom" cargo test -p kv-cpu --lib --release loom
 //! ```
 #![cfg(loom)]
-#![expect(clippy::arithmetic_side_effects, reason = "tests: numbers are small")]
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 

@@ -30,6 +30,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use kv_core::error::{DeviceError, DeviceErrorKind};
+use kv_core::invariant::Invariant;
 
 use self::pool::{Pool, Wake};
 #[cfg(feature = "rayon")]
@@ -124,7 +125,7 @@ impl Threads {
     pub(crate) fn count(&self) -> usize {
         match self {
             Self::One => 1,
-            Self::Pool(pool, _) => pool.workers().saturating_add(1),
+            Self::Pool(pool, _) => pool.workers() + 1,
             Self::Given(workers) => workers.count(),
         }
     }
@@ -144,9 +145,11 @@ impl Threads {
         work: impl Fn(&mut T, usize) + Sync,
     ) {
         let workers = if parallel { locals.len().min(items).min(self.count()) } else { 1 };
-        let Some((own, others)) = locals.get_mut(..workers).and_then(<[T]>::split_first_mut) else {
+        if items == 0 {
             return;
-        };
+        }
+        let split = locals[..workers].split_first_mut();
+        let (own, others) = split.invariant("the calling thread has memory of its own");
         let next = AtomicUsize::new(0);
         let claim_all = |local: &mut T| claim_all(&next, items, local, &work);
         match self {
@@ -162,7 +165,7 @@ impl Threads {
                 pool.run(helpers, *wake, || claim_all(own), &help);
             }
             Self::Given(given) if workers > 1 => {
-                given.run(locals.get_mut(..workers).unwrap_or_default(), claim_all);
+                given.run(&mut locals[..workers], claim_all);
             }
             _ => (0..items).for_each(|item| work(own, item)),
         }

@@ -128,7 +128,7 @@ impl Pool {
                 }
                 _ => {}
             }
-            helpers = helpers.saturating_sub(1);
+            helpers -= 1;
         }
     }
 }
@@ -159,9 +159,7 @@ impl Shared {
 
     /// Helps with jobs until the pool is dropped: what a worker thread runs.
     fn work(&self, index: usize) {
-        let Some(worker) = self.workers.get(index) else {
-            return;
-        };
+        let worker = &self.workers[index];
         worker.affinity.get_or_init(Affinity::of_current_thread);
         let (mut seen, mut since) = (0, Instant::now());
         loop {

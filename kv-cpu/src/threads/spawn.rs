@@ -122,7 +122,7 @@ impl Ticket {
         if queued.closures >= max {
             return None;
         }
-        queued.closures = queued.closures.saturating_add(1);
+        queued.closures += 1;
         Some(Self { queue: Arc::clone(queue), is_queued: true })
     }
 
@@ -131,7 +131,7 @@ impl Ticket {
     fn begin(mut self) -> Option<Arc<Job>> {
         self.is_queued = false;
         let mut queued = lock(&self.queue);
-        queued.closures = queued.closures.saturating_sub(1);
+        queued.closures -= 1;
         queued.job.clone()
     }
 }
@@ -140,7 +140,7 @@ impl Drop for Ticket {
     fn drop(&mut self) {
         if self.is_queued {
             let mut queued = lock(&self.queue);
-            queued.closures = queued.closures.saturating_sub(1);
+            queued.closures -= 1;
         }
     }
 }

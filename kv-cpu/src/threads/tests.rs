@@ -1,6 +1,5 @@
 //! Work items on every source of threads, and workers that break their contract.
 #![cfg(not(loom))]
-#![expect(clippy::arithmetic_side_effects, reason = "tests: numbers are small")]
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Barrier;
 use std::sync::atomic::AtomicBool;
