@@ -145,10 +145,10 @@ impl KvFormat {
         let even = |bytes: u64| bytes.next_multiple_of(2);
         match self {
             Self::F32 | Self::F16 | Self::Bf16 => {
-                dim.saturating_mul(to_u64(self.element().map_or(1, DType::size)))
+                dim * to_u64(self.element().map_or(1, DType::size))
             }
             Self::Q8_0 | Self::Q4_0 => self.code_bytes(head_dim),
-            _ => even(self.scales_begin(head_dim).saturating_add(self.scale_bytes(head_dim))),
+            _ => even(self.scales_begin(head_dim) + self.scale_bytes(head_dim)),
         }
     }
 
@@ -159,16 +159,16 @@ impl KvFormat {
         // Whole groups of 32 values, and the rest.
         let groups = |whole: u64, part: fn(u64) -> u64| {
             let (full, rest) = (dim.div_euclid(GROUP), dim.rem_euclid(GROUP));
-            full.saturating_mul(whole).saturating_add(part(rest))
+            full * whole + part(rest)
         };
         match self {
             Self::F32 | Self::F16 | Self::Bf16 => self.row_bytes(head_dim),
             Self::Fp8E4m3(_) | Self::Fp8E5m2(_) | Self::Int8(_) => dim,
-            Self::L6(_) => groups(24, |n| n.div_ceil(2).saturating_add(n.div_ceil(4))),
+            Self::L6(_) => groups(24, |n| n.div_ceil(2) + n.div_ceil(4)),
             Self::L4(_) => groups(16, |n| n.div_ceil(2)),
-            Self::L3(_) => groups(12, |n| n.div_ceil(4).saturating_add(n.div_ceil(8))),
-            Self::Q8_0 => dim.div_ceil(GROUP).saturating_mul(34),
-            Self::Q4_0 => dim.div_ceil(GROUP).saturating_mul(18),
+            Self::L3(_) => groups(12, |n| n.div_ceil(4) + n.div_ceil(8)),
+            Self::Q8_0 => dim.div_ceil(GROUP) * 34,
+            Self::Q4_0 => dim.div_ceil(GROUP) * 18,
             Self::Nvfp4 => dim.div_ceil(2),
         }
     }
@@ -207,7 +207,7 @@ impl KvFormat {
 
     /// Returns the stored bits per value, scales included.
     pub fn bits_per_value(self, head_dim: u32) -> f64 {
-        let bits = self.row_bytes(head_dim).saturating_mul(8);
+        let bits = self.row_bytes(head_dim) * 8;
         // Exact: a row has far fewer than 2^32 bits in any cache that fits a machine.
         f64::from(u32::try_from(bits).unwrap_or(u32::MAX)) / f64::from(head_dim.max(1))
     }

@@ -18,11 +18,9 @@
     reason = "encoders are inlined into callers that enable target features"
 )]
 #![expect(
-    clippy::arithmetic_side_effects,
     clippy::as_conversions,
     clippy::cast_possible_truncation,
     clippy::cast_precision_loss,
-    clippy::indexing_slicing,
     reason = "tables of known length, indices masked to it"
 )]
 

@@ -43,10 +43,6 @@
     clippy::inline_always,
     reason = "encoders are inlined into callers that enable target features"
 )]
-#![expect(
-    clippy::indexing_slicing,
-    reason = "slices are cut by the format's sizes, against which the row's length is asserted"
-)]
 
 mod ggml;
 mod lloyd_max;

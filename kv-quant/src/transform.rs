@@ -59,7 +59,7 @@ pub fn rotate(values: &mut [f32]) {
 /// Returns the powers of two that sum to `len`, largest first: 64 and 16 for 80.
 pub fn blocks(len: usize) -> impl Iterator<Item = usize> {
     let largest = |rest: usize| rest.checked_ilog2().map(|bit| 1_usize << bit);
-    std::iter::successors(largest(len), move |block| largest(len & block.saturating_sub(1)))
+    std::iter::successors(largest(len), move |block| largest(len & (block - 1)))
 }
 
 /// Returns the factor of the rotation of a block of `block` values: `1 / sqrt(block)`, rounded to
@@ -159,7 +159,7 @@ fn rotate_block(values: &mut [f32]) {
     }
     while stride < values.len() {
         butterflies(values, stride);
-        stride = stride.saturating_mul(2);
+        stride *= 2;
     }
     for value in values {
         *value *= norm;
@@ -183,7 +183,7 @@ fn two_strides_of_parts<const N: usize>(values: &mut [f32]) {
 }
 
 fn butterflies(values: &mut [f32], stride: usize) {
-    for pair in values.chunks_exact_mut(stride.saturating_mul(2)) {
+    for pair in values.chunks_exact_mut(stride * 2) {
         let (upper, lower) = pair.split_at_mut(stride);
         for (a, b) in upper.iter_mut().zip(lower) {
             (*a, *b) = (*a + *b, *a - *b);

@@ -13,7 +13,6 @@
 #![expect(
     clippy::as_conversions,
     clippy::cast_possible_truncation,
-    clippy::indexing_slicing,
     reason = "floats, and blocks of known size"
 )]
 

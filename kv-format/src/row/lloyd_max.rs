@@ -18,10 +18,8 @@
     reason = "encoders are inlined into callers that enable target features"
 )]
 #![expect(
-    clippy::arithmetic_side_effects,
     clippy::as_conversions,
     clippy::cast_precision_loss,
-    clippy::indexing_slicing,
     reason = "groups of at most 32 values, a scale for each"
 )]
 

@@ -14,7 +14,6 @@
     clippy::inline_always,
     reason = "encoders are inlined into callers that enable target features"
 )]
-#![expect(clippy::indexing_slicing, reason = "blocks of at most 16 values")]
 
 use super::scale;
 use super::sums::sum;

@@ -5,8 +5,6 @@
 //! w` codes per byte in `m = ceil(n / p)` bytes: byte `i` has code `i + j * m` at bit `j * w`, for
 //! `j` below `p`. So the low bits of all bytes are `m` neighbouring codes.
 #![expect(
-    clippy::arithmetic_side_effects,
-    clippy::indexing_slicing,
     clippy::inline_always,
     reason = "n is at most 32, and groups have the bytes that code_bytes says; inlined, so that \
               the lengths of whole groups are constants"

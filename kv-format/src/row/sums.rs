@@ -3,7 +3,6 @@
     clippy::inline_always,
     reason = "encoders are inlined into callers that enable target features"
 )]
-#![expect(clippy::indexing_slicing, reason = "lanes are fewer than LANES")]
 
 pub(super) const LANES: usize = 8;
 

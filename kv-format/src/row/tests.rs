@@ -1,5 +1,4 @@
 //! Rows of every format: bytes by hand, bounds, bad input, targets.
-#![expect(clippy::arithmetic_side_effects, reason = "small numbers, and overflow checks are on")]
 mod bounds;
 mod bytes;
 mod ggml;

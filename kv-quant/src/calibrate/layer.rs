@@ -110,18 +110,18 @@ impl Layer {
         let [dim_k, dim_v] = self.head_dims();
         let heads = widen(self.shape.num_kv_heads);
         let Rows { k, v, q, q_heads } = rows;
-        self.k.extend(counted(k, skipped, heads.saturating_mul(dim_k)));
+        self.k.extend(counted(k, skipped, heads * dim_k));
 
-        let token = widen(q_heads).saturating_mul(dim_k);
-        self.q_squares.resize(heads.saturating_mul(dim_k), 0.0);
+        let token = widen(q_heads) * dim_k;
+        self.q_squares.resize(heads * dim_k, 0.0);
         for token in counted(q, skipped, token).chunks_exact(token) {
-            let shares = token.chunks_exact(widen(group).saturating_mul(dim_k));
+            let shares = token.chunks_exact(widen(group) * dim_k);
             for (sums, share) in self.q_squares.chunks_exact_mut(dim_k).zip(shares) {
                 share.chunks_exact(dim_k).for_each(|row| add_squares(sums, row, None));
             }
         }
 
-        let mut v = counted(v, skipped, heads.saturating_mul(dim_v)).to_vec();
+        let mut v = counted(v, skipped, heads * dim_v).to_vec();
         let constants = constants(layer, Plane::Value, &self.layouts, &PlaneCalibration::default());
         self.v.observe(&mut v, heads, dim_v, &constants);
         self.tokens = total;
@@ -143,7 +143,7 @@ impl Layer {
             .filter(|group| *group > 0 && q_heads.checked_rem(num_kv_heads) == Some(0));
         let group = group.ok_or(CalibrateError::QueryHeads { layer, q_heads, num_kv_heads })?;
         let heads = widen(num_kv_heads);
-        let token = heads.saturating_mul(dim_k);
+        let token = heads * dim_k;
         let whole = k.len().checked_div(token).filter(|n| n.checked_mul(token) == Some(k.len()));
         let tokens = whole.ok_or(CalibrateError::PartOfToken { layer, token, got: k.len() })?;
         for (tensor, rows, heads, dim) in
@@ -180,7 +180,7 @@ impl Layer {
             return Err(CalibrateError::TooFewTokens { layer, tokens });
         }
         let [dim_k, _] = self.head_dims();
-        let token = widen(self.shape.num_kv_heads).saturating_mul(dim_k);
+        let token = widen(self.shape.num_kv_heads) * dim_k;
         let mean = mean(&self.k, token, f64::from(tokens));
         let mut k_squares = vec![0.0; token];
         self.k.chunks_exact(token).for_each(|k| add_squares(&mut k_squares, k, Some(&mean)));
@@ -208,7 +208,7 @@ impl Magnitudes {
     fn observe(&mut self, rows: &mut [f32], heads: usize, dim: usize, constants: &PlaneConstants) {
         self.raw.resize(heads, 0.0);
         self.transformed.resize(heads, 0.0);
-        for token in rows.chunks_exact_mut(heads.saturating_mul(dim)) {
+        for token in rows.chunks_exact_mut(heads * dim) {
             let amax = self.raw.iter_mut().zip(&mut self.transformed);
             for ((index, row), (raw, transformed)) in
                 token.chunks_exact_mut(dim).enumerate().zip(amax)
@@ -239,7 +239,7 @@ impl Magnitudes {
 
 /// Returns the rows after the first `skipped` tokens of `token` values.
 fn counted(rows: &[f32], skipped: u32, token: usize) -> &[f32] {
-    rows.get(widen(skipped).saturating_mul(token)..).unwrap_or_default()
+    rows.get(widen(skipped) * token..).unwrap_or_default()
 }
 
 /// Returns the largest magnitude of a row; infinity if a value is not finite.

@@ -3,6 +3,8 @@
 //! The `safetensors` crate parses the header and checks that the tensors follow each other without
 //! gaps. The rest is done here for two reasons: that crate (0.8.0) adds the sizes of a hostile
 //! header without a check and then panics, and it writes metadata in random order.
+// Reads files that may be anything.
+#![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use std::collections::{BTreeMap, HashMap};
 
 use safetensors::tensor;

@@ -1,5 +1,4 @@
 //! The transform compared with its definition in f64, and the guarantees for scores and outputs.
-#![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails, as it should")]
 use kv_core::backend::{Plane, PlaneLayout, PlaneShape};
 use kv_core::calibration::{PlaneCalibration, PlaneConstants, sign};
 use kv_core::{BlockOrder, KvFormat, LayerId, Scaling};

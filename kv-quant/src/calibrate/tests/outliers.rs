@@ -27,7 +27,7 @@ impl Gaussian {
             let (radius, angle) = ((-2.0 * this.uniform().ln()).sqrt(), this.uniform());
             narrow(radius * (angle * std::f64::consts::TAU).cos())
         };
-        let channels = channel.iter().cycle().take(DIM.saturating_mul(rows));
+        let channels = channel.iter().cycle().take(DIM * rows);
         channels.map(|scale| normal(self) * scale).collect()
     }
 }
