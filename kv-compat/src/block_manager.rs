@@ -113,12 +113,13 @@ impl<B: Backend> BlockManager<B> {
                 max,
             })?;
             let held = to_u32(self.pages(id).len());
+            // Of sequences that fit one by one; more than `u32` counts do not fit together.
             needed = needed.saturating_add(len.div_ceil(self.block_size).saturating_sub(held));
             self.next.push(TrackedSequence { id, pre_step_len, len });
         }
         // A page that a departure frees may be taken in the same step.
         let finished = self.finished().map(|id| to_u32(self.pages(id).len()));
-        let free = finished.fold(self.num_free_pages(), u32::saturating_add);
+        let free = self.num_free_pages() + finished.sum::<u32>();
         if needed > free {
             return Err(BlocksExhausted { group: GroupId(0), needed, free, evictable: 0 }.into());
         }
@@ -224,7 +225,7 @@ impl<B: Backend> CacheManager<B> for BlockManager<B> {
         let (used, max) = (self.numbers.len(), self.cache.state().spec().num_layers());
         let id = u16::try_from(used).ok().filter(|id| *id < max).ok_or(PlanError::TooMany {
             what: "layers",
-            got: to_u64(used).saturating_add(1),
+            got: to_u64(used) + 1,
             max: u64::from(max),
         })?;
         self.cache.allocate_layer(id)?;

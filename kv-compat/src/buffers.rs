@@ -35,22 +35,21 @@ impl<Buf: 'static> StaticArray<Buf> {
     }
 
     fn set(&mut self, index: usize, value: u32) {
-        let Some(entry) = self.host.get_mut(index) else {
-            unreachable!("entry {index} is one of the array's");
-        };
+        let entry = &mut self.host[index];
         if *entry == value {
             return;
         }
         *entry = value;
         let (begin, end) = self.dirty;
-        let after = index.saturating_add(1);
+        let after = index + 1;
         self.dirty = if begin == end { (index, after) } else { (begin.min(index), end.max(after)) };
     }
 
     fn upload<Q: Queue<Buffer = Buf>>(&mut self, queue: &mut Q) -> Result<(), DeviceError> {
         let (begin, end) = self.dirty;
-        if let Some(changed) = self.host.get(begin..end).filter(|changed| !changed.is_empty()) {
-            let at = to_u64(begin).saturating_mul(4);
+        let changed = &self.host[begin..end];
+        if !changed.is_empty() {
+            let at = to_u64(begin) * 4;
             queue.upload(&self.device, at, bytemuck::cast_slice(changed))?;
         }
         self.dirty = (0, 0);
@@ -81,7 +80,7 @@ impl<Buf: 'static> StepBuffers<Buf> {
         let width = to_usize(config.max_pages_per_sequence());
         let overflow = SpecError::Overflow { what: "entries of the page table" };
         let entries = max_batch.checked_mul(width).ok_or(overflow)?;
-        let sums = max_batch.saturating_add(1);
+        let sums = max_batch + 1;
         Ok(Self {
             cu_seqlens_q: StaticArray::new(backend, sums)?,
             cu_seqlens_kv: StaticArray::new(backend, sums)?,
@@ -111,7 +110,7 @@ impl<Buf: 'static> StepBuffers<Buf> {
             let (new, len) = sequence.map_or((0, 0), |s| (new_len(s), s.len));
             q = sum(q, new)?;
             kv = sum(kv, len)?;
-            let next = row.saturating_add(1);
+            let next = row + 1;
             self.cu_seqlens_q.set(next, q);
             self.cu_seqlens_kv.set(next, kv);
             self.fill_row(row, sequence.map_or(&[], |s| manager.pages(s.id)));
@@ -120,14 +119,12 @@ impl<Buf: 'static> StepBuffers<Buf> {
     }
 
     fn fill_row(&mut self, row: usize, pages: &[BlockId]) {
-        let Some(filled) = self.filled.get_mut(row) else {
-            unreachable!("row {row} is one of the page table's");
-        };
+        let filled = &mut self.filled[row];
         let used = pages.len().min(self.width);
-        let start = row.saturating_mul(self.width);
+        let start = row * self.width;
         for index in 0..used.max(*filled) {
             let page = pages.get(index).map_or(0, |page| page.0);
-            self.page_table.set(start.saturating_add(index), page);
+            self.page_table.set(start + index, page);
         }
         *filled = used;
     }
@@ -157,13 +154,13 @@ impl<Buf: 'static> StepBuffers<Buf> {
 
 /// Tokens a row brought to the step.
 pub(crate) fn new_len(sequence: &TrackedSequence) -> u32 {
-    sequence.len.saturating_sub(sequence.pre_step_len)
+    sequence.len - sequence.pre_step_len
 }
 
 fn sum(a: u32, b: u32) -> Result<u32, PlanError> {
     a.checked_add(b).ok_or_else(|| PlanError::TooMany {
         what: "tokens of the batch",
-        got: u64::from(a).saturating_add(u64::from(b)),
+        got: u64::from(a) + u64::from(b),
         max: u64::from(u32::MAX),
     })
 }

@@ -205,7 +205,7 @@ impl<B: Backend> KvCacheManager<B> {
         }
         let slot = self.free.pop().unwrap_or_else(|| add_row(&mut self.tables));
         let id = SequenceId(self.next_id);
-        self.next_id = self.next_id.saturating_add(1);
+        self.next_id += 1;
         let mut appended = self.spare.pop().unwrap_or_default();
         appended.clear();
         appended.resize(usize::from(self.spec.num_layers()), 0);
@@ -241,10 +241,8 @@ impl<B: Backend> KvCacheManager<B> {
         let (plan, _) = self.plans.plan(layout, &self.tables, &[entry], 1, determinism)?;
         let args = WriteArgs::new(&plan, k, v, QkvFormat::Thd, k_plane, v_plane)?;
         let written = self.queue.write_kv(&plan, args);
-        if let Some(rows) = state.appended.get_mut(usize::from(layer.0)) {
-            // The device may have written some of them.
-            *rows = if written.is_ok() { n } else { 0 };
-        }
+        // The device may have written some of them.
+        state.appended[usize::from(layer.0)] = if written.is_ok() { n } else { 0 };
         Ok(written?)
     }
 
@@ -266,7 +264,7 @@ impl<B: Backend> KvCacheManager<B> {
         self.queue.flush()?;
         state.len = end;
         for rows in &mut state.appended {
-            *rows = rows.saturating_sub(n);
+            *rows -= n;
         }
         Ok(())
     }
@@ -304,8 +302,8 @@ impl<B: Backend> KvCacheManager<B> {
                 let (got, max) = (u64::from(queries), u64::from(max));
                 return Err(PlanError::TooMany { what: "queries", got, max }.into());
             }
-            let appended = state.appended.get(usize::from(layer.0)).copied().unwrap_or(0);
-            let (row, cached) = (state.slot.0, state.len.saturating_add(appended));
+            let appended = state.appended[usize::from(layer.0)];
+            let (row, cached) = (state.slot.0, state.len + appended);
             self.batch.push(BatchEntry { row, cached, new_tokens: 0, queries });
         }
         let ([layout, _], determinism) = (self.storage.layouts(), self.spec.determinism());
@@ -373,7 +371,7 @@ impl<B: Backend> KvCacheManager<B> {
 fn add_row(tables: &mut BlockTables) -> BlockId {
     let rows = tables.num_rows();
     let slot = BlockId(to_u32(rows));
-    tables.ensure_rows(rows.saturating_add(1));
+    tables.ensure_rows(rows + 1);
     let pushed = tables.push(slot.0, slot);
     assert!(pushed.is_ok(), "slot {slot} is one of {}", tables.num_blocks());
     slot

@@ -9,18 +9,18 @@ impl<B: Backend> KvCacheManager<B> {
     pub fn slot_bytes(&self) -> u64 {
         let layers = u64::from(self.spec.num_layers());
         let layer = self.spec.groups().first().map_or(0, GroupSpec::layer_block_bytes);
-        layer.saturating_mul(layers)
+        layer * layers
     }
     /// Bytes of all slots.
     pub fn total_bytes(&self) -> u64 {
-        self.slot_bytes().saturating_mul(u64::from(self.max_sequences()))
+        self.slot_bytes() * u64::from(self.max_sequences())
     }
     /// Bytes of the slots of live sequences.
     pub fn used_bytes(&self) -> u64 {
-        self.slot_bytes().saturating_mul(u64::from(self.active_sequences()))
+        self.slot_bytes() * u64::from(self.active_sequences())
     }
     /// Bytes of the other slots.
     pub fn free_bytes(&self) -> u64 {
-        self.total_bytes().saturating_sub(self.used_bytes())
+        self.total_bytes() - self.used_bytes()
     }
 }

@@ -1,10 +1,6 @@
 //! Both interfaces on the null device: bookkeeping, refusals, addresses. Conformance cases check
 //! what is stored.
-#![expect(
-    clippy::as_conversions,
-    clippy::arithmetic_side_effects,
-    reason = "tests count small numbers"
-)]
+#![expect(clippy::as_conversions, reason = "tests count small numbers")]
 #[cfg(test)]
 mod params;
 #[cfg(test)]
