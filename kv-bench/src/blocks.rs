@@ -21,7 +21,7 @@ fn append(
 ) -> Result<(), Error> {
     let mut step = cache.begin_step(&[StepInput::prompt(sequence, prompt, reused)])?;
     let count = u32::try_from(step.positions().len()).unwrap_or(u32::MAX);
-    let rows = values(u64::from(count).saturating_mul(2));
+    let rows = values(u64::from(count) * 2);
     let rows = TensorView::host(&rows, &[count, 1, 2]);
     step.write(0, rows, rows, QkvFormat::Thd)?;
     Ok(step.commit()?)
@@ -47,14 +47,14 @@ impl Decode {
     /// Those of the cache.
     pub fn new(sequences: u32, context: u32, eviction: Eviction) -> Result<Self, Error> {
         // Room for twice the context, before the sequences start again.
-        let blocks = context.saturating_mul(2).div_ceil(BLOCK_SIZE).saturating_add(1);
-        let num_blocks = blocks.saturating_mul(sequences);
+        let blocks = (context * 2).div_ceil(BLOCK_SIZE) + 1;
+        let num_blocks = blocks * sequences;
         let mut decode = Self {
             cache: cache(num_blocks, eviction)?,
             num_blocks,
             eviction,
             ids: (0..u64::from(sequences)).map(SequenceId).collect(),
-            rows: values(u64::from(sequences).saturating_mul(2)),
+            rows: values(u64::from(sequences) * 2),
             context,
             steps: 0,
         };
@@ -68,7 +68,7 @@ impl Decode {
         let prompt: Vec<u32> = (0..self.context).collect();
         for (id, short) in self.ids.iter().zip((0..16_usize).cycle()) {
             // Every prompt has its own salt, so nothing is shared.
-            let prompt = prompt.get(short..).unwrap_or_default();
+            let prompt = &prompt[short..];
             let salt = id.0.to_le_bytes();
             let options = StartOptions::default().with_salt(&salt);
             let reused = self.cache.start(*id, prompt, options)?;
@@ -86,7 +86,7 @@ impl Decode {
         if self.steps >= self.context {
             self.restart()?;
         }
-        self.steps = self.steps.saturating_add(1);
+        self.steps += 1;
         let tokens = [self.steps];
         let count = u32::try_from(self.ids.len()).unwrap_or(u32::MAX);
         let inputs: Vec<_> = self.ids.iter().map(|id| StepInput::tokens(*id, &tokens)).collect();
@@ -113,11 +113,11 @@ impl Hit {
     /// # Errors
     /// Those of the cache.
     pub fn new(blocks: u32, others: u32, eviction: Eviction) -> Result<Self, Error> {
-        let all = blocks.saturating_add(1).saturating_mul(others.saturating_add(1));
+        let all = (blocks + 1) * (others + 1);
         let mut cache = cache(all, eviction)?;
-        let len = blocks.saturating_mul(BLOCK_SIZE).saturating_add(1);
+        let len = blocks * BLOCK_SIZE + 1;
         let prompts = (0..=others).map(|n| n.wrapping_mul(65_537));
-        let prompts = prompts.map(|first| (first..first.saturating_add(len)).collect::<Vec<_>>());
+        let prompts = prompts.map(|first| (first..first + len).collect::<Vec<_>>());
         let mut last = Vec::new();
         for prompt in prompts {
             let reused = cache.start(SequenceId(0), &prompt, StartOptions::default())?;
@@ -156,7 +156,7 @@ impl Full {
     /// Those of the cache.
     pub fn new(num_blocks: u32, eviction: Eviction) -> Result<Self, Error> {
         let mut full = Self { cache: cache(num_blocks, eviction)?, next: 0 };
-        for _ in 0..num_blocks.div_ceil(64).saturating_add(1) {
+        for _ in 0..=num_blocks.div_ceil(64) {
             full.request()?;
         }
         Ok(full)
@@ -167,10 +167,10 @@ impl Full {
     /// # Errors
     /// Those of the cache.
     pub fn request(&mut self) -> Result<Duration, Error> {
-        let len = BLOCK_SIZE.saturating_mul(64);
-        let prompt: Vec<u32> = (self.next..self.next.saturating_add(len)).collect();
+        let len = BLOCK_SIZE * 64;
+        let prompt: Vec<u32> = (self.next..self.next + len).collect();
         self.next = self.next.wrapping_add(len) % (u32::MAX >> 1);
-        let rows = values(u64::from(len).saturating_mul(2));
+        let rows = values(u64::from(len) * 2);
         let rows = TensorView::host(&rows, &[len, 1, 2]);
         let begin = Instant::now();
         self.cache.start(SequenceId(0), &prompt, StartOptions::default())?;

@@ -61,7 +61,7 @@ impl Chunks {
         let says = expectation(root, name, &tokens);
         let bytes = self.payload.bytes_mut();
         encode_header(bytes, &says, written_at).map_err(TierError::other)?;
-        let header = bytes.get(..spec.header_bytes()).unwrap_or_default().to_vec();
+        let header = bytes[..spec.header_bytes()].to_vec();
         Ok(Chunk { address: ChunkAddress { root: root.name(), name }, tokens, header })
     }
 
@@ -178,7 +178,7 @@ pub fn shuffled(count: usize, seed: u64) -> Vec<usize> {
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;
-        let at = state.checked_rem(to_u64(end).saturating_add(1)).unwrap_or(0);
+        let at = state % (to_u64(end) + 1);
         order.swap(end, usize::try_from(at).unwrap_or(0));
     }
     order
@@ -205,21 +205,21 @@ pub struct Aligned {
 impl Aligned {
     /// Returns `len` zeroes.
     pub fn new(len: usize) -> Self {
-        let memory = vec![0; len.saturating_add(PAGE)];
+        let memory = vec![0; len + PAGE];
         let begin = memory.as_ptr().align_offset(PAGE).min(PAGE);
         Self { memory, begin, len }
     }
 
     /// Returns the bytes.
     pub fn bytes(&self) -> &[u8] {
-        let end = self.begin.saturating_add(self.len);
-        self.memory.get(self.begin..end).unwrap_or_default()
+        let end = self.begin + self.len;
+        &self.memory[self.begin..end]
     }
 
     /// Returns the bytes, to change them.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        let end = self.begin.saturating_add(self.len);
-        self.memory.get_mut(self.begin..end).unwrap_or_default()
+        let end = self.begin + self.len;
+        &mut self.memory[self.begin..end]
     }
 }
 

@@ -63,26 +63,26 @@ impl Shape {
     /// # Errors
     /// Those of the builder.
     pub fn spec(&self, more: u32) -> Result<CacheSpec, Error> {
-        let blocks = self.context.saturating_add(more).div_ceil(BLOCK_SIZE);
+        let blocks = (self.context + more).div_ceil(BLOCK_SIZE);
         Ok(CacheSpec::builder()
             .layers(1)
             .kv_heads(self.kv_heads)
             .head_dim(self.head_dim)
             .format(self.format)
             .block_order(self.order)
-            .paged(BLOCK_SIZE, blocks.saturating_mul(self.batch))
+            .paged(BLOCK_SIZE, blocks * self.batch)
             .build()?)
     }
 
     /// Returns the bytes of K and V per token.
     pub fn token_bytes(&self) -> u64 {
         let row = self.format.row_bytes(self.head_dim);
-        row.saturating_mul(u64::from(self.kv_heads)).saturating_mul(2)
+        row * u64::from(self.kv_heads) * 2
     }
 
     /// Returns the number of values of one token's K, and of its V.
     pub fn token_values(&self) -> u64 {
-        u64::from(self.kv_heads).saturating_mul(u64::from(self.head_dim))
+        u64::from(self.kv_heads) * u64::from(self.head_dim)
     }
 
     /// Returns the sequences of the batch.
@@ -97,7 +97,7 @@ impl Shape {
     /// Those of the cache.
     pub fn filled<B: Backend>(&self, backend: B, more: u32) -> Result<KvCache<B>, Error> {
         let mut cache = KvCache::new(backend, self.spec(more)?)?;
-        let values = values(self.token_values().saturating_mul(u64::from(self.context)));
+        let values = values(self.token_values() * u64::from(self.context));
         for (sequence, short) in self.sequences().zip((0..BLOCK_SIZE.min(self.context)).cycle()) {
             let tokens = self.context.saturating_sub(short);
             cache.start(sequence, &[], StartOptions::default())?;

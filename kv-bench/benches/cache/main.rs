@@ -3,11 +3,7 @@
 //! Throughput counts the bytes that an operation must move at least, in the stored format where it
 //! reads or writes the cache; compare it with the machine's memory bandwidth.
 #![forbid(unsafe_code)]
-#![expect(
-    clippy::unwrap_used,
-    clippy::arithmetic_side_effects,
-    reason = "a bench that cannot be set up has nothing to measure"
-)]
+#![expect(clippy::unwrap_used, reason = "a bench that cannot be set up has nothing to measure")]
 
 mod attend;
 mod blocks;

@@ -157,8 +157,8 @@ impl OnDevice for SingleShape<'_> {
         let facts = backend.describe();
         let shape = Shape::new(options, facts.runs_on);
         let formats = work::formats(options);
-        let samples = to_u64(formats.len().saturating_mul(Operation::FOUR.len()));
-        progress.begin(samples.saturating_mul(u64::from(shape.rounds).saturating_add(1)));
+        let samples = to_u64(formats.len() * Operation::FOUR.len());
+        progress.begin(samples * (u64::from(shape.rounds) + 1));
         let mut lines = Vec::new();
         for stored in formats {
             let measured = measure_format(&shape, stored, &backend, progress);

@@ -172,7 +172,7 @@ pub(super) struct Piece<Buf> {
 fn pieces<B: Backend>(backend: &B, bytes: u64) -> Result<Vec<Piece<B::Buffer>>, DeviceError> {
     let most = backend.capabilities().buffer_bytes_max.min(PIECE);
     // Whole words.
-    let most = most.saturating_sub(most % 4).max(4);
+    let most = (most - most % 4).max(4);
     let content: Vec<u8> = (0..=250).cycle().take(SENT).collect();
     let mut queue = backend.queue()?;
     let (mut pieces, mut left) = (Vec::new(), bytes);
@@ -181,14 +181,14 @@ fn pieces<B: Backend>(backend: &B, bytes: u64) -> Result<Vec<Piece<B::Buffer>>, 
         let [from, to] = [backend.alloc(bytes)?, backend.alloc(bytes)?];
         let mut at = 0;
         while at < bytes {
-            let rest = usize::try_from(bytes.saturating_sub(at)).unwrap_or(usize::MAX);
+            let rest = usize::try_from(bytes - at).unwrap_or(usize::MAX);
             let part = content.get(..rest.min(SENT)).unwrap_or(&content);
             queue.upload(&from, at, part)?;
             queue.submit()?.wait()?;
-            at = at.saturating_add(crate::num::to_u64(part.len()));
+            at += crate::num::to_u64(part.len());
         }
         pieces.push(Piece { from, to, bytes });
-        left = left.saturating_sub(bytes);
+        left -= bytes;
     }
     Ok(pieces)
 }
@@ -204,7 +204,7 @@ fn each<Buf>(
     for piece in pieces {
         let len = left.min(piece.bytes);
         copy(piece, len)?;
-        left = left.saturating_sub(len);
+        left -= len;
     }
     if left == 0 { Ok(()) } else { Err(out_of_range()) }
 }

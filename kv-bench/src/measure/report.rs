@@ -99,7 +99,7 @@ impl Line {
         [seconds, copy_seconds]: [f64; 2],
     ) -> Self {
         let rate = gb_per_s(work.bytes(), seconds);
-        let copy_rate = gb_per_s(work.copied().saturating_mul(2), copy_seconds);
+        let copy_rate = gb_per_s(work.copied() * 2, copy_seconds);
         Self {
             operation: operation.name(),
             format: stored.to_string(),

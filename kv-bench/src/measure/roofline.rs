@@ -161,7 +161,7 @@ impl Roofline for CpuBackend {
             Some(pool.map_err(|error| refuse().with_source(error))?)
         };
         // Whole strides of every stream.
-        let strides = to_u64(STRIDE).saturating_mul(8).saturating_mul(8);
+        let strides = to_u64(STRIDE) * 8 * 8;
         let read = bytes.max(1).div_ceil(to_u64(threads)).next_multiple_of(strides);
         let copied = COPIED.min(bytes).div_ceil(to_u64(threads));
         let mut parts = Vec::new();
@@ -194,7 +194,7 @@ impl Roofline for CpuBackend {
     }
 
     fn walk(&self, arena: &mut CpuArena, walk: Walk, runs: u32) -> Result<f64, DeviceError> {
-        let worth = walk.bytes.saturating_mul(walk.layers).div_ceil(PART);
+        let worth = (walk.bytes * walk.layers).div_ceil(PART);
         let threads = usize::try_from(worth).unwrap_or(usize::MAX).clamp(1, arena.parts.len());
         let begin = Instant::now();
         arena.each(threads, |part| {
@@ -217,7 +217,7 @@ fn copy_layers(from: &[u8], to: &mut [u8], walk: Walk) {
         while left > 0 {
             let len = left.min(from.len());
             let [source, target] = [from_at, to_at].map(|at: usize| {
-                let end = at.saturating_add(len);
+                let end = at + len;
                 if end > from.len() { 0..len } else { at..end }
             });
             let ends = [source.end, target.end];
@@ -227,7 +227,7 @@ fn copy_layers(from: &[u8], to: &mut [u8], walk: Walk) {
             target.copy_from_slice(source);
             black_box(target);
             [from_at, to_at] = ends;
-            left = left.saturating_sub(len);
+            left -= len;
             if len == 0 {
                 return;
             }
@@ -266,7 +266,7 @@ fn copy_all<B: PlainCopy>(
         while left > 0 {
             let now = left.min(arena.bytes).max(4);
             backend.copy(&mut arena.queue, &mut arena.memory, now)?;
-            left = left.saturating_sub(now);
+            left -= now;
         }
     }
     drain(&mut arena.queue)?;
@@ -289,7 +289,7 @@ macro_rules! roofline_by_copy {
             fn read(&self, arena: &mut Self::Arena) -> Result<(u64, f64), DeviceError> {
                 let bytes = arena.bytes;
                 let seconds = copy_all(self, arena, (bytes, 1))?;
-                Ok((bytes.saturating_mul(2), seconds))
+                Ok((bytes * 2, seconds))
             }
             fn walk(
                 &self,
@@ -297,7 +297,7 @@ macro_rules! roofline_by_copy {
                 walk: Walk,
                 runs: u32,
             ) -> Result<f64, DeviceError> {
-                let times = walk.layers.saturating_mul(runs.into());
+                let times = walk.layers * u64::from(runs);
                 copy_all(self, arena, (walk.bytes, times))
             }
         }

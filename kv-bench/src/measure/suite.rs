@@ -136,9 +136,9 @@ impl<'a> Suite<'a> {
 
     /// Measures every case on each of the devices.
     fn measure<B: Roofline>(mut self, backends: Vec<B>) -> Result<SuiteReport, Error> {
-        let rounds = |case: &Case| u64::from(case.shape.rounds).saturating_add(1);
+        let rounds = |case: &Case| u64::from(case.shape.rounds) + 1;
         let samples: u64 = self.cases.iter().map(rounds).sum();
-        self.progress.begin(samples.saturating_mul(to_u64(backends.len())));
+        self.progress.begin(samples * to_u64(backends.len()));
         let mut report = SuiteReport::new(self.options.backend.to_string());
         for backend in backends {
             self.measure_on(&Arc::new(backend), &mut report)?;
@@ -226,7 +226,7 @@ impl<'a> Suite<'a> {
                     }
                 }
                 Bound::By(RooflineKind::Copy, walk) => {
-                    bytes = walk.bytes.saturating_mul(walk.layers).saturating_mul(2);
+                    bytes = walk.bytes * walk.layers * 2;
                     limits
                         .take(|runs| Ok(device.backend.walk(&mut device.arena, walk, runs)?))?;
                 }
@@ -234,7 +234,7 @@ impl<'a> Suite<'a> {
             }
             self.progress.advance(1);
             rounds = samples.rounds(case.shape.rounds);
-            round = round.saturating_add(1);
+            round += 1;
         }
         self.progress.advance(case.shape.rounds.saturating_sub(rounds).into());
         let kind = match bound {

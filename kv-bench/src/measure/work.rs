@@ -81,7 +81,7 @@ impl Shape {
 
     /// Returns the number of tokens of all contexts.
     pub(super) fn batch_tokens(&self) -> u64 {
-        u64::from(self.batch).saturating_mul(self.context.into())
+        u64::from(self.batch) * u64::from(self.context)
     }
 }
 
@@ -156,7 +156,7 @@ impl Work {
 
     /// Returns the bytes read and written.
     pub fn bytes(self) -> u64 {
-        self.read.saturating_add(self.written)
+        self.read + self.written
     }
 }
 
@@ -199,11 +199,11 @@ pub(super) fn calibration(shape: &Shape) -> Calibration {
 /// counted for `Prefill` only: elsewhere they are comparatively small.
 pub(super) fn work(shape: &Shape, spec: &CacheSpec, operation: Operation) -> Work {
     let map = slot_map(spec);
-    let slots = |count: u32| spec.memory().bytes_per_token.saturating_mul(count.into());
+    let slots = |count: u32| spec.memory().bytes_per_token * u64::from(count);
     let (batch, context) = (u64::from(shape.batch), shape.context);
     let stored = slots(map.slots(context));
     let newest = slots(map.slots(context).saturating_sub(map.slots(context.saturating_sub(1))));
-    let product = |factors: &[u64]| factors.iter().copied().fold(1, u64::saturating_mul);
+    let product = |factors: &[u64]| factors.iter().product::<u64>();
     let (dim, layers) = (u64::from(shape.head_dim), u64::from(shape.layers));
     // K and V of one token as tensors, and its queries or outputs.
     let token = product(&[dim, layers, shape.kv_heads.into(), 2, VALUE_BYTES]);
@@ -212,25 +212,22 @@ pub(super) fn work(shape: &Shape, spec: &CacheSpec, operation: Operation) -> Wor
     let pair = product(&[dim, layers, shape.q_heads.into(), 4]);
     let moves = |read, written| Work { read, written, flops: 0 };
     match operation {
-        Operation::Decode => Work {
-            flops: product(&[pair, shape.batch_tokens()]),
-            ..moves(stored.saturating_mul(batch), 0)
-        },
+        Operation::Decode => {
+            Work { flops: product(&[pair, shape.batch_tokens()]), ..moves(stored * batch, 0) }
+        }
         Operation::Prefill => {
-            let tokens = queries.saturating_mul(shape.batch_tokens());
-            let keys = u64::from(context).saturating_add(1);
+            let tokens = queries * shape.batch_tokens();
+            let keys = u64::from(context) + 1;
             Work {
                 flops: product(&[pair, shape.batch_tokens(), keys]).div_euclid(2),
-                ..moves(stored.saturating_mul(batch).saturating_add(tokens), tokens)
+                ..moves(stored * batch + tokens, tokens)
             }
         }
-        Operation::Append => moves(token.saturating_mul(batch), newest.saturating_mul(batch)),
-        Operation::AppendPrompt => moves(token.saturating_mul(context.into()), stored),
-        Operation::Gather => {
-            moves(stored.saturating_mul(batch), product(&[token, shape.batch_tokens()]))
-        }
+        Operation::Append => moves(token * batch, newest * batch),
+        Operation::AppendPrompt => moves(token * u64::from(context), stored),
+        Operation::Gather => moves(stored * batch, product(&[token, shape.batch_tokens()])),
         Operation::Copy => {
-            let copied = stored.saturating_mul(shape.spares.into());
+            let copied = stored * u64::from(shape.spares);
             moves(copied, copied)
         }
         Operation::Plan => Work::default(),

@@ -104,12 +104,12 @@ impl<'a, B: Backend> Workload<'a, B> {
         let count = |tokens: u64, heads| values(shape, tokens.max(1), heads);
         let rows = count(new, shape.kv_heads);
         let queries = count(queries, shape.q_heads);
-        let gathered = count(gathered, shape.kv_heads).saturating_mul(VALUE_BYTES);
+        let gathered = count(gathered, shape.kv_heads) * VALUE_BYTES;
         let tensors = Tensors {
             k: random(&**backend, &mut queue, 1, rows)?,
             v: random(&**backend, &mut queue, 2, rows)?,
             q: random(&**backend, &mut queue, 3, queries)?,
-            out: backend.alloc(queries.saturating_mul(VALUE_BYTES))?,
+            out: backend.alloc(queries * VALUE_BYTES)?,
             gathered: [backend.alloc(gathered)?, backend.alloc(gathered)?],
         };
         let calibration = work::calibration(shape);
@@ -131,7 +131,7 @@ impl<'a, B: Backend> Workload<'a, B> {
                 write(&mut step, (shape, tensors), tokens)?;
                 step.commit()?;
                 drain(cache.queue_mut())?;
-                left = left.saturating_sub(tokens);
+                left -= tokens;
             }
         }
         for sequence in spares(shape) {
@@ -196,7 +196,7 @@ fn batch(shape: &Shape) -> impl Iterator<Item = SequenceId> + use<> {
 /// Returns the spare sequences, which are empty outside of a step.
 fn spares(shape: &Shape) -> impl Iterator<Item = SequenceId> + use<> {
     let batch = u64::from(shape.batch);
-    (batch..batch.saturating_add(shape.spares.into())).map(SequenceId)
+    (batch..batch + u64::from(shape.spares)).map(SequenceId)
 }
 
 /// Writes `tokens` rows of a step to every layer.
@@ -286,7 +286,7 @@ fn copy_blocks<B: Backend>(
         let mut left = slots;
         let pair = |(from, to): (&BlockId, &BlockId)| {
             let slots = left.min(layout.block_size());
-            left = left.saturating_sub(slots);
+            left -= slots;
             BlockCopy { from: *from, to: *to, slots }
         };
         let pairs = table(from).iter().zip(table(to)).map(pair);
@@ -319,7 +319,7 @@ fn random<B: Backend>(
     seed: u32,
     count: u64,
 ) -> Result<B::Buffer, DeviceError> {
-    let buffer = backend.alloc(count.saturating_mul(VALUE_BYTES))?;
+    let buffer = backend.alloc(count * VALUE_BYTES)?;
     // bf16 is the upper half of f32.
     let mut bytes = Random::new(seed).flat_map(|value| {
         let [_, _, low, high] = value.to_le_bytes();
@@ -327,11 +327,11 @@ fn random<B: Backend>(
     });
     let mut at = 0;
     while at < count {
-        let now = SENT.min(count.saturating_sub(at));
-        let len = usize::try_from(now.saturating_mul(VALUE_BYTES)).unwrap_or(usize::MAX);
+        let now = SENT.min(count - at);
+        let len = usize::try_from(now * VALUE_BYTES).unwrap_or(usize::MAX);
         let part: Vec<u8> = bytes.by_ref().take(len).collect();
-        queue.upload(&buffer, at.saturating_mul(VALUE_BYTES), &part)?;
-        at = at.saturating_add(now);
+        queue.upload(&buffer, at * VALUE_BYTES, &part)?;
+        at += now;
     }
     drain(queue)?;
     Ok(buffer)

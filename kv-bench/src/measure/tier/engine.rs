@@ -32,7 +32,7 @@ const POLLS: u32 = 100_000;
 
 /// Returns the steps of each cache: a block is filled in each round.
 pub(super) fn steps(options: &TierOptions) -> u32 {
-    options.rounds.clamp(1, 16).saturating_mul(BLOCK)
+    options.rounds.clamp(1, 16) * BLOCK
 }
 
 /// Measures `poll` with nothing to do, and decode steps without tiers, with tiers that keep
@@ -111,8 +111,8 @@ impl Memory {
 
 impl Side {
     fn new(steps: u32, tiers: Option<Tiered>) -> Result<Self, TierError> {
-        let tokens = CONTEXT.saturating_add(steps);
-        let blocks = SEQUENCES.saturating_mul(tokens.div_ceil(BLOCK));
+        let tokens = CONTEXT + steps;
+        let blocks = SEQUENCES * tokens.div_ceil(BLOCK);
         let spec = CacheSpec::builder().layers(LAYERS).kv_heads(KV_HEADS).head_dim(HEAD_DIM);
         let spec = spec.format(KvFormat::Bf16).paged(BLOCK, blocks);
         let spec = spec.changes(if tiers.is_some() { 4096 } else { 0 });
@@ -168,14 +168,14 @@ impl Side {
         let Self { memory, len } = self;
         // Texts differ from the first token on.
         let text = |number: u32| -> Vec<u32> {
-            let tokens = *len..len.saturating_add(new);
-            tokens.map(|at| at.saturating_mul(SEQUENCES).saturating_add(number)).collect()
+            let tokens = *len..*len + new;
+            tokens.map(|at| at * SEQUENCES + number).collect()
         };
         let texts: Vec<_> = (0..SEQUENCES).map(text).collect();
         let inputs: Vec<_> =
             ids().zip(&texts).map(|(id, text)| StepInput::tokens(id, text)).collect();
-        let rows = SEQUENCES.saturating_mul(new);
-        let size = |heads: u32| to_usize(rows.saturating_mul(heads).saturating_mul(HEAD_DIM));
+        let rows = SEQUENCES * new;
+        let size = |heads: u32| to_usize(rows * heads * HEAD_DIM);
         let (kv, q) = (vec![0.5_f32; size(KV_HEADS)], vec![0.25_f32; size(Q_HEADS)]);
         let mut out = vec![0.0_f32; size(Q_HEADS)];
         let (kv_dims, q_dims) = ([rows, KV_HEADS, HEAD_DIM], [rows, Q_HEADS, HEAD_DIM]);
@@ -195,7 +195,7 @@ impl Side {
             }
         }
         step.commit().map_err(TierError::other)?;
-        *len = len.saturating_add(new);
+        *len += new;
         Ok(())
     }
 }

@@ -16,7 +16,7 @@ pub(super) fn run(
     threads: u32,
     (chunk_bytes, chunks): (u64, usize),
 ) -> Result<Option<Pass>, TierError> {
-    let bytes = chunk_bytes.saturating_mul(to_u64(chunks));
+    let bytes = chunk_bytes * to_u64(chunks);
     let jobs = u64::from(threads.max(1));
     let each = chunks.checked_div(usize::try_from(jobs).unwrap_or(1)).map_or(1, to_u64);
     let mut command = Command::new("fio");
@@ -26,7 +26,7 @@ pub(super) fn run(
     command.arg(format!("--rw=rand{direction}"));
     command.arg(format!("--bs={chunk_bytes}")).arg(format!("--numjobs={jobs}"));
     command.arg(format!("--size={bytes}"));
-    command.arg(format!("--io_size={}", each.max(1).saturating_mul(chunk_bytes)));
+    command.arg(format!("--io_size={}", each.max(1) * chunk_bytes));
     let output = match command.output() {
         Ok(output) => output,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),

@@ -49,7 +49,7 @@ pub(super) fn measure(
             }
         }
     }
-    let bytes = chunks.chunk_bytes().saturating_mul(to_u64(chunks.count()));
+    let bytes = chunks.chunk_bytes() * to_u64(chunks.count());
     let case = |case, peer, goal, threads| Comparison { case, peer, goal, threads, bytes };
     let mut lines = vec![
         case(READ, PLAIN, READ_GOAL, READERS).line(&reads, &plain_reads),
@@ -63,8 +63,8 @@ pub(super) fn measure(
 }
 
 fn open(path: &std::path::Path, chunks: &Chunks) -> Result<DiskStore, TierError> {
-    let bytes = chunks.chunk_bytes().saturating_mul(to_u64(chunks.count()));
-    let options = DiskOptions::new(bytes.saturating_mul(2)).with_floor(0);
+    let bytes = chunks.chunk_bytes() * to_u64(chunks.count());
+    let options = DiskOptions::new(bytes * 2).with_floor(0);
     let store = DiskStore::open(path, options).map_err(TierError::other)?;
     if !store.wait_listed(soon()) {
         return Err(TierError::other("an empty folder is not listed"));
@@ -80,7 +80,7 @@ struct Sides<'a> {
 
 impl Sides<'_> {
     fn order(&self, round: u32) -> Vec<usize> {
-        shuffled(self.chunks.count(), u64::from(round).saturating_add(1))
+        shuffled(self.chunks.count(), u64::from(round) + 1)
     }
 
     fn write_plain(&self, buffers: &mut [Aligned], round: u32) -> Result<Pass, TierError> {
@@ -122,7 +122,7 @@ impl Sides<'_> {
 
 fn some(buffers: &mut [Aligned], count: u32) -> &mut [Aligned] {
     let count = to_usize(count).min(buffers.len());
-    buffers.get_mut(..count).unwrap_or_default()
+    &mut buffers[..count]
 }
 
 const READ: &str = "disk to verified memory";

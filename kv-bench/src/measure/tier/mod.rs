@@ -70,11 +70,11 @@ pub fn measure_tiers(
     }
     raw::check_disk(&options.dir)?;
     let chunks = Chunks::new(options.bytes)?;
-    let servers = u64::from(options.redis.is_some()).saturating_mul(4);
-    let servers = servers.saturating_add(u64::from(options.s3.is_some()).saturating_mul(2));
-    let per_round = folder::PASSES.saturating_add(servers);
-    let rounds = u64::from(options.rounds).saturating_add(1);
-    progress.begin(per_round.saturating_mul(rounds).saturating_add(engine::steps(options).into()));
+    let servers = u64::from(options.redis.is_some()) * 4;
+    let servers = servers + u64::from(options.s3.is_some()) * 2;
+    let per_round = folder::PASSES + servers;
+    let rounds = u64::from(options.rounds) + 1;
+    progress.begin(per_round * rounds + u64::from(engine::steps(options)));
     // Servers first: a wrong address, or a server that is away, is refused before the rest takes
     // its minutes.
     let mut of_servers: Vec<TierLine> = Vec::new();

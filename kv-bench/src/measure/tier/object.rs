@@ -39,7 +39,7 @@ pub(super) fn measure(
     let mut measure = || -> Result<Vec<TierLine>, TierError> {
         let [mut ours, mut theirs] = <[Passes; 2]>::default();
         for round in 0..=rounds {
-            let order = shuffled(count, u64::from(round).saturating_add(1));
+            let order = shuffled(count, u64::from(round) + 1);
             let pass = timed(|| {
                 let gets = order.iter().map(|item| {
                     let path = chunks.address(*item).map(|chunk| path(&prefix, &chunk));
@@ -68,7 +68,7 @@ pub(super) fn measure(
             })?;
             ours.push(round, pass, progress);
         }
-        let bytes = chunks.chunk_bytes().saturating_mul(to_u64(count));
+        let bytes = chunks.chunk_bytes() * to_u64(count);
         let (case, peer) = ("get from S3, 8 at once", "object_store alone");
         let line = Comparison { case, peer, goal: 0.9, threads: AT_ONCE, bytes };
         Ok(vec![line.line(&ours, &theirs)])

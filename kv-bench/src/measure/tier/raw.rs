@@ -33,7 +33,7 @@ impl RawFile {
         while !rest.is_empty() {
             let read = retry_on_intr(|| io::pread(&self.0, &mut *rest, begin));
             let read = read.map_err(TierError::io("plain read"))?;
-            begin = begin.saturating_add(to_u64(read));
+            begin += to_u64(read);
             match rest.split_at_mut_checked(read) {
                 Some((_, after)) if read > 0 => rest = after,
                 _ => return Err(TierError::other(format!("the file ends before byte {end}"))),
@@ -49,7 +49,7 @@ impl RawFile {
         while !rest.is_empty() {
             let written = retry_on_intr(|| io::pwrite(&self.0, rest, begin));
             let written = written.map_err(TierError::io("plain write"))?;
-            begin = begin.saturating_add(to_u64(written));
+            begin += to_u64(written);
             match rest.split_at_checked(written) {
                 Some((_, after)) if written > 0 => rest = after,
                 _ => return Err(TierError::other(format!("nothing is written before {end}"))),
@@ -60,8 +60,8 @@ impl RawFile {
 }
 
 fn bounds(item: usize, length: usize) -> (u64, u64) {
-    let begin = to_u64(item).saturating_mul(to_u64(length));
-    (begin, begin.saturating_add(to_u64(length)))
+    let begin = to_u64(item) * to_u64(length);
+    (begin, begin + to_u64(length))
 }
 
 /// Refuses a folder in memory.

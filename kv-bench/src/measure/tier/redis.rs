@@ -47,7 +47,7 @@ pub(super) fn measure(
         }
         let mut buffers = chunks.buffers(connections);
         for round in 0..=rounds {
-            let order = shuffled(count, u64::from(round).saturating_add(1));
+            let order = shuffled(count, u64::from(round) + 1);
             let pass = timed(|| {
                 on_threads(&mut clients, &order, |client, item| {
                     client.get(&format!("{prefix}{}", key(&chunks.address(item)?)))
@@ -63,7 +63,7 @@ pub(super) fn measure(
             })?;
             ours.push(round, pass, progress);
         }
-        let bytes = chunks.chunk_bytes().saturating_mul(to_u64(count));
+        let bytes = chunks.chunk_bytes() * to_u64(count);
         let line =
             Comparison { case, peer: "plain RESP client", goal, threads: connections, bytes };
         Ok(line.line(&ours, &theirs))
@@ -119,7 +119,7 @@ impl Client {
         stream.set_read_timeout(Some(LIMIT)).map_err(TierError::io(CONNECT))?;
         let head = format!("${value_bytes}\r\n").into_bytes();
         let value = usize::try_from(value_bytes).map_err(TierError::other)?;
-        let length = value.saturating_add(head.len()).saturating_add(to_usize(2));
+        let length = value + head.len() + to_usize(2);
         Ok(Self { stream, reply: vec![0; length], head })
     }
 
