@@ -42,7 +42,7 @@ impl<'s> Show<'s> {
     fn new(args: &GenerateArgs, job: &'s Job, variant: &Variant) -> Self {
         let streams = job.prompts.iter().map(|prompt| TextStream::after(&prompt.ids));
         let is_streaming = job.prompts.len() == 1 && !args.json;
-        let total = u64::from(variant.max_new_tokens).saturating_mul(to_u64(job.prompts.len()));
+        let total = u64::from(variant.max_new_tokens) * to_u64(job.prompts.len());
         let has_bar = !is_streaming && std::io::stderr().is_terminal();
         let bar = has_bar.then(|| {
             let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
@@ -97,7 +97,7 @@ impl<'s> Show<'s> {
             Finish::Context => " [end of context]",
             Finish::Cancelled => " [cancelled]",
         };
-        let number = index.saturating_add(1);
+        let number = index + 1;
         let text = format!("[{number}] {}{text}{rest}{why}\n", prompt.text);
         match &self.bar {
             Some(bar) => bar.suspend(|| output::text(&text)),

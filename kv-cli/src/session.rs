@@ -65,7 +65,7 @@ impl SessionFile {
     ) -> anyhow::Result<Report> {
         tokens.extend(&generated.tokens);
         let drawn = self.before.as_ref().map_or(0, |before| before.drawn);
-        let drawn = drawn.saturating_add(to_u64(generated.tokens.len()));
+        let drawn = drawn + to_u64(generated.tokens.len());
         let text = SavedText { tokens, drawn };
         let info = engine.save_session(&self.identity, &text, &self.path)?;
         Ok(Report {

@@ -179,9 +179,7 @@ impl Report {
 
     /// Returns the reused tokens that came from any tier.
     pub(crate) fn tokens(&self) -> u64 {
-        [self.disk_tokens, self.store_tokens]
-            .into_iter()
-            .fold(self.host_tokens, u64::saturating_add)
+        self.host_tokens + self.disk_tokens + self.store_tokens
     }
 
     pub(crate) fn show(&self) -> String {
@@ -218,10 +216,10 @@ impl Store {
             chunks_written: stats.writes,
             bytes_written: stats.written_bytes,
             chunks_kept: stats.were_there,
-            refused: stats.refused.values().fold(0, |sum, count| sum.saturating_add(*count)),
+            refused: stats.refused.values().sum(),
             failures: stats.failures,
             last_failure: stats.last_failure.clone(),
-            dropped: dropped.into_iter().fold(0, u64::saturating_add),
+            dropped: dropped.into_iter().sum(),
         }
     }
 }
@@ -309,7 +307,7 @@ pub(crate) fn causes(stats: &StoreStats) -> Vec<Cause> {
     });
     let refused = |is_foreign: bool| {
         let of_kind = stats.refused.iter().filter(move |(kind, _)| kind.is_foreign() == is_foreign);
-        of_kind.fold(0_u64, |sum, (_, count)| sum.saturating_add(*count))
+        of_kind.map(|(_, count)| *count).sum()
     };
     let others = [
         Cause { label: "damaged", count: refused(false), kind: CauseKind::Damaged },

@@ -178,7 +178,7 @@ pub(crate) enum TierArgsError {
 
 fn check_once(option: &'static str, tiers: &[Option<Tier>]) -> Result<(), TierArgsError> {
     for (index, tier) in tiers.iter().enumerate() {
-        if tiers.iter().skip(index.saturating_add(1)).any(|other| other == tier) {
+        if tiers.iter().skip(index + 1).any(|other| other == tier) {
             let tier = tier.map_or("all tiers", tier_name);
             return Err(TierArgsError::Twice { option, tier });
         }

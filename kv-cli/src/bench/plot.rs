@@ -31,7 +31,7 @@ pub(super) fn draw(lines: &[&CaseLine]) -> anyhow::Result<String> {
 
 fn draw_to(svg: &mut String, lines: &[&CaseLine]) -> Result<(), Box<dyn Error>> {
     let series = series(lines);
-    let listed = to_u32(series.len()).saturating_add(6).saturating_mul(LIST.1);
+    let listed = (to_u32(series.len()) + 6) * LIST.1;
     let height = HEIGHT.max(listed);
     let area = SVGBackend::with_string(svg, (WIDTH, height)).into_drawing_area();
     area.fill(&WHITE)?;
@@ -78,8 +78,8 @@ fn draw_to(svg: &mut String, lines: &[&CaseLine]) -> Result<(), Box<dyn Error>> 
     let font = ("sans-serif", 12).into_font();
     let step = i32::try_from(LIST.1)?;
     for ((text, colour), line) in texts.into_iter().chain(named).zip(3_i32..) {
-        let y = line.saturating_mul(step);
-        let corners = [(4, y), (14, y.saturating_add(10))];
+        let y = line * step;
+        let corners = [(4, y), (14, y + 10)];
         right.draw(&Rectangle::new(corners, colour.filled()))?;
         right.draw(&Text::new(text, (20, y), font.clone()))?;
     }

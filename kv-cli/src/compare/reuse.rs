@@ -76,8 +76,8 @@ pub(super) fn measure(args: &GenerateArgs, job: &Job) -> anyhow::Result<Option<C
     }
     let block_size = args.engine.paged.map_or(16, |paged| paged.block_size);
     let few = args.engine.format.few_blocks(model, block_size)?;
-    let longest = prompts.iter().map(Vec::len).max().map_or(1, to_u32).saturating_add(1);
-    let num_blocks = blocks_of(&few, longest).saturating_mul(2).max(2);
+    let longest = prompts.iter().map(Vec::len).max().map_or(1, to_u32) + 1;
+    let num_blocks = (blocks_of(&few, longest) * 2).max(2);
     let layout = Layout::Paged { block_size, num_blocks };
     let base = Variant::new(args, layout);
     let base = Variant { tiers: false, max_new_tokens: 1, max_batch: 1, ignore_eos: true, ..base };

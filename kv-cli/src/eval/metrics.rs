@@ -115,7 +115,7 @@ impl Summary {
 /// method); `None` without values.
 fn nearest_rank(mut values: Vec<f64>, percent: usize) -> Option<f64> {
     values.sort_unstable_by(f64::total_cmp);
-    let rank = values.len().saturating_mul(percent).div_ceil(100);
+    let rank = (values.len() * percent).div_ceil(100);
     values.get(rank.saturating_sub(1)).copied()
 }
 

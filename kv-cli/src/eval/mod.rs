@@ -204,7 +204,7 @@ fn evaluate<'m>(
     let window = windows.first().map_or(0, |window| window.len());
     let mut plain = Reader::f32(&loaded.model, &loaded.backend, to_u32(window))?;
     let read = window.saturating_sub(1).saturating_mul(windows.len());
-    let bar = progress::tokens(to_u64(read.saturating_mul(format_runs.len().saturating_add(1))));
+    let bar = progress::tokens(to_u64(read * (format_runs.len() + 1)));
     for window in windows {
         plain.begin()?;
         for format_run in &mut format_runs {

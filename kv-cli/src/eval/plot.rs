@@ -66,7 +66,7 @@ fn draw_points(
         let inside = |(x, y): (i32, i32)| (x.saturating_sub(left), y.saturating_sub(top));
         // On the side of the point, the error of the estimated width must not show.
         let (x, side) = if place.x < point.0 {
-            (place.x.saturating_add(place.width), HPos::Right)
+            (place.x + place.width, HPos::Right)
         } else {
             (place.x, HPos::Left)
         };
@@ -106,17 +106,17 @@ struct Label {
 
 impl Label {
     fn overlaps(&self, x: i32, y: i32, width: i32, height: i32) -> bool {
-        self.x < x.saturating_add(width)
-            && x < self.x.saturating_add(self.width)
-            && self.y < y.saturating_add(height)
-            && y < self.y.saturating_add(LETTER.1)
+        self.x < x + width
+            && x < self.x + self.width
+            && self.y < y + height
+            && y < self.y + LETTER.1
     }
 
     /// Returns the end of its middle line that is nearer to a point.
     fn near(&self, (x, _): (i32, i32)) -> (i32, i32) {
-        let right = self.x.saturating_add(self.width);
+        let right = self.x + self.width;
         let end = if x <= self.x { self.x } else { right.min(x).max(self.x) };
-        (end, self.y.saturating_add(LETTER.1.div_euclid(2)))
+        (end, self.y + LETTER.1.div_euclid(2))
     }
 }
 
@@ -125,13 +125,13 @@ fn place(labels: &[&str], points: &[(i32, i32)]) -> Vec<Label> {
     let mut placed: Vec<Label> = Vec::with_capacity(labels.len());
     for (label, (x, y)) in labels.iter().zip(points) {
         let letters = i32::try_from(label.chars().count()).unwrap_or(i32::MAX);
-        let width = letters.saturating_mul(LETTER.0);
+        let width = letters * LETTER.0;
         let middle = y.saturating_sub(LETTER.1.div_euclid(2));
-        let right = x.saturating_add(GAP);
+        let right = x + GAP;
         let left = x.saturating_sub(GAP).saturating_sub(width);
         let steps = (0..40_i32).flat_map(|step| [step, step.saturating_neg()]);
         let candidates = steps.flat_map(|step| {
-            let y = middle.saturating_add(step.saturating_mul(LETTER.1));
+            let y = middle + step * LETTER.1;
             [right, left].map(|x| Label { x, y, width, is_far: step != 0 })
         });
         let is_free = |label: &Label| {
@@ -143,8 +143,8 @@ fn place(labels: &[&str], points: &[(i32, i32)]) -> Vec<Label> {
             });
             let fits = x >= 0
                 && y >= 0
-                && x.saturating_add(width) <= i32::try_from(SIZE.0).unwrap_or(i32::MAX)
-                && y.saturating_add(LETTER.1) <= i32::try_from(SIZE.1).unwrap_or(i32::MAX);
+                && x + width <= i32::try_from(SIZE.0).unwrap_or(i32::MAX)
+                && y + LETTER.1 <= i32::try_from(SIZE.1).unwrap_or(i32::MAX);
             fits && !covers_point && !placed.iter().any(|p| p.overlaps(x, y, width, LETTER.1))
         };
         let fallback = Label { x: right, y: middle, width, is_far: false };

@@ -66,7 +66,7 @@ pub(super) async fn drive(
         if sample.result.is_ok() {
             measured.gaps.extend(gaps);
         } else {
-            failed = failed.saturating_add(1);
+            failed += 1;
             bar.set_message(format!("{failed} failed"));
         }
         let end = sample.at.saturating_add(sample.whole);

@@ -90,7 +90,7 @@ fn distributions(area: &Area<'_>, measured: &Measured) -> Result<(), Box<dyn Err
     for (name, colour, curve) in curves {
         chart.draw_series([PathElement::new(curve, colour.stroke_width(2))])?.label(name).legend(
             move |(x, y)| {
-                let end = (x.saturating_add(20), y);
+                let end = (x + 20, y);
                 PathElement::new(vec![(x, y), end], colour.stroke_width(2))
             },
         );

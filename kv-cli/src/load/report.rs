@@ -75,7 +75,7 @@ impl Report {
             model,
             sent,
             succeeded: good,
-            failed: sent.saturating_sub(good),
+            failed: sent - good,
             unfinished: to_u64(planned).saturating_sub(sent),
             failures: failures(samples),
             without_usage: good.saturating_sub(to_u64(usages().count())),
@@ -164,7 +164,7 @@ fn failures(samples: &[Sample]) -> Vec<FailureLine> {
             let message = crate::failure::one_line(&failure.to_string());
             FailureLine { kind: kind.clone(), count: 0, message }
         });
-        line.count = line.count.saturating_add(1);
+        line.count += 1;
     }
     let mut lines: Vec<_> = kinds.into_values().collect();
     lines.sort_by_key(|line| std::cmp::Reverse(line.count));

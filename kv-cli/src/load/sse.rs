@@ -1,6 +1,8 @@
 //! Server-sent events as completions stream them: `data: ` lines, an empty line after each event,
 //! and `[DONE]` at the end. Comments and the other fields of an event are skipped; everything else
 //! is refused.
+// Reads replies that may be anything.
+#![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use std::collections::VecDeque;
 
 /// Longest line, and longest data of an event: far more than a chunk with one token needs.

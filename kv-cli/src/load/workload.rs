@@ -222,7 +222,7 @@ fn due(seconds: f64, index: usize, flag: &'static str) -> Result<Duration, Workl
     // Of two times that are equal the difference may be a little less than nothing.
     let due = Duration::try_from_secs_f64(seconds.max(0.0)).ok();
     due.filter(|due| due.as_secs_f64() <= SECONDS_MAX).ok_or_else(|| {
-        let request = index.saturating_add(1);
+        let request = index + 1;
         WorkloadError::TooLate { request, seconds, flag }
     })
 }

@@ -37,7 +37,7 @@ impl Geometry {
         let kinds: Vec<_> = first.copied().collect();
         let count = |kind: LayerKind| {
             let layers = self.layers.iter().filter(|layer| **layer == kind);
-            layers.fold(0_u32, |n, _| n.saturating_add(1))
+            layers.fold(0_u32, |n, _| n + 1)
         };
         kinds.into_iter().map(|kind| (kind, count(kind))).collect()
     }

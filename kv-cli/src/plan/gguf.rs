@@ -195,7 +195,7 @@ fn attention_layers(metadata: &Metadata<'_>) -> anyhow::Result<Option<u32>> {
 
 /// Returns whether the layer is the last one of its period.
 fn is_last(index: u32, period: u32) -> bool {
-    index.saturating_add(1).checked_rem(period) == Some(0)
+    (index + 1).is_multiple_of(period)
 }
 
 /// Returns the windows of all layers.

@@ -173,7 +173,7 @@ fn layers_by_index(
     if let Some(linear) = keys.object("linear_attn_config")? {
         // Numbered from 1.
         if let Some(list) = linear.numbers("full_attn_layers")? {
-            return Ok(of(&|index| list.contains(&index.saturating_add(1)), ListedKind::Full));
+            return Ok(of(&|index| list.contains(&(index + 1)), ListedKind::Full));
         }
     }
     if let Some(period) = keys.number("attn_layer_period")? {
@@ -191,7 +191,7 @@ fn layers_by_index(
 
 /// Returns whether the layer is the last one of its period.
 fn is_last(index: u32, period: u32) -> bool {
-    index.saturating_add(1).checked_rem(period) == Some(0)
+    (index + 1).is_multiple_of(period)
 }
 
 /// Applies the rule of the model's type, if no list names the layers.

@@ -5,6 +5,8 @@
 //! crate `csv` without quotes splits a line no further, and would have to be fed single lines,
 //! because `source` reads them for every kind of trace and gives the line's number to errors. A
 //! quote is a character of a field, where a number or a time refuses it.
+// Reads files that may be anything.
+#![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use std::num::NonZeroU32;
 
 use super::trace::{Format, TraceError};

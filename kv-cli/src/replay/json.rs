@@ -1,5 +1,7 @@
 //! Traces of JSON lines, an object with ids per request: Mooncake's, and those of Qwen's service
 //! (Bailian).
+// Reads files that may be anything.
+#![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use std::num::NonZeroU32;
 
 use serde::Deserialize;

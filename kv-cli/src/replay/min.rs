@@ -45,14 +45,12 @@ impl Min {
     /// announced by a [`tick`](EvictionPolicy::tick).
     pub(super) fn new(trace: Arc<Trace>, num_blocks: u32) -> Self {
         let requested = trace.all_ids().unwrap_or_default();
-        let num_ids = requested.iter().max().map_or(0, |id| to_usize(*id).saturating_add(1));
+        let num_ids = requested.iter().max().map_or(0, |id| to_usize(*id) + 1);
         let mut next = vec![NEVER; requested.len()];
         // Backwards: the last use is the next one of the use before it.
         let mut upcoming = vec![NEVER; num_ids];
         for (at, (id, next)) in requested.iter().zip(&mut next).enumerate().rev() {
-            if let Some(upcoming) = upcoming.get_mut(to_usize(*id)) {
-                *next = std::mem::replace(upcoming, to_u32(at));
-            }
+            *next = std::mem::replace(&mut upcoming[to_usize(*id)], to_u32(at));
         }
         Self {
             next,
@@ -67,14 +65,13 @@ impl Min {
         }
     }
 
-    fn next_use(&mut self, block: BlockId) -> Option<NextUse> {
-        let number = *self.numbers.get(to_usize(block.0))?;
-        let split = self.trace.blocks_per_id().get();
-        let id = number.checked_div(split)?;
-        let next = self.upcoming.get(to_usize(id)).copied().unwrap_or(NEVER);
-        let part = if next == NEVER { 0 } else { number.checked_rem(split)? };
-        self.arrivals = self.arrivals.saturating_add(1);
-        Some((next, part, Reverse(self.arrivals)))
+    fn next_use(&mut self, block: BlockId) -> NextUse {
+        let number = self.numbers[to_usize(block.0)];
+        let split = self.trace.blocks_per_id();
+        let next = self.upcoming[to_usize(number / split)];
+        let part = if next == NEVER { 0 } else { number % split };
+        self.arrivals += 1;
+        (next, part, Reverse(self.arrivals))
     }
 }
 
@@ -83,46 +80,36 @@ impl EvictionPolicy for Min {
         let Some(request) = self.trace.requests().get(self.num_requests) else {
             return;
         };
-        self.num_requests = self.num_requests.saturating_add(1);
+        self.num_requests += 1;
         self.trace.blocks(request, &mut self.blocks);
         let (first, ids) = self.trace.ids(request);
-        let next = self.next.get(to_usize(first)..).unwrap_or_default();
-        for (id, next) in ids.iter().zip(next) {
-            if let Some(upcoming) = self.upcoming.get_mut(to_usize(*id)) {
-                *upcoming = *next;
-            }
+        for (id, next) in ids.iter().zip(&self.next[to_usize(first)..]) {
+            self.upcoming[to_usize(*id)] = *next;
         }
     }
     fn stored(&mut self, block: BlockId, info: &BlockInfo) {
-        let number = self.blocks.get(to_usize(info.index)).copied();
-        if let (Some(number), Some(place)) = (number, self.numbers.get_mut(to_usize(block.0))) {
-            *place = number;
-        }
+        self.numbers[to_usize(block.0)] = self.blocks[to_usize(info.index)];
     }
     fn reused(&mut self, block: BlockId) {
         self.dropped(block);
     }
     fn idle(&mut self, block: BlockId) {
         let next_use = self.next_use(block);
-        if let Some(place) =
-            self.next_uses.get_mut(to_usize(block.0)).filter(|place| place.is_none())
-        {
-            *place = next_use;
-            self.candidates.extend(next_use.map(|next_use| (next_use, block.0)));
+        let place = &mut self.next_uses[to_usize(block.0)];
+        if place.is_none() {
+            *place = Some(next_use);
+            self.candidates.insert((next_use, block.0));
         }
     }
     fn dropped(&mut self, block: BlockId) {
-        let next_use = self.next_uses.get_mut(to_usize(block.0)).and_then(Option::take);
-        if let Some(next_use) = next_use {
+        if let Some(next_use) = self.next_uses[to_usize(block.0)].take() {
             self.candidates.remove(&(next_use, block.0));
         }
     }
     fn set_priority(&mut self, _: BlockId, _: Priority) {}
     fn evict(&mut self) -> Option<BlockId> {
         let (_, block) = self.candidates.pop_last()?;
-        if let Some(place) = self.next_uses.get_mut(to_usize(block)) {
-            *place = None;
-        }
+        self.next_uses[to_usize(block)] = None;
         Some(BlockId(block))
     }
 }

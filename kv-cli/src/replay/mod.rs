@@ -49,7 +49,7 @@ pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<()> {
         _ => args.policy.as_slice(),
     };
     let cases = cases(policies, &args.capacity_blocks, trace.num_blocks());
-    let total = to_u64(trace.requests().len().saturating_mul(cases.len()));
+    let total = to_u64(trace.requests().len() * cases.len());
     let bar = progress::requests(total);
     let lines = cases.into_iter().map(|case| measure(&trace, case, tiers, &bar)).collect();
     bar.finish_and_clear();
@@ -96,7 +96,7 @@ fn two_digits(n: u32) -> u32 {
     let powers = std::iter::successors(Some(1_u32), |power| power.checked_mul(10));
     let unit = powers.take_while(|power| n.checked_div(*power).unwrap_or(0) >= 10).last();
     let unit = unit.unwrap_or(1);
-    n.checked_div(unit).unwrap_or(0).saturating_mul(unit)
+    n.checked_div(unit).unwrap_or(0) * unit
 }
 
 fn measure(

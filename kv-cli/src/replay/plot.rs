@@ -52,7 +52,7 @@ fn draw_to(svg: &mut String, lines: &[Line]) -> Result<(), Box<dyn Error>> {
     for ((index, above), curve) in (0_usize..).zip(above).zip(curves) {
         let Curve { name, points, is_level } = curve;
         // Wider lines below, so that coinciding lines stay visible.
-        let width = above.saturating_add(2);
+        let width = above + 2;
         let colour = Palette99::pick(index).to_rgba();
         let ends = points.first().map(|(_, ratio)| vec![(least, *ratio), (most, *ratio)]);
         let line = if is_level { ends.unwrap_or_default() } else { points.clone() };
@@ -60,13 +60,11 @@ fn draw_to(svg: &mut String, lines: &[Line]) -> Result<(), Box<dyn Error>> {
             .draw_series([PathElement::new(line, colour.stroke_width(width))])?
             .label(name)
             .legend(move |(x, y)| {
-                let end = (x.saturating_add(20), y);
+                let end = (x + 20, y);
                 PathElement::new(vec![(x, y), end], colour.stroke_width(2))
             });
         let inside = points.into_iter().filter(|_| !is_level);
-        chart.draw_series(
-            inside.map(|point| Circle::new(point, width.saturating_add(2), colour.filled())),
-        )?;
+        chart.draw_series(inside.map(|point| Circle::new(point, width + 2, colour.filled())))?;
     }
     chart
         .configure_series_labels()

@@ -85,7 +85,7 @@ pub(super) fn replay(
     let start = Instant::now();
     for requests in trace.requests().chunks(REPORT_EVERY) {
         for request in requests {
-            hit_tokens = hit_tokens.saturating_add(replay.request(request, observer));
+            hit_tokens += replay.request(request, observer);
             peak_blocks = peak_blocks.max(num_blocks.saturating_sub(replay.pool.num_empty()));
         }
         advance(requests.len());
@@ -108,7 +108,7 @@ impl Replay<'_> {
                 self.pool.release(block);
             }
         }
-        let tokens = u64::from(hits).saturating_mul(self.trace.block_size.get().into());
+        let tokens = u64::from(hits) * u64::from(self.trace.block_size.get());
         tokens.min(request.tokens.into())
     }
 

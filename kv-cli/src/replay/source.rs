@@ -1,4 +1,6 @@
 //! A trace file as lines: plain text or zstd, read incrementally.
+// Reads files that may be anything.
+#![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::Path;

@@ -1,5 +1,4 @@
 //! Replays against figures worked out by hand, and against simple models.
-#![expect(clippy::arithmetic_side_effects, reason = "helpers of tests fail as tests do")]
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU32;
 use std::sync::Arc;

@@ -80,10 +80,9 @@ impl TierStack {
             }
         }
         for block in blocks {
-            if let Some(seen) = self.seen.get_mut(to_usize(block.number)) {
-                seen.uses = seen.uses.saturating_add(1);
-                seen.prompt_tokens = seen.prompt_tokens.max(prompt_tokens);
-            }
+            let seen = &mut self.seen[to_usize(block.number)];
+            seen.uses += 1;
+            seen.prompt_tokens = seen.prompt_tokens.max(prompt_tokens);
             let event = if block.is_on_device { ChunkEvent::Reused } else { ChunkEvent::Published };
             for tier in 0..self.tiers.len() {
                 self.offer(tier, event, block.number, block.info);
@@ -101,7 +100,7 @@ impl TierStack {
         let mut offered = Some((event, number, info));
         for tier in self.tiers.iter_mut().skip(tier) {
             let Some((event, number, info)) = offered else { return };
-            let seen = self.seen.get(to_usize(number)).copied().unwrap_or_default();
+            let seen = self.seen[to_usize(number)];
             let facts = ChunkFacts {
                 is_present: tier.contains(number),
                 uses: seen.uses,
@@ -162,26 +161,24 @@ impl BoundedTier {
     fn insert(&mut self, number: u32, info: BlockInfo) -> Option<(u32, BlockInfo)> {
         let (slot, evicted) = if to_u32(self.blocks.len()) < self.capacity {
             self.blocks.push((number, info));
-            (BlockId(to_u32(self.blocks.len()).saturating_sub(1)), None)
+            (BlockId(to_u32(self.blocks.len()) - 1), None)
         } else {
             let slot = self.policy.evict()?;
-            let block = self.blocks.get_mut(to_usize(slot.0))?;
+            let block = &mut self.blocks[to_usize(slot.0)];
             (slot, Some(std::mem::replace(block, (number, info))))
         };
         if let Some((old, _)) = evicted {
-            self.evictions = self.evictions.saturating_add(1);
+            self.evictions += 1;
             self.set_slot(old, NONE);
         }
         self.set_slot(number, slot.0);
         self.policy.stored(slot, &info);
-        self.written = self.written.saturating_add(1);
+        self.written += 1;
         evicted
     }
 
     fn set_slot(&mut self, number: u32, slot: u32) {
-        if let Some(place) = self.slots.get_mut(to_usize(number)) {
-            *place = slot;
-        }
+        self.slots[to_usize(number)] = slot;
     }
 }
 

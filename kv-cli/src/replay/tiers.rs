@@ -161,11 +161,11 @@ impl<'o> TierReplay<'o> {
                 return;
             }
             let tokens = left.min(self.block_tokens);
-            left = left.saturating_sub(tokens);
+            left -= tokens;
             match self.runs.last_mut().filter(|run| run.tier == tier) {
                 Some(run) => {
-                    run.tokens = run.tokens.saturating_add(tokens);
-                    run.blocks = run.blocks.saturating_add(1);
+                    run.tokens += tokens;
+                    run.blocks += 1;
                 }
                 None => self.runs.push(Run { tier, tokens, blocks: 1 }),
             }
@@ -179,26 +179,26 @@ impl<'o> TierReplay<'o> {
         for run in &self.runs {
             let tokens = u64::from(run.tokens);
             let Some(tier) = run.tier else {
-                self.device_tokens = self.device_tokens.saturating_add(tokens);
+                self.device_tokens += tokens;
                 // The device alone finds its first run.
                 if is_reused && !is_first {
-                    self.saved_tokens = self.saved_tokens.saturating_add(tokens);
+                    self.saved_tokens += tokens;
                 }
                 is_first = false;
                 continue;
             };
             is_first = false;
             let loading = self.loading(tier, run.tokens, run.blocks.into());
-            let Some(counts) = self.counts.get_mut(tier) else { continue };
-            counts.tokens = counts.tokens.saturating_add(tokens);
-            counts.blocks = counts.blocks.saturating_add(run.blocks.into());
-            counts.runs = counts.runs.saturating_add(1);
+            let counts = &mut self.counts[tier];
+            counts.tokens += tokens;
+            counts.blocks += u64::from(run.blocks);
+            counts.runs += 1;
             is_reused = is_reused && matches!(loading.decide(), LoadDecision::Load(_));
             if is_reused {
-                counts.loaded_tokens = counts.loaded_tokens.saturating_add(tokens);
+                counts.loaded_tokens += tokens;
                 let time = loading.load_time().unwrap_or_default();
                 counts.load_time = counts.load_time.saturating_add(time);
-                self.saved_tokens = self.saved_tokens.saturating_add(tokens);
+                self.saved_tokens += tokens;
             }
         }
     }
@@ -243,8 +243,8 @@ impl<'o> TierReplay<'o> {
                 }
             })
             .collect();
-        let below = tiers.iter().fold(0_u64, |sum, tier| sum.saturating_add(tier.hit_tokens));
-        let hit_tokens = self.device_tokens.saturating_add(below);
+        let below = tiers.iter().map(|tier| tier.hit_tokens).sum::<u64>();
+        let hit_tokens = self.device_tokens + below;
         let times = self.options.prefill_tokens_per_second.map(|speed| {
             let prefill_seconds_saved = to_f64(self.saved_tokens) / f64::from(speed);
             let load_seconds =
@@ -302,7 +302,7 @@ impl Observer for TierReplay<'_> {
 /// Scales a count of a time to a day.
 fn per_day(n: u64, span: Duration) -> Option<u64> {
     let day = Duration::from_hours(24).as_millis();
-    u64::try_from(u128::from(n).saturating_mul(day).checked_div(span.as_millis())?).ok()
+    u64::try_from((u128::from(n) * day).checked_div(span.as_millis())?).ok()
 }
 
 /// The figures of all tiers.

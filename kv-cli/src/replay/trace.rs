@@ -1,4 +1,6 @@
 //! A request trace, held as ids: the blocks that each request needs, in the file's order.
+// Numbers of traces may be anything.
+#![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use std::collections::HashMap;
 use std::io;
 use std::num::NonZeroU32;

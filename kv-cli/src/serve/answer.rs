@@ -148,7 +148,7 @@ impl Answer {
         loop {
             let next = timeout_at(self.deadline, parts.next()).await;
             let Some((at, part)) = next.map_err(|_| too_late())? else { break };
-            let Some((text, reason)) = done.get_mut(at) else { continue };
+            let (text, reason) = &mut done[at];
             match part {
                 Part::Text(more) => text.push_str(&more),
                 Part::End(ended) => {
@@ -374,9 +374,9 @@ impl Usage {
     }
 
     fn add(&mut self, at: usize, ended: Ended) {
-        self.generated = self.generated.saturating_add(ended.tokens);
+        self.generated += ended.tokens;
         if at.checked_rem(self.n) == Some(0) {
-            self.cached = self.cached.saturating_add(ended.cached);
+            self.cached += ended.cached;
         }
     }
 
@@ -384,7 +384,7 @@ impl Usage {
         json!({
             "prompt_tokens": self.prompt,
             "completion_tokens": self.generated,
-            "total_tokens": self.prompt.saturating_add(self.generated),
+            "total_tokens": self.prompt + self.generated,
             "prompt_tokens_details": {"cached_tokens": self.cached},
         })
     }

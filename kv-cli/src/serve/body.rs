@@ -1,4 +1,6 @@
 //! The body of a request: read until its deadline, into the memory that all bodies share.
+// Reads requests that may be anything.
+#![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use std::future::poll_fn;
 use std::pin::Pin;
 use std::sync::Arc;

@@ -1,4 +1,6 @@
 //! `POST /v1/completions`.
+// Reads requests that may be anything.
+#![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use std::borrow::Cow;
 
 use kv_runner::{TextError, check_vocabulary};

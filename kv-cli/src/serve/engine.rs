@@ -441,7 +441,7 @@ impl Worker<'_> {
                 let error = anyhow::Error::from(error);
                 output::note(&format!("a step failed: {}", crate::failure::describe(&error)))?;
                 self.fail_all("the engine failed");
-                self.failures = self.failures.saturating_add(1);
+                self.failures += 1;
                 if self.failures >= FAILURES_MAX {
                     return Err(error.context("several steps in a row failed"));
                 }

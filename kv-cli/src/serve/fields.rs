@@ -2,6 +2,8 @@
 //!
 //! A value stays the bytes that the client sent until a field is read, and what is read has a limit
 //! of its own: memory and time of a request that is refused are those of one walk over its body.
+// Reads requests that may be anything.
+#![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use std::borrow::Cow;
 use std::cell::Cell;
 use std::fmt;

@@ -150,7 +150,7 @@ impl Metrics {
         }
         self.prompt_tokens.absolute(stats.query_tokens);
         let lower = [stats.host_hit_tokens, stats.disk_hit_tokens, stats.store_hit_tokens];
-        let of_lower = lower.iter().fold(0_u64, |sum, tokens| sum.saturating_add(*tokens));
+        let of_lower = lower.iter().sum::<u64>();
         let [host, disk, store] = lower;
         let hits = [stats.hit_tokens.saturating_sub(of_lower), host, disk, store];
         for (counter, tokens) in self.hit_tokens.iter().zip(hits) {

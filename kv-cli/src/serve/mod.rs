@@ -129,7 +129,7 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<()> {
 fn capacity(scheduler: &Scheduler) -> u32 {
     let tokens = |group: &kv::spec::GroupSpec| {
         let blocks = group.num_blocks();
-        blocks.saturating_mul(group.block_size())
+        blocks * group.block_size()
     };
     scheduler.cache().state().spec().groups().iter().map(tokens).min().unwrap_or(u32::MAX)
 }

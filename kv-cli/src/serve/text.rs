@@ -92,7 +92,7 @@ impl Text {
         match update {
             Update::Started { cached } => self.cached = cached,
             Update::Token(token) => {
-                self.tokens = self.tokens.saturating_add(1);
+                self.tokens += 1;
                 match self.stream.push(&self.tokenizer, token) {
                     Ok(piece) => self.add(&piece),
                     Err(error) => self.end_with(Part::Failed(error.to_string())),

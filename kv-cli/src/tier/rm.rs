@@ -18,7 +18,7 @@ pub(super) fn run(args: &RmArgs) -> anyhow::Result<()> {
         if !is_of(&chunk, args.root.as_ref()) || !is_older(&*store, &chunk, args.older_than)? {
             return Ok(());
         }
-        report.chunks = report.chunks.saturating_add(1);
+        report.chunks += 1;
         report.bytes = report.bytes.saturating_add(chunk.bytes);
         if args.yes { removal.add(chunk.address) } else { Ok(()) }
     })?;

@@ -17,12 +17,12 @@ pub(super) fn run(args: &StatArgs) -> anyhow::Result<()> {
         let chunk = match listed {
             Listed::Chunk(chunk) => chunk,
             Listed::Other { .. } => {
-                others = others.saturating_add(1);
+                others += 1;
                 return Ok(());
             }
         };
         let root = roots.entry(root_digits(&chunk)).or_default();
-        root.chunks = root.chunks.saturating_add(1);
+        root.chunks += 1;
         root.bytes = root.bytes.saturating_add(chunk.bytes);
         if root.facts.is_none()
             && root.chunks <= ATTEMPTS

@@ -26,7 +26,7 @@ pub(super) fn run(args: &VerifyArgs) -> anyhow::Result<()> {
         };
         let finding = match check(&*store, &chunk, &mut bytes)? {
             Checked::Good => {
-                report.good = report.good.saturating_add(1);
+                report.good += 1;
                 report.bytes = report.bytes.saturating_add(chunk.bytes);
                 return Ok(());
             }

@@ -1,11 +1,5 @@
 //! Tests of the program: each of them runs the binary.
-#![expect(
-    clippy::arithmetic_side_effects,
-    clippy::expect_used,
-    clippy::indexing_slicing,
-    clippy::panic,
-    reason = "helpers of tests fail as tests do"
-)]
+#![expect(clippy::expect_used, clippy::panic, reason = "helpers of tests fail as tests do")]
 mod architectures;
 mod bench;
 mod devices;

@@ -4,14 +4,7 @@
 //! run 1,000 and 10,000; `KV_SERVE_BODIES` how many random bodies there are: 80, or 5,000;
 //! `KV_SERVE_SECONDS` how long the longest test takes: 6, or an hour. `KV_SERVE_BROWSER` is the
 //! browser that opens the page.
-#![expect(
-    clippy::arithmetic_side_effects,
-    clippy::expect_used,
-    clippy::indexing_slicing,
-    clippy::panic,
-    clippy::print_stdout,
-    reason = "tests"
-)]
+#![expect(clippy::expect_used, clippy::panic, clippy::print_stdout, reason = "tests")]
 mod behaviour;
 mod chats;
 mod client;

@@ -1,5 +1,4 @@
 //! The stack against a slow model, and the rules that its documentation states.
-#![expect(clippy::arithmetic_side_effects, reason = "helpers of tests fail as tests do")]
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 use std::sync::Arc;

@@ -3,6 +3,8 @@
 //!
 //! The engine takes no blocks of its own, so they become `{% with %}`: a block with names of its
 //! own, as in transformers. Nothing else of a template is changed.
+// Reads templates that may be anything.
+#![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 
 /// Replaces the names of these blocks. Comments, raw blocks, texts and everything between tags stay
 /// as they are.

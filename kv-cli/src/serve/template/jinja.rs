@@ -1,5 +1,7 @@
 //! Jinja as transformers sets it up for chat templates: what blanks mean, and the names that it
 //! adds. `apply_chat_template` is the reference, and `tests/data/make_chats.py` records it.
+// Reads templates that may be anything.
+#![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use std::fmt::Write as _;
 use std::sync::Arc;
 

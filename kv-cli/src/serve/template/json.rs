@@ -1,5 +1,7 @@
 //! The filter `tojson` as transformers has it: Python's `json.dumps`, which escapes nothing for
 //! HTML and keeps the order of keys.
+// Writes values that may be anything.
+#![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use std::fmt::Write as _;
 
 use minijinja::value::{Kwargs, Rest, ValueKind};
