@@ -46,7 +46,7 @@ impl Call {
         let Some(count) = shape.iter().try_fold(1_usize, |all, size| all.checked_mul(*size)) else {
             bail!("too many values");
         };
-        let width = u64::from(heads).saturating_mul(dim_v.into());
+        let width = u64::from(heads) * u64::from(dim_v);
         shape.truncate(shape.len().saturating_sub(2));
         shape.push(usize::try_from(width).unwrap_or(usize::MAX));
         Ok(Self { inputs: [q, k, v], dims, count, shape: shape.into() })

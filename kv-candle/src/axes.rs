@@ -126,7 +126,7 @@ impl Axes {
 
     /// Returns the dimensions: `[t, heads, dim]`, or `[b, s, heads, dim]`.
     pub(crate) fn dims(&self) -> &[u32] {
-        self.dims.get(..self.rank).unwrap_or_default()
+        &self.dims[..self.rank]
     }
 
     /// Returns heads and values of a head.
@@ -144,7 +144,7 @@ impl Axes {
     /// Returns the view of a tensor whose storage is a buffer of a device.
     #[cfg(feature = "cuda")]
     pub(crate) fn on<'a, T: Element, Buf>(&self, storage: &'a Buf) -> TensorView<'a, Buf> {
-        let begin = self.begin.saturating_mul(size_of::<T>());
+        let begin = self.begin * size_of::<T>();
         let begin = u64::try_from(begin).unwrap_or(u64::MAX);
         TensorView::device(T::DTYPE, storage, begin, self.dims()).with_outer_strides(self.outer)
     }

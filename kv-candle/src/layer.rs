@@ -111,8 +111,7 @@ impl LayerCache {
             }
         };
         model.end(self.layer)?;
-        let size =
-            |dim: usize| batch.saturating_mul(tokens).saturating_mul(heads).saturating_mul(dim);
+        let size = |dim: usize| batch * tokens * heads * dim;
         let part = |from: usize, dim: usize| {
             let rows = rows.narrow(0, from, size(dim))?.reshape((batch, tokens, heads, dim))?;
             rows.transpose(1, 2)?.contiguous()
@@ -190,7 +189,7 @@ impl Model {
             bail!("{new} tokens, other layers have {} new ones", self.new);
         }
         let len = self.kv.state().seq_len(SequenceId(0)).unwrap_or(0);
-        usize::try_from(len.saturating_add(new)).map_err(CandleError::wrap)
+        usize::try_from(len + new).map_err(CandleError::wrap)
     }
 
     fn start(&mut self, batch: u32) -> Result<()> {
@@ -220,9 +219,7 @@ impl Model {
 
     /// Notes that a layer has its rows; the last one ends the step.
     fn end(&mut self, layer: u16) -> Result<()> {
-        if let Some(written) = self.written.get_mut(usize::from(layer)) {
-            *written = true;
-        }
+        self.written[usize::from(layer)] = true;
         if self.written.iter().all(|written| *written) {
             self.written.fill(false);
             let Some(step) = self.kv.held() else { bail!("no step is open") };
@@ -298,7 +295,7 @@ impl Append<'_> {
         let (Some(k), Some(v)) = (of_k.view(k), of_v.view(v)) else {
             bail!("a tensor is longer than its storage");
         };
-        let mut rows = vec![T::default(); count_k.saturating_add(count_v)];
+        let mut rows = vec![T::default(); count_k + count_v];
         let (rows_k, rows_v) = rows.split_at_mut(count_k);
         let [dims_k, dims_v] = &call.dims;
         let out = [TensorViewMut::host(rows_k, dims_k), TensorViewMut::host(rows_v, dims_v)];
@@ -317,9 +314,9 @@ impl Append<'_> {
         let call = self.call(layouts)?;
         let ([of_k, of_v], [count_k, count_v]) = (call.new, call.counts);
         let lender = crate::cuda::Lender::of(self.model.borrow().kv.backend())?;
-        let count = count_k.saturating_add(count_v);
+        let count = count_k + count_v;
         let mut rows = device.alloc_zeros::<T>(count)?;
-        let begin_v = u64::try_from(count_k.saturating_mul(size_of::<T>())).unwrap_or(u64::MAX);
+        let begin_v = u64::try_from(count_k * size_of::<T>()).unwrap_or(u64::MAX);
         lender.read(k, |k| {
             lender.read(v, |v| {
                 lender.write(&mut rows, |rows| {

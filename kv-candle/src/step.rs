@@ -177,7 +177,7 @@ impl<'c, B: Backend> CandleStep<'c, B> {
     /// Does what [`readable`] does, and counts copies.
     fn readable(&self, tensor: &Tensor) -> Result<Tensor> {
         let (tensor, is_copy) = readable(tensor)?;
-        self.copies.set(self.copies.get().saturating_add(is_copy.into()));
+        self.copies.set(self.copies.get() + u64::from(is_copy));
         Ok(tensor)
     }
 

@@ -1,5 +1,5 @@
 //! Attention over the cache against the same sums by candle's own operations.
-#![expect(clippy::unwrap_used, clippy::arithmetic_side_effects, reason = "tests")]
+#![expect(clippy::unwrap_used, reason = "tests")]
 use candle_core::{D, DType, Device, Result, Tensor};
 use kv_candle::kv::spec::PrefixReuse;
 use kv_candle::kv::{AttentionOptions, CacheSpec, KvFormat, SequenceId, StartOptions, StepInput};

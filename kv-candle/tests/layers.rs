@@ -1,5 +1,5 @@
 //! `LayerCache` against candle's own cache of the same signature.
-#![expect(clippy::unwrap_used, clippy::arithmetic_side_effects, reason = "tests")]
+#![expect(clippy::unwrap_used, reason = "tests")]
 use candle_core::{DType, Device, Tensor};
 use candle_nn::kv_cache::ConcatKvCache;
 use kv_candle::LayerCache;

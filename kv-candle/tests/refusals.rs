@@ -1,5 +1,5 @@
 //! Bad input and errors half way: what is refused, and that the cache is as before.
-#![expect(clippy::unwrap_used, clippy::arithmetic_side_effects, reason = "tests")]
+#![expect(clippy::unwrap_used, reason = "tests")]
 use candle_core::{DType, Device, Result, Tensor};
 use kv_candle::kv::error::PlanError;
 use kv_candle::kv::{AttentionOptions, CacheError, CacheSpec, KvFormat};

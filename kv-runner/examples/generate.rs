@@ -1,7 +1,7 @@
 //! Generates text for two prompts over one cache, token by token.
 //!
 //! `cargo run --release -p kv-runner --example generate -- [MODEL_DIR [DEVICE]]`
-#![expect(clippy::indexing_slicing, clippy::print_stdout, reason = "an example, which prints")]
+#![expect(clippy::print_stdout, reason = "an example, which prints")]
 use std::error::Error;
 use std::path::{Path, PathBuf};
 

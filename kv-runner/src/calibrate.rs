@@ -59,7 +59,7 @@ pub fn observe(
     for ids in ids.chunks(sequence.max(1)) {
         reader.begin()?;
         for (chunk, index) in ids.chunks(CHUNK).zip(0_usize..) {
-            let position = to_u32(index.saturating_mul(CHUNK));
+            let position = to_u32(index * CHUNK);
             reader.read(chunk, &mut |rows| observer.see(position, rows))?;
             progress(chunk.len());
         }
@@ -86,7 +86,7 @@ pub fn online(
     let mut new = prompt.iter().copied().take(to_usize(wanted)).collect::<Vec<_>>();
     while !new.is_empty() {
         let hidden = reader.read(&new, &mut |rows| observer.see(position, rows))?;
-        position = position.saturating_add(to_u32(new.len()));
+        position += to_u32(new.len());
         let last = hidden.i(new.len().saturating_sub(1)..)?;
         new.clear();
         if position < wanted {

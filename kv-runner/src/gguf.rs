@@ -4,6 +4,8 @@
 //! Files of some architectures have the rows of Q and K interleaved, so that pairs `(2i, 2i + 1)`
 //! rotate together. The tokenizer of a file is not read, except the tokens that end a text, the
 //! template of chats and the tokens that it names; a `tokenizer.json` is needed.
+// Reads files that may be anything.
+#![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 mod config;
 mod metadata;
 mod parts;

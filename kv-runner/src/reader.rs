@@ -1,4 +1,6 @@
 //! Runs a model over one text, with a cache of its own.
+// Reads files that may be anything.
+#![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use candle_core::{Device, Tensor};
 use kv::backend::AnyBackend;
 use kv::error::SpecError;

@@ -196,7 +196,7 @@ impl Rope {
         let mut rotated = Vec::with_capacity(rows.len());
         let pairs = self.frequencies.len().max(1);
         let angles = rotation.cos.chunks_exact(pairs).zip(rotation.sin.chunks_exact(pairs));
-        let token = heads.saturating_mul(self.head_dim).max(1);
+        let token = (heads * self.head_dim).max(1);
         for (token, (cos, sin)) in rows.chunks_exact(token).zip(angles) {
             for row in token.chunks_exact(self.head_dim.max(1)) {
                 let (turning, rest) = row.split_at(self.rotary_dim.min(row.len()));

@@ -1,4 +1,6 @@
 //! The stored format of a cache, and the specs of caches in it.
+// Reads files that may be anything.
+#![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 mod text;
 
 use std::collections::BTreeSet;

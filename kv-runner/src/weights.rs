@@ -2,6 +2,8 @@
 //!
 //! A file is read whole, every offset in it is checked before a byte is used, and a name that
 //! points out of the model's directory is refused.
+// Reads files that may be anything.
+#![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use std::collections::{BTreeSet, HashMap};
 use std::fs;
 use std::path::Path;

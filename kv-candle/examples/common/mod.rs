@@ -143,6 +143,6 @@ pub(crate) fn open_cache(
 ) -> anyhow::Result<CandleCache> {
     let smallest = geometry.spec(format, tokens, 1)?;
     let blocks = smallest.groups().iter().map(|group| group.slot_map().blocks_reserved(tokens));
-    let blocks = blocks.max().unwrap_or(0).saturating_mul(sequences);
+    let blocks = blocks.max().unwrap_or(0) * sequences;
     Ok(CandleCache::new(&Device::Cpu, geometry.spec(format, tokens, blocks)?)?)
 }

@@ -78,14 +78,14 @@ pub(crate) fn serve(
             let options = StartOptions::default();
             let reused = cache.kv_mut().start(sequence.id(), prompt, options)?;
             sequence.cached = usize::try_from(reused)?;
-            served.prompt_tokens = served.prompt_tokens.saturating_add(prompt.len());
-            served.reused_tokens = served.reused_tokens.saturating_add(sequence.cached);
+            served.prompt_tokens += prompt.len();
+            served.reused_tokens += sequence.cached;
             running.push(sequence);
         }
         if running.is_empty() {
             return Ok(served);
         }
-        served.steps = served.steps.saturating_add(1);
+        served.steps += 1;
         served.batch = served.batch.max(running.len());
         let logits = advance(cache, model, &running)?;
         let mut still = Vec::new();

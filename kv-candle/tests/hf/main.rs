@@ -8,14 +8,7 @@
 //! rounding of a logit to f32 (`Recorded::tolerance`). That is 1.1e-5 to 2.4e-5 for logits up to
 //! 39, and no difference is more than 0.54 of it, whichever kernels of the CPU are chosen. Each
 //! fault below changes logits by 0.08 or more.
-#![expect(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::panic,
-    clippy::indexing_slicing,
-    clippy::arithmetic_side_effects,
-    reason = "tests"
-)]
+#![expect(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 mod decoder;
 #[rustfmt::skip]
 #[allow(warnings, reason = "kept as candle-transformers has it")]

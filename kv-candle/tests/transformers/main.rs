@@ -1,6 +1,6 @@
 //! Models of candle-transformers, ported to this cache, against candle-transformers itself: the
 //! same random weights and tokens in both.
-#![expect(clippy::unwrap_used, clippy::arithmetic_side_effects, reason = "tests")]
+#![expect(clippy::unwrap_used, reason = "tests")]
 #![expect(clippy::duplicate_mod, reason = "every example is a program of its own")]
 mod complaints;
 mod exact;

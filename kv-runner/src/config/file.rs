@@ -1,4 +1,6 @@
 //! Reads a `config.json` field by field, by the rules of its architecture.
+// Reads files that may be anything.
+#![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use serde_json::Value;
 
 use super::object::{Agreed, Object, field_error};

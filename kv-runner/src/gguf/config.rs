@@ -1,4 +1,6 @@
 //! Converts the metadata of a GGUF file to a configuration.
+// Reads files that may be anything.
+#![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use candle_core::quantized::gguf_file::{Content, Value};
 
 use super::metadata::{Metadata, whole};

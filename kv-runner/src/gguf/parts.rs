@@ -1,4 +1,6 @@
 //! The files of one model: a single one, or the parts that `split.count` counts.
+// Reads files that may be anything.
+#![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use std::fs::File;
 use std::io::BufReader;
 use std::path::{Path, PathBuf};
