@@ -16,8 +16,6 @@
 //! The code here prefers obvious over fast, and knows nothing of how a backend works.
 #![forbid(unsafe_code)]
 #![expect(
-    clippy::indexing_slicing,
-    clippy::arithmetic_side_effects,
     clippy::as_conversions,
     clippy::cast_possible_truncation,
     clippy::cast_possible_wrap,

@@ -2,7 +2,7 @@
 //! says how many tokens need no step.
 //!
 //! `cargo run --release -p kv --example prefix_reuse -- cpu`
-#![expect(clippy::print_stdout, clippy::indexing_slicing, reason = "an example")]
+#![expect(clippy::print_stdout, reason = "an example")]
 #![expect(clippy::as_conversions, clippy::cast_precision_loss, reason = "few tokens")]
 #![expect(clippy::cast_possible_truncation, reason = "few tokens")]
 

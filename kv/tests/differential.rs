@@ -7,7 +7,6 @@
 #![expect(
     clippy::unwrap_used,
     clippy::panic,
-    clippy::arithmetic_side_effects,
     reason = "a test, and its helpers outside the test functions"
 )]
 

@@ -85,9 +85,9 @@ impl Counts {
     }
 
     fn add(&mut self, other: Self) {
-        self.passed = self.passed.saturating_add(other.passed);
-        self.failed = self.failed.saturating_add(other.failed);
-        self.skipped = self.skipped.saturating_add(other.skipped);
+        self.passed += other.passed;
+        self.failed += other.failed;
+        self.skipped += other.skipped;
     }
 
     fn parse(report: &Value) -> Option<Self> {
@@ -270,7 +270,7 @@ fn outcome(report: Option<&Value>, ended: Result<()>) -> (String, Counts) {
                 Ok(()) => "the runner left no counts".to_owned(),
             };
             let counts = counts.unwrap_or_default();
-            (why, Counts { failed: counts.failed.saturating_add(1), ..counts })
+            (why, Counts { failed: counts.failed + 1, ..counts })
         }
     }
 }

@@ -76,7 +76,7 @@ fn changed_lines(from: &str, to: &str) -> usize {
         let mut left = removed;
         for (new, pair) in to.iter().zip(above.windows(2)) {
             let &[diagonal, up] = pair else { continue };
-            left = if *new == old { diagonal } else { left.min(up).saturating_add(1) };
+            left = if *new == old { diagonal } else { left.min(up) + 1 };
             row.push(left);
         }
         above = row;

@@ -87,13 +87,11 @@ impl Config {
     /// Refuses a geometry that no golden file needs.
     pub(crate) fn check_size(&self) -> Result<(), CaseError> {
         let tokens = match (self.is_paged, self.page_size, self.total_num_pages) {
-            (true, Some(size), Some(pages)) => u64::from(size).saturating_mul(u64::from(pages)),
-            _ => u64::from(self.max_batch_size).saturating_mul(u64::from(self.max_sequence_length)),
+            (true, Some(size), Some(pages)) => u64::from(size) * u64::from(pages),
+            _ => u64::from(self.max_batch_size) * u64::from(self.max_sequence_length),
         };
-        let widths = self.heads_dims().map(|[heads, dim]| heads.saturating_mul(dim) as u64);
-        let elements = tokens
-            .saturating_mul(widths[0].saturating_add(widths[1]))
-            .saturating_mul(u64::from(self.layers()));
+        let widths = self.heads_dims().map(|[heads, dim]| (heads * dim) as u64);
+        let elements = tokens * (widths[0] + widths[1]) * u64::from(self.layers());
         ensure(elements <= ELEMENTS_MAX, || {
             format!("config: {elements} elements are more than a golden file needs")
         })

@@ -2,7 +2,6 @@
 //! suite is not compiled once more for them.
 #![expect(
     clippy::as_conversions,
-    clippy::arithmetic_side_effects,
     clippy::cast_possible_truncation,
     clippy::unwrap_used,
     reason = "tests"

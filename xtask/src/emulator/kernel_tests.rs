@@ -134,10 +134,10 @@ fn link(source: &Path, name: &str, sanitizer: Sanitizer) -> Result<PathBuf> {
 fn shares(first: u32, count: u32, processes: usize) -> Vec<Vec<String>> {
     let processes = u32::try_from(processes).unwrap_or(u32::MAX).clamp(1, count.max(1));
     let size = count.div_ceil(processes);
-    let begins = (0..processes).map(|i| size.saturating_mul(i)).filter(|begin| *begin < count);
+    let begins = (0..processes).map(|i| size * i).filter(|begin| *begin < count);
     let share = |begin: u32| {
-        let length = size.min(count.saturating_sub(begin));
-        vec![first.saturating_add(begin).to_string(), length.to_string()]
+        let length = size.min(count - begin);
+        vec![(first + begin).to_string(), length.to_string()]
     };
     begins.map(share).collect()
 }
@@ -189,7 +189,7 @@ fn parse(text: &str) -> Result<BTreeMap<&str, u64>> {
         let (count, name): (u64, _) =
             parsed.with_context(|| format!("not a count of launches: {line:?}"))?;
         let sum = counts.entry(name).or_insert(0_u64);
-        *sum = sum.saturating_add(count);
+        *sum += count;
     }
     Ok(counts)
 }

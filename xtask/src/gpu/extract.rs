@@ -6,7 +6,7 @@ const LOG_BYTES: usize = 100_000;
 
 /// Returns the beginning and the end of a long text.
 pub(super) fn shortened(text: &str) -> String {
-    if text.len() <= LOG_BYTES.saturating_mul(2) {
+    if text.len() <= LOG_BYTES * 2 {
         return text.to_owned();
     }
     let head = text.floor_char_boundary(LOG_BYTES);

@@ -100,7 +100,7 @@ pub(super) fn pack(folder: &Path, place: &Path, commit: &str) -> Result<()> {
     println!(
         "with the tree's {}: {} of {TRAVELS_MAX} bytes",
         weights.tree,
-        weights.archive.saturating_add(weights.tree)
+        weights.archive + weights.tree
     );
     weights.check()
 }
@@ -175,7 +175,7 @@ fn compress(folder: &Path, archive: &Path, list: &Path) -> Result<()> {
 
 /// Makes the script, which contains its own length.
 fn header() -> String {
-    let first = UNPACK.len().saturating_add(1);
+    let first = UNPACK.len() + 1;
     let text = UNPACK.replace(PLACE, &format!("{first:07}"));
     assert!(text.len() == UNPACK.len(), "a place has the length of its mark");
     text

@@ -141,7 +141,7 @@ impl Imports {
                 Some("crate" | "super" | "self") => path.clone(),
                 _ => std::iter::once("self".to_owned()).chain(path.iter().cloned()).collect(),
             };
-            self.definition(found, &inside, depth.saturating_add(1))
+            self.definition(found, &inside, depth + 1)
         });
         target.or(Some(found))
     }
@@ -233,7 +233,7 @@ fn split_list(list: &str) -> impl Iterator<Item = &str> {
     let mut depth = 0_u32;
     list.split(move |c| {
         match c {
-            '{' => depth = depth.saturating_add(1),
+            '{' => depth += 1,
             '}' => depth = depth.saturating_sub(1),
             _ => {}
         }

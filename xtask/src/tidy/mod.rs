@@ -56,7 +56,7 @@ pub(crate) fn run() -> Result<()> {
             problems.push(Problem::new(&place, 0, "is not UTF-8"));
             continue;
         };
-        files = files.saturating_add(1);
+        files += 1;
         problems.extend(source::check_whitespace(&place, &text));
         match path.extension().and_then(|extension| extension.to_str()) {
             Some("rs") => {

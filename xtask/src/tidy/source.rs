@@ -87,7 +87,7 @@ fn check_tests_length(place: &str, text: &str) -> Option<Problem> {
     let length = lines.get(start..)?.iter().position(|line| line.trim_end() == "}")?;
     let rule =
         format!("{length} lines of tests, more than {TEST_LINES_MAX} get a file of their own");
-    (length > TEST_LINES_MAX).then(|| Problem::new(place, start.saturating_add(1), rule))
+    (length > TEST_LINES_MAX).then(|| Problem::new(place, start + 1, rule))
 }
 
 #[cfg(test)]
