@@ -91,13 +91,6 @@
 //! that often. A prompt whose first blocks another one is about to compute waits until they can be
 //! reused.
 #![forbid(unsafe_code)]
-// Formulas over counts that are checked when a request is accepted read as formulas, and places in
-// lists come from the list itself. Tests run with overflow checks.
-#![allow(
-    clippy::arithmetic_side_effects,
-    clippy::indexing_slicing,
-    reason = "a broken invariant of this crate panics, as one of the cache does"
-)]
 mod accept;
 mod admit;
 mod beams;
