@@ -88,12 +88,12 @@ struct HeldStep {
 impl<B: Backend> Engine<B> {
     /// Takes a cache, which must have the layers and heads of the models that will run.
     pub fn new(cache: KvCache<B>, limits: Limits) -> Self {
-        Self::over(Memory::Device(cache), limits)
+        Self::over(Memory::Device(Box::new(cache)), limits)
     }
 
     /// Does what [`Self::new`] does with a cache whose prompts also reuse what its tiers have.
     pub fn tiered(cache: TieredCache<B>, limits: Limits) -> Self {
-        Self::over(Memory::Tiered(cache), limits)
+        Self::over(Memory::Tiered(Box::new(cache)), limits)
     }
 
     fn over(memory: Memory<B>, limits: Limits) -> Self {

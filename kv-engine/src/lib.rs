@@ -7,7 +7,7 @@
 //! | to | see |
 //! |---|---|
 //! | run requests with a model | [`Engine::step`], [`Model`], [`Logits`] |
-//! | drive the steps elsewhere | [`Engine::begin_step`], [`Engine::with_step`], [`Engine::end_step`] |
+//! | drive steps elsewhere | [`Engine::begin_step`], [`Engine::with_step`], [`Engine::end_step`] |
 //! | choose tokens elsewhere | [`Chosen`], [`Output`] |
 //! | describe a request | [`Request`], [`Sampler`], [`BeamOptions`], [`Limits`] |
 //! | read results | [`Event`], [`Generated`], [`Stats`] |

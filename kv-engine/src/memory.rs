@@ -14,8 +14,8 @@ use crate::task::{FromTiers, Task};
 /// A cache, with or without tiers.
 #[derive(Debug)]
 pub(crate) enum Memory<B: Backend> {
-    Device(KvCache<B>),
-    Tiered(TieredCache<B>),
+    Device(Box<KvCache<B>>),
+    Tiered(Box<TieredCache<B>>),
 }
 
 impl<B: Backend> Memory<B> {
@@ -48,7 +48,7 @@ impl<B: Backend> Memory<B> {
     }
     pub(crate) fn into_cache(self) -> KvCache<B> {
         match self {
-            Self::Device(cache) => cache,
+            Self::Device(cache) => *cache,
             Self::Tiered(cache) => cache.into_cache(),
         }
     }

@@ -53,7 +53,8 @@ pub struct CacheOptions {
     pub stored: Stored,
     /// Whether prompts reuse cached prefixes of others.
     pub reuse: bool,
-    /// Whether the cache lists changes of blocks, which [`TieredCache`](kv::tier::TieredCache) follow.
+    /// Whether the cache lists changes of blocks, which [`TieredCache`](kv::tier::TieredCache)
+    /// follow.
     pub tiers: bool,
 }
 

@@ -2,7 +2,6 @@
 mod files;
 mod foreign;
 
-use std::error::Error as StdError;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -17,8 +16,8 @@ pub use foreign::ForeignError;
 
 /// Any failure of reading or running a model.
 ///
-/// The message names one cause; [`StdError::source`] has the next, so a program prints the whole
-/// chain.
+/// The message names one cause; [`source`](std::error::Error::source) has the next, so a program
+/// prints the whole chain.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -115,7 +114,7 @@ impl<T, E: Into<Error>> InFile<T> for Result<T, E> {
 
 /// Joins the messages of an error and its sources.
 #[cfg(test)]
-pub(crate) fn chain(error: &dyn StdError) -> String {
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(error) = source {

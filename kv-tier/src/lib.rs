@@ -7,7 +7,7 @@
 //!
 //! | module | owns |
 //! |---|---|
-//! | the root | [`TieredCache`]: a cache, and what moves chunks between its device, host memory and stores |
+//! | the root | [`TieredCache`]: a cache, and what moves its chunks to host memory and stores |
 //! | [`chunk`] | format of a chunk: geometry, header, and the checks before it is used |
 //! | `disk` | a folder that keeps chunks as files, bounded, shared by processes (Linux) |
 //! | [`handoff`] | message with which another engine finds the chunks of a prompt |

@@ -123,8 +123,8 @@ impl<B: Backend> TieredCache<B> {
         self.tiers.poll(&mut self.cache)
     }
 
-    /// Lets blocks be evicted that [`Self::bring`] has brought and that no sequence has taken; while
-    /// a step is open, when it has ended. The first call after the step does this too.
+    /// Lets blocks be evicted that [`Self::bring`] has brought and that no sequence has taken;
+    /// while a step is open, when it has ended. The first call after the step does this too.
     pub fn release_brought(&mut self) {
         self.has_begun = true;
         self.settle();
@@ -202,8 +202,8 @@ impl<B: Backend> TieredCache<B> {
 
     /// Brings to the device what has come for a prompt whose sequence starts in the next step, by
     /// [`Step::start`]: it finds the blocks as it finds other cached blocks. They cannot be evicted
-    /// before that step of [`Self::begin_step`] has ended. Returns whether anything was brought; not
-    /// if the device has too few free blocks. The prefetch ends.
+    /// before that step of [`Self::begin_step`] has ended. Returns whether anything was brought;
+    /// not if the device has too few free blocks. The prefetch ends.
     ///
     /// # Errors
     /// Those of [`Self::start`] without those of [`KvCache::start`].

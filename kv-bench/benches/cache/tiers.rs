@@ -9,8 +9,8 @@ use kv_bench::{BLOCK_SIZE, is_smoke};
 
 const FIRST: SequenceId = SequenceId(0);
 
-/// Measures `TieredCache::start` alone: the lookup, the copies of the null device, the import. It grows
-/// with the prompt, and not faster.
+/// Measures `TieredCache::start` alone: the lookup, the copies of the null device, the import. It
+/// grows with the prompt, and not faster.
 pub(crate) fn benches(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("tiers");
     group.sample_size(10);

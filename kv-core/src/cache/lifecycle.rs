@@ -119,7 +119,8 @@ impl<B: Backend> KvCache<B> {
 
     /// Evicts the cached blocks of a prompt after its first `keep` tokens, last first, up to the
     /// first that is held or that another prompt continues. Returns the number of these blocks in
-    /// all groups. Lower tiers keep theirs: `kv_tier::TieredCache::forget_prefix` removes those too.
+    /// all groups. Lower tiers keep theirs: `kv_tier::TieredCache::forget_prefix` removes those
+    /// too.
     ///
     /// # Errors
     /// [`PlanError::State`] while a step is held.
@@ -134,7 +135,8 @@ impl<B: Backend> KvCache<B> {
 
     /// Evicts everything that is cached with a salt, of all adapters, but what is held and the
     /// blocks before it; an empty salt stands for prompts without one. Returns the number of blocks
-    /// in all groups. Lower tiers keep theirs: `kv_tier::TieredCache::forget_salt` removes those too.
+    /// in all groups. Lower tiers keep theirs: `kv_tier::TieredCache::forget_salt` removes those
+    /// too.
     ///
     /// # Errors
     /// [`PlanError::State`] while a step is held.
@@ -143,8 +145,8 @@ impl<B: Backend> KvCache<B> {
     }
 
     /// Evicts everything cached; `false`, and no change, while a sequence, a pin, a hold or an
-    /// import holds a block. Lower tiers keep theirs: `kv_tier::TieredCache::forget_all` empties them
-    /// too.
+    /// import holds a block. Lower tiers keep theirs: `kv_tier::TieredCache::forget_all` empties
+    /// them too.
     ///
     /// # Errors
     /// [`PlanError::State`] while a step is held.
@@ -186,8 +188,8 @@ impl<B: Backend> KvCache<B> {
     /// Moves the changes of blocks since the last call to the end of `out`, in order. `false`, and
     /// nothing moved, if there were more than
     /// [`CacheSpecBuilder::changes`](crate::spec::CacheSpecBuilder::changes) keeps: then look at
-    /// [`CacheState::stored_blocks`], which includes every change up to now. While a step is held, this
-    /// gives what is certain already: blocks that the step evicted, but none that it fills.
+    /// [`CacheState::stored_blocks`], which includes every change up to now. While a step is held,
+    /// this gives what is certain already: blocks that the step evicted, but none that it fills.
     pub fn drain_changes(&mut self, out: &mut Vec<BlockChange>) -> bool {
         self.recovered().drain_changes(out)
     }
@@ -335,8 +337,9 @@ impl<B: Backend> KvCache<B> {
     }
 
     /// Makes the blocks reusable that end at or before `upto` tokens, whose bytes have come from
-    /// `tier`: the work that writes them is recorded on the cache's queue, or done. They stay held by the import. If another block has got the same content meanwhile,
-    /// the import holds that one instead.
+    /// `tier`: the work that writes them is recorded on the cache's queue, or done. They stay held
+    /// by the import. If another block has got the same content meanwhile, the import holds that
+    /// one instead.
     ///
     /// [`Stats`](crate::Stats) counts the tokens as hits of `tier` when a sequence first reuses
     /// them, and the eviction policy counts that reuse as the use that they were imported for.

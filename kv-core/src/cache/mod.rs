@@ -253,9 +253,9 @@ impl<B: Backend> KvCache<B> {
     }
 
     /// Zeroes the blocks that lost their last holder or their content, if the spec says so
-    /// ([`wipe_on_release`](crate::spec::CacheSpecBuilder::wipe_on_release)), and lets the queue wait
-    /// for what still reads them. Every call that hands out blocks does this first: call it to have
-    /// them zeroed earlier.
+    /// ([`wipe_on_release`](crate::spec::CacheSpecBuilder::wipe_on_release)), and lets the queue
+    /// wait for what still reads them. Every call that hands out blocks does this first: call it to
+    /// have them zeroed earlier.
     ///
     /// # Errors
     /// The device's. Blocks that are left wait for the next call, and none is written before.

@@ -33,8 +33,8 @@ impl<'p> GatherPlan<'p> {
     /// Checks ranges: each must lie inside the blocks of its row.
     ///
     /// # Errors
-    /// [`PlanError::TableTooShort`], [`PlanError::TooMany`] when the end of a range or the total does
-    /// not fit `u32`, [`PlanError::LengthMismatch`] for tables of another pool.
+    /// [`PlanError::TableTooShort`], [`PlanError::TooMany`] when the end of a range or the total
+    /// does not fit `u32`, [`PlanError::LengthMismatch`] for tables of another pool.
     pub fn new(
         layout: &PlaneLayout,
         tables: &'p BlockTables,

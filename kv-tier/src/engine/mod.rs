@@ -1,7 +1,7 @@
 //! The engine: moves chunks between the device, host memory and stores.
 //!
-//! [`TieredCache`] is called between steps. Nothing in it waits: stores are called on threads of their
-//! own ([`lane`]), through breakers and with deadlines ([`guarded`]).
+//! [`TieredCache`] is called between steps. Nothing in it waits: stores are called on threads of
+//! their own ([`lane`]), through breakers and with deadlines ([`guarded`]).
 //!
 //! | module | owns |
 //! |---|---|

@@ -186,7 +186,8 @@ impl<B: Backend> Tiers<B> {
         Ok(started?)
     }
 
-    /// Brings to the device what has come for a prompt, whose blocks the import holds. The prefetch ends.
+    /// Brings to the device what has come for a prompt, whose blocks the import holds. The prefetch
+    /// ends.
     pub(crate) fn bring(
         &mut self,
         cache: &mut KvCache<B>,

@@ -74,11 +74,8 @@ fn a_device_that_fails_at_any_operation_leaks_nothing() {
             let soon = Instant::now() + Duration::from_secs(20);
             let flushed = (0..3).any(|_| cache.flush(soon).is_ok_and(|left| left.is_empty()));
             assert!(flushed, "operation {operation}");
-            assert_eq!(
-                (cache.state().num_holds(), cache.state().num_imports()),
-                (0, 0),
-                "operation {operation}"
-            );
+            let held = (cache.state().num_holds(), cache.state().num_imports());
+            assert_eq!(held, (0, 0), "operation {operation}");
             assert_eq!(cache.state().usage().blocks_used, 0, "operation {operation}");
             cache.cache().backend().control().fail_after(u64::MAX);
             reused
@@ -93,11 +90,8 @@ fn a_device_that_fails_at_any_operation_leaks_nothing() {
             let prefetch = cache.prefetch(&prompt, &plain());
             let started = cache.start(prefetch, id, plain());
             let has_started = started.is_ok();
-            assert_eq!(
-                cache.state().contains(id),
-                has_started,
-                "operation {operation}: {started:?}"
-            );
+            let is_live = cache.state().contains(id);
+            assert_eq!(is_live, has_started, "operation {operation}: {started:?}");
             // What a failure has left is done as soon as the device works.
             for _ in 0..3 {
                 let _ = cache.poll();

@@ -1,4 +1,5 @@
-//! `TieredCache` over a cache on the CPU: rows of every prompt equal those of a cache without tiers.
+//! `TieredCache` over a cache on the CPU: rows of every prompt equal those of a cache without
+//! tiers.
 #![expect(
     clippy::unwrap_used,
     clippy::as_conversions,

@@ -398,12 +398,11 @@ impl World {
         let mut step = self.cache.begin_step(&[])?;
         let started = step.start(id, &asked.prompt, asked.options());
         // Without inputs, a commit needs no writes, and the sequence stays.
-        let ended = match started {
-            Ok(_) => step.commit(),
-            Err(_) => {
-                step.roll_back();
-                Ok(())
-            }
+        let ended = if started.is_ok() {
+            step.commit()
+        } else {
+            step.roll_back();
+            Ok(())
         };
         assert!(!was_brought || self.cache.state().num_imports() > 0, "the step holds them");
         // Releases them, whatever the device does then.

@@ -96,8 +96,8 @@ struct Side {
 }
 
 enum Memory {
-    Device(KvCache),
-    Tiers(TieredCache),
+    Device(Box<KvCache>),
+    Tiers(Box<TieredCache>),
 }
 
 impl Memory {
@@ -121,9 +121,10 @@ impl Side {
         let cache = KvCache::new(device, spec).map_err(TierError::other)?;
         let identity = Identity::new(ModelDigest::of_bytes(b"measured"));
         let memory = match tiers {
-            None => Memory::Device(cache),
+            None => Memory::Device(Box::new(cache)),
             Some(options) => {
-                Memory::Tiers(TieredCache::new(cache, identity, options).map_err(TierError::other)?)
+                let tiered = TieredCache::new(cache, identity, options);
+                Memory::Tiers(Box::new(tiered.map_err(TierError::other)?))
             }
         };
         Ok(Self { memory, len: 0 })

@@ -25,8 +25,9 @@ use crate::reuse::{BlockKey, NamespaceId, Offered};
 /// Blocks for the content that somebody brings of one prompt.
 ///
 /// [`KvCache::reserve_import`] takes the blocks, [`KvCache::publish_import`] makes those reusable
-/// whose bytes have come, and [`KvCache::finish_import`] releases all of them. The cache keeps a list
-/// of all imports: the blocks of one that is dropped stay held until [`KvCache::finish_imports`].
+/// whose bytes have come, and [`KvCache::finish_import`] releases all of them. The cache keeps a
+/// list of all imports: the blocks of one that is dropped stay held until
+/// [`KvCache::finish_imports`].
 #[derive(Debug)]
 #[must_use = "the blocks stay held until the import is finished"]
 pub struct Import {

@@ -16,8 +16,8 @@ use crate::spec::{PrefixReuse, Window};
 /// What is cached of a prompt, and the content of every full block that it may reuse.
 ///
 /// A lower tier finds copies of the missing blocks by what is listed here, and brings them with
-/// [`KvCache::reserve_import`](crate::KvCache::reserve_import). The probe is a picture of one moment and holds no block; the
-/// import looks again.
+/// [`KvCache::reserve_import`](crate::KvCache::reserve_import). The probe is a picture of one
+/// moment and holds no block; the import looks again.
 ///
 /// Counts of tokens, *up to* which blocks are there, may be any number; blocks that end later are
 /// not included.

@@ -457,9 +457,7 @@ proptest! {
 
 /// Runs operations; each applies whole or changes nothing.
 pub(super) fn run_operations(cache: &mut KvCache<NullBackend>, operations: &[Operation]) {
-    use Operation::{
-        Extreme, Hold, Hook, Join, Leak, Ping, Query, Release, Reset, Step, Tokens, Truncate,
-    };
+    use Operation::{Extreme, Hold, Hook, Join, Leak, Ping, Query, Step, Tokens};
     let mut model = Model::default();
     for operation in operations {
         let before = books(cache.state());
