@@ -8,15 +8,13 @@
 //
 // Launch: 1 block, 512 threads, KV_PLAN_SHARED bytes of shared memory.
 #include "decode_plan.h"
-
-constexpr u32 KV_PLAN_THREADS = 512, KV_PLAN_WARPS = KV_PLAN_THREADS / 32;
+#include "plan_scan.h"
 
 // State of KV_PLAN_THREADS sequences and, at a time, as many query tiles.
 struct KvPlanShared {
   u64 place[KV_PLAN_THREADS], cost[KV_PLAN_THREADS];  // of a sequence: its position, and the cost of one kv head
   u64 first[KV_PLAN_THREADS];                         // KvDecodeSplits of a query tile
-  u64 sums[KV_PLAN_WARPS];
-  u32 counts[KV_PLAN_WARPS];
+  KvPlanScan scan;
   u32 query_tiles_end[KV_PLAN_THREADS];  // query tiles of the sequences up to this one
   u32 splits_end[KV_PLAN_THREADS];       // splits of the query tiles up to this one
   u32 begin[KV_PLAN_THREADS], tiles[KV_PLAN_THREADS], last[KV_PLAN_THREADS];  // last: slot of its last split
@@ -24,39 +22,6 @@ struct KvPlanShared {
 };
 constexpr u32 KV_PLAN_SHARED = 30912;
 static_assert(sizeof(KvPlanShared) == KV_PLAN_SHARED, "src/decode/plan.rs launches with this size");
-
-// Computes an inclusive scan over the threads, and the total. Two scans need a barrier between
-// them.
-struct KvPlanSum { u64 value; u32 count; };
-KV_DEV KvPlanSum kv_plan_scan(KvPlanShared& s, KvPlanSum v, KvPlanSum& total) {
-  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll 1
-  for (u32 step = 1; step < 32; step *= 2) {
-    const u32 from = lane < step ? lane : lane - step;
-    const u64 low = kv_shfl((u32)v.value, from), high = kv_shfl((u32)(v.value >> 32), from);
-    const u32 count = kv_shfl(v.count, from);
-    if (lane >= step) v = {v.value + (low | high << 32), v.count + count};
-  }
-  if (lane == 31) s.sums[warp] = v.value, s.counts[warp] = v.count;
-  kv_sync();
-  total = {0, 0};
-#pragma unroll 4
-  for (u32 i = 0; i < KV_PLAN_WARPS; i++) {
-    if (i == warp) v = {v.value + total.value, v.count + total.count};
-    total = {total.value + s.sums[i], total.count + s.counts[i]};
-  }
-  return v;
-}
-
-// Finds the first of KV_PLAN_THREADS running sums that exceeds `at`; there is one.
-KV_DEV u32 kv_plan_find(const u32* ends, u32 at) {
-  u32 owner = 0;
-#pragma unroll 1
-  for (u32 step = KV_PLAN_THREADS / 2; step > 0; step /= 2) {
-    if (ends[owner + step - 1] <= at) owner += step;
-  }
-  return owner;
-}
 
 struct KvPlanner {
   const KvDecodePlanParams& p;
@@ -127,7 +92,7 @@ KV_DEV void kv_plan_query_tiles(const KvPlanner& planner, KvPlanShared& s, u32 c
     const KvDecodeSplits splits = kv_plan_query_tile(planner, s, chunk, base + thread, query_tiles, share);
     const u32 partials = splits.num_splits > 1 ? splits.num_splits : 0;
     KvPlanSum total;
-    const KvPlanSum ends = kv_plan_scan(s, {partials, splits.num_splits}, total);
+    const KvPlanSum ends = kv_plan_scan(s.scan, {partials, splits.num_splits}, total);
     s.first[thread] = splits.first, s.begin[thread] = splits.begin, s.tiles[thread] = splits.tiles;
     s.splits_end[thread] = ends.count;
     s.partial[thread] = partials > 0 ? done.partials + (u32)ends.value - partials : 0;
@@ -153,7 +118,7 @@ KV_DEV void kv_plan_decode(const KvDecodePlanParams& p) {
   for (u32 i = thread; i < sequences; i += KV_PLAN_THREADS) {
     all.value += planner.cost(i, planner.query_tiles(i)) * p.kv_heads;
   }
-  kv_plan_scan(s, all, total);
+  kv_plan_scan(s.scan, all, total);
   u64 share = (total.value + p.slots - 1) / p.slots;
   if (share < KV_DECODE_SHARE_MIN) share = KV_DECODE_SHARE_MIN;
   KvPlanned done = {0, 0, 0};
@@ -163,7 +128,7 @@ KV_DEV void kv_plan_decode(const KvDecodePlanParams& p) {
     const u32 sequence = chunk + thread, per_head = sequence < sequences ? planner.query_tiles(sequence) : 0;
     const u64 cost = planner.cost(sequence, per_head), own = cost * p.kv_heads;
     kv_sync();
-    const KvPlanSum ends = kv_plan_scan(s, {own, per_head * p.kv_heads}, total);
+    const KvPlanSum ends = kv_plan_scan(s.scan, {own, per_head * p.kv_heads}, total);
     s.place[thread] = at + ends.value - own, s.cost[thread] = cost, s.query_tiles_end[thread] = ends.count;
     kv_sync();
     kv_plan_query_tiles(planner, s, chunk, total.count, share, done);

@@ -10,24 +10,22 @@
 // All warps share tiles of K and V. A source brings them to shared memory as T = f16 or bf16:
 // KvPrefillPlain, below, copies rows of the queries' own type by cp.async, a whole tile while the
 // previous one is processed, with one barrier per tile. prefill_coded.h has the source for codes.
-// Contexts are not split.
+// Long contexts are split where there are too few work items otherwise: prefill_plan.h.
 //
 // Calls that KvPrefillPlain supports; for both planes:
 //   - q, out and stored rows are of type T; head_dim of K and V is D: 64, 80, 96, 128, 192 or 256;
 //   - no transforms, no full-precision prefix, no tail, no block means;
 //   - every address (of q, out, planes, segments) and every stride (of q and out; of tokens, heads
 //     and blocks) is a multiple of 16 bytes.
-// It takes the entries with q_len_min..=q_len_max queries, which must not be split; those with more
-// than 8 queries never are. The other entries belong to another launch.
+// It takes the entries of its schedule, which plan_prefill.cu makes for query tiles of R rows.
 //
 // Launch of `prefill_{f16,bf16}_{D}`:
-//   grid x: floor(total_q * group / R) + sequences; y: kv heads; z: 1
+//   grid x: at least the work items of a head in the schedule; y: kv heads; z: 1
 //   threads: 128
 //   shared bytes: 2 D (R + 4 N) + 32 N + 32, N = 64 tokens up to D = 128, 32 above
-// partial_rows, partial_stats, partial_index and counters are not used. Rows that belong to no
-// query are not written.
+// Rows that belong to no query are not written.
 #pragma once
-#include "prefill_item.h"
+#include "prefill_split.h"
 
 // 16-row mma tiles per warp.
 KV_DEV constexpr u32 kv_prefill_matrices(u32 dim) { return dim <= 128 ? 2 : 1; }
@@ -138,6 +136,8 @@ template <class T, u32 D> struct KvPrefillPlain {
   // Waits for the queries of an item without tiles: the output is staged in their memory.
   KV_DEV void end() { kv_cp_wait<0>(); }
 
+  // Gives the sums of all splits of a query tile the same scale.
+  KV_DEV void unify(float (&)[M][Item::COLUMNS][4]) const {}
   KV_DEV u32 output(float low, float high) const { return kv_pack(T(), low, high); }
   KV_DEV bool transforms_output() const { return false; }
   KV_DEV void transform_output(float*) const {}
@@ -206,7 +206,19 @@ template <class T, u32 D, class Source> struct KvPrefill {
       buffer ^= 1;
     }
     source.end();
-    finish();
+    if (merge()) finish();
+  }
+
+  // Merges the splits of the query tile, if it has several; returns whether to write its rows.
+  KV_DEV bool merge() {
+    const u32 num_splits = item.work().num_splits;
+    if (num_splits == 1) return true;
+    source.unify(o);
+    // The shuffle keeps the compiler from holding addresses derived from the thread for the whole
+    // kernel.
+    const KvPrefillSplit<Item> split = {item, item.work().partial * gridDim.y + item.kv_head * num_splits,
+                                        kv_shfl(item.thread, item.lane)};
+    return split.merge(item.work().split, num_splits, o, most, total);
   }
 
   // Returns whether the scale can be folded into the exponential: factors are positive and uniform,
@@ -338,7 +350,7 @@ template <class T, u32 D, class Source> struct KvPrefill {
   }
 };
 
-template <class T, u32 D, class Source> KV_DEV void kv_prefill_by(const KvAttendParams& p) {
+template <class T, u32 D, class Source> KV_DEV void kv_prefill_by(const KvPrefillParams& p) {
   KV_DYN_SMEM(memory);
   typedef typename Source::Item Item;
   Item item(p, memory);
@@ -347,6 +359,6 @@ template <class T, u32 D, class Source> KV_DEV void kv_prefill_by(const KvAttend
   prefill.run();
 }
 
-template <class T, u32 D> KV_DEV void kv_prefill(const KvAttendParams& p) {
+template <class T, u32 D> KV_DEV void kv_prefill(const KvPrefillParams& p) {
   kv_prefill_by<T, D, KvPrefillPlain<T, D>>(p);
 }

@@ -230,6 +230,19 @@ template <u32 D> struct KvPrefillCoded {
   }
   KV_DEV static u32 kv_clamped(u32 exponent) { return exponent < 67 ? 67 : exponent > 187 ? 187 : exponent; }
 
+  // Gives the sums of all splits of a query tile the same scale.
+  KV_DEV void unify(float (&o)[M][Item::COLUMNS][4]) {
+    if (is_uniform) return;
+#pragma unroll
+    for (u32 m = 0; m < M; m++)
+#pragma unroll
+      for (u32 h = 0; h < 2; h++) {
+        const float inverse = kv_power_inverse(power[m][h]);
+        power[m][h] = 1.f;
+#pragma unroll
+        for (u32 d = 0; d < Item::COLUMNS; d++) o[m][d][2 * h] *= inverse, o[m][d][2 * h + 1] *= inverse;
+      }
+  }
   // Returns the factor of sums of scaled weights times levels.
   KV_DEV float factor(u32 m, u32 h) const {
     return is_uniform ? kv_row_factor(item.p.v_plane.format, nullptr, 0, plane_scales[1], D)
@@ -244,6 +257,6 @@ template <u32 D> struct KvPrefillCoded {
   }
 };
 
-template <u32 D> KV_DEV void kv_prefill_coded(const KvAttendParams& p) {
+template <u32 D> KV_DEV void kv_prefill_coded(const KvPrefillParams& p) {
   kv_prefill_by<KvF16, D, KvPrefillCoded<D>>(p);
 }

@@ -1,7 +1,7 @@
 // The work item of prefill, for every source of K and V tiles: 64 or 128 query rows of one kv head,
 // their addresses and masks, and the two matrix products. Part of prefill.h.
 #pragma once
-#include "visible.h"
+#include "prefill_plan.h"
 
 constexpr u32 KV_PREFILL_THREADS = 128;
 constexpr float KV_LOG2E = 1.4426950408889634f, KV_LN2 = 0.6931471805599453f;
@@ -25,7 +25,7 @@ struct KvPrefillState {
   u32 non_finite[2];         // 1 + the last tile in a buffer that has a non-finite value of V
   u32 begin, end, sink_end;  // keys that every row sees
   u32 entry, first;          // entry of the batch; its first row in this item
-  u32 pad;
+  u32 place;                 // of the item in the schedule
 };
 
 // MATRICES is the number of 16-row mma tiles per warp, all of which use each loaded fragment of K
@@ -42,6 +42,7 @@ template <class T, u32 D, u32 MATRICES, u32 BUFFERS> struct KvPrefillItem {
   static constexpr u32 K = ROWS * ROW_BYTES, V = K + BUFFERS * TILE_BYTES, STATE = V + BUFFERS * TILE_BYTES;
   static constexpr u32 BYTES = STATE + sizeof(KvPrefillState);
 
+  const KvPrefillParams& params;
   const KvAttendParams& p;
   u32 kv_head, thread, lane, warp;
   KvReach reach;
@@ -49,8 +50,8 @@ template <class T, u32 D, u32 MATRICES, u32 BUFFERS> struct KvPrefillItem {
   u32 shared;     // q, in the shared window
   KvPrefillState& state;
 
-  KV_DEV KvPrefillItem(const KvAttendParams& params, u8* memory)
-      : p(params), state(*(KvPrefillState*)(memory + STATE)) {
+  KV_DEV KvPrefillItem(const KvPrefillParams& params, u8* memory)
+      : params(params), p(params.attend), state(*(KvPrefillState*)(memory + STATE)) {
     q = memory;
     k = memory + K;
     v = memory + V;
@@ -62,34 +63,27 @@ template <class T, u32 D, u32 MATRICES, u32 BUFFERS> struct KvPrefillItem {
 
   // Finds the work item of this thread block; false if there is none.
   KV_DEV bool find() {
-    const KvCounts& counts = *(const KvCounts*)p.plan.counts;
-    const KvSequence* sequences = (const KvSequence*)p.plan.sequences;
-    if (counts.sequences == 0) return false;
-    // Work items of a sequence begin after those of all earlier sequences.
-    const u32 group = p.group;
-    auto start = [=](u32 i) { return (u32)((u64)sequences[i].q_start * group / ROWS) + i; };
     // Thread blocks start in the order of their ids. Heads vary fastest, so that the longest items of
     // all heads start first.
     const u32 id = blockIdx.y * gridDim.x + blockIdx.x, place = id / gridDim.y;
     kv_head = id % gridDim.y;
-    const u32 entry = kv_entry_of(counts.sequences, place, start);
-    const KvSequence sequence = sequences[entry];
-    if (sequence.q_len < p.q_len_min || sequence.q_len > p.q_len_max) return false;
-    const u32 all = sequence.q_len * p.group, items = (all + ROWS - 1) / ROWS;
-    const u32 nth = place - start(entry);
-    if (nth >= items) return false;
-    // Late queries see most keys, so they are scheduled first.
-    const u32 first = (items - 1 - nth) * ROWS, left = all - first;
+    if (place >= *(const u32*)params.count) return false;
+    const KvWorkItem work = ((const KvWorkItem*)params.items)[place];
+    const KvSequence sequence = ((const KvSequence*)p.plan.sequences)[work.sequence];
+    const u32 first = work.row, left = sequence.q_len * p.group - first;
     const KvVisible lowest = kv_visible(p, sequence, first / p.group);
     const KvVisible highest = kv_visible(p, sequence, (first + (left < ROWS ? left : ROWS) - 1) / p.group);
-    reach = kv_reach(lowest, highest, 0, sequence.kv_len);
-    if (thread == 0) state = {{0, 0}, highest.begin, lowest.end, lowest.sink_end, entry, first, 0};
+    const u64 end = (u64)work.tile_end * KV_PREFILL_TILE;
+    reach = kv_reach(lowest, highest, work.tile_begin * KV_PREFILL_TILE,
+                     end < sequence.kv_len ? (u32)end : sequence.kv_len);
+    if (thread == 0) state = {{0, 0}, highest.begin, lowest.end, lowest.sink_end, work.sequence, first, place};
     kv_sync();
     return true;
   }
 
   // Read from memory each time, to save registers.
   KV_DEV const KvSequence& sequence() const { return ((const KvSequence*)p.plan.sequences)[state.entry]; }
+  KV_DEV const KvWorkItem& work() const { return ((const KvWorkItem*)params.items)[state.place]; }
   KV_DEV u32 rows() const {
     const u32 left = sequence().q_len * p.group - state.first;
     return left < ROWS ? left : ROWS;

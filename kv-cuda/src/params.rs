@@ -167,6 +167,18 @@ params! {
         invariant: u32,
         q_len_max: u32,
     }
+    /// Parameters of `plan_prefill`.
+    struct PrefillPlanParams {
+        batch: DecodePlanParams,
+        rows: u32,
+        pad: u32,
+    }
+    /// Parameters of `prefill_*`.
+    struct PrefillParams {
+        attend: AttendParams,
+        items: Address,
+        count: Address,
+    }
     /// Parameters of `decode_*`.
     struct DecodeParams {
         attend: AttendParams,

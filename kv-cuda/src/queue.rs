@@ -122,19 +122,20 @@ impl CudaQueue {
         Ok(StepPlan { extent, ..step })
     }
 
-    /// Returns the decode plan of a batch that [`Self::step`] returned.
-    pub(crate) fn decode(
+    /// Returns a schedule of a batch that [`Self::step`] returned: the addresses of work items and
+    /// starts.
+    pub(crate) fn schedule(
         &mut self,
         id: PlanId,
         work: &Work,
     ) -> Result<(Address, Address), DeviceError> {
         let mut transfer = Transfer { stream: self.stream.as_mut(), staging: &mut self.staging };
-        let decoded = self.steps.decode(&mut transfer, id, work);
+        let schedule = self.steps.schedule(&mut transfer, id, work);
         if self.is_capturing() {
-            // Every replay uses these plans, even if later ones of this capture replace them.
+            // Every replay uses these schedules, even if later ones of this capture replace them.
             self.steps.memory().iter().for_each(|memory| self.held.note(memory));
         }
-        decoded
+        schedule
     }
 
     /// Starts to capture launches instead of running them. Calls on this queue until
@@ -156,7 +157,7 @@ impl CudaQueue {
         self.stream.begin_capture()?;
         self.held.begin();
         // Plans made before are not part of the graph, which plans in every replay.
-        self.steps.forget_decodes();
+        self.steps.forget_schedules();
         Ok(())
     }
 
@@ -170,7 +171,7 @@ impl CudaQueue {
         }
         let mut held = self.held.end();
         // Plans made during the capture have not run.
-        self.steps.forget_decodes();
+        self.steps.forget_schedules();
         let graph = self.stream.end_capture()?;
         held.memory.extend(self.scratch.memory().cloned());
         held.memory.extend(self.counters.memory().cloned());

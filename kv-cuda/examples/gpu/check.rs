@@ -2,12 +2,17 @@
 //!
 //! `kv-testkit` compares with its f64 oracle: outputs within twice the error of the plain
 //! computation in the inputs' precision, stored rows bit for bit as `kv-quant` encodes them.
-use kv_core::{CacheSpec, DType, KvFormat};
+use kv_core::{CacheSpec, DType, KvFormat, Scaling};
+use kv_cuda::CudaBackend;
+use kv_testkit::Shared;
 use kv_testkit::device::Place;
 use kv_testkit::fixture::{CacheFixture, StepConfig, StepKind};
 
 use crate::bench::{Bench, Result};
 use crate::input::{self, FORMATS};
+
+/// Formats whose prefill is also checked where its contexts are split: copied and decoded rows.
+const SUFFIXES: [KvFormat; 2] = [KvFormat::Bf16, KvFormat::Int8(Scaling::Tensor)];
 
 /// Lengths and geometry.
 #[derive(Debug, Clone, Copy)]
@@ -38,14 +43,28 @@ pub(crate) fn run(bench: &mut Bench) -> Result<bool> {
             let what = "write, decode, prefill, gather, copy_blocks";
             bench.check(&format!("oracle/{format}/gqa{group}: {what}"), &result)?;
         }
+        if SUFFIXES.contains(&format) {
+            let sizes = if bench.is_tiny {
+                Sizes { kv_heads: 1, head_dim: 64, lens: [1300, 3], chunk: 12 }
+            } else {
+                Sizes { kv_heads: 1, head_dim: 128, lens: [32_700, 33], chunk: 64 }
+            };
+            let result = suffix(bench, sizes, format);
+            is_right &= result.is_ok();
+            let what = format!("{} queries after {} tokens", sizes.chunk, sizes.lens[0]);
+            bench.check(&format!("oracle/{format}/suffix: {what}"), &result)?;
+        }
     }
     Ok(is_right)
 }
 
-fn one(bench: &Bench, sizes: Sizes, format: KvFormat, group: usize) -> Result<(), String> {
-    let say = |what: &str, error: &dyn std::fmt::Display| format!("{what}: {error}");
-    let [long, short] = sizes.lens;
-    let tokens = long.saturating_add(sizes.chunk).saturating_add(64);
+/// Makes a cache for both sequences.
+fn fixture(
+    bench: &Bench,
+    sizes: Sizes,
+    format: KvFormat,
+) -> Result<CacheFixture<Shared<CudaBackend>>, String> {
+    let tokens = sizes.lens[0].saturating_add(sizes.chunk).saturating_add(64);
     let spec = CacheSpec::builder()
         .layers(1)
         .kv_heads(sizes.kv_heads)
@@ -56,20 +75,33 @@ fn one(bench: &Bench, sizes: Sizes, format: KvFormat, group: usize) -> Result<()
         .paged(16, tokens.div_ceil(16).saturating_add(16))
         .build()
         .map_err(|error| say("geometry", &error))?;
-    let mut fixture = if input::is_calibrated(format) {
+    if input::is_calibrated(format) {
         CacheFixture::calibrated(&bench.device, spec, input::scales(1), 1)
     } else {
         CacheFixture::new(&bench.device, spec, 1)
     }
-    .map_err(|error| say("cache", &error))?;
-    let decode = StepConfig {
+    .map_err(|error| say("cache", &error))
+}
+
+fn say(what: &str, error: &dyn std::fmt::Display) -> String {
+    format!("{what}: {error}")
+}
+
+/// Returns the settings of every step.
+fn config(group: usize) -> StepConfig {
+    StepConfig {
         kv_dtype: DType::Bf16,
         q_dtype: DType::Bf16,
         inputs: Place::Device,
         group,
         lse: false,
         ..StepConfig::default()
-    };
+    }
+}
+
+fn one(bench: &Bench, sizes: Sizes, format: KvFormat, group: usize) -> Result<(), String> {
+    let [long, short] = sizes.lens;
+    let (mut fixture, decode) = (fixture(bench, sizes, format)?, config(group));
     let mut all = || {
         fixture.fill(1, long)?;
         fixture.fill(2, short)?;
@@ -81,4 +113,17 @@ fn one(bench: &Bench, sizes: Sizes, format: KvFormat, group: usize) -> Result<()
         fixture.check()
     };
     all().map_err(|error| say("wrong", &error))
+}
+
+/// Runs few queries after a long context, alone and beside a short one: prefill that is split.
+fn suffix(bench: &Bench, sizes: Sizes, format: KvFormat) -> Result<(), String> {
+    let [long, short] = sizes.lens;
+    let (mut fixture, config) = (fixture(bench, sizes, format)?, config(4));
+    let mut all = || {
+        fixture.fill(1, long)?;
+        fixture.fill(2, short)?;
+        fixture.step(&[(1, StepKind::Tokens(sizes.chunk))], &config)?;
+        fixture.step(&[(2, StepKind::Tokens(9)), (1, StepKind::Tokens(11))], &config)
+    };
+    all().map(drop).map_err(|error| say("wrong", &error))
 }

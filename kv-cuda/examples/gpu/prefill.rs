@@ -37,11 +37,16 @@ pub(crate) fn whole(bench: &Bench, context: u32) -> Shape {
 /// Returns what differs from a whole prompt in bf16: few new tokens after a long cached prefix,
 /// other head dims, codes, shuffled blocks.
 fn others(bench: &Bench) -> Vec<Shape> {
-    let (tokens, long) = if bench.is_tiny { (40, 70) } else { (1 << 12, 1 << 15) };
+    let (tokens, unit) = if bench.is_tiny { (40, 6) } else { (1 << 12, 1 << 10) };
     let base = whole(bench, tokens);
-    let suffix = |new| Shape { context: long, new, ..base };
-    let mut shapes: Vec<_> = [64, 512].map(|new| suffix(new.min(tokens))).into();
-    shapes.push(Shape { format: KvFormat::Int8(Scaling::Tensor), ..suffix(64.min(tokens)) });
+    // New tokens, and contexts in `unit` tokens.
+    let suffix =
+        |new: u32, context: u32| Shape { context: context * unit, new: new.min(tokens), ..base };
+    let mut shapes = vec![suffix(64, 32), suffix(512, 32), suffix(16, 32)];
+    shapes.extend([suffix(64, 8), suffix(64, 128), Shape { batch: 4, ..suffix(64, 32) }]);
+    for new in [64, 512] {
+        shapes.push(Shape { format: KvFormat::Int8(Scaling::Tensor), ..suffix(new, 32) });
+    }
     shapes.extend([64, 256].map(|head_dim| Shape { head_dim, ..base }));
     shapes.extend(CODED.map(|format| Shape { format, ..base }));
     shapes.push(Shape { order: BlockOrder::Shuffled, ..base });
@@ -51,14 +56,15 @@ fn others(bench: &Bench) -> Vec<Shape> {
 /// Returns the name of a measure; what is as in [`whole`] is left out.
 fn name(shape: &Shape) -> String {
     let base = format!("prefill/{}/gqa{GROUP}/t{}", shape.format, shape.new);
+    let batch = (shape.batch > 1).then(|| format!("/b{}", shape.batch));
     let context = (shape.context != shape.new).then(|| format!("/c{}", shape.context));
     let dim = (shape.head_dim != HEAD_DIM).then(|| format!("/d{}", shape.head_dim));
     let order = (shape.order == BlockOrder::Shuffled).then(|| "/shuffled".to_owned());
-    [Some(base), context, dim, order].into_iter().flatten().collect()
+    [Some(base), batch, context, dim, order].into_iter().flatten().collect()
 }
 
 pub(crate) fn one(bench: &mut Bench, shape: Shape) -> Result<()> {
-    let (tokens, q_heads) = (shape.new, shape.kv_heads * GROUP);
+    let (tokens, q_heads) = (shape.total_new(), shape.kv_heads * GROUP);
     let name = name(&shape);
     if !bench.wants(shape.format, &name) {
         return Ok(());
@@ -85,8 +91,8 @@ pub(crate) fn one(bench: &mut Bench, shape: Shape) -> Result<()> {
     )?;
     // Two products of `head_dim` multiplications and additions for every pair of a query and a key
     // it sees.
-    let [tokens, cached] = [tokens, shape.context - tokens].map(u64::from);
-    let pairs = (tokens * cached + tokens * (tokens + 1) / 2) * u64::from(q_heads);
+    let [new, cached] = [shape.new, shape.context - shape.new].map(u64::from);
+    let pairs = (new * cached + new * (new + 1) / 2) * u64::from(shape.batch * q_heads);
     let flops = pairs * u64::from(shape.head_dim) * 4;
     bench.measure(&name, Work { bytes: 0, flops }, micros)
 }

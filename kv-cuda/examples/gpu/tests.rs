@@ -23,7 +23,7 @@ fn every_family_is_checked_and_measured() {
         let start = format!("{{\"kind\":\"{kind}\"");
         text.lines().filter(|line| line.starts_with(&start)).map(name).collect()
     };
-    assert_eq!(of("check").len(), 12, "{text}");
+    assert_eq!(of("check").len(), 14, "{text}");
     assert_eq!(of("skipped"), Vec::<String>::new());
     let measured = of("measure");
     assert_eq!(measured[0], "copy/driver", "everything else is a fraction of it");

@@ -2,8 +2,10 @@
 // queries that see their tokens and no others, although other queries of a tile read the same
 // memory. Runs the general kernels and those for prefill, the latter also over one-byte codes with
 // a scale per row, for few and for many queries. Further cases have more queries than keys, no keys,
-// or random numbers of both: work items without a visible key give zeros. A case is its seed, which
-// also shuffles blocks and threads: `broken_test` runs all, `broken_test FIRST COUNT` some.
+// or random numbers of both: work items without a visible key give zeros. Prefill also runs over
+// contexts that its schedule splits, with windows too. A case is its seed, which also shuffles blocks
+// and threads: `broken_test` runs all, `broken_test FIRST COUNT` some.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -11,7 +13,11 @@
 #include <string>
 #include <vector>
 
-#include "../params.h"
+#include "../prefill_plan.h"
+#undef threadIdx
+#undef blockIdx
+#undef blockDim
+#undef gridDim
 
 extern "C" int kv_emu_launch(const char* name, const u32 grid[3], u32 threads, u32 shared_bytes, const void* params,
                              u32 params_bytes, u32 seed, char* error, u32 error_bytes);
@@ -26,7 +32,11 @@ struct Case {
   u32 dtype, dim, rows, shared_bytes, q_len;
   bool codes = false;
   u32 kv_len = KV_LEN;
+  u32 window_left = KV_NONE, sink_tokens = 0, slots = 4;
+  bool invariant = false;
 };
+
+bool is_prefill(const Case& c) { return c.kernel.rfind("prefill", 0) == 0; }
 
 std::vector<Case> cases() {
   const u32 q_lens[] = {1, 5, 40, 90};
@@ -47,6 +57,22 @@ std::vector<Case> cases() {
     }
   }
   const std::vector<Case> full = all;
+  // First those that are split: into two or three, and in two levels for the smallest rows, last.
+  all.clear();
+  for (size_t i = full.size(); i-- > 0;) {
+    Case c = full[i];
+    if (c.q_len != 40 || !is_prefill(c)) continue;
+    c.slots = 40, c.kv_len = 1290, c.q_len = 9;
+    all.push_back(c);
+    c.window_left = 700, c.sink_tokens = 125, c.q_len = 50;
+    all.push_back(c);
+    if (c.dim != 64) continue;
+    c.kv_len = 2900, c.window_left = KV_NONE;
+    all.push_back(c);
+    c.kv_len = 4200, c.invariant = true;
+    all.push_back(c);
+  }
+  all.insert(all.end(), full.begin(), full.end());
   for (u32 kv_len : {0u, 5u})
     for (Case c : full)
       if (c.kv_len = kv_len; c.q_len >= 40) all.push_back(c);
@@ -121,6 +147,8 @@ std::vector<double> expected(const Case& c, const Memory& m, u32 query, u32 head
     const u16 *q = &m.q[(query * HEADS + head) * c.dim], *k = row(m.k, token), *v = row(m.v, token);
     double score = 0;
     for (u32 i = 0; i < c.dim; i++) score += value(c, q[i]) * value(c, k[i]);
+    const u32 at = c.kv_len + query - c.q_len;
+    if (c.window_left != KV_NONE && token + c.window_left < at && token >= c.sink_tokens) continue;
     const double weight = std::exp(score * scale);
     sum += weight;
     for (u32 i = 0; i < c.dim; i++) values[i] += weight * value(c, v[i]);
@@ -132,6 +160,54 @@ std::vector<double> expected(const Case& c, const Memory& m, u32 query, u32 head
 bool near(const Case& c, double got, double want) {
   if (std::isnan(want)) return std::isnan(got);
   return got == want || std::fabs(got - want) <= (c.dtype == KV_F16 ? 2e-3 : 1.6e-2);
+}
+
+bool launch(const std::string& name, const u32 (&grid)[3], u32 threads, u32 shared_bytes, const void* params,
+            u32 bytes, u32 seed) {
+  char error[256] = "";
+  const bool failed = kv_emu_launch(name.c_str(), grid, threads, shared_bytes, params, bytes, seed, error, sizeof error);
+  if (failed) printf("%s\n", error);
+  return !failed;
+}
+
+// Each returns whether it failed.
+bool run_general(const Case& c, Memory& m, KvAttendParams& p, u32 seed) {
+  const u32 grid[3] = {c.q_len * GROUP / c.rows + 1, KV_HEADS, 1};
+  m.counters.assign(grid[0] * grid[1], 0);
+  p.counters = (u64)m.counters.data();
+  return !launch(c.kernel, grid, 128, c.shared_bytes, &p, sizeof p, seed);
+}
+
+bool run_prefill(const Case& c, Memory& m, KvAttendParams& p, u32 seed) {
+  const u32 query_tiles = (c.q_len * GROUP + c.rows - 1) / c.rows;
+  const u32 partials = c.invariant ? query_tiles * (c.kv_len / 4096 + 1) : 2 * c.slots / KV_HEADS;
+  std::vector<KvWorkItem> items(query_tiles + partials + 1);
+  items.back().split = 99;
+  u32 count = 0;
+  const KvPrefillPlanParams planning = {{p.plan, (u64)items.data(), (u64)&count, c.slots, KV_HEADS, GROUP, 0,
+                                         c.window_left, c.sink_tokens, c.invariant, 0}, c.rows, 0};
+  if (!launch("plan_prefill", {1, 1, 1}, 512, 10560, &planning, sizeof planning, seed)) return true;
+  const bool is_split = count > query_tiles;
+  if (count >= items.size() || items.back().split != 99 || is_split != (c.slots > 4)) {
+    printf("%u work items for %u query tiles, at most %u partial results\n", count, query_tiles, partials);
+    return true;
+  }
+  m.counters.assign(partials * KV_HEADS, 0);
+  std::vector<float> partial_rows((size_t)partials * KV_HEADS * (c.dim + 8) * c.rows, NAN);
+  p.counters = (u64)m.counters.data(), p.partial_rows = (u64)partial_rows.data();
+  const KvPrefillParams params = {p, (u64)items.data(), (u64)&count};
+  const u32 grid[3] = {query_tiles + partials, KV_HEADS, 1};
+  std::vector<u16> first;
+  for (u32 order : {0u, seed * 2 + 1}) {
+    if (!launch(c.kernel, grid, 128, c.shared_bytes, &params, sizeof params, order)) return true;
+    for (u32 counter : m.counters) if (counter != 0) return printf("counters are not zero\n") > 0;
+    if (first.empty()) first = m.out;
+    else if (first != m.out) return printf("another order, other bits\n") > 0;
+    if (!is_split) break;
+    std::fill(m.out.begin(), m.out.end(), 0xffff);
+  }
+  m.out = first;
+  return false;
 }
 
 u32 run(const Case& c, u32 seed) {
@@ -162,15 +238,9 @@ u32 run(const Case& c, u32 seed) {
   p.q = tensor(c, m.q), p.out = tensor(c, m.out);
   p.k_plane = plane(c, m.k, blocks), p.v_plane = plane(c, m.v, blocks);
   if (c.codes) p.k_plane = coded(c, m.codes[0], m.k, blocks), p.v_plane = coded(c, m.codes[1], m.v, blocks);
-  p.scale = 1.f / std::sqrt((float)c.dim), p.window_left = 0xffffffffu, p.group = GROUP, p.q_len_max = 0xffffffffu;
-  const u32 grid[3] = {c.q_len * GROUP / c.rows + 1, KV_HEADS, 1};
-  m.counters.assign(grid[0] * grid[1], 0);
-  p.counters = (u64)m.counters.data();
-  char error[256] = "";
-  if (kv_emu_launch(c.kernel.c_str(), grid, 128, c.shared_bytes, &p, sizeof p, seed, error, sizeof error) != 0) {
-    printf("%s\n", error);
-    return 1;
-  }
+  p.scale = 1.f / std::sqrt((float)c.dim), p.group = GROUP, p.q_len_max = 0xffffffffu;
+  p.window_left = c.window_left, p.sink_tokens = c.sink_tokens;
+  if (is_prefill(c) ? run_prefill(c, m, p, seed) : run_general(c, m, p, seed)) return 1;
   u32 wrong = 0, broken = 0;
   for (u32 i = 0; i < c.q_len * HEADS; i++) {
     const std::vector<double> want = expected(c, m, i / HEADS, i % HEADS, p.scale);
@@ -186,6 +256,7 @@ u32 run(const Case& c, u32 seed) {
   for (u32 token : {BROKEN, INFINITE})
     if (const u32 first = c.kv_len - c.q_len; has_broken) see += c.kv_len - (token > first ? token : first);
   if (c.codes) broken /= c.dim;  // whole rows
+  if (c.window_left != KV_NONE) return wrong;
   if (broken != see * GROUP) printf("%u values are not finite by definition, %u expected\n", broken, see * GROUP);
   return wrong + (broken != see * GROUP);
 }

@@ -4,7 +4,7 @@
 //! The kernels are in `kernels/decode.h`; [`plan`] distributes the work.
 mod plan;
 
-pub(crate) use plan::Work;
+pub(crate) use plan::{Kind, Work};
 
 use crate::params::{Plane, Tensor};
 use crate::step::Extent;
@@ -188,13 +188,13 @@ fn is_even(tensor: &Tensor) -> bool {
     [tensor.data, tensor.batch_stride, tensor.token_stride].iter().all(|n| n.is_multiple_of(4))
 }
 
-/// Memory that a decoding call needs in addition to its tensors.
+/// Memory that a scheduled call needs in addition to its tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Room {
-    /// Number of work items of the plan.
+    /// Number of work items of the plan; for prefill, of each kv head.
     pub(crate) items: u64,
-    /// Partial results: 16 rows of `head_dim` f32 in `partial_rows`, 16 f32 in `partial_stats` and
-    /// a counter of 4 bytes each.
+    /// Partial results, each with a counter of 4 bytes. In decoding they have 16 rows of `head_dim`
+    /// f32 in `partial_rows` and 16 f32 in `partial_stats`.
     pub(crate) partials: u64,
 }
 
@@ -204,6 +204,10 @@ impl Room {
     /// depend on the batch.
     pub(crate) fn of(work: &Work, sequences: u64, total_q: u64, tokens: u64) -> Self {
         let rows = total_q * u64::from(work.group);
+        if let Kind::Prefill { rows: rows_of_tile } = work.kind {
+            let tiles = rows / u64::from(rows_of_tile) + sequences;
+            return Self::of_prefill(work, sequences, tiles, tokens);
+        }
         let tiles = rows.div_ceil(u64::from(ROWS)) + sequences;
         let query_tiles = tiles * u64::from(work.kv_heads);
         if work.invariant {
@@ -213,6 +217,22 @@ impl Room {
         }
         let slots = u64::from(work.slots);
         Self { items: query_tiles + slots, partials: slots * 2 }
+    }
+
+    /// The same for prefill with up to `tiles` query tiles of each kv head.
+    fn of_prefill(work: &Work, sequences: u64, tiles: u64, tokens: u64) -> Self {
+        let heads = u64::from(work.kv_heads).max(1);
+        let partials = if work.invariant {
+            let few = plan::INVARIANT_BLOCKS_PREFILL / heads;
+            let splits = tokens.div_ceil(plan::INVARIANT_TOKENS_PREFILL);
+            let split_tiles = tiles.min(sequences * few);
+            if splits > 1 { split_tiles * splits } else { 0 }
+        } else if tokens > plan::SHORT_PREFILL {
+            u64::from(work.slots) * 2 / heads
+        } else {
+            0
+        };
+        Self { items: tiles + partials, partials: partials * heads }
     }
 }
 

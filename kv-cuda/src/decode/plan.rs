@@ -12,16 +12,34 @@
 //!
 //! `kernels/plan.cu` computes this on the device, in the first decoding layer: also in graphs that
 //! are replayed with other lengths, and without sending a list. `host` is its oracle in tests,
-//! equal to the byte.
-use crate::gpu::Launch;
-use crate::params::{Address, DecodePlanParams, Plan};
+//! equal to the byte. The schedule of prefill is of the same kind: `kernels/prefill_plan.h`.
+use kv_core::error::DeviceError;
+
+use crate::gpu::{Launch, Stream};
+use crate::params::{Address, DecodePlanParams, Plan, PrefillPlanParams};
 
 /// Tokens of a split if splits may not depend on the batch.
 pub(super) const INVARIANT_TOKENS: u64 = 1024;
+/// The same for prefill.
+pub(super) const INVARIANT_TOKENS_PREFILL: u64 = 4096;
+/// Work items of a sequence up to which prefill splits it then.
+pub(super) const INVARIANT_BLOCKS_PREFILL: u64 = 128;
+/// Maximum tokens of a context that prefill never splits.
+pub(super) const SHORT_PREFILL: u64 = 512;
 
-/// What is decoded, and the number of thread blocks.
+/// The kernels that a schedule is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// Entries with up to `q_len_max` queries.
+    Decode,
+    /// Entries with more, in query tiles of `rows` rows.
+    Prefill { rows: u32 },
+}
+
+/// What is attended to, and the number of thread blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Work {
+    pub(crate) kind: Kind,
     /// Thread blocks: two per multiprocessor. At least 1.
     pub(crate) slots: u32,
     pub(crate) kv_heads: u32,
@@ -35,19 +53,46 @@ pub(crate) struct Work {
     pub(crate) sink_tokens: u32,
     /// Whether splits depend on positions alone.
     pub(crate) invariant: bool,
-    /// Entries with more queries belong to another kernel.
+    /// Maximum queries of an entry that is decoded.
     pub(crate) q_len_max: u32,
 }
 
 impl Work {
-    /// Returns the launch of `plan_decode`: one thread block, and its shared memory.
-    pub(crate) fn launch() -> Launch {
-        Launch { kernel: "plan_decode", grid: [1; 3], threads: 512, shared_bytes: 30_912 }
+    /// Computes the schedule for the batch of `plan`: writes work items and the starts of slots,
+    /// for prefill the number of work items.
+    ///
+    /// # Safety
+    /// The plan is in device memory, and both addresses have the room of any batch of its extent.
+    pub(crate) unsafe fn plan(
+        &self,
+        stream: &mut dyn Stream,
+        plan: Plan,
+        to: [Address; 2],
+    ) -> Result<(), DeviceError> {
+        let batch = self.params(plan, to);
+        let launch = self.launch();
+        match self.kind {
+            // SAFETY: a condition of this function.
+            Kind::Decode => unsafe { stream.launch(&launch, bytemuck::bytes_of(&batch)) },
+            Kind::Prefill { rows } => {
+                let params = PrefillPlanParams { batch, rows, pad: 0 };
+                // SAFETY: as above.
+                unsafe { stream.launch(&launch, bytemuck::bytes_of(&params)) }
+            }
+        }
     }
 
-    /// Returns the parameters of `plan_decode` for the batch of `plan`: where to write work items
-    /// and the starts of slots.
-    pub(crate) fn params(&self, plan: Plan, [items, starts]: [Address; 2]) -> DecodePlanParams {
+    /// Returns the launch of `plan_decode` or `plan_prefill`: one thread block, and its shared
+    /// memory.
+    fn launch(&self) -> Launch {
+        let (kernel, shared_bytes) = match self.kind {
+            Kind::Decode => ("plan_decode", 30_912),
+            Kind::Prefill { .. } => ("plan_prefill", 10_560),
+        };
+        Launch { kernel, grid: [1; 3], threads: 512, shared_bytes }
+    }
+
+    fn params(&self, plan: Plan, [items, starts]: [Address; 2]) -> DecodePlanParams {
         DecodePlanParams {
             plan,
             items,
@@ -66,5 +111,8 @@ impl Work {
 
 #[cfg(test)]
 mod host;
+#[cfg(test)]
+#[cfg(feature = "emulated")]
+mod prefill;
 #[cfg(test)]
 mod tests;

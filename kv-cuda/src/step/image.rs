@@ -33,13 +33,13 @@ pub(super) struct Image {
     /// Whether its lists keep their addresses.
     is_fixed: bool,
     step: StepPlan,
-    /// Decode plans: layers with equal masks share one.
-    decodes: Vec<DecodeImage>,
+    /// Schedules: layers with equal masks share one.
+    schedules: Vec<ScheduleImage>,
 }
 
-/// A decode plan.
+/// A schedule.
 #[derive(Debug)]
-struct DecodeImage {
+struct ScheduleImage {
     work: Work,
     memory: Scratch,
     items: Address,
@@ -48,8 +48,8 @@ struct DecodeImage {
     is_made: bool,
 }
 
-/// Number of decode plans that are kept besides those of the present batch.
-const DECODES_KEPT: usize = 16;
+/// Number of schedules that are kept besides those of the present batch.
+const SCHEDULES_KEPT: usize = 16;
 
 impl Image {
     pub(super) fn new(gpu: &Arc<dyn Gpu>) -> Self {
@@ -64,7 +64,7 @@ impl Image {
             many_changes: Scratch::new(gpu),
             is_fixed: false,
             step: StepPlan::default(),
-            decodes: Vec::new(),
+            schedules: Vec::new(),
         }
     }
 
@@ -83,56 +83,53 @@ impl Image {
 
     /// Returns all memory that captured launches may use.
     pub(super) fn memory(&self) -> Vec<CudaBuffer> {
-        let decodes = self.decodes.iter().filter_map(|decode| decode.memory.memory());
+        let schedules = self.schedules.iter().filter_map(|schedule| schedule.memory.memory());
         let own = [self.memory.memory(), self.tables.memory()].into_iter().flatten();
-        own.chain(decodes).cloned().collect()
+        own.chain(schedules).cloned().collect()
     }
 
     /// Invalidates the batch until it is sent again.
     fn forget(&mut self) {
         self.id = super::no_plans();
-        self.forget_decodes();
+        self.forget_schedules();
     }
-    /// Makes decode plans be computed again.
-    pub(super) fn forget_decodes(&mut self) {
-        for decode in &mut self.decodes {
-            decode.is_made = false;
+    /// Makes schedules be computed again.
+    pub(super) fn forget_schedules(&mut self) {
+        for schedule in &mut self.schedules {
+            schedule.is_made = false;
         }
     }
 
     /// Returns the addresses of this batch's work items and starts, planned on first use.
-    pub(super) fn decode(
+    pub(super) fn schedule(
         &mut self,
         transfer: &mut Transfer<'_>,
         work: &Work,
     ) -> Result<(Address, Address), DeviceError> {
-        let extent = self.step.room;
-        let known = self.decodes.iter().position(|decode| decode.work == *work);
+        let known = self.schedules.iter().position(|schedule| schedule.work == *work);
         let index = known.unwrap_or_else(|| {
-            if self.decodes.len() >= DECODES_KEPT {
+            if self.schedules.len() >= SCHEDULES_KEPT {
                 // Those of this batch stay: its next layers use them again.
-                self.decodes.retain(|decode| decode.is_made);
+                self.schedules.retain(|schedule| schedule.is_made);
             }
             let memory = Scratch::new(&self.gpu);
-            let (items, starts) = (0, 0);
-            self.decodes.push(DecodeImage { work: *work, memory, items, starts, is_made: false });
-            self.decodes.len().saturating_sub(1)
+            let (work, items, starts) = (*work, 0, 0);
+            self.schedules.push(ScheduleImage { work, memory, items, starts, is_made: false });
+            self.schedules.len().saturating_sub(1)
         });
-        let decode = self.decodes.get_mut(index).invariant("a way of decoding is on the list");
-        if decode.is_made {
-            return Ok((decode.items, decode.starts));
+        let schedule = self.schedules.get_mut(index).invariant("a schedule is on the list");
+        if schedule.is_made {
+            return Ok((schedule.items, schedule.starts));
         }
-        let room = room(work, &extent);
-        let items = room.items.saturating_mul(to_u64(size_of::<WorkItem>()));
+        let items = room(work, &self.step.room).items.saturating_mul(to_u64(size_of::<WorkItem>()));
         let starts = u64::from(work.slots).saturating_add(1).saturating_mul(4);
-        decode.items = decode.memory.reserve(items.saturating_add(starts))?;
-        decode.starts = decode.items.saturating_add(items);
-        let params = work.params(self.step.plan, [decode.items, decode.starts]);
+        schedule.items = schedule.memory.reserve(items.saturating_add(starts))?;
+        schedule.starts = schedule.items.saturating_add(items);
         // SAFETY: the plan lies in the image's memory; the memory fits the work items of any batch
         // of the image's extent, and one more start than there are slots.
-        unsafe { transfer.stream.launch(&Work::launch(), bytemuck::bytes_of(&params))? };
-        decode.is_made = true;
-        Ok((decode.items, decode.starts))
+        unsafe { work.plan(transfer.stream, self.step.plan, [schedule.items, schedule.starts])? };
+        schedule.is_made = true;
+        Ok((schedule.items, schedule.starts))
     }
 
     /// Sends a batch with its block tables.

@@ -137,11 +137,11 @@ impl Steps {
     pub(crate) fn is_begun(&self, id: PlanId) -> bool {
         self.groups.iter().any(|image| image.holds(id))
     }
-    /// Makes decode plans be computed again when a capture begins or ends: a plan launched on one
-    /// side of it is not made on the other.
-    pub(crate) fn forget_decodes(&mut self) {
+    /// Makes schedules be computed again when a capture begins or ends: one that is computed on one
+    /// side of it does not exist on the other.
+    pub(crate) fn forget_schedules(&mut self) {
         for image in &mut self.groups {
-            image.forget_decodes();
+            image.forget_schedules();
         }
     }
     /// Returns the memory of all groups' plans.
@@ -190,9 +190,9 @@ impl Steps {
 }
 
 impl Steps {
-    /// Returns the decode plan of a batch that [`Self::get`] returned: the addresses of work items
-    /// and starts. The first call of a step plans on the device.
-    pub(crate) fn decode(
+    /// Returns a schedule of a batch that [`Self::get`] returned: the addresses of work items and
+    /// starts. The first call of a step plans on the device.
+    pub(crate) fn schedule(
         &mut self,
         transfer: &mut Transfer<'_>,
         id: PlanId,
@@ -201,8 +201,8 @@ impl Steps {
         let mut images = self.groups.iter_mut().chain(&mut self.by_hand);
         let image = images.find(|image| image.holds(id));
         image
-            .invariant("a batch is decoded after it was brought to the device")
-            .decode(transfer, work)
+            .invariant("a batch is scheduled after it was brought to the device")
+            .schedule(transfer, work)
     }
 }
 

@@ -41,6 +41,7 @@ mod reuse;
 mod scale;
 mod segments;
 mod stateful;
+mod suffix;
 mod tier;
 mod write;
 
@@ -67,6 +68,7 @@ pub(crate) fn cases() -> Vec<Case> {
         typed_cases(),
         attend::cases(),
         masked::cases(),
+        suffix::cases(),
         segments::cases(),
         cache::cases(),
         scale::cases(),

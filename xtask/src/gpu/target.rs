@@ -41,7 +41,7 @@ pub(super) fn targets(measure: &Measure) -> Vec<Target> {
         }
         ["append", _, "b64", "t1", "alone"] => targets.push(within(5.0)),
         ["begin_step", "b256"] => targets.push(within(10.0)),
-        ["prefill", "bf16", _, "t64", _] => targets.push(within(150.0)),
+        ["prefill", "bf16", _, "t64", "c32768"] => targets.push(within(150.0)),
         ["prefill", ..] => {
             let share = measure.tflop_per_s.map(|rate| rate / PEAK);
             targets.push(at_least(0.60, share, "989 TFLOP/s"));

@@ -4,26 +4,27 @@ use super::*;
 use crate::params::{Sequence, WorkItem};
 
 /// A small generator that gives the same numbers on every machine.
-struct Random(u64);
+pub(super) struct Random(pub(super) u64);
 
 impl Random {
-    fn below(&mut self, n: u32) -> u32 {
+    pub(super) fn below(&mut self, n: u32) -> u32 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
         u32::try_from(self.0 >> 33).unwrap() % n
     }
-    fn pick<T: Copy>(&mut self, list: &[T]) -> T {
+    pub(super) fn pick<T: Copy>(&mut self, list: &[T]) -> T {
         list[usize::try_from(self.below(u32::try_from(list.len()).unwrap())).unwrap()]
     }
 }
 
-fn work(slots: u32, kv_heads: u32, group: u32) -> Work {
+pub(super) fn work(slots: u32, kv_heads: u32, group: u32) -> Work {
     let (full, window_left, sink_tokens, invariant) = (false, u32::MAX, 0, false);
-    Work { slots, kv_heads, group, full, window_left, sink_tokens, invariant, q_len_max: 9 }
+    let kind = Kind::Decode;
+    Work { kind, slots, kv_heads, group, full, window_left, sink_tokens, invariant, q_len_max: 9 }
 }
 
-fn sequences(lens: &[(u32, u32)]) -> Vec<Sequence> {
+pub(super) fn sequences(lens: &[(u32, u32)]) -> Vec<Sequence> {
     lens.iter().map(|&(q_len, kv_len)| Sequence { q_len, kv_len, ..Sequence::default() }).collect()
 }
 
@@ -176,17 +177,17 @@ fn invariant_splits_ignore_the_batch() {
 
 /// Comparison with the kernel, byte by byte.
 #[cfg(feature = "emulated")]
-mod device {
+pub(super) mod device {
     use super::*;
     use crate::emulated::{Emulator, EmulatorOptions};
     use crate::gpu::Gpu;
     use crate::params::{Address, Counts, Plan};
     use kv_core::num::{to_u32, to_u64};
 
-    fn address<T>(list: &[T]) -> Address {
+    pub(in crate::decode::plan) fn address<T>(list: &[T]) -> Address {
         to_u64(list.as_ptr().expose_provenance())
     }
-    fn address_mut<T>(list: &mut [T]) -> Address {
+    pub(in crate::decode::plan) fn address_mut<T>(list: &mut [T]) -> Address {
         to_u64(list.as_mut_ptr().expose_provenance())
     }
 
@@ -215,7 +216,7 @@ mod device {
             unsafe { stream.upload(items, bytes.as_ptr(), bytes.len()) }.unwrap();
             // SAFETY: the emulator's device is the host, and every list is as long as the kernel
             // reads or writes.
-            unsafe { stream.launch(&Work::launch(), bytemuck::bytes_of(&params)) }.unwrap();
+            unsafe { stream.launch(&work.launch(), bytemuck::bytes_of(&params)) }.unwrap();
             // SAFETY: as for the upload.
             unsafe { stream.download(bytes.as_mut_ptr(), items, bytes.len()) }.unwrap();
             // SAFETY: allocated above and not used any more.

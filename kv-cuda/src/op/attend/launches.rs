@@ -8,7 +8,7 @@ use kv_core::{KvFormat, ScaleGroup, Scaling};
 
 use super::super::MAX_YZ;
 use super::OPERATION;
-use crate::decode::{Shape, Work};
+use crate::decode::{self, Shape, Work};
 use crate::gpu::Launch;
 use crate::params::{AttendParams, Plane, Tensor};
 use crate::step::Extent;
@@ -137,7 +137,8 @@ impl Tiles {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Prefill {
     pub(super) kernel: &'static str,
-    rows: u32,
+    /// Query rows of a thread block.
+    pub(super) rows: u32,
     shared_bytes: u32,
 }
 
@@ -167,10 +168,17 @@ impl Prefill {
     }
 }
 
-pub(super) fn prefill(selected: Prefill, params: &AttendParams, extent: &Extent) -> Launch {
-    let rows = extent.total_q.saturating_mul(params.group);
-    let items = rows.checked_div(selected.rows).unwrap_or(0).saturating_add(extent.sequences);
-    let grid = [items, params.k_plane.num_kv_heads, 1];
+impl Prefill {
+    /// Returns the bytes of a partial result: for every 64 rows, 128 threads have 16 bytes for
+    /// every 8 columns, and 16 more.
+    pub(super) fn partial_bytes(self, dim: u64) -> u64 {
+        dim.saturating_add(8).saturating_mul(u64::from(self.rows).saturating_mul(4))
+    }
+}
+
+pub(super) fn prefill(selected: Prefill, work: &Work, extent: &Extent) -> Launch {
+    let items = u32::try_from(decode::room(work, extent).items).unwrap_or(u32::MAX);
+    let grid = [items, work.kv_heads, 1];
     Launch { kernel: selected.kernel, grid, threads: 128, shared_bytes: selected.shared_bytes }
 }
 

@@ -13,8 +13,8 @@ pub(super) use self::launches::head_dim_max;
 use super::pad::{self, Owned};
 use crate::buffer::CudaBuffer;
 use crate::capture::RowsOf;
-use crate::decode::{self, Shape, Work};
-use crate::params::{AttendParams, DecodeParams, Tensor};
+use crate::decode::{self, Kind, Shape, Work};
+use crate::params::{AttendParams, DecodeParams, PrefillParams, Tensor};
 use crate::queue::{CudaQueue, Parts};
 use crate::step::{Extent, StepPlan};
 use crate::tensors::{Room, unsupported};
@@ -22,14 +22,14 @@ use kv_core::num::to_u32;
 
 const OPERATION: &str = "attend";
 /// Maximum queries of an entry that counts as decoding. The core splits the contexts of such
-/// entries only.
+/// entries only, for the general kernel.
 const DECODE_Q_LEN_MAX: u32 = 8;
 
 /// The tensor-core kernels for a batch.
 #[derive(Debug)]
 struct KernelSelection {
     decode: Option<(Shape, Work)>,
-    prefill: Option<Prefill>,
+    prefill: Option<(Prefill, Work)>,
 }
 
 impl KernelSelection {
@@ -110,7 +110,8 @@ fn select_kernels(params: &AttendParams, facts: (u32, u32), invariant: bool) -> 
     // A tensor in host memory has no address yet; it will be aligned.
     let shape = Shape::of((q, &params.out), (k, v), shared_bytes_max);
     let shape = shape.filter(|_| params.lse.data == 0 || decode::scores_exactly(k));
-    let work = Work {
+    let work = |kind| Work {
+        kind,
         slots: multiprocessors.saturating_mul(2).max(1),
         kv_heads: k.num_kv_heads,
         group: params.group,
@@ -121,21 +122,26 @@ fn select_kernels(params: &AttendParams, facts: (u32, u32), invariant: bool) -> 
         invariant,
         q_len_max: DECODE_Q_LEN_MAX,
     };
+    let prefill = Prefill::of(params, shared_bytes_max);
     KernelSelection {
-        decode: shape.map(|shape| (shape, work)),
-        prefill: Prefill::of(params, shared_bytes_max),
+        decode: shape.map(|shape| (shape, work(Kind::Decode))),
+        prefill: prefill.map(|prefill| (prefill, work(Kind::Prefill { rows: prefill.rows }))),
     }
 }
 
 /// Returns the bytes of partial rows, and of their maxima and sums.
 fn partial_bytes(params: &AttendParams, kernels: &KernelSelection, room: &Extent) -> (u64, u64) {
     let dim = u64::from(params.v_plane.head_dim);
-    if let Some((_, work)) = &kernels.decode {
-        let rows = decode::room(work, room).partials.saturating_mul(16);
-        return (rows.saturating_mul(dim).saturating_mul(4), rows.saturating_mul(4));
-    }
-    let rows = room.partials.saturating_mul(params.q.heads.into());
-    (rows.saturating_mul(dim).saturating_mul(4), rows.saturating_mul(8))
+    let prefill = kernels.prefill.filter(|_| room.q_len_max > DECODE_Q_LEN_MAX);
+    let prefill = prefill.map_or(0, |(prefill, work)| {
+        decode::room(&work, room).partials.saturating_mul(prefill.partial_bytes(dim))
+    });
+    let (rows, stats) = if let Some((_, work)) = &kernels.decode {
+        (decode::room(work, room).partials.saturating_mul(16), 4)
+    } else {
+        (room.partials.saturating_mul(params.q.heads.into()), 8)
+    };
+    (rows.saturating_mul(dim).saturating_mul(4).max(prefill), rows.saturating_mul(stats))
 }
 
 /// Launches the kernels.
@@ -150,7 +156,7 @@ fn run(
     let has_few = queue.is_capturing() || plan.sequences().iter().any(|s| few(s.q_len));
     if let Some((shape, work)) = kernels.decode.as_ref().filter(|_| has_few) {
         let partials = decode::room(work, room).partials;
-        let (items, starts) = queue.decode(plan.batch().id(), work)?;
+        let (items, starts) = queue.schedule(plan.batch().id(), work)?;
         let counters = queue.counters(partials)?;
         let params = DecodeParams {
             attend: AttendParams { counters, q_len_max: DECODE_Q_LEN_MAX, ..*params },
@@ -163,11 +169,12 @@ fn run(
         // the owner of the memory, or the queue, keeps it until the stream has passed.
         unsafe { queue.launch(&launches::decode(shape, work), &params)? };
     }
-    if let Some(prefill) = kernels.prefill.filter(|_| extent.q_len_max > DECODE_Q_LEN_MAX) {
-        let q_len_min = DECODE_Q_LEN_MAX.saturating_add(1);
-        let params = AttendParams { q_len_min, ..*params };
+    if let Some((prefill, work)) = kernels.prefill.filter(|_| extent.q_len_max > DECODE_Q_LEN_MAX) {
+        let (items, count) = queue.schedule(plan.batch().id(), &work)?;
+        let counters = queue.counters(decode::room(&work, room).partials)?;
+        let params = PrefillParams { attend: AttendParams { counters, ..*params }, items, count };
         // SAFETY: as above.
-        unsafe { queue.launch(&launches::prefill(prefill, &params, extent), &params)? };
+        unsafe { queue.launch(&launches::prefill(prefill, &work, extent), &params)? };
     }
     if kernels.rest(room.q_len_max).is_some() {
         let splits = plan.sequences().iter().map(|s| s.num_splits).max().unwrap_or(0);

@@ -3,6 +3,7 @@ use kv_core::backend::kernels::FORMATS;
 use kv_core::error::DeviceErrorKind;
 
 use super::*;
+use crate::decode::Kind;
 
 const FORMAT_F32: u32 = KvFormat::F32.kernel_code();
 const L6: u32 = KvFormat::L6(ScaleGroup::Row).kernel_code();
@@ -153,16 +154,30 @@ fn tiles_are_as_large_as_registers_and_shared_memory_allow() {
 }
 
 #[test]
-fn a_grid_has_a_block_for_every_tile_of_rows() {
-    let extent = Extent { total_q: 100, sequences: 3, ..Extent::default() };
-    let grid = |format, dim| {
-        let mut params = params(F16, [format; 2], dim);
-        (params.group, params.k_plane.num_kv_heads) = (4, 2);
-        prefill(Prefill::of(&params, ROOM).unwrap(), &params, &extent).grid
+fn a_grid_has_a_block_for_every_tile_of_rows_and_split() {
+    let mut extent = Extent { total_q: 100, sequences: 3, kv_len_max: 512, ..Extent::default() };
+    let grid = |extent: &Extent, format, dim| {
+        let params = params(F16, [format; 2], dim);
+        let selected = Prefill::of(&params, ROOM).unwrap();
+        let work = Work {
+            kind: Kind::Prefill { rows: selected.rows },
+            slots: 8,
+            kv_heads: 2,
+            group: 4,
+            full: false,
+            window_left: u32::MAX,
+            sink_tokens: 0,
+            invariant: false,
+            q_len_max: 8,
+        };
+        prefill(selected, &work, extent).grid
     };
-    assert_eq!(grid(F16, 128), [6, 2, 1]);
-    assert_eq!(grid(F16, 256), [9, 2, 1]);
-    assert_eq!(grid(BF16 + 1, 128), [9, 2, 1]);
+    assert_eq!(grid(&extent, F16, 128), [6, 2, 1]);
+    assert_eq!(grid(&extent, F16, 256), [9, 2, 1]);
+    assert_eq!(grid(&extent, BF16 + 1, 128), [9, 2, 1]);
+    // Two partial results for each slot, from a context on that may be split.
+    extent.kv_len_max += 1;
+    assert_eq!(grid(&extent, F16, 128), [6 + 8, 2, 1]);
 }
 
 #[test]
