@@ -40,6 +40,8 @@ struct Side {
     graph: Option<CudaGraph>,
     /// Number of decode steps so far.
     steps: u32,
+    /// Tokens of each sequence in such a step.
+    new: u32,
 }
 
 /// Opens the requested card, else the emulator; `None` without either.
@@ -79,8 +81,13 @@ fn values(seed: u32, len: u32) -> Vec<f16> {
 
 impl Side {
     fn new(format: KvFormat, window: Option<u32>) -> Option<Self> {
+        Self::with_steps_of(1, format, window)
+    }
+
+    fn with_steps_of(new: u32, format: KvFormat, window: Option<u32>) -> Option<Self> {
         let backend = open()?;
-        let buffer = |len: u32| backend.alloc(u64::from(len) * u64::from(LAYERS) * 2).unwrap();
+        let buffer =
+            |len: u32| backend.alloc(u64::from(len * new) * u64::from(LAYERS) * 2).unwrap();
         let (inputs, out) = ([buffer(Q_LEN), buffer(K_LEN), buffer(K_LEN)], buffer(Q_LEN));
         let mut spec = CacheSpec::builder()
             .layers(LAYERS)
@@ -94,7 +101,7 @@ impl Side {
             spec = spec.window_left(left);
         }
         let cache = KvCache::new(backend, spec.build().unwrap()).unwrap();
-        Some(Self { cache, inputs, out, graph: None, steps: 0 })
+        Some(Self { cache, inputs, out, graph: None, steps: 0, new })
     }
 
     fn prefill(&mut self, sequence: SequenceId, tokens: u32) {
@@ -113,23 +120,25 @@ impl Side {
     fn decode(&mut self, sequences: &[SequenceId], captures: bool, window: Option<u32>) -> Vec<u8> {
         self.steps += 1;
         for (buffer, (which, len)) in self.inputs.iter().zip([(1, Q_LEN), (2, K_LEN), (3, K_LEN)]) {
-            let rows = values(self.steps * 10 + which, len * u32::from(LAYERS));
+            let len = len * self.new * u32::from(LAYERS);
+            let rows = values(self.steps * 10 + which, len);
             let queue = self.cache.queue_mut();
             queue.upload(buffer, 0, bytemuck::cast_slice(&rows)).unwrap();
         }
-        let inputs: Vec<_> = sequences.iter().map(|id| StepInput::count(*id, 1)).collect();
+        let new = self.new;
+        let inputs: Vec<_> = sequences.iter().map(|id| StepInput::count(*id, new)).collect();
         let tensors = (&self.inputs, &self.out);
         let mut step = self.cache.begin_step(&inputs).unwrap();
         if captures {
             if self.graph.is_none() {
                 step.queue_mut().begin_capture().unwrap();
-                layers(&mut step, tensors, window);
+                layers_of(&mut step, tensors, window, BATCH * new);
                 self.graph = Some(step.queue_mut().end_capture().unwrap());
             }
             step.queue_mut().replay(self.graph.as_ref().unwrap()).unwrap();
             step.mark_written();
         } else {
-            layers(&mut step, tensors, window);
+            layers_of(&mut step, tensors, window, BATCH * new);
         }
         step.commit().unwrap();
         let queue = self.cache.queue_mut();
@@ -146,7 +155,7 @@ fn layers(
     layers_of(step, tensors, window, BATCH);
 }
 
-/// The same with tensors of `rows` rows.
+/// The same with tensors of `rows` rows, or of [`BATCH`] if that is more for each layer.
 fn layers_of(
     step: &mut Step<'_, CudaBackend>,
     (inputs, out): (&[CudaBuffer; 3], &CudaBuffer),
@@ -159,7 +168,7 @@ fn layers_of(
         options = options.with_window_left(left);
     }
     for layer in 0..LAYERS {
-        let at = |len: u32| u64::from(len) * u64::from(layer) * 2;
+        let at = |len: u32| u64::from(len / BATCH * rows.max(BATCH)) * u64::from(layer) * 2;
         let kv = |buffer| TensorView::device(DType::F16, buffer, at(K_LEN), &[rows, KV_HEADS, DIM]);
         step.write(layer, kv(k), kv(v), QkvFormat::Thd).unwrap();
         let dims = [rows, Q_HEADS, DIM];
@@ -249,6 +258,26 @@ fn a_capture_does_not_need_a_step_of_the_largest_size() {
     let limits = StepLimits { tokens_per_sequence: 12, ..LIMITS };
     same_bits(KvFormat::F16, None, limits);
     same_bits(KvFormat::L4(ScaleGroup::Row), None, limits);
+}
+
+/// Steps of several queries split their own contexts: the captured one has none that is split.
+#[test]
+fn a_replay_splits_the_contexts_of_its_own_step() {
+    const NEW: u32 = 12;
+    let side = || Side::with_steps_of(NEW, KvFormat::F16, None);
+    let (Some(mut captured), Some(mut plain)) = (side(), side()) else { return };
+    captured.cache.queue_mut().set_step_limits(StepLimits { tokens_per_sequence: NEW, ..LIMITS });
+    for side in [&mut captured, &mut plain] {
+        for (id, tokens) in [(1, 20), (2, 1300), (3, 1000)] {
+            side.prefill(seq(id), tokens);
+        }
+    }
+    for ids in [&[1][..], &[1], &[2], &[1, 2], &[3, 2], &[1, 2, 3], &[1]] {
+        let ids: Vec<_> = ids.iter().map(|id| seq(*id)).collect();
+        let captures = captured.steps > 0;
+        let got = captured.decode(&ids, captures, None);
+        assert!(got == plain.decode(&ids, false, None), "other bits for {ids:?}");
+    }
 }
 
 /// Launches of a batch without padding rows serve a batch with them.
