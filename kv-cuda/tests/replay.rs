@@ -274,8 +274,8 @@ fn a_replay_splits_the_contexts_of_its_own_step() {
     }
     for ids in [&[1][..], &[1], &[2], &[1, 2], &[3, 2], &[1, 2, 3], &[1]] {
         let ids: Vec<_> = ids.iter().map(|id| seq(*id)).collect();
-        let captures = captured.steps > 0;
-        let got = captured.decode(&ids, captures, None);
+        let is_captured = captured.steps > 0;
+        let got = captured.decode(&ids, is_captured, None);
         assert!(got == plain.decode(&ids, false, None), "other bits for {ids:?}");
     }
 }
