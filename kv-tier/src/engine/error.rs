@@ -4,8 +4,8 @@ use kv_core::error::DeviceError;
 
 use crate::chunk::ChunkSpecError;
 
-/// An error of [`Tiers`](super::Tiers). No failure of a store is one: such failures are counted,
-/// and the prompt is computed.
+/// An error of [`TieredCache`](crate::TieredCache). No failure of a store is one: such failures are
+/// counted, and the prompt is computed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TierError {

@@ -34,7 +34,7 @@ pub struct ExportId(u64);
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Export {
-    /// Names the export for [`Tiers::export_state`].
+    /// Names the export for [`TieredCache::export_state`](crate::TieredCache::export_state).
     pub id: ExportId,
     /// What the decode engine is told.
     pub handoff: Handoff,

@@ -6,8 +6,8 @@ use kv_core::events::Tier;
 use crate::policy::WriteRule;
 use crate::store::BlockStore;
 
-/// Settings of [`Tiers`](super::Tiers): host memory, the stores below it, and how long a prompt
-/// waits for them.
+/// Settings of [`TieredCache`](crate::TieredCache): host memory, the stores below it, and how long
+/// a prompt waits for them.
 ///
 /// ```
 /// use kv_core::events::Tier;
@@ -109,10 +109,9 @@ impl TierOptions {
 #[non_exhaustive]
 pub enum Wait {
     /// As long as computing the missing tokens would take, and not at all if the measured rates of
-    /// the stores say that reading takes longer
-    /// ([`LoadOrCompute`](crate::policy::LoadOrCompute)). Before
-    /// [`Tiers::note_compute`](super::Tiers::note_compute) has told the speed of computing, until
-    /// all has come.
+    /// the stores say that reading takes longer ([`LoadOrCompute`](crate::policy::LoadOrCompute)).
+    /// Before [`TieredCache::note_compute`](crate::TieredCache::note_compute) has told the speed of
+    /// computing, until all has come.
     #[default]
     Compute,
     /// This long.

@@ -19,7 +19,7 @@ use crate::policy::{ChunkEvent, ChunkFacts, WriteDecision};
 use crate::record::Record;
 use crate::store::{Put, after};
 
-/// What [`Tiers::flush`](super::Tiers::flush) has left.
+/// What [`TieredCache::flush`](crate::TieredCache::flush) has left.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 #[must_use = "what is left is lost with the process"]

@@ -86,8 +86,8 @@ impl BlockDemand {
 }
 
 impl CacheState {
-    /// Checks whether [`Self::start`] and a first step would succeed now, and returns how many
-    /// tokens would be reused. Changes nothing.
+    /// Checks whether [`KvCache::start`](crate::KvCache::start) and a first step would succeed now,
+    /// and returns how many tokens would be reused. Changes nothing.
     ///
     /// # Errors
     /// [`CacheError::Exhausted`] for the first group with too few blocks: `needed` is the sum of
@@ -141,11 +141,13 @@ impl CacheState {
         Ok(reused)
     }
 
-    /// Returns the blocks of one group that [`Self::begin`] would allocate for `inputs`, and those
-    /// it can allocate. It has enough blocks if every group [fits](BlockDemand::fits).
+    /// Returns the blocks of one group that [`KvCache::begin_step`](crate::KvCache::begin_step)
+    /// would allocate for `inputs`, and those it can allocate. It has enough blocks if every group
+    /// [fits](BlockDemand::fits).
     ///
     /// # Errors
-    /// [`PlanError::UnknownSequence`], and those of [`Self::begin`] for a count out of bounds.
+    /// [`PlanError::UnknownSequence`], and those of
+    /// [`KvCache::begin_step`](crate::KvCache::begin_step) for a count out of bounds.
     pub fn blocks_for_step(
         &self,
         group: GroupId,

@@ -93,8 +93,8 @@ impl<'a> StartOptions<'a> {
     pub fn with_reuse(self, reuse: bool) -> Self {
         Self { reuse, ..self }
     }
-    /// Whether the sequence was [preempted](CacheState::preempt) before, so that its lookup counts
-    /// apart in [`Stats`](crate::Stats): false unless set.
+    /// Whether the sequence was [preempted](crate::KvCache::preempt) before, so that its lookup
+    /// counts apart in [`Stats`](crate::Stats): false unless set.
     #[must_use]
     pub fn with_resumed(self, resumed: bool) -> Self {
         Self { resumed, ..self }
