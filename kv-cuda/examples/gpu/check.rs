@@ -47,7 +47,7 @@ pub(crate) fn run(bench: &mut Bench) -> Result<bool> {
             let sizes = if bench.is_tiny {
                 Sizes { kv_heads: 1, head_dim: 64, lens: [1300, 3], chunk: 12 }
             } else {
-                Sizes { kv_heads: 1, head_dim: 128, lens: [32_700, 33], chunk: 64 }
+                Sizes { kv_heads: 1, head_dim: 128, lens: [8100, 33], chunk: 64 }
             };
             let result = suffix(bench, sizes, format);
             is_right &= result.is_ok();
