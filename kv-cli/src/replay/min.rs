@@ -68,7 +68,8 @@ impl Min {
     fn next_use(&mut self, block: BlockId) -> NextUse {
         let number = self.numbers[to_usize(block.0)];
         let split = self.trace.blocks_per_id();
-        let next = self.upcoming[to_usize(number / split)];
+        // In a trace without ids, no block is used again.
+        let next = self.upcoming.get(to_usize(number / split)).copied().unwrap_or(NEVER);
         let part = if next == NEVER { 0 } else { number % split };
         self.arrivals += 1;
         (next, part, Reverse(self.arrivals))
