@@ -30,7 +30,7 @@ const AMOUNTS: &[Amount] = &[
     Amount { sanitizer: Sanitizer::Address, cases: &[("decode_test", 132, 132)] },
     Amount {
         sanitizer: Sanitizer::Thread,
-        cases: &[("decode_test", 132, 12), ("broken_test", 50, 20)],
+        cases: &[("decode_test", 132, 12), ("broken_test", 30, 20)],
     },
 ];
 
