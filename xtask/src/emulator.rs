@@ -150,7 +150,9 @@ pub(crate) fn library(sanitizer: Sanitizer) -> Result<PathBuf> {
     let objects = folder.join(sanitizer.name());
     let mut units = units(&objects, &kernels()?, sanitizer.kernel_flags());
     units.extend(emulator_units(&objects, sanitizer)?);
-    build(&units, &library, sanitizer, &["-shared"])?;
+    // The stacks of its engines are kept for later launches, so the library stays loaded when the
+    // last device is closed: one that is loaded again would allocate them again.
+    build(&units, &library, sanitizer, &["-shared", "-Wl,-z,nodelete"])?;
     Ok(library)
 }
 
