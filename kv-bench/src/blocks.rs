@@ -3,7 +3,7 @@ use std::time::{Duration, Instant};
 
 use kv::backend::NullBackend;
 use kv::eviction::Eviction;
-use kv::{CacheSpec, Error, KvCache, QkvFormat, SequenceId, StartOptions, StepInput, TensorView};
+use kv::{Axes, CacheSpec, Error, KvCache, SequenceId, StartOptions, StepInput, TensorView};
 
 use crate::{BLOCK_SIZE, values};
 
@@ -23,7 +23,7 @@ fn append(
     let count = u32::try_from(step.positions().len()).unwrap_or(u32::MAX);
     let rows = values(u64::from(count) * 2);
     let rows = TensorView::host(&rows, &[count, 1, 2]);
-    step.write(0, rows, rows, QkvFormat::Thd)?;
+    step.write(0, rows, rows, Axes::Thd)?;
     Ok(step.commit()?)
 }
 
@@ -93,7 +93,7 @@ impl Decode {
         let rows = TensorView::host(&self.rows, &[count, 1, 2]);
         let begin = Instant::now();
         let mut step = self.cache.begin_step(&inputs)?;
-        step.write(0, rows, rows, QkvFormat::Thd)?;
+        step.write(0, rows, rows, Axes::Thd)?;
         step.commit()?;
         Ok(begin.elapsed())
     }
@@ -175,7 +175,7 @@ impl Full {
         let begin = Instant::now();
         self.cache.start(SequenceId(0), &prompt, StartOptions::default())?;
         let mut step = self.cache.begin_step(&[StepInput::tokens(SequenceId(0), &prompt)])?;
-        step.write(0, rows, rows, QkvFormat::Thd)?;
+        step.write(0, rows, rows, Axes::Thd)?;
         step.commit()?;
         self.cache.release(SequenceId(0))?;
         Ok(begin.elapsed().checked_div(64).unwrap_or_default())

@@ -10,8 +10,8 @@ mod random;
 use kv::backend::Backend;
 pub use kv::eviction::Eviction;
 use kv::{
-    BlockOrder, CacheSpec, Error, KvCache, KvFormat, QkvFormat, SequenceId, StartOptions,
-    StepInput, TensorView,
+    Axes, BlockOrder, CacheSpec, Error, KvCache, KvFormat, SequenceId, StartOptions, StepInput,
+    TensorView,
 };
 
 use random::Random;
@@ -104,7 +104,7 @@ impl Shape {
             let mut step = cache.begin_step(&[StepInput::count(sequence, tokens)])?;
             let dims = [self.context, self.kv_heads, self.head_dim];
             let rows = TensorView::host(&values, &dims);
-            step.write(0, rows, rows, QkvFormat::Thd)?;
+            step.write(0, rows, rows, Axes::Thd)?;
             step.commit()?;
         }
         Ok(cache)

@@ -9,7 +9,7 @@ use half::{bf16, f16};
 use kv::backend::Backend;
 use kv::{AttentionOptions, Element, TensorView, TensorViewMut};
 
-use crate::axes::{Axes, as_passed};
+use crate::axes::{DenseRows, as_passed};
 use crate::step::{Held, types_differ};
 
 /// Writes k and v, and attends q.
@@ -21,7 +21,7 @@ pub(crate) struct Attend<'a, 'c, B: Backend> {
 
 /// How the tensors of one call lie.
 struct Call {
-    inputs: [Axes; 3],
+    inputs: [DenseRows; 3],
     /// Dimensions of the output as the cache names them.
     dims: Vec<u32>,
     /// Values of the output.
@@ -32,10 +32,10 @@ struct Call {
 
 impl Call {
     fn of(layouts: [&Layout; 3]) -> Result<Self> {
-        let [Some(q), Some(k), Some(v)] = layouts.map(Axes::of) else {
+        let [Some(q), Some(k), Some(v)] = layouts.map(DenseRows::of) else {
             bail!("the values of all heads of a token do not lie together");
         };
-        assert!(k.format == v.format && q.format == k.format, "the call has checked the axes");
+        assert!(k.axes == v.axes && q.axes == k.axes, "the call has checked the axes");
         let mut dims = q.dims().to_vec();
         let ([heads, _], [_, dim_v]) = (q.head(), v.head());
         if let Some(last) = dims.last_mut() {
@@ -102,13 +102,13 @@ impl<B: Backend> Attend<'_, '_, B> {
         out: TensorViewMut<'_, B::Buffer>,
     ) -> Result<()> {
         let [_, of_k, _] = call.inputs;
-        let format = of_k.format;
-        let options = self.options.with_qkv_format(format);
+        let axes = of_k.axes;
+        let options = self.options.with_axes(axes);
         let attended = self.step.borrow_mut().with(|step| {
-            step.write(self.layer, k, v, format)?;
+            step.write(self.layer, k, v, axes)?;
             step.attend(self.layer, q, out, &options)
         });
-        attended.map_err(|error| as_passed(error, format))
+        attended.map_err(|error| as_passed(error, axes))
     }
 }
 

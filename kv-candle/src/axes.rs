@@ -4,7 +4,7 @@ use std::ops::Range;
 use candle_core::{Layout, Result, Tensor};
 use kv::backend::Dims;
 use kv::error::{Expected, PlanError};
-use kv::{CacheError, Element, QkvFormat, TensorView};
+use kv::{Axes, CacheError, Element, TensorView};
 
 use crate::error::Error;
 
@@ -44,9 +44,9 @@ impl Form {
 
 /// Returns an error of the cache as candle's, with the shape of a tensor as its caller passed it:
 /// the cache names the axes of `[b, heads, s, dim]` in another order.
-pub(crate) fn as_passed(error: CacheError, format: QkvFormat) -> candle_core::Error {
-    match (error, format) {
-        (CacheError::Plan(PlanError::Shape { tensor, expected, got }), QkvFormat::Bshd) => {
+pub(crate) fn as_passed(error: CacheError, axes: Axes) -> candle_core::Error {
+    match (error, axes) {
+        (CacheError::Plan(PlanError::Shape { tensor, expected, got }), Axes::Bshd) => {
             let Expected { dims, .. } = expected;
             let hint = match (dims.as_slice(), got.as_slice()) {
                 ([_, _, heads, _], [_, tokens, others, _])
@@ -75,8 +75,8 @@ fn heads_first(dims: Dims) -> Vec<u32> {
 
 /// Dimensions of a tensor as the cache names them, and where its values lie.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Axes {
-    pub(crate) format: QkvFormat,
+pub(crate) struct DenseRows {
+    pub(crate) axes: Axes,
     dims: [u32; 4],
     rank: usize,
     /// Elements from a batch entry, and from a token, to the next.
@@ -85,17 +85,14 @@ pub(crate) struct Axes {
     end: usize,
 }
 
-impl Axes {
+impl DenseRows {
     /// Describes a tensor `[t, heads, dim]` or `[b, heads, s, dim]`; `None` if the cache cannot
     /// read it in place, because the values of all heads of a token do not lie together.
     pub(crate) fn of(layout: &Layout) -> Option<Self> {
-        let (format, [batch, tokens, heads, dim], strides) = match (layout.dims(), layout.stride())
-        {
-            (&[t, h, d], &[of_t, of_h, of_d]) => {
-                (QkvFormat::Thd, [1, t, h, d], [0, of_t, of_h, of_d])
-            }
+        let (axes, [batch, tokens, heads, dim], strides) = match (layout.dims(), layout.stride()) {
+            (&[t, h, d], &[of_t, of_h, of_d]) => (Axes::Thd, [1, t, h, d], [0, of_t, of_h, of_d]),
             (&[b, h, s, d], &[of_b, of_h, of_s, of_d]) => {
-                (QkvFormat::Bshd, [b, s, h, d], [of_b, of_s, of_h, of_d])
+                (Axes::Bshd, [b, s, h, d], [of_b, of_s, of_h, of_d])
             }
             _ => return None,
         };
@@ -112,7 +109,7 @@ impl Axes {
             last(batch, of_batch)?.checked_add(last(tokens, of_token)?)?.checked_add(row)?;
         let begin = layout.start_offset();
         let n = |count: usize| u32::try_from(count).ok();
-        let (dims, rank) = if format == QkvFormat::Thd {
+        let (dims, rank) = if axes == Axes::Thd {
             ([n(tokens)?, n(heads)?, n(dim)?, 0], 3)
         } else {
             ([n(batch)?, n(tokens)?, n(heads)?, n(dim)?], 4)
@@ -121,7 +118,7 @@ impl Axes {
         let [first, second] = outer.map(|stride| u64::try_from(stride).ok());
         let is_empty = batch == 0 || tokens == 0;
         let end = if is_empty { begin } else { begin.checked_add(reach)? };
-        Some(Self { format, dims, rank, outer: [first?, second?], begin, end })
+        Some(Self { axes, dims, rank, outer: [first?, second?], begin, end })
     }
 
     /// Returns the dimensions: `[t, heads, dim]`, or `[b, s, heads, dim]`.
@@ -159,7 +156,7 @@ impl Axes {
 
 /// Returns a tensor that can be read in place: the same one, or a copy, and whether it is one.
 pub(crate) fn readable(tensor: &Tensor) -> Result<(Tensor, bool)> {
-    if Axes::of(tensor.layout()).is_some() {
+    if DenseRows::of(tensor.layout()).is_some() {
         return Ok((tensor.clone(), false));
     }
     let copy = match tensor.rank() {
@@ -183,21 +180,18 @@ mod tests {
     #[test]
     fn projections_are_read_in_place_also_when_transposed() {
         let rows = zeros(&[5, 2, 8]);
-        let axes = Axes::of(rows.layout()).expect("dense");
-        assert_eq!(
-            (axes.format, axes.dims(), axes.range()),
-            (QkvFormat::Thd, &[5, 2, 8][..], 0..80)
-        );
+        let dense = DenseRows::of(rows.layout()).expect("dense");
+        assert_eq!((dense.axes, dense.dims(), dense.range()), (Axes::Thd, &[5, 2, 8][..], 0..80));
         // One of three parts of a fused projection.
         let fused = zeros(&[5, 6, 8]).narrow(1, 2, 2).expect("a part");
-        let axes = Axes::of(fused.layout()).expect("dense heads");
-        assert_eq!((axes.outer, axes.range()), ([48, 0], 16..16 + 4 * 48 + 16));
+        let dense = DenseRows::of(fused.layout()).expect("dense heads");
+        assert_eq!((dense.outer, dense.range()), ([48, 0], 16..16 + 4 * 48 + 16));
         let batch = zeros(&[3, 5, 2, 8]).transpose(1, 2).expect("[b, h, s, d]");
-        let axes = Axes::of(batch.layout()).expect("a transposed projection");
-        assert_eq!((axes.format, axes.dims()), (QkvFormat::Bshd, &[3, 5, 2, 8][..]));
-        assert_eq!((axes.outer, axes.range()), ([80, 16], 0..240));
+        let dense = DenseRows::of(batch.layout()).expect("a transposed projection");
+        assert_eq!((dense.axes, dense.dims()), (Axes::Bshd, &[3, 5, 2, 8][..]));
+        assert_eq!((dense.outer, dense.range()), ([80, 16], 0..240));
         // One token: no matter which axis comes first.
-        assert!(Axes::of(zeros(&[3, 2, 1, 8]).layout()).is_some());
+        assert!(DenseRows::of(zeros(&[3, 2, 1, 8]).layout()).is_some());
     }
 
     #[test]
@@ -209,7 +203,7 @@ mod tests {
             zeros(&[2, 8]),
             zeros(&[1, 5, 2, 8, 1]),
         ] {
-            assert_eq!(Axes::of(tensor.layout()), None, "{:?}", tensor.layout());
+            assert_eq!(DenseRows::of(tensor.layout()), None, "{:?}", tensor.layout());
         }
     }
 }

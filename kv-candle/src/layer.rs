@@ -10,10 +10,10 @@ use candle_core::{CpuStorage, CustomOp2, Device, Error as CandleError, Layout, R
 use candle_core::{Tensor, bail};
 use half::{bf16, f16};
 use kv::backend::{AnyBackend, AnyBuffer, Plane};
-use kv::{CacheSpec, Element, KvCache, QkvFormat, SequenceId, StartOptions, Step, StepInput};
+use kv::{Axes, CacheSpec, Element, KvCache, SequenceId, StartOptions, Step, StepInput};
 use kv::{TensorView, TensorViewMut};
 
-use crate::axes::{Axes, as_passed, readable};
+use crate::axes::{DenseRows, as_passed, readable};
 use crate::cache::CandleCache;
 use crate::error::Error;
 use crate::step::types_differ;
@@ -245,7 +245,7 @@ struct Append<'a> {
 
 /// How the tensors of one call lie.
 struct Call {
-    new: [Axes; 2],
+    new: [DenseRows; 2],
     /// Dimensions of the rows of K, and of V: `[b, tokens, heads, dim]`.
     dims: [[u32; 4]; 2],
     /// Values of K, and of V.
@@ -254,7 +254,7 @@ struct Call {
 
 impl Append<'_> {
     fn call(&self, layouts: [&Layout; 2]) -> Result<Call> {
-        let [Some(k), Some(v)] = layouts.map(Axes::of) else {
+        let [Some(k), Some(v)] = layouts.map(DenseRows::of) else {
             bail!("the values of all heads of a token do not lie together");
         };
         let Ok(tokens) = u32::try_from(self.tokens) else { bail!("too many tokens") };
@@ -276,13 +276,13 @@ impl Append<'_> {
     ) -> Result<()> {
         let mut model = self.model.borrow_mut();
         let Some(mut step) = model.kv.held() else { bail!("no step is open") };
-        let mut done = step.write(self.layer, k, v, QkvFormat::Bshd);
+        let mut done = step.write(self.layer, k, v, Axes::Bshd);
         for (plane, rows) in [Plane::Key, Plane::Value].into_iter().zip(rows) {
-            done = done.and_then(|()| step.gather(self.layer, plane, rows, QkvFormat::Bshd));
+            done = done.and_then(|()| step.gather(self.layer, plane, rows, Axes::Bshd));
         }
         // Other layers may have written, and may go on.
         step.hold();
-        done.map_err(|error| as_passed(error, QkvFormat::Bshd))
+        done.map_err(|error| as_passed(error, Axes::Bshd))
     }
 
     fn on_host<T: Element + Default + Clone>(

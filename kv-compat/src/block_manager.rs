@@ -5,8 +5,8 @@ use kv_core::error::{BlocksExhausted, LayerProblem, PlanError, StateProblem};
 use kv_core::num::{to_u32, to_u64};
 use kv_core::spec::LateLayers;
 use kv_core::{
-    AttentionOptions, BlockId, BlockOrder, CacheError, CacheSpec, GroupId, KvCache, LayerId,
-    QkvFormat, SequenceId, StartOptions, Step, StepInput, TensorView, TensorViewMut,
+    AttentionOptions, Axes, BlockId, BlockOrder, CacheError, CacheSpec, GroupId, KvCache, LayerId,
+    SequenceId, StartOptions, Step, StepInput, TensorView, TensorViewMut,
 };
 
 use crate::buffers::new_len;
@@ -260,7 +260,7 @@ impl<B: Backend> CacheManager<B> for BlockManager<B> {
         &mut self,
         layer: usize,
         [k, v]: [TensorView<'_, B::Buffer>; 2],
-        format: QkvFormat,
+        format: Axes,
     ) -> Result<(), CacheError> {
         self.on_step("step", layer, |step, layer| step.write(layer, k, v, format))
     }
@@ -284,7 +284,7 @@ impl<B: Backend> CacheManager<B> for BlockManager<B> {
         plane: Plane,
         out: TensorViewMut<'_, B::Buffer>,
     ) -> Result<(), CacheError> {
-        self.on_step("gather", layer, |step, layer| step.gather(layer, plane, out, QkvFormat::Bshd))
+        self.on_step("gather", layer, |step, layer| step.gather(layer, plane, out, Axes::Bshd))
     }
 
     fn sequences(&self) -> &[TrackedSequence] {

@@ -4,7 +4,7 @@
 use std::fmt;
 
 use kv_core::error::{PlanError, SpecError};
-use kv_core::{CacheError, DType, KvFormat, QkvFormat, UnknownName};
+use kv_core::{Axes, CacheError, DType, KvFormat, UnknownName};
 
 use crate::manager::{CacheManagerConfig, PageConfig};
 
@@ -38,14 +38,14 @@ pub struct InferenceConfig {
     is_paged: bool,
     page_size: Option<u32>,
     total_num_pages: Option<u32>,
-    qkv_format: Result<QkvFormat, UnknownName>,
+    qkv_format: Result<Axes, UnknownName>,
     max_ctx_len: Option<u32>,
 }
 
 /// The parts of a checked configuration.
 pub(crate) struct Checked {
     pub(crate) manager: CacheManagerConfig,
-    pub(crate) format: QkvFormat,
+    pub(crate) format: Axes,
     pub(crate) max_ctx_len: Option<u32>,
 }
 
@@ -63,7 +63,7 @@ impl InferenceConfig {
             is_paged: false,
             page_size: None,
             total_num_pages: None,
-            qkv_format: Ok(QkvFormat::Bshd),
+            qkv_format: Ok(Axes::Bshd),
             max_ctx_len: None,
         }
     }
@@ -139,7 +139,7 @@ impl InferenceConfig {
         let format = self.qkv_format.map_err(PlanError::from)?;
         let field = "max_ctx_len";
         match self.max_ctx_len {
-            None if format == QkvFormat::Thd => return Err(SpecError::Missing { field }.into()),
+            None if format == Axes::Thd => return Err(SpecError::Missing { field }.into()),
             Some(0) => return Err(SpecError::Zero { field }.into()),
             Some(n) if n > max_seqlen => {
                 let (got, max) = (u64::from(n), u64::from(max_seqlen));
@@ -197,7 +197,7 @@ pub(crate) fn stored_format(dtype: DType) -> Result<KvFormat, PlanError> {
 #[non_exhaustive]
 pub enum FormatArg<'n> {
     /// The value.
-    Format(QkvFormat),
+    Format(Axes),
     /// `bshd`, `sbhd` or `thd`.
     Name(&'n str),
 }
@@ -207,20 +207,20 @@ impl FormatArg<'_> {
     ///
     /// # Errors
     /// [`UnknownName`] for any other format or name, an output name such as `thd_2bshd` included.
-    pub fn resolve(self) -> Result<QkvFormat, UnknownName> {
+    pub fn resolve(self) -> Result<Axes, UnknownName> {
         let format = match self {
             Self::Format(format) => format,
             Self::Name(name) => name.parse()?,
         };
         match format {
-            QkvFormat::Bshd | QkvFormat::Sbhd | QkvFormat::Thd => Ok(format),
+            Axes::Bshd | Axes::Sbhd | Axes::Thd => Ok(format),
             other => Err(UnknownName::new("qkv format", &other.to_string(), "bshd, sbhd, thd")),
         }
     }
 }
 
-impl From<QkvFormat> for FormatArg<'_> {
-    fn from(format: QkvFormat) -> Self {
+impl From<Axes> for FormatArg<'_> {
+    fn from(format: Axes) -> Self {
         Self::Format(format)
     }
 }
@@ -250,11 +250,11 @@ pub enum OutputFormat {
 
 impl OutputFormat {
     /// What goes with tensors of a format that [`FormatArg::resolve`] takes.
-    pub(crate) fn of(format: QkvFormat) -> Self {
+    pub(crate) fn of(format: Axes) -> Self {
         match format {
-            QkvFormat::Bshd => Self::Bshd,
-            QkvFormat::Sbhd => Self::Sbhd2bshd,
-            QkvFormat::Thd => Self::Thd2bshd,
+            Axes::Bshd => Self::Bshd,
+            Axes::Sbhd => Self::Sbhd2bshd,
+            Axes::Thd => Self::Thd2bshd,
             other => unreachable!("{other} was refused when it was given"),
         }
     }

@@ -4,7 +4,7 @@ use std::fmt;
 
 use kv_core::backend::{Backend, Plane, PlaneView};
 use kv_core::{
-    AttentionOptions, BlockId, CacheError, DType, QkvFormat, SequenceId, TensorView, TensorViewMut,
+    AttentionOptions, Axes, BlockId, CacheError, DType, SequenceId, TensorView, TensorViewMut,
 };
 
 use crate::BlockManager;
@@ -86,7 +86,7 @@ pub struct TrackedSequence {
 /// use kv_compat::{CacheManager, InferenceConfig, InferenceParams, TrackedSequence};
 /// use kv_core::backend::{Backend, NullBackend};
 /// use kv_core::backend::{Plane, PlaneView};
-/// use kv_core::{AttentionOptions, BlockId, CacheError, DType, QkvFormat};
+/// use kv_core::{AttentionOptions, BlockId, CacheError, DType, Axes};
 /// use kv_core::{SequenceId, TensorView, TensorViewMut};
 ///
 /// #[derive(Debug)]
@@ -121,7 +121,7 @@ pub struct TrackedSequence {
 ///         &mut self,
 ///         layer: usize,
 ///         kv: [TensorView<'_, B::Buffer>; 2],
-///         format: QkvFormat,
+///         format: Axes,
 ///     ) -> Result<(), CacheError> {
 ///         self.inner.step(layer, kv, format)
 ///     }
@@ -202,7 +202,7 @@ pub trait CacheManager<B: Backend>: Any + fmt::Debug + Send {
         &mut self,
         layer: usize,
         kv: [TensorView<'_, B::Buffer>; 2],
-        format: QkvFormat,
+        format: Axes,
     ) -> Result<(), CacheError>;
     /// Attends the step's queries over the cached rows of one layer, this step's included. The
     /// outputs are the attention's, and the log-sum-exp where it is asked for.

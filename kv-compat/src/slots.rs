@@ -13,7 +13,7 @@ use kv_core::error::{OptionProblem, PlanError};
 use kv_core::num::to_u32;
 use kv_core::plan::{AttendArgs, BatchEntry, PlanBuffers, WriteArgs};
 use kv_core::{
-    AttentionOptions, BlockId, BlockOrder, CacheError, CacheSpec, KvFormat, LayerId, QkvFormat,
+    AttentionOptions, Axes, BlockId, BlockOrder, CacheError, CacheSpec, KvFormat, LayerId,
     SequenceId, TensorView, TensorViewMut,
 };
 
@@ -239,7 +239,7 @@ impl<B: Backend> KvCacheManager<B> {
         let entry = BatchEntry { row, cached, new_tokens: n, queries: 0 };
         let ([layout, _], determinism) = (self.storage.layouts(), self.spec.determinism());
         let (plan, _) = self.plans.plan(layout, &self.tables, &[entry], 1, determinism)?;
-        let args = WriteArgs::new(&plan, k, v, QkvFormat::Thd, k_plane, v_plane)?;
+        let args = WriteArgs::new(&plan, k, v, Axes::Thd, k_plane, v_plane)?;
         let written = self.queue.write_kv(&plan, args);
         // The device may have written some of them.
         state.appended[usize::from(layer.0)] = if written.is_ok() { n } else { 0 };

@@ -11,7 +11,7 @@ use crate::slot_map::{Place, SlotMap};
 /// Axes of an incoming q, k or v tensor: batch, sequence, head, dim; `t` is the ragged total.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum QkvFormat {
+pub enum Axes {
     /// `[batch, sequence, head, dim]`; row `(b, i)` is token `i` of batch entry `b`.
     Bshd,
     /// `[sequence, batch, head, dim]`.
@@ -20,7 +20,7 @@ pub enum QkvFormat {
     Thd,
 }
 
-impl fmt::Display for QkvFormat {
+impl fmt::Display for Axes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Bshd => "bshd",
@@ -30,14 +30,14 @@ impl fmt::Display for QkvFormat {
     }
 }
 
-impl FromStr for QkvFormat {
+impl FromStr for Axes {
     type Err = UnknownName;
     fn from_str(name: &str) -> Result<Self, UnknownName> {
         match name {
             "bshd" => Ok(Self::Bshd),
             "sbhd" => Ok(Self::Sbhd),
             "thd" => Ok(Self::Thd),
-            _ => Err(UnknownName::new("qkv format", name, "bshd, sbhd, thd")),
+            _ => Err(UnknownName::new("axes", name, "bshd, sbhd, thd")),
         }
     }
 }

@@ -8,7 +8,7 @@
 //! |---|---|
 //! | describe a cache | [`CacheSpec`], [`KvFormat`]; every setting is in [`spec`] |
 //! | run a model over it | [`KvCache`], [`Step`], [`StepInput`], [`AttentionOptions`] |
-//! | pass tensors | [`TensorView`], [`TensorViewMut`], [`QkvFormat`] |
+//! | pass tensors | [`TensorView`], [`TensorViewMut`], [`Axes`] |
 //! | handle errors | [`CacheError`]; the narrow errors are in [`error`] |
 //! | share prefixes between prompts | [`KvCache::start`], [`reuse`] |
 //! | choose what is evicted | [`eviction`] |
@@ -19,7 +19,7 @@
 //!
 //! ```
 //! use kv_core::backend::NullBackend;
-//! use kv_core::{AttentionOptions, CacheSpec, KvCache, QkvFormat, SequenceId, StartOptions};
+//! use kv_core::{AttentionOptions, CacheSpec, KvCache, Axes, SequenceId, StartOptions};
 //! use kv_core::{StepInput, TensorView, TensorViewMut};
 //!
 //! let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(2).paged(16, 64).build()?;
@@ -29,7 +29,7 @@
 //! let mut step = cache.begin_step(&[StepInput::tokens(seq, &[11, 12])])?;
 //! let (k, v, q, mut out) = ([0_f32; 4], [0_f32; 4], [0_f32; 4], [0_f32; 4]);
 //! let dims = [2, 1, 2]; // tokens, heads, head_dim
-//! step.write(0, TensorView::host(&k, &dims), TensorView::host(&v, &dims), QkvFormat::Thd)?;
+//! step.write(0, TensorView::host(&k, &dims), TensorView::host(&v, &dims), Axes::Thd)?;
 //! let out = TensorViewMut::host(&mut out, &dims);
 //! step.attend(0, TensorView::host(&q, &dims), out, &AttentionOptions::causal(0.7))?;
 //! step.commit()?;
@@ -61,7 +61,7 @@ mod tensor;
 
 pub use cache::{KvCache, StartOptions, Stats, Step, StepInput, Usage};
 pub use error::{CacheError, UnknownName};
-pub use geometry::{BlockOrder, QkvFormat};
+pub use geometry::{Axes, BlockOrder};
 pub use half::{bf16, f16};
 pub use ids::{BlockId, GroupId, LayerId, SequenceId};
 pub use kv_format::{DType, Element, KvFormat, ScaleGroup, Scaling};

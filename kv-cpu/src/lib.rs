@@ -15,7 +15,7 @@
 //! use kv_core::block::BlockTables;
 //! use kv_core::plan::{AttendArgs, BatchEntry, Determinism, PlanBuffers, WriteArgs};
 //! use kv_core::{
-//!     AttentionOptions, BlockId, BlockOrder, KvFormat, QkvFormat, TensorView, TensorViewMut,
+//!     AttentionOptions, BlockId, BlockOrder, KvFormat, Axes, TensorView, TensorViewMut,
 //! };
 //! use kv_cpu::{CpuBackend, CpuOptions};
 //!
@@ -48,7 +48,7 @@
 //!
 //! let (k, v) = (vec![0.0_f32; 5 * 8], vec![3.0_f32; 5 * 8]);
 //! let [k, v] = [&k, &v].map(|rows| TensorView::host(rows, &[5, 1, 8]));
-//! queue.write_kv(&write, WriteArgs::new(&write, k, v, QkvFormat::Thd, k_plane, v_plane)?)?;
+//! queue.write_kv(&write, WriteArgs::new(&write, k, v, Axes::Thd, k_plane, v_plane)?)?;
 //!
 //! // Two query heads share the kv head; every weighted mean of threes is three.
 //! let q = vec![1.0_f32; 5 * 2 * 8];

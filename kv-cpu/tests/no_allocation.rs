@@ -15,7 +15,7 @@ use kv_core::calibration::{Calibration, LayerCalibration, PlaneCalibration};
 use kv_core::plan::Determinism;
 use kv_core::spec::{KeyMean, Transform};
 use kv_core::{
-    AttentionOptions, CacheError, CacheSpec, KvCache, KvFormat, QkvFormat, ScaleGroup, Scaling,
+    AttentionOptions, Axes, CacheError, CacheSpec, KvCache, KvFormat, ScaleGroup, Scaling,
     SequenceId, StartOptions, StepInput, TensorView, TensorViewMut,
 };
 use kv_cpu::{CpuBackend, CpuOptions, Workers};
@@ -86,7 +86,7 @@ fn step<B: Backend>(
     let mut step = cache.begin_step(inputs)?;
     for layer in 0..LAYERS {
         let view = TensorView::host(&tensors.kv[..len(&kv)], &kv);
-        step.write(layer, view, view, QkvFormat::Thd)?;
+        step.write(layer, view, view, Axes::Thd)?;
         if tokens > 1 {
             continue;
         }

@@ -7,8 +7,8 @@ use criterion::Criterion;
 use kv_core::backend::{Backend, NullBackend};
 use kv_core::plan::Determinism;
 use kv_core::{
-    AttentionOptions, CacheSpec, DType, KvCache, KvFormat, QkvFormat, SequenceId, StartOptions,
-    Step, StepInput, TensorView, TensorViewMut,
+    AttentionOptions, Axes, CacheSpec, DType, KvCache, KvFormat, SequenceId, StartOptions, Step,
+    StepInput, TensorView, TensorViewMut,
 };
 use kv_cuda::{CudaBackend, StepLimits};
 
@@ -193,7 +193,7 @@ impl Clock {
 fn write<B: Backend>(step: &mut Step<'_, B>, layer: u16, batch: u32, kv: &B::Buffer) {
     let dims = [batch, KV_HEADS, HEAD_DIM];
     let rows = || TensorView::device(DType::F16, kv, 0, &dims);
-    step.write(layer, rows(), rows(), QkvFormat::Thd).unwrap();
+    step.write(layer, rows(), rows(), Axes::Thd).unwrap();
 }
 
 fn attend<B: Backend>(

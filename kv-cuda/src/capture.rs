@@ -2,7 +2,7 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
-use kv_core::QkvFormat;
+use kv_core::Axes;
 use kv_core::backend::TokenRows;
 use kv_core::error::DeviceError;
 
@@ -70,7 +70,7 @@ impl Default for RowRoom {
 
 impl RowRoom {
     fn and(&mut self, rows: &TokenRows) {
-        if rows.format() == QkvFormat::Thd {
+        if rows.axes() == Axes::Thd {
             self.total = self.total.min(rows.tokens());
         } else {
             self.sequences = self.sequences.min(rows.batch());

@@ -257,7 +257,7 @@ impl Plane {
 #[cfg(test)]
 mod tests {
     use kv_core::backend::kernels::{axes_code, dtype_code};
-    use kv_core::{DType, QkvFormat};
+    use kv_core::{Axes, DType};
 
     const HEADER: &str = include_str!("../kernels/params.h");
 
@@ -275,7 +275,7 @@ mod tests {
             assert_eq!(constants.get(name), Some(&dtype_code(dtype)), "{name}");
         }
         for (name, format) in
-            [("KV_BSHD", QkvFormat::Bshd), ("KV_SBHD", QkvFormat::Sbhd), ("KV_THD", QkvFormat::Thd)]
+            [("KV_BSHD", Axes::Bshd), ("KV_SBHD", Axes::Sbhd), ("KV_THD", Axes::Thd)]
         {
             assert_eq!(constants.get(name), Some(&axes_code(format)), "{name}");
         }

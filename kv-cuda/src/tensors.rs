@@ -4,7 +4,7 @@
 //! device owns a buffer and how long it is. It also checks that plan and arguments belong together,
 //! because they may have been made at different times and kernels check nothing.
 
-use kv_core::QkvFormat;
+use kv_core::Axes;
 pub(crate) use kv_core::backend::kernels::{Room, unsupported};
 use kv_core::backend::kernels::{
     axes_code, check_plane, device_output, dtype_code, plane_align, wide_head_stride,
@@ -151,14 +151,14 @@ impl Call<'_> {
 
 fn rows(rows: &TokenRows, data: Address) -> Tensor {
     let size = to_u64(rows.dtype().size());
-    let is_ragged = rows.format() == QkvFormat::Thd;
+    let is_ragged = rows.axes() == Axes::Thd;
     let batch_stride = if is_ragged { 0 } else { rows.batch_stride() };
     Tensor {
         data,
         // The caller's strides; of an axis of 1 they may be any, and nothing uses them.
         batch_stride: batch_stride.saturating_mul(size),
         token_stride: rows.token_stride().saturating_mul(size),
-        axes: axes_code(rows.format()),
+        axes: axes_code(rows.axes()),
         dtype: dtype_code(rows.dtype()),
         batch: rows.batch(),
         tokens: rows.tokens(),

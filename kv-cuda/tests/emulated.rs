@@ -4,8 +4,7 @@
 use kv_core::backend::Backend;
 use kv_core::error::DeviceErrorKind;
 use kv_core::{
-    CacheError, CacheSpec, DType, KvCache, QkvFormat, SequenceId, StartOptions, StepInput,
-    TensorView,
+    Axes, CacheError, CacheSpec, DType, KvCache, SequenceId, StartOptions, StepInput, TensorView,
 };
 use kv_cuda::{CudaBackend, EmulatorOptions};
 
@@ -27,7 +26,7 @@ fn tensors_off_their_element_are_refused() {
     for (begin, is_refused) in [(1, true), (2, false)] {
         let view = memory.view(begin, 512).unwrap();
         let rows = TensorView::device(DType::F16, &view, 0, &ROWS);
-        let written = step.write(0, rows, rows, QkvFormat::Thd);
+        let written = step.write(0, rows, rows, Axes::Thd);
         match written {
             Ok(()) => assert!(!is_refused, "written from byte {begin}"),
             Err(CacheError::Device(error)) => {
@@ -48,7 +47,7 @@ fn devices_that_are_opened_again_map_no_more_memory() {
         let rows = [0.0_f32; 128];
         let rows = TensorView::host(&rows, &[1, 2, 64]);
         let mut step = cache.begin_step(&[StepInput::count(SequenceId(1), 1)]).unwrap();
-        step.write(0, rows, rows, QkvFormat::Thd).unwrap();
+        step.write(0, rows, rows, Axes::Thd).unwrap();
         step.commit().unwrap();
     };
     run();

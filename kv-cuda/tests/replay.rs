@@ -8,8 +8,8 @@ use half::f16;
 use kv_core::backend::{Backend, Queue, Readback};
 use kv_core::error::{DeviceError, DeviceErrorKind};
 use kv_core::{
-    AttentionOptions, CacheSpec, DType, KvCache, KvFormat, QkvFormat, ScaleGroup, Scaling,
-    SequenceId, StartOptions, Step, StepInput, TensorView, TensorViewMut,
+    AttentionOptions, Axes, CacheSpec, DType, KvCache, KvFormat, ScaleGroup, Scaling, SequenceId,
+    StartOptions, Step, StepInput, TensorView, TensorViewMut,
 };
 use kv_cuda::{CudaBackend, CudaBuffer, CudaGraph, CudaOptions, StepLimits};
 
@@ -111,7 +111,7 @@ impl Side {
             let seed = u32::try_from(sequence.0).unwrap() * 100 + u32::from(layer);
             let rows = values(seed, tokens * KV_HEADS * DIM);
             let rows = TensorView::host(&rows, &[tokens, KV_HEADS, DIM]);
-            step.write(layer, rows, rows, QkvFormat::Thd).unwrap();
+            step.write(layer, rows, rows, Axes::Thd).unwrap();
         }
         step.commit().unwrap();
     }
@@ -170,7 +170,7 @@ fn layers_of(
     for layer in 0..LAYERS {
         let at = |len: u32| u64::from(len / BATCH * rows.max(BATCH)) * u64::from(layer) * 2;
         let kv = |buffer| TensorView::device(DType::F16, buffer, at(K_LEN), &[rows, KV_HEADS, DIM]);
-        step.write(layer, kv(k), kv(v), QkvFormat::Thd).unwrap();
+        step.write(layer, kv(k), kv(v), Axes::Thd).unwrap();
         let dims = [rows, Q_HEADS, DIM];
         let q = TensorView::device(DType::F16, q, at(Q_LEN), &dims);
         let out = TensorViewMut::device(DType::F16, out, at(Q_LEN), &dims);
@@ -471,14 +471,14 @@ fn uncapturable_calls_are_refused_and_the_step_continues() {
     step.queue_mut().begin_capture().unwrap();
     let rows = values(1, KV_HEADS * DIM);
     let rows = TensorView::host(&rows, &[1, KV_HEADS, DIM]);
-    assert!(step.write(0, rows, rows, QkvFormat::Thd).is_err());
+    assert!(step.write(0, rows, rows, Axes::Thd).is_err());
     // Uploads, downloads and a replay during a capture are refused too.
     let queue = step.queue_mut();
     assert!(is_refused(queue.upload(&side.out, 0, &[0; 4]).unwrap_err()));
     assert!(is_refused(queue.download(&side.out, 0, 4).unwrap_err()));
     assert!(is_refused(queue.replay(&graph).unwrap_err()));
     queue.end_capture().unwrap();
-    step.write(0, rows, rows, QkvFormat::Thd).unwrap();
+    step.write(0, rows, rows, Axes::Thd).unwrap();
     drop(step);
 
     // Other limits mean other addresses.

@@ -39,7 +39,7 @@ use crate::task::Choice;
 ///
 /// ```
 /// use kv_core::backend::NullBackend;
-/// use kv_core::{CacheSpec, KvCache, QkvFormat, TensorView};
+/// use kv_core::{CacheSpec, KvCache, Axes, TensorView};
 /// use kv_engine::{Chosen, Engine, Event, Limits, Request};
 ///
 /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(1).paged(16, 64).build()?;
@@ -56,7 +56,7 @@ use crate::task::Choice;
 ///         let rows = vec![0.0_f32; batch.tokens.len()];
 ///         let dims = [rows.len() as u32, 1, 1];
 ///         let rows = TensorView::host(&rows, &dims);
-///         step.write(0, rows, rows, QkvFormat::Thd)
+///         step.write(0, rows, rows, Axes::Thd)
 ///     })??;
 ///     for event in engine.end_step(chosen)? {
 ///         if let Event::Token { token, .. } = event {

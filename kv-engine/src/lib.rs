@@ -19,7 +19,7 @@
 //!
 //! ```
 //! use kv_core::backend::{Backend, NullBackend};
-//! use kv_core::{CacheSpec, KvCache, QkvFormat, Step, TensorView};
+//! use kv_core::{CacheSpec, KvCache, Axes, Step, TensorView};
 //! use kv_engine::{Batch, Engine, Event, Limits, Logits, Model, ModelError, Request};
 //!
 //! /// Counts up, in a vocabulary of 10 tokens.
@@ -30,7 +30,7 @@
 //!         let rows = vec![0.0_f32; batch.tokens.len()];
 //!         let dims = [rows.len() as u32, 1, 1]; // tokens, heads, head_dim
 //!         let rows = TensorView::host(&rows, &dims);
-//!         step.write(0, rows, rows, QkvFormat::Thd)?; // and attend: this model needs no context
+//!         step.write(0, rows, rows, Axes::Thd)?; // and attend: this model needs no context
 //!         let mut logits = Vec::new();
 //!         for row in batch.logit_rows() {
 //!             let token = batch.tokens[row as usize];

@@ -6,7 +6,7 @@
 //! are 1 or -1: their signs are the hash, and no rounding changes a sign.
 use kv_core::backend::Plane;
 use kv_core::reuse::ContentSpan;
-use kv_core::{CacheSpec, DType, KvCache, KvFormat, QkvFormat, SequenceId, StartOptions, Step};
+use kv_core::{Axes, CacheSpec, DType, KvCache, KvFormat, SequenceId, StartOptions, Step};
 
 use crate::case::{At, CaseError, same};
 use crate::device::{Device, Place, Staged};
@@ -119,7 +119,7 @@ pub(crate) fn write_layer<B: Device>(
         kv.push((stored(prefix_hashes, (layer, plane), heads * dim, format), dims));
     }
     let [k, v] = [0, 1].map(|i| kv_core::TensorView::host(&kv[i].0, &kv[i].1));
-    Ok(step.write(layer, k, v, QkvFormat::Thd)?)
+    Ok(step.write(layer, k, v, Axes::Thd)?)
 }
 
 /// Fails unless the rows of a sequence from `begin` on were made from `hashes`, in every layer of
@@ -149,11 +149,11 @@ pub(crate) fn check_layer<B: Device>(
     let spec = cache.state().spec().clone();
     for plane in [Plane::Key, Plane::Value] {
         let ([heads, dim], format) = shape(&spec, layer, plane)?;
-        let layout = dense(QkvFormat::Thd, &[prefix_hashes.len()], [heads, dim]);
+        let layout = dense(Axes::Thd, &[prefix_hashes.len()], [heads, dim]);
         let made = (layout, DType::F32);
         let mut out = Staged::output(backend, cache.queue_mut(), made, Place::Host)?;
         let range = (sequence, begin, prefix_hashes.len() as u32);
-        cache.gather(layer, plane, &[range], out.view_mut(), QkvFormat::Thd)?;
+        cache.gather(layer, plane, &[range], out.view_mut(), Axes::Thd)?;
         let capabilities = backend.capabilities();
         let got = out.read(capabilities, cache.queue_mut())?.values();
         let expected = stored(prefix_hashes, (layer, plane), heads * dim, format);

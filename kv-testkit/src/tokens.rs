@@ -1,6 +1,6 @@
 //! Host tensors of token rows in every axis order, with padding and gaps, written independently of
 //! the library's index arithmetic.
-use kv_core::{DType, QkvFormat};
+use kv_core::{Axes, DType};
 
 use crate::oracle::round::round_f32;
 
@@ -87,7 +87,7 @@ impl Tensor {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TokenLayout {
     /// Axes.
-    pub format: QkvFormat,
+    pub axes: Axes,
     /// Number of batch entries, padding included.
     pub batch: usize,
     /// Tokens per entry, padding included; the whole axis for `thd`.
@@ -114,16 +114,16 @@ pub struct Padding {
 impl TokenLayout {
     /// Makes the layout for entries of `lens` tokens.
     pub fn new(
-        format: QkvFormat,
+        axes: Axes,
         lens: &[usize],
         [heads, dim]: [usize; 2],
         Padding { batch, tokens, gap }: Padding,
     ) -> Self {
-        let longest = match format {
-            QkvFormat::Thd => lens.iter().sum::<usize>(),
+        let longest = match axes {
+            Axes::Thd => lens.iter().sum::<usize>(),
             _ => lens.iter().copied().max().unwrap_or(0),
         };
-        Self { format, batch: lens.len() + batch, tokens: longest + tokens, heads, dim, gap }
+        Self { axes, batch: lens.len() + batch, tokens: longest + tokens, heads, dim, gap }
     }
     /// Returns the number of elements of one token, without its gap.
     pub fn row(&self) -> usize {
@@ -131,8 +131,8 @@ impl TokenLayout {
     }
     /// Returns the number of token rows, padding included.
     pub fn num_rows(&self) -> usize {
-        match self.format {
-            QkvFormat::Thd => self.tokens,
+        match self.axes {
+            Axes::Thd => self.tokens,
             _ => self.batch * self.tokens,
         }
     }
@@ -143,27 +143,27 @@ impl TokenLayout {
     /// Returns the extents.
     pub fn dims(&self) -> Vec<u32> {
         let [b, t, h, d] = [self.batch, self.tokens, self.heads, self.dim].map(|n| n as u32);
-        match self.format {
-            QkvFormat::Thd => vec![t, h, d],
-            QkvFormat::Sbhd => vec![t, b, h, d],
+        match self.axes {
+            Axes::Thd => vec![t, h, d],
+            Axes::Sbhd => vec![t, b, h, d],
             _ => vec![b, t, h, d],
         }
     }
     /// Returns the outer strides, `None` when dense.
     pub fn strides(&self) -> Option<[u64; 2]> {
         let token = (self.row() + self.gap) as u64;
-        (self.gap > 0).then_some(match self.format {
-            QkvFormat::Thd => [token, 0],
-            QkvFormat::Sbhd => [token * self.batch as u64, token],
+        (self.gap > 0).then_some(match self.axes {
+            Axes::Thd => [token, 0],
+            Axes::Sbhd => [token * self.batch as u64, token],
             _ => [token * self.tokens as u64, token],
         })
     }
     /// Returns the row number of token `i` of entry `entry`, whose tokens begin at ragged row
     /// `start`.
     pub fn row_number(&self, entry: usize, start: usize, i: usize) -> usize {
-        match self.format {
-            QkvFormat::Thd => start + i,
-            QkvFormat::Sbhd => i * self.batch + entry,
+        match self.axes {
+            Axes::Thd => start + i,
+            Axes::Sbhd => i * self.batch + entry,
             _ => entry * self.tokens + i,
         }
     }
@@ -237,23 +237,23 @@ mod tests {
     fn packs_every_format_by_hand() {
         let rows = [vec![1.0], vec![2.0, 3.0]];
         let lens = [1, 2];
-        let pack = |format, padding| {
-            let layout = TokenLayout::new(format, &lens, [1, 1], padding);
+        let pack = |axes, padding| {
+            let layout = TokenLayout::new(axes, &lens, [1, 1], padding);
             let tensor = layout.pack(DType::F16, &rows, 0.0);
             assert_eq!(layout.unpack("x", &tensor, &lens, 0.0).unwrap(), rows);
             tensor.values()
         };
-        assert_eq!(pack(QkvFormat::Thd, Padding::default()), [1.0, 2.0, 3.0]);
-        assert_eq!(pack(QkvFormat::Bshd, Padding::default()), [1.0, 0.0, 2.0, 3.0]);
-        assert_eq!(pack(QkvFormat::Sbhd, Padding::default()), [1.0, 2.0, 0.0, 3.0]);
+        assert_eq!(pack(Axes::Thd, Padding::default()), [1.0, 2.0, 3.0]);
+        assert_eq!(pack(Axes::Bshd, Padding::default()), [1.0, 0.0, 2.0, 3.0]);
+        assert_eq!(pack(Axes::Sbhd, Padding::default()), [1.0, 2.0, 0.0, 3.0]);
         let padding = Padding { batch: 1, tokens: 0, gap: 0 };
-        assert_eq!(pack(QkvFormat::Sbhd, padding), [1.0, 2.0, 0.0, 0.0, 3.0, 0.0]);
+        assert_eq!(pack(Axes::Sbhd, padding), [1.0, 2.0, 0.0, 0.0, 3.0, 0.0]);
     }
 
     #[test]
     fn finds_written_gaps_and_padding() {
         let padding = Padding { batch: 0, tokens: 1, gap: 1 };
-        let layout = TokenLayout::new(QkvFormat::Thd, &[1], [1, 1], padding);
+        let layout = TokenLayout::new(Axes::Thd, &[1], [1, 1], padding);
         let mut tensor = Tensor::of(DType::F32, &[5.0, f32::NAN, 0.0, f32::NAN]);
         assert_eq!(layout.unpack("x", &tensor, &[1], 0.0), Ok(vec![vec![5.0]]));
         tensor.set(1, 0.0);

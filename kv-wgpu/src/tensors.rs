@@ -3,7 +3,7 @@
 //! The core has checked shapes against a plan. This file checks what only the device knows: which
 //! device owns a buffer and how long it is. It also checks that plan and arguments belong together,
 //! because they may have been made at different times and shaders check nothing.
-use kv_core::QkvFormat;
+use kv_core::Axes;
 pub(crate) use kv_core::backend::kernels::Room;
 use kv_core::backend::kernels::{
     axes_code, check_plane, device_output, dtype_code, plane_align, wide_head_stride,
@@ -150,7 +150,7 @@ impl Call<'_> {
 
     fn rows(&self, rows: &TokenRows, data: u32) -> Result<Tensor, DeviceError> {
         let size = to_u64(rows.dtype().size());
-        let is_ragged = rows.format() == QkvFormat::Thd;
+        let is_ragged = rows.axes() == Axes::Thd;
         let batch_stride = if is_ragged { 0 } else { rows.batch_stride() };
         let narrow = |elements: u64| {
             // Saturating: the strides are the caller's.
@@ -161,7 +161,7 @@ impl Call<'_> {
             data,
             batch_stride: narrow(batch_stride)?,
             token_stride: narrow(rows.token_stride())?,
-            axes: axes_code(rows.format()),
+            axes: axes_code(rows.axes()),
             dtype: dtype_code(rows.dtype()),
             batch: rows.batch(),
             tokens: rows.tokens(),

@@ -7,7 +7,7 @@
 use std::error::Error;
 
 use kv::engine::{Batch, Engine, Event, Limits, Logits, Model, ModelError, Request};
-use kv::{AttentionOptions, CacheSpec, Device, KvCache, KvFormat, QkvFormat, Step};
+use kv::{AttentionOptions, Axes, CacheSpec, Device, KvCache, KvFormat, Step};
 use kv::{TensorView, TensorViewMut, backend::Backend};
 
 const VOCAB: u16 = 32;
@@ -35,7 +35,7 @@ impl<B: Backend> Model<B> for Mean {
         let (zeros, mut out) = (vec![0.0; values.len()], vec![0.0; values.len()]);
         let dims = [u32::try_from(batch.tokens.len())?, 1, 16]; // tokens, heads, head_dim
         let view = |rows| TensorView::host::<f32>(rows, &dims);
-        step.write(0, view(&zeros), view(&values), QkvFormat::Thd)?;
+        step.write(0, view(&zeros), view(&values), Axes::Thd)?;
         let means = TensorViewMut::host(&mut out, &dims);
         step.attend(0, view(&zeros), means, &AttentionOptions::causal(0.25))?;
         let means: Vec<_> = out.chunks_exact(16).zip(step.positions()).collect();

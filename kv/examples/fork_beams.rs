@@ -4,7 +4,7 @@
 #![expect(clippy::print_stdout, clippy::as_conversions, reason = "an example")]
 #![expect(clippy::cast_possible_truncation, reason = "few tokens")]
 
-use kv::{AttentionOptions, CacheSpec, Device, GroupId, KvCache, QkvFormat, SequenceId};
+use kv::{AttentionOptions, Axes, CacheSpec, Device, GroupId, KvCache, SequenceId};
 use kv::{StartOptions, Step, StepInput, TensorView, TensorViewMut};
 
 /// Runs the only layer of a step with a value of V for every row. Returns an output for every row.
@@ -13,7 +13,7 @@ fn forward(mut step: Step<'_>, values: &[f32]) -> Result<Vec<f32>, kv::Error> {
     let (zeros, mut out) = (vec![0.0_f32; v.len()], vec![0.0_f32; v.len()]);
     let dims = [values.len() as u32, 1, 4];
     let zeros = TensorView::host(&zeros, &dims);
-    step.write(0, zeros, TensorView::host(&v, &dims), QkvFormat::Thd)?;
+    step.write(0, zeros, TensorView::host(&v, &dims), Axes::Thd)?;
     let to = TensorViewMut::host(&mut out, &dims);
     step.attend(0, zeros, to, &AttentionOptions::causal(0.5))?;
     step.commit()?;

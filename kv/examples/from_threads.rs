@@ -8,7 +8,7 @@ use std::error::Error;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::{iter, thread};
 
-use kv::{AttentionOptions, CacheSpec, Device, KvCache, QkvFormat, SequenceId, StartOptions};
+use kv::{AttentionOptions, Axes, CacheSpec, Device, KvCache, SequenceId, StartOptions};
 use kv::{StepInput, TensorView, TensorViewMut};
 
 type BoxedError = Box<dyn Error + Send + Sync>;
@@ -36,7 +36,7 @@ fn serve(mut cache: KvCache, requests: &Receiver<Request>) -> Result<KvCache, Bo
         let dims = [u32::try_from(batch.len())?, 1, 4];
         let zeros = TensorView::host(&zeros, &dims);
         let mut step = cache.begin_step(&inputs)?;
-        step.write(0, zeros, TensorView::host(&v, &dims), QkvFormat::Thd)?;
+        step.write(0, zeros, TensorView::host(&v, &dims), Axes::Thd)?;
         let to = TensorViewMut::host(&mut out, &dims);
         step.attend(0, zeros, to, &AttentionOptions::causal(0.5))?;
         step.commit()?;

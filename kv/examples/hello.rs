@@ -4,7 +4,7 @@
 //! `cargo run --release -p kv --example hello -- cpu`
 #![expect(clippy::print_stdout, reason = "an example")]
 
-use kv::{AttentionOptions, CacheSpec, Device, KvCache, QkvFormat, SequenceId, StartOptions};
+use kv::{AttentionOptions, Axes, CacheSpec, Device, KvCache, SequenceId, StartOptions};
 use kv::{StepInput, TensorView, TensorViewMut};
 
 fn main() -> Result<(), kv::Error> {
@@ -23,7 +23,7 @@ fn main() -> Result<(), kv::Error> {
     let v = [1.0_f32, 2.0, 3.0, 4.0, 3.0, 4.0, 5.0, 6.0];
     let (q, mut out) = ([0.0_f32; 8], [0.0_f32; 8]);
     // For every layer: store the K and V of the new tokens, then attend to all tokens so far.
-    step.write(0, TensorView::host(&k, &dims), TensorView::host(&v, &dims), QkvFormat::Thd)?;
+    step.write(0, TensorView::host(&k, &dims), TensorView::host(&v, &dims), Axes::Thd)?;
     let options = AttentionOptions::causal(0.5); // 1 / sqrt(head_dim)
     step.attend(0, TensorView::host(&q, &dims), TensorViewMut::host(&mut out, &dims), &options)?;
     step.commit()?; // lengths advance; a dropped step is rolled back instead
@@ -36,7 +36,7 @@ fn main() -> Result<(), kv::Error> {
     assert_eq!(step.positions(), [2]);
     let dims = [1, 1, 4];
     let (kv, q, mut out) = ([0.0_f32; 4], [0.0_f32, 64.0, 0.0, 0.0], [0.0_f32; 4]);
-    step.write(0, TensorView::host(&kv, &dims), TensorView::host(&kv, &dims), QkvFormat::Thd)?;
+    step.write(0, TensorView::host(&kv, &dims), TensorView::host(&kv, &dims), Axes::Thd)?;
     step.attend(0, TensorView::host(&q, &dims), TensorViewMut::host(&mut out, &dims), &options)?;
     step.commit()?;
     assert!(near(&out, &[3.0, 4.0, 5.0, 6.0]), "{out:?}");

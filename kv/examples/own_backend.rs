@@ -7,7 +7,7 @@ use kv::backend::plan::{AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, Cop
 use kv::backend::plan::{GatherArgs, GatherPlan, WriteArgs, WritePlan};
 use kv::backend::{Backend, Capabilities, ChunkShape, Queue, StorageView};
 use kv::error::DeviceError;
-use kv::{AttentionOptions, CacheSpec, Device, GroupId, KvCache, QkvFormat};
+use kv::{AttentionOptions, Axes, CacheSpec, Device, GroupId, KvCache};
 use kv::{SequenceId, StartOptions, StepInput, TensorView, TensorViewMut};
 use std::sync::{Mutex, PoisonError};
 
@@ -78,7 +78,7 @@ fn main() -> Result<(), kv::Error> {
     let mut step = cache.begin_step(&[StepInput::tokens(SequenceId(0), &[7])])?;
     let (values, mut out, dims) = ([1.0_f32, 2.0, 3.0, 4.0], [0.0_f32; 4], [1, 1, 4]);
     let row = TensorView::host(&values, &dims);
-    step.write(0, row, row, QkvFormat::Thd)?;
+    step.write(0, row, row, Axes::Thd)?;
     step.attend(0, row, TensorViewMut::host(&mut out, &dims), &AttentionOptions::causal(0.5))?;
     step.commit()?;
     assert!(out.iter().zip(values).all(|(out, v)| (out - v).abs() < 1e-6), "{out:?}");

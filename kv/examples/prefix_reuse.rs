@@ -6,7 +6,7 @@
 #![expect(clippy::as_conversions, clippy::cast_precision_loss, reason = "few tokens")]
 #![expect(clippy::cast_possible_truncation, reason = "few tokens")]
 
-use kv::{AttentionOptions, CacheSpec, Device, GroupId, KvCache, QkvFormat, SequenceId};
+use kv::{AttentionOptions, Axes, CacheSpec, Device, GroupId, KvCache, SequenceId};
 use kv::{StartOptions, StepInput, TensorView, TensorViewMut};
 
 /// Computes the tokens of a prompt that are not cached. Returns the number of cached ones.
@@ -23,7 +23,7 @@ fn prefill(
     let (zeros, mut out) = (vec![0.0_f32; v.len()], vec![0.0_f32; v.len()]);
     let dims = [step.positions().len() as u32, 1, 4];
     let zeros = TensorView::host(&zeros, &dims);
-    step.write(0, zeros, TensorView::host(&v, &dims), QkvFormat::Thd)?;
+    step.write(0, zeros, TensorView::host(&v, &dims), Axes::Thd)?;
     let to = TensorViewMut::host(&mut out, &dims);
     step.attend(0, zeros, to, &AttentionOptions::causal(0.5))?;
     step.commit()?;

@@ -5,7 +5,7 @@
 #![expect(clippy::print_stdout, reason = "an example")]
 
 use kv::quant::{ScaleGroup, Scaling};
-use kv::{AttentionOptions, CacheSpec, Device, KvCache, KvFormat, QkvFormat};
+use kv::{AttentionOptions, Axes, CacheSpec, Device, KvCache, KvFormat};
 use kv::{SequenceId, StartOptions, StepInput, TensorView, TensorViewMut};
 
 const TOKENS: u32 = 64;
@@ -24,7 +24,7 @@ fn attend(device: &str, format: KvFormat) -> Result<(u64, Vec<f32>), kv::Error> 
     // Tensors are f32, f16 or bf16 whatever the stored format is.
     let [q, k, v] = [1, 2, 3].map(noise);
     let mut out = vec![0.0_f32; v.len()];
-    step.write(0, TensorView::host(&k, &DIMS), TensorView::host(&v, &DIMS), QkvFormat::Thd)?;
+    step.write(0, TensorView::host(&k, &DIMS), TensorView::host(&v, &DIMS), Axes::Thd)?;
     let to = TensorViewMut::host(&mut out, &DIMS);
     step.attend(0, TensorView::host(&q, &DIMS), to, &AttentionOptions::causal(0.125))?;
     step.commit()?;

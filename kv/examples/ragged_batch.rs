@@ -5,7 +5,7 @@
 #![expect(clippy::print_stdout, clippy::as_conversions, reason = "an example")]
 #![expect(clippy::cast_precision_loss, clippy::cast_possible_truncation, reason = "few tokens")]
 
-use kv::{AttentionOptions, CacheSpec, Device, KvCache, QkvFormat, SequenceId, StartOptions};
+use kv::{AttentionOptions, Axes, CacheSpec, Device, KvCache, SequenceId, StartOptions};
 use kv::{Step, StepInput, TensorView, TensorViewMut};
 
 const LAYERS: u16 = 2;
@@ -19,7 +19,7 @@ fn forward(mut step: Step<'_>, offsets: &[f32]) -> Result<Vec<f32>, kv::Error> {
     let dims = [step.positions().len() as u32, 1, 4]; // rows of the whole batch, heads, head_dim
     let (zeros, v) = (TensorView::host(&zeros, &dims), TensorView::host(&v, &dims));
     for layer in 0..LAYERS {
-        step.write(layer, zeros, v, QkvFormat::Thd)?;
+        step.write(layer, zeros, v, Axes::Thd)?;
         let out = TensorViewMut::host(&mut out, &dims);
         step.attend(layer, zeros, out, &AttentionOptions::causal(0.5))?;
     }

@@ -5,7 +5,7 @@
 #![expect(clippy::print_stdout, clippy::as_conversions, reason = "an example")]
 #![expect(clippy::cast_precision_loss, reason = "few tokens")]
 
-use kv::{AttentionOptions, CacheSpec, Device, GroupId, KvCache, QkvFormat, SequenceId};
+use kv::{AttentionOptions, Axes, CacheSpec, Device, GroupId, KvCache, SequenceId};
 use kv::{StartOptions, StepInput, TensorView, TensorViewMut};
 
 const WINDOW_LEFT: u32 = 7; // a query sees itself and 7 tokens before
@@ -38,9 +38,9 @@ fn main() -> Result<(), kv::Error> {
         let mut step = cache.begin_step(&[StepInput::tokens(seq, &[token])])?;
         let v = [token as f32; 4]; // also its position
         let v = TensorView::host(&v, &dims);
-        step.write(0, zeros, v, QkvFormat::Thd)?;
+        step.write(0, zeros, v, Axes::Thd)?;
         step.attend(0, zeros, TensorViewMut::host(&mut out, &dims), &full_options)?;
-        step.write(1, zeros, v, QkvFormat::Thd)?;
+        step.write(1, zeros, v, Axes::Thd)?;
         let to = TensorViewMut::host(&mut out_windowed, &dims);
         step.attend(1, zeros, to, &window_options)?;
         step.commit()?;

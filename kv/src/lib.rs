@@ -10,7 +10,7 @@
 //! | describe a cache | [`CacheSpec`], [`KvFormat`]; every setting is in [`spec`] |
 //! | run a model over it | [`KvCache`], [`Step`], [`StepInput`], [`StartOptions`] |
 //! | attend | [`AttentionOptions`], [`Mask`] |
-//! | hand in tensors | [`TensorView`], [`TensorViewMut`], [`QkvFormat`], [`DType`] |
+//! | hand in tensors | [`TensorView`], [`TensorViewMut`], [`Axes`], [`DType`] |
 //! | handle errors | [`Error`]; the narrow errors are in [`error`] |
 //! | share prefixes between prompts | [`KvCache::start`], [`reuse`] |
 //! | choose what is evicted | [`eviction`] |
@@ -23,7 +23,7 @@
 //!
 //! ```
 //! # #[cfg(feature = "cpu")] {
-//! use kv::{AttentionOptions, CacheSpec, Device, KvCache, QkvFormat, SequenceId, StartOptions};
+//! use kv::{AttentionOptions, CacheSpec, Device, KvCache, Axes, SequenceId, StartOptions};
 //! use kv::{StepInput, TensorView, TensorViewMut};
 //!
 //! let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(16, 64).build()?;
@@ -35,7 +35,7 @@
 //! let (k, v) = ([1.0_f32; 8], [1.0_f32, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
 //! let (q, mut out) = ([0.0_f32; 8], [0.0_f32; 8]);
 //! let view = |data| TensorView::host::<f32>(data, &[2, 1, 4]); // [tokens, heads, head_dim]
-//! step.write(0, view(&k), view(&v), QkvFormat::Thd)?;
+//! step.write(0, view(&k), view(&v), Axes::Thd)?;
 //! let out_view = TensorViewMut::host(&mut out, &[2, 1, 4]);
 //! step.attend(0, view(&q), out_view, &AttentionOptions::causal(0.7))?;
 //! step.commit()?; // lengths advance
@@ -77,9 +77,9 @@ pub use kv_core::eviction;
 pub use kv_core::reuse;
 pub use kv_core::scheduling;
 pub use kv_core::{
-    AttentionOptions, BlockId, BlockOrder, CacheError, CacheSpec, DType, Element, GroupId, KvCache,
-    KvFormat, LayerId, Mask, QkvFormat, SequenceId, StartOptions, Stats, Step, StepInput,
-    TensorView, TensorViewMut, Usage, bf16, f16,
+    AttentionOptions, Axes, BlockId, BlockOrder, CacheError, CacheSpec, DType, Element, GroupId,
+    KvCache, KvFormat, LayerId, Mask, SequenceId, StartOptions, Stats, Step, StepInput, TensorView,
+    TensorViewMut, Usage, bf16, f16,
 };
 #[cfg(feature = "cpu")]
 #[doc(inline)]

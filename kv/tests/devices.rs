@@ -3,7 +3,7 @@
 #![forbid(unsafe_code)]
 #![expect(clippy::float_cmp, reason = "sums of a few small integers are exact")]
 
-use kv::{AttentionOptions, CacheSpec, Device, KvCache, QkvFormat, SequenceId, StartOptions};
+use kv::{AttentionOptions, Axes, CacheSpec, Device, KvCache, SequenceId, StartOptions};
 use kv::{StepInput, TensorView, TensorViewMut};
 
 /// The example; only the name of the device differs from README's.
@@ -17,7 +17,7 @@ fn example(device: &str) -> Result<(), kv::Error> {
     let (k, v) = ([1.0_f32; 8], [1.0_f32, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
     let (q, mut out) = ([0.0_f32; 8], [0.0_f32; 8]);
     let dims = [2, 1, 4];
-    step.write(0, TensorView::host(&k, &dims), TensorView::host(&v, &dims), QkvFormat::Thd)?;
+    step.write(0, TensorView::host(&k, &dims), TensorView::host(&v, &dims), Axes::Thd)?;
     let out_view = TensorViewMut::host(&mut out, &dims);
     step.attend(0, TensorView::host(&q, &dims), out_view, &AttentionOptions::causal(0.7))?;
     step.commit()?;

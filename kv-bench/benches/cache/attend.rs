@@ -1,6 +1,6 @@
 //! Decode attention: one query per sequence over its whole context.
 use criterion::{BenchmarkId, Criterion, Throughput};
-use kv::{AttentionOptions, KvFormat, QkvFormat, StepInput, TensorView, TensorViewMut};
+use kv::{AttentionOptions, Axes, KvFormat, StepInput, TensorView, TensorViewMut};
 use kv_bench::{Shape, is_smoke, values};
 
 pub(crate) fn benches(criterion: &mut Criterion) {
@@ -14,7 +14,7 @@ pub(crate) fn benches(criterion: &mut Criterion) {
         let mut step = cache.begin_step(&inputs).unwrap();
         let new = values(shape.token_values() * u64::from(shape.batch));
         let new = TensorView::host(&new, &[shape.batch, shape.kv_heads, shape.head_dim]);
-        step.write(0, new, new, QkvFormat::Thd).unwrap();
+        step.write(0, new, new, Axes::Thd).unwrap();
         let dims = [shape.batch, shape.q_heads, shape.head_dim];
         let q = values(dims.into_iter().map(u64::from).product());
         let mut out = vec![0.0_f32; q.len()];

@@ -3,7 +3,7 @@ use std::hint::black_box;
 
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput};
 use kv::backend::{Backend, NullBackend};
-use kv::{CacheSpec, KvCache, QkvFormat, SequenceId, StartOptions, StepInput, TensorView};
+use kv::{Axes, CacheSpec, KvCache, SequenceId, StartOptions, StepInput, TensorView};
 use kv_bench::{BLOCK_SIZE, Shape, is_smoke, values};
 
 const SEQUENCES: u32 = 1000;
@@ -128,7 +128,7 @@ fn step_and_back<B: Backend>(
 ) {
     let mut step = cache.begin_step(inputs).unwrap();
     let rows = TensorView::host(rows, &[SEQUENCES, shape.kv_heads, shape.head_dim]);
-    step.write(0, rows, rows, QkvFormat::Thd).unwrap();
+    step.write(0, rows, rows, Axes::Thd).unwrap();
     step.commit().unwrap();
     for sequence in shape.sequences() {
         let len = cache.state().seq_len(sequence).unwrap();

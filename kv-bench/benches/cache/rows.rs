@@ -1,7 +1,7 @@
 //! Writing rows to the cache and gathering them.
 use criterion::{BenchmarkId, Criterion, Throughput};
 use kv::backend::Plane;
-use kv::{BlockOrder, KvFormat, QkvFormat, StepInput, TensorView, TensorViewMut};
+use kv::{Axes, BlockOrder, KvFormat, StepInput, TensorView, TensorViewMut};
 use kv_bench::{Shape, is_smoke, values};
 
 pub(crate) fn benches(criterion: &mut Criterion) {
@@ -25,7 +25,7 @@ fn append(criterion: &mut Criterion) {
             let rows = TensorView::host(&rows, &[total, shape.kv_heads, shape.head_dim]);
             let name = format!("{format}/{order:?}/b{batch}");
             group.bench_function(BenchmarkId::new(name, new), |bencher| {
-                bencher.iter(|| step.write(0, rows, rows, QkvFormat::Thd).unwrap());
+                bencher.iter(|| step.write(0, rows, rows, Axes::Thd).unwrap());
             });
         }
     }
@@ -48,7 +48,7 @@ fn gather(criterion: &mut Criterion) {
             group.bench_function(BenchmarkId::new(name, context), |bencher| {
                 bencher.iter(|| {
                     let out = TensorViewMut::host(&mut out, &dims);
-                    cache.gather(0, Plane::Key, &ranges, out, QkvFormat::Thd).unwrap();
+                    cache.gather(0, Plane::Key, &ranges, out, Axes::Thd).unwrap();
                 });
             });
         }

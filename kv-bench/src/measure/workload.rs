@@ -7,8 +7,8 @@ use kv::backend::{Backend, Fence, Queue};
 use kv::backend::{KvStorage, Plane};
 use kv::error::DeviceError;
 use kv::{
-    AttentionOptions, BlockId, CacheSpec, DType, GroupId, KvCache, QkvFormat, SequenceId,
-    StartOptions, Step, StepInput, TensorView, TensorViewMut,
+    AttentionOptions, Axes, BlockId, CacheSpec, DType, GroupId, KvCache, SequenceId, StartOptions,
+    Step, StepInput, TensorView, TensorViewMut,
 };
 
 use super::error::Error;
@@ -209,7 +209,7 @@ fn write<B: Backend>(
     for layer in 0..shape.layers {
         let [k, v] = [&tensors.k, &tensors.v]
             .map(|buffer| TensorView::device(DType::Bf16, buffer, 0, &dims));
-        step.write(layer, k, v, QkvFormat::Thd)?;
+        step.write(layer, k, v, Axes::Thd)?;
     }
     Ok(())
 }
@@ -257,7 +257,7 @@ fn gather<B: Backend>(
                 let plan = GatherPlan::new(view.layout(), plan.tables(), &ranges)?;
                 let dims = [plan.total(), shape.kv_heads, shape.head_dim];
                 let out = TensorViewMut::device(DType::Bf16, out, 0, &dims);
-                let args = GatherArgs::new(&plan, view, out, QkvFormat::Thd)?;
+                let args = GatherArgs::new(&plan, view, out, Axes::Thd)?;
                 queue.gather(&plan, args)?;
             }
         }

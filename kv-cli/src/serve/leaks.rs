@@ -35,7 +35,7 @@ pub(super) fn check(cache: &KvCache<AnyBackend>) -> anyhow::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use kv::{CacheSpec, Device, QkvFormat, SequenceId, StartOptions, StepInput, TensorView};
+    use kv::{Axes, CacheSpec, Device, SequenceId, StartOptions, StepInput, TensorView};
 
     use super::*;
 
@@ -55,7 +55,7 @@ mod tests {
         let mut step = cache.begin_step(&[input]).expect("a step");
         let (rows, dims) = ([0.5_f32; 12], [3, 1, 4]);
         let rows = || TensorView::host(&rows, &dims);
-        step.write(0, rows(), rows(), QkvFormat::Thd).expect("a write");
+        step.write(0, rows(), rows(), Axes::Thd).expect("a write");
         step.commit().expect("a commit");
         assert_eq!(why(&cache), "1 sequences are left in the cache");
         cache.release(sequence).expect("a release");

@@ -2,7 +2,7 @@
 use std::fmt;
 
 use kv_core::backend::Backend;
-use kv_core::{BlockId, QkvFormat, SequenceId};
+use kv_core::{Axes, BlockId, SequenceId};
 
 use crate::config::OutputFormat;
 use crate::manager::{CacheManager, CacheManagerConfig, TrackedSequence};
@@ -35,7 +35,7 @@ impl<B: Backend> InferenceParams<B> {
         self.max_ctx_len
     }
     /// Axes of the tensors of the last `step` call, of the configuration before the first.
-    pub fn input_qkv_format(&self) -> QkvFormat {
+    pub fn input_qkv_format(&self) -> Axes {
         self.input_format
     }
     /// Axes of q and of the cache that go with [`Self::input_qkv_format`].
@@ -43,8 +43,8 @@ impl<B: Backend> InferenceParams<B> {
         OutputFormat::of(self.input_format)
     }
     /// Axes of the cache: always `bshd`.
-    pub fn cache_qkv_format(&self) -> QkvFormat {
-        QkvFormat::Bshd
+    pub fn cache_qkv_format(&self) -> Axes {
+        Axes::Bshd
     }
 
     /// Sequences of the current step.

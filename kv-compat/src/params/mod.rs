@@ -6,7 +6,7 @@ mod output;
 
 use kv_core::backend::{AnyBackend, Backend, Plane};
 use kv_core::error::{PlanError, StateProblem};
-use kv_core::{AttentionOptions, CacheError, QkvFormat, SequenceId, TensorView, TensorViewMut};
+use kv_core::{AttentionOptions, Axes, CacheError, SequenceId, TensorView, TensorViewMut};
 
 use crate::buffers::{StepBuffers, new_len};
 use crate::config::{FormatArg, InferenceConfig, OutputFormat};
@@ -67,7 +67,7 @@ pub struct InferenceParams<B: Backend = AnyBackend> {
     manager: Box<dyn CacheManager<B>>,
     config: CacheManagerConfig,
     max_ctx_len: Option<u32>,
-    input_format: QkvFormat,
+    input_format: Axes,
     buffers: StepBuffers<B::Buffer>,
     /// The step being prepared; kept for its memory.
     step: Vec<(SequenceId, u32)>,
@@ -293,7 +293,7 @@ impl<B: Backend> InferenceParams<B> {
         &self,
         tensor: &'static str,
         view: &TensorView<'_, B::Buffer>,
-        format: QkvFormat,
+        format: Axes,
     ) -> Result<(), PlanError> {
         let got = view.dtype();
         if got != self.config.dtype {
@@ -333,11 +333,11 @@ impl<B: Backend> InferenceParams<B> {
 }
 
 /// Batch entries a tensor has room for, `None` where its axes do not say.
-fn batch_extent<Buf>(view: &TensorView<'_, Buf>, format: QkvFormat) -> Option<u32> {
+fn batch_extent<Buf>(view: &TensorView<'_, Buf>, format: Axes) -> Option<u32> {
     let dims = view.dims();
     match format {
-        QkvFormat::Bshd => dims.as_slice().first().copied(),
-        QkvFormat::Sbhd => dims.as_slice().get(1).copied(),
+        Axes::Bshd => dims.as_slice().first().copied(),
+        Axes::Sbhd => dims.as_slice().get(1).copied(),
         _ => None,
     }
 }

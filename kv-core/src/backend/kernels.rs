@@ -5,7 +5,7 @@
 use kv_format::{DType, KvFormat, ScaleGroup, Scaling};
 
 use crate::error::{DeviceError, DeviceErrorKind};
-use crate::geometry::{BlockOrder, PlaneLayout, QkvFormat};
+use crate::geometry::{Axes, BlockOrder, PlaneLayout};
 use crate::tensor::{TensorDataMut, TokenRows, TokenTensorMut};
 
 /// Stored formats that the kernels of `kv-cuda` and `kv-wgpu` read and write; both refuse all
@@ -58,11 +58,9 @@ impl Room {
     /// `Unsupported` for a tensor that was checked against another plan.
     pub fn check(self, rows: &TokenRows, operation: &'static str) -> Result<(), DeviceError> {
         let batch = usize::try_from(rows.batch()).unwrap_or(usize::MAX);
-        let fits = match rows.format() {
-            QkvFormat::Thd => rows.tokens() >= self.total,
-            QkvFormat::Bshd | QkvFormat::Sbhd => {
-                batch >= self.entries && rows.tokens() >= self.longest
-            }
+        let fits = match rows.axes() {
+            Axes::Thd => rows.tokens() >= self.total,
+            Axes::Bshd | Axes::Sbhd => batch >= self.entries && rows.tokens() >= self.longest,
         };
         if fits {
             return Ok(());
@@ -124,11 +122,11 @@ pub const fn dtype_code(dtype: DType) -> u32 {
 }
 
 /// Returns the number of the order of a tensor's axes in kernels.
-pub fn axes_code(format: QkvFormat) -> u32 {
-    match format {
-        QkvFormat::Bshd => 0,
-        QkvFormat::Sbhd => 1,
-        QkvFormat::Thd => 2,
+pub fn axes_code(axes: Axes) -> u32 {
+    match axes {
+        Axes::Bshd => 0,
+        Axes::Sbhd => 1,
+        Axes::Thd => 2,
     }
 }
 

@@ -2,7 +2,7 @@
 use crate::backend::{Backend, Queue};
 use crate::cache::KvCache;
 use crate::error::{CacheError, PlanError};
-use crate::geometry::QkvFormat;
+use crate::geometry::Axes;
 use crate::ids::Plane;
 use crate::ids::{LayerId, SequenceId};
 use crate::invariant::Invariant;
@@ -13,7 +13,7 @@ impl<B: Backend> KvCache<B> {
     /// Reads cached rows of one layer, decoded to the element type of `out`.
     ///
     /// Range `b` is `(sequence, first position, tokens)` and fills entry `b` of `out`, axes by
-    /// `format`; rows past a range become zero.
+    /// `axes`; rows past a range become zero.
     ///
     /// # Errors
     /// [`PlanError`] for an unknown sequence or layer, for a range past a sequence's length,
@@ -25,7 +25,7 @@ impl<B: Backend> KvCache<B> {
         plane: Plane,
         ranges: &[(SequenceId, u32, u32)],
         out: TensorViewMut<'_, B::Buffer>,
-        format: QkvFormat,
+        axes: Axes,
     ) -> Result<(), CacheError> {
         self.recover();
         self.state.check_closed("gather")?;
@@ -40,7 +40,7 @@ impl<B: Backend> KvCache<B> {
             }
             rows.push(GatherRange { row, begin, len });
         }
-        self.gather_rows(layer, plane, &rows, out, format)
+        self.gather_rows(layer, plane, &rows, out, axes)
     }
 
     /// Reads the rows of the open step's batch: [`Step::gather`](crate::Step::gather).
@@ -49,7 +49,7 @@ impl<B: Backend> KvCache<B> {
         layer: LayerId,
         plane: Plane,
         out: TensorViewMut<'_, B::Buffer>,
-        format: QkvFormat,
+        axes: Axes,
     ) -> Result<(), CacheError> {
         self.state.check_open("gather")?;
         let (group, index) = self.state.locate(layer)?;
@@ -60,7 +60,7 @@ impl<B: Backend> KvCache<B> {
             return Err(PlanError::AttendBeforeWrite { layer }.into());
         }
         let rows = self.state.batch_rows(layer, group)?;
-        self.gather_rows(layer, plane, &rows, out, format)
+        self.gather_rows(layer, plane, &rows, out, axes)
     }
 
     fn gather_rows(
@@ -69,13 +69,13 @@ impl<B: Backend> KvCache<B> {
         plane: Plane,
         rows: &[GatherRange],
         out: TensorViewMut<'_, B::Buffer>,
-        format: QkvFormat,
+        axes: Axes,
     ) -> Result<(), CacheError> {
         let (group, index) = self.state.locate(layer)?;
         let view = self.storages.get(group).invariant(super::STORAGE).plane(index, plane);
         let view = view.ok_or(PlanError::LayerUnallocated { layer })?;
         let plan = GatherPlan::new(view.layout(), self.state.tables(group), rows)?;
-        let args = GatherArgs::new(&plan, view, out, format)?;
+        let args = GatherArgs::new(&plan, view, out, axes)?;
         Ok(self.queue.gather(&plan, args)?)
     }
 }

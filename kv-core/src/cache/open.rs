@@ -6,7 +6,7 @@ use crate::backend::{Backend, Queue};
 use crate::cache::KvCache;
 use crate::cache::state::{Added, StartOptions, StepInput};
 use crate::error::{CacheError, OptionProblem, PlanError, StateProblem};
-use crate::geometry::QkvFormat;
+use crate::geometry::Axes;
 use crate::ids::Plane;
 use crate::ids::{GroupId, LayerId, SequenceId};
 use crate::invariant::Invariant;
@@ -170,7 +170,7 @@ impl<B: Backend> KvCache<B> {
         &mut self,
         layer: LayerId,
         [k, v]: [TensorView<'_, B::Buffer>; 2],
-        format: QkvFormat,
+        axes: Axes,
     ) -> Result<(), CacheError> {
         self.state.check_open("write")?;
         self.prepare()?;
@@ -179,7 +179,7 @@ impl<B: Backend> KvCache<B> {
         let storage = storages.get(index).invariant(super::STORAGE);
         let [k_plane, v_plane] = planes(storage, layer, in_group)?;
         let plan = state.write_plan(index);
-        let args = WriteArgs::new(&plan, k, v, format, k_plane, v_plane)?;
+        let args = WriteArgs::new(&plan, k, v, axes, k_plane, v_plane)?;
         queue.write_kv(&plan, args)?;
         self.written.insert(layer);
         Ok(())

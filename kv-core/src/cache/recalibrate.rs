@@ -12,7 +12,7 @@ use crate::cache::constants::Constants;
 use crate::cache::state::{Kept, Run, tokens};
 use crate::calibration::{Calibration, PlaneConstants};
 use crate::error::{CacheError, DeviceError, PlanError, StateProblem};
-use crate::geometry::{PlaneLayout, QkvFormat};
+use crate::geometry::{Axes, PlaneLayout};
 use crate::ids::BlockId;
 use crate::ids::Plane;
 use crate::invariant::Invariant;
@@ -257,7 +257,7 @@ fn encode_batch<Q: Queue>(
             let view = plane_of(storage, index, plane);
             let out = TensorViewMut::device(DType::F32, decoded, 0, dims);
             let plan = GatherPlan::new(view.layout(), tables, &ranges)?;
-            queue.gather(&plan, GatherArgs::new(&plan, view, out, QkvFormat::Thd)?)?;
+            queue.gather(&plan, GatherArgs::new(&plan, view, out, Axes::Thd)?)?;
             views.push(new.as_ref().map_or(view, |new| view.with_constants(new)));
         }
         let [k_rows, v_rows] = decoded;
@@ -267,7 +267,7 @@ fn encode_batch<Q: Queue>(
         let &[k_plane, v_plane] = views.as_slice() else {
             unreachable!("a view of K and one of V");
         };
-        let args = WriteArgs::new(&write, k, v, QkvFormat::Thd, k_plane, v_plane)?;
+        let args = WriteArgs::new(&write, k, v, Axes::Thd, k_plane, v_plane)?;
         queue.write_kv(&write, args)?;
     }
     Ok(())

@@ -3,7 +3,7 @@ use crate::backend::{AnyBackend, Backend};
 use crate::cache::KvCache;
 use crate::cache::state::{StartOptions, StepInput};
 use crate::error::{CacheError, PlanError};
-use crate::geometry::QkvFormat;
+use crate::geometry::Axes;
 use crate::ids::Plane;
 use crate::ids::{GroupId, LayerId, SequenceId};
 use crate::plan::{AttentionOptions, AttentionPlan, PlannedSequence, WritePlan};
@@ -75,16 +75,16 @@ impl<B: Backend> Step<'_, B> {
         layer: impl Into<LayerId>,
         k: TensorView<'_, B::Buffer>,
         v: TensorView<'_, B::Buffer>,
-        format: QkvFormat,
+        axes: Axes,
     ) -> Result<(), CacheError> {
-        self.cache.write_open(layer.into(), [k, v], format)
+        self.cache.write_open(layer.into(), [k, v], axes)
     }
 
     /// Attends this step's queries over each sequence's cached rows, this step's included.
     ///
     /// # Shapes
     /// `q` is `[t, num_q_heads, head_dim_k]` and `out` `[t, num_q_heads, head_dim_v]` for `thd`,
-    /// and likewise for the other formats ([`AttentionOptions::with_qkv_format`]). `out` has the
+    /// and likewise for the other formats ([`AttentionOptions::with_axes`]). `out` has the
     /// element type of `q`; `num_q_heads` is a multiple of `num_kv_heads`.
     ///
     /// An `out` in host memory holds its rows when the call returns. On a GPU that costs a
@@ -138,7 +138,7 @@ impl<B: Backend> Step<'_, B> {
     ///
     /// ```
     /// use kv_core::backend::{NullBackend, Plane};
-    /// use kv_core::{CacheSpec, KvCache, QkvFormat, SequenceId, StartOptions};
+    /// use kv_core::{CacheSpec, KvCache, Axes, SequenceId, StartOptions};
     /// use kv_core::{StepInput, TensorView, TensorViewMut};
     ///
     /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(2).paged(16, 8).build()?;
@@ -148,10 +148,10 @@ impl<B: Backend> Step<'_, B> {
     /// cache.start(b, &[], StartOptions::default())?;
     /// let mut step = cache.begin_step(&[StepInput::count(a, 3), StepInput::count(b, 1)])?;
     /// let rows = TensorView::host(&[0.5_f32; 8], &[4, 1, 2]); // 3 tokens and 1
-    /// step.write(0, rows, rows, QkvFormat::Thd)?;
+    /// step.write(0, rows, rows, Axes::Thd)?;
     /// let mut keys = [0.0_f32; 12];
     /// let out = TensorViewMut::host(&mut keys, &[2, 3, 1, 2]); // 2 sequences of at most 3 tokens
-    /// step.gather(0, Plane::Key, out, QkvFormat::Bshd)?;
+    /// step.gather(0, Plane::Key, out, Axes::Bshd)?;
     /// step.commit()?;
     /// # Ok::<(), kv_core::CacheError>(())
     /// ```
@@ -160,9 +160,9 @@ impl<B: Backend> Step<'_, B> {
         layer: impl Into<LayerId>,
         plane: Plane,
         out: TensorViewMut<'_, B::Buffer>,
-        format: QkvFormat,
+        axes: Axes,
     ) -> Result<(), CacheError> {
-        self.cache.gather_open(layer.into(), plane, out, format)
+        self.cache.gather_open(layer.into(), plane, out, axes)
     }
 
     /// Checks that every layer with memory is written, as [`Self::commit`] does, and leaves the
@@ -253,7 +253,7 @@ impl<B: Backend> Step<'_, B> {
     ///
     /// ```
     /// use kv_core::backend::NullBackend;
-    /// use kv_core::{CacheSpec, KvCache, QkvFormat, SequenceId, StartOptions};
+    /// use kv_core::{CacheSpec, KvCache, Axes, SequenceId, StartOptions};
     /// use kv_core::{StepInput, TensorView};
     ///
     /// let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dim(2).paged(16, 8).build()?;
@@ -265,7 +265,7 @@ impl<B: Backend> Step<'_, B> {
     ///     // Another call, or another await point: the step is still there.
     ///     let mut step = cache.held().expect("a step is held");
     ///     let rows = TensorView::host(&[0.5_f32; 4], &[2, 1, 2]);
-    ///     step.write(layer, rows, rows, QkvFormat::Thd)?; // an error would roll the step back
+    ///     step.write(layer, rows, rows, Axes::Thd)?; // an error would roll the step back
     ///     step.hold();
     /// }
     /// cache.held().expect("a step is held").commit()?;

@@ -23,7 +23,7 @@ use super::*;
 use crate::backend::NullBackend;
 use crate::error::{DeviceErrorKind, PlanError};
 use crate::num::to_u64;
-use crate::{AttentionOptions, BlockId, QkvFormat, SequenceId, TensorView, TensorViewMut};
+use crate::{AttentionOptions, Axes, BlockId, SequenceId, TensorView, TensorViewMut};
 
 const SEQ: [SequenceId; 4] = [SequenceId(0), SequenceId(1), SequenceId(2), SequenceId(3)];
 
@@ -101,7 +101,7 @@ fn write_all(step: &mut Step<'_, NullBackend>) -> Result<(), CacheError> {
         let (k, v) = ([total, 1, k], [total, 1, v]);
         let k = TensorView::host(&zeros[..k.iter().product::<u32>().try_into().unwrap()], &k);
         let v = TensorView::host(&zeros[..v.iter().product::<u32>().try_into().unwrap()], &v);
-        step.write(layer, k, v, QkvFormat::Thd)?;
+        step.write(layer, k, v, Axes::Thd)?;
     }
     Ok(())
 }
@@ -139,7 +139,7 @@ fn commit_names_the_unwritten_layer_and_rolls_back() {
     let mut step = cache.begin_step(&[StepInput::count(SEQ[0], 1)]).unwrap();
     let row = [0.0_f32; 2];
     let view = || TensorView::host(&row, &[1, 1, 2]);
-    step.write(1, view(), view(), QkvFormat::Thd).unwrap();
+    step.write(1, view(), view(), Axes::Thd).unwrap();
     let refused = step.commit().unwrap_err();
     assert_eq!(refused.to_string(), "layer 0 was not written in this step");
     assert_eq!(books(cache.state()), before);

@@ -3,7 +3,7 @@ use kv_format::DType;
 
 use crate::block::BlockTables;
 use crate::error::{OptionProblem, PlanError};
-use crate::geometry::{PlaneLayout, QkvFormat};
+use crate::geometry::{Axes, PlaneLayout};
 use crate::num::{to_u32, to_usize};
 use crate::plan::batch::{PlanBuffers, PlannedSequence};
 use crate::plan::split::KvSplit;
@@ -91,7 +91,7 @@ pub struct AttentionOptions<'a> {
     sink_tokens: u32,
     soft_cap: Option<f32>,
     sink_logits: Option<&'a [f32]>,
-    qkv_format: QkvFormat,
+    axes: Axes,
 }
 
 impl<'a> AttentionOptions<'a> {
@@ -105,7 +105,7 @@ impl<'a> AttentionOptions<'a> {
             sink_tokens: 0,
             soft_cap: None,
             sink_logits: None,
-            qkv_format: QkvFormat::Thd,
+            axes: Axes::Thd,
         }
     }
     /// Creates options for attention to every cached key.
@@ -141,10 +141,10 @@ impl<'a> AttentionOptions<'a> {
     pub fn with_sink_logits(self, sink_logits: &'a [f32]) -> Self {
         Self { sink_logits: Some(sink_logits), ..self }
     }
-    /// Sets the axes of `q`, `out` and the log-sum-exp; [`QkvFormat::Thd`] unless set.
+    /// Sets the axes of `q`, `out` and the log-sum-exp; [`Axes::Thd`] unless set.
     #[must_use]
-    pub fn with_qkv_format(self, qkv_format: QkvFormat) -> Self {
-        Self { qkv_format, ..self }
+    pub fn with_axes(self, axes: Axes) -> Self {
+        Self { axes, ..self }
     }
     /// Returns the factor of the scores.
     pub fn scale(&self) -> f32 {
@@ -171,8 +171,8 @@ impl<'a> AttentionOptions<'a> {
         self.sink_logits
     }
     /// Returns the axes of `q` and `out`.
-    pub fn qkv_format(&self) -> QkvFormat {
-        self.qkv_format
+    pub fn axes(&self) -> Axes {
+        self.axes
     }
 
     /// Returns the keys that query `i` of a sequence sees, without sink tokens before its window:
@@ -282,7 +282,7 @@ impl<'a, Buf> AttendArgs<'a, Buf> {
         }
         let need = |tensor, heads, dim| TokenRequirement {
             tensor,
-            format: options.qkv_format,
+            axes: options.axes,
             batch: to_u32(plan.sequences().len()),
             tokens_max: plan.q_len_max(),
             tokens_total: plan.total_q(),

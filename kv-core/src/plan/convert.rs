@@ -1,6 +1,6 @@
 //! Conversion of rows between `bshd`, `sbhd` and `thd`.
 use crate::error::{OptionProblem, PlanError};
-use crate::geometry::QkvFormat;
+use crate::geometry::Axes;
 use crate::num::to_u32;
 use crate::tensor::{TensorView, TensorViewMut, TokenRequirement, TokenTensor, TokenTensorMut};
 
@@ -80,12 +80,12 @@ impl<'a, Buf> ConvertArgs<'a, Buf> {
     /// Those of [`AttendArgs::new`](crate::plan::AttendArgs::new) for its tensors.
     pub fn new(
         plan: &ConvertPlan,
-        (src, from): (TensorView<'a, Buf>, QkvFormat),
-        (dst, to): (TensorViewMut<'a, Buf>, QkvFormat),
+        (src, from): (TensorView<'a, Buf>, Axes),
+        (dst, to): (TensorViewMut<'a, Buf>, Axes),
     ) -> Result<Self, PlanError> {
-        let need = |tensor, format, heads, dim| TokenRequirement {
+        let need = |tensor, axes, heads, dim| TokenRequirement {
             tensor,
-            format,
+            axes,
             batch: to_u32(plan.batch()),
             tokens_max: plan.len_max,
             tokens_total: plan.total(),

@@ -1,7 +1,7 @@
 //! Plans for reading cached rows into a plain tensor.
 use crate::block::BlockTables;
 use crate::error::PlanError;
-use crate::geometry::{PlaneLayout, QkvFormat};
+use crate::geometry::{Axes, PlaneLayout};
 use crate::num::{to_u32, to_usize};
 use crate::storage::PlaneView;
 use crate::tensor::{TensorViewMut, TokenRequirement, TokenTensorMut};
@@ -90,7 +90,7 @@ pub struct GatherArgs<'a, Buf> {
 }
 
 impl<'a, Buf> GatherArgs<'a, Buf> {
-    /// Checks `out` (axes by `format`, heads and dim of the plane); rows past a range become zero.
+    /// Checks `out` (axes by `axes`, heads and dim of the plane); rows past a range become zero.
     ///
     /// # Errors
     /// Those of [`AttendArgs::new`](crate::plan::AttendArgs::new) for `out`.
@@ -98,13 +98,13 @@ impl<'a, Buf> GatherArgs<'a, Buf> {
         plan: &GatherPlan<'_>,
         plane: PlaneView<'a, Buf>,
         out: TensorViewMut<'a, Buf>,
-        format: QkvFormat,
+        axes: Axes,
     ) -> Result<Self, PlanError> {
         plan.layout.check_same_blocks(plane.layout())?;
         plane.check_constants()?;
         let need = TokenRequirement {
             tensor: "out",
-            format,
+            axes,
             batch: to_u32(plan.ranges.len()),
             tokens_max: plan.len_max,
             tokens_total: plan.total,

@@ -110,7 +110,7 @@ fn copies_are_disjoint() {
 
 #[test]
 fn a_plane_of_another_pool_is_refused() {
-    use crate::QkvFormat;
+    use crate::Axes;
     use crate::backend::NullBackend;
     use crate::ids::Plane;
     use crate::storage::KvStorage;
@@ -135,7 +135,7 @@ fn a_plane_of_another_pool_is_refused() {
     let (write, attend) = buffers.plan(&layout, &tables, &batch, 1, Determinism::Fast).unwrap();
     let (row, mut out) = ([0.0_f32; 2], [0.0_f32; 2]);
     let input = TensorView::host(&row, &[1, 1, 2]);
-    let written = WriteArgs::new(&write, input, input, QkvFormat::Thd, k, v);
+    let written = WriteArgs::new(&write, input, input, Axes::Thd, k, v);
     assert_eq!(written.unwrap_err(), refused);
     let output = TensorViewMut::host(&mut out, &[1, 1, 2]);
     let options = AttentionOptions::causal(1.0);
@@ -144,7 +144,7 @@ fn a_plane_of_another_pool_is_refused() {
     let ranges = [GatherRange { row: 0, begin: 0, len: 1 }];
     let gather = GatherPlan::new(&layout, &tables, &ranges).unwrap();
     let output = TensorViewMut::host(&mut out, &[1, 1, 2]);
-    let gathered = GatherArgs::new(&gather, k, output, QkvFormat::Thd);
+    let gathered = GatherArgs::new(&gather, k, output, Axes::Thd);
     assert_eq!(gathered.unwrap_err(), refused);
     let copy = CopyPlan::new(&layout, &[]).unwrap();
     assert_eq!(CopyArgs::new(&copy, storage.view()).unwrap_err(), refused);

@@ -1,7 +1,7 @@
 //! Write plans: the slots of a step's new rows.
 use crate::block::BlockTables;
 use crate::error::PlanError;
-use crate::geometry::{PlaneLayout, QkvFormat};
+use crate::geometry::{Axes, PlaneLayout};
 use crate::ids::Slot;
 use crate::num::to_u32;
 use crate::plan::batch::{PlanBuffers, PlannedSequence};
@@ -61,12 +61,12 @@ impl<'p> WritePlan<'p> {
     pub(crate) fn requirement(
         &self,
         tensor: &'static str,
-        format: QkvFormat,
+        axes: Axes,
         layout: &PlaneLayout,
     ) -> TokenRequirement {
         TokenRequirement {
             tensor,
-            format,
+            axes,
             batch: to_u32(self.sequences().len()),
             tokens_max: self.new_len_max(),
             tokens_total: self.total_new(),
@@ -86,7 +86,7 @@ pub struct WriteArgs<'a, Buf> {
 }
 
 impl<'a, Buf> WriteArgs<'a, Buf> {
-    /// Checks `k` and `v` (axes by `format`, row `i` of entry `b` as in [`QkvFormat`]) against the
+    /// Checks `k` and `v` (axes by `axes`, row `i` of entry `b` as in [`Axes`]) against the
     /// plan.
     ///
     /// A `bshd` or `sbhd` tensor may have more entries and longer ones than the plan, a `thd`
@@ -100,7 +100,7 @@ impl<'a, Buf> WriteArgs<'a, Buf> {
         plan: &WritePlan<'_>,
         k: TensorView<'a, Buf>,
         v: TensorView<'a, Buf>,
-        format: QkvFormat,
+        axes: Axes,
         k_plane: PlaneView<'a, Buf>,
         v_plane: PlaneView<'a, Buf>,
     ) -> Result<Self, PlanError> {
@@ -108,8 +108,8 @@ impl<'a, Buf> WriteArgs<'a, Buf> {
         plan.layout.check_same_blocks(v_plane.layout())?;
         k_plane.check_constants()?;
         v_plane.check_constants()?;
-        let k = TokenTensor::check(k, &plan.requirement("k", format, k_plane.layout()))?;
-        let v = TokenTensor::check(v, &plan.requirement("v", format, v_plane.layout()))?;
+        let k = TokenTensor::check(k, &plan.requirement("k", axes, k_plane.layout()))?;
+        let v = TokenTensor::check(v, &plan.requirement("v", axes, v_plane.layout()))?;
         Ok(Self { k, v, k_plane, v_plane })
     }
     /// Returns the new keys.

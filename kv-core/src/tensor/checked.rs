@@ -3,14 +3,14 @@ use kv_format::DType;
 
 use super::{Dims, Meta, TensorData, TensorDataMut, TensorView, TensorViewMut};
 use crate::error::{Expected, PlanError};
-use crate::geometry::QkvFormat;
+use crate::geometry::Axes;
 use crate::num::{to_offset, to_u64, to_usize};
 
 /// The requirements of a plan for a token tensor.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct TokenRequirement {
     pub(crate) tensor: &'static str,
-    pub(crate) format: QkvFormat,
+    pub(crate) axes: Axes,
     /// Minimum batch entries of the tensor.
     pub(crate) batch: u32,
     /// Longest entry, in tokens.
@@ -28,7 +28,7 @@ pub(crate) struct TokenRequirement {
 /// Guaranteed by the check: every row that a plan can name lies inside the tensor's bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TokenRows {
-    format: QkvFormat,
+    axes: Axes,
     dtype: DType,
     batch: u32,
     tokens: u32,
@@ -40,8 +40,8 @@ pub struct TokenRows {
 
 impl TokenRows {
     /// Returns the axes of the tensor.
-    pub fn format(&self) -> QkvFormat {
-        self.format
+    pub fn axes(&self) -> Axes {
+        self.axes
     }
     /// Returns the element type.
     pub fn dtype(&self) -> DType {
@@ -75,9 +75,9 @@ impl TokenRows {
     /// begin at row `start` of a ragged tensor. The token's heads and values follow densely. The
     /// strides are the caller's: for a token past the tensor, `usize::MAX` if it is more.
     pub fn offset(&self, entry: usize, start: u32, i: u32) -> usize {
-        let at = match self.format {
-            QkvFormat::Thd => (u64::from(start) + u64::from(i)).saturating_mul(self.token_stride),
-            QkvFormat::Bshd | QkvFormat::Sbhd => to_u64(entry)
+        let at = match self.axes {
+            Axes::Thd => (u64::from(start) + u64::from(i)).saturating_mul(self.token_stride),
+            Axes::Bshd | Axes::Sbhd => to_u64(entry)
                 .saturating_mul(self.batch_stride)
                 .saturating_add(u64::from(i).saturating_mul(self.token_stride)),
         };
@@ -94,44 +94,44 @@ impl TokenRows {
             return Err(PlanError::ElementType { tensor: need.tensor, expected, got: meta.dtype });
         }
         let heads_needed = need.heads.unwrap_or(0);
-        let (axes, dims): (_, &[u32]) = match need.format {
-            QkvFormat::Bshd => (
+        let (shape, dims): (_, &[u32]) = match need.axes {
+            Axes::Bshd => (
                 "[b at least, s at least, h, d]",
                 &[need.batch, need.tokens_max, heads_needed, need.dim],
             ),
-            QkvFormat::Sbhd => (
+            Axes::Sbhd => (
                 "[s at least, b at least, h, d]",
                 &[need.tokens_max, need.batch, heads_needed, need.dim],
             ),
-            QkvFormat::Thd => ("[t at least, h, d]", &[need.tokens_total, heads_needed, need.dim]),
+            Axes::Thd => ("[t at least, h, d]", &[need.tokens_total, heads_needed, need.dim]),
         };
-        let (first, second, heads, dim) = match (need.format, meta.dims.as_slice()) {
-            (QkvFormat::Thd, &[t, h, d]) => (t, 1, h, d),
-            (QkvFormat::Bshd | QkvFormat::Sbhd, &[x, y, h, d]) => (x, y, h, d),
-            _ => return Err(expected(axes, dims)),
+        let (first, second, heads, dim) = match (need.axes, meta.dims.as_slice()) {
+            (Axes::Thd, &[t, h, d]) => (t, 1, h, d),
+            (Axes::Bshd | Axes::Sbhd, &[x, y, h, d]) => (x, y, h, d),
+            _ => return Err(expected(shape, dims)),
         };
         let heads_fit = need.heads.map_or(heads > 0, |h| h == heads);
         let row = u64::from(heads) * u64::from(dim);
-        let [stride_first, stride_second] = meta.outer_strides.unwrap_or(match need.format {
-            QkvFormat::Thd => [row, 0],
+        let [stride_first, stride_second] = meta.outer_strides.unwrap_or(match need.axes {
+            Axes::Thd => [row, 0],
             // Rows past `u64` are past every tensor.
-            QkvFormat::Bshd | QkvFormat::Sbhd => [row.saturating_mul(u64::from(second)), row],
+            Axes::Bshd | Axes::Sbhd => [row.saturating_mul(u64::from(second)), row],
         });
-        let rows = match need.format {
-            QkvFormat::Thd => (1, first, 0, stride_first),
-            QkvFormat::Bshd => (first, second, stride_first, stride_second),
-            QkvFormat::Sbhd => (second, first, stride_second, stride_first),
+        let rows = match need.axes {
+            Axes::Thd => (1, first, 0, stride_first),
+            Axes::Bshd => (first, second, stride_first, stride_second),
+            Axes::Sbhd => (second, first, stride_second, stride_first),
         };
         let (batch, tokens, batch_stride, token_stride) = rows;
-        let room = match need.format {
-            QkvFormat::Thd => tokens >= need.tokens_total,
-            QkvFormat::Bshd | QkvFormat::Sbhd => batch >= need.batch && tokens >= need.tokens_max,
+        let room = match need.axes {
+            Axes::Thd => tokens >= need.tokens_total,
+            Axes::Bshd | Axes::Sbhd => batch >= need.batch && tokens >= need.tokens_max,
         };
         if !(heads_fit && dim == need.dim && room) {
-            return Err(expected(axes, dims));
+            return Err(expected(shape, dims));
         }
-        let (format, dtype) = (need.format, meta.dtype);
-        Ok(Self { format, dtype, batch, tokens, heads, dim, batch_stride, token_stride })
+        let (axes, dtype) = (need.axes, meta.dtype);
+        Ok(Self { axes, dtype, batch, tokens, heads, dim, batch_stride, token_stride })
     }
 
     /// Returns the same rows without gaps between them.
@@ -139,10 +139,10 @@ impl TokenRows {
         let row = u64::from(self.heads) * u64::from(self.dim);
         // An empty tensor may have any extents.
         let of = |count: u32| u64::from(count).saturating_mul(row);
-        let (batch_stride, token_stride) = match self.format {
-            QkvFormat::Thd => (0, row),
-            QkvFormat::Bshd => (of(self.tokens), row),
-            QkvFormat::Sbhd => (row, of(self.batch)),
+        let (batch_stride, token_stride) = match self.axes {
+            Axes::Thd => (0, row),
+            Axes::Bshd => (of(self.tokens), row),
+            Axes::Sbhd => (row, of(self.batch)),
         };
         Self { batch_stride, token_stride, ..*self }
     }

@@ -1,9 +1,7 @@
 //! Erased caches give a backend its own types back.
 use kv_core::backend::{AnyBackend, AnyFence, AnyQueue, Backend, NullBackend, NullBuffer};
 use kv_core::backend::{NullFence, Queue};
-use kv_core::{
-    CacheSpec, GroupId, KvCache, QkvFormat, SequenceId, StartOptions, StepInput, TensorView,
-};
+use kv_core::{Axes, CacheSpec, GroupId, KvCache, SequenceId, StartOptions, StepInput, TensorView};
 
 #[test]
 fn storage_and_fences_downcast_to_the_backends_types() {
@@ -38,7 +36,7 @@ fn a_callers_queue_is_erased_once() {
     let row = TensorView::host(&[0.0_f32; 2], &[1, 1, 2]);
     // A queue that was erased twice would know no buffer of the cache.
     let mut step = cache.held().unwrap();
-    step.write(0, row, row, QkvFormat::Thd).unwrap();
+    step.write(0, row, row, Axes::Thd).unwrap();
     step.commit().unwrap();
     assert_eq!(control.recorded() - before, 3, "the plans, a write and a flush");
 }

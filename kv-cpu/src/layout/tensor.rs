@@ -5,7 +5,7 @@
 //! bounds checks all the same, one per row.
 use std::marker::PhantomData;
 
-use kv_core::QkvFormat;
+use kv_core::Axes;
 use kv_core::backend::TokenRows;
 use kv_core::error::DeviceError;
 use kv_core::invariant::Invariant;
@@ -24,8 +24,8 @@ pub(crate) struct Room {
 }
 
 fn check_room(rows: &TokenRows, room: Room, operation: &'static str) -> Result<(), DeviceError> {
-    let fits = match rows.format() {
-        QkvFormat::Thd => rows.tokens() >= room.total,
+    let fits = match rows.axes() {
+        Axes::Thd => rows.tokens() >= room.total,
         _ => to_usize(rows.batch()) >= room.entries && rows.tokens() >= room.longest,
     };
     if fits {
@@ -165,13 +165,13 @@ impl<'a> RowsOut<'a> {
         len: impl Fn(usize) -> u32,
         mut fill: impl FnMut(&mut [u8]),
     ) {
-        let entries = match self.rows.format() {
-            QkvFormat::Thd => 1,
+        let entries = match self.rows.axes() {
+            Axes::Thd => 1,
             _ => to_usize(self.rows.batch()),
         };
         for entry in 0..entries {
-            let used = match self.rows.format() {
-                QkvFormat::Thd => room.total,
+            let used = match self.rows.axes() {
+                Axes::Thd => room.total,
                 _ if entry < room.entries => len(entry),
                 _ => 0,
             };

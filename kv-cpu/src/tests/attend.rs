@@ -1,6 +1,6 @@
 //! Attention: shapes, types and options against the reference, and what must not change a bit.
 use kv_core::plan::{BatchEntry, Determinism};
-use kv_core::{BlockOrder, DType, KvFormat, QkvFormat};
+use kv_core::{Axes, BlockOrder, DType, KvFormat};
 use kv_cpu_kernels::{Kernels, PrefetchTarget};
 
 use super::fixture::{Case, Choice, Fixture};
@@ -25,7 +25,7 @@ pub(super) fn case(batch: Vec<BatchEntry>) -> Case {
         full_precision_prefix: 0,
         broken: Vec::new(),
         dtype: DType::F32,
-        qkv: QkvFormat::Thd,
+        qkv: Axes::Thd,
         padding: [0, 0],
         blocks_per_segment: 1000,
         workers: 1,
@@ -58,7 +58,7 @@ pub(super) fn random_case(random: &mut Random) -> Case {
         full_precision_prefix: random.pick(&[0, 0, 1, 4, 40]),
         broken: Vec::new(),
         dtype: random.pick(&DTYPES),
-        qkv: random.pick(&[QkvFormat::Thd, QkvFormat::Bshd, QkvFormat::Sbhd]),
+        qkv: random.pick(&[Axes::Thd, Axes::Bshd, Axes::Sbhd]),
         padding: [random.below(3), random.below(3)],
         blocks_per_segment: random.pick(&[1, 2, 1000]),
         workers: random.pick(&[1, 8]),
@@ -302,7 +302,7 @@ fn a_non_finite_row_reaches_the_queries_that_see_it() {
 fn queries_without_keys_are_zero() {
     let batch = vec![entry(0, 0, 0, 3), entry(1, 0, 2, 5), entry(2, 0, 0, 0), entry(3, 6, 0, 0)];
     for sink_logits in [None, Some(vec![1.0, -2.0, 0.0, f32::NEG_INFINITY])] {
-        for qkv in [QkvFormat::Thd, QkvFormat::Sbhd] {
+        for qkv in [Axes::Thd, Axes::Sbhd] {
             let case = Case { qkv, padding: [1, 2], ..case(batch.clone()) };
             let choice = Choice { sink_logits: sink_logits.clone(), ..Choice::default() };
             for (name, backend) in backends() {

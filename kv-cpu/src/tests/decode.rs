@@ -4,7 +4,7 @@ use kv_core::backend::Plane;
 use kv_core::calibration::{Calibration, LayerCalibration, PlaneCalibration};
 use kv_core::spec::{KeyMean, Transform};
 use kv_core::{
-    AttentionOptions, CacheSpec, KvCache, KvFormat, QkvFormat, Scaling, SequenceId, StartOptions,
+    AttentionOptions, Axes, CacheSpec, KvCache, KvFormat, Scaling, SequenceId, StartOptions,
     StepInput, TensorView, TensorViewMut,
 };
 
@@ -86,7 +86,7 @@ impl Means {
         let v = random.units(len);
         let mut step = self.cache.begin_step(&[StepInput::count(ID, tokens)]).unwrap();
         let [k, v] = [&k, &v].map(|rows| TensorView::host(rows, &dims));
-        step.write(0, k, v, QkvFormat::Thd).unwrap();
+        step.write(0, k, v, Axes::Thd).unwrap();
         let mut out = vec![0.0; queries.map_or(0, <[f32]>::len)];
         if let Some(q) = queries {
             let dims = [1, q.len() as u32 / self.dim, self.dim];
@@ -103,7 +103,7 @@ impl Means {
         let dims = [tokens, self.heads, self.dim];
         let mut rows = vec![0.0_f32; dims.iter().product::<u32>() as usize];
         let out = TensorViewMut::host(&mut rows, &dims);
-        self.cache.gather(0, plane, &[(ID, 0, tokens)], out, QkvFormat::Thd).unwrap();
+        self.cache.gather(0, plane, &[(ID, 0, tokens)], out, Axes::Thd).unwrap();
         rows
     }
 

@@ -7,7 +7,7 @@ use kv_core::plan::{
     GatherPlan, GatherRange, PlanBuffers, WriteArgs, WritePlan,
 };
 use kv_core::{
-    AttentionOptions, BlockId, BlockOrder, DType, KvFormat, QkvFormat, TensorView, TensorViewMut,
+    AttentionOptions, Axes, BlockId, BlockOrder, DType, KvFormat, TensorView, TensorViewMut,
 };
 
 use crate::{CpuBackend, CpuBuffer, CpuOptions, Isa};
@@ -78,7 +78,7 @@ fn device_tensors_past_the_end_are_refused() {
     with_plans(&plane_layout, 5, |write, attend| {
         let mut run = |k, v| {
             let args =
-                WriteArgs::new(&write, view(k), view(v), QkvFormat::Thd, k_plane, v_plane).unwrap();
+                WriteArgs::new(&write, view(k), view(v), Axes::Thd, k_plane, v_plane).unwrap();
             queue.write_kv(&write, args)
         };
         run(&enough, &enough).unwrap();
@@ -112,10 +112,10 @@ fn a_plane_in_too_small_a_buffer_is_refused() {
     let values = [0.0_f32; 40];
     let view = TensorView::host(&values, &[5, 1, 8]);
     with_plans(&plane_layout, 5, |write, _| {
-        let args = WriteArgs::new(&write, view, view, QkvFormat::Thd, good, bad).unwrap();
+        let args = WriteArgs::new(&write, view, view, Axes::Thd, good, bad).unwrap();
         assert_eq!(kind(queue.write_kv(&write, args)), DeviceErrorKind::OutOfRange);
         // K and V in the same bytes.
-        let args = WriteArgs::new(&write, view, view, QkvFormat::Thd, good, good).unwrap();
+        let args = WriteArgs::new(&write, view, view, Axes::Thd, good, good).unwrap();
         assert_eq!(kind(queue.write_kv(&write, args)), DeviceErrorKind::Unsupported);
     });
 }
@@ -135,7 +135,7 @@ fn both_planes_may_share_one_allocation() {
     let mut out = [0.0_f32; 40];
     with_plans(&plane_layout, 5, |write, attend| {
         let [k, v] = [&k, &v].map(|rows| TensorView::host(rows, &[5, 1, 8]));
-        let args = WriteArgs::new(&write, k, v, QkvFormat::Thd, k_plane, v_plane).unwrap();
+        let args = WriteArgs::new(&write, k, v, Axes::Thd, k_plane, v_plane).unwrap();
         queue.write_kv(&write, args).unwrap();
         let to = TensorViewMut::host(&mut out, &[5, 1, 8]);
         let planes = [k_plane, v_plane];
@@ -160,7 +160,7 @@ fn arguments_of_another_plan_are_refused() {
     let view = TensorView::host(&values, &[5, 1, 8]);
     with_plans(&plane_layout, 5, |small, small_attend| {
         with_plans(&plane_layout, 9, |large, large_attend| {
-            let args = WriteArgs::new(&small, view, view, QkvFormat::Thd, k_plane, v_plane);
+            let args = WriteArgs::new(&small, view, view, Axes::Thd, k_plane, v_plane);
             let refused = queue.write_kv(&large, args.unwrap());
             assert_eq!(kind(refused), DeviceErrorKind::Unsupported);
             let to = TensorViewMut::host(&mut out, &[5, 1, 8]);
@@ -173,7 +173,7 @@ fn arguments_of_another_plan_are_refused() {
     });
     let (small, large) = (ConvertPlan::new(&[5]).unwrap(), ConvertPlan::new(&[9]).unwrap());
     let to = TensorViewMut::host(&mut out, &[5, 1, 8]);
-    let args = ConvertArgs::new(&small, (view, QkvFormat::Thd), (to, QkvFormat::Thd)).unwrap();
+    let args = ConvertArgs::new(&small, (view, Axes::Thd), (to, Axes::Thd)).unwrap();
     assert_eq!(kind(queue.convert(&large, args)), DeviceErrorKind::Unsupported);
 }
 
@@ -190,7 +190,7 @@ fn a_plan_of_another_pool_is_refused() {
     let view = TensorView::host(&values, &[5, 1, 8]);
     with_plans(&small, 5, |fitting, _| {
         with_plans(&large, 5, |other, _| {
-            let args = WriteArgs::new(&fitting, view, view, QkvFormat::Thd, k_plane, v_plane);
+            let args = WriteArgs::new(&fitting, view, view, Axes::Thd, k_plane, v_plane);
             let refused = queue.write_kv(&other, args.unwrap());
             assert_eq!(kind(refused), DeviceErrorKind::Unsupported);
         });
@@ -217,7 +217,7 @@ fn ranges_of_another_geometry_are_refused() {
     let short = GatherPlan::new(&plain, &tables, &short).unwrap();
     let mut out = [7.0_f32; 32];
     let to = TensorViewMut::host(&mut out, &[4, 1, 8]);
-    let args = GatherArgs::new(&fitting, view, to, QkvFormat::Thd).unwrap();
+    let args = GatherArgs::new(&fitting, view, to, Axes::Thd).unwrap();
     assert_eq!(kind(queue.gather(&short, args)), DeviceErrorKind::Unsupported);
     assert_eq!(out, [7.0; 32]);
 }

@@ -9,7 +9,7 @@ use kv_core::block::BlockTables;
 use kv_core::calibration::PlaneConstants;
 use kv_core::plan::{AttendArgs, BatchEntry, Determinism, PlanBuffers, PlannedSequence, WriteArgs};
 use kv_core::{
-    AttentionOptions, BlockId, BlockOrder, DType, KvFormat, QkvFormat, TensorView, TensorViewMut,
+    AttentionOptions, Axes, BlockId, BlockOrder, DType, KvFormat, TensorView, TensorViewMut,
 };
 
 use super::{Random, stored};
@@ -32,7 +32,7 @@ pub(super) struct Case {
     /// Tokens of every sequence that begin with a value no model makes.
     pub(super) broken: Vec<(usize, f32)>,
     pub(super) dtype: DType,
-    pub(super) qkv: QkvFormat,
+    pub(super) qkv: Axes,
     /// Batch entries and tokens of padding.
     pub(super) padding: [u32; 2],
     pub(super) blocks_per_segment: u32,
@@ -65,7 +65,7 @@ impl Choice {
         if let Some(sink_logits) = &self.sink_logits {
             options = options.with_sink_logits(sink_logits);
         }
-        options.with_qkv_format(case.qkv)
+        options.with_axes(case.qkv)
     }
 
     /// Whether a query at `position` sees `key`.
@@ -109,7 +109,7 @@ pub(super) fn from_bytes(dtype: DType, bytes: &[u8]) -> Vec<f32> {
 /// Axes of a batch of rows with padding, and where the row of a token is.
 pub(super) struct Rows {
     pub(super) dims: Vec<u32>,
-    format: QkvFormat,
+    axes: Axes,
     heads: u32,
     dim: u32,
 }
@@ -117,7 +117,7 @@ pub(super) struct Rows {
 impl Rows {
     /// Rows of entries with the given lengths.
     pub(super) fn new(
-        (format, padding): (QkvFormat, [u32; 2]),
+        (axes, padding): (Axes, [u32; 2]),
         lens: &[u32],
         heads: u32,
         dim: u32,
@@ -125,12 +125,12 @@ impl Rows {
         let batch = lens.len() as u32 + padding[0];
         let longest = lens.iter().copied().max().unwrap_or(0) + padding[1];
         let total = lens.iter().sum::<u32>() + padding[1];
-        let dims = match format {
-            QkvFormat::Bshd => vec![batch, longest, heads, dim],
-            QkvFormat::Sbhd => vec![longest, batch, heads, dim],
+        let dims = match axes {
+            Axes::Bshd => vec![batch, longest, heads, dim],
+            Axes::Sbhd => vec![longest, batch, heads, dim],
             _ => vec![total, heads, dim],
         };
-        Self { dims, format, heads, dim }
+        Self { dims, axes, heads, dim }
     }
     pub(super) fn len(&self) -> usize {
         self.dims.iter().map(|n| *n as usize).product()
@@ -138,9 +138,9 @@ impl Rows {
     /// First value of a token's row.
     pub(super) fn at(&self, entry: usize, start: u32, token: u32) -> usize {
         let entry = entry as u32;
-        let index = match self.format {
-            QkvFormat::Bshd => entry * self.dims[1] + token,
-            QkvFormat::Sbhd => token * self.dims[1] + entry,
+        let index = match self.axes {
+            Axes::Bshd => entry * self.dims[1] + token,
+            Axes::Sbhd => token * self.dims[1] + entry,
             _ => start + token,
         };
         (index * self.heads * self.dim) as usize

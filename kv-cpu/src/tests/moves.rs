@@ -6,12 +6,12 @@ use kv_core::plan::{
     BatchEntry, BlockCopy, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, Determinism, GatherArgs,
     GatherPlan, GatherRange,
 };
-use kv_core::{BlockId, BlockOrder, KvFormat, QkvFormat, TensorView, TensorViewMut};
+use kv_core::{Axes, BlockId, BlockOrder, KvFormat, TensorView, TensorViewMut};
 
 use super::fixture::{Case, Fixture, Rows, from_bytes, round, to_bytes};
 use super::{DTYPES, Random, backends};
 
-const QKV: [QkvFormat; 3] = [QkvFormat::Thd, QkvFormat::Bshd, QkvFormat::Sbhd];
+const QKV: [Axes; 3] = [Axes::Thd, Axes::Bshd, Axes::Sbhd];
 
 #[test]
 fn transfers_keep_to_their_range() {

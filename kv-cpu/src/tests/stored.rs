@@ -4,7 +4,7 @@ use kv_core::backend::{Backend, Plane, PlaneLayout, PlaneShape, Queue};
 use kv_core::calibration::{PlaneCalibration, PlaneConstants};
 use kv_core::error::DeviceErrorKind;
 use kv_core::plan::{BatchEntry, Determinism, GatherArgs, GatherPlan, GatherRange};
-use kv_core::{BlockOrder, DType, KvFormat, LayerId, QkvFormat, Scaling, TensorViewMut};
+use kv_core::{Axes, BlockOrder, DType, KvFormat, LayerId, Scaling, TensorViewMut};
 use kv_quant::{block, row, transform};
 
 use super::fixture::{Case, Choice, Fixture};
@@ -131,7 +131,7 @@ fn case(format: KvFormat, order: BlockOrder) -> Case {
         full_precision_prefix: 2,
         broken: Vec::new(),
         dtype: DType::F32,
-        qkv: QkvFormat::Thd,
+        qkv: Axes::Thd,
         padding: [0, 0],
         blocks_per_segment: 1000,
         workers: 1,
@@ -146,7 +146,7 @@ fn gather(backend: &CpuBackend, fixture: &Fixture, which: usize) -> Vec<f32> {
     let dims = [tokens, fixture.case.kv_heads, fixture.case.dims[which]];
     let mut rows = vec![0.0_f32; dims.iter().product::<u32>() as usize];
     let out = TensorViewMut::host(&mut rows, &dims);
-    let args = GatherArgs::new(&plan, fixture.plane(which), out, QkvFormat::Thd).unwrap();
+    let args = GatherArgs::new(&plan, fixture.plane(which), out, Axes::Thd).unwrap();
     backend.queue().unwrap().gather(&plan, args).unwrap();
     rows
 }
@@ -208,7 +208,7 @@ fn too_few_constants_are_refused() {
         let plane = fixture.plane(0).with_constants(&constants);
         let mut row = vec![0.0_f32; 160];
         let out = TensorViewMut::host(&mut row, &[1, 2, 80]);
-        let args = GatherArgs::new(&plan, plane, out, QkvFormat::Thd).unwrap();
+        let args = GatherArgs::new(&plan, plane, out, Axes::Thd).unwrap();
         let result = backend.queue().unwrap().gather(&plan, args);
         assert_eq!(result.is_ok(), fits, "{bytes}");
         let refused = result.err().map(|error| error.kind());

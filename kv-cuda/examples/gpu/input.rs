@@ -6,7 +6,7 @@ use kv_core::backend::{Backend, Fence, Queue};
 use kv_core::calibration::{Calibration, LayerCalibration, PlaneCalibration};
 use kv_core::error::{DeviceError, DeviceErrorKind};
 use kv_core::{
-    CacheError, CacheSpec, DType, KvCache, KvFormat, QkvFormat, ScaleGroup, Scaling, SequenceId,
+    Axes, CacheError, CacheSpec, DType, KvCache, KvFormat, ScaleGroup, Scaling, SequenceId,
     StartOptions, Step, StepInput, TensorView,
 };
 use kv_cuda::{CudaBackend, CudaBuffer};
@@ -185,7 +185,7 @@ impl Shape {
         let dims = self.kv_dims(tokens);
         for layer in layers {
             let [k, v] = [k, v].map(|buffer| TensorView::device(DType::Bf16, buffer, 0, &dims));
-            step.write(layer, k, v, QkvFormat::Thd)?;
+            step.write(layer, k, v, Axes::Thd)?;
         }
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! Data movement without attention: copies, new rows, rows read back.
 use kv_core::backend::{Backend, KvStorage, Plane, Queue};
 use kv_core::plan::{BlockCopy, CopyArgs, CopyPlan};
-use kv_core::{BlockId, DType, KvFormat, QkvFormat, TensorViewMut};
+use kv_core::{Axes, BlockId, DType, KvFormat, TensorViewMut};
 
 use crate::bench::{Bench, Result, Work};
 use crate::input::{self, BlockOrder, FORMATS, HEAD_DIM, Shape};
@@ -104,7 +104,7 @@ fn gather(bench: &mut Bench, format: KvFormat) -> Result<()> {
         |cache, call| {
             let layer = u16::try_from(call % u32::from(layers))?;
             let out = TensorViewMut::device(DType::Bf16, &out, 0, &dims);
-            Ok(cache.gather(layer, Plane::Key, &ranges, out, QkvFormat::Thd)?)
+            Ok(cache.gather(layer, Plane::Key, &ranges, out, Axes::Thd)?)
         },
         |cache| input::drain(cache.queue_mut()),
     )?;

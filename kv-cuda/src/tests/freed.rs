@@ -4,8 +4,8 @@ use std::sync::Arc;
 use kv_core::backend::{Backend, Fence, Queue, Readback};
 use kv_core::error::DeviceErrorKind;
 use kv_core::{
-    AttentionOptions, CacheSpec, KvCache, QkvFormat, SequenceId, StartOptions, StepInput,
-    TensorView, TensorViewMut,
+    AttentionOptions, Axes, CacheSpec, KvCache, SequenceId, StartOptions, StepInput, TensorView,
+    TensorViewMut,
 };
 
 use super::late::{LateGpu, lock};
@@ -91,7 +91,7 @@ fn outputs(backend: CudaBackend) -> Vec<Vec<u8>> {
         for layer in 0..2 {
             let (q, k, v) = (values(4), values(2), values(2));
             let rows = |values, heads| TensorView::host(values, &[tokens, heads, 64]);
-            step.write(layer, rows(&k, 2), rows(&v, 2), QkvFormat::Thd).unwrap();
+            step.write(layer, rows(&k, 2), rows(&v, 2), Axes::Thd).unwrap();
             let shape = [tokens, 4, 64];
             let to = TensorViewMut::device(kv_core::DType::F32, &out, 0, &shape);
             step.attend(layer, rows(&q, 4), to, &AttentionOptions::causal(0.125)).unwrap();

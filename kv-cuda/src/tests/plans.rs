@@ -4,7 +4,7 @@ use std::sync::Arc;
 use half::f16;
 use kv_core::backend::Backend;
 use kv_core::{
-    AttentionOptions, CacheSpec, DType, KvCache, KvFormat, QkvFormat, SequenceId, StartOptions,
+    AttentionOptions, Axes, CacheSpec, DType, KvCache, KvFormat, SequenceId, StartOptions,
     StepInput, TensorView, TensorViewMut,
 };
 
@@ -29,7 +29,7 @@ fn a_step_plans_every_kind_of_attention_once() {
     for step in 0..3 {
         lock(&gpu.state).notes.clear();
         let mut step_of = cache.begin_step(&[StepInput::count(sequence, 1)]).unwrap();
-        step_of.write(0, rows(), rows(), QkvFormat::Thd).unwrap();
+        step_of.write(0, rows(), rows(), Axes::Thd).unwrap();
         for window_left in (0..KINDS).chain(0..KINDS) {
             let options = AttentionOptions::causal(0.125).with_window_left(window_left);
             let to = TensorViewMut::device(DType::F16, &out, 0, &WIDTH);

@@ -24,8 +24,8 @@ use kv_core::backend::{
     Readback,
 };
 use kv_core::{
-    AttentionOptions, BlockId, BlockOrder, CacheSpec, DType, KvCache, KvFormat, QkvFormat,
-    SequenceId, StartOptions, Step, StepInput, TensorView, TensorViewMut,
+    AttentionOptions, Axes, BlockId, BlockOrder, CacheSpec, DType, KvCache, KvFormat, SequenceId,
+    StartOptions, Step, StepInput, TensorView, TensorViewMut,
 };
 use kv_cuda::{CudaBackend, CudaBuffer, CudaOptions, StepLimits};
 
@@ -193,7 +193,7 @@ fn layer(
 ) -> Result<(), Box<dyn Error>> {
     let dims = [BATCH, KV_HEADS, DIM];
     let [q, k, v] = [q, k, v].map(|buffer| TensorView::device(DType::F16, buffer, 0, &dims));
-    step.write(0, k, v, QkvFormat::Thd)?;
+    step.write(0, k, v, Axes::Thd)?;
     let out = TensorViewMut::device(DType::F16, out, 0, &dims);
     Ok(step.attend(0, q, out, &AttentionOptions::causal(0.125))?)
 }

@@ -29,7 +29,7 @@ mod windows;
 use kv_core::backend::{Backend, NullBackend};
 use kv_core::spec::{CacheSpecBuilder, PrefixReuse, PublishAt};
 use kv_core::{
-    AttentionOptions, CacheError, CacheSpec, KvCache, QkvFormat, SequenceId, Step, TensorView,
+    AttentionOptions, Axes, CacheError, CacheSpec, KvCache, SequenceId, Step, TensorView,
     TensorViewMut,
 };
 use kv_cpu::{CpuBackend, CpuOptions};
@@ -107,7 +107,7 @@ impl<B: Backend> Model<B> for Echo {
         let mut out = vec![zeros.clone(); usize::from(LAYERS)];
         for (layer, out) in (0..LAYERS).zip(&mut out) {
             let (k, v) = (TensorView::host(&zeros, &dims), TensorView::host(&v, &dims));
-            step.write(layer, k, v, QkvFormat::Thd)?;
+            step.write(layer, k, v, Axes::Thd)?;
             let (q, out) = (TensorView::host(&zeros, &dims), TensorViewMut::host(out, &dims));
             step.attend(layer, q, out, &AttentionOptions::causal(1.0))?;
         }
@@ -156,7 +156,7 @@ fn write_zeros(step: &mut Step<'_, NullBackend>, batch: &Batch) -> Result<(), Ca
     let dims = [to_u32(rows.len()), 1, 1];
     for layer in 0..LAYERS {
         let view = TensorView::host::<f32>(&rows, &dims);
-        step.write(layer, view, view, QkvFormat::Thd)?;
+        step.write(layer, view, view, Axes::Thd)?;
     }
     Ok(())
 }

@@ -7,7 +7,7 @@ use candle_core::{Device, Module, Tensor};
 use kv::backend::Plane;
 use kv::cpu::{CpuBackend, CpuOptions};
 use kv::spec::{Determinism, PrefixReuse};
-use kv::{KvCache, KvFormat, QkvFormat, SequenceId, StartOptions, StepInput, TensorViewMut};
+use kv::{Axes, KvCache, KvFormat, SequenceId, StartOptions, StepInput, TensorViewMut};
 use kv_candle::CandleStep;
 
 use super::{Decoder, with_values};
@@ -87,7 +87,7 @@ fn cached(
         let dims = dims.map(to_u32);
         let out = TensorViewMut::host(&mut rows, &dims);
         let range = [(id, 0, to_u32(tokens))];
-        cache.gather(layer, plane, &range, out, QkvFormat::Thd).expect("cached rows");
+        cache.gather(layer, plane, &range, out, Axes::Thd).expect("cached rows");
         bits(&rows)
     };
     layers.map(read).collect()

@@ -2,7 +2,7 @@
 use super::DevicePair;
 use super::geometry::{LEN_MAX, SEQUENCES};
 use crate::device::Place;
-use crate::fixture::{DTYPES, FORMATS, Finish, StepConfig, StepKind};
+use crate::fixture::{AXES, DTYPES, Finish, StepConfig, StepKind};
 use crate::rng::Rng;
 use crate::suite::{End, Form};
 use crate::tokens::Padding;
@@ -81,8 +81,8 @@ impl DevicePair {
             ranges.push((which, begin, rng.below(len - begin + 1)));
         }
         let layer = rng.below(self.shapes.len() as u32) as usize;
-        let End { format, dtype, padding, place } = end(rng);
-        Operation::Gather { layer, ranges, form: Form { format, dtype, padding, place } }
+        let End { axes, dtype, padding, place } = end(rng);
+        Operation::Gather { layer, ranges, form: Form { axes, dtype, padding, place } }
     }
 }
 
@@ -101,7 +101,7 @@ fn end(rng: &mut Rng) -> End {
     let padding = Padding { batch: rng.below(3) as usize, tokens: rng.below(3) as usize, gap: 0 };
     let padding = Padding { gap: rng.pick(&[0, 0, 2, 6]), ..padding };
     let place = rng.pick(&[Place::Host, Place::Device]);
-    End { format: rng.pick(&FORMATS), dtype: rng.pick(&DTYPES), padding, place }
+    End { axes: rng.pick(&AXES), dtype: rng.pick(&DTYPES), padding, place }
 }
 
 fn choose_convert(rng: &mut Rng) -> Operation {

@@ -7,7 +7,7 @@ use super::{ORDERS, case, small};
 use crate::amount::{Rotation, runs};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};
 use crate::device::{Device, Place, dim, limited_erased};
-use crate::fixture::{CacheFixture, DTYPES, FORMATS, StepConfig, StepKind};
+use crate::fixture::{AXES, CacheFixture, DTYPES, StepConfig, StepKind};
 use crate::rng::Rng;
 use crate::tokens::Padding;
 
@@ -63,9 +63,8 @@ fn mixed_batches<B: Device>(
 
 fn ragged<B: Device>(backend: &B) -> CaseResult {
     for order in ORDERS {
-        for format in FORMATS {
-            let config =
-                StepConfig { q_format: format, kv_format: format, ..StepConfig::default() };
+        for axes in AXES {
+            let config = StepConfig { q_axes: axes, kv_axes: axes, ..StepConfig::default() };
             let spec = small().block_order(order);
             mixed_batches(
                 &mut CacheFixture::new(backend, spec.clone().paged(4, 16).build()?, 1)?,
@@ -167,8 +166,8 @@ fn more_queries(backend: &AnyBackend) -> CaseResult {
     fixture.fill(3, 1)?;
     for causal in [true, false] {
         for (window_left, sink_tokens) in [(None, 0), (Some(0), 0), (Some(2), 0), (Some(0), 2)] {
-            for format in FORMATS {
-                let base = StepConfig { causal, q_format: format, ..StepConfig::default() };
+            for axes in AXES {
+                let base = StepConfig { causal, q_axes: axes, ..StepConfig::default() };
                 let config = StepConfig { window_left, sink_tokens, ..base };
                 let queries = |id, n| (id, StepKind::Query(n));
                 fixture.step(&[queries(1, 7), queries(2, 2), queries(3, 1)], &config)?;
@@ -229,14 +228,14 @@ fn without_keys(backend: &AnyBackend) -> CaseResult {
 fn padding(backend: &AnyBackend) -> CaseResult {
     let paddings = [(2, 0, 0), (0, 3, 0), (3, 2, 0), (0, 0, 4), (1, 1, 2)];
     for (batch, tokens, gap) in paddings {
-        for format in FORMATS {
+        for axes in AXES {
             for outputs in [Place::Host, Place::Device] {
                 let padding = Padding { batch, tokens, gap };
                 let config = StepConfig {
                     padding,
                     outputs,
-                    q_format: format,
-                    kv_format: format,
+                    q_axes: axes,
+                    kv_axes: axes,
                     inputs: outputs,
                     ..StepConfig::default()
                 };
@@ -269,10 +268,7 @@ fn stale_nan(backend: &AnyBackend) -> CaseResult {
             // The fixture filled every slot with NaN; every length now ends inside a block.
             let mut fixture = CacheFixture::new(backend, spec, 10)?;
             mixed_batches(&mut fixture, &StepConfig { causal: false, ..StepConfig::default() })?;
-            mixed_batches(
-                &mut fixture,
-                &StepConfig { kv_format: FORMATS[0], ..StepConfig::default() },
-            )?;
+            mixed_batches(&mut fixture, &StepConfig { kv_axes: AXES[0], ..StepConfig::default() })?;
         }
     }
     Ok(Outcome::Holds)
@@ -409,13 +405,13 @@ fn cross(backend: &AnyBackend) -> CaseResult {
 /// Outputs in host memory equal, to the bit, those that the same call writes to device memory. Gaps
 /// between their rows stay unchanged, which unpacking checks.
 fn host_outputs<B: Device>(backend: &B) -> CaseResult {
-    for q_format in FORMATS {
+    for q_axes in AXES {
         for q_dtype in DTYPES {
             for lse in [true, false] {
                 let run = |outputs| -> Result<_, CaseError> {
                     let padding = Padding { batch: 1, tokens: 2, gap: 2 };
                     let config = StepConfig {
-                        q_format,
+                        q_axes,
                         q_dtype,
                         outputs,
                         padding,
@@ -430,9 +426,7 @@ fn host_outputs<B: Device>(backend: &B) -> CaseResult {
                 };
                 let [host, device] = [run(Place::Host)?, run(Place::Device)?];
                 ensure(host == device, || {
-                    format!(
-                        "{q_format:?}, {q_dtype}, lse {lse}: {host:?}, on the device {device:?}"
-                    )
+                    format!("{q_axes:?}, {q_dtype}, lse {lse}: {host:?}, on the device {device:?}")
                 })?;
             }
         }

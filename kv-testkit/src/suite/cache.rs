@@ -2,8 +2,8 @@
 use kv_core::backend::{AnyBackend, AnyBuffer, Backend};
 use kv_core::error::{DeviceErrorKind, PlanError};
 use kv_core::{
-    AttentionOptions, CacheError, DType, KvCache, KvFormat, LayerId, QkvFormat, StartOptions,
-    StepInput, TensorView, TensorViewMut,
+    AttentionOptions, Axes, CacheError, DType, KvCache, KvFormat, LayerId, StartOptions, StepInput,
+    TensorView, TensorViewMut,
 };
 
 use super::{case, small};
@@ -53,7 +53,7 @@ fn roll_back(backend: &AnyBackend) -> CaseResult {
 
 /// Host tensors of one layer of `small()` for `n` tokens.
 fn kv(fixture: &mut CacheFixture, n: usize) -> Result<Staged<AnyBuffer>, CaseError> {
-    let layout = dense(QkvFormat::Thd, &[n], [2, 8]);
+    let layout = dense(Axes::Thd, &[n], [2, 8]);
     let rows = vec![fixture.rng.normals(n * 16)];
     let made = (layout, layout.pack(DType::F32, &rows, 0.0));
     let backend = fixture.backend.clone();
@@ -68,7 +68,7 @@ fn unwritten(backend: &AnyBackend) -> CaseResult {
         let rows = kv(&mut fixture, 3)?;
         let mut step = fixture.cache.begin_step(&[StepInput::count(seq(1), 3)])?;
         for layer in written {
-            step.write(*layer, rows.view(), rows.view(), QkvFormat::Thd)?;
+            step.write(*layer, rows.view(), rows.view(), Axes::Thd)?;
         }
         let first = (0..4).find(|layer| !written.contains(layer)).unwrap_or(0);
         let missing = (0..4).filter(|layer| !written.contains(layer)).count();
@@ -89,19 +89,19 @@ fn attend_first(backend: &AnyBackend) -> CaseResult {
     let mut fixture = CacheFixture::new(backend, small().build()?, 3)?;
     fixture.fill(1, 6)?;
     let rows = kv(&mut fixture, 1)?;
-    let layout = dense(QkvFormat::Thd, &[1], [2, 8]);
+    let layout = dense(Axes::Thd, &[1], [2, 8]);
     let (device, queue) = (fixture.backend.clone(), fixture.cache.queue_mut());
     let mut out = Staged::output(&device, queue, (layout, DType::F32), Place::Device)?;
     let mut step = fixture.cache.begin_step(&[StepInput::count(seq(1), 1)])?;
     let options = AttentionOptions::causal(1.0);
-    step.write(0, rows.view(), rows.view(), QkvFormat::Thd)?;
+    step.write(0, rows.view(), rows.view(), Axes::Thd)?;
     step.attend(0, rows.view(), out.view_mut(), &options).at("attend after write")?;
     let early = step.attend(1, rows.view(), out.view_mut(), &options);
     refused("attend before write", early, |error| {
         let expected = PlanError::AttendBeforeWrite { layer: LayerId(1) };
         matches!(error, CacheError::Plan(error) if *error == expected)
     })?;
-    step.write(1, rows.view(), rows.view(), QkvFormat::Thd).at("the step is still open")?;
+    step.write(1, rows.view(), rows.view(), Axes::Thd).at("the step is still open")?;
     step.attend(1, rows.view(), out.view_mut(), &options)?;
     step.commit()?;
     same("length", fixture.cache.state().seq_len(seq(1)), Some(7))?;
@@ -132,7 +132,7 @@ fn token_ids(backend: &AnyBackend) -> CaseResult {
     let mut step = fixture.cache.begin_step(&[StepInput::tokens(seq(1), &prompt)])?;
     same("positions", step.positions().to_vec(), vec![0, 1, 2, 3, 4])?;
     for layer in [0, 1] {
-        step.write(layer, rows.view(), rows.view(), QkvFormat::Thd)?;
+        step.write(layer, rows.view(), rows.view(), Axes::Thd)?;
     }
     step.commit()?;
     let step = fixture.cache.begin_step(&[StepInput::query(seq(1), 2)])?;
@@ -353,7 +353,7 @@ fn host_tensors(backend: &AnyBackend) -> CaseResult {
     let (k, v) = ([1.0_f32; 8], [1.0_f32, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
     let (q, mut out, mut lse) = ([0.0_f32; 8], [0.0_f32; 8], [1.0_f32; 2]);
     let view = |data| TensorView::host::<f32>(data, &[2, 1, 4]);
-    step.write(0, view(&k), view(&v), QkvFormat::Thd)?;
+    step.write(0, view(&k), view(&v), Axes::Thd)?;
     let (to, lse_to) =
         (TensorViewMut::host(&mut out, &[2, 1, 4]), TensorViewMut::host(&mut lse, &[2, 1]));
     step.attend_lse(0, view(&q), to, lse_to, &AttentionOptions::causal(0.7))?;
@@ -362,7 +362,7 @@ fn host_tensors(backend: &AnyBackend) -> CaseResult {
     ensure(lse[0] == 0.0 && (lse[1] - 2.0_f32.ln()).abs() < 1e-5, || format!("lse {lse:?}"))?;
     let mut rows = [0.0_f32; 4];
     let to = TensorViewMut::host(&mut rows, &[1, 1, 4]);
-    cache.gather(0, kv_core::backend::Plane::Value, &[(seq(1), 1, 1)], to, QkvFormat::Thd)?;
+    cache.gather(0, kv_core::backend::Plane::Value, &[(seq(1), 1, 1)], to, Axes::Thd)?;
     same("gathered rows", rows, [5.0, 6.0, 7.0, 8.0])?;
     Ok(Outcome::Holds)
 }

@@ -4,13 +4,13 @@ use std::collections::BTreeMap;
 use kv_compat::{InferenceConfig, InferenceParams, KvCacheManager, SlotConfig};
 use kv_core::backend::{AnyBackend, Backend};
 use kv_core::error::PlanError;
-use kv_core::{AttentionOptions, CacheError, DType, KvFormat, QkvFormat, SequenceId, TensorView};
+use kv_core::{AttentionOptions, Axes, CacheError, DType, KvFormat, SequenceId, TensorView};
 
 use super::case;
 use crate::amount::runs;
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, refused, same};
 use crate::device::{Place, Staged, fetch};
-use crate::fixture::{FORMATS, check_attention, dense, options};
+use crate::fixture::{AXES, check_attention, dense, options};
 use crate::oracle::Attention;
 use crate::rng::Rng;
 use crate::vectors::te::{Config, Entry, Form, cached, check_content, state, write};
@@ -72,7 +72,7 @@ fn random_steps(backend: &AnyBackend) -> CaseResult {
                 for i in (1..step.len()).rev() {
                     step.swap(i, rng.below(i as u32 + 1) as usize);
                 }
-                let form = Form { format: rng.pick(&FORMATS), padded: None };
+                let form = Form { axes: rng.pick(&AXES), padded: None };
                 let place = format!("{pages:?}, {dtype}, life {life}, step {index} {step:?}");
                 one_step(backend, &mut params, &config, (&step, form), &mut lens).at(place)?;
             }
@@ -123,7 +123,7 @@ fn one_step(
 /// oracle.
 fn attends(backend: &AnyBackend) -> CaseResult {
     for pages in [None, Some([4, 30])] {
-        for format in FORMATS {
+        for axes in AXES {
             let config = config(backend, pages, "f32");
             let mut params = config.open(backend)?;
             let mut rng = Rng::new(5);
@@ -135,11 +135,11 @@ fn attends(backend: &AnyBackend) -> CaseResult {
             for entries in steps {
                 let step: Vec<_> = entries.iter().map(|(id, _, n)| (*id, *n)).collect();
                 params.pre_step(&step)?;
-                let form = Form { format, padded: None };
+                let form = Form { axes, padded: None };
                 for layer in 1..=config.layers() {
                     write(backend, &mut params, &config, (layer, entries), form)?;
-                    attend(backend, &mut params, (layer, entries), format, &mut rng)
-                        .at(format!("{pages:?}, {format}, {step:?}, layer {layer}"))?;
+                    attend(backend, &mut params, (layer, entries), axes, &mut rng)
+                        .at(format!("{pages:?}, {axes}, {step:?}, layer {layer}"))?;
                 }
             }
         }
@@ -151,19 +151,19 @@ fn attend(
     backend: &AnyBackend,
     params: &mut InferenceParams,
     (layer, entries): (u16, &[Entry]),
-    format: QkvFormat,
+    axes: Axes,
     rng: &mut Rng,
 ) -> Result<(), CaseError> {
     let [dk, dv] = [params.config().head_dim_k, params.config().head_dim_v].map(|n| n as usize);
     let oracle = Attention::causal(4, 2, dk, dv);
     let lens: Vec<_> = entries.iter().map(|entry| entry.2 as usize).collect();
     let q_rows: Vec<_> = lens.iter().map(|n| rng.normals(n * 4 * dk)).collect();
-    let layout = dense(format, &lens, [4, dk]);
+    let layout = dense(axes, &lens, [4, dk]);
     let made = (layout, layout.pack(DType::F32, &q_rows, f32::NAN));
     let q = Staged::new(backend, params.queue_mut(), made, Place::Host)?;
-    let layout = dense(format, &lens, [4, dv]);
+    let layout = dense(axes, &lens, [4, dv]);
     let mut out = Staged::output(backend, params.queue_mut(), (layout, DType::F32), Place::Device)?;
-    let chosen = options(&oracle, format);
+    let chosen = options(&oracle, axes);
     params.attend(usize::from(layer), q.view(), out.view_mut(), &chosen)?;
     let tensor = out.read(backend.capabilities(), params.queue_mut())?;
     let got = layout.unpack("out", tensor, &lens, 0.0)?;
@@ -213,7 +213,7 @@ fn arrays(backend: &AnyBackend) -> CaseResult {
             same(format!("step {index}, array {array} on the device"), device, host)?;
         }
         same("addresses", addresses(&params), first)?;
-        let form = Form { format: QkvFormat::Thd, padded: None };
+        let form = Form { axes: Axes::Thd, padded: None };
         for layer in 1..=config.layers() {
             write(backend, &mut params, &config, (layer, &entries), form)?;
         }
@@ -227,7 +227,7 @@ fn exhaustion(backend: &AnyBackend) -> CaseResult {
     let config = config(backend, Some([4, 6]), "f32");
     let mut params = config.open(backend)?;
     let mut lens = BTreeMap::new();
-    let form = Form { format: QkvFormat::Thd, padded: None };
+    let form = Form { axes: Axes::Thd, padded: None };
     let steps: [&[(u64, u32)]; 6] = [
         &[(1, 12), (2, 8)],
         &[(1, 1), (2, 1)],
@@ -247,7 +247,7 @@ fn roll_back(backend: &AnyBackend) -> CaseResult {
     let config = config(backend, Some([4, 30]), "f32");
     let mut params = config.open(backend)?;
     let mut lens = BTreeMap::new();
-    let form = Form { format: QkvFormat::Bshd, padded: None };
+    let form = Form { axes: Axes::Bshd, padded: None };
     one_step(backend, &mut params, &config, (&[(1, 6), (2, 3)], form), &mut lens)?;
     params.pre_step(&[(1_u64, 2), (2, 1)])?;
     write(backend, &mut params, &config, (1, &[(1, 6, 2), (2, 3, 1)]), form)?;
@@ -265,7 +265,7 @@ fn late_layer(backend: &AnyBackend) -> CaseResult {
     for pages in [None, Some([4, 30])] {
         let config = Config { layers: Some(1), ..config(backend, pages, "f32") };
         let mut params = config.open(backend)?;
-        let form = Form { format: QkvFormat::Thd, padded: None };
+        let form = Form { axes: Axes::Thd, padded: None };
         params.pre_step(&[(1_u64, 6), (2, 3)])?;
         write(backend, &mut params, &config, (1, &[(1, 0, 6), (2, 0, 3)]), form)?;
         same("layer 2 gets memory", params.allocate_memory(2)?, true)?;
@@ -337,13 +337,13 @@ fn slots(backend: &AnyBackend) -> CaseResult {
         }
         let q_lens = news.map(|n| n as usize);
         let q_rows: Vec<_> = q_lens.iter().map(|n| rng.normals(n * 16)).collect();
-        let layout = dense(QkvFormat::Thd, &q_lens, [4, 4]);
+        let layout = dense(Axes::Thd, &q_lens, [4, 4]);
         for layer in 0..2_u16 {
             let made = (layout, layout.pack(DType::F32, &q_rows, f32::NAN));
             let q = Staged::new(backend, manager.queue_mut(), made, Place::Host)?;
             let form = (layout, DType::F32);
             let mut out = Staged::output(backend, manager.queue_mut(), form, Place::Device)?;
-            let chosen = options(&oracle, QkvFormat::Thd);
+            let chosen = options(&oracle, Axes::Thd);
             manager.attend(layer, &entries, q.view(), out.view_mut(), &chosen)?;
             let tensor = out.read(backend.capabilities(), manager.queue_mut())?;
             let got = layout.unpack("out", tensor, &q_lens, 0.0)?;

@@ -2,12 +2,12 @@
 use kv_core::backend::Queue;
 use kv_core::error::PlanError;
 use kv_core::plan::{ConvertArgs, ConvertPlan};
-use kv_core::{CacheError, DType, QkvFormat};
+use kv_core::{Axes, CacheError, DType};
 
 use super::case;
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, refused};
 use crate::device::{Device, Place, Staged};
-use crate::fixture::{DTYPES, FORMATS, check_rows};
+use crate::fixture::{AXES, DTYPES, check_rows};
 use crate::oracle::round::round_f32;
 use crate::rng::Rng;
 use crate::tokens::{Padding, TokenLayout};
@@ -25,15 +25,15 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
 /// The form of the source or of the destination.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct End {
-    pub(crate) format: QkvFormat,
+    pub(crate) axes: Axes,
     pub(crate) dtype: DType,
     pub(crate) padding: Padding,
     pub(crate) place: Place,
 }
 
 impl End {
-    fn of(format: QkvFormat, dtype: DType) -> Self {
-        Self { format, dtype, padding: Padding::default(), place: Place::Device }
+    fn of(axes: Axes, dtype: DType) -> Self {
+        Self { axes, dtype, padding: Padding::default(), place: Place::Device }
     }
 }
 
@@ -49,12 +49,12 @@ pub(crate) fn convert<B: Device>(
     let counts: Vec<_> = lens.iter().map(|len| *len as u32).collect();
     let plan = ConvertPlan::new(&counts)?;
     let mut queue = backend.queue()?;
-    let layout = TokenLayout::new(from.format, &lens, heads_dim, from.padding);
+    let layout = TokenLayout::new(from.axes, &lens, heads_dim, from.padding);
     let tensor = layout.pack(from.dtype, rows, f32::NAN);
     let src = Staged::new(backend, &mut queue, (layout, tensor), from.place)?;
-    let layout = TokenLayout::new(to.format, &lens, heads_dim, to.padding);
+    let layout = TokenLayout::new(to.axes, &lens, heads_dim, to.padding);
     let mut dst = Staged::output(backend, &mut queue, (layout, to.dtype), to.place)?;
-    let args = ConvertArgs::new(&plan, (src.view(), from.format), (dst.view_mut(), to.format))?;
+    let args = ConvertArgs::new(&plan, (src.view(), from.axes), (dst.view_mut(), to.axes))?;
     queue.convert(&plan, args)?;
     let tensor = dst.read(backend.capabilities(), &mut queue)?;
     Ok(layout.unpack("converted", tensor, &lens, 0.0)?)
@@ -83,10 +83,10 @@ fn check<B: Device>(
 }
 
 fn pairs<B: Device>(backend: &B) -> CaseResult {
-    for from in FORMATS {
-        for to in FORMATS {
+    for from in AXES {
+        for to in AXES {
             for lens in [&[3, 1, 4][..], &[1], &[0, 2, 0, 5], &[7, 7], &[0], &[]] {
-                let ends = [from, to].map(|format| End::of(format, DType::F32));
+                let ends = [from, to].map(|axes| End::of(axes, DType::F32));
                 check(backend, lens, [2, 5], ends)?;
             }
         }
@@ -97,9 +97,9 @@ fn pairs<B: Device>(backend: &B) -> CaseResult {
 fn dtypes<B: Device>(backend: &B) -> CaseResult {
     for from in DTYPES {
         for to in DTYPES {
-            let ends = [End::of(QkvFormat::Thd, from), End::of(QkvFormat::Bshd, to)];
+            let ends = [End::of(Axes::Thd, from), End::of(Axes::Bshd, to)];
             check(backend, &[3, 1, 4], [3, 4], ends)?;
-            let ends = [End::of(QkvFormat::Sbhd, from), End::of(QkvFormat::Thd, to)];
+            let ends = [End::of(Axes::Sbhd, from), End::of(Axes::Thd, to)];
             check(backend, &[2, 6], [1, 64], ends)?;
         }
     }
@@ -110,7 +110,7 @@ fn paddings<B: Device>(backend: &B) -> CaseResult {
     let mut rng = Rng::new(3);
     for _ in 0..40 {
         let mut end = || End {
-            format: rng.pick(&FORMATS),
+            axes: rng.pick(&AXES),
             dtype: rng.pick(&DTYPES),
             padding: Padding {
                 batch: rng.below(3) as usize,
@@ -129,16 +129,16 @@ fn paddings<B: Device>(backend: &B) -> CaseResult {
 /// Rows in host memory equal, to the bit, those that the same call writes to device memory.
 fn host_outputs<B: Device>(backend: &B) -> CaseResult {
     let rows: Vec<_> = [3, 1].map(|len| Rng::new(len).normals(len as usize * 8)).into();
-    for format in FORMATS {
+    for axes in AXES {
         for dtype in DTYPES {
             let padding = Padding { batch: 1, tokens: 1, gap: 2 };
             let convert = |place| {
-                let to = End { format, dtype, padding, place };
-                convert(backend, &rows, [2, 4], [End::of(QkvFormat::Thd, DType::F32), to])
+                let to = End { axes, dtype, padding, place };
+                convert(backend, &rows, [2, 4], [End::of(Axes::Thd, DType::F32), to])
             };
             let [host, device] = [convert(Place::Host)?, convert(Place::Device)?];
             ensure(host == device, || {
-                format!("{format:?} {dtype}: {host:?}, on the device {device:?}")
+                format!("{axes:?} {dtype}: {host:?}, on the device {device:?}")
             })?;
         }
     }
@@ -155,12 +155,12 @@ fn refusals<B: Device>(backend: &B) -> CaseResult {
     let mut queue = backend.queue()?;
     let mut attempt = |from: [usize; 2], to: [usize; 2], rows: usize| {
         let stage =
-            |lens: &[usize], dims| TokenLayout::new(QkvFormat::Thd, lens, dims, Padding::default());
+            |lens: &[usize], dims| TokenLayout::new(Axes::Thd, lens, dims, Padding::default());
         let src = stage(&[3, rows], from);
         let dst = stage(&[3, 4], to);
         let src = Staged::output(backend, &mut queue, (src, DType::F32), Place::Device)?;
         let mut dst = Staged::output(backend, &mut queue, (dst, DType::F32), Place::Device)?;
-        let ends = ((src.view(), QkvFormat::Thd), (dst.view_mut(), QkvFormat::Thd));
+        let ends = ((src.view(), Axes::Thd), (dst.view_mut(), Axes::Thd));
         ConvertArgs::new(&made, ends.0, ends.1).map(|_| ()).map_err(CacheError::from)
     };
     let shape = |e: &CacheError| matches!(e, CacheError::Plan(PlanError::Shape { .. }));

@@ -1,9 +1,7 @@
 //! Bad input: refused with a typed error before anything changes.
 use kv_core::backend::{AnyBackend, Backend, NullBackend, Queue};
 use kv_core::error::{DeviceErrorKind, PlanError};
-use kv_core::{
-    AttentionOptions, CacheError, DType, QkvFormat, StepInput, TensorView, TensorViewMut,
-};
+use kv_core::{AttentionOptions, Axes, CacheError, DType, StepInput, TensorView, TensorViewMut};
 
 use super::{case, small};
 use crate::case::{Case, CaseError, CaseResult, Outcome, device_error, ensure, refused};
@@ -103,19 +101,19 @@ fn bad_writes(backend: &AnyBackend) -> CaseResult {
     let tensors = malformed_tensors(bytemuck::cast_slice(&memory));
     let shape: Matches = |e| matches!(e, PlanError::Shape { .. });
     let heads = TensorView::host_bytes(DType::F32, bytemuck::cast_slice(&memory), &[3, 1, 8]);
-    expect("other heads", step.write(0, heads, good, QkvFormat::Thd), shape)?;
+    expect("other heads", step.write(0, heads, good, Axes::Thd), shape)?;
     for bad in &tensors {
-        let format = QkvFormat::Thd;
+        let format = Axes::Thd;
         let what = bad.what;
         expect(&format!("k with {what}"), step.write(0, bad.view(), good, format), bad.fits)?;
         expect(&format!("v with {what}"), step.write(0, good, bad.view(), format), bad.fits)?;
     }
-    for format in [QkvFormat::Bshd, QkvFormat::Sbhd] {
+    for format in [Axes::Bshd, Axes::Sbhd] {
         expect("three axes", step.write(0, good, good, format), shape)?;
     }
     let unknown: Matches = |e| matches!(e, PlanError::UnknownLayer { .. });
-    expect("layer 2 of 2", step.write(2, good, good, QkvFormat::Thd), unknown)?;
-    step.write(0, good, good, QkvFormat::Thd)?;
+    expect("layer 2 of 2", step.write(2, good, good, Axes::Thd), unknown)?;
+    step.write(0, good, good, Axes::Thd)?;
     drop(step);
     unchanged(&mut fixture, &before, "refused writes")?;
     Ok(Outcome::Holds)
@@ -205,7 +203,7 @@ fn device_ranges(backend: &AnyBackend) -> CaseResult {
     let range = device_error(DeviceErrorKind::OutOfRange);
     let view = |buffer, offset| TensorView::device(DType::F32, buffer, offset, &[3, 2, 8]);
     let mut step = fixture.cache.begin_step(&[StepInput::count(seq(1), 3)])?;
-    let format = QkvFormat::Thd;
+    let format = Axes::Thd;
     let good = view(&large, 0);
     for (what, bad) in [
         ("a buffer that is too small", view(&small, 0)),
@@ -243,7 +241,7 @@ fn foreign(backend: &AnyBackend) -> CaseResult {
     let before = fixture.state();
     let view = |buffer| TensorView::device(DType::F32, buffer, 0, &[3, 2, 8]);
     let out = |buffer| TensorViewMut::device(DType::F32, buffer, 0, &[3, 2, 8]);
-    let (format, options) = (QkvFormat::Thd, AttentionOptions::causal(1.0));
+    let (format, options) = (Axes::Thd, AttentionOptions::causal(1.0));
     let mut step = fixture.cache.begin_step(&[StepInput::count(seq(1), 3)])?;
     refused("k", step.write(0, view(&stranger), view(&own), format), foreign)?;
     refused("v", step.write(0, view(&own), view(&stranger), format), foreign)?;

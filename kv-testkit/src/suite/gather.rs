@@ -1,12 +1,12 @@
 //! Reading cached rows back.
 use kv_core::backend::Plane;
 use kv_core::error::PlanError;
-use kv_core::{CacheError, DType, KvFormat, QkvFormat, ScaleGroup, Scaling, SequenceId};
+use kv_core::{Axes, CacheError, DType, KvFormat, ScaleGroup, Scaling, SequenceId};
 
 use super::{ORDERS, case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, refused};
 use crate::device::{Device, Place, Staged, dim};
-use crate::fixture::{CacheFixture, DTYPES, FORMATS, agree, seq};
+use crate::fixture::{AXES, CacheFixture, DTYPES, agree, seq};
 use crate::tokens::{Padding, TokenLayout};
 
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
@@ -24,7 +24,7 @@ type Range = (SequenceId, u32, u32);
 /// Axes, type and place of gathered rows.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Form {
-    pub(crate) format: QkvFormat,
+    pub(crate) axes: Axes,
     pub(crate) dtype: DType,
     pub(crate) padding: Padding,
     pub(crate) place: Place,
@@ -37,15 +37,15 @@ pub(crate) fn check<B: Device>(
     ranges: &[Range],
     form: Form,
 ) -> Result<(), CaseError> {
-    let Form { format, dtype, padding, place } = form;
+    let Form { axes, dtype, padding, place } = form;
     let lens: Vec<_> = ranges.iter().map(|range| range.2 as usize).collect();
     let capabilities = fixture.backend.capabilities().clone();
     for (index, plane) in [Plane::Key, Plane::Value].into_iter().enumerate() {
         let shape = fixture.layers()[layer].clone();
-        let layout = TokenLayout::new(format, &lens, [shape.heads, shape.dims[index]], padding);
+        let layout = TokenLayout::new(axes, &lens, [shape.heads, shape.dims[index]], padding);
         let (backend, queue) = (fixture.backend.clone(), fixture.cache.queue_mut());
         let mut out = Staged::output(&backend, queue, (layout, dtype), place)?;
-        fixture.cache.gather(layer as u16, plane, ranges, out.view_mut(), format)?;
+        fixture.cache.gather(layer as u16, plane, ranges, out.view_mut(), axes)?;
         let tensor = out.read(&capabilities, fixture.cache.queue_mut())?;
         let rows = layout.unpack("gathered", tensor, &lens, 0.0)?;
         let width = shape.width(index);
@@ -69,24 +69,19 @@ fn forms<B: Device>(backend: &B) -> CaseResult {
             fixture.fill(2, 1)?;
             fixture.fill(3, 4)?;
             let all: Vec<_> = [(1, 9), (2, 1), (3, 4)].map(|(id, n)| (seq(id), 0, n)).into();
-            for format in FORMATS {
+            for axes in AXES {
                 for dtype in DTYPES {
                     let place = Place::Device;
                     check(
                         &mut fixture,
                         0,
                         &all,
-                        Form { format, dtype, padding: Padding::default(), place },
+                        Form { axes, dtype, padding: Padding::default(), place },
                     )?;
                 }
                 for place in [Place::Host, Place::Device] {
                     let padding = Padding { batch: 2, tokens: 3, gap: 2 };
-                    check(
-                        &mut fixture,
-                        1,
-                        &all,
-                        Form { format, dtype: DType::F32, padding, place },
-                    )?;
+                    check(&mut fixture, 1, &all, Form { axes, dtype: DType::F32, padding, place })?;
                 }
             }
         }
@@ -98,23 +93,19 @@ fn ranges<B: Device>(backend: &B) -> CaseResult {
     let mut fixture = CacheFixture::new(backend, small().paged(3, 20).build()?, 2)?;
     fixture.fill(1, 10)?;
     fixture.fill(2, 5)?;
-    let form = |format| Form {
-        format,
-        dtype: DType::F32,
-        padding: Padding::default(),
-        place: Place::Device,
-    };
-    for format in FORMATS {
+    let form =
+        |axes| Form { axes, dtype: DType::F32, padding: Padding::default(), place: Place::Device };
+    for axes in AXES {
         for begin in 0..10 {
             for len in [0, 1, 3, 10 - begin] {
                 let len = len.min(10 - begin);
-                check(&mut fixture, 0, &[(seq(1), begin, len)], form(format))?;
+                check(&mut fixture, 0, &[(seq(1), begin, len)], form(axes))?;
                 // The same sequence twice, with an empty range between.
                 let list = [(seq(1), begin, len), (seq(2), 2, 0), (seq(2), 1, 3), (seq(1), 0, 2)];
-                check(&mut fixture, 1, &list, form(format))?;
+                check(&mut fixture, 1, &list, form(axes))?;
             }
         }
-        check(&mut fixture, 0, &[], form(format))?;
+        check(&mut fixture, 0, &[], form(axes))?;
     }
     Ok(Outcome::Holds)
 }
@@ -128,7 +119,7 @@ fn usual_head_dims<B: Device>(backend: &B) -> CaseResult {
             let mut fixture = CacheFixture::new(backend, spec, 5)?;
             fixture.fill(1, 9)?;
             let form = Form {
-                format: QkvFormat::Thd,
+                axes: Axes::Thd,
                 dtype: DType::Bf16,
                 padding: Padding::default(),
                 place: Place::Device,
@@ -148,20 +139,20 @@ fn host_outputs<B: Device>(backend: &B) -> CaseResult {
         fixture.fill(1, 9)?;
         fixture.fill(2, 4)?;
         let ranges = [(seq(1), 2, 6), (seq(2), 0, 4)];
-        for format in FORMATS {
+        for axes in AXES {
             for dtype in DTYPES {
                 let mut read = |place| -> Result<_, CaseError> {
                     let padding = Padding { batch: 1, tokens: 1, gap: 2 };
-                    let layout = TokenLayout::new(format, &[6, 4], [2, 8], padding);
+                    let layout = TokenLayout::new(axes, &[6, 4], [2, 8], padding);
                     let (backend, queue) = (fixture.backend.clone(), fixture.cache.queue_mut());
                     let mut out = Staged::output(&backend, queue, (layout, dtype), place)?;
-                    fixture.cache.gather(0, Plane::Value, &ranges, out.view_mut(), format)?;
+                    fixture.cache.gather(0, Plane::Value, &ranges, out.view_mut(), axes)?;
                     let queue = fixture.cache.queue_mut();
                     Ok(out.read(backend.capabilities(), queue)?.bytes().to_vec())
                 };
                 let [host, device] = [read(Place::Host)?, read(Place::Device)?];
                 ensure(host == device, || {
-                    format!("{stored} as {format:?} {dtype}: {host:?}, on the device {device:?}")
+                    format!("{stored} as {axes:?} {dtype}: {host:?}, on the device {device:?}")
                 })?;
             }
         }
@@ -174,10 +165,10 @@ fn refusals<B: Device>(backend: &B) -> CaseResult {
     fixture.fill(1, 5)?;
     let before = fixture.state();
     let mut attempt = |layer: u16, range: Range, dims: [usize; 2]| {
-        let layout = TokenLayout::new(QkvFormat::Thd, &[64], dims, Padding::default());
+        let layout = TokenLayout::new(Axes::Thd, &[64], dims, Padding::default());
         let (backend, queue) = (fixture.backend.clone(), fixture.cache.queue_mut());
         let mut out = Staged::output(&backend, queue, (layout, DType::F32), Place::Device)?;
-        fixture.cache.gather(layer, Plane::Key, &[range], out.view_mut(), QkvFormat::Thd)
+        fixture.cache.gather(layer, Plane::Key, &[range], out.view_mut(), Axes::Thd)
     };
     let short = |e: &CacheError| matches!(e, CacheError::Plan(PlanError::SequenceTooShort { .. }));
     refused("one row too many", attempt(0, (seq(1), 0, 6), [2, 8]), short)?;

@@ -195,7 +195,7 @@ fn on_demand(backend: &AnyBackend) -> CaseResult {
     cache.start(seq(1), &[], StartOptions::default())?;
     let values = vec![1.0_f32; 3 * 16];
     let view = kv_core::TensorView::host(&values, &[3, 2, 8]);
-    let format = kv_core::QkvFormat::Thd;
+    let format = kv_core::Axes::Thd;
     let mut step = cache.begin_step(&[StepInput::count(seq(1), 3)])?;
     refused("a layer without memory", step.write(0, view, view, format), |error| {
         matches!(error, CacheError::Plan(PlanError::LayerUnallocated { .. }))
@@ -221,7 +221,7 @@ fn late_layer(backend: &AnyBackend) -> CaseResult {
     let spec = CacheSpec::builder().layers_on_demand().kv_heads(1).head_dim(8).paged(4, 16);
     let mut cache = KvCache::new(backend.clone(), spec.format(KvFormat::F32).build()?)?;
     let (prompt, ones) = ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1.0_f32; 9 * 8]);
-    let format = kv_core::QkvFormat::Thd;
+    let format = kv_core::Axes::Thd;
     // The first sequence still runs, the second is released, and the third finds neither.
     for (id, layers) in [(1, 1), (2, 1), (3, 2)] {
         for layer in 0..layers {

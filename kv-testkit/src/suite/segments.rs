@@ -8,7 +8,7 @@ use kv_core::plan::{
     AttendArgs, BatchEntry, BlockCopy, CopyArgs, CopyPlan, Determinism, GatherArgs, GatherPlan,
     GatherRange, PlanBuffers, WriteArgs,
 };
-use kv_core::{BlockId, BlockOrder, DType, KvFormat, QkvFormat};
+use kv_core::{Axes, BlockId, BlockOrder, DType, KvFormat};
 
 use super::{ORDERS, case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};
@@ -131,23 +131,23 @@ fn drive(backend: &AnyBackend, layouts: &[PlaneLayout; 2]) -> Result<(), CaseErr
     let cached = [11, 6].map(|n| [random(n * 2 * dk), random(n * 2 * dv)]);
     let q = [random(2 * 4 * dk), random(6 * 4 * dk)];
     let mut stage = |lens: &[usize], heads_dim, rows: Vec<Vec<f32>>| {
-        let layout = dense(QkvFormat::Thd, lens, heads_dim);
+        let layout = dense(Axes::Thd, lens, heads_dim);
         let tensor = layout.pack(DType::F32, &rows, f32::NAN);
         Staged::new(backend, &mut queue, (layout, tensor), Place::Device)
     };
     let k = stage(&[11, 6], [2, dk], cached.iter().map(|kv| kv[0].clone()).collect())?;
     let v = stage(&[11, 6], [2, dv], cached.iter().map(|kv| kv[1].clone()).collect())?;
     let queries = stage(&[2, 6], [4, dk], q.to_vec())?;
-    let out = dense(QkvFormat::Thd, &[2, 6], [4, dv]);
+    let out = dense(Axes::Thd, &[2, 6], [4, dv]);
     let mut out = Staged::output(backend, &mut queue, (out, DType::F32), Place::Device)?;
     let entry = |row, new_tokens, queries| BatchEntry { row, cached: 0, new_tokens, queries };
     let batch = [entry(0, 11, 2), entry(2, 6, 6)];
     let mut buffers = PlanBuffers::default();
     let (write, attend) = buffers.plan(&layouts[0], &tables, &batch, 4, Determinism::Fast)?;
-    let args = WriteArgs::new(&write, k.view(), v.view(), QkvFormat::Thd, planes[0], planes[1])?;
+    let args = WriteArgs::new(&write, k.view(), v.view(), Axes::Thd, planes[0], planes[1])?;
     queue.write_kv(&write, args)?;
     let oracle = Attention::causal(4, 2, dk, dv);
-    let chosen = options(&oracle, QkvFormat::Thd);
+    let chosen = options(&oracle, Axes::Thd);
     let args = AttendArgs::new(&attend, queries.view(), out.view_mut(), None, planes, chosen)?;
     queue.attend(&attend, args)?;
     let tensor = out.read(backend.capabilities(), &mut queue)?;
@@ -165,7 +165,7 @@ fn out_rows(
     lens: &[usize],
     heads_dim: [usize; 2],
 ) -> Result<Vec<Vec<f32>>, String> {
-    dense(QkvFormat::Thd, lens, heads_dim).unpack("out", tensor, lens, 0.0)
+    dense(Axes::Thd, lens, heads_dim).unpack("out", tensor, lens, 0.0)
 }
 
 fn read_back(
@@ -180,9 +180,9 @@ fn read_back(
     let range = |row, len| GatherRange { row, begin: 0, len };
     let ranges = [range(0, 11), range(2, 6)];
     let plan = GatherPlan::new(&layout, tables, &ranges)?;
-    let dense = dense(QkvFormat::Thd, &[11, 6], [2, dim]);
+    let dense = dense(Axes::Thd, &[11, 6], [2, dim]);
     let mut out = Staged::output(backend, queue, (dense, DType::F32), Place::Device)?;
-    queue.gather(&plan, GatherArgs::new(&plan, plane, out.view_mut(), QkvFormat::Thd)?)?;
+    queue.gather(&plan, GatherArgs::new(&plan, plane, out.view_mut(), Axes::Thd)?)?;
     let rows = out_rows(out.read(backend.capabilities(), queue)?, &[11, 6], [2, dim])?;
     for (got, expected) in rows.iter().zip(expected) {
         check_rows(got, expected, 2 * dim)?;

@@ -6,7 +6,7 @@ use super::{ORDERS, case, small};
 use crate::amount::Rotation;
 use crate::case::{At, Case, CaseError, CaseResult, Outcome};
 use crate::device::{Device, Place, dim};
-use crate::fixture::{CacheFixture, FORMATS, Finish, StepConfig, StepKind};
+use crate::fixture::{AXES, CacheFixture, Finish, StepConfig, StepKind};
 use crate::rng::Rng;
 use crate::tokens::Padding;
 
@@ -61,13 +61,13 @@ fn axes<B: Device>(backend: &B) -> CaseResult {
         Padding { batch: 2, tokens: 3, gap: 0 },
         Padding { batch: 1, tokens: 0, gap: 6 },
     ];
-    for format in FORMATS {
+    for axes in AXES {
         for padding in paddings {
             for inputs in [Place::Host, Place::Device] {
                 let outputs = inputs;
                 let config = StepConfig {
-                    kv_format: format,
-                    q_format: format,
+                    kv_axes: axes,
+                    q_axes: axes,
                     padding,
                     inputs,
                     outputs,
@@ -178,8 +178,8 @@ fn idle<B: Device>(backend: &B) -> CaseResult {
     }
     let all = [(1, StepKind::Tokens(5)), (2, StepKind::Tokens(2)), (3, StepKind::Tokens(4))];
     fixture.step(&all, &StepConfig::default())?;
-    for format in FORMATS {
-        let config = StepConfig { kv_format: format, q_format: format, ..StepConfig::default() };
+    for axes in AXES {
+        let config = StepConfig { kv_axes: axes, q_axes: axes, ..StepConfig::default() };
         fixture.step(
             &[(2, StepKind::Idle), (1, StepKind::Tokens(1)), (3, StepKind::Query(2))],
             &config,

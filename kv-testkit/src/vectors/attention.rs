@@ -3,14 +3,12 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use kv_core::backend::{AnyBackend, AnyBuffer, Backend};
-use kv_core::{
-    BlockOrder, CacheSpec, DType, KvCache, KvFormat, QkvFormat, StartOptions, StepInput,
-};
+use kv_core::{Axes, BlockOrder, CacheSpec, DType, KvCache, KvFormat, StartOptions, StepInput};
 use safetensors::{Dtype, SafeTensors};
 
 use crate::case::{At, CaseError, CaseResult, Outcome, ensure};
 use crate::device::{Place, Staged};
-use crate::fixture::{FORMATS, append_results, check_values, dense, options, plain_errors, seq};
+use crate::fixture::{AXES, append_results, check_values, dense, options, plain_errors, seq};
 use crate::oracle::{Attention, AttentionResult};
 
 /// One file, checked.
@@ -34,7 +32,7 @@ struct Form {
     /// Tokens per block, `None` for contiguous.
     block_size: Option<u32>,
     stored: KvFormat,
-    format: QkvFormat,
+    axes: Axes,
     q_dtype: DType,
 }
 
@@ -47,12 +45,12 @@ pub(super) fn run(backend: &AnyBackend, path: &Path) -> CaseResult {
     stored.extend(own.filter(|format| **format != KvFormat::F32));
     for order in [BlockOrder::Nhd, BlockOrder::Hnd] {
         for block_size in [None, Some(16), Some(7)] {
-            for (index, format) in FORMATS.into_iter().enumerate() {
+            for (index, axes) in AXES.into_iter().enumerate() {
                 for stored in stored.iter().copied() {
                     // A q in f32 holds the same values, so one axis order is enough.
                     let wide = index == 0 && stored == KvFormat::F32;
                     let q_dtype = if wide { DType::F32 } else { batch.dtype };
-                    let form = Form { order, block_size, stored, format, q_dtype };
+                    let form = Form { order, block_size, stored, axes, q_dtype };
                     one(backend, &batch, form).at(format!("{form:?}"))?;
                 }
             }
@@ -77,7 +75,7 @@ fn one(backend: &AnyBackend, batch: &Batch, form: Form) -> Result<(), CaseError>
     let inputs: Vec<_> = (0..).zip(&prefix).map(|(id, n)| input(id, *n)).collect();
     let kv = stage_kv(backend, &mut cache, batch, form, |i, nk| 0..nk - new[i])?;
     let mut step = cache.begin_step(&inputs)?;
-    step.write(0, kv[0].view(), kv[1].view(), form.format)?;
+    step.write(0, kv[0].view(), kv[1].view(), form.axes)?;
     step.commit()?;
     let last = |(id, ([nq, nk], n)): (u64, (&[usize; 2], &usize))| {
         if nq > nk { StepInput::query(seq(id), *nq as u32) } else { input(id, *n) }
@@ -86,17 +84,17 @@ fn one(backend: &AnyBackend, batch: &Batch, form: Form) -> Result<(), CaseError>
     let kv = stage_kv(backend, &mut cache, batch, form, |i, nk| nk - new[i]..nk)?;
     let queries: Vec<_> = lens.iter().map(|[nq, _]| *nq).collect();
     let Attention { q_heads, dk, dv, .. } = batch.oracle;
-    let layout = dense(form.format, &queries, [q_heads, dk]);
+    let layout = dense(form.axes, &queries, [q_heads, dk]);
     let queue = cache.queue_mut();
     let tensor = layout.pack(form.q_dtype, &batch.q, f32::NAN);
     let q = Staged::new(backend, queue, (layout, tensor), Place::Device)?;
-    let layout = dense(form.format, &queries, [q_heads, dv]);
+    let layout = dense(form.axes, &queries, [q_heads, dv]);
     let mut out = Staged::output(backend, queue, (layout, form.q_dtype), Place::Device)?;
-    let layout = dense(form.format, &queries, [q_heads, 1]);
+    let layout = dense(form.axes, &queries, [q_heads, 1]);
     let mut lse = Staged::output(backend, queue, (layout, DType::F32), Place::Device)?;
     let mut step = cache.begin_step(&inputs)?;
-    step.write(0, kv[0].view(), kv[1].view(), form.format)?;
-    let chosen = options(&batch.oracle, form.format);
+    step.write(0, kv[0].view(), kv[1].view(), form.axes)?;
+    let chosen = options(&batch.oracle, form.axes);
     step.attend_lse(0, q.view(), out.view_mut(), lse.lse_mut(), &chosen)?;
     step.commit()?;
     let (capabilities, layout) = (backend.capabilities(), out.layout);
@@ -142,7 +140,7 @@ fn stage_kv(
         };
         let rows: Vec<_> = batch.kv[plane].iter().enumerate().map(part).collect();
         let lens: Vec<_> = rows.iter().map(|rows| rows.len() / width).collect();
-        let layout = dense(form.format, &lens, [kv_heads, dim]);
+        let layout = dense(form.axes, &lens, [kv_heads, dim]);
         let tensor = layout.pack(batch.dtype, &rows, f32::NAN);
         Ok(Staged::new(backend, cache.queue_mut(), (layout, tensor), Place::Host)?)
     };

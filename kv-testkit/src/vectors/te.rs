@@ -1,7 +1,7 @@
 //! Shared by the TransformerEngine vectors: configurations, tensors of published values, state.
 use kv_compat::{InferenceConfig, InferenceParams};
 use kv_core::backend::{AnyBackend, AnyBuffer, Backend};
-use kv_core::{BlockId, DType, QkvFormat, SequenceId};
+use kv_core::{Axes, BlockId, DType, SequenceId};
 use serde::Deserialize;
 
 use crate::case::{CaseError, ensure};
@@ -111,7 +111,7 @@ impl Config {
 /// Axes of the tensors of one run.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Form {
-    pub(crate) format: QkvFormat,
+    pub(crate) axes: Axes,
     /// Batch entries and tokens of a padded tensor.
     pub(crate) padded: Option<[usize; 2]>,
 }
@@ -119,9 +119,9 @@ pub(crate) struct Form {
 impl Form {
     /// Returns the layout of tensors for entries of `lens` tokens.
     pub(crate) fn layout(self, lens: &[usize], [heads, dim]: [usize; 2]) -> TokenLayout {
-        let mut layout = crate::fixture::dense(self.format, lens, [heads, dim]);
+        let mut layout = crate::fixture::dense(self.axes, lens, [heads, dim]);
         if let Some([batch, tokens]) = self.padded {
-            let total = if self.format == QkvFormat::Thd { batch * tokens } else { tokens };
+            let total = if self.axes == Axes::Thd { batch * tokens } else { tokens };
             layout.batch = layout.batch.max(batch);
             layout.tokens = layout.tokens.max(total);
         }
@@ -174,7 +174,7 @@ pub(crate) fn write(
         staged.push(Staged::new(backend, queue, (layout, tensor), Place::Host)?);
     }
     let [k, v] = [staged[0].view(), staged[1].view()];
-    let output = params.step(usize::from(layer), k, v, form.format)?;
+    let output = params.step(usize::from(layer), k, v, form.axes)?;
     Ok([output.k.shape(), output.v.shape()])
 }
 
@@ -186,7 +186,7 @@ pub(crate) fn cached(
     layer: u16,
 ) -> Result<[Vec<Vec<f32>>; 2], CaseError> {
     let lens: Vec<_> = params.sequences().iter().map(|row| row.len as usize).collect();
-    let form = Form { format: QkvFormat::Bshd, padded: None };
+    let form = Form { axes: Axes::Bshd, padded: None };
     let layouts = config.heads_dims().map(|shape| form.layout(&lens, shape));
     let element = config.element()?;
     let capabilities = backend.capabilities().clone();

@@ -1,12 +1,12 @@
 //! `te-convert/1`: ragged rows to a padded tensor and back.
 use kv_core::backend::{AnyBackend, Backend, Queue};
 use kv_core::plan::{ConvertArgs, ConvertPlan};
-use kv_core::{DType, QkvFormat};
+use kv_core::{Axes, DType};
 use serde::Deserialize;
 
 use crate::case::{At, CaseError, CaseResult, Outcome, ensure, same};
 use crate::device::{Place, Staged};
-use crate::fixture::FORMATS;
+use crate::fixture::AXES;
 use crate::tokens::{Tensor, TokenLayout};
 
 /// Lengths, extents and the padded tensor.
@@ -23,10 +23,10 @@ pub(super) struct ConvertCase {
 
 impl ConvertCase {
     /// Returns the layout of the same batch in other axes.
-    fn layout(&self, format: QkvFormat) -> TokenLayout {
+    fn layout(&self, axes: Axes) -> TokenLayout {
         let Self { b: batch, h: heads, d: dim, .. } = *self;
-        let tokens = if format == QkvFormat::Thd { self.t_out } else { self.max_seq_len };
-        TokenLayout { format, batch, tokens, heads, dim, gap: 0 }
+        let tokens = if axes == Axes::Thd { self.t_out } else { self.max_seq_len };
+        TokenLayout { axes, batch, tokens, heads, dim, gap: 0 }
     }
 }
 
@@ -47,17 +47,16 @@ pub(super) fn run(backend: &AnyBackend, case: &ConvertCase) -> CaseResult {
             && (plan.total() as usize..1 << 20).contains(&case.t_out),
         || "cu_seqlens do not fit b, max_seq_len and t_out".to_owned(),
     )?;
-    let bshd = case.layout(QkvFormat::Bshd);
+    let bshd = case.layout(Axes::Bshd);
     let rows = bshd.unpack("bshd", &Tensor::of(DType::F32, &case.bshd), &lens, 0.0)?;
     for (id, (values, len)) in (0_u64..).zip(rows.iter().zip(&lens)) {
         let expected = super::te::rows(id, 0..*len as u32, [0, 1], [case.h, case.d]);
         same(format!("bshd, sequence {id}"), values, &expected)?;
     }
-    for from in FORMATS {
-        for to in FORMATS {
+    for from in AXES {
+        for to in AXES {
             let (from, to) = (case.layout(from), case.layout(to));
-            one(backend, &plan, &rows, [from, to])
-                .at(format!("{} to {}", from.format, to.format))?;
+            one(backend, &plan, &rows, [from, to]).at(format!("{} to {}", from.axes, to.axes))?;
         }
     }
     Ok(Outcome::Holds)
@@ -73,7 +72,7 @@ fn one(
     let source = (from, from.pack(DType::F32, rows, f32::NAN));
     let src = Staged::new(backend, &mut queue, source, Place::Device)?;
     let mut dst = Staged::output(backend, &mut queue, (to, DType::F32), Place::Device)?;
-    let ends = ((src.view(), from.format), (dst.view_mut(), to.format));
+    let ends = ((src.view(), from.axes), (dst.view_mut(), to.axes));
     queue.convert(plan, ConvertArgs::new(plan, ends.0, ends.1)?)?;
     let got = dst.read(backend.capabilities(), &mut queue)?;
     same("values", got.values(), to.pack(DType::F32, rows, 0.0).values())

@@ -132,7 +132,7 @@ fn works(
     for layer in 1..=usize::from(config.layers()) {
         params.allocate_memory(layer)?;
     }
-    let form = Form { format: kv_core::QkvFormat::Thd, padded: None };
+    let form = Form { axes: kv_core::Axes::Thd, padded: None };
     for (before, new) in [(0, 1), (1, 1)].into_iter().take(config.max_sequence_length as usize) {
         params.pre_step(&[(5_u64, new)])?;
         let entries: [Entry; 1] = [(5, before, new)];
@@ -200,7 +200,7 @@ fn finish(
     if entries.is_empty() {
         return Ok(());
     }
-    let form = Form { format: kv_core::QkvFormat::Thd, padded: None };
+    let form = Form { axes: kv_core::Axes::Thd, padded: None };
     for layer in 1..=config.layers() {
         write(backend, params, config, (layer, entries), form)?;
     }

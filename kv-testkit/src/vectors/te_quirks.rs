@@ -10,7 +10,7 @@ use serde::Deserialize;
 use super::te::{Config, Entry, Form, check_content, state, write};
 use crate::case::{At, CaseError, CaseResult, Outcome, ensure, refused, same};
 use crate::device::{dim, limited_erased};
-use crate::fixture::FORMATS;
+use crate::fixture::AXES;
 
 /// One input and the intended lengths.
 #[derive(Debug, Deserialize)]
@@ -30,7 +30,7 @@ struct Step {
     intended_len: BTreeMap<u64, u32>,
 }
 
-/// Runs the steps in every format: the intended lengths and rows, or a refusal that changes
+/// Runs the steps in every axes: the intended lengths and rows, or a refusal that changes
 /// nothing.
 pub(super) fn run(backend: &AnyBackend, quirk: &Quirk) -> CaseResult {
     if let Some(sums) = &quirk.exact_cu {
@@ -40,11 +40,11 @@ pub(super) fn run(backend: &AnyBackend, quirk: &Quirk) -> CaseResult {
         ensure(quirk.exact_cu.is_some(), || "neither a config nor exact sums".to_owned())?;
         return Ok(Outcome::Holds);
     };
-    for format in FORMATS {
+    for axes in AXES {
         let mut params = config.open(backend)?;
-        let form = Form { format, padded: None };
+        let form = Form { axes, padded: None };
         for (index, step) in quirk.te_steps.iter().enumerate() {
-            let place = format!("{format}, step {index} {:?} ({})", step.step, quirk.sane);
+            let place = format!("{axes}, step {index} {:?} ({})", step.step, quirk.sane);
             if !one_step(backend, &mut params, &config, (step, form)).at(place)? {
                 break;
             }

@@ -2,7 +2,7 @@
 use std::collections::{BTreeMap, HashSet};
 
 use kv_compat::InferenceParams;
-use kv_core::QkvFormat;
+use kv_core::Axes;
 use kv_core::backend::AnyBackend;
 use serde::Deserialize;
 
@@ -42,12 +42,12 @@ pub(super) fn run(backend: &AnyBackend, trace: &Trace) -> CaseResult {
         "the trace lists no format or no step".to_owned()
     })?;
     for name in &trace.formats {
-        let format: QkvFormat =
+        let axes: Axes =
             name.parse().map_err(|error| CaseError::Broken(format!("formats: {error}")))?;
         for padded in [false, true] {
             let key = if padded { format!("{name}+pad") } else { name.clone() };
             let padded = if padded { Some(padding(trace)?) } else { None };
-            let mut replay = Replay::new(backend, trace, Form { format, padded }).at(&key)?;
+            let mut replay = Replay::new(backend, trace, Form { axes, padded }).at(&key)?;
             for (index, step) in trace.steps.iter().enumerate() {
                 if trace.reset_before.contains(&index) {
                     replay.reset().at(format!("{key}, reset before step {index}"))?;

@@ -47,7 +47,7 @@ use crate::identity::Identity;
 /// # let zeros = [0.0_f32; 48];
 /// # let rows = || kv_core::TensorView::host(&zeros, &[6, 1, 8]);
 /// // Write and attend.
-/// # step.write(0, rows(), rows(), kv_core::QkvFormat::Thd)?;
+/// # step.write(0, rows(), rows(), kv_core::Axes::Thd)?;
 /// step.commit()?;
 /// session::dump(&mut cache, &identity, seq, b"temperature 0.7", &path)?;
 ///

@@ -7,8 +7,8 @@ use kv_core::calibration::{Calibration, LayerCalibration, PlaneCalibration};
 use kv_core::events::Tier;
 use kv_core::reuse::ContentSpan;
 use kv_core::{
-    CacheError, CacheSpec, KvCache, KvFormat, QkvFormat, Scaling, SequenceId, StartOptions,
-    StepInput, TensorView, TensorViewMut,
+    Axes, CacheError, CacheSpec, KvCache, KvFormat, Scaling, SequenceId, StartOptions, StepInput,
+    TensorView, TensorViewMut,
 };
 use kv_testkit::{FaultInjector, FaultKind};
 use kv_tier::policy::{WritePolicy, WriteRule};
@@ -37,7 +37,7 @@ fn compute(cache: &mut Null, id: SequenceId, prompt: &[u32]) -> Result<(), Cache
     let mut step = cache.begin_step(&[StepInput::tokens(id, new)])?;
     let values = vec![0.5_f32; new.len() * 4];
     let rows = TensorView::host(&values, &[new.len() as u32, 1, 4]);
-    step.write(0, rows, rows, QkvFormat::Thd)?;
+    step.write(0, rows, rows, Axes::Thd)?;
     step.commit()
 }
 
@@ -306,7 +306,7 @@ fn a_failed_recalibration_reaches_no_chunk() {
             let mut rows = vec![0.0_f32; 512 * 16];
             let out = TensorViewMut::host(&mut rows, &[1, 512, 2, 8]);
             let range = [(id, 0, 512)];
-            engine.cache.cache_mut().gather(0, Plane::Key, &range, out, QkvFormat::Bshd).unwrap();
+            engine.cache.cache_mut().gather(0, Plane::Key, &range, out, Axes::Bshd).unwrap();
             rows
         };
         let before = rows(&mut engine, id);

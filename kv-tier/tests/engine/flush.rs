@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use kv_core::backend::NullBackend;
 use kv_core::events::Tier;
 use kv_core::{
-    CacheSpec, KvCache, KvFormat, QkvFormat, SequenceId, StartOptions, StepInput, TensorView,
+    Axes, CacheSpec, KvCache, KvFormat, SequenceId, StartOptions, StepInput, TensorView,
 };
 use kv_testkit::store::{Fault, FaultSchedule, FaultStore};
 use kv_tier::policy::{WritePolicy, WriteRule};
@@ -123,7 +123,7 @@ fn reused_later(
     let values = vec![0.5_f32; prompt.len() * 4];
     for layer in 0..spec.num_layers() {
         let rows = TensorView::host(&values, &[prompt.len() as u32, 1, 4]);
-        step.write(layer, rows, rows, QkvFormat::Thd).unwrap();
+        step.write(layer, rows, rows, Axes::Thd).unwrap();
     }
     step.commit().unwrap();
     cache.cache_mut().release(SequenceId(0)).unwrap();

@@ -1,7 +1,7 @@
 //! Sequences of random lives: steps, forks, ends; after each, all rows are checked.
 use kv_core::backend::Plane;
 use kv_core::error::PlanError;
-use kv_core::{CacheError, QkvFormat, SequenceId, StepInput, TensorView, TensorViewMut};
+use kv_core::{Axes, CacheError, SequenceId, StepInput, TensorView, TensorViewMut};
 use kv_tier::TierError;
 
 use crate::kind::{HEADS, LAYERS};
@@ -66,7 +66,7 @@ impl World {
                 rows(&words, (layer, plane), width).split_off(live.tokens.len() * width)
             });
             let (k, v) = (TensorView::host(&k, &dims), TensorView::host(&v, &dims));
-            if let Err(error) = step.write(layer, k, v, QkvFormat::Thd) {
+            if let Err(error) = step.write(layer, k, v, Axes::Thd) {
                 drop(step);
                 self.done(Err::<(), _>(error));
                 self.check(at);
@@ -104,10 +104,7 @@ impl World {
                     let mut got = vec![0.0_f32; count as usize * width];
                     let out = TensorViewMut::host(&mut got, &[1, count, HEADS, self.kind.dim()]);
                     let range = [(live.id, begin, count)];
-                    self.cache
-                        .cache_mut()
-                        .gather(layer, plane, &range, out, QkvFormat::Bshd)
-                        .unwrap();
+                    self.cache.cache_mut().gather(layer, plane, &range, out, Axes::Bshd).unwrap();
                     let expected = &expected[begin as usize * width..];
                     let tolerance = self.kind.tolerance();
                     let wrong =

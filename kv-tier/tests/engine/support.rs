@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use kv_core::backend::{Backend, Plane};
 use kv_core::spec::CacheSpecBuilder;
 use kv_core::{
-    CacheSpec, GroupId, KvCache, KvFormat, LayerId, QkvFormat, SequenceId, StartOptions, StepInput,
+    Axes, CacheSpec, GroupId, KvCache, KvFormat, LayerId, SequenceId, StartOptions, StepInput,
     TensorView, TensorViewMut,
 };
 use kv_cpu::{CpuBackend, CpuOptions};
@@ -152,7 +152,7 @@ impl<B: Backend> Engine<B> {
             let [k, v] = [Plane::Key, Plane::Value]
                 .map(|plane| rows(prompt, layer, plane).split_off(done as usize * WIDTH));
             let (k, v) = (TensorView::host(&k, &dims), TensorView::host(&v, &dims));
-            step.write(layer, k, v, QkvFormat::Thd).unwrap();
+            step.write(layer, k, v, Axes::Thd).unwrap();
         }
         step.commit().unwrap();
     }
@@ -172,7 +172,7 @@ impl<B: Backend> Engine<B> {
                 let mut got = vec![0.0_f32; expected.len()];
                 let out = TensorViewMut::host(&mut got, &[1, len - first, HEADS, DIM]);
                 let ranges = [(sequence, first, len - first)];
-                self.cache.cache_mut().gather(layer, plane, &ranges, out, QkvFormat::Bshd).unwrap();
+                self.cache.cache_mut().gather(layer, plane, &ranges, out, Axes::Bshd).unwrap();
                 let wrong = got.iter().zip(&expected).position(|(a, b)| a != b);
                 assert_eq!(wrong.map(|at| at / WIDTH), None, "layer {layer}, {plane:?}");
             }

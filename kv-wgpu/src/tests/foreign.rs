@@ -30,8 +30,8 @@ fn a_callers_buffers_are_used_in_place() {
     let dims = [3, 1, 4];
     let args = ConvertArgs::new(
         &plan,
-        (TensorView::device(DType::F32, &from, 16, &dims), QkvFormat::Thd),
-        (TensorViewMut::device(DType::F32, &to, 4, &dims), QkvFormat::Thd),
+        (TensorView::device(DType::F32, &from, 16, &dims), Axes::Thd),
+        (TensorViewMut::device(DType::F32, &to, 4, &dims), Axes::Thd),
     );
     queue.convert(&plan, args.unwrap()).unwrap();
     queue.submit().unwrap();
@@ -92,7 +92,7 @@ fn an_output_may_share_a_buffer_with_inputs() {
     let kv = values(4, 3 * 128);
     let mut step = cache.begin_step(&[StepInput::count(id, 3)]).unwrap();
     let rows = TensorView::host::<f32>(&kv, &[3, KV_HEADS, DIM]);
-    step.write(0, rows, rows, QkvFormat::Thd).unwrap();
+    step.write(0, rows, rows, Axes::Thd).unwrap();
     let both = backend.alloc(bytes * 2 + 64).unwrap();
     let apart = backend.alloc(bytes).unwrap();
     let options = AttentionOptions::causal(0.125);

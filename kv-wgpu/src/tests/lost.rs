@@ -35,9 +35,9 @@ fn a_lost_device_is_reported_and_the_step_rolled_back() {
     let rows = TensorView::host::<f32>(&kv, &[20, KV_HEADS, DIM]);
 
     let mut step = cache.begin_step(&[StepInput::count(id, 20)]).unwrap();
-    step.write(0, rows, rows, QkvFormat::Thd).unwrap();
+    step.write(0, rows, rows, Axes::Thd).unwrap();
     backend.device().destroy();
-    is_lost_to_the_cache(step.write(1, rows, rows, QkvFormat::Thd));
+    is_lost_to_the_cache(step.write(1, rows, rows, Axes::Thd));
     let q = TensorView::host::<f32>(&kv, &[20, KV_HEADS, DIM]);
     let to = TensorViewMut::device(DType::F32, &buffer, 0, &[20, KV_HEADS, DIM]);
     assert!(step.attend(0, q, to, &AttentionOptions::causal(1.0)).is_err());
@@ -56,8 +56,8 @@ fn a_lost_device_is_reported_and_the_step_rolled_back() {
     let plan = ConvertPlan::new(&[1]).unwrap();
     let args = ConvertArgs::new(
         &plan,
-        (TensorView::host::<f32>(&kv[..4], &[1, 1, 4]), QkvFormat::Thd),
-        (TensorViewMut::device(DType::F32, &buffer, 0, &[1, 1, 4]), QkvFormat::Thd),
+        (TensorView::host::<f32>(&kv[..4], &[1, 1, 4]), Axes::Thd),
+        (TensorViewMut::device(DType::F32, &buffer, 0, &[1, 1, 4]), Axes::Thd),
     );
     is_lost(queue.convert(&plan, args.unwrap()));
     is_lost(queue.flush());

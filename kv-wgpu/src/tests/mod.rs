@@ -16,7 +16,7 @@ mod tasks;
 use kv_core::backend::{Backend, Plane, Queue, Readback};
 use kv_core::error::DeviceError;
 use kv_core::{
-    AttentionOptions, CacheSpec, DType, KvCache, KvFormat, QkvFormat, SequenceId, StartOptions,
+    AttentionOptions, Axes, CacheSpec, DType, KvCache, KvFormat, SequenceId, StartOptions,
     StepInput, TensorView, TensorViewMut,
 };
 
@@ -109,7 +109,7 @@ fn play<B: Backend>(backend: B, num_blocks: u32) -> (Vec<f32>, Vec<f32>) {
         let bytes = u64::from(dims.iter().product::<u32>()) * 4;
         let rows = cache.backend().alloc(bytes).unwrap();
         let out = TensorViewMut::device(DType::F32, &rows, 0, &dims);
-        cache.gather(1, Plane::Key, &[(sequence, 0, len)], out, QkvFormat::Thd).unwrap();
+        cache.gather(1, Plane::Key, &[(sequence, 0, len)], out, Axes::Thd).unwrap();
         let rows = cache.queue_mut().download(&rows, 0, bytes).unwrap().wait().unwrap();
         all.extend(floats(&rows));
     }
@@ -133,7 +133,7 @@ fn run<B: Backend>(
         let [k, v] = [seed, seed + 1].map(|seed| values(seed, count(kv_dims)));
         let q = values(seed + 2, count(q_dims));
         let view = |data| TensorView::host::<f32>(data, &kv_dims);
-        step.write(layer, view(&k), view(&v), QkvFormat::Thd).unwrap();
+        step.write(layer, view(&k), view(&v), Axes::Thd).unwrap();
         let out = step.cache().backend().alloc(bytes).unwrap();
         let (q, to) = (
             TensorView::host::<f32>(&q, &q_dims),

@@ -2,7 +2,7 @@
 use std::collections::BTreeSet;
 
 use kv_core::backend::kernels::{axes_code, dtype_code};
-use kv_core::{DType, QkvFormat};
+use kv_core::{Axes, DType};
 use naga::{Scalar, TypeInner};
 
 use crate::op::kernels;
@@ -114,5 +114,5 @@ fn element_types_and_axes_have_the_numbers_of_the_shaders() {
         assert_eq!(constants.get(name), Some(&dtype_code(dtype)), "{name}");
     }
     // Shaders compare with this value only; strides describe the two other formats.
-    assert_eq!(constants.get("THD"), Some(&axes_code(QkvFormat::Thd)));
+    assert_eq!(constants.get("THD"), Some(&axes_code(Axes::Thd)));
 }

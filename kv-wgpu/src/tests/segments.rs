@@ -73,7 +73,7 @@ fn planes_of_callers_are_checked_for_head_dim() {
         let tables = BlockTables::new(1, 1);
         let plan = GatherPlan::new(view.layout(), &tables, &[]).unwrap();
         let out = TensorViewMut::device(DType::F32, &buffers[0], 0, &[4, 1, dim]);
-        let args = GatherArgs::new(&plan, view, out, QkvFormat::Thd).unwrap();
+        let args = GatherArgs::new(&plan, view, out, Axes::Thd).unwrap();
         let gathered = queue.gather(&plan, args).map_err(|error| error.kind());
         assert_eq!(gathered.is_ok(), is_taken, "{dim}: {gathered:?}");
         assert!(is_taken || gathered == Err(DeviceErrorKind::Unsupported), "{dim}: {gathered:?}");

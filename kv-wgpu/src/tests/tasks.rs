@@ -48,7 +48,7 @@ fn host_outputs_are_refused_where_threads_may_not_block() {
     let (kv_dims, q_dims) = ([1, KV_HEADS, DIM], [1, HEADS, DIM]);
     let (rows, q) = (vec![1.0_f32; 128], vec![1.0_f32; 256]);
     let rows = TensorView::host(&rows, &kv_dims);
-    step.write(0, rows, rows, QkvFormat::Thd).unwrap();
+    step.write(0, rows, rows, Axes::Thd).unwrap();
     let mut out = vec![7.0_f32; 256];
     let view = TensorViewMut::host(&mut out, &q_dims);
     let options = AttentionOptions::causal(1.0);

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use kv::cpu::{CpuBackend, CpuOptions};
 use kv::{
-    AttentionOptions, CacheSpec, KvCache, QkvFormat, SequenceId, StartOptions, StepInput,
+    AttentionOptions, CacheSpec, KvCache, Axes, SequenceId, StartOptions, StepInput,
     TensorView, TensorViewMut,
 };
 use kv_bench::BLOCK_SIZE;
@@ -51,7 +51,7 @@ impl Ours {
                     .each_ref()
                     .map(|rows| TensorView::host_bytes(rows.dtype, &rows.bytes()[..end], &dims));
                 let mut step = cache.begin_step(&[StepInput::count(id, cached)])?;
-                step.write(0, k, v, QkvFormat::Thd)?;
+                step.write(0, k, v, Axes::Thd)?;
                 step.commit()?;
             }
         }
@@ -73,7 +73,7 @@ impl Contender for Ours {
         let mut step = cache.begin_step(&inputs)?;
         let dims = [tokens, case.kv_heads, case.head_dim];
         let [k, v] = new.each_ref().map(|rows| TensorView::host_bytes(q.dtype, rows, &dims));
-        step.write(0, k, v, QkvFormat::Thd)?;
+        step.write(0, k, v, Axes::Thd)?;
         let dims = [tokens, case.q_heads, case.head_dim];
         let options = AttentionOptions::causal(case.scale());
         let mut took = Vec::with_capacity(times);

@@ -2,7 +2,7 @@
 use anyhow::Result;
 use candle_core::{Device, Tensor};
 use kv::{
-    AttentionOptions, CacheSpec, KvFormat, QkvFormat, SequenceId, StartOptions, StepInput,
+    AttentionOptions, CacheSpec, KvFormat, Axes, SequenceId, StartOptions, StepInput,
     TensorView,
 };
 use kv_bench::BLOCK_SIZE;
@@ -66,7 +66,7 @@ impl Ours {
                 let (k, v) = (k?, v?);
                 let dims = [batch * tokens, heads, dim];
                 let [k, v] = [&k, &v].map(|rows| TensorView::host(rows, &dims));
-                step.write(u16::try_from(layer)?, k, v, QkvFormat::Thd)?;
+                step.write(u16::try_from(layer)?, k, v, Axes::Thd)?;
             }
             step.commit()?;
         }

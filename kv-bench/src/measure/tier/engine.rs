@@ -8,7 +8,7 @@ use kv::tier::{
     TieredCache,
 };
 use kv::{
-    AttentionOptions, CacheSpec, Device, KvCache, KvFormat, QkvFormat, SequenceId, StartOptions,
+    AttentionOptions, Axes, CacheSpec, Device, KvCache, KvFormat, SequenceId, StartOptions,
     StepInput, TensorView, TensorViewMut,
 };
 
@@ -187,7 +187,7 @@ impl Side {
         let mut step = step?;
         for layer in 0..LAYERS {
             let view = TensorView::host::<f32>(&kv, &kv_dims);
-            step.write(layer, view, view, QkvFormat::Thd).map_err(TierError::other)?;
+            step.write(layer, view, view, Axes::Thd).map_err(TierError::other)?;
             if attends {
                 let (q, out) =
                     (TensorView::host(&q, &q_dims), TensorViewMut::host(&mut out, &q_dims));

@@ -2,7 +2,7 @@
 use kv_compat::{InferenceConfig, InferenceParams, OutputFormat};
 use kv_core::backend::NullBackend;
 use kv_core::error::{PlanError, SpecError};
-use kv_core::{CacheError, DType, QkvFormat};
+use kv_core::{Axes, CacheError, DType};
 
 use super::{config, paged, params};
 
@@ -72,9 +72,9 @@ fn a_pool_too_large_for_its_numbers_is_refused() {
 #[test]
 fn defaults_and_display_are_the_originals() {
     let plain = params(config());
-    assert_eq!(plain.input_qkv_format(), QkvFormat::Bshd);
+    assert_eq!(plain.input_qkv_format(), Axes::Bshd);
     assert_eq!(plain.output_qkv_format(), OutputFormat::Bshd);
-    assert_eq!(plain.cache_qkv_format(), QkvFormat::Bshd);
+    assert_eq!(plain.cache_qkv_format(), Axes::Bshd);
     assert_eq!((plain.max_ctx_len(), plain.is_paged()), (None, false));
     assert_eq!(
         plain.to_string(),
@@ -92,9 +92,9 @@ fn defaults_and_display_are_the_originals() {
 #[test]
 fn a_format_is_parsed_at_construction() {
     for (name, format, output) in [
-        ("bshd", QkvFormat::Bshd, "bshd"),
-        ("sbhd", QkvFormat::Sbhd, "sbhd_2bshd"),
-        ("thd", QkvFormat::Thd, "thd_2bshd"),
+        ("bshd", Axes::Bshd, "bshd"),
+        ("sbhd", Axes::Sbhd, "sbhd_2bshd"),
+        ("thd", Axes::Thd, "thd_2bshd"),
     ] {
         let by_name = params(config().max_ctx_len(8).qkv_format(name));
         let by_value = params(config().max_ctx_len(8).qkv_format(format));

@@ -6,7 +6,7 @@ use kv_core::backend::{AnyBackend, Backend, NullBackend, Plane, PlaneView};
 use kv_core::error::PlanError;
 use kv_core::plan::AttentionOptions;
 use kv_core::{
-    BlockId, BlockOrder, CacheError, DType, QkvFormat, SequenceId, TensorView, TensorViewMut,
+    Axes, BlockId, BlockOrder, CacheError, DType, SequenceId, TensorView, TensorViewMut,
 };
 
 use super::{config, paged, refusal};
@@ -45,7 +45,7 @@ impl<B: Backend> CacheManager<B> for Liar<B> {
         &mut self,
         layer: usize,
         kv: [TensorView<'_, Buf<B>>; 2],
-        format: QkvFormat,
+        format: Axes,
     ) -> Result<(), CacheError> {
         self.inner.step(layer, kv, format)
     }
@@ -152,7 +152,7 @@ fn a_backend_chosen_at_run_time_will_do() {
     params.pre_step(&[(0_u64, 5)]).unwrap();
     let rows = [0.0_f32; 5 * 8];
     let view = TensorView::host(&rows, &[5, 2, 4]);
-    params.step(1, view, view, QkvFormat::Thd).unwrap();
+    params.step(1, view, view, Axes::Thd).unwrap();
     assert_eq!(params.page_count(0), 2);
 }
 

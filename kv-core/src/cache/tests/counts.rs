@@ -227,7 +227,7 @@ fn ranges_to_gather_lie_within_the_sequence() {
         let mut rows = [0.0_f32; 2 * 3];
         let out = TensorViewMut::host(&mut rows, &[LEN, 1, 2]);
         let ranges = [(SEQ[0], begin, len)];
-        let read = cache.gather(0, Plane::Key, &ranges, out, QkvFormat::Thd);
+        let read = cache.gather(0, Plane::Key, &ranges, out, Axes::Thd);
         assert_eq!(read.is_err(), is_refused, "{begin}, {len}");
     }
 }

@@ -7,7 +7,7 @@ use crate::{KvFormat, Scaling};
 fn gather(step: &mut Step<'_, NullBackend>, layer: u16, t: u32) -> Result<(), CacheError> {
     let mut rows = vec![0.0_f32; usize::try_from(t).unwrap() * 2];
     let out = TensorViewMut::host(&mut rows, &[t, 1, 2]);
-    step.gather(layer, Plane::Key, out, QkvFormat::Thd)
+    step.gather(layer, Plane::Key, out, Axes::Thd)
 }
 
 fn refusal(gathered: Result<(), CacheError>) -> PlanError {
@@ -40,7 +40,7 @@ fn every_entry_is_read_with_the_tokens_of_this_step() {
     for (s, fits) in [(7, false), (8, true)] {
         let mut rows = vec![0.0_f32; 4 * 8 * 2];
         let out = TensorViewMut::host(&mut rows, &[4, s, 1, 2]);
-        let gathered = step.gather(0, Plane::Value, out, QkvFormat::Bshd);
+        let gathered = step.gather(0, Plane::Value, out, Axes::Bshd);
         assert_eq!(gathered.is_ok(), fits, "{s}");
     }
     step.commit().unwrap();
@@ -60,10 +60,10 @@ fn a_layer_is_read_after_it_is_written() {
     let unwritten = |layer, others| PlanError::LayersUnwritten { layer: LayerId(layer), others };
     assert_eq!(step.check_written(), Err(unwritten(0, 1)));
     let rows = TensorView::host(&[0.0_f32; 6], &[3, 1, 2]);
-    step.write(0, rows, rows, QkvFormat::Thd).unwrap();
+    step.write(0, rows, rows, Axes::Thd).unwrap();
     assert_eq!(step.check_written(), Err(unwritten(1, 0)));
     gather(&mut step, 0, 3).unwrap();
-    step.write(1, rows, rows, QkvFormat::Thd).unwrap();
+    step.write(1, rows, rows, Axes::Thd).unwrap();
     step.check_written().unwrap();
     step.commit().unwrap();
     let step = cache.begin_step(&[StepInput::query(SEQ[0], 1)]).unwrap();
@@ -112,12 +112,12 @@ fn a_tail_is_read_after_the_step() {
     start(&mut cache, SEQ[0]);
     let mut step = cache.begin_step(&[StepInput::count(SEQ[0], 1)]).unwrap();
     let row = TensorView::host(&[0.0_f32; 32], &[1, 1, 32]);
-    step.write(0, row, row, QkvFormat::Thd).unwrap();
+    step.write(0, row, row, Axes::Thd).unwrap();
     let mut rows = [0.0_f32; 32];
     let out = TensorViewMut::host(&mut rows, &[1, 1, 32]);
-    let refused = refusal(step.gather(0, Plane::Key, out, QkvFormat::Thd));
+    let refused = refusal(step.gather(0, Plane::Key, out, Axes::Thd));
     assert!(matches!(refused, PlanError::State { operation: "gather", .. }), "{refused}");
     step.commit().unwrap();
     let out = TensorViewMut::host(&mut rows, &[1, 1, 32]);
-    cache.gather(0, Plane::Key, &[(SEQ[0], 0, 1)], out, QkvFormat::Thd).unwrap();
+    cache.gather(0, Plane::Key, &[(SEQ[0], 0, 1)], out, Axes::Thd).unwrap();
 }

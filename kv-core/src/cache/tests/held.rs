@@ -43,7 +43,7 @@ fn a_held_step_is_written_call_by_call() {
         assert_eq!(step.positions(), [6, 7, 8]);
         let rows = [0.0_f32; 6];
         let rows = TensorView::host(&rows, &[3, 1, 2]);
-        step.write(layer, rows, rows, QkvFormat::Thd).unwrap();
+        step.write(layer, rows, rows, Axes::Thd).unwrap();
         step.hold();
         assert!(cache.state().is_step_open());
     }
@@ -140,7 +140,7 @@ fn calls_that_a_held_step_could_not_undo_are_refused() {
         ("gather", |c, _| {
             let mut out = [0.0_f32; 4];
             let out = TensorViewMut::host(&mut out, &[2, 1, 2]);
-            c.gather(0, Plane::Key, &[(SEQ[0], 0, 2)], out, QkvFormat::Thd)
+            c.gather(0, Plane::Key, &[(SEQ[0], 0, 2)], out, Axes::Thd)
         }),
         ("recalibrate", |c, _| {
             let layers = vec![crate::calibration::LayerCalibration::default(); 2];

@@ -36,7 +36,7 @@ fn write_to(
     let dims = [u32::try_from(tokens).unwrap(), 1, 2];
     for layer in 0..layers {
         let [k, v] = [0, 1].map(|_| TensorView::host(&rows, &dims));
-        step.write(layer, k, v, QkvFormat::Thd)?;
+        step.write(layer, k, v, Axes::Thd)?;
     }
     Ok(())
 }
@@ -117,7 +117,7 @@ fn rows_that_a_late_layer_lacks_are_refused() {
     let gather = |cache: &mut KvCache<NullBackend>, begin| {
         let mut out = [0.0_f32; 2];
         let out = TensorViewMut::host(&mut out, &[1, 1, 2]);
-        cache.gather(1, Plane::Value, &[(SEQ[0], begin, 1)], out, QkvFormat::Thd)
+        cache.gather(1, Plane::Value, &[(SEQ[0], begin, 1)], out, Axes::Thd)
     };
     lacks(gather(&mut cache, 8), 9);
     gather(&mut cache, 9).unwrap();
@@ -153,7 +153,7 @@ fn gather_batch(cache: &mut KvCache<NullBackend>, layer: u16) -> Result<(), Cach
     let mut step = cache.begin_step(&[StepInput::query(SEQ[0], 1)])?;
     let mut rows = [0.0_f32; 9 * 2];
     let out = TensorViewMut::host(&mut rows, &[9, 1, 2]);
-    step.gather(layer, Plane::Key, out, QkvFormat::Thd)
+    step.gather(layer, Plane::Key, out, Axes::Thd)
 }
 
 #[test]
@@ -168,7 +168,7 @@ fn rows_of_a_late_layer_are_zeros_where_the_spec_says_so() {
         gather_batch(&mut cache, 0).unwrap();
         let mut rows = [0.0_f32; 9 * 2];
         let out = TensorViewMut::host(&mut rows, &[9, 1, 2]);
-        let gathered = cache.gather(1, Plane::Key, &[(SEQ[0], 0, 9)], out, QkvFormat::Thd);
+        let gathered = cache.gather(1, Plane::Key, &[(SEQ[0], 0, 9)], out, Axes::Thd);
         let reads = [attend(&mut cache, SEQ[0], 1, None), gather_batch(&mut cache, 1), gathered];
         for read in reads {
             match late_layers {

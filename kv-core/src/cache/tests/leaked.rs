@@ -61,7 +61,7 @@ fn every_call_recovers_from_a_leaked_step() {
             let mut out = [0.0_f32; 4];
             let out = TensorViewMut::host(&mut out, &[2, 1, 2]);
             let ranges = [(SEQ[0], 7, 2)];
-            format!("{:?}", c.gather(0, crate::backend::Plane::Key, &ranges, out, QkvFormat::Thd))
+            format!("{:?}", c.gather(0, crate::backend::Plane::Key, &ranges, out, Axes::Thd))
         }),
         ("pin_prefix", |c, _| format!("{:?}", c.pin_prefix(&PROMPT, StartOptions::default()))),
         ("unpin", |c, pin| format!("{:?}", c.unpin(pin.id))),

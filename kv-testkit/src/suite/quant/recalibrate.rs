@@ -7,7 +7,7 @@ use kv_core::backend::{AnyBackend, Plane};
 use kv_core::calibration::{Calibration, LayerCalibration, PlaneCalibration};
 use kv_core::spec::{CacheSpecBuilder, KeyMean, Transform};
 use kv_core::{
-    CacheError, CacheSpec, DType, GroupId, KvCache, KvFormat, QkvFormat, ScaleGroup, Scaling,
+    Axes, CacheError, CacheSpec, DType, GroupId, KvCache, KvFormat, ScaleGroup, Scaling,
     SequenceId, StartOptions, StepInput, TensorView,
 };
 
@@ -117,7 +117,7 @@ impl Fixture {
             });
             let [k, v] = &rows;
             let [k, v] = [k, v].map(|(values, dims)| TensorView::host(values, dims));
-            step.write(layer, k, v, QkvFormat::Thd)?;
+            step.write(layer, k, v, Axes::Thd)?;
         }
         Ok(step.commit()?)
     }
@@ -144,12 +144,12 @@ impl Fixture {
             let group = spec.locate(layer.into()).ok_or("a layer of no group")?.0;
             for range in self.kept(sequence, group).into_iter().filter(|range| !range.is_empty()) {
                 for plane in [Plane::Key, Plane::Value] {
-                    let layout = dense(QkvFormat::Thd, &[range.len()], shape(&spec, layer, plane));
+                    let layout = dense(Axes::Thd, &[range.len()], shape(&spec, layer, plane));
                     let made = (layout, DType::F32);
                     let queue = self.cache.queue_mut();
                     let mut out = Staged::output(&self.device, queue, made, Place::Device)?;
                     let part = (sequence, range.start, range.len() as u32);
-                    let format = QkvFormat::Thd;
+                    let format = Axes::Thd;
                     self.cache.gather(layer, plane, &[part], out.view_mut(), format)?;
                     let facts = kv_core::backend::Backend::capabilities(&self.device);
                     let values = out.read(facts, self.cache.queue_mut())?.values();

@@ -1,7 +1,7 @@
 //! Tails, whose rows stay in 16 bits until their block is full, and block means.
 use kv_core::backend::{AnyBackend, Plane};
 use kv_core::spec::{CacheSpecBuilder, KeyMean, Transform};
-use kv_core::{BlockOrder, CacheSpec, DType, KvFormat, QkvFormat, ScaleGroup, Scaling};
+use kv_core::{Axes, BlockOrder, CacheSpec, DType, KvFormat, ScaleGroup, Scaling};
 
 use super::{LARGE_MEANS, NEUTRAL, calibrated, quantised};
 use crate::amount::{Rotation, pairs};
@@ -88,7 +88,7 @@ fn alone(backend: &AnyBackend) -> CaseResult {
             fixture.check().at(format!("{format}, {key_mean:?}"))?;
             for layer in 0..2 {
                 for plane in [Plane::Key, Plane::Value] {
-                    let both = fixture.gather(layer, plane, &[seq(1), seq(2)], QkvFormat::Thd)?;
+                    let both = fixture.gather(layer, plane, &[seq(1), seq(2)], Axes::Thd)?;
                     same(format!("{format}, {plane:?} one by one"), &both[1], &both[0])?;
                 }
             }

@@ -2,12 +2,12 @@
 use kv_core::backend::{AnyBackend, Plane};
 use kv_core::calibration::Calibration;
 use kv_core::spec::Transform;
-use kv_core::{CacheSpec, DType, KvFormat, QkvFormat, Scaling};
+use kv_core::{Axes, CacheSpec, DType, KvFormat, Scaling};
 
 use super::{LARGE_MEANS, NEUTRAL, calibrated, constants, quantised};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};
 use crate::device::Place;
-use crate::fixture::{CacheFixture, DTYPES, FORMATS, StepConfig, StepKind, seq};
+use crate::fixture::{AXES, CacheFixture, DTYPES, StepConfig, StepKind, seq};
 use crate::model::Rows;
 use crate::oracle::gaussian;
 use crate::suite::gather::{Form, check};
@@ -30,18 +30,17 @@ const TRANSFORMS: [Transform; 2] = [Transform::Off, Transform::On];
 fn forms(backend: &AnyBackend) -> CaseResult {
     for format in quantised(2) {
         for kv_dtype in DTYPES {
-            for (kv_format, inputs) in
-                FORMATS.into_iter().zip([Place::Host, Place::Device, Place::Host])
+            for (kv_axes, inputs) in AXES.into_iter().zip([Place::Host, Place::Device, Place::Host])
             {
                 let padding = Padding { batch: 1, tokens: 2, gap: 3 };
                 let config =
-                    StepConfig { kv_format, kv_dtype, inputs, padding, ..StepConfig::default() };
+                    StepConfig { kv_axes, kv_dtype, inputs, padding, ..StepConfig::default() };
                 let spec =
                     CacheSpec::builder().layers(1).kv_heads(3).head_dims(16, 20).format(format);
                 let mut fixture =
                     calibrated(backend, spec.full_precision_prefix(1).paged(8, 6), LARGE_MEANS, 1)?;
                 super::two_sequences(&mut fixture, &config)
-                    .at(format!("{format} from {kv_dtype}, {kv_format}"))?;
+                    .at(format!("{format} from {kv_dtype}, {kv_axes}"))?;
             }
         }
     }
@@ -57,10 +56,10 @@ fn gathers(backend: &AnyBackend) -> CaseResult {
             fixture.fill(1, 13)?;
             fixture.fill(2, 2)?;
             let ranges = [(seq(1), 0, 13), (seq(2), 1, 1), (seq(1), 1, 5), (seq(1), 7, 3)];
-            for axes in FORMATS {
+            for axes in AXES {
                 for dtype in DTYPES {
                     let padding = Padding { batch: 1, tokens: 1, gap: 2 };
-                    let form = Form { format: axes, dtype, padding, place: Place::Host };
+                    let form = Form { axes, dtype, padding, place: Place::Host };
                     check(&mut fixture, 0, &ranges, form).at(format!("{format}"))?;
                 }
             }
@@ -91,7 +90,7 @@ fn write(
 }
 
 fn read(fixture: &mut CacheFixture, plane: Plane) -> Result<Vec<f32>, CaseError> {
-    Ok(fixture.gather(0, plane, &[seq(1)], QkvFormat::Thd)?.concat())
+    Ok(fixture.gather(0, plane, &[seq(1)], Axes::Thd)?.concat())
 }
 
 /// Makes normal rows of `tokens` tokens, the same for every format.

@@ -1,6 +1,6 @@
 //! Reused blocks to the bit: which bytes are shared, which are wiped, which are kept apart.
 use kv_core::backend::{AnyBackend, Backend, Plane};
-use kv_core::{CacheSpec, GroupId, KvFormat, QkvFormat, ScaleGroup, StepInput};
+use kv_core::{Axes, CacheSpec, GroupId, KvFormat, ScaleGroup, StepInput};
 
 use super::super::{case, scale, small};
 use super::prompts::Prompts;
@@ -23,11 +23,11 @@ fn bits(prompts: &mut Prompts, id: u64, len: usize) -> Result<Vec<Vec<u32>>, Cas
     let mut all = Vec::new();
     for layer in 0..prompts.spec.num_layers() {
         for plane in [Plane::Key, Plane::Value] {
-            let made = (dense(QkvFormat::Thd, &[len], [2, 32]), kv_core::DType::F32);
+            let made = (dense(Axes::Thd, &[len], [2, 32]), kv_core::DType::F32);
             let queue = prompts.cache.queue_mut();
             let mut out = Staged::output(&prompts.backend, queue, made, Place::Device)?;
             let range = [(seq(id), 0, len as u32)];
-            prompts.cache.gather(layer, plane, &range, out.view_mut(), QkvFormat::Thd)?;
+            prompts.cache.gather(layer, plane, &range, out.view_mut(), Axes::Thd)?;
             let capabilities = prompts.backend.capabilities().clone();
             let rows = out.read(&capabilities, prompts.cache.queue_mut())?.values();
             all.push(rows.into_iter().map(f32::to_bits).collect());

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use kv_core::backend::{AnyBackend, AnyBuffer, Backend, Plane};
 use kv_core::spec::CacheSpecBuilder;
-use kv_core::{CacheSpec, GroupId, KvCache, QkvFormat, StartOptions, Step, StepInput};
+use kv_core::{Axes, CacheSpec, GroupId, KvCache, StartOptions, Step, StepInput};
 
 use crate::case::{At, CaseError, same};
 use crate::device::{Place, Staged};
@@ -115,11 +115,11 @@ impl Prompts {
         let oracle = Attention { window_left, ..Attention::causal(heads * GROUP, heads, dk, dv) };
         let q_heads = heads * GROUP;
         let rows: Vec<_> = lens.iter().map(|len| self.rng.normals(len * q_heads * dk)).collect();
-        let layout = dense(QkvFormat::Thd, lens, [q_heads, dk]);
+        let layout = dense(Axes::Thd, lens, [q_heads, dk]);
         let made = (layout, layout.pack(kv_core::DType::F32, &rows, 0.0));
         let queue = self.cache.queue_mut();
         let q = Staged::new(&self.backend, queue, made, Place::Host)?;
-        let made = (dense(QkvFormat::Thd, lens, [q_heads, dv]), kv_core::DType::F32);
+        let made = (dense(Axes::Thd, lens, [q_heads, dv]), kv_core::DType::F32);
         let out = Staged::output(&self.backend, queue, made, Place::Device)?;
         Ok(PendingAttention { q, out, rows, oracle })
     }
@@ -180,7 +180,7 @@ pub(super) fn attend(
 ) -> Result<(), CaseError> {
     provenance::write(step, spec, hashes)?;
     for (pending, layer) in pending.iter_mut().zip(0_u16..) {
-        let options = options(&pending.oracle, QkvFormat::Thd);
+        let options = options(&pending.oracle, Axes::Thd);
         step.attend(layer, pending.q.view(), pending.out.view_mut(), &options)?;
     }
     Ok(())

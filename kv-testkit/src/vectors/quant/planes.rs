@@ -2,7 +2,7 @@
 use kv_core::backend::{AnyBackend, AnyBuffer, Backend, Plane, Queue};
 use kv_core::calibration::{Calibration, LayerCalibration, PlaneCalibration};
 use kv_core::spec::Transform;
-use kv_core::{CacheSpec, DType, GroupId, KvCache, KvFormat, QkvFormat, StartOptions, StepInput};
+use kv_core::{Axes, CacheSpec, DType, GroupId, KvCache, KvFormat, StartOptions, StepInput};
 
 use crate::case::CaseError;
 use crate::device::{self, Place, Staged, fetch};
@@ -48,11 +48,11 @@ pub(super) fn decoded(
         keys.cache.queue_mut().upload(&buffer, begin, row)?;
     }
     let tokens = keys.tokens;
-    let layout = dense(QkvFormat::Thd, &[tokens], [1, dim]);
+    let layout = dense(Axes::Thd, &[tokens], [1, dim]);
     let mut out =
         Staged::output(backend, keys.cache.queue_mut(), (layout, DType::F32), Place::Device)?;
     let ranges = [(seq(1), 0, tokens as u32)];
-    keys.cache.gather(0, Plane::Key, &ranges, out.view_mut(), QkvFormat::Thd)?;
+    keys.cache.gather(0, Plane::Key, &ranges, out.view_mut(), Axes::Thd)?;
     Ok(out.read(backend.capabilities(), keys.cache.queue_mut())?.values())
 }
 
@@ -79,14 +79,14 @@ impl Keys {
         let mut cache = KvCache::with_calibration(backend.clone(), spec.build()?, given)?;
         cache.start(seq(1), &[], StartOptions::default())?;
         let mut stage = |values: &[f32], dim: usize| {
-            let layout = dense(QkvFormat::Thd, &[tokens], [1, dim]);
+            let layout = dense(Axes::Thd, &[tokens], [1, dim]);
             let tensor = layout.pack(DType::F32, &[values.to_vec()], f32::NAN);
             Staged::new(backend, cache.queue_mut(), (layout, tensor), Place::Host)
         };
         let (k, v) =
             (stage(values, dim)?, stage(&vec![0.0; tokens * dim_v as usize], dim_v as usize)?);
         let mut step = cache.begin_step(&[StepInput::count(seq(1), tokens as u32)])?;
-        step.write(0, k.view(), v.view(), QkvFormat::Thd)?;
+        step.write(0, k.view(), v.view(), Axes::Thd)?;
         step.commit()?;
         Ok(Self { cache, dim, tokens })
     }

@@ -27,7 +27,7 @@ use kv_core::backend::{AnyBackend, AnyQueue, Backend, Plane};
 use kv_core::calibration::Calibration;
 use kv_core::spec::Transform;
 use kv_core::{
-    AttentionOptions, CacheSpec, DType, KvCache, KvFormat, QkvFormat, StartOptions, StepInput,
+    AttentionOptions, Axes, CacheSpec, DType, KvCache, KvFormat, StartOptions, StepInput,
 };
 use kv_quant::calibrate::{CalibrateError, Calibrator};
 use serde_json::Value;
@@ -218,8 +218,7 @@ fn attend(
     let Recording { kv_heads, q_heads, dims: [dk, dv], tokens, .. } = *recording;
     cache.start(seq(1), &[], StartOptions::default())?;
     let stage = |values: &[f32], heads_dim: [usize; 2], queue: &mut AnyQueue| {
-        let layout =
-            dense(QkvFormat::Thd, &[values.len() / (heads_dim[0] * heads_dim[1])], heads_dim);
+        let layout = dense(Axes::Thd, &[values.len() / (heads_dim[0] * heads_dim[1])], heads_dim);
         let tensor = layout.pack(DType::F32, &[values.to_vec()], f32::NAN);
         Staged::new(&backend, queue, (layout, tensor), Place::Host)
     };
@@ -230,7 +229,7 @@ fn attend(
     }
     let mut step = cache.begin_step(&[StepInput::count(seq(1), tokens as u32)])?;
     for (layer, [k, v]) in (0_u16..).zip(&kv) {
-        step.write(layer, k.view(), v.view(), QkvFormat::Thd)?;
+        step.write(layer, k.view(), v.view(), Axes::Thd)?;
     }
     step.commit()?;
     let options = AttentionOptions::causal(limits::scale(dk));
@@ -244,7 +243,7 @@ fn attend(
                 [q_heads, dk],
                 queue,
             )?;
-            let layout = dense(QkvFormat::Thd, &[1], [q_heads, dv]);
+            let layout = dense(Axes::Thd, &[1], [q_heads, dv]);
             let mut out = Staged::output(&backend, queue, (layout, DType::F32), Place::Device)?;
             let mut step = cache.begin_step(&[StepInput::query(seq(1), 1)])?;
             step.attend(layer as u16, q.view(), out.view_mut(), &options)?;
