@@ -13,13 +13,13 @@ fn cache(num_blocks: u32, eviction: Eviction) -> Result<KvCache<NullBackend>, Er
     Ok(KvCache::new(NullBackend::new(), spec.paged(BLOCK_SIZE, num_blocks).build()?)?)
 }
 
-/// Runs a step with the tokens of a prompt after its first `reused`.
+/// Runs a step with the tokens of a prompt that are not cached.
 fn append(
     cache: &mut KvCache<NullBackend>,
     sequence: SequenceId,
-    (prompt, reused): (&[u32], u32),
+    prompt: &[u32],
 ) -> Result<(), Error> {
-    let mut step = cache.begin_step(&[StepInput::prompt(sequence, prompt, reused)])?;
+    let mut step = cache.begin_step(&[StepInput::prompt(sequence, prompt)])?;
     let count = u32::try_from(step.positions().len()).unwrap_or(u32::MAX);
     let rows = values(u64::from(count) * 2);
     let rows = TensorView::host(&rows, &[count, 1, 2]);
@@ -71,8 +71,8 @@ impl Decode {
             let prompt = &prompt[short..];
             let salt = id.0.to_le_bytes();
             let options = StartOptions::default().with_salt(&salt);
-            let reused = self.cache.start(*id, prompt, options)?;
-            append(&mut self.cache, *id, (prompt, reused))?;
+            self.cache.start(*id, prompt, options)?;
+            append(&mut self.cache, *id, prompt)?;
         }
         self.steps = 0;
         Ok(())
@@ -120,8 +120,8 @@ impl Hit {
         let prompts = prompts.map(|first| (first..first + len).collect::<Vec<_>>());
         let mut last = Vec::new();
         for prompt in prompts {
-            let reused = cache.start(SequenceId(0), &prompt, StartOptions::default())?;
-            append(&mut cache, SequenceId(0), (&prompt, reused))?;
+            cache.start(SequenceId(0), &prompt, StartOptions::default())?;
+            append(&mut cache, SequenceId(0), &prompt)?;
             cache.release(SequenceId(0))?;
             last = prompt;
         }
@@ -215,8 +215,8 @@ impl Repeat {
     pub fn request(&mut self) -> Result<Duration, Error> {
         let begin = Instant::now();
         let sequence = SequenceId(0);
-        let reused = self.cache.start(sequence, &self.prompt, StartOptions::default())?;
-        append(&mut self.cache, sequence, (&self.prompt, reused))?;
+        self.cache.start(sequence, &self.prompt, StartOptions::default())?;
+        append(&mut self.cache, sequence, &self.prompt)?;
         self.cache.release(sequence)?;
         Ok(begin.elapsed())
     }

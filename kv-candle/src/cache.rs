@@ -46,7 +46,7 @@ impl CandleCache {
 impl<B: Backend> CandleCache<B> {
     /// Takes a cache, for models on `device`: with a calibration, other threads or another backend.
     /// A cache for tensors on CUDA must be on their stream (`CudaBackend::queue_on_stream`,
-    /// [`KvCache::with_queue`]).
+    /// [`KvCacheBuilder::queue`](kv::KvCacheBuilder::queue)).
     pub fn over(kv: KvCache<B>, device: &Device) -> Self {
         Self { kv, device: device.clone() }
     }

@@ -37,7 +37,7 @@ pub(crate) fn open(
     let options = CudaOptions::new(u32::try_from(ordinal).unwrap_or(u32::MAX));
     let backend = CudaBackend::open(&options).map_err(CacheError::from)?;
     let queue = backend.queue_on_stream(&stream).map_err(CacheError::from)?;
-    Ok(KvCache::with_queue(AnyBackend::new(backend), AnyQueue::new(queue), spec)?)
+    Ok(KvCache::builder(AnyBackend::new(backend), spec).queue(AnyQueue::new(queue)).build()?)
 }
 
 /// Lends memory of candle to a cache.

@@ -15,14 +15,14 @@
 //! let mut cache = CandleCache::new(&Device::Cpu, spec.paged(16, 8).build()?)?;
 //!
 //! let (seq, prompt) = (SequenceId(0), [11, 22, 33]);
-//! let reused = cache.kv_mut().start(seq, &prompt, StartOptions::default())?;
-//! let step = cache.step(&[StepInput::prompt(seq, &prompt, reused)])?;
+//! cache.kv_mut().start(seq, &prompt, StartOptions::default())?;
+//! let step = cache.step(&[StepInput::prompt(seq, &prompt)])?;
 //! assert_eq!(step.positions().to_vec1::<u32>()?, [0, 1, 2]); // for RoPE
 //!
 //! // What a layer of the model computes: [tokens, heads, head_dim].
 //! let k = Tensor::zeros((3, 1, 2), candle_core::DType::F32, &Device::Cpu)?;
 //! let v = Tensor::new(&[[[1.0_f32, 2.0]], [[3.0, 4.0]], [[5.0, 6.0]]], &Device::Cpu)?;
-//! let out = step.attend(0, &k, &k, &v, &AttentionOptions::causal(0.7))?;
+//! let out = step.attend(0, &k, &k, &v, &AttentionOptions::causal(0.5_f32.sqrt()))?;
 //! assert_eq!(out.to_vec2::<f32>()?, [[1.0, 2.0], [2.0, 3.0], [3.0, 4.0]]);
 //! step.commit()?; // lengths advance; a step that is dropped instead never happened
 //! # Ok(())

@@ -13,7 +13,7 @@ use crate::manager::{CacheManagerConfig, PageConfig};
 ///
 /// ```
 /// use kv_compat::InferenceConfig;
-/// use kv_core::DType;
+/// use kv::DType;
 /// let config = InferenceConfig::new(4, 4096)
 ///     .num_heads_kv(8)
 ///     .head_dim_k(128)

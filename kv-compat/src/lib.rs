@@ -21,8 +21,8 @@
 //!
 //! ```
 //! use kv_compat::{InferenceConfig, InferenceParams};
-//! use kv_core::backend::NullBackend;
-//! use kv_core::{AttentionOptions, DType, TensorView, TensorViewMut};
+//! use kv::backend::NullBackend;
+//! use kv::{AttentionOptions, DType, TensorView, TensorViewMut};
 //!
 //! let config = InferenceConfig::new(2, 16).num_heads_kv(1).head_dim_k(2).dtype(DType::F32);
 //! let mut params = InferenceParams::new(NullBackend::new(), config)?;
@@ -37,7 +37,7 @@
 //!     params.attend(0, rows, out, &AttentionOptions::causal(0.7))?;
 //! }
 //! assert_eq!(params.sequence_length(7), 5);
-//! # Ok::<(), kv_core::CacheError>(())
+//! # Ok::<(), kv::CacheError>(())
 //! ```
 #![forbid(unsafe_code)]
 mod block_manager;

@@ -84,10 +84,10 @@ pub struct TrackedSequence {
 /// A manager that counts steps and leaves the rest to the built-in one:
 /// ```
 /// use kv_compat::{CacheManager, InferenceConfig, InferenceParams, TrackedSequence};
-/// use kv_core::backend::{Backend, NullBackend};
-/// use kv_core::backend::{Plane, PlaneView};
-/// use kv_core::{AttentionOptions, BlockId, CacheError, DType, Axes};
-/// use kv_core::{SequenceId, TensorView, TensorViewMut};
+/// use kv::backend::{Backend, NullBackend};
+/// use kv::backend::{Plane, PlaneView};
+/// use kv::{AttentionOptions, Axes, BlockId, CacheError, DType};
+/// use kv::{SequenceId, TensorView, TensorViewMut};
 ///
 /// #[derive(Debug)]
 /// struct Counting<B: Backend> {

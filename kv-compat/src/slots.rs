@@ -53,8 +53,8 @@ pub struct SlotConfig {
 /// # Examples
 /// ```
 /// use kv_compat::{KvCacheManager, SlotConfig};
-/// use kv_core::backend::NullBackend;
-/// use kv_core::{AttentionOptions, KvFormat, TensorView, TensorViewMut};
+/// use kv::backend::NullBackend;
+/// use kv::{AttentionOptions, KvFormat, TensorView, TensorViewMut};
 ///
 /// let config = SlotConfig {
 ///     num_layers: 2,
@@ -77,7 +77,7 @@ pub struct SlotConfig {
 /// cache.advance_seq_len(seq, 3)?;
 /// assert_eq!(cache.seq_len(seq), Some(3));
 /// cache.release_sequence(seq)?;
-/// # Ok::<(), kv_core::CacheError>(())
+/// # Ok::<(), kv::CacheError>(())
 /// ```
 #[derive(Debug)]
 pub struct KvCacheManager<B: Backend = AnyBackend> {

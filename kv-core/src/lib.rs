@@ -18,9 +18,9 @@
 //! | choose one at run time | [`AnyBackend`](backend::AnyBackend) |
 //!
 //! ```
-//! use kv_core::backend::NullBackend;
-//! use kv_core::{AttentionOptions, CacheSpec, KvCache, Axes, SequenceId, StartOptions};
-//! use kv_core::{StepInput, TensorView, TensorViewMut};
+//! use kv::backend::NullBackend;
+//! use kv::{AttentionOptions, Axes, CacheSpec, KvCache, SequenceId, StartOptions};
+//! use kv::{StepInput, TensorView, TensorViewMut};
 //!
 //! let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(2).paged(16, 64).build()?;
 //! let mut cache = KvCache::new(NullBackend::new(), spec)?;
@@ -34,7 +34,7 @@
 //! step.attend(0, TensorView::host(&q, &dims), out, &AttentionOptions::causal(0.7))?;
 //! step.commit()?;
 //! assert_eq!(cache.state().seq_len(seq), Some(2));
-//! # Ok::<(), kv_core::CacheError>(())
+//! # Ok::<(), kv::CacheError>(())
 //! ```
 #![forbid(unsafe_code)]
 pub mod backend;
@@ -59,7 +59,7 @@ pub mod spec;
 mod storage;
 mod tensor;
 
-pub use cache::{KvCache, StartOptions, Stats, Step, StepInput, Usage};
+pub use cache::{KvCache, KvCacheBuilder, StartOptions, Stats, Step, StepInput, Usage};
 pub use error::{CacheError, UnknownName};
 pub use geometry::{Axes, BlockOrder};
 pub use half::{bf16, f16};

@@ -98,8 +98,8 @@ impl CpuBackend {
     /// for a format without kernels.
     ///
     /// ```
-    /// use kv_core::KvFormat;
-    /// use kv_cpu::{AttendShape, CpuBackend, CpuOptions, Isa};
+    /// use kv::KvFormat;
+    /// use kv::cpu::{AttendShape, CpuBackend, CpuOptions, Isa};
     ///
     /// let backend = CpuBackend::open(CpuOptions::default().with_isa(Isa::SCALAR))?;
     /// let drafts = AttendShape {

@@ -114,7 +114,7 @@ impl CpuBuffer {
     /// Takes over a caller's bytes without copying them, from a `Box<[u8]>` or a full `Vec<u8>`.
     ///
     /// ```
-    /// let buffer = kv_cpu::CpuBuffer::from_boxed(vec![7; 4096].into());
+    /// let buffer = kv::cpu::CpuBuffer::from_boxed(vec![7; 4096].into());
     /// assert_eq!(buffer.read(|bytes| bytes[4095]), 7);
     /// ```
     pub fn from_boxed(bytes: Box<[u8]>) -> Self {

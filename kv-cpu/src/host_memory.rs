@@ -21,14 +21,14 @@ use available::Available;
 /// a limit.
 ///
 /// ```
-/// use kv_core::{CacheSpec, KvCache};
-/// use kv_cpu::{CpuBackend, CpuOptions, HostMemory};
+/// use kv::{CacheSpec, KvCache};
+/// use kv::cpu::{CpuBackend, CpuOptions, HostMemory};
 ///
 /// let memory = HostMemory::with_limit(1 << 20); // all caches of this backend together
 /// let backend = CpuBackend::open(CpuOptions::default().with_host_memory(memory))?;
 /// let spec = CacheSpec::builder().layers(32).kv_heads(8).head_dim(128).paged(16, 1024).build()?;
 /// assert!(KvCache::new(backend, spec).is_err()); // 2 GiB
-/// # Ok::<(), kv_core::CacheError>(())
+/// # Ok::<(), kv::CacheError>(())
 /// ```
 #[derive(Clone)]
 pub struct HostMemory(Arc<Ledger>);

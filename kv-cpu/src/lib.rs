@@ -11,13 +11,13 @@
 //! same.
 //!
 //! ```
-//! use kv_core::backend::{Backend, KvStorage, Plane, PlaneLayout, PlaneShape, Queue};
-//! use kv_core::block::BlockTables;
-//! use kv_core::plan::{AttendArgs, BatchEntry, Determinism, PlanBuffers, WriteArgs};
-//! use kv_core::{
+//! use kv::backend::{Backend, KvStorage, Plane, PlaneLayout, PlaneShape, Queue};
+//! use kv::block::BlockTables;
+//! use kv::backend::plan::{AttendArgs, BatchEntry, Determinism, PlanBuffers, WriteArgs};
+//! use kv::{
 //!     AttentionOptions, BlockId, BlockOrder, KvFormat, Axes, TensorView, TensorViewMut,
 //! };
-//! use kv_cpu::{CpuBackend, CpuOptions};
+//! use kv::cpu::{CpuBackend, CpuOptions};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let backend = CpuBackend::open(CpuOptions::default().with_threads(1))?;

@@ -145,7 +145,8 @@ fn allocations(backend: impl Backend, determinism: Determinism, stored: Stored) 
         .determinism(determinism)
         .build()
         .unwrap();
-    let mut cache = KvCache::with_calibration(backend, spec, calibration(stored.format)).unwrap();
+    let mut cache =
+        KvCache::builder(backend, spec).calibration(calibration(stored.format)).build().unwrap();
     let prompt = 1040_u32;
     let len = |rows: u32| usize::try_from(BATCH * rows * HEADS * DIM).unwrap();
     let queries = stored.group * len(1);

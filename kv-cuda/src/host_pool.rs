@@ -50,9 +50,9 @@ const COPY_IN: &str = "copy blocks from host memory";
 /// ```no_run
 /// use std::sync::Arc;
 ///
-/// use kv_core::backend::{Backend, ChunkShape, HostPool, PendingChunk, Queue};
-/// use kv_core::{BlockId, CacheSpec, GroupId, KvCache};
-/// use kv_cuda::{CudaBackend, CudaOptions};
+/// use kv::backend::{Backend, ChunkShape, HostPool, PendingChunk, Queue};
+/// use kv::{BlockId, CacheSpec, GroupId, KvCache};
+/// use kv::cuda::{CudaBackend, CudaOptions};
 ///
 /// let device = Arc::new(CudaBackend::open(&CudaOptions::default())?);
 /// let spec = CacheSpec::builder().layers(2).kv_heads(8).head_dim(128).paged(16, 1024).build()?;

@@ -38,9 +38,9 @@ use crate::task::Choice;
 /// [`Self::begin_step`], [`Self::with_step`] and [`Self::end_step`] or [`Self::roll_back`].
 ///
 /// ```
-/// use kv_core::backend::NullBackend;
-/// use kv_core::{CacheSpec, KvCache, Axes, TensorView};
-/// use kv_engine::{Chosen, Engine, Event, Limits, Request};
+/// use kv::backend::NullBackend;
+/// use kv::{Axes, CacheSpec, KvCache, TensorView};
+/// use kv::engine::{Chosen, Engine, Event, Limits, Request};
 ///
 /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(1).paged(16, 64).build()?;
 /// let mut engine = Engine::new(KvCache::new(NullBackend::new(), spec)?, Limits::new(1024));

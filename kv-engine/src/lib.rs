@@ -18,9 +18,9 @@
 //! | run in the time of a trace | [`Engine::with_clock`] |
 //!
 //! ```
-//! use kv_core::backend::{Backend, NullBackend};
-//! use kv_core::{CacheSpec, KvCache, Axes, Step, TensorView};
-//! use kv_engine::{Batch, Engine, Event, Limits, Logits, Model, ModelError, Request};
+//! use kv::backend::{Backend, NullBackend};
+//! use kv::{Axes, CacheSpec, KvCache, Step, TensorView};
+//! use kv::engine::{Batch, Engine, Event, Limits, Logits, Model, ModelError, Request};
 //!
 //! /// Counts up, in a vocabulary of 10 tokens.
 //! struct Counter;

@@ -78,7 +78,7 @@ impl Batch {
 /// the values from which tokens are chosen are finite.
 ///
 /// ```
-/// use kv_engine::Logits;
+/// use kv::engine::Logits;
 ///
 /// let two_rows_of_three = Logits::new(vec![0.1, 0.7, 0.2, 0.0, 0.0, 1.0], 3);
 /// assert_eq!(two_rows_of_three.row(1), Some(&[0.0, 0.0, 1.0][..]));

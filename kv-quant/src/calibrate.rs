@@ -59,7 +59,7 @@ pub struct LayerShape {
 ///
 /// # Examples
 /// ```
-/// use kv_quant::calibrate::Calibrator;
+/// use kv::quant::calibrate::Calibrator;
 ///
 /// let mut calibrator = Calibrator::new(1, 1, [2, 2])?.skip_first(0);
 /// for position in 0..16 {
@@ -69,7 +69,7 @@ pub struct LayerShape {
 /// let calibration = calibrator.finish()?;
 /// assert_eq!(calibration.layers()[0].k.mean, [8.0, 0.0]);
 /// assert_eq!(calibration.layers()[0].k.balance, [2_f32.sqrt(), 0.5_f32.sqrt()]);
-/// # Ok::<(), kv_quant::calibrate::CalibrateError>(())
+/// # Ok::<(), kv::quant::calibrate::CalibrateError>(())
 /// ```
 #[derive(Debug, Clone)]
 pub struct Calibrator {

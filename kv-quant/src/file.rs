@@ -82,10 +82,10 @@ impl Metadata {
 ///
 /// # Examples
 /// ```
-/// use kv_core::calibration::Calibration;
-/// use kv_core::calibration::{LayerCalibration, PlaneCalibration};
-/// use kv_quant::calibrate::LayerShape;
-/// use kv_quant::file::{self, Metadata};
+/// use kv::quant::Calibration;
+/// use kv::quant::{LayerCalibration, PlaneCalibration};
+/// use kv::quant::calibrate::LayerShape;
+/// use kv::quant::file::{self, Metadata};
 ///
 /// let mut layer = LayerCalibration::default();
 /// layer.k.mean = vec![0.5, -0.5];

@@ -76,10 +76,7 @@ impl CacheOptions {
         calibration: Option<&Calibration>,
     ) -> Result<KvCache, Error> {
         let spec = self.spec(model.config())?;
-        Ok(match calibration {
-            Some(constants) => KvCache::with_calibration(backend, spec, constants.clone())?,
-            None => KvCache::new(backend, spec)?,
-        })
+        Ok(KvCache::builder(backend, spec).calibration(calibration.cloned()).build()?)
     }
 
     fn spec(&self, model: &ModelConfig) -> Result<CacheSpec, SpecError> {

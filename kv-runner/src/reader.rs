@@ -37,11 +37,8 @@ impl<'m> Reader<'m> {
         spec: CacheSpec,
         calibration: Option<&Calibration>,
     ) -> Result<Self, Error> {
-        let backend = backend.clone();
-        let cache = match calibration {
-            Some(calibration) => KvCache::with_calibration(backend, spec, calibration.clone())?,
-            None => KvCache::new(backend, spec)?,
-        };
+        let builder = KvCache::builder(backend.clone(), spec);
+        let cache = builder.calibration(calibration.cloned()).build()?;
         Ok(Self { model, cache })
     }
 

@@ -24,8 +24,8 @@ use crate::name::ChunkName;
 /// ```
 /// use std::time::{Duration, SystemTime};
 ///
-/// use kv_tier::handoff::{Handoff, HandoffGroup};
-/// use kv_tier::ChunkName;
+/// use kv::tier::handoff::{Handoff, HandoffGroup};
+/// use kv::tier::ChunkName;
 ///
 /// let group = |root| HandoffGroup {
 ///     root: ChunkName::new([root; 32]),
@@ -35,7 +35,7 @@ use crate::name::ChunkName;
 /// let until = SystemTime::now() + Duration::from_secs(5);
 /// let handoff = Handoff::new(768, until, vec![group(1), group(2)]);
 /// assert_eq!(Handoff::from_bytes(&handoff.to_bytes())?, handoff);
-/// # Ok::<(), kv_tier::handoff::HandoffError>(())
+/// # Ok::<(), kv::tier::handoff::HandoffError>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Handoff {

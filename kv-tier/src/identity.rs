@@ -19,8 +19,8 @@ use crate::chunk::ChunkSpec;
 /// adapter under the same number never find each other's chunks.
 ///
 /// ```
-/// use kv_core::{CacheSpec, GroupId};
-/// use kv_tier::{ChunkSpec, Identity, ModelDigest};
+/// use kv::{CacheSpec, GroupId};
+/// use kv::tier::{ChunkSpec, Identity, ModelDigest};
 ///
 /// let spec = CacheSpec::builder().layers(2).kv_heads(2).head_dim(64).paged(16, 64).build()?;
 /// let chunks = ChunkSpec::new(&spec, GroupId(0))?;

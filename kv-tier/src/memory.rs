@@ -16,7 +16,7 @@ use crate::{BlockStore, ChunkAddress, Put, Scope, StoreError, StoreErrorKind};
 /// ```
 /// use std::time::{Duration, Instant};
 ///
-/// use kv_tier::{BlockStore, ChunkAddress, ChunkName, MemoryStore, Put};
+/// use kv::tier::{BlockStore, ChunkAddress, ChunkName, MemoryStore, Put};
 ///
 /// let store = MemoryStore::new(1 << 20);
 /// let chunk = ChunkAddress { root: ChunkName::new([1; 32]), name: ChunkName::new([2; 32]) };
@@ -25,7 +25,7 @@ use crate::{BlockStore, ChunkAddress, Put, Scope, StoreError, StoreErrorKind};
 /// let mut into = [0; 8];
 /// assert_eq!(store.get(&chunk, &mut into, deadline)?, Some(5));
 /// assert_eq!(&into, b"bytes\0\0\0");
-/// # Ok::<(), kv_tier::StoreError>(())
+/// # Ok::<(), kv::tier::StoreError>(())
 /// ```
 pub struct MemoryStore {
     capacity: usize,

@@ -248,7 +248,7 @@ pub enum SkipReason {
 /// ```
 /// use std::time::Duration;
 ///
-/// use kv_tier::policy::{LoadDecision, LoadOrCompute, LoadReason};
+/// use kv::tier::policy::{LoadDecision, LoadOrCompute, LoadReason};
 ///
 /// // 2,048 tokens of an 8B model in 4 bits, from a disk; a GPU computes 22,000 a second.
 /// let load = LoadOrCompute {

@@ -33,7 +33,7 @@ use crate::store::{BlockStore, ChunkAddress, Put, Scope, StoreError, StoreErrorK
 /// ```
 /// use std::time::{Duration, Instant};
 ///
-/// use kv_tier::{BlockStore, ChunkAddress, ChunkName, MemoryStore, SealedStore, TierOptions};
+/// use kv::tier::{BlockStore, ChunkAddress, ChunkName, MemoryStore, SealedStore, TierOptions};
 ///
 /// let store = SealedStore::new(MemoryStore::new(1 << 20), &[7; 32]);
 /// let chunk = ChunkAddress { root: ChunkName::new([1; 32]), name: ChunkName::new([2; 32]) };
@@ -44,7 +44,7 @@ use crate::store::{BlockStore, ChunkAddress, Put, Scope, StoreError, StoreErrorK
 /// assert_eq!(store.get(&chunk, &mut into, deadline)?, Some(5));
 /// assert_eq!(&into, b"bytes");
 /// let options = TierOptions::new().with_store(Box::new(store));
-/// # Ok::<(), kv_tier::StoreError>(())
+/// # Ok::<(), kv::tier::StoreError>(())
 /// ```
 pub struct SealedStore<S> {
     store: S,

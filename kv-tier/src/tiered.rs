@@ -30,9 +30,9 @@ use crate::policy::WritePolicy;
 /// [`Self::cache_mut`] is the cache, for everything that tiers have no part in.
 ///
 /// ```
-/// use kv_core::backend::NullBackend;
-/// use kv_core::{CacheSpec, KvCache, SequenceId, StartOptions, StepInput};
-/// use kv_tier::{Identity, MemoryStore, ModelDigest, TierOptions, TieredCache};
+/// use kv::backend::NullBackend;
+/// use kv::{CacheSpec, KvCache, SequenceId, StartOptions, StepInput};
+/// use kv::tier::{Identity, MemoryStore, ModelDigest, TierOptions, TieredCache};
 ///
 /// let spec = CacheSpec::builder().layers(2).kv_heads(2).head_dim(64).paged(16, 64).changes(256);
 /// let cache = KvCache::new(NullBackend::new(), spec.build()?)?;
@@ -43,8 +43,8 @@ use crate::policy::WritePolicy;
 /// let (seq, prompt) = (SequenceId(0), [7; 100]);
 /// let prefetch = cache.prefetch(&prompt, &StartOptions::default());
 /// // A scheduler goes on with other sequences until `cache.is_ready(prefetch)`.
-/// let reused = cache.start(prefetch, seq, StartOptions::default())?;
-/// let step = cache.begin_step(&[StepInput::prompt(seq, &prompt, reused)])?;
+/// cache.start(prefetch, seq, StartOptions::default())?;
+/// let step = cache.begin_step(&[StepInput::prompt(seq, &prompt)])?;
 /// // Write and attend, then commit.
 /// # drop(step);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -344,10 +344,10 @@ impl<B: Backend> TieredCache<B> {
     /// use std::sync::Arc;
     /// use std::time::Duration;
     ///
-    /// use kv_core::backend::NullBackend;
-    /// use kv_core::{CacheSpec, KvCache, SequenceId, StartOptions};
-    /// use kv_tier::handoff::{ExportState, Handoff};
-    /// use kv_tier::{Identity, MemoryStore, ModelDigest, TierOptions, TieredCache};
+    /// use kv::backend::NullBackend;
+    /// use kv::{CacheSpec, KvCache, SequenceId, StartOptions};
+    /// use kv::tier::handoff::{ExportState, Handoff};
+    /// use kv::tier::{Identity, MemoryStore, ModelDigest, TierOptions, TieredCache};
     ///
     /// let store = Arc::new(MemoryStore::new(1 << 20));
     /// let engine = || {

@@ -14,9 +14,9 @@ fn main() -> Result<(), kv::Error> {
     let mut cache = KvCache::new(Device::open(&device)?, spec)?;
     let (seq, prompt) = (SequenceId(0), [11, 22]);
 
-    // Prefill. `reused` is the number of leading tokens that are cached already: none yet.
-    let reused = cache.start(seq, &prompt, StartOptions::default())?;
-    let mut step = cache.begin_step(&[StepInput::prompt(seq, &prompt, reused)])?;
+    // Prefill. `start` finds the leading tokens that are cached already: none yet.
+    cache.start(seq, &prompt, StartOptions::default())?;
+    let mut step = cache.begin_step(&[StepInput::prompt(seq, &prompt)])?;
     assert_eq!(step.positions(), [0, 1]); // what RoPE needs
     let dims = [2, 1, 4]; // tokens, heads, head_dim
     let k = [1.0_f32, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0];

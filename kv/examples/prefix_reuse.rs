@@ -17,7 +17,7 @@ fn prefill(
     options: StartOptions<'_>,
 ) -> Result<u32, kv::Error> {
     let reused = cache.start(seq, prompt, options)?;
-    let mut step = cache.begin_step(&[StepInput::prompt(seq, prompt, reused)])?;
+    let mut step = cache.begin_step(&[StepInput::prompt(seq, prompt)])?;
     // The V of a token is its position; zero queries make the output the mean of all V before.
     let v: Vec<f32> = step.positions().iter().flat_map(|position| [*position as f32; 4]).collect();
     let (zeros, mut out) = (vec![0.0_f32; v.len()], vec![0.0_f32; v.len()]);

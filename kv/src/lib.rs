@@ -23,21 +23,22 @@
 //!
 //! ```
 //! # #[cfg(feature = "cpu")] {
-//! use kv::{AttentionOptions, CacheSpec, Device, KvCache, Axes, SequenceId, StartOptions};
+//! use kv::{AttentionOptions, Axes, CacheSpec, Device, KvCache, SequenceId, StartOptions};
 //! use kv::{StepInput, TensorView, TensorViewMut};
 //!
 //! let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(16, 64).build()?;
 //! let mut cache = KvCache::new(Device::open("cpu")?, spec)?;
 //! let (seq, prompt) = (SequenceId(0), [11, 22]);
-//! let reused = cache.start(seq, &prompt, StartOptions::default())?; // tokens that need no step
-//! let mut step = cache.begin_step(&[StepInput::prompt(seq, &prompt, reused)])?;
+//! cache.start(seq, &prompt, StartOptions::default())?; // finds the tokens that are cached
+//! let mut step = cache.begin_step(&[StepInput::prompt(seq, &prompt)])?;
 //! assert_eq!(step.positions(), [0, 1]); // what RoPE needs
 //! let (k, v) = ([1.0_f32; 8], [1.0_f32, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
 //! let (q, mut out) = ([0.0_f32; 8], [0.0_f32; 8]);
 //! let view = |data| TensorView::host::<f32>(data, &[2, 1, 4]); // [tokens, heads, head_dim]
 //! step.write(0, view(&k), view(&v), Axes::Thd)?;
 //! let out_view = TensorViewMut::host(&mut out, &[2, 1, 4]);
-//! step.attend(0, view(&q), out_view, &AttentionOptions::causal(0.7))?;
+//! let options = AttentionOptions::causal(0.5); // 1 / sqrt(head_dim)
+//! step.attend(0, view(&q), out_view, &options)?;
 //! step.commit()?; // lengths advance
 //! // Token 0 sees itself, token 1 the mean of both.
 //! assert_eq!(out, [1.0, 2.0, 3.0, 4.0, 3.0, 4.0, 5.0, 6.0]);
@@ -60,9 +61,6 @@
 //!
 //! Features only add names; which device is used is always the program's choice.
 //!
-//! Examples of single items import them from `kv_core`, which defines them: `kv` has them under the
-//! same names, in modules of the same names, but for `calibration`, which is part of [`quant`], and
-//! `plan`, which is part of [`backend`].
 #![forbid(unsafe_code)]
 
 mod device;
@@ -78,8 +76,8 @@ pub use kv_core::reuse;
 pub use kv_core::scheduling;
 pub use kv_core::{
     AttentionOptions, Axes, BlockId, BlockOrder, CacheError, CacheSpec, DType, Element, GroupId,
-    KvCache, KvFormat, LayerId, Mask, SequenceId, StartOptions, Stats, Step, StepInput, TensorView,
-    TensorViewMut, Usage, bf16, f16,
+    KvCache, KvCacheBuilder, KvFormat, LayerId, Mask, SequenceId, StartOptions, Stats, Step,
+    StepInput, TensorView, TensorViewMut, Usage, bf16, f16,
 };
 #[cfg(feature = "cpu")]
 #[doc(inline)]
@@ -103,8 +101,15 @@ pub mod backend {
     //! The clauses of the contract, and the test that proves each, are listed in
     //! [`kv_core::backend`]. [`AnyBackend`] is any backend of any type;
     //! [`Device::open`](crate::Device::open) returns one.
-    pub use kv_core::backend::*;
-    pub use kv_core::calibration::{HeadConstants, PlaneConstants, sign};
+    pub use kv_core::backend::{
+        AnyBackend, AnyBuffer, AnyChunk, AnyFence, AnyHostPool, AnyPendingChunk, AnyQueue,
+        AnyReadback, Backend, Capabilities, ChunkLayout, ChunkShape, Dims, Fence, HostChunk,
+        HostOutputs, HostPool, KvStorage, NullBackend, NullBuffer, NullControl, NullFence,
+        NullQueue, NullReadback, PendingChunk, Place, Plane, PlaneLayout, PlaneShape, PlaneView,
+        Queue, QueueChunk, QueueHostPool, QueuePendingChunk, Readback, Reserved, Slot, SlotMap,
+        StorageView, TensorData, TensorDataMut, TokenRows, TokenTensor, TokenTensorMut, kernels,
+    };
+    pub use kv_core::calibration::{HeadConstants, PlaneConstants};
     pub use kv_core::plan;
 }
 
@@ -114,7 +119,7 @@ pub mod quant {
         Calibration, CalibrationError, LayerCalibration, PlaneCalibration,
     };
     pub use kv_core::{ScaleGroup, Scaling};
-    pub use kv_quant::*;
+    pub use kv_quant::{calibrate, file};
 }
 
 pub mod spec {

@@ -11,15 +11,15 @@ fn example(device: &str) -> Result<(), kv::Error> {
     let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(16, 64).build()?;
     let mut cache = KvCache::new(Device::open(device)?, spec)?;
     let (seq, prompt) = (SequenceId(0), [11, 22]);
-    let reused = cache.start(seq, &prompt, StartOptions::default())?;
-    let mut step = cache.begin_step(&[StepInput::prompt(seq, &prompt, reused)])?;
+    cache.start(seq, &prompt, StartOptions::default())?;
+    let mut step = cache.begin_step(&[StepInput::prompt(seq, &prompt)])?;
     assert_eq!(step.positions(), [0, 1]);
     let (k, v) = ([1.0_f32; 8], [1.0_f32, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
     let (q, mut out) = ([0.0_f32; 8], [0.0_f32; 8]);
     let dims = [2, 1, 4];
     step.write(0, TensorView::host(&k, &dims), TensorView::host(&v, &dims), Axes::Thd)?;
     let out_view = TensorViewMut::host(&mut out, &dims);
-    step.attend(0, TensorView::host(&q, &dims), out_view, &AttentionOptions::causal(0.7))?;
+    step.attend(0, TensorView::host(&q, &dims), out_view, &AttentionOptions::causal(0.5))?;
     step.commit()?;
     assert_eq!(out, [1.0, 2.0, 3.0, 4.0, 3.0, 4.0, 5.0, 6.0], "{device}");
     Ok(())

@@ -10,7 +10,7 @@ pub(crate) fn benches(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("blocks");
     let sequences = if is_smoke() { 10 } else { 1000 };
     let pools: &[u32] = if is_smoke() { &[128] } else { &[1_000, 30_000, 1_000_000] };
-    for eviction in [Eviction::Lru, Eviction::Default] {
+    for eviction in [Eviction::Lru, Eviction::ReuseRate] {
         group.throughput(Throughput::Elements(sequences.into()));
         group.bench_function(BenchmarkId::new("decode", eviction), |bencher| {
             let mut decode = Decode::new(sequences, 256, eviction).unwrap();

@@ -39,7 +39,7 @@ struct Timed {
 /// Measures everything that both libraries do.
 pub(crate) fn run() -> anyhow::Result<Vec<Compared>> {
     let mut all = Vec::new();
-    for eviction in [Eviction::Lru, Eviction::Default] {
+    for eviction in [Eviction::Lru, Eviction::ReuseRate] {
         let mut ours = Decode::new(SEQUENCES, CONTEXT, eviction)?;
         let mut theirs = Kvbm::new(SEQUENCES)?;
         let (mut a, mut b) = (Vec::new(), Vec::new());

@@ -113,7 +113,7 @@ impl<'a, B: Backend> Workload<'a, B> {
             gathered: [backend.alloc(gathered)?, backend.alloc(gathered)?],
         };
         let calibration = work::calibration(shape);
-        let cache = KvCache::with_calibration(Arc::clone(backend), spec, calibration)?;
+        let cache = KvCache::builder(Arc::clone(backend), spec).calibration(calibration).build()?;
         let mut workload = Self { shape, cache, queue, tensors };
         workload.fill()?;
         Ok(workload)

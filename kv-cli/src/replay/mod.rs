@@ -45,7 +45,7 @@ pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<()> {
     let tiers = tiers.as_ref().map(|(options, capacities)| (*options, capacities.as_slice()));
     // Tiers are sized below the policy that a cache has.
     let policies = match tiers {
-        Some(_) if args.policy.is_empty() => &[Policy::Real(Eviction::Default)],
+        Some(_) if args.policy.is_empty() => &[Policy::Real(Eviction::ReuseRate)],
         _ => args.policy.as_slice(),
     };
     let cases = cases(policies, &args.capacity_blocks, trace.num_blocks());

@@ -24,7 +24,7 @@ pub(crate) enum Policy {
 impl Policy {
     /// The default policies.
     pub(super) const DEFAULT: [Self; 4] =
-        [Self::Real(Eviction::Lru), Self::Real(Eviction::Default), Self::Infinite, Self::Min];
+        [Self::Real(Eviction::Lru), Self::Real(Eviction::ReuseRate), Self::Infinite, Self::Min];
 
     /// Makes the policy for a pool of `num_blocks` blocks.
     pub(super) fn build(self, trace: &Arc<Trace>, num_blocks: u32) -> Box<dyn EvictionPolicy> {

@@ -51,7 +51,7 @@ mod tests {
         check(&cache).expect("nothing has begun");
         let (sequence, prompt) = (SequenceId(0), [1, 2, 3]);
         cache.start(sequence, &prompt, StartOptions::default()).expect("a sequence");
-        let input = StepInput::prompt(sequence, &prompt, 0);
+        let input = StepInput::prompt(sequence, &prompt);
         let mut step = cache.begin_step(&[input]).expect("a step");
         let (rows, dims) = ([0.5_f32; 12], [3, 1, 4]);
         let rows = || TensorView::host(&rows, &dims);

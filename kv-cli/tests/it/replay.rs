@@ -140,7 +140,7 @@ fn a_table_and_a_plot_are_for_people() {
     let rows: Vec<_> = lines.collect();
     assert!(rows[0].starts_with("policy") && rows[0].ends_with("ns/request"), "{rows:?}");
     assert!(rows.iter().all(|row| row.len() == rows[0].len()), "columns line up: {rows:?}");
-    for policy in ["lru", "default", "infinite", "min"] {
+    for policy in ["lru", "reuse-rate", "infinite", "min"] {
         assert!(rows.iter().any(|row| row.starts_with(policy)), "{policy}: {rows:?}");
     }
     let svg = fs::read_to_string(&plot).expect("a plot");

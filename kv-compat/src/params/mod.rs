@@ -34,8 +34,8 @@ pub use output::{CacheView, StepOutput};
 /// # Examples
 /// ```
 /// use kv_compat::{InferenceConfig, InferenceParams};
-/// use kv_core::backend::NullBackend;
-/// use kv_core::{AttentionOptions, DType, TensorView, TensorViewMut};
+/// use kv::backend::NullBackend;
+/// use kv::{AttentionOptions, DType, TensorView, TensorViewMut};
 ///
 /// let config = InferenceConfig::new(4, 64)
 ///     .num_heads_kv(1)
@@ -60,7 +60,7 @@ pub use output::{CacheView, StepOutput};
 /// params.pre_step(&[(41_u64, 1)])?; // 40 is finished, 41 decodes
 /// assert_eq!(params.get_seqlens_pre_step(), [1, 0, 0, 0]);
 /// # params.step(1, k, k, "thd")?;
-/// # Ok::<(), kv_core::CacheError>(())
+/// # Ok::<(), kv::CacheError>(())
 /// ```
 #[derive(Debug)]
 pub struct InferenceParams<B: Backend = AnyBackend> {

@@ -198,9 +198,9 @@ impl<B: Backend> KvCache<B> {
     /// block is unknown or does not have the full content of this key (any more).
     ///
     /// ```
-    /// use kv_core::backend::NullBackend;
-    /// use kv_core::block::BlockChangeKind;
-    /// use kv_core::{CacheSpec, KvCache, SequenceId, StartOptions, StepInput};
+    /// use kv::backend::NullBackend;
+    /// use kv::block::BlockChangeKind;
+    /// use kv::{CacheSpec, KvCache, SequenceId, StartOptions, StepInput};
     ///
     /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(2, 8).changes(16);
     /// let mut cache = KvCache::new(NullBackend::new(), spec.build()?)?;
@@ -218,7 +218,7 @@ impl<B: Backend> KvCache<B> {
     /// assert_eq!(content.map(|content| content.tokens), Some(&[1, 2][..]));
     /// // Copy the bytes, then:
     /// cache.release_hold(hold)?;
-    /// # Ok::<(), kv_core::CacheError>(())
+    /// # Ok::<(), kv::CacheError>(())
     /// ```
     ///
     /// # Errors
@@ -265,9 +265,9 @@ impl<B: Backend> KvCache<B> {
     /// The prompt is looked up again, so that the probe may be older than what is cached now.
     ///
     /// ```
-    /// use kv_core::backend::NullBackend;
-    /// use kv_core::events::Tier;
-    /// use kv_core::{CacheSpec, KvCache, SequenceId, StartOptions};
+    /// use kv::backend::NullBackend;
+    /// use kv::events::Tier;
+    /// use kv::{CacheSpec, KvCache, SequenceId, StartOptions};
     ///
     /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(2, 8).build()?;
     /// let mut cache = KvCache::new(NullBackend::new(), spec)?;
@@ -281,7 +281,7 @@ impl<B: Backend> KvCache<B> {
     /// assert_eq!(cache.start(SequenceId(0), &prompt, options)?, 4);
     /// cache.finish_import(import)?;
     /// assert_eq!(cache.state().stats().disk_hit_tokens, 4);
-    /// # Ok::<(), kv_core::CacheError>(())
+    /// # Ok::<(), kv::CacheError>(())
     /// ```
     ///
     /// # Errors
@@ -301,9 +301,9 @@ impl<B: Backend> KvCache<B> {
     /// ended. The bytes after its last token are never read.
     ///
     /// ```
-    /// use kv_core::backend::NullBackend;
-    /// use kv_core::events::Tier;
-    /// use kv_core::{CacheSpec, KvCache, SequenceId, StartOptions};
+    /// use kv::backend::NullBackend;
+    /// use kv::events::Tier;
+    /// use kv::{CacheSpec, KvCache, SequenceId, StartOptions};
     ///
     /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(4, 8).build()?;
     /// let mut cache = KvCache::new(NullBackend::new(), spec)?;
@@ -314,7 +314,7 @@ impl<B: Backend> KvCache<B> {
     /// cache.publish_import(&mut import, 6, Tier::Disk)?;
     /// cache.finish_import(import)?;
     /// assert_eq!(cache.start(SequenceId(0), &prompt, options)?, 6);
-    /// # Ok::<(), kv_core::CacheError>(())
+    /// # Ok::<(), kv::CacheError>(())
     /// ```
     ///
     /// # Errors

@@ -4,6 +4,7 @@
 //! open step. [`KvCache`] adds the memory: it checks a call, delegates to the state, and records
 //! the device's work. [`Step`] is one forward pass over some of the sequences. Every call checks
 //! its arguments before it changes anything, and a step applies whole or not at all.
+mod builder;
 mod constants;
 mod gather;
 mod lifecycle;
@@ -16,13 +17,13 @@ mod step;
 mod tests;
 
 use crate::backend::{AnyBackend, Backend, Queue, Reserved};
-use crate::calibration::Calibration;
 use crate::error::{CacheError, DeviceError};
 use crate::ids::{GroupId, LayerId};
 use crate::invariant::Invariant;
 use crate::plan::PlanBuffers;
-use crate::spec::{CacheSpec, GroupSpec};
+use crate::spec::CacheSpec;
 use crate::storage::KvStorage;
+pub use builder::KvCacheBuilder;
 use open::Written;
 pub use state::{
     Admission, BlockDemand, BlockHold, CacheState, Import, ImportBlock, Pin, PinId, PrefixProbe,
@@ -45,8 +46,8 @@ pub use step::Step;
 /// [`blocks_for_step`](CacheState::blocks_for_step)).
 ///
 /// ```
-/// use kv_core::backend::NullBackend;
-/// use kv_core::{CacheSpec, KvCache, SequenceId, StartOptions, StepInput};
+/// use kv::backend::NullBackend;
+/// use kv::{CacheSpec, KvCache, SequenceId, StartOptions, StepInput};
 ///
 /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(16, 8).build()?;
 /// let mut cache = KvCache::new(NullBackend::new(), spec)?;
@@ -56,7 +57,7 @@ pub use step::Step;
 /// assert_eq!(step.positions(), [0, 1, 2]);
 /// drop(step); // nothing was written, so nothing happened
 /// assert_eq!(cache.state().seq_len(seq), Some(0));
-/// # Ok::<(), kv_core::CacheError>(())
+/// # Ok::<(), kv::CacheError>(())
 /// ```
 #[derive(Debug)]
 pub struct KvCache<B: Backend = AnyBackend> {
@@ -84,105 +85,19 @@ pub struct KvCache<B: Backend = AnyBackend> {
 
 impl<B: Backend> KvCache<B> {
     /// Allocates all memory of `spec` on `backend`; layers on demand are allocated later.
-    /// Transforms have neither mean nor balance.
+    /// Transforms have neither mean nor balance ([`KvCacheBuilder::calibration`]).
     ///
     /// # Errors
     /// [`CacheError::Calibration`] if a format needs a given scale; [`CacheError::Device`]:
     /// `OutOfMemory`, or `Unsupported` if the device does not support a `head_dim` of the spec or
     /// cannot bind a block, which is found before anything is allocated.
     pub fn new(backend: B, spec: CacheSpec) -> Result<Self, CacheError> {
-        Self::build(backend, None, spec, None)
+        Self::builder(backend, spec).build()
     }
 
-    /// Does what [`Self::new`] does, with the scales and the transform's constants of a model.
-    ///
-    /// # Errors
-    /// Those of [`Self::new`]; [`CacheError::Calibration`] if `calibration` does not fit `spec`.
-    pub fn with_calibration(
-        backend: B,
-        spec: CacheSpec,
-        calibration: Calibration,
-    ) -> Result<Self, CacheError> {
-        Self::build(backend, None, spec, Some(calibration))
-    }
-
-    /// Does what [`Self::new`] does on a queue that the caller opened, on a stream of its own or
-    /// with options. All work of the cache is recorded on it; [`Self::queue_mut`] gives access to
-    /// it. [`AnyQueue::new`](crate::backend::AnyQueue::new) erases one for an erased backend.
-    ///
-    /// ```
-    /// use kv_core::backend::{AnyBackend, AnyQueue, Backend, NullBackend};
-    /// use kv_core::{CacheSpec, KvCache};
-    ///
-    /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(16, 8).build()?;
-    /// let device = NullBackend::new();
-    /// let queue = device.queue()?;
-    /// KvCache::with_queue(AnyBackend::new(device), AnyQueue::new(queue), spec)?;
-    /// # Ok::<(), kv_core::CacheError>(())
-    /// ```
-    ///
-    /// # Errors
-    /// Those of [`Self::new`]; the device's `ForeignHandle` for a queue of another device.
-    pub fn with_queue(backend: B, queue: B::Queue, spec: CacheSpec) -> Result<Self, CacheError> {
-        Self::build(backend, Some(queue), spec, None)
-    }
-
-    /// Does what [`Self::with_queue`] does, with the scales and the transform's constants of a
-    /// model.
-    ///
-    /// # Errors
-    /// Those of [`Self::with_calibration`]; the device's `ForeignHandle` for a queue of another
-    /// device.
-    pub fn with_queue_and_calibration(
-        backend: B,
-        queue: B::Queue,
-        spec: CacheSpec,
-        calibration: Calibration,
-    ) -> Result<Self, CacheError> {
-        Self::build(backend, Some(queue), spec, Some(calibration))
-    }
-
-    fn build(
-        backend: B,
-        queue: Option<B::Queue>,
-        spec: CacheSpec,
-        calibration: Option<Calibration>,
-    ) -> Result<Self, CacheError> {
-        let constants = constants::Constants::new(&spec, calibration)?;
-        // Every group is checked before the first one allocates memory.
-        let cut = |group: &GroupSpec| KvStorage::new(&backend, *group.layouts());
-        let mut storages = spec.groups().iter().map(cut).collect::<Result<Vec<_>, _>>()?;
-        let mut reserved = Vec::new();
-        if !spec.layers_on_demand() {
-            reserved.push(backend.reserve_planes(spec.memory().all_bytes())?);
-        }
-        let mut queue = match queue {
-            Some(queue) => queue,
-            None => backend.queue()?,
-        };
-        for (group, storage) in spec.groups().iter().zip(&mut storages) {
-            for (layer, index) in group.layers().iter().zip(0..) {
-                let constants = constants.layer(*layer, group.layouts())?;
-                let constants = constants.each_ref().map(Option::as_ref);
-                storage.allocate_with((&backend, &mut queue), index, constants)?;
-            }
-        }
-        let mut state = CacheState::new(spec, constants.key());
-        state.set_layouts(storages.iter().map(|storage| *storage.layouts()));
-        Ok(Self {
-            backend,
-            queue,
-            state,
-            storages,
-            reserved,
-            constants,
-            is_held: false,
-            written: Written::default(),
-            scratch: PlanBuffers::default(),
-            reads: reads::Reads::default(),
-            is_unprepared: false,
-            unrestored: Vec::new(),
-        })
+    /// Returns a builder: for a calibration, or a queue of the caller.
+    pub fn builder(backend: B, spec: CacheSpec) -> KvCacheBuilder<B> {
+        KvCacheBuilder::new(backend, spec)
     }
 
     /// Returns the bookkeeping, to read.

@@ -64,8 +64,8 @@ impl<B: Backend> KvCache<B> {
     /// for `fence` on the device, and no call waits on the host.
     ///
     /// ```
-    /// use kv_core::backend::{Backend, ChunkShape, HostPool, NullBackend, PendingChunk, Queue};
-    /// use kv_core::{CacheSpec, GroupId, KvCache, SequenceId, StartOptions, StepInput};
+    /// use kv::backend::{Backend, ChunkShape, HostPool, NullBackend, PendingChunk, Queue};
+    /// use kv::{CacheSpec, GroupId, KvCache, SequenceId, StartOptions, StepInput};
     ///
     /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(2, 8).changes(16);
     /// let mut cache = KvCache::new(NullBackend::new(), spec.build()?)?;

@@ -137,9 +137,9 @@ impl<B: Backend> Step<'_, B> {
     /// The step stays open.
     ///
     /// ```
-    /// use kv_core::backend::{NullBackend, Plane};
-    /// use kv_core::{CacheSpec, KvCache, Axes, SequenceId, StartOptions};
-    /// use kv_core::{StepInput, TensorView, TensorViewMut};
+    /// use kv::backend::{NullBackend, Plane};
+    /// use kv::{Axes, CacheSpec, KvCache, SequenceId, StartOptions};
+    /// use kv::{StepInput, TensorView, TensorViewMut};
     ///
     /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(2).paged(16, 8).build()?;
     /// let mut cache = KvCache::new(NullBackend::new(), spec)?;
@@ -153,7 +153,7 @@ impl<B: Backend> Step<'_, B> {
     /// let out = TensorViewMut::host(&mut keys, &[2, 3, 1, 2]); // 2 sequences of at most 3 tokens
     /// step.gather(0, Plane::Key, out, Axes::Bshd)?;
     /// step.commit()?;
-    /// # Ok::<(), kv_core::CacheError>(())
+    /// # Ok::<(), kv::CacheError>(())
     /// ```
     pub fn gather(
         &mut self,
@@ -252,9 +252,9 @@ impl<B: Backend> Step<'_, B> {
     /// languages, until [`KvCache::held`] returns it.
     ///
     /// ```
-    /// use kv_core::backend::NullBackend;
-    /// use kv_core::{CacheSpec, KvCache, Axes, SequenceId, StartOptions};
-    /// use kv_core::{StepInput, TensorView};
+    /// use kv::backend::NullBackend;
+    /// use kv::{Axes, CacheSpec, KvCache, SequenceId, StartOptions};
+    /// use kv::{StepInput, TensorView};
     ///
     /// let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dim(2).paged(16, 8).build()?;
     /// let mut cache = KvCache::new(NullBackend::new(), spec)?;
@@ -270,7 +270,7 @@ impl<B: Backend> Step<'_, B> {
     /// }
     /// cache.held().expect("a step is held").commit()?;
     /// assert_eq!(cache.state().seq_len(seq), Some(2));
-    /// # Ok::<(), kv_core::CacheError>(())
+    /// # Ok::<(), kv::CacheError>(())
     /// ```
     ///
     /// While a step is held, everything that only reads works, with the lengths before the step:

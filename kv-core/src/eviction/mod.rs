@@ -97,12 +97,12 @@ pub enum Eviction {
     Priority,
     /// [`ReuseRate`]: lowest priority first, then the lowest expected benefit.
     #[default]
-    Default,
+    ReuseRate,
 }
 
 impl Eviction {
     /// Every policy.
-    pub const ALL: [Self; 4] = [Self::Lru, Self::Lfu, Self::Priority, Self::Default];
+    pub const ALL: [Self; 4] = [Self::Lru, Self::Lfu, Self::Priority, Self::ReuseRate];
 
     /// Creates the policy for blocks `0..num_blocks`; durations of priorities use `clock`.
     pub fn policy(self, num_blocks: u32, clock: &Arc<dyn Clock>) -> Box<dyn EvictionPolicy> {
@@ -110,7 +110,7 @@ impl Eviction {
             Self::Lru => Box::new(Lru::new(num_blocks)),
             Self::Lfu => Box::new(Lfu::new(num_blocks)),
             Self::Priority => Box::new(ByPriority::new(num_blocks, Arc::clone(clock))),
-            Self::Default => Box::new(ReuseRate::new(num_blocks, Arc::clone(clock))),
+            Self::ReuseRate => Box::new(ReuseRate::new(num_blocks, Arc::clone(clock))),
         }
     }
 }
@@ -121,7 +121,7 @@ impl fmt::Display for Eviction {
             Self::Lru => "lru",
             Self::Lfu => "lfu",
             Self::Priority => "priority",
-            Self::Default => "default",
+            Self::ReuseRate => "reuse-rate",
         })
     }
 }
@@ -129,8 +129,11 @@ impl fmt::Display for Eviction {
 impl FromStr for Eviction {
     type Err = UnknownName;
     fn from_str(name: &str) -> Result<Self, UnknownName> {
+        if name == "default" {
+            return Ok(Self::default());
+        }
         let known = Self::ALL.into_iter().find(|policy| policy.to_string() == name);
-        known
-            .ok_or_else(|| UnknownName::new("eviction policy", name, "lru, lfu, priority, default"))
+        let names = "lru, lfu, priority, reuse-rate, default";
+        known.ok_or_else(|| UnknownName::new("eviction policy", name, names))
     }
 }

@@ -16,14 +16,14 @@ pub struct RetentionRange {
 /// The priorities of a sequence's blocks: by position in the prompt, and one for generated tokens.
 ///
 /// ```
-/// use kv_core::eviction::{Priority, Retention, RetentionRange};
+/// use kv::eviction::{Priority, Retention, RetentionRange};
 ///
 /// let system = Priority { level: 90, duration: None };
 /// let range = RetentionRange { begin: 0, end: Some(64), priority: system };
 /// let retention = Retention::new(vec![range])?;
 /// assert_eq!(retention.priority_at(48, 100), system);
 /// assert_eq!(retention.priority_at(64, 100), Priority::default());
-/// # Ok::<(), kv_core::eviction::RetentionError>(())
+/// # Ok::<(), kv::eviction::RetentionError>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 pub struct Retention {

@@ -203,7 +203,7 @@ proptest! {
 
     #[test]
     fn the_default_evicts_the_lowest_level_and_any_candidate_there(calls in calls()) {
-        drive(Eviction::Default, &calls, |model, evicted| {
+        drive(Eviction::ReuseRate, &calls, |model, evicted| {
             let level = |known: &Known| known.priority.level;
             assert_eq!(evicted.as_ref().map(level), model.least(level));
             let is_held = evicted.is_some_and(|known| known.idle.is_none() || known.is_held);
@@ -274,7 +274,7 @@ fn hits_per_mille(policy: Eviction, num_blocks: u32) -> u64 {
 fn the_default_finds_no_less_than_lru() {
     for (num_blocks, gain) in [(64, 10), (256, 20), (512, 8), (1024, 0), (4096, 0)] {
         let [lru, default] =
-            [Eviction::Lru, Eviction::Default].map(|policy| hits_per_mille(policy, num_blocks));
+            [Eviction::Lru, Eviction::ReuseRate].map(|policy| hits_per_mille(policy, num_blocks));
         println!("{num_blocks}: {lru} {default}");
         assert!(default >= lru + gain, "{num_blocks} blocks: {default} against {lru}");
     }
@@ -292,7 +292,7 @@ fn names_are_read_back() {
 
 #[test]
 fn a_priority_counts_from_when_the_block_is_idle() {
-    for policy in [Eviction::Priority, Eviction::Default] {
+    for policy in [Eviction::Priority, Eviction::ReuseRate] {
         let time = Arc::new(ManualClock::new());
         let clock: Arc<dyn Clock> = Arc::<ManualClock>::clone(&time);
         let mut policy = policy.policy(3, &clock);

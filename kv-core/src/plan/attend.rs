@@ -79,7 +79,7 @@ pub enum Mask {
 /// of the tensors.
 ///
 /// ```
-/// use kv_core::AttentionOptions;
+/// use kv::AttentionOptions;
 /// let options = AttentionOptions::causal(0.125).with_window_left(1023).with_soft_cap(50.0);
 /// # let _ = options;
 /// ```

@@ -8,7 +8,7 @@
 //! A plan made by hand does not compile, so holding one is proof that it was checked:
 //!
 //! ```compile_fail,E0451
-//! let forged = kv_core::plan::CopyPlan { layout: unreachable!(), copies: &[] };
+//! let forged = kv::backend::plan::CopyPlan { layout: unreachable!(), copies: &[] };
 //! ```
 mod attend;
 mod batch;

@@ -82,7 +82,7 @@ impl BlockContent {
     /// all little endian.
     ///
     /// ```
-    /// use kv_core::reuse::{BlockContent, ContentSpan};
+    /// use kv::reuse::{BlockContent, ContentSpan};
     ///
     /// let mut parts = Vec::new();
     /// let span = ContentSpan { begin: 20, len: 40, id: 7 };

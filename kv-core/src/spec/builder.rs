@@ -24,7 +24,7 @@ const LEN_MAX: u32 = u32::MAX >> 2;
 /// own.
 ///
 /// ```
-/// use kv_core::{CacheSpec, KvFormat};
+/// use kv::{CacheSpec, KvFormat};
 ///
 /// // Layers 0 to 5: every third one attends to all tokens, the others to a window.
 /// let spec = CacheSpec::builder()
@@ -36,7 +36,7 @@ const LEN_MAX: u32 = u32::MAX >> 2;
 ///     .group([0, 1, 3, 4], |group| group.window_left(1023).paged(16, 256))
 ///     .build()?;
 /// assert_eq!(spec.groups().len(), 2);
-/// # Ok::<(), kv_core::error::SpecError>(())
+/// # Ok::<(), kv::error::SpecError>(())
 /// ```
 #[derive(Debug, Clone, Default)]
 pub struct CacheSpecBuilder {
@@ -165,7 +165,7 @@ impl CacheSpecBuilder {
         self.reuse.publish_at = publish_at;
         self
     }
-    /// Sets which cached block is evicted first; [`Eviction::Default`] by default.
+    /// Sets which cached block is evicted first; [`Eviction::ReuseRate`] by default.
     #[must_use]
     pub fn eviction(mut self, eviction: Eviction) -> Self {
         self.reuse.eviction = eviction;

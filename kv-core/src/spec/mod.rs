@@ -21,7 +21,7 @@ use crate::slot_map::SlotMap;
 /// A checked cache geometry: groups of layers, each with planes, a pool and tables of its own.
 ///
 /// ```
-/// use kv_core::{CacheSpec, KvFormat};
+/// use kv::{CacheSpec, KvFormat};
 /// let spec = CacheSpec::builder()
 ///     .layers(32)
 ///     .kv_heads(8)
@@ -30,7 +30,7 @@ use crate::slot_map::SlotMap;
 ///     .paged(16, 4096)
 ///     .build()?;
 /// assert_eq!(spec.memory().bytes_per_token, 32 * 2 * 8 * 128 * 2);
-/// # Ok::<(), kv_core::error::SpecError>(())
+/// # Ok::<(), kv::error::SpecError>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CacheSpec {

@@ -58,8 +58,8 @@ pub enum TensorDataMut<'a, Buf> {
 /// and lengths of bytes that do not fit.
 ///
 /// ```
-/// use kv_core::TensorView;
-/// use kv_core::backend::NullBuffer;
+/// use kv::TensorView;
+/// use kv::backend::NullBuffer;
 ///
 /// let rows = [0.5_f32; 24];
 /// let view: TensorView<'_, NullBuffer> = TensorView::host(&rows, &[3, 2, 4]);

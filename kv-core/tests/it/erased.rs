@@ -29,7 +29,7 @@ fn a_callers_queue_is_erased_once() {
     let backend = NullBackend::new();
     let (queue, control) = (backend.queue().unwrap(), backend.control());
     let queue = AnyQueue::new(AnyQueue::new(queue));
-    let mut cache = KvCache::with_queue(AnyBackend::new(backend), queue, spec).unwrap();
+    let mut cache = KvCache::builder(AnyBackend::new(backend), spec).queue(queue).build().unwrap();
     cache.start(SequenceId(0), &[], StartOptions::default()).unwrap();
     let before = control.recorded();
     cache.begin_step(&[StepInput::count(SequenceId(0), 1)]).unwrap().hold();

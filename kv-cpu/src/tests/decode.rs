@@ -72,8 +72,10 @@ impl Means {
         let scales = if format.given_scales() == Some(Scaling::Head) { heads as usize } else { 1 };
         let plane = PlaneCalibration { scales: vec![0.01; scales], ..PlaneCalibration::default() };
         let layer = LayerCalibration { k: plane.clone(), v: plane };
-        let mut cache =
-            KvCache::with_calibration(backend, spec, Calibration::new(vec![layer])).unwrap();
+        let mut cache = KvCache::builder(backend, spec)
+            .calibration(Calibration::new(vec![layer]))
+            .build()
+            .unwrap();
         cache.start(ID, &[], StartOptions::default()).unwrap();
         Self { cache, heads, dim }
     }

@@ -19,8 +19,8 @@ use super::workers::Workers;
 /// ```
 /// use std::sync::Arc;
 ///
-/// use kv_core::backend::Backend;
-/// use kv_cpu::{CpuBackend, CpuOptions, RayonWorkers};
+/// use kv::backend::Backend;
+/// use kv::cpu::{CpuBackend, CpuOptions, RayonWorkers};
 ///
 /// let pool = Arc::new(rayon::ThreadPoolBuilder::new().num_threads(2).build()?);
 /// let workers = Arc::new(RayonWorkers::new(pool));

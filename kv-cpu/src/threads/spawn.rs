@@ -25,7 +25,7 @@ type Spawn = dyn Fn(Box<dyn FnOnce() + Send>) + Send + Sync;
 /// ```
 /// use std::sync::{Arc, mpsc};
 ///
-/// use kv_cpu::{CpuBackend, CpuOptions, SpawnWorkers};
+/// use kv::cpu::{CpuBackend, CpuOptions, SpawnWorkers};
 ///
 /// let (send, receive) = mpsc::channel::<Box<dyn FnOnce() + Send>>();
 /// std::thread::spawn(move || receive.into_iter().for_each(|closure| closure()));
@@ -33,7 +33,7 @@ type Spawn = dyn Fn(Box<dyn FnOnce() + Send>) + Send + Sync;
 /// let workers = SpawnWorkers::new(2, move |help| _ = send.send(help));
 /// let backend = CpuBackend::open(CpuOptions::default().with_workers(Arc::new(workers)))?;
 /// # drop(backend);
-/// # Ok::<_, kv_core::error::DeviceError>(())
+/// # Ok::<_, kv::error::DeviceError>(())
 /// ```
 pub struct SpawnWorkers {
     count: usize,

@@ -48,8 +48,8 @@ use super::{THREADS_MAX, unsupported};
 /// ```
 /// use std::sync::Arc;
 ///
-/// use kv_core::backend::Backend;
-/// use kv_cpu::{CpuBackend, CpuOptions, Workers};
+/// use kv::backend::Backend;
+/// use kv::cpu::{CpuBackend, CpuOptions, Workers};
 ///
 /// /// Starts threads anew for each operation.
 /// struct Scoped(usize);
@@ -70,7 +70,7 @@ use super::{THREADS_MAX, unsupported};
 ///
 /// let backend = CpuBackend::open(CpuOptions::default().with_workers(Arc::new(Scoped(2))))?;
 /// assert_eq!(backend.capabilities().workers, 2);
-/// # Ok::<_, kv_core::error::DeviceError>(())
+/// # Ok::<_, kv::error::DeviceError>(())
 /// ```
 pub trait Workers: Send + Sync {
     /// Returns how many calls of a task can run at once, the calling thread's included: 1 to 4096.

@@ -120,7 +120,7 @@ impl Shape {
     pub(crate) fn filled(&self, device: &Shared<CudaBackend>, layers: u16) -> Result<Cache> {
         let spec = self.spec(layers)?;
         let mut cache = if is_calibrated(self.format) {
-            KvCache::with_calibration(device.clone(), spec, scales(layers))?
+            KvCache::builder(device.clone(), spec).calibration(scales(layers)).build()?
         } else {
             KvCache::new(device.clone(), spec)?
         };

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 /// compiler's library or its folder), `KV_CUDA_SOURCES` (a folder of kernels) and `XDG_CACHE_HOME`.
 ///
 /// ```
-/// use kv_cuda::CudaOptions;
+/// use kv::cuda::CudaOptions;
 /// let options = CudaOptions::new(1).with_nvrtc("/opt/cuda/lib64").without_cache();
 /// assert_eq!(options.device(), 1);
 /// ```

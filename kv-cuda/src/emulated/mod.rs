@@ -30,7 +30,7 @@ const NAME: &str = "emulated";
 /// # Examples
 ///
 /// ```
-/// use kv_cuda::EmulatorOptions;
+/// use kv::cuda::EmulatorOptions;
 ///
 /// let options = EmulatorOptions::default().with_seed(7).with_multiprocessors(3);
 /// assert_eq!(options, EmulatorOptions::default().with_multiprocessors(3).with_seed(7));

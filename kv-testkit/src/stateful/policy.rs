@@ -134,7 +134,7 @@ impl Observations {
             (_, None) => all.is_empty() && chosen.is_none(),
             (Eviction::Lru, found) => found == oldest,
             (Eviction::Priority, found) => found == first,
-            (Eviction::Default, Some((level, ..))) => first.is_some_and(|(low, ..)| low == level),
+            (Eviction::ReuseRate, Some((level, ..))) => first.is_some_and(|(low, ..)| low == level),
             _ => true,
         };
         if !is_right {
@@ -143,7 +143,7 @@ impl Observations {
             });
         }
         let has_levels = all.iter().any(|(level, ..)| first.is_some_and(|(low, ..)| low < level));
-        if has_levels && matches!(eviction, Eviction::Priority | Eviction::Default) {
+        if has_levels && matches!(eviction, Eviction::Priority | Eviction::ReuseRate) {
             self.coverage.add(Behaviour::EvictedByLevel);
         }
         if let Some(block) = chosen {
@@ -226,7 +226,7 @@ impl EvictionPolicy for CheckedPolicy {
     }
     fn evict(&mut self) -> Option<BlockId> {
         let now = self.clock.now();
-        if matches!(self.eviction, Eviction::Priority | Eviction::Default) {
+        if matches!(self.eviction, Eviction::Priority | Eviction::ReuseRate) {
             self.seen().expire(now);
         }
         let chosen = self.inner.evict();

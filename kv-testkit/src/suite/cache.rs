@@ -348,8 +348,8 @@ fn host_tensors(backend: &AnyBackend) -> CaseResult {
     let spec = small().layers(1).kv_heads(1).head_dim(4).build()?;
     let mut cache = KvCache::new(backend.clone(), spec)?;
     let prompt = [11, 22];
-    let reused = cache.start(seq(1), &prompt, StartOptions::default())?;
-    let mut step = cache.begin_step(&[StepInput::prompt(seq(1), &prompt, reused)])?;
+    cache.start(seq(1), &prompt, StartOptions::default())?;
+    let mut step = cache.begin_step(&[StepInput::prompt(seq(1), &prompt)])?;
     let (k, v) = ([1.0_f32; 8], [1.0_f32, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
     let (q, mut out, mut lse) = ([0.0_f32; 8], [0.0_f32; 8], [1.0_f32; 2]);
     let view = |data| TensorView::host::<f32>(data, &[2, 1, 4]);

@@ -230,7 +230,7 @@ fn late_layer(backend: &AnyBackend) -> CaseResult {
         let reused = cache.start(seq(id), &prompt, StartOptions::default())?;
         same(format!("tokens that sequence {id} reuses"), reused, if id == 2 { 8 } else { 0 })?;
         let view = || kv_core::TensorView::host(&ones, &[9, 1, 8]);
-        let mut step = cache.begin_step(&[StepInput::prompt(seq(id), &prompt, reused)])?;
+        let mut step = cache.begin_step(&[StepInput::prompt(seq(id), &prompt)])?;
         (0..layers).try_for_each(|layer| step.write(layer, view(), view(), format))?;
         step.commit()?;
         if id == 2 {

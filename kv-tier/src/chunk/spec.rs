@@ -12,9 +12,9 @@ use super::header::{CONTENT_BYTES, PAGE, TOKENS};
 /// it. All chunks of a group have the same size.
 ///
 /// ```
-/// use kv_core::backend::Plane;
-/// use kv_core::{CacheSpec, GroupId, KvFormat};
-/// use kv_tier::ChunkSpec;
+/// use kv::backend::Plane;
+/// use kv::{CacheSpec, GroupId, KvFormat};
+/// use kv::tier::ChunkSpec;
 ///
 /// let spec = CacheSpec::builder().layers(32).kv_heads(8).head_dim(128).format(KvFormat::Bf16);
 /// let chunks = ChunkSpec::new(&spec.paged(16, 4096).build()?, GroupId(0))?;

@@ -90,7 +90,7 @@ use crate::{BlockStore, ChunkAddress, Put, Scope, StoreError, StoreErrorKind};
 /// ```
 /// use std::time::{Duration, Instant};
 ///
-/// use kv_tier::{BlockStore, ChunkAddress, ChunkName, DiskOptions, DiskStore};
+/// use kv::tier::{BlockStore, ChunkAddress, ChunkName, DiskOptions, DiskStore};
 ///
 /// let folder = tempfile::tempdir()?;
 /// let store = DiskStore::open(folder.path(), DiskOptions::new(1 << 30))?;

@@ -10,9 +10,9 @@ use crate::store::BlockStore;
 /// a prompt waits for them.
 ///
 /// ```
-/// use kv_core::events::Tier;
-/// use kv_tier::policy::{WritePolicy, WriteRule};
-/// use kv_tier::{MemoryStore, StoreOptions, TierOptions};
+/// use kv::events::Tier;
+/// use kv::tier::policy::{WritePolicy, WriteRule};
+/// use kv::tier::{MemoryStore, StoreOptions, TierOptions};
 ///
 /// let options = TierOptions::new()
 ///     .with_host(64 << 20)

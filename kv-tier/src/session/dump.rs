@@ -31,9 +31,9 @@ use crate::identity::Identity;
 /// every group and one block more.
 ///
 /// ```
-/// use kv_core::backend::NullBackend;
-/// use kv_core::{CacheSpec, KvCache, SequenceId, StartOptions, StepInput};
-/// use kv_tier::{Identity, ModelDigest, session};
+/// use kv::backend::NullBackend;
+/// use kv::{CacheSpec, KvCache, SequenceId, StartOptions, StepInput};
+/// use kv::tier::{Identity, ModelDigest, session};
 ///
 /// let spec = || CacheSpec::builder().layers(1).kv_heads(1).head_dim(8).paged(4, 16).build();
 /// let identity = Identity::new(ModelDigest::of_bytes(b"weights"));
@@ -45,9 +45,9 @@ use crate::identity::Identity;
 /// cache.start(seq, &text, StartOptions::default())?;
 /// let mut step = cache.begin_step(&[StepInput::tokens(seq, &text)])?;
 /// # let zeros = [0.0_f32; 48];
-/// # let rows = || kv_core::TensorView::host(&zeros, &[6, 1, 8]);
+/// # let rows = || kv::TensorView::host(&zeros, &[6, 1, 8]);
 /// // Write and attend.
-/// # step.write(0, rows(), rows(), kv_core::Axes::Thd)?;
+/// # step.write(0, rows(), rows(), kv::Axes::Thd)?;
 /// step.commit()?;
 /// session::dump(&mut cache, &identity, seq, b"temperature 0.7", &path)?;
 ///

@@ -14,8 +14,8 @@ use crate::name::ChunkName;
 /// What a session file says besides its blocks.
 ///
 /// ```
-/// use kv_tier::ModelDigest;
-/// use kv_tier::session::SessionHeader;
+/// use kv::tier::ModelDigest;
+/// use kv::tier::session::SessionHeader;
 ///
 /// let header = SessionHeader {
 ///     model: ModelDigest::of_bytes(b"weights"),
@@ -30,7 +30,7 @@ use crate::name::ChunkName;
 /// };
 /// let bytes = header.to_bytes()?;
 /// assert_eq!((bytes.len(), SessionHeader::from_bytes(&bytes)?), (4096, header));
-/// # Ok::<(), kv_tier::session::SessionError>(())
+/// # Ok::<(), kv::tier::session::SessionError>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[expect(clippy::exhaustive_structs, reason = "a literal names each field")]

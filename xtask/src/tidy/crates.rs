@@ -27,8 +27,9 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
     ("xtask", &[]),
 ];
 
-/// The crate that tests of any crate may use.
-const TESTS_MAY_USE: &str = "kv-testkit";
+/// Crates that tests of any crate may use: the kit, and the facade, which examples in documentation
+/// name.
+const TESTS_MAY_USE: &[&str] = &["kv-testkit", "kv"];
 /// Crates that tests of a crate may use besides: a backend that runs everywhere.
 const TESTS_MAY_USE_TOO: &[(&str, &str)] = &[("kv-tier", "kv-cpu"), ("kv-engine", "kv-cpu")];
 
@@ -63,7 +64,8 @@ fn check_internal(package: &Package, allowed: &[&str]) -> Vec<Problem> {
     let mut problems = Vec::new();
     for dependency in package.dependencies.iter().filter(|dependency| dependency.is_ours) {
         let name = dependency.name.as_str();
-        let for_tests = dependency.is_dev && name == TESTS_MAY_USE;
+        let for_tests =
+            dependency.is_dev && TESTS_MAY_USE.contains(&name) && !allowed.contains(&name);
         // A crate names itself to enable a feature for its tests.
         let itself = dependency.is_dev && name == package.name;
         let too = dependency.is_dev && TESTS_MAY_USE_TOO.contains(&(package.name.as_str(), name));

@@ -131,7 +131,7 @@ fn queries_know_no_block_outside_of_the_pool() {
 fn an_expired_level_can_be_set_again() {
     let clock = Arc::new(ManualClock::new());
     let timed = Priority { level: 90, duration: Some(Duration::from_secs(10)) };
-    for policy in [Eviction::Priority, Eviction::Default] {
+    for policy in [Eviction::Priority, Eviction::ReuseRate] {
         let shared: Arc<dyn Clock> = Arc::<ManualClock>::clone(&clock);
         let policy = policy.policy(4, &shared);
         let (mut pool, mut ledger) = (BlockPool::new(GroupId(0), 4, 2, policy), Ledger::new(0, 16));

@@ -13,7 +13,7 @@ use crate::plan::{BatchEntry, Growth};
 /// Conditions under which [`CacheState::check_admission`] admits a prompt.
 ///
 /// ```
-/// use kv_core::scheduling::Admission;
+/// use kv::scheduling::Admission;
 /// let admission = Admission::default().with_chunk(512).with_watermark(8);
 /// assert_eq!((admission.chunk(), admission.watermark()), (Some(512), 8));
 /// ```

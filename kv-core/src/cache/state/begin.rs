@@ -102,7 +102,7 @@ impl CacheState {
             let details = input.details();
             if new_tokens > 0 {
                 // Tokens of a step that is rolled back do no harm: the next ones replace them.
-                self.sequences.note(row, len, input.ids(), &self.chains);
+                self.sequences.note(row, len, input.ids(len), &self.chains);
                 let end = len.saturating_add(new_tokens).saturating_add(details.lookahead);
                 if end > own_end {
                     self.open.growing.push(place);

@@ -22,6 +22,8 @@ pub struct StepInput<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum InputKind<'a> {
     Tokens(&'a [u32]),
+    /// All tokens of the sequence, with those that it has.
+    Prompt(&'a [u32]),
     Count(u32),
     Query(u32),
     Nothing,
@@ -35,11 +37,13 @@ impl<'a> StepInput<'a> {
     pub fn tokens(sequence: SequenceId, tokens: &'a [u32]) -> Self {
         Self::new(sequence, InputKind::Tokens(tokens))
     }
-    /// Creates the tokens of a prompt after its first `reused`: those that
-    /// [`KvCache::start`](crate::KvCache::start) left to compute. A step refuses an input without
-    /// tokens ([`PlanError::ZeroTokens`]).
-    pub fn prompt(sequence: SequenceId, prompt: &'a [u32], reused: u32) -> Self {
-        Self::tokens(sequence, prompt.get(to_usize(reused)..).unwrap_or_default())
+    /// Creates the tokens of a prompt that the sequence does not have yet: those that
+    /// [`KvCache::start`](crate::KvCache::start) and earlier steps left to compute. A part from the
+    /// beginning, `&prompt[..end]`, is a chunk that ends at `end`. The sequence's tokens are taken
+    /// to be the first ones of `prompt`. A step refuses a prompt that has no more than them
+    /// ([`PlanError::ZeroTokens`]).
+    pub fn prompt(sequence: SequenceId, prompt: &'a [u32]) -> Self {
+        Self::new(sequence, InputKind::Prompt(prompt))
     }
     /// Creates `tokens` new tokens without ids. They are never reused for another prompt.
     pub fn count(sequence: SequenceId, tokens: u32) -> Self {
@@ -70,10 +74,11 @@ impl<'a> StepInput<'a> {
         Self { lookahead: tokens, ..self }
     }
 
-    /// Returns the ids of the new tokens, if known.
-    pub(super) fn ids(&self) -> Option<&'a [u32]> {
+    /// Returns the ids of the new tokens of a sequence that has `len` tokens, if known.
+    pub(super) fn ids(&self, len: u32) -> Option<&'a [u32]> {
         match self.kind {
             InputKind::Tokens(tokens) => Some(tokens),
+            InputKind::Prompt(prompt) => Some(prompt.get(to_usize(len)..).unwrap_or_default()),
             _ => None,
         }
     }
@@ -88,6 +93,7 @@ impl<'a> StepInput<'a> {
         let sequence = self.sequence;
         let (new, queries) = match self.kind {
             InputKind::Tokens(tokens) => (to_u64(tokens.len()), 0),
+            InputKind::Prompt(prompt) => (to_u64(prompt.len()).saturating_sub(len.into()), 0),
             InputKind::Count(n) => (u64::from(n), 0),
             InputKind::Query(n) => (0, n),
             InputKind::Nothing => (0, 0),

@@ -25,8 +25,8 @@ impl CacheState {
     /// blocks to others: started without reuse, or before everything cached became invalid.
     ///
     /// ```
-    /// use kv_core::backend::NullBackend;
-    /// use kv_core::{CacheSpec, KvCache, SequenceId, StartOptions, StepInput};
+    /// use kv::backend::NullBackend;
+    /// use kv::{CacheSpec, KvCache, SequenceId, StartOptions, StepInput};
     ///
     /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(2, 8).build()?;
     /// let mut cache = KvCache::new(NullBackend::new(), spec)?;
@@ -36,7 +36,7 @@ impl CacheState {
     /// step.commit()?;
     /// let text = cache.state().sequence_text(SequenceId(0)).expect("a live sequence");
     /// assert_eq!((&text.tokens[..], text.salt), (&[5, 6][..], &b"x"[..]));
-    /// # Ok::<(), kv_core::CacheError>(())
+    /// # Ok::<(), kv::CacheError>(())
     /// ```
     pub fn sequence_text(&self, sequence: SequenceId) -> Option<SequenceText<'_>> {
         let (row, state) = self.sequences.get(sequence).ok()?;

@@ -66,20 +66,20 @@ pub use usage::Usage;
 /// [`NullBackend`](crate::backend::NullBackend), which keeps no rows:
 ///
 /// ```
-/// use kv_core::backend::NullBackend;
-/// use kv_core::{CacheSpec, KvCache, SequenceId, StartOptions, StepInput};
+/// use kv::backend::NullBackend;
+/// use kv::{CacheSpec, KvCache, SequenceId, StartOptions, StepInput};
 ///
 /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(2, 8).build()?;
 /// let mut cache = KvCache::new(NullBackend::new(), spec)?;
 /// let prompt = [1, 2, 3, 4, 5];
 /// for (id, cached) in [(SequenceId(0), 0), (SequenceId(1), 4)] {
 ///     assert_eq!(cache.start(id, &prompt, StartOptions::default())?, cached);
-///     let mut step = cache.begin_step(&[StepInput::prompt(id, &prompt, cached)])?;
+///     let mut step = cache.begin_step(&[StepInput::prompt(id, &prompt)])?;
 ///     step.mark_written();
 ///     step.commit()?;
 /// }
 /// assert_eq!(cache.state().usage().blocks_used, 4); // two are shared
-/// # Ok::<(), kv_core::CacheError>(())
+/// # Ok::<(), kv::CacheError>(())
 /// ```
 #[derive(Debug)]
 pub struct CacheState {

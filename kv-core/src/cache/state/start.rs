@@ -14,7 +14,7 @@ use crate::spec::PrefixReuse;
 /// How a sequence starts, and what distinguishes its tokens from equal ones.
 ///
 /// ```
-/// use kv_core::StartOptions;
+/// use kv::StartOptions;
 /// let options = StartOptions::default().with_salt(b"tenant 7").with_adapter(3);
 /// assert_eq!(options.adapter(), Some(3));
 /// ```

@@ -130,7 +130,7 @@ fn append(state: &mut CacheState, inputs: &[(SequenceId, u32)]) -> Result<(), Ca
 /// Computes what is not cached of a prompt, and returns how much was cached.
 fn run(state: &mut CacheState, sequence: SequenceId, prompt: &[u32]) -> u32 {
     let cached = state.start(sequence, prompt, StartOptions::default()).unwrap();
-    begin(state, &[StepInput::prompt(sequence, prompt, cached)]).unwrap();
+    begin(state, &[StepInput::prompt(sequence, prompt)]).unwrap();
     state.commit().unwrap();
     cached
 }

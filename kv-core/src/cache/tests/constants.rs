@@ -22,9 +22,8 @@ fn calibration(mean: f32) -> Calibration {
 fn constants_are_checked_before_anything_is_allocated() {
     let fp8 = KvFormat::Fp8E4m3(Scaling::Tensor);
     let backend = Arc::new(NullBackend::new());
-    let open = |spec, given: Option<Calibration>| match given {
-        None => KvCache::new(Arc::clone(&backend), spec),
-        Some(given) => KvCache::with_calibration(Arc::clone(&backend), spec, given),
+    let open = |spec, given: Option<Calibration>| {
+        KvCache::builder(Arc::clone(&backend), spec).calibration(given).build()
     };
     let missing = open(spec(fp8), None).unwrap_err();
     assert!(matches!(missing, CacheError::Calibration(CalibrationError::MissingScale { .. })));
@@ -46,19 +45,18 @@ fn a_cache_on_the_queue_of_its_caller_takes_constants() {
     let queue = || device.queue().unwrap();
     let control = other.control();
     let backend = Arc::new(other);
-    let missing = KvCache::with_queue(Arc::clone(&backend), queue(), fp8.clone()).unwrap_err();
+    let builder = || KvCache::builder(Arc::clone(&backend), fp8.clone()).queue(queue());
+    let missing = builder().build().unwrap_err();
     assert!(matches!(missing, CacheError::Calibration(CalibrationError::MissingScale { .. })));
     let given = || calibration(0.0);
-    let open = |given| {
-        KvCache::with_queue_and_calibration(Arc::clone(&backend), queue(), fp8.clone(), given)
-    };
-    let short = open(Calibration::new(Vec::new())).unwrap_err();
+    let short = builder().calibration(Calibration::new(Vec::new())).build().unwrap_err();
     assert!(matches!(short, CacheError::Calibration(CalibrationError::Layers { .. })), "{short}");
     assert_eq!((control.recorded(), device.control().recorded()), (0, 0));
-    let cache = open(given()).unwrap();
+    let cache = builder().calibration(given()).build().unwrap();
     // K and V of two layers: planes and constants of the backend, uploads of the queue.
     assert_eq!((control.recorded(), device.control().recorded()), (8, 4));
-    let of_its_own = KvCache::with_calibration(NullBackend::new(), fp8.clone(), given()).unwrap();
+    let of_its_own = KvCache::builder(NullBackend::new(), fp8.clone()).calibration(given()).build();
+    let of_its_own = of_its_own.unwrap();
     assert_eq!(cache.state().encoding_key(), of_its_own.state().encoding_key());
 }
 
@@ -66,13 +64,8 @@ fn a_cache_on_the_queue_of_its_caller_takes_constants() {
 fn the_encoding_key_distinguishes_caches() {
     let key = |spec: &CacheSpec, given: Option<Calibration>| {
         let backend = NullBackend::new();
-        match given {
-            None => KvCache::new(backend, spec.clone()).unwrap().state().encoding_key(),
-            Some(given) => KvCache::with_calibration(backend, spec.clone(), given)
-                .unwrap()
-                .state()
-                .encoding_key(),
-        }
+        let cache = KvCache::builder(backend, spec.clone()).calibration(given).build().unwrap();
+        cache.state().encoding_key()
     };
     let off = CacheSpec::builder().layers(2).kv_heads(1).head_dim(4).format(INT8).paged(4, 4);
     let off = off.transform(Transform::Off).build().unwrap();
@@ -129,7 +122,8 @@ fn constants_are_exchanged_whole_or_not_at_all() {
     assert!(matches!(failed, CacheError::Device(_)), "{failed}");
     assert_eq!(cache.state().encoding_key(), key);
     cache.recalibrate(calibration(1.0)).unwrap();
-    let made_so = KvCache::with_calibration(NullBackend::new(), spec(INT8), calibration(1.0));
+    let made_so =
+        KvCache::builder(NullBackend::new(), spec(INT8)).calibration(calibration(1.0)).build();
     assert_eq!(cache.state().encoding_key(), made_so.unwrap().state().encoding_key());
     assert_eq!(cache.state().seq_len(SEQ[0]), Some(3));
 }

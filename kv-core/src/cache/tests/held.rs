@@ -250,7 +250,7 @@ fn a_cache_runs_on_the_queue_of_its_caller() {
     assert!(KvCache::new(device(), spec.clone()).is_err());
     let backend = NullBackend::new();
     let queue = backend.queue().unwrap();
-    let mut cache = KvCache::with_queue(device(), queue, spec).unwrap();
+    let mut cache = KvCache::builder(device(), spec).queue(queue).build().unwrap();
     let before = backend.control().recorded();
     cache.queue_mut().flush().unwrap();
     assert_eq!(backend.control().recorded(), before + 1);

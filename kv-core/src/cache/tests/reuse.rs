@@ -172,7 +172,7 @@ fn no_part_is_reused_of_a_block_that_the_open_step_fills() {
         let mut step = cache.begin_step(&[StepInput::tokens(SEQ[0], &prompt)]).unwrap();
         let reused = step.start(SEQ[1], &prompt, StartOptions::default()).unwrap();
         assert_eq!(reused, if publish_at == PublishAt::Begin { 12 } else { 0 });
-        step.add(StepInput::prompt(SEQ[1], &prompt, reused)).unwrap();
+        step.add(StepInput::prompt(SEQ[1], &prompt)).unwrap();
         write_all(&mut step).unwrap();
         step.commit().unwrap();
         assert_eq!(cache.state().stats().cow_copies, 0);

@@ -55,8 +55,8 @@ fn sequences_that_ended_keep_no_memory() {
     commit(&mut cache, &[StepInput::count(SEQ[0], 1)]);
     let before = (cache.plan_bytes(), cache.state().history_bytes());
     for id in [LONG, SEQ[1], LONG] {
-        let reused = cache.start(id, &prompt, StartOptions::default()).unwrap();
-        commit(&mut cache, &[StepInput::prompt(id, &prompt, reused)]);
+        cache.start(id, &prompt, StartOptions::default()).unwrap();
+        commit(&mut cache, &[StepInput::prompt(id, &prompt)]);
         cache.fork(id, SEQ[2]).unwrap();
         assert!(cache.state().history_bytes() > 4 * 250_000);
         cache.release(id).unwrap();

@@ -6,8 +6,9 @@ use proptest::prelude::*;
 
 use super::hooks::{Hook, Hooks, hook};
 use super::*;
-use crate::calibration::LayerCalibration;
+use crate::calibration::{Calibration, LayerCalibration};
 use crate::num::to_usize;
+use crate::spec::GroupSpec;
 
 #[derive(Debug, Clone)]
 pub(super) enum Operation {
@@ -341,8 +342,8 @@ impl Model {
     /// Repeats a request; without free blocks it ends at once.
     fn ping(&mut self, cache: &mut KvCache<NullBackend>, prompt: &[u32]) -> Result<(), CacheError> {
         let id = SequenceId(99);
-        let reused = cache.start(id, prompt, StartOptions::default())?;
-        let ran = cache.begin_step(&[StepInput::prompt(id, prompt, reused)]);
+        cache.start(id, prompt, StartOptions::default())?;
+        let ran = cache.begin_step(&[StepInput::prompt(id, prompt)]);
         let ran = ran.and_then(|mut step| {
             write_all(&mut step)?;
             step.commit()

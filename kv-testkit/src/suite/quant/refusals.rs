@@ -36,7 +36,7 @@ fn open(
     format: KvFormat,
     calibration: Calibration,
 ) -> Result<KvCache, CaseError> {
-    Ok(KvCache::with_calibration(backend.clone(), spec(format).build()?, calibration)?)
+    Ok(KvCache::builder(backend.clone(), spec(format).build()?).calibration(calibration).build()?)
 }
 
 /// Matches calibration errors that `fits` accepts.

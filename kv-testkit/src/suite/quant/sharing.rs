@@ -174,7 +174,8 @@ fn capacity(backend: &AnyBackend) -> CaseResult {
         let spec =
             spec.full_precision_prefix(full_precision_prefix).paged_within(16, BYTES).build()?;
         let given = constants(&spec, NEUTRAL, 6);
-        let mut cache = kv_core::KvCache::with_calibration(backend.clone(), spec, given)?;
+        let mut cache =
+            kv_core::KvCache::builder(backend.clone(), spec).calibration(given).build()?;
         let planes = crate::suite::scale::bytes(&mut cache, kv_core::GroupId(0))?;
         let bytes = planes.iter().map(|plane| plane.len() as u64).sum::<u64>();
         ensure(bytes <= BYTES, || format!("{bytes} bytes allocated where {BYTES} were allowed"))?;

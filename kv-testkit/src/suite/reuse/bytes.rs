@@ -63,7 +63,7 @@ fn quantised(backend: &AnyBackend) -> CaseResult {
                     ensure(got == expected, || format!("{place}: other bits"))?;
                 }
                 let hashes = provenance::prefix_hashes(&prompt, &plain());
-                let input = StepInput::prompt(seq(id), &prompt, reused);
+                let input = StepInput::prompt(seq(id), &prompt);
                 let mut step = prompts.cache.begin_step(&[input]).at(&place)?;
                 provenance::write(&mut step, &spec, &hashes[reused as usize..])?;
                 step.commit()?;

@@ -149,7 +149,7 @@ fn retention(level: u8, seconds: Option<u64>) -> Result<Retention, CaseError> {
 /// Two prompts fill the pool, and a third evicts the one of lower priority.
 fn priorities(backend: &AnyBackend) -> CaseResult {
     let (high, middle) = (retention(80, Some(10))?, retention(50, None)?);
-    for eviction in [Eviction::Priority, Eviction::Default] {
+    for eviction in [Eviction::Priority, Eviction::ReuseRate] {
         for (way, seconds) in [0, 1, 2].into_iter().flat_map(|way| [(way, 9), (way, 10)]) {
             let place = format!("{eviction}, way {way}, {seconds} seconds");
             let mut prompts = Prompts::new(backend, full_blocks(4))?;

@@ -76,7 +76,8 @@ impl Keys {
         let k = PlaneCalibration { scales: vec![1.0], ..Default::default() };
         let given = LayerCalibration { k, v: PlaneCalibration::default() };
         let given = Calibration::new(vec![given]);
-        let mut cache = KvCache::with_calibration(backend.clone(), spec.build()?, given)?;
+        let mut cache =
+            KvCache::builder(backend.clone(), spec.build()?).calibration(given).build()?;
         cache.start(seq(1), &[], StartOptions::default())?;
         let mut stage = |values: &[f32], dim: usize| {
             let layout = dense(Axes::Thd, &[tokens], [1, dim]);

@@ -199,7 +199,8 @@ pub(super) fn run(backend: &AnyBackend, recording: &Recording) -> CaseResult {
         let expected = Expected::new(recording, &rows, &calibration, plane)?;
         for (format, gaussian) in gaussian::ERRORS {
             let spec = recording.spec(plane, *format)?;
-            let cache = KvCache::with_calibration(backend.clone(), spec, calibration.clone())?;
+            let cache =
+                KvCache::builder(backend.clone(), spec).calibration(calibration.clone()).build()?;
             let got = attend(cache, recording, &rows).at(format!("{plane:?} as {format}"))?;
             expected.check(&got, *gaussian).at(format!("{plane:?} as {format}"))?;
         }

@@ -107,8 +107,7 @@ fn a_hit_that_ends_before_the_window_is_shared_and_cut() {
         check_invariants(&state);
         state.fork(SEQ[0], SEQ[1]).unwrap();
         check_invariants(&state);
-        begin(&mut state, &[SEQ[0], SEQ[1]].map(|id| StepInput::prompt(id, &prompt, admitted)))
-            .unwrap();
+        begin(&mut state, &[SEQ[0], SEQ[1]].map(|id| StepInput::prompt(id, &prompt))).unwrap();
         state.commit().unwrap();
         check_invariants(&state);
         state.truncate(SEQ[0], small).unwrap();

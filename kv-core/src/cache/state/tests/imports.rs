@@ -83,7 +83,7 @@ fn imported_blocks_are_found_once_they_are_published() {
     assert_eq!(state.probe(&prompt, StartOptions::default()), 8);
     state.publish_import(&mut import, 12, Tier::Disk).unwrap();
     state.publish_import(&mut import, 12, Tier::Store).unwrap();
-    assert_eq!(places(&import), []);
+    assert!(places(&import).is_empty());
     let events = state.take_events();
     let stored = events.iter().filter(|event| matches!(event.kind, EventKind::Stored(_))).count();
     assert_eq!(stored, 2);

@@ -100,7 +100,7 @@ fn a_rollback_removes_sequences_started_in_the_step() {
     begin(&mut state, &[StepInput::tokens(SEQ[0], &prompt)]).unwrap();
     let found = state.start_in_step(SEQ[1], &prompt, StartOptions::default()).unwrap();
     assert_eq!(found, 8);
-    state.add(StepInput::prompt(SEQ[1], &prompt, found), |_| 1).unwrap();
+    state.add(StepInput::prompt(SEQ[1], &prompt), |_| 1).unwrap();
     state.roll_back();
     assert_eq!(books(&state), before);
     assert_eq!(state.probe(&prompt, StartOptions::default()), 0);
@@ -117,8 +117,8 @@ fn a_rollback_removes_sequences_started_beside_forks() {
     state.fork(SEQ[0], SEQ[1]).unwrap();
     let before = books(&state);
     begin(&mut state, &[SEQ[0], SEQ[1]].map(|s| StepInput::count(s, 1))).unwrap();
-    let found = state.start_in_step(SEQ[2], &prompt, StartOptions::default()).unwrap();
-    state.add(StepInput::prompt(SEQ[2], &prompt, found), |_| 1).unwrap();
+    state.start_in_step(SEQ[2], &prompt, StartOptions::default()).unwrap();
+    state.add(StepInput::prompt(SEQ[2], &prompt), |_| 1).unwrap();
     state.roll_back();
     assert_eq!(books(&state), before);
     check_invariants(&state);
