@@ -42,7 +42,7 @@ use kv_core::calibration::HeadConstants;
 /// # Examples
 /// ```
 /// let mut row = [3.0, 1.0, 1.0, -1.0, 7.0];
-/// kv::quant::transform::rotate(&mut row);
+/// kv_quant::transform::rotate(&mut row);
 /// assert_eq!(row, [2.0, 2.0, 2.0, 0.0, 7.0]); // blocks of 4 and 1
 /// ```
 pub fn rotate(values: &mut [f32]) {

@@ -9,8 +9,8 @@ use crate::programs::{self, Program};
 use crate::stamps::Inputs;
 use crate::workspace::{FEATURES, Workspace};
 use crate::{
-    arm, candle, conformance, emulator, examples, kernels, lanes, ports, public_api, readme, setup,
-    shell, tidy, webgpu,
+    arm, candle, conformance, emulator, example_llama, examples, kernels, lanes, public_api,
+    readme, setup, shell, tidy, webgpu,
 };
 
 /// Crates whose tests run models: a stage of their own.
@@ -85,7 +85,7 @@ const STAGES: &[Stage] = &[
     run_stage("examples of kv", &["build of tests"], |workspace| {
         examples::run(workspace).map(passed)
     }),
-    run_stage("examples of kv-candle", &["build of tests"], |_| ports::run().map(passed)),
+    run_stage("examples of kv-candle", &["build of tests"], |_| example_llama::run().map(passed)),
     run_stage("CPU kernels on an emulated Arm CPU", &["build of CPU kernels for Arm"], other_cpu)
         .unless_same(OF_ARM),
 ];

@@ -1,9 +1,6 @@
 //! Llama and models of its shape: `--prompt TEXT` continues one text, `--requests FILE` serves a
 //! batch of them.
-#[path = "../common/mod.rs"]
 pub(crate) mod common;
-#[rustfmt::skip]
-#[allow(warnings, reason = "kept as candle-transformers has it")]
 pub(crate) mod model;
 pub(crate) mod serve;
 
@@ -12,11 +9,12 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Context;
-use candle_core::{DType, Device, Tensor};
+use candle_core::Tensor;
+use candle_transformers::models::llama::LlamaConfig;
 use clap::Parser;
 use common::{Folder, Geometry, Options};
 use kv_candle::CandleStep;
-use model::{Cache, Llama, LlamaConfig};
+use model::Llama;
 
 /// Continues text with a Llama, over a cache of kv.
 #[derive(Debug, Parser)]
@@ -54,11 +52,10 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<String> {
     let geometry = Geometry {
         kv_heads: config.num_key_value_heads,
         head_dim: head_dim.context("num_attention_heads is 0")?,
-        windows: vec![None; config.num_hidden_layers],
+        layers: config.num_hidden_layers,
     };
     let model = Llama::load(folder.weights()?, &config)?;
-    let rope = Cache::new(DType::F32, &config, &Device::Cpu)?;
-    let forward = |ids: &Tensor, step: &CandleStep<'_>| model.forward(ids, &rope, step);
+    let forward = |ids: &Tensor, step: &CandleStep<'_>| model.forward(ids, step);
     let Some(file) = &arguments.requests else {
         return common::continue_prompt(&arguments.options, &folder, &geometry, forward);
     };

@@ -1,459 +1,221 @@
+//! The Llama of candle-transformers over a cache of kv.
+//!
 //! Adapted from `src/models/llama.rs` of candle-transformers 0.11.1, copyright of the candle
-//! authors, MIT OR Apache-2.0. `diff` shows what a port takes; the rest stays as it is.
-//!
-//! Llama inference implementation.
-//!
-//! See ["LLaMA: Open and Efficient Foundation Language Models"](https://arxiv.org/abs/2302.13971)
-//!
-//! Implementation based on Hugging Face's [transformers](https://github.com/huggingface/transformers/blob/main/src/transformers/models/llama/modeling_llama.py)
-
-use candle_core::{DType, Device, Result, Tensor};
-use candle_nn::{embedding, Embedding, Module, VarBuilder};
-use candle_transformers::models::with_tracing::{linear_no_bias as linear, Linear, RmsNorm};
-use kv_candle::{kv::AttentionOptions, CandleStep};
+//! authors, MIT OR Apache-2.0. The configuration, the embedding, norms and MLPs are candle's. What
+//! differs is in [`Rope::of`], [`Attention::forward`] and [`Llama::forward`].
+#![expect(
+    clippy::as_conversions,
+    clippy::cast_possible_truncation,
+    clippy::cast_precision_loss,
+    reason = "numbers of a configuration are small"
+)]
+#![expect(clippy::many_single_char_names, clippy::needless_pass_by_value, reason = "as in candle")]
 use std::f32::consts::PI;
 
-pub const DEFAULT_MAX_SEQ_LEN: usize = 4096;
+use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::{Embedding, Module, VarBuilder, embedding};
+use candle_transformers::models::llama::{Config, Llama3RopeConfig, Llama3RopeType};
+use candle_transformers::models::with_tracing::{Linear, RmsNorm, linear_no_bias as linear};
+use kv_candle::CandleStep;
+use kv_candle::kv::AttentionOptions;
 
-#[derive(Debug, Clone, serde::Deserialize, Default)]
-pub enum Llama3RopeType {
-    #[serde(rename = "llama3")]
-    Llama3,
-    #[default]
-    #[serde(rename = "default")]
-    Default,
-}
-
-#[derive(Debug, Clone, serde::Deserialize, Default)]
-pub struct Llama3RopeConfig {
-    pub factor: f32,
-    pub low_freq_factor: f32,
-    pub high_freq_factor: f32,
-    pub original_max_position_embeddings: usize,
-    pub rope_type: Llama3RopeType,
-}
-#[derive(Debug, Clone, serde::Deserialize)]
-#[serde(untagged)]
-pub enum LlamaEosToks {
-    Single(u32),
-    Multiple(Vec<u32>),
-}
-
-#[derive(Debug, Clone, serde::Deserialize)]
-pub struct LlamaConfig {
-    pub hidden_size: usize,
-    pub intermediate_size: usize,
-    pub vocab_size: usize,
-    pub num_hidden_layers: usize,
-    pub num_attention_heads: usize,
-    pub num_key_value_heads: Option<usize>,
-    pub rms_norm_eps: f64,
-    #[serde(default = "default_rope")]
-    pub rope_theta: f32,
-    pub bos_token_id: Option<u32>,
-    pub eos_token_id: Option<LlamaEosToks>,
-    pub rope_scaling: Option<Llama3RopeConfig>,
-    pub max_position_embeddings: usize,
-    pub tie_word_embeddings: Option<bool>,
-}
-
-impl LlamaConfig {
-    pub fn num_key_value_heads(&self) -> usize {
-        self.num_key_value_heads.unwrap_or(self.num_attention_heads)
-    }
-}
-
-fn default_rope() -> f32 {
-    10_000.0
-}
-
-impl LlamaConfig {
-    pub fn into_config(self, use_flash_attn: bool) -> Config {
-        Config {
-            hidden_size: self.hidden_size,
-            intermediate_size: self.intermediate_size,
-            vocab_size: self.vocab_size,
-            num_hidden_layers: self.num_hidden_layers,
-            num_attention_heads: self.num_attention_heads,
-            num_key_value_heads: self.num_key_value_heads(),
-            rms_norm_eps: self.rms_norm_eps,
-            rope_theta: self.rope_theta,
-            use_flash_attn,
-            bos_token_id: self.bos_token_id,
-            eos_token_id: self.eos_token_id,
-            rope_scaling: self.rope_scaling,
-            max_position_embeddings: self.max_position_embeddings,
-            tie_word_embeddings: self.tie_word_embeddings.unwrap_or(false),
-        }
-    }
-}
-
+/// Cosines and sines of the rotation, a row for each position.
 #[derive(Debug, Clone)]
-pub struct Config {
-    pub hidden_size: usize,
-    pub intermediate_size: usize,
-    pub vocab_size: usize,
-    pub num_hidden_layers: usize,
-    pub num_attention_heads: usize,
-    pub num_key_value_heads: usize,
-    pub use_flash_attn: bool,
-    pub rms_norm_eps: f64,
-    pub rope_theta: f32,
-    pub bos_token_id: Option<u32>,
-    pub eos_token_id: Option<LlamaEosToks>,
-    pub rope_scaling: Option<Llama3RopeConfig>,
-    pub max_position_embeddings: usize,
-    pub tie_word_embeddings: bool,
-}
-
-impl Config {
-    pub fn config_7b_v1(use_flash_attn: bool) -> Self {
-        Self {
-            hidden_size: 4096,
-            intermediate_size: 11008,
-            vocab_size: 32000,
-            num_hidden_layers: 32,
-            num_attention_heads: 32,
-            num_key_value_heads: 32,
-            use_flash_attn,
-            rms_norm_eps: 1e-6,
-            rope_theta: 10_000.0,
-            bos_token_id: None,
-            eos_token_id: None,
-            rope_scaling: None,
-            max_position_embeddings: DEFAULT_MAX_SEQ_LEN,
-            tie_word_embeddings: false,
-        }
-    }
-
-    pub fn config_7b_v2(use_flash_attn: bool) -> Self {
-        Self {
-            hidden_size: 4096,
-            intermediate_size: 11008,
-            vocab_size: 32000,
-            num_hidden_layers: 32,
-            num_attention_heads: 32,
-            num_key_value_heads: 32,
-            use_flash_attn,
-            rms_norm_eps: 1e-5,
-            rope_theta: 10_000.0,
-            bos_token_id: None,
-            eos_token_id: None,
-            rope_scaling: None,
-            max_position_embeddings: DEFAULT_MAX_SEQ_LEN,
-            tie_word_embeddings: false,
-        }
-    }
-}
-
-#[derive(Debug, Clone)]
-pub struct Cache {
+pub(crate) struct Rope {
     cos: Tensor,
     sin: Tensor,
 }
 
-fn calculate_default_inv_freq(cfg: &Config) -> Vec<f32> {
-    let head_dim = cfg.hidden_size / cfg.num_attention_heads;
-    (0..head_dim)
-        .step_by(2)
-        .map(|i| 1f32 / cfg.rope_theta.powf(i as f32 / head_dim as f32))
-        .collect()
+fn frequencies(config: &Config) -> Vec<f32> {
+    let head_dim = config.hidden_size / config.num_attention_heads;
+    let frequency = |i| 1.0 / config.rope_theta.powf(i as f32 / head_dim as f32);
+    (0..head_dim).step_by(2).map(frequency).collect()
 }
 
-impl Cache {
-    pub fn new(dtype: DType, config: &Config, device: &Device) -> Result<Self> {
-        // precompute freqs_cis
-        let theta = match &config.rope_scaling {
-            None
-            | Some(Llama3RopeConfig {
-                rope_type: Llama3RopeType::Default,
-                ..
-            }) => calculate_default_inv_freq(config),
-            Some(rope_scaling) => {
-                let low_freq_wavelen = rope_scaling.original_max_position_embeddings as f32
-                    / rope_scaling.low_freq_factor;
-                let high_freq_wavelen = rope_scaling.original_max_position_embeddings as f32
-                    / rope_scaling.high_freq_factor;
+/// Lowers the frequencies of long waves, as Llama 3.1 does for contexts longer than it was first
+/// trained with.
+fn scaled(frequency: f32, scaling: &Llama3RopeConfig) -> f32 {
+    let context = scaling.original_max_position_embeddings as f32;
+    let wavelength = 2.0 * PI / frequency;
+    if wavelength < context / scaling.high_freq_factor {
+        frequency
+    } else if wavelength > context / scaling.low_freq_factor {
+        frequency / scaling.factor
+    } else {
+        let (low, high) = (scaling.low_freq_factor, scaling.high_freq_factor);
+        let smooth = (context / wavelength - low) / (high - low);
+        (1.0 - smooth) * frequency / scaling.factor + smooth * frequency
+    }
+}
 
-                calculate_default_inv_freq(config)
-                    .into_iter()
-                    .map(|freq| {
-                        let wavelen = 2. * PI / freq;
-                        if wavelen < high_freq_wavelen {
-                            freq
-                        } else if wavelen > low_freq_wavelen {
-                            freq / rope_scaling.factor
-                        } else {
-                            let smooth = (rope_scaling.original_max_position_embeddings as f32
-                                / wavelen
-                                - rope_scaling.low_freq_factor)
-                                / (rope_scaling.high_freq_factor - rope_scaling.low_freq_factor);
-                            (1. - smooth) * freq / rope_scaling.factor + smooth * freq
-                        }
-                    })
-                    .collect::<Vec<_>>()
+impl Rope {
+    pub(crate) fn new(dtype: DType, config: &Config, device: &Device) -> Result<Self> {
+        let mut frequencies = frequencies(config);
+        if let Some(scaling) = &config.rope_scaling
+            && matches!(scaling.rope_type, Llama3RopeType::Llama3)
+        {
+            for frequency in &mut frequencies {
+                *frequency = scaled(*frequency, scaling);
             }
-        };
-
-        let theta = Tensor::new(theta, device)?;
-
-        let idx_theta = Tensor::arange(0, config.max_position_embeddings as u32, device)?
-            .to_dtype(DType::F32)?
-            .reshape((config.max_position_embeddings, 1))?
-            .matmul(&theta.reshape((1, theta.elem_count()))?)?;
-        // This is different from the paper, see:
-        // https://github.com/huggingface/transformers/blob/6112b1c6442aaf7affd2b0676a1cd4eee30c45cf/src/transformers/models/llama/modeling_llama.py#L112
-        let cos = idx_theta.cos()?.to_dtype(dtype)?;
-        let sin = idx_theta.sin()?.to_dtype(dtype)?;
-        Ok(Self {
-            cos,
-            sin,
-        })
+        }
+        let frequencies = Tensor::new(frequencies, device)?.unsqueeze(0)?;
+        let positions = Tensor::arange(0, config.max_position_embeddings as u32, device)?;
+        let angles = positions.to_dtype(DType::F32)?.unsqueeze(1)?.matmul(&frequencies)?;
+        Ok(Self { cos: angles.cos()?.to_dtype(dtype)?, sin: angles.sin()?.to_dtype(dtype)? })
     }
 
-    /// The rows of a step's tokens.
-    fn at(&self, step: &CandleStep<'_>) -> Result<Self> {
+    /// Returns the rows of a step's tokens, which are at different positions.
+    fn of(&self, step: &CandleStep<'_>) -> Result<Self> {
         let [cos, sin] = [&self.cos, &self.sin].map(|x| x.index_select(step.positions(), 0));
         Ok(Self { cos: cos?, sin: sin? })
+    }
+
+    /// Turns `[1, tokens, heads, head_dim]`.
+    fn apply(&self, x: &Tensor) -> Result<Tensor> {
+        candle_nn::rotary_emb::rope_thd(x, &self.cos, &self.sin)
     }
 }
 
 #[derive(Debug, Clone)]
-struct CausalSelfAttention {
+struct Attention {
     q_proj: Linear,
     k_proj: Linear,
     v_proj: Linear,
     o_proj: Linear,
-    num_attention_heads: usize,
-    num_key_value_heads: usize,
+    heads: usize,
+    kv_heads: usize,
     head_dim: usize,
-    span: tracing::Span,
-    span_rot: tracing::Span,
 }
 
-#[cfg(feature = "flash-attn")]
-fn flash_attn(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    softmax_scale: f32,
-    causal: bool,
-) -> Result<Tensor> {
-    candle_flash_attn::flash_attn(q, k, v, softmax_scale, causal)
-}
-
-#[cfg(not(feature = "flash-attn"))]
-fn flash_attn(_: &Tensor, _: &Tensor, _: &Tensor, _: f32, _: bool) -> Result<Tensor> {
-    unimplemented!("compile with '--features flash-attn'")
-}
-
-impl CausalSelfAttention {
-    fn apply_rotary_emb(&self, x: &Tensor, cache: &Cache) -> Result<Tensor> {
-        let _enter = self.span_rot.enter();
-        candle_nn::rotary_emb::rope_thd(x, &cache.cos, &cache.sin)?.squeeze(0)
-    }
-
+impl Attention {
+    /// Takes and returns `[1, tokens, hidden]`. There is no mask, no `cat` of K and V, and no
+    /// repeated head: the cache has what came before, and [`CandleStep::attend`] does the rest.
     fn forward(
         &self,
         x: &Tensor,
-        block_idx: usize,
-        cache: &Cache,
+        layer: usize,
+        rope: &Rope,
         step: &CandleStep<'_>,
     ) -> Result<Tensor> {
-        let _enter = self.span.enter();
-        let (b_sz, seq_len, hidden_size) = x.dims3()?;
-        let q = self.q_proj.forward(x)?;
-        let k = self.k_proj.forward(x)?;
-        let v = self.v_proj.forward(x)?;
-
-        let q = q
-            .reshape((b_sz, seq_len, self.num_attention_heads, self.head_dim))?
-            .contiguous()?;
-        let k = k
-            .reshape((b_sz, seq_len, self.num_key_value_heads, self.head_dim))?
-            .contiguous()?;
-        let v = v
-            .reshape((b_sz, seq_len, self.num_key_value_heads, self.head_dim))?
-            .squeeze(0)?;
-
-        let q = self.apply_rotary_emb(&q, cache)?;
-        let k = self.apply_rotary_emb(&k, cache)?;
-
-        let options = AttentionOptions::causal(1f32 / (self.head_dim as f32).sqrt());
-        let y = step.attend(block_idx, &q, &k, &v, &options)?;
-        let y = y.reshape(&[b_sz, seq_len, hidden_size])?;
-        let y = self.o_proj.forward(&y)?;
-        Ok(y)
+        let (batch, tokens, hidden) = x.dims3()?;
+        let rows = |x: Tensor, heads: usize| x.reshape((batch, tokens, heads, self.head_dim));
+        let q = rows(self.q_proj.forward(x)?, self.heads)?;
+        let k = rows(self.k_proj.forward(x)?, self.kv_heads)?;
+        let v = rows(self.v_proj.forward(x)?, self.kv_heads)?.squeeze(0)?;
+        let (q, k) = (rope.apply(&q)?.squeeze(0)?, rope.apply(&k)?.squeeze(0)?);
+        let options = AttentionOptions::causal(1.0 / (self.head_dim as f32).sqrt());
+        let y = step.attend(layer, &q, &k, &v, &options)?;
+        self.o_proj.forward(&y.reshape((batch, tokens, hidden))?)
     }
 
-    fn load(vb: VarBuilder, cfg: &Config) -> Result<Self> {
-        let span = tracing::span!(tracing::Level::TRACE, "attn");
-        let span_rot = tracing::span!(tracing::Level::TRACE, "attn-rot");
-        let size_in = cfg.hidden_size;
-        let size_q = (cfg.hidden_size / cfg.num_attention_heads) * cfg.num_attention_heads;
-        let size_kv = (cfg.hidden_size / cfg.num_attention_heads) * cfg.num_key_value_heads;
-        let q_proj = linear(size_in, size_q, vb.pp("q_proj"))?;
-        let k_proj = linear(size_in, size_kv, vb.pp("k_proj"))?;
-        let v_proj = linear(size_in, size_kv, vb.pp("v_proj"))?;
-        let o_proj = linear(size_q, size_in, vb.pp("o_proj"))?;
+    fn load(vb: VarBuilder<'_>, config: &Config) -> Result<Self> {
+        let (size, head_dim) =
+            (config.hidden_size, config.hidden_size / config.num_attention_heads);
+        let kv_size = head_dim * config.num_key_value_heads;
         Ok(Self {
-            q_proj,
-            k_proj,
-            v_proj,
-            o_proj,
-            num_attention_heads: cfg.num_attention_heads,
-            num_key_value_heads: cfg.num_key_value_heads,
-            head_dim: cfg.hidden_size / cfg.num_attention_heads,
-            span,
-            span_rot,
+            q_proj: linear(size, size, vb.pp("q_proj"))?,
+            k_proj: linear(size, kv_size, vb.pp("k_proj"))?,
+            v_proj: linear(size, kv_size, vb.pp("v_proj"))?,
+            o_proj: linear(size, size, vb.pp("o_proj"))?,
+            heads: config.num_attention_heads,
+            kv_heads: config.num_key_value_heads,
+            head_dim,
         })
     }
 }
 
-fn masked_fill(on_false: &Tensor, mask: &Tensor, on_true: f32) -> Result<Tensor> {
-    let shape = mask.shape();
-    let on_true = Tensor::new(on_true, on_false.device())?.broadcast_as(shape.dims())?;
-    let m = mask.where_cond(&on_true, on_false)?;
-    Ok(m)
-}
-
 #[derive(Debug, Clone)]
 struct Mlp {
-    c_fc1: Linear,
-    c_fc2: Linear,
-    c_proj: Linear,
-    span: tracing::Span,
+    gate: Linear,
+    up: Linear,
+    down: Linear,
 }
 
 impl Mlp {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let _enter = self.span.enter();
-        let x = (candle_nn::ops::silu(&self.c_fc1.forward(x)?)? * self.c_fc2.forward(x)?)?;
-        self.c_proj.forward(&x)
+        let gate = candle_nn::ops::silu(&self.gate.forward(x)?)?;
+        self.down.forward(&(gate * self.up.forward(x)?)?)
     }
 
-    fn load(vb: VarBuilder, cfg: &Config) -> Result<Self> {
-        let span = tracing::span!(tracing::Level::TRACE, "mlp");
-        let h_size = cfg.hidden_size;
-        let i_size = cfg.intermediate_size;
-        let c_fc1 = linear(h_size, i_size, vb.pp("gate_proj"))?;
-        let c_fc2 = linear(h_size, i_size, vb.pp("up_proj"))?;
-        let c_proj = linear(i_size, h_size, vb.pp("down_proj"))?;
+    fn load(vb: VarBuilder<'_>, config: &Config) -> Result<Self> {
+        let (size, inner) = (config.hidden_size, config.intermediate_size);
         Ok(Self {
-            c_fc1,
-            c_fc2,
-            c_proj,
-            span,
+            gate: linear(size, inner, vb.pp("gate_proj"))?,
+            up: linear(size, inner, vb.pp("up_proj"))?,
+            down: linear(inner, size, vb.pp("down_proj"))?,
         })
     }
 }
 
 #[derive(Debug, Clone)]
 struct Block {
-    rms_1: RmsNorm,
-    attn: CausalSelfAttention,
-    rms_2: RmsNorm,
+    input_norm: RmsNorm,
+    attention: Attention,
+    mlp_norm: RmsNorm,
     mlp: Mlp,
-    span: tracing::Span,
 }
 
 impl Block {
     fn forward(
         &self,
         x: &Tensor,
-        block_idx: usize,
-        cache: &Cache,
+        layer: usize,
+        rope: &Rope,
         step: &CandleStep<'_>,
     ) -> Result<Tensor> {
-        let _enter = self.span.enter();
-        let residual = x;
-        let x = self.rms_1.forward(x)?;
-        let x = (self.attn.forward(&x, block_idx, cache, step)? + residual)?;
-        let residual = &x;
-        let x = (self.mlp.forward(&self.rms_2.forward(&x)?)? + residual)?;
-        Ok(x)
+        let x = (self.attention.forward(&self.input_norm.forward(x)?, layer, rope, step)? + x)?;
+        self.mlp.forward(&self.mlp_norm.forward(&x)?)? + x
     }
 
-    fn load(vb: VarBuilder, cfg: &Config) -> Result<Self> {
-        let span = tracing::span!(tracing::Level::TRACE, "block");
-        let attn = CausalSelfAttention::load(vb.pp("self_attn"), cfg)?;
-        let mlp = Mlp::load(vb.pp("mlp"), cfg)?;
-        let rms_1 = RmsNorm::new(cfg.hidden_size, cfg.rms_norm_eps, vb.pp("input_layernorm"))?;
-        let rms_2 = RmsNorm::new(
-            cfg.hidden_size,
-            cfg.rms_norm_eps,
-            vb.pp("post_attention_layernorm"),
-        )?;
+    fn load(vb: VarBuilder<'_>, config: &Config) -> Result<Self> {
+        let norm = |name: &str| RmsNorm::new(config.hidden_size, config.rms_norm_eps, vb.pp(name));
         Ok(Self {
-            rms_1,
-            attn,
-            rms_2,
-            mlp,
-            span,
+            input_norm: norm("input_layernorm")?,
+            attention: Attention::load(vb.pp("self_attn"), config)?,
+            mlp_norm: norm("post_attention_layernorm")?,
+            mlp: Mlp::load(vb.pp("mlp"), config)?,
         })
     }
 }
 
+/// A Llama. One serves any number of conversations, which are sequences of the cache.
 #[derive(Debug, Clone)]
-pub struct Llama {
-    wte: Embedding,
+pub(crate) struct Llama {
+    embedding: Embedding,
     blocks: Vec<Block>,
-    ln_f: RmsNorm,
-    lm_head: Linear,
+    norm: RmsNorm,
+    head: Linear,
+    rope: Rope,
 }
 
 impl Llama {
-    // required by LLaVA
-    pub fn embed(&self, x: &Tensor) -> Result<Tensor> {
-        self.wte.forward(x)
-    }
-    // required by LLaVA
-    pub fn forward_input_embed(
-        &self,
-        input_embed: &Tensor,
-        cache: &Cache,
-        step: &CandleStep<'_>,
-    ) -> Result<Tensor> {
-        let cache = &cache.at(step)?;
-        let mut x = input_embed.clone();
-        for (block_idx, block) in self.blocks.iter().enumerate() {
-            x = block.forward(&x, block_idx, cache, step)?;
+    /// Takes the token ids of a step, `[1, tokens]`: those of the first sequence, then those of the
+    /// next. Returns the logits after the last token of each sequence, `[sequences, vocab]`.
+    pub(crate) fn forward(&self, ids: &Tensor, step: &CandleStep<'_>) -> Result<Tensor> {
+        let rope = self.rope.of(step)?;
+        let mut x = self.embedding.forward(ids)?;
+        for (layer, block) in self.blocks.iter().enumerate() {
+            x = block.forward(&x, layer, &rope, step)?;
         }
-        let x = self.ln_f.forward(&x)?;
-        let x = x.index_select(step.last_rows(), 1)?.squeeze(0)?;
-        let logits = self.lm_head.forward(&x)?;
-        logits.to_dtype(DType::F32)
+        let last = self.norm.forward(&x)?.index_select(step.last_rows(), 1)?.squeeze(0)?;
+        self.head.forward(&last)?.to_dtype(DType::F32)
     }
 
-    pub fn forward(&self, x: &Tensor, cache: &Cache, step: &CandleStep<'_>) -> Result<Tensor> {
-        let cache = &cache.at(step)?;
-        let mut x = self.wte.forward(x)?;
-        for (block_idx, block) in self.blocks.iter().enumerate() {
-            x = block.forward(&x, block_idx, cache, step)?;
-        }
-        let x = self.ln_f.forward(&x)?;
-        let x = x.index_select(step.last_rows(), 1)?.squeeze(0)?;
-        let logits = self.lm_head.forward(&x)?;
-        logits.to_dtype(DType::F32)
-    }
-
-    pub fn load(vb: VarBuilder, cfg: &Config) -> Result<Self> {
-        let wte = embedding(cfg.vocab_size, cfg.hidden_size, vb.pp("model.embed_tokens"))?;
-        let lm_head = if cfg.tie_word_embeddings {
-            Linear::from_weights(wte.embeddings().clone(), None)
+    pub(crate) fn load(vb: VarBuilder<'_>, config: &Config) -> Result<Self> {
+        let (vocab, size) = (config.vocab_size, config.hidden_size);
+        let embedding = embedding(vocab, size, vb.pp("model.embed_tokens"))?;
+        let head = if config.tie_word_embeddings {
+            Linear::from_weights(embedding.embeddings().clone(), None)
         } else {
-            linear(cfg.hidden_size, cfg.vocab_size, vb.pp("lm_head"))?
+            linear(size, vocab, vb.pp("lm_head"))?
         };
-        let ln_f = RmsNorm::new(cfg.hidden_size, cfg.rms_norm_eps, vb.pp("model.norm"))?;
-        let blocks: Vec<_> = (0..cfg.num_hidden_layers)
-            .map(|i| Block::load(vb.pp(format!("model.layers.{i}")), cfg))
-            .collect::<Result<_>>()?;
-
+        let block = |layer| Block::load(vb.pp(format!("model.layers.{layer}")), config);
         Ok(Self {
-            wte,
-            blocks,
-            ln_f,
-            lm_head,
+            embedding,
+            blocks: (0..config.num_hidden_layers).map(block).collect::<Result<_>>()?,
+            norm: RmsNorm::new(size, config.rms_norm_eps, vb.pp("model.norm"))?,
+            head,
+            rope: Rope::new(vb.dtype(), config, vb.device())?,
         })
     }
 }

@@ -10,14 +10,6 @@
 //! fault below changes logits by 0.08 or more.
 #![expect(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 mod decoder;
-#[rustfmt::skip]
-#[allow(warnings, reason = "kept as candle-transformers has it")]
-#[path = "../../examples/gemma3/model.rs"]
-mod gemma3_port;
-#[rustfmt::skip]
-#[allow(warnings, reason = "kept as candle-transformers has it")]
-#[path = "../../examples/mistral/model.rs"]
-mod mistral_port;
 mod recorded;
 
 use candle_core::{DType, Device, Result, Tensor};
@@ -225,35 +217,6 @@ fn a_wider_window_no_cap_and_no_sink_logits_are_far_from_the_recorded_logits() {
     }
 }
 
-/// The ports of candle's models among the examples read windows as transformers does.
-#[test]
-fn ported_models_have_the_logits_of_transformers() {
-    let recorded = Recorded::read("mistral");
-    let model = mistral_port::Model::new(&config(&recorded), weights(&recorded)).unwrap();
-    assert_port(&recorded, |ids, step| model.forward(ids, step));
-
-    let recorded = Recorded::read("gemma3_text");
-    let model = gemma3_port::Model::new(false, &config(&recorded), weights(&recorded)).unwrap();
-    assert_port(&recorded, |ids, step| model.forward(ids, step));
-}
-
-#[track_caller]
-fn assert_port(recorded: &Recorded, model: impl Fn(&Tensor, &CandleStep<'_>) -> Result<Tensor>) {
-    let sequences: Vec<_> = recorded.sequences.iter().collect();
-    for frees_blocks in [false, true] {
-        let mut cache = cache(recorded, frees_blocks);
-        let logits = run(&mut cache, &sequences, usize::MAX, |tokens, step, _| {
-            model(&Tensor::new(tokens, &Device::Cpu)?.unsqueeze(0)?, step)
-        });
-        for (sequence, logits) in sequences.iter().zip(&logits) {
-            let expected = &sequence.logits[sequence.prompt_len - 1..];
-            let worst = largest(differences(logits, expected));
-            let Recorded { name, tolerance, .. } = recorded;
-            assert!(worst <= *tolerance, "{name}: {worst} apart, {tolerance} allowed");
-        }
-    }
-}
-
 /// candle's own Mistral, whose window is another one: a prompt sees one key more, and decoding sees
 /// all keys. So it is no reference for windows; this test says when that has changed.
 #[test]
@@ -299,13 +262,7 @@ fn of_candle(recorded: &Recorded, sequence: &Sequence) -> Result<Vec<Vec<f32>>> 
 fn config<T: DeserializeOwned>(recorded: &Recorded) -> T {
     let mut config = recorded.config.clone();
     let angles = config["rope_parameters"].clone();
-    if recorded.name == "gemma3_text" {
-        config["rope_theta"] = angles["full_attention"]["rope_theta"].clone();
-        config["rope_local_base_freq"] = angles["sliding_attention"]["rope_theta"].clone();
-        config["sliding_window_pattern"] = 2.into();
-    } else {
-        config["rope_theta"] = angles["rope_theta"].clone();
-    }
+    config["rope_theta"] = angles["rope_theta"].clone();
     serde_json::from_value(config).unwrap()
 }
 

@@ -70,17 +70,6 @@ CASES = {
         final_logit_softcapping=20.0,
     ),
     # Every other layer has the window and other angles; the scale is not that of the head.
-    "gemma3_text": Gemma3TextConfig(
-        **{
-            **SMALL,
-            "rope_parameters": {
-                "sliding_attention": SMALL["rope_parameters"],
-                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
-            },
-        },
-        query_pre_attn_scalar=4,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-    ),
     # Every other layer has the window, all have sink logits; one expert.
     "gpt_oss": GptOssConfig(**SMALL, num_local_experts=1, num_experts_per_tok=1),
 }

@@ -3,25 +3,24 @@ use kv_candle::Error;
 use kv_candle::kv::error::CacheError;
 use kv_candle::kv::{KvFormat, SequenceId, StartOptions, StepInput};
 
-use crate::models::{self, SHORT, Shape, text};
+use crate::models::{self, text};
 use crate::parity::{assert_close, tolerance};
 use crate::run::{Ported, apart, as_candle, largest, run};
 
 /// candle#1918, candle#2937, candle-vllm#6: the first prompt left its shapes behind.
 #[test]
 fn a_second_prompt_on_one_model_breaks() {
-    for model in models::all(SHORT) {
-        let tolerance = tolerance(&model);
-        let mut ported = Ported::new(&model, KvFormat::F32, 32);
-        ported.one(0, &text(1, 20));
-        ported.one(0, &text(2, 1));
-        let second = text(3, 9);
-        let got = ported.one(1, &second);
-        let expected = as_candle((model.theirs)(), &second, 9);
-        assert_close(model.name, &[got], &expected, tolerance);
-    }
+    let model = models::llama();
+    let tolerance = tolerance();
+    let mut ported = Ported::new(&model, KvFormat::F32, 32);
+    ported.one(0, &text(1, 20));
+    ported.one(0, &text(2, 1));
+    let second = text(3, 9);
+    let got = ported.one(1, &second);
+    let expected = as_candle((model.theirs)(), &second, 9);
+    assert_close("llama", &[got], &expected, tolerance);
     // What the issue shows: the mask is that of the second prompt, the keys are of both.
-    let mut theirs = (models::qwen2_model(SHORT).theirs)();
+    let mut theirs = (model.theirs)();
     run(&mut theirs, &text(1, 20), 0).unwrap();
     assert!(run(&mut theirs, &text(3, 9), 0).is_err());
 }
@@ -29,117 +28,85 @@ fn a_second_prompt_on_one_model_breaks() {
 /// candle#2108, candle#3743: the mask was that of the chunk, the keys were those of everything.
 #[test]
 fn a_prompt_in_chunks_fails() {
-    for model in models::all(SHORT) {
-        let tolerance = tolerance(&model);
-        let prompt = text(4, 40);
-        let mut ported = Ported::new(&model, KvFormat::F32, 32);
-        let mut rest = prompt.as_slice();
-        let mut got = Vec::new();
-        for chunk in [7, 1, 16, 3, 13] {
-            let (now, later) = rest.split_at(chunk);
-            got = ported.one(0, now);
-            rest = later;
-        }
-        assert!(rest.is_empty());
-        let expected = as_candle((model.theirs)(), &prompt, 40);
-        assert_close(model.name, &[got], &expected, tolerance);
+    let model = models::llama();
+    let tolerance = tolerance();
+    let prompt = text(4, 40);
+    let mut ported = Ported::new(&model, KvFormat::F32, 32);
+    let mut rest = prompt.as_slice();
+    let mut got = Vec::new();
+    for chunk in [7, 1, 16, 3, 13] {
+        let (now, later) = rest.split_at(chunk);
+        got = ported.one(0, now);
+        rest = later;
     }
+    assert!(rest.is_empty());
+    let expected = as_candle((model.theirs)(), &prompt, 40);
+    assert_close("llama", &[got], &expected, tolerance);
 }
 
 /// candle#3236: the mask of a second turn was wrong, and K and V could not be kept for a third.
 #[test]
 fn turn_two_after_a_cached_history_is_wrong() {
-    for model in models::all(SHORT) {
-        let tolerance = tolerance(&model);
-        let talk = text(5, 60);
-        let mut ported = Ported::new(&model, KvFormat::F32, 64);
-        ported.one(0, &talk[..12]);
-        for token in &talk[12..20] {
-            ported.one(0, &[*token]);
-        }
-        // The second turn is tried twice: once in a fork, and once after that fork is dropped.
-        let kv = ported.cache.kv_mut();
-        kv.fork(SequenceId(0), SequenceId(1)).unwrap();
-        let first = ported.one(1, &talk[20..45]);
-        ported.cache.kv_mut().release(SequenceId(1)).unwrap();
-        let second = ported.one(0, &talk[20..45]);
-        assert_eq!(first, second, "{}", model.name);
-        // A turn that is taken back, and another in its place.
-        ported.cache.kv_mut().truncate(SequenceId(0), 20).unwrap();
-        let other: Vec<_> = talk[..20].iter().chain(&talk[45..]).copied().collect();
-        let third = ported.one(0, &talk[45..]);
-        for (got, text) in [(second, &talk[..45]), (third, &other)] {
-            let expected = as_candle((model.theirs)(), text, text.len());
-            assert_close(model.name, &[got], &expected, tolerance);
-        }
+    let model = models::llama();
+    let tolerance = tolerance();
+    let talk = text(5, 60);
+    let mut ported = Ported::new(&model, KvFormat::F32, 64);
+    ported.one(0, &talk[..12]);
+    for token in &talk[12..20] {
+        ported.one(0, &[*token]);
+    }
+    // The second turn is tried twice: once in a fork, and once after that fork is dropped.
+    let kv = ported.cache.kv_mut();
+    kv.fork(SequenceId(0), SequenceId(1)).unwrap();
+    let first = ported.one(1, &talk[20..45]);
+    ported.cache.kv_mut().release(SequenceId(1)).unwrap();
+    let second = ported.one(0, &talk[20..45]);
+    assert_eq!(first, second);
+    // A turn that is taken back, and another in its place.
+    ported.cache.kv_mut().truncate(SequenceId(0), 20).unwrap();
+    let other: Vec<_> = talk[..20].iter().chain(&talk[45..]).copied().collect();
+    let third = ported.one(0, &talk[45..]);
+    for (got, text) in [(second, &talk[..45]), (third, &other)] {
+        let expected = as_candle((model.theirs)(), text, text.len());
+        assert_close("llama", &[got], &expected, tolerance);
     }
 }
 
 /// candle#3879: the mask ignored the batch. Its positions are one number for a batch.
 #[test]
 fn a_batch_of_two_lengths_cannot_be_said() {
-    for model in models::all(SHORT) {
-        let tolerance = tolerance(&model);
-        let [long, short] = [text(6, 31), text(7, 4)];
-        let mut ported = Ported::new(&model, KvFormat::F32, 32);
-        let got = ported.step(&[(0, &long[..30]), (1, &short[..3])]);
-        let more = ported.step(&[(0, &long[30..]), (1, &short[3..])]);
-        for (at, text) in [&long, &short].into_iter().enumerate() {
-            let expected = as_candle((model.theirs)(), text, text.len() - 1);
-            let got = [got[at].clone(), more[at].clone()];
-            assert_close(model.name, &got, &expected, tolerance);
-        }
+    let model = models::llama();
+    let tolerance = tolerance();
+    let [long, short] = [text(6, 31), text(7, 4)];
+    let mut ported = Ported::new(&model, KvFormat::F32, 32);
+    let got = ported.step(&[(0, &long[..30]), (1, &short[..3])]);
+    let more = ported.step(&[(0, &long[30..]), (1, &short[3..])]);
+    for (at, text) in [&long, &short].into_iter().enumerate() {
+        let expected = as_candle((model.theirs)(), text, text.len() - 1);
+        let got = [got[at].clone(), more[at].clone()];
+        assert_close("llama", &got, &expected, tolerance);
     }
 }
 
 /// candle#3901: the cache sat in the layers, so that a model served one conversation.
 #[test]
 fn nobody_can_reset_the_cache() {
-    for model in models::all(SHORT) {
-        let mut ported = Ported::new(&model, KvFormat::F32, 32);
-        let prompt = text(8, 25);
-        let fresh = ported.one(0, &prompt);
-        ported.step(&[(0, &[1]), (1, &[2, 3])]);
-        ported.cache.kv_mut().reset().unwrap();
-        let usage = ported.cache.kv().state().usage();
-        assert_eq!((usage.sequences, usage.tokens, usage.blocks_used), (0, 0, 0));
-        assert_eq!(ported.one(0, &prompt), fresh, "{}", model.name);
-    }
-}
-
-/// mistral.rs#1521, mistral.rs#640: memory grew with the text. A sequence with a window holds the
-/// blocks of its window, so that a pool of 256 tokens is enough for 10,000.
-#[test]
-fn memory_grows_with_a_text_of_ten_thousand_tokens() {
-    const TOKENS: usize = 10_000;
-    let model = models::mistral_model(Shape { positions: TOKENS, window: Some(100) });
-    let mut ported = Ported::new(&model, KvFormat::F32, 64);
-    let all = text(9, TOKENS);
-    let (mut done, mut last) = (0, Vec::new());
-    // Parts of a prompt, and decoded tokens between them.
-    for new in [120, 1, 1, 1].into_iter().cycle() {
-        last = ported.one(0, &all[done..done + new.min(TOKENS - done)]);
-        done += new.min(TOKENS - done);
-        // The window, the new tokens, and a block that both only begin.
-        let held = ported.cache.kv().state().usage().blocks_used;
-        assert!(held <= (100 + 120) / 4 + 1, "{held} blocks after {done} tokens");
-        if done == TOKENS {
-            break;
-        }
-    }
-    assert_eq!(ported.cache.kv().state().seq_len(SequenceId(0)), Some(10_000));
-    // Three layers see 100 tokens each: what lies before the last 300 has no part in the result.
-    let short = Ported::new(&model, KvFormat::F32, 128).one(0, &all[..400]);
-    let mut again = Ported::new(&model, KvFormat::F32, 64);
-    all[..400].chunks(100).for_each(|part| last = again.one(0, part));
-    assert_close("mistral", &[last], &[short], tolerance(&model));
+    let model = models::llama();
+    let mut ported = Ported::new(&model, KvFormat::F32, 32);
+    let prompt = text(8, 25);
+    let fresh = ported.one(0, &prompt);
+    ported.step(&[(0, &[1]), (1, &[2, 3])]);
+    ported.cache.kv_mut().reset().unwrap();
+    let usage = ported.cache.kv().state().usage();
+    assert_eq!((usage.sequences, usage.tokens, usage.blocks_used), (0, 0, 0));
+    assert_eq!(ported.one(0, &prompt), fresh);
 }
 
 /// mistral.rs#44, candle#2070: no limit holds. A pool does not grow: a step that needs more blocks
 /// than it has changes nothing, and blocks of texts that have ended serve the next.
 #[test]
 fn memory_grows_over_many_texts() {
-    let model = models::llama_model(SHORT);
+    let model = models::llama();
     let mut ported = Ported::new(&model, KvFormat::F32, 32);
     let bytes = ported.cache.kv().state().spec().memory().bytes_total;
     assert_eq!(bytes, 128 * 3 * 2 * 2 * 8 * 4, "tokens, layers, K and V, heads, dim, bytes of f32");
@@ -151,7 +118,7 @@ fn memory_grows_over_many_texts() {
         tokens += 121;
         if tokens > 10_000 {
             let expected = as_candle((model.theirs)(), &prompt, 120);
-            assert_close("llama", &[logits], &expected, tolerance(&model));
+            assert_close("llama", &[logits], &expected, tolerance());
             break;
         }
         ported.cache.kv_mut().release(SequenceId(request)).unwrap();
@@ -171,23 +138,22 @@ fn memory_grows_over_many_texts() {
 /// are not evenly spaced.
 #[test]
 fn the_cache_has_sixteen_bits_a_value_or_more() {
-    for model in models::all(SHORT) {
-        let text = text(10, 60);
-        let run = |format: &str| {
-            let mut ported = Ported::new(&model, format.parse().unwrap(), 32);
-            let mut logits = vec![ported.one(0, &text[..40])];
-            logits.extend(text[40..].iter().map(|token| ported.one(0, &[*token])));
-            (logits, ported.cache.kv().state().spec().memory().bytes_per_token)
-        };
-        let (full, bytes) = run("f32");
-        let (eight, bytes_of_8) = run("int8");
-        let (four, bytes_of_4) = run("l4");
-        let error = |got: &[_]| apart(got, &full) / largest(&full);
-        let (eight, four) = (error(&eight), error(&four));
-        println!("{}: {eight:.1e} of the largest logit by 8 bits, {four:.1e} by 4", model.name);
-        // A row of 8 values and its scale in 16 bits.
-        assert_eq!((bytes_of_8 * 32, bytes_of_4 * 32), (bytes * 10, bytes * 6));
-        assert!(eight > tolerance(&model) && eight < 6.0 / 254.0, "{}: {eight}", model.name);
-        assert!(four > eight && four < 2.0 * 16.0 * eight, "{}: {four}, {eight}", model.name);
-    }
+    let model = models::llama();
+    let text = text(10, 60);
+    let run = |format: &str| {
+        let mut ported = Ported::new(&model, format.parse().unwrap(), 32);
+        let mut logits = vec![ported.one(0, &text[..40])];
+        logits.extend(text[40..].iter().map(|token| ported.one(0, &[*token])));
+        (logits, ported.cache.kv().state().spec().memory().bytes_per_token)
+    };
+    let (full, bytes) = run("f32");
+    let (eight, bytes_of_8) = run("int8");
+    let (four, bytes_of_4) = run("l4");
+    let error = |got: &[_]| apart(got, &full) / largest(&full);
+    let (eight, four) = (error(&eight), error(&four));
+    println!("{eight:.1e} of the largest logit by 8 bits, {four:.1e} by 4");
+    // A row of 8 values and its scale in 16 bits.
+    assert_eq!((bytes_of_8 * 32, bytes_of_4 * 32), (bytes * 10, bytes * 6));
+    assert!(eight > tolerance() && eight < 6.0 / 254.0, "{eight}");
+    assert!(four > eight && four < 2.0 * 16.0 * eight, "{four}, {eight}");
 }

@@ -1,30 +1,18 @@
-//! The examples over folders with random weights, against greedy decoding by candle-transformers.
+//! The example over folders with random weights, against greedy decoding by candle-transformers.
 use std::fs;
 use std::path::Path;
 
-use anyhow::Result;
 use clap::Parser;
 use kv_candle::kv::KvFormat;
 use tempfile::TempDir;
 use tokenizers::Tokenizer;
 
-use crate::models::{self, Model, Shape};
+use crate::llama;
+use crate::models::{self, Model};
 use crate::run::run;
-use crate::{gemma3, llama, mistral, phi3, qwen3};
 
 const PROMPT: &str = "Lily and Ben went to the park";
 const NEW: usize = 20;
-
-/// A run of an example with these arguments.
-type Example = fn(&[String]) -> Result<String>;
-
-const EXAMPLES: [(&str, Example); 5] = [
-    ("llama", |args| llama::run(&Parser::parse_from(args))),
-    ("qwen3", |args| qwen3::run(&Parser::parse_from(args))),
-    ("phi3", |args| phi3::run(&Parser::parse_from(args))),
-    ("mistral", |args| mistral::run(&Parser::parse_from(args))),
-    ("gemma3", |args| gemma3::run(&Parser::parse_from(args))),
-];
 
 fn tokenizer() -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/stories260K/tokenizer.json")
@@ -46,17 +34,13 @@ fn arguments(folder: &Path, more: &[&str]) -> Vec<String> {
     given.iter().chain(more).map(|word| (*word).to_owned()).collect()
 }
 
-/// Continues a text by candle's model, which computes everything again for each token, because its
-/// window is wrong otherwise. candle's phi3 has no window.
+/// Continues a text by candle's model, which computes everything again for each token.
 fn as_candle(model: &Model, prompt: &str) -> String {
     let tokenizer = Tokenizer::from_file(tokenizer()).unwrap();
     let mut tokens = tokenizer.encode(prompt, true).unwrap().get_ids().to_vec();
     let before = tokenizer.decode(&tokens, false).unwrap();
     for _ in 0..NEW {
-        let logits = match model.name {
-            "phi3" => (model.exact)(&tokens).pop().unwrap(),
-            _ => run(&mut (model.theirs)(), &tokens, 0).unwrap(),
-        };
+        let logits = run(&mut (model.theirs)(), &tokens, 0).unwrap();
         let best = (0_u32..).zip(logits).max_by(|(_, one), (_, other)| one.total_cmp(other));
         tokens.push(best.unwrap().0);
     }
@@ -65,20 +49,18 @@ fn as_candle(model: &Model, prompt: &str) -> String {
 }
 
 #[test]
-fn every_example_prints_the_text_of_candle() {
-    let models = models::all(Shape { positions: 64, window: Some(6) });
-    for (name, example) in EXAMPLES {
-        let model = models.iter().find(|model| model.name == name).unwrap();
-        let folder = folder(model);
-        let text = example(&arguments(folder.path(), &["--prompt", PROMPT])).unwrap();
-        assert_eq!(text, as_candle(model, PROMPT), "{name}");
-        assert!(text.len() > PROMPT.len(), "{name}");
-    }
+fn the_example_prints_the_text_of_candle() {
+    let model = models::llama();
+    let folder = folder(&model);
+    let given = arguments(folder.path(), &["--prompt", PROMPT]);
+    let text = llama::run(&Parser::parse_from(given)).unwrap();
+    assert_eq!(text, as_candle(&model, PROMPT));
+    assert!(text.len() > PROMPT.len());
 }
 
 #[test]
 fn requests_of_a_file_are_answered_in_their_order() {
-    let model = models::llama_model(models::SHORT);
+    let model = models::llama();
     let folder = folder(&model);
     let file = folder.path().join("requests.txt");
     let requests = ["One day", PROMPT, "The dog", "He ran"];
@@ -94,7 +76,7 @@ fn requests_of_a_file_are_answered_in_their_order() {
 
 #[test]
 fn a_folder_that_is_wrong_is_said_with_its_file() {
-    let model = models::llama_model(models::SHORT);
+    let model = models::llama();
     for (file, content, words) in [
         ("config.json", None, "config.json: No such file"),
         ("config.json", Some("{\"hidden_size\": 32}"), "config.json: missing field"),
@@ -114,7 +96,7 @@ fn a_folder_that_is_wrong_is_said_with_its_file() {
         let error = format!("{error:#}");
         assert!(error.contains(words), "{file}, {content:?}: {error}");
     }
-    let mut fewer = models::llama_model(models::SHORT);
+    let mut fewer = models::llama();
     fewer.tensors.remove("model.layers.1.mlp.up_proj.weight").unwrap();
     let folder = folder(&fewer);
     let error = llama::run(&Parser::parse_from(arguments(folder.path(), &[]))).unwrap_err();

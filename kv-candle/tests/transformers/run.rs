@@ -1,4 +1,4 @@
-//! Runs both forms of a model over the same tokens.
+//! Runs both forms of the model over the same tokens.
 use candle_core::{DType, Device, Tensor};
 use kv_candle::CandleCache;
 use kv_candle::kv::{KvFormat, SequenceId, StartOptions, StepInput};
@@ -17,11 +17,7 @@ pub(crate) struct Ported<'m> {
 impl<'m> Ported<'m> {
     /// Makes a cache of `blocks` blocks of 4 tokens.
     pub(crate) fn new(model: &'m Model, format: KvFormat, blocks: u32) -> Self {
-        let mut spec = model.spec.clone().format(format).paged(4, blocks);
-        if let (layers @ [_, ..], left) = model.windowed {
-            spec = spec.group(layers.iter().copied(), |group| group.window_left(left));
-        }
-        let spec = spec.build().unwrap();
+        let spec = model.spec.clone().format(format).paged(4, blocks).build().unwrap();
         Self { model, cache: CandleCache::new(&Device::Cpu, spec).unwrap() }
     }
 
@@ -40,7 +36,7 @@ impl<'m> Ported<'m> {
         let step = self.cache.step(&inputs).unwrap();
         let ids = Tensor::new(ids, &Device::Cpu).unwrap().unsqueeze(0).unwrap();
         let logits = (self.model.ours)(&ids, &step).unwrap();
-        assert_eq!(step.copies(), 0, "{} copied tensors", self.model.name);
+        assert_eq!(step.copies(), 0, "copied tensors");
         step.commit().unwrap();
         let logits = logits.to_dtype(DType::F64).unwrap();
         assert_eq!(logits.dim(0).unwrap(), new.len());

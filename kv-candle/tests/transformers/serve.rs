@@ -2,13 +2,14 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::Tensor;
+use candle_transformers::models::llama::LlamaConfig;
 use kv_candle::CandleStep;
 use kv_candle::kv::KvFormat;
 
 use crate::llama::common::generate::{Limits, generate};
 use crate::llama::common::{Folder, Geometry, open_cache};
-use crate::llama::model::{Cache, Llama, LlamaConfig};
+use crate::llama::model::Llama;
 use crate::llama::serve;
 
 const SYSTEM: &str = "Once upon a time, in a small town near the sea, there was a little girl \
@@ -24,9 +25,8 @@ fn sixty_four_requests_at_once_are_each_request_alone() {
     let folder = folder.unwrap();
     let config = folder.config::<LlamaConfig>().unwrap().into_config(false);
     let llama = Llama::load(folder.weights().unwrap(), &config).unwrap();
-    let rope = Cache::new(DType::F32, &config, &Device::Cpu).unwrap();
     let model = |ids: &Tensor, step: &CandleStep<'_>| {
-        let logits = llama.forward(ids, &rope, step)?;
+        let logits = llama.forward(ids, step)?;
         assert_eq!((logits.dim(0)?, step.copies()), (step.last_rows().dim(0)?, 0));
         Ok(logits)
     };
@@ -45,7 +45,7 @@ fn sixty_four_requests_at_once_are_each_request_alone() {
     let geometry = Geometry {
         kv_heads: config.num_key_value_heads,
         head_dim: config.hidden_size / config.num_attention_heads,
-        windows: vec![None; config.num_hidden_layers],
+        layers: config.num_hidden_layers,
     };
     let longest = prompts.iter().map(|prompt| limits.longest(prompt)).max().unwrap();
     let mut alone = open_cache(&geometry, KvFormat::F32, 1, longest).unwrap();

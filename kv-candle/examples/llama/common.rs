@@ -1,8 +1,7 @@
-//! What the examples share: the command line, a model's folder, and greedy decoding.
+//! Parts of the example: the command line, a model's folder, and greedy decoding.
 pub(crate) mod folder;
 pub(crate) mod generate;
 
-use std::collections::BTreeSet;
 use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -18,7 +17,7 @@ use kv_candle::{CandleCache, CandleStep};
 pub(crate) use folder::Folder;
 use generate::generate;
 
-/// Options of every example.
+/// Options of the example.
 #[derive(Debug, Clone, Parser)]
 pub(crate) struct Options {
     /// Directory with config.json, model.safetensors (or its index and shards) and tokenizer.json
@@ -50,13 +49,12 @@ pub(crate) trait Model: Fn(&Tensor, &CandleStep<'_>) -> candle_core::Result<Tens
 
 impl<F: Fn(&Tensor, &CandleStep<'_>) -> candle_core::Result<Tensor>> Model for F {}
 
-/// The layers of a model, as its cache needs them.
+/// The layers of a model, which its cache needs to know.
 #[derive(Debug, Clone)]
 pub(crate) struct Geometry {
     pub(crate) kv_heads: usize,
     pub(crate) head_dim: usize,
-    /// The sliding window of each layer: the tokens that a query sees, its own included.
-    pub(crate) windows: Vec<Option<usize>>,
+    pub(crate) layers: usize,
 }
 
 impl Geometry {
@@ -69,8 +67,8 @@ impl Geometry {
     ) -> anyhow::Result<CacheSpec> {
         // Formats of few bits lose least if the first tokens, which all others attend to, keep 16.
         let full_precision = if format.is_for_transformed() { 4 } else { 0 };
-        let mut builder = CacheSpec::builder()
-            .layers(self.windows.len().try_into().context("too many layers")?)
+        let builder = CacheSpec::builder()
+            .layers(self.layers.try_into().context("too many layers")?)
             .kv_heads(self.kv_heads.try_into().context("too many heads")?)
             .head_dim(self.head_dim.try_into().context("too wide heads")?)
             .format(format)
@@ -79,19 +77,11 @@ impl Geometry {
             // The text of a sequence does not depend on those beside it.
             .determinism(Determinism::BatchInvariant)
             .paged(BLOCK_SIZE, blocks);
-        // Layers with a window keep no more tokens than it has.
-        for window in self.windows.iter().flatten().collect::<BTreeSet<_>>() {
-            let left = window.checked_sub(1).context("sliding_window is 0")?;
-            let left = left.try_into().context("sliding_window is too large")?;
-            let layers = (0..).zip(&self.windows).filter(|(_, own)| own.as_ref() == Some(window));
-            builder =
-                builder.group(layers.map(|(layer, _)| layer), |group| group.window_left(left));
-        }
         Ok(builder.build()?)
     }
 }
 
-/// Parses the command line, runs an example and prints its text; an error is one line.
+/// Parses the command line, runs the example and prints its text; an error is one line.
 #[expect(clippy::print_stderr, reason = "a program for a terminal")]
 pub(crate) fn main<O: Parser>(run: impl FnOnce(&O) -> anyhow::Result<String>) -> ExitCode {
     let message = match O::try_parse() {
