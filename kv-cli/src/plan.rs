@@ -1,9 +1,4 @@
 //! `kv plan`: the memory of a model's cache, without reading a weight.
-mod config;
-mod geometry;
-mod gguf;
-mod keys;
-mod layers;
 #[cfg(test)]
 mod tests;
 
@@ -14,14 +9,13 @@ use anyhow::{Context, bail};
 use kv::spec::GroupSpec;
 use kv::{CacheSpec, KvFormat};
 use kv_runner::gguf::is_further_part;
-use kv_runner::read_text;
 use kv_runner::stored::{Stored, bits_per_value};
+use kv_runner::{LayerGeometry, ModelGeometry};
 use serde::Serialize;
 
 use crate::args::PlanArgs;
 use crate::memory::Bytes;
 use crate::{bundled, output};
-use geometry::{Geometry, LayerKind};
 
 /// Tokens per sequence if the file does not give it.
 const CONTEXT: u32 = 2048;
@@ -89,7 +83,7 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
     let path = bundled::model_or_bundled(args.model.as_deref())?;
     let geometry = read(&path)?;
     let kinds = geometry.kinds();
-    let Geometry { architecture, num_layers, context, mut notes, .. } = geometry;
+    let ModelGeometry { architecture, num_layers, context, mut notes, .. } = geometry;
     if args.context.is_none() && context.is_none() {
         notes.push(format!("the file gives no context: {CONTEXT} tokens; --context N sets it"));
     }
@@ -139,18 +133,18 @@ fn latent_note(formats: &[Line]) -> String {
 }
 
 /// Reads a directory, a GGUF file or a `config.json`.
-fn read(path: &Path) -> anyhow::Result<Geometry> {
+fn read(path: &Path) -> anyhow::Result<ModelGeometry> {
     let file = if path.is_dir() { description(path)? } else { path.to_owned() };
     let is_gguf = file.extension().is_some_and(|ext| ext.eq_ignore_ascii_case("gguf"));
     if is_gguf || begins_with(&file, b"GGUF")? {
-        return gguf::read(&file);
+        return Ok(ModelGeometry::read_gguf(&file)?);
     }
     let describe = || file.display().to_string();
     let bytes = fs::metadata(&file).with_context(describe)?.len();
     if bytes > CONFIG_BYTES_MAX {
         bail!("{}: {bytes} bytes are neither a config.json nor a GGUF file", describe());
     }
-    config::parse(&read_text(&file)?).with_context(describe)
+    Ok(ModelGeometry::read_config(&file)?)
 }
 
 /// Returns the file of a directory that describes its model.
@@ -197,12 +191,12 @@ fn begins_with(path: &Path, magic: &[u8]) -> anyhow::Result<bool> {
 struct Plan<'a> {
     stored: &'a Stored,
     spec: CacheSpec,
-    kinds: &'a [(LayerKind, u32)],
+    kinds: &'a [(LayerGeometry, u32)],
 }
 
 impl<'a> Plan<'a> {
     fn new(
-        kinds: &'a [(LayerKind, u32)],
+        kinds: &'a [(LayerGeometry, u32)],
         block_size: u32,
         stored: &'a Stored,
     ) -> anyhow::Result<Self> {
@@ -226,7 +220,7 @@ impl<'a> Plan<'a> {
         Ok(Self { stored, spec: builder.build()?, kinds })
     }
 
-    fn groups(&self) -> impl Iterator<Item = (&GroupSpec, &LayerKind, u64)> {
+    fn groups(&self) -> impl Iterator<Item = (&GroupSpec, &LayerGeometry, u64)> {
         let kinds = self.spec.groups().iter().zip(self.kinds);
         kinds.map(|(group, (kind, layers))| (group, kind, u64::from(*layers)))
     }
@@ -287,7 +281,7 @@ impl<'a> Plan<'a> {
 }
 
 /// Returns the bytes that the layers of a kind need per token: for MLA, its K.
-fn bytes_per_token((group, kind, layers): (&GroupSpec, &LayerKind, u64)) -> u64 {
+fn bytes_per_token((group, kind, layers): (&GroupSpec, &LayerGeometry, u64)) -> u64 {
     let [k, v] = group.layouts();
     let block = if kind.is_latent {
         k.block_bytes()
@@ -299,8 +293,8 @@ fn bytes_per_token((group, kind, layers): (&GroupSpec, &LayerKind, u64)) -> u64 
 }
 
 impl Kind {
-    fn new(kind: LayerKind, layers: u32) -> Self {
-        let LayerKind { kv_heads, head_dim_k, head_dim_v, window, is_latent } = kind;
+    fn new(kind: LayerGeometry, layers: u32) -> Self {
+        let LayerGeometry { kv_heads, head_dim_k, head_dim_v, window, is_latent } = kind;
         Self { layers, kv_heads, head_dim_k, head_dim_v, window, latent: is_latent }
     }
 

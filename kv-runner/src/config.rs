@@ -1,6 +1,5 @@
 //! The configuration of a model, read from its `config.json` and checked before anything is built.
 mod file;
-mod object;
 mod rope;
 
 use std::fmt;
@@ -9,10 +8,11 @@ use std::path::Path;
 use kv::engine::Limits;
 
 use crate::error::{ConfigError, Error, InFile};
+use crate::geometry::{LayerGeometry, ModelGeometry, divide, non_zero};
 use crate::num::to_u64;
+use crate::object::Object;
 use crate::rope::{RopeConfig, Scaling};
 use crate::text_file::read_text;
-use object::Object;
 
 /// Architectures that [`Decoder`](crate::Decoder) runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -131,6 +131,17 @@ pub(crate) struct LayerKind {
     pub(crate) rotates: bool,
 }
 
+impl ModelGeometry {
+    /// Returns the settings of all layers, with their rotations.
+    pub(crate) fn layer_kinds(&self, rotates: impl IntoIterator<Item = bool>) -> Vec<LayerKind> {
+        let kind = |(layer, rotates): (&LayerGeometry, bool)| LayerKind {
+            window_left: layer.window.map(|window| window.saturating_sub(1)),
+            rotates,
+        };
+        self.layers.iter().zip(rotates).map(kind).collect()
+    }
+}
+
 /// Shape and constants of a decoder. Every count is at least 1, and heads divide evenly.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelConfig {
@@ -217,7 +228,7 @@ impl ModelConfig {
 
     /// Returns the number of layers.
     pub fn layers(&self) -> u16 {
-        // `check` limits the number of layers.
+        // A geometry has no more layers.
         u16::try_from(self.layer_kinds.len()).unwrap_or(u16::MAX)
     }
 
@@ -228,8 +239,7 @@ impl ModelConfig {
 
     /// Checks a configuration from any file format.
     pub(crate) fn check(self) -> Result<Self, ConfigError> {
-        bounded("head_dim", self.head_dim)?;
-        divide("rotary_dim", self.rope.rotary_dim, 2)?;
+        divide(("rotary_dim", self.rope.rotary_dim), PAIR)?;
         non_zero("rotary_dim", self.rope.rotary_dim)?;
         non_zero("max_position_embeddings", self.context)?;
         positive("rms_norm_eps", self.norm_eps)?;
@@ -261,35 +271,8 @@ fn positive(field: &'static str, got: f64) -> Result<f64, ConfigError> {
     }
 }
 
-/// Checks that a number is at least 1.
-pub(crate) fn non_zero(field: &'static str, n: u32) -> Result<u32, ConfigError> {
-    if n == 0 { Err(ConfigError::Zero { field }) } else { Ok(n) }
-}
-
-/// Checks that a number is at least 1, and small enough that products of a few fit into `u64`.
-fn bounded(field: &'static str, n: u32) -> Result<u32, ConfigError> {
-    let max = 1 << 20;
-    if n > max { Err(ConfigError::TooLarge { field, got: n, max }) } else { non_zero(field, n) }
-}
-
-/// Converts the number of layers to the cache's type.
-pub(crate) fn layers(field: &'static str, got: u32) -> Result<u16, ConfigError> {
-    let max = u32::from(u16::MAX);
-    u16::try_from(got).map_err(|_| ConfigError::TooLarge { field, got, max })
-}
-
-/// Divides `got` by `divisor`, which is a number of heads; fails on a remainder.
-pub(crate) fn divide(field: &'static str, got: u32, divisor: u32) -> Result<u32, ConfigError> {
-    let of = match field {
-        "hidden_size" => "num_attention_heads",
-        "num_attention_heads" => "num_key_value_heads",
-        _ => "the number of a pair,",
-    };
-    match (got.checked_div(divisor), got.checked_rem(divisor)) {
-        (Some(quotient), Some(0)) => Ok(quotient),
-        _ => Err(ConfigError::NotDivisible { field, got, of, divisor }),
-    }
-}
+/// The divisor of a rotary dimension, for errors.
+const PAIR: (&str, u32) = ("the number of a pair,", 2);
 
 #[cfg(test)]
 mod tests;

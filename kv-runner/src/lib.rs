@@ -4,6 +4,7 @@
 //! | to | see |
 //! |---|---|
 //! | read a model, from safetensors or GGUF | [`Decoder`], [`ModelConfig`] |
+//! | read what a model keeps in a cache, also one that cannot be run | [`ModelGeometry`] |
 //! | turn text into tokens and back | [`Tokenizer`], [`TextStream`] |
 //! | make a cache for it | [`CacheOptions`], [`stored::Stored`], [`calibrate`] |
 //! | run requests, also with a model of your own | [`kv::engine`], [`ModelConfig::limits`] |
@@ -39,9 +40,11 @@ mod cache;
 pub mod calibrate;
 mod config;
 mod error;
+mod geometry;
 pub mod gguf;
 mod model;
 mod num;
+mod object;
 pub mod reader;
 mod rope;
 pub mod stored;
@@ -52,6 +55,7 @@ mod weights;
 pub use cache::{CacheOptions, Layout};
 pub use config::ModelConfig;
 pub use error::{ConfigError, Error, ForeignError, TextError, WeightError};
+pub use geometry::{LayerGeometry, ModelGeometry};
 pub use model::Decoder;
 pub use text::{Encoded, TextStream, Tokenizer, check_vocabulary};
 pub use text_file::read_text;

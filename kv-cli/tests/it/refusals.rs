@@ -89,7 +89,7 @@ fn an_invalid_configuration_is_refused() {
         ("num_attention_heads", Some(json!(0)), "num_attention_heads is 0"),
         ("num_key_value_heads", Some(json!(0)), "num_key_value_heads is 0"),
         ("num_key_value_heads", Some(json!(3)), "is not a multiple of num_key_value_heads 3"),
-        ("hidden_size", None, "missing field `hidden_size`"),
+        ("hidden_size", None, "hidden_size is missing"),
         ("hidden_size", Some(json!(-64)), "invalid value"),
         ("hidden_size", Some(json!(60)), "expected [512, 60]"),
         ("num_hidden_layers", Some(json!(6)), "model.layers.5.input_layernorm.weight is missing"),

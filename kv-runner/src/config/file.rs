@@ -3,11 +3,13 @@
 #![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use serde_json::Value;
 
-use super::object::{Agreed, Object, field_error};
 use super::{
-    Architecture, Biases, ConfigError, LayerKind, ModelConfig, Multipliers, bounded, divide,
-    layers, non_zero, positive, rope,
+    Architecture, Biases, ConfigError, LayerKind, ModelConfig, Multipliers, positive, rope,
 };
+use crate::geometry::layers::{Windows, rotating};
+use crate::geometry::{ModelGeometry, config, non_zero};
+use crate::num::to_usize;
+use crate::object::{Agreed, Object, field_error};
 
 /// Multimodal models whose text model can be run; its configuration is under `text_config`.
 const WRAPPERS: [&str; 1] = ["mistral3"];
@@ -17,6 +19,7 @@ pub(super) fn model(file: &Object<'_>) -> Result<ModelConfig, ConfigError> {
     let text = text_part(file)?;
     // Before the fields, so that an unsupported model is refused by its name.
     let architecture = architecture(&text)?;
+    let text = text.with_defaults(config::defaults(architecture.name(), false));
     refuse_quantised(file)?;
     let act: Option<&str> = text.get("hidden_act")?;
     if let Some(act) = act.filter(|act| !["silu", "swish"].contains(act)) {
@@ -26,18 +29,11 @@ pub(super) fn model(file: &Object<'_>) -> Result<ModelConfig, ConfigError> {
     let count = |field: &'static str| non_zero(field, text.required(field)?);
     let hidden = count("hidden_size")?;
     let intermediate = count("intermediate_size")?;
-    let num_layers = layers("num_hidden_layers", count("num_hidden_layers")?)?;
     let heads = count("num_attention_heads")?;
-    let kv_heads = text.get("num_key_value_heads")?.unwrap_or(heads);
-    let kv_heads = non_zero("num_key_value_heads", kv_heads)?;
     let vocab = count("vocab_size")?;
-    let head_dim = match text.get("head_dim")? {
-        Some(dim) => dim,
-        None if architecture == Architecture::Qwen3 && !text.has("head_dim") => 128,
-        None => divide("hidden_size", hidden, heads)?,
-    };
-    bounded("head_dim", head_dim)?;
-    divide("num_attention_heads", heads, kv_heads)?;
+    let geometry = config::of_decoder(&text, architecture.name())?;
+    let layer = geometry.uniform(text.name("v_head_dim"))?;
+    let head_dim = layer.head_dim_k;
     let (rope, context) = rope::read(&text, architecture, head_dim)?;
     let norm_eps = match architecture {
         Architecture::Phi3 | Architecture::Olmo2 => 1e-5,
@@ -53,11 +49,11 @@ pub(super) fn model(file: &Object<'_>) -> Result<ModelConfig, ConfigError> {
     };
     ModelConfig {
         architecture,
-        layer_kinds: layer_kinds(&text, architecture, num_layers)?,
+        layer_kinds: layer_kinds(&text, architecture, &geometry)?,
         hidden,
         intermediate,
         heads,
-        kv_heads,
+        kv_heads: layer.kv_heads,
         head_dim,
         vocab,
         context,
@@ -165,54 +161,41 @@ fn multipliers(text: &Object<'_>, architecture: Architecture) -> Result<Multipli
     })
 }
 
-/// Returns window and rotation of every layer.
+/// Returns window and rotation of every layer; a list of windows must be one that the architecture
+/// can have.
 fn layer_kinds(
     text: &Object<'_>,
     architecture: Architecture,
-    num_layers: u16,
+    geometry: &ModelGeometry,
 ) -> Result<Vec<LayerKind>, ConfigError> {
-    let window_left = window_left(text, architecture)?;
-    let rotates = rotating_layers(text, architecture, num_layers)?;
-    let first_window: u32 = match architecture {
-        Architecture::Qwen2 | Architecture::Qwen3 => text.get("max_window_layers")?.unwrap_or(28),
-        _ => 0,
-    };
-    let mut kinds = Vec::with_capacity(rotates.len());
-    for (index, rotates) in (0_u32..).zip(rotates) {
-        let slides = match architecture {
-            Architecture::SmolLm3 => !rotates,
-            _ => index >= first_window,
-        };
-        kinds.push(LayerKind { window_left: window_left.filter(|_| slides), rotates });
+    let rule = Windows::read(text, architecture.name(), &mut Vec::new())?;
+    if rule.are_used && text.number("sliding_window")? == Some(0) {
+        return Err(ConfigError::Zero { field: text.name("sliding_window") });
     }
-    let types: Option<Vec<&str>> = text.get("layer_types")?;
-    let Some(types) = types else {
-        return Ok(kinds);
-    };
-    if types.len() != kinds.len() {
-        let problem = format!("has {} entries for {num_layers} layers", types.len());
-        return Err(field_error(text.name("layer_types"), problem));
-    }
+    let types = text.get::<Vec<&str>>("layer_types")?.unwrap_or_default();
     let is_choice =
         matches!(architecture, Architecture::Qwen2 | Architecture::Qwen3 | Architecture::SmolLm3);
-    for (kind, name) in kinds.iter_mut().zip(types) {
-        let window = match name {
-            "full_attention" => None,
-            "sliding_attention" => Some(window_left.ok_or_else(|| no_window(text))?),
-            other => {
-                let (field, got) = ("layer_types", other.to_owned());
-                let expected = "full_attention or sliding_attention";
-                return Err(ConfigError::Unsupported { field, got, expected });
-            }
-        };
-        if !is_choice && window != kind.window_left {
-            let has = if kind.window_left.is_some() { "have" } else { "have no" };
+    for ((index, name), layer) in types.into_iter().enumerate().zip(&geometry.layers) {
+        if !["full_attention", "sliding_attention"].contains(&name) {
+            let (field, got) = ("layer_types", name.to_owned());
+            let expected = "full_attention or sliding_attention";
+            return Err(ConfigError::Unsupported { field, got, expected });
+        }
+        if name == "sliding_attention" && layer.window.is_none() {
+            return Err(no_window(text));
+        }
+        let usual = rule.of(index);
+        if !is_choice && layer.window != usual {
+            let has = if usual.is_some() { "have" } else { "have no" };
             let problem = format!("names {name}, but all layers of {architecture} {has} windows");
             return Err(field_error(text.name("layer_types"), problem));
         }
-        kind.window_left = window;
     }
-    Ok(kinds)
+    let rotates = match architecture {
+        Architecture::SmolLm3 => rotating(text, geometry.num_layers)?,
+        _ => vec![true; to_usize(geometry.num_layers)],
+    };
+    Ok(geometry.layer_kinds(rotates))
 }
 
 fn no_window(text: &Object<'_>) -> ConfigError {
@@ -221,49 +204,4 @@ fn no_window(text: &Object<'_>) -> ConfigError {
         _ => "names sliding_attention, but there is no sliding_window",
     };
     field_error(text.name("layer_types"), problem.to_owned())
-}
-
-/// Returns the number of keys before its own position that a query sees in a layer with a window,
-/// `None` if no layer has one.
-fn window_left(text: &Object<'_>, architecture: Architecture) -> Result<Option<u32>, ConfigError> {
-    let window: Option<u32> = match architecture {
-        Architecture::Qwen2 | Architecture::Qwen3 | Architecture::SmolLm3 => {
-            match text.get("use_sliding_window")? {
-                Some(true) => text.get("sliding_window")?,
-                _ => None,
-            }
-        }
-        // The default of the architecture's class in transformers.
-        Architecture::Mistral if !text.has("sliding_window") => Some(4096),
-        Architecture::Llama | Architecture::Mistral | Architecture::Phi3 => {
-            text.get("sliding_window")?
-        }
-        Architecture::Olmo2 | Architecture::Granite => None,
-    };
-    let window = window.map(|window| non_zero("sliding_window", window)).transpose()?;
-    Ok(window.map(|window| window.saturating_sub(1)))
-}
-
-/// Returns which layers rotate Q and K.
-fn rotating_layers(
-    text: &Object<'_>,
-    architecture: Architecture,
-    num_layers: u16,
-) -> Result<Vec<bool>, ConfigError> {
-    if architecture != Architecture::SmolLm3 {
-        return Ok(vec![true; usize::from(num_layers)]);
-    }
-    if let Some(list) = text.get::<Vec<u32>>("no_rope_layers")? {
-        // 1 means that the layer rotates, whatever the field's name suggests.
-        let rotates: Vec<_> = list.iter().map(|n| *n != 0).take(usize::from(num_layers)).collect();
-        if rotates.len() < usize::from(num_layers) {
-            let problem = format!("has {} entries for {num_layers} layers", rotates.len());
-            return Err(field_error(text.name("no_rope_layers"), problem));
-        }
-        return Ok(rotates);
-    }
-    let interval = text.get("no_rope_layer_interval")?.unwrap_or(4);
-    let interval = non_zero("no_rope_layer_interval", interval)?;
-    let rotates = |layer: u16| !u32::from(layer).saturating_add(1).is_multiple_of(interval);
-    Ok((0..num_layers).map(rotates).collect())
 }

@@ -7,9 +7,10 @@ use std::fmt;
 
 use serde::Deserialize;
 
-use super::object::{Agreed, Object, field_error};
-use super::{Architecture, ConfigError, divide, non_zero, positive};
+use super::{Architecture, ConfigError, PAIR, positive};
+use crate::geometry::{divide, non_zero};
 use crate::num::to_count;
+use crate::object::{Agreed, Object, field_error};
 use crate::rope::{Dynamic, Llama3, Pairing, RopeConfig, Scaling, Yarn};
 
 /// Returns the rotary embedding, and the longest sequence that it supports.
@@ -37,7 +38,7 @@ pub(super) fn read(
 fn rotary_dim(head_dim: u32, part: f64) -> Result<u32, ConfigError> {
     positive("partial_rotary_factor", part)?;
     let dim = to_count(f64::from(head_dim) * part).min(head_dim);
-    divide("rotary_dim", dim, 2)?;
+    divide(("rotary_dim", dim), PAIR)?;
     non_zero("rotary_dim", dim)
 }
 

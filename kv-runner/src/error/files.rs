@@ -9,15 +9,15 @@ pub enum ConfigError {
     #[error("{field} is 0, at least 1 is needed")]
     Zero {
         /// The field.
-        field: &'static str,
+        field: String,
     },
     /// A count that is too large.
     #[error("{field} is {got}, at most {max} is possible")]
     TooLarge {
         /// The field.
-        field: &'static str,
+        field: String,
         /// Its value.
-        got: u32,
+        got: u64,
         /// The largest value.
         max: u32,
     },
@@ -41,17 +41,25 @@ pub enum ConfigError {
         /// Its value.
         got: f64,
     },
-    /// The file lacks a name.
+    /// A field that must exist.
     #[error("{field} is missing")]
     Missing {
         /// The field.
         field: &'static str,
     },
-    /// A JSON object has no such field.
-    #[error("missing field `{field}`")]
-    MissingField {
-        /// The field.
-        field: &'static str,
+    /// A model that keeps nothing in a KV cache.
+    #[error("no KV cache to plan: {why}")]
+    NoCache {
+        /// What the model is instead.
+        why: &'static str,
+    },
+    /// A description that cannot be planned, with its model type.
+    #[error("{model}")]
+    Model {
+        /// The field and the name that it gives.
+        model: String,
+        /// The cause.
+        source: Box<Self>,
     },
     /// An unsupported name.
     #[error("{field} {got:?} is not supported, expected {expected}")]

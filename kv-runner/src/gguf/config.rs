@@ -5,10 +5,9 @@ use candle_core::quantized::gguf_file::{Content, Value};
 
 use super::metadata::{Metadata, whole};
 use super::rope;
-use crate::config::{
-    Architecture, Biases, LayerKind, ModelConfig, Multipliers, divide, layers, non_zero,
-};
+use crate::config::{Architecture, Biases, LayerKind, ModelConfig, Multipliers};
 use crate::error::ConfigError;
+use crate::geometry::{self, ModelGeometry, non_zero};
 use crate::num::to_u32;
 use crate::rope::{Pairing, RopeConfig};
 
@@ -59,30 +58,24 @@ pub(super) fn config(
     refuse_experts(&metadata)?;
     let hidden = metadata.required("embedding_length")?;
     let heads = metadata.required("attention.head_count")?;
-    let kv_heads = metadata.count("attention.head_count_kv")?.unwrap_or(heads);
-    divide("num_attention_heads", heads, non_zero("num_key_value_heads", kv_heads)?)?;
-    let head_dim = match metadata.count("attention.key_length")? {
-        Some(dim) => dim,
-        None => divide("hidden_size", hidden, heads)?,
-    };
-    if let Some(dim) = metadata.count("attention.value_length")?.filter(|dim| *dim != head_dim) {
-        let problem = format!("is {dim}, but K has {head_dim}: expected one size of both");
-        return Err(metadata.wrong("attention.value_length", problem));
-    }
+    // A list that differs by layer is refused by its name.
+    metadata.count("attention.head_count_kv")?;
+    let geometry = geometry::gguf::read(&metadata)?;
+    let layer = geometry.uniform(metadata.key("attention.value_length"))?;
+    let head_dim = layer.head_dim_k;
     let rotary_dim = metadata.count("rope.dimension_count")?.unwrap_or(head_dim).min(head_dim);
     let embedding = tensor("token_embd.weight");
     let vocab = embedding.and_then(|info| info.shape.dims().first().copied());
-    let num_layers = layers("block_count", metadata.required("block_count")?)?;
     let context = metadata.required("context_length")?;
     let original = metadata.count("rope.scaling.original_context_length")?;
     let has_short = short.is_some();
     ModelConfig {
         architecture,
-        layer_kinds: layer_kinds(&metadata, architecture, num_layers)?,
+        layer_kinds: layer_kinds(&metadata, architecture, &geometry)?,
         hidden,
         intermediate: metadata.required("feed_forward_length")?,
         heads,
-        kv_heads,
+        kv_heads: layer.kv_heads,
         head_dim,
         vocab: non_zero("vocab_size", to_u32(vocab.unwrap_or(0)))?,
         // The factors per pair apply up to the original context.
@@ -145,19 +138,16 @@ fn pairing(architecture: Architecture) -> Pairing {
 fn layer_kinds(
     metadata: &Metadata<'_>,
     architecture: Architecture,
-    num_layers: u16,
+    geometry: &ModelGeometry,
 ) -> Result<Vec<LayerKind>, ConfigError> {
     let window = metadata.count("attention.sliding_window")?.filter(|window| *window > 0);
     if let (Some(window), Architecture::Olmo2) = (window, architecture) {
         let problem = format!("is {window}: a model of olmo3, which this program does not run");
         return Err(metadata.wrong("attention.sliding_window", problem));
     }
-    let window_left = window.map(|window| window.saturating_sub(1));
     // Every fourth layer of smollm3 has no positions; no key says so.
-    let rotates =
-        |layer: u16| architecture != Architecture::SmolLm3 || layer.checked_rem(4) != Some(3);
-    let kind = |layer| LayerKind { window_left, rotates: rotates(layer) };
-    Ok((0..num_layers).map(kind).collect())
+    let rotates = |n: u32| architecture != Architecture::SmolLm3 || n.checked_rem(4) != Some(3);
+    Ok(geometry.layer_kinds((0..geometry.num_layers).map(rotates)))
 }
 
 fn multipliers(

@@ -25,12 +25,12 @@ impl<'a> Metadata<'a> {
     }
 
     /// Returns `general.architecture`; empty if the file lacks it.
-    pub fn architecture(&self) -> &'a str {
+    pub(crate) fn architecture(&self) -> &'a str {
         self.architecture
     }
 
     /// Returns the full name of a key of the architecture.
-    pub fn key(&self, key: &str) -> String {
+    pub(crate) fn key(&self, key: &str) -> String {
         format!("{}.{key}", self.architecture)
     }
 
@@ -52,20 +52,17 @@ impl<'a> Metadata<'a> {
     }
 
     /// Returns whether the architecture's key exists.
-    pub fn has(&self, key: &str) -> bool {
+    pub(crate) fn has(&self, key: &str) -> bool {
         self.value(key).is_some()
     }
 
     /// Returns whether the architecture's key holds a list.
-    pub fn is_list(&self, key: &str) -> bool {
+    pub(crate) fn is_list(&self, key: &str) -> bool {
         matches!(self.value(key), Some(Value::Array(_)))
     }
 
     /// Reads one number, or the common value of a list. `None` if the key is absent.
-    ///
-    /// # Errors
-    /// [`ConfigError::Field`] for anything but whole numbers, and for a list whose entries differ.
-    pub fn count(&self, key: &str) -> Result<Option<u32>, ConfigError> {
+    pub(crate) fn count(&self, key: &str) -> Result<Option<u32>, ConfigError> {
         let Some(list) = self.counts(key)? else {
             return Ok(None);
         };
@@ -77,10 +74,7 @@ impl<'a> Metadata<'a> {
     }
 
     /// Reads one number, or a list with one per layer. `None` if the key is absent.
-    ///
-    /// # Errors
-    /// [`ConfigError::Field`] for anything but whole numbers.
-    pub fn counts(&self, key: &str) -> Result<Option<Vec<u32>>, ConfigError> {
+    pub(crate) fn counts(&self, key: &str) -> Result<Option<Vec<u32>>, ConfigError> {
         let Some(value) = self.value(key) else {
             return Ok(None);
         };
@@ -98,10 +92,7 @@ impl<'a> Metadata<'a> {
 
     /// Reads a list of booleans, or of numbers with 0 for false. `None` if the key is absent or
     /// holds no list.
-    ///
-    /// # Errors
-    /// [`ConfigError::Field`] for a list of anything else.
-    pub fn flags(&self, key: &str) -> Result<Option<Vec<bool>>, ConfigError> {
+    pub(crate) fn flags(&self, key: &str) -> Result<Option<Vec<bool>>, ConfigError> {
         let Some(Value::Array(values)) = self.value(key) else {
             return Ok(None);
         };
@@ -115,10 +106,7 @@ impl<'a> Metadata<'a> {
     }
 
     /// Reads a number of at least 1, or the common value of a list; the key must exist.
-    ///
-    /// # Errors
-    /// Those of [`Self::count`], and [`ConfigError::Field`] if the key is absent or 0.
-    pub fn required(&self, key: &str) -> Result<u32, ConfigError> {
+    pub(crate) fn required(&self, key: &str) -> Result<u32, ConfigError> {
         match self.count(key)? {
             None => Err(self.wrong(key, "is missing".to_owned())),
             Some(0) => Err(self.wrong(key, "is 0, at least 1 is needed".to_owned())),

@@ -1,12 +1,10 @@
 //! Reads the geometry of a GGUF file from its metadata.
-use std::path::Path;
-
-use anyhow::Context;
-use kv_runner::gguf::{Head, Metadata};
-
-use super::geometry::{
-    COUNT_MAX, Geometry, GeometryError, LAYERS_MAX, LayerKind, bounded, divide, note_of_others,
+use super::{
+    COUNT_MAX, LAYERS_MAX, LayerGeometry, ModelGeometry, NO_LAYER, bounded, divide, entries,
+    note_of_others,
 };
+use crate::error::ConfigError;
+use crate::gguf::Metadata;
 use crate::num::to_usize;
 
 /// Architectures without attention.
@@ -43,25 +41,26 @@ const RUNS: [(&str, u32); 10] = [
 /// Chunk length of Llama 4 if the file does not give it.
 const LLAMA4_CHUNK: u32 = 8192;
 
-pub(super) fn read(path: &Path) -> anyhow::Result<Geometry> {
-    let head = Head::read(path)?;
-    let metadata = head.metadata();
-    let name = metadata.architecture();
-    let geometry = geometry(&metadata).with_context(|| format!("general.architecture {name:?}"));
-    geometry.with_context(|| path.display().to_string())
+/// Reads the geometry; an error names the architecture.
+pub(crate) fn geometry(metadata: &Metadata<'_>) -> Result<ModelGeometry, ConfigError> {
+    read(metadata).map_err(|error| ConfigError::Model {
+        model: format!("general.architecture {:?}", metadata.architecture()),
+        source: Box::new(error),
+    })
 }
 
-fn geometry(metadata: &Metadata<'_>) -> anyhow::Result<Geometry> {
+/// Reads the geometry.
+pub(crate) fn read(metadata: &Metadata<'_>) -> Result<ModelGeometry, ConfigError> {
     let architecture = metadata.architecture();
     if architecture.is_empty() {
-        return Err(GeometryError::Missing { field: "general.architecture" }.into());
+        return Err(ConfigError::Missing { field: "general.architecture" });
     }
     if STATE_SPACE.contains(&architecture) {
         let why = "the model has no attention, what it keeps of a sequence does not grow";
-        return Err(GeometryError::NoCache { why }.into());
+        return Err(ConfigError::NoCache { why });
     }
     if ENCODERS.contains(&architecture) {
-        return Err(GeometryError::NoCache { why: "the model is an encoder" }.into());
+        return Err(ConfigError::NoCache { why: "the model is an encoder" });
     }
     let mut notes = Vec::new();
     let blocks = metadata.required("block_count")?;
@@ -85,12 +84,17 @@ fn geometry(metadata: &Metadata<'_>) -> anyhow::Result<Geometry> {
             let window = windows.get(to_usize(index)).copied().flatten();
             let (head_dim_k, head_dim_v) = (rows.dim_k, rows.dim_v);
             let is_latent = rows.is_latent;
-            layers.push(LayerKind { kv_heads: heads, head_dim_k, head_dim_v, window, is_latent });
+            layers.push(LayerGeometry {
+                kv_heads: heads,
+                head_dim_k,
+                head_dim_v,
+                window,
+                is_latent,
+            });
         }
     }
     if layers.is_empty() {
-        let why = "no layer of the model has attention with a cache of its own";
-        return Err(GeometryError::NoCache { why }.into());
+        return Err(ConfigError::NoCache { why: NO_LAYER });
     }
     if architecture == "falcon-h1" {
         let text = "every layer has a state-space part too: it does not grow and is not counted";
@@ -105,7 +109,7 @@ fn geometry(metadata: &Metadata<'_>) -> anyhow::Result<Geometry> {
     let context = metadata.count("context_length")?.filter(|context| *context > 0);
     let context = context.map(|context| context.min(u32::MAX >> 2));
     let architecture = architecture.to_owned();
-    Ok(Geometry { architecture, num_layers, layers, context, notes })
+    Ok(ModelGeometry { architecture, num_layers, layers, context, notes })
 }
 
 /// Heads of layers with attention.
@@ -126,11 +130,11 @@ impl Rows {
     }
 }
 
-fn rows(metadata: &Metadata<'_>, num_layers: u32) -> anyhow::Result<Rows> {
-    let count = |key: &str| -> anyhow::Result<Option<u32>> {
+fn rows(metadata: &Metadata<'_>, num_layers: u32) -> Result<Rows, ConfigError> {
+    let count = |key: &str| -> Result<Option<u32>, ConfigError> {
         let count = metadata.count(key)?.filter(|count| *count > 0);
         let checked = count.map(|count| bounded(&metadata.key(key), count.into(), COUNT_MAX));
-        Ok(checked.transpose()?)
+        checked.transpose()
     };
     if let Some(rank) = count("attention.kv_lora_rank")? {
         let rope = metadata.required("rope.dimension_count")?;
@@ -142,8 +146,7 @@ fn rows(metadata: &Metadata<'_>, num_layers: u32) -> anyhow::Result<Rows> {
         return Ok(Rows { heads: heads.collect(), dim_k, dim_v: rank, is_latent: true });
     }
     let query_heads = by_layer(metadata, "attention.head_count", num_layers)?;
-    let query_heads =
-        query_heads.ok_or(GeometryError::Missing { field: "attention.head_count" })?;
+    let query_heads = query_heads.ok_or(ConfigError::Missing { field: "attention.head_count" })?;
     let most = query_heads.iter().copied().max().unwrap_or(0);
     let most = bounded(&metadata.key("attention.head_count"), most.into(), COUNT_MAX)?;
     let heads = by_layer(metadata, "attention.head_count_kv", num_layers)?;
@@ -170,24 +173,23 @@ fn by_layer(
     metadata: &Metadata<'_>,
     key: &str,
     num_layers: u32,
-) -> anyhow::Result<Option<Vec<u32>>> {
+) -> Result<Option<Vec<u32>>, ConfigError> {
     let Some(list) = metadata.counts(key)? else {
         return Ok(None);
     };
     let is_list = metadata.is_list(key);
     if is_list && list.len() != to_usize(num_layers) {
-        let (field, got) = (metadata.key(key), list.len());
-        return Err(GeometryError::Entries { field, got, expected: num_layers }.into());
+        return Err(entries(metadata.key(key), list.len(), num_layers));
     }
     // 0 heads mean a model without attention.
     match list.as_slice() {
-        [0] if !is_list => Err(GeometryError::Zero { field: metadata.key(key) }.into()),
+        [0] if !is_list => Err(ConfigError::Zero { field: metadata.key(key) }),
         _ => Ok(Some(list)),
     }
 }
 
 /// Returns the period of layers with attention, if other layers have none.
-fn attention_layers(metadata: &Metadata<'_>) -> anyhow::Result<Option<u32>> {
+fn attention_layers(metadata: &Metadata<'_>) -> Result<Option<u32>, ConfigError> {
     let given = metadata.count("full_attention_interval")?.filter(|period| *period > 0);
     let is_hybrid = ["qwen3next", "qwen35", "qwen35moe"].contains(&metadata.architecture());
     Ok(given.or(is_hybrid.then_some(4)))
@@ -199,7 +201,7 @@ fn is_last(index: u32, period: u32) -> bool {
 }
 
 /// Returns the windows of all layers.
-fn windows(metadata: &Metadata<'_>, num_layers: u32) -> anyhow::Result<Vec<Option<u32>>> {
+fn windows(metadata: &Metadata<'_>, num_layers: u32) -> Result<Vec<Option<u32>>, ConfigError> {
     let architecture = metadata.architecture();
     let given = metadata.count("attention.sliding_window")?.filter(|window| *window > 0);
     let chunk = metadata.count("attention.chunk_size")?.filter(|chunk| *chunk > 0);
@@ -208,8 +210,7 @@ fn windows(metadata: &Metadata<'_>, num_layers: u32) -> anyhow::Result<Vec<Optio
     let pattern = "attention.sliding_window_pattern";
     let slides = if let Some(slides) = metadata.flags(pattern)? {
         if slides.len() != to_usize(num_layers) {
-            let (field, got) = (metadata.key(pattern), slides.len());
-            return Err(GeometryError::Entries { field, got, expected: num_layers }.into());
+            return Err(entries(metadata.key(pattern), slides.len(), num_layers));
         }
         slides
     } else {

@@ -2,6 +2,7 @@
 use candle_core::quantized::gguf_file::{self, Value};
 
 use super::*;
+use crate::gguf::Head;
 
 /// Writes the head of a file of this architecture; its keys come without the prefix.
 fn written(architecture: &str, keys: &[(&str, Value)]) -> Head {
@@ -15,8 +16,8 @@ fn written(architecture: &str, keys: &[(&str, Value)]) -> Head {
     Head::read(file.path()).expect("a head")
 }
 
-fn read(architecture: &str, keys: &[(&str, Value)]) -> anyhow::Result<Geometry> {
-    geometry(&written(architecture, keys).metadata())
+fn read(architecture: &str, keys: &[(&str, Value)]) -> Result<ModelGeometry, ConfigError> {
+    super::read(&written(architecture, keys).metadata())
 }
 
 fn list(counts: &[u32]) -> Value {
@@ -24,8 +25,8 @@ fn list(counts: &[u32]) -> Value {
 }
 
 /// Returns the number of values that all layers keep per token.
-fn values(geometry: &Geometry) -> u64 {
-    let values = |kind: &LayerKind| {
+fn values(geometry: &ModelGeometry) -> u64 {
+    let values = |kind: &LayerGeometry| {
         let dims = if kind.is_latent { kind.head_dim_k } else { kind.head_dim_k + kind.head_dim_v };
         u64::from(kind.kv_heads) * u64::from(dims)
     };
@@ -115,7 +116,7 @@ fn a_damaged_head_is_an_answer_or_a_refusal() {
     let good = head(&keys);
     let read_bytes = |bytes: &[u8]| {
         std::fs::write(&path, bytes).expect("a file");
-        super::read(&path)
+        ModelGeometry::read_gguf(&path)
     };
     assert_eq!(values(&read_bytes(&good).expect("a geometry")), 2 * 4 * 8);
     let mut refused = 0;

@@ -1,4 +1,4 @@
-//! Models with sliding windows: their layers, and the blocks that leave a window.
+//! Models with sliding windows.
 use super::*;
 
 /// A model with windows: bytes per token and layer, layers without a window, with one, and its
@@ -171,28 +171,4 @@ fn windows_of_chunks_and_shared_layers_are_counted() {
             512,
         ),
     ]);
-}
-
-#[test]
-fn blocks_that_left_a_window_are_not_counted() {
-    let config = with(usual("mistral", 4096, 32, 32, Some(8)), json!({"sliding_window": 4096}));
-    let kinds = read(&config).expect("mistral").kinds();
-    let stored = Stored::plain("bf16".parse().expect("a format"));
-    let plan = Plan::new(&kinds, 16, &stored).expect("a plan");
-    // 4,096 tokens in 256 blocks, and one more if the window begins inside a block.
-    let block = 131_072 * 16;
-    assert_eq!(plan.sequence_bytes(4096, true), Some(256 * block));
-    assert_eq!(plan.sequence_bytes(32_768, true), Some(257 * block));
-    assert_eq!(plan.sequence_bytes(32_768, false), Some(2048 * block));
-    assert_eq!(plan.tokens_within(257 * block), 257 * 16, "kept at once");
-    // Next to layers without windows, only those grow.
-    let config = with(
-        usual("gpt_oss", 2880, 24, 64, Some(8)),
-        json!({"sliding_window": 128, "head_dim": 64}),
-    );
-    let kinds = read(&config).expect("gpt_oss").kinds();
-    let plan = Plan::new(&kinds, 16, &stored).expect("a plan");
-    let block = 12 * 2048 * 16;
-    assert_eq!(plan.sequence_bytes(131_072, true), Some((9 + 8192) * block));
-    assert_eq!(plan.tokens_within((9 + 8192) * block), 131_072);
 }

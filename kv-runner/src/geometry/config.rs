@@ -4,13 +4,17 @@
 //! exact in the others. A model of an unknown type is planned from the usual fields, with a note.
 mod types;
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 
-use super::geometry::{COUNT_MAX, Geometry, GeometryError, LAYERS_MAX, LayerKind, bounded, divide};
-use super::keys::{Keys, whole, wrong};
 use super::layers::{self, Use};
+use super::{
+    COUNT_MAX, LAYERS_MAX, LayerGeometry, ModelGeometry, NO_LAYER, bounded, divide, entries,
+};
+use crate::error::{ConfigError, Error};
 use crate::num::to_usize;
-use types::{ENCODERS, KNOWN, STATE_SPACE, defaults};
+use crate::object::{Object, whole};
+pub(crate) use types::defaults;
+use types::{ENCODERS, KNOWN, STATE_SPACE};
 
 /// Field names of the number of layers, query heads, kv heads, and of the hidden size.
 pub(super) const LAYERS: [&str; 5] =
@@ -40,17 +44,16 @@ const TEXT_PARTS: [&str; 6] =
     ["text_config", "llm_config", "language_config", "thinker_config", "text_model", "llm"];
 
 /// Reads the object of a file.
-pub(super) fn geometry(file: &Map<String, Value>) -> Result<Geometry, GeometryError> {
-    let outer = Keys::new(file);
+pub(super) fn geometry(outer: Object<'_>) -> Result<ModelGeometry, ConfigError> {
     let text = text_part(outer)?;
     let architecture = name(&text).or_else(|| name(&outer)).unwrap_or_default().to_owned();
     let of = |types: &[&str]| types.contains(&architecture.as_str());
     if of(&STATE_SPACE) {
         let why = "the model has no attention, what it keeps of a sequence does not grow";
-        return Err(GeometryError::NoCache { why });
+        return Err(ConfigError::NoCache { why });
     }
     if of(&ENCODERS) {
-        return Err(GeometryError::NoCache { why: "the model is an encoder" });
+        return Err(ConfigError::NoCache { why: "the model is an encoder" });
     }
     let mut notes = Vec::new();
     let text = text.with_defaults(defaults(&architecture, has_text_part(&outer)));
@@ -62,13 +65,12 @@ pub(super) fn geometry(file: &Map<String, Value>) -> Result<Geometry, GeometryEr
              attention keeps grows with the input and is not"
                 .to_owned(),
         );
-        encoder_decoder(&text, is_t5, &mut notes)?
+        encoder_decoder(&text, &architecture, is_t5, &mut notes)?
     } else {
         decoder(&text, &architecture, &mut notes)?
     };
     if layers.is_empty() {
-        let why = "no layer of the model has attention with a cache of its own";
-        return Err(GeometryError::NoCache { why });
+        return Err(ConfigError::NoCache { why: NO_LAYER });
     }
     if architecture.is_empty() {
         notes.push("the file names no model_type: planned from its fields".to_owned());
@@ -76,19 +78,30 @@ pub(super) fn geometry(file: &Map<String, Value>) -> Result<Geometry, GeometryEr
         notes.push(format!("model_type {architecture:?} is unknown: planned from its fields"));
     }
     let context = context(&text)?.or(context(&outer)?);
-    Ok(Geometry { architecture, num_layers, layers, context, notes })
+    Ok(ModelGeometry { architecture, num_layers, layers, context, notes })
 }
 
-fn name<'a>(keys: &Keys<'a>) -> Option<&'a str> {
+/// Reads the object that describes a decoder of a known architecture.
+pub(crate) fn of_decoder(
+    text: &Object<'_>,
+    architecture: &str,
+) -> Result<ModelGeometry, ConfigError> {
+    let mut notes = Vec::new();
+    let (num_layers, layers) = decoder(text, architecture, &mut notes)?;
+    let architecture = architecture.to_owned();
+    Ok(ModelGeometry { architecture, num_layers, layers, context: context(text)?, notes })
+}
+
+fn name<'a>(keys: &Object<'a>) -> Option<&'a str> {
     keys.text("model_type").filter(|name| !name.is_empty())
 }
 
-fn has_text_part(outer: &Keys<'_>) -> bool {
+fn has_text_part(outer: &Object<'_>) -> bool {
     outer.first(&TEXT_PARTS).is_some()
 }
 
 /// Returns the object that describes the text decoder.
-fn text_part(outer: Keys<'_>) -> Result<Keys<'_>, GeometryError> {
+fn text_part(outer: Object<'_>) -> Result<Object<'_>, ConfigError> {
     let Some((key, _)) = outer.first(&TEXT_PARTS) else {
         return Ok(outer);
     };
@@ -105,33 +118,34 @@ fn text_part(outer: Keys<'_>) -> Result<Keys<'_>, GeometryError> {
     Ok(if is_outside || !(has_layers || has_defaults) { outer } else { inner })
 }
 
-fn context(keys: &Keys<'_>) -> Result<Option<u32>, GeometryError> {
+fn context(keys: &Object<'_>) -> Result<Option<u32>, ConfigError> {
     let Some((key, value)) = keys.first(&CONTEXT) else {
         return keys.count(&["max_position_embeddings"], &mut Vec::new());
     };
-    bounded(key, whole(key, value)?, u32::MAX >> 2).map(Some)
+    bounded(key, whole(keys.name(key), value)?, u32::MAX >> 2).map(Some)
 }
 
 /// The number of layers, and those with a cache.
-type Layers = (u32, Vec<LayerKind>);
+type Layers = (u32, Vec<LayerGeometry>);
 
 fn encoder_decoder(
-    keys: &Keys<'_>,
+    keys: &Object<'_>,
+    architecture: &str,
     is_t5: bool,
     notes: &mut Vec<String>,
-) -> Result<Layers, GeometryError> {
+) -> Result<Layers, ConfigError> {
     let (layers, heads): (&[_], _) = if is_t5 {
         (&["num_decoder_layers", "num_layers", "num_hidden_layers"], &HEADS[..])
     } else {
         (&["decoder_layers", "num_hidden_layers"], &["decoder_attention_heads"][..])
     };
-    let (field, value) = keys.first(layers).ok_or(GeometryError::Missing {
+    let (field, value) = keys.first(layers).ok_or(ConfigError::Missing {
         field: if is_t5 { "num_decoder_layers" } else { "decoder_layers" },
     })?;
-    let num_layers = bounded(field, whole(field, value)?, LAYERS_MAX)?;
-    let heads = keys.required(heads, notes)?;
-    let dim = head_dim(keys, heads, notes)?;
-    let kind = LayerKind {
+    let num_layers = bounded(field, whole(keys.name(field), value)?, LAYERS_MAX)?;
+    let heads = keys.required_count(heads, notes)?;
+    let dim = head_dim(keys, architecture, heads, notes)?;
+    let kind = LayerGeometry {
         kv_heads: heads,
         head_dim_k: dim,
         head_dim_v: dim,
@@ -142,11 +156,11 @@ fn encoder_decoder(
 }
 
 fn decoder(
-    keys: &Keys<'_>,
+    keys: &Object<'_>,
     architecture: &str,
     notes: &mut Vec<String>,
-) -> Result<Layers, GeometryError> {
-    let num_layers = keys.required(&LAYERS, notes)?;
+) -> Result<Layers, ConfigError> {
+    let num_layers = keys.required_count(&LAYERS, notes)?;
     let num_layers = bounded("num_hidden_layers", num_layers.into(), LAYERS_MAX)?;
     let (mut uses, others) = layers::uses(keys, architecture, num_layers, notes)?;
     notes.extend(others);
@@ -183,16 +197,16 @@ struct Rows {
 
 impl Rows {
     fn read(
-        keys: &Keys<'_>,
+        keys: &Object<'_>,
         architecture: &str,
         num_layers: u32,
         notes: &mut Vec<String>,
-    ) -> Result<Self, GeometryError> {
+    ) -> Result<Self, ConfigError> {
         // Files of models without MLA have 0 or null.
         let is_latent = keys.flag("use_mla")?.unwrap_or(true);
         let rank = keys.number("kv_lora_rank")?.filter(|rank| *rank > 0 && is_latent);
         if let Some(rank) = rank {
-            let rope = keys.required(&["qk_rope_head_dim"], notes)?;
+            let rope = keys.required_count(&["qk_rope_head_dim"], notes)?;
             let rank = bounded("kv_lora_rank", rank.into(), COUNT_MAX)?;
             let dim_k = rank.saturating_add(rope);
             let global = (None, None);
@@ -200,9 +214,12 @@ impl Rows {
         }
         let (kv_heads, heads) = kv_heads(keys, architecture, num_layers, notes)?;
         let dim_k = match heads {
-            Some(heads) => head_dim(keys, heads, notes)?,
-            None => keys.required(&HEAD_DIM, notes)?,
+            Some(heads) => head_dim(keys, architecture, heads, notes)?,
+            None => keys.required_count(&HEAD_DIM, notes)?,
         };
+        if let ([kv_heads], Some(heads)) = (kv_heads.as_slice(), heads) {
+            divide(("num_attention_heads", heads), ("num_key_value_heads", *kv_heads))?;
+        }
         let dim_v = match keys.number("v_head_dim")?.filter(|dim| *dim > 0) {
             Some(dim) => bounded("v_head_dim", dim.into(), COUNT_MAX)?,
             None => dim_k,
@@ -214,7 +231,7 @@ impl Rows {
         Ok(Self { kv_heads, dim_k, dim_v, is_latent: false, global })
     }
 
-    fn layer(&self, index: usize, window: Option<u32>) -> LayerKind {
+    fn layer(&self, index: usize, window: Option<u32>) -> LayerGeometry {
         let of_all = || self.kv_heads.first().copied().unwrap_or(0);
         let (mut heads, mut dims) = match self.kv_heads.as_slice() {
             [_] => (of_all(), (self.dim_k, self.dim_v)),
@@ -226,19 +243,19 @@ impl Rows {
         }
         let (head_dim_k, head_dim_v) = dims;
         let is_latent = self.is_latent;
-        LayerKind { kv_heads: heads, head_dim_k, head_dim_v, window, is_latent }
+        LayerGeometry { kv_heads: heads, head_dim_k, head_dim_v, window, is_latent }
     }
 }
 
 /// Returns the kv heads, one number or one per layer, and the query heads if one number has them.
 fn kv_heads(
-    keys: &Keys<'_>,
+    keys: &Object<'_>,
     architecture: &str,
     num_layers: u32,
     notes: &mut Vec<String>,
-) -> Result<(Vec<u32>, Option<u32>), GeometryError> {
+) -> Result<(Vec<u32>, Option<u32>), ConfigError> {
     if let Some(blocks) = keys.list("block_configs")? {
-        let heads = keys.required(&HEADS, notes)?;
+        let heads = keys.required_count(&HEADS, notes)?;
         let list = blocks.iter().map(|block| layers::heads_of_block(block, heads));
         let list = list.collect::<Result<Vec<_>, _>>()?;
         return check_list("block_configs", list, num_layers).map(|list| (list, Some(heads)));
@@ -254,7 +271,7 @@ fn kv_heads(
             return check_list(key, list, num_layers).map(|list| (list, heads));
         }
     }
-    let heads = keys.required(&HEADS, notes)?;
+    let heads = keys.required_count(&HEADS, notes)?;
     let given = match keys.object("attn_config")? {
         Some(attention) if keys.text("attn_type").is_none() => {
             let is_multi_query = attention.text("attn_type") == Some("multiquery_attention");
@@ -281,27 +298,30 @@ fn kv_heads(
             None => keys.count(&KV_HEADS, notes)?.unwrap_or(heads),
         },
     };
-    divide(("num_attention_heads", heads), ("num_key_value_heads", kv_heads))?;
     Ok((vec![kv_heads], Some(heads)))
 }
 
-fn check_list(key: &str, list: Vec<u32>, num_layers: u32) -> Result<Vec<u32>, GeometryError> {
+fn check_list(key: &str, list: Vec<u32>, num_layers: u32) -> Result<Vec<u32>, ConfigError> {
     if list.len() == to_usize(num_layers) {
         return Ok(list);
     }
-    let (field, got) = (key.to_owned(), list.len());
-    Err(GeometryError::Entries { field, got, expected: num_layers })
+    Err(entries(key.to_owned(), list.len(), num_layers))
 }
 
 /// Returns the head dim: given, or a share of the hidden size.
-fn head_dim(keys: &Keys<'_>, heads: u32, notes: &mut Vec<String>) -> Result<u32, GeometryError> {
+fn head_dim(
+    keys: &Object<'_>,
+    architecture: &str,
+    heads: u32,
+    notes: &mut Vec<String>,
+) -> Result<u32, ConfigError> {
     if let Some(dim) = keys.count(&HEAD_DIM, notes)? {
         return Ok(dim);
     }
     // Configurations of these types leave it out if it has the usual value.
-    let usual = match keys.text("model_type") {
-        Some("qwen3" | "qwen3_moe") if !keys.has("head_dim") => Some(128),
-        Some("gemma" | "gemma2" | "gemma3_text" | "gemma3n_text" | "qwen3_next") => Some(256),
+    let usual = match architecture {
+        "qwen3" | "qwen3_moe" if !keys.has("head_dim") => Some(128),
+        "gemma" | "gemma2" | "gemma3_text" | "gemma3n_text" | "qwen3_next" => Some(256),
         _ => None,
     };
     if let Some(dim) = usual {
@@ -309,22 +329,20 @@ fn head_dim(keys: &Keys<'_>, heads: u32, notes: &mut Vec<String>) -> Result<u32,
         return Ok(dim);
     }
     let hidden = match keys.value("attention_hidden_size") {
-        Some(_) => keys.required(&["attention_hidden_size"], notes)?,
-        None => keys.required(&HIDDEN, notes)?,
+        Some(_) => keys.required_count(&["attention_hidden_size"], notes)?,
+        None => keys.required_count(&HIDDEN, notes)?,
     };
     divide(("hidden_size", hidden), ("num_attention_heads", heads))
 }
 
 /// Reads the text of a file.
-pub(super) fn parse(text: &str) -> anyhow::Result<Geometry> {
-    use anyhow::Context;
-
-    let value: Value = serde_json::from_str(text)?;
-    let Value::Object(file) = &value else {
-        return Err(wrong("the file", &value, "an object").into());
-    };
-    geometry(file).with_context(|| match name(&Keys::new(file)) {
-        Some(name) => format!("model_type {name:?}"),
-        None => "no model_type".to_owned(),
-    })
+pub(super) fn parse(text: &str) -> Result<ModelGeometry, Error> {
+    let value = serde_json::from_str(text)?;
+    let file = Object::new("", &value)?;
+    let geometry = geometry(file).map_err(|error| {
+        let none = "no model_type".to_owned();
+        let model = name(&file).map_or(none, |name| format!("model_type {name:?}"));
+        ConfigError::Model { model, source: Box::new(error) }
+    });
+    Ok(geometry?)
 }

@@ -134,8 +134,9 @@ pub(super) const KNOWN: [&str; 95] = [
 ];
 
 /// Returns transformers' defaults of fields that inner objects of published files leave out.
-pub(super) fn defaults(architecture: &str, is_inner: bool) -> &'static [(&'static str, u32)] {
+pub(crate) fn defaults(architecture: &str, is_inner: bool) -> &'static [(&'static str, u32)] {
     match architecture {
+        "mistral" if !is_inner => &[("sliding_window", 4096)],
         _ if !is_inner => &[],
         "gemma3_text" => &[
             ("num_hidden_layers", 26),

@@ -1,13 +1,14 @@
 //! Finds the layers of a model with attention, and those of them with a window.
 use serde_json::Value;
 
-use super::geometry::{COUNT_MAX, GeometryError, bounded, divide, note_of_others};
-use super::keys::{Keys, whole, wrong};
+use super::{COUNT_MAX, bounded, divide, entries, note_of_others};
+use crate::error::ConfigError;
 use crate::num::to_usize;
+use crate::object::{Object, whole, wrong};
 
 /// The use of the cache by one layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Use {
+pub(crate) enum Use {
     /// Attention over all tokens, or over the last `window`.
     Attention { window: Option<u32> },
     /// No attention: a state of constant size, or no memory.
@@ -26,12 +27,12 @@ enum ListedKind {
 }
 
 /// Returns the uses of all layers, and a note about those without attention.
-pub(super) fn uses(
-    keys: &Keys<'_>,
+pub(crate) fn uses(
+    keys: &Object<'_>,
     architecture: &str,
     num_layers: u32,
     notes: &mut Vec<String>,
-) -> Result<(Vec<Use>, Option<String>), GeometryError> {
+) -> Result<(Vec<Use>, Option<String>), ConfigError> {
     let listed_kinds = match listed_kinds(keys, num_layers)? {
         Some(listed_kinds) => listed_kinds,
         None => by_rule(keys, architecture, num_layers)?,
@@ -61,7 +62,7 @@ pub(super) fn uses(
 }
 
 /// Names the kind of the layers without attention.
-fn others(keys: &Keys<'_>, architecture: &str) -> &'static str {
+fn others(keys: &Object<'_>, architecture: &str) -> &'static str {
     match architecture {
         "mllama_text_model" => "cross attention to pictures",
         "qwen3_next" | "minimax" | "minimax_text_01" | "kimi_linear" => "linear attention",
@@ -74,15 +75,14 @@ fn others(keys: &Keys<'_>, architecture: &str) -> &'static str {
 
 /// Reads the kinds of the layers from a list in the file.
 fn listed_kinds(
-    keys: &Keys<'_>,
+    keys: &Object<'_>,
     num_layers: u32,
-) -> Result<Option<Vec<ListedKind>>, GeometryError> {
+) -> Result<Option<Vec<ListedKind>>, ConfigError> {
     let check = |key: &str, list: Vec<ListedKind>| {
         if list.len() == to_usize(num_layers) {
             return Ok(Some(list));
         }
-        let (field, got) = (key.to_owned(), list.len());
-        Err(GeometryError::Entries { field, got, expected: num_layers })
+        Err(entries(keys.name(key), list.len(), num_layers))
     };
     for key in ["layer_types", "layers_block_type"] {
         if let Some(list) = keys.list(key)? {
@@ -115,7 +115,7 @@ fn listed_kinds(
 }
 
 /// Reads the kind of one layer.
-fn layer_type(key: &str, value: &Value) -> Result<ListedKind, GeometryError> {
+fn layer_type(key: &str, value: &Value) -> Result<ListedKind, ConfigError> {
     match value.as_str() {
         Some("full_attention" | "global_attention" | "global" | "self_attention" | "full") => {
             Ok(ListedKind::Full)
@@ -129,21 +129,27 @@ fn layer_type(key: &str, value: &Value) -> Result<ListedKind, GeometryError> {
             "linear_attention" | "mamba" | "mamba2" | "conv" | "recurrent" | "ssm" | "m" | "moe"
             | "mlp",
         ) => Ok(ListedKind::Other),
-        _ => Err(wrong(key, value, "the name of a kind of layer, such as full_attention")),
+        _ => {
+            Err(wrong(key.to_owned(), value, "the name of a kind of layer, such as full_attention"))
+        }
     }
 }
 
 /// Reads lists of kinds with their numbers of repetitions: `[[["global", "local"], 12]]`.
-fn repeated(types: &[Value], num_layers: u32) -> Result<Vec<ListedKind>, GeometryError> {
+fn repeated(types: &[Value], num_layers: u32) -> Result<Vec<ListedKind>, ConfigError> {
     let key = "attention_types";
     let mut layers = Vec::new();
     for part in types {
         let Some([Value::Array(kinds), times]) = part.as_array().map(Vec::as_slice) else {
-            return Err(wrong(key, part, "a list of kinds and how often it is repeated"));
+            return Err(wrong(
+                key.to_owned(),
+                part,
+                "a list of kinds and how often it is repeated",
+            ));
         };
         let kinds = kinds.iter().map(|kind| layer_type(key, kind));
         let kinds = kinds.collect::<Result<Vec<_>, _>>()?;
-        let times = bounded(key, whole(key, times)?, COUNT_MAX)?;
+        let times = bounded(key, whole(key.to_owned(), times)?, COUNT_MAX)?;
         // One extra layer is enough to detect too many.
         let most = to_usize(num_layers).saturating_add(1).saturating_sub(layers.len());
         let all = kinds.len().saturating_mul(to_usize(times));
@@ -154,9 +160,9 @@ fn repeated(types: &[Value], num_layers: u32) -> Result<Vec<ListedKind>, Geometr
 
 /// Reads the layers with attention by their indices, or by their period.
 fn layers_by_index(
-    keys: &Keys<'_>,
+    keys: &Object<'_>,
     num_layers: u32,
-) -> Result<Option<Vec<ListedKind>>, GeometryError> {
+) -> Result<Option<Vec<ListedKind>>, ConfigError> {
     let all = 0..num_layers;
     let of = |has: &dyn Fn(u32) -> bool, yes| {
         let layer = |index| if has(index) { yes } else { ListedKind::Other };
@@ -189,6 +195,11 @@ fn layers_by_index(
     Ok(None)
 }
 
+/// Returns whether models of this architecture use a window only if `use_sliding_window` says so.
+fn is_optional(architecture: &str) -> bool {
+    architecture.starts_with("qwen") || architecture == "smollm3"
+}
+
 /// Returns whether the layer is the last one of its period.
 fn is_last(index: u32, period: u32) -> bool {
     (index + 1).is_multiple_of(period)
@@ -196,40 +207,48 @@ fn is_last(index: u32, period: u32) -> bool {
 
 /// Applies the rule of the model's type, if no list names the layers.
 fn by_rule(
-    keys: &Keys<'_>,
+    keys: &Object<'_>,
     architecture: &str,
     num_layers: u32,
-) -> Result<Vec<ListedKind>, GeometryError> {
+) -> Result<Vec<ListedKind>, ConfigError> {
     let all = 0..num_layers;
+    let by_rotation = |without, with| {
+        let kind = |rotates| if rotates { with } else { without };
+        Ok::<_, ConfigError>(rotating(keys, num_layers)?.into_iter().map(kind).collect())
+    };
     Ok(match architecture {
         "qwen3_next" => {
             all.map(|i| if is_last(i, 4) { ListedKind::Full } else { ListedKind::Other }).collect()
         }
-        "llama4_text" | "llama4" => chunked(keys, num_layers)?,
+        // Layers without a rotary embedding see all tokens, the others their chunk.
+        "llama4_text" | "llama4" => by_rotation(ListedKind::Full, ListedKind::Chunked)?,
+        "smollm3" => by_rotation(ListedKind::Sliding, ListedKind::Full)?,
         _ => all.map(|_| ListedKind::Attention).collect(),
     })
 }
 
-/// Returns the layers of Llama 4: those without a rotary embedding see all tokens, the others their
-/// chunk.
-fn chunked(keys: &Keys<'_>, num_layers: u32) -> Result<Vec<ListedKind>, GeometryError> {
+/// Returns which layers rotate Q and K, in models some of whose layers do not.
+pub(crate) fn rotating(keys: &Object<'_>, num_layers: u32) -> Result<Vec<bool>, ConfigError> {
     if let Some(list) = keys.numbers("no_rope_layers")?.filter(|list| !list.is_empty()) {
-        if list.len() != to_usize(num_layers) {
-            let (field, got) = ("no_rope_layers".to_owned(), list.len());
-            return Err(GeometryError::Entries { field, got, expected: num_layers });
+        if list.len() < to_usize(num_layers) {
+            return Err(entries(keys.name("no_rope_layers"), list.len(), num_layers));
         }
-        // 1 means a layer with the embedding, whatever the field's name suggests.
-        let layer = |rotates| if rotates == 0 { ListedKind::Full } else { ListedKind::Chunked };
-        return Ok(list.into_iter().map(layer).collect());
+        // 1 means that the layer rotates, whatever the field's name suggests.
+        return Ok(list
+            .into_iter()
+            .take(to_usize(num_layers))
+            .map(|rotates| rotates != 0)
+            .collect());
     }
     let interval = keys.number("no_rope_layer_interval")?.unwrap_or(4);
     let interval = bounded("no_rope_layer_interval", interval.into(), COUNT_MAX)?;
-    let layer = |i| if is_last(i, interval) { ListedKind::Full } else { ListedKind::Chunked };
-    Ok((0..num_layers).map(layer).collect())
+    Ok((0..num_layers).map(|index| !is_last(index, interval)).collect())
 }
 
 /// Windows of layers without a list of kinds.
-struct Windows {
+pub(crate) struct Windows {
+    /// Whether the model uses the window of its file.
+    pub(crate) are_used: bool,
     size: Option<u32>,
     chunk: Option<u32>,
     rule: Rule,
@@ -239,7 +258,6 @@ struct Windows {
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Rule {
     All,
-    None,
     /// All but the last of every period of this length.
     AllButLastOf(u32),
     From(u32),
@@ -248,19 +266,23 @@ enum Rule {
 }
 
 impl Windows {
-    fn read(
-        keys: &Keys<'_>,
+    pub(crate) fn read(
+        keys: &Object<'_>,
         architecture: &str,
         notes: &mut Vec<String>,
-    ) -> Result<Self, GeometryError> {
+    ) -> Result<Self, ConfigError> {
         // Some files write 0 for no window.
-        let given = |key: &str| -> Result<Option<u32>, GeometryError> {
+        let given = |key: &str| -> Result<Option<u32>, ConfigError> {
             let Some(value) = keys.value(key).filter(|value| value.as_u64() != Some(0)) else {
                 return Ok(None);
             };
             // A window longer than any context means none.
-            let window = whole(key, value)?.min(u64::from(u32::MAX >> 2));
+            let window = whole(keys.name(key), value)?.min(u64::from(u32::MAX >> 2));
             bounded(key, window, u32::MAX >> 2).map(Some)
+        };
+        let are_used = match architecture {
+            "olmo2" | "granite" => false,
+            _ => keys.flag("use_sliding_window")?.unwrap_or(!is_optional(architecture)),
         };
         let mut size = None;
         for key in ["sliding_window", "attention_window_size", "window_size"] {
@@ -272,44 +294,37 @@ impl Windows {
         if size.is_none() && !keys.has("sliding_window") {
             size = keys.count(&["sliding_window"], notes)?;
         }
-        let rule = Self::rule(keys, architecture)?;
-        Ok(Self { size, chunk: given("attention_chunk_size")?, rule })
+        let (rule, chunk) = (Self::rule(keys, architecture)?, given("attention_chunk_size")?);
+        Ok(Self { are_used, size: size.filter(|_| are_used), chunk, rule })
     }
 
-    fn rule(keys: &Keys<'_>, architecture: &str) -> Result<Rule, GeometryError> {
-        let is_used = keys.flag("use_sliding_window")?;
+    fn rule(keys: &Object<'_>, architecture: &str) -> Result<Rule, ConfigError> {
         let pattern = match keys.value("sliding_window_pattern") {
             Some(Value::String(letters)) => {
-                let pattern = letters.chars().map(|letter| letter == 'L').collect::<Vec<_>>();
-                let is_empty = pattern.is_empty();
-                return Ok(if is_empty { Rule::None } else { Rule::Pattern(pattern) });
+                return Ok(Rule::Pattern(letters.chars().map(|letter| letter == 'L').collect()));
             }
             Some(value) => {
                 let key = "sliding_window_pattern";
-                Some(bounded(key, whole(key, value)?, COUNT_MAX)?)
+                Some(bounded(key, whole(keys.name(key), value)?, COUNT_MAX)?)
             }
             None => None,
         };
         Ok(match architecture {
-            _ if is_used == Some(false) => Rule::None,
             "gemma2" | "gpt_oss" => Rule::AllButLastOf(pattern.unwrap_or(2)),
             "gemma3" | "gemma3_text" => Rule::AllButLastOf(pattern.unwrap_or(6)),
             "gemma3n" | "gemma3n_text" => Rule::AllButLastOf(pattern.unwrap_or(5)),
             "cohere2" | "olmo3" | "exaone4" => Rule::AllButLastOf(pattern.unwrap_or(4)),
-            _ if architecture.starts_with("qwen") && is_used.is_none() => Rule::None,
-            _ => match (pattern, keys.number("max_window_layers")?) {
-                (Some(pattern), _) => Rule::AllButLastOf(pattern),
-                (None, Some(from)) => Rule::From(from),
-                (None, None) => Rule::All,
-            },
+            _ if architecture.starts_with("qwen") => {
+                Rule::From(keys.number("max_window_layers")?.unwrap_or(28))
+            }
+            _ => pattern.map_or(Rule::All, Rule::AllButLastOf),
         })
     }
 
-    fn of(&self, index: usize) -> Option<u32> {
+    pub(crate) fn of(&self, index: usize) -> Option<u32> {
         let number = u32::try_from(index).unwrap_or(u32::MAX);
         let has = match &self.rule {
             Rule::All => true,
-            Rule::None => false,
             Rule::AllButLastOf(period) => !is_last(number, *period),
             Rule::From(first) => number >= *first,
             Rule::Pattern(pattern) => {
@@ -322,18 +337,14 @@ impl Windows {
 }
 
 /// Returns the kv heads of one entry of `block_configs`, 0 for a block without attention.
-pub(super) fn heads_of_block(block: &Value, heads: u32) -> Result<u32, GeometryError> {
-    let key = "block_configs";
-    let Some(block) = block.as_object() else {
-        return Err(wrong(key, block, "a list of objects"));
+pub(crate) fn heads_of_block(block: &Value, heads: u32) -> Result<u32, ConfigError> {
+    let Some(attention) = Object::new("block_configs", block)?.object("attention")? else {
+        return Err(ConfigError::Missing { field: "block_configs attention" });
     };
-    let Some(attention) = Keys::new(block).object("attention")? else {
-        return Err(GeometryError::Missing { field: "block_configs attention" });
-    };
-    let is_none = |key| Ok::<_, GeometryError>(attention.flag(key)?.unwrap_or(false));
+    let is_none = |key| Ok::<_, ConfigError>(attention.flag(key)?.unwrap_or(false));
     if is_none("no_op")? || is_none("replace_with_linear")? {
         return Ok(0);
     }
-    let per_group = attention.required(&["n_heads_in_group"], &mut Vec::new())?;
+    let per_group = attention.required_count(&["n_heads_in_group"], &mut Vec::new())?;
     divide(("num_attention_heads", heads), ("n_heads_in_group", per_group))
 }

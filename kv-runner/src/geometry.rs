@@ -1,0 +1,154 @@
+//! The rows that a decoder keeps per token and layer, read from a `config.json` or a GGUF file.
+//!
+//! Lenient in what a cache does not depend on, so that more models can be planned than run.
+pub(crate) mod config;
+pub(crate) mod gguf;
+pub(crate) mod layers;
+#[cfg(test)]
+mod tests;
+
+use std::collections::HashSet;
+use std::path::Path;
+
+use crate::error::{ConfigError, Error, InFile};
+use crate::gguf::Head;
+use crate::num::to_usize;
+use crate::object::field_error;
+use crate::text_file::read_text;
+
+/// The rows that one layer keeps per token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct LayerGeometry {
+    /// Number of kv heads.
+    pub kv_heads: u32,
+    /// Head dim of K.
+    pub head_dim_k: u32,
+    /// Head dim of V.
+    pub head_dim_v: u32,
+    /// Number of tokens that a query sees, including its own; `None` for all.
+    pub window: Option<u32>,
+    /// Whether V is the leading part of K (MLA), so that the model needs only K.
+    pub is_latent: bool,
+}
+
+/// The cache of one model.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ModelGeometry {
+    /// `model_type` of a `config.json`, `general.architecture` of a GGUF file.
+    pub architecture: String,
+    /// Number of layers, including those without a KV cache.
+    pub num_layers: u32,
+    /// One entry per layer with its own KV cache, in order.
+    pub layers: Vec<LayerGeometry>,
+    /// Tokens per sequence, if the file gives it.
+    pub context: Option<u32>,
+    /// Notes about the figures.
+    pub notes: Vec<String>,
+}
+
+impl ModelGeometry {
+    /// Reads a `config.json`.
+    ///
+    /// # Errors
+    /// [`Error::File`] with the cause: [`Error::Io`], [`Error::Text`], [`Error::Json`],
+    /// [`Error::Config`].
+    pub fn read_config(path: &Path) -> Result<Self, Error> {
+        config::parse(&read_text(path)?).in_file(path)
+    }
+
+    /// Reads the head of a GGUF file.
+    ///
+    /// # Errors
+    /// Those of [`Head::read`], and [`Error::Config`].
+    pub fn read_gguf(path: &Path) -> Result<Self, Error> {
+        gguf::geometry(&Head::read(path)?.metadata()).in_file(path)
+    }
+
+    /// Returns what every layer keeps, apart from its window, for a decoder that runs nothing else:
+    /// K and V of one size, in all layers. `dim_v` is the name of the size of V.
+    pub(crate) fn uniform(&self, dim_v: String) -> Result<LayerGeometry, ConfigError> {
+        let layers = || "the layers of the model".to_owned();
+        let [first, rest @ ..] = self.layers.as_slice() else {
+            return Err(ConfigError::NoCache { why: NO_LAYER });
+        };
+        let (k, v) = (first.head_dim_k, first.head_dim_v);
+        let window = first.window;
+        if first.is_latent {
+            let problem = "keep one latent row per token, which this program does not run";
+            Err(field_error(layers(), problem.to_owned()))
+        } else if k != v {
+            Err(field_error(dim_v, format!("is {v}, but K has {k}: expected one size of both")))
+        } else if self.layers.len() != to_usize(self.num_layers) {
+            let (own, all) = (self.layers.len(), self.num_layers);
+            let problem = format!("are {all}, of which {own} have K and V: expected all of them");
+            Err(field_error(layers(), problem))
+        } else if rest.iter().any(|layer| LayerGeometry { window, ..*layer } != *first) {
+            let problem = "differ in their kv heads, which this program does not run";
+            Err(field_error(layers(), problem.to_owned()))
+        } else {
+            Ok(*first)
+        }
+    }
+
+    /// Returns kinds of layers in the order of their first layer, with the number of layers of
+    /// each.
+    pub fn kinds(&self) -> Vec<(LayerGeometry, u32)> {
+        let mut seen = HashSet::new();
+        let first = self.layers.iter().filter(|kind| seen.insert(**kind));
+        let kinds: Vec<_> = first.copied().collect();
+        let count = |kind: LayerGeometry| {
+            let layers = self.layers.iter().filter(|layer| **layer == kind);
+            layers.fold(0_u32, |n, _| n + 1)
+        };
+        kinds.into_iter().map(|kind| (kind, count(kind))).collect()
+    }
+}
+
+/// Upper limit of counts in a file, so that products of a few fit into `u64`.
+pub(crate) const COUNT_MAX: u32 = 1 << 20;
+/// Why a model without attention layers has no cache.
+const NO_LAYER: &str = "no layer of the model has attention with a cache of its own";
+/// Most layers of a cache.
+pub(crate) const LAYERS_MAX: u32 = 65_535;
+
+/// Divides without a remainder.
+pub(crate) fn divide(
+    (field, got): (&'static str, u32),
+    (of, divisor): (&'static str, u32),
+) -> Result<u32, ConfigError> {
+    match (got.checked_div(divisor), got.checked_rem(divisor)) {
+        (Some(quotient), Some(0)) => Ok(quotient),
+        _ => Err(ConfigError::NotDivisible { field, got, of, divisor }),
+    }
+}
+
+/// Checks that a number is at least 1.
+pub(crate) fn non_zero(field: &str, got: u32) -> Result<u32, ConfigError> {
+    bounded(field, got.into(), u32::MAX)
+}
+
+/// Makes the error for a list that should have one entry per layer.
+fn entries(field: String, got: usize, num_layers: u32) -> ConfigError {
+    field_error(field, format!("has {got} entries for {num_layers} layers"))
+}
+
+/// Converts a count between 1 and `max` to `u32`.
+pub(crate) fn bounded(field: &str, got: u64, max: u32) -> Result<u32, ConfigError> {
+    let field = || field.to_owned();
+    match u32::try_from(got) {
+        Ok(0) => Err(ConfigError::Zero { field: field() }),
+        Ok(count) if count <= max => Ok(count),
+        _ => Err(ConfigError::TooLarge { field: field(), got, max }),
+    }
+}
+
+/// Makes a note about layers without a cache of their own.
+pub(crate) fn note_of_others(kept: usize, all: u32, what: &str) -> Option<String> {
+    let others = usize::try_from(all).unwrap_or(usize::MAX).saturating_sub(kept);
+    (others > 0).then(|| {
+        format!(
+            "{others} of {all} layers are {what}: what they keep of a sequence does not grow with \
+             its tokens and is not counted"
+        )
+    })
+}
