@@ -50,13 +50,8 @@ struct Report {
 #[derive(Debug, Serialize)]
 struct Kind {
     layers: u32,
-    kv_heads: u32,
-    head_dim_k: u32,
-    head_dim_v: u32,
-    /// Number of tokens that a query sees; null for all.
-    window: Option<u32>,
-    /// Whether V is a part of K (MLA).
-    latent: bool,
+    #[serde(flatten)]
+    layer: LayerGeometry,
 }
 
 #[derive(Debug, Serialize)]
@@ -97,7 +92,7 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
     }
     let first = kinds.first().map(|(kind, _)| *kind).context("a geometry has a layer")?;
     let attention_layers = kinds.iter().fold(0_u32, |sum, (_, layers)| sum.saturating_add(*layers));
-    let kinds = kinds.into_iter().map(|(kind, layers)| Kind::new(kind, layers)).collect();
+    let kinds = kinds.into_iter().map(|(layer, layers)| Kind { layers, layer }).collect();
     let report = Report {
         model: path.display().to_string(),
         architecture,
@@ -293,20 +288,16 @@ fn bytes_per_token((group, kind, layers): (&GroupSpec, &LayerGeometry, u64)) -> 
 }
 
 impl Kind {
-    fn new(kind: LayerGeometry, layers: u32) -> Self {
-        let LayerGeometry { kv_heads, head_dim_k, head_dim_v, window, is_latent } = kind;
-        Self { layers, kv_heads, head_dim_k, head_dim_v, window, latent: is_latent }
-    }
-
     /// Formats the kind: "24 layers, 8 kv heads of 64, a window of 128".
     fn show(&self) -> String {
-        let Self { layers, kv_heads, head_dim_k, head_dim_v, window, latent } = self;
+        let Self { layers, layer } = self;
+        let LayerGeometry { kv_heads, head_dim_k, head_dim_v, window, is_latent } = layer;
         let dims = if head_dim_k == head_dim_v {
             head_dim_k.to_string()
         } else {
             format!("{head_dim_k} and {head_dim_v}")
         };
-        let rows = if *latent {
+        let rows = if *is_latent {
             format!("a latent row of {head_dim_k}")
         } else {
             format!("{kv_heads} kv heads of {dims}")

@@ -10,6 +10,8 @@ mod tests;
 use std::collections::HashSet;
 use std::path::Path;
 
+use serde::Serialize;
+
 use crate::error::{ConfigError, Error, InFile};
 use crate::gguf::Head;
 use crate::num::to_usize;
@@ -17,7 +19,8 @@ use crate::object::field_error;
 use crate::text_file::read_text;
 
 /// The rows that one layer keeps per token.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[expect(clippy::exhaustive_structs, reason = "a literal names each of the numbers")]
 pub struct LayerGeometry {
     /// Number of kv heads.
     pub kv_heads: u32,
@@ -28,6 +31,7 @@ pub struct LayerGeometry {
     /// Number of tokens that a query sees, including its own; `None` for all.
     pub window: Option<u32>,
     /// Whether V is the leading part of K (MLA), so that the model needs only K.
+    #[serde(rename = "latent")]
     pub is_latent: bool,
 }
 

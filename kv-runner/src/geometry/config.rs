@@ -47,12 +47,12 @@ const TEXT_PARTS: [&str; 6] =
 pub(super) fn geometry(outer: Object<'_>) -> Result<ModelGeometry, ConfigError> {
     let text = text_part(outer)?;
     let architecture = name(&text).or_else(|| name(&outer)).unwrap_or_default().to_owned();
-    let of = |types: &[&str]| types.contains(&architecture.as_str());
-    if of(&STATE_SPACE) {
+    let of = |types: &str| types.split_whitespace().any(|name| name == architecture);
+    if of(STATE_SPACE) {
         let why = "the model has no attention, what it keeps of a sequence does not grow";
         return Err(ConfigError::NoCache { why });
     }
-    if of(&ENCODERS) {
+    if of(ENCODERS) {
         return Err(ConfigError::NoCache { why: "the model is an encoder" });
     }
     let mut notes = Vec::new();
@@ -74,7 +74,7 @@ pub(super) fn geometry(outer: Object<'_>) -> Result<ModelGeometry, ConfigError> 
     }
     if architecture.is_empty() {
         notes.push("the file names no model_type: planned from its fields".to_owned());
-    } else if !(of(&KNOWN) || is_t5 || is_pair) {
+    } else if !(of(KNOWN) || is_t5 || is_pair) {
         notes.push(format!("model_type {architecture:?} is unknown: planned from its fields"));
     }
     let context = context(&text)?.or(context(&outer)?);

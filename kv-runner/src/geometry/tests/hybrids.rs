@@ -9,32 +9,28 @@ fn list(name: &str, at: &[usize], layers: usize, has: &str) -> Value {
 
 /// Checks a model with layers without attention, which a note counts.
 #[track_caller]
-fn hybrid(name: &str, config: Value, layers: u64, kv_heads: u64, head_dim: u64) {
-    let geometry = plain(name, config, layers, kv_heads, head_dim);
+fn hybrid(name: &str, config: Value, shape: [u64; 3]) {
+    let geometry = plain(name, config, shape);
     let all = geometry.num_layers;
-    let words = format!("{} of {all} layers are", u64::from(all) - layers);
+    let words = format!("{} of {all} layers are", u64::from(all) - shape[0]);
     assert!(geometry.notes.iter().any(|note| note.starts_with(&words)), "{:?}", geometry.notes);
 }
 
 #[test]
 fn state_space_layers_are_named_and_not_counted() {
-    for (name, config, layers, kv_heads, head_dim) in [
+    for (name, config, shape) in [
         (
             "jamba",
             with(
                 usual("jamba", 4096, 32, 32, Some(8)),
                 json!({"attn_layer_period": 8, "attn_layer_offset": 4}),
             ),
-            4,
-            8,
-            128,
+            [4, 8, 128],
         ),
         (
             "bamba",
             with(usual("bamba", 4096, 32, 32, Some(8)), json!({"attn_layer_indices": [9, 18, 27]})),
-            3,
-            8,
-            128,
+            [3, 8, 128],
         ),
         (
             "granite 4 tiny",
@@ -42,9 +38,7 @@ fn state_space_layers_are_named_and_not_counted() {
                 usual("granitemoehybrid", 1536, 40, 12, Some(4)),
                 list("layer_types", &[5, 15, 25, 35], 40, "attention"),
             ),
-            4,
-            4,
-            128,
+            [4, 4, 128],
         ),
         (
             "zamba2 1.2b",
@@ -55,9 +49,7 @@ fn state_space_layers_are_named_and_not_counted() {
                     json!({"attention_head_dim": 128}),
                 ),
             ),
-            6,
-            32,
-            128,
+            [6, 32, 128],
         ),
         (
             "nemotron-h, a part",
@@ -65,27 +57,23 @@ fn state_space_layers_are_named_and_not_counted() {
                 usual("nemotron_h", 4096, 8, 32, Some(8)),
                 json!({"hybrid_override_pattern": "M-M*-M*-", "head_dim": 128}),
             ),
-            2,
-            8,
-            128,
+            [2, 8, 128],
         ),
     ] {
-        hybrid(name, config, layers, kv_heads, head_dim);
+        hybrid(name, config, shape);
     }
 }
 
 #[test]
 fn layers_of_other_kinds_are_named_and_not_counted() {
-    for (name, config, layers, kv_heads, head_dim) in [
+    for (name, config, shape) in [
         (
             "qwen3-next",
             with(
                 usual("qwen3_next", 2048, 48, 16, Some(2)),
                 json!({"head_dim": 256, "full_attention_interval": 4}),
             ),
-            12,
-            2,
-            256,
+            [12, 2, 256],
         ),
         (
             "lfm2",
@@ -93,9 +81,7 @@ fn layers_of_other_kinds_are_named_and_not_counted() {
                 usual("lfm2", 2048, 16, 32, Some(8)),
                 json!({"full_attn_idxs": [2, 5, 8, 10, 12, 14]}),
             ),
-            6,
-            8,
-            64,
+            [6, 8, 64],
         ),
         (
             "minimax",
@@ -103,21 +89,17 @@ fn layers_of_other_kinds_are_named_and_not_counted() {
                 usual("minimax", 6144, 8, 64, Some(8)),
                 json!({"head_dim": 128, "attn_type_list": [0, 0, 0, 0, 0, 0, 0, 1]}),
             ),
-            1,
-            8,
-            128,
+            [1, 8, 128],
         ),
         (
             "llama 3.2 vision",
             json!({"model_type": "mllama", "text_config": with(
                 usual("mllama_text_model", 4096, 40, 32, Some(8)),
                 json!({"cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38]}))}),
-            32,
-            8,
-            128,
+            [32, 8, 128],
         ),
     ] {
-        hybrid(name, config, layers, kv_heads, head_dim);
+        hybrid(name, config, shape);
     }
     let recurrent = with(
         usual("recurrent_gemma", 2560, 26, 10, Some(1)),
