@@ -4,11 +4,11 @@
 pub mod blocks;
 pub mod chunks;
 pub mod measure;
-mod num;
 mod random;
 
 use kv::backend::Backend;
 pub use kv::eviction::Eviction;
+use kv::num;
 use kv::{
     Axes, BlockOrder, CacheSpec, Error, KvCache, KvFormat, SequenceId, StartOptions, StepInput,
     TensorView,

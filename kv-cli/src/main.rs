@@ -19,7 +19,6 @@ mod job;
 mod load;
 mod loaded;
 mod memory;
-mod num;
 mod output;
 mod plan;
 mod progress;
@@ -39,6 +38,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use clap::error::ErrorKind;
+use kv::num;
 
 use args::{Cli, Command};
 

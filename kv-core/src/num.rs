@@ -1,5 +1,5 @@
-//! Conversions between integer widths, and memory of lists.
-pub use kv_format::num::{to_offset, to_u32, to_u64, to_usize};
+//! Conversions of numbers, and memory of lists.
+pub use kv_format::num::*;
 
 /// Returns the bytes of a list, unused capacity included.
 pub(crate) fn list_bytes<T>(list: &Vec<T>) -> usize {

@@ -1,4 +1,4 @@
-//! Conversions between integer widths, for the crates of this workspace.
+//! Conversions of numbers, for the crates of this workspace.
 
 // Token counts and offsets are `u32` and `u64`; memory of a narrower host cannot hold them.
 const _: () = assert!(usize::BITS >= 32 && usize::BITS <= 64, "usize must be 32 or 64 bits wide");
@@ -37,4 +37,27 @@ pub fn to_offset(n: u64) -> usize {
     let narrow = usize::try_from(n);
     assert!(narrow.is_ok(), "{n} bytes are more than this host addresses");
     narrow.unwrap_or_default()
+}
+
+/// Converts a count for a figure; exact up to 2^53.
+#[expect(clippy::as_conversions, clippy::cast_precision_loss, reason = "figures for people")]
+pub const fn to_f64(n: u64) -> f64 {
+    n as f64
+}
+
+/// Rounds to the nearest `f32`.
+#[expect(clippy::as_conversions, clippy::cast_possible_truncation, reason = "rounding is meant")]
+pub const fn to_f32(x: f64) -> f32 {
+    x as f32
+}
+
+/// Returns the whole part of a computed count, saturated to `u32`.
+#[expect(
+    clippy::as_conversions,
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "the conversion saturates"
+)]
+pub const fn to_count(x: f64) -> u32 {
+    x as u32
 }

@@ -43,7 +43,6 @@ mod error;
 mod geometry;
 pub mod gguf;
 mod model;
-mod num;
 mod object;
 pub mod reader;
 mod rope;
@@ -51,6 +50,8 @@ pub mod stored;
 mod text;
 mod text_file;
 mod weights;
+
+use kv::num;
 
 pub use cache::{CacheOptions, Layout};
 pub use config::ModelConfig;

@@ -20,6 +20,7 @@ use std::time::Duration;
 use kv_core::UnknownName;
 use kv_core::events::Tier;
 use kv_core::eviction::Priority;
+use kv_core::num::to_f64;
 
 /// When a tier gets a chunk. As text: `publish`, `leave`, `reuse:N`, `never`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -349,12 +350,6 @@ pub enum ComputeReason {
 /// Returns the time of an amount at a speed; an endless one is the longest.
 fn time(amount: f64, per_second: f64) -> Duration {
     Duration::try_from_secs_f64(amount / per_second).unwrap_or(Duration::MAX)
-}
-
-/// Converts a number of bytes; exact up to 2^53.
-#[expect(clippy::as_conversions, clippy::cast_precision_loss, reason = "an estimate of a time")]
-fn to_f64(n: u64) -> f64 {
-    n as f64
 }
 
 #[cfg(test)]

@@ -72,6 +72,8 @@ pub use kv_core::block;
 pub use kv_core::error;
 pub use kv_core::events;
 pub use kv_core::eviction;
+#[doc(hidden)]
+pub use kv_core::num;
 pub use kv_core::reuse;
 pub use kv_core::scheduling;
 pub use kv_core::{

@@ -122,15 +122,10 @@ fn nearest_rank(mut values: Vec<f64>, percent: usize) -> Option<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::num::to_f32;
 
     fn near(got: f64, expected: f64, tolerance: f64) {
         assert!((got - expected).abs() <= tolerance, "{got}, expected {expected}");
-    }
-
-    /// Rounds to the nearest `f32`.
-    #[expect(clippy::as_conversions, clippy::cast_possible_truncation, reason = "rounding")]
-    fn to_f32(x: f64) -> f32 {
-        x as f32
     }
 
     /// Converts probabilities to logits with an arbitrary shift, which softmax removes.

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::tokens::{Seed, Tokens, uniform};
-use crate::num::{floor_u32, to_u32, to_usize};
+use crate::num::{to_count, to_u32, to_usize};
 use crate::replay::{Sizes, Trace};
 
 /// Longest prompt.
@@ -167,7 +167,7 @@ impl Workload {
         let arrivals = || trace.arrivals().iter().take(limit);
         let first = arrivals().map(|arrival| arrival.seconds).fold(f64::INFINITY, f64::min);
         let scaled = |tokens: u32, most: Option<u32>| {
-            let tokens = floor_u32(f64::from(tokens) * options.tokens);
+            let tokens = to_count(f64::from(tokens) * options.tokens);
             tokens.min(most.unwrap_or(u32::MAX)).max(1)
         };
         let requests = trace.requests().iter().zip(arrivals()).enumerate();
@@ -206,7 +206,7 @@ impl Workload {
                 // A shortened prompt takes tokens from everywhere, so it shares what the whole
                 // prompt shares.
                 Box::new(move |position| {
-                    let index = floor_u32(f64::from(position) / tokens_per_block);
+                    let index = to_count(f64::from(position) / tokens_per_block);
                     let block = blocks.get(to_usize(index).min(last));
                     block.map_or(own, |block| trace.tokens(*block))
                 })

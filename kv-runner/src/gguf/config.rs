@@ -7,8 +7,8 @@ use super::metadata::{Metadata, whole};
 use super::rope;
 use crate::config::{Architecture, Biases, LayerKind, ModelConfig, Multipliers};
 use crate::error::ConfigError;
-use crate::geometry::{self, ModelGeometry, non_zero};
-use crate::num::to_u32;
+use crate::geometry::{self, ModelGeometry, bounded};
+use crate::num::to_u64;
 use crate::rope::{Pairing, RopeConfig};
 
 /// Keys of tokens that end a text, a turn or a message.
@@ -77,7 +77,7 @@ pub(super) fn config(
         heads,
         kv_heads: layer.kv_heads,
         head_dim,
-        vocab: non_zero("vocab_size", to_u32(vocab.unwrap_or(0)))?,
+        vocab: bounded("vocab_size", to_u64(vocab.unwrap_or(0)), u32::MAX)?,
         // The factors per pair apply up to the original context.
         context: original.filter(|original| has_short && *original > 0).unwrap_or(context),
         norm_eps: metadata.number("attention.layer_norm_rms_epsilon")?.unwrap_or(1e-5),

@@ -295,3 +295,12 @@ fn invalid_values_are_refused() {
         assert!(error.contains(words), "{error}");
     }
 }
+
+#[test]
+fn a_vocabulary_beyond_32_bits_is_refused() {
+    let mut content = content("llama", &[]);
+    let embedding = content.tensor_infos.get_mut("token_embd.weight").expect("an embedding");
+    embedding.shape = Shape::from((1 << 40, 64));
+    let error = config(&[&content], None).expect_err("too many").to_string();
+    assert_eq!(error, "vocab_size is 1099511627776, at most 4294967295 is possible");
+}

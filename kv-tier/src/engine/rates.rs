@@ -1,6 +1,8 @@
 //! Measured rates: how fast a store gives bytes, and how fast the model computes tokens.
 use std::time::Duration;
 
+use kv_core::num::{to_f64, to_u64};
+
 /// Weight of the newest measurement in a moving average.
 const WEIGHT: f64 = 0.2;
 
@@ -31,7 +33,7 @@ impl TransferRates {
     /// Notes a read of one chunk by one of several threads.
     pub(super) fn note_read(&mut self, bytes: usize, time: Duration) {
         if bytes > 0 {
-            self.seconds_per_byte.note(time.as_secs_f64() / to_f64(bytes));
+            self.seconds_per_byte.note(time.as_secs_f64() / to_f64(to_u64(bytes)));
         }
     }
     pub(super) fn note_lookup(&mut self, time: Duration) {
@@ -45,9 +47,4 @@ impl TransferRates {
     pub(super) fn bytes_per_second(&self) -> Option<f64> {
         self.seconds_per_byte.get().map(f64::recip)
     }
-}
-
-/// Converts a count for an average, in which the last bits do not matter.
-pub(super) fn to_f64(count: usize) -> f64 {
-    f64::from(u32::try_from(count).unwrap_or(u32::MAX))
 }
