@@ -47,11 +47,7 @@ pub enum Error {
     },
 }
 
-impl From<SpecError> for Error {
-    fn from(error: SpecError) -> Self {
-        Self::Cache(error.into())
-    }
-}
+kv::cache_errors!(Error: SpecError);
 
 /// For functions that return candle's own error.
 impl From<Error> for candle_core::Error {

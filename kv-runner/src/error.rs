@@ -83,23 +83,7 @@ impl From<serde_json::Error> for Error {
     }
 }
 
-impl From<SpecError> for Error {
-    fn from(error: SpecError) -> Self {
-        Self::Cache(error.into())
-    }
-}
-
-impl From<PlanError> for Error {
-    fn from(error: PlanError) -> Self {
-        Self::Cache(error.into())
-    }
-}
-
-impl From<DeviceError> for Error {
-    fn from(error: DeviceError) -> Self {
-        Self::Cache(error.into())
-    }
-}
+kv::cache_errors!(Error: SpecError, PlanError, DeviceError);
 
 /// Adds the file that an error is about.
 pub(crate) trait InFile<T> {

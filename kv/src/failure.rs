@@ -48,29 +48,20 @@ impl Error {
     }
 }
 
-impl From<SpecError> for Error {
-    fn from(error: SpecError) -> Self {
-        Self::Cache(error.into())
-    }
+/// Converts narrow errors to the variant `Cache` of an error, so that `?` takes them in one step.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! cache_errors {
+    ($error:ty: $($narrow:ty),+) => {$(
+        impl From<$narrow> for $error {
+            fn from(error: $narrow) -> Self {
+                Self::Cache(error.into())
+            }
+        }
+    )+};
 }
 
-impl From<PlanError> for Error {
-    fn from(error: PlanError) -> Self {
-        Self::Cache(error.into())
-    }
-}
-
-impl From<BlocksExhausted> for Error {
-    fn from(error: BlocksExhausted) -> Self {
-        Self::Cache(error.into())
-    }
-}
-
-impl From<DeviceError> for Error {
-    fn from(error: DeviceError) -> Self {
-        Self::Cache(error.into())
-    }
-}
+cache_errors!(Error: SpecError, PlanError, BlocksExhausted, DeviceError);
 
 #[cfg(test)]
 mod tests {

@@ -54,23 +54,7 @@ impl Error {
     }
 }
 
-impl From<SpecError> for Error {
-    fn from(error: SpecError) -> Self {
-        Self::Cache(error.into())
-    }
-}
-
-impl From<PlanError> for Error {
-    fn from(error: PlanError) -> Self {
-        Self::Cache(error.into())
-    }
-}
-
-impl From<DeviceError> for Error {
-    fn from(error: DeviceError) -> Self {
-        Self::Cache(error.into())
-    }
-}
+kv::cache_errors!(Error: SpecError, PlanError, DeviceError);
 
 #[cfg(test)]
 mod tests {
