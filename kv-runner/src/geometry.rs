@@ -108,6 +108,13 @@ impl ModelGeometry {
     }
 }
 
+/// Note about models that have attention and a state-space part in every layer.
+const BESIDE_STATE_SPACE: &str =
+    "every layer has a state-space part too: it does not grow and is not counted";
+/// Note about models whose queries see the tokens of one chunk.
+const CHUNKED: &str = "chunked attention is counted as a window as long as a chunk";
+/// Longest window and context; a longer window means none.
+const LEN_MAX: u32 = u32::MAX >> 2;
 /// Upper limit of counts in a file, so that products of a few fit into `u64`.
 pub(crate) const COUNT_MAX: u32 = 1 << 20;
 /// Why a model without attention layers has no cache.
@@ -131,9 +138,71 @@ pub(crate) fn non_zero(field: &str, got: u32) -> Result<u32, ConfigError> {
     bounded(field, got.into(), u32::MAX)
 }
 
-/// Makes the error for a list that should have one entry per layer.
-fn entries(field: String, got: usize, num_layers: u32) -> ConfigError {
-    field_error(field, format!("has {got} entries for {num_layers} layers"))
+/// Checks that a list has one entry per layer.
+fn per_layer<T>(field: String, list: Vec<T>, num_layers: u32) -> Result<Vec<T>, ConfigError> {
+    if list.len() == to_usize(num_layers) {
+        return Ok(list);
+    }
+    Err(field_error(field, format!("has {} entries for {num_layers} layers", list.len())))
+}
+
+/// Returns whether the layer is the last one of its period.
+fn is_last(index: u32, period: u32) -> bool {
+    (index + 1).is_multiple_of(period)
+}
+
+/// Heads of the layers with attention.
+struct Rows {
+    /// Number of kv heads per layer, 0 for none, or one number for all.
+    kv_heads: Vec<u32>,
+    dim_k: u32,
+    dim_v: u32,
+    is_latent: bool,
+    /// Heads and their size in layers without a window, if they differ.
+    global: (Option<u32>, Option<u32>),
+}
+
+impl Rows {
+    /// Returns the rows of one layer, `None` for a layer without heads.
+    fn layer(&self, index: usize, window: Option<u32>) -> Option<LayerGeometry> {
+        let (heads, dim) = if window.is_none() { self.global } else { (None, None) };
+        let own = match self.kv_heads.as_slice() {
+            [one] => *one,
+            list => list.get(index).copied().unwrap_or(0),
+        };
+        let layer = LayerGeometry {
+            kv_heads: heads.unwrap_or(own),
+            head_dim_k: dim.unwrap_or(self.dim_k),
+            head_dim_v: dim.unwrap_or(self.dim_v),
+            window,
+            is_latent: self.is_latent,
+        };
+        Some(layer).filter(|layer| layer.kv_heads > 0)
+    }
+}
+
+/// Refuses models without a KV cache, which are on one of two lists.
+fn check_attention(
+    architecture: &str,
+    state_space: &str,
+    encoders: &str,
+) -> Result<(), ConfigError> {
+    let is_of = |list: &str| list.split_whitespace().any(|name| name == architecture);
+    if is_of(state_space) {
+        let why = "the model has no attention, what it keeps of a sequence does not grow";
+        Err(ConfigError::NoCache { why })
+    } else if is_of(encoders) {
+        Err(ConfigError::NoCache { why: "the model is an encoder" })
+    } else {
+        Ok(())
+    }
+}
+
+/// Makes a note about the last layers, if they have no cache of their own.
+fn note_of_shared(shared: u32, all: u32) -> Option<String> {
+    (shared > 0).then(|| {
+        format!("the last {shared} of {all} layers read what earlier ones keep: not counted")
+    })
 }
 
 /// Converts a count between 1 and `max` to `u32`.
@@ -147,8 +216,8 @@ pub(crate) fn bounded(field: &str, got: u64, max: u32) -> Result<u32, ConfigErro
 }
 
 /// Makes a note about layers without a cache of their own.
-pub(crate) fn note_of_others(kept: usize, all: u32, what: &str) -> Option<String> {
-    let others = usize::try_from(all).unwrap_or(usize::MAX).saturating_sub(kept);
+fn note_of_others(kept: usize, all: u32, what: &str) -> Option<String> {
+    let others = to_usize(all).saturating_sub(kept);
     (others > 0).then(|| {
         format!(
             "{others} of {all} layers are {what}: what they keep of a sequence does not grow with \

@@ -48,7 +48,7 @@ pub enum ConfigError {
         field: &'static str,
     },
     /// A model that keeps nothing in a KV cache.
-    #[error("no KV cache to plan: {why}")]
+    #[error("no KV cache: {why}")]
     NoCache {
         /// What the model is instead.
         why: &'static str,

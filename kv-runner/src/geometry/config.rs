@@ -8,7 +8,8 @@ use serde_json::Value;
 
 use super::layers::{self, Use};
 use super::{
-    COUNT_MAX, LAYERS_MAX, LayerGeometry, ModelGeometry, NO_LAYER, bounded, divide, entries,
+    COUNT_MAX, LAYERS_MAX, LEN_MAX, LayerGeometry, ModelGeometry, NO_LAYER, Rows, bounded,
+    check_attention, divide, note_of_shared, per_layer,
 };
 use crate::error::{ConfigError, Error};
 use crate::num::to_usize;
@@ -47,14 +48,7 @@ const TEXT_PARTS: [&str; 6] =
 pub(super) fn geometry(outer: Object<'_>) -> Result<ModelGeometry, ConfigError> {
     let text = text_part(outer)?;
     let architecture = name(&text).or_else(|| name(&outer)).unwrap_or_default().to_owned();
-    let of = |types: &str| types.split_whitespace().any(|name| name == architecture);
-    if of(STATE_SPACE) {
-        let why = "the model has no attention, what it keeps of a sequence does not grow";
-        return Err(ConfigError::NoCache { why });
-    }
-    if of(ENCODERS) {
-        return Err(ConfigError::NoCache { why: "the model is an encoder" });
-    }
+    check_attention(&architecture, STATE_SPACE, ENCODERS)?;
     let mut notes = Vec::new();
     let text = text.with_defaults(defaults(&architecture, has_text_part(&outer)));
     let is_t5 = architecture.ends_with("t5") || text.has("num_decoder_layers");
@@ -74,7 +68,7 @@ pub(super) fn geometry(outer: Object<'_>) -> Result<ModelGeometry, ConfigError> 
     }
     if architecture.is_empty() {
         notes.push("the file names no model_type: planned from its fields".to_owned());
-    } else if !(of(KNOWN) || is_t5 || is_pair) {
+    } else if !(is_t5 || is_pair || KNOWN.split_whitespace().any(|name| name == architecture)) {
         notes.push(format!("model_type {architecture:?} is unknown: planned from its fields"));
     }
     let context = context(&text)?.or(context(&outer)?);
@@ -122,7 +116,7 @@ fn context(keys: &Object<'_>) -> Result<Option<u32>, ConfigError> {
     let Some((key, value)) = keys.first(&CONTEXT) else {
         return keys.count(&["max_position_embeddings"], &mut Vec::new());
     };
-    bounded(key, whole(keys.name(key), value)?, u32::MAX >> 2).map(Some)
+    bounded(key, whole(keys.name(key), value)?, LEN_MAX).map(Some)
 }
 
 /// The number of layers, and those with a cache.
@@ -169,30 +163,13 @@ fn decoder(
         Some(shared) => shared,
         None => keys.count(&["num_kv_shared_layers"], notes)?.unwrap_or(0),
     };
-    if shared > 0 {
-        notes.push(format!(
-            "the last {shared} of {num_layers} layers read what earlier ones keep: not counted"
-        ));
-        uses.truncate(to_usize(num_layers.saturating_sub(shared)));
-    }
+    notes.extend(note_of_shared(shared, num_layers));
+    uses.truncate(to_usize(num_layers.saturating_sub(shared)));
     let kinds = uses.iter().zip(0..).filter_map(|(layer, index)| match layer {
-        Use::Attention { window } => Some(rows.layer(index, *window)),
+        Use::Attention { window } => rows.layer(index, *window),
         Use::None => None,
     });
-    let mut kept: Vec<_> = kinds.collect();
-    kept.retain(|kind| kind.kv_heads > 0);
-    Ok((num_layers, kept))
-}
-
-/// Heads of the layers.
-struct Rows {
-    /// Number of kv heads per layer, 0 for none, or one number for all.
-    kv_heads: Vec<u32>,
-    dim_k: u32,
-    dim_v: u32,
-    is_latent: bool,
-    /// Heads and their size in layers without a window, if they differ.
-    global: (Option<u32>, Option<u32>),
+    Ok((num_layers, kinds.collect()))
 }
 
 impl Rows {
@@ -230,21 +207,6 @@ impl Rows {
         );
         Ok(Self { kv_heads, dim_k, dim_v, is_latent: false, global })
     }
-
-    fn layer(&self, index: usize, window: Option<u32>) -> LayerGeometry {
-        let of_all = || self.kv_heads.first().copied().unwrap_or(0);
-        let (mut heads, mut dims) = match self.kv_heads.as_slice() {
-            [_] => (of_all(), (self.dim_k, self.dim_v)),
-            list => (list.get(index).copied().unwrap_or(0), (self.dim_k, self.dim_v)),
-        };
-        if window.is_none() {
-            heads = self.global.0.unwrap_or(heads);
-            dims = self.global.1.map_or(dims, |dim| (dim, dim));
-        }
-        let (head_dim_k, head_dim_v) = dims;
-        let is_latent = self.is_latent;
-        LayerGeometry { kv_heads: heads, head_dim_k, head_dim_v, window, is_latent }
-    }
 }
 
 /// Returns the kv heads, one number or one per layer, and the query heads if one number has them.
@@ -258,7 +220,8 @@ fn kv_heads(
         let heads = keys.required_count(&HEADS, notes)?;
         let list = blocks.iter().map(|block| layers::heads_of_block(block, heads));
         let list = list.collect::<Result<Vec<_>, _>>()?;
-        return check_list("block_configs", list, num_layers).map(|list| (list, Some(heads)));
+        return per_layer(keys.name("block_configs"), list, num_layers)
+            .map(|list| (list, Some(heads)));
     }
     for key in ["num_kv_heads", "num_key_value_heads", "num_key_value_heads_per_layer"] {
         if keys.value(key).is_some_and(Value::is_array) {
@@ -268,7 +231,7 @@ fn kv_heads(
             }
             let heads = keys.first(&HEADS).filter(|(_, value)| !value.is_array());
             let heads = if heads.is_some() { keys.count(&HEADS, notes)? } else { None };
-            return check_list(key, list, num_layers).map(|list| (list, heads));
+            return per_layer(keys.name(key), list, num_layers).map(|list| (list, heads));
         }
     }
     let heads = keys.required_count(&HEADS, notes)?;
@@ -299,13 +262,6 @@ fn kv_heads(
         },
     };
     Ok((vec![kv_heads], Some(heads)))
-}
-
-fn check_list(key: &str, list: Vec<u32>, num_layers: u32) -> Result<Vec<u32>, ConfigError> {
-    if list.len() == to_usize(num_layers) {
-        return Ok(list);
-    }
-    Err(entries(key.to_owned(), list.len(), num_layers))
 }
 
 /// Returns the head dim: given, or a share of the hidden size.

@@ -1,27 +1,18 @@
 //! Reads the geometry of a GGUF file from its metadata.
 use super::{
-    COUNT_MAX, LAYERS_MAX, LayerGeometry, ModelGeometry, NO_LAYER, bounded, divide, entries,
-    note_of_others,
+    BESIDE_STATE_SPACE, CHUNKED, COUNT_MAX, LAYERS_MAX, LEN_MAX, ModelGeometry, NO_LAYER, Rows,
+    bounded, check_attention, divide, is_last, note_of_others, note_of_shared, per_layer,
 };
 use crate::error::ConfigError;
 use crate::gguf::Metadata;
 use crate::num::to_usize;
 
 /// Architectures without attention.
-const STATE_SPACE: [&str; 7] =
-    ["mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "rwkv"];
+const STATE_SPACE: &str = "mamba mamba2 rwkv6 rwkv6qwen2 rwkv7 arwkv7 rwkv";
 
 /// Encoders, which read a whole text at once.
-const ENCODERS: [&str; 8] = [
-    "bert",
-    "nomic-bert",
-    "nomic-bert-moe",
-    "neo-bert",
-    "jina-bert-v2",
-    "jina-bert-v3",
-    "modern-bert",
-    "t5encoder",
-];
+const ENCODERS: &str = "
+    bert nomic-bert nomic-bert-moe neo-bert jina-bert-v2 jina-bert-v3 modern-bert t5encoder";
 
 /// Architectures with a window in all layers but the last of every period of this length, for which
 /// there is no key.
@@ -55,50 +46,29 @@ pub(crate) fn read(metadata: &Metadata<'_>) -> Result<ModelGeometry, ConfigError
     if architecture.is_empty() {
         return Err(ConfigError::Missing { field: "general.architecture" });
     }
-    if STATE_SPACE.contains(&architecture) {
-        let why = "the model has no attention, what it keeps of a sequence does not grow";
-        return Err(ConfigError::NoCache { why });
-    }
-    if ENCODERS.contains(&architecture) {
-        return Err(ConfigError::NoCache { why: "the model is an encoder" });
-    }
+    check_attention(architecture, STATE_SPACE, ENCODERS)?;
     let mut notes = Vec::new();
     let blocks = metadata.required("block_count")?;
     let num_layers = bounded(&metadata.key("block_count"), blocks.into(), LAYERS_MAX)?;
     let rows = rows(metadata, num_layers)?;
     let windows = windows(metadata, num_layers)?;
     if architecture == "llama4" {
-        notes.push("chunked attention is counted as a window as long as a chunk".to_owned());
+        notes.push(CHUNKED.to_owned());
     }
     let has_attention = attention_layers(metadata)?;
     let shared = metadata.count("attention.shared_kv_layers")?.unwrap_or(0);
-    if shared > 0 {
-        notes.push(format!(
-            "the last {shared} of {num_layers} layers read what earlier ones keep: not counted"
-        ));
-    }
-    let mut layers = Vec::new();
-    for index in 0..num_layers.saturating_sub(shared) {
-        let heads = rows.kv_heads(index);
-        if heads > 0 && has_attention.is_none_or(|period| is_last(index, period)) {
-            let window = windows.get(to_usize(index)).copied().flatten();
-            let (head_dim_k, head_dim_v) = (rows.dim_k, rows.dim_v);
-            let is_latent = rows.is_latent;
-            layers.push(LayerGeometry {
-                kv_heads: heads,
-                head_dim_k,
-                head_dim_v,
-                window,
-                is_latent,
-            });
-        }
-    }
+    notes.extend(note_of_shared(shared, num_layers));
+    let keeps = |index: &u32| has_attention.is_none_or(|period| is_last(*index, period));
+    let layers: Vec<_> = (0..num_layers.saturating_sub(shared))
+        .filter(keeps)
+        .map(to_usize)
+        .filter_map(|index| rows.layer(index, windows.get(index).copied().flatten()))
+        .collect();
     if layers.is_empty() {
         return Err(ConfigError::NoCache { why: NO_LAYER });
     }
     if architecture == "falcon-h1" {
-        let text = "every layer has a state-space part too: it does not grow and is not counted";
-        notes.push(text.to_owned());
+        notes.push(BESIDE_STATE_SPACE.to_owned());
     }
     let without_shared = num_layers.saturating_sub(shared);
     let others = "state-space layers or have no attention";
@@ -107,27 +77,9 @@ pub(crate) fn read(metadata: &Metadata<'_>) -> Result<ModelGeometry, ConfigError
         notes.push("an encoder and a decoder: cross attention is not counted".to_owned());
     }
     let context = metadata.count("context_length")?.filter(|context| *context > 0);
-    let context = context.map(|context| context.min(u32::MAX >> 2));
+    let context = context.map(|context| context.min(LEN_MAX));
     let architecture = architecture.to_owned();
     Ok(ModelGeometry { architecture, num_layers, layers, context, notes })
-}
-
-/// Heads of layers with attention.
-struct Rows {
-    /// Number of kv heads per layer, or one number for all.
-    heads: Vec<u32>,
-    dim_k: u32,
-    dim_v: u32,
-    is_latent: bool,
-}
-
-impl Rows {
-    fn kv_heads(&self, index: u32) -> u32 {
-        match self.heads.as_slice() {
-            [one] => *one,
-            list => list.get(to_usize(index)).copied().unwrap_or(0),
-        }
-    }
 }
 
 fn rows(metadata: &Metadata<'_>, num_layers: u32) -> Result<Rows, ConfigError> {
@@ -143,7 +95,8 @@ fn rows(metadata: &Metadata<'_>, num_layers: u32) -> Result<Rows, ConfigError> {
         // Layers without attention have no heads.
         let heads = by_layer(metadata, "attention.head_count_kv", num_layers)?;
         let heads = heads.unwrap_or_else(|| vec![1]).into_iter().map(|heads| heads.min(1));
-        return Ok(Rows { heads: heads.collect(), dim_k, dim_v: rank, is_latent: true });
+        let (kv_heads, global) = (heads.collect(), (None, None));
+        return Ok(Rows { kv_heads, dim_k, dim_v: rank, is_latent: true, global });
     }
     let query_heads = by_layer(metadata, "attention.head_count", num_layers)?;
     let query_heads = query_heads.ok_or(ConfigError::Missing { field: "attention.head_count" })?;
@@ -165,7 +118,7 @@ fn rows(metadata: &Metadata<'_>, num_layers: u32) -> Result<Rows, ConfigError> {
         divide(("embedding_length", hidden), ("attention.head_count", most))?
     };
     let dim_v = count("attention.value_length")?.unwrap_or(dim_k);
-    Ok(Rows { heads, dim_k, dim_v, is_latent: false })
+    Ok(Rows { kv_heads: heads, dim_k, dim_v, is_latent: false, global: (None, None) })
 }
 
 /// Reads one number, or one per layer.
@@ -178,12 +131,10 @@ fn by_layer(
         return Ok(None);
     };
     let is_list = metadata.is_list(key);
-    if is_list && list.len() != to_usize(num_layers) {
-        return Err(entries(metadata.key(key), list.len(), num_layers));
-    }
-    // 0 heads mean a model without attention.
     match list.as_slice() {
-        [0] if !is_list => Err(ConfigError::Zero { field: metadata.key(key) }),
+        _ if is_list => per_layer(metadata.key(key), list, num_layers).map(Some),
+        // 0 heads mean a model without attention.
+        [0] => Err(ConfigError::Zero { field: metadata.key(key) }),
         _ => Ok(Some(list)),
     }
 }
@@ -195,24 +146,16 @@ fn attention_layers(metadata: &Metadata<'_>) -> Result<Option<u32>, ConfigError>
     Ok(given.or(is_hybrid.then_some(4)))
 }
 
-/// Returns whether the layer is the last one of its period.
-fn is_last(index: u32, period: u32) -> bool {
-    (index + 1).is_multiple_of(period)
-}
-
 /// Returns the windows of all layers.
 fn windows(metadata: &Metadata<'_>, num_layers: u32) -> Result<Vec<Option<u32>>, ConfigError> {
     let architecture = metadata.architecture();
     let given = metadata.count("attention.sliding_window")?.filter(|window| *window > 0);
     let chunk = metadata.count("attention.chunk_size")?.filter(|chunk| *chunk > 0);
     let default = (architecture == "llama4").then_some(LLAMA4_CHUNK);
-    let size = given.or(chunk).or(default).map(|size| size.min(u32::MAX >> 2));
+    let size = given.or(chunk).or(default).map(|size| size.min(LEN_MAX));
     let pattern = "attention.sliding_window_pattern";
     let slides = if let Some(slides) = metadata.flags(pattern)? {
-        if slides.len() != to_usize(num_layers) {
-            return Err(entries(metadata.key(pattern), slides.len(), num_layers));
-        }
-        slides
+        per_layer(metadata.key(pattern), slides, num_layers)?
     } else {
         let known = RUNS.iter().find(|(name, _)| *name == architecture);
         let period = metadata.count(pattern)?.or(known.map(|(_, period)| *period));

@@ -1,7 +1,10 @@
 //! Finds the layers of a model with attention, and those of them with a window.
 use serde_json::Value;
 
-use super::{COUNT_MAX, bounded, divide, entries, note_of_others};
+use super::{
+    BESIDE_STATE_SPACE, CHUNKED, COUNT_MAX, LEN_MAX, bounded, divide, is_last, note_of_others,
+    per_layer,
+};
 use crate::error::ConfigError;
 use crate::num::to_usize;
 use crate::object::{Object, whole, wrong};
@@ -39,7 +42,7 @@ pub(crate) fn uses(
     };
     let windows = Windows::read(keys, architecture, notes)?;
     if listed_kinds.contains(&ListedKind::Chunked) && windows.chunk.is_some() {
-        notes.push("chunked attention is counted as a window as long as a chunk".to_owned());
+        notes.push(CHUNKED.to_owned());
     }
     let uses: Vec<_> = listed_kinds
         .iter()
@@ -55,8 +58,7 @@ pub(crate) fn uses(
     let kept = uses.iter().filter(|layer| **layer != Use::None).count();
     let mut note = note_of_others(kept, num_layers, others(keys, architecture));
     if architecture == "falcon_h1" {
-        let text = "every layer has a state-space part too: it does not grow and is not counted";
-        note = Some(text.to_owned());
+        note = Some(BESIDE_STATE_SPACE.to_owned());
     }
     Ok((uses, note))
 }
@@ -78,13 +80,8 @@ fn listed_kinds(
     keys: &Object<'_>,
     num_layers: u32,
 ) -> Result<Option<Vec<ListedKind>>, ConfigError> {
-    let check = |key: &str, list: Vec<ListedKind>| {
-        if list.len() == to_usize(num_layers) {
-            return Ok(Some(list));
-        }
-        Err(entries(keys.name(key), list.len(), num_layers))
-    };
-    for key in ["layer_types", "layers_block_type"] {
+    let check = |key: &str, list| per_layer(keys.name(key), list, num_layers).map(Some);
+    for key in ["layer_types", "layers_block_type", "attention_layers"] {
         if let Some(list) = keys.list(key)? {
             let list = list.iter().map(|value| layer_type(key, value));
             return check(key, list.collect::<Result<_, _>>()?);
@@ -103,10 +100,6 @@ fn listed_kinds(
     if let Some(list) = keys.numbers("attn_type_list")? {
         let layer = |kind| if kind == 1 { ListedKind::Attention } else { ListedKind::Other };
         return check("attn_type_list", list.into_iter().map(layer).collect());
-    }
-    if let Some(list) = keys.list("attention_layers")? {
-        let layer = |value| layer_type("attention_layers", value);
-        return check("attention_layers", list.iter().map(layer).collect::<Result<_, _>>()?);
     }
     if let Some(types) = keys.list("attention_types")? {
         return check("attention_types", repeated(types, num_layers)?);
@@ -200,11 +193,6 @@ fn is_optional(architecture: &str) -> bool {
     architecture.starts_with("qwen") || architecture == "smollm3"
 }
 
-/// Returns whether the layer is the last one of its period.
-fn is_last(index: u32, period: u32) -> bool {
-    (index + 1).is_multiple_of(period)
-}
-
 /// Applies the rule of the model's type, if no list names the layers.
 fn by_rule(
     keys: &Object<'_>,
@@ -229,10 +217,9 @@ fn by_rule(
 
 /// Returns which layers rotate Q and K, in models some of whose layers do not.
 pub(crate) fn rotating(keys: &Object<'_>, num_layers: u32) -> Result<Vec<bool>, ConfigError> {
-    if let Some(list) = keys.numbers("no_rope_layers")?.filter(|list| !list.is_empty()) {
-        if list.len() < to_usize(num_layers) {
-            return Err(entries(keys.name("no_rope_layers"), list.len(), num_layers));
-        }
+    if let Some(mut list) = keys.numbers("no_rope_layers")?.filter(|list| !list.is_empty()) {
+        list.truncate(to_usize(num_layers));
+        let list = per_layer(keys.name("no_rope_layers"), list, num_layers)?;
         // 1 means that the layer rotates, whatever the field's name suggests.
         return Ok(list
             .into_iter()
@@ -277,8 +264,8 @@ impl Windows {
                 return Ok(None);
             };
             // A window longer than any context means none.
-            let window = whole(keys.name(key), value)?.min(u64::from(u32::MAX >> 2));
-            bounded(key, window, u32::MAX >> 2).map(Some)
+            let window = whole(keys.name(key), value)?.min(LEN_MAX.into());
+            bounded(key, window, LEN_MAX).map(Some)
         };
         let are_used = match architecture {
             "olmo2" | "granite" => false,

@@ -2,6 +2,7 @@
 use candle_core::quantized::gguf_file::{self, Value};
 
 use super::*;
+use crate::geometry::LayerGeometry;
 use crate::gguf::Head;
 
 /// Writes the head of a file of this architecture; its keys come without the prefix.
