@@ -71,27 +71,28 @@ impl ModelGeometry {
     /// Returns what every layer keeps, apart from its window, for a decoder that runs nothing else:
     /// K and V of one size, in all layers. `dim_v` is the name of the size of V.
     pub(crate) fn uniform(&self, dim_v: String) -> Result<LayerGeometry, ConfigError> {
-        let layers = || "the layers of the model".to_owned();
-        let [first, rest @ ..] = self.layers.as_slice() else {
+        let Some(first) = self.layers.first() else {
             return Err(ConfigError::NoCache { why: NO_LAYER });
         };
-        let (k, v) = (first.head_dim_k, first.head_dim_v);
-        let window = first.window;
-        if first.is_latent {
-            let problem = "keep one latent row per token, which this program does not run";
-            Err(field_error(layers(), problem.to_owned()))
+        let (k, v, window) = (first.head_dim_k, first.head_dim_v, first.window);
+        let differs = |layer: &&LayerGeometry| LayerGeometry { window, ..**layer } != *first;
+        let problem = if first.is_latent {
+            "keep one latent row per token, which this program does not run".to_owned()
         } else if k != v {
-            Err(field_error(dim_v, format!("is {v}, but K has {k}: expected one size of both")))
+            let problem = format!("is {v}, but K has {k}: expected one size of both");
+            return Err(field_error(dim_v, problem));
         } else if self.layers.len() != to_usize(self.num_layers) {
             let (own, all) = (self.layers.len(), self.num_layers);
-            let problem = format!("are {all}, of which {own} have K and V: expected all of them");
-            Err(field_error(layers(), problem))
-        } else if rest.iter().any(|layer| LayerGeometry { window, ..*layer } != *first) {
-            let problem = "differ in their kv heads, which this program does not run";
-            Err(field_error(layers(), problem.to_owned()))
+            format!("are {all}, of which {own} have K and V of their own: expected all of them")
+        } else if let Some(other) = self.layers.iter().find(differs) {
+            let heads = |layer: &LayerGeometry| {
+                format!("{} kv heads of {}", layer.kv_heads, layer.head_dim_k)
+            };
+            format!("have {} and {}: expected the same in all", heads(first), heads(other))
         } else {
-            Ok(*first)
-        }
+            return Ok(*first);
+        };
+        Err(field_error("the layers of the model".to_owned(), problem))
     }
 
     /// Returns kinds of layers in the order of their first layer, with the number of layers of

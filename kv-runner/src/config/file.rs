@@ -32,6 +32,8 @@ pub(super) fn model(file: &Object<'_>) -> Result<ModelConfig, ConfigError> {
     let heads = count("num_attention_heads")?;
     let vocab = count("vocab_size")?;
     let geometry = config::of_decoder(&text, architecture.name())?;
+    // Before the rows, so that a list of layers is refused by its name.
+    let layer_kinds = layer_kinds(&text, architecture, &geometry)?;
     let layer = geometry.uniform(text.name("v_head_dim"))?;
     let head_dim = layer.head_dim_k;
     let (rope, context) = rope::read(&text, architecture, head_dim)?;
@@ -49,7 +51,7 @@ pub(super) fn model(file: &Object<'_>) -> Result<ModelConfig, ConfigError> {
     };
     ModelConfig {
         architecture,
-        layer_kinds: layer_kinds(&text, architecture, &geometry)?,
+        layer_kinds,
         hidden,
         intermediate,
         heads,
@@ -175,12 +177,13 @@ fn layer_kinds(
     let types = text.get::<Vec<&str>>("layer_types")?.unwrap_or_default();
     let is_choice =
         matches!(architecture, Architecture::Qwen2 | Architecture::Qwen3 | Architecture::SmolLm3);
+    let is_other = |name: &&&str| !["full_attention", "sliding_attention"].contains(*name);
+    if let Some(other) = types.iter().find(is_other) {
+        let (field, got) = ("layer_types", (*other).to_owned());
+        let expected = "full_attention or sliding_attention";
+        return Err(ConfigError::Unsupported { field, got, expected });
+    }
     for ((index, name), layer) in types.into_iter().enumerate().zip(&geometry.layers) {
-        if !["full_attention", "sliding_attention"].contains(&name) {
-            let (field, got) = ("layer_types", name.to_owned());
-            let expected = "full_attention or sliding_attention";
-            return Err(ConfigError::Unsupported { field, got, expected });
-        }
         if name == "sliding_attention" && layer.window.is_none() {
             return Err(no_window(text));
         }

@@ -91,3 +91,23 @@ fn defaults_follow_the_class_of_the_architecture() {
     assert_eq!(of("granite", "attention_multiplier").attention_scale(), 1.0);
     assert_eq!(of("llama", "attention_multiplier").attention_scale(), 1.0 / 8.0_f64.sqrt());
 }
+
+#[test]
+fn models_whose_layers_keep_different_rows_are_refused() {
+    let mut mixed = vec!["full_attention"; 5];
+    mixed[1] = "linear_attention";
+    for (changes, words) in [
+        (json!({"layer_types": mixed}), "layer_types \"linear_attention\" is not supported"),
+        (
+            json!({"num_key_value_heads": [4, 4, 2, 4, 4]}),
+            "the layers of the model have 4 kv heads of 8 and 2 kv heads of 8: expected the same",
+        ),
+        (json!({"num_kv_shared_layers": 2}), "are 5, of which 3 have K and V of their own"),
+        (json!({"v_head_dim": 4}), "v_head_dim is 4, but K has 8: expected one size of both"),
+        (json!({"kv_lora_rank": 4, "qk_rope_head_dim": 2}), "keep one latent row per token"),
+        (json!({"attn_layer_indices": []}), "no KV cache: no layer of the model has attention"),
+    ] {
+        let error = refusal(&changes);
+        assert!(error.contains(words), "{changes}: {error}");
+    }
+}
