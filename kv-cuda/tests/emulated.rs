@@ -1,5 +1,6 @@
 //! Emulated devices through the public interface.
 #![cfg(feature = "emulated")]
+#![expect(clippy::unwrap_used, reason = "tests")]
 
 use kv_core::backend::Backend;
 use kv_core::error::DeviceErrorKind;
