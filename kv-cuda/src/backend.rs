@@ -2,7 +2,7 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use kv_core::backend::kernels::FORMATS;
+use crate::params::FORMATS;
 use kv_core::backend::{Backend, Capabilities, ChunkShape, StorageView};
 use kv_core::error::DeviceError;
 

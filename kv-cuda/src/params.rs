@@ -4,6 +4,11 @@
 //! the sizes that the C++ compiler gave these structures, and a test compares them.
 use bytemuck::{Pod, Zeroable};
 use kv_core::KvFormat;
+use kv_core::backend::kernels;
+
+/// The stored formats that the kernels read and write: the common ones. A test compares them with
+/// the constants of the sources.
+pub(crate) const FORMATS: &[KvFormat] = kernels::FORMATS;
 
 /// An address in device memory; 0 for absent memory.
 pub(crate) type Address = u64;
@@ -259,11 +264,13 @@ mod tests {
     use kv_core::backend::kernels::{axes_code, dtype_code};
     use kv_core::{Axes, DType};
 
+    use super::FORMATS;
+
     const HEADER: &str = include_str!("../kernels/params.h");
 
     #[test]
     fn formats_have_the_numbers_of_the_kernels() {
-        kv_testkit::assert_kernel_formats(HEADER, "KV_FMT_");
+        kv_testkit::assert_kernel_formats(HEADER, "KV_FMT_", FORMATS);
     }
 
     #[test]

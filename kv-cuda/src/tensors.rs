@@ -18,7 +18,7 @@ use kv_core::error::DeviceError;
 use crate::buffer::{CudaBuffer, Place};
 use crate::capture::{self, Held};
 use crate::constants::Constants;
-use crate::params::{Address, Plane, Tensor};
+use crate::params::{Address, FORMATS, Plane, Tensor};
 use crate::scratch::{At, Pack};
 use crate::step::Transfer;
 use kv_core::num::{to_u64, to_usize};
@@ -117,7 +117,7 @@ impl Call<'_> {
         (constants, transfer): (&mut Constants, &mut Transfer<'_>),
     ) -> Result<Plane, DeviceError> {
         let layout = view.layout();
-        check_plane(layout, (num_blocks, planned), self.operation)?;
+        check_plane(layout, (num_blocks, planned), FORMATS, self.operation)?;
         let mut plane = shape(layout);
         if layout.has_constants() {
             let Some(buffer) = view.constants() else {

@@ -1,9 +1,9 @@
 // Attention of many query rows over one KV split. attend_merge.wgsl merges the partial results;
-// attend_unit.wgsl describes rows and tiles.
+// attend_item.wgsl describes rows and tiles.
 //
 // A workgroup stages 32 values of each key of a tile, multiplies them with all rows, and goes on to
 // the next 32; then the same for V.
-//! include attend_unit.wgsl
+//! include attend_item.wgsl
 
 override V_CHUNKS: u32 = 4u;  // chunks of 32 values that cover a row of V
 
@@ -109,15 +109,15 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         tile = next;
         buffer = 1u - buffer;
     }
-    let unit = part_of(u, group, groups);
+    let partial = partial_of(u, group, groups);
     let dim_v = params.v.head_dim;
     if row < ROWS {
         for (var chunk = 0u; chunk < V_CHUNKS; chunk++) {
             let d = chunk * 32u + column * 4u;
             for (var j = 0u; j < 4u && d < dim_v; j++) {
-                parts[(unit * ROWS + row) * dim_v + d + j] = acc[chunk][j];
+                partials[(partial * ROWS + row) * dim_v + d + j] = acc[chunk][j];
             }
         }
     }
-    put_stats(unit, most, sum, local);
+    put_stats(partial, most, sum, local);
 }

@@ -1,16 +1,16 @@
 // Attention of few query rows over one KV split. attend_merge.wgsl merges the partial results;
-// attend_unit.wgsl describes rows and tiles.
+// attend_item.wgsl describes rows and tiles.
 //
 // Four neighbours read a key and multiply it with all rows at once. Then every invocation computes
 // four output values of all rows, for a subset of the tile's tokens. A tile takes two barriers,
 // three without subgroups.
-//! include attend_unit.wgsl
+//! include attend_item.wgsl
 
 var<workgroup> scores: array<f32, 256>;     // [row][token]
 var<workgroup> weights: array<f32, 256>;    // [row / 4][token][row % 4]
 //! if SUBGROUPS
 //! else
-var<workgroup> products: array<f32, 1024>;  // [row][token], in four parts
+var<workgroup> products: array<f32, 1024>;  // [row][token], in four sums
 //! end
 
 fn weight_at(row: u32, token: u32) -> u32 {
@@ -132,7 +132,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         tile = next;
         buffer = 1u - buffer;
     }
-    let unit = part_of(u, group, groups);
+    let partial = partial_of(u, group, groups);
     // Queries are no longer needed: their memory takes the partial sums of four rows at a time.
     for (var four = 0u; four < ROWS; four += 4u) {
         workgroupBarrier();
@@ -148,12 +148,12 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             for (var j = 0u; j < parts_of_v; j++) {
                 value += q_rows[(row * parts_of_v + j) * fours + i % fours];
             }
-            let at = (unit * ROWS + four + row) * params.v.head_dim + i % fours * 4u;
-            parts[at] = value.x;
-            parts[at + 1u] = value.y;
-            parts[at + 2u] = value.z;
-            parts[at + 3u] = value.w;
+            let at = (partial * ROWS + four + row) * params.v.head_dim + i % fours * 4u;
+            partials[at] = value.x;
+            partials[at + 1u] = value.y;
+            partials[at + 2u] = value.z;
+            partials[at + 3u] = value.w;
         }
     }
-    put_stats(unit, vec4<f32>(most, 0.0, 0.0), vec4<f32>(sum, 0.0, 0.0), local);
+    put_stats(partial, vec4<f32>(most, 0.0, 0.0), vec4<f32>(sum, 0.0, 0.0), local);
 }

@@ -1,5 +1,5 @@
 // Merges the partial results of attend.wgsl in a fixed order, adds the sink logit, and writes
-// output rows and log-sum-exp. A workgroup has one tile of rows of one kv head; attend_unit.wgsl
+// output rows and log-sum-exp. A workgroup has one tile of rows of one kv head; attend_item.wgsl
 // describes the indices.
 //! include params.wgsl
 //! include numbers.wgsl
@@ -31,7 +31,7 @@ const EMPTY: f32 = -3.0e38;
 
 @group(0) @binding(0) var<uniform> params: Params;
 @group(0) @binding(1) var<storage, read> lists: array<u32>;
-@group(0) @binding(2) var<storage, read> parts: array<f32>;
+@group(0) @binding(2) var<storage, read> partials: array<f32>;
 @group(0) @binding(3) var<storage, read> sink_logits: array<f32>;
 @group(0) @binding(4) var<storage, read> constants: array<u32>;
 @group(0) @binding(5) var<storage, read_write> out: array<atomic<u32>>;
@@ -43,11 +43,6 @@ const EMPTY: f32 = -3.0e38;
 //! include rows.wgsl
 //! include tiles.wgsl
 //! include transform.wgsl
-
-// Returns the factor that changes a result's running maximum from `before` to `after`.
-fn rescaled(before: f32, after: f32) -> f32 {
-    return select(exponential(before - after), 1.0, before == after);
-}
 
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
@@ -65,7 +60,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         return;
     }
     let splits = max(s.num_splits, 1u);
-    let unit = (group.x * groups.y + group.y) * params.slices;
+    let first = (group.x * groups.y + group.y) * params.slices;
     let dim = params.v.head_dim;
     let constant = head_of(params.v, group.y, params.v_constants != 0u);
     for (var row = 0u; row < min(all - first, rows); row++) {
@@ -75,15 +70,15 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         var sum = 0.0;
         for (var segment = 0u; segment < params.segments; segment++) {
             for (var split = 0u; split < splits; split++) {
-                let at = params.stats + 2u * ((unit + segment * params.splits + split) * rows + row);
-                most = max(most, parts[at]);
+                let at = params.stats + 2u * ((first + segment * params.splits + split) * rows + row);
+                most = max(most, partials[at]);
             }
         }
         for (var segment = 0u; segment < params.segments; segment++) {
             for (var split = 0u; split < splits; split++) {
-                let at = params.stats + 2u * ((unit + segment * params.splits + split) * rows + row);
-                if parts[at + 1u] != 0.0 {
-                    sum += parts[at + 1u] * rescaled(parts[at], most);
+                let at = params.stats + 2u * ((first + segment * params.splits + split) * rows + row);
+                if partials[at + 1u] != 0.0 {
+                    sum += partials[at + 1u] * rescaled(partials[at], most);
                 }
             }
         }
@@ -105,10 +100,10 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             var value = 0.0;
             for (var segment = 0u; segment < params.segments; segment++) {
                 for (var split = 0u; split < splits; split++) {
-                    let part = (unit + segment * params.splits + split) * rows + row;
-                    let at = params.stats + 2u * part;
-                    if parts[at + 1u] != 0.0 {
-                        value += parts[part * dim + d] * rescaled(parts[at], most);
+                    let partial = (first + segment * params.splits + split) * rows + row;
+                    let at = params.stats + 2u * partial;
+                    if partials[at + 1u] != 0.0 {
+                        value += partials[partial * dim + d] * rescaled(partials[at], most);
                     }
                 }
             }

@@ -46,13 +46,13 @@ fn read_even(at: u32) -> u32 {
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
         @builtin(local_invocation_index) local: u32) {
-    let unit = group.x + group.y * groups.x;
-    let run = unit / params.parts;
+    let item = group.x + group.y * groups.x;
+    let run = item / params.parts;
     if run >= params.runs {
         return;
     }
     let at = run * RUN_WORDS;
-    let skipped = unit % params.parts * params.part_bytes;
+    let skipped = item % params.parts * params.part_bytes;
     let len = lists[at + 2u];
     if skipped >= len {
         return;

@@ -16,7 +16,7 @@ struct Params {
     pad2: u32,
 }
 
-// Specialisation: see attend_unit.wgsl.
+// Specialisation: see attend_item.wgsl.
 override FORMAT: u32 = 0u;
 override HAS_EXTRAS: bool = true;
 
@@ -42,9 +42,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         @builtin(local_invocation_index) local: u32) {
     let p = params.plane;
     let dim = p.head_dim;
-    let unit = group.x + group.y * groups.x;
-    let row = unit / p.num_kv_heads;
-    let head = unit % p.num_kv_heads;
+    let item = group.x + group.y * groups.x;
+    let row = item / p.num_kv_heads;
+    let head = item % p.num_kv_heads;
     if row >= params.total {
         return;
     }

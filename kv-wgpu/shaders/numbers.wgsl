@@ -29,6 +29,11 @@ fn exponential(x: f32) -> f32 {
     return select(value, x, is_nan(x));
 }
 
+// Returns the factor that rescales sums from the running maximum `before` to `after`.
+fn rescaled(before: f32, after: f32) -> f32 {
+    return select(exponential(before - after), 1.0, before == after);
+}
+
 // Returns the natural logarithm of a positive normal number to about an ulp; infinity and NaN are
 // returned as they are. Cephes' logf.
 fn logarithm(x: f32) -> f32 {

@@ -19,12 +19,12 @@ const THREADS: u32 = 64u;
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
         @builtin(local_invocation_index) local: u32) {
     let p = params.plane;
-    let unit = group.x + group.y * groups.x;
-    if unit / p.num_kv_heads >= params.num_runs {
+    let item = group.x + group.y * groups.x;
+    if item / p.num_kv_heads >= params.num_runs {
         return;
     }
-    let run = coded_run_of(unit / p.num_kv_heads);
-    let head = unit % p.num_kv_heads;
+    let run = coded_run_of(item / p.num_kv_heads);
+    let head = item % p.num_kv_heads;
     let s = sequence_of(params.plan, run.entry);
     let dtype = select(F16, p.format, p.format <= BF16);
     for (var position = run.begin; position < min(run.end, s.kv_len - s.new_len); position++) {

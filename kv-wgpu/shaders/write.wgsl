@@ -66,22 +66,22 @@ fn has_any(first: u32, last: u32) -> bool {
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
         @builtin(local_invocation_index) local: u32) {
     let p = params.plane;
-    let units = params.plan.total_new * p.num_kv_heads;
+    let items = params.plan.total_new * p.num_kv_heads;
     let first = (group.x + group.y * groups.x) * ROWS;
-    if first >= units {
+    if first >= items {
         return;
     }
-    let last = min(first + ROWS, units) - 1u;
+    let last = min(first + ROWS, items) - 1u;
 //! if CODES
     if !has_any(first / p.num_kv_heads, last / p.num_kv_heads) {
         return;
     }
 //! end
     // All invocations must reach all barriers: those past the last row read that row too.
-    let unit = min(first + local / 8u, last);
-    let head = unit % p.num_kv_heads;
-    let t = token_of(unit / p.num_kv_heads);
-    let is_mine = t.is_mine && first + local / 8u == unit;
+    let item = min(first + local / 8u, last);
+    let head = item % p.num_kv_heads;
+    let t = token_of(item / p.num_kv_heads);
+    let is_mine = t.is_mine && first + local / 8u == item;
     let read = head_begin(params.rows, t.entry, t.new_start, t.token, head);
     let written = block_begin(p, t.block) + row_begin(p, t.place, head);
     let constant = head_of(p, head, params.has_constants != 0u);

@@ -1,7 +1,7 @@
 //! The backend: a device that is opened here or that the caller owns.
 use std::sync::Arc;
 
-use kv_core::backend::kernels::FORMATS;
+use crate::params::FORMATS;
 use kv_core::backend::{
     Backend, Capabilities, ChunkLayout, ChunkShape, QueueHostPool, StorageView,
 };

@@ -4,6 +4,12 @@
 //! Strides, sizes and offsets in a binding count bytes. Structures are multiples of 16 bytes, as
 //! WGSL requires of uniform buffers.
 use bytemuck::{Pod, Zeroable};
+use kv_core::KvFormat;
+use kv_core::backend::kernels;
+
+/// The stored formats that the kernels read and write: the common ones. A test compares them with
+/// the constants of the sources.
+pub(crate) const FORMATS: &[KvFormat] = kernels::FORMATS;
 
 macro_rules! params {
     ($(

@@ -47,7 +47,7 @@ const FILES: &[(&str, &str)] = &[
     ("write.wgsl", include_str!("../shaders/write.wgsl")),
     ("attend.wgsl", include_str!("../shaders/attend.wgsl")),
     ("attend_few.wgsl", include_str!("../shaders/attend_few.wgsl")),
-    ("attend_unit.wgsl", include_str!("../shaders/attend_unit.wgsl")),
+    ("attend_item.wgsl", include_str!("../shaders/attend_item.wgsl")),
     ("token.wgsl", include_str!("../shaders/token.wgsl")),
     ("attend_merge.wgsl", include_str!("../shaders/attend_merge.wgsl")),
     ("visible.wgsl", include_str!("../shaders/visible.wgsl")),

@@ -16,7 +16,7 @@ use kv_core::error::DeviceError;
 
 use crate::buffer::WgpuBuffer;
 use crate::device::unsupported;
-use crate::params::{Plane, Tensor};
+use crate::params::{FORMATS, Plane, Tensor};
 use crate::recording::{Recorder, Slot};
 use kv_core::num::{to_offset, to_u32, to_u64, to_usize};
 
@@ -98,7 +98,7 @@ impl Call<'_> {
         planned: Option<&PlaneLayout>,
     ) -> Result<Plane, DeviceError> {
         let layout = view.layout();
-        check_plane(layout, (num_blocks, planned), self.operation)?;
+        check_plane(layout, (num_blocks, planned), FORMATS, self.operation)?;
         // The planes of a cache satisfy this; planes over the caller's own buffers may not.
         let dim = layout.head_dim();
         if dim > DIM_MAX || !dim.is_multiple_of(DIM_STEP) {

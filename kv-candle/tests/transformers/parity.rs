@@ -13,8 +13,8 @@ const DECODED: usize = 32;
 ///
 /// Both round to f32, at other places. The error of candle's own logits is that of a plain
 /// computation: it is measured against f64, as the largest over all logits of some texts, so that
-/// no lucky one decides. The example may have twice that error, so it differs from candle by three times
-/// as much at most.
+/// no lucky one decides. The example may have twice that error, so it differs from candle by three
+/// times as much at most.
 pub(crate) fn tolerance() -> f64 {
     static PLAIN_ERROR: LazyLock<f64> = LazyLock::new(|| plain_error(&models::llama()));
     3.0 * *PLAIN_ERROR

@@ -8,8 +8,8 @@ use crate::error::{DeviceError, DeviceErrorKind};
 use crate::geometry::{Axes, BlockOrder, PlaneLayout};
 use crate::tensor::{TensorDataMut, TokenRows, TokenTensorMut};
 
-/// Stored formats that the kernels of `kv-cuda` and `kv-wgpu` read and write; both refuse all
-/// others. A test of each compares it with the constants of its sources.
+/// Stored formats that the kernels of both GPU backends read and write. A backend that is ahead of
+/// the other adds to this list in a list of its own.
 pub const FORMATS: &[KvFormat] = &[
     KvFormat::F32,
     KvFormat::F16,
@@ -69,7 +69,7 @@ impl Room {
     }
 }
 
-/// Checks that a plane has the blocks and segments of a plan, and a format that kernels support. A
+/// Checks that a plane has the blocks and the slots of a plan, and one of the backend's formats. A
 /// cache has no others, but a plane over the caller's buffers may.
 ///
 /// # Errors
@@ -77,6 +77,7 @@ impl Room {
 pub fn check_plane(
     layout: &PlaneLayout,
     (num_blocks, planned): (u32, Option<&PlaneLayout>),
+    formats: &[KvFormat],
     operation: &'static str,
 ) -> Result<(), DeviceError> {
     let is_alike = planned.is_none_or(|planned| {
@@ -87,7 +88,7 @@ pub fn check_plane(
         return Err(unsupported(operation, why));
     }
     let format = layout.format();
-    if !FORMATS.contains(&format) {
+    if !formats.contains(&format) {
         return Err(unsupported(operation, format!("format {format}: kernels do not have it")));
     }
     Ok(())

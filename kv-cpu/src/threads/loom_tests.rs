@@ -2,7 +2,7 @@
 //! preemptions, and every value that memory orderings let a load see.
 //!
 //! ```text
-//! RUSTFLAGS="--cfg loom" cargo test -p kv-cpu --lib --release loom
+//! RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test -p kv-cpu --lib --release loom
 //! ```
 #![cfg(loom)]
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};

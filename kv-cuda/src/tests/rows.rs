@@ -1,6 +1,6 @@
 //! Every stored format compared with kv-quant, bit for bit: all kernels that write and gather rows.
+use crate::params::FORMATS;
 use half::{bf16, f16};
-use kv_core::backend::kernels::FORMATS;
 use kv_core::backend::{Place, PlaneLayout, PlaneShape};
 use kv_core::calibration::{HeadConstants, PlaneConstants};
 use kv_core::{BlockOrder, KvFormat};

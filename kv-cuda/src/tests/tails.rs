@@ -2,8 +2,8 @@
 //! history.
 use std::collections::BTreeMap;
 
+use crate::params::FORMATS;
 use half::f16;
-use kv_core::backend::kernels::FORMATS;
 use kv_core::backend::{Place, PlaneLayout, PlaneShape, SlotMap};
 use kv_core::{BlockOrder, KvFormat};
 use kv_quant::block::{self, BlockMean};

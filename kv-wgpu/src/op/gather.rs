@@ -21,7 +21,7 @@ fn kernel(plane: &Plane) -> Kernel {
 
 #[cfg(test)]
 pub(crate) fn kernels() -> Vec<Kernel> {
-    use kv_core::backend::kernels::FORMATS;
+    use crate::params::FORMATS;
     let plane = |(format, full_precision_prefix)| Plane {
         format,
         full_precision_prefix,

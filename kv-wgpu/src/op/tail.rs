@@ -25,7 +25,7 @@ fn encode_kernel(format: KvFormat) -> Kernel {
 #[cfg(test)]
 pub(super) fn kernels() -> Vec<Kernel> {
     let mut all = vec![stage_kernel()];
-    let formats = kv_core::backend::kernels::FORMATS.iter();
+    let formats = crate::params::FORMATS.iter();
     all.extend(formats.map(|format| encode_kernel(*format)));
     all.dedup();
     all

@@ -41,7 +41,7 @@ pub(super) fn specialised(kernel: Kernel, format: KvFormat) -> Kernel {
 
 #[cfg(test)]
 pub(crate) fn kernels() -> Vec<Kernel> {
-    let formats = kv_core::backend::kernels::FORMATS.iter();
+    let formats = crate::params::FORMATS.iter();
     let mut all: Vec<_> = formats.map(|format| kernel(*format)).collect();
     all.dedup();
     all.into_iter().chain(super::tail::kernels()).collect()

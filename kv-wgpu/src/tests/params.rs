@@ -6,7 +6,7 @@ use kv_core::{Axes, DType};
 use naga::{Scalar, TypeInner};
 
 use crate::op::kernels;
-use crate::params::FIELDS;
+use crate::params::{FIELDS, FORMATS};
 use crate::shaders;
 
 /// Structures whose shader has another name.
@@ -104,7 +104,8 @@ fn fields_have_the_offsets_of_the_shaders() {
 
 #[test]
 fn formats_have_the_numbers_of_the_shaders() {
-    kv_testkit::assert_kernel_formats(include_str!("../../shaders/codes.wgsl"), "FMT_");
+    let codes = include_str!("../../shaders/codes.wgsl");
+    kv_testkit::assert_kernel_formats(codes, "FMT_", FORMATS);
 }
 
 #[test]

@@ -97,7 +97,7 @@ pub(super) fn merge(has_lse: bool, dtype: u32, has_transforms: bool) -> Kernel {
 /// Lists every format with short and long rows, with and without extras, in every tile shape.
 #[cfg(test)]
 pub(crate) fn kernels() -> Vec<Kernel> {
-    use kv_core::backend::kernels::FORMATS;
+    use crate::params::FORMATS;
     let form = |format, head_dim, is_aligned| {
         let side = Side { format, head_dim, is_aligned };
         let rows = Rows { count: 4, is_narrow: true };

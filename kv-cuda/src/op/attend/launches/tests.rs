@@ -1,5 +1,5 @@
 //! Calls that prefill supports, and launch sizes.
-use kv_core::backend::kernels::FORMATS;
+use crate::params::FORMATS;
 use kv_core::error::DeviceErrorKind;
 
 use super::*;

@@ -6,11 +6,10 @@
 // multiples of 32, so that the order of a sum depends on positions alone. Tokens in other segments
 // of the planes belong to other dispatches.
 //
-// workgroups: x: tiles of rows, from tile `first_tile` on, floor(q_start * group / ROWS) + entry
-// being
-//             a sequence's first; y: kv heads; z: splits, as many as the sequence with the most has
-// parts: f32 [unit][ROWS][dim_v], followed by pairs [unit][ROWS] (maximum, sum), where unit =
-//        ((x * kv heads + y) * slices + slice), slice = segment * splits + z
+// workgroups: x: tiles of rows, from tile `first_tile` on; a sequence's first is
+//             floor(q_start * group / ROWS) + entry; y: kv heads; z: splits, as many as the sequence with the most has
+// partials: f32 [partial][ROWS][dim_v], followed by pairs [partial][ROWS] (maximum, sum), where
+//        partial = ((x * kv heads + y) * slices + slice), slice = segment * splits + z
 // A key that a query does not see never affects its row, even if it is NaN and another query of the
 // tile sees it.
 //! include params.wgsl
@@ -29,7 +28,7 @@ struct Params {
     splits: u32,    // of a sequence, at most
     slices: u32,    // partial results of a row
     segment: u32,
-    stats: u32,     // word of `parts` at which the pairs begin
+    stats: u32,     // word of `partials` at which the pairs begin
     k_constants: u32,
     v_constants: u32,
     pad0: u32,
@@ -60,7 +59,7 @@ const NO_TILE: u32 = 0xffffffffu;
 @group(0) @binding(4) var<storage, read> v: array<u32>;
 @group(0) @binding(5) var<storage, read> constants: array<u32>;
 @group(0) @binding(6) var<storage, read> constants_v: array<u32>;
-@group(0) @binding(7) var<storage, read_write> parts: array<f32>;
+@group(0) @binding(7) var<storage, read_write> partials: array<f32>;
 //! include reader.wgsl name=queries aligned=false
 //! include reader.wgsl name=k aligned=K_ALIGNED
 //! include reader.wgsl name=v aligned=V_ALIGNED
@@ -315,11 +314,6 @@ fn weight_of(score: f32, most: f32) -> f32 {
     return select(exponential(score - most), NO_WEIGHT, score == UNSEEN);
 }
 
-// Returns the factor that rescales sums from the running maximum `before` to `after`.
-fn rescaled(before: f32, after: f32) -> f32 {
-    return select(exponential(before - after), 1.0, before == after);
-}
-
 // Returns the largest of `most` and the 32 scores of a row.
 fn largest(row: u32, local: u32, most: f32) -> f32 {
     var found = most;
@@ -349,15 +343,15 @@ fn v_scale_of(u: WorkItem) -> f32 {
     return bitcast<f32>(constants_v[u.head]);
 }
 
-// Returns the index in `parts` of the workgroup's partial result.
-fn part_of(u: WorkItem, group: vec3<u32>, groups: vec3<u32>) -> u32 {
+// Returns the index in `partials` of the workgroup's partial result.
+fn partial_of(u: WorkItem, group: vec3<u32>, groups: vec3<u32>) -> u32 {
     let slice = params.segment * params.splits + u.split;
     return (group.x * groups.y + group.y) * params.slices + slice;
 }
 
 // Writes the maximum and the sum of each row. An invocation has them for one token of every fourth
 // row. Overwrites `scores`.
-fn put_stats(unit: u32, most: vec4<f32>, sum: vec4<f32>, local: u32) {
+fn put_stats(partial: u32, most: vec4<f32>, sum: vec4<f32>, local: u32) {
     for (var j = 0u; j < ROWS / 4u; j++) {
         scores[(local / TILE + 4u * j) * TILE + local % TILE] = sum[j];
     }
@@ -368,8 +362,8 @@ fn put_stats(unit: u32, most: vec4<f32>, sum: vec4<f32>, local: u32) {
         for (var i = 0u; i < TILE; i++) {
             all += scores[row * TILE + i];
         }
-        let at = params.stats + 2u * (unit * ROWS + row);
-        parts[at] = most[j];
-        parts[at + 1u] = all;
+        let at = params.stats + 2u * (partial * ROWS + row);
+        partials[at] = most[j];
+        partials[at + 1u] = all;
     }
 }
