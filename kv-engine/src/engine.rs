@@ -2,10 +2,12 @@
 //!
 //! Owns the life of a step, from [`Engine::begin_step`] to its end. What a step computes is decided
 //! in `plan` and `admit`, what comes of it in `outcome` and `state`.
+mod tiers;
+
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kv_core::backend::{AnyBackend, Backend};
 use kv_core::error::BlocksExhausted;
@@ -13,7 +15,7 @@ use kv_core::eviction::{Clock, SystemClock};
 use kv_core::invariant::Invariant;
 use kv_core::spec::GroupSpec;
 use kv_core::{CacheError, KvCache, Step};
-use kv_tier::{Identity, SessionInfo, TierError, TieredCache, TiersStats, Unwritten};
+use kv_tier::{Identity, SessionInfo, TierError, TieredCache};
 
 use crate::accept::accept;
 use crate::admit::{Admitted, admit};
@@ -111,29 +113,6 @@ impl<B: Backend> Engine<B> {
     pub fn with_clock(mut self, clock: Arc<dyn Clock>) -> Self {
         self.state.clock = clock;
         self
-    }
-
-    /// Returns what the tiers have done so far; `None` without tiers.
-    pub fn tiers(&self) -> Option<TiersStats> {
-        self.state.memory.tiered().map(TieredCache::stats)
-    }
-
-    /// Lets the tiers go on with copies and writes while nothing runs; a step does so too.
-    ///
-    /// # Errors
-    /// [`EngineError::Tier`] if the device failed.
-    pub fn poll_tiers(&mut self) -> Result<(), EngineError> {
-        Ok(self.state.memory.poll()?)
-    }
-
-    /// Gives the tiers time to write what only they have, and returns what is left: see
-    /// [`TieredCache::flush`]. Nothing is, without tiers.
-    ///
-    /// # Errors
-    /// [`EngineError::StepOpen`] while a step is held; [`EngineError::Tier`] if the device failed.
-    pub fn flush_tiers(&mut self, deadline: Instant) -> Result<Unwritten, EngineError> {
-        self.check_closed("flush tiers")?;
-        Ok(self.state.memory.flush(deadline)?)
     }
 
     /// Returns the limits.

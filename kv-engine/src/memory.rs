@@ -70,6 +70,10 @@ impl<B: Backend> Memory<B> {
         self.tiered_mut().map_or(Ok(Unwritten::default()), |cache| cache.flush(deadline))
     }
 
+    pub(crate) fn drain(&mut self, deadline: Instant) -> Result<bool, TierError> {
+        self.tiered_mut().map_or(Ok(true), |cache| cache.drain(deadline))
+    }
+
     /// Returns what a new request has got.
     pub(crate) fn at_first(&self, limits: &Limits) -> FromTiers {
         match self {

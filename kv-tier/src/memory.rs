@@ -10,8 +10,10 @@ use kv_core::num::to_u64;
 use crate::store::check_deadline;
 use crate::{BlockStore, ChunkAddress, Put, Scope, StoreError, StoreErrorKind};
 
-/// Keeps chunks in memory. The least recently used ones are evicted before the bound would be
-/// passed.
+/// Keeps chunks in memory. The least recently used ones are evicted before a bound would be passed.
+///
+/// A lookup is a use of what it finds, of the last chunk first, so that the end of a prompt is
+/// evicted before its beginning: the order of a folder.
 ///
 /// ```
 /// use std::time::{Duration, Instant};
@@ -28,19 +30,31 @@ use crate::{BlockStore, ChunkAddress, Put, Scope, StoreError, StoreErrorKind};
 /// # Ok::<(), kv::tier::StoreError>(())
 /// ```
 pub struct MemoryStore {
-    capacity: usize,
+    bytes_max: usize,
+    chunks_max: usize,
     chunks: Mutex<Chunks>,
 }
 
 impl MemoryStore {
-    /// Creates an empty store of at most `capacity` bytes of chunks.
-    pub fn new(capacity: usize) -> Self {
-        Self { capacity, chunks: Mutex::default() }
+    /// Creates an empty store of at most `bytes` bytes of chunks.
+    pub fn new(bytes: usize) -> Self {
+        Self { bytes_max: bytes, chunks_max: usize::MAX, chunks: Mutex::default() }
+    }
+
+    /// Limits the number of chunks too.
+    #[must_use]
+    pub fn with_chunks_max(self, chunks: usize) -> Self {
+        Self { chunks_max: chunks, ..self }
     }
 
     /// Returns the bytes of all chunks.
     pub fn held_bytes(&self) -> usize {
         self.lock().held
+    }
+
+    /// Returns how many chunks were evicted so far.
+    pub fn evictions(&self) -> u64 {
+        self.lock().evictions
     }
 
     fn lock(&self) -> MutexGuard<'_, Chunks> {
@@ -59,7 +73,10 @@ impl BlockStore for MemoryStore {
         deadline: Instant,
     ) -> Result<Vec<bool>, StoreError> {
         check_deadline(deadline, "lookup in memory")?;
-        let kept = self.lock();
+        let mut kept = self.lock();
+        for chunk in chunks.iter().rev() {
+            kept.renew(chunk);
+        }
         Ok(chunks.iter().map(|chunk| kept.by_address.contains_key(chunk)).collect())
     }
 
@@ -71,8 +88,7 @@ impl BlockStore for MemoryStore {
     ) -> Result<Option<usize>, StoreError> {
         check_deadline(deadline, "read from memory")?;
         let mut kept = self.lock();
-        let kept = &mut *kept;
-        let Some((used, bytes)) = kept.by_address.get_mut(chunk) else { return Ok(None) };
+        let Some((used, bytes)) = kept.by_address.get(chunk) else { return Ok(None) };
         let Some(into) = into.get_mut(..bytes.len()) else {
             return Err(StoreError::new(
                 StoreErrorKind::Corrupt,
@@ -80,10 +96,11 @@ impl BlockStore for MemoryStore {
             ));
         };
         into.copy_from_slice(bytes);
-        kept.by_use.remove(used);
-        *used = kept.next;
-        kept.by_use.insert(kept.next, *chunk);
-        kept.next += 1;
+        // Reads after a lookup, first chunk first, keep the order that the lookup has made.
+        let is_old = *used + to_u64(kept.by_address.len() / 4) + 1 < kept.next;
+        if is_old {
+            kept.renew(chunk);
+        }
         Ok(Some(into.len()))
     }
 
@@ -102,12 +119,14 @@ impl BlockStore for MemoryStore {
         if kept.by_address.contains_key(chunk) {
             return Ok(Put::WasThere);
         }
-        let Some(room) = self.capacity.checked_sub(bytes.len()) else {
+        let room = self.bytes_max.checked_sub(bytes.len()).zip(self.chunks_max.checked_sub(1));
+        let Some((bytes_before, chunks_before)) = room else {
             return Err(failed(StoreErrorKind::Full));
         };
-        while kept.held > room {
+        while kept.held > bytes_before || kept.by_address.len() > chunks_before {
             let Some((_, oldest)) = kept.by_use.pop_first() else { break };
             kept.take(&oldest);
+            kept.evictions += 1;
         }
         let used = kept.next;
         kept.next = used + 1;
@@ -150,7 +169,8 @@ impl fmt::Debug for MemoryStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kept = self.lock();
         f.debug_struct("MemoryStore")
-            .field("capacity", &self.capacity)
+            .field("bytes_max", &self.bytes_max)
+            .field("chunks_max", &self.chunks_max)
             .field("held", &kept.held)
             .field("chunks", &kept.by_address.len())
             .finish()
@@ -164,9 +184,19 @@ struct Chunks {
     by_use: BTreeMap<u64, ChunkAddress>,
     next: u64,
     held: usize,
+    evictions: u64,
 }
 
 impl Chunks {
+    /// Makes a chunk the most recently used one, if it is there.
+    fn renew(&mut self, chunk: &ChunkAddress) {
+        let Some((used, _)) = self.by_address.get_mut(chunk) else { return };
+        self.by_use.remove(used);
+        *used = self.next;
+        self.by_use.insert(self.next, *chunk);
+        self.next += 1;
+    }
+
     /// Removes a chunk, and returns its place in the order of use, which the caller removes.
     fn take(&mut self, chunk: &ChunkAddress) -> Option<u64> {
         let (used, bytes) = self.by_address.remove(chunk)?;
@@ -202,5 +232,42 @@ mod tests {
         store.remove(&all, soon).unwrap();
         assert_eq!(store.held_bytes(), 0);
         assert!(store.lock().by_use.is_empty());
+    }
+
+    #[test]
+    fn a_number_of_chunks_is_a_bound_too() {
+        let store = MemoryStore::new(100).with_chunks_max(2);
+        let soon = Instant::now() + Duration::from_secs(5);
+        for n in 0..5 {
+            assert_eq!(store.put(&chunk(n), &[n; 3], soon).unwrap(), Put::New);
+        }
+        let all = [0, 1, 2, 3, 4].map(chunk);
+        let found = store.contains(&all, soon).unwrap();
+        assert_eq!(found, [false, false, false, true, true]);
+        assert_eq!((store.evictions(), store.held_bytes()), (3, 6));
+        let none = MemoryStore::new(100).with_chunks_max(0);
+        let full = none.put(&chunk(0), &[0], soon).unwrap_err();
+        assert_eq!(full.kind(), StoreErrorKind::Full);
+    }
+
+    #[test]
+    fn the_end_of_a_prompt_is_evicted_before_its_beginning() {
+        let store = MemoryStore::new(100).with_chunks_max(20);
+        let soon = Instant::now() + Duration::from_secs(5);
+        for n in 0..20 {
+            store.put(&chunk(n), &[n], soon).unwrap();
+        }
+        // A prompt of four chunks is found and read, first chunk first.
+        let prompt = [0, 1, 2, 3].map(chunk);
+        store.contains(&prompt, soon).unwrap();
+        for one in &prompt {
+            assert_eq!(store.get(one, &mut [0], soon).unwrap(), Some(1));
+        }
+        // Everything else is evicted, then its last chunk.
+        for n in 20..37 {
+            store.put(&chunk(n), &[n], soon).unwrap();
+        }
+        let found = store.contains(&prompt, soon).unwrap();
+        assert_eq!(found, [true, true, true, false]);
     }
 }

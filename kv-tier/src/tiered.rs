@@ -235,6 +235,18 @@ impl<B: Backend> TieredCache<B> {
         self.tiers.flush(&mut self.cache, deadline)
     }
 
+    /// Waits until the copies and writes that are due have ended; returns whether they had before
+    /// the deadline. Unlike [`Self::flush`] it makes nothing due: chunks that a store gets when
+    /// host memory gives them up stay there. For simulations and tests, in which the next prompt is
+    /// to find what the one before has left.
+    ///
+    /// # Errors
+    /// Those of [`Self::flush`].
+    pub fn drain(&mut self, deadline: Instant) -> Result<bool, TierError> {
+        self.settle();
+        self.tiers.drain(&mut self.cache, deadline)
+    }
+
     /// Notes how long the model took to compute tokens of prompts: what waiting for a store is
     /// compared with. Without it everything is loaded that a store has.
     pub fn note_compute(&mut self, tokens: u32, time: Duration) {

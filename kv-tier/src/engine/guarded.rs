@@ -87,8 +87,15 @@ impl GuardedStore {
     pub(super) fn options(&self) -> &StoreOptions {
         &self.options
     }
-    pub(super) fn rates(&self) -> TransferRates {
-        self.lock().rates
+    /// Returns the latency and the bytes per second of reads by all threads: those that were given,
+    /// or else those that were measured.
+    pub(super) fn read_rates(&self) -> (Duration, Option<f64>) {
+        if let Some((latency, bytes_per_second)) = self.options.rates {
+            return (latency, Some(bytes_per_second));
+        }
+        let rates = self.lock().rates;
+        let threads = u32::try_from(self.options.threads).unwrap_or(u32::MAX);
+        (rates.latency(), rates.bytes_per_second().map(|one| one * f64::from(threads)))
     }
     pub(super) fn stats(&self) -> StoreStats {
         let state = self.lock();

@@ -140,7 +140,8 @@ impl<B: Backend> Tiers<B> {
             of.chains.get(*group).invariant(GROUP).spec().span(*chunk).end
         });
         if hit > of.probe.cached() && !queue.is_empty() {
-            if of.wait != Wait::Compute || self.pays(&of, &queue, hit) {
+            let must_pay = matches!(of.wait, Wait::Compute | Wait::IfFaster);
+            if !must_pay || self.pays(&of, &queue, hit) {
                 let times = self.stores.iter().map(|lane| lane.store.options().read_deadline);
                 let until = after(Instant::now(), times.max().unwrap_or_default());
                 of.stage = Stage::Reading { queue: queue.into(), outstanding: 0, until };
@@ -179,13 +180,12 @@ impl<B: Backend> Tiers<B> {
         let tokens = hit.saturating_sub(of.probe.cached());
         let prefill = self.compute.get().map(f64::recip);
         self.stores.iter().zip(bytes).filter(|(_, bytes)| *bytes > 0).all(|(lane, bytes)| {
-            let rates = lane.store.rates();
-            let threads = u32::try_from(lane.store.options().threads).unwrap_or(u32::MAX);
+            let (latency, bytes_per_second) = lane.store.read_rates();
             let load = LoadOrCompute {
                 tokens,
                 bytes,
-                latency: rates.latency(),
-                bytes_per_second: rates.bytes_per_second().map(|one| one * f64::from(threads)),
+                latency,
+                bytes_per_second,
                 prefill_tokens_per_second: prefill,
             };
             matches!(load.decide(), LoadDecision::Load(_))

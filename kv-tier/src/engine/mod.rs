@@ -227,24 +227,44 @@ impl<B: Backend> Tiers<B> {
         self.lost = 0;
         self.is_flushing = true;
         self.owe_rest();
-        let flushed = self.flush_until(cache, deadline);
+        let is_done = |tiers: &Self| tiers.is_copied() && !tiers.can_write(Instant::now());
+        let flushed = self.poll_until(cache, deadline, is_done);
         self.is_flushing = false;
-        flushed
+        flushed.map(|_| self.unwritten())
     }
 
-    fn flush_until(
+    /// Does what [`TieredCache::drain`](crate::TieredCache::drain) does.
+    pub(crate) fn drain(
         &mut self,
         cache: &mut KvCache<B>,
         deadline: Instant,
-    ) -> Result<Unwritten, TierError> {
+    ) -> Result<bool, TierError> {
+        if cache.state().is_step_open() {
+            return Err(TierError::StepOpen);
+        }
+        self.poll_until(cache, deadline, |tiers| {
+            let writes = tiers.stores.iter().any(|lane| !lane.writing.is_empty());
+            let reads = tiers.groups.iter().any(|group| !group.reading.is_empty());
+            tiers.is_copied() && !writes && !reads
+        })
+    }
+
+    /// Polls until a condition holds; returns whether it did before the deadline.
+    fn poll_until(
+        &mut self,
+        cache: &mut KvCache<B>,
+        deadline: Instant,
+        is_done: impl Fn(&Self) -> bool,
+    ) -> Result<bool, TierError> {
         /// How long one wait for a thread lasts at most, beside which copies of the device go on.
         const PAUSE: Duration = Duration::from_millis(1);
         loop {
             self.poll(cache)?;
-            let now = Instant::now();
-            let is_done = self.is_copied() && !self.can_write(now);
-            let Some(left) = deadline.checked_duration_since(now).filter(|_| !is_done) else {
-                return Ok(self.unwritten());
+            if is_done(self) {
+                return Ok(true);
+            }
+            let Some(left) = deadline.checked_duration_since(Instant::now()) else {
+                return Ok(false);
             };
             if let Ok(done) = self.done.recv_timeout(left.min(PAUSE)) {
                 self.take_result(done);

@@ -63,6 +63,16 @@ impl TierOptions {
         self
     }
 
+    /// Sets the host memory through which chunks pass where it is no tier; 64 MiB by default. All
+    /// chunks that a prompt gets from stores must fit it at a time. Its last chunks are found there
+    /// until others need the room.
+    #[must_use]
+    pub fn with_passage(mut self, bytes: u64) -> Self {
+        self.host_bytes = bytes;
+        self.keeps_host = false;
+        self
+    }
+
     /// Sets how many bytes are copied from the device at a time; 32 MiB by default. Blocks on their
     /// way are held, so that no sequence can take them.
     #[must_use]
@@ -114,6 +124,10 @@ pub enum Wait {
     /// computing, until all has come.
     #[default]
     Compute,
+    /// Until all has come, if the rates of the stores say that reading takes less time than
+    /// computing, and not at all otherwise. Has no limit of time: for simulations, in which the
+    /// rates are [given](StoreOptions::with_rates) and time is no measure.
+    IfFaster,
     /// This long.
     For(Duration),
     /// Until all has come, or was given up by the stores' deadlines.
@@ -132,6 +146,7 @@ pub struct StoreOptions {
     pub(super) write_deadline: Duration,
     pub(super) writes_max: usize,
     pub(super) bytes_per_day: Option<u64>,
+    pub(super) rates: Option<(Duration, f64)>,
 }
 
 impl StoreOptions {
@@ -155,6 +170,7 @@ impl StoreOptions {
             write_deadline: Duration::from_secs(5),
             writes_max: 256,
             bytes_per_day: None,
+            rates: None,
         }
     }
 
@@ -199,6 +215,13 @@ impl StoreOptions {
     #[must_use]
     pub fn with_bytes_per_day(mut self, bytes: u64) -> Self {
         self.bytes_per_day = Some(bytes);
+        self
+    }
+    /// Sets the latency and the bytes per second of reads, by all threads together, in place of the
+    /// measured ones: what [`Wait::Compute`] and [`Wait::IfFaster`] compare with computing.
+    #[must_use]
+    pub fn with_rates(mut self, latency: Duration, bytes_per_second: f64) -> Self {
+        self.rates = Some((latency, bytes_per_second));
         self
     }
 }

@@ -148,7 +148,7 @@ impl<B: Backend> Tiers<B> {
     fn wait_until(&self, of: &Prefetch<ChunkOf<B>>) -> Option<Instant> {
         let limit = match of.wait {
             Wait::None => Duration::ZERO,
-            Wait::All => return None,
+            Wait::All | Wait::IfFaster => return None,
             Wait::For(time) => time,
             Wait::Compute => {
                 let tokens = of.probe.limit().saturating_sub(of.probe.cached());

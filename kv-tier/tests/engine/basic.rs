@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use kv_core::StartOptions;
 use kv_core::events::{EventKind, Tier};
 use kv_tier::policy::{WritePolicy, WriteRule};
-use kv_tier::{MemoryStore, TierError, TierOptions, Wait};
+use kv_tier::{MemoryStore, StoreOptions, TierError, TierOptions, Wait};
 
 use crate::support::{Engine, identity, patient, spec, text};
 
@@ -196,4 +196,62 @@ fn a_prompt_that_does_not_wait_takes_what_host_memory_has() {
     assert!(engine.cache.is_ready(prefetch));
     assert_eq!(engine.start(prefetch, &prompt, plain()).1, 512);
     assert_eq!(engine.cache.stats().stores[0].lookups, 0);
+}
+
+#[test]
+fn a_drain_ends_what_is_due_and_makes_nothing_due() {
+    for (policy, writes) in [(WritePolicy::OnPublish, 2), (WritePolicy::OnLeave, 0)] {
+        let store = Arc::new(MemoryStore::new(64 << 20));
+        let lane = patient(&*store).with_write(WriteRule::new(policy));
+        let options = TierOptions::new().with_host(4 << 20);
+        let options = options.with_store_options(Box::new(Arc::clone(&store)), lane);
+        let mut engine = Engine::new(spec(2048), identity(), options);
+        engine.run(&text(1, 600), plain());
+        assert!(engine.cache.drain(Instant::now() + Duration::from_secs(30)).unwrap());
+        let stats = engine.cache.stats();
+        assert_eq!((stats.offloaded, stats.host_chunks), (2, 2));
+        assert_eq!(stats.stores[0].writes, writes, "{policy}");
+        engine.flush();
+        assert_eq!(engine.cache.stats().stores[0].writes, 2);
+    }
+}
+
+#[test]
+fn given_rates_decide_whether_a_prompt_is_read() {
+    let store = Arc::new(MemoryStore::new(64 << 20));
+    let over = |lane: StoreOptions| {
+        let options = TierOptions::new().with_wait(Wait::IfFaster);
+        let options = options.with_store_options(Box::new(Arc::clone(&store)), lane);
+        Engine::new(spec(2048), identity(), options)
+    };
+    let prompt = text(1, 600);
+    let mut first = over(patient(&*store));
+    first.run(&prompt, plain());
+    first.flush();
+    let bytes = store.held_bytes() as f64;
+    // Two chunks are 512 of the 599 tokens that a prompt can reuse; computing them takes 0.512 s.
+    for (latency, seconds, reused) in
+        [(0, 0.511, 512), (0, 0.513, 0), (2, 0.509, 512), (2, 0.511, 0), (513, 0.0001, 0)]
+    {
+        let lane = patient(&*store).with_rates(Duration::from_millis(latency), bytes / seconds);
+        let mut second = over(lane);
+        second.cache.note_compute(1000, Duration::from_secs(1));
+        assert_eq!(second.run(&prompt, plain()).1, reused, "{latency} ms, {seconds} s");
+        let computed = second.cache.stats().cheaper_to_compute;
+        assert_eq!(computed, u64::from(512 - reused));
+    }
+}
+
+#[test]
+fn chunks_pass_through_as_much_memory_as_is_given() {
+    let store = Arc::new(MemoryStore::new(64 << 20));
+    // Room for two chunks, which is no tier.
+    let options = TierOptions::new().with_passage(200 << 10);
+    let lane = patient(&*store).with_write(WriteRule::new(WritePolicy::OnLeave));
+    let options = options.with_store_options(Box::new(Arc::clone(&store)), lane);
+    let mut engine = Engine::new(spec(2048), identity(), options);
+    engine.run(&text(1, 1500), plain());
+    assert!(engine.cache.drain(Instant::now() + Duration::from_secs(30)).unwrap());
+    let stats = engine.cache.stats();
+    assert_eq!((stats.host_chunks, stats.stores[0].writes), (2, 5));
 }
