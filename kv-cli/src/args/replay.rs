@@ -8,7 +8,6 @@ use std::time::Duration;
 use clap::Args;
 use kv::error::UnknownName;
 use kv::events::Tier;
-use kv::eviction::Eviction;
 use kv::tier::WritePolicy;
 use kv::tier::policy::WriteRule;
 
@@ -16,28 +15,28 @@ use super::at_least_1;
 use crate::memory::Bytes;
 use crate::replay::{Policy, Sizes, TierOption, TierOptions, TierSize, tier_name};
 
-/// Replay a request trace through a cache's blocks, prefix index and eviction, without a model.
+/// Replay a request trace through the engine, the cache and its tiers, without a model.
 ///
 /// TRACE is of Mooncake (JSON lines of `timestamp`, `input_length`, `output_length` and `hash_ids`,
 /// an id per 512 tokens), of Qwen's service Bailian (the same with `chat_id` and `parent_chat_id`,
 /// an id per 16 tokens), of Azure (a CSV of TIMESTAMP,ContextTokens,GeneratedTokens, with or
 /// without `NumImages`) or of `BurstGPT` (a CSV of Timestamp,Model,Request tokens,Response
 /// tokens,Total tokens,Log Type, with or without Session ID and Elapsed time), plain or compressed
-/// with zstd. Requests run one at a time, in the file's order. A request hits the blocks of its
-/// input up to the first that is not cached; then all of them are cached, as far as they fit. A
-/// request never evicts its own blocks. Generated tokens are not cached.
+/// with zstd. Requests run one at a time, in the file's order. A request hits the tokens of its
+/// input up to the first that is not cached, without the last token, which is always computed; then
+/// all of them are cached. A request larger than the cache is refused. Generated tokens are not
+/// cached.
 ///
 /// A CSV has lengths only: every block is new, and there are no hits. It shows evictions, peak
 /// blocks and time.
 ///
 /// Policies of caches: lru (least recently used first), lfu (least frequently used first), priority
 /// (by the caller's priorities, of which a trace has none) and default (lowest expected reuse
-/// first). And two limits: min evicts the block whose next use is the latest, which gives the most
-/// hits of any policy at that capacity (if ids name whole prefixes, as in these traces); infinite
-/// evicts nothing, and its capacity is the number of blocks it used.
+/// first). And two limits: min evicts the block whose next use is the latest, by the rest of the
+/// trace; infinite evicts nothing, and its capacity is the number of blocks it used.
 ///
-/// --tier puts a lower tier below the cache, and the report says what requests find in it and what
-/// is written to it. With --prefill, a request loads what a tier has if that is sooner than
+/// --tier puts a lower tier below the cache, and the report says what requests load from it and what
+/// is written to it. With --prefill, a request loads what disk and store have if that is sooner than
 /// computing it: if latency + bytes / bandwidth < tokens / prefill. Tiers are in the order host,
 /// disk, store. Requests still run one at a time: neither loads nor writes wait for each other.
 #[derive(Debug, Args)]
@@ -84,15 +83,12 @@ pub(crate) struct ReplayArgs {
     #[arg(long, value_name = "TIER=BLOCKS|SIZE")]
     pub(crate) tier: Vec<TierArg>,
 
-    /// When a tier, or every tier, gets a block: publish (when it is on the device), leave (when
-    /// the tier above evicts it; right below the device the same as publish), reuse:N (at its Nth
-    /// use) or never. Default: host publish, disk leave, store publish for prompts from 256 tokens
+    /// When disk or store, or both, get a block: publish (when it is on the device), leave (when
+    /// host memory evicts it; without a host tier the same as publish), reuse:N (at its Nth use) or
+    /// never. Default: disk leave, store publish for prompts from 256 tokens. Host memory gets every
+    /// block
     #[arg(long, value_name = "[TIER=]WHEN", requires = "tier")]
     pub(crate) write: Vec<ForTier<WritePolicy>>,
-
-    /// Eviction of the tiers: lru, lfu, priority or default
-    #[arg(long, value_name = "NAME", default_value = "lru", requires = "tier")]
-    pub(crate) tier_policy: Eviction,
 
     /// Bytes of K and V per token, as `kv plan` prints them
     #[arg(long, value_name = "N", value_parser = at_least_1, requires = "tier")]
@@ -134,6 +130,11 @@ impl ReplayArgs {
         let tiers: Vec<_> = given.iter().map(|(tier, _)| Some(*tier)).collect();
         check_once("--tier", &tiers)?;
         check("--write", &self.write, &tiers)?;
+        let is_of_host = |given: &ForTier<WritePolicy>| given.tier == Some(Tier::Host);
+        if self.write.iter().any(|given| is_of_host(given) && given.value != WritePolicy::OnPublish)
+        {
+            return Err(TierArgsError::HostWrite);
+        }
         check("--bandwidth", &self.bandwidth, &tiers)?;
         check("--latency", &self.latency, &tiers)?;
         let option = |(tier, size): (Tier, TierSize)| {
@@ -141,7 +142,10 @@ impl ReplayArgs {
                 return Err(TierArgsError::NoBytesPerToken { tier: tier_name(tier) });
             }
             let rule = WriteRule::of_tier(tier);
-            let rule = of_tier(&self.write, tier).map_or(rule, |policy| rule.with_policy(policy));
+            let rule = match of_tier(&self.write, tier) {
+                Some(policy) if tier != Tier::Host => rule.with_policy(policy),
+                _ => rule,
+            };
             let bandwidth = of_tier(&self.bandwidth, tier);
             if self.prefill.is_some() && bandwidth.is_none() {
                 return Err(TierArgsError::NoBandwidth { tier: tier_name(tier) });
@@ -153,7 +157,6 @@ impl ReplayArgs {
         let tiers = given.into_iter().map(option).collect::<Result<Vec<_>, _>>()?;
         Ok((!tiers.is_empty()).then_some(TierOptions {
             tiers,
-            eviction: self.tier_policy,
             bytes_per_token: self.bytes_per_token,
             prefill_tokens_per_second: self.prefill,
         }))
@@ -172,6 +175,8 @@ pub(crate) enum TierArgsError {
     NoTier { option: &'static str, tier: &'static str },
     #[error("--tier {tier} in bytes needs --bytes-per-token")]
     NoBytesPerToken { tier: &'static str },
+    #[error("--write host=..: host memory gets every block when it is published")]
+    HostWrite,
     #[error("--prefill needs --bandwidth {tier}=..: there is none for this tier")]
     NoBandwidth { tier: &'static str },
 }
@@ -327,13 +332,12 @@ mod tests {
             (tier_name(*tier), *size, write, bytes_per_second.expect("given"), latency.as_micros())
         });
         let expected = [
-            ("host", TierSize::Blocks(7), "never", 25_000_000_000, 0),
+            ("host", TierSize::Blocks(7), "publish", 25_000_000_000, 0),
             ("disk", TierSize::Bytes(1_000_000_000_000), "reuse:2", 1_500_000_000, 0),
             ("store", TierSize::Blocks(9), "never", 1_500_000_000, 1500),
         ];
         let expected = expected.map(|(a, b, c, d, e)| (a, b, c.to_owned(), d, e));
         assert_eq!(tiers.collect::<Vec<_>>(), expected);
-        assert_eq!(options.eviction, Eviction::Lru);
         assert_eq!(parse(&[]), Ok(None));
     }
 
@@ -359,6 +363,7 @@ mod tests {
             (&["--write", "leave"], "--tier"),
             (&[tier, ["--write", "later"]].concat(), "unknown write policy \"later\""),
             (&[tier, ["--write", "disk=leave"]].concat(), "there is no --tier disk"),
+            (&[tier, ["--write", "host=leave"]].concat(), "host memory gets every block"),
             (
                 &[tier, ["--write", "leave"], ["--write", "never"]].concat(),
                 "--write is given twice for all tiers",

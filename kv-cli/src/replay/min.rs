@@ -6,7 +6,8 @@ use std::sync::Arc;
 use kv::BlockId;
 use kv::eviction::{BlockInfo, EvictionPolicy, Priority};
 
-use super::trace::Trace;
+use super::run::Position;
+use super::trace::{Request, Trace};
 use crate::num::{to_u32, to_usize};
 
 /// The next use of a block that is never used again: later than all others.
@@ -15,11 +16,13 @@ const NEVER: u32 = u32::MAX;
 /// Evicts the block whose next use is the latest, or that is never used again (L. A. Belady's MIN).
 ///
 /// If ids name whole prefixes, a block is used only after the block before it, so its next use is
-/// later: tails are evicted before heads, every kept block can be found, and no policy that stores
-/// all requested blocks, as a cache must, has more hits.
+/// later: tails are evicted before heads, and every kept block can be found.
 #[derive(Debug)]
 pub(super) struct Min {
     trace: Arc<Trace>,
+    position: Position,
+    /// Blocks of the cache: larger requests are refused, and use nothing.
+    num_blocks: u32,
     /// For every requested id: the next request for it.
     next: Vec<u32>,
     /// For every id: its next use after the current request.
@@ -41,18 +44,23 @@ pub(super) struct Min {
 type NextUse = (u32, u32, Reverse<u64>);
 
 impl Min {
-    /// Makes the policy for blocks `0..num_blocks` and requests in the order of the trace, each
-    /// announced by a [`tick`](EvictionPolicy::tick).
-    pub(super) fn new(trace: Arc<Trace>, num_blocks: u32) -> Self {
+    /// Makes the policy for blocks `0..num_blocks`; `position` is that of the request that runs.
+    pub(super) fn new(trace: Arc<Trace>, num_blocks: u32, position: Position) -> Self {
         let requested = trace.all_ids().unwrap_or_default();
         let num_ids = requested.iter().max().map_or(0, |id| to_usize(*id) + 1);
         let mut next = vec![NEVER; requested.len()];
         // Backwards: the last use is the next one of the use before it.
         let mut upcoming = vec![NEVER; num_ids];
-        for (at, (id, next)) in requested.iter().zip(&mut next).enumerate().rev() {
-            *next = std::mem::replace(&mut upcoming[to_usize(*id)], to_u32(at));
+        for request in trace.requests().iter().rev().filter(|one| fits(one, num_blocks)) {
+            let (first, ids) = trace.ids(request);
+            for (offset, id) in ids.iter().enumerate().rev() {
+                let at = first + to_u32(offset);
+                next[to_usize(at)] = std::mem::replace(&mut upcoming[to_usize(*id)], at);
+            }
         }
         Self {
+            position,
+            num_blocks,
             next,
             upcoming,
             num_requests: 0,
@@ -63,6 +71,23 @@ impl Min {
             arrivals: 0,
             trace,
         }
+    }
+
+    /// Goes on to the request that runs.
+    fn follow(&mut self) {
+        let end = self.position.get() + 1;
+        let begun = self.num_requests.min(end);
+        for request in &self.trace.requests()[begun..end] {
+            if !fits(request, self.num_blocks) {
+                continue;
+            }
+            self.trace.blocks(request, &mut self.blocks);
+            let (first, ids) = self.trace.ids(request);
+            for (id, next) in ids.iter().zip(&self.next[to_usize(first)..]) {
+                self.upcoming[to_usize(*id)] = *next;
+            }
+        }
+        self.num_requests = end;
     }
 
     fn next_use(&mut self, block: BlockId) -> NextUse {
@@ -77,24 +102,15 @@ impl Min {
 }
 
 impl EvictionPolicy for Min {
-    fn tick(&mut self) {
-        let Some(request) = self.trace.requests().get(self.num_requests) else {
-            return;
-        };
-        self.num_requests += 1;
-        self.trace.blocks(request, &mut self.blocks);
-        let (first, ids) = self.trace.ids(request);
-        for (id, next) in ids.iter().zip(&self.next[to_usize(first)..]) {
-            self.upcoming[to_usize(*id)] = *next;
-        }
-    }
     fn stored(&mut self, block: BlockId, info: &BlockInfo) {
+        self.follow();
         self.numbers[to_usize(block.0)] = self.blocks[to_usize(info.index)];
     }
     fn reused(&mut self, block: BlockId) {
         self.dropped(block);
     }
     fn idle(&mut self, block: BlockId) {
+        self.follow();
         let next_use = self.next_use(block);
         let place = &mut self.next_uses[to_usize(block.0)];
         if place.is_none() {
@@ -113,4 +129,9 @@ impl EvictionPolicy for Min {
         self.next_uses[to_usize(block)] = None;
         Some(BlockId(block))
     }
+}
+
+/// Returns whether the engine runs a request in a cache of `num_blocks` blocks.
+fn fits(request: &Request, num_blocks: u32) -> bool {
+    request.num_blocks <= num_blocks
 }

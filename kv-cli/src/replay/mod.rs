@@ -1,16 +1,16 @@
-//! `kv replay`: runs a request trace through pool, prefix index and eviction, without a model.
+//! `kv replay`: runs a request trace through an engine, without a model.
 //!
-//! The pool, the index and the policies are those of a cache. A trace's ids stand for tokens: each
-//! names a block and everything before it, so the key of a block is a hash of its id.
+//! The scheduler, the cache, its policies and its tiers are those that run a model, over a device
+//! without memory. A trace's ids stand for tokens: each names a block and everything before it.
 mod csv;
 mod json;
 mod min;
+mod packed;
 mod plot;
 mod policy;
 mod report;
 mod run;
 mod source;
-mod tier_stack;
 mod tiers;
 mod trace;
 
@@ -27,7 +27,7 @@ use crate::args::ReplayArgs;
 use crate::num::to_u64;
 use crate::{output, progress};
 use report::{Line, Report};
-use tiers::TierReplay;
+use run::Tiers;
 
 /// One measurement: a policy, and its capacity if it has one.
 type Case = (Policy, Option<u32>);
@@ -51,7 +51,8 @@ pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<()> {
     let cases = cases(policies, &args.capacity_blocks, trace.num_blocks());
     let total = to_u64(trace.requests().len() * cases.len());
     let bar = progress::requests(total);
-    let lines = cases.into_iter().map(|case| measure(&trace, case, tiers, &bar)).collect();
+    let measured = cases.into_iter().map(|case| measure(&trace, case, tiers, &bar));
+    let lines = measured.collect::<anyhow::Result<Vec<_>>>()?;
     bar.finish_and_clear();
     let report = Report { name: args.trace.display().to_string(), trace: &trace, lines };
     if args.json {
@@ -101,23 +102,12 @@ fn two_digits(n: u32) -> u32 {
 
 fn measure(
     trace: &Arc<Trace>,
-    (policy, capacity): Case,
-    tiers: Option<(&TierOptions, &[u32])>,
+    case: Case,
+    tiers: Option<Tiers<'_>>,
     bar: &ProgressBar,
-) -> Line {
-    let all = trace.num_blocks().max(1);
-    // More blocks than the trace has would stay empty.
-    let num_blocks = capacity.unwrap_or(all).min(all);
-    let built = policy.build(trace, num_blocks);
-    let advance = |requests| bar.inc(to_u64(requests));
-    let Some((options, capacities)) = tiers else {
-        let outcome = run::replay(trace, num_blocks, built, &mut (), advance);
-        return Line::new(policy, capacity, trace, &outcome);
-    };
-    let mut tiers = TierReplay::new(options, capacities, trace);
-    let outcome = run::replay(trace, num_blocks, built, &mut tiers, advance);
-    let tiers = Some(tiers.report(trace));
-    Line { tiers, ..Line::new(policy, capacity, trace, &outcome) }
+) -> anyhow::Result<Line> {
+    let outcome = run::replay(trace, case, tiers, |requests| bar.inc(to_u64(requests)))?;
+    Ok(Line::new(case, trace, outcome))
 }
 
 #[cfg(test)]

@@ -102,7 +102,8 @@ fn curves(lines: &[Line]) -> Vec<Curve> {
     let mut curves: Vec<Curve> = Vec::new();
     for line in lines {
         let with_tiers = line.tiers.as_ref().map(|tiers| {
-            let names = tiers.tiers.iter().map(|tier| format!(" + {}", tier.tier));
+            let named = tiers.tiers.iter().filter(|tier| !tier.is_passage());
+            let names = named.map(|tier| format!(" + {}", tier.tier));
             let name = format!("{}{}", line.policy, names.collect::<String>());
             (name, tiers.token_hit_ratio)
         });
@@ -139,6 +140,7 @@ mod tests {
             ns_per_request: 0,
             peak_blocks: 0,
             requests: 0,
+            refused_requests: 0,
             tiers: None,
         }
     }

@@ -1,14 +1,9 @@
 //! The policies that can be replayed, by name.
 use std::fmt;
 use std::str::FromStr;
-use std::sync::Arc;
 
-use kv::BlockId;
 use kv::error::UnknownName;
-use kv::eviction::{BlockInfo, Clock, Eviction, EvictionPolicy, Priority, SystemClock};
-
-use super::min::Min;
-use super::trace::Trace;
+use kv::eviction::Eviction;
 
 /// A value of `--policy`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,16 +21,12 @@ impl Policy {
     pub(super) const DEFAULT: [Self; 4] =
         [Self::Real(Eviction::Lru), Self::Real(Eviction::ReuseRate), Self::Infinite, Self::Min];
 
-    /// Makes the policy for a pool of `num_blocks` blocks.
-    pub(super) fn build(self, trace: &Arc<Trace>, num_blocks: u32) -> Box<dyn EvictionPolicy> {
+    /// Returns the policy of the cache. Without a limit there are no evictions, so any will do;
+    /// [`Min`](super::min::Min) replaces it.
+    pub(super) fn eviction(self) -> Eviction {
         match self {
-            Self::Real(eviction) => {
-                // A trace has no priorities, so nothing depends on the clock.
-                let clock: Arc<dyn Clock> = Arc::new(SystemClock::new());
-                eviction.policy(num_blocks, &clock)
-            }
-            Self::Infinite => Box::new(Keep),
-            Self::Min => Box::new(Min::new(Arc::clone(trace), num_blocks)),
+            Self::Real(eviction) => eviction,
+            Self::Infinite | Self::Min => Eviction::Lru,
         }
     }
 }
@@ -59,21 +50,6 @@ impl FromStr for Policy {
             real.chain([Self::Infinite, Self::Min]).find(|policy| policy.to_string() == name);
         let names = "lru, lfu, priority, default, infinite, min";
         found.ok_or_else(|| UnknownName::new("policy", name, names))
-    }
-}
-
-/// Never evicts, for a pool that is large enough.
-#[derive(Debug)]
-struct Keep;
-
-impl EvictionPolicy for Keep {
-    fn stored(&mut self, _: BlockId, _: &BlockInfo) {}
-    fn reused(&mut self, _: BlockId) {}
-    fn idle(&mut self, _: BlockId) {}
-    fn dropped(&mut self, _: BlockId) {}
-    fn set_priority(&mut self, _: BlockId, _: Priority) {}
-    fn evict(&mut self) -> Option<BlockId> {
-        None
     }
 }
 

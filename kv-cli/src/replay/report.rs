@@ -1,7 +1,7 @@
 //! The output of `kv replay`, as JSON and as text.
 use serde::Serialize;
 
-use super::policy::Policy;
+use super::Case;
 use super::run::Outcome;
 use super::tiers::{TierLine, TierReport};
 use super::trace::{Format, Trace};
@@ -15,8 +15,9 @@ pub(super) struct Line {
     pub(super) policy: String,
     /// The requested capacity; without a limit, the blocks that were used.
     pub(super) capacity_blocks: u32,
+    /// Input tokens that the device had cached.
     pub(super) hit_tokens: u64,
-    /// Input tokens of all requests.
+    /// Input tokens of all requests, refused ones too.
     pub(super) total_tokens: u64,
     pub(super) token_hit_ratio: f64,
     pub(super) evictions: u64,
@@ -24,6 +25,8 @@ pub(super) struct Line {
     /// Most cached blocks at once.
     pub(super) peak_blocks: u32,
     pub(super) requests: u64,
+    /// Requests that the engine refused: larger than the cache, or without a token.
+    pub(super) refused_requests: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) tiers: Option<TierReport>,
     /// Whether the policy has no capacity.
@@ -32,13 +35,9 @@ pub(super) struct Line {
 }
 
 impl Line {
-    pub(super) fn new(
-        policy: Policy,
-        capacity: Option<u32>,
-        trace: &Trace,
-        outcome: &Outcome,
-    ) -> Self {
-        let Outcome { hit_tokens, evictions, peak_blocks, elapsed } = *outcome;
+    pub(super) fn new((policy, capacity): Case, trace: &Trace, outcome: Outcome) -> Self {
+        let Outcome { hit_tokens, evictions, peak_blocks, refused_requests, elapsed, tiers } =
+            outcome;
         let (requests, total_tokens) = (to_u64(trace.requests().len()), trace.total_tokens);
         let ns = elapsed.as_nanos().checked_div(requests.into()).unwrap_or(0);
         Self {
@@ -52,7 +51,8 @@ impl Line {
             ns_per_request: u64::try_from(ns).unwrap_or(u64::MAX),
             peak_blocks,
             requests,
-            tiers: None,
+            refused_requests,
+            tiers,
             is_unlimited: capacity.is_none(),
         }
     }
@@ -94,6 +94,7 @@ impl Report<'_> {
             "hit ratio",
             "evictions",
             "peak blocks",
+            "refused",
             "ns/request",
         ];
         let mut rows = vec![heading.map(str::to_owned).to_vec()];
@@ -105,6 +106,7 @@ impl Report<'_> {
                 format!("{:.4}", line.token_hit_ratio),
                 line.evictions.to_string(),
                 line.peak_blocks.to_string(),
+                line.refused_requests.to_string(),
                 line.ns_per_request.to_string(),
             ]
         }));
@@ -121,7 +123,7 @@ fn show_tiers(line: &Line) -> String {
     let has_times = report.times.is_some();
     let heading = ["tier", "write", "blocks", "hit tokens", "hit ratio", "written", "a day"];
     let bytes = ["bytes", "a day"].into_iter().filter(|_| has_bytes);
-    let times = ["loaded tokens", "slower", "load s", "break-even"].into_iter();
+    let times = ["load s", "break-even"].into_iter();
     let heading = heading.into_iter().chain(bytes).chain(["evictions"]);
     let heading: Vec<_> = heading.chain(times.filter(|_| has_times)).map(str::to_owned).collect();
     let row = |name: &str, write: &str, blocks: &str, tokens: u64, ratio: f64| {
@@ -142,8 +144,11 @@ fn show_tiers(line: &Line) -> String {
         let mean = times.first_token_seconds_saved * 1000.0 / to_f64(line.requests.max(1));
         format!(
             "{:.1} s of prefill saved for {:.1} s of loading: first tokens come {:.1} s sooner, \
-             {mean:.1} ms a request\n",
-            times.prefill_seconds_saved, times.load_seconds, times.first_token_seconds_saved
+             {mean:.1} ms a request; {} tokens computed because loading is slower\n",
+            times.prefill_seconds_saved,
+            times.load_seconds,
+            times.first_token_seconds_saved,
+            times.slower_tokens,
         )
     });
     let (policy, table) = (&line.policy, output::table(&rows));
@@ -173,12 +178,7 @@ fn tier_cells(tier: &TierLine) -> Vec<String> {
     cells.push(tier.evictions.to_string());
     if let Some(loading) = tier.loading {
         let even = loading.break_even_bytes_per_second;
-        cells.extend([
-            loading.loaded_tokens.to_string(),
-            loading.slower_tokens.to_string(),
-            format!("{:.1}", loading.load_seconds),
-            or_dash(even.map(rate)),
-        ]);
+        cells.extend([format!("{:.1}", loading.load_seconds), or_dash(even.map(rate))]);
     }
     cells
 }

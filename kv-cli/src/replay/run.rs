@@ -1,173 +1,209 @@
-//! Runs one trace through one pool: the block management of a cache, without rows and without a
-//! model.
+//! Runs a trace through an engine: the scheduler, the cache and the tiers that `kv generate` has,
+//! over a device that neither stores nor computes.
 //!
-//! A `CacheState` is not used, because it answers another question: it refuses a prompt that is
-//! larger than the pool, computes the last token of every prompt anew, and finds a block only after
-//! all blocks before it, while a trace may hold longer requests, is hit to its last block, and may
-//! name ids in any order. Both have equal hits and evictions under `lru`, `lfu` and `priority` (a
-//! test compares them); under `default` a cache counts a request after its lookup and sees blocks
-//! after a gap computed again, which changed the hits on the Mooncake conversation trace by at most
-//! 2.1 %.
+//! Requests run one at a time, in the file's order, each at its arrival by the trace's clock or
+//! when the one before has ended, so that the outcome is always the same.
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use kv::block::{BlockPool, Ledger};
-use kv::eviction::{EvictionPolicy, Priority};
-use kv::reuse::{BlockKey, Content, NamespaceId};
-use kv::{BlockId, GroupId};
+use anyhow::{Context, ensure};
+use kv::backend::NullBackend;
+use kv::engine::{Chosen, Engine, Limits, Request as Prompt, RequestError};
+use kv::eviction::{Clock, ManualClock};
+use kv::{CacheSpec, GroupId, KvCache, Stats};
 
-use super::trace::{Request, Trace};
-use crate::num::to_u32;
+use super::Case;
+use super::min::Min;
+use super::policy::Policy;
+use super::tiers::{TierOptions, TierReplay, TierReport};
+use super::trace::{INPUT_TOKENS_MAX, Request, Trace};
+use crate::num::{to_u32, to_usize};
 
-/// Tokens in the pool's index that stand for one block: its id and its part of the id.
-const BLOCK_TOKENS: u32 = 3;
 /// Requests between two progress reports.
 const REPORT_EVERY: usize = 256;
 
 /// The result of a replay.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub(super) struct Outcome {
-    /// Input tokens whose blocks were cached.
+    /// Input tokens that the device had cached.
     pub(super) hit_tokens: u64,
     /// Evicted blocks.
     pub(super) evictions: u64,
     /// Most cached blocks at once.
     pub(super) peak_blocks: u32,
+    /// Requests that the engine refused: larger than the cache, or without a token.
+    pub(super) refused_requests: u64,
     /// Time of the whole replay.
     pub(super) elapsed: Duration,
+    pub(super) tiers: Option<TierReport>,
 }
 
-/// The key and the index of one block of a request.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct RequestBlock {
-    tokens: [u32; 3],
-    pub(super) key: BlockKey,
-    pub(super) parent: BlockKey,
-    /// The block, while the request holds it.
-    pub(super) block: Option<BlockId>,
+/// Tiers of the command line, and the blocks of each.
+pub(super) type Tiers<'o> = (&'o TierOptions, &'o [u32]);
+
+/// The index of the request that runs, for a policy that knows the trace.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Position(Arc<AtomicUsize>);
+
+impl Position {
+    pub(super) fn get(&self) -> usize {
+        self.0.load(Ordering::Relaxed)
+    }
+    fn set(&self, index: usize) {
+        self.0.store(index, Ordering::Relaxed);
+    }
 }
 
-/// A pool, and the keys of its blocks.
+/// An engine, and the time of the trace.
 struct Replay<'t> {
     trace: &'t Trace,
-    pool: BlockPool,
-    ledger: Ledger,
-    namespace: NamespaceId,
-    root: BlockKey,
+    engine: Engine<NullBackend>,
+    clock: Arc<ManualClock>,
+    position: Position,
+    tiers: Option<TierReplay<'t>>,
+    /// Numbers of the blocks of the current request.
     numbers: Vec<u32>,
-    named: Vec<RequestBlock>,
+    refused_requests: u64,
+    peak_blocks: u32,
 }
 
-/// Watches the requests of a replay.
-pub(super) trait Observer {
-    /// Sees a request before its missing blocks are stored, with the numbers of its blocks: those
-    /// that were cached are held.
-    fn looked_up(&mut self, request: &Request, numbers: &[u32], blocks: &[RequestBlock]);
-}
-
-impl Observer for () {
-    fn looked_up(&mut self, _: &Request, _: &[u32], _: &[RequestBlock]) {}
-}
-
-/// Replays all requests, one at a time. `advance` is called after every few requests.
+/// Replays all requests. `advance` is called after every few requests.
 pub(super) fn replay(
-    trace: &Trace,
-    num_blocks: u32,
-    policy: Box<dyn EvictionPolicy>,
-    observer: &mut impl Observer,
+    trace: &Arc<Trace>,
+    case: Case,
+    tiers: Option<Tiers<'_>>,
     advance: impl Fn(usize),
-) -> Outcome {
-    let mut ledger = Ledger::new(0, 0);
-    let (namespace, root) = ledger.join(b"", None);
-    let pool = BlockPool::new(GroupId(0), num_blocks, BLOCK_TOKENS, policy);
-    let (numbers, named) = (Vec::new(), Vec::new());
-    let mut replay = Replay { trace, pool, ledger, namespace, root, numbers, named };
-    let (mut hit_tokens, mut peak_blocks) = (0_u64, 0);
+) -> anyhow::Result<Outcome> {
+    let mut replay = Replay::new(trace, case, tiers).context("the replayed cache")?;
     let start = Instant::now();
-    for requests in trace.requests().chunks(REPORT_EVERY) {
-        for request in requests {
-            hit_tokens += replay.request(request, observer);
-            peak_blocks = peak_blocks.max(num_blocks.saturating_sub(replay.pool.num_empty()));
+    for (number, requests) in trace.requests().chunks(REPORT_EVERY).enumerate() {
+        for (index, request) in requests.iter().enumerate() {
+            replay.request(number * REPORT_EVERY + index, request)?;
         }
         advance(requests.len());
     }
-    let (elapsed, evictions) = (start.elapsed(), replay.pool.stats().evictions);
-    Outcome { hit_tokens, evictions, peak_blocks, elapsed }
+    Ok(replay.outcome(start.elapsed()))
 }
 
-impl Replay<'_> {
-    /// Holds the cached blocks of a request, stores the others as far as they fit, and releases
-    /// all; returns the number of cached tokens.
-    fn request(&mut self, request: &Request, observer: &mut impl Observer) -> u64 {
-        self.pool.tick();
-        self.name(request);
-        let hits = self.hold();
-        observer.looked_up(request, &self.numbers, &self.named);
-        self.store(request.has_repeats);
-        for named in self.named.iter().rev() {
-            if let Some(block) = named.block {
-                self.pool.release(block);
-            }
+impl<'t> Replay<'t> {
+    fn new(
+        trace: &'t Arc<Trace>,
+        (policy, capacity): Case,
+        tiers: Option<Tiers<'t>>,
+    ) -> anyhow::Result<Self> {
+        // Everything that is ever cached, and what one request takes before its blocks turn out to
+        // be known: more blocks would stay empty.
+        let all = trace.contents_max().saturating_add(trace.longest_blocks()).max(1);
+        let num_blocks = capacity.unwrap_or(all).min(all);
+        let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(1);
+        let spec = spec.paged(trace.block_size.get(), num_blocks).eviction(policy.eviction());
+        let changes = if tiers.is_some() { 2 * to_usize(num_blocks) } else { 0 };
+        let mut cache = KvCache::new(NullBackend::new(), spec.changes(changes).build()?)?;
+        let position = Position::default();
+        if policy == Policy::Min {
+            let min = Min::new(Arc::clone(trace), num_blocks, position.clone());
+            assert!(cache.set_policy(GroupId(0), Box::new(min)), "nothing is cached yet");
         }
-        let tokens = u64::from(hits) * u64::from(self.trace.block_size.get());
-        tokens.min(request.tokens.into())
+        let limits = Limits { max_step_tokens: INPUT_TOKENS_MAX, ..Limits::new(u32::MAX) };
+        let (engine, tiers) = match tiers {
+            None => (Engine::new(cache, limits), None),
+            Some((options, capacities)) => {
+                let (tiers, cache) = TierReplay::open(options, capacities, trace, cache)?;
+                (Engine::tiered(cache, limits), Some(tiers))
+            }
+        };
+        let clock = Arc::new(ManualClock::new());
+        Ok(Self {
+            trace,
+            engine: engine.with_clock(Arc::clone(&clock) as Arc<_>),
+            clock,
+            position,
+            tiers,
+            numbers: Vec::new(),
+            refused_requests: 0,
+            peak_blocks: 0,
+        })
     }
 
-    fn name(&mut self, request: &Request) {
+    /// Runs one request to its end, and lets the tiers end what they have to do after it.
+    fn request(&mut self, index: usize, request: &Request) -> anyhow::Result<()> {
+        self.position.set(index);
+        let late = self.trace.arrives(index).saturating_sub(self.clock.now());
+        self.clock.advance(late);
+        let prompt = self.prompt(request);
+        match self.engine.submit(Prompt::new(prompt, 1)) {
+            Ok(_) => {}
+            Err(RequestError::DoesNotFit { .. } | RequestError::EmptyPrompt { .. }) => {
+                self.refused_requests += 1;
+                return Ok(());
+            }
+            Err(error) => return Err(error.into()),
+        }
+        let before = self.stats();
+        while self.engine.has_work() {
+            self.step()?;
+        }
+        if self.tiers.is_some() {
+            let deadline = Instant::now() + DRAIN_MAX;
+            ensure!(self.engine.drain_tiers(deadline)?, "the tiers still work after an hour");
+        }
+        let after = self.stats();
+        if let Some(tiers) = &mut self.tiers {
+            tiers.note_request(&before, &after);
+        }
+        let cached = self.engine.cache().state().usage().blocks_cached;
+        self.peak_blocks = self.peak_blocks.max(cached);
+        Ok(())
+    }
+
+    /// Returns the input of a request. Every token is the number of its block, so that inputs share
+    /// the tokens of equal blocks and no others.
+    fn prompt(&mut self, request: &Request) -> Vec<u32> {
         self.trace.blocks(request, &mut self.numbers);
-        self.named.clear();
-        let mut previous: Option<(u32, BlockKey)> = None;
+        let (tokens, block_size) =
+            (to_usize(request.tokens), to_usize(self.trace.block_size.get()));
+        let mut prompt = Vec::with_capacity(tokens);
         for number in &self.numbers {
-            // A block keeps the parent it was first seen with: with another parent, the index would
-            // take it for another block.
-            let parent = match self.trace.parent(*number, previous.map(|(number, _)| number)) {
-                None => self.root,
-                Some(parent) => match previous {
-                    Some((number, key)) if number == parent => key,
-                    _ => self.root.child(&self.trace.tokens(parent), &[]),
-                },
-            };
-            let tokens = self.trace.tokens(*number);
-            let key = self.root.child(&tokens, &[]);
-            self.named.push(RequestBlock { tokens, key, parent, block: None });
-            previous = Some((*number, key));
+            prompt.resize((prompt.len() + block_size).min(tokens), *number);
         }
+        prompt
     }
 
-    /// Holds every cached block, so that none is evicted for another one of the request; returns
-    /// the number of blocks before the first that is not cached.
-    fn hold(&mut self) -> u32 {
-        let mut hits = None;
-        for (index, named) in (0_u32..).zip(&mut self.named) {
-            named.block = self.pool.find(&content(self.namespace, index, named));
-            match named.block {
-                Some(block) => self.pool.reuse(block),
-                None => hits = hits.or(Some(index)),
-            }
-        }
-        hits.unwrap_or(to_u32(self.named.len()))
+    /// Runs a step, which takes the time of its prefill.
+    fn step(&mut self) -> anyhow::Result<()> {
+        let Some(batch) = self.engine.begin_step()? else { return Ok(()) };
+        let tokens = to_u32(batch.tokens.len());
+        let ends = batch.chunks.iter().filter(|chunk| chunk.logits > 0);
+        let chosen = ends.map(|chunk| Chosen { sequence: chunk.sequence, tokens: vec![0] });
+        let chosen: Vec<_> = chosen.collect();
+        let time = self.tiers.as_ref().map_or(Duration::ZERO, |tiers| tiers.prefill_time(tokens));
+        self.clock.advance(time);
+        self.engine.with_step(|step, _| step.mark_written())?;
+        self.engine.end_step(chosen)?;
+        Ok(())
     }
 
-    fn store(&mut self, has_repeats: bool) {
-        for (index, named) in (0_u32..).zip(&mut self.named) {
-            if named.block.is_some() {
-                continue;
-            }
-            let content = content(self.namespace, index, named);
-            if let Some(block) = has_repeats.then(|| self.pool.find(&content)).flatten() {
-                self.pool.reuse(block);
-                named.block = Some(block);
-                continue;
-            }
-            let Some(taken) = self.pool.allocate(&mut self.ledger) else {
-                return;
-            };
-            self.pool.store(taken.block, &content, Priority::default(), &mut self.ledger);
-            named.block = Some(taken.block);
+    fn stats(&self) -> Stats {
+        self.engine.cache().state().stats()
+    }
+
+    fn outcome(self, elapsed: Duration) -> Outcome {
+        let stats = self.stats();
+        let from_tiers = stats.host_hit_tokens + stats.disk_hit_tokens + stats.store_hit_tokens;
+        let hit_tokens = stats.hit_tokens - from_tiers;
+        let of_tiers = self.engine.tiers();
+        let tiers = self.tiers.zip(of_tiers);
+        Outcome {
+            hit_tokens,
+            evictions: stats.evictions,
+            peak_blocks: self.peak_blocks,
+            refused_requests: self.refused_requests,
+            elapsed,
+            tiers: tiers.map(|(tiers, stats)| tiers.report(self.trace, hit_tokens, &stats)),
         }
     }
 }
 
-fn content(namespace: NamespaceId, index: u32, named: &RequestBlock) -> Content<'_> {
-    let RequestBlock { tokens, key, parent, .. } = named;
-    Content { key: *key, parent: *parent, namespace, index, tokens, contents: &[] }
-}
+/// How long stores in memory may take for the chunks of one request: far too long.
+const DRAIN_MAX: Duration = Duration::from_hours(1);

@@ -1,31 +1,26 @@
-//! Tiers below the replayed cache: what a request finds in them, what they get, and the time that
-//! they save.
+//! Tiers below the replayed cache: those that a cache has, with stores in memory, and what their use
+//! came to.
 //!
-//! A block of the replay is a chunk here, also the last, partial one of a prompt. The tiers get the
-//! blocks of every request, also of one that is larger than the cache. What they hold does not
-//! depend on the speeds: a chunk that is computed because loading would take longer is written as
-//! any other.
-use std::sync::Arc;
+//! A block is a chunk here. What the tiers hold and what is loaded is decided by `kv_tier`; the
+//! times of loads follow from the blocks that it has loaded.
 use std::time::Duration;
 
+use kv::backend::NullBackend;
 use kv::events::Tier;
-use kv::eviction::{BlockInfo, Clock, Eviction, Priority, SystemClock};
-use kv::tier::WritePolicy;
-use kv::tier::policy::{LoadDecision, LoadOrCompute, WriteRule};
+use kv::tier::policy::{LoadOrCompute, WriteRule};
+use kv::tier::{ChunkSpec, Identity, ModelDigest, StoreOptions, TieredCache, TiersStats, Wait};
+use kv::{GroupId, KvCache, Stats};
 use serde::Serialize;
 
-use super::run::{Observer, RequestBlock};
-use super::tier_stack::{BoundedTier, StackBlock, TierStack};
-use super::trace::{Request, Trace};
-use crate::num::{to_f64, to_u32};
+use super::packed::PackedStore;
+use super::trace::Trace;
+use crate::num::{to_f64, to_usize};
 
 /// The tiers of the command line.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct TierOptions {
     /// From the fastest to the slowest.
     pub(crate) tiers: Vec<TierOption>,
-    /// Eviction of every tier.
-    pub(crate) eviction: Eviction,
     pub(crate) bytes_per_token: Option<u32>,
     /// Speed of prefill; with it, every tier has a bandwidth and there are bytes per token.
     pub(crate) prefill_tokens_per_second: Option<u32>,
@@ -48,13 +43,13 @@ pub(crate) enum TierSize {
     Bytes(u64),
 }
 
-/// A tier that is smaller than one block.
+/// A tier that is too small.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("--tier {tier}: {bytes} bytes hold no block of {block_bytes}")]
-pub(super) struct TooSmall {
-    tier: &'static str,
-    bytes: u64,
-    block_bytes: u64,
+pub(super) enum TooSmall {
+    #[error("--tier {tier}: {bytes} bytes hold no block of {block_bytes}")]
+    NoBlock { tier: &'static str, bytes: u64, block_bytes: u64 },
+    #[error("--tier host: {blocks} block, host memory has at least {HOST_BLOCKS_MIN}")]
+    Host { blocks: u32 },
 }
 
 /// Returns the name of a tier in arguments and reports.
@@ -76,137 +71,142 @@ impl TierOptions {
 
     /// Returns the blocks of every tier.
     pub(super) fn capacities(&self, trace: &Trace) -> Result<Vec<u32>, TooSmall> {
-        let capacity = |option: &TierOption| match option.size {
-            TierSize::Blocks(blocks) => Ok(blocks),
-            TierSize::Bytes(bytes) => {
-                let block_bytes = self.block_bytes(trace).unwrap_or(0);
-                let blocks = bytes.checked_div(block_bytes).filter(|blocks| *blocks > 0);
-                let tier = name(option.tier);
-                let blocks = blocks.ok_or(TooSmall { tier, bytes, block_bytes })?;
-                Ok(u32::try_from(blocks).unwrap_or(u32::MAX))
-            }
+        let capacity = |option: &TierOption| {
+            let blocks = match option.size {
+                TierSize::Blocks(blocks) => blocks,
+                TierSize::Bytes(bytes) => {
+                    let block_bytes = self.block_bytes(trace).unwrap_or(0);
+                    let blocks = bytes.checked_div(block_bytes).filter(|blocks| *blocks > 0);
+                    let tier = name(option.tier);
+                    let blocks = blocks.ok_or(TooSmall::NoBlock { tier, bytes, block_bytes })?;
+                    u32::try_from(blocks).unwrap_or(u32::MAX)
+                }
+            };
+            let is_small = option.tier == Tier::Host && blocks < HOST_BLOCKS_MIN;
+            if is_small { Err(TooSmall::Host { blocks }) } else { Ok(blocks) }
         };
         self.tiers.iter().map(capacity).collect()
     }
+
+    /// Returns the blocks of the host memory through which blocks pass where it is no tier: those
+    /// of 64 MiB, or of the longest request if the bytes of a block are unknown.
+    fn passage_blocks(&self, trace: &Trace) -> u32 {
+        const BYTES: u64 = 64 << 20;
+        let blocks = match self.block_bytes(trace) {
+            Some(block_bytes) => u32::try_from(BYTES / block_bytes).unwrap_or(u32::MAX),
+            None => trace.longest_blocks(),
+        };
+        blocks.max(HOST_BLOCKS_MIN)
+    }
 }
 
-/// Tiers, and what their use came to.
+/// Blocks of host memory, which `kv_tier` needs to pass one on while another comes.
+const HOST_BLOCKS_MIN: u32 = 2;
+
+/// Where blocks are below the device, and what their use came to.
 pub(super) struct TierReplay<'o> {
     options: &'o TierOptions,
-    capacities: &'o [u32],
     block_tokens: u32,
     block_bytes: Option<u64>,
-    stack: TierStack,
-    counts: Vec<Counts>,
-    device_tokens: u64,
-    /// Tokens reused because of the tiers: those that were loaded, and those on the device that
-    /// follow them.
-    saved_tokens: u64,
-    /// Consecutive blocks of the current request in one place.
-    runs: Vec<Run>,
-    blocks: Vec<StackBlock>,
+    /// Host memory, a tier or not, and the stores in their order.
+    places: Vec<Place<'o>>,
 }
 
-/// Sums of one tier.
+/// Host memory or a store.
+struct Place<'o> {
+    tier: Tier,
+    /// `None` for host memory that is no tier.
+    option: Option<&'o TierOption>,
+    capacity: u32,
+    /// `None` for host memory.
+    store: Option<PackedStore>,
+    counts: Counts,
+}
+
+/// Sums of one place.
 #[derive(Debug, Clone, Copy, Default)]
 struct Counts {
     tokens: u64,
     blocks: u64,
-    runs: u64,
-    loaded_tokens: u64,
+    /// Requests that loaded something.
+    loads: u64,
     load_time: Duration,
 }
 
-/// Consecutive blocks in one place: a tier, or the device.
-#[derive(Debug, Clone, Copy)]
-struct Run {
-    tier: Option<usize>,
-    tokens: u32,
-    blocks: u32,
-}
-
 impl<'o> TierReplay<'o> {
-    pub(super) fn new(options: &'o TierOptions, capacities: &'o [u32], trace: &Trace) -> Self {
-        // Neither priorities nor times: nothing depends on the clock.
-        let clock: Arc<dyn Clock> = Arc::new(SystemClock::new());
-        let all = trace.num_blocks().max(1);
-        let mut tiers = Vec::new();
-        for (index, (option, capacity)) in options.tiers.iter().zip(capacities).enumerate() {
-            // More blocks than the trace has would stay empty.
-            let capacity = (*capacity).min(all);
-            let policy = options.eviction.policy(capacity, &clock);
-            tiers.push(BoundedTier::new(capacity, effective_rule(index, option), policy));
+    /// Puts the tiers below a cache.
+    pub(super) fn open(
+        options: &'o TierOptions,
+        capacities: &[u32],
+        trace: &Trace,
+        cache: KvCache<NullBackend>,
+    ) -> anyhow::Result<(Self, TieredCache<NullBackend>)> {
+        let chunk = ChunkSpec::new(cache.state().spec(), GroupId(0))?.with_blocks(1)?;
+        let chunk_bytes = u64::try_from(chunk.chunk_bytes())?;
+        let block_bytes = options.block_bytes(trace);
+        // More blocks than the trace has would stay empty.
+        let all = trace.contents_max().max(HOST_BLOCKS_MIN);
+        let mut given = options.tiers.iter().zip(capacities.iter().copied()).peekable();
+        let host = given.next_if(|(option, _)| option.tier == Tier::Host);
+        let tiers = kv::tier::TierOptions::new().with_chunk_blocks(1);
+        let (mut tiers, host) = if let Some((option, capacity)) = host {
+            let tiers = tiers.with_host(chunk_bytes * u64::from(capacity.min(all)));
+            (tiers, Place::new(Tier::Host, Some(option), capacity))
+        } else {
+            let capacity = options.passage_blocks(trace);
+            let tiers = tiers.with_passage(chunk_bytes * u64::from(capacity.min(all)));
+            (tiers, Place::new(Tier::Host, None, capacity))
+        };
+        let is_timed = options.prefill_tokens_per_second.is_some();
+        tiers = tiers.with_wait(if is_timed { Wait::IfFaster } else { Wait::All });
+        let mut places = vec![host];
+        for (option, capacity) in given {
+            let store = PackedStore::new(option.tier, to_usize(capacity.min(all)));
+            let mut lane = lane(option);
+            if let Some((speed, block_bytes)) = option.bytes_per_second.zip(block_bytes) {
+                // A chunk here stands for a block of the model.
+                let rate = to_f64(speed) * to_f64(chunk_bytes) / to_f64(block_bytes);
+                lane = lane.with_rates(option.latency, rate);
+            }
+            tiers = tiers.with_store_options(Box::new(store.clone()), lane);
+            let place = Place::new(option.tier, Some(option), capacity);
+            places.push(Place { store: Some(store), ..place });
         }
-        Self {
-            options,
-            capacities,
-            block_tokens: trace.block_size.get(),
-            block_bytes: options.block_bytes(trace),
-            counts: vec![Counts::default(); tiers.len()],
-            stack: TierStack::new(tiers, trace.num_blocks()),
-            device_tokens: 0,
-            saved_tokens: 0,
-            runs: Vec::new(),
-            blocks: Vec::new(),
-        }
+        let identity = Identity::new(ModelDigest::of_bytes(b"kv replay"));
+        let cache = TieredCache::new(cache, identity, tiers)?;
+        let block_tokens = trace.block_size.get();
+        Ok((Self { options, block_tokens, block_bytes, places }, cache))
     }
 
-    /// Splits the blocks up to the first that is nowhere into runs.
-    fn find_runs(&mut self, request: &Request) {
-        self.runs.clear();
-        let mut left = request.tokens;
-        for block in &self.blocks {
-            let tier = if block.is_on_device { None } else { self.stack.find(block.number) };
-            if tier.is_none() && !block.is_on_device {
-                return;
-            }
-            let tokens = left.min(self.block_tokens);
-            left -= tokens;
-            match self.runs.last_mut().filter(|run| run.tier == tier) {
-                Some(run) => {
-                    run.tokens += tokens;
-                    run.blocks += 1;
-                }
-                None => self.runs.push(Run { tier, tokens, blocks: 1 }),
-            }
-        }
+    /// Returns the time that the model takes to compute tokens; nothing if it is not known.
+    pub(super) fn prefill_time(&self, tokens: u32) -> Duration {
+        let speed = self.options.prefill_tokens_per_second;
+        let seconds = speed.map_or(0.0, |speed| f64::from(tokens) / f64::from(speed));
+        Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
     }
 
-    /// Counts the runs and decides for each whether it is loaded. The first that is not ends the
-    /// reuse: what follows it cannot be found until it is computed.
-    fn count_runs(&mut self) {
-        let (mut is_first, mut is_reused) = (true, true);
-        for run in &self.runs {
-            let tokens = u64::from(run.tokens);
-            let Some(tier) = run.tier else {
-                self.device_tokens += tokens;
-                // The device alone finds its first run.
-                if is_reused && !is_first {
-                    self.saved_tokens += tokens;
-                }
-                is_first = false;
+    /// Counts the loads of one request by the counts of the cache before and after it.
+    pub(super) fn note_request(&mut self, before: &Stats, after: &Stats) {
+        for at in 0..self.places.len() {
+            let tier = self.places[at].tier;
+            let tokens = hits(after, tier) - hits(before, tier);
+            if tokens == 0 {
                 continue;
-            };
-            is_first = false;
-            let loading = self.loading(tier, run.tokens, run.blocks.into());
-            let counts = &mut self.counts[tier];
-            counts.tokens += tokens;
-            counts.blocks += u64::from(run.blocks);
-            counts.runs += 1;
-            is_reused = is_reused && matches!(loading.decide(), LoadDecision::Load(_));
-            if is_reused {
-                counts.loaded_tokens += tokens;
-                let time = loading.load_time().unwrap_or_default();
-                counts.load_time = counts.load_time.saturating_add(time);
-                self.saved_tokens += tokens;
             }
+            let blocks = tokens.div_ceil(self.block_tokens.into());
+            let time = self.loading(at, tokens, blocks).load_time().unwrap_or_default();
+            let counts = &mut self.places[at].counts;
+            counts.tokens += tokens;
+            counts.blocks += blocks;
+            counts.loads += 1;
+            counts.load_time = counts.load_time.saturating_add(time);
         }
     }
 
-    fn loading(&self, tier: usize, tokens: u32, blocks: u64) -> LoadOrCompute {
-        let option = self.options.tiers.get(tier);
+    fn loading(&self, place: usize, tokens: u64, blocks: u64) -> LoadOrCompute {
+        let option = self.places[place].option;
         LoadOrCompute {
-            tokens,
+            tokens: u32::try_from(tokens).unwrap_or(u32::MAX),
             bytes: self.block_bytes.unwrap_or(0).saturating_mul(blocks),
             latency: option.map_or(Duration::ZERO, |option| option.latency),
             bytes_per_second: option.and_then(|option| option.bytes_per_second).map(to_f64),
@@ -215,87 +215,101 @@ impl<'o> TierReplay<'o> {
     }
 
     /// Returns the figures of a trace that was replayed.
-    pub(super) fn report(&self, trace: &Trace) -> TierReport {
+    pub(super) fn report(
+        &self,
+        trace: &Trace,
+        device_hit_tokens: u64,
+        stats: &TiersStats,
+    ) -> TierReport {
         let ratio = |tokens: u64| to_f64(tokens) / to_f64(trace.total_tokens.max(1));
-        let lines = self.options.tiers.iter().enumerate().zip(self.capacities);
-        let lines = lines.zip(self.counts.iter().zip(self.stack.tiers()));
-        let tiers: Vec<_> = lines
-            .map(|(((index, option), capacity), (counts, tier))| {
-                let bytes = |blocks: u64| self.block_bytes.map(|each| each.saturating_mul(blocks));
-                let per_day = |n: u64| per_day(n, trace.span()?);
-                TierLine {
-                    tier: name(option.tier),
-                    write: effective_rule(index, option).policy().to_string(),
-                    capacity_blocks: *capacity,
-                    hit_tokens: counts.tokens,
-                    token_hit_ratio: ratio(counts.tokens),
-                    written_blocks: tier.written(),
-                    written_blocks_per_day: per_day(tier.written()),
-                    written_bytes: bytes(tier.written()),
-                    written_bytes_per_day: bytes(tier.written()).and_then(per_day),
-                    evictions: tier.evictions(),
-                    loading: self.options.prefill_tokens_per_second.map(|_| Loading {
-                        loaded_tokens: counts.loaded_tokens,
-                        slower_tokens: counts.tokens.saturating_sub(counts.loaded_tokens),
-                        load_seconds: counts.load_time.as_secs_f64(),
-                        break_even_bytes_per_second: self.mean_run(index, counts),
-                    }),
-                }
-            })
-            .collect();
+        let line = |(index, place): (usize, &Place<'_>)| {
+            let bytes = |blocks: u64| self.block_bytes.map(|each| each.saturating_mul(blocks));
+            let per_day = |n: u64| per_day(n, trace.span()?);
+            let written = match index.checked_sub(1).and_then(|store| stats.stores.get(store)) {
+                Some(store) => store.writes,
+                None => stats.offloaded,
+            };
+            TierLine {
+                tier: name(place.tier),
+                write: place
+                    .option
+                    .map_or(PASSAGE.to_owned(), |option| option.rule.policy().to_string()),
+                capacity_blocks: place.capacity,
+                hit_tokens: place.counts.tokens,
+                token_hit_ratio: ratio(place.counts.tokens),
+                written_blocks: written,
+                written_blocks_per_day: per_day(written),
+                written_bytes: bytes(written),
+                written_bytes_per_day: bytes(written).and_then(per_day),
+                evictions: match &place.store {
+                    Some(store) => store.evictions(),
+                    None => stats.host_evictions,
+                },
+                loading: self.options.prefill_tokens_per_second.map(|_| Loading {
+                    load_seconds: place.counts.load_time.as_secs_f64(),
+                    break_even_bytes_per_second: self.mean_load(index),
+                }),
+            }
+        };
+        let tiers: Vec<_> = self.places.iter().enumerate().map(line).collect();
         let below = tiers.iter().map(|tier| tier.hit_tokens).sum::<u64>();
-        let hit_tokens = self.device_tokens + below;
         let times = self.options.prefill_tokens_per_second.map(|speed| {
-            let prefill_seconds_saved = to_f64(self.saved_tokens) / f64::from(speed);
-            let load_seconds =
-                self.counts.iter().map(|counts| counts.load_time.as_secs_f64()).sum();
-            let first_token_seconds_saved = prefill_seconds_saved - load_seconds;
-            Times { prefill_seconds_saved, load_seconds, first_token_seconds_saved }
+            let prefill_seconds_saved = to_f64(stats.loaded_tokens) / f64::from(speed);
+            let times = self.places.iter().map(|place| place.counts.load_time.as_secs_f64());
+            let load_seconds = times.sum();
+            Times {
+                prefill_seconds_saved,
+                load_seconds,
+                first_token_seconds_saved: prefill_seconds_saved - load_seconds,
+                slower_tokens: stats.cheaper_to_compute,
+            }
         });
-        let (device_hit_tokens, token_hit_ratio) = (self.device_tokens, ratio(hit_tokens));
-        let device_token_hit_ratio = ratio(device_hit_tokens);
+        let hit_tokens = device_hit_tokens + below;
         TierReport {
             hit_tokens,
-            token_hit_ratio,
+            token_hit_ratio: ratio(hit_tokens),
             device_hit_tokens,
-            device_token_hit_ratio,
+            device_token_hit_ratio: ratio(device_hit_tokens),
             tiers,
             times,
         }
     }
 
-    /// Returns the bandwidth at which loading the mean run takes as long as computing it.
-    fn mean_run(&self, tier: usize, counts: &Counts) -> Option<f64> {
-        let tokens = u32::try_from(counts.tokens.checked_div(counts.runs)?).ok()?;
-        let mean = self.loading(tier, tokens, 1);
-        let blocks = to_f64(counts.blocks) / to_f64(counts.runs);
+    /// Returns the bandwidth at which the mean load takes as long as computing it.
+    fn mean_load(&self, place: usize) -> Option<f64> {
+        let counts = self.places[place].counts;
+        let mean = self.loading(place, counts.tokens.checked_div(counts.loads)?, 1);
+        let blocks = to_f64(counts.blocks) / to_f64(counts.loads);
         Some(mean.break_even_bandwidth()? * blocks)
     }
 }
 
-/// Returns the rule of a tier in its place. A device gives blocks up without notice, so a tier
-/// right below it cannot wait for that.
-fn effective_rule(index: usize, option: &TierOption) -> WriteRule {
-    match option.rule.policy() {
-        WritePolicy::OnLeave if index == 0 => option.rule.with_policy(WritePolicy::OnPublish),
-        _ => option.rule,
+impl<'o> Place<'o> {
+    fn new(tier: Tier, option: Option<&'o TierOption>, capacity: u32) -> Self {
+        Self { tier, option, capacity, store: None, counts: Counts::default() }
     }
 }
 
-impl Observer for TierReplay<'_> {
-    fn looked_up(&mut self, request: &Request, numbers: &[u32], blocks: &[RequestBlock]) {
-        self.blocks.clear();
-        self.blocks.extend(numbers.iter().zip(blocks).enumerate().map(
-            |(index, (number, block))| {
-                let parent = (index > 0).then_some(block.parent);
-                let (key, priority) = (block.key, Priority::default());
-                let info = BlockInfo { key, parent, index: to_u32(index), priority };
-                StackBlock { number: *number, info, is_on_device: block.block.is_some() }
-            },
-        ));
-        self.find_runs(request);
-        self.count_runs();
-        self.stack.request(&self.blocks, request.tokens);
+/// Returns the settings of a store that never fails: calls in their order on one thread, no limit
+/// of time or of waiting writes.
+fn lane(option: &TierOption) -> StoreOptions {
+    const LONG: Duration = Duration::from_hours(1);
+    StoreOptions::new(option.tier)
+        .with_write(option.rule)
+        .with_threads(1)
+        .with_lookup_deadline(LONG)
+        .with_read_deadline(LONG)
+        .with_write_deadline(LONG)
+        .with_waiting_writes(usize::MAX)
+}
+
+/// Returns the tokens that requests have reused from a tier.
+fn hits(stats: &Stats, tier: Tier) -> u64 {
+    match tier {
+        Tier::Host => stats.host_hit_tokens,
+        Tier::Disk => stats.disk_hit_tokens,
+        Tier::Store => stats.store_hit_tokens,
+        _ => 0,
     }
 }
 
@@ -308,7 +322,7 @@ fn per_day(n: u64, span: Duration) -> Option<u64> {
 /// The figures of all tiers.
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct TierReport {
-    /// Tokens that the device or a tier had.
+    /// Tokens that were reused: from the device or from a tier.
     pub(super) hit_tokens: u64,
     pub(super) token_hit_ratio: f64,
     /// Those of them that the device had.
@@ -319,7 +333,7 @@ pub(super) struct TierReport {
     pub(super) times: Option<Times>,
 }
 
-/// Seconds of all requests.
+/// Times of all requests.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub(super) struct Times {
     /// Prefill of the tokens that are reused because of the tiers.
@@ -328,16 +342,18 @@ pub(super) struct Times {
     pub(super) load_seconds: f64,
     /// The difference.
     pub(super) first_token_seconds_saved: f64,
+    /// Tokens that a store had and that were computed, because loading takes longer.
+    pub(super) slower_tokens: u64,
 }
 
 /// The figures of one tier.
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct TierLine {
     pub(super) tier: &'static str,
-    /// The write policy.
+    /// The write policy; for host memory that is no tier, that blocks pass through it.
     pub(super) write: String,
     pub(super) capacity_blocks: u32,
-    /// Tokens that this tier had, and no faster one.
+    /// Tokens that were loaded from this tier: no faster one had them.
     pub(super) hit_tokens: u64,
     pub(super) token_hit_ratio: f64,
     pub(super) written_blocks: u64,
@@ -350,14 +366,21 @@ pub(super) struct TierLine {
     pub(super) loading: Option<Loading>,
 }
 
+impl TierLine {
+    /// Returns whether this is host memory that is no tier.
+    pub(super) fn is_passage(&self) -> bool {
+        self.write == PASSAGE
+    }
+}
+
+/// How blocks get to host memory that is no tier.
+const PASSAGE: &str = "pass";
+
 /// The loads from one tier.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub(super) struct Loading {
-    pub(super) loaded_tokens: u64,
-    /// Hit tokens that were computed: loading takes longer, for them or for tokens before them.
-    pub(super) slower_tokens: u64,
     pub(super) load_seconds: f64,
-    /// The bandwidth at which loading a run of the mean length takes as long as computing it.
+    /// The bandwidth at which the mean load of a request takes as long as computing it.
     pub(super) break_even_bytes_per_second: Option<f64>,
 }
 

@@ -15,7 +15,7 @@ use super::source::Lines;
 use crate::num::{to_u32, to_usize};
 
 /// Upper limit of the tokens of one request, far more than any model reads.
-const INPUT_TOKENS_MAX: u64 = 1 << 24;
+pub(super) const INPUT_TOKENS_MAX: u32 = 1 << 24;
 /// Upper limit of the blocks of all requests, which bounds the memory of a replay.
 const BLOCKS_MAX: u64 = 1 << 25;
 /// No id.
@@ -83,7 +83,7 @@ pub(super) enum TraceError {
     #[error("{field} is {got:?}, expected {expected}")]
     Field { field: &'static str, got: String, expected: &'static str },
     #[error("{got} input tokens, a request has at most {max}")]
-    TooLong { got: u64, max: u64 },
+    TooLong { got: u64, max: u32 },
     #[error(
         "{got} ids for {tokens} input tokens, {expected} are needed: one for every {id_tokens} \
          begun, unless --tokens-per-id says otherwise"
@@ -138,8 +138,6 @@ pub(crate) struct Request {
     /// Index of its first id or, without ids, of its first block.
     first: u32,
     num_ids: u32,
-    /// Whether a block occurs twice, which is impossible in a trace of prefixes.
-    pub(super) has_repeats: bool,
 }
 
 /// The source of block numbers.
@@ -157,13 +155,12 @@ enum Names {
 struct Ids {
     /// Ids of all requests, one after another.
     requested: Vec<u32>,
-    /// The last request with each id, to find repeats.
-    last: Vec<u32>,
     /// Ids as the file has them.
     values: Vec<u64>,
-    /// The id before each id at its first occurrence: an id names its whole prefix, so there is
-    /// one.
+    /// The id before each id at its first occurrence.
     parents: Vec<u32>,
+    /// Whether each id was always after the same ids, as those are that name their whole prefixes.
+    are_prefixes: bool,
     numbers: HashMap<u64, u32>,
     /// Blocks per id.
     split: NonZeroU32,
@@ -302,7 +299,7 @@ impl Trace {
 
     /// Adds a request; a refused request changes nothing.
     fn push(&mut self, tokens: u64, ids: Option<&[u64]>) -> Result<(), TraceError> {
-        let Some(len) = u32::try_from(tokens).ok().filter(|_| tokens <= INPUT_TOKENS_MAX) else {
+        let Some(len) = u32::try_from(tokens).ok().filter(|len| *len <= INPUT_TOKENS_MAX) else {
             return Err(TraceError::TooLong { got: tokens, max: INPUT_TOKENS_MAX });
         };
         if let (Some(ids), Some(id_tokens)) = (ids, self.id_tokens) {
@@ -324,27 +321,25 @@ impl Trace {
         }
         self.total_blocks = total_blocks;
         self.total_tokens = self.total_tokens.saturating_add(tokens);
-        let request = to_u32(self.requests.len());
-        let (first, num_ids, has_repeats) = match &mut self.names {
+        let (first, num_ids) = match &mut self.names {
             Names::Fresh { num_blocks: first } => {
                 let next = first.saturating_add(num_blocks);
-                (std::mem::replace(first, next), 0, false)
+                (std::mem::replace(first, next), 0)
             }
             Names::Ids(names) => {
                 // The last id of a block names everything before it, and so the block.
                 let size = to_usize(self.ids_per_block.get());
                 let ids = ids.unwrap_or_default().chunks(size).filter_map(|ids| ids.last());
-                names.push(request, ids.copied())
+                names.push(ids.copied())
             }
         };
-        self.requests.push(Request { tokens: len, num_blocks, first, num_ids, has_repeats });
+        self.requests.push(Request { tokens: len, num_blocks, first, num_ids });
         Ok(())
     }
 
     /// Adds when the last pushed request came, and what was generated for it.
     fn note_arrival(&mut self, seconds: f64, output_tokens: u64) {
-        let output_tokens = output_tokens.min(INPUT_TOKENS_MAX);
-        let output_tokens = u32::try_from(output_tokens).unwrap_or(u32::MAX);
+        let output_tokens = u32::try_from(output_tokens).unwrap_or(u32::MAX).min(INPUT_TOKENS_MAX);
         self.arrivals.push(Arrival { seconds, output_tokens });
     }
 
@@ -374,6 +369,28 @@ impl Trace {
         }
     }
 
+    /// Returns the upper limit of the contents that a cache ever has of the trace. A block after
+    /// other blocks has other content.
+    pub(super) fn contents_max(&self) -> u32 {
+        match &self.names {
+            Names::Ids(ids) if !ids.are_prefixes => {
+                u32::try_from(self.total_blocks).unwrap_or(u32::MAX)
+            }
+            _ => self.num_blocks(),
+        }
+    }
+
+    /// Returns the blocks of the longest request.
+    pub(super) fn longest_blocks(&self) -> u32 {
+        self.requests.iter().map(|request| request.num_blocks).max().unwrap_or(0)
+    }
+
+    /// Returns when a request came, from the arrival of the first in the file; nothing before it.
+    pub(super) fn arrives(&self, request: usize) -> Duration {
+        let seconds = |index: usize| self.arrivals.get(index).map_or(0.0, |at| at.seconds);
+        Duration::try_from_secs_f64(seconds(request) - seconds(0)).unwrap_or_default()
+    }
+
     /// Writes the numbers of a request's blocks to `out`, in order.
     pub(crate) fn blocks(&self, request: &Request, out: &mut Vec<u32>) {
         out.clear();
@@ -391,20 +408,8 @@ impl Trace {
         }
     }
 
-    /// Returns the block before this one, which is `previous` in the current request.
-    pub(super) fn parent(&self, block: u32, previous: Option<u32>) -> Option<u32> {
-        let Names::Ids(ids) = &self.names else {
-            return previous;
-        };
-        if block.checked_rem(ids.split.get()) != Some(0) {
-            return block.checked_sub(1);
-        }
-        let parent = *ids.parents.get(to_usize(ids.id_of(block)))?;
-        let end = parent.checked_add(1)?.checked_mul(ids.split.get())?;
-        end.checked_sub(1)
-    }
-
-    /// Returns the tokens of a block, for the index: the id as two numbers, and the part of it.
+    /// Returns what names a block: the id as two numbers, and the part of it.
+    #[cfg_attr(not(feature = "serve"), allow(dead_code, reason = "`kv load` asks for it"))]
     pub(crate) fn tokens(&self, block: u32) -> [u32; 3] {
         let Names::Ids(ids) = &self.names else {
             return [block, 0, 0];
@@ -442,29 +447,26 @@ impl Trace {
 
 impl Ids {
     fn new(split: NonZeroU32) -> Self {
-        let (requested, last, values, parents) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        Self { requested, last, values, parents, numbers: HashMap::new(), split }
+        let (requested, values, parents) = (Vec::new(), Vec::new(), Vec::new());
+        Self { requested, values, parents, are_prefixes: true, numbers: HashMap::new(), split }
     }
 
-    /// Adds ids; returns the index of the first one, their number, and whether one occurs twice.
-    fn push(&mut self, request: u32, ids: impl Iterator<Item = u64>) -> (u32, u32, bool) {
+    /// Adds the ids of a request; returns the index of the first one, and their number.
+    fn push(&mut self, ids: impl Iterator<Item = u64>) -> (u32, u32) {
         let first = to_u32(self.requested.len());
-        let (mut parent, mut has_repeats) = (NONE, false);
+        let mut parent = NONE;
         for id in ids {
             let next = to_u32(self.values.len());
             let number = *self.numbers.entry(id).or_insert(next);
             if number == next {
                 self.values.push(id);
                 self.parents.push(parent);
-                self.last.push(NONE);
             }
-            if let Some(last) = self.last.get_mut(to_usize(number)) {
-                has_repeats |= std::mem::replace(last, request) == request;
-            }
+            self.are_prefixes &= self.parents.get(to_usize(number)) == Some(&parent);
             self.requested.push(number);
             parent = number;
         }
-        (first, to_u32(self.requested.len()).saturating_sub(first), has_repeats)
+        (first, to_u32(self.requested.len()).saturating_sub(first))
     }
 
     fn ids_of_request(&self, request: &Request) -> &[u32] {

@@ -1,4 +1,5 @@
-//! `kv replay`: real block management, a small trace with figures that were worked out by hand.
+//! `kv replay`: a real engine, a small trace with figures that the tests of the program work out by
+//! hand. A prompt that is cached whole hits all of its tokens but the last.
 use std::fs;
 
 use serde_json::{Value, json};
@@ -6,7 +7,7 @@ use tempfile::TempDir;
 
 use crate::support::{data, fails, kv, number};
 
-const FIELDS: [&str; 9] = [
+const FIELDS: [&str; 10] = [
     "policy",
     "capacity_blocks",
     "hit_tokens",
@@ -16,6 +17,7 @@ const FIELDS: [&str; 9] = [
     "ns_per_request",
     "peak_blocks",
     "requests",
+    "refused_requests",
 ];
 
 /// Runs with `--json`: one list on one line, each element with the same fields in the same order.
@@ -58,26 +60,41 @@ fn figures_are_those_worked_out_by_hand() {
         let policies = ["--policy", "lru", "--policy", "min", "--policy", "infinite"];
         let lines = replay(&[&[trace.as_str()], &policies[..], &capacities[..]].concat());
         let expected = [
-            json!(["lru", 4, 2536, 6, 4]),
-            json!(["lru", 7, 4048, 0, 7]),
-            json!(["min", 4, 3048, 5, 4]),
-            json!(["min", 7, 4048, 0, 7]),
-            json!(["infinite", 7, 4048, 0, 7]),
+            json!(["lru", 4, 2535, 6, 4]),
+            json!(["lru", 7, 4046, 1, 7]),
+            json!(["min", 4, 3047, 5, 4]),
+            json!(["min", 7, 4046, 1, 7]),
+            json!(["infinite", 7, 4046, 0, 7]),
         ];
         assert_eq!(lines.len(), expected.len(), "{lines:?}");
         for (line, expected) in lines.iter().zip(&expected) {
             assert_eq!(json!(figures(line)), *expected);
             assert_eq!((&line["total_tokens"], &line["requests"]), (&json!(7284), &json!(6)));
+            assert_eq!(line["refused_requests"], 0);
         }
     }
+}
+
+#[test]
+fn requests_larger_than_the_cache_are_counted() {
+    // acd and acdg have 3 and 4 blocks; of the others, ab is hit once before ef comes.
+    let trace = data("replay.jsonl");
+    let lines = replay(&[&trace, "--policy", "lru", "--capacity-blocks", "2"]);
+    assert_eq!((&lines[0]["refused_requests"], &lines[0]["requests"]), (&json!(2), &json!(6)));
+    assert_eq!((&lines[0]["hit_tokens"], &lines[0]["total_tokens"]), (&json!(999), &json!(7284)));
+    let output = kv(&["replay", &trace, "--policy", "lru", "--capacity-blocks", "2"]);
+    assert_eq!((output.code, output.stderr.as_str()), (0, ""));
+    let row = output.stdout.lines().last().expect("a row");
+    let cells: Vec<_> = row.split_whitespace().collect();
+    assert_eq!(cells[..7], ["lru", "2", "999", "0.1371", "4", "2", "2"], "{}", output.stdout);
 }
 
 #[test]
 fn a_block_size_splits_or_joins_ids() {
     let trace = data("replay.jsonl");
     let infinite = |size| replay(&[&trace, "--policy", "infinite", "--block-size", size]);
-    assert_eq!(json!(figures(&infinite("256")[0])), json!(["infinite", 13, 4048, 0, 13]));
-    assert_eq!(json!(figures(&infinite("1024")[0])), json!(["infinite", 5, 3024, 0, 5]));
+    assert_eq!(json!(figures(&infinite("256")[0])), json!(["infinite", 13, 4046, 0, 13]));
+    assert_eq!(json!(figures(&infinite("1024")[0])), json!(["infinite", 5, 3022, 0, 5]));
     fails(&["replay", &trace, "--block-size", "500"], 1, "line 1: --block-size 500");
 }
 
@@ -85,7 +102,7 @@ fn a_block_size_splits_or_joins_ids() {
 fn a_capacity_beyond_the_trace_takes_no_memory() {
     let trace = data("replay.jsonl");
     let lines = replay(&[&trace, "--policy", "lru", "--capacity-blocks", "4294967295"]);
-    assert_eq!(json!(figures(&lines[0])), json!(["lru", 4_294_967_295_u32, 4048, 0, 7]));
+    assert_eq!(json!(figures(&lines[0])), json!(["lru", 4_294_967_295_u32, 4046, 0, 7]));
 }
 
 #[test]
@@ -152,7 +169,7 @@ fn a_table_and_a_plot_are_for_people() {
 fn tiers_are_sized_from_a_trace() {
     let (trace, dir) = (data("replay.jsonl"), TempDir::new().expect("a directory"));
     let plot = dir.path().join("tiers.svg");
-    let tiers = ["--policy", "lru", "--capacity-blocks", "2", "--tier", "disk=204800B"];
+    let tiers = ["--policy", "lru", "--capacity-blocks", "4", "--tier", "disk=204800B"];
     let more = ["--tier", "host=3", "--bytes-per-token", "100", "--prefill", "1000"];
     let speeds = ["--bandwidth", "host=1MB/s", "--bandwidth", "128KB/s", "--latency", "disk=100ms"];
     let drawn = ["--plot", plot.to_str().expect("UTF-8")];
@@ -161,19 +178,19 @@ fn tiers_are_sized_from_a_trace() {
     assert_eq!((output.code, output.stderr.as_str()), (0, ""));
     let list: Value = serde_json::from_str(&output.stdout).expect("JSON");
     let tiers = &list[0]["tiers"];
-    assert_eq!(list[0]["hit_tokens"], 1536, "the device alone");
-    assert_eq!((&tiers["hit_tokens"], &tiers["device_hit_tokens"]), (&json!(3560), &json!(1536)));
+    assert_eq!(list[0]["hit_tokens"], 2535, "the device alone");
+    assert_eq!((&tiers["hit_tokens"], &tiers["device_hit_tokens"]), (&json!(3559), &json!(2535)));
     let saved = number(tiers, "prefill_seconds_saved") - number(tiers, "load_seconds");
     assert!((number(tiers, "first_token_seconds_saved") - saved).abs() < 1e-9, "{tiers}");
     let figures = |tier: usize| {
         let fields = ["tier", "write", "capacity_blocks", "hit_tokens", "written_blocks"];
-        let more = ["written_bytes", "written_bytes_per_day", "evictions", "loaded_tokens"];
+        let more = ["written_bytes", "written_bytes_per_day", "evictions"];
         let figure = |name: &str| tiers["tiers"][tier][name].clone();
         json!(fields.into_iter().chain(more).map(figure).collect::<Vec<_>>())
     };
     let day = 86_400_u64 * 10 / 45;
-    let host = json!(["host", "publish", 3, 512, 10, 512_000, 512_000 * day, 7, 512]);
-    let disk = json!(["disk", "leave", 4, 1512, 5, 256_000, 256_000 * day, 1, 1024]);
+    let host = json!(["host", "publish", 3, 512, 5, 256_000, 256_000 * day, 3]);
+    let disk = json!(["disk", "leave", 4, 512, 2, 102_400, 102_400 * day, 0]);
     assert_eq!((figures(0), figures(1)), (host, disk));
     let svg = fs::read_to_string(&plot).expect("a plot");
     assert!(svg.contains("\nlru\n") && svg.contains("\nlru + host + disk\n"), "{svg}");
@@ -182,11 +199,11 @@ fn tiers_are_sized_from_a_trace() {
     assert_eq!((output.code, output.stderr.as_str()), (0, ""));
     let rows: Vec<_> = output.stdout.lines().skip(3).collect();
     let words = |row: &str| row.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
-    assert_eq!(rows[..2], ["", "below lru with 2 blocks:"], "{}", output.stdout);
-    assert_eq!(words(rows[3]), ["device", "2", "1536", "0.2109"]);
+    assert_eq!(rows[..2], ["", "below lru with 4 blocks:"], "{}", output.stdout);
+    assert_eq!(words(rows[3]), ["device", "4", "2535", "0.3480"]);
     assert_eq!(words(rows[4])[..5], ["host", "publish", "3", "512", "0.0703"]);
-    assert_eq!(words(rows[6]), ["all", "3560", "0.4887"]);
-    assert!(rows[7].starts_with("1.5 s of prefill saved for 1.0 s of loading"), "{}", rows[7]);
+    assert_eq!(words(rows[6]), ["all", "3559", "0.4886"]);
+    assert!(rows[7].starts_with("1.0 s of prefill saved for 0.6 s of loading"), "{}", rows[7]);
     fails(
         &["replay", &trace, "--tier", "host=9B", "--bytes-per-token", "1"],
         1,

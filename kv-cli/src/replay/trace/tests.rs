@@ -160,16 +160,15 @@ fn an_id_is_split_or_joined() {
 }
 
 #[test]
-fn the_parent_of_a_block_is_that_of_its_first_occurrence() {
-    let text = [mooncake("1024", "[1, 2]"), mooncake("1024", "[3, 2]")].join("\n");
-    let trace = Trace::from_lines(lines(text), None, size(256)).expect("a trace");
-    let mut blocks = Vec::new();
-    trace.blocks(&trace.requests()[1], &mut blocks);
-    assert_eq!(blocks, [4, 5, 2, 3]);
-    let parents: Vec<_> = blocks.iter().map(|block| trace.parent(*block, Some(99))).collect();
-    assert_eq!(parents, [None, Some(4), Some(1), Some(2)]);
-    assert!(trace.requests().iter().all(|request| !request.has_repeats));
-    assert!(read(mooncake("1024", "[1, 1]")).expect("a trace").requests()[0].has_repeats);
+fn an_id_after_other_ids_is_another_content() {
+    let contents = |requests: &[&str]| {
+        let text: Vec<_> = requests.iter().map(|ids| mooncake("1024", ids)).collect();
+        let trace = Trace::from_lines(lines(text.join("\n")), None, size(256)).expect("a trace");
+        (trace.num_blocks(), trace.contents_max())
+    };
+    assert_eq!(contents(&["[1, 2]", "[1, 3]", "[1, 2]"]), (6, 6));
+    assert_eq!(contents(&["[1, 2]", "[3, 2]"]), (6, 8));
+    assert_eq!(contents(&["[1, 1]"]), (2, 4));
 }
 
 #[test]
