@@ -35,10 +35,11 @@ use crate::replay::{Policy, Sizes, TierOption, TierOptions, TierSize, tier_name}
 /// first). And two limits: min evicts the block whose next use is the latest, by the rest of the
 /// trace; infinite evicts nothing, and its capacity is the number of blocks it used.
 ///
-/// --tier puts a lower tier below the cache, and the report says what requests load from it and what
-/// is written to it. With --prefill, a request loads what disk and store have if that is sooner than
-/// computing it: if latency + bytes / bandwidth < tokens / prefill. Tiers are in the order host,
-/// disk, store. Requests still run one at a time: neither loads nor writes wait for each other.
+/// --tier puts a lower tier below the cache, and the report says what requests load from it and
+/// what is written to it. With --prefill, a request loads what disk and store have if that is
+/// sooner than computing it: if latency + bytes / bandwidth < tokens / prefill. Tiers are in the
+/// order host, disk, store. Requests still run one at a time: neither loads nor writes wait for
+/// each other.
 #[derive(Debug, Args)]
 #[command(
     allow_negative_numbers = true,
@@ -85,8 +86,8 @@ pub(crate) struct ReplayArgs {
 
     /// When disk or store, or both, get a block: publish (when it is on the device), leave (when
     /// host memory evicts it; without a host tier the same as publish), reuse:N (at its Nth use) or
-    /// never. Default: disk leave, store publish for prompts from 256 tokens. Host memory gets every
-    /// block
+    /// never. Default: disk leave, store publish for prompts from 256 tokens. Host memory gets
+    /// every block
     #[arg(long, value_name = "[TIER=]WHEN", requires = "tier")]
     pub(crate) write: Vec<ForTier<WritePolicy>>,
 

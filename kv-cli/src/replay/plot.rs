@@ -102,8 +102,8 @@ fn curves(lines: &[Line]) -> Vec<Curve> {
     let mut curves: Vec<Curve> = Vec::new();
     for line in lines {
         let with_tiers = line.tiers.as_ref().map(|tiers| {
-            let named = tiers.tiers.iter().filter(|tier| !tier.is_passage());
-            let names = named.map(|tier| format!(" + {}", tier.tier));
+            let given = tiers.tiers.iter().filter(|tier| !tier.is_passage());
+            let names = given.map(|tier| format!(" + {}", tier.tier));
             let name = format!("{}{}", line.policy, names.collect::<String>());
             (name, tiers.token_hit_ratio)
         });

@@ -116,7 +116,7 @@ impl<'t> Replay<'t> {
         let clock = Arc::new(ManualClock::new());
         Ok(Self {
             trace,
-            engine: engine.with_clock(Arc::clone(&clock) as Arc<_>),
+            engine: engine.with_clock(Arc::<ManualClock>::clone(&clock)),
             clock,
             position,
             tiers,

@@ -100,11 +100,11 @@ impl Random {
 #[test]
 fn a_small_trace_gives_the_figures_worked_out_by_hand() {
     let trace = small(512);
-    // acd hits a, ab hits 999 of its 1000 tokens, acdg hits a, ab hits a. The copy of b evicts d, ef
-    // takes the block of that copy and evicts c, acdg evicts b, f and e, ab evicts g.
+    // acd hits a, ab hits 999 of its 1000 tokens, acdg hits a, ab hits a. The copy of b evicts d,
+    // ef takes the block of that copy and evicts c, acdg evicts b, f and e, ab evicts g.
     assert_eq!(hits_and_evictions(&trace, LRU, 4), (512 + 999 + 512 + 512, 6));
-    // The copy of b evicts d, ef evicts b, which is needed last: acdg hits a and c, and evicts e and
-    // f, ab hits a and evicts one.
+    // The copy of b evicts d, ef evicts b, which is needed last: acdg hits a and c, and evicts e
+    // and f, ab hits a and evicts one.
     assert_eq!(hits_and_evictions(&trace, Policy::Min, 4), (512 + 999 + 1024 + 512, 5));
     // All seven fit, until the last copy of b evicts one.
     assert_eq!(hits_and_evictions(&trace, LRU, 7), (512 + 999 + 1536 + 999, 1));

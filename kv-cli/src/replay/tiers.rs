@@ -1,5 +1,5 @@
-//! Tiers below the replayed cache: those that a cache has, with stores in memory, and what their use
-//! came to.
+//! Tiers below the replayed cache: those that a cache has, with stores in memory, and what their
+//! use came to.
 //!
 //! A block is a chunk here. What the tiers hold and what is loaded is decided by `kv_tier`; the
 //! times of loads follow from the blocks that it has loaded.

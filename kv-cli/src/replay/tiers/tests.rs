@@ -51,7 +51,7 @@ fn figures(report: &TierReport) -> Vec<(u64, u64, u64)> {
 /// | acd | ab | a on the device | c, d | |
 /// | ab | abcd | ab on the device | | |
 /// | ef | abc | | e for d | d |
-/// | acdg | abef | a on the device, c in host memory, d on disk | d for e, as it is read; g for d | e |
+/// | acdg | abef | a on the device, c in host memory, d on disk | d, read, for e; g for d | e |
 /// | ab | acdg | a on the device | | |
 #[test]
 fn a_small_trace_gives_the_figures_worked_out_by_hand() {
