@@ -148,7 +148,7 @@ fn min_counts_no_use_of_a_refused_request() {
 fn a_prompt_that_fills_the_cache_is_hit_without_a_copy() {
     // No block is left for a copy of the last one, which is written in place.
     let trace = trace_of(&[vec![1, 2], vec![1, 2], vec![1, 2]]);
-    for policy in [LRU, Policy::Real(Eviction::Default), Policy::Min] {
+    for policy in [LRU, Policy::Real(Eviction::ReuseRate), Policy::Min] {
         let got = outcome(&trace, policy, 2);
         assert_eq!((got.hit_tokens, got.evictions), (2 * 1023, 0), "{policy:?}");
         assert_eq!(got.refused_requests, 0, "{policy:?}");
