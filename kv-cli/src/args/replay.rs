@@ -47,7 +47,7 @@ use crate::replay::{Policy, Sizes, TierOption, TierOptions, TierSize, tier_name}
   kv replay conversation.jsonl.zst
   kv replay conversation.jsonl.zst --policy lru --policy min --capacity-blocks 1000 \\
     --capacity-blocks 10000 --plot hits.svg
-  kv replay qwen_traceA_blksz_16.jsonl --policy lru --policy default
+  kv replay qwen_traceA_blksz_16.jsonl --policy lru --policy reuse-rate
   kv replay own.jsonl --tokens-per-id 64 --block-size 16
   kv replay azure.csv --block-size 32 --capacity-blocks 100000 --json
   kv replay conversation.jsonl.zst --capacity-blocks 1000 --tier host=5859 --tier disk=30000

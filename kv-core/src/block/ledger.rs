@@ -10,7 +10,7 @@ use crate::reuse::{BlockKey, Content, NamespaceId, Namespaces, Removed};
 
 /// Events, changes and namespaces of all pools of a cache.
 #[derive(Debug, Default)]
-pub struct Ledger {
+pub(crate) struct Ledger {
     events: EventLog,
     taken: u64,
     changes: Changes,
@@ -29,27 +29,27 @@ struct Reads {
 impl Ledger {
     /// Creates the ledger of a cache with this [encoding
     /// key](crate::scheduling::CacheState::encoding_key), which keeps at most `events` events.
-    pub fn new(encoding: u128, events: usize) -> Self {
+    pub(crate) fn new(encoding: u128, events: usize) -> Self {
         let namespaces = Namespaces::new(encoding);
         Self { events: EventLog::new(events), namespaces, ..Self::default() }
     }
 
     /// Also keeps at most `room` [changes](BlockChange) of blocks.
     #[must_use]
-    pub fn with_changes(self, room: usize) -> Self {
+    pub(crate) fn with_changes(self, room: usize) -> Self {
         Self { changes: Changes::new(room), ..self }
     }
 
     /// Adds a user to the namespace of a salt and an adapter, and returns its ID and root.
-    pub fn join(&mut self, salt: &[u8], adapter: Option<u64>) -> (NamespaceId, BlockKey) {
+    pub(crate) fn join(&mut self, salt: &[u8], adapter: Option<u64>) -> (NamespaceId, BlockKey) {
         self.namespaces.join(salt, adapter)
     }
     /// Removes a user of a namespace.
-    pub fn leave(&mut self, id: NamespaceId) {
+    pub(crate) fn leave(&mut self, id: NamespaceId) {
         self.namespaces.leave(id);
     }
     /// Returns ID and root of the namespace of a salt and an adapter, if it has users.
-    pub fn find_namespace(
+    pub(crate) fn find_namespace(
         &self,
         salt: &[u8],
         adapter: Option<u64>,
@@ -58,7 +58,7 @@ impl Ledger {
     }
 
     /// Returns salt and adapter of a namespace with users.
-    pub fn namespace(&self, id: NamespaceId) -> Option<(&[u8], Option<u64>)> {
+    pub(crate) fn namespace(&self, id: NamespaceId) -> Option<(&[u8], Option<u64>)> {
         self.namespaces.name(id)
     }
 
@@ -68,20 +68,20 @@ impl Ledger {
 
     /// Moves the changes of blocks since the last call to the end of `out`; `false`, and nothing
     /// moved, if any were lost because there were too many.
-    pub fn drain_changes(&mut self, out: &mut Vec<BlockChange>) -> bool {
+    pub(crate) fn drain_changes(&mut self, out: &mut Vec<BlockChange>) -> bool {
         self.changes.drain(out)
     }
 
     /// Returns the events since the last call.
-    pub fn take_events(&mut self) -> Vec<Event> {
+    pub(crate) fn take_events(&mut self) -> Vec<Event> {
         self.events.take(&mut self.taken)
     }
     /// Returns the number of the next event.
-    pub fn next_event(&self) -> u64 {
+    pub(crate) fn next_event(&self) -> u64 {
         self.events.next_id()
     }
     /// Records that no block of the device can be reused any more.
-    pub fn clear(&mut self) {
+    pub(crate) fn clear(&mut self) {
         self.events.push(EventKind::Cleared { tier: Tier::Device });
     }
 

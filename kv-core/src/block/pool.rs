@@ -65,18 +65,17 @@ pub struct PoolStats {
 
 /// An allocated block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[expect(clippy::exhaustive_structs, reason = "two facts about one block")]
-pub struct Taken {
+pub(crate) struct Taken {
     /// The block, held once.
-    pub block: BlockId,
+    pub(crate) block: BlockId,
     /// Whether content was evicted from it.
-    pub evicted: bool,
+    pub(crate) evicted: bool,
 }
 
 impl BlockPool {
     /// Creates a pool of `num_blocks` empty blocks of at most `block_tokens` tokens, first
     /// allocated in ascending order. `policy` must be made for this number of blocks.
-    pub fn new(
+    pub(crate) fn new(
         group: GroupId,
         num_blocks: u32,
         block_tokens: u32,
@@ -97,7 +96,7 @@ impl BlockPool {
     /// Allocates an empty block or, if there is none, evicts an idle one. It has one holder. `None`
     /// if all are held.
     #[inline]
-    pub fn allocate(&mut self, ledger: &mut Ledger) -> Option<Taken> {
+    pub(crate) fn allocate(&mut self, ledger: &mut Ledger) -> Option<Taken> {
         let (block, evicted) = match self.free.pop() {
             Some(block) => (block, false),
             None => (self.evict(ledger)?, true),
@@ -141,7 +140,7 @@ impl BlockPool {
     /// # Panics
     /// If the block has no holder, because its content may have been replaced, or is outside of the
     /// pool.
-    pub fn retain(&mut self, block: BlockId) {
+    pub(crate) fn retain(&mut self, block: BlockId) {
         let count = self.count_mut(block);
         assert!(*count & !STORED > 0, "retain of block {block}, which has no holder");
         *count += 1;
@@ -167,7 +166,7 @@ impl BlockPool {
     /// # Panics
     /// If the block is outside of the pool.
     #[inline]
-    pub fn reuse(&mut self, block: BlockId) {
+    pub(crate) fn reuse(&mut self, block: BlockId) {
         let count = self.count_mut(block);
         if *count & STORED == 0 {
             return;
@@ -187,7 +186,7 @@ impl BlockPool {
     ///
     /// # Panics
     /// If the block is outside of the pool.
-    pub fn hold(&mut self, block: BlockId) -> bool {
+    pub(crate) fn hold(&mut self, block: BlockId) -> bool {
         let count = self.count_mut(block);
         if *count & STORED == 0 {
             return false;
@@ -233,7 +232,7 @@ impl BlockPool {
     /// # Panics
     /// If the block has no holder, or is outside of the pool.
     #[inline]
-    pub fn release(&mut self, block: BlockId) -> bool {
+    pub(crate) fn release(&mut self, block: BlockId) -> bool {
         let count = self.count_mut(block);
         assert!(*count & !STORED > 0, "release of block {block}, which has no holder");
         *count -= 1;
@@ -245,31 +244,6 @@ impl BlockPool {
             self.free.push(block);
         }
         left == 0
-    }
-
-    /// Makes the content of a held block reusable. `false`, and no change, if the block has no
-    /// holder or has content already, if its key names other content, or if another block has the
-    /// same content; for a partial block also if another block continues its content.
-    pub fn store(
-        &mut self,
-        block: BlockId,
-        content: &Content<'_>,
-        priority: Priority,
-        ledger: &mut Ledger,
-    ) -> bool {
-        let is_partial = content.tokens.len() < self.index.block_tokens();
-        let fill = if is_partial { Fill::Partial } else { Fill::Full };
-        let offered = self.offer(block, content, (priority, fill), ledger);
-        match offered {
-            Offered::New => {
-                while let Some(beginning) = self.beginning_of(block) {
-                    self.forget(beginning, ledger);
-                }
-            }
-            Offered::Known(known) if known != block => self.renew(known),
-            Offered::Known(_) | Offered::Refused => {}
-        }
-        offered == Offered::New
     }
 
     /// Makes the content of a held block reusable unless it is indexed already. The caller drops
@@ -371,7 +345,7 @@ impl BlockPool {
     ///
     /// # Panics
     /// If the block is outside of the pool.
-    pub fn forget(&mut self, block: BlockId, ledger: &mut Ledger) -> bool {
+    pub(crate) fn forget(&mut self, block: BlockId, ledger: &mut Ledger) -> bool {
         if *self.count_mut(block) & STORED == 0 {
             return false;
         }
@@ -408,7 +382,7 @@ impl BlockPool {
 
     /// Sets the priority of a block's content, with a duration that begins now; does nothing for a
     /// block without content.
-    pub fn set_priority(&mut self, block: BlockId, priority: Priority, ledger: &mut Ledger) {
+    pub(crate) fn set_priority(&mut self, block: BlockId, priority: Priority, ledger: &mut Ledger) {
         let Some(before) = self.index.set_priority(block, priority) else {
             return;
         };
@@ -432,13 +406,13 @@ impl BlockPool {
     }
 
     /// Signals the beginning of a request, the time unit of policies that age.
-    pub fn tick(&mut self) {
+    pub(crate) fn tick(&mut self) {
         self.policy.tick();
     }
 
     /// Returns the block with exactly this content, held or idle.
     #[inline]
-    pub fn find(&self, content: &Content<'_>) -> Option<BlockId> {
+    pub(crate) fn find(&self, content: &Content<'_>) -> Option<BlockId> {
         self.index.find(content)
     }
     /// Finds the block after `parent` that agrees with the most leading `tokens`, some of which

@@ -286,7 +286,9 @@ fn names_are_read_back() {
         assert_eq!(policy.to_string().parse(), Ok(policy));
     }
     let error = "arc".parse::<Eviction>().unwrap_err();
-    let expected = "unknown eviction policy \"arc\", expected one of lru, lfu, priority, default";
+    assert_eq!("default".parse(), Ok(Eviction::ReuseRate));
+    let expected = "unknown eviction policy \"arc\", expected one of lru, lfu, priority, reuse-rate, \
+        default";
     assert_eq!(error.to_string(), expected);
 }
 

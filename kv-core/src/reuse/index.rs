@@ -16,44 +16,30 @@ const NONE: u32 = u32::MAX;
 
 /// Everything that determines the K and V of one block, and its key.
 #[derive(Debug, Clone, Copy)]
-#[expect(clippy::exhaustive_structs, reason = "a literal names each field")]
-pub struct Content<'a> {
+pub(crate) struct Content<'a> {
     /// Hash of all fields below and of what comes before.
-    pub key: BlockKey,
+    pub(crate) key: BlockKey,
     /// Key of the block before, the root for the first.
-    pub parent: BlockKey,
+    pub(crate) parent: BlockKey,
     /// Namespace of salt and adapter.
-    pub namespace: NamespaceId,
+    pub(crate) namespace: NamespaceId,
     /// Index of the block in its prompt.
-    pub index: u32,
+    pub(crate) index: u32,
     /// The block's tokens.
-    pub tokens: &'a [u32],
+    pub(crate) tokens: &'a [u32],
     /// Contents of placeholder tokens.
-    pub contents: &'a [BlockContent],
-}
-
-/// Result of inserting content.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[expect(clippy::exhaustive_enums, reason = "new, there already, or impossible")]
-pub enum Inserted {
-    /// No other block has this content.
-    New,
-    /// A block has this content already: nothing changed.
-    Duplicate,
-    /// Other content has this key, or the block has content already: nothing changed.
-    Refused,
+    pub(crate) contents: &'a [BlockContent],
 }
 
 /// Result of removing a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[expect(clippy::exhaustive_structs, reason = "facts about one removal")]
-pub struct Removed {
+pub(crate) struct Removed {
     /// Namespace of the block.
-    pub namespace: NamespaceId,
+    pub(crate) namespace: NamespaceId,
     /// The key of a full block, which cannot be found any more.
-    pub gone: Option<BlockKey>,
+    pub(crate) gone: Option<BlockKey>,
     /// Whether the open step had yet to write the block.
-    pub is_unwritten: bool,
+    pub(crate) is_unwritten: bool,
 }
 
 /// Result of offering content, with the block that has it.
@@ -151,7 +137,7 @@ fn hash(key: BlockKey) -> u64 {
 
 impl PrefixIndex {
     /// Creates the index for blocks `0..num_blocks` of at most `block_tokens` tokens.
-    pub fn new(num_blocks: u32, block_tokens: u32) -> Self {
+    pub(crate) fn new(num_blocks: u32, block_tokens: u32) -> Self {
         let (blocks, block_tokens) = (to_usize(num_blocks), to_usize(block_tokens));
         Self {
             block_tokens,
@@ -173,10 +159,6 @@ impl PrefixIndex {
         tables.iter().chain(&arrays).sum()
     }
 
-    /// Returns the maximum tokens of a block.
-    pub(crate) fn block_tokens(&self) -> usize {
-        self.block_tokens
-    }
     /// Returns the number of blocks with content.
     pub fn len(&self) -> usize {
         self.len
@@ -185,13 +167,8 @@ impl PrefixIndex {
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
-    /// Returns whether a block has content; `false` for one outside of the pool.
-    #[inline]
-    pub fn contains(&self, block: BlockId) -> bool {
-        self.entries.get(to_usize(block.0)).is_some_and(|entry| entry.len > 0)
-    }
     /// Returns one block, if it has content.
-    pub fn get(&self, block: BlockId) -> Option<IndexedBlock<'_>> {
+    pub(crate) fn get(&self, block: BlockId) -> Option<IndexedBlock<'_>> {
         let entry = self.entries.get(to_usize(block.0)).filter(|entry| entry.len > 0)?;
         Some(IndexedBlock {
             block,
@@ -213,13 +190,9 @@ impl PrefixIndex {
 
     /// Returns the full block that holds exactly this content.
     #[inline]
-    pub fn find(&self, content: &Content<'_>) -> Option<BlockId> {
+    pub(crate) fn find(&self, content: &Content<'_>) -> Option<BlockId> {
         let block = self.full_block_of_key(content.key)?;
         self.confirms(block, content).then_some(BlockId(block))
-    }
-    /// Returns whether a full block has this key.
-    pub fn contains_key(&self, key: BlockKey) -> bool {
-        self.full_block_of_key(key).is_some()
     }
     #[inline]
     fn full_block_of_key(&self, key: BlockKey) -> Option<u32> {
@@ -238,28 +211,12 @@ impl PrefixIndex {
         &mut self.entries[to_usize(block)]
     }
     /// Returns whether any block directly continues the content of this key.
-    pub fn has_children(&self, key: BlockKey) -> bool {
+    pub(crate) fn has_children(&self, key: BlockKey) -> bool {
         self.first_child(key) != NONE
     }
 
     /// Inserts a block under its key and among its siblings. A partial block can be found only
     /// among its siblings.
-    pub fn insert(
-        &mut self,
-        block: BlockId,
-        content: &Content<'_>,
-        priority: Priority,
-    ) -> Inserted {
-        let is_partial = content.tokens.len() < self.block_tokens;
-        match self.offer(block, content, priority, is_partial) {
-            Offered::New => Inserted::New,
-            Offered::Known(_) => Inserted::Duplicate,
-            Offered::Refused => Inserted::Refused,
-        }
-    }
-
-    /// Does what [`Self::insert`] does. Set `is_partial` for a partial block in groups whose full
-    /// blocks have different numbers of tokens.
     pub(crate) fn offer(
         &mut self,
         block: BlockId,
@@ -307,7 +264,7 @@ impl PrefixIndex {
     }
 
     /// Removes a block's content; `None` if it has none.
-    pub fn remove(&mut self, block: BlockId) -> Option<Removed> {
+    pub(crate) fn remove(&mut self, block: BlockId) -> Option<Removed> {
         let entry = *self.entry(block.0);
         if entry.len == 0 {
             return None;
@@ -351,7 +308,7 @@ impl PrefixIndex {
     }
 
     /// Sets another priority and returns the one before, if the block has content.
-    pub fn set_priority(&mut self, block: BlockId, priority: Priority) -> Option<Priority> {
+    pub(crate) fn set_priority(&mut self, block: BlockId, priority: Priority) -> Option<Priority> {
         let entry = self.entry_mut(block.0);
         (entry.len > 0).then(|| std::mem::replace(&mut entry.priority, priority))
     }

@@ -10,8 +10,8 @@ mod tests;
 pub use crate::cache::{
     BlockHold, Import, ImportBlock, Pin, PinId, PrefixProbe, ProbedBlock, SequenceText,
 };
-pub(crate) use index::Offered;
-pub use index::{Content, IndexedBlock, Inserted, PrefixIndex, Removed};
+pub(crate) use index::{Content, Offered, Removed};
+pub use index::{IndexedBlock, PrefixIndex};
 pub use key::{BlockContent, BlockKey, ContentSpan};
 pub use namespace::NamespaceId;
 pub(crate) use namespace::{Namespace, Namespaces};

@@ -3,6 +3,11 @@ use super::*;
 use crate::eviction::Priority;
 use crate::ids::BlockId;
 
+/// Offers full blocks.
+fn insert(index: &mut PrefixIndex, block: u32, content: &Content<'_>) -> Offered {
+    index.offer(BlockId(block), content, Priority::default(), false)
+}
+
 /// Returns content under key 9 of parent 1.
 fn content<'a>(tokens: &'a [u32], contents: &'a [BlockContent]) -> Content<'a> {
     let (key, parent, namespace) = (BlockKey(9), BlockKey(1), NamespaceId(0));
@@ -20,7 +25,7 @@ fn an_equal_key_is_not_an_equal_content() {
     let (cat, dog) = (parts(1), parts(2));
     let own = content(&[5, 6], &cat);
     let mut index = PrefixIndex::new(4, 2);
-    assert_eq!(index.insert(BlockId(0), &own, Priority::default()), Inserted::New);
+    assert_eq!(insert(&mut index, 0, &own), Offered::New);
     let others = [
         content(&[5, 7], &cat),
         content(&[5, 6], &dog),
@@ -30,29 +35,29 @@ fn an_equal_key_is_not_an_equal_content() {
     ];
     for other in &others {
         assert_eq!(index.find(other), None, "{other:?}");
-        let inserted = index.insert(BlockId(1), other, Priority::default());
-        assert_eq!(inserted, Inserted::Refused, "{other:?}");
-        assert!(!index.contains(BlockId(1)) && index.len() == 1);
+        let inserted = insert(&mut index, 1, other);
+        assert_eq!(inserted, Offered::Refused, "{other:?}");
+        assert!(index.get(BlockId(1)).is_none() && index.len() == 1);
     }
     assert_eq!(index.find(&own), Some(BlockId(0)));
-    assert_eq!(index.insert(BlockId(1), &own, Priority::default()), Inserted::Duplicate);
-    assert!(!index.contains(BlockId(1)) && index.len() == 1);
+    assert_eq!(insert(&mut index, 1, &own), Offered::Known(BlockId(0)));
+    assert!(index.get(BlockId(1)).is_none() && index.len() == 1);
     let whole = Content { key: BlockKey(8), ..own };
-    assert_eq!(index.insert(BlockId(0), &whole, Priority::default()), Inserted::Refused);
+    assert_eq!(insert(&mut index, 0, &whole), Offered::Refused);
 }
 
 #[test]
 fn content_is_indexed_once_and_gone_when_its_block_goes() {
     let own = content(&[5, 6], &[]);
     let mut index = PrefixIndex::new(3, 2);
-    assert_eq!(index.insert(BlockId(2), &own, Priority::default()), Inserted::New);
+    assert_eq!(insert(&mut index, 2, &own), Offered::New);
     for block in [0, 1, 2] {
-        assert_eq!(index.insert(BlockId(block), &own, Priority::default()), Inserted::Duplicate);
+        assert_eq!(insert(&mut index, block, &own), Offered::Known(BlockId(2)));
     }
     assert_eq!((index.find(&own), index.len()), (Some(BlockId(2)), 1));
     assert_eq!(index.remove(BlockId(0)), None);
     assert_eq!(index.remove(BlockId(2)).unwrap().gone, Some(BlockKey(9)));
-    assert!(index.is_empty() && !index.contains_key(BlockKey(9)));
+    assert!(index.is_empty());
     assert!(!index.has_children(BlockKey(1)));
 }
 
@@ -63,14 +68,15 @@ fn a_partial_block_is_indexed_unless_another_continues_it() {
         ..content(tokens, &[])
     };
     let mut index = PrefixIndex::new(4, 4);
-    let mut insert =
-        |block, tokens| index.insert(BlockId(block), &child(tokens), Priority::default());
-    assert_eq!(insert(0, &[5, 6]), Inserted::New);
-    assert_eq!(insert(1, &[5]), Inserted::Duplicate);
-    assert_eq!(insert(1, &[5, 6]), Inserted::Duplicate);
-    assert_eq!(insert(1, &[5, 7]), Inserted::New);
-    assert_eq!(insert(2, &[5, 6, 7, 8]), Inserted::New);
-    assert_eq!(insert(3, &[5, 6, 7]), Inserted::Duplicate);
+    let mut insert = |block, tokens: &'static [u32]| {
+        index.offer(BlockId(block), &child(tokens), Priority::default(), tokens.len() < 4)
+    };
+    assert_eq!(insert(0, &[5, 6]), Offered::New);
+    assert_eq!(insert(1, &[5]), Offered::Known(BlockId(0)));
+    assert_eq!(insert(1, &[5, 6]), Offered::Known(BlockId(0)));
+    assert_eq!(insert(1, &[5, 7]), Offered::New);
+    assert_eq!(insert(2, &[5, 6, 7, 8]), Offered::New);
+    assert_eq!(insert(3, &[5, 6, 7]), Offered::Known(BlockId(2)));
     assert_eq!(index.find(&child(&[5, 6])), None, "only full blocks are found by their key");
     assert_eq!(index.find(&child(&[5, 6, 7, 8])), Some(BlockId(2)));
     assert_eq!(index.beginning_of(BlockId(2)), Some(BlockId(0)));
@@ -81,8 +87,9 @@ fn a_partial_block_is_indexed_unless_another_continues_it() {
 #[test]
 fn a_search_for_a_common_beginning_stays_in_its_namespace() {
     let mut index = PrefixIndex::new(3, 2);
-    index.insert(BlockId(0), &content(&[5, 6], &[]), Priority::default());
-    index.insert(BlockId(1), &content(&[5, 6], &parts(1)), Priority::default());
+    for (block, contents) in [(0, Vec::new()), (1, parts(1))] {
+        insert(&mut index, block, &content(&[5, 6], &contents));
+    }
     let tokens = (&[5, 7][..], &[][..]);
     let of = |namespace| index.longest_beginning(BlockKey(1), NamespaceId(namespace), tokens);
     assert_eq!((of(0), of(1)), (Some((BlockId(0), 1)), None));

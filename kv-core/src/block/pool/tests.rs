@@ -10,6 +10,22 @@ fn pool(num_blocks: u32) -> (BlockPool, Ledger) {
     (BlockPool::new(GroupId(0), num_blocks, 2, policy), Ledger::new(0, 16))
 }
 
+/// Offers a full block, as a commit does: a block with the same content is used again.
+fn offer(
+    pool: &mut BlockPool,
+    block: BlockId,
+    content: &Content<'_>,
+    ledger: &mut Ledger,
+) -> Offered {
+    let offered = pool.offer(block, content, (Priority::default(), Fill::Full), ledger);
+    if let Offered::Known(known) = offered
+        && known != block
+    {
+        pool.renew(known);
+    }
+    offered
+}
+
 /// Allocates a block with the content of the prompt `[token; 2]`.
 fn stored(pool: &mut BlockPool, ledger: &mut Ledger, token: u32) -> BlockId {
     let block = pool.allocate(ledger).unwrap().block;
@@ -17,7 +33,7 @@ fn stored(pool: &mut BlockPool, ledger: &mut Ledger, token: u32) -> BlockId {
     let tokens = [token; 2];
     let key = parent.child(&tokens, &[]);
     let content = Content { key, parent, namespace, index: 0, tokens: &tokens, contents: &[] };
-    assert!(pool.store(block, &content, Priority::default(), ledger));
+    assert_eq!(offer(pool, block, &content, ledger), Offered::New);
     block
 }
 
@@ -65,7 +81,7 @@ fn of_two_blocks_with_the_same_content_one_is_stored() {
     let tokens = [1; 2];
     let key = parent.child(&tokens, &[]);
     let content = Content { key, parent, namespace, index: 0, tokens: &tokens, contents: &[] };
-    assert!(!pool.store(b, &content, Priority::default(), &mut ledger));
+    assert_ne!(offer(&mut pool, b, &content, &mut ledger), Offered::New);
     assert!(!pool.is_stored(b) && pool.is_private(b));
     assert_eq!((pool.stats().stored, pool.stats().duplicates), (1, 1));
     assert_eq!(ledger.take_events().len(), 1);
@@ -73,10 +89,10 @@ fn of_two_blocks_with_the_same_content_one_is_stored() {
     assert!(!pool.release(a));
     assert!(pool.exchange(b, a), "it has no holder any more");
     assert_eq!((pool.num_idle(), pool.num_empty(), pool.holders(a)), (0, 1, 1));
-    assert!(!pool.store(a, &content, Priority::default(), &mut ledger), "it is stored already");
+    assert_ne!(offer(&mut pool, a, &content, &mut ledger), Offered::New, "it is stored already");
     assert_eq!(pool.stats().duplicates, 2);
     assert!(!pool.forget(a, &mut ledger), "it has a holder");
-    assert!(!pool.index().contains_key(key) && !pool.index().has_children(parent));
+    assert!(pool.index().is_empty() && !pool.index().has_children(parent));
     assert_eq!(ledger.take_events().len(), 1);
 }
 
