@@ -11,7 +11,9 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-use kv::engine::{Engine as Scheduler, EngineError, Event, Finish, Request, RequestError, Sampler};
+use kv::engine::{
+    Engine as Scheduler, EngineError, Event, Finish, OutputError, Request, RequestError, Sampler,
+};
 use kv_runner::Decoder;
 use tokio::sync::{mpsc, oneshot};
 
@@ -437,6 +439,11 @@ impl Worker<'_> {
                     self.deliver(event);
                 }
             }
+            // The text is the cause: the others go on, and the step is computed without it.
+            Err(EngineError::Output(error @ OutputError::NotFinite { request })) => {
+                output::note(&format!("a text failed: {error}"))?;
+                self.fail(request, "the model gave a logit that is not a number");
+            }
             Err(error) => {
                 let error = anyhow::Error::from(error);
                 output::note(&format!("a step failed: {}", crate::failure::describe(&error)))?;
@@ -513,6 +520,16 @@ impl Worker<'_> {
             if self.scheduler.cancel(index).is_some() {
                 self.metrics.note_end(finish);
             }
+        }
+    }
+
+    /// Ends one text with an error.
+    fn fail(&mut self, index: usize, why: &str) {
+        if let Some(listener) = self.listeners.remove(&index) {
+            listener.updates.send(Update::Failed(why.to_owned()));
+        }
+        if self.scheduler.cancel(index).is_some() {
+            self.metrics.note_end(Finish::Cancelled);
         }
     }
 

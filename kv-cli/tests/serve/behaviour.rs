@@ -1,8 +1,10 @@
 //! What is refused, who shares with whom, and how a server ends.
+use std::fs;
 use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use candle_core::{Device, Tensor, safetensors};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -27,6 +29,7 @@ pub(crate) const CASES: &[Case] = &[
     ("behaviour/connections_beyond_the_limit_wait", connections_wait),
     ("behaviour/the_page_is_one_file", page),
     ("behaviour/a_model_without_a_template_refuses_chats", chat_needs_a_template),
+    ("behaviour/a_text_without_numbers_fails_alone", not_a_number),
 ];
 
 /// About 400 tokens.
@@ -400,4 +403,50 @@ fn chat_needs_a_template() {
     assert_eq!(answer.status, 200, "{}", answer.text());
     assert_eq!(answer.json()["choices"][0]["message"]["role"], "assistant");
     server.end();
+}
+
+/// Makes the bundled model with NaN in place of one token's embedding, but not in the head.
+fn damaged_model(token: usize) -> TempDir {
+    let folder = chat_model();
+    let (config, weights) =
+        (folder.path().join("config.json"), folder.path().join("model.safetensors"));
+    let text = fs::read_to_string(&config).expect("a config");
+    let mut fields: Value = serde_json::from_str(&text).expect("JSON");
+    fields["tie_word_embeddings"] = false.into();
+    let mut tensors = safetensors::load(&weights, &Device::Cpu).expect("weights");
+    let embedding = tensors["model.embed_tokens.weight"].clone();
+    let mut rows = embedding.to_vec2::<f32>().expect("rows");
+    rows[token].fill(f32::NAN);
+    tensors.insert("lm_head.weight".to_owned(), embedding);
+    let rows = Tensor::new(rows, &Device::Cpu).expect("a tensor");
+    tensors.insert("model.embed_tokens.weight".to_owned(), rows);
+    for link in [&config, &weights] {
+        fs::remove_file(link).expect("a link");
+    }
+    fs::write(&config, fields.to_string()).expect("written");
+    safetensors::save(&tensors, &weights).expect("written");
+    folder
+}
+
+/// A text whose logits are not numbers gets an error; those beside it go on, and so does the
+/// server.
+fn not_a_number() {
+    const TOKEN: usize = 403;
+    let folder = damaged_model(TOKEN);
+    let server = Server::start(&["--model", folder.path().to_str().expect("a path")]);
+    let body = long_stream("Once upon a time", 300);
+    let alone = open_stream(server.address(), &body).finish();
+    let mut beside = open_stream(server.address(), &body);
+    beside.next().expect("an event");
+    for _ in 0..5 {
+        let bad = json!({"prompt": [TOKEN, TOKEN], "max_tokens": 4});
+        let error = post(server.address(), COMPLETIONS, &bad).error(500);
+        assert!(message(&error).contains("not a number"), "{error}");
+    }
+    let (text, reason) = beside.finish();
+    assert!(alone.0.ends_with(&text) && reason == alone.1, "{text}");
+    assert!(text.len() > alone.0.len() / 2, "the stream was open meanwhile");
+    server.wait_until_idle();
+    let log = server.end_with_log();
+    assert_eq!(log.matches("a text failed").count(), 5, "{log}");
 }
