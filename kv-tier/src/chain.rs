@@ -1,4 +1,4 @@
-//! The chunks of one prompt, and how far those at hand reach.
+//! The names of a prompt's chunks, and the number of tokens up to which available chunks reach.
 use std::borrow::Borrow;
 use std::ops::Range;
 use std::sync::Arc;
@@ -121,13 +121,13 @@ pub(crate) fn last_key(probe: &PrefixProbe, group: GroupId) -> Option<BlockKey> 
     probe.blocks(group).last().map(|block| block.key)
 }
 
-/// The blocks of one group of a prompt that are on the device or in chunks at hand.
+/// The blocks of one group of a prompt that are on the device or in available chunks.
 #[derive(Debug)]
 struct AtHand {
     group: GroupId,
     blocks: Vec<ProbedBlock>,
-    /// For each block, the first one of the unbroken run that ends with it; one past it if it is
-    /// missing.
+    /// For each block, the first block of the unbroken run that ends with this block. One past a
+    /// missing block.
     run_start: Vec<u32>,
 }
 
@@ -136,7 +136,7 @@ impl AtHand {
         let blocks: Vec<_> = probe.blocks(chain.group()).collect();
         let mut run_start = Vec::with_capacity(blocks.len());
         let mut start = 0;
-        // Chunks are asked for once.
+        // `has` is called once per chunk.
         let (mut chunk, mut is_here) = (u32::MAX, false);
         for block in &blocks {
             let of = chunk_of(chain.spec(), block.index);

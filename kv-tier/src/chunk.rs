@@ -33,8 +33,8 @@ use kv_core::reuse::{BlockContent, BlockKey, ContentSpan};
 use crate::identity::ChunkRoot;
 use crate::name::ChunkName;
 
-/// What the header of a chunk must say: what [`encode_header`] writes and [`verify()`] compares
-/// with. A reader takes it from the prompt for which it wants the chunk, never from the chunk.
+/// The expected content of a chunk's header: [`encode_header`] writes it and [`verify()`] compares
+/// with it. A reader derives it from the prompt, never from the chunk.
 #[derive(Debug, Clone, Copy)]
 #[expect(clippy::exhaustive_structs, reason = "a literal names each field")]
 pub struct Expectation<'a> {

@@ -1,11 +1,11 @@
-//! Handoffs: what a prefill engine tells a decode engine, so that it finds the blocks in a store
-//! that both share.
+//! Handoffs: messages from a prefill engine to a decode engine, which then finds the blocks of a
+//! prompt in a store that both share.
 //!
-//! A handoff has a few hundred bytes, whatever the prompt: of each group the root of names, which
-//! stands for model, format and tenant, and the name of the last chunk, which stands for all tokens
-//! up to its end. The tokens after the last whole chunk are not in it: they are fewer than a chunk
-//! has, and computing them takes the decode engine one step together with the last token, which it
-//! computes anyway; their rows would take megabytes of a message that routers forward.
+//! A handoff has a few hundred bytes, whatever the prompt. For each group it has the root of names,
+//! which stands for model, format and tenant, and the name of the last chunk, which stands for all
+//! tokens up to the chunk's end. It omits the tokens after the last whole chunk, fewer than a chunk
+//! has: the decode engine computes them in the step of the last token, and their rows would add
+//! megabytes to a message that routers forward.
 // Reads bytes that may be anything.
 #![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -18,8 +18,8 @@ use crate::chunk::crc;
 use crate::identity::UnknownAdapter;
 use crate::name::ChunkName;
 
-/// What a decode engine needs to wait for the blocks of a prompt, as bytes in the caller's own
-/// message.
+/// The data with which a decode engine waits for the blocks of a prompt, as bytes in the caller's
+/// own message.
 ///
 /// ```
 /// use std::time::{Duration, SystemTime};
@@ -187,7 +187,7 @@ pub enum HandoffError {
     /// The tiers have no such store, or only read it.
     #[error("store {store} of {stores} cannot be written")]
     NoStore {
-        /// The store asked for.
+        /// The requested store.
         store: usize,
         /// Stores of the tiers.
         stores: usize,

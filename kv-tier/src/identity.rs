@@ -1,5 +1,5 @@
-//! What the bytes of chunks depend on besides tokens: model, adapter, tenant. It is given by the
-//! caller, has no default, and goes into the name of every chunk.
+//! The identity of chunks: model, adapter and tenant, on which their bytes depend besides tokens.
+//! The caller provides it, without a default, and the name of every chunk includes it.
 mod digest;
 mod root;
 #[cfg(test)]

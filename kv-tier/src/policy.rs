@@ -74,7 +74,7 @@ pub enum ChunkEvent {
     Published,
     /// A prompt found it, on the device or in a tier, or a prefix with it was pinned.
     Reused,
-    /// The tier above gave it up.
+    /// Host memory evicts it; an eviction from the device is not this event.
     Left,
     /// The tier above is about to end with everything in it.
     Flush,

@@ -1,4 +1,4 @@
-//! What one chunk must say, owned.
+//! The expected content of one chunk, owned.
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -13,7 +13,7 @@ use crate::identity::ChunkRoot;
 use crate::name::ChunkName;
 use crate::store::ChunkAddress;
 
-/// What a chunk must say, for threads that outlast the prompt, and the keys of its blocks.
+/// The expected content of a chunk, owned for threads that outlast the prompt, and its keys.
 #[derive(Debug)]
 pub(crate) struct Record {
     pub(crate) root: Arc<ChunkRoot>,

@@ -1,5 +1,5 @@
-//! What stores of other systems share: the path of a chunk below a store's prefix, and parsing of
-//! the URLs that name a store. Knows no protocol.
+//! Code that stores of other systems share: the path of a chunk below a store's prefix, and the
+//! parser of URLs that name a store. Knows no protocol.
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
@@ -30,7 +30,7 @@ pub enum StoreUrlError {
     Part {
         /// The part, such as `host`.
         part: &'static str,
-        /// What is wrong with it.
+        /// The reason.
         problem: String,
     },
     /// A parameter that this store does not have.

@@ -1,10 +1,10 @@
-//! A store whose chunks only who has the key can read, and nobody else can write.
+//! A store that encrypts its chunks: only a holder of the key can read or write them.
 //!
 //! `docs/formats.md` draws the object: a page that marks it as sealed, then the encrypted chunk.
 //!
-//! Its address is a keyed hash of the chunk's, so that it tells nothing and cannot be guessed, and
-//! stores with different keys share a place without meeting. Every chunk has a key of its own, and
-//! every write a random nonce.
+//! The address of an object is a keyed hash of the chunk's address. It reveals nothing and cannot
+//! be guessed, and stores with different keys share a place without collisions. Every chunk has a
+//! key of its own, and every write a random nonce.
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
@@ -201,8 +201,8 @@ impl<S: BlockStore> BlockStore for SealedStore<S> {
         self.store.remove(&self.addresses(chunks), deadline)
     }
 
-    /// Removes the objects of some roots, if the store within lists. Nobody but who asks for an
-    /// object by its name can tell which model it is of: [`Scope::Model`] is refused.
+    /// Removes the objects of some roots, if the inner store lists its content. Objects do not
+    /// reveal their model, so [`Scope::Model`] is refused.
     fn remove_all(&self, scope: &Scope, deadline: Instant) -> Result<u64, StoreError> {
         match scope {
             Scope::Roots(roots) => {

@@ -33,14 +33,14 @@ pub const VERSION: u16 = 1;
 /// Stands in the header of a chunk for each token that a partial block lacks.
 pub const NO_TOKEN: u32 = u32::MAX;
 
-/// What [`load`] has brought back.
+/// A session that [`load`] has restored.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Session {
     /// The text whose rows were in the file.
     pub tokens: Vec<u32>,
-    /// What placeholder tokens of it stand for. A sequence that goes on with the session is started
-    /// with them.
+    /// Contents of the placeholder tokens of the text, with which a sequence that continues the
+    /// session is started.
     pub contents: Vec<ContentSpan>,
     /// The note of whoever wrote the file.
     pub note: Vec<u8>,
@@ -48,7 +48,7 @@ pub struct Session {
     pub cached: u32,
 }
 
-/// What [`dump`] has written.
+/// Counts of a session that [`dump`] has written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SessionInfo {
@@ -58,9 +58,9 @@ pub struct SessionInfo {
     pub blocks: u32,
     /// Bytes of the file.
     pub bytes: u64,
-    /// Whether the file has all blocks that a sequence can reuse of the text. `false` if a window
-    /// needs a block that left it: loaded, the session is reused up to an earlier token, or
-    /// computed. [`GroupBuilder::window_slack`](kv_core::spec::GroupBuilder::window_slack) of a
-    /// block keeps such blocks.
+    /// Whether the file has all blocks of the text that a sequence can reuse. `false` if a window
+    /// needs a block that has left the device: a loaded session is then reused up to an earlier
+    /// token, or computed. One block of
+    /// [`GroupBuilder::window_slack`](kv_core::spec::GroupBuilder::window_slack) keeps such blocks.
     pub is_whole: bool,
 }

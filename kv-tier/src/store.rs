@@ -10,8 +10,8 @@ use crate::chunk::{ChunkError, read_header};
 use crate::identity::ModelDigest;
 use crate::name::ChunkName;
 
-/// The address of a chunk in a store: the root that names its model, format and tenant, and its
-/// name. A store may keep roots apart, so that one can be listed or removed as a whole.
+/// The address of a chunk in a store: its root, which stands for model, format and tenant, and its
+/// name. A store may keep roots apart, to list or remove one as a whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[expect(clippy::exhaustive_structs, reason = "two names")]
 pub struct ChunkAddress {
@@ -21,26 +21,25 @@ pub struct ChunkAddress {
     pub name: ChunkName,
 }
 
-/// Keeps chunks by name.
+/// A store of chunks by name.
 ///
 /// Every method blocks, and is called on threads of this crate only. A method returns by its
-/// deadline; what it began may end later and must affect no other call then. Chunks are immutable:
-/// two writers of one name write the same bytes. A caller trusts nothing that a store returns: it
-/// verifies every chunk that it has read.
+/// deadline; work that it leaves running must affect no later call. Chunks are immutable: two
+/// writers of one name write the same bytes. Callers verify every chunk that they read.
 pub trait BlockStore: fmt::Debug + Send + Sync + 'static {
     /// Returns the tier, for events and statistics.
     fn tier(&self) -> Tier;
 
-    /// Returns which chunks are present, in the order of `chunks`. A hint: a chunk may vanish
-    /// before it is read.
+    /// Checks which chunks are present, in the order of `chunks`. The result is a hint: a chunk may
+    /// vanish before it is read.
     ///
     /// # Errors
     /// [`StoreErrorKind::Timeout`] past the deadline, and the failures of the store.
     fn contains(&self, chunks: &[ChunkAddress], deadline: Instant)
     -> Result<Vec<bool>, StoreError>;
 
-    /// Reads a chunk to the beginning of `into`, and returns its number of bytes; `None` if there
-    /// is none. Writes nothing past the end of `into`.
+    /// Reads a chunk to the beginning of `into` and returns its number of bytes, or `None` if the
+    /// chunk is absent. Writes nothing past the end of `into`.
     ///
     /// # Errors
     /// [`StoreErrorKind::Corrupt`] for an empty chunk and for one longer than `into`;
@@ -52,7 +51,8 @@ pub trait BlockStore: fmt::Debug + Send + Sync + 'static {
         deadline: Instant,
     ) -> Result<Option<usize>, StoreError>;
 
-    /// Writes a chunk. All of it becomes visible, or nothing.
+    /// Writes a chunk, whole or not at all. A chunk without bytes is refused as
+    /// [`StoreErrorKind::Corrupt`], or read back as such.
     ///
     /// # Errors
     /// [`StoreErrorKind::Full`] without room, [`StoreErrorKind::Timeout`] past the deadline, and
@@ -60,15 +60,15 @@ pub trait BlockStore: fmt::Debug + Send + Sync + 'static {
     fn put(&self, chunk: &ChunkAddress, bytes: &[u8], deadline: Instant)
     -> Result<Put, StoreError>;
 
-    /// Removes chunks; those that are not there count as removed.
+    /// Removes chunks. Absent chunks count as removed.
     ///
     /// # Errors
     /// [`StoreErrorKind::Timeout`] past the deadline, and the failures of the store. Some chunks
     /// may have been removed.
     fn remove(&self, chunks: &[ChunkAddress], deadline: Instant) -> Result<(), StoreError>;
 
-    /// Removes everything that a scope says, so that it is forgotten; returns the number of chunks.
-    /// A store that lists what it keeps can do so; others refuse.
+    /// Removes all chunks in a scope and returns their number. A store that cannot list its content
+    /// refuses.
     ///
     /// # Errors
     /// [`StoreErrorKind::Unsupported`] of a store that cannot, and nothing has changed;
@@ -79,14 +79,14 @@ pub trait BlockStore: fmt::Debug + Send + Sync + 'static {
         Err(StoreError::new(StoreErrorKind::Unsupported, format!("removal of {scope}")))
     }
 
-    /// Returns a failure that no call has returned, because the store repairs it itself: such as a
-    /// folder that was removed, and is made again. Each is returned once, and counted like others.
+    /// Returns a failure that no call has returned because the store repairs it itself: a removed
+    /// folder that is made again, for example. Each is returned once, and counted like others.
     fn take_repaired(&self) -> Option<StoreError> {
         None
     }
 }
 
-/// What [`BlockStore::remove_all`] removes.
+/// The chunks that [`BlockStore::remove_all`] removes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Scope {

@@ -57,7 +57,7 @@ pub struct TieredCache<B: Backend = AnyBackend> {
     id: u64,
     /// Blocks that were brought for sequences of the next step.
     brought: Vec<Import>,
-    /// Whether that step has begun.
+    /// Whether the step that uses `brought` has begun.
     has_begun: bool,
 }
 
@@ -142,10 +142,10 @@ impl<B: Backend> TieredCache<B> {
         }
     }
 
-    /// Begins to look for the blocks of a prompt that the device lacks, in host memory and stores.
-    /// Call it as soon as the prompt is known.
+    /// Starts the search for the blocks of a prompt that the device lacks, in host memory and
+    /// stores. Call it as soon as the prompt is known.
     ///
-    /// What it finds stays in host memory until [`Self::start`] or [`Self::cancel`].
+    /// Chunks that it finds stay in host memory until [`Self::start`] or [`Self::cancel`].
     pub fn prefetch(&mut self, prompt: &[u32], options: &StartOptions<'_>) -> PrefetchId {
         self.tiers.prefetch(&self.cache, prompt, options)
     }

@@ -1,4 +1,4 @@
-//! What several parts of a chunk agree on: the version, checksums, sizes of fields.
+//! Definitions that several parts of a chunk share: the version, checksums, sizes of fields.
 // Reads bytes that may be anything.
 #![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use kv_core::num::to_usize;

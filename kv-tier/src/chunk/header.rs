@@ -330,5 +330,5 @@ pub(super) const PAYLOAD_CRC: usize = 312;
 pub(super) const WRITTEN_AT: usize = 320;
 pub(super) const NUM_TOKENS: usize = 328;
 pub(super) const NUM_CONTENTS: usize = 332;
-/// Where the tokens begin.
+/// Offset of the first token.
 pub(super) const TOKENS: usize = 336;

@@ -10,7 +10,7 @@ use super::header::{self, Header, PAGE};
 /// Bytes in front of a sealed chunk.
 pub(crate) const SEALED_PAGE_BYTES: usize = PAGE;
 
-/// What the page says: how the bytes after it are decrypted.
+/// The fields of the page: nonce and tag, which decrypt the bytes after it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct SealedPage {
     pub(crate) nonce: [u8; 12],

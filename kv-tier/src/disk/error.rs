@@ -23,7 +23,7 @@ pub enum DiskOpenError {
     NotAStore {
         /// The path.
         path: PathBuf,
-        /// What was found.
+        /// The content of the folder.
         found: String,
     },
     /// A newer version of this library made the folder.
@@ -41,7 +41,7 @@ pub enum DiskOpenError {
     Io {
         /// The path.
         path: PathBuf,
-        /// What was tried.
+        /// The operation.
         operation: &'static str,
         /// The cause.
         source: io::Error,

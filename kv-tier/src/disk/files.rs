@@ -1,4 +1,4 @@
-//! Files of a folder: one is read in one piece, and appears in one.
+//! Files of a folder: each is read in one piece and appears in one piece.
 //!
 //! All paths are below the descriptor of the folder that was opened, so a folder that is moved goes
 //! on, and one that is deleted has no files.
@@ -19,7 +19,7 @@ use super::path;
 use crate::store::check_deadline;
 use crate::{Put, StoreError, StoreErrorKind};
 
-/// What `stat` tells about a path.
+/// The result of `stat` on a path.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Status {
     /// Whether it is a regular file.
@@ -37,7 +37,7 @@ impl Status {
     }
 }
 
-/// What is read of a file.
+/// The part of a file that is read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Part {
     /// All of it; there must be room.
@@ -174,8 +174,8 @@ impl Files {
         put
     }
 
-    /// Removes what is at a path; returns whether there was something. A folder with content is
-    /// renamed, because nobody but its owner knows what it is good for.
+    /// Removes whatever is at a path; returns whether there was something. A folder with content is
+    /// renamed, because its content belongs to others.
     pub(super) fn remove(&self, path: &str) -> Result<bool, StoreError> {
         let removed = match fs::unlinkat(&self.root, path, AtFlags::empty()) {
             Err(Errno::ISDIR) => match fs::unlinkat(&self.root, path, AtFlags::REMOVEDIR) {

@@ -9,7 +9,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::ChunkAddress;
 
-/// What is known about a file.
+/// An entry of the index: the size and the last use of a file.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Entry {
     /// Bytes that it counts for.
@@ -18,7 +18,7 @@ pub(super) struct Entry {
     used: u64,
     /// Number of the last use among those of this process.
     serial: u64,
-    /// When the file's own time was set, in microseconds.
+    /// Time of the last update of the file's own time, in microseconds.
     stamped: u64,
     /// Number of the last listing that saw it.
     listing: u64,

@@ -1,7 +1,7 @@
-//! The count of bytes that all processes of a folder share, so that their sum stays in bounds.
+//! The shared count of bytes of all processes of a folder, which keeps their sum in bounds.
 //!
 //! A process adds a file's bytes before it writes the file, and subtracts them after it has removed
-//! one. One that ends in between leaves the count too high, never too low; the next listing
+//! one. A process that ends in between leaves the count too high, never too low; the next listing
 //! corrects it. Locks are `flock`s, which the kernel drops with the process.
 //!
 //! | file | what it is |
@@ -25,7 +25,7 @@ use super::error::failed;
 use crate::store::check_deadline;
 use crate::{StoreError, StoreErrorKind};
 
-/// What the processes of a folder know together.
+/// The counts that the processes of a folder share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Usage {
     /// Bytes of all files, and of those that are being written; `None` until a listing tells.
@@ -77,7 +77,7 @@ impl Ledger {
         }
     }
 
-    /// Sets the count of a new folder to 0, if nobody has.
+    /// Sets the count of a new folder to 0, if no process has.
     pub(super) fn start(&self, deadline: Instant) -> Result<(), StoreError> {
         self.change(deadline, |usage| _ = usage.held.get_or_insert(0))
     }
@@ -120,7 +120,7 @@ impl Ledger {
         Ok(file)
     }
 
-    /// Waits until nobody writes or removes files, and keeps them from it.
+    /// Waits until no process writes or removes files, and excludes all of them.
     pub(super) fn exclude(&self, deadline: Instant) -> Result<Locked<'_>, StoreError> {
         self.is_excluding.store(true, Ordering::Relaxed);
         let locked = Locked::new(&self.changes, EXCLUSIVE, deadline);

@@ -17,11 +17,11 @@ use super::walk::{self, Entry};
 use super::{Inner, path};
 use crate::ChunkAddress;
 
-/// Where the listing of a folder stands.
+/// The progress of the listing of a folder.
 #[derive(Debug, Default)]
 pub(super) struct State {
     is_wanted: bool,
-    /// Whether one has come to its end.
+    /// Whether a listing has come to its end.
     pub(super) is_complete: bool,
     is_stopped: bool,
 }

@@ -119,7 +119,7 @@ struct Opened {
     listing: Option<JoinHandle<()>>,
 }
 
-/// What a [`DiskStore`] holds and did.
+/// Content and counts of a [`DiskStore`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 #[expect(clippy::struct_excessive_bools, reason = "independent facts")]
@@ -350,7 +350,7 @@ impl Drop for Opened {
     }
 }
 
-/// What the calls and the thread that lists share.
+/// The state that the calls and the listing thread share.
 #[derive(Debug)]
 struct Inner {
     files: Files,
@@ -361,7 +361,7 @@ struct Inner {
     index: Mutex<Index>,
     /// One thread evicts at a time.
     evicting: Mutex<()>,
-    /// What the capacity is taken for since a write found no room, and when that was.
+    /// The capacity since a write found no room, and the time of that write.
     shrunk: Mutex<Option<(u64, Instant)>>,
     listing: Mutex<listing::State>,
     listing_changed: Condvar,

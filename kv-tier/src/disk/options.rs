@@ -74,11 +74,11 @@ impl DiskOptions {
     }
 }
 
-/// Whether reads and writes bypass the page cache (`O_DIRECT`).
+/// The use of direct I/O (`O_DIRECT`), which bypasses the page cache, in reads and writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum DirectIo {
-    /// Where the file system can, for buffers on a multiple of 4,096 bytes.
+    /// Direct where the file system can, for buffers on a multiple of 4,096 bytes.
     #[default]
     Auto,
     /// Never.

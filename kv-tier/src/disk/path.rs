@@ -1,4 +1,4 @@
-//! Where a chunk lies below the folder of a store, and the name of a file back to the chunk's.
+//! Paths of chunks below the folder of a store, and names of files parsed back to chunk names.
 use kv_core::invariant::Invariant;
 
 use crate::{ChunkAddress, ChunkName};

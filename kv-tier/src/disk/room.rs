@@ -173,9 +173,9 @@ enum Reserved {
     Unknown,
 }
 
-/// One part of this many of the limit is evicted at a time.
+/// Divisor of the limit: the part that is evicted at a time.
 const LOW_MARK_PART: u64 = 32;
-/// One part of this many of the file system stays free by default.
+/// Divisor of the file system: the part that stays free by default.
 const FLOOR_PART: u64 = 20;
-/// How long the capacity stays what was there when the disk had no room.
+/// Time that the capacity stays reduced after a write found no room on the disk.
 const SHRUNK_FOR: Duration = Duration::from_mins(1);

@@ -34,10 +34,10 @@ impl Entry<'_> {
     }
 }
 
-/// How a walk ended.
+/// The end of a walk.
 #[derive(Debug, Default)]
 pub(super) struct Walked {
-    /// Whether it was stopped before its end.
+    /// Whether the walk was stopped before its end.
     pub(super) is_stopped: bool,
     /// Why the first of the folders that could not be listed could not.
     pub(super) failure: Option<Errno>,

@@ -1,4 +1,4 @@
-//! What a reader of events knows of the tiers below the device.
+//! Announcements of chunks in the tiers below the device, for readers of events.
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
@@ -42,8 +42,8 @@ struct Known {
 /// The place of chunks in host memory: stores have the bits before, and may be of its tier.
 pub(super) const HOST: u128 = 1 << 64;
 
-/// Chunks of stores that a reader knows at most: a store may have any number, and nobody says which
-/// of them it has given up.
+/// Most chunks of stores that are announced. A store may have any number, and does not report
+/// evictions.
 const IN_STORES_MAX: usize = 1 << 16;
 
 impl Announcements {

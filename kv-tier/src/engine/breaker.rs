@@ -5,7 +5,7 @@ use crate::store::after;
 
 /// Failures in a row that open a breaker.
 const FAILURES_MAX: u32 = 5;
-/// How long a breaker stays open the first time, and at most. Every failed trial doubles it.
+/// Time that a breaker stays open at first, and at most. Every failed trial doubles it.
 const OPEN_MIN: Duration = Duration::from_secs(1);
 const OPEN_MAX: Duration = Duration::from_mins(1);
 
@@ -21,7 +21,7 @@ pub(super) struct Breaker {
     opened: u64,
 }
 
-/// What a breaker admitted.
+/// A call that a breaker admitted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Permit {
     /// A call like any other.

@@ -1,4 +1,4 @@
-//! What threads report.
+//! The results of jobs that ran on threads.
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 
@@ -7,11 +7,11 @@ use crate::chunk::Verified;
 use crate::record::Record;
 use crate::store::{Put, StoreError};
 
-/// Sends what a job has done when it ends, also if it was discarded.
+/// Sends the result of a job when the job ends, also if the job was discarded.
 #[derive(Debug)]
 pub(super) struct Report<C> {
     sender: Sender<Done<C>>,
-    /// What a discarded job has done, until the job says otherwise.
+    /// The result of a discarded job, until the job sets its own.
     done: Option<Done<C>>,
 }
 
@@ -31,7 +31,7 @@ impl<C> Drop for Report<C> {
     }
 }
 
-/// What a thread has done.
+/// The result of a job.
 #[derive(Debug)]
 pub(super) enum Done<C> {
     Encoded {

@@ -115,7 +115,7 @@ impl<B: Backend> Tiers<B> {
         }
     }
 
-    /// Lets a chunk wait for its copy to host memory, unless it is there or not worth it.
+    /// Queues a chunk for its copy to host memory, unless host memory has it or it has level 0.
     fn wait_for_copy(&mut self, group: usize, complete: &Complete) {
         let of = self.groups.get_mut(group).invariant(GROUP);
         if of.host.contains(&complete.record.name) {
@@ -132,7 +132,7 @@ impl<B: Backend> Tiers<B> {
     }
 }
 
-/// What the caller has pinned.
+/// The blocks that the caller has pinned.
 #[derive(Debug, Default)]
 pub(super) struct Pinned {
     /// [`CacheState::pins_revision`](kv_core::scheduling::CacheState::pins_revision) then.

@@ -22,7 +22,7 @@ use crate::name::ChunkName;
 use crate::record::Record;
 use crate::store::{Scope, StoreError};
 
-/// What was forgotten, and where something may have been left.
+/// Counts of removed content, and stores that may still have some.
 #[derive(Debug, Default)]
 #[non_exhaustive]
 #[must_use = "a store may have refused to forget"]
@@ -31,7 +31,7 @@ pub struct Forgotten {
     pub blocks: u32,
     /// Chunks that were removed from host memory.
     pub host_chunks: u64,
-    /// Stores that have not confirmed that they have nothing of it any more.
+    /// Stores that have not confirmed the removal.
     pub failures: Vec<ForgetFailure>,
 }
 
@@ -66,7 +66,7 @@ fn tier_name(tier: Tier) -> &'static str {
     }
 }
 
-/// Which chunks are forgotten.
+/// The chunks to forget.
 pub(super) enum What {
     Names(HashSet<ChunkName>),
     Roots(Vec<ChunkName>),
@@ -94,7 +94,7 @@ struct Text<'a> {
     keep: u32,
 }
 
-/// How long one wait for a thread lasts at most, beside which copies of the device go on.
+/// Longest wait for a thread between two looks at copies of the device.
 pub(super) const PAUSE: Duration = Duration::from_millis(1);
 
 impl<B: Backend> Tiers<B> {

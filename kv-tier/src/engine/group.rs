@@ -41,7 +41,7 @@ pub(super) struct GroupTier<P: HostPool> {
 #[derive(Debug)]
 pub(super) struct Leaving {
     pub(super) writes: usize,
-    /// When the first of them is late: the chunk is not waited for any more.
+    /// Time at which the first write is late; the chunk is not waited for after it.
     pub(super) until: Instant,
 }
 
@@ -72,12 +72,12 @@ pub(super) struct Copying<P> {
     pub(super) record: Arc<Record>,
 }
 
-/// A chunk that a store is being asked for.
+/// A chunk that is being read from a store.
 #[derive(Debug)]
 pub(super) struct Reading {
     pub(super) store: usize,
     pub(super) record: Arc<Record>,
-    /// When the store is not waited for any more.
+    /// Time at which the read is late; the store is not waited for after it.
     pub(super) until: Instant,
     /// The prefetches that wait for it.
     pub(super) waiters: Vec<u64>,

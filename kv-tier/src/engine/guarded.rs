@@ -16,8 +16,8 @@ use crate::chunk::{ChunkError, ChunkErrorKind, Verified, verify};
 use crate::record::Record;
 use crate::store::{BlockStore, ChunkAddress, Put, Scope, StoreError, StoreErrorKind, after};
 
-/// A store, called through circuit breakers: one for reads and one for writes, so that a full or
-/// read-only store still gives what it has.
+/// A store behind two circuit breakers, one for reads and one for writes: a store that is full or
+/// read-only is still read.
 pub(super) struct GuardedStore {
     store: Box<dyn BlockStore>,
     options: StoreOptions,
@@ -33,7 +33,7 @@ struct State {
     spent: DayBudget,
 }
 
-/// What a store is told to remove.
+/// A removal that a store carries out.
 #[derive(Debug, Clone)]
 pub(super) enum Removal {
     Chunks(Vec<ChunkAddress>),
@@ -56,7 +56,7 @@ pub(super) enum NotWritten {
     Breaker,
     /// The bytes of the day are used up.
     Budget {
-        /// When the next day begins.
+        /// Start of the next day.
         until: Instant,
     },
     /// The store failed.

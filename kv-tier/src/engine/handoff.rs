@@ -23,7 +23,7 @@ use crate::store::after;
 
 /// Attempts to write one chunk.
 const ATTEMPTS: u32 = 3;
-/// How long a failed attempt is not repeated.
+/// Pause before a failed attempt is repeated.
 const PAUSE: Duration = Duration::from_millis(50);
 
 /// An export of a sequence to a store.
@@ -36,11 +36,11 @@ pub struct ExportId(u64);
 pub struct Export {
     /// Names the export for [`TieredCache::export_state`](crate::TieredCache::export_state).
     pub id: ExportId,
-    /// What the decode engine is told.
+    /// The message to the decode engine.
     pub handoff: Handoff,
 }
 
-/// How far an export is.
+/// The progress of an export.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ExportState {

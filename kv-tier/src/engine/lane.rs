@@ -42,7 +42,7 @@ struct Queue {
 
 struct Waiting {
     job: Job,
-    /// How long it may run.
+    /// Longest time that the job may run.
     limit: Duration,
 }
 
@@ -55,7 +55,7 @@ struct Running {
     is_counted: bool,
 }
 
-/// What hangs in a lane.
+/// Jobs of a lane that hang.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Hung {
     /// Urgent jobs, and others, whose limit passed since the sweep before.

@@ -14,9 +14,9 @@ use crate::record::Record;
 
 /// The links of the blocks of one group that are or were on the device.
 ///
-/// A link needs the one before it, and blocks are published in the order of their prompt. Links of
-/// blocks that have left the device are kept for a while: with a window, a sequence goes on after
-/// its first blocks have left.
+/// A link needs the link of the block before it, and blocks are published in the order of their
+/// prompt. Links of blocks that have left the device are kept for a while: with a window, a
+/// sequence goes on after its first blocks have left.
 #[derive(Debug)]
 pub(super) struct Links {
     by_key: HashMap<BlockKey, Link>,
@@ -43,7 +43,7 @@ pub(super) struct Complete {
     pub(super) blocks: Box<[BlockId]>,
 }
 
-/// What became of a block that was stored.
+/// The place of a stored block in its chunk.
 #[derive(Debug)]
 pub(super) enum Linked {
     /// It is inside a chunk.
@@ -123,7 +123,7 @@ impl Links {
         }
     }
 
-    /// Notes that a block lost its content; returns its index in its prompt if it had a name.
+    /// Removes the link of a block without content; returns the index in its prompt, if known.
     pub(super) fn removed(&mut self, block: BlockId, key: BlockKey) -> Option<u32> {
         let link = self.by_key.get_mut(&key).filter(|link| link.block == Some(block))?;
         let index = link.index;

@@ -365,9 +365,9 @@ impl<B: Backend> fmt::Debug for Tiers<B> {
 }
 
 impl<B: Backend> Drop for Tiers<B> {
-    /// Ends the threads. One that hangs in a store is left behind after a quarter of a second, for
-    /// all stores together. Copies from the device that have not ended are of no use; steps wait
-    /// for them, on the device, where they take their blocks.
+    /// Ends the threads. A thread that hangs in a store is abandoned after a quarter of a second,
+    /// for all stores together. Copies from the device that have not ended are of no use; steps
+    /// wait for them, on the device, before they overwrite the blocks.
     fn drop(&mut self) {
         self.stores.iter().for_each(|store| store.lane.close());
         self.encoder.close();

@@ -53,9 +53,9 @@ impl TierOptions {
         Self::default()
     }
 
-    /// Makes host memory of this size a tier. All chunks pass through it; without this call it
-    /// passes them on at once, so that what is written when host memory gives a chunk up is written
-    /// when it is published.
+    /// Makes host memory of this size a tier. All chunks pass through host memory; without this
+    /// call they leave it at once, so that chunks due for a store at their eviction are written
+    /// when they are published.
     #[must_use]
     pub fn with_host(mut self, bytes: u64) -> Self {
         self.host_bytes = bytes;
@@ -114,7 +114,7 @@ impl TierOptions {
     }
 }
 
-/// How long a prompt waits for chunks from stores. Whatever has come by then is used.
+/// The time that a prompt waits for chunks from stores. All chunks that have come by then are used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Wait {

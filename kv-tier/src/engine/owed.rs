@@ -6,8 +6,7 @@ use crate::name::ChunkName;
 use crate::record::Record;
 use crate::store::after;
 
-/// How long a write that has failed is not repeated: the first time, and at most. Every failure
-/// doubles it.
+/// Pause before a failed write is repeated: the first time, and at most. Every failure doubles it.
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_mins(1);
 
@@ -25,9 +24,9 @@ impl Place {
     }
 }
 
-/// What a store has yet to get of host memory, beginnings of prompts first. A write that the queue
-/// has no room for, or that the store has refused, is owed until it is done or host memory gives
-/// the chunk up.
+/// The chunks of host memory that a store has yet to get, beginnings of prompts first. A write that
+/// the queue has no room for, or that the store has refused, is owed until it is done or host
+/// memory evicts the chunk.
 #[derive(Debug, Default)]
 pub(super) struct Owed {
     /// To be sent as soon as there is room.
@@ -41,7 +40,7 @@ pub(super) struct Owed {
 struct Failed {
     /// Writes that have failed in a row.
     times: u32,
-    /// When it is sent again, while it waits for that.
+    /// The time of the next attempt, while the write waits for it.
     due: Option<Instant>,
 }
 

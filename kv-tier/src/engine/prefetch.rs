@@ -15,7 +15,7 @@ use crate::chain::{Chain, absent, last_key, reach};
 use crate::chunk::Verified;
 use crate::store::after;
 
-/// How long after its deadline a store is waited for.
+/// Time after its deadline that a store is still waited for.
 pub(super) const GRACE: Duration = Duration::from_millis(20);
 
 /// A prompt whose blocks are being looked for.
@@ -44,7 +44,7 @@ pub(super) struct Prefetch<C> {
     pub(super) again: Option<Again>,
 }
 
-/// When stores are asked again for what they did not have.
+/// The schedule of repeated lookups of chunks that the stores did not have.
 #[derive(Debug)]
 pub(super) struct Again {
     pub(super) until: Instant,
@@ -61,7 +61,7 @@ pub(super) enum Stage {
         answers_left: usize,
         until: Instant,
     },
-    /// Chunks are being read: those that no store has been asked for yet, and the number of the
+    /// Chunks are being read: the queue of those that no store reads yet, and the number of the
     /// others.
     Reading {
         queue: VecDeque<(usize, u32)>,

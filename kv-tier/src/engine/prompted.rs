@@ -1,4 +1,4 @@
-//! Which chunks are parts of prompts, as opposed to generated text.
+//! The chunks that are parts of prompts, as opposed to generated text.
 use std::collections::{HashMap, VecDeque};
 
 use crate::name::ChunkName;

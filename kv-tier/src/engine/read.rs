@@ -75,7 +75,7 @@ impl<B: Backend> Tiers<B> {
             Some(reading) if Arc::ptr_eq(&reading.record, record) => {
                 tier.reading.remove(&record.name).map_or_else(Vec::new, |reading| reading.waiters)
             }
-            // It was given up, and perhaps it was asked for again.
+            // An expired read, of a chunk that may be read a second time.
             _ => {
                 tier.late.retain(|late| !Arc::ptr_eq(late, record));
                 Vec::new()
@@ -134,7 +134,7 @@ impl<B: Backend> Tiers<B> {
         }
     }
 
-    /// Gives up reads that have not returned: others may ask for the same chunks again.
+    /// Expires reads that have not returned, so that the same chunks can be read again.
     pub(super) fn expire_reads(&mut self) {
         if self.groups.iter().all(|group| group.reading.is_empty()) {
             return;

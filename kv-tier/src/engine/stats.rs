@@ -6,7 +6,7 @@ use super::breaker::BreakerState;
 use crate::chunk::ChunkErrorKind;
 use crate::store::{StoreError, StoreErrorKind};
 
-/// What the tiers have done so far.
+/// Counts of all tiers since their creation.
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct TiersStats {
@@ -39,11 +39,11 @@ pub struct TiersStats {
     pub stores: Vec<StoreStats>,
 }
 
-/// What one store has done so far.
+/// Counts of one store since its creation.
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct StoreStats {
-    /// Chunks asked for.
+    /// Chunks looked up.
     pub lookups: u64,
     /// Chunks among them that the store said it had.
     pub found: u64,

@@ -7,11 +7,11 @@ use kv_core::reuse::BlockKey;
 use super::links::{Complete, Links};
 use crate::name::ChunkName;
 
-/// The chunks of one group that wait for their copy to host memory: those of exports first, then
-/// beginnings of prompts, because a chunk is of no use without those before it.
+/// The chunks of one group that wait for their copy to host memory. Exports come first, then
+/// beginnings of prompts, because a chunk needs the chunks before it.
 ///
-/// A chunk is known by its last block, and leaves with it: there are never more than the device
-/// has, and each takes some bytes.
+/// A chunk is identified by its last block and leaves with this block, so the device's number of
+/// blocks bounds their number.
 #[derive(Debug, Default)]
 pub(super) struct Waiting {
     exported: VecDeque<Complete>,

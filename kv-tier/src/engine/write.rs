@@ -19,7 +19,7 @@ use crate::policy::{ChunkEvent, ChunkFacts, WriteDecision};
 use crate::record::Record;
 use crate::store::{Put, after};
 
-/// What [`TieredCache::flush`](crate::TieredCache::flush) has left.
+/// Chunks that [`TieredCache::flush`](crate::TieredCache::flush) has not written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 #[must_use = "what is left is lost with the process"]
@@ -38,8 +38,8 @@ impl Unwritten {
     }
 }
 
-/// How long a flush waits for a store that has failed. A store that is down is given up when its
-/// breaker has opened for the second time.
+/// Time that a flush waits for a store that has failed. A store counts as down when its breaker has
+/// opened for the second time.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 impl<B: Backend> Tiers<B> {
@@ -96,8 +96,8 @@ impl<B: Backend> Tiers<B> {
         rule.decide(event, &facts) == WriteDecision::Write
     }
 
-    /// Sends to each store what it has yet to get of host memory, as far as its queue has room and
-    /// its breaker is closed.
+    /// Sends to each store its owed chunks of host memory, while its queue has room and its breaker
+    /// is closed.
     pub(super) fn write_owed(&mut self) {
         if self.stores.iter().all(|lane| lane.owed.len() == 0) {
             return;

@@ -10,7 +10,7 @@ use super::{Identity, ModelDigest};
 use crate::chunk::{ChunkContent, ChunkSpec, VERSION};
 use crate::name::ChunkName;
 
-/// Where the names of one group's chunks begin: everything that their bytes depend on besides
+/// The root of the names of one group's chunks: everything that their bytes depend on besides
 /// tokens and contents. One for each combination of group, salt and adapter.
 #[derive(Clone)]
 pub struct ChunkRoot {

@@ -4,9 +4,9 @@
 //! the methods block, and may be called on any thread, also on one of another runtime.
 //!
 //! # Deadlines
-//! A call that is not done at its deadline is dropped, and its connection closed with it. A write
-//! that is still being signed then goes on for that long on another thread, and sends nothing. The
-//! library's own retries are off: callers know how long an answer is worth waiting for.
+//! A call that is not done at its deadline is dropped, and its connection is closed. A write that
+//! is still being signed then continues on another thread until it is signed, and sends nothing.
+//! The library's own retries are off: callers know how long an answer is worth waiting for.
 //!
 //! # What the bucket must be set to
 //! A bucket never evicts. Set a lifecycle rule that expires objects below the prefix after some
@@ -353,7 +353,7 @@ fn s3(
     if let Some(region) = parameters.take("region") {
         builder = builder.with_region(region);
     }
-    // Deadlines are this crate's. A connection that nobody waits for any more is given up at last.
+    // Deadlines are this crate's. HTTP/1 closes an abandoned connection.
     let client = ClientOptions::new()
         .with_allow_http(allow_http)
         .with_timeout_disabled()

@@ -1,6 +1,6 @@
-//! A tokio runtime that callers do not see: its one thread drives sockets and timers, and the
-//! caller's thread polls its own future, parked in between. A future that computes for long within
-//! one poll runs on a thread of the runtime's pool.
+//! A hidden tokio runtime: its one thread drives sockets and timers. The caller's thread polls its
+//! own future and is parked in between. A future that computes for long within one poll runs on a
+//! thread of the runtime's pool.
 use std::io;
 use std::panic;
 use std::pin::pin;

@@ -13,7 +13,7 @@ fn soon() -> Instant {
     Instant::now().checked_add(Duration::from_secs(20)).unwrap()
 }
 
-/// What every backend does alike.
+/// Checks the behaviour that all backends share.
 fn check(store: &ObjectStore) {
     let mut into = [0xee; 8];
     assert_eq!(store.get(&chunk(1), &mut into, soon()).unwrap(), None);

@@ -6,7 +6,7 @@ use redis::{ConnectionAddr, ConnectionInfo, IntoConnectionInfo as _};
 
 use crate::remote::{Parameters, StoreUrlError, parse_duration, parse_url};
 
-/// What a URL says.
+/// The settings of a URL.
 pub(super) struct Settings {
     pub(super) host: String,
     pub(super) port: u16,

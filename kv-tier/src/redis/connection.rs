@@ -292,7 +292,7 @@ fn not_a_reply(line: &[u8]) -> Fault {
     Fault::Reply(format!("not a reply of Redis: \"{}\"", shown.escape_ascii()))
 }
 
-/// Whether a user may not run a command, or the server does not have it.
+/// Returns whether a user may not run a command, or the server does not have it.
 fn is_not_allowed(error: &ServerError) -> bool {
     error.kind() == Some(ServerErrorKind::NoPerm)
         || error.details().is_some_and(|words| words.starts_with("unknown command"))
@@ -383,7 +383,7 @@ const BUFFER_BYTES: usize = 16 << 10;
 /// Longest line of a reply.
 const LINE_LENGTH_MAX: usize = 4 << 10;
 const LINE_BYTES_MAX: u64 = 4 << 10;
-/// Keys of one reply: many times as many as it was asked for.
+/// Most keys of one reply, many times the number that is requested.
 const KEYS_MAX: u32 = 1 << 17;
 const INFO_BYTES_MAX: u64 = 1 << 20;
 /// Bytes of a strange line in a message.

@@ -56,8 +56,8 @@ pub(super) struct Lease<'a> {
 }
 
 impl Lease<'_> {
-    /// Takes the connection of an earlier call, if there is one and the server has neither closed
-    /// it nor sent anything unasked. What other idle connections are worth shows in their turn.
+    /// Takes the connection of an earlier call, if the server has neither closed it nor sent
+    /// anything unrequested. Other idle connections are checked when they are taken.
     pub(super) fn idle(&mut self) -> Option<Connection> {
         self.idle.take().filter(Connection::is_quiet)
     }

@@ -15,7 +15,7 @@ use crate::chunk::{ChunkContent, ChunkSpec, Expectation};
 use crate::identity::{ChunkRoot, Identity};
 use crate::name::ChunkName;
 
-/// The blocks of one group: the full ones of the text and the partial one after them.
+/// The blocks of one group: the full blocks of the text and the partial block after them.
 #[derive(Debug)]
 pub(super) struct SessionBlocks {
     pub(super) chain: Chain,
@@ -25,7 +25,7 @@ pub(super) struct SessionBlocks {
     len: u32,
 }
 
-/// What the chunk of one block must say, owned.
+/// The expected content of the chunk of one block, owned.
 #[derive(Debug)]
 pub(super) struct BlockRecord {
     root: Arc<ChunkRoot>,

@@ -12,7 +12,7 @@ use super::load::check_block;
 use super::of_cache::{GROUP, TAKEN, host_pool};
 use crate::chain::{Chain, reach};
 
-/// What brings the blocks of a file to the device.
+/// The blocks of a file that are imported to the device.
 pub(super) struct Bring<'a> {
     pub(super) blocks: &'a [SessionBlocks],
     pub(super) probe: &'a PrefixProbe,

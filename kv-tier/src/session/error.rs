@@ -16,7 +16,7 @@ pub enum SessionError {
     /// The file system failed: without the folder, without room, without permission.
     #[error("cannot {operation} {path}")]
     Io {
-        /// What was being done.
+        /// The operation.
         operation: &'static str,
         /// The file or folder.
         path: PathBuf,
@@ -84,7 +84,7 @@ pub enum SessionError {
     /// The session is of another adapter.
     #[error("session of adapter {got:?}, not {expected:?}")]
     Adapter {
-        /// The adapter asked for.
+        /// The requested adapter.
         expected: Option<ModelDigest>,
         /// The adapter of the file.
         got: Option<ModelDigest>,

@@ -51,7 +51,7 @@ fn create(folder: &Path, to: &Path) -> Result<(File, PathBuf), SessionError> {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
             Err(source) => return Err(failed("create", &path, source)),
         };
-        // Before the lock, another process may have taken it for a stale one and removed it.
+        // Before the lock, another process may have removed the file as stale.
         match file.try_lock() {
             Ok(()) if path.exists() => return Ok((file, path)),
             Ok(()) | Err(TryLockError::WouldBlock) => {}

@@ -11,7 +11,7 @@ use crate::chunk::crc;
 use crate::identity::ModelDigest;
 use crate::name::ChunkName;
 
-/// What a session file says besides its blocks.
+/// The header of a session file: everything but the blocks.
 ///
 /// ```
 /// use kv::tier::ModelDigest;
@@ -43,13 +43,13 @@ pub struct SessionHeader {
     pub encoding_key: u128,
     /// Digest of the salt.
     pub salt: [u8; 32],
-    /// When the file was written, in seconds since 1970, for listings only.
+    /// Time at which the file was written, in seconds since 1970, for listings only.
     pub written_at: u64,
     /// The groups of the cache, in order.
     pub groups: Vec<SessionGroup>,
     /// The text.
     pub tokens: Vec<u32>,
-    /// What placeholder tokens of the text stand for.
+    /// Contents of the placeholder tokens of the text.
     pub contents: Vec<ContentSpan>,
     /// The caller's own.
     pub note: Vec<u8>,
@@ -245,7 +245,7 @@ impl Prefix {
     }
 }
 
-/// What is left to read.
+/// The unread rest of the bytes.
 struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {

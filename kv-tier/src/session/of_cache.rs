@@ -1,4 +1,4 @@
-//! What `dump` and `load` ask of a cache.
+//! The queries of `dump` and `load` on a cache.
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use kv_core::backend::{Backend, ChunkShape};

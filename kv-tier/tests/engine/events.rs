@@ -140,7 +140,7 @@ fn a_block_of_several_chunks_and_stores_is_announced_once() {
         engine.flush();
         follow(&mut engine, &mut reader);
     }
-    // A store that lost a chunk says so when a prompt asks; the other one has it still.
+    // A store that lost a chunk reports it at the next lookup; the other store still has the chunk.
     let ask = |engine: &mut Engine, reader: &mut Consumer| {
         engine.forget();
         let (_, reused) = engine.run(&first, plain());

@@ -41,8 +41,8 @@ fn compute(cache: &mut Null, id: SequenceId, prompt: &[u32]) -> Result<(), Cache
     step.commit()
 }
 
-/// The device fails once, at each operation in turn. Whatever happens, no hold, import or block is
-/// leaked, and the next prompt is served.
+/// The device fails once, at each operation in a loop. Whatever happens, no hold, import or block
+/// is leaked, and the next prompt is served.
 #[test]
 fn a_device_that_fails_at_any_operation_leaks_nothing() {
     let prompt = text(1, 33);
@@ -285,7 +285,7 @@ fn a_chunk_that_one_store_has_broken_comes_from_another() {
     assert_eq!(stats.stores[0].refused.values().sum::<u64>(), 1);
 }
 
-/// What a failed recalibration has overwritten is restored before blocks are copied.
+/// Restores what a failed recalibration has overwritten before blocks are copied.
 #[test]
 fn a_failed_recalibration_reaches_no_chunk() {
     let prompt = text(1, 520);

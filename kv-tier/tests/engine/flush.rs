@@ -1,4 +1,4 @@
-//! What a flush writes, and what it says that it has not written.
+//! The writes of a flush, and its report of what it has not written.
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! What was forgotten does not come back.
+//! Forgotten content does not come back.
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 

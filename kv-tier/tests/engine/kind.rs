@@ -1,4 +1,4 @@
-//! Kinds of caches of random lives: small, so that blocks are short.
+//! Kinds of caches for random operation sequences: small, so that blocks are short.
 use kv_core::spec::{KeyMean, PrefixReuse, Transform};
 use kv_core::{CacheSpec, KvFormat, Scaling};
 use kv_testkit::rng::Rng;

@@ -1,4 +1,4 @@
-//! Random lives with faults: rows equal those of a cache without tiers.
+//! Random operation sequences with faults: rows equal those of a cache without tiers.
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
@@ -8,8 +8,8 @@ use crate::world::World;
 /// Seeds after which a kind that loads nothing is a fault.
 const SEEDS_MAX: u64 = 1000;
 
-/// Each life has its own cache, stores and schedule of faults. `KV_TIER_FAULTS` sets how many
-/// faults are wanted, `KV_TIER_SEED` the first seed.
+/// Each run has its own cache, stores and schedule of faults. `KV_TIER_FAULTS` sets the number of
+/// faults to reach, `KV_TIER_SEED` the first seed.
 #[test]
 fn rows_equal_those_without_tiers_whatever_goes_wrong() {
     let number = |name: &str, default| {

@@ -1,4 +1,4 @@
-//! What waits for what: blocks for their copies, reads for room.
+//! The order of waits: blocks for their copies, reads for room.
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 

@@ -10,10 +10,10 @@ use kv_tier::{BlockStore, DiskOptions, DiskStore, MemoryStore};
 use crate::kind::Kind;
 use crate::world::World;
 
-/// Lives of each pair, one after the other.
+/// Runs of each pair, one after the other.
 const LIVES: u64 = 3;
 
-/// Runs two lives at a time; returns the tokens that each side loaded.
+/// Runs two operation sequences at a time; returns the tokens that each side loaded.
 fn run(number: u64, kind: Kind, store: impl Fn() -> Arc<dyn BlockStore> + Sync) -> [u64; 2] {
     // Room for little, so that both sides evict what the other one reads.
     let small: Arc<dyn BlockStore> = Arc::new(MemoryStore::new(200 << 10));

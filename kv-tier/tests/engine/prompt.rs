@@ -1,11 +1,11 @@
-//! Prompts of random lives, and the rows that follow from them.
+//! Prompts of random operation sequences, and the rows that follow from them.
 use kv_core::StartOptions;
 use kv_core::backend::Plane;
 use kv_core::eviction::{Priority, Retention, RetentionRange};
 use kv_core::reuse::ContentSpan;
 use kv_testkit::rng::Rng;
 
-/// What a prompt is besides its tokens.
+/// A prompt with its start options.
 #[derive(Debug, Clone)]
 pub(crate) struct Asked {
     pub(crate) prompt: Vec<u32>,

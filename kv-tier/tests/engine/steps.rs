@@ -1,4 +1,4 @@
-//! Sequences of random lives: steps, forks, ends; after each, all rows are checked.
+//! Sequences of random operations: steps, forks, ends; after each, all rows are checked.
 use kv_core::backend::Plane;
 use kv_core::error::PlanError;
 use kv_core::{Axes, CacheError, SequenceId, StepInput, TensorView, TensorViewMut};

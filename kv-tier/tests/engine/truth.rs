@@ -17,7 +17,7 @@ use crate::support::{Engine, builder, identity, patient, text};
 
 type Store = Arc<FaultStore<Arc<dyn BlockStore>>>;
 
-/// What is known about a text.
+/// The known state of a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     /// Never computed, or forgotten since.

@@ -1,4 +1,4 @@
-//! What goes wrong with a folder, and that no more than that does.
+//! Faults of a folder, each with no more effect than it must have.
 use std::fs;
 use std::fs::OpenOptions;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! What a user of the stores can rely on.
+//! Guarantees for users of the stores.
 #![expect(
     clippy::as_conversions,
     clippy::cast_possible_truncation,

@@ -1,4 +1,4 @@
-//! What is no file in a chunk's place: it is a miss, and the next write puts the chunk there.
+//! Other objects in the place of a chunk's file: each is a miss, and the next write replaces it.
 use std::fs;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::os::unix::net::UnixListener;

@@ -32,7 +32,7 @@ pub(crate) fn chunk(n: u64) -> ChunkAddress {
     chunk_address(1, n)
 }
 
-/// Where a chunk lies in a folder.
+/// Returns the path of a chunk in a folder.
 pub(crate) fn path(folder: &Path, chunk: &ChunkAddress) -> PathBuf {
     let (root, name) = (chunk.root.to_string(), chunk.name.to_string());
     folder.join(root).join(&name[..2]).join(&name[2..4]).join(name)

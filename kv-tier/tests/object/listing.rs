@@ -1,4 +1,4 @@
-//! What lies in a bucket, listed over several pages of the server's answers, and the beginnings of
+//! The listing of a bucket over several pages of the server's answers, and the beginnings of
 //! chunks.
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::ControlFlow;

@@ -1,4 +1,4 @@
-//! What a server does that works.
+//! Behaviour of a server that works.
 use std::sync::Arc;
 use std::thread;
 
@@ -104,7 +104,7 @@ fn other_runtime(server: &Server) {
     });
 }
 
-/// Moto refuses a request without a signature; SeaweedFS without users has nobody to ask for one.
+/// Moto refuses a request without a signature; SeaweedFS without users accepts it.
 fn unsigned(server: &Server) {
     open(server, "unsigned").put(&chunk(1), b"x", soon()).unwrap();
     let path = format!("{BUCKET}/unsigned");

@@ -1,6 +1,6 @@
 //! The store in Redis against real servers, whole and behind a proxy that spoils replies.
 //!
-//! What every store must do is in the suite of stores; here are the server's own limits and faults.
+//! The suite of stores has the checks of every store; here are the server's own limits and faults.
 #![expect(
     clippy::as_conversions,
     clippy::cast_possible_truncation,

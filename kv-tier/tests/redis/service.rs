@@ -1,4 +1,4 @@
-//! What a server does that works: keys, lifetimes, memory, users.
+//! Behaviour of a server that works: keys, lifetimes, memory, users.
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::sync::Arc;

@@ -12,7 +12,7 @@ fn spec(order: BlockOrder, prefix: u32, blocks: u32) -> ChunkSpec {
     ChunkSpec::new(&spec, GroupId(0)).unwrap().with_blocks(blocks).unwrap()
 }
 
-/// Checks that of each block the first slots are as they were and the others zero.
+/// Checks that the first slots of each block are unchanged and the others zero.
 #[track_caller]
 fn check(spec: &ChunkSpec, chunk: &[u8], used: impl Fn(u32) -> usize) {
     let [layout, _] = spec.layout().planes();
