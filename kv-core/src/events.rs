@@ -33,7 +33,7 @@ pub enum Tier {
 pub struct Event {
     /// Number of the event.
     pub id: u64,
-    /// What happened.
+    /// Kind of the event.
     pub kind: EventKind,
 }
 

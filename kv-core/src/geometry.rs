@@ -164,9 +164,9 @@ impl PlaneLayout {
         self
     }
 
-    /// The same plane with rows kept in 16 bits: those of the first `full_precision_prefix` tokens
-    /// of every sequence, and of the tail if asked for. Each takes `wide_slots` slots (see
-    /// [`SlotMap`]): as many as the wider of K and V needs.
+    /// Returns the plane with rows kept in 16 bits: the rows of the first `full_precision_prefix`
+    /// tokens of every sequence, and optionally of the tail. Each row takes `wide_slots` slots (see
+    /// [`SlotMap`]), enough for the wider of K and V.
     ///
     /// # Errors
     /// [`SpecError::Conflict`] when a block is too small for one such row, or the slots for it.

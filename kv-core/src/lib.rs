@@ -70,7 +70,7 @@ pub use spec::CacheSpec;
 pub use tensor::{TensorView, TensorViewMut};
 
 pub mod scheduling {
-    //! What a scheduler needs: whether a prompt fits, how many blocks a step takes, and all else
-    //! that the bookkeeping of a cache knows.
+    //! Queries for a scheduler: whether a prompt fits, the blocks that a step takes, and the rest
+    //! of a cache's bookkeeping.
     pub use crate::cache::{Admission, BlockDemand, CacheState};
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 pub struct Priority {
     /// 0 is evicted first, 100 last.
     pub level: u8,
-    /// How long the level lasts after the last holder has released the block; then it falls back to
+    /// Time after the last holder's release of the block until the level falls back to
     /// [`Priority::DEFAULT_LEVEL`]. `None`: for ever.
     pub duration: Option<Duration>,
 }

@@ -1,16 +1,16 @@
-//! Where the tokens of a sequence lie in its blocks.
+//! The map from the tokens of a sequence to the slots of its blocks.
 //!
-//! A token takes one slot of its blocks, but a *wide* row, kept in 16 bits among quantised ones,
-//! takes as many as its bytes need. Two kinds of tokens are wide:
+//! A token takes one slot of its blocks. A *wide* row, kept in 16 bits among quantised rows, takes
+//! the slots that its bytes need. Two kinds of tokens are wide:
 //! - the *full-precision prefix*, the first tokens of a sequence: almost every query attends to
 //!   them, and their keys are unlike all others;
-//! - the *tail*, where asked for: the tokens of the block that a sequence is filling. They become
+//! - the *tail*, if enabled: the tokens of the block that a sequence is filling. They become
 //!   codes when the block is full.
 //!
 //! Both lie in ordinary blocks, so sharing, copy-on-write and eviction know nothing of them.
 use crate::error::{SpecConflict, SpecError};
 
-/// From positions of tokens to slots of a sequence's blocks.
+/// A map from positions of tokens to slots of a sequence's blocks.
 ///
 /// With a full-precision prefix of 2 tokens of 3 slots in blocks of 8:
 ///
@@ -21,13 +21,13 @@ use crate::error::{SpecConflict, SpecError};
 ///
 /// A wide row that would cross the end of a block begins in the next one instead.
 ///
-/// With a tail, a sequence's table lists the blocks of its full-precision prefix and codes, then
-/// those of its tail. How many leading tokens are codes is `coded`: whole blocks, or more after a
-/// truncation, because codes do not become 16-bit rows again; the block that was cut is filled with
-/// codes.
+/// With a tail, a sequence's table lists the blocks of full-precision prefix and codes, then the
+/// blocks of the tail. `coded` is the number of leading tokens that are codes: whole blocks, or
+/// more after a truncation, because codes do not become 16-bit rows again; the block that was cut
+/// is filled with codes.
 ///
-/// A length may be any number of the caller's: slots and blocks past `u32::MAX` count as that many,
-/// more than any pool has.
+/// A length may be any number of the caller's: slots and blocks past `u32::MAX` count as
+/// `u32::MAX`, more than any pool has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SlotMap {
     block_size: u32,
@@ -48,7 +48,7 @@ fn shift_of(block_size: u32) -> u8 {
     if block_size.is_power_of_two() { log } else { NO_SHIFT }
 }
 
-/// Where one token lies.
+/// The place of one token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Place {
@@ -109,12 +109,12 @@ impl SlotMap {
     pub fn wide_slots(&self) -> u32 {
         self.wide_slots
     }
-    /// Whether the block that a sequence is filling is kept in 16 bits.
+    /// Returns whether the block that a sequence is filling is kept in 16 bits.
     pub fn has_tail(&self) -> bool {
         self.tail
     }
 
-    /// Whether every token is one slot, in the order of the tokens.
+    /// Returns whether every token is one slot, in the order of the tokens.
     #[inline]
     pub(crate) fn is_plain(&self) -> bool {
         self.full_precision_prefix == 0 && !self.tail
@@ -190,14 +190,14 @@ impl SlotMap {
         self.whole_blocks(self.slots(tokens))
     }
 
-    /// How often a block's slots go into `slots`.
+    /// Returns the number of whole blocks in `slots`.
     #[inline]
     fn whole_blocks(&self, slots: u32) -> u32 {
         let slow = || slots / self.block_size;
         slots.checked_shr(self.shift.into()).unwrap_or_else(slow)
     }
 
-    /// Where token `position` lies once it is a code, or in the full-precision prefix.
+    /// Returns the place of token `position` as a code, or in the full-precision prefix.
     pub fn place(&self, position: u32) -> Place {
         if position < self.full_precision_prefix {
             return self.wide(position);
@@ -210,7 +210,7 @@ impl SlotMap {
         Place { index, inside, is_wide: false }
     }
 
-    /// Where token `position` of a sequence lies whose first `coded` tokens are codes.
+    /// Returns the place of token `position` of a sequence whose first `coded` tokens are codes.
     pub fn place_in(&self, position: u32, coded: u32) -> Place {
         let begin = coded.max(self.full_precision_prefix);
         if !self.tail || position < begin {
@@ -220,17 +220,16 @@ impl SlotMap {
         Place { index: row.index + self.blocks(begin), ..row }
     }
 
-    /// Where token `position` of the tail that a sequence had before an open step lies in it, once
-    /// the step has made codes of the tail: its first `coded_before` tokens were codes, and
-    /// `sealed_index` is the tail's first block, both as in
-    /// [`PlannedSequence`](crate::plan::PlannedSequence).
+    /// Returns the place of token `position` of the tail before an open step, once the step has
+    /// made codes of that tail. The first `coded_before` tokens were codes, and `sealed_index` is
+    /// the first block of that tail, both as in [`PlannedSequence`](crate::plan::PlannedSequence).
     pub fn place_sealed(&self, position: u32, coded_before: u32, sealed_index: u32) -> Place {
         let row = self.wide(position - coded_before.max(self.full_precision_prefix));
         Place { index: row.index + sealed_index, ..row }
     }
 
-    /// First position that is in the tail of a sequence of `len` tokens whose first `coded` are
-    /// codes; `len` where nothing is.
+    /// Returns the first position in the tail of a sequence of `len` tokens whose first `coded` are
+    /// codes; `len` without a tail.
     pub fn tail_begin(&self, len: u32, coded: u32) -> u32 {
         if self.tail { coded.max(self.full_precision_prefix).min(len) } else { len }
     }
@@ -252,7 +251,7 @@ impl SlotMap {
         self.code_blocks(len, coded).saturating_add(self.tail_blocks(len, coded))
     }
 
-    /// How many leading tokens are codes when a sequence has grown to `len`.
+    /// Returns the number of leading tokens that are codes in a sequence that has grown to `len`.
     pub fn coded_after(&self, coded: u32, len: u32) -> u32 {
         if !self.tail {
             return len;
@@ -265,7 +264,7 @@ impl SlotMap {
         coded.max(full).max(rest)
     }
 
-    /// How many leading tokens are codes when a sequence is cut to `len`.
+    /// Returns the number of leading tokens that are codes in a sequence that is cut to `len`.
     pub fn coded_truncated(&self, coded: u32, len: u32) -> u32 {
         if !self.tail || coded <= len {
             return coded.min(len);

@@ -1,7 +1,7 @@
 //! Outputs in host memory, for backends whose devices write only their own memory.
 //!
-//! Such a backend replaces them by rows of a buffer of its own, runs the call, and copies the rows
-//! to the host before it returns:
+//! Such a backend replaces the outputs by rows of its own buffer, runs the call, and copies the
+//! rows to the host before the call returns:
 //!
 //! ```text
 //! let buffer = HostOutputs::bytes(args.outputs()).map(|bytes| reserve(bytes)).transpose()?;

@@ -1,5 +1,5 @@
-//! What a backend implements and is given: the contract, tensors, planes, and the backend of any
-//! type.
+//! The contract of a backend: the traits that it implements, and the tensors and planes that it is
+//! given. Also the type-erased backend.
 //!
 //! The contract, and the conformance case that proves each part (`kv-testkit`):
 //! 1. work recorded on one queue takes effect in program order (`queue/order`);
@@ -73,7 +73,7 @@ pub struct Capabilities {
     /// contexts have fewer splits.
     pub heads_together: bool,
     /// Whether outputs may lie in host memory. A device that writes only its own memory waits for
-    /// them inside the call, and refuses them if a thread may not wait ([`HostOutputs`]).
+    /// the rows inside the call, and refuses if a thread may not wait ([`HostOutputs`]).
     pub host_outputs: bool,
     /// `head_dim`s of K and V must be multiples of this; 1 without a restriction.
     pub head_dim_multiple: u32,

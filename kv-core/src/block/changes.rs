@@ -17,11 +17,11 @@ pub struct BlockChange {
     pub block: BlockId,
     /// Its content.
     pub key: BlockKey,
-    /// What happened to it.
+    /// Kind of the change.
     pub kind: BlockChangeKind,
 }
 
-/// What happened to the content of a block.
+/// The kind of a change to the content of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[expect(clippy::exhaustive_enums, reason = "content is there or it is not")]
 pub enum BlockChangeKind {
@@ -33,7 +33,7 @@ pub enum BlockChangeKind {
 
 /// A bounded list of changes. With a bound of 0 it costs nothing and records nothing.
 ///
-/// Invariant: the list is empty while changes are lost, so that nobody replays half of them.
+/// Invariant: the list is empty while changes are lost, so that half of them are never replayed.
 #[derive(Debug, Default)]
 pub(super) struct Changes {
     room: usize,

@@ -22,7 +22,7 @@ pub(crate) struct Ledger {
 #[derive(Debug, Default)]
 struct Reads {
     blocks: HashSet<(GroupId, BlockId)>,
-    /// Those that have lost their content since: they may be written.
+    /// Blocks that have lost their content since: they may be written.
     outlived: Vec<(GroupId, BlockId)>,
 }
 

@@ -15,9 +15,9 @@ use crate::ids::{BlockId, GroupId, SequenceId};
 use crate::reuse::BlockKey;
 
 impl<B: Backend> KvCache<B> {
-    /// Begins a sequence. Returns how many tokens of `prompt` are cached already and need no step.
-    /// The first step computes the rest ([`StepInput::prompt`](crate::StepInput::prompt)): at least
-    /// the last token, whose logits are needed.
+    /// Begins a sequence. Returns the number of tokens of `prompt` that are cached already and need
+    /// no step. The first step computes the rest ([`StepInput::prompt`](crate::StepInput::prompt)):
+    /// at least the last token, whose logits are needed.
     ///
     /// Blocks of the cached tokens are shared with their other holders and cannot be evicted while
     /// the sequence is live.
@@ -236,8 +236,8 @@ impl<B: Backend> KvCache<B> {
         Ok(self.state.hold_block(group, block, key)?)
     }
 
-    /// Releases a block whose bytes are read. If it has no other holder, it can be evicted again,
-    /// when it would have been evicted without the hold as far as the eviction policy can tell.
+    /// Releases a block whose bytes are read. Without another holder the block can be evicted
+    /// again, as early as without the hold, as far as the eviction policy can tell.
     ///
     /// # Errors
     /// [`PlanError::State`] while a step is held: the hold stays, until [`Self::release_holds`]; or

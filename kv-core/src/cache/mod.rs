@@ -69,7 +69,7 @@ pub struct KvCache<B: Backend = AnyBackend> {
     /// The memory of the planes.
     reserved: Vec<Reserved>,
     constants: constants::Constants,
-    /// Whether the open step is held, and not that of a [`Step`] that borrows the cache.
+    /// Whether the open step is held, rather than borrowing the cache as a [`Step`].
     is_held: bool,
     /// Layers that the open step has written.
     written: Written,
@@ -168,9 +168,9 @@ impl<B: Backend> KvCache<B> {
     }
 
     /// Zeroes the blocks that lost their last holder or their content, if the spec says so
-    /// ([`wipe_on_release`](crate::spec::CacheSpecBuilder::wipe_on_release)), and lets the queue
-    /// wait for what still reads them. Every call that hands out blocks does this first: call it to
-    /// have them zeroed earlier.
+    /// ([`wipe_on_release`](crate::spec::CacheSpecBuilder::wipe_on_release)). The queue waits for
+    /// pending reads of these blocks. Every call that hands out blocks does this first: call it to
+    /// zero them earlier.
     ///
     /// # Errors
     /// The device's. Blocks that are left wait for the next call, and none is written before.

@@ -1,4 +1,4 @@
-//! Why a calibration is refused.
+//! Errors of a refused calibration.
 use kv_format::KvFormat;
 
 use crate::ids::{LayerId, Plane};

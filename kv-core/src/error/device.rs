@@ -82,7 +82,7 @@ pub struct MemoryShortage {
     pub needed: u64,
     /// Bytes that are available.
     pub available: u64,
-    /// Who has no more, and what to do about it.
+    /// The exhausted resource, and the remedy.
     pub limit: &'static str,
 }
 

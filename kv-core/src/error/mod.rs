@@ -65,7 +65,7 @@ pub enum SpecError {
     Conflict {
         /// The setting.
         what: &'static str,
-        /// What is wrong with it.
+        /// The conflict.
         problem: SpecConflict,
     },
     /// A layer belongs to two groups, or to none.
@@ -73,7 +73,7 @@ pub enum SpecError {
     LayerGroups {
         /// The layer.
         layer: LayerId,
-        /// How many groups list it.
+        /// Number of groups that list it.
         groups: usize,
     },
     /// A group lists a layer the model does not have.

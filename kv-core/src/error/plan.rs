@@ -52,7 +52,7 @@ pub enum PlanError {
     /// A count is above the cache's limit.
     #[error("{what}: {got} given, at most {max} are possible")]
     TooMany {
-        /// What is counted.
+        /// The counted things.
         what: &'static str,
         /// The count given.
         got: u64,
@@ -181,7 +181,7 @@ pub enum PlanError {
     Option {
         /// The option.
         option: &'static str,
-        /// What is wrong with it.
+        /// The reason.
         problem: OptionProblem,
     },
     /// A block table or a copy names a block the group does not have.
@@ -236,7 +236,7 @@ pub enum PlanError {
     State {
         /// The call.
         operation: &'static str,
-        /// Why it is not possible now.
+        /// The reason.
         problem: StateProblem,
     },
     /// A layer of `kv-compat`, with the caller's own number.
@@ -244,7 +244,7 @@ pub enum PlanError {
     LayerNumber {
         /// The caller's number.
         number: usize,
-        /// What is wrong with it.
+        /// The reason.
         problem: LayerProblem,
     },
     /// Every slot of a slot cache is taken.

@@ -1,12 +1,12 @@
-//! What is wrong with a setting, an option or the moment of a call, with the values that came and
-//! those that were expected.
+//! Reasons for which a setting, an option or a call is refused, with the values that were given and
+//! expected.
 use std::fmt;
 
 use kv_format::KvFormat;
 
 use crate::ids::{LayerId, SequenceId};
 
-/// Why a setting of a cache cannot go with another one.
+/// The reason for which two settings of a cache conflict.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SpecConflict {
@@ -51,7 +51,7 @@ pub enum SpecConflict {
     },
 }
 
-/// Why the value of an option is refused.
+/// The reason for which the value of an option is refused.
 #[derive(Debug, Clone, Copy, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OptionProblem {
@@ -81,7 +81,7 @@ pub enum OptionProblem {
     /// More than the group of the layer keeps.
     #[error("is {}, the group of the layer keeps {kept}", OrNone(*got))]
     NotKept {
-        /// Tokens asked for; `None` for all of them.
+        /// Requested tokens; `None` for all of them.
         got: Option<u32>,
         /// Tokens that the group keeps.
         kept: u32,
@@ -104,7 +104,7 @@ pub enum OptionProblem {
     },
 }
 
-/// Why a call is not possible now.
+/// The reason for which a call is not possible in the present state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum StateProblem {

@@ -1,5 +1,5 @@
-//! Eviction: which cached block is evicted when a block is needed. Policies, priorities, clocks,
-//! and the trait for a policy of one's own.
+//! Eviction: the choice of the cached block that gives way to a new one. Policies, priorities,
+//! clocks, and the trait for a caller's policy.
 //!
 //! A block with reusable content and no holder is a *candidate*. The pool reports all changes of
 //! blocks to an [`EvictionPolicy`] and requests a candidate when no empty block is left.

@@ -113,9 +113,9 @@ pub enum RetentionError {
     /// A range without an end is followed by another.
     #[error("the range from {begin} on has no end, but one from {next} on follows")]
     OpenEnd {
-        /// Where the open range begins.
+        /// Beginning of the open range.
         begin: u32,
-        /// Where the next one begins.
+        /// Beginning of the next range.
         next: u32,
     },
     /// Two ranges hold the same position.
@@ -123,7 +123,7 @@ pub enum RetentionError {
     Overlap {
         /// The end of the first.
         end: u32,
-        /// Where the second begins.
+        /// Beginning of the second range.
         next: u32,
     },
     /// A level is out of range.

@@ -77,9 +77,9 @@ pub struct PlanBuffers {
     new_len_max: u32,
 }
 
-/// Identifies the content of one batch's plans. A backend that keeps a copy on its device can tell
-/// whether it has this one: all layers of a step share it. No two batches of a process have the
-/// same ID.
+/// The identity of the content of one batch's plans. All layers of a step share the plans, so a
+/// backend that keeps a copy on its device compares IDs. No two batches of a process have the same
+/// ID.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct PlanId(u64);
 
@@ -90,7 +90,7 @@ impl PlanId {
     }
 }
 
-/// How a plan splits long contexts, and for how many workers.
+/// The number of workers, and the rule by which a plan splits long contexts.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SplitPolicy {
     pub(crate) workers: u32,
@@ -195,7 +195,7 @@ impl PlanBuffers {
         Ok(())
     }
 
-    /// Whether a batch that is planned as a whole has these plans.
+    /// Returns whether a batch that is planned as a whole has these plans.
     fn is_plan_of(
         &self,
         layout: &PlaneLayout,

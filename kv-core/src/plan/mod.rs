@@ -1,9 +1,9 @@
 //! Plans: checked descriptions of work.
 //!
 //! A plan is made once per step and serves every layer of its group. Its fields are private and its
-//! one constructor is fallible, so a backend can index with it without checking again. Plans borrow
-//! from [`PlanBuffers`] and [`BlockTables`](crate::block::BlockTables), which are kept across
-//! steps; once those have grown, making a plan does not allocate.
+//! one constructor is fallible, so a backend need not check it again. Plans borrow from
+//! [`PlanBuffers`] and [`BlockTables`](crate::block::BlockTables), which are kept across steps:
+//! once these have grown, making a plan does not allocate.
 //!
 //! A plan made by hand does not compile, so holding one is proof that it was checked:
 //!

@@ -7,7 +7,7 @@ use crate::geometry::PlaneLayout;
 use crate::num::{list_bytes, recycle, to_u32};
 use crate::plan::batch::{PlannedSequence, SplitPolicy};
 
-/// What KV splits may depend on.
+/// The inputs of KV splits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Determinism {

@@ -62,9 +62,9 @@ struct Entry {
     index: u32,
     len: u32,
     has_contents: bool,
-    /// Whether it has fewer tokens than a full block: then it is found only as a sibling.
+    /// Whether the block has fewer tokens than a full one, so that it is found only as a sibling.
     is_partial: bool,
-    /// Whether the open step has yet to write it: it can be shared, but no part of it copied.
+    /// Whether the open step has yet to write the block: it can be shared, but not copied in part.
     is_unwritten: bool,
     priority: Priority,
     /// Neighbours among the blocks with the same parent: newer, older.
@@ -84,7 +84,7 @@ const EMPTY: Entry = Entry {
     siblings: [NONE; 2],
 };
 
-/// Blocks by content.
+/// The index of blocks by content.
 ///
 /// Invariants: no two blocks have the same content; a block is under its key and among its parent's
 /// children exactly if it has content.
@@ -124,9 +124,9 @@ pub struct IndexedBlock<'a> {
     pub contents: &'a [BlockContent],
     /// Its priority.
     pub priority: Priority,
-    /// Whether it has fewer tokens than a full block.
+    /// Whether the block has fewer tokens than a full one.
     pub is_partial: bool,
-    /// Whether the open step has yet to write it.
+    /// Whether the open step has yet to write the block.
     pub is_unwritten: bool,
 }
 

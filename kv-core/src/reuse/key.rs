@@ -100,8 +100,8 @@ impl BlockContent {
         bytes
     }
 
-    /// Reads [`Self::to_bytes`]. Any bytes are a content; whether it is the right one is decided by
-    /// comparing it with the prompt's.
+    /// Reads [`Self::to_bytes`]. Any bytes are a content: compare it with the content of the
+    /// prompt.
     pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
         let number = |at: usize| {
             let bytes = bytes.get(at..).and_then(|rest| rest.first_chunk());

@@ -1,5 +1,5 @@
-//! Prefix reuse: how cached blocks are found by their content. Keys of blocks, computed from their
-//! tokens, the index that finds them, pins that keep them, and content that is not text.
+//! Prefix reuse, which finds cached blocks by their content: keys computed from the tokens of
+//! blocks, the index, pins, and content that is not text.
 mod index;
 mod key;
 mod namespace;

@@ -38,7 +38,7 @@ fn places_follow_each_other_without_overlap() {
             assert!(begin >= end, "{map:?}: token {position} overlaps the one before");
             end = begin + slots;
             assert_eq!(map.slots(position + 1), end);
-            // As many tokens fit as blocks were asked for, and not one more.
+            // Exactly as many tokens fit as the number of blocks allows.
             let blocks = map.blocks(position + 1);
             assert!(map.tokens(blocks) > position, "{map:?}: {position}");
             assert!(map.blocks(map.tokens(blocks)) <= blocks);

@@ -186,10 +186,10 @@ impl CacheSpecBuilder {
         self.reuse.changes = changes;
         self
     }
-    /// Zeroes every block that lost its last holder or its cached content before it is handed out
-    /// again, for callers that share a device between tenants. The next call that hands out blocks
-    /// does so, a step or a start for example; [`KvCache::wipe`](crate::KvCache::wipe) does it at
-    /// once.
+    /// Zeroes every block that lost its last holder or its cached content before the block is
+    /// handed out again, for callers that share a device between tenants. The next call that hands
+    /// out blocks, such as a step or a start, does so; [`KvCache::wipe`](crate::KvCache::wipe) does
+    /// it at once.
     #[must_use]
     pub fn wipe_on_release(mut self, wipe: bool) -> Self {
         self.wipe_on_release = wipe;

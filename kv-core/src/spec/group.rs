@@ -32,7 +32,7 @@ pub struct GroupBuilder {
     blocks: Option<Blocks>,
 }
 
-/// Whether rows are transformed before they are stored; see [`calibration`](crate::calibration).
+/// The transform of rows before they are stored; see [`calibration`](crate::calibration).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[expect(clippy::exhaustive_enums, reason = "as the format asks, or as the caller does")]
 pub enum Transform {

@@ -46,8 +46,8 @@ pub struct CacheSpec {
     reuse: Reuse,
 }
 
-/// What attention and gathers read from a layer on demand at positions that were cached before the
-/// layer had memory.
+/// The result of attention and gathers on a layer on demand at positions that were cached before
+/// the layer had memory.
 ///
 /// Neither choice makes such tokens reusable: see [`KvCache::allocate_layer`].
 ///

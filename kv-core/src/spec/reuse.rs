@@ -1,7 +1,7 @@
-//! How a cache reuses prompt prefixes.
+//! Settings of prefix reuse.
 use crate::eviction::Eviction;
 
-/// How much of a cached prompt another prompt may reuse.
+/// The part of a cached prompt that another prompt may reuse.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[expect(clippy::exhaustive_enums, reason = "nothing, blocks, or blocks and a part of one")]
 pub enum PrefixReuse {
@@ -19,16 +19,16 @@ pub enum PrefixReuse {
     Partial,
 }
 
-/// When blocks that a step fills become reusable.
+/// The time at which blocks that a step fills become reusable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[expect(clippy::exhaustive_enums, reason = "before the step's work or after it")]
 pub enum PublishAt {
-    /// When the step begins: [`Step::start`](crate::Step::start) finds them for a sequence of the
-    /// same step. Undone when the step is rolled back. Blocks with drafts that the step accepts are
-    /// published when the next one begins; with [`PrefixReuse::Partial`] also when the sequence
-    /// ends.
+    /// At the beginning of the step: [`Step::start`](crate::Step::start) finds the blocks for a
+    /// sequence of the same step. Undone when the step is rolled back. Blocks with drafts that the
+    /// step accepts are published when the next step begins; with [`PrefixReuse::Partial`] also
+    /// when the sequence ends.
     Begin,
-    /// When the step is committed.
+    /// At the commit of the step.
     #[default]
     Commit,
 }
@@ -38,7 +38,7 @@ pub enum PublishAt {
 pub(crate) struct Reuse {
     pub(crate) prefixes: PrefixReuse,
     pub(crate) publish_at: PublishAt,
-    /// Which cached block is evicted first.
+    /// The eviction policy of cached blocks.
     pub(crate) eviction: Eviction,
     /// Events kept until they are taken.
     pub(crate) events: usize,

@@ -25,7 +25,7 @@ pub(super) enum Handles<'a, Buf> {
     Erased(&'a [AnyBuffer], Erasures),
 }
 
-/// How often a buffer was erased: more than once if a backend wraps an erased one.
+/// Number of times that a buffer was erased: more than 1 if a backend wraps an erased buffer.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Erasures(u8);
 

@@ -1,4 +1,4 @@
-//! Where the bytes of each block are in a chunk.
+//! The layout of chunks: the place of each block's bytes.
 use std::ops::Range;
 
 use crate::backend::{PlaneLayout, StorageView};
@@ -17,7 +17,7 @@ pub struct ChunkShape {
     pub header_bytes: u32,
 }
 
-/// Where the bytes of each block are in a chunk: a header, then `[block][layer][K, V]`.
+/// The place of each block's bytes in a chunk: a header, then `[block][layer][K, V]`.
 ///
 /// A *piece* is the unchanged bytes of one block in one plane. Pieces begin at multiples of
 /// [`Self::PIECE_ALIGN`]; the header and the chunk end at multiples of [`Self::ALIGN`].
@@ -114,7 +114,7 @@ impl ChunkLayout {
         self.bytes
     }
 
-    /// Returns the bytes of one of its blocks, in one plane of the layer with this index.
+    /// Returns the place of a block's bytes in one plane of the layer with this index.
     ///
     /// # Panics
     /// If the block or the layer does not exist.

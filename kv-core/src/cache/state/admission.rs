@@ -42,27 +42,27 @@ impl Admission {
     pub fn with_watermark(self, blocks: u32) -> Self {
         Self { watermark: blocks, ..self }
     }
-    /// Whether the whole prompt must fit, computed alone and in steps of [`Self::chunk`] tokens,
-    /// not just the first step's tokens: false unless set. Windows release what they leave on the
-    /// way; blocks that turn out to be cached when they are full, and are shared then, are counted
-    /// as if they were not.
+    /// Sets whether the whole prompt must fit, computed alone and in steps of [`Self::chunk`]
+    /// tokens, not just the first step's tokens: false unless set. Windows release what they leave
+    /// on the way. Blocks that turn out to be cached when they are full, and are then shared, count
+    /// as unshared.
     #[must_use]
     pub fn with_must_fit(self, must_fit: bool) -> Self {
         Self { must_fit, ..self }
     }
-    /// Most tokens that the first step computes, `None` for all.
+    /// Returns the most tokens that the first step computes, `None` for all.
     pub fn chunk(&self) -> Option<u32> {
         self.chunk
     }
-    /// Tokens after these whose slots are counted too.
+    /// Returns the tokens after these whose slots are counted too.
     pub fn lookahead(&self) -> u32 {
         self.lookahead
     }
-    /// Blocks of every group that stay free.
+    /// Returns the blocks of every group that stay free.
     pub fn watermark(&self) -> u32 {
         self.watermark
     }
-    /// Whether the whole prompt must fit.
+    /// Returns whether the whole prompt must fit.
     pub fn must_fit(&self) -> bool {
         self.must_fit
     }
@@ -87,7 +87,7 @@ impl BlockDemand {
 
 impl CacheState {
     /// Checks whether [`KvCache::start`](crate::KvCache::start) and a first step would succeed now,
-    /// and returns how many tokens would be reused. Changes nothing.
+    /// and returns the number of tokens that would be reused. Changes nothing.
     ///
     /// # Errors
     /// [`CacheError::Exhausted`] for the first group with too few blocks: `needed` is the sum of
@@ -142,8 +142,8 @@ impl CacheState {
     }
 
     /// Returns the blocks of one group that [`KvCache::begin_step`](crate::KvCache::begin_step)
-    /// would allocate for `inputs`, and those it can allocate. It has enough blocks if every group
-    /// [fits](BlockDemand::fits).
+    /// would allocate for `inputs`, and the blocks that it can allocate. The step has enough blocks
+    /// if every group [fits](BlockDemand::fits).
     ///
     /// # Errors
     /// [`PlanError::UnknownSequence`], and those of
@@ -176,7 +176,7 @@ impl CacheState {
     }
 
     /// Returns the blocks of one group that a sequence still allocates until it has `len` tokens,
-    /// growing one by one; with a window, the most it needs at any time. 0 for an unknown group.
+    /// growing one by one; with a window, the maximum at any time. 0 for an unknown group.
     ///
     /// # Errors
     /// [`PlanError::UnknownSequence`]; [`PlanError::SequenceTooLong`] for more tokens than a

@@ -1,4 +1,4 @@
-//! The blocks of one group that a step needs, and those that it writes.
+//! The blocks of one group that a step allocates, and the blocks that it writes.
 use std::ops::Range;
 
 use hashbrown::HashMap;
@@ -152,7 +152,7 @@ impl Demand {
     /// it in this step at most `filled`.
     fn share(&mut self, pool: &BlockPool, block: BlockId, (kept, filled): (u32, u32)) {
         if pool.holders(block) <= 1 && filled == 0 {
-            // Nearly every block: its one holder writes it in place.
+            // Nearly every block: its only holder writes in place.
             return;
         }
         let leavers = self.leavers.get(&block).copied().unwrap_or(0);

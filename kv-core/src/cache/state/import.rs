@@ -1,9 +1,8 @@
-//! Blocks whose content is brought from a lower tier instead of being computed.
+//! Imports: blocks whose content comes from a lower tier instead of being computed.
 //!
-//! An import reserves empty blocks, which are held and can be found by no prompt. Their bytes are
-//! written by whoever brings them; then they are published like computed blocks. What an import
-//! finds cached already it holds too, so that a sequence that starts before its end reuses all of
-//! it.
+//! An import reserves empty blocks, which are held and which no prompt can find. The caller writes
+//! their bytes; then they are published like computed blocks. An import also holds the blocks that
+//! are cached already, so that a sequence that starts before the import ends reuses all of it.
 use std::sync::Arc;
 
 use hashbrown::HashMap;
@@ -22,7 +21,7 @@ use crate::invariant::Invariant;
 use crate::num::to_u32;
 use crate::reuse::{BlockKey, NamespaceId, Offered};
 
-/// Blocks for the content that somebody brings of one prompt.
+/// Blocks for content of one prompt that the caller writes.
 ///
 /// [`KvCache::reserve_import`] takes the blocks, [`KvCache::publish_import`] makes those reusable
 /// whose bytes have come, and [`KvCache::finish_import`] releases all of them. The cache keeps a
@@ -78,7 +77,7 @@ pub(super) struct Imports {
     unfinished: HashMap<u64, Held>,
 }
 
-/// What an import holds.
+/// The blocks that an import holds.
 #[derive(Debug)]
 struct Held {
     /// `None` once everything cached became invalid.

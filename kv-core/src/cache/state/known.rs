@@ -1,4 +1,4 @@
-//! What is known of a sequence's text, for whoever keeps it outside the cache.
+//! The known text of a sequence, for callers that keep it outside the cache.
 use crate::cache::state::CacheState;
 use crate::ids::SequenceId;
 use crate::num::to_usize;
@@ -12,9 +12,9 @@ pub struct SequenceText<'a> {
     /// Token ids: fewer than the sequence's length after tokens without ids, and after drafts that
     /// no step has accepted yet.
     pub tokens: Vec<u32>,
-    /// What placeholder tokens of the prompt stand for.
+    /// Contents of the placeholder tokens of the prompt.
     pub contents: &'a [ContentSpan],
-    /// What isolates the tenant; empty without one.
+    /// The tenant's salt; empty without one.
     pub salt: &'a [u8],
     /// The adapter that K and V come from.
     pub adapter: Option<u64>,

@@ -57,10 +57,10 @@ pub use stats::Stats;
 pub(super) use step_state::Added;
 pub use usage::Usage;
 
-/// The bookkeeping of a cache, to read: lengths and blocks of sequences, free blocks, what can be
-/// reused, counters. [`KvCache`](crate::KvCache) changes it, together with the memory that it
-/// describes, and [`KvCache::state`](crate::KvCache::state) returns it. It knows no device and no
-/// byte of K or V.
+/// The bookkeeping of a cache, read-only: lengths and blocks of sequences, free blocks, reusable
+/// content, counters. [`KvCache`](crate::KvCache) changes it together with the memory that it
+/// describes; [`KvCache::state`](crate::KvCache::state) returns it. The state knows no device and
+/// no byte of K or V.
 ///
 /// A simulation of a scheduler or of an eviction policy runs a cache on a
 /// [`NullBackend`](crate::backend::NullBackend), which keeps no rows:
@@ -342,8 +342,8 @@ impl CacheState {
         let row = self.sequences.row(sequence).ok()?;
         Some(self.find_group(group)?.tables.row(row))
     }
-    /// Returns the number of free blocks of a group: empty ones, and idle ones whose content is
-    /// evicted when they are needed. 0 for an unknown group.
+    /// Returns the number of free blocks of a group: empty blocks, and idle blocks, whose content
+    /// is evicted on demand. 0 for an unknown group.
     pub fn free_blocks(&self, group: GroupId) -> u32 {
         self.find_group(group).map_or(0, |group| group.pool.num_free())
     }
@@ -378,8 +378,8 @@ impl CacheState {
     }
 
     /// Returns the blocks that must be zeroed before they are handed out, by the setting
-    /// [`wipe_on_release`](crate::spec::CacheSpecBuilder::wipe_on_release): those that lost their
-    /// last holder or their content. [`Self::pop_unwiped`] removes the last one.
+    /// [`wipe_on_release`](crate::spec::CacheSpecBuilder::wipe_on_release): the blocks that lost
+    /// their last holder or their content. [`Self::pop_unwiped`] removes the last one.
     pub(in crate::cache) fn unwiped(&self) -> &[(GroupId, BlockId)] {
         &self.unwiped.blocks
     }

@@ -1,4 +1,4 @@
-//! What is cached of a prompt, and what the blocks that are missing would contain.
+//! Probes: the cached blocks of a prompt, and the content that its missing blocks would have.
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -13,11 +13,11 @@ use crate::reuse::{BlockContent, BlockKey, Content, ContentSpan, ContentSpans, N
 use crate::slot_map::SlotMap;
 use crate::spec::{PrefixReuse, Window};
 
-/// What is cached of a prompt, and the content of every full block that it may reuse.
+/// The cached tokens of a prompt, and the content of every full block that it may reuse.
 ///
-/// A lower tier finds copies of the missing blocks by what is listed here, and brings them with
-/// [`KvCache::reserve_import`](crate::KvCache::reserve_import). The probe is a picture of one
-/// moment and holds no block; the import looks again.
+/// A lower tier finds copies of the missing blocks by this content, and brings them with
+/// [`KvCache::reserve_import`](crate::KvCache::reserve_import). The probe is a snapshot and holds
+/// no block; the import looks again.
 ///
 /// Counts of tokens, *up to* which blocks are there, may be any number; blocks that end later are
 /// not included.
@@ -141,8 +141,8 @@ impl PrefixProbe {
         let group = self.probed.find_group(group).map(|(at, _)| at);
         group.map_or([0..0, 0..0], |group| self.probed.needed(group, upto))
     }
-    /// Iterates over the blocks of one group, cached ones included, that a sequence needs to reuse
-    /// [`hit(upto)`](Self::hit) tokens: with a window, those in it and those of its sink tokens.
+    /// Iterates over the blocks of one group, cached or not, that a sequence needs to reuse
+    /// [`hit(upto)`](Self::hit) tokens: with a window, its blocks and those of the sink tokens.
     pub fn needed(&self, group: GroupId, upto: u32) -> impl Iterator<Item = ProbedBlock> + '_ {
         let blocks = self.needed_indices(group, upto).into_iter().flatten();
         blocks.map(move |index| self.probed.block(usize::from(group.0), index))

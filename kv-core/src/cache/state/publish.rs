@@ -13,8 +13,8 @@ use crate::spec::{PrefixReuse, PublishAt};
 
 impl CacheState {
     /// Publishes every block that the first `certain` tokens of a sequence fill. `len` tokens lie
-    /// in its blocks. With `is_early` the open step has not written them yet, and withdraws them if
-    /// it is rolled back.
+    /// in its blocks. With `is_early` the open step has yet to write the blocks, and withdraws them
+    /// if it is rolled back.
     pub(super) fn publish_full(&mut self, row: u32, (certain, len): (u32, u32), is_early: bool) {
         let Self { groups, ledger, sequences, open, unwiped, .. } = self;
         let (state, history) = sequences.both_mut(row);

@@ -123,7 +123,7 @@ impl CacheState {
             if group.pool.holders(old) > 1 {
                 self.unshare(index, (row, at), (old, slots), false);
             } else if self.open.exchanged.filled(index, old) > slots {
-                // It has no other holder now, but a rollback gives it back to one.
+                // The block has one holder now, but a rollback returns it to another one.
                 self.unshare(index, (row, at), (old, slots), true);
             } else if group.pool.is_stored(old) {
                 self.open.stored_targets.push((row, at, slots));

@@ -1,4 +1,4 @@
-//! How sequences begin, and what they take over from cached prompts.
+//! Starts of sequences, and the cached blocks that they reuse.
 use crate::cache::state::history::History;
 use crate::cache::state::lookup::PrefixHit;
 use crate::cache::state::stats::ByTier;
@@ -11,7 +11,7 @@ use crate::num::{to_u32, to_u64, to_usize};
 use crate::reuse::{ContentSpan, Namespace};
 use crate::spec::PrefixReuse;
 
-/// How a sequence starts, and what distinguishes its tokens from equal ones.
+/// Options of a sequence's start, among them the salt and adapter that tell equal tokens apart.
 ///
 /// ```
 /// use kv::StartOptions;
@@ -65,7 +65,7 @@ impl<'a> StartOptions<'a> {
     pub fn with_adapter(self, adapter: u64) -> Self {
         Self { adapter: Some(adapter), ..self }
     }
-    /// Says what placeholder tokens of the prompt stand for, such as images.
+    /// Sets the contents of placeholder tokens of the prompt, such as images.
     #[must_use]
     pub fn with_contents(self, contents: &'a [ContentSpan]) -> Self {
         Self { contents, ..self }
@@ -77,57 +77,57 @@ impl<'a> StartOptions<'a> {
         Self { retention: Some(retention), ..self }
     }
     /// Reuses `blocks` full blocks less than are cached, for draft models whose K and V come from
-    /// the token before (EAGLE: 1): what they wrote at the end of a hit belongs to another token.
+    /// the token before (EAGLE: 1): the rows at the end of a hit belong to another token.
     ///
-    /// A hit counts only where `blocks` blocks more than it are cached, in every group: those are
-    /// computed anew. Of a group with a window, they must follow the window of the hit without a
+    /// A hit counts only where `blocks` further blocks are cached, in every group: these blocks are
+    /// computed anew. In a group with a window, they must follow the window of the hit without a
     /// gap, so that the window that is looked up is `blocks` blocks longer. Groups of other block
     /// sizes count in blocks of their own.
     #[must_use]
     pub fn with_backoff_blocks(self, blocks: u32) -> Self {
         Self { backoff_blocks: blocks, ..self }
     }
-    /// Whether cached blocks are reused, and the blocks of this sequence offered to others: true
-    /// unless set. Without it the whole prompt is computed.
+    /// Sets whether cached blocks are reused and blocks of this sequence are offered to others:
+    /// true unless set. Without reuse the whole prompt is computed.
     #[must_use]
     pub fn with_reuse(self, reuse: bool) -> Self {
         Self { reuse, ..self }
     }
-    /// Whether the sequence was [preempted](crate::KvCache::preempt) before, so that its lookup
-    /// counts apart in [`Stats`](crate::Stats): false unless set.
+    /// Marks the sequence as [preempted](crate::KvCache::preempt) before, so that its lookup counts
+    /// apart in [`Stats`](crate::Stats): false unless set.
     #[must_use]
     pub fn with_resumed(self, resumed: bool) -> Self {
         Self { resumed, ..self }
     }
-    /// Tokens whose blocks are taken at once.
+    /// Returns the tokens whose blocks are taken at once.
     pub fn reserve(&self) -> u32 {
         self.reserve
     }
-    /// What isolates the tenant; empty without one.
+    /// Returns the tenant's salt; empty without one.
     pub fn salt(&self) -> &'a [u8] {
         self.salt
     }
-    /// The adapter that K and V come from, `None` for the model itself.
+    /// Returns the adapter that K and V come from, `None` for the model itself.
     pub fn adapter(&self) -> Option<u64> {
         self.adapter
     }
-    /// What placeholder tokens of the prompt stand for.
+    /// Returns the contents of the placeholder tokens of the prompt.
     pub fn contents(&self) -> &'a [ContentSpan] {
         self.contents
     }
-    /// Eviction priorities of the blocks, `None` for the default level.
+    /// Returns the eviction priorities of the blocks, `None` for the default level.
     pub fn retention(&self) -> Option<&'a Retention> {
         self.retention
     }
-    /// Full blocks of a hit that are computed anew.
+    /// Returns the full blocks of a hit that are computed anew.
     pub fn backoff_blocks(&self) -> u32 {
         self.backoff_blocks
     }
-    /// Whether cached blocks are reused, and the sequence's own offered to others.
+    /// Returns whether cached blocks are reused and the sequence's blocks are offered to others.
     pub fn reuse(&self) -> bool {
         self.reuse
     }
-    /// Whether the sequence was preempted before.
+    /// Returns whether the sequence was preempted before.
     pub fn resumed(&self) -> bool {
         self.resumed
     }
@@ -182,7 +182,7 @@ impl CacheState {
         Ok(tokens)
     }
 
-    /// Returns how many tokens of `prompt` a sequence would reuse that started now. Changes
+    /// Returns the number of tokens of `prompt` that a sequence started now would reuse. Changes
     /// nothing: neither the age of blocks nor the counters.
     pub fn probe(&self, prompt: &[u32], options: StartOptions<'_>) -> u32 {
         let mut lookup = Lookup::default();
@@ -320,7 +320,7 @@ impl CacheState {
 }
 
 /// Creates the error for a group without enough blocks. `free` counts the blocks that the request
-/// could take: empty ones, and the idle ones that `evictable` counts.
+/// could take: empty blocks, and the idle blocks that `evictable` counts.
 pub(super) fn exhausted(
     group: &Group,
     needed: u32,

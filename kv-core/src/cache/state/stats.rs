@@ -2,7 +2,7 @@
 use crate::cache::state::CacheState;
 use crate::events::Tier;
 
-/// What a cache has done since it was created. [`Usage`](crate::Usage) says how full it is now.
+/// Counters of a cache since it was created. [`Usage`](crate::Usage) has the current fill.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Stats {
@@ -37,8 +37,8 @@ pub struct Stats {
     pub cow_copies: u64,
     /// Blocks whose content became reusable, in all groups.
     pub stored_blocks: u64,
-    /// Blocks filled with content that was cached already, in all groups: full ones were replaced
-    /// by the cached one, and partial ones were not kept when their sequence ended.
+    /// Blocks filled with content that was cached already, in all groups: full blocks were replaced
+    /// by the cached one, and partial ones were dropped when their sequence ended.
     pub duplicate_blocks: u64,
     /// Evicted blocks, in all groups.
     pub evictions: u64,

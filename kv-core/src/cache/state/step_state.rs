@@ -1,4 +1,4 @@
-//! The open step: its batch, its plans, and how to undo each of its changes.
+//! The open step: its batch, its plans, and the undo of each change.
 use crate::cache::state::block_demand::Exchanged;
 use crate::cache::state::undo::Undo;
 use crate::cache::state::{CacheState, GROUP, Group};

@@ -17,7 +17,7 @@ use crate::error::CacheError;
 use crate::plan::BlockCopy;
 use crate::spec::CacheSpecBuilder;
 
-/// What a cache does between the calls of its device.
+/// The work of a cache between the calls of its device.
 impl CacheState {
     /// Returns the copies that the open step needs in one group.
     pub(in crate::cache) fn copies(&self, group: GroupId) -> &[BlockCopy] {

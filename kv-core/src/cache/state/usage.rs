@@ -1,4 +1,4 @@
-//! How full a cache is, for reports.
+//! The fill of a cache, for reports.
 use std::ops::Range;
 
 use hashbrown::HashMap;
@@ -7,7 +7,7 @@ use crate::block::BlockPool;
 use crate::cache::state::{CacheState, Group};
 use crate::ids::{GroupId, SequenceId};
 
-/// How full a cache is.
+/// The fill of a cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Usage {

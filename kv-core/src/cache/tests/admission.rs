@@ -95,7 +95,7 @@ fn warm(cache: &mut KvCache<NullBackend>, len: u32) -> bool {
     true
 }
 
-/// At its end a prompt of whole blocks has no tail, but one step before it has one.
+/// A complete prompt of whole blocks has no tail, but one step before its end it has one.
 #[test]
 fn a_tail_counts_until_it_is_quantised() {
     // 3 blocks of codes, and two of a tail while the last of them is filled; one belongs to another

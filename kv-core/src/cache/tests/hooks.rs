@@ -24,7 +24,7 @@ pub(super) enum Hook {
     End,
 }
 
-/// What the tier has in hand.
+/// The holds, probes and imports of the tier.
 #[derive(Debug, Default)]
 pub(super) struct Hooks {
     stored: Replay,

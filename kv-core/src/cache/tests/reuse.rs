@@ -73,7 +73,7 @@ fn a_part_of_a_block_is_copied_and_its_owner_keeps_it() {
     );
     assert_eq!(cache.state().stats().partial_hit_tokens, 2);
     cache.release(SEQ[1]).unwrap();
-    // It left one full block of its own and one more token.
+    // The sequence left one full block of its own and one more token.
     other.extend([93]);
     assert_eq!(cache.state().probe(&other, StartOptions::default()), 9);
     cache.release(SEQ[0]).unwrap();
@@ -269,7 +269,7 @@ fn pins_hold_and_forgetting_stops_at_shared_blocks() {
     check_invariants(cache.state());
 }
 
-/// The block that a prompt does not fill is its own, unless another one goes on in it.
+/// The partial last block of a prompt belongs to the prompt, unless another prompt continues it.
 #[test]
 fn a_prompt_that_ends_inside_a_block_is_forgotten_whole() {
     for more in [0, 2] {

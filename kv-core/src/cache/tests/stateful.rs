@@ -48,7 +48,7 @@ pub(super) enum Count {
     Lookahead,
 }
 
-/// How a held step ends.
+/// The end of a held step.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Finish {
     Commit,

@@ -29,11 +29,11 @@ pub(super) struct Held {
     pub(super) parent: u32,
     /// The request after which it became idle.
     pub(super) since: u32,
-    /// The class it is counted in, and the class it is ranked by, while it is idle.
+    /// The class in which the content is counted, and the one by which it is ranked, while idle.
     class: u8,
     pub(super) rank: u8,
     pub(super) uses: u8,
-    /// How often a longer prompt continued one that ended here or before; 0 for a block without
+    /// Times that a longer prompt continued one that ended here or before; 0 for a block without
     /// content.
     pub(super) turn: u8,
 }
@@ -193,8 +193,8 @@ impl Contents {
         }
     }
 
-    /// Removes the content of a block and remembers it. Returns what is forgotten for it: the one
-    /// evicted longest ago, or the content itself if another one has its key.
+    /// Removes the content of a block and remembers it. Returns the content that is forgotten for
+    /// it: the content evicted longest ago, or the removed content if another one has its key.
     pub(super) fn remove(&mut self, block: u32) -> Option<Gone> {
         let held = self.held(block)?;
         self.held[to_usize(block)] = EMPTY;

@@ -35,13 +35,13 @@ const RECOMPUTE_SHARE: u32 = 32;
 const RECOMPUTE_INTERVAL_MAX: u32 = 128;
 
 /// Evicts the block with the lowest expected use per space and time first, among the blocks of the
-/// default priority. Blocks of lower levels are evicted before them, those of higher levels after
-/// them, least recently used first.
+/// default priority. Blocks of lower levels are evicted earlier, blocks of higher levels later,
+/// least recently used first.
 ///
 /// Each call takes O(1), or O(log n) with durations of priorities; the beginning of a request takes
 /// additional time that depends on its own blocks and the numbers of classes and ages. Up to four
-/// evicted contents per block are remembered. It takes 93 bytes for each block, allocated at once,
-/// and some for each of the last 16,384 requests.
+/// evicted contents per block are remembered. The policy takes 93 bytes for each block, allocated
+/// at once, and some for each of the last 16,384 requests.
 #[derive(Debug)]
 pub struct ReuseRate {
     levels: Levels,
@@ -62,8 +62,8 @@ struct Released {
     parent: u32,
     /// The latest turn of the blocks after it.
     turn: u8,
-    /// The class it is ranked by, unless it was the last of its sequence: such blocks are often
-    /// useless, and must not affect the rank of the blocks before them.
+    /// The class by which the content is ranked. `None` for the last of its sequence: such blocks
+    /// are often useless, and must not affect the rank of the blocks before them.
     rank: Option<u8>,
 }
 
@@ -225,7 +225,7 @@ impl EvictionPolicy for ReuseRate {
         }
     }
 
-    /// It keeps its age and class, and the duration of its level goes on.
+    /// Hides the block; age and class stay, and the duration of the level goes on.
     fn held(&mut self, block: BlockId) {
         self.cohorts.hide(block.0);
     }

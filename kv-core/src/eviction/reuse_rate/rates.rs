@@ -20,10 +20,10 @@ const WIDTH: [f32; NUM_BINS] = [
 /// Bins of age.
 pub(super) const NUM_BINS: usize = 29;
 
-/// Grades of how often content was used, and of how often its conversation continued.
+/// Grades of the number of uses of content, and of continuations of its conversation.
 const NUM_USES: u8 = 7;
 
-/// Classes of content: whether a sequence ends with it, its uses, its turn.
+/// Classes of content: whether a sequence ends with the content, uses, turn.
 pub(super) const NUM_CLASSES: usize = 98;
 
 /// Assumed share of blocks reused within one bin, without observations.

@@ -25,8 +25,8 @@ fn text(state: &CacheState) -> Vec<u32> {
     state.sequence_text(SEQ[0]).unwrap().tokens
 }
 
-/// Every number of drafts and of accepted ones: the text is as long as the sequence, for who asks
-/// for it, for a fork, and for the prompts that begin with it after the sequence has ended.
+/// For every number of drafts and of accepted ones, the text is as long as the sequence: as
+/// returned, for a fork, and for prompts that begin with it after the sequence has ended.
 #[test]
 fn accepted_drafts_are_text() {
     let settings = [PrefixReuse::Partial, PrefixReuse::FullBlocks]
@@ -69,7 +69,7 @@ fn accepted_drafts_are_text() {
     }
 }
 
-/// Drafts that nobody has accepted yet are not text; the next step accepts them.
+/// Drafts are not text until the next step accepts them.
 #[test]
 fn drafts_become_text_with_the_next_step() {
     for publish_at in [PublishAt::Commit, PublishAt::Begin] {

@@ -89,8 +89,8 @@ fn a_repeated_prompt_leaves_no_block_held() {
     }
 }
 
-/// What a sequence holds of a hit with a vacant donor is what admission counts, and a fork and a
-/// truncation of it release theirs.
+/// Admission counts the blocks that a sequence holds of a hit with a vacant donor. A fork and a
+/// truncation of the sequence release theirs.
 #[test]
 fn a_hit_that_ends_before_the_window_is_shared_and_cut() {
     let shape =
