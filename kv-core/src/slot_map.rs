@@ -101,11 +101,11 @@ impl SlotMap {
     pub(crate) fn block_size(&self) -> u32 {
         self.block_size
     }
-    /// Tokens at the start of a sequence that are kept in 16 bits.
+    /// Returns the tokens at the start of a sequence that are kept in 16 bits.
     pub fn full_precision_prefix(&self) -> u32 {
         self.full_precision_prefix
     }
-    /// Slots of one wide row.
+    /// Returns the slots of one wide row.
     pub fn wide_slots(&self) -> u32 {
         self.wide_slots
     }
@@ -120,8 +120,8 @@ impl SlotMap {
         self.full_precision_prefix == 0 && !self.tail
     }
 
-    /// Slots from the first of a sequence to behind its token `tokens - 1`, without a tail;
-    /// `u32::MAX` if more.
+    /// Returns the slots of the first `tokens` tokens of a sequence, without a tail; `u32::MAX` if
+    /// more.
     #[inline]
     pub fn slots(&self, tokens: u32) -> u32 {
         if self.full_precision_prefix == 0 {
@@ -139,7 +139,7 @@ impl SlotMap {
             .saturating_add(tokens.saturating_sub(self.full_precision_prefix))
     }
 
-    /// Blocks that hold `tokens` tokens without a tail.
+    /// Returns the blocks that hold `tokens` tokens without a tail.
     #[inline]
     pub fn blocks(&self, tokens: u32) -> u32 {
         let slots = self.slots(tokens);
@@ -147,19 +147,19 @@ impl SlotMap {
         whole + u32::from(whole * self.block_size < slots)
     }
 
-    /// The most blocks of one tail.
+    /// Returns the most blocks of one tail.
     pub fn tail_blocks_max(&self) -> u32 {
         if self.tail { self.block_size.div_ceil(self.per_block) } else { 0 }
     }
 
-    /// Blocks with which a sequence grows to `tokens` tokens one by one: when a block is full, its
-    /// tail is held until it is encoded.
+    /// Returns the blocks with which a sequence grows to `tokens` tokens one by one: when a block
+    /// is full, its tail is held until it is encoded.
     pub fn blocks_to_grow(&self, tokens: u32) -> u32 {
         self.blocks(tokens).saturating_add(self.tail_blocks_max())
     }
 
-    /// Blocks with which a sequence can grow to `tokens` tokens in any steps: one that fills a
-    /// block and begins the next holds two tails.
+    /// Returns the blocks with which a sequence can grow to `tokens` tokens in any steps: a step
+    /// that fills a block and begins the next one holds two tails.
     pub fn blocks_reserved(&self, tokens: u32) -> u32 {
         if tokens == 0 {
             return 0;
@@ -167,7 +167,7 @@ impl SlotMap {
         self.blocks(tokens).saturating_add(self.tail_blocks_max().saturating_mul(2))
     }
 
-    /// Tokens that fit `blocks` blocks without a tail.
+    /// Returns the tokens that fit `blocks` blocks without a tail.
     #[inline]
     pub fn tokens(&self, blocks: u32) -> u32 {
         let slots = blocks.saturating_mul(self.block_size);
@@ -180,7 +180,7 @@ impl SlotMap {
         }
     }
 
-    /// Blocks that the first `tokens` tokens fill.
+    /// Returns the blocks that the first `tokens` tokens fill.
     #[inline]
     pub fn full_blocks(&self, tokens: u32) -> u32 {
         if tokens < self.full_precision_prefix {
@@ -234,19 +234,19 @@ impl SlotMap {
         if self.tail { coded.max(self.full_precision_prefix).min(len) } else { len }
     }
 
-    /// Blocks of full-precision prefix and codes of a sequence of `len` tokens whose first `coded`
-    /// are codes.
+    /// Returns the blocks of full-precision prefix and codes of a sequence of `len` tokens whose
+    /// first `coded` are codes.
     pub(crate) fn code_blocks(&self, len: u32, coded: u32) -> u32 {
         self.blocks(self.tail_begin(len, coded))
     }
 
-    /// Blocks of the tail of such a sequence.
+    /// Returns the blocks of the tail of such a sequence.
     pub(crate) fn tail_blocks(&self, len: u32, coded: u32) -> u32 {
         let rows = len - self.tail_begin(len, coded);
         rows.div_ceil(self.per_block)
     }
 
-    /// Blocks that such a sequence holds.
+    /// Returns the blocks that such a sequence holds.
     pub fn blocks_in(&self, len: u32, coded: u32) -> u32 {
         self.code_blocks(len, coded).saturating_add(self.tail_blocks(len, coded))
     }
@@ -287,7 +287,7 @@ impl SlotMap {
         rows * self.wide_slots
     }
 
-    /// The `nth` of wide rows one after another.
+    /// Returns the place of the `nth` of adjacent wide rows.
     fn wide(&self, nth: u32) -> Place {
         // `per_block` is at least 1.
         let (index, inside) = (nth / self.per_block, nth % self.per_block);

@@ -14,12 +14,12 @@ use crate::plan::{Newcomer, Plan, Share, push};
 use crate::queues::{Overtakes, Queues};
 use crate::request::Limits;
 
-/// What came of the newcomers of a step.
+/// The outcome for the newcomers of a step.
 #[derive(Debug, Default)]
 pub(crate) struct Admitted {
     /// Numbers of the requests that run now.
     pub(crate) requests: Vec<usize>,
-    /// Why the first of the others does not, if blocks are missing.
+    /// The shortage of the first newcomer that does not run, if blocks are missing.
     pub(crate) refused: Option<BlocksExhausted>,
 }
 
@@ -72,11 +72,11 @@ pub(crate) fn admit<B: Backend>(
     Ok(admitted)
 }
 
-/// What came of one newcomer.
+/// The outcome for one newcomer.
 enum One {
     /// It runs, and adds this many tokens.
     Added(u32),
-    /// It runs with its reused blocks, and its tokens are added in a later step.
+    /// The request runs with its reused blocks; its tokens are added in a later step.
     Started(BlocksExhausted),
     NoBlocks(BlocksExhausted),
     NotYet,

@@ -1,4 +1,4 @@
-//! Several texts after one prompt: it is computed once, and the others are forks of its sequence.
+//! Several texts after one prompt: one sequence computes the prompt, and the others fork it.
 use kv_core::backend::Backend;
 use kv_core::invariant::Invariant;
 

@@ -9,8 +9,8 @@ use crate::num::to_usize;
 /// Longest n-gram that is searched.
 const NGRAM_MAX: usize = 4;
 
-/// Returns at most `max` tokens that may follow `tokens`: those that followed the latest earlier
-/// occurrence of its longest suffix that has one. An occurrence near the end continues with the
+/// Returns at most `max` tokens that may follow `tokens`: the continuation of the latest earlier
+/// occurrence of the longest suffix that has one. An occurrence near the end continues with the
 /// drafts themselves, so that a repetition is drafted to any length.
 pub(crate) fn propose(tokens: &[u32], max: u32) -> Vec<u32> {
     let Some(from) = follows(tokens).filter(|_| max > 0) else {

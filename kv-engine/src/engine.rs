@@ -76,12 +76,12 @@ pub struct Engine<B: Backend = AnyBackend> {
     held: Option<HeldStep>,
 }
 
-/// What an engine knows of the step that it holds.
+/// Times and admissions of the held step.
 #[derive(Debug)]
 struct HeldStep {
-    /// When its call began.
+    /// Time at which its call began.
     begun: Duration,
-    /// When its blocks were allocated.
+    /// Time at which its blocks were allocated.
     opened: Duration,
     /// Numbers of the requests that it admitted.
     admitted: Vec<usize>,
@@ -278,7 +278,7 @@ impl<B: Backend> Engine<B> {
     }
 
     /// Ends the held step with its logits, or with the tokens that the caller has chosen from them,
-    /// and returns what has come of it.
+    /// and returns its events.
     ///
     /// # Errors
     /// [`EngineError::NoStep`] if none is held; [`EngineError::Output`] for logits or tokens that
@@ -356,9 +356,9 @@ impl<B: Backend> Engine<B> {
         Ok((done.into_iter().flatten().collect(), self.stats()))
     }
 
-    /// Brings the blocks of a session file to the cache, where prompts that begin with its text
-    /// find them, and returns how many of its tokens can be reused. All of the file is verified
-    /// first.
+    /// Brings the blocks of a session file to the cache, where prompts that begin with the file's
+    /// text find them. Returns the number of its tokens that can be reused. The whole file is
+    /// verified first.
     ///
     /// # Errors
     /// [`EngineError::StepOpen`] while a step is held; [`EngineError::Session`]. Nothing has

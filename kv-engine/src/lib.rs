@@ -67,29 +67,29 @@
 //! never preempted and fits alone, which is checked when it is submitted, so every step makes
 //! progress.
 //!
-//! A step that fails changes nothing: whatever the model or the output was, it is rolled back
+//! A step that fails changes nothing: whatever the model or the output was, the step is rolled back
 //! before a token is sampled, and the next step repeats it. After an error, cancel the request that
 //! is the cause, or go on.
 //!
 //! # Fairness
 //!
-//! A step has [`Limits::max_step_tokens`] tokens, B. Each of the `d` sequences that decode gets
-//! one; drafts come next, of which there are at most half of the rest while a prompt is to be
-//! computed.
-//! What is left is split among prompts by equal shares: what a short one does not need goes to the
-//! others, the remainder to the oldest. With `k` prompts, each gets what it needs or at least
-//! `floor((B - d) / k)` tokens, half as many with drafts. So a prompt of `n` tokens beside at most
-//! `k - 1` others, with at most `d < B` sequences that decode, is computed within
-//! `ceil(n / floor((B - d) / k))` steps after its admission, unless it is preempted.
+//! A step has [`Limits::max_step_tokens`] tokens, B. Each of the `d` sequences that decode gets one
+//! token. Drafts come next: at most half of the rest while a prompt is to be computed. The
+//! remaining tokens are split among prompts by equal shares: tokens that a short prompt does not
+//! need go to the other prompts, the remainder of the division to the oldest. With `k` prompts,
+//! each gets the tokens that it needs, or at least `floor((B - d) / k)`, half of that with drafts.
+//! So a prompt of `n` tokens beside at most `k - 1` others, with at most `d < B` sequences that
+//! decode, is computed within `ceil(n / floor((B - d) / k))` steps after its admission, unless it
+//! is preempted.
 //!
-//! Requests are admitted in the order of their arrival, up to [`Limits::max_batch`] sequences. One
-//! for which there is no room yet may be overtaken by [`Limits::max_overtakes`] younger ones, then
-//! nothing is admitted before it. There is no room while the cache has no blocks for its whole
-//! prompt beside those that present tokens of running sequences need, while its beams are too many
-//! for the batch, or while a tier looks for its blocks. So a long prompt delays a short one by its
-//! blocks alone: the short one waits if its own do not fit, or if the long one has been overtaken
-//! that often. A prompt whose first blocks another one is about to compute waits until they can be
-//! reused.
+//! Requests are admitted in the order of their arrival, up to [`Limits::max_batch`] sequences. A
+//! request without room may be overtaken by [`Limits::max_overtakes`] younger ones; then nothing is
+//! admitted before it. A request has no room while the cache lacks blocks for its whole prompt
+//! beside those that present tokens of running sequences need, while its beams are too many for the
+//! batch, or while a tier looks for its blocks. So a long prompt delays a short one only by its
+//! blocks: the short one waits if its own blocks do not fit, or if the long one has been overtaken
+//! that often. A prompt whose first blocks another request is about to compute waits until they can
+//! be reused.
 #![forbid(unsafe_code)]
 mod accept;
 mod admit;

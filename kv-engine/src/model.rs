@@ -1,4 +1,4 @@
-//! What a model is given and returns: the contract between the engine and the forward pass.
+//! Inputs and outputs of a model: the contract between the engine and the forward pass.
 use std::error::Error;
 
 use kv_core::backend::Backend;
@@ -90,8 +90,8 @@ pub struct Logits {
 }
 
 impl Logits {
-    /// Takes rows of `width` values each: those of the first chunk in the order of its tokens, then
-    /// those of the next ([`Batch::logit_rows`]).
+    /// Takes rows of `width` values each: the rows of the first chunk in the order of its tokens,
+    /// then those of the next ([`Batch::logit_rows`]).
     ///
     /// # Shapes
     /// `values` is `[rows, width]`, `width` the size of the vocabulary.
@@ -149,8 +149,8 @@ pub struct Chosen {
     pub tokens: Vec<u32>,
 }
 
-/// What a forward pass came to: logits from which the engine chooses, or tokens that the caller has
-/// chosen from its own, on a device or from a recording.
+/// The output of a forward pass: logits from which the engine chooses, or tokens that the caller
+/// has chosen, on a device or from a recording.
 #[derive(Debug, Clone, PartialEq)]
 #[expect(clippy::exhaustive_enums, reason = "either the engine chooses or the caller")]
 pub enum Output {

@@ -72,7 +72,7 @@ pub(crate) fn outcomes<'o>(
     Ok(outcomes)
 }
 
-/// Where the tokens of a chunk come from.
+/// The source of a chunk's tokens.
 enum Source<'o> {
     Rows(Vec<&'o [f32]>),
     Chosen(&'o [u32]),
@@ -113,8 +113,8 @@ fn choose<'o>(
     }
 }
 
-/// Takes tokens while they are the drafts, and the one after them. The cache keeps each token that
-/// has another one after it.
+/// Takes tokens while they equal the drafts, and the token after them. The cache keeps every taken
+/// token but the last.
 fn accept(
     task: &Task,
     drafts: &[u32],

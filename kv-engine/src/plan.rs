@@ -1,11 +1,11 @@
-//! The plan of the next step: the tokens of what runs, and the waiting requests that join it.
+//! The plan of the next step: the tokens of running requests, and the waiting requests that join.
 //!
 //! A waiting request is passed over, and may be overtaken, while the cache has no blocks for its
-//! prompt beside those of everything that runs, while there is no room for its beams, or while its
+//! prompt beside the blocks of all running requests, while its beams have no room, or while its
 //! blocks are on their way from a tier. [`Limits::max_overtakes`] bounds that.
 //!
-//! A request whose prompt begins as another one that is being computed follows it: it is admitted
-//! when the common blocks can be reused. That is never later than it would compute them itself.
+//! A request follows another one that is computing the same beginning of a prompt: it is admitted
+//! when the common blocks can be reused, never later than it would compute them itself.
 use kv_core::error::BlocksExhausted;
 use kv_core::scheduling::{Admission, CacheState};
 use kv_core::spec::{GroupSpec, PrefixReuse};
@@ -19,7 +19,7 @@ use crate::request::Limits;
 use crate::share;
 use crate::task::{Search, Sequence, Task, common};
 
-/// What shrinks while blocks are missing.
+/// The size of a step, which shrinks while blocks are missing.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Size {
     /// Most tokens.
@@ -34,7 +34,7 @@ pub(crate) struct Plan {
     pub(crate) newcomers: Vec<Newcomer>,
     /// Tokens of the step that nothing has a use for yet.
     pub(crate) spare: u32,
-    /// Why the oldest waiting request does not join, if blocks are missing.
+    /// The shortage of the oldest waiting request, if it does not join because blocks are missing.
     pub(crate) refused: Option<BlocksExhausted>,
 }
 

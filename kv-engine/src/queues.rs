@@ -140,7 +140,7 @@ impl Queues {
     }
 }
 
-/// How many requests may still be admitted before those that were passed over.
+/// Number of requests that may still be admitted before those that were passed over.
 #[derive(Debug)]
 pub(crate) struct Overtakes {
     left: u32,

@@ -1,4 +1,4 @@
-//! What is asked of an engine and what comes of it.
+//! Requests to an engine, and their events.
 use crate::beams::{BeamOptions, Hypothesis};
 use crate::sampler::Sampler;
 
@@ -15,7 +15,7 @@ pub struct Request {
     pub beams: Option<BeamOptions>,
     /// Prompts share blocks only with those of an equal salt.
     pub salt: Vec<u8>,
-    /// Whether it goes on after a token that ends a text.
+    /// Whether the text goes on after a stop token.
     pub ignore_stop: bool,
 }
 
@@ -110,8 +110,8 @@ pub struct Generated {
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Event {
-    /// A request has another token. Beam search chooses its text at the end, so all its tokens come
-    /// right before its end.
+    /// A request has another token. Beam search chooses the text at the end, so all tokens of its
+    /// text come right before the end of the request.
     Token {
         /// Number of the request.
         index: usize,

@@ -1,8 +1,8 @@
 //! Samples the next token from logits.
 //!
 //! Every sequence has its own generator, seeded by the program's seed and the prompt's index, and
-//! draws once per token: its draws do not depend on its batch, its chunks or preemption. The last
-//! bits of the logits do, because products of one row and of many add in different orders.
+//! draws once per token, so its draws do not depend on batch, chunks or preemption. The last bits
+//! of the logits do, because products of one row and of many add in different orders.
 use crate::num::{to_f64, to_u32};
 
 /// The random stream of one sequence.
@@ -121,7 +121,7 @@ pub(crate) fn check_logits(logits: &[f32]) -> Result<f32, SampleError> {
     Ok(logits.iter().copied().fold(first, f32::max))
 }
 
-/// Output function of `SplitMix64` (Steele, Lea, Flood 2014).
+/// Computes the output function of `SplitMix64` (Steele, Lea, Flood 2014).
 fn mix(state: u64) -> u64 {
     let mut z = state;
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);

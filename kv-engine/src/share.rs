@@ -1,6 +1,6 @@
-//! The split of a step's tokens among sequences: the one place that decides who gets how many.
+//! The split of a step's tokens among sequences: the one place that decides it.
 //!
-//! 1. Every sequence that needs one token gets it: it decodes, and its reader waits for each token.
+//! 1. Every sequence that decodes gets its one token, because its reader waits for each token.
 //! 2. Drafts come next, because a step with them costs little more. While a prompt is to be
 //!    computed they get at most half of what is left, so that they never stop it.
 //! 3. The rest goes to the prompts by equal shares. What a short one does not need goes to the

@@ -18,7 +18,7 @@ use crate::request::{Event, Finish, Generated, Limits};
 use crate::stats::Stats;
 use crate::task::{FromTiers, Search, Task};
 
-/// What an engine knows between two steps.
+/// The state of an engine between two steps.
 #[derive(Debug)]
 pub(crate) struct State<B: Backend> {
     pub(crate) memory: Memory<B>,
@@ -212,8 +212,8 @@ impl<B: Backend> State<B> {
         }
     }
 
-    /// Ends a request now; returns its task, if it has not ended before, or what one of several
-    /// texts that share the prompt came to.
+    /// Ends a request now. Returns its task if the task has not ended before, or the outcome of one
+    /// of several texts that share the prompt.
     pub(crate) fn cancel(&mut self, index: usize) -> Option<(Generated, FromTiers)> {
         if let Some(ended) = self.queues.all_mut().find_map(|task| task.drop_text(index)) {
             return Some((ended, FromTiers::Nothing));

@@ -67,12 +67,12 @@ pub(crate) struct Task {
     pub(crate) tiers: FromTiers,
 }
 
-/// What a waiting request has got from tiers.
+/// The tier state of a waiting request.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum FromTiers {
     /// The cache has no tiers.
     Nothing,
-    /// They were not asked yet.
+    /// No prefetch was started yet.
     Unasked,
     Prefetching(PrefetchId),
     /// All that came in time is on the device, or was.
@@ -131,8 +131,8 @@ impl Task {
         self.sequences.iter().any(|sequence| cache.contains(sequence.id))
     }
 
-    /// Returns the length that its sequences are computed to: their end or, if only the first one
-    /// exists, the point where the others are forked from it.
+    /// Returns the length to which the sequences are computed: their end or, if only the first one
+    /// exists, the point where the others fork from it.
     pub(crate) fn goal(&self, cache: &CacheState) -> u32 {
         let (first, others) = (self.first(), &self.sequences[1..]);
         if others.iter().all(|other| cache.contains(other.id)) {
@@ -175,8 +175,8 @@ impl Task {
         &self.first().tokens[..to_usize(self.goal(cache))]
     }
 
-    /// Drops one of several texts that share the prompt, which is not computed yet; `None` if it
-    /// is none of them, or the only one.
+    /// Drops one of several texts that share the prompt, before the text is computed; `None` for
+    /// the only text, and for a text of another task.
     pub(crate) fn drop_text(&mut self, index: usize) -> Option<Generated> {
         if self.index == index {
             // The sequence stays, and becomes that of the next text.

@@ -45,7 +45,7 @@ impl EvictionPolicy for ByPriority {
     fn reused(&mut self, block: BlockId) {
         self.remove(block.0);
     }
-    /// The duration of its level goes on.
+    /// Keeps the duration of the level running.
     fn held(&mut self, block: BlockId) {
         self.idle.hide(block.0);
     }

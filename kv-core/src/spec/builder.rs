@@ -250,7 +250,7 @@ impl CacheSpecBuilder {
         }
     }
 
-    /// Zero bytes are rows of zeros in plain formats; others may have a mean or a scale.
+    /// Refuses zeroed late layers in quantised formats: zero bytes may decode to other values.
     fn check_late_layers(&self, group: &GroupSpec) -> Result<(), SpecError> {
         let mut formats = group.layouts().iter().map(PlaneLayout::format);
         match formats.find(|format| format.is_quantised()) {

@@ -1,10 +1,10 @@
-//! Logits and tokens that are not those of the step: each is refused with its reason, the step is
-//! rolled back, and the next one repeats it.
+//! Logits and tokens that do not fit the step: each is refused with its reason, the step is rolled
+//! back, and the next step repeats it.
 use kv_engine::{Chosen, Output, OutputError};
 
 use super::*;
 
-/// Begins a step of two requests, ends it with what `make` returns, and runs them to their end.
+/// Begins a step of two requests, ends it with the output of `make`, and runs both to their end.
 fn refused(make: impl Fn(&Batch) -> Output) -> OutputError {
     let prompts = [vec![1, 2, 3, 4, 5], vec![7, 8]];
     let mut engine = Engine::new(cache(4, 40), limits(4, 100));

@@ -90,7 +90,7 @@ fn drafts_leave_half_of_a_step_to_prompts() {
     assert_eq!((drafts(batch), batch.last().map(|chunk| chunk.tokens)), (18, Some(18)));
 }
 
-/// What is known of a request from outside.
+/// Observations of a request from outside.
 struct Watched {
     prompt: u32,
     computed: u32,

@@ -12,7 +12,7 @@ fn identity() -> Identity {
     Identity::new(ModelDigest::of_bytes(b"echo"))
 }
 
-/// Runs a text, and then others if they are to take its room, and saves it.
+/// Runs a text, then other texts that may take its room, and saves the first one.
 fn save(
     cache: KvCache<CpuBackend>,
     prompt: &[u32],

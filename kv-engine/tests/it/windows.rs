@@ -1,4 +1,4 @@
-//! Blocks that a request needs in groups with windows: exactly those that it holds at its peak.
+//! Blocks that a request needs in groups with windows: exactly those held at its peak.
 use kv_core::spec::GroupSpec;
 
 use super::*;

@@ -229,7 +229,7 @@ impl<'a> Header<'a> {
         *field.invariant("a field lies in the first page, or in front of its end")
     }
 
-    /// A name of printable characters.
+    /// Reads a name of printable characters.
     fn format_name(&self, at: usize) -> Option<&'a str> {
         let field = self.bytes.get(at..at.checked_add(FORMAT_BYTES)?)?;
         let end = field.iter().position(|byte| *byte == 0).unwrap_or(field.len());

@@ -149,7 +149,7 @@ impl BlockStore for DiskFolder {
         Ok(read.map(|(bytes, _)| bytes))
     }
 
-    /// Is denied.
+    /// Refuses the write as denied.
     fn put(&self, chunk: &ChunkAddress, _: &[u8], _: Instant) -> Result<Put, StoreError> {
         Err(refused(StoreErrorKind::Denied, "write of", &path::of(chunk)))
     }

@@ -26,7 +26,7 @@ impl DiskOptions {
         self
     }
 
-    /// Only reads, and changes nothing in the folder: neither lock files nor times.
+    /// Makes the store read-only: nothing in the folder changes, neither lock files nor times.
     #[must_use]
     pub const fn with_read_only(mut self, read_only: bool) -> Self {
         self.read_only = read_only;

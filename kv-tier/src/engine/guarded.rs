@@ -49,7 +49,7 @@ impl fmt::Display for Removal {
     }
 }
 
-/// Why a write did not reach the store.
+/// The reason for which a write did not reach the store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum NotWritten {
     /// The breaker opened while it waited, or no thread was left for it.
