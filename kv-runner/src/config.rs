@@ -95,7 +95,7 @@ pub(crate) enum QkNorm {
     Projection,
 }
 
-/// Which projections have a bias.
+/// The projections that have a bias.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Biases {
     pub(crate) qkv: bool,

@@ -118,7 +118,7 @@ const CHUNKED: &str = "chunked attention is counted as a window as long as a chu
 const LEN_MAX: u32 = u32::MAX >> 2;
 /// Upper limit of counts in a file, so that products of a few fit into `u64`.
 pub(crate) const COUNT_MAX: u32 = 1 << 20;
-/// Why a model without attention layers has no cache.
+/// The reason for which a model without attention layers has no cache.
 const NO_LAYER: &str = "no layer of the model has attention with a cache of its own";
 /// Most layers of a cache.
 pub(crate) const LAYERS_MAX: u32 = 65_535;

@@ -138,8 +138,8 @@ impl<'a> Object<'a> {
         u32::try_from(got).map_err(|_| ConfigError::TooLarge { field, got, max })
     }
 
-    /// Returns token ids: one, a list of them, or none if the field is -1, as some files write it.
-    /// `None` if it is absent or null.
+    /// Returns token ids: one, a list, or none if the field is -1, as some files write it. `None`
+    /// if the field is absent or null.
     pub(crate) fn ids(&self, key: &str) -> Result<Option<Vec<u32>>, ConfigError> {
         let Some(value) = self.value(key) else {
             return Ok(None);

@@ -118,8 +118,8 @@ impl Tokenizer {
         Ok(encoding.map_err(TextError::tokenizer)?.get_ids().to_vec())
     }
 
-    /// Returns the text of tokens that follow others, as a [`TextStream`] gives it: the text of all
-    /// of them is that of `before` and this one.
+    /// Returns the text of tokens that follow others, as a [`TextStream`] gives it: appended to the
+    /// text of `before`, it is the text of all tokens.
     ///
     /// # Errors
     /// [`TextError::Tokenizer`].
@@ -158,8 +158,8 @@ pub fn check_vocabulary(tokens: &[u32], model: &ModelConfig) -> Result<(), TextE
     }
 }
 
-/// Counts tokens that a tokenizer added before those of the `plain` text although it begins with
-/// them.
+/// Counts tokens that a tokenizer added before the tokens of the `plain` text, which already begins
+/// with these.
 fn added_before(ids: &[u32], plain: &[u32]) -> usize {
     let most = ids.len().saturating_sub(plain.len());
     let is_prefix = |count: &usize| {

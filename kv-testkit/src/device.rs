@@ -139,7 +139,7 @@ pub(crate) fn fetch<Q: Queue>(
     }
 }
 
-/// Where a tensor's bytes are.
+/// The memory of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
     /// Host memory.

@@ -23,7 +23,7 @@ pub struct FaultInjector<B> {
     fault: Arc<Fault>,
 }
 
-/// How an operation fails.
+/// The way in which an operation fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FaultKind {
     /// Fails once, before the work is done.

@@ -18,13 +18,13 @@ use kv_core::plan::{
 
 /// A wrapper of another device, for one cache and its host pools.
 ///
-/// Uploads, downloads and zeroing are recorded, and done when something needs them done: a later
-/// operation on their queue, work of another queue that waits for them, or a host that waits for
-/// their fence or has polled it several times.
+/// Uploads, downloads and zeroing are recorded and run late: when a later operation on their queue,
+/// work of another queue that waits for them, or a host that waits for their fence or has polled it
+/// several times needs them.
 ///
-/// The other operations borrow their arguments and cannot be recorded: they are done when they are
-/// called, after what was recorded before them. A copy of another queue that is not ordered after
-/// them would be right by chance. Recording it panics.
+/// The other operations borrow their arguments and cannot be recorded: they run when they are
+/// called, after all operations recorded before them. A copy of another queue that is not ordered
+/// after such an operation would be right by chance, so recording the copy panics.
 pub struct LateDevice<B: Backend> {
     inner: Arc<B>,
     work: Arc<Work<B::Queue>>,
@@ -118,21 +118,21 @@ impl<Q> Work<Q> {
 
 struct Queues<Q> {
     queues: Vec<Operations<Q>>,
-    /// What the host has seen done.
+    /// Operations that the host has seen done.
     host: Clock,
 }
 
-/// What one queue was given.
+/// The operations of one queue.
 struct Operations<Q> {
     inner: Q,
-    /// Those that are not done.
+    /// Operations that are not done.
     waiting: VecDeque<Operation<Q>>,
     /// Number of all operations, and of those that are done.
     recorded: u64,
     done: u64,
     /// Number of the operations up to the last one that was done when it was called.
     eager: u64,
-    /// What is done before the next operation.
+    /// Operations of other queues that are done before the next operation.
     after: Clock,
 }
 
@@ -176,7 +176,7 @@ impl<Q: Queue> Queues<Q> {
         self.record(queue, Operation::Run(Box::new(run)));
     }
 
-    /// Does the first `number` operations of a queue, and what they wait for.
+    /// Runs the first `number` operations of a queue, and the operations that they wait for.
     fn run(&mut self, queue: usize, number: u64) -> Result<(), DeviceError> {
         while self.queues[queue].done < number {
             let of = &mut self.queues[queue];

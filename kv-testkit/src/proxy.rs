@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-/// What happens to the bytes from the server to the client. Bytes are counted from the call of
+/// A fault in the bytes from the server to the client. Bytes are counted from the call of
 /// [`FaultProxy::set`] on, over all connections. A fault at a place happens once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ProxyFault {

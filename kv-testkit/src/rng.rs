@@ -49,14 +49,14 @@ impl Rng {
     }
 }
 
-/// Value of one element in te-trace files, and wherever a value must show where it belongs: a
+/// Returns the value of one element in te-trace files, and wherever a value must show its place: a
 /// multiple of 1/64 in -2..2, exact in every stored format.
 pub fn mix(place: [u32; 6]) -> f32 {
     f32::from(mix_code(place)) / 64.0
 }
 
-/// The code of [`mix`]; `place` is sequence, position, head, dim, 0 for K or 1 for V, and layer
-/// counted from 1.
+/// Returns the code of [`mix`]; `place` is sequence, position, head, dim, 0 for K or 1 for V, and
+/// layer counted from 1.
 pub fn mix_code([seq, pos, head, dim, kv, layer]: [u32; 6]) -> i8 {
     let mut x = seq
         .wrapping_mul(0x9E37_79B1)

@@ -285,8 +285,8 @@ impl Process {
         assert!(self.try_signal(signal), "the server ended before SIG{signal}");
     }
 
-    /// Waits until every thread is stopped. One of them takes SIGSTOP and stops the others: on a
-    /// busy machine those answer requests until then.
+    /// Waits until every thread is stopped. One thread takes SIGSTOP and stops the others, which
+    /// may answer requests until then on a busy machine.
     fn wait_until_stopped(&self) {
         let sent = Instant::now();
         while self.is_stopped() == Some(false) {

@@ -1,10 +1,10 @@
 //! Tolerances, which are derived and never typed in.
 //!
-//! A result passes if its error is at most twice that of the plain computation in the same input
-//! precision, plus one ulp of the output format. The plain computation's error is the largest over
-//! all orders of its loops and over the whole tensor, relative to the magnitude that a first-order
-//! analysis gives each element, so that no lucky element decides. It counts as at least half of one
-//! rounding of those terms, so a result may always be off by one rounding.
+//! A result passes if its error is at most twice the error of the plain computation in the same
+//! input precision, plus one ulp of the output format. The plain computation's error is the largest
+//! over all orders of its loops and over the whole tensor, relative to the magnitude that a
+//! first-order analysis gives each element, so that no lucky element decides. It counts as at least
+//! half of one rounding of these terms, so a result may always be off by one.
 use kv_core::DType;
 
 use crate::oracle::{round, ulp};

@@ -50,7 +50,7 @@ pub enum ConfigError {
     /// A model that keeps nothing in a KV cache.
     #[error("no KV cache: {why}")]
     NoCache {
-        /// What the model is instead.
+        /// The reason.
         why: &'static str,
     },
     /// A description that cannot be planned, with its model type.

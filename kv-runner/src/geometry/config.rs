@@ -209,7 +209,7 @@ impl Rows {
     }
 }
 
-/// Returns the kv heads, one number or one per layer, and the query heads if one number has them.
+/// Returns the kv heads, one number or one per layer, and the query heads if one number has both.
 fn kv_heads(
     keys: &Object<'_>,
     architecture: &str,

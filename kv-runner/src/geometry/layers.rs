@@ -248,7 +248,7 @@ enum Rule {
     /// All but the last of every period of this length.
     AllButLastOf(u32),
     From(u32),
-    /// Whether a layer has it; the list is repeated.
+    /// Whether each layer has the property; the list is repeated.
     Pattern(Vec<bool>),
 }
 

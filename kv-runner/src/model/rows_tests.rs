@@ -1,6 +1,6 @@
-//! What a cached prefix changes, to the bit: no row. A prompt that is cached is computed in a step
-//! of fewer tokens, and candle's matrix products of one row, of a few and of many add in different
-//! orders: logits differ in their last bits.
+//! Rows with a cached prefix, which equal rows without one to the bit. A prompt with a cached
+//! prefix is computed in a step of fewer tokens, and candle's matrix products of one row, of a few
+//! and of many add in different orders: logits differ in their last bits.
 use std::path::Path;
 
 use candle_core::{Device, Module, Tensor};

@@ -21,7 +21,7 @@ struct Parts {
 #[derive(Debug, Deserialize)]
 struct AddedToken {
     content: String,
-    /// Whether it is looked for in the normalized text.
+    /// Whether the token is searched in the normalized text.
     #[serde(default = "yes")]
     normalized: bool,
     /// Whether the token takes blanks around it along.

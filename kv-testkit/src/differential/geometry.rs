@@ -1,4 +1,4 @@
-//! Geometries of differential runs: every format in turn, with random options.
+//! Geometries of differential runs: all formats one after another, with random options.
 use kv_core::eviction::Eviction;
 use kv_core::spec::{KeyMean, PrefixReuse, Transform};
 use kv_core::{CacheSpec, DType, KvFormat};

@@ -1,6 +1,6 @@
 //! Differential tests: the same random operations on two devices, compared after every operation.
 //!
-//! Each device has a [`CacheFixture`] of its own, which checks it against the definition of the
+//! Each device has its own [`CacheFixture`], which checks the device against the definition of the
 //! formats and the oracle of attention. Beyond that, both devices are compared with each other:
 //!
 //! - results of calls, sharing of blocks and all counts, which must not depend on the device;

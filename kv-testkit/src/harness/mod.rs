@@ -87,7 +87,7 @@ fn all_trials<B: Device>(name: &str, erased: &AnyBackend, own: &B, args: &Args) 
     trials
 }
 
-/// Not generic: the suite is compiled with this crate, not with each runner.
+/// Lists the trials of an erased device. Not generic: the suite is compiled once, with this crate.
 fn erased_trials(name: &str, erased: &AnyBackend) -> Vec<Trial> {
     let mut trials = suite_trials(name, erased, suite::cases());
     trials.extend(vectors::own().into_iter().map(|found| vector_trial(name, erased, found)));

@@ -11,7 +11,7 @@
 //!
 //! - every row that a sequence can read was made from its own prefix;
 //! - every block has as many holders as tables and pins list it, and is empty, idle or held;
-//! - the text of a running sequence is all of it, without drafts that nobody has accepted;
+//! - the text of a running sequence is all of it, without drafts that are not accepted yet;
 //! - the published prefix of a running sequence is found (groups without a window);
 //! - a consumer of the events, a snapshot and the index agree, also where events are lost;
 //! - the eviction policy knows exactly which blocks are cached and which of them are idle, evicted

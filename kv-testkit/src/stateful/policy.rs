@@ -8,8 +8,8 @@ use kv_core::eviction::{BlockInfo, Clock, Eviction, EvictionPolicy, ManualClock,
 
 use super::coverage::{Behaviour, Coverage};
 
-/// A policy and its rules: it knows every cached block and evicts only candidates, one of the
-/// lowest level that has not expired, and the oldest one where the policy says so.
+/// A policy with its rules, checked: it knows every cached block and evicts only candidates, of the
+/// lowest level that has not expired, and the oldest where the policy's rule says so.
 #[derive(Debug)]
 pub(super) struct CheckedPolicy {
     inner: Box<dyn EvictionPolicy>,

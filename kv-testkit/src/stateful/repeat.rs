@@ -40,7 +40,7 @@ impl StatefulTest {
     }
 
     /// Starts a sequence, computes its whole prompt in one step and releases it; returns false if
-    /// it does not fit.
+    /// the prompt does not fit.
     fn compute_once(&mut self, prompt: &[u32], options: &Options) -> Result<bool, CaseError> {
         let id = self.new_id();
         let reused = match self.cache.start(id, prompt, options.start_options()) {

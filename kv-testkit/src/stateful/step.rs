@@ -269,9 +269,9 @@ impl StatefulTest {
     fn check_left(&self, left: &[u32], entries: u32) -> Result<(), CaseError> {
         let has_tail = self.spec.groups().iter().any(|group| group.slot_map().has_tail());
         for (id, left) in (0..).zip(left) {
-            // Blocks may be free again after the step: one that its last holder copied to be able
-            // to roll back, one that was replaced by a block with the same content, and, with a
-            // tail, those that became codes or held drafts.
+            // Blocks may be free again after the step: a block that its last holder copied for a
+            // rollback, a block that was replaced by one with the same content, and, with a tail,
+            // blocks that became codes or held drafts.
             let given_back = if has_tail { self.spec.max_seq_len() } else { entries - 1 };
             let free = self.cache.state().free_blocks(GroupId(id));
             let is_right = (*left..=left + given_back).contains(&free);

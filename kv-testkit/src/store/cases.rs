@@ -14,7 +14,7 @@ use crate::case::{CaseError, CaseResult, Outcome, ensure, same};
 /// One guarantee of stores.
 #[derive(Debug, Clone, Copy)]
 pub struct StoreCase {
-    /// What must hold.
+    /// The guarantee.
     pub name: &'static str,
     /// Checks it.
     pub run: fn(&dyn StoreFixture) -> CaseResult,
@@ -95,7 +95,7 @@ fn second_write(fixture: &dyn StoreFixture) -> CaseResult {
 fn empty(fixture: &dyn StoreFixture) -> CaseResult {
     let store = fixture.open()?;
     let chunk = chunk_address(4, 1);
-    // A store may refuse it, or keep it and say then that it is none; it never is a chunk of 0.
+    // A store may refuse the write, or refuse the read later; it never returns a chunk of 0 bytes.
     match store.put(&chunk, &[], soon()) {
         Ok(_) => {
             let read = store.get(&chunk, &mut [0; 16], soon());

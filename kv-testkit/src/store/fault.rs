@@ -55,7 +55,7 @@ impl Fault {
     ];
 }
 
-/// When what goes wrong. The same seed and the same calls, in the same order, give the same faults.
+/// A schedule of faults. The same seed and the same calls, in the same order, give the same faults.
 #[derive(Debug, Clone)]
 pub struct FaultSchedule {
     rng: Rng,
@@ -66,12 +66,12 @@ pub struct FaultSchedule {
 }
 
 impl FaultSchedule {
-    /// One call in `one_in` on average has one of the faults of `kinds`; with 0 none has.
+    /// Gives one call in `one_in` on average one of the faults of `kinds`; none if `one_in` is 0.
     pub fn seeded(seed: u64, one_in: u32, kinds: &[Fault]) -> Self {
         Self { rng: Rng::new(seed), one_in, kinds: kinds.to_vec(), next: Vec::new() }
     }
 
-    /// The next calls have these faults, in order; later ones have none.
+    /// Gives the next calls these faults, in order, and later calls none.
     pub fn listed(faults: &[Option<Fault>]) -> Self {
         let next = faults.iter().rev().copied().collect();
         Self { next, ..Self::seeded(0, 0, &[]) }
@@ -86,7 +86,7 @@ impl FaultSchedule {
     }
 }
 
-/// How often a fault went through, by fault.
+/// Number of injected faults, by fault.
 pub type FaultCounts = HashMap<Fault, u64>;
 
 /// A store with faults around another one.
@@ -151,8 +151,8 @@ impl<S: BlockStore> FaultStore<S> {
         Ok(fault)
     }
 
-    /// The answer of a call comes too late if a fault has delayed it past its deadline. The work
-    /// was done.
+    /// Returns the answer of a call, or a timeout if a fault has delayed the answer past its
+    /// deadline. The work was done.
     fn end<T>(fault: Option<Fault>, answer: T, deadline: Instant) -> Result<T, StoreError> {
         let is_late = matches!(fault, Some(Fault::Delay(_))) && Instant::now() >= deadline;
         if is_late {
@@ -161,7 +161,7 @@ impl<S: BlockStore> FaultStore<S> {
         Ok(answer)
     }
 
-    /// The time that the store within gets: a delay is not its fault.
+    /// Returns the deadline of the inner store, which is not shortened by a delay.
     fn patience(fault: Option<Fault>, deadline: Instant) -> Instant {
         if matches!(fault, Some(Fault::Delay(_))) { deadline.max(super::soon()) } else { deadline }
     }

@@ -1,7 +1,7 @@
-//! What every store of chunks must do alike, and a store that fails on purpose.
+//! The suite that every store of chunks must pass, and a store that fails on purpose.
 //!
 //! A store's own test makes a fixture and calls [`check_store`]; [`STORE_CASES`] has the cases for
-//! a runner that shows them one by one. [`FaultStore`] goes around any store.
+//! a runner that shows each of them. [`FaultStore`] wraps any store.
 mod cases;
 mod fault;
 
@@ -18,8 +18,8 @@ use crate::rng::Rng;
 /// A store to check. Each case opens it empty, or with what earlier cases left: they use roots of
 /// their own.
 pub trait StoreFixture {
-    /// Opens the store. Several may be open at a time: they are one store then, or processes that
-    /// share one.
+    /// Opens the store. Several may be open at a time: one store with several handles, or several
+    /// processes that share it.
     ///
     /// # Errors
     /// The failures of the store.

@@ -54,7 +54,7 @@ enum Kind {
     Quant(quant::Quant),
 }
 
-/// One file, or one case of it.
+/// One file, or one case of a file.
 #[derive(Debug)]
 pub(crate) enum Found {
     /// A job to run.

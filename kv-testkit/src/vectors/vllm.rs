@@ -37,11 +37,11 @@ struct Deviation {
     ours: u64,
 }
 
-/// Where this cache differs from vLLM, and why.
+/// The deviations from vLLM, with their reasons.
 ///
 /// If two requests compute the same blocks side by side, vLLM keeps both copies. Here the second
-/// request takes the blocks of the first when its step is committed, and its own become free:
-/// copies would evict content that others need.
+/// request takes the blocks of the first when its step is committed and frees its own: copies would
+/// evict content that others need.
 const DEVIATIONS: &[Deviation] = &[Deviation {
     scenario: "12_duplicate_blocks_not_merged",
     operation: 3,
@@ -389,8 +389,8 @@ impl Replay<'_> {
         Ok(json!({ "steps_ok": steps, "new_blocks": self.grown(&decode.id, &before)? }))
     }
 
-    /// Runs one new token and drafts. vLLM learns the new token together with the accepted ones,
-    /// after the step, so all of them are uncertain while it runs.
+    /// Runs one new token and drafts. vLLM learns the new token together with the accepted drafts,
+    /// after the step, so all of these tokens are uncertain while it runs.
     fn speculate(&mut self, spec: &Spec) -> Result<Value, CaseError> {
         let stay = spec.accept + 1;
         same("tokens of a spec", spec.tokens.len() as u32, stay)?;

@@ -1,5 +1,5 @@
-//! What the kit finds, on a device that stores nothing. Here and not beside the code, so that the
-//! suite is not compiled once more for them.
+//! Findings of the kit on a device that stores nothing. Here and not beside the code, so that the
+//! suite is not compiled once more for these tests.
 #![expect(
     clippy::as_conversions,
     clippy::cast_possible_truncation,

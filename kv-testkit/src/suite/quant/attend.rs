@@ -179,8 +179,8 @@ fn slots(spec: &CacheSpecBuilder) -> Result<u32, CaseError> {
 }
 
 /// V is zero except for one token in eight, and softmax weights are sharp: the largest weights
-/// usually meet zeros, so the small ones decide. Outputs have 16 bits, for which a device may use
-/// approximations.
+/// usually multiply zeros, so the small ones decide. Outputs have 16 bits, for which a device may
+/// use approximations.
 ///
 /// Only formats whose decoded values need few bits: otherwise a device may round them, which would
 /// decide here. Weights are not sharper, because some devices convert them to f16 before the

@@ -50,7 +50,7 @@ fn evicted(backend: &AnyBackend) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// When a sequence ends, a pin is dropped or a window moves, the last block is evicted first, so
+/// The last block is evicted first when a sequence ends, a pin is dropped or a window moves, so
 /// that the rest can still be found.
 fn tails(backend: &AnyBackend) -> CaseResult {
     for eviction in Eviction::ALL {

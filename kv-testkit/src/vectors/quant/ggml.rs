@@ -191,8 +191,8 @@ impl Row {
     }
 }
 
-/// If llama.cpp's scale overflows f16, its block is lost; this library uses the largest scale, and
-/// values as near as its steps allow.
+/// Checks blocks whose scale overflows f16, which llama.cpp loses. This library uses the largest
+/// scale, and values as near as its steps allow.
 fn saturated(format: KvFormat, block: &[u8], values: &[f32]) -> Result<(), CaseError> {
     let scale = half::f16::from_le_bytes([block[0], block[1]]);
     same("magnitude of the scale", scale.to_f32().abs(), half::f16::MAX.to_f32())?;
