@@ -28,8 +28,8 @@ pub(crate) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
     output::text(&format!("\n{}", report.show()))
 }
 
-/// Output during a run: the text of one prompt as it is generated, or the texts of several when
-/// they are finished, with a progress bar on a terminal.
+/// Output during a run: the text of one prompt as it is generated, or the finished texts of several
+/// prompts, with a progress bar on a terminal.
 struct Show<'s> {
     job: &'s Job,
     stop: Vec<u32>,

@@ -1,4 +1,4 @@
-//! One `kv generate`: its model, its prompts, and its runs, each with its own cache.
+//! One `kv generate`: model, prompts, and runs with a cache each.
 use std::path::PathBuf;
 use std::time::Instant;
 

@@ -79,7 +79,7 @@ impl SessionFile {
     }
 }
 
-/// What a session file had, and what it has now.
+/// The content of a session file before and after the run.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Report {
     file: String,

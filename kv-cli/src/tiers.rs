@@ -21,7 +21,7 @@ use crate::memory::Bytes;
 use crate::output;
 use crate::tier::TierArg;
 
-/// How long the end of a run waits until everything is written.
+/// Longest time that the end of a run waits for pending writes.
 pub(crate) const FLUSH: Duration = Duration::from_mins(1);
 
 /// Says what the end of a run has left.
@@ -127,7 +127,7 @@ pub(crate) fn policy(text: &str) -> Result<WritePolicy, kv::error::UnknownName> 
     text.parse()
 }
 
-/// What came from tiers, and what went to them.
+/// Traffic from tiers and to them.
 #[derive(Debug, Serialize)]
 pub(crate) struct Report {
     /// Reused prompt tokens that came from host memory, disk and stores.
@@ -241,10 +241,10 @@ pub(crate) fn warn(names: &[String], stats: &TiersStats) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What follows from every failure of a store.
+/// The consequence of every failure of a store.
 pub(crate) const CONSEQUENCE: &str = "what was missing was computed";
 
-/// Why a store did not do what it should, and how often.
+/// The cause of a store's failures, and their number.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Cause {
     /// One word for metrics.

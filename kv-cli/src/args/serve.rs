@@ -123,7 +123,7 @@ impl ServeArgs {
         Ok(Some(key.to_owned()))
     }
 
-    /// Returns whose pages may send requests; `None` for nobody.
+    /// Returns the origins whose pages may send requests; `None` without any.
     pub(crate) fn origins(&self) -> Option<AllowOrigin> {
         match &*self.allow_origin {
             [] => None,

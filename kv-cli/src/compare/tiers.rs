@@ -1,5 +1,5 @@
-//! What tiers bring to a new process: the same prompts without tiers, and twice with them, each
-//! run with an empty cache.
+//! The benefit of tiers to a new process: the same prompts without tiers, and twice with tiers,
+//! each run with an empty cache.
 use kv::engine::Generated;
 use serde::Serialize;
 

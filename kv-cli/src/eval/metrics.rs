@@ -160,7 +160,7 @@ mod tests {
         near(compare(&row, &row.map(|x| x + 64.0), 0).kld, 0.0, 1e-12);
     }
 
-    /// The formula as it is written, in f64, with each probability computed separately.
+    /// Computes the formula as it is written, in f64, with each probability by itself.
     fn plainly(p: &[f32], q: &[f32]) -> f64 {
         let softmax = |row: &[f32]| {
             let powers: Vec<f64> = row.iter().map(|x| f64::from(*x).exp()).collect();

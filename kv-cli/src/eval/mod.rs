@@ -92,7 +92,7 @@ pub(crate) fn run(args: &EvalArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Checked first, because a long measurement must not fail at a missing folder.
+/// Checks the folder of the plot first: a long measurement must not fail because it is missing.
 fn check_plot(path: Option<&Path>) -> anyhow::Result<()> {
     let Some(path) = path else {
         return Ok(());

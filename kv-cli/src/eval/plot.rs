@@ -100,7 +100,7 @@ struct Label {
     x: i32,
     y: i32,
     width: i32,
-    /// Whether a line must connect it with its point.
+    /// Whether the label needs a line to its point.
     is_far: bool,
 }
 

@@ -21,7 +21,7 @@ pub(crate) enum AddressError {
     Query { got: String },
 }
 
-/// Where a server answers, without the path of a route.
+/// The address of a server, without the path of a route.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Address {
     /// Ends without `/`.

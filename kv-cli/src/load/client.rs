@@ -21,7 +21,7 @@ const IDLE: Duration = Duration::from_secs(4);
 /// Longest answer that is not a stream.
 const BODY_BYTES_MAX: usize = 1 << 20;
 
-/// What all requests have in common.
+/// Options that all requests have in common.
 #[derive(Debug, Clone)]
 pub(super) struct ClientOptions {
     pub(super) api_key: Option<HeaderValue>,
@@ -78,7 +78,7 @@ impl Failure {
     }
 }
 
-/// What became of a request.
+/// The outcome of a request.
 #[derive(Debug)]
 pub(super) struct Answer {
     pub(super) sent: Instant,
@@ -201,7 +201,7 @@ impl Client {
     }
 }
 
-/// When the texts of an answer came.
+/// The times of the texts of an answer.
 #[derive(Debug)]
 struct Texts {
     sent: Instant,

@@ -1,4 +1,4 @@
-//! Sends each request at its time, whatever became of the ones before it.
+//! Sends each request at its time, whatever the outcome of earlier requests.
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -15,9 +15,9 @@ const AHEAD: usize = 256;
 /// A request that ended.
 #[derive(Debug)]
 pub(super) struct Sample {
-    /// When it was sent, after the begin.
+    /// Time at which the request was sent, from the beginning.
     pub(super) at: Duration,
-    /// How long after its time.
+    /// Delay after its due time.
     pub(super) late: Duration,
     /// Until the first text came.
     pub(super) first: Option<Duration>,
@@ -26,7 +26,7 @@ pub(super) struct Sample {
     pub(super) result: Result<Option<Usage>, Failure>,
 }
 
-/// What was measured.
+/// The measurements of a run.
 #[derive(Debug, Default)]
 pub(super) struct Measured {
     pub(super) samples: Vec<Sample>,

@@ -18,7 +18,7 @@ pub(super) struct FailureLine {
     /// The status of the answer, or connection, timeout, stream, protocol.
     pub(super) kind: String,
     pub(super) count: u64,
-    /// That of the first one.
+    /// The message of the first failure.
     pub(super) message: String,
 }
 
@@ -52,7 +52,7 @@ pub(super) struct Report {
     time_to_first_token_ms: Option<Percentiles>,
     time_between_tokens_ms: Option<Percentiles>,
     request_ms: Option<Percentiles>,
-    /// How long after its time a request was sent.
+    /// Delay after its due time with which a request was sent.
     lateness_ms: Option<Percentiles>,
     is_late: bool,
 }
@@ -193,7 +193,7 @@ pub(super) mod tests {
     use super::super::wire::Usage;
     use super::*;
 
-    /// Makes a sample: when it was sent, its time to first token and its whole time.
+    /// Makes a sample of the time at which it was sent, its time to first token and its whole time.
     pub(in crate::load) fn sample(at: u64, first: u64, whole: u64) -> Sample {
         let ms = Duration::from_millis;
         Sample {

@@ -1,6 +1,6 @@
 //! Tokens made from numbers: equal seeds are equal text, and nothing else is.
 
-/// What a run of tokens is made from, such as the id of a block.
+/// The seed of a run of tokens, such as the id of a block.
 pub(super) type Seed = [u32; 3];
 
 /// Makes tokens of a vocabulary.

@@ -1,4 +1,4 @@
-//! What is sent and when: the requests of a trace, or made ones.
+//! The requests of a load and their times: from a trace, or made ones.
 use std::num::NonZeroU32;
 use std::path::Path;
 use std::time::Duration;
@@ -56,7 +56,7 @@ pub(crate) struct Synthetic {
     pub(crate) turns: NonZeroU32,
 }
 
-/// How a trace becomes requests.
+/// Options for turning a trace into requests.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct TraceOptions {
     /// Factor of the rate at which requests come.
@@ -84,11 +84,11 @@ pub(crate) struct Vocabulary {
 /// A request, without its prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Planned {
-    /// When it is sent, after the first one.
+    /// Time at which it is sent, after the first one.
     pub(super) due: Duration,
     pub(super) prompt_tokens: u32,
     pub(super) max_new_tokens: u32,
-    /// Its number in the trace, or that of its conversation.
+    /// The number of the request in the trace, or of its conversation.
     source: u32,
 }
 
@@ -117,8 +117,8 @@ impl Vocabulary {
 }
 
 impl Workload {
-    /// Makes conversations. All have their first turn, then all have their second one, and so on; a
-    /// turn adds to the prompt before it an answer and a new question.
+    /// Makes conversations: first the first turn of all, then the second turn of all, and so on. A
+    /// turn adds an answer and a new question to the prompt before it.
     pub(super) fn synthetic(made: &Synthetic, vocab: Vocabulary) -> Result<Self, WorkloadError> {
         let tokens = vocab.tokens()?;
         let Synthetic { prompt_tokens, shared_prefix_tokens: shared, turns, .. } = *made;
@@ -217,7 +217,7 @@ impl Workload {
     }
 }
 
-/// Returns when a request is sent after the first one; refuses a load that nobody would wait for.
+/// Returns the time of a request after the first one; refuses a load that takes too long.
 fn due(seconds: f64, index: usize, flag: &'static str) -> Result<Duration, WorkloadError> {
     // Of two times that are equal the difference may be a little less than nothing.
     let due = Duration::try_from_secs_f64(seconds.max(0.0)).ok();

@@ -316,7 +316,7 @@ fn choice(at: usize, (name, content): (&str, Value), reason: Option<&str>) -> Va
     json!({"index": at, name: content, "logprobs": null, "finish_reason": reason})
 }
 
-/// What every chunk of an answer begins with.
+/// The fields that every chunk of an answer begins with.
 struct Head {
     id: String,
     created: u64,
@@ -399,7 +399,7 @@ fn random() -> Result<u64, String> {
 mod tests {
     use super::*;
 
-    /// The texts wait for ever.
+    /// Returns texts that never come.
     fn waiting(deadline: Instant) -> Events {
         let forever: Pin<Box<dyn Stream<Item = (usize, Part)> + Send>> =
             Box::pin(stream::pending());

@@ -60,7 +60,7 @@ fn allow(origins: AllowOrigin) -> CorsLayer {
         .max_age(PREFLIGHT)
 }
 
-/// How long a browser remembers what it may send.
+/// Time that a browser remembers the answer to a preflight request.
 const PREFLIGHT: Duration = Duration::from_mins(10);
 
 /// Answers a request for texts.

@@ -26,7 +26,7 @@ enum Given<'a> {
 /// Most prompts of one request.
 const PROMPTS_MAX: usize = 64;
 
-/// What the field `prompt` may be.
+/// Possible values of the field `prompt`.
 const POSSIBLE: &str = "expected a text, token ids, or a list of either";
 
 /// Reads a request and makes the tokens of its prompts; runs until the deadline at most.

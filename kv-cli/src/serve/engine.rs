@@ -36,7 +36,7 @@ pub(super) struct Prompt {
     pub(super) ignore_eos: bool,
 }
 
-/// What happens to a text.
+/// A change of a text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Update {
     /// The first update of a text: the tokens of its prompt that were cached.
@@ -89,7 +89,7 @@ pub(super) struct Engine {
 #[derive(Debug)]
 struct Queue {
     max: usize,
-    /// What the engine counted last.
+    /// Number of waiting texts when the engine last counted.
     waiting: AtomicUsize,
     /// Texts of requests that the engine has not taken yet.
     coming: AtomicUsize,
@@ -294,7 +294,7 @@ pub(super) struct EngineOptions {
     pub(super) eos: Vec<u32>,
 }
 
-/// How often tiers are looked after, and the metrics published, while nothing runs.
+/// Interval at which tiers are polled and metrics are published while nothing runs.
 const IDLE: Duration = Duration::from_millis(100);
 
 /// Failed steps in a row after which the engine gives up.
@@ -343,7 +343,7 @@ pub(super) fn run(
     }
 }
 
-/// Who receives what a text generates.
+/// The receiver of a text's updates.
 #[derive(Debug)]
 struct Listener {
     updates: UpdateSender,
@@ -352,7 +352,7 @@ struct Listener {
     has_started: bool,
 }
 
-/// The scheduler, and who listens to its texts.
+/// The scheduler, and the listeners of its texts.
 struct Worker<'a> {
     scheduler: Scheduler,
     model: &'a Decoder,
@@ -556,7 +556,7 @@ mod tests {
     use super::super::metrics;
     use super::*;
 
-    /// Between two steps the engine hears of nobody: until then requests must not pile up.
+    /// The engine takes no requests within a step: they must not pile up until its end.
     #[test]
     fn texts_have_room_in_the_queue_before_they_are_made() {
         let (metrics, _) = metrics::install().expect("the only recorder");

@@ -1,4 +1,4 @@
-//! What an answer looks like that is an error.
+//! Answers that are errors.
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Json, Response};
 use kv::engine::RequestError;

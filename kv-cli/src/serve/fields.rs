@@ -1,7 +1,7 @@
 //! The fields of a JSON object, by the names that this server knows.
 //!
-//! A value stays the bytes that the client sent until a field is read, and what is read has a limit
-//! of its own: memory and time of a request that is refused are those of one walk over its body.
+//! A value stays the bytes that the client sent until a field is read, and every read is limited:
+//! memory and time of a refused request are those of one walk over its body.
 // Reads requests that may be anything.
 #![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use std::borrow::Cow;
@@ -22,7 +22,7 @@ use super::unsupported::UNSUPPORTED;
 /// The fields of an object that have a name of a list.
 #[derive(Debug)]
 pub(super) struct Fields<'a> {
-    /// Where the object is, such as `messages[0].`; empty for the body.
+    /// The place of the object, such as `messages[0].`; empty for the body.
     place: String,
     given: Vec<(&'static str, &'a RawValue)>,
 }
@@ -235,7 +235,7 @@ struct Object<'k> {
     is_full: &'k Cell<bool>,
 }
 
-/// What was read.
+/// The result of the walk.
 #[derive(Debug, Default)]
 struct Parsed<'a> {
     given: Vec<(&'static str, &'a RawValue)>,

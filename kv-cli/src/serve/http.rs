@@ -113,7 +113,7 @@ pub(super) async fn serve(
     Ok(())
 }
 
-/// When the first byte of a connection's present request came; `None` between requests.
+/// Arrival of the first byte of a connection's present request; `None` between requests.
 #[derive(Debug, Clone, Default)]
 struct Begun(Arc<Mutex<Option<Instant>>>);
 

@@ -1,4 +1,4 @@
-//! What must hold of a cache when all texts have ended.
+//! Invariants of a cache after all texts have ended.
 use anyhow::ensure;
 use kv::backend::AnyBackend;
 use kv::{BlockId, GroupId, KvCache};

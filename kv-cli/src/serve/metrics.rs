@@ -1,4 +1,4 @@
-//! What Prometheus reads.
+//! Metrics for Prometheus.
 use std::time::Duration;
 
 use anyhow::Context;

@@ -43,7 +43,7 @@ use http::Signals;
 use template::ChatTemplate;
 use watch::TierWatch;
 
-/// What every request reads.
+/// The state that all requests share.
 #[derive(Debug)]
 pub(crate) struct Server {
     engine: Engine,

@@ -1,4 +1,4 @@
-//! What a request asks for: its fields, checked once, with the name of the one that is wrong.
+//! The fields of a request, checked once. A refusal names the wrong field.
 use std::borrow::Cow;
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -43,7 +43,7 @@ pub(super) const CHAT: &[&str] = &[
     "top_p",
 ];
 
-/// What completions and chats have in common.
+/// The fields that completions and chats have in common.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Wanted {
     pub(super) model: Option<String>,
@@ -281,7 +281,7 @@ mod tests {
         }
     }
 
-    /// What a client can do about it, in its own words and not in those of this program.
+    /// A refusal tells the client the possible values, in the client's terms.
     #[test]
     fn a_refusal_says_what_is_possible() {
         for (value, words) in [

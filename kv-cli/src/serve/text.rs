@@ -8,7 +8,7 @@ use kv_runner::{TextStream, Tokenizer};
 
 use super::engine::{Update, UpdateReceiver};
 
-/// What comes next in a text.
+/// The next part of a text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Part {
     /// More text, not empty.
@@ -19,7 +19,7 @@ pub(super) enum Part {
     Failed(String),
 }
 
-/// How a text ended.
+/// The end of a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Ended {
     /// `stop` or `length`.
@@ -135,7 +135,7 @@ impl Text {
     }
 
     fn end_with(&mut self, part: Part) {
-        // The engine cancels what nobody receives.
+        // The engine cancels texts without a receiver.
         self.updates.close();
         self.has_ended = true;
         self.ready.push_back(part);

@@ -3,7 +3,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use tokio::time::Instant;
 
-/// When a request must have been answered; a part of every request.
+/// The time by which a request must have been answered; a part of every request.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Deadline(pub(super) Instant);
 

@@ -1,5 +1,5 @@
-//! Fields of OpenAI's API and of other servers' that would change an answer, and that this one does
-//! not support. A client that sends one gets a refusal and no other text than it asked for.
+//! Fields of OpenAI's and other servers' APIs that would change an answer and are not supported. A
+//! request with such a field is refused rather than answered with another text.
 //!
 //! # Source
 //! The references of OpenAI's completions and chats, of llama.cpp's `server`, of vLLM's

@@ -77,7 +77,7 @@ impl fmt::Display for TierArg {
     }
 }
 
-/// Where chunks lie: a folder, given by its path or as `--tier` takes it, or a store.
+/// A place of chunks: a folder, given by its path or as `--tier` takes it, or a store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Place {
     Folder(PathBuf),
@@ -191,8 +191,8 @@ impl fmt::Debug for StoreUrl {
     }
 }
 
-/// Returns an address without user and password: without everything up to its last `@`, because
-/// nobody knows where the account of a malformed URL ends.
+/// Returns an address without user and password: without everything up to its last `@`, because the
+/// account of a malformed URL may end anywhere.
 pub(super) fn without_account(text: &str) -> String {
     if text.starts_with("disk=") || text.starts_with("host=") {
         return text.to_owned();

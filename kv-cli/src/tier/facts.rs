@@ -1,4 +1,4 @@
-//! What the header of a chunk says, and how long ago it was written.
+//! The fields of a chunk's header, and the age of the chunk.
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use kv::tier::chunk::read_header;
@@ -9,7 +9,7 @@ use super::{Age, soon};
 use crate::failure;
 use crate::num::{to_u32, to_u64};
 
-/// What a header says.
+/// The fields of a header.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(super) struct Facts {
     pub(super) model: String,

@@ -44,7 +44,7 @@ struct Line {
     bytes: Option<u64>,
     #[serde(flatten)]
     facts: Option<Box<Facts>>,
-    /// Why the header cannot be read.
+    /// The reason for which the header cannot be read.
     #[serde(skip_serializing_if = "Option::is_none")]
     refused: Option<String>,
 }

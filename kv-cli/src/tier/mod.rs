@@ -92,7 +92,7 @@ fn short(name: &str) -> &str {
     name.get(..SHOWN).unwrap_or(name)
 }
 
-/// `1 chunk`, `2 chunks`.
+/// Formats a count with its noun: `1 chunk`, `2 chunks`.
 fn count(number: u64, what: &str) -> String {
     format!("{number} {what}{}", if number == 1 { "" } else { "s" })
 }
@@ -103,7 +103,7 @@ fn soon() -> Instant {
     now.checked_add(LIMIT).unwrap_or(now)
 }
 
-/// How long a store may take for an answer.
+/// Longest time for an answer of a store.
 const LIMIT: Duration = Duration::from_secs(30);
 /// Chunks that are removed together.
 const BATCH: usize = 256;

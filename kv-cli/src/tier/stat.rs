@@ -47,7 +47,7 @@ struct Report {
     place: String,
     chunks: u64,
     bytes: u64,
-    /// What is under other names than those of chunks.
+    /// Entries under other names than those of chunks.
     others: u64,
     roots: Vec<Root>,
 }

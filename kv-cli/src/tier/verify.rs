@@ -59,10 +59,10 @@ pub(super) fn run(args: &VerifyArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What was found about a chunk.
+/// The result for one chunk.
 enum Checked {
     Good,
-    /// Somebody removed it meanwhile.
+    /// Another process removed it meanwhile.
     Gone,
     /// Not for this program: a newer version, encrypted.
     Foreign(String),

@@ -107,8 +107,8 @@ fn texts(list: &Value, field: &str) -> Vec<String> {
     texts
 }
 
-/// Good chunks of two models, and one of everything else; returns the names of the broken ones,
-/// each with words of its reason, and of the one that is newer.
+/// Writes good chunks of two models, and one chunk of every other kind; returns the names of the
+/// broken chunks, each with words of the reason, and the name of the newer one.
 fn everything(folder: &Folder) -> (Vec<(String, &'static str)>, String) {
     let (a, b) = (root("a"), root("b"));
     let good = [chunk(&a, 1, 10), chunk(&a, 2, 7_200), chunk(&b, 3, 864_000)];

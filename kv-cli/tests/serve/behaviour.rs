@@ -374,7 +374,7 @@ fn connections_wait() {
     server.end();
 }
 
-/// The page refers to nothing outside: a server that nobody else can reach shows it too.
+/// The page refers to nothing outside, so a server in a closed network shows it too.
 fn page() {
     let server = Server::start(&["--api-key", "key"]);
     let page = get(server.address(), "/");

@@ -1,4 +1,4 @@
-//! Where the template of a chat comes from, and what a broken one costs.
+//! Sources of a chat template, and the effects of a broken one.
 use std::fs;
 use std::path::Path;
 

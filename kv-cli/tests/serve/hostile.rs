@@ -29,7 +29,7 @@ fn status_of(server: &Server, bytes: &[u8]) -> Option<u16> {
     let _ = connection.socket().shutdown(Shutdown::Write);
     loop {
         let status = connection.read().ok().flatten()?.status;
-        // The server asks for the body, and gets none.
+        // The server requests the body, and gets none.
         if status != 100 {
             return Some(status);
         }
@@ -218,8 +218,8 @@ fn too_much() {
     server.end();
 }
 
-/// Connections that stay open with a part of a request, in any number, keep nobody else waiting;
-/// the server closes them.
+/// Connections that stay open with a part of a request, in any number, delay no other client; the
+/// server closes them.
 fn half_open() {
     let server = Server::start(&[]);
     let whole = request(COMPLETIONS, &greedy("Once", 4));

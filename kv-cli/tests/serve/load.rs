@@ -82,7 +82,7 @@ fn under_load() {
     server.end();
 }
 
-/// Where a client breaks off.
+/// The point at which a client breaks off.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Cut {
     /// After this part of the request, in 1/256.
@@ -133,7 +133,7 @@ pub(crate) fn break_off(server: &Server, at: usize, cut: Cut) {
     }
 }
 
-/// Sends a request; its text is that of its prompt alone.
+/// Sends a request and checks its text: equal to the text of the same prompt alone.
 pub(crate) fn check_text(server: &Server, at: usize) {
     let body = greedy(&prompt(at % PROMPTS), MAX_TOKENS);
     let text = text_of(&post(server.address(), COMPLETIONS, &body));

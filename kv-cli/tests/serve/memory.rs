@@ -1,5 +1,5 @@
-//! What one request, and many, may cost: memory by the length of the body and limits that are
-//! checked before work is done, time by a deadline; the server answers others meanwhile.
+//! The cost of one request, and of many: memory is bounded by the length of the body and by limits
+//! that are checked before any work, time by a deadline. Other clients are served meanwhile.
 use std::io::Read;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,4 +1,4 @@
-//! Clients that nobody here wrote: the `openai` package of Python, and a browser.
+//! Clients of others: the `openai` package of Python, and a browser.
 use std::path::{Path, PathBuf};
 use std::process::Command;
 

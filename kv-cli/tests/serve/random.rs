@@ -54,7 +54,7 @@ const ANY: &[&str] = &[
     "{\"a\": [1]}",
 ];
 
-/// What a long list has in it.
+/// Entries of a long list.
 const ENTRIES: &[&str] = &[
     "\"\"",
     "1",
@@ -72,7 +72,7 @@ const ENTRIES: &[&str] = &[
     r#"{"type":"text","text":""}"#,
 ];
 
-/// What a long text is made of.
+/// Pieces of a long text.
 const LETTERS: &[&str] =
     &["a", " ", "\u{e9}", "\\u0061", "\\\"", "word ", "\\n", "</s>", "\u{1f389}"];
 

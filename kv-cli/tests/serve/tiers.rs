@@ -49,7 +49,7 @@ fn failed(log: &str) -> Vec<&str> {
     log.lines().filter(|line| !line.starts_with("kv: not everything was written")).collect()
 }
 
-/// Ends a server that said two lines about a tier: one when it failed, and one at the end.
+/// Ends a server that logged two lines about a tier: at the failure, and at the end.
 fn end_with(server: Server, words: &[&str]) {
     let log = server.end_with_log();
     let lines = failed(&log);

@@ -1,4 +1,4 @@
-//! When requests are sent, and which prompts have common prefixes.
+//! Times of requests, and prompts with common prefixes.
 use std::fs;
 
 use tempfile::TempDir;

@@ -1,4 +1,4 @@
-//! Where the chat template of a model stands, and the special tokens that it may name.
+//! The chat template of a model, and the special tokens that it may name.
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -13,7 +13,7 @@ use crate::loaded::Loaded;
 #[derive(Debug)]
 pub(super) struct Found {
     pub(super) source: String,
-    /// Where it stands, for messages.
+    /// The place of the template, for messages.
     pub(super) place: String,
     /// Texts of special tokens by the names that templates use, such as `bos_token`.
     pub(super) tokens: BTreeMap<String, String>,

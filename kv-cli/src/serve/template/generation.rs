@@ -59,8 +59,8 @@ fn copy<'a>(out: &mut String, body: &'a str, end: Option<usize>) -> &'a str {
     rest
 }
 
-/// Copies a statement whose opening was copied, with its new name if it is one of ours; returns
-/// what follows.
+/// Copies a statement whose opening was copied, under its new name if it is one of ours; returns
+/// the text after it.
 fn statement<'a>(out: &mut String, body: &'a str) -> &'a str {
     let marks = body.strip_prefix(['-', '+']).unwrap_or(body);
     let blanks = marks.trim_start();

@@ -57,7 +57,7 @@ fn text_at(pair: &Value, at: usize) -> Result<String, Error> {
 struct Writer {
     out: String,
     is_ascii: bool,
-    /// What a level is indented by; without it everything is on one line.
+    /// The indentation of a level; without it everything is on one line.
     indent: Option<String>,
     /// Between items, and between a key and its value.
     item: String,

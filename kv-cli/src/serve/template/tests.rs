@@ -32,7 +32,7 @@ struct Case {
     name: String,
     template: String,
     chat: String,
-    /// What came, or why nothing did.
+    /// The prompt; `None` if the template refuses.
     prompt: Option<String>,
     refusal: Option<String>,
 }

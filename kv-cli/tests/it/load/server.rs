@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-/// What the server does with a completion.
+/// The server's answer to a completion.
 #[derive(Debug, Clone)]
 pub(crate) enum Answer {
     /// This number of tokens, each after a delay, and usage; half of the prompt was cached.
