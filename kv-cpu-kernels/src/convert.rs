@@ -133,7 +133,7 @@ fn prefetch<S: Simd>(s: S, ahead: &[u8]) {
     }
 }
 
-/// Whether a slice consists of whole cache lines.
+/// Returns whether a slice consists of whole cache lines.
 #[inline(always)]
 fn is_lines(bytes: &[u8]) -> bool {
     bytes.as_ptr().addr().is_multiple_of(LINE) && bytes.len().is_multiple_of(LINE)

@@ -1,4 +1,4 @@
-//! Instruction sets: their names, which of them this CPU has, and which one is used.
+//! Instruction sets: names, the sets of this CPU, and the set in use.
 //!
 //! The only place that detects CPU features. An [`Isa`] is a base set of vector instructions with
 //! optional parts, and names all that its kernels need: pinned to it, a CPU with more features runs
@@ -70,15 +70,15 @@ impl Isa {
     const fn base(vectors: Vectors) -> Self {
         Self { vectors, bf16: false, vbmi: false, amx: false }
     }
-    /// With AVX-512 BF16: products of pairs of bf16.
+    /// Adds AVX-512 BF16: products of pairs of bf16.
     const fn with_bf16(self) -> Self {
         Self { bf16: true, ..self }
     }
-    /// With AVX-512 VBMI: lookups of bytes.
+    /// Adds AVX-512 VBMI: lookups of bytes.
     const fn with_vbmi(self) -> Self {
         Self { vbmi: true, ..self }
     }
-    /// With AMX: matrix products of tiles of bf16. Linux gives a process the tile registers on
+    /// Adds AMX: matrix products of tiles of bf16. Linux gives a process the tile registers on
     /// request, and detection makes the request.
     const fn with_amx(self) -> Self {
         Self { amx: true, ..self }
@@ -99,31 +99,31 @@ impl Isa {
     pub(crate) const fn is_neon(self) -> bool {
         matches!(self.vectors, Vectors::Neon)
     }
-    /// Whether every instruction is plain Rust.
+    /// Returns whether every instruction is plain Rust.
     #[cfg(any(test, feature = "testing"))]
     pub(crate) const fn is_emulated(self) -> bool {
         matches!(self.vectors, Vectors::Emulated)
     }
-    /// Whether products of bf16 are used.
+    /// Returns whether products of bf16 are used.
     pub const fn has_bf16(self) -> bool {
         self.bf16
     }
-    /// Whether lookups of bytes are used.
+    /// Returns whether lookups of bytes are used.
     pub const fn has_vbmi(self) -> bool {
         self.vbmi
     }
-    /// Whether AMX is used.
+    /// Returns whether AMX is used.
     pub const fn has_amx(self) -> bool {
         self.amx
     }
 
-    /// The same set without AMX.
+    /// Returns the same set without AMX.
     #[must_use]
     pub const fn without_amx(self) -> Self {
         Self { amx: false, ..self }
     }
 
-    /// Whether this CPU has every instruction of the set.
+    /// Returns whether this CPU has every instruction of the set.
     pub fn is_available(self) -> bool {
         #[cfg(any(test, feature = "testing"))]
         if self.is_emulated() {
@@ -143,12 +143,12 @@ impl Isa {
             }
     }
 
-    /// The sets that this CPU has, least to most capable.
+    /// Returns the sets that this CPU has, least to most capable.
     pub fn available() -> impl DoubleEndedIterator<Item = Self> {
         Self::ALL.iter().copied().filter(|isa| isa.is_available())
     }
 
-    /// The most capable set of this CPU.
+    /// Returns the most capable set of this CPU.
     pub fn detect() -> Self {
         Self::available().next_back().unwrap_or(Self::SCALAR)
     }

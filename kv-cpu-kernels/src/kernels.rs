@@ -30,7 +30,7 @@ impl std::fmt::Debug for Kernels {
 }
 
 impl Kernels {
-    /// The kernels of `isa`, `None` when this CPU lacks it.
+    /// Returns the kernels of `isa`, `None` when this CPU lacks it.
     pub fn new(isa: Isa, prefetch: PrefetchTarget) -> Option<Self> {
         if !isa.is_available() {
             return None;
@@ -48,14 +48,14 @@ impl Kernels {
         Some(Self { isa, table, prefetch })
     }
 
-    /// Sixteen lanes in plain Rust with all optional parts, which run on any CPU.
+    /// Returns sixteen lanes in plain Rust with all optional parts, for any CPU.
     #[cfg(any(test, feature = "testing"))]
     pub fn emulated() -> Self {
         let isa = Isa::EMULATED;
         Self { isa, table: &crate::testing::wide::TABLE, prefetch: PrefetchTarget::L2 }
     }
 
-    /// The same with AMX in plain Rust.
+    /// Returns the same lanes with AMX in plain Rust.
     #[cfg(any(test, feature = "testing"))]
     pub fn emulated_amx() -> Self {
         Self { isa: Isa::EMULATED_AMX, ..Self::emulated() }
@@ -75,21 +75,21 @@ impl Kernels {
         None
     }
 
-    /// The instruction set.
+    /// Returns the instruction set.
     pub fn isa(self) -> Isa {
         self.isa
     }
-    /// The target of prefetches.
+    /// Returns the target of prefetches.
     pub fn prefetch(self) -> PrefetchTarget {
         self.prefetch
     }
 
-    /// Maximum number of query rows of a register tile.
+    /// Returns the maximum number of query rows of a register tile.
     pub fn tile_rows_max(self) -> usize {
         self.table.rows_max
     }
-    /// Size of the register tile for `rows` query rows: `rows`, or more, with the others padded
-    /// with zeros. `None` where one tile cannot hold them.
+    /// Returns the size of the register tile for `rows` query rows: `rows`, or more, padded with
+    /// zeros. `None` where one tile cannot hold them.
     pub fn tile_rows(self, rows: usize) -> Option<usize> {
         let padded = rows.next_power_of_two();
         (rows > 0 && padded <= self.table.rows_max).then_some(padded)
@@ -264,8 +264,8 @@ impl Kernels {
         }
     }
 
-    /// Number of floats that QK and PV need to decode rows of `layout` to memory: 0 where they
-    /// decode them in registers.
+    /// Returns the number of floats that QK and PV need to decode rows of `layout` to memory: 0
+    /// where they decode them in registers.
     pub fn decoded_len(self, layout: &RowLayout) -> usize {
         let encoding = layout.encoding();
         // Products of bf16 read no encoding that has no other kernels.
@@ -296,7 +296,7 @@ impl Kernels {
             None => of_encoding(&self.table.pv, encoding),
         }
     }
-    /// QK and PV by lookups of bytes.
+    /// Returns the QK and PV kernels by lookups of bytes.
     fn lookups(self, encoding: Encoding) -> Option<([QkFn; 4], [PvFn; 4])> {
         #[cfg(any(test, feature = "testing"))]
         if self.isa.is_emulated() {
@@ -308,7 +308,7 @@ impl Kernels {
         }
         no_part(encoding)
     }
-    /// QK as products of bf16.
+    /// Returns the QK kernels by products of bf16.
     fn qk_words(self, encoding: Encoding) -> Option<[QkFn; 4]> {
         #[cfg(any(test, feature = "testing"))]
         if self.isa.is_emulated() {
@@ -321,8 +321,8 @@ impl Kernels {
         no_part(encoding)
     }
 
-    /// Whether scores by rows of K in this encoding are products of bf16, where queries are given
-    /// as words.
+    /// Returns whether scores by rows of K in this encoding are products of bf16, where queries are
+    /// given as words.
     pub fn takes_words(self, encoding: Encoding) -> bool {
         self.qk_words(encoding).is_some()
     }
@@ -353,8 +353,8 @@ impl Kernels {
         }
     }
 
-    /// The factor that decoded values lack: scores and weights are multiplied with it, and with the
-    /// scales of rows.
+    /// Returns the factor that decoded values lack: scores and weights are multiplied with it, and
+    /// with the scales of rows.
     pub fn factor(self, encoding: Encoding) -> f32 {
         if self.lookups(encoding).is_some() {
             return 1.0;
@@ -435,7 +435,7 @@ impl Kernels {
         // SAFETY: the CPU has the instruction set, by `Self::new`.
         unsafe { (self.table.encode_row)(format, inv_scale, values, row) }
     }
-    /// `row = row * by + other * other_by`, value by value.
+    /// Computes `row = row * by + other * other_by`, value by value.
     ///
     /// # Panics
     /// When the rows differ in length.
@@ -443,7 +443,7 @@ impl Kernels {
         // SAFETY: the CPU has the instruction set, by `Self::new`.
         unsafe { (self.table.combine)(row, by, other, other_by) }
     }
-    /// `row = row * by`, value by value.
+    /// Computes `row = row * by`, value by value.
     pub fn scale(self, row: &mut [f32], by: f32) {
         // SAFETY: the CPU has the instruction set, by `Self::new`.
         unsafe { (self.table.scale)(row, by) }
@@ -512,8 +512,8 @@ impl Drop for NonTemporal {
     }
 }
 
-/// Rows of the next register tile when `left` are left: tiles of four need the fewest loads per
-/// product.
+/// Returns the rows of the next register tile when `left` are left: tiles of four need the fewest
+/// loads per product.
 const fn part(left: usize) -> usize {
     match left {
         0 | 1 => left,
@@ -525,17 +525,17 @@ const fn part(left: usize) -> usize {
 /// Tokens that are decoded to memory at a time: 16 rows of 128 values are 8 KiB.
 const DECODED_ROWS: usize = SCORE_PAD;
 
-/// The layout of decoded rows: `f32`, padded with zeros as query and output rows are.
+/// Returns the layout of decoded rows: `f32`, padded with zeros as query and output rows are.
 fn decoded_layout(layout: &RowLayout) -> RowLayout {
     RowLayout::plain(Element::F32, layout.dim().next_multiple_of(OUTPUT_PAD))
 }
 
-/// The first rows of decoded ones.
+/// Returns the first `count` decoded rows.
 fn decoded_rows<'a>(memory: &'a [f32], count: usize, layout: &'a RowLayout) -> KeyRows<'a> {
     KeyRows::new(bytemuck::cast_slice(memory), layout.bytes(), count, layout)
 }
 
-/// All rows of some runs, [`DECODED_ROWS`] or fewer of a run at a time.
+/// Returns all rows of some runs, [`DECODED_ROWS`] or fewer of a run at a time.
 fn parts<'a>(runs: &'a [KeyRows<'a>]) -> impl Iterator<Item = KeyRows<'a>> {
     runs.iter().flat_map(|run| {
         let begins = (0..run.len()).step_by(DECODED_ROWS);
@@ -543,18 +543,18 @@ fn parts<'a>(runs: &'a [KeyRows<'a>]) -> impl Iterator<Item = KeyRows<'a>> {
     })
 }
 
-/// The kernels of an optional part that an instruction set does not have.
+/// Returns the kernels of an optional part that an instruction set does not have.
 const fn no_part<T: Copy>(_: Encoding) -> Option<T> {
     None
 }
 
-/// The kernel for exactly `rows` query rows.
+/// Returns the kernel for exactly `rows` query rows.
 fn of_rows<K: Copy>(kernels: [K; 4], rows: usize, rows_max: usize) -> Option<K> {
     let index = TILE_ROWS.iter().position(|tile| *tile == rows && rows <= rows_max)?;
     kernels.get(index).copied()
 }
 
-/// The entry of an element type.
+/// Returns the entry of an element type.
 fn of_element<K>([f32, f16, bf16]: [K; 3], element: Element) -> K {
     match element {
         Element::F32 => f32,
@@ -563,7 +563,7 @@ fn of_element<K>([f32, f16, bf16]: [K; 3], element: Element) -> K {
     }
 }
 
-/// The entry of an encoding.
+/// Returns the entry of an encoding.
 fn of_encoding<K: Copy>(entries: &[K; Encoding::COUNT], encoding: Encoding) -> K {
     entries[encoding.index()]
 }

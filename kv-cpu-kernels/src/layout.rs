@@ -1,4 +1,4 @@
-//! How values lie in memory: elements of tensors and rows of planes.
+//! Values in memory: elements of tensors and rows of planes.
 //!
 //! Maps the element types and the stored formats of `kv-format` to the encodings that kernels exist
 //! for, and returns `None` for every other: a new stored format is unsupported here until it has a
@@ -21,7 +21,7 @@ impl Element {
     /// Every element type, in the order of tables.
     pub const ALL: [Self; 3] = [Self::F32, Self::F16, Self::Bf16];
 
-    /// The element type of a tensor, `None` where no kernel reads it.
+    /// Returns the element type of a tensor, `None` where no kernel reads it.
     pub fn of_tensor(dtype: DType) -> Option<Self> {
         match dtype {
             DType::F32 => Some(Self::F32),
@@ -30,7 +30,7 @@ impl Element {
             _ => None,
         }
     }
-    /// The element type of an unquantised plane, `None` for a quantised one.
+    /// Returns the element type of an unquantised plane, `None` for a quantised one.
     pub fn of_format(format: KvFormat) -> Option<Self> {
         match format {
             KvFormat::F32 => Some(Self::F32),
@@ -39,7 +39,7 @@ impl Element {
             _ => None,
         }
     }
-    /// Bytes of one value.
+    /// Returns the bytes of one value.
     pub const fn size(self) -> usize {
         match self {
             Self::F32 => 4,
@@ -119,7 +119,7 @@ pub struct RowLayout {
 }
 
 impl RowLayout {
-    /// Layout of a row of `dim` values in a stored format, `None` where no kernel reads it.
+    /// Returns the layout of `dim` values in a stored format, `None` where no kernel reads it.
     pub fn of(format: KvFormat, dim: u32) -> Option<Self> {
         Some(Self {
             encoding: Encoding::of(format)?,
@@ -137,7 +137,7 @@ impl RowLayout {
             ),
         })
     }
-    /// Layout of `dim` elements.
+    /// Returns the layout of `dim` elements.
     pub fn plain(element: Element, dim: usize) -> Self {
         let encoding = match element {
             Element::F32 => Encoding::F32,
@@ -147,10 +147,10 @@ impl RowLayout {
         let bytes = dim * element.size();
         Self { encoding, dim, bytes, scales: bytes, has_scale: false }
     }
-    /// The same row read as [`Encoding::Bf16Pairs`] where it is bf16: a 32-bit word of memory holds
-    /// an even and an odd value, so two vectors of `f32` cost a shift and a mask instead of two
-    /// widening loads. Queries must have the same order ([`Kernels::split_pairs`]), and outputs get
-    /// it ([`Kernels::join_pairs`]).
+    /// Returns the same row read as [`Encoding::Bf16Pairs`] where it is bf16: a 32-bit word of
+    /// memory holds an even and an odd value, so two vectors of `f32` cost a shift and a mask
+    /// instead of two widening loads. Queries must have the same order ([`Kernels::split_pairs`]),
+    /// and outputs get it ([`Kernels::join_pairs`]).
     ///
     /// [`Kernels::split_pairs`]: crate::Kernels::split_pairs
     /// [`Kernels::join_pairs`]: crate::Kernels::join_pairs
@@ -162,7 +162,7 @@ impl RowLayout {
         };
         Self { encoding, ..self }
     }
-    /// Encoding of the values.
+    /// Returns the encoding of the values.
     pub fn encoding(&self) -> Encoding {
         self.encoding
     }
@@ -170,15 +170,15 @@ impl RowLayout {
     pub fn dim(&self) -> usize {
         self.dim
     }
-    /// Bytes of the row.
+    /// Returns the bytes of the row.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
-    /// Offset of the scales, which lie after the codes.
+    /// Returns the offset of the scales, which lie after the codes.
     pub fn scales(&self) -> usize {
         self.scales
     }
-    /// Whether one f16 scales the whole row.
+    /// Returns whether one f16 scales the whole row.
     pub fn has_scale(&self) -> bool {
         self.has_scale
     }

@@ -20,7 +20,7 @@ pub(crate) trait Load: Copy {
     type S: Simd;
 
     fn simd(self) -> Self::S;
-    /// `P` pairs from pair `first` on.
+    /// Returns `P` pairs from pair `first` on.
     ///
     /// # Safety
     /// 1. The bytes of the row are readable, and the pairs lie in its whole groups.
@@ -30,12 +30,12 @@ pub(crate) trait Load: Copy {
         layout: &RowLayout,
         first: usize,
     ) -> [[V<Self>; 2]; P];
-    /// The values after the last whole group.
+    /// Returns the values after the last whole group.
     ///
     /// # Safety
     /// 1. The bytes of the row are readable, and there is such a value.
     unsafe fn rest(self, row: *const u8, layout: &RowLayout) -> Rest;
-    /// The vector at value `offset` of a rest of [`HALF`] values.
+    /// Returns the vector at value `offset` of a rest of [`HALF`] values.
     ///
     /// # Safety
     /// 1. The bytes of the row are readable, its rest has [`HALF`] values, and `offset` is below

@@ -224,7 +224,7 @@ fn byte_indices(index: uint32x4_t) -> uint8x16_t {
     vreinterpretq_u8_u32(vaddq_u32(first, vdupq_n_u32(0x0302_0100)))
 }
 
-/// The bits of E4M3, read as a binary16.
+/// Returns the bits of E4M3, read as a binary16.
 #[inline]
 #[target_feature(enable = "neon")]
 fn e4m3_as_f16(bytes: int8x8_t) -> uint16x8_t {

@@ -29,7 +29,7 @@ pub enum PrefetchTarget {
 }
 
 impl PrefetchTarget {
-    /// The target measured as best on this CPU; `docs/performance.md` lists the CPUs.
+    /// Returns the target measured as best on this CPU; `docs/performance.md` lists the CPUs.
     pub fn detect() -> Self {
         #[cfg(target_arch = "x86_64")]
         return Self::of_x86(&x86::vendor(), x86::family());
@@ -37,7 +37,7 @@ impl PrefetchTarget {
         return Self::L2;
     }
 
-    /// The target for an x86 vendor and family.
+    /// Returns the target for an x86 vendor and family.
     #[cfg(any(target_arch = "x86_64", test))]
     fn of_x86(vendor: &[u8; 12], family: u32) -> Self {
         /// Zen 3 and Zen 4.
@@ -105,7 +105,7 @@ pub struct Prefetch<'a> {
 }
 
 impl<'a> Prefetch<'a> {
-    /// Nothing to prefetch.
+    /// Creates a cursor without lines.
     pub fn none() -> Self {
         Self {
             at: std::ptr::null(),
@@ -120,8 +120,8 @@ impl<'a> Prefetch<'a> {
         }
     }
 
-    /// All lines of `far`, for one kernel to issue; for [`PrefetchTarget::L2Twice`], each with a
-    /// line of `near`, which is read earlier.
+    /// Creates a cursor over all lines of `far`, for one kernel to issue; for
+    /// [`PrefetchTarget::L2Twice`], each with a line of `near`, which is read earlier.
     pub fn new(target: PrefetchTarget, far: &'a [KeyRows<'a>], near: &'a [KeyRows<'a>]) -> Self {
         let (later, again): (_, &[_]) = match target {
             PrefetchTarget::None => return Self::none(),
@@ -150,7 +150,7 @@ impl<'a> Prefetch<'a> {
         self.allow(budget * (row + rows) / all - budget * row / all);
     }
 
-    /// Number of lines of some runs.
+    /// Returns the number of lines of some runs.
     fn lines_of(runs: &[KeyRows<'_>]) -> usize {
         let mut cursor = Prefetch::none();
         let lines = runs.iter().map(|rows| {
@@ -224,7 +224,7 @@ impl<'a> Prefetch<'a> {
         }
     }
 
-    /// [`Self::step`] where a row, a run or the budget ends.
+    /// Does what [`Self::step`] does where a row, a run or the budget ends.
     #[inline(always)]
     fn step_over_rows<S: Simd>(&mut self, s: S, lines: usize) {
         let mut lines = lines.min(self.budget);
@@ -276,7 +276,7 @@ mod tests {
         assert!(unknown.to_string().contains("l2-twice"), "{unknown}");
     }
 
-    /// Lines that a cursor issues, one at a time.
+    /// Returns the lines that a cursor issues, one at a time.
     fn issued(mut cursor: Prefetch<'_>) -> Vec<usize> {
         let mut lines = Vec::new();
         while cursor.budget > 0 && cursor.find_line() {

@@ -120,14 +120,14 @@ pub(crate) trait Product: Copy {
 /// A vector of sums.
 type F<P> = <<P as Product>::S as Simd>::F;
 
-/// Where a query row begins, as `f32` and as words.
+/// The beginning of a query row, as `f32` and as words.
 #[derive(Clone, Copy)]
 pub(crate) struct QueryRow {
     values: *const f32,
     words: *const u32,
 }
 
-/// Where query rows begin.
+/// Returns the beginnings of the query rows.
 #[inline(always)]
 fn query_rows<const R: usize>(x: &Qk<'_, '_>) -> [QueryRow; R] {
     let words = x.words.map_or(std::ptr::null(), <[u32]>::as_ptr);
@@ -169,7 +169,7 @@ fn store<P: Product, const R: usize, const T: usize>(
     }
 }
 
-/// Eight sums, row by row, from sum `first` on.
+/// Returns eight sums, row by row, from sum `first` on.
 #[inline(always)]
 fn eight_of<S: Simd, const R: usize, const T: usize>(
     s: S,

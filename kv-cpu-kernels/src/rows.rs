@@ -15,7 +15,7 @@ pub struct KeyRows<'a> {
 }
 
 impl<'a> KeyRows<'a> {
-    /// The first `count` rows of `layout` in `bytes`, `stride` bytes apart.
+    /// Returns the first `count` rows of `layout` in `bytes`, `stride` bytes apart.
     ///
     /// # Panics
     /// When the last row ends after `bytes`.
@@ -30,20 +30,20 @@ impl<'a> KeyRows<'a> {
         Self { first: bytes.as_ptr(), stride, count, layout, memory: PhantomData }
     }
 
-    /// No rows.
+    /// Creates a run without rows.
     pub fn empty(layout: &'a RowLayout) -> Self {
         Self::new(&[], 0, 0, layout)
     }
 
-    /// Number of rows.
+    /// Returns the number of rows.
     pub fn len(&self) -> usize {
         self.count
     }
-    /// Whether there are no rows.
+    /// Returns whether there are no rows.
     pub fn is_empty(&self) -> bool {
         self.count == 0
     }
-    /// Layout of each row.
+    /// Returns the layout of each row.
     pub fn layout(&self) -> &'a RowLayout {
         self.layout
     }
@@ -52,7 +52,7 @@ impl<'a> KeyRows<'a> {
         self.stride
     }
 
-    /// Some of the rows.
+    /// Returns some of the rows.
     ///
     /// # Panics
     /// When the range ends after the last row.
@@ -71,7 +71,7 @@ impl<'a> KeyRows<'a> {
         self.first.wrapping_add(index * self.stride)
     }
 
-    /// Bytes of row `index`.
+    /// Returns the bytes of row `index`.
     ///
     /// # Panics
     /// When there is no such row.
@@ -91,7 +91,7 @@ pub struct TileRows<'a> {
 }
 
 impl<'a> TileRows<'a> {
-    /// The rows of some runs.
+    /// Returns the rows of some runs.
     ///
     /// # Panics
     /// When the runs have no row, or several layouts.
@@ -110,7 +110,7 @@ impl<'a> TileRows<'a> {
         assert!(len > 0, "a tile has rows");
         Self { runs, layout, len }
     }
-    /// The rows of one run.
+    /// Returns the rows of one run.
     ///
     /// # Panics
     /// When it is empty.
@@ -119,16 +119,16 @@ impl<'a> TileRows<'a> {
         Self::new(std::slice::from_ref(run))
     }
 
-    /// Number of rows, at least one.
+    /// Returns the number of rows, at least one.
     #[expect(clippy::len_without_is_empty, reason = "a tile is never empty")]
     pub fn len(&self) -> usize {
         self.len
     }
-    /// Layout of each row.
+    /// Returns the layout of each row.
     pub fn layout(&self) -> &'a RowLayout {
         self.layout
     }
-    /// The runs.
+    /// Returns the runs.
     pub fn runs(&self) -> &'a [KeyRows<'a>] {
         self.runs
     }

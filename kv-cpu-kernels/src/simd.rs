@@ -53,20 +53,20 @@ pub(crate) trait Simd: Copy {
     fn splat(self, x: f32) -> Self::F;
     fn add(self, a: Self::F, b: Self::F) -> Self::F;
     fn mul(self, a: Self::F, b: Self::F) -> Self::F;
-    /// `a * b + c`.
+    /// Returns `a * b + c`.
     fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
-    /// The greater one; where either is NaN, `b` or NaN.
+    /// Returns the greater of two lanes; `b` or NaN if either is NaN.
     fn max(self, a: Self::F, b: Self::F) -> Self::F;
-    /// `2^n` of integers in `-126..=127`.
+    /// Returns `2^n` of integers in `-126..=127`.
     fn pow2(self, n: Self::F) -> Self::F;
-    /// Zero where `x < limit`, else `value`.
+    /// Returns zero where `x < limit`, else `value`.
     fn zero_below(self, x: Self::F, limit: f32, value: Self::F) -> Self::F;
     fn reduce_add(self, v: Self::F) -> f32;
     fn reduce_max(self, v: Self::F) -> f32;
 
     fn div(self, a: Self::F, b: Self::F) -> Self::F;
 
-    /// Eight sums at once, each with the bits of [`Self::reduce_add`].
+    /// Returns eight sums at once, each with the bits of [`Self::reduce_add`].
     #[inline(always)]
     fn reduce_add8(self, v: [Self::F; 8]) -> [f32; 8] {
         let mut sums = [0.0; 8];
@@ -75,7 +75,7 @@ pub(crate) trait Simd: Copy {
         }
         sums
     }
-    /// Sixteen sums at once, each with the bits of [`Self::reduce_add`].
+    /// Returns sixteen sums at once, each with the bits of [`Self::reduce_add`].
     #[inline(always)]
     fn reduce_add16(self, [a, b]: [[Self::F; 8]; 2]) -> [f32; 16] {
         let mut sums = [0.0; 16];
@@ -85,7 +85,7 @@ pub(crate) trait Simd: Copy {
         sums
     }
 
-    /// Whether a lane of `a` is greater than that of `b`; a NaN is not.
+    /// Returns whether any lane of `a` is greater than the lane of `b`; a NaN is not.
     #[inline(always)]
     fn any_greater(self, a: Self::F, b: Self::F) -> bool {
         let (mut all, mut limits) = ([0.0; LANES_MAX], [0.0; LANES_MAX]);
@@ -96,8 +96,9 @@ pub(crate) trait Simd: Copy {
         all.iter().zip(limits).any(|(a, b)| *a > b)
     }
 
-    /// `e^x` for `x <= 0` to about 1 ulp; 0 for negative infinity and below the least normal
-    /// number, NaN for NaN. `2^n * p(x - n ln 2)`, with `ln 2` in two parts as in Cephes' `expf`.
+    /// Returns `e^x` for `x <= 0` to about 1 ulp; 0 for negative infinity and below the least
+    /// normal number, NaN for NaN. `2^n * p(x - n ln 2)`, with `ln 2` in two parts as in Cephes'
+    /// `expf`.
     #[inline(always)]
     fn exp(self, x: Self::F) -> Self::F {
         let clamped = self.max(self.splat(-88.0), x);
@@ -115,8 +116,8 @@ pub(crate) trait Simd: Copy {
         self.zero_below(x, exp::LEAST, self.mul(p, self.pow2(n)))
     }
 
-    /// The same with a relative error of `2^-17`, for outputs of 16 bits: `2^n * p(x / ln 2 - n)`.
-    /// Exact for zero.
+    /// Returns `e^x` with a relative error of `2^-17`, for outputs of 16 bits: `2^n * p(x / ln 2 -
+    /// n)`. Exact for zero.
     #[inline(always)]
     fn exp_short(self, x: Self::F) -> Self::F {
         let log2_e = self.splat(std::f32::consts::LOG2_E);
@@ -131,9 +132,9 @@ pub(crate) trait Simd: Copy {
         self.zero_below(x, exp::LEAST, self.mul(p, self.pow2(n)))
     }
 
-    /// Hyperbolic tangent to about 2 ulp: `-e / (e + 2)` for `e = exp(-2 |x|) - 1`, with the sign
-    /// of `x`. The subtraction is exact for small `x`, as the series of [`Self::exp`] has no 1 in
-    /// it.
+    /// Returns the hyperbolic tangent to about 2 ulp: `-e / (e + 2)` for `e = exp(-2 |x|) - 1`,
+    /// with the sign of `x`. The subtraction is exact for small `x`, as the series of [`Self::exp`]
+    /// has no 1 in it.
     #[inline(always)]
     fn tanh(self, x: Self::F) -> Self::F {
         let minus = self.mul(x, self.splat(-1.0));
@@ -193,7 +194,7 @@ pub(crate) trait Simd: Copy {
     /// # Safety
     /// As [`Self::load`].
     unsafe fn load_f16(self, from: *const u16, at: usize) -> Self::F;
-    /// `LANES` values of binary16, the first at `from`, each `stride` bytes after the one
+    /// Returns `LANES` values of binary16, the first at `from`, each `stride` bytes after the one
     /// before, less than 2^27.
     ///
     /// # Safety
@@ -215,8 +216,9 @@ pub(crate) trait Simd: Copy {
     /// # Safety
     /// As [`Self::load`].
     unsafe fn load_bf16(self, from: *const u16, at: usize) -> Self::F;
-    /// `2 * LANES` values from bfloat16, from `from + at` on: the even ones, and the odd ones. A
-    /// word of 32 bits has one of each, and a shift or a mask makes it an `f32`: none is widened.
+    /// Returns `2 * LANES` values from bfloat16, from `from + at` on: the even ones, and the odd
+    /// ones. A word of 32 bits has one of each, and a shift or a mask makes it an `f32`: no value
+    /// is widened.
     ///
     /// # Safety
     /// 1. `from[at..at + 2 * LANES]` is readable. Alignment is not needed.
@@ -251,26 +253,26 @@ pub(crate) trait Simd: Copy {
         }
     }
 
-    /// Every lane `word`.
+    /// Returns `word` in every lane.
     fn splat_bits(self, word: u32) -> Self::I;
-    /// Logical shifts by fewer than 32 bits.
+    /// Shifts every lane logically, by fewer than 32 bits.
     fn shl(self, x: Self::I, bits: u32) -> Self::I;
     fn shr(self, x: Self::I, bits: u32) -> Self::I;
     /// As above, each lane by its own number of bits.
     fn shl_each(self, x: Self::I, bits: Self::I) -> Self::I;
     fn shr_each(self, x: Self::I, bits: Self::I) -> Self::I;
-    /// The lowest four bits of each lane as a number.
+    /// Returns the lowest four bits of each lane as a number.
     fn nibble(self, x: Self::I) -> Self::F;
-    /// `x`, negated where the top bit of `signs` is set.
+    /// Returns `x`, negated where the top bit of `signs` is set.
     fn flip(self, x: Self::F, signs: Self::I) -> Self::F;
-    /// `table[code % 4]`.
+    /// Returns `table[code % 4]`.
     fn lookup4(self, table: &[f32; 4], code: Self::I) -> Self::F;
-    /// `table[low % 16 + high % 2 * 16]`.
+    /// Returns `table[low % 16 + high % 2 * 16]`.
     fn lookup32(self, table: &[f32; 32], low: Self::I, high: Self::I) -> Self::F;
-    /// `magnitudes[code % 8]`, negated where bit 3 of the code is set.
+    /// Returns `magnitudes[code % 8]`, negated where bit 3 of the code is set.
     fn symmetric16(self, magnitudes: &[f32; 8], code: Self::I) -> Self::F;
 
-    /// A binary16 in every lane, given by its bits.
+    /// Returns a binary16 in every lane, given by its bits.
     #[inline(always)]
     fn splat_f16(self, bits: u16) -> Self::F {
         self.splat(f16::from_bits(bits).to_f32())
@@ -285,8 +287,8 @@ pub(crate) trait Simd: Copy {
     /// # Safety
     /// As [`Self::load`].
     unsafe fn load_bytes(self, from: *const u8, at: usize) -> Self::I;
-    /// One of eight bytes per lane: lane `i` has `from[(at + i) % 8]`; `at` is a multiple of
-    /// `LANES`.
+    /// Returns one of eight bytes per lane: lane `i` has `from[(at + i) % 8]`; `at` is a multiple
+    /// of `LANES`.
     ///
     /// # Safety
     /// 1. `from[0..8]` is readable.

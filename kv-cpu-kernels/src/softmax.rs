@@ -13,8 +13,8 @@
 )]
 use crate::simd::{LANES_MAX, Simd};
 
-/// How far a score may exceed the running maximum before sums are rescaled. Weights up to `e^8` are
-/// as exact as others, and far from overflow.
+/// Distance by which a score may exceed the running maximum before sums are rescaled. Weights up to
+/// `e^8` are as exact as others, and far from overflow.
 const SLACK: f32 = 8.0;
 
 /// Running maximum and sum of weights of one query row.
@@ -32,7 +32,7 @@ impl OnlineSoftmax {
     /// The state without a score.
     pub const EMPTY: Self = Self { sums: [0.0; LANES_MAX], max: f32::MIN };
 
-    /// The state as a partial result.
+    /// Returns the state as a partial result.
     pub fn finish(&self) -> Partial {
         let sum = self.sums.iter().sum();
         // A sum of 0 means that no score was seen.
@@ -65,7 +65,7 @@ impl Partial {
         Self { max, sum: self.sum * self.factor_to(common) + other.sum * other.factor_to(common) }
     }
 
-    /// The factor that rescales values from this maximum to that of `other`.
+    /// Returns the factor that rescales values from this maximum to the maximum of `other`.
     #[expect(clippy::float_cmp, reason = "maxima are compared with themselves")]
     pub fn factor_to(self, other: Self) -> f32 {
         if self.max == other.max || other.max == f32::NEG_INFINITY {
@@ -84,19 +84,19 @@ impl Partial {
         })
     }
 
-    /// The factor that makes a row of sums, relative to this maximum, a summand of the mean whose
-    /// weights sum to `total`.
+    /// Returns the factor that makes a row of sums, relative to this maximum, a summand of the mean
+    /// whose weights sum to `total`.
     pub fn weight_in(self, total: Self) -> f32 {
         self.factor_to(total) / total.sum
     }
 
-    /// Natural logarithm of the sum of exponentials; minus infinity without scores.
+    /// Returns the natural logarithm of the sum of exponentials; minus infinity without scores.
     pub fn log_sum_exp(self) -> f32 {
         if self.sum == 0.0 { f32::NEG_INFINITY } else { self.max + self.sum.ln() }
     }
 }
 
-/// How scores become logits: `cap * tanh(scale * (score + bias) / cap)`, or without `cap`.
+/// The conversion of scores: `cap * tanh(scale * (score + bias) / cap)`, or without `cap`.
 #[derive(Debug, Clone, Copy)]
 pub struct Logits {
     pub(crate) scale: f32,
@@ -141,7 +141,7 @@ pub struct Softmax<'a> {
     pub v_scales: Option<&'a [f32]>,
     /// Bias of each row, added to scores before they are scaled.
     pub bias: &'a [f32],
-    /// How scores become logits.
+    /// The conversion of scores to logits.
     pub logits: Logits,
     /// State of each row.
     pub states: &'a mut [OnlineSoftmax],

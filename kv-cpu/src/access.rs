@@ -38,7 +38,7 @@ pub(crate) struct Entry {
     begin: usize,
     end: usize,
     write: bool,
-    /// How its gate was passed, if it was this entry that passed it.
+    /// Whether this entry passed its gate for writing; `None` if another entry passed it.
     entered: Option<bool>,
 }
 
@@ -169,7 +169,7 @@ impl<'w> Access<'w> {
     }
 }
 
-/// One sweep over ranges sorted by allocation and start.
+/// Checks ranges, sorted by allocation and start, in one sweep.
 fn check_overlaps(entries: &[Entry], operation: &'static str) -> Result<(), DeviceError> {
     let (mut address, mut end_any, mut end_written) = (0, 0, 0);
     for entry in entries {

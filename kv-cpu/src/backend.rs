@@ -160,7 +160,7 @@ impl CpuBackend {
         Ok(Self { capabilities, isa, cpu: Cpu { threads, kernels }, host_memory })
     }
 
-    /// The instruction set in use.
+    /// Returns the instruction set in use.
     pub fn isa(&self) -> Isa {
         self.isa
     }
@@ -237,7 +237,7 @@ impl Backend for CpuBackend {
         chunks: u32,
     ) -> Result<Self::HostPool, DeviceError> {
         let layout = ChunkLayout::of(storage, shape)?;
-        // As many chunks as the caller asks for: what overflows is refused as any excess.
+        // An overflow is refused as any excess.
         let bytes = num::to_u64(layout.bytes()).saturating_mul(chunks.into());
         let reserved = self.host_memory.reserve("reserve a host pool", bytes)?;
         Ok(QueueHostPool::new(self.queue()?, layout, chunks).with_reserved(reserved))

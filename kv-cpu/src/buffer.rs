@@ -28,11 +28,11 @@ const MAPPED: usize = 1 << 20;
 /// ([`Self::view`]).
 ///
 /// # Guarantees
-/// Each allocation has one gate: operations that only read pass it together, one that writes passes
+/// Each allocation has one gate: reading operations pass it together, a writing operation passes
 /// alone, and a thread that must wait blocks. An operation may name an allocation several times, as
-/// handle, clone or view: it passes the gate once, and is refused (`Unsupported`) when bytes it
-/// writes overlap others it names. Operations run nothing but their own work, so they may wait for
-/// each other on the workers of any pool.
+/// handle, clone or view: it passes the gate once, and is refused (`Unsupported`) when its written
+/// bytes overlap others that it names. Operations run nothing but their own work, so they may wait
+/// for each other on the workers of any pool.
 #[derive(Clone)]
 pub struct CpuBuffer {
     memory: Arc<Memory>,
@@ -144,7 +144,7 @@ impl CpuBuffer {
         Self { memory: Arc::new(Memory { base, owner, gate }), offset: 0, len }
     }
 
-    /// Bytes `offset..offset + bytes` as a buffer of their own, such as K and V in one allocation.
+    /// Returns `bytes` bytes from `offset` on as a buffer, such as K or V of one allocation.
     ///
     /// # Errors
     /// `OutOfRange` past the end of this buffer.
@@ -153,18 +153,18 @@ impl CpuBuffer {
         Ok(Self { memory: Arc::clone(&self.memory), offset: self.offset + begin, len })
     }
 
-    /// Size, in bytes.
+    /// Returns the size, in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
-    /// Whether it holds no byte.
+    /// Returns whether the buffer is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Lends the bytes for the length of `look`. A call inside it that writes the same allocation
-    /// would wait for its own caller, and so would one that a pool runs there while `look` waits
-    /// for others of the pool, as `rayon::join` does.
+    /// Lends the bytes for the length of `look`. A call inside `look` that writes the same
+    /// allocation would wait for its own caller. So would a call that a pool runs on this thread
+    /// while `look` waits for the pool, as `rayon::join` does.
     pub fn read<R>(&self, look: impl FnOnce(&[u8]) -> R) -> R {
         let _pass = Pass::new(&self.memory.gate, false);
         // SAFETY: the handle's range lies inside the allocation, and the pass keeps writers out.

@@ -40,7 +40,7 @@ struct Ledger {
 }
 
 enum Limit {
-    /// What the machine has, and the control groups of this process.
+    /// The limits of the machine, and of the control groups of this process.
     Machine(fn() -> Option<Available>),
     Bytes(u64),
     None,
@@ -145,7 +145,7 @@ mod tests {
 
     use super::*;
 
-    /// A machine with 100 MiB, of which 10 MiB were written by this process.
+    /// Returns a machine with 100 MiB, of which 10 MiB were written by this process.
     fn machine() -> HostMemory {
         HostMemory::of(Limit::Machine(|| {
             Some(Available { bytes: 100 << 20, is_machine: true, written: 10 << 20 })

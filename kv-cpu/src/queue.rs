@@ -19,8 +19,8 @@ use crate::context::Cpu;
 use crate::ops::{convert, copy, gather, write};
 use crate::scratch::Workspace;
 
-/// A command queue that runs on the calling thread and its workers. Keeps its buffers from call to
-/// call: with one thread, a call allocates nothing once they have reached their size.
+/// A command queue that runs on the calling thread and its workers. It keeps its buffers from call
+/// to call: with one thread, a call allocates nothing once the buffers have their full size.
 #[derive(Debug)]
 pub struct CpuQueue {
     cpu: Cpu,

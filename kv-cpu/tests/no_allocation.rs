@@ -102,7 +102,7 @@ fn cpu() -> CpuBackend {
     CpuBackend::open(CpuOptions::default().with_threads(1)).unwrap()
 }
 
-/// What a step reads and writes.
+/// The cache that a step reads and writes.
 #[derive(Clone, Copy)]
 struct Stored {
     format: KvFormat,

@@ -311,7 +311,7 @@ fn conform_kernels(_: &Workspace) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// Leaf 7 of CPUID: bit 22 of EDX (AMX-BF16).
+/// Returns leaf 7 of CPUID: bit 22 of EDX (AMX-BF16).
 #[cfg(target_arch = "x86_64")]
 fn has_amx() -> bool {
     use std::arch::x86_64::{__cpuid_count, __get_cpuid_max};

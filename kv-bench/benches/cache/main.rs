@@ -29,8 +29,8 @@ fn main() {
     criterion.final_summary();
 }
 
-/// Stored formats to compare: one of every kind. Formats with given scales decode like their
-/// relatives with row scales.
+/// Returns the stored formats to compare: one of every kind. Formats with given scales decode like
+/// their relatives with row scales.
 fn compared() -> impl Iterator<Item = kv::KvFormat> {
     let names = [
         "bf16",

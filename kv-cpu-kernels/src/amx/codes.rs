@@ -72,8 +72,8 @@ impl Linear {
         bits
     }
 
-    /// The function whose value is `at` at `byte`, and `one_bit_other[i]` where bit `i` of `byte`
-    /// is flipped.
+    /// Returns the function whose value is `at` at `byte`, and `one_bit_other[i]` where bit `i` of
+    /// `byte` is flipped.
     const fn through(byte: u8, at: u8, one_bit_other: [u8; 8]) -> Self {
         let (mut matrices, mut i) = ([0; 64], 0);
         while i < 64 {
@@ -106,7 +106,7 @@ static INT8_HALVES: Integers = {
     Integers { low: Lines(low), high: Lines(high), highest: halves(128.0)[1] }
 };
 
-/// The bytes of a bf16, the lower one first.
+/// Returns the bytes of a bf16, the lower one first.
 const fn halves(value: f32) -> [u8; 2] {
     let bits = value.to_bits();
     assert!(bits << 16 == 0, "a bf16");
@@ -148,7 +148,7 @@ const fn floats(values: &[f32; 256], mantissa_bits: u32) -> Floats {
     Floats { low, high, order, first, first_low, first_high }
 }
 
-/// Index of a code in an order that begins with the smallest exponent, then the largest.
+/// Returns the index of a code in an order with the smallest exponent first, then the largest.
 const fn place(code: u8, mantissa_bits: u32) -> u8 {
     let magnitude = code & 0x7f;
     let (exponent, mantissa) = (magnitude >> mantissa_bits, magnitude % (1 << mantissa_bits));

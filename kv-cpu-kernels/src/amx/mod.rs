@@ -80,7 +80,7 @@ impl Session {
         unsafe { (self.table.is_finite)(values) }
     }
 
-    /// The kernels for the encoding of a tile.
+    /// Returns the kernels for the encoding of a tile.
     fn kernel(&self, tile: &TileRows<'_>) -> Kernel {
         assert!(tile.len() <= TILE_TOKENS, "{} rows of a tile", tile.len());
         let encoding = tile.layout().encoding();
@@ -134,7 +134,7 @@ impl Gemm {
         Some(Self { session: Session::new(table), shape, exact: queries.exact })
     }
 
-    /// Words of the query rows of one head.
+    /// Returns the words of the query rows of one head.
     pub fn query_words(&self) -> usize {
         self.shape.row_words()
     }
@@ -208,7 +208,7 @@ impl Gemm {
         unsafe { kernel(memory, weights, out) }
     }
 
-    /// Whether all values are finite.
+    /// Returns whether all values are finite.
     pub fn is_finite(&self, values: &[f32]) -> bool {
         self.session.is_finite(values)
     }
@@ -252,7 +252,7 @@ impl Narrow {
         Some(Self { session, shape, exact })
     }
 
-    /// Words of the query rows of one head.
+    /// Returns the words of the query rows of one head.
     pub fn query_words(&self) -> usize {
         self.shape.column_words()
     }
@@ -311,7 +311,7 @@ impl Narrow {
         unsafe { kernel((v, memory), weights, out, prefetch) }
     }
 
-    /// Whether all values are finite.
+    /// Returns whether all values are finite.
     pub fn is_finite(&self, values: &[f32]) -> bool {
         self.session.is_finite(values)
     }

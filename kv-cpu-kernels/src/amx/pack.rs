@@ -197,7 +197,7 @@ pub(crate) fn remainder<W: Words>(w: W, [a, b]: [W::F; 2]) -> [W::F; 2] {
     [w.fma(w.truncate(a), minus, a), w.fma(w.truncate(b), minus, b)]
 }
 
-/// Whether no value is infinite or NaN. Has no early exit, because nearly always all are finite.
+/// Returns whether no value is infinite or NaN. No early exit: nearly always all are finite.
 #[inline(always)]
 pub(crate) fn is_finite(values: &[f32]) -> bool {
     values.iter().fold(true, |all, value| all & value.is_finite())
@@ -368,7 +368,7 @@ pub(crate) fn values<W: Words, U: Unit, E: Terms>(
     *prefetch = lines;
 }
 
-/// Blocks of tokens that are packed for a tile.
+/// Returns the blocks of tokens that are packed for a tile.
 #[inline(always)]
 fn gemm_blocks(tile: &TileRows<'_>) -> usize {
     tile.len().div_ceil(GEMM_TOKENS) * (GEMM_TOKENS / BLOCK)

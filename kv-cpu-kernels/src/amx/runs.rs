@@ -64,7 +64,7 @@ pub(crate) struct BlockRows {
 }
 
 impl BlockRows {
-    /// Where a row begins.
+    /// Returns the address of a row.
     #[inline(always)]
     pub(crate) fn at(self, index: usize) -> *const u8 {
         self.first.wrapping_add(index * self.stride)

@@ -83,7 +83,7 @@ pub enum ColumnOrder {
 }
 
 impl ColumnOrder {
-    /// The order for rows of K in an encoding.
+    /// Returns the order for rows of K in an encoding.
     pub fn of(k: Encoding) -> Self {
         match k {
             Encoding::E4m3 | Encoding::E5m2 | Encoding::Int8 => Self::Codes,
@@ -104,7 +104,7 @@ pub(crate) struct Blocks<'a> {
 }
 
 impl<'a> Blocks<'a> {
-    /// Words of two terms: a word is two values, and the last group of a row is padded.
+    /// Returns the words of two terms: a word is two values, and the last group of a row is padded.
     fn words(dim: usize) -> usize {
         dim.div_ceil(GROUP) * 2 * TILE_BLOCKS * BLOCK_WORDS
     }

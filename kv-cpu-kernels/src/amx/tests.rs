@@ -78,7 +78,7 @@ mod vectors {
     /// Rows of words of 128 codes: those of four groups, of pairs of groups, and of a line.
     type Rows = [[u32; BLOCK]; 10];
 
-    /// Where groups of codes begin, and rows of words.
+    /// Returns the addresses of groups of codes, and of rows of words.
     fn places(codes: &[u8; 128], to: &mut Rows) -> ([*const u8; 4], [*mut u32; 10]) {
         let from = [0, 32, 64, 96].map(|at| codes.as_ptr().wrapping_add(at));
         (from, to.each_mut().map(|row| row.as_mut_ptr()))

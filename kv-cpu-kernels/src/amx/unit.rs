@@ -1,4 +1,4 @@
-//! The primitives of AMX kernels: those of the unit itself, and those of vectors that serve it.
+//! The primitives of AMX kernels: of the unit, and of the vector instructions that serve it.
 use super::BLOCK_WORDS;
 use super::codes::Codes;
 use crate::simd::Simd;
@@ -100,8 +100,8 @@ pub(crate) trait Words: Simd {
     /// # Safety
     /// 1. `to[..16]` is writable.
     unsafe fn store_words(self, to: *mut u32, low: Self::F, high: Self::F);
-    /// Stores two rows of words: the lower halves of both, and the upper ones, those of `high`
-    /// above the others.
+    /// Stores two rows of words: the lower halves of `low` and `high`, then the upper halves; in
+    /// each word the half of `high` is above.
     ///
     /// # Safety
     /// 1. `to[..16]` of both is writable.

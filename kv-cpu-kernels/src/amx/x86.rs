@@ -21,7 +21,7 @@ use crate::simd::LINE;
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Amx(());
 
-/// Whether the CPU has AMX for bf16 and the vector instructions that look codes up, and the
+/// Returns whether the CPU has AMX for bf16 and the vector instructions that look codes up, and the
 /// operating system lets this process use tile registers. Detects once.
 pub(crate) fn is_available() -> bool {
     static ALLOWED: OnceLock<bool> = OnceLock::new();
@@ -42,7 +42,7 @@ fn has_tiles() -> bool {
     leaves >= 7 && __cpuid_count(7, 0).edx & ALL == ALL
 }
 
-/// Requests the state of tile registers from Linux, which saves it only for processes that did.
+/// Requests the state of tile registers from Linux, which saves it only on request.
 #[cfg(target_os = "linux")]
 fn is_allowed() -> bool {
     const ARCH_PRCTL: i64 = 158;

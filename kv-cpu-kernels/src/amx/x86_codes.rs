@@ -22,7 +22,7 @@ use crate::decode::GROUP;
 #[repr(align(64))]
 struct Order([u8; 64]);
 
-/// The order of [`Unit::code_words`], or of [`Unit::code_pairs`].
+/// Returns the order of [`Unit::code_words`], or of [`Unit::code_pairs`].
 const fn order(are_pairs: bool) -> Order {
     let mut order = [0; 64];
     let mut i = 0_u8;
@@ -138,7 +138,7 @@ unsafe fn store([low, high]: [__m512i; 2], [even, odd]: [*mut u32; 2]) {
     unsafe { _mm512_storeu_si512(odd.cast(), words) };
 }
 
-/// Lower and upper bytes of the bf16 of FP8 codes.
+/// Returns the lower and upper bytes of the bf16 of FP8 codes.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi,gfni")]
 fn bytes_of_floats(floats: &Floats, of: __m512i) -> [__m512i; 2] {
@@ -175,7 +175,7 @@ fn is_less(bytes: __m512i, power: u8) -> __mmask64 {
     _mm512_testn_epi8_mask(bytes, others)
 }
 
-/// Looks some bytes up, by the six lower bits of their index, and leaves the others as they are.
+/// Looks some bytes up by the six lower bits of their index; leaves the others unchanged.
 #[inline]
 #[target_feature(enable = "avx512f,avx512vbmi")]
 fn looked_up(bytes: __m512i, some: __mmask64, place: __m512i, table: &Lines<64>) -> __m512i {
@@ -184,7 +184,7 @@ fn looked_up(bytes: __m512i, some: __mmask64, place: __m512i, table: &Lines<64>)
     _mm512_mask_permutexvar_epi8(bytes, some, place, table)
 }
 
-/// Lower and upper bytes of the bf16 of integers.
+/// Returns the lower and upper bytes of the bf16 of integers.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
 fn bytes_of_integers(integers: &Integers, of: __m512i) -> [__m512i; 2] {

@@ -80,8 +80,8 @@ impl Words for Avx512 {
     }
 }
 
-/// The first four columns of a block. 128-bit lane `i` of vector `j` is those of row `4 i + j`, and
-/// four vectors are transposed at once.
+/// Returns the first four columns of a block. 128-bit lane `i` of vector `j` is those of row `4 i +
+/// j`, and four vectors are transposed at once.
 ///
 /// # Safety
 /// 1. They are readable.

@@ -56,7 +56,7 @@ fn halves(a: __m512, b: __m512) -> __m512 {
     _mm512_add_ps(kept, _mm512_shuffle_f32x4::<0b01_00_11_10>(a, b))
 }
 
-/// The same within halves: quarters of `a` in the even ones, of `b` in the odd ones.
+/// Adds the quarters within halves: of `a` to the even quarters, of `b` to the odd ones.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn quarters(a: __m512, b: __m512) -> __m512 {
@@ -65,7 +65,7 @@ fn quarters(a: __m512, b: __m512) -> __m512 {
     _mm512_add_ps(kept, _mm512_permutex2var_ps(a, order, b))
 }
 
-/// The same within quarters.
+/// Adds the pairs within quarters, likewise.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn pairs(a: __m512, b: __m512) -> __m512 {
@@ -73,7 +73,7 @@ fn pairs(a: __m512, b: __m512) -> __m512 {
     _mm512_add_ps(kept, _mm512_shuffle_ps::<0b01_00_11_10>(a, b))
 }
 
-/// The same within pairs.
+/// Adds the lanes within pairs, likewise.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn neighbours(a: __m512, b: __m512) -> __m512 {

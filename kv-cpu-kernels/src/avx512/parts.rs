@@ -8,7 +8,7 @@ use crate::pv::{self, Pv};
 use crate::qk::{self, Bf16Rows, Bf16Words, Floats, Qk};
 use crate::table::{PvFn, QkFn};
 
-/// QK and PV of FP8 by lookups, by [`TILE_ROWS`](crate::table::TILE_ROWS).
+/// Returns the QK and PV kernels of FP8 by lookups, by [`TILE_ROWS`](crate::table::TILE_ROWS).
 pub(crate) fn lookups(encoding: Encoding) -> Option<([QkFn; 4], [PvFn; 4])> {
     fn of<E: Fp8>() -> ([QkFn; 4], [PvFn; 4]) {
         let qk: [QkFn; 4] = [qk::<E, 1, 8>, qk::<E, 2, 8>, qk::<E, 4, 4>, qk::<E, 8, 2>];
@@ -30,7 +30,7 @@ pub(crate) fn lookups(encoding: Encoding) -> Option<([QkFn; 4], [PvFn; 4])> {
     }
 }
 
-/// QK as products of bf16, for rows of bf16, and of FP8 where there are lookups.
+/// Returns the QK kernels by products of bf16, for rows of bf16, and of FP8 if lookups exist.
 pub(crate) fn qk_words(encoding: Encoding, has_vbmi: bool) -> Option<[QkFn; 4]> {
     fn of<E: Fp8>() -> [QkFn; 4] {
         [fp8::<E, 1, 8>, fp8::<E, 2, 8>, fp8::<E, 4, 4>, fp8::<E, 8, 2>]

@@ -69,7 +69,7 @@ fn in_quarters(codes: __m512i) -> __m512i {
     _mm512_permutexvar_epi32(order, codes)
 }
 
-/// Lower and upper bytes of 64 codes.
+/// Returns the lower and upper bytes of 64 codes.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
 fn look_up(table: &'static Fp8Table, of: __m512i) -> [__m512i; 2] {
@@ -81,7 +81,7 @@ fn look_up(table: &'static Fp8Table, of: __m512i) -> [__m512i; 2] {
     [lower, _mm512_ternarylogic_epi32::<0xf8>(upper, of, sign)]
 }
 
-/// Words as the upper halves of `f32`.
+/// Widens words to the upper halves of `f32`.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn widen(words: __m512i) -> [__m512; 2] {

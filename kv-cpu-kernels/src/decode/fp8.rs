@@ -41,17 +41,17 @@ pub(crate) trait LookUp: Copy {
     type S: Simd;
 
     fn simd(self) -> Self::S;
-    /// 64 codes as bf16, in their order.
+    /// Returns 64 codes as bf16, in their order.
     ///
     /// # Safety
     /// 1. As many bytes are readable.
     unsafe fn words(self, table: &'static Fp8Table, from: *const u8) -> [<Self::S as Simd>::I; 2];
-    /// 64 codes as `f32`, in their order.
+    /// Returns 64 codes as `f32`, in their order.
     ///
     /// # Safety
     /// 1. As many bytes are readable.
     unsafe fn floats(self, table: &'static Fp8Table, from: *const u8) -> [<Self::S as Simd>::F; 4];
-    /// 32 codes as `f32`, in their order.
+    /// Returns 32 codes as `f32`, in their order.
     ///
     /// # Safety
     /// 1. As many bytes are readable.
@@ -84,8 +84,8 @@ impl Fp8 for E5m2 {
 }
 
 impl Fp8Table {
-    /// The table of codes with `fraction` bits of fraction. Codes from `infinity` on are not
-    /// finite; without an infinity only the last one is not.
+    /// Returns the table of codes with `fraction` bits of fraction. Codes from `infinity` on are
+    /// not finite; without an infinity only the last one is not.
     const fn of(fraction: u32, infinity: Option<u32>) -> Self {
         let mut codes = Self { lower: [[0; 64]; 2], upper: [[0; 64]; 2] };
         let mut code = 0;

@@ -13,7 +13,7 @@ pub(crate) struct Q8Block;
 /// `q4_0`: nibbles, of which 8 is zero.
 pub(crate) struct Q4Block;
 
-/// The f16 scale before a block's codes.
+/// Returns the f16 scale before a block's codes.
 ///
 /// # Safety
 /// 1. Two bytes are readable.

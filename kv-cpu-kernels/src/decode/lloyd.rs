@@ -33,16 +33,16 @@ pub(crate) trait Levels {
     const BYTES: usize;
     /// Bits of a code in each plane, the plane with the lowest bits first.
     const PLANES: &'static [usize];
-    /// `LANES` levels of a whole group, from value `offset` on.
+    /// Returns `LANES` levels of a whole group, from value `offset` on.
     ///
     /// # Safety
     /// 1. The group's bytes are readable.
     unsafe fn load<S: Simd>(s: S, group: *const u8, offset: usize) -> S::F;
-    /// The levels of codes whose bits lie together.
+    /// Returns the levels of codes whose bits lie together.
     fn levels<S: Simd>(s: S, codes: S::I) -> S::F;
 }
 
-/// Where the two bits of value `i` lie in byte `i % 8` of a group's plane of pairs.
+/// Offsets of the two bits of value `i` in byte `i % 8` of a group's plane of pairs.
 static PAIR_SHIFTS: [u32; GROUP] = {
     let mut shifts = [0; GROUP];
     let mut i = 0_u32;
@@ -189,7 +189,7 @@ impl<L: Levels, const GROUPED: bool> Decode for Lloyd<L, GROUPED> {
     }
 }
 
-/// The codes of a group of [`HALF`] values, one a byte, as [`unpack`] gives them but in registers.
+/// Returns the codes of a group of [`HALF`] values as [`unpack`] does, but in registers.
 ///
 /// # Safety
 /// 1. The group's bytes are readable.
@@ -212,7 +212,7 @@ unsafe fn unpack_half<L: Levels>(group: *const u8) -> [u8; HALF] {
     codes.to_le_bytes()
 }
 
-/// The codes of a group of `n < GROUP` values, one a byte.
+/// Returns the codes of a group of `n < GROUP` values, one a byte.
 ///
 /// A plane of `w` bits and `m` bytes holds value `i + j * m` at bits `j * w` of byte `i`, so for
 /// each `j` the whole plane is shifted and masked at once.

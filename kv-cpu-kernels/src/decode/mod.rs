@@ -114,7 +114,7 @@ pub(crate) fn decode<S: Simd, E: Decode>(s: S, rows: &KeyRows<'_>, padded: usize
     }
 }
 
-/// The E4M3 scale of group `index`.
+/// Returns the E4M3 scale of group `index`.
 ///
 /// # Safety
 /// 1. The bytes of the row are readable, and the row has that group.

@@ -38,12 +38,12 @@ fn narrow(columns: usize, rows: usize) {
     );
 }
 
-/// Whether the unit is configured for whole blocks.
+/// Returns whether the unit is configured for whole blocks.
 fn is_whole() -> bool {
     SIZES.get() == (16, 16)
 }
 
-/// The two bf16 of a word; those below the least normal number become zero.
+/// Returns the two bf16 of a word; values below the least normal number become zero.
 fn values(word: u32) -> [f32; 2] {
     [word << 16, word & UPPER].map(f32::from_bits).map(flush)
 }

@@ -197,7 +197,7 @@ impl DotBf16 for Wide {
     }
 }
 
-/// The bits of codes as bf16.
+/// Returns the bits of codes as bf16.
 unsafe fn look_up<const N: usize>(table: &Fp8Table, from: *const u8) -> [u32; N] {
     // SAFETY: `N` codes are readable, by the condition of `LookUp`.
     let bytes = unsafe { from.cast::<[u8; N]>().read() };

@@ -75,7 +75,7 @@ struct Stored {
     layout: RowLayout,
     bytes: Box<[u8]>,
     stride: usize,
-    /// What rows decode to by the definition, in the order in which kernels take values.
+    /// Values of the rows by definition, in the order in which kernels take them.
     values: Vec<Vec<f32>>,
 }
 
@@ -111,7 +111,7 @@ impl Stored {
         let begin = (self.values.len() - count) * self.stride;
         KeyRows::new(&self.bytes[begin..], self.stride, count, &self.layout)
     }
-    /// What they decode to.
+    /// Returns the values of the last rows.
     fn last_values(&self, count: usize) -> &[Vec<f32>] {
         &self.values[self.values.len() - count..]
     }
@@ -142,8 +142,8 @@ fn split(row: &mut [f32]) {
     }
 }
 
-/// Whether a value equals another up to the rounding of a sum of `terms` products in `f32`, whose
-/// magnitudes add up to `size`.
+/// Returns whether a value equals another up to the rounding of a sum of `terms` products in `f32`,
+/// whose magnitudes add up to `size`.
 fn is_near(got: f32, expected: f64, (size, terms): (f64, usize)) -> bool {
     let allowed = f64::from(f32::EPSILON) * size * (4.0 + (terms as f64).sqrt());
     (f64::from(got) - expected).abs() <= allowed

@@ -75,7 +75,7 @@ pub(super) fn run(
         && states.iter().all(|state| state.finish().sum.is_finite())
 }
 
-/// Tokens of a tile: half of [`TILE_TOKENS`] where K for AMX narrow exceeds [`NARROW_BYTES`].
+/// Returns the tokens of a tile: half of [`TILE_TOKENS`] if narrow K exceeds [`NARROW_BYTES`].
 fn tile_tokens(call: &AttendCall<'_>, rows: usize) -> usize {
     let bytes = call.k.rows(false).bytes() * TILE_TOKENS;
     if rows >= BLOCK || bytes <= NARROW_BYTES { TILE_TOKENS } else { TILE_TOKENS / 2 }
@@ -136,7 +136,7 @@ impl<'s> Products<'s> {
         Some(Self::Narrow(narrow, words, orders.len()))
     }
 
-    /// Tokens that are multiplied at a time: weights up to a multiple of them are read.
+    /// Returns the tokens multiplied at a time: weights up to a multiple of this number are read.
     fn tokens(&self) -> usize {
         match self {
             Self::Gemm(..) => GEMM_TOKENS,
@@ -222,7 +222,7 @@ fn attend(
     products.add(tile, seeing, memory, (rows.scores, out), &mut with_v);
 }
 
-/// The rows that see a token of a tile, extended to multiples of [`BLOCK`] or to the last row.
+/// Returns the rows that see a token of a tile, rounded to [`BLOCK`] rows or to the last row.
 fn seeing_rows(rows: usize, seen: &SeenKeys<'_>, tile: &KeyTile<'_>) -> (usize, usize) {
     // Rows that see none of the tile are the first or the last ones.
     let (mut begin, mut end) = (0, rows);

@@ -1,4 +1,4 @@
-//! What all work items of one call share, and how a query row is finished.
+//! The state that all work items of one call share, and the end of a query row.
 use kv_core::backend::PlaneLayout;
 use kv_core::error::DeviceError;
 use kv_core::invariant::Invariant;
@@ -69,18 +69,18 @@ impl<'a> AttendCall<'a> {
         to_usize(self.q.rows().heads())
     }
 
-    /// Whether outputs need the precision of `f32`.
+    /// Returns whether outputs need the precision of `f32`.
     pub(super) fn is_exact(&self) -> bool {
         self.out.element() == Element::F32
     }
 
-    /// How scores become logits. Log-sum-exps are `f32` where outputs may not be.
+    /// Returns the conversion of scores to logits. Log-sum-exps are `f32` where outputs may not be.
     pub(super) fn logits(&self) -> Logits {
         let exact = self.is_exact() || self.lse.is_some();
         Logits::new(self.options.scale(), self.options.soft_cap(), exact)
     }
 
-    /// What the choice of a strategy depends on, for `queries` queries of a sequence.
+    /// Returns the inputs of the choice of a strategy, for `queries` queries of a sequence.
     pub(super) fn facts(&self, queries: u32) -> Facts {
         let kernels = self.cpu.kernels;
         Facts {
@@ -93,7 +93,7 @@ impl<'a> AttendCall<'a> {
         }
     }
 
-    /// Whether queries are bf16 and stay untransformed, as products of bf16 need.
+    /// Returns whether queries are bf16 and stay untransformed, as products of bf16 need.
     pub(super) fn has_bf16_queries(&self) -> bool {
         self.q.element() == Element::Bf16 && !self.k.layout().transforms()
     }

@@ -1,4 +1,4 @@
-//! Where visible keys lie: runs of rows in the blocks of K and V.
+//! The visible keys in memory: runs of rows in the blocks of K and V.
 //!
 //! Only keys that a query sees are looked up: the table entries of other keys may name blocks of
 //! another sequence.
@@ -31,7 +31,7 @@ struct StorageRegions<'a> {
     sink_tokens: u32,
     /// Tokens of a tile.
     tokens: u32,
-    /// How far the first code lies after a multiple of [`ALIGN`] slots.
+    /// Distance of the first code from the multiple of [`ALIGN`] slots before it.
     odd_slots: u32,
 }
 
@@ -50,7 +50,7 @@ impl<'a> StorageRegions<'a> {
         }
     }
 
-    /// The tile at `from` or, where nothing is seen there, the next one; empty after the last.
+    /// Returns the tile at `from` or, if no key there is seen, the next one; empty after the last.
     ///
     /// Tiles lie at multiples of their length, so that the order of a sum does not depend on the
     /// queries; those of codes after rows in 16 bits are shifted to where blocks of [`ALIGN`]
@@ -73,7 +73,7 @@ impl<'a> StorageRegions<'a> {
         position < self.map.full_precision_prefix() || position >= self.tail
     }
 
-    /// One past the last row that is stored like that of `position`.
+    /// Returns one past the last row that is stored like the row of `position`.
     fn end(&self, position: u32) -> u32 {
         if position < self.map.full_precision_prefix() {
             self.map.full_precision_prefix()
@@ -86,7 +86,7 @@ impl<'a> StorageRegions<'a> {
         }
     }
 
-    /// The mean that is subtracted from the row of `position`, as stored.
+    /// Returns the mean that is subtracted from the row of `position`, as stored.
     fn mean<'k>(&self, call: &AttendCall<'k>, position: u32, head: u32) -> Option<&'k [u8]> {
         if !self.by_block || self.is_wide(position) {
             return None;
@@ -143,7 +143,7 @@ impl<'a> BlockRuns<'a> {
         }
     }
 
-    /// Rows of a run and a head.
+    /// Returns the rows of a run and a head.
     fn of_head<'l>(&self, run: usize, head: u32, layout: &'l RowLayout) -> KeyRows<'l>
     where
         'a: 'l,

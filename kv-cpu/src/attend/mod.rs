@@ -179,7 +179,7 @@ fn attend_by(
     true
 }
 
-/// Query rows per kv head that a strategy takes for `rows` of them; the rest are zero.
+/// Returns the query rows per kv head, padded with zeros, that a strategy takes for `rows` rows.
 fn padded_rows(strategy: Strategy, call: &AttendCall<'_>, rows: usize) -> usize {
     match strategy {
         #[cfg(any(target_arch = "x86_64", test))]
@@ -266,7 +266,7 @@ fn load_words(call: &AttendCall<'_>, rows: usize, scratch: &mut Scratch) {
     }
 }
 
-/// The dot product of two rows, summed in 16 lanes.
+/// Returns the dot product of two rows, summed in 16 lanes.
 fn dot(a: &[f32], b: &[f32]) -> f32 {
     let mut sums = [0.0; 16];
     for (a, b) in a.chunks(16).zip(b.chunks(16)) {

@@ -26,7 +26,7 @@ impl<'a> Partials<'a> {
         }
     }
 
-    /// First float of result `index`.
+    /// Returns the first float of result `index`.
     fn begin(&self, index: usize, heads: Heads) -> usize {
         let begin = index * heads.stride_v;
         assert!(

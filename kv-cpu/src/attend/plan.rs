@@ -1,4 +1,4 @@
-//! How a call is cut into work items and merges.
+//! The split of a call into work items and merges.
 //!
 //! A work item is some queries of some kv heads against one split of one context. Its content
 //! depends on the plan alone, so neither the number of threads nor their order changes a bit.
@@ -142,7 +142,7 @@ impl WorkPlan {
     }
 }
 
-/// Number of kv heads of a work item of `queries` queries. Results do not depend on it.
+/// Returns the kv heads of a work item of `queries` queries. Results do not depend on them.
 fn heads_per_item(call: &AttendCall<'_>, queries: u32) -> usize {
     let kv_heads = to_usize(call.k.layout().num_kv_heads());
     let rows = to_usize(queries.max(1)) * call.heads.group;

@@ -1,4 +1,4 @@
-//! Which algorithm runs a work item: the only place that decides.
+//! The choice of the algorithm that runs a work item: the only place that decides.
 //!
 //! [`RULES`] is an ordered table. The first strategy that does not refuse runs; a refusal depends
 //! on [`Facts`] of the plan, the layouts and the CPU, never on values.
@@ -82,7 +82,7 @@ pub(crate) struct Facts {
 pub(super) const AMX_BLOCK: usize = 16;
 
 impl Facts {
-    /// Whether AMX may run work items of enough query rows.
+    /// Returns whether AMX may run work items of enough query rows.
     pub(super) fn may_use_amx(&self) -> bool {
         self.no_amx().is_none()
     }
@@ -102,7 +102,7 @@ impl Facts {
     fn several_queries(&self) -> Option<Refusal> {
         (self.queries > 1).then_some(Refusal::SeveralQueries(self.queries))
     }
-    /// Query rows from which on AMX is faster than vectors with query rows as columns.
+    /// Returns the query rows from which on AMX is faster than vectors with query rows as columns.
     fn amx_rows_min(&self) -> usize {
         let [k, _] = self.k;
         let [v, _] = self.v;
@@ -110,7 +110,7 @@ impl Facts {
     }
 }
 
-/// Whether AMX kernels read rows of this encoding: those whose values are sums of one or two bf16.
+/// Returns whether AMX kernels read this encoding: its values are sums of one or two bf16.
 fn has_amx(encoding: Encoding) -> bool {
     matches!(
         encoding,
@@ -123,8 +123,8 @@ fn has_amx(encoding: Encoding) -> bool {
     )
 }
 
-/// A product of blocks takes as long for one query row as for sixteen
-/// (`docs/adr/0010-matrix-unit.md`).
+/// Returns the query rows from which on AMX is faster for an encoding: a product of blocks takes as
+/// long for one query row as for sixteen (`docs/adr/0010-matrix-unit.md`).
 fn amx_rows_min(encoding: Encoding) -> usize {
     match encoding {
         Encoding::E4m3 => 1,

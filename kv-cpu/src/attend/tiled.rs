@@ -75,7 +75,7 @@ pub(super) fn run(
     });
 }
 
-/// Which tokens of a tile each query row sees.
+/// The tokens of a tile that each query row sees.
 pub(super) struct SeenKeys<'a> {
     pub(super) call: &'a AttendCall<'a>,
     pub(super) item: &'a WorkItem,
@@ -214,8 +214,8 @@ fn add(
     });
 }
 
-/// The same for a few rows that see different tokens: those that all of them see together, the
-/// others row by row, in the order of positions. A weight of zero would not do: zero times infinity
+/// Does the same for a few rows that see different tokens: tokens that all rows see together, other
+/// tokens row by row, in the order of positions. A weight of zero would not do: zero times infinity
 /// is NaN.
 fn add_apart(
     call: &AttendCall<'_>,

@@ -1,8 +1,8 @@
-//! Which keys queries see: causal, sliding window, sink tokens.
+//! The keys that queries see: causal, sliding window, sink tokens.
 use kv_core::plan::{AttentionOptions, PlannedSequence};
 
-/// Positions that some neighbouring queries see: sink tokens `sink_tokens.0..sink_tokens.1`, and
-/// `window.0..window.1` after them. Every one of them is seen by one of the queries.
+/// Positions that some neighbouring queries see: sink tokens `sink_tokens.0..sink_tokens.1`, then
+/// `window.0..window.1`. At least one of the queries sees each position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Visible {
     sink_tokens: (u32, u32),
@@ -10,7 +10,7 @@ pub(super) struct Visible {
 }
 
 impl Visible {
-    /// The positions that queries `q_begin..q_end` see.
+    /// Returns the positions that queries `q_begin..q_end` see.
     pub(super) fn of(
         options: &AttentionOptions<'_>,
         sequence: &PlannedSequence,
@@ -36,18 +36,18 @@ impl Visible {
         Self { sink_tokens: cut(self.sink_tokens), window: cut(self.window) }
     }
 
-    /// Whether any position is at `begin..end`.
+    /// Returns whether any position is at `begin..end`.
     pub(super) fn intersects(self, begin: u32, end: u32) -> bool {
         self.within(begin, end).num_keys() > 0
     }
 
-    /// Number of positions.
+    /// Returns the number of positions.
     pub(super) fn num_keys(self) -> u32 {
         let len = |(begin, end): (u32, u32)| end.saturating_sub(begin);
         len(self.sink_tokens) + len(self.window)
     }
 
-    /// The first run of positions at or after `from`, as begin and end; empty where none is left.
+    /// Returns the first run of positions from `from` on, as begin and end; empty if none is left.
     pub(super) fn seen_from(self, from: u32) -> (u32, u32) {
         if from < self.sink_tokens.1 {
             return (from.max(self.sink_tokens.0), self.sink_tokens.1);

@@ -1,4 +1,4 @@
-//! What Linux says about memory: of the machine, and of the control groups of this process.
+//! Memory limits of Linux: of the machine, and of the control groups of this process.
 //!
 //! # Source
 //! `proc(5)`, and in the kernel's documentation `admin-guide/cgroup-v2.rst` and
@@ -9,7 +9,7 @@ use std::path::{Component, Path, PathBuf};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Available {
     pub(super) bytes: u64,
-    /// Whether the machine limits it, not a control group.
+    /// Whether the limit is the machine's, not a control group's.
     pub(super) is_machine: bool,
     /// Memory of its own that the process has written, which is not available any more.
     pub(super) written: u64,

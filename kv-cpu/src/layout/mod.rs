@@ -1,4 +1,4 @@
-//! Where values lie: rows of the caller's tensors, and rows in the blocks of a plane.
+//! Addresses of values: rows of the caller's tensors, and rows in the blocks of a plane.
 mod plane;
 mod tensor;
 
@@ -9,12 +9,12 @@ use kv_cpu_kernels::Element;
 pub(crate) use plane::{PlaneRows, RowScale};
 pub(crate) use tensor::{Room, RowAt, RowsIn, RowsOut};
 
-/// An `Unsupported` error with its detail.
+/// Creates an `Unsupported` error with its detail.
 pub(crate) fn unsupported(operation: &'static str, detail: impl Into<String>) -> DeviceError {
     DeviceError::new(DeviceErrorKind::Unsupported, operation).with_detail(detail)
 }
 
-/// The element type of a tensor.
+/// Returns the element type of a tensor.
 fn element(dtype: DType, operation: &'static str) -> Result<Element, DeviceError> {
     Element::of_tensor(dtype).ok_or_else(|| unsupported(operation, format!("element type {dtype}")))
 }

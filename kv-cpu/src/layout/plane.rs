@@ -31,8 +31,8 @@ pub(crate) struct PlaneRows<'a> {
 }
 
 impl<'a> PlaneRows<'a> {
-    /// Checks that the plane has the blocks below `num_blocks`, those of `planned` if given, and
-    /// its constants if it needs any.
+    /// Checks that the plane has the blocks below `num_blocks`, the blocks of `planned` if given,
+    /// and its constants if it needs any.
     ///
     /// # Safety
     /// 1. All segments of `view` were entered in `locked`, for writing if [`Self::get_mut`] is
@@ -82,7 +82,7 @@ impl<'a> PlaneRows<'a> {
         let (codes, wide) = if self.codes == self.wide { pairs } else { (self.codes, self.wide) };
         Self { codes, wide, ..self }
     }
-    /// Whether rows are read in that order.
+    /// Returns whether rows are read in pairs of bf16.
     pub(crate) fn is_in_pairs(&self) -> bool {
         self.codes.encoding() == Encoding::Bf16Pairs
     }
@@ -129,7 +129,7 @@ impl<'a> PlaneRows<'a> {
         block::decode_wide(self.mean(block, head), values);
     }
 
-    /// Where a block's bytes `begin..begin + len` lie; `None` outside the plane.
+    /// Returns the address of bytes `begin..begin + len` of a block; `None` outside the plane.
     fn find(&self, block: u32, begin: u64, len: usize) -> Option<*mut u8> {
         let layout = self.view.layout();
         let (segment, at) = layout.locate(block);
@@ -156,7 +156,7 @@ impl<'a> PlaneRows<'a> {
         unsafe { std::slice::from_raw_parts(first, len) }
     }
 
-    /// Bytes `begin..begin + len` of a block, for writing.
+    /// Returns bytes `begin..begin + len` of a block, for writing.
     ///
     /// # Safety
     /// 1. The plane was locked for writing.

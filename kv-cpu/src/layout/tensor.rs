@@ -140,7 +140,7 @@ impl<'a> RowsOut<'a> {
         self.element
     }
 
-    /// Heads `head..head + heads` of token `i` of an entry.
+    /// Returns heads `head..head + heads` of token `i` of an entry.
     ///
     /// # Panics
     /// Outside the tensor, which has room for the plan.

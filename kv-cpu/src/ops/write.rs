@@ -88,14 +88,14 @@ pub(crate) fn write_kv(
     Ok(())
 }
 
-/// The entry that ragged row `token` belongs to.
+/// Returns the entry that ragged row `token` belongs to.
 fn entry_of(sequences: &[PlannedSequence], token: usize) -> (usize, &PlannedSequence) {
     let after = sequences.partition_point(|s| to_usize(s.new_start) <= token);
     let entry = after.checked_sub(1).and_then(|entry| Some((entry, sequences.get(entry)?)));
     entry.invariant("every new token of a batch is an entry's")
 }
 
-/// What writing one token costs, as bytes that would take as long to copy.
+/// Returns the cost of writing one token, as the bytes that would take as long to copy.
 fn token_work(plane: &PlaneRows<'_>) -> u64 {
     let layout = plane.layout();
     let row = match plane.plain_element() {

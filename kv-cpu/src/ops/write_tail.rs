@@ -63,7 +63,7 @@ pub(super) fn write(
 }
 
 impl<'a> TailWriter<'a> {
-    /// Tokens before the step.
+    /// Returns the tokens before the step.
     fn cached(&self) -> u32 {
         self.sequence.kv_len - self.sequence.new_len
     }
@@ -91,7 +91,7 @@ impl<'a> TailWriter<'a> {
         }
     }
 
-    /// The place of a row of the previous tail.
+    /// Returns the place of a row of the previous tail.
     fn sealed(&self, position: u32) -> Place {
         let map = self.plane.layout().slot_map();
         map.place_sealed(position, self.sequence.coded_before, self.sequence.sealed_index)
@@ -102,7 +102,7 @@ impl<'a> TailWriter<'a> {
         block.invariant("a sequence has the blocks of its tokens").0
     }
 
-    /// Bytes of a block, for writing.
+    /// Returns the bytes of a block, for writing.
     fn bytes(&mut self, block: u32, begin: u64, len: usize) -> &'a mut [u8] {
         // SAFETY: the plane is locked for writing; a plan gives no block to two entries, a work
         // item writes the rows and the mean of its own head alone and holds one slice at a time,
@@ -121,8 +121,8 @@ impl<'a> TailWriter<'a> {
         self.cpu.kernels.encode(element, values, to);
     }
 
-    /// Encodes rows of one block up to its end. `is_whole`: they begin at its start, so they define
-    /// its mean.
+    /// Encodes rows of one block up to its end. With `is_whole` the rows begin at the block's start
+    /// and define its mean.
     fn put_codes(
         &mut self,
         positions: std::ops::Range<u32>,

@@ -109,7 +109,7 @@ impl Means {
         rows
     }
 
-    /// Whether outputs are near attention in `f64` over what a reader sees.
+    /// Checks that outputs are near attention in `f64` over the values that a reader sees.
     fn check(&mut self, name: &str, q: &[f32], out: &[f32]) {
         let dim = self.dim as usize;
         let group = q.len() / dim / self.heads as usize;

@@ -197,8 +197,8 @@ fn a_plan_of_another_pool_is_refused() {
     });
 }
 
-/// Where rows take several slots, the same ranges need more blocks than a plan of another geometry
-/// has looked for.
+/// Checks that ranges planned for another geometry are refused: rows that take several slots need
+/// more blocks.
 #[test]
 fn ranges_of_another_geometry_are_refused() {
     let backend = backend();

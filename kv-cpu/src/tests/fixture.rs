@@ -15,7 +15,7 @@ use kv_core::{
 use super::{Random, stored};
 use crate::{CpuBackend, CpuBuffer};
 
-/// What a test varies.
+/// The inputs that a test varies.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Case {
     pub(super) seed: u64,
@@ -40,7 +40,7 @@ pub(super) struct Case {
     pub(super) determinism: Determinism,
 }
 
-/// Which options a test sets.
+/// The options that a test sets.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Choice {
     pub(super) full: bool,
@@ -68,7 +68,7 @@ impl Choice {
         options.with_axes(case.qkv)
     }
 
-    /// Whether a query at `position` sees `key`.
+    /// Returns whether a query at `position` sees `key`.
     pub(super) fn sees(&self, position: i64, key: u32) -> bool {
         let after = !self.full && i64::from(key) > position;
         let before = |left| i64::from(key) < position - i64::from(left) && key >= self.sink_tokens;
@@ -147,8 +147,8 @@ impl Rows {
     }
 }
 
-/// What a case puts into a cache. It depends on no backend: it is made once for all backends that a
-/// test runs the case on.
+/// The content of a case's cache. It depends on no backend: it is made once for all backends that
+/// run the case.
 pub(super) struct Content {
     layouts: [PlaneLayout; 2],
     constants: [Option<PlaneConstants>; 2],
@@ -444,7 +444,7 @@ impl Fixture {
     }
 }
 
-/// What attention must give: out and log-sum-exp, in the axes of the call.
+/// The expected results of attention: out and log-sum-exp, in the axes of the call.
 #[derive(Debug)]
 struct Expected {
     out: Vec<f64>,

@@ -8,15 +8,15 @@ use super::fixture::{Case, Choice, Fixture};
 use super::{Random, backends};
 use crate::CpuBackend;
 
-/// Whether some query of an entry sees `key`.
+/// Returns whether some query of an entry sees `key`.
 fn is_visible(entry: &BatchEntry, choice: &Choice, key: u32) -> bool {
     let kv_len = i64::from(entry.cached + entry.new_tokens);
     let first = kv_len - i64::from(entry.queries);
     (first..kv_len).any(|position| choice.sees(position, key))
 }
 
-/// Poisons what no query sees: table entries without a visible row name a block full of NaN, and
-/// masked rows beside visible ones become NaN, where their format has one. Returns the numbers of
+/// Poisons values that no query sees. Table entries without a visible row name a block full of NaN,
+/// and masked rows beside visible ones become NaN, if the format has one. Returns the numbers of
 /// entries and rows.
 fn poison_masked(fixture: &mut Fixture, backend: &CpuBackend, choice: &Choice) -> (usize, usize) {
     let layouts = fixture.layouts;

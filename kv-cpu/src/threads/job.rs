@@ -1,6 +1,6 @@
-//! One closure of a caller that other threads may run too, and its end with none of them inside.
+//! One closure of a caller that other threads may run too, and its end when all have left it.
 //!
-//! Knows nothing of which threads join, or how they learn of the job.
+//! Knows neither which threads join nor how they learn of the job.
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::Duration;
@@ -9,7 +9,7 @@ use super::sync::atomic::{AtomicUsize, Ordering};
 use super::sync::thread::{self, Thread};
 use super::sync::{Arc, Instant, Mutex, SpinLimit, lock, spin};
 
-/// How long a caller spins for the last helper to leave before it parks.
+/// Longest time that a caller spins for the last helper to leave before it parks.
 const COMPLETION_SPIN: SpinLimit =
     SpinLimit { total: Duration::from_micros(200), yield_max: Duration::MAX };
 
@@ -21,7 +21,7 @@ pub(super) struct Job {
     run: unsafe fn(*const ()),
     /// Number of helpers inside, and [`CLOSED`] after the last one may enter.
     inside: AtomicUsize,
-    /// How many more helpers may run the closure.
+    /// Number of helpers that may still join.
     vacancies: AtomicUsize,
     caller: Thread,
     panic: Mutex<Option<Box<dyn Any + Send>>>,

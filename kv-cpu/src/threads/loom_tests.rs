@@ -69,7 +69,7 @@ fn loom_every_job_reaches_the_worker() {
     });
 }
 
-/// Whether the worker begins in time or not, the caller sees all work done when a run returns.
+/// The caller sees all work done when a run returns, whether or not the worker began in time.
 #[test]
 fn loom_completion_is_seen_by_the_caller() {
     model(3, || {

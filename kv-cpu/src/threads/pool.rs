@@ -1,9 +1,9 @@
 //! Worker threads that help callers with their jobs: they spin for the next job, then park.
 //!
 //! A parked thread takes 20 us and more to wake, as long as a whole short job. So a caller never
-//! waits for a worker that has not begun, and a worker that has helped spins for the next job for a
-//! while before it parks ([`IDLE_SPIN`]). It yields its core meanwhile, and parks as soon as
-//! another thread took it, so that it delays no other work.
+//! waits for a worker that has not begun, and a worker that has helped spins for the next job
+//! before it parks ([`IDLE_SPIN`]). A spinning worker yields its core and parks as soon as another
+//! thread took the core, so that it delays no other work.
 //!
 //! Knows nothing of work items: a worker runs the caller's closure once.
 use std::io;
@@ -16,8 +16,8 @@ use super::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering, fence};
 use super::sync::thread::{self, JoinHandle};
 use super::sync::{Arc, Instant, RwLock, SpinLimit, spin};
 
-/// How long a worker spins after it has helped: for jobs that follow each other at once, as a write
-/// and attention do.
+/// Longest time that a worker spins after it has helped, for jobs that follow each other at once,
+/// such as a write and attention.
 const IDLE_SPIN: SpinLimit =
     SpinLimit { total: Duration::from_micros(200), yield_max: Duration::from_micros(20) };
 
@@ -56,7 +56,7 @@ mod state {
     pub(super) const PARKED: u8 = 2;
 }
 
-/// Whether a parked worker is kept off its caller's CPU when it is woken.
+/// The CPU on which a parked worker wakes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Wake {
     /// The scheduler picks any CPU.

@@ -109,7 +109,7 @@ impl Workers for SpawnWorkers {
     }
 }
 
-/// The place of one closure among those that are queued, given up when it begins or is dropped.
+/// The place of one queued closure, released when the closure begins or is dropped.
 struct Ticket {
     queue: Arc<Mutex<Queued>>,
     is_queued: bool,

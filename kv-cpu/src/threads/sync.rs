@@ -1,4 +1,4 @@
-//! Shared-state types of the threads: those of std, and those of loom in its model test.
+//! Shared-state types of the threads: from std, or from loom in its model test.
 //!
 //! Time is here too: loom has none, so there a thread parks after a single poll.
 use std::time::Duration;
@@ -22,7 +22,7 @@ pub(super) use loom::{
 #[cfg(not(all(loom, test)))]
 const SPINS_PER_YIELD: usize = 16;
 
-/// How long a thread spins before it parks.
+/// Limits of a thread's spin before it parks.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SpinLimit {
     /// Time since the start of the spin.

@@ -315,7 +315,7 @@ mod rayon {
             threads.run(2, true, &mut [(); 2], |(), _| {
                 both.wait();
                 if std::thread::current().id() == caller {
-                    // The next job that this thread runs, should it run one while it waits.
+                    // Another job for this thread, if it runs jobs while it waits.
                     let (waits, interrupted) = (Arc::clone(&waits), Arc::clone(&interrupted));
                     ::rayon::spawn(move || {
                         let is_here = std::thread::current().id() == caller;

@@ -148,14 +148,14 @@ impl GivenWorkers {
 /// Bits of a set of workers, in words.
 const WORDS: usize = THREADS_MAX.div_ceil(64);
 
-/// Which workers a run has called. On the stack, so that a run allocates nothing.
+/// The workers that a run has called. On the stack, so that a run allocates nothing.
 struct Calls {
     workers: usize,
     called: [AtomicU64; WORDS],
     violation: Mutex<Option<Violation>>,
 }
 
-/// How a call broke the contract.
+/// A call that broke the contract.
 #[derive(Debug, Clone, Copy)]
 enum Violation {
     Twice(usize),
@@ -179,7 +179,7 @@ impl Calls {
         false
     }
 
-    /// The word that holds a worker's bit, and the bit.
+    /// Returns the word that holds a worker's bit, and the bit.
     fn word(&self, worker: usize) -> Option<(&AtomicU64, u64)> {
         let word = self.called.get(worker / 64).filter(|_| worker < self.workers)?;
         Some((word, 1 << (worker % 64)))

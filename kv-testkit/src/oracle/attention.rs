@@ -16,15 +16,15 @@ pub trait Real:
     fn of(x: f32) -> Self;
     /// Converts a result.
     fn value(self) -> f64;
-    /// Square root of a count.
+    /// Returns the square root of a count.
     fn root(n: usize) -> Self;
-    /// Natural exponential.
+    /// Returns the natural exponential.
     #[must_use]
     fn exp(self) -> Self;
-    /// Natural logarithm.
+    /// Returns the natural logarithm.
     #[must_use]
     fn ln(self) -> Self;
-    /// Hyperbolic tangent.
+    /// Returns the hyperbolic tangent.
     #[must_use]
     fn tanh(self) -> Self;
 }

@@ -49,7 +49,7 @@ fn run() -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The version of the format, which stands at the end of a file.
+/// Returns the version of the format, which stands at the end of a file.
 fn format(file: &Path) -> Result<u64> {
     let text =
         fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;

@@ -72,7 +72,7 @@ pub(super) fn run() -> Result<()> {
     Ok(())
 }
 
-/// The two programs of a variant, below the folder of the libraries, whose objects are used again.
+/// Returns the two programs of a variant, below the folder of the libraries that they reuse.
 fn programs(libraries: &Path, variant: &Variant) -> Result<(PathBuf, PathBuf)> {
     let folder = libraries.join("self-test").join(variant.name);
     let emulator = if variant.is_portable {

@@ -65,7 +65,7 @@ fn check_line(place: &str, number: usize, line: &str) -> Vec<Problem> {
     problems
 }
 
-/// Whether a line of a doc comment opens a code fence marked `ignore`.
+/// Returns whether a line of a doc comment opens a code fence marked `ignore`.
 fn is_ignored_fence(line: &str) -> bool {
     let line = line.trim_start();
     let doc = line.strip_prefix("///").or_else(|| line.strip_prefix("//!"));
