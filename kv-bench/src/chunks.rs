@@ -1,5 +1,5 @@
-//! What measurements of stores share: chunks of an 8-billion-parameter model in bf16, each with a
-//! header of its own, and threads that move them in random order.
+//! Chunks for measurements of stores: of an 8-billion-parameter model in bf16, each with its own
+//! header. Also the threads that move them in random order.
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};

@@ -40,7 +40,7 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// A layer of an 8-billion-parameter Llama with 4 query heads per kv head, stored in f16.
+    /// Creates a layer of an 8-billion-parameter Llama with 4 query heads per kv head, in f16.
     pub fn llama(batch: u32, context: u32) -> Self {
         Self {
             batch,
@@ -53,7 +53,7 @@ impl Shape {
         }
     }
 
-    /// A shape with as little data as possible, so that only the bookkeeping is measured.
+    /// Creates a shape with as little data as possible, so that only the bookkeeping is measured.
     pub fn bookkeeping(batch: u32, context: u32) -> Self {
         Self { q_heads: 1, kv_heads: 1, head_dim: 2, ..Self::llama(batch, context) }
     }

@@ -22,7 +22,7 @@ struct Memory {
     owner: Owner,
 }
 
-/// Who frees the memory of a buffer.
+/// The owner that frees the memory of a buffer.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Owner {
     /// The last handle.
@@ -37,7 +37,7 @@ enum Owner {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct CallerStream(pub(crate) usize);
 
-/// Where a buffer is to be used.
+/// The device and stream on which a buffer is used.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Place<'a> {
     pub(crate) gpu: &'a Arc<dyn Gpu>,

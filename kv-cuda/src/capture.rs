@@ -43,7 +43,7 @@ impl CudaGraph {
     }
 }
 
-/// What captured calls use.
+/// Memory and row limits of captured calls.
 #[derive(Debug, Default)]
 pub(crate) struct Captured {
     pub(crate) memory: Vec<CudaBuffer>,
@@ -62,7 +62,7 @@ struct RowRoom {
 }
 
 impl Default for RowRoom {
-    /// Without tensors, there is no limit.
+    /// Returns no limit, as without tensors.
     fn default() -> Self {
         Self { sequences: u32::MAX, longest: u32::MAX, total: u32::MAX }
     }
@@ -92,14 +92,14 @@ impl RowRoom {
     }
 }
 
-/// Which rows of a step a tensor has.
+/// The rows of a step that a tensor has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum RowsOf {
     Queries,
     NewTokens,
 }
 
-/// What calls use while they are captured.
+/// Memory that calls use while they are captured.
 #[derive(Debug, Default)]
 pub(crate) struct Held(RefCell<Option<Captured>>);
 

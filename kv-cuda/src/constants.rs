@@ -1,8 +1,8 @@
 //! Small lists that do not change from call to call: sink logits of a layer, addresses of a plane's
 //! segments.
 //!
-//! They are sent once and kept, so that a layer costs one launch and nothing else, and a captured
-//! launch finds them at every replay.
+//! The lists are sent once and kept, so that a layer costs one launch and nothing else, and a
+//! captured launch finds them at every replay.
 use std::sync::Arc;
 
 use hashbrown::HashMap;

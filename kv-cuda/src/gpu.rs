@@ -33,7 +33,7 @@ pub(crate) struct Launch {
     pub(crate) kernel: &'static str,
     /// Thread blocks.
     pub(crate) grid: [u32; 3],
-    /// Threads of one block, as its `KV_KERNEL` declares them.
+    /// Threads of one block, as declared by `KV_KERNEL`.
     pub(crate) threads: u32,
     /// Bytes of dynamic shared memory.
     pub(crate) shared_bytes: u32,

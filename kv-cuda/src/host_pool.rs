@@ -1,7 +1,7 @@
 //! The host pool: chunks of blocks in page-locked memory, copied on a stream of the pool's own.
 //!
-//! Owns the order of copies: those of a call are one batch after the event that they wait for.
-//! [`memory`] owns the bytes. Neither knows why a block moves, or which sequence it belongs to.
+//! Owns the order of copies: the copies of a call are one batch after the event that they wait for.
+//! [`memory`] owns the bytes. Neither knows why a block moves, or which sequence has it.
 mod memory;
 #[cfg(test)]
 #[cfg(feature = "emulated")]

@@ -23,8 +23,8 @@ const LEND: &str = "lend device memory";
 impl CudaBackend {
     /// Opens a queue on a stream of cudarc, which stays open as long as the queue.
     ///
-    /// A thread that captures on the stream must have run a step before it, and keeps what it
-    /// captured usable itself, as for all work that it captures.
+    /// A thread that captures on the stream must have run a step before the capture, and keeps
+    /// captured memory usable itself, as for all work that it captures.
     ///
     /// # Errors
     /// `ForeignHandle` for a stream of another device, `Unsupported` for the per-thread stream,

@@ -1,7 +1,7 @@
 //! A pool of page-locked memory.
 //!
-//! Allocating it costs more than most copies through it, and freeing it may wait for the device. A
-//! queue therefore keeps the memory of its uploads and downloads, up to a bound.
+//! Allocating page-locked memory costs more than most copies through it, and freeing it may wait
+//! for the device. A queue therefore keeps the memory of its uploads and downloads, up to a bound.
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

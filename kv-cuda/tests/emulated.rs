@@ -54,6 +54,6 @@ fn devices_that_are_opened_again_map_no_more_memory() {
     run();
     let before = mappings();
     (0..20).for_each(|_| run());
-    // The other test, beside this one, may map the stacks of one more block.
+    // A second test in parallel may map the stacks of one more block.
     assert!(mappings() < before + 3 * 1024, "{before} mappings before, {} now", mappings());
 }

@@ -178,7 +178,7 @@ fn layers_of(
     }
 }
 
-/// What happens between decode steps, and to which sequence.
+/// An operation between decode steps, and its sequence.
 enum Operation {
     Prefill(u64, u32),
     Decode(&'static [u64]),

@@ -40,7 +40,7 @@ impl FromStr for AdapterName {
     }
 }
 
-/// What an adapter reports about itself.
+/// Facts that an adapter reports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct AdapterFacts {

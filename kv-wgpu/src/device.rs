@@ -27,7 +27,7 @@ pub(crate) struct Shared {
     loss: Arc<Loss>,
 }
 
-/// Why the device was lost, if it was.
+/// The reason for which the device was lost, if it was.
 #[derive(Debug, Default)]
 pub(crate) struct Loss(OnceLock<String>);
 

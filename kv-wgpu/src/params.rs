@@ -77,7 +77,7 @@ params! {
         wide_per_block: u32,
         has_tail: u32,
     }
-    /// Where the lists of a batch begin, in words of the binding.
+    /// Offsets of the lists of a batch, in words of the binding.
     struct Plan {
         /// 12 words each: kv-core's `PlannedSequence`, and the word at which its block table
         /// begins.

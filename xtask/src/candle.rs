@@ -15,8 +15,8 @@ use crate::workspace::{self, Workspace};
 
 const KERNELS: &str = "candle-kernels";
 
-/// Checks the types, of a program on cards alone. Both crates' features of cudarc meet here, as in
-/// any program with both.
+/// Checks the types of a program on cards alone. It has both crates' features of cudarc, as any
+/// program with both.
 pub(crate) fn check_cuda(workspace: &Workspace) -> Result<Outcome> {
     let folder = workspace.target_dir.join("kv-candle-cuda");
     let manifest = folder.join("Cargo.toml");

@@ -57,7 +57,7 @@ pub(crate) fn run(workspace: &Workspace) -> Result<()> {
     Ok(())
 }
 
-/// Every backend; of WebGPU the adapter that is named, which must be there, or the first.
+/// Returns every backend; of WebGPU the named adapter, which must exist, or the first one.
 fn devices(adapter: &str) -> [Device; 3] {
     let wgpu = match adapter {
         "" => Device { name: "wgpu".to_owned(), absent: Some(NO_ADAPTER) },
@@ -113,7 +113,7 @@ mod tests {
         assert_eq!(names("llvmpipe"), ["cpu", "wgpu:llvmpipe", "emulated"]);
     }
 
-    /// What an example prints is `Debug` of the error that `kv-wgpu` makes.
+    /// Compares the names with the `Debug` output of the error that `kv-wgpu` makes.
     #[test]
     fn the_operation_is_named_as_in_the_backend() {
         let path = shell::root().join("kv-wgpu/src/adapter.rs");

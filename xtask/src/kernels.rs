@@ -68,7 +68,7 @@ fn compiler(workspace: &Workspace) -> Result<OsString> {
     Ok(library.into())
 }
 
-/// Unpacks the package next to its place and then moves it there, so that it is complete.
+/// Unpacks the package next to its place and then moves it there, so that it is always complete.
 fn fetch(folder: &Path) -> Result<()> {
     let partial = PathBuf::from(format!("{}.partial", folder.display()));
     if partial.is_dir() {

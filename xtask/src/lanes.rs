@@ -22,18 +22,18 @@ pub(crate) struct Stage {
     /// Stages that must pass first, besides the previous ones of its lane.
     pub(crate) after: &'static [&'static str],
     pub(crate) run: fn(&Workspace) -> Result<Outcome>,
-    /// What decides the outcome: with the same inputs, a stage does not run twice.
+    /// The inputs of the outcome: with the same inputs, a stage does not run twice.
     pub(crate) inputs: Inputs,
 }
 
 impl Stage {
-    /// Skips the stage while its inputs are those it has passed with.
+    /// Skips the stage while it has passed with the same inputs.
     pub(crate) const fn unless_same(self, inputs: Inputs) -> Self {
         Self { inputs, ..self }
     }
 }
 
-/// Which records of earlier runs count, and whether a new one is written for other checkouts.
+/// Options for the records of earlier runs, and for a new record for other checkouts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Options {
     /// Runs every stage, also with inputs that it has passed with.

@@ -1,7 +1,7 @@
 //! The project's own tool: every task that is more than one cargo command.
 //!
-//! Owns the list and order of the checks, and does not know how they work inside. It depends on no
-//! crate of the workspace, so it builds and reports errors even if they do not build.
+//! Owns the list and order of the checks, and does not know how they work inside. The tool depends
+//! on no crate of the workspace, so it builds and reports errors even if the crates do not build.
 #![forbid(unsafe_code)]
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program for a terminal")]
 

@@ -1,8 +1,8 @@
 //! The public API of `kv`, compared with the list in the repository.
 //!
-//! `kv` mostly re-exports, so the list has the items of the crates that it re-exports from too. It
-//! comes from rustdoc's JSON, which the stable compiler writes when it is told that it may: for
-//! rustdoc alone, because build scripts would take the setting for a change and run again.
+//! `kv` mostly re-exports, so the list also has the items of the re-exported crates. The list comes
+//! from rustdoc's JSON, which the stable compiler writes when a setting permits it: for rustdoc
+//! alone, because build scripts would take the setting for a change and run again.
 use std::env;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ const RUSTDOC: &str = "XTASK_RUSTDOC";
 /// The crates, by the names of their files.
 const CRATES: [&str; 6] = ["kv", "kv_core", "kv_engine", "kv_format", "kv_quant", "kv_tier"];
 
-/// Where the list is.
+/// Path of the list.
 const LIST: &str = "kv/public-api.txt";
 
 const UPDATE: &str = "cargo xtask public-api --update";
@@ -144,8 +144,8 @@ fn json(workspace: &Workspace, name: &str) -> PathBuf {
     Path::new(&workspace.target_dir).join("doc").join(format!("{name}.json"))
 }
 
-/// Lines that went, then lines that came, in order. Every item is a line of its own, so that more
-/// than that is not needed to read it.
+/// Returns the removed lines, then the added lines, in order. Every item is a line of its own, so
+/// this suffices to read the change.
 fn changes(before: &str, now: &str) -> Vec<String> {
     let missing = |from: &str, others: &str, mark: &str| {
         let others: std::collections::HashSet<_> = others.lines().collect();

@@ -18,8 +18,8 @@ const RUNNING: [&str; 1] = ["cargo xtask test"];
 /// Documents whose commands run.
 const DOCUMENTS: [&str; 2] = ["README.md", "docs/cli.md"];
 
-/// How the documents start the program `kv`. The tests start the one that they have built: the same
-/// source with overflow checks, and with every backend.
+/// The command by which the documents start the program `kv`. The tests start their own build of
+/// it: the same source with overflow checks, and with every backend.
 const RUN: &str = "cargo run --release -- ";
 
 /// The command that goes on until it is ended, and the address that the lines after it name. The

@@ -17,7 +17,7 @@ struct Need {
     use_of: Use,
 }
 
-/// What happens if it is missing.
+/// The effect of a missing tool.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Use {
     /// It is installed; `cargo xtask test` needs it.

@@ -15,12 +15,12 @@ use xxhash_rust::xxh3::Xxh3;
 use crate::shell;
 use crate::workspace::Workspace;
 
-/// What decides the outcome of a stage, besides the compiler.
+/// The inputs that decide the outcome of a stage, besides the compiler.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Inputs {
     /// So much that something has always changed: the stage always runs.
     All,
-    /// These crates, and those of the workspace that they use.
+    /// These crates, and the crates of the workspace that they use.
     Crates(&'static [&'static str]),
     /// The files below these paths. The record of the tree counts.
     Files(&'static [&'static str]),

@@ -40,7 +40,7 @@ const OF_CPU: Inputs = Inputs::Crates(&["kv-cpu"]);
 
 /// The stages and their dependencies: a stage starts when the previous one of its lane and the
 /// named ones have passed. Stages that compile keep both cores of a small machine busy most of the
-/// time, stages that run fill the rest, and neither waits for the other's lock.
+/// time, stages that run fill the rest, and no stage waits for a lock of another one.
 const STAGES: &[Stage] = &[
     compile("tools", &[], tools),
     compile("format", &[], format),
@@ -185,7 +185,7 @@ fn build_tests(workspace: &Workspace) -> Result<Outcome> {
     programs::build_all(&lanes::programs_file(workspace)).map(passed)
 }
 
-/// Without an emulator, the programs are only checked.
+/// Builds the programs; without an emulator, only checks them.
 fn build_arm(_: &Workspace) -> Result<Outcome> {
     let Some(why) = arm::lacks() else {
         return arm::build().map(passed);
@@ -261,9 +261,9 @@ fn check_conformance(_: &Workspace) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// The committed archives were compiled without a spill, and a unit test of kv-cuda checks that
-/// they belong to the present sources. Without archives the kernels are compiled here; a machine
-/// without the compiler has still tested them on the emulator.
+/// Compiles the kernels if there are no archives: archives were compiled without a spill, and a
+/// unit test of kv-cuda checks that they belong to the present sources. A machine without the
+/// compiler has still tested the kernels on the emulator.
 fn compile_kernels(workspace: &Workspace) -> Result<Outcome> {
     if kernels::has_archives() {
         return Ok(Outcome::Skipped("archives exist; a unit test compares them".to_owned()));
@@ -327,7 +327,7 @@ fn clean(what: &str, total: &conformance::Counts) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// Threads of the emulator are slow, so cases of many combinations are shortened.
+/// Runs the suite on the emulator, whose threads are slow: cases of many combinations are short.
 fn conform_emulated(_: &Workspace) -> Result<Outcome> {
     let options = Options {
         backends: vec![conformance::EMULATED.to_owned()],

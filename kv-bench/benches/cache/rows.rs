@@ -59,7 +59,7 @@ fn each_order(sizes: &[(u32, u32)]) -> impl Iterator<Item = (&(u32, u32), BlockO
     sizes.iter().flat_map(|size| [BlockOrder::Hnd, BlockOrder::Nhd].map(|order| (size, order)))
 }
 
-/// Formats for a block order: plain ones for both orders, encoded ones for one.
+/// Returns the formats for a block order: plain ones for both orders, encoded ones for one.
 fn formats(order: BlockOrder) -> Vec<KvFormat> {
     match order {
         BlockOrder::Nhd => KvFormat::PLAIN.to_vec(),

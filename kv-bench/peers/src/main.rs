@@ -34,7 +34,7 @@ its name contains all filters.
   --help          print this help
 ";
 
-/// What can be measured.
+/// The parts that can be measured.
 const PARTS: &[&str] = if cfg!(target_os = "linux") {
     &["blocks", "attention", "models", "disk"]
 } else {

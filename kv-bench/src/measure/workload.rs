@@ -266,9 +266,9 @@ fn gather<B: Backend>(
     Ok(begin.elapsed().as_secs_f64())
 }
 
-/// Copies the blocks of sequences to those of the spares in every layer, `runs` times; returns the
-/// seconds. An open step has brought all sequences to their full contexts, so they have all their
-/// blocks.
+/// Copies the blocks of sequences to the blocks of the spares in every layer, `runs` times; returns
+/// the seconds. An open step has brought all sequences to their full contexts, so they have all
+/// their blocks.
 fn copy_blocks<B: Backend>(
     cache: &KvCache<Arc<B>>,
     queue: &mut B::Queue,

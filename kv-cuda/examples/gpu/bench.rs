@@ -42,7 +42,7 @@ pub(crate) struct Work {
     pub(crate) flops: u64,
 }
 
-/// How samples are taken.
+/// The timing of samples.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Clock {
     repeats: u32,

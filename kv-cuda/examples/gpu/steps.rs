@@ -68,7 +68,7 @@ fn layers(
     Ok(())
 }
 
-/// Measures a decode step of all layers, launched one by one and as one graph; each from the first
+/// Measures a decode step of all layers, launched one by one and as one graph, each from the first
 /// call to the end of its work.
 fn captured(bench: &mut Bench) -> Result<()> {
     let (num_layers, sizes): (u16, &[(u32, u32)]) =

@@ -38,9 +38,9 @@ fn units_among(all: &[Source<'static>]) -> Vec<Unit<'static>> {
     units.map(|source| Unit::new(*source, all)).collect()
 }
 
-/// Reads the units of a folder, which replace those of this crate: for kernels that are edited on
-/// the machine that runs them. Unchanged units use the embedded code. The texts are leaked, so that
-/// they are `'static` like the embedded ones.
+/// Reads the units of a folder, which replace the units of this crate: for kernels that are edited
+/// on the machine that runs them. Unchanged units use the embedded code. The texts are leaked, so
+/// that they are `'static` like the embedded ones.
 ///
 /// # Errors
 /// Those of reading the folder and its files, and one for a folder without a unit.

@@ -25,13 +25,13 @@ pub struct Compiled {
     pub log: String,
 }
 
-/// Why compiling failed.
+/// The reason for which compiling failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CompileError {
     /// No library of the compiler was found, or it lacks a function.
     NoCompiler {
-        /// Where it was searched, and the system's message.
+        /// The searched places, and the system's message.
         reason: String,
     },
     /// A mistake in a source, or an unknown option.

@@ -1,5 +1,4 @@
-//! Decoding on tensor cores: the calls its kernels support, their launches, and the memory they
-//! need.
+//! Decoding on tensor cores: the calls that its kernels support, their launches, and their memory.
 //!
 //! The kernels are in `kernels/decode.h`; [`plan`] distributes the work.
 mod plan;
@@ -219,7 +218,7 @@ impl Room {
         Self { items: query_tiles + slots, partials: slots * 2 }
     }
 
-    /// The same for prefill with up to `tiles` query tiles of each kv head.
+    /// Computes the need of prefill with up to `tiles` query tiles of each kv head.
     fn of_prefill(work: &Work, sequences: u64, tiles: u64, tokens: u64) -> Self {
         let heads = u64::from(work.kv_heads).max(1);
         let partials = if work.invariant {

@@ -36,7 +36,7 @@ pub(crate) enum Kind {
     Prefill { rows: u32 },
 }
 
-/// What is attended to, and the number of thread blocks.
+/// The attended keys, and the number of thread blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Work {
     pub(crate) kind: Kind,

@@ -11,7 +11,7 @@ use super::library::{CopyAttributes, CopyBatch, Location, STREAM_ORDER};
 use crate::gpu::HostCopy;
 use crate::params::Address;
 
-/// Returns the driver's call if it has it, and enough copies make it worthwhile.
+/// Returns the driver's call if it exists and enough copies make it worthwhile.
 pub(super) fn call(driver: Driver, copies: usize) -> Option<CopyBatch> {
     driver.optional.copy_batch.filter(|_| copies >= COPIES_MIN)
 }

@@ -9,7 +9,7 @@ use super::library::{Optional, exports, library};
 use crate::code::Arch;
 use crate::gpu::Facts;
 
-/// What the driver can do.
+/// The abilities of the driver.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Driver {
     /// Version of CUDA: 13000 for 13.0.
@@ -69,7 +69,7 @@ pub struct CardFacts {
     pub multiprocessors: u32,
     /// Bytes of device memory.
     pub memory_bytes: u64,
-    /// Why it cannot be opened, if that is known without trying.
+    /// The reason for which it cannot be opened, if that is known without trying.
     pub refusal: Option<String>,
 }
 

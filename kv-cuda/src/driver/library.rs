@@ -1,8 +1,8 @@
-//! The driver's library, and those of its functions that are called by their address.
+//! The driver's library, and its functions that are called by their address.
 //!
-//! cudarc declares the functions of the CUDA version that a build has chosen, which another crate
-//! of the program may do, candle for example. What older versions lack is declared here, so that
-//! this crate compiles with any of them, and is called if the driver has it.
+//! cudarc declares the functions of one CUDA version, which another crate of the program may
+//! choose, candle for example. Functions that older versions lack are declared here, so that this
+//! crate compiles with any version, and are called if the driver has them.
 use std::ffi::{c_int, c_uint};
 use std::sync::OnceLock;
 

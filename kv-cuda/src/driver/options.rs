@@ -18,7 +18,7 @@ pub struct CudaOptions {
     pub(super) reserved_bytes: u64,
 }
 
-/// Where to keep kernels that were compiled on this machine.
+/// The place of kernels that were compiled on this machine.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(super) enum CacheChoice {
     #[default]

@@ -46,7 +46,7 @@ pub struct EmulatorOptions {
 }
 
 impl Default for EmulatorOptions {
-    /// In-order execution on 4 multiprocessors, with 8 GiB of memory.
+    /// Returns in-order execution on 4 multiprocessors, with 8 GiB of memory.
     fn default() -> Self {
         Self { place: None, seed: 0, multiprocessors: 4, memory: 8 << 30, reserved_bytes: 0 }
     }

@@ -31,7 +31,7 @@ struct Slots {
     unused: Vec<usize>,
 }
 
-/// When the copies to and from a slot are done.
+/// The completion of the copies to and from a slot.
 #[derive(Clone)]
 pub(super) enum Copies {
     /// Now.

@@ -1,6 +1,6 @@
 //! Chunks return blocks unchanged and in order, and their memory is neither reused nor freed early.
 //!
-//! What every host pool promises is in the conformance suite, `tier/*`.
+//! The conformance suite has the guarantees of every host pool, as `tier/*`.
 #![expect(
     clippy::as_conversions,
     clippy::cast_possible_truncation,

@@ -1,5 +1,5 @@
-//! Which rows the kernels of `row_lanes.h` take: those that hold a row in the registers of a few
-//! lanes. Refusals say why the general kernel, which takes every row, is launched instead.
+//! The rows that the kernels of `row_lanes.h` take: rows that fit the registers of a few lanes. A
+//! refusal gives the reason for which the general kernel, which takes every row, is launched.
 use kv_core::{KvFormat, ScaleGroup, Scaling};
 
 use crate::params::{Plane, Tensor};
@@ -27,7 +27,7 @@ const SCALED: [KvFormat; 3] = [
 const LLOYD: [KvFormat; 3] =
     [KvFormat::L6(ScaleGroup::Row), KvFormat::L4(ScaleGroup::Row), KvFormat::L3(ScaleGroup::Row)];
 
-/// Why rows need the general kernel.
+/// The reason for which rows need the general kernel.
 pub(crate) type Refusal = &'static str;
 
 pub(super) const NO_DIM: Refusal = "head_dim is not 64, 128 or 256";

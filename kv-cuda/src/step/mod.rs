@@ -137,8 +137,8 @@ impl Steps {
     pub(crate) fn is_begun(&self, id: PlanId) -> bool {
         self.groups.iter().any(|image| image.holds(id))
     }
-    /// Makes schedules be computed again when a capture begins or ends: one that is computed on one
-    /// side of it does not exist on the other.
+    /// Makes schedules be computed again when a capture begins or ends: a schedule that is computed
+    /// before that does not exist after it.
     pub(crate) fn forget_schedules(&mut self) {
         for image in &mut self.groups {
             image.forget_schedules();

@@ -1,7 +1,7 @@
 //! Prints the public items of crates from rustdoc's JSON, one a line: `public-api FILE.json...`.
 //!
-//! `cargo xtask public-api` builds and runs it. It is a program of its own, with a feature of its
-//! own, because only this needs the dependency: every other command of xtask would compile it too.
+//! `cargo xtask public-api` builds and runs this program. It is separate, with a feature of its
+//! own, because no other command of xtask needs the dependency.
 #![forbid(unsafe_code)]
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program for a terminal")]
 
@@ -12,7 +12,7 @@ use std::{env, fs};
 use anyhow::{Context, Result};
 use public_api::Builder;
 
-/// What rustdoc of Rust 1.95 writes, and the version of `public-api` in use reads.
+/// The format that rustdoc of Rust 1.95 writes and the used version of `public-api` reads.
 const FORMAT: u64 = 57;
 
 /// Tells a compiler with another format from a failure.

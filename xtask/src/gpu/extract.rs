@@ -1,7 +1,7 @@
 //! Extracts the important parts of programs' output.
 use serde_json::Value;
 
-/// Bytes that are kept of one stage's output, from its beginning and from its end.
+/// Bytes that are kept of one stage's output, at its beginning and at its end.
 const LOG_BYTES: usize = 100_000;
 
 /// Returns the beginning and the end of a long text.

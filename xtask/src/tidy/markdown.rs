@@ -1,4 +1,4 @@
-//! Rules about one document: its links resolve, its examples are compiled, its tables are whole.
+//! Rules about one document: resolved links, compiled examples, whole tables.
 use super::Problem;
 
 /// Checks a document; `exists` tests the target of a relative link.

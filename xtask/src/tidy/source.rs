@@ -80,7 +80,7 @@ fn check_length(place: &str, text: &str) -> Option<Problem> {
     (lines > LINES_MAX && !listed).then(|| Problem::new(place, 0, rule))
 }
 
-/// Longer unit tests must be in a separate file.
+/// Checks that longer unit tests are in a separate file.
 fn check_tests_length(place: &str, text: &str) -> Option<Problem> {
     let lines: Vec<_> = text.lines().collect();
     let start = lines.iter().position(|line| line.trim_end() == "mod tests {")?;

@@ -50,7 +50,7 @@ const TOO_SLOW_SECONDS: f64 = 5.0;
 /// floating-point operation.
 type TooSlow = BTreeMap<(bool, String, String), f64>;
 
-/// One implementation of a case, with its tensors in the form that it needs.
+/// One implementation of a case, with tensors in its own form.
 trait Contender {
     /// Computes `times` times; returns the time of each run.
     fn round(&mut self, times: usize) -> Result<Vec<Duration>>;

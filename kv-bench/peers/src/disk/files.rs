@@ -1,4 +1,4 @@
-//! What the system knows about files and this process.
+//! Facts that the system knows about files and this process.
 use std::fs::{self, File};
 use std::path::Path;
 use std::time::Duration;

@@ -34,7 +34,7 @@ struct Hybrid {
     inserted: AtomicUsize,
 }
 
-/// Opens a cache that writes what is inserted, at once, and reads what is asked for, each time.
+/// Opens a cache that writes inserted chunks at once, and reads every lookup from the disk.
 fn open(dir: &Path, chunks: &Chunks, is_direct: bool) -> Result<Box<dyn Store>> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(usize::try_from(THREADS)?)

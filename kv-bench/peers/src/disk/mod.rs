@@ -3,8 +3,8 @@
 //!
 //! In each round each contender gets an empty folder, writes all chunks in random order, is removed
 //! from the page cache, and reads them back in another random order, each with [`THREADS`] calls at
-//! once. Rounds begin with a contender and end with it in turn; the first one is not counted.
-//! Figures are medians.
+//! once. Every other round has the reverse order; the first round is not counted. Figures are
+//! medians.
 //!
 //! # What counts
 //! A write ends when the chunks are on the disk: the file system is synced within its time. A read
@@ -33,7 +33,7 @@ use self::report::Sample;
 /// Calls at once.
 pub(crate) const THREADS: u32 = 4;
 
-/// What is measured.
+/// Options of the measurement.
 #[derive(Debug)]
 pub(crate) struct Options {
     /// A folder on the disk; what is written there is removed.
@@ -55,21 +55,21 @@ impl Default for Options {
 /// A store that can be opened in an empty folder.
 struct Contender {
     name: &'static str,
-    /// How it reads and writes, and what it checks.
+    /// The contender's way of reading and writing, and its checks.
     note: &'static str,
-    /// Who checks what is read.
+    /// The side that checks read chunks.
     checks: Checks,
     open: fn(&Path, &Chunks) -> Result<Box<dyn Store>>,
 }
 
-/// Who checks what is read.
+/// The side that checks read chunks.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Checks {
     /// The store does; the length is checked once more.
     Store,
     /// The store does not: the caller checks header and CRC-64.
     Caller,
-    /// Nobody does, except for the length.
+    /// Neither side does, except for the length.
     Nobody,
 }
 

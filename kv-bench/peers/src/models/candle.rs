@@ -7,7 +7,7 @@ use candle_nn::ops::softmax_last_dim;
 use super::case::{Case, Shape};
 use super::decoder::{Decoder, random};
 
-/// How a step attends.
+/// The way in which a step attends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Way {
     /// As in `llama`: K and V are repeated for the q heads of a group, then two products and a
@@ -17,8 +17,8 @@ pub(crate) enum Way {
     Flash,
 }
 
-/// A cache for each layer, `[batch, kv_heads, context, head_dim]`, in f32. Both ways append to it
-/// by the same concatenation, so they share it: after a step, its tokens are dropped.
+/// A cache for each layer, `[batch, kv_heads, context, head_dim]`, in f32. Both ways append to the
+/// cache by the same concatenation, so they share it: after a step, its tokens are dropped.
 pub(crate) struct Candle {
     layers: Vec<ConcatKvCache>,
     batch: usize,

@@ -101,7 +101,7 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
     Ok(report)
 }
 
-/// Who computes a step.
+/// The contender that computes a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Who {
     Candle(Way),
@@ -168,7 +168,7 @@ impl<'a> Table<'a> {
     }
 }
 
-/// What is known of a contender.
+/// The results of a contender.
 struct Entry {
     who: Who,
     /// Time of the step whose logits were compared.

@@ -45,7 +45,7 @@ pub enum TierError {
     /// An operation of the system failed.
     #[error("{operation}")]
     Io {
-        /// What was tried.
+        /// The operation.
         operation: &'static str,
         /// The cause.
         source: io::Error,

@@ -58,7 +58,7 @@ impl Passes {
     }
 }
 
-/// What two sides did.
+/// A case that was measured on two sides.
 pub(super) struct Comparison {
     pub(super) case: &'static str,
     pub(super) peer: &'static str,

@@ -39,9 +39,9 @@ impl TierReport {
 #[derive(Debug, Clone, Serialize)]
 #[non_exhaustive]
 pub struct TierLine {
-    /// What is measured.
+    /// Name of the measurement.
     pub case: &'static str,
-    /// What it is compared with.
+    /// Name of the peer.
     pub peer: &'static str,
     /// Unit of both figures.
     pub unit: &'static str,

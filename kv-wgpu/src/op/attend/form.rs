@@ -10,7 +10,7 @@ const CHUNK: u32 = 32;
 /// Rows of a workgroup, at most, in the kernel for few rows.
 const NARROW_ROWS: u32 = 8;
 
-/// What the specialisation depends on in one of the two planes.
+/// The properties of one of the two planes that the specialisation depends on.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Side {
     pub(super) format: u32,
