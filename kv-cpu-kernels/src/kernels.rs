@@ -98,7 +98,7 @@ impl Kernels {
     /// Computes scores: dot products of query rows with rows of K.
     ///
     /// # Panics
-    /// When rows lie outside of their slices, or `decoded` is shorter than [`Self::decoded_len`].
+    /// If rows lie outside of their slices, or `decoded` is shorter than [`Self::decoded_len`].
     #[inline]
     pub fn qk(self, x: &mut Qk<'_, '_>) {
         x.check();
@@ -185,7 +185,7 @@ impl Kernels {
     /// Adds rows of V, multiplied with weights, to output rows.
     ///
     /// # Panics
-    /// When rows lie outside of their slices, or `decoded` is shorter than [`Self::decoded_len`].
+    /// If rows lie outside of their slices, or `decoded` is shorter than [`Self::decoded_len`].
     #[inline]
     pub fn pv(self, x: &mut Pv<'_, '_>) {
         x.check();
@@ -331,7 +331,7 @@ impl Kernels {
     /// values are bf16, and in the order of [`RowLayout::in_pairs`] if `in_pairs`.
     ///
     /// # Panics
-    /// When `to` is shorter, or the row is no multiple of [`QUERY_PAD`](crate::QUERY_PAD).
+    /// If `to` is shorter, or the row is no multiple of [`QUERY_PAD`](crate::QUERY_PAD).
     pub fn query_words(self, row: &[f32], (dim, in_pairs): (usize, bool), to: &mut [u32]) {
         assert!(
             row.len().is_multiple_of(crate::QUERY_PAD) && to.len() >= row.len() / 2,
@@ -365,7 +365,7 @@ impl Kernels {
     /// Turns scores into weights.
     ///
     /// # Panics
-    /// When rows lie outside of their slices.
+    /// If rows lie outside of their slices.
     #[inline]
     pub fn softmax(self, x: &mut Softmax<'_>) {
         x.check();
@@ -379,7 +379,7 @@ impl Kernels {
     /// bit.
     ///
     /// # Panics
-    /// When `from` is shorter than the row, or `to` has another length.
+    /// If `from` is shorter than the row, or `to` has another length.
     pub fn decode(self, layout: &RowLayout, from: &[u8], to: &mut [f32]) {
         let kernel = of_encoding(&self.table.decode, layout.encoding());
         assert!(to.len() == layout.dim(), "room for the values of a row");
@@ -413,7 +413,7 @@ impl Kernels {
     /// Reads the scale of each row; the elements after them, up to a multiple of 16, become 1.
     ///
     /// # Panics
-    /// When the layout has none, or `to` is shorter than that multiple.
+    /// If the layout has none, or `to` is shorter than that multiple.
     pub fn row_scales(self, rows: &KeyRows<'_>, to: &mut [f32]) {
         // SAFETY: the CPU has the instruction set, by `Self::new`.
         unsafe { (self.table.row_scales)(rows, to) }
@@ -421,7 +421,7 @@ impl Kernels {
     /// Encodes all of `from` as elements, rounded to nearest even.
     ///
     /// # Panics
-    /// When `to` is shorter.
+    /// If `to` is shorter.
     pub fn encode(self, element: Element, from: &[f32], to: &mut [u8]) {
         let kernel = of_element(self.table.encode, element);
         // SAFETY: the CPU has the instruction set, by `Self::new`.
@@ -438,7 +438,7 @@ impl Kernels {
     /// Computes `row = row * by + other * other_by`, value by value.
     ///
     /// # Panics
-    /// When the rows differ in length.
+    /// If the rows differ in length.
     pub fn combine(self, row: &mut [f32], by: f32, other: &[f32], other_by: f32) {
         // SAFETY: the CPU has the instruction set, by `Self::new`.
         unsafe { (self.table.combine)(row, by, other, other_by) }
@@ -462,7 +462,7 @@ impl Kernels {
     /// Copies a run of values from one element type to another, through `f32` where they differ.
     ///
     /// # Panics
-    /// When the runs have different numbers of values.
+    /// If the runs have different numbers of values.
     pub fn convert(self, from: (Element, &[u8]), (element, to): (Element, &mut [u8])) {
         if from.0 == element {
             to.copy_from_slice(from.1);

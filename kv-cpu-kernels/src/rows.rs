@@ -18,7 +18,7 @@ impl<'a> KeyRows<'a> {
     /// Returns the first `count` rows of `layout` in `bytes`, `stride` bytes apart.
     ///
     /// # Panics
-    /// When the last row ends after `bytes`.
+    /// If the last row ends after `bytes`.
     #[inline]
     pub fn new(bytes: &'a [u8], stride: usize, count: usize, layout: &'a RowLayout) -> Self {
         let fits = count.checked_sub(1).is_none_or(|last| {
@@ -55,7 +55,7 @@ impl<'a> KeyRows<'a> {
     /// Returns some of the rows.
     ///
     /// # Panics
-    /// When the range ends after the last row.
+    /// If the range ends after the last row.
     #[inline]
     #[must_use]
     pub fn slice(&self, range: Range<usize>) -> Self {
@@ -74,7 +74,7 @@ impl<'a> KeyRows<'a> {
     /// Returns the bytes of row `index`.
     ///
     /// # Panics
-    /// When there is no such row.
+    /// If there is no such row.
     pub fn row(&self, index: usize) -> &'a [u8] {
         assert!(index < self.count, "row {index} of {}", self.count);
         // SAFETY: row `index` lies inside the slice of `'a` that `new` got.
@@ -94,7 +94,7 @@ impl<'a> TileRows<'a> {
     /// Returns the rows of some runs.
     ///
     /// # Panics
-    /// When the runs have no row, or several layouts.
+    /// If the runs have no row, or several layouts.
     #[inline]
     pub fn new(runs: &'a [KeyRows<'a>]) -> Self {
         let layout = runs.first().map(KeyRows::layout);
@@ -113,7 +113,7 @@ impl<'a> TileRows<'a> {
     /// Returns the rows of one run.
     ///
     /// # Panics
-    /// When it is empty.
+    /// If it is empty.
     #[inline]
     pub fn of_run(run: &'a KeyRows<'a>) -> Self {
         Self::new(std::slice::from_ref(run))

@@ -92,7 +92,7 @@ impl Consumer {
     /// Fails unless a snapshot taken now has the same content.
     ///
     /// # Errors
-    /// What differs.
+    /// The first difference.
     pub fn check(&self, snapshot: &Snapshot) -> Result<(), CaseError> {
         same("number of the next event", snapshot.next_id, self.next_id)?;
         let mut known: Vec<_> = self.blocks.values().collect();

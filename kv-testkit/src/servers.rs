@@ -128,7 +128,7 @@ impl Server {
     /// Starts a server with more arguments, and waits until it works.
     ///
     /// # Errors
-    /// What the program or the system said.
+    /// The message of the program or the system.
     pub fn start(kind: ServerKind, arguments: &[&str]) -> io::Result<Self> {
         let arguments: Vec<_> = arguments.iter().map(|&text| text.to_owned()).collect();
         let mut attempts = 0;
@@ -182,7 +182,7 @@ impl Server {
     /// Starts the server again on the same port, with nothing in it.
     ///
     /// # Errors
-    /// What the program or the system said.
+    /// The message of the program or the system.
     pub fn restart(&mut self) -> io::Result<()> {
         self.process.end();
         self.process = Process::start(self.kind, self.address.port(), &self.arguments)?;

@@ -75,7 +75,7 @@ impl Chain {
         self.blocks(probe, chunk).last()
     }
 
-    /// Returns what a chunk of the prompt says.
+    /// Returns the expected content of a chunk of the prompt.
     pub(crate) fn record(&self, probe: &PrefixProbe, chunk: u32) -> Record {
         let blocks = self.blocks(probe, chunk);
         let (mut keys, mut contents, mut parts) = (Vec::new(), Vec::new(), Vec::new());

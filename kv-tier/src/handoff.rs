@@ -99,7 +99,7 @@ impl Handoff {
         out
     }
 
-    /// Reads what [`Self::to_bytes`] has written. Allocates no more than it is given.
+    /// Reads the bytes of [`Self::to_bytes`]. Allocates no more than it is given.
     ///
     /// # Errors
     /// [`HandoffError::NotAHandoff`], [`HandoffError::Version`], [`HandoffError::Damaged`].
@@ -117,7 +117,7 @@ impl Handoff {
         Self::fields(rest).ok_or(HandoffError::Damaged)
     }
 
-    /// Reads what follows the version.
+    /// Reads the fields after the version.
     fn fields(rest: &[u8]) -> Option<Self> {
         let (count, rest) = rest.split_first_chunk()?;
         let (tokens, rest) = rest.split_first_chunk()?;

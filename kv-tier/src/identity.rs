@@ -13,7 +13,7 @@ use std::fmt;
 
 use crate::chunk::ChunkSpec;
 
-/// The model, its adapters, and what else separates chunks of one model.
+/// The model, its adapters, and everything else that separates chunks of one model.
 ///
 /// There is no default and no model by name: other weights, another quantisation of them or another
 /// adapter under the same number never find each other's chunks.
@@ -61,8 +61,8 @@ impl Identity {
         self
     }
 
-    /// Sets a secret that every name is keyed with. Without it, names can be computed by anybody
-    /// who has the model and guesses a prompt, and tell whether a store has the prompt.
+    /// Sets a secret that keys every name. Without a secret, anyone who has the model and guesses a
+    /// prompt can compute its names, and tell whether a store has the prompt.
     #[must_use]
     pub fn with_tenant_key(mut self, key: [u8; 32]) -> Self {
         self.tenant_key = Some(key);

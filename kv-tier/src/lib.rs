@@ -1,8 +1,8 @@
 //! Lower tiers of a KV cache: chunks of blocks in host memory, on disk and in existing stores.
 //!
 //! A *chunk* is a run of consecutive full blocks of one group, with a header that describes it. A
-//! tier brings chunks back as idle blocks with reusable content, and the cache finds them as it
-//! finds any other block. What is late, missing or wrong is never offered: the cache then finds a
+//! tier brings chunks back as idle blocks with reusable content, and the cache finds them like
+//! other blocks. Chunks that are late, missing or wrong are never offered: the cache then finds a
 //! shorter prefix, and the step computes the rest.
 //!
 //! | module | owns |

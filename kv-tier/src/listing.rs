@@ -1,4 +1,4 @@
-//! Listing of what a store keeps, for tools that show, check and repair it. Caches never list.
+//! Listing of a store's content, for tools that show, check and repair it. Caches never list.
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
@@ -11,7 +11,7 @@ use crate::store::{BlockStore, ChunkAddress, Scope, StoreError, check_deadline};
 /// Lists a store, and reads the beginnings of its chunks.
 ///
 /// A listing is not a snapshot: chunks that are written or removed meanwhile may be in it or not.
-/// It holds a bounded part of the store in memory, whatever the store's size.
+/// The memory of a listing is bounded, whatever the store's size.
 pub trait ListChunks: BlockStore {
     /// Calls `visit` with everything at the store's place, in no order, until it breaks. `limit`
     /// bounds each exchange with the store; the time that `visit` takes is not part of it. `visit`
@@ -41,7 +41,7 @@ pub trait ListChunks: BlockStore {
     ) -> Result<Option<usize>, StoreError>;
 }
 
-/// Removes what a scope says from a store that lists: [`BlockStore::remove_all`] for such stores.
+/// Removes the chunks of a scope by listing them: [`BlockStore::remove_all`] of stores that list.
 pub(crate) fn remove_listed(
     store: &impl ListChunks,
     scope: &Scope,

@@ -40,7 +40,7 @@ impl fmt::Debug for ChunkName {
     }
 }
 
-/// Reads what `Display` writes, and nothing else.
+/// Reads the form that `Display` writes, and no other.
 impl FromStr for ChunkName {
     type Err = UnknownName;
     fn from_str(text: &str) -> Result<Self, UnknownName> {

@@ -47,7 +47,7 @@ impl Record {
         }
     }
 
-    /// Lets the chunk go nowhere. What is computed anew has a record of its own.
+    /// Stops the chunk on its way. A chunk that is computed anew has its own record.
     pub(crate) fn forget(&self) {
         self.is_forgotten.store(true, Ordering::Relaxed);
     }

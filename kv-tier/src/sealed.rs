@@ -20,12 +20,12 @@ use crate::hex;
 use crate::name::ChunkName;
 use crate::store::{BlockStore, ChunkAddress, Put, Scope, StoreError, StoreErrorKind};
 
-/// Encrypts what goes to another store, and decrypts what comes from it.
+/// Encrypts chunks on their way to another store, and decrypts them on their way back.
 ///
 /// Each object is one page of 4,096 bytes longer than its chunk. An object that was changed, cut or
-/// put in the place of another is [`StoreErrorKind::Corrupt`]. Who has no key sees the number of
-/// objects, their sizes and times, and which ones are read. An object can be removed, and an older
-/// one for the same chunk can be put back, which has the same rows.
+/// put in the place of another is [`StoreErrorKind::Corrupt`]. Without the key, the number of
+/// objects, their sizes and times, and reads of them are visible. An object can be removed, and an
+/// older one for the same chunk, with the same rows, can be put back.
 ///
 /// The key is worth as much as the prompts: derive it from a secret of the tenant, for example by
 /// `blake3::derive_key`, and keep it out of the store.
@@ -111,7 +111,7 @@ impl<S: BlockStore> SealedStore<S> {
     }
 }
 
-/// Returns what the tag covers besides the bytes: the chunk whose object it is.
+/// Returns the associated data of the tag: the chunk whose object it is.
 fn associated(chunk: &ChunkAddress) -> [u8; 64] {
     let mut bytes = [0; 64];
     let (root, name) = bytes.split_at_mut(32);

@@ -4,8 +4,8 @@
 //! block that a sequence needs to go on after the text. [`dump`] writes a file and [`load`] reads
 //! one; neither needs [`TieredCache`](crate::TieredCache).
 //!
-//! Chunks have one block each, whatever chunks tiers use: a window begins anywhere, so that
-//! longer chunks would need blocks that no sequence holds any more, and the last block, which may
+//! Chunks have one block each, whatever chunks tiers use. A window may begin at any block, so
+//! longer chunks would need blocks that no sequence holds any more; and the last block, which may
 //! be partial, would need a second size. The price is a header of 4 KiB a block.
 mod blocks;
 mod bring;
@@ -42,7 +42,7 @@ pub struct Session {
     /// Contents of the placeholder tokens of the text, with which a sequence that continues the
     /// session is started.
     pub contents: Vec<ContentSpan>,
-    /// The note of whoever wrote the file.
+    /// The note of the file's writer.
     pub note: Vec<u8>,
     /// Tokens that a sequence reuses now which starts on the text and at least one more token.
     pub cached: u32,

@@ -129,7 +129,7 @@ fn is_same(root: &ChunkName, listed: &ChunkName) -> bool {
     root == listed || is_cut(listed.as_bytes())
 }
 
-/// Reads which model a chunk is of; `None` for what is no chunk.
+/// Reads the model of a chunk; `None` for bytes that are no chunk.
 fn model_of(
     mut header: impl FnMut(&mut [u8]) -> Result<Option<usize>, StoreError>,
 ) -> Result<Option<ModelDigest>, StoreError> {
@@ -269,7 +269,7 @@ pub enum StoreErrorKind {
     Removed,
     /// The store returned something that cannot be a chunk.
     Corrupt,
-    /// The store can do no such thing: it does not list what it keeps.
+    /// The store does not support the operation: it does not list its content.
     Unsupported,
     /// Anything else.
     Other,

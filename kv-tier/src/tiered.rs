@@ -19,11 +19,11 @@ use crate::policy::WritePolicy;
 
 /// A [`KvCache`] with host memory and stores below its prefix cache.
 ///
-/// Full blocks whose content can be reused are copied to host memory and, as each store's
+/// Full blocks with reusable content are copied to host memory and, as each store's
 /// [`WriteRule`](crate::policy::WriteRule) says, to stores. For a prompt, [`Self::prefetch`] looks
-/// for the blocks that the device lacks and reads them to host memory, and [`Self::start`] brings
-/// what has come to the device and starts the sequence. Whatever is late, lost or wrong is
-/// computed by the next step as if no tier had existed.
+/// for the blocks that the device lacks and reads them to host memory; [`Self::start`] brings them
+/// to the device and starts the sequence. Blocks that are late, lost or wrong are computed by the
+/// next step as if no tier had existed.
 ///
 /// [`Self::begin_step`] lets the tiers work; a caller without steps to run calls [`Self::poll`]. No
 /// call but [`Self::flush`], [`Self::wait`] and those that forget waits for a store.
@@ -102,7 +102,7 @@ impl<B: Backend> TieredCache<B> {
         self.cache
     }
 
-    /// Does what is due between two steps, then begins one: [`KvCache::begin_step`].
+    /// Does the work between two steps, then begins a step: [`KvCache::begin_step`].
     ///
     /// # Errors
     /// Those of [`Self::poll`] and, in [`TierError::Cache`], of [`KvCache::begin_step`].
@@ -112,7 +112,7 @@ impl<B: Backend> TieredCache<B> {
         Ok(self.cache.begin_step(inputs)?)
     }
 
-    /// Does what is due between two steps: takes the results of the threads, follows the changes of
+    /// Does the work between two steps: takes the results of the threads, follows the changes of
     /// blocks, begins and ends copies from the device, and begins reads. While a step is open it
     /// only takes results.
     ///
@@ -180,10 +180,10 @@ impl<B: Backend> TieredCache<B> {
         self.tiers.cancel(prefetch)
     }
 
-    /// Starts a sequence on a prompt that was prefetched: brings to the device what has come, and
+    /// Starts a sequence on a prefetched prompt: brings the prefetched blocks to the device, and
     /// returns the number of tokens that need not be computed. The prefetch ends.
     ///
-    /// If the device has too few free blocks for what has come, the sequence starts without it.
+    /// If the device has too few free blocks for them, the sequence starts without them.
     ///
     /// # Errors
     /// [`TierError::UnknownPrefetch`]; [`TierError::OtherOptions`] if salt, adapter, contents or
@@ -200,10 +200,10 @@ impl<B: Backend> TieredCache<B> {
         self.tiers.start(&mut self.cache, prefetch, sequence, options)
     }
 
-    /// Brings to the device what has come for a prompt whose sequence starts in the next step, by
-    /// [`Step::start`]: it finds the blocks as it finds other cached blocks. They cannot be evicted
-    /// before that step of [`Self::begin_step`] has ended. Returns whether anything was brought;
-    /// not if the device has too few free blocks. The prefetch ends.
+    /// Brings the prefetched blocks to the device for a sequence that [`Step::start`] starts in the
+    /// next step: the start finds them like other cached blocks. They cannot be evicted before that
+    /// step of [`Self::begin_step`] has ended. Returns whether any blocks were brought; none are if
+    /// the device has too few free blocks. The prefetch ends.
     ///
     /// # Errors
     /// Those of [`Self::start`] without those of [`KvCache::start`].
@@ -219,14 +219,14 @@ impl<B: Backend> TieredCache<B> {
         Ok(is_brought)
     }
 
-    /// Copies what is on the device, and writes what the stores should have of it and do not have
-    /// yet, until all is done or the deadline has passed; returns what is left. Call it before the
-    /// end of the process.
+    /// Copies the blocks on the device to host memory, and writes to the stores all chunks that
+    /// they should have and lack, until all is done or the deadline has passed. Returns the
+    /// remaining work. Call it before the end of the process.
     ///
-    /// A store gets what its rule says by the uses so far, and what it gets at the end alone. Its
-    /// queue is filled as it empties, beginnings of prompts first, and host memory gives up nothing
-    /// that a store has yet to get. A write that fails is repeated, with pauses; a store that stays
-    /// down is given up after a second or two.
+    /// A store gets the chunks that its rule selects by the uses so far, and the chunks that it
+    /// gets only at the end. Its queue is filled as it empties, beginnings of prompts first, and
+    /// host memory evicts no chunk that a store has yet to get. A write that fails is repeated,
+    /// with pauses; a store that stays down is given up after a second or two.
     ///
     /// # Errors
     /// [`TierError::StepOpen`]; [`TierError::Cache`] if the device failed.
@@ -253,13 +253,13 @@ impl<B: Backend> TieredCache<B> {
         self.tiers.note_compute(tokens, time);
     }
 
-    /// Returns what the tiers have done so far.
+    /// Returns the counts of the tiers since their creation.
     pub fn stats(&self) -> TiersStats {
         self.tiers.stats()
     }
 
-    /// Returns everything that can be reused now: what the device has, and of the tiers what was
-    /// announced. For subscribers that lost events or joined late: apply it, then the events from
+    /// Returns all reusable content: blocks of the device, and announced blocks of the tiers. For
+    /// subscribers that lost events or joined late: apply the snapshot, then the events from
     /// [`Snapshot::next_id`] on. [`KvCache::snapshot`] has the device's blocks alone.
     ///
     /// [`KvCache::snapshot`]: kv_core::scheduling::CacheState::snapshot
@@ -311,13 +311,13 @@ impl<B: Backend> TieredCache<B> {
 
     /// Forgets everything with a salt, of all adapters: does what [`KvCache::forget_salt`] does,
     /// and removes the chunks from host memory and from all stores. An empty salt stands for
-    /// prompts without one. Stores must list what they keep for that; one that cannot is named in
-    /// [`Forgotten::failures`].
+    /// prompts without one. Stores must list their content for that; a store that cannot is named
+    /// in [`Forgotten::failures`].
     ///
-    /// End the sequences with the salt first: what they hold stays on the device, and what they
-    /// compute later is kept again. Chunks with constants that a
-    /// [recalibration](KvCache::recalibrate) has replaced have other names: nobody finds them, and
-    /// [`Self::forget_all`] removes them.
+    /// End the sequences with the salt first: their blocks stay on the device, and blocks that they
+    /// compute later are kept again. Chunks with constants that a
+    /// [recalibration](KvCache::recalibrate) has replaced have other names: only
+    /// [`Self::forget_all`] finds and removes them.
     ///
     /// # Errors
     /// Those of [`Self::forget_prefix`].
@@ -327,10 +327,10 @@ impl<B: Backend> TieredCache<B> {
     }
 
     /// Forgets everything: does what [`KvCache::reset_prefixes`] does, empties host memory, and
-    /// removes from all stores the chunks of this model, whatever their format, salt and adapter,
-    /// and whoever wrote them. Chunks of other models stay. Stores must list what they keep for
-    /// that, and a `SealedStore` cannot tell which model an object is of: they
-    /// are named in [`Forgotten::failures`].
+    /// removes from all stores the chunks of this model, whatever their format, salt, adapter and
+    /// writer. Chunks of other models stay. Stores must list their content for that, and a
+    /// `SealedStore` cannot tell the model of an object: such stores are named in
+    /// [`Forgotten::failures`].
     ///
     /// # Errors
     /// [`TierError::Held`], and no change, while a sequence, a pin, a hold or an import holds a
@@ -407,10 +407,10 @@ impl<B: Backend> TieredCache<B> {
         self.tiers.export_state(export)
     }
 
-    /// Begins to look for the blocks of a prompt that another engine has computed, as
-    /// [`Self::prefetch`] does, and waits for chunks that are not written yet, until the time that
-    /// the handoff says. After that time, the prompt takes what host memory has. Tokens that have
-    /// not come are computed.
+    /// Starts the search for the blocks of a prompt that another engine has computed, as
+    /// [`Self::prefetch`] does, and waits for chunks that are not written yet, until the time in
+    /// the handoff. After that time, the prompt takes the chunks in host memory, and tokens that
+    /// have not come are computed.
     ///
     /// `prompt` begins with the tokens of the handoff; the token that the prefill engine has
     /// sampled may follow them.

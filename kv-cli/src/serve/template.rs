@@ -104,7 +104,7 @@ impl Template {
     /// Makes the prompt, which ends where the answer begins.
     ///
     /// # Errors
-    /// What the template says about these messages.
+    /// The template's message about these messages.
     pub(super) fn prompt(&self, messages: &[Message]) -> Result<String, TemplateError> {
         let mut names: BTreeMap<&str, Value> =
             self.tokens.iter().map(|(name, text)| (name.as_str(), Value::from(&**text))).collect();

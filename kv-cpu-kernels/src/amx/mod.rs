@@ -127,7 +127,7 @@ impl Gemm {
     /// Configures this thread's tile registers. `None` without AMX.
     ///
     /// # Panics
-    /// When query rows are not padded, or the thread has another session.
+    /// If query rows are not padded, or the thread has another session.
     pub fn new(kernels: Kernels, queries: &QueryRows<'_>) -> Option<Self> {
         let (table, terms) = terms(kernels, queries)?;
         let shape = QueryShape::of(queries, terms);
@@ -147,7 +147,7 @@ impl Gemm {
     /// Packs the query rows of one head.
     ///
     /// # Panics
-    /// When rows or words are too few.
+    /// If rows or words are too few.
     pub fn pack_queries(&self, rows: &[f32], to: &mut [u32]) {
         // SAFETY: between `enter` and `leave`, as there is a `Session`.
         unsafe { (self.session.table.pack_rows)(rows, self.shape, to) }
@@ -156,7 +156,7 @@ impl Gemm {
     /// Packs K of a tile; issues prefetches meanwhile.
     ///
     /// # Panics
-    /// When the encoding has no kernels, the tile more than [`TILE_TOKENS`] rows, or `memory` is
+    /// If the encoding has no kernels, the tile more than [`TILE_TOKENS`] rows, or `memory` is
     /// for rows of another length.
     pub fn pack_keys(
         &self,
@@ -189,7 +189,7 @@ impl Gemm {
     /// [`TILE_TOKENS`] scores, of which a multiple of [`GEMM_TOKENS`] is written.
     ///
     /// # Panics
-    /// When rows lie outside of their slices.
+    /// If rows lie outside of their slices.
     pub fn scores(&self, words: &[u32], first: usize, memory: &Memory<'_>, to: &mut [f32]) {
         // SAFETY: between `enter` and `leave`, as there is a `Session`.
         unsafe { (self.session.table.gemm_scores)((words, self.shape), first, memory, to) }
@@ -200,7 +200,7 @@ impl Gemm {
     /// floats.
     ///
     /// # Panics
-    /// When rows lie outside of their slices.
+    /// If rows lie outside of their slices.
     pub fn sums(&self, memory: &mut Memory<'_>, weights: &[f32], out: (&mut [f32], usize)) {
         let [two, three] = self.session.table.gemm_sums;
         let kernel = if self.exact { three } else { two };
@@ -234,7 +234,7 @@ impl Narrow {
     /// Configures this thread's tile registers for `rows` rows. `None` without AMX.
     ///
     /// # Panics
-    /// When query rows are not padded or fill a block, or the thread has another session.
+    /// If query rows are not padded or fill a block, or the thread has another session.
     pub fn new(kernels: Kernels, queries: &QueryRows<'_>) -> Option<Self> {
         let (table, terms) = terms(kernels, queries)?;
         let QueryRows { rows, exact, .. } = *queries;
@@ -260,7 +260,7 @@ impl Narrow {
     /// Packs the query rows of one head in the order that an encoding of K needs.
     ///
     /// # Panics
-    /// When rows or words are too few.
+    /// If rows or words are too few.
     pub fn pack_queries(&self, rows: &[f32], order: ColumnOrder, to: &mut [u32]) {
         let [values, codes] = self.session.table.pack_columns;
         let kernel = match order {
@@ -276,7 +276,7 @@ impl Narrow {
     /// and room for a block of rows; a multiple of [`BLOCK`] scores is written.
     ///
     /// # Panics
-    /// When the encoding has no kernels, the tile more than [`TILE_TOKENS`] rows, or rows lie
+    /// If the encoding has no kernels, the tile more than [`TILE_TOKENS`] rows, or rows lie
     /// outside of their slices.
     pub fn scores(
         &self,

@@ -143,7 +143,7 @@ impl<'a> Memory<'a> {
     /// Divides [`Self::floats`] floats, which should begin with a cache line.
     ///
     /// # Panics
-    /// When there are fewer.
+    /// If `floats` is shorter.
     pub fn new(floats: &'a mut [f32], dim_k: usize, dim_v: usize) -> Self {
         let (products, words) = floats.split_at_mut(Self::PRODUCTS);
         let words: &mut [u32] = bytemuck::cast_slice_mut(words);

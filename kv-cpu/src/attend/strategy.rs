@@ -31,7 +31,7 @@ impl fmt::Display for Strategy {
     }
 }
 
-/// Why a strategy does not run.
+/// The reason for which a strategy does not run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Refusal {
     /// The instruction set has no AMX.

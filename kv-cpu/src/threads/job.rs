@@ -39,7 +39,7 @@ impl Job {
     /// may publish the job to them, and closes it. Returns when all helpers inside have left.
     ///
     /// # Panics
-    /// When `body` or a helper does, once all have left.
+    /// If `body` or a helper panics, once all have left.
     pub(super) fn open<H: Fn() + Sync>(
         help: &H,
         helpers_max: usize,

@@ -135,7 +135,7 @@ impl Threads {
     /// At most `locals.len()` run in parallel; if not `parallel`, all run on the calling thread.
     ///
     /// # Panics
-    /// When `work` does, once no thread runs it any more, and when threads of the embedding program
+    /// If `work` panics, once no thread runs it any more, or if threads of the embedding program
     /// break the contract of [`Workers`].
     pub(crate) fn run<T: Send>(
         &self,

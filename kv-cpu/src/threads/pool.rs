@@ -97,7 +97,7 @@ impl Pool {
     /// far as they begin before `own` ends. Returns when all of them have ended.
     ///
     /// # Panics
-    /// When one of them does, once all have ended.
+    /// If a helper or `help` panics, once all have ended.
     pub(crate) fn run<H: Fn() + Sync>(
         &self,
         helpers_max: usize,

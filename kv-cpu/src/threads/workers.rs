@@ -122,7 +122,7 @@ impl GivenWorkers {
     /// Locals are handed out under a lock, so no two calls share one whatever the workers do.
     ///
     /// # Panics
-    /// When `work` does, and when the workers break their contract: at the end of the run.
+    /// If `work` panics, or the workers break their contract: at the end of the run.
     pub(super) fn run<T: Send>(&self, locals: &mut [T], work: impl Fn(&mut T) + Sync) {
         let calls = Calls::new(locals.len());
         let locals = Mutex::new(locals.iter_mut());

@@ -98,7 +98,7 @@ fn check(chunk: &[u8], says: &Expectation<'_>) -> Result<(), EncodeError> {
     Err(EncodeError::ContentOrder { blocks: spec.blocks() })
 }
 
-/// Zeroes what lies between pieces: earlier content of the memory is not for others to read.
+/// Zeroes the gaps between pieces: earlier content of the memory is not for others to read.
 fn zero_gaps(chunk: &mut [u8], spec: &ChunkSpec) {
     let mut end = spec.header_bytes();
     let mut zero = |gap: std::ops::Range<usize>| {

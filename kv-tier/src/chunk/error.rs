@@ -1,10 +1,10 @@
-//! Why a chunk was refused.
+//! The reasons for which a chunk is refused.
 use kv_core::reuse::BlockKey;
 
 use crate::identity::ModelDigest;
 use crate::name::ChunkName;
 
-/// A chunk that is not what was expected: what came, and what was expected.
+/// A chunk that differs from the expected one, with both values.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ChunkError {
@@ -182,7 +182,7 @@ pub enum ChunkErrorKind {
     Version,
     /// Checksum of the header.
     HeaderCrc,
-    /// Flags: sealing, and what later versions add.
+    /// Flags: sealing, and flags of later versions.
     Flags,
     /// Name of the chunk.
     Name,

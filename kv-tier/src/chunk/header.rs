@@ -15,8 +15,8 @@ use crate::name::ChunkName;
 /// Describes a chunk by its header alone, for listings and repairs. `bytes` begin with all pages of
 /// the header; [`Header::check_payload`] needs the whole chunk.
 ///
-/// The result says what the header says, and not whether it is true of any prompt:
-/// [`verify`](super::verify()) decides what may be used.
+/// The result has the fields of the header, which need not be true of any prompt:
+/// [`verify`](super::verify()) decides whether the chunk may be used.
 ///
 /// # Errors
 /// Those of the checks of length, magic, version, header CRC and flags, and

@@ -1,4 +1,4 @@
-//! The page in front of a sealed chunk: what tells it from a chunk in the clear.
+//! The page in front of a sealed chunk, which marks the chunk as sealed.
 // Reads bytes that may be anything.
 #![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use kv_core::invariant::Invariant;

@@ -169,8 +169,8 @@ impl ChunkSpec {
         self.layout.piece(block, layer, plane)
     }
 
-    /// Returns where the bytes of each block lie: what a
-    /// [`HostPool`](kv_core::backend::HostPool) copies.
+    /// Returns the place of each block's bytes, for the copies of a
+    /// [`HostPool`](kv_core::backend::HostPool).
     pub fn layout(&self) -> &ChunkLayout {
         &self.layout
     }

@@ -9,8 +9,7 @@ use super::Expectation;
 use super::error::{ChunkError, ChunkErrorKind};
 use super::header::{self, Header, PAGE};
 
-/// Checks everything that a chunk says against what is expected of it. The only constructor of
-/// [`Verified`].
+/// Checks everything in a chunk against its expectation. The only constructor of [`Verified`].
 ///
 /// `chunk` points to bytes: a slice, a `Vec`, an `Arc` of the host memory of a tier. There may be
 /// any bytes of any length. It is dropped if it is refused.
@@ -24,15 +23,15 @@ pub fn verify<C: Deref<Target: AsRef<[u8]>>>(
     run(chunk, expected, CHECKS)
 }
 
-/// A chunk that holds what was expected of it: the only chunk that may be copied to a device.
+/// A chunk that met its expectation: the only chunk that may be copied to a device.
 #[derive(Debug, Clone)]
 pub struct Verified<C> {
     chunk: C,
 }
 
 impl<C: Deref<Target: AsRef<[u8]>>> Verified<C> {
-    /// Checks what the header says against another expectation. The payload was checked when the
-    /// chunk was verified, and has not changed since.
+    /// Checks the header against another expectation. The payload was checked when the chunk was
+    /// verified, and has not changed since.
     ///
     /// # Errors
     /// The first check that fails, in the order of [`ChunkErrorKind::ALL`].
@@ -50,17 +49,17 @@ impl<C: Deref<Target: AsRef<[u8]>>> Verified<C> {
 }
 
 impl<C> Verified<C> {
-    /// Returns what holds the bytes.
+    /// Returns the owner of the bytes.
     pub fn get_ref(&self) -> &C {
         &self.chunk
     }
-    /// Gives back what holds the bytes, to be verified again before it is used again.
+    /// Gives back the owner of the bytes, to be verified before its next use.
     pub fn into_inner(self) -> C {
         self.chunk
     }
 }
 
-/// A chunk of the right size or more, and what is expected of it.
+/// A chunk of the right size or more, and its expectation.
 pub(super) struct Candidate<'a> {
     bytes: &'a [u8],
     header: Header<'a>,

@@ -60,7 +60,7 @@ impl Files {
         Self { root, nameless: false, direct: AtomicBool::new(direct == DirectIo::Auto) }
     }
 
-    /// Takes a folder, and finds out what its file system can do.
+    /// Takes a folder, and probes the abilities of its file system.
     pub(super) fn probe(root: OwnedFd, direct: DirectIo, rename: bool) -> Self {
         let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
         let file = fs::openat(&root, ".", flags, MODE);
@@ -83,7 +83,7 @@ impl Files {
         self.direct.load(Ordering::Relaxed)
     }
 
-    /// Returns what is at a path, `None` for nothing. Below what is no folder there is nothing.
+    /// Returns the status of a path; `None` for an absent one, or one below a non-folder.
     pub(super) fn status(&self, path: &str) -> Result<Option<Status>, StoreError> {
         match fs::statat(&self.root, path, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(stat) => Ok(Some(status(&stat))),
@@ -129,7 +129,7 @@ impl Files {
             let piece = rest.len().min(PIECE);
             let rest = &mut rest[..piece];
             match retry_on_intr(|| io::pread(&file, &mut *rest, offset(read))) {
-                // Somebody cut the file off while it was read.
+                // Another process cut the file off while it was read.
                 Ok(0) => break,
                 Ok(bytes) => read += bytes,
                 Err(Errno::INVAL) if is_direct => is_direct = self.give_up_direct(&file),
@@ -140,7 +140,7 @@ impl Files {
             }
         }
         if !is_direct {
-            // It will not be read again soon: whoever reads it keeps it in memory.
+            // Another read is unlikely: the reader keeps the chunk in memory.
             let _ = fs::fadvise(&file, 0, None, Advice::DontNeed);
         }
         if read == 0 { Err(corrupt()) } else { Ok(Some((read, status))) }
@@ -245,7 +245,7 @@ impl Files {
         created.map_err(|errno| failed(WRITE, path, errno))
     }
 
-    /// Makes a folder on the way to chunks, in place of what is none.
+    /// Makes a folder on the way to chunks, in place of a non-folder.
     fn make_folder(&self, folder: &str) -> io::Result<()> {
         let made = fs::mkdirat(&self.root, folder, FOLDER_MODE);
         if made != Err(Errno::EXIST) {
@@ -304,7 +304,7 @@ impl Files {
     }
 }
 
-/// Removes a file that somebody was writing when the process ended. One that is still being written
+/// Removes a file that was being written when a process ended. A file that is still being written
 /// is locked, and stays.
 pub(super) fn sweep(folder: &OwnedFd, name: &std::ffi::CStr) {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;

@@ -123,8 +123,8 @@ impl Index {
         self.listing += 1;
     }
 
-    /// Ends a listing that saw every folder: what neither it nor this process has seen since its
-    /// beginning is gone.
+    /// Ends a listing that saw every folder, and removes the files that neither the listing nor
+    /// this process has seen since its beginning.
     pub(super) fn end_listing(&mut self) {
         let listing = self.listing;
         let gone = self.entries.iter().filter(|(_, entry)| entry.listing != listing);

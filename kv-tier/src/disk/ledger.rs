@@ -43,7 +43,7 @@ pub(super) struct Ledger {
     evict: OwnedFd,
     /// Locks of files do not tell the threads of a process apart.
     threads: Mutex<()>,
-    /// Somebody waits to correct the count: new changes of this process begin after that.
+    /// Set while a thread waits to correct the count; new changes of this process begin after it.
     is_excluding: AtomicBool,
 }
 
@@ -183,7 +183,7 @@ impl Drop for Locked<'_> {
     }
 }
 
-/// Locks a mutex, or gives up at the deadline: who has it may be blocked in the kernel.
+/// Locks a mutex, or gives up at the deadline: its owner may be blocked in the kernel.
 pub(super) fn lock_until<T>(
     mutex: &Mutex<T>,
     deadline: Instant,

@@ -1,6 +1,6 @@
 //! The listing of a folder, on a thread: it rebuilds the index, corrects the count that processes
-//! share, and sweeps what a killed process was writing. No file is read. The thread also makes room
-//! for processes that may not evict.
+//! share, and sweeps half-written files of killed processes. No file is read. The thread also makes
+//! room for processes that may not evict.
 // Reads bytes that may be anything.
 #![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use std::ops::ControlFlow;
@@ -89,7 +89,7 @@ fn list(inner: &Inner) {
     let before = inner.ledger.as_ref().and_then(|ledger| finished(inner, ledger));
     inner.index().begin_listing();
     if !walk(inner) {
-        // What was not seen may be there: neither the index nor the count is corrected.
+        // Unseen files may exist: neither the index nor the count is corrected.
         return;
     }
     let Some(ledger) = &inner.ledger else {
@@ -98,8 +98,8 @@ fn list(inner: &Inner) {
     };
     let deadline = soon();
     if let (Some(before), Ok(_excluded)) = (before, ledger.exclude(deadline)) {
-        // Nobody writes or removes now. What others finished since the beginning may have been
-        // missed; it is counted again where it was not.
+        // No process writes or removes now. Files that others finished since the beginning may have
+        // been missed; they are counted again where they were not.
         let _ = ledger.change(deadline, |usage| {
             let mut index = inner.index();
             index.end_listing();
@@ -159,9 +159,9 @@ fn soon() -> Instant {
     now.checked_add(PATIENCE).unwrap_or(now)
 }
 
-/// Between two looks at what other processes want.
+/// Interval at which the requests of other processes are checked.
 const TICK: Duration = Duration::from_millis(100);
-/// Between two listings.
+/// Pause between two listings.
 const PAUSE: Duration = Duration::from_secs(1);
-/// How long a listing waits for locks.
+/// Longest time that a listing waits for locks.
 const PATIENCE: Duration = Duration::from_secs(2);

@@ -85,7 +85,7 @@ use self::ledger::Ledger;
 use crate::listing::{ListChunks, Listed, remove_listed};
 use crate::{BlockStore, ChunkAddress, Put, Scope, StoreError, StoreErrorKind};
 
-/// Keeps chunks as files of a folder. The [module](self) says what holds.
+/// Keeps chunks as files of a folder. The [module](self) has the guarantees.
 ///
 /// ```
 /// use std::time::{Duration, Instant};

@@ -1,4 +1,4 @@
-//! The operations of a store, on what its calls and the thread that lists share.
+//! The operations of a store, on the state that its calls and the listing thread share.
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 use std::time::Instant;

@@ -32,7 +32,7 @@ impl Inner {
                 Reserved::Over { held, limit } => (held, limit),
             };
             if !self.is_evictor.swap(true, Ordering::Relaxed) {
-                // The process that evicted before has gone, and what it knew.
+                // The process that evicted before has gone, and its index with it.
                 self.request_listing();
             }
             if !self.listing_state().is_complete {
@@ -70,7 +70,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Lets the capacity be what is there, for a while: the disk has no room, whatever it says.
+    /// Reduces the capacity to the present bytes for a while: the disk has no room.
     pub(super) fn shrink(&self, ledger: &Ledger) {
         let held = ledger.change(grace(), |usage| usage.held).ok().flatten();
         let mut shrunk = self.shrunk.lock().unwrap_or_else(PoisonError::into_inner);
@@ -106,13 +106,13 @@ impl Inner {
         let held = ledger.change(deadline, |usage| usage.held)?.unwrap_or(0);
         let goal = goal(held, self.limit(held), wanted);
         if self.evict(ledger, goal, deadline)? < goal {
-            // What the others have written is not known here yet.
+            // Files that other processes have written are not known here yet.
             self.request_listing();
         }
         Ok(())
     }
 
-    // What files count for is read from disks, where it may be anything: it never overflows here.
+    // Charges of files are read from disks, where they may be anything: no overflow here.
     fn try_reserve(&self, ledger: &Ledger, usage: &mut Usage, need: u64) -> Reserved {
         let Some(held) = usage.held else { return Reserved::Unknown };
         let (after, limit) = (held.saturating_add(need), self.limit(held));
@@ -169,7 +169,7 @@ enum Reserved {
         held: u64,
         limit: u64,
     },
-    /// Nobody knows how much there is.
+    /// The amount is unknown.
     Unknown,
 }
 

@@ -39,7 +39,7 @@ impl Entry<'_> {
 pub(super) struct Walked {
     /// Whether the walk was stopped before its end.
     pub(super) is_stopped: bool,
-    /// Why the first of the folders that could not be listed could not.
+    /// The error of the first folder that could not be listed.
     pub(super) failure: Option<Errno>,
 }
 

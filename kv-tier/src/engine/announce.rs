@@ -143,7 +143,7 @@ impl Announcements {
         true
     }
 
-    /// Returns what a reader knows once all events are his.
+    /// Returns the blocks that a reader knows after all events.
     fn stored(&self) -> Vec<StoredBlock> {
         let mut seen = HashSet::new();
         let all = self.chunks.iter().flat_map(|((tier, _), known)| known.record.stored(*tier));
@@ -178,8 +178,8 @@ impl<B: Backend> Tiers<B> {
         }
     }
 
-    /// Notes the encoding of the cache. With other constants, nothing that has a name can be
-    /// reused, except what was named when the constants were the same before.
+    /// Notes the encoding of the cache. With other constants no named chunk can be reused, except
+    /// chunks that were named under the same constants before.
     pub(super) fn note_encoding(&mut self, encoding_key: u128) {
         if !self.announcements.encoding(encoding_key) {
             return;

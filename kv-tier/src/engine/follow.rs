@@ -52,8 +52,8 @@ impl<B: Backend> Tiers<B> {
         }
     }
 
-    /// Follows what is on the device, after changes were lost. Blocks that were followed before are
-    /// not copied again.
+    /// Follows the blocks on the device, after changes were lost. Blocks that were followed before
+    /// are not copied again.
     fn follow_all(&mut self, cache: &KvCache<B>) {
         for group in 0..self.groups.len() {
             let id = self.groups.get(group).invariant(GROUP).spec.group();

@@ -1,5 +1,4 @@
-//! Forgetting: what is removed from the device, from host memory and from stores, and does not come
-//! back from any of them.
+//! Forgetting: removal from the device, from host memory and from stores, without a way back.
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
@@ -51,8 +50,8 @@ pub struct ForgetFailure {
     pub store: usize,
     /// Its tier.
     pub tier: Tier,
-    /// Why: [`Unsupported`](crate::StoreErrorKind::Unsupported) of a store that cannot list what it
-    /// keeps.
+    /// The reason: [`Unsupported`](crate::StoreErrorKind::Unsupported) of a store that cannot list
+    /// its content.
     #[source]
     pub error: StoreError,
 }

@@ -1,4 +1,4 @@
-//! A store with what protects its callers: deadlines, circuit breakers, counters.
+//! A store behind guards of its callers: deadlines, circuit breakers, counters.
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -141,7 +141,7 @@ impl GuardedStore {
         found
     }
 
-    /// Reads one chunk to `into` and verifies it. Removes what is wrong from the store.
+    /// Reads one chunk to `into` and verifies it. Removes a wrong chunk from the store.
     pub(super) fn read<C>(&self, record: &Record, mut into: C, deadline: Instant) -> Read<C>
     where
         C: AsRef<[u8]> + AsMut<[u8]>,
@@ -184,7 +184,7 @@ impl GuardedStore {
         Read::Verified(chunk)
     }
 
-    /// Counts a chunk that is not what was wanted, and removes it unless others may want it.
+    /// Counts a wrong chunk, and removes it unless others may want it.
     fn refuse(&self, address: &ChunkAddress, kind: ChunkErrorKind) {
         let mut state = self.lock();
         let refused = state.stats.refused.entry(kind).or_default();
@@ -317,8 +317,8 @@ impl GuardedStore {
     }
 }
 
-/// Verifies what was read. Bytes past the end of a short answer are those of an earlier chunk and
-/// must not complete it.
+/// Verifies a read chunk. Bytes past the end of a short answer belong to an earlier chunk and must
+/// not complete this one.
 fn check<C>(record: &Record, chunk: C, bytes: usize) -> Result<Verified<Arc<C>>, ChunkError>
 where
     C: AsRef<[u8]> + AsMut<[u8]>,
@@ -351,7 +351,7 @@ fn note<T>(
 }
 
 fn count<T>(breaker: &mut Breaker, stats: &mut StoreStats, result: &Result<T, StoreError>) {
-    // A store that returns what cannot be a chunk has answered.
+    // A store that returns bytes of no chunk has answered.
     let failure = result.as_ref().err().filter(|error| error.kind() != StoreErrorKind::Corrupt);
     let Some(error) = failure else { return breaker.succeeded() };
     stats.note_failure(error);
@@ -394,7 +394,7 @@ impl DayBudget {
         self.spent = spent;
         Ok(())
     }
-    /// Gives back what a write did not use; it may have begun on another day.
+    /// Gives back the unused bytes of a write, which may have begun on another day.
     fn give_back(&mut self, bytes: u64) {
         self.spent = self.spent.saturating_sub(bytes);
     }

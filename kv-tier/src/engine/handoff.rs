@@ -1,5 +1,5 @@
 //! Prefill here, decode there: exports of a sequence's chunks to a store, and prompts that wait for
-//! what another engine exports.
+//! exports of another engine.
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
@@ -30,7 +30,7 @@ const PAUSE: Duration = Duration::from_millis(50);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ExportId(u64);
 
-/// A handoff, and the export of what it promises.
+/// A handoff, and the export of its chunks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Export {

@@ -102,7 +102,7 @@ impl<B: Backend> Tiers<B> {
             let chunk = chunk_of(chain.spec(), first.index);
             let held = of.held.get(&(group, chunk));
             let (bytes, tier) = held.invariant("an import needs only chunks that are here");
-            // The name says what the chunk is; its header must say the same.
+            // The header of the chunk must agree with the name.
             let record = chain.record(&of.probe, chunk);
             let checked = bytes.check_header(&record.expectation());
             checked.map_err(|error| {

@@ -84,7 +84,7 @@ impl Lane {
         Ok(lane)
     }
 
-    /// Appends a job that somebody waits for. It hangs if it runs longer than `limit`.
+    /// Appends a job with a waiting caller. It hangs if it runs longer than `limit`.
     pub(super) fn push_urgent(&self, limit: Duration, job: impl FnOnce() + Send + 'static) {
         self.shared.busy.fetch_add(1, Ordering::Relaxed);
         self.shared.lock().urgent.push_back(Waiting { job: Box::new(job), limit });
@@ -111,7 +111,7 @@ impl Lane {
         hung
     }
 
-    /// Discards what has not begun; no job begins any more.
+    /// Discards all jobs that have not begun; no job begins any more.
     pub(super) fn close(&self) {
         let mut queue = self.shared.lock();
         queue.closed_at.get_or_insert_with(Instant::now);
@@ -179,7 +179,7 @@ impl Queue {
         Some((job, number))
     }
 
-    /// Finds what hangs; returns it and the jobs that no thread is left for.
+    /// Finds jobs that hang; returns them and the jobs that no thread is left for.
     fn sweep(&mut self, now: Instant) -> (Hung, Vec<Waiting>) {
         let mut hung = Hung::default();
         let (mut late, mut late_other) = (0_usize, 0_usize);

@@ -1,4 +1,4 @@
-//! Lookups in stores, and what to read of what they have.
+//! Lookups in stores, and the choice of the chunks to read.
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -114,7 +114,7 @@ impl<B: Backend> Tiers<B> {
         after(now, longest.unwrap_or_default().saturating_add(GRACE))
     }
 
-    /// Decides what to read of what the stores have.
+    /// Chooses the chunks to read among those that the stores have.
     pub(super) fn plan(&mut self, id: u64) {
         let Some(mut of) = self.prefetches.remove(&id) else { return };
         of.stage = Stage::Done;

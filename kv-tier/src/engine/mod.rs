@@ -129,7 +129,7 @@ type RootKey = (GroupId, Box<[u8]>, Option<u64>);
 struct StoreLane {
     store: Arc<GuardedStore>,
     lane: Lane,
-    /// Writes that wait or run, by number; what they write, if it is in host memory.
+    /// Writes that wait or run, by number; with the written chunk, if it is in host memory.
     writing: HashMap<u64, Option<Arc<Record>>>,
     next_write: u64,
     owed: Owed,

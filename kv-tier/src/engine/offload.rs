@@ -79,8 +79,8 @@ impl<B: Backend> Tiers<B> {
         Ok(())
     }
 
-    /// Releases the blocks of the copies of a group from `first` on: what writes them from now on
-    /// waits for the copies. Without a fence to wait for, the copies are given up.
+    /// Releases the blocks of the copies of a group from `first` on: later writes to these blocks
+    /// wait for the copies. Without a fence to wait for, the copies are given up.
     fn release(
         &mut self,
         cache: &mut KvCache<B>,

@@ -106,7 +106,7 @@ impl TierOptions {
         self
     }
 
-    /// Sets how long a prompt waits for what the stores have.
+    /// Sets the time that a prompt waits for chunks from stores.
     #[must_use]
     pub fn with_wait(mut self, wait: Wait) -> Self {
         self.wait = wait;
@@ -132,7 +132,7 @@ pub enum Wait {
     For(Duration),
     /// Until all has come, or was given up by the stores' deadlines.
     All,
-    /// Not at all: a prompt takes what host memory has.
+    /// Not at all: a prompt takes the chunks in host memory.
     None,
 }
 

@@ -56,7 +56,7 @@ pub(super) struct Again {
 
 #[derive(Debug)]
 pub(super) enum Stage {
-    /// Stores are being asked what they have.
+    /// Lookups in the stores are on their way.
     Looking {
         answers_left: usize,
         until: Instant,
@@ -186,8 +186,8 @@ impl<B: Backend> Tiers<B> {
         Ok(started?)
     }
 
-    /// Brings to the device what has come for a prompt, whose blocks the import holds. The prefetch
-    /// ends.
+    /// Brings the prefetched blocks of a prompt to the device, in the blocks of the import. The
+    /// prefetch ends.
     pub(crate) fn bring(
         &mut self,
         cache: &mut KvCache<B>,
@@ -208,7 +208,7 @@ impl<B: Backend> Tiers<B> {
             return Err(TierError::OtherOptions);
         }
         if !is_current {
-            // The constants have changed: what was found has other bytes than it would have now.
+            // The constants have changed: chunks found under the old ones are of no use.
             of.chains.clear();
             of.held.clear();
         }
@@ -233,7 +233,7 @@ impl<B: Backend> Tiers<B> {
         cache: &mut KvCache<B>,
         prefetch: PrefetchId,
     ) -> Result<(), TierError> {
-        /// How long one wait for a thread lasts at most, beside which copies of the device go on.
+        /// Longest wait for a thread between two looks at copies of the device.
         const PAUSE: Duration = Duration::from_millis(1);
         if cache.state().is_step_open() {
             return Err(TierError::StepOpen);

@@ -1,4 +1,4 @@
-//! Removal from stores, of what is forgotten.
+//! Removal of forgotten chunks from stores.
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -34,7 +34,7 @@ impl<B: Backend> Tiers<B> {
     ) -> Result<Forgotten, TierError> {
         let call = self.removals.call + 1;
         self.removals = Removals { call, answers: Vec::new() };
-        // What a store is being sent is removed once more when that has ended.
+        // Chunks that are being written to a store are removed once more when the write has ended.
         let mut again: Vec<_> =
             (0..self.stores.len()).filter(|store| self.is_under_way(what, Some(*store))).collect();
         let mut asked = self.stores.len();

@@ -64,7 +64,7 @@ impl Waiting {
         self.exported.iter().any(|complete| complete.record.name == *name)
     }
 
-    /// Takes out what a condition on the names of the root and of the chunk says. Returns the
+    /// Takes out the chunks that meet a condition on the names of root and chunk. Returns the
     /// published ones, by their last blocks.
     pub(super) fn extract(
         &mut self,

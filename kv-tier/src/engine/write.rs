@@ -127,8 +127,8 @@ impl<B: Backend> Tiers<B> {
         }
     }
 
-    /// Sends a chunk that has left host memory to the stores that should have it. What they have no
-    /// room for is lost.
+    /// Sends a chunk that has left host memory to the stores that should have it. Chunks without
+    /// room in a queue are lost.
     pub(super) fn write_left(&mut self, entry: &Entry<ChunkOf<B>>) {
         let (record, place) = (&entry.record, Place::of(&entry.record));
         for store in 0..self.stores.len() {
@@ -251,7 +251,7 @@ impl<B: Backend> Tiers<B> {
         entries.map(|entry| Arc::clone(&entry.record)).collect()
     }
 
-    /// Returns what a flush has yet to do.
+    /// Returns the remaining work of a flush.
     pub(super) fn unwritten(&self) -> Unwritten {
         let of_group = |group: &GroupTier<B::HostPool>| group.to_copy();
         let copies: usize = self.groups.iter().map(of_group).sum();
@@ -277,7 +277,7 @@ impl StoreLane {
         self.writing.len() < self.store.options().writes_max.max(1)
     }
 
-    /// Notes a write that begins to wait, and what it writes; returns its number.
+    /// Notes a write that begins to wait, with its chunk; returns its number.
     pub(super) fn begin(&mut self, record: Option<Arc<Record>>) -> u64 {
         let number = self.next_write;
         self.next_write = number + 1;

@@ -108,7 +108,7 @@ impl fmt::Debug for ModelDigest {
     }
 }
 
-/// Reads what `Display` writes, and nothing else.
+/// Reads the form that `Display` writes, and no other.
 impl FromStr for ModelDigest {
     type Err = UnknownName;
     fn from_str(text: &str) -> Result<Self, UnknownName> {

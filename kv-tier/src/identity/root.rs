@@ -81,9 +81,9 @@ impl ChunkRoot {
         &self.spec
     }
 
-    /// Returns what the header of a chunk says as the key of its last block, which is `key` in the
-    /// prefix index. Keys depend on the adapter's number, which may differ between processes: with
-    /// an adapter it is the beginning of the chunk's name.
+    /// Returns the key of a chunk's last block for the chunk's header; `key` is that block's key in
+    /// the prefix index. Keys depend on the adapter's number, which may differ between processes:
+    /// with an adapter the returned key is the beginning of the chunk's name.
     pub fn last_key(&self, name: &ChunkName, key: BlockKey) -> BlockKey {
         if !self.has_adapter {
             return key;

@@ -1,4 +1,4 @@
-//! The HTTP client below `object_store`: TLS, and answers whose status says what failed.
+//! The HTTP client below `object_store`: TLS, and failures by the status of an answer.
 use std::error::Error;
 use std::sync::Once;
 
@@ -47,7 +47,7 @@ impl HttpService for Checked {
     }
 }
 
-/// An answer whose status says what failed.
+/// A failure by the status of an answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the server answers with status {status}")]
 struct Refusal {
@@ -56,7 +56,7 @@ struct Refusal {
 }
 
 impl Refusal {
-    /// Returns what a status says; `None` for success, and for what `object_store` has errors for.
+    /// Returns the failure of a status; `None` for success, and for errors of `object_store`.
     fn of(status: u16, lists: bool) -> Option<Self> {
         let kind = match status {
             // The bucket.

@@ -1,4 +1,4 @@
-//! A store in S3, or in what speaks its protocol, through the crate `object_store`.
+//! A store in S3, or in any service with its protocol, through the crate `object_store`.
 //!
 //! One object holds one chunk. Requests run on a tokio runtime with one thread, which is hidden:
 //! the methods block, and may be called on any thread, also on one of another runtime.
@@ -162,7 +162,7 @@ impl ObjectStore {
         })
     }
 
-    /// Says what an object is by its path.
+    /// Describes an object by its path.
     fn describe(&self, object: &ObjectMeta) -> Listed {
         let path = object.location.as_ref();
         let below = path.strip_prefix(self.prefix.as_ref());

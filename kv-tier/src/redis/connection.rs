@@ -13,7 +13,7 @@ use super::RedisWarning;
 use super::address::Settings;
 use crate::store::{StoreError, StoreErrorKind};
 
-/// Why an exchange failed.
+/// The reason for which an exchange failed.
 #[derive(Debug)]
 pub(super) enum Fault {
     /// The socket failed or timed out.
@@ -144,7 +144,7 @@ impl Connection {
         Ok((connection, warnings))
     }
 
-    /// Sets the deadline of what follows.
+    /// Sets the deadline of the next operations.
     pub(super) fn set_deadline(&mut self, deadline: Instant) {
         self.reader.get_mut().deadline = deadline;
     }

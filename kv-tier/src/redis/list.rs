@@ -68,7 +68,7 @@ impl ListChunks for RedisStore {
 }
 
 impl RedisStore {
-    /// Finds out what lies under keys.
+    /// Describes the values of keys.
     fn describe(&self, keys: Vec<String>, deadline: Instant) -> Result<Vec<Listed>, StoreError> {
         let mut commands = Vec::new();
         for key in &keys {
@@ -95,7 +95,7 @@ impl RedisStore {
     }
 }
 
-/// Escapes what a pattern of `SCAN` gives a meaning.
+/// Escapes the special characters of a pattern of `SCAN`.
 fn escape_pattern(text: &str) -> String {
     let mut pattern = String::with_capacity(text.len());
     for character in text.chars() {

@@ -92,8 +92,8 @@ impl RedisStore {
         Ok(Self { settings, pool, warnings: Mutex::new(Vec::new()) })
     }
 
-    /// Returns what was found to be set badly, in the order in which it was found. The server's
-    /// settings are read whenever a connection is made.
+    /// Returns the bad settings of the server, in the order in which they were found. The settings
+    /// are read whenever a connection is made.
     pub fn warnings(&self) -> Vec<RedisWarning> {
         self.lock_warnings().clone()
     }
@@ -152,8 +152,8 @@ impl RedisStore {
         true
     }
 
-    /// Reads the reply to [`Self::extend`]. A refusal does not fail the call: what it was about is
-    /// already done.
+    /// Reads the reply to [`Self::extend`]. A refusal does not fail the call, whose own work is
+    /// done.
     fn read_extension(&self, connection: &mut Connection) -> Result<(), Fault> {
         match connection.read_integer() {
             Ok(_) => Ok(()),
@@ -283,8 +283,8 @@ impl fmt::Debug for RedisStore {
     }
 }
 
-/// Packs a `SET` as what goes before and after the value, so that the value is not copied. `NX`: a
-/// chunk that is there is not replaced.
+/// Packs a `SET` as the bytes before and after the value, so that the value is not copied. `NX`: an
+/// existing chunk is not replaced.
 fn set_command(key: &str, length: usize, ttl_ms: Option<u64>) -> (Vec<u8>, Vec<u8>) {
     let mut options = vec!["NX".to_owned()];
     if let Some(ttl) = ttl_ms {

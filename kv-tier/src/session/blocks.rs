@@ -1,4 +1,4 @@
-//! The blocks of a session in one group, and what the chunk of each must say.
+//! The blocks of a session in one group, and the expected content of their chunks.
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
@@ -114,7 +114,7 @@ impl SessionBlocks {
         })
     }
 
-    /// Returns what the chunk of a block must say.
+    /// Returns the expected content of the chunk of a block.
     pub(super) fn record(&self, probe: &PrefixProbe, block: u32) -> BlockRecord {
         let before = block.checked_sub(1);
         let name = |block: u32| *self.chain.name(block);

@@ -23,12 +23,12 @@ use crate::identity::Identity;
 /// The file appears whole or not at all, and survives a loss of power once the call has returned.
 /// The call waits for the device and for the disk. It takes host memory of four blocks.
 ///
-/// The last block may be partial: what lies after its tokens is zeroed. A sequence that starts on
-/// the text reuses every token of it but the last. Where full blocks only are reused
+/// The last block may be partial: the rows after its tokens are zeroed. A sequence that starts on
+/// the text reuses every token of it but the last. Where only full blocks are reused
 /// ([`PrefixReuse::FullBlocks`](kv_core::spec::PrefixReuse::FullBlocks), or a
-/// [tail](kv_core::spec::GroupBuilder::tail)), it computes the tokens after the last full block
-/// again; with groups of different block sizes, those after the last position that ends a block in
-/// every group and one block more.
+/// [tail](kv_core::spec::GroupBuilder::tail)), the sequence computes the tokens after the last full
+/// block again. With groups of different block sizes, it computes the tokens after the last
+/// position that ends a block in every group, and one block more.
 ///
 /// ```
 /// use kv::backend::NullBackend;

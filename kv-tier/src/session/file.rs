@@ -11,8 +11,8 @@ use kv_core::num::to_u64;
 
 use super::{PREFIX_BYTES, Prefix, SessionError, SessionHeader};
 
-/// Writes a file beside `to`, and gives it that name once all of it is on the disk: who looks
-/// there finds the file that was there before, or the new one.
+/// Writes a file beside `to`, and renames it once all of it is on the disk: readers find either the
+/// earlier file or the new one.
 pub(super) fn save(
     to: &Path,
     write: impl FnOnce(&mut File) -> Result<(), SessionError>,
@@ -60,7 +60,7 @@ fn create(folder: &Path, to: &Path) -> Result<(File, PathBuf), SessionError> {
     }
 }
 
-/// Removes what processes have left of this file that were killed.
+/// Removes unfinished versions of this file that killed processes have left.
 fn remove_stale(folder: &Path, to: &Path) {
     let (begin, end) = temporary_name(to);
     // A folder that cannot be read is found when the file is created.

@@ -152,8 +152,8 @@ impl SessionHeader {
         Ok(out)
     }
 
-    /// Reads what [`Self::to_bytes`] has written, and refuses any other bytes. Allocates a few
-    /// times as many bytes as it is given.
+    /// Reads the bytes of [`Self::to_bytes`], and refuses any others. Allocates a few times as many
+    /// bytes as it is given.
     ///
     /// # Errors
     /// [`SessionError::NotASession`], [`SessionError::Version`], [`SessionError::Length`],

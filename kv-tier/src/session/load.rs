@@ -57,8 +57,8 @@ pub fn load<B: Backend>(
 
     let bring = Bring { blocks: &blocks, probe: &probe };
     let first = bring.whole_or_longest(cache, &mut file, len)?;
-    // What a sequence that computes the last token of the text again needs besides: blocks at
-    // the beginning of windows.
+    // Blocks that a sequence needs besides to compute the last token of the text again: at the
+    // beginning of windows.
     let last = bring.whole_or_longest(cache, &mut file, len.saturating_sub(1));
     let finished = first.map_or(Ok(()), |import| cache.finish_import(import));
     match last {
