@@ -4,8 +4,8 @@
 //! [`CacheSpecBuilder::events`](crate::spec::CacheSpecBuilder::events) enables them,
 //! [`KvCache::take_events`](crate::KvCache::take_events) returns them.
 //!
-//! A subscriber keeps a set of contents for each [`Tier`]: what one tier gives up, another may
-//! have.
+//! A subscriber keeps a set of contents for each [`Tier`]: content that one tier evicts may remain
+//! in another.
 use std::collections::VecDeque;
 
 use crate::eviction::Priority;
@@ -27,7 +27,7 @@ pub enum Tier {
     Store,
 }
 
-/// One change of what can be reused. Events are numbered from 0, in order.
+/// One change of the reusable content. Events are numbered from 0, in order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[expect(clippy::exhaustive_structs, reason = "a number and what it numbers")]
 pub struct Event {

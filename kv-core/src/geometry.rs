@@ -63,8 +63,8 @@ pub(crate) const fn constants_len(heads: usize, head_dim: usize) -> usize {
 
 /// Placement of every row of one plane (the K or the V of one layer).
 ///
-/// A plane consists of *segments* of `blocks_per_segment` whole blocks, each a buffer of its own,
-/// so that no buffer exceeds what a device can bind. CPU and CUDA use one segment per plane.
+/// A plane consists of *segments* of `blocks_per_segment` whole blocks, each a separate buffer, so
+/// that no buffer exceeds the limits of a device. CPU and CUDA use one segment per plane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PlaneLayout {
     num_blocks: u32,

@@ -36,8 +36,8 @@ pub struct SlotMap {
     /// Wide rows that fit one block.
     per_block: u32,
     tail: bool,
-    /// Logarithm of a block size that is a power of two, [`NO_SHIFT`] for any other: a division is
-    /// what a step would spend most of its time on.
+    /// Logarithm of a block size that is a power of two, [`NO_SHIFT`] for any other: divisions
+    /// would take most of the time of a step.
     shift: u8,
 }
 

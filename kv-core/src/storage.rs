@@ -18,8 +18,8 @@ pub use planes::KvStorage;
 use planes::PlaneBuffers;
 pub use view::{PlaneView, StorageView};
 
-/// Refuses planes whose rows the device cannot store, and says what it supports, because the caller
-/// may choose another format or padding.
+/// Refuses planes whose rows the device cannot store, and lists the supported ones, because the
+/// caller may choose another format or padding.
 fn check_rows(capabilities: &Capabilities, layouts: &[PlaneLayout; 2]) -> Result<(), DeviceError> {
     let unsupported = |problem: String| {
         DeviceError::new(DeviceErrorKind::Unsupported, "allocate planes").with_detail(problem)

@@ -93,7 +93,7 @@ impl<B: Backend> Engine<B> {
         Self::over(Memory::Device(Box::new(cache)), limits)
     }
 
-    /// Does what [`Self::new`] does with a cache whose prompts also reuse what its tiers have.
+    /// Does what [`Self::new`] does, with a cache whose prompts also reuse blocks of its tiers.
     pub fn tiered(cache: TieredCache<B>, limits: Limits) -> Self {
         Self::over(Memory::Tiered(Box::new(cache)), limits)
     }
@@ -199,8 +199,8 @@ impl<B: Backend> Engine<B> {
         Ok(first..state.requests)
     }
 
-    /// Ends a request now, and returns what it has generated; `None` for one that has ended, or
-    /// never was.
+    /// Ends a request now, and returns its generated text; `None` for a request that has ended, or
+    /// never existed.
     ///
     /// Its blocks are free at once. While a step is held they are free when the step ends, and the
     /// batch stays as it is: the output of the step has the request's rows, which nothing reads.
@@ -449,9 +449,9 @@ impl<B: Backend> Engine<B> {
         Ok(outcomes)
     }
 
-    /// Ends what belongs to a step that was committed or is to be rolled back: requests that the
-    /// cache knows nothing of wait again, imports end, and so do the sequences of requests that
-    /// were cancelled meanwhile.
+    /// Ends the remains of a step that was committed or is to be rolled back: requests without a
+    /// sequence in the cache wait again, imports end, and so do the sequences of requests that were
+    /// cancelled meanwhile.
     fn close(&mut self) {
         let state = &mut self.state;
         held::roll_back(state.memory.cache_mut());

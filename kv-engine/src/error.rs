@@ -1,4 +1,4 @@
-//! Errors of requests, of what a forward pass returned, and of steps.
+//! Errors of requests, of the outputs of a forward pass, and of steps.
 use std::path::PathBuf;
 
 use kv_core::error::{BlocksExhausted, PlanError};

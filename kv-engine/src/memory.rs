@@ -1,4 +1,4 @@
-//! The cache of an engine, and what waiting requests get from the tiers below it.
+//! The cache of an engine, and the blocks that waiting requests get from the tiers below it.
 use std::time::Instant;
 
 use kv_core::backend::Backend;
@@ -89,8 +89,8 @@ impl<B: Backend> Memory<B> {
         }
     }
 
-    /// Asks the tiers for the prompts that are next, and brings what has come for those that can
-    /// be admitted.
+    /// Prefetches the next prompts from the tiers, and brings the blocks of requests that can be
+    /// admitted.
     ///
     /// Waits for a prompt only if nothing runs. A prompt that is not ready is passed over.
     pub(crate) fn bring(&mut self, queues: &mut Queues, limits: &Limits) -> Result<(), TierError> {
@@ -126,8 +126,8 @@ impl<B: Backend> Memory<B> {
         Ok(())
     }
 
-    /// Ends what was brought for a step. Requests that it did not admit ask again: what was brought
-    /// for them may have been evicted when they are.
+    /// Ends the imports for a step. Requests that the step did not admit prefetch again: their
+    /// blocks may have been evicted by then.
     pub(crate) fn release_brought(&mut self, queues: &mut Queues) {
         let Some(cache) = self.tiered_mut() else { return };
         for task in queues.waiting_mut() {

@@ -200,8 +200,8 @@ fn outlook(
     Ok(Outlook::Ready { needs: task.goal(cache) - reused })
 }
 
-/// Returns the sequence that is about to compute most of what a prompt could reuse beyond what is
-/// cached, and how many tokens that is, whole blocks alone.
+/// Returns the sequence that is about to compute most tokens that a prompt could reuse beyond its
+/// cached ones, and the number of these tokens, whole blocks alone.
 fn leader_of(
     cache: &CacheState,
     task: &Task,

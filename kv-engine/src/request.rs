@@ -47,7 +47,7 @@ pub struct Limits {
     pub vocab: Option<u32>,
     /// Tokens that end a sequence.
     pub stop: Vec<u32>,
-    /// Whether everything is recomputed for each token, to measure what caching saves.
+    /// Whether everything is recomputed for each token, to measure the benefit of caching.
     pub forget: bool,
     /// Draft tokens per sequence and step, proposed from its own text.
     pub draft_tokens: u32,

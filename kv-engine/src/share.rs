@@ -17,7 +17,7 @@ pub(crate) struct Rest {
     pub(crate) drafts_max: u32,
 }
 
-/// Returns what a step of `budget` tokens has left when `decoding` sequences have one token each.
+/// Returns the rest of `budget` tokens when `decoding` sequences have one token each.
 pub(crate) fn after_decoding(budget: u32, decoding: u32, has_prompts: bool) -> Rest {
     let tokens = budget.saturating_sub(decoding);
     let drafts_max = if has_prompts { tokens / 2 } else { tokens };
@@ -26,13 +26,13 @@ pub(crate) fn after_decoding(budget: u32, decoding: u32, has_prompts: bool) -> R
 
 /// Splits `budget` tokens among prompts that need `needs` tokens, oldest first.
 ///
-/// Each gets what it needs or at least `budget / needs.len()`, and the sum is the smaller of the
+/// Each prompt gets its need or at least `budget / needs.len()`, and the sum is the smaller of the
 /// budget and the sum of the needs.
 pub(crate) fn among_prompts(budget: u32, needs: &[u32]) -> Vec<u32> {
     let mut shares = vec![0; needs.len()];
     let mut order: Vec<usize> = (0..needs.len()).collect();
     order.sort_by_key(|at| needs[*at]);
-    // The smallest need first: what it leaves raises the share of all others.
+    // The smallest need first: its leftover raises the share of all others.
     let (mut left, mut others) = (budget, to_u32(order.len()));
     let mut level = 0;
     for at in order {

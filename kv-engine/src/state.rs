@@ -1,4 +1,4 @@
-//! The cache, the requests and what counts them: what changes between two steps.
+//! The cache, the requests and the counters: the state that changes between two steps.
 //!
 //! Owns the end of sequences. One that ends while a step is held stays in the cache until the step
 //! ends, because a held step is the only writer of the cache.

@@ -34,7 +34,7 @@ pub const FORMATS: &[KvFormat] = &[
     KvFormat::Nvfp4,
 ];
 
-/// Creates the error for what a device cannot do.
+/// Creates the error for an operation that a device cannot do.
 pub fn unsupported(operation: &'static str, why: impl Into<String>) -> DeviceError {
     DeviceError::new(DeviceErrorKind::Unsupported, operation).with_detail(why)
 }

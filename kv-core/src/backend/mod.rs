@@ -85,7 +85,7 @@ pub struct Capabilities {
 
 impl Capabilities {
     /// Returns the smallest capabilities, but with all `head_dim`s and stored formats; a backend
-    /// raises what it supports.
+    /// raises its limits.
     pub fn minimal() -> Self {
         Self {
             buffer_bytes_max: 0,
@@ -178,11 +178,11 @@ pub trait Backend: fmt::Debug + Send + Sync + 'static {
 
     /// Returns a short stable name, for logs and test names.
     fn name(&self) -> &'static str;
-    /// Returns what this device can do.
+    /// Returns the capabilities of the device.
     fn capabilities(&self) -> &Capabilities;
     /// Reserves the memory that a cache is about to allocate, all of it together. For a device
-    /// whose [`Self::alloc`] takes memory when it is written: what it cannot hold has to be refused
-    /// before. Other devices reserve nothing.
+    /// whose [`Self::alloc`] takes memory when it is written: a cache that does not fit has to be
+    /// refused before. Other devices reserve nothing.
     ///
     /// # Errors
     /// `OutOfMemory` with both numbers ([`DeviceError::shortage`]).
@@ -247,7 +247,7 @@ impl<B: Backend> Backend for Arc<B> {
 
 /// A command queue: a CUDA stream, a wgpu encoder with its queue, or the calling thread.
 ///
-/// Plans and arguments are already checked; a backend checks only what it alone knows: that a
+/// Plans and arguments are already checked; a backend checks only facts that it alone knows: that a
 /// device range lies inside its buffer, and that it supports the call.
 pub trait Queue: fmt::Debug + Send + 'static {
     /// The backend's buffer handle.

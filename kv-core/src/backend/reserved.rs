@@ -9,7 +9,7 @@ pub struct Reserved(#[expect(dead_code, reason = "held for its destructor")] Opt
 type Guard = Box<dyn Any + Send + Sync>;
 
 impl Reserved {
-    /// Wraps what gives the memory back when it is dropped.
+    /// Wraps a guard that gives the memory back when it is dropped.
     pub fn new(guard: impl Any + Send + Sync) -> Self {
         Self(Some(Box::new(guard)))
     }

@@ -4,10 +4,10 @@ use crate::reuse::BlockKey;
 
 /// A full block that became reusable, or whose content is gone.
 ///
-/// Unlike [events](crate::events), changes name the block, and leave out what a copy must not
-/// contain: partial blocks, and blocks that the open step has yet to write. Replaying them in order
-/// gives the blocks that
-/// [`CacheState::stored_blocks`](crate::scheduling::CacheState::stored_blocks) lists.
+/// Unlike [events](crate::events), changes name the block, and omit blocks that must not be copied:
+/// partial blocks, and blocks that the open step has yet to write. Replaying them in order gives
+/// the blocks that [`CacheState::stored_blocks`](crate::scheduling::CacheState::stored_blocks)
+/// lists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[expect(clippy::exhaustive_structs, reason = "consumers build them in their own tests")]
 pub struct BlockChange {

@@ -247,7 +247,7 @@ impl BlockPool {
     }
 
     /// Makes the content of a held block reusable unless it is indexed already. The caller drops
-    /// what new content makes redundant ([`Self::beginning_of`]).
+    /// content that becomes redundant ([`Self::beginning_of`]).
     pub(crate) fn offer(
         &mut self,
         block: BlockId,

@@ -75,7 +75,7 @@ impl<B: Backend> KvCache<B> {
     }
 
     /// Ends a sequence whose blocks are needed more urgently. It restarts with
-    /// [`StartOptions::with_resumed`], and reuses what is still cached.
+    /// [`StartOptions::with_resumed`], and reuses the blocks that are still cached.
     ///
     /// # Errors
     /// Those of [`Self::release`].
@@ -83,7 +83,7 @@ impl<B: Backend> KvCache<B> {
         Ok(self.recovered().preempt(sequence)?)
     }
 
-    /// Ends every sequence; what they have cached can be reused.
+    /// Ends every sequence; their cached blocks can be reused.
     ///
     /// # Errors
     /// [`PlanError::State`] while a step is held.
@@ -106,10 +106,10 @@ impl<B: Backend> KvCache<B> {
         Ok(self.recovered().unpin(pin)?)
     }
 
-    /// Removes from the index what only this sequence has cached: its blocks, last first, up to the
-    /// first that another sequence holds or continues. The sequence goes on without offering
-    /// further blocks. Returns the number of these blocks in all groups. Lower tiers keep theirs:
-    /// `kv_tier::TieredCache::forget_sequence` removes those too.
+    /// Removes from the index the blocks that only this sequence has cached, last first, up to the
+    /// first block that another sequence holds or continues. The sequence goes on without offering
+    /// further blocks. Returns the number of removed blocks in all groups. Lower tiers keep their
+    /// copies: `kv_tier::TieredCache::forget_sequence` removes those too.
     ///
     /// # Errors
     /// [`PlanError::UnknownSequence`]; [`PlanError::State`] while a step is held.
@@ -133,10 +133,10 @@ impl<B: Backend> KvCache<B> {
         Ok(self.recovered().forget_prefix(tokens, options, keep)?)
     }
 
-    /// Evicts everything that is cached with a salt, of all adapters, but what is held and the
-    /// blocks before it; an empty salt stands for prompts without one. Returns the number of blocks
-    /// in all groups. Lower tiers keep theirs: `kv_tier::TieredCache::forget_salt` removes those
-    /// too.
+    /// Evicts everything that is cached with a salt, of all adapters, except held blocks and the
+    /// blocks before them; an empty salt stands for prompts without one. Returns the number of
+    /// blocks in all groups. Lower tiers keep their copies: `kv_tier::TieredCache::forget_salt`
+    /// removes those too.
     ///
     /// # Errors
     /// [`PlanError::State`] while a step is held.
@@ -179,8 +179,8 @@ impl<B: Backend> KvCache<B> {
 
     /// Appends an event of a tier below the device: [`EventKind::Stored`], [`EventKind::Updated`],
     /// [`EventKind::Removed`] or [`EventKind::Cleared`] of a [`Tier`] other than [`Tier::Device`].
-    /// `false`, and no change, for any other event, or if events are off. Who announces a tier also
-    /// adds its blocks to the [snapshots](CacheState::snapshot) of late subscribers.
+    /// `false`, and no change, for any other event, or if events are off. The announcer of a tier
+    /// also adds its blocks to the [snapshots](CacheState::snapshot) of late subscribers.
     pub fn announce(&mut self, kind: EventKind) -> bool {
         self.recovered().announce(kind)
     }
@@ -189,7 +189,7 @@ impl<B: Backend> KvCache<B> {
     /// nothing moved, if there were more than
     /// [`CacheSpecBuilder::changes`](crate::spec::CacheSpecBuilder::changes) keeps: then look at
     /// [`CacheState::stored_blocks`], which includes every change up to now. While a step is held,
-    /// this gives what is certain already: blocks that the step evicted, but none that it fills.
+    /// only certain changes move: of blocks that the step evicted, not of those that it fills.
     pub fn drain_changes(&mut self, out: &mut Vec<BlockChange>) -> bool {
         self.recovered().drain_changes(out)
     }
@@ -262,7 +262,7 @@ impl<B: Backend> KvCache<B> {
     /// that are cached are held too. No block is evicted that computing the same tokens would have
     /// left.
     ///
-    /// The prompt is looked up again, so that the probe may be older than what is cached now.
+    /// The prompt is looked up again, so that the probe may be older than the cached blocks.
     ///
     /// ```
     /// use kv::backend::NullBackend;

@@ -40,8 +40,8 @@ pub use step::Step;
 /// [`release`](Self::release) ends it; its full blocks stay cached until they are evicted. `B` is
 /// the backend, [`AnyBackend`] unless it is named.
 ///
-/// [`state`](Self::state) is its bookkeeping, to read: lengths and block tables of sequences, free
-/// blocks, counters, and what a scheduler needs to know before it starts a sequence
+/// [`state`](Self::state) is its read-only bookkeeping: lengths and block tables of sequences, free
+/// blocks, counters, and the checks of a scheduler before it starts a sequence
 /// ([`check_admission`](CacheState::check_admission),
 /// [`blocks_for_step`](CacheState::blocks_for_step)).
 ///

@@ -90,7 +90,7 @@ impl<B: Backend> KvCache<B> {
         let carried_out = self.carry_out(&added);
         if carried_out.is_err() {
             self.state.take_back(&added);
-            // Drops what the failed entry left in the plans; the others fit as before.
+            // Drops the failed entry's part of the plans; the others fit as before.
             self.plan(&added)?;
         }
         carried_out

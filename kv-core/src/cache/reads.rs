@@ -1,9 +1,9 @@
-//! Blocks whose bytes are read beside the cache's queue: what writes them waits for that.
+//! Blocks whose bytes are read beside the cache's queue: later writes wait for the reads.
 //!
-//! A reader with a queue of its own, such as a copy to host memory, holds a block only until its
-//! read is recorded. From then on the block is like any other: a step may evict its content and
-//! take it. Whoever is about to write it lets the cache's queue wait for the reader's fence first.
-//! So a reader costs a step a wait on the device, and never a block.
+//! A reader with its own queue, such as a copy to host memory, holds a block only until its read is
+//! recorded. From then on the block is like any other: a step may evict its content and take it.
+//! Before a write to the block, the cache's queue waits for the reader's fence. So a reader costs a
+//! step a wait on the device, and never a block.
 use std::task::{Context, Waker};
 
 use hashbrown::HashMap;
@@ -60,8 +60,8 @@ fn is_pending<F: Fence>(fence: &F) -> bool {
 
 impl<B: Backend> KvCache<B> {
     /// Releases a block whose bytes are read by work that is recorded on another queue and done
-    /// when `fence` is. The block can be evicted and taken at once: whatever writes it then waits
-    /// for `fence` on the device, and no call waits on the host.
+    /// when `fence` is. The block can be evicted and taken at once: later writes to it wait for
+    /// `fence` on the device, and no call waits on the host.
     ///
     /// ```
     /// use kv::backend::{Backend, ChunkShape, HostPool, NullBackend, PendingChunk, Queue};

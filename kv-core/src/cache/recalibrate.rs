@@ -81,7 +81,7 @@ impl<B: Backend> KvCache<B> {
         let saved = self.save(&exchanges)?;
         if let Err(failed) = self.exchange(&exchanges, &constants) {
             self.unrestored = saved;
-            // What cannot be restored now is restored before rows are used again.
+            // Blocks that cannot be restored now are restored before rows are used again.
             let _ = self.restore();
             return Err(failed);
         }
@@ -211,7 +211,7 @@ impl<B: Backend> KvCache<B> {
         Ok(self.finish()?)
     }
 
-    /// Restores what a failed exchange has overwritten, if there was one.
+    /// Restores the bytes that a failed exchange has overwritten, if there was one.
     pub(super) fn restore(&mut self) -> Result<(), DeviceError> {
         if self.unrestored.is_empty() {
             return Ok(());

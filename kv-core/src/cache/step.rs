@@ -182,7 +182,7 @@ impl<B: Backend> Step<'_, B> {
     }
 
     /// Marks every layer as written by work that the caller has submitted, such as a replay of an
-    /// earlier step's launches. The caller is responsible for what that work does.
+    /// earlier step's launches. The caller is responsible for the results of that work.
     pub fn mark_written(&mut self) {
         self.cache.mark_all_written();
     }
@@ -228,9 +228,9 @@ impl<B: Backend> Step<'_, B> {
     /// Adds a sequence to the batch, as its last entry, or changes nothing. A scheduler adds one
     /// after another until the blocks are [exhausted](CacheError::Exhausted).
     ///
-    /// A call costs what its sequence does, however many the step has: contexts are split anew only
-    /// when the batch has grown by an eighth, and a GPU receives the plans before the first call
-    /// that uses them or the queue.
+    /// The cost of a call depends on its sequence, not on the number in the step: contexts are
+    /// split anew only when the batch has grown by an eighth, and a GPU receives the plans before
+    /// the first call that uses them or the queue.
     ///
     /// # Errors
     /// Those of [`KvCache::begin_step`]; [`PlanError::State`] once a layer is written.

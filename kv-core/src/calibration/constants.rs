@@ -8,8 +8,8 @@ use crate::geometry::{PlaneLayout, constants_len};
 use crate::ids::{LayerId, Plane};
 use crate::num::to_usize;
 
-/// Constants of one plane, folded so that a backend multiplies and adds without checking what is
-/// absent.
+/// Constants of one plane, folded so that a backend multiplies and adds without checks for absent
+/// ones.
 ///
 /// The list, with `H` kv heads of `d` channels; device memory holds it as it is:
 ///

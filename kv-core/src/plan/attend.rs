@@ -112,7 +112,7 @@ impl<'a> AttentionOptions<'a> {
     pub fn full(scale: f32) -> Self {
         Self { mask: Mask::Full, ..Self::causal(scale) }
     }
-    /// Limits what a query sees to a sliding window: a query at position `p` also needs `j >= p -
+    /// Limits queries to a sliding window: a query at position `p` also needs `j >= p -
     /// window_left`, so it sees at most `window_left + 1` keys (flash-attention's
     /// `window_size_left`).
     #[must_use]

@@ -124,7 +124,7 @@ impl PlanBuffers {
     pub fn id(&self) -> PlanId {
         self.id
     }
-    /// Returns what KV splits may depend on.
+    /// Returns the inputs of KV splits.
     pub fn determinism(&self) -> Determinism {
         self.determinism
     }
@@ -170,8 +170,8 @@ impl PlanBuffers {
     }
 
     /// As [`Self::fill_private`], where the entries before `first` are planned already and their
-    /// blocks are as they were then: only the others are listed. Contexts are split anew only when
-    /// the batch has grown by an eighth, so that many calls cost what one for the whole batch does.
+    /// blocks are unchanged: only the others are listed. Contexts are split anew only when the
+    /// batch has grown by an eighth, so that many calls cost as much as one for the whole batch.
     pub(crate) fn extend_private(
         &mut self,
         layout: &PlaneLayout,
@@ -282,7 +282,7 @@ impl PlanBuffers {
         let map = layout.slot_map();
         let mut entries = batch.iter().enumerate().skip(first);
         if map.is_plain() {
-            // Nearly every cache: what it does not need stays out of the loop.
+            // Nearly every cache: unneeded work stays out of the loop.
             return entries.try_for_each(|(index, entry)| {
                 let table = tables.row(entry.row);
                 let growth = |kv_len| Growth::without_tail(map, entry.cached, kv_len);

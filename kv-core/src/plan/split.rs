@@ -182,7 +182,7 @@ mod tests {
         splits.list().iter().map(|s| (s.sequence, s.kv_begin, s.kv_end)).collect()
     }
 
-    /// A batch that grows is split like one that is whole, and nearly always only by what it grows.
+    /// A growing batch is split like a whole one, nearly always by its new entries alone.
     #[test]
     fn entries_that_are_added_are_split_alone() {
         let policy = SplitPolicy { workers: 4, determinism: Determinism::Fast };

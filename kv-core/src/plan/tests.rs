@@ -250,7 +250,7 @@ fn visible_ranges_hold_the_keys_that_the_rule_names() {
                         let seen = !masked && (near || j < sink_tokens);
                         let got = j < before || (begin..end).contains(&j);
                         assert_eq!(got, seen, "{options:?}: query {i} of {q_len}, key {j}");
-                        // What a kernel may rely on that cuts its tiles at the last sink token.
+                        // A guarantee for kernels that cut their tiles at the last sink token.
                         let cut = if j < sink_tokens { j < end } else { (begin..end).contains(&j) };
                         assert_eq!(cut, seen, "{options:?}: query {i} of {q_len}, key {j}");
                     }

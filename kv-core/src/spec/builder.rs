@@ -77,8 +77,8 @@ impl CacheSpecBuilder {
         self.on_demand = true;
         self
     }
-    /// Sets what is read where a layer on demand got its memory after tokens were cached;
-    /// [`LateLayers::Refuse`] unless set. No effect without [`Self::layers_on_demand`].
+    /// Sets the reads of rows that a layer on demand lacks, because it got memory after tokens were
+    /// cached; [`LateLayers::Refuse`] unless set. No effect without [`Self::layers_on_demand`].
     #[must_use]
     pub fn late_layers(mut self, late_layers: LateLayers) -> Self {
         self.late_layers = late_layers;
@@ -146,7 +146,7 @@ impl CacheSpecBuilder {
         self.max_seq_len = Some(tokens);
         self
     }
-    /// Sets what KV splits may depend on; [`Determinism::Fast`] by default.
+    /// Sets the inputs of KV splits; [`Determinism::Fast`] by default.
     #[must_use]
     pub fn determinism(mut self, determinism: Determinism) -> Self {
         self.determinism = determinism;

@@ -8,7 +8,7 @@ use crate::num::to_u64;
 use crate::spec::GroupSpec;
 use crate::spec::reuse::Window;
 
-/// Collects the settings of one group of layers: what [`CacheSpecBuilder`] has for all layers.
+/// Collects the settings of one group of layers, as [`CacheSpecBuilder`] does for all layers.
 ///
 /// [`CacheSpecBuilder::group`] passes it to the caller with the settings made so far.
 ///

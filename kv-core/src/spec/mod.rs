@@ -145,7 +145,7 @@ impl CacheSpec {
     pub fn layers_on_demand(&self) -> bool {
         self.on_demand
     }
-    /// Returns what is read where a layer on demand lacks rows.
+    /// Returns the result of reads where a layer on demand lacks rows.
     pub fn late_layers(&self) -> LateLayers {
         self.late_layers
     }
@@ -192,7 +192,7 @@ impl CacheSpec {
     pub fn changes(&self) -> usize {
         self.reuse.changes
     }
-    /// Returns what KV splits may depend on.
+    /// Returns the inputs of KV splits.
     pub fn determinism(&self) -> Determinism {
         self.determinism
     }

@@ -7,7 +7,7 @@ use crate::ids::BlockId;
 use crate::ids::Plane;
 use crate::num::{to_offset, to_u32, to_usize};
 
-/// The size of a chunk: what a caller chooses.
+/// The size of a chunk, by the caller's choice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(clippy::exhaustive_structs, reason = "two numbers that a caller chooses")]
 pub struct ChunkShape {
@@ -33,7 +33,7 @@ pub struct ChunkLayout {
 }
 
 impl ChunkLayout {
-    /// Alignment of a chunk, its header and its end, in bytes: what direct I/O needs.
+    /// Alignment of a chunk, its header and its end, in bytes, for direct I/O.
     pub const ALIGN: usize = 4096;
     /// Alignment of a piece in a chunk, in bytes.
     pub const PIECE_ALIGN: usize = 16;

@@ -101,7 +101,7 @@ impl<Q: Queue> QueueHostPool<Q> {
         Self { queue, layout, unused, reserved: Reserved::default() }
     }
 
-    /// Keeps what was reserved for all chunks as long as the pool exists.
+    /// Keeps the reservation of all chunks as long as the pool exists.
     #[must_use]
     pub fn with_reserved(self, reserved: Reserved) -> Self {
         Self { reserved, ..self }

@@ -12,8 +12,8 @@ use crate::plan::{BatchEntry, SplitPolicy};
 use crate::spec::PublishAt;
 
 impl CacheState {
-    /// Starts a sequence in the open step, after [`Self::check_start`]. It finds what the step
-    /// publishes with [`PublishAt::Begin`], and is removed if the step is rolled back.
+    /// Starts a sequence in the open step, after [`Self::check_start`]. The start finds blocks that
+    /// the step publishes with [`PublishAt::Begin`], and is undone if the step is rolled back.
     pub(in crate::cache) fn start_in_step_checked(
         &mut self,
         sequence: SequenceId,

@@ -138,7 +138,7 @@ impl History {
         let mut copy = Vec::new();
         self.tokens.slice(0..len, &mut copy).invariant("the list has these tokens").to_vec()
     }
-    /// Returns what placeholder tokens of the prompt stand for.
+    /// Returns the contents of the placeholder tokens of the prompt.
     pub(crate) fn contents(&self) -> &[ContentSpan] {
         self.contents.list()
     }

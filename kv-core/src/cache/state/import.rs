@@ -144,7 +144,7 @@ impl CacheState {
         let mut held = Vec::new();
         let Self { groups, ledger, unwiped, .. } = self;
         for (group, needed) in groups.iter_mut().zip(&needed) {
-            // Allocation must not evict what is found.
+            // Allocation must not evict the found blocks.
             for block in needed.blocks.iter().filter_map(|(_, found)| *found) {
                 group.hold(block);
             }
@@ -242,7 +242,7 @@ impl CacheState {
         to_u32(self.imports.unfinished.len())
     }
 
-    /// Releases what an import held, tails before heads.
+    /// Releases the blocks that an import held, tails before heads.
     fn release_import(&mut self, held: Held) {
         let Self { groups, ledger, unwiped, .. } = self;
         for (index, block) in held.blocks.into_iter().rev() {

@@ -4,8 +4,8 @@ use crate::ids::SequenceId;
 use crate::num::to_usize;
 use crate::reuse::ContentSpan;
 
-/// The tokens of a sequence from position 0 on whose rows are cached and certain, and what else its
-/// rows depend on.
+/// The tokens of a sequence from position 0 on whose rows are cached and certain, and the other
+/// inputs of its rows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SequenceText<'a> {

@@ -46,8 +46,8 @@ impl Late {
 }
 
 impl CacheState {
-    /// Removes from the index what was cached before `layer` was allocated, and records which
-    /// sequences lack rows in it.
+    /// Removes from the index the blocks that were cached before `layer` was allocated, and records
+    /// the sequences that lack rows in it.
     pub(in crate::cache) fn note_late(&mut self, layer: LayerId) {
         if self.groups.iter().any(|group| !group.pool.index().is_empty()) {
             self.clear_index();

@@ -1,4 +1,4 @@
-//! The bookkeeping of a cache: the blocks of each sequence, what can be reused, and the open step.
+//! The bookkeeping of a cache: blocks of sequences, reusable content, and the open step.
 //!
 //! Owns pools, tables, sequences, the prefix index, pins, holds, imports, counters and plans. Knows
 //! no device: it lists the blocks to zero and to copy, and the owner of the memory does that.
@@ -251,8 +251,8 @@ impl Group {
     }
 }
 
-/// Returns a number that no other call in this process returns, so that what one cache handed out
-/// is not taken for that of another.
+/// Returns a number that no other call in this process returns, so that handles of one cache are
+/// not taken for handles of another.
 fn unique() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     NEXT.fetch_add(1, Ordering::Relaxed)
@@ -263,9 +263,9 @@ fn group_id(index: usize) -> GroupId {
 }
 
 impl CacheState {
-    /// Creates the state of an empty cache. `encoding_key` identifies what the bytes of a block
-    /// depend on besides its tokens ([`Self::encoding_key`]), and is part of the keys of blocks;
-    /// use any number if blocks are not exchanged with other caches.
+    /// Creates the state of an empty cache. `encoding_key` identifies the inputs of a block's bytes
+    /// besides its tokens ([`Self::encoding_key`]), and is part of the keys of blocks; use any
+    /// number if blocks are not exchanged with other caches.
     pub(in crate::cache) fn new(spec: CacheSpec, encoding_key: u128) -> Self {
         let clock: Arc<dyn Clock> = Arc::new(SystemClock::new());
         let mut groups = Vec::with_capacity(spec.groups().len());
@@ -314,9 +314,9 @@ impl CacheState {
     pub fn spec(&self) -> &CacheSpec {
         &self.spec
     }
-    /// Returns a hash (XXH3) of what the bytes of a block depend on besides its tokens: formats,
-    /// transforms, full-precision prefix, and constants. Blocks may be exchanged between caches
-    /// only if this is equal and the model is the same.
+    /// Returns a hash (XXH3) of the inputs of a block's bytes besides its tokens: formats,
+    /// transforms, full-precision prefix, and constants. Caches may exchange blocks only if their
+    /// hashes are equal and their models are the same.
     pub fn encoding_key(&self) -> u128 {
         self.encoding_key
     }

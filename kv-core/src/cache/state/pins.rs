@@ -100,8 +100,8 @@ impl CacheState {
         Ok(true)
     }
 
-    /// Returns a number that changes with every pin and unpin: who follows
-    /// [`Self::pinned_blocks`] looks at them only if it is another than before.
+    /// Returns a number that changes with every pin and unpin: [`Self::pinned_blocks`] is the same
+    /// while the number is.
     pub fn pins_revision(&self) -> u64 {
         self.pins.revision
     }

@@ -95,7 +95,7 @@ impl PrefixProbe {
     pub fn adapter(&self) -> Option<u64> {
         self.probed.adapter
     }
-    /// Returns what placeholder tokens of the prompt stand for.
+    /// Returns the contents of the placeholder tokens of the prompt.
     pub fn content_spans(&self) -> &[ContentSpan] {
         self.probed.spans.list()
     }
@@ -164,7 +164,7 @@ impl PrefixProbe {
         let range = to_usize(block.begin)..to_usize(block.end);
         self.probed.prompt.get(range).unwrap_or_default()
     }
-    /// Writes what placeholder tokens of a block stand for to `out`.
+    /// Writes the contents of the placeholder tokens of a block to `out`.
     pub fn contents(&self, block: &ProbedBlock, out: &mut Vec<BlockContent>) {
         self.probed.spans.cut((block.begin, block.end), out);
     }

@@ -70,13 +70,13 @@ impl CacheState {
         }
     }
 
-    /// Publishes what a sequence leaves at its end, as far as the settings say.
+    /// Publishes the last blocks of a sequence at its end, as far as the settings say.
     pub(super) fn publish_rest(&mut self, row: u32) {
         let state = self.sequences.at(row);
         let (certain, len) = (state.certain.min(state.len), state.len);
         let is_partial = self.spec.prefix_reuse() == PrefixReuse::Partial;
-        // No further step begins, and publishes what was a draft in the last one. The partial block
-        // is of use only with the full ones before it.
+        // No further step begins, which would publish the last step's accepted drafts. The partial
+        // block is of use only with the full ones before it.
         let is_due = is_partial || self.spec.publish_at() == PublishAt::Commit;
         if is_due && certain >= state.store_at {
             self.publish_full(row, (certain, len), false);

@@ -97,8 +97,8 @@ impl CacheState {
         Ok(())
     }
 
-    /// Refuses queries from position `first` on, after `len` tokens, that would see what left a
-    /// window.
+    /// Refuses queries from position `first` on, after `len` tokens, that would see blocks outside
+    /// a window.
     pub(super) fn check_in_windows(
         &self,
         sequence: SequenceId,

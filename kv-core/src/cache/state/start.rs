@@ -31,7 +31,7 @@ pub struct StartOptions<'a> {
 }
 
 impl Default for StartOptions<'_> {
-    /// Reuses what is cached of the model itself, without a salt; reserves nothing.
+    /// Reuses blocks of the model itself, without a salt; reserves nothing.
     fn default() -> Self {
         Self {
             reserve: 0,

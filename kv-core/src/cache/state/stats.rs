@@ -1,4 +1,4 @@
-//! Counters of what a cache has done so far.
+//! Counters of a cache since its creation.
 use crate::cache::state::CacheState;
 use crate::events::Tier;
 
@@ -68,7 +68,7 @@ impl ByTier {
 }
 
 impl CacheState {
-    /// Returns what the cache has done so far.
+    /// Returns the counters of the cache since its creation.
     pub fn stats(&self) -> Stats {
         let mut stats = self.stats;
         for pool in self.groups.iter().map(|group| group.pool.stats()) {

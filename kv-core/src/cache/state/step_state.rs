@@ -206,7 +206,7 @@ impl CacheState {
         }
         Err(PlanError::State { operation, problem: StateProblem::NoStep })
     }
-    /// Refuses a call that an open step could not undo, or that would change what it undoes.
+    /// Refuses a call that an open step could not undo, or that would change its undo.
     pub(in crate::cache) fn check_closed(&self, operation: &'static str) -> Result<(), PlanError> {
         if !self.open.is_open {
             return Ok(());

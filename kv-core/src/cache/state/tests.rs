@@ -127,7 +127,7 @@ fn append(state: &mut CacheState, inputs: &[(SequenceId, u32)]) -> Result<(), Ca
     Ok(state.commit()?)
 }
 
-/// Computes what is not cached of a prompt, and returns how much was cached.
+/// Computes the missing tokens of a prompt, and returns the number of cached tokens.
 fn run(state: &mut CacheState, sequence: SequenceId, prompt: &[u32]) -> u32 {
     let cached = state.start(sequence, prompt, StartOptions::default()).unwrap();
     begin(state, &[StepInput::prompt(sequence, prompt)]).unwrap();
@@ -209,7 +209,7 @@ pub(in crate::cache) fn check_invariants(cache: &CacheState) {
         let free = counted.iter().filter(|n| **n == 0).count();
         assert_eq!(group.pool.num_free(), u32::try_from(free).unwrap());
         if cache.open.is_open {
-            // What it has published is checked at commit.
+            // Its published blocks are checked at commit.
             continue;
         }
         for block in group.pool.index().iter() {

@@ -36,8 +36,8 @@ fn constants_are_checked_before_anything_is_allocated() {
     open(spec(fp8), Some(calibration(0.0))).unwrap();
 }
 
-/// Scales that a format needs come with the cache, whoever opened its queue, and are uploaded on
-/// it.
+/// Scales that a format needs come with the cache, whatever queue it has, and are uploaded on that
+/// queue.
 #[test]
 fn a_cache_on_the_queue_of_its_caller_takes_constants() {
     let fp8 = spec(KvFormat::Fp8E4m3(Scaling::Tensor));

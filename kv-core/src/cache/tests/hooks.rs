@@ -1,4 +1,4 @@
-//! Changes, holds and imports among random operations: what a lower tier does with a cache.
+//! Changes, holds and imports among random operations, as a lower tier makes them.
 use proptest::prelude::*;
 
 use super::*;

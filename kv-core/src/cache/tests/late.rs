@@ -15,7 +15,7 @@ fn lazy_with(late_layers: LateLayers) -> KvCache<NullBackend> {
     KvCache::new(NullBackend::new(), spec).unwrap()
 }
 
-/// Computes what is not cached of a prompt, in `layers` layers.
+/// Computes the missing tokens of a prompt, in `layers` layers.
 fn append_prompt(
     cache: &mut KvCache<NullBackend>,
     id: SequenceId,

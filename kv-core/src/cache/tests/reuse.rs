@@ -21,7 +21,7 @@ fn full_blocks(num_blocks: u32) -> KvCache<NullBackend> {
     })
 }
 
-/// Starts a sequence and computes what is not cached; returns the number of cached tokens.
+/// Starts a sequence and computes its missing tokens; returns the number of cached tokens.
 pub(super) fn run(cache: &mut KvCache<NullBackend>, sequence: SequenceId, prompt: &[u32]) -> u32 {
     let reused = cache.start(sequence, prompt, StartOptions::default()).unwrap();
     feed(cache, sequence, &prompt[to_usize(reused)..]);

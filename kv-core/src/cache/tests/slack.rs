@@ -80,7 +80,7 @@ fn blocks_of_the_slack_are_counted() {
             if chunk == 1 {
                 assert!(most <= spec.blocks_to_grow(70), "{most} blocks, slack {slack}");
             }
-            // Admission counts exactly what was held.
+            // Admission counts exactly the held blocks.
             let admits = |blocks| {
                 let cache = window(slack, blocks);
                 cache.state().check_admission(&prompt, StartOptions::default(), &admission).is_ok()

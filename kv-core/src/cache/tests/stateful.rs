@@ -108,7 +108,7 @@ fn text(number: u32, len: u32) -> Vec<u32> {
     (0..len).map(|at| if at < 3 { at } else { at + 100 * number }).collect()
 }
 
-/// The texts of sequences, and what can be cached because of them.
+/// The texts of sequences, and the blocks that may be cached because of them.
 #[derive(Debug, Default)]
 struct Model {
     /// Text of each sequence.
@@ -319,7 +319,7 @@ impl Model {
         }
     }
 
-    /// Records what the blocks of a sequence may hold by now.
+    /// Records the possible content of a sequence's blocks.
     fn note(&mut self, cache: &KvCache<NullBackend>, sequence: SequenceId) {
         self.note_to(cache, sequence, cache.state().seq_len(sequence).unwrap());
     }

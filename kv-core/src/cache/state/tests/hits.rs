@@ -1,4 +1,4 @@
-//! Hits of groups that differ in block size and window: what a start holds is released.
+//! Hits of groups that differ in block size and window: all blocks of a start are released.
 use super::*;
 use crate::spec::PrefixReuse;
 
@@ -52,7 +52,7 @@ fn shapes() -> impl Iterator<Item = [Shape; 2]> {
     })
 }
 
-/// Computes what is not cached of a prompt, decodes, and ends the sequence.
+/// Computes the missing tokens of a prompt, decodes, and ends the sequence.
 fn serve(state: &mut CacheState, prompt: &[u32], decoded: u32) {
     run(state, SEQ[0], prompt);
     for token in 0..decoded {

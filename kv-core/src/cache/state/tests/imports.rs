@@ -408,7 +408,7 @@ fn a_part_is_one_block_in_every_group() {
     let probe = probe(&state, &tokens(0..23));
     assert_eq!(probe.hit(22), 16);
     let part = |group| probe.part(GroupId(group), 22).map(|part| (part.index, part.end));
-    // In the first group it is a full block, whose end limits what a sequence reuses.
+    // In the first group it is a full block, whose end limits the reuse of a sequence.
     assert_eq!((part(0), part(1), part(2)), (Some((4, 20)), Some((2, 22)), None));
     let mut import = state.reserve_import_with_part(&probe, 22).unwrap();
     assert_eq!(import.hit(), 20);

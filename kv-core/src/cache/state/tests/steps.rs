@@ -64,7 +64,7 @@ fn a_batch_that_was_added_to_is_planned_like_one_that_began_whole() {
             start(&mut state, sequence);
             append(&mut state, &[(sequence, tokens)]).unwrap();
         }
-        // Both write to one block: whoever comes first gets a copy.
+        // Both write to one block: the first one gets a copy.
         state.fork(SEQ[1], SEQ[3]).unwrap();
         state
     };
