@@ -1,5 +1,5 @@
 //! Measures the KV cache. [`measure`] times its operations on any device, for `kv bench`; the other
-//! modules hold what the benches share: shapes, filled caches, tensors.
+//! modules are for the benches: shapes, filled caches, tensors.
 #![forbid(unsafe_code)]
 pub mod blocks;
 pub mod chunks;

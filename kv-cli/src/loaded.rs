@@ -1,4 +1,4 @@
-//! Opens what every command with a model needs: the model, its tokenizer and the device.
+//! Opens the parts of every command with a model: the model, its tokenizer and the device.
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -25,7 +25,7 @@ pub(crate) struct Loaded {
 }
 
 impl Loaded {
-    /// Opens what the options of an engine name.
+    /// Opens the parts that the options of an engine name.
     pub(crate) fn of_engine(args: &EngineArgs) -> anyhow::Result<Self> {
         Self::open(args.model.as_deref(), args.tokenizer.as_deref(), &args.backend)
     }

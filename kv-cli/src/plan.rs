@@ -113,7 +113,7 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
     output::text(&report.show())
 }
 
-/// Describes what the cache stores beyond the model's needs.
+/// Describes the bytes that the cache stores beyond the model's needs.
 fn latent_note(formats: &[Line]) -> String {
     let of = |line: &Line| {
         let (needed, stored) = (line.bytes_per_token, line.stored_bytes_per_token);

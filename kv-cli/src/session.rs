@@ -10,7 +10,7 @@ use crate::loaded::Loaded;
 use crate::memory::Bytes;
 use crate::num::to_u64;
 
-/// A file with one text, and what it had before the run.
+/// A file with one text, and its content before the run.
 #[derive(Debug)]
 pub(crate) struct SessionFile {
     path: PathBuf,
@@ -56,7 +56,7 @@ impl SessionFile {
         Ok(engine.load_session(&self.identity, &self.path)?)
     }
 
-    /// Replaces the file by the prompt and what was generated after it.
+    /// Replaces the file by the prompt and the text that was generated after it.
     pub(crate) fn save(
         &self,
         engine: &mut Engine,

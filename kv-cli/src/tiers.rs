@@ -1,5 +1,5 @@
-//! The tiers of the command line: opens what `--tier` names, and reports what came from each, and
-//! what failed.
+//! The tiers of the command line: opens the tiers that `--tier` names, and reports their hits and
+//! failures.
 use std::path::Path;
 use std::str::FromStr;
 use std::time::Duration;
@@ -24,7 +24,7 @@ use crate::tier::TierArg;
 /// Longest time that the end of a run waits for pending writes.
 pub(crate) const FLUSH: Duration = Duration::from_mins(1);
 
-/// Says what the end of a run has left.
+/// Reports the work that the end of a run has left.
 pub(crate) fn note_left(left: Unwritten) -> anyhow::Result<()> {
     if !left.is_empty() {
         let Unwritten { copies, writes, .. } = left;
@@ -153,7 +153,7 @@ struct Store {
     bytes_written: u64,
     /// Chunks that were there already.
     chunks_kept: u64,
-    /// Chunks that were not what was expected under their name.
+    /// Chunks that did not match their name.
     refused: u64,
     failures: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -255,9 +255,9 @@ pub(crate) struct Cause {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum CauseKind {
-    /// Calls that failed, and what the last one said.
+    /// Calls that failed, with the last message.
     Calls { last: String },
-    /// Chunks that are not what was written.
+    /// Chunks that differ from the written ones.
     Damaged,
     /// Chunks of another version or model.
     Foreign,
@@ -266,12 +266,12 @@ enum CauseKind {
 }
 
 impl Cause {
-    /// Says what has happened so far; `None` if nothing has.
+    /// Describes the failures so far; `None` without any.
     fn describe(&self) -> Option<String> {
         (self.count > 0).then(|| self.describe_since(0))
     }
 
-    /// Says what has happened since the count was this.
+    /// Describes the failures since the count was this.
     pub(crate) fn describe_since(&self, before: u64) -> String {
         let count = self.count.saturating_sub(before);
         let (one, were) = if count == 1 { ("", "was") } else { ("s", "were") };
@@ -290,7 +290,7 @@ impl Cause {
     }
 }
 
-/// Returns what can go wrong with a store, and how often it did.
+/// Returns the possible failures of a store, with their counts.
 pub(crate) fn causes(stats: &StoreStats) -> Vec<Cause> {
     const CALLS: [StoreErrorKind; 6] = [
         StoreErrorKind::Unavailable,

@@ -478,7 +478,7 @@ impl Kernels {
     }
 }
 
-/// Conversions with non-temporal stores, where the CPU has them. Other threads see what was written
+/// Conversions with non-temporal stores, where the CPU has them. Other threads see the written rows
 /// once this is dropped.
 #[derive(Debug)]
 pub struct NonTemporal(Kernels);

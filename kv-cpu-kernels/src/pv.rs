@@ -40,7 +40,7 @@ pub struct Pv<'a, 'p> {
 }
 
 impl Pv<'_, '_> {
-    /// Asserts what the loops rely on.
+    /// Asserts the bounds that the loops rely on.
     #[inline]
     pub(crate) fn check(&self) {
         assert!(

@@ -55,7 +55,7 @@ pub struct Qk<'a, 'p> {
 }
 
 impl Qk<'_, '_> {
-    /// Asserts what the loops rely on.
+    /// Asserts the bounds that the loops rely on.
     #[inline]
     pub(crate) fn check(&self) {
         let (rows, dim) = (self.rows, self.k.layout().dim());

@@ -152,7 +152,7 @@ pub struct Softmax<'a> {
 }
 
 impl Softmax<'_> {
-    /// Asserts what the loops rely on.
+    /// Asserts the bounds that the loops rely on.
     #[inline]
     pub(crate) fn check(&self) {
         let ((begin, end), rows) = (self.range, self.states.len());

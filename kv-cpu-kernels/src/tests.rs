@@ -27,7 +27,7 @@ macro_rules! on_all {
     };
 }
 
-/// Units in the last place between what a function of vectors gives and what it should.
+/// Returns the units in the last place between a vector function's result and the exact one.
 fn error<S: Simd>(s: S, x: f32, apply: impl Fn(S, S::F) -> S::F, exact: fn(f64) -> f64) -> f64 {
     let mut lanes = [0.0; 16];
     // SAFETY: an array of the widest vector.

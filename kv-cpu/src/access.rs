@@ -1,7 +1,7 @@
 //! The memory one operation touches: ranges are entered, checked against each other, then locked.
 //!
 //! Gates are passed in the order of their addresses, each once, so two operations never wait for
-//! each other. Knows nothing of what the bytes mean.
+//! each other. Knows nothing of the meaning of the bytes.
 use std::sync::Arc;
 
 use kv_core::backend::{PlaneView, TensorData, TensorDataMut, TokenTensor, TokenTensorMut};

@@ -1,6 +1,6 @@
 //! Opening the CPU as a device.
 //!
-//! Reads the settings once; what was found holds for every queue.
+//! Reads the settings once, for every queue.
 use std::fmt;
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ use crate::layout::unsupported;
 use crate::queue::CpuQueue;
 use crate::threads::{Threads, Workers};
 
-/// Options for opening the CPU. What is not set here comes from the environment (`KV_CPU_ISA`,
+/// Options for opening the CPU. Options that are not set come from the environment (`KV_CPU_ISA`,
 /// `KV_CPU_THREADS`, `KV_CPU_OVERCOMMIT`), else from the machine.
 ///
 /// `KV_CPU_ISA` pins an instruction set with its optional parts, such as `avx512+bf16` ([`Isa`]).
@@ -76,8 +76,8 @@ impl CpuOptions {
     pub fn with_isa(self, isa: Isa) -> Self {
         Self { isa: Some(isa), ..self }
     }
-    /// Takes caches and host pools from this memory instead of all that is available. What does not
-    /// fit is refused when it is made.
+    /// Takes caches and host pools from this memory instead of all available memory. A cache or
+    /// pool that does not fit is refused when it is made.
     #[must_use]
     pub fn with_host_memory(self, host_memory: HostMemory) -> Self {
         Self { host_memory: Some(host_memory), ..self }

@@ -1,8 +1,8 @@
 //! Memory of the CPU "device", and the gates that order access to it.
 //!
-//! Bytes are reached through raw pointers, never through a `&mut` that outlives a call; what makes
-//! that sound is the gate of each allocation, which every operation passes for the length of its
-//! call (`access.rs`). Knows nothing of planes and tensors.
+//! Bytes are reached through raw pointers, never through a `&mut` that outlives a call. The gate of
+//! each allocation makes that sound: every operation passes it for the length of its call
+//! (`access.rs`). Knows nothing of planes and tensors.
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::any::Any;
 use std::fmt;

@@ -2,10 +2,10 @@
 //!
 //! The system maps memory at once and takes a page when it is first written. A cache that the
 //! machine cannot hold is therefore made without an error, and the process is ended when its blocks
-//! are filled, in the middle of traffic. So a cache is compared with what is available when it is
-//! made, together with what others have reserved and not yet written. Only Linux says what is
-//! available; elsewhere nothing is refused here. Swap does not count: every step reads all K and V
-//! of its sequences.
+//! are filled, in the middle of traffic. So a new cache is compared with the available memory,
+//! together with memory that others have reserved and not yet written. Only Linux reports the
+//! available memory; elsewhere nothing is refused here. Swap does not count: every step reads all K
+//! and V of its sequences.
 mod available;
 
 use std::fmt;
@@ -131,7 +131,7 @@ impl Drop for Share {
     }
 }
 
-/// Reservations below this sum are not compared with what is available.
+/// Reservations below this sum are not compared with the available memory.
 const LOOKED_UP: u64 = 16 << 20;
 
 const OF_MACHINE: &str = "this machine has no more; KV_CPU_OVERCOMMIT=1 goes on anyway";

@@ -108,7 +108,7 @@ impl Held {
     pub(crate) fn begin(&self) {
         *self.0.borrow_mut() = Some(Captured::default());
     }
-    /// Stops recording, and returns what was recorded.
+    /// Stops recording, and returns the recorded memory and rows.
     pub(crate) fn end(&self) -> Captured {
         self.0.borrow_mut().take().unwrap_or_default()
     }

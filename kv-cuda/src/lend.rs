@@ -129,7 +129,7 @@ impl Drop for Loan {
     }
 }
 
-/// Returns what tells a stream from others of its context.
+/// Returns the handle that tells a stream from others of its context.
 pub(crate) fn caller_stream(stream: &CudaStream) -> CallerStream {
     CallerStream(stream.cu_stream().addr())
 }

@@ -9,8 +9,8 @@ use kv_core::error::DeviceError;
 
 use crate::gpu::{Gpu, Pinned};
 
-/// Bytes of unused memory that are kept. Memory in use has no bound: a caller who sends faster than
-/// the device reads does not have to wait.
+/// Bytes of unused memory that are kept. Memory in use has no bound, so that a caller that sends
+/// faster than the device reads does not have to wait.
 const KEPT_BYTES: usize = 32 << 20;
 /// Bytes of the smallest buffer: a page.
 const BYTES_MIN: usize = 4096;

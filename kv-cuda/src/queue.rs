@@ -33,7 +33,7 @@ pub struct CudaQueue {
     pub(crate) gpu: Arc<dyn Gpu>,
     waiter: Arc<Waiter>,
     stream: Box<dyn Stream>,
-    /// The caller's stream, if memory can be lent on it, and what keeps it open.
+    /// The caller's stream, if memory can be lent on it, and the owner that keeps it open.
     lends: Option<(CallerStream, Arc<dyn Any + Send + Sync>)>,
     pins: Pins,
     staging: Staging,

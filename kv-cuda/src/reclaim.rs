@@ -109,7 +109,7 @@ impl Reclaim {
         self.lock().settle(heap)
     }
 
-    /// Frees what could not be freed before.
+    /// Frees memory that could not be freed before.
     fn retry(&self, heap: &impl Heap) {
         self.lock().free(heap);
     }

@@ -49,7 +49,7 @@ impl Pack {
         At(to_u64(at))
     }
     /// Appends values one after another and reserves space for at least `room` of them, so that
-    /// what follows does not move.
+    /// later values do not move.
     pub(crate) fn push_each<T: bytemuck::NoUninit>(
         &mut self,
         values: impl ExactSizeIterator<Item = T>,

@@ -1,6 +1,6 @@
 //! The rows that a decoder keeps per token and layer, read from a `config.json` or a GGUF file.
 //!
-//! Lenient in what a cache does not depend on, so that more models can be planned than run.
+//! Lenient in fields that a cache does not depend on, so that more models can be planned than run.
 pub(crate) mod config;
 pub(crate) mod gguf;
 pub(crate) mod layers;
@@ -68,8 +68,8 @@ impl ModelGeometry {
         gguf::geometry(&Head::read(path)?.metadata()).in_file(path)
     }
 
-    /// Returns what every layer keeps, apart from its window, for a decoder that runs nothing else:
-    /// K and V of one size, in all layers. `dim_v` is the name of the size of V.
+    /// Returns the geometry of every layer, without its window, for a decoder that needs one size
+    /// of K and V in all layers. `dim_v` is the name of the size of V.
     pub(crate) fn uniform(&self, dim_v: String) -> Result<LayerGeometry, ConfigError> {
         let Some(first) = self.layers.first() else {
             return Err(ConfigError::NoCache { why: NO_LAYER });

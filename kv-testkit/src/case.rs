@@ -12,7 +12,7 @@ use crate::device::Device;
 pub enum Outcome {
     /// The contract holds.
     Holds,
-    /// The device does not support what the case needs; shown as ignored, never as passed.
+    /// The device lacks an ability that the case needs; shown as ignored, never as passed.
     Unsupported(String),
 }
 
@@ -33,7 +33,7 @@ pub(crate) type CaseResult = Result<Outcome, CaseError>;
 pub enum CaseError {
     /// A call returned an error where none is allowed.
     Cache(CacheError),
-    /// The guarantee is broken: what was expected and what came.
+    /// The guarantee is broken: the expected result and the actual one.
     Broken(String),
 }
 

@@ -159,7 +159,7 @@ impl<Q: Queue> Queues<Q> {
         of.recorded += 1;
     }
 
-    /// Records work that must be ordered after what other queues have done at once.
+    /// Records work that must be ordered after work that other queues have done at once.
     fn record_copy(
         &mut self,
         queue: usize,
@@ -207,7 +207,7 @@ impl<Q: Queue> Queues<Q> {
         run(&mut of.inner)
     }
 
-    /// Returns what is done before the end of a queue's work.
+    /// Returns the operations that are done before the end of a queue's work.
     fn clock(&self, queue: usize) -> Clock {
         let mut clock = self.queues[queue].after.clone();
         clock.merge(&self.host);

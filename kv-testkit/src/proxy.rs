@@ -1,4 +1,4 @@
-//! A TCP proxy that spoils what a server answers: it delays, stalls, cuts, resets, trickles or
+//! A TCP proxy that spoils answers of a server: it delays, stalls, cuts, resets, trickles or
 //! corrupts the bytes on their way to the client. Knows no protocol.
 use std::io::{self, Read as _, Write as _};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -73,7 +73,7 @@ impl FaultProxy {
         self.address
     }
 
-    /// Sets the fault of what comes from now on.
+    /// Sets the fault of the bytes from now on.
     pub fn set(&self, fault: Option<ProxyFault>) {
         *lock(&self.shared.fault) = fault;
     }
@@ -113,7 +113,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Passes on what the server sends, until one side ends; `gone` says that the client did.
+    /// Passes on the server's bytes until one side ends; `gone` is set when the client did.
     fn answer(
         &self,
         mut server: &TcpStream,

@@ -66,7 +66,7 @@ impl WgpuBackend {
         let descriptor = wgpu::DeviceDescriptor {
             label: Some("kv"),
             required_features: adapter.features() & wgpu::Features::SUBGROUP,
-            // The default limits are what every browser has: a tenth of what cards offer.
+            // The default limits are those of every browser: a tenth of a card's.
             required_limits: adapter.limits(),
             memory_hints: wgpu::MemoryHints::Performance,
             ..Default::default()

@@ -1,7 +1,7 @@
 //! Tensors and planes as shader parameters and bindings, with a last check of their sizes.
 //!
-//! The core has checked shapes against a plan. This file checks what only the device knows: which
-//! device owns a buffer and how long it is. It also checks that plan and arguments belong together,
+//! The core has checked shapes against a plan. This file checks facts that only the device knows:
+//! the owner of a buffer and its length. It also checks that plan and arguments belong together,
 //! because they may have been made at different times and shaders check nothing.
 use kv_core::Axes;
 pub(crate) use kv_core::backend::kernels::Room;

@@ -22,7 +22,7 @@ pub(crate) fn check_cuda(workspace: &Workspace) -> Result<Outcome> {
     let manifest = folder.join("Cargo.toml");
     fs::create_dir_all(folder.join("src"))?;
     fs::write(folder.join("src/lib.rs"), "")?;
-    // The same versions, so that what both builds share is checked once.
+    // The same versions, so that shared crates are checked once.
     fs::copy(shell::root().join("Cargo.lock"), folder.join("Cargo.lock"))?;
     let profiles = fs::read_to_string(shell::root().join("Cargo.toml"))?;
     fs::write(&manifest, program(&profiles, false)?)?;

@@ -11,7 +11,7 @@ use crate::emulator::{self, Sanitizer};
 use crate::workspace::Workspace;
 use crate::{conformance, programs, shell};
 
-/// A device, and what its backend says where the machine lacks it.
+/// A device, and its backend's message on a machine without it.
 struct Device {
     /// As `kv::Device::open` takes it.
     name: String,

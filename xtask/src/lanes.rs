@@ -1,4 +1,4 @@
-//! Runs stages in two lanes: one compiles, the other runs what was compiled.
+//! Runs stages in two lanes: one compiles, the other runs the compiled programs.
 //!
 //! Each stage is a separate process, whose output is kept in a file and printed at its end, so that
 //! two parallel stages do not mix their lines. Knows no stage by name.
@@ -47,7 +47,7 @@ pub(crate) struct Options {
 pub(crate) enum Lane {
     /// Compiles, by cargo or by a C++ compiler.
     Compile,
-    /// Runs what was compiled; three stages at a time when nothing is left to compile.
+    /// Runs compiled programs; three stages at a time when nothing is left to compile.
     Run,
 }
 
@@ -206,7 +206,7 @@ fn begin(stage: &Stage, index: usize, workspace: &Workspace, sender: &Sender<End
     command.args(["stage", stage.name]).stdin(Stdio::null());
     command.env("CARGO_MANIFEST_DIR", shell::root().join("xtask"));
     command.stderr(file.try_clone()?).stdout(file);
-    // Earlier stages have listed their builds; alone, a stage builds what it runs.
+    // Earlier stages have listed their builds; alone, a stage builds its own programs.
     if stage.lane == Lane::Run {
         programs::use_built(&mut command, &programs_file(workspace));
     }

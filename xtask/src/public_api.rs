@@ -52,7 +52,7 @@ pub(crate) fn stand_in() -> Option<Result<ExitCode>> {
 /// Documents all libraries, and writes the JSON of those in the list beside the pages.
 ///
 /// Programs are left out: `kv` the program and `kv` the library would share a page. The choice of
-/// crates and features is clippy's, so that what that checked is not checked again.
+/// crates and features is clippy's, so that crates which clippy checked are not checked again.
 pub(crate) fn document() -> Result<()> {
     let mut command = shell::cargo(["doc", "--workspace", "--no-deps", "--lib"]);
     command.args(FEATURES);

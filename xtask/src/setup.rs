@@ -1,4 +1,4 @@
-//! `cargo xtask setup`: installs what the suites need on a machine with Rust.
+//! `cargo xtask setup`: installs the tools of the suites on a machine with Rust.
 //!
 //! A backend that needs a driver or a compiler of its own gets a line in [`NEEDS`] and a probe.
 use std::path::Path;

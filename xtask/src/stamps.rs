@@ -29,13 +29,13 @@ pub(crate) enum Inputs {
 /// Read by every stage: features, versions and levels of optimisation, and the stages themselves.
 const COMMON: [&str; 4] = ["Cargo.toml", "Cargo.lock", ".cargo", "xtask/src"];
 
-/// Folders below inputs that a test does not read: compiled CUDA kernels, and what a build leaves.
+/// Folders below inputs that a test does not read: compiled CUDA kernels, and leftovers of builds.
 const IGNORED: [&str; 2] = ["compiled", "target"];
 
 /// The record of the tree.
 const OF_TREE: &str = "xtask/passed.txt";
 
-/// Says at the top of the record what it is.
+/// The first line of the record, which tells its purpose.
 const HEAD: &str =
     "# Inputs with which these stages have passed: written by `cargo xtask test --record`.\n";
 

@@ -1,5 +1,5 @@
-//! `cargo xtask test`: everything a change must pass, as two lanes of stages, each with its time;
-//! `cargo xtask check`: what a change must pass before it is shown to others, in two minutes.
+//! `cargo xtask test`: every check of a change, as two lanes of stages, each with its time; `cargo
+//! xtask check`: the checks before a change is shown to others, in two minutes.
 use anyhow::{Result, bail};
 
 use crate::conformance::Options;
@@ -23,7 +23,7 @@ const TOOL: &str = "xtask";
 const SELF_TEST: emulator::Options =
     emulator::Options { sanitizer: None, self_test: true, tests: false };
 
-/// The kernels, the emulator, the host code that launches the kernels, and what tests all of them.
+/// The kernels, the emulator, the host code that launches the kernels, and the tests of all three.
 const SANITIZED: Inputs = Inputs::Files(&[
     "kv-cuda/kernels",
     "kv-cuda/src",
@@ -345,7 +345,7 @@ fn rustdoc(_: &Workspace) -> Result<Outcome> {
 /// kv-candle is built below the program for the CPU, and alone for cards.
 ///
 /// Two workspaces of their own are left out, `fuzz` and the comparisons of `bench peers`: compiling
-/// what they depend on takes minutes.
+/// their dependencies takes minutes.
 fn features(workspace: &Workspace) -> Result<Outcome> {
     cargo(&["check", "--package", "kv", "--no-default-features"])?;
     // Every other stage builds the program with its default features. The tool adds macros, which

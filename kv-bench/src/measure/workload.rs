@@ -141,7 +141,7 @@ impl<'a, B: Backend> Workload<'a, B> {
     }
 
     /// Runs an operation `runs` times; returns the seconds from the first call to the end of the
-    /// work. Planning is not timed, nor what a step uploads once for all layers.
+    /// work. Planning is not timed, nor uploads that a step does once for all layers.
     pub(super) fn run(&mut self, operation: Operation, runs: u32) -> Result<f64, Error> {
         let Self { shape, cache, queue, tensors, .. } = self;
         let newest = |sequence| StepInput::count(sequence, 1);

@@ -1,4 +1,4 @@
-//! A client of OpenAI's completions: one streamed request, and what it took.
+//! A client of OpenAI's completions: one streamed request, and its times.
 use std::future::poll_fn;
 use std::pin::Pin;
 use std::time::{Duration, Instant};
@@ -61,7 +61,7 @@ pub(super) enum Failure {
 }
 
 impl Failure {
-    /// Returns what a report counts it under: the status, or a word.
+    /// Returns the kind under which a report counts it: the status, or a word.
     pub(super) fn kind(&self) -> String {
         match self {
             Self::Status { status, .. } => return status.to_string(),
@@ -86,7 +86,7 @@ pub(super) struct Answer {
     pub(super) first: Option<Duration>,
     /// From one text to the next.
     pub(super) gaps: Vec<Duration>,
-    /// Until the end, of whatever kind.
+    /// Until the end, a failure included.
     pub(super) whole: Duration,
     pub(super) result: Result<Option<Usage>, Failure>,
 }
@@ -103,7 +103,7 @@ impl Client {
         Ok(Self { http, models, completions: address.route(completions)?, options })
     }
 
-    /// Checks that a server answers, whatever it says.
+    /// Checks that a server answers, with any answer.
     pub(super) async fn check_reachable(&self) -> Result<(), Failure> {
         self.models().await.map(|_| ())
     }

@@ -64,7 +64,7 @@ pub(crate) fn run(args: &LoadArgs) -> anyhow::Result<()> {
     }
 }
 
-/// Asks for the model, then sends the workload; returns the model and what was measured.
+/// Requests the model, then sends the workload; returns the model and the measurements.
 async fn load(args: &LoadArgs, workload: Workload) -> anyhow::Result<(String, Measured)> {
     let options = ClientOptions {
         api_key: args.api_key.clone(),

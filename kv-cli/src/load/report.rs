@@ -58,7 +58,7 @@ pub(super) struct Report {
 }
 
 impl Report {
-    /// Sums up what was measured of the planned requests.
+    /// Sums up the measurements of the planned requests.
     pub(super) fn new(url: String, model: String, planned: usize, measured: &Measured) -> Self {
         let Measured { samples, gaps, elapsed } = measured;
         let succeeded = || samples.iter().filter(|sample| sample.result.is_ok());

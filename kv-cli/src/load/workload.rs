@@ -203,8 +203,8 @@ impl Workload {
                 }
                 let (last, own) = (blocks.len().saturating_sub(1), [planned.source, 0, OWN]);
                 let tokens_per_block = f64::from(trace.block_size.get()) * tokens;
-                // A shortened prompt takes tokens from everywhere, so it shares what the whole
-                // prompt shares.
+                // A shortened prompt takes tokens from everywhere, so it shares the prefixes of the
+                // whole prompt.
                 Box::new(move |position| {
                     let index = to_count(f64::from(position) / tokens_per_block);
                     let block = blocks.get(to_usize(index).min(last));

@@ -226,7 +226,7 @@ struct Events {
 }
 
 impl Events {
-    /// Adds what a chat begins with.
+    /// Adds the first chunks of a chat.
     fn begun(mut self) -> Self {
         if self.kind == Kind::Chat {
             for at in 0..self.num_texts {
@@ -284,7 +284,7 @@ impl Events {
         self.ready.push_back(event(&chunk));
     }
 
-    /// Adds what comes after the last choice.
+    /// Adds the chunks after the last choice.
     fn end(&mut self) {
         if self.include_usage {
             let chunk = self.head.with(self.kind.chunk(), &[], Some(&self.usage.json()));
@@ -305,7 +305,7 @@ fn event(value: &Value) -> String {
     format!("data: {value}\n\n")
 }
 
-/// Refuses what was not done by its deadline.
+/// Refuses a request that was not done by its deadline.
 pub(super) fn too_late() -> ApiError {
     let error = "the request took longer than the server allows";
     ApiError::new(StatusCode::GATEWAY_TIMEOUT, error).with_code("timeout")

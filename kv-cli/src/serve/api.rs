@@ -1,4 +1,4 @@
-//! The routes, and who may use them.
+//! The routes, and the clients that may use them.
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -77,7 +77,7 @@ async fn answer(
     Ok(answer.respond(is_stream).await)
 }
 
-/// Refuses what the head of a request already tells: before the client is told to send a body.
+/// Refuses requests whose head is wrong already, before the client is told to send a body.
 async fn check_head(request: Request, next: Next) -> Response {
     let headers = request.headers();
     let wrong = if request.version() == Version::HTTP_11

@@ -79,13 +79,13 @@ fn read_message(place: &str, value: &RawValue) -> Result<Message, ApiError> {
         return Err(fields.wrong("role", why));
     };
     // Calls, and an answer that goes on after its message. A client that repeats an answer repeats
-    // what is empty in it.
+    // its empty fields.
     for name in ["tool_calls", "function_call", "audio", "prefix", "partial"] {
         if fields.raw(name).is_some_and(|value| !matches!(value.get(), "[]" | "false")) {
             return Err(fields.wrong(name, "not supported"));
         }
     }
-    // What newer clients call the system's message.
+    // Newer clients' name of the system's message.
     let role = if role == "developer" { "system" } else { role };
     let content = fields.raw("content").ok_or_else(|| fields.wrong("content", "missing"))?;
     let content = if is_text(content) {

@@ -263,7 +263,7 @@ impl Engine {
         Ok(receivers)
     }
 
-    /// Lets what runs end, and refuses everything else.
+    /// Lets running texts end, and refuses all others.
     pub(super) fn stop(&self) {
         self.is_stopping.store(true, Ordering::SeqCst);
         // The engine may be gone already.
@@ -467,7 +467,7 @@ impl Worker<'_> {
         self.scheduler.forward(self.model)
     }
 
-    /// Publishes the counts of the scheduler and its cache, and what failed at its tiers.
+    /// Publishes the counts of the scheduler and its cache, and the failures of its tiers.
     fn note_state(&mut self) {
         self.queue.publish(self.scheduler.queued(), self.metrics);
         self.metrics.note_cache(self.scheduler.cache());
@@ -475,7 +475,7 @@ impl Worker<'_> {
         let is_due = self.watch.is_due(now);
         if let Some(tiers) = is_due.then(|| self.scheduler.tiers()).flatten() {
             for line in self.watch.look(&tiers, now) {
-                // Nobody may read it; the texts go on.
+                // The note may have no reader; the texts go on.
                 let _ = output::note(&line);
             }
         }

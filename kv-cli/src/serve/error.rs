@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::engine::Refused;
 
-/// Longest message of an error, in bytes: what a template says may repeat a long message.
+/// Longest message of an error, in bytes: the words of a template may repeat a long message.
 const MESSAGE_MAX: usize = 2000;
 
 /// An error in the shape of OpenAI's.

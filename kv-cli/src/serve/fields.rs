@@ -105,8 +105,8 @@ impl<'a> Fields<'a> {
         (found.1.get() != "null").then_some(found.1)
     }
 
-    /// Returns a field; `None` if it is absent or null. A value of another kind is refused with
-    /// what is `expected`.
+    /// Returns a field; `None` if it is absent or null. A value of another kind is refused with the
+    /// `expected` one.
     pub(super) fn get<T: Deserialize<'a>>(
         &self,
         name: &str,
@@ -126,8 +126,8 @@ impl<'a> Fields<'a> {
         text(value).map(Some).map_err(|why| self.wrong(name, why))
     }
 
-    /// Refuses fields that would change the answer and that this server does not support. What
-    /// it does not know is ignored.
+    /// Refuses fields that would change the answer and that this server does not support. Unknown
+    /// fields are ignored.
     pub(super) fn check_supported(&self) -> Result<(), ApiError> {
         for (name, changes_nothing) in UNSUPPORTED {
             let Some(value) = self.raw(name) else { continue };
@@ -203,7 +203,7 @@ pub(super) fn entries(value: &RawValue, max: usize) -> Option<Result<Vec<&RawVal
     }
 }
 
-/// Reads a list up to a number of entries; what comes after them is not looked at.
+/// Reads a list up to a number of entries; later entries are not looked at.
 struct Entries<'k> {
     max: usize,
     is_full: &'k Cell<bool>,

@@ -150,7 +150,7 @@ impl Service<Request<Incoming>> for WithDeadline {
         let answer = self.routes.call(request);
         Box::pin(async move {
             let answer = answer.await;
-            // What comes now belongs to the next request.
+            // Later bytes belong to the next request.
             begun.set(None);
             answer
         })
@@ -233,9 +233,8 @@ pub(super) struct Signals {
 
 #[cfg(unix)]
 impl Signals {
-    /// Registers the handlers, so that signals no longer end the process. Whoever reads the
-    /// server's address may send one at once: this comes before the address is printed. Needs a
-    /// runtime.
+    /// Registers the handlers, so that signals no longer end the process. A reader of the server's
+    /// address may send one at once: this comes before the address is printed. Needs a runtime.
     pub(super) fn register() -> io::Result<Self> {
         use tokio::signal::unix::{SignalKind, signal};
         let (terminate, interrupt) = (SignalKind::terminate(), SignalKind::interrupt());

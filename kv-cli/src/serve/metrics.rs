@@ -37,7 +37,7 @@ const FIRST_TOKEN_SECONDS: [f64; 11] =
 const STEP: &str = "kv_step_seconds";
 const FIRST_TOKEN: &str = "kv_time_to_first_token_seconds";
 
-/// Installs the recorder of this process; returns what renders its text.
+/// Installs the recorder of this process; returns the renderer of its text.
 pub(super) fn install() -> anyhow::Result<(Metrics, PrometheusHandle)> {
     let builder = PrometheusBuilder::new()
         .set_buckets_for_metric(Matcher::Full(STEP.to_owned()), &STEP_SECONDS)

@@ -1,7 +1,7 @@
 //! `kv serve`: a model over HTTP, as load on the cache.
 //!
 //! One thread owns the scheduler ([`engine`]); requests are read, checked and answered on two
-//! others ([`http`], [`api`]). What they share is [`Server`], which nothing changes.
+//! others ([`http`], [`api`]). They share the immutable [`Server`].
 mod answer;
 mod api;
 mod body;

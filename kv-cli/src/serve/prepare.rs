@@ -15,7 +15,7 @@ use super::request::Wanted;
 /// Requests that are parsed and tokenised at once.
 const AT_ONCE: u32 = 2;
 
-/// A body above this many bytes is parsed alone: what becomes of it may be several times as long.
+/// A body above this many bytes is parsed alone: its parsed form may be several times as long.
 const ALONE: usize = 1 << 20;
 
 /// Reads a request and makes the tokens of its prompts; gives up at the deadline.

@@ -50,7 +50,7 @@ pub(super) enum TemplateError {
     /// The template refuses these messages, or fails on them.
     #[error("{}", failure::chain(.0))]
     Messages(Error),
-    /// The template uses what this engine does not have: it fails on all messages, or on most.
+    /// The template uses features that this engine lacks: it fails on all messages, or on most.
     #[error("the chat template is not supported: {}", failure::chain(.0))]
     Unsupported(Error),
 }

@@ -1,4 +1,4 @@
-//! From the tokens of a text to what its client reads: whole characters, and nothing from a stop
+//! From the tokens of a text to the text for its client: whole characters, and nothing from a stop
 //! string on.
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -72,7 +72,7 @@ impl Text {
         }
     }
 
-    /// Returns what comes next; `None` after the end.
+    /// Returns the next part; `None` after the end.
     pub(super) async fn next(&mut self) -> Option<Part> {
         loop {
             if let Some(part) = self.ready.pop_front() {
@@ -263,7 +263,7 @@ mod tests {
         let Some(Part::End(ended)) = all.last() else { panic!("{all:?}") };
         assert_eq!((ended.reason, ended.cached, closed), ("stop", 5, Some(Finish::Stop)));
         assert!(ended.tokens <= count);
-        // What was held back is shown at the end.
+        // The held-back text is shown at the end.
         let (all, _) = parts(updates, &["time flies"]);
         assert_eq!(shown(&all).trim(), "Once upon a time");
     }

@@ -12,7 +12,7 @@ const SILENCE: Duration = Duration::from_mins(1);
 /// Shortest time between two looks.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Looks at what failed at the stores of a server.
+/// Watches the failures of a server's stores.
 #[derive(Debug)]
 pub(super) struct TierWatch {
     names: Vec<String>,

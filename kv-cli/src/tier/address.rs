@@ -85,7 +85,7 @@ pub(crate) enum Place {
 }
 
 impl Place {
-    /// Opens what is there. Nothing is created, and no server connected to.
+    /// Opens the place. Nothing is created, and no server connected to.
     pub(crate) fn open(&self) -> anyhow::Result<Box<dyn ListChunks>> {
         match self {
             #[cfg(target_os = "linux")]

@@ -71,7 +71,7 @@ impl Facts {
 /// The header of a chunk.
 #[derive(Debug)]
 pub(super) enum Front {
-    /// It can be read: the whole root, and what it says.
+    /// It can be read: the whole root, and the facts of its header.
     Read { root: String, facts: Box<Facts> },
     /// It cannot.
     Refused(String),

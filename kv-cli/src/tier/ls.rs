@@ -33,7 +33,7 @@ pub(super) fn run(args: &LsArgs) -> anyhow::Result<()> {
 /// A chunk, or something else.
 #[derive(Debug, Default, Serialize)]
 struct Line {
-    /// The path of what is no chunk.
+    /// The path of an entry that is no chunk.
     #[serde(skip_serializing_if = "Option::is_none")]
     other: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -1,6 +1,6 @@
-//! `kv tier`: what lower tiers keep, listed, counted, checked and removed.
+//! `kv tier`: chunks of lower tiers, listed, counted, checked and removed.
 //!
-//! A listing streams: memory is bounded by what is reported, not by the size of the store.
+//! A listing streams: its report bounds its memory, not the size of the store.
 mod address;
 mod age;
 mod argument;

@@ -139,7 +139,7 @@ struct Report {
     others: Vec<String>,
 }
 
-/// A chunk, and what is wrong with it.
+/// A chunk, and its fault.
 #[derive(Debug, Serialize)]
 struct Finding {
     root: String,

@@ -15,7 +15,7 @@ pub(super) struct Available {
     pub(super) written: u64,
 }
 
-/// Returns what is available to this process, `None` where the system does not say.
+/// Returns the memory that is available to this process, `None` without a report of the system.
 pub(super) fn of_this_process() -> Option<Available> {
     if !cfg!(target_os = "linux") {
         return None;

@@ -1,4 +1,4 @@
-//! Attention: shapes, types and options against the reference, and what must not change a bit.
+//! Attention: shapes, types and options against the reference, and results equal to the bit.
 use kv_core::plan::{BatchEntry, Determinism};
 use kv_core::{Axes, BlockOrder, DType, KvFormat};
 use kv_cpu_kernels::{Kernels, PrefetchTarget};

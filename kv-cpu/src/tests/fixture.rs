@@ -1,4 +1,4 @@
-//! A small cache with known content, and what attention over it must give.
+//! A small cache with known content, and the expected results of attention over it.
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::rc::Rc;

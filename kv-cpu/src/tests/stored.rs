@@ -1,5 +1,5 @@
-//! Planes of every kind for the fixtures: their layouts, their constants, and what a reader sees of
-//! a row that was written.
+//! Planes of every kind for the fixtures: their layouts, their constants, and the values of a
+//! written row for a reader.
 use kv_core::backend::{Backend, Plane, PlaneLayout, PlaneShape, Queue};
 use kv_core::calibration::{PlaneCalibration, PlaneConstants};
 use kv_core::error::DeviceErrorKind;

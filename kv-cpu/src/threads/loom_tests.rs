@@ -25,7 +25,7 @@ fn pool() -> Pool {
     Pool::new(1).unwrap()
 }
 
-/// Adds one without any ordering, so that what the caller sees is due to the job alone.
+/// Adds one without any ordering, so that the caller's view is due to the job alone.
 fn add(count: &AtomicUsize) {
     let value = count.load(Ordering::Relaxed);
     count.store(value + 1, Ordering::Relaxed);

@@ -10,7 +10,7 @@
 //! | `sync` | types of std, or of loom |
 //!
 //! Work items are claimed from a counter, so any thread may run any item, and results must not
-//! depend on the assignment. Knows nothing of what a work item is.
+//! depend on the assignment. Knows nothing of the content of work items.
 mod affinity;
 mod job;
 mod pool;

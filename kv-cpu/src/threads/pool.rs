@@ -146,8 +146,8 @@ impl Drop for Pool {
 }
 
 impl Shared {
-    /// Makes a job the latest one. What the caller reads of workers' states afterwards is ordered
-    /// against [`Self::wait`].
+    /// Makes a job the latest one. The caller's later reads of workers' states are ordered against
+    /// [`Self::wait`].
     fn publish(&self, job: Arc<Job>) {
         let mut latest = self.job.write().unwrap_or_else(PoisonError::into_inner);
         let number = self.latest.load(Ordering::Relaxed).wrapping_add(1);
@@ -157,7 +157,7 @@ impl Shared {
         fence(Ordering::SeqCst);
     }
 
-    /// Helps with jobs until the pool is dropped: what a worker thread runs.
+    /// Runs a worker thread: helps with jobs until the pool is dropped.
     fn work(&self, index: usize) {
         let worker = &self.workers[index];
         worker.affinity.get_or_init(Affinity::of_current_thread);

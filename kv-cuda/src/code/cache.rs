@@ -64,7 +64,7 @@ impl Cache {
         file.rename(&self.path(key))
     }
 
-    /// Loads the image of a key, or stores and returns what `make` returns.
+    /// Loads the image of a key, or stores and returns the result of `make`.
     ///
     /// # Errors
     /// Those of `make`.

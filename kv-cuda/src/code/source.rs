@@ -42,7 +42,7 @@ pub struct Unit<'a> {
 }
 
 impl<'a> Unit<'a> {
-    /// Collects what a unit includes from `all`; other names are left to the compiler.
+    /// Collects the includes of a unit from `all`; other names are left to the compiler.
     pub fn new(source: Source<'a>, all: &[Source<'a>]) -> Self {
         let mut headers: Vec<Source<'a>> = Vec::new();
         let mut open = vec![source];

@@ -1,7 +1,7 @@
 //! The decode schedule: work items for persistent thread blocks.
 //!
 //! All tiles of a batch are lined up: sequence by sequence, kv head by kv head, query tile by query
-//! tile (16 query rows). Each query tile is preceded by some room, for what a work item costs
+//! tile (16 query rows). Each query tile is preceded by some room, for the costs of a work item
 //! besides its tiles. Every slot (a thread block) owns an equal share of the line, as in
 //! `FlashMLA`'s scheduler, and a query tile is split where a share ends; each split is a work item.
 //! The splits of a query tile therefore follow from its position alone, and each one can be split

@@ -127,7 +127,7 @@ impl Context {
         Ok(EventHandle(raw))
     }
 
-    /// Takes an event back for reuse. Streams that wait for it keep waiting for what it marked.
+    /// Takes an event back for reuse. Streams that wait for it keep waiting for the marked work.
     pub(super) fn give_back(&self, event: EventHandle) {
         self.events.lock().unwrap_or_else(PoisonError::into_inner).push(event);
     }

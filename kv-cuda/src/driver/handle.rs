@@ -59,7 +59,7 @@ impl CudaStreamHandle {
         // SAFETY: a live stream of the context.
         let event = unsafe { CudaEvent::record(&self.context, self.raw) }?;
         let _current = self.context.enter(BEGIN)?;
-        // Other threads are not restricted; this one is refused what a graph cannot hold.
+        // Only this thread is restricted: calls that a graph cannot hold are refused.
         let mode = CaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: as above.
         let code = unsafe { sys::cuStreamBeginCapture_v2(self.raw, mode) };
@@ -77,7 +77,7 @@ impl CudaStreamHandle {
         graph
     }
 
-    /// Ends an active capture of ours and drops what was captured.
+    /// Ends an active capture of ours and drops the captured work.
     pub(super) fn abandon_capture(&self) {
         let is_on = self.lock().is_some();
         if is_on {

@@ -50,7 +50,7 @@ impl CudaOptions {
     pub fn with_cache(self, folder: impl Into<PathBuf>) -> Self {
         Self { cache: CacheChoice::Folder(folder.into()), ..self }
     }
-    /// Keeps no compiled kernels: every start compiles what no archive has.
+    /// Keeps no compiled kernels: every start compiles the kernels that no archive has.
     #[must_use]
     pub fn without_cache(self) -> Self {
         Self { cache: CacheChoice::Nowhere, ..self }

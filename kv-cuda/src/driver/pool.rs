@@ -139,7 +139,7 @@ impl Pool {
         Ok(pool)
     }
 
-    /// Makes the pool hold `bytes` bytes: it keeps what was allocated once.
+    /// Makes the pool hold `bytes` bytes: it keeps memory that was allocated once.
     fn reserve(&self, bytes: u64) -> Result<(), DeviceError> {
         const RESERVE: &str = "reserve memory";
         if bytes == 0 {

@@ -122,7 +122,7 @@ impl Fixture {
         self.queue.wait_for(&copied).unwrap();
     }
 
-    /// Updates the model: block `to` holds what block `from` was.
+    /// Updates the model: block `to` has the content of block `from`.
     fn expect(&mut self, was: &[Vec<u8>], from: usize, to: usize) {
         for ((plane, was), view) in
             self.planes.iter_mut().zip(was).zip(self.storage.view().planes())
@@ -313,7 +313,7 @@ fn bytes_are_written_after_a_copy_of_them() {
     assert!(copy != chunk.as_ref());
     fixture.expect(&was, 5, 2);
     fixture.check("after the chunk was overwritten");
-    // What the caller writes is copied.
+    // The caller's bytes are copied.
     chunk.as_mut().copy_from_slice(&copy);
     fixture.copy_in(&mut pool, &chunk, (&[7], 3));
     fixture.expect(&was, 5, 7);

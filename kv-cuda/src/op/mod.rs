@@ -21,8 +21,8 @@ pub(crate) fn head_dim_max(shared_bytes_max: u32) -> u32 {
 /// Maximum blocks along y and z on every device; kernels loop over the rest.
 const MAX_YZ: u32 = 65_535;
 
-/// Returns the blocks of four warps for this many warps, at most what every device allows along
-/// x: kernels loop over the rest.
+/// Returns the blocks of four warps for this many warps, at most the limit of every device along x:
+/// kernels loop over the rest.
 fn warps4(warps: u64) -> u32 {
     u32::try_from(warps.div_ceil(4)).unwrap_or(u32::MAX).min(1 << 30)
 }

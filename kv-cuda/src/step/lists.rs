@@ -183,7 +183,7 @@ fn largest(limits: &StepLimits) -> Extent {
     }
 }
 
-/// Describes what of a step exceeds the limits.
+/// Describes the extents of a step that exceed the limits.
 pub(super) fn within(step: &Extent, limits: &StepLimits) -> Option<String> {
     let largest = largest(limits);
     let found = [

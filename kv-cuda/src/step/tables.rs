@@ -97,7 +97,7 @@ impl DeviceTables {
         if batch.clone().all(|row| self.place(row, room_for(tables.row_len(row)))) {
             return Ok(());
         }
-        // Twice what all rows need, so that growing is rare.
+        // Twice the need of all rows, so that growing is rare.
         let lens = (0..to_u32(tables.num_rows())).map(|row| tables.row_len(row));
         let used = lens.filter(|len| *len > 0).map(|len| u64::from(room_for(len)));
         let least = batch.clone().map(|row| u64::from(room_for(tables.row_len(row))));

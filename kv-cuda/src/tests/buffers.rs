@@ -44,7 +44,7 @@ fn bytes_are_copied_between_buffers() {
 fn memory_of_the_caller_is_written_in_place_and_not_freed() {
     let backend = CudaBackend::emulated(&EmulatorOptions::default()).unwrap();
     let mut queue = backend.queue().unwrap();
-    // What another library has allocated on this device.
+    // Memory of another library on this device.
     let theirs = backend.alloc(256).unwrap();
     queue.upload(&theirs, 0, &[7; 256]).unwrap();
     // SAFETY: memory of this device that outlives the handle, used by one queue.

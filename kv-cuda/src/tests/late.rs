@@ -208,7 +208,7 @@ impl LateState {
         Ok(())
     }
 
-    /// Runs the stream of frees, and what it waits for.
+    /// Runs the stream of frees, and the work that it waits for.
     pub(crate) fn run_frees(&mut self, emulator: &Emulator) -> Result<(), DeviceError> {
         while let Some(work) = self.frees.pop_front() {
             match work {

@@ -91,7 +91,7 @@ impl SequenceModel {
             .retain(|(_, _, index), _| map.tokens(*index).max(map.full_precision_prefix()) < coded);
     }
 
-    /// Writes what every position should hold into the expected content of a plane.
+    /// Writes the value of every position into the expected content of a plane.
     fn put(&mut self, fixture: &mut Fixture, which: usize) {
         let map = *fixture.layout.slot_map();
         for head in 0..self.rows[which].len() {

@@ -130,8 +130,8 @@ fn a_cached_prefix_is_that_of_the_run_that_left_it_and_changes_no_bit() {
     }
 }
 
-/// Computes the products of the first layer for all tokens and for the last alone; returns the
-/// last row of each. What goes in is the embedding of the token, normalised: nothing from a cache.
+/// Computes the products of the first layer for all tokens and for the last alone; returns the last
+/// row of each. The input is the embedding of the token, normalised: nothing from a cache.
 fn first_products(model: &Decoder, tokens: &[u32]) -> [[Vec<u32>; 3]; 2] {
     let of = |tokens: &[u32]| {
         let ids = Tensor::from_slice(tokens, tokens.len(), &Device::Cpu).expect("ids");

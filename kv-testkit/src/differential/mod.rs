@@ -37,7 +37,7 @@ pub const RUNS_VARIABLE: &str = "KV_CONFORMANCE_RUNS";
 /// Operations per run.
 const OPERATIONS: usize = 14;
 
-/// Counts of what random runs covered.
+/// Coverage counts of random runs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Coverage {
     /// Operations, including those without effect.

@@ -36,8 +36,8 @@ impl StatefulTest {
         self.check_nothing_cached()
     }
 
-    /// Checks that content cached before cannot be reused. What the lower tier has is forgotten:
-    /// its bytes mean something else now.
+    /// Checks that content cached before cannot be reused. The content of the lower tier is
+    /// forgotten: its bytes mean something else now.
     pub(super) fn check_nothing_cached(&mut self) -> Result<(), CaseError> {
         self.lower.clear();
         let found = self

@@ -89,7 +89,7 @@ struct Sequence {
     missing_rows: Vec<(u16, usize)>,
 }
 
-/// A cache, its model, and what the run has covered.
+/// A cache, its model, and the coverage of the run.
 #[derive(Debug)]
 struct StatefulTest {
     /// The device below the cache, which fails on demand.

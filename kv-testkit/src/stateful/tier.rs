@@ -194,7 +194,7 @@ impl StatefulTest {
         Ok(())
     }
 
-    /// Orders what follows after copies that were recorded before another one failed.
+    /// Orders later work after copies that were recorded before another one failed.
     fn wait_for_copies(&mut self, import: &Import) -> Result<(), CaseError> {
         for of in import.blocks() {
             let after = self.cache.queue_mut().submit()?;
@@ -207,7 +207,7 @@ impl StatefulTest {
         Ok(())
     }
 
-    /// Starts a sequence that reuses what an import holds.
+    /// Starts a sequence that reuses the blocks of an import.
     fn start_imported(
         &mut self,
         (prompt, options): (Vec<u32>, Options),

@@ -349,7 +349,7 @@ fn check_chunk(
     ensure(into[..length] == chunk_bytes(chunk, length), || {
         format!("{} has other bytes", chunk.name)
     })?;
-    // A store may use the buffer that it was given, but not for what is no part of the chunk.
+    // A store may use the given buffer, but not the bytes after the chunk.
     let mut exact = vec![0x5A; length + 100];
     let read = store.get(chunk, &mut exact[..length], soon())?;
     same(format!("exact length of {}", chunk.name), read, Some(length))?;

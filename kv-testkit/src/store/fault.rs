@@ -20,7 +20,7 @@ pub enum Fault {
     Fail(StoreErrorKind),
     /// A read returns the beginning of the chunk; a write keeps that alone.
     Cut,
-    /// One bit is another, in what is read or in what is kept.
+    /// One bit is flipped, in the read bytes or in the stored ones.
     Flip,
     /// A read returns the bytes of another chunk; a write keeps them in this one's place. Any chunk
     /// that was written before will do; without one, nothing goes wrong.

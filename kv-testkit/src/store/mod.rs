@@ -15,7 +15,7 @@ use kv_tier::{BlockStore, ChunkAddress, ChunkName, StoreError};
 use crate::case::{CaseError, Outcome};
 use crate::rng::Rng;
 
-/// A store to check. Each case opens it empty, or with what earlier cases left: they use roots of
+/// A store to check. Each case opens it empty, or with chunks of earlier cases, which use roots of
 /// their own.
 pub trait StoreFixture {
     /// Opens the store. Several may be open at a time: one store with several handles, or several
@@ -25,7 +25,7 @@ pub trait StoreFixture {
     /// The failures of the store.
     fn open(&self) -> Result<Box<dyn BlockStore>, StoreError>;
 
-    /// Returns whether what was written is found by a store that is opened later.
+    /// Returns whether a store that is opened later finds earlier writes.
     fn keeps(&self) -> bool {
         true
     }

@@ -75,7 +75,7 @@ fn file(root: &Path, path: &Path, found: &mut Vec<Found>) {
     }
 }
 
-/// Reads a CSV file, which carries no schema; its header says what it is.
+/// Reads a CSV file, which carries no schema; its header tells its kind.
 fn csv(root: &Path, path: &Path, title: &str) -> Result<Vec<Found>, String> {
     let bytes = fs::read(path).map_err(|error| error.to_string())?;
     Ok(trials(root, path, quant::read_csv(title, &bytes)?))

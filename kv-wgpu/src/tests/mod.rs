@@ -1,5 +1,5 @@
-//! Tests of what only this backend has: the caller's devices and buffers, unaligned bytes, lost
-//! devices, limits. Without an adapter they print that they are skipped, and pass.
+//! Tests of features that only this backend has: the caller's devices and buffers, unaligned bytes,
+//! lost devices, limits. Without an adapter they print that they are skipped, and pass.
 #![expect(
     clippy::as_conversions,
     clippy::cast_precision_loss,

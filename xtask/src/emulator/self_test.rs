@@ -1,4 +1,4 @@
-//! `cargo xtask emulator --self-test`: checks that the emulator computes what a GPU does and
+//! `cargo xtask emulator --self-test`: checks that the emulator computes the results of a GPU and
 //! detects errors, with C++ programs under `kv-cuda/kernels/emulator/tests`, in every build
 //! variant.
 //!

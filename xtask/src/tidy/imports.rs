@@ -127,7 +127,7 @@ impl Imports {
             .collect()
     }
 
-    /// Returns the file that defines what a path from `module` names.
+    /// Returns the file that defines the item of a path from `module`.
     fn definition(&self, module: &Module, path: &[String], depth: usize) -> Option<&Module> {
         let absolute = absolute(module, path)?;
         let (found, rest) = (0..=absolute.len()).rev().find_map(|len| {

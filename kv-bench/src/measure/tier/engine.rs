@@ -158,7 +158,7 @@ impl Side {
         Ok(start.elapsed().as_secs_f64() * 1e9 / f64::from(POLLS))
     }
 
-    /// Returns the time of a decode step, with what tiers do before it.
+    /// Returns the time of a decode step, with the work of the tiers before it.
     fn step(&mut self) -> Result<Duration, TierError> {
         let start = Instant::now();
         self.forward(1, true)?;

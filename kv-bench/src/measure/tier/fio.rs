@@ -1,4 +1,4 @@
-//! `fio`, where it is installed: what everybody's benchmark says about the same file.
+//! `fio`, if it is installed: the results of a standard benchmark for the same file.
 use std::io;
 use std::path::Path;
 use std::process::Command;

@@ -1,5 +1,5 @@
-//! Measures lower tiers: each store beside what the disk, the server or a plain client gives in the
-//! same rounds, and decode steps of a cache with tiers beside those of one without.
+//! Measures lower tiers: each store beside the disk, the server or a plain client in the same
+//! rounds, and decode steps of a cache with tiers beside those of one without.
 //!
 //! A pass moves all chunks once. Passes of a store and of its peer are interleaved, the first round
 //! is not counted, and figures are medians.
@@ -32,7 +32,7 @@ pub use report::{TierLine, TierReport};
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[expect(clippy::exhaustive_structs, reason = "a literal names each field")]
 pub struct TierOptions {
-    /// An existing folder on the disk to measure. What is written there is removed at the end.
+    /// An existing folder on the disk to measure. Files written there are removed at the end.
     pub dir: PathBuf,
     /// A server, as `redis://HOST[:PORT]`.
     pub redis: Option<String>,

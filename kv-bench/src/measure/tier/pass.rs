@@ -18,7 +18,7 @@ pub(super) struct Pass {
     pub(super) cpu_seconds: Option<f64>,
 }
 
-/// Times what `run` does.
+/// Times the call of `run`.
 pub(super) fn timed(run: impl FnOnce() -> Result<(), TierError>) -> Result<Pass, TierError> {
     let (begin, cpu) = (Instant::now(), cpu_time());
     run()?;

@@ -1,5 +1,5 @@
-//! `{% generation %}`, which transformers adds to Jinja: its block marks what the model wrote, and
-//! is rendered as it stands.
+//! `{% generation %}`, which transformers adds to Jinja: its block marks the model's answer, and is
+//! rendered as it stands.
 //!
 //! The engine takes no blocks of its own, so they become `{% with %}`: a block with names of its
 //! own, as in transformers. Nothing else of a template is changed.
@@ -41,7 +41,7 @@ impl Tag {
     }
 }
 
-/// Returns the text before the next tag, the tag, and what follows its opening.
+/// Returns the text before the next tag, the tag, and the text after its opening.
 fn next_tag(source: &str) -> Option<(&str, Tag, &str)> {
     let tags = [Tag::Comment, Tag::Expression, Tag::Statement];
     let (at, tag) = tags
@@ -52,7 +52,7 @@ fn next_tag(source: &str) -> Option<(&str, Tag, &str)> {
     Some((before, tag, rest.strip_prefix(tag.opening())?))
 }
 
-/// Copies up to `end`, or all of it if the tag is never closed; returns what follows.
+/// Copies up to `end`, or all of it if the tag is never closed; returns the rest.
 fn copy<'a>(out: &mut String, body: &'a str, end: Option<usize>) -> &'a str {
     let (inside, rest) = body.split_at_checked(end.unwrap_or(body.len())).unwrap_or((body, ""));
     out.push_str(inside);

@@ -1,5 +1,5 @@
-//! Jinja as transformers sets it up for chat templates: what blanks mean, and the names that it
-//! adds. `apply_chat_template` is the reference, and `tests/data/make_chats.py` records it.
+//! Jinja as transformers sets it up for chat templates: its treatment of blanks, and the names that
+//! it adds. `apply_chat_template` is the reference, and `tests/data/make_chats.py` records it.
 // Reads templates that may be anything.
 #![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use std::fmt::Write as _;
@@ -32,7 +32,7 @@ pub(super) fn environment(
     environment.set_syntax(syntax);
     environment.set_unknown_method_callback(method);
     environment.add_filter("tojson", json::tojson);
-    // What has a length and items, as in Python.
+    // Any value with a length and items, as in Python.
     environment.add_test("sequence", |value: &Value| {
         matches!(value.kind(), ValueKind::Seq | ValueKind::String | ValueKind::Map)
     });

@@ -33,7 +33,7 @@ pub(super) fn tojson(value: &Value, args: Rest<Value>, named: Kwargs) -> Result<
     Ok(writer.out)
 }
 
-/// Returns what a level is indented by: a number of spaces, or a text.
+/// Returns the indentation of a level: a number of spaces, or a text.
 fn indent(value: &Value) -> Result<Option<String>, Error> {
     if value.is_none() || value.is_undefined() {
         return Ok(None);
@@ -155,7 +155,7 @@ impl Writer {
     }
 }
 
-/// Writes a key, which is a text in JSON whatever it was.
+/// Writes a key, which is a text in JSON whatever its type was.
 fn key_text(key: &Value) -> Result<String, Error> {
     match key.kind() {
         ValueKind::String => Ok(key.to_string()),

@@ -1,4 +1,4 @@
-//! Templates beside what transformers makes of them, recorded by `tests/data/make_chats.py`.
+//! Templates beside their output in transformers, recorded by `tests/data/make_chats.py`.
 use std::collections::BTreeMap;
 
 use chrono::NaiveDateTime;
@@ -37,7 +37,7 @@ struct Case {
     refusal: Option<String>,
 }
 
-/// Beginning of the names of what this engine lacks or writes in another way.
+/// Beginning of the names of cases that this engine lacks or writes in another way.
 const OTHER: &str = "other_";
 
 fn recorded() -> Recorded {
@@ -52,7 +52,7 @@ fn clock(now: NaiveDateTime) -> Clock {
     Arc::new(move || now)
 }
 
-/// Returns what is wrong with a case.
+/// Returns the difference of a case.
 fn difference(recorded: &Recorded, case: &Case) -> Option<String> {
     let given = &recorded.chats[&case.chat];
     let message =

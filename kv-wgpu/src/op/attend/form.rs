@@ -1,5 +1,5 @@
-//! Specialisations of the attention shaders. A driver compiles a shader for seconds, so only what
-//! pays inside the loops is specialised: code that a call does not need is left out of them.
+//! Specialisations of the attention shaders. A driver compiles a shader for seconds, so a shader is
+//! specialised only where it pays inside the loops: they omit code that a call does not need.
 use kv_core::KvFormat;
 
 use crate::params::Plane;

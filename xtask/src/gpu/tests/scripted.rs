@@ -32,7 +32,7 @@ if test -f fault; then
 fi
 "#;
 
-/// Scripts that print what the real programs print.
+/// Scripts that print the output of the real programs.
 const SCRIPTS: [(&str, &str); 9] = [
     ("bin/driver", "echo 'test result: ok. 2 passed'"),
     (
