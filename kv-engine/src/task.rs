@@ -175,8 +175,8 @@ impl Task {
         &self.first().tokens[..to_usize(self.goal(cache))]
     }
 
-    /// Drops one of several texts that share the prompt, before the text is computed; `None` for
-    /// the only text, and for a text of another task.
+    /// Drops one of several texts whose common prompt is not computed yet; `None` for the only
+    /// text, and for a text of another task.
     pub(crate) fn drop_text(&mut self, index: usize) -> Option<Generated> {
         if self.index == index {
             // The sequence stays, and becomes that of the next text.

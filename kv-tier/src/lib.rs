@@ -7,7 +7,7 @@
 //!
 //! | module | owns |
 //! |---|---|
-//! | the root | [`TieredCache`]: a cache, and what moves its chunks to host memory and stores |
+//! | the root | [`TieredCache`]: a cache whose chunks move to host memory and stores |
 //! | [`chunk`] | format of a chunk: geometry, header, and the checks before it is used |
 //! | `disk` | a folder that keeps chunks as files, bounded, shared by processes (Linux) |
 //! | [`handoff`] | message with which another engine finds the chunks of a prompt |
@@ -18,7 +18,7 @@
 //! | `object` | a store in S3, with the feature `object` |
 //! | [`policy`] | when a chunk is written to a tier, and whether loading it beats computing it |
 //! | `redis` | a store in Redis or Valkey, with the feature `redis` |
-//! | `sealed` | a store that encrypts what goes to another, with the feature `seal` |
+//! | `sealed` | a store that encrypts the chunks of another store, with the feature `seal` |
 //! | [`session`] | one sequence in a file: its format, `dump` and `load` |
 //! | [`store`] | the contract of a place that keeps chunks by name |
 #![forbid(unsafe_code)]

@@ -74,7 +74,7 @@ pub enum ChunkEvent {
     Published,
     /// A prompt found it, on the device or in a tier, or a prefix with it was pinned.
     Reused,
-    /// Host memory evicts it; an eviction from the device is not this event.
+    /// Host memory evicts the chunk; an eviction from the device is another matter.
     Left,
     /// The tier above is about to end with everything in it.
     Flush,

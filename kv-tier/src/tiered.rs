@@ -268,17 +268,17 @@ impl<B: Backend> TieredCache<B> {
     }
 
     /// Forgets a prompt after its first `keep` tokens: does what [`KvCache::forget_prefix`] does,
-    /// and removes its chunks from host memory and from all stores. Chunks on their way are caught:
-    /// none of them appears after the call has returned.
+    /// and removes the prompt's chunks from host memory and from all stores. Chunks on their way
+    /// are caught: none of them appears after the call has returned.
     ///
-    /// In each group chunks go last first, up to the first that is needed: one that ends within
-    /// `keep`, whose last block stays on the device because a sequence or a pin holds it or another
-    /// prompt continues it, or that a chunk in host memory continues. Other prompts that only
-    /// stores have, or other processes, lose the beginning that they share and compute it again:
-    /// `keep` protects a common one.
+    /// In each group chunks go last first, up to the first one that is needed. A chunk is needed if
+    /// it ends within `keep`, if its last block stays on the device because a sequence or a pin
+    /// holds it or another prompt continues it, or if a chunk in host memory continues it. Prompts
+    /// that only stores or other processes have lose a shared beginning and compute it again,
+    /// unless `keep` protects it.
     ///
-    /// Like [`Self::flush`], it waits for the stores, until `deadline` at most. Each process
-    /// forgets for itself: another one may have the prompt in its memory, and write it again.
+    /// Like [`Self::flush`], the call waits for the stores, until `deadline` at most. Each process
+    /// forgets for itself: another process may have the prompt in its memory, and write it again.
     ///
     /// # Errors
     /// [`TierError::StepOpen`]; [`TierError::Cache`] if the device failed. No failure of a store is

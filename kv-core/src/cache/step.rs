@@ -13,12 +13,12 @@ use crate::tensor::{TensorView, TensorViewMut};
 ///
 /// For every layer, [`Self::write`] stores K and V of the new tokens, then [`Self::attend`]
 /// computes the attention of their queries over all tokens of each sequence. [`Self::commit`] ends
-/// the step. A step that is dropped without it is rolled back. [`Self::hold`] keeps it open beyond
-/// its borrow of the cache, and [`KvCache::held`] returns it.
+/// the step; a step that is dropped before is rolled back. [`Self::hold`] keeps the step open
+/// beyond its borrow of the cache, and [`KvCache::held`] returns it.
 ///
-/// All tensors of a step have a batch entry for each [`StepInput`], in the order they were given; a
+/// All tensors of a step have a batch entry for each [`StepInput`], in the order of the inputs. A
 /// `bshd` or `sbhd` tensor may have further entries and longer ones, a `thd` tensor further rows.
-/// Those are padding: never read in inputs, zero in outputs.
+/// These are padding: never read in inputs, zero in outputs.
 ///
 /// A step that is leaked ([`std::mem::forget`]) is rolled back too, by the next call that takes the
 /// cache by `&mut`.

@@ -8,22 +8,21 @@
 //!
 //! # What is atomic
 //! A file appears whole or not at all: it is written without a name (`O_TMPFILE`) and linked when
-//! its last byte was accepted. File systems that lack that (overlays of some containers, some
-//! network file systems) get `.tmp` and a rename; a listing sweeps what a killed process left of
-//! those. A file is never changed after that, only removed; who has it open reads it to its end.
+//! its last byte was accepted. Other file systems (overlays of some containers, some network file
+//! systems) get `.tmp` and a rename; a listing sweeps `.tmp` files of killed processes. A finished
+//! file never changes and is only removed; its readers read it to its end.
 //!
 //! # What survives
 //! The end of the process in any way, `kill -9` included: everything that a `put` has returned for.
-//! Power loss: nothing is synced, so a file is whole, absent, or damaged. Damage is found by the
-//! chunk's CRC, which the reader checks; a file of another length than the chunk has is replaced by
-//! the next `put`.
+//! Power loss: nothing is synced, so a file is whole, absent, or damaged. The reader finds damage
+//! by the chunk's CRC; the next `put` replaces a file of another length than its chunk's.
 //!
 //! # Speed
-//! A transfer bypasses the page cache (`O_DIRECT`) if the memory is on a multiple of 4,096 bytes
-//! and so is the length, which holds for the chunks of this crate; a chunk is then one `pwrite` or
-//! `pread` at the speed of the disk, for a tenth of the CPU time, and displaces nobody's files from
-//! memory. Anything else is buffered. [`DirectIo::Off`] turns it off; a file system that cannot do
-//! it is found out when the folder is opened. Calls block; their threads are the caller's.
+//! A transfer bypasses the page cache (`O_DIRECT`) if its memory and its length are multiples of
+//! 4,096 bytes, as for the chunks of this crate. A chunk is then one `pwrite` or `pread` at the
+//! speed of the disk, for a tenth of the CPU time, and displaces no files from memory. Other
+//! transfers are buffered. [`DirectIo::Off`] turns it off; a file system without it is found out
+//! when the folder is opened. Calls block; their threads are the caller's.
 //!
 //! # Capacity
 //! A bound that is never passed, over all processes: bytes are counted before they are written and
@@ -38,16 +37,15 @@
 //! that cannot be removed is skipped and counted.
 //!
 //! # Several processes
-//! They may share a folder, over a network file system too if it has `flock`. One of them evicts
-//! and sets the capacity, the first that came; when it ends, the next one that needs room takes
-//! over. The others read and write, and get `Full` where room would have to be made, which the
-//! first then makes within a tenth of a second. What one has written is found by all; what one
-//! removes is a miss for the others. The time of a file is that of its last use, to a minute, so
-//! that all agree on what is old.
+//! Processes may share a folder, over a network file system too if it has `flock`. The first
+//! process evicts and sets the capacity; when it ends, the next one that needs room takes over.
+//! Other processes read and write. Without room they get `Full`, and the first process makes room
+//! within a tenth of a second. All processes find a written chunk, and miss a removed one. The time
+//! of a file is the time of its last use, to a minute, so that all agree on its age.
 //!
 //! # A folder that is removed
-//! It has no chunks, and the next write makes it again; [`BlockStore::take_repaired`] says so. The
-//! same holds for a folder of which everything was removed. A folder that is moved goes on.
+//! The folder has no chunks, and the next write makes it again; [`BlockStore::take_repaired`] says
+//! so. The same holds for a folder of which everything was removed. A moved folder goes on.
 //!
 //! # Memory
 //! About 300 bytes for each file. The index is rebuilt by listing after the folder was opened,

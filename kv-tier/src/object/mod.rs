@@ -353,7 +353,7 @@ fn s3(
     if let Some(region) = parameters.take("region") {
         builder = builder.with_region(region);
     }
-    // Deadlines are this crate's. HTTP/1 closes an abandoned connection.
+    // Deadlines are this crate's; the connect limit ends attempts whose call is gone.
     let client = ClientOptions::new()
         .with_allow_http(allow_http)
         .with_timeout_disabled()

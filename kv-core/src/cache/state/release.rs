@@ -97,7 +97,7 @@ impl CacheState {
         Ok(())
     }
 
-    /// Refuses queries from position `first` on, after `len` tokens, that would see blocks outside
+    /// Refuses queries from position `first` on, after `len` tokens, that would see tokens outside
     /// a window.
     pub(super) fn check_in_windows(
         &self,

@@ -122,7 +122,7 @@ pub(super) struct Contents {
 impl Contents {
     pub(super) fn new(num_blocks: u32) -> Self {
         assert!(num_blocks < END, "a pool of {num_blocks} blocks");
-        // Saturating, because both have the bound that the numbers of contents leave.
+        // Saturating, because the ids that blocks leave bound both numbers.
         let gone = num_blocks.saturating_mul(GONE_PER_BLOCK).min(END - num_blocks);
         let num_buckets = num_blocks.saturating_mul(2).clamp(1, END - 2);
         let all = num_blocks + gone;

@@ -1,12 +1,12 @@
 //! Eviction by expected reuse: the default policy.
 //!
-//! The time to reuse is counted by *class* of content (whether a sequence ended with it, how often
-//! it was used, its turn in a conversation) and by *age* in requests. For each class and age these
-//! counts give the highest rate of uses per request of waiting that keeping such a block may bring:
-//! the Gittins index of a job that ends with the next use. The candidate with the lowest index is
-//! evicted. In a busy conversation service this keeps content through the pause in which the user
-//! reads the answer, and evicts first turns before tenth turns. With one class, or if the chance of
-//! reuse falls with age, it is LRU.
+//! The time to reuse is counted by *class* of content (whether a sequence ended with it, number of
+//! uses, turn in a conversation) and by *age* in requests. For each class and age these counts give
+//! the highest rate of uses per request of waiting that keeping such a block may bring: the Gittins
+//! index of a job that ends with the next use. The candidate with the lowest index is evicted. In a
+//! busy conversation service the policy keeps content through the pause in which the user reads the
+//! answer, and evicts first turns before tenth turns. With one class, or if the chance of reuse
+//! falls with age, the policy is LRU.
 //!
 //! Evicted content is counted too while it is remembered, so the counts do not depend on the
 //! policy's choices. A class with few observations is assumed to be used like all classes at each
