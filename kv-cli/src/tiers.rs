@@ -67,6 +67,9 @@ pub(crate) fn open(
         if let Some(policy) = args.tier_write {
             of_store = of_store.with_write(WriteRule::new(policy));
         }
+        if let Some(Bytes(bytes)) = args.tier_bytes_per_day {
+            of_store = of_store.with_bytes_per_day(bytes);
+        }
         options = options.with_store_options(store, of_store);
     }
     Ok(TieredCache::new(cache, Identity::new(digest), options)?)

@@ -7,6 +7,7 @@ use kv::tier::policy::WritePolicy;
 use kv_runner::stored::Stored;
 
 use super::{at_least_1, backend};
+use crate::memory::Bytes;
 use crate::tier::{AddressParser, TierArg};
 use crate::tiers::{WaitArg, policy};
 
@@ -68,6 +69,11 @@ pub(crate) struct EngineArgs {
     /// reuse:N or never; default: leave for disk, publish for stores, without generated text
     #[arg(long, value_name = "WHEN", value_parser = policy, requires = "tier")]
     pub(crate) tier_write: Option<WritePolicy>,
+
+    /// Bytes that each disk and each store gets within 24 hours, such as 200GB: limits the wear of
+    /// a disk
+    #[arg(long, value_name = "SIZE", requires = "tier")]
+    pub(crate) tier_bytes_per_day: Option<Bytes>,
 }
 
 /// The argument of `--paged`.

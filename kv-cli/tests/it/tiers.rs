@@ -79,6 +79,23 @@ fn the_report_says_what_came_from_where() {
     assert!(lines.iter().all(|line| line["same_tokens"] == true));
 }
 
+/// The one chunk of the prompt has more than 1 KiB.
+#[test]
+fn a_day_gets_no_more_bytes_than_it_may() {
+    let prompt = prompt();
+    let left = "kv: not everything was written to the tiers: 1 writes and 0 copies are left\n";
+    for (bytes, written, note) in [("1KiB", 0, left), ("1GiB", 1, "")] {
+        let folder = tempfile::tempdir().expect("a folder");
+        let args = ["generate", "--json", "--prompt", &prompt, "--max-new-tokens", "4"];
+        let tier = ["--tier", &disk(&folder), "--tier-bytes-per-day", bytes];
+        let output = kv(&[&args[..], &tier].concat());
+        assert_eq!((output.code, output.stderr.as_str()), (0, note), "{bytes}");
+        let report: Value = serde_json::from_str(&output.stdout).expect("JSON");
+        let store = &report["stats"]["tiers"]["stores"][0];
+        assert_eq!(store["chunks_written"], written, "{bytes}: {store}");
+    }
+}
+
 #[cfg(feature = "seal")]
 #[test]
 fn a_sealed_folder_serves_only_who_has_the_key() {
@@ -130,6 +147,8 @@ fn a_folder_that_cannot_be_used_is_refused_before_the_model_runs() {
         (&["--wait", "2s"], "--tier"),
         (&["--tier", "host=1GiB", "--wait", "soon"], "200ms"),
         (&["--tier", "host=1GiB", "--tier-write", "often"], "reuse:N"),
+        (&["--tier-bytes-per-day", "1GB"], "--tier"),
+        (&["--tier", "host=1GiB", "--tier-bytes-per-day", "some"], "24GiB"),
     ] {
         fails(&[&["generate", "--json"], args].concat(), 2, words);
     }
