@@ -172,34 +172,28 @@ impl WriteRule {
     ///
     /// | condition | decision | why |
     /// |---|---|---|
-    /// | the policy is `Never` | [`SkipReason::Never`] | the tier is only read |
-    /// | the tier has it | [`SkipReason::Present`] | chunks never change |
-    /// | level 0 | [`SkipReason::LowestLevel`] | the caller wants it evicted first |
-    /// | it is pinned | [`WriteDecision::Write`] | the caller wants it kept: at any event |
-    /// | it has generated tokens | [`SkipReason::Generated`] if the rule refuses them | see below |
-    /// | the prompt is too short | [`SkipReason::Short`] | computed sooner than found |
-    /// | `OnPublish`, published, reused or flush | [`WriteDecision::Write`] | the bytes are here |
-    /// | `OnReuse(n)`, the same at `n` uses or more | [`WriteDecision::Write`] | |
-    /// | `OnLeave`, left or flush | [`WriteDecision::Write`] | the last moment with the bytes |
-    /// | otherwise | [`SkipReason::NotNow`] | another event decides |
+    /// | the policy is `Never` | skip | the tier is only read |
+    /// | the tier has it | skip | chunks never change |
+    /// | level 0 | skip | the caller wants it evicted first |
+    /// | it is pinned | write | the caller wants it kept: at any event |
+    /// | it has generated tokens, and the rule refuses them | skip | see below |
+    /// | the prompt is too short | skip | computed sooner than found |
+    /// | `OnPublish`, published, reused or flush | write | the bytes are here |
+    /// | `OnReuse(n)`, the same at `n` uses or more | write | |
+    /// | `OnLeave`, left or flush | write | the last moment with the bytes |
+    /// | otherwise | skip | another event decides |
     ///
     /// Generated tokens rarely match a prompt of another conversation. A longer prompt is a new
     /// event for its first chunks, so those that were too short until then are written.
     pub fn decide(&self, event: ChunkEvent, chunk: &ChunkFacts) -> WriteDecision {
-        let skipped = [
-            (self.policy == WritePolicy::Never, SkipReason::Never),
-            (chunk.is_present, SkipReason::Present),
-            (chunk.level == 0, SkipReason::LowestLevel),
-            (
-                !chunk.is_pinned && chunk.is_generated && !self.accepts_generated,
-                SkipReason::Generated,
-            ),
-            (!chunk.is_pinned && chunk.prompt_tokens < self.prompt_tokens_min, SkipReason::Short),
-            (!chunk.is_pinned && !self.is_due(event, chunk.uses), SkipReason::NotNow),
-        ];
-        match skipped.into_iter().find(|(applies, _)| *applies) {
-            Some((_, reason)) => WriteDecision::Skip(reason),
-            None => WriteDecision::Write,
+        let is_kept_out = self.policy == WritePolicy::Never || chunk.is_present || chunk.level == 0;
+        let is_accepted = (self.accepts_generated || !chunk.is_generated)
+            && chunk.prompt_tokens >= self.prompt_tokens_min
+            && self.is_due(event, chunk.uses);
+        if !is_kept_out && (chunk.is_pinned || is_accepted) {
+            WriteDecision::Write
+        } else {
+            WriteDecision::Skip
         }
     }
 
@@ -223,25 +217,7 @@ pub enum WriteDecision {
     /// The tier gets it.
     Write,
     /// The tier does not get it, at this event.
-    Skip(SkipReason),
-}
-
-/// Why a chunk is not written.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum SkipReason {
-    /// The tier is only read.
-    Never,
-    /// The tier has it already.
-    Present,
-    /// Its priority is the lowest.
-    LowestLevel,
-    /// It has generated tokens, and the tier gets none.
-    Generated,
-    /// The prompt is too short.
-    Short,
-    /// The policy waits for another event.
-    NotNow,
+    Skip,
 }
 
 /// Decides whether to load content that a tier has, or to compute it again.

@@ -18,15 +18,14 @@ fn decisions(rule: WriteRule, facts: ChunkFacts) -> [WriteDecision; 4] {
 
 #[test]
 fn every_policy_writes_at_its_events_alone() {
-    let (yes, no) = (WriteDecision::Write, WriteDecision::Skip(SkipReason::NotNow));
-    let never = WriteDecision::Skip(SkipReason::Never);
+    let (yes, no) = (WriteDecision::Write, WriteDecision::Skip);
     for (policy, expected) in [
         (WritePolicy::OnPublish, [yes, yes, no, yes]),
         (WritePolicy::OnLeave, [no, no, yes, yes]),
         (reuse(1), [yes, yes, no, yes]),
         (reuse(2), [no, yes, no, yes]),
         (reuse(3), [no, no, no, no]),
-        (WritePolicy::Never, [never; 4]),
+        (WritePolicy::Never, [no; 4]),
     ] {
         let got = decisions(WriteRule::new(policy), ChunkFacts::default());
         assert_eq!(got, expected, "{policy}");
@@ -38,33 +37,28 @@ fn every_policy_writes_at_its_events_alone() {
 
 #[test]
 fn every_row_of_the_table_decides_before_the_rows_below() {
-    let all = ChunkFacts {
-        is_present: true,
+    let pinned = ChunkFacts {
+        is_present: false,
         uses: 1,
         prompt_tokens: 255,
         is_generated: true,
         is_pinned: true,
-        level: 0,
+        level: 1,
     };
     let store = WriteRule::of_tier(Tier::Store);
-    let skip = |reason| WriteDecision::Skip(reason);
-    let never = store.with_policy(WritePolicy::Never);
-    assert_eq!(decisions(never, all), [skip(SkipReason::Never); 4]);
-    assert_eq!(decisions(store, all), [skip(SkipReason::Present); 4]);
-    let absent = ChunkFacts { is_present: false, ..all };
-    assert_eq!(decisions(store, absent), [skip(SkipReason::LowestLevel); 4]);
-    let pinned = ChunkFacts { level: 1, ..absent };
-    assert_eq!(decisions(store, pinned), [WriteDecision::Write; 4]);
-    let plain = ChunkFacts { is_pinned: false, ..pinned };
-    assert_eq!(decisions(store, plain), [skip(SkipReason::Generated); 4]);
-    let short = ChunkFacts { is_generated: false, ..plain };
-    assert_eq!(decisions(store, short), [skip(SkipReason::Short); 4]);
+    let (write, skip) = (WriteDecision::Write, WriteDecision::Skip);
+    assert_eq!(decisions(store, pinned), [write; 4]);
+    assert_eq!(decisions(store.with_policy(WritePolicy::Never), pinned), [skip; 4]);
+    assert_eq!(decisions(store, ChunkFacts { is_present: true, ..pinned }), [skip; 4]);
+    assert_eq!(decisions(store, ChunkFacts { level: 0, ..pinned }), [skip; 4]);
+    let long = ChunkFacts { is_pinned: false, prompt_tokens: 256, ..pinned };
     let accepting = store.with_generated(true);
-    assert_eq!(decisions(accepting, plain), [skip(SkipReason::Short); 4]);
-    let long = ChunkFacts { prompt_tokens: 256, ..short };
-    let later = skip(SkipReason::NotNow);
-    let write = WriteDecision::Write;
-    assert_eq!(decisions(store, long), [write, write, later, write]);
+    assert_eq!(decisions(store, long), [skip; 4]);
+    assert_eq!(decisions(accepting, long), [write, write, skip, write]);
+    let short = ChunkFacts { prompt_tokens: 255, ..long };
+    assert_eq!(decisions(accepting, short), [skip; 4]);
+    let given = ChunkFacts { is_generated: false, ..long };
+    assert_eq!(decisions(store, given), [write, write, skip, write]);
 }
 
 #[test]
@@ -78,7 +72,7 @@ fn defaults_are_those_of_the_table() {
     let published = |tier| of(tier).decide(ChunkEvent::Published, &short);
     assert_eq!(published(Tier::Host), WriteDecision::Write);
     assert_eq!(of(Tier::Disk).decide(ChunkEvent::Left, &short), WriteDecision::Write);
-    assert_eq!(published(Tier::Store), WriteDecision::Skip(SkipReason::Generated));
+    assert_eq!(published(Tier::Store), WriteDecision::Skip);
 }
 
 #[test]
