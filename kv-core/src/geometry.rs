@@ -324,6 +324,7 @@ impl PlaneLayout {
         self.block_bytes * u64::from(self.num_blocks)
     }
     /// Returns the bytes from one token of a head to the next token of that head, inside a block.
+    #[inline]
     pub fn token_stride(&self) -> u64 {
         match self.order {
             BlockOrder::Nhd => self.row_bytes * u64::from(self.num_kv_heads),
@@ -331,6 +332,7 @@ impl PlaneLayout {
         }
     }
     /// Returns the bytes from one head of a token to the next head of that token, inside a block.
+    #[inline]
     pub fn head_stride(&self) -> u64 {
         match self.order {
             BlockOrder::Nhd => self.row_bytes,
@@ -338,6 +340,7 @@ impl PlaneLayout {
         }
     }
     /// Returns the bytes from the start of a block to a token's row of kv head `head`.
+    #[inline]
     pub fn row_begin(&self, place: Place, head: u32) -> u64 {
         // The heads of a 16-bit row lie together in its slots.
         let head_stride = match self.order {
@@ -349,6 +352,7 @@ impl PlaneLayout {
         u64::from(place.inside) * self.token_stride() + u64::from(head) * head_stride
     }
     /// Returns where block `block` begins: its segment, and its byte offset in that segment.
+    #[inline]
     pub fn locate(&self, block: u32) -> (usize, u64) {
         // `blocks_per_segment` is at least 1 by construction.
         let per = self.blocks_per_segment.max(1);

@@ -198,6 +198,7 @@ impl SlotMap {
     }
 
     /// Returns the place of token `position` as a code, or in the full-precision prefix.
+    #[inline]
     pub fn place(&self, position: u32) -> Place {
         if position < self.full_precision_prefix {
             return self.wide(position);
@@ -211,6 +212,7 @@ impl SlotMap {
     }
 
     /// Returns the place of token `position` of a sequence whose first `coded` tokens are codes.
+    #[inline]
     pub fn place_in(&self, position: u32, coded: u32) -> Place {
         let begin = coded.max(self.full_precision_prefix);
         if !self.tail || position < begin {
@@ -230,6 +232,7 @@ impl SlotMap {
 
     /// Returns the first position in the tail of a sequence of `len` tokens whose first `coded` are
     /// codes; `len` without a tail.
+    #[inline]
     pub fn tail_begin(&self, len: u32, coded: u32) -> u32 {
         if self.tail { coded.max(self.full_precision_prefix).min(len) } else { len }
     }
@@ -288,6 +291,7 @@ impl SlotMap {
     }
 
     /// Returns the place of the `nth` of adjacent wide rows.
+    #[inline]
     fn wide(&self, nth: u32) -> Place {
         // `per_block` is at least 1.
         let (index, inside) = (nth / self.per_block, nth % self.per_block);

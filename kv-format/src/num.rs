@@ -4,6 +4,7 @@
 const _: () = assert!(usize::BITS >= 32 && usize::BITS <= 64, "usize must be 32 or 64 bits wide");
 
 /// Widens a count or an index.
+#[inline]
 pub const fn to_usize(n: u32) -> usize {
     #[expect(clippy::as_conversions, reason = "widening, by the assertion above")]
     {
@@ -12,6 +13,7 @@ pub const fn to_usize(n: u32) -> usize {
 }
 
 /// Widens a length.
+#[inline]
 pub const fn to_u64(n: usize) -> u64 {
     #[expect(clippy::as_conversions, reason = "widening, by the assertion above")]
     {
@@ -23,6 +25,7 @@ pub const fn to_u64(n: usize) -> u64 {
 ///
 /// # Panics
 /// If that check is wrong.
+#[inline]
 pub fn to_u32(n: usize) -> u32 {
     let narrow = u32::try_from(n);
     assert!(narrow.is_ok(), "{n} passed its check and does not fit 32 bits");
@@ -33,6 +36,7 @@ pub fn to_u32(n: usize) -> u32 {
 ///
 /// # Panics
 /// If it does not fit a pointer, which is impossible for sizes of memory.
+#[inline]
 pub fn to_offset(n: u64) -> usize {
     let narrow = usize::try_from(n);
     assert!(narrow.is_ok(), "{n} bytes are more than this host addresses");
@@ -41,12 +45,14 @@ pub fn to_offset(n: u64) -> usize {
 
 /// Converts a count for a figure; exact up to 2^53.
 #[expect(clippy::as_conversions, clippy::cast_precision_loss, reason = "figures for people")]
+#[inline]
 pub const fn to_f64(n: u64) -> f64 {
     n as f64
 }
 
 /// Rounds to the nearest `f32`.
 #[expect(clippy::as_conversions, clippy::cast_possible_truncation, reason = "rounding is meant")]
+#[inline]
 pub const fn to_f32(x: f64) -> f32 {
     x as f32
 }
@@ -58,6 +64,7 @@ pub const fn to_f32(x: f64) -> f32 {
     clippy::cast_sign_loss,
     reason = "the conversion saturates"
 )]
+#[inline]
 pub const fn to_count(x: f64) -> u32 {
     x as u32
 }

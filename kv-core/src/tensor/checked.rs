@@ -74,6 +74,7 @@ impl TokenRows {
     /// Returns the index of the first element of token `i` of batch entry `entry`, whose tokens
     /// begin at row `start` of a ragged tensor. The token's heads and values follow densely. The
     /// strides are the caller's: for a token past the tensor, `usize::MAX` if it is more.
+    #[inline]
     pub fn offset(&self, entry: usize, start: u32, i: u32) -> usize {
         let at = match self.axes {
             Axes::Thd => (u64::from(start) + u64::from(i)).saturating_mul(self.token_stride),
