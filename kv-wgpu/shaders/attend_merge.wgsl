@@ -60,7 +60,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         return;
     }
     let splits = max(s.num_splits, 1u);
-    let first = (group.x * groups.y + group.y) * params.slices;
+    let first_partial = (group.x * groups.y + group.y) * params.slices;
     let dim = params.v.head_dim;
     let constant = head_of(params.v, group.y, params.v_constants != 0u);
     for (var row = 0u; row < min(all - first, rows); row++) {
@@ -70,13 +70,13 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         var sum = 0.0;
         for (var segment = 0u; segment < params.segments; segment++) {
             for (var split = 0u; split < splits; split++) {
-                let at = params.stats + 2u * ((first + segment * params.splits + split) * rows + row);
+                let at = params.stats + 2u * ((first_partial + segment * params.splits + split) * rows + row);
                 most = max(most, partials[at]);
             }
         }
         for (var segment = 0u; segment < params.segments; segment++) {
             for (var split = 0u; split < splits; split++) {
-                let at = params.stats + 2u * ((first + segment * params.splits + split) * rows + row);
+                let at = params.stats + 2u * ((first_partial + segment * params.splits + split) * rows + row);
                 if partials[at + 1u] != 0.0 {
                     sum += partials[at + 1u] * rescaled(partials[at], most);
                 }
@@ -100,7 +100,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             var value = 0.0;
             for (var segment = 0u; segment < params.segments; segment++) {
                 for (var split = 0u; split < splits; split++) {
-                    let partial = (first + segment * params.splits + split) * rows + row;
+                    let partial = (first_partial + segment * params.splits + split) * rows + row;
                     let at = params.stats + 2u * partial;
                     if partials[at + 1u] != 0.0 {
                         value += partials[partial * dim + d] * rescaled(partials[at], most);
