@@ -225,7 +225,7 @@ pub enum WriteDecision {
 /// ```
 /// use std::time::Duration;
 ///
-/// use kv::tier::policy::{LoadDecision, LoadOrCompute, LoadReason};
+/// use kv::tier::policy::{LoadDecision, LoadOrCompute};
 ///
 /// // 2,048 tokens of an 8B model in 4 bits, from a disk; a GPU computes 22,000 a second.
 /// let load = LoadOrCompute {
@@ -235,7 +235,7 @@ pub enum WriteDecision {
 ///     bytes_per_second: Some(1.3e9),
 ///     prefill_tokens_per_second: Some(22_000.0),
 /// };
-/// assert_eq!(load.decide(), LoadDecision::Load(LoadReason::Faster));
+/// assert_eq!(load.decide(), LoadDecision::Load);
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[expect(clippy::exhaustive_structs, reason = "a literal names each field")]
@@ -258,16 +258,11 @@ impl LoadOrCompute {
     /// load measures the tier, and prefill is the slow way until it is measured.
     pub fn decide(&self) -> LoadDecision {
         let Some(compute) = self.compute_time() else {
-            return LoadDecision::Load(LoadReason::PrefillUnknown);
+            return LoadDecision::Load;
         };
-        if self.latency >= compute {
-            return LoadDecision::Compute(ComputeReason::Latency);
-        }
-        match self.load_time() {
-            None => LoadDecision::Load(LoadReason::TierUnknown),
-            Some(load) if load < compute => LoadDecision::Load(LoadReason::Faster),
-            Some(_) => LoadDecision::Compute(ComputeReason::Bandwidth),
-        }
+        // A latency as long as computing decides before the bandwidth is known.
+        let load = self.load_time().unwrap_or(self.latency);
+        if load < compute { LoadDecision::Load } else { LoadDecision::Compute }
     }
 
     /// Returns the time to load; `None` if the bandwidth is unknown. At a bandwidth that is not
@@ -296,31 +291,9 @@ impl LoadOrCompute {
 #[expect(clippy::exhaustive_enums, reason = "one or the other")]
 pub enum LoadDecision {
     /// It is loaded.
-    Load(LoadReason),
+    Load,
     /// It is computed again.
-    Compute(ComputeReason),
-}
-
-/// Why content is loaded.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum LoadReason {
-    /// It comes sooner.
-    Faster,
-    /// The speed of prefill is unknown.
-    PrefillUnknown,
-    /// The bandwidth of the tier is unknown, and its latency alone is shorter than computing.
-    TierUnknown,
-}
-
-/// Why content is computed again.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum ComputeReason {
-    /// The latency alone takes as long: there is too little to load.
-    Latency,
-    /// The bytes take as long.
-    Bandwidth,
+    Compute,
 }
 
 /// Returns the time of an amount at a speed; an endless one is the longest.

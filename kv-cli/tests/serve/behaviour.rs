@@ -348,7 +348,7 @@ fn origins() {
 fn name_and_file() {
     let folder = TempDir::new().expect("a folder");
     let file = folder.path().join("key");
-    std::fs::write(&file, "correct horse\n").expect("a file");
+    fs::write(&file, "correct horse\n").expect("a file");
     let file = file.to_str().expect("UTF-8");
     let server = Server::start_at("localhost:0", &["--api-key-file", file]);
     let mut connection = Connection::open(server.address());

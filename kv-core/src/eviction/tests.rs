@@ -287,8 +287,8 @@ fn names_are_read_back() {
     }
     let error = "arc".parse::<Eviction>().unwrap_err();
     assert_eq!("default".parse(), Ok(Eviction::ReuseRate));
-    let expected = "unknown eviction policy \"arc\", expected one of lru, lfu, priority, reuse-rate, \
-        default";
+    let names = "lru, lfu, priority, reuse-rate, default";
+    let expected = format!("unknown eviction policy \"arc\", expected one of {names}");
     assert_eq!(error.to_string(), expected);
 }
 

@@ -188,7 +188,7 @@ impl<B: Backend> Tiers<B> {
                 bytes_per_second,
                 prefill_tokens_per_second: prefill,
             };
-            matches!(load.decide(), LoadDecision::Load(_))
+            load.decide() == LoadDecision::Load
         })
     }
 }

@@ -103,26 +103,26 @@ fn what_comes_sooner_is_loaded() {
         LoadOrCompute { bytes_per_second, prefill_tokens_per_second, ..LOAD }.decide()
     };
     for (bandwidth, prefill, expected) in [
-        (Some(1e6), Some(1000.0), load(LoadReason::Faster)),
+        (Some(1e6), Some(1000.0), load),
         // 2 s of both: no gain.
-        (Some(1e6), Some(1600.0), compute(ComputeReason::Bandwidth)),
-        (Some(1e6), Some(1599.0), load(LoadReason::Faster)),
-        (Some(1e6), None, load(LoadReason::PrefillUnknown)),
-        (None, None, load(LoadReason::PrefillUnknown)),
-        (None, Some(1000.0), load(LoadReason::TierUnknown)),
-        (None, Some(8000.0), compute(ComputeReason::Latency)),
-        (Some(f64::INFINITY), Some(8000.0), compute(ComputeReason::Latency)),
-        (Some(f64::INFINITY), Some(1000.0), load(LoadReason::Faster)),
-        (Some(0.0), Some(1000.0), compute(ComputeReason::Bandwidth)),
-        (Some(f64::NAN), Some(1000.0), compute(ComputeReason::Bandwidth)),
-        (Some(-1.0), Some(1000.0), compute(ComputeReason::Bandwidth)),
-        (Some(1e6), Some(0.0), load(LoadReason::Faster)),
-        (Some(0.0), Some(0.0), compute(ComputeReason::Bandwidth)),
+        (Some(1e6), Some(1600.0), compute),
+        (Some(1e6), Some(1599.0), load),
+        (Some(1e6), None, load),
+        (None, None, load),
+        (None, Some(1000.0), load),
+        (None, Some(8000.0), compute),
+        (Some(f64::INFINITY), Some(8000.0), compute),
+        (Some(f64::INFINITY), Some(1000.0), load),
+        (Some(0.0), Some(1000.0), compute),
+        (Some(f64::NAN), Some(1000.0), compute),
+        (Some(-1.0), Some(1000.0), compute),
+        (Some(1e6), Some(0.0), load),
+        (Some(0.0), Some(0.0), compute),
     ] {
         assert_eq!(with(bandwidth, prefill), expected, "{bandwidth:?}, {prefill:?}");
     }
     let nothing = LoadOrCompute { tokens: 0, bytes: 0, latency: Duration::ZERO, ..LOAD };
-    assert_eq!(nothing.decide(), compute(ComputeReason::Latency));
+    assert_eq!(nothing.decide(), compute);
 }
 
 #[test]
@@ -130,8 +130,8 @@ fn the_break_even_bandwidth_separates_the_decisions() {
     let even = LOAD.break_even_bandwidth().expect("latency is shorter");
     assert!((even - 1e6 / 1.75).abs() < 1e-6, "{even}");
     let at = |factor: f64| LoadOrCompute { bytes_per_second: Some(even * factor), ..LOAD }.decide();
-    assert_eq!(at(1.001), LoadDecision::Load(LoadReason::Faster));
-    assert_eq!(at(0.999), LoadDecision::Compute(ComputeReason::Bandwidth));
+    assert_eq!(at(1.001), LoadDecision::Load);
+    assert_eq!(at(0.999), LoadDecision::Compute);
     let slow = LoadOrCompute { latency: Duration::from_secs(2), ..LOAD };
     assert_eq!(slow.break_even_bandwidth(), None);
     let unknown = LoadOrCompute { prefill_tokens_per_second: None, ..LOAD };
