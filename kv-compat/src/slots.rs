@@ -274,7 +274,7 @@ impl<B: Backend> KvCacheManager<B> {
     ///
     /// # Shapes
     /// `q` and `out` are `[t, num_q_heads, head_dim]`, the entries' queries one after another, or
-    /// as [`AttentionOptions::qkv_format`] says.
+    /// as [`AttentionOptions::axes`] says.
     ///
     /// # Errors
     /// [`PlanError`] for an unknown sequence or layer, no queries, more than

@@ -238,7 +238,7 @@ impl<B: Backend> InferenceParams<B> {
     ///
     /// # Shapes
     /// `q` is `[.., num_q_heads, head_dim_k]` and `out` `[.., num_q_heads, head_dim_v]`, outer axes
-    /// by [`AttentionOptions::qkv_format`]; padding of `out` becomes zero.
+    /// by [`AttentionOptions::axes`]; padding of `out` becomes zero.
     ///
     /// # Errors
     /// [`PlanError`] for a call before [`Self::pre_step`], a layer without memory or not written in
