@@ -19,7 +19,8 @@ fn example(device: &str) -> Result<(), kv::Error> {
     let dims = [2, 1, 4];
     step.write(0, TensorView::host(&k, &dims), TensorView::host(&v, &dims), Axes::Thd)?;
     let out_view = TensorViewMut::host(&mut out, &dims);
-    step.attend(0, TensorView::host(&q, &dims), out_view, &AttentionOptions::causal(0.5))?;
+    let options = AttentionOptions::causal(0.5); // 1 / sqrt(head_dim)
+    step.attend(0, TensorView::host(&q, &dims), out_view, &options)?;
     step.commit()?;
     assert_eq!(out, [1.0, 2.0, 3.0, 4.0, 3.0, 4.0, 5.0, 6.0], "{device}");
     Ok(())
