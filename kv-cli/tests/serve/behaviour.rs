@@ -431,7 +431,8 @@ fn damaged_model(token: usize) -> TempDir {
 /// A text whose logits are not numbers gets an error; those beside it go on, and so does the
 /// server.
 fn not_a_number() {
-    const TOKEN: usize = 403;
+    /// A byte that is part of no story.
+    const TOKEN: usize = 10;
     let folder = damaged_model(TOKEN);
     let server = Server::start(&["--model", folder.path().to_str().expect("a path")]);
     let body = long_stream("Once upon a time", 300);
@@ -445,7 +446,7 @@ fn not_a_number() {
     }
     let (text, reason) = beside.finish();
     assert!(alone.0.ends_with(&text) && reason == alone.1, "{text}");
-    assert!(text.len() > alone.0.len() / 2, "the stream was open meanwhile");
+    assert!(text.len() > alone.0.len() / 2, "most of it was computed after the first event");
     server.wait_until_idle();
     let log = server.end_with_log();
     assert_eq!(log.matches("a text failed").count(), 5, "{log}");
