@@ -74,8 +74,8 @@ pub(crate) struct ReplayArgs {
     #[arg(long, value_name = "N", value_parser = at_least_1)]
     pub(crate) capacity_blocks: Vec<u32>,
 
-    /// Eviction policy: lru, lfu, priority, default, infinite or min; may be repeated. Default:
-    /// lru, default, infinite and min; with --tier: default
+    /// Eviction policy: lru, lfu, priority, reuse-rate, infinite or min; may be repeated. Default:
+    /// lru, reuse-rate, infinite and min; with --tier: reuse-rate
     #[arg(long, value_name = "NAME")]
     pub(crate) policy: Vec<Policy>,
 

@@ -48,7 +48,7 @@ impl FromStr for Policy {
         let real = Eviction::ALL.into_iter().map(Self::Real);
         let found =
             real.chain([Self::Infinite, Self::Min]).find(|policy| policy.to_string() == name);
-        let names = "lru, lfu, priority, default, infinite, min";
+        let names = "lru, lfu, priority, reuse-rate, infinite, min";
         found.ok_or_else(|| UnknownName::new("policy", name, names))
     }
 }
