@@ -67,14 +67,16 @@ impl Workspace {
         Ok(Self { packages, target_dir: text(metadata, "target_directory")?.into() })
     }
 
-    /// Returns these crates and all crates of the workspace that they use, also for their tests.
+    /// Returns these crates and all crates of the workspace that they use, also for their tests. The
+    /// facade, which examples in their documentation name, does not count.
     pub(crate) fn used_by(&self, names: &[&str]) -> Result<BTreeSet<String>> {
         let mut used = BTreeSet::new();
         let mut open: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
         while let Some(name) = open.pop() {
             let package = self.package(&name).with_context(|| format!("no crate {name}"))?;
             if used.insert(name) {
-                let ours = package.dependencies.iter().filter(|dependency| dependency.is_ours);
+                let counts = |of: &&Dependency| of.is_ours && !(of.is_dev && of.name == "kv");
+                let ours = package.dependencies.iter().filter(counts);
                 open.extend(ours.map(|dependency| dependency.name.clone()));
             }
         }
