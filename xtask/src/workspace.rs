@@ -67,8 +67,8 @@ impl Workspace {
         Ok(Self { packages, target_dir: text(metadata, "target_directory")?.into() })
     }
 
-    /// Returns these crates and all crates of the workspace that they use, also for their tests. The
-    /// facade, which examples in their documentation name, does not count.
+    /// Returns these crates and all crates of the workspace that they use, also for their tests.
+    /// The facade, which examples in their documentation name, does not count.
     pub(crate) fn used_by(&self, names: &[&str]) -> Result<BTreeSet<String>> {
         let mut used = BTreeSet::new();
         let mut open: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
