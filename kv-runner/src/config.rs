@@ -135,7 +135,8 @@ impl ModelGeometry {
     /// Returns the settings of all layers, with their rotations.
     pub(crate) fn layer_kinds(&self, rotates: impl IntoIterator<Item = bool>) -> Vec<LayerKind> {
         let kind = |(layer, rotates): (&LayerGeometry, bool)| LayerKind {
-            window_left: layer.window.map(|window| window.saturating_sub(1)),
+            // Both readers take a window of 0 for none.
+            window_left: layer.window.map(|window| window - 1),
             rotates,
         };
         self.layers.iter().zip(rotates).map(kind).collect()
