@@ -3,7 +3,7 @@ use std::time::Instant;
 
 use kv_core::backend::Backend;
 use kv_core::scheduling::{Admission, CacheState};
-use kv_core::{CacheError, KvCache, StepInput};
+use kv_core::{CacheError, GroupId, KvCache, StepInput};
 use kv_tier::{TierError, TieredCache, Unwritten};
 
 use crate::num::to_usize;
@@ -106,6 +106,7 @@ impl<B: Backend> Memory<B> {
         }
         let room = to_usize(batch.min(cache.state().spec().max_sequences()));
         let free = room.saturating_sub(queues.running().len());
+        let mut promised = 0;
         for at in 0..free.max(1).min(queues.waiting().len()) {
             let task = &queues.waiting()[at];
             let FromTiers::Prefetching(prefetch) = task.tiers else { continue };
@@ -117,11 +118,17 @@ impl<B: Backend> Memory<B> {
             if !cache.is_ready(prefetch) {
                 continue;
             }
-            if !(is_alone || fits(cache.state(), queues, task)?) {
+            if !(is_alone || fits(cache.state(), queues, task, promised)?) {
                 break;
             }
-            cache.bring(prefetch, &task.start_options())?;
-            queues.waiting_mut()[at].tiers = FromTiers::Brought;
+            let before = free_blocks(cache.state());
+            let brought = cache.bring(prefetch, &task.start_options());
+            let task = &mut queues.waiting_mut()[at];
+            // The prefetch has ended, also if the device has failed.
+            task.tiers = FromTiers::Unasked;
+            brought?;
+            task.tiers = FromTiers::Brought;
+            promised += blocks_to_come(cache.state(), &queues.waiting()[at], &before);
         }
         Ok(())
     }
@@ -139,14 +146,39 @@ impl<B: Backend> Memory<B> {
     }
 }
 
-/// Returns whether the cache has blocks for a whole prompt, beside those of everything that runs:
-/// imported blocks must not force a preemption.
-fn fits(cache: &CacheState, queues: &Queues, task: &Task) -> Result<bool, CacheError> {
-    let watermark = queues.promised(cache, task)?;
+/// Returns whether the cache has blocks for a whole prompt, beside those of everything that runs
+/// and those `promised` to requests whose blocks were brought for the same step: imported blocks
+/// must not force a preemption, nor keep an older request from starting.
+fn fits(
+    cache: &CacheState,
+    queues: &Queues,
+    task: &Task,
+    promised: u32,
+) -> Result<bool, CacheError> {
+    let watermark = queues.promised(cache, task)? + promised;
     let admission = Admission::default().with_must_fit(true).with_watermark(watermark);
     match cache.check_admission(task.first_part(cache), task.start_options(), &admission) {
         Ok(_) => Ok(true),
         Err(CacheError::Exhausted(_)) => Ok(false),
         Err(error) => Err(error),
     }
+}
+
+/// Returns the free blocks of each group.
+fn free_blocks(cache: &CacheState) -> Vec<u32> {
+    let groups = (0..).map(GroupId).take(cache.spec().groups().len());
+    groups.filter_map(|group| Some(cache.pool(group)?.num_free())).collect()
+}
+
+/// Returns the blocks that a request still needs, in the group that needs most, after its import
+/// has taken blocks of those that were free before.
+fn blocks_to_come(cache: &CacheState, task: &Task, free_before: &[u32]) -> u32 {
+    let len = task.goal(cache);
+    let groups = cache.spec().groups().iter().zip(free_before).zip(free_blocks(cache));
+    let blocks = groups.map(|((group, before), after)| {
+        let all = group.slot_map().blocks_reserved(len) + task.blocks_of_forks(cache, group);
+        // An import also holds cached blocks of a window that the prompt will have left.
+        all.saturating_sub(before - after)
+    });
+    blocks.max().unwrap_or(0)
 }

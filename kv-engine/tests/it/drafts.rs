@@ -11,6 +11,21 @@ pub(crate) fn wave(history: &[u32]) -> Vec<f32> {
     row
 }
 
+/// Returns the token that follows by [`wave`].
+pub(crate) fn wave_token(history: &[u32]) -> u32 {
+    let row = wave(history);
+    (0..VOCAB).max_by(|a, b| row[to_usize(*a)].total_cmp(&row[to_usize(*b)])).expect("tokens")
+}
+
+/// Returns the expected text, from [`wave`] alone.
+pub(crate) fn wave_text(prompt: &[u32], new: usize) -> Vec<u32> {
+    let mut history = prompt.to_vec();
+    for _ in 0..new {
+        history.push(wave_token(&history));
+    }
+    history.split_off(prompt.len())
+}
+
 pub(crate) fn cases() -> Vec<Vec<u32>> {
     (0..6).map(|i| (0..4 + 9 * i).map(|j| (i + j) % 12).collect()).collect()
 }

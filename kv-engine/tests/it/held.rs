@@ -31,7 +31,7 @@ fn choose(batch: &Batch, histories: &HashMap<SequenceId, Vec<u32>>) -> Vec<Chose
         let drafts = &tokens[to_usize(chunk.tokens - chunk.drafts)..];
         let mut accepted = Vec::new();
         for draft in drafts.iter().map(Some).chain([None]) {
-            let token = wave_token(&history);
+            let token = drafts::wave_token(&history);
             accepted.push(token);
             history.push(token);
             if draft != Some(&token) {
@@ -41,11 +41,6 @@ fn choose(batch: &Batch, histories: &HashMap<SequenceId, Vec<u32>>) -> Vec<Chose
         chosen.push(Chosen { sequence: chunk.sequence, tokens: accepted });
     }
     chosen
-}
-
-fn wave_token(history: &[u32]) -> u32 {
-    let row = drafts::wave(history);
-    (0..VOCAB).max_by(|a, b| row[to_usize(*a)].total_cmp(&row[to_usize(*b)])).expect("tokens")
 }
 
 #[test]

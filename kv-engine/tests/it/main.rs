@@ -20,6 +20,7 @@ mod drafts;
 mod fair;
 mod faults;
 mod held;
+mod random;
 mod reuse;
 mod search;
 mod session;
@@ -50,11 +51,13 @@ type Rule = fn(&[u32]) -> Vec<f32>;
 struct Echo {
     rule: Rule,
     batches: Vec<Vec<Chunk>>,
+    /// The window of the second layer; without one both layers have the whole history.
+    window_left: Option<u32>,
 }
 
 impl Echo {
     fn new(rule: Rule) -> Self {
-        Self { rule, batches: Vec::new() }
+        Self { rule, batches: Vec::new(), window_left: None }
     }
 
     /// Makes a model whose next token is certain.
@@ -109,9 +112,17 @@ impl<B: Backend> Model<B> for Echo {
             let (k, v) = (TensorView::host(&zeros, &dims), TensorView::host(&v, &dims));
             step.write(layer, k, v, Axes::Thd)?;
             let (q, out) = (TensorView::host(&zeros, &dims), TensorViewMut::host(out, &dims));
-            step.attend(layer, q, out, &AttentionOptions::causal(1.0))?;
+            let options = AttentionOptions::causal(1.0);
+            let options = match self.window_left.filter(|_| layer == 1) {
+                Some(left) => options.with_window_left(left),
+                None => options,
+            };
+            step.attend(layer, q, out, &options)?;
         }
-        assert_eq!(out[0], out[1]);
+        for (row, position) in positions.iter().enumerate() {
+            let row = row * width..(row + 1) * width;
+            check_window(&out[1][row.clone()], &out[0][row], *position, self.window_left);
+        }
         // Every key has the same weight, so a channel is the value at its position over their
         // number.
         let history = |row: usize| -> Vec<u32> {
@@ -131,6 +142,19 @@ impl<B: Backend> Model<B> for Echo {
         let rows = batch.logit_rows().map(|row| (self.rule)(&history(to_usize(row))));
         Ok(Logits::new(rows.flatten().collect(), VOCAB))
     }
+}
+
+/// Checks that a layer with a window has the values of one without, those of the window alone.
+fn check_window(of_window: &[f32], all: &[f32], position: u32, window_left: Option<u32>) {
+    let first = position.saturating_sub(window_left.unwrap_or(u32::MAX));
+    let sum = |out: &[f32], len: u32| -> Vec<f32> {
+        out.iter()
+            .map(|value| (value * f32::from(u16::try_from(len).expect("small"))).round())
+            .collect()
+    };
+    let mut expected = sum(all, position + 1);
+    expected[..to_usize(first)].fill(0.0);
+    assert_eq!(sum(of_window, position + 1 - first), expected);
 }
 
 /// A model that writes zeros and returns zeros, for a device that stores nothing.

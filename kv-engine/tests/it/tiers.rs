@@ -2,6 +2,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kv_testkit::{FaultInjector, FaultKind, LateDevice};
 use kv_tier::{Identity, MemoryStore, ModelDigest, TierOptions, TieredCache, TiersStats, Wait};
 
 use super::*;
@@ -62,4 +63,63 @@ fn a_new_process_reuses_what_an_earlier_one_computed() {
         }
         assert!(stats.cache.host_hit_tokens > 0 && of_tiers.loaded_tokens > 0);
     }
+}
+
+/// Blocks that come for a younger prompt must leave room for the rest of an older one, which comes
+/// first.
+#[test]
+fn imports_for_the_next_prompt_leave_room_for_the_first() {
+    let store = Arc::new(MemoryStore::new(16 << 20));
+    let first: Vec<u32> = (0..100).map(|at| at % VOCAB).collect();
+    let second: Vec<u32> = (0..48).map(|at| (at * 7 + 1) % VOCAB).collect();
+    let seen = [first[..80].to_vec(), second.clone()];
+    run_over(&store, 100, requests(&seen, 1), limits(2, 1000));
+    // 20 blocks come for the first, which needs 5 more; 10 would come for the second.
+    let both = [first, second];
+    let (texts, _, tiers) = run_over(&store, 32, requests(&both, 4), limits(2, 1000));
+    for (generated, prompt) in texts.iter().zip(&both) {
+        assert_eq!(generated.tokens, expected(prompt, 4));
+    }
+    assert_eq!(tiers.loaded_tokens, 80 + 40);
+}
+
+/// A prefetch ends when its blocks are brought, also if the device fails then: the next step asks
+/// the tiers again.
+#[test]
+fn a_device_that_fails_while_blocks_come_ends_no_request() {
+    let store = Arc::new(MemoryStore::new(16 << 20));
+    let prompt: Vec<u32> = (0..40).collect();
+    let run = |after: Option<u64>| {
+        let device = FaultInjector::new(LateDevice::new(cpu(), 2));
+        let spec = CacheSpec::builder().layers(LAYERS).kv_heads(1).head_dim(CONTEXT);
+        let spec = spec.max_seq_len(CONTEXT).paged(4, 40).changes(1000).build().expect("spec");
+        let cache = KvCache::new(device, spec).expect("cache");
+        let identity = Identity::new(ModelDigest::of_bytes(b"echo"));
+        let options = TierOptions::new().with_chunk_blocks(2).with_wait(Wait::All);
+        let options = options.with_store(Box::new(Arc::clone(&store)));
+        let cache = TieredCache::new(cache, identity, options).expect("tiers");
+        let mut engine = Engine::tiered(cache, limits(4, 100));
+        engine.submit(Request::new(prompt.clone(), 3)).expect("fits");
+        if let Some(after) = after {
+            engine.cache().backend().fail(after, FaultKind::Early);
+        }
+        let (mut texts, mut failures) = (Vec::new(), 0);
+        while engine.has_work() && failures < 5 {
+            match engine.step(Echo::certain()) {
+                Ok(events) => texts.extend(events),
+                Err(_) => failures += 1,
+            }
+        }
+        let text = texts.iter().find_map(|event| match event {
+            Event::Finished { generated, .. } => Some(generated.tokens.clone()),
+            _ => None,
+        });
+        assert_eq!(text, Some(expected(&prompt, 3)), "after {after:?}");
+        let soon = Instant::now() + Duration::from_secs(30);
+        assert!(engine.flush_tiers(soon).expect("flushes").is_empty());
+        (failures, engine.tiers().expect("they are there").loaded_tokens)
+    };
+    assert_eq!(run(None).0, 0, "the first one fills the store");
+    let runs: Vec<_> = (0..20).map(|after| run(Some(after))).collect();
+    assert!(runs.iter().any(|(failures, loaded)| *failures > 0 && *loaded > 0), "{runs:?}");
 }
