@@ -105,11 +105,12 @@ pub mod backend {
     //! [`Device::open`](crate::Device::open) returns one.
     pub use kv_core::backend::{
         AnyBackend, AnyBuffer, AnyChunk, AnyFence, AnyHostPool, AnyPendingChunk, AnyQueue,
-        AnyReadback, Backend, Capabilities, ChunkLayout, ChunkShape, Dims, Fence, HostChunk,
-        HostOutputs, HostPool, KvStorage, NullBackend, NullBuffer, NullControl, NullFence,
-        NullQueue, NullReadback, PendingChunk, Place, Plane, PlaneLayout, PlaneShape, PlaneView,
-        Queue, QueueChunk, QueueHostPool, QueuePendingChunk, Readback, Reserved, Slot, SlotMap,
-        StorageView, TensorData, TensorDataMut, TokenRows, TokenTensor, TokenTensorMut, kernels,
+        AnyReadback, AxisOrder, Backend, Capabilities, ChunkLayout, ChunkShape, Dims, Fence,
+        HostChunk, HostOutputs, HostPool, KvStorage, NullBackend, NullBuffer, NullControl,
+        NullFence, NullQueue, NullReadback, PendingChunk, Place, Plane, PlaneLayout, PlaneShape,
+        PlaneView, Queue, QueueChunk, QueueHostPool, QueuePendingChunk, Readback, Reserved, Slot,
+        SlotMap, StorageView, Strided, StridedError, TensorData, TensorDataMut, TokenRows,
+        TokenTensor, TokenTensorMut, kernels,
     };
     pub use kv_core::calibration::{HeadConstants, PlaneConstants};
     pub use kv_core::plan;

@@ -46,7 +46,10 @@ pub use crate::geometry::{PlaneLayout, PlaneShape};
 pub use crate::ids::{Plane, Slot};
 pub use crate::slot_map::{Place, SlotMap};
 pub use crate::storage::{AnyBuffer, KvStorage, PlaneView, StorageView};
-pub use crate::tensor::{Dims, TensorData, TensorDataMut, TokenRows, TokenTensor, TokenTensorMut};
+pub use crate::tensor::{
+    AxisOrder, Dims, Strided, StridedError, TensorData, TensorDataMut, TokenRows, TokenTensor,
+    TokenTensorMut,
+};
 
 use crate::error::DeviceError;
 use crate::ids::GroupId;

@@ -4,12 +4,14 @@
 //! in place during the call. A caller creates a [`TensorView`] without any check; a backend gets a
 //! [`TokenTensor`] with every extent, stride, type and byte count checked.
 mod checked;
+mod strided;
 #[cfg(test)]
 mod tests;
 
 pub(crate) use checked::{HostRows, TokenRequirement};
 pub use checked::{TokenRows, TokenTensor, TokenTensorMut};
 use kv_format::{DType, Element};
+pub use strided::{AxisOrder, Strided, StridedError};
 
 pub use crate::dims::Dims;
 
