@@ -14,7 +14,8 @@ use std::path::PathBuf;
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use kv::Device;
-use kv_runner::stored::{Source, Stored};
+use kv::quant::{Source, Stored};
+use kv::tier::Bytes;
 
 pub(crate) use self::accuracy::{CalibrateArgs, EvalArgs};
 pub(crate) use self::bench::BenchArgs;
@@ -27,7 +28,6 @@ pub(crate) use self::serve::ServeArgs;
 pub(crate) use self::tier::{
     LsArgs, RmArgs, RootDigits, StatArgs, TierArgs, TierCommand, VerifyArgs,
 };
-use crate::memory::Bytes;
 
 /// Generate text with a KV cache, plan its memory, and measure the accuracy of its formats, the
 /// savings of reuse and the speed of a device.

@@ -4,11 +4,11 @@ mod reuse;
 mod tiers;
 
 use kv::engine::Generated;
+use kv::tier::Bytes;
 use serde::Serialize;
 
 use crate::args::GenerateArgs;
 use crate::job::{Job, Run, Silent, Variant};
-use crate::memory::Bytes;
 use crate::output;
 
 /// The object that `--compare --json` prints.

@@ -4,13 +4,13 @@ use kv::cpu::{CpuBackend, CpuOptions};
 #[cfg(feature = "cuda")]
 use kv::cuda::CardFacts;
 use kv::error::DeviceError;
+use kv::tier::Bytes;
 #[cfg(feature = "wgpu")]
 use kv::wgpu::AdapterFacts;
 use serde::Serialize;
 
 use crate::args::DevicesArgs;
 use crate::failure::one_line;
-use crate::memory::Bytes;
 use crate::output;
 
 #[derive(Debug, Serialize)]

@@ -8,8 +8,9 @@ use kv::engine::{
     Sampler, Stats,
 };
 use kv::quant::Calibration;
+use kv::quant::{Source, Stored};
 use kv::tier::{Identity, ModelDigest, TiersStats};
-use kv_runner::stored::{Source, Stored, blocks_of};
+use kv_runner::blocks_of;
 use kv_runner::{CacheOptions, Layout, calibrate};
 
 use crate::args::{EngineArgs, GenerateArgs, Paged};
@@ -152,7 +153,7 @@ impl Job {
             return Ok(Layout::Paged { block_size, num_blocks });
         }
         let context = self.context();
-        let few = args.engine.format.few_blocks(self.loaded.model.config(), BLOCK_SIZE)?;
+        let few = self.loaded.model.config().few_blocks(&args.engine.format, BLOCK_SIZE)?;
         let wanted = affordable_blocks(&args.engine, &self.loaded, self.batch(args))?;
         let alone = |prompt: &Prompt| {
             let prompt = to_u32(prompt.ids.len());
@@ -271,7 +272,7 @@ pub(crate) fn affordable_blocks(
     loaded: &Loaded,
     batch: u32,
 ) -> anyhow::Result<u32> {
-    let few = args.format.few_blocks(loaded.model.config(), BLOCK_SIZE)?;
+    let few = loaded.model.config().few_blocks(&args.format, BLOCK_SIZE)?;
     let slots = CACHE_BYTES.checked_div(few.memory().bytes_per_token.max(1)).unwrap_or(0);
     let affordable = slots.checked_div(BLOCK_SIZE.into()).unwrap_or(0);
     let affordable = u32::try_from(affordable).unwrap_or(u32::MAX);

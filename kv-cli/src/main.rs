@@ -18,7 +18,6 @@ mod job;
 #[cfg(feature = "serve")]
 mod load;
 mod loaded;
-mod memory;
 mod output;
 mod plan;
 mod progress;

@@ -6,15 +6,15 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
+use kv::quant::{Stored, bits_per_value};
 use kv::spec::GroupSpec;
+use kv::tier::Bytes;
 use kv::{CacheSpec, KvFormat};
 use kv_runner::gguf::is_further_part;
-use kv_runner::stored::{Stored, bits_per_value};
 use kv_runner::{LayerGeometry, ModelGeometry};
 use serde::Serialize;
 
 use crate::args::PlanArgs;
-use crate::memory::Bytes;
 use crate::{bundled, output};
 
 /// Tokens per sequence if the file does not give it.

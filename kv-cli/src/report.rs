@@ -1,11 +1,11 @@
 //! The report of one `kv generate`, as JSON and as text.
 use kv::engine::{self, Finish, Stats};
+use kv::tier::Bytes;
 use serde::Serialize;
 
 use crate::args::GenerateArgs;
 use crate::job::{Job, Run, Variant};
 use crate::loaded::Loaded;
-use crate::memory::Bytes;
 use crate::{session, tiers};
 
 /// The object that `--json` prints.

@@ -3,11 +3,10 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use kv::engine::{Engine, Generated, Sampler, SavedText};
-use kv::tier::Identity;
+use kv::tier::{Bytes, Identity};
 use serde::Serialize;
 
 use crate::loaded::Loaded;
-use crate::memory::Bytes;
 use crate::num::to_u64;
 
 /// A file with one text, and its content before the run.

@@ -1,7 +1,6 @@
 //! The tiers of the command line: opens the tiers that `--tier` names, and reports their hits and
 //! failures.
 use std::path::Path;
-use std::str::FromStr;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
@@ -11,15 +10,13 @@ use kv::tier::policy::{WritePolicy, WriteRule};
 #[cfg(feature = "seal")]
 use kv::tier::{BlockStore, SealedStore};
 use kv::tier::{
-    Identity, ModelDigest, StoreErrorKind, StoreOptions, StoreStats, TierOptions, TieredCache,
-    TiersStats, Unwritten, Wait,
+    Bytes, Identity, ModelDigest, StoreErrorKind, StoreOptions, StoreStats, TierAddress,
+    TierOptions, TieredCache, TiersStats, Unwritten,
 };
 use serde::Serialize;
 
 use crate::args::EngineArgs;
-use crate::memory::Bytes;
 use crate::output;
-use crate::tier::TierArg;
 
 /// Longest time that the end of a run waits for pending writes.
 pub(crate) const FLUSH: Duration = Duration::from_mins(1);
@@ -48,12 +45,12 @@ pub(crate) fn open(
     digest: ModelDigest,
     cache: KvCache,
 ) -> anyhow::Result<TieredCache> {
-    let mut options = TierOptions::new().with_wait(args.wait.0);
+    let mut options = TierOptions::new().with_wait(args.wait);
     #[cfg(feature = "seal")]
     let key = args.tier_key.as_deref().map(read_key).transpose()?;
     let mut has_host = false;
     for tier in &args.tier {
-        if let TierArg::Host { bytes } = tier {
+        if let TierAddress::Host { bytes } = tier {
             if std::mem::replace(&mut has_host, true) {
                 bail!("--tier host=SIZE is given twice");
             }
@@ -98,33 +95,6 @@ fn read_key(path: &Path) -> anyhow::Result<[u8; 32]> {
         .with_context(|| format!("{}: expected 64 hexadecimal digits, or 32 bytes", path.display()))
 }
 
-/// The argument of `--wait`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct WaitArg(pub(crate) Wait);
-
-impl FromStr for WaitArg {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let wait = match text {
-            "compute" => Wait::Compute,
-            "all" => Wait::All,
-            "none" => Wait::None,
-            _ => {
-                let (number, unit) = if let Some(number) = text.strip_suffix("ms") {
-                    (number, 1e-3)
-                } else {
-                    (text.strip_suffix('s').unwrap_or_default(), 1.0)
-                };
-                let seconds = number.parse::<f64>().ok().map(|number| number * unit);
-                let time = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-                Wait::For(time.ok_or("expected compute, all, none, or a time such as 200ms or 2s")?)
-            }
-        };
-        Ok(Self(wait))
-    }
-}
-
 /// The argument of `--tier-write`.
 pub(crate) fn policy(text: &str) -> Result<WritePolicy, kv::error::UnknownName> {
     text.parse()
@@ -167,7 +137,7 @@ struct Store {
 
 impl Report {
     pub(crate) fn new(args: &EngineArgs, stats: &Stats, tiers: &TiersStats) -> Self {
-        let names = args.tier.iter().filter(|tier| !matches!(tier, TierArg::Host { .. }));
+        let names = args.tier.iter().filter(|tier| !matches!(tier, TierAddress::Host { .. }));
         Self {
             host_tokens: stats.cache.host_hit_tokens,
             disk_tokens: stats.cache.disk_hit_tokens,
@@ -210,7 +180,7 @@ impl Store {
         )
     }
 
-    fn new(tier: &TierArg, stats: &StoreStats) -> Self {
+    fn new(tier: &TierAddress, stats: &StoreStats) -> Self {
         let dropped = [stats.dropped_by_queue, stats.dropped_by_breaker, stats.dropped_by_budget];
         Self {
             tier: tier.to_string(),
@@ -229,8 +199,8 @@ impl Store {
 
 /// Returns the names of the stores, in the order of their statistics.
 pub(crate) fn store_names(args: &EngineArgs) -> Vec<String> {
-    let names = args.tier.iter().filter(|tier| !matches!(tier, TierArg::Host { .. }));
-    names.map(TierArg::to_string).collect()
+    let names = args.tier.iter().filter(|tier| !matches!(tier, TierAddress::Host { .. }));
+    names.map(TierAddress::to_string).collect()
 }
 
 /// Prints one line for each store that failed.
@@ -341,19 +311,6 @@ mod tests {
         for bytes in [&digits.as_bytes()[1..], &[200; 31], b"", "+1".repeat(32).as_bytes()] {
             let error = read(bytes).expect_err("no key").to_string();
             assert!(error.ends_with("expected 64 hexadecimal digits, or 32 bytes"), "{error}");
-        }
-    }
-
-    #[test]
-    fn waits_are_words_or_times() {
-        let wait = |text: &str| text.parse::<WaitArg>().map(|wait| wait.0);
-        assert_eq!(wait("compute"), Ok(Wait::Compute));
-        assert_eq!(wait("all"), Ok(Wait::All));
-        assert_eq!(wait("none"), Ok(Wait::None));
-        assert_eq!(wait("200ms"), Ok(Wait::For(Duration::from_millis(200))));
-        assert_eq!(wait("1.5s"), Ok(Wait::For(Duration::from_millis(1500))));
-        for text in ["", "s", "ms", "2", "-1s", "NaNs", "2m", "forever"] {
-            assert!(wait(text).is_err(), "{text}");
         }
     }
 }

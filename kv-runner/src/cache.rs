@@ -1,16 +1,16 @@
-//! The options of a model's cache.
+//! The caches of a model: their options, and their specs.
+use std::collections::BTreeSet;
 use std::fmt;
 
 use kv::backend::AnyBackend;
 use kv::error::SpecError;
-use kv::quant::Calibration;
-use kv::spec::{Determinism, PrefixReuse, PublishAt};
+use kv::quant::{Calibration, Stored};
+use kv::spec::{CacheSpecBuilder, Determinism, PrefixReuse, PublishAt};
 use kv::{CacheSpec, KvCache, KvFormat};
 
 use crate::config::ModelConfig;
 use crate::error::Error;
 use crate::model::Decoder;
-use crate::stored::Stored;
 
 /// The layout of a cache's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -80,7 +80,7 @@ impl CacheOptions {
     }
 
     fn spec(&self, model: &ModelConfig) -> Result<CacheSpec, SpecError> {
-        self.stored.spec(model, |builder| {
+        model.spec(&self.stored, |builder| {
             let builder = builder
                 .max_seq_len(model.context())
                 // The text of a sequence must not depend on the batch.
@@ -95,4 +95,48 @@ impl CacheOptions {
             }
         })
     }
+}
+
+impl ModelConfig {
+    /// Makes the spec of a cache for the model; `set` adds the memory layout and other settings for
+    /// all layers.
+    ///
+    /// Layers with one window form a group, which keeps no more than that window. Layers without a
+    /// window come first.
+    ///
+    /// # Errors
+    /// Those of the builder.
+    pub fn spec(
+        &self,
+        stored: &Stored,
+        set: impl FnOnce(CacheSpecBuilder) -> CacheSpecBuilder,
+    ) -> Result<CacheSpec, SpecError> {
+        let builder = CacheSpec::builder().layers(self.layers());
+        let builder = builder.kv_heads(self.kv_heads).head_dim(self.head_dim);
+        let mut builder = set(stored.apply(builder));
+        let windows: BTreeSet<_> =
+            self.layer_kinds.iter().filter_map(|kind| kind.window_left).collect();
+        for left in windows {
+            let kinds = (0..).zip(&self.layer_kinds);
+            let layers = kinds.filter(|(_, kind)| kind.window_left == Some(left));
+            builder =
+                builder.group(layers.map(|(layer, _)| layer), |group| group.window_left(left));
+        }
+        builder.build()
+    }
+
+    /// Makes the spec of the smallest cache for the model with blocks of `block_size` tokens, to
+    /// ask it for sizes.
+    ///
+    /// # Errors
+    /// Those of the builder.
+    pub fn few_blocks(&self, stored: &Stored, block_size: u32) -> Result<CacheSpec, SpecError> {
+        self.spec(stored, |cache| cache.paged(block_size, stored.blocks_min()))
+    }
+}
+
+/// Returns the number of blocks that one sequence needs to grow to `tokens` tokens in steps of any
+/// size, with its full-precision prefix and tail.
+pub fn blocks_of(spec: &CacheSpec, tokens: u32) -> u32 {
+    spec.groups().iter().map(|group| group.slot_map().blocks_reserved(tokens)).max().unwrap_or(0)
 }

@@ -6,7 +6,7 @@
 //! | read a model, from safetensors or GGUF | [`Decoder`], [`ModelConfig`] |
 //! | read what a model keeps in a cache, also one that cannot be run | [`ModelGeometry`] |
 //! | turn text into tokens and back | [`Tokenizer`], [`TextStream`] |
-//! | make a cache for it | [`CacheOptions`], [`stored::Stored`], [`calibrate`] |
+//! | make a cache for it | [`CacheOptions`], [`kv::quant::Stored`], [`calibrate`] |
 //! | run requests, also with a model of your own | [`kv::engine`], [`ModelConfig::limits`] |
 //! | compare stored formats | [`reader::Reader`] |
 //!
@@ -46,14 +46,13 @@ mod model;
 mod object;
 pub mod reader;
 mod rope;
-pub mod stored;
 mod text;
 mod text_file;
 mod weights;
 
 use kv::num;
 
-pub use cache::{CacheOptions, Layout};
+pub use cache::{CacheOptions, Layout, blocks_of};
 pub use config::ModelConfig;
 pub use error::{ConfigError, Error, ForeignError, TextError, WeightError};
 pub use geometry::{LayerGeometry, ModelGeometry};

@@ -4,14 +4,14 @@
 use candle_core::{Device, Tensor};
 use kv::backend::AnyBackend;
 use kv::error::SpecError;
-use kv::quant::Calibration;
+use kv::quant::{Calibration, Stored};
 use kv::spec::Determinism;
 use kv::{CacheSpec, KvCache, KvFormat, SequenceId, StartOptions, StepInput};
 use kv_candle::CandleStep;
 
+use crate::cache::blocks_of;
 use crate::error::Error;
 use crate::model::{Decoder, Tap};
-use crate::stored::{Stored, blocks_of};
 
 /// The only sequence.
 const TEXT: SequenceId = SequenceId(0);
@@ -96,8 +96,8 @@ pub fn spec(
     block_size: u32,
     tokens_max: u32,
 ) -> Result<CacheSpec, SpecError> {
-    let blocks = blocks_of(&stored.few_blocks(model.config(), block_size)?, tokens_max).max(1);
-    stored.spec(model.config(), |cache| {
+    let blocks = blocks_of(&model.config().few_blocks(stored, block_size)?, tokens_max).max(1);
+    model.config().spec(stored, |cache| {
         let cache = cache.max_sequences(1).paged(block_size, blocks);
         cache.determinism(Determinism::BatchInvariant)
     })

@@ -22,6 +22,8 @@
 //! | [`session`] | one sequence in a file: its format, `dump` and `load` |
 //! | [`store`] | the contract of a place that keeps chunks by name |
 #![forbid(unsafe_code)]
+mod address;
+mod bytes;
 mod chain;
 pub mod chunk;
 #[cfg(target_os = "linux")]
@@ -47,6 +49,8 @@ pub mod session;
 pub mod store;
 mod tiered;
 
+pub use address::{StoreUrl, TierAddress, TierAddressError};
+pub use bytes::{Bytes, BytesError};
 pub use chunk::{
     ChunkContent, ChunkError, ChunkErrorKind, ChunkSpec, ChunkSpecError, EncodeError, Expectation,
     Header, Verified,
@@ -55,7 +59,7 @@ pub use chunk::{
 pub use disk::{DirectIo, DiskFolder, DiskOpenError, DiskOptions, DiskStats, DiskStore};
 pub use engine::{
     BreakerState, Export, ExportId, ExportState, Failures, ForgetFailure, Forgotten, PrefetchId,
-    StoreOptions, StoreStats, TierError, TierOptions, TiersStats, Unwritten, Wait,
+    StoreOptions, StoreStats, TierError, TierOptions, TiersStats, Unwritten, Wait, WaitError,
 };
 pub use handoff::{Handoff, HandoffError};
 pub use identity::{ChunkRoot, DigestError, Identity, ModelDigest, UnknownAdapter};

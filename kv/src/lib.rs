@@ -122,6 +122,9 @@ pub mod quant {
         Calibration, CalibrationError, LayerCalibration, PlaneCalibration,
     };
     pub use kv_core::{ScaleGroup, Scaling};
+    pub use kv_quant::stored::{
+        FULL_PRECISION_PREFIX, NoScales, Source, Stored, StoredError, bits_per_value,
+    };
     pub use kv_quant::{calibrate, file};
 }
 

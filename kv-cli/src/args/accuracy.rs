@@ -3,7 +3,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use kv::Device;
-use kv_runner::stored::{FULL_PRECISION_PREFIX, Stored};
+use kv::quant::{FULL_PRECISION_PREFIX, Stored};
 
 use super::{at_least_1, backend};
 

@@ -5,10 +5,10 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use kv::Device;
 use kv::cpu::Isa;
+use kv::tier::Bytes;
 use kv_bench::measure::{self, BlockSize, Formats, Options};
 
 use super::{at_least_1, backend};
-use crate::memory::Bytes;
 
 /// Measure a cache's operations on a device, each next to a plain copy of memory there: decode
 /// attention, new rows (one per sequence, and a prompt), copies of blocks.

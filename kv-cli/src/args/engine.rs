@@ -3,13 +3,13 @@ use std::path::PathBuf;
 
 use clap::Args;
 use kv::Device;
+use kv::quant::Stored;
 use kv::tier::policy::WritePolicy;
-use kv_runner::stored::Stored;
+use kv::tier::{Bytes, TierAddress, Wait};
 
 use super::{at_least_1, backend};
-use crate::memory::Bytes;
-use crate::tier::{AddressParser, TierArg};
-use crate::tiers::{WaitArg, policy};
+use crate::tier::AddressParser;
+use crate::tiers::policy;
 
 #[derive(Debug, Args)]
 pub(crate) struct EngineArgs {
@@ -51,8 +51,8 @@ pub(crate) struct EngineArgs {
     /// A lower tier, may be repeated: `host=SIZE`, `disk=DIR:SIZE`, `redis://HOST:PORT`,
     /// `s3://BUCKET/PREFIX?endpoint=URL`. Prompts reuse what earlier runs of the same model left
     /// there; a tier that fails costs time and no text
-    #[arg(long, value_name = "TIER", value_parser = AddressParser::<TierArg>::new())]
-    pub(crate) tier: Vec<TierArg>,
+    #[arg(long, value_name = "TIER", value_parser = AddressParser::<TierAddress>::new())]
+    pub(crate) tier: Vec<TierAddress>,
 
     /// Encrypt what goes to disk and stores with the key in FILE: 64 hexadecimal digits, or 32
     /// bytes. Runs with other keys, or without one, neither find nor disturb it
@@ -63,7 +63,7 @@ pub(crate) struct EngineArgs {
     /// How long a prompt waits for tiers: compute (as long as computing it would take), all, none,
     /// or a time such as 200ms
     #[arg(long, value_name = "TIME", default_value = "compute", requires = "tier")]
-    pub(crate) wait: WaitArg,
+    pub(crate) wait: Wait,
 
     /// When chunks are written to disk and stores: publish, leave (when host memory gives them up),
     /// reuse:N or never; default: leave for disk, publish for stores, without generated text

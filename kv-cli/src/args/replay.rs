@@ -8,11 +8,10 @@ use std::time::Duration;
 use clap::Args;
 use kv::error::UnknownName;
 use kv::events::Tier;
-use kv::tier::WritePolicy;
 use kv::tier::policy::WriteRule;
+use kv::tier::{Bytes, BytesError, WritePolicy};
 
 use super::at_least_1;
-use crate::memory::Bytes;
 use crate::replay::{Policy, Sizes, TierOption, TierOptions, TierSize, tier_name};
 
 /// Replay a request trace through the engine, the cache and its tiers, without a model.
@@ -232,7 +231,7 @@ impl FromStr for TierArg {
         let tier = parse_tier(tier).map_err(|error| error.to_string())?;
         let has_unit = size.contains(|character: char| character.is_ascii_alphabetic());
         let size = if has_unit {
-            let Bytes(bytes) = size.parse()?;
+            let Bytes(bytes) = size.parse().map_err(|error: BytesError| error.to_string())?;
             TierSize::Bytes(bytes)
         } else {
             TierSize::Blocks(at_least_1(size)?)
@@ -271,7 +270,7 @@ impl FromStr for Bandwidth {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let bytes = text.strip_suffix("/s").ok_or("expected bytes per second, such as 1.3GB/s")?;
-        match bytes.parse()? {
+        match bytes.parse().map_err(|error: BytesError| error.to_string())? {
             Bytes(0) => Err("more than 0 is needed".to_owned()),
             Bytes(bytes) => Ok(Self(bytes)),
         }

@@ -8,10 +8,10 @@ mod tier;
 use anyhow::{Context, ensure};
 use indicatif::ProgressBar;
 use kv::BlockOrder;
+use kv::tier::Bytes;
 use kv_bench::measure::{self, LeftOut, Options, Progress};
 
 use crate::args::BenchArgs;
-use crate::memory::Bytes;
 use crate::{failure, output, progress};
 
 pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {

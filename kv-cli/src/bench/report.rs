@@ -1,8 +1,8 @@
 //! The output of `kv bench` without a suite.
+use kv::tier::Bytes;
 use kv_bench::measure::{Facts, Operation, Report, RunsOn, Shape};
 
 use super::suffix;
-use crate::memory::Bytes;
 use crate::output;
 
 /// Share of the plain copy's rate that decode should reach on a card, where it is memory-bound.

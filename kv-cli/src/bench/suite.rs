@@ -1,11 +1,11 @@
 //! The output of `kv bench --suite`.
+use kv::tier::Bytes;
 use kv_bench::measure::{
     CaseLine, Facts, Operation, Part, RooflineKind, RunsOn, SuiteReport, middle,
 };
 
 use super::report::{count, figure};
 use super::suffix;
-use crate::memory::Bytes;
 use crate::num::to_u32;
 use crate::output;
 

@@ -3,12 +3,12 @@ use std::env;
 use std::path::PathBuf;
 
 use indicatif::ProgressBar;
+use kv::tier::Bytes;
 use kv_bench::measure::{TierLine, TierOptions, TierReport, measure_tiers};
 
 use super::Bar;
 use super::report::{count, figure};
 use crate::args::BenchArgs;
-use crate::memory::Bytes;
 use crate::output;
 
 pub(super) fn run(args: &BenchArgs) -> anyhow::Result<()> {

@@ -1,6 +1,6 @@
 //! The savings of prefix reuse: a second request with the system prompt of a first one.
 use kv_runner::Layout;
-use kv_runner::stored::blocks_of;
+use kv_runner::blocks_of;
 use serde::Serialize;
 
 use crate::args::GenerateArgs;
@@ -75,7 +75,7 @@ pub(super) fn measure(args: &GenerateArgs, job: &Job) -> anyhow::Result<Option<C
         prompts.push([system.as_slice(), &question].concat());
     }
     let block_size = args.engine.paged.map_or(16, |paged| paged.block_size);
-    let few = args.engine.format.few_blocks(model, block_size)?;
+    let few = model.few_blocks(&args.engine.format, block_size)?;
     let longest = prompts.iter().map(Vec::len).max().map_or(1, to_u32) + 1;
     let num_blocks = (blocks_of(&few, longest) * 2).max(2);
     let layout = Layout::Paged { block_size, num_blocks };

@@ -12,9 +12,9 @@ use std::path::Path;
 use anyhow::{Context, bail};
 use kv::KvFormat;
 use kv::quant::Calibration;
+use kv::quant::Stored;
 use kv_runner::calibrate;
 use kv_runner::reader::{self, Reader};
-use kv_runner::stored::Stored;
 use rayon::prelude::*;
 
 use crate::args::EvalArgs;

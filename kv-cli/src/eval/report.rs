@@ -1,6 +1,6 @@
 //! The output of `kv eval`, as JSON and as text.
 use kv::CacheSpec;
-use kv_runner::stored::bits_per_value;
+use kv::quant::bits_per_value;
 use serde::Serialize;
 
 use super::metrics::Summary;

@@ -1,11 +1,11 @@
 //! The output of `kv replay`, as JSON and as text.
+use kv::tier::Bytes;
 use serde::Serialize;
 
 use super::Case;
 use super::run::Outcome;
 use super::tiers::{TierLine, TierReport};
 use super::trace::{Format, Trace};
-use crate::memory::Bytes;
 use crate::num::{to_f64, to_u64};
 use crate::output;
 

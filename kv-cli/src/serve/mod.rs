@@ -26,7 +26,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, bail};
 use kv::engine::{Engine as Scheduler, Limits};
-use kv_runner::stored::Source;
+use kv::quant::Source;
 use kv_runner::{CacheOptions, Layout, ModelConfig, Tokenizer, calibrate};
 use metrics_exporter_prometheus::PrometheusHandle;
 use tokio::runtime::Builder;

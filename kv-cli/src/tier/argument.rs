@@ -7,7 +7,7 @@ use clap::builder::TypedValueParser;
 use clap::error::ErrorKind;
 use clap::{Arg, Command, Error};
 
-use super::address::without_account;
+use kv::tier::TierAddress;
 
 /// Parses an address of a store. A refused address is part of the error without its account, where
 /// clap's own parsers print the argument as it was given.
@@ -34,7 +34,7 @@ where
 
     fn parse_ref(&self, command: &Command, arg: Option<&Arg>, value: &OsStr) -> Result<T, Error> {
         let refuse = |problem: &dyn std::fmt::Display| {
-            let shown = without_account(&value.to_string_lossy());
+            let shown = TierAddress::without_account(&value.to_string_lossy());
             let name = arg.map_or_else(String::new, |arg| format!(" for '{arg}'"));
             let message = format!("invalid value '{shown}'{name}: {problem}");
             command.clone().error(ErrorKind::ValueValidation, message)
@@ -47,7 +47,7 @@ where
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tier::{Place, TierArg};
+    use crate::tier::Place;
 
     fn refusal<T>(text: &str) -> String
     where
@@ -71,7 +71,7 @@ mod tests {
             "me:secret@host",
             "s3://key:secret@bucket?zone=1",
         ] {
-            for error in [refusal::<TierArg>(text), refusal::<Place>(&format!("x://{text}"))] {
+            for error in [refusal::<TierAddress>(text), refusal::<Place>(&format!("x://{text}"))] {
                 assert!(!error.contains("secret"), "{error}");
                 assert!(error.contains("@host") || error.contains("@bucket"), "{error}");
                 assert!(error.contains("'--tier <TIER>'"), "{error}");
@@ -81,9 +81,9 @@ mod tests {
 
     #[test]
     fn other_arguments_are_shown_as_given() {
-        let error = refusal::<TierArg>("disk=a@b");
+        let error = refusal::<TierAddress>("disk=a@b");
         assert!(error.contains("'disk=a@b'") && error.contains("has no size"), "{error}");
-        let error = refusal::<TierArg>("tape=1");
+        let error = refusal::<TierAddress>("tape=1");
         assert!(error.contains("'tape=1'"), "{error}");
     }
 }

@@ -1,11 +1,10 @@
 //! `kv tier ls`.
-use kv::tier::{Listed, ListedChunk};
+use kv::tier::{Bytes, Listed, ListedChunk};
 use serde::Serialize;
 
 use super::facts::{Facts, Front, read_front};
 use super::{for_each, is_of, root_digits, short};
 use crate::args::LsArgs;
-use crate::memory::Bytes;
 use crate::output;
 
 pub(super) fn run(args: &LsArgs) -> anyhow::Result<()> {

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use kv::tier::{ChunkAddress, ListChunks, Listed, ListedChunk};
 
-pub(crate) use address::{Place, TierArg};
+pub(crate) use address::Place;
 pub(crate) use age::Age;
 pub(crate) use argument::AddressParser;
 

@@ -1,12 +1,11 @@
 //! `kv tier rm`.
 use anyhow::bail;
-use kv::tier::{ListChunks, Listed, ListedChunk};
+use kv::tier::{Bytes, ListChunks, Listed, ListedChunk};
 use serde::Serialize;
 
 use super::facts::{Front, read_front};
 use super::{Age, Removal, count, for_each, is_of};
 use crate::args::RmArgs;
-use crate::memory::Bytes;
 use crate::output;
 
 pub(super) fn run(args: &RmArgs) -> anyhow::Result<()> {

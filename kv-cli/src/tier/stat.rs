@@ -1,13 +1,12 @@
 //! `kv tier stat`.
 use std::collections::BTreeMap;
 
-use kv::tier::Listed;
+use kv::tier::{Bytes, Listed};
 use serde::Serialize;
 
 use super::facts::{Facts, Front, read_front};
 use super::{count, for_each, root_digits, short};
 use crate::args::StatArgs;
-use crate::memory::Bytes;
 use crate::output;
 
 pub(super) fn run(args: &StatArgs) -> anyhow::Result<()> {

@@ -2,13 +2,12 @@
 use anyhow::bail;
 use kv::events::Tier;
 use kv::tier::chunk::read_header;
-use kv::tier::{ChunkError, ListChunks, Listed, ListedChunk, StoreErrorKind};
+use kv::tier::{Bytes, ChunkError, ListChunks, Listed, ListedChunk, StoreErrorKind};
 use serde::Serialize;
 
 use super::facts::{Front, read_front, unusable};
 use super::{Removal, count, for_each, is_root_part, root_digits, short, soon};
 use crate::args::VerifyArgs;
-use crate::memory::Bytes;
 use crate::{failure, output};
 
 pub(super) fn run(args: &VerifyArgs) -> anyhow::Result<()> {

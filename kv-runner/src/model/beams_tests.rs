@@ -4,13 +4,13 @@ use std::cell::RefCell;
 use std::path::Path;
 
 use kv::engine::{BeamOptions, Engine, Finish, Limits, Request};
+use kv::quant::Stored;
 use kv::spec::PublishAt;
 use kv::{Device, KvCache, KvFormat};
 
 use super::Decoder;
 use crate::num::to_usize;
 use crate::reader::Reader;
-use crate::stored::Stored;
 use search::brute_force;
 
 #[path = "../../../kv-engine/tests/it/search.rs"]
@@ -32,8 +32,9 @@ fn a_model_finds_the_texts_of_a_search_without_a_cache() {
     };
     let prompts: Vec<Vec<u32>> = vec![vec![1, 403, 407, 261, 378], vec![1, 267, 337, 335, 311]];
     for (width, stop) in [(2, vec![]), (3, vec![426])] {
-        let spec = Stored::plain(KvFormat::F32)
-            .spec(model.config(), |cache| cache.publish_at(PublishAt::Begin).paged(4, 60));
+        let spec = model.config().spec(&Stored::plain(KvFormat::F32), |cache| {
+            cache.publish_at(PublishAt::Begin).paged(4, 60)
+        });
         let spec = spec.expect("spec");
         let cache = KvCache::new(backend.clone(), spec).expect("cache");
         let limits = Limits { stop: stop.clone(), ..model.config().limits() };

@@ -9,6 +9,7 @@ use std::path::Path;
 
 use candle_core::{Device, Tensor};
 use kv::cpu::{CpuBackend, CpuOptions};
+use kv::quant::Stored;
 use kv::spec::{Determinism, PrefixReuse};
 use kv::{CacheSpec, KvCache, KvFormat, SequenceId, StartOptions, StepInput};
 use kv_candle::CandleStep;
@@ -19,7 +20,6 @@ use super::Decoder;
 use super::recorded::{Recorded, recorded, values};
 use crate::config::ModelConfig;
 use crate::num::to_usize;
-use crate::stored::Stored;
 use crate::text::Tokenizer;
 use crate::weights::Weights;
 
@@ -58,7 +58,7 @@ fn model(case: &Recorded) -> Decoder {
 
 fn cache(model: &Decoder) -> KvCache<CpuBackend> {
     let backend = CpuBackend::open(CpuOptions::default().with_threads(1)).expect("the CPU");
-    let spec: Result<CacheSpec, _> = Stored::plain(KvFormat::F32).spec(model.config(), |spec| {
+    let spec: Result<CacheSpec, _> = model.config().spec(&Stored::plain(KvFormat::F32), |spec| {
         let spec = spec.paged(4, 64).prefix_reuse(PrefixReuse::Partial);
         spec.determinism(Determinism::BatchInvariant)
     });

@@ -6,13 +6,13 @@ use std::path::Path;
 use candle_core::{Device, Module, Tensor};
 use kv::backend::Plane;
 use kv::cpu::{CpuBackend, CpuOptions};
+use kv::quant::Stored;
 use kv::spec::{Determinism, PrefixReuse};
 use kv::{Axes, KvCache, KvFormat, SequenceId, StartOptions, StepInput, TensorViewMut};
 use kv_candle::CandleStep;
 
 use super::{Decoder, with_values};
 use crate::num::{to_u32, to_usize};
-use crate::stored::Stored;
 use crate::text::Tokenizer;
 
 type Cache = KvCache<CpuBackend>;
@@ -37,7 +37,7 @@ fn model() -> (Decoder, Vec<u32>) {
 /// A cache as an engine has it.
 fn cache(model: &Decoder) -> Cache {
     let backend = CpuBackend::open(CpuOptions::default().with_threads(1)).expect("the CPU");
-    let spec = Stored::plain(KvFormat::F32).spec(model.config(), |spec| {
+    let spec = model.config().spec(&Stored::plain(KvFormat::F32), |spec| {
         let spec = spec.paged(4, 64).prefix_reuse(PrefixReuse::Partial);
         spec.determinism(Determinism::BatchInvariant)
     });

@@ -63,7 +63,7 @@ pub use breaker::BreakerState;
 pub use error::TierError;
 pub use forget::{ForgetFailure, Forgotten};
 pub use handoff::{Export, ExportId, ExportState};
-pub use options::{StoreOptions, TierOptions, Wait};
+pub use options::{StoreOptions, TierOptions, Wait, WaitError};
 pub use prefetch::PrefetchId;
 pub use stats::{Failures, StoreStats, TiersStats};
 pub use write::Unwritten;

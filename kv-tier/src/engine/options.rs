@@ -1,4 +1,5 @@
 //! Settings of the tiers.
+use std::str::FromStr;
 use std::time::Duration;
 
 use kv_core::events::Tier;
@@ -136,6 +137,35 @@ pub enum Wait {
     None,
 }
 
+/// A text that is no [`Wait`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("expected compute, all, none, or a time such as 200ms or 2s")]
+#[non_exhaustive]
+pub struct WaitError;
+
+/// Reads `compute`, `all`, `none`, or a time such as `200ms` or `2s`.
+impl FromStr for Wait {
+    type Err = WaitError;
+
+    fn from_str(text: &str) -> Result<Self, WaitError> {
+        match text {
+            "compute" => Ok(Self::Compute),
+            "all" => Ok(Self::All),
+            "none" => Ok(Self::None),
+            _ => {
+                let (number, unit) = if let Some(number) = text.strip_suffix("ms") {
+                    (number, 1e-3)
+                } else {
+                    (text.strip_suffix('s').unwrap_or_default(), 1.0)
+                };
+                let seconds = number.parse::<f64>().ok().map(|number| number * unit);
+                let time = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+                time.map(Self::For).ok_or(WaitError)
+            }
+        }
+    }
+}
+
 /// Settings of one store.
 #[derive(Debug, Clone)]
 pub struct StoreOptions {
@@ -223,5 +253,22 @@ impl StoreOptions {
     pub fn with_rates(mut self, latency: Duration, bytes_per_second: f64) -> Self {
         self.rates = Some((latency, bytes_per_second));
         self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn waits_are_words_or_times() {
+        assert_eq!("compute".parse(), Ok(Wait::Compute));
+        assert_eq!("all".parse(), Ok(Wait::All));
+        assert_eq!("none".parse(), Ok(Wait::None));
+        assert_eq!("200ms".parse(), Ok(Wait::For(Duration::from_millis(200))));
+        assert_eq!("1.5s".parse(), Ok(Wait::For(Duration::from_millis(1500))));
+        for text in ["", "s", "ms", "2", "-1s", "NaNs", "2m", "forever"] {
+            assert_eq!(text.parse::<Wait>(), Err(WaitError), "{text}");
+        }
     }
 }

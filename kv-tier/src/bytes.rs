@@ -1,12 +1,32 @@
-//! Memory sizes as text.
+//! Sizes of memory as text.
 use std::fmt;
 use std::str::FromStr;
 
-use crate::num::to_f64;
+use kv_core::num::to_f64;
 
-/// A number of bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Bytes(pub(crate) u64);
+/// A number of bytes, as text `123`, `24GiB` or `1.5 GB`: units in any case.
+///
+/// ```
+/// use kv::tier::Bytes;
+/// assert_eq!("1.5KiB".parse::<Bytes>()?, Bytes(1536));
+/// assert_eq!(Bytes(24 << 30).to_string(), "24.00 GiB");
+/// # Ok::<(), kv::tier::BytesError>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[expect(clippy::exhaustive_structs, reason = "a number")]
+pub struct Bytes(pub u64);
+
+/// A text that is no size of memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum BytesError {
+    /// It is no number with a unit.
+    #[error("expected a number with an optional unit, such as 24GiB")]
+    Form,
+    /// It is more than 64 bits.
+    #[error("too large")]
+    TooLarge,
+}
 
 const UNITS: [(&str, u64); 9] = [
     ("TiB", 1 << 40),
@@ -21,10 +41,9 @@ const UNITS: [(&str, u64); 9] = [
 ];
 
 impl FromStr for Bytes {
-    type Err = String;
+    type Err = BytesError;
 
-    /// Reads `123`, `24GiB`, `1.5 GB`; units in any case.
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, BytesError> {
         let lower = text.trim().to_ascii_lowercase();
         let unit = UNITS.iter().find_map(|(name, bytes)| {
             lower.strip_suffix(&name.to_ascii_lowercase()).map(|number| (number, *bytes))
@@ -33,7 +52,7 @@ impl FromStr for Bytes {
         let (whole, part) = number.trim().split_once('.').unwrap_or((number.trim(), ""));
         let digits = |s: &str| s.bytes().all(|byte| byte.is_ascii_digit());
         if whole.is_empty() || !digits(whole) || !digits(part) || part.len() > 12 {
-            return Err("expected a number with an optional unit, such as 24GiB".to_owned());
+            return Err(BytesError::Form);
         }
         let scale = 10_u128.checked_pow(u32::try_from(part.len()).unwrap_or(0));
         let value = format!("{whole}{part}").parse::<u128>().ok();
@@ -42,7 +61,7 @@ impl FromStr for Bytes {
             .zip(scale)
             .and_then(|(value, scale)| value.checked_div(scale))
             .and_then(|bytes| u64::try_from(bytes).ok());
-        bytes.map(Self).ok_or_else(|| "too large".to_owned())
+        bytes.map(Self).ok_or(BytesError::TooLarge)
     }
 }
 

@@ -2,9 +2,9 @@
 use std::fmt;
 use std::str::FromStr;
 
-use kv::KvFormat;
-use kv::error::UnknownName;
-use kv::spec::KeyMean;
+use kv_core::KvFormat;
+use kv_core::error::UnknownName;
+use kv_core::spec::KeyMean;
 
 use super::{Source, Stored};
 

@@ -1,18 +1,14 @@
-//! The stored format of a cache, and the specs of caches in it.
+//! The stored format of K and V as a user writes it: formats, and the options of their rows.
 // Reads files that may be anything.
 #![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 mod text;
 
-use std::collections::BTreeSet;
 use std::path::PathBuf;
 
-use kv::error::SpecError;
-use kv::quant::{ScaleGroup, Scaling};
-use kv::spec::{CacheSpecBuilder, KeyMean, Transform};
-use kv::{CacheSpec, KvFormat};
+use kv_core::num::to_f64;
+use kv_core::spec::{CacheSpecBuilder, KeyMean, Transform};
+use kv_core::{CacheSpec, KvFormat, ScaleGroup, Scaling};
 
-use crate::config::ModelConfig;
-use crate::num::to_f64;
 pub use text::StoredError;
 
 /// Number of blocks that hold a tail of any block size: a row in 16 bits takes at most six slots,
@@ -29,11 +25,11 @@ pub const FULL_PRECISION_PREFIX: u32 = 4;
 ///
 /// ```
 /// use kv::KvFormat;
-/// use kv_runner::stored::Stored;
+/// use kv::quant::Stored;
 /// let stored: Stored = "int8/l4,full-precision-prefix=8".parse()?;
 /// assert_eq!((stored.formats(), stored.full_precision_prefix()), ("int8/l4".to_owned(), 8));
 /// assert_eq!("bf16".parse::<Stored>()?, Stored::plain(KvFormat::Bf16));
-/// # Ok::<(), kv_runner::stored::StoredError>(())
+/// # Ok::<(), kv::quant::StoredError>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stored {
@@ -84,36 +80,6 @@ impl Stored {
         Self { k: format, v: format, calibration, full_precision_prefix, transform, tail, mean }
     }
 
-    /// Makes the spec of a cache for a model; `set` adds the memory layout and other settings for
-    /// all layers.
-    ///
-    /// Layers with one window form a group, which keeps no more than that window. Layers without a
-    /// window come first.
-    ///
-    /// # Errors
-    /// Those of the builder.
-    pub fn spec(
-        &self,
-        config: &ModelConfig,
-        set: impl FnOnce(CacheSpecBuilder) -> CacheSpecBuilder,
-    ) -> Result<CacheSpec, SpecError> {
-        let mut builder = set(self.settings(config));
-        let windows: BTreeSet<_> =
-            config.layer_kinds.iter().filter_map(|kind| kind.window_left).collect();
-        for left in windows {
-            let kinds = (0..).zip(&config.layer_kinds);
-            let layers = kinds.filter(|(_, kind)| kind.window_left == Some(left));
-            builder =
-                builder.group(layers.map(|(layer, _)| layer), |group| group.window_left(left));
-        }
-        builder.build()
-    }
-
-    fn settings(&self, config: &ModelConfig) -> CacheSpecBuilder {
-        let builder = CacheSpec::builder().layers(config.layers());
-        self.apply(builder.kv_heads(config.kv_heads).head_dim(config.head_dim))
-    }
-
     /// Sets the storage of rows of any shape.
     pub fn apply(&self, builder: CacheSpecBuilder) -> CacheSpecBuilder {
         builder
@@ -126,19 +92,6 @@ impl Stored {
             .full_precision_prefix(self.full_precision_prefix())
             .tail(self.has_tail())
             .key_mean(self.mean.unwrap_or_default())
-    }
-
-    /// Makes the spec of the smallest cache for a model with blocks of `block_size` tokens, to ask
-    /// it for sizes.
-    ///
-    /// # Errors
-    /// Those of the builder.
-    pub fn few_blocks(
-        &self,
-        config: &ModelConfig,
-        block_size: u32,
-    ) -> Result<CacheSpec, SpecError> {
-        self.spec(config, |cache| cache.paged(block_size, self.blocks_min()))
     }
 
     /// Returns the number of blocks of the smallest cache.
@@ -178,12 +131,6 @@ impl Stored {
         let Self { k, v, .. } = self;
         if k == v { k.to_string() } else { format!("{k}/{v}") }
     }
-}
-
-/// Returns the number of blocks that one sequence needs to grow to `tokens` tokens in steps of any
-/// size, with its full-precision prefix and tail.
-pub fn blocks_of(spec: &CacheSpec, tokens: u32) -> u32 {
-    spec.groups().iter().map(|group| group.slot_map().blocks_reserved(tokens)).max().unwrap_or(0)
 }
 
 /// Returns the stored bits per value, with scales and block means; the mean of K and V.
