@@ -10,6 +10,7 @@ pub(crate) fn list_bytes<T>(list: &Vec<T>) -> usize {
 /// that one large call does not keep it for ever.
 pub(crate) fn recycle<T>(list: &mut Vec<T>) {
     const KEPT_BYTES: usize = 64 << 10;
+    // Items without bytes: all.
     let kept = KEPT_BYTES.checked_div(size_of::<T>()).unwrap_or(usize::MAX);
     let (len, capacity) = (list.len(), list.capacity());
     list.clear();

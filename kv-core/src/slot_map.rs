@@ -164,7 +164,7 @@ impl SlotMap {
         if tokens == 0 {
             return 0;
         }
-        self.blocks(tokens).saturating_add(self.tail_blocks_max().saturating_mul(2))
+        self.blocks(tokens).saturating_add(self.tail_blocks_max() * 2)
     }
 
     /// Returns the tokens that fit `blocks` blocks without a tail.
@@ -175,8 +175,8 @@ impl SlotMap {
             return slots;
         }
         match slots.checked_sub(self.slots(self.full_precision_prefix)) {
-            Some(rest) => self.full_precision_prefix.saturating_add(rest),
-            None => self.per_block.saturating_mul(blocks).min(self.full_precision_prefix),
+            Some(rest) => self.full_precision_prefix + rest,
+            None => (self.per_block * blocks).min(self.full_precision_prefix),
         }
     }
 
@@ -205,7 +205,7 @@ impl SlotMap {
         }
         let slot = self
             .slots(self.full_precision_prefix)
-            .saturating_add(position.saturating_sub(self.full_precision_prefix));
+            .saturating_add(position - self.full_precision_prefix);
         // `block_size` is at least 1, by the layout's constructor.
         let (index, inside) = (slot / self.block_size, slot % self.block_size);
         Place { index, inside, is_wide: false }
@@ -286,7 +286,7 @@ impl SlotMap {
             return (self.slots(begin) - before).min(self.block_size);
         }
         let before = (index - before_tail) * self.per_block;
-        let rows = len.saturating_sub(begin).saturating_sub(before).min(self.per_block);
+        let rows = (len - begin).saturating_sub(before).min(self.per_block);
         rows * self.wide_slots
     }
 

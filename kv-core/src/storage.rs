@@ -64,6 +64,7 @@ impl<Buf> KvStorage<Buf> {
             return Err(DeviceError::new(DeviceErrorKind::Unsupported, "allocate planes")
                 .with_detail(format!("a block of {block} bytes, the device binds {max}")));
         }
+        // A segment need not hold more.
         let blocks = u32::try_from(blocks).unwrap_or(u32::MAX);
         let layouts = layouts.map(|layout| layout.with_segments_of(blocks));
         Ok(Self { layouts, layers: Vec::new() })

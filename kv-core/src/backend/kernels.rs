@@ -6,6 +6,7 @@ use kv_format::{DType, KvFormat, ScaleGroup, Scaling};
 
 use crate::error::{DeviceError, DeviceErrorKind};
 use crate::geometry::{Axes, BlockOrder, PlaneLayout};
+use crate::num::to_usize;
 use crate::tensor::{TensorDataMut, TokenRows, TokenTensorMut};
 
 /// Stored formats that the kernels of both GPU backends read and write. A backend that is ahead of
@@ -57,7 +58,7 @@ impl Room {
     /// # Errors
     /// `Unsupported` for a tensor that was checked against another plan.
     pub fn check(self, rows: &TokenRows, operation: &'static str) -> Result<(), DeviceError> {
-        let batch = usize::try_from(rows.batch()).unwrap_or(usize::MAX);
+        let batch = to_usize(rows.batch());
         let fits = match rows.axes() {
             Axes::Thd => rows.tokens() >= self.total,
             Axes::Bshd | Axes::Sbhd => batch >= self.entries && rows.tokens() >= self.longest,

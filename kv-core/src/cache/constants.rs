@@ -32,6 +32,7 @@ impl Constants {
                 hash_layout(&mut hash, layout);
             }
             let known = constants.calibration.as_ref().map_or(0, |c| c.layers().len());
+            // A calibration of more layers than there are ids is cut.
             let known: Vec<_> =
                 (0..u16::try_from(known).unwrap_or(u16::MAX)).map(LayerId).collect();
             let layers = if on_demand { &known } else { group.layers() };

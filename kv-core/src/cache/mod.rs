@@ -123,7 +123,7 @@ impl<B: Backend> KvCache<B> {
     /// for later steps. It grows with the blocks of live sequences and with the largest recent
     /// step. Pools and their index are not included: they take a fixed size per block.
     pub fn plan_bytes(&self) -> usize {
-        self.state.plan_bytes().saturating_add(self.scratch.host_bytes())
+        self.state.plan_bytes() + self.scratch.host_bytes()
     }
 
     /// Allocates a layer; `false` if it has memory already.

@@ -37,11 +37,11 @@ impl Written {
     fn insert(&mut self, layer: LayerId) {
         let index = usize::from(layer.0);
         if self.layers.len() <= index {
-            self.layers.resize(index.saturating_add(1), false);
+            self.layers.resize(index + 1, false);
         }
         if let Some(written) = self.layers.get_mut(index).filter(|written| !**written) {
             *written = true;
-            self.count = self.count.saturating_add(1);
+            self.count += 1;
         }
     }
 }
@@ -247,7 +247,7 @@ impl<B: Backend> KvCache<B> {
         let first = (0..self.state.spec().num_layers())
             .map(LayerId)
             .find(|layer| self.has_memory(*layer) && !self.written.contains(*layer));
-        let others = allocated.saturating_sub(self.written.count).saturating_sub(1);
+        let others = allocated - self.written.count - 1;
         let layer = first.invariant("fewer layers are written than have memory");
         Err(PlanError::LayersUnwritten { layer, others })
     }

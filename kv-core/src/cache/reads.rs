@@ -50,7 +50,7 @@ impl<F: Fence> Reads<F> {
             }
             !fences.is_empty()
         });
-        self.room = self.fences.len().saturating_mul(2).max(ROOM_MIN);
+        self.room = (self.fences.len() * 2).max(ROOM_MIN);
     }
 }
 

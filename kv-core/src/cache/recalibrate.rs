@@ -124,7 +124,8 @@ impl<B: Backend> KvCache<B> {
             let [k, v] = layouts;
             let row_bytes = decoded_bytes(&k, 1).max(decoded_bytes(&v, 1));
             let most = DECODED_BYTES.checked_div(row_bytes).unwrap_or(1);
-            let kept = self.state.kept_rows(number, u32::try_from(most).unwrap_or(u32::MAX));
+            let most = u32::try_from(most).invariant("a few megabytes hold fewer than 2^32 rows");
+            let kept = self.state.kept_rows(number, most);
             let most = kept.batches.iter().map(|runs| tokens(runs)).max();
             let decoded = most.map(|most| {
                 let [k, v] = layouts.map(|layout| self.backend.alloc(decoded_bytes(&layout, most)));
@@ -283,7 +284,7 @@ fn plane_of<Buf: 'static>(
     view.invariant("constants are not exchanged where layers may have no memory")
 }
 
-/// Returns the bytes of rows of `tokens` tokens in `f32`.
+/// Returns the bytes of rows of `tokens` tokens in `f32`; `u64::MAX`, which no device has, if more.
 fn decoded_bytes(layout: &PlaneLayout, tokens: u32) -> u64 {
     let row = [layout.num_kv_heads(), layout.head_dim()].map(u64::from);
     let values = row.into_iter().fold(u64::from(tokens), u64::saturating_mul);
@@ -298,10 +299,10 @@ fn ranges(layout: &PlaneLayout, blocks: &[BlockId]) -> Vec<(usize, u64, u64)> {
         match ranges.last_mut() {
             Some((in_segment, begin, bytes))
                 if *in_segment == segment
-                    && begin.saturating_add(*bytes) == offset
-                    && bytes.saturating_add(size) <= SAVED_BYTES =>
+                    && *begin + *bytes == offset
+                    && *bytes + size <= SAVED_BYTES =>
             {
-                *bytes = bytes.saturating_add(size);
+                *bytes += size;
             }
             _ => ranges.push((segment, offset, size)),
         }

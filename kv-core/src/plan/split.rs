@@ -80,7 +80,7 @@ impl Splits {
             Determinism::BatchInvariant => SPLIT_TOKENS_INVARIANT,
             Determinism::Fast => fast_length(self.tokens, layout, policy.workers),
         };
-        // Whole blocks, so that a split begins at a block's start.
+        // Whole blocks, so that a split begins at a block's start; past `u32`, one split.
         let length = length.checked_next_multiple_of(layout.block_size()).unwrap_or(u32::MAX);
         let first = if length == self.length { first } else { 0 };
         if first == 0 {

@@ -269,6 +269,7 @@ fn blocks_within([k, v]: [PlaneLayout; 2], num_layers: usize, bytes: u64) -> u32
     let block = block.saturating_mul(to_u64(num_layers.max(1)));
     // The slots of a pool are numbered in u32.
     let most = u32::MAX / k.block_size();
+    // The caller's budget may be any: it is cut to the most.
     let fit = bytes / block;
     u32::try_from(fit).unwrap_or(u32::MAX).min(most)
 }

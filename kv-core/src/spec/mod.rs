@@ -139,7 +139,7 @@ impl CacheSpec {
         if self.on_demand {
             return u16::MAX;
         }
-        u16::try_from(self.layers.len()).unwrap_or(u16::MAX)
+        u16::try_from(self.layers.len()).invariant("a layer has a number of 16 bits")
     }
     /// Returns whether layers are allocated one by one, on demand.
     pub fn layers_on_demand(&self) -> bool {
@@ -170,7 +170,8 @@ impl CacheSpec {
     /// change the results.
     pub fn max_queries(&self) -> u32 {
         const AT_LEAST: u32 = 1 << 16;
-        u32::try_from(self.memory().tokens).unwrap_or(u32::MAX).max(AT_LEAST)
+        let tokens = u32::try_from(self.memory().tokens);
+        tokens.invariant("the slots of a pool are numbered in 32 bits").max(AT_LEAST)
     }
     /// Returns how much of a cached prompt another prompt may reuse.
     pub fn prefix_reuse(&self) -> PrefixReuse {
@@ -234,6 +235,7 @@ impl CacheSpec {
     pub fn sequences_that_fit(&self, tokens: u32) -> u32 {
         let fit = |group: &GroupSpec| {
             let blocks = group.blocks_to_grow(tokens);
+            // Any number fits that has no block.
             group.num_blocks().checked_div(blocks).unwrap_or(u32::MAX)
         };
         let fit = self.groups.iter().map(fit).min().unwrap_or(0);

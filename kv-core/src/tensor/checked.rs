@@ -161,6 +161,7 @@ impl TokenRows {
     }
 
     fn check_bytes(&self, tensor: &'static str, got: u64) -> Result<(), PlanError> {
+        // More bytes than `u64` counts are more than any tensor has.
         let needed = self.bytes_reached().unwrap_or(u64::MAX);
         if needed > got {
             return Err(PlanError::TensorBytes { tensor, needed, got });
@@ -243,7 +244,7 @@ impl<'a, Buf> TokenTensor<'a, Buf> {
     pub fn data(&self) -> TensorData<'a, Buf> {
         self.data
     }
-    /// Returns the bytes from the first element to the end of the last row.
+    /// Returns the bytes from the first element to the end of the last row; `u64::MAX` if more.
     pub fn bytes_reached(&self) -> u64 {
         self.rows.bytes_reached().unwrap_or(u64::MAX)
     }
@@ -296,7 +297,7 @@ impl<'a, Buf> TokenTensorMut<'a, Buf> {
     pub fn rows(&self) -> &TokenRows {
         &self.rows
     }
-    /// Returns the bytes from the first element to the end of the last row.
+    /// Returns the bytes from the first element to the end of the last row; `u64::MAX` if more.
     pub fn bytes_reached(&self) -> u64 {
         self.rows.bytes_reached().unwrap_or(u64::MAX)
     }
@@ -304,7 +305,7 @@ impl<'a, Buf> TokenTensorMut<'a, Buf> {
     pub fn data(&mut self) -> &mut TensorDataMut<'a, Buf> {
         &mut self.data
     }
-    /// Returns the bytes of all rows without gaps, for an output in host memory.
+    /// Returns the bytes of all rows without gaps, for an output in host memory; `u64::MAX` if more.
     pub(crate) fn host_bytes(&self) -> Option<u64> {
         match &self.data {
             TensorDataMut::Host(_) => Some(self.rows.dense().bytes_reached().unwrap_or(u64::MAX)),

@@ -104,7 +104,7 @@ impl CacheState {
         self.look_up_unnamed(&mut lookup, prompt, &options);
         let found = &lookup.found;
         let (len, reused) = (to_u32(prompt.len()), found.tokens());
-        let rest = len.saturating_sub(reused);
+        let rest = len - reused;
         let chunk = admission.chunk.map_or(rest, |chunk| chunk.min(rest));
         for group in self.groups.iter() {
             let map = group.slot_map();
@@ -118,8 +118,9 @@ impl CacheState {
             let is_written = has_part && map.tokens(map.full_blocks(reused)) < reused;
             let copied = blocks.donor().filter(|block| is_written && !group.pool.is_idle(*block));
             let needed = |new: u32, ahead: u32| {
-                let growth = Growth::new(&map, found.whole, reused, reused.saturating_add(new));
-                let ahead = reused.saturating_add(new).saturating_add(ahead);
+                let growth = Growth::new(&map, found.whole, reused, reused + new);
+                // Saturating from here on: lookahead and watermark may be any numbers.
+                let ahead = (reused + new).saturating_add(ahead);
                 let ahead = if map.has_tail() || new == 0 { 0 } else { map.blocks(ahead) };
                 let reserved = map.blocks_reserved(options.reserve);
                 let blocks = growth.blocks().max(ahead).max(reserved).saturating_sub(held);
@@ -171,7 +172,7 @@ impl CacheState {
             demand.add(group, entry, input.details().lookahead, &Exchanged::default());
         }
         let left = demand.left_by_all(&group.pool).blocks;
-        let free = group.pool.num_free().saturating_add(left);
+        let free = group.pool.num_free() + left;
         Ok(BlockDemand { needed: demand.blocks, free })
     }
 
@@ -190,7 +191,7 @@ impl CacheState {
         let (row, state) = self.sequences.get(sequence)?;
         let max = self.spec.max_seq_len();
         if len > max {
-            let new = u64::from(len.saturating_sub(state.len));
+            let new = u64::from(len - state.len);
             return Err(PlanError::SequenceTooLong { sequence, len: state.len, new, max }.into());
         }
         let spec = self.spec.groups().get(usize::from(group.0));
@@ -205,8 +206,8 @@ impl CacheState {
         let mut shared = Demand::default();
         let next = BatchEntry { row, cached: state.len, new_tokens: 1, queries: 1 };
         shared.add(group, &next, 0, &Exchanged::default());
-        let first = shared.blocks.saturating_sub(group.grown_by(&next));
-        Ok(spec.blocks_to_grow(len).saturating_sub(held).saturating_add(first))
+        let first = shared.blocks - group.grown_by(&next);
+        Ok(spec.blocks_to_grow(len).saturating_sub(held) + first)
     }
 }
 
@@ -232,7 +233,7 @@ impl Chunks<'_> {
         let map = group.slot_map();
         let reserved = map.blocks_reserved(self.reserve);
         let has_steps = group.window.is_some() || map.has_tail();
-        let rest = self.len.saturating_sub(self.reused);
+        let rest = self.len - self.reused;
         let chunk = if has_steps && self.chunk > 0 { self.chunk } else { rest.max(1) };
         let num_sink_blocks = sink_blocks(group.window, &map);
         // Shared blocks cost nothing, and releasing them frees nothing. The copied block is not
@@ -249,14 +250,14 @@ impl Chunks<'_> {
         let is_window = has_steps && !map.has_tail();
         let mut ahead = if is_window { self.admission.lookahead } else { 0 };
         while at < self.len {
-            let next = at.saturating_add(chunk).min(self.len);
+            let next = at + chunk.min(self.len - at);
             let growth = Growth::new(&map, coded, at, next);
             let live = group.window.map_or(0, |window| {
                 let live = first_live(&map, window, window.shortest(at));
                 let live = if map.has_tail() { live.min(map.full_blocks(coded)) } else { live };
                 live.max(found.live(has_part))
             });
-            // Lookahead of a step is kept.
+            // Lookahead of a step is kept; it may be any number.
             let before = if map.has_tail() { reserved } else { entries };
             let further = if ahead > 0 { map.blocks(next.saturating_add(ahead)) } else { 0 };
             entries = growth.blocks().max(further).max(before);
@@ -271,7 +272,7 @@ impl Chunks<'_> {
 impl Group {
     /// Returns the blocks that a step appends to a row.
     fn grown_by(&self, entry: &BatchEntry) -> u32 {
-        let len = entry.cached.saturating_add(entry.new_tokens);
+        let len = entry.cached + entry.new_tokens;
         let growth = Growth::new(&self.slot_map(), self.tables.coded(entry.row), entry.cached, len);
         growth.blocks().saturating_sub(to_u32(self.tables.row(entry.row).len()))
     }

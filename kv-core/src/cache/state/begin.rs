@@ -103,7 +103,8 @@ impl CacheState {
             if new_tokens > 0 {
                 // Tokens of a step that is rolled back do no harm: the next ones replace them.
                 self.sequences.note(row, len, input.ids(len), &self.chains);
-                let end = len.saturating_add(new_tokens).saturating_add(details.lookahead);
+                // Lookahead may be any number.
+                let end = (len + new_tokens).saturating_add(details.lookahead);
                 if end > own_end {
                     self.open.growing.push(place);
                 }
@@ -112,13 +113,13 @@ impl CacheState {
             }
             self.open.batch.push(BatchEntry { row, cached: len, new_tokens, queries });
             self.open.entries.push(details);
-            self.open.total_q = self.open.total_q.saturating_add(u64::from(queries));
+            self.open.total_q += u64::from(queries);
             match self.open.rows.get_mut(place) {
                 Some(known) => *known = row,
                 None => self.open.rows.push(row),
             }
             if self.has_windows && queries > new_tokens {
-                let first = len.saturating_add(new_tokens).saturating_sub(queries);
+                let first = (len + new_tokens).saturating_sub(queries);
                 self.check_in_windows(sequence, row, (first, len))?;
             }
         }
@@ -160,8 +161,8 @@ impl CacheState {
         }
         for number in added.first..self.open.batch.len() {
             let (BatchEntry { row, cached, new_tokens, .. }, details) = self.open.entry(number);
-            let len = cached.saturating_add(new_tokens);
-            let certain = len.saturating_sub(details.drafts);
+            let len = cached + new_tokens;
+            let certain = len - details.drafts;
             if new_tokens > 0 && certain >= self.sequences.at(row).store_at {
                 self.publish_full(row, (certain, len), true);
             }

@@ -24,8 +24,9 @@ pub(super) struct Written {
 impl Written {
     pub(super) fn new(group: &Group, entry: &BatchEntry, lookahead: u32) -> Self {
         let map = group.slot_map();
-        let (cached, len) = (entry.cached, entry.cached.saturating_add(entry.new_tokens));
+        let (cached, len) = (entry.cached, entry.cached + entry.new_tokens);
         let growth = Growth::new(&map, group.tables.coded(entry.row), cached, len);
+        // Lookahead may be any number.
         let ahead = if map.has_tail() { 0 } else { map.blocks(len.saturating_add(lookahead)) };
         let blocks = growth.blocks().max(ahead);
         if !map.has_tail() {
@@ -43,7 +44,7 @@ impl Written {
         };
         let tail = if growth.tail_blocks > 0 {
             let first = map.place_in(tail_begin.max(cached), growth.coded).index;
-            first..growth.code_blocks.saturating_add(growth.tail_blocks)
+            first..growth.code_blocks + growth.tail_blocks
         } else {
             0..0
         };
@@ -66,6 +67,7 @@ impl Written {
 }
 
 /// Returns a cheap upper bound of the blocks that a batch needs; beyond it they are counted.
+/// Saturating, because lookahead may be any number.
 pub(super) fn demand_at_most(
     group: &Group,
     entries: impl Iterator<Item = (BatchEntry, OpenEntry)>,
@@ -74,12 +76,12 @@ pub(super) fn demand_at_most(
     let (mut tokens, mut count) = (0_u32, 0_u32);
     for (entry, detail) in entries {
         tokens = tokens.saturating_add(entry.new_tokens).saturating_add(detail.lookahead);
-        count = count.saturating_add(1);
+        count += 1;
     }
     let rows = tokens.saturating_mul(map.wide_slots());
-    let blocks = rows.checked_div(group.block_size()).unwrap_or(u32::MAX);
-    let each = map.tail_blocks_max().saturating_mul(3).saturating_add(3);
-    blocks.saturating_add(count.saturating_mul(each))
+    let blocks = rows / group.block_size();
+    let each = map.tail_blocks_max() * 3 + 3;
+    blocks.saturating_add(count * each)
 }
 
 /// Blocks that become free when a step begins, because they left a window.
@@ -93,6 +95,7 @@ pub(super) struct Left {
 /// Counts the blocks that a batch needs of one group.
 #[derive(Debug, Default)]
 pub(super) struct Demand {
+    /// `u32::MAX` if more: lookahead may be any number.
     pub(super) blocks: u32,
     /// Number of rows of the batch that write a shared block, and the most slots that one of them
     /// has filled.
@@ -123,7 +126,7 @@ impl Demand {
         for at in written.entries_had(to_u32(row.len())) {
             let kept = written.kept(&group.slot_map(), at, entry.cached);
             // The entry's index before the blocks of the tail move after the others.
-            let at = if growth.seals() && at >= begin { at.saturating_add(by) } else { at };
+            let at = if growth.seals() && at >= begin { at + by } else { at };
             if let Some(block) = row.get(to_usize(at)) {
                 let filled = exchanged.filled(group.id, *block);
                 self.share(&group.pool, *block, (kept, filled));
@@ -134,7 +137,7 @@ impl Demand {
     /// Records that a row releases a block before the batch writes.
     pub(super) fn leave(&mut self, block: BlockId) {
         let leavers = self.leavers.entry(block).or_default();
-        *leavers = leavers.saturating_add(1);
+        *leavers += 1;
     }
 
     /// Counts the blocks that all of their holders leave.
@@ -142,8 +145,8 @@ impl Demand {
         let mut left = Left::default();
         let blocks = self.leavers.iter().filter(|(block, rows)| pool.holders(**block) == **rows);
         for (block, _) in blocks {
-            left.blocks = left.blocks.saturating_add(1);
-            left.stored = left.stored.saturating_add(u32::from(pool.is_stored(*block)));
+            left.blocks += 1;
+            left.stored += u32::from(pool.is_stored(*block));
         }
         left
     }
@@ -156,9 +159,10 @@ impl Demand {
             return;
         }
         let leavers = self.leavers.get(&block).copied().unwrap_or(0);
+        // Those who ask for a demand may name a sequence twice.
         let holders = pool.holders(block).saturating_sub(leavers);
         let (writers, most) = self.writers.entry(block).or_default();
-        *writers = writers.saturating_add(1);
+        *writers += 1;
         // The last holder keeps the block, unless it would overwrite another holder's rows.
         let is_last = *writers >= holders;
         if !is_last || (*most).max(filled) > kept {

@@ -15,11 +15,11 @@ impl CacheState {
             if new_tokens == 0 {
                 continue;
             }
-            let len = cached.saturating_add(new_tokens);
+            let len = cached + new_tokens;
             // Tokens that were accepted are text, drafts or not; others are until the next step.
             let accepted = accepted.and_then(|accepted| accepted.get(index)).copied();
-            let kept = accepted.map(|accepted| cached.saturating_add(accepted));
-            let certain = kept.unwrap_or_else(|| len.saturating_sub(details.drafts));
+            let kept = accepted.map(|accepted| cached + accepted);
+            let certain = kept.unwrap_or_else(|| len - details.drafts);
             let sequence = self.sequences.at_mut(row);
             (sequence.len, sequence.certain) = (len, certain);
             let store_at = sequence.store_at;

@@ -165,7 +165,7 @@ impl History {
         if is_cut {
             // If there is such a block already, it is skipped together with the blocks before it.
             if *cut != NO_BLOCK {
-                *stored = (*stored).max(cut.saturating_add(1));
+                *stored = (*stored).max(*cut + 1);
             }
             *cut = full;
         }
@@ -199,7 +199,7 @@ impl History {
         if is_all {
             return;
         }
-        let keep = at.saturating_add(same);
+        let keep = at + same;
         self.tokens.truncate(keep);
         self.tokens.extend_from_slice(brought.get(same..).unwrap_or_default());
         for (keys, map) in self.keys.iter_mut().zip(maps) {
@@ -213,7 +213,7 @@ impl History {
         let (namespace, root) = self.space?;
         let keys = self.keys.get_mut(chain)?;
         let begin = map.tokens(index);
-        let end = map.tokens(index.saturating_add(1));
+        let end = map.tokens(index + 1);
         let parent = index.checked_sub(1).map_or(Some(root), |i| keys.get(to_usize(i)))?;
         let range = to_usize(begin)..to_usize(end);
         let tokens = self.tokens.slice(range, &mut self.straddling)?;
@@ -247,7 +247,7 @@ impl History {
         let size = to_usize(map.block_size());
         let mut begin = 0_usize;
         for index in 0..count {
-            let end = begin.saturating_add(size);
+            let end = begin + size;
             let Some(tokens) = self.tokens.slice(begin..end, &mut self.straddling) else {
                 return;
             };

@@ -288,16 +288,16 @@ impl Needed {
             }
             let tokens = (content.tokens, content.contents);
             let found = group.pool.longest_beginning(of.parent, content.namespace, tokens);
-            let len = of.end.saturating_sub(of.begin);
+            let len = of.end - of.begin;
             found.filter(|(_, common)| *common == len).map(|(block, _)| block)
         };
         let blocks: Vec<_> = full.chain(part).map(|of| (of, find(&of))).collect();
         let found = || blocks.iter().filter_map(|(_, block)| *block);
         let idle = to_u32(found().filter(|block| group.pool.is_idle(*block)).count());
-        let missing = to_u32(blocks.len().saturating_sub(found().count()));
-        let free = group.pool.num_free().saturating_sub(idle);
+        let missing = to_u32(blocks.len() - found().count());
+        let free = group.pool.num_free() - idle;
         if missing > free {
-            let evictable = group.pool.num_idle().saturating_sub(idle);
+            let evictable = group.pool.num_idle() - idle;
             return Err(exhausted(group, missing, (free, evictable)));
         }
         Ok(Self { blocks })

@@ -123,7 +123,7 @@ pub(super) fn bounded(what: &'static str, got: u32, max: u32) -> Result<(), Plan
 /// Refuses more queries without tokens than a step may have.
 pub(super) fn check_queries(batch: &[BatchEntry], spec: &CacheSpec) -> Result<(), PlanError> {
     let only_asks = batch.iter().filter(|entry| entry.new_tokens == 0);
-    let got = only_asks.fold(0_u64, |n, entry| n.saturating_add(entry.queries.into()));
+    let got: u64 = only_asks.map(|entry| u64::from(entry.queries)).sum();
     // Nearly every step has only new tokens.
     let max = if got == 0 { 0 } else { u64::from(spec.max_queries()) };
     if got <= max {

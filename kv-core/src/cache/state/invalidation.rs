@@ -30,7 +30,7 @@ impl CacheState {
                     break;
                 }
                 group.forget(block, ledger, unwiped);
-                forgotten = forgotten.saturating_add(1);
+                forgotten += 1;
             }
         }
         let (_, history) = self.sequences.both_mut(row);
@@ -55,7 +55,7 @@ impl CacheState {
             // The end of the prompt, in a block that it does not fill, follows the full ones.
             while let Some(block) = own_part(group, &mut history, len, keep) {
                 group.forget(block, ledger, unwiped);
-                forgotten = forgotten.saturating_add(1);
+                forgotten += 1;
             }
             for (at, block) in found.blocks.iter().enumerate().rev() {
                 let Some((block, content)) =
@@ -69,7 +69,7 @@ impl CacheState {
                     break;
                 }
                 group.forget(block, ledger, unwiped);
-                forgotten = forgotten.saturating_add(1);
+                forgotten += 1;
             }
         }
         Ok(forgotten)
@@ -93,7 +93,7 @@ impl CacheState {
                 });
                 if is_last {
                     group.forget(block, ledger, unwiped);
-                    forgotten = forgotten.saturating_add(1);
+                    forgotten += 1;
                 }
             }
         }

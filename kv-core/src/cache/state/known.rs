@@ -45,7 +45,7 @@ impl CacheState {
         let (salt, adapter) = self.ledger.namespace(namespace)?;
         let len = to_usize(state.certain.min(state.len));
         let mut tokens = history.tokens(len);
-        let more = recent.iter().take(len.saturating_sub(tokens.len()));
+        let more = recent.iter().take(len - tokens.len());
         tokens.extend(more);
         Some(SequenceText { tokens, contents: history.contents(), salt, adapter })
     }

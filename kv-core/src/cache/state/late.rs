@@ -72,7 +72,7 @@ impl CacheState {
             return Ok(());
         }
         for entry in self.open.batch.iter().filter(|entry| entry.queries > 0) {
-            let first = entry.cached.saturating_add(entry.new_tokens).saturating_sub(entry.queries);
+            let first = (entry.cached + entry.new_tokens).saturating_sub(entry.queries);
             let sees_sink_tokens = options.sink_tokens() > 0;
             let window = options.window_left().filter(|_| !sees_sink_tokens);
             let begin = window.map_or(0, |left| first.saturating_sub(left));

@@ -30,7 +30,7 @@ pub(super) struct HitBlocks {
 impl PrefixHit {
     /// Returns the number of tokens that need not be computed.
     pub(super) fn tokens(&self) -> u32 {
-        self.whole.saturating_add(self.part)
+        self.whole + self.part
     }
 
     /// Returns the blocks that the sequence holds, by index; missing ones are vacant entries.
@@ -62,6 +62,7 @@ impl PrefixHit {
         let mut len = limit;
         for (found, group) in self.groups.iter_mut().zip(groups) {
             let map = group.slot_map();
+            // The caller's `backoff` may be any number.
             let count = map.full_blocks(len).saturating_add(backoff).min(map.full_blocks(limit));
             found.find_blocks(group, history, count);
             len = found.longest(group, len, backoff);
@@ -94,11 +95,11 @@ impl PrefixHit {
         if groups.iter().any(|group| group.slot_map().has_tail()) {
             return;
         }
-        let mut part = limit.saturating_sub(self.whole);
+        let mut part = limit - self.whole;
         for (found, group) in self.groups.iter_mut().zip(groups) {
             let map = group.slot_map();
             let index = map.full_blocks(self.whole);
-            let end = map.tokens(index.saturating_add(1)).min(limit);
+            let end = map.tokens(index + 1).min(limit);
             let content = history.partial(group.chain, &map, (index, end));
             let found_block = content.and_then(|content| {
                 let Content { parent, namespace, tokens, contents, .. } = content;
@@ -136,7 +137,7 @@ impl Needed<'_> {
     /// Returns the number of whole blocks, without vacant entries.
     pub(super) fn num_blocks(&self, part: bool) -> u32 {
         let whole = to_u32(self.blocks.len());
-        whole.saturating_sub(self.live(part).min(whole).saturating_sub(self.sink_blocks))
+        whole - self.live(part).min(whole).saturating_sub(self.sink_blocks)
     }
     pub(super) fn live(&self, part: bool) -> u32 {
         let [whole, with_part] = self.live;
@@ -187,9 +188,9 @@ impl HitBlocks {
         let is_there = |i: &u32| self.blocks.get(to_usize(*i)).is_some_and(Option::is_some);
         let num_sink_blocks = sink_blocks(Some(window), &map);
         while blocks > 0 {
-            let end = blocks.saturating_add(backoff);
+            let end = blocks + backoff;
             // A window of only the query itself needs no block; still something must be cached.
-            let live = first_live(&map, window, map.tokens(blocks)).min(end.saturating_sub(1));
+            let live = first_live(&map, window, map.tokens(blocks)).min(end - 1);
             // A gap at `i` excludes every prefix that needs `i`: the next candidate ends before it.
             if let Some(gap) = (live..end).rev().find(|i| !is_there(i)) {
                 blocks = gap.saturating_sub(backoff);

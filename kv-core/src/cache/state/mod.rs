@@ -273,7 +273,7 @@ impl CacheState {
         for (index, map) in spec.groups().iter().map(GroupSpec::slot_map).enumerate() {
             let chain = chains.iter().position(|known| known == map).unwrap_or_else(|| {
                 chains.push(*map);
-                chains.len().saturating_sub(1)
+                chains.len() - 1
             });
             groups.push(Group::new(&spec, index, chain, &clock));
         }
@@ -392,8 +392,7 @@ impl CacheState {
         if self.sequences.contains(sequence) {
             return Err(PlanError::SequenceExists { sequence });
         }
-        let (got, max) =
-            (to_u64(self.sequences.len()).saturating_add(1), self.spec.max_sequences());
+        let (got, max) = (to_u64(self.sequences.len()) + 1, self.spec.max_sequences());
         if got > u64::from(max) {
             return Err(PlanError::TooMany { what: "sequences", got, max: u64::from(max) });
         }

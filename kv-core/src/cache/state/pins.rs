@@ -64,8 +64,8 @@ impl CacheState {
             }
         }
         let id = PinId(self.pins.next);
-        self.pins.next = self.pins.next.saturating_add(1);
-        self.pins.revision = self.pins.revision.saturating_add(1);
+        self.pins.next += 1;
+        self.pins.revision += 1;
         self.pins.held.insert(id, blocks);
         self.note_peak();
         Pin { id, tokens: lookup.found.whole }
@@ -93,7 +93,7 @@ impl CacheState {
         let Some(blocks) = self.pins.held.remove(&pin) else {
             return Ok(false);
         };
-        self.pins.revision = self.pins.revision.saturating_add(1);
+        self.pins.revision += 1;
         for (index, block) in blocks.into_iter().rev() {
             self.groups.at_mut(index).release_holder(block, &mut self.unwiped);
         }

@@ -259,7 +259,7 @@ impl Probed {
         let (_, Chain { map, .. }) = self.group(group);
         // A hit ends at the end of a block in every group.
         let index = map.full_blocks(hit);
-        Some((index, map.tokens(index.saturating_add(1)).min(upto)))
+        Some((index, map.tokens(index + 1).min(upto)))
     }
 
     /// Returns how many tokens a sequence reuses if the blocks of [`Self::part`] are cached too.
@@ -278,13 +278,13 @@ impl Probed {
         }
         let (group, Chain { map, .. }) = self.group(group);
         let blocks = map.full_blocks(hit);
-        let end = blocks.saturating_add(self.backoff);
+        let end = blocks + self.backoff;
         let Some(window) = group.window else {
             return [0..0, 0..end];
         };
         // As a lookup has it: a window of only the query itself needs no block; still something
         // must be cached.
-        let live = first_live(map, window, hit).min(end.saturating_sub(1));
+        let live = first_live(map, window, hit).min(end - 1);
         let sinks = sink_blocks(Some(window), map).min(blocks).min(live);
         [0..sinks, live..end]
     }
@@ -292,7 +292,7 @@ impl Probed {
 
 impl Chain {
     fn range(&self, index: u32) -> (u32, u32) {
-        (self.map.tokens(index), self.map.tokens(index.saturating_add(1)))
+        (self.map.tokens(index), self.map.tokens(index + 1))
     }
     /// Returns the keys of the block before and of block `index`.
     fn keys_of(&self, root: BlockKey, index: u32) -> (BlockKey, BlockKey) {

@@ -29,7 +29,7 @@ impl CacheState {
             let coded = map.coded_after(group.tables.coded(row), len).min(certain);
             let mut at = history.stored(index);
             // Tokens after `coded` are in a tail, or are drafts.
-            while map.tokens(at.saturating_add(1)) <= coded {
+            while map.tokens(at + 1) <= coded {
                 if let Some((block, offered)) = group.offer_full(history, ledger, (row, at, fill)) {
                     if is_early {
                         let is_new = offered == Offered::New;
@@ -38,10 +38,10 @@ impl CacheState {
                         group.settle_full((history, ledger, unwiped), (row, at, block), offered);
                     }
                 }
-                at = at.saturating_add(1);
+                at += 1;
             }
             history.set_stored(index, at);
-            state.store_at = state.store_at.min(map.tokens(at.saturating_add(1)));
+            state.store_at = state.store_at.min(map.tokens(at + 1));
         }
     }
 
@@ -60,7 +60,7 @@ impl CacheState {
                 Some((block, Offered::New))
             } else {
                 // A block with tokens that were not accepted will be written again.
-                let is_full = group.slot_map().tokens(at.saturating_add(1)) <= state.len;
+                let is_full = group.slot_map().tokens(at + 1) <= state.len;
                 let place = (row, at, Fill::Full);
                 is_full.then(|| group.offer_full(history, ledger, place)).flatten()
             };
@@ -94,7 +94,7 @@ impl CacheState {
             let map = group.slot_map();
             let last = history.stored(index);
             let is_empty = map.tokens(last) >= certain;
-            let is_full = map.tokens(last.saturating_add(1)) <= certain;
+            let is_full = map.tokens(last + 1) <= certain;
             // If ids are unknown from some token on, the sequence may have left this block.
             if is_empty || is_full || group.vacant(row).contains(&last) {
                 continue;

@@ -49,6 +49,7 @@ impl CacheState {
         (begin, len): (u32, u32),
     ) -> Result<u32, PlanError> {
         let (row, state) = self.sequences.get(sequence)?;
+        // The caller's range may be any.
         let asked = begin.saturating_add(len);
         if asked > state.len {
             let len = state.len;
@@ -70,7 +71,7 @@ impl CacheState {
             return Err(PlanError::State { operation: "gather", problem });
         }
         let whole = |entry: &BatchEntry| {
-            let len = entry.cached.saturating_add(entry.new_tokens);
+            let len = entry.cached + entry.new_tokens;
             if len > 0 {
                 self.check_kept(entry.row, group, (0, len))?;
                 self.check_rows_in(layer, entry.row, 0)?;
@@ -130,7 +131,7 @@ impl CacheState {
     /// See [`KvCache::preempt`](crate::KvCache::preempt).
     pub(in crate::cache) fn preempt(&mut self, sequence: SequenceId) -> Result<(), PlanError> {
         self.release(sequence)?;
-        self.stats.preemptions = self.stats.preemptions.saturating_add(1);
+        self.stats.preemptions += 1;
         Ok(())
     }
 

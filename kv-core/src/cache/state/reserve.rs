@@ -56,7 +56,7 @@ impl CacheState {
         }
         for number in &self.open.growing {
             let (entry, _) = self.open.entry(*number);
-            let len = entry.cached.saturating_add(entry.new_tokens);
+            let len = entry.cached + entry.new_tokens;
             let end = |map: &SlotMap| map.tokens(map.blocks(len));
             let end = self.chains.iter().map(end).min();
             self.sequences.at_mut(entry.row).own_end = end.invariant("a spec has a group");
@@ -80,8 +80,8 @@ impl CacheState {
                 group.entries(entry.row, leaving).iter().for_each(|block| demand.leave(*block));
             }
             let left = demand.left_by_all(&group.pool);
-            free = free.saturating_add(left.blocks);
-            evictable = evictable.saturating_add(left.stored);
+            free += left.blocks;
+            evictable += left.stored;
         }
         for (entry, details) in growing() {
             demand.add(group, &entry, details.lookahead, &open.exchanged);
@@ -164,7 +164,7 @@ impl CacheState {
         if slots > 0 {
             let copies = open.copies.get_mut(index).invariant(super::GROUP);
             copies.push(BlockCopy { from: old, to: new, slots });
-            stats.cow_copies = stats.cow_copies.saturating_add(1);
+            stats.cow_copies += 1;
         }
     }
 

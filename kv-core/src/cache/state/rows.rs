@@ -67,7 +67,7 @@ impl CacheState {
 
 impl Run {
     fn tokens(&self) -> u32 {
-        self.end.saturating_sub(self.begin)
+        self.end - self.begin
     }
     pub(in crate::cache) fn range(&self) -> GatherRange {
         GatherRange { row: self.row, begin: self.begin, len: self.tokens() }
@@ -80,7 +80,7 @@ impl Run {
 
 /// Returns the tokens of a batch.
 pub(in crate::cache) fn tokens(runs: &[Run]) -> u32 {
-    runs.iter().map(Run::tokens).fold(0, u32::saturating_add)
+    runs.iter().map(Run::tokens).sum()
 }
 
 /// Calls `each` for every block that a sequence of `len` tokens holds rows in, with those rows.
@@ -92,7 +92,7 @@ fn each_block(group: &Group, row: u32, len: u32, mut each: impl FnMut(BlockId, R
     let (sink_blocks, live) =
         if vacant.is_empty() { (0, 0) } else { (vacant.start.min(count), vacant.end) };
     for at in (0..sink_blocks).chain(live..count) {
-        let (begin, end) = (map.tokens(at), map.tokens(at.saturating_add(1)).min(tail_begin));
+        let (begin, end) = (map.tokens(at), map.tokens(at + 1).min(tail_begin));
         if begin < end {
             each(group.entry(row, at), Run { row, begin, end });
         }
@@ -101,7 +101,7 @@ fn each_block(group: &Group, row: u32, len: u32, mut each: impl FnMut(BlockId, R
     while begin < len {
         let at = map.place_in(begin, coded).index;
         let is_here = |position: &u32| map.place_in(*position, coded).index == at;
-        let end = (begin..len).take_while(is_here).last().unwrap_or(begin).saturating_add(1);
+        let end = (begin..len).take_while(is_here).last().unwrap_or(begin) + 1;
         each(group.entry(row, at), Run { row, begin, end });
         begin = end;
     }
@@ -115,11 +115,11 @@ fn into_batches(runs: &[Run], most: u32) -> Vec<Vec<Run>> {
     for run in runs {
         let last = batches.last_mut().filter(|_| run.tokens() <= room);
         let Some(batch) = last else {
-            room = most.saturating_sub(run.tokens());
+            room = most - run.tokens();
             batches.push(vec![*run]);
             continue;
         };
-        room = room.saturating_sub(run.tokens());
+        room -= run.tokens();
         match batch.last_mut().filter(|b| b.row == run.row && b.end == run.begin) {
             Some(before) => before.end = run.end,
             None => batch.push(*run),

@@ -54,8 +54,9 @@ impl Sequence {
             return false;
         };
         *slot = token;
+        // Never saturates: the slot exists.
         self.recent_end = self.recent_end.saturating_add(1);
-        self.known = self.known.saturating_add(1);
+        self.known += 1;
         true
     }
 
@@ -66,7 +67,7 @@ impl Sequence {
     }
 
     fn num_recent(&self) -> usize {
-        usize::from(self.recent_end.get()).saturating_sub(1)
+        usize::from(self.recent_end.get()) - 1
     }
 }
 
@@ -207,7 +208,7 @@ impl Sequences {
             self.ids.push(None);
             self.states.push(None);
             self.histories.push(History::default());
-            to_u32(self.states.len().saturating_sub(1))
+            to_u32(self.states.len() - 1)
         });
         vacant.insert(row);
         *self.ids.get_mut(to_usize(row)).invariant(ROW) = Some(id);

@@ -25,7 +25,7 @@ impl<T, const CHUNK: usize> Default for SharedList<T, CHUNK> {
 impl<T: Copy + PartialEq, const CHUNK: usize> SharedList<T, CHUNK> {
     #[inline]
     pub(super) fn len(&self) -> usize {
-        self.full.len().saturating_mul(CHUNK).saturating_add(self.last.len())
+        self.full.len() * CHUNK + self.last.len()
     }
 
     /// Empties the list, and keeps memory for less than a chunk.
@@ -67,7 +67,7 @@ impl<T: Copy + PartialEq, const CHUNK: usize> SharedList<T, CHUNK> {
 
     pub(super) fn extend_from_slice(&mut self, mut items: &[T]) {
         while !items.is_empty() {
-            let room = CHUNK.saturating_sub(self.last.len()).min(items.len());
+            let room = (CHUNK - self.last.len()).min(items.len());
             let (now, later) = items.split_at(room);
             self.last.extend_from_slice(now);
             self.close_full();
@@ -117,7 +117,7 @@ impl<T: Copy + PartialEq, const CHUNK: usize> SharedList<T, CHUNK> {
         copy: &'a mut Vec<T>,
     ) -> Option<&'a [T]> {
         let (items, inside) = self.place(range.start)?;
-        let end = inside.saturating_add(range.end.checked_sub(range.start)?);
+        let end = inside + range.end.checked_sub(range.start)?;
         if let Some(found) = items.get(inside..end) {
             return Some(found);
         }
@@ -133,10 +133,10 @@ impl<T: Copy + PartialEq, const CHUNK: usize> SharedList<T, CHUNK> {
         let mut at = range.start;
         while at < range.end {
             let rest = self.rest_of_chunk(at);
-            let count = rest.len().min(range.end.saturating_sub(at));
+            let count = rest.len().min(range.end - at);
             assert!(count > 0, "item {at} of a list of {} lies in a chunk", self.len());
             copy.extend_from_slice(rest.get(..count).unwrap_or_default());
-            at = at.saturating_add(count);
+            at += count;
         }
         true
     }
@@ -154,10 +154,10 @@ impl<T: Copy + PartialEq, const CHUNK: usize> SharedList<T, CHUNK> {
     pub(super) fn common(&self, at: usize, items: &[T]) -> usize {
         let mut same = 0_usize;
         loop {
-            let mine = self.rest_of_chunk(at.saturating_add(same));
+            let mine = self.rest_of_chunk(at + same);
             let theirs = items.get(same..).unwrap_or_default();
             let equal = mine.iter().zip(theirs).take_while(|(a, b)| a == b).count();
-            same = same.saturating_add(equal);
+            same += equal;
             if equal == 0 || equal < mine.len() {
                 return same;
             }

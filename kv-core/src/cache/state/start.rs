@@ -244,9 +244,9 @@ impl CacheState {
             let reserved = map.blocks_reserved(options.reserve).saturating_sub(taken);
             let idle = needed.iter(found.part > 0).flatten();
             let idle = to_u32(idle.filter(|block| group.pool.is_idle(*block)).count());
-            let free = group.pool.num_free().saturating_sub(idle);
+            let free = group.pool.num_free() - idle;
             if reserved > free {
-                let evictable = group.pool.num_idle().saturating_sub(idle);
+                let evictable = group.pool.num_idle() - idle;
                 return Err(exhausted(group, reserved, (free, evictable)).into());
             }
         }
@@ -263,8 +263,8 @@ impl CacheState {
                 if let Some(block) = block {
                     let tier = group.pool.reuse_imported(block);
                     if tier != Tier::Device {
-                        let end = map.tokens(at.saturating_add(1)).min(tokens);
-                        of_group.add(tier, end.saturating_sub(map.tokens(at)));
+                        let end = map.tokens(at + 1).min(tokens);
+                        of_group.add(tier, end - map.tokens(at));
                     }
                     if options.retention.is_some() {
                         let priority = history.priority(map.tokens(at));

@@ -57,7 +57,7 @@ impl ByTier {
             Tier::Disk => disk,
             Tier::Store => store,
         };
-        *of_tier = of_tier.saturating_add(tokens);
+        *of_tier += tokens;
     }
     /// Raises the tokens of each tier to those of another group.
     pub(super) fn raise_to(&mut self, other: Self) {
@@ -72,9 +72,9 @@ impl CacheState {
     pub fn stats(&self) -> Stats {
         let mut stats = self.stats;
         for pool in self.groups.iter().map(|group| group.pool.stats()) {
-            stats.stored_blocks = stats.stored_blocks.saturating_add(pool.stored);
-            stats.duplicate_blocks = stats.duplicate_blocks.saturating_add(pool.duplicates);
-            stats.evictions = stats.evictions.saturating_add(pool.evictions);
+            stats.stored_blocks += pool.stored;
+            stats.duplicate_blocks += pool.duplicates;
+            stats.evictions += pool.evictions;
         }
         stats
     }
@@ -85,7 +85,7 @@ impl CacheState {
         let all =
             [&mut stats.host_hit_tokens, &mut stats.disk_hit_tokens, &mut stats.store_hit_tokens];
         for (all, tokens) in all.into_iter().zip(tokens.0) {
-            *all = all.saturating_add(u64::from(tokens));
+            *all += u64::from(tokens);
         }
     }
 
@@ -95,7 +95,7 @@ impl CacheState {
         let hits = u64::from(found.tokens());
         let blocks = self.groups.iter().enumerate().fold(0_u64, |n, (index, group)| {
             let needed = found.needed(index, group.window, &group.slot_map());
-            n.saturating_add(u64::from(needed.num_blocks(found.part > 0)))
+            n + u64::from(needed.num_blocks(found.part > 0))
         });
         let stats = &mut self.stats;
         let [requests, asked, hit] = if resumed {
@@ -107,11 +107,10 @@ impl CacheState {
         } else {
             [&mut stats.requests, &mut stats.query_tokens, &mut stats.hit_tokens]
         };
-        *requests = requests.saturating_add(1);
-        *asked = asked.saturating_add(u64::from(tokens));
-        *hit = hit.saturating_add(hits);
-        self.stats.hit_blocks = self.stats.hit_blocks.saturating_add(blocks);
-        let part = u64::from(self.lookup.found.part);
-        self.stats.partial_hit_tokens = self.stats.partial_hit_tokens.saturating_add(part);
+        *requests += 1;
+        *asked += u64::from(tokens);
+        *hit += hits;
+        self.stats.hit_blocks += blocks;
+        self.stats.partial_hit_tokens += u64::from(self.lookup.found.part);
     }
 }

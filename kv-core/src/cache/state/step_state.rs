@@ -93,7 +93,7 @@ impl OpenStep {
         ];
         let plans = self.plans.iter().map(PlanBuffers::host_bytes);
         let copies = self.copies.iter().map(list_bytes);
-        lists.into_iter().chain(plans).chain(copies).fold(0, usize::saturating_add)
+        lists.into_iter().chain(plans).chain(copies).sum()
     }
 
     /// Empties the lists for a step that begins.
@@ -143,7 +143,7 @@ impl OpenStep {
         let Self { batch, positions, .. } = self;
         let batch = batch.get(first..).invariant(ADDED);
         // Query i has position kv_len - queries + i; queries beyond the keys have position 0.
-        let kv_len = |entry: &BatchEntry| entry.cached.saturating_add(entry.new_tokens);
+        let kv_len = |entry: &BatchEntry| entry.cached + entry.new_tokens;
         let first = |entry: &BatchEntry| kv_len(entry).saturating_sub(entry.queries);
         if batch.iter().all(|entry| entry.queries == 1) {
             positions.extend(batch.iter().map(first));
@@ -151,7 +151,7 @@ impl OpenStep {
         }
         for entry in batch {
             let first = first(entry);
-            positions.extend((0..entry.queries).map(|i| first.saturating_add(i)));
+            positions.extend((0..entry.queries).map(|i| first + i));
         }
     }
 }

@@ -42,7 +42,7 @@ impl CacheState {
     /// step. Pools and their index are not included: they take a fixed size per block.
     pub fn plan_bytes(&self) -> usize {
         let tables = self.groups.iter().map(|group| group.tables.host_bytes());
-        tables.fold(self.open.host_bytes(), usize::saturating_add)
+        self.open.host_bytes() + tables.sum::<usize>()
     }
 
     /// Returns the bytes of the histories of all sequences.
@@ -55,9 +55,8 @@ impl CacheState {
     /// every step.
     pub fn usage(&self) -> Usage {
         let tokens = self.sequences.iter().map(|(_, state)| u64::from(state.len)).sum();
-        let sum = |count: fn(&BlockPool) -> u32| {
-            self.groups.iter().fold(0_u32, |n, group| n.saturating_add(count(&group.pool)))
-        };
+        let sum =
+            |count: fn(&BlockPool) -> u32| self.groups.iter().map(|group| count(&group.pool)).sum();
         Usage {
             sequences: self.num_sequences(),
             tokens,
@@ -90,7 +89,6 @@ impl CacheState {
             filled.insert(block, size);
         }
         let filled: u64 = filled.values().map(|n| u64::from(*n)).sum();
-        let slots = u64::from(group.pool.num_used()).saturating_mul(u64::from(size));
-        slots.saturating_sub(filled)
+        u64::from(group.pool.num_used()) * u64::from(size) - filled
     }
 }

@@ -94,7 +94,8 @@ impl ReuseRate {
         self.cohorts.rank(order);
     }
 
-    /// Returns the turn of new content after `parent`: one more, unless its parent is new too.
+    /// Returns the turn of new content after `parent`: one more, unless its parent is new too; at
+    /// most 255.
     fn turn_after(&self, parent: Option<u64>) -> u8 {
         let Some(key) = parent else { return 1 };
         let latest = self.stored.filter(|&(latest, block)| {
@@ -160,7 +161,8 @@ impl ReuseRate {
         self.levels.begin(block);
     }
 
-    /// Marks the content of a block as in use again and returns its statistics.
+    /// Marks the content of a block as in use again and returns its statistics. Uses are counted up
+    /// to 255.
     fn mark_used(&mut self, block: u32) -> Option<Held> {
         let before = self.contents.held(block)?;
         self.take_out(block);
@@ -188,6 +190,7 @@ impl EvictionPolicy for ReuseRate {
         self.levels.set(block.0, info.priority);
         let key = short_key(info.key);
         let parent = info.parent.map(short_key);
+        // Uses are counted up to 255.
         let (uses, turn) = match self.contents.find(key) {
             Some(Place::Gone(at)) => {
                 let gone = self.contents.gone(at);
