@@ -174,7 +174,7 @@ impl AtHand {
             let reached = self.run_start.iter().position(|start| *start > 0);
             return begin(reached.map_or(others.start, to_u32));
         }
-        begin(others.end.saturating_sub(1))
+        begin(others.end - 1)
     }
 }
 

@@ -146,6 +146,7 @@ fn model_of(
             Ok(header) => return Ok(Some(header.model())),
             // The header has more pages.
             Err(ChunkError::Length { expected, .. }) if read == bytes.len() => {
+                // A length that no header has is refused below.
                 let expected = usize::try_from(expected).unwrap_or(usize::MAX);
                 if expected <= bytes.len() || expected > FRONT_MAX {
                     return Ok(None);

@@ -71,9 +71,10 @@ impl ChunkSpec {
         }
         let too_large = ChunkSpecError::TooLarge { blocks, block_size: self.block_size };
         let tokens = blocks.checked_mul(self.block_size).ok_or(too_large)?;
+        // Saturating, for hosts of 32 bits.
         let header_bytes = TOKENS
             .saturating_add(token_bytes(tokens))
-            .saturating_add(CONTENTS_MIN.saturating_mul(CONTENT_BYTES))
+            .saturating_add(CONTENTS_MIN * CONTENT_BYTES)
             .saturating_add(size_of::<u64>())
             .checked_next_multiple_of(PAGE)
             .filter(|bytes| u16::try_from(bytes.div_euclid(PAGE)).is_ok())
@@ -97,7 +98,7 @@ impl ChunkSpec {
             // A plane of such blocks fits the host's addresses.
             block_bytes: to_offset(layout.block_bytes()),
         };
-        let num_layers = u32::try_from(group.layers().len()).unwrap_or(u32::MAX);
+        let num_layers = to_u32(group.layers().len());
         let shape = ChunkShape { blocks: 1, header_bytes: 0 };
         let block_size = group.block_size();
         let layout = ChunkLayout::new([*k, *v], num_layers, shape)
@@ -138,23 +139,23 @@ impl ChunkSpec {
         self.layout.bytes()
     }
     /// Returns how many contents of placeholder tokens the header of a chunk with `num_tokens`
-    /// tokens has room for: 64 and more.
+    /// tokens has room for: 64 and more; none if there is no room for the tokens.
     pub(super) fn contents_max(&self, num_tokens: u32) -> usize {
         let used = TOKENS.saturating_add(token_bytes(num_tokens)).saturating_add(size_of::<u64>());
         self.header_bytes().saturating_sub(used).div_euclid(CONTENT_BYTES)
     }
 
-    /// Returns the index of the first block of chunk `index` in its prompt.
+    /// Returns the index of the first block of chunk `index` in its prompt; `u32::MAX` if more.
     pub fn first_block(&self, index: u32) -> u32 {
         index.saturating_mul(self.blocks())
     }
-    /// Returns the positions of the tokens of chunk `index`.
+    /// Returns the positions of the tokens of chunk `index`; `u32::MAX` for those past it.
     pub fn span(&self, index: u32) -> Range<u32> {
         let first = self.first_block(index);
         self.slot_map.tokens(first)..self.slot_map.tokens(first.saturating_add(self.blocks()))
     }
     /// Returns the positions of the tokens of block `block` of chunk `index`: `block_size` tokens,
-    /// or fewer with a full-precision prefix.
+    /// or fewer with a full-precision prefix; `u32::MAX` for those past it.
     pub fn block_span(&self, index: u32, block: u32) -> Range<u32> {
         let block = self.first_block(index).saturating_add(block);
         self.slot_map.tokens(block)..self.slot_map.tokens(block.saturating_add(1))

@@ -6,6 +6,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
+use kv_core::num::to_u64;
 use rustix::fs::{
     Advice, AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, RenameFlags, Stat, Timespec,
     Timestamps, UTIME_NOW,
@@ -115,6 +116,7 @@ impl Files {
             Err(errno) => return Err(failed(READ, path, errno)),
         };
         let status = status(&fs::fstat(&file).map_err(|errno| failed(READ, path, errno))?);
+        // A length that no memory has is refused below.
         let mut length = usize::try_from(status.length).unwrap_or(usize::MAX);
         if part == Part::Front {
             length = length.min(into.len());
@@ -128,7 +130,7 @@ impl Files {
             check_deadline(deadline, READ)?;
             let piece = rest.len().min(PIECE);
             let rest = &mut rest[..piece];
-            match retry_on_intr(|| io::pread(&file, &mut *rest, offset(read))) {
+            match retry_on_intr(|| io::pread(&file, &mut *rest, to_u64(read))) {
                 // Another process cut the file off while it was read.
                 Ok(0) => break,
                 Ok(bytes) => read += bytes,
@@ -221,6 +223,7 @@ impl Files {
     /// Returns the bytes that are free for this user, and the size of the file system.
     pub(super) fn space(&self) -> Option<(u64, u64)> {
         let space = fs::fstatvfs(&self.root).ok()?;
+        // A file system may report anything.
         let bytes = |blocks: u64| blocks.saturating_mul(space.f_frsize);
         Some((bytes(space.f_bavail), bytes(space.f_blocks)))
     }
@@ -274,7 +277,7 @@ impl Files {
         while let Some(rest) = bytes.get(written..).filter(|rest| !rest.is_empty()) {
             check_deadline(deadline, WRITE)?;
             let piece = rest.get(..PIECE).unwrap_or(rest);
-            match retry_on_intr(|| io::pwrite(file, piece, offset(written))) {
+            match retry_on_intr(|| io::pwrite(file, piece, to_u64(written))) {
                 Ok(0) => return Err(failed(WRITE, path, Errno::IO)),
                 Ok(bytes) => written += bytes,
                 Err(Errno::INVAL) if is_direct => is_direct = self.give_up_direct(file),
@@ -351,12 +354,13 @@ pub(super) fn rename(root: &OwnedFd, temporary: &str, path: &str) -> io::Result<
     }
 }
 
-/// Counts a file in whole blocks.
+/// Counts a file in whole blocks; `u64::MAX` if more.
 pub(super) fn charge(length: u64) -> u64 {
     length.checked_next_multiple_of(BLOCK).unwrap_or(u64::MAX)
 }
 
 pub(super) fn status(stat: &Stat) -> Status {
+    // Times of files may be anything.
     let seconds = u64::try_from(stat.st_mtime).unwrap_or(0);
     let micros = u64::from(u32::try_from(stat.st_mtime_nsec).unwrap_or(0) / 1_000);
     Status {
@@ -387,10 +391,6 @@ fn writes_directly(file: &OwnedFd) -> bool {
 fn stop_direct(file: &OwnedFd) -> bool {
     let _ = fs::fcntl_setfl(file, OFlags::empty());
     false
-}
-
-fn offset(bytes: usize) -> u64 {
-    u64::try_from(bytes).unwrap_or(u64::MAX)
 }
 
 #[repr(align(4096))]

@@ -7,6 +7,8 @@
 use std::collections::{BTreeSet, HashMap};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use kv_core::num::to_u64;
+
 use crate::ChunkAddress;
 
 /// An entry of the index: the size and the last use of a file.
@@ -86,7 +88,7 @@ impl Index {
     /// The same unless the file is among the most recently used quarter already. A lookup has put
     /// the heads of chains before their tails there; reads in the order of the chain keep that.
     pub(super) fn renew_old(&mut self, chunk: &ChunkAddress) {
-        let quarter = u64::try_from(self.len() / 4).unwrap_or(u64::MAX);
+        let quarter = to_u64(self.len() / 4);
         let is_old = |entry: Entry| entry.serial + quarter < self.serial;
         if self.get(chunk).is_some_and(is_old) {
             self.renew(chunk);
@@ -135,6 +137,7 @@ impl Index {
 
     fn set(&mut self, chunk: ChunkAddress, entry: Entry) {
         self.remove(&chunk);
+        // Lengths of files may be anything.
         self.charged = self.charged.saturating_add(entry.charge);
         self.order.insert((entry.used, chunk));
         self.entries.insert(chunk, entry);
@@ -147,7 +150,7 @@ impl Index {
     }
 }
 
-/// Returns the time in microseconds, as files have it.
+/// Returns the time in microseconds, as files have it; `u64::MAX` if later.
 pub(super) fn now() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_micros()).unwrap_or(u64::MAX)

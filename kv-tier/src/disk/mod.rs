@@ -72,6 +72,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kv_core::events::Tier;
+use kv_core::num::to_u64;
 
 pub use self::error::DiskOpenError;
 pub use self::folder::DiskFolder;
@@ -390,7 +391,7 @@ impl Inner {
         DiskStats {
             held_bytes: held,
             limit_bytes: self.limit(held.unwrap_or_else(|| index.charged())),
-            known_files: u64::try_from(index.len()).unwrap_or(u64::MAX),
+            known_files: to_u64(index.len()),
             known_bytes: index.charged(),
             is_listed,
             is_evictor: self.is_evictor.load(Ordering::Relaxed),

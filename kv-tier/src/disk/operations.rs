@@ -3,6 +3,8 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
+use kv_core::num::to_u64;
+
 use super::error::refused;
 use super::files::{Part, Status, charge};
 use super::ledger::Ledger;
@@ -76,7 +78,7 @@ impl Inner {
         if bytes.is_empty() {
             return Err(refused(StoreErrorKind::Corrupt, WRITE, &path));
         }
-        let length = u64::try_from(bytes.len()).unwrap_or(u64::MAX);
+        let length = to_u64(bytes.len());
         match self.files.status(&path)? {
             None => {}
             // A folder, a link, a pipe: nothing that a store has made.
@@ -119,7 +121,7 @@ impl Inner {
         (path, bytes): (&str, &[u8]),
         deadline: Instant,
     ) -> Result<Put, StoreError> {
-        let need = charge(u64::try_from(bytes.len()).unwrap_or(u64::MAX));
+        let need = charge(to_u64(bytes.len()));
         let mut put = self.files.write(path, bytes, deadline);
         let mut is_written = matches!(put, Ok(Put::New));
         if is_written {
@@ -187,6 +189,7 @@ pub(super) fn remove(
             break;
         }
         match remove_one(chunk) {
+            // Lengths of files may be anything.
             Ok(bytes) => freed = freed.saturating_add(bytes),
             Err(error) => outcome = outcome.and(Err(error)),
         }

@@ -86,6 +86,7 @@ impl Inner {
         }
         if let Some((free, size)) = self.files.space() {
             let floor = self.options.floor().unwrap_or(size / FLOOR_PART);
+            // Saturating: files and file systems may report anything.
             let written = held.saturating_sub(self.reserved.load(Ordering::Relaxed));
             limit = limit.min(written.saturating_add(free).saturating_sub(floor));
         }
@@ -140,6 +141,7 @@ impl Inner {
             if let Ok(was_there) = self.files.remove(&path::of(&chunk)) {
                 let entry = self.index().remove(&chunk);
                 if let Some(entry) = entry.filter(|_| was_there) {
+                    // Lengths of files may be anything.
                     freed = freed.saturating_add(entry.charge);
                     self.evictions.fetch_add(1, Ordering::Relaxed);
                 }
@@ -154,9 +156,10 @@ impl Inner {
     }
 }
 
-/// Returns the bytes to evict, so that `need` more fit below the low mark.
+/// Returns the bytes to evict, so that `need` more fit below the low mark. Saturating, because
+/// charges of files may be anything.
 fn goal(held: u64, limit: u64, need: u64) -> u64 {
-    let low = limit.saturating_sub(limit / LOW_MARK_PART);
+    let low = limit - limit / LOW_MARK_PART;
     held.saturating_add(need).saturating_sub(low)
 }
 

@@ -81,7 +81,7 @@ impl Breaker {
     pub(super) fn trip(&mut self, now: Instant) {
         match self.state {
             State::Closed { .. } => self.open(now, OPEN_MIN),
-            State::Trial { length, .. } => self.open(now, length.saturating_mul(2).min(OPEN_MAX)),
+            State::Trial { length, .. } => self.open(now, (length * 2).min(OPEN_MAX)),
             State::Open { .. } => {}
         }
     }
@@ -102,7 +102,7 @@ impl Breaker {
                 true
             }
             State::Trial { length, .. } => {
-                self.open(now, length.saturating_mul(2).min(OPEN_MAX));
+                self.open(now, (length * 2).min(OPEN_MAX));
                 false
             }
             // A call that began before the breaker opened.

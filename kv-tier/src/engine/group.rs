@@ -112,6 +112,7 @@ pub(super) fn groups<B: Backend>(
     }
     let make = |spec: ChunkSpec| {
         let chunks = rounds * longest.div_ceil(chunk_tokens(&spec));
+        // A pool numbers its chunks in 32 bits: no more are used.
         let chunks = u32::try_from(chunks).unwrap_or(u32::MAX);
         let storage = cache.storage(spec.group()).ok_or(TierError::NoReuse)?;
         let shape = ChunkShape { blocks: spec.blocks(), header_bytes: to_u32(spec.header_bytes()) };

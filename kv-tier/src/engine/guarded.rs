@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use kv_core::events::Tier;
-use kv_core::num::to_u64;
+use kv_core::num::{to_f64, to_u64};
 
 use super::breaker::{Breaker, Permit};
 use super::lane::Hung;
@@ -94,8 +94,8 @@ impl GuardedStore {
             return (latency, Some(bytes_per_second));
         }
         let rates = self.lock().rates;
-        let threads = u32::try_from(self.options.threads).unwrap_or(u32::MAX);
-        (rates.latency(), rates.bytes_per_second().map(|one| one * f64::from(threads)))
+        let threads = to_f64(to_u64(self.options.threads));
+        (rates.latency(), rates.bytes_per_second().map(|one| one * threads))
     }
     pub(super) fn stats(&self) -> StoreStats {
         let state = self.lock();
@@ -179,7 +179,7 @@ impl GuardedStore {
         state.rates.note_read(bytes, time);
         state.stats.reads += 1;
         state.stats.read_bytes += to_u64(bytes);
-        state.stats.read_time = state.stats.read_time.saturating_add(time);
+        state.stats.read_time += time;
         drop(state);
         Read::Verified(chunk)
     }
@@ -229,7 +229,7 @@ impl GuardedStore {
             Put::New => {
                 counters.writes += 1;
                 counters.written_bytes += length;
-                counters.write_time = counters.write_time.saturating_add(now.elapsed());
+                counters.write_time += now.elapsed();
             }
             Put::WasThere => counters.were_there += 1,
         }

@@ -279,6 +279,7 @@ impl<B: Backend> Tiers<B> {
                 is_written,
             };
             let options = lane.store.options();
+            // Deadlines may be any times.
             let limit = options.lookup_deadline.saturating_add(options.write_deadline);
             let mut report = Report::new(&self.sender, exported(false));
             lane.lane.push(limit.saturating_add(GRACE), move || {

@@ -42,6 +42,7 @@ impl<B: Backend> Tiers<B> {
                 };
                 let mut report = Report::new(&self.sender, answer(Vec::new(), Vec::new()));
                 let (asked, chunks) = (Arc::clone(&lane.store), chunks.clone());
+                // Deadlines may be any times.
                 let limit = lane.store.options().lookup_deadline.saturating_add(GRACE);
                 lane.lane.push_urgent(limit, move || {
                     let found = asked.lookup(permit, &addresses, stops);
@@ -94,7 +95,7 @@ impl<B: Backend> Tiers<B> {
         }
         let mut answers_left = None;
         if let Some(again) = of.again.as_mut().filter(|again| now >= again.next) {
-            again.pause = again.pause.saturating_mul(2).min(PAUSE_MAX);
+            again.pause = (again.pause * 2).min(PAUSE_MAX);
             again.next = after(now, again.pause);
             of.found.clear();
             answers_left = Some(self.look_up(id, &of));
@@ -111,6 +112,7 @@ impl<B: Backend> Tiers<B> {
     /// Returns when the answers of stores that are asked now are waited for no longer.
     pub(super) fn lookups_until(&self, now: Instant) -> Instant {
         let longest = self.stores.iter().map(|lane| lane.store.options().lookup_deadline).max();
+        // Deadlines may be any times.
         after(now, longest.unwrap_or_default().saturating_add(GRACE))
     }
 
@@ -147,7 +149,7 @@ impl<B: Backend> Tiers<B> {
                 of.stage = Stage::Reading { queue: queue.into(), outstanding: 0, until };
             } else {
                 // Tokens beyond the cached ones, if any.
-                let tokens = u64::from(hit.saturating_sub(of.probe.cached()));
+                let tokens = u64::from(hit - of.probe.cached());
                 let cheaper = &mut self.stats.cheaper_to_compute;
                 *cheaper += tokens;
             }
@@ -177,7 +179,7 @@ impl<B: Backend> Tiers<B> {
             *bytes += to_u64(group.spec.chunk_bytes());
         }
         // Stores work side by side: the slowest one decides.
-        let tokens = hit.saturating_sub(of.probe.cached());
+        let tokens = hit - of.probe.cached();
         let prefill = self.compute.get().map(f64::recip);
         self.stores.iter().zip(bytes).filter(|(_, bytes)| *bytes > 0).all(|(lane, bytes)| {
             let (latency, bytes_per_second) = lane.store.read_rates();

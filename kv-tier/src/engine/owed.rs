@@ -63,6 +63,7 @@ impl Owed {
     /// Adds a chunk whose write has failed.
     pub(super) fn insert_failed(&mut self, place: Place, now: Instant) {
         let times = self.failed.get(&place).map_or(0, |failed| failed.times);
+        // Doubled after each failure, at most to `PAUSE_MAX`.
         let pause = PAUSE_MIN.saturating_mul(1_u32.checked_shl(times).unwrap_or(u32::MAX));
         self.insert_until(place, after(now, pause.min(PAUSE_MAX)));
         let failed = self.failed.entry(place).or_default();

@@ -151,7 +151,7 @@ impl<B: Backend> Tiers<B> {
             Wait::All | Wait::IfFaster => return None,
             Wait::For(time) => time,
             Wait::Compute => {
-                let tokens = of.probe.limit().saturating_sub(of.probe.cached());
+                let tokens = of.probe.limit() - of.probe.cached();
                 let seconds = self.compute.get()? * f64::from(tokens);
                 Duration::try_from_secs_f64(seconds).ok()?
             }

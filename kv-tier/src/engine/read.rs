@@ -48,6 +48,7 @@ impl<B: Backend> Tiers<B> {
                     let asked = Arc::clone(&of_store.store);
                     // A chunk that is refused is removed too.
                     let limit = given_up.saturating_duration_since(Instant::now());
+                    // Deadlines may be any times.
                     let limit = limit.saturating_add(asked.options().lookup_deadline);
                     let failed = Read::Failed;
                     let done = Done::Read { record: Arc::clone(&record), store, read: failed };

@@ -88,6 +88,7 @@ impl<B: Backend> Tiers<B> {
         let mut report = Report::new(&self.sender, removed(Err(unasked)));
         let lane = self.stores.get(store).invariant(STORE);
         let (asked, removal) = (Arc::clone(&lane.store), removal.clone());
+        // Deadlines may be any times.
         let limit = deadline.saturating_duration_since(Instant::now()).saturating_add(GRACE);
         lane.lane.push_urgent(limit, move || report.set(removed(asked.remove(&removal, deadline))));
     }

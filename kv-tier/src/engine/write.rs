@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use kv_core::backend::Backend;
 use kv_core::invariant::Invariant;
-use kv_core::num::to_u64;
+use kv_core::num::{to_u32, to_u64};
 
 use super::breaker::Permit;
 use super::done::{Done, Report};
@@ -177,6 +177,7 @@ impl<B: Backend> Tiers<B> {
         (permit, left): (Permit, bool),
     ) {
         let lane = self.stores.get_mut(at).invariant(STORE);
+        // Deadlines may be any times.
         let limit = lane.store.options().write_deadline.saturating_add(GRACE);
         let number = lane.begin(Some(Arc::clone(record)));
         if left {
@@ -294,6 +295,5 @@ const OWED: &str = "what a store is owed is in host memory";
 
 /// Returns the bit of a store.
 pub(super) fn bit(store: usize) -> u64 {
-    let store = u32::try_from(store).unwrap_or(u32::MAX);
-    1_u64.checked_shl(store).invariant("there are at most 64 stores")
+    1_u64.checked_shl(to_u32(store)).invariant("there are at most 64 stores")
 }
