@@ -171,6 +171,7 @@ fn rows(rows: &TokenRows, data: Address) -> Tensor {
 pub(crate) fn shape(layout: &PlaneLayout) -> Plane {
     let map = layout.slot_map();
     let (format, dim) = (layout.format(), layout.head_dim());
+    // Rows that a device takes are shorter than its shared memory.
     let narrow = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
     Plane {
         block_bytes: layout.block_bytes(),

@@ -133,8 +133,7 @@ impl Nvrtc {
         let code = unsafe { (calls.version)(&raw mut major, &raw mut minor) };
         calls.check("nvrtcVersion", code)?;
         let number = |number: c_int| u32::try_from(number).unwrap_or(0);
-        let version = number(major).saturating_mul(1000);
-        let version = version.saturating_add(number(minor).saturating_mul(10));
+        let version = number(major) * 1000 + number(minor) * 10;
         let capabilities = calls.capabilities()?;
         Ok(Self { calls, version, capabilities })
     }

@@ -36,6 +36,7 @@ pub fn report(log: &str) -> Vec<KernelReport> {
             } else if part.ends_with("bytes stack frame") {
                 kernel.stack_bytes = number;
             } else if part.ends_with("bytes spill stores") || part.ends_with("bytes spill loads") {
+                // A text may have any number.
                 kernel.spill_bytes = kernel.spill_bytes.saturating_add(number);
             }
         }

@@ -4,6 +4,7 @@
 //! code.
 use std::fmt;
 
+use kv_core::num::to_u64;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::Arch;
@@ -103,7 +104,7 @@ impl<'a> Unit<'a> {
         let mut hash = Xxh3::new();
         // Lengths are hashed too, so that texts cannot be shifted between files.
         let mut add = |text: &str| {
-            hash.update(&u64::try_from(text.len()).unwrap_or(u64::MAX).to_le_bytes());
+            hash.update(&to_u64(text.len()).to_le_bytes());
             hash.update(text.as_bytes());
         };
         add(KEY_FORM);

@@ -3,6 +3,7 @@ use std::ffi::{CStr, c_char, c_int};
 
 use cudarc::driver::sys::{self, CUdevice, CUdevice_attribute as Attribute};
 use kv_core::error::{DeviceError, DeviceErrorKind};
+use kv_core::num::to_u64;
 
 use super::error::{check, error, refuse};
 use super::library::{Optional, exports, library};
@@ -133,7 +134,7 @@ pub(super) fn read(device: CUdevice) -> Result<Facts, DeviceError> {
         card: card(device)?,
         multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
         capability: major * 10 + minor,
-        memory: u64::try_from(memory).unwrap_or(u64::MAX),
+        memory: to_u64(memory),
         shared_bytes_max: attribute(
             Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
         )?,

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUcontext, CUpointer_attribute as PointerAttribute, CUresult};
 use kv_core::error::{DeviceError, DeviceErrorKind};
+use kv_core::num::to_u64;
 
 use super::context::Context;
 use super::error::refuse;
@@ -31,7 +32,7 @@ pub(super) fn check_foreign(
         // SAFETY: both out-pointers are valid; the driver knows the memory, see above.
         let code = unsafe { sys::cuMemGetAddressRange_v2(&raw mut base, &raw mut size, at) };
         context.check(WRAP, code)?;
-        Ok(Some((base, u64::try_from(size).unwrap_or(u64::MAX))))
+        Ok(Some((base, to_u64(size))))
     })
 }
 

@@ -5,6 +5,7 @@ use std::ptr::NonNull;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use kv_core::error::{DeviceError, DeviceErrorKind};
+use kv_core::num::to_u64;
 
 use crate::gpu::Pinned;
 use crate::params::Address;
@@ -106,8 +107,8 @@ impl Memory {
     #[cfg(test)]
     pub(super) fn take_elsewhere(&self, bytes: u64) -> bool {
         let mut state = self.lock();
-        let taken = state.elsewhere.saturating_add(bytes);
-        let is_left = state.held.saturating_add(taken) <= self.bytes_max;
+        let taken = state.elsewhere + bytes;
+        let is_left = state.held + taken <= self.bytes_max;
         state.elsewhere = if is_left { taken } else { state.elsewhere };
         is_left
     }
@@ -171,5 +172,5 @@ fn total(by_address: &BTreeMap<Address, HostMemory>) -> u64 {
 }
 
 fn byte_count(memory: &HostMemory) -> u64 {
-    u64::try_from(memory.len()).unwrap_or(u64::MAX)
+    to_u64(memory.len())
 }

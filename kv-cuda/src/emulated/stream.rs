@@ -4,6 +4,7 @@ use std::ptr;
 use std::sync::Arc;
 
 use kv_core::error::{DeviceError, DeviceErrorKind};
+use kv_core::num::to_u64;
 
 use super::library::Library;
 use super::memory::Memory;
@@ -70,7 +71,7 @@ impl Stream for EmulatedStream {
         bytes: usize,
     ) -> Result<(), DeviceError> {
         self.refuse_captured("upload")?;
-        let to = self.memory.find(to, byte_count(bytes), "upload")?;
+        let to = self.memory.find(to, to_u64(bytes), "upload")?;
         // SAFETY: `find` has found the bytes at `to`, condition 1 covers those at `from`; device
         // memory and page-locked memory are separate allocations.
         unsafe { ptr::copy_nonoverlapping(from, to, bytes) };
@@ -84,7 +85,7 @@ impl Stream for EmulatedStream {
         bytes: usize,
     ) -> Result<(), DeviceError> {
         self.refuse_captured("download")?;
-        let from = self.memory.find(from, byte_count(bytes), "download")?;
+        let from = self.memory.find(from, to_u64(bytes), "download")?;
         // SAFETY: `find` has found the bytes at `from`, condition 1 covers those at `to`; device
         // memory and page-locked memory are separate allocations.
         unsafe { ptr::copy_nonoverlapping(from, to, bytes) };
@@ -188,10 +189,6 @@ impl Event for Done {
     fn wait(&self) -> Result<(), DeviceError> {
         Ok(())
     }
-}
-
-fn byte_count(bytes: usize) -> u64 {
-    u64::try_from(bytes).unwrap_or(u64::MAX)
 }
 
 /// An odd number with bits in all places, so that seeds of consecutive launches have little in

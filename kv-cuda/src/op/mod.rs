@@ -7,7 +7,8 @@ mod lanes;
 mod pad;
 pub(crate) mod write;
 
-/// Rounds up to 16 bytes, the granularity of shared memory in kernels.
+/// Rounds up to 16 bytes, the granularity of shared memory in kernels; `u32::MAX`, which no device
+/// has, if more.
 fn round16(bytes: u32) -> u32 {
     bytes.checked_next_multiple_of(16).unwrap_or(u32::MAX)
 }

@@ -115,16 +115,17 @@ impl Image {
             let memory = Scratch::new(&self.gpu);
             let (work, items, starts) = (*work, 0, 0);
             self.schedules.push(ScheduleImage { work, memory, items, starts, is_made: false });
-            self.schedules.len().saturating_sub(1)
+            self.schedules.len() - 1
         });
         let schedule = self.schedules.get_mut(index).invariant("a schedule is on the list");
         if schedule.is_made {
             return Ok((schedule.items, schedule.starts));
         }
+        // Saturating: step limits may be any, and memory for them is refused.
         let items = room(work, &self.step.room).items.saturating_mul(to_u64(size_of::<WorkItem>()));
-        let starts = u64::from(work.slots).saturating_add(1).saturating_mul(4);
+        let starts = (u64::from(work.slots) + 1) * 4;
         schedule.items = schedule.memory.reserve(items.saturating_add(starts))?;
-        schedule.starts = schedule.items.saturating_add(items);
+        schedule.starts = schedule.items + items;
         // SAFETY: the plan lies in the image's memory; the memory fits the work items of any batch
         // of the image's extent, and one more start than there are slots.
         unsafe { work.plan(transfer.stream, self.step.plan, [schedule.items, schedule.starts])? };

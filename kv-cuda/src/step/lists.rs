@@ -49,8 +49,9 @@ impl Lists {
         let sequences = batch.sequences();
         let mut partials = 0_u64;
         let partial_index = sequences.iter().map(|sequence| {
+            // Past `u32`, their memory is refused.
             let index = u32::try_from(partials).unwrap_or(u32::MAX);
-            partials = partials.saturating_add(partials_of(sequence));
+            partials += partials_of(sequence);
             index
         });
         let entries = sequences.iter().map(|s| Entry { start: s.q_start, len: s.q_len });
@@ -69,7 +70,7 @@ impl Lists {
         let splits_at = pack.push_each(batch.splits().iter().map(split), 0);
         let missing = room.splits.saturating_sub(batch.splits().len());
         if missing > 0 {
-            pack.room(to_u64(missing.saturating_mul(size_of::<Split>())));
+            pack.room(to_u64(missing * size_of::<Split>()));
         }
         Self {
             counts,
@@ -145,7 +146,7 @@ fn partials_of(sequence: &PlannedSequence) -> u64 {
     if sequence.num_splits < 2 {
         return 0;
     }
-    u64::from(sequence.num_splits).saturating_mul(sequence.q_len.into())
+    u64::from(sequence.num_splits) * u64::from(sequence.q_len)
 }
 
 /// Returns the extent of a batch.
@@ -153,7 +154,7 @@ pub(super) fn extent_of(batch: &PlanBuffers) -> Extent {
     let sequences = batch.sequences();
     let (mut partials, mut kv_len_max) = (0_u64, 0);
     for sequence in sequences {
-        partials = partials.saturating_add(partials_of(sequence));
+        partials += partials_of(sequence);
         kv_len_max = sequence.kv_len.max(kv_len_max);
     }
     Extent {
@@ -168,7 +169,7 @@ pub(super) fn extent_of(batch: &PlanBuffers) -> Extent {
     }
 }
 
-/// Returns the limits as an extent.
+/// Returns the limits as an extent; limits may be any: `u32::MAX` tokens if more.
 fn largest(limits: &StepLimits) -> Extent {
     let tokens = limits.sequences.saturating_mul(limits.tokens_per_sequence);
     Extent {
@@ -179,7 +180,7 @@ fn largest(limits: &StepLimits) -> Extent {
         q_len_max: limits.tokens_per_sequence,
         new_len_max: limits.tokens_per_sequence,
         kv_len_max: limits.max_seq_len,
-        partials: u64::from(limits.splits).saturating_mul(limits.tokens_per_sequence.into()),
+        partials: u64::from(limits.splits) * u64::from(limits.tokens_per_sequence),
     }
 }
 

@@ -171,7 +171,7 @@ impl Steps {
         batch: &PlanBuffers,
         tables: &BlockTables,
     ) -> Result<StepPlan, DeviceError> {
-        self.clock = self.clock.saturating_add(1);
+        self.clock += 1;
         let clock = self.clock;
         let mut images = self.groups.iter_mut().chain(&mut self.by_hand);
         if let Some(image) = images.find(|image| image.holds(batch.id())) {

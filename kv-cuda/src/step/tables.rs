@@ -40,7 +40,7 @@ const FITTED: &str = "rows of a batch are fitted before they are sent";
 /// Entries reserved for a short row.
 const ROOM_MIN: u32 = 16;
 
-/// Returns the number of entries to reserve for a row of `len` blocks.
+/// Returns the number of entries to reserve for a row of `len` blocks; at most `u32::MAX`.
 fn room_for(len: u32) -> u32 {
     len.checked_next_power_of_two().unwrap_or(u32::MAX).max(ROOM_MIN)
 }
@@ -101,7 +101,7 @@ impl DeviceTables {
         let lens = (0..to_u32(tables.num_rows())).map(|row| tables.row_len(row));
         let used = lens.filter(|len| *len > 0).map(|len| u64::from(room_for(len)));
         let least = batch.clone().map(|row| u64::from(room_for(tables.row_len(row))));
-        let entries = used.sum::<u64>().max(least.sum()).saturating_mul(2);
+        let entries = used.sum::<u64>().max(least.sum()) * 2;
         self.lay_out(entries)?;
         self.rows.resize(tables.num_rows(), Row::default());
         let mut batch = batch;
@@ -125,8 +125,8 @@ impl DeviceTables {
             return Err(error.with_detail(why));
         }
         if self.width.is_none() {
-            self.lay_out(u64::from(most).saturating_mul(width.into()))?;
-            let begin = |row: u32| row.saturating_mul(width);
+            self.lay_out(u64::from(most) * u64::from(width))?;
+            let begin = |row: u32| row * width;
             let row = |row| Row { begin: begin(row), room: width, ..Row::default() };
             self.rows.extend((0..most).map(row));
             self.width = Some(width);
@@ -144,7 +144,7 @@ impl DeviceTables {
             let error = DeviceError::new(DeviceErrorKind::Unsupported, "begin step");
             return Err(error.with_detail(why));
         };
-        self.address = self.memory.reserve(entries.max(1).saturating_mul(4))?;
+        self.address = self.memory.reserve(entries.max(1) * 4)?;
         self.entries = fit;
         Ok(())
     }
@@ -153,7 +153,7 @@ impl DeviceTables {
     /// too large; `false` if nothing is left.
     fn place(&mut self, row: u32, need: u32) -> bool {
         let had = *self.rows.get(to_usize(row)).invariant(FITTED);
-        if had.room >= need && had.room <= need.saturating_mul(4) {
+        if had.room >= need && u64::from(had.room) <= u64::from(need) * 4 {
             return true;
         }
         if had.room > 0 {
@@ -165,7 +165,7 @@ impl DeviceTables {
             return false;
         };
         if again.is_none() {
-            self.taken = self.taken.saturating_add(need);
+            self.taken += need;
         }
         let place = self.rows.get_mut(to_usize(row)).invariant(FITTED);
         *place = Row { begin, room: need, ..Row::default() };
@@ -183,17 +183,16 @@ impl DeviceTables {
         for row in rows {
             let sent = self.rows.get_mut(to_usize(row)).invariant(FITTED);
             let blocks = tables.row(row);
-            let revision = tables.revision(row).saturating_add(1);
+            let revision = tables.revision(row) + 1;
             let from = if sent.revision == revision { sent.len.min(blocks.len()) } else { 0 };
             (sent.revision, sent.len) = (revision, blocks.len());
-            let begin = sent.begin.saturating_add(to_u32(from));
+            let begin = sent.begin + to_u32(from);
             // A slice, because every step passes here with rows of thousands of blocks.
             let news = blocks.get(from..).invariant("no more was sent than there is");
             changes.extend(
-                news.iter().zip(0_u32..).map(|(block, index)| Change {
-                    at: begin.saturating_add(index),
-                    block: block.0,
-                }),
+                news.iter()
+                    .zip(0_u32..)
+                    .map(|(block, index)| Change { at: begin + index, block: block.0 }),
             );
         }
     }

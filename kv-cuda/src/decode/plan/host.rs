@@ -1,7 +1,8 @@
 //! Reference of `kernels/plan.cu`: query tile by query tile, in the most obvious way.
 use super::Work;
 use crate::params::{Sequence, WorkItem};
-use kv_core::num::to_u32;
+use kv_core::invariant::Invariant;
+use kv_core::num::{to_offset, to_u32, to_usize};
 
 /// Tokens of a tile.
 const TILE: u32 = 64;
@@ -50,7 +51,7 @@ impl DecodePlan {
                 }
             }
         }
-        let slots = usize::try_from(work.slots).unwrap_or(usize::MAX);
+        let slots = to_usize(work.slots);
         self.starts.resize(slots + 1, to_u32(self.items.len()));
     }
 
@@ -59,7 +60,7 @@ impl DecodePlan {
         let partial = if splits.num_splits > 1 { self.num_partials } else { 0 };
         for split in 0..splits.num_splits {
             let (slot, tile_begin, tile_end) = splits.split(split);
-            let slot = usize::try_from(slot).unwrap_or(usize::MAX);
+            let slot = to_offset(slot);
             if self.starts.len() <= slot {
                 self.starts.resize(slot + 1, to_u32(self.items.len()));
             }
@@ -78,7 +79,7 @@ impl Work {
             return 0;
         }
         let rows = u64::from(sequence.q_len) * u64::from(self.group);
-        u32::try_from(rows.div_ceil(16)).unwrap_or(u32::MAX)
+        u32::try_from(rows.div_ceil(16)).invariant("query rows are counted in 32 bits")
     }
 
     /// Returns the cost of the first query tiles of one kv head.
@@ -91,6 +92,7 @@ impl Work {
     pub(super) fn tiles(&self, sequence: &Sequence, query_tile: u32) -> u32 {
         let row = u64::from(query_tile) * 16;
         let group = u64::from(self.group.max(1));
+        // A query past `u32` is past the last one.
         let query = |row: u64| u32::try_from(row / group).unwrap_or(u32::MAX);
         let last = query(row + 15).min(sequence.q_len.saturating_sub(1));
         let (begin, _) = self.visible(sequence, query(row));
@@ -151,14 +153,14 @@ impl SplitPlan {
         if begin < end && stop - end * share < END_MIN {
             end -= 1;
         }
-        let num_splits = u32::try_from(end - begin + 1).unwrap_or(u32::MAX);
+        let num_splits = u32::try_from(end - begin + 1).invariant("slots are counted in 32 bits");
         Self { first, begin, num_splits, ..whole }
     }
 
     /// Returns the slot of a split, and its tiles.
     fn split(&self, split: u32) -> (u64, u32, u32) {
         let is_last = split + 1 == self.num_splits;
-        let narrow = |tile: u64| u32::try_from(tile).unwrap_or(u32::MAX);
+        let narrow = |tile: u64| u32::try_from(tile).invariant("tiles are counted in 32 bits");
         if self.invariant {
             let begin = split * INVARIANT;
             let place = self.first + u64::from(split) * (u64::from(INVARIANT) + OVERHEAD);

@@ -68,20 +68,19 @@ pub(super) fn require_rows(total_q: u32, group: u32) -> Result<(), DeviceError> 
 
 /// Launches `attend.cu`, which supports every shape, format and option.
 pub(super) fn rows(params: &AttendParams, extent: &Extent, splits_max: u32) -> Launch {
+    // Saturating: planes of a caller may have any `head_dim`, and an extent of step limits any size.
+    // A device refuses such a launch.
     let up = |n: u32| n.checked_next_multiple_of(64).unwrap_or(u32::MAX);
     let dims = up(params.k_plane.head_dim).saturating_add(up(params.v_plane.head_dim));
     // Chosen by head_dim alone, because results differ in the last bits.
     let (kernel, rows) =
         if dims <= DIMS_MAX { ("attend_rows", 4_u32) } else { ("attend_rows_large", 1) };
-    let rows_of_block = rows.saturating_mul(4);
-    let items = extent.total_q.saturating_mul(params.group).checked_div(rows_of_block);
-    let shared_bytes = dims
-        .saturating_add(ROWS_MORE)
-        .saturating_mul(16)
-        .saturating_mul(rows)
-        .saturating_add(ROWS_FIXED);
+    let rows_of_block = rows * 4;
+    let items = extent.total_q.saturating_mul(params.group) / rows_of_block;
+    let shared_bytes =
+        dims.saturating_add(ROWS_MORE).saturating_mul(16 * rows).saturating_add(ROWS_FIXED);
     let grid = [
-        items.unwrap_or(0).saturating_add(extent.sequences),
+        items.saturating_add(extent.sequences),
         params.k_plane.num_kv_heads,
         splits_max.clamp(1, MAX_YZ),
     ];
@@ -92,7 +91,7 @@ pub(super) fn rows(params: &AttendParams, extent: &Extent, splits_max: u32) -> L
 /// `attend_rows_large`.
 pub(in crate::op) fn head_dim_max(shared_bytes_max: u32) -> u32 {
     let dims = (shared_bytes_max.saturating_sub(ROWS_FIXED) / 16).saturating_sub(ROWS_MORE);
-    (dims / 128).saturating_mul(64)
+    dims / 128 * 64
 }
 
 /// Launches `decode.h`.
@@ -127,9 +126,8 @@ impl Tiles {
 
     /// Returns the bytes of all rows, plus `of_token` per token of a tile, plus `more`.
     const fn bytes(self, dim: u32, of_token: u32, more: u32) -> u32 {
-        let tokens = self.tokens.saturating_mul(self.buffers).saturating_mul(2);
-        let rows = self.rows.saturating_add(tokens).saturating_mul(dim).saturating_mul(2);
-        rows.saturating_add(self.tokens.saturating_mul(of_token)).saturating_add(more)
+        let rows = self.rows + self.tokens * self.buffers * 2;
+        rows * dim * 2 + self.tokens * of_token + more
     }
 }
 
@@ -172,11 +170,12 @@ impl Prefill {
     /// Returns the bytes of a partial result: for every 64 rows, 128 threads have 16 bytes for
     /// every 8 columns, and 16 more.
     pub(super) fn partial_bytes(self, dim: u64) -> u64 {
-        dim.saturating_add(8).saturating_mul(u64::from(self.rows).saturating_mul(4))
+        (dim + 8) * u64::from(self.rows) * 4
     }
 }
 
 pub(super) fn prefill(selected: Prefill, work: &Work, extent: &Extent) -> Launch {
+    // A device refuses a grid of so many.
     let items = u32::try_from(decode::room(work, extent).items).unwrap_or(u32::MAX);
     let grid = [items, work.kv_heads, 1];
     Launch { kernel: selected.kernel, grid, threads: 128, shared_bytes: selected.shared_bytes }

@@ -35,7 +35,7 @@ struct KernelSelection {
 impl KernelSelection {
     /// Returns the range of query counts that is left for the general kernel, if any.
     fn rest(&self, q_len_max: u32) -> Option<(u32, u32)> {
-        let from = if self.decode.is_some() { DECODE_Q_LEN_MAX.saturating_add(1) } else { 0 };
+        let from = if self.decode.is_some() { DECODE_Q_LEN_MAX + 1 } else { 0 };
         let to = if self.prefill.is_some() { DECODE_Q_LEN_MAX } else { u32::MAX };
         (from <= to && from <= q_len_max).then_some((from, to))
     }
@@ -112,7 +112,7 @@ fn select_kernels(params: &AttendParams, facts: (u32, u32), invariant: bool) -> 
     let shape = shape.filter(|_| params.lse.data == 0 || decode::scores_exactly(k));
     let work = |kind| Work {
         kind,
-        slots: multiprocessors.saturating_mul(2).max(1),
+        slots: (multiprocessors * 2).max(1),
         kv_heads: k.num_kv_heads,
         group: params.group,
         full: params.full != 0,
@@ -129,7 +129,8 @@ fn select_kernels(params: &AttendParams, facts: (u32, u32), invariant: bool) -> 
     }
 }
 
-/// Returns the bytes of partial rows, and of their maxima and sums.
+/// Returns the bytes of partial rows, and of their maxima and sums; for step limits, which may be
+/// any, `u64::MAX` if more.
 fn partial_bytes(params: &AttendParams, kernels: &KernelSelection, room: &Extent) -> (u64, u64) {
     let dim = u64::from(params.v_plane.head_dim);
     let prefill = kernels.prefill.filter(|_| room.q_len_max > DECODE_Q_LEN_MAX);
@@ -179,7 +180,7 @@ fn run(
     if kernels.rest(room.q_len_max).is_some() {
         let splits = plan.sequences().iter().map(|s| s.num_splits).max().unwrap_or(0);
         let [blocks, heads, _] = launches::rows(params, room, splits).grid;
-        let counters = queue.counters(u64::from(blocks).saturating_mul(heads.into()))?;
+        let counters = queue.counters(u64::from(blocks) * u64::from(heads))?;
         let Some((q_len_min, q_len_max)) = kernels.rest(extent.q_len_max) else { return Ok(()) };
         let launch = launches::rows(params, extent, splits);
         let params = AttendParams { counters, q_len_min, q_len_max, ..*params };
