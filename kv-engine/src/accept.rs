@@ -30,6 +30,7 @@ pub(crate) fn accept(
         return Err(RequestError::Vocabulary { index, token: *token, vocab });
     }
     let prompt_len = to_u32(tokens);
+    // A request may ask for any number.
     let wanted = prompt_len.saturating_add(request.max_new_tokens);
     let (tokens_max, finish_at_max) =
         if wanted > context { (context, Finish::Context) } else { (wanted, Finish::Length) };

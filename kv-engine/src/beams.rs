@@ -69,7 +69,7 @@ impl BeamSearch {
     ) -> Result<Vec<Branch>, SampleError> {
         let width = to_usize(self.width());
         let mut branches = self.candidates(rows)?;
-        branches.truncate(width.saturating_mul(2));
+        branches.truncate(width * 2);
         let mut next = Vec::with_capacity(width);
         for (rank, branch) in branches.into_iter().enumerate() {
             if !stop.contains(&branch.token) {
@@ -117,8 +117,8 @@ impl BeamSearch {
     /// Returns twice the width of continuations per beam, sorted: the most likely first, of equals
     /// the first beam's, then the lowest token.
     fn candidates(&self, rows: &[&[f32]]) -> Result<Vec<Branch>, SampleError> {
-        let most = to_usize(self.width()).saturating_mul(2);
-        let mut branches = Vec::with_capacity(most.saturating_mul(rows.len()));
+        let most = to_usize(self.width()) * 2;
+        let mut branches = Vec::with_capacity(most * rows.len());
         let mut order: Vec<(f32, u32)> = Vec::new();
         for ((parent, row), log_prob) in rows.iter().enumerate().zip(&self.log_probs) {
             let max = check_logits(row)?;

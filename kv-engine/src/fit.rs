@@ -2,7 +2,8 @@
 use kv_core::CacheSpec;
 use kv_core::spec::GroupSpec;
 
-/// The size of one request.
+/// The size of one request. Sizes may be any numbers: a request that needs more than `u32::MAX`
+/// blocks needs `u32::MAX`, more than any pool has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestSize {
     /// Tokens of the prompt.
@@ -61,7 +62,7 @@ impl RequestSize {
         let stride = if self.forget && self.width > 1 { 1 } else { chunk };
         let mut begin = 0_u32;
         while begin < prefill {
-            let end = begin.saturating_add(chunk).min(prefill);
+            let end = begin + chunk.min(prefill - begin);
             most = most.max(held(group, begin, end).of_one);
             begin = begin.saturating_add(stride);
         }
@@ -83,9 +84,9 @@ impl RequestSize {
         }
         let full = group.slot_map().full_blocks(self.prompt);
         let totals = (self.prompt..self.tokens).map(|len| {
-            let held = held(group, len, len.saturating_add(1));
+            let held = held(group, len, len + 1);
             // The prompt's full blocks that are still in the window.
-            let shared = full.saturating_sub(held.live).saturating_add(held.sink_blocks.min(full));
+            let shared = full.saturating_sub(held.live) + held.sink_blocks.min(full);
             self.of_all(held.of_one, shared.min(held.of_one))
         });
         totals.max().unwrap_or(0)
@@ -94,7 +95,7 @@ impl RequestSize {
     /// Returns the blocks of all sequences, each with `one` blocks, the first `shared` of which are
     /// common.
     fn of_all(&self, one: u32, shared: u32) -> u32 {
-        let own = one.saturating_sub(shared);
+        let own = one - shared;
         own.saturating_mul(self.width.max(1)).saturating_add(shared)
     }
 
@@ -140,6 +141,6 @@ fn held(group: &GroupSpec, begin: u32, end: u32) -> Held {
         if first >= begin { map.full_blocks(begin) } else { map.place(first).index }
     });
     let live = live.max(sink_blocks);
-    let left = live.saturating_sub(sink_blocks);
+    let left = live - sink_blocks;
     Held { of_one: map.blocks_reserved(end).saturating_sub(left), live, sink_blocks }
 }

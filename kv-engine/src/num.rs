@@ -1,13 +1,7 @@
 //! Number conversions of this crate, each in one place.
 use std::time::Duration;
 
-pub(crate) use kv_core::num::{to_u32, to_u64, to_usize};
-
-/// Converts a count for a figure; exact up to 2^53.
-#[expect(clippy::as_conversions, clippy::cast_precision_loss, reason = "figures for people")]
-pub(crate) fn to_f64(n: u64) -> f64 {
-    n as f64
-}
+pub(crate) use kv_core::num::{to_f64, to_u32, to_u64, to_usize};
 
 /// Returns `count / seconds`, zero if no time passed.
 pub(crate) fn per_second(count: u64, seconds: f64) -> f64 {

@@ -13,7 +13,7 @@ use kv_core::{CacheError, SequenceId};
 
 use crate::drafts;
 use crate::model::{Batch, Chunk};
-use crate::num::to_usize;
+use crate::num::{to_u32, to_usize};
 use crate::queues::{Overtakes, Queues};
 use crate::request::Limits;
 use crate::share;
@@ -92,7 +92,7 @@ pub(crate) fn plan(
         }
     }
     let has_prompts = !prompts.is_empty() || !newcomers.is_empty();
-    let decoding_tokens = decoding.len().try_into().unwrap_or(u32::MAX);
+    let decoding_tokens = to_u32(decoding.len());
     let rest = share::after_decoding(size.tokens, decoding_tokens, has_prompts);
     let mut drafts_left = if size.with_drafts { rest.drafts_max } else { 0 };
     let before_drafts = drafts_left;
@@ -150,6 +150,7 @@ fn newcomers(
         };
         match outlook {
             Outlook::Ready { needs } => {
+                // One that is alone may be wider.
                 room = room.saturating_sub(task.width());
                 taken += blocks_of(cache, task);
                 leaders.push(task);
@@ -262,7 +263,7 @@ pub(crate) fn push(
     let end = begin + count;
     batch.tokens.extend_from_slice(&sequence.tokens[to_usize(begin)..to_usize(end)]);
     batch.tokens.extend_from_slice(drafts);
-    let drafts = drafts.len().try_into().unwrap_or(u32::MAX);
+    let drafts = to_u32(drafts.len());
     let logits = if end == sequence.len() { drafts + 1 } else { 0 };
     let (sequence, request, tokens) = (sequence.id, task.index, count + drafts);
     let chunk = Chunk { sequence, request, tokens, drafts, logits };

@@ -158,7 +158,7 @@ impl Overtakes {
 
     /// Counts a request that is admitted.
     pub(crate) fn note_admitted(&mut self) {
-        self.left = self.left.saturating_sub(1);
+        self.left -= 1;
     }
 
     /// Counts a request that is not admitted now.

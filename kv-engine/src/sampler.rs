@@ -3,7 +3,7 @@
 //! Every sequence has its own generator, seeded by the program's seed and the prompt's index, and
 //! draws once per token, so its draws do not depend on batch, chunks or preemption. The last bits
 //! of the logits do, because products of one row and of many add in different orders.
-use crate::num::{to_f64, to_u32};
+use crate::num::{to_f64, to_u32, to_u64};
 
 /// The random stream of one sequence.
 #[derive(Debug, Clone, PartialEq)]
@@ -31,7 +31,7 @@ impl Sampler {
     /// Makes a sampler: temperature 0 takes the most likely token, 1 samples from the model's own
     /// distribution. Each `index` has its own stream, so that requests with one seed differ.
     pub fn new(temperature: f64, seed: u64, index: usize) -> Self {
-        let stream = u64::try_from(index).unwrap_or(u64::MAX);
+        let stream = to_u64(index);
         Self { temperature, top_p: 1.0, state: mix(seed) ^ mix(stream.wrapping_add(GOLDEN)) }
     }
 
@@ -92,7 +92,7 @@ impl Sampler {
         let (mut sum, mut kept) = (0.0, 0_usize);
         for (weight, _) in &ranked {
             sum += weight;
-            kept = kept.saturating_add(1);
+            kept += 1;
             if sum >= self.top_p * total {
                 break;
             }

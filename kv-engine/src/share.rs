@@ -47,7 +47,7 @@ pub(crate) fn among_prompts(budget: u32, needs: &[u32]) -> Vec<u32> {
         *share = level.min(*need);
     }
     // The remainder: fewer tokens than there are prompts without all of theirs.
-    let mut left = budget.saturating_sub(shares.iter().sum());
+    let mut left = budget - shares.iter().sum::<u32>();
     for (share, need) in shares.iter_mut().zip(needs) {
         let more = left.min(need - *share);
         *share += more;

@@ -51,18 +51,18 @@ impl Stats {
     /// stayed.
     pub(crate) fn note_step(&mut self, seconds: f64, tokens: usize, decode: (u32, u32)) {
         let (decode, kept) = (to_usize(decode.0), to_usize(decode.1));
-        let prefill = tokens.saturating_sub(decode);
+        let prefill = tokens - decode;
         let part = to_f64(to_u64(decode)) / to_f64(to_u64(tokens.max(1)));
-        self.steps = self.steps.saturating_add(1);
-        self.prefill_tokens = self.prefill_tokens.saturating_add(prefill);
-        self.decode_tokens = self.decode_tokens.saturating_add(kept);
+        self.steps += 1;
+        self.prefill_tokens += prefill;
+        self.decode_tokens += kept;
         self.decode_seconds += seconds * part;
         self.prefill_seconds += seconds * (1.0 - part);
     }
 
     pub(crate) fn note_drafts(&mut self, drafted: u32, accepted: u32) {
-        self.drafted_tokens = self.drafted_tokens.saturating_add(drafted.into());
-        self.accepted_tokens = self.accepted_tokens.saturating_add(accepted.into());
+        self.drafted_tokens += u64::from(drafted);
+        self.accepted_tokens += u64::from(accepted);
     }
 
     /// Copies the cache's counts.
@@ -72,15 +72,15 @@ impl Stats {
         self.blocks_total = usage.blocks_total;
         self.blocks_cached = usage.blocks_cached;
         self.bytes_per_token = memory.bytes_per_token;
-        self.cache_bytes = memory.bytes_total.saturating_add(memory.bytes_constants);
+        self.cache_bytes = memory.all_bytes();
     }
 
     /// Returns the tokens reused from cached prompts in whole blocks and in parts of blocks,
     /// including those of preempted requests.
     pub fn reused(&self) -> (u64, u64) {
         let part = self.cache.partial_hit_tokens;
-        let all = self.cache.hit_tokens.saturating_add(self.cache.resumed_hit_tokens);
-        (all.saturating_sub(part), part)
+        let all = self.cache.hit_tokens + self.cache.resumed_hit_tokens;
+        (all - part, part)
     }
 
     /// Returns the share of prompt tokens that were cached when the prompts arrived, without
@@ -101,9 +101,8 @@ impl Stats {
 
     pub(crate) fn note_usage(&mut self, usage: &Usage, block_size: u32) {
         self.blocks_peak = self.blocks_peak.max(usage.blocks_used);
-        let held = u64::from(usage.blocks_used).saturating_mul(u64::from(block_size));
-        self.slots_held = self.slots_held.saturating_add(held);
-        self.slots_wasted = self.slots_wasted.saturating_add(usage.slots_wasted);
+        self.slots_held += u64::from(usage.blocks_used) * u64::from(block_size);
+        self.slots_wasted += usage.slots_wasted;
     }
 
     /// Returns generated tokens per second of the whole time.
@@ -129,6 +128,6 @@ impl Stats {
     /// Returns the bytes of the blocks held at the peak.
     pub fn peak_bytes(&self) -> u64 {
         let block = self.cache_bytes.checked_div(u64::from(self.blocks_total)).unwrap_or(0);
-        block.saturating_mul(u64::from(self.blocks_peak))
+        block * u64::from(self.blocks_peak)
     }
 }
