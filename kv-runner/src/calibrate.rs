@@ -79,6 +79,7 @@ pub fn online(
     full_precision_prefix: u32,
 ) -> Result<Calibration, Error> {
     let mut observer = Observer::new(model, &[full_precision_prefix])?;
+    // The prefix may be any number.
     let wanted = ONLINE_TOKENS.saturating_add(full_precision_prefix).min(model.config().context);
     let mut reader = Reader::f32(model, backend, wanted)?;
     reader.begin()?;
@@ -87,7 +88,7 @@ pub fn online(
     while !new.is_empty() {
         let hidden = reader.read(&new, &mut |rows| observer.see(position, rows))?;
         position += to_u32(new.len());
-        let last = hidden.i(new.len().saturating_sub(1)..)?;
+        let last = hidden.i(new.len() - 1..)?;
         new.clear();
         if position < wanted {
             new.extend(model.logits(&last)?.argmax(D::Minus1)?.to_vec1::<u32>()?);

@@ -254,7 +254,7 @@ impl ModelConfig {
             for factor in short {
                 positive(field, *factor)?;
             }
-            if to_u64(short.len()).saturating_mul(2) != u64::from(self.rope.rotary_dim) {
+            if to_u64(short.len()) * 2 != u64::from(self.rope.rotary_dim) {
                 let (got, dim) = (short.len(), self.rope.rotary_dim);
                 let problem = format!("{got} factors for a rotary dimension of {dim}");
                 return Err(ConfigError::Field { field: field.to_owned(), problem });

@@ -200,7 +200,7 @@ impl TextStream {
     /// Those of [`Tokenizer::decode`].
     pub fn push(&mut self, tokenizer: &Tokenizer, token: u32) -> Result<String, Error> {
         self.ids.push(token);
-        let waiting = self.ids.len().saturating_sub(self.shown);
+        let waiting = self.ids.len() - self.shown;
         self.advance(tokenizer, waiting >= WAIT_MAX)
     }
 

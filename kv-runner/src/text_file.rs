@@ -29,9 +29,8 @@ fn without_mark(bytes: &[u8]) -> Result<&str, TextError> {
         Some((mark, "UTF-8")) => bytes.strip_prefix(*mark).unwrap_or(bytes),
         Some((_, encoding)) => return Err(TextError::Encoding { encoding }),
     };
-    std::str::from_utf8(text).map_err(|error| TextError::NotUtf8 {
-        at: bytes.len().saturating_sub(text.len()).saturating_add(error.valid_up_to()),
-    })
+    std::str::from_utf8(text)
+        .map_err(|error| TextError::NotUtf8 { at: bytes.len() - text.len() + error.valid_up_to() })
 }
 
 #[cfg(test)]

@@ -185,7 +185,7 @@ impl Rows {
         if let Some(rank) = rank {
             let rope = keys.required_count(&["qk_rope_head_dim"], notes)?;
             let rank = bounded("kv_lora_rank", rank.into(), COUNT_MAX)?;
-            let dim_k = rank.saturating_add(rope);
+            let dim_k = rank + rope;
             let global = (None, None);
             return Ok(Self { kv_heads: vec![1], dim_k, dim_v: rank, is_latent: true, global });
         }

@@ -91,7 +91,7 @@ fn rows(metadata: &Metadata<'_>, num_layers: u32) -> Result<Rows, ConfigError> {
     if let Some(rank) = count("attention.kv_lora_rank")? {
         let rope = metadata.required("rope.dimension_count")?;
         let rope = bounded(&metadata.key("rope.dimension_count"), rope.into(), COUNT_MAX)?;
-        let dim_k = rank.saturating_add(rope);
+        let dim_k = rank + rope;
         // Layers without attention have no heads.
         let heads = by_layer(metadata, "attention.head_count_kv", num_layers)?;
         let heads = heads.unwrap_or_else(|| vec![1]).into_iter().map(|heads| heads.min(1));

@@ -6,7 +6,7 @@ use super::{
     per_layer,
 };
 use crate::error::ConfigError;
-use crate::num::to_usize;
+use crate::num::{to_u32, to_usize};
 use crate::object::{Object, whole, wrong};
 
 /// The use of the cache by one layer.
@@ -144,7 +144,8 @@ fn repeated(types: &[Value], num_layers: u32) -> Result<Vec<ListedKind>, ConfigE
         let kinds = kinds.collect::<Result<Vec<_>, _>>()?;
         let times = bounded(key, whole(key.to_owned(), times)?, COUNT_MAX)?;
         // One extra layer is enough to detect too many.
-        let most = to_usize(num_layers).saturating_add(1).saturating_sub(layers.len());
+        let most = (to_usize(num_layers) + 1).saturating_sub(layers.len());
+        // A file may have any list.
         let all = kinds.len().saturating_mul(to_usize(times));
         layers.extend(kinds.into_iter().cycle().take(most.min(all)));
     }
@@ -309,7 +310,7 @@ impl Windows {
     }
 
     pub(crate) fn of(&self, index: usize) -> Option<u32> {
-        let number = u32::try_from(index).unwrap_or(u32::MAX);
+        let number = to_u32(index);
         let has = match &self.rule {
             Rule::All => true,
             Rule::AllButLastOf(period) => !is_last(number, *period),

@@ -144,7 +144,7 @@ impl Part<'_> {
         for width in widths.map(to_usize) {
             let rows = weight.narrow(0, begin, width)?.copy()?;
             linears.push(Linear::new(rows, None));
-            begin = begin.saturating_add(width);
+            begin += width;
         }
         Ok(linears.try_into().unwrap_or_else(|_| unreachable!("one projection for each width")))
     }

@@ -115,6 +115,7 @@ pub(super) fn token_bytes_max(
     let added = parts
         .added_tokens
         .iter()
+        // Saturating, because a file may have any normalizers.
         .map(|token| token.content.len().saturating_mul(if token.normalized { growth } else { 1 }));
     NonZeroUsize::new(of_vocab.max(added.max().unwrap_or(0)))
 }
@@ -127,7 +128,7 @@ fn growth(normalizer: &Normalizer) -> Option<usize> {
             .iter()
             .try_fold(1_usize, |factor, one| Some(factor.saturating_mul(growth(one)?))),
         // For a text of one byte or more.
-        Normalizer::Prepend { prepend } => Some(prepend.len().saturating_add(1)),
+        Normalizer::Prepend { prepend } => Some(prepend.len() + 1),
         Normalizer::Replace { pattern: Pattern::String(pattern), content } => {
             (!pattern.is_empty() && content.len() >= pattern.len()).then_some(content.len())
         }
