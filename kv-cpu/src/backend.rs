@@ -154,7 +154,7 @@ impl CpuBackend {
             .with_buffer_bytes_max(u64::MAX)
             .with_binding_bytes_max(u64::MAX)
             .with_blocking_wait()
-            .with_workers(u32::try_from(threads.count()).unwrap_or(u32::MAX))
+            .with_workers(num::to_u32(threads.count()))
             .with_heads_together()
             .with_host_outputs();
         Ok(Self { capabilities, isa, cpu: Cpu { threads, kernels }, host_memory })

@@ -75,6 +75,7 @@ impl HostMemory {
         bytes: u64,
     ) -> Result<Reserved, DeviceError> {
         let mut reserved = self.0.reserved();
+        // An overflow is refused as any excess.
         let sum = reserved.saturating_add(bytes);
         let shortage = match &self.0.limit {
             Limit::None => None,

@@ -117,6 +117,7 @@ impl Folder {
         let dropped = pages.iter().filter_map(|name| {
             stat.lines().find_map(|line| line.strip_prefix(name))?.trim().parse::<u64>().ok()
         });
+        // The system may report anything.
         let dropped = dropped.fold(0, u64::saturating_add);
         let usage = number(usage).unwrap_or(0).saturating_sub(dropped);
         Some(limit.saturating_sub(usage))

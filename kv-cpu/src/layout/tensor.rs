@@ -81,6 +81,7 @@ impl<'a> RowsIn<'a> {
     }
     fn find(&self, at: RowAt, head: u32, heads: u32) -> Option<&'a [u8]> {
         let (begin, len) = at.bytes(&self.rows, self.element, head, heads);
+        // The strides are the caller's, see `TokenRows::offset`.
         self.bytes.get(begin..begin.saturating_add(len))
     }
 }
@@ -100,9 +101,9 @@ impl RowAt {
         let size = element.size();
         let begin = rows
             .offset(self.entry, self.start, self.token)
-            .saturating_add(to_usize(head).saturating_mul(dim))
+            .saturating_add(to_usize(head) * dim)
             .saturating_mul(size);
-        let len = to_usize(heads).saturating_mul(dim).saturating_mul(size);
+        let len = to_usize(heads) * dim * size;
         (begin, len)
     }
 }

@@ -7,7 +7,7 @@ use crate::buffer::CpuBuffer;
 use crate::context::Cpu;
 use crate::layout::{Room, RowAt, RowsIn, RowsOut};
 use crate::scratch::Workspace;
-use kv_core::num::to_usize;
+use kv_core::num::{to_u32, to_usize};
 
 const OPERATION: &str = "convert";
 /// Tokens that one thread takes at a time.
@@ -40,7 +40,7 @@ pub(crate) fn convert(
         let parallel = len >= TOKENS_PARALLEL_MIN;
         let scratch = &mut workspace.scratch;
         cpu.threads.run(items, parallel, scratch, |_, item| {
-            let item = u32::try_from(item).unwrap_or(u32::MAX);
+            let item = to_u32(item);
             let begin = item * TOKENS_PER_ITEM;
             let end = (begin + TOKENS_PER_ITEM).min(len);
             for token in begin..end {

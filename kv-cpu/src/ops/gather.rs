@@ -11,7 +11,7 @@ use crate::layout::unsupported;
 use crate::layout::{PlaneRows, Room, RowAt, RowScale, RowsOut};
 use crate::scratch::Scratch;
 use crate::scratch::Workspace;
-use kv_core::num::to_usize;
+use kv_core::num::{to_u32, to_usize};
 
 const OPERATION: &str = "gather";
 /// Tokens that one thread takes at a time.
@@ -50,7 +50,7 @@ pub(crate) fn gather(
         let items = range.len.div_ceil(TOKENS_PER_ITEM);
         let parallel = range.len >= TOKENS_PARALLEL_MIN;
         cpu.threads.run(to_usize(items), parallel, &mut workspace.scratch, |scratch, item| {
-            let item = u32::try_from(item).unwrap_or(u32::MAX);
+            let item = to_u32(item);
             let begin = item * TOKENS_PER_ITEM;
             let end = (begin + TOKENS_PER_ITEM).min(range.len);
             for token in begin..end {
