@@ -5,6 +5,7 @@ use kv::backend::NullBackend;
 use kv::eviction::Eviction;
 use kv::{Axes, CacheSpec, Error, KvCache, SequenceId, StartOptions, StepInput, TensorView};
 
+use crate::num::to_u32;
 use crate::{BLOCK_SIZE, values};
 
 /// Makes a cache of one layer on the null backend.
@@ -20,7 +21,7 @@ fn append(
     prompt: &[u32],
 ) -> Result<(), Error> {
     let mut step = cache.begin_step(&[StepInput::prompt(sequence, prompt)])?;
-    let count = u32::try_from(step.positions().len()).unwrap_or(u32::MAX);
+    let count = to_u32(step.positions().len());
     let rows = values(u64::from(count) * 2);
     let rows = TensorView::host(&rows, &[count, 1, 2]);
     step.write(0, rows, rows, Axes::Thd)?;
@@ -88,7 +89,7 @@ impl Decode {
         }
         self.steps += 1;
         let tokens = [self.steps];
-        let count = u32::try_from(self.ids.len()).unwrap_or(u32::MAX);
+        let count = to_u32(self.ids.len());
         let inputs: Vec<_> = self.ids.iter().map(|id| StepInput::tokens(*id, &tokens)).collect();
         let rows = TensorView::host(&self.rows, &[count, 1, 2]);
         let begin = Instant::now();

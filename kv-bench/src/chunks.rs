@@ -12,7 +12,7 @@ use kv::tier::{ChunkAddress, ChunkRoot, ChunkSpec, Expectation, Identity, ModelD
 use kv::{CacheSpec, GroupId, KvFormat};
 
 use crate::measure::TierError;
-use crate::num::{to_u32, to_u64};
+use crate::num::{to_offset, to_u32, to_u64};
 
 /// Chunks that differ in their headers.
 #[derive(Debug)]
@@ -73,7 +73,7 @@ impl Chunks {
     /// Returns the number of chunks that a store gets that is not a folder.
     pub fn count_of_store(&self) -> usize {
         let most = to_u64(STORE_BYTES).checked_div(self.chunk_bytes()).unwrap_or(1);
-        self.count().min(usize::try_from(most).unwrap_or(usize::MAX))
+        self.count().min(to_offset(most))
     }
 
     /// Returns the bytes of one chunk.

@@ -99,7 +99,7 @@ impl Shape {
         let mut cache = KvCache::new(backend, self.spec(more)?)?;
         let values = values(self.token_values() * u64::from(self.context));
         for (sequence, short) in self.sequences().zip((0..BLOCK_SIZE.min(self.context)).cycle()) {
-            let tokens = self.context.saturating_sub(short);
+            let tokens = self.context - short;
             cache.start(sequence, &[], StartOptions::default())?;
             let mut step = cache.begin_step(&[StepInput::count(sequence, tokens)])?;
             let dims = [self.context, self.kv_heads, self.head_dim];

@@ -13,7 +13,7 @@ use super::workload;
 
 /// Bytes that one run reads at least, over all its layers: more than CPU caches hold.
 const COLD: u64 = 1 << 28;
-const LAYERS_MAX: u64 = 256;
+const LAYERS_MAX: u16 = 256;
 /// Tokens of a short prompt.
 const SHORT: u32 = 64;
 
@@ -241,8 +241,8 @@ impl Case {
                     Operation::AppendPrompt => work.written,
                     _ => work::work(&shape, &spec, Operation::Decode).read,
                 };
-                let layers = COLD.div_ceil(of.max(1)).clamp(1, LAYERS_MAX);
-                u16::try_from(layers).unwrap_or(u16::MAX)
+                let layers = u16::try_from(COLD.div_ceil(of.max(1))).unwrap_or(u16::MAX);
+                layers.clamp(1, LAYERS_MAX)
             }
         };
         let memory = match operation {

@@ -14,6 +14,7 @@ use rayon::iter::{IndexedParallelIterator, ParallelIterator};
 use rayon::slice::{ParallelSlice, ParallelSliceMut};
 
 use super::report::{Facts, RunsOn};
+use crate::num::to_offset;
 
 /// A backend that can copy memory without a cache.
 pub(super) trait PlainCopy: Backend {
@@ -81,7 +82,7 @@ impl PlainCopy for CpuBackend {
         [from, to]: &mut Self::Memory,
         bytes: u64,
     ) -> Result<(), DeviceError> {
-        let len = usize::try_from(bytes).unwrap_or(usize::MAX);
+        let len = to_offset(bytes);
         let (Some(from), Some(to)) = (from.get(..len), to.get_mut(..len)) else {
             return Err(out_of_range());
         };
@@ -181,7 +182,7 @@ fn pieces<B: Backend>(backend: &B, bytes: u64) -> Result<Vec<Piece<B::Buffer>>, 
         let [from, to] = [backend.alloc(bytes)?, backend.alloc(bytes)?];
         let mut at = 0;
         while at < bytes {
-            let rest = usize::try_from(bytes - at).unwrap_or(usize::MAX);
+            let rest = to_offset(bytes - at);
             let part = content.get(..rest.min(SENT)).unwrap_or(&content);
             queue.upload(&from, at, part)?;
             queue.submit()?.wait()?;

@@ -28,7 +28,7 @@ impl Planned {
         let spread = case.block_size.min(shape.context);
         for (sequence, short) in sequences(shape.batch).zip((1..=spread).cycle()) {
             cache.start(sequence, &[], StartOptions::default())?;
-            let tokens = shape.context.saturating_sub(short);
+            let tokens = shape.context - short;
             if tokens > 0 {
                 let mut step = cache.begin_step(&[StepInput::count(sequence, tokens)])?;
                 step.mark_written();

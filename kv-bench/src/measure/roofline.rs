@@ -18,7 +18,7 @@ use rayon::iter::{IndexedParallelIterator, IntoParallelRefMutIterator, ParallelI
 use super::plain::PlainCopy;
 #[cfg(any(feature = "cuda", feature = "wgpu"))]
 use super::workload::drain;
-use crate::num::{to_u64, to_usize};
+use crate::num::{to_offset, to_u64, to_usize};
 
 /// Bytes of a copy's source: more than CPU caches hold.
 const COPIED: u64 = 1 << 28;
@@ -195,7 +195,7 @@ impl Roofline for CpuBackend {
 
     fn walk(&self, arena: &mut CpuArena, walk: Walk, runs: u32) -> Result<f64, DeviceError> {
         let worth = (walk.bytes * walk.layers).div_ceil(PART);
-        let threads = usize::try_from(worth).unwrap_or(usize::MAX).clamp(1, arena.parts.len());
+        let threads = to_offset(worth).clamp(1, arena.parts.len());
         let begin = Instant::now();
         arena.each(threads, |part| {
             let bytes = walk.bytes.div_ceil(to_u64(threads));
@@ -210,7 +210,7 @@ impl Roofline for CpuBackend {
 
 /// Copies a thread's share of every layer; places that move start again at the end of the memory.
 fn copy_layers(from: &[u8], to: &mut [u8], walk: Walk) {
-    let bytes = usize::try_from(walk.bytes).unwrap_or(usize::MAX);
+    let bytes = to_offset(walk.bytes);
     let (mut from_at, mut to_at) = (0, 0);
     for _ in 0..walk.layers {
         let mut left = bytes;

@@ -202,7 +202,7 @@ pub(super) fn work(shape: &Shape, spec: &CacheSpec, operation: Operation) -> Wor
     let slots = |count: u32| spec.memory().bytes_per_token * u64::from(count);
     let (batch, context) = (u64::from(shape.batch), shape.context);
     let stored = slots(map.slots(context));
-    let newest = slots(map.slots(context).saturating_sub(map.slots(context.saturating_sub(1))));
+    let newest = slots(map.slots(context) - map.slots(context.saturating_sub(1)));
     let product = |factors: &[u64]| factors.iter().product::<u64>();
     let (dim, layers) = (u64::from(shape.head_dim), u64::from(shape.layers));
     // K and V of one token as tensors, and its queries or outputs.

@@ -14,7 +14,7 @@ use kv::{
 use super::error::Error;
 use super::options::Formats;
 use super::work::{self, Operation, Shape, VALUE_BYTES};
-use crate::num::{to_f32, to_u32};
+use crate::num::{to_f32, to_offset, to_u32};
 use crate::random::Random;
 
 /// The only group.
@@ -73,18 +73,18 @@ impl Sizes {
     }
 }
 
-/// Returns the number of values of `tokens` tokens.
+/// Returns the number of values of `tokens` tokens; `u64::MAX` if more, as a shape may be any.
 fn values(shape: &Shape, tokens: u64, heads: u32) -> u64 {
     u64::from(shape.head_dim).saturating_mul(heads.into()).saturating_mul(tokens)
 }
 
-/// Returns the bytes that a workload allocates.
+/// Returns the bytes that a workload allocates; `u64::MAX`, which no device has, if more.
 pub(super) fn bytes(shape: &Shape, spec: &CacheSpec, operations: &[Operation]) -> u64 {
     let Sizes { new, queries, gathered } = Sizes::new(shape, operations);
     let rows = values(shape, new.saturating_add(gathered), shape.kv_heads);
     let tensors = rows.saturating_add(values(shape, queries, shape.q_heads));
     let memory = spec.memory();
-    let cache = memory.bytes_total.saturating_add(memory.bytes_constants);
+    let cache = memory.all_bytes();
     // Each pair: K and V, queries and outputs.
     cache.saturating_add(tensors.saturating_mul(VALUE_BYTES).saturating_mul(2))
 }
@@ -328,7 +328,7 @@ fn random<B: Backend>(
     let mut at = 0;
     while at < count {
         let now = SENT.min(count - at);
-        let len = usize::try_from(now * VALUE_BYTES).unwrap_or(usize::MAX);
+        let len = to_offset(now * VALUE_BYTES);
         let part: Vec<u8> = bytes.by_ref().take(len).collect();
         queue.upload(&buffer, at * VALUE_BYTES, &part)?;
         at += now;

@@ -117,7 +117,7 @@ fn small_cases_have_layers_that_no_cache_holds() {
         let is_append = case.operation == Operation::Append;
         let stored = if case.operation == Operation::Decode { read } else { written };
         let bytes = stored * u64::from(layers);
-        let is_capped = u64::from(layers) == LAYERS_MAX;
+        let is_capped = u64::from(layers) == u64::from(LAYERS_MAX);
         assert!(bytes >= COLD || is_capped || is_append, "{batch} x {context}: {layers}");
         assert!(case.memory > bytes, "{batch} x {context}");
     }

@@ -16,7 +16,7 @@ use super::TierOptions;
 use super::error::TierError;
 use super::report::TierLine;
 use crate::measure::Progress;
-use crate::num::to_usize;
+use crate::num::{to_f64, to_u64, to_usize};
 
 /// The layers of SmolLM2-135M.
 const LAYERS: u16 = 30;
@@ -86,7 +86,7 @@ pub(super) fn measure(
 }
 
 fn mean(times: &[f64]) -> f64 {
-    times.iter().sum::<f64>() / f64::from(u32::try_from(times.len()).unwrap_or(u32::MAX))
+    times.iter().sum::<f64>() / to_f64(to_u64(times.len()))
 }
 
 /// A cache and its sequences, with or without tiers.
