@@ -7,7 +7,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use crate::element::DType;
-use crate::num::to_u64;
+use crate::num::{to_f64, to_offset, to_u32, to_u64};
 use crate::unknown_name::UnknownName;
 
 /// Values that share a scale in formats with grouped scales, and that are packed together in
@@ -207,9 +207,7 @@ impl KvFormat {
 
     /// Returns the stored bits per value, scales included.
     pub fn bits_per_value(self, head_dim: u32) -> f64 {
-        let bits = self.row_bytes(head_dim) * 8;
-        // Exact: a row has far fewer than 2^32 bits in any cache that fits a machine.
-        f64::from(u32::try_from(bits).unwrap_or(u32::MAX)) / f64::from(head_dim.max(1))
+        to_f64(self.row_bytes(head_dim) * 8) / f64::from(head_dim.max(1))
     }
 
     /// Returns the element type of an unquantised format, `None` for quantised ones.
@@ -238,7 +236,7 @@ impl KvFormat {
     pub fn wide_slots(self, head_dim: u32) -> u32 {
         let wide = self.wide_format().row_bytes(head_dim);
         let slots = wide.div_ceil(self.row_bytes(head_dim).max(1));
-        u32::try_from(slots).unwrap_or(u32::MAX).max(1)
+        to_u32(to_offset(slots)).max(1)
     }
 
     /// Returns whether the format is designed for transformed rows, which are close to normally

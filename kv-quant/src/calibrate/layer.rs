@@ -1,6 +1,7 @@
 //! The observed rows of one layer, and its constants.
 use kv_core::backend::{Plane, PlaneLayout, PlaneShape};
 use kv_core::calibration::{LayerCalibration, PlaneCalibration, PlaneConstants};
+use kv_core::num::{to_u64, to_usize};
 use kv_core::{BlockOrder, KvFormat, LayerId, Scaling};
 
 use crate::calibrate::{CalibrateError, LayerShape, MIN_TOKENS, Tensor};
@@ -105,17 +106,17 @@ impl Layer {
             return Ok(());
         }
         let skipped = skipped.min(tokens);
-        let total = self.tokens.checked_add(tokens.saturating_sub(skipped));
+        let total = self.tokens.checked_add(tokens - skipped);
         let total = total.ok_or(CalibrateError::TooManyTokens { layer })?;
         let [dim_k, dim_v] = self.head_dims();
-        let heads = widen(self.shape.num_kv_heads);
+        let heads = to_usize(self.shape.num_kv_heads);
         let Rows { k, v, q, q_heads } = rows;
         self.k.extend(counted(k, skipped, heads * dim_k));
 
-        let token = widen(q_heads) * dim_k;
+        let token = to_usize(q_heads) * dim_k;
         self.q_squares.resize(heads * dim_k, 0.0);
         for token in counted(q, skipped, token).chunks_exact(token) {
-            let shares = token.chunks_exact(widen(group) * dim_k);
+            let shares = token.chunks_exact(to_usize(group) * dim_k);
             for (sums, share) in self.q_squares.chunks_exact_mut(dim_k).zip(shares) {
                 share.chunks_exact(dim_k).for_each(|row| add_squares(sums, row, None));
             }
@@ -142,13 +143,14 @@ impl Layer {
             .checked_div(num_kv_heads)
             .filter(|group| *group > 0 && q_heads.checked_rem(num_kv_heads) == Some(0));
         let group = group.ok_or(CalibrateError::QueryHeads { layer, q_heads, num_kv_heads })?;
-        let heads = widen(num_kv_heads);
+        let heads = to_usize(num_kv_heads);
         let token = heads * dim_k;
         let whole = k.len().checked_div(token).filter(|n| n.checked_mul(token) == Some(k.len()));
         let tokens = whole.ok_or(CalibrateError::PartOfToken { layer, token, got: k.len() })?;
         for (tensor, rows, heads, dim) in
-            [(Tensor::V, v, heads, dim_v), (Tensor::Q, q, widen(q_heads), dim_k)]
+            [(Tensor::V, v, heads, dim_v), (Tensor::Q, q, to_usize(q_heads), dim_k)]
         {
+            // No list is as long as a product that overflows.
             let expected = tokens.saturating_mul(heads).saturating_mul(dim);
             if rows.len() != expected {
                 return Err(CalibrateError::Length { layer, tensor, expected, got: rows.len() });
@@ -157,13 +159,12 @@ impl Layer {
         for (tensor, rows, heads, dim) in [
             (Tensor::K, k, heads, dim_k),
             (Tensor::V, v, heads, dim_v),
-            (Tensor::Q, q, widen(q_heads), dim_k),
+            (Tensor::Q, q, to_usize(q_heads), dim_k),
         ] {
             if let Some((index, &value)) = rows.iter().enumerate().find(|(_, x)| !x.is_finite()) {
                 let (row, channel) = split(index, dim);
                 let (token, head) = split(row, heads);
-                let position = u64::from(first_position)
-                    .saturating_add(u64::try_from(token).unwrap_or(u64::MAX));
+                let position = u64::from(first_position) + to_u64(token);
                 let place =
                     CalibrateError::NotFinite { layer, tensor, position, head, channel, value };
                 return Err(place);
@@ -180,7 +181,7 @@ impl Layer {
             return Err(CalibrateError::TooFewTokens { layer, tokens });
         }
         let [dim_k, _] = self.head_dims();
-        let token = widen(self.shape.num_kv_heads) * dim_k;
+        let token = to_usize(self.shape.num_kv_heads) * dim_k;
         let mean = mean(&self.k, token, f64::from(tokens));
         let mut k_squares = vec![0.0; token];
         self.k.chunks_exact(token).for_each(|k| add_squares(&mut k_squares, k, Some(&mean)));
@@ -190,7 +191,7 @@ impl Layer {
 
         let mut magnitudes = Magnitudes::default();
         let constants = constants(layer, Plane::Key, &self.layouts, &k);
-        let heads = widen(self.shape.num_kv_heads);
+        let heads = to_usize(self.shape.num_kv_heads);
         magnitudes.observe(&mut self.k.clone(), heads, dim_k, &constants);
         magnitudes.give(layer, Plane::Key, &mut k)?;
         let mut v = PlaneCalibration::default();
@@ -199,7 +200,7 @@ impl Layer {
     }
 
     fn head_dims(&self) -> [usize; 2] {
-        [widen(self.shape.head_dim_k), widen(self.shape.head_dim_v)]
+        [to_usize(self.shape.head_dim_k), to_usize(self.shape.head_dim_v)]
     }
 }
 
@@ -239,7 +240,7 @@ impl Magnitudes {
 
 /// Returns the rows after the first `skipped` tokens of `token` values.
 fn counted(rows: &[f32], skipped: u32, token: usize) -> &[f32] {
-    rows.get(widen(skipped) * token..).unwrap_or_default()
+    rows.get(to_usize(skipped) * token..).unwrap_or_default()
 }
 
 /// Returns the largest magnitude of a row; infinity if a value is not finite.
@@ -315,10 +316,4 @@ fn narrow(x: f64) -> f32 {
     {
         x as f32
     }
-}
-
-/// Converts a count of heads, channels or tokens to a length. Lengths are compared with it before
-/// anything is allocated, so a count that does not fit only has to stay too large.
-fn widen(n: u32) -> usize {
-    usize::try_from(n).unwrap_or(usize::MAX)
 }

@@ -7,6 +7,7 @@
 #![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use std::collections::{BTreeMap, HashMap};
 
+use kv_core::num::to_u64;
 use safetensors::tensor;
 use serde_json::{Map, Value, json};
 
@@ -78,6 +79,6 @@ pub(super) fn write(
     let mut header = Value::Object(header).to_string().into_bytes();
     // The data begin at a multiple of 8.
     header.resize(header.len().next_multiple_of(PREFIX), b' ');
-    let length = u64::try_from(header.len()).unwrap_or(u64::MAX);
+    let length = to_u64(header.len());
     [length.to_le_bytes().as_slice(), &header, &data].concat()
 }

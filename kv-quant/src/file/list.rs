@@ -4,6 +4,7 @@ use std::fmt;
 use kv_core::LayerId;
 use kv_core::backend::Plane;
 use kv_core::calibration::{LayerCalibration, PlaneCalibration};
+use kv_core::num::to_usize;
 use safetensors::Dtype;
 
 use crate::calibrate::LayerShape;
@@ -89,8 +90,7 @@ impl Place {
     /// Returns the axes of a list of `len` values. `len` matters for scales only: one, or one per
     /// head.
     pub(super) fn shape(self, shape: LayerShape, len: usize) -> Vec<usize> {
-        let widen = |n: u32| usize::try_from(n).unwrap_or(usize::MAX);
-        let (heads, head_dim) = (widen(shape.num_kv_heads), widen(shape.head_dim_k));
+        let (heads, head_dim) = (to_usize(shape.num_kv_heads), to_usize(shape.head_dim_k));
         match self.list {
             List::Mean | List::Balance => vec![heads, head_dim],
             List::Scales if len == 1 => vec![1],
