@@ -26,6 +26,7 @@ impl WgpuBuffer {
         len: u64,
         operation: &'static str,
     ) -> Result<Self, DeviceError> {
+        // A length past `u64` is refused as any that is too large.
         let size = len.max(4).checked_next_multiple_of(4).unwrap_or(u64::MAX);
         let most = shared.limits.max_buffer_size;
         if size > most {

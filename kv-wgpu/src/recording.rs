@@ -2,6 +2,7 @@
 use std::sync::Arc;
 
 use kv_core::error::DeviceError;
+use kv_core::num::{to_offset, to_u32};
 
 use crate::arena::{Arena, ArenaRange};
 use crate::buffer::WgpuBuffer;
@@ -116,7 +117,7 @@ impl Recorder {
             return Err(unsupported(operation, why));
         }
         let slot = Slot { buffer: buffer.buffer().clone(), offset, size, is_written };
-        Ok((slot, u32::try_from(skip).unwrap_or(u32::MAX)))
+        Ok((slot, to_u32(to_offset(skip))))
     }
 
     /// Records a dispatch: `params` is binding 0, the slots follow.
@@ -225,7 +226,7 @@ impl Recorder {
     pub(crate) fn groups(&self, units: u64) -> Result<[u32; 3], DeviceError> {
         let most = u64::from(self.shared.limits.max_compute_workgroups_per_dimension);
         let rows = units.div_ceil(most);
-        let narrow = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
+        let narrow = |n: u64| to_u32(to_offset(n));
         if rows > most {
             return Err(unsupported(self.operation, format!("{units} workgroups")));
         }

@@ -173,7 +173,7 @@ impl Call<'_> {
 }
 
 /// Returns the parameters of a layout without those of a segment, which [`Call::segment`] adds.
-/// Sizes fit 32 bits: a segment is no larger than a binding.
+/// Sizes fit 32 bits: a larger segment is refused when it is bound.
 fn shape(layout: &PlaneLayout) -> Plane {
     let map = layout.slot_map();
     let (format, dim) = (layout.format(), layout.head_dim());

@@ -16,7 +16,7 @@ use crate::tensors::Room;
 #[cfg(test)]
 pub(crate) use form::kernels;
 use form::{Form, Rows, Side};
-use kv_core::num::to_u32;
+use kv_core::num::{to_offset, to_u32};
 
 const OPERATION: &str = "attend";
 /// Limit for the bytes of partial results: longer prompts take several rounds.
@@ -106,7 +106,7 @@ pub(crate) fn attend(
         inputs,
         sink_logits,
         outputs: std::iter::once(out_slot.clone()).chain(lse_slot).collect(),
-        tiles: u32::try_from(units).unwrap_or(u32::MAX) + to_u32(room.entries),
+        tiles: to_u32(to_offset(units)) + to_u32(room.entries),
         kv_heads: k.num_kv_heads,
     };
     run(queue, &step, &work, (&k_view, &v_view))?;
@@ -152,6 +152,7 @@ fn run(
     let most = PARTS_BYTES.min(shared.limits.max_storage_buffer_binding_size);
     let columns = shared.limits.max_compute_workgroups_per_dimension;
     let together = most.checked_div(each * 4).unwrap_or(0).max(1);
+    // At most one part for each tile.
     let together = u32::try_from(together).unwrap_or(u32::MAX).min(columns).min(work.tiles);
     if together == 0 {
         return Ok(());

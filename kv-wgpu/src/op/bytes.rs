@@ -6,7 +6,7 @@ use crate::buffer::WgpuBuffer;
 use crate::params::BytesParams;
 use crate::pipelines::Kernel;
 use crate::recording::{Recorder, Slot};
-use kv_core::num::to_u64;
+use kv_core::num::{to_offset, to_u32, to_u64};
 
 const UPLOAD: &str = "upload";
 const ZERO: &str = "zero";
@@ -82,7 +82,7 @@ fn run(
     src: Option<Slot>,
 ) -> Result<(), DeviceError> {
     let (slot, dst_begin) = recorder.slot(dst, range, (true, operation))?;
-    let len = u32::try_from(range.1).unwrap_or(u32::MAX);
+    let len = to_u32(to_offset(range.1));
     let words = range.1.div_ceil(4) + 1;
     let groups = recorder.groups(words.div_ceil(WORDS))?;
     let slots: Vec<_> = std::iter::once(slot).chain(src).collect();

@@ -95,6 +95,7 @@ struct Runs {
 fn pairs(layout: &PlaneLayout, copies: &[BlockCopy]) -> Vec<((u32, u32), Vec<u32>)> {
     let mut pairs: Vec<((u32, u32), Vec<u32>)> = Vec::new();
     let each = layout.blocks_per_segment().max(1);
+    // Saturating: a segment whose bytes 32 bits do not count is refused when it is bound.
     let narrow = |bytes: u64| u32::try_from(bytes).unwrap_or(u32::MAX);
     let begin = |block: u32| narrow(layout.block_bytes() * u64::from(block % each));
     for copy in copies {
@@ -108,7 +109,7 @@ fn pairs(layout: &PlaneLayout, copies: &[BlockCopy]) -> Vec<((u32, u32), Vec<u32
         let (from, to) = (begin(copy.from.0), begin(copy.to.0));
         for (at, bytes) in parts_of_block(layout, copy.slots) {
             let (at, bytes) = (narrow(at), narrow(bytes));
-            runs.extend([from + at, to + at, bytes]);
+            runs.extend([from.saturating_add(at), to.saturating_add(at), bytes]);
         }
     }
     pairs

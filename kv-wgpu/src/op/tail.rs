@@ -58,7 +58,7 @@ impl CodedRuns {
                 // A block that already has codes keeps its mean.
                 let is_whole = begin <= map.tokens(index).max(map.full_precision_prefix());
                 words.extend([to_u32(entry), begin, end, is_whole.into(), staged]);
-                staged = staged.saturating_add(cached.min(end).saturating_sub(begin));
+                staged += cached.min(end).saturating_sub(begin);
                 count += 1;
                 begin = end.max(begin + 1);
             }
