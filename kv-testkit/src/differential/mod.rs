@@ -76,6 +76,7 @@ pub fn run_all(
     };
     let (first, runs) = (number(SEED_VARIABLE, first)?, number(RUNS_VARIABLE, runs)?);
     let mut all = Coverage::default();
+    // Either may be any number.
     for seed in first..first.saturating_add(runs) {
         let place = format!("{SEED_VARIABLE}={seed} {RUNS_VARIABLE}=1");
         all = run(one, two, seed, all).map_err(|error| format!("{place}: {error}"))?;
