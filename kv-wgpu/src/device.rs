@@ -12,6 +12,10 @@ use kv_core::error::{DeviceError, DeviceErrorKind};
 use crate::pipelines::Pipelines;
 use crate::signal::Poller;
 
+/// The most bytes that are bound at once: shaders count them in 32 bits, while Metal binds whole
+/// buffers of any size.
+const BINDING_MAX: u64 = (1 << 32) - 4;
+
 /// State that the buffers, queues and fences of one device share.
 pub(crate) struct Shared {
     pub(crate) device: wgpu::Device,
@@ -54,7 +58,9 @@ impl Shared {
             noticed.lose(format!("{reason:?}: {words}"));
         });
         let poller = Poller::new(&device);
-        let limits = device.limits();
+        let mut limits = device.limits();
+        let most = limits.max_storage_buffer_binding_size.min(BINDING_MAX);
+        limits.max_storage_buffer_binding_size = most;
         Self {
             device,
             queue,
