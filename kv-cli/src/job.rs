@@ -138,6 +138,7 @@ impl Job {
 
     /// Returns the number of sequences that run at once: at least the beams of one prompt.
     fn batch(&self, args: &GenerateArgs) -> u32 {
+        // Beams may be any number.
         let all = to_u32(self.prompts.len()).saturating_mul(args.beams);
         args.engine.max_batch.min(all).max(args.beams)
     }
@@ -157,6 +158,7 @@ impl Job {
         let wanted = affordable_blocks(&args.engine, &self.loaded, self.batch(args))?;
         let alone = |prompt: &Prompt| {
             let prompt = to_u32(prompt.ids.len());
+            // New tokens may be any number.
             let tokens = prompt.saturating_add(args.max_new_tokens).min(context);
             let chunk =
                 args.engine.max_step_tokens.min(if args.no_cache { tokens } else { prompt });
@@ -275,6 +277,7 @@ pub(crate) fn affordable_blocks(
     let few = loaded.model.config().few_blocks(&args.format, BLOCK_SIZE)?;
     let slots = CACHE_BYTES.checked_div(few.memory().bytes_per_token.max(1)).unwrap_or(0);
     let affordable = slots.checked_div(BLOCK_SIZE.into()).unwrap_or(0);
+    // Saturating, down to what is affordable or what a pool numbers.
     let affordable = u32::try_from(affordable).unwrap_or(u32::MAX);
     let context = loaded.model.config().context();
     Ok(blocks_of(&few, context).saturating_mul(batch).min(affordable).max(1))

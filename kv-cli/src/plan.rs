@@ -91,7 +91,7 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
         notes.push(latent_note(&formats));
     }
     let first = kinds.first().map(|(kind, _)| *kind).context("a geometry has a layer")?;
-    let attention_layers = kinds.iter().fold(0_u32, |sum, (_, layers)| sum.saturating_add(*layers));
+    let attention_layers = kinds.iter().map(|(_, layers)| layers).sum();
     let kinds = kinds.into_iter().map(|(layer, layers)| Kind { layers, layer }).collect();
     let report = Report {
         model: path.display().to_string(),
@@ -195,13 +195,13 @@ impl<'a> Plan<'a> {
         block_size: u32,
         stored: &'a Stored,
     ) -> anyhow::Result<Self> {
-        let num_layers = kinds.iter().fold(0_u32, |sum, (_, layers)| sum.saturating_add(*layers));
+        let num_layers: u32 = kinds.iter().map(|(_, layers)| layers).sum();
         let builder = CacheSpec::builder().layers(u16::try_from(num_layers)?);
         let mut builder = stored.apply(builder).paged(block_size, stored.blocks_min());
         // A group per kind, in order; the default group stays empty.
         let mut first = 0_u16;
         for (kind, layers) in kinds {
-            let end = first.saturating_add(u16::try_from(*layers)?);
+            let end = first + u16::try_from(*layers)?;
             builder = builder.group(first..end, |group| {
                 let group = group.kv_heads(kind.kv_heads);
                 let group = group.head_dims(kind.head_dim_k, kind.head_dim_v);
@@ -234,11 +234,12 @@ impl<'a> Plan<'a> {
             format: self.stored.to_string(),
             bits_per_value: bits_per_value(&self.spec),
             full_precision_prefix: first.slot_map().full_precision_prefix(),
-            bytes_per_token: needed.iter().fold(0, |sum, bytes| sum.saturating_add(*bytes)),
+            bytes_per_token: needed.iter().sum(),
             stored_bytes_per_token: memory.bytes_per_token,
             kind_bytes_per_token: needed,
             sequence_bytes,
             tokens: self.tokens_within(bytes),
+            // More count as that many.
             sequences: u32::try_from(sequences).unwrap_or(u32::MAX),
         })
     }
@@ -264,11 +265,11 @@ impl<'a> Plan<'a> {
         let fits = |tokens| self.sequence_bytes(tokens, leaves).is_some_and(|all| all <= bytes);
         let (mut fitting, mut beyond) = (0, LEN_MAX);
         while fitting < beyond {
-            let tokens = beyond.saturating_sub(beyond.saturating_sub(fitting) / 2);
+            let tokens = beyond - (beyond - fitting) / 2;
             if fits(tokens) {
                 fitting = tokens;
             } else {
-                beyond = tokens.saturating_sub(1);
+                beyond = tokens - 1;
             }
         }
         fitting.into()
@@ -278,12 +279,8 @@ impl<'a> Plan<'a> {
 /// Returns the bytes that the layers of a kind need per token: for MLA, its K.
 fn bytes_per_token((group, kind, layers): (&GroupSpec, &LayerGeometry, u64)) -> u64 {
     let [k, v] = group.layouts();
-    let block = if kind.is_latent {
-        k.block_bytes()
-    } else {
-        k.block_bytes().saturating_add(v.block_bytes())
-    };
-    let all = block.saturating_mul(layers);
+    let block = if kind.is_latent { k.block_bytes() } else { k.block_bytes() + v.block_bytes() };
+    let all = block * layers;
     all.checked_div(group.block_size().into()).unwrap_or(0)
 }
 

@@ -102,7 +102,7 @@ pub(super) fn measure(args: &GenerateArgs, job: &Job) -> anyhow::Result<Option<C
             variant,
             prompt_tokens: prompt.len(),
             reused_tokens: second.reused,
-            computed_tokens: prompt.len().saturating_sub(second.reused),
+            computed_tokens: prompt.len() - second.reused,
             ttft_ms: median(&mut times),
             speedup: 1.0,
             same_token: *first == second.tokens,

@@ -137,6 +137,7 @@ fn windows<'t>(args: &EvalArgs, ids: &'t [u32], context: u32) -> anyhow::Result<
     let held = rest.len().checked_div(window).unwrap_or(0);
     let windows = args.windows.map_or(held.clamp(1, WINDOWS_MAX), to_usize);
     if windows > held {
+        // A caller may ask for any windows.
         let needed = windows.saturating_mul(window).saturating_add(skipped);
         return Err(TextTooShort { got: ids.len(), needed, skipped, windows, window }.into());
     }
@@ -203,7 +204,7 @@ fn evaluate<'m>(
 ) -> anyhow::Result<Vec<FormatRun<'m>>> {
     let window = windows.first().map_or(0, |window| window.len());
     let mut plain = Reader::f32(&loaded.model, &loaded.backend, to_u32(window))?;
-    let read = window.saturating_sub(1).saturating_mul(windows.len());
+    let read = window.saturating_sub(1) * windows.len();
     let bar = progress::tokens(to_u64(read * (format_runs.len() + 1)));
     for window in windows {
         plain.begin()?;

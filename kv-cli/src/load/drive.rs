@@ -69,7 +69,7 @@ pub(super) async fn drive(
             failed += 1;
             bar.set_message(format!("{failed} failed"));
         }
-        let end = sample.at.saturating_add(sample.whole);
+        let end = sample.at + sample.whole;
         measured.elapsed = measured.elapsed.max(end);
         measured.samples.push(sample);
     }

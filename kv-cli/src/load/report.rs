@@ -76,7 +76,7 @@ impl Report {
             sent,
             succeeded: good,
             failed: sent - good,
-            unfinished: to_u64(planned).saturating_sub(sent),
+            unfinished: to_u64(planned) - sent,
             failures: failures(samples),
             without_usage: good.saturating_sub(to_u64(usages().count())),
             seconds,
@@ -176,12 +176,12 @@ fn running_max(samples: &[Sample]) -> u64 {
     // At equal times an end comes first.
     let mut changes: Vec<(Duration, bool)> = samples
         .iter()
-        .flat_map(|sample| [(sample.at, true), (sample.at.saturating_add(sample.whole), false)])
+        .flat_map(|sample| [(sample.at, true), (sample.at + sample.whole, false)])
         .collect();
     changes.sort_unstable();
     let (mut running, mut most) = (0_u64, 0);
     for (_, is_begin) in changes {
-        running = if is_begin { running.saturating_add(1) } else { running.saturating_sub(1) };
+        running = if is_begin { running + 1 } else { running.saturating_sub(1) };
         most = running.max(most);
     }
     most

@@ -22,7 +22,7 @@ impl Tokens {
         let hash = words.fold(start, |hash, word| mix(hash ^ u64::from(word)));
         let count = u64::from(self.vocab.saturating_sub(self.first)).max(1);
         let offset = hash.checked_rem(count).and_then(|offset| u32::try_from(offset).ok());
-        self.first.saturating_add(offset.unwrap_or(0))
+        self.first + offset.unwrap_or(0)
     }
 }
 

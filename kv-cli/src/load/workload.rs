@@ -125,10 +125,11 @@ impl Workload {
         let Some(question) = prompt_tokens.checked_sub(shared) else {
             return Err(WorkloadError::Shared { shared, prompt: prompt_tokens });
         };
-        let added = u64::from(question).saturating_add(made.max_new_tokens.into());
+        let added = u64::from(question) + u64::from(made.max_new_tokens);
+        // Turns may be any number.
         let length =
             |turn: u32| u64::from(prompt_tokens).saturating_add(added.saturating_mul(turn.into()));
-        let longest = length(turns.get().saturating_sub(1));
+        let longest = length(turns.get() - 1);
         if longest > PROMPT_TOKENS_MAX {
             let (turns, max) = (turns.get(), PROMPT_TOKENS_MAX);
             return Err(WorkloadError::TooLong { turns, got: longest, max });

@@ -94,6 +94,7 @@ impl<'t> Replay<'t> {
     ) -> anyhow::Result<Self> {
         // Everything that is ever cached, and what one request takes before its blocks turn out to
         // be known: more blocks would stay empty.
+        // A trace may have any.
         let all = trace.contents_max().saturating_add(trace.longest_blocks()).max(1);
         let num_blocks = capacity.unwrap_or(all).min(all);
         let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(1);

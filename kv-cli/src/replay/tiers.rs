@@ -66,7 +66,7 @@ pub(crate) fn name(tier: Tier) -> &'static str {
 impl TierOptions {
     fn block_bytes(&self, trace: &Trace) -> Option<u64> {
         let token_bytes = u64::from(self.bytes_per_token?);
-        Some(token_bytes.saturating_mul(trace.block_size.get().into()))
+        Some(token_bytes * u64::from(trace.block_size.get()))
     }
 
     /// Returns the blocks of every tier.
@@ -79,6 +79,7 @@ impl TierOptions {
                     let blocks = bytes.checked_div(block_bytes).filter(|blocks| *blocks > 0);
                     let tier = name(option.tier);
                     let blocks = blocks.ok_or(TooSmall::NoBlock { tier, bytes, block_bytes })?;
+                    // More count as that many.
                     u32::try_from(blocks).unwrap_or(u32::MAX)
                 }
             };
@@ -199,12 +200,14 @@ impl<'o> TierReplay<'o> {
             counts.tokens += tokens;
             counts.blocks += blocks;
             counts.loads += 1;
+            // A store without a bandwidth takes for ever.
             counts.load_time = counts.load_time.saturating_add(time);
         }
     }
 
     fn loading(&self, place: usize, tokens: u64, blocks: u64) -> LoadOrCompute {
         let option = self.places[place].option;
+        // The bytes of a token may be any number.
         LoadOrCompute {
             tokens: u32::try_from(tokens).unwrap_or(u32::MAX),
             bytes: self.block_bytes.unwrap_or(0).saturating_mul(blocks),

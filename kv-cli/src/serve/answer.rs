@@ -66,6 +66,7 @@ impl Server {
         let prompt_tokens = prompts.iter().map(Vec::len).sum();
         let ends: Vec<_> = prompts.iter().map(|prompt| Text::end_of(prompt).to_vec()).collect();
         let of_prompt = |(at, tokens): (usize, Vec<u32>)| {
+            // A request may ask for any number of texts.
             let first = at.saturating_mul(wanted.n);
             let samplers = (first..first.saturating_add(wanted.n))
                 .map(|text| Sampler::new(wanted.temperature, seed, text).with_top_p(wanted.top_p));

@@ -123,7 +123,7 @@ impl Queue {
         if texts > max {
             return Err(Refused::TooManyTexts { texts, max });
         }
-        if waiting.saturating_add(texts) > max {
+        if waiting + texts > max {
             return Err(Refused::QueueFull { waiting, texts, max });
         }
         Ok(())
@@ -217,9 +217,9 @@ impl Engine {
         let queue = &self.queue;
         let mut coming = queue.coming.load(Ordering::SeqCst);
         loop {
-            let waiting = queue.waiting.load(Ordering::SeqCst).saturating_add(coming);
+            let waiting = queue.waiting.load(Ordering::SeqCst) + coming;
             queue.check(waiting, texts).map_err(|refused| self.refuse(refused))?;
-            let more = coming.saturating_add(texts);
+            let more = coming + texts;
             let swapped =
                 queue.coming.compare_exchange(coming, more, Ordering::SeqCst, Ordering::SeqCst);
             match swapped {

@@ -24,7 +24,7 @@ pub(super) fn check(cache: &KvCache<AnyBackend>) -> anyhow::Result<()> {
         let counted = (pool.num_idle(), pool.index().len(), pool.num_empty());
         let expected = u32::try_from(cached)?;
         ensure!(
-            counted == (expected, cached, pool.num_blocks().saturating_sub(expected)),
+            counted == (expected, cached, pool.num_blocks() - expected),
             "group {group}: {cached} of {} blocks are cached, counted (idle, indexed, empty) are \
              {counted:?}",
             pool.num_blocks()

@@ -10,6 +10,7 @@ use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 
 use super::engine::Refused;
 use super::watch::FAILURES;
+use crate::num::{to_f64, to_u64};
 
 /// The metrics of one server.
 #[derive(Debug)]
@@ -137,7 +138,7 @@ impl Metrics {
     /// Publishes the texts that wait, and those that run.
     pub(super) fn note_queued(&self, (waiting, running): (usize, usize)) {
         for (gauge, texts) in self.sequences.iter().zip([running, waiting]) {
-            gauge.set(f64::from(u32::try_from(texts).unwrap_or(u32::MAX)));
+            gauge.set(to_f64(to_u64(texts)));
         }
     }
 

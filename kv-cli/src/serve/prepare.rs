@@ -50,6 +50,7 @@ impl Server {
 
     /// Takes room in the queue for the texts of a request, before its prompts cost anything.
     pub(super) fn reserve(&self, prompts: usize, wanted: &Wanted) -> Result<Place, ApiError> {
+        // A request may ask for any number of texts.
         Ok(self.engine.reserve(prompts.saturating_mul(wanted.n))?)
     }
 

@@ -78,6 +78,7 @@ impl Line {
         };
         let Facts { model, tokens, first_block, blocks, .. } = &**facts;
         let (group, formats, age) = (facts.group(), facts.formats(), facts.age());
+        // A header may say anything.
         let end = first_block.saturating_add(*blocks);
         let blocks = format!("{first_block}..{end}");
         format!(

@@ -18,6 +18,7 @@ pub(super) fn run(args: &RmArgs) -> anyhow::Result<()> {
             return Ok(());
         }
         report.chunks += 1;
+        // A store may report any lengths.
         report.bytes = report.bytes.saturating_add(chunk.bytes);
         if args.yes { removal.add(chunk.address) } else { Ok(()) }
     })?;

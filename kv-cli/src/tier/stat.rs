@@ -7,6 +7,7 @@ use serde::Serialize;
 use super::facts::{Facts, Front, read_front};
 use super::{count, for_each, root_digits, short};
 use crate::args::StatArgs;
+use crate::num::to_u64;
 use crate::output;
 
 pub(super) fn run(args: &StatArgs) -> anyhow::Result<()> {
@@ -22,6 +23,7 @@ pub(super) fn run(args: &StatArgs) -> anyhow::Result<()> {
         };
         let root = roots.entry(root_digits(&chunk)).or_default();
         root.chunks += 1;
+        // A store may report any lengths.
         root.bytes = root.bytes.saturating_add(chunk.bytes);
         if root.facts.is_none()
             && root.chunks <= ATTEMPTS
@@ -69,7 +71,7 @@ impl Report {
         rows.extend(self.roots.iter().map(Root::cells));
         let table = if self.roots.is_empty() { String::new() } else { output::table(&rows) };
         let (chunks, roots) = (count(self.chunks, "chunk"), self.roots.len());
-        let roots = count(u64::try_from(roots).unwrap_or(u64::MAX), "root");
+        let roots = count(to_u64(roots), "root");
         let others = match self.others {
             0 => String::new(),
             others => format!(

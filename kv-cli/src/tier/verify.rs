@@ -26,6 +26,7 @@ pub(super) fn run(args: &VerifyArgs) -> anyhow::Result<()> {
         let finding = match check(&*store, &chunk, &mut bytes)? {
             Checked::Good => {
                 report.good += 1;
+                // A store may report any lengths.
                 report.bytes = report.bytes.saturating_add(chunk.bytes);
                 return Ok(());
             }
