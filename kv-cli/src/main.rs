@@ -9,6 +9,7 @@ mod args;
 mod bench;
 mod bundled;
 mod calibrate;
+mod chart;
 mod compare;
 mod devices;
 mod eval;

@@ -1,18 +1,17 @@
 //! `kv bench`: the operations of a cache on a device, next to a plain copy of memory, and stores of
 //! lower tiers, next to plain clients; measured by `kv-bench`.
-mod plot;
 mod report;
 mod suite;
 mod tier;
 
-use anyhow::{Context, ensure};
+use anyhow::ensure;
 use indicatif::ProgressBar;
 use kv::BlockOrder;
 use kv::tier::Bytes;
 use kv_bench::measure::{self, LeftOut, Options, Progress};
 
 use crate::args::BenchArgs;
-use crate::{failure, output, progress};
+use crate::{chart, failure, output, progress};
 
 pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
     if args.is_tier() {
@@ -44,8 +43,7 @@ fn run_suites(args: &BenchArgs, options: &Options, bar: &mut Bar) -> anyhow::Res
     let report = measure::measure_suites(options, bar)?;
     bar.0.finish_and_clear();
     if let Some(path) = &args.plot {
-        let svg = plot::draw(&report.lines())?;
-        std::fs::write(path, svg).with_context(|| path.display().to_string())?;
+        chart::write(path, &[suite::chart(&report.lines())])?;
     }
     if args.json {
         return output::json(&report.lines());

@@ -6,7 +6,8 @@ use kv_bench::measure::{
 
 use super::report::{count, figure};
 use super::suffix;
-use crate::num::to_u32;
+use crate::chart::{Axis, Chart, Mark, Series};
+use crate::num::{to_f64, to_u32};
 use crate::output;
 
 const LEGEND: &str = "\
@@ -90,15 +91,34 @@ fn cells(line: &CaseLine) -> Vec<String> {
     ]
 }
 
+/// Charts bytes against time: every case, and the median of each kind of limit.
+pub(super) fn chart(lines: &[&CaseLine]) -> Chart {
+    let name = |line: &CaseLine| format!("{} {}", line.case, line.format);
+    let points = lines.iter().map(|line| (name(line), (to_f64(line.bytes), line.ns / 1e3)));
+    let mut series = Series::by_name(Mark::Points, points);
+    let bytes = lines.iter().map(|line| line.bytes).filter(|bytes| *bytes > 0);
+    let ends = [bytes.clone().min(), bytes.max()].map(|bytes| to_f64(bytes.unwrap_or(0)));
+    for (kind, name) in [(RooflineKind::Read, "read limit"), (RooflineKind::Copy, "copy limit")] {
+        if let Some(rate) = middle(lines.iter().copied(), kind).filter(|rate| *rate > 0.0) {
+            // 10^9 bytes per second are 10^3 per microsecond.
+            let points = ends.map(|bytes| (bytes, bytes / (rate * 1e3)));
+            let name = format!("{name} {rate:.1} GB/s");
+            series.push(Series::new(name, Mark::Line, points.to_vec()));
+        }
+    }
+    let title = "Bytes against time, and the limits";
+    Chart { title, x: Axis::Log("bytes of one layer"), y: Axis::Log("us of one layer"), series }
+}
+
 #[cfg(test)]
-pub(super) mod tests {
+mod tests {
     use kv_bench::measure::{self, Measured, Options, Suite};
 
     use super::*;
-    use crate::num::to_f64;
+    use crate::chart::svg;
 
     /// Makes a report in which every case of the suites runs at half of its roofline, 20 GB/s.
-    pub(in super::super) fn report(suites: &[Suite], formats: &[&str]) -> SuiteReport {
+    fn report(suites: &[Suite], formats: &[&str]) -> SuiteReport {
         let facts = Facts {
             device: "avx2 kernels, 2 threads".to_owned(),
             kind: "CPU".to_owned(),
@@ -136,5 +156,18 @@ pub(super) mod tests {
         assert_eq!(text.lines().filter(is_row).count(), lines.len(), "{text}");
         assert!(text.contains("contiguous") && text.contains("0.500"), "{text}");
         assert!(text.ends_with(LEGEND), "{text}");
+    }
+
+    #[test]
+    fn every_case_is_a_point_and_every_limit_a_line() {
+        let report = report(&[Suite::Decode, Suite::Append, Suite::Plan], &["bf16", "int8/l4"]);
+        let svg = svg(&[chart(&report.lines())]);
+        assert_eq!(svg.matches("<circle ").count(), report.lines().len());
+        for name in ["decode bf16", "append int8/l4", "plan bf16", "read limit 20.0 GB/s"] {
+            assert!(svg.contains(&format!(">{name}<")), "{name}: {svg}");
+        }
+        let plans = self::report(&[Suite::Plan], &[]);
+        let is_line = |series: &Series| series.mark == Mark::Line;
+        assert!(!chart(&plans.lines()).series.iter().any(is_line), "plans have no bytes");
     }
 }

@@ -3,11 +3,9 @@
 //! All caches read the text together, chunk by chunk, so that f32 is computed once and only the
 //! logits of one chunk are in memory.
 mod metrics;
-mod plot;
 mod report;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
 
 use anyhow::{Context, bail};
 use kv::KvFormat;
@@ -20,8 +18,7 @@ use rayon::prelude::*;
 use crate::args::EvalArgs;
 use crate::loaded::Loaded;
 use crate::num::{to_u32, to_u64, to_usize};
-use crate::output;
-use crate::progress;
+use crate::{chart, output, progress};
 use metrics::{Distribution, Score, Summary};
 use report::{Line, Report};
 
@@ -61,7 +58,9 @@ struct FormatRun<'m> {
 }
 
 pub(crate) fn run(args: &EvalArgs) -> anyhow::Result<()> {
-    check_plot(args.plot.as_deref())?;
+    if let Some(path) = &args.plot {
+        output::check_writable(path)?;
+    }
     let has_calibration = args.calib.is_some() || args.calib_text.is_some();
     let formats = formats(args, has_calibration)?;
     let loaded = Loaded::open(args.model.as_deref(), args.tokenizer.as_deref(), &args.backend)?;
@@ -86,18 +85,9 @@ pub(crate) fn run(args: &EvalArgs) -> anyhow::Result<()> {
     };
     report.print()?;
     if let Some(path) = &args.plot {
-        let svg = plot::draw(&report.points())?;
-        std::fs::write(path, svg).with_context(|| path.display().to_string())?;
+        chart::write(path, &[report.chart()])?;
     }
     Ok(())
-}
-
-/// Checks the folder of the plot first: a long measurement must not fail because it is missing.
-fn check_plot(path: Option<&Path>) -> anyhow::Result<()> {
-    let Some(path) = path else {
-        return Ok(());
-    };
-    output::check_writable(path)
 }
 
 /// Returns the formats to measure, with its prefix prefix transform of the options.

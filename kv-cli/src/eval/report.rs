@@ -5,6 +5,7 @@ use serde::Serialize;
 
 use super::metrics::Summary;
 use crate::args::EvalArgs;
+use crate::chart::{Axis, Chart, Mark, Series};
 use crate::loaded::Loaded;
 use crate::output;
 
@@ -54,11 +55,18 @@ impl Report<'_> {
         output::text(&self.show())
     }
 
-    /// Returns the points to draw: label, bits per value, divergence.
-    pub(super) fn points(&self) -> Vec<(String, f64, f64)> {
-        let point =
-            |(line, _): &(Line, u64)| (line.format.clone(), line.bits_per_value, line.kld_mean);
-        self.lines.iter().map(point).collect()
+    /// Charts divergence against bits per value.
+    pub(super) fn chart(&self) -> Chart {
+        let points = self
+            .lines
+            .iter()
+            .map(|(line, _)| (line.format.clone(), (line.bits_per_value, line.kld_mean)));
+        Chart {
+            title: "KL divergence from an f32 cache",
+            x: Axis::Linear("stored bits per value, scales included"),
+            y: Axis::Log("mean KL divergence, nats"),
+            series: Series::by_name(Mark::Named, points),
+        }
     }
 
     fn show(&self) -> String {

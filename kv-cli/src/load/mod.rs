@@ -6,7 +6,6 @@ mod address;
 mod client;
 mod drive;
 mod measure;
-mod plot;
 mod report;
 mod sse;
 mod tokens;
@@ -22,7 +21,7 @@ pub(crate) use self::address::Address;
 pub(crate) use self::workload::{Arrivals, Synthetic, TraceOptions, Vocabulary};
 use crate::args::LoadArgs;
 use crate::num::{to_u64, to_usize};
-use crate::{output, progress};
+use crate::{chart, output, progress};
 use client::{Client, ClientOptions};
 use drive::Measured;
 use report::Report;
@@ -53,8 +52,7 @@ pub(crate) fn run(args: &LoadArgs) -> anyhow::Result<()> {
         output::text(&report.show())?;
     }
     if let Some(path) = &args.plot {
-        let svg = plot::draw(&measured)?;
-        std::fs::write(path, svg).with_context(|| path.display().to_string())?;
+        chart::write(path, &report::charts(&measured))?;
     }
     match report.failures.first() {
         Some(most) if report.succeeded == 0 => {

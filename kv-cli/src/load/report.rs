@@ -5,7 +5,8 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::drive::{Measured, Sample};
-use super::measure::Percentiles;
+use super::measure::{Percentiles, milliseconds};
+use crate::chart::{Axis, Chart, Mark, Series};
 use crate::num::{to_f64, to_u64};
 use crate::output;
 
@@ -187,14 +188,53 @@ fn running_max(samples: &[Sample]) -> u64 {
     most
 }
 
+/// Charts time to first token over the load, and the distributions of times.
+pub(super) fn charts(measured: &Measured) -> [Chart; 2] {
+    let samples = || measured.samples.iter();
+    let good = || samples().filter(|sample| sample.result.is_ok());
+    let first = |sample: &Sample| Some((sample.at.as_secs_f64(), milliseconds(sample.first?)));
+    let failed = samples().filter(|sample| sample.result.is_err());
+    let failed = failed.map(|sample| (sample.at.as_secs_f64(), 0.0));
+    let curve = |name, times| Series::new(name, Mark::Line, cumulative(times));
+    let over_time = Chart {
+        title: "Time to first token",
+        x: Axis::Linear("sent at, s"),
+        y: Axis::Linear("ms"),
+        series: vec![
+            Series::new("succeeded", Mark::Points, good().filter_map(first).collect()),
+            Series::new("failed", Mark::Crosses, failed.collect()),
+        ],
+    };
+    let distributions = Chart {
+        title: "Share of times up to a length",
+        x: Axis::Log("ms"),
+        y: Axis::Linear("share"),
+        series: vec![
+            curve("time to first token", good().filter_map(|sample| sample.first).collect()),
+            curve("time between tokens", measured.gaps.clone()),
+            curve("whole request", good().map(|sample| sample.whole).collect()),
+        ],
+    };
+    [over_time, distributions]
+}
+
+/// Returns points of the distribution: milliseconds, and the share of times up to there.
+fn cumulative(mut times: Vec<Duration>) -> Vec<(f64, f64)> {
+    times.sort_unstable();
+    let count = to_f64(to_u64(times.len()));
+    let ranks = times.iter().zip(1_u64..);
+    ranks.map(|(time, rank)| (milliseconds(*time), to_f64(rank) / count)).collect()
+}
+
 #[cfg(test)]
-pub(super) mod tests {
+mod tests {
     use super::super::client::Failure;
     use super::super::wire::Usage;
     use super::*;
+    use crate::chart::svg;
 
     /// Makes a sample of the time at which it was sent, its time to first token and its whole time.
-    pub(in crate::load) fn sample(at: u64, first: u64, whole: u64) -> Sample {
+    fn sample(at: u64, first: u64, whole: u64) -> Sample {
         let ms = Duration::from_millis;
         Sample {
             at: ms(at),
@@ -205,7 +245,7 @@ pub(super) mod tests {
         }
     }
 
-    pub(in crate::load) fn failed(at: u64, failure: Failure) -> Sample {
+    fn failed(at: u64, failure: Failure) -> Sample {
         Sample { first: None, result: Err(failure), ..sample(at, 0, 5) }
     }
 
@@ -272,5 +312,25 @@ pub(super) mod tests {
         assert_eq!((report.time_to_first_token_ms, report.time_between_tokens_ms), (None, None));
         assert_eq!((report.requests_per_second, report.hit_ratio), (0.0, 0.0));
         assert!(report.show().contains("failed, 500: 1"));
+    }
+
+    #[test]
+    fn every_request_is_a_mark_and_every_time_a_curve() {
+        let late = failed(1500, Failure::Timeout(Duration::from_secs(1)));
+        let samples = vec![sample(0, 5, 9), sample(1000, 7, 20), late, sample(2000, 6, 8)];
+        let gaps = vec![Duration::from_millis(1), Duration::ZERO];
+        let svg = svg(&charts(&Measured { samples, gaps, elapsed: Duration::from_secs(3) }));
+        assert_eq!(svg.matches("<circle ").count(), 3, "{svg}");
+        assert_eq!(svg.matches("class='cross'").count(), 1, "{svg}");
+        for words in ["time to first token", "time between tokens", "whole request", "failed"] {
+            assert!(svg.contains(&format!(">{words}<")), "{words}: {svg}");
+        }
+    }
+
+    #[test]
+    fn a_load_without_success_has_charts() {
+        assert!(!svg(&charts(&Measured::default())).contains("NaN"));
+        let ms = Duration::from_millis;
+        assert_eq!(cumulative(vec![ms(4), ms(0)]), [(0.0, 0.5), (4.0, 1.0)]);
     }
 }

@@ -6,7 +6,6 @@ mod csv;
 mod json;
 mod min;
 mod packed;
-mod plot;
 mod policy;
 mod report;
 mod run;
@@ -16,7 +15,6 @@ mod trace;
 
 use std::sync::Arc;
 
-use anyhow::Context;
 use indicatif::ProgressBar;
 use kv::eviction::Eviction;
 
@@ -25,7 +23,7 @@ pub(crate) use self::tiers::{TierOption, TierOptions, TierSize, name as tier_nam
 pub(crate) use self::trace::{Sizes, Trace};
 use crate::args::ReplayArgs;
 use crate::num::to_u64;
-use crate::{output, progress};
+use crate::{chart, output, progress};
 use report::{Line, Report};
 use run::Tiers;
 
@@ -61,8 +59,7 @@ pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<()> {
         output::text(&report.show())?;
     }
     if let Some(path) = &args.plot {
-        let svg = plot::draw(&report.lines)?;
-        std::fs::write(path, svg).with_context(|| path.display().to_string())?;
+        chart::write(path, &[report::chart(&report.lines)])?;
     }
     Ok(())
 }

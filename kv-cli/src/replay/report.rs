@@ -6,6 +6,7 @@ use super::Case;
 use super::run::Outcome;
 use super::tiers::{TierLine, TierReport};
 use super::trace::{Format, Trace};
+use crate::chart::{Axis, Chart, Mark, Series};
 use crate::num::{to_f64, to_u64};
 use crate::output;
 
@@ -181,4 +182,63 @@ fn tier_cells(tier: &TierLine) -> Vec<String> {
         cells.extend([format!("{:.1}", loading.load_seconds), or_dash(even.map(rate))]);
     }
     cells
+}
+
+/// Charts hit ratio against capacity: a line for the device alone under every policy, and one for
+/// it and its tiers. A policy without a capacity is level.
+pub(super) fn chart(lines: &[Line]) -> Chart {
+    let own = |line: &Line| to_f64(line.capacity_blocks.into());
+    let limited: Vec<_> = lines.iter().filter(|line| !line.is_unlimited).map(own).collect();
+    let points = lines.iter().flat_map(|line| {
+        let with_tiers = line.tiers.as_ref().map(|tiers| {
+            let given = tiers.tiers.iter().filter(|tier| !tier.is_passage());
+            let names = given.map(|tier| format!(" + {}", tier.tier));
+            (format!("{}{}", line.policy, names.collect::<String>()), tiers.token_hit_ratio)
+        });
+        let alone = (line.policy.clone(), line.token_hit_ratio);
+        let is_level = line.is_unlimited && !limited.is_empty();
+        let capacities = if is_level { limited.clone() } else { vec![own(line)] };
+        [alone].into_iter().chain(with_tiers).flat_map(move |(name, ratio)| {
+            capacities.clone().into_iter().map(move |blocks| (name.clone(), (blocks, ratio)))
+        })
+    });
+    Chart {
+        title: "Token hit ratio by capacity",
+        x: Axis::Log("capacity, blocks"),
+        y: Axis::Linear("hit tokens of all input tokens"),
+        series: Series::by_name(Mark::Joined, points),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn line(policy: &str, capacity_blocks: u32, token_hit_ratio: f64) -> Line {
+        Line {
+            policy: policy.to_owned(),
+            capacity_blocks,
+            token_hit_ratio,
+            is_unlimited: policy == "infinite",
+            hit_tokens: 0,
+            total_tokens: 0,
+            evictions: 0,
+            ns_per_request: 0,
+            peak_blocks: 0,
+            requests: 0,
+            refused_requests: 0,
+            tiers: None,
+        }
+    }
+
+    #[test]
+    fn every_policy_is_a_line_and_every_capacity_a_point() {
+        let lines = [("lru", 1000, 0.2), ("lru", 10, 0.1), ("infinite", 90_000, 0.5)]
+            .map(|(policy, blocks, ratio)| line(policy, blocks, ratio));
+        let series = chart(&lines).series;
+        assert_eq!((series[0].name.as_str(), series[1].name.as_str()), ("lru", "infinite"));
+        assert_eq!(series[0].points, [(10.0, 0.1), (1000.0, 0.2)], "ascending");
+        assert_eq!(series[1].points, [(10.0, 0.5), (1000.0, 0.5)], "level");
+        assert_eq!(chart(&lines[2..]).series[0].points, [(90_000.0, 0.5)]);
+    }
 }
