@@ -38,13 +38,6 @@ pub enum Error {
     /// The step of [`CandleStep::over_mut`](crate::CandleStep::over_mut) ends with its owner.
     #[error("a lent step is ended by its owner")]
     Lent,
-    /// A [`LayerCache`](crate::LayerCache) has a fixed number of layers and returns all their rows,
-    /// which a cache with this setting does not.
-    #[error("a LayerCache returns all rows of its layers, the spec has {setting}")]
-    Rows {
-        /// The setting of the spec.
-        setting: &'static str,
-    },
 }
 
 kv::cache_errors!(Error: SpecError);

@@ -39,13 +39,11 @@ mod cache;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod error;
-mod layer;
 mod step;
 
 pub use cache::CandleCache;
 pub use error::Error;
 pub use kv;
-pub use layer::LayerCache;
 pub use step::CandleStep;
 
 /// Compiles and runs the examples of the project's documents.

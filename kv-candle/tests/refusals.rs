@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use kv_candle::kv::error::PlanError;
 use kv_candle::kv::{AttentionOptions, CacheError, CacheSpec, KvFormat};
 use kv_candle::kv::{SequenceId, StartOptions, StepInput};
-use kv_candle::{CandleCache, CandleStep, Error, LayerCache};
+use kv_candle::{CandleCache, CandleStep, Error};
 
 const SEQUENCE: SequenceId = SequenceId(1);
 
@@ -326,106 +326,4 @@ fn parts_of_a_fused_projection_are_read_in_place() {
     assert_eq!(step.copies(), 0);
     drop(step);
     assert_as_before(&mut cache);
-}
-
-fn layers() -> [LayerCache; 2] {
-    LayerCache::for_model(&Device::Cpu, spec()).unwrap().try_into().unwrap()
-}
-
-/// Such layers would work for a while, and fail when rows leave the window or the tail.
-#[test]
-fn layers_that_could_not_return_all_rows_are_refused_when_they_are_made() {
-    let spec = || CacheSpec::builder().kv_heads(2).head_dim(32).paged(16, 8);
-    for (spec, words) in [
-        (spec().layers(2).window_left(5), "a window"),
-        (spec().layers(2).group([1], |group| group.window_left(5)), "a window"),
-        (spec().layers(2).format("int8".parse().unwrap()).tail(true), "a tail"),
-        (spec().layers_on_demand(), "layers on demand"),
-    ] {
-        let made = LayerCache::for_model(&Device::Cpu, spec.build().unwrap());
-        let error = made.err().unwrap();
-        assert!(matches!(error, Error::Rows { setting } if setting == words), "{error}");
-    }
-}
-
-/// K and V, `[b, kv_heads, s, dim]`, as a model leaves them after RoPE.
-fn kv(batch: usize, new: usize) -> [Tensor; 2] {
-    [5, 6].map(|seed| numbers(seed, &[batch, 2, new, 8]))
-}
-
-#[test]
-fn layers_refuse_what_does_not_fit_and_keep_what_they_have() {
-    let mut layers = layers();
-    let [first_k, first_v] = kv(2, 3);
-    for layer in &mut layers {
-        let (k, v) = layer.append(&first_k, &first_v).unwrap();
-        assert_same(&k, &first_k);
-        assert_same(&v, &first_v);
-    }
-    let [k, v] = kv(2, 2);
-    let [first, second] = &mut layers;
-    let refused = |layer: &mut LayerCache, k: &Tensor, v: &Tensor, words: &str| {
-        let error = layer.append(k, v).unwrap_err().to_string();
-        assert!(error.contains(words), "{error}");
-        assert_eq!(layer.len(), 3);
-    };
-    // Before a pass, and in the second layer while one is under way.
-    for layer in [&mut *first, &mut *second] {
-        refused(layer, &k.narrow(1, 0, 1).unwrap(), &v, "1");
-        refused(layer, &k, &v.narrow(1, 0, 1).unwrap(), "1");
-        refused(layer, &k.narrow(3, 0, 4).unwrap(), &v, "4");
-        refused(layer, &k, &v.narrow(2, 0, 1).unwrap(), "1");
-        refused(layer, &k, &v.narrow(0, 0, 1).unwrap(), "1");
-        refused(layer, &k.narrow(0, 0, 1).unwrap(), &v, "batch of 1");
-        refused(layer, &k.unsqueeze(0).unwrap(), &v, "rank");
-        refused(layer, &k, &v.get(0).unwrap(), "rank");
-        for dtype in [DType::U32, DType::F64] {
-            let all = [&k, &v].map(|tensor| tensor.to_dtype(dtype).unwrap());
-            refused(layer, &all[0], &all[1], &format!("{dtype:?}"));
-        }
-        refused(layer, &k.to_dtype(DType::BF16).unwrap(), &v, "k is BF16");
-        let (got, _) = layer.append(&k, &v).unwrap();
-        assert_same(&got, &Tensor::cat(&[&first_k, &k], 2).unwrap());
-    }
-    assert_eq!((first.len(), second.len()), (5, 5));
-}
-
-#[test]
-fn layers_that_are_full_keep_their_tokens_and_take_fewer() {
-    let mut layers = layers();
-    let [k, v] = kv(2, 15);
-    for layer in &mut layers {
-        layer.append(&k, &v).unwrap();
-    }
-    let [more_k, more_v] = kv(2, 2);
-    let error = layers[0].append(&more_k, &more_v).unwrap_err().to_string();
-    assert!(error.contains("blocks"), "{error}");
-    assert_eq!(layers[0].len(), 15);
-    let [k1, v1] = kv(2, 1);
-    for layer in &mut layers {
-        let (got, _) = layer.append(&k1, &v1).unwrap();
-        assert_same(&got, &Tensor::cat(&[&k, &k1], 2).unwrap());
-    }
-    assert_eq!(layers[1].len(), 16);
-    assert_eq!(layers[0].with_kv(|kv| kv.state().usage().blocks_used), 8);
-}
-
-#[test]
-fn layers_take_no_sequences_and_refuse_no_tokens() {
-    for dims in [[0, 2, 3, 8], [2, 2, 0, 8], [0, 2, 0, 8]] {
-        let mut layers = layers();
-        let none = Tensor::zeros(&dims, DType::F32, &Device::Cpu).unwrap();
-        match layers[0].append(&none, &none) {
-            Ok((k, v)) => assert_eq!((k.dims(), v.dims()), (&[0, 2, dims[2], 8][..], k.dims())),
-            Err(error) => assert!(error.to_string().contains("tokens"), "{dims:?}: {error}"),
-        }
-        let [k, v] = kv(1, 3);
-        for layer in &mut layers {
-            let (got, _) = layer.append(&k, &v).unwrap();
-            assert_same(&got, &k);
-        }
-        assert_eq!(layers[1].len(), 3);
-        assert!(layers[0].append(&none, &none).is_err(), "{dims:?} after a batch of 1");
-        assert_eq!(layers[0].len(), 3);
-    }
 }
