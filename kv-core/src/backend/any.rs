@@ -20,47 +20,17 @@ use crate::plan::{
 use crate::storage::{AnyBuffer, PlaneView, StorageView};
 use crate::tensor::{TokenTensor, TokenTensorMut};
 
-trait DynBackend: fmt::Debug + Send + Sync {
-    fn name(&self) -> &'static str;
-    fn capabilities(&self) -> &Capabilities;
-    fn reserve_planes(&self, bytes: u64) -> Result<Reserved, DeviceError>;
-    fn alloc(&self, bytes: u64) -> Result<AnyBuffer, DeviceError>;
-    fn queue(&self) -> Result<AnyQueue, DeviceError>;
-    fn host_pool(
-        &self,
-        storage: StorageView<'_, AnyBuffer>,
-        shape: ChunkShape,
-        chunks: u32,
-    ) -> Result<AnyHostPool, DeviceError>;
-    fn as_any(&self) -> &dyn Any;
-}
+/// What an [`AnyBackend`] holds: a backend whose types are erased.
+trait DynBackend: Any + Backend<Buffer = AnyBuffer, Queue = AnyQueue, HostPool = AnyHostPool> {}
+impl<B: Backend> DynBackend for Erased<B> {}
+
+type DynQueue = dyn Queue<Buffer = AnyBuffer, Fence = AnyFence, Readback = AnyReadback>;
 
 type Recorded = Result<(), DeviceError>;
 
-trait DynQueue: fmt::Debug + Send {
-    fn upload(&mut self, dst: &AnyBuffer, at: u64, src: &[u8]) -> Recorded;
-    fn download(&mut self, src: &AnyBuffer, at: u64, n: u64) -> Result<AnyReadback, DeviceError>;
-    fn zero(&mut self, dst: &AnyBuffer, at: u64, bytes: u64) -> Recorded;
-    fn prepare(
-        &mut self,
-        group: GroupId,
-        write: &WritePlan<'_>,
-        attend: &AttentionPlan<'_>,
-    ) -> Recorded;
-    fn write_kv(&mut self, plan: &WritePlan<'_>, args: WriteArgs<'_, AnyBuffer>) -> Recorded;
-    fn attend(&mut self, plan: &AttentionPlan<'_>, args: AttendArgs<'_, AnyBuffer>) -> Recorded;
-    fn copy_blocks(&mut self, plan: &CopyPlan<'_>, args: CopyArgs<'_, AnyBuffer>) -> Recorded;
-    fn gather(&mut self, plan: &GatherPlan<'_>, args: GatherArgs<'_, AnyBuffer>) -> Recorded;
-    fn convert(&mut self, plan: &ConvertPlan, args: ConvertArgs<'_, AnyBuffer>) -> Recorded;
-    fn flush(&mut self) -> Recorded;
-    fn submit(&mut self) -> Result<AnyFence, DeviceError>;
-    fn wait_for(&mut self, fence: &AnyFence) -> Recorded;
-}
-
-trait DynFence: fmt::Debug + Send + Sync {
+trait DynFence: Any + fmt::Debug + Send + Sync {
     fn poll(&self, cx: &mut Context<'_>) -> Poll<Recorded>;
     fn wait(&self) -> Recorded;
-    fn as_any(&self) -> &dyn Any;
 }
 
 trait DynReadback: fmt::Debug + Send {
@@ -73,7 +43,7 @@ trait DynReadback: fmt::Debug + Send {
 pub struct AnyBackend(Arc<dyn DynBackend>);
 /// Command queue of an [`AnyBackend`].
 #[derive(Debug)]
-pub struct AnyQueue(Box<dyn DynQueue>);
+pub struct AnyQueue(Box<DynQueue>);
 /// Fence of an [`AnyQueue`].
 #[derive(Debug, Clone)]
 pub struct AnyFence(Arc<dyn DynFence>);
@@ -93,7 +63,8 @@ impl AnyBackend {
 
     /// Returns the concrete backend, `None` if it has another type.
     pub fn downcast_ref<B: Backend>(&self) -> Option<&B> {
-        self.0.as_any().downcast_ref::<Erased<B>>().map(|erased| &erased.0)
+        let any: &dyn Any = &*self.0;
+        any.downcast_ref::<Erased<B>>().map(|erased| &erased.0)
     }
 }
 
@@ -127,7 +98,8 @@ impl AnyFence {
     }
     /// Returns the concrete fence, `None` if it belongs to another backend.
     pub fn downcast_ref<F: Fence>(&self) -> Option<&F> {
-        self.0.as_any().downcast_ref::<Erased<F>>().map(|erased| &erased.0)
+        let any: &dyn Any = &*self.0;
+        any.downcast_ref::<Erased<F>>().map(|erased| &erased.0)
     }
 }
 
@@ -157,7 +129,10 @@ fn plane<'a, T: Any>(
 #[derive(Debug)]
 struct Erased<T>(T);
 
-impl<B: Backend> DynBackend for Erased<B> {
+impl<B: Backend> Backend for Erased<B> {
+    type Buffer = AnyBuffer;
+    type Queue = AnyQueue;
+    type HostPool = AnyHostPool;
     fn name(&self) -> &'static str {
         self.0.name()
     }
@@ -182,12 +157,12 @@ impl<B: Backend> DynBackend for Erased<B> {
         let storage = storage.downcast().ok_or_else(|| foreign("reserve host memory"))?;
         Ok(AnyHostPool(Box::new(Erased(self.0.host_pool(storage, shape, chunks)?))))
     }
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
 }
 
-impl<Q: Queue> DynQueue for Erased<Q> {
+impl<Q: Queue> Queue for Erased<Q> {
+    type Buffer = AnyBuffer;
+    type Fence = AnyFence;
+    type Readback = AnyReadback;
     fn upload(&mut self, dst: &AnyBuffer, at: u64, src: &[u8]) -> Recorded {
         self.0.upload(cast(dst, "upload")?, at, src)
     }
@@ -256,9 +231,6 @@ impl<F: Fence> DynFence for Erased<F> {
     }
     fn wait(&self) -> Recorded {
         self.0.wait()
-    }
-    fn as_any(&self) -> &dyn Any {
-        self
     }
 }
 

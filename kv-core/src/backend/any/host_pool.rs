@@ -13,27 +13,8 @@ use crate::storage::{AnyBuffer, StorageView};
 const COPY_OUT: &str = "copy blocks to host memory";
 const COPY_IN: &str = "copy blocks from host memory";
 
-pub(super) trait DynHostPool: fmt::Debug + Send {
-    fn layout(&self) -> &ChunkLayout;
-    fn take(&mut self) -> Option<AnyChunk>;
-    fn copy_out(
-        &mut self,
-        after: &AnyFence,
-        storage: StorageView<'_, AnyBuffer>,
-        blocks: &[BlockId],
-        chunk: AnyChunk,
-        first: u32,
-    ) -> Result<AnyPendingChunk, DeviceError>;
-    fn copy_in(
-        &mut self,
-        after: &AnyFence,
-        storage: StorageView<'_, AnyBuffer>,
-        blocks: &[BlockId],
-        chunk: &AnyChunk,
-        first: u32,
-    ) -> Result<AnyFence, DeviceError>;
-    fn fence(&mut self) -> Result<AnyFence, DeviceError>;
-}
+pub(super) type DynHostPool =
+    dyn HostPool<Buffer = AnyBuffer, Fence = AnyFence, Chunk = AnyChunk, Pending = AnyPendingChunk>;
 
 trait DynPendingChunk: fmt::Debug + Send {
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<AnyChunk, DeviceError>>;
@@ -42,7 +23,7 @@ trait DynPendingChunk: fmt::Debug + Send {
 
 /// Host pool of an [`AnyBackend`](super::AnyBackend).
 #[derive(Debug)]
-pub struct AnyHostPool(pub(super) Box<dyn DynHostPool>);
+pub struct AnyHostPool(pub(super) Box<DynHostPool>);
 
 /// Chunk of an [`AnyHostPool`].
 #[derive(Debug)]
@@ -64,7 +45,12 @@ impl AsMut<[u8]> for AnyChunk {
     }
 }
 
-impl<P: HostPool> DynHostPool for Erased<P> {
+impl<P: HostPool> HostPool for Erased<P> {
+    type Buffer = AnyBuffer;
+    type Fence = AnyFence;
+    type Chunk = AnyChunk;
+    type Pending = AnyPendingChunk;
+
     fn layout(&self) -> &ChunkLayout {
         self.0.layout()
     }
