@@ -53,7 +53,7 @@ const DEVIATIONS: &[Deviation] = &[Deviation {
 impl Scenario {
     /// Returns the expected outcome of an operation here.
     fn expected(&self, index: usize, op: &Op) -> Result<Sem, CaseError> {
-        let mut sem = op.sem().clone();
+        let mut sem = op.sem.clone();
         let is_here = |deviation: &&Deviation| {
             Some(deviation.scenario) == self.name.as_deref() && deviation.operation == index
         };
@@ -129,9 +129,6 @@ struct Add {
     must_fit: bool,
     #[serde(default = "yes")]
     scheduled: bool,
-    sem: Sem,
-    #[serde(default, rename = "impl")]
-    _impl: Option<IgnoredAny>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -146,9 +143,6 @@ struct Retry {
     must_fit: bool,
     #[serde(default = "yes")]
     scheduled: bool,
-    sem: Sem,
-    #[serde(default, rename = "impl")]
-    _impl: Option<IgnoredAny>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -158,9 +152,6 @@ struct Decode {
     tokens: Vec<u32>,
     #[serde(default)]
     lookahead: u32,
-    sem: Sem,
-    #[serde(default, rename = "impl")]
-    _impl: Option<IgnoredAny>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -172,9 +163,6 @@ struct Spec {
     tokens: Vec<u32>,
     #[serde(default)]
     lookahead: u32,
-    sem: Sem,
-    #[serde(default, rename = "impl")]
-    _impl: Option<IgnoredAny>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -184,18 +172,12 @@ struct Prefill {
     n: u32,
     #[serde(default)]
     lookahead: u32,
-    sem: Sem,
-    #[serde(default, rename = "impl")]
-    _impl: Option<IgnoredAny>,
 }
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Named {
     id: String,
-    sem: Sem,
-    #[serde(default, rename = "impl")]
-    _impl: Option<IgnoredAny>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -206,22 +188,15 @@ struct Lookup {
     salt: Option<String>,
     #[serde(default)]
     lora: Option<String>,
-    sem: Sem,
-    #[serde(default, rename = "impl")]
-    _impl: Option<IgnoredAny>,
 }
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Plain {
-    sem: Sem,
-    #[serde(default, rename = "impl")]
-    _impl: Option<IgnoredAny>,
-}
+struct Plain {}
 
 #[derive(Debug, Deserialize)]
 #[serde(tag = "op", rename_all = "snake_case")]
-enum Op {
+enum Call {
     Add(Add),
     Retry(Retry),
     Decode(Decode),
@@ -234,25 +209,26 @@ enum Op {
     Stats(Plain),
 }
 
-fn yes() -> bool {
-    true
+/// An operation and its recorded outcomes. Those under `impl` are dropped.
+#[derive(Debug, Deserialize)]
+#[serde(try_from = "Map<String, Value>")]
+struct Op {
+    call: Call,
+    sem: Sem,
 }
 
-impl Op {
-    fn sem(&self) -> &Sem {
-        match self {
-            Self::Add(Add { sem, .. })
-            | Self::Retry(Retry { sem, .. })
-            | Self::Decode(Decode { sem, .. })
-            | Self::Spec(Spec { sem, .. })
-            | Self::Prefill(Prefill { sem, .. })
-            | Self::Preempt(Named { sem, .. })
-            | Self::Free(Named { sem, .. })
-            | Self::Reset(Plain { sem, .. })
-            | Self::Lookup(Lookup { sem, .. })
-            | Self::Stats(Plain { sem, .. }) => sem,
-        }
+impl TryFrom<Map<String, Value>> for Op {
+    type Error = serde_json::Error;
+
+    fn try_from(mut fields: Map<String, Value>) -> Result<Self, Self::Error> {
+        let sem = serde_json::from_value(fields.remove("sem").unwrap_or_default())?;
+        fields.remove("impl");
+        Ok(Self { call: serde_json::from_value(fields.into())?, sem })
     }
+}
+
+fn yes() -> bool {
+    true
 }
 
 /// Runs a scenario.
@@ -263,7 +239,7 @@ pub(super) fn run(backend: &AnyBackend, scenario: &Scenario) -> CaseResult {
     let mut replay = Replay { config: &scenario.config, engine, taken, was_reset, events };
     for (index, op) in scenario.ops.iter().enumerate() {
         let place = || format!("operation {index}");
-        let mut got = replay.run(op).at(place())?;
+        let mut got = replay.run(&op.call).at(place())?;
         got.insert("free_blocks".to_owned(), json!(replay.engine.free()));
         if replay.engine.is_pressed {
             let why = format!("operation {index}: groups that share one pool run out of it");
@@ -303,45 +279,45 @@ struct Replay<'s> {
 }
 
 impl Replay<'_> {
-    fn run(&mut self, op: &Op) -> Result<Sem, CaseError> {
-        let got = match op {
-            Op::Add(add) => {
+    fn run(&mut self, call: &Call) -> Result<Sem, CaseError> {
+        let got = match call {
+            Call::Add(add) => {
                 let apart = (add.salt.as_deref(), add.lora.as_deref());
                 self.engine.arrive(&add.id, add.tokens.clone(), apart)?;
                 let limits = (add.chunk, add.lookahead, add.must_fit);
                 self.admit(&add.id, limits, add.scheduled)?
             }
-            Op::Retry(retry) => {
+            Call::Retry(retry) => {
                 let limits = (retry.chunk, retry.lookahead, retry.must_fit);
                 self.admit(&retry.id, limits, retry.scheduled)?
             }
-            Op::Decode(decode) => self.decode(decode)?,
-            Op::Spec(spec) => self.speculate(spec)?,
-            Op::Prefill(prefill) => {
+            Call::Decode(decode) => self.decode(decode)?,
+            Call::Spec(spec) => self.speculate(spec)?,
+            Call::Prefill(prefill) => {
                 let Prefill { id, n, lookahead, .. } = prefill;
                 let before = self.engine.table_lens(id)?;
                 let ok = self.engine.step(id, *n, (&[], 0), *lookahead)?;
                 json!({ "ok": ok, "new_blocks": self.grown(id, &before)? })
             }
-            Op::Preempt(hashes) => {
+            Call::Preempt(hashes) => {
                 self.engine.preempt(&hashes.id)?;
                 json!({})
             }
-            Op::Free(hashes) => {
+            Call::Free(hashes) => {
                 self.engine.free_request(&hashes.id)?;
                 json!({})
             }
-            Op::Reset(_) => {
+            Call::Reset(_) => {
                 let ok = self.engine.cache.reset_prefixes()?;
                 self.was_reset |= ok;
                 json!({ "ok": ok })
             }
-            Op::Lookup(lookup) => {
+            Call::Lookup(lookup) => {
                 let adapter = self.engine.adapter(lookup.lora.as_deref());
                 let salt = lookup.salt.as_deref();
                 json!({ "computed_tokens": self.engine.look_up(&lookup.tokens, salt, adapter) })
             }
-            Op::Stats(_) => self.stats(),
+            Call::Stats(_) => self.stats(),
         };
         match got {
             Value::Object(got) => Ok(got),
