@@ -3,9 +3,12 @@ use kv::BlockOrder;
 use serde::Serialize;
 
 use super::clock::gb_per_s;
-use super::grid::Case;
-use super::options::BlockSize;
-use super::report::{Facts, order};
+use super::error::Error;
+use super::grid::{Case, cases};
+use super::options::{BlockSize, Options};
+use super::report::{Facts, RunsOn, order};
+use super::work::Operation;
+use crate::num::to_f64;
 
 /// The roofline that the rate of an operation is compared with: the highest rate of the device's
 /// memory.
@@ -163,6 +166,33 @@ impl SuiteReport {
         part.lines.push(CaseLine::new(&self.backend, part.choice.as_ref(), case, took));
     }
 
+    /// Makes a report in which a CPU runs every case at half of its roofline, 20 GB/s: for tests of
+    /// what shows reports.
+    ///
+    /// # Errors
+    /// Those of the list of cases.
+    pub fn half_of_limits(options: &Options) -> Result<Self, Error> {
+        let facts = Facts {
+            device: "avx2 kernels, 2 threads".to_owned(),
+            kind: "CPU".to_owned(),
+            driver: None,
+            runs_on: RunsOn::Cpu,
+        };
+        let mut report = Self::new("cpu".to_owned());
+        report.device(facts, Some(("avx2".to_owned(), 2)));
+        for case in cases(options, RunsOn::Cpu)? {
+            let kind = match case.operation {
+                Operation::Plan => None,
+                Operation::Decode | Operation::Prefill => Some(RooflineKind::Read),
+                _ => Some(RooflineKind::Copy),
+            };
+            let seconds = kind.map_or(1e-6, |_| to_f64(case.work.bytes()) / 10e9);
+            let limit = kind.map(|kind| (kind, 20.0));
+            report.push(&case, Measured { seconds, limit, rounds: 7 });
+        }
+        Ok(report)
+    }
+
     /// Returns the cases of all devices.
     pub fn lines(&self) -> Vec<&CaseLine> {
         self.parts.iter().flat_map(|part| &part.lines).collect()
@@ -183,41 +213,14 @@ pub fn middle<'a>(
 
 #[cfg(test)]
 mod tests {
-    use super::super::grid;
-    use super::super::options::{Options, Suite};
-    use super::super::report::RunsOn;
-    use super::super::work::Operation;
+    use super::super::options::Suite;
     use super::*;
-    use crate::num::to_f64;
-
-    /// Makes a report in which every case of a suite runs at half of its roofline, 20 GB/s.
-    fn report(options: &Options) -> SuiteReport {
-        let facts = Facts {
-            device: "avx2 kernels, 2 threads".to_owned(),
-            kind: "CPU".to_owned(),
-            driver: None,
-            runs_on: RunsOn::Cpu,
-        };
-        let mut report = SuiteReport::new("cpu".to_owned());
-        report.device(facts, Some(("avx2".to_owned(), 2)));
-        for case in grid::cases(options, RunsOn::Cpu).expect("cases") {
-            let seconds = to_f64(case.work.bytes()) / 10e9;
-            let (seconds, limit) = match case.operation {
-                Operation::Plan => (1e-6, None),
-                Operation::Decode | Operation::Prefill => {
-                    (seconds, Some((RooflineKind::Read, 20.0)))
-                }
-                _ => (seconds, Some((RooflineKind::Copy, 20.0))),
-            };
-            report.push(&case, Measured { seconds, limit, rounds: 7 });
-        }
-        report
-    }
 
     #[test]
     fn json_has_the_keys_that_others_read_first_and_in_order() {
         let suites = vec![Suite::Decode, Suite::Plan];
-        let report = report(&Options { suites, ..Options::default() });
+        let options = Options { suites, ..Options::default() };
+        let report = SuiteReport::half_of_limits(&options).expect("cases");
         let keys = "case backend isa threads format batch context q_heads kv_heads head_dim \
                     block_size ns bytes gbps limit_gbps fraction";
         for line in report.lines() {
@@ -239,7 +242,7 @@ mod tests {
     fn a_fraction_is_the_rate_by_its_limit() {
         let (suites, batch) = (vec![Suite::Decode, Suite::Gather], vec![2]);
         let few = Options { suites, batch, context: vec![8], ..Options::default() };
-        let report = report(&few);
+        let report = SuiteReport::half_of_limits(&few).expect("cases");
         for line in report.lines() {
             assert!((line.fraction.expect("a limit") - 0.5).abs() < 1e-12, "{line:?}");
             assert!((line.gbps - 10.0).abs() < 1e-9, "{line:?}");

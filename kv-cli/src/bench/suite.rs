@@ -112,35 +112,15 @@ pub(super) fn chart(lines: &[&CaseLine]) -> Chart {
 
 #[cfg(test)]
 mod tests {
-    use kv_bench::measure::{self, Measured, Options, Suite};
+    use kv_bench::measure::{Options, Suite};
 
     use super::*;
     use crate::chart::svg;
 
-    /// Makes a report in which every case of the suites runs at half of its roofline, 20 GB/s.
     fn report(suites: &[Suite], formats: &[&str]) -> SuiteReport {
-        let facts = Facts {
-            device: "avx2 kernels, 2 threads".to_owned(),
-            kind: "CPU".to_owned(),
-            driver: None,
-            runs_on: RunsOn::Cpu,
-        };
-        let mut report = SuiteReport::new("cpu".to_owned());
-        report.device(facts, Some(("avx2".to_owned(), 2)));
         let formats = formats.iter().map(|name| name.parse().expect("a format")).collect();
         let options = Options { suites: suites.to_vec(), formats, ..Options::default() };
-        for case in measure::cases(&options, RunsOn::Cpu).expect("cases") {
-            let seconds = to_f64(case.work.bytes()) / 10e9;
-            let (seconds, limit) = match case.operation {
-                Operation::Plan => (1e-6, None),
-                Operation::Decode | Operation::Prefill => {
-                    (seconds, Some((RooflineKind::Read, 20.0)))
-                }
-                _ => (seconds, Some((RooflineKind::Copy, 20.0))),
-            };
-            report.push(&case, Measured { seconds, limit, rounds: 7 });
-        }
-        report
+        SuiteReport::half_of_limits(&options).expect("cases")
     }
 
     #[test]
