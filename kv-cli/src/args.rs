@@ -19,7 +19,7 @@ use kv::tier::Bytes;
 
 pub(crate) use self::accuracy::{CalibrateArgs, EvalArgs};
 pub(crate) use self::bench::BenchArgs;
-pub(crate) use self::engine::{EngineArgs, Paged};
+pub(crate) use self::engine::{EngineArgs, ModelArgs, Paged};
 #[cfg(feature = "serve")]
 pub(crate) use self::load::LoadArgs;
 pub(crate) use self::replay::ReplayArgs;

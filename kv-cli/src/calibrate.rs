@@ -28,7 +28,7 @@ struct Report {
 
 pub(crate) fn run(args: &CalibrateArgs) -> anyhow::Result<()> {
     output::check_writable(&args.output)?;
-    let loaded = Loaded::open(args.model.as_deref(), args.tokenizer.as_deref(), &args.backend)?;
+    let loaded = Loaded::open(&args.model)?;
     let mut ids = loaded.read_tokens(&args.text)?;
     ids.truncate(to_usize(args.tokens));
     let Loaded { name, model, backend, .. } = &loaded;

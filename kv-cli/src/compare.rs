@@ -84,7 +84,7 @@ pub(crate) fn run(args: &GenerateArgs, job: &Job) -> anyhow::Result<()> {
     }
     let report = Report {
         model: job.loaded.name.clone(),
-        backend: args.engine.backend.to_string(),
+        backend: args.engine.model.backend.to_string(),
         format: args.engine.format.to_string(),
         sequences: job.prompts.len(),
         compare,

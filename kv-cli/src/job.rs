@@ -92,7 +92,7 @@ const CACHE_BYTES: u64 = 1 << 30;
 impl Job {
     pub(crate) fn open(args: &GenerateArgs) -> anyhow::Result<Self> {
         let mut texts = prompts::collect(&args.prompt, args.prompts.as_deref())?;
-        let loaded = Loaded::of_engine(&args.engine)?;
+        let loaded = Loaded::open(&args.engine.model)?;
         let is_named = !args.engine.tier.is_empty() || args.session.is_some();
         let digest = if is_named { Some(tiers::digest(&loaded.path)?) } else { None };
         let open = |(path, digest): (&PathBuf, _)| SessionFile::open(path, Identity::new(digest));

@@ -4,11 +4,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, bail};
-use kv::Device;
 use kv::backend::AnyBackend;
 use kv_runner::{Decoder, Tokenizer, read_text};
 
-use crate::args::EngineArgs;
+use crate::args::ModelArgs;
 use crate::{bundled, output};
 
 #[derive(Debug)]
@@ -25,19 +24,11 @@ pub(crate) struct Loaded {
 }
 
 impl Loaded {
-    /// Opens the parts that the options of an engine name.
-    pub(crate) fn of_engine(args: &EngineArgs) -> anyhow::Result<Self> {
-        Self::open(args.model.as_deref(), args.tokenizer.as_deref(), &args.backend)
-    }
-
-    pub(crate) fn open(
-        model: Option<&Path>,
-        tokenizer: Option<&Path>,
-        device: &Device,
-    ) -> anyhow::Result<Self> {
-        let path = bundled::model_or_bundled(model)?;
-        let backend = device.connect()?;
-        let tokenizer = Arc::new(Tokenizer::read(&tokenizer_path(&path, tokenizer)?)?);
+    pub(crate) fn open(args: &ModelArgs) -> anyhow::Result<Self> {
+        let path = bundled::model_or_bundled(args.model.as_deref())?;
+        let backend = args.backend.connect()?;
+        let tokenizer = tokenizer_path(&path, args.tokenizer.as_deref())?;
+        let tokenizer = Arc::new(Tokenizer::read(&tokenizer)?);
         let model = Decoder::read(&path)?;
         let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
         Ok(Self { path, name, model, tokenizer, backend, noted_begin: Cell::new(false) })

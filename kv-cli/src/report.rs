@@ -127,7 +127,7 @@ impl Report {
         }
         Ok(Self {
             model: model.clone(),
-            backend: args.engine.backend.to_string(),
+            backend: args.engine.model.backend.to_string(),
             format: args.engine.format.to_string(),
             layout: variant.layout.to_string(),
             cached: !variant.forget,

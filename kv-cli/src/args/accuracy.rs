@@ -2,10 +2,9 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use kv::Device;
 use kv::quant::{FULL_PRECISION_PREFIX, Stored};
 
-use super::{at_least_1, backend};
+use super::{ModelArgs, at_least_1};
 
 /// Measure the accuracy of stored formats: each against f32, on a text that the model reads.
 ///
@@ -26,13 +25,8 @@ use super::{at_least_1, backend};
     --window 2048 --windows 2 --calib-text book.txt --plot accuracy.svg --json"
 )]
 pub(crate) struct EvalArgs {
-    /// Model directory or .gguf file; default: the bundled stories260K
-    #[arg(long, value_name = "DIR|FILE.gguf")]
-    pub(crate) model: Option<PathBuf>,
-
-    /// A tokenizer.json, for a .gguf file without one in its folder
-    #[arg(long, value_name = "FILE")]
-    pub(crate) tokenizer: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
 
     /// The text, UTF-8
     #[arg(long, value_name = "FILE")]
@@ -82,11 +76,6 @@ pub(crate) struct EvalArgs {
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = at_least_1)]
     pub(crate) block_size: u32,
 
-    /// Device of the caches: a name that `kv devices` lists, such as cpu, wgpu:0, wgpu:llvmpipe (a
-    /// part of an adapter's name) or cuda:0
-    #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
-    pub(crate) backend: Device,
-
     /// Draw divergence against bits per value, one labelled point per format
     #[arg(long, value_name = "FILE.svg")]
     pub(crate) plot: Option<PathBuf>,
@@ -109,13 +98,8 @@ pub(crate) struct EvalArgs {
     -o smollm2.safetensors"
 )]
 pub(crate) struct CalibrateArgs {
-    /// Model directory or .gguf file; default: the bundled stories260K
-    #[arg(long, value_name = "DIR|FILE.gguf")]
-    pub(crate) model: Option<PathBuf>,
-
-    /// A tokenizer.json, for a .gguf file without one in its folder
-    #[arg(long, value_name = "FILE")]
-    pub(crate) tokenizer: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
 
     /// The text, UTF-8
     #[arg(long, value_name = "FILE")]
@@ -132,11 +116,6 @@ pub(crate) struct CalibrateArgs {
     /// File to write, safetensors
     #[arg(long, short, value_name = "FILE")]
     pub(crate) output: PathBuf,
-
-    /// Device of the cache that the model reads with: a name that `kv devices` lists, such as
-    /// wgpu:0 or cuda:0
-    #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
-    pub(crate) backend: Device,
 
     /// Print one JSON object about the file instead of a line
     #[arg(long)]

@@ -11,8 +11,9 @@ use super::{at_least_1, backend};
 use crate::tier::AddressParser;
 use crate::tiers::policy;
 
+// Without a documentation comment, which would be that of the command.
 #[derive(Debug, Args)]
-pub(crate) struct EngineArgs {
+pub(crate) struct ModelArgs {
     /// Directory with config.json, model.safetensors (or its index and shards) and tokenizer.json,
     /// or one .gguf file (of a split model the first); default: the bundled stories260K
     #[arg(long, value_name = "DIR|FILE.gguf")]
@@ -22,6 +23,17 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) tokenizer: Option<PathBuf>,
 
+    /// Device of the cache: a name that `kv devices` lists, such as cpu, wgpu:0, wgpu:llvmpipe (a
+    /// part of an adapter's name) or cuda:0
+    #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
+    pub(crate) backend: Device,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct EngineArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+
     /// Sequences that run at once
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = at_least_1)]
     pub(crate) max_batch: u32,
@@ -29,11 +41,6 @@ pub(crate) struct EngineArgs {
     /// Tokens per step: longer prompts are prefilled in chunks, while others generate
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = at_least_1)]
     pub(crate) max_step_tokens: u32,
-
-    /// Device of the cache: a name that `kv devices` lists, such as cpu, wgpu:0, wgpu:llvmpipe (a
-    /// part of an adapter's name) or cuda:0
-    #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
-    pub(crate) backend: Device,
 
     /// Stored format of K and V, such as l4 or int8/l4 (K/V), with options after commas: V=NAME,
     /// calib=FILE (written by `kv calibrate`) or calib=online (constants from the first tokens of

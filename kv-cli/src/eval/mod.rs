@@ -63,7 +63,7 @@ pub(crate) fn run(args: &EvalArgs) -> anyhow::Result<()> {
     }
     let has_calibration = args.calib.is_some() || args.calib_text.is_some();
     let formats = formats(args, has_calibration)?;
-    let loaded = Loaded::open(args.model.as_deref(), args.tokenizer.as_deref(), &args.backend)?;
+    let loaded = Loaded::open(&args.model)?;
     let ids = loaded.read_tokens(&args.text)?;
     let windows = windows(args, &ids, loaded.model.config().context())?;
     let constants = calibrate(args, &loaded, &formats)?;

@@ -81,7 +81,7 @@ impl Report<'_> {
              {constants}\n\
              f32: perplexity {plain:.4}; divergence from it, nats per token:\n{}",
             loaded.name,
-            args.backend,
+            args.model.backend,
             windows.len(),
             args.text.display(),
             args.skip_tokens,

@@ -72,7 +72,7 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<()> {
     let api_key = args.api_key()?;
     let listener = TcpListener::bind(&*args.addr.0).with_context(|| args.addr.to_string())?;
     let address = listener.local_addr().context("the address")?;
-    let loaded = Loaded::of_engine(&args.engine)?;
+    let loaded = Loaded::open(&args.engine.model)?;
     let template = ChatTemplate::find(args, &loaded)?;
     let scheduler = open(&args.engine, &loaded)?;
     let (metrics, handle) = metrics::install()?;

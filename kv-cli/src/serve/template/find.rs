@@ -65,7 +65,7 @@ fn folders(args: &ServeArgs, loaded: &Loaded) -> Vec<PathBuf> {
     let folder_of = |path: &Path| {
         if path.is_dir() { Some(path.to_owned()) } else { path.parent().map(Path::to_owned) }
     };
-    let of_tokenizer = args.engine.tokenizer.as_deref().and_then(folder_of);
+    let of_tokenizer = args.engine.model.tokenizer.as_deref().and_then(folder_of);
     of_tokenizer.into_iter().chain(folder_of(&loaded.path)).collect()
 }
 
