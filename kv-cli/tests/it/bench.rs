@@ -4,23 +4,15 @@ use serde_json::Value;
 
 use crate::support::{fails, json, kv, number};
 
-const SHAPE: [&str; 16] = [
-    "--batch",
-    "3",
-    "--context",
-    "40",
-    "--layers",
-    "2",
-    "--q-heads",
-    "4",
-    "--kv-heads",
-    "2",
-    "--head-dim",
-    "64",
-    "--rounds",
-    "2",
-    "--formats",
-    "bf16,fp8-e4m3,int8/l4",
+const SHAPE: [&str; 8] = [
+    "--batch=3",
+    "--context=40",
+    "--layers=2",
+    "--q-heads=4",
+    "--kv-heads=2",
+    "--head-dim=64",
+    "--rounds=2",
+    "--formats=bf16,fp8-e4m3,int8/l4",
 ];
 
 /// Bytes of one slot of a layer and slots of 40 tokens, by format: K and V of two heads of 64. A
@@ -139,7 +131,7 @@ fn an_adapter_in_software_is_reported() {
     let is_it = |device: &&Value| device["name"] == name.as_str();
     let adapter = devices["devices"].as_array().expect("a list").iter().find(is_it);
     let adapter = adapter.expect("it was there").clone();
-    let (shape, _) = SHAPE.split_at(SHAPE.len() - 2);
+    let (shape, _) = SHAPE.split_at(SHAPE.len() - 1);
     let args = ["bench", "--backend", &name, "--formats", "bf16"];
     let text = kv(&[&args[..], shape].concat()).stdout;
     let word = |field: &str| adapter[field].as_str().expect("text");
@@ -231,26 +223,17 @@ fn memory_is_no_disk() {
 }
 
 /// A grid of two small shapes in two formats, for every suite.
-const GRID: [&str; 20] = [
+const GRID: [&str; 11] = [
     "bench",
-    "--suite",
-    "all",
-    "--batch",
-    "2",
-    "--context",
-    "24,40",
-    "--q-heads",
-    "4",
-    "--kv-heads",
-    "2",
-    "--head-dim",
-    "64",
-    "--formats",
-    "bf16,l4",
-    "--layers",
-    "2",
-    "--rounds",
-    "2",
+    "--suite=all",
+    "--batch=2",
+    "--context=24,40",
+    "--q-heads=4",
+    "--kv-heads=2",
+    "--head-dim=64",
+    "--formats=bf16,l4",
+    "--layers=2",
+    "--rounds=2",
     "--json",
 ];
 /// Rooflines fill the memory that is given, which takes unoptimised programs seconds.

@@ -1,19 +1,11 @@
 //! `kv plan`, from a configuration alone.
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::support::{ModelDir, fails, json, kv};
 
 #[test]
 fn figures_follow_from_the_configuration() {
-    let dir = tempfile::TempDir::new().expect("a directory");
-    let config = json!({
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256,
-        "max_position_embeddings": 8192
-    });
-    std::fs::write(dir.path().join("config.json"), config.to_string()).expect("config.json");
-    let model = dir.path().to_str().expect("UTF-8");
-    let report = json(&["plan", "--model", model, "--memory", "24GiB", "--format", "bf16"]);
+    let report = plan(&llama(), &["--memory", "24GiB"]);
     assert_eq!(report["context"], 8192);
     let line = &report["formats"][0];
     // 32 layers, K and V, 8 heads of 128, two bytes: 128 KiB per token, 1 GiB per sequence.
@@ -21,39 +13,19 @@ fn figures_follow_from_the_configuration() {
     assert_eq!(line["sequence_bytes"], 1_u64 << 30);
     assert_eq!(line["tokens"], 24 * 8192);
     assert_eq!(line["sequences"], 24);
-    let report = json(&["plan", "--model", model, "--memory", "1KiB", "--context", "131072"]);
+    let report = plan_in(&[], &llama(), &["--memory", "1KiB", "--context", "131072"]);
     let formats = report["formats"].as_array().expect("a list");
     assert_eq!(formats.len(), 21, "every format by default");
     assert!(formats.iter().all(|line| line["sequences"] == 0 && line["tokens"] == 0));
-    let report = json(&[
-        "plan",
-        "--model",
-        model,
-        "--memory",
-        "24GiB",
-        "--format",
-        "f16",
-        "--context",
-        "16385",
-    ]);
+    let report = plan_in(&["f16"], &llama(), &["--memory", "24GiB", "--context", "16385"]);
     assert_eq!(report["formats"][0]["sequences"], 11, "a started block counts whole");
 }
 
 #[test]
 fn scales_and_wide_rows_are_counted() {
-    let dir = tempfile::TempDir::new().expect("a directory");
-    let config = json!({
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256,
-        "max_position_embeddings": 8192
-    });
-    std::fs::write(dir.path().join("config.json"), config.to_string()).expect("config.json");
-    let model = dir.path().to_str().expect("UTF-8");
     let formats =
         ["l4", "l4,full-precision-prefix=0", "int8/l4", "fp8-e4m3", "q4_0,transform=on", "f32"];
-    let mut args = vec!["plan", "--model", model, "--memory", "24GiB"];
-    args.extend(formats.iter().flat_map(|format| ["--format", format]));
-    let report = json(&args);
+    let report = plan_in(&formats, &llama(), &["--memory", "24GiB"]);
     // Bytes of a row of K and of V, then extra slots of the four rows in the full-precision prefix:
     // 256 bytes of f16 take four rows of 66.
     for ((line, name), (k, v, further, prefix)) in
@@ -113,11 +85,25 @@ fn wrong_input_is_refused() {
 }
 
 /// Runs for a configuration in bf16.
-fn plan(config: &serde_json::Value, extra: &[&str]) -> serde_json::Value {
+fn plan(config: &Value, extra: &[&str]) -> Value {
+    plan_in(&["bf16"], config, extra)
+}
+
+/// Runs for a configuration in some formats; in all if none is named.
+fn plan_in(formats: &[&str], config: &Value, extra: &[&str]) -> Value {
     let dir = tempfile::TempDir::new().expect("a directory");
     std::fs::write(dir.path().join("config.json"), config.to_string()).expect("config.json");
     let model = dir.path().to_str().expect("UTF-8");
-    json(&[&["plan", "--model", model, "--format", "bf16"], extra].concat())
+    let formats: Vec<_> = formats.iter().flat_map(|format| ["--format", format]).collect();
+    json(&[&["plan", "--model", model], &formats[..], extra].concat())
+}
+
+fn llama() -> Value {
+    json!({
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256,
+        "max_position_embeddings": 8192
+    })
 }
 
 #[test]

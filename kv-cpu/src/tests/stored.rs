@@ -3,19 +3,19 @@
 use kv_core::backend::{Backend, Plane, PlaneLayout, PlaneShape, Queue};
 use kv_core::calibration::{PlaneCalibration, PlaneConstants};
 use kv_core::error::DeviceErrorKind;
-use kv_core::plan::{BatchEntry, Determinism, GatherArgs, GatherPlan, GatherRange};
-use kv_core::{Axes, BlockOrder, DType, KvFormat, LayerId, Scaling, TensorViewMut};
+use kv_core::plan::{GatherArgs, GatherPlan, GatherRange};
+use kv_core::{Axes, BlockOrder, KvFormat, LayerId, Scaling, TensorViewMut};
 use kv_quant::{block, row, transform};
 
 use super::fixture::{Case, Choice, Fixture};
-use super::{Random, backends};
+use super::{Random, attend, backends};
 use crate::{CpuBackend, CpuBuffer, CpuOptions};
 
 /// Layouts of K and V with room for sequences of these lengths and three blocks more.
 pub(super) fn layouts(case: &Case, lens: &[u32]) -> [PlaneLayout; 2] {
-    let plain = [0, 1].map(|which: usize| {
+    let plane = |which: usize, num_blocks| {
         PlaneLayout::new(PlaneShape {
-            num_blocks: 1,
+            num_blocks,
             block_size: case.block_size,
             num_kv_heads: case.kv_heads,
             head_dim: case.dims[which],
@@ -23,7 +23,8 @@ pub(super) fn layouts(case: &Case, lens: &[u32]) -> [PlaneLayout; 2] {
             format: case.formats[which],
         })
         .unwrap()
-    });
+    };
+    let plain = [plane(0, 1), plane(1, 1)];
     let slots = plain.iter().map(|layout| layout.format().wide_slots(layout.head_dim()));
     let slots = slots.max().unwrap();
     // Small blocks have no room for wide rows.
@@ -32,19 +33,11 @@ pub(super) fn layouts(case: &Case, lens: &[u32]) -> [PlaneLayout; 2] {
     let map = plain[0].with_wide_rows(full_precision_prefix, false, slots).unwrap();
     let needed: u32 = lens.iter().map(|len| map.slot_map().blocks(*len)).sum();
     [0, 1].map(|which: usize| {
-        PlaneLayout::new(PlaneShape {
-            num_blocks: needed + 3,
-            block_size: case.block_size,
-            num_kv_heads: case.kv_heads,
-            head_dim: case.dims[which],
-            order: case.order,
-            format: case.formats[which],
-        })
-        .unwrap()
-        .with_transform(case.transforms[which])
-        .with_wide_rows(full_precision_prefix, false, slots)
-        .unwrap()
-        .with_segments_of(case.blocks_per_segment)
+        plane(which, needed + 3)
+            .with_transform(case.transforms[which])
+            .with_wide_rows(full_precision_prefix, false, slots)
+            .unwrap()
+            .with_segments_of(case.blocks_per_segment)
     })
 }
 
@@ -120,8 +113,6 @@ pub(super) fn round_trip(
 fn case(format: KvFormat, order: BlockOrder) -> Case {
     Case {
         seed: 21,
-        batch: vec![BatchEntry { row: 0, cached: 9, new_tokens: 3, queries: 2 }],
-        kv_heads: 2,
         group: 4,
         dims: [80, 40],
         block_size: 16,
@@ -129,13 +120,7 @@ fn case(format: KvFormat, order: BlockOrder) -> Case {
         formats: [format; 2],
         transforms: [true; 2],
         full_precision_prefix: 2,
-        broken: Vec::new(),
-        dtype: DType::F32,
-        qkv: Axes::Thd,
-        padding: [0, 0],
-        blocks_per_segment: 1000,
-        workers: 1,
-        determinism: Determinism::Fast,
+        ..attend::case(vec![attend::entry(0, 9, 3, 2)])
     }
 }
 
