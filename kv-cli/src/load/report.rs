@@ -174,15 +174,14 @@ fn failures(samples: &[Sample]) -> Vec<FailureLine> {
 
 /// Returns how many requests ran at once at most.
 fn running_max(samples: &[Sample]) -> u64 {
-    // At equal times an end comes first.
-    let mut changes: Vec<(Duration, bool)> = samples
-        .iter()
-        .flat_map(|sample| [(sample.at, true), (sample.at + sample.whole, false)])
-        .collect();
+    // At equal times an end comes first, so that every request takes some time.
+    let end = |sample: &Sample| sample.at + sample.whole.max(Duration::from_nanos(1));
+    let mut changes: Vec<(Duration, bool)> =
+        samples.iter().flat_map(|sample| [(sample.at, true), (end(sample), false)]).collect();
     changes.sort_unstable();
     let (mut running, mut most) = (0_u64, 0);
     for (_, is_begin) in changes {
-        running = if is_begin { running + 1 } else { running.saturating_sub(1) };
+        running = if is_begin { running + 1 } else { running - 1 };
         most = running.max(most);
     }
     most
@@ -315,21 +314,30 @@ mod tests {
     }
 
     #[test]
+    fn requests_that_take_no_time_run_one_by_one() {
+        let samples = [sample(0, 0, 0), sample(5, 0, 0), sample(9, 0, 0)];
+        assert_eq!(running_max(&samples), 1);
+    }
+
+    #[test]
     fn every_request_is_a_mark_and_every_time_a_curve() {
         let late = failed(1500, Failure::Timeout(Duration::from_secs(1)));
         let samples = vec![sample(0, 5, 9), sample(1000, 7, 20), late, sample(2000, 6, 8)];
         let gaps = vec![Duration::from_millis(1), Duration::ZERO];
-        let svg = svg(&charts(&Measured { samples, gaps, elapsed: Duration::from_secs(3) }));
+        let charts = charts(&Measured { samples, gaps, elapsed: Duration::from_secs(3) });
+        let all = || charts.iter().flat_map(|chart| &chart.series);
+        let crosses: Vec<_> = all().filter(|series| series.mark == Mark::Crosses).collect();
+        assert_eq!(crosses.iter().map(|series| series.points.len()).sum::<usize>(), 1);
+        let svg = svg(&charts).expect("a chart");
         assert_eq!(svg.matches("<circle ").count(), 3, "{svg}");
-        assert_eq!(svg.matches("class='cross'").count(), 1, "{svg}");
         for words in ["time to first token", "time between tokens", "whole request", "failed"] {
-            assert!(svg.contains(&format!(">{words}<")), "{words}: {svg}");
+            assert!(svg.contains(&format!("\n{words}\n")), "{words}: {svg}");
         }
     }
 
     #[test]
     fn a_load_without_success_has_charts() {
-        assert!(!svg(&charts(&Measured::default())).contains("NaN"));
+        assert!(!svg(&charts(&Measured::default())).expect("a chart").contains("NaN"));
         let ms = Duration::from_millis;
         assert_eq!(cumulative(vec![ms(4), ms(0)]), [(0.0, 0.5), (4.0, 1.0)]);
     }

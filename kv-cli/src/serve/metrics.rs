@@ -2,9 +2,9 @@
 use std::time::Duration;
 
 use anyhow::Context;
-use kv::KvCache;
 use kv::backend::AnyBackend;
 use kv::engine::Finish;
+use kv::{KvCache, Stats};
 use metrics::{Counter, Gauge, Histogram, counter, gauge, histogram};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 
@@ -76,7 +76,10 @@ fn describe() {
     describe_gauge!("kv_blocks_total", "Blocks of the pool.");
     describe_gauge!("kv_requests_running", "Texts that run.");
     describe_gauge!("kv_requests_waiting", "Texts that wait.");
-    describe_counter!("kv_prompt_tokens_total", "Prompt tokens that were looked up.");
+    describe_counter!(
+        "kv_prompt_tokens_total",
+        "Prompt tokens that were looked up, those of resumed texts too."
+    );
     describe_counter!("kv_hit_tokens_total", "Prompt tokens that were reused, by tier.");
     describe_counter!("kv_generated_tokens_total", "Generated tokens.");
     describe_counter!("kv_evictions_total", "Evicted blocks.");
@@ -149,15 +152,34 @@ impl Metrics {
         for (gauge, blocks) in self.blocks.iter().zip(blocks) {
             gauge.set(f64::from(blocks));
         }
-        self.prompt_tokens.absolute(stats.query_tokens);
-        let lower = [stats.host_hit_tokens, stats.disk_hit_tokens, stats.store_hit_tokens];
-        let of_lower = lower.iter().sum::<u64>();
-        let [host, disk, store] = lower;
-        let hits = [stats.hit_tokens.saturating_sub(of_lower), host, disk, store];
-        for (counter, tokens) in self.hit_tokens.iter().zip(hits) {
+        self.prompt_tokens.absolute(stats.query_tokens + stats.resumed_query_tokens);
+        for (counter, tokens) in self.hit_tokens.iter().zip(hits(&stats)) {
             counter.absolute(tokens);
         }
         self.evictions.absolute(stats.evictions);
         self.preemptions.absolute(stats.preemptions);
+    }
+}
+
+/// Returns the reused tokens that were on the device, and those from host memory, disk and stores.
+/// The counts of lower tiers include the prompts of resumed texts. A token whose groups came from
+/// different tiers counts for each of them.
+fn hits(stats: &Stats) -> [u64; 4] {
+    let [host, disk, store] =
+        [stats.host_hit_tokens, stats.disk_hit_tokens, stats.store_hit_tokens];
+    let all = stats.hit_tokens + stats.resumed_hit_tokens;
+    [all.saturating_sub(host + disk + store), host, disk, store]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hits_of_resumed_texts_are_hits_too() {
+        let mut stats = Stats::default();
+        (stats.hit_tokens, stats.resumed_hit_tokens) = (16, 40);
+        (stats.host_hit_tokens, stats.disk_hit_tokens) = (32, 8);
+        assert_eq!(hits(&stats), [16, 32, 8, 0]);
     }
 }
