@@ -141,10 +141,10 @@ mod tests {
     #[test]
     fn every_case_is_a_point_and_every_limit_a_line() {
         let report = report(&[Suite::Decode, Suite::Append, Suite::Plan], &["bf16", "int8/l4"]);
-        let svg = svg(&[chart(&report.lines())]);
+        let svg = svg(&[chart(&report.lines())]).expect("a chart");
         assert_eq!(svg.matches("<circle ").count(), report.lines().len());
         for name in ["decode bf16", "append int8/l4", "plan bf16", "read limit 20.0 GB/s"] {
-            assert!(svg.contains(&format!(">{name}<")), "{name}: {svg}");
+            assert!(svg.contains(&format!("\n{name}\n")), "{name}: {svg}");
         }
         let plans = self::report(&[Suite::Plan], &[]);
         let is_line = |series: &Series| series.mark == Mark::Line;

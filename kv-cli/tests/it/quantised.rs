@@ -137,7 +137,7 @@ fn a_plot_has_a_point_for_every_format() {
     assert!(svg.starts_with("<svg"), "{svg}");
     assert_eq!(svg.matches("<circle ").count(), 3);
     for label in ["int8/l4", "bf16", "l3"] {
-        assert!(svg.contains(&format!(">{label}<")), "{label}: {svg}");
+        assert!(svg.contains(&format!("\n{label}\n")), "{label}: {svg}");
     }
 }
 

@@ -193,7 +193,7 @@ fn tiers_are_sized_from_a_trace() {
     let disk = json!(["disk", "leave", 4, 512, 2, 102_400, 102_400 * day, 0]);
     assert_eq!((figures(0), figures(1)), (host, disk));
     let svg = fs::read_to_string(&plot).expect("a plot");
-    assert!(svg.contains(">lru<") && svg.contains(">lru + host + disk<"), "{svg}");
+    assert!(svg.contains("\nlru\n") && svg.contains("\nlru + host + disk\n"), "{svg}");
 
     let output = kv(&args);
     assert_eq!((output.code, output.stderr.as_str()), (0, ""));
