@@ -35,8 +35,8 @@ impl Call {
         let [Some(q), Some(k), Some(v)] = layouts.map(DenseRows::of) else {
             bail!("the values of all heads of a token do not lie together");
         };
-        assert!(k.axes == v.axes && q.axes == k.axes, "the call has checked the axes");
-        let mut dims = q.dims().to_vec();
+        assert!(k.axes() == v.axes() && q.axes() == k.axes(), "the call has checked the axes");
+        let mut dims = q.dims().as_slice().to_vec();
         let ([heads, _], [_, dim_v]) = (q.head(), v.head());
         if let Some(last) = dims.last_mut() {
             *last = dim_v;
@@ -102,7 +102,7 @@ impl<B: Backend> Attend<'_, '_, B> {
         out: TensorViewMut<'_, B::Buffer>,
     ) -> Result<()> {
         let [_, of_k, _] = call.inputs;
-        let axes = of_k.axes;
+        let axes = of_k.axes();
         let options = self.options.with_axes(axes);
         let attended = self.step.borrow_mut().with(|step| {
             step.write(self.layer, k, v, axes)?;

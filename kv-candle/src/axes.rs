@@ -1,9 +1,8 @@
 //! How a tensor of candle lies, in the words of the cache.
-use std::ops::Range;
-
 use candle_core::{Layout, Result, Tensor};
-use kv::backend::Dims;
+use kv::backend::{AxisOrder, Dims, Strided, TensorData};
 use kv::error::{Expected, PlanError};
+use kv::num::to_u64;
 use kv::{Axes, CacheError, Element, TensorView};
 
 use crate::error::Error;
@@ -73,84 +72,57 @@ fn heads_first(dims: Dims) -> Vec<u32> {
     }
 }
 
-/// Dimensions of a tensor as the cache names them, and where its values lie.
+/// A tensor that the cache can read in place, and the place of its first value in its storage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DenseRows {
-    pub(crate) axes: Axes,
-    dims: [u32; 4],
-    rank: usize,
-    /// Elements from a batch entry, and from a token, to the next.
-    outer: [u64; 2],
+    placed: Strided,
     begin: usize,
     end: usize,
 }
 
 impl DenseRows {
     /// Describes a tensor `[t, heads, dim]` or `[b, heads, s, dim]`; `None` if the cache cannot
-    /// read it in place, because the values of all heads of a token do not lie together.
+    /// read it in place.
     pub(crate) fn of(layout: &Layout) -> Option<Self> {
-        let (axes, [batch, tokens, heads, dim], strides) = match (layout.dims(), layout.stride()) {
-            (&[t, h, d], &[of_t, of_h, of_d]) => (Axes::Thd, [1, t, h, d], [0, of_t, of_h, of_d]),
-            (&[b, h, s, d], &[of_b, of_h, of_s, of_d]) => {
-                (Axes::Bshd, [b, s, h, d], [of_b, of_s, of_h, of_d])
-            }
-            _ => return None,
-        };
-        let [of_batch, of_token, of_head, of_value] = strides;
-        let is_dense = (of_value == 1 || dim == 1) && (of_head == dim || heads == 1);
-        // Rows of no stride, as `expand` makes them, would be one row.
-        let is_spread = (of_token > 0 || tokens <= 1) && (of_batch > 0 || batch <= 1);
-        if !is_dense || !is_spread {
-            return None;
-        }
-        let row = heads.checked_mul(dim)?;
-        let last = |count: usize, stride: usize| count.saturating_sub(1).checked_mul(stride);
-        let reach =
-            last(batch, of_batch)?.checked_add(last(tokens, of_token)?)?.checked_add(row)?;
+        let order = if layout.dims().len() == 3 { AxisOrder::Thd } else { AxisOrder::Bhsd };
+        let shape: Vec<_> = layout.dims().iter().copied().map(to_u64).collect();
+        let strides = layout.stride().iter().map(|stride| i64::try_from(*stride).ok());
+        let strides: Vec<_> = strides.collect::<Option<_>>()?;
+        let placed = Strided::new(order, &shape, &strides).ok()?;
         let begin = layout.start_offset();
-        let n = |count: usize| u32::try_from(count).ok();
-        let (dims, rank) = if axes == Axes::Thd {
-            ([n(tokens)?, n(heads)?, n(dim)?, 0], 3)
-        } else {
-            ([n(batch)?, n(tokens)?, n(heads)?, n(dim)?], 4)
-        };
-        let outer = if rank == 3 { [of_token, 0] } else { [of_batch, of_token] };
-        let [first, second] = outer.map(|stride| u64::try_from(stride).ok());
-        let is_empty = batch == 0 || tokens == 0;
-        let end = if is_empty { begin } else { begin.checked_add(reach)? };
-        Some(Self { axes, dims, rank, outer: [first?, second?], begin, end })
+        let end = begin.checked_add(usize::try_from(placed.len()).ok()?)?;
+        Some(Self { placed, begin, end })
+    }
+
+    pub(crate) fn axes(&self) -> Axes {
+        self.placed.axes()
     }
 
     /// Returns the dimensions: `[t, heads, dim]`, or `[b, s, heads, dim]`.
-    pub(crate) fn dims(&self) -> &[u32] {
-        &self.dims[..self.rank]
+    pub(crate) fn dims(&self) -> Dims {
+        self.placed.dims()
     }
 
     /// Returns heads and values of a head.
     pub(crate) fn head(&self) -> [u32; 2] {
-        match *self.dims() {
+        match *self.dims().as_slice() {
             [.., heads, dim] => [heads, dim],
             _ => [0, 0],
         }
     }
 
-    fn range(&self) -> Range<usize> {
-        self.begin..self.end
-    }
-
     /// Returns the view of a tensor whose storage is a buffer of a device.
     #[cfg(feature = "cuda")]
-    pub(crate) fn on<'a, T: Element, Buf>(&self, storage: &'a Buf) -> TensorView<'a, Buf> {
-        let begin = self.begin * size_of::<T>();
-        let begin = u64::try_from(begin).unwrap_or(u64::MAX);
-        TensorView::device(T::DTYPE, storage, begin, self.dims()).with_outer_strides(self.outer)
+    pub(crate) fn on<'a, T: Element, Buf>(&self, buffer: &'a Buf) -> TensorView<'a, Buf> {
+        let offset = to_u64(self.begin * size_of::<T>());
+        TensorView::strided(T::DTYPE, TensorData::Device { buffer, offset }, &self.placed)
     }
 
     /// Returns the view of a tensor's storage in host memory; `None` if the storage is
     /// shorter than its layout.
     pub(crate) fn view<'a, T: Element, Buf>(&self, values: &'a [T]) -> Option<TensorView<'a, Buf>> {
-        let view = TensorView::host(values.get(self.range())?, self.dims());
-        Some(view.with_outer_strides(self.outer))
+        let values = TensorData::values(values.get(self.begin..self.end)?);
+        Some(TensorView::strided(T::DTYPE, values, &self.placed))
     }
 }
 
@@ -178,20 +150,15 @@ mod tests {
     }
 
     #[test]
-    fn projections_are_read_in_place_also_when_transposed() {
-        let rows = zeros(&[5, 2, 8]);
-        let dense = DenseRows::of(rows.layout()).expect("dense");
-        assert_eq!((dense.axes, dense.dims(), dense.range()), (Axes::Thd, &[5, 2, 8][..], 0..80));
+    fn layouts_of_candle_are_read_in_place_from_their_first_value() {
         // One of three parts of a fused projection.
         let fused = zeros(&[5, 6, 8]).narrow(1, 2, 2).expect("a part");
         let dense = DenseRows::of(fused.layout()).expect("dense heads");
-        assert_eq!((dense.outer, dense.range()), ([48, 0], 16..16 + 4 * 48 + 16));
+        assert_eq!((dense.axes(), dense.dims().as_slice()), (Axes::Thd, &[5, 2, 8][..]));
+        assert_eq!((dense.begin, dense.end), (16, 16 + 4 * 48 + 16));
         let batch = zeros(&[3, 5, 2, 8]).transpose(1, 2).expect("[b, h, s, d]");
         let dense = DenseRows::of(batch.layout()).expect("a transposed projection");
-        assert_eq!((dense.axes, dense.dims()), (Axes::Bshd, &[3, 5, 2, 8][..]));
-        assert_eq!((dense.outer, dense.range()), ([80, 16], 0..240));
-        // One token: no matter which axis comes first.
-        assert!(DenseRows::of(zeros(&[3, 2, 1, 8]).layout()).is_some());
+        assert_eq!((dense.axes(), dense.dims().as_slice()), (Axes::Bshd, &[3, 5, 2, 8][..]));
     }
 
     #[test]

@@ -37,6 +37,13 @@ impl<Buf> Clone for TensorData<'_, Buf> {
 }
 impl<Buf> Copy for TensorData<'_, Buf> {}
 
+impl<'a, Buf> TensorData<'a, Buf> {
+    /// Takes values in host memory.
+    pub fn values<T: Element>(values: &'a [T]) -> Self {
+        Self::Host(bytemuck::cast_slice(values))
+    }
+}
+
 /// The bytes of an output.
 #[derive(Debug)]
 #[expect(clippy::exhaustive_enums, reason = "a byte is on the host or on the device")]
