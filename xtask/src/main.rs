@@ -17,6 +17,7 @@ mod kernels;
 mod lanes;
 mod programs;
 mod public_api;
+mod python;
 mod readme;
 mod setup;
 mod shell;
@@ -68,6 +69,8 @@ Usage: cargo xtask COMMAND
       --write          also writes them; those that are current are not compiled again
   public-api           compares the public API of kv with the list in kv/public-api.txt
       --update         writes the list instead
+  python               builds the wheel of kv-python in target/wheels and tests it in a virtual
+                       environment, target/python; the tests with torch where that has it
   gpu                  checks and measures the CUDA backend on a card: docs/gpu/CARD.md and .json
       --device N       the card with this number; otherwise the first
       --vectors DIR    these vector files too (repeatable)
@@ -101,6 +104,7 @@ enum Command {
     Bench(Vec<OsString>),
     Kernels(Vec<OsString>),
     PublicApi { update: bool },
+    Python,
     Gpu(gpu::Options),
     Help,
 }
@@ -146,6 +150,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Bench(args) => bench::run(&args)?,
         Command::Kernels(args) => kernels::run(&args)?,
         Command::PublicApi { update } => public_api::run(update)?,
+        Command::Python => python::run(python::Profile::Release)?,
         Command::Gpu(options) => {
             let is_clean = gpu::run(&options)?;
             return Ok(if is_clean { ExitCode::SUCCESS } else { ExitCode::FAILURE });
@@ -176,6 +181,7 @@ fn parse(mut parser: Parser) -> Result<Command> {
         "public-api" => return parse_public_api(parser),
         "check" => Command::Check,
         "stage" => Command::Stage(parser.value()?.string()?),
+        "python" => Command::Python,
         "tidy" => Command::Tidy,
         "setup" => Command::Setup,
         "help" => Command::Help,

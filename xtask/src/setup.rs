@@ -5,7 +5,7 @@ use std::path::Path;
 
 use anyhow::{Result, bail};
 
-use crate::{arm, shell};
+use crate::{arm, python, shell};
 
 /// One tool that the suites need.
 struct Need {
@@ -146,6 +146,27 @@ const NEEDS: &[Need] = &[
         use_of: Use::Tried,
     },
     Need {
+        name: "Python for wheels",
+        for_what: "cargo xtask python: a virtual environment in target/python",
+        is_present: || in_python("bin/pip"),
+        get: &["python3", "-m", "venv", python::ENVIRONMENT],
+        use_of: Use::Tried,
+    },
+    Need {
+        name: "maturin",
+        for_what: "cargo xtask python: builds the wheel",
+        is_present: || in_python("bin/maturin"),
+        get: &["target/python/bin/pip", "install", "--quiet", "maturin==1.16.0"],
+        use_of: Use::Tried,
+    },
+    Need {
+        name: "numpy and mypy",
+        for_what: "cargo xtask python: tests of the module, and of its stubs",
+        is_present: || in_python("bin/stubtest"),
+        get: &["target/python/bin/pip", "install", "--quiet", "numpy>=1.26,<3", "mypy==2.4.1"],
+        use_of: Use::Tried,
+    },
+    Need {
         name: "Chromium",
         for_what: "cargo xtask soak: the page of kv serve",
         is_present: || runs("chromium"),
@@ -156,6 +177,14 @@ const NEEDS: &[Need] = &[
 
 /// The virtual environment of servers and clients for tests, from the repository's root.
 const SERVERS: &str = "target/servers";
+
+/// What [`python::run`] needs.
+pub(crate) const FOR_PYTHON: [&str; 3] = ["Python for wheels", "maturin", "numpy and mypy"];
+
+/// Returns whether the environment for wheels has a file.
+fn in_python(file: &str) -> bool {
+    shell::root().join(python::ENVIRONMENT).join(file).is_file()
+}
 
 fn has_server(program: &str) -> bool {
     shell::root().join(SERVERS).join(program).is_file()

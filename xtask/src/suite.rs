@@ -10,7 +10,7 @@ use crate::stamps::Inputs;
 use crate::workspace::{FEATURES, Workspace};
 use crate::{
     arm, candle, conformance, emulator, example_llama, examples, kernels, lanes, public_api,
-    readme, setup, shell, tidy, webgpu,
+    python, readme, setup, shell, tidy, webgpu,
 };
 
 /// Crates whose tests run models: a stage of their own.
@@ -53,6 +53,9 @@ const STAGES: &[Stage] = &[
     compile("clippy", &[], clippy),
     compile("build of CUDA kernels with sanitizers", &[], build_sanitized).unless_same(SANITIZED),
     compile("build of CPU kernels for Arm", &["optional tools"], build_arm).unless_same(OF_ARM),
+    // In this lane, because it compiles; its tests take seconds.
+    compile("Python module", &["optional tools"], python_module)
+        .unless_same(Inputs::Crates(&["kv-python"])),
     compile("doc tests", &[], doc_tests),
     compile("rustdoc", &[], rustdoc),
     compile("public API", &[], public_api::compare),
@@ -241,6 +244,13 @@ fn checked_programs() -> Result<Vec<Program>> {
     let mut args: Vec<&str> = CHECKED.iter().flat_map(|name| ["--package", *name]).collect();
     args.extend(["--features", "kv-cpu/rayon", "--lib", "--tests"]);
     programs::build(&args, &[])
+}
+
+fn python_module(_: &Workspace) -> Result<Outcome> {
+    if let Some(reason) = setup::FOR_PYTHON.into_iter().find_map(setup::lacks) {
+        return Ok(Outcome::Skipped(reason));
+    }
+    python::run(python::Profile::Dev).map(passed)
 }
 
 fn check_units(_: &Workspace) -> Result<Outcome> {

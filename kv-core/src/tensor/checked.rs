@@ -305,7 +305,8 @@ impl<'a, Buf> TokenTensorMut<'a, Buf> {
     pub fn data(&mut self) -> &mut TensorDataMut<'a, Buf> {
         &mut self.data
     }
-    /// Returns the bytes of all rows without gaps, for an output in host memory; `u64::MAX` if more.
+    /// Returns the bytes of all rows without gaps, for an output in host memory; `u64::MAX` if
+    /// more.
     pub(crate) fn host_bytes(&self) -> Option<u64> {
         match &self.data {
             TensorDataMut::Host(_) => Some(self.rows.dense().bytes_reached().unwrap_or(u64::MAX)),

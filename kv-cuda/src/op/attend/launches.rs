@@ -68,8 +68,8 @@ pub(super) fn require_rows(total_q: u32, group: u32) -> Result<(), DeviceError> 
 
 /// Launches `attend.cu`, which supports every shape, format and option.
 pub(super) fn rows(params: &AttendParams, extent: &Extent, splits_max: u32) -> Launch {
-    // Saturating: planes of a caller may have any `head_dim`, and an extent of step limits any size.
-    // A device refuses such a launch.
+    // Saturating: planes of a caller may have any `head_dim`, and an extent of step limits any
+    // size. A device refuses such a launch.
     let up = |n: u32| n.checked_next_multiple_of(64).unwrap_or(u32::MAX);
     let dims = up(params.k_plane.head_dim).saturating_add(up(params.v_plane.head_dim));
     // Chosen by head_dim alone, because results differ in the last bits.

@@ -1,0 +1,41 @@
+//! The KV cache as a Python module: `kvblock._kvblock`, which `kvblock` re-exports.
+//!
+//! | module | owns |
+//! |---|---|
+//! | `cache` | `Cache`: sequences, tiers, sessions, events |
+//! | `step` | `Step`: one forward pass |
+//! | `settings` | the arguments of `Cache` |
+//! | `tensor` | tensors of torch, and of everything that speaks `DLPack` |
+//! | `memory` | their bytes: the only module with unsafe code |
+//! | `report` | counts, events and errors as Python objects |
+//!
+//! # Locks
+//! A cache is one mutex. A thread lets the interpreter go before it locks, and unlocks before it
+//! takes the interpreter back, so neither lock is ever waited for with the other in hand.
+#![allow(
+    clippy::needless_pass_by_value,
+    reason = "functions that Python calls own their arguments"
+)]
+mod cache;
+mod memory;
+mod report;
+mod settings;
+mod step;
+mod tensor;
+
+use pyo3::pymodule;
+
+/// The compiled half of `kvblock`.
+#[pymodule]
+mod _kvblock {
+    #[pymodule_export]
+    use super::cache::Cache;
+    #[pymodule_export]
+    use super::report::{device_names, feature_names};
+    #[pymodule_export]
+    use super::step::Step;
+
+    /// The version of the library.
+    #[pymodule_export]
+    const VERSION: &str = env!("CARGO_PKG_VERSION");
+}

@@ -1,0 +1,313 @@
+//! Counts, events and errors of the library as objects of Python.
+use kv::events::{EventKind, StoredBlock, Tier};
+use kv::tier::{SessionError, StoreStats, TierError, TiersStats};
+use kv::{CacheError, Stats, Usage};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+
+/// An error of the library, or of Python.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    Cache(kv::Error),
+    Tier(TierError),
+    Session(SessionError),
+    /// A call that is not possible in this state of the cache.
+    State(&'static str),
+    /// The cache belongs to the parent process.
+    Forked {
+        parent: u32,
+    },
+    Python(PyErr),
+}
+
+impl From<kv::Error> for Failure {
+    fn from(error: kv::Error) -> Self {
+        Self::Cache(error)
+    }
+}
+
+impl From<CacheError> for Failure {
+    fn from(error: CacheError) -> Self {
+        Self::Cache(error.into())
+    }
+}
+
+impl From<TierError> for Failure {
+    fn from(error: TierError) -> Self {
+        match error {
+            TierError::Cache(error) => Self::Cache(error.into()),
+            error => Self::Tier(error),
+        }
+    }
+}
+
+impl From<SessionError> for Failure {
+    fn from(error: SessionError) -> Self {
+        Self::Session(error)
+    }
+}
+
+impl From<PyErr> for Failure {
+    fn from(error: PyErr) -> Self {
+        Self::Python(error)
+    }
+}
+
+impl From<Failure> for PyErr {
+    fn from(failure: Failure) -> Self {
+        Python::attach(|py| failure.raise(py).unwrap_or_else(|error| error))
+    }
+}
+
+impl Failure {
+    /// Makes the exception, with its numbers as attributes.
+    fn raise(self, py: Python<'_>) -> PyResult<PyErr> {
+        let (class, text) = match &self {
+            Self::Python(_) => ("", String::new()),
+            Self::Cache(kv::Error::Cache(error)) => (class_of(error), error.to_string()),
+            Self::Cache(error) => ("DeviceError", error.to_string()),
+            Self::Tier(error) => ("TierError", error.to_string()),
+            Self::Session(error) => ("SessionError", error.to_string()),
+            Self::State(text) => ("StateError", (*text).to_owned()),
+            Self::Forked { parent } => (
+                "ForkedError",
+                format!(
+                    "the cache belongs to process {parent}, whose threads this fork of it does \
+                     not have: make a new cache here"
+                ),
+            ),
+        };
+        let failure = match self {
+            Self::Python(error) => return Ok(error),
+            failure => failure,
+        };
+        let errors = py.import(intern!(py, "kvblock._errors"))?;
+        let exception = errors.getattr(class)?.call1((text,))?;
+        match failure {
+            Self::Cache(kv::Error::Cache(CacheError::Exhausted(exhausted))) => {
+                exception.setattr("group", exhausted.group.0)?;
+                exception.setattr("needed", exhausted.needed)?;
+                exception.setattr("free", exhausted.free)?;
+                exception.setattr("evictable", exhausted.evictable)?;
+            }
+            Self::Cache(kv::Error::Cache(CacheError::Device(error))) => {
+                exception.setattr("kind", format!("{:?}", error.kind()))?;
+            }
+            Self::Forked { parent } => exception.setattr("parent", parent)?,
+            _ => {}
+        }
+        Ok(PyErr::from_value(exception))
+    }
+}
+
+fn class_of(error: &CacheError) -> &'static str {
+    match error {
+        CacheError::Spec(_) => "SpecError",
+        CacheError::Plan(_) => "PlanError",
+        CacheError::Calibration(_) => "CalibrationError",
+        CacheError::Exhausted(_) => "Exhausted",
+        CacheError::Device(_) => "DeviceError",
+        _ => "Error",
+    }
+}
+
+/// Sets entries of a dictionary to fields of the same names.
+macro_rules! fields {
+    ($dict:expr, $of:expr, $($field:ident),+ $(,)?) => {
+        $($dict.set_item(stringify!($field), $of.$field)?;)+
+    };
+}
+
+pub(crate) fn stats<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    fields!(
+        dict,
+        stats,
+        requests,
+        query_tokens,
+        hit_tokens,
+        hit_blocks,
+        partial_hit_tokens,
+        host_hit_tokens,
+        disk_hit_tokens,
+        store_hit_tokens,
+        stored_blocks,
+        duplicate_blocks,
+        cow_copies,
+        evictions,
+        preemptions,
+        resumed_requests,
+        resumed_query_tokens,
+        resumed_hit_tokens,
+    );
+    Ok(dict)
+}
+
+pub(crate) fn usage<'py>(py: Python<'py>, usage: &Usage) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    fields!(
+        dict,
+        usage,
+        sequences,
+        tokens,
+        blocks_total,
+        blocks_used,
+        blocks_peak,
+        blocks_cached,
+        slots_wasted,
+    );
+    Ok(dict)
+}
+
+pub(crate) fn tiers<'py>(py: Python<'py>, tiers: &TiersStats) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    fields!(
+        dict,
+        tiers,
+        prefetches,
+        late,
+        loaded_tokens,
+        cheaper_to_compute,
+        no_room,
+        offloaded,
+        offload_missed,
+        unnamed_blocks,
+        host_chunks,
+        host_bytes,
+        host_capacity,
+        host_evictions,
+    );
+    let stores = tiers.stores.iter().map(|of| store(py, of)).collect::<PyResult<Vec<_>>>()?;
+    dict.set_item("stores", stores)?;
+    Ok(dict)
+}
+
+fn store<'py>(py: Python<'py>, store: &StoreStats) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    fields!(
+        dict,
+        store,
+        lookups,
+        found,
+        reads,
+        read_bytes,
+        missed,
+        writes,
+        written_bytes,
+        were_there,
+        failures,
+        dropped_by_queue,
+        dropped_by_breaker,
+        dropped_by_budget,
+    );
+    dict.set_item("refused", store.refused.values().sum::<u64>())?;
+    dict.set_item("last_failure", store.last_failure.as_deref())?;
+    Ok(dict)
+}
+
+pub(crate) fn events(
+    py: Python<'_>,
+    events: Vec<kv::events::Event>,
+) -> PyResult<Bound<'_, PyList>> {
+    let list = PyList::empty(py);
+    for event in events {
+        let dict = match event.kind {
+            EventKind::Stored(block) => {
+                let dict = stored(py, &block)?;
+                dict.set_item("kind", "stored")?;
+                dict
+            }
+            EventKind::Removed { group, key, tier } => {
+                let dict = of_kind(py, "removed")?;
+                dict.set_item("group", group.0)?;
+                dict.set_item("key", key.to_string())?;
+                dict.set_item("tier", tier_name(tier))?;
+                dict
+            }
+            EventKind::Updated { group, key, tier, priority } => {
+                let dict = of_kind(py, "updated")?;
+                dict.set_item("group", group.0)?;
+                dict.set_item("key", key.to_string())?;
+                dict.set_item("tier", tier_name(tier))?;
+                dict.set_item("priority", priority.level)?;
+                dict
+            }
+            EventKind::Cleared { tier } => {
+                let dict = of_kind(py, "cleared")?;
+                dict.set_item("tier", tier_name(tier))?;
+                dict
+            }
+            EventKind::Lost { from, to } => {
+                let dict = of_kind(py, "lost")?;
+                dict.set_item("from", from)?;
+                dict.set_item("to", to)?;
+                dict
+            }
+            _ => of_kind(py, "unknown")?,
+        };
+        dict.set_item("id", event.id)?;
+        list.append(dict)?;
+    }
+    Ok(list)
+}
+
+fn of_kind<'py>(py: Python<'py>, kind: &str) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("kind", kind)?;
+    Ok(dict)
+}
+
+pub(crate) fn stored<'py>(py: Python<'py>, block: &StoredBlock) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("group", block.group.0)?;
+    dict.set_item("key", block.key.to_string())?;
+    dict.set_item("parent", block.parent.to_string())?;
+    dict.set_item("index", block.index)?;
+    dict.set_item("tokens", block.tokens.to_vec())?;
+    dict.set_item("tier", tier_name(block.tier))?;
+    dict.set_item("priority", block.priority.level)?;
+    Ok(dict)
+}
+
+fn tier_name(tier: Tier) -> &'static str {
+    match tier {
+        Tier::Device => "device",
+        Tier::Host => "host",
+        Tier::Disk => "disk",
+        Tier::Store => "store",
+        _ => "unknown",
+    }
+}
+
+/// Lists the devices that this build can open here, by name.
+#[pyfunction]
+pub(crate) fn device_names() -> Vec<String> {
+    let mut names = vec!["cpu".to_owned()];
+    for backend in feature_names() {
+        let opens = |index: u32| {
+            let name = format!("{backend}:{index}");
+            kv::Device::open(&name).is_ok().then_some(name)
+        };
+        if backend != "cpu" && backend != "emulated" {
+            names.extend((0..8).map_while(opens));
+        }
+    }
+    names
+}
+
+/// Lists the backends that this build has.
+#[pyfunction]
+pub(crate) fn feature_names() -> Vec<&'static str> {
+    let mut names = vec!["cpu"];
+    if cfg!(feature = "cuda") {
+        names.push("cuda");
+    }
+    if cfg!(feature = "wgpu") {
+        names.push("wgpu");
+    }
+    if cfg!(feature = "emulated") {
+        names.push("emulated");
+    }
+    names
+}

@@ -1,0 +1,259 @@
+//! `Step`: one forward pass over some sequences.
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use kv::backend::{AnyBackend, AxisOrder, Plane};
+use kv::{AttentionOptions, Axes};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyType};
+
+use crate::cache::{Cache, Guarded};
+use crate::report::Failure;
+use crate::tensor::{self, Tensor};
+
+/// A step of a cache, from `Cache.step` on.
+///
+/// Every layer writes the keys and values of the step's tokens and attends their queries over
+/// everything that their sequences have. `with` commits the step at its end.
+#[pyclass(frozen, module = "kvblock", weakref)]
+#[derive(Debug)]
+pub(crate) struct Step {
+    cache: Py<Cache>,
+    number: u64,
+    /// Positions of the tokens, as `int32`.
+    positions: Vec<u8>,
+    has_ended: AtomicBool,
+}
+
+impl Drop for Step {
+    fn drop(&mut self) {
+        if !self.has_ended.load(Ordering::Relaxed) {
+            self.cache.get().abandon(self.number);
+        }
+    }
+}
+
+/// Refuses to go on with a step that has ended.
+const ENDED: &str = "the step has ended: it was committed, rolled back, or another one has begun";
+
+impl Step {
+    pub(crate) fn new(cache: Py<Cache>, number: u64, positions: Vec<u8>) -> Self {
+        Self { cache, number, positions, has_ended: AtomicBool::new(false) }
+    }
+
+    /// Runs a call with the open step, without the interpreter.
+    fn run<T: Send>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&mut kv::Step<'_, AnyBackend>) -> Result<T, Failure> + Send,
+    ) -> PyResult<T> {
+        self.cache.get().locked(py, |guarded| {
+            let mut step = self.held(guarded)?;
+            let done = call(&mut step);
+            step.hold();
+            done
+        })
+    }
+
+    fn held<'g>(&self, guarded: &'g mut Guarded) -> Result<kv::Step<'g, AnyBackend>, Failure> {
+        if guarded.open != Some(self.number) {
+            return Err(Failure::State(ENDED));
+        }
+        guarded.memory.cache_mut().held().ok_or(Failure::State(ENDED))
+    }
+
+    /// Ends the step by a call that takes it.
+    fn end(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(kv::Step<'_, AnyBackend>) -> Result<(), Failure> + Send,
+    ) -> PyResult<()> {
+        self.cache.get().locked(py, |guarded| {
+            let ended = call(self.held(guarded)?);
+            guarded.open = None;
+            ended
+        })?;
+        self.has_ended.store(true, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+#[pymethods]
+impl Step {
+    /// The positions of the step's tokens in their sequences, a `memoryview` of `int32`, which
+    /// `numpy.asarray` and `torch.tensor` take. Rotary embeddings need them.
+    #[getter]
+    fn positions<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let bytes = PyBytes::new(py, &self.positions);
+        let view = py.import("builtins")?.call_method1("memoryview", (bytes,))?;
+        view.call_method1("cast", ("i",))
+    }
+
+    /// Writes the keys and values of one layer, and attends its queries. Returns `out`, a new
+    /// tensor like `q` unless one is given.
+    ///
+    /// `[tokens, heads, head_dim]` has the tokens of all sequences one after another. `axes` names
+    /// the order of tensors with 4 axes, with one entry for each input: `"bshd"`, `"sbhd"`,
+    /// `"bhsd"`. Without `k` and `v`, the layer attends to what `write` has written. `scale` is
+    /// `1 / sqrt(head_dim)` unless it is given; the window is the layer's.
+    #[pyo3(signature = (
+        layer, q, k = None, v = None, out = None, *, scale = None, softcap = None, sinks = None,
+        causal = true, axes = None
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "Python names them")]
+    fn attend<'py>(
+        &self,
+        py: Python<'py>,
+        layer: u16,
+        q: Bound<'py, PyAny>,
+        k: Option<Bound<'py, PyAny>>,
+        v: Option<Bound<'py, PyAny>>,
+        out: Option<Bound<'py, PyAny>>,
+        scale: Option<f32>,
+        softcap: Option<f32>,
+        sinks: Option<Vec<f32>>,
+        causal: bool,
+        axes: Option<&str>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let order = tensor::order(axes, tensor::rank(&q)?)?;
+        let cache = self.cache.get();
+        let out = match out {
+            Some(out) => out,
+            None => tensor::empty_like(&q, order, cache.width_of_v())?,
+        };
+        let [queries, written] =
+            [Tensor::input(&q, order, "q")?, Tensor::output(&out, order, "out")?];
+        let new = match (&k, &v) {
+            (Some(k), Some(v)) => Some(tensors(k, v, order)?),
+            (None, None) => None,
+            _ => return Err(PyValueError::new_err("k and v come together")),
+        };
+        let (q, mut out_rows) = (queries.rows()?, written.rows()?);
+        let new = match &new {
+            Some([k, v]) => Some([k.rows()?, v.rows()?]),
+            None => None,
+        };
+        let inputs = std::iter::once(&q).chain(new.iter().flatten());
+        if inputs.into_iter().any(|input| input.overlaps(&out_rows)) {
+            return Err(PyValueError::new_err("out shares memory with q, k or v"));
+        }
+        let scale = scale.unwrap_or_else(|| cache.default_scale());
+        let of = if causal { AttentionOptions::causal } else { AttentionOptions::full };
+        let mut options = of(scale).with_axes(order.axes());
+        if let Some(left) = cache.window_left(layer) {
+            options = options.with_window_left(left);
+            options = options.with_sink_tokens(cache.sink_tokens());
+        }
+        if let Some(softcap) = softcap {
+            options = options.with_soft_cap(softcap);
+        }
+        if let Some(sinks) = &sinks {
+            options = options.with_sink_logits(sinks);
+        }
+        self.run(py, |step| {
+            if let Some([k, v]) = &new {
+                step.write(layer, k.view(), v.view(), order.axes())?;
+            }
+            Ok(step.attend(layer, q.view(), out_rows.view_mut(), &options)?)
+        })?;
+        Ok(out)
+    }
+
+    /// Writes the keys and values of one layer.
+    #[pyo3(signature = (layer, k, v, *, axes = None))]
+    fn write(
+        &self,
+        py: Python<'_>,
+        layer: u16,
+        k: Bound<'_, PyAny>,
+        v: Bound<'_, PyAny>,
+        axes: Option<&str>,
+    ) -> PyResult<()> {
+        let order = tensor::order(axes, tensor::rank(&k)?)?;
+        let [k, v] = tensors(&k, &v, order)?;
+        let (k, v) = (k.rows()?, v.rows()?);
+        self.run(py, |step| Ok(step.write(layer, k.view(), v.view(), order.axes())?))
+    }
+
+    /// Returns all rows of one layer, the step's own included: `[inputs, tokens, kv_heads,
+    /// head_dim]`, zero past the end of a sequence. `plane` is `"k"` or `"v"`.
+    fn gather<'py>(
+        &self,
+        py: Python<'py>,
+        layer: u16,
+        plane: &str,
+        out: Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let plane = match plane {
+            "k" => Plane::Key,
+            "v" => Plane::Value,
+            other => {
+                let message = format!("plane={other:?}: \"k\" or \"v\" is expected");
+                return Err(PyValueError::new_err(message));
+            }
+        };
+        let tensor = Tensor::output(&out, AxisOrder::Bshd, "out")?;
+        let mut rows = tensor.rows()?;
+        self.run(py, |step| Ok(step.gather(layer, plane, rows.view_mut(), Axes::Bshd)?))?;
+        Ok(out)
+    }
+
+    /// Ends the step: its tokens are cached. `accepted` are the tokens of each input that stay,
+    /// where drafts were computed.
+    #[pyo3(signature = (accepted = None))]
+    fn commit(&self, py: Python<'_>, accepted: Option<Vec<u32>>) -> PyResult<()> {
+        self.end(py, |step| match &accepted {
+            Some(accepted) => Ok(step.commit_accepted(accepted)?),
+            None => Ok(step.commit()?),
+        })
+    }
+
+    /// Ends the step as if it had not begun.
+    fn roll_back(&self, py: Python<'_>) -> PyResult<()> {
+        self.end(py, |step| {
+            step.roll_back();
+            Ok(())
+        })
+    }
+
+    fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
+        slf
+    }
+
+    /// Commits, or rolls back if an exception has ended the block.
+    fn __exit__(
+        &self,
+        py: Python<'_>,
+        kind: Option<Bound<'_, PyType>>,
+        _error: Option<Bound<'_, PyAny>>,
+        _trace: Option<Bound<'_, PyAny>>,
+    ) -> PyResult<bool> {
+        let has_ended = self.has_ended.load(Ordering::Relaxed);
+        match (has_ended, kind) {
+            (true, _) => {}
+            (false, Some(_)) => self.cache.get().abandon_from(py, self.number),
+            (false, None) => {
+                if let Err(error) = self.commit(py, None) {
+                    self.cache.get().abandon_from(py, self.number);
+                    return Err(error);
+                }
+            }
+        }
+        Ok(false)
+    }
+
+    fn __repr__(&self) -> String {
+        let tokens = self.positions.len() / size_of::<u32>();
+        let state = if self.has_ended.load(Ordering::Relaxed) { "ended" } else { "open" };
+        format!("Step({tokens} tokens, {state})")
+    }
+}
+
+/// Reads keys and values.
+fn tensors<'py>(
+    k: &Bound<'py, PyAny>,
+    v: &Bound<'py, PyAny>,
+    order: AxisOrder,
+) -> PyResult<[Tensor<'py>; 2]> {
+    Ok([Tensor::input(k, order, "k")?, Tensor::input(v, order, "v")?])
+}

@@ -1,0 +1,90 @@
+//! `cargo xtask python`: the wheel of kv-python, installed and tested as a user would have it.
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+
+use crate::{setup, shell};
+
+/// The virtual environment in which wheels are built and tested, from the repository's root.
+pub(crate) const ENVIRONMENT: &str = "target/python";
+/// The folder of the wheels.
+const WHEELS: &str = "target/wheels";
+/// A wheel with the backends `cpu` and `cuda` stays below this.
+const WHEEL_BYTES_MAX: u64 = 25_000_000;
+
+/// How the module is compiled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Profile {
+    /// As users get it.
+    Release,
+    /// With the crates that the tests have compiled.
+    Dev,
+}
+
+/// Builds the wheel, installs it and runs its tests: those that need numpy, and those that need
+/// torch where the environment has it.
+pub(crate) fn run(profile: Profile) -> Result<()> {
+    for need in setup::FOR_PYTHON {
+        if let Some(lacks) = setup::lacks(need) {
+            bail!("{lacks}");
+        }
+    }
+    let wheel = build(profile)?;
+    let bytes = fs::metadata(&wheel).context("the wheel")?.len();
+    println!("{}: {:.1} MB", wheel.display(), kilobytes(bytes) / 1000.0);
+    if profile == Profile::Release && bytes > WHEEL_BYTES_MAX {
+        bail!("the wheel has {bytes} bytes, {WHEEL_BYTES_MAX} are the most");
+    }
+    let mut pip = tool("pip");
+    pip.args(["install", "--quiet", "--no-index", "--no-deps", "--force-reinstall"]).arg(&wheel);
+    shell::run(&mut pip)?;
+    shell::run(tool("python").args(["-m", "kvblock"]))?;
+    shell::run(tool("python").args(["-m", "unittest", "discover", "-s", "kv-python/tests"]))?;
+    shell::run(tool("python").args(["-m", "mypy.stubtest", "kvblock"]))?;
+    let has_torch = shell::output(tool("python").args(["-c", "import torch"])).is_some();
+    if !has_torch {
+        println!(
+            "torch is not installed: the tests that need it did not run. \
+             `{ENVIRONMENT}/bin/pip install torch` installs it, 6 GB"
+        );
+    }
+    Ok(())
+}
+
+/// Builds the only wheel in [`WHEELS`].
+fn build(profile: Profile) -> Result<PathBuf> {
+    let folder = shell::root().join(WHEELS);
+    for old in wheels(&folder) {
+        fs::remove_file(&old).with_context(|| old.display().to_string())?;
+    }
+    let mut maturin = tool("maturin");
+    maturin.args(["build", "--quiet", "--manifest-path", "kv-python/Cargo.toml"]);
+    maturin.args(["--generate-stubs", "--out", WHEELS]);
+    maturin.arg("--interpreter").arg(program("python"));
+    match profile {
+        Profile::Release => maturin.args(["--release", "--strip"]),
+        Profile::Dev => maturin.args(["--profile", "dev"]),
+    };
+    shell::run(&mut maturin)?;
+    wheels(&folder).pop().context("maturin has made no wheel")
+}
+
+fn wheels(folder: &Path) -> Vec<PathBuf> {
+    let files = fs::read_dir(folder).into_iter().flatten().flatten().map(|file| file.path());
+    files.filter(|path| path.extension().is_some_and(|ending| ending == "whl")).collect()
+}
+
+fn program(name: &str) -> PathBuf {
+    shell::root().join(ENVIRONMENT).join("bin").join(name)
+}
+
+/// Returns a program of the environment.
+fn tool(name: &str) -> std::process::Command {
+    shell::program(program(name))
+}
+
+#[expect(clippy::as_conversions, clippy::cast_precision_loss, reason = "a figure for people")]
+fn kilobytes(bytes: u64) -> f64 {
+    bytes as f64 / 1000.0
+}
