@@ -89,7 +89,7 @@ impl<'py> Tensor<'py> {
                 Err(described.misplaced(order, name))
             }
             Err(_) => {
-                let copy = described.dense(object)?;
+                let copy = described.dense(object, order)?;
                 let described = Described::of(&copy, name)?;
                 let placed = described.place(order);
                 placed.map(|placed| described.placed(placed)).map_err(refused(name))
@@ -218,16 +218,27 @@ impl<'py> Described<'py> {
         Tensor { source: self.source, dtype: self.dtype, placed }
     }
 
-    /// Makes a copy whose rows lie together.
-    fn dense(&self, object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        match &self.source {
-            Source::Torch(tensor) => tensor.call_method0("contiguous"),
-            Source::Dlpack(_) => {
-                let numpy = object.py().import("numpy")?;
-                let array = numpy.call_method1("from_dlpack", (object,))?;
-                numpy.call_method1("ascontiguousarray", (array,))
+    /// Makes a copy whose rows lie together: with tokens before heads in memory, whatever the order
+    /// of the axes is.
+    fn dense(&self, object: &Bound<'py, PyAny>, order: AxisOrder) -> PyResult<Bound<'py, PyAny>> {
+        let py = object.py();
+        let is_swapped = order == AxisOrder::Bhsd;
+        if let Source::Torch(tensor) = &self.source {
+            if !is_swapped {
+                return tensor.call_method0(intern!(py, "contiguous"));
             }
+            let tokens_first = tensor.call_method1(intern!(py, "transpose"), (1, 2))?;
+            let copy = tokens_first.call_method0(intern!(py, "contiguous"))?;
+            return copy.call_method1(intern!(py, "transpose"), (1, 2));
         }
+        let numpy = py.import("numpy")?;
+        let array = numpy.call_method1("from_dlpack", (object,))?;
+        if !is_swapped {
+            return numpy.call_method1("ascontiguousarray", (array,));
+        }
+        let tokens_first = array.call_method1("swapaxes", (1, 2))?;
+        let copy = numpy.call_method1("ascontiguousarray", (tokens_first,))?;
+        copy.call_method1("swapaxes", (1, 2))
     }
 
     fn misplaced(&self, order: AxisOrder, name: &str) -> PyErr {

@@ -125,8 +125,9 @@ class Steps(unittest.TestCase):
             "sbhd": [x[:, None] for x in packed],
             "bhsd": [x[None].swapaxes(1, 2) for x in packed],
         }
+        apart = [numpy.ascontiguousarray(x) for x in forms["bhsd"]]
         expected = MODEL.expected(0, tokens, 0)
-        for axes, (q, k, v) in forms.items():
+        for axes, (q, k, v) in [*forms.items(), ("bhsd", apart)]:
             of = cache(layers=1)
             of.start(0)
             with of.step([(0, len(tokens))]) as step:

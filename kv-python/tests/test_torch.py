@@ -74,6 +74,18 @@ class Tensors(unittest.TestCase):
             positions = torch.tensor(step.positions)
             self.assertEqual(positions.tolist(), [0, 1, 2, 3, 4])
 
+    def test_heads_before_tokens_in_memory_are_copied(self):
+        of = cache(layers=1)
+        for seq in (0, 1):
+            of.start(seq)
+        q, k, v = (torch.randn(2, heads, 5, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        with of.step([(0, 5), (1, 5)]) as step:
+            out = step.attend(0, q, k, v, axes="bhsd")
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True
+        )
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
     def test_what_cannot_be_used_has_a_name(self):
         of = cache(layers=1)
         of.start(0)
