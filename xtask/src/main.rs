@@ -71,6 +71,7 @@ Usage: cargo xtask COMMAND
       --update         writes the list instead
   python               builds the wheel of kv-python in target/wheels and tests it in a virtual
                        environment, target/python; the tests with torch where that has it
+      --update         writes the stubs of the compiled module instead
   gpu                  checks and measures the CUDA backend on a card: docs/gpu/CARD.md and .json
       --device N       the card with this number; otherwise the first
       --vectors DIR    these vector files too (repeatable)
@@ -104,7 +105,7 @@ enum Command {
     Bench(Vec<OsString>),
     Kernels(Vec<OsString>),
     PublicApi { update: bool },
-    Python,
+    Python { update: bool },
     Gpu(gpu::Options),
     Help,
 }
@@ -150,7 +151,8 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Bench(args) => bench::run(&args)?,
         Command::Kernels(args) => kernels::run(&args)?,
         Command::PublicApi { update } => public_api::run(update)?,
-        Command::Python => python::run(python::Profile::Release)?,
+        Command::Python { update: true } => python::update_stubs()?,
+        Command::Python { update: false } => python::run(python::Profile::Release)?,
         Command::Gpu(options) => {
             let is_clean = gpu::run(&options)?;
             return Ok(if is_clean { ExitCode::SUCCESS } else { ExitCode::FAILURE });
@@ -178,10 +180,10 @@ fn parse(mut parser: Parser) -> Result<Command> {
         "soak" => return parse_names(parser, Command::Soak),
         "kernels" => return parse_kernels(parser),
         "gpu" => return parse_gpu(parser),
-        "public-api" => return parse_public_api(parser),
+        "public-api" => return parse_update(parser, |update| Command::PublicApi { update }),
+        "python" => return parse_update(parser, |update| Command::Python { update }),
         "check" => Command::Check,
         "stage" => Command::Stage(parser.value()?.string()?),
-        "python" => Command::Python,
         "tidy" => Command::Tidy,
         "setup" => Command::Setup,
         "help" => Command::Help,
@@ -232,7 +234,8 @@ fn parse_test(mut parser: Parser) -> Result<Command> {
     Ok(Command::Test(options))
 }
 
-fn parse_public_api(mut parser: Parser) -> Result<Command> {
+/// Takes `--update` of a command that compares or writes.
+fn parse_update(mut parser: Parser, make: fn(bool) -> Command) -> Result<Command> {
     let mut update = false;
     while let Some(arg) = parser.next()? {
         match arg {
@@ -241,7 +244,7 @@ fn parse_public_api(mut parser: Parser) -> Result<Command> {
             other => return Err(other.unexpected().into()),
         }
     }
-    Ok(Command::PublicApi { update })
+    Ok(make(update))
 }
 
 /// Takes arguments of a test program after `--`.

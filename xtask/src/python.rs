@@ -10,6 +10,8 @@ use crate::{setup, shell};
 pub(crate) const ENVIRONMENT: &str = "target/python";
 /// The folder of the wheels.
 const WHEELS: &str = "target/wheels";
+/// The stubs of the compiled module, which the wheel has.
+const STUBS: &str = "kv-python/python/kvblock/_kvblock.pyi";
 /// A wheel with the backends `cpu` and `cuda` stays below this.
 const WHEEL_BYTES_MAX: u64 = 25_000_000;
 
@@ -25,11 +27,8 @@ pub(crate) enum Profile {
 /// Builds the wheel, installs it and runs its tests: those that need numpy, and those that need
 /// torch and transformers where the environment has them.
 pub(crate) fn run(profile: Profile) -> Result<()> {
-    for need in setup::FOR_PYTHON {
-        if let Some(lacks) = setup::lacks(need) {
-            bail!("{lacks}");
-        }
-    }
+    check_tools()?;
+    check_stubs()?;
     let wheel = build(profile)?;
     let bytes = fs::metadata(&wheel).context("the wheel")?.len();
     println!("{}: {:.1} MB", wheel.display(), kilobytes(bytes) / 1000.0);
@@ -52,6 +51,41 @@ pub(crate) fn run(profile: Profile) -> Result<()> {
     Ok(())
 }
 
+/// Writes [`STUBS`]: the signatures of the compiled module, made of what its macros know.
+pub(crate) fn update_stubs() -> Result<()> {
+    check_tools()?;
+    fs::write(shell::root().join(STUBS), generate_stubs()?).context(STUBS)?;
+    println!("{STUBS} is written");
+    Ok(())
+}
+
+fn check_tools() -> Result<()> {
+    match setup::FOR_PYTHON.into_iter().find_map(setup::lacks) {
+        Some(lacks) => bail!("{lacks}"),
+        None => Ok(()),
+    }
+}
+
+/// Compares the stubs of the tree with those of the code.
+fn check_stubs() -> Result<()> {
+    let written = fs::read_to_string(shell::root().join(STUBS)).context(STUBS)?;
+    if written != generate_stubs()? {
+        bail!("{STUBS} is not that of the code: `cargo xtask python --update` writes it");
+    }
+    Ok(())
+}
+
+fn generate_stubs() -> Result<String> {
+    let folder = Path::new(ENVIRONMENT).join("stubs");
+    let mut maturin = tool("maturin");
+    maturin.args(["generate-stubs", "--quiet", "--manifest-path", "kv-python/Cargo.toml"]);
+    maturin.args(["--profile", "dev", "--out"]).arg(&folder);
+    maturin.arg("--interpreter").arg(program("python"));
+    shell::run(&mut maturin)?;
+    let file = shell::root().join(folder).join("kvblock/_kvblock.pyi");
+    fs::read_to_string(&file).with_context(|| file.display().to_string())
+}
+
 /// Builds the only wheel in [`WHEELS`].
 fn build(profile: Profile) -> Result<PathBuf> {
     let folder = shell::root().join(WHEELS);
@@ -60,7 +94,7 @@ fn build(profile: Profile) -> Result<PathBuf> {
     }
     let mut maturin = tool("maturin");
     maturin.args(["build", "--quiet", "--manifest-path", "kv-python/Cargo.toml"]);
-    maturin.args(["--generate-stubs", "--out", WHEELS]);
+    maturin.args(["--out", WHEELS]);
     maturin.arg("--interpreter").arg(program("python"));
     match profile {
         Profile::Release => maturin.args(["--release", "--strip"]),

@@ -1,0 +1,185 @@
+"""
+The compiled half of `kvblock`.
+"""
+
+from _typeshed import SupportsGetItem
+from os import PathLike
+from typing import Any, Final, SupportsFloat, SupportsIndex, final
+
+__all__ = ["VERSION", "Cache", "Step", "device_names", "feature_names"]
+
+VERSION: Final[str]
+"""
+The version of the library.
+"""
+
+@final
+class Cache:
+    """
+    A paged KV cache.
+
+    One cache has the keys and values of many sequences, in blocks that sequences share as far as
+    their tokens agree. `num_blocks` blocks of `block_size` tokens are allocated at once, or as many
+    as `memory` bytes hold (`"2GiB"`).
+
+    `format` is how rows are stored: `"bf16"`, `"int8"`, `"l4"`, `"int8/l4"` for K and V, with
+    options after commas. `windows` gives layers a sliding window: `{layer: tokens before a token's
+    own}`. `tiers` keep what the device evicts, in chunks of `chunk_blocks` blocks:
+    `"host=2GiB"`, `"disk=DIR:200GB"`; they need `model`, bytes that name the weights.
+
+    All calls may come from any thread.
+    """
+    def __new__(cls, /, *, layers: SupportsIndex, kv_heads: SupportsIndex, head_dim: SupportsIndex, head_dim_v: SupportsIndex | None = None, format: str = "bf16", block_size: SupportsIndex = 16, num_blocks: SupportsIndex | None = None, memory: SupportsIndex | str | None = None, max_seq_len: SupportsIndex | None = None, max_sequences: SupportsIndex | None = None, windows: dict[SupportsIndex, SupportsIndex] | None = None, window_slack: SupportsIndex = 0, sink_tokens: SupportsIndex = 0, prefix_reuse: str = "partial", eviction: str = "reuse-rate", batch_invariant: bool = False, events: SupportsIndex = 0, device: str = "cpu", threads: SupportsIndex | None = None, calibration: str | PathLike[str] | None = None, tiers: SupportsGetItem[int, str] | None = None, wait: str = "compute", chunk_blocks: SupportsIndex | None = None, model: Any | None = None) -> Cache: ...
+    def __repr__(self, /) -> str: ...
+    @property
+    def block_size(self, /) -> int: ...
+    @property
+    def device(self, /) -> str: ...
+    def flush(self, /, timeout: SupportsFloat | SupportsIndex = 60.0) -> bool:
+        """
+        Writes to the tiers what only the device and host memory have, for at most `timeout`
+        seconds. Returns whether all of it is written; call it before the program ends.
+        """
+    def forget(self, /, tokens: SupportsGetItem[int, SupportsIndex], *, keep: SupportsIndex = 0, salt: bytes | bytearray | None = None, adapter: SupportsIndex | None = None, timeout: SupportsFloat | SupportsIndex = 10.0) -> int:
+        """
+        Forgets a prompt after its first `keep` tokens, on the device and in all tiers. Returns the
+        number of blocks of the device that hold it no more.
+        """
+    def fork(self, /, parent: SupportsIndex, child: SupportsIndex) -> None:
+        """
+        Makes a copy of a sequence that shares its blocks until one of them is written.
+        """
+    @property
+    def format(self, /) -> str: ...
+    def gather(self, /, seq: SupportsIndex, layer: SupportsIndex, plane: str, out: Any | None = None) -> Any:
+        """
+        Returns a sequence's rows of one layer, `[1, tokens, kv_heads, head_dim]`; `plane` is `"k"`
+        or `"v"`. `out` is a tensor of that shape, a new one of numpy in f32 unless given.
+        """
+    @property
+    def head_dim(self, /) -> int: ...
+    @property
+    def head_dim_v(self, /) -> int: ...
+    @property
+    def kv_heads(self, /) -> int: ...
+    @property
+    def layers(self, /) -> int: ...
+    def load(self, /, path: str | PathLike[str], *, salt: bytes | bytearray | None = None, adapter: SupportsIndex | None = None) -> tuple[list[int], bytes]:
+        """
+        Loads a session file: the next prompt that begins with its text reuses its rows. Returns the
+        text and the note.
+        """
+    def release(self, /, seq: SupportsIndex) -> None:
+        """
+        Ends a sequence. Its blocks stay reusable until others need them.
+        """
+    def reset(self, /) -> None:
+        """
+        Ends all sequences.
+        """
+    def save(self, /, seq: SupportsIndex, path: str | PathLike[str], *, note: bytes | bytearray | None = None) -> int:
+        """
+        Writes a sequence to a session file, with a note of the caller. Returns its bytes.
+        """
+    def seq_len(self, /, seq: SupportsIndex) -> int | None:
+        """
+        Returns the number of a sequence's tokens, `None` for an unknown one.
+        """
+    def sequences(self, /) -> list[int]:
+        """
+        Lists the sequences.
+        """
+    def snapshot(self, /) -> dict:
+        """
+        Lists all blocks that can be reused, with the number of the first event after them.
+        """
+    def start(self, /, seq: SupportsIndex, tokens: SupportsGetItem[int, SupportsIndex] | None = None, *, salt: bytes | bytearray | None = None, adapter: SupportsIndex | None = None, reserve: SupportsIndex = 0, reuse: bool = True) -> int:
+        """
+        Starts a sequence on a prompt and returns the number of its tokens that are cached already:
+        steps compute the others. Prompts share blocks only with those of the same `salt` and
+        `adapter`; `reserve` allocates slots for that many tokens at once.
+        """
+    def stats(self, /) -> dict:
+        """
+        Returns counts since the cache was made: reused tokens, evictions, copies, and those of the
+        tiers in `"tiers"`.
+        """
+    def step(self, /, inputs: SupportsGetItem[int, tuple[SupportsIndex, Any]], *, drafts: dict[SupportsIndex, SupportsIndex] | None = None) -> Step:
+        """
+        Begins a step: one forward pass over some sequences. `inputs` are pairs of a sequence and
+        its new tokens, or their number. Blocks are allocated here, or none at all.
+
+        `with cache.step(..) as step:` commits at the end, and rolls back on an exception.
+        """
+    def take_events(self, /) -> list:
+        """
+        Returns the events since the last call, oldest first; none unless the cache was made with
+        `events=`.
+        """
+    def truncate(self, /, seq: SupportsIndex, len: SupportsIndex) -> None:
+        """
+        Removes a sequence's tokens from the `len`-th on.
+        """
+    def usage(self, /) -> dict:
+        """
+        Returns what is in use now: sequences, tokens, blocks.
+        """
+
+@final
+class Step:
+    """
+    A step of a cache, from `Cache.step` on.
+
+    Every layer writes the keys and values of the step's tokens and attends their queries over
+    everything that their sequences have. `with` commits the step at its end.
+    """
+    def __enter__(self, /) -> Step: ...
+    def __exit__(self, /, kind: type | None, _error: Any | None, _trace: Any | None) -> bool:
+        """
+        Commits, or rolls back if an exception has ended the block.
+        """
+    def __repr__(self, /) -> str: ...
+    def attend(self, /, layer: SupportsIndex, q: Any, k: Any | None = None, v: Any | None = None, out: Any | None = None, *, scale: SupportsFloat | SupportsIndex | None = None, softcap: SupportsFloat | SupportsIndex | None = None, sinks: SupportsGetItem[int, SupportsFloat | SupportsIndex] | None = None, causal: bool = True, axes: str | None = None) -> Any:
+        """
+        Writes the keys and values of one layer, and attends its queries. Returns `out`, a new
+        tensor like `q` unless one is given.
+
+        `[tokens, heads, head_dim]` has the tokens of all sequences one after another. `axes` names
+        the order of tensors with 4 axes, with one entry for each input: `"bshd"`, `"sbhd"`,
+        `"bhsd"`. Without `k` and `v`, the layer attends to what `write` has written. `scale` is
+        `1 / sqrt(head_dim)` unless it is given; the window is the layer's.
+        """
+    def commit(self, /, accepted: SupportsGetItem[int, SupportsIndex] | None = None) -> None:
+        """
+        Ends the step: its tokens are cached. `accepted` are the tokens of each input that stay,
+        where drafts were computed.
+        """
+    def gather(self, /, layer: SupportsIndex, plane: str, out: Any) -> Any:
+        """
+        Returns all rows of one layer, the step's own included: `[inputs, tokens, kv_heads,
+        head_dim]`, zero past the end of a sequence. `plane` is `"k"` or `"v"`.
+        """
+    @property
+    def positions(self, /) -> Any:
+        """
+        The positions of the step's tokens in their sequences, a `memoryview` of `int32`, which
+        `numpy.asarray` and `torch.tensor` take. Rotary embeddings need them.
+        """
+    def roll_back(self, /) -> None:
+        """
+        Ends the step as if it had not begun.
+        """
+    def write(self, /, layer: SupportsIndex, k: Any, v: Any, *, axes: str | None = None) -> None:
+        """
+        Writes the keys and values of one layer.
+        """
+
+def device_names() -> list[str]:
+    """
+    Lists the devices that this build can open here, by name.
+    """
+
+def feature_names() -> list[str]:
+    """
+    Lists the backends that this build has.
+    """
