@@ -151,7 +151,7 @@ impl OpenStep {
         }
         for entry in batch {
             let first = first(entry);
-            positions.extend((0..entry.queries).map(|i| first + i));
+            positions.extend(first..first + entry.queries);
         }
     }
 }
