@@ -167,7 +167,7 @@ fn fits(
 /// Returns the free blocks of each group.
 fn free_blocks(cache: &CacheState) -> Vec<u32> {
     let groups = (0..).map(GroupId).take(cache.spec().groups().len());
-    groups.filter_map(|group| Some(cache.pool(group)?.num_free())).collect()
+    groups.map(|group| cache.free_blocks(group)).collect()
 }
 
 /// Returns the blocks that a request still needs, in the group that needs most, after its import

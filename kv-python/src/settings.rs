@@ -75,7 +75,14 @@ impl Size {
     }
 }
 
-/// Text of the caller that is none of the expected words.
+/// The size of the pool of a group of layers.
+#[derive(Clone, Copy)]
+enum Pool {
+    Blocks(u32),
+    BytesOfLayer(u64),
+}
+
+/// Makes the exception for text that is none of the expected words.
 fn wrong(name: &str, given: &str, expected: &dyn std::fmt::Display) -> PyErr {
     PyValueError::new_err(format!("{name}={given:?}: {expected}"))
 }
@@ -150,8 +157,8 @@ impl Settings {
         let bytes = self.memory.as_ref().map(Size::bytes).transpose()?;
         let (size, layers) = (self.block_size, u64::from(self.layers.max(1)));
         let blocks = match (self.num_blocks, bytes) {
-            (Some(blocks), None) => Ok(blocks),
-            (None, Some(bytes)) => Err(bytes / layers),
+            (Some(blocks), None) => Pool::Blocks(blocks),
+            (None, Some(bytes)) => Pool::BytesOfLayer(bytes / layers),
             _ => {
                 let message = "either num_blocks= or memory= is expected";
                 return Err(PyTypeError::new_err(message));
@@ -159,8 +166,10 @@ impl Settings {
         };
         let without = self.layers - u16::try_from(self.windows.len()).unwrap_or(self.layers);
         let mut builder = match blocks {
-            Ok(blocks) => builder.paged(size, blocks),
-            Err(bytes) => builder.paged_within(size, bytes.saturating_mul(without.max(1).into())),
+            Pool::Blocks(blocks) => builder.paged(size, blocks),
+            Pool::BytesOfLayer(bytes) => {
+                builder.paged_within(size, bytes.saturating_mul(without.max(1).into()))
+            }
         };
         let windows: BTreeSet<u32> = self.windows.values().copied().collect();
         for left in windows {
@@ -170,8 +179,10 @@ impl Settings {
                 let group = group.window_left(left).window_slack(self.window_slack);
                 let group = group.sink_tokens(self.sink_tokens);
                 match blocks {
-                    Ok(blocks) => group.paged(size, blocks),
-                    Err(bytes) => group.paged_within(size, bytes.saturating_mul(count)),
+                    Pool::Blocks(blocks) => group.paged(size, blocks),
+                    Pool::BytesOfLayer(bytes) => {
+                        group.paged_within(size, bytes.saturating_mul(count))
+                    }
                 }
             });
         }

@@ -20,7 +20,7 @@ const WHEEL_BYTES_MAX: u64 = 25_000_000;
 pub(crate) enum Profile {
     /// As users get it.
     Release,
-    /// With the crates that the tests have compiled.
+    /// Without optimisation, for the stage of `cargo xtask test`.
     Dev,
 }
 
