@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use kv_core::backend::{AnyBackend, Backend};
 use kv_core::error::BlocksExhausted;
+use kv_core::events::Snapshot;
 use kv_core::eviction::{Clock, SystemClock};
 use kv_core::invariant::Invariant;
 use kv_core::spec::GroupSpec;
@@ -132,6 +133,21 @@ impl<B: Backend> Engine<B> {
             self.state.release(&task);
         }
         self.state.memory.into_cache()
+    }
+
+    /// Returns the cache's [events](kv_core::events) since the last call: see
+    /// [`KvCache::take_events`].
+    pub fn take_events(&mut self) -> Vec<kv_core::events::Event> {
+        self.state.memory.cache_mut().take_events()
+    }
+
+    /// Returns the reusable blocks of the cache and of its tiers, with the number of the first
+    /// event after them: see [`TieredCache::snapshot`].
+    pub fn snapshot(&mut self) -> Snapshot {
+        match &mut self.state.memory {
+            Memory::Device(cache) => cache.state().snapshot(),
+            Memory::Tiered(cache) => cache.snapshot(),
+        }
     }
 
     /// Returns the prompt tokens that were cached when a running request first started.

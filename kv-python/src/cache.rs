@@ -5,7 +5,8 @@ use std::process;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use kv::backend::Plane;
+use kv::backend::{AnyBackend, Plane};
+use kv::engine::{Engine, Limits};
 use kv::tier::{Identity, TieredCache, session};
 use kv::{KvCache, SequenceId, StartOptions, StepInput};
 use pyo3::exceptions::{PyTypeError, PyValueError};
@@ -15,7 +16,7 @@ use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::report::{self, Failure};
 use crate::settings::{Settings, Size};
-use crate::step::Step;
+use crate::step::{ENDED, Step, words};
 use crate::tensor::{self, Tensor};
 
 /// A cache, with or without tiers below it.
@@ -26,14 +27,14 @@ pub(crate) enum Memory {
 }
 
 impl Memory {
-    pub(crate) fn cache(&self) -> &KvCache {
+    fn cache(&self) -> &KvCache {
         match self {
             Self::Device(cache) => cache,
             Self::Tiered(cache) => cache.cache(),
         }
     }
 
-    pub(crate) fn cache_mut(&mut self) -> &mut KvCache {
+    fn cache_mut(&mut self) -> &mut KvCache {
         match self {
             Self::Device(cache) => cache,
             Self::Tiered(cache) => cache.cache_mut(),
@@ -41,10 +42,21 @@ impl Memory {
     }
 }
 
+/// Who runs the sequences of a cache.
+#[derive(Debug)]
+pub(crate) enum Owner {
+    /// The caller, sequence by sequence.
+    Caller(Memory),
+    /// An engine, for its requests.
+    Engine(Box<Engine>),
+    /// Nobody: the blocks are freed.
+    Closed,
+}
+
 /// What a cache's lock guards.
 #[derive(Debug)]
 pub(crate) struct Guarded {
-    pub(crate) memory: Memory,
+    pub(crate) owner: Owner,
     identity: Option<Identity>,
     /// Number of the step that is open, and of the last one.
     pub(crate) open: Option<u64>,
@@ -128,8 +140,7 @@ impl Cache {
         if self.check_process().is_ok() {
             let mut guarded = self.lock();
             if guarded.open == Some(step) {
-                guarded.open = None;
-                drop(guarded.memory.cache_mut().held());
+                guarded.roll_back();
             }
         }
     }
@@ -158,14 +169,112 @@ impl Cache {
     }
 }
 
+const CLOSED: Failure = Failure::State("the cache is closed");
+
 impl Guarded {
-    /// Refuses calls that a step must end before.
-    fn closed(&mut self) -> Result<&mut Memory, Failure> {
-        match self.open {
-            None => Ok(&mut self.memory),
-            Some(_) => Err(Failure::State(
+    /// Returns the cache, to read it.
+    fn cache(&self) -> Result<&KvCache, Failure> {
+        match &self.owner {
+            Owner::Caller(memory) => Ok(memory.cache()),
+            Owner::Engine(engine) => Ok(engine.cache()),
+            Owner::Closed => Err(CLOSED),
+        }
+    }
+
+    /// Returns the cache for a call that changes it: refused while a step is open.
+    fn idle(&mut self) -> Result<&mut Memory, Failure> {
+        match (&mut self.owner, self.open) {
+            (Owner::Caller(memory), None) => Ok(memory),
+            (Owner::Caller(_), Some(_)) => Err(Failure::State(
                 "a step is open: commit it or roll it back before any other change of the cache",
             )),
+            (Owner::Engine(_), _) => {
+                Err(Failure::State("an engine runs this cache: its requests make the sequences"))
+            }
+            (Owner::Closed, _) => Err(CLOSED),
+        }
+    }
+
+    /// Returns the engine that runs the cache.
+    pub(crate) fn engine(&mut self) -> Result<&mut Engine, Failure> {
+        match &mut self.owner {
+            Owner::Engine(engine) => Ok(engine),
+            Owner::Caller(_) => Err(Failure::State("no engine runs this cache")),
+            Owner::Closed => Err(CLOSED),
+        }
+    }
+
+    /// Gives the cache to an engine.
+    pub(crate) fn run_by(&mut self, limits: Limits) -> Result<(), Failure> {
+        self.idle()?;
+        self.owner = match std::mem::replace(&mut self.owner, Owner::Closed) {
+            Owner::Caller(Memory::Device(cache)) => {
+                Owner::Engine(Box::new(Engine::new(*cache, limits)))
+            }
+            Owner::Caller(Memory::Tiered(cache)) => {
+                Owner::Engine(Box::new(Engine::tiered(*cache, limits)))
+            }
+            other => other,
+        };
+        Ok(())
+    }
+
+    /// Notes that a step is open, and returns its number.
+    pub(crate) fn opened(&mut self) -> u64 {
+        self.steps += 1;
+        self.open = Some(self.steps);
+        self.steps
+    }
+
+    /// Runs a call with the open step.
+    pub(crate) fn with_step<T>(
+        &mut self,
+        number: u64,
+        call: impl FnOnce(&mut kv::Step<'_, AnyBackend>) -> Result<T, Failure>,
+    ) -> Result<T, Failure> {
+        if let Owner::Engine(engine) = &mut self.owner {
+            if self.open != Some(number) {
+                return Err(Failure::State(ENDED));
+            }
+            return engine.with_step(|step, _| call(step))?;
+        }
+        let mut step = self.held(number)?;
+        let done = call(&mut step);
+        step.hold();
+        done
+    }
+
+    /// Ends the open step by a call that takes it.
+    pub(crate) fn end_step(
+        &mut self,
+        number: u64,
+        call: impl FnOnce(kv::Step<'_, AnyBackend>) -> Result<(), Failure>,
+    ) -> Result<(), Failure> {
+        let ended = call(self.held(number)?);
+        self.open = None;
+        ended
+    }
+
+    fn held(&mut self, number: u64) -> Result<kv::Step<'_, AnyBackend>, Failure> {
+        if self.open != Some(number) {
+            return Err(Failure::State(ENDED));
+        }
+        match &mut self.owner {
+            Owner::Caller(memory) => memory.cache_mut().held().ok_or(Failure::State(ENDED)),
+            Owner::Engine(_) => {
+                Err(Failure::State("an engine has this step: its end_step or roll_back ends it"))
+            }
+            Owner::Closed => Err(CLOSED),
+        }
+    }
+
+    /// Rolls the open step back.
+    pub(crate) fn roll_back(&mut self) {
+        self.open = None;
+        match &mut self.owner {
+            Owner::Caller(memory) => drop(memory.cache_mut().held()),
+            Owner::Engine(engine) => engine.roll_back(),
+            Owner::Closed => {}
         }
     }
 
@@ -259,7 +368,12 @@ impl Cache {
         let Settings { format, device, windows, .. } = settings;
         let text = format!("layers={layers}, kv_heads={kv_heads}, head_dim={head_dim}");
         Ok(Self {
-            guarded: Mutex::new(Guarded { memory, identity, open: None, steps: 0 }),
+            guarded: Mutex::new(Guarded {
+                owner: Owner::Caller(memory),
+                identity,
+                open: None,
+                steps: 0,
+            }),
             process: process::id(),
             text,
             layers,
@@ -275,7 +389,13 @@ impl Cache {
     }
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
-        let usage = self.locked(py, |guarded| Ok(guarded.memory.cache().state().usage()))?;
+        let usage = self.locked(py, |guarded| {
+            Ok(match &guarded.owner {
+                Owner::Closed => None,
+                _ => Some(guarded.cache()?.state().usage()),
+            })
+        })?;
+        let Some(usage) = usage else { return Ok(format!("Cache({}, closed)", self.text)) };
         Ok(format!(
             "Cache({}, format={:?}, device={:?}, block_size={}, blocks={} of {} used, \
              sequences={})",
@@ -308,7 +428,7 @@ impl Cache {
         let (tokens, salt) = (tokens.unwrap_or_default(), bytes(salt.as_ref()));
         self.locked(py, |guarded| {
             let options = options(salt, adapter, reserve, reuse);
-            match guarded.closed()? {
+            match guarded.idle()? {
                 Memory::Device(cache) => Ok(cache.start(SequenceId(seq), &tokens, options)?),
                 Memory::Tiered(cache) => {
                     let prefetch = cache.prefetch(&tokens, &options);
@@ -339,7 +459,6 @@ impl Cache {
         let inputs = inputs.iter().map(read).collect::<PyResult<Vec<_>>>()?;
         let drafts = drafts.unwrap_or_default();
         let (number, positions) = cache.locked(py, |guarded| {
-            guarded.closed()?;
             let inputs: Vec<_> = inputs
                 .iter()
                 .map(|(seq, tokens)| {
@@ -350,16 +469,13 @@ impl Cache {
                     input.with_drafts(drafts.get(seq).copied().unwrap_or(0))
                 })
                 .collect();
-            let step = match &mut guarded.memory {
+            let step = match guarded.idle()? {
                 Memory::Device(cache) => cache.begin_step(&inputs)?,
                 Memory::Tiered(cache) => cache.begin_step(&inputs)?,
             };
-            let positions: Vec<u8> =
-                step.positions().iter().flat_map(|position| position.to_ne_bytes()).collect();
+            let positions = words(step.positions());
             step.hold();
-            guarded.steps += 1;
-            guarded.open = Some(guarded.steps);
-            Ok((guarded.steps, positions))
+            Ok((guarded.opened(), positions))
         })?;
         Ok(Step::new(slf.unbind(), number, positions))
     }
@@ -367,37 +483,45 @@ impl Cache {
     /// Makes a copy of a sequence that shares its blocks until one of them is written.
     fn fork(&self, py: Python<'_>, parent: u64, child: u64) -> PyResult<()> {
         self.locked(py, |guarded| {
-            let cache = guarded.closed()?.cache_mut();
+            let cache = guarded.idle()?.cache_mut();
             Ok(cache.fork(SequenceId(parent), SequenceId(child))?)
         })
     }
 
     /// Removes a sequence's tokens from the `len`-th on.
     fn truncate(&self, py: Python<'_>, seq: u64, len: u32) -> PyResult<()> {
-        self.locked(py, |guarded| {
-            Ok(guarded.closed()?.cache_mut().truncate(SequenceId(seq), len)?)
-        })
+        self.locked(py, |guarded| Ok(guarded.idle()?.cache_mut().truncate(SequenceId(seq), len)?))
     }
 
     /// Ends a sequence. Its blocks stay reusable until others need them.
     fn release(&self, py: Python<'_>, seq: u64) -> PyResult<()> {
-        self.locked(py, |guarded| Ok(guarded.closed()?.cache_mut().release(SequenceId(seq))?))
+        self.locked(py, |guarded| Ok(guarded.idle()?.cache_mut().release(SequenceId(seq))?))
+    }
+
+    /// Frees the blocks now: the cache ends, also for an engine that runs it. An open step is
+    /// rolled back; tiers keep what they have written.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.locked(py, |guarded| {
+            guarded.roll_back();
+            guarded.owner = Owner::Closed;
+            Ok(())
+        })
     }
 
     /// Ends all sequences.
     fn reset(&self, py: Python<'_>) -> PyResult<()> {
-        self.locked(py, |guarded| Ok(guarded.closed()?.cache_mut().reset()?))
+        self.locked(py, |guarded| Ok(guarded.idle()?.cache_mut().reset()?))
     }
 
     /// Returns the number of a sequence's tokens, `None` for an unknown one.
     fn seq_len(&self, py: Python<'_>, seq: u64) -> PyResult<Option<u32>> {
-        self.locked(py, |guarded| Ok(guarded.memory.cache().state().seq_len(SequenceId(seq))))
+        self.locked(py, |guarded| Ok(guarded.cache()?.state().seq_len(SequenceId(seq))))
     }
 
     /// Lists the sequences.
     fn sequences(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
         self.locked(py, |guarded| {
-            Ok(guarded.memory.cache().state().sequences().map(|seq| seq.0).collect())
+            Ok(guarded.cache()?.state().sequences().map(|seq| seq.0).collect())
         })
     }
 
@@ -430,7 +554,7 @@ impl Cache {
         let tensor = Tensor::output(&out, tensor::order(Some("bshd"), 4)?, "out")?;
         let mut rows = tensor.rows()?;
         self.locked(py, |guarded| {
-            let cache = guarded.closed()?.cache_mut();
+            let cache = guarded.idle()?.cache_mut();
             let ranges = [(SequenceId(seq), 0, len)];
             Ok(cache.gather(layer, plane, &ranges, rows.view_mut(), kv::Axes::Bshd)?)
         })?;
@@ -441,11 +565,12 @@ impl Cache {
     /// tiers in `"tiers"`.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let (stats, tiers) = self.locked(py, |guarded| {
-            let tiers = match &guarded.memory {
-                Memory::Device(_) => None,
-                Memory::Tiered(cache) => Some(cache.stats()),
+            let tiers = match &guarded.owner {
+                Owner::Caller(Memory::Tiered(cache)) => Some(cache.stats()),
+                Owner::Engine(engine) => engine.tiers(),
+                Owner::Caller(Memory::Device(_)) | Owner::Closed => None,
             };
-            Ok((guarded.memory.cache().state().stats(), tiers))
+            Ok((guarded.cache()?.state().stats(), tiers))
         })?;
         let dict = report::stats(py, &stats)?;
         if let Some(tiers) = tiers {
@@ -456,23 +581,29 @@ impl Cache {
 
     /// Returns what is in use now: sequences, tokens, blocks.
     fn usage<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let usage = self.locked(py, |guarded| Ok(guarded.memory.cache().state().usage()))?;
+        let usage = self.locked(py, |guarded| Ok(guarded.cache()?.state().usage()))?;
         report::usage(py, &usage)
     }
 
     /// Returns the events since the last call, oldest first; none unless the cache was made with
     /// `events=`.
     fn take_events<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        let events = self.locked(py, |guarded| Ok(guarded.memory.cache_mut().take_events()))?;
+        let events = self.locked(py, |guarded| match &mut guarded.owner {
+            Owner::Caller(memory) => Ok(memory.cache_mut().take_events()),
+            Owner::Engine(engine) => Ok(engine.take_events()),
+            Owner::Closed => Err(CLOSED),
+        })?;
         report::events(py, events)
     }
 
     /// Lists all blocks that can be reused, with the number of the first event after them.
     fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let snapshot = self.locked(py, |guarded| {
-            Ok(match &mut guarded.memory {
-                Memory::Device(cache) => cache.state().snapshot(),
-                Memory::Tiered(cache) => cache.snapshot(),
+            Ok(match &mut guarded.owner {
+                Owner::Caller(Memory::Device(cache)) => cache.state().snapshot(),
+                Owner::Caller(Memory::Tiered(cache)) => cache.snapshot(),
+                Owner::Engine(engine) => engine.snapshot(),
+                Owner::Closed => return Err(CLOSED),
             })
         })?;
         let dict = PyDict::new(py);
@@ -497,7 +628,7 @@ impl Cache {
         let (salt, deadline) = (bytes(salt.as_ref()), deadline(timeout)?);
         self.locked(py, |guarded| {
             let options = options(salt, adapter, 0, true);
-            match guarded.closed()? {
+            match guarded.idle()? {
                 Memory::Device(cache) => Ok(cache.forget_prefix(&tokens, options, keep)?),
                 Memory::Tiered(cache) => {
                     Ok(cache.forget_prefix(&tokens, options, keep, deadline)?.blocks)
@@ -511,9 +642,14 @@ impl Cache {
     #[pyo3(signature = (timeout = 60.0))]
     fn flush(&self, py: Python<'_>, timeout: f64) -> PyResult<bool> {
         let deadline = deadline(timeout)?;
-        self.locked(py, |guarded| match guarded.closed()? {
-            Memory::Device(_) => Ok(true),
-            Memory::Tiered(cache) => Ok(cache.flush(deadline)?.is_empty()),
+        self.locked(py, |guarded| {
+            if let Owner::Engine(engine) = &mut guarded.owner {
+                return Ok(engine.flush_tiers(deadline)?.is_empty());
+            }
+            match guarded.idle()? {
+                Memory::Device(_) => Ok(true),
+                Memory::Tiered(cache) => Ok(cache.flush(deadline)?.is_empty()),
+            }
         })
     }
 
@@ -528,9 +664,8 @@ impl Cache {
     ) -> PyResult<u64> {
         let note = bytes(note.as_ref());
         self.locked(py, |guarded| {
-            guarded.closed()?;
             let identity = guarded.identity()?.clone();
-            let cache = guarded.memory.cache_mut();
+            let cache = guarded.idle()?.cache_mut();
             Ok(session::dump(cache, &identity, SequenceId(seq), note, &path)?.bytes)
         })
     }
@@ -547,10 +682,9 @@ impl Cache {
     ) -> PyResult<(Vec<u32>, Bound<'py, PyBytes>)> {
         let salt = bytes(salt.as_ref());
         let loaded = self.locked(py, |guarded| {
-            guarded.closed()?;
             let (identity, options) =
                 (guarded.identity()?.clone(), options(salt, adapter, 0, true));
-            Ok(session::load(guarded.memory.cache_mut(), &identity, &path, &options)?)
+            Ok(session::load(guarded.idle()?.cache_mut(), &identity, &path, &options)?)
         })?;
         Ok((loaded.tokens, PyBytes::new(py, &loaded.note)))
     }

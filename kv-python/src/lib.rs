@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `cache` | `Cache`: sequences, tiers, sessions, events |
 //! | `step` | `Step`: one forward pass |
+//! | `engine` | `Engine`: continuous batches |
 //! | `settings` | the arguments of `Cache` |
 //! | `tensor` | tensors of torch, and of everything that speaks `DLPack` |
 //! | `memory` | their bytes: the only module with unsafe code |
@@ -17,6 +18,7 @@
     reason = "functions that Python calls own their arguments"
 )]
 mod cache;
+mod engine;
 mod memory;
 mod report;
 mod settings;
@@ -30,6 +32,8 @@ use pyo3::pymodule;
 mod _kvblock {
     #[pymodule_export]
     use super::cache::Cache;
+    #[pymodule_export]
+    use super::engine::{Batch, Engine};
     #[pymodule_export]
     use super::report::{device_names, feature_names};
     #[pymodule_export]

@@ -1,4 +1,5 @@
 //! Counts, events and errors of the library as objects of Python.
+use kv::engine::{EngineError, Event, Finish, Generated, RequestError};
 use kv::events::{EventKind, StoredBlock, Tier};
 use kv::tier::{SessionError, StoreStats, TierError, TiersStats};
 use kv::{CacheError, Stats, Usage};
@@ -12,6 +13,7 @@ pub(crate) enum Failure {
     Cache(kv::Error),
     Tier(TierError),
     Session(SessionError),
+    Engine(EngineError),
     /// A call that is not possible in this state of the cache.
     State(&'static str),
     /// The cache belongs to the parent process.
@@ -38,6 +40,16 @@ impl From<TierError> for Failure {
         match error {
             TierError::Cache(error) => Self::Cache(error.into()),
             error => Self::Tier(error),
+        }
+    }
+}
+
+impl From<EngineError> for Failure {
+    fn from(error: EngineError) -> Self {
+        match error {
+            EngineError::Cache(error) => error.into(),
+            EngineError::Tier(error) => error.into(),
+            error => Self::Engine(error),
         }
     }
 }
@@ -69,6 +81,7 @@ impl Failure {
             Self::Cache(error) => ("DeviceError", error.to_string()),
             Self::Tier(error) => ("TierError", error.to_string()),
             Self::Session(error) => ("SessionError", error.to_string()),
+            Self::Engine(error) => (class_of_engine(error), error.to_string()),
             Self::State(text) => ("StateError", (*text).to_owned()),
             Self::Forked { parent } => (
                 "ForkedError",
@@ -94,6 +107,11 @@ impl Failure {
             Self::Cache(kv::Error::Cache(CacheError::Device(error))) => {
                 exception.setattr("kind", format!("{:?}", error.kind()))?;
             }
+            Self::Engine(EngineError::Request(RequestError::DoesNotFit { shortage, .. })) => {
+                exception.setattr("group", shortage.group)?;
+                exception.setattr("needed", shortage.needed)?;
+                exception.setattr("available", shortage.available)?;
+            }
             Self::Forked { parent } => exception.setattr("parent", parent)?,
             _ => {}
         }
@@ -108,6 +126,16 @@ fn class_of(error: &CacheError) -> &'static str {
         CacheError::Calibration(_) => "CalibrationError",
         CacheError::Exhausted(_) => "Exhausted",
         CacheError::Device(_) => "DeviceError",
+        _ => "Error",
+    }
+}
+
+fn class_of_engine(error: &EngineError) -> &'static str {
+    match error {
+        EngineError::Request(_) => "RequestError",
+        EngineError::Output(_) => "PlanError",
+        EngineError::StepOpen { .. } | EngineError::NoStep { .. } => "StateError",
+        EngineError::Session(_) => "SessionError",
         _ => "Error",
     }
 }
@@ -250,6 +278,84 @@ pub(crate) fn events(
         list.append(dict)?;
     }
     Ok(list)
+}
+
+/// Makes the list of what a step of an engine has given.
+pub(crate) fn results(py: Python<'_>, events: Vec<Event>) -> PyResult<Bound<'_, PyList>> {
+    let list = PyList::empty(py);
+    for event in events {
+        let dict = match event {
+            Event::Token { index, token } => {
+                let dict = of_kind(py, "token")?;
+                dict.set_item("request", index)?;
+                dict.set_item("token", token)?;
+                dict
+            }
+            Event::Finished { index, generated } => {
+                let dict = self::generated(py, &generated)?;
+                dict.set_item("kind", "finished")?;
+                dict.set_item("request", index)?;
+                dict
+            }
+            _ => of_kind(py, "unknown")?,
+        };
+        list.append(dict)?;
+    }
+    Ok(list)
+}
+
+/// Makes the result of one request.
+pub(crate) fn generated<'py>(
+    py: Python<'py>,
+    generated: &Generated,
+) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    fields!(dict, generated, reused, admitted_ms, first_token_ms);
+    dict.set_item("tokens", &generated.tokens)?;
+    dict.set_item("finish", finish_name(generated.finish))?;
+    let beams = PyList::empty(py);
+    for hypothesis in &generated.hypotheses {
+        let beam = PyDict::new(py);
+        fields!(beam, hypothesis, log_prob, score);
+        beam.set_item("tokens", &hypothesis.tokens)?;
+        beam.set_item("finish", finish_name(hypothesis.finish))?;
+        beams.append(beam)?;
+    }
+    dict.set_item("beams", beams)?;
+    Ok(dict)
+}
+
+fn finish_name(finish: Finish) -> &'static str {
+    match finish {
+        Finish::Length => "length",
+        Finish::Stop => "stop",
+        Finish::Context => "context",
+        Finish::Cancelled => "cancelled",
+    }
+}
+
+/// Makes the counts of an engine, without those of its cache.
+pub(crate) fn engine<'py>(
+    py: Python<'py>,
+    stats: &kv::engine::Stats,
+) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    fields!(
+        dict,
+        stats,
+        seconds,
+        prompt_tokens,
+        generated_tokens,
+        steps,
+        preemptions,
+        bytes_per_token,
+        cache_bytes,
+        blocks_total,
+        blocks_peak,
+        drafted_tokens,
+        accepted_tokens,
+    );
+    Ok(dict)
 }
 
 fn of_kind<'py>(py: Python<'py>, kind: &str) -> PyResult<Bound<'py, PyDict>> {

@@ -7,7 +7,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyType};
 
-use crate::cache::{Cache, Guarded};
+use crate::cache::Cache;
 use crate::report::Failure;
 use crate::tensor::{self, Tensor};
 
@@ -22,23 +22,32 @@ pub(crate) struct Step {
     number: u64,
     /// Positions of the tokens, as `int32`.
     positions: Vec<u8>,
-    has_ended: AtomicBool,
+    /// Whether this object is to roll the step back when it is dropped: not once the step has ended,
+    /// and never the step of an engine.
+    must_end: AtomicBool,
 }
 
 impl Drop for Step {
     fn drop(&mut self) {
-        if !self.has_ended.load(Ordering::Relaxed) {
+        if self.must_end.load(Ordering::Relaxed) {
             self.cache.get().abandon(self.number);
         }
     }
 }
 
 /// Refuses to go on with a step that has ended.
-const ENDED: &str = "the step has ended: it was committed, rolled back, or another one has begun";
+pub(crate) const ENDED: &str =
+    "the step has ended: it was committed, rolled back, or another one has begun";
 
 impl Step {
+    /// Makes the step of a number, which it rolls back when it is dropped.
     pub(crate) fn new(cache: Py<Cache>, number: u64, positions: Vec<u8>) -> Self {
-        Self { cache, number, positions, has_ended: AtomicBool::new(false) }
+        Self { cache, number, positions, must_end: AtomicBool::new(true) }
+    }
+
+    /// Makes the step that an engine has begun, and ends.
+    pub(crate) fn of_engine(cache: Py<Cache>, number: u64, positions: Vec<u8>) -> Self {
+        Self { cache, number, positions, must_end: AtomicBool::new(false) }
     }
 
     /// Runs a call with the open step, without the interpreter.
@@ -47,19 +56,7 @@ impl Step {
         py: Python<'_>,
         call: impl FnOnce(&mut kv::Step<'_, AnyBackend>) -> Result<T, Failure> + Send,
     ) -> PyResult<T> {
-        self.cache.get().locked(py, |guarded| {
-            let mut step = self.held(guarded)?;
-            let done = call(&mut step);
-            step.hold();
-            done
-        })
-    }
-
-    fn held<'g>(&self, guarded: &'g mut Guarded) -> Result<kv::Step<'g, AnyBackend>, Failure> {
-        if guarded.open != Some(self.number) {
-            return Err(Failure::State(ENDED));
-        }
-        guarded.memory.cache_mut().held().ok_or(Failure::State(ENDED))
+        self.cache.get().locked(py, |guarded| guarded.with_step(self.number, call))
     }
 
     /// Ends the step by a call that takes it.
@@ -68,14 +65,22 @@ impl Step {
         py: Python<'_>,
         call: impl FnOnce(kv::Step<'_, AnyBackend>) -> Result<(), Failure> + Send,
     ) -> PyResult<()> {
-        self.cache.get().locked(py, |guarded| {
-            let ended = call(self.held(guarded)?);
-            guarded.open = None;
-            ended
-        })?;
-        self.has_ended.store(true, Ordering::Relaxed);
+        self.cache.get().locked(py, |guarded| guarded.end_step(self.number, call))?;
+        self.must_end.store(false, Ordering::Relaxed);
         Ok(())
     }
+}
+
+/// Returns numbers as bytes, which [`numbers`] shows to Python.
+pub(crate) fn words(numbers: &[u32]) -> Vec<u8> {
+    numbers.iter().flat_map(|number| number.to_ne_bytes()).collect()
+}
+
+/// Returns a `memoryview` of `int32` over numbers below 2^31.
+pub(crate) fn numbers<'py>(py: Python<'py>, words: &[u8]) -> PyResult<Bound<'py, PyAny>> {
+    let bytes = PyBytes::new(py, words);
+    let view = py.import("builtins")?.call_method1("memoryview", (bytes,))?;
+    view.call_method1("cast", ("i",))
 }
 
 #[pymethods]
@@ -84,9 +89,7 @@ impl Step {
     /// `numpy.asarray` and `torch.tensor` take. Rotary embeddings need them.
     #[getter]
     fn positions<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let bytes = PyBytes::new(py, &self.positions);
-        let view = py.import("builtins")?.call_method1("memoryview", (bytes,))?;
-        view.call_method1("cast", ("i",))
+        numbers(py, &self.positions)
     }
 
     /// Writes the keys and values of one layer, and attends its queries. Returns `out`, a new
@@ -228,11 +231,11 @@ impl Step {
         _error: Option<Bound<'_, PyAny>>,
         _trace: Option<Bound<'_, PyAny>>,
     ) -> PyResult<bool> {
-        let has_ended = self.has_ended.load(Ordering::Relaxed);
-        match (has_ended, kind) {
-            (true, _) => {}
-            (false, Some(_)) => self.cache.get().abandon_from(py, self.number),
-            (false, None) => {
+        let must_end = self.must_end.load(Ordering::Relaxed);
+        match (must_end, kind) {
+            (false, _) => {}
+            (true, Some(_)) => self.cache.get().abandon_from(py, self.number),
+            (true, None) => {
                 if let Err(error) = self.commit(py, None) {
                     self.cache.get().abandon_from(py, self.number);
                     return Err(error);
@@ -242,9 +245,11 @@ impl Step {
         Ok(false)
     }
 
-    fn __repr__(&self) -> String {
+    fn __repr__(&self, py: Python<'_>) -> String {
         let tokens = self.positions.len() / size_of::<u32>();
-        let state = if self.has_ended.load(Ordering::Relaxed) { "ended" } else { "open" };
+        let number = Some(self.number);
+        let is_open = self.cache.get().locked(py, |guarded| Ok(guarded.open == number));
+        let state = if is_open.unwrap_or(false) { "open" } else { "ended" };
         format!("Step({tokens} tokens, {state})")
     }
 }

@@ -145,6 +145,86 @@ impl Rows<'_> {
     }
 }
 
+/// Rows of logits, `[rows, vocab]`, in float32.
+pub(crate) struct Logits<'py> {
+    tensor: Tensor<'py>,
+    /// Number of rows, and of the values of each.
+    rows: usize,
+    width: u32,
+    /// Values from one row to the next.
+    stride: usize,
+}
+
+/// [`Logits`] without the interpreter.
+#[derive(Debug)]
+pub(crate) struct LogitRows<'a> {
+    values: Rows<'a>,
+    rows: usize,
+    width: u32,
+    stride: usize,
+}
+
+impl<'py> Logits<'py> {
+    /// Reads logits.
+    ///
+    /// # Errors
+    /// Those of [`Tensor::input`]; a `TypeError` for another type than float32; a `ValueError` for
+    /// another shape, and for rows whose values do not lie together.
+    pub(crate) fn of(object: &Bound<'py, PyAny>) -> PyResult<Self> {
+        let name = "logits";
+        let described = Described::of(object, name)?;
+        if described.dtype != DType::F32 {
+            let given = object.getattr("dtype")?;
+            let message = format!("{name} has type {given}: float32 is expected");
+            return Err(PyTypeError::new_err(message));
+        }
+        let misplaced = || {
+            let shape = &described.shape;
+            PyValueError::new_err(format!("{name} has shape {shape:?}, [rows, vocab] is expected"))
+        };
+        let (&[rows, vocab], &[stride, inner]) =
+            (described.shape.as_slice(), described.strides.as_slice())
+        else {
+            return Err(misplaced());
+        };
+        let width = u32::try_from(vocab).map_err(|_| misplaced())?;
+        // A row is one head of one token.
+        let strides = [stride, width.into(), inner];
+        let placed = Strided::new(AxisOrder::Thd, &[rows, 1, vocab], &strides);
+        let placed = placed.map_err(refused(name))?;
+        let rows = usize::try_from(rows).map_err(|_| misplaced())?;
+        // Of one row, which no stride moves, it may be negative.
+        let stride = usize::try_from(stride).unwrap_or(0);
+        Ok(Self { tensor: described.placed(placed), rows, width, stride })
+    }
+
+    /// Borrows the memory, for a call without the interpreter.
+    pub(crate) fn rows(&self) -> PyResult<LogitRows<'_>> {
+        let Self { rows, width, stride, .. } = *self;
+        Ok(LogitRows { values: self.tensor.rows()?, rows, width, stride })
+    }
+}
+
+impl LogitRows<'_> {
+    /// Returns the number of values of a row.
+    pub(crate) fn width(&self) -> u32 {
+        self.width
+    }
+
+    /// Copies all values, row after row.
+    pub(crate) fn values(&self) -> Vec<f32> {
+        let Self { values, rows, width, stride } = self;
+        let (bytes, width) = (values.memory.bytes(), kv::num::to_usize(*width));
+        let size = size_of::<f32>();
+        let mut values = Vec::with_capacity(rows * width);
+        for row in 0..*rows {
+            let (of_row, _) = bytes[row * stride * size..][..width * size].as_chunks();
+            values.extend(of_row.iter().map(|bytes| f32::from_ne_bytes(*bytes)));
+        }
+        values
+    }
+}
+
 impl<'py> Described<'py> {
     fn of(object: &Bound<'py, PyAny>, name: &str) -> PyResult<Self> {
         match torch(object.py())? {

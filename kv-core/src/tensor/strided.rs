@@ -71,11 +71,13 @@ impl Strided {
         if shape.len() != rank || strides.len() != rank {
             return Err(StridedError::Rank { expected: rank, got: shape.len() });
         }
+        let is_empty = shape.contains(&0);
         let at = |axis: usize| -> Result<(u64, u64), StridedError> {
             let (extent, stride) = (shape.get(axis).copied(), strides.get(axis).copied());
             let extent = extent.unwrap_or_default();
-            // The stride of an axis with one entry is never used.
-            let stride = if extent <= 1 { 0 } else { stride.unwrap_or_default() };
+            // The stride of an axis with one entry is never used, nor is any of an empty tensor:
+            // some frameworks call them all 0.
+            let stride = if extent <= 1 || is_empty { 0 } else { stride.unwrap_or_default() };
             let stride = u64::try_from(stride).map_err(|_| StridedError::Negative { axis })?;
             Ok((extent, stride))
         };
@@ -85,17 +87,18 @@ impl Strided {
             AxisOrder::Bhsd => [at(0)?, at(2)?, at(1)?],
         };
         let (dim, of_value) = at(rank - 1)?;
-        if dim > 1 && of_value != 1 {
+        if dim > 1 && of_value != 1 && !is_empty {
             return Err(StridedError::ValuesApart { stride: of_value });
         }
-        if heads.0 > 1 && heads.1 != dim && dim > 0 {
+        if heads.0 > 1 && heads.1 != dim && !is_empty {
             return Err(StridedError::HeadsApart { stride: heads.1, dim });
         }
         let outer = [first, second];
-        if outer.iter().any(|(extent, stride)| *extent > 1 && *stride == 0) {
+        if outer.iter().any(|(extent, stride)| *extent > 1 && *stride == 0) && !is_empty {
             return Err(StridedError::Repeated);
         }
-        let len = reach(outer, heads.0, dim).ok_or(StridedError::TooLarge)?;
+        let len = if is_empty { Some(0) } else { reach(outer, heads.0, dim) };
+        let len = len.ok_or(StridedError::TooLarge)?;
         let narrow = |extent: u64| u32::try_from(extent).map_err(|_| StridedError::TooLarge);
         let all = [narrow(first.0)?, narrow(second.0)?, narrow(heads.0)?, narrow(dim)?];
         let [t, _, heads, dim] = all;
@@ -121,11 +124,9 @@ impl Strided {
     }
 }
 
-/// Returns the elements that rows of `heads * dim` values span; `None` past 64 bits.
+/// Returns the elements that rows of `heads * dim` values span, of a tensor that is not empty;
+/// `None` past 64 bits.
 fn reach(outer: [(u64, u64); 2], heads: u64, dim: u64) -> Option<u64> {
-    if outer.iter().any(|(extent, _)| *extent == 0) {
-        return Some(0);
-    }
     outer.iter().try_fold(heads.checked_mul(dim)?, |sum, (extent, stride)| {
         sum.checked_add((extent - 1).checked_mul(*stride)?)
     })
@@ -231,7 +232,10 @@ mod tests {
         assert_eq!(placed(AxisOrder::Thd, &[2, 1, 8], &[8, 3, 1]).unwrap().len(), 16);
         assert_eq!(placed(AxisOrder::Thd, &[2, 3, 1], &[3, 1, 9]).unwrap().len(), 6);
         for shape in [[0, 2, 8], [2, 0, 8], [2, 2, 0]] {
-            assert!(placed(AxisOrder::Thd, &shape, &[16, 8, 1]).is_ok_and(|one| one.len() <= 16));
+            for strides in [[16, 8, 1], [0, 0, 0], [-1, 3, 7]] {
+                let empty = placed(AxisOrder::Thd, &shape, &strides).unwrap();
+                assert_eq!((empty.outer, empty.len()), ([0, 0], 0), "{shape:?} {strides:?}");
+            }
         }
     }
 

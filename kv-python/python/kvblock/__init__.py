@@ -16,24 +16,28 @@ from kvblock._errors import (
     Exhausted,
     ForkedError,
     PlanError,
+    RequestError,
     SessionError,
     SpecError,
     StateError,
     TierError,
 )
 from kvblock._kvblock import VERSION as __version__
-from kvblock._kvblock import Cache, Step
+from kvblock._kvblock import Batch, Cache, Engine, Step
 from kvblock._kvblock import device_names as devices
 from kvblock._kvblock import feature_names as features
 
 __all__ = [
+    "Batch",
     "Cache",
     "CalibrationError",
     "DeviceError",
+    "Engine",
     "Error",
     "Exhausted",
     "ForkedError",
     "PlanError",
+    "RequestError",
     "SessionError",
     "SpecError",
     "StateError",

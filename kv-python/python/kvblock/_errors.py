@@ -33,6 +33,16 @@ class Exhausted(Error, MemoryError):
     evictable: int
 
 
+class RequestError(Error, ValueError):
+    """A request can never run on this engine, even alone."""
+
+    #: The group of layers with too few blocks, the blocks that the request needs there and those
+    #: that the cache has; ``None`` where something else is wrong with the request.
+    group: int | None = None
+    needed: int | None = None
+    available: int | None = None
+
+
 class DeviceError(Error, RuntimeError):
     """The device failed, or there is none of that name."""
 

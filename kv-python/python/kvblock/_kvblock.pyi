@@ -6,12 +6,45 @@ from _typeshed import SupportsGetItem
 from os import PathLike
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["VERSION", "Cache", "Step", "device_names", "feature_names"]
+__all__ = ["VERSION", "Batch", "Cache", "Engine", "Step", "device_names", "feature_names"]
 
 VERSION: Final[str]
 """
 The version of the library.
 """
+
+@final
+class Batch:
+    """
+    The tokens of one step of an engine, one sequence after another.
+    """
+    def __repr__(self, /) -> str: ...
+    @property
+    def chunks(self, /) -> list[tuple[int, int, int, int]]:
+        """
+        For each sequence: its request, the number of its tokens, of drafts at their end, and of
+        last tokens that need logits.
+        """
+    @property
+    def logit_rows(self, /) -> Any:
+        """
+        The places in `tokens` after which logits are needed, a `memoryview` of `int32`.
+        """
+    @property
+    def positions(self, /) -> Any:
+        """
+        The positions of the tokens in their sequences, a `memoryview` of `int32`.
+        """
+    @property
+    def step(self, /) -> Step:
+        """
+        The step, which every layer writes and attends with.
+        """
+    @property
+    def tokens(self, /) -> Any:
+        """
+        The tokens, a `memoryview` of `int32`.
+        """
 
 @final
 class Cache:
@@ -33,6 +66,11 @@ class Cache:
     def __repr__(self, /) -> str: ...
     @property
     def block_size(self, /) -> int: ...
+    def close(self, /) -> None:
+        """
+        Frees the blocks now: the cache ends, also for an engine that runs it. An open step is
+        rolled back; tiers keep what they have written.
+        """
     @property
     def device(self, /) -> str: ...
     def flush(self, /, timeout: SupportsFloat | SupportsIndex = 60.0) -> bool:
@@ -123,6 +161,78 @@ class Cache:
     def usage(self, /) -> dict:
         """
         Returns what is in use now: sequences, tokens, blocks.
+        """
+
+@final
+class Engine:
+    """
+    Runs requests over a cache, in continuous batches.
+
+    The engine takes the cache over: it decides which tokens each step has, starts and ends the
+    sequences, reuses prompts, and preempts the youngest request when blocks run out. The cache's
+    own calls that read still work; those that change sequences raise `StateError`.
+
+    `context` is the most tokens of a sequence. A step has at most `max_batch` sequences and
+    `max_step_tokens` tokens. `stop` are the tokens that end a text. `vocab` is the number of logits
+    of a row, if it is to be checked. `draft_tokens` are proposed for each sequence and step from
+    its own text. A request without room may be overtaken by `max_overtakes` younger ones.
+
+    All calls may come from any thread.
+    """
+    def __new__(cls, /, cache: Cache, *, context: SupportsIndex, max_batch: SupportsIndex = 8, max_step_tokens: SupportsIndex = 512, stop: SupportsGetItem[int, SupportsIndex] | None = None, vocab: SupportsIndex | None = None, draft_tokens: SupportsIndex = 0, max_overtakes: SupportsIndex = 16) -> Engine: ...
+    def __repr__(self, /) -> str: ...
+    def begin_step(self, /) -> Batch | None:
+        """
+        Begins a step and returns its batch, `None` without work. The step stays open until
+        `end_step` or `roll_back`.
+        """
+    @property
+    def cache(self, /) -> Cache:
+        """
+        The cache, for its counts and events.
+        """
+    def cancel(self, /, request: SupportsIndex) -> dict | None:
+        """
+        Ends a request now, and returns its text so far; `None` for one that has ended.
+        """
+    def end_step(self, /, logits: Any | None = None, *, tokens: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]] | None = None) -> list:
+        """
+        Ends the step and returns what it gave, a list of dictionaries: `kind` is `"token"` or
+        `"finished"`.
+
+        `logits` is float32 `[rows, vocab]`, a row for each of `Batch.logit_rows`; or `tokens` has
+        the tokens that the caller has chosen: for each chunk that needs logits, the accepted drafts
+        and the token after them. If they are refused, the step is rolled back and the next one
+        repeats it.
+        """
+    @property
+    def has_work(self, /) -> bool:
+        """
+        Whether a request waits or runs.
+        """
+    def roll_back(self, /) -> None:
+        """
+        Rolls the open step back: its requests go on as if it had not begun. Does nothing without
+        an open step.
+        """
+    def stats(self, /) -> dict:
+        """
+        Returns counts of the requests and steps, and the seconds of the steps. `cache.stats()` has
+        those of the cache.
+        """
+    def step(self, /, forward: Any) -> list:
+        """
+        Runs one step: begins it, calls `forward(batch)` for its logits, ends it, and returns what
+        it gave; an empty list without work. An exception of `forward` rolls the step back.
+        """
+    def submit(self, /, prompt: SupportsGetItem[int, SupportsIndex], max_new_tokens: SupportsIndex, *, n: SupportsIndex = 1, temperature: SupportsFloat | SupportsIndex = 0.0, top_p: SupportsFloat | SupportsIndex = 1.0, seed: SupportsIndex = 0, num_beams: SupportsIndex = 1, length_penalty: SupportsFloat | SupportsIndex = 1.0, salt: bytes | bytearray | None = None, ignore_stop: bool = False) -> list[int]:
+        """
+        Appends a request to the queue and returns the numbers of its texts: one, or `n` texts after
+        one prompt, which is computed once.
+
+        `temperature` 0 takes the most likely token; otherwise the first tokens of share `top_p` of
+        the probability are sampled from, with `seed`. `num_beams` above 1 searches instead. Prompts
+        share blocks only with those of the same `salt`.
         """
 
 @final
