@@ -3,6 +3,7 @@
 //! | module | owns |
 //! |---|---|
 //! | `cache` | `Cache`: sequences, tiers, sessions, events |
+//! | `guarded` | what a cache's lock guards: its owner and the open step |
 //! | `step` | `Step`: one forward pass |
 //! | `engine` | `Engine`: continuous batches |
 //! | `settings` | the arguments of `Cache` |
@@ -19,6 +20,7 @@
 )]
 mod cache;
 mod engine;
+mod guarded;
 mod memory;
 mod report;
 mod settings;

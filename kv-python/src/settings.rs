@@ -16,7 +16,7 @@ use kv::{CacheSpec, Device, KvCache};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
-use crate::cache::Memory;
+use crate::guarded::Memory;
 use crate::report::Failure;
 
 /// Changes of blocks that are kept until tiers follow them.

@@ -22,8 +22,8 @@ pub(crate) struct Step {
     number: u64,
     /// Positions of the tokens, as `int32`.
     positions: Vec<u8>,
-    /// Whether this object is to roll the step back when it is dropped: not once the step has ended,
-    /// and never the step of an engine.
+    /// Whether this object is to roll the step back when it is dropped: not once it has ended, and
+    /// never the step of an engine.
     must_end: AtomicBool,
 }
 
