@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use kv::backend::Plane;
 use kv::tier::session;
 use kv::{SequenceId, StartOptions, StepInput};
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyDict, PyList};

@@ -261,8 +261,8 @@ impl Engine {
         ended
     }
 
-    /// Returns counts of the requests and steps, and the seconds of the steps. `cache.stats()` has
-    /// those of the cache.
+    /// Returns counts of the requests and steps, the seconds of the steps, and the counts of the
+    /// cache.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let (stats, queued) = self.cache.get().locked(py, |guarded| {
             let engine = guarded.engine()?;

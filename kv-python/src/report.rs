@@ -334,12 +334,12 @@ fn finish_name(finish: Finish) -> &'static str {
     }
 }
 
-/// Makes the counts of an engine, without those of its cache.
+/// Makes the counts of an engine, with those of its cache.
 pub(crate) fn engine<'py>(
     py: Python<'py>,
     stats: &kv::engine::Stats,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let dict = PyDict::new(py);
+    let dict = self::stats(py, &stats.cache)?;
     fields!(
         dict,
         stats,

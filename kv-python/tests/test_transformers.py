@@ -4,66 +4,11 @@ import copy
 import unittest
 
 import kvblock
+from models import FAMILIES, SINCE, SMALL, VERSION, model, torch, transformers
 
-try:
-    import torch
-    import transformers
-except ImportError:
-    torch = None
-else:
+if torch is not None:
     from kvblock.transformers import NAME, KvCache, register
     from transformers import DynamicCache
-
-    VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-
-SMALL = dict(
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=256,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=None,
-)
-SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
-
-#: A tiny model of each family: settings beside those of SMALL.
-FAMILIES = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {},
-    "smollm3": {},
-    "olmo2": {},
-    "granite": {},
-    "phi3": {},
-    "mistral": dict(sliding_window=5),
-    "gemma2": dict(sliding_window=5, layer_types=SLIDING, query_pre_attn_scalar=8),
-    "gemma3_text": dict(sliding_window=5, layer_types=SLIDING, query_pre_attn_scalar=8),
-    "gpt_oss": dict(
-        sliding_window=5, layer_types=SLIDING, num_local_experts=4, num_experts_per_tok=2
-    ),
-    "cohere2": dict(sliding_window=5, layer_types=SLIDING),
-    "gpt_neox": {},
-    "gpt2": dict(n_embd=32, n_layer=3, n_head=4, n_positions=256),
-    "opt": dict(ffn_dim=48, word_embed_proj_dim=32),
-}
-
-#: The first version in which a family takes its mask from the attention.
-SINCE = {"opt": (5, 4)}
-
-
-def model(family="llama", seed=0):
-    config = transformers.AutoConfig.for_model(family, **(SMALL | FAMILIES[family]))
-    torch.manual_seed(seed)
-    made = transformers.AutoModelForCausalLM.from_config(config).eval().float()
-    # Assisted decoding of older versions wants one.
-    made.generation_config.eos_token_id = 96
-    made.generation_config.pad_token_id = 0
-    return made
 
 
 @unittest.skipIf(torch is None, "torch or transformers is not installed")
@@ -220,9 +165,9 @@ class Models(unittest.TestCase):
             with self.assertRaisesRegex(RuntimeError, "never attended to"):
                 of(ids, past_key_values=cache, use_cache=True)
             of.set_attn_implementation(NAME)
-            with self.assertRaisesRegex(RuntimeError, "no KvCache in attend mode"):
+            with self.assertRaisesRegex(RuntimeError, "no cache in attend mode"):
                 of(ids, past_key_values=DynamicCache(config=of.config), use_cache=True)
-            with self.assertRaisesRegex(RuntimeError, "no KvCache in attend mode"):
+            with self.assertRaisesRegex(RuntimeError, "no cache in attend mode"):
                 of(ids, use_cache=False)
             # After a refusal the cache goes on.
             cache.reset()

@@ -1,34 +1,20 @@
-"""Models of Hugging Face transformers over a :class:`kvblock.Cache`.
-
-    from kvblock.transformers import KvCache, register
-
-    register()
-    model.set_attn_implementation("kvblock")
-    model.generate(**inputs, past_key_values=KvCache(model.config, memory="1GiB"))
-
-With ``mode="attend"`` attention runs over the blocks, in the attention function that ``register``
-gives to transformers. With ``mode="gather"`` every layer gets all its rows back as tensors, so that
-any attention works: it saves memory and no time.
-"""
+"""``KvCache``: the cache of a model of transformers, in blocks."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-import math
+import os
+import secrets
+import tempfile
 import weakref
 
 import kvblock
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
-from transformers.modeling_utils import AttentionInterface
 
-__all__ = ["NAME", "KvCache", "register"]
-
-#: The name of the attention, for ``attn_implementation=`` and ``set_attn_implementation``.
-NAME = "kvblock"
+from kvblock.transformers.attention import NAME, Attending
 
 #: Sequences below this number are free for a caller of the same cache.
 FIRST_SEQUENCE = 1 << 32
@@ -36,45 +22,53 @@ FIRST_SEQUENCE = 1 << 32
 #: Tokens that a window keeps beyond its own for a model that goes back, as assisted decoding does.
 SLACK = 64
 
-#: What an attention function is given and cannot be computed here.
-REFUSED = ("position_bias", "indices", "block_indices", "head_mask")
-
 _FORMATS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
-def register() -> None:
-    """Gives the attention ``"kvblock"`` to transformers, with the mask that it reads."""
-    AttentionInterface.register(NAME, attention)
-    # Without it the mask is None, and padded rows would be attended to.
-    AttentionMaskInterface.register(NAME, flash_attention_mask)
+class Layers:
+    """The layers of a model: which are attention, their places in the cache, and their windows."""
+
+    def __init__(self, config):
+        #: An object of transformers for each layer.
+        self.layers = DynamicCache(config=config).layers
+        if not self.layers:
+            raise NotImplementedError("this version of transformers makes no layers of a config")
+        own = [
+            index
+            for index, layer in enumerate(self.layers)
+            if isinstance(layer, CacheLayerMixin) and not hasattr(layer, "conv_states")
+        ]
+        self.places = {index: place for place, index in enumerate(own)}
+        windows = ((index, getattr(self.layers[index], "sliding_window", None)) for index in own)
+        #: Windows of the layers that have one, as Hugging Face counts: with the token itself.
+        self.windows = {index: window for index, window in windows if window is not None}
 
 
-def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
-    """The attention function of the name ``"kvblock"``, for a key that comes from ``KvCache``."""
-    cache = getattr(key, "_kvblock", None)
-    if cache is None:
-        raise RuntimeError(
-            f'attention "{NAME}" got keys that no KvCache in attend mode handed through: pass '
-            'past_key_values=KvCache(..), and mode="gather" for models that change keys after it'
-        )
-    for name in REFUSED:
-        if kwargs.get(name) is not None:
-            raise NotImplementedError(f'attention "{NAME}" does not know {name}')
-    if getattr(module, "is_causal", True) is False:
-        raise NotImplementedError(f'attention "{NAME}" is causal')
-    if dropout:
-        raise NotImplementedError(f'attention "{NAME}" has no dropout: call model.eval()')
-    sinks = kwargs.get("s_aux")
-    out = cache._attend(
-        module.layer_idx,
-        (query, key, value),
-        attention_mask,
-        scaling if scaling is not None else 1 / math.sqrt(query.shape[-1]),
-        kwargs.get("softcap"),
-        None if sinks is None else sinks.float().tolist(),
-        kwargs.get("sliding_window"),
+def cache_of(key, value, layers, format, has_windows=True, **settings) -> kvblock.Cache:
+    """Makes the cache in blocks: the first keys say what no config says alike for all models."""
+    if "memory" not in settings and "num_blocks" not in settings:
+        settings["memory"] = "1GiB"
+    if key.device.type == "cpu":
+        settings.setdefault("threads", torch.get_num_threads())
+    windows = {layers.places[layer]: window - 1 for layer, window in layers.windows.items()}
+    return kvblock.Cache(
+        layers=len(layers.places),
+        kv_heads=key.shape[1],
+        head_dim=key.shape[3],
+        head_dim_v=value.shape[3],
+        format=format or _FORMATS[key.dtype],
+        windows=windows if has_windows else {},
+        **settings,
     )
-    return out, None
+
+
+def check_window(layer, window, windows):
+    """Refuses an attention function that is called with another window than the cache keeps."""
+    if window != windows.get(layer):
+        raise NotImplementedError(
+            f"layer {layer} attends with a window of {window} tokens, its config says "
+            f"{windows.get(layer)}"
+        )
 
 
 class KvLayer(CacheLayerMixin):
@@ -89,7 +83,6 @@ class KvLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, cache: KvCache, index: int):
-        super().__init__()
         self.is_initialized = True
         # A cycle would keep the blocks of a cache that nobody has any more.
         self._owner = weakref.ref(cache)
@@ -123,6 +116,16 @@ class KvLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
     @property
+    def keys(self):
+        """A copy of all keys, ``[batch, heads, columns, head_dim]``, zero where padding is."""
+        return self._cache._gathered(self._index, "k")
+
+    @property
+    def values(self):
+        """A copy of all values; see ``keys``."""
+        return self._cache._gathered(self._index, "v")
+
+    @property
     def batch_size(self):
         return len(self._cache._rows or ())
 
@@ -140,7 +143,7 @@ class KvLayer(CacheLayerMixin):
     crop = batch_repeat_interleave = batch_select_indices = reorder_cache
 
 
-class KvCache(Cache):
+class KvCache(Cache, Attending):
     """The cache of a model of transformers, in blocks.
 
     ``format`` is the stored format of K and V, the type of the keys unless given. ``memory`` or
@@ -148,33 +151,29 @@ class KvCache(Cache):
     :class:`kvblock.Cache`, which is made when the first keys come. ``mode`` is ``"attend"`` or
     ``"gather"``.
 
-    ``copy.deepcopy`` forks: both caches share their blocks until one of them writes.
+    ``copy.deepcopy`` forks: both caches share their blocks until one of them writes. ``pickle``
+    saves the rows of this cache as they are stored; they load into a cache of their own.
     """
 
     def __init__(self, config, *, format=None, mode="attend", **settings):
         if mode not in ("attend", "gather"):
             raise ValueError(f'mode={mode!r}: "attend" or "gather" is expected')
-        layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
-        if not layers:
-            raise NotImplementedError("this version of transformers makes no layers of a config")
-        own = [
-            index
-            for index, layer in enumerate(layers)
-            if isinstance(layer, CacheLayerMixin) and not hasattr(layer, "conv_states")
-        ]
-        self._windows = {}
-        for index in own:
-            window = getattr(layers[index], "sliding_window", None)
-            if window is not None:
-                self._windows[index] = window
+        self._own = Layers(config.get_text_config(decoder=True))
+        layers = list(self._own.layers)
+        for index in self._own.places:
             layers[index] = KvLayer(self, index)
-        super().__init__(layers=layers)
-        #: The place in the cache of each attention layer.
-        self._own = {index: place for place, index in enumerate(own)}
-        self._format, self._mode, self._settings = format, mode, settings
-        self._slack = settings.pop("window_slack", 0)
-        #: The cache in blocks, and the numbers of its sequences: shared with forks.
+        Cache.__init__(self, layers=layers)
+        Attending.__init__(self)
+        self._format, self._mode = format, mode
+        # A session, as pickle saves one, wants the name of a model.
+        self._settings = dict(model="kvblock.transformers") | settings
+        self._slack = self._settings.pop("window_slack", 0)
+        #: The cache in blocks, the numbers of its sequences and of its tokens: shared with forks.
         self._blocks, self._numbers = None, itertools.count(FIRST_SEQUENCE)
+        # A model's cache sees no token ids: numbers that no other text has name the rows instead.
+        self._names, self._salt = itertools.count(), secrets.token_bytes(16)
+        #: An empty key and an empty value of the model.
+        self._like = None
         #: A sequence for each row of the batch; columns so far.
         self._rows, self._columns = None, 0
         self._clear_step()
@@ -197,11 +196,23 @@ class KvCache(Cache):
     # What a model calls.
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        if layer_idx in self._own:
+        if layer_idx in self._own.places:
             return self._update(layer_idx, key_states, value_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _update(self, layer, key, value):
+        if self._mode == "gather":
+            return self._gather(layer, key, value)
+        # A compiled graph begins the step in its attention operation.
+        if not torch.compiler.is_compiling():
+            self._begin(layer, key, value)
+            self._pending.add(layer)
+        # Nothing touches the tensor between here and the attention function.
+        key._kvblock = self
+        return key, value
+
+    def _begin(self, layer, key, value):
+        """Notes that keys of a layer have come."""
         if layer in self._pending:
             self._abandon()
             raise RuntimeError(
@@ -211,7 +222,8 @@ class KvCache(Cache):
         if layer in self._seen:
             # The forward pass before has failed half-way.
             self._abandon()
-        self._make(key, value)
+        if self._blocks is None:
+            self._make(key, value)
         if self._rows is None:
             self._rows = [self._start() for _ in range(key.shape[0])]
         if key.shape[0] != len(self._rows):
@@ -220,50 +232,29 @@ class KvCache(Cache):
                 "another batch"
             )
         self._new = key.shape[2]
-        if self._mode == "gather":
-            return self._gather(layer, key, value)
-        self._pending.add(layer)
-        # Nothing touches the tensor between here and the attention function.
-        key._kvblock = self
-        return key, value
 
     def _make(self, key, value):
-        """Makes the cache in blocks: the first keys say what no config says alike for all models."""
-        if self._blocks is not None:
-            return
-        settings = dict(self._settings)
-        if "memory" not in settings and "num_blocks" not in settings:
-            settings["memory"] = "1GiB"
-        if key.device.type == "cpu":
-            settings.setdefault("threads", torch.get_num_threads())
-        windows = {}
-        if self._mode == "attend":
-            # Hugging Face counts the token itself.
-            windows = {self._own[layer]: w - 1 for layer, w in self._windows.items()}
-        self._blocks = kvblock.Cache(
-            layers=len(self._own),
-            kv_heads=key.shape[1],
-            head_dim=key.shape[3],
-            head_dim_v=value.shape[3],
-            format=self._format or _FORMATS[key.dtype],
-            windows=windows,
-            window_slack=self._slack,
-            **settings,
+        # Rows that are handed back are masked by the model.
+        settings = dict(self._settings, has_windows=self._mode == "attend")
+        self._blocks = cache_of(
+            key, value, self._own, self._format, window_slack=self._slack, **settings
         )
+        self._like = (key[:0, :, :0].clone(), value[:0, :, :0].clone())
 
     def _start(self):
         number = next(self._numbers)
-        self._blocks.start(number)
+        self._blocks.start(number, salt=self._salt)
         return number
 
     def _open(self, counts):
-        self._step = self._blocks.step(list(zip(self._rows, counts)))
+        names = ([next(self._names) % 2**32 for _ in range(count)] for count in counts)
+        self._step = self._blocks.step(list(zip(self._rows, names)))
 
     def _close(self, layer):
         """Notes that a layer is done, and commits the step after the last one."""
         self._seen.add(layer)
         self._pending.discard(layer)
-        if len(self._seen) == len(self._own):
+        if len(self._seen) == len(self._own.places):
             self._step.commit()
             columns = self._columns + self._new
             self._clear_step()
@@ -278,8 +269,10 @@ class KvCache(Cache):
         is_running = layer in self._seen or layer in self._pending
         return self._columns + (self._new if is_running else 0)
 
+    @torch.compiler.disable(reason='mode="gather" makes tensors of another size in each step')
     def _gather(self, layer, key, value):
-        place = self._own[layer]
+        self._begin(layer, key, value)
+        place = self._own.places[layer]
         if self._step is None:
             # A row of padding stays a row: the mask hides it.
             self._open([self._new] * len(self._rows))
@@ -292,29 +285,30 @@ class KvCache(Cache):
         self._close(layer)
         return tuple(out)
 
-    def _attend(self, layer, tensors, mask, scale, softcap, sinks, sliding_window):
-        place, (query, key, value) = self._own[layer], tensors
-        if sliding_window != self._windows.get(layer):
-            raise NotImplementedError(
-                f"layer {layer} attends with a window of {sliding_window} tokens, its config says "
-                f"{self._windows.get(layer)}"
-            )
+    def attend(self, layer, tensors, mask, options, out=None):
+        query, key, value = tensors
+        scale, softcap, sinks, window = options
+        check_window(layer, window, self._own.windows)
+        if layer not in self._pending:
+            self._begin(layer, key, value)
         batch, heads, new, _ = query.shape
-        options = dict(scale=scale, softcap=softcap, sinks=sinks)
+        if out is None:
+            out = query.new_empty(batch, new, heads, value.shape[3])
         if self._step is None:
             self._real = _real_tokens(mask, batch, new)
             counts = [new] * batch if self._real is None else self._real.sum(1).tolist()
             self._check_cached(mask, counts)
             self._open(counts)
+        sinks = None if sinks is None else sinks.float().tolist()
+        options = dict(scale=scale, softcap=softcap, sinks=sinks)
+        place = self._own.places[layer]
         if self._real is None:
-            out = self._step.attend(place, query, key, value, axes="bhsd", **options)
-            out = out.transpose(1, 2)
+            self._step.attend(place, *tensors, out.transpose(1, 2), axes="bhsd", **options)
         else:
             # Rows are packed: padding is on the left here, and nowhere in the cache.
             packed = (x.transpose(1, 2)[self._real] for x in tensors)
             rows = self._step.attend(place, *packed, **options)
-            out = query.new_zeros(batch, new, heads, value.shape[3])
-            out[self._real] = rows
+            out.zero_()[self._real] = rows
         self._close(layer)
         return out
 
@@ -331,10 +325,20 @@ class KvCache(Cache):
                 "padding tokens in the text, pass attention_mask="
             )
 
-    # What ``generate`` calls.
-
     def get_seq_length(self, layer_idx=0):
-        return self._columns_of(layer_idx)
+        # While a graph is compiled no layer has begun.
+        return self._columns if torch.compiler.is_compiling() else self._columns_of(layer_idx)
+
+    def get_mask_sizes(self, query_length, layer_idx=0):
+        # The positions of the queries before transformers 5.4, their number since.
+        new = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self._columns + new, 0
+
+    @property
+    def is_sliding(self):
+        return [False] * len(self.layers)
+
+    # What ``generate`` calls.
 
     def reset(self):
         """Ends all sequences: the next batch begins anew."""
@@ -355,7 +359,13 @@ class KvCache(Cache):
         self._abandon()
         for number in self._rows or ():
             # The last columns are tokens in every row: padding is on the left.
-            self._blocks.truncate(number, self._blocks.seq_len(number) - remove)
+            length = self._blocks.seq_len(number) - remove
+            try:
+                self._blocks.truncate(number, length)
+            except kvblock.PlanError as error:
+                raise RuntimeError(
+                    f"crop({tokens}): {error}; window_slack= says how far a model goes back"
+                ) from error
         self._columns -= remove
 
     def activate_past_recording(self, *args, **kwargs):
@@ -394,14 +404,28 @@ class KvCache(Cache):
         self._blocks.fork(number, child)
         return child
 
+    # Copies.
+
+    def _gathered(self, layer, plane):
+        """Returns all rows of a layer as tensors, ``None`` before there are any."""
+        if self._rows is None:
+            return None
+        place, like = self._own.places[layer], self._like["kv".index(plane)]
+        rows, heads, dim = len(self._rows), like.shape[1], like.shape[3]
+        out = like.new_zeros(rows, self._columns, heads, dim)
+        for row, number in zip(out, self._rows):
+            tokens = self._blocks.seq_len(number)
+            if tokens:
+                self._blocks.gather(number, place, plane, row[None, self._columns - tokens :])
+        return out.transpose(1, 2)
+
     def __deepcopy__(self, memo):
-        if self._step is not None:
-            raise RuntimeError("a forward pass runs: copy the cache before it or after it")
+        self._check_no_step()
         fork = KvCache.__new__(KvCache)
         memo[id(self)] = fork
         for name, value in vars(self).items():
             setattr(fork, name, value)
-        fork._own, fork._windows = dict(self._own), dict(self._windows)
+        Attending.__init__(fork)
         fork.layers = [
             KvLayer(fork, index) if isinstance(layer, KvLayer) else copy.deepcopy(layer, memo)
             for index, layer in enumerate(self.layers)
@@ -409,6 +433,57 @@ class KvCache(Cache):
         fork._rows = None if self._rows is None else [self._fork(number) for number in self._rows]
         fork._clear_step()
         return fork
+
+    def _check_no_step(self):
+        if self._step is not None:
+            raise RuntimeError("a forward pass runs: copy the cache before it or after it")
+
+    def __getstate__(self):
+        self._check_no_step()
+        state = dict(vars(self))
+        for name in ("handle", "_blocks", "_numbers", "_names"):
+            del state[name]
+        state["_next_name"] = next(self._names)
+        state["layers"] = [
+            None if isinstance(layer, KvLayer) else layer for layer in self.layers
+        ]
+        if self._rows is not None:
+            state["_rows"] = [self._saved(number) for number in self._rows]
+        return state
+
+    def _saved(self, number):
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "row")
+            self._blocks.save(number, path)
+            with open(path, "rb") as file:
+                return file.read()
+
+    def __setstate__(self, state):
+        self._names = itertools.count(state.pop("_next_name"))
+        vars(self).update(state)
+        Attending.__init__(self)
+        self._blocks, self._numbers = None, itertools.count(FIRST_SEQUENCE)
+        for index in self._own.places:
+            self.layers[index] = KvLayer(self, index)
+        if self._like is not None:
+            self._make(*self._like)
+        if self._rows is not None:
+            saved, self._rows = self._rows, []
+            for row in saved:
+                self._rows.append(self._loaded(row))
+
+    def _loaded(self, row):
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "row")
+            with open(path, "wb") as file:
+                file.write(row)
+            text, _ = self._blocks.load(path, salt=self._salt)
+        number = next(self._numbers)
+        # One more than the text, all of which is then reused.
+        reused = self._blocks.start(number, text + [next(self._names) % 2**32], salt=self._salt)
+        if reused != len(text):
+            raise kvblock.SessionError(f"{reused} of {len(text)} tokens of a row were loaded")
+        return number
 
     def __del__(self):
         try:

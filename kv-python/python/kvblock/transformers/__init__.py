@@ -1,0 +1,20 @@
+"""Models of Hugging Face transformers over a :class:`kvblock.Cache`.
+
+    from kvblock.transformers import Engine, KvCache, register
+
+    register()
+    model.set_attn_implementation("kvblock")
+    model.generate(**inputs, past_key_values=KvCache(model.config, memory="1GiB"))
+    texts = Engine(model, memory="1GiB").generate(prompts, max_new_tokens=64)
+
+A :class:`KvCache` with ``mode="attend"`` runs attention over the blocks, in the attention function
+that :func:`register` gives to transformers. With ``mode="gather"`` every layer gets all its rows
+back as tensors, so that any attention works: it saves memory and no time. An :class:`Engine` runs
+many prompts in continuous batches.
+"""
+
+from kvblock.transformers.attention import NAME, register
+from kvblock.transformers.cache import KvCache
+from kvblock.transformers.engine import Engine
+
+__all__ = ["NAME", "Engine", "KvCache", "register"]
