@@ -13,6 +13,7 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
+use crate::calibrate;
 use crate::guarded::{CLOSED, Guarded, Memory, Owner};
 use crate::report::{self, Failure};
 use crate::settings::{Settings, Size};
@@ -395,6 +396,13 @@ impl Cache {
             Ok(cache.gather(layer, plane, &ranges, rows.view_mut(), kv::Axes::Bshd)?)
         })?;
         Ok(out)
+    }
+
+    /// Replaces the constants of the stored format by those of a file, and encodes the rows of all
+    /// sequences again. What was cached before is not reused any more.
+    fn recalibrate(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
+        let calibration = py.detach(|| calibrate::read(&path))?;
+        self.locked(py, |guarded| Ok(guarded.idle()?.cache_mut().recalibrate(calibration)?))
     }
 
     /// Returns counts since the cache was made: reused tokens, evictions, copies, and those of the

@@ -8,7 +8,7 @@ use pyo3::types::{PyDict, PyList};
 use crate::cache::Cache;
 use crate::report::{self, Failure};
 use crate::step::{Step, numbers, words};
-use crate::tensor;
+use crate::tensor::Floats;
 
 /// Runs requests over a cache, in continuous batches.
 ///
@@ -216,12 +216,16 @@ impl Engine {
         logits: Option<Bound<'py, PyAny>>,
         tokens: Option<Vec<Vec<u32>>>,
     ) -> PyResult<Bound<'py, PyList>> {
-        let logits = logits.as_ref().map(tensor::Logits::of).transpose()?;
-        let rows = logits.as_ref().map(tensor::Logits::rows).transpose()?;
+        let logits = logits.map(|logits| Floats::of(&logits, "logits", "[rows, vocab]"));
+        let logits = logits.transpose()?;
+        let rows = logits.as_ref().map(|logits| Ok::<_, PyErr>((logits.rows()?, logits.dims())));
+        let rows = rows.transpose()?;
         let events = self.cache.get().locked(py, |guarded| {
             let engine = guarded.engine()?;
             let output = match (&rows, &tokens) {
-                (Some(rows), None) => Output::Logits(Logits::new(rows.values(), rows.width())),
+                (Some((rows, [_, _, vocab])), None) => {
+                    Output::Logits(Logits::new(rows.values(), *vocab))
+                }
                 (None, Some(tokens)) => Output::Tokens(chosen(engine, tokens)?),
                 _ => {
                     let message = "either logits or tokens= is expected";

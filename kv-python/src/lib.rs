@@ -6,6 +6,7 @@
 //! | `guarded` | what a cache's lock guards: its owner and the open step |
 //! | `step` | `Step`: one forward pass |
 //! | `engine` | `Engine`: continuous batches |
+//! | `calibrate` | `Calibrator`: the constants of stored formats |
 //! | `settings` | the arguments of `Cache` |
 //! | `tensor` | tensors of torch, and of everything that speaks `DLPack` |
 //! | `memory` | their bytes: the only module with unsafe code |
@@ -19,6 +20,7 @@
     reason = "functions that Python calls own their arguments"
 )]
 mod cache;
+mod calibrate;
 mod engine;
 mod guarded;
 mod memory;
@@ -34,6 +36,8 @@ use pyo3::pymodule;
 mod _kvblock {
     #[pymodule_export]
     use super::cache::Cache;
+    #[pymodule_export]
+    use super::calibrate::Calibrator;
     #[pymodule_export]
     use super::engine::{Batch, Engine};
     #[pymodule_export]

@@ -1,12 +1,11 @@
 //! The arguments of a cache, read once.
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
 use std::path::PathBuf;
 
 use kv::backend::AnyBackend;
 use kv::cpu::{CpuBackend, CpuOptions};
 use kv::eviction::Eviction;
-use kv::quant::{Calibration, Source, Stored, file};
+use kv::quant::{Calibration, Source, Stored};
 use kv::spec::{CacheSpecBuilder, Determinism, PrefixReuse, PublishAt};
 use kv::tier::{
     Bytes, BytesError, Identity, ModelDigest, StoreOptions, TierAddress, TierOptions, Wait,
@@ -16,6 +15,7 @@ use kv::{CacheSpec, Device, KvCache};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
+use crate::calibrate;
 use crate::guarded::Memory;
 use crate::report::Failure;
 
@@ -215,12 +215,7 @@ impl Settings {
                 return Ok(None);
             }
         };
-        let refused = |error: &dyn std::fmt::Display| {
-            PyValueError::new_err(format!("calibration {}: {error}", path.display()))
-        };
-        let bytes = fs::read(path).map_err(|error| refused(&error))?;
-        let (calibration, _) = file::read(&bytes).map_err(|error| refused(&error))?;
-        Ok(Some(calibration))
+        Ok(Some(calibrate::read(path)?))
     }
 
     fn tier_options(&self) -> Result<TierOptions, Failure> {

@@ -145,33 +145,31 @@ impl Rows<'_> {
     }
 }
 
-/// Rows of logits, `[rows, vocab]`, in float32.
-pub(crate) struct Logits<'py> {
+/// A tensor of float32 whose first axis is rows, to be copied.
+pub(crate) struct Floats<'py> {
     tensor: Tensor<'py>,
-    /// Number of rows, and of the values of each.
     rows: usize,
-    width: u32,
-    /// Values from one row to the next.
+    /// Number of values of a row, and from one row to the next.
+    width: usize,
     stride: usize,
 }
 
-/// [`Logits`] without the interpreter.
+/// [`Floats`] without the interpreter.
 #[derive(Debug)]
-pub(crate) struct LogitRows<'a> {
+pub(crate) struct FloatRows<'a> {
     values: Rows<'a>,
     rows: usize,
-    width: u32,
+    width: usize,
     stride: usize,
 }
 
-impl<'py> Logits<'py> {
-    /// Reads logits.
+impl<'py> Floats<'py> {
+    /// Reads a tensor of two or three axes, as `axes` names them.
     ///
     /// # Errors
     /// Those of [`Tensor::input`]; a `TypeError` for another type than float32; a `ValueError` for
-    /// another shape, and for rows whose values do not lie together.
-    pub(crate) fn of(object: &Bound<'py, PyAny>) -> PyResult<Self> {
-        let name = "logits";
+    /// another number of axes, and for rows whose values do not lie together.
+    pub(crate) fn of(object: &Bound<'py, PyAny>, name: &str, axes: &str) -> PyResult<Self> {
         let described = Described::of(object, name)?;
         if described.dtype != DType::F32 {
             let given = object.getattr("dtype")?;
@@ -180,42 +178,48 @@ impl<'py> Logits<'py> {
         }
         let misplaced = || {
             let shape = &described.shape;
-            PyValueError::new_err(format!("{name} has shape {shape:?}, [rows, vocab] is expected"))
+            PyValueError::new_err(format!("{name} has shape {shape:?}, {axes} is expected"))
         };
-        let (&[rows, vocab], &[stride, inner]) =
-            (described.shape.as_slice(), described.strides.as_slice())
-        else {
-            return Err(misplaced());
+        let expected = axes.split(',').count();
+        let (shape, strides) = match (described.shape.as_slice(), described.strides.as_slice()) {
+            // A row is one head of one token.
+            (&[rows, values], &[stride, inner]) if expected == 2 => {
+                let of_head = i64::try_from(values).map_err(|_| misplaced())?;
+                ([rows, 1, values], [stride, of_head, inner])
+            }
+            (&[rows, heads, dim], &[stride, of_head, inner]) if expected == 3 => {
+                ([rows, heads, dim], [stride, of_head, inner])
+            }
+            _ => return Err(misplaced()),
         };
-        let width = u32::try_from(vocab).map_err(|_| misplaced())?;
-        // A row is one head of one token.
-        let strides = [stride, width.into(), inner];
-        let placed = Strided::new(AxisOrder::Thd, &[rows, 1, vocab], &strides);
-        let placed = placed.map_err(refused(name))?;
-        let rows = usize::try_from(rows).map_err(|_| misplaced())?;
+        let placed = Strided::new(AxisOrder::Thd, &shape, &strides).map_err(refused(name))?;
+        let [rows, heads, dim] = shape;
+        let size = |extent: Option<u64>| extent.and_then(|extent| usize::try_from(extent).ok());
+        let (rows, width) = (size(Some(rows)), size(heads.checked_mul(dim)));
+        let (rows, width) = rows.zip(width).ok_or_else(misplaced)?;
         // Of one row, which no stride moves, it may be negative.
-        let stride = usize::try_from(stride).unwrap_or(0);
+        let stride = usize::try_from(strides[0]).unwrap_or(0);
         Ok(Self { tensor: described.placed(placed), rows, width, stride })
     }
 
+    /// Returns the extents; a tensor of two axes has one in between, of 1.
+    pub(crate) fn dims(&self) -> [u32; 3] {
+        let dims = self.tensor.placed.dims();
+        std::array::from_fn(|axis| dims.as_slice().get(axis).copied().unwrap_or(1))
+    }
+
     /// Borrows the memory, for a call without the interpreter.
-    pub(crate) fn rows(&self) -> PyResult<LogitRows<'_>> {
+    pub(crate) fn rows(&self) -> PyResult<FloatRows<'_>> {
         let Self { rows, width, stride, .. } = *self;
-        Ok(LogitRows { values: self.tensor.rows()?, rows, width, stride })
+        Ok(FloatRows { values: self.tensor.rows()?, rows, width, stride })
     }
 }
 
-impl LogitRows<'_> {
-    /// Returns the number of values of a row.
-    pub(crate) fn width(&self) -> u32 {
-        self.width
-    }
-
+impl FloatRows<'_> {
     /// Copies all values, row after row.
     pub(crate) fn values(&self) -> Vec<f32> {
         let Self { values, rows, width, stride } = self;
-        let (bytes, width) = (values.memory.bytes(), kv::num::to_usize(*width));
-        let size = size_of::<f32>();
+        let (bytes, size) = (values.memory.bytes(), size_of::<f32>());
         let mut values = Vec::with_capacity(rows * width);
         for row in 0..*rows {
             let (of_row, _) = bytes[row * stride * size..][..width * size].as_chunks();

@@ -222,6 +222,57 @@ class Steps(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "calibration=FILE"):
             cache(format="int8-tensor")
 
+    def test_constants_are_measured_given_and_replaced(self):
+        tokens = [n % 7 for n in range(40)]
+        q, k, v = (f(0, tokens, 0) for f in (MODEL.q, MODEL.k, MODEL.v))
+        v = v * numpy.float32(50)
+        calibrator = kvblock.Calibrator(layers=1, kv_heads=KV_HEADS, head_dim=DIM, skip_first=0)
+        with tempfile.TemporaryDirectory() as folder:
+            path, narrow = f"{folder}/wide", f"{folder}/narrow"
+            with self.assertRaisesRegex(ValueError, "16"):
+                calibrator.write(path)
+            calibrator.observe(0, q, k, v / 50)
+            calibrator.write(narrow, model="tiny")
+            calibrator.observe(0, q, k, v, first_position=40)
+            self.assertEqual(calibrator.tokens, 80)
+            self.assertEqual(repr(calibrator), "Calibrator(80 tokens)")
+            calibrator.write(path)
+            errors = []
+            for constants, later in ((path, None), (narrow, None), (narrow, path)):
+                of = cache(format="int8-head", layers=1, calibration=constants)
+                of.start(0)
+                if later is not None:
+                    of.recalibrate(later)
+                with of.step([(0, 40)]) as step:
+                    step.write(0, k, v)
+                errors.append(numpy.abs(of.gather(0, 0, "v")[0] - v).max() / v.max())
+            self.assertLess(errors[0], 0.01)
+            self.assertGreater(errors[1], 0.5)
+            self.assertEqual(errors[2], errors[0])
+            with of.step([(0, 1)]) as step:
+                with self.assertRaises(kvblock.StateError):
+                    of.recalibrate(path)
+                step.roll_back()
+            with self.assertRaises(FileNotFoundError):
+                of.recalibrate(f"{folder}/none")
+            with open(f"{folder}/bad", "wb") as file:
+                file.write(b"no safetensors")
+            with self.assertRaisesRegex(ValueError, "bad"):
+                of.recalibrate(f"{folder}/bad")
+            other = kvblock.Calibrator(layers=2, kv_heads=KV_HEADS, head_dim=DIM, skip_first=0)
+            for layer in (0, 1):
+                other.observe(layer, q, k, v)
+            other.write(f"{folder}/other")
+            with self.assertRaises(kvblock.CalibrationError):
+                of.recalibrate(f"{folder}/other")
+        for arguments in ((1, q, k, v), (0, q[:, :1], k, v), (0, q, k, v * float("nan"))):
+            with self.assertRaises(ValueError):
+                calibrator.observe(*arguments)
+        with self.assertRaises(TypeError):
+            calibrator.observe(0, q.astype("float64"), k, v)
+        with self.assertRaises(ValueError):
+            kvblock.Calibrator(layers=1, kv_heads=0, head_dim=DIM)
+
     def test_half_precision_is_used_as_it_is(self):
         of, tokens = cache(layers=1), [1, 2, 3]
         of.start(0)
@@ -326,7 +377,7 @@ class Life(unittest.TestCase):
             (dict(tiers=["host=1MiB"], model="m", wait="soon"), "wait="),
             (dict(calibration="/no/such/file"), "/no/such/file"),
         ):
-            with self.assertRaisesRegex((ValueError, TypeError), words):
+            with self.assertRaisesRegex((ValueError, TypeError, OSError), words):
                 cache(**settings)
         with self.assertRaises(kvblock.DeviceError):
             cache(device="cuda:63")

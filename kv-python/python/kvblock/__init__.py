@@ -23,7 +23,7 @@ from kvblock._errors import (
     TierError,
 )
 from kvblock._kvblock import VERSION as __version__
-from kvblock._kvblock import Batch, Cache, Engine, Step
+from kvblock._kvblock import Batch, Cache, Calibrator, Engine, Step
 from kvblock._kvblock import device_names as devices
 from kvblock._kvblock import feature_names as features
 
@@ -31,6 +31,7 @@ __all__ = [
     "Batch",
     "Cache",
     "CalibrationError",
+    "Calibrator",
     "DeviceError",
     "Engine",
     "Error",

@@ -6,7 +6,7 @@ from _typeshed import SupportsGetItem
 from os import PathLike
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["VERSION", "Batch", "Cache", "Engine", "Step", "device_names", "feature_names"]
+__all__ = ["VERSION", "Batch", "Cache", "Calibrator", "Engine", "Step", "device_names", "feature_names"]
 
 VERSION: Final[str]
 """
@@ -107,6 +107,11 @@ class Cache:
         Loads a session file: the next prompt that begins with its text reuses its rows. Returns the
         text and the note.
         """
+    def recalibrate(self, /, path: str | PathLike[str]) -> None:
+        """
+        Replaces the constants of the stored format by those of a file, and encodes the rows of all
+        sequences again. What was cached before is not reused any more.
+        """
     def release(self, /, seq: SupportsIndex) -> None:
         """
         Ends a sequence. Its blocks stay reusable until others need them.
@@ -164,6 +169,34 @@ class Cache:
         """
 
 @final
+class Calibrator:
+    """
+    Observes K, V and Q of some tokens, layer by layer, and computes the constants of stored
+    formats: the mean and balance of `l3` to `l6`, and the scales of `fp8-e4m3`, `int8-head`, ..
+
+    A few hundred tokens of ordinary text suffice. The first `skip_first` positions of a sequence do
+    not count, 4 unless given: they are outliers, which a full-precision prefix of a cache keeps.
+    """
+    def __new__(cls, /, *, layers: SupportsIndex, kv_heads: SupportsIndex, head_dim: SupportsIndex, head_dim_v: SupportsIndex | None = None, skip_first: SupportsIndex | None = None) -> Calibrator: ...
+    def __repr__(self, /) -> str: ...
+    def observe(self, /, layer: SupportsIndex, q: Any, k: Any, v: Any, *, first_position: SupportsIndex = 0) -> None:
+        """
+        Observes consecutive tokens of one sequence in one layer, as attention gets them: after
+        rotary embeddings. All are float32, `[tokens, heads, head_dim]`; `first_position` is the
+        position of the first token.
+        """
+    @property
+    def tokens(self, /) -> int:
+        """
+        The number of counted tokens of the layer that has fewest.
+        """
+    def write(self, /, path: str | PathLike[str], *, model: str = "") -> None:
+        """
+        Writes the constants to a safetensors file, for `Cache(calibration=path)`. `model` names the
+        weights.
+        """
+
+@final
 class Engine:
     """
     Runs requests over a cache, in continuous batches.
@@ -217,8 +250,8 @@ class Engine:
         """
     def stats(self, /) -> dict:
         """
-        Returns counts of the requests and steps, and the seconds of the steps. `cache.stats()` has
-        those of the cache.
+        Returns counts of the requests and steps, the seconds of the steps, and the counts of the
+        cache.
         """
     def step(self, /, forward: Any) -> list:
         """

@@ -14,7 +14,7 @@ many prompts in continuous batches.
 """
 
 from kvblock.transformers.attention import NAME, register
-from kvblock.transformers.cache import KvCache
+from kvblock.transformers.cache import KvCache, calibrate
 from kvblock.transformers.engine import Engine
 
-__all__ = ["NAME", "Engine", "KvCache", "register"]
+__all__ = ["NAME", "Engine", "KvCache", "calibrate", "register"]

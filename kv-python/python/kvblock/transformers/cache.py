@@ -497,6 +497,47 @@ class KvCache(Cache, Attending):
         return f"KvCache({rows} rows, {self._columns} columns, mode={self._mode!r}, {self._blocks!r})"
 
 
+class _Observed(KvCache):
+    """A cache that shows its tokens to a calibrator."""
+
+    def __init__(self, config, calibrator=None):
+        super().__init__(config, format="f32")
+        self.calibrator = calibrator
+
+    def attend(self, layer, tensors, mask, options, out=None):
+        query, key, value = tensors
+        if self.calibrator is None:
+            self.calibrator = kvblock.Calibrator(
+                layers=len(self._own.places),
+                kv_heads=key.shape[1],
+                head_dim=key.shape[3],
+                head_dim_v=value.shape[3],
+            )
+        rows = (x.transpose(1, 2)[0].float().cpu().contiguous() for x in tensors)
+        self.calibrator.observe(self._own.places[layer], *rows, first_position=self._columns)
+        return super().attend(layer, tensors, mask, options, out)
+
+
+def calibrate(model, prompts, path, *, name="") -> int:
+    """Writes the constants of stored formats to a file, for ``KvCache(.., calibration=path)``.
+
+    The model computes ``prompts``, lists of token ids: a few hundred tokens of ordinary text, of
+    which the first four of each prompt do not count. ``name`` names the weights in the file. Returns
+    the number of tokens that counted.
+    """
+    calibrator = None
+    for prompt in prompts:
+        cache = _Observed(model.config, calibrator)
+        ids = torch.as_tensor(prompt, device=model.device).reshape(1, -1)
+        with torch.no_grad():
+            model(ids, past_key_values=cache, use_cache=True)
+        calibrator = cache.calibrator
+    if calibrator is None:
+        raise ValueError("calibrate: at least one prompt is expected")
+    calibrator.write(path, model=name)
+    return calibrator.tokens
+
+
 def _real_tokens(mask, batch, new):
     """Returns which of the new columns are tokens, ``None`` if all are.
 
