@@ -3,6 +3,8 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 use crate::params::FORMATS;
+#[cfg(doc)]
+use kv_core::backend::Queue;
 use kv_core::backend::{Backend, Capabilities, ChunkShape, StorageView};
 use kv_core::error::DeviceError;
 
@@ -10,6 +12,7 @@ use crate::buffer::CudaBuffer;
 use crate::driver::{CudaGpu, CudaOptions};
 #[cfg(feature = "emulated")]
 use crate::emulated::{Emulator, EmulatorOptions, Idle};
+use crate::fence::CudaFence;
 use crate::gpu::Gpu;
 use crate::host_pool::CudaHostPool;
 use crate::op;
@@ -111,6 +114,40 @@ impl CudaBackend {
         // SAFETY: both conditions are this function's.
         let stream = unsafe { self.gpu.foreign_stream(stream)? };
         Ok(CudaQueue::on(&self.gpu, &self.waiter, stream))
+    }
+
+    /// Marks the work that a stream of the caller (a `CUstream`) has now, so that a queue can wait
+    /// for it: the stream is another than the queue's, and its results are inputs.
+    ///
+    /// # Safety
+    /// 1. `stream` is a live stream.
+    /// 2. Nobody captures on it.
+    ///
+    /// # Errors
+    /// `ForeignHandle` for a stream of another device; `Lost` or `Driver`.
+    pub unsafe fn mark_stream(&self, stream: *mut c_void) -> Result<CudaFence, DeviceError> {
+        // SAFETY: both conditions are this function's.
+        let event = unsafe { self.gpu.mark_foreign(stream)? };
+        Ok(CudaFence::on(&self.gpu, &self.waiter, event))
+    }
+
+    /// Makes later work of a stream of the caller (a `CUstream`) wait for a fence, as
+    /// [`Queue::wait_for`] does for a queue: the stream uses outputs, or memory of inputs anew.
+    ///
+    /// # Safety
+    /// 1. `stream` is a live stream.
+    /// 2. Nobody captures on it.
+    ///
+    /// # Errors
+    /// `ForeignHandle` for a stream or a fence of another device; `Lost` or `Driver`.
+    pub unsafe fn hold_stream(
+        &self,
+        stream: *mut c_void,
+        fence: &CudaFence,
+    ) -> Result<(), DeviceError> {
+        let event = fence.event_on(&self.gpu, "hold a stream")?;
+        // SAFETY: both conditions are this function's.
+        unsafe { self.gpu.hold_foreign(stream, event) }
     }
 
     /// Returns the name of the card.

@@ -36,8 +36,12 @@ impl CudaFence {
         waiter: &Arc<Waiter>,
         stream: &mut dyn Stream,
     ) -> Result<Self, DeviceError> {
-        let event = stream.record()?;
-        Ok(Self { gpu: Arc::clone(gpu), event, waiter: Arc::clone(waiter) })
+        Ok(Self::on(gpu, waiter, stream.record()?))
+    }
+
+    /// Wraps an event of a stream.
+    pub(crate) fn on(gpu: &Arc<dyn Gpu>, waiter: &Arc<Waiter>, event: Arc<dyn Event>) -> Self {
+        Self { gpu: Arc::clone(gpu), event, waiter: Arc::clone(waiter) }
     }
 
     /// Returns its event.

@@ -92,6 +92,27 @@ pub(crate) trait Gpu: fmt::Debug + Send + Sync {
         let _ = raw;
         Err(DeviceError::new(DeviceErrorKind::Unsupported, "wrap a stream"))
     }
+    /// Marks the work of a caller's stream (a `CUstream`) so far.
+    ///
+    /// # Safety
+    /// 1. `raw` is a live stream.
+    /// 2. Nobody captures on it.
+    unsafe fn mark_foreign(&self, raw: *mut c_void) -> Result<Arc<dyn Event>, DeviceError> {
+        let _ = raw;
+        Err(DeviceError::new(DeviceErrorKind::Unsupported, "mark a stream"))
+    }
+    /// Makes later work of a caller's stream (a `CUstream`) wait for an event of this device.
+    ///
+    /// # Safety
+    /// 1. Both conditions of [`Self::mark_foreign`].
+    unsafe fn hold_foreign(
+        &self,
+        raw: *mut c_void,
+        event: &Arc<dyn Event>,
+    ) -> Result<(), DeviceError> {
+        let _ = (raw, event);
+        Err(DeviceError::new(DeviceErrorKind::Unsupported, "hold a stream"))
+    }
 }
 
 /// Page-locked host memory, freed when dropped.

@@ -1,10 +1,12 @@
 //! Completion of work on a stream.
+use std::any::Any;
 use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUresult, CUstream};
-use kv_core::error::DeviceError;
+use kv_core::error::{DeviceError, DeviceErrorKind};
 
 use super::context::{Context, EventHandle};
+use super::error::refuse;
 use crate::gpu::Event;
 
 /// A recorded event; its handle is reused once this is dropped.
@@ -30,6 +32,30 @@ impl CudaEvent {
         let code = unsafe { sys::cuEventRecord(event.handle.0, stream) };
         context.check(RECORD, code)?;
         Ok(event)
+    }
+
+    /// Makes later work of a stream wait for the work that an event marks.
+    ///
+    /// # Errors
+    /// `ForeignHandle` for an event of another device; `Lost` or `Driver`.
+    ///
+    /// # Safety
+    /// 1. `stream` is a live stream of the context.
+    pub(super) unsafe fn hold(
+        context: &Arc<Context>,
+        stream: CUstream,
+        event: &dyn Event,
+    ) -> Result<(), DeviceError> {
+        const WAIT: &str = "wait for an event";
+        let event: &dyn Any = event;
+        let event = event.downcast_ref::<Self>();
+        let event = event.filter(|event| event.is_of(context)).ok_or_else(|| {
+            refuse(DeviceErrorKind::ForeignHandle, WAIT, "an event of another device")
+        })?;
+        let _current = context.enter(WAIT)?;
+        // SAFETY: condition 1, and an event of the same context, which lives.
+        let code = unsafe { sys::cuStreamWaitEvent(stream, event.handle.0, 0) };
+        context.check(WAIT, code)
     }
 
     pub(super) fn handle(&self) -> EventHandle {

@@ -25,9 +25,10 @@ use std::sync::Arc;
 
 use kv_core::error::DeviceError;
 
-use crate::gpu::{Facts, Gpu, Pinned, Stream};
+use crate::gpu::{Event, Facts, Gpu, Pinned, Stream};
 use crate::params::Address;
 use context::Context;
+use event::CudaEvent;
 use memory::PinnedMemory;
 use modules::Modules;
 use pool::DeviceMemory;
@@ -104,5 +105,24 @@ impl Gpu for CudaGpu {
         // SAFETY: both are conditions of this function.
         let stream = unsafe { CudaStream::wrap(&self.context, &self.modules, &self.memory, raw) }?;
         Ok(Box::new(stream))
+    }
+
+    unsafe fn mark_foreign(&self, raw: *mut c_void) -> Result<Arc<dyn Event>, DeviceError> {
+        // SAFETY: condition 1.
+        unsafe { memory::check_stream(&self.context, raw.cast()) }?;
+        // SAFETY: condition 1; it was found to be of this context.
+        let event = unsafe { CudaEvent::record(&self.context, raw.cast()) }?;
+        Ok(Arc::new(event))
+    }
+
+    unsafe fn hold_foreign(
+        &self,
+        raw: *mut c_void,
+        event: &Arc<dyn Event>,
+    ) -> Result<(), DeviceError> {
+        // SAFETY: condition 1.
+        unsafe { memory::check_stream(&self.context, raw.cast()) }?;
+        // SAFETY: condition 1; it was found to be of this context.
+        unsafe { CudaEvent::hold(&self.context, raw.cast(), &**event) }
     }
 }

@@ -228,16 +228,8 @@ impl Stream for CudaStream {
     }
 
     fn wait_for(&mut self, event: &Arc<dyn Event>) -> Result<(), DeviceError> {
-        const WAIT: &str = "wait for an event";
-        let event: &dyn Any = &**event;
-        let event = event.downcast_ref::<CudaEvent>();
-        let event = event.filter(|event| event.is_of(&self.context)).ok_or_else(|| {
-            refuse(DeviceErrorKind::ForeignHandle, WAIT, "an event of another device")
-        })?;
-        let _current = self.context.enter(WAIT)?;
-        // SAFETY: a stream and an event of this context that live.
-        let code = unsafe { sys::cuStreamWaitEvent(self.raw, event.handle().0, 0) };
-        self.context.check(WAIT, code)
+        // SAFETY: a live stream of this context.
+        unsafe { CudaEvent::hold(&self.context, self.raw, &**event) }
     }
 }
 

@@ -351,6 +351,36 @@ fn a_callers_stream_is_not_destroyed() {
     assert_eq!(code, sys::CUresult::CUDA_SUCCESS, "the wrapper must not have destroyed it");
 }
 
+#[test]
+fn a_callers_stream_is_marked_and_held() {
+    use cudarc::driver::sys;
+
+    let Some(gpu) = gpu() else { return };
+    let raw = gpu.context.open_stream("test").unwrap();
+    let (change, mut ours) = (Change::new(&gpu, CHANGES), gpu.stream().unwrap());
+    // SAFETY: the stream is alive until the end of this test, and is of this context.
+    let mut theirs = unsafe { gpu.foreign_stream(raw.cast()) }.unwrap();
+    change.submit(&mut *theirs).unwrap();
+    // SAFETY: as above, and nobody captures.
+    let marked = unsafe { gpu.mark_foreign(raw.cast()) }.unwrap();
+    ours.wait_for(&marked).unwrap();
+    assert_eq!(change.result(&gpu, &mut *ours), [0, 77, 0, 99]);
+    let done = ours.record().unwrap();
+    // SAFETY: as above.
+    unsafe { gpu.hold_foreign(raw.cast(), &done) }.unwrap();
+    assert_eq!(change.result(&gpu, &mut *theirs), [0, 77, 0, 99]);
+    // The legacy default stream is one of every context.
+    // SAFETY: it always exists, and nobody captures.
+    let legacy = unsafe { gpu.mark_foreign(std::ptr::null_mut()) }.unwrap();
+    legacy.wait().unwrap();
+    drop(theirs);
+    change.free(&gpu);
+    let _current = gpu.context.enter("test").unwrap();
+    // SAFETY: opened above; no wrapper is left.
+    let code = unsafe { sys::cuStreamDestroy_v2(raw) };
+    assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
+}
+
 /// Staging memory is reused: a graph of the caller would read other bytes.
 #[test]
 fn uploads_into_a_capture_of_the_owner_are_refused() {

@@ -10,12 +10,13 @@ mod stream;
 #[cfg(test)]
 mod tests;
 
+use std::ffi::c_void;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use kv_core::error::{DeviceError, DeviceErrorKind};
 
-use crate::gpu::{Facts, Gpu, Pinned, Stream};
+use crate::gpu::{Event, Facts, Gpu, Pinned, Stream};
 use crate::params::Address;
 pub(crate) use idle::Idle;
 use library::Library;
@@ -165,6 +166,24 @@ impl Gpu for Emulator {
     fn stream(&self) -> Result<Box<dyn Stream>, DeviceError> {
         let (kernels, memory) = (Arc::clone(&self.kernels), Arc::clone(&self.memory));
         Ok(Box::new(EmulatedStream::new(kernels, memory, self.seed)))
+    }
+
+    /// Takes any handle, which it never uses: work is done when it is submitted, so streams need
+    /// not be told apart.
+    unsafe fn foreign_stream(&self, _raw: *mut c_void) -> Result<Box<dyn Stream>, DeviceError> {
+        self.stream()
+    }
+
+    unsafe fn mark_foreign(&self, _raw: *mut c_void) -> Result<Arc<dyn Event>, DeviceError> {
+        self.stream()?.record()
+    }
+
+    unsafe fn hold_foreign(
+        &self,
+        _raw: *mut c_void,
+        event: &Arc<dyn Event>,
+    ) -> Result<(), DeviceError> {
+        self.stream()?.wait_for(event)
     }
 }
 

@@ -1,5 +1,8 @@
 //! The interface between the library and this module.
+use kv_core::backend::{Backend, Queue, Readback};
+
 use super::*;
+use crate::CudaBackend;
 use crate::gpu::Launch;
 use crate::params::SIZES;
 
@@ -128,6 +131,28 @@ fn events_of_another_device_are_refused() {
     stream.wait_for(&event).unwrap();
     let foreign = other.stream().unwrap().record().unwrap();
     assert_eq!(stream.wait_for(&foreign).unwrap_err().kind(), DeviceErrorKind::ForeignHandle);
+}
+
+/// The handles are never used.
+#[test]
+fn a_callers_stream_is_any_handle() {
+    let [backend, other] =
+        [(); 2].map(|()| CudaBackend::emulated(&EmulatorOptions::default()).unwrap());
+    let handle = std::ptr::without_provenance_mut(77);
+    let memory = backend.alloc(16).unwrap();
+    // SAFETY: the emulator has no streams that end, and nobody captures.
+    let mut queue = unsafe { backend.queue_on(handle) }.unwrap();
+    queue.upload(&memory, 0, &[7; 16]).unwrap();
+    // SAFETY: as above.
+    let marked = unsafe { backend.mark_stream(handle) }.unwrap();
+    queue.wait_for(&marked).unwrap();
+    let submitted = queue.submit().unwrap();
+    // SAFETY: as above.
+    unsafe { backend.hold_stream(handle, &submitted) }.unwrap();
+    // SAFETY: as above.
+    let refused = unsafe { other.hold_stream(handle, &submitted) }.unwrap_err();
+    assert_eq!(refused.kind(), DeviceErrorKind::ForeignHandle);
+    assert_eq!(queue.download(&memory, 0, 16).unwrap().wait().unwrap(), [7; 16]);
 }
 
 #[test]

@@ -1,7 +1,9 @@
 // A driver library with one device that runs nothing: device memory is host memory, copies are done
 // at once, kernels do nothing. One of its functions fails as KV_TEST_FAULT says: `NAME CALL CODE`,
 // from its CALL-th call on. A code of 700 or more is sticky: from then on every function returns
-// it, as a driver does once a context is broken.
+// it, as a driver does once a context is broken. What is submitted to which stream is written to the
+// file that KV_TEST_LOG names: `launch STREAM 0`, `record STREAM EVENT`, `wait STREAM EVENT`,
+// `synchronize EVENT 0`.
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
@@ -29,8 +31,19 @@ int outcome(const char* name) {
   return fault.code;
 }
 
+void note(const char* what, const void* first, const void* second = nullptr) {
+  static const char* const path = std::getenv("KV_TEST_LOG");
+  if (!path) return;
+  if (std::FILE* log = std::fopen(path, "a")) {
+    const auto number = [](const void* handle) { return (unsigned long long)(uintptr_t(handle)); };
+    std::fprintf(log, "%s %llu %llu\n", what, number(first), number(second));
+    std::fclose(log);
+  }
+}
+
 thread_local void* current = nullptr;
-int handle;  // what every handle points to
+int handle;  // what every handle points to, but those of events
+std::atomic<unsigned long long> events{0};
 
 typedef unsigned long long Address;
 typedef void* Handle;
@@ -86,7 +99,7 @@ API(cuMemGetAddressRange_v2, (Address* base, size_t* n, Address a), *base = a; *
 API(cuStreamCreate, (Handle* s, unsigned), *s = &handle;)
 API(cuStreamDestroy_v2, (Handle))
 API(cuStreamSynchronize, (Handle))
-API(cuStreamWaitEvent, (Handle, Handle, unsigned))
+API(cuStreamWaitEvent, (Handle s, Handle e, unsigned), note("wait", s, e);)
 API(cuStreamGetCtx, (Handle, Handle* c), *c = &handle;)
 API(cuStreamBeginCapture_v2, (Handle, int))
 API(cuStreamEndCapture, (Handle, Handle* g), *g = &handle;)
@@ -97,17 +110,17 @@ API(cuGraphDestroy, (Handle))
 API(cuGraphExecDestroy, (Handle))
 API(cuGraphLaunch, (Handle, Handle))
 API(cuGraphUpload, (Handle, Handle))
-API(cuEventCreate, (Handle* e, unsigned), *e = &handle;)
+API(cuEventCreate, (Handle* e, unsigned), *e = at(++events);)
 API(cuEventDestroy_v2, (Handle))
-API(cuEventRecord, (Handle, Handle))
+API(cuEventRecord, (Handle e, Handle s), note("record", s, e);)
 API(cuEventQuery, (Handle))
-API(cuEventSynchronize, (Handle))
+API(cuEventSynchronize, (Handle e), note("synchronize", e);)
 API(cuModuleLoadDataEx, (Handle* m, const void*, unsigned, int*, Handle*), *m = &handle;)
 API(cuModuleUnload, (Handle))
 API(cuModuleGetFunction, (Handle* f, Handle, const char*), *f = &handle;)
 API(cuFuncGetAttribute, (int* v, int, Handle), *v = 0;)
 API(cuFuncSetAttribute, (Handle, int, int))
-API(cuLaunchKernel, (Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, Handle*, Handle*))
+API(cuLaunchKernel, (Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle s, Handle*, Handle*), note("launch", s);)
 extern "C" int cuGetErrorString(int, const char** text) {
   *text = "a fault of the test";
   return 0;
