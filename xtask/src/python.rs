@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 
+use crate::emulator::{self, Sanitizer};
 use crate::{setup, shell};
 
 /// The virtual environment in which wheels are built and tested, from the repository's root.
@@ -15,12 +16,17 @@ const STUBS: &str = "kv-python/python/kvblock/_kvblock.pyi";
 /// A wheel with the backends `cpu` and `cuda` stays below this.
 const WHEEL_BYTES_MAX: u64 = 25_000_000;
 
+/// The device of tests on CUDA without a card, which no wheel for users has.
+const EMULATED: &[&str] = &["--features", "emulated"];
+/// Fails if the installed wheel has [`EMULATED`].
+const NOT_EMULATED: &str = "import kvblock; assert 'emulated' not in kvblock.features()";
+
 /// How the module is compiled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Profile {
     /// As users get it.
     Release,
-    /// Without optimisation, for the stage of `cargo xtask test`.
+    /// Without optimisation and with the device `emulated`, for the stage of `cargo xtask test`.
     Dev,
 }
 
@@ -39,7 +45,15 @@ pub(crate) fn run(profile: Profile) -> Result<()> {
     pip.args(["install", "--quiet", "--no-index", "--no-deps", "--force-reinstall"]).arg(&wheel);
     shell::run(&mut pip)?;
     shell::run(tool("python").args(["-m", "kvblock"]))?;
-    shell::run(tool("python").args(["-m", "unittest", "discover", "-s", "kv-python/tests"]))?;
+    let mut tests = tool("python");
+    tests.args(["-m", "unittest", "discover", "-s", "kv-python/tests"]);
+    match profile {
+        Profile::Release => shell::run(tool("python").args(["-c", NOT_EMULATED]))?,
+        Profile::Dev => {
+            tests.env(emulator::SETTING, emulator::library(Sanitizer::None)?);
+        }
+    }
+    shell::run(&mut tests)?;
     shell::run(tool("python").args(["-m", "mypy.stubtest", "kvblock._kvblock"]))?;
     let has_all = shell::output(tool("python").args(["-c", "import torch, transformers"]));
     if has_all.is_none() {
@@ -79,7 +93,8 @@ fn generate_stubs() -> Result<String> {
     let folder = Path::new(ENVIRONMENT).join("stubs");
     let mut maturin = tool("maturin");
     maturin.args(["generate-stubs", "--quiet", "--manifest-path", "kv-python/Cargo.toml"]);
-    maturin.args(["--profile", "dev", "--out"]).arg(&folder);
+    // As the wheel of tests is compiled: not a second time.
+    maturin.args(EMULATED).args(["--profile", "dev", "--out"]).arg(&folder);
     maturin.arg("--interpreter").arg(program("python"));
     shell::run(&mut maturin)?;
     let file = shell::root().join(folder).join("kvblock/_kvblock.pyi");
@@ -98,7 +113,7 @@ fn build(profile: Profile) -> Result<PathBuf> {
     maturin.arg("--interpreter").arg(program("python"));
     match profile {
         Profile::Release => maturin.args(["--release", "--strip"]),
-        Profile::Dev => maturin.args(["--profile", "dev"]),
+        Profile::Dev => maturin.args(EMULATED).args(["--profile", "dev"]),
     };
     shell::run(&mut maturin)?;
     wheels(&folder).pop().context("maturin has made no wheel")
