@@ -14,11 +14,14 @@ use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::calibrate;
+use crate::card::{Home, Order, ordinal};
 use crate::guarded::{CLOSED, Guarded, Memory, Owner};
+use crate::memory::Stream;
 use crate::report::{self, Failure};
 use crate::settings::{Settings, Size};
 use crate::step::{Step, words};
 use crate::tensor::{self, Tensor};
+use crate::torch::likely_stream;
 
 /// Tokens of an input of a step.
 #[derive(Debug, FromPyObject)]
@@ -39,6 +42,11 @@ enum Tokens {
 /// options after commas. `windows` gives layers a sliding window: `{layer: tokens before a token's
 /// own}`. `tiers` keep what the device evicts, in chunks of `chunk_blocks` blocks:
 /// `"host=2GiB"`, `"disk=DIR:200GB"`; they need `model`, bytes that name the weights.
+///
+/// `device="cuda:0"` takes tensors on that device in place, and in host memory too. All work is
+/// submitted to `stream`: one of torch or cupy, or a handle, which must stay open as long as the
+/// cache. Nobody may capture on it. Without one it is torch's current stream, or the legacy default
+/// stream where torch does not use CUDA yet.
 ///
 /// All calls may come from any thread.
 #[pyclass(frozen, module = "kvblock", weakref)]
@@ -63,6 +71,9 @@ pub(crate) struct Cache {
     device: String,
     windows: BTreeMap<u16, u32>,
     sink_tokens: u32,
+    home: Home,
+    /// The owner of the caller's stream: dropped after the queue that is on it.
+    _keep: Option<Py<PyAny>>,
 }
 
 impl Cache {
@@ -107,6 +118,10 @@ impl Cache {
         py.detach(|| self.abandon(step));
     }
 
+    pub(crate) fn home(&self) -> &Home {
+        &self.home
+    }
+
     pub(crate) fn width_of_v(&self) -> u32 {
         self.head_dim_v
     }
@@ -145,7 +160,7 @@ impl Cache {
         prefix_reuse = "partial", eviction = "reuse-rate",
         batch_invariant = false, events = 0, device = "cpu", threads = None,
         calibration = None, tiers = None, wait = "compute",
-        chunk_blocks = None, model = None,
+        chunk_blocks = None, model = None, stream = None,
     ))]
     fn new(
         py: Python<'_>,
@@ -173,6 +188,7 @@ impl Cache {
         wait: &str,
         chunk_blocks: Option<u32>,
         model: Option<Bound<'_, PyAny>>,
+        stream: Option<Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         let model = model.map(|model| bytes_of(&model)).transpose()?;
         let settings = Settings {
@@ -201,7 +217,17 @@ impl Cache {
             chunk_blocks,
             model,
         };
-        let (memory, identity) = py.detach(|| settings.open())?;
+        let place = settings.place()?;
+        let stream_of_caller = match (ordinal(&place), &stream) {
+            (Some(_), Some(stream)) => (Stream::of(stream)?, true),
+            (Some(ordinal), None) => (likely_stream(py, ordinal)?, false),
+            (None, None) => (Stream::LEGACY, false),
+            (None, Some(_)) => {
+                let message = format!("stream= is one of a CUDA device, the cache is on {place}");
+                return Err(PyValueError::new_err(message));
+            }
+        };
+        let (memory, identity, home) = py.detach(|| settings.open(place, stream_of_caller))?;
         let Settings { format, device, windows, .. } = settings;
         let text = format!("layers={layers}, kv_heads={kv_heads}, head_dim={head_dim}");
         Ok(Self {
@@ -222,7 +248,16 @@ impl Cache {
             device,
             windows,
             sink_tokens,
+            home,
+            _keep: stream.map(Bound::unbind),
         })
+    }
+
+    /// The handle of the stream on which a cache on a CUDA device works, `None` for other devices.
+    /// The legacy default stream is 0.
+    #[getter]
+    fn stream(&self) -> Option<usize> {
+        self.home.card().map(|card| card.stream().handle())
     }
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
@@ -388,12 +423,16 @@ impl Cache {
             let shape = (1, len, self.kv_heads, dim);
             py.import("numpy")?.call_method1("zeros", (shape, "float32"))?
         };
-        let tensor = Tensor::output(&out, tensor::order(Some("bshd"), 4)?, "out")?;
+        let order = tensor::order(Some("bshd"), 4)?;
+        let tensor = Tensor::output(&out, order, "out", &self.home)?;
+        let streams = Order::of(py, &self.home, &[&tensor])?;
         let mut rows = tensor.rows()?;
         self.locked(py, |guarded| {
             let cache = guarded.idle()?.cache_mut();
             let ranges = [(SequenceId(seq), 0, len)];
-            Ok(cache.gather(layer, plane, &ranges, rows.view_mut(), kv::Axes::Bshd)?)
+            streams.run(cache, |cache| {
+                Ok(cache.gather(layer, plane, &ranges, rows.view_mut(), kv::Axes::Bshd)?)
+            })
         })?;
         Ok(out)
     }

@@ -8,8 +8,10 @@
 //! | `engine` | `Engine`: continuous batches |
 //! | `calibrate` | `Calibrator`: the constants of stored formats |
 //! | `settings` | the arguments of `Cache` |
+//! | `card` | the CUDA device of a cache, and the order of calls with the work of others there |
 //! | `tensor` | tensors of torch, and of everything that speaks `DLPack` |
-//! | `memory` | their bytes: the only module with unsafe code |
+//! | `torch` | the names of torch, and its streams |
+//! | `memory` | their bytes, and streams: the only module with unsafe code |
 //! | `report` | counts, events and errors as Python objects |
 //!
 //! # Locks
@@ -21,6 +23,7 @@
 )]
 mod cache;
 mod calibrate;
+mod card;
 mod engine;
 mod guarded;
 mod memory;
@@ -28,6 +31,7 @@ mod report;
 mod settings;
 mod step;
 mod tensor;
+mod torch;
 
 use pyo3::pymodule;
 

@@ -16,7 +16,9 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
 use crate::calibrate;
+use crate::card::Home;
 use crate::guarded::Memory;
+use crate::memory::Stream;
 use crate::report::Failure;
 
 /// Changes of blocks that are kept until tiers follow them.
@@ -88,19 +90,26 @@ fn wrong(name: &str, given: &str, expected: &dyn std::fmt::Display) -> PyErr {
 }
 
 impl Settings {
-    /// Opens the cache, with its tiers.
+    /// Opens the cache, with its tiers, on a device. On CUDA it works on the caller's stream, which
+    /// the caller may have named.
     ///
     /// # Errors
     /// A `ValueError` for text that is no format, tier, device, ..; the exceptions of the library.
-    pub(crate) fn open(&self) -> Result<(Memory, Option<Identity>), Failure> {
+    pub(crate) fn open(
+        &self,
+        device: Device,
+        stream: (Stream, bool),
+    ) -> Result<(Memory, Option<Identity>, Home), Failure> {
         let stored: Stored =
             self.format.parse().map_err(|error| wrong("format", &self.format, &error))?;
         let spec = self.spec(&stored)?;
-        let cache = KvCache::builder(self.backend()?, spec).calibration(self.constants(&stored)?);
-        let cache = cache.build().map_err(kv::Error::from)?;
+        let backend = self.backend(&device)?;
+        let (home, queue) = Home::open(device, &backend, stream).map_err(kv::Error::from)?;
+        let cache = KvCache::builder(backend, spec).queue(queue);
+        let cache = cache.calibration(self.constants(&stored)?).build().map_err(kv::Error::from)?;
         let identity = self.model.as_deref().map(ModelDigest::of_bytes).map(Identity::new);
         if self.tiers.is_empty() {
-            return Ok((Memory::Device(Box::new(cache)), identity));
+            return Ok((Memory::Device(Box::new(cache)), identity, home));
         }
         let Some(identity) = identity else {
             return Err(PyTypeError::new_err(
@@ -110,7 +119,15 @@ impl Settings {
             .into());
         };
         let tiered = kv::tier::TieredCache::new(cache, identity.clone(), self.tier_options()?)?;
-        Ok((Memory::Tiered(Box::new(tiered)), Some(identity)))
+        Ok((Memory::Tiered(Box::new(tiered)), Some(identity), home))
+    }
+
+    /// Reads the name of the device.
+    ///
+    /// # Errors
+    /// A `ValueError` for a name that no device has.
+    pub(crate) fn place(&self) -> PyResult<Device> {
+        self.device.parse().map_err(|error| wrong("device", &self.device, &error))
     }
 
     fn spec(&self, stored: &Stored) -> Result<CacheSpec, Failure> {
@@ -189,9 +206,7 @@ impl Settings {
         Ok(builder)
     }
 
-    fn backend(&self) -> Result<AnyBackend, Failure> {
-        let device: Device =
-            self.device.parse().map_err(|error| wrong("device", &self.device, &error))?;
+    fn backend(&self, device: &Device) -> Result<AnyBackend, Failure> {
         match (device, self.threads) {
             (Device::Cpu, Some(threads)) => {
                 let options = CpuOptions::default().with_threads(threads);

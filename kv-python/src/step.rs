@@ -3,13 +3,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use kv::backend::{AnyBackend, AxisOrder, Plane};
 use kv::{AttentionOptions, Axes};
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyType};
 
 use crate::cache::Cache;
+use crate::card::{Home, Order};
 use crate::report::Failure;
-use crate::tensor::{self, Tensor};
+use crate::tensor::{self, Lender, Tensor};
 
 /// A step of a cache, from `Cache.step` on.
 ///
@@ -54,9 +55,12 @@ impl Step {
     fn run<T: Send>(
         &self,
         py: Python<'_>,
+        order: &Order<'_>,
         call: impl FnOnce(&mut kv::Step<'_, AnyBackend>) -> Result<T, Failure> + Send,
     ) -> PyResult<T> {
-        self.cache.get().locked(py, |guarded| guarded.with_step(self.number, call))
+        self.cache
+            .get()
+            .locked(py, |guarded| guarded.with_step(self.number, |step| order.run(step, call)))
     }
 
     /// Ends the step by a call that takes it.
@@ -93,7 +97,8 @@ impl Step {
     }
 
     /// Writes the keys and values of one layer, and attends its queries. Returns `out`, a new
-    /// tensor like `q` unless one is given.
+    /// tensor like `q` on its device unless one is given, which a `q` on CUDA needs that is not of
+    /// torch.
     ///
     /// `[tokens, heads, head_dim]` has the tokens of all sequences one after another. `axes` names
     /// the order of tensors with 4 axes, with one entry for each input: `"bshd"`, `"sbhd"`,
@@ -120,17 +125,24 @@ impl Step {
     ) -> PyResult<Bound<'py, PyAny>> {
         let order = tensor::order(axes, tensor::rank(&q)?)?;
         let cache = self.cache.get();
+        let home = cache.home();
+        let queries = Tensor::input(&q, order, "q", home)?;
         let out = match out {
             Some(out) => out,
+            None if queries.lender() == Some(Lender::Dlpack) => {
+                let message = format!("out= is expected: q is on {home} and no tensor of torch");
+                return Err(PyTypeError::new_err(message));
+            }
             None => tensor::empty_like(&q, order, cache.width_of_v())?,
         };
-        let [queries, written] =
-            [Tensor::input(&q, order, "q")?, Tensor::output(&out, order, "out")?];
+        let written = Tensor::output(&out, order, "out", home)?;
         let new = match (&k, &v) {
-            (Some(k), Some(v)) => Some(tensors(k, v, order)?),
+            (Some(k), Some(v)) => Some(tensors(k, v, order, home)?),
             (None, None) => None,
             _ => return Err(PyValueError::new_err("k and v come together")),
         };
+        let all: Vec<_> = [&queries, &written].into_iter().chain(new.iter().flatten()).collect();
+        let streams = Order::of(py, home, &all)?;
         let (q, mut out_rows) = (queries.rows()?, written.rows()?);
         let new = match &new {
             Some([k, v]) => Some([k.rows()?, v.rows()?]),
@@ -153,7 +165,7 @@ impl Step {
         if let Some(sinks) = &sinks {
             options = options.with_sink_logits(sinks);
         }
-        self.run(py, |step| {
+        self.run(py, &streams, |step| {
             if let Some([k, v]) = &new {
                 step.write(layer, k.view(), v.view(), order.axes())?;
             }
@@ -173,9 +185,11 @@ impl Step {
         axes: Option<&str>,
     ) -> PyResult<()> {
         let order = tensor::order(axes, tensor::rank(&k)?)?;
-        let [k, v] = tensors(&k, &v, order)?;
+        let home = self.cache.get().home();
+        let [k, v] = tensors(&k, &v, order, home)?;
+        let streams = Order::of(py, home, &[&k, &v])?;
         let (k, v) = (k.rows()?, v.rows()?);
-        self.run(py, |step| Ok(step.write(layer, k.view(), v.view(), order.axes())?))
+        self.run(py, &streams, |step| Ok(step.write(layer, k.view(), v.view(), order.axes())?))
     }
 
     /// Returns all rows of one layer, the step's own included: `[inputs, tokens, kv_heads,
@@ -195,9 +209,13 @@ impl Step {
                 return Err(PyValueError::new_err(message));
             }
         };
-        let tensor = Tensor::output(&out, AxisOrder::Bshd, "out")?;
+        let home = self.cache.get().home();
+        let tensor = Tensor::output(&out, AxisOrder::Bshd, "out", home)?;
+        let streams = Order::of(py, home, &[&tensor])?;
         let mut rows = tensor.rows()?;
-        self.run(py, |step| Ok(step.gather(layer, plane, rows.view_mut(), Axes::Bshd)?))?;
+        self.run(py, &streams, |step| {
+            Ok(step.gather(layer, plane, rows.view_mut(), Axes::Bshd)?)
+        })?;
         Ok(out)
     }
 
@@ -255,10 +273,11 @@ impl Step {
 }
 
 /// Reads keys and values.
-fn tensors<'py>(
+fn tensors<'a, 'py>(
     k: &Bound<'py, PyAny>,
     v: &Bound<'py, PyAny>,
     order: AxisOrder,
-) -> PyResult<[Tensor<'py>; 2]> {
-    Ok([Tensor::input(k, order, "k")?, Tensor::input(v, order, "v")?])
+    home: &'a Home,
+) -> PyResult<[Tensor<'a, 'py>; 2]> {
+    Ok([Tensor::input(k, order, "k", home)?, Tensor::input(v, order, "v", home)?])
 }

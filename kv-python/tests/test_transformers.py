@@ -3,6 +3,7 @@
 import copy
 import tempfile
 import unittest
+from unittest import mock
 
 import kvblock
 from models import FAMILIES, SINCE, SMALL, VERSION, model, torch, transformers
@@ -210,6 +211,18 @@ class Models(unittest.TestCase):
                 cache.crop(-1000)
         with self.assertRaisesRegex(ValueError, "mode="):
             KvCache(of.config, mode="both")
+
+    def test_the_blocks_are_on_the_device_of_the_keys(self):
+        config = transformers.AutoConfig.for_model("llama", **SMALL)
+        for place, settings, device in (
+            ("cuda:1", {}, "cuda:1"),
+            ("cuda:1", {"device": "cpu"}, "cpu"),
+            ("cpu", {}, None),
+        ):
+            key = mock.Mock(device=torch.device(place), dtype=torch.float16, shape=(1, 2, 3, 8))
+            with mock.patch("kvblock.Cache") as made:
+                KvCache(config, **settings)._make(key, key)
+            self.assertEqual(made.call_args.kwargs.get("device"), device)
 
     def test_a_pool_that_is_too_small_says_so_and_goes_on(self):
         of = model()

@@ -60,9 +60,14 @@ class Cache:
     own}`. `tiers` keep what the device evicts, in chunks of `chunk_blocks` blocks:
     `"host=2GiB"`, `"disk=DIR:200GB"`; they need `model`, bytes that name the weights.
 
+    `device="cuda:0"` takes tensors on that device in place, and in host memory too. All work is
+    submitted to `stream`: one of torch or cupy, or a handle, which must stay open as long as the
+    cache. Nobody may capture on it. Without one it is torch's current stream, or the legacy default
+    stream where torch does not use CUDA yet.
+
     All calls may come from any thread.
     """
-    def __new__(cls, /, *, layers: SupportsIndex, kv_heads: SupportsIndex, head_dim: SupportsIndex, head_dim_v: SupportsIndex | None = None, format: str = "bf16", block_size: SupportsIndex = 16, num_blocks: SupportsIndex | None = None, memory: SupportsIndex | str | None = None, max_seq_len: SupportsIndex | None = None, max_sequences: SupportsIndex | None = None, windows: dict[SupportsIndex, SupportsIndex] | None = None, window_slack: SupportsIndex = 0, sink_tokens: SupportsIndex = 0, prefix_reuse: str = "partial", eviction: str = "reuse-rate", batch_invariant: bool = False, events: SupportsIndex = 0, device: str = "cpu", threads: SupportsIndex | None = None, calibration: str | PathLike[str] | None = None, tiers: SupportsGetItem[int, str] | None = None, wait: str = "compute", chunk_blocks: SupportsIndex | None = None, model: Any | None = None) -> Cache: ...
+    def __new__(cls, /, *, layers: SupportsIndex, kv_heads: SupportsIndex, head_dim: SupportsIndex, head_dim_v: SupportsIndex | None = None, format: str = "bf16", block_size: SupportsIndex = 16, num_blocks: SupportsIndex | None = None, memory: SupportsIndex | str | None = None, max_seq_len: SupportsIndex | None = None, max_sequences: SupportsIndex | None = None, windows: dict[SupportsIndex, SupportsIndex] | None = None, window_slack: SupportsIndex = 0, sink_tokens: SupportsIndex = 0, prefix_reuse: str = "partial", eviction: str = "reuse-rate", batch_invariant: bool = False, events: SupportsIndex = 0, device: str = "cpu", threads: SupportsIndex | None = None, calibration: str | PathLike[str] | None = None, tiers: SupportsGetItem[int, str] | None = None, wait: str = "compute", chunk_blocks: SupportsIndex | None = None, model: Any | None = None, stream: Any | None = None) -> Cache: ...
     def __repr__(self, /) -> str: ...
     @property
     def block_size(self, /) -> int: ...
@@ -153,6 +158,12 @@ class Cache:
         its new tokens, or their number. Blocks are allocated here, or none at all.
 
         `with cache.step(..) as step:` commits at the end, and rolls back on an exception.
+        """
+    @property
+    def stream(self, /) -> int | None:
+        """
+        The handle of the stream on which a cache on a CUDA device works, `None` for other devices.
+        The legacy default stream is 0.
         """
     def take_events(self, /) -> list:
         """
@@ -285,7 +296,8 @@ class Step:
     def attend(self, /, layer: SupportsIndex, q: Any, k: Any | None = None, v: Any | None = None, out: Any | None = None, *, scale: SupportsFloat | SupportsIndex | None = None, softcap: SupportsFloat | SupportsIndex | None = None, sinks: SupportsGetItem[int, SupportsFloat | SupportsIndex] | None = None, causal: bool = True, axes: str | None = None) -> Any:
         """
         Writes the keys and values of one layer, and attends its queries. Returns `out`, a new
-        tensor like `q` unless one is given.
+        tensor like `q` on its device unless one is given, which a `q` on CUDA needs that is not of
+        torch.
 
         `[tokens, heads, head_dim]` has the tokens of all sequences one after another. `axes` names
         the order of tensors with 4 axes, with one entry for each input: `"bshd"`, `"sbhd"`,

@@ -50,6 +50,8 @@ def cache_of(key, value, layers, format, has_windows=True, **settings) -> kvbloc
         settings["memory"] = "1GiB"
     if key.device.type == "cpu":
         settings.setdefault("threads", torch.get_num_threads())
+    elif key.device.type == "cuda":
+        settings.setdefault("device", f"cuda:{key.device.index}")
     windows = {layers.places[layer]: window - 1 for layer, window in layers.windows.items()}
     return kvblock.Cache(
         layers=len(layers.places),
