@@ -219,7 +219,7 @@ class Models(unittest.TestCase):
             ("cuda:1", {"device": "cpu"}, "cpu"),
             ("cpu", {}, None),
         ):
-            key = mock.Mock(device=torch.device(place), dtype=torch.float16, shape=(1, 2, 3, 8))
+            key = mock.MagicMock(device=torch.device(place), dtype=torch.float16, shape=(1, 2, 3, 8))
             with mock.patch("kvblock.Cache") as made:
                 KvCache(config, **settings)._make(key, key)
             self.assertEqual(made.call_args.kwargs.get("device"), device)
