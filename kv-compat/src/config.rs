@@ -125,6 +125,25 @@ impl InferenceConfig {
         self
     }
 
+    /// Checks the arguments, and returns those of the manager: what
+    /// [`InferenceParams::new`](crate::InferenceParams::new) does before it allocates anything.
+    ///
+    /// # Errors
+    /// Those of [`InferenceParams::new`](crate::InferenceParams::new), except the device's.
+    ///
+    /// ```
+    /// use kv_compat::InferenceConfig;
+    /// use kv::DType;
+    ///
+    /// let config = InferenceConfig::new(4, 64).num_heads_kv(2).head_dim_k(8).dtype(DType::F16);
+    /// assert_eq!(config.clone().manager_config()?.head_dim_v, 8);
+    /// assert!(config.qkv_format("hbsd").manager_config().is_err());
+    /// # Ok::<(), kv::CacheError>(())
+    /// ```
+    pub fn manager_config(self) -> Result<CacheManagerConfig, CacheError> {
+        Ok(self.check()?.manager)
+    }
+
     /// Checks in the order of the original: required values, pages, format.
     pub(crate) fn check(self) -> Result<Checked, CacheError> {
         let max_seqlen = self.max_sequence_length;
