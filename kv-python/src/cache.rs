@@ -1,8 +1,6 @@
 //! `Cache`: sequences of tokens, and their keys and values.
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::process;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use kv::backend::Plane;
@@ -18,7 +16,8 @@ use crate::card::{Home, Order, ordinal};
 use crate::guarded::{CLOSED, Guarded, Memory, Owner};
 use crate::memory::Stream;
 use crate::report::{self, Failure};
-use crate::settings::{Settings, Size};
+use crate::settings::{Settings, Size, device_of};
+use crate::shared::Shared;
 use crate::step::{Step, words};
 use crate::tensor::{self, Tensor};
 use crate::torch::likely_stream;
@@ -52,8 +51,7 @@ enum Tokens {
 #[pyclass(frozen, module = "kvblock", weakref)]
 #[derive(Debug)]
 pub(crate) struct Cache {
-    guarded: Mutex<Guarded>,
-    process: u32,
+    guarded: Shared<Guarded>,
     text: String,
     #[pyo3(get)]
     layers: u16,
@@ -86,30 +84,15 @@ impl Cache {
         py: Python<'_>,
         call: impl FnOnce(&mut Guarded) -> Result<T, Failure> + Send,
     ) -> PyResult<T> {
-        self.check_process()?;
-        Ok(py.detach(|| call(&mut self.lock()))?)
-    }
-
-    /// Refuses a process that has the cache's memory and none of its threads.
-    fn check_process(&self) -> Result<(), Failure> {
-        if process::id() == self.process {
-            return Ok(());
-        }
-        Err(Failure::Forked { parent: self.process })
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Guarded> {
-        // A panic in a call is reported by pyo3; the cache rolls its step back by itself.
-        self.guarded.lock().unwrap_or_else(PoisonError::into_inner)
+        self.guarded.locked(py, call)
     }
 
     /// Rolls a step back that nobody has ended.
     pub(crate) fn abandon(&self, step: u64) {
-        if self.check_process().is_ok() {
-            let mut guarded = self.lock();
-            if guarded.open == Some(step) {
-                guarded.roll_back();
-            }
+        if let Ok(mut guarded) = self.guarded.guard()
+            && guarded.open == Some(step)
+        {
+            guarded.roll_back();
         }
     }
 
@@ -128,7 +111,7 @@ impl Cache {
 
     /// Returns `1 / sqrt(head_dim)`.
     pub(crate) fn default_scale(&self) -> f32 {
-        kv::num::to_f32(f64::from(self.head_dim).sqrt().recip())
+        tensor::default_scale(self.head_dim)
     }
 
     pub(crate) fn sink_tokens(&self) -> u32 {
@@ -217,7 +200,7 @@ impl Cache {
             chunk_blocks,
             model,
         };
-        let place = settings.place()?;
+        let place = device_of(&settings.device)?;
         let stream_of_caller = match (ordinal(&place), &stream) {
             (Some(_), Some(stream)) => (Stream::of(stream)?, true),
             (Some(ordinal), None) => (likely_stream(py, ordinal)?, false),
@@ -231,13 +214,12 @@ impl Cache {
         let Settings { format, device, windows, .. } = settings;
         let text = format!("layers={layers}, kv_heads={kv_heads}, head_dim={head_dim}");
         Ok(Self {
-            guarded: Mutex::new(Guarded {
+            guarded: Shared::new(Guarded {
                 owner: Owner::Caller(memory),
                 identity,
                 open: None,
                 steps: 0,
             }),
-            process: process::id(),
             text,
             layers,
             kv_heads,

@@ -7,7 +7,8 @@
 //! | `step` | `Step`: one forward pass |
 //! | `engine` | `Engine`: continuous batches |
 //! | `calibrate` | `Calibrator`: the constants of stored formats |
-//! | `settings` | the arguments of `Cache` |
+//! | `settings` | the arguments of `Cache`, and devices by name |
+//! | `shared` | a value behind a lock, in the process that made it |
 //! | `card` | the CUDA device of a cache, and the order of calls with the work of others there |
 //! | `tensor` | tensors of torch, and of everything that speaks `DLPack` |
 //! | `torch` | the names of torch, and its streams |
@@ -29,6 +30,7 @@ mod guarded;
 mod memory;
 mod report;
 mod settings;
+mod shared;
 mod step;
 mod tensor;
 mod torch;

@@ -89,6 +89,29 @@ fn wrong(name: &str, given: &str, expected: &dyn std::fmt::Display) -> PyErr {
     PyValueError::new_err(format!("{name}={given:?}: {expected}"))
 }
 
+/// Reads the name of a device.
+///
+/// # Errors
+/// A `ValueError` for a name that no device has.
+pub(crate) fn device_of(name: &str) -> PyResult<Device> {
+    name.parse().map_err(|error| wrong("device", name, &error))
+}
+
+/// Opens a device.
+///
+/// # Errors
+/// The device's own.
+pub(crate) fn connect(device: &Device, threads: Option<usize>) -> Result<AnyBackend, Failure> {
+    match (device, threads) {
+        (Device::Cpu, Some(threads)) => {
+            let options = CpuOptions::default().with_threads(threads);
+            let backend = CpuBackend::open(options).map_err(kv::Error::from)?;
+            Ok(AnyBackend::new(backend))
+        }
+        (device, _) => Ok(device.connect()?),
+    }
+}
+
 impl Settings {
     /// Opens the cache, with its tiers, on a device. On CUDA it works on the caller's stream, which
     /// the caller may have named.
@@ -103,7 +126,7 @@ impl Settings {
         let stored: Stored =
             self.format.parse().map_err(|error| wrong("format", &self.format, &error))?;
         let spec = self.spec(&stored)?;
-        let backend = self.backend(&device)?;
+        let backend = connect(&device, self.threads)?;
         let (home, queue) = Home::open(device, &backend, stream).map_err(kv::Error::from)?;
         let cache = KvCache::builder(backend, spec).queue(queue);
         let cache = cache.calibration(self.constants(&stored)?).build().map_err(kv::Error::from)?;
@@ -120,14 +143,6 @@ impl Settings {
         };
         let tiered = kv::tier::TieredCache::new(cache, identity.clone(), self.tier_options()?)?;
         Ok((Memory::Tiered(Box::new(tiered)), Some(identity), home))
-    }
-
-    /// Reads the name of the device.
-    ///
-    /// # Errors
-    /// A `ValueError` for a name that no device has.
-    pub(crate) fn place(&self) -> PyResult<Device> {
-        self.device.parse().map_err(|error| wrong("device", &self.device, &error))
     }
 
     fn spec(&self, stored: &Stored) -> Result<CacheSpec, Failure> {
@@ -204,17 +219,6 @@ impl Settings {
             });
         }
         Ok(builder)
-    }
-
-    fn backend(&self, device: &Device) -> Result<AnyBackend, Failure> {
-        match (device, self.threads) {
-            (Device::Cpu, Some(threads)) => {
-                let options = CpuOptions::default().with_threads(threads);
-                let backend = CpuBackend::open(options).map_err(kv::Error::from)?;
-                Ok(AnyBackend::new(backend))
-            }
-            (device, _) => Ok(device.connect()?),
-        }
     }
 
     fn constants(&self, stored: &Stored) -> Result<Option<Calibration>, Failure> {

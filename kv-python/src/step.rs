@@ -149,22 +149,15 @@ impl Step {
             None => None,
         };
         let inputs = std::iter::once(&q).chain(new.iter().flatten());
-        if inputs.into_iter().any(|input| input.overlaps(&out_rows)) {
-            return Err(PyValueError::new_err("out shares memory with q, k or v"));
-        }
-        let scale = scale.unwrap_or_else(|| cache.default_scale());
-        let of = if causal { AttentionOptions::causal } else { AttentionOptions::full };
-        let mut options = of(scale).with_axes(order.axes());
-        if let Some(left) = cache.window_left(layer) {
-            options = options.with_window_left(left);
-            options = options.with_sink_tokens(cache.sink_tokens());
-        }
-        if let Some(softcap) = softcap {
-            options = options.with_soft_cap(softcap);
-        }
-        if let Some(sinks) = &sinks {
-            options = options.with_sink_logits(sinks);
-        }
+        tensor::check_apart(&out_rows, "out", inputs, "q, k or v")?;
+        let asked = Asked {
+            scale: scale.unwrap_or_else(|| cache.default_scale()),
+            softcap,
+            sinks: sinks.as_deref(),
+            is_causal: causal,
+            window: cache.window_left(layer).map(|left| (left, cache.sink_tokens())),
+        };
+        let options = asked.options(order.axes());
         self.run(py, &streams, |step| {
             if let Some([k, v]) = &new {
                 step.write(layer, k.view(), v.view(), order.axes())?;
@@ -269,6 +262,34 @@ impl Step {
         let is_open = self.cache.get().locked(py, |guarded| Ok(guarded.open == number));
         let state = if is_open.unwrap_or(false) { "open" } else { "ended" };
         format!("Step({tokens} tokens, {state})")
+    }
+}
+
+/// What a call of `attend` asks for beside its tensors.
+#[derive(Debug)]
+pub(crate) struct Asked<'a> {
+    pub(crate) scale: f32,
+    pub(crate) softcap: Option<f32>,
+    pub(crate) sinks: Option<&'a [f32]>,
+    pub(crate) is_causal: bool,
+    /// Tokens before a token's own, and tokens at the beginning that stay visible.
+    pub(crate) window: Option<(u32, u32)>,
+}
+
+impl<'a> Asked<'a> {
+    pub(crate) fn options(&self, axes: Axes) -> AttentionOptions<'a> {
+        let of = if self.is_causal { AttentionOptions::causal } else { AttentionOptions::full };
+        let mut options = of(self.scale).with_axes(axes);
+        if let Some((left, sink_tokens)) = self.window {
+            options = options.with_window_left(left).with_sink_tokens(sink_tokens);
+        }
+        if let Some(softcap) = self.softcap {
+            options = options.with_soft_cap(softcap);
+        }
+        if let Some(sinks) = self.sinks {
+            options = options.with_sink_logits(sinks);
+        }
+        options
     }
 }
 

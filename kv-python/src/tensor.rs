@@ -480,6 +480,24 @@ pub(crate) fn order(axes: Option<&str>, rank: usize) -> PyResult<AxisOrder> {
     }
 }
 
+/// Refuses an output that shares memory with other tensors of its call.
+pub(crate) fn check_apart<'a, 'b: 'a>(
+    out: &Rows<'_>,
+    name: &str,
+    others: impl IntoIterator<Item = &'a Rows<'b>>,
+    names: &str,
+) -> PyResult<()> {
+    if others.into_iter().any(|other| other.overlaps(out)) {
+        return Err(PyValueError::new_err(format!("{name} shares memory with {names}")));
+    }
+    Ok(())
+}
+
+/// Returns `1 / sqrt(head_dim)`.
+pub(crate) fn default_scale(head_dim: u32) -> f32 {
+    kv::num::to_f32(f64::from(head_dim).sqrt().recip())
+}
+
 /// Returns the number of axes of a tensor.
 pub(crate) fn rank(tensor: &Bound<'_, PyAny>) -> PyResult<usize> {
     tensor.getattr(intern!(tensor.py(), "shape"))?.len()

@@ -481,6 +481,8 @@ class Tiers(unittest.TestCase):
 
 
 def in_child(of, answers):
+    # One of the parent's that nobody has: its threads are not here, and not waited for.
+    gc.collect()
     try:
         of.usage()
         answers.put("no error")
@@ -548,6 +550,11 @@ class Threads(unittest.TestCase):
         run(of, 0, [1], 0)
         context = multiprocessing.get_context("fork")
         answers = context.Queue()
+        gc.disable()
+        self.addCleanup(gc.enable)
+        garbage = [cache(threads=2)]
+        garbage.append(garbage)
+        del garbage
         child = context.Process(target=in_child, args=(of, answers))
         child.start()
         self.assertEqual(answers.get(timeout=20), os.getpid())
