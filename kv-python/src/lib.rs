@@ -6,6 +6,7 @@
 //! | `guarded` | what a cache's lock guards: its owner and the open step |
 //! | `step` | `Step`: one forward pass |
 //! | `engine` | `Engine`: continuous batches |
+//! | `te` | the calls of TransformerEngine, for `kvblock.te` |
 //! | `calibrate` | `Calibrator`: the constants of stored formats |
 //! | `settings` | the arguments of `Cache`, and devices by name |
 //! | `shared` | a value behind a lock, in the process that made it |
@@ -32,6 +33,7 @@ mod report;
 mod settings;
 mod shared;
 mod step;
+mod te;
 mod tensor;
 mod torch;
 
@@ -50,6 +52,8 @@ mod _kvblock {
     use super::report::{device_names, feature_names};
     #[pymodule_export]
     use super::step::Step;
+    #[pymodule_export]
+    use super::te::{InferenceConfig, InferenceParams};
 
     /// The version of the library.
     #[pymodule_export]

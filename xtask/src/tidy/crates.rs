@@ -21,7 +21,7 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
     ("kv-testkit", &["kv-core", "kv-compat", "kv-quant", "kv-tier"]),
     ("kv", &["kv-core", "kv-quant", "kv-cpu", "kv-wgpu", "kv-cuda", "kv-tier", "kv-engine"]),
     ("kv-candle", &["kv"]),
-    ("kv-python", &["kv"]),
+    ("kv-python", &["kv", "kv-compat"]),
     ("kv-runner", &["kv", "kv-candle"]),
     ("kv-bench", &["kv"]),
     ("kv-cli", &["kv", "kv-runner", "kv-bench"]),

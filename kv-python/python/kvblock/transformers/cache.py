@@ -14,6 +14,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from kvblock._torch import FORMATS
 from kvblock.transformers.attention import NAME, Attending
 
 #: Sequences below this number are free for a caller of the same cache.
@@ -21,8 +22,6 @@ FIRST_SEQUENCE = 1 << 32
 
 #: Tokens that a window keeps beyond its own for a model that goes back, as assisted decoding does.
 SLACK = 64
-
-_FORMATS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
 class Layers:
@@ -58,7 +57,7 @@ def cache_of(key, value, layers, format, has_windows=True, **settings) -> kvbloc
         kv_heads=key.shape[1],
         head_dim=key.shape[3],
         head_dim_v=value.shape[3],
-        format=format or _FORMATS[key.dtype],
+        format=format or FORMATS[key.dtype],
         windows=windows if has_windows else {},
         **settings,
     )
