@@ -136,19 +136,11 @@ fn check_tokens(config: &CacheManagerConfig) -> Result<(), CacheError> {
     Ok(())
 }
 
-/// What the lock guards.
-#[derive(Debug)]
-struct Guarded {
-    params: kv_compat::InferenceParams<AnyBackend>,
-    /// Number of the last step.
-    step: u64,
-}
-
 /// A cache that TransformerEngine's calls drive. Sequences are numbers, layers too.
 #[pyclass(frozen, module = "kvblock._kvblock", weakref)]
 #[derive(Debug)]
 pub(crate) struct InferenceParams {
-    guarded: Shared<Guarded>,
+    params: Shared<kv_compat::InferenceParams<AnyBackend>>,
     head_dim_v: u32,
     scale: f32,
 }
@@ -170,7 +162,7 @@ impl InferenceParams {
         })?;
         let CacheManagerConfig { head_dim_k, head_dim_v, .. } = config.checked;
         Ok(Self {
-            guarded: Shared::new(Guarded { params, step: 0 }),
+            params: Shared::new(params),
             head_dim_v,
             scale: tensor::default_scale(head_dim_k),
         })
@@ -178,41 +170,31 @@ impl InferenceParams {
 
     /// Gives a layer its memory, zeroed; `False`, and nothing changes, when it has some already.
     fn allocate_memory(&self, py: Python<'_>, layer: usize) -> PyResult<bool> {
-        self.guarded.locked(py, |guarded| Ok(guarded.params.allocate_memory(layer)?))
+        self.params.locked(py, |params| Ok(params.allocate_memory(layer)?))
     }
 
-    /// Ends the step before and prepares the next, entry by entry `(sequence, new tokens)`. Returns
-    /// its number.
-    fn pre_step(&self, py: Python<'_>, step: Vec<(u64, u32)>) -> PyResult<u64> {
-        self.guarded.locked(py, |guarded| {
-            guarded.params.pre_step(&step)?;
-            guarded.step += 1;
-            Ok(guarded.step)
-        })
+    /// Ends the step before and prepares the next, entry by entry `(sequence, new tokens)`.
+    fn pre_step(&self, py: Python<'_>, step: Vec<(u64, u32)>) -> PyResult<()> {
+        self.params.locked(py, |params| Ok(params.pre_step(&step)?))
     }
 
-    /// Takes a prepared step back, whatever its number is unless one is given. Returns whether it
-    /// was still prepared.
-    #[pyo3(signature = (step = None))]
-    fn roll_back(&self, py: Python<'_>, step: Option<u64>) -> PyResult<bool> {
-        self.guarded.locked(py, |guarded| {
-            let is_last = step.is_none_or(|step| step == guarded.step);
-            if is_last {
-                guarded.params.roll_back();
-            }
-            Ok(is_last)
+    /// Takes the prepared step back, if there is one.
+    fn roll_back(&self, py: Python<'_>) -> PyResult<()> {
+        self.params.locked(py, |params| {
+            params.roll_back();
+            Ok(())
         })
     }
 
     /// Forgets every sequence; layers keep their memory.
     fn reset(&self, py: Python<'_>) -> PyResult<()> {
-        self.guarded.locked(py, |guarded| Ok(guarded.params.reset()?))
+        self.params.locked(py, |params| Ok(params.reset()?))
     }
 
     /// Returns the batch, `(sequence, tokens before the step, tokens after it)` by row.
     fn sequences(&self, py: Python<'_>) -> PyResult<Vec<(u64, u32, u32)>> {
-        self.guarded.locked(py, |guarded| {
-            let rows = guarded.params.sequences().iter();
+        self.params.locked(py, |params| {
+            let rows = params.sequences().iter();
             Ok(rows.map(|row| (row.id.0, row.pre_step_len, row.len)).collect())
         })
     }
@@ -220,8 +202,8 @@ impl InferenceParams {
     /// Returns the pages of every row as `int32`, `[max_batch_size, max_pages_per_seq]`: 0 past a
     /// row's pages and past the batch.
     fn page_table<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyByteArray>> {
-        let pages: Vec<u8> = self.guarded.locked(py, |guarded| {
-            let table = guarded.params.page_table().iter();
+        let pages: Vec<u8> = self.params.locked(py, |params| {
+            let table = params.page_table().iter();
             Ok(table.flat_map(|page| page.to_ne_bytes()).collect())
         })?;
         Ok(PyByteArray::new(py, &pages))
@@ -229,14 +211,13 @@ impl InferenceParams {
 
     /// Returns the pages of a sequence in token order; none for an unknown one.
     fn pages(&self, py: Python<'_>, sequence: u64) -> PyResult<Vec<u32>> {
-        self.guarded.locked(py, |guarded| {
-            Ok(guarded.params.page_list(sequence).iter().map(|page| page.0).collect())
-        })
+        self.params
+            .locked(py, |params| Ok(params.page_list(sequence).iter().map(|page| page.0).collect()))
     }
 
     /// Returns the number of pages that no sequence holds; free slots when not paged.
     fn num_free_pages(&self, py: Python<'_>) -> PyResult<u32> {
-        self.guarded.locked(py, |guarded| Ok(guarded.params.num_free_pages()))
+        self.params.locked(py, |params| Ok(params.num_free_pages()))
     }
 
     /// Writes the keys and values of the step's tokens into one layer.
@@ -252,8 +233,8 @@ impl InferenceParams {
         let [k, v] =
             [Tensor::input(&new_k, order, "k", &HOST)?, Tensor::input(&new_v, order, "v", &HOST)?];
         let (k, v) = (k.rows()?, v.rows()?);
-        self.guarded.locked(py, |guarded| {
-            guarded.params.step(layer, k.view(), v.view(), order.axes())?;
+        self.params.locked(py, |params| {
+            params.step(layer, k.view(), v.view(), order.axes())?;
             Ok(())
         })
     }
@@ -272,9 +253,9 @@ impl InferenceParams {
             [Tensor::output(&k, order, "k", &HOST)?, Tensor::output(&v, order, "v", &HOST)?];
         let (mut k, mut v) = (k.rows()?, v.rows()?);
         tensor::check_apart(&k, "k", [&v], "v")?;
-        self.guarded.locked(py, |guarded| {
+        self.params.locked(py, |params| {
             let rows = (k.view_mut(), v.view_mut());
-            Ok(guarded.params.convert_paged_to_nonpaged(layer, rows.0, rows.1)?)
+            Ok(params.convert_paged_to_nonpaged(layer, rows.0, rows.1)?)
         })
     }
 
@@ -315,14 +296,14 @@ impl InferenceParams {
             window: window.map(|left| (left, 0)),
         };
         let options = asked.options(order.axes());
-        self.guarded.locked(py, |guarded| {
-            Ok(guarded.params.attend(layer, q.view(), rows.view_mut(), &options)?)
+        self.params.locked(py, |params| {
+            Ok(params.attend(layer, q.view(), rows.view_mut(), &options)?)
         })?;
         Ok(out)
     }
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
-        self.guarded.locked(py, |guarded| Ok(format!("InferenceParams({})", guarded.params)))
+        self.params.locked(py, |params| Ok(format!("InferenceParams({params})")))
     }
 }
 

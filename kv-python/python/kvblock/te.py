@@ -431,6 +431,12 @@ class KVCacheManager:
                 names[number] = name
             try:
                 self._blocks.pre_step(list(zip(names, step.values())))
+            except kvblock.PlanError as error:
+                text = str(error)
+                for number, name in names.items():
+                    if number >= FIRST_NAMELESS:
+                        text = text.replace(str(number), repr(name))
+                raise kvblock.PlanError(text) from None
             except kvblock.DeviceError:
                 self._names |= names
                 self._tokens = []
@@ -635,7 +641,7 @@ def _output_format(qkv_format):
 def _entries(step_dict):
     """Reads the entries of a step: numbers of tokens may be any integers."""
     step = OrderedDict()
-    for name, tokens in step_dict.items():
+    for name, tokens in dict(step_dict).items():
         try:
             count = operator.index(tokens)
         except TypeError:
