@@ -6,7 +6,7 @@ from _typeshed import SupportsGetItem
 from os import PathLike
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["VERSION", "Batch", "Cache", "Calibrator", "Engine", "Step", "device_names", "feature_names"]
+__all__ = ["VERSION", "Batch", "Cache", "Calibrator", "Engine", "InferenceConfig", "InferenceParams", "Step", "device_names", "feature_names"]
 
 VERSION: Final[str]
 """
@@ -277,6 +277,94 @@ class Engine:
         `temperature` 0 takes the most likely token; otherwise the first tokens of share `top_p` of
         the probability are sampled from, with `seed`. `num_beams` above 1 searches instead. Prompts
         share blocks only with those of the same `salt`.
+        """
+
+@final
+class InferenceConfig:
+    """
+    The checked arguments of TransformerEngine's `InferenceParams`.
+
+    `dtype` is `"f32"`, `"f16"` or `"bf16"`.
+    """
+    def __new__(cls, /, max_batch_size: SupportsIndex, max_sequence_length: SupportsIndex, num_heads_kv: SupportsIndex | None = None, head_dim_k: SupportsIndex | None = None, dtype: str | None = None, head_dim_v: SupportsIndex | None = None, is_paged: bool = False, total_num_pages: SupportsIndex | None = None, page_size: SupportsIndex | None = None, max_ctx_len: SupportsIndex | None = None, qkv_format: str = "bshd") -> InferenceConfig: ...
+    def __repr__(self, /) -> str: ...
+    @property
+    def head_dim_k(self, /) -> int: ...
+    @property
+    def head_dim_v(self, /) -> int: ...
+    @property
+    def is_paged(self, /) -> bool: ...
+    @property
+    def max_batch_size(self, /) -> int: ...
+    @property
+    def max_ctx_len(self, /) -> int | None: ...
+    @property
+    def max_pages_per_seq(self, /) -> int:
+        """
+        Entries of one row of the page table: pages of the longest sequence, 1 when not paged.
+        """
+    @property
+    def max_sequence_length(self, /) -> int: ...
+    @property
+    def num_heads_kv(self, /) -> int: ...
+    @property
+    def page_size(self, /) -> int | None: ...
+    @property
+    def total_num_pages(self, /) -> int | None: ...
+
+@final
+class InferenceParams:
+    """
+    A cache that TransformerEngine's calls drive. Sequences are numbers, layers too.
+    """
+    def __new__(cls, /, config: InferenceConfig, *, device: str = "cpu", threads: SupportsIndex | None = None) -> InferenceParams: ...
+    def __repr__(self, /) -> str: ...
+    def allocate_memory(self, /, layer: SupportsIndex) -> bool:
+        """
+        Gives a layer its memory, zeroed; `False`, and nothing changes, when it has some already.
+        """
+    def attend(self, /, layer: SupportsIndex, q: Any, out: Any | None = None, *, qkv_format: str, scale: SupportsFloat | SupportsIndex | None = None, softcap: SupportsFloat | SupportsIndex | None = None, sinks: SupportsGetItem[int, SupportsFloat | SupportsIndex] | None = None, window: SupportsIndex | None = None, causal: bool = True) -> Any:
+        """
+        Attends the step's queries over the rows of one layer, the step's own included. Returns
+        `out`, a new tensor like `q` unless one is given.
+        """
+    def gather(self, /, layer: SupportsIndex, k: Any, v: Any) -> None:
+        """
+        Reads all rows of one layer, the step's own included, into `[batch, tokens, num_heads_kv,
+        head_dim]`; zero past a length.
+        """
+    def num_free_pages(self, /) -> int:
+        """
+        Returns the number of pages that no sequence holds; free slots when not paged.
+        """
+    def page_table(self, /) -> bytearray:
+        """
+        Returns the pages of every row as `int32`, `[max_batch_size, max_pages_per_seq]`: 0 past a
+        row's pages and past the batch.
+        """
+    def pages(self, /, sequence: SupportsIndex) -> list[int]:
+        """
+        Returns the pages of a sequence in token order; none for an unknown one.
+        """
+    def pre_step(self, /, step: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]]) -> None:
+        """
+        Ends the step before and prepares the next, entry by entry `(sequence, new tokens)`.
+        """
+    def reset(self, /) -> None:
+        """
+        Forgets every sequence; layers keep their memory.
+        """
+    def roll_back(self, /) -> None:
+        """
+        Takes the prepared step back, if there is one.
+        """
+    def sequences(self, /) -> list[tuple[int, int, int]]:
+        """
+        Returns the batch, `(sequence, tokens before the step, tokens after it)` by row.
+        """
+    def step(self, /, layer: SupportsIndex, new_k: Any, new_v: Any, qkv_format: str) -> None:
+        """
+        Writes the keys and values of the step's tokens into one layer.
         """
 
 @final
