@@ -152,7 +152,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Kernels(args) => kernels::run(&args)?,
         Command::PublicApi { update } => public_api::run(update)?,
         Command::Python { update: true } => python::update_stubs()?,
-        Command::Python { update: false } => python::run(python::Profile::Release)?,
+        Command::Python { update: false } => python::run()?,
         Command::Gpu(options) => {
             let is_clean = gpu::run(&options)?;
             return Ok(if is_clean { ExitCode::SUCCESS } else { ExitCode::FAILURE });

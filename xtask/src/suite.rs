@@ -53,8 +53,8 @@ const STAGES: &[Stage] = &[
     compile("clippy", &[], clippy),
     compile("build of CUDA kernels with sanitizers", &[], build_sanitized).unless_same(SANITIZED),
     compile("build of CPU kernels for Arm", &["optional tools"], build_arm).unless_same(OF_ARM),
-    // In this lane, because it compiles; its tests take seconds.
-    compile("Python module", &["optional tools"], python_module)
+    // In this lane, because it links the module; its tests take seconds.
+    compile("Python module", &["optional tools", "build of the CUDA emulator"], python_module)
         .unless_same(Inputs::Crates(&["kv-python"])),
     compile("doc tests", &[], doc_tests),
     compile("rustdoc", &[], rustdoc),
@@ -246,11 +246,11 @@ fn checked_programs() -> Result<Vec<Program>> {
     programs::build(&args, &[])
 }
 
-fn python_module(_: &Workspace) -> Result<Outcome> {
+fn python_module(workspace: &Workspace) -> Result<Outcome> {
     if let Some(reason) = setup::FOR_PYTHON.into_iter().find_map(setup::lacks) {
         return Ok(Outcome::Skipped(reason));
     }
-    python::run(python::Profile::Dev).map(passed)
+    python::test(workspace).map(passed)
 }
 
 fn check_units(_: &Workspace) -> Result<Outcome> {

@@ -14,7 +14,7 @@ pub(crate) const FEATURES: [&str; 2] = [
     "--features",
     concat!(
         "kv-cuda/emulated,kv/emulated,kv/engine,kv/wgpu,kv/rayon,kv-cli/wgpu,kv-cli/cuda,",
-        "kv-cli/object,kv-cli/redis,kv-cli/serve,kv-tier/redis,kv-tier/object"
+        "kv-cli/object,kv-cli/redis,kv-cli/serve,kv-python/emulated,kv-tier/redis,kv-tier/object"
     ),
 ];
 
