@@ -11,6 +11,19 @@ A :class:`KvCache` with ``mode="attend"`` runs attention over the blocks, in the
 that :func:`register` gives to transformers. With ``mode="gather"`` every layer gets all its rows
 back as tensors, so that any attention works: it saves memory and no time. An :class:`Engine` runs
 many prompts in continuous batches.
+
+What a version of transformers wants is read from the call or from a signature, in one place each:
+
+======  ==========================================================  ===============================
+since   change                                                      read in
+======  ==========================================================  ===============================
+4.57.6  ``get_mask_sizes(cache_position, ..)``                      ``KvCache.get_mask_sizes``
+5.4     ``get_mask_sizes(query_length, ..)``; ``cache_position``    ``KvCache.get_mask_sizes``
+        is gone
+5.14    ``get_max_length`` for ``get_max_cache_shape``              ``KvLayer``
+5.16    ``crop(-n)`` alone; ``activate_past_recording``             ``KvCache.crop``
+5.24    ``cache=`` for ``past_key_values=``                         ``Engine``
+======  ==========================================================  ===============================
 """
 
 from kvblock.transformers.attention import NAME, register

@@ -7,6 +7,7 @@ import itertools
 import os
 import secrets
 import tempfile
+import threading
 import weakref
 
 import kvblock
@@ -72,6 +73,64 @@ def check_window(layer, window, windows):
         )
 
 
+class Pool:
+    """The blocks that a cache and its forks share, and the names of what is in them.
+
+    A model's cache sees no token ids: numbers that no other text has name the rows instead, so that
+    they can be saved and loaded.
+    """
+
+    def __init__(self, blocks=None, salt=None, next_name=0):
+        #: ``None`` before the first keys have come.
+        self.blocks: kvblock.Cache | None = blocks
+        self.salt = salt or secrets.token_bytes(16)
+        self._numbers = itertools.count(FIRST_SEQUENCE)
+        self._names = itertools.count(next_name)
+        self._opener, self._thread = lambda: None, None
+        #: Sequences of caches that are gone, while a step was open.
+        self._gone = []
+
+    def names(self, count):
+        """Returns names for new rows."""
+        return [next(self._names) % 2**32 for _ in range(count)]
+
+    def start(self, text=()):
+        """Starts a sequence, and returns its number and the rows of its text that are there."""
+        number = next(self._numbers)
+        return number, self.blocks.start(number, list(text), salt=self.salt)
+
+    def fork(self, number):
+        child = next(self._numbers)
+        self.blocks.fork(number, child)
+        return child
+
+    def release(self, numbers):
+        """Ends sequences: now, or before the next step if one is open."""
+        self._gone += numbers
+        while self._gone:
+            try:
+                self.blocks.release(self._gone[-1])
+            except kvblock.StateError:
+                return
+            self._gone.pop()
+
+    def open(self, cache, inputs):
+        """Opens the step of a forward pass of a cache."""
+        self.release([])
+        step = self.blocks.step(inputs)
+        self._opener, self._thread = weakref.ref(cache), threading.get_ident()
+        return step
+
+    def settle(self):
+        """Rolls back the forward pass that has failed on this thread, of whichever fork it was.
+
+        One that runs on another thread goes on, and the next call says that its step is open.
+        """
+        opener = self._opener()
+        if opener is not None and self._thread == threading.get_ident():
+            opener._abandon()
+
+
 class KvLayer(CacheLayerMixin):
     """One layer of a :class:`KvCache`, as transformers asks about it.
 
@@ -108,7 +167,7 @@ class KvLayer(CacheLayerMixin):
         return self._cache._columns + new, 0
 
     def get_seq_length(self, *args):
-        return self._cache._columns_of(self._index)
+        return self._cache._columns
 
     def get_max_length(self):
         return -1
@@ -169,10 +228,7 @@ class KvCache(Cache, Attending):
         # A session, as pickle saves one, wants the name of a model.
         self._settings = dict(model="kvblock.transformers") | settings
         self._slack = self._settings.pop("window_slack", 0)
-        #: The cache in blocks, the numbers of its sequences and of its tokens: shared with forks.
-        self._blocks, self._numbers = None, itertools.count(FIRST_SEQUENCE)
-        # A model's cache sees no token ids: numbers that no other text has name the rows instead.
-        self._names, self._salt = itertools.count(), secrets.token_bytes(16)
+        self._pool = Pool()
         #: An empty key and an empty value of the model.
         self._like = None
         #: A sequence for each row of the batch; columns so far.
@@ -188,11 +244,11 @@ class KvCache(Cache, Attending):
     @property
     def blocks(self) -> kvblock.Cache | None:
         """The cache in blocks, ``None`` before the first keys have come."""
-        return self._blocks
+        return self._pool.blocks
 
     def stats(self) -> dict:
         """Returns :meth:`kvblock.Cache.stats`, empty before the first keys have come."""
-        return {} if self._blocks is None else self._blocks.stats()
+        return {} if self.blocks is None else self.blocks.stats()
 
     # What a model calls.
 
@@ -223,10 +279,12 @@ class KvCache(Cache, Attending):
         if layer in self._seen:
             # The forward pass before has failed half-way.
             self._abandon()
-        if self._blocks is None:
+        if not self._seen:
+            self._pool.settle()
+        if self.blocks is None:
             self._make(key, value)
         if self._rows is None:
-            self._rows = [self._start() for _ in range(key.shape[0])]
+            self._rows = [self._pool.start()[0] for _ in range(key.shape[0])]
         if key.shape[0] != len(self._rows):
             raise ValueError(
                 f"the batch has {key.shape[0]} rows, the cache {len(self._rows)}: reset() begins "
@@ -237,19 +295,14 @@ class KvCache(Cache, Attending):
     def _make(self, key, value):
         # Rows that are handed back are masked by the model.
         settings = dict(self._settings, has_windows=self._mode == "attend")
-        self._blocks = cache_of(
+        self._pool.blocks = cache_of(
             key, value, self._own, self._format, window_slack=self._slack, **settings
         )
         self._like = (key[:0, :, :0].clone(), value[:0, :, :0].clone())
 
-    def _start(self):
-        number = next(self._numbers)
-        self._blocks.start(number, salt=self._salt)
-        return number
-
     def _open(self, counts):
-        names = ([next(self._names) % 2**32 for _ in range(count)] for count in counts)
-        self._step = self._blocks.step(list(zip(self._rows, names)))
+        names = map(self._pool.names, counts)
+        self._step = self._pool.open(self, list(zip(self._rows, names)))
 
     def _close(self, layer):
         """Notes that a layer is done, and commits the step after the last one."""
@@ -266,9 +319,10 @@ class KvCache(Cache, Attending):
             self._step.roll_back()
         self._clear_step()
 
-    def _columns_of(self, layer):
-        is_running = layer in self._seen or layer in self._pending
-        return self._columns + (self._new if is_running else 0)
+    def _settle(self):
+        """Ends what a failed forward pass has left, of this cache or of a fork."""
+        self._abandon()
+        self._pool.settle()
 
     @torch.compiler.disable(reason='mode="gather" makes tensors of another size in each step')
     def _gather(self, layer, key, value):
@@ -315,7 +369,7 @@ class KvCache(Cache, Attending):
 
     def _check_cached(self, mask, counts):
         """Refuses a mask that hides tokens which are in the cache, or shows padding which is not."""
-        lengths = [self._blocks.seq_len(number) for number in self._rows]
+        lengths = [self.blocks.seq_len(number) for number in self._rows]
         shown = [self._columns] * len(lengths)
         if mask is not None:
             shown = [all - new for all, new in zip(mask.sum(1).tolist(), counts)]
@@ -327,8 +381,8 @@ class KvCache(Cache, Attending):
             )
 
     def get_seq_length(self, layer_idx=0):
-        # While a graph is compiled no layer has begun.
-        return self._columns if torch.compiler.is_compiling() else self._columns_of(layer_idx)
+        # Of all passes that have ended: one that has failed counts nowhere.
+        return self._columns
 
     def get_mask_sizes(self, query_length, layer_idx=0):
         # The positions of the queries before transformers 5.4, their number since.
@@ -343,9 +397,8 @@ class KvCache(Cache, Attending):
 
     def reset(self):
         """Ends all sequences: the next batch begins anew."""
-        self._abandon()
-        for number in self._rows or ():
-            self._blocks.release(number)
+        self._settle()
+        self._pool.release(self._rows or [])
         self._rows, self._columns = None, 0
         for layer in self.layers:
             if not isinstance(layer, KvLayer):
@@ -357,12 +410,12 @@ class KvCache(Cache, Attending):
         remove = -tokens if tokens < 0 else max(self._columns - tokens, 0) if tokens else 0
         if remove > self._columns:
             raise ValueError(f"crop({tokens}) of {self._columns} tokens")
-        self._abandon()
+        self._settle()
         for number in self._rows or ():
             # The last columns are tokens in every row: padding is on the left.
-            length = self._blocks.seq_len(number) - remove
+            length = self.blocks.seq_len(number) - remove
             try:
-                self._blocks.truncate(number, length)
+                self.blocks.truncate(number, length)
             except kvblock.PlanError as error:
                 raise RuntimeError(
                     f"crop({tokens}): {error}; window_slack= says how far a model goes back"
@@ -387,23 +440,16 @@ class KvCache(Cache, Attending):
         """Continues the rows with these indices; a row may come several times, or not at all."""
         if self._rows is None:
             return
-        self._abandon()
+        self._settle()
         before, taken = self._rows, set()
         self._rows = []
         for index in indices:
             if index in taken:
-                self._rows.append(self._fork(before[index]))
+                self._rows.append(self._pool.fork(before[index]))
             else:
                 taken.add(index)
                 self._rows.append(before[index])
-        for index, number in enumerate(before):
-            if index not in taken:
-                self._blocks.release(number)
-
-    def _fork(self, number):
-        child = next(self._numbers)
-        self._blocks.fork(number, child)
-        return child
+        self._pool.release([n for index, n in enumerate(before) if index not in taken])
 
     # Copies.
 
@@ -415,9 +461,9 @@ class KvCache(Cache, Attending):
         rows, heads, dim = len(self._rows), like.shape[1], like.shape[3]
         out = like.new_zeros(rows, self._columns, heads, dim)
         for row, number in zip(out, self._rows):
-            tokens = self._blocks.seq_len(number)
+            tokens = self.blocks.seq_len(number)
             if tokens:
-                self._blocks.gather(number, place, plane, row[None, self._columns - tokens :])
+                self.blocks.gather(number, place, plane, row[None, self._columns - tokens :])
         return out.transpose(1, 2)
 
     def __deepcopy__(self, memo):
@@ -431,20 +477,27 @@ class KvCache(Cache, Attending):
             KvLayer(fork, index) if isinstance(layer, KvLayer) else copy.deepcopy(layer, memo)
             for index, layer in enumerate(self.layers)
         ]
-        fork._rows = None if self._rows is None else [self._fork(number) for number in self._rows]
+        if self.blocks is None:
+            fork._pool = Pool()
+        if self._rows is not None:
+            fork._rows = [self._pool.fork(number) for number in self._rows]
         fork._clear_step()
         return fork
 
     def _check_no_step(self):
         if self._step is not None:
-            raise RuntimeError("a forward pass runs: copy the cache before it or after it")
+            raise RuntimeError(
+                "a forward pass runs, or has failed: copy the cache before it or after it; crop(0) "
+                "ends one that has failed"
+            )
+        self._pool.settle()
 
     def __getstate__(self):
         self._check_no_step()
         state = dict(vars(self))
-        for name in ("handle", "_blocks", "_numbers", "_names"):
+        for name in ("handle", "_pool"):
             del state[name]
-        state["_next_name"] = next(self._names)
+        state["_named"] = (self._pool.salt, self._pool.names(1)[0])
         state["layers"] = [
             None if isinstance(layer, KvLayer) else layer for layer in self.layers
         ]
@@ -455,15 +508,14 @@ class KvCache(Cache, Attending):
     def _saved(self, number):
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "row")
-            self._blocks.save(number, path)
+            self.blocks.save(number, path)
             with open(path, "rb") as file:
                 return file.read()
 
     def __setstate__(self, state):
-        self._names = itertools.count(state.pop("_next_name"))
+        self._pool = Pool(None, *state.pop("_named"))
         vars(self).update(state)
         Attending.__init__(self)
-        self._blocks, self._numbers = None, itertools.count(FIRST_SEQUENCE)
         for index in self._own.places:
             self.layers[index] = KvLayer(self, index)
         if self._like is not None:
@@ -478,24 +530,22 @@ class KvCache(Cache, Attending):
             path = os.path.join(folder, "row")
             with open(path, "wb") as file:
                 file.write(row)
-            text, _ = self._blocks.load(path, salt=self._salt)
-        number = next(self._numbers)
+            text, _ = self.blocks.load(path, salt=self._pool.salt)
         # One more than the text, all of which is then reused.
-        reused = self._blocks.start(number, text + [next(self._names) % 2**32], salt=self._salt)
+        number, reused = self._pool.start(text + self._pool.names(1))
         if reused != len(text):
             raise kvblock.SessionError(f"{reused} of {len(text)} tokens of a row were loaded")
         return number
 
     def __del__(self):
         try:
-            for number in self._rows or ():
-                self._blocks.release(number)
-        except Exception:  # Another cache over the same blocks has a step open, or Python ends.
+            self._pool.release(self._rows or [])
+        except Exception:  # Python ends, the cache is closed, or this is a child of its process.
             pass
 
     def __repr__(self):
         rows = len(self._rows or ())
-        return f"KvCache({rows} rows, {self._columns} columns, mode={self._mode!r}, {self._blocks!r})"
+        return f"KvCache({rows} rows, {self._columns} columns, mode={self._mode!r}, {self.blocks!r})"
 
 
 class _Observed(KvCache):
