@@ -121,6 +121,26 @@ class Engines(unittest.TestCase):
         self.assertEqual(tokens[one], alone(of, PROMPTS[0], 4))
         self.assertEqual(tokens[other], alone(of, PROMPTS[1], 5))
 
+    def test_layers_with_windows_share_prompts_too(self):  # 42094, 42877
+        of = model("gemma2")
+        of.set_attn_implementation(NAME)
+        engine = Engine(of, num_blocks=64, block_size=4)
+        system = list(range(10, 42))
+        for call, question in enumerate(([1, 2], [3], [1, 2])):  # 45943: a second call, same ids
+            prompt = system + question
+            self.assertEqual(engine.generate([prompt], 5), [alone(of, prompt, 5)])
+            self.assertEqual(engine.stats()["hit_tokens"] > 0, call > 0)
+        self.assertGreaterEqual(engine.stats()["hit_tokens"], 2 * len(system))
+
+    def test_logits_are_computed_where_they_are_needed(self):  # 46434
+        of = model()
+        of.set_attn_implementation(NAME)
+        engine = Engine(of, num_blocks=64, max_step_tokens=64)
+        rows = []
+        of.lm_head.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].shape[1]))
+        engine.generate(PROMPTS, 3)
+        self.assertEqual(rows, [4, 4, 4])
+
     def test_a_model_that_fails_is_asked_again(self):
         of = model()
         of.set_attn_implementation(NAME)
