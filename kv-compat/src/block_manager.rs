@@ -46,6 +46,34 @@ impl<B: Backend> BlockManager<B> {
         Self::with_block_order(backend, config, BlockOrder::Nhd)
     }
 
+    /// As [`Self::new`], with a queue of the caller's, such as one on a stream that other work is
+    /// ordered with.
+    ///
+    /// ```
+    /// use kv_compat::{BlockManager, InferenceConfig, InferenceParams};
+    /// use kv::DType;
+    /// use kv::backend::{Backend, NullBackend};
+    ///
+    /// let (backend, config) = (NullBackend::new(), InferenceConfig::new(4, 64).num_heads_kv(1));
+    /// let queue = backend.queue()?;
+    /// let config = config.head_dim_k(2).dtype(DType::F32);
+    /// let params = InferenceParams::with_manager(backend, config, |backend, config| {
+    ///     Ok(Box::new(BlockManager::with_queue(backend, queue, config)?))
+    /// })?;
+    /// assert_eq!(params.num_free_pages(), 4);
+    /// # Ok::<(), kv::CacheError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn with_queue(
+        backend: B,
+        queue: impl Into<Option<B::Queue>>,
+        config: &CacheManagerConfig,
+    ) -> Result<Self, CacheError> {
+        Self::open((backend, queue.into()), config, BlockOrder::Nhd)
+    }
+
     /// As [`Self::new`], with the axes inside a page chosen: [`BlockOrder::Hnd`] makes attention
     /// stream, and the views of a step lose the shape they are said to have.
     ///
@@ -53,6 +81,14 @@ impl<B: Backend> BlockManager<B> {
     /// As [`Self::new`].
     pub fn with_block_order(
         backend: B,
+        config: &CacheManagerConfig,
+        order: BlockOrder,
+    ) -> Result<Self, CacheError> {
+        Self::open((backend, None), config, order)
+    }
+
+    fn open(
+        (backend, queue): (B, Option<B::Queue>),
         config: &CacheManagerConfig,
         order: BlockOrder,
     ) -> Result<Self, CacheError> {
@@ -72,7 +108,7 @@ impl<B: Backend> BlockManager<B> {
             None => builder.contiguous(config.max_batch_size, config.max_seqlen),
         };
         Ok(Self {
-            cache: KvCache::new(backend, builder.build()?)?,
+            cache: KvCache::builder(backend, builder.build()?).queue(queue).build()?,
             max_batch_size: config.max_batch_size,
             max_seqlen: config.max_seqlen,
             block_size,
