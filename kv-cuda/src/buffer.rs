@@ -1,6 +1,7 @@
 //! Device memory that callers hold.
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use kv_core::error::{DeviceError, DeviceErrorKind};
 
@@ -20,6 +21,8 @@ struct Memory {
     gpu: Arc<dyn Gpu>,
     address: Address,
     owner: Owner,
+    /// Whether others may have submitted work with the memory, on any stream.
+    is_exposed: AtomicBool,
 }
 
 /// The owner that frees the memory of a buffer.
@@ -45,9 +48,18 @@ pub(crate) struct Place<'a> {
     pub(crate) stream: Option<CallerStream>,
 }
 
+impl Memory {
+    fn new(gpu: &Arc<dyn Gpu>, address: Address, owner: Owner) -> Self {
+        Self { gpu: Arc::clone(gpu), address, owner, is_exposed: AtomicBool::new(false) }
+    }
+}
+
 impl Drop for Memory {
     fn drop(&mut self) {
         if self.owner == Owner::Handles {
+            if *self.is_exposed.get_mut() {
+                self.gpu.expect_others();
+            }
             // SAFETY: `alloc` of this device returned the address, and it is freed nowhere else; no
             // handle is left to submit work that uses it.
             unsafe { self.gpu.free(self.address) };
@@ -68,7 +80,7 @@ impl CudaBuffer {
     pub(crate) fn alloc(gpu: &Arc<dyn Gpu>, len: u64) -> Result<Self, DeviceError> {
         // The driver refuses allocations of 0 bytes.
         let address = gpu.alloc(len.max(1))?;
-        let memory = Memory { gpu: Arc::clone(gpu), address, owner: Owner::Handles };
+        let memory = Memory::new(gpu, address, Owner::Handles);
         Ok(Self { memory: Arc::new(memory), begin: 0, len })
     }
 
@@ -77,7 +89,7 @@ impl CudaBuffer {
     /// # Safety
     /// 1. The range lies in memory of this device and outlives every handle.
     pub(crate) unsafe fn foreign(gpu: &Arc<dyn Gpu>, address: Address, len: u64) -> Self {
-        let memory = Memory { gpu: Arc::clone(gpu), address, owner: Owner::Caller };
+        let memory = Memory::new(gpu, address, Owner::Caller);
         Self { memory: Arc::new(memory), begin: 0, len }
     }
 
@@ -91,7 +103,7 @@ impl CudaBuffer {
         (address, len): (Address, u64),
         stream: CallerStream,
     ) -> Self {
-        let memory = Memory { gpu: Arc::clone(gpu), address, owner: Owner::Lender(stream) };
+        let memory = Memory::new(gpu, address, Owner::Lender(stream));
         Self { memory: Arc::new(memory), begin: 0, len }
     }
 
@@ -117,6 +129,14 @@ impl CudaBuffer {
     /// the stream of the queue that uses the buffer, or be ordered with it.
     pub fn address(&self) -> u64 {
         self.memory.address + self.begin
+    }
+
+    /// Does what [`Self::address`] does, for others that keep the address as long as a handle of
+    /// the buffer, and whose last work with it may still run when they drop it: tensors of a
+    /// framework. Before the memory is freed, the host waits for all work of the device.
+    pub fn expose(&self) -> u64 {
+        self.memory.is_exposed.store(true, Ordering::Relaxed);
+        self.address()
     }
 
     /// Returns the `len` bytes from byte `offset` on, as a handle to the same memory.

@@ -65,6 +65,9 @@ pub(crate) trait Gpu: fmt::Debug + Send + Sync {
     /// 1. `address` came from [`Self::alloc`] of this device and was not freed.
     /// 2. Nothing submitted from now on uses it.
     unsafe fn free(&self, address: Address);
+    /// Makes the next free wait for all work that the device has been given, on streams that are
+    /// not open here, too. Devices on which there are none do nothing.
+    fn expect_others(&self) {}
     /// Allocates page-locked host memory. `bytes` is above 0.
     fn pinned(&self, bytes: usize) -> Result<Box<dyn Pinned>, DeviceError>;
     /// Opens a stream.

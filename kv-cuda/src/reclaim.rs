@@ -56,7 +56,7 @@ pub(crate) struct Reclaim {
 #[derive(Debug, Default)]
 struct State {
     handles: Vec<Arc<dyn StreamHandle>>,
-    /// Whether a stream has closed without a mark.
+    /// Whether a stream has closed without a mark, or is somebody else's.
     is_unmarked: bool,
     waiting: Vec<Address>,
 }
@@ -93,6 +93,12 @@ impl Reclaim {
         state.is_unmarked |= marked.is_err();
     }
 
+    /// Makes the next free wait for the device: somebody has submitted work to a stream that was
+    /// not opened here.
+    pub(crate) fn expect_others(&self) {
+        self.lock().is_unmarked = true;
+    }
+
     /// Frees memory after everything that was submitted before; does not wait.
     ///
     /// # Safety
@@ -104,7 +110,7 @@ impl Reclaim {
         state.free(heap);
     }
 
-    /// Waits for the device if a stream has closed without a mark.
+    /// Waits for the device if a stream has closed without a mark, or is somebody else's.
     pub(crate) fn settle(&self, heap: &impl Heap) -> Result<(), DeviceError> {
         self.lock().settle(heap)
     }
@@ -252,6 +258,17 @@ mod tests {
         free(&reclaim, 3, &log);
         free(&reclaim, 4, &log);
         assert_eq!(log.take(), ["device", "a", "3", "a", "4"]);
+    }
+
+    #[test]
+    fn memory_that_others_have_used_is_freed_after_all_work_of_the_device() {
+        let (reclaim, log) = (Reclaim::default(), Log::default());
+        let _a = open(&reclaim, "a");
+        reclaim.expect_others();
+        assert_eq!(log.take(), [""; 0]);
+        free(&reclaim, 1, &log);
+        free(&reclaim, 2, &log);
+        assert_eq!(log.take(), ["device", "a", "1", "a", "2"]);
     }
 
     #[test]

@@ -85,6 +85,10 @@ impl Gpu for CudaGpu {
         unsafe { self.memory.free(address) }
     }
 
+    fn expect_others(&self) {
+        self.memory.expect_others();
+    }
+
     fn pinned(&self, bytes: usize) -> Result<Box<dyn Pinned>, DeviceError> {
         Ok(Box::new(PinnedMemory::new(&self.context, bytes)?))
     }

@@ -63,6 +63,11 @@ impl DeviceMemory {
         unsafe { self.reclaim.free(address, &self.pool) };
     }
 
+    /// Makes the next free wait for all work of the device, on streams of others too.
+    pub(super) fn expect_others(&self) {
+        self.reclaim.expect_others();
+    }
+
     /// Orders frees after the work of this stream too, until [`Self::close_stream`].
     pub(super) fn open_stream(&self, handle: Arc<dyn StreamHandle>) {
         self.reclaim.open(handle);
