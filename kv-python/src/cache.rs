@@ -12,15 +12,13 @@ use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::calibrate;
-use crate::card::{Home, Order, ordinal};
+use crate::card::{Home, Order, stream_of_caller};
 use crate::guarded::{CLOSED, Guarded, Memory, Owner};
-use crate::memory::Stream;
 use crate::report::{self, Failure};
 use crate::settings::{Settings, Size, device_of};
 use crate::shared::Shared;
 use crate::step::{Step, words};
 use crate::tensor::{self, Tensor};
-use crate::torch::likely_stream;
 
 /// Tokens of an input of a step.
 #[derive(Debug, FromPyObject)]
@@ -201,15 +199,7 @@ impl Cache {
             model,
         };
         let place = device_of(&settings.device)?;
-        let stream_of_caller = match (ordinal(&place), &stream) {
-            (Some(_), Some(stream)) => (Stream::of(stream)?, true),
-            (Some(ordinal), None) => (likely_stream(py, ordinal)?, false),
-            (None, None) => (Stream::LEGACY, false),
-            (None, Some(_)) => {
-                let message = format!("stream= is one of a CUDA device, the cache is on {place}");
-                return Err(PyValueError::new_err(message));
-            }
-        };
+        let stream_of_caller = stream_of_caller(py, &place, stream.as_ref())?;
         let (memory, identity, home) = py.detach(|| settings.open(place, stream_of_caller))?;
         let Settings { format, device, windows, .. } = settings;
         let text = format!("layers={layers}, kv_heads={kv_heads}, head_dim={head_dim}");

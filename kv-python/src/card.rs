@@ -6,12 +6,14 @@ use kv::backend::{AnyBackend, AnyQueue, Fence, Queue};
 use kv::cuda::CudaBackend;
 use kv::error::DeviceError;
 use kv::{CacheError, Device, KvCache, Step};
+use kv_compat::InferenceParams;
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::memory::Stream;
 use crate::report::Failure;
 use crate::tensor::{Lender, Tensor};
-use crate::torch::torch;
+use crate::torch::{Torch, likely_stream, torch};
 
 /// The device of a cache, and the CUDA device that it is, if it is one.
 #[derive(Debug)]
@@ -137,6 +139,12 @@ impl Recorder for Step<'_> {
     }
 }
 
+impl Recorder for InferenceParams {
+    fn queue(&mut self) -> &mut AnyQueue {
+        self.queue_mut()
+    }
+}
+
 /// The order of one call's work with that of the tensors' owners.
 #[derive(Debug)]
 pub(crate) struct Order<'a> {
@@ -164,13 +172,28 @@ impl<'a> Order<'a> {
         if on_card(Lender::Torch)
             && let Some(torch) = torch(py)?
         {
-            if torch.is_capturing(py)? {
-                return Err(Failure::State(CAPTURED).into());
-            }
-            let current = torch.current_stream(py, card.ordinal())?;
-            order.other = Some(current).filter(|current| *current != card.stream());
+            order.other = other_stream(py, torch, card)?;
         }
         order.waits = on_card(Lender::Dlpack) && !card.is_named();
+        Ok(order)
+    }
+
+    /// Does the same for a call that writes memory of which torch may have tensors.
+    ///
+    /// # Errors
+    /// Those of [`Self::of`].
+    pub(crate) fn of_shared(
+        py: Python<'_>,
+        home: &'a Home,
+        tensors: &[&Tensor<'_, '_>],
+    ) -> PyResult<Self> {
+        let mut order = Self::of(py, home, tensors)?;
+        if let Some(card) = order.card
+            && let Some(torch) = torch(py)?
+            && torch.uses_cuda(py)?
+        {
+            order.other = other_stream(py, torch, card)?;
+        }
         Ok(order)
     }
 
@@ -205,6 +228,72 @@ impl<'a> Order<'a> {
             queue.submit()?.wait()?;
         }
         Ok(())
+    }
+}
+
+/// Returns the stream that torch works on, if it is another than the cache's.
+///
+/// # Errors
+/// A `StateError` while torch captures a graph; those of torch.
+fn other_stream(py: Python<'_>, torch: &Torch, card: &Card) -> PyResult<Option<Stream>> {
+    if torch.is_capturing(py)? {
+        return Err(Failure::State(CAPTURED).into());
+    }
+    let current = torch.current_stream(py, card.ordinal())?;
+    Ok(Some(current).filter(|current| *current != card.stream()))
+}
+
+/// Refuses to hand out a cache's memory while torch captures a graph.
+///
+/// # Errors
+/// A `StateError` then; those of torch.
+pub(crate) fn check_not_captured(py: Python<'_>) -> PyResult<()> {
+    match torch(py)? {
+        Some(torch) if torch.uses_cuda(py)? && torch.is_capturing(py)? => {
+            Err(Failure::State(CAPTURED).into())
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Makes the stream of somebody who is given a cache's memory wait for the work that the cache has
+/// submitted. `None` is a stream that has no name here: the call itself waits.
+///
+/// # Errors
+/// `ForeignHandle` for a stream of another device; `Lost` or `Driver`.
+pub(crate) fn hand_over<R: Recorder>(
+    card: &Card,
+    recorder: &mut R,
+    reader: Option<Stream>,
+) -> Result<(), Failure> {
+    if reader == Some(card.stream()) {
+        return Ok(());
+    }
+    let fence = recorder.queue().submit().map_err(CacheError::from)?;
+    let ordered = match reader {
+        Some(stream) => stream.hold(card, &fence),
+        None => fence.wait(),
+    };
+    Ok(ordered.map_err(CacheError::from)?)
+}
+
+/// Returns the stream of a cache on a device, and whether the caller has named it.
+///
+/// # Errors
+/// Those of [`Stream::of`]; a `ValueError` for a stream of a cache that is not on a CUDA device.
+pub(crate) fn stream_of_caller(
+    py: Python<'_>,
+    device: &Device,
+    stream: Option<&Bound<'_, PyAny>>,
+) -> PyResult<(Stream, bool)> {
+    match (ordinal(device), stream) {
+        (Some(_), Some(stream)) => Ok((Stream::of(stream)?, true)),
+        (Some(ordinal), None) => Ok((likely_stream(py, ordinal)?, false)),
+        (None, None) => Ok((Stream::LEGACY, false)),
+        (None, Some(_)) => {
+            let message = format!("stream= is one of a CUDA device, the cache is on {device}");
+            Err(PyValueError::new_err(message))
+        }
     }
 }
 

@@ -7,6 +7,7 @@
 //! | `step` | `Step`: one forward pass |
 //! | `engine` | `Engine`: continuous batches |
 //! | `te` | the calls of TransformerEngine, for `kvblock.te` |
+//! | `plane` | planes of a cache on CUDA, as tensors that share their memory |
 //! | `calibrate` | `Calibrator`: the constants of stored formats |
 //! | `settings` | the arguments of `Cache`, and devices by name |
 //! | `shared` | a value behind a lock, in the process that made it |
@@ -29,6 +30,7 @@ mod card;
 mod engine;
 mod guarded;
 mod memory;
+mod plane;
 mod report;
 mod settings;
 mod shared;
@@ -48,6 +50,8 @@ mod _kvblock {
     use super::calibrate::Calibrator;
     #[pymodule_export]
     use super::engine::{Batch, Engine};
+    #[pymodule_export]
+    use super::plane::CachePlane;
     #[pymodule_export]
     use super::report::{device_names, feature_names};
     #[pymodule_export]

@@ -7,21 +7,32 @@
 #[cfg(feature = "cuda")]
 use std::ffi::c_void;
 use std::marker::PhantomData;
+#[cfg(feature = "cuda")]
+use std::{mem, process};
 use std::{ptr, slice};
 
 use dlpark::ffi::DLDevice;
+#[cfg(feature = "cuda")]
+use dlpark::metadata::Fixed;
+use dlpark::python::CudaStreamRequest;
 use dlpark::python::consumer::{DlpackStream, ImportedDlpack, StreamArg, stream};
+use dlpark::{Managed, ManagedTensorBase};
+use kv::DType;
 use kv::backend::{AnyBuffer, AnyFence, AnyQueue};
 #[cfg(feature = "cuda")]
-use kv::cuda::CudaFence;
+use kv::cuda::{CudaBuffer, CudaFence};
 use kv::error::DeviceError;
 #[cfg(feature = "cuda")]
 use kv::error::DeviceErrorKind;
+#[cfg(feature = "cuda")]
+use pyo3::exceptions::PyBufferError;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
 
 use crate::card::Card;
+#[cfg(feature = "cuda")]
+use crate::tensor::dtype_of;
 use crate::torch::torch;
 
 /// Host memory of a Python object, for as long as the object is borrowed.
@@ -184,6 +195,108 @@ impl<'a> LentOnCard<'a> {
     }
 }
 
+/// Memory of a cache on a CUDA device, which lives as long as the last tensor over it.
+#[cfg(feature = "cuda")]
+#[derive(Debug, Clone)]
+pub(crate) struct Kept {
+    buffer: CudaBuffer,
+    process: u32,
+}
+
+#[cfg(feature = "cuda")]
+impl Drop for Kept {
+    fn drop(&mut self) {
+        if process::id() != self.process {
+            // A fork of the process cannot use the driver: its copy is never freed.
+            mem::forget(self.buffer.clone());
+        }
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl Kept {
+    /// Takes a handle of a buffer, `None` for one that is not of CUDA.
+    pub(crate) fn of(buffer: &AnyBuffer) -> Option<Self> {
+        let buffer = buffer.downcast_ref::<CudaBuffer>()?.clone();
+        Some(Self { buffer, process: process::id() })
+    }
+
+    /// Returns the address of the first byte, and the number of bytes.
+    pub(crate) fn range(&self) -> Option<(usize, usize)> {
+        let address = usize::try_from(self.buffer.address()).ok()?;
+        Some((address, usize::try_from(self.buffer.len()).ok()?))
+    }
+
+    /// Describes the memory as a tensor of `DLPack`, which keeps it.
+    ///
+    /// # Errors
+    /// A `BufferError` for elements past the end of the memory.
+    pub(crate) fn export<M: ManagedTensorBase>(&self, placed: &Placed) -> PyResult<Managed<M>> {
+        let refused = || PyBufferError::new_err(format!("{placed:?} is not in {:?}", self.buffer));
+        let (_, bytes) = self.range().ok_or_else(refused)?;
+        // Whoever drops the tensor may have work with it on any stream.
+        let address = usize::try_from(self.buffer.expose()).map_err(|_| refused())?;
+        let end = placed.bytes().and_then(|bytes| usize::try_from(bytes).ok());
+        if end.is_none_or(|end| end > bytes) {
+            return Err(refused());
+        }
+        let described = Fixed::new(placed.shape, placed.strides);
+        let mut tensor = described
+            .initialize_as::<M>(Box::new(self.clone()))
+            .map_err(|error| PyBufferError::new_err(error.to_string()))?;
+        tensor.set_device(DLDevice::cuda(placed.ordinal)).set_dtype(dtype_of(placed.dtype)?);
+        tensor.set_data(ptr::with_exposed_provenance_mut(address));
+        // SAFETY: all elements lie in the memory, whose size was compared above, and the context of
+        // the tensor has a handle of it; shape and strides were copied. The memory is shared, and
+        // may be written: that is what a descriptor without flags says.
+        Ok(unsafe { tensor.finish() })
+    }
+}
+
+/// Memory of a cache on a CUDA device: none without the feature `cuda`.
+#[cfg(not(feature = "cuda"))]
+#[derive(Debug, Clone)]
+pub(crate) enum Kept {}
+
+#[cfg(not(feature = "cuda"))]
+impl Kept {
+    pub(crate) fn of(_: &AnyBuffer) -> Option<Self> {
+        None
+    }
+
+    pub(crate) fn range(&self) -> Option<(usize, usize)> {
+        match *self {}
+    }
+
+    pub(crate) fn export<M: ManagedTensorBase>(&self, _: &Placed) -> PyResult<Managed<M>> {
+        match *self {}
+    }
+}
+
+/// The elements of a tensor over memory of a cache.
+#[derive(Debug, Clone, Copy)]
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "no memory is exported"))]
+pub(crate) struct Placed {
+    pub(crate) ordinal: i32,
+    pub(crate) dtype: DType,
+    pub(crate) shape: [u64; 4],
+    /// Elements from one index of an axis to the next.
+    pub(crate) strides: [u64; 4],
+}
+
+#[cfg(feature = "cuda")]
+impl Placed {
+    /// Returns the number of bytes up to the end of the last element, `None` if there are none or
+    /// too many.
+    fn bytes(&self) -> Option<u64> {
+        let axes = self.shape.iter().zip(self.strides);
+        let last = axes.into_iter().try_fold(0_u64, |last, (extent, stride)| {
+            extent.checked_sub(1)?.checked_mul(stride)?.checked_add(last)
+        });
+        last?.checked_add(1)?.checked_mul(u64::try_from(self.dtype.size()).ok()?)
+    }
+}
+
 /// A stream of CUDA that somebody else keeps: its handle, a `CUstream`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Stream(usize);
@@ -230,6 +343,18 @@ impl Stream {
         }
     }
 
+    /// Reads the stream that a consumer of `DLPack` works on.
+    pub(crate) fn of_consumer(asked: CudaStreamRequest) -> Consumer {
+        match asked {
+            CudaStreamRequest::NoSync => Consumer::Orders,
+            CudaStreamRequest::Omitted | CudaStreamRequest::LegacyDefault => {
+                Consumer::On(Self::LEGACY)
+            }
+            CudaStreamRequest::PerThreadDefault => Consumer::Unnamed,
+            CudaStreamRequest::Pointer(handle) => Consumer::On(Self(handle)),
+        }
+    }
+
     pub(crate) fn handle(self) -> usize {
         self.0
     }
@@ -254,13 +379,14 @@ impl Stream {
     /// `ForeignHandle` for a stream of another device; `Lost` or `Driver`.
     #[cfg(feature = "cuda")]
     pub(crate) fn mark(self, card: &Card) -> Result<AnyFence, DeviceError> {
-        // SAFETY: a stream on which torch works is open (1), and `Order::of` has found no capture
-        // (2).
+        // SAFETY: a stream on which torch works is open (1), and `Order::of` or `Order::of_shared`
+        // has found no capture (2).
         let fence = unsafe { card.backend.mark_stream(self.raw()) };
         Ok(AnyFence::new(fence?))
     }
 
-    /// Makes later work of torch's current stream wait for a fence.
+    /// Makes later work of torch's current stream, or of the stream of a consumer of `DLPack`, wait
+    /// for a fence.
     ///
     /// # Errors
     /// `ForeignHandle` for a stream or a fence of another device; `Lost` or `Driver`.
@@ -269,8 +395,9 @@ impl Stream {
         let Some(fence) = fence.downcast_ref::<CudaFence>() else {
             return Err(DeviceError::new(DeviceErrorKind::ForeignHandle, "hold a stream"));
         };
-        // SAFETY: a stream on which torch works is open (1), and `Order::of` has found no capture
-        // (2).
+        // SAFETY: a stream on which torch works is open, and the protocol of DLPack asks a consumer
+        // for one that is (1). `Order::of`, `Order::of_shared` and `check_not_captured` have found
+        // no capture of torch, and no other consumer asks for a tensor in a capture (2).
         unsafe { card.backend.hold_stream(self.raw(), fence) }
     }
 
@@ -278,6 +405,16 @@ impl Stream {
     fn raw(self) -> *mut c_void {
         ptr::with_exposed_provenance_mut(self.0)
     }
+}
+
+/// The stream on which a consumer of `DLPack` uses a tensor.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Consumer {
+    /// The consumer orders its work itself.
+    Orders,
+    On(Stream),
+    /// One that another thread cannot name.
+    Unnamed,
 }
 
 /// Without the feature `cuda` there is no device to work on.

@@ -1,18 +1,20 @@
 //! The calls of TransformerEngine, for `kvblock.te`: [`kv_compat::InferenceParams`] behind a lock.
-use kv::backend::{AnyBackend, AxisOrder};
-use kv::error::SpecError;
+use kv::backend::{AnyBackend, AxisOrder, Plane};
+use kv::error::{LayerProblem, PlanError, SpecError};
 use kv::{Axes, CacheError, DType};
-use kv_compat::{CacheManagerConfig, FormatArg};
-use pyo3::exceptions::PyValueError;
+use kv_compat::{BlockManager, CacheManagerConfig, FormatArg};
+use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyByteArray;
 
-use crate::card::HOST;
+use crate::card::{Home, Order, hand_over, stream_of_caller};
+use crate::memory::Stream;
+use crate::plane::{self, CachePlane};
 use crate::report::Failure;
 use crate::settings::{connect, device_of};
 use crate::shared::Shared;
 use crate::step::Asked;
-use crate::tensor::{self, Tensor};
+use crate::tensor::{self, Lender, Tensor};
 
 /// The checked arguments of TransformerEngine's `InferenceParams`.
 ///
@@ -143,29 +145,57 @@ pub(crate) struct InferenceParams {
     params: Shared<kv_compat::InferenceParams<AnyBackend>>,
     head_dim_v: u32,
     scale: f32,
+    home: Home,
+    /// The owner of the caller's stream: dropped after the queue that is on it.
+    _keep: Option<Py<PyAny>>,
+}
+
+impl InferenceParams {
+    /// Makes a stream wait for the work that the cache has submitted, or waits for it.
+    pub(crate) fn hand_over(&self, py: Python<'_>, reader: Option<Stream>) -> PyResult<()> {
+        let Some(card) = self.home.card() else { return Ok(()) };
+        self.params.locked(py, |params| hand_over(card, params, reader))
+    }
 }
 
 #[pymethods]
 impl InferenceParams {
     #[new]
-    #[pyo3(signature = (config, *, device = "cpu", threads = None))]
+    #[pyo3(signature = (config, *, device = "cpu", threads = None, stream = None))]
     fn new(
         py: Python<'_>,
         config: &InferenceConfig,
         device: &str,
         threads: Option<usize>,
+        stream: Option<Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
-        let params = py.detach(|| {
-            let (backend, config) =
-                (connect(&device_of(device)?, threads)?, config.arguments.clone());
-            Ok::<_, Failure>(kv_compat::InferenceParams::new(backend, config)?)
+        let place = device_of(device)?;
+        let of_caller = stream_of_caller(py, &place, stream.as_ref())?;
+        let (params, home) = py.detach(|| {
+            let backend = connect(&place, threads)?;
+            let (home, queue) = Home::open(place, &backend, of_caller).map_err(kv::Error::from)?;
+            let arguments = config.arguments.clone();
+            let params =
+                kv_compat::InferenceParams::with_manager(backend, arguments, |of, config| {
+                    Ok(Box::new(BlockManager::with_queue(of, queue, config)?))
+                })?;
+            Ok::<_, Failure>((params, home))
         })?;
         let CacheManagerConfig { head_dim_k, head_dim_v, .. } = config.checked;
         Ok(Self {
             params: Shared::new(params),
             head_dim_v,
             scale: tensor::default_scale(head_dim_k),
+            home,
+            _keep: stream.map(Bound::unbind),
         })
+    }
+
+    /// The handle of the stream on which a cache on a CUDA device works, `None` for other devices.
+    /// The legacy default stream is 0.
+    #[getter]
+    fn stream(&self) -> Option<usize> {
+        self.home.card().map(|card| card.stream().handle())
     }
 
     /// Gives a layer its memory, zeroed; `False`, and nothing changes, when it has some already.
@@ -229,14 +259,42 @@ impl InferenceParams {
         new_v: Bound<'_, PyAny>,
         qkv_format: &str,
     ) -> PyResult<()> {
-        let order = order(qkv_format)?;
+        let (order, home) = (order(qkv_format)?, &self.home);
         let [k, v] =
-            [Tensor::input(&new_k, order, "k", &HOST)?, Tensor::input(&new_v, order, "v", &HOST)?];
+            [Tensor::input(&new_k, order, "k", home)?, Tensor::input(&new_v, order, "v", home)?];
+        let streams = Order::of_shared(py, home, &[&k, &v])?;
         let (k, v) = (k.rows()?, v.rows()?);
         self.params.locked(py, |params| {
-            params.step(layer, k.view(), v.view(), order.axes())?;
-            Ok(())
+            plane::check_outside(params, layer, [("k", &k), ("v", &v)])?;
+            streams.run(params, |params| {
+                params.step(layer, k.view(), v.view(), order.axes())?;
+                Ok(())
+            })
         })
+    }
+
+    /// Returns K and V of a layer of a cache on a CUDA device, `[pages, page_size, num_heads_kv,
+    /// head_dim]`: the memory itself. When not paged, each sequence has a page of its longest
+    /// length.
+    fn planes(slf: &Bound<'_, Self>, layer: usize) -> PyResult<(CachePlane, CachePlane)> {
+        let this = slf.get();
+        let Some(card) = this.home.card() else {
+            let message = format!("the planes of a cache on {} are no tensors", this.home);
+            return Err(PyValueError::new_err(message));
+        };
+        let [k, v] = this.params.locked(slf.py(), |params| {
+            let dtype = params.config().dtype;
+            let found = |plane| {
+                let problem = LayerProblem::Unallocated;
+                let missing = PlanError::LayerNumber { number: layer, problem };
+                let view = params.manager().plane(layer, plane);
+                let view = view.ok_or_else(|| CacheError::from(missing))?;
+                plane::find(&view, dtype, card.ordinal())
+            };
+            Ok([found(Plane::Key)?, found(Plane::Value)?])
+        })?;
+        let plane = |found| CachePlane::new(slf.clone().unbind(), found);
+        Ok((plane(k), plane(v)))
     }
 
     /// Reads all rows of one layer, the step's own included, into `[batch, tokens, num_heads_kv,
@@ -248,19 +306,23 @@ impl InferenceParams {
         k: Bound<'_, PyAny>,
         v: Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        let order = AxisOrder::Bshd;
-        let [k, v] =
-            [Tensor::output(&k, order, "k", &HOST)?, Tensor::output(&v, order, "v", &HOST)?];
+        let (order, home) = (AxisOrder::Bshd, &self.home);
+        let [k, v] = [Tensor::output(&k, order, "k", home)?, Tensor::output(&v, order, "v", home)?];
+        let streams = Order::of(py, home, &[&k, &v])?;
         let (mut k, mut v) = (k.rows()?, v.rows()?);
         tensor::check_apart(&k, "k", [&v], "v")?;
         self.params.locked(py, |params| {
-            let rows = (k.view_mut(), v.view_mut());
-            Ok(params.convert_paged_to_nonpaged(layer, rows.0, rows.1)?)
+            plane::check_outside(params, layer, [("k", &k), ("v", &v)])?;
+            streams.run(params, |params| {
+                let rows = (k.view_mut(), v.view_mut());
+                Ok(params.convert_paged_to_nonpaged(layer, rows.0, rows.1)?)
+            })
         })
     }
 
     /// Attends the step's queries over the rows of one layer, the step's own included. Returns
-    /// `out`, a new tensor like `q` unless one is given.
+    /// `out`, a new tensor like `q` on its device unless one is given, which a `q` on CUDA needs
+    /// that is not of torch.
     #[pyo3(signature = (
         layer, q, out = None, *, qkv_format, scale = None, softcap = None, sinks = None,
         window = None, causal = true
@@ -279,13 +341,18 @@ impl InferenceParams {
         window: Option<u32>,
         causal: bool,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let order = order(qkv_format)?;
-        let queries = Tensor::input(&q, order, "q", &HOST)?;
+        let (order, home) = (order(qkv_format)?, &self.home);
+        let queries = Tensor::input(&q, order, "q", home)?;
         let out = match out {
             Some(out) => out,
+            None if queries.lender() == Some(Lender::Dlpack) => {
+                let message = format!("out= is expected: q is on {home} and no tensor of torch");
+                return Err(PyTypeError::new_err(message));
+            }
             None => tensor::empty_like(&q, order, self.head_dim_v)?,
         };
-        let written = Tensor::output(&out, order, "out", &HOST)?;
+        let written = Tensor::output(&out, order, "out", home)?;
+        let streams = Order::of(py, home, &[&queries, &written])?;
         let (q, mut rows) = (queries.rows()?, written.rows()?);
         tensor::check_apart(&rows, "out", [&q], "q")?;
         let asked = Asked {
@@ -297,7 +364,10 @@ impl InferenceParams {
         };
         let options = asked.options(order.axes());
         self.params.locked(py, |params| {
-            Ok(params.attend(layer, q.view(), rows.view_mut(), &options)?)
+            plane::check_outside(params, layer, [("out", &rows)])?;
+            streams.run(params, |params| {
+                Ok(params.attend(layer, q.view(), rows.view_mut(), &options)?)
+            })
         })?;
         Ok(out)
     }
@@ -309,7 +379,7 @@ impl InferenceParams {
 
 /// Returns the order of axes that a name of TransformerEngine stands for.
 fn order(qkv_format: &str) -> PyResult<AxisOrder> {
-    let axes = FormatArg::Name(qkv_format).resolve().map_err(kv::error::PlanError::from);
+    let axes = FormatArg::Name(qkv_format).resolve().map_err(PlanError::from);
     match axes.map_err(|error| Failure::from(CacheError::from(error)))? {
         Axes::Sbhd => Ok(AxisOrder::Sbhd),
         Axes::Thd => Ok(AxisOrder::Thd),

@@ -1,9 +1,13 @@
 //! Tensors of Python: torch by address, everything else by `DLPack`.
 use dlpark::DlpackFlags;
+#[cfg(feature = "cuda")]
+use dlpark::ffi::DLDataType;
 use dlpark::ffi::{DLDataTypeCode, DLDeviceType};
 use dlpark::python::consumer::{DlpackStream, ImportRequest, ImportedDlpack};
 use kv::backend::{AnyBuffer, AxisOrder, Strided, StridedError, TensorData, TensorDataMut};
 use kv::{DType, TensorView, TensorViewMut};
+#[cfg(feature = "cuda")]
+use pyo3::exceptions::PyBufferError;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -176,10 +180,15 @@ impl Rows<'_> {
         TensorViewMut::strided(self.dtype, data, &self.placed)
     }
 
-    /// Returns whether two tensors have a byte in common. Addresses of host memory and of all CUDA
-    /// devices are different ones.
+    /// Returns whether two tensors have a byte in common.
     pub(crate) fn overlaps(&self, other: &Rows<'_>) -> bool {
-        let ((begin, len), (other, other_len)) = (self.memory.range(), other.memory.range());
+        self.overlaps_range(other.memory.range())
+    }
+
+    /// Returns whether a byte of the tensor is in a range, an address and a length. Addresses of
+    /// host memory and of all CUDA devices are different ones.
+    pub(crate) fn overlaps_range(&self, (other, other_len): (usize, usize)) -> bool {
+        let (begin, len) = self.memory.range();
         let is_any = len > 0 && other_len > 0;
         is_any && begin < other.saturating_add(other_len) && other < begin.saturating_add(len)
     }
@@ -431,6 +440,20 @@ impl<'a, 'py> Described<'a, 'py> {
             AxisOrder::Bhsd => "[batch, heads, tokens, head_dim]",
         };
         PyValueError::new_err(format!("{name} has shape {:?}, {axes} is expected", self.shape))
+    }
+}
+
+/// Returns the name that `DLPack` has for a type of values.
+///
+/// # Errors
+/// A `BufferError` for a type that no row has.
+#[cfg(feature = "cuda")]
+pub(crate) fn dtype_of(dtype: DType) -> PyResult<DLDataType> {
+    match dtype {
+        DType::F32 => Ok(DLDataType::F32),
+        DType::F16 => Ok(DLDataType::F16),
+        DType::Bf16 => Ok(DLDataType::BF16),
+        other => Err(PyBufferError::new_err(format!("{other} is no type of rows"))),
     }
 }
 

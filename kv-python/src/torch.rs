@@ -36,7 +36,7 @@ impl Torch {
     }
 
     /// Returns whether torch uses CUDA in this process.
-    fn uses_cuda(&self, py: Python<'_>) -> PyResult<bool> {
+    pub(crate) fn uses_cuda(&self, py: Python<'_>) -> PyResult<bool> {
         self.cuda.bind(py).call_method0(intern!(py, "is_initialized"))?.extract()
     }
 

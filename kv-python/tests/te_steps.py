@@ -169,8 +169,8 @@ class Model:
         case.assertEqual(output[3].tolist(), sums + sums[-1:] * (MAX_BATCH - len(lengths)))
 
 
-def feed(case, params, model, step, qkv_format, batch=None):
-    """Runs a step over all layers, and compares each with the model."""
+def feed(case, params, model, step, qkv_format, batch=None, place=lambda rows: rows):
+    """Runs a step over all layers, and compares each with the model. ``place`` is where rows go."""
     before = dict(zip(model.cached, model.lengths())) if model.cached else {}
     params.pre_step(OrderedDict(step))
     new = model.step(step)
@@ -185,6 +185,7 @@ def feed(case, params, model, step, qkv_format, batch=None):
         if not step:
             break
         k, v = (pack([new[layer][s][i] for s in step], qkv_format, batch) for i in (0, 1))
+        k, v = place(k), place(v)
         output = params.step(layer, k, v, qkv_format)
         case.assertEqual(output[2].tolist(), sums + sums[-1:] * (MAX_BATCH - len(step)))
         case.assertEqual(output[4], MAX_SEQ)

@@ -5,6 +5,7 @@ by hand, and tensors of torch say that they are on a device. A driver that runs 
 what a cache submits to which stream.
 """
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -613,6 +614,41 @@ def submit_to_driver(log):
             step.attend(0, q, k, v, out)
             with open(log, "a", encoding="utf-8") as file:
                 file.write("done\n")
+    submit_planes(log, current, tensor)
+
+
+def submit_planes(log, current, tensor):
+    """Goes on with the calls of TransformerEngine, and tensors over their cache."""
+
+    @contextlib.contextmanager
+    def noted():
+        with open(log, "a", encoding="utf-8") as file:
+            file.write("call\n")
+        yield
+        with open(log, "a", encoding="utf-8") as file:
+            file.write("done\n")
+
+    config = kvblock._kvblock.InferenceConfig(2, 8, KV_HEADS, DIM, "f32")
+    rows = device_memory((3, KV_HEADS, DIM), "f4")
+    for now, place in ((0, tensor), (9, tensor), (9, lambda memory: memory)):
+        current[0] = 0
+        of = kvblock._kvblock.InferenceParams(config, device="cuda:0")
+        of.allocate_memory(1)
+        of.pre_step([(0, 3)])
+        current[0] = now
+        with noted():
+            of.step(1, place(rows), place(rows), "thd")
+    k, v = of.planes(1)
+    for stream in (1, None, -1, 9, 2):
+        with noted():
+            capsule = k.__dlpack__(stream=stream, max_version=(1, 0))
+            del capsule
+    kept = v.__dlpack__(stream=-1)
+    del k, v
+    with noted():
+        del of
+    with noted():
+        del kept
 
 
 @unittest.skipUnless(COMPILER and sys.platform == "linux", "there is no C++ compiler")
@@ -671,6 +707,32 @@ class Order(unittest.TestCase):
     def test_a_call_waits_for_an_output_in_host_memory(self):
         _, after = self.launches(6, 0)
         self.assertEqual([name for name, *_ in after], ["record", "synchronize"])
+
+    def test_a_write_into_memory_that_torch_reads_is_between_its_work(self):
+        self.assertEqual(self.launches(7, 0), ([], []))
+        # Of rows on the device, and of rows in host memory.
+        for number in (8, 9):
+            before, after = self.launches(number, 0)
+            (record, first, event), wait = before[:2]
+            self.assertEqual((record, first, wait), ("record", 9, ("wait", 0, event)))
+            (record, first, event), wait = after[-2:]
+            self.assertEqual((record, first, wait), ("record", 0, ("wait", 9, event)))
+
+    def test_a_consumer_of_a_plane_is_behind_the_cache(self):
+        of_same, without, of_itself, of_other, per_thread = self.calls[10:15]
+        # The legacy default stream, which is the cache's own, is 1 or is not named.
+        self.assertEqual((of_same, without, of_itself), ([], [], []))
+        (record, stream, event), wait = of_other
+        self.assertEqual((record, stream, wait), ("record", 0, ("wait", 9, event)))
+        (record, stream, event), wait = per_thread
+        self.assertEqual((record, stream, wait), ("record", 0, ("synchronize", event, 0)))
+
+    def test_memory_is_freed_with_its_last_tensor_after_all_work_of_the_device(self):
+        of_cache, of_tensor = ([name for name, *_ in call] for call in self.calls[15:17])
+        # K is freed with the cache, V with the tensor.
+        self.assertIn("free", of_cache)
+        self.assertIn("finish", of_cache)
+        self.assertEqual([name for name in of_tensor if name != "synchronize"], ["finish", "free"])
 
 
 if __name__ == "__main__":

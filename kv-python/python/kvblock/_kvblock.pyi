@@ -6,7 +6,7 @@ from _typeshed import SupportsGetItem
 from os import PathLike
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["VERSION", "Batch", "Cache", "Calibrator", "Engine", "InferenceConfig", "InferenceParams", "Step", "device_names", "feature_names"]
+__all__ = ["VERSION", "Batch", "Cache", "CachePlane", "Calibrator", "Engine", "InferenceConfig", "InferenceParams", "Step", "device_names", "feature_names"]
 
 VERSION: Final[str]
 """
@@ -180,6 +180,28 @@ class Cache:
         """
 
 @final
+class CachePlane:
+    """
+    K or V of one layer of a cache on a CUDA device: `[pages, page_size, num_heads_kv, head_dim]`.
+
+    `torch.from_dlpack` and everything else that calls `__dlpack__` makes a tensor over the same
+    memory, which lives as long as the last of them. It shows what the cache has written last, and
+    is only to be read.
+    """
+    def __dlpack__(self, /, *, stream: Any | None = None, max_version: tuple[SupportsIndex, SupportsIndex] | None = None, dl_device: tuple[SupportsIndex, SupportsIndex] | None = None, copy: bool | None = None) -> Any:
+        """
+        Returns the memory in a capsule of `DLPack`. `stream` waits for what the cache has
+        submitted: an integer as the protocol has it, -1 for a caller that orders its work itself.
+        """
+    def __dlpack_device__(self, /) -> tuple[int, int]: ...
+    def __repr__(self, /) -> str: ...
+    @property
+    def shape(self, /) -> tuple[int, int, int, int]:
+        """
+        The extents.
+        """
+
+@final
 class Calibrator:
     """
     Observes K, V and Q of some tokens, layer by layer, and computes the constants of stored
@@ -317,7 +339,7 @@ class InferenceParams:
     """
     A cache that TransformerEngine's calls drive. Sequences are numbers, layers too.
     """
-    def __new__(cls, /, config: InferenceConfig, *, device: str = "cpu", threads: SupportsIndex | None = None) -> InferenceParams: ...
+    def __new__(cls, /, config: InferenceConfig, *, device: str = "cpu", threads: SupportsIndex | None = None, stream: Any | None = None) -> InferenceParams: ...
     def __repr__(self, /) -> str: ...
     def allocate_memory(self, /, layer: SupportsIndex) -> bool:
         """
@@ -326,7 +348,8 @@ class InferenceParams:
     def attend(self, /, layer: SupportsIndex, q: Any, out: Any | None = None, *, qkv_format: str, scale: SupportsFloat | SupportsIndex | None = None, softcap: SupportsFloat | SupportsIndex | None = None, sinks: SupportsGetItem[int, SupportsFloat | SupportsIndex] | None = None, window: SupportsIndex | None = None, causal: bool = True) -> Any:
         """
         Attends the step's queries over the rows of one layer, the step's own included. Returns
-        `out`, a new tensor like `q` unless one is given.
+        `out`, a new tensor like `q` on its device unless one is given, which a `q` on CUDA needs
+        that is not of torch.
         """
     def gather(self, /, layer: SupportsIndex, k: Any, v: Any) -> None:
         """
@@ -345,6 +368,12 @@ class InferenceParams:
     def pages(self, /, sequence: SupportsIndex) -> list[int]:
         """
         Returns the pages of a sequence in token order; none for an unknown one.
+        """
+    def planes(self, /, layer: SupportsIndex) -> tuple[CachePlane, CachePlane]:
+        """
+        Returns K and V of a layer of a cache on a CUDA device, `[pages, page_size, num_heads_kv,
+        head_dim]`: the memory itself. When not paged, each sequence has a page of its longest
+        length.
         """
     def pre_step(self, /, step: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]]) -> None:
         """
@@ -365,6 +394,12 @@ class InferenceParams:
     def step(self, /, layer: SupportsIndex, new_k: Any, new_v: Any, qkv_format: str) -> None:
         """
         Writes the keys and values of the step's tokens into one layer.
+        """
+    @property
+    def stream(self, /) -> int | None:
+        """
+        The handle of the stream on which a cache on a CUDA device works, `None` for other devices.
+        The legacy default stream is 0.
         """
 
 @final

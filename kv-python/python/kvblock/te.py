@@ -12,8 +12,13 @@
 for the original: ``InferenceParams(.., custom_cache_manager=KVCacheManager)`` of TransformerEngine.
 
 Row ``i`` of every tensor is entry ``i`` of the step, in its order, and a sequence may bring any
-number of tokens. Tensors are in host memory. ``step`` returns copies of the rows, which
-``page_table`` addresses; ``attend`` reads the cache itself.
+number of tokens. ``step`` returns K and V of a layer, which ``page_table`` addresses; ``attend``
+reads the cache itself.
+
+On the CPU, ``step`` returns copies of the rows. With ``device="cuda:0"`` it returns the memory of
+the cache as tensors, the same ones in every step: a tensor that is kept shows the rows of later
+steps, as TransformerEngine's own do, and keeps the memory of its layer. It is only to be read. A
+tensor of ``step`` belongs to torch's current stream at the time of the call.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import kvblock
 import torch
@@ -65,8 +70,11 @@ class InferenceParams:
     """A KV cache that one call a step and one call a layer drive, as TransformerEngine's.
 
     The arguments are those of the original; ``total_num_pages`` may be any number of pages.
-    ``threads`` are those of the CPU, torch's unless given. ``custom_cache_manager`` is a class with
-    the methods of :class:`KVCacheManager`.
+    ``custom_cache_manager`` makes an object with the methods of :class:`KVCacheManager`.
+
+    ``device`` is the CPU or a CUDA device, where the arrays of the step are, too. There all work of
+    the cache is submitted to ``stream``, torch's current one unless given; :class:`kvblock.Cache`
+    says more. ``threads`` are those of the CPU, torch's unless given.
 
     All calls may come from any thread.
     """
@@ -84,10 +92,11 @@ class InferenceParams:
         page_size: int | None = None,
         max_ctx_len: int | None = None,
         qkv_format: str = "bshd",
-        custom_cache_manager: type | None = None,
+        custom_cache_manager: Callable | None = None,
         *,
-        device: str = "cpu",
+        device: str | torch.device = "cpu",
         threads: int | None = None,
+        stream=None,
     ):
         config = _config(
             max_batch_size=max_batch_size,
@@ -102,7 +111,7 @@ class InferenceParams:
             max_ctx_len=max_ctx_len,
             qkv_format=qkv_format,
         )
-        _check_device(device)
+        self.device: torch.device = _place(device)[1]
         self.max_batch_size: int = config.max_batch_size
         self.max_sequence_length: int = config.max_sequence_length
         self.num_heads_kv: int = config.num_heads_kv
@@ -125,11 +134,18 @@ class InferenceParams:
         if self.is_paged:
             settings |= dict(total_num_pages=self.total_num_pages, page_size=self.page_size)
         if custom_cache_manager is None:
-            self.cache_manager = KVCacheManager(**settings, device=device, threads=threads)
-        elif threads is not None:
-            raise TypeError("threads= is for the built-in cache manager")
+            settings |= dict(device=device, threads=threads, stream=stream)
+            self.cache_manager = KVCacheManager(**settings)
+        elif threads is not None or stream is not None:
+            raise TypeError("threads= and stream= are for the built-in cache manager")
         else:
             self.cache_manager = custom_cache_manager(**settings)
+            is_own = isinstance(self.cache_manager, KVCacheManager)
+            if is_own and self.cache_manager.device != self.device:
+                raise ValueError(
+                    f"device={device!r}, the cache manager is on {self.cache_manager.device}: "
+                    "functools.partial gives it another device="
+                )
 
         self.cache_qkv_format = "bshd"
         self.input_qkv_format = qkv_format
@@ -139,9 +155,9 @@ class InferenceParams:
         self.sequences_pre_step: OrderedDict = OrderedDict()
         self.batch_size = 0
         # Programs keep these tensors: their memory never moves.
-        self.cu_seqlens_q = _zeros(self.max_batch_size + 1)
-        self.cu_seqlens_kv = _zeros(self.max_batch_size + 1)
-        self.pre_step_seqlens = _zeros(self.max_batch_size)
+        self.cu_seqlens_q = _zeros(self.max_batch_size + 1, device=self.device)
+        self.cu_seqlens_kv = _zeros(self.max_batch_size + 1, device=self.device)
+        self.pre_step_seqlens = _zeros(self.max_batch_size, device=self.device)
         self._guard, self._number = _Guard(), 0
 
     def __repr__(self) -> str:
@@ -215,9 +231,8 @@ class InferenceParams:
             (self.cu_seqlens_kv, self.sequences.values()),
         ):
             values = [0, *itertools.accumulate(lengths)]
-            sums.copy_(torch.tensor(values + values[-1:] * rest, dtype=torch.int32))
-        before = [*self.sequences_pre_step.values(), *[0] * rest]
-        self.pre_step_seqlens.copy_(torch.tensor(before, dtype=torch.int32))
+            _fill(sums, values + values[-1:] * rest)
+        _fill(self.pre_step_seqlens, [*self.sequences_pre_step.values(), *[0] * rest])
 
     def _clear(self, sequences):
         """Shows a cache without a step."""
@@ -238,10 +253,13 @@ class InferenceParams:
 
         ``qkv_format`` names the axes of ``new_k`` and ``new_v``: ``"bshd"``, ``"sbhd"``, both
         padded at the end of a row, or ``"thd"``. Returns K and V, ``cu_seqlens_q``,
-        ``cu_seqlens_kv``, ``max_sequence_length`` and the format of queries and cache. K is a copy
-        of the rows, ``[total_num_pages, page_size, heads, dim]`` when paged, where
-        ``cache_manager.page_table`` has the pages of each row, else ``[batch,
-        max_sequence_length, heads, dim]``; it is zero where the batch has no token.
+        ``cu_seqlens_kv``, ``max_sequence_length`` and the format of queries and cache. K is
+        ``[total_num_pages, page_size, heads, dim]`` when paged, where ``cache_manager.page_table``
+        has the pages of each row, else ``[batch, max_sequence_length, heads, dim]``.
+
+        In host memory K is a copy of the rows, and zero where the batch has no token. On CUDA it is
+        the memory of the cache, with rows of other steps where the batch has no token. When not
+        paged, sequences that are not in the order in which they lie are copied there, too.
         """
         with self._guard:
             output = _output_format(qkv_format)
@@ -343,9 +361,12 @@ class PreparedStep:
 class KVCacheManager:
     """What stores K and V, for ``custom_cache_manager=`` of TransformerEngine's InferenceParams.
 
-    Paged where ``page_size`` and ``total_num_pages`` are given. ``step`` returns copies of the
-    rows. A custom manager has the methods up to ``step``, and those after it as far as its programs
-    need them.
+    Paged where ``page_size`` and ``total_num_pages`` are given. A custom manager has the methods up
+    to ``step``, and those after it as far as its programs need them.
+
+    TransformerEngine gives a manager no device: ``functools.partial(KVCacheManager,
+    device="cuda:0")`` is one on CUDA, for the original and its layers. ``device``, ``threads`` and
+    ``stream`` are those of :class:`InferenceParams`.
     """
 
     def __init__(
@@ -359,8 +380,9 @@ class KVCacheManager:
         head_dim_v: int | None = None,
         total_num_pages: int | None = None,
         page_size: int | None = None,
-        device: str = "cpu",
+        device: str | torch.device = "cpu",
         threads: int | None = None,
+        stream=None,
     ):
         config = _config(
             max_batch_size=max_batch_size,
@@ -373,9 +395,11 @@ class KVCacheManager:
             total_num_pages=total_num_pages,
             page_size=page_size,
         )
-        _check_device(device)
+        name, self.device = _place(device)
         threads = torch.get_num_threads() if threads is None else threads
-        self._blocks = _kvblock.InferenceParams(config, device=device, threads=threads)
+        self._blocks = _kvblock.InferenceParams(
+            config, device=name, threads=threads, stream=stream
+        )
         self.max_batch_size: int = config.max_batch_size
         self.max_seqlen: int = config.max_sequence_length
         self.num_heads: int = config.num_heads_kv
@@ -387,18 +411,28 @@ class KVCacheManager:
         self.max_pages_per_seq: int = config.max_pages_per_seq
         #: The batch in the order of the step: tokens after it.
         self.sequences: OrderedDict = OrderedDict()
-        #: The layers that have memory: ``cache[layer]`` is a copy of K and V, as of ``step``.
+        #: The layers that have memory: ``cache[layer]`` is K and V, as of ``step``.
         self.cache: _Layers = _Layers(self)
         #: Pages of every row in what ``step`` returns; row ``i`` lies at ``i`` when not paged.
-        self.page_table = _zeros(self.max_batch_size, self.max_pages_per_seq)
-        self.batch_indices_post_step = _zeros(self.max_batch_size)
-        self.batch_indices_post_step += torch.arange(self.max_batch_size, dtype=torch.int32)
+        shape = self.max_batch_size, self.max_pages_per_seq
+        self.page_table = _zeros(*shape, device=self.device)
+        self.batch_indices_post_step = _zeros(self.max_batch_size, device=self.device)
+        _fill(self.batch_indices_post_step, [*range(self.max_batch_size)])
         if not config.is_paged:
             self.page_table += self.batch_indices_post_step[:, None]
         #: The caller's names of the numbers in the cache; new tokens of each row.
         self._names, self._tokens = {}, []
         self._nameless = itertools.count(FIRST_NAMELESS)
+        #: K and V of layers as tensors over the memory of a device, which never moves.
+        self._planes = {}
+        #: Whether row ``i`` lies in slot ``i``, when not paged.
+        self._is_in_order = True
         self._guard = _Guard()
+
+    @property
+    def stream(self) -> int | None:
+        """The handle of the stream on which a cache on CUDA works, ``None`` on the CPU."""
+        return self._blocks.stream
 
     def allocate_memory(self, layer_number: int) -> bool:
         """Gives a layer its memory, zeroed; ``False``, and it keeps its rows, if it has some."""
@@ -450,9 +484,12 @@ class KVCacheManager:
         """Shows the sequences and the pages that the cache has now."""
         rows = self._blocks.sequences()
         self.sequences = OrderedDict((self._names[number], len) for number, _, len in rows)
+        table = torch.frombuffer(self._blocks.page_table(), dtype=torch.int32)
         if self.page_size is not None:
-            pages = torch.frombuffer(self._blocks.page_table(), dtype=torch.int32)
-            self.page_table.copy_(pages.view(self.page_table.shape))
+            _copy_to(self.page_table, table.view(self.page_table.shape))
+            return
+        slots = zip(table.tolist(), self.sequences.values())
+        self._is_in_order = all(not len or row == slot for row, (slot, len) in enumerate(slots))
 
     def step(
         self,
@@ -463,7 +500,11 @@ class KVCacheManager:
         cu_cached_seqlens: torch.Tensor | None,
         qkv_format: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes the step's tokens into a layer. Returns K and V as ``InferenceParams.step``."""
+        """Writes the step's tokens into a layer. Returns K and V as ``InferenceParams.step``.
+
+        Sums in host memory are compared with the step. Those on a device are not: the comparison
+        would wait for it.
+        """
         layer = _layer(layer_number)
         with self._guard:
             _output_format(qkv_format)
@@ -473,7 +514,7 @@ class KVCacheManager:
                 _check_sums("cu_cached_seqlens", cu_cached_seqlens, self.sequences.values())
             self._blocks.step(layer, new_k, new_v, qkv_format)
             axis = {"bshd": 0, "sbhd": 1}.get(qkv_format)
-            return self._copy(layer, self.max_batch_size if axis is None else new_k.shape[axis])
+            return self._rows(layer, self.max_batch_size if axis is None else new_k.shape[axis])
 
     def attend(self, layer_number, q, out=None, qkv_format="bshd", **options) -> torch.Tensor:
         """Attends as ``InferenceParams.attend``."""
@@ -493,6 +534,20 @@ class KVCacheManager:
             self._blocks.roll_back()
             self._tokens = []
             self._follow()
+
+    def _rows(self, layer, batch):
+        """Returns K and V of a layer, with its rows where ``page_table`` says."""
+        if self.device.type == "cpu":
+            return self._copy(layer, batch)
+        if self.page_size is None and not self._is_in_order:
+            return self._gather(layer, batch, self.max_seqlen)
+        if layer not in self._planes:
+            # As `_zeros`: one tensor for all modes of torch.
+            with torch.inference_mode(False):
+                planes = self._blocks.planes(layer)
+                self._planes[layer] = tuple(torch.from_dlpack(plane) for plane in planes)
+        planes = self._planes[layer]
+        return planes if self.page_size is not None else tuple(plane[:batch] for plane in planes)
 
     def _copy(self, layer, batch):
         """Copies K and V of a layer to where ``page_table`` says their rows are.
@@ -518,7 +573,7 @@ class KVCacheManager:
 
     def _new(self, outer, tokens, make):
         return tuple(
-            make(outer, tokens, self.num_heads, dim, dtype=self.dtype)
+            make(outer, tokens, self.num_heads, dim, dtype=self.dtype, device=self.device)
             for dim in (self.head_dim_k, self.head_dim_v)
         )
 
@@ -577,7 +632,7 @@ class KVCacheManager:
 
 
 class _Layers(Mapping):
-    """The layers of a cache manager that have memory. An item is a copy of K and V."""
+    """The layers of a cache manager that have memory. An item is K and V, as of ``step``."""
 
     def __init__(self, manager):
         # A cycle would keep the memory of a cache that nobody has any more.
@@ -599,7 +654,7 @@ class _Layers(Mapping):
         if manager is None:
             raise ReferenceError("the cache manager of these layers is gone")
         with manager._guard:
-            return manager._copy(_layer(layer), manager.max_batch_size)
+            return manager._rows(_layer(layer), manager.max_batch_size)
 
     def __repr__(self):
         return f"<layers {list(self)}>"
@@ -617,17 +672,41 @@ def _config(*, dtype, is_paged, **arguments):
     return _kvblock.InferenceConfig(dtype=dtype, is_paged=bool(is_paged), **arguments)
 
 
-def _check_device(device):
-    if str(device) != "cpu":
-        raise NotImplementedError(
-            f"device={device!r}: kvblock.te has its tensors in host memory, device='cpu'"
-        )
+def _place(device):
+    """Returns the name of a device, and torch's device for tensors there."""
+    if device == "emulated":
+        return device, torch.device("cuda", 0)
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        place = None  # A name that torch does not know.
+    if place is not None and place.type == "cpu":
+        return "cpu", torch.device("cpu")
+    if place is not None and place.type == "cuda":
+        index = torch.cuda.current_device() if place.index is None else place.index
+        return f"cuda:{index}", torch.device("cuda", index)
+    raise NotImplementedError(
+        f"device={device!r}: kvblock.te has its tensors in host memory, device='cpu', or on CUDA, "
+        "device='cuda:0'"
+    )
 
 
-def _zeros(*shape):
+def _zeros(*shape, device):
     """Makes an array that may be written under any mode of torch."""
     with torch.inference_mode(False):
-        return torch.zeros(*shape, dtype=torch.int32)
+        return torch.zeros(*shape, dtype=torch.int32, device=device)
+
+
+def _fill(array, numbers):
+    """Writes numbers into an array, wherever it is."""
+    _copy_to(array, torch.tensor(numbers, dtype=torch.int32, device="cpu"))
+
+
+def _copy_to(array, values):
+    """Copies values from host memory, in the order of torch's current stream."""
+    # Nobody waits for the device: of memory that is not pinned, the driver has a copy of its own
+    # when the call returns.
+    array.copy_(values, non_blocking=True)
 
 
 def _output_format(qkv_format):
@@ -677,7 +756,8 @@ def _layer(layer_number):
 def _check_sums(name, given, lengths):
     """Refuses prefix sums that are not those of the prepared step."""
     expected = [0, *itertools.accumulate(lengths)]
-    if given is not None and given[: len(expected)].tolist() != expected:
+    is_known = given is not None and given.device.type == "cpu"
+    if is_known and given[: len(expected)].tolist() != expected:
         raise kvblock.PlanError(
             f"{name} is {given.tolist()}, the sums of the prepared step are {expected}"
         )
