@@ -45,6 +45,41 @@ FAMILIES = {
     "gpt_neox": {},
     "gpt2": dict(n_embd=32, n_layer=3, n_head=4, n_positions=256),
     "opt": dict(ffn_dim=48, word_embed_proj_dim=32),
+    "gemma3n_text": dict(
+        sliding_window=5,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+        laurel_rank=4,
+        altup_num_inputs=2,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=97,
+        activation_sparsity_pattern=None,
+    ),
+}
+
+#: Layers without attention, or with one that no block table has.
+OTHERS = {
+    "qwen3_next": dict(
+        num_hidden_layers=4,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+    ),
+    "lfm2": dict(layer_types=["conv", "full_attention", "conv"], block_multiple_of=8),
+    "llama4_text": dict(
+        num_hidden_layers=4,
+        layer_types=["chunked_attention", "full_attention"] * 2,
+        attention_chunk_size=5,
+        num_local_experts=2,
+        intermediate_size_mlp=48,
+    ),
 }
 
 #: Keys change between the cache and the attention.
@@ -71,9 +106,13 @@ SINCE = {"opt": (5, 4)}
 
 
 def model(family="llama", seed=0):
-    config = transformers.AutoConfig.for_model(family, **(SMALL | (FAMILIES | LATENT)[family]))
+    return tiny(family, seed=seed, **(FAMILIES | OTHERS | LATENT)[family])
+
+
+def tiny(family, kind="CausalLM", seed=0, **settings):
+    config = transformers.AutoConfig.for_model(family, **(SMALL | settings))
     torch.manual_seed(seed)
-    made = transformers.AutoModelForCausalLM.from_config(config).eval().float()
+    made = getattr(transformers, f"AutoModelFor{kind}").from_config(config).eval().float()
     # Assisted decoding of older versions wants one.
     made.generation_config.eos_token_id = 96
     made.generation_config.pad_token_id = 0

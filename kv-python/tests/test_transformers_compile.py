@@ -100,7 +100,7 @@ class Compiled(unittest.TestCase):
         cache.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), 0)
         q, k, v = (torch.randn(1, heads, 3, 8) for heads in (4, 2, 2))
         out = torch.empty(1, 3, 4, 8)
-        arguments = (q, k, v, out, None, cache.handle, 0, 0.3, None, None, None)
+        arguments = (q, k, v, out, None, cache.handle, 0, 0, 0.3, None, None, None)
         cache.reset()
         torch.library.opcheck(
             torch.ops.kvblock.attend.default,

@@ -36,7 +36,7 @@ def padding_mask(*args, kv_length, attention_mask=None, **kwargs):
 
 def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
     """The attention function of the name ``"kvblock"``, for keys that a cache handed through."""
-    cache = getattr(key, "_kvblock", None)
+    cache, source = getattr(key, "_kvblock", (None, None))
     if cache is None:
         raise RuntimeError(
             f'attention "{NAME}" got keys that no cache in attend mode handed through: pass '
@@ -46,7 +46,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
         if kwargs.get(name) is not None:
             raise NotImplementedError(f'attention "{NAME}" does not know {name}')
     if getattr(module, "is_causal", True) is False:
-        raise NotImplementedError(f'attention "{NAME}" is causal')
+        raise NotImplementedError(f'attention "{NAME}" is causal: mode="gather" takes any')
     if dropout:
         raise NotImplementedError(f'attention "{NAME}" has no dropout: call model.eval()')
     layer = module.layer_idx
@@ -60,9 +60,9 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
         batch, heads, new, _ = query.shape
         out = query.new_empty(batch, new, heads, value.shape[3])
         mask, handle = attention_mask, cache.handle
-        torch.ops.kvblock.attend(query, key, value, out, mask, handle, layer, *options)
+        torch.ops.kvblock.attend(query, key, value, out, mask, handle, layer, source, *options)
         return out, None
-    return cache.attend(layer, (query, key, value), attention_mask, options), None
+    return cache.attend(layer, source, (query, key, value), attention_mask, options), None
 
 
 class Attending:
@@ -79,9 +79,10 @@ class Attending:
         self._all[number] = self
         self.handle = torch.tensor(number)
 
-    def attend(self, layer, tensors, mask, options, out=None):
+    def attend(self, layer, source, tensors, mask, options, out=None):
         """Attends in one layer, and returns ``[batch, tokens, heads, head_dim]``.
 
+        ``source`` is the layer whose keys these are, another one where layers share them.
         ``tensors`` are query, key and value, ``[batch, heads, tokens, head_dim]``; ``options`` are
         scale, soft cap, sink logits and the window as Hugging Face counts it.
         """
@@ -92,13 +93,13 @@ class Attending:
 _LIBRARY = torch.library.Library("kvblock", "DEF")
 _LIBRARY.define(
     "attend(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor? mask, Tensor cache, int layer, "
-    "float scale, float? softcap, Tensor? sinks, int? window) -> ()"
+    "int source, float scale, float? softcap, Tensor? sinks, int? window) -> ()"
 )
 
 
-def _attend(q, k, v, out, mask, cache, layer, scale, softcap, sinks, window):
+def _attend(q, k, v, out, mask, cache, layer, source, scale, softcap, sinks, window):
     attending = Attending._all[cache.item()]
-    attending.attend(layer, (q, k, v), mask, (scale, softcap, sinks, window), out)
+    attending.attend(layer, source, (q, k, v), mask, (scale, softcap, sinks, window), out)
 
 
 _LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")

@@ -24,20 +24,51 @@ FIRST_SEQUENCE = 1 << 32
 #: Tokens that a window keeps beyond its own for a model that goes back, as assisted decoding does.
 SLACK = 64
 
+#: Layers without attention, for which newer versions of transformers have objects of their own.
+STATES = ("linear_attention", "conv", "mamba")
+
+#: What keys that no attention function has seen mean.
+UNATTENDED = (
+    "keys were never attended to: a KvCache in attend mode needs "
+    f'attn_implementation="{NAME}", and mode="gather" where a model has no such setting'
+)
+
 
 class Layers:
-    """The layers of a model: which are attention, their places in the cache, and their windows."""
+    """The layers of a model: which are attention, their places in the cache, and their windows.
+
+    Refused are models whose layers a cache in blocks cannot hold.
+    """
 
     def __init__(self, config):
-        #: An object of transformers for each layer.
+        #: A new object of transformers for each layer.
         self.layers = DynamicCache(config=config).layers
         if not self.layers:
             raise NotImplementedError("this version of transformers makes no layers of a config")
-        own = [
-            index
-            for index, layer in enumerate(self.layers)
-            if isinstance(layer, CacheLayerMixin) and not hasattr(layer, "conv_states")
-        ]
+        kind, types = config.model_type, getattr(config, "layer_types", None) or ()
+        if getattr(config, "cross_attention_layers", None):
+            raise NotImplementedError(f"{kind} has layers of cross-attention: use DynamicCache")
+        own = []
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, CacheLayerMixin):
+                continue
+            if hasattr(layer, "conv_states"):
+                raise NotImplementedError(
+                    f"{kind} has attention and another state in one layer: use DynamicCache"
+                )
+            if index < len(types) and types[index] in STATES:
+                raise NotImplementedError(
+                    f"{kind} has a cache of its own in this version of transformers"
+                )
+            if hasattr(layer, "update_indexer"):
+                raise NotImplementedError(f"{kind} caches keys of an index: use DynamicCache")
+            own.append(index)
+        if not own:
+            raise NotImplementedError(f"{kind} has no layers of attention: use DynamicCache")
+        #: Whether a layer attends in chunks, which are no windows.
+        self.has_chunks = "chunked_attention" in types
+        #: The number of layers that attend to the keys of an earlier one.
+        self.shared = getattr(config, "num_kv_shared_layers", None) or 0
         self.places = {index: place for place, index in enumerate(own)}
         windows = ((index, getattr(self.layers[index], "sliding_window", None)) for index in own)
         #: Windows of the layers that have one, as Hugging Face counts: with the token itself.
@@ -69,7 +100,7 @@ def check_window(layer, window, windows):
     if window != windows.get(layer):
         raise NotImplementedError(
             f"layer {layer} attends with a window of {window} tokens, its config says "
-            f"{windows.get(layer)}"
+            f'{windows.get(layer)}: a KvCache with mode="gather" takes any'
         )
 
 
@@ -129,6 +160,31 @@ class Pool:
         opener = self._opener()
         if opener is not None and self._thread == threading.get_ident():
             opener._abandon()
+
+
+def check_shape(layer, tensors, first):
+    """Refuses keys and values of a layer that have other heads than those of the first layer."""
+    for new, like in zip(tensors, first):
+        if (new.shape[1], new.shape[3]) != (like.shape[1], like.shape[3]):
+            raise NotImplementedError(
+                f"layer {layer} has {new.shape[1]} heads of {new.shape[3]}, the first layer "
+                f"{like.shape[1]} of {like.shape[3]}: a cache in blocks has one shape for all"
+            )
+
+
+def check_source(layer, source, step):
+    """Refuses a layer that attends to the keys of another one after the step has ended."""
+    if layer != source and step is None:
+        raise NotImplementedError(
+            f"layer {layer} attends to the keys of layer {source}: the config has no "
+            "num_kv_shared_layers"
+        )
+
+
+def has_recurrent_state(layer):
+    """Returns whether a layer of transformers has computed a state that no crop brings back."""
+    states = getattr(layer, "is_recurrent_states_initialized", False)
+    return any(states.values()) if isinstance(states, dict) else states
 
 
 class KvLayer(CacheLayerMixin):
@@ -219,12 +275,21 @@ class KvCache(Cache, Attending):
         if mode not in ("attend", "gather"):
             raise ValueError(f'mode={mode!r}: "attend" or "gather" is expected')
         self._own = Layers(config.get_text_config(decoder=True))
-        layers = list(self._own.layers)
+        if mode == "attend":
+            for is_refused, what in (
+                (getattr(config, "is_encoder_decoder", False), "attends to an encoder"),
+                (self._own.has_chunks, "attends in chunks"),
+            ):
+                if is_refused:
+                    raise NotImplementedError(f'{config.model_type} {what}: use mode="gather"')
+        layers = copy.deepcopy(self._own.layers)
         for index in self._own.places:
             layers[index] = KvLayer(self, index)
         Cache.__init__(self, layers=layers)
         Attending.__init__(self)
         self._format, self._mode = format, mode
+        #: The number of layers that are done in a step.
+        self._all_layers = len(self._own.places) + (self._own.shared if mode == "attend" else 0)
         # A session, as pickle saves one, wants the name of a model.
         self._settings = dict(model="kvblock.transformers") | settings
         self._slack = self._settings.pop("window_slack", 0)
@@ -265,22 +330,18 @@ class KvCache(Cache, Attending):
             self._begin(layer, key, value)
             self._pending.add(layer)
         # Nothing touches the tensor between here and the attention function.
-        key._kvblock = self
+        key._kvblock = (self, layer)
         return key, value
 
     def _begin(self, layer, key, value):
         """Notes that keys of a layer have come."""
-        if layer in self._pending:
-            self._abandon()
-            raise RuntimeError(
-                "keys of the step before were never attended to: a KvCache in attend mode needs "
-                f'attn_implementation="{NAME}"'
-            )
         if layer in self._seen:
             # The forward pass before has failed half-way.
             self._abandon()
         if not self._seen:
             self._pool.settle()
+        # A layer attends before the next one has keys.
+        self._check_attended()
         if self.blocks is None:
             self._make(key, value)
         if self._rows is None:
@@ -290,7 +351,13 @@ class KvCache(Cache, Attending):
                 f"the batch has {key.shape[0]} rows, the cache {len(self._rows)}: reset() begins "
                 "another batch"
             )
+        check_shape(layer, (key, value), self._like)
         self._new = key.shape[2]
+
+    def _check_attended(self):
+        if self._pending:
+            self._abandon()
+            raise RuntimeError(UNATTENDED)
 
     def _make(self, key, value):
         # Rows that are handed back are masked by the model.
@@ -308,9 +375,12 @@ class KvCache(Cache, Attending):
         """Notes that a layer is done, and commits the step after the last one."""
         self._seen.add(layer)
         self._pending.discard(layer)
-        if len(self._seen) == len(self._own.places):
+        if len(self._seen) == self._all_layers:
             self._step.commit()
             columns = self._columns + self._new
+            if self._mode == "attend":
+                # Before transformers 5.14 a model leaves the keys that layers share here.
+                vars(self).pop("shared_layers", None)
             self._clear_step()
             self._columns = columns
 
@@ -340,11 +410,14 @@ class KvCache(Cache, Attending):
         self._close(layer)
         return tuple(out)
 
-    def attend(self, layer, tensors, mask, options, out=None):
+    def attend(self, layer, source, tensors, mask, options, out=None):
         query, key, value = tensors
         scale, softcap, sinks, window = options
-        check_window(layer, window, self._own.windows)
-        if layer not in self._pending:
+        check_window(source, window, self._own.windows)
+        check_source(layer, source, self._step)
+        if layer in self._pending:
+            self._pending.discard(layer)
+        elif layer == source:
             self._begin(layer, key, value)
         batch, heads, new, _ = query.shape
         if out is None:
@@ -356,12 +429,15 @@ class KvCache(Cache, Attending):
             self._open(counts)
         sinks = None if sinks is None else sinks.float().tolist()
         options = dict(scale=scale, softcap=softcap, sinks=sinks)
-        place = self._own.places[layer]
+        place = self._own.places[source]
+        # Keys that are shared are written already.
+        new = tensors if layer == source else (query,)
         if self._real is None:
-            self._step.attend(place, *tensors, out.transpose(1, 2), axes="bhsd", **options)
+            options |= dict(out=out.transpose(1, 2), axes="bhsd")
+            self._step.attend(place, *new, **options)
         else:
             # Rows are packed: padding is on the left here, and nowhere in the cache.
-            packed = (x.transpose(1, 2)[self._real] for x in tensors)
+            packed = (x.transpose(1, 2)[self._real] for x in new)
             rows = self._step.attend(place, *packed, **options)
             out.zero_()[self._real] = rows
         self._close(layer)
@@ -400,9 +476,10 @@ class KvCache(Cache, Attending):
         self._settle()
         self._pool.release(self._rows or [])
         self._rows, self._columns = None, 0
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             if not isinstance(layer, KvLayer):
-                layer.reset()
+                # Those of transformers would keep the number of rows.
+                self.layers[index] = copy.deepcopy(self._own.layers[index])
 
     def crop(self, tokens):
         """Removes the last ``-tokens`` columns; before transformers 5.16, all after ``tokens``."""
@@ -410,6 +487,13 @@ class KvCache(Cache, Attending):
         remove = -tokens if tokens < 0 else max(self._columns - tokens, 0) if tokens else 0
         if remove > self._columns:
             raise ValueError(f"crop({tokens}) of {self._columns} tokens")
+        self._check_attended()
+        others = self._others("crop")
+        for layer in others:
+            if remove and has_recurrent_state(layer):
+                raise NotImplementedError(f"crop: a {type(layer).__name__} does not go back")
+            if not getattr(layer, "record_past", True):
+                raise RuntimeError("crop: activate_past_recording() before the tokens come")
         self._settle()
         for number in self._rows or ():
             # The last columns are tokens in every row: padding is on the left.
@@ -420,27 +504,50 @@ class KvCache(Cache, Attending):
                 raise RuntimeError(
                     f"crop({tokens}): {error}; window_slack= says how far a model goes back"
                 ) from error
+        for layer in others:
+            layer.crop(-remove)
         self._columns -= remove
 
     def activate_past_recording(self, *args, **kwargs):
         """Notes that the model will go back: windows keep some tokens more."""
         self._slack = max(self._slack, SLACK)
+        for layer in self.layers + self._own.layers:
+            if not isinstance(layer, KvLayer) and hasattr(layer, "activate_past_recording"):
+                layer.activate_past_recording(*args, **kwargs)
 
     def reorder_cache(self, beam_idx):
-        self._replace(beam_idx.tolist())
+        beams = torch.as_tensor(beam_idx, device="cpu")
+        self._replace("reorder_cache", beams, lambda rows: rows.index_select(0, beams))
 
     def batch_select_indices(self, indices):
-        self._replace(indices.tolist())
+        kept = torch.as_tensor(indices, device="cpu")
+        self._replace("batch_select_indices", kept, lambda rows: rows[kept])
 
     def batch_repeat_interleave(self, repeats):
-        rows = range(len(self._rows or ()))
-        self._replace([row for row in rows for _ in range(repeats)])
+        self._replace(
+            "batch_repeat_interleave", repeats, lambda rows: rows.repeat_interleave(repeats)
+        )
 
-    def _replace(self, indices):
-        """Continues the rows with these indices; a row may come several times, or not at all."""
+    def _others(self, call):
+        """Returns the layers that are objects of transformers; refuses those without a call."""
+        others = [layer for layer in self.layers if not isinstance(layer, KvLayer)]
+        for layer in others:
+            if not hasattr(layer, call):
+                raise NotImplementedError(f"{call}: a {type(layer).__name__} has no such call")
+        return others
+
+    def _replace(self, call, argument, choose):
+        """Continues the rows that are chosen; a row may come several times, or not at all.
+
+        ``call`` with its argument does the same to layers of transformers.
+        """
         if self._rows is None:
             return
+        self._check_attended()
+        others, indices = self._others(call), choose(torch.arange(len(self._rows))).tolist()
         self._settle()
+        for layer in others:
+            getattr(layer, call)(argument)
         before, taken = self._rows, set()
         self._rows = []
         for index in indices:
@@ -495,6 +602,7 @@ class KvCache(Cache, Attending):
     def __getstate__(self):
         self._check_no_step()
         state = dict(vars(self))
+        state.pop("shared_layers", None)
         for name in ("handle", "_pool"):
             del state[name]
         state["_named"] = (self._pool.salt, self._pool.names(1)[0])
@@ -555,8 +663,12 @@ class _Observed(KvCache):
         super().__init__(config, format="f32")
         self.calibrator = calibrator
 
-    def attend(self, layer, tensors, mask, options, out=None):
-        query, key, value = tensors
+    def attend(self, layer, source, tensors, mask, options, out=None):
+        if layer == source:
+            self._observe(layer, *tensors)
+        return super().attend(layer, source, tensors, mask, options, out)
+
+    def _observe(self, layer, query, key, value):
         if self.calibrator is None:
             self.calibrator = kvblock.Calibrator(
                 layers=len(self._own.places),
@@ -564,9 +676,8 @@ class _Observed(KvCache):
                 head_dim=key.shape[3],
                 head_dim_v=value.shape[3],
             )
-        rows = (x.transpose(1, 2)[0].float().cpu().contiguous() for x in tensors)
+        rows = (x.transpose(1, 2)[0].float().cpu().contiguous() for x in (query, key, value))
         self.calibrator.observe(self._own.places[layer], *rows, first_position=self._columns)
-        return super().attend(layer, tensors, mask, options, out)
 
 
 def calibrate(model, prompts, path, *, name="") -> int:

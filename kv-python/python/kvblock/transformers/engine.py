@@ -11,7 +11,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from kvblock.transformers.attention import NAME, Attending
-from kvblock.transformers.cache import Layers, cache_of, check_window
+from kvblock.transformers.cache import Layers, cache_of, check_shape, check_window
 
 
 class StepCache(Cache, Attending):
@@ -22,34 +22,38 @@ class StepCache(Cache, Attending):
 
     def __init__(self, config):
         self.own = Layers(config)
-        if len(self.own.places) < len(self.own.layers):
+        if any(hasattr(layer, "conv_states") for layer in self.own.layers):
             raise NotImplementedError(
                 f"{config.model_type} has layers without attention: an engine has no state for them"
             )
+        if self.own.has_chunks:
+            raise NotImplementedError(f"{config.model_type} attends in chunks: an engine does not")
         Cache.__init__(self, layers=self.own.layers)
         Attending.__init__(self)
         self.step, self.first = None, None
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         # Nothing touches the tensor between here and the attention function.
-        key_states._kvblock = self
+        key_states._kvblock = (self, layer_idx)
         return key_states, value_states
 
-    def attend(self, layer, tensors, mask, options, out=None):
+    def attend(self, layer, source, tensors, mask, options, out=None):
         query, key, value = tensors
         scale, softcap, sinks, window = options
-        check_window(layer, window, self.own.windows)
+        check_window(source, window, self.own.windows)
         if out is None:
             batch, heads, new, _ = query.shape
             out = query.new_empty(batch, new, heads, value.shape[3])
         if self.step is None:
             self.first = self.first or (key, value)
+            check_shape(source, (key, value), self.first)
             return out.zero_()
         sinks = None if sinks is None else sinks.float().tolist()
         # The batch is one row with the tokens of all sequences.
-        rows = (x.transpose(1, 2)[0] for x in (query, key, value))
+        new = tensors if layer == source else (query,)
+        rows = (x.transpose(1, 2)[0] for x in new)
         self.step.attend(
-            self.own.places[layer], *rows, out[0], scale=scale, softcap=softcap, sinks=sinks
+            self.own.places[source], *rows, out=out[0], scale=scale, softcap=softcap, sinks=sinks
         )
         return out
 
