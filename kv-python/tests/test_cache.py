@@ -283,6 +283,14 @@ class Steps(unittest.TestCase):
         numpy.testing.assert_allclose(out, MODEL.expected(0, tokens, 0), rtol=0.01, atol=0.01)
 
 
+class Extras(unittest.TestCase):
+    def test_a_module_without_its_packages_names_the_extra(self):
+        for module in ("transformers", "te"):
+            code = f"import sys; sys.modules['torch'] = None; import kvblock.{module}"
+            ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+            self.assertIn(f"pip install 'kvblock[{module}]'", ran.stderr)
+
+
 class Life(unittest.TestCase):
     def test_forks_share_until_they_differ(self):
         of, tokens = cache(), list(range(9))

@@ -33,8 +33,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
 import kvblock
-import torch
 from kvblock import _kvblock
+
+try:
+    import torch
+except ImportError as error:
+    raise ImportError("kvblock.te needs torch: pip install 'kvblock[te]'") from error
+
 from kvblock._torch import FORMATS
 
 __all__ = ["InferenceParams", "KVCacheManager", "PreparedStep"]

@@ -26,6 +26,14 @@ since   change                                                      read in
 ======  ==========================================================  ===============================
 """
 
+try:
+    import torch as _torch
+    import transformers as _transformers
+except ImportError as error:
+    raise ImportError(
+        "kvblock.transformers needs torch and transformers: pip install 'kvblock[transformers]'"
+    ) from error
+
 from kvblock.transformers.attention import NAME, register
 from kvblock.transformers.cache import KvCache, calibrate
 from kvblock.transformers.engine import Engine
