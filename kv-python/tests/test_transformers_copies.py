@@ -253,6 +253,27 @@ class Complaints(unittest.TestCase):
             cache.crop(-30 if VERSION >= (5, 16) else 11)
         self.assertEqual(cache.get_seq_length(), 41)
 
+    def test_a_crop_changes_all_rows_or_none(self):
+        of = model("mistral")
+        of.set_attn_implementation(NAME)
+        cache = KvCache(of.config, num_blocks=64, block_size=4)
+        ids = torch.tensor([list(range(1, 41)), [0] * 32 + list(range(1, 9))])
+        mask = (ids != 0).long()
+        with torch.no_grad():
+            of(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+            mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
+            one = torch.tensor([[7], [7]])
+            of(one, attention_mask=mask, past_key_values=cache, use_cache=True)
+        # The long row has left what it would go back to, the short one has not.
+        cache.reorder_cache(torch.tensor([1, 0]))
+        before = cache.blocks.usage()
+        with self.assertRaisesRegex(RuntimeError, "window_slack="):
+            cache.crop(-7 if VERSION >= (5, 16) else 34)
+        self.assertEqual(cache.get_seq_length(), 41)
+        after = cache.blocks.usage()
+        for name in ("sequences", "tokens", "blocks_used"):
+            self.assertEqual(after[name], before[name])
+
     def test_many_beams(self):
         ids = [[5, 9, 3 + row] for row in range(8)]
         expected = self.of.set_attn_implementation("eager")

@@ -495,18 +495,30 @@ class KvCache(Cache, Attending):
             if not getattr(layer, "record_past", True):
                 raise RuntimeError("crop: activate_past_recording() before the tokens come")
         self._settle()
-        for number in self._rows or ():
-            # The last columns are tokens in every row: padding is on the left.
-            length = self.blocks.seq_len(number) - remove
-            try:
-                self.blocks.truncate(number, length)
-            except kvblock.PlanError as error:
-                raise RuntimeError(
-                    f"crop({tokens}): {error}; window_slack= says how far a model goes back"
-                ) from error
+        try:
+            self._truncate(remove)
+        except kvblock.PlanError as error:
+            raise RuntimeError(
+                f"crop({tokens}): {error}; window_slack= says how far a model goes back"
+            ) from error
         for layer in others:
             layer.crop(-remove)
         self._columns -= remove
+
+    def _truncate(self, tokens):
+        """Removes the last tokens of all rows, or of none: a row may have left its window alone."""
+        rows, shorter = self._rows or [], []
+        try:
+            for row in rows:
+                shorter.append(self._pool.fork(row))
+                # The last columns are tokens in every row: padding is on the left.
+                self.blocks.truncate(shorter[-1], self.blocks.seq_len(row) - tokens)
+        except kvblock.Error:
+            self._pool.release(shorter)
+            raise
+        if rows:
+            self._rows = shorter
+            self._pool.release(rows)
 
     def activate_past_recording(self, *args, **kwargs):
         """Notes that the model will go back: windows keep some tokens more."""
