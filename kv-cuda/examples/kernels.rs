@@ -4,7 +4,8 @@
 //! compiles one program at a time. Results are cached by key, so that only changes cost time.
 //! Prints registers, shared memory and spills of every kernel; a spill is a failure. `--write`
 //! makes the archives that the crate embeds, and compiles only what the present ones lack.
-//! `--check` compiles nothing and reports whether the archives are current.
+//! `--check` compiles nothing and reports whether the archives are current; `--unpack` compiles
+//! nothing either, and writes the images of one architecture for programs that read them.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program for a terminal")]
 
 use std::collections::BTreeMap;
@@ -21,8 +22,8 @@ use kv_cuda::code::{self, Arch, Archive, Cache, KernelReport, Key, Nvrtc, Unit};
 
 type Result<T, E = Box<dyn Error + Send + Sync>> = std::result::Result<T, E>;
 
-const USAGE: &str =
-    "kernels --work DIR --archives DIR [--only UNIT] [--arch ARCH] [--write | --check]";
+const USAGE: &str = "kernels --work DIR --archives DIR [--only UNIT] [--arch ARCH] \
+                     [--write | --check]\n       kernels --archives DIR --arch ARCH --unpack DIR";
 
 const MANIFEST: &str = "manifest.txt";
 
@@ -35,6 +36,8 @@ struct Options {
     arch: Option<Arch>,
     write: bool,
     check: bool,
+    /// Folder for the images of the architecture.
+    unpack: Option<PathBuf>,
 }
 
 fn main() -> ExitCode {
@@ -55,6 +58,9 @@ fn run() -> Result<()> {
         return compile(unit, arch, Path::new(image), Path::new(log));
     }
     let options = parse(args)?;
+    if let (Some(folder), Some(arch)) = (&options.unpack, options.arch) {
+        return unpack(&options.archives, arch, folder);
+    }
     // Archives name their compiler; the check needs none.
     let version = if options.check {
         compiler_version(&options.archives)?
@@ -105,6 +111,7 @@ fn compiler_version(archives: &Path) -> Result<u32> {
 fn parse(args: Vec<String>) -> Result<Options> {
     let (mut write, mut check) = (false, false);
     let (mut work, mut archives, mut only, mut arch) = (None, None, None, None);
+    let mut unpack = None;
     let mut args = args.into_iter();
     while let Some(arg) = args.next() {
         let mut value = || args.next().ok_or(USAGE);
@@ -113,6 +120,7 @@ fn parse(args: Vec<String>) -> Result<Options> {
             "--archives" => archives = Some(PathBuf::from(value()?)),
             "--only" => only = Some(value()?),
             "--arch" => arch = Some(value()?.parse()?),
+            "--unpack" => unpack = Some(PathBuf::from(value()?)),
             "--write" => write = true,
             "--check" => check = true,
             _ => return Err(USAGE.into()),
@@ -121,8 +129,30 @@ fn parse(args: Vec<String>) -> Result<Options> {
     if (only.is_some() || arch.is_some()) && (write || check) {
         return Err("archives hold all units for all architectures".into());
     }
+    if unpack.is_some() {
+        if arch.is_none() || work.is_some() || only.is_some() || write || check {
+            return Err(USAGE.into());
+        }
+        work = Some(PathBuf::new());
+    }
     let (work, archives) = work.zip(archives).ok_or(USAGE)?;
-    Ok(Options { work, archives, only, arch, write, check })
+    Ok(Options { work, archives, only, arch, write, check, unpack })
+}
+
+/// Writes the images of an archive into a folder: `UNIT.cubin`, or `.ptx` for PTX.
+fn unpack(archives: &Path, arch: Arch, folder: &Path) -> Result<()> {
+    let path = archives.join(format!("{arch}.kva"));
+    let bytes = fs::read(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+    let archive = Archive::parse(&bytes).map_err(|error| format!("{arch}: {error}"))?;
+    fs::create_dir_all(folder)?;
+    let extension = if arch.is_ptx() { "ptx" } else { "cubin" };
+    for entry in &archive.entries {
+        let image = entry.image().map_err(|error| format!("{arch}: {}: {error}", entry.unit))?;
+        // The name of a file of the sources, without a folder.
+        let name = Path::new(&entry.unit).file_stem().ok_or("a unit without a name")?;
+        fs::write(folder.join(name).with_extension(extension), image)?;
+    }
+    Ok(())
 }
 
 /// One compilation.

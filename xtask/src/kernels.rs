@@ -7,8 +7,8 @@ use std::{env, fs};
 
 use anyhow::{Context, Result, bail};
 
-use crate::shell;
 use crate::workspace::Workspace;
+use crate::{programs, shell};
 
 /// Variable with the path of NVRTC or its folder, as kv-cuda reads it.
 const SETTING: &str = "KV_NVRTC";
@@ -27,6 +27,21 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
         command.env(SETTING, compiler(&workspace)?);
     }
     shell::run(command.args(args))
+}
+
+/// Unpacks the archive of an architecture into a folder: a file `UNIT.cubin` for each unit.
+pub(crate) fn unpack(workspace: &Workspace, arch: &str, folder: &Path) -> Result<()> {
+    if workspace.package("kv-cuda").is_none() {
+        bail!("kv-cuda: not in this workspace yet");
+    }
+    let mut command = match programs::listed("example", "kernels")? {
+        Some(program) => shell::program(program),
+        None => {
+            shell::cargo(["run", "--quiet", "--package", "kv-cuda", "--example", "kernels", "--"])
+        }
+    };
+    command.arg("--archives").arg(archives()).args(["--arch", arch]).arg("--unpack").arg(folder);
+    shell::run(&mut command)
 }
 
 /// Returns the folder of committed archives.

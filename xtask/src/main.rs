@@ -12,6 +12,7 @@ mod conformance;
 mod emulator;
 mod example_llama;
 mod examples;
+mod gate;
 mod gpu;
 mod kernels;
 mod lanes;
@@ -67,6 +68,9 @@ Usage: cargo xtask COMMAND
       --arch ARCH      only for this architecture, such as sm_90a
       --check          checks instead that the compiled kernels in the tree are current
       --write          also writes them; those that are current are not compiled again
+  gate                 reads the main loops of decode and prefill kernels in the compiled kernels of
+                       the tree, and fails above limits: sizes, instructions, modelled times
+      --update         also writes the figures: docs/gpu/model.md, and the model of predictions
   public-api           compares the public API of kv with the list in kv/public-api.txt
       --update         writes the list instead
   python               builds the wheel of kv-python in target/wheels and tests it in a virtual
@@ -104,6 +108,7 @@ enum Command {
     Setup,
     Bench(Vec<OsString>),
     Kernels(Vec<OsString>),
+    Gate { update: bool },
     PublicApi { update: bool },
     Python { update: bool },
     Gpu(gpu::Options),
@@ -150,6 +155,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Setup => setup::run()?,
         Command::Bench(args) => bench::run(&args)?,
         Command::Kernels(args) => kernels::run(&args)?,
+        Command::Gate { update } => gate::run(update)?,
         Command::PublicApi { update } => public_api::run(update)?,
         Command::Python { update: true } => python::update_stubs()?,
         Command::Python { update: false } => python::run()?,
@@ -180,6 +186,7 @@ fn parse(mut parser: Parser) -> Result<Command> {
         "soak" => return parse_names(parser, Command::Soak),
         "kernels" => return parse_kernels(parser),
         "gpu" => return parse_gpu(parser),
+        "gate" => return parse_update(parser, |update| Command::Gate { update }),
         "public-api" => return parse_update(parser, |update| Command::PublicApi { update }),
         "python" => return parse_update(parser, |update| Command::Python { update }),
         "check" => Command::Check,

@@ -86,6 +86,12 @@ pub(crate) fn plain(kind: &str, name: &str) -> Result<PathBuf> {
     found.with_context(|| format!("cargo built no {kind} {name}"))
 }
 
+/// Returns the path of such a program if [`build_all`] has listed it, and builds nothing.
+pub(crate) fn listed(kind: &str, name: &str) -> Result<Option<PathBuf>> {
+    let text = built()?.unwrap_or_default();
+    Ok(text.lines().find_map(|line| parse_plain(line, (kind, name))))
+}
+
 /// Returns the messages that [`build_all`] has listed, if it ran before this process.
 fn built() -> Result<Option<String>> {
     let Some(file) = env::var_os(BUILT) else { return Ok(None) };

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use anyhow::{Result, bail};
 
-use crate::{arm, python, shell};
+use crate::{arm, gate, python, shell};
 
 /// One tool that the suites need.
 struct Need {
@@ -167,6 +167,24 @@ const NEEDS: &[Need] = &[
         use_of: Use::Tried,
     },
     Need {
+        name: gate::TOOL,
+        for_what: "cargo xtask gate: main loops of CUDA kernels",
+        is_present: gate::has_tool,
+        get: &[
+            "python3",
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--only-binary=:all:",
+            "--target",
+            gate::FOLDER,
+            gate::PACKAGE,
+        ],
+        use_of: Use::Tried,
+    },
+    Need {
         name: "Chromium",
         for_what: "cargo xtask soak: the page of kv serve",
         is_present: || runs("chromium"),
@@ -254,8 +272,17 @@ pub(crate) fn try_rest() {
     try_to_install(&[Use::Tried]);
 }
 
+/// Installs one tool, if this user may.
+pub(crate) fn try_one(name: &str) {
+    try_each(|need| need.name == name);
+}
+
 fn try_to_install(uses: &[Use]) {
-    let missing = NEEDS.iter().filter(|need| uses.contains(&need.use_of) && !(need.is_present)());
+    try_each(|need| uses.contains(&need.use_of));
+}
+
+fn try_each(is_wanted: impl Fn(&Need) -> bool) {
+    let missing = NEEDS.iter().filter(|need| is_wanted(need) && !(need.is_present)());
     for need in missing {
         let Some((name, args)) = need.get.split_first() else { continue };
         let is_package = *name == "apt-get";

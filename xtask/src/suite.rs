@@ -9,7 +9,7 @@ use crate::programs::{self, Program};
 use crate::stamps::Inputs;
 use crate::workspace::{FEATURES, Workspace};
 use crate::{
-    arm, candle, conformance, emulator, example_llama, examples, kernels, lanes, public_api,
+    arm, candle, conformance, emulator, example_llama, examples, gate, kernels, lanes, public_api,
     python, readme, setup, shell, tidy, webgpu,
 };
 
@@ -66,6 +66,8 @@ const STAGES: &[Stage] = &[
         Ok(Outcome::Passed)
     }),
     run_stage("CUDA kernels", &[], compile_kernels),
+    run_stage("machine code", &["build of tests"], gate::stage)
+        .unless_same(Inputs::Files(gate::INPUTS)),
     run_stage("unit and API tests, benches once", &["build of tests"], unit_tests),
     run_stage("conformance", &["build of tests"], conform).unless_same(OF_CPU),
     run_stage("conformance of all CPU kernels", &["build of tests"], conform_kernels)

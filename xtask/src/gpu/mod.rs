@@ -5,6 +5,7 @@
 //! network.
 mod extract;
 mod kit;
+mod loops;
 mod pack;
 mod predict;
 mod process;
