@@ -66,7 +66,7 @@ const STAGES: &[Stage] = &[
         Ok(Outcome::Passed)
     }),
     run_stage("CUDA kernels", &[], compile_kernels),
-    run_stage("machine code", &["build of tests"], gate::stage)
+    run_stage("machine code", &["build of tests", "optional tools"], gate::stage)
         .unless_same(Inputs::Files(gate::INPUTS)),
     run_stage("unit and API tests, benches once", &["build of tests"], unit_tests),
     run_stage("conformance", &["build of tests"], conform).unless_same(OF_CPU),
