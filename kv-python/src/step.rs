@@ -3,14 +3,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use kv::backend::{AnyBackend, AxisOrder, Plane};
 use kv::{AttentionOptions, Axes};
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyType};
 
 use crate::cache::Cache;
 use crate::card::{Home, Order};
 use crate::report::Failure;
-use crate::tensor::{self, Lender, Tensor};
+use crate::tensor::{self, Tensor};
 
 /// A step of a cache, from `Cache.step` on.
 ///
@@ -129,11 +129,7 @@ impl Step {
         let queries = Tensor::input(&q, order, "q", home)?;
         let out = match out {
             Some(out) => out,
-            None if queries.lender() == Some(Lender::Dlpack) => {
-                let message = format!("out= is expected: q is on {home} and no tensor of torch");
-                return Err(PyTypeError::new_err(message));
-            }
-            None => tensor::empty_like(&q, order, cache.width_of_v())?,
+            None => tensor::empty_like(&q, &queries, order, cache.width_of_v())?,
         };
         let written = Tensor::output(&out, order, "out", home)?;
         let new = match (&k, &v) {

@@ -3,7 +3,7 @@ use kv::backend::{AnyBackend, AxisOrder, Plane};
 use kv::error::{LayerProblem, PlanError, SpecError};
 use kv::{Axes, CacheError, DType};
 use kv_compat::{BlockManager, CacheManagerConfig, FormatArg};
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyByteArray;
 
@@ -14,7 +14,7 @@ use crate::report::Failure;
 use crate::settings::{connect, device_of};
 use crate::shared::Shared;
 use crate::step::Asked;
-use crate::tensor::{self, Lender, Tensor};
+use crate::tensor::{self, Tensor};
 
 /// The checked arguments of TransformerEngine's `InferenceParams`.
 ///
@@ -345,11 +345,7 @@ impl InferenceParams {
         let queries = Tensor::input(&q, order, "q", home)?;
         let out = match out {
             Some(out) => out,
-            None if queries.lender() == Some(Lender::Dlpack) => {
-                let message = format!("out= is expected: q is on {home} and no tensor of torch");
-                return Err(PyTypeError::new_err(message));
-            }
-            None => tensor::empty_like(&q, order, self.head_dim_v)?,
+            None => tensor::empty_like(&q, &queries, order, self.head_dim_v)?,
         };
         let written = Tensor::output(&out, order, "out", home)?;
         let streams = Order::of(py, home, &[&queries, &written])?;

@@ -526,14 +526,22 @@ pub(crate) fn rank(tensor: &Bound<'_, PyAny>) -> PyResult<usize> {
     tensor.getattr(intern!(tensor.py(), "shape"))?.len()
 }
 
-/// Allocates an output like an input, with another size of its last axis: dense with tokens before
-/// heads, whatever the order of its axes.
+/// Allocates an output like the queries, with another size of its last axis: dense with tokens
+/// before heads, whatever the order of its axes.
+///
+/// # Errors
+/// A `TypeError` for queries on a device that are no tensor of torch.
 pub(crate) fn empty_like<'py>(
     like: &Bound<'py, PyAny>,
+    read: &Tensor<'_, 'py>,
     order: AxisOrder,
     last: u32,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = like.py();
+    if read.lender() == Some(Lender::Dlpack) {
+        let message = "out= is expected: q is on a device and no tensor of torch";
+        return Err(PyTypeError::new_err(message));
+    }
     let mut shape: Vec<u64> = like.getattr(intern!(py, "shape"))?.extract()?;
     if let Some(width) = shape.last_mut() {
         *width = last.into();

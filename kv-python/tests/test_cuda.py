@@ -315,7 +315,7 @@ class Refused(unittest.TestCase):
         self.refuses(ValueError, "out: the heads of a token are 48 ", out=apart)
 
     def test_an_output_that_nothing_here_can_allocate(self):
-        with self.assertRaisesRegex(TypeError, "out= is expected: q is on emulated"):
+        with self.assertRaisesRegex(TypeError, "out= is expected: q is on a device"):
             self.step.attend(0, self.q, self.k, self.k)
 
     def test_an_output_that_is_an_input(self):

@@ -463,7 +463,7 @@ class Refused(Case):
             self.of.attend(1, q.as_subclass(OnNext))
         with self.assertRaisesRegex(ValueError, "out is on cuda:1"):
             self.of.attend(1, q, torch.empty(2, 4, DIM_V).as_subclass(OnNext))
-        with self.assertRaisesRegex(TypeError, "out= is expected: q is on emulated"):
+        with self.assertRaisesRegex(TypeError, "out= is expected: q is on a device"):
             self.of.attend(1, put(q.numpy()))
         on_host = InferenceParams(**settings(True))
         on_host.allocate_memory(1)
