@@ -1,5 +1,5 @@
 //! `Engine`: continuous batches over a cache, for a model that Python runs.
-use kv::engine::{BeamOptions, Chosen, Limits, Logits, Output, Request, Sampler};
+use kv::engine::{BeamOptions, Chosen, Event, Limits, Logits, Output, Request, Sampler};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
@@ -7,7 +7,7 @@ use pyo3::types::{PyDict, PyList};
 
 use crate::cache::Cache;
 use crate::report::{self, Failure};
-use crate::step::{Step, numbers, words};
+use crate::step::{ENDED, Step, numbers, words};
 use crate::tensor::Floats;
 
 /// Runs requests over a cache, in continuous batches.
@@ -216,26 +216,7 @@ impl Engine {
         logits: Option<Bound<'py, PyAny>>,
         tokens: Option<Vec<Vec<u32>>>,
     ) -> PyResult<Bound<'py, PyList>> {
-        let logits = logits.map(|logits| Floats::of(&logits, "logits", "[rows, vocab]"));
-        let logits = logits.transpose()?;
-        let rows = logits.as_ref().map(|logits| Ok::<_, PyErr>((logits.rows()?, logits.dims())));
-        let rows = rows.transpose()?;
-        let events = self.cache.get().locked(py, |guarded| {
-            let engine = guarded.engine()?;
-            let output = match (&rows, &tokens) {
-                (Some((rows, [_, _, vocab])), None) => {
-                    Output::Logits(Logits::new(rows.values(), *vocab))
-                }
-                (None, Some(tokens)) => Output::Tokens(chosen(engine, tokens)?),
-                _ => {
-                    let message = "either logits or tokens= is expected";
-                    return Err(PyTypeError::new_err(message).into());
-                }
-            };
-            let ended = engine.end_step(output);
-            guarded.open = None;
-            Ok(ended?)
-        })?;
+        let events = self.end(py, None, logits.as_ref(), tokens.as_deref())?;
         report::results(py, events)
     }
 
@@ -257,12 +238,16 @@ impl Engine {
         forward: Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyList>> {
         let Some(batch) = self.begin_step(py)? else { return Ok(PyList::empty(py)) };
-        let ended =
-            forward.call1((batch,)).and_then(|logits| self.end_step(py, Some(logits), None));
-        if ended.is_err() {
-            self.roll_back(py)?;
+        // Of another thread, that has rolled this one back, it may be another one by then.
+        let number = batch.step.get().number();
+        let logits = forward.call1((batch,));
+        match logits.and_then(|logits| self.end(py, Some(number), Some(&logits), None)) {
+            Ok(events) => report::results(py, events),
+            Err(error) => {
+                self.cache.get().abandon_from(py, number);
+                Err(error)
+            }
         }
-        ended
     }
 
     /// Returns counts of the requests and steps, the seconds of the steps, and the counts of the
@@ -286,6 +271,41 @@ impl Engine {
                 format!("Engine({running} texts run, {waiting} wait, {cache})")
             }
             Err(_) => format!("Engine({cache})"),
+        })
+    }
+}
+
+impl Engine {
+    /// Ends the open step, which is the one of a number if one is given.
+    fn end(
+        &self,
+        py: Python<'_>,
+        step: Option<u64>,
+        logits: Option<&Bound<'_, PyAny>>,
+        tokens: Option<&[Vec<u32>]>,
+    ) -> PyResult<Vec<Event>> {
+        let logits = logits.map(|logits| Floats::of(logits, "logits", "[rows, vocab]"));
+        let logits = logits.transpose()?;
+        let rows = logits.as_ref().map(|logits| Ok::<_, PyErr>((logits.rows()?, logits.dims())));
+        let rows = rows.transpose()?;
+        self.cache.get().locked(py, |guarded| {
+            if step.is_some_and(|step| guarded.open != Some(step)) {
+                return Err(Failure::State(ENDED));
+            }
+            let engine = guarded.engine()?;
+            let output = match (&rows, tokens) {
+                (Some((rows, [_, _, vocab])), None) => {
+                    Output::Logits(Logits::new(rows.values(), *vocab))
+                }
+                (None, Some(tokens)) => Output::Tokens(chosen(engine, tokens)?),
+                _ => {
+                    let message = "either logits or tokens= is expected";
+                    return Err(PyTypeError::new_err(message).into());
+                }
+            };
+            let ended = engine.end_step(output);
+            guarded.open = None;
+            Ok(ended?)
         })
     }
 }

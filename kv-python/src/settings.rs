@@ -200,7 +200,7 @@ impl Settings {
         let mut builder = match blocks {
             Pool::Blocks(blocks) => builder.paged(size, blocks),
             Pool::BytesOfLayer(bytes) => {
-                builder.paged_within(size, bytes.saturating_mul(without.max(1).into()))
+                builder.paged_within(size, bytes * u64::from(without.max(1)))
             }
         };
         let windows: BTreeSet<u32> = self.windows.values().copied().collect();
@@ -212,9 +212,7 @@ impl Settings {
                 let group = group.sink_tokens(self.sink_tokens);
                 match blocks {
                     Pool::Blocks(blocks) => group.paged(size, blocks),
-                    Pool::BytesOfLayer(bytes) => {
-                        group.paged_within(size, bytes.saturating_mul(count))
-                    }
+                    Pool::BytesOfLayer(bytes) => group.paged_within(size, bytes * count),
                 }
             });
         }

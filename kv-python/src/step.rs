@@ -51,6 +51,10 @@ impl Step {
         Self { cache, number, positions, must_end: AtomicBool::new(false) }
     }
 
+    pub(crate) fn number(&self) -> u64 {
+        self.number
+    }
+
     /// Runs a call with the open step, without the interpreter.
     fn run<T: Send>(
         &self,

@@ -219,6 +219,26 @@ class Steps(unittest.TestCase):
             of.end_step(numpy.zeros((1, VOCAB), dtype="float32"))
         self.assertEqual(run(of)[0]["tokens"], continued([1, 2, 3], 2))
 
+    def test_a_step_ends_itself_alone(self):
+        for fails in (False, True):
+            of = engine()
+            of.submit([1, 2, 3], 2)
+            others = []
+
+            def another(batch):
+                logits = forward(batch)
+                of.roll_back()
+                others.append(of.begin_step())
+                if fails:
+                    raise OSError("a model that fails")
+                return logits
+
+            with self.assertRaises(OSError if fails else kvblock.StateError):
+                of.step(another)
+            # The step that was begun meanwhile goes on.
+            of.end_step(forward(others[0]))
+            self.assertEqual(run(of)[0]["tokens"], continued([1, 2, 3], 2))
+
     def test_the_cache_of_an_engine_is_read_alone(self):
         cache = kvblock.Cache(
             layers=1, kv_heads=KV_HEADS, head_dim=DIM, format="f32", num_blocks=16, events=64
