@@ -237,7 +237,7 @@ impl<B: Backend> KvCacheManager<B> {
         check_room(sequence, state, n)?;
         let (row, cached) = (state.slot.0, state.len);
         let entry = BatchEntry { row, cached, new_tokens: n, queries: 0 };
-        let ([layout, _], determinism) = (self.storage.layouts(), self.spec.determinism());
+        let (layout, determinism) = (self.storage.layouts().first(), self.spec.determinism());
         let (plan, _) = self.plans.plan(layout, &self.tables, &[entry], 1, determinism)?;
         let args = WriteArgs::new(&plan, k, v, Axes::Thd, k_plane, v_plane)?;
         let written = self.queue.write_kv(&plan, args);
@@ -306,7 +306,7 @@ impl<B: Backend> KvCacheManager<B> {
             let (row, cached) = (state.slot.0, state.len + appended);
             self.batch.push(BatchEntry { row, cached, new_tokens: 0, queries });
         }
-        let ([layout, _], determinism) = (self.storage.layouts(), self.spec.determinism());
+        let (layout, determinism) = (self.storage.layouts().first(), self.spec.determinism());
         let workers = self.backend.capabilities().workers_of_heads(layout.num_kv_heads());
         let (tables, batch) = (&self.tables, &self.batch);
         let (_, plan) = self.plans.plan(layout, tables, batch, workers, determinism)?;

@@ -42,6 +42,34 @@ impl fmt::Display for Plane {
     }
 }
 
+/// What a plane of a layer holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum PlaneRole {
+    /// Keys, a row for every token.
+    Key,
+    /// Values, a row for every token.
+    Value,
+}
+
+impl From<Plane> for PlaneRole {
+    fn from(plane: Plane) -> Self {
+        match plane {
+            Plane::Key => Self::Key,
+            Plane::Value => Self::Value,
+        }
+    }
+}
+
+impl fmt::Display for PlaneRole {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Key => Plane::Key.fmt(f),
+            Self::Value => Plane::Value.fmt(f),
+        }
+    }
+}
+
 impl From<u16> for LayerId {
     fn from(layer: u16) -> Self {
         Self(layer)

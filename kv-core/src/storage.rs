@@ -3,6 +3,7 @@
 //! Here planes are allocated; `planes` and `view` know no device, so that plans can read them.
 mod erased;
 mod planes;
+mod roles;
 mod view;
 
 use kv_format::KvFormat;
@@ -11,20 +12,21 @@ use crate::backend::{Backend, Capabilities, Queue};
 use crate::calibration::PlaneConstants;
 use crate::error::{DeviceError, DeviceErrorKind};
 use crate::geometry::PlaneLayout;
-use crate::ids::Plane;
+use crate::ids::PlaneRole;
 use crate::num::to_u64;
 pub use erased::AnyBuffer;
 pub use planes::KvStorage;
 use planes::PlaneBuffers;
+pub use roles::BlockPlanes;
 pub use view::{PlaneView, StorageView};
 
 /// Refuses planes whose rows the device cannot store, and lists the supported ones, because the
 /// caller may choose another format or padding.
-fn check_rows(capabilities: &Capabilities, layouts: &[PlaneLayout; 2]) -> Result<(), DeviceError> {
+fn check_rows(capabilities: &Capabilities, planes: &BlockPlanes) -> Result<(), DeviceError> {
     let unsupported = |problem: String| {
         DeviceError::new(DeviceErrorKind::Unsupported, "allocate planes").with_detail(problem)
     };
-    for (layout, plane) in layouts.iter().zip([Plane::Key, Plane::Value]) {
+    for (plane, layout) in planes.as_slice() {
         let dim = layout.head_dim();
         if !capabilities.takes_head_dim(dim) {
             let (multiple, max) = (capabilities.head_dim_multiple, capabilities.head_dim_max);
@@ -51,14 +53,13 @@ impl<Buf> KvStorage<Buf> {
     /// not support, and if a single block exceeds what it can bind.
     pub fn new<B: Backend<Buffer = Buf>>(
         backend: &B,
-        layouts: [PlaneLayout; 2],
+        planes: impl Into<BlockPlanes>,
     ) -> Result<Self, DeviceError> {
+        let planes = planes.into();
         let capabilities = backend.capabilities();
-        check_rows(capabilities, &layouts)?;
+        check_rows(capabilities, &planes)?;
         let max = capabilities.buffer_bytes_max.min(capabilities.binding_bytes_max);
-        // K and V have equal numbers of blocks per segment, so that a block lies in the same
-        // segment of both.
-        let block = layouts.iter().map(PlaneLayout::block_bytes).max().unwrap_or(1);
+        let block = planes.layouts().map(PlaneLayout::block_bytes).max().unwrap_or(1);
         let blocks = max.checked_div(block).unwrap_or(0);
         if blocks == 0 {
             return Err(DeviceError::new(DeviceErrorKind::Unsupported, "allocate planes")
@@ -66,8 +67,7 @@ impl<Buf> KvStorage<Buf> {
         }
         // A segment need not hold more.
         let blocks = u32::try_from(blocks).unwrap_or(u32::MAX);
-        let layouts = layouts.map(|layout| layout.with_segments_of(blocks));
-        Ok(Self { layouts, layers: Vec::new() })
+        Ok(Self { planes: planes.with_segments_of(blocks), layers: Vec::new() })
     }
 
     /// Allocates layer `index` of the group, zeroed; `false` if it has memory already. Constants of
@@ -83,7 +83,7 @@ impl<Buf> KvStorage<Buf> {
         if self.is_allocated(index) {
             return Ok(false);
         }
-        let planes = self.planes(backend)?;
+        let planes = self.alloc(backend)?;
         self.put(index, planes);
         Ok(true)
     }
@@ -103,7 +103,7 @@ impl<Buf> KvStorage<Buf> {
         if self.is_allocated(index) {
             return Ok(false);
         }
-        let planes = self.planes(backend)?;
+        let planes = self.alloc(backend)?;
         self.upload(queue, &planes, constants)?;
         self.put(index, planes);
         Ok(true)
@@ -125,10 +125,14 @@ impl<Buf> KvStorage<Buf> {
     fn upload<Q: Queue<Buffer = Buf>>(
         &self,
         queue: &mut Q,
-        planes: &[PlaneBuffers<Buf>; 2],
-        constants: [Option<&PlaneConstants>; 2],
+        planes: &[PlaneBuffers<Buf>],
+        [of_k, of_v]: [Option<&PlaneConstants>; 2],
     ) -> Result<(), DeviceError> {
-        for ((plane, layout), constants) in planes.iter().zip(&self.layouts).zip(constants) {
+        for (plane, (role, layout)) in planes.iter().zip(self.planes.as_slice()) {
+            let constants = match role {
+                PlaneRole::Key => of_k,
+                PlaneRole::Value => of_v,
+            };
             let Some((buffer, constants)) = plane.constants.as_ref().zip(constants) else {
                 continue;
             };
@@ -141,10 +145,10 @@ impl<Buf> KvStorage<Buf> {
         Ok(())
     }
 
-    fn planes<B: Backend<Buffer = Buf>>(
+    fn alloc<B: Backend<Buffer = Buf>>(
         &self,
         backend: &B,
-    ) -> Result<[PlaneBuffers<Buf>; 2], DeviceError> {
+    ) -> Result<Box<[PlaneBuffers<Buf>]>, DeviceError> {
         let plane = |layout: &PlaneLayout| {
             let segments = (0..layout.num_segments())
                 .map(|segment| backend.alloc(layout.segment_bytes(segment)))
@@ -155,11 +159,10 @@ impl<Buf> KvStorage<Buf> {
                 .transpose()?;
             Ok(PlaneBuffers { segments, constants })
         };
-        let [k, v] = &self.layouts;
-        Ok([plane(k)?, plane(v)?])
+        self.planes.layouts().map(plane).collect()
     }
 
-    fn put(&mut self, index: usize, planes: [PlaneBuffers<Buf>; 2]) {
+    fn put(&mut self, index: usize, planes: Box<[PlaneBuffers<Buf>]>) {
         if self.layers.len() <= index {
             self.layers.resize_with(index + 1, || None);
         }

@@ -11,9 +11,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use kv_core::BlockId;
-use kv_core::backend::{
-    ChunkLayout, ChunkShape, Fence, HostPool, PendingChunk, Plane, StorageView,
-};
+use kv_core::backend::{ChunkLayout, ChunkShape, Fence, HostPool, PendingChunk, StorageView};
 use kv_core::error::{DeviceError, DeviceErrorKind};
 use kv_core::invariant::Invariant;
 use kv_core::num::to_usize;
@@ -148,14 +146,14 @@ impl CudaHostPool {
         let mut copies = Vec::new();
         let mut segments = self.segments.as_slice();
         for layer in 0..self.layout.num_layers() {
-            for (layout, plane) in self.layout.planes().iter().zip([Plane::Key, Plane::Value]) {
+            for (role, layout) in self.layout.planes().as_slice() {
                 let (own, others) = segments.split_at(to_usize(layout.num_segments()));
                 segments = others;
                 for (block, place) in blocks.iter().zip(first..) {
                     let (segment, offset) = layout.locate(block.0);
                     let segment = own.get(segment).invariant("the block was checked");
                     let device = segment + offset;
-                    let piece = self.layout.piece(place, layer, plane);
+                    let piece = self.layout.piece(place, layer, *role);
                     let host = chunk.at(piece.start);
                     copies.push(HostCopy { host, device, bytes: piece.len() });
                 }

@@ -279,7 +279,7 @@ fn copy_blocks<B: Backend>(
         table.unwrap_or_else(|| unreachable!("a sequence of a workload has blocks"))
     };
     let storage = storage(cache);
-    let [layout, _] = storage.layouts();
+    let layout = storage.layouts().first();
     let slots = work::slot_map(cache.state().spec()).slots(shape.context);
     let mut copies = Vec::new();
     for (from, to) in batch(shape).zip(spares(shape)) {

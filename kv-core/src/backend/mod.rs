@@ -43,9 +43,9 @@ pub use null::{NullBackend, NullBuffer, NullControl, NullFence, NullQueue, NullR
 pub use reserved::Reserved;
 
 pub use crate::geometry::{PlaneLayout, PlaneShape};
-pub use crate::ids::{Plane, Slot};
+pub use crate::ids::{Plane, PlaneRole, Slot};
 pub use crate::slot_map::{Place, SlotMap};
-pub use crate::storage::{AnyBuffer, KvStorage, PlaneView, StorageView};
+pub use crate::storage::{AnyBuffer, BlockPlanes, KvStorage, PlaneView, StorageView};
 pub use crate::tensor::{
     AxisOrder, Dims, Strided, StridedError, TensorData, TensorDataMut, TokenRows, TokenTensor,
     TokenTensorMut,

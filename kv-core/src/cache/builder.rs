@@ -75,7 +75,7 @@ impl<B: Backend> KvCacheBuilder<B> {
             }
         }
         let mut state = state::CacheState::new(spec, constants.key());
-        state.set_layouts(storages.iter().map(|storage| *storage.layouts()));
+        state.set_layouts(storages.iter().map(|storage| *storage.layouts().first()));
         Ok(KvCache {
             backend,
             queue,

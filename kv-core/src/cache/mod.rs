@@ -149,7 +149,8 @@ impl<B: Backend> KvCache<B> {
         if storage.is_allocated(index) {
             return Ok(false);
         }
-        let constants = self.constants.layer(layer, storage.layouts())?;
+        let spec = self.state.spec().groups().get(group).invariant(STORAGE);
+        let constants = self.constants.layer(layer, spec.layouts())?;
         let constants = constants.each_ref().map(Option::as_ref);
         // Such a spec counts one layer.
         let reserved = self.backend.reserve_planes(self.state.spec().memory().all_bytes())?;

@@ -158,8 +158,7 @@ impl<B: Backend> KvCache<B> {
             if copies.is_empty() {
                 continue;
             }
-            let [layout, _] = storage.layouts();
-            let plan = CopyPlan::new(layout, copies)?;
+            let plan = CopyPlan::new(storage.layouts().first(), copies)?;
             let args = CopyArgs::new(&plan, storage.view())?;
             self.queue.copy_blocks(&plan, args)?;
         }

@@ -197,7 +197,7 @@ impl<B: Backend> KvCache<B> {
             let spec = self.state.spec().groups().get(exchange.group).invariant(super::STORAGE);
             for batch in &exchange.kept.batches {
                 let entries: Vec<_> = batch.iter().map(Run::entry).collect();
-                let [layout, _] = storage.layouts();
+                let layout = storage.layouts().first();
                 let tables = self.state.tables(exchange.group);
                 self.scratch.plan(layout, tables, &entries, 1, determinism)?;
                 let work = (&mut self.queue, &self.scratch);
@@ -245,11 +245,11 @@ fn encode_batch<Q: Queue>(
     let Some(decoded) = &exchange.decoded else {
         return Ok(());
     };
-    let [layout, _] = storage.layouts();
+    let layout = storage.layouts().first();
     let write = plans.write_plan(layout, tables);
     let ranges: Vec<_> = batch.iter().map(Run::range).collect();
-    let dims =
-        storage.layouts().map(|layout| [tokens(batch), layout.num_kv_heads(), layout.head_dim()]);
+    let rows = storage.layouts().rows().invariant("only rows have constants");
+    let dims = rows.map(|layout| [tokens(batch), layout.num_kv_heads(), layout.head_dim()]);
     for (index, constants) in exchange.constants.iter().enumerate() {
         let mut views = Vec::with_capacity(PLANES.len());
         for (((plane, decoded), dims), new) in

@@ -16,7 +16,7 @@ pub struct BlockCopy {
     pub slots: u32,
 }
 
-/// Copies between blocks of one group, for K and V of all its layers.
+/// Copies between blocks of one group, in every plane of all its layers.
 ///
 /// Guarantees: all blocks are in range, no block is written twice, and no block is both read and
 /// written, so the copies may run in any order or at once.
@@ -83,7 +83,7 @@ impl<'a, Buf> CopyArgs<'a, Buf> {
     /// # Errors
     /// [`PlanError::LayoutMismatch`] when the plan was checked against another pool.
     pub fn new(plan: &CopyPlan<'_>, storage: StorageView<'a, Buf>) -> Result<Self, PlanError> {
-        for layout in storage.layouts() {
+        for layout in storage.layouts().layouts() {
             plan.layout.check_same_blocks(layout)?;
         }
         Ok(Self { storage })

@@ -85,6 +85,10 @@ impl GroupSpec {
     pub fn layouts(&self) -> &[PlaneLayout; 2] {
         &self.layouts
     }
+    /// Returns the layout whose blocks stand for those of both planes.
+    pub(crate) fn layout(&self) -> &PlaneLayout {
+        &self.layouts[0]
+    }
     /// Returns the tokens of a block.
     pub fn block_size(&self) -> u32 {
         self.layouts[0].block_size()

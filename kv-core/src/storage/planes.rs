@@ -1,13 +1,15 @@
 //! The buffers of a group's planes.
+use super::roles::BlockPlanes;
 use super::view::{Handles, PlaneView, StorageSource, StorageView};
 use crate::geometry::PlaneLayout;
-use crate::ids::Plane;
+use crate::ids::PlaneRole;
 
 /// Memory of the layers of one group. A layer's memory is allocated once and never grows.
 #[derive(Debug)]
 pub struct KvStorage<Buf> {
-    pub(super) layouts: [PlaneLayout; 2],
-    pub(super) layers: Vec<Option<[PlaneBuffers<Buf>; 2]>>,
+    pub(super) planes: BlockPlanes,
+    /// Buffers of a layer's planes, in the order of `planes`.
+    pub(super) layers: Vec<Option<Box<[PlaneBuffers<Buf>]>>>,
 }
 
 /// The buffers of one plane.
@@ -36,18 +38,17 @@ impl<Buf> KvStorage<Buf> {
     pub fn num_allocated(&self) -> usize {
         self.layers.iter().flatten().count()
     }
-    /// Returns the layouts of the K and the V plane.
-    pub fn layouts(&self) -> &[PlaneLayout; 2] {
-        &self.layouts
+    /// Returns the planes that every layer has.
+    pub fn layouts(&self) -> &BlockPlanes {
+        &self.planes
     }
-    /// Returns one plane of layer `index`, `None` while it has no memory.
-    pub fn plane(&self, index: usize, plane: Plane) -> Option<PlaneView<'_, Buf>> {
-        let [k, v] = self.layers.get(index)?.as_ref()?;
-        let [k_layout, v_layout] = self.layouts;
-        Some(match plane {
-            Plane::Key => k.view(k_layout),
-            Plane::Value => v.view(v_layout),
-        })
+    /// Returns one plane of layer `index`, `None` while the layer has no memory, or if it has no
+    /// such plane.
+    pub fn plane(&self, index: usize, role: impl Into<PlaneRole>) -> Option<PlaneView<'_, Buf>> {
+        let role = role.into();
+        let buffers = self.layers.get(index)?.as_ref()?;
+        let mut planes = self.planes.as_slice().iter().zip(buffers);
+        planes.find(|((of, _), _)| *of == role).map(|((_, layout), buffers)| buffers.view(*layout))
     }
     /// Returns all planes, for operations over every layer at once.
     pub fn view(&self) -> StorageView<'_, Buf> {

@@ -3,6 +3,7 @@ use std::any::Any;
 
 use super::erased::AnyBuffer;
 use super::planes::KvStorage;
+use super::roles::BlockPlanes;
 #[cfg(doc)]
 use crate::calibration::PlaneConstants;
 use crate::error::{DeviceError, DeviceErrorKind, PlanError};
@@ -172,17 +173,24 @@ impl<Buf> Clone for StorageSource<'_, Buf> {
 impl<Buf> Copy for StorageSource<'_, Buf> {}
 
 impl<'a, Buf> StorageView<'a, Buf> {
-    /// Returns the layouts of the K and the V planes.
-    pub fn layouts(&self) -> &'a [PlaneLayout; 2] {
+    /// Returns the planes that every layer has.
+    pub fn layouts(&self) -> &'a BlockPlanes {
         match self.0 {
             StorageSource::Direct(storage) => storage.layouts(),
             StorageSource::Erased(storage, _) => storage.layouts(),
         }
     }
+    /// Returns the number of layers with memory.
+    pub fn num_layers(&self) -> usize {
+        match self.0 {
+            StorageSource::Direct(storage) => storage.num_allocated(),
+            StorageSource::Erased(storage, _) => storage.num_allocated(),
+        }
+    }
 }
 
 impl<'a, Buf: Any> StorageView<'a, Buf> {
-    /// Iterates over the planes, K then V, layer by layer.
+    /// Iterates over the planes, layer by layer, each in the order of [`Self::layouts`].
     pub fn planes(self) -> impl Iterator<Item = PlaneView<'a, Buf>> {
         let (direct, erased) = match self.0 {
             StorageSource::Direct(storage) => (Some(storage), None),
@@ -190,13 +198,14 @@ impl<'a, Buf: Any> StorageView<'a, Buf> {
         };
         let direct = direct.into_iter().flat_map(|storage| {
             storage.layers.iter().flatten().flat_map(|layer| {
-                layer.iter().zip(storage.layouts).map(|(plane, layout)| plane.view(layout))
+                layer.iter().zip(storage.planes.layouts()).map(|(plane, of)| plane.view(*of))
             })
         });
         let erased = erased.into_iter().flat_map(|(storage, erasures)| {
             storage.layers.iter().flatten().flat_map(move |layer| {
-                layer.iter().zip(storage.layouts).map(move |(plane, layout)| PlaneView {
-                    layout,
+                let planes = layer.iter().zip(storage.planes.layouts());
+                planes.map(move |(plane, layout)| PlaneView {
+                    layout: *layout,
                     segments: Handles::Erased(&plane.segments, erasures),
                     constants: Handles::Erased(plane.constants.as_slice(), erasures),
                 })
@@ -214,7 +223,7 @@ impl<'a> StorageView<'a, AnyBuffer> {
             StorageSource::Direct(storage) => (storage, Erasures::ONE),
             StorageSource::Erased(storage, erasures) => (storage, erasures.one_more()),
         };
-        let mut planes = storage.layers.iter().flatten().flatten();
+        let mut planes = storage.layers.iter().flatten().flat_map(|layer| layer.iter());
         let own = planes.all(|plane| {
             let mut buffers = plane.segments.iter().chain(&plane.constants);
             buffers.all(|buffer| erasures.undo::<T>(buffer).is_some())

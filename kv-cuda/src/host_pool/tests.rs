@@ -195,7 +195,7 @@ fn blocks_return_unchanged() {
                 lock(&gpu.state).is_early = is_early;
                 let fixture = Fixture::new(CudaBackend::on(gpu), [k, v], 1 + index % 3);
                 let segments = if bytes_max == 1 << 30 { 1 } else { 3 };
-                assert_eq!(fixture.storage.layouts()[0].num_segments(), segments);
+                assert_eq!(fixture.storage.layouts().first().num_segments(), segments);
                 round_trip(fixture, &format!("{pair:?} {order:?} {segments} {is_early}"));
             }
         }

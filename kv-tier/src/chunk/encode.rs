@@ -1,5 +1,4 @@
 //! Writing the header of a chunk.
-use kv_core::backend::Plane;
 use kv_core::invariant::Invariant;
 use kv_core::num::{to_u32, to_usize};
 
@@ -106,8 +105,8 @@ fn zero_gaps(chunk: &mut [u8], spec: &ChunkSpec) {
     };
     for block in 0..spec.blocks() {
         for layer in 0..spec.num_layers() {
-            for plane in [Plane::Key, Plane::Value] {
-                let piece = spec.piece(block, layer, plane);
+            for (role, _) in spec.layout().planes().as_slice() {
+                let piece = spec.piece(block, layer, *role);
                 zero(end..piece.start);
                 end = piece.end;
             }

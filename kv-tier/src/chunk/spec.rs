@@ -1,7 +1,7 @@
 //! The geometry of the chunks of one group.
 use std::ops::Range;
 
-use kv_core::backend::{ChunkLayout, ChunkShape, Plane, PlaneLayout, SlotMap};
+use kv_core::backend::{ChunkLayout, ChunkShape, PlaneLayout, PlaneRole, SlotMap};
 use kv_core::num::{to_offset, to_u32};
 use kv_core::{BlockOrder, CacheSpec, GroupId, KvFormat};
 
@@ -165,9 +165,9 @@ impl ChunkSpec {
     /// multiples of 16 bytes of the chunk.
     ///
     /// # Panics
-    /// If a chunk has no such block or the group no such layer.
-    pub fn piece(&self, block: u32, layer: u32, plane: Plane) -> Range<usize> {
-        self.layout.piece(block, layer, plane)
+    /// If a chunk has no such block, or the group no such layer or plane.
+    pub fn piece(&self, block: u32, layer: u32, role: impl Into<PlaneRole>) -> Range<usize> {
+        self.layout.piece(block, layer, role)
     }
 
     /// Returns the place of each block's bytes, for the copies of a

@@ -1,6 +1,5 @@
 //! The slots of a block that hold no token of a chunk.
 use kv_core::BlockOrder;
-use kv_core::backend::Plane;
 use kv_core::invariant::Invariant;
 use kv_core::num::{to_offset, to_u64};
 
@@ -9,9 +8,7 @@ use super::ChunkSpec;
 /// Zeroes the slots of one block after the token at position `end - 1`, the last one that belongs
 /// to the chunk. Rows of an earlier holder of the block may lie there.
 pub(crate) fn zero_unused(spec: &ChunkSpec, chunk: &mut [u8], block: u32, end: u32) {
-    let planes = spec.layout().planes();
-    let [k, v] = planes;
-    for (plane, layout) in [(Plane::Key, k), (Plane::Value, v)] {
+    for (role, layout) in spec.layout().planes().as_slice() {
         let map = layout.slot_map();
         let used = end.checked_sub(1).map_or(0, |last| {
             let place = map.place(last);
@@ -29,7 +26,7 @@ pub(crate) fn zero_unused(spec: &ChunkSpec, chunk: &mut [u8], block: u32, end: u
             _ => 1,
         };
         for layer in 0..spec.num_layers() {
-            let piece = spec.piece(block, layer, plane);
+            let piece = spec.piece(block, layer, *role);
             let piece = chunk.get_mut(piece).invariant("pieces lie in their chunk");
             assert!(to_u64(piece.len()) >= layout.block_bytes(), "a piece is a whole block");
             for run in 0..runs {

@@ -104,8 +104,7 @@ impl SessionBlocks {
     ) -> Option<BlockId> {
         let cached = self.full.get(to_usize(block)).and_then(|block| block.cached);
         cached.or_else(|| {
-            let [k, _] = self.spec().layout().planes();
-            if k.slot_map().has_tail()
+            if self.spec().layout().planes().first().slot_map().has_tail()
                 || cache.state().vacant_entries(sequence, self.group())?.contains(&block)
             {
                 return None;

@@ -22,7 +22,7 @@ fn a_plane_of_many_segments_gives_equal_results() {
     let segments = |backend: &WgpuBackend| {
         let cache = KvCache::new(backend.clone(), spec(num_blocks)).unwrap();
         let storage = cache.storage(kv_core::GroupId(0)).unwrap();
-        storage.layouts().each_ref().map(PlaneLayout::num_segments)
+        storage.layouts().rows().unwrap().map(PlaneLayout::num_segments)
     };
     assert_eq!((segments(&large), segments(&small)), ([1, 1], [3, 3]));
     let limited = kv_testkit::device::limited(&large, |c| c.with_binding_bytes_max(BINDING / 2));

@@ -1,10 +1,10 @@
 //! The layout of chunks: the place of each block's bytes.
 use std::ops::Range;
 
-use crate::backend::{PlaneLayout, StorageView};
+use crate::backend::{BlockPlanes, StorageView};
 use crate::error::{DeviceError, DeviceErrorKind};
-use crate::ids::BlockId;
-use crate::ids::Plane;
+use crate::ids::{BlockId, PlaneRole};
+use crate::invariant::Invariant;
 use crate::num::{to_offset, to_u32, to_usize};
 
 /// The size of a chunk, by the caller's choice.
@@ -17,18 +17,18 @@ pub struct ChunkShape {
     pub header_bytes: u32,
 }
 
-/// The place of each block's bytes in a chunk: a header, then `[block][layer][K, V]`.
+/// The place of each block's bytes in a chunk: a header, then `[block][layer][plane]`.
 ///
 /// A *piece* is the unchanged bytes of one block in one plane. Pieces begin at multiples of
 /// [`Self::PIECE_ALIGN`]; the header and the chunk end at multiples of [`Self::ALIGN`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkLayout {
     shape: ChunkShape,
-    /// Layouts of K and V of every layer.
-    planes: [PlaneLayout; 2],
+    /// The planes of every layer.
+    planes: BlockPlanes,
     num_layers: u32,
-    /// Bytes from K to V, and from K to K of the next layer.
-    strides: [usize; 2],
+    /// Bytes from a layer to the next one.
+    layer_bytes: usize,
     bytes: usize,
 }
 
@@ -38,16 +38,17 @@ impl ChunkLayout {
     /// Alignment of a piece in a chunk, in bytes.
     pub const PIECE_ALIGN: usize = 16;
 
-    /// Computes the layout for `num_layers` layers with these planes of K and V.
+    /// Computes the layout for `num_layers` layers with these planes.
     ///
     /// # Errors
     /// `Unsupported` without layers or blocks, `OutOfMemory` for a chunk larger than host memory
     /// can address.
     pub fn new(
-        planes: [PlaneLayout; 2],
+        planes: impl Into<BlockPlanes>,
         num_layers: u32,
         shape: ChunkShape,
     ) -> Result<Self, DeviceError> {
+        let planes = planes.into();
         let error = |kind, detail: &str| {
             Err(DeviceError::new(kind, "lay out a chunk").with_detail(detail.to_owned()))
         };
@@ -58,21 +59,20 @@ impl ChunkLayout {
             );
         }
         let sizes = || {
-            let stride = |plane: &PlaneLayout| {
+            let layer = planes.layouts().try_fold(0_usize, |sum, plane| {
                 let bytes = usize::try_from(plane.block_bytes()).ok()?;
-                bytes.checked_next_multiple_of(Self::PIECE_ALIGN)
-            };
-            let [k, v] = &planes;
-            let (k, v) = (stride(k)?, stride(v)?);
-            let strides = [k, k.checked_add(v)?];
-            let block = strides[1].checked_mul(to_usize(num_layers))?;
+                sum.checked_add(bytes.checked_next_multiple_of(Self::PIECE_ALIGN)?)
+            })?;
+            let block = layer.checked_mul(to_usize(num_layers))?;
             let header = to_usize(shape.header_bytes).checked_next_multiple_of(Self::ALIGN)?;
             let bytes = block.checked_mul(to_usize(shape.blocks))?.checked_add(header)?;
             let bytes = bytes.checked_next_multiple_of(Self::ALIGN)?;
-            isize::try_from(bytes).is_ok().then_some((strides, bytes))
+            isize::try_from(bytes).is_ok().then_some((layer, bytes))
         };
         match sizes() {
-            Some((strides, bytes)) => Ok(Self { shape, planes, num_layers, strides, bytes }),
+            Some((layer_bytes, bytes)) => {
+                Ok(Self { shape, planes, num_layers, layer_bytes, bytes })
+            }
             None => error(DeviceErrorKind::OutOfMemory, "a chunk exceeds the address space"),
         }
     }
@@ -85,7 +85,7 @@ impl ChunkLayout {
         storage: StorageView<'_, Buf>,
         shape: ChunkShape,
     ) -> Result<Self, DeviceError> {
-        Self::new(*storage.layouts(), num_layers(storage), shape)
+        Self::new(*storage.layouts(), to_u32(storage.num_layers()), shape)
     }
 
     /// Returns the number of blocks of a chunk.
@@ -96,8 +96,8 @@ impl ChunkLayout {
     pub fn num_layers(&self) -> u32 {
         self.num_layers
     }
-    /// Returns the layouts of K and V of every layer.
-    pub fn planes(&self) -> &[PlaneLayout; 2] {
+    /// Returns the planes of every layer.
+    pub fn planes(&self) -> &BlockPlanes {
         &self.planes
     }
     /// Returns the bytes before the first block.
@@ -106,8 +106,7 @@ impl ChunkLayout {
     }
     /// Returns the bytes of one block in all planes, each rounded up to [`Self::PIECE_ALIGN`].
     pub fn block_bytes(&self) -> usize {
-        let [_, layer] = self.strides;
-        layer * to_usize(self.num_layers)
+        self.layer_bytes * to_usize(self.num_layers)
     }
     /// Returns the bytes of a whole chunk.
     pub fn bytes(&self) -> usize {
@@ -117,20 +116,23 @@ impl ChunkLayout {
     /// Returns the place of a block's bytes in one plane of the layer with this index.
     ///
     /// # Panics
-    /// If the block or the layer does not exist.
-    pub fn piece(&self, block: u32, layer: u32, plane: Plane) -> Range<usize> {
+    /// If the block, the layer or the plane does not exist.
+    pub fn piece(&self, block: u32, layer: u32, role: impl Into<PlaneRole>) -> Range<usize> {
+        let role = role.into();
         assert!(block < self.shape.blocks, "block {block} of a chunk of {}", self.shape.blocks);
         assert!(layer < self.num_layers, "layer {layer} of {}", self.num_layers);
-        let ([k_bytes, layer_bytes], [k, v]) = (self.strides, &self.planes);
         // Within the chunk, whose size was checked when the layout was made.
-        let begin = self.block_bytes() * to_usize(block)
-            + layer_bytes * to_usize(layer)
+        let mut begin = self.block_bytes() * to_usize(block)
+            + self.layer_bytes * to_usize(layer)
             + self.header_bytes();
-        let (begin, bytes) = match plane {
-            Plane::Key => (begin, k.block_bytes()),
-            Plane::Value => (begin + k_bytes, v.block_bytes()),
-        };
-        begin..begin + to_offset(bytes)
+        let mut planes = self.planes.as_slice().iter();
+        let found = planes.find_map(|(of, plane)| {
+            let bytes = to_offset(plane.block_bytes());
+            let piece = begin..begin + bytes;
+            begin += bytes.next_multiple_of(Self::PIECE_ALIGN);
+            (*of == role).then_some(piece)
+        });
+        found.invariant("a chunk has the planes that its layout lists")
     }
 
     /// Refuses a call whose storage, blocks or places the layout does not have.
@@ -145,7 +147,7 @@ impl ChunkLayout {
     ) -> Result<(), DeviceError> {
         let error =
             |kind, detail: String| Err(DeviceError::new(kind, operation).with_detail(detail));
-        if *storage.layouts() != self.planes || num_layers(storage) != self.num_layers {
+        if *storage.layouts() != self.planes || to_u32(storage.num_layers()) != self.num_layers {
             let why = "the planes are not those that the host pool was made for";
             return error(DeviceErrorKind::Unsupported, why.to_owned());
         }
@@ -154,10 +156,10 @@ impl ChunkLayout {
             let asked = format!("{count} blocks from place {first}, of {places}");
             return error(DeviceErrorKind::OutOfRange, asked);
         }
-        let [k, _] = &self.planes;
-        match blocks.iter().find(|block| block.0 >= k.num_blocks()) {
+        let num_blocks = self.planes.num_blocks();
+        match blocks.iter().find(|block| block.0 >= num_blocks) {
             Some(block) => {
-                let asked = format!("block {block} of {}", k.num_blocks());
+                let asked = format!("block {block} of {num_blocks}");
                 error(DeviceErrorKind::OutOfRange, asked)
             }
             None => Ok(()),
@@ -178,9 +180,4 @@ impl ChunkLayout {
             None => Ok(()),
         }
     }
-}
-
-/// Returns the number of layers with memory.
-fn num_layers<Buf: 'static>(storage: StorageView<'_, Buf>) -> u32 {
-    to_u32(storage.planes().count()).div_euclid(2)
 }

@@ -7,7 +7,6 @@ use super::{ChunkLayout, HostPool, PendingChunk};
 use crate::backend::{Queue, Readback, Reserved};
 use crate::error::{DeviceError, DeviceErrorKind};
 use crate::ids::BlockId;
-use crate::ids::Plane;
 use crate::invariant::Invariant;
 use crate::num::to_u64;
 use crate::storage::StorageView;
@@ -116,15 +115,15 @@ impl<Q: Queue> QueueHostPool<Q> {
         operation: &'static str,
         mut copy: impl FnMut(&Q::Buffer, u64, std::ops::Range<usize>) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
-        // K then V, layer by layer.
-        let layers = (0..).flat_map(|layer| [(layer, Plane::Key), (layer, Plane::Value)]);
-        for ((layer, plane), view) in layers.zip(storage.planes()) {
+        let roles = layout.planes().as_slice();
+        let planes = (0..).flat_map(|layer| roles.iter().map(move |(role, _)| (layer, *role)));
+        for ((layer, role), view) in planes.zip(storage.planes()) {
             for (block, place) in blocks.iter().zip(first..) {
                 let (segment, offset) = view.layout().locate(block.0);
                 let Some(buffer) = view.segment(segment) else {
                     return Err(DeviceError::new(DeviceErrorKind::ForeignHandle, operation));
                 };
-                copy(buffer, offset, layout.piece(place, layer, plane))?;
+                copy(buffer, offset, layout.piece(place, layer, role))?;
             }
         }
         Ok(())

@@ -112,8 +112,9 @@ pub struct CacheState {
 #[derive(Debug)]
 struct Group {
     id: usize,
-    /// Layouts of K and V, in segments if the device needs them.
-    layouts: [PlaneLayout; 2],
+    /// The layout that plans are made with: every plane of the group has the same blocks, in
+    /// segments if the device needs them.
+    layout: PlaneLayout,
     pool: BlockPool,
     tables: BlockTables,
     window: Option<Window>,
@@ -178,7 +179,7 @@ impl Group {
         let policy = spec.eviction().policy(num_blocks, clock);
         Self {
             id: index,
-            layouts: *group.layouts(),
+            layout: *group.layout(),
             pool: BlockPool::new(group_id(index), num_blocks, group.block_size(), policy),
             tables: BlockTables::new(num_blocks, if group.is_contiguous() { 1 } else { 4 }),
             window: group.window(),
@@ -189,10 +190,8 @@ impl Group {
     fn group_id(&self) -> GroupId {
         group_id(self.id)
     }
-    /// Returns the layout that plans are made with: segments of K and V have the same blocks.
     fn layout(&self) -> &PlaneLayout {
-        let [k, _] = &self.layouts;
-        k
+        &self.layout
     }
     fn slot_map(&self) -> SlotMap {
         *self.layout().slot_map()
@@ -299,10 +298,10 @@ impl CacheState {
         }
     }
 
-    /// Sets the layouts of planes with a device's segments; blocks and slots stay.
-    pub(super) fn set_layouts(&mut self, layouts: impl IntoIterator<Item = [PlaneLayout; 2]>) {
-        for (group, layouts) in self.groups.iter_mut().zip(layouts) {
-            group.layouts = layouts;
+    /// Sets the layouts with a device's segments that plans are made with; blocks and slots stay.
+    pub(super) fn set_layouts(&mut self, layouts: impl IntoIterator<Item = PlaneLayout>) {
+        for (group, layout) in self.groups.iter_mut().zip(layouts) {
+            group.layout = layout;
         }
     }
 

@@ -236,7 +236,7 @@ fn ranges_to_gather_lie_within_the_sequence() {
 #[test]
 fn lengths_in_plans_are_bounded_by_their_tables() {
     let cache = counted();
-    let [layout, _] = cache.storage(GroupId(0)).unwrap().layouts();
+    let layout = cache.storage(GroupId(0)).unwrap().layouts().first();
     let tables = cache.state.tables(0);
     let mut buffers = PlanBuffers::default();
     let mut plan = |entry| {

@@ -15,7 +15,7 @@ fn spec(order: BlockOrder, prefix: u32, blocks: u32) -> ChunkSpec {
 /// Checks that the first slots of each block are unchanged and the others zero.
 #[track_caller]
 fn check(spec: &ChunkSpec, chunk: &[u8], used: impl Fn(u32) -> usize) {
-    let [layout, _] = spec.layout().planes();
+    let layout = spec.layout().planes().first();
     let row = usize::try_from(layout.row_bytes()).unwrap();
     for block in 0..spec.blocks() {
         for (layer, plane) in
