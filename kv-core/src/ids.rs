@@ -50,6 +50,8 @@ pub enum PlaneRole {
     Key,
     /// Values, a row for every token.
     Value,
+    /// A part of a recurrent state, by number: one tensor of fixed size for every sequence.
+    State(u8),
 }
 
 impl From<Plane> for PlaneRole {
@@ -66,6 +68,7 @@ impl fmt::Display for PlaneRole {
         match self {
             Self::Key => Plane::Key.fmt(f),
             Self::Value => Plane::Value.fmt(f),
+            Self::State(part) => write!(f, "state part {part}"),
         }
     }
 }

@@ -59,7 +59,7 @@ pub mod spec;
 mod storage;
 mod tensor;
 
-pub use cache::{KvCache, KvCacheBuilder, StartOptions, Stats, Step, StepInput, Usage};
+pub use cache::{KvCache, KvCacheBuilder, StartOptions, StateSlots, Stats, Step, StepInput, Usage};
 pub use error::{CacheError, UnknownName};
 pub use geometry::{Axes, BlockOrder};
 pub use half::{bf16, f16};

@@ -27,6 +27,9 @@ fn check_rows(capabilities: &Capabilities, planes: &BlockPlanes) -> Result<(), D
         DeviceError::new(DeviceErrorKind::Unsupported, "allocate planes").with_detail(problem)
     };
     for (plane, layout) in planes.as_slice() {
+        if matches!(plane, PlaneRole::State(_)) {
+            continue; // Bytes that are copied and converted.
+        }
         let dim = layout.head_dim();
         if !capabilities.takes_head_dim(dim) {
             let (multiple, max) = (capabilities.head_dim_multiple, capabilities.head_dim_max);
@@ -132,6 +135,7 @@ impl<Buf> KvStorage<Buf> {
             let constants = match role {
                 PlaneRole::Key => of_k,
                 PlaneRole::Value => of_v,
+                PlaneRole::State(_) => None,
             };
             let Some((buffer, constants)) = plane.constants.as_ref().zip(constants) else {
                 continue;

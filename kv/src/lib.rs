@@ -105,15 +105,15 @@ pub mod backend {
     //! [`Device::open`](crate::Device::open) returns one.
     pub use kv_core::backend::{
         AnyBackend, AnyBuffer, AnyChunk, AnyFence, AnyHostPool, AnyPendingChunk, AnyQueue,
-        AnyReadback, AxisOrder, Backend, Capabilities, ChunkLayout, ChunkShape, Dims, Fence,
-        HostChunk, HostOutputs, HostPool, KvStorage, NullBackend, NullBuffer, NullControl,
-        NullFence, NullQueue, NullReadback, PendingChunk, Place, Plane, PlaneLayout, PlaneShape,
-        PlaneView, Queue, QueueChunk, QueueHostPool, QueuePendingChunk, Readback, Reserved, Slot,
-        SlotMap, StorageView, Strided, StridedError, TensorData, TensorDataMut, TokenRows,
-        TokenTensor, TokenTensorMut, kernels,
+        AnyReadback, AxisOrder, Backend, BlockPlanes, Capabilities, ChunkLayout, ChunkShape, Dims,
+        Fence, HostChunk, HostOutputs, HostPool, KvStorage, NullBackend, NullBuffer, NullControl,
+        NullFence, NullQueue, NullReadback, PendingChunk, Place, Plane, PlaneLayout, PlaneRole,
+        PlaneShape, PlaneView, Queue, QueueChunk, QueueHostPool, QueuePendingChunk, Readback,
+        Reserved, Slot, SlotMap, StorageView, Strided, StridedError, TensorData, TensorDataMut,
+        TokenRows, TokenTensor, TokenTensorMut, kernels,
     };
     pub use kv_core::calibration::{HeadConstants, PlaneConstants};
-    pub use kv_core::plan;
+    pub use kv_core::{StateSlots, plan};
 }
 
 pub mod quant {
@@ -133,7 +133,7 @@ pub mod spec {
     pub use kv_core::plan::Determinism;
     pub use kv_core::spec::{
         CacheSpecBuilder, GroupBuilder, GroupSpec, KeyMean, LateLayers, MemoryUsage, PrefixReuse,
-        PublishAt, Transform, Window,
+        PublishAt, StatePart, StatesBuilder, StatesSpec, Transform, Window,
     };
 }
 

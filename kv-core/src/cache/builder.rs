@@ -4,7 +4,7 @@ use crate::cache::{KvCache, constants, open, reads, state};
 use crate::calibration::Calibration;
 use crate::error::CacheError;
 use crate::plan::PlanBuffers;
-use crate::spec::{CacheSpec, GroupSpec};
+use crate::spec::{CacheSpec, GroupSpec, StatesSpec};
 use crate::storage::KvStorage;
 
 /// A cache that is about to be allocated, on a queue of its own and without a calibration unless
@@ -59,6 +59,8 @@ impl<B: Backend> KvCacheBuilder<B> {
         // Every group is checked before the first one allocates memory.
         let cut = |group: &GroupSpec| KvStorage::new(&backend, *group.layouts());
         let mut storages = spec.groups().iter().map(cut).collect::<Result<Vec<_>, _>>()?;
+        let cut = |of: &StatesSpec| KvStorage::new(&backend, *of.planes());
+        let mut states = spec.states().iter().map(cut).collect::<Result<Vec<_>, _>>()?;
         let mut reserved = Vec::new();
         if !spec.layers_on_demand() {
             reserved.push(backend.reserve_planes(spec.memory().all_bytes())?);
@@ -74,6 +76,11 @@ impl<B: Backend> KvCacheBuilder<B> {
                 storage.allocate_with((&backend, &mut queue), index, constants)?;
             }
         }
+        for (of, storage) in spec.states().iter().zip(&mut states) {
+            for index in 0..of.layers().len() {
+                storage.allocate(&backend, index)?;
+            }
+        }
         let mut state = state::CacheState::new(spec, constants.key());
         state.set_layouts(storages.iter().map(|storage| *storage.layouts().first()));
         Ok(KvCache {
@@ -81,6 +88,7 @@ impl<B: Backend> KvCacheBuilder<B> {
             queue,
             state,
             storages,
+            states,
             reserved,
             constants,
             is_held: false,

@@ -12,6 +12,7 @@ mod open;
 mod reads;
 mod recalibrate;
 mod state;
+mod states;
 mod step;
 #[cfg(test)]
 mod tests;
@@ -29,6 +30,7 @@ pub use state::{
     Admission, BlockDemand, BlockHold, CacheState, Import, ImportBlock, Pin, PinId, PrefixProbe,
     ProbedBlock, SequenceText, StartOptions, Stats, StepInput, Usage,
 };
+pub use states::StateSlots;
 pub use step::Step;
 
 /// A KV cache on one device.
@@ -66,6 +68,8 @@ pub struct KvCache<B: Backend = AnyBackend> {
     state: CacheState,
     /// Planes, by group.
     storages: Vec<KvStorage<B::Buffer>>,
+    /// Slots of recurrent states, in the order of the spec.
+    states: Vec<KvStorage<B::Buffer>>,
     /// The memory of the planes.
     reserved: Vec<Reserved>,
     constants: constants::Constants,
@@ -115,9 +119,9 @@ impl<B: Backend> KvCache<B> {
         self.prepare_for_caller();
         &mut self.queue
     }
-    /// Returns the planes of one group.
+    /// Returns the planes of one group, of rows or of states.
     pub fn storage(&self, group: GroupId) -> Option<&KvStorage<B::Buffer>> {
-        self.storages.get(usize::from(group.0))
+        self.storages.iter().chain(&self.states).nth(usize::from(group.0))
     }
     /// Returns the bytes of host memory of block tables and plans, including memory that they keep
     /// for later steps. It grows with the blocks of live sequences and with the largest recent
@@ -185,7 +189,8 @@ impl<B: Backend> KvCache<B> {
         self.wait_for_reads()?;
         self.restore()?;
         while let Some(&(group, block)) = self.state.unwiped().last() {
-            let storage = self.storages.get(usize::from(group.0)).invariant(STORAGE);
+            let storage = self.storages.iter().chain(&self.states).nth(usize::from(group.0));
+            let storage = storage.invariant(STORAGE);
             for plane in storage.view().planes() {
                 let (segment, offset) = plane.layout().locate(block.0);
                 let buffer = plane.segment(segment).invariant("a block lies in a segment");

@@ -211,9 +211,9 @@ impl<B: Backend> KvCache<B> {
     /// entry stay; all if `None`.
     pub(super) fn commit_open(&mut self, accepted: Option<&[u32]>) -> Result<(), CacheError> {
         self.state.check_open("commit")?;
-        let flushed = self
-            .check_all_written()
-            .and_then(|()| accepted.map_or(Ok(()), |accepted| self.state.check_accepted(accepted)))
+        let flushed = accepted
+            .map_or(Ok(()), |accepted| self.state.check_accepted(accepted))
+            .and_then(|()| self.check_all_written(accepted))
             .map_err(CacheError::from)
             .and_then(|()| Ok(self.queue.flush()?));
         if flushed.is_err() {
@@ -235,10 +235,17 @@ impl<B: Backend> KvCache<B> {
                 self.written.insert(layer);
             }
         }
+        self.state.mark_all_states();
     }
 
-    /// Checks that every layer with memory was written, unless the step has no new tokens.
-    pub(super) fn check_all_written(&self) -> Result<(), PlanError> {
+    /// Checks that every layer with memory was written, unless the step has no new tokens, and
+    /// every state that a commit of `accepted` tokens keeps.
+    pub(super) fn check_all_written(&self, accepted: Option<&[u32]>) -> Result<(), PlanError> {
+        self.check_layers_written()?;
+        self.state.check_states(accepted)
+    }
+
+    fn check_layers_written(&self) -> Result<(), PlanError> {
         let allocated = self.num_allocated();
         if !self.state.brings_tokens() || self.written.count == allocated {
             return Ok(());

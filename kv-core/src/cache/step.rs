@@ -165,13 +165,13 @@ impl<B: Backend> Step<'_, B> {
         self.cache.gather_open(layer.into(), plane, out, axes)
     }
 
-    /// Checks that every layer with memory is written, as [`Self::commit`] does, and leaves the
-    /// step open: a commit that finds one unwritten rolls the step back.
+    /// Checks that every layer with memory and every state is written, as [`Self::commit`] does,
+    /// and leaves the step open: a commit that finds one unwritten rolls the step back.
     ///
     /// # Errors
-    /// [`PlanError::LayersUnwritten`].
+    /// [`PlanError::LayersUnwritten`], [`PlanError::StateUnwritten`].
     pub fn check_written(&self) -> Result<(), PlanError> {
-        self.cache.check_all_written()
+        self.cache.check_all_written(None)
     }
 
     /// Returns the cache's command queue, for further functions of a device, such as capturing the
@@ -181,8 +181,9 @@ impl<B: Backend> Step<'_, B> {
         &mut self.cache.queue
     }
 
-    /// Marks every layer as written by work that the caller has submitted, such as a replay of an
-    /// earlier step's launches. The caller is responsible for the results of that work.
+    /// Marks every layer and every state as written by work that the caller has submitted, such as
+    /// a replay of an earlier step's launches. The caller is responsible for the results of that
+    /// work.
     pub fn mark_written(&mut self) {
         self.cache.mark_all_written();
     }
@@ -190,8 +191,9 @@ impl<B: Backend> Step<'_, B> {
     /// Ends the step: lengths advance, and recorded work is submitted to the device.
     ///
     /// # Errors
-    /// [`PlanError::LayersUnwritten`] if a layer with memory was not written, or the device's
-    /// errors. Either way the step is rolled back.
+    /// [`PlanError::LayersUnwritten`] if a layer with memory was not written,
+    /// [`PlanError::StateUnwritten`] if a state was not, or the device's errors. Either way the
+    /// step is rolled back.
     pub fn commit(self) -> Result<(), CacheError> {
         self.cache.commit_open(None)
         // Dropping `self` finds the step closed, or rolls it back.
@@ -199,7 +201,8 @@ impl<B: Backend> Step<'_, B> {
 
     /// Does what [`Self::commit`] does, but keeps only the first `accepted[b]` new tokens of entry
     /// `b`: the others were drafts that the model rejected. Their slots stay with the sequence for
-    /// its next step.
+    /// its next step. Recurrent states must be written behind the tokens that stay
+    /// ([`Self::write_state_after`]).
     ///
     /// # Errors
     /// Those of [`Self::commit`]; [`PlanError::LengthMismatch`] for a list of another length than
@@ -282,6 +285,10 @@ impl<B: Backend> Step<'_, B> {
     /// back after them; [`Self::start`] works in place of [`KvCache::start`].
     pub fn hold(self) {
         self.cache.is_held = true;
+    }
+
+    pub(super) fn cache_mut(&mut self) -> &mut KvCache<B> {
+        self.cache
     }
 
     /// Returns the cache that the step runs on; its lengths are those before the step.

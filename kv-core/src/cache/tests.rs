@@ -14,6 +14,7 @@ mod reuse;
 mod size;
 mod slack;
 mod stateful;
+mod states;
 mod wide;
 
 use std::sync::Arc;

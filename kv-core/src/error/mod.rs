@@ -76,6 +76,12 @@ pub enum SpecError {
         /// Number of groups that list it.
         groups: usize,
     },
+    /// A layer is in two lists of states.
+    #[error("layer {layer} has a state already")]
+    LayerStates {
+        /// The layer.
+        layer: LayerId,
+    },
     /// A group lists a layer the model does not have.
     #[error("layer {layer} is listed in a group, the model has {num_layers} layers")]
     LayerOutOfRange {

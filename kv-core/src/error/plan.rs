@@ -89,6 +89,58 @@ pub enum PlanError {
         /// Layers of the cache.
         num_layers: u16,
     },
+    /// Rows of a layer that has a recurrent state alone.
+    #[error("layer {layer} keeps no keys and values, only a state")]
+    NoRows {
+        /// The layer given.
+        layer: LayerId,
+    },
+    /// The state of a layer that has none.
+    #[error("layer {layer} has no state")]
+    NoState {
+        /// The layer given.
+        layer: LayerId,
+    },
+    /// A part of a state that a layer does not have.
+    #[error("layer {layer} has no part {part}, its state has {parts}")]
+    UnknownPart {
+        /// The layer.
+        layer: LayerId,
+        /// The part given.
+        part: usize,
+        /// Parts of the layer's state.
+        parts: usize,
+    },
+    /// A commit before every state that it keeps was written.
+    #[error(
+        "part {part} of the state of layer {layer} behind {tokens} new tokens of sequence \
+         {sequence} was not written in this step"
+    )]
+    StateUnwritten {
+        /// The layer.
+        layer: LayerId,
+        /// The part of its state.
+        part: usize,
+        /// The sequence.
+        sequence: SequenceId,
+        /// New tokens of the sequence that the commit keeps.
+        tokens: u32,
+    },
+    /// A sequence cannot have a length at which its recurrent state is unknown.
+    #[error(
+        "sequence {sequence}: no state behind {asked} tokens, the nearest ones are behind \
+         {shorter} and {longer}"
+    )]
+    StateMissing {
+        /// The sequence.
+        sequence: SequenceId,
+        /// Tokens requested.
+        asked: u32,
+        /// The longest shorter length with a state; 0 needs none.
+        shorter: u32,
+        /// The shortest longer length with a state.
+        longer: u32,
+    },
     /// A layer whose memory was not allocated yet is used.
     #[error("layer {layer} has no memory yet: allocate it first")]
     LayerUnallocated {
@@ -163,6 +215,14 @@ pub enum PlanError {
     /// Rows of an output tensor overlap in memory.
     #[error("{tensor}: strides {strides:?} make rows overlap")]
     Overlap {
+        /// The tensor.
+        tensor: &'static str,
+        /// Outer strides, in elements.
+        strides: [u64; 2],
+    },
+    /// A tensor whose entries are not one after another, each with its values together.
+    #[error("{tensor}: strides {strides:?} leave gaps, the tensor must be dense")]
+    NotDense {
         /// The tensor.
         tensor: &'static str,
         /// Outer strides, in elements.

@@ -2,7 +2,7 @@
 //! expected.
 use std::fmt;
 
-use kv_format::KvFormat;
+use kv_format::{DType, KvFormat};
 
 use crate::ids::{LayerId, SequenceId};
 
@@ -40,6 +40,25 @@ pub enum SpecConflict {
         /// Slots given.
         got: u32,
     },
+    /// Fewer slots of states than one sequence needs.
+    #[error(
+        "one sequence needs {needed}: its state, the next one, and one for each draft; {got} given"
+    )]
+    StateSlots {
+        /// Slots of a sequence in a step.
+        needed: u64,
+        /// Slots given.
+        got: u32,
+    },
+    /// A state of numbers that are no floats.
+    #[error("is of {got}, must be f32, f16 or bf16")]
+    StateType {
+        /// The type given.
+        got: DType,
+    },
+    /// States of layers whose number is not fixed.
+    #[error("the number of layers must be fixed")]
+    StatesOnDemand,
     /// Means of blocks without a tail.
     #[error("the mean of a block is known when it is full: needs the tail")]
     NeedsTail,

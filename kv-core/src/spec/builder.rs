@@ -9,6 +9,7 @@ use crate::num::to_u64;
 use crate::plan::Determinism;
 use crate::spec::group::{GroupBuilder, KeyMean, Transform};
 use crate::spec::reuse::{PrefixReuse, PublishAt, Reuse};
+use crate::spec::states::{StatesBuilder, StatesSpec, layers_of};
 use crate::spec::{CacheSpec, GroupSpec, LateLayers};
 
 /// The longest sequence if all groups have windows: positions and slots fit `u32`.
@@ -45,6 +46,7 @@ pub struct CacheSpecBuilder {
     late_layers: LateLayers,
     default_group: GroupBuilder,
     groups: Vec<(Vec<u16>, GroupBuilder)>,
+    states: Vec<(Vec<u16>, StatesBuilder)>,
     max_sequences: Option<u32>,
     max_seq_len: Option<u32>,
     determinism: Determinism,
@@ -134,6 +136,38 @@ impl CacheSpecBuilder {
         self.groups.push((layers.into_iter().collect(), group));
         self
     }
+    /// Gives some layers a recurrent state of fixed size for every sequence. They have no rows of
+    /// keys and values unless [`Self::group`] lists them too. With states in a cache, no prefix is
+    /// reused ([`PrefixReuse::Off`]): cached rows of a prompt are of no use without the states
+    /// behind them.
+    ///
+    /// ```
+    /// use kv::{CacheSpec, DType, KvFormat};
+    ///
+    /// // Every fourth of 8 layers attends; the others have a delta rule and a convolution.
+    /// let spec = CacheSpec::builder()
+    ///     .layers(8)
+    ///     .kv_heads(4)
+    ///     .head_dim(256)
+    ///     .format(KvFormat::Bf16)
+    ///     .paged(16, 1024)
+    ///     .states((0..8).filter(|layer| layer % 4 != 3), |states| {
+    ///         states.part([10_240, 3], DType::Bf16).part([48, 128, 128], DType::F32).slots(64)
+    ///     })
+    ///     .build()?;
+    /// assert_eq!(spec.groups()[0].layers().len(), 2);
+    /// assert_eq!(spec.states()[0].state_bytes(), 6 * (10_240 * 3 * 2 + 48 * 128 * 128 * 4));
+    /// # Ok::<(), kv::error::SpecError>(())
+    /// ```
+    #[must_use]
+    pub fn states(
+        mut self,
+        layers: impl IntoIterator<Item = u16>,
+        set: impl FnOnce(StatesBuilder) -> StatesBuilder,
+    ) -> Self {
+        self.states.push((layers.into_iter().collect(), set(StatesBuilder::default())));
+        self
+    }
     /// Sets the maximum number of live sequences; unlimited by default, `num_blocks` if contiguous.
     #[must_use]
     pub fn max_sequences(mut self, sequences: u32) -> Self {
@@ -202,7 +236,8 @@ impl CacheSpecBuilder {
     /// [`SpecError`] with the first setting that is missing, zero or too large, or the first layer
     /// that is in no group or in two, or two settings that exclude each other.
     pub fn build(self) -> Result<CacheSpec, SpecError> {
-        let (layers, lists) = self.assign_layers()?;
+        let states = self.build_states()?;
+        let (layers, lists) = self.assign_layers(&states)?;
         let mut groups = Vec::new();
         let (mut max_seq_len, mut max_sequences) = (u32::MAX, u32::MAX);
         for (list, builder) in lists {
@@ -223,6 +258,9 @@ impl CacheSpecBuilder {
             self.check_late_layers(&group)?;
             groups.push(group);
         }
+        for of in &states {
+            max_sequences = max_sequences.min(of.slots());
+        }
         for (field, given, limit) in [
             ("max_seq_len", self.max_seq_len, &mut max_seq_len),
             ("max_sequences", self.max_sequences, &mut max_sequences),
@@ -233,16 +271,21 @@ impl CacheSpecBuilder {
                 None => {}
             }
         }
+        let mut reuse = self.reuse;
+        if !states.is_empty() {
+            reuse.prefixes = PrefixReuse::Off;
+        }
         let spec = CacheSpec {
             groups,
             layers,
+            states,
             on_demand: self.on_demand,
             late_layers: self.late_layers,
             max_sequences,
             max_seq_len,
             determinism: self.determinism,
             wipe_on_release: self.wipe_on_release,
-            reuse: self.reuse,
+            reuse,
         };
         match spec.memory_checked() {
             Some(_) => Ok(spec),
@@ -262,19 +305,41 @@ impl CacheSpecBuilder {
         }
     }
 
-    /// Gives every layer its group.
-    #[expect(clippy::type_complexity, reason = "used once, two lines above")]
+    fn num_layers(&self) -> Result<u16, SpecError> {
+        match self.layers {
+            None => Err(SpecError::Missing { field: "layers" }),
+            Some(0) => Err(SpecError::Zero { field: "layers" }),
+            Some(n) => Ok(n),
+        }
+    }
+
+    fn build_states(&self) -> Result<Vec<StatesSpec>, SpecError> {
+        if self.states.is_empty() {
+            return Ok(Vec::new());
+        }
+        if self.on_demand {
+            let problem = SpecConflict::StatesOnDemand;
+            return Err(SpecError::Conflict { what: "states", problem });
+        }
+        let lists = self.states.iter().map(|(layers, _)| layers.as_slice());
+        let lists = layers_of(lists, self.num_layers()?)?;
+        lists
+            .into_iter()
+            .zip(&self.states)
+            .map(|(layers, (_, states))| states.build(layers))
+            .collect()
+    }
+
+    /// Gives every layer with rows its group.
+    #[expect(clippy::type_complexity, reason = "used once, in `build`")]
     fn assign_layers(
         &self,
-    ) -> Result<(Vec<(GroupId, usize)>, Vec<(Vec<LayerId>, &GroupBuilder)>), SpecError> {
+        states: &[StatesSpec],
+    ) -> Result<(Vec<Option<(GroupId, usize)>>, Vec<(Vec<LayerId>, GroupBuilder)>), SpecError> {
         if self.on_demand {
-            return Ok((Vec::new(), vec![(Vec::new(), &self.default_group)]));
+            return Ok((Vec::new(), vec![(Vec::new(), self.default_group.clone())]));
         }
-        let num_layers = match self.layers {
-            None => return Err(SpecError::Missing { field: "layers" }),
-            Some(0) => return Err(SpecError::Zero { field: "layers" }),
-            Some(n) => n,
-        };
+        let num_layers = self.num_layers()?;
         let mut listed = vec![0_usize; usize::from(num_layers)];
         for &layer in self.groups.iter().flat_map(|(layers, _)| layers) {
             match listed.get_mut(usize::from(layer)) {
@@ -287,24 +352,29 @@ impl CacheSpecBuilder {
         if let Some((&groups, layer)) = listed.iter().zip(0..).find(|(times, _)| **times > 1) {
             return Err(SpecError::LayerGroups { layer: LayerId(layer), groups });
         }
-        let rest =
-            listed.iter().zip(0..).filter(|(times, _)| **times == 0).map(|(_, l)| LayerId(l));
-        let mut lists = vec![(rest.collect::<Vec<_>>(), &self.default_group)];
+        let has_state = |layer: &LayerId| states.iter().any(|of| of.layers().contains(layer));
+        let unlisted = listed.iter().zip(0..).filter(|(times, _)| **times == 0);
+        let rest = unlisted.map(|(_, layer)| LayerId(layer)).filter(|layer| !has_state(layer));
+        let mut lists = vec![(rest.collect::<Vec<_>>(), self.default_group.clone())];
         lists.extend(self.groups.iter().map(|(layers, builder)| {
             let mut layers: Vec<_> = layers.iter().copied().map(LayerId).collect();
             layers.sort_unstable();
-            (layers, builder)
+            (layers, builder.clone())
         }));
         lists.retain(|(layers, _)| !layers.is_empty());
+        if lists.is_empty() {
+            // Blocks without bytes still count and name the tokens of sequences.
+            lists.push((Vec::new(), self.default_group.clone().without_rows()));
+        }
         let max = 255;
-        if lists.len() > max {
-            let (got, max) = (to_u64(lists.len()), to_u64(max));
+        if lists.len() + states.len() > max {
+            let (got, max) = (to_u64(lists.len() + states.len()), to_u64(max));
             return Err(SpecError::TooLarge { field: "groups", got, max });
         }
-        let mut places = vec![(GroupId(0), 0); usize::from(num_layers)];
+        let mut places = vec![None; usize::from(num_layers)];
         for ((layers, _), group) in lists.iter().zip(0..) {
             for (index, layer) in layers.iter().enumerate() {
-                places[usize::from(layer.0)] = (GroupId(group), index);
+                places[usize::from(layer.0)] = Some((GroupId(group), index));
             }
         }
         Ok((places, lists))

@@ -182,6 +182,11 @@ impl GroupBuilder {
         self
     }
 
+    /// Returns settings of blocks without rows, for a cache whose layers have states alone.
+    pub(super) fn without_rows(self) -> Self {
+        self.kv_heads(1).head_dim(1).format(KvFormat::F16)
+    }
+
     pub(super) fn build(
         &self,
         layers: Vec<LayerId>,

@@ -2,6 +2,7 @@
 mod builder;
 mod group;
 mod reuse;
+mod states;
 #[cfg(test)]
 mod tests;
 
@@ -9,6 +10,7 @@ pub use builder::CacheSpecBuilder;
 pub use group::{GroupBuilder, KeyMean, Transform};
 pub(crate) use reuse::Reuse;
 pub use reuse::{PrefixReuse, PublishAt, Window};
+pub use states::{StatePart, StatesBuilder, StatesSpec};
 
 use crate::eviction::Eviction;
 use crate::geometry::PlaneLayout;
@@ -35,8 +37,10 @@ use crate::slot_map::SlotMap;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CacheSpec {
     groups: Vec<GroupSpec>,
-    /// Group and index inside it, by layer; empty for layers on demand.
-    layers: Vec<(GroupId, usize)>,
+    /// Group and index inside it, by layer, `None` for a layer without rows; empty for layers on
+    /// demand.
+    layers: Vec<Option<(GroupId, usize)>>,
+    states: Vec<StatesSpec>,
     on_demand: bool,
     late_layers: LateLayers,
     max_sequences: u32,
@@ -77,7 +81,8 @@ pub struct GroupSpec {
 }
 
 impl GroupSpec {
-    /// Returns the layers of the group, in ascending order; none for layers on demand.
+    /// Returns the layers of the group, in ascending order; none for layers on demand, and in a
+    /// cache whose layers have states alone.
     pub fn layers(&self) -> &[LayerId] {
         &self.layers
     }
@@ -153,12 +158,22 @@ impl CacheSpec {
     pub fn late_layers(&self) -> LateLayers {
         self.late_layers
     }
-    /// Returns the group of a layer and the layer's index in it.
+    /// Returns the recurrent states, in the order in which the builder was given them. Their
+    /// [`GroupId`]s follow those of [`Self::groups`].
+    pub fn states(&self) -> &[StatesSpec] {
+        &self.states
+    }
+    /// Returns the index in [`Self::states`] of a layer's state, and the layer's index in it.
+    pub fn locate_state(&self, layer: LayerId) -> Option<(usize, usize)> {
+        let mut groups = self.states.iter().enumerate();
+        groups.find_map(|(group, of)| Some((group, of.layers().binary_search(&layer).ok()?)))
+    }
+    /// Returns the group of a layer with rows and the layer's index in it.
     pub fn locate(&self, layer: LayerId) -> Option<(GroupId, usize)> {
         if self.on_demand {
             return (layer.0 < u16::MAX).then_some((GroupId(0), usize::from(layer.0)));
         }
-        self.layers.get(usize::from(layer.0)).copied()
+        self.layers.get(usize::from(layer.0)).copied().flatten()
     }
     /// Returns the maximum number of live sequences.
     pub fn max_sequences(&self) -> u32 {
@@ -214,8 +229,10 @@ pub struct MemoryUsage {
     /// Bytes of K and V of one slot over all layers, scales and means included. A token has one
     /// slot, or several if it is kept in 16 bits. For layers on demand: of one layer.
     pub bytes_per_token: u64,
-    /// Bytes of all planes, without their constants.
+    /// Bytes of all planes with rows, without their constants.
     pub bytes_total: u64,
+    /// Bytes of the slots of all recurrent states.
+    pub bytes_states: u64,
     /// Bytes of the constants of all planes: scales and transforms, independent of the pool.
     pub bytes_constants: u64,
     /// Tokens that the smallest pool holds at once; with a window, a sequence may be longer.
@@ -223,9 +240,9 @@ pub struct MemoryUsage {
 }
 
 impl MemoryUsage {
-    /// Returns the bytes of all planes and of their constants.
+    /// Returns the bytes of all planes, their constants, and all states.
     pub fn all_bytes(&self) -> u64 {
-        self.bytes_total + self.bytes_constants
+        self.bytes_total + self.bytes_constants + self.bytes_states
     }
 }
 
@@ -243,6 +260,7 @@ impl CacheSpec {
             group.num_blocks().checked_div(blocks).unwrap_or(u32::MAX)
         };
         let fit = self.groups.iter().map(fit).min().unwrap_or(0);
+        let fit = self.states.iter().map(StatesSpec::sequences).fold(fit, u32::min);
         if tokens > self.max_seq_len { 0 } else { fit.min(self.max_sequences) }
     }
 
@@ -250,7 +268,8 @@ impl CacheSpec {
         let (mut per_token, mut total, mut tokens) = (0_u64, 0_u64, u64::MAX);
         let mut constants = 0_u64;
         for group in &self.groups {
-            let layers = to_u64(group.layers.len().max(1));
+            // Layers on demand: of one layer.
+            let layers = to_u64(group.layers.len().max(usize::from(self.on_demand)));
             let block =
                 group.layouts.iter().try_fold(0_u64, |n, l| n.checked_add(l.block_bytes()))?;
             let block = block.checked_mul(layers)?;
@@ -263,9 +282,15 @@ impl CacheSpec {
             let blocks = group.num_blocks().saturating_sub(map.tail_blocks_max());
             tokens = tokens.min(u64::from(map.tokens(blocks)));
         }
+        let states = self.states.iter().try_fold(0_u64, |sum, of| sum.checked_add(of.bytes()?))?;
         // A host allocation is never larger than isize::MAX bytes.
-        isize::try_from(total.checked_add(constants)?).ok()?;
-        let (bytes_per_token, bytes_total, bytes_constants) = (per_token, total, constants);
-        Some(MemoryUsage { bytes_per_token, bytes_total, bytes_constants, tokens })
+        isize::try_from(total.checked_add(constants)?.checked_add(states)?).ok()?;
+        Some(MemoryUsage {
+            bytes_per_token: per_token,
+            bytes_total: total,
+            bytes_states: states,
+            bytes_constants: constants,
+            tokens,
+        })
     }
 }

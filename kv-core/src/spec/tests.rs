@@ -1,5 +1,5 @@
 //! Inconsistent geometries are refused when they are built.
-use kv_format::{KvFormat, ScaleGroup};
+use kv_format::{DType, KvFormat, ScaleGroup};
 
 use super::*;
 use crate::error::SpecError;
@@ -108,6 +108,71 @@ fn every_layer_is_in_one_group() {
     assert_eq!(beyond, Err(SpecError::LayerOutOfRange { layer: LayerId(2), num_layers: 2 }));
     let all = builder().group([0, 1], |g| g.head_dim(8)).build().unwrap();
     assert_eq!(all.groups().len(), 1);
+}
+
+#[test]
+fn layers_have_rows_a_state_or_both() {
+    let states = |layers: &'static [u16]| {
+        let spec = CacheSpec::builder().layers(6).kv_heads(2).head_dim(4).paged(4, 8);
+        spec.group([5], |group| group.paged(4, 16)).states(layers.iter().copied(), |states| {
+            states.part([3, 5], DType::F32).part([7], DType::Bf16).slots(4).drafts(2)
+        })
+    };
+    let spec = states(&[4, 1, 5]).build().unwrap();
+    let layers: Vec<_> = spec.groups().iter().map(|group| group.layers().to_vec()).collect();
+    assert_eq!(layers, [[0, 2, 3].map(LayerId).to_vec(), vec![LayerId(5)]]);
+    assert_eq!((spec.locate(LayerId(4)), spec.locate_state(LayerId(4))), (None, Some((0, 1))));
+    assert_eq!(spec.locate_state(LayerId(0)), None);
+    assert_eq!(spec.locate(LayerId(5)), Some((GroupId(1), 0)));
+    let [of] = spec.states() else { panic!("one group of states") };
+    // 15 values in 64 bytes and 7 in 32, for 3 layers; 4 slots and one of zeros.
+    assert_eq!((of.state_bytes(), spec.memory().bytes_states), (288, 5 * 288));
+    assert_eq!(spec.sequences_that_fit(1), 2, "each needs its state and the next one");
+    assert_eq!((spec.max_sequences(), spec.prefix_reuse()), (4, PrefixReuse::Off));
+
+    // Blocks without bytes, in a cache without attention.
+    let spec = CacheSpec::builder().layers(2).paged(16, 4);
+    let spec = spec.states([0, 1], |states| states.part([8], DType::F16).slots(2)).build().unwrap();
+    let [group] = spec.groups() else { panic!("one group") };
+    assert_eq!((group.layers(), spec.memory().bytes_total), (&[][..], 0));
+    assert_eq!((spec.memory().tokens, spec.memory().bytes_per_token), (64, 0));
+}
+
+#[test]
+fn impossible_states_are_refused() {
+    type Set = fn(StatesBuilder) -> StatesBuilder;
+    let build = |layers: &[u16], set: Set| {
+        builder().states(layers.iter().copied(), set).build().unwrap_err()
+    };
+    let cases: [(Set, &str); 9] = [
+        (|s| s.slots(4), "a part of a state is not set"),
+        (|s| s.part([1], DType::F32), "slots of states is not set"),
+        (|s| s.part([1], DType::F32).slots(0), "slots of states is 0, at least 1 is needed"),
+        (|s| s.part([2, 0], DType::F32).slots(4), "values of a part of a state is 0"),
+        (|s| s.part([], DType::F32).slots(4), "values of a part of a state is 0"),
+        (|s| s.part([1, 1, 1, 1], DType::F32).slots(4), "axes of a part of a state is 4"),
+        (|s| s.part([1 << 16, 1 << 16], DType::F32).slots(4), "values of a part of a state over"),
+        (|s| s.part([1], DType::U32).slots(4), "a part of a state: is of u32, must be f32"),
+        (|s| s.part([1], DType::F32).slots(3).drafts(2), "slots of states: one sequence needs 4"),
+    ];
+    for (set, words) in cases {
+        let error = build(&[0], set).to_string();
+        assert!(error.starts_with(words), "{error}, expected {words}");
+    }
+    let one: Set = |s| s.part([1], DType::F32).slots(4);
+    assert_eq!(build(&[0, 0], one), SpecError::LayerStates { layer: LayerId(0) });
+    assert_eq!(build(&[2], one), SpecError::LayerOutOfRange { layer: LayerId(2), num_layers: 2 });
+    assert_eq!(build(&[], one), SpecError::Zero { field: "layers of states" });
+    let twice = builder().states([0], one).states([0], one).build();
+    assert_eq!(twice, Err(SpecError::LayerStates { layer: LayerId(0) }));
+    let parts: Set = |s| (0..7).fold(s.slots(4), |s, _| s.part([1], DType::F32));
+    let field = "parts of a state";
+    assert_eq!(build(&[0], parts), SpecError::TooLarge { field, got: 7, max: 6 });
+    let large: Set = |s| s.part([1 << 31], DType::F32).slots(u32::MAX - 1);
+    assert!(matches!(build(&[0], large), SpecError::Overflow { .. } | SpecError::TooLarge { .. }));
+    let lazy = CacheSpec::builder().layers_on_demand().kv_heads(1).head_dim(4).paged(4, 4);
+    let refused = lazy.states([0], one).build().unwrap_err().to_string();
+    assert_eq!(refused, "states: the number of layers must be fixed");
 }
 
 #[test]

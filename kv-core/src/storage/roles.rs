@@ -1,7 +1,9 @@
 //! The planes of a layer: roles and layouts.
+use crate::error::SpecError;
 use crate::geometry::PlaneLayout;
 use crate::ids::PlaneRole;
 use crate::invariant::Invariant;
+use crate::num::to_u64;
 
 /// The planes that every layer of a storage has, by role: a short list, copied freely.
 ///
@@ -69,6 +71,22 @@ impl BlockPlanes {
     /// Returns the bytes of a block in all planes of a layer.
     pub fn block_bytes(&self) -> u64 {
         self.layouts().map(PlaneLayout::block_bytes).sum()
+    }
+    /// Lists the planes of layers with a recurrent state, by part.
+    pub(crate) fn states(
+        parts: impl ExactSizeIterator<Item = PlaneLayout>,
+    ) -> Result<Self, SpecError> {
+        let (got, max) = (to_u64(parts.len()), to_u64(Self::MAX));
+        if got > max {
+            return Err(SpecError::TooLarge { field: "parts of a state", got, max });
+        }
+        let mut planes = parts.zip(0_u8..).map(|(layout, part)| (PlaneRole::State(part), layout));
+        let first = planes.next().ok_or(SpecError::Missing { field: "a part of a state" })?;
+        let (mut list, mut len) = ([first; Self::MAX], 1);
+        for (place, plane) in list.iter_mut().skip(1).zip(planes) {
+            (*place, len) = (plane, len + 1);
+        }
+        Ok(Self { list, len })
     }
     /// Divides every plane into segments of `blocks` blocks, so that a block lies in the same
     /// segment of each.

@@ -4,12 +4,14 @@
 //! in place during the call. A caller creates a [`TensorView`] without any check; a backend gets a
 //! [`TokenTensor`] with every extent, stride, type and byte count checked.
 mod checked;
+mod entries;
 mod strided;
 #[cfg(test)]
 mod tests;
 
 pub(crate) use checked::{HostRows, TokenRequirement};
 pub use checked::{TokenRows, TokenTensor, TokenTensorMut};
+pub(crate) use entries::EntryShape;
 use kv_format::{DType, Element};
 pub use strided::{AxisOrder, Strided, StridedError};
 

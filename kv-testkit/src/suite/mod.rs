@@ -41,6 +41,7 @@ mod reuse;
 mod scale;
 mod segments;
 mod stateful;
+mod states;
 mod suffix;
 mod tier;
 mod write;
@@ -77,6 +78,7 @@ pub(crate) fn cases() -> Vec<Case> {
         quant::cases(),
         random::cases(),
         stateful::cases(),
+        states::cases(),
         reuse::cases(),
     ];
     areas.into_iter().flatten().collect()

@@ -5,8 +5,9 @@ use crate::cache::state::input::{bounded, check_queries};
 use crate::cache::state::lookup::{Needed, first_live, sink_blocks};
 use crate::cache::state::start::{Lookup, exhausted};
 use crate::cache::state::{CacheState, Group, StartOptions, StepInput};
-use crate::error::{CacheError, PlanError};
+use crate::error::{BlocksExhausted, CacheError, PlanError};
 use crate::ids::{BlockId, GroupId, SequenceId};
+use crate::invariant::Invariant;
 use crate::num::to_u32;
 use crate::plan::{BatchEntry, Growth};
 
@@ -139,11 +140,21 @@ impl CacheState {
                 return Err(exhausted(group, total, (free, evictable)).into());
             }
         }
+        // A first step writes one state, with drafts or without.
+        for group in self.state_groups() {
+            let step = [(chunk, 0)].into_iter();
+            let (needed, free) = self.slots_for(group, step).invariant("a group of the cache");
+            let needed = needed.saturating_add(admission.watermark);
+            if needed > free {
+                return Err(BlocksExhausted { group, needed, free, evictable: 0 }.into());
+            }
+        }
         Ok(reused)
     }
 
-    /// Returns the blocks of one group that [`KvCache::begin_step`](crate::KvCache::begin_step)
-    /// would allocate for `inputs`, and the blocks that it can allocate. The step has enough blocks
+    /// Returns the blocks of one group, or the slots of one group of states, that
+    /// [`KvCache::begin_step`](crate::KvCache::begin_step) would allocate for `inputs`, and those
+    /// that it can allocate. The step has enough blocks
     /// if every group [fits](BlockDemand::fits).
     ///
     /// # Errors
@@ -155,7 +166,7 @@ impl CacheState {
         inputs: &[StepInput<'_>],
     ) -> Result<BlockDemand, CacheError> {
         let Some(group) = self.find_group(group) else {
-            return Ok(BlockDemand { needed: 0, free: 0 });
+            return self.slots_for_step(group, inputs);
         };
         let mut demand = Demand::default();
         let mut batch = Vec::with_capacity(inputs.len());
@@ -174,6 +185,23 @@ impl CacheState {
         let left = demand.left_by_all(&group.pool).blocks;
         let free = group.pool.num_free() + left;
         Ok(BlockDemand { needed: demand.blocks, free })
+    }
+
+    /// Returns the slots of one group of states that a step takes; none for an unknown group.
+    fn slots_for_step(
+        &self,
+        group: GroupId,
+        inputs: &[StepInput<'_>],
+    ) -> Result<BlockDemand, CacheError> {
+        let mut entries = Vec::with_capacity(inputs.len());
+        for input in inputs {
+            let (_, state) = self.sequences.get(input.sequence)?;
+            let (new_tokens, _) = input.counts(state.len, self.spec.max_seq_len())?;
+            entries.push((new_tokens, input.details().drafts));
+        }
+        let slots = self.slots_for(group, entries.into_iter());
+        let (needed, free) = slots.unwrap_or((0, 0));
+        Ok(BlockDemand { needed, free })
     }
 
     /// Returns the blocks of one group that a sequence still allocates until it has `len` tokens,

@@ -37,7 +37,7 @@ impl CacheState {
         self.open.begin();
         self.read_inputs(inputs)?;
         self.open.is_open = true;
-        let reserved = self.reserve(0);
+        let reserved = self.reserve_states(0).and_then(|()| self.reserve(0));
         if let Err(refused) = reserved {
             self.roll_back();
             return Err(refused);
@@ -55,6 +55,7 @@ impl CacheState {
         let added = self.open.end();
         self.open.growing.clear();
         let reserved = self.read_inputs(&[input]).map_err(CacheError::from);
+        let reserved = reserved.and_then(|()| self.reserve_states(added.first));
         let reserved = reserved.and_then(|()| self.reserve(added.first));
         if let Err(refused) = reserved {
             self.take_back(&added);
@@ -71,6 +72,7 @@ impl CacheState {
     /// be made again.
     pub(in crate::cache) fn take_back(&mut self, added: &Added) {
         self.undo_to(added.undo);
+        self.take_back_states(added.first);
         for at in added.first..self.open.batch.len() {
             let (entry, _) = self.open.entry(at);
             self.sequences.unmark_row(entry.row);

@@ -8,6 +8,7 @@ impl CacheState {
     /// Ends the open step. `accepted`, already checked, is how many new tokens of each entry stay;
     /// all if `None`.
     pub(in crate::cache) fn commit_checked(&mut self, accepted: Option<&[u32]>) {
+        self.commit_states(accepted);
         let has_tail = self.groups.have_tail();
         let at_commit = self.spec.publish_at() == PublishAt::Commit;
         for index in 0..self.open.batch.len() {

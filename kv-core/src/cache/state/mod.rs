@@ -23,6 +23,7 @@ mod rows;
 mod sequences;
 mod shared_list;
 mod start;
+mod states;
 mod stats;
 mod step_state;
 #[cfg(test)]
@@ -53,6 +54,7 @@ pub use pins::{Pin, PinId};
 pub use probe::{PrefixProbe, ProbedBlock};
 pub(super) use rows::{Kept, Run, tokens};
 pub use start::StartOptions;
+pub(super) use states::StatePlace;
 pub use stats::Stats;
 pub(super) use step_state::Added;
 pub use usage::Usage;
@@ -102,6 +104,8 @@ pub struct CacheState {
     stats: Stats,
     sequences: sequences::Sequences,
     open: step_state::OpenStep,
+    /// Slots of recurrent states, in the order of the spec.
+    states: Vec<states::StateGroup>,
     unwiped: Unwiped,
     /// Rows that late layers lack.
     late: late::Late,
@@ -276,7 +280,10 @@ impl CacheState {
             });
             groups.push(Group::new(&spec, index, chain, &clock));
         }
+        let states = spec.states().iter().zip(groups.len()..);
+        let states = states.map(|(of, id)| states::StateGroup::new(of, group_id(id))).collect();
         Self {
+            states,
             ledger: Ledger::new(encoding_key, spec.events()).with_changes(spec.changes()),
             chains,
             has_windows: groups.iter().any(|group| group.window.is_some()),
@@ -372,8 +379,11 @@ impl CacheState {
     /// Returns the group index of a layer and the layer's index in the group.
     pub(super) fn locate(&self, layer: LayerId) -> Result<(usize, usize), PlanError> {
         let num_layers = self.spec.num_layers();
-        let place = self.spec.locate(layer).ok_or(PlanError::UnknownLayer { layer, num_layers })?;
-        Ok((usize::from(place.0.0), place.1))
+        match self.spec.locate(layer) {
+            Some((group, index)) => Ok((usize::from(group.0), index)),
+            None if layer.0 < num_layers => Err(PlanError::NoRows { layer }),
+            None => Err(PlanError::UnknownLayer { layer, num_layers }),
+        }
     }
 
     /// Returns the blocks that must be zeroed before they are handed out, by the setting
@@ -405,6 +415,7 @@ impl CacheState {
         for group in &mut *self.groups {
             group.tables.ensure_rows(rows);
         }
+        self.states.iter_mut().for_each(|group| group.ensure_rows(rows));
         Ok(row)
     }
 

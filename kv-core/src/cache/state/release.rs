@@ -22,6 +22,10 @@ impl CacheState {
         if len < state.len {
             let reserved = state.reserved;
             self.check_in_windows(sequence, row, (len, len))?;
+            self.check_state_at(sequence, (state.len, len))?;
+            if len == 0 {
+                self.clear_states(row);
+            }
             self.sequences.at_mut(row).len = len;
             self.drop_blocks(row, len, reserved);
             self.unpublish_from(row, len);
@@ -149,6 +153,7 @@ impl CacheState {
 
     fn drop_row(&mut self, sequence: SequenceId, row: u32) {
         self.drop_blocks(row, 0, 0);
+        self.clear_states(row);
         self.late.end(row);
         let (_, history) = self.sequences.both_mut(row);
         history.end(&mut self.ledger);

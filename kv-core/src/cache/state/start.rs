@@ -306,6 +306,7 @@ impl CacheState {
         self.sequences.fork_history((parent_row, row), known, &mut self.ledger);
         self.sequences.mark_shared(parent_row);
         self.late.fork(parent_row, row);
+        self.states.iter_mut().for_each(|group| group.fork(parent_row, row));
         for group in &mut *self.groups {
             let coded = group.tables.coded(parent_row);
             let count = to_usize(group.slot_map().blocks_in(len, coded));

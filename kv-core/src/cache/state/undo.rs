@@ -31,6 +31,7 @@ impl CacheState {
                 self.sequences.mark_shared(entry.row);
             }
         }
+        self.take_back_states(0);
         self.undo_to(0);
         self.open.close();
     }

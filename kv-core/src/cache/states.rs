@@ -1,0 +1,254 @@
+//! Recurrent states of sequences in the open step: reads, writes, and slots for kernels in place.
+use crate::backend::{Backend, Queue};
+use crate::cache::state::{CacheState, StatePlace};
+use crate::cache::{KvCache, Step};
+use crate::error::{CacheError, PlanError};
+use crate::geometry::Axes;
+use crate::ids::{GroupId, LayerId, PlaneRole};
+use crate::invariant::Invariant;
+use crate::num::to_u32;
+use crate::plan::{ConvertArgs, ConvertPlan};
+use crate::spec::StatePart;
+use crate::storage::KvStorage;
+use crate::tensor::{EntryShape, TensorView, TensorViewMut};
+
+impl<B: Backend> Step<'_, B> {
+    /// Reads a part of a layer's recurrent state of every entry of the batch, as it was before this
+    /// step, in the element type of `out`: zeros for a sequence that begins.
+    ///
+    /// # Shapes
+    /// `out` is `[b, ..]` with the extents of the part after `b`, which is at least the number of
+    /// entries; further entries are left as they are. The values of an entry lie together.
+    ///
+    /// # Errors
+    /// [`PlanError::NoState`], [`PlanError::UnknownPart`], [`PlanError::UnknownLayer`], and
+    /// [`PlanError`] for a tensor that does not fit; the device's errors. The step stays open.
+    ///
+    /// ```
+    /// use kv::backend::NullBackend;
+    /// use kv::{CacheSpec, DType, KvCache, SequenceId, StartOptions, StepInput};
+    /// use kv::{TensorView, TensorViewMut};
+    ///
+    /// // One layer whose state is a matrix; no layer attends.
+    /// let spec = CacheSpec::builder().layers(1).paged(16, 64);
+    /// let spec = spec.states([0], |states| states.part([2, 3], DType::F32).slots(4)).build()?;
+    /// let mut cache = KvCache::new(NullBackend::new(), spec)?;
+    /// let seq = SequenceId(0);
+    /// cache.start(seq, &[7, 8], StartOptions::default())?;
+    /// let mut step = cache.begin_step(&[StepInput::tokens(seq, &[7, 8])])?;
+    /// let mut before = [1.0_f32; 6];
+    /// step.read_state(0, 0, TensorViewMut::host(&mut before, &[1, 2, 3]))?;
+    /// assert_eq!(before, [0.0; 6]); // the sequence begins
+    /// step.write_state(0, 0, TensorView::host(&[0.5_f32; 6], &[1, 2, 3]))?;
+    /// step.commit()?;
+    /// # Ok::<(), kv::CacheError>(())
+    /// ```
+    pub fn read_state(
+        &mut self,
+        layer: impl Into<LayerId>,
+        part: usize,
+        out: TensorViewMut<'_, B::Buffer>,
+    ) -> Result<(), CacheError> {
+        self.cache_mut().read_state_open(layer.into(), part, out)
+    }
+
+    /// Writes a part of a layer's recurrent state of every entry: behind all of its new tokens.
+    /// Entries without new tokens are not read. A write may be repeated.
+    ///
+    /// # Shapes
+    /// `state` is `[b, ..]` as for [`Self::read_state`], in f32, f16 or bf16.
+    ///
+    /// # Errors
+    /// Those of [`Self::read_state`].
+    pub fn write_state(
+        &mut self,
+        layer: impl Into<LayerId>,
+        part: usize,
+        state: TensorView<'_, B::Buffer>,
+    ) -> Result<(), CacheError> {
+        self.cache_mut().write_state_open(layer.into(), part, None, state)
+    }
+
+    /// Writes a part of a layer's recurrent state of the entries behind their first `tokens` new
+    /// tokens, for drafts of which [`Self::commit_accepted`] may keep only these. Entries that keep
+    /// no state there are not read: with fewer new tokens, or with more tokens that are no drafts.
+    ///
+    /// # Errors
+    /// Those of [`Self::read_state`]; [`PlanError::TooMany`] for more tokens than an entry has, and
+    /// [`PlanError::Option`] for 0.
+    pub fn write_state_after(
+        &mut self,
+        layer: impl Into<LayerId>,
+        part: usize,
+        tokens: u32,
+        state: TensorView<'_, B::Buffer>,
+    ) -> Result<(), CacheError> {
+        self.cache_mut().write_state_open(layer.into(), part, Some(tokens), state)
+    }
+
+    /// Returns the slots of a layer's state in this step, for kernels that read and write the
+    /// planes of [`KvCache::storage`] themselves, and then [mark](Self::mark_state_written) the
+    /// layer.
+    ///
+    /// # Errors
+    /// [`PlanError::NoState`], [`PlanError::UnknownLayer`].
+    pub fn state_slots(&self, layer: impl Into<LayerId>) -> Result<StateSlots<'_>, PlanError> {
+        let cache = self.cache();
+        let place = cache.state.locate_state(layer.into(), 0)?;
+        Ok(StateSlots { state: &cache.state, place })
+    }
+
+    /// Marks all parts of a layer's state as written, for every slot of this step, by work that the
+    /// caller has recorded.
+    ///
+    /// # Errors
+    /// [`PlanError::NoState`], [`PlanError::UnknownLayer`].
+    pub fn mark_state_written(&mut self, layer: impl Into<LayerId>) -> Result<(), PlanError> {
+        let state = &mut self.cache_mut().state;
+        let place = state.locate_state(layer.into(), 0)?;
+        state.mark_layer_state(place);
+        Ok(())
+    }
+}
+
+/// The slots of a layer's recurrent state in the open step. A slot is a block of the planes with
+/// the roles [`PlaneRole::State`] of the layer.
+#[derive(Debug, Clone, Copy)]
+pub struct StateSlots<'a> {
+    state: &'a CacheState,
+    place: StatePlace,
+}
+
+impl StateSlots<'_> {
+    /// Returns the group of the planes, for [`KvCache::storage`].
+    pub fn group(&self) -> GroupId {
+        self.state.state_group(self.place.group)
+    }
+    /// Returns the index of the layer in the planes of the group.
+    pub fn layer(&self) -> usize {
+        self.place.layer
+    }
+    /// Returns the slot with the state of an entry before the step. It must not be written.
+    ///
+    /// # Panics
+    /// If the batch has no such entry.
+    pub fn read(&self, entry: usize) -> u32 {
+        self.state.read_slot(self.place.group, entry)
+    }
+    /// Returns the slot for the state of an entry behind all of its new tokens; `None` without new
+    /// tokens.
+    ///
+    /// # Panics
+    /// If the batch has no such entry.
+    pub fn write(&self, entry: usize) -> Option<u32> {
+        self.state.write_slot(self.place.group, entry, None)
+    }
+    /// Returns the slot for the state of an entry behind the first `tokens` of its new tokens;
+    /// `None` if the step keeps none there.
+    ///
+    /// # Panics
+    /// If the batch has no such entry.
+    pub fn write_after(&self, entry: usize, tokens: u32) -> Option<u32> {
+        self.state.write_slot(self.place.group, entry, Some(tokens))
+    }
+}
+
+impl<B: Backend> KvCache<B> {
+    fn read_state_open(
+        &mut self,
+        layer: LayerId,
+        part: usize,
+        mut out: TensorViewMut<'_, B::Buffer>,
+    ) -> Result<(), CacheError> {
+        self.state.check_open("read state")?;
+        let place = self.state.locate_state(layer, part)?;
+        let Self { queue, state, states, .. } = self;
+        let of = Part::of(state, states, place);
+        let entries = state.batch().len();
+        let shape = of.shape(entries);
+        out.check_entries(&shape)?;
+        for entry in 0..entries {
+            let from = of.slot(state.read_slot(place.group, entry));
+            of.convert(queue, from, out.entry(&shape, entry))?;
+        }
+        Ok(())
+    }
+
+    fn write_state_open(
+        &mut self,
+        layer: LayerId,
+        part: usize,
+        tokens: Option<u32>,
+        values: TensorView<'_, B::Buffer>,
+    ) -> Result<(), CacheError> {
+        self.state.check_open("write state")?;
+        let place = self.state.locate_state(layer, part)?;
+        self.state.check_state_tokens(tokens)?;
+        let Self { queue, state, states, .. } = self;
+        let of = Part::of(state, states, place);
+        let entries = state.batch().len();
+        let shape = of.shape(entries);
+        values.check_entries(&shape)?;
+        for entry in 0..entries {
+            let Some(slot) = state.write_slot(place.group, entry, tokens) else {
+                continue;
+            };
+            of.convert(queue, values.entry(&shape, entry), of.slot_mut(slot))?;
+        }
+        state.mark_state(place, tokens);
+        Ok(())
+    }
+}
+
+/// A part of a layer's state, and the plane that has its slots.
+struct Part<'a, Buf> {
+    spec: &'a StatePart,
+    storage: &'a KvStorage<Buf>,
+    place: StatePlace,
+    plan: ConvertPlan,
+}
+
+impl<'a, Buf: 'static> Part<'a, Buf> {
+    fn of(state: &'a CacheState, states: &'a [KvStorage<Buf>], place: StatePlace) -> Self {
+        let spec = state.spec().states().get(place.group).invariant(super::STORAGE);
+        let spec = spec.parts().get(place.part).invariant(super::STORAGE);
+        let storage = states.get(place.group).invariant(super::STORAGE);
+        // Values lie together: any rows that they divide into are the same bytes.
+        let plan = ConvertPlan::new(&[spec.values() / spec.row()]);
+        let plan = plan.invariant("the values of a part are counted in 32 bits");
+        Self { spec, storage, place, plan }
+    }
+
+    fn shape(&self, entries: usize) -> EntryShape {
+        EntryShape::new(to_u32(entries), self.spec.shape(), self.spec.values(), self.spec.row())
+    }
+
+    /// Returns buffer and offset of a slot.
+    fn locate(&self, slot: u32) -> (&'a Buf, u64) {
+        let role = u8::try_from(self.place.part).invariant("a state has few parts");
+        let plane = self.storage.plane(self.place.layer, PlaneRole::State(role));
+        let plane = plane.invariant("states have memory from the beginning");
+        let (segment, offset) = plane.layout().locate(slot);
+        (plane.segment(segment).invariant("a slot lies in a segment"), offset)
+    }
+    fn dims(&self) -> [u32; 3] {
+        [self.spec.values() / self.spec.row(), 1, self.spec.row()]
+    }
+    fn slot(&self, slot: u32) -> TensorView<'a, Buf> {
+        let (buffer, offset) = self.locate(slot);
+        TensorView::device(self.spec.dtype(), buffer, offset, &self.dims())
+    }
+    fn slot_mut(&self, slot: u32) -> TensorViewMut<'a, Buf> {
+        let (buffer, offset) = self.locate(slot);
+        TensorViewMut::device(self.spec.dtype(), buffer, offset, &self.dims())
+    }
+    fn convert<Q: Queue<Buffer = Buf>>(
+        &self,
+        queue: &mut Q,
+        from: TensorView<'_, Buf>,
+        to: TensorViewMut<'_, Buf>,
+    ) -> Result<(), CacheError> {
+        let args = ConvertArgs::new(&self.plan, (from, Axes::Thd), (to, Axes::Thd))?;
+        Ok(queue.convert(&self.plan, args)?)
+    }
+}

@@ -1,0 +1,228 @@
+//! Settings of the recurrent states of some layers.
+use kv_format::{DType, KvFormat};
+
+use crate::error::{SpecConflict, SpecError};
+use crate::geometry::{BlockOrder, PlaneLayout, PlaneShape};
+use crate::ids::LayerId;
+use crate::num::{to_u32, to_u64};
+use crate::storage::BlockPlanes;
+use crate::tensor::Dims;
+
+/// Values to which a part of a state is padded, so that every slot begins at a multiple of 16
+/// bytes.
+const VALUES_MULTIPLE: u32 = 16;
+/// The most values that a conversion takes as a row.
+const ROW_MAX: u32 = 512;
+/// The most axes of a part: a tensor has one more, for the entries of a batch.
+const AXES_MAX: usize = 3;
+
+/// Collects the settings of the recurrent states of some layers;
+/// [`CacheSpecBuilder::states`](crate::spec::CacheSpecBuilder::states) passes it to the caller.
+#[derive(Debug, Clone, Default)]
+pub struct StatesBuilder {
+    parts: Vec<(Box<[u32]>, DType)>,
+    slots: Option<u32>,
+    drafts: u32,
+}
+
+impl StatesBuilder {
+    /// Adds a part of every layer's state: a tensor of up to three axes in f32, f16 or bf16, such
+    /// as the window of a convolution or the matrix of a linear attention. The cache does not
+    /// compute with it.
+    #[must_use]
+    pub fn part(mut self, shape: impl AsRef<[u32]>, dtype: DType) -> Self {
+        self.parts.push((shape.as_ref().into(), dtype));
+        self
+    }
+    /// Sets the slots for running states. A sequence with tokens takes one, and every entry of a
+    /// step one more for each state that the step writes: one, and one for each draft.
+    #[must_use]
+    pub fn slots(mut self, slots: u32) -> Self {
+        self.slots = Some(slots);
+        self
+    }
+    /// Sets the most draft tokens of an entry, after each of which a step may keep the state; none
+    /// unless set.
+    #[must_use]
+    pub fn drafts(mut self, drafts: u32) -> Self {
+        self.drafts = drafts;
+        self
+    }
+
+    pub(super) fn build(&self, layers: Vec<LayerId>) -> Result<StatesSpec, SpecError> {
+        let slots = match self.slots {
+            None => return Err(SpecError::Missing { field: "slots of states" }),
+            Some(0) => return Err(SpecError::Zero { field: "slots of states" }),
+            Some(slots) => slots,
+        };
+        // A sequence keeps its state while a step writes the next ones.
+        let needed = u64::from(self.drafts) + 2;
+        if u64::from(slots) < needed {
+            let problem = SpecConflict::StateSlots { needed, got: slots };
+            return Err(SpecError::Conflict { what: "slots of states", problem });
+        }
+        if self.parts.is_empty() {
+            return Err(SpecError::Missing { field: "a part of a state" });
+        }
+        // The slot after the last stays zero: sequences begin with it.
+        let overflow = || SpecError::Overflow { what: "slots of states" };
+        let blocks = slots.checked_add(1).ok_or_else(overflow)?;
+        let parts = self.parts.iter().map(|(shape, dtype)| StatePart::new(shape, *dtype, blocks));
+        let parts = parts.collect::<Result<Vec<_>, _>>()?;
+        let planes = BlockPlanes::states(parts.iter().map(|part| part.layout))?;
+        Ok(StatesSpec { layers, parts, planes, slots, drafts: self.drafts })
+    }
+}
+
+/// The recurrent states of some layers of a [`CacheSpec`](crate::CacheSpec): a group of its own,
+/// with slots in the place of blocks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StatesSpec {
+    layers: Vec<LayerId>,
+    parts: Vec<StatePart>,
+    planes: BlockPlanes,
+    slots: u32,
+    drafts: u32,
+}
+
+/// A part of every layer's state: one tensor.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StatePart {
+    shape: Dims,
+    dtype: DType,
+    values: u32,
+    /// A divisor of `values`, near a row of attention, so that conversions run in parallel.
+    row: u32,
+    layout: PlaneLayout,
+}
+
+impl StatePart {
+    fn new(shape: &[u32], dtype: DType, num_blocks: u32) -> Result<Self, SpecError> {
+        let format = match dtype {
+            DType::F32 => KvFormat::F32,
+            DType::F16 => KvFormat::F16,
+            DType::Bf16 => KvFormat::Bf16,
+            other => {
+                let problem = SpecConflict::StateType { got: other };
+                return Err(SpecError::Conflict { what: "a part of a state", problem });
+            }
+        };
+        let axes = shape.len();
+        if axes > AXES_MAX {
+            let (got, max) = (to_u64(axes), to_u64(AXES_MAX));
+            return Err(SpecError::TooLarge { field: "axes of a part of a state", got, max });
+        }
+        if axes == 0 || shape.contains(&0) {
+            return Err(SpecError::Zero { field: "values of a part of a state" });
+        }
+        let values = shape.iter().try_fold(1_u32, |product, extent| product.checked_mul(*extent));
+        let padded = values.and_then(|values| values.checked_next_multiple_of(VALUES_MULTIPLE));
+        let overflow = || SpecError::Overflow { what: "values of a part of a state" };
+        let (values, padded) = values.zip(padded).ok_or_else(overflow)?;
+        let layout = PlaneLayout::new(PlaneShape {
+            num_blocks,
+            block_size: 1,
+            num_kv_heads: 1,
+            head_dim: padded,
+            order: BlockOrder::Nhd,
+            format,
+        })?;
+        let row = (1..=ROW_MAX).rev().find(|row| values.is_multiple_of(*row)).unwrap_or(1);
+        Ok(Self { shape: Dims::new(shape), dtype, values, row, layout })
+    }
+
+    /// Returns the extents, at most three.
+    pub fn shape(&self) -> Dims {
+        self.shape
+    }
+    /// Returns the element type in which the cache keeps it.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+    /// Returns the number of values.
+    pub fn values(&self) -> u32 {
+        self.values
+    }
+    pub(crate) fn row(&self) -> u32 {
+        self.row
+    }
+    /// Returns the bytes of a slot, a multiple of 16.
+    pub fn slot_bytes(&self) -> u64 {
+        self.layout.block_bytes()
+    }
+}
+
+impl StatesSpec {
+    /// Returns the layers with this state, in ascending order.
+    pub fn layers(&self) -> &[LayerId] {
+        &self.layers
+    }
+    /// Returns the parts of a layer's state.
+    pub fn parts(&self) -> &[StatePart] {
+        &self.parts
+    }
+    /// Returns the slots for running states.
+    pub fn slots(&self) -> u32 {
+        self.slots
+    }
+    /// Returns the most draft tokens of an entry with states.
+    pub fn drafts(&self) -> u32 {
+        self.drafts
+    }
+    /// Returns the bytes of one state, over all layers.
+    pub fn state_bytes(&self) -> u64 {
+        self.planes.block_bytes() * to_u64(self.layers.len())
+    }
+    /// Returns the planes of a layer. Slots are their blocks; the one after the last is zero.
+    pub fn planes(&self) -> &BlockPlanes {
+        &self.planes
+    }
+    /// Returns the bytes of all slots, the one of zeros included; `None` if they overflow.
+    pub(super) fn bytes(&self) -> Option<u64> {
+        let layer = self.planes.layouts().try_fold(0_u64, |sum, layout| {
+            sum.checked_add(layout.block_bytes().checked_mul(u64::from(layout.num_blocks()))?)
+        })?;
+        layer.checked_mul(to_u64(self.layers.len()))
+    }
+    /// Returns the slots that an entry writes: behind its last token that is no draft, and behind
+    /// each draft.
+    pub(crate) fn slots_of_entry(new_tokens: u32, drafts: u32) -> u32 {
+        // Drafts may be any number before they are checked.
+        new_tokens.min(drafts.saturating_add(1))
+    }
+    /// Returns how many sequences have a state at once that all are in a step.
+    pub(super) fn sequences(&self) -> u32 {
+        self.slots / 2
+    }
+}
+
+/// Lists the layers of states, ascending, and refuses a layer that the model lacks or that has two
+/// states.
+pub(super) fn layers_of<'a>(
+    lists: impl Iterator<Item = &'a [u16]>,
+    num_layers: u16,
+) -> Result<Vec<Vec<LayerId>>, SpecError> {
+    let mut seen = vec![false; usize::from(num_layers)];
+    let mut sorted = Vec::new();
+    for list in lists {
+        let mut layers: Vec<_> = list.iter().copied().map(LayerId).collect();
+        layers.sort_unstable();
+        for layer in &layers {
+            match seen.get_mut(usize::from(layer.0)) {
+                None => return Err(SpecError::LayerOutOfRange { layer: *layer, num_layers }),
+                Some(true) => return Err(SpecError::LayerStates { layer: *layer }),
+                Some(seen) => *seen = true,
+            }
+        }
+        if layers.is_empty() {
+            return Err(SpecError::Zero { field: "layers of states" });
+        }
+        sorted.push(layers);
+    }
+    let max = 64;
+    if to_u32(sorted.len()) > max {
+        let (got, max) = (to_u64(sorted.len()), max.into());
+        return Err(SpecError::TooLarge { field: "groups of states", got, max });
+    }
+    Ok(sorted)
+}
