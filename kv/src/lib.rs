@@ -133,7 +133,8 @@ pub mod spec {
     pub use kv_core::plan::Determinism;
     pub use kv_core::spec::{
         CacheSpecBuilder, GroupBuilder, GroupSpec, KeyMean, LateLayers, MemoryUsage, PrefixReuse,
-        PublishAt, StatePart, StatesBuilder, StatesSpec, Transform, Window,
+        PublishAt, SnapshotsSpec, StateFormat, StatePart, StatesBuilder, StatesSpec, Transform,
+        Window,
     };
 }
 

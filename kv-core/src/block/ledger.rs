@@ -16,6 +16,8 @@ pub(crate) struct Ledger {
     changes: Changes,
     namespaces: Namespaces,
     reads: Reads,
+    /// The first group whose content is not announced, nor listed as changed: snapshots of states.
+    quiet: Option<GroupId>,
 }
 
 /// Blocks whose bytes are read beside the cache's queue.
@@ -38,6 +40,16 @@ impl Ledger {
     #[must_use]
     pub(crate) fn with_changes(self, room: usize) -> Self {
         Self { changes: Changes::new(room), ..self }
+    }
+
+    /// Announces nothing of the groups from `first` on.
+    #[must_use]
+    pub(crate) fn with_quiet(self, first: GroupId) -> Self {
+        Self { quiet: Some(first), ..self }
+    }
+
+    fn is_quiet(&self, group: GroupId) -> bool {
+        self.quiet.is_some_and(|first| group >= first)
     }
 
     /// Adds a user to the namespace of a salt and an adapter, and returns its ID and root.
@@ -116,6 +128,9 @@ impl Ledger {
         fill: Fill,
     ) {
         self.namespaces.enter(content.namespace);
+        if self.is_quiet(group) {
+            return;
+        }
         if fill == Fill::Full {
             self.block_written(group, block, content.key);
         }
@@ -137,13 +152,16 @@ impl Ledger {
     }
     pub(super) fn block_removed(&mut self, group: GroupId, block: BlockId, removed: Removed) {
         self.content_left(group, block, removed);
-        if let Some(key) = removed.gone {
+        if let Some(key) = removed.gone.filter(|_| !self.is_quiet(group)) {
             self.events.push(EventKind::Removed { group, key, tier: Tier::Device });
         }
     }
     /// Does what [`Self::block_removed`] does, without an event.
     pub(super) fn content_left(&mut self, group: GroupId, block: BlockId, removed: Removed) {
         self.namespaces.leave(removed.namespace);
+        if self.is_quiet(group) {
+            return;
+        }
         if !self.reads.blocks.is_empty() && self.reads.blocks.remove(&(group, block)) {
             self.reads.outlived.push((group, block));
         }
@@ -167,6 +185,8 @@ impl Ledger {
         is_taken
     }
     pub(super) fn block_updated(&mut self, group: GroupId, key: BlockKey, priority: Priority) {
-        self.events.push(EventKind::Updated { group, key, tier: Tier::Device, priority });
+        if !self.is_quiet(group) {
+            self.events.push(EventKind::Updated { group, key, tier: Tier::Device, priority });
+        }
     }
 }

@@ -61,6 +61,10 @@ impl<B: Backend> KvCacheBuilder<B> {
         let mut storages = spec.groups().iter().map(cut).collect::<Result<Vec<_>, _>>()?;
         let cut = |of: &StatesSpec| KvStorage::new(&backend, *of.planes());
         let mut states = spec.states().iter().map(cut).collect::<Result<Vec<_>, _>>()?;
+        let cut = |of: &StatesSpec| {
+            of.snapshots().map(|of| KvStorage::new(&backend, *of.planes())).transpose()
+        };
+        let mut snapshots = spec.states().iter().map(cut).collect::<Result<Vec<_>, _>>()?;
         let mut reserved = Vec::new();
         if !spec.layers_on_demand() {
             reserved.push(backend.reserve_planes(spec.memory().all_bytes())?);
@@ -76,9 +80,11 @@ impl<B: Backend> KvCacheBuilder<B> {
                 storage.allocate_with((&backend, &mut queue), index, constants)?;
             }
         }
-        for (of, storage) in spec.states().iter().zip(&mut states) {
-            for index in 0..of.layers().len() {
-                storage.allocate(&backend, index)?;
+        for ((of, slots), snapshots) in spec.states().iter().zip(&mut states).zip(&mut snapshots) {
+            for storage in std::iter::once(slots).chain(snapshots) {
+                for index in 0..of.layers().len() {
+                    storage.allocate(&backend, index)?;
+                }
             }
         }
         let mut state = state::CacheState::new(spec, constants.key());
@@ -89,6 +95,8 @@ impl<B: Backend> KvCacheBuilder<B> {
             state,
             storages,
             states,
+            snapshots,
+            taken: Vec::new(),
             reserved,
             constants,
             is_held: false,

@@ -66,11 +66,13 @@ impl<B: Backend> KvCache<B> {
     }
 
     /// Ends a sequence; blocks without other holders become free. Their content can be reused until
-    /// the blocks are needed.
+    /// the blocks are needed. Recurrent states are kept for other prompts, unless the device cannot
+    /// copy them.
     ///
     /// # Errors
     /// [`PlanError::UnknownSequence`]; [`PlanError::State`] while a step is held.
     pub fn release(&mut self, sequence: SequenceId) -> Result<(), CacheError> {
+        self.keep_last_state(sequence);
         Ok(self.recovered().release(sequence)?)
     }
 
@@ -80,6 +82,7 @@ impl<B: Backend> KvCache<B> {
     /// # Errors
     /// Those of [`Self::release`].
     pub fn preempt(&mut self, sequence: SequenceId) -> Result<(), CacheError> {
+        self.keep_last_state(sequence);
         Ok(self.recovered().preempt(sequence)?)
     }
 
@@ -88,6 +91,10 @@ impl<B: Backend> KvCache<B> {
     /// # Errors
     /// [`PlanError::State`] while a step is held.
     pub fn reset(&mut self) -> Result<(), CacheError> {
+        let sequences: Vec<_> = self.recovered().sequences().collect();
+        for sequence in sequences {
+            self.keep_last_state(sequence);
+        }
         Ok(self.recovered().reset()?)
     }
 

@@ -70,6 +70,10 @@ pub struct KvCache<B: Backend = AnyBackend> {
     storages: Vec<KvStorage<B::Buffer>>,
     /// Slots of recurrent states, in the order of the spec.
     states: Vec<KvStorage<B::Buffer>>,
+    /// Their snapshots.
+    snapshots: Vec<Option<KvStorage<B::Buffer>>>,
+    /// Snapshots that the commit of a step, or the end of a sequence, takes.
+    taken: Vec<state::TakenSnapshot>,
     /// The memory of the planes.
     reserved: Vec<Reserved>,
     constants: constants::Constants,
@@ -119,9 +123,10 @@ impl<B: Backend> KvCache<B> {
         self.prepare_for_caller();
         &mut self.queue
     }
-    /// Returns the planes of one group, of rows or of states.
+    /// Returns the planes of one group, of rows, states or snapshots.
     pub fn storage(&self, group: GroupId) -> Option<&KvStorage<B::Buffer>> {
-        self.storages.iter().chain(&self.states).nth(usize::from(group.0))
+        let all = self.storages.iter().chain(&self.states).map(Some);
+        all.chain(self.snapshots.iter().map(Option::as_ref)).nth(usize::from(group.0))?
     }
     /// Returns the bytes of host memory of block tables and plans, including memory that they keep
     /// for later steps. It grows with the blocks of live sequences and with the largest recent
@@ -189,12 +194,14 @@ impl<B: Backend> KvCache<B> {
         self.wait_for_reads()?;
         self.restore()?;
         while let Some(&(group, block)) = self.state.unwiped().last() {
-            let storage = self.storages.iter().chain(&self.states).nth(usize::from(group.0));
-            let storage = storage.invariant(STORAGE);
+            let Self { queue, storages, states, snapshots, .. } = self;
+            let all = storages.iter().chain(states.iter()).map(Some);
+            let mut all = all.chain(snapshots.iter().map(Option::as_ref));
+            let storage = all.nth(usize::from(group.0)).flatten().invariant(STORAGE);
             for plane in storage.view().planes() {
                 let (segment, offset) = plane.layout().locate(block.0);
                 let buffer = plane.segment(segment).invariant("a block lies in a segment");
-                self.queue.zero(buffer, offset, plane.layout().block_bytes())?;
+                queue.zero(buffer, offset, plane.layout().block_bytes())?;
             }
             self.state.pop_unwiped();
         }

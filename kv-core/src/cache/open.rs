@@ -118,6 +118,7 @@ impl<B: Backend> KvCache<B> {
             self.prepare()?;
         }
         self.copy(added)?;
+        self.restore_states(added.first)?;
         self.state.publish_early(added);
         Ok(())
     }
@@ -215,12 +216,15 @@ impl<B: Backend> KvCache<B> {
             .map_or(Ok(()), |accepted| self.state.check_accepted(accepted))
             .and_then(|()| self.check_all_written(accepted))
             .map_err(CacheError::from)
+            .and_then(|()| self.take_snapshots(accepted))
             .and_then(|()| Ok(self.queue.flush()?));
         if flushed.is_err() {
+            self.state.drop_snapshots(&mut self.taken);
             self.state.roll_back();
             return flushed;
         }
         self.state.commit_checked(accepted);
+        self.state.publish_snapshots(&mut self.taken);
         Ok(())
     }
 

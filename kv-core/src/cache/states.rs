@@ -4,11 +4,11 @@ use crate::cache::state::{CacheState, StatePlace};
 use crate::cache::{KvCache, Step};
 use crate::error::{CacheError, PlanError};
 use crate::geometry::Axes;
-use crate::ids::{GroupId, LayerId, PlaneRole};
+use crate::ids::{BlockId, GroupId, LayerId, PlaneRole, SequenceId};
 use crate::invariant::Invariant;
 use crate::num::to_u32;
 use crate::plan::{ConvertArgs, ConvertPlan};
-use crate::spec::StatePart;
+use crate::spec::{SnapshotsSpec, StatePart, StatesSpec};
 use crate::storage::KvStorage;
 use crate::tensor::{EntryShape, TensorView, TensorViewMut};
 
@@ -200,6 +200,111 @@ impl<B: Backend> KvCache<B> {
     }
 }
 
+impl<B: Backend> KvCache<B> {
+    /// Copies the snapshots that the entries of the open step from `first` on begin with to slots.
+    pub(super) fn restore_states(&mut self, first: usize) -> Result<(), CacheError> {
+        let Self { queue, state, states, snapshots, .. } = self;
+        for (group, block, slot) in state.restored(first) {
+            let copies = Copies::of((state, states, snapshots), group);
+            copies.record(queue, (slot, block), Direction::Restore)?;
+        }
+        Ok(())
+    }
+
+    /// Records the copies of the snapshots that the commit of the open step keeps.
+    pub(super) fn take_snapshots(&mut self, accepted: Option<&[u32]>) -> Result<(), CacheError> {
+        self.taken.clear();
+        if self.state.spec().states().is_empty() {
+            return Ok(());
+        }
+        self.wipe_released()?;
+        self.state.take_snapshots(accepted, &mut self.taken);
+        self.copy_taken()
+    }
+
+    fn copy_taken(&mut self) -> Result<(), CacheError> {
+        let Self { queue, state, states, snapshots, taken, .. } = self;
+        for of in &*taken {
+            let copies = Copies::of((state, states, snapshots), of.group);
+            copies.record(queue, (of.slot, of.block), Direction::Keep)?;
+        }
+        Ok(())
+    }
+
+    /// Keeps the states of a sequence that ends, if there is room and the device can.
+    pub(super) fn keep_last_state(&mut self, sequence: SequenceId) {
+        self.recover();
+        if self.state.spec().states().is_empty() || self.state.is_step_open() {
+            return;
+        }
+        self.taken.clear();
+        let wiped = self.wipe_released().map_err(CacheError::from);
+        let kept = wiped.and_then(|()| {
+            self.state.take_last(sequence, &mut self.taken);
+            self.copy_taken()
+        });
+        match kept {
+            Ok(()) => self.state.publish_snapshots(&mut self.taken),
+            // The sequence ends all the same; other prompts compute its tokens again.
+            Err(_) => self.state.drop_snapshots(&mut self.taken),
+        }
+    }
+}
+
+/// The direction of a copy between slots and snapshots.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Direction {
+    /// From a slot to a snapshot.
+    Keep,
+    /// From a snapshot to a slot.
+    Restore,
+}
+
+/// Slots and snapshots of one group of states.
+struct Copies<'a, Buf> {
+    spec: &'a StatesSpec,
+    kept: &'a SnapshotsSpec,
+    slots: &'a KvStorage<Buf>,
+    snapshots: &'a KvStorage<Buf>,
+    group: usize,
+}
+
+/// The storages of all groups of states, and of their snapshots.
+type Storages<'a, Buf> = (&'a CacheState, &'a [KvStorage<Buf>], &'a [Option<KvStorage<Buf>>]);
+
+impl<'a, Buf: 'static> Copies<'a, Buf> {
+    fn of((state, states, snapshots): Storages<'a, Buf>, group: usize) -> Self {
+        let spec = state.spec().states().get(group).invariant(super::STORAGE);
+        let kept = spec.snapshots().invariant(super::STORAGE);
+        let slots = states.get(group).invariant(super::STORAGE);
+        let snapshots = snapshots.get(group).and_then(Option::as_ref).invariant(super::STORAGE);
+        Self { spec, kept, slots, snapshots, group }
+    }
+
+    /// Records the copy of a state between a slot and a snapshot, part by part in every layer.
+    fn record<Q: Queue<Buffer = Buf>>(
+        &self,
+        queue: &mut Q,
+        (slot, block): (u32, BlockId),
+        direction: Direction,
+    ) -> Result<(), CacheError> {
+        for (part, (own, kept)) in self.spec.parts().iter().zip(self.kept.parts()).enumerate() {
+            for layer in 0..self.spec.layers().len() {
+                let place = StatePlace { group: self.group, layer, part };
+                let own = Part::new(own, self.slots, place);
+                let kept = Part::new(kept, self.snapshots, place);
+                match direction {
+                    Direction::Keep => own.convert(queue, own.slot(slot), kept.slot_mut(block.0)),
+                    Direction::Restore => {
+                        own.convert(queue, kept.slot(block.0), own.slot_mut(slot))
+                    }
+                }?;
+            }
+        }
+        Ok(())
+    }
+}
+
 /// A part of a layer's state, and the plane that has its slots.
 struct Part<'a, Buf> {
     spec: &'a StatePart,
@@ -212,7 +317,10 @@ impl<'a, Buf: 'static> Part<'a, Buf> {
     fn of(state: &'a CacheState, states: &'a [KvStorage<Buf>], place: StatePlace) -> Self {
         let spec = state.spec().states().get(place.group).invariant(super::STORAGE);
         let spec = spec.parts().get(place.part).invariant(super::STORAGE);
-        let storage = states.get(place.group).invariant(super::STORAGE);
+        Self::new(spec, states.get(place.group).invariant(super::STORAGE), place)
+    }
+
+    fn new(spec: &'a StatePart, storage: &'a KvStorage<Buf>, place: StatePlace) -> Self {
         // Values lie together: any rows that they divide into are the same bytes.
         let plan = ConvertPlan::new(&[spec.values() / spec.row()]);
         let plan = plan.invariant("the values of a part are counted in 32 bits");

@@ -97,6 +97,32 @@ pub enum OptionProblem {
     /// A count that must be at least one.
     #[error("is 0, at least 1 is needed")]
     Zero,
+    /// A stop of a prompt that does not follow the one before.
+    #[error("{got} follows {before}, must be ascending and above 0")]
+    StopOrder {
+        /// The stop before; 0 for the first.
+        before: u32,
+        /// The stop given.
+        got: u32,
+    },
+    /// A stop past the end of the prompt.
+    #[error("{got} is past the prompt of {max} tokens")]
+    StopPastPrompt {
+        /// The stop given.
+        got: u32,
+        /// Tokens of the prompt.
+        max: u32,
+    },
+    /// A stop between placeholder tokens of one content.
+    #[error("{got} is inside the content of {len} tokens from {begin} on")]
+    StopInContent {
+        /// The stop given.
+        got: u32,
+        /// First token of the content.
+        begin: u32,
+        /// Tokens of the content.
+        len: u32,
+    },
     /// More than the group of the layer keeps.
     #[error("is {}, the group of the layer keeps {kept}", OrNone(*got))]
     NotKept {

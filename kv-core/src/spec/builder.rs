@@ -137,9 +137,9 @@ impl CacheSpecBuilder {
         self
     }
     /// Gives some layers a recurrent state of fixed size for every sequence. They have no rows of
-    /// keys and values unless [`Self::group`] lists them too. With states in a cache, no prefix is
-    /// reused ([`PrefixReuse::Off`]): cached rows of a prompt are of no use without the states
-    /// behind them.
+    /// keys and values unless [`Self::group`] lists them too. A prompt is reused up to a length at
+    /// which the rows of all groups and a [snapshot](StatesBuilder::snapshots) of all states are
+    /// cached; without snapshots, no prompt is ([`PrefixReuse::Off`]).
     ///
     /// ```
     /// use kv::{CacheSpec, DType, KvFormat};
@@ -272,7 +272,7 @@ impl CacheSpecBuilder {
             }
         }
         let mut reuse = self.reuse;
-        if !states.is_empty() {
+        if states.iter().any(|of| of.snapshots().is_none()) {
             reuse.prefixes = PrefixReuse::Off;
         }
         let spec = CacheSpec {
@@ -367,8 +367,10 @@ impl CacheSpecBuilder {
             lists.push((Vec::new(), self.default_group.clone().without_rows()));
         }
         let max = 255;
-        if lists.len() + states.len() > max {
-            let (got, max) = (to_u64(lists.len() + states.len()), to_u64(max));
+        // Slots and snapshots.
+        let got = lists.len() + states.len() * 2;
+        if got > max {
+            let (got, max) = (to_u64(got), to_u64(max));
             return Err(SpecError::TooLarge { field: "groups", got, max });
         }
         let mut places = vec![None; usize::from(num_layers)];

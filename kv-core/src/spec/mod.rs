@@ -10,7 +10,7 @@ pub use builder::CacheSpecBuilder;
 pub use group::{GroupBuilder, KeyMean, Transform};
 pub(crate) use reuse::Reuse;
 pub use reuse::{PrefixReuse, PublishAt, Window};
-pub use states::{StatePart, StatesBuilder, StatesSpec};
+pub use states::{SnapshotsSpec, StateFormat, StatePart, StatesBuilder, StatesSpec};
 
 use crate::eviction::Eviction;
 use crate::geometry::PlaneLayout;
@@ -159,7 +159,7 @@ impl CacheSpec {
         self.late_layers
     }
     /// Returns the recurrent states, in the order in which the builder was given them. Their
-    /// [`GroupId`]s follow those of [`Self::groups`].
+    /// [`GroupId`]s follow those of [`Self::groups`]; those of their snapshots follow in turn.
     pub fn states(&self) -> &[StatesSpec] {
         &self.states
     }

@@ -140,10 +140,11 @@ impl CacheState {
                 return Err(exhausted(group, total, (free, evictable)).into());
             }
         }
-        // A first step writes one state, with drafts or without.
+        // A first step writes one state, and copies the snapshot that it goes on from.
         for group in self.state_groups() {
-            let step = [(chunk, 0)].into_iter();
+            let step = [(u32::MAX, chunk, 0)].into_iter();
             let (needed, free) = self.slots_for(group, step).invariant("a group of the cache");
+            let needed = needed + u32::from(reused > 0);
             let needed = needed.saturating_add(admission.watermark);
             if needed > free {
                 return Err(BlocksExhausted { group, needed, free, evictable: 0 }.into());
@@ -195,9 +196,9 @@ impl CacheState {
     ) -> Result<BlockDemand, CacheError> {
         let mut entries = Vec::with_capacity(inputs.len());
         for input in inputs {
-            let (_, state) = self.sequences.get(input.sequence)?;
+            let (row, state) = self.sequences.get(input.sequence)?;
             let (new_tokens, _) = input.counts(state.len, self.spec.max_seq_len())?;
-            entries.push((new_tokens, input.details().drafts));
+            entries.push((row, new_tokens, input.details().drafts));
         }
         let slots = self.slots_for(group, entries.into_iter());
         let (needed, free) = slots.unwrap_or((0, 0));

@@ -33,8 +33,21 @@ impl CacheState {
                 forgotten += 1;
             }
         }
+        // Snapshots behind tokens whose blocks others have stay with them.
+        let map = self.groups.at(0).slot_map();
+        let len = self.sequences.at(row).len;
+        let mut kept = 0;
+        let first = self.groups.at(0);
+        for at in 0..first.tables.row_len(row) {
+            let is_kept =
+                first.vacant(row).contains(&at) || first.pool.is_stored(first.entry(row, at));
+            kept = if is_kept { map.tokens(at + 1) } else { break };
+        }
         let (_, history) = self.sequences.both_mut(row);
+        let mut history = std::mem::take(history);
+        forgotten += self.forget_snapshots(&mut history, len, kept);
         history.end(&mut self.ledger);
+        *self.sequences.both_mut(row).1 = history;
         Ok(forgotten)
     }
 
@@ -72,6 +85,7 @@ impl CacheState {
                 forgotten += 1;
             }
         }
+        forgotten += self.forget_snapshots(&mut history, len, keep);
         Ok(forgotten)
     }
 
@@ -97,13 +111,16 @@ impl CacheState {
                 }
             }
         }
+        forgotten += self.forget_snapshots_with(salt);
         Ok(forgotten)
     }
 
     /// See [`KvCache::reset_prefixes`](crate::KvCache::reset_prefixes).
     pub(in crate::cache) fn reset_prefixes(&mut self) -> Result<bool, PlanError> {
         self.check_closed("reset")?;
-        if self.groups.iter().any(|group| group.pool.num_used() > 0) {
+        let snapshots = self.states.iter().filter_map(|group| group.snapshots.as_ref());
+        let pools = self.groups.iter().map(|group| &group.pool);
+        if pools.chain(snapshots.map(|of| &of.pool)).any(|pool| pool.num_used() > 0) {
             return Ok(false);
         }
         self.clear_index();
@@ -112,11 +129,14 @@ impl CacheState {
 
     /// Removes all content from the index; blocks stay with their holders.
     pub(super) fn clear_index(&mut self) {
-        let Self { groups, ledger, unwiped, .. } = self;
+        let Self { groups, states, ledger, unwiped, .. } = self;
         for group in groups.iter_mut() {
             for block in group.pool.clear(ledger) {
                 unwiped.note(group.group_id(), block);
             }
+        }
+        for snapshots in states.iter_mut().filter_map(|group| group.snapshots.as_mut()) {
+            snapshots.clear(ledger, unwiped);
         }
         ledger.clear();
         self.epoch = unique();

@@ -16,6 +16,10 @@ pub(super) struct PrefixHit {
     /// Further tokens, in another block.
     pub(super) part: u32,
     pub(super) groups: Vec<HitBlocks>,
+    /// Snapshots of recurrent states behind the tokens, by group of states.
+    pub(super) states: Vec<BlockId>,
+    /// Tokens whose rows are cached, with or without states behind them.
+    pub(super) rows: u32,
 }
 
 /// Hit blocks of one group.
@@ -54,7 +58,8 @@ impl PrefixHit {
         (limit, backoff): (u32, u32),
         reuse: PrefixReuse,
     ) {
-        (self.whole, self.part) = (0, 0);
+        (self.whole, self.part, self.rows) = (0, 0, 0);
+        self.states.clear();
         self.groups.resize_with(groups.len(), HitBlocks::default);
         if reuse == PrefixReuse::Off || history.space().is_none() {
             return;
@@ -77,7 +82,7 @@ impl PrefixHit {
 
     /// Returns the longest prefix of at most `len` tokens that is cached in all groups, followed by
     /// `backoff` more blocks in each.
-    fn agree(&self, groups: &[Group], mut len: u32, backoff: u32) -> u32 {
+    pub(super) fn agree(&self, groups: &[Group], mut len: u32, backoff: u32) -> u32 {
         loop {
             let before = len;
             for (found, group) in self.groups.iter().zip(groups) {
@@ -91,7 +96,7 @@ impl PrefixHit {
 
     /// Finds the block that agrees with the prompt for longest. Its part is copied when the
     /// sequence first writes, so blocks that the open step has not written yet are excluded.
-    fn find_part(&mut self, groups: &[Group], history: &mut History, limit: u32) {
+    pub(super) fn find_part(&mut self, groups: &[Group], history: &mut History, limit: u32) {
         if groups.iter().any(|group| group.slot_map().has_tail()) {
             return;
         }

@@ -22,6 +22,7 @@ mod reserve;
 mod rows;
 mod sequences;
 mod shared_list;
+mod snapshots;
 mod start;
 mod states;
 mod stats;
@@ -53,6 +54,7 @@ pub use known::SequenceText;
 pub use pins::{Pin, PinId};
 pub use probe::{PrefixProbe, ProbedBlock};
 pub(super) use rows::{Kept, Run, tokens};
+pub(super) use snapshots::TakenSnapshot;
 pub use start::StartOptions;
 pub(super) use states::StatePlace;
 pub use stats::Stats;
@@ -106,6 +108,8 @@ pub struct CacheState {
     open: step_state::OpenStep,
     /// Slots of recurrent states, in the order of the spec.
     states: Vec<states::StateGroup>,
+    /// Lengths at which each row's sequence should have a snapshot, ascending.
+    stops: Vec<Vec<u32>>,
     unwiped: Unwiped,
     /// Rows that late layers lack.
     late: late::Late,
@@ -261,6 +265,27 @@ fn unique() -> u64 {
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
+/// Makes the groups of recurrent states: slots, then snapshots, numbered after the `groups`.
+fn state_groups(
+    spec: &CacheSpec,
+    groups: &[Group],
+    clock: &Arc<dyn Clock>,
+) -> Vec<states::StateGroup> {
+    let first = groups.len();
+    let each = spec.states().iter().enumerate();
+    let each = each.map(|(index, of)| {
+        let snapshots = of.snapshots().map(|snapshots| {
+            let (id, count) = (group_id(first + spec.states().len() + index), snapshots.count());
+            // A snapshot has the tokens of one block at most.
+            let tokens = groups.first().invariant("a spec has a group").block_size();
+            let policy = spec.eviction().policy(count, clock);
+            snapshots::Snapshots::new(id, BlockPool::new(id, count, tokens, policy))
+        });
+        states::StateGroup::new(of, group_id(first + index), snapshots)
+    });
+    each.collect()
+}
+
 fn group_id(index: usize) -> GroupId {
     GroupId(u8::try_from(index).invariant("a spec has at most 255 groups"))
 }
@@ -280,11 +305,13 @@ impl CacheState {
             });
             groups.push(Group::new(&spec, index, chain, &clock));
         }
-        let states = spec.states().iter().zip(groups.len()..);
-        let states = states.map(|(of, id)| states::StateGroup::new(of, group_id(id))).collect();
+        let quiet = group_id(groups.len().min(254));
+        let states = state_groups(&spec, &groups, &clock);
+        let ledger = Ledger::new(encoding_key, spec.events()).with_changes(spec.changes());
         Self {
+            ledger: if states.is_empty() { ledger } else { ledger.with_quiet(quiet) },
             states,
-            ledger: Ledger::new(encoding_key, spec.events()).with_changes(spec.changes()),
+            stops: Vec::new(),
             chains,
             has_windows: groups.iter().any(|group| group.window.is_some()),
             lookup: start::Lookup::default(),
@@ -416,6 +443,9 @@ impl CacheState {
             group.tables.ensure_rows(rows);
         }
         self.states.iter_mut().for_each(|group| group.ensure_rows(rows));
+        if !self.states.is_empty() && self.stops.len() < rows {
+            self.stops.resize_with(rows, Vec::new);
+        }
         Ok(row)
     }
 

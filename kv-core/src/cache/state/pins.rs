@@ -21,7 +21,8 @@ pub struct PinId(u64);
 pub struct Pin {
     /// The ID for [`KvCache::unpin`](crate::KvCache::unpin).
     pub id: PinId,
-    /// Pinned tokens, up to a block boundary: fewer than the prefix has if fewer are cached.
+    /// Pinned tokens: fewer than the prefix has if fewer are cached. Up to a block boundary, or to
+    /// a snapshot of the recurrent states, which is pinned too.
     pub tokens: u32,
 }
 
@@ -55,20 +56,29 @@ impl CacheState {
             lookup = self.look_up_whole(tokens, &options);
         }
         let mut blocks = Vec::new();
+        // A state is of use with the rows of all tokens before it alone.
+        let with_part = !lookup.found.states.is_empty() && lookup.found.part > 0;
         for (index, group) in self.groups.iter_mut().enumerate() {
             let map = group.slot_map();
             let needed = lookup.found.needed(index, group.window, &map);
-            for block in needed.iter(false).flatten() {
+            for block in needed.iter(with_part).flatten() {
                 group.pool.reuse(block);
                 blocks.push((index, block));
             }
+        }
+        let tokens = if with_part { lookup.found.tokens() } else { lookup.found.whole };
+        let first = self.groups.len() + self.states.len();
+        let snapshots = self.states.iter_mut().filter_map(|group| group.snapshots.as_mut());
+        for ((snapshots, block), index) in snapshots.zip(&lookup.found.states).zip(first..) {
+            snapshots.pool.reuse(*block);
+            blocks.push((index, *block));
         }
         let id = PinId(self.pins.next);
         self.pins.next += 1;
         self.pins.revision += 1;
         self.pins.held.insert(id, blocks);
         self.note_peak();
-        Pin { id, tokens: lookup.found.whole }
+        Pin { id, tokens }
     }
 
     /// Returns the tokens before the first block of a hit that the open step has not written yet;
@@ -94,8 +104,13 @@ impl CacheState {
             return Ok(false);
         };
         self.pins.revision += 1;
+        let Self { groups, states, unwiped, .. } = self;
+        let first = groups.len() + states.len();
         for (index, block) in blocks.into_iter().rev() {
-            self.groups.at_mut(index).release_holder(block, &mut self.unwiped);
+            match index.checked_sub(first).and_then(|at| states.get_mut(at)?.snapshots.as_mut()) {
+                Some(snapshots) => snapshots.release(block, unwiped),
+                None => groups.at_mut(index).release_holder(block, unwiped),
+            }
         }
         Ok(true)
     }

@@ -312,7 +312,10 @@ impl CacheState {
     /// lower tier can look for those that are missing. Changes nothing: neither the age of blocks
     /// nor the counters. While a step is open, blocks that it is about to fill may count as cached.
     pub fn probe_keys(&self, prompt: &[u32], options: &StartOptions<'_>) -> PrefixProbe {
-        let is_off = !options.reuse || self.spec.prefix_reuse() == PrefixReuse::Off;
+        // Blocks that a lower tier brings are of no use without a state behind them.
+        let is_off = !options.reuse
+            || self.spec.prefix_reuse() == PrefixReuse::Off
+            || !self.states.is_empty();
         let most = to_u32(prompt.len()).saturating_sub(1).min(self.spec.max_seq_len());
         let limit = if is_off { 0 } else { most };
         let root = BlockKey::root(self.encoding_key, options.salt, options.adapter);

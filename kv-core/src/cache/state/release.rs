@@ -20,11 +20,13 @@ impl CacheState {
             return Err(PlanError::SequenceTooShort { sequence, len, asked });
         }
         if len < state.len {
-            let reserved = state.reserved;
+            let (before, reserved) = (state.len, state.reserved);
             self.check_in_windows(sequence, row, (len, len))?;
-            self.check_state_at(sequence, (state.len, len))?;
+            let snapshots = self.state_at(sequence, row, (before, len))?;
             if len == 0 {
                 self.clear_states(row);
+            } else {
+                self.begin_with(row, &snapshots);
             }
             self.sequences.at_mut(row).len = len;
             self.drop_blocks(row, len, reserved);
@@ -154,6 +156,9 @@ impl CacheState {
     fn drop_row(&mut self, sequence: SequenceId, row: u32) {
         self.drop_blocks(row, 0, 0);
         self.clear_states(row);
+        if let Some(stops) = self.stops.get_mut(to_usize(row)) {
+            stops.clear();
+        }
         self.late.end(row);
         let (_, history) = self.sequences.both_mut(row);
         history.end(&mut self.ledger);

@@ -3,10 +3,11 @@ use crate::cache::state::history::History;
 use crate::cache::state::lookup::PrefixHit;
 use crate::cache::state::stats::ByTier;
 use crate::cache::state::{CacheState, Group};
-use crate::error::{BlocksExhausted, CacheError, PlanError};
+use crate::error::{BlocksExhausted, CacheError, OptionProblem, PlanError};
 use crate::events::Tier;
 use crate::eviction::Retention;
 use crate::ids::{BlockId, SequenceId};
+use crate::invariant::Invariant;
 use crate::num::{to_u32, to_u64, to_usize};
 use crate::reuse::{ContentSpan, Namespace};
 use crate::spec::PrefixReuse;
@@ -28,6 +29,7 @@ pub struct StartOptions<'a> {
     pub(in crate::cache) backoff_blocks: u32,
     pub(in crate::cache) reuse: bool,
     pub(in crate::cache) resumed: bool,
+    pub(in crate::cache) stops: &'a [u32],
 }
 
 impl Default for StartOptions<'_> {
@@ -42,6 +44,7 @@ impl Default for StartOptions<'_> {
             backoff_blocks: 0,
             reuse: true,
             resumed: false,
+            stops: &[],
         }
     }
 }
@@ -99,6 +102,13 @@ impl<'a> StartOptions<'a> {
     pub fn with_resumed(self, resumed: bool) -> Self {
         Self { resumed, ..self }
     }
+    /// Names lengths of the prompt, ascending, at which recurrent states are kept for other
+    /// prompts: ends of messages, or where a template's last tokens begin. They join the cache's
+    /// own, see [`CacheState::next_stop`]. No effect in a cache without states.
+    #[must_use]
+    pub fn with_stops(self, stops: &'a [u32]) -> Self {
+        Self { stops, ..self }
+    }
     /// Returns the tokens whose blocks are taken at once.
     pub fn reserve(&self) -> u32 {
         self.reserve
@@ -127,6 +137,10 @@ impl<'a> StartOptions<'a> {
     pub fn reuse(&self) -> bool {
         self.reuse
     }
+    /// Returns the lengths of the prompt at which recurrent states are kept.
+    pub fn stops(&self) -> &'a [u32] {
+        self.stops
+    }
     /// Returns whether the sequence was preempted before.
     pub fn resumed(&self) -> bool {
         self.resumed
@@ -153,6 +167,7 @@ impl CacheState {
         if asked > u64::from(max) {
             return Err(PlanError::SequenceTooLong { sequence, len: 0, new: asked, max });
         }
+        check_stops(prompt, options)?;
         self.check_new(sequence)
     }
 
@@ -168,7 +183,7 @@ impl CacheState {
         let is_off = !options.reuse || self.spec.prefix_reuse() == PrefixReuse::Off;
         let space = (!is_off).then(|| self.ledger.join(options.salt, options.adapter));
         self.look_up(&mut lookup, space, prompt, &options);
-        let started = self.take_found(sequence, &mut lookup, &options);
+        let started = self.take_found(sequence, prompt, &mut lookup, &options);
         if started.is_err() {
             lookup.history.end(&mut self.ledger);
             lookup.history.clear();
@@ -227,12 +242,22 @@ impl CacheState {
         let limits = (limit, options.backoff_blocks);
         let reuse = self.spec.prefix_reuse();
         lookup.found.search(&self.groups, &mut lookup.history, limits, reuse);
+        if !self.states.is_empty() {
+            let names = self.names();
+            lookup.found.agree_with_states(
+                (&self.groups, &self.states, &names),
+                &mut lookup.history,
+                options.backoff_blocks,
+                reuse,
+            );
+        }
     }
 
     /// Creates the sequence from a hit and returns its tokens; or changes nothing.
     fn take_found(
         &mut self,
         sequence: SequenceId,
+        prompt: &[u32],
         lookup: &mut Lookup,
         options: &StartOptions<'_>,
     ) -> Result<u32, CacheError> {
@@ -286,6 +311,8 @@ impl CacheState {
         self.note_imported(imported);
         self.sequences.at_mut(row).reserved = options.reserve;
         self.sequences.swap_history(row, history);
+        self.begin_with(row, &found.states);
+        self.set_stops(row, (tokens, found.rows, to_u32(prompt.len())), options.stops);
         Ok(tokens)
     }
 
@@ -307,6 +334,9 @@ impl CacheState {
         self.sequences.mark_shared(parent_row);
         self.late.fork(parent_row, row);
         self.states.iter_mut().for_each(|group| group.fork(parent_row, row));
+        if let Some(stops) = self.stops.get(to_usize(parent_row)).cloned() {
+            *self.stops.get_mut(to_usize(row)).invariant("a row has stops") = stops;
+        }
         for group in &mut *self.groups {
             let coded = group.tables.coded(parent_row);
             let count = to_usize(group.slot_map().blocks_in(len, coded));
@@ -318,6 +348,29 @@ impl CacheState {
         }
         Ok(())
     }
+}
+
+/// Refuses stops of a prompt out of order, past its end, or inside the content of placeholders.
+fn check_stops(prompt: &[u32], options: &StartOptions<'_>) -> Result<(), PlanError> {
+    let max = to_u32(prompt.len());
+    let mut before = 0;
+    for &got in options.stops {
+        // The spans are the caller's.
+        let mut contents = options.contents.iter();
+        let cut =
+            contents.find(|span| span.begin < got && got < span.begin.saturating_add(span.len));
+        let problem = match cut {
+            _ if got <= before => OptionProblem::StopOrder { before, got },
+            _ if got > max => OptionProblem::StopPastPrompt { got, max },
+            Some(span) => OptionProblem::StopInContent { got, begin: span.begin, len: span.len },
+            None => {
+                before = got;
+                continue;
+            }
+        };
+        return Err(PlanError::Option { option: "stops", problem });
+    }
+    Ok(())
 }
 
 /// Creates the error for a group without enough blocks. `free` counts the blocks that the request

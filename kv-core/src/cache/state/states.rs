@@ -4,10 +4,11 @@
 //! makes one of them the sequence's, and every other end of the step frees them: nothing is copied
 //! or restored. Forks share a slot, because nothing ever writes to one that a sequence has.
 use crate::cache::state::input::bounded;
+use crate::cache::state::snapshots::Snapshots;
 use crate::cache::state::step_state::OpenStep;
 use crate::cache::state::{CacheState, Unwiped};
 use crate::error::{BlocksExhausted, CacheError, OptionProblem, PlanError};
-use crate::ids::{BlockId, GroupId, LayerId, SequenceId};
+use crate::ids::{BlockId, GroupId, LayerId};
 use crate::invariant::Invariant;
 use crate::num::{to_u32, to_usize};
 use crate::plan::BatchEntry;
@@ -17,6 +18,7 @@ use crate::spec::StatesSpec;
 #[derive(Debug)]
 pub(super) struct StateGroup {
     group: GroupId,
+    pub(super) snapshots: Option<Snapshots>,
     /// Most draft tokens of an entry.
     drafts: u32,
     num_slots: u32,
@@ -24,9 +26,21 @@ pub(super) struct StateGroup {
     free: Vec<u32>,
     /// Sequences and entries of the open step that have each slot.
     holders: Vec<u32>,
-    /// The slot of each row's sequence; `None` for the state of zeros that sequences begin with.
-    current: Vec<Option<u32>>,
+    /// The state of each row's sequence.
+    current: Vec<Current>,
     open: OpenStates,
+}
+
+/// The place of a sequence's state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) enum Current {
+    /// None: a sequence begins with zeros.
+    #[default]
+    Zeros,
+    /// A slot that the sequence holds.
+    Slot(u32),
+    /// A snapshot that the sequence holds, until a step has given it another state.
+    Snapshot(BlockId),
 }
 
 /// The states of one group in the open step, entry by entry.
@@ -35,6 +49,8 @@ struct OpenStates {
     entries: Vec<OpenEntryStates>,
     /// Slots that entries write, one entry after another.
     slots: Vec<u32>,
+    /// Snapshots that entries begin with.
+    restored: Vec<Restored>,
     /// Whether a part was written, `[place in slots][layer][part]`, and the number that were.
     written: Vec<bool>,
     num_written: usize,
@@ -59,14 +75,23 @@ impl OpenEntryStates {
     }
 }
 
+/// A snapshot that the open step copies to a slot.
+#[derive(Debug, Clone, Copy)]
+struct Restored {
+    entry: usize,
+    block: BlockId,
+    slot: u32,
+}
+
 const SLOT: &str = "a slot is below the number of slots";
 const ENTRY: &str = "every entry of a batch has its states";
 
 impl StateGroup {
-    pub(super) fn new(spec: &StatesSpec, group: GroupId) -> Self {
+    pub(super) fn new(spec: &StatesSpec, group: GroupId, snapshots: Option<Snapshots>) -> Self {
         let num_slots = spec.slots();
         Self {
             group,
+            snapshots,
             drafts: spec.drafts(),
             num_slots,
             free: (0..num_slots).rev().collect(),
@@ -78,15 +103,23 @@ impl StateGroup {
 
     pub(super) fn ensure_rows(&mut self, rows: usize) {
         if self.current.len() < rows {
-            self.current.resize(rows, None);
+            self.current.resize(rows, Current::Zeros);
         }
     }
-    fn of_row(&self, row: u32) -> Option<u32> {
-        self.current.get(to_usize(row)).copied().flatten()
+    pub(super) fn of_row(&self, row: u32) -> Current {
+        self.current.get(to_usize(row)).copied().unwrap_or_default()
     }
-    fn set(&mut self, row: u32, slot: Option<u32>) -> Option<u32> {
+    /// Sets the state of a row, which holds it already, and releases the one before.
+    pub(super) fn set(&mut self, row: u32, to: Current, unwiped: &mut Unwiped) {
         let current = self.current.get_mut(to_usize(row)).invariant("a sequence has a row");
-        std::mem::replace(current, slot)
+        match std::mem::replace(current, to) {
+            Current::Zeros => {}
+            Current::Slot(slot) => self.release(slot, unwiped),
+            Current::Snapshot(block) => self.snapshots_mut().release(block, unwiped),
+        }
+    }
+    fn snapshots_mut(&mut self) -> &mut Snapshots {
+        self.snapshots.as_mut().invariant("a sequence that goes on from a snapshot has some")
     }
     fn hold(&mut self, slot: u32) {
         *self.holders.get_mut(to_usize(slot)).invariant(SLOT) += 1;
@@ -103,24 +136,23 @@ impl StateGroup {
 
     /// Gives the row of a fork the state of its parent.
     pub(super) fn fork(&mut self, from: u32, to: u32) {
-        let slot = self.of_row(from);
-        if let Some(slot) = slot {
-            self.hold(slot);
+        let state = self.of_row(from);
+        match state {
+            Current::Zeros => {}
+            Current::Slot(slot) => self.hold(slot),
+            Current::Snapshot(block) => self.snapshots_mut().retain(block),
         }
-        let before = self.set(to, slot);
-        assert!(before.is_none(), "row {to} was free");
-    }
-    /// Makes the state of a row that of zeros.
-    pub(super) fn clear(&mut self, row: u32, unwiped: &mut Unwiped) {
-        if let Some(slot) = self.set(row, None) {
-            self.release(slot, unwiped);
-        }
+        assert!(self.of_row(to) == Current::Zeros, "row {to} was free");
+        *self.current.get_mut(to_usize(to)).invariant("a sequence has a row") = state;
     }
 
-    /// Returns the slots that entries write.
-    fn needed(entries: impl Iterator<Item = (u32, u32)>) -> u32 {
+    /// Returns the slots that entries take: rows, new tokens and drafts.
+    fn needed(&self, entries: impl Iterator<Item = (u32, u32, u32)>) -> u32 {
         // Saturating: those who ask for a demand may name a sequence many times.
-        let slots = entries.map(|(new, drafts)| StatesSpec::slots_of_entry(new, drafts));
+        let slots = entries.map(|(row, new, drafts)| {
+            let is_restored = matches!(self.of_row(row), Current::Snapshot(_));
+            StatesSpec::slots_of_entry(new, drafts).saturating_add(u32::from(is_restored))
+        });
         slots.fold(0, u32::saturating_add)
     }
 
@@ -131,23 +163,36 @@ impl StateGroup {
             (row, new_tokens, details.drafts)
         };
         let entries = first..open.batch.len();
-        let needed = Self::needed(entries.clone().map(count).map(|(_, new, drafts)| (new, drafts)));
+        let needed = self.needed(entries.clone().map(count));
         let free = to_u32(self.free.len());
         if needed > free {
             return Err(BlocksExhausted { group: self.group, needed, free, evictable: 0 }.into());
         }
-        for (row, new_tokens, drafts) in entries.map(count) {
-            let (begin, count) =
-                (self.open.slots.len(), StatesSpec::slots_of_entry(new_tokens, drafts));
+        for (entry, (row, new_tokens, drafts)) in entries.clone().zip(entries.map(count)) {
+            let begin = self.open.slots.len();
+            let count = StatesSpec::slots_of_entry(new_tokens, drafts);
             for _ in 0..count {
-                let slot = self.free.pop().invariant("slots are counted before they are taken");
-                self.hold(slot);
+                let slot = self.take_one();
                 self.open.slots.push(slot);
             }
-            let read = self.of_row(row);
+            let read = match self.of_row(row) {
+                Current::Zeros => None,
+                Current::Slot(slot) => Some(slot),
+                Current::Snapshot(block) => {
+                    let slot = self.take_one();
+                    self.open.restored.push(Restored { entry, block, slot });
+                    Some(slot)
+                }
+            };
             self.open.entries.push(OpenEntryStates { read, begin, count, new_tokens });
         }
         Ok(())
+    }
+
+    fn take_one(&mut self) -> u32 {
+        let slot = self.free.pop().invariant("slots are counted before they are taken");
+        self.hold(slot);
+        slot
     }
 
     /// Frees the slots of the entries from `first` on.
@@ -159,6 +204,9 @@ impl StateGroup {
             self.release(slot, unwiped);
         }
         self.open.entries.truncate(first);
+        while let Some(last) = self.open.restored.pop_if(|of| of.entry >= first) {
+            self.release(last.slot, unwiped);
+        }
     }
 
     /// Forgets which states were written.
@@ -170,7 +218,7 @@ impl StateGroup {
     /// Records that the states of all entries behind `tokens` of their new tokens, or behind all
     /// of them, were written: part `index` of `of` in a layer-by-layer list.
     fn mark(&mut self, (index, of): (usize, usize), tokens: Option<u32>) {
-        let OpenStates { entries, slots, written, num_written } = &mut self.open;
+        let OpenStates { entries, slots, written, num_written, .. } = &mut self.open;
         written.resize(slots.len() * of, false);
         for entry in entries.iter() {
             let Some(place) = entry.place(tokens.unwrap_or(entry.new_tokens)) else {
@@ -204,9 +252,7 @@ impl StateGroup {
             let place = entry.place(tokens).invariant("a commit keeps states that were written");
             let slot = *self.open.slots.get(place).invariant(ENTRY);
             self.hold(slot);
-            if let Some(before) = self.set(row, Some(slot)) {
-                self.release(before, unwiped);
-            }
+            self.set(row, Current::Slot(slot), unwiped);
         }
         self.take_back(0, unwiped);
     }
@@ -287,6 +333,28 @@ impl CacheState {
         for group in states {
             group.commit(open, kept, unwiped);
         }
+    }
+
+    /// Iterates over the snapshots that the entries from `first` on begin with, and the slots to
+    /// which the step copies them: index of the group, block, slot.
+    pub(in crate::cache) fn restored(
+        &self,
+        first: usize,
+    ) -> impl Iterator<Item = (usize, BlockId, u32)> + '_ {
+        self.states.iter().enumerate().flat_map(move |(index, group)| {
+            let restored = group.open.restored.iter().filter(move |of| of.entry >= first);
+            restored.map(move |of| (index, of.block, of.slot))
+        })
+    }
+
+    /// Returns the slot for the state of an entry behind `tokens` of its new tokens, if all of it
+    /// was written.
+    pub(super) fn written_slot(&self, index: usize, entry: usize, tokens: u32) -> Option<u32> {
+        let (layers, parts) = self.state_extent(index);
+        let group = self.states.get(index).invariant(super::GROUP);
+        let place = group.open.entries.get(entry).invariant(ENTRY).place(tokens)?;
+        let is_written = group.unwritten(place, layers * parts).is_none();
+        group.open.slots.get(place).copied().filter(|_| is_written)
     }
 
     /// Returns the slot that an entry of the open step reads; the one after the last for zeros.
@@ -399,35 +467,23 @@ impl CacheState {
         Ok(())
     }
 
-    /// Refuses a length of a sequence behind which it has no state.
-    pub(super) fn check_state_at(
-        &self,
-        sequence: SequenceId,
-        (len, asked): (u32, u32),
-    ) -> Result<(), PlanError> {
-        if self.states.is_empty() || asked == 0 || asked == len {
-            return Ok(());
-        }
-        Err(PlanError::StateMissing { sequence, asked, shorter: 0, longer: len })
-    }
-
     /// Makes the states of a row those of zeros.
     pub(super) fn clear_states(&mut self, row: u32) {
         let Self { states, unwiped, .. } = self;
         for group in states {
-            group.clear(row, unwiped);
+            group.set(row, Current::Zeros, unwiped);
         }
     }
 
-    /// Returns slots needed and free of one group of states for entries of these new tokens and
-    /// drafts; `None` for another group.
+    /// Returns slots needed and free of one group of states for entries of these rows, new tokens
+    /// and drafts; `None` for another group.
     pub(super) fn slots_for(
         &self,
         group: GroupId,
-        entries: impl Iterator<Item = (u32, u32)>,
+        entries: impl Iterator<Item = (u32, u32, u32)>,
     ) -> Option<(u32, u32)> {
         let group = self.states.iter().find(|of| of.group == group)?;
-        Some((StateGroup::needed(entries), to_u32(group.free.len())))
+        Some((group.needed(entries), to_u32(group.free.len())))
     }
 
     /// Iterates over the groups of states.

@@ -32,6 +32,23 @@ impl PrefixIndex {
         best
     }
 
+    /// Finds, among the blocks after `parent`, the one with the most tokens that are all at the
+    /// beginning of `tokens`, some of which stand for `contents`. Returns it with their number.
+    pub(crate) fn longest_whole(
+        &self,
+        parent: BlockKey,
+        namespace: NamespaceId,
+        (tokens, contents): (&[u32], &[BlockContent]),
+    ) -> Option<(BlockId, u32)> {
+        let siblings = self.siblings(self.first_child(parent)).filter(|(block, entry)| {
+            entry.namespace == namespace
+                && !entry.is_unwritten
+                && self.common((*block, entry), tokens, contents) == entry.len
+        });
+        let longest = siblings.max_by_key(|(_, entry)| entry.len);
+        longest.map(|(block, entry)| (BlockId(block), entry.len))
+    }
+
     /// Returns a block whose content begins with all of `content`, whether it continues or not.
     pub(super) fn continued_by(&self, content: &Content<'_>) -> Option<BlockId> {
         let len = to_u32(content.tokens.len());
