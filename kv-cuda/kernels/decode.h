@@ -7,7 +7,7 @@
 // round-robin. Each warp has a ring buffer of its own in shared memory, which cp.async fills ahead,
 // so warps do not wait for each other before the end of the item. If a query tile is split, its
 // work items leave partial results, and the last one to finish merges them in the order of the
-// splits.
+// splits. Rows of the output that belong to no query are filled first (decode_fill.h).
 //
 // Supported calls, which the host checks:
 // - K and V: the same format and head_dim, one of 64, 80, 96, 128, 192, 256; no block means, no
@@ -58,7 +58,7 @@ KV_DEV u64 kv_decode_shfl(u64 v, u32 lane) {
 struct KvDecodeWork {
   const KvDecodeParams& p;
   KvWorkItem item;
-  const KvSequence& sequence;
+  const KvWorkItem& sequence;  // the item in memory, read again where its entry's lengths are needed
   KvDecodeReach reach;
   u32 rows;      // query rows of the item that exist
   u32 subtiles;  // of all warps together
@@ -81,9 +81,8 @@ struct KvDecodeWork {
 
 KV_DEV KvDecodeWork kv_decode_work(const KvDecodeParams& p, const KvWorkItem& item, u32 lane, u32 warp) {
   const KvAttendParams& a = p.attend;
-  const KvSequence& sequence = ((const KvSequence*)a.plan.sequences)[item.sequence];
-  const u64 left = (u64)sequence.q_len * a.group - item.row;
-  return {p, item, sequence, kv_decode_reach(a, sequence, a.group, item.row),
+  const u64 left = (u64)item.q_len * a.group - item.row;
+  return {p, item, item, kv_decode_reach(a, item, a.group, item.row),
           left < KV_DECODE_ROWS ? (u32)left : KV_DECODE_ROWS, (item.tile_end - item.tile_begin) * 2, lane, warp};
 }
 
@@ -364,6 +363,7 @@ KV_DEV void kv_decode_sum_masked(const KvDecodeWork& w, u32 base, const KvDecode
 #include "decode_scaled.h"
 #include "decode_query.h"
 #include "decode_merge.h"
+#include "decode_fill.h"
 
 // Runs one work item: the subtiles of every warp, then the merge.
 template <class F, int DIM> KV_DEV void kv_decode_item(const KvDecodeParams& p, const KvWorkItem& item, u8* smem) {
@@ -431,7 +431,9 @@ template <class F, int DIM> KV_DEV void kv_decode_item(const KvDecodeParams& p, 
 template <class F, int DIM> KV_DEV void kv_decode(const KvDecodeParams& p) {
   KV_DYN_SMEM(smem);
   const u32* starts = (const u32*)p.starts + blockIdx.x;
-  for (u32 i = starts[0]; i < starts[1]; i++) {  // read again: not worth a register
+  u32 i = starts[0];  // on its way while the counts are
+  kv_decode_fill(p.attend);
+  for (; i < starts[1]; i++) {  // read again: not worth a register
     kv_decode_item<F, DIM>(p, ((const KvWorkItem*)p.items)[i], smem);
     kv_sync();  // shared memory is free for the next item
   }

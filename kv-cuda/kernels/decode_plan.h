@@ -15,8 +15,8 @@ constexpr u32 KV_DECODE_INVARIANT = 16;  // tiles of a split if splits may not d
 // twice.
 struct KvDecodeReach { u32 sink_end, begin, end, sink_tiles, first, tiles; };
 KV_DEV u32 kv_decode_up(u32 n, u32 step) { return n / step + (n % step > 0 ? 1 : 0); }
-template <class Params>
-KV_DEV KvDecodeReach kv_decode_reach(const Params& p, const KvSequence& sequence, u32 group, u32 row) {
+template <class Params, class Entry>
+KV_DEV KvDecodeReach kv_decode_reach(const Params& p, const Entry& sequence, u32 group, u32 row) {
   u32 last = (row + KV_DECODE_ROWS - 1) / group;
   if (last >= sequence.q_len) last = sequence.q_len - 1;
   const KvVisible lowest = kv_visible(p, sequence, row / group);

@@ -100,13 +100,16 @@ struct KvAttendParams {
   u32 q_len_min, q_len_max;  // entries with fewer or more queries belong to another kernel
 };
 
-// A work item of decoding: one KV split of up to 16 query rows of one kv head. See decode_plan.h.
+// A work item of decoding: one KV split of up to 16 query rows of one kv head. See decode_plan.h. It
+// carries what attention needs of its entry, so that a kernel need not wait for the entry too. Work
+// items of prefill (prefill_plan.h) are the same.
 struct KvWorkItem {
   u32 sequence, head;        // entry of the batch, kv head
   u32 row;                   // its first query row; each query has `group` of them
   u32 tile_begin, tile_end;  // tiles of the split, among those that the rows see
   u32 split, num_splits;     // which KV split of the rows this is, and how many there are
   u32 partial;               // index of the rows' first partial result; 0 if there is one split
+  u32 kv_len, q_len, q_start, table;  // of its KvSequence
 };
 
 // Parameters of `plan_decode`, which distributes the work over `slots` thread blocks.

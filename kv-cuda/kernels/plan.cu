@@ -79,9 +79,11 @@ KV_DEV void kv_plan_work_item(const KvPlanner& planner, const KvPlanShared& s, u
   if (split > 0) slot = kv_decode_split(splits, split - 1).slot + 1;
 #pragma unroll 1
   for (; slot <= r.slot; slot++) ((u32*)planner.p.starts)[slot] = done.items + index;
-  KvWord4* item = (KvWord4*)planner.p.items + 2 * (u64)(done.items + index);
+  const KvSequence& sequence = planner.sequences[s.sequence[query_tile]];
+  KvWord4* item = (KvWord4*)planner.p.items + 3 * (u64)(done.items + index);
   item[0] = {s.sequence[query_tile], s.head[query_tile], s.row[query_tile], r.begin};
   item[1] = {r.end, split, splits.num_splits, s.partial[query_tile]};
+  item[2] = {sequence.kv_len, sequence.q_len, sequence.q_start, sequence.table};
 }
 
 KV_DEV void kv_plan_query_tiles(const KvPlanner& planner, KvPlanShared& s, u32 chunk, u32 query_tiles,

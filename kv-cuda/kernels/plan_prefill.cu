@@ -140,15 +140,17 @@ struct KvPrefillPlanner {
       const u32 own_partials = own > 1 ? own : 0;
       KvPlanSum total;
       const KvPlanSum ends = kv_plan_scan(s.scan, {own_partials, own}, total);
-      const u32 end = kv_prefill_up(sequences[tile.sequence].kv_len, KV_PREFILL_TILE);
+      const KvSequence& sequence = sequences[tile.sequence];
+      const u32 end = kv_prefill_up(sequence.kv_len, KV_PREFILL_TILE);
       KvWorkItem* to = (KvWorkItem*)p.batch.items + items + ends.count - own;
       const u32 partial = own > 1 ? partials + (u32)ends.value - own_partials : 0;
 #pragma unroll 1
       for (u32 i = 0; i < own; i++) {
         const u32 from = i == 0 ? 0 : tile.tiles.at(i * length);
         const u32 until = i + 1 == own ? end : tile.tiles.at((i + 1) * length);
-        ((KvWord4*)to)[2 * i] = {tile.sequence, 0, tile.row, from};
-        ((KvWord4*)to)[2 * i + 1] = {until, i, own, partial};
+        ((KvWord4*)to)[3 * i] = {tile.sequence, 0, tile.row, from};
+        ((KvWord4*)to)[3 * i + 1] = {until, i, own, partial};
+        ((KvWord4*)to)[3 * i + 2] = {sequence.kv_len, sequence.q_len, sequence.q_start, sequence.table};
       }
       items += total.count, partials += (u32)total.value;
       kv_sync();

@@ -11,8 +11,8 @@ constexpr u32 KV_NONE = 0xffffffffu;
 struct KvVisible { u32 begin, end, sink_end; };
 
 // Computes the visible keys of a query. `p` has the options of attention: KvAttendParams or
-// KvDecodePlanParams.
-template <class Params> KV_DEV KvVisible kv_visible(const Params& p, const KvSequence& s, u32 query) {
+// KvDecodePlanParams. `s` has the lengths of the entry: KvSequence or KvWorkItem.
+template <class Params, class Entry> KV_DEV KvVisible kv_visible(const Params& p, const Entry& s, u32 query) {
   const i64 len = (i64)s.kv_len, position = len - (i64)s.q_len + (i64)query;
   i64 begin = 0, end = len;
   if (p.window_left != KV_NONE && position > (i64)p.window_left) begin = position - (i64)p.window_left;

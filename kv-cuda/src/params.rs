@@ -147,7 +147,8 @@ params! {
         q_len_min: u32,
         q_len_max: u32,
     }
-    /// A work item of decoding: one KV split of up to 16 query rows of one kv head.
+    /// A work item of decoding: one KV split of up to 16 query rows of one kv head, and what it needs
+    /// of its entry.
     struct WorkItem {
         sequence: u32,
         head: u32,
@@ -157,6 +158,10 @@ params! {
         split: u32,
         num_splits: u32,
         partial: u32,
+        kv_len: u32,
+        q_len: u32,
+        q_start: u32,
+        table: u32,
     }
     /// Parameters of `plan_decode`.
     struct DecodePlanParams {

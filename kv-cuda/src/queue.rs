@@ -141,8 +141,9 @@ impl CudaQueue {
     /// Starts to capture launches instead of running them. Calls on this queue until
     /// [`Self::end_capture`] must be those of one step: its writes and attention, in device memory.
     /// Tensors should have room for the largest step that is replayed. In a replay some rows of an
-    /// output may belong to no query, so every captured attention also launches the small kernel
-    /// that clears such rows, even if the captured step has none.
+    /// output may belong to no query. The kernels for decoding clear them; a captured attention
+    /// without one of those also launches a small kernel that does, even if the captured step has no
+    /// such row.
     ///
     /// The step must be within [`Self::set_step_limits`], and a similar step must have run before,
     /// so that all memory is allocated and kernels are loaded.

@@ -2,9 +2,9 @@
 // and ring sizes.
 //
 // Keys that no query sees are NaN, and table entries of blocks in which no query sees a key are
-// invalid, so a kernel that reads there fails. The plan is the device's, and is checked too. A case
-// is its seed: `decode_test SEED` runs one and describes it; `decode_test FIRST COUNT` runs
-// several.
+// invalid, so a kernel that reads there fails. Outputs have rows for more queries than there are,
+// which must be filled. The plan is the device's, and is checked too. A case is its seed:
+// `decode_test SEED` runs one and describes it; `decode_test FIRST COUNT` runs several.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -49,6 +49,7 @@ struct Case {
   u32 window_left, sink_tokens;
   float scale, soft_cap, k_scale, v_scale, spread;
   std::vector<u32> q_lens, kv_lens;
+  u32 spare;  // entries and tokens of the output beyond those of the batch
 };
 
 bool is_codes(u32 format) { return format > KV_FMT_BF16; }
@@ -114,6 +115,7 @@ Case random_case(Random& r) {
     c.kv_heads = 1, c.slots = 80, c.window_left = 0xffffffffu, c.invariant = false;
     c.q_lens = {1}, c.kv_lens = {20000};
   }
+  c.spare = r.pick({0u, 0u, 1u, 3u, 70u});
   return c;
 }
 
@@ -315,8 +317,8 @@ struct Rows {
   std::vector<u8> memory;
   KvTensor t{};
   Rows(const Fixture& w, u32 heads, u32 dim, u32 dtype, u8 byte) {
-    const u32 bytes = dtype == KV_F32 ? 4 : 2, batch = (u32)w.sequences.size();
-    u32 total = 0, longest = 1;
+    const u32 bytes = dtype == KV_F32 ? 4 : 2, batch = (u32)w.sequences.size() + w.c.spare;
+    u32 total = w.c.spare, longest = 1 + w.c.spare % 2;
     for (const KvSequence& s : w.sequences) total += s.q_len, longest = std::max(longest, s.q_len);
     const u64 token = (u64)heads * dim * bytes + 8;
     t.axes = w.c.axes, t.dtype = dtype, t.heads = heads, t.dim = dim;
@@ -329,6 +331,23 @@ struct Rows {
   u8* row(const KvSequence& s, size_t entry, u32 i, u32 head) const {
     const u64 token = t.axes == KV_THD ? (s.q_start + i) * t.token_stride : entry * t.batch_stride + i * t.token_stride;
     return (u8*)t.data + token + (u64)head * t.dim * (t.dtype == KV_F32 ? 4 : 2);
+  }
+  // Returns whether every row without a query has only this value, and the bytes between rows are
+  // as they were.
+  bool is_filled(const Fixture& w, u32 value) const {
+    const u32 bytes = t.heads * t.dim * (t.dtype == KV_F32 ? 4 : 2);
+    u32 total = 0;
+    for (const KvSequence& s : w.sequences) total += s.q_len;
+    for (u32 entry = 0; entry < t.batch; entry++) {
+      const u32 owned = t.axes == KV_THD ? total : entry < w.sequences.size() ? w.sequences[entry].q_len : 0;
+      for (u32 i = 0; i < t.tokens; i++) {
+        const u8* at = (const u8*)t.data + entry * t.batch_stride + i * t.token_stride;
+        for (u32 byte = i < owned ? bytes : 0; byte < bytes + 8; byte++) {
+          if (at[byte] != (byte < bytes ? (u8)(value >> byte % 4 * 8) : 0xff)) return false;
+        }
+      }
+    }
+    return true;
   }
 };
 
@@ -366,7 +385,9 @@ int check_plan(const Fixture& w, const std::vector<KvWorkItem>& items, const std
           const bool right = p.sequence == i && p.head == head && p.row == row && p.split == split &&
                              p.num_splits == num_splits &&
                              p.tile_begin == tile && p.partial == (num_splits > 1 ? partials : 0) &&
-                             (p.tile_end > tile || num_splits == 1);
+                             (p.tile_end > tile || num_splits == 1) && p.kv_len == w.sequences[i].kv_len &&
+                             p.q_len == w.sequences[i].q_len && p.q_start == w.sequences[i].q_start &&
+                             p.table == w.sequences[i].table;
           if (!right) return fail("a work item is not the next one");
           tile = p.tile_end;
         }
@@ -462,7 +483,7 @@ int run(u32 seed) {
   size_t query_tiles = 0, tiles = 0;
   for (const KvSequence& s : w.sequences) {
     const size_t own = (size_t)(s.q_len * c.group + 15) / 16 * c.kv_heads;
-    query_tiles += own, tiles += own * (s.kv_len / (64 * 16) + 1);
+    query_tiles += own, tiles += own * (s.kv_len / (64 * 16) + 1), counts.total_q += s.q_len;
   }
   std::vector<KvWorkItem> items(c.invariant ? tiles : query_tiles + c.slots);
   const size_t partials = c.invariant ? tiles : 2 * c.slots;
@@ -497,6 +518,8 @@ int run(u32 seed) {
     std::fill(out.memory.begin(), out.memory.end(), 0xff);
     if (launch(name, c.slots, warps * 32, shared, &p, sizeof p, order)) return 1;
     if (std::count(counters.begin(), counters.end(), 0u) != (long)counters.size()) return fail("counters are not zero");
+    if (!out.is_filled(w, 0)) return fail("rows of no query are not zero");
+    if (c.wants_lse && !lse.is_filled(w, 0xff800000u)) return fail("log-sum-exps of no query are not minus infinity");
     if (first.empty()) first = out.memory;
     else if (first != out.memory) return fail("another order, other bits");
   }

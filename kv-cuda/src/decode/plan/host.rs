@@ -44,6 +44,10 @@ impl DecodePlan {
                         sequence: index,
                         head,
                         row: query_tile * 16,
+                        kv_len: sequence.kv_len,
+                        q_len: sequence.q_len,
+                        q_start: sequence.q_start,
+                        table: sequence.table,
                         ..WorkItem::default()
                     };
                     self.push(item, &SplitPlan::new(at, share, tiles, work.invariant));

@@ -5,7 +5,7 @@ use kv_core::num::{to_u32, to_u64, to_usize};
 
 use super::super::Room;
 use super::tests::device::{address, address_mut};
-use super::tests::{Random, sequences, work};
+use super::tests::{Random, entry_of, sequences, work};
 use super::*;
 use crate::emulated::{Emulator, EmulatorOptions};
 use crate::gpu::Gpu;
@@ -68,6 +68,8 @@ fn check(sequences: &[Sequence], work: &Work, items: &[WorkItem]) {
                 let place = [item.sequence, item.head, item.row, item.split, item.tile_begin];
                 assert_eq!(place, [index, 0, row, split, begin], "{item:?}");
                 assert_eq!(item.partial, if num_splits > 1 { partials } else { 0 }, "{item:?}");
+                let entry = [item.kv_len, item.q_len, item.q_start, item.table];
+                assert_eq!(entry, entry_of(sequence), "{item:?}");
                 assert!(item.tile_end > begin || num_splits == 1, "{item:?}");
                 (begin, split) = (item.tile_end, split + 1);
             }

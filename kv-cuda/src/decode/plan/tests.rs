@@ -25,7 +25,23 @@ pub(super) fn work(slots: u32, kv_heads: u32, group: u32) -> Work {
 }
 
 pub(super) fn sequences(lens: &[(u32, u32)]) -> Vec<Sequence> {
-    lens.iter().map(|&(q_len, kv_len)| Sequence { q_len, kv_len, ..Sequence::default() }).collect()
+    let mut q_start = 0;
+    let sequence = |(&(q_len, kv_len), table): (&(u32, u32), u32)| {
+        q_start += q_len;
+        Sequence {
+            q_len,
+            kv_len,
+            q_start: q_start - q_len,
+            table: table * 3,
+            ..Sequence::default()
+        }
+    };
+    lens.iter().zip(0..).map(sequence).collect()
+}
+
+/// Returns what a work item has of its entry.
+pub(super) fn entry_of(sequence: &Sequence) -> [u32; 4] {
+    [sequence.kv_len, sequence.q_len, sequence.q_start, sequence.table]
 }
 
 fn planned(sequences: &[Sequence], work: &Work) -> DecodePlan {
@@ -76,6 +92,8 @@ fn check(sequences: &[Sequence], work: &Work, plan: &DecodePlan) {
                 let place = (item.sequence, item.head, item.row, item.split, item.tile_begin);
                 let index = u32::try_from(index).unwrap();
                 assert_eq!(place, (index, head, query_tile * 16, split, at), "{item:?}");
+                let entry = [item.kv_len, item.q_len, item.q_start, item.table];
+                assert_eq!(entry, entry_of(sequence), "{item:?}");
                 assert!(item.tile_end > at || (tiles == 0 && num_splits == 1), "{item:?}");
                 assert_eq!(item.partial, if num_splits > 1 { partials } else { 0 });
                 at = item.tile_end;

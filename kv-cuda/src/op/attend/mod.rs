@@ -99,7 +99,10 @@ pub(crate) fn attend(
     params.q = q_from.rows(params.q, base);
     params.partial_rows = rows.from(base);
     params.partial_stats = stats.from(base);
-    run(queue, plan, &params, (&kernels, &step))?;
+    let is_filled = run(queue, plan, &params, (&kernels, &step))?;
+    if is_filled {
+        return Ok(());
+    }
     fill(queue, plan, (&step, out), 0.0)?;
     lse.map_or(Ok(()), |lse| fill(queue, plan, (&step, lse), f32::NEG_INFINITY))
 }
@@ -145,17 +148,20 @@ fn partial_bytes(params: &AttendParams, kernels: &KernelSelection, room: &Extent
     (rows.saturating_mul(dim).saturating_mul(4).max(prefill), rows.saturating_mul(stats))
 }
 
-/// Launches the kernels.
+/// Launches the kernels. Returns whether one of them fills the rows that belong to no query, as those
+/// for decoding do (`decode_fill.h`).
 fn run(
     queue: &mut CudaQueue,
     plan: &AttentionPlan<'_>,
     params: &AttendParams,
     (kernels, step): (&KernelSelection, &StepPlan),
-) -> Result<(), DeviceError> {
+) -> Result<bool, DeviceError> {
     let (extent, room) = (&step.extent, &step.room);
     let few = |queries: u32| (1..=DECODE_Q_LEN_MAX).contains(&queries);
     let has_few = queue.is_capturing() || plan.sequences().iter().any(|s| few(s.q_len));
-    if let Some((shape, work)) = kernels.decode.as_ref().filter(|_| has_few) {
+    let decode = kernels.decode.as_ref().filter(|_| has_few);
+    let is_filled = decode.is_some();
+    if let Some((shape, work)) = decode {
         let partials = decode::room(work, room).partials;
         let (items, starts) = queue.schedule(plan.batch().id(), work)?;
         let counters = queue.counters(partials)?;
@@ -181,16 +187,18 @@ fn run(
         let splits = plan.sequences().iter().map(|s| s.num_splits).max().unwrap_or(0);
         let [blocks, heads, _] = launches::rows(params, room, splits).grid;
         let counters = queue.counters(u64::from(blocks) * u64::from(heads))?;
-        let Some((q_len_min, q_len_max)) = kernels.rest(extent.q_len_max) else { return Ok(()) };
+        let Some((q_len_min, q_len_max)) = kernels.rest(extent.q_len_max) else {
+            return Ok(is_filled);
+        };
         let launch = launches::rows(params, extent, splits);
         let params = AttendParams { counters, q_len_min, q_len_max, ..*params };
         // SAFETY: as above.
         unsafe { queue.launch(&launch, &params)? };
     }
-    Ok(())
+    Ok(is_filled)
 }
 
-/// Fills the rows that belong to no query.
+/// Fills the rows that belong to no query by a launch of its own.
 fn fill(
     queue: &mut CudaQueue,
     plan: &AttentionPlan<'_>,
