@@ -175,8 +175,8 @@ KV_DEV void kv_fence() { __threadfence(); }
 KV_DEV u32 kv_atomic_add(u32* p, u32 v) { return atomicAdd(p, v); }
 KV_DEV u32 kv_atomic_max(u32* p, u32 v) { return atomicMax(p, v); }
 KV_DEV u32 kv_atomic_inc(u32* p, u32 wrap) { return atomicInc(p, wrap); }
-// Programmatic dependent launch: waits for the writes of the previous kernel; lets the next one
-// start.
+// Programmatic dependent launch: waits until the kernels before are complete and their writes
+// visible; lets the next kernel start, which waits in turn.
 KV_DEV void kv_grid_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -189,8 +189,17 @@ KV_DEV void kv_grid_launch() {
 }
 // Defines the kernel `name`, which calls `body(params)` with `threads` threads per block and at
 // least `blocks` resident blocks per multiprocessor.
-#define KV_KERNEL(name, Params, threads, blocks, ...) \
-  extern "C" __global__ void __launch_bounds__(threads, blocks) name(const __grid_constant__ Params p) { (__VA_ARGS__)(p); }
+//
+// Every kernel may be launched before the previous one has ended (src/driver/dependent.rs), so every
+// thread waits before all else. That it waits for the previous kernel alone suffices, because that
+// one waited too: no kernel of this crate may end without kv_grid_wait. The next one starts as soon
+// as all thread blocks of this one have started.
+#define KV_KERNEL(name, Params, threads, blocks, ...)                                                         \
+  extern "C" __global__ void __launch_bounds__(threads, blocks) name(const __grid_constant__ Params p) { \
+    kv_grid_launch();                                                                                    \
+    kv_grid_wait();                                                                                      \
+    (__VA_ARGS__)(p);                                                                                    \
+  }
 #endif
 
 // Reductions over each run of LANES lanes, with the result in all of them. Sums are added in a tree

@@ -1,7 +1,6 @@
 // Exports of the library: kernels by name, and the sizes of their parameters.
 #include <cstdio>
 #include <cstdlib>
-#include <exception>
 
 #include "../prefill_plan.h"
 #include "engine.h"
@@ -80,21 +79,6 @@ struct Report {
   }
 } at_exit;
 
-std::string run(const Launch& launch) {
-  launch.kernel->launches++;
-  engine = take_engine();
-  std::string error;
-  try {
-    error = engine->run(launch);
-  } catch (const std::exception& exception) {
-    error = std::string("the emulator: ") + exception.what();
-  }
-  give_engine(engine);
-  engine = nullptr;
-  self = nullptr;
-  return error;
-}
-
 }  // namespace
 
 Kernel::Kernel(const char* name, size_t params_bytes, u32 threads, void (*run)(const void*))
@@ -104,22 +88,40 @@ Kernel::Kernel(const char* name, size_t params_bytes, u32 threads, void (*run)(c
 
 }  // namespace kvemu
 
-// Runs a kernel to its end. With `seed` 0, blocks and threads run in order; other seeds shuffle
-// them. Returns 0 on success; otherwise `error` holds the reason, cut to `error_bytes` with the
-// final zero. May be called by several threads.
-KV_EXPORT int kv_emu_launch(const char* name, const u32 grid[3], u32 threads, u32 shared_bytes, const void* params,
-                            u32 params_bytes, u32 seed, char* error, u32 error_bytes) {
+// A launch. With `seed` 0, blocks and threads run in order; other seeds shuffle them.
+struct KvEmuLaunch {
+  const char* name;
+  const void* params;
+  u32 grid[3];
+  u32 threads, shared_bytes, params_bytes, seed;
+};
+
+// Runs kernels one after another, to their ends. Each may begin before the previous one has run, and
+// waits for it in kv_grid_wait. Returns 0 on success; otherwise `error` holds the reason, cut to
+// `error_bytes` with the final zero. May be called by several threads.
+KV_EXPORT int kv_emu_launch_chain(const KvEmuLaunch* all, u32 count, char* error, u32 error_bytes) {
   // Like the driver: the caller's bytes need no alignment and may be freed after the call.
-  alignas(16) u8 copy[kvemu::PARAMS_BYTES_MAX];
-  const kvemu::Launch launch = {kvemu::find(name), {grid[0], grid[1], grid[2]}, shared_bytes, copy, seed};
-  std::string text = kvemu::check(name, launch, threads, params_bytes);
-  if (text.empty()) {
-    std::memcpy(copy, params, params_bytes);
-    text = kvemu::run(launch);
+  struct alignas(16) Params { u8 bytes[kvemu::PARAMS_BYTES_MAX]; };
+  std::vector<Params> copies(count);
+  std::vector<kvemu::Launch> launches(count);
+  std::string text;
+  for (u32 i = 0; i < count && text.empty(); i++) {
+    const KvEmuLaunch& from = all[i];
+    launches[i] = {kvemu::find(from.name), {from.grid[0], from.grid[1], from.grid[2]}, from.shared_bytes,
+                   copies[i].bytes, from.seed, i > 0 ? &launches[i - 1] : nullptr};
+    text = kvemu::check(from.name, launches[i], from.threads, from.params_bytes);
+    if (text.empty()) std::memcpy(copies[i].bytes, from.params, from.params_bytes);
   }
+  if (text.empty() && count > 0) text = kvemu::run(launches.back());
   if (text.empty()) return 0;
   if (error_bytes > 0) snprintf(error, error_bytes, "%s", text.c_str());
   return 1;
+}
+
+KV_EXPORT int kv_emu_launch(const char* name, const u32 grid[3], u32 threads, u32 shared_bytes, const void* params,
+                            u32 params_bytes, u32 seed, char* error, u32 error_bytes) {
+  const KvEmuLaunch launch = {name, params, {grid[0], grid[1], grid[2]}, threads, shared_bytes, params_bytes, seed};
+  return kv_emu_launch_chain(&launch, 1, error, error_bytes);
 }
 
 // Returns the number of kernels; writes the names of the first `max` to `names`, which may be null

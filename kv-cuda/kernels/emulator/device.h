@@ -135,6 +135,6 @@ inline u32 kv_atomic_inc(u32* p, u32 wrap) {
   return old;
 }
 
-// ---- Overlapping launches: the emulator runs one after another
-inline void kv_grid_wait() {}
+// ---- Overlapping launches: see grid.cpp
+inline void kv_grid_wait(kvemu::Site site = kvemu::Site::here()) { kvemu::grid_wait(site); }
 inline void kv_grid_launch() {}

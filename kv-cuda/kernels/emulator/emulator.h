@@ -48,6 +48,7 @@ struct Kernel {
 
 u8* shared_memory();
 void barrier(Site site);
+void grid_wait(Site site);
 
 // Maximum bytes of input and output of one lane of a warp collective.
 constexpr u32 LANE_IN = 40, LANE_OUT = 16;
@@ -88,6 +89,8 @@ void shared_read(u32 at, u32 bytes, const char* what, Site site);
 // of its own.
 #define KV_KERNEL(name, Params, threads, blocks, ...)                                    \
   static const kvemu::Kernel kv_kernel_##name{#name, sizeof(Params), threads, [](const void* params) { \
+    kv_grid_launch();                                                                    \
+    kv_grid_wait();                                                                      \
     (__VA_ARGS__)(*static_cast<const Params*>(params));                                  \
   }};
 

@@ -76,7 +76,7 @@ void Engine::start_threads() {
   for (u32 i = 0; i < threads_; i++) {
     Fiber& fiber = *fibers_[i];
     fiber.thread = {{i, 0, 0}, i % 32, i / 32, &block_};
-    fiber.is_done = false;
+    fiber.is_done = fiber.has_waited = false;
     fiber.wait = Wait::Nothing;
     fiber.copies.clear();
     fiber.groups.clear();
@@ -92,6 +92,7 @@ void Engine::entry() {
   happened_after(e.launched_);
   e.launch_.kernel->run(e.launch_.params);
   e.require_no_copies();
+  e.require_grid_wait();
   happened_before(e.ended_);
   Fiber& fiber = e.current();
   fiber.is_done = true;
@@ -107,7 +108,9 @@ void Engine::run_threads() {
     for (u32 warp = 0; warp < threads_ / 32 && error_.empty(); warp++) {
       while (error_.empty() && run_warp(warp)) any = true;
     }
-    if (!any && error_.empty()) report_deadlock();
+    if (any || !error_.empty()) continue;
+    if (launch_.previous != nullptr) run_previous();
+    else report_deadlock();
   }
   if (error_.empty()) return;
   for (u32 i = 0; i < threads_; i++) {
@@ -133,6 +136,7 @@ bool Engine::run_warp(u32 nth) {
 bool Engine::can_run(const Fiber& fiber) const {
   if (fiber.is_done) return false;
   if (fiber.wait == Wait::Barrier) return barrier_.generation != fiber.generation;
+  if (fiber.wait == Wait::Grid) return launch_.previous == nullptr;
   return fiber.wait != Wait::Warp || warps_[fiber.thread.warp].generation != fiber.generation;
 }
 

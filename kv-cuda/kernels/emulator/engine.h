@@ -11,7 +11,7 @@
 
 namespace kvemu {
 
-enum class Wait : u8 { Nothing, Barrier, Warp };
+enum class Wait : u8 { Nothing, Barrier, Warp, Grid };
 
 constexpr u32 COPY_BYTES = 16;  // of an asynchronous copy, which is aligned to as much
 
@@ -31,6 +31,7 @@ struct Fiber {
   Context context;
   Stack stack;
   bool is_done;
+  bool has_waited;  // for the launch before
   Wait wait;
   Site site;       // where it waits
   u32 generation;  // of the barrier or warp: the fiber continues when it has changed
@@ -64,7 +65,11 @@ struct Launch {
   u32 shared_bytes;
   const void* params;
   u32 seed;  // 0: blocks and threads in order
+  const Launch* previous;  // that this one need not wait for before kv_grid_wait; null if there is none
 };
+
+// Runs a launch, after the previous one or around it. Returns an empty string, or what went wrong.
+std::string run(const Launch& launch);
 
 class Engine {
  public:
@@ -73,6 +78,7 @@ class Engine {
 
   // Called by the running thread.
   void barrier(Site site);
+  void grid_wait(Site site);
   void collective(const Collective& what, Site site, const void* in, u32 in_bytes, void* out, u32 out_bytes);
   void sync_warp(Site site);
   void start_copy(void* to, const void* from, u32 valid, Site site);
@@ -93,6 +99,8 @@ class Engine {
   void shuffle_threads();
   bool can_run(const Fiber& fiber) const;
   void wait(Wait what, Site site, u32 generation);
+  void run_previous();
+  void require_grid_wait();
   void report_deadlock();
   void report(const char* text);
   void allocate_shared();
@@ -131,6 +139,7 @@ class Engine {
   std::vector<u8*> used_shared_;  // shared memory of earlier blocks, if every block gets its own
   std::string error_;
   char launched_, ended_;  // for ThreadSanitizer: before the first and after the last thread
+  char previous_ended_;    // and after the launch before
 };
 
 // The engine of this OS thread's launch.

@@ -8,16 +8,23 @@ use kv_core::error::{DeviceError, DeviceErrorKind};
 use crate::gpu::Launch;
 
 type LaunchFn = unsafe extern "C" fn(
-    name: *const c_char,
-    grid: *const u32,
-    threads: u32,
-    shared_bytes: u32,
-    params: *const c_void,
-    params_bytes: u32,
-    seed: u32,
+    launches: *const EmulatedLaunch,
+    count: u32,
     error: *mut c_char,
     error_bytes: u32,
 ) -> c_int;
+
+/// `KvEmuLaunch`.
+#[repr(C)]
+struct EmulatedLaunch {
+    name: *const c_char,
+    params: *const c_void,
+    grid: [u32; 3],
+    threads: u32,
+    shared_bytes: u32,
+    params_bytes: u32,
+    seed: u32,
+}
 #[cfg(test)]
 type KernelsFn = unsafe extern "C" fn(names: *mut *const c_char, max: u32) -> u32;
 #[cfg(test)]
@@ -54,7 +61,8 @@ impl Library {
         // names the file (`EmulatorOptions::with_library`) guarantees that it is that library.
         let library = unsafe { libloading::Library::new(path) }.map_err(unsupported)?;
         // SAFETY: the function of this name in kernels/emulator/abi.cpp has this signature.
-        let launch = *unsafe { library.get::<LaunchFn>(b"kv_emu_launch") }.map_err(unsupported)?;
+        let launch =
+            *unsafe { library.get::<LaunchFn>(b"kv_emu_launch_chain") }.map_err(unsupported)?;
         #[cfg(test)]
         // SAFETY: the function of this name in kernels/emulator/abi.cpp has this signature.
         let kernels =
@@ -72,42 +80,40 @@ impl Library {
         })
     }
 
-    /// Runs a kernel to its end.
+    /// Runs kernels with their parameters and seeds one after another, to their ends. Each may begin
+    /// before the previous one has run, for which it then waits.
     ///
     /// # Errors
     /// `Driver`, with the emulator's message, for a launch that it refuses or that fails.
     ///
     /// # Safety
-    /// 1. `params` are the kernel's parameters, and every address in them points to memory as large
+    /// 1. Parameters are those of their kernels, and every address in them points to memory as large
     ///    as the kernel uses.
-    pub(super) unsafe fn launch(
-        &self,
-        launch: &Launch,
-        params: &[u8],
-        seed: u32,
-    ) -> Result<(), DeviceError> {
+    pub(super) unsafe fn launch(&self, all: &[(Launch, &[u8], u32)]) -> Result<(), DeviceError> {
         let failed = |detail: String| {
             DeviceError::new(DeviceErrorKind::Driver, "launch").with_detail(detail)
         };
-        let name = CString::new(launch.kernel).map_err(|error| failed(error.to_string()))?;
-        let params_bytes =
-            u32::try_from(params.len()).map_err(|error| failed(error.to_string()))?;
+        let named = |(launch, ..): &(Launch, &[u8], u32)| CString::new(launch.kernel);
+        let names = all.iter().map(named).collect::<Result<Vec<_>, _>>();
+        let names = names.map_err(|error| failed(error.to_string()))?;
+        let length = |bytes: usize| u32::try_from(bytes).map_err(|error| failed(error.to_string()));
+        let launch = |(name, (launch, params, seed)): (&CString, &(Launch, &[u8], u32))| {
+            let Launch { grid, threads, shared_bytes, .. } = *launch;
+            let (params_bytes, seed) = (length(params.len())?, *seed);
+            let (name, params) = (name.as_ptr(), params.as_ptr().cast());
+            let launch =
+                EmulatedLaunch { name, params, grid, threads, shared_bytes, params_bytes, seed };
+            Ok(launch)
+        };
+        let launches =
+            names.iter().zip(all).map(launch).collect::<Result<Vec<_>, DeviceError>>()?;
+        let count = length(launches.len())?;
         let mut text = [0_u8; 1024];
         let text_bytes = u32::try_from(text.len()).unwrap_or(0);
-        // SAFETY: the name ends with a zero, `grid` has three numbers, `params` and `text` have the
-        // lengths that are passed; condition 1 covers what the kernel does with its parameters.
+        // SAFETY: names end with a zero, parameters, `launches` and `text` have the lengths that are
+        // passed; condition 1 covers what the kernels do with their parameters.
         let code = unsafe {
-            (self.launch)(
-                name.as_ptr(),
-                launch.grid.as_ptr(),
-                launch.threads,
-                launch.shared_bytes,
-                params.as_ptr().cast(),
-                params_bytes,
-                seed,
-                text.as_mut_ptr().cast(),
-                text_bytes,
-            )
+            (self.launch)(launches.as_ptr(), count, text.as_mut_ptr().cast(), text_bytes)
         };
         if code == 0 {
             return Ok(());

@@ -22,6 +22,8 @@ pub(crate) use idle::Idle;
 use library::Library;
 use memory::{HostMemory, Memory};
 use stream::EmulatedStream;
+#[cfg(test)]
+pub(crate) use stream::kernels_of;
 
 /// Name of the backend.
 const NAME: &str = "emulated";

@@ -1,4 +1,5 @@
-//! Streams of the emulated GPU: submitted work is done at once.
+//! Streams of the emulated GPU: submitted work is done at once. In a replay, where launches are known
+//! in advance, each begins before the previous one has run, as on a card.
 use std::any::Any;
 use std::ptr;
 use std::sync::Arc;
@@ -40,6 +41,19 @@ struct EmulatedGraph {
 
 impl Graph for EmulatedGraph {}
 
+/// Lists the kernels of captured work, in order.
+#[cfg(test)]
+pub(crate) fn kernels_of(graph: &dyn Graph) -> Vec<&'static str> {
+    let graph: &dyn Any = graph;
+    let work = graph.downcast_ref::<EmulatedGraph>().map_or(&[][..], |graph| &graph.work);
+    let name = |work: &Captured| match work {
+        Captured::Launch(launch, _) => launch.kernel,
+        Captured::Zero(..) => "a memset",
+        Captured::Copy { .. } => "a copy",
+    };
+    work.iter().map(name).collect()
+}
+
 impl EmulatedStream {
     pub(super) fn new(kernels: Arc<Library>, memory: Arc<Memory>, seed: u32) -> Self {
         Self { kernels, memory, seed, launches: 0, captured: None }
@@ -51,6 +65,27 @@ impl EmulatedStream {
             return Ok(());
         }
         Err(DeviceError::new(DeviceErrorKind::Unsupported, operation).with_detail("in a capture"))
+    }
+
+    /// Runs launches that may overlap, or one other operation.
+    ///
+    /// # Safety
+    /// 1. Conditions of every captured call hold now.
+    unsafe fn run(&mut self, chain: &[Captured]) -> Result<(), DeviceError> {
+        let mut launches = Vec::new();
+        for work in chain {
+            match work {
+                Captured::Launch(launch, params) => {
+                    launches.push((*launch, params.as_slice(), self.next_seed()));
+                }
+                // SAFETY: condition 1 is that of the zeroing.
+                Captured::Zero(at, bytes) => unsafe { self.zero(*at, *bytes)? },
+                // SAFETY: condition 1 is that of the copy.
+                Captured::Copy { to, from, bytes } => unsafe { self.copy(*to, *from, *bytes)? },
+            }
+        }
+        // SAFETY: condition 1 is that of every launch.
+        unsafe { self.kernels.launch(&launches) }
     }
 
     /// Returns the seed of the next launch; 0 stays 0.
@@ -125,7 +160,7 @@ impl Stream for EmulatedStream {
         }
         let seed = self.next_seed();
         // SAFETY: condition 1 of this function.
-        unsafe { self.kernels.launch(launch, params, seed) }
+        unsafe { self.kernels.launch(&[(*launch, params, seed)]) }
     }
 
     fn begin_capture(&mut self) -> Result<(), DeviceError> {
@@ -147,14 +182,12 @@ impl Stream for EmulatedStream {
         let Some(graph) = ours.filter(|graph| Arc::ptr_eq(&graph.memory, &self.memory)) else {
             return Err(DeviceError::new(DeviceErrorKind::ForeignHandle, "replay"));
         };
-        for work in &graph.work {
-            match work {
-                // SAFETY: condition 1 is that of the launch.
-                Captured::Launch(launch, params) => unsafe { self.launch(launch, params)? },
-                // SAFETY: condition 1 is that of the zeroing.
-                Captured::Zero(at, bytes) => unsafe { self.zero(*at, *bytes)? },
-                // SAFETY: condition 1 is that of the copy.
-                Captured::Copy { to, from, bytes } => unsafe { self.copy(*to, *from, *bytes)? },
+        self.refuse_captured("replay")?;
+        let is_launch = |work: &Captured| matches!(work, Captured::Launch(..));
+        for run in graph.work.chunk_by(|work, next| is_launch(work) && is_launch(next)) {
+            for chain in run.chunks(CHAIN_MAX) {
+                // SAFETY: condition 1.
+                unsafe { self.run(chain) }?;
             }
         }
         Ok(())
@@ -190,6 +223,9 @@ impl Event for Done {
         Ok(())
     }
 }
+
+/// Launches that begin one within the other in a replay. Each has stacks for its threads.
+const CHAIN_MAX: usize = 4;
 
 /// An odd number with bits in all places, so that seeds of consecutive launches have little in
 /// common.

@@ -14,6 +14,20 @@ extern "C" int kv_emu_launch(const char* name, const u32 grid[3], u32 threads, u
 
 namespace test {
 
+// A launch of a chain: KvEmuLaunch of the library.
+struct EmulatedLaunch {
+  const char* name;
+  const void* params;
+  u32 grid[3];
+  u32 threads, shared_bytes, params_bytes, seed;
+};
+
+}  // namespace test
+
+extern "C" int kv_emu_launch_chain(const test::EmulatedLaunch* all, u32 count, char* error, u32 error_bytes);
+
+namespace test {
+
 inline int failures = 0;
 
 #define KV_CHECK(condition, ...)                               \

@@ -352,6 +352,48 @@ void arrivals() {
 #endif
 }
 
+// Kernels that begin before the one before has run: what they do before their wait is seen, and
+// nothing else.
+void dependent_launches() {
+  constexpr u32 BLOCKS = 3, COUNT = BLOCKS * 64;
+  enum { WAITS, READS_EARLY, WRITES_EARLY, NEVER_WAITS };
+  for (u32 seed = 0; seed < 8; seed++) {
+    for (u32 last : {WAITS, READS_EARLY, WRITES_EARLY, NEVER_WAITS}) {
+      // From the first list to the second, to the third, and back to the first.
+      std::vector<u32> lists[3];
+      for (std::vector<u32>& list : lists) list.assign(COUNT, 5);
+      Params params[3];
+      test::EmulatedLaunch launches[3];
+      for (u32 i = 0; i < 3; i++) {
+        params[i] = {address(lists[i]), address(lists[(i + 1) % 3]), 10, i == 2 ? last : u32(WAITS)};
+        launches[i] = {"test_dependent", &params[i], {BLOCKS, 1, 1}, 64, 0, sizeof params[i], seed};
+      }
+      char error[256] = "";
+      const auto run = [&] { return kv_emu_launch_chain(launches, 3, error, sizeof error); };
+#if defined(KV_EMU_TSAN)
+      if (last == READS_EARLY || last == WRITES_EARLY) {
+        KV_CHECK(seed > 0 || ends_the_program(run), "%u is no race", last);
+        continue;
+      }
+#endif
+      const int code = run();
+      if (last == NEVER_WAITS) {
+        KV_CHECK(code != 0 && std::strstr(error, "ends without kv_grid_wait") != nullptr, "%s", error);
+        continue;
+      }
+      KV_CHECK(code == 0, "%s", error);
+      // One thread block was early: its threads read what was there, or wrote what another one reads.
+      u32 early = 0;
+      for (u32 i = 0; i < COUNT; i++) {
+        const u32 got = lists[0][i], wrong = last == READS_EARLY ? 15 : 30;
+        KV_CHECK(got == 35 || got == wrong, "number %u is %u", i, got);
+        early += got == wrong;
+      }
+      KV_CHECK(early == (last == WAITS ? 0 : 64), "%u of %u are of an early block", early, last);
+    }
+  }
+}
+
 void refusals() {
   char error[64];
   const Params params = {};
@@ -384,6 +426,7 @@ int main() {
   refusals();
   mistakes();
   arrivals();
+  dependent_launches();
   std::vector<std::thread> threads;  // a launch on each of several at once
   for (u32 i = 0; i < 4; i++) threads.emplace_back([i] { last_block(i); });
   for (std::thread& thread : threads) thread.join();

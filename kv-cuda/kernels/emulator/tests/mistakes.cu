@@ -136,3 +136,20 @@ KV_DEV void kv_test_arrival(const KvMistakeParams& p) {
   ((u32*)p.out)[i] = *own == expected ? early : 0xffffffffu;
 }
 KV_KERNEL(test_arrival, KvMistakeParams, 64, 1, kv_test_arrival)
+
+// Adds `count` to what it reads. It is registered without KV_KERNEL, whose wait comes first: with
+// some values of `argument` this one waits too late or never.
+enum KvDependent : u32 { KV_WAITS, KV_READS_EARLY, KV_WRITES_EARLY, KV_NEVER_WAITS };
+
+KV_DEV void kv_test_dependent(const KvMistakeParams& p) {
+  const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+  u32 *in = (u32*)p.in, *out = (u32*)p.out, v = 0;
+  if (p.argument == KV_READS_EARLY) v = in[i];
+  if (p.argument == KV_WRITES_EARLY) out[i] = 0;
+  if (p.argument != KV_NEVER_WAITS) kv_grid_wait();
+  if (p.argument != KV_READS_EARLY) v = in[i];
+  out[i] = v + p.count;
+}
+static const kvemu::Kernel kv_kernel_test_dependent{
+    "test_dependent", sizeof(KvMistakeParams), 64,
+    [](const void* params) { kv_test_dependent(*static_cast<const KvMistakeParams*>(params)); }};
