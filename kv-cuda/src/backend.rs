@@ -150,6 +150,13 @@ impl CudaBackend {
         unsafe { self.gpu.hold_foreign(stream, event) }
     }
 
+    /// Returns the reason for which kernels start one after another, `None` if a kernel may start
+    /// before the previous one has ended ([`CudaOptions::with_dependent_launches`]). Before the first
+    /// launch it is what the card, its driver and the embedded code allow.
+    pub fn serial_launches(&self) -> Option<String> {
+        self.gpu.serial_launches()
+    }
+
     /// Returns the name of the card.
     pub fn card(&self) -> &str {
         &self.gpu.facts().card

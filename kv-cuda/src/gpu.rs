@@ -56,6 +56,11 @@ pub(crate) trait Gpu: fmt::Debug + Send + Sync {
     fn name(&self) -> &'static str;
     /// Returns the facts that were read when it was opened.
     fn facts(&self) -> &Facts;
+    /// Returns the reason for which kernels start one after another, `None` if they may start before
+    /// the previous one has ended.
+    fn serial_launches(&self) -> Option<String> {
+        Some("not a device of the driver".to_owned())
+    }
     /// Allocates memory, zeroed and aligned to 256 bytes. `bytes` is above 0.
     fn alloc(&self, bytes: u64) -> Result<Address, DeviceError>;
     /// Frees memory after the work that was submitted before, on open and closed streams; need not

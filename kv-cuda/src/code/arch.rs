@@ -64,6 +64,11 @@ impl Arch {
         Self::SHIPPED.contains(&arch).then_some(arch)
     }
 
+    /// Returns the compute capability that it is for: 90 for 9.0.
+    pub(crate) fn capability(self) -> u32 {
+        self.capability
+    }
+
     /// Returns whether the driver translates it.
     pub fn is_ptx(self) -> bool {
         self.ptx

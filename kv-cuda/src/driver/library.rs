@@ -3,11 +3,13 @@
 //! cudarc declares the functions of one CUDA version, which another crate of the program may
 //! choose, candle for example. Functions that older versions lack are declared here, so that this
 //! crate compiles with any version, and are called if the driver has them.
-use std::ffi::{c_int, c_uint};
+use std::ffi::{c_int, c_uint, c_void};
 use std::sync::OnceLock;
 
 use cudarc::driver::sys::{CUdeviceptr, CUfunction, CUmemLocation, CUresult, CUstream};
 use libloading::Library;
+
+use super::dependent::Attribute;
 
 /// Returns the driver's library, `None` without a driver.
 pub(super) fn library() -> Option<&'static Library> {
@@ -46,6 +48,30 @@ pub(super) type CopyBatch = unsafe extern "C" fn(
 /// Of calls: a function of a loaded module, and places for two sizes.
 pub(super) type ParamInfo =
     unsafe extern "C" fn(CUfunction, usize, *mut usize, *mut usize) -> CUresult;
+
+/// Launches a kernel with attributes: `cuLaunchKernelEx`, CUDA 11.8.
+///
+/// # Safety
+/// Of calls: a configuration with as many attributes as it says and a live stream; a function of a
+/// loaded module, and a list of pointers to its parameters.
+pub(super) type LaunchEx = unsafe extern "C" fn(
+    *const LaunchConfig,
+    CUfunction,
+    *mut *mut c_void,
+    *mut *mut c_void,
+) -> CUresult;
+
+/// `CUlaunchConfig`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(super) struct LaunchConfig {
+    pub(super) grid: [c_uint; 3],
+    pub(super) threads: [c_uint; 3],
+    pub(super) shared_bytes: c_uint,
+    pub(super) stream: CUstream,
+    pub(super) attributes: *const Attribute,
+    pub(super) num_attributes: c_uint,
+}
 
 /// `CUmemcpyAttributes`.
 #[derive(Debug, Clone, Copy)]
@@ -94,6 +120,7 @@ pub(super) const STREAM_ORDER: c_uint = 1;
 pub(super) struct Optional {
     pub(super) copy_batch: Option<CopyBatch>,
     pub(super) param_info: Option<ParamInfo>,
+    pub(super) launch_ex: Option<LaunchEx>,
 }
 
 impl Optional {
@@ -103,9 +130,12 @@ impl Optional {
         let copy_batch = unsafe { library.get::<CopyBatch>(b"cuMemcpyBatchAsync_v2") };
         // SAFETY: the same.
         let param_info = unsafe { library.get::<ParamInfo>(b"cuFuncGetParamInfo") };
+        // SAFETY: the same.
+        let launch_ex = unsafe { library.get::<LaunchEx>(b"cuLaunchKernelEx") };
         Self {
             copy_batch: copy_batch.ok().map(|found| *found),
             param_info: param_info.ok().map(|found| *found),
+            launch_ex: launch_ex.ok().map(|found| *found),
         }
     }
 }
@@ -125,5 +155,10 @@ mod tests {
         assert_eq!(std::mem::offset_of!(CopyAttributes, from), 4);
         assert_eq!(std::mem::offset_of!(CopyAttributes, to), 12);
         assert_eq!(std::mem::offset_of!(CopyAttributes, flags), 20);
+        assert_eq!(size_of::<LaunchConfig>(), 56);
+        assert_eq!(std::mem::offset_of!(LaunchConfig, shared_bytes), 24);
+        assert_eq!(std::mem::offset_of!(LaunchConfig, stream), 32);
+        assert_eq!(std::mem::offset_of!(LaunchConfig, attributes), 40);
+        assert_eq!(std::mem::offset_of!(LaunchConfig, num_attributes), 48);
     }
 }

@@ -6,6 +6,7 @@
 mod batch;
 mod compile;
 mod context;
+mod dependent;
 mod error;
 mod event;
 mod facts;
@@ -74,6 +75,10 @@ impl Gpu for CudaGpu {
 
     fn facts(&self) -> &Facts {
         &self.facts
+    }
+
+    fn serial_launches(&self) -> Option<String> {
+        self.modules.serial_launches()
     }
 
     fn alloc(&self, bytes: u64) -> Result<Address, DeviceError> {

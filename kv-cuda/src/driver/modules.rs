@@ -12,9 +12,11 @@ use cudarc::driver::sys::{
     self, CUfunction, CUfunction_attribute as Attribute, CUmodule, CUresult,
 };
 use kv_core::error::{DeviceError, DeviceErrorKind};
+use kv_core::invariant::Invariant;
 
 use super::compile::Compiler;
 use super::context::Context;
+use super::dependent::{Dependent, Refusal};
 use super::error::{DriverError, is_misfit, refuse};
 use super::facts::{self, OPEN};
 use super::options::CudaOptions;
@@ -31,6 +33,8 @@ pub(super) struct Function {
     pub(super) raw: CUfunction,
     /// Bytes of its parameters, if the driver reports them.
     param_bytes: Option<usize>,
+    /// Whether it may be launched before the previous kernel has ended.
+    pub(super) dependent: Result<(), Refusal>,
 }
 
 // SAFETY: the driver lets any thread launch a function; the handle is never written through.
@@ -59,6 +63,7 @@ pub(super) struct Modules {
     ptx: Option<Archive<'static>>,
     compiler: Compiler,
     shared_bytes_max: u32,
+    pub(super) dependent: Dependent,
     loaded: Mutex<Loaded>,
 }
 
@@ -69,8 +74,12 @@ struct Loaded {
     modules: HashMap<&'static str, Module>,
 }
 
-#[derive(Debug)]
-struct Module(CUmodule);
+#[derive(Debug, Clone, Copy)]
+struct Module {
+    raw: CUmodule,
+    /// What its code was compiled for.
+    code: Arch,
+}
 
 // SAFETY: the driver lets any thread use a module; only the holder of the lock does.
 unsafe impl Send for Module {}
@@ -112,6 +121,7 @@ impl Modules {
             ptx: archive(Arch::PTX),
             compiler: Compiler::new(facts.capability, version, options),
             shared_bytes_max: facts.shared_bytes_max,
+            dependent: Dependent::new(context.driver, options),
             loaded: Mutex::default(),
         })
     }
@@ -169,8 +179,8 @@ impl Modules {
             let module = self.load(unit)?;
             loaded.modules.insert(name, module);
         }
-        let module = loaded.modules.get(name).map(|module| module.0);
-        let function = self.find(module.unwrap_or(std::ptr::null_mut()), kernel)?;
+        let module = *loaded.modules.get(name).invariant("a unit was loaded above");
+        let function = self.find(module, kernel)?;
         loaded.functions.insert(kernel, function);
         Ok(function)
     }
@@ -218,21 +228,42 @@ impl Modules {
             }),
             _ => self.embedded(unit, origin),
         };
-        match image {
-            Ok(image) => self.load_image(unit.name(), origin, image),
-            Err(reason) => Ok(Err(reason)),
+        match (image, self.target(origin)) {
+            (Ok(image), Some(code)) => self.load_image(unit.name(), (origin, code), image),
+            (Ok(_), None) => Ok(Err(format!("no {origin}"))),
+            (Err(reason), _) => Ok(Err(reason)),
         }
     }
 
-    fn archive(&self, origin: Origin) -> Option<(&Archive<'static>, Arch)> {
+    /// Returns what code of an origin is compiled for, `None` for an origin without any.
+    fn target(&self, origin: Origin) -> Option<Arch> {
         match origin {
-            Origin::Machine => {
-                let arch = Arch::shipped_for(self.compiler.capability())?;
-                Some((self.machine.as_ref()?, arch))
-            }
-            Origin::Ptx => Some((self.ptx.as_ref()?, Arch::PTX)),
-            Origin::Compiler => None,
+            Origin::Machine => Arch::shipped_for(self.compiler.capability()),
+            Origin::Compiler => self.compiler.load().ok().map(|(_, arch)| arch),
+            Origin::Ptx => Some(Arch::PTX),
         }
+    }
+
+    /// Returns the reason for which kernels are launched one after another: that of the loaded ones,
+    /// before any is loaded that of the first origin.
+    pub(super) fn serial_launches(&self) -> Option<String> {
+        let loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        let codes: Vec<_> = loaded.modules.values().map(|module| module.code).collect();
+        drop(loaded);
+        let first = || Origin::ALL.into_iter().find_map(|origin| self.target(origin));
+        if codes.is_empty() {
+            return first().and_then(|code| self.dependent.refusal(code));
+        }
+        codes.into_iter().find_map(|code| self.dependent.refusal(code))
+    }
+
+    fn archive(&self, origin: Origin) -> Option<(&Archive<'static>, Arch)> {
+        let archive = match origin {
+            Origin::Machine => self.machine.as_ref()?,
+            Origin::Ptx => self.ptx.as_ref()?,
+            Origin::Compiler => return None,
+        };
+        Some((archive, self.target(origin)?))
     }
 
     /// Returns the image of an archive, if it was compiled from this build's sources.
@@ -250,7 +281,7 @@ impl Modules {
     fn load_image(
         &self,
         unit: &str,
-        origin: Origin,
+        (origin, code_of): (Origin, Arch),
         mut image: Vec<u8>,
     ) -> Result<Result<Module, String>, DeviceError> {
         // PTX must end with a zero; machine code ignores it.
@@ -272,17 +303,17 @@ impl Modules {
             return Ok(Err(format!("{origin} of {unit}: {}", DriverError(code))));
         }
         self.context.check(LOAD, code)?;
-        Ok(Ok(Module(raw)))
+        Ok(Ok(Module { raw, code: code_of }))
     }
 
     /// Finds a kernel of a module, and allows it all of the device's shared memory.
-    fn find(&self, module: CUmodule, kernel: &str) -> Result<Function, DeviceError> {
+    fn find(&self, module: Module, kernel: &str) -> Result<Function, DeviceError> {
         let _current = self.context.enter(LOAD)?.relax();
         let name = CString::new(kernel).unwrap_or_default();
         let mut raw = std::ptr::null_mut();
         // SAFETY: an out-pointer for a function, a module that is never unloaded before the
         // context, and a string that ends with a zero.
-        let code = unsafe { sys::cuModuleGetFunction(&raw mut raw, module, name.as_ptr()) };
+        let code = unsafe { sys::cuModuleGetFunction(&raw mut raw, module.raw, name.as_ptr()) };
         if code == CUresult::CUDA_ERROR_NOT_FOUND {
             let reason = format!("the code of its unit has no kernel {kernel}");
             return Err(refuse(DeviceErrorKind::Unsupported, LOAD, reason));
@@ -294,12 +325,19 @@ impl Modules {
             unsafe { sys::cuFuncGetAttribute(value, attribute, raw) }
         })?;
         let dynamic = self.shared_bytes_max.saturating_sub(fixed);
-        let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         let dynamic = c_int::try_from(dynamic).unwrap_or(c_int::MAX);
-        // SAFETY: a function that was just found.
-        let code = unsafe { sys::cuFuncSetAttribute(raw, attribute, dynamic) };
-        self.context.check(LOAD, code)?;
-        Ok(Function { raw, param_bytes: self.param_bytes(raw) })
+        for (attribute, value) in [
+            (Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, dynamic),
+            // A multiprocessor waits until it is empty before it divides its memory in another way,
+            // so all kernels get the division that attention needs.
+            (Attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, ALL_SHARED),
+        ] {
+            // SAFETY: a function that was just found.
+            let code = unsafe { sys::cuFuncSetAttribute(raw, attribute, value) };
+            self.context.check(LOAD, code)?;
+        }
+        let dependent = self.dependent.decide(module.code);
+        Ok(Function { raw, param_bytes: self.param_bytes(raw), dependent })
     }
 
     fn param_bytes(&self, function: CUfunction) -> Option<usize> {
@@ -314,7 +352,7 @@ impl Modules {
         let Ok(current) = self.context.enter(LOAD) else { return };
         let _current = current.relax();
         // SAFETY: loaded once, and none of its functions is used any more.
-        let code = unsafe { sys::cuModuleUnload(module.0) };
+        let code = unsafe { sys::cuModuleUnload(module.raw) };
         let _ = self.context.check(LOAD, code);
     }
 
@@ -359,13 +397,17 @@ impl std::fmt::Display for Origin {
 
 const LOAD: &str = "load a kernel";
 
+/// Percent of a multiprocessor's memory that is shared memory: as much as the card can.
+const ALL_SHARED: c_int = 100;
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn parameters_have_the_kernels_size() {
-        let function = |param_bytes| Function { raw: std::ptr::null_mut(), param_bytes };
+        let function =
+            |param_bytes| Function { raw: std::ptr::null_mut(), param_bytes, dependent: Ok(()) };
         assert!(function(Some(64)).require_params("copy", 64).is_ok());
         assert!(function(None).require_params("copy", 65).is_ok());
         let error = function(Some(64)).require_params("copy", 65).unwrap_err();

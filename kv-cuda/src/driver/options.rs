@@ -2,7 +2,8 @@
 use std::path::PathBuf;
 
 /// Options for opening a CUDA device. Unset options come from the environment: `KV_NVRTC` (the
-/// compiler's library or its folder), `KV_CUDA_SOURCES` (a folder of kernels) and `XDG_CACHE_HOME`.
+/// compiler's library or its folder), `KV_CUDA_SOURCES` (a folder of kernels),
+/// `KV_CUDA_DEPENDENT_LAUNCHES` (`0` switches them off) and `XDG_CACHE_HOME`.
 ///
 /// ```
 /// use kv::cuda::CudaOptions;
@@ -16,6 +17,7 @@ pub struct CudaOptions {
     pub(super) sources: Option<PathBuf>,
     pub(super) cache: CacheChoice,
     pub(super) reserved_bytes: u64,
+    pub(super) dependent_launches: Option<bool>,
 }
 
 /// The place of kernels that were compiled on this machine.
@@ -65,6 +67,17 @@ impl CudaOptions {
     pub fn with_reserved_bytes(self, bytes: u64) -> Self {
         Self { reserved_bytes: bytes, ..self }
     }
+    /// Lets kernels start before the previous kernel on the stream has ended, and wait for it then, or
+    /// starts them one after another. The default is to do it wherever the card, its driver and the
+    /// loaded code can: it takes microseconds off every layer of a small batch.
+    ///
+    /// Kernels of other libraries on the same stream stay ordered with these. The exception is one
+    /// that is launched in this way and ends without having waited (`griddepcontrol.wait`): a program
+    /// with such a kernel between those of this backend switches dependent launches off.
+    #[must_use]
+    pub fn with_dependent_launches(self, is_wanted: bool) -> Self {
+        Self { dependent_launches: Some(is_wanted), ..self }
+    }
     /// Returns the ordinal of the device.
     pub fn device(&self) -> u32 {
         self.ordinal
@@ -87,7 +100,9 @@ mod tests {
         let options = options.with_sources("x").with_sources("y");
         assert_eq!(options.sources, Some("y".into()));
         let options = options.with_reserved_bytes(1 << 40).with_reserved_bytes(1 << 30);
-        assert_eq!(options.reserved_bytes, 1 << 30);
+        assert_eq!((options.reserved_bytes, options.dependent_launches), (1 << 30, None));
+        let options = options.with_dependent_launches(false).with_dependent_launches(true);
+        assert_eq!(options.dependent_launches, Some(true));
         assert_eq!(options.without_cache().cache, CacheChoice::Nowhere);
     }
 }

@@ -4,18 +4,19 @@ use std::ffi::c_void;
 use std::ptr;
 use std::sync::Arc;
 
-use cudarc::driver::sys::{self, CUstream};
+use cudarc::driver::sys::{self, CUresult, CUstream};
 use kv_core::error::{DeviceError, DeviceErrorKind};
 
 use super::batch;
 use super::context::Context;
+use super::dependent::Attribute;
 use super::error::refuse;
 use super::event::CudaEvent;
 use super::graph::CudaGraph;
 use super::handle::CudaStreamHandle;
-use super::library::CopyBatch;
+use super::library::{CopyBatch, LaunchConfig, LaunchEx};
 use super::memory::check_stream;
-use super::modules::Modules;
+use super::modules::{Function, Modules};
 use super::pool::DeviceMemory;
 use crate::gpu::{Event, Graph, HostCopy, Launch, Stream};
 use crate::params::Address;
@@ -88,6 +89,57 @@ impl CudaStream {
         can_batch.then_some(call)
     }
 
+    /// Launches a kernel that may start before the previous one has ended.
+    ///
+    /// # Safety
+    /// 1. Condition 1 of [`Stream::launch`]; `params` has the kernel's size.
+    unsafe fn launch_dependent(
+        &self,
+        call: LaunchEx,
+        function: Function,
+        launch: &Launch,
+        params: &[u8],
+    ) -> CUresult {
+        let config = LaunchConfig {
+            grid: launch.grid,
+            threads: [launch.threads, 1, 1],
+            shared_bytes: launch.shared_bytes,
+            stream: self.raw,
+            attributes: &Attribute::DEPENDENT,
+            num_attributes: 1,
+        };
+        let mut arguments = [params.as_ptr().cast_mut().cast::<c_void>()];
+        // SAFETY: condition 1; a configuration with one attribute and a live stream; a kernel has one
+        // parameter, whose bytes the driver copies.
+        unsafe { call(&raw const config, function.raw, arguments.as_mut_ptr(), ptr::null_mut()) }
+    }
+
+    /// Launches a kernel that starts when the previous one has ended.
+    ///
+    /// # Safety
+    /// 1. Condition 1 of [`Stream::launch`]; `params` has the kernel's size.
+    unsafe fn launch_serial(&self, function: Function, launch: &Launch, params: &[u8]) -> CUresult {
+        let mut arguments = [params.as_ptr().cast_mut().cast::<c_void>()];
+        let [x, y, z] = launch.grid;
+        // SAFETY: condition 1, on a live stream; a kernel has one parameter, whose bytes the driver
+        // copies.
+        unsafe {
+            sys::cuLaunchKernel(
+                function.raw,
+                x,
+                y,
+                z,
+                launch.threads,
+                1,
+                1,
+                launch.shared_bytes,
+                self.raw,
+                arguments.as_mut_ptr(),
+                ptr::null_mut(),
+            )
+        }
+    }
+
     /// Refuses an upload while the owner of the stream captures: a replay would read staging memory
     /// that was reused.
     fn require_no_foreign_capture(&self, what: &'static str) -> Result<(), DeviceError> {
@@ -152,25 +204,22 @@ impl Stream for CudaStream {
         let function = self.modules.function(launch.kernel)?;
         function.require_params(launch.kernel, params.len())?;
         let _current = self.context.enter("launch")?;
-        let mut arguments = [params.as_ptr().cast_mut().cast::<c_void>()];
-        let [x, y, z] = launch.grid;
-        // SAFETY: condition 1 of this function; a kernel has one parameter, whose bytes the driver
-        // copies, and their number was checked above if the driver reports it.
-        let code = unsafe {
-            sys::cuLaunchKernel(
-                function.raw,
-                x,
-                y,
-                z,
-                launch.threads,
-                1,
-                1,
-                launch.shared_bytes,
-                self.raw,
-                arguments.as_mut_ptr(),
-                ptr::null_mut(),
-            )
-        };
+        let dependent = &self.modules.dependent;
+        let mut refused = None;
+        if let Some(call) = dependent.call(function.dependent) {
+            // SAFETY: condition 1 of this function; the size of the parameters was checked above.
+            let code = unsafe { self.launch_dependent(call, function, launch, params) };
+            if code == CUresult::CUDA_SUCCESS {
+                return Ok(());
+            }
+            refused = Some(code);
+        }
+        // SAFETY: as above.
+        let code = unsafe { self.launch_serial(function, launch, params) };
+        // The same launch is right without the attribute: it was the attribute that was refused.
+        if let Some(refused) = refused.filter(|_| code == CUresult::CUDA_SUCCESS) {
+            dependent.refuse(refused);
+        }
         // Adds the name of the kernel, which is known only here.
         self.context.check("launch", code).map_err(|error| {
             DeviceError::new(error.kind(), "launch")

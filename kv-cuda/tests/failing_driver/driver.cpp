@@ -2,8 +2,9 @@
 // at once, kernels do nothing. One of its functions fails as KV_TEST_FAULT says: `NAME CALL CODE`,
 // from its CALL-th call on. A code of 700 or more is sticky: from then on every function returns
 // it, as a driver does once a context is broken. What is submitted to which stream is written to the
-// file that KV_TEST_LOG names: `launch STREAM 0`, `record STREAM EVENT`, `wait STREAM EVENT`,
-// `synchronize EVENT 0`.
+// file that KV_TEST_LOG names: `launch STREAM 0`, `dependent STREAM 0` for a launch that may begin
+// before the previous one has ended, `record STREAM EVENT`, `wait STREAM EVENT`, `synchronize EVENT 0`.
+// With KV_TEST_PTX it loads no machine code. Compiled with KV_TEST_LAUNCH_EX it has cuLaunchKernelEx.
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
@@ -115,12 +116,22 @@ API(cuEventDestroy_v2, (Handle))
 API(cuEventRecord, (Handle e, Handle s), note("record", s, e);)
 API(cuEventQuery, (Handle))
 API(cuEventSynchronize, (Handle e), note("synchronize", e);)
-API(cuModuleLoadDataEx, (Handle* m, const void*, unsigned, int*, Handle*), *m = &handle;)
+API(cuModuleLoadDataEx, (Handle* m, const void* image, unsigned, int*, Handle*),
+    if (std::getenv("KV_TEST_PTX") && std::memcmp(image, "\x7f" "ELF", 4) == 0) return 209;
+    *m = &handle;)
 API(cuModuleUnload, (Handle))
 API(cuModuleGetFunction, (Handle* f, Handle, const char*), *f = &handle;)
 API(cuFuncGetAttribute, (int* v, int, Handle), *v = 0;)
 API(cuFuncSetAttribute, (Handle, int, int))
 API(cuLaunchKernel, (Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle s, Handle*, Handle*), note("launch", s);)
+#ifdef KV_TEST_LAUNCH_EX
+struct Attribute { unsigned id, pad; int value, rest[15]; };
+struct Config { unsigned grid[3], threads[3], shared_bytes; Handle stream; const Attribute* attributes; unsigned count; };
+// The only attribute that it takes: programmatic stream serialisation.
+API(cuLaunchKernelEx, (const Config* c, Handle, Handle*, Handle*),
+    if (c->count != 1 || c->attributes->id != 6 || c->attributes->value != 1) return 1;
+    note("dependent", c->stream);)
+#endif
 extern "C" int cuGetErrorString(int, const char** text) {
   *text = "a fault of the test";
   return 0;

@@ -33,6 +33,8 @@ use kv_cuda::{CudaBackend, CudaBuffer, CudaOptions, StepLimits};
 const CHILD: &str = "KV_TEST_CHILD";
 /// Names the fault for the driver.
 const FAULT: &str = "KV_TEST_FAULT";
+/// Switches dependent launches off.
+const DEPENDENT: &str = "KV_CUDA_DEPENDENT_LAUNCHES";
 /// Functions that the test's driver has.
 const FUNCTIONS: &[&str] = &[
     "cuInit",
@@ -93,8 +95,9 @@ const KV_HEADS: u32 = 2;
 const DIM: u32 = 64;
 const BATCH: u32 = 2;
 
-/// Uses blocks and a cache, from opening the device to a replayed step: every kind of call.
-fn work() -> Result<(), Box<dyn Error>> {
+/// Uses blocks and a cache, from opening the device to a replayed step: every kind of call. Returns
+/// the reason for which kernels were launched one after another, if they were.
+fn work() -> Result<Option<String>, Box<dyn Error>> {
     let backend = CudaBackend::open(&CudaOptions::default().without_cache())?;
     // Each block is a copy in either plane: 4,096 copies, some more, and three times as many.
     for num_blocks in [2048, 2049, 3 * 2048 + 1] {
@@ -112,7 +115,7 @@ fn work() -> Result<(), Box<dyn Error>> {
         .max_sequences(BATCH)
         .paged(16, 40)
         .build()?;
-    let mut cache = KvCache::new(backend, spec)?;
+    let mut cache = KvCache::new(backend.clone(), spec)?;
     cache.queue_mut().set_step_limits(StepLimits {
         sequences: BATCH,
         tokens_per_sequence: 1,
@@ -147,7 +150,7 @@ fn work() -> Result<(), Box<dyn Error>> {
     }
     let [.., out] = &buffers;
     let _ = cache.queue_mut().download(out, 0, out.len())?.wait()?;
-    Ok(())
+    Ok(backend.serial_launches())
 }
 
 /// Copies all blocks of a storage to the host, overwrites them, and copies them back.
@@ -205,18 +208,21 @@ fn with_the_driver_of_the_test() {
         return;
     }
     match work() {
-        Ok(()) => println!("outcome: all was done"),
+        Ok(reason) => {
+            println!("serial: {}", reason.as_deref().unwrap_or("no"));
+            println!("outcome: all was done");
+        }
         Err(error) => println!("outcome: {error}"),
     }
 }
 
 /// Compiles the driver in a folder of its own, `None` without a compiler.
-fn driver(folder: &Path) -> Option<PathBuf> {
+fn driver(folder: &Path, flags: &[&str]) -> Option<PathBuf> {
     let library = folder.join("libcuda.so");
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/failing_driver/driver.cpp");
     let mut compiler = Command::new(env::var_os("CXX").unwrap_or_else(|| "g++".into()));
     compiler.args(["-std=c++17", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-o"]);
-    let Ok(status) = compiler.arg(&library).arg(source).status() else {
+    let Ok(status) = compiler.arg(&library).args(flags).arg(source).status() else {
         println!("skipped: no C++ compiler");
         return None;
     };
@@ -241,24 +247,72 @@ fn wait(child: &mut Child, what: &str) -> bool {
 
 /// Returns the outcome of the work with a fault.
 fn outcome(driver: &Path, fault: &str) -> String {
+    said(driver, fault, &[]).1
+}
+
+/// Runs the work with a fault and more variables. Returns the reason for launches one after another,
+/// and the outcome.
+fn said(driver: &Path, fault: &str, variables: &[(&str, &str)]) -> (String, String) {
     let mut command = Command::new(env::current_exe().unwrap());
     command.args(["with_the_driver_of_the_test", "--exact", "--nocapture"]);
     command.env(CHILD, "1").env(FAULT, fault).env("LD_LIBRARY_PATH", driver);
+    command.env_remove(DEPENDENT).envs(variables.iter().copied());
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let is_right = wait(&mut child, fault);
     let (mut said, mut complaint) = (String::new(), String::new());
     child.stdout.take().unwrap().read_to_string(&mut said).unwrap();
     child.stderr.take().unwrap().read_to_string(&mut complaint).unwrap();
     assert!(is_right && complaint.is_empty(), "{fault}: {said}\n{complaint}");
-    let outcome = said.lines().find_map(|line| line.split_once("outcome: "));
-    outcome.unwrap_or_else(|| panic!("{fault}: no outcome in {said}")).1.to_owned()
+    let after = |word| said.lines().find_map(|line| Some(line.split_once(word)?.1.to_owned()));
+    let outcome = after("outcome: ").unwrap_or_else(|| panic!("{fault}: no outcome in {said}"));
+    (after("serial: ").unwrap_or_default(), outcome)
+}
+
+/// Kernels overlap where everything allows it. Otherwise the older call launches them, and the reason
+/// is told.
+#[test]
+#[cfg(target_os = "linux")]
+fn launches_overlap_or_the_reason_is_told() {
+    let [old, new] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+    let Some(old) = driver(old.path(), &[]).map(|path| (path, old)) else { return };
+    let Some(new) = driver(new.path(), &["-DKV_TEST_LAUNCH_EX"]).map(|path| (path, new)) else {
+        return;
+    };
+    // How many launches are dependent: all, none, or those before the fault.
+    let (all, none) = (usize::MAX, 0);
+    let no_fault = "nothing 1 0";
+    for (driver, fault, variable, dependent, reason) in [
+        (&new, no_fault, None, all, "no"),
+        (&new, no_fault, Some((DEPENDENT, "1")), all, "no"),
+        (&new, no_fault, Some((DEPENDENT, "0")), none, "switched off"),
+        (&new, no_fault, Some(("KV_TEST_PTX", "1")), none, "the code is PTX"),
+        (&new, "cuLaunchKernelEx 1 1", None, none, "CUDA_ERROR_INVALID_VALUE"),
+        (&new, "cuLaunchKernelEx 3 1", None, 2, "CUDA_ERROR_INVALID_VALUE"),
+        (&old, no_fault, None, none, "no cuLaunchKernelEx"),
+    ] {
+        let log = driver.0.join("log");
+        let log_of = [("KV_TEST_LOG", log.to_str().unwrap())];
+        let variables: Vec<_> = log_of.into_iter().chain(variable).collect();
+        let (serial, outcome) = said(&driver.0, fault, &variables);
+        assert_eq!(outcome, "all was done", "{fault} {variable:?}");
+        assert!(serial.contains(reason), "{fault} {variable:?}: {serial}");
+        let lines = std::fs::read_to_string(&log).unwrap();
+        std::fs::remove_file(&log).unwrap();
+        let count = |word| lines.lines().filter(|line| line.starts_with(word)).count();
+        let (found, launches) = (count("dependent "), count("dependent ") + count("launch "));
+        assert!(launches > 4, "{lines}");
+        assert_eq!(found, dependent.min(launches), "{fault} {variable:?}");
+    }
+    // A kernel that broke its context is no refusal.
+    let outcome = outcome(&new.0, "cuLaunchKernelEx 1 719");
+    assert!(outcome != "all was done", "{outcome}");
 }
 
 #[test]
 #[cfg(target_os = "linux")]
 fn every_function_may_fail_at_any_time() {
     let folder = tempfile::tempdir().unwrap();
-    let Some(driver) = driver(folder.path()) else { return };
+    let Some(driver) = driver(folder.path(), &[]) else { return };
     assert_eq!(outcome(&driver, "nothing 1 0"), "all was done");
     let mut faults = Vec::new();
     for (names, is_quiet) in [(FUNCTIONS, false), (QUIET, true)] {
