@@ -120,6 +120,11 @@ impl Attribute {
 
 #[cfg(test)]
 mod tests {
+    use std::ffi::c_void;
+
+    use cudarc::driver::sys::CUfunction;
+
+    use super::super::library::LaunchConfig;
     use super::*;
 
     #[test]
@@ -143,20 +148,22 @@ mod tests {
         }
     }
 
+    /// Takes every launch.
+    unsafe extern "C" fn launch(
+        _: *const LaunchConfig,
+        _: CUfunction,
+        _: *mut *mut c_void,
+        _: *mut *mut c_void,
+    ) -> CUresult {
+        CUresult::CUDA_SUCCESS
+    }
+
     #[test]
     fn a_refusal_of_the_driver_is_kept_and_named() {
         let dependent = Dependent::new(Driver::default(), &CudaOptions::default());
         let dependent = Dependent { is_wanted: true, driver: 13_000, ..dependent };
         let code: Arch = "sm_90a".parse().unwrap();
         assert_eq!(dependent.refusal(code).unwrap(), NO_CALL);
-        unsafe extern "C" fn launch(
-            _: *const super::super::library::LaunchConfig,
-            _: cudarc::driver::sys::CUfunction,
-            _: *mut *mut std::ffi::c_void,
-            _: *mut *mut std::ffi::c_void,
-        ) -> CUresult {
-            CUresult::CUDA_SUCCESS
-        }
         let dependent = Dependent { call: Some(launch), ..dependent };
         assert_eq!(dependent.refusal(code), None);
         assert!(dependent.call(Ok(())).is_some() && dependent.call(Err(PTX)).is_none());

@@ -93,9 +93,8 @@ impl Library {
         let failed = |detail: String| {
             DeviceError::new(DeviceErrorKind::Driver, "launch").with_detail(detail)
         };
-        let named = |(launch, ..): &(Launch, &[u8], u32)| CString::new(launch.kernel);
-        let names = all.iter().map(named).collect::<Result<Vec<_>, _>>();
-        let names = names.map_err(|error| failed(error.to_string()))?;
+        let names = all.iter().map(|(launch, ..)| CString::new(launch.kernel));
+        let names = names.collect::<Result<Vec<_>, _>>().map_err(|e| failed(e.to_string()))?;
         let length = |bytes: usize| u32::try_from(bytes).map_err(|error| failed(error.to_string()));
         let launch = |(name, (launch, params, seed)): (&CString, &(Launch, &[u8], u32))| {
             let Launch { grid, threads, shared_bytes, .. } = *launch;
