@@ -1,5 +1,6 @@
 //! `cargo xtask gate`: reads the main loops of decode and prefill kernels in the committed machine
-//! code, prints their figures, and fails where they pass a limit.
+//! code, prints their figures, and fails where they pass a limit. Every kernel, of other
+//! units too, must wait for the previous kernel before it uses memory.
 //!
 //! Needs a disassembler, and neither a compiler nor a card: `nvdisasm` of `PyPI`. The
 //! archive is unpacked by the program that writes it. How the figures are made is in
@@ -10,6 +11,7 @@ mod family;
 mod figures;
 mod flow;
 mod limits;
+mod order;
 mod pipes;
 mod sass;
 #[cfg(test)]
@@ -124,23 +126,24 @@ fn read(workspace: &Workspace) -> Result<Vec<Figures>> {
         fs::remove_dir_all(&folder)?;
     }
     kernels::unpack(workspace, ARCH, &folder)?;
+    let units = units_of(&folder)?;
     let next = AtomicUsize::new(0);
     let done = Mutex::new(BTreeMap::new());
     let workers = thread::available_parallelism().map_or(1, usize::from);
     thread::scope(|scope| {
         for _ in 0..workers {
             scope.spawn(|| {
-                while let Some((unit, _)) = FAMILIES.get(next.fetch_add(1, Ordering::Relaxed)) {
+                while let Some(unit) = units.get(next.fetch_add(1, Ordering::Relaxed)) {
                     let read = read_unit(&folder, unit);
                     let Ok(mut done) = done.lock() else { break };
-                    done.insert(*unit, read);
+                    done.insert(unit, read);
                 }
             });
         }
     });
     let mut done = done.into_inner().map_err(|_| anyhow!("a thread panicked"))?;
     let (mut all, mut problems) = (Vec::new(), Vec::new());
-    for (unit, _) in FAMILIES {
+    for unit in &units {
         match done.remove(unit).with_context(|| format!("{unit} was not read"))? {
             Ok(figures) => all.extend(figures),
             Err(error) => problems.push(format!("{error:#}")),
@@ -152,10 +155,22 @@ fn read(workspace: &Workspace) -> Result<Vec<Figures>> {
     Ok(all)
 }
 
-/// Reads one unit: every kernel that its source defines.
+/// Lists the units of a folder, those with figures first, in their order.
+fn units_of(folder: &Path) -> Result<Vec<String>> {
+    let mut others = Vec::new();
+    for entry in
+        fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))?
+    {
+        let path = entry?.path();
+        others.extend(path.file_stem().and_then(|name| name.to_str()).map(str::to_owned));
+    }
+    others.retain(|unit| FAMILIES.iter().all(|(known, _)| known != unit));
+    others.sort();
+    Ok(FAMILIES.iter().map(|(unit, _)| (*unit).to_owned()).chain(others).collect())
+}
+
+/// Reads one unit: the order of every kernel, and the figures of those that its source defines.
 fn read_unit(folder: &Path, unit: &str) -> Result<Vec<Figures>> {
-    let source = text_of(&shell::root().join("kv-cuda/kernels").join(format!("{unit}.cu")))?;
-    let wanted = family::defined(&source).with_context(|| format!("{unit}.cu"))?;
     let path = folder.join(format!("{unit}.cubin"));
     let image = fs::read(&path).with_context(|| format!("{ARCH} has no unit {unit}"))?;
     let resources = cubin::resources(&image).with_context(|| format!("{ARCH}: {unit}"))?;
@@ -163,6 +178,15 @@ fn read_unit(folder: &Path, unit: &str) -> Result<Vec<Figures>> {
     let text = shell::output(command.args(["-c", "-hex"]).arg(&path));
     let text = text.with_context(|| format!("{TOOL} does not read {unit}"))?;
     let kernels = sass::parse(&text).with_context(|| format!("{ARCH}: {unit}"))?;
+    let early: Vec<_> = kernels.iter().filter_map(order::problem).collect();
+    if !early.is_empty() {
+        bail!("{}", early.join("\n"));
+    }
+    if FAMILIES.iter().all(|(known, _)| *known != unit) {
+        return Ok(Vec::new());
+    }
+    let source = text_of(&shell::root().join("kv-cuda/kernels").join(format!("{unit}.cu")))?;
+    let wanted = family::defined(&source).with_context(|| format!("{unit}.cu"))?;
     figures_of(&wanted, &kernels, &resources)
 }
 

@@ -9,7 +9,7 @@ use super::flow::Flow;
 use super::pipes::{self, Class};
 use super::sass::{self, Kernel};
 use super::trip::{Pass, Work, find};
-use super::{figures_of, limits};
+use super::{figures_of, limits, order};
 
 const TABLES: &str = include_str!("../../testdata/gate/tables.sass");
 const UNIT: &[u8] = include_bytes!("../../testdata/gate/tables.cubin");
@@ -305,4 +305,24 @@ fn differences_to_a_document_are_named() {
     let gone = figures::differences(&document, &figures::markdown(&[])).unwrap();
     assert_eq!(gone, ["decode_bf16_64 has a row, and no machine code"]);
     assert!(figures::replaced("# A\n", &tables).is_err());
+}
+
+#[test]
+fn the_wait_comes_before_every_access() {
+    let problem = |text: &str| {
+        let kernels = sass::parse(&disassembly("copy_blocks", &lines(text))).unwrap();
+        order::problem(kernels.first().unwrap()).unwrap_or_default()
+    };
+    let wait = "LDC R1, c[0x0][0x28] | PREEXIT | ACQBULK | LDG.E R2, [R4] | EXIT";
+    assert_eq!(problem(wait), "");
+    for (text, words) in [
+        ("LDC R1, c[0x0][0x28] | MOV R1, R0", "no ACQBULK"),
+        ("PREEXIT | LDG.E.CONSTANT R2, [R4] | ACQBULK | EXIT", "LDG.E.CONSTANT at 0x10"),
+        ("@P0 STG.E [R4], R2 | ACQBULK | EXIT", "STG.E at 0x0"),
+        ("@P0 ACQBULK | LDG.E R2, [R4] | EXIT", "ACQBULK at 0x0"),
+        ("@P0 BRA `(.L_x) | ACQBULK | .L_x: | EXIT", "BRA at 0x0"),
+        ("LDG.E R2, [R4] | EXIT", "LDG.E at 0x0"),
+    ] {
+        assert!(problem(text).contains(words), "{text}: {}", problem(text));
+    }
 }
