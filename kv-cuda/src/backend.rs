@@ -151,8 +151,8 @@ impl CudaBackend {
     }
 
     /// Returns the reason for which kernels start one after another, `None` if a kernel may start
-    /// before the previous one has ended ([`CudaOptions::with_dependent_launches`]). Before the first
-    /// launch it is what the card, its driver and the embedded code allow.
+    /// before the previous one has ended ([`CudaOptions::with_dependent_launches`]). Before the
+    /// first launch it is what the card, its driver and the embedded code allow.
     pub fn serial_launches(&self) -> Option<String> {
         self.gpu.serial_launches()
     }

@@ -56,8 +56,8 @@ pub(crate) trait Gpu: fmt::Debug + Send + Sync {
     fn name(&self) -> &'static str;
     /// Returns the facts that were read when it was opened.
     fn facts(&self) -> &Facts;
-    /// Returns the reason for which kernels start one after another, `None` if they may start before
-    /// the previous one has ended.
+    /// Returns the reason for which kernels start one after another, `None` if they may start
+    /// before the previous one has ended.
     fn serial_launches(&self) -> Option<String> {
         Some("not a device of the driver".to_owned())
     }

@@ -147,8 +147,8 @@ params! {
         q_len_min: u32,
         q_len_max: u32,
     }
-    /// A work item of decoding: one KV split of up to 16 query rows of one kv head, and what it needs
-    /// of its entry.
+    /// A work item of decoding: one KV split of up to 16 query rows of one kv head, and what it
+    /// needs of its entry.
     struct WorkItem {
         sequence: u32,
         head: u32,

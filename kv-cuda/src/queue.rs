@@ -142,8 +142,8 @@ impl CudaQueue {
     /// [`Self::end_capture`] must be those of one step: its writes and attention, in device memory.
     /// Tensors should have room for the largest step that is replayed. In a replay some rows of an
     /// output may belong to no query. The kernels for decoding clear them; a captured attention
-    /// without one of those also launches a small kernel that does, even if the captured step has no
-    /// such row.
+    /// without one of those also launches a small kernel that does, even if the captured step has
+    /// no such row.
     ///
     /// The step must be within [`Self::set_step_limits`], and a similar step must have run before,
     /// so that all memory is allocated and kernels are loaded.

@@ -23,6 +23,8 @@ pub(crate) struct Bench {
     pub(crate) device: Shared<CudaBackend>,
     pub(crate) is_tiny: bool,
     card: String,
+    /// Why kernels start one after another, if they do.
+    serial: Option<String>,
     /// Selected measures: all, one format, one name.
     choice: (Option<KvFormat>, Option<String>),
     /// Whether headlines are being measured.
@@ -109,7 +111,7 @@ impl Bench {
         } else {
             CudaBackend::open(&CudaOptions::new(options.device))?
         };
-        let card = backend.card().to_owned();
+        let (card, serial) = (backend.card().to_owned(), backend.serial_launches());
         let clock = if options.tiny {
             Clock { repeats: 3, sample: Duration::ZERO, calls_max: 2 }
         } else {
@@ -122,7 +124,7 @@ impl Bench {
         let device = Shared::new(backend);
         let choice = (options.format, options.only.clone());
         let (is_tiny, is_headline, copy_rate) = (options.tiny, false, None);
-        Ok(Self { device, is_tiny, card, choice, is_headline, clock, copy_rate, out })
+        Ok(Self { device, is_tiny, card, serial, choice, is_headline, clock, copy_rate, out })
     }
 
     /// Sets whether the following measures are headlines.
@@ -148,6 +150,8 @@ impl Bench {
     pub(crate) fn facts(&mut self) -> Result<()> {
         let card = Record::new("fact", "card").text("value", &self.card);
         self.put(card)?;
+        let launches = Record::new("fact", "dependent launches");
+        self.put(launches.text("value", self.serial.as_deref().unwrap_or("used")))?;
         let capabilities = self.device.capabilities();
         let numbers = [
             ("memory_bytes", capabilities.buffer_bytes_max),

@@ -2,8 +2,8 @@
 //! dependent launch): a thread block starts as soon as there is room for it, and waits in its first
 //! instruction, so that the start of a kernel costs nothing while the one before still runs.
 //!
-//! Every kernel waits before it reads or writes memory, and lets the next one start as soon as all of
-//! its own thread blocks have (`KV_KERNEL` in `kernels/dev.h`). Its end then means the end of
+//! Every kernel waits before it reads or writes memory, and lets the next one start as soon as all
+//! of its own thread blocks have (`KV_KERNEL` in `kernels/dev.h`). Its end then means the end of
 //! everything before it on the stream, whatever is before or behind:
 //!
 //! - after a copy, a memset or a wait for an event, the driver starts the launch as any other: only
@@ -85,8 +85,8 @@ impl Dependent {
         decide(self.is_wanted, self.call.is_some(), self.driver, code)
     }
 
-    /// Returns the driver's call for a kernel for which [`Self::decide`] has decided; `None` if it is
-    /// launched as usual.
+    /// Returns the driver's call for a kernel for which [`Self::decide`] has decided; `None` if it
+    /// is launched as usual.
     pub(super) fn call(&self, decided: Result<(), Refusal>) -> Option<LaunchEx> {
         self.call.filter(|_| decided.is_ok() && self.refused.get().is_none())
     }

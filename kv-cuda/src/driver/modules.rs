@@ -244,8 +244,8 @@ impl Modules {
         }
     }
 
-    /// Returns the reason for which kernels are launched one after another: that of the loaded ones,
-    /// before any is loaded that of the first origin.
+    /// Returns the reason for which kernels are launched one after another: that of the loaded
+    /// ones, before any is loaded that of the first origin.
     pub(super) fn serial_launches(&self) -> Option<String> {
         let loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
         let codes: Vec<_> = loaded.modules.values().map(|module| module.code).collect();

@@ -67,13 +67,13 @@ impl CudaOptions {
     pub fn with_reserved_bytes(self, bytes: u64) -> Self {
         Self { reserved_bytes: bytes, ..self }
     }
-    /// Lets kernels start before the previous kernel on the stream has ended, and wait for it then, or
-    /// starts them one after another. The default is to do it wherever the card, its driver and the
-    /// loaded code can: it takes microseconds off every layer of a small batch.
+    /// Lets kernels start before the previous kernel on the stream has ended, and wait for it then,
+    /// or starts them one after another. The default is to do it wherever the card, its driver and
+    /// the loaded code can: it takes microseconds off every layer of a small batch.
     ///
     /// Kernels of other libraries on the same stream stay ordered with these. The exception is one
-    /// that is launched in this way and ends without having waited (`griddepcontrol.wait`): a program
-    /// with such a kernel between those of this backend switches dependent launches off.
+    /// that is launched in this way and ends without having waited (`griddepcontrol.wait`): a
+    /// program with such a kernel between those of this backend switches dependent launches off.
     #[must_use]
     pub fn with_dependent_launches(self, is_wanted: bool) -> Self {
         Self { dependent_launches: Some(is_wanted), ..self }

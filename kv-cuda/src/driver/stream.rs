@@ -109,8 +109,8 @@ impl CudaStream {
             num_attributes: 1,
         };
         let mut arguments = [params.as_ptr().cast_mut().cast::<c_void>()];
-        // SAFETY: condition 1; a configuration with one attribute and a live stream; a kernel has one
-        // parameter, whose bytes the driver copies.
+        // SAFETY: condition 1; a configuration with one attribute and a live stream; a kernel has
+        // one parameter, whose bytes the driver copies.
         unsafe { call(&raw const config, function.raw, arguments.as_mut_ptr(), ptr::null_mut()) }
     }
 

@@ -80,15 +80,15 @@ impl Library {
         })
     }
 
-    /// Runs kernels with their parameters and seeds one after another, to their ends. Each may begin
-    /// before the previous one has run, for which it then waits.
+    /// Runs kernels with their parameters and seeds one after another, to their ends. Each may
+    /// begin before the previous one has run, for which it then waits.
     ///
     /// # Errors
     /// `Driver`, with the emulator's message, for a launch that it refuses or that fails.
     ///
     /// # Safety
-    /// 1. Parameters are those of their kernels, and every address in them points to memory as large
-    ///    as the kernel uses.
+    /// 1. Parameters are those of their kernels, and every address in them points to memory as
+    ///    large as the kernel uses.
     pub(super) unsafe fn launch(&self, all: &[(Launch, &[u8], u32)]) -> Result<(), DeviceError> {
         let failed = |detail: String| {
             DeviceError::new(DeviceErrorKind::Driver, "launch").with_detail(detail)
@@ -109,8 +109,8 @@ impl Library {
         let count = length(launches.len())?;
         let mut text = [0_u8; 1024];
         let text_bytes = u32::try_from(text.len()).unwrap_or(0);
-        // SAFETY: names end with a zero, parameters, `launches` and `text` have the lengths that are
-        // passed; condition 1 covers what the kernels do with their parameters.
+        // SAFETY: names end with a zero, parameters, `launches` and `text` have the lengths that
+        // are passed; condition 1 covers what the kernels do with their parameters.
         let code = unsafe {
             (self.launch)(launches.as_ptr(), count, text.as_mut_ptr().cast(), text_bytes)
         };

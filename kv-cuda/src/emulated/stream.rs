@@ -1,5 +1,5 @@
-//! Streams of the emulated GPU: submitted work is done at once. In a replay, where launches are known
-//! in advance, each begins before the previous one has run, as on a card.
+//! Streams of the emulated GPU: submitted work is done at once. In a replay, where launches are
+//! known in advance, each begins before the previous one has run, as on a card.
 use std::any::Any;
 use std::ptr;
 use std::sync::Arc;

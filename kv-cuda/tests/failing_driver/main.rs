@@ -250,8 +250,8 @@ fn outcome(driver: &Path, fault: &str) -> String {
     said(driver, fault, &[]).1
 }
 
-/// Runs the work with a fault and more variables. Returns the reason for launches one after another,
-/// and the outcome.
+/// Runs the work with a fault and more variables. Returns the reason for launches one after
+/// another, and the outcome.
 fn said(driver: &Path, fault: &str, variables: &[(&str, &str)]) -> (String, String) {
     let mut command = Command::new(env::current_exe().unwrap());
     command.args(["with_the_driver_of_the_test", "--exact", "--nocapture"]);
@@ -268,8 +268,8 @@ fn said(driver: &Path, fault: &str, variables: &[(&str, &str)]) -> (String, Stri
     (after("serial: ").unwrap_or_default(), outcome)
 }
 
-/// Kernels overlap where everything allows it. Otherwise the older call launches them, and the reason
-/// is told.
+/// Kernels overlap where everything allows it. Otherwise the older call launches them, and the
+/// reason is told.
 #[test]
 #[cfg(target_os = "linux")]
 fn launches_overlap_or_the_reason_is_told() {

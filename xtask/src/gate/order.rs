@@ -1,8 +1,8 @@
 //! The wait of a kernel for the kernel before it, which must come before every access to memory.
 //!
-//! Kernels may be launched before the previous one has ended (`kv-cuda/src/driver/dependent.rs`). The
-//! source waits first, but a compiler may move loads that it takes for constant, as those of tables,
-//! and the emulator does not see its code.
+//! Kernels may be launched before the previous one has ended (`kv-cuda/src/driver/dependent.rs`).
+//! The source waits first, but a compiler may move loads that it takes for constant, as those of
+//! tables, and the emulator does not see its code.
 #![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use super::sass::{Instruction, Kernel};
 

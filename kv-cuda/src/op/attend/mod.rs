@@ -148,8 +148,8 @@ fn partial_bytes(params: &AttendParams, kernels: &KernelSelection, room: &Extent
     (rows.saturating_mul(dim).saturating_mul(4).max(prefill), rows.saturating_mul(stats))
 }
 
-/// Launches the kernels. Returns whether one of them fills the rows that belong to no query, as those
-/// for decoding do (`decode_fill.h`).
+/// Launches the kernels. Returns whether one of them fills the rows that belong to no query, as
+/// those for decoding do (`decode_fill.h`).
 fn run(
     queue: &mut CudaQueue,
     plan: &AttentionPlan<'_>,
