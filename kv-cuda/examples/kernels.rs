@@ -331,9 +331,14 @@ fn cell(kernel: &KernelReport) -> String {
     cell
 }
 
-/// Writes an archive for every architecture, and the manifest.
+/// Writes an archive for every architecture, and the manifest, and removes other archives, which
+/// the crate would embed.
 fn write(done: &[Compiled<'_>], version: u32, folder: &Path) -> Result<()> {
     fs::create_dir_all(folder)?;
+    for path in others(folder)? {
+        fs::remove_file(&path)?;
+        println!("{}: removed", path.display());
+    }
     let mut manifest = format!("nvrtc {version}\n");
     for arch in Arch::SHIPPED {
         let of_arch = done.iter().filter(|one| one.job.arch == arch);
@@ -362,6 +367,20 @@ fn write(done: &[Compiled<'_>], version: u32, folder: &Path) -> Result<()> {
     Ok(())
 }
 
+/// Returns the archives of architectures that are not shipped.
+fn others(folder: &Path) -> Result<Vec<PathBuf>> {
+    let shipped = Arch::SHIPPED.map(|arch| format!("{arch}.kva"));
+    let mut others = Vec::new();
+    for entry in fs::read_dir(folder)? {
+        let path = entry?.path();
+        let is_archive = path.extension().is_some_and(|extension| extension == "kva");
+        if is_archive && !shipped.iter().any(|own| path.ends_with(own)) {
+            others.push(path);
+        }
+    }
+    Ok(others)
+}
+
 /// Compresses a frame with the `zstd` program, `None` if it is missing.
 fn zstd(image: &[u8]) -> Option<Vec<u8>> {
     let mut command = Command::new("zstd");
@@ -379,7 +398,9 @@ fn zstd(image: &[u8]) -> Option<Vec<u8>> {
 
 /// Compares the archives with the sources; the error lists entries that are not current.
 fn check(jobs: &[Compilation<'_>], version: u32, folder: &Path) -> Result<()> {
-    let mut stale = Vec::new();
+    let of_no_arch = others(folder)?.into_iter();
+    let mut stale: Vec<_> =
+        of_no_arch.map(|path| format!("{} is not shipped", path.display())).collect();
     for arch in Arch::SHIPPED {
         let path = folder.join(format!("{arch}.kva"));
         let Ok(bytes) = fs::read(&path) else {
