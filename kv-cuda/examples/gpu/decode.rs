@@ -3,10 +3,12 @@ use kv_core::backend::Backend;
 use kv_core::{AttentionOptions, DType, KvFormat, ScaleGroup, TensorView, TensorViewMut};
 
 use crate::bench::{Bench, Result, Work};
-use crate::input::{self, BlockOrder, Cache, FORMATS, HEAD_DIM, NUM_MAIN, SCALE, Shape};
+use crate::input::{self, BlockOrder, Cache, FORMATS, HEAD_DIM, NUM_MAIN, Shape};
 
 /// Batches and contexts that are also measured with shuffled blocks.
 const SHUFFLED: [(u32, u32); 2] = [(1, 1 << 17), (64, 1 << 13)];
+/// Other values of `head_dim`, measured in every format with 64 sequences of 8k tokens.
+const DIMS: [u32; 2] = [64, 256];
 /// Formats without a kernel of their own: the general kernel decodes them.
 const GENERAL: [KvFormat; 2] = [KvFormat::Q8_0, KvFormat::L6(ScaleGroup::Row)];
 
@@ -44,6 +46,11 @@ pub(crate) fn run(bench: &mut Bench) -> Result<()> {
                 }
             }
         }
+        for head_dim in DIMS {
+            let (batch, context) = if bench.is_tiny { (2, 40) } else { (64, 1 << 13) };
+            let shape = shape(bench, format, (16, batch, context));
+            with_groups(bench, Shape { head_dim, ..shape }, &[8])?;
+        }
     }
     for (batch, context) in if bench.is_tiny { [(1, 40), (2, 40)] } else { SHUFFLED } {
         let shape = shape(bench, KvFormat::Bf16, (16, batch, context));
@@ -69,13 +76,14 @@ pub(crate) fn shape(
 
 /// Measures one cache with increasing numbers of query heads.
 pub(crate) fn with_groups(bench: &mut Bench, shape: Shape, groups: &[u32]) -> Result<()> {
-    let Shape { format, block_size, batch, context, .. } = shape;
+    let Shape { format, block_size, batch, context, head_dim, .. } = shape;
+    let dim = if head_dim == HEAD_DIM { String::new() } else { format!("/d{head_dim}") };
     let order = match shape.order {
         BlockOrder::Consecutive => "",
         BlockOrder::Shuffled => "/shuffled",
     };
     let name = |group: &str| {
-        format!("decode/{format}/block{block_size}/{group}/b{batch}/c{context}{order}")
+        format!("decode/{format}/block{block_size}/{group}/b{batch}/c{context}{dim}{order}")
     };
     let named = groups.iter().map(|group| (*group, name(&format!("gqa{group}"))));
     let wanted: Vec<_> = named.filter(|(_, name)| bench.wants(format, name)).collect();
@@ -115,7 +123,7 @@ fn measure(
     let out = bench.device.alloc(values * 2)?;
     let mut step = cache.begin_step(&shape.step_inputs())?;
     shape.write(&mut step, 0..layers, [&k, &v], shape.batch)?;
-    let options = AttentionOptions::causal(SCALE);
+    let options = AttentionOptions::causal(1.0 / (shape.head_dim as f32).sqrt());
     let micros = bench.clock().time(
         &mut step,
         |step, call| {

@@ -1,6 +1,6 @@
 //! Attention of a prompt: all of it, or its last tokens after a cached prefix.
 use kv_core::backend::Backend;
-use kv_core::{AttentionOptions, DType, KvFormat, Scaling, TensorView, TensorViewMut};
+use kv_core::{AttentionOptions, DType, KvFormat, ScaleGroup, Scaling, TensorView, TensorViewMut};
 
 use crate::bench::{Bench, Result, Work};
 use crate::input::{self, BlockOrder, HEAD_DIM, Shape};
@@ -9,10 +9,11 @@ use crate::input::{self, BlockOrder, HEAD_DIM, Shape};
 const GROUP: u32 = 4;
 
 /// Formats of codes, whose rows prefill decodes.
-const CODED: [KvFormat; 3] = [
+const CODED: [KvFormat; 4] = [
     KvFormat::Fp8E4m3(Scaling::Tensor),
     KvFormat::Int8(Scaling::Tensor),
     KvFormat::Int8(Scaling::Row),
+    KvFormat::L4(ScaleGroup::Row),
 ];
 
 pub(crate) fn run(bench: &mut Bench) -> Result<()> {
@@ -44,9 +45,8 @@ fn others(bench: &Bench) -> Vec<Shape> {
         |new: u32, context: u32| Shape { context: context * unit, new: new.min(tokens), ..base };
     let mut shapes = vec![suffix(64, 32), suffix(512, 32), suffix(16, 32)];
     shapes.extend([suffix(64, 8), suffix(64, 128), Shape { batch: 4, ..suffix(64, 32) }]);
-    for new in [64, 512] {
-        shapes.push(Shape { format: KvFormat::Int8(Scaling::Tensor), ..suffix(new, 32) });
-    }
+    shapes.extend(CODED.map(|format| Shape { format, ..suffix(64, 32) }));
+    shapes.push(Shape { format: KvFormat::Int8(Scaling::Tensor), ..suffix(512, 32) });
     shapes.extend([64, 256].map(|head_dim| Shape { head_dim, ..base }));
     shapes.extend(CODED.map(|format| Shape { format, ..base }));
     shapes.push(Shape { order: BlockOrder::Shuffled, ..base });

@@ -69,7 +69,8 @@ fn measured(line: &str) -> Vec<String> {
 fn a_part_measures_only_its_own() {
     assert_eq!(measured("--part facts"), [""; 0]);
     let names = measured("--part decode --format l4");
-    assert_eq!(names, ["decode/l4/block16/gqa8/b2/c40"]);
+    let name = "decode/l4/block16/gqa8/b2/c40";
+    assert_eq!(names, ["", "/d64", "/d256"].map(|dim| format!("{name}{dim}")));
     let name = "decode/fp8-e4m3/block16/gqa8/b1/c30";
     assert_eq!(measured(&format!("--part headline --only {name}")), ["copy/driver", name, name]);
 }

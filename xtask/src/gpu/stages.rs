@@ -32,6 +32,9 @@ const PROFILES: [(&str, &str, u32); 6] = [
     ("decode_l4_128", "decode/l4/block16/gqa8/b64/c8192", 1),
 ];
 
+/// Kernels whose stall reasons are listed: their loops wait for their own results.
+const STALLING: [&str; 2] = ["decode_int8_row_128", "decode_l4_128"];
+
 /// Queries the facts about the card; returns whether that worked. Without a card, nothing is
 /// written.
 pub(super) fn facts(runner: &mut Runner<'_>) -> Result<bool> {
@@ -59,7 +62,8 @@ pub(super) fn facts(runner: &mut Runner<'_>) -> Result<bool> {
     Ok(is_known)
 }
 
-/// Runs all other stages.
+/// Runs all other stages; `docs/gpu/README.md` has their order and times, which a change must keep
+/// within a deadline of 560 s.
 pub(super) fn all(runner: &mut Runner<'_>) -> Result<()> {
     let card = on_card(runner);
     // First whether each kernel loads, then whether the measured ones are correct.
@@ -112,20 +116,24 @@ fn measure(runner: &mut Runner<'_>, name: &str, limit: u64, part: &[&str]) -> Re
     Ok(())
 }
 
-/// Profiles one launch of each important kernel. Profiling is often forbidden, which is not a
-/// failure.
+/// Profiles one launch of each important kernel, and lists why the warps of some wait. Profiling is
+/// often forbidden, which is not a failure.
 fn profiles(runner: &mut Runner<'_>) -> Result<()> {
     const NAME: &str = "ncu";
     let is_there = runner.ask(&[NAME, "--version"]).is_some();
     let number = runner.device.to_string();
-    for (kernel, case, skipped) in PROFILES {
-        let name = format!("{NAME}, {kernel}");
+    let full = PROFILES.iter().map(|profile| (NAME, &["--set=full"][..], profile));
+    let stalling = PROFILES.iter().filter(|(kernel, ..)| STALLING.contains(kernel));
+    // Stall reasons are in the body of this section, which is not printed by default.
+    let stalls = ["--section=WarpStateStats", "--print-details=all"];
+    let stalls = stalling.map(|profile| ("ncu stalls", &stalls[..], profile));
+    for (what, sections, (kernel, case, skipped)) in full.chain(stalls) {
         let filter = format!("regex:^{kernel}");
         let skipped = format!("--launch-skip={skipped}");
-        let profiler = [NAME, "--set=full", &skipped, "--launch-count=1"];
-        let args = ["--kernel-name", &filter, "bin/gpu", "--device", &number];
-        let args = [&profiler[..], &args, &["--part", "headline", "--only", case]].concat();
-        optional(runner, &name, &Call::new(25, &args), is_there)?;
+        let launch = [&skipped, "--launch-count=1", "--kernel-name", &filter];
+        let bench = ["bin/gpu", "--device", &number, "--part", "headline", "--only", case];
+        let args = [&[NAME], sections, &launch, &bench].concat();
+        optional(runner, &format!("{what}, {kernel}"), &Call::new(25, &args), is_there)?;
     }
     Ok(())
 }
@@ -211,12 +219,12 @@ fn counting(runner: &mut Runner<'_>, name: &str, call: Call) -> Result<()> {
 
 /// Runs the other measurements, in separate processes.
 fn grid(runner: &mut Runner<'_>) -> Result<()> {
+    measure(runner, "prefill", 60, &["prefill"])?;
+    measure(runner, "steps", 40, &["steps"])?;
     for format in FORMATS.into_iter().chain(GENERAL) {
         let part = ["decode", "--format", format];
         measure(runner, &format!("decode, {format}"), 60, &part)?;
     }
-    measure(runner, "prefill", 60, &["prefill"])?;
-    measure(runner, "steps", 40, &["steps"])?;
     for format in FORMATS {
         measure(runner, &format!("moves, {format}"), 30, &["moves", "--format", format])?;
     }

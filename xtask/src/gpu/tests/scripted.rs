@@ -73,11 +73,12 @@ const SCRIPTS: [(&str, &str); 9] = [
 ];
 
 /// Stages, each with a part of its command line that no other stage has.
-const STAGES: [(&str, &str); 27] = [
+const STAGES: [(&str, &str); 28] = [
     ("kernels", "every_kernel_loads"),
     ("oracles, bf16", "--part oracle --format bf16 "),
     ("headlines", "--part headline --out"),
     ("ncu, decode_bf16_128", "regex:^decode_bf16_128"),
+    ("ncu stalls, decode_l4_128", "WarpStateStats*decode_l4_128"),
     ("graph replay", "bin/replay"),
     ("driver", "bin/driver driver:: "),
     ("conformance, list of cases", "--list"),
