@@ -5,6 +5,13 @@
 constexpr u32 kv_decode_stride(u32 dim) { return dim + 4; }  // padded row of a warp's results
 constexpr u32 KV_DECODE_MERGE_SPLITS = 16;                   // KV splits whose weights a warp holds at a time
 
+// Rows between partial results: those of the largest query tile.
+KV_DEV u32 kv_decode_partial_rows(const KvAttendParams& p) {
+  if (p.q_len_max >= KV_DECODE_ROWS || p.group >= KV_DECODE_ROWS) return KV_DECODE_ROWS;
+  const u32 rows = p.q_len_max * p.group;
+  return rows < KV_DECODE_ROWS ? rows : KV_DECODE_ROWS;
+}
+
 // The softmax state of a row: the sum of weights relative to 2^max.
 struct KvDecodeTotal { float max, sum; };
 
@@ -138,7 +145,7 @@ KV_DEV void kv_decode_write_rows(const KvDecodeWork& w, const KvDecodeShared<F, 
 template <class F, int DIM>
 KV_DEV void kv_decode_write_partial(const KvDecodeWork& w, const KvDecodeShared<F, DIM>& shared) {
   constexpr u32 WARPS = KvDecodeShared<F, DIM>::WARPS;
-  const u64 partial = (u64)(w.item.partial + w.item.split) * KV_DECODE_ROWS;
+  const u64 partial = (u64)(w.item.partial + w.item.split) * kv_decode_partial_rows(w.p.attend);
   for (u32 i = w.warp * 32 + w.lane; i < w.rows * (DIM / 4); i += WARPS * 32) {
     const u32 row = i / (DIM / 4), column = i % (DIM / 4) * 4;
     float weights[WARPS];

@@ -18,7 +18,7 @@ template <class F, int DIM> struct KvDecodeSplitMerge {
   const float* stats;
   const float4* values;
   float* weights;  // [KV_DECODE_MERGE_SPLITS][16]
-  u32 lane, warp, row, rows, own;
+  u32 lane, warp, row, rows, own, pitch;  // pitch: rows between partial results
 
   // Reads the log2 sums of this lane's row, for every other split from `begin` on, all at once;
   // minus infinity past the last split or query.
@@ -27,7 +27,7 @@ template <class F, int DIM> struct KvDecodeSplitMerge {
     for (u32 i = 0; i < STATS; i++) {
       const u32 nth = begin + i * 2 + lane / KV_DECODE_ROWS;
       x[i] = kv_minus_inf();
-      if (nth < own && row < rows) x[i] = kv_ldcg(stats + (u64)(warp + nth * WARPS) * KV_DECODE_ROWS + row);
+      if (nth < own && row < rows) x[i] = kv_ldcg(stats + (u64)(warp + nth * WARPS) * pitch + row);
     }
   }
   // Adds weighted rows of splits `begin` to `end` to those in shared memory; initialises them if
@@ -44,7 +44,7 @@ template <class F, int DIM> struct KvDecodeSplitMerge {
       }
 #pragma unroll UNROLL
       for (u32 nth = begin; nth < end; nth++) {
-        const float4* const from = values + (u64)(warp + nth * WARPS) * (KV_DECODE_ROWS * QUADS);
+        const float4* const from = values + (u64)(warp + nth * WARPS) * (pitch * QUADS);
         const float* const own = weights + (nth - begin) * KV_DECODE_ROWS;
         float4 x[VECTORS];
 #pragma unroll
@@ -67,12 +67,13 @@ template <class F, int DIM> struct KvDecodeSplitMerge {
 template <class F, int DIM>
 KV_DEV void kv_decode_merge_splits(const KvDecodeWork& w, const KvDecodeShared<F, DIM>& shared) {
   typedef KvDecodeSplitMerge<F, DIM> Merge;
-  const u64 first_partial = w.item.partial * (u64)KV_DECODE_ROWS;
+  const u32 pitch = kv_decode_partial_rows(w.p.attend);
+  const u64 first_partial = w.item.partial * (u64)pitch;
   const u32 own = (w.item.num_splits + Merge::WARPS - 1 - w.warp) / Merge::WARPS, row = w.lane % KV_DECODE_ROWS;
   const Merge merge = {(const float*)w.p.attend.partial_stats + first_partial,
                      (const float4*)((const float*)w.p.attend.partial_rows + first_partial * DIM),
                      shared.weights + w.warp * (KV_DECODE_MERGE_SPLITS * KV_DECODE_ROWS),
-                     w.lane, w.warp, row, w.rows, own};
+                     w.lane, w.warp, row, w.rows, own, pitch};
   KvDecodeTotal total = {kv_minus_inf(), 0.f};
   float first[Merge::STATS], x[Merge::STATS];  // those of the first splits are kept for their weights
   merge.read(0, first);

@@ -123,9 +123,10 @@ struct KvDecodePlanParams {
   u32 q_len_max;                       // entries with more queries belong to another kernel
 };
 
-// Parameters of the kernels `decode_*`. Here partial_rows is f32 [partial results][16][dim],
-// partial_stats f32 [partial results][16] and counters u32 [partial results]; partial_index is
-// unused.
+// Parameters of the kernels `decode_*`. Here partial_rows is f32 [partial results][rows][dim],
+// partial_stats f32 [partial results][rows] and counters u32 [partial results], where rows is
+// q_len_max * group, 16 at most; no entry that is decoded has more than q_len_max queries.
+// partial_index is unused.
 struct KvDecodeParams {
   KvAttendParams attend;
   u64 items, starts;  // from `plan_decode` or the host, for as many slots as thread blocks

@@ -488,7 +488,10 @@ int run(u32 seed) {
   std::vector<KvWorkItem> items(c.invariant ? tiles : query_tiles + c.slots);
   const size_t partials = c.invariant ? tiles : 2 * c.slots;
   std::vector<u32> starts(c.slots + 1, 0x55555555), counters(partials);
-  std::vector<float> partial_rows(partials * 16 * c.dim, NAN), partial_stats(partials * 16, NAN);
+  u32 q_len_max = 0;
+  for (const KvSequence& s : w.sequences) q_len_max = std::max(q_len_max, s.q_len);
+  const u32 pitch = std::min(q_len_max * c.group, 16u);
+  std::vector<float> partial_rows(partials * pitch * c.dim, NAN), partial_stats(partials * pitch, NAN);
   const KvPlan plan = {(u64)&counts, (u64)w.sequences.data(), 0, 0, (u64)w.tables.data()};
   const u32 sink_tokens = c.sink_tokens;  // without a window they change nothing
   const KvDecodePlanParams planning = {plan,    (u64)items.data(), (u64)starts.data(), c.slots,     c.kv_heads,
@@ -504,7 +507,7 @@ int run(u32 seed) {
   a.partial_rows = (u64)partial_rows.data(), a.partial_stats = (u64)partial_stats.data();
   a.counters = (u64)counters.data();
   a.scale = c.scale, a.soft_cap = c.soft_cap, a.full = c.full, a.group = c.group;
-  a.window_left = c.window_left, a.sink_tokens = sink_tokens;
+  a.window_left = c.window_left, a.sink_tokens = sink_tokens, a.q_len_max = q_len_max;
   p.items = (u64)items.data(), p.starts = (u64)starts.data(), p.stages = c.stages;
   while ((1u << p.block_shift) < c.block_size) p.block_shift++;
   if (1u << p.block_shift != c.block_size) p.block_shift = 0;

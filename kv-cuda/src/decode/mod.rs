@@ -8,6 +8,8 @@ pub(crate) use plan::{Kind, Work};
 use crate::params::{Plane, Tensor};
 use crate::step::Extent;
 
+/// Maximum queries of an entry that is decoded; an entry with more is prefill.
+pub(crate) const Q_LEN_MAX: u32 = 8;
 /// Query rows that one thread block processes together: the rows of one matrix product.
 const ROWS: u32 = 16;
 /// Tokens of K or of V in a stage of a warp's ring buffer.
@@ -192,27 +194,51 @@ fn is_even(tensor: &Tensor) -> bool {
 pub(crate) struct Room {
     /// Number of work items of the plan; for prefill, of each kv head.
     pub(crate) items: u64,
-    /// Partial results, each with a counter of 4 bytes. In decoding they have 16 rows of `head_dim`
-    /// f32 in `partial_rows` and 16 f32 in `partial_stats`.
+    /// Partial results, each with a counter of 4 bytes.
     pub(crate) partials: u64,
 }
 
+/// The query rows that decoding has at most, for the memory of its partial results.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Rows {
+    /// Queries of an entry that is decoded: `AttendParams::q_len_max`.
+    pub(crate) q_len_max: u32,
+    /// Rows of a partial result, each with `head_dim` f32 in `partial_rows` and one in
+    /// `partial_stats`.
+    pub(crate) of_partial: u64,
+}
+
+impl Rows {
+    /// Counts the rows of any batch within this extent, as decode_merge.h does.
+    pub(crate) fn of(work: &Work, extent: &Extent) -> Self {
+        let q_len_max = extent.decode_q_len_max;
+        let rows = u64::from(q_len_max) * u64::from(work.group);
+        Self { q_len_max, of_partial: rows.min(ROWS.into()) }
+    }
+}
+
 impl Room {
-    /// Computes the need of any plan for up to `sequences` sequences that have `total_q` queries
-    /// together. `tokens` are those of the longest sequence; they matter only if the splits may not
-    /// depend on the batch.
-    pub(crate) fn of(work: &Work, sequences: u64, total_q: u64, tokens: u64) -> Self {
-        let rows = total_q * u64::from(work.group);
+    /// Computes the need of any plan for a batch within this extent. The tokens of the longest
+    /// sequence matter only if the splits may not depend on the batch.
+    pub(crate) fn of(work: &Work, extent: &Extent) -> Self {
+        let [sequences, total_q, tokens] =
+            [extent.sequences, extent.total_q, extent.kv_len_max].map(u64::from);
+        let group = u64::from(work.group);
         if let Kind::Prefill { rows: rows_of_tile } = work.kind {
-            let tiles = rows / u64::from(rows_of_tile) + sequences;
+            let tiles = total_q * group / u64::from(rows_of_tile) + sequences;
             return Self::of_prefill(work, sequences, tiles, tokens);
         }
-        let tiles = rows.div_ceil(u64::from(ROWS)) + sequences;
+        // Queries of longer entries are not decoded.
+        let q_len_max = u64::from(Rows::of(work, extent).q_len_max);
+        let rows = total_q.min(sequences * q_len_max) * group;
+        let of_tile = u64::from(ROWS);
+        let tiles = rows.div_ceil(of_tile) + sequences;
+        let tiles = tiles.min(sequences * (q_len_max * group).div_ceil(of_tile));
         let query_tiles = tiles * u64::from(work.kv_heads);
         if work.invariant {
-            let splits = tokens.div_ceil(plan::INVARIANT_TOKENS) + 1;
+            let splits = tokens.div_ceil(plan::INVARIANT_TOKENS).max(1);
             let items = query_tiles * splits;
-            return Self { items, partials: items };
+            return Self { items, partials: if splits > 1 { items } else { 0 } };
         }
         let slots = u64::from(work.slots);
         Self { items: query_tiles + slots, partials: slots * 2 }
@@ -233,12 +259,6 @@ impl Room {
         };
         Self { items: tiles + partials, partials: partials * heads }
     }
-}
-
-/// Computes the need of any batch of this extent.
-pub(crate) fn room(work: &Work, extent: &Extent) -> Room {
-    let sequences = extent.sequences.into();
-    Room::of(work, sequences, extent.total_q.into(), extent.kv_len_max.into())
 }
 
 #[cfg(test)]

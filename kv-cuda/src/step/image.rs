@@ -10,7 +10,7 @@ use super::lists::{Lists, extent_of, within};
 use super::tables::{Change, DeviceTables};
 use super::{StepLimits, StepPlan, Transfer};
 use crate::buffer::CudaBuffer;
-use crate::decode::{Work, room};
+use crate::decode::{Room, Work};
 use crate::gpu::{Gpu, Launch};
 use crate::params::{Address, TableParams, WorkItem};
 use crate::scratch::{Pack, Scratch};
@@ -122,7 +122,8 @@ impl Image {
             return Ok((schedule.items, schedule.starts));
         }
         // Saturating: step limits may be any, and memory for them is refused.
-        let items = room(work, &self.step.room).items.saturating_mul(to_u64(size_of::<WorkItem>()));
+        let items =
+            Room::of(work, &self.step.room).items.saturating_mul(to_u64(size_of::<WorkItem>()));
         let starts = (u64::from(work.slots) + 1) * 4;
         schedule.items = schedule.memory.reserve(items.saturating_add(starts))?;
         schedule.starts = schedule.items + items;

@@ -3,6 +3,7 @@ use kv_core::plan::{KvSplit, PlanBuffers, PlannedSequence};
 
 use super::tables::Change;
 use super::{Extent, StepLimits, StepPlan};
+use crate::decode;
 use crate::params::{Address, Counts, Entry, Plan, Sequence, Split};
 use crate::scratch::{At, Pack};
 use kv_core::num::{to_u32, to_u64, to_usize};
@@ -152,10 +153,13 @@ fn partials_of(sequence: &PlannedSequence) -> u64 {
 /// Returns the extent of a batch.
 pub(super) fn extent_of(batch: &PlanBuffers) -> Extent {
     let sequences = batch.sequences();
-    let (mut partials, mut kv_len_max) = (0_u64, 0);
+    let (mut partials, mut kv_len_max, mut decode_q_len_max) = (0_u64, 0, 0);
     for sequence in sequences {
         partials += partials_of(sequence);
         kv_len_max = sequence.kv_len.max(kv_len_max);
+        if sequence.q_len <= decode::Q_LEN_MAX {
+            decode_q_len_max = sequence.q_len.max(decode_q_len_max);
+        }
     }
     Extent {
         sequences: to_u32(sequences.len()),
@@ -163,6 +167,7 @@ pub(super) fn extent_of(batch: &PlanBuffers) -> Extent {
         total_q: batch.total_q(),
         total_new: batch.total_new(),
         q_len_max: batch.q_len_max(),
+        decode_q_len_max,
         new_len_max: batch.new_len_max(),
         kv_len_max,
         partials,
@@ -178,6 +183,7 @@ fn largest(limits: &StepLimits) -> Extent {
         total_q: tokens,
         total_new: tokens,
         q_len_max: limits.tokens_per_sequence,
+        decode_q_len_max: limits.tokens_per_sequence.min(decode::Q_LEN_MAX),
         new_len_max: limits.tokens_per_sequence,
         kv_len_max: limits.max_seq_len,
         partials: u64::from(limits.splits) * u64::from(limits.tokens_per_sequence),

@@ -58,6 +58,8 @@ pub(crate) struct Extent {
     pub(crate) total_q: u32,
     pub(crate) total_new: u32,
     pub(crate) q_len_max: u32,
+    /// Queries of an entry that is decoded.
+    pub(crate) decode_q_len_max: u32,
     pub(crate) new_len_max: u32,
     pub(crate) kv_len_max: u32,
     /// Partial results of one head: one per query and KV split of a split sequence.

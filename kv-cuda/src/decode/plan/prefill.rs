@@ -5,7 +5,7 @@ use kv_core::num::{to_u32, to_u64, to_usize};
 
 use super::super::Room;
 use super::tests::device::{address, address_mut};
-use super::tests::{Random, entry_of, sequences, work};
+use super::tests::{Random, entry_of, extent, sequences, work};
 use super::*;
 use crate::emulated::{Emulator, EmulatorOptions};
 use crate::gpu::Gpu;
@@ -45,9 +45,7 @@ fn planned(sequences: &[Sequence], work: &Work) -> Vec<WorkItem> {
 }
 
 fn memory(sequences: &[Sequence], work: &Work) -> Room {
-    let total_q = sequences.iter().map(|s| u64::from(s.q_len)).sum();
-    let longest = sequences.iter().map(|s| u64::from(s.kv_len)).max().unwrap_or(0);
-    Room::of(work, to_u64(sequences.len()), total_q, longest)
+    Room::of(work, &extent(sequences))
 }
 
 fn room_of(sequences: &[Sequence], work: &Work) -> u32 {

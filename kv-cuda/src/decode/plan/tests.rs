@@ -1,7 +1,9 @@
 //! Guarantees of a plan: every tile once, fair shares, and equal results on the device.
+use super::super::{Q_LEN_MAX, Room, Rows};
 use super::host::{DecodePlan, END_MIN, INVARIANT, OVERHEAD, SHARE_MIN, cost};
 use super::*;
 use crate::params::{Sequence, WorkItem};
+use crate::step::Extent;
 
 /// A small generator that gives the same numbers on every machine.
 pub(super) struct Random(pub(super) u64);
@@ -42,6 +44,19 @@ pub(super) fn sequences(lens: &[(u32, u32)]) -> Vec<Sequence> {
 /// Returns what a work item has of its entry.
 pub(super) fn entry_of(sequence: &Sequence) -> [u32; 4] {
     [sequence.kv_len, sequence.q_len, sequence.q_start, sequence.table]
+}
+
+/// Returns the extent of a batch, as far as memory depends on it.
+pub(super) fn extent(sequences: &[Sequence]) -> Extent {
+    let q_lens = || sequences.iter().map(|s| s.q_len);
+    Extent {
+        sequences: u32::try_from(sequences.len()).unwrap(),
+        total_q: q_lens().sum(),
+        q_len_max: q_lens().max().unwrap_or(0),
+        decode_q_len_max: q_lens().filter(|q_len| *q_len <= Q_LEN_MAX).max().unwrap_or(0),
+        kv_len_max: sequences.iter().map(|s| s.kv_len).max().unwrap_or(0),
+        ..Extent::default()
+    }
 }
 
 fn planned(sequences: &[Sequence], work: &Work) -> DecodePlan {
@@ -135,13 +150,40 @@ fn workspaces_fit_every_plan() {
     for _ in 0..400 {
         let (sequences, work) = random_case(&mut random);
         let plan = planned(&sequences, &work);
-        let total_q = sequences.iter().map(|s| u64::from(s.q_len)).sum();
-        let longest = sequences.iter().map(|s| u64::from(s.kv_len)).max().unwrap_or(0);
-        let count = u64::try_from(sequences.len()).unwrap();
-        let room = super::super::Room::of(&work, count, total_q, longest);
+        let room = Room::of(&work, &extent(&sequences));
         assert!(room.items >= u64::try_from(plan.items.len()).unwrap(), "{work:?}");
         assert!(room.partials >= plan.num_partials.into(), "{work:?}");
+        // Rows of a split query tile fit the space between partial results.
+        let rows = Rows::of(&work, &extent(&sequences));
+        for item in plan.items.iter().filter(|item| item.num_splits > 1) {
+            let index = usize::try_from(item.sequence).unwrap();
+            let left = sequences[index].q_len * work.group - item.row;
+            assert!(rows.of_partial >= left.min(16).into(), "{item:?}, {rows:?}");
+        }
     }
+}
+
+/// Partial results of contexts of 128k tokens whose splits may not depend on the batch: rows that
+/// no query has, and prompts of the batch, take no memory.
+#[test]
+fn invariant_workspaces_have_the_rows_that_are_used() {
+    let mib = |group, lens: &[(u32, u32)]| {
+        let work = Work { invariant: true, q_len_max: 8, ..work(264, 8, group) };
+        let extent = extent(&sequences(lens));
+        let partials = Room::of(&work, &extent).partials;
+        // With their statistics, at a `head_dim` of 128.
+        (partials * Rows::of(&work, &extent).of_partial * (128 + 1) * 4) >> 20
+    };
+    let batch = |count, q_len| vec![(q_len, 131_072); count];
+    assert_eq!(mib(8, &batch(64, 1)), 258);
+    assert_eq!(mib(4, &batch(64, 1)), 129);
+    assert_eq!(mib(1, &batch(64, 1)), 32);
+    assert_eq!(mib(8, &batch(256, 1)), 1032);
+    assert_eq!(mib(16, &batch(64, 1)), 516);
+    assert_eq!(mib(8, &batch(64, 2)), 516);
+    assert_eq!(mib(8, &batch(64, 4)), 1032);
+    assert_eq!(mib(8, &[batch(63, 1), batch(1, 2048)].concat()), 258, "beside a prompt");
+    assert_eq!(mib(8, &[(1, 1024); 64]), 0, "nothing is split");
 }
 
 #[test]

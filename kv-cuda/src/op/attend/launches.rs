@@ -176,7 +176,7 @@ impl Prefill {
 
 pub(super) fn prefill(selected: Prefill, work: &Work, extent: &Extent) -> Launch {
     // A device refuses a grid of so many.
-    let items = u32::try_from(decode::room(work, extent).items).unwrap_or(u32::MAX);
+    let items = u32::try_from(decode::Room::of(work, extent).items).unwrap_or(u32::MAX);
     let grid = [items, work.kv_heads, 1];
     Launch { kernel: selected.kernel, grid, threads: 128, shared_bytes: selected.shared_bytes }
 }

@@ -21,9 +21,6 @@ use crate::tensors::{Room, unsupported};
 use kv_core::num::to_u32;
 
 const OPERATION: &str = "attend";
-/// Maximum queries of an entry that counts as decoding. The core splits the contexts of such
-/// entries only, for the general kernel.
-const DECODE_Q_LEN_MAX: u32 = 8;
 
 /// The tensor-core kernels for a batch.
 #[derive(Debug)]
@@ -35,8 +32,8 @@ struct KernelSelection {
 impl KernelSelection {
     /// Returns the range of query counts that is left for the general kernel, if any.
     fn rest(&self, q_len_max: u32) -> Option<(u32, u32)> {
-        let from = if self.decode.is_some() { DECODE_Q_LEN_MAX + 1 } else { 0 };
-        let to = if self.prefill.is_some() { DECODE_Q_LEN_MAX } else { u32::MAX };
+        let from = if self.decode.is_some() { decode::Q_LEN_MAX + 1 } else { 0 };
+        let to = if self.prefill.is_some() { decode::Q_LEN_MAX } else { u32::MAX };
         (from <= to && from <= q_len_max).then_some((from, to))
     }
 }
@@ -123,7 +120,7 @@ fn select_kernels(params: &AttendParams, facts: (u32, u32), invariant: bool) -> 
         // Without a window, sink tokens change nothing.
         sink_tokens: if params.window_left == u32::MAX { 0 } else { params.sink_tokens },
         invariant,
-        q_len_max: DECODE_Q_LEN_MAX,
+        q_len_max: decode::Q_LEN_MAX,
     };
     let prefill = Prefill::of(params, shared_bytes_max);
     KernelSelection {
@@ -136,12 +133,13 @@ fn select_kernels(params: &AttendParams, facts: (u32, u32), invariant: bool) -> 
 /// any, `u64::MAX` if more.
 fn partial_bytes(params: &AttendParams, kernels: &KernelSelection, room: &Extent) -> (u64, u64) {
     let dim = u64::from(params.v_plane.head_dim);
-    let prefill = kernels.prefill.filter(|_| room.q_len_max > DECODE_Q_LEN_MAX);
+    let prefill = kernels.prefill.filter(|_| room.q_len_max > decode::Q_LEN_MAX);
     let prefill = prefill.map_or(0, |(prefill, work)| {
-        decode::room(&work, room).partials.saturating_mul(prefill.partial_bytes(dim))
+        decode::Room::of(&work, room).partials.saturating_mul(prefill.partial_bytes(dim))
     });
     let (rows, stats) = if let Some((_, work)) = &kernels.decode {
-        (decode::room(work, room).partials.saturating_mul(16), 4)
+        let of_partial = decode::Rows::of(work, room).of_partial;
+        (decode::Room::of(work, room).partials.saturating_mul(of_partial), 4)
     } else {
         (room.partials.saturating_mul(params.q.heads.into()), 8)
     };
@@ -157,16 +155,17 @@ fn run(
     (kernels, step): (&KernelSelection, &StepPlan),
 ) -> Result<bool, DeviceError> {
     let (extent, room) = (&step.extent, &step.room);
-    let few = |queries: u32| (1..=DECODE_Q_LEN_MAX).contains(&queries);
+    let few = |queries: u32| (1..=decode::Q_LEN_MAX).contains(&queries);
     let has_few = queue.is_capturing() || plan.sequences().iter().any(|s| few(s.q_len));
     let decode = kernels.decode.as_ref().filter(|_| has_few);
     let is_filled = decode.is_some();
     if let Some((shape, work)) = decode {
-        let partials = decode::room(work, room).partials;
+        let partials = decode::Room::of(work, room).partials;
+        let q_len_max = decode::Rows::of(work, room).q_len_max;
         let (items, starts) = queue.schedule(plan.batch().id(), work)?;
         let counters = queue.counters(partials)?;
         let params = DecodeParams {
-            attend: AttendParams { counters, q_len_max: DECODE_Q_LEN_MAX, ..*params },
+            attend: AttendParams { counters, q_len_max, ..*params },
             items,
             starts,
             stages: shape.stages,
@@ -176,9 +175,10 @@ fn run(
         // the owner of the memory, or the queue, keeps it until the stream has passed.
         unsafe { queue.launch(&launches::decode(shape, work), &params)? };
     }
-    if let Some((prefill, work)) = kernels.prefill.filter(|_| extent.q_len_max > DECODE_Q_LEN_MAX) {
+    if let Some((prefill, work)) = kernels.prefill.filter(|_| extent.q_len_max > decode::Q_LEN_MAX)
+    {
         let (items, count) = queue.schedule(plan.batch().id(), &work)?;
-        let counters = queue.counters(decode::room(&work, room).partials)?;
+        let counters = queue.counters(decode::Room::of(&work, room).partials)?;
         let params = PrefillParams { attend: AttendParams { counters, ..*params }, items, count };
         // SAFETY: as above.
         unsafe { queue.launch(&launches::prefill(prefill, &work, extent), &params)? };
