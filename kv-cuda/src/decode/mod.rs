@@ -5,7 +5,8 @@ mod plan;
 
 pub(crate) use plan::{Kind, Work};
 
-use crate::params::{Plane, Tensor};
+use crate::op::Refusal;
+use crate::params::{AttendParams, Plane, Tensor};
 use crate::step::Extent;
 
 /// Maximum queries of an entry that is decoded; an entry with more is prefill.
@@ -41,6 +42,21 @@ macro_rules! kernels {
         ]
     };
 }
+
+const LONG_QUERIES: Refusal = "queries that are not f16 or bf16";
+const OTHER_TYPE: Refusal = "rows of another 16-bit type than the queries";
+const NO_FORMAT: Refusal = "a format without a decode kernel";
+const SPILLS: Refusal = "e4m3 rows with a scale and a head_dim over 192 would spill registers";
+const PARTIAL_GROUP: Refusal = "l4 with a head_dim that is no multiple of 32";
+const NO_DIM: Refusal = "head_dim is not 64, 80, 96, 128, 192 or 256";
+const UNLIKE_PLANES: Refusal = "K and V differ in format, head_dim or block size";
+const UNLIKE_TENSORS: Refusal = "queries and outputs differ from each other or from K";
+const ROUNDED: Refusal = "a log-sum-exp of levels that are rounded to f16";
+const WIDE_ROWS: Refusal = "a tail, a full-precision prefix or block means";
+const TRANSFORMED: Refusal = "transformed rows without scales of their own";
+const UNALIGNED: Refusal = "rows or blocks that are not aligned for copies of 16 bytes";
+const ODD_TENSORS: Refusal = "queries or outputs that do not begin at multiples of 4 bytes";
+const NO_ROOM: Refusal = "too little shared memory for two stages";
 
 /// Numbers of element types and stored formats in kernels.
 mod code {
@@ -80,26 +96,28 @@ pub(crate) struct Shape {
 
 impl Shape {
     /// Chooses the launch of a call on a device whose thread blocks have `shared_bytes_max` bytes
-    /// of shared memory. Returns `None` for a call that only the general kernel supports: different
-    /// head dimensions of K and V, other formats, transforms of rows without scales of their own,
-    /// block means, 16-bit rows among codes, and rows or blocks that are not aligned for copies.
-    pub(crate) fn of(
-        (q, out): (&Tensor, &Tensor),
-        (k, v): (&Plane, &Plane),
-        shared_bytes_max: u32,
-    ) -> Option<Self> {
+    /// of shared memory, or returns why only the general kernel takes the call.
+    ///
+    /// A tensor in host memory has no address yet; it will be aligned.
+    pub(crate) fn of(params: &AttendParams, shared_bytes_max: u32) -> Result<Self, Refusal> {
+        let AttendParams { q, out, k_plane: k, v_plane: v, .. } = params;
         let kernels = kernels_of(k, q.dtype)?;
-        let alike = (k.format, k.head_dim) == (v.format, v.head_dim)
-            && k.block_size == v.block_size
-            && (q.dtype, q.dim, q.heads) == (out.dtype, out.dim, out.heads)
-            && q.dim == k.head_dim;
-        let lies_well = [k, v].into_iter().all(is_uniform) && [q, out].into_iter().all(is_even);
-        let index = DIMS.iter().position(|dim| *dim == k.head_dim)?;
-        let kernel = kernels.get(index).copied()?;
-        if !alike || !lies_well {
-            return None;
+        let index = DIMS.iter().position(|dim| *dim == k.head_dim).ok_or(NO_DIM)?;
+        let kernel = kernels.get(index).copied().ok_or(NO_DIM)?;
+        if (k.format, k.head_dim, k.block_size) != (v.format, v.head_dim, v.block_size) {
+            return Err(UNLIKE_PLANES);
         }
-        Self::sized(kernel, k, shared_bytes_max)
+        if (q.dtype, q.dim, q.heads) != (out.dtype, out.dim, out.heads) || q.dim != k.head_dim {
+            return Err(UNLIKE_TENSORS);
+        }
+        if params.lse.data != 0 && !scores_exactly(k) {
+            return Err(ROUNDED);
+        }
+        [k, v].into_iter().try_for_each(check_rows)?;
+        if ![q, out].into_iter().all(is_even) {
+            return Err(ODD_TENSORS);
+        }
+        Self::sized(kernel, k, shared_bytes_max).ok_or(NO_ROOM)
     }
 
     /// Computes the launch: two thread blocks share a multiprocessor if their ring buffers have two
@@ -130,22 +148,22 @@ impl Shape {
 }
 
 /// Returns the kernels that read a plane for queries of this type.
-fn kernels_of(plane: &Plane, dtype: u32) -> Option<[&'static str; DIMS.len()]> {
-    let is_short = [code::DTYPE_F16, code::DTYPE_BF16].contains(&dtype);
+fn kernels_of(plane: &Plane, dtype: u32) -> Result<[&'static str; DIMS.len()], Refusal> {
     match plane.format {
-        code::F16 if dtype == code::DTYPE_F16 => Some(kernels!("f16")),
-        code::BF16 if dtype == code::DTYPE_BF16 => Some(kernels!("bf16")),
-        _ if !is_short => None,
-        codes if code::E4M3.contains(&codes) => Some(kernels!("e4m3")),
-        codes if code::E5M2.contains(&codes) => Some(kernels!("e5m2")),
-        codes if code::INT8.contains(&codes) => Some(kernels!("int8")),
-        // Longer rows would spill registers.
-        code::E4M3_ROW if plane.head_dim <= 192 => Some(kernels!("e4m3_row")),
-        code::E5M2_ROW => Some(kernels!("e5m2_row")),
-        code::INT8_ROW => Some(kernels!("int8_row")),
-        // Only rows of whole groups.
-        code::L4 if plane.head_dim.is_multiple_of(32) => Some(kernels!("l4")),
-        _ => None,
+        _ if ![code::DTYPE_F16, code::DTYPE_BF16].contains(&dtype) => Err(LONG_QUERIES),
+        code::F16 if dtype == code::DTYPE_F16 => Ok(kernels!("f16")),
+        code::BF16 if dtype == code::DTYPE_BF16 => Ok(kernels!("bf16")),
+        code::F16 | code::BF16 => Err(OTHER_TYPE),
+        codes if code::E4M3.contains(&codes) => Ok(kernels!("e4m3")),
+        codes if code::E5M2.contains(&codes) => Ok(kernels!("e5m2")),
+        codes if code::INT8.contains(&codes) => Ok(kernels!("int8")),
+        code::E4M3_ROW if plane.head_dim > 192 => Err(SPILLS),
+        code::E4M3_ROW => Ok(kernels!("e4m3_row")),
+        code::E5M2_ROW => Ok(kernels!("e5m2_row")),
+        code::INT8_ROW => Ok(kernels!("int8_row")),
+        code::L4 if !plane.head_dim.is_multiple_of(32) => Err(PARTIAL_GROUP),
+        code::L4 => Ok(kernels!("l4")),
+        _ => Err(NO_FORMAT),
     }
 }
 
@@ -156,7 +174,7 @@ fn is_scaled(plane: &Plane) -> bool {
 
 /// Returns whether the kernels score keys of this plane as exactly as f32 does, as a log-sum-exp
 /// requires. Levels of `l4` are rounded to f16.
-pub(crate) fn scores_exactly(k: &Plane) -> bool {
+fn scores_exactly(k: &Plane) -> bool {
     k.format != code::L4
 }
 
@@ -171,17 +189,20 @@ fn row_stride(plane: &Plane) -> u32 {
     if is_scaled(plane) { plane.scales_begin + 16 } else { plane.row_bytes }
 }
 
-/// Returns whether all rows have one width and are aligned for copies of 16 bytes. Copies of rows
-/// with scales go beyond a row: blocks must begin and end at 16 bytes, so that no copy leaves its
-/// block.
-fn is_uniform(plane: &Plane) -> bool {
-    let extras = [plane.block_means, plane.full_precision_prefix, plane.has_tail];
-    let rows = [plane.token_stride, plane.head_stride];
+/// Checks that all rows have one width and are aligned for copies of 16 bytes. Copies of rows with
+/// scales go beyond a row: blocks must begin and end at 16 bytes, so that no copy leaves its block.
+fn check_rows(plane: &Plane) -> Result<(), Refusal> {
+    if plane.block_means != 0 || plane.full_precision_prefix != 0 || plane.has_tail != 0 {
+        return Err(WIDE_ROWS);
+    }
+    if plane.transforms != 0 && !is_scaled(plane) {
+        return Err(TRANSFORMED);
+    }
     let of_rows = if is_scaled(plane) { ALIGNED_SCALED } else { ALIGNED };
-    [plane.block_bytes, plane.base].iter().all(|n| n.is_multiple_of(ALIGNED))
-        && rows.iter().all(|stride| stride.is_multiple_of(of_rows))
-        && extras.iter().all(|n| *n == 0)
-        && (is_scaled(plane) || plane.transforms == 0)
+    let rows = [plane.token_stride, plane.head_stride].into_iter();
+    let blocks = [plane.block_bytes, plane.base].into_iter();
+    let lie_well = rows.map(|n| (n, of_rows)).chain(blocks.map(|n| (n, ALIGNED)));
+    if lie_well.into_iter().all(|(n, to)| n.is_multiple_of(to)) { Ok(()) } else { Err(UNALIGNED) }
 }
 
 /// Returns whether rows can be read and written two values at a time.
@@ -305,16 +326,19 @@ mod tests {
         }
     }
 
-    fn shape(format: u32, dtype: u32, dim: u32, shared: u32) -> Option<Shape> {
-        let (q, plane) = (tensor(dtype, dim), plane(format, dim));
-        Shape::of((&q, &q), (&plane, &plane), shared)
+    fn params(q: Tensor, [k_plane, v_plane]: [Plane; 2]) -> AttendParams {
+        AttendParams { q, out: q, k_plane, v_plane, ..AttendParams::default() }
+    }
+
+    fn shape(format: u32, dtype: u32, dim: u32, shared: u32) -> Result<Shape, Refusal> {
+        Shape::of(&params(tensor(dtype, dim), [plane(format, dim); 2]), shared)
     }
 
     #[test]
     fn two_blocks_share_a_multiprocessor_if_possible() {
         const KIB: u32 = 1024;
         let expected = |kernel, threads, stages, shared_bytes| {
-            Some(Shape { kernel, threads, stages, block_shift: 4, shared_bytes })
+            Ok(Shape { kernel, threads, stages, block_shift: 4, shared_bytes })
         };
         for (kib, stages) in [(227, 3), (163, 2), (99, 3)] {
             let found = shape(code::BF16, code::DTYPE_BF16, 128, kib * KIB);
@@ -350,50 +374,62 @@ mod tests {
         assert_eq!(shifts, [0, 1, 0, 4, 0, 6, 8]);
     }
 
+    /// Every rule, with a plane or a tensor that breaks it alone; K and V are checked alike.
     #[test]
-    fn other_calls_are_left_to_the_general_kernel() {
+    fn each_rule_refuses() {
+        const HALF: u32 = code::DTYPE_F16;
         let shared = 99 * 1024;
-        assert_eq!(shape(code::F16, code::DTYPE_BF16, 128, shared), None, "types differ");
-        assert_eq!(shape(code::F16, 0, 128, shared), None, "f32 queries");
-        assert_eq!(shape(12, code::DTYPE_F16, 128, shared), None, "l6");
-        assert_eq!(shape(code::INT8_ROW, 0, 128, shared), None, "f32 queries over codes");
-        assert_eq!(shape(code::L4, code::DTYPE_F16, 80, shared), None, "l4 with a partial group");
-        assert_eq!(shape(code::E4M3_ROW, code::DTYPE_F16, 256, shared), None, "would spill");
-        assert_eq!(shape(code::F16, code::DTYPE_F16, 72, shared), None, "another head_dim");
-        let (q, good) = (tensor(code::DTYPE_F16, 128), plane(code::F16, 128));
-        let takes = |k: &Plane, v: &Plane| Shape::of((&q, &q), (k, v), shared).is_some();
-        assert!(takes(&good, &good));
-        let bad = [
-            Plane { token_stride: 8, ..good },
-            Plane { base: 8, ..good },
-            Plane { transforms: 1, ..good },
-            Plane { block_means: 1, ..good },
-            Plane { full_precision_prefix: 4, ..good },
-            Plane { has_tail: 1, ..good },
-            Plane { head_dim: 64, ..good },
-        ];
-        for plane in bad {
-            assert!(!takes(&plane, &good) && !takes(&good, &plane), "{plane:?}");
+        for (format, dtype, dim, why) in [
+            (code::F16, 0, 128, LONG_QUERIES),
+            (code::INT8_ROW, 0, 128, LONG_QUERIES),
+            (code::F16, code::DTYPE_BF16, 128, OTHER_TYPE),
+            (code::BF16, HALF, 128, OTHER_TYPE),
+            (12, HALF, 128, NO_FORMAT),
+            (code::E4M3_ROW, HALF, 256, SPILLS),
+            (code::L4, HALF, 80, PARTIAL_GROUP),
+            (code::F16, HALF, 72, NO_DIM),
+            (code::L4, HALF, 160, NO_DIM),
+        ] {
+            assert_eq!(shape(format, dtype, dim, shared), Err(why), "{format}, {dtype}, {dim}");
         }
-        for format in SCALED {
+        assert_eq!(shape(code::F16, HALF, 128, 40 * 1024), Err(NO_ROOM));
+        let q = tensor(HALF, 128);
+        for format in [code::F16, code::E4M3[0], code::INT8[1]].into_iter().chain(SCALED) {
             let good = plane(format, 128);
-            let takes = |k: &Plane, v: &Plane| Shape::of((&q, &q), (k, v), shared).is_some();
-            assert!(takes(&good, &good));
-            assert!(takes(&Plane { transforms: 1, ..good }, &good), "rows may be transformed");
-            let bad = [
-                Plane { token_stride: 131, ..good },
-                Plane { base: 8, ..good },
-                Plane { block_bytes: good.block_bytes + 2, ..good },
-                Plane { block_means: 1, ..good },
-                Plane { full_precision_prefix: 4, ..good },
-                Plane { has_tail: 1, ..good },
-            ];
-            for plane in bad {
-                assert!(!takes(&plane, &good) && !takes(&good, &plane), "{plane:?}");
+            let choice = |planes| Shape::of(&params(q, planes), shared).map(|_| ());
+            assert_eq!(choice([good; 2]), Ok(()));
+            let is_scaled = SCALED.contains(&format);
+            let odd_rows = if is_scaled { 131 } else { good.token_stride + 8 };
+            let transformed = if is_scaled { Ok(()) } else { Err(TRANSFORMED) };
+            for (plane, result) in [
+                (Plane { head_dim: 64, ..good }, Err(UNLIKE_PLANES)),
+                (Plane { block_size: 32, ..good }, Err(UNLIKE_PLANES)),
+                (Plane { block_means: 1, ..good }, Err(WIDE_ROWS)),
+                (Plane { full_precision_prefix: 4, ..good }, Err(WIDE_ROWS)),
+                (Plane { has_tail: 1, ..good }, Err(WIDE_ROWS)),
+                (Plane { transforms: 1, ..good }, transformed),
+                (Plane { token_stride: odd_rows, ..good }, Err(UNALIGNED)),
+                (Plane { head_stride: odd_rows, ..good }, Err(UNALIGNED)),
+                (Plane { block_bytes: good.block_bytes + 2, ..good }, Err(UNALIGNED)),
+                (Plane { base: 8, ..good }, Err(UNALIGNED)),
+            ] {
+                assert_eq!(choice([good, plane]), result, "V {plane:?}");
+                assert_eq!(choice([plane, good]), result, "K {plane:?}");
+            }
+            let good = params(q, [good; 2]);
+            let lse = Tensor { data: 4096, ..Tensor::default() };
+            let rounded = if format == code::L4 { Err(ROUNDED) } else { Ok(()) };
+            let odd = Tensor { data: 258, ..q };
+            let (other, wider) = (Tensor { dtype: 2, ..q }, Tensor { dim: 64, ..q });
+            for (params, result) in [
+                (AttendParams { lse, ..good }, rounded),
+                (AttendParams { q: odd, ..good }, Err(ODD_TENSORS)),
+                (AttendParams { out: odd, ..good }, Err(ODD_TENSORS)),
+                (AttendParams { out: other, ..good }, Err(UNLIKE_TENSORS)),
+                (AttendParams { q: wider, out: wider, ..good }, Err(UNLIKE_TENSORS)),
+            ] {
+                assert_eq!(Shape::of(&params, shared).map(|_| ()), result, "{params:?}");
             }
         }
-        let odd = Tensor { data: 258, ..q };
-        assert_eq!(Shape::of((&odd, &q), (&good, &good), shared), None);
-        assert_eq!(Shape::of((&q, &odd), (&good, &good), shared), None);
     }
 }

@@ -2,9 +2,8 @@
 use kv_core::error::DeviceError;
 use kv_core::plan::{GatherArgs, GatherPlan};
 
-use super::lanes::{self, Refusal};
 use super::pad::{self, Owned};
-use super::{round16, warps4};
+use super::{Refusal, lanes, round16, warps4};
 use crate::buffer::CudaBuffer;
 use crate::gpu::Launch;
 use crate::params::{Entry, GatherParams, Range};

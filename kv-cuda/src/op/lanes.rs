@@ -2,6 +2,7 @@
 //! refusal gives the reason for which the general kernel, which takes every row, is launched.
 use kv_core::{KvFormat, ScaleGroup, Scaling};
 
+use super::Refusal;
 use crate::params::{Plane, Tensor};
 
 /// Values of `head_dim` that the kernels support, in the order of their lists of names.
@@ -26,9 +27,6 @@ const SCALED: [KvFormat; 3] = [
 /// Lloyd-Max formats with a scale after each row.
 const LLOYD: [KvFormat; 3] =
     [KvFormat::L6(ScaleGroup::Row), KvFormat::L4(ScaleGroup::Row), KvFormat::L3(ScaleGroup::Row)];
-
-/// The reason for which rows need the general kernel.
-pub(crate) type Refusal = &'static str;
 
 pub(super) const NO_DIM: Refusal = "head_dim is not 64, 128 or 256";
 pub(super) const WIDE_ROWS: Refusal = "codes with a tail, a full-precision prefix or block means";

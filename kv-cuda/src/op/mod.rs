@@ -7,6 +7,11 @@ mod lanes;
 mod pad;
 pub(crate) mod write;
 
+/// The reason for which a kernel does not take a call, so that a slower one does. One function of
+/// each family returns the choice among its faster kernels or this: [`crate::decode::Shape::of`],
+/// `attend::launches::Prefill::of`, [`write::in_lanes`], [`gather::values`].
+pub(crate) type Refusal = &'static str;
+
 /// Rounds up to 16 bytes, the granularity of shared memory in kernels; `u32::MAX`, which no device
 /// has, if more.
 fn round16(bytes: u32) -> u32 {

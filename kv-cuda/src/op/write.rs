@@ -2,8 +2,8 @@
 use kv_core::error::DeviceError;
 use kv_core::plan::{WriteArgs, WritePlan};
 
-use super::lanes::{self, Refusal, Rows};
-use super::{MAX_YZ, round16, warps4};
+use super::lanes::{self, Rows};
+use super::{MAX_YZ, Refusal, round16, warps4};
 use crate::buffer::CudaBuffer;
 use crate::capture::RowsOf;
 use crate::gpu::Launch;

@@ -6,7 +6,7 @@ mod tests;
 use kv_core::error::DeviceError;
 use kv_core::{KvFormat, ScaleGroup, Scaling};
 
-use super::super::MAX_YZ;
+use super::super::{MAX_YZ, Refusal};
 use super::OPERATION;
 use crate::decode::{self, Shape, Work};
 use crate::gpu::Launch;
@@ -41,7 +41,7 @@ const EXACT: &[KvFormat] = &[
     KvFormat::Nvfp4,
 ];
 /// Formats whose levels are rounded to f16 there.
-const ROUNDED: &[KvFormat] = &[
+const ROUNDED_LEVELS: &[KvFormat] = &[
     KvFormat::L6(ScaleGroup::Row),
     KvFormat::L6(ScaleGroup::Group32),
     KvFormat::L4(ScaleGroup::Row),
@@ -140,33 +140,74 @@ pub(super) struct Prefill {
     shared_bytes: u32,
 }
 
-impl Prefill {
-    /// Chooses the kernel for a call, if one supports it: that of `prefill.h`, else that of
-    /// `prefill_coded.h`.
-    pub(super) fn of(params: &AttendParams, shared_bytes_max: u32) -> Option<Self> {
-        let AttendParams { q, out, k_plane, v_plane, .. } = params;
-        let planes = [k_plane, v_plane];
-        let dim = k_plane.head_dim;
-        let index = PREFILL_DIMS.iter().position(|known| *known == dim)?;
-        let alike = planes.iter().all(|plane| plane.head_dim == dim);
-        let takes = alike && [q, out].into_iter().all(is_aligned);
-        let is_plain = planes.iter().all(|plane| plane.format == q.dtype && is_copyable(plane));
-        let is_coded = planes.iter().all(|plane| is_decodable(plane))
-            && (params.lse.data == 0 || is_scored_exactly(k_plane));
-        let (names, of_token, more) = match q.dtype {
-            F16 if is_plain => (PREFILL_F16, 32, 32),
-            BF16 if is_plain => (PREFILL_BF16, 32, 32),
-            F16 | BF16 if is_coded => (PREFILL_CODED, 64, 800),
-            _ => return None,
-        };
-        let kernel = names.get(index).copied()?;
-        let tiles = Tiles::of(dim, is_plain);
-        let (rows, shared_bytes) = (tiles.rows, tiles.bytes(dim, of_token, more));
-        (takes && shared_bytes <= shared_bytes_max).then_some(Self { kernel, rows, shared_bytes })
-    }
-}
+const LONG_QUERIES: Refusal = "queries that are not f16 or bf16";
+const NO_DIM: Refusal = "head_dim is not 64, 80, 96, 128, 192 or 256";
+const UNLIKE_DIMS: Refusal = "K and V differ in head_dim";
+const UNALIGNED_TENSORS: Refusal = "queries or outputs that do not begin at multiples of 16 bytes";
+const OTHER_TYPE: Refusal = "rows of another type than the queries";
+const NOT_COPIED: Refusal = "rows that are transformed, of several widths or not aligned";
+const NO_FORMAT: Refusal = "a format that prefill does not decode";
+const BLOCK_MEANS: Refusal = "block means";
+const ROUNDED: Refusal = "a log-sum-exp of keys or queries that are rounded to f16";
+const NO_ROOM: Refusal = "too little shared memory for a tile";
 
 impl Prefill {
+    /// Chooses the kernel for a call, the fastest that takes it, or returns why the last one does
+    /// not: only the general kernel is left.
+    pub(super) fn of(params: &AttendParams, shared_bytes_max: u32) -> Result<Self, Refusal> {
+        Self::copied(params, shared_bytes_max).or_else(|_| Self::decoded(params, shared_bytes_max))
+    }
+
+    /// Returns the kernel of `prefill.h`, which copies rows of the queries' type, or why it does
+    /// not take a call.
+    fn copied(params: &AttendParams, shared_bytes_max: u32) -> Result<Self, Refusal> {
+        let index = dim_of(params)?;
+        let names = if params.q.dtype == F16 { PREFILL_F16 } else { PREFILL_BF16 };
+        for plane in [&params.k_plane, &params.v_plane] {
+            if plane.format != params.q.dtype {
+                return Err(OTHER_TYPE);
+            }
+            if !is_copyable(plane) {
+                return Err(NOT_COPIED);
+            }
+        }
+        let tiles = Tiles::of(params.k_plane.head_dim, true);
+        Self::sized((names, index), params, (tiles, 32, 32), shared_bytes_max)
+    }
+
+    /// Returns the kernel of `prefill_coded.h`, which decodes rows, or why it does not take a call.
+    fn decoded(params: &AttendParams, shared_bytes_max: u32) -> Result<Self, Refusal> {
+        let index = dim_of(params)?;
+        for plane in [&params.k_plane, &params.v_plane] {
+            if !is_of(plane, EXACT) && !is_of(plane, ROUNDED_LEVELS) {
+                return Err(NO_FORMAT);
+            }
+            if plane.block_means != 0 {
+                return Err(BLOCK_MEANS);
+            }
+        }
+        if params.lse.data != 0 && !is_scored_exactly(&params.k_plane) {
+            return Err(ROUNDED);
+        }
+        let tiles = Tiles::of(params.k_plane.head_dim, false);
+        Self::sized((PREFILL_CODED, index), params, (tiles, 64, 800), shared_bytes_max)
+    }
+
+    /// Returns a kernel whose tiles have `of_token` bytes per token, plus `more`.
+    fn sized(
+        (names, index): ([&'static str; PREFILL_DIMS.len()], usize),
+        params: &AttendParams,
+        (tiles, of_token, more): (Tiles, u32, u32),
+        shared_bytes_max: u32,
+    ) -> Result<Self, Refusal> {
+        let kernel = names.get(index).copied().ok_or(NO_DIM)?;
+        let shared_bytes = tiles.bytes(params.k_plane.head_dim, of_token, more);
+        if shared_bytes > shared_bytes_max {
+            return Err(NO_ROOM);
+        }
+        Ok(Self { kernel, rows: tiles.rows, shared_bytes })
+    }
+
     /// Returns the bytes of a partial result: for every 64 rows, 128 threads have 16 bytes for
     /// every 8 columns, and 16 more.
     pub(super) fn partial_bytes(self, dim: u64) -> u64 {
@@ -181,6 +222,22 @@ pub(super) fn prefill(selected: Prefill, work: &Work, extent: &Extent) -> Launch
     Launch { kernel: selected.kernel, grid, threads: 128, shared_bytes: selected.shared_bytes }
 }
 
+/// Returns the index in [`PREFILL_DIMS`] of a call's `head_dim`, after checking what all prefill
+/// kernels require.
+fn dim_of(params: &AttendParams) -> Result<usize, Refusal> {
+    let AttendParams { q, out, k_plane, v_plane, .. } = params;
+    if ![F16, BF16].contains(&q.dtype) {
+        return Err(LONG_QUERIES);
+    }
+    if k_plane.head_dim != v_plane.head_dim {
+        return Err(UNLIKE_DIMS);
+    }
+    if ![q, out].into_iter().all(is_aligned) {
+        return Err(UNALIGNED_TENSORS);
+    }
+    PREFILL_DIMS.iter().position(|known| *known == k_plane.head_dim).ok_or(NO_DIM)
+}
+
 /// Returns whether all rows have one width and are aligned to 16 bytes.
 fn is_copyable(plane: &Plane) -> bool {
     let strides = [plane.base, plane.block_bytes, plane.token_stride, plane.head_stride];
@@ -190,11 +247,6 @@ fn is_copyable(plane: &Plane) -> bool {
 
 fn is_of(plane: &Plane, formats: &[KvFormat]) -> bool {
     formats.iter().any(|format| format.kernel_code() == plane.format)
-}
-
-/// Returns whether `prefill_coded.h` can decode the plane.
-fn is_decodable(plane: &Plane) -> bool {
-    (is_of(plane, EXACT) || is_of(plane, ROUNDED)) && plane.block_means == 0
 }
 
 /// Returns whether neither levels of these keys nor their queries are rounded to f16.

@@ -10,6 +10,7 @@ use kv_core::plan::{AttendArgs, AttentionPlan, Determinism, Mask};
 
 use self::launches::Prefill;
 pub(super) use self::launches::head_dim_max;
+use super::Refusal;
 use super::pad::{self, Owned};
 use crate::buffer::CudaBuffer;
 use crate::capture::RowsOf;
@@ -22,18 +23,18 @@ use kv_core::num::to_u32;
 
 const OPERATION: &str = "attend";
 
-/// The tensor-core kernels for a batch.
+/// The tensor-core kernels for a batch, or why the general kernel takes its entries.
 #[derive(Debug)]
 struct KernelSelection {
-    decode: Option<(Shape, Work)>,
-    prefill: Option<(Prefill, Work)>,
+    decode: Result<(Shape, Work), Refusal>,
+    prefill: Result<(Prefill, Work), Refusal>,
 }
 
 impl KernelSelection {
     /// Returns the range of query counts that is left for the general kernel, if any.
     fn rest(&self, q_len_max: u32) -> Option<(u32, u32)> {
-        let from = if self.decode.is_some() { decode::Q_LEN_MAX + 1 } else { 0 };
-        let to = if self.prefill.is_some() { decode::Q_LEN_MAX } else { u32::MAX };
+        let from = if self.decode.is_ok() { decode::Q_LEN_MAX + 1 } else { 0 };
+        let to = if self.prefill.is_ok() { decode::Q_LEN_MAX } else { u32::MAX };
         (from <= to && from <= q_len_max).then_some((from, to))
     }
 }
@@ -106,14 +107,11 @@ pub(crate) fn attend(
 
 fn select_kernels(params: &AttendParams, facts: (u32, u32), invariant: bool) -> KernelSelection {
     let (multiprocessors, shared_bytes_max) = facts;
-    let (q, k, v) = (&params.q, &params.k_plane, &params.v_plane);
-    // A tensor in host memory has no address yet; it will be aligned.
-    let shape = Shape::of((q, &params.out), (k, v), shared_bytes_max);
-    let shape = shape.filter(|_| params.lse.data == 0 || decode::scores_exactly(k));
+    let shape = Shape::of(params, shared_bytes_max);
     let work = |kind| Work {
         kind,
         slots: (multiprocessors * 2).max(1),
-        kv_heads: k.num_kv_heads,
+        kv_heads: params.k_plane.num_kv_heads,
         group: params.group,
         full: params.full != 0,
         window_left: params.window_left,
@@ -133,11 +131,11 @@ fn select_kernels(params: &AttendParams, facts: (u32, u32), invariant: bool) -> 
 /// any, `u64::MAX` if more.
 fn partial_bytes(params: &AttendParams, kernels: &KernelSelection, room: &Extent) -> (u64, u64) {
     let dim = u64::from(params.v_plane.head_dim);
-    let prefill = kernels.prefill.filter(|_| room.q_len_max > decode::Q_LEN_MAX);
+    let prefill = kernels.prefill.ok().filter(|_| room.q_len_max > decode::Q_LEN_MAX);
     let prefill = prefill.map_or(0, |(prefill, work)| {
         decode::Room::of(&work, room).partials.saturating_mul(prefill.partial_bytes(dim))
     });
-    let (rows, stats) = if let Some((_, work)) = &kernels.decode {
+    let (rows, stats) = if let Ok((_, work)) = &kernels.decode {
         let of_partial = decode::Rows::of(work, room).of_partial;
         (decode::Room::of(work, room).partials.saturating_mul(of_partial), 4)
     } else {
@@ -157,7 +155,7 @@ fn run(
     let (extent, room) = (&step.extent, &step.room);
     let few = |queries: u32| (1..=decode::Q_LEN_MAX).contains(&queries);
     let has_few = queue.is_capturing() || plan.sequences().iter().any(|s| few(s.q_len));
-    let decode = kernels.decode.as_ref().filter(|_| has_few);
+    let decode = kernels.decode.as_ref().ok().filter(|_| has_few);
     let is_filled = decode.is_some();
     if let Some((shape, work)) = decode {
         let partials = decode::Room::of(work, room).partials;
@@ -175,8 +173,8 @@ fn run(
         // the owner of the memory, or the queue, keeps it until the stream has passed.
         unsafe { queue.launch(&launches::decode(shape, work), &params)? };
     }
-    if let Some((prefill, work)) = kernels.prefill.filter(|_| extent.q_len_max > decode::Q_LEN_MAX)
-    {
+    let prefill = kernels.prefill.ok().filter(|_| extent.q_len_max > decode::Q_LEN_MAX);
+    if let Some((prefill, work)) = prefill {
         let (items, count) = queue.schedule(plan.batch().id(), &work)?;
         let counters = queue.counters(decode::Room::of(&work, room).partials)?;
         let params = PrefillParams { attend: AttendParams { counters, ..*params }, items, count };

@@ -24,7 +24,61 @@ fn params(dtype: u32, formats: [u32; 2], dim: u32) -> AttendParams {
 }
 
 fn kernel(params: &AttendParams) -> Option<&'static str> {
-    Prefill::of(params, ROOM).map(|prefill| prefill.kernel)
+    Prefill::of(params, ROOM).ok().map(|prefill| prefill.kernel)
+}
+
+/// Every rule, broken alone: what it leaves to the next kernel, and the last to the general one.
+#[test]
+fn each_rule_refuses() {
+    const INT8: u32 = KvFormat::Int8(Scaling::Row).kernel_code();
+    let plain = params(F16, [F16; 2], 128);
+    let coded = params(F16, [INT8; 2], 128);
+    let with = |params: &AttendParams, change: fn(&mut AttendParams)| {
+        let mut params = *params;
+        change(&mut params);
+        params
+    };
+    let copied = |params: &AttendParams| Prefill::copied(params, ROOM).map(|it| it.kernel);
+    let decoded = |params: &AttendParams| Prefill::decoded(params, ROOM).map(|it| it.kernel);
+    assert_eq!(copied(&plain), Ok("prefill_f16_128"));
+    assert_eq!(decoded(&coded), Ok("prefill_coded_128"));
+    // Rules of all kernels.
+    let common: [(fn(&mut AttendParams), Refusal); 5] = [
+        (|it| it.q.dtype = 0, LONG_QUERIES),
+        (|it| it.v_plane.head_dim = 64, UNLIKE_DIMS),
+        (|it| it.q.data += 2, UNALIGNED_TENSORS),
+        (|it| it.out.token_stride += 8, UNALIGNED_TENSORS),
+        (|it| (it.k_plane.head_dim, it.v_plane.head_dim) = (72, 72), NO_DIM),
+    ];
+    for (change, why) in common {
+        assert_eq!(copied(&with(&plain, change)), Err(why));
+        assert_eq!(decoded(&with(&coded, change)), Err(why));
+    }
+    let of_copied: [(fn(&mut AttendParams), Refusal); 7] = [
+        (|it| it.k_plane.format = INT8, OTHER_TYPE),
+        (|it| it.v_plane.format = BF16, OTHER_TYPE),
+        (|it| it.v_plane.token_stride += 2, NOT_COPIED),
+        (|it| it.k_plane.transforms = 1, NOT_COPIED),
+        (|it| it.k_plane.block_means = 1, NOT_COPIED),
+        (|it| it.v_plane.full_precision_prefix = 4, NOT_COPIED),
+        (|it| it.v_plane.has_tail = 1, NOT_COPIED),
+    ];
+    for (change, why) in of_copied {
+        assert_eq!(copied(&with(&plain, change)), Err(why));
+    }
+    let of_decoded: [(fn(&mut AttendParams), Refusal); 5] = [
+        (|it| it.k_plane.format = FORMAT_F32, NO_FORMAT),
+        (|it| it.v_plane.format = BF16, NO_FORMAT),
+        (|it| it.k_plane.block_means = 1, BLOCK_MEANS),
+        (|it| (it.lse.data, it.k_plane.format) = (4096, L6), ROUNDED),
+        (|it| (it.lse.data, it.k_plane.transforms) = (4096, 1), ROUNDED),
+    ];
+    for (change, why) in of_decoded {
+        assert_eq!(decoded(&with(&coded, change)), Err(why));
+    }
+    let small = 48 << 10;
+    assert_eq!(Prefill::copied(&plain, small), Err(NO_ROOM));
+    assert_eq!(Prefill::decoded(&coded, small - (16 << 10)), Err(NO_ROOM));
 }
 
 #[test]
@@ -116,7 +170,7 @@ fn unsupported_calls_are_left_to_the_general_kernel() {
     (tail.k_plane.full_precision_prefix, tail.k_plane.has_tail) = (4, 1);
     assert_eq!(kernel(&tail), Some("prefill_coded_64"));
     let little = Prefill::of(&params(BF16, code, 256), 48 << 10);
-    assert_eq!(little, None);
+    assert_eq!(little, Err(NO_ROOM));
 }
 
 #[test]
@@ -124,9 +178,9 @@ fn shared_memory_is_as_the_sources_document() {
     // By hand: 2 * 128 * (128 + 4 * 64) + 64 * 32 + 32, 2 * 256 * (64 + 4 * 32) + 32 * 32 + 32,
     // and 2 * 256 * (64 + 2 * 32) + 32 * 64 + 800.
     let bytes = |params| Prefill::of(&params, ROOM).map(|prefill| prefill.shared_bytes);
-    assert_eq!(bytes(params(F16, [F16; 2], 128)), Some(100_384));
-    assert_eq!(bytes(params(F16, [F16; 2], 256)), Some(99_360));
-    assert_eq!(bytes(params(F16, [BF16 + 1; 2], 256)), Some(68_384));
+    assert_eq!(bytes(params(F16, [F16; 2], 128)), Ok(100_384));
+    assert_eq!(bytes(params(F16, [F16; 2], 256)), Ok(99_360));
+    assert_eq!(bytes(params(F16, [BF16 + 1; 2], 256)), Ok(68_384));
 }
 
 #[test]
@@ -148,7 +202,7 @@ fn tiles_are_as_large_as_registers_and_shared_memory_allow() {
         // block.
         for format in [F16, code] {
             let params = params(F16, [format; 2], dim);
-            assert!(Prefill::of(&params, 101_376).is_some(), "{dim}");
+            assert!(Prefill::of(&params, 101_376).is_ok(), "{dim}");
         }
     }
 }
