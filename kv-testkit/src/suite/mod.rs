@@ -31,6 +31,7 @@ mod cache;
 mod compat;
 mod convert;
 mod copy;
+mod edges;
 mod failure;
 mod gather;
 mod masked;
@@ -70,6 +71,7 @@ pub(crate) fn cases() -> Vec<Case> {
         attend::cases(),
         masked::cases(),
         suffix::cases(),
+        edges::cases(),
         segments::cases(),
         cache::cases(),
         scale::cases(),
