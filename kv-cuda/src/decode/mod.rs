@@ -230,7 +230,7 @@ pub(crate) struct Rows {
 }
 
 impl Rows {
-    /// Counts the rows of any batch within this extent, as decode_merge.h does.
+    /// Counts the rows of any batch within this extent, as `decode_merge.h` does.
     pub(crate) fn of(work: &Work, extent: &Extent) -> Self {
         let q_len_max = extent.decode_q_len_max;
         let rows = u64::from(q_len_max) * u64::from(work.group);

@@ -27,13 +27,16 @@ fn kernel(params: &AttendParams) -> Option<&'static str> {
     Prefill::of(params, ROOM).ok().map(|prefill| prefill.kernel)
 }
 
+/// A change that breaks a rule.
+type Change = fn(&mut AttendParams);
+
 /// Every rule, broken alone: what it leaves to the next kernel, and the last to the general one.
 #[test]
 fn each_rule_refuses() {
     const INT8: u32 = KvFormat::Int8(Scaling::Row).kernel_code();
     let plain = params(F16, [F16; 2], 128);
     let coded = params(F16, [INT8; 2], 128);
-    let with = |params: &AttendParams, change: fn(&mut AttendParams)| {
+    let with = |params: &AttendParams, change: Change| {
         let mut params = *params;
         change(&mut params);
         params
@@ -43,7 +46,7 @@ fn each_rule_refuses() {
     assert_eq!(copied(&plain), Ok("prefill_f16_128"));
     assert_eq!(decoded(&coded), Ok("prefill_coded_128"));
     // Rules of all kernels.
-    let common: [(fn(&mut AttendParams), Refusal); 5] = [
+    let common: [(Change, Refusal); 5] = [
         (|it| it.q.dtype = 0, LONG_QUERIES),
         (|it| it.v_plane.head_dim = 64, UNLIKE_DIMS),
         (|it| it.q.data += 2, UNALIGNED_TENSORS),
@@ -54,7 +57,7 @@ fn each_rule_refuses() {
         assert_eq!(copied(&with(&plain, change)), Err(why));
         assert_eq!(decoded(&with(&coded, change)), Err(why));
     }
-    let of_copied: [(fn(&mut AttendParams), Refusal); 7] = [
+    let of_copied: [(Change, Refusal); 7] = [
         (|it| it.k_plane.format = INT8, OTHER_TYPE),
         (|it| it.v_plane.format = BF16, OTHER_TYPE),
         (|it| it.v_plane.token_stride += 2, NOT_COPIED),
@@ -66,7 +69,7 @@ fn each_rule_refuses() {
     for (change, why) in of_copied {
         assert_eq!(copied(&with(&plain, change)), Err(why));
     }
-    let of_decoded: [(fn(&mut AttendParams), Refusal); 5] = [
+    let of_decoded: [(Change, Refusal); 5] = [
         (|it| it.k_plane.format = FORMAT_F32, NO_FORMAT),
         (|it| it.v_plane.format = BF16, NO_FORMAT),
         (|it| it.k_plane.block_means = 1, BLOCK_MEANS),
