@@ -74,8 +74,9 @@ struct KvDecodeWork {
     const u32 group = p.attend.group;
     return item.row / group != (item.row + rows - 1) / group;
   }
-  KV_DEV bool reaches(u32 position) const {
-    return position < reach.sink_end || (position >= reach.begin && position < reach.end);
+  // Returns whether some query may see one of `count` tokens.
+  KV_DEV bool reaches(u32 position, u32 count = 1) const {
+    return position < reach.sink_end || (position + count > reach.begin && position < reach.end);
   }
 };
 
@@ -85,6 +86,8 @@ KV_DEV KvDecodeWork kv_decode_work(const KvDecodeParams& p, const KvWorkItem& it
   return {p, item, item, kv_decode_reach(a, item, a.group, item.row),
           left < KV_DECODE_ROWS ? (u32)left : KV_DECODE_ROWS, (item.tile_end - item.tile_begin) * 2, lane, warp};
 }
+
+template <class F, int DIM> KV_DEV void kv_decode_zero(u8* rows, u32 lane, bool is_masked);
 
 // The ring buffer of one warp. A stage holds 32 rows: K and V of the warp's subtiles alternate.
 template <class F, int DIM> struct KvDecodeRing {
@@ -100,14 +103,16 @@ template <class F, int DIM> struct KvDecodeRing {
   u32 current = 0;        // next stage to read
   u32 table = 0;          // index of the sequence's first block in the block tables
   bool is_whole = false;  // runs of 16 tokens never cross a block
-  bool is_dense = false;  // and the tokens of a head are contiguous in a block
+  // And the tokens of a head are contiguous in a block; those of rows with scales are then copied
+  // 16 at a time, by 16 lanes.
+  bool is_dense = false;
   // The row of this lane in the subtile that is fetched next.
   u32 block = 0, inside = 0;
   bool ok = false;
   u32 ok_rows = 0;  // a bit per lane: rows of the subtile being fetched that some query sees
   u64 v_row = 0;    // its row of V
-  // For rows that are 2-byte aligned: the offset of this lane's row in its first 16-byte chunk, in
-  // units of 2 bytes; four bits for each stage of the ring, and that of the stage read last.
+  // For rows with scales that are not dense: the offset of this lane's row in its first 16-byte
+  // chunk, in units of 2 bytes; four bits for each stage of the ring, and that of the stage read last.
   u32 row_offsets = 0, row_offset = 0;
 
   KV_DEV void begin(const KvDecodeWork& w, u8* smem) {
@@ -116,14 +121,24 @@ template <class F, int DIM> struct KvDecodeRing {
     address = kv_smem_addr(memory);
     table = w.sequence.table;
     is_whole = k.block_size % 16 == 0;
-    is_dense = is_whole && k.token_stride == ROW && v.token_stride == ROW;
+    is_dense = is_whole && is_contiguous(k) && is_contiguous(v);
     look_up(w, 0);
+  }
+  // Returns whether the rows of a head are one run in a block. Blocks begin at multiples of 16 bytes;
+  // where heads do too, so does every run of 16 rows with scales.
+  static KV_DEV bool is_contiguous(const KvPlane& plane) {
+    if constexpr (F::SCALED) {
+      return plane.token_stride == F::template row_bytes<DIM>() && plane.head_stride % 16 == 0;
+    } else {
+      return plane.token_stride == ROW;
+    }
   }
   // Looks up the block of a subtile in the block table, one subtile ahead to hide the latency.
   KV_DEV void look_up(const KvDecodeWork& w, u32 nth) {
-    const u32 subtile = nth * WARPS + w.warp, position = w.position(subtile) + w.lane;
+    const bool by_run = F::SCALED && is_dense;
+    const u32 subtile = nth * WARPS + w.warp, position = w.position(subtile) + (by_run ? w.lane & 16 : w.lane);
     const u32 block_size = w.p.attend.k_plane.block_size, shift = w.p.block_shift;
-    ok = subtile < w.subtiles && w.reaches(position);
+    ok = subtile < w.subtiles && w.reaches(position, by_run ? 16 : 1);
     block = 0;
     const u32 index = shift != 0 ? position >> shift : position / block_size;
     inside = position - index * block_size;
@@ -153,6 +168,18 @@ template <class F, int DIM> struct KvDecodeRing {
       kv_cp_async16_at((at ^ swizzle) + i * ROWS * ROW, (const void*)(from[i / HALF] + i % HALF * step));
     }
   }
+  // Copies the runs of 16 rows with scales that some query sees, each by half of the lanes. Masked
+  // rows are zeroed when the stage is read.
+  KV_DEV void fetch_runs(u32 to, u64 row, bool is_reached, u32 lane) const {
+    constexpr u32 RUN = F::template row_bytes<DIM>() * 16, COPIES = RUN / 16;
+    const u32 own = lane & 15, at = to + (lane >> 4) * RUN + own * 16;
+    const u64 from = row + own * 16;
+    if (!is_reached) return;
+#pragma unroll
+    for (u32 i = 0; i < COPIES; i += 16) {
+      if (i + 16 <= COPIES || own < COPIES - i) kv_cp_async16_at(at + i * 16, (const void*)(from + i * 16));
+    }
+  }
   // Starts copy `load` into stage `stage`: K of the warp's subtile load / 2 if even, its V if odd.
   // Masked rows become zeros.
   KV_DEV void fetch(const KvDecodeWork& w, u32 load, u32 stage) {
@@ -166,6 +193,10 @@ template <class F, int DIM> struct KvDecodeRing {
     }
     const u32 begin = stage * STAGE_BYTES;
     if constexpr (F::SCALED) {
+      if (is_dense) {
+        fetch_runs(address + begin, row, (ok_rows >> w.lane & 1) != 0, w.lane);
+        return;
+      }
       row_offsets = (row_offsets & ~(15u << stage * 4)) | ((u32)row >> 1 & 7) << stage * 4;
       row &= ~15ull;
     }
@@ -188,6 +219,16 @@ template <class F, int DIM> struct KvDecodeRing {
       kv_cp_async16(to + token * ROW + F::template place<DIM>(is_v, token, chunk) * 16, (const void*)from,
                     (ok_rows >> token & 1) != 0);
     }
+  }
+  // For rows with scales: makes the subtile of the stage that is read dense, with zeros for rows
+  // that no query sees.
+  KV_DEV void settle(const KvDecodeWork& w, u8* rows, u32 base) const {
+    if (!is_dense) {
+      F::template close_up<DIM>(rows, row_offset, w.lane);
+      return;
+    }
+    const bool is_masked = !w.reaches(base + w.lane);
+    if (kv_any(is_masked)) kv_decode_zero<F, DIM>(rows, w.lane, is_masked);
   }
   // Returns the stage that was read last.
   KV_DEV u32 used(u32 stages) const { return current == 0 ? stages - 1 : current - 1; }
@@ -258,7 +299,7 @@ KV_DEV bool kv_decode_softmax(const KvDecodeWork& w, u32 base, KvDecodeRows& row
         // Not 1 - 2 / (exp(2 x) + 1), which cancels for small x: the exponential is then near 1 and
         // approximate, with an error of 2^-22.
         if (a.soft_cap > 0.f) s[n][j] = a.soft_cap * KV_LOG2_E * kv_tanh(s[n][j]);
-        const u32 position = base + n * 8 + t * 2 + (j & 1);
+        const u32 position = base + t * 2 + F::token(n, j);
         if (masked && !rows.is_visible(j >> 1, position, a.sink_tokens)) s[n][j] = kv_minus_inf();
       }
   }
@@ -404,16 +445,16 @@ template <class F, int DIM> KV_DEV void kv_decode_item(const KvDecodeParams& p, 
     kv_cp_commit();
     const u32 at = ring.next(p.stages), base = w.position(load / 2 * Ring::WARPS + warp);
     u8* const from = ring.memory + at;
+    if constexpr (F::SCALED) ring.settle(w, from, base);
     if ((load & 1) == 0) {
       float s[4][4];
-      if constexpr (F::SCALED) F::template scores<DIM>(query, from, ring.row_offset, lane, s);
-      else F::template scores<DIM>(query, ring.address + at, lane, s);
+      F::template scores<DIM>(query, ring.address + at, lane, s);
       partly_visible = kv_decode_softmax<F, DIM>(w, base, rows, s, weights, o) && w.has_several_queries();
     } else if constexpr (F::SCALED) {
-      if (partly_visible) kv_decode_sum_scaled_masked<F, DIM>(w, base, rows, weights, from, ring.row_offset, o);
+      if (partly_visible) kv_decode_sum_scaled_masked<F, DIM>(w, base, rows, weights, from, o);
       u32 packed[2][4];
-      kv_decode_scale<F, DIM>(rows, weights, from, ring.row_offset, lane, packed, o);
-      F::template sum<DIM>(packed, from, ring.row_offset, lane, o);
+      kv_decode_scale<F, DIM>(rows, weights, ring.address + at, lane, packed, o);
+      F::template sum<DIM>(packed, ring.address + at, lane, o);
     } else {
       if (partly_visible) kv_decode_sum_masked<F, DIM>(w, base, rows, weights, from, o);
       F::template sum<DIM>(weights, ring.address + at, lane, o);

@@ -19,10 +19,14 @@ template <int CHUNKS> KV_DEV u32 kv_decode_swizzle(u32 row) {
   return row / (8 / period) % period;
 }
 
+// Returns the token of score `j` of tile `n`, except for 2 * (lane & 3).
+KV_DEV u32 kv_decode_token(u32 n, u32 j) { return n * 8 + (j & 1); }
+
 template <class T> struct KvDecodePlain {
   typedef T Math;
   typedef u32 Weights[2][4];
   static constexpr bool CODES = false, SCALED = false;
+  static KV_DEV u32 token(u32 n, u32 j) { return kv_decode_token(n, j); }
 
   template <int DIM> static constexpr u32 row_stride() { return DIM * 2; }  // in shared memory
 
@@ -92,6 +96,7 @@ template <class C> struct KvDecodeCodes {
   typedef KvF16 Math;
   typedef u32 Weights[2][4];
   static constexpr bool CODES = true, SCALED = false;
+  static KV_DEV u32 token(u32 n, u32 j) { return kv_decode_token(n, j); }
 
   template <int DIM> static constexpr u32 row_stride() { return DIM; }
 
@@ -221,7 +226,7 @@ template <class C> struct KvDecodeCodes {
 
 struct KvCodeE4m3 {
   static KV_DEV u32 pair(u32 x) { return kv_e4m3x2_f16x2(x); }
-  static KV_DEV void pairs(u32 x, u32& low, u32& high) { low = pair(x), high = pair(x >> 16); }
+  static KV_DEV void pairs(u32 x, u32& low, u32& high) { kv_e4m3x4_f16x2(x, low, high); }
 };
 struct KvCodeE5m2 {  // the upper bytes of f16
   static KV_DEV u32 pair(u32 x) { return kv_prmt(x, 0, 0x1404); }

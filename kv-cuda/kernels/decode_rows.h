@@ -1,16 +1,20 @@
 // Codes with a scale per row as mma operands: the third kind of format besides those in
 // decode_format.h.
 //
-// Such rows are 2-byte aligned. A warp copies every 16-byte chunk that contains a byte of a row:
-// one more than the codes fill, wherever the row begins. The chunks are inside the row's block,
-// which begins and ends at 16 bytes; bytes of neighbouring rows are copied but not used. Each lane
-// remembers the offset of one row in its first chunk and passes it to the lanes that read the row.
-// Codes are read as aligned words; for an unaligned row, prmt combines two consecutive words.
+// In shared memory the rows of a subtile lie one after another as in a block, without padding. All
+// rows are a multiple of 16 bytes of codes and a scale of 2, so those of even tokens begin at a
+// multiple of 4 bytes and those of odd tokens 2 bytes after one. An 8-token tile of scores has
+// tokens of one parity, so that every lane knows at compile time which halves of a word are which
+// codes: codes are read as aligned words, and no unaligned row is shifted.
 //
-// Rows are packed in shared memory without a swizzle. With contiguous tokens and 128 bytes of
-// codes, reads have no bank conflicts. Other lengths have two-way conflicts, and rows that all
-// begin at the same offset of a chunk (because several heads of a token are between them) up to
-// four-way ones.
+// 16 tokens of a head are a multiple of 16 bytes. Where they are one run in a block
+// (KvDecodeRing::is_dense), they are copied as they are. Otherwise a warp copies every 16-byte chunk
+// that contains a byte of a row, one more than the codes fill, wherever the row begins: the chunks
+// are inside the row's block, which begins and ends at 16 bytes. Bytes of neighbouring rows are
+// copied but not used. Each lane remembers the offset of one row in its first chunk, and `close_up`
+// moves rows to their places.
+//
+// With 128 bytes of codes, reads have no bank conflicts. Other lengths have two-way conflicts.
 //
 // The scale of a K row multiplies scores. The scale of a V row multiplies weights before they are
 // packed to f16, relative to a weight_scale per query row that follows the largest product so far,
@@ -32,9 +36,13 @@ template <class C> struct KvDecodeRowCodes {
   static constexpr bool CODES = true, SCALED = true;
   static constexpr float LEVEL_SCALE = C::LEVEL_SCALE;  // times a decoded code gives its level
 
-  template <int DIM> static constexpr u32 codes() { return DIM / VALUES; }  // bytes
-  template <int DIM> static constexpr u32 row_stride() { return DIM / VALUES + 16; }
+  template <int DIM> static constexpr u32 codes() { return DIM / VALUES; }             // bytes
+  template <int DIM> static constexpr u32 row_bytes() { return DIM / VALUES + 2; }    // with the scale
+  template <int DIM> static constexpr u32 row_stride() { return DIM / VALUES + 16; }  // of rows that are copied one by one
   template <int DIM> static KV_DEV u32 place(bool, u32, u32 chunk) { return chunk; }
+  // Returns the token of score or weight `j` of tile `n`, except for 2 * (lane & 3). Tiles are the
+  // even and the odd tokens of 16.
+  static KV_DEV u32 token(u32 n, u32 j) { return n / 2 * 16 + (j & 1) * 8 + n % 2; }
 
   // Returns the column of value `nth` of byte `byte` of a row's codes. Two codes per byte are
   // packed in groups of 32.
@@ -48,42 +56,82 @@ template <class C> struct KvDecodeRowCodes {
     const u32 byte = base / VALUES + t * width;
     return VALUES == 1 ? byte + step * 4 + (r >> 1) * 2 : column_of(byte + step * 2, r >> 1);
   }
-  // Returns the column of value `j` of accumulator `d`. The codes of V are divided among eight
+  // Returns the column of value `j` of accumulator `d`. Each run of codes of V is divided among eight
   // lanes.
   template <int DIM> static KV_DEV u32 column(u32 d, u32 j, u32 t) {
-    return column_of((t * 2 + (j & 1)) * (codes<DIM>() / 8) + d / VALUES, d % VALUES);
+    const u32 byte = d / VALUES * 8, run = run_at<DIM>(byte);
+    const u32 width = kv_decode_run(codes<DIM>() - run) / 8;
+    return column_of(run + (t * 2 + (j & 1)) * width + (byte - run) / 8, d % VALUES);
+  }
+  // Returns where the run of codes begins that byte `byte` of a row belongs to.
+  template <int DIM> static constexpr u32 run_at(u32 byte) {
+    u32 run = 0;
+    while (byte - run >= (u32)kv_decode_run(codes<DIM>() - run)) run += kv_decode_run(codes<DIM>() - run);
+    return run;
   }
 
-  // Decodes one value of a row of V that begins `row_offset` 2-byte units after `row`.
-  template <int DIM> static KV_DEV float value(const u8* row, u32 row_offset, u32 d, u32 j, u32 t) {
+  // Decodes one value of a row of V.
+  template <int DIM> static KV_DEV float value(const u8* row, u32 d, u32 j, u32 t) {
+    const u32 byte = d / VALUES * 8, run = run_at<DIM>(byte);
     u32 x[VALUES];
-    C::pairs(row[row_offset * 2 + (t * 2 + (j & 1)) * (codes<DIM>() / 8) + d / VALUES], x);
+    C::pairs(row[run + (t * 2 + (j & 1)) * (kv_decode_run(codes<DIM>() - run) / 8) + (byte - run) / 8], x);
     return kv_f16_f((u16)x[d % VALUES]);
   }
-  template <int DIM> static KV_DEV float scale(const u8* row, u32 row_offset) {
-    return kv_f16_f(*(const u16*)(row + row_offset * 2 + codes<DIM>()));
+  // Returns the scale of a row of the subtile at `rows`.
+  template <int DIM> static KV_DEV float scale(u32 rows, u32 row) {
+    u16 x;
+    kv_lds_at(rows + row * row_bytes<DIM>() + codes<DIM>(), x);
+    return kv_f16_f(x);
   }
 
-  static KV_DEV void multiply_all(const u32 (&a)[VALUES][4], const u32 (&b)[2][VALUES], float (&s)[4]) {
-    if constexpr (VALUES == 1) {
-      kv_mma(KvF16(), s, a[0], b[0][0], b[1][0]);
-    } else {
-      kv_mma(KvF16(), s, a[0], b[0][0], b[0][1]);
-      kv_mma(KvF16(), s, a[1], b[1][0], b[1][1]);
+  // Moves the rows of a subtile, which were copied one by one, to where they lie in a dense one.
+  // `row_offset` belongs to row `lane`, in units of 2 bytes. Rows only move down: 8 rows are read
+  // before they are written, and none overwrites a later one.
+  template <int DIM> static KV_DEV void close_up(u8* rows, u32 row_offset, u32 lane) {
+    constexpr u32 WORDS = codes<DIM>() / 16;
+    const u32 g = lane >> 2, t = lane & 3, odd = g & 1;
+#pragma unroll 1
+    for (u32 first = 0; first < 32; first += 8) {
+      const u32 row = first + g;
+      const u16* const from = (const u16*)(rows + row * row_stride<DIM>()) + kv_shfl(row_offset, row);
+      const u16* const own = from + odd + t * WORDS * 2;  // from here on words of the dense row are aligned
+      const u32 edge = odd ? 0 : codes<DIM>() / 2;        // what is left of the row: its first or last 2 bytes
+      u32 words[WORDS];
+#pragma unroll
+      for (u32 i = 0; i < WORDS; i++) words[i] = own[i * 2] | (u32)own[i * 2 + 1] << 16;
+      const u16 rest = from[edge];
+      kv_syncwarp();
+      u8* const to = rows + row * row_bytes<DIM>();
+#pragma unroll
+      for (u32 i = 0; i < WORDS; i++) ((u32*)(to + odd * 2))[t * WORDS + i] = words[i];
+      if (t == 0) ((u16*)to)[edge] = rest;
+      kv_syncwarp();
     }
   }
-  template <int DIM, int BASE, class Query>
-  static KV_DEV void score_run(const Query& query, const u8* const (&rows)[4], const u32 (&selectors)[4], u32 lane,
-                               float (&s)[4][4]) {
+
+  static KV_DEV void multiply_all(const u32 (&a)[VALUES][4], const u32 (&b0)[VALUES], const u32 (&b1)[VALUES],
+                                  float (&s)[4]) {
+    if constexpr (VALUES == 1) {
+      kv_mma(KvF16(), s, a[0], b0[0], b1[0]);
+    } else {
+      kv_mma(KvF16(), s, a[0], b0[0], b0[1]);
+      kv_mma(KvF16(), s, a[1], b1[0], b1[1]);
+    }
+  }
+  // Accumulates the scores of a run of codes. `own` is the address of the row of this lane's first
+  // even token.
+  template <int DIM, int BASE, bool LOW, class Query>
+  static KV_DEV void score_run(const Query& query, u32 own, u32 lane, float (&s)[4][4]) {
     constexpr int RUN = kv_decode_run(DIM - BASE);
     constexpr u32 WORDS = RUN / VALUES / 16;
     static_assert(WORDS > 0, "whole words of codes for each of four lanes");
-    const u32* from[4];
-    u32 word[4];
+    const u32 at = own + BASE / VALUES + (lane & 3) * WORDS * 4;
+    u32 carry[2][VALUES];  // the codes of odd tokens that the last word has of the next
 #pragma unroll
-    for (u32 n = 0; n < 4; n++) {
-      from[n] = (const u32*)(rows[n] + BASE / VALUES) + (lane & 3) * WORDS;
-      word[n] = from[n][0];
+    for (u32 half = 0; half < 2; half++) {
+      u32 word, before[VALUES];
+      kv_lds_at(at + half * 16 * row_bytes<DIM>() + row_bytes<DIM>() - 2, word);
+      C::quads(word, before, carry[half]);
     }
     // Further unrolling would preload queries from shared memory into registers.
     [[maybe_unused]] constexpr int steps = Query::IS_SHARED && WORDS > 4 ? 4 : WORDS;
@@ -93,36 +141,38 @@ template <class C> struct KvDecodeRowCodes {
 #pragma unroll
       for (u32 v = 0; v < VALUES; v++) {
         query.get(BASE / 16 + i * VALUES + v, lane, a[v]);
-        if (query.has_low) query.get_low(BASE / 16 + i * VALUES + v, lane, low[v]);
+        if constexpr (LOW) query.get_low(BASE / 16 + i * VALUES + v, lane, low[v]);
       }
 #pragma unroll
       for (u32 n = 0; n < 4; n++) {
-        const u32 next = from[n][i + 1], x = kv_prmt(word[n], next, selectors[n]);
-        word[n] = next;
-        u32 b[2][VALUES];
-        C::pairs(x, b[0]);
-        C::pairs(x >> 16, b[1]);
-        multiply_all(a, b, s[n]);
-        if (query.has_low) multiply_all(low, b, s[n]);
+        const u32 row = n / 2 * 16 + n % 2;
+        u32 word, b[2][VALUES];
+        kv_lds_at(at + row * row_bytes<DIM>() + n % 2 * 2 + i * 4, word);
+        if (n % 2 == 0) {
+          C::quads(word, b[0], b[1]);
+        } else {
+          u32 after[VALUES];
+          C::quads(word, b[1], after);
+#pragma unroll
+          for (u32 v = 0; v < VALUES; v++) b[0][v] = carry[n / 2][v], carry[n / 2][v] = after[v];
+        }
+        multiply_all(a, b[0], b[1], s[n]);
+        if constexpr (LOW) multiply_all(low, b[0], b[1], s[n]);
       }
     }
-    if constexpr (BASE + RUN < DIM) score_run<DIM, BASE + RUN>(query, rows, selectors, lane, s);
+    if constexpr (BASE + RUN < DIM) score_run<DIM, BASE + RUN, LOW>(query, own, lane, s);
   }
-  // Computes Q K^T of a subtile. `row_offset` belongs to row `lane`.
+  // Computes Q K^T of a subtile.
   template <int DIM, class Query>
-  static KV_DEV void scores(const Query& query, const u8* k_rows, u32 row_offset, u32 lane, float (&s)[4][4]) {
-    const u8* rows[4];
-    u32 selectors[4];
+  static KV_DEV void scores(const Query& query, u32 k_rows, u32 lane, float (&s)[4][4]) {
 #pragma unroll
-    for (u32 n = 0; n < 4; n++) {
+    for (u32 n = 0; n < 4; n++)
 #pragma unroll
       for (u32 j = 0; j < 4; j++) s[n][j] = 0.f;
-      const u32 row = n * 8 + (lane >> 2), begin = kv_shfl(row_offset, row);
-      rows[n] = k_rows + row * row_stride<DIM>() + (begin >> 1) * 4;
-      selectors[n] = (begin & 1) != 0 ? 0x5432 : 0x3210;
-    }
-    score_run<DIM, 0>(query, rows, selectors, lane, s);
-    multiply(scale<DIM>(k_rows + lane * row_stride<DIM>(), row_offset), lane, s);
+    const u32 own = k_rows + ((lane >> 3) * 2 + (lane >> 2 & 1) * 8) * row_bytes<DIM>();
+    if (query.has_low) score_run<DIM, 0, true>(query, own, lane, s);
+    else score_run<DIM, 0, false>(query, own, lane, s);
+    multiply(scale<DIM>(k_rows, lane), lane, s);
   }
   // Multiplies the column of each token by its factor, which lane `token` holds.
   static KV_DEV void multiply(float own, u32 lane, float (&s)[4][4]) {
@@ -130,7 +180,7 @@ template <class C> struct KvDecodeRowCodes {
     for (u32 n = 0; n < 4; n++)
 #pragma unroll
       for (u32 j = 0; j < 2; j++) {
-        const float factor = kv_shflf(own, n * 8 + (lane & 3) * 2 + j);
+        const float factor = kv_shflf(own, token(n, j) + (lane & 3) * 2);
         s[n][j] *= factor;
         s[n][j + 2] *= factor;
       }
@@ -140,49 +190,52 @@ template <class C> struct KvDecodeRowCodes {
   // the low half, byte 1 in the high half.
   template <int FIRST, int N>
   static KV_DEV void sum_two(const u32 (&weights)[4], u32 a, u32 b, float (&o)[N][4]) {
+    u32 x[2][VALUES], y[2][VALUES];
+    C::quads(a, x[0], x[1]);
+    C::quads(b, y[0], y[1]);
 #pragma unroll
-    for (u32 i = 0; i < 2; i++) {
-      u32 x[VALUES], y[VALUES];
-      C::pairs(a >> 16 * i, x);
-      C::pairs(b >> 16 * i, y);
+    for (u32 i = 0; i < 2; i++)
 #pragma unroll
-      for (u32 v = 0; v < VALUES; v++) kv_mma(KvF16(), o[FIRST + i * VALUES + v], weights, x[v], y[v]);
-    }
+      for (u32 v = 0; v < VALUES; v++) kv_mma(KvF16(), o[FIRST + i * VALUES + v], weights, x[i][v], y[i][v]);
   }
-  template <int DIM, int AT>
-  static KV_DEV void sum_word(const u32 (&weights)[4], const u32* const (&from)[4], const u32 (&selectors)[4],
-                              u32 (&word)[4], float (&o)[DIM / 8][4]) {
-    constexpr int BYTES = codes<DIM>() / 8;
-    u32 x[4];
+  // Accumulates word `AT / 4` of a run, of which each lane has `WIDTH` bytes. `own` is the address of
+  // this lane's part in its first even row: rows 0, 1, 8 and 9 from there are its tokens. `odd` has
+  // the words of the odd rows that begin 2 bytes before.
+  template <int DIM, int BASE, int WIDTH, int AT>
+  static KV_DEV void sum_word(const u32 (&weights)[4], u32 own, u32 (&odd)[2], float (&o)[DIM / 8][4]) {
+    constexpr u32 ROW = row_bytes<DIM>(), FIRST = BASE / 8 + AT;
+    u32 even[2], next[2];
 #pragma unroll
-    for (u32 r = 0; r < 4; r++) {
-      const u32 next = AT + 2 < BYTES ? from[r][AT / 4 + 1] : 0;
-      x[r] = kv_prmt(word[r], next, selectors[r]);
-      word[r] = next;
+    for (u32 r = 0; r < 2; r++) {
+      kv_lds_at(own + r * 8 * ROW + AT, even[r]);
+      kv_lds_at(own + r * 8 * ROW + ROW + 2 + AT, next[r]);
     }
-    sum_two<AT * VALUES>(weights, kv_prmt(x[0], x[1], 0x5140), kv_prmt(x[2], x[3], 0x5140), o);
-    if constexpr (AT + 2 < BYTES) {
-      sum_two<(AT + 2) * VALUES>(weights, kv_prmt(x[0], x[1], 0x7362), kv_prmt(x[2], x[3], 0x7362), o);
+    sum_two<FIRST * VALUES>(weights, kv_prmt(even[0], even[1], 0x5140), kv_prmt(odd[0], odd[1], 0x7362), o);
+    sum_two<(FIRST + 2) * VALUES>(weights, kv_prmt(even[0], even[1], 0x7362), kv_prmt(next[0], next[1], 0x5140), o);
+    if constexpr (AT + 4 < WIDTH) sum_word<DIM, BASE, WIDTH, AT + 4>(weights, own, next, o);
+  }
+  template <int DIM, int BASE>
+  static KV_DEV void sum_run(const u32 (&weights)[4], u32 rows, u32 g, float (&o)[DIM / 8][4]) {
+    constexpr u32 RUN = kv_decode_run(codes<DIM>() - BASE), WIDTH = RUN / 8, ROW = row_bytes<DIM>();
+    const u32 own = rows + BASE + g * WIDTH;
+    if constexpr (WIDTH == 2) {
+      u16 x[4];
+#pragma unroll
+      for (u32 r = 0; r < 4; r++) kv_lds_at(own + (r % 2 * 8 + r / 2) * ROW, x[r]);
+      sum_two<BASE / 8 * VALUES>(weights, kv_prmt(x[0], x[1], 0x5140), kv_prmt(x[2], x[3], 0x5140), o);
+    } else {
+      u32 odd[2];
+#pragma unroll
+      for (u32 r = 0; r < 2; r++) kv_lds_at(own + r * 8 * ROW + ROW - 2, odd[r]);
+      sum_word<DIM, BASE, WIDTH, 0>(weights, own, odd, o);
     }
-    if constexpr (AT + 4 < BYTES) sum_word<DIM, AT + 4>(weights, from, selectors, word, o);
+    if constexpr (BASE + RUN < codes<DIM>()) sum_run<DIM, BASE + RUN>(weights, rows, g, o);
   }
   template <int DIM>
-  static KV_DEV void sum(const u32 (&weights)[2][4], const u8* v_rows, u32 row_offset, u32 lane,
-                         float (&o)[DIM / 8][4]) {
-    const u32 g = lane >> 2, t = lane & 3;
+  static KV_DEV void sum(const u32 (&weights)[2][4], u32 v_rows, u32 lane, float (&o)[DIM / 8][4]) {
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
-      const u32* from[4];  // tokens 2t, 2t + 1, 2t + 8, 2t + 9: those of this lane's weights
-      u32 selectors[4], word[4];
-#pragma unroll
-      for (u32 r = 0; r < 4; r++) {
-        const u32 row = half * 16 + t * 2 + (r & 1) + (r >> 1) * 8;
-        const u32 byte = kv_shfl(row_offset, row) * 2 + g * (codes<DIM>() / 8);
-        from[r] = (const u32*)(v_rows + row * row_stride<DIM>()) + (byte >> 2);
-        selectors[r] = (byte & 2) != 0 ? 0x5432 : 0x3210;
-        word[r] = from[r][0];
-      }
-      sum_word<DIM, 0>(weights[half], from, selectors, word, o);
+      sum_run<DIM, 0>(weights[half], v_rows + (half * 16 + (lane & 3) * 2) * row_bytes<DIM>(), lane >> 2, o);
     }
   }
 };
@@ -192,6 +245,7 @@ template <class C> struct KvRowOf {
   static constexpr int VALUES = 1;
   static constexpr float LEVEL_SCALE = 1.f;
   static KV_DEV void pairs(u32 x, u32 (&out)[1]) { out[0] = C::pair(x); }
+  static KV_DEV void quads(u32 x, u32 (&low)[1], u32 (&high)[1]) { C::pairs(x, low[0], high[0]); }
 };
 
 // l4: decodes the lower two bytes to the f16 of their low nibbles and of their high nibbles. Levels
@@ -208,4 +262,5 @@ struct KvRowL4 {
     out[0] = kv_prmt(low, high, 0x6240);
     out[1] = kv_prmt(low, high, 0x7351);
   }
+  static KV_DEV void quads(u32 x, u32 (&low)[2], u32 (&high)[2]) { pairs(x, low), pairs(x >> 16, high); }
 };

@@ -6,9 +6,9 @@
 // weight_scale of their query row. If a product exceeds the limit, weight_scale becomes the largest
 // product and the output is rescaled: at the first subtile, and rarely later.
 template <class F, int DIM>
-KV_DEV void kv_decode_scale(KvDecodeRows& rows, typename F::Weights& weights, const u8* v_rows, u32 row_offset,
-                            u32 lane, u32 (&packed)[2][4], float (&o)[DIM / 8][4]) {
-  F::multiply(F::template scale<DIM>(v_rows + lane * F::template row_stride<DIM>(), row_offset), lane, weights);
+KV_DEV void kv_decode_scale(KvDecodeRows& rows, typename F::Weights& weights, u32 v_rows, u32 lane,
+                            u32 (&packed)[2][4], float (&o)[DIM / 8][4]) {
+  F::multiply(F::template scale<DIM>(v_rows, lane), lane, weights);
   float largest[2] = {0.f, 0.f};
 #pragma unroll
   for (u32 n = 0; n < 4; n++)
@@ -40,31 +40,37 @@ KV_DEV void kv_decode_scale(KvDecodeRows& rows, typename F::Weights& weights, co
     }
 }
 
-// kv_decode_sum_masked for rows with scales. Also zeroes the scales, since 0 * NaN is NaN.
+// Zeroes rows of a subtile, lane `token` one if `is_masked`: codes and scale, since 0 * NaN is NaN.
+template <class F, int DIM> KV_DEV void kv_decode_zero(u8* rows, u32 lane, bool is_masked) {
+  u16* const row = (u16*)(rows + lane * F::template row_bytes<DIM>());
+  if (is_masked) {
+    for (u32 i = 0; i < F::template row_bytes<DIM>() / 2; i++) row[i] = 0;
+  }
+  kv_syncwarp();
+}
+
+// kv_decode_sum_masked for rows with scales.
 template <class F, int DIM>
 KV_DEV void kv_decode_sum_scaled_masked(const KvDecodeWork& w, u32 base, const KvDecodeRows& rows,
-                                       const typename F::Weights& weights, u8* v_rows, u32 row_offset,
-                                       float (&o)[DIM / 8][4]) {
+                                       const typename F::Weights& weights, u8* v_rows, float (&o)[DIM / 8][4]) {
   const KvAttendParams& a = w.p.attend;
-  const u32 lane = w.lane;
-  u32 partly_visible = kv_decode_partly_visible(w, base);
-  while (partly_visible != 0) {
+  const u32 lane = w.lane, all = kv_decode_partly_visible(w, base);
+  for (u32 partly_visible = all; partly_visible != 0;) {
     const u32 token = 31 - kv_clz(partly_visible), from = (lane & ~3u) + (token >> 1 & 3);
-    const u32 begin = kv_shfl(row_offset, token);
     partly_visible &= ~(1u << token);
     // The shuffle keeps the compiler from holding values derived from the lane for the whole
     // kernel.
     const u32 t = kv_shfl(lane & 3, lane);
-    u8* const row = v_rows + token * F::template row_stride<DIM>();
-    const float scale = F::template scale<DIM>(row, begin);
+    const u8* const row = v_rows + token * F::template row_bytes<DIM>();
+    const float scale = F::template scale<DIM>(kv_smem_addr(v_rows), token);
     float weight[2];
     bool visible[2];
 #pragma unroll
     for (u32 h = 0; h < 2; h++) {
       float own[4];
 #pragma unroll
-      for (u32 n = 0; n < 4; n++) own[n] = token & 1 ? weights[n][h * 2 + 1] : weights[n][h * 2];
-      const float low = token & 8 ? own[1] : own[0], high = token & 8 ? own[3] : own[2];
+      for (u32 n = 0; n < 4; n++) own[n] = token & 8 ? weights[n][h * 2 + 1] : weights[n][h * 2];
+      const float low = token & 1 ? own[1] : own[0], high = token & 1 ? own[3] : own[2];
       weight[h] = kv_shflf(token & 16 ? high : low, from) * scale * kv_rcp(rows.weight_scale[h]);
       visible[h] = rows.is_visible(h, base + token, a.sink_tokens);
     }
@@ -72,13 +78,12 @@ KV_DEV void kv_decode_sum_scaled_masked(const KvDecodeWork& w, u32 base, const K
     for (u32 d = 0; d < DIM / 8; d++)
 #pragma unroll
       for (u32 j = 0; j < 4; j++) {
-        const float x = F::template value<DIM>(row, begin, d, j, t);
+        const float x = F::template value<DIM>(row, d, j, t);
         if (visible[j >> 1]) o[d][j] += weight[j >> 1] * x;
       }
-    kv_syncwarp();
-    for (u32 i = lane; i < F::template row_stride<DIM>() / 16; i += 32) ((uint4*)row)[i] = make_uint4(0, 0, 0, 0);
   }
   kv_syncwarp();
+  kv_decode_zero<F, DIM>(v_rows, lane, (all >> lane & 1) != 0);
 }
 
 // kv_rotate for a row that four lanes share, each with a quarter of every power-of-two run.

@@ -132,9 +132,12 @@ KV_DEV u32 kv_pack(KvF16, float lo, float hi) {
   u16 l, h; asm("cvt.rn.f16.f32 %0,%1;" : "=h"(l) : "f"(lo)); asm("cvt.rn.f16.f32 %0,%1;" : "=h"(h) : "f"(hi)); return u32(l) | (u32(h) << 16);
 }
 #endif
-// Converts two e4m3 (low 16 bits of x) to f16x2.
+// Converts two e4m3 (low 16 bits of x) to f16x2, or four: the lower two, and the upper two.
 #if __CUDA_ARCH__ >= 890
 KV_DEV u32 kv_e4m3x2_f16x2(u32 x) { u32 r; u16 h = (u16)x; asm("cvt.rn.f16x2.e4m3x2 %0,%1;" : "=r"(r) : "h"(h)); return r; }
+KV_DEV void kv_e4m3x4_f16x2(u32 x, u32& low, u32& high) {
+  asm("{ .reg .b16 l,h; mov.b32 {l,h},%2; cvt.rn.f16x2.e4m3x2 %0,l; cvt.rn.f16x2.e4m3x2 %1,h; }" : "=r"(low), "=r"(high) : "r"(x));
+}
 #else
 KV_DEV u32 kv_e4m3x2_f16x2(u32 x) {  // exponent re-bias by multiply with 2^8 in f16 (exact)
   u32 q = kv_prmt(x, 0, 0x1404);  // byte0 -> bits 8..15, byte1 -> bits 24..31
@@ -142,6 +145,7 @@ KV_DEV u32 kv_e4m3x2_f16x2(u32 x) {  // exponent re-bias by multiply with 2^8 in
   u32 r; asm("mul.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(o), "r"(0x5c005c00u));  // 0x5c00 = 256.0
   return r | ((((o & 0x7fff7fffu) + 0x00800080u) >> 1) & 0x20002000u);        // 480 encodes NaN
 }
+KV_DEV void kv_e4m3x4_f16x2(u32 x, u32& low, u32& high) { low = kv_e4m3x2_f16x2(x), high = kv_e4m3x2_f16x2(x >> 16); }
 #endif
 // Converts two int8 (low 16 bits of x) to f16x2, exactly: the bits of 1024 + 128 + value, minus
 // 1152.

@@ -109,6 +109,9 @@ inline u32 kv_pack(KvF16, float low, float high) {
 inline u32 kv_e4m3x2_f16x2(u32 x) {
   return kv_pack(KvF16(), kvemu::e4m3_to_float(u8(x)), kvemu::e4m3_to_float(u8(x >> 8)));
 }
+inline void kv_e4m3x4_f16x2(u32 x, u32& low, u32& high) {
+  low = kv_e4m3x2_f16x2(x), high = kv_e4m3x2_f16x2(x >> 16);
+}
 inline u32 kv_int8x2_f16x2(u32 x) { return kv_pack(KvF16(), float(i8(x)), float(i8(x >> 8))); }
 inline void kv_int8x4_f16x2(u32 x, u32& low, u32& high) {
   low = kv_int8x2_f16x2(x), high = kv_int8x2_f16x2(x >> 16);
