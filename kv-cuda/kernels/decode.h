@@ -421,7 +421,7 @@ template <class F, int DIM> KV_DEV void kv_decode_item(const KvDecodeParams& p, 
   }
   KvDecodeRows rows;
   KvDecodeQuery<F, DIM> query;
-  if constexpr (F::SCALED) query.load_scaled(w, rows, smem);
+  if constexpr (F::CODES) query.load_codes(w, rows, smem, tail);
   else query.load(w, rows, smem);
   float o[DIM / 8][4];
 #pragma unroll

@@ -109,11 +109,13 @@ template <class C> struct KvDecodeCodes {
   }
   // For rows of 4, 8 or 16 chunks: the XOR that `place` applies.
   template <int DIM> static KV_DEV u32 swizzle(bool is_v, u32 row) { return place<DIM>(is_v, row, 0); }
-  // Four lanes share 64 values of K, 16 each, and divide the remainder evenly.
-  template <int DIM> static KV_DEV u32 query_base(u32 k) { return k * 16 / 64 * 64; }
-  template <int DIM> static KV_DEV u32 query_width(u32 k) { return k * 16 / 64 * 64 + 64 <= DIM ? 16 : DIM % 64 / 4; }
-  template <int DIM> static KV_DEV u32 query_column(u32 k, u32 r, u32 t) {
-    return query_base<DIM>(k) + t * query_width<DIM>(k) + k % 4 * 4 + (r >> 1) * 2;
+  // Returns where a query's columns `column` and the next one are in fragments, in words, except for
+  // the row. Four lanes share 64 values of K, 16 each, and divide the remainder evenly; a k-step takes
+  // 4 values of each.
+  template <int DIM> static KV_DEV u32 query_place(u32 column) {
+    const u32 base = column / 64 * 64, width = DIM % 64 == 0 || base + 64 <= DIM ? 16 : DIM % 64 / 4;
+    const u32 nth = column - base, inside = nth % width;
+    return (base / 16 + inside / 4) * 128 + nth / width * 4 + inside / 2 % 2 * 2;
   }
   // Eight lanes share 128 values of V, 16 each; then 64, 32 and 16.
   struct Run { u32 base, width; };

@@ -28,23 +28,25 @@ template <class F, int DIM> struct KvDecodeQuery {
     }
   }
 
-  static KV_DEV u32 column(u32 k, u32 r, u32 t) {
-    if constexpr (F::CODES) return F::template query_column<DIM>(k, r, t);
-    else return F::query_column(k, r, t);
-  }
-
-  // Initialises the state of row h and returns its address; null for a row without a query.
-  static KV_DEV const u16* begin_row(const KvDecodeWork& w, u32 h, KvDecodeRows& rows) {
+  // Returns the address of a row; null for one without a query.
+  static KV_DEV const u16* row_of(const KvDecodeWork& w, u32 own) {
     const KvAttendParams& a = w.p.attend;
-    const u32 own = (w.lane >> 2) + h * 8, row = w.item.row + own;
-    rows.visible[h] = {0, KV_NONE, 0};  // a row without a query masks nothing
-    rows.max[h] = kv_minus_inf();
-    rows.sum[h] = 0.f;
+    const u32 row = w.item.row + own;
     if (own >= w.rows) return nullptr;
-    const u32 query = row / a.group;
-    rows.visible[h] = kv_visible(a, w.sequence, query);
-    return (const u16*)kv_head_row(a.q, w.item.sequence, w.sequence.q_start, query,
+    return (const u16*)kv_head_row(a.q, w.item.sequence, w.sequence.q_start, row / a.group,
                                    w.item.head * a.group + row % a.group);
+  }
+  // Initialises the state of a lane's rows.
+  static KV_DEV void begin_rows(const KvDecodeWork& w, KvDecodeRows& rows) {
+    const KvAttendParams& a = w.p.attend;
+#pragma unroll
+    for (u32 h = 0; h < 2; h++) {
+      const u32 own = (w.lane >> 2) + h * 8;
+      rows.visible[h] = {0, KV_NONE, 0};  // a row without a query masks nothing
+      if (own < w.rows) rows.visible[h] = kv_visible(a, w.sequence, (w.item.row + own) / a.group);
+      rows.max[h] = kv_minus_inf();
+      rows.sum[h] = 0.f;
+    }
   }
   // Returns the factor that turns scores into log2 units; with a soft cap, into arguments of its
   // tanh.
@@ -60,113 +62,156 @@ template <class F, int DIM> struct KvDecodeQuery {
     inverse = kv_as_f((exponent - 8) << 23);
   }
 
-  // Loads the rows; zeros for rows without a query.
+  // Loads rows of the type of K; zeros for rows without a query.
   KV_DEV void load(const KvDecodeWork& w, KvDecodeRows& rows, u8* smem) {
-    const KvAttendParams& a = w.p.attend;
-    const u32 t = w.lane & 3;
-    // Codes are multiplied in f16: queries of bf16 are scaled to its range.
-    const bool convert = F::CODES && a.q.dtype == KV_BF16;
-    const u16* from[2];
-    float inverse[2] = {1.f, 1.f}, shift[2] = {1.f, 1.f};
-#pragma unroll
-    for (u32 h = 0; h < 2; h++) from[h] = begin_row(w, h, rows);
-    if (convert) {
-      float amax[2] = {0.f, 0.f};
-#pragma unroll
-      for (u32 h = 0; h < 2; h++) {
-        for (u32 i = t * 2; i < DIM && from[h] != nullptr; i += 8) {
-          const u32 pair = *(const u32*)(from[h] + i);
-          amax[h] = kv_max(amax[h], kv_as_f(pair << 16 & 0x7fffffffu));
-          amax[h] = kv_max(amax[h], kv_as_f(pair & 0x7fff0000u));
-        }
-        amax[h] = kv_max(amax[h], kv_shfl_xorf(amax[h], 1));
-        amax[h] = kv_max(amax[h], kv_shfl_xorf(amax[h], 2));
-        scale_to_f16(amax[h], shift[h], inverse[h]);
-      }
-    }
-    const float factor = factor_of(a, F::CODES ? a.scale * kv_constants(a.k_plane, w.item.head).scale : a.scale);
-    rows.factor[0] = factor * inverse[0];
-    rows.factor[1] = factor * inverse[1];
+    const u32 t = w.lane & 3, g = w.lane >> 2;
+    begin_rows(w, rows);
+    rows.factor[0] = rows.factor[1] = factor_of(w.p.attend, w.p.attend.scale);
+    const u16* const from[2] = {row_of(w, g), row_of(w, g + 8)};
     if constexpr (IS_SHARED) {
       shared = (const uint4*)smem;
       for (u32 k = w.warp; k < STEPS; k += KvDecodeRing<F, DIM>::WARPS) {
         u32 x[4];
-        step(from, convert, shift, k, t, x);
+        step(from, k, t, x);
         ((uint4*)smem)[k * 32 + w.lane] = make_uint4(x[0], x[1], x[2], x[3]);
       }
       kv_sync();
     } else {
       shared = nullptr;
 #pragma unroll
-      for (u32 k = 0; k < STEPS; k++) step(from, convert, shift, k, t, fragments[k]);
+      for (u32 k = 0; k < STEPS; k++) step(from, k, t, fragments[k]);
     }
   }
-
-  // The same for K rows with scales, which may be transformed. Queries are then transformed too, in
-  // f32, and the mean that was subtracted from keys becomes a bias of the scores. Four lanes share
-  // a row.
-  KV_DEV void load_scaled(const KvDecodeWork& w, KvDecodeRows& rows, u8* smem) {
-    const KvAttendParams& a = w.p.attend;
-    const u32 t = w.lane & 3;
-    const bool transform = a.k_plane.transforms != 0;
-    const KvConstants constants = kv_constants(a.k_plane, w.item.head);
-    const float factor = factor_of(a, a.scale);
-    shared = (const uint4*)smem;
-    has_low = transform;
-#pragma unroll
-    for (u32 h = 0; h < 2; h++) {
-      const u16* from = begin_row(w, h, rows);
-      float x[DIM / 4], bias = 0.f, amax = 0.f, shift = 1.f, inverse = 1.f;
-#pragma unroll
-      for (u32 i = 0; i < DIM / 4; i += 2) {
-        const u32 column = F::template query_column<DIM>(i / 4, i % 4, t);
-        const u32 pair = from == nullptr ? 0 : *(const u32*)(from + column);
-        x[i] = a.q.dtype == KV_F16 ? kv_f16_f((u16)pair) : kv_bf16_f((u16)pair);
-        x[i + 1] = a.q.dtype == KV_F16 ? kv_f16_f((u16)(pair >> 16)) : kv_bf16_f((u16)(pair >> 16));
-        if (transform) {
-          bias += x[i] * constants.mean[column] + x[i + 1] * constants.mean[column + 1];
-          x[i] *= constants.back[column];
-          x[i + 1] *= constants.back[column + 1];
-        }
-      }
-      if (transform) {
-        kv_decode_rotate<DIM, 0>(x, t);
-        bias += kv_shfl_xorf(bias, 1);
-        bias += kv_shfl_xorf(bias, 2);
-      }
-#pragma unroll
-      for (u32 i = 0; i < DIM / 4; i++) amax = kv_max(amax, kv_as_f(kv_as_u(x[i]) & 0x7fffffffu));
-      amax = kv_max(amax, kv_shfl_xorf(amax, 1));
-      amax = kv_max(amax, kv_shfl_xorf(amax, 2));
-      scale_to_f16(amax, shift, inverse);
-      rows.factor[h] = factor * inverse * F::LEVEL_SCALE;
-      rows.bias[h] = factor * bias;
-      rows.weight_scale[h] = KV_DECODE_WEIGHT_SCALE_MIN;
-#pragma unroll
-      for (u32 k = 0; k < STEPS; k++)
-#pragma unroll
-        for (u32 r = 0; r < 4; r += 2) {
-          const float first = x[k * 4 + r] * shift, second = x[k * 4 + r + 1] * shift;
-          const u32 pair = kv_pack(KvF16(), first, second);
-          if constexpr (!IS_SHARED) fragments[k][r + h] = pair;
-          if (k % KvDecodeRing<F, DIM>::WARPS != w.warp) continue;
-          u32* const to = (u32*)smem + (k * 32 + w.lane) * 4 + r + h;
-          if constexpr (IS_SHARED) *to = pair;
-          to[HIGH_BYTES / 4] = kv_pack(KvF16(), first - kv_f16_f((u16)pair), second - kv_f16_f((u16)(pair >> 16)));
-        }
-    }
-    kv_sync();
-  }
-
-  static KV_DEV void step(const u16* const (&from)[2], bool convert, const float (&shift)[2], u32 k, u32 t,
-                          u32 (&x)[4]) {
+  static KV_DEV void step(const u16* const (&from)[2], u32 k, u32 t, u32 (&x)[4]) {
 #pragma unroll
     for (u32 r = 0; r < 4; r++) {
       const u32 h = r & 1;
-      x[r] = from[h] == nullptr ? 0 : *(const u32*)(from[h] + column(k, r, t));
-      if (convert) {
-        x[r] = kv_pack(KvF16(), kv_bf16_f((u16)x[r]) * shift[h], kv_bf16_f((u16)(x[r] >> 16)) * shift[h]);
+      x[r] = from[h] == nullptr ? 0 : *(const u32*)(from[h] + F::query_column(k, r, t));
+    }
+  }
+
+  // Reads a lane's values of a row, of each run of a power of two an eighth: by 16 bytes where all
+  // rows are aligned to them.
+  template <int BASE> static KV_DEV void read(const u16* row, bool is_aligned, u32 own, u32 (&pairs)[DIM / 16]) {
+    constexpr int RUN = kv_decode_run(DIM - BASE), WORDS = RUN / 16, FIRST = BASE / 16;
+    const u32* const from = (const u32*)(row + BASE) + own * WORDS;
+    if (WORDS % 4 == 0 && is_aligned) {
+#pragma unroll
+      for (int i = 0; i < WORDS / 4; i++) {
+        const uint4 x = kv_ldg((const uint4*)from + i);
+        pairs[FIRST + i * 4] = x.x, pairs[FIRST + i * 4 + 1] = x.y;
+        pairs[FIRST + i * 4 + 2] = x.z, pairs[FIRST + i * 4 + 3] = x.w;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < WORDS; i++) pairs[FIRST + i] = kv_ldg(from + i);
+    }
+    if constexpr (BASE + RUN < DIM) read<BASE + RUN>(row, is_aligned, own, pairs);
+  }
+  // Returns the column of a lane's value `i`.
+  static KV_DEV u32 column(u32 i, u32 own) {
+    constexpr u32 whole = kv_decode_run(DIM), rest = DIM - whole;
+    return i < whole / 8 ? own * (whole / 8) + i : whole + own * (rest / 8) + i - whole / 8;
+  }
+  // Writes a lane's values of a row to the fragments at `to`, rounded to f16; with LOW, what the
+  // rounding has left.
+  template <bool LOW> static KV_DEV void put(u32* to, u32 row, u32 own, const float (&x)[DIM / 8]) {
+    to += (row & 7) * 16 + (row >> 3);
+#pragma unroll
+    for (u32 i = 0; i < DIM / 8; i += 2) {
+      u32 pair = kv_pack(KvF16(), x[i], x[i + 1]);
+      if constexpr (LOW) {
+        pair = kv_pack(KvF16(), x[i] - kv_f16_f((u16)pair), x[i + 1] - kv_f16_f((u16)(pair >> 16)));
+      }
+      to[F::template query_place<DIM>(column(i, own))] = pair;
+    }
+  }
+
+  // Loads the rows for codes, which are multiplied in f16: queries of bf16 and those that are
+  // transformed are scaled to its range. K rows with scales may be transformed; queries are then
+  // transformed too, in f32, and the mean that was subtracted from keys becomes a bias of the scores.
+  //
+  // Each row is read once, by 8 lanes of one warp, and passed to all warps as fragments. Until the
+  // loop begins the last stage of the ring at `ring` is free: warp 0's for fragments, if none are kept
+  // in shared memory, and warp 1's for the rows' numbers.
+  KV_DEV void load_codes(const KvDecodeWork& w, KvDecodeRows& rows, u8* smem, u8* ring) {
+    typedef KvDecodeRing<F, DIM> Ring;
+    const KvAttendParams& a = w.p.attend;
+    const u32 own = w.lane & 7;
+    const bool transform = F::SCALED && a.k_plane.transforms != 0;
+    const bool is_aligned = ((a.q.data | a.q.token_stride | a.q.batch_stride) & 15) == 0;
+    const KvConstants constants = kv_constants(a.k_plane, w.item.head);
+    const float factor = factor_of(a, F::SCALED ? a.scale : a.scale * constants.scale);
+    u8* const spare = ring + (w.p.stages - 1) * Ring::STAGE_BYTES;
+    u32* const high = (u32*)(SHARED_BYTES > 0 ? smem : spare);
+    u32* const low = (u32*)(smem + HIGH_BYTES);
+    float2* const numbers = (float2*)(spare + w.p.stages * Ring::STAGE_BYTES);  // 1 / scale and bias of each row
+    shared = (const uint4*)smem;
+    has_low = transform;
+    begin_rows(w, rows);
+    float x[DIM / 8];
+    u32 row = w.warp * 4 + (w.lane >> 3);
+#pragma unroll 1
+    for (; row < KV_DECODE_ROWS; row += Ring::WARPS * 4) {
+      const u16* const from = row_of(w, row);
+      u32 pairs[DIM / 16];
+#pragma unroll
+      for (u32 i = 0; i < DIM / 16; i++) pairs[i] = 0;
+      if (from != nullptr) read<0>(from, is_aligned, own, pairs);
+      float bias = 0.f, amax = 0.f, shift = 1.f, inverse = 1.f;
+#pragma unroll
+      for (u32 i = 0; i < DIM / 8; i++) {
+        const u16 bits = (u16)(pairs[i / 2] >> i % 2 * 16);
+        x[i] = a.q.dtype == KV_F16 ? kv_f16_f(bits) : kv_bf16_f(bits);
+      }
+      if constexpr (F::SCALED) {
+        if (transform) {
+#pragma unroll
+          for (u32 i = 0; i < DIM / 8; i++) {
+            bias += x[i] * constants.mean[column(i, own)];
+            x[i] *= constants.back[column(i, own)];
+          }
+          kv_decode_rotate<DIM, 0>(x, own);
+#pragma unroll
+          for (u32 mask = 1; mask < 8; mask *= 2) bias += kv_shfl_xorf(bias, mask);
+        }
+      }
+      if (F::SCALED || a.q.dtype == KV_BF16) {
+#pragma unroll
+        for (u32 i = 0; i < DIM / 8; i++) amax = kv_max(amax, kv_as_f(kv_as_u(x[i]) & 0x7fffffffu));
+#pragma unroll
+        for (u32 mask = 1; mask < 8; mask *= 2) amax = kv_max(amax, kv_shfl_xorf(amax, mask));
+        scale_to_f16(amax, shift, inverse);
+      }
+#pragma unroll
+      for (u32 i = 0; i < DIM / 8; i++) x[i] *= shift;
+      put<false>(high, row, own, x);
+      if constexpr (F::SCALED && IS_SHARED) put<true>(low, row, own, x);
+      if (own == 0) numbers[row] = make_float2(inverse, bias);
+    }
+    kv_sync();
+#pragma unroll
+    for (u32 h = 0; h < 2; h++) {
+      const float2 own_row = numbers[(w.lane >> 2) + h * 8];
+      rows.factor[h] = factor * own_row.x;
+      if constexpr (F::SCALED) {
+        rows.factor[h] *= F::LEVEL_SCALE;
+        rows.bias[h] = factor * own_row.y;
+        rows.weight_scale[h] = KV_DECODE_WEIGHT_SCALE_MIN;
       }
     }
+    if constexpr (!IS_SHARED) {
+#pragma unroll
+      for (u32 k = 0; k < STEPS; k++) {
+        const uint4 own_step = ((const uint4*)high)[k * 32 + w.lane];
+        fragments[k][0] = own_step.x, fragments[k][1] = own_step.y;
+        fragments[k][2] = own_step.z, fragments[k][3] = own_step.w;
+      }
+      if constexpr (F::SCALED) {
+        kv_sync();  // all fragments have been read
+        if (transform) put<true>(low, row - Ring::WARPS * 4, own, x);
+      }
+    }
+    kv_sync();  // before copies to the last stage, and reads of `low`
   }
 };

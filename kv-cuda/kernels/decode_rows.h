@@ -47,34 +47,33 @@ template <class C> struct KvDecodeRowCodes {
   // Returns the column of value `nth` of byte `byte` of a row's codes. Two codes per byte are
   // packed in groups of 32.
   static KV_DEV u32 column_of(u32 byte, u32 nth) { return VALUES == 1 ? byte : byte / 16 * 32 + byte % 16 + nth * 16; }
-  // Returns the first of the two columns in register `r` of k-step `k`. Each run of codes is
-  // divided evenly among four lanes.
-  template <int DIM> static KV_DEV u32 query_column(u32 k, u32 r, u32 t) {
+  // Returns where a query's columns `column` and the next one are in fragments, in words, except for
+  // the row. Each run of codes is divided evenly among four lanes; a k-step takes 4 values of each.
+  template <int DIM> static KV_DEV u32 query_place(u32 column) {
     constexpr u32 whole = kv_decode_run(DIM), rest = DIM - whole;
-    const bool first = k * 16 < whole;
-    const u32 base = first ? 0 : whole, width = (first ? whole : rest) / VALUES / 4, step = k - base / 16;
-    const u32 byte = base / VALUES + t * width;
-    return VALUES == 1 ? byte + step * 4 + (r >> 1) * 2 : column_of(byte + step * 2, r >> 1);
+    const bool first = rest == 0 || column < whole;
+    const u32 base = first ? 0 : whole, width = (first ? whole : rest) / VALUES / 4, nth = column - base;
+    const u32 byte = VALUES == 1 ? nth : nth / 32 * 16 + nth % 16, inside = byte % width;
+    const u32 step = base / 16 + inside / (4 / VALUES), pair = VALUES == 1 ? inside / 2 % 2 : nth / 16 % 2;
+    return step * 128 + byte / width * 4 + pair * 2;
   }
-  // Returns the column of value `j` of accumulator `d`. Each run of codes of V is divided among eight
-  // lanes.
+  // Returns the byte of a row that lane `g` of 8 reads for accumulator `d`. Each run of codes of V is
+  // divided evenly among the lanes.
+  template <int DIM> static KV_DEV u32 v_byte(u32 d, u32 g) {
+    constexpr u32 whole = kv_decode_run(codes<DIM>()), rest = codes<DIM>() - whole;
+    static_assert(rest == 0 || (int)rest == kv_decode_run(rest), "one run or two");
+    const u32 nth = d / VALUES;
+    return nth < whole / 8 ? g * (whole / 8) + nth : whole + g * (rest / 8) + nth - whole / 8;
+  }
+  // Returns the column of value `j` of accumulator `d`.
   template <int DIM> static KV_DEV u32 column(u32 d, u32 j, u32 t) {
-    const u32 byte = d / VALUES * 8, run = run_at<DIM>(byte);
-    const u32 width = kv_decode_run(codes<DIM>() - run) / 8;
-    return column_of(run + (t * 2 + (j & 1)) * width + (byte - run) / 8, d % VALUES);
-  }
-  // Returns where the run of codes begins that byte `byte` of a row belongs to.
-  template <int DIM> static constexpr u32 run_at(u32 byte) {
-    u32 run = 0;
-    while (byte - run >= (u32)kv_decode_run(codes<DIM>() - run)) run += kv_decode_run(codes<DIM>() - run);
-    return run;
+    return column_of(v_byte<DIM>(d, t * 2 + (j & 1)), d % VALUES);
   }
 
   // Decodes one value of a row of V.
   template <int DIM> static KV_DEV float value(const u8* row, u32 d, u32 j, u32 t) {
-    const u32 byte = d / VALUES * 8, run = run_at<DIM>(byte);
     u32 x[VALUES];
-    C::pairs(row[run + (t * 2 + (j & 1)) * (kv_decode_run(codes<DIM>() - run) / 8) + (byte - run) / 8], x);
+    C::pairs(row[v_byte<DIM>(d, t * 2 + (j & 1))], x);
     return kv_f16_f((u16)x[d % VALUES]);
   }
   // Returns the scale of a row of the subtile at `rows`.

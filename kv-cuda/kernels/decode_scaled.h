@@ -86,31 +86,31 @@ KV_DEV void kv_decode_sum_scaled_masked(const KvDecodeWork& w, u32 base, const K
   kv_decode_zero<F, DIM>(v_rows, lane, (all >> lane & 1) != 0);
 }
 
-// kv_rotate for a row that four lanes share, each with a quarter of every power-of-two run.
-// Butterflies run over all bits of the column, in any order: those inside a lane first, then those
-// across lanes.
-template <int DIM, int BASE> KV_DEV void kv_decode_rotate(float (&x)[DIM / 4], u32 t) {
-  constexpr int RUN = kv_decode_run(DIM - BASE), OWN = RUN / 4, FIRST = BASE / 4;
+// kv_rotate for a row that 8 lanes share, each with an eighth of every power-of-two run; `own` is the
+// lane's number. Butterflies run over all bits of the column, in any order: those inside a lane first,
+// then those across lanes.
+template <int DIM, int BASE> KV_DEV void kv_decode_rotate(float (&x)[DIM / 8], u32 own) {
+  constexpr int RUN = kv_decode_run(DIM - BASE), WIDTH = RUN / 8, FIRST = BASE / 8;
 #pragma unroll
-  for (int step = 1; step < OWN; step *= 2)
+  for (int step = 1; step < WIDTH; step *= 2)
 #pragma unroll
-    for (int i = 0; i < OWN; i++) {
+    for (int i = 0; i < WIDTH; i++) {
       if ((i & step) != 0) continue;
       const float low = x[FIRST + i], high = x[FIRST + i + step];
       x[FIRST + i] = low + high;
       x[FIRST + i + step] = low - high;
     }
 #pragma unroll
-  for (int step = 1; step < 4; step *= 2)
+  for (u32 step = 1; step < 8; step *= 2)
 #pragma unroll
-    for (int i = 0; i < OWN; i++) {
-      const float own = x[FIRST + i], other = kv_shfl_xorf(own, step);
-      x[FIRST + i] = (t & step) != 0 ? other - own : own + other;
+    for (int i = 0; i < WIDTH; i++) {
+      const float value = x[FIRST + i], other = kv_shfl_xorf(value, step);
+      x[FIRST + i] = (own & step) != 0 ? other - value : value + other;
     }
   // 1 / sqrt(RUN)
   constexpr float norm = RUN == 256 ? 0.0625f : RUN == 128 ? 0.08838834764831845f : RUN == 64 ? 0.125f
                          : RUN == 32 ? 0.1767766952966369f : 0.25f;
 #pragma unroll
-  for (int i = 0; i < OWN; i++) x[FIRST + i] *= norm;
-  if constexpr (BASE + RUN < DIM) kv_decode_rotate<DIM, BASE + RUN>(x, t);
+  for (int i = 0; i < WIDTH; i++) x[FIRST + i] *= norm;
+  if constexpr (BASE + RUN < DIM) kv_decode_rotate<DIM, BASE + RUN>(x, own);
 }
