@@ -21,8 +21,8 @@
 //
 // Launch: `slots` blocks of 32 * warps threads; 4 warps, from a head_dim of 192 on 2.
 //   shared bytes = queries + max(stages * stage, merge), where
-//   queries = head_dim * 32 from a head_dim of 192 on, else 0; with a scale per row plus
-//             head_dim * 32,
+//   queries = head_dim * 64 with a scale per row, otherwise head_dim * 32 from a head_dim of 192
+//             on, else 0,
 //   stage   = warps * 32 * row_stride: 32 tokens of K or of V for each warp; row_stride is
 //             row_bytes, with a scale per row the bytes of the codes plus 16,
 //   merge   = warps * 16 * (head_dim + 4) * 4 + warps * 16 * 8 + 16 + warps * 16 * 16 * 4,
@@ -36,12 +36,6 @@
 #include "decode_plan.h"
 
 constexpr u32 KV_DECODE_STAGES_MAX = 8;
-// For rows with scales. Products of weights and scales of V are packed to f16 relative to a
-// weight_scale per query row: at least the minimum, and products up to KV_DECODE_WEIGHT_MAX times
-// it.
-constexpr float KV_DECODE_WEIGHT_SCALE_MIN = 8.673617379884035e-19f;          // 2^-60
-constexpr float KV_DECODE_WEIGHT_SCALE_MIN_INVERSE = 1.152921504606847e18f;  // 2^60
-constexpr float KV_DECODE_WEIGHT_MAX = 1024.f;
 constexpr float KV_LOG2_E = 1.44269504088896340736f, KV_LN_2 = 0.69314718055994530942f;
 KV_DEV float kv_minus_inf() { return kv_as_f(0xff800000u); }  // score of a masked key
 
@@ -74,9 +68,12 @@ struct KvDecodeWork {
     const u32 group = p.attend.group;
     return item.row / group != (item.row + rows - 1) / group;
   }
-  // Returns whether some query may see one of `count` tokens.
+  // Returns whether some query may see one of `count` tokens, or each of them.
   KV_DEV bool reaches(u32 position, u32 count = 1) const {
     return position < reach.sink_end || (position + count > reach.begin && position < reach.end);
+  }
+  KV_DEV bool reaches_all(u32 position, u32 count) const {
+    return position + count <= reach.sink_end || (position >= reach.begin && position + count <= reach.end);
   }
 };
 
@@ -227,8 +224,7 @@ template <class F, int DIM> struct KvDecodeRing {
       F::template close_up<DIM>(rows, row_offset, w.lane);
       return;
     }
-    const bool is_masked = !w.reaches(base + w.lane);
-    if (kv_any(is_masked)) kv_decode_zero<F, DIM>(rows, w.lane, is_masked);
+    if (!w.reaches_all(base, 32)) kv_decode_zero<F, DIM>(rows, w.lane, !w.reaches(base + w.lane));
   }
   // Returns the stage that was read last.
   KV_DEV u32 used(u32 stages) const { return current == 0 ? stages - 1 : current - 1; }
@@ -251,7 +247,7 @@ template <class F, int DIM> constexpr u32 kv_decode_stages() {
 #else
   constexpr u32 most = 227 * 1024;
 #endif
-  constexpr u32 queries = (DIM >= 192 ? DIM * 32 : 0) + (F::SCALED ? DIM * 32 : 0);
+  constexpr u32 queries = F::SCALED ? DIM * 64 : DIM >= 192 ? DIM * 32 : 0;
   constexpr u32 stage_bytes = Ring::WARPS * Ring::STAGE_BYTES;
   constexpr u32 halved = ((most - 1024) / 2 - queries) / stage_bytes, alone = (most - queries) / stage_bytes;
   constexpr u32 stages = halved >= 2 ? halved : alone;
@@ -262,8 +258,9 @@ template <class F, int DIM> constexpr u32 kv_decode_stages() {
 struct KvDecodeRows {
   KvVisible visible[2];
   float factor[2];  // scales scores to log2 units; with a soft cap, to arguments of its tanh
-  float max[2], sum[2];
-  float bias[2], weight_scale[2];  // for rows with scales: added to scores; scale of packed weights
+  // The maximum so far, and the sum of weights relative to 2^max. For rows with scales `max` is not the
+  // maximum but any integer (decode_scaled.h), and `bias` is added to scores.
+  float max[2], sum[2], bias[2];
 
   // Each row's sink tokens are those of the call that precede its window.
   KV_DEV bool is_visible(u32 h, u32 position, u32 sink_tokens) const {
@@ -271,37 +268,43 @@ struct KvDecodeRows {
   }
 };
 
+// Returns whether some row does not see the whole subtile.
+KV_DEV bool kv_decode_is_masked(const KvDecodeRows& rows, u32 base) {
+  const u32 low = rows.visible[0].begin > rows.visible[1].begin ? rows.visible[0].begin : rows.visible[1].begin;
+  const u32 high = rows.visible[0].end < rows.visible[1].end ? rows.visible[0].end : rows.visible[1].end;
+  return kv_any(base < low || base + 32 > high);
+}
+// Caps the scores of a subtile, and masks those of keys that a row does not see.
+template <class F>
+KV_DEV void kv_decode_cap_and_mask(const KvDecodeWork& w, u32 base, const KvDecodeRows& rows, bool masked,
+                                   float (&s)[4][4]) {
+  const KvAttendParams& a = w.p.attend;
+#pragma unroll
+  for (u32 n = 0; n < 4; n++)
+#pragma unroll
+    for (u32 j = 0; j < 4; j++) {
+      // Not 1 - 2 / (exp(2 x) + 1), which cancels for small x: the exponential is then near 1 and
+      // approximate, with an error of 2^-22.
+      if (a.soft_cap > 0.f) s[n][j] = a.soft_cap * KV_LOG2_E * kv_tanh(s[n][j]);
+      const u32 position = base + (w.lane & 3) * 2 + F::token(n, j);
+      if (masked && !rows.is_visible(j >> 1, position, a.sink_tokens)) s[n][j] = kv_minus_inf();
+    }
+}
+
 // One step of the online softmax: masks the scores of a subtile, updates the running maximum,
 // rescales, and packs weights for the product with V. Returns whether some row does not see the
 // whole subtile.
 template <class F, int DIM>
 KV_DEV bool kv_decode_softmax(const KvDecodeWork& w, u32 base, KvDecodeRows& rows, float (&s)[4][4],
                               typename F::Weights& weights, float (&o)[DIM / 8][4]) {
-  const u32 t = w.lane & 3;
-  const KvAttendParams& a = w.p.attend;
-  // Whether some row does not see the whole subtile.
-  u32 low = rows.visible[0].begin > rows.visible[1].begin ? rows.visible[0].begin : rows.visible[1].begin;
-  u32 high = rows.visible[0].end < rows.visible[1].end ? rows.visible[0].end : rows.visible[1].end;
-  const bool masked = kv_any(base < low || base + 32 > high);
+  const bool masked = kv_decode_is_masked(rows, base);
   float max[2] = {rows.max[0], rows.max[1]};
 #pragma unroll
   for (u32 n = 0; n < 4; n++)
 #pragma unroll
-    for (u32 j = 0; j < 4; j++) {
-      s[n][j] *= rows.factor[j >> 1];
-      if constexpr (F::SCALED) s[n][j] += rows.bias[j >> 1];
-    }
-  if (masked || a.soft_cap > 0.f) {  // rare, so outside the unmasked path
-#pragma unroll
-    for (u32 n = 0; n < 4; n++)
-#pragma unroll
-      for (u32 j = 0; j < 4; j++) {
-        // Not 1 - 2 / (exp(2 x) + 1), which cancels for small x: the exponential is then near 1 and
-        // approximate, with an error of 2^-22.
-        if (a.soft_cap > 0.f) s[n][j] = a.soft_cap * KV_LOG2_E * kv_tanh(s[n][j]);
-        const u32 position = base + t * 2 + F::token(n, j);
-        if (masked && !rows.is_visible(j >> 1, position, a.sink_tokens)) s[n][j] = kv_minus_inf();
-      }
+    for (u32 j = 0; j < 4; j++) s[n][j] *= rows.factor[j >> 1];
+  if (masked || w.p.attend.soft_cap > 0.f) {  // rare, so outside the unmasked path
+    kv_decode_cap_and_mask<F>(w, base, rows, masked, s);
   }
 #pragma unroll
   for (u32 n = 0; n < 4; n++)
@@ -318,15 +321,9 @@ KV_DEV bool kv_decode_softmax(const KvDecodeWork& w, u32 base, KvDecodeRows& row
   if (kv_any(max[0] > rows.max[0] || max[1] > rows.max[1])) {
 #pragma unroll
     for (u32 h = 0; h < 2; h++) {
-      float shrink = max[h] == rows.max[h] ? 1.f : kv_exp2(rows.max[h] - max[h]);
+      const float shrink = max[h] == rows.max[h] ? 1.f : kv_exp2(rows.max[h] - max[h]);
       rows.max[h] = max[h];
       rows.sum[h] *= shrink;
-      if constexpr (F::SCALED) {  // shrinks weight_scale; below its minimum, the output instead
-        const float weight_scale = rows.weight_scale[h] * shrink;
-        rows.weight_scale[h] = kv_max(weight_scale, KV_DECODE_WEIGHT_SCALE_MIN);
-        if (weight_scale >= KV_DECODE_WEIGHT_SCALE_MIN) continue;
-        shrink = weight_scale * KV_DECODE_WEIGHT_SCALE_MIN_INVERSE;
-      }
 #pragma unroll
       for (u32 d = 0; d < DIM / 8; d++) {
         o[d][h * 2] *= shrink;
@@ -343,13 +340,8 @@ KV_DEV bool kv_decode_softmax(const KvDecodeWork& w, u32 base, KvDecodeRows& row
       s[n][j] = kv_exp2(s[n][j] - from[j >> 1]);
       rows.sum[j >> 1] += s[n][j];
     }
-    if constexpr (F::SCALED) {
-#pragma unroll
-      for (u32 j = 0; j < 4; j++) weights[n][j] = s[n][j];
-    } else {
-      weights[n / 2][n % 2 * 2] = kv_pack(typename F::Math(), s[n][0], s[n][1]);
-      weights[n / 2][n % 2 * 2 + 1] = kv_pack(typename F::Math(), s[n][2], s[n][3]);
-    }
+    weights[n / 2][n % 2 * 2] = kv_pack(typename F::Math(), s[n][0], s[n][1]);
+    weights[n / 2][n % 2 * 2 + 1] = kv_pack(typename F::Math(), s[n][2], s[n][3]);
   }
   return masked;
 }
@@ -430,6 +422,7 @@ template <class F, int DIM> KV_DEV void kv_decode_item(const KvDecodeParams& p, 
     for (u32 j = 0; j < 4; j++) o[d][j] = 0.f;
   typename F::Weights weights;
   bool partly_visible = false;
+  u32 base = 0;
   for (u32 load = 0; load < loads; load++) {
 #ifdef KV_BUG_WAIT
     kv_decode_wait_for<KV_DECODE_STAGES_MAX - 1>(p.stages - 1);
@@ -443,13 +436,16 @@ template <class F, int DIM> KV_DEV void kv_decode_item(const KvDecodeParams& p, 
 #endif
     if (load + p.stages - 1 < loads) ring.fetch(w, load + p.stages - 1, ring.used(p.stages));
     kv_cp_commit();
-    const u32 at = ring.next(p.stages), base = w.position(load / 2 * Ring::WARPS + warp);
+    const u32 at = ring.next(p.stages);
+    if ((load & 1) == 0) base = w.position(load / 2 * Ring::WARPS + warp);
     u8* const from = ring.memory + at;
     if constexpr (F::SCALED) ring.settle(w, from, base);
     if ((load & 1) == 0) {
       float s[4][4];
       F::template scores<DIM>(query, ring.address + at, lane, s);
-      partly_visible = kv_decode_softmax<F, DIM>(w, base, rows, s, weights, o) && w.has_several_queries();
+      if constexpr (F::SCALED) partly_visible = kv_decode_softmax_scaled<F, DIM>(w, base, rows, s, weights, o);
+      else partly_visible = kv_decode_softmax<F, DIM>(w, base, rows, s, weights, o);
+      partly_visible = partly_visible && w.has_several_queries();
     } else if constexpr (F::SCALED) {
       if (partly_visible) kv_decode_sum_scaled_masked<F, DIM>(w, base, rows, weights, from, o);
       u32 packed[2][4];

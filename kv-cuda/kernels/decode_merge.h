@@ -182,7 +182,7 @@ KV_DEV void kv_decode_merge(const KvDecodeWork& w, KvDecodeRows& rows, const flo
 #pragma unroll
       for (u32 j = 0; j < 2; j++) {
         float x = o[d][h * 2 + j];
-        if constexpr (F::SCALED) x *= rows.weight_scale[h] * F::LEVEL_SCALE;
+        if constexpr (F::SCALED) x *= F::LEVEL_SCALE;
         *shared.at(w.warp, row, F::template column<DIM>(d, j, t)) = x;
       }
   }

@@ -4,7 +4,7 @@
 template <class F, int DIM> struct KvDecodeQuery {
   // Long rows would need the registers of the output: their fragments are in shared memory, in the
   // order in which lanes read them.
-  static constexpr bool IS_SHARED = DIM >= 192;
+  static constexpr bool IS_SHARED = DIM >= 192 || F::SCALED;
   static constexpr u32 HIGH_BYTES = IS_SHARED ? DIM * 32 : 0, SHARED_BYTES = HIGH_BYTES + (F::SCALED ? DIM * 32 : 0);
   static constexpr u32 STEPS = DIM / 16;
 
@@ -137,7 +137,9 @@ template <class F, int DIM> struct KvDecodeQuery {
   KV_DEV void load_codes(const KvDecodeWork& w, KvDecodeRows& rows, u8* smem, u8* ring) {
     typedef KvDecodeRing<F, DIM> Ring;
     const KvAttendParams& a = w.p.attend;
-    const u32 own = w.lane & 7;
+    // The shuffles keep the compiler from holding values derived from lane and warp for the whole
+    // kernel.
+    const u32 lane = kv_shfl(w.lane, w.lane), warp = kv_shfl(w.warp, w.lane), own = lane & 7;
     const bool transform = F::SCALED && a.k_plane.transforms != 0;
     const bool is_aligned = ((a.q.data | a.q.token_stride | a.q.batch_stride) & 15) == 0;
     const KvConstants constants = kv_constants(a.k_plane, w.item.head);
@@ -150,7 +152,7 @@ template <class F, int DIM> struct KvDecodeQuery {
     has_low = transform;
     begin_rows(w, rows);
     float x[DIM / 8];
-    u32 row = w.warp * 4 + (w.lane >> 3);
+    u32 row = warp * 4 + (lane >> 3);
 #pragma unroll 1
     for (; row < KV_DECODE_ROWS; row += Ring::WARPS * 4) {
       const u16* const from = row_of(w, row);
@@ -192,18 +194,17 @@ template <class F, int DIM> struct KvDecodeQuery {
     kv_sync();
 #pragma unroll
     for (u32 h = 0; h < 2; h++) {
-      const float2 own_row = numbers[(w.lane >> 2) + h * 8];
+      const float2 own_row = numbers[(lane >> 2) + h * 8];
       rows.factor[h] = factor * own_row.x;
       if constexpr (F::SCALED) {
         rows.factor[h] *= F::LEVEL_SCALE;
         rows.bias[h] = factor * own_row.y;
-        rows.weight_scale[h] = KV_DECODE_WEIGHT_SCALE_MIN;
       }
     }
     if constexpr (!IS_SHARED) {
 #pragma unroll
       for (u32 k = 0; k < STEPS; k++) {
-        const uint4 own_step = ((const uint4*)high)[k * 32 + w.lane];
+        const uint4 own_step = ((const uint4*)high)[k * 32 + lane];
         fragments[k][0] = own_step.x, fragments[k][1] = own_step.y;
         fragments[k][2] = own_step.z, fragments[k][3] = own_step.w;
       }

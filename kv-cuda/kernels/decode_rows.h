@@ -17,8 +17,7 @@
 // With 128 bytes of codes, reads have no bank conflicts. Other lengths have two-way conflicts.
 //
 // The scale of a K row multiplies scores. The scale of a V row multiplies weights before they are
-// packed to f16, relative to a weight_scale per query row that follows the largest product so far,
-// so that tiny scales lose no precision.
+// packed to f16 (decode_scaled.h).
 #pragma once
 #include "decode_format.h"
 
@@ -73,7 +72,7 @@ template <class C> struct KvDecodeRowCodes {
   // Decodes one value of a row of V.
   template <int DIM> static KV_DEV float value(const u8* row, u32 d, u32 j, u32 t) {
     u32 x[VALUES];
-    C::pairs(row[v_byte<DIM>(d, t * 2 + (j & 1))], x);
+    C().pairs(row[v_byte<DIM>(d, t * 2 + (j & 1))], x);
     return kv_f16_f((u16)x[d % VALUES]);
   }
   // Returns the scale of a row of the subtile at `rows`.
@@ -120,7 +119,7 @@ template <class C> struct KvDecodeRowCodes {
   // Accumulates the scores of a run of codes. `own` is the address of the row of this lane's first
   // even token.
   template <int DIM, int BASE, bool LOW, class Query>
-  static KV_DEV void score_run(const Query& query, u32 own, u32 lane, float (&s)[4][4]) {
+  static KV_DEV void score_run(const C& decoder, const Query& query, u32 own, u32 lane, float (&s)[4][4]) {
     constexpr int RUN = kv_decode_run(DIM - BASE);
     constexpr u32 WORDS = RUN / VALUES / 16;
     static_assert(WORDS > 0, "whole words of codes for each of four lanes");
@@ -130,17 +129,17 @@ template <class C> struct KvDecodeRowCodes {
     for (u32 half = 0; half < 2; half++) {
       u32 word, before[VALUES];
       kv_lds_at(at + half * 16 * row_bytes<DIM>() + row_bytes<DIM>() - 2, word);
-      C::quads(word, before, carry[half]);
+      decoder.quads(word, before, carry[half]);
     }
-    // Further unrolling would preload queries from shared memory into registers.
-    [[maybe_unused]] constexpr int steps = Query::IS_SHARED && WORDS > 4 ? 4 : WORDS;
+    // Further unrolling would preload queries of long rows from shared memory into registers.
+    [[maybe_unused]] constexpr int steps = DIM >= 192 && WORDS > 4 ? 4 : WORDS;
 #pragma unroll steps
     for (u32 i = 0; i < WORDS; i++) {
       u32 a[VALUES][4], low[VALUES][4];
 #pragma unroll
       for (u32 v = 0; v < VALUES; v++) {
         query.get(BASE / 16 + i * VALUES + v, lane, a[v]);
-        if constexpr (LOW) query.get_low(BASE / 16 + i * VALUES + v, lane, low[v]);
+        if (LOW && query.has_low) query.get_low(BASE / 16 + i * VALUES + v, lane, low[v]);
       }
 #pragma unroll
       for (u32 n = 0; n < 4; n++) {
@@ -148,18 +147,18 @@ template <class C> struct KvDecodeRowCodes {
         u32 word, b[2][VALUES];
         kv_lds_at(at + row * row_bytes<DIM>() + n % 2 * 2 + i * 4, word);
         if (n % 2 == 0) {
-          C::quads(word, b[0], b[1]);
+          decoder.quads(word, b[0], b[1]);
         } else {
           u32 after[VALUES];
-          C::quads(word, b[1], after);
+          decoder.quads(word, b[1], after);
 #pragma unroll
           for (u32 v = 0; v < VALUES; v++) b[0][v] = carry[n / 2][v], carry[n / 2][v] = after[v];
         }
         multiply_all(a, b[0], b[1], s[n]);
-        if constexpr (LOW) multiply_all(low, b[0], b[1], s[n]);
+        if (LOW && query.has_low) multiply_all(low, b[0], b[1], s[n]);
       }
     }
-    if constexpr (BASE + RUN < DIM) score_run<DIM, BASE + RUN, LOW>(query, own, lane, s);
+    if constexpr (BASE + RUN < DIM) score_run<DIM, BASE + RUN, LOW>(decoder, query, own, lane, s);
   }
   // Computes Q K^T of a subtile.
   template <int DIM, class Query>
@@ -168,9 +167,11 @@ template <class C> struct KvDecodeRowCodes {
     for (u32 n = 0; n < 4; n++)
 #pragma unroll
       for (u32 j = 0; j < 4; j++) s[n][j] = 0.f;
+    const C decoder = C::in_registers();
     const u32 own = k_rows + ((lane >> 3) * 2 + (lane >> 2 & 1) * 8) * row_bytes<DIM>();
-    if (query.has_low) score_run<DIM, 0, true>(query, own, lane, s);
-    else score_run<DIM, 0, false>(query, own, lane, s);
+    // Long rows, whose loop is not unrolled, decide in the loop.
+    if (DIM >= 192 || query.has_low) score_run<DIM, 0, true>(decoder, query, own, lane, s);
+    else score_run<DIM, 0, false>(decoder, query, own, lane, s);
     multiply(scale<DIM>(k_rows, lane), lane, s);
   }
   // Multiplies the column of each token by its factor, which lane `token` holds.
@@ -188,10 +189,10 @@ template <class C> struct KvDecodeRowCodes {
   // Accumulates two bytes of a row for four tokens: `a` and `b` each have byte 0 of two tokens in
   // the low half, byte 1 in the high half.
   template <int FIRST, int N>
-  static KV_DEV void sum_two(const u32 (&weights)[4], u32 a, u32 b, float (&o)[N][4]) {
+  static KV_DEV void sum_two(const C& decoder, const u32 (&weights)[4], u32 a, u32 b, float (&o)[N][4]) {
     u32 x[2][VALUES], y[2][VALUES];
-    C::quads(a, x[0], x[1]);
-    C::quads(b, y[0], y[1]);
+    decoder.quads(a, x[0], x[1]);
+    decoder.quads(b, y[0], y[1]);
 #pragma unroll
     for (u32 i = 0; i < 2; i++)
 #pragma unroll
@@ -201,7 +202,7 @@ template <class C> struct KvDecodeRowCodes {
   // this lane's part in its first even row: rows 0, 1, 8 and 9 from there are its tokens. `odd` has
   // the words of the odd rows that begin 2 bytes before.
   template <int DIM, int BASE, int WIDTH, int AT>
-  static KV_DEV void sum_word(const u32 (&weights)[4], u32 own, u32 (&odd)[2], float (&o)[DIM / 8][4]) {
+  static KV_DEV void sum_word(const C& decoder, const u32 (&weights)[4], u32 own, u32 (&odd)[2], float (&o)[DIM / 8][4]) {
     constexpr u32 ROW = row_bytes<DIM>(), FIRST = BASE / 8 + AT;
     u32 even[2], next[2];
 #pragma unroll
@@ -209,42 +210,56 @@ template <class C> struct KvDecodeRowCodes {
       kv_lds_at(own + r * 8 * ROW + AT, even[r]);
       kv_lds_at(own + r * 8 * ROW + ROW + 2 + AT, next[r]);
     }
-    sum_two<FIRST * VALUES>(weights, kv_prmt(even[0], even[1], 0x5140), kv_prmt(odd[0], odd[1], 0x7362), o);
-    sum_two<(FIRST + 2) * VALUES>(weights, kv_prmt(even[0], even[1], 0x7362), kv_prmt(next[0], next[1], 0x5140), o);
-    if constexpr (AT + 4 < WIDTH) sum_word<DIM, BASE, WIDTH, AT + 4>(weights, own, next, o);
+    sum_two<FIRST * VALUES>(decoder, weights, kv_prmt(even[0], even[1], 0x5140), kv_prmt(odd[0], odd[1], 0x7362), o);
+    sum_two<(FIRST + 2) * VALUES>(decoder, weights, kv_prmt(even[0], even[1], 0x7362), kv_prmt(next[0], next[1], 0x5140), o);
+    if constexpr (AT + 4 < WIDTH) sum_word<DIM, BASE, WIDTH, AT + 4>(decoder, weights, own, next, o);
   }
   template <int DIM, int BASE>
-  static KV_DEV void sum_run(const u32 (&weights)[4], u32 rows, u32 g, float (&o)[DIM / 8][4]) {
+  static KV_DEV void sum_run(const C& decoder, const u32 (&weights)[4], u32 rows, u32 g, float (&o)[DIM / 8][4]) {
     constexpr u32 RUN = kv_decode_run(codes<DIM>() - BASE), WIDTH = RUN / 8, ROW = row_bytes<DIM>();
     const u32 own = rows + BASE + g * WIDTH;
     if constexpr (WIDTH == 2) {
       u16 x[4];
 #pragma unroll
       for (u32 r = 0; r < 4; r++) kv_lds_at(own + (r % 2 * 8 + r / 2) * ROW, x[r]);
-      sum_two<BASE / 8 * VALUES>(weights, kv_prmt(x[0], x[1], 0x5140), kv_prmt(x[2], x[3], 0x5140), o);
+      sum_two<BASE / 8 * VALUES>(decoder, weights, kv_prmt(x[0], x[1], 0x5140), kv_prmt(x[2], x[3], 0x5140), o);
     } else {
       u32 odd[2];
 #pragma unroll
       for (u32 r = 0; r < 2; r++) kv_lds_at(own + r * 8 * ROW + ROW - 2, odd[r]);
-      sum_word<DIM, BASE, WIDTH, 0>(weights, own, odd, o);
+      sum_word<DIM, BASE, WIDTH, 0>(decoder, weights, own, odd, o);
     }
-    if constexpr (BASE + RUN < codes<DIM>()) sum_run<DIM, BASE + RUN>(weights, rows, g, o);
+    if constexpr (BASE + RUN < codes<DIM>()) sum_run<DIM, BASE + RUN>(decoder, weights, rows, g, o);
   }
   template <int DIM>
   static KV_DEV void sum(const u32 (&weights)[2][4], u32 v_rows, u32 lane, float (&o)[DIM / 8][4]) {
+    const C decoder = C::in_registers();
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
-      sum_run<DIM, 0>(weights[half], v_rows + (half * 16 + (lane & 3) * 2) * row_bytes<DIM>(), lane >> 2, o);
+      sum_run<DIM, 0>(decoder, weights[half], v_rows + (half * 16 + (lane & 3) * 2) * row_bytes<DIM>(), lane >> 2, o);
     }
   }
 };
+
+// Decoders of codes. prmt takes one constant, and its selector is another: `in_registers` returns a
+// decoder whose other constants pass through a shuffle, without which the compiler would load one of
+// the two for almost every prmt.
 
 // One-byte codes, decoded by `C` as in KvDecodeCodes.
 template <class C> struct KvRowOf {
   static constexpr int VALUES = 1;
   static constexpr float LEVEL_SCALE = 1.f;
-  static KV_DEV void pairs(u32 x, u32 (&out)[1]) { out[0] = C::pair(x); }
-  static KV_DEV void quads(u32 x, u32 (&low)[1], u32 (&high)[1]) { C::pairs(x, low[0], high[0]); }
+  static KV_DEV KvRowOf in_registers() { return {}; }
+  KV_DEV void pairs(u32 x, u32 (&out)[1]) const { out[0] = C::pair(x); }
+  KV_DEV void quads(u32 x, u32 (&low)[1], u32 (&high)[1]) const { C::pairs(x, low[0], high[0]); }
+};
+struct KvRowInt8 {
+  static constexpr int VALUES = 1;
+  static constexpr float LEVEL_SCALE = 1.f;
+  u32 exponents = KV_INT8_EXPONENTS;
+  static KV_DEV KvRowInt8 in_registers() { return {kv_shfl(KV_INT8_EXPONENTS, 0)}; }
+  KV_DEV void pairs(u32 x, u32 (&out)[1]) const { out[0] = kv_int8x2_f16x2(x); }
+  KV_DEV void quads(u32 x, u32 (&low)[1], u32 (&high)[1]) const { kv_int8x4_f16x2(x, low[0], high[0], exponents); }
 };
 
 // l4: decodes the lower two bytes to the f16 of their low nibbles and of their high nibbles. Levels
@@ -253,13 +268,22 @@ template <class C> struct KvRowOf {
 struct KvRowL4 {
   static constexpr int VALUES = 2;
   static constexpr float LEVEL_SCALE = 0.74970859f;
-  static KV_DEV void pairs(u32 x, u32 (&out)[2]) {
-    // The lower and upper bytes of the f16 levels are two tables of 8 bytes, which prmt indexes by
-    // the codes.
-    const u32 low = kv_prmt(0x0702247bu, 0x4a8551b4u, x & 0x7777u);
-    const u32 high = kv_prmt(0x3d3b3831u, 0x4341403eu, x & 0x7777u) | (kv_prmt(x << 4, x, 0x5140) & 0x80808080u);
+  // The lower and upper bytes of the f16 levels are two tables of 8 bytes, which prmt indexes by the
+  // magnitudes. Here are the first four bytes of each.
+  u32 low_bytes = 0x0702247bu, high_bytes = 0x3d3b3831u;
+  static KV_DEV KvRowL4 in_registers() { return {kv_shfl(0x0702247bu, 0), kv_shfl(0x3d3b3831u, 0)}; }
+
+  // Decodes four codes: the lower four nibbles of `magnitudes`, the upper bits of the bytes of `signs`.
+  KV_DEV void levels(u32 magnitudes, u32 signs, u32 (&out)[2]) const {
+    const u32 low = kv_prmt_table(low_bytes, 0x4a8551b4u, magnitudes);
+    const u32 high = kv_prmt_table(high_bytes, 0x4341403eu, magnitudes) | (signs & 0x80808080u);
     out[0] = kv_prmt(low, high, 0x6240);
     out[1] = kv_prmt(low, high, 0x7351);
   }
-  static KV_DEV void quads(u32 x, u32 (&low)[2], u32 (&high)[2]) { pairs(x, low), pairs(x >> 16, high); }
+  KV_DEV void pairs(u32 x, u32 (&out)[2]) const { levels(x & 0x7777u, kv_prmt(x << 4, x, 0x5140), out); }
+  KV_DEV void quads(u32 x, u32 (&low)[2], u32 (&high)[2]) const {
+    const u32 magnitudes = x & 0x77777777u;
+    levels(magnitudes, kv_prmt(x << 4, x, 0x5140), low);
+    levels(magnitudes >> 16, kv_prmt(x << 4, x, 0x7362), high);
+  }
 };

@@ -57,6 +57,8 @@ KV_DEV u32 kv_popc(u32 x) { return __popc(x); }
 KV_DEV u32 kv_clz(u32 x) { return __clz(x); }
 KV_DEV float kv_sqrt(float x) { float y; asm("sqrt.rn.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
 KV_DEV u32 kv_prmt(u32 a, u32 b, u32 s) { return __byte_perm(a, b, s); }
+// The same with a selector whose lower nibbles are at most 7: __byte_perm would mask them again.
+KV_DEV u32 kv_prmt_table(u32 a, u32 b, u32 s) { u32 r; asm("prmt.b32 %0,%1,%2,%3;" : "=r"(r) : "r"(a), "r"(b), "r"(s)); return r; }
 KV_DEV u32 kv_smem_addr(const void* p) { u32 a; asm("{ .reg .u64 t; cvta.to.shared.u64 t,%1; cvt.u32.u64 %0,t; }" : "=r"(a) : "l"(p)); return a; }
 #if __CUDA_ARCH__ >= 800
 KV_DEV void kv_cp_async16(void* s, const void* g, bool pred) {
@@ -147,15 +149,16 @@ KV_DEV u32 kv_e4m3x2_f16x2(u32 x) {  // exponent re-bias by multiply with 2^8 in
 }
 KV_DEV void kv_e4m3x4_f16x2(u32 x, u32& low, u32& high) { low = kv_e4m3x2_f16x2(x), high = kv_e4m3x2_f16x2(x >> 16); }
 #endif
+constexpr u32 KV_INT8_EXPONENTS = 0x64646464u;
 // Converts two int8 (low 16 bits of x) to f16x2, exactly: the bits of 1024 + 128 + value, minus
 // 1152.
 KV_DEV u32 kv_int8x2_f16x2(u32 x) {
   u32 r, u = kv_prmt(x ^ 0x8080u, 0x64646464u, 0x4140);
   asm("sub.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(u), "r"(0x64806480u)); return r;
 }
-// Converts four int8 to f16x2: the lower two, and the upper two.
-KV_DEV void kv_int8x4_f16x2(u32 x, u32& low, u32& high) {
-  const u32 biased = x ^ 0x80808080u, l = kv_prmt(biased, 0x64646464u, 0x4140), h = kv_prmt(biased, 0x64646464u, 0x4342);
+// Converts four int8 to f16x2: the lower two, and the upper two. `exponents` is KV_INT8_EXPONENTS.
+KV_DEV void kv_int8x4_f16x2(u32 x, u32& low, u32& high, u32 exponents = KV_INT8_EXPONENTS) {
+  const u32 biased = x ^ 0x80808080u, l = kv_prmt(biased, exponents, 0x4140), h = kv_prmt(biased, exponents, 0x4342);
   asm("sub.rn.f16x2 %0,%1,%2;" : "=r"(low) : "r"(l), "r"(0x64806480u));
   asm("sub.rn.f16x2 %0,%1,%2;" : "=r"(high) : "r"(h), "r"(0x64806480u));
 }

@@ -66,6 +66,7 @@ inline u32 kv_prmt(u32 a, u32 b, u32 selector) {
   }
   return result;
 }
+inline u32 kv_prmt_table(u32 a, u32 b, u32 selector) { return kv_prmt(a, b, selector); }
 
 // ---- Asynchronous copies to shared memory
 inline void kv_cp_async16(void* to, const void* from, bool valid, kvemu::Site site = kvemu::Site::here()) {
@@ -113,7 +114,8 @@ inline void kv_e4m3x4_f16x2(u32 x, u32& low, u32& high) {
   low = kv_e4m3x2_f16x2(x), high = kv_e4m3x2_f16x2(x >> 16);
 }
 inline u32 kv_int8x2_f16x2(u32 x) { return kv_pack(KvF16(), float(i8(x)), float(i8(x >> 8))); }
-inline void kv_int8x4_f16x2(u32 x, u32& low, u32& high) {
+constexpr u32 KV_INT8_EXPONENTS = 0x64646464u;
+inline void kv_int8x4_f16x2(u32 x, u32& low, u32& high, u32 = KV_INT8_EXPONENTS) {
   low = kv_int8x2_f16x2(x), high = kv_int8x2_f16x2(x >> 16);
 }
 inline float kv_bf16_f(u16 x) { return kvemu::bf16_to_float(x); }

@@ -514,7 +514,7 @@ int run(u32 seed) {
   const std::string name = std::string("decode_") + name_of(c.format) + "_" + std::to_string(c.dim);
   const u32 warps = c.dim >= 192 ? 2 : 4, stage_bytes = warps * 32 * row_stride(c);
   const u32 merge = warps * 16 * (c.dim + 4) * 4 + warps * 16 * 8 + 16 + warps * 16 * 16 * 4;
-  const u32 queries = (c.dim >= 192 ? c.dim * 32 : 0) + (is_scaled(c.format) ? c.dim * 32 : 0);
+  const u32 queries = is_scaled(c.format) ? c.dim * 64 : c.dim >= 192 ? c.dim * 32 : 0;
   const u32 shared = queries + std::max(c.stages * stage_bytes, merge);
   std::vector<u8> first;
   for (u32 order : {0u, seed * 2 + 1}) {
