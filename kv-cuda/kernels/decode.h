@@ -73,7 +73,8 @@ struct KvDecodeWork {
     return position < reach.sink_end || (position + count > reach.begin && position < reach.end);
   }
   KV_DEV bool reaches_all(u32 position, u32 count) const {
-    return position + count <= reach.sink_end || (position >= reach.begin && position + count <= reach.end);
+    // Without branches.
+    return (position + count <= reach.sink_end) | ((position >= reach.begin) & (position + count <= reach.end));
   }
 };
 
@@ -102,7 +103,7 @@ template <class F, int DIM> struct KvDecodeRing {
   bool is_whole = false;  // runs of 16 tokens never cross a block
   // And the tokens of a head are contiguous in a block; those of rows with scales are then copied
   // 16 at a time, by 16 lanes.
-  bool is_dense = false;
+  u32 is_dense = 0;
   // The row of this lane in the subtile that is fetched next.
   u32 block = 0, inside = 0;
   bool ok = false;
@@ -132,7 +133,7 @@ template <class F, int DIM> struct KvDecodeRing {
   }
   // Looks up the block of a subtile in the block table, one subtile ahead to hide the latency.
   KV_DEV void look_up(const KvDecodeWork& w, u32 nth) {
-    const bool by_run = F::SCALED && is_dense;
+    const bool by_run = F::SCALED && is_dense != 0;
     const u32 subtile = nth * WARPS + w.warp, position = w.position(subtile) + (by_run ? w.lane & 16 : w.lane);
     const u32 block_size = w.p.attend.k_plane.block_size, shift = w.p.block_shift;
     ok = subtile < w.subtiles && w.reaches(position, by_run ? 16 : 1);
@@ -190,7 +191,7 @@ template <class F, int DIM> struct KvDecodeRing {
     }
     const u32 begin = stage * STAGE_BYTES;
     if constexpr (F::SCALED) {
-      if (is_dense) {
+      if (is_dense != 0) {
         fetch_runs(address + begin, row, (ok_rows >> w.lane & 1) != 0, w.lane);
         return;
       }
@@ -200,7 +201,7 @@ template <class F, int DIM> struct KvDecodeRing {
     if constexpr (WHOLE) {
       if (is_whole && ok_rows == 0xffffffffu) {
         const u64 stride = is_v ? w.p.attend.v_plane.token_stride : w.p.attend.k_plane.token_stride;
-        if (is_dense) fetch_whole<true>(address + begin, row, ROW, is_v, w.lane);
+        if (is_dense != 0) fetch_whole<true>(address + begin, row, ROW, is_v, w.lane);
         else fetch_whole<false>(address + begin, row, stride, is_v, w.lane);
         return;
       }
@@ -217,14 +218,17 @@ template <class F, int DIM> struct KvDecodeRing {
                     (ok_rows >> token & 1) != 0);
     }
   }
+  // Returns where the stage at offset `at` is. The shuffle keeps the compiler from computing generic
+  // pointers, which only rare paths use, outside of them.
+  KV_DEV u8* rows_at(u32 at, u32 lane) const { return memory + kv_shfl(at, lane); }
   // For rows with scales: makes the subtile of the stage that is read dense, with zeros for rows
   // that no query sees.
-  KV_DEV void settle(const KvDecodeWork& w, u8* rows, u32 base) const {
-    if (!is_dense) {
-      F::template close_up<DIM>(rows, row_offset, w.lane);
-      return;
+  KV_DEV void settle(const KvDecodeWork& w, u32 at, u32 base) const {
+    if (is_dense == 0) {
+      F::template close_up<DIM>(rows_at(at, w.lane), row_offset, w.lane);
+    } else if (!w.reaches_all(base, 32)) {
+      kv_decode_zero<F, DIM>(rows_at(at, w.lane), w.lane, !w.reaches(base + w.lane));
     }
-    if (!w.reaches_all(base, 32)) kv_decode_zero<F, DIM>(rows, w.lane, !w.reaches(base + w.lane));
   }
   // Returns the stage that was read last.
   KV_DEV u32 used(u32 stages) const { return current == 0 ? stages - 1 : current - 1; }
@@ -438,8 +442,7 @@ template <class F, int DIM> KV_DEV void kv_decode_item(const KvDecodeParams& p, 
     kv_cp_commit();
     const u32 at = ring.next(p.stages);
     if ((load & 1) == 0) base = w.position(load / 2 * Ring::WARPS + warp);
-    u8* const from = ring.memory + at;
-    if constexpr (F::SCALED) ring.settle(w, from, base);
+    if constexpr (F::SCALED) ring.settle(w, at, base);
     if ((load & 1) == 0) {
       float s[4][4];
       F::template scores<DIM>(query, ring.address + at, lane, s);
@@ -447,12 +450,14 @@ template <class F, int DIM> KV_DEV void kv_decode_item(const KvDecodeParams& p, 
       else partly_visible = kv_decode_softmax<F, DIM>(w, base, rows, s, weights, o);
       partly_visible = partly_visible && w.has_several_queries();
     } else if constexpr (F::SCALED) {
-      if (partly_visible) kv_decode_sum_scaled_masked<F, DIM>(w, base, rows, weights, from, o);
+      if (partly_visible) {
+        kv_decode_sum_scaled_masked<F, DIM>(w, base, rows, weights, ring.rows_at(at, lane), o);
+      }
       u32 packed[2][4];
       kv_decode_scale<F, DIM>(rows, weights, ring.address + at, lane, packed, o);
       F::template sum<DIM>(packed, ring.address + at, lane, o);
     } else {
-      if (partly_visible) kv_decode_sum_masked<F, DIM>(w, base, rows, weights, from, o);
+      if (partly_visible) kv_decode_sum_masked<F, DIM>(w, base, rows, weights, ring.memory + at, o);
       F::template sum<DIM>(weights, ring.address + at, lane, o);
     }
   }

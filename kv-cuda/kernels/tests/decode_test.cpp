@@ -45,7 +45,7 @@ constexpr u32 SHARED_MAX = 232448;  // bytes of a block, at most
 
 struct Case {
   u32 format, dtype, dim, kv_heads, group, block_size, slots, stages, axes;
-  bool hnd, segments, full, has_sink_logits, invariant, wants_lse, transforms, wild;
+  bool hnd, segments, full, has_sink_logits, invariant, wants_lse, transforms, wild, apart, aligned;
   u32 window_left, sink_tokens;
   float scale, soft_cap, k_scale, v_scale, spread;
   std::vector<u32> q_lens, kv_lens;
@@ -90,7 +90,7 @@ Case random_case(Random& r) {
   if (c.format == KV_FMT_E4M3_ROW && c.dim == 256) c.dim = 192;
   c.kv_heads = 1 + r.below(3);
   c.group = r.pick({1u, 1u, 2u, 3u, 4u, 7u, 8u, 16u, 20u});
-  c.block_size = r.pick({1u, 3u, 16u, 16u, 48u, 64u, 256u});
+  c.block_size = r.pick({1u, 3u, 8u, 16u, 16u, 24u, 48u, 64u, 256u});
   c.slots = r.pick({1u, 2u, 5u, 12u});
   const u32 stage_bytes = (c.dim >= 192 ? 64 : 128) * row_stride(c);
   c.stages = 2 + r.below(std::min(7u, (SHARED_MAX - c.dim * 64) / stage_bytes - 1));
@@ -105,11 +105,13 @@ Case random_case(Random& r) {
   c.v_scale = is_codes(c.format) ? 1.5f : 1.f;
   c.spread = r.flip(5) ? 8.f : 1.f;
   c.transforms = is_scaled(c.format) && r.flip(2), c.wild = is_scaled(c.format) && r.flip(2);
+  // Heads that begin at no multiple of 16 bytes, and queries that all do.
+  c.apart = c.hnd && is_scaled(c.format) && r.flip(4), c.aligned = r.flip(2);
   const u32 sequences = r.flip(8) ? 40 : 1 + r.below(4);
   for (u32 i = 0; i < sequences; i++) {
     const u32 limit = sequences > 8 ? 70 : r.flip(12) ? 3000 : 600;
     c.q_lens.push_back(r.pick({0u, 1u, 1u, 1u, 1u, 2u, 3u, 5u}));
-    c.kv_lens.push_back(r.flip(4) ? r.pick({0u, 1u, 2u, 31u, 32u, 33u, 64u, 65u}) : r.below(limit));
+    c.kv_lens.push_back(r.flip(4) ? r.pick({0u, 1u, 2u, 15u, 16u, 17u, 31u, 32u, 33u, 64u, 65u, 127u, 128u, 129u}) : r.below(limit));
   }
   if (r.flip(40)) {  // more splits than a warp holds weights of
     c.kv_heads = 1, c.slots = 80, c.window_left = 0xffffffffu, c.invariant = false;
@@ -122,12 +124,13 @@ Case random_case(Random& r) {
 std::string describe(const Case& c) {
   char text[512];
   snprintf(text, sizeof text,
-           "%s q %s dim %u heads %u x %u block %u slots %u stages %u axes %u%s%s%s%s%s%s%s window %d+%u cap %g "
+           "%s q %s dim %u heads %u x %u block %u slots %u stages %u axes %u%s%s%s%s%s%s%s%s%s window %d+%u cap %g "
            "spread %g:",
            name_of(c.format), c.dtype == KV_F16 ? "f16" : "bf16", c.dim, c.kv_heads, c.group, c.block_size, c.slots,
            c.stages, c.axes, c.hnd ? " hnd" : "", c.segments ? " segments" : "", c.full ? " full" : "",
            c.has_sink_logits ? " sink_logits" : "", c.invariant ? " invariant" : "",
-           c.transforms ? " transforms" : "", c.wild ? " wild" : "", (int)c.window_left, c.sink_tokens, c.soft_cap,
+           c.transforms ? " transforms" : "", c.wild ? " wild" : "",
+           c.apart ? " apart" : "", c.aligned ? " aligned" : "", (int)c.window_left, c.sink_tokens, c.soft_cap,
            c.spread);
   std::string all = text;
   for (size_t i = 0; i < c.q_lens.size(); i++) {
@@ -243,12 +246,13 @@ struct Fixture {
 
   void make(Plane& plane, float scale) {
     const u32 row = row_bytes(c), per_segment = c.segments ? 3 : num_blocks;
+    const u32 head = row * c.block_size + (c.apart ? 6 : 0);
     const u64 gap = r.flip(2) ? 0 : 48;
     KvPlane& p = plane.params;
     p = KvPlane{};
     p.token_stride = c.hnd ? row : row * c.kv_heads;
-    p.head_stride = c.hnd ? row * c.block_size : row;
-    p.block_bytes = ((u64)row * c.kv_heads * c.block_size + 15) / 16 * 16 + gap;
+    p.head_stride = c.hnd ? head : row;
+    p.block_bytes = ((u64)head * c.kv_heads + 15) / 16 * 16 + gap;
     p.blocks_per_segment = per_segment, p.num_blocks = num_blocks, p.block_size = c.block_size;
     p.num_kv_heads = c.kv_heads, p.head_dim = c.dim, p.format = c.format, p.row_bytes = row;
     p.scales_begin = code_bytes(c), p.transforms = c.transforms;
@@ -320,7 +324,7 @@ struct Rows {
     const u32 bytes = dtype == KV_F32 ? 4 : 2, batch = (u32)w.sequences.size() + w.c.spare;
     u32 total = w.c.spare, longest = 1 + w.c.spare % 2;
     for (const KvSequence& s : w.sequences) total += s.q_len, longest = std::max(longest, s.q_len);
-    const u64 token = (u64)heads * dim * bytes + 8;
+    const u64 token = (u64)heads * dim * bytes + (w.c.aligned ? 16 : 8);
     t.axes = w.c.axes, t.dtype = dtype, t.heads = heads, t.dim = dim;
     t.batch = t.axes == KV_THD ? 1 : batch, t.tokens = t.axes == KV_THD ? total : longest;
     t.token_stride = t.axes == KV_SBHD ? token * batch : token;
