@@ -125,8 +125,8 @@ impl Shape {
     fn sized(kernel: &'static str, plane: &Plane, shared_bytes_max: u32) -> Option<Self> {
         let (dim, row_stride) = (plane.head_dim, row_stride(plane));
         let warps: u32 = if dim >= 192 { 2 } else { 4 };
-        // Queries in shared memory: long ones, and over rows with scales all, with their rounding errors
-        // in f16.
+        // Queries in shared memory: long ones, and over rows with scales all, with the rounding
+        // errors of f16.
         let copies = if is_scaled(plane) { 2 } else { u32::from(dim >= 192) };
         let queries = dim * ROWS * 2 * copies;
         let stage_bytes = warps * STAGE_TOKENS * row_stride;

@@ -164,8 +164,13 @@ impl Shape {
         let Family::Decode(format) = self.family else { return None };
         let stage = self.warps_of_block() * DECODE_TOKENS * format.row_stride(self.head_dim);
         let own = self.head_dim * 32;
-        let queries =
-            if format.is_scaled() { 2 * own } else if self.head_dim >= 192 { own } else { 0 };
+        let queries = if format.is_scaled() {
+            2 * own
+        } else if self.head_dim >= 192 {
+            own
+        } else {
+            0
+        };
         let halved = ((SHARED_BYTES - 1024) / 2).saturating_sub(queries) / stage;
         let stages = if halved >= 2 { halved } else { (SHARED_BYTES - queries) / stage };
         Some(stages.clamp(2, 8))

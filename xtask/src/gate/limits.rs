@@ -51,7 +51,7 @@ const MEMORY_BOUND: &str = "memory decides: 1.03 of the driver's copy was measur
 const NEAR_MEMORY: &str = "near the memory's time: 0.91 of copy was measured at 0.80";
 const NARROW: &str = "short rows: the softmax, equal for all head dims, is most of the trip";
 const ONE_WARP: &str = "one warp a scheduler: its own latencies are not covered";
-const SCALED: &str = "scales of rows: compute-bound, 0.56 of copy was measured at 1.30";
+const SCALED: &str = "scales of rows: near the memory's time; 0.56 of copy was measured at 1.30";
 const FOUR_BITS: &str = "compute-bound: saves memory and not time, 0.28 of copy at 2.50";
 const ONE_MATRIX: &str = "one matrix of rows a warp: fragments of K and V are loaded for it alone";
 const TENSOR: &str = "products decide: 351 TFLOP/s were measured at 0.65";
@@ -93,10 +93,10 @@ const LIMITS: &[Limit] = &[
     limit(PLAIN, ALL, Metric::Code(16_384), CACHED),
     limit(CODES, &[64, 80, 96, 128], Metric::Code(16_384), CACHED),
     limit(CODES, &[192, 256], Metric::Code(21_504), UNCACHED),
-    limit(ROWS, &[64, 80, 96, 128], Metric::Code(24_576), UNCACHED),
-    limit(ROWS, &[192, 256], Metric::Code(30_720), UNCACHED),
-    limit(L4, &[64, 96, 128], Metric::Code(24_576), UNCACHED),
-    limit(L4, &[192, 256], Metric::Code(32_768), UNCACHED),
+    limit(ROWS, &[64, 80, 96, 128], Metric::Code(16_384), CACHED),
+    limit(ROWS, &[192, 256], Metric::Code(19_456), UNCACHED),
+    limit(L4, &[64, 96, 128], Metric::Code(16_384), CACHED),
+    limit(L4, &[192, 256], Metric::Code(26_624), UNCACHED),
     limit(PREFILL_PLAIN, ALL, Metric::Code(16_384), CACHED),
     limit(PREFILL_CODED, ALL, Metric::Code(16_384), CACHED),
     limit(PLAIN, &[64, 80, 96], Metric::OfMemory(0.75), NARROW),
@@ -105,12 +105,12 @@ const LIMITS: &[Limit] = &[
     limit(CODES, &[64, 80, 96], Metric::OfMemory(1.25), NARROW),
     limit(CODES, &[128], Metric::OfMemory(0.95), NEAR_MEMORY),
     limit(CODES, &[192, 256], Metric::OfMemory(1.25), ONE_WARP),
-    limit(ROWS, &[64, 80, 96], Metric::OfMemory(1.80), NARROW),
-    limit(ROWS, &[128], Metric::OfMemory(1.40), SCALED),
-    limit(ROWS, &[192, 256], Metric::OfMemory(1.75), ONE_WARP),
-    limit(L4, &[64, 96], Metric::OfMemory(3.70), NARROW),
-    limit(L4, &[128], Metric::OfMemory(2.65), FOUR_BITS),
-    limit(L4, &[192, 256], Metric::OfMemory(3.70), ONE_WARP),
+    limit(ROWS, &[64, 80, 96], Metric::OfMemory(1.45), NARROW),
+    limit(ROWS, &[128], Metric::OfMemory(1.05), SCALED),
+    limit(ROWS, &[192, 256], Metric::OfMemory(1.55), ONE_WARP),
+    limit(L4, &[64, 96], Metric::OfMemory(3.15), NARROW),
+    limit(L4, &[128], Metric::OfMemory(2.20), FOUR_BITS),
+    limit(L4, &[192, 256], Metric::OfMemory(3.55), ONE_WARP),
     limit(PREFILL_PLAIN, &[64], Metric::OfTensor(0.42), NARROW),
     limit(PREFILL_PLAIN, &[80, 96, 128], Metric::OfTensor(0.52), TENSOR),
     limit(PREFILL_PLAIN, &[192, 256], Metric::OfTensor(0.35), ONE_MATRIX),
