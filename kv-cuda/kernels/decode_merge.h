@@ -176,13 +176,24 @@ KV_DEV void kv_decode_merge(const KvDecodeWork& w, KvDecodeRows& rows, const flo
     rows.sum[h] += kv_shfl_xorf(rows.sum[h], 1);
     rows.sum[h] += kv_shfl_xorf(rows.sum[h], 2);
     const u32 row = g + h * 8;
+    [[maybe_unused]] float level = 1.f;
+    if constexpr (F::SCALED) {  // the sum becomes 1 to 2, so that its logarithm is as exact as it can be
+      const u32 exponent = kv_as_u(rows.sum[h]) >> 23;
+      level = F::LEVEL_SCALE;
+      if (exponent > 0 && exponent < 254) {
+        const float shrink = kv_as_f((254 - exponent) << 23);
+        rows.sum[h] *= shrink;
+        rows.max[h] += (float)(int)(exponent - 127);
+        level *= shrink;
+      }
+    }
     if (t == 0) shared.put(w.warp, row, {rows.max[h], rows.sum[h]});
 #pragma unroll
     for (u32 d = 0; d < DIM / 8; d++)
 #pragma unroll
       for (u32 j = 0; j < 2; j++) {
         float x = o[d][h * 2 + j];
-        if constexpr (F::SCALED) x *= F::LEVEL_SCALE;
+        if constexpr (F::SCALED) x *= level;
         *shared.at(w.warp, row, F::template column<DIM>(d, j, t)) = x;
       }
   }

@@ -7,8 +7,9 @@
 // 2^KV_DECODE_SCORE_MAX, and their products with the scales of V, which are packed to f16, up to
 // KV_DECODE_WEIGHT_MAX. Only a score or a product above that raises it, at the first subtile and rarely
 // later: no subtile waits for the maximum of a row, and scales of V that are all small lose no
-// precision.
-constexpr float KV_DECODE_SCORE_MAX = 60.f;
+// precision: the smallest scale in f16, 2^-24, gives a product of 2^-10. More would cost exponents their
+// lower bits.
+constexpr float KV_DECODE_SCORE_MAX = 14.f;
 constexpr float KV_DECODE_WEIGHT_MAX = 1024.f;
 
 // Scales the sum and the output of row h.
