@@ -132,7 +132,7 @@ template <class C> struct KvDecodeRowCodes {
       decoder.quads(word, before, carry[half]);
     }
     // Further unrolling would preload queries of long rows from shared memory into registers.
-    [[maybe_unused]] constexpr int steps = DIM >= 192 && WORDS > 4 ? 4 : WORDS;
+    [[maybe_unused]] constexpr int steps = DIM >= 256 ? 2 : DIM >= 192 && WORDS > 4 ? 4 : WORDS;
 #pragma unroll steps
     for (u32 i = 0; i < WORDS; i++) {
       u32 a[VALUES][4], low[VALUES][4];
@@ -234,9 +234,14 @@ template <class C> struct KvDecodeRowCodes {
   template <int DIM>
   static KV_DEV void sum(const u32 (&weights)[2][4], u32 v_rows, u32 lane, float (&o)[DIM / 8][4]) {
     const C decoder = C::in_registers();
-#pragma unroll
+    // The longest rows have no registers for the addresses of both halves.
+    [[maybe_unused]] constexpr int halves = DIM >= 256 ? 1 : 2;
+#pragma unroll halves
     for (u32 half = 0; half < 2; half++) {
-      sum_run<DIM, 0>(decoder, weights[half], v_rows + (half * 16 + (lane & 3) * 2) * row_bytes<DIM>(), lane >> 2, o);
+      u32 own[4];
+#pragma unroll
+      for (u32 r = 0; r < 4; r++) own[r] = half == 0 ? weights[0][r] : weights[1][r];
+      sum_run<DIM, 0>(decoder, own, v_rows + (half * 16 + (lane & 3) * 2) * row_bytes<DIM>(), lane >> 2, o);
     }
   }
 };
