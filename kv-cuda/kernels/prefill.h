@@ -34,8 +34,10 @@ KV_DEV constexpr u32 kv_prefill_matrices(u32 dim) { return dim <= 128 ? 2 : 1; }
 template <class T, u32 D> struct KvPrefillPlain {
   typedef KvPrefillItem<T, D, kv_prefill_matrices(D), 2> Item;
   static constexpr u32 M = Item::M, TOKENS = Item::TOKENS, CHUNKS = Item::CHUNKS;
-  // Neither scores nor weights need factors per token.
-  static constexpr bool HAS_FACTORS = false;
+  // What a source does with scores. SCALES: rows have scales of their own. WEIGHS: tokens have
+  // factors, and the weights of tokens others, relative to a power of two. BIASES: the logarithm of a
+  // token's factor of V is added to its exponents, and its weight in the sum divided by that factor.
+  static constexpr bool SCALES = false, WEIGHS = false, BIASES = false, FOLDS = false;
   // Addresses of a token's rows; 0 for a token that no row of the work item sees.
   struct alignas(16) TokenRows { u64 k, v; };
   static constexpr u32 BYTES = 2 * TOKENS * sizeof(TokenRows);
@@ -138,9 +140,8 @@ template <class T, u32 D> struct KvPrefillPlain {
 
   // Gives the sums of all splits of a query tile the same scale.
   KV_DEV void unify(float (&)[M][Item::COLUMNS][4]) const {}
-  KV_DEV u32 output(float low, float high) const { return kv_pack(T(), low, high); }
-  KV_DEV bool transforms_output() const { return false; }
-  KV_DEV void transform_output(float*) const {}
+  KV_DEV float factor(u32, u32) const { return 1.f; }
+  KV_DEV float score_scale(u32, u32) const { return 1.f; }
 };
 
 template <class T, u32 D, class Source> struct KvPrefill {
@@ -155,8 +156,8 @@ template <class T, u32 D, class Source> struct KvPrefill {
   // For each row of the lane: the largest score in log2 units, initially the smallest finite number
   // so that differences are numbers; and this lane's part of the sum of weights relative to it.
   float most[M][2], total[M][2];
-  // Scales a score to log2 units.
-  float log2_scale;
+  // Scales a row's score to log2 units.
+  float log2_scale[M][2];
 
   KV_DEV KvPrefill(const Item& item, u8* memory) : item(item), source(item, memory) {}
 
@@ -170,9 +171,9 @@ template <class T, u32 D, class Source> struct KvPrefill {
 #pragma unroll
       for (u32 h = 0; h < 2; h++) most[m][h] = kv_as_f(0xff7fffffu), total[m][h] = 0.f;
     }
-    log2_scale = folds_scale() ? item.p.scale * KV_LOG2E : 1.f;
     u32 tile = kv_next_tile<TOKENS>(item.reach, 0), buffer = 0;
     source.begin(tile);
+    const float log2_scale = folds_scale() ? item.p.scale * KV_LOG2E : 1.f;
     while (tile != KV_NONE) {
       const u32 start = tile * TOKENS, after = item.after(tile);
       const bool whole = item.is_whole(tile);
@@ -180,21 +181,26 @@ template <class T, u32 D, class Source> struct KvPrefill {
       Scores s;
       item.score(s, buffer);
       source.prepare_next(after, buffer);
-      if (!folds_scale()) make_exponents(s, buffer);
+      if constexpr (Source::BIASES) source.make_exponents(s, buffer);
+      else if (!folds_scale()) make_exponents(s, buffer);
       if (!whole) mask_scores(s, start);
+#pragma unroll
+      for (u32 m = 0; m < M; m++)
+#pragma unroll
+        for (u32 h = 0; h < 2; h++) this->log2_scale[m][h] = Source::FOLDS ? source.score_scale(m, h) : log2_scale;
       rescale(s, buffer);
       const bool has_non_finite = !whole && item.state.non_finite[buffer] == tile + 1;
       if (has_non_finite) {
         u32 weights[M][TILES][2];
 #pragma unroll
-        for (u32 i = 0; i < TILES; i++) make_weights(s, weights, i, i);
+        for (u32 i = 0; i < TILES; i++) make_weights(s, weights, i, i, buffer);
         item.sum_visible(o, weights, start, buffer);
       } else {
 #pragma unroll
         for (u32 i = 0; i < TILES; i += 2) {
           u32 pairs[M][2][2], a[M][4];
-          make_weights(s, pairs, i, 0);
-          make_weights(s, pairs, i + 1, 1);
+          make_weights(s, pairs, i, 0, buffer);
+          make_weights(s, pairs, i + 1, 1, buffer);
 #pragma unroll
           for (u32 m = 0; m < M; m++)
 #pragma unroll
@@ -223,18 +229,20 @@ template <class T, u32 D, class Source> struct KvPrefill {
 
   // Returns whether the scale can be folded into the exponential: factors are positive and uniform,
   // so the largest product also has the largest score.
-  KV_DEV bool folds_scale() const { return !Source::HAS_FACTORS && item.p.soft_cap <= 0.f && item.p.scale > 0.f; }
+  KV_DEV bool folds_scale() const {
+    return Source::FOLDS || (!Source::SCALES && item.p.soft_cap <= 0.f && item.p.scale > 0.f);
+  }
   KV_DEV void make_exponents(Scores& s, u32 buffer) const {
     const float cap = item.p.soft_cap * KV_LOG2E;
     const float scale = cap > 0.f ? item.p.scale / item.p.soft_cap : item.p.scale * KV_LOG2E;
-    if constexpr (Source::HAS_FACTORS) source.scale(s, scale, buffer);
+    if constexpr (Source::WEIGHS) source.scale(s, scale, buffer);
 #pragma unroll
     for (u32 m = 0; m < M; m++)
 #pragma unroll
       for (u32 i = 0; i < TILES; i++)
 #pragma unroll
         for (u32 j = 0; j < 4; j++) {
-          if (!Source::HAS_FACTORS) s[m][i][j] *= scale;
+          if (!Source::WEIGHS) s[m][i][j] *= scale;
           if (cap > 0.f) s[m][i][j] = cap * kv_tanh(s[m][i][j]);
         }
   }
@@ -267,13 +275,17 @@ template <class T, u32 D, class Source> struct KvPrefill {
         for (u32 i = 0; i < TILES; i++) next = kv_max(next, kv_max(s[m][i][2 * h], s[m][i][2 * h + 1]));
         next = kv_max(next, kv_shfl_xorf(next, 1));
         next = kv_max(next, kv_shfl_xorf(next, 2));
-        next = kv_max(most[m][h], kv_mul_rn(next, log2_scale));
+        next = kv_max(most[m][h], kv_mul_rn(next, log2_scale[m][h]));
         factors[m][h] = kv_exp2(kv_sub_rn(most[m][h], next));
         same = same && most[m][h] == next;
         most[m][h] = next;
         total[m][h] *= factors[m][h];
+        // Here rather than in make_weights, for which it would take registers.
+        if constexpr (Source::BIASES)
+#pragma unroll
+          for (u32 i = 0; i < TILES; i++) s[m][i][2 * h] -= next, s[m][i][2 * h + 1] -= next;
       }
-    if constexpr (Source::HAS_FACTORS) same = source.scale_weights(s, most, total, factors, buffer) && same;
+    if constexpr (Source::WEIGHS) same = source.scale_weights(s, most, total, factors, buffer) && same;
     if (kv_all(same)) return;
 #pragma unroll
     for (u32 m = 0; m < M; m++)
@@ -284,16 +296,17 @@ template <class T, u32 D, class Source> struct KvPrefill {
   }
 
   // Computes the weights of eight tokens and packs them in pairs.
-  template <u32 N> KV_DEV void make_weights(Scores& s, u32 (&pairs)[M][N][2], u32 i, u32 to) {
+  template <u32 N> KV_DEV void make_weights(Scores& s, u32 (&pairs)[M][N][2], u32 i, u32 to, u32 buffer) {
 #pragma unroll
     for (u32 m = 0; m < M; m++)
 #pragma unroll
       for (u32 h = 0; h < 2; h++) {
         float &low = s[m][i][2 * h], &high = s[m][i][2 * h + 1];
-        if constexpr (!Source::HAS_FACTORS) {
-          low = kv_exp2(kv_fma(low, log2_scale, -most[m][h]));
-          high = kv_exp2(kv_fma(high, log2_scale, -most[m][h]));
-          total[m][h] += low + high;
+        if constexpr (!Source::WEIGHS) {
+          low = kv_exp2(Source::BIASES ? low : kv_fma(low, log2_scale[m][h], -most[m][h]));
+          high = kv_exp2(Source::BIASES ? high : kv_fma(high, log2_scale[m][h], -most[m][h]));
+          if constexpr (Source::BIASES) total[m][h] = source.add_weights(total[m][h], low, high, i, buffer);
+          else total[m][h] += low + high;
         }
         pairs[m][to][h] = kv_pack(T(), low, high);
       }
@@ -302,50 +315,56 @@ template <class T, u32 D, class Source> struct KvPrefill {
   KV_DEV void finish() const {
     const KvAttendParams& p = item.p;
     const u32 lane = item.lane, rows = item.rows();
-    const bool transforms = source.transforms_output();
-    // The rows of the warp in f32, over q, k and v.
+    // Where sources scale, the rows of the warp in f32, over q, k and v; otherwise rows in place of q.
     float* staged = (float*)item.q + item.warp * Item::WARP_ROWS * D;
-    if (transforms) kv_sync();
+    if (Source::SCALES) kv_sync();
     kv_syncwarp();
 #pragma unroll
     for (u32 m = 0; m < M; m++)
 #pragma unroll
       for (u32 h = 0; h < 2; h++) {
         const u32 row = item.own_row(m, h);
-        float sum = total[m][h], largest = most[m][h];
+        float sum = total[m][h], most = this->most[m][h];
+        if constexpr (Source::SCALES) most += source.left_out(m, h);
+        float largest = most;
         sum += kv_shfl_xorf(sum, 1);
         sum += kv_shfl_xorf(sum, 2);
         const bool empty = sum == 0.f;
         float own = 1.f;  // rescales values to a maximum that includes the sink logit
         if (p.sink_logits != 0 && row < rows) {
           const float sink = ((const float*)p.sink_logits)[item.head_of(row)] * KV_LOG2E;
-          largest = kv_max(most[m][h], sink);
-          own = kv_exp2(most[m][h] - largest);
+          largest = kv_max(most, sink);
+          own = kv_exp2(most - largest);
           sum = sum * own + kv_exp2(sink - largest);
         }
-        float factor = own / sum;
-        if constexpr (Source::HAS_FACTORS) factor *= source.factor(m, h);
+        const float factor = own / sum * source.factor(m, h);
 #pragma unroll
         for (u32 d = 0; d < COLUMNS; d++) {
           const float low = empty ? 0.f : o[m][d][2 * h] * factor, high = empty ? 0.f : o[m][d][2 * h + 1] * factor;
-          if (transforms) {
+          if constexpr (Source::SCALES) {
             float* to = staged + (row - item.warp * Item::WARP_ROWS) * D + d * 8 + lane % 4 * 2;
             to[0] = low, to[1] = high;
           } else {
-            *(u32*)(item.q + Item::at(row, d) + lane % 4 * 4) = source.output(low, high);
+            *(u32*)(item.q + Item::at(row, d) + lane % 4 * 4) = kv_pack(T(), low, high);
           }
         }
         if (p.lse.data != 0 && row < rows && lane % 4 == 0)
           *(float*)item.row_of(p.lse, row) = sum == 0.f ? -kv_infinity() : largest * KV_LN2 + kv_log(sum);
       }
     kv_syncwarp();
-    if (!transforms) return item.store_rows();
+    if constexpr (!Source::SCALES) {
+      item.store_rows();
+    } else {
 #pragma unroll 1
-    for (u32 i = 0; i < Item::WARP_ROWS && item.warp * Item::WARP_ROWS + i < rows; i++) {
-      float* values = staged + i * D;
-      source.transform_output(values);
-      u32* out = (u32*)item.row_of(p.out, item.warp * Item::WARP_ROWS + i);
-      for (u32 d = lane; d < D / 2; d += 32) out[d] = source.output(values[2 * d], values[2 * d + 1]);
+      for (u32 i = 0; i < Item::WARP_ROWS && item.warp * Item::WARP_ROWS + i < rows; i++) {
+        float* values = staged + i * D;
+        source.transform_output(values);
+        u32* out = (u32*)item.row_of(p.out, item.warp * Item::WARP_ROWS + i);
+        for (u32 d = lane; d < D / 2; d += 32) {
+          const float low = values[2 * d], high = values[2 * d + 1];
+          out[d] = p.out.dtype == KV_F16 ? kv_pack(KvF16(), low, high) : kv_pack(KvBf16(), low, high);
+        }
+      }
     }
   }
 };

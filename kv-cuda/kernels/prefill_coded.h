@@ -24,31 +24,30 @@
 #include "token_rows.h"
 #include "prefill.h"
 #include "prefill_levels.h"
-#include "transform.h"
+#include "prefill_queries.h"
 
 template <u32 D> struct KvPrefillCoded {
   typedef KvPrefillItem<KvF16, D, 1, 1> Item;
   static constexpr u32 M = Item::M, TOKENS = Item::TOKENS, CHUNKS = Item::CHUNKS, TILES = Item::TILES;
-  static constexpr u32 ROWS = Item::ROWS, WARP_ROWS = Item::WARP_ROWS;
-  static constexpr bool HAS_FACTORS = true;
+  static constexpr bool SCALES = true, WEIGHS = true, BIASES = false, FOLDS = false;
   // Addresses of tokens, [2][2][TOKENS] factors, two codebooks of 32, [2][ROWS] of query rows.
-  static constexpr u32 BYTES = 2 * TOKENS * sizeof(KvCodedRows) + 4 * (4 * TOKENS + 64 + 2 * ROWS);
+  static constexpr u32 BYTES = 2 * TOKENS * sizeof(KvCodedRows) + 4 * (4 * TOKENS + 64) + KvPrefillQueries<D, Item>::BYTES;
   const Item& item;
   KvCodedRows* tokens;    // [2][TOKENS]
   float* factors;         // [2][K, V][TOKENS]
   float* books;           // [K, V][32]
-  float* queries;         // [ROWS] scales of query rows, [ROWS] biases of their scores
+  KvPrefillQueries<D, Item> queries;
   float plane_scales[2];  // calibrated scales of K and V
   bool is_uniform;        // the factor of V is the same for every token
   // Per query row: factor and bias of its scores, power of two of its weights, and the largest
   // weight so far without that power.
   float inverse[M][2], bias[M][2], power[M][2], most[M][2];
 
-  KV_DEV KvPrefillCoded(const Item& item, u8* memory) : item(item) {
+  KV_DEV KvPrefillCoded(const Item& item, u8* memory) : item(item), queries{item, nullptr} {
     tokens = (KvCodedRows*)memory;
     factors = (float*)(tokens + 2 * TOKENS);
     books = factors + 4 * TOKENS;
-    queries = books + 64;
+    queries.rows = books + 64;
     const KvPlane &k = item.p.k_plane, &v = item.p.v_plane;
     plane_scales[0] = kv_constants(k, item.kv_head).scale;
     plane_scales[1] = kv_constants(v, item.kv_head).scale;
@@ -103,51 +102,14 @@ template <u32 D> struct KvPrefillCoded {
     if (item.thread < 64)
       books[item.thread] =
           kv_book_entry(item.thread < 32 ? item.p.k_plane.format : item.p.v_plane.format, item.thread % 32);
-    const bool converts = item.p.k_plane.transforms != 0 || item.p.q.dtype != KV_F16;
-    if (converts) {
-      const KvConstants constants = kv_constants(item.p.k_plane, item.kv_head);
-      float* row = (float*)item.k + item.warp * D;
-#pragma unroll 1
-      for (u32 i = item.warp * WARP_ROWS; i < (item.warp + 1) * WARP_ROWS; i++) convert(i, row, constants);
-      kv_syncwarp();
-    } else {
-      item.copy_queries();
-      kv_cp_commit();
-    }
+    queries.begin();
 #pragma unroll
     for (u32 m = 0; m < M; m++)
 #pragma unroll
       for (u32 h = 0; h < 2; h++) {
-        inverse[m][h] = converts ? queries[item.own_row(m, h)] : 1.f;
-        bias[m][h] = converts ? queries[ROWS + item.own_row(m, h)] : 0.f;
+        inverse[m][h] = queries.scale(m, h);
+        bias[m][h] = queries.bias(m, h);
       }
-  }
-
-  // Converts query row `i` of the item with all lanes of a warp; `row` is scratch memory.
-  KV_DEV void convert(u32 i, float* row, const KvConstants& constants) const {
-    const bool transforms = item.p.k_plane.transforms != 0;
-    float mean = 0.f, large = 0.f, into = 1.f, back = 1.f;
-    const bool is_there = i < item.rows();
-    const u8* from = item.row_of(item.p.q, is_there ? i : 0);
-    for (u32 d = item.lane; d < D; d += 32) {
-      row[d] = is_there ? kv_load(item.p.q.dtype, from, d) : 0.f;
-      if (transforms) mean += row[d] * constants.mean[d];
-    }
-    if (transforms) kv_transform_query(row, constants.back, D, item.lane);
-    kv_syncwarp();
-    for (u32 d = item.lane; d < D; d += 32) large = kv_max(large, kv_abs(row[d]));
-    mean = kv_warp_sum(mean);
-    large = kv_warp_max(large);
-    // Scales the largest to between 256 and 512, unless it is almost zero or infinite.
-    const u32 exponent = kv_as_u(large) >> 23;
-    if (exponent >= 9 && exponent < 255) {
-      into = kv_as_f((262 - exponent) << 23);
-      back = kv_as_f((exponent - 8) << 23);
-    }
-    for (u32 d = item.lane; d < D / 2; d += 32)
-      *(u32*)(item.q + Item::at(i, d / 4) + d % 4 * 4) = kv_pack(KvF16(), row[2 * d] * into, row[2 * d + 1] * into);
-    if (item.lane == 0) queries[i] = back, queries[ROWS + i] = mean;
-    kv_syncwarp();
   }
 
   KV_DEV void wait_for(u32 tile, u32 after, u32 buffer, bool whole) const {
@@ -248,13 +210,9 @@ template <u32 D> struct KvPrefillCoded {
     return is_uniform ? kv_row_factor(item.p.v_plane.format, nullptr, 0, plane_scales[1], D)
                       : kv_power_inverse(power[m][h]);
   }
-  KV_DEV u32 output(float low, float high) const {
-    return item.p.out.dtype == KV_F16 ? kv_pack(KvF16(), low, high) : kv_pack(KvBf16(), low, high);
-  }
-  KV_DEV bool transforms_output() const { return item.p.v_plane.transforms != 0; }
-  KV_DEV void transform_output(float* row) const {
-    kv_transform_output(row, kv_constants(item.p.v_plane, item.kv_head).back, D, item.lane);
-  }
+  KV_DEV float score_scale(u32, u32) const { return 1.f; }
+  KV_DEV float left_out(u32, u32) const { return 0.f; }
+  KV_DEV void transform_output(float* row) const { queries.transform_output(row); }
 };
 
 template <u32 D> KV_DEV void kv_prefill_coded(const KvPrefillParams& p) {

@@ -29,11 +29,10 @@ struct KvPrefillState {
 };
 
 // MATRICES is the number of 16-row mma tiles per warp, all of which use each loaded fragment of K
-// and V; BUFFERS the number of K and V tiles in shared memory.
-template <class T, u32 D, u32 MATRICES, u32 BUFFERS> struct KvPrefillItem {
-  static constexpr u32 M = MATRICES;
+// and V; BUFFERS the number of K and V tiles in shared memory; N that of their tokens.
+template <class T, u32 D, u32 MATRICES, u32 BUFFERS, u32 N = D <= 128 ? 64 : 32> struct KvPrefillItem {
+  static constexpr u32 M = MATRICES, TOKENS = N;
   static constexpr u32 WARP_ROWS = 16 * M, ROWS = 4 * WARP_ROWS;
-  static constexpr u32 TOKENS = D <= 128 ? 64 : 32;
   static constexpr u32 CHUNKS = D / 8;  // of a row
   static constexpr u32 TILES = TOKENS / 8, COLUMNS = D / 8;
   static constexpr u32 ROW_BYTES = 2 * D, PERIOD = kv_swizzle_period(CHUNKS);

@@ -1,7 +1,7 @@
 // Values of V that are not finite, in the emulator compared with attention in f64: they reach the
 // queries that see their tokens and no others, although other queries of a tile read the same
 // memory. Runs the general kernels and those for prefill, the latter also over one-byte codes with
-// a scale per row, for few and for many queries. Further cases have more queries than keys, no keys,
+// a scale per row or of the plane and over 4-bit codes, for few and for many queries. Further cases have more queries than keys, no keys,
 // or random numbers of both: work items without a visible key give zeros. Prefill also runs over
 // contexts that its schedule splits, with windows too. A case is its seed, which also shuffles blocks
 // and threads: `broken_test` runs all, `broken_test FIRST COUNT` some.
@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "../lloyd.h"
 #include "../prefill_plan.h"
 #undef threadIdx
 #undef blockIdx
@@ -30,7 +31,7 @@ constexpr u32 BROKEN = 120, INFINITE = 130;  // tokens
 struct Case {
   std::string kernel;
   u32 dtype, dim, rows, shared_bytes, q_len;
-  bool codes = false;
+  u32 format = KV_FMT_F32;  // of codes: int8 per row or per plane, or l4
   u32 kv_len = KV_LEN;
   u32 window_left = KV_NONE, sink_tokens = 0, slots = 4;
   bool invariant = false;
@@ -52,8 +53,17 @@ std::vector<Case> cases() {
       all.push_back({"prefill_f16_" + std::to_string(dim), KV_F16, dim, rows, shared_bytes, q_len});
       all.push_back({"prefill_bf16_" + std::to_string(dim), KV_BF16, dim, rows, shared_bytes, q_len});
       const u32 coded_bytes = 2 * dim * (64 + 2 * tokens) + 64 * tokens + 800;
-      for (bool codes : {false, true})
-        all.push_back({"prefill_coded_" + std::to_string(dim), KV_F16, dim, 64, coded_bytes, q_len, codes});
+      for (u32 format : {KV_FMT_F32, KV_FMT_INT8_ROW})
+        all.push_back({"prefill_coded_" + std::to_string(dim), KV_F16, dim, 64, coded_bytes, q_len, format});
+      if (dim != 64 && dim != 128) continue;
+      for (u32 format : {KV_FMT_INT8, KV_FMT_INT8_ROW, KV_FMT_L4}) {
+        const char* name = format == KV_FMT_INT8 ? "codes" : format == KV_FMT_L4 ? "l4" : "rows";
+        const u32 code_bytes = format == KV_FMT_L4 ? dim / 2 : dim;
+        const u32 n = 4096 / dim;
+        const u32 staged_bytes = 2 * dim * (rows + 4 * n) + 2 * n * (code_bytes + 16) + 56 * n + 8 * rows + 32;
+        all.push_back({"prefill_" + std::string(name) + "_" + std::to_string(dim), KV_F16, dim, rows, staged_bytes,
+                       q_len, format});
+      }
     }
   }
   const std::vector<Case> full = all;
@@ -107,25 +117,40 @@ KvPlane plane(const Case& c, const std::vector<u16>& memory, u32 blocks) {
   return p;
 }
 
-// Quantises the rows of a plane, and replaces the rows by their decoded values.
-KvPlane coded(const Case& c, std::vector<u8>& codes, std::vector<u16>& memory, u32 blocks) {
-  const u32 row_bytes = c.dim + 2, rows = (u32)(memory.size() / c.dim);
-  codes.assign((size_t)rows * row_bytes, 0xff);
+// Quantises the rows of a plane, and replaces the rows by their decoded values. Rows of a plane with
+// one scale are finite.
+KvPlane coded(const Case& c, std::vector<u8>& codes, std::vector<u16>& memory, u32 blocks, u64 constants) {
+  const bool is_l4 = c.format == KV_FMT_L4, has_scale = c.format != KV_FMT_INT8;
+  const u32 code_bytes = is_l4 ? c.dim / 2 : c.dim, row_bytes = code_bytes + (has_scale ? 2 : 0);
+  const u32 rows = (u32)(memory.size() / c.dim);
+  // Blocks begin at 16 bytes.
+  codes.assign((size_t)rows * row_bytes + 16, 0xff);
+  u8* const first = codes.data() + (-(u64)codes.data() & 15);
   for (u32 row = 0; row < rows; row++) {
-    u16 *values = &memory[row * c.dim], scale = 0x2400;  // 2^-6
-    u8* to = &codes[row * row_bytes];
+    u16 *values = &memory[row * c.dim], scale = is_l4 ? 0x3400 : 0x2400;  // 2^-2, 2^-6
+    u8* to = first + row * row_bytes;
     for (u32 i = 0; i < c.dim; i++) {
       const float value = kv_f16_f(values[i]);
       if (!std::isfinite(value)) scale = values[i];
-      to[i] = std::isfinite(value) ? (u8)(i8)std::lrint(std::fmin(std::fmax(value * 64, -127), 127)) : 1;
+      if (is_l4) {
+        // The level of the code, not the nearest one.
+        const u32 code = values[i] % 16, at = i / 32 * 16 + i % 16;
+        to[at] = (u8)(i % 32 < 16 ? code : to[at] | code << 4);
+        values[i] = (u16)kv_pack(KvF16(), kv_level<4>(code), 0.f);
+      } else {
+        to[i] = std::isfinite(value) ? (u8)(i8)std::lrint(std::fmin(std::fmax(value * 64, -127), 127)) : 1;
+        values[i] = (u16)kv_pack(KvF16(), (float)(i8)to[i], 0.f);
+      }
     }
-    for (u32 i = 0; i < c.dim; i++) values[i] = (u16)kv_pack(KvF16(), (float)(i8)to[i] * kv_f16_f(scale), 0.f);
-    to[c.dim] = (u8)scale, to[c.dim + 1] = (u8)(scale >> 8);
+    for (u32 i = 0; i < c.dim; i++)
+      values[i] = (u16)kv_pack(KvF16(), kv_f16_f(values[i]) * kv_f16_f(scale), 0.f);
+    if (has_scale) to[code_bytes] = (u8)scale, to[code_bytes + 1] = (u8)(scale >> 8);
   }
   KvPlane p = plane(c, memory, blocks);
-  p.base = (u64)codes.data();
+  p.base = (u64)first;
   p.token_stride = KV_HEADS * row_bytes, p.head_stride = row_bytes, p.block_bytes = BLOCK * p.token_stride;
-  p.format = KV_FMT_INT8_ROW, p.row_bytes = row_bytes, p.scales_begin = c.dim;
+  p.format = c.format, p.row_bytes = row_bytes, p.scales_begin = code_bytes;
+  if (!has_scale) p.constants = constants;
   return p;
 }
 
@@ -215,7 +240,7 @@ u32 run(const Case& c, u32 seed) {
   std::normal_distribution<float> normal;
   Memory m;
   const u32 blocks = (c.kv_len + BLOCK - 1) / BLOCK, row = KV_HEADS * c.dim;
-  const bool has_broken = c.kv_len > INFINITE;
+  const bool has_broken = c.kv_len > INFINITE && c.format != KV_FMT_INT8;
   auto fill = [&](std::vector<u16>& list, u32 length, u32 used) {
     list.assign(length, 0xffff);
     for (u32 i = 0; i < used; i++) list[i] = pack(c, normal(bits));
@@ -237,7 +262,12 @@ u32 run(const Case& c, u32 seed) {
   p.plan = {(u64)&m.counts, (u64)&m.sequence, (u64)&m.split, 0, (u64)m.tables.data()};
   p.q = tensor(c, m.q), p.out = tensor(c, m.out);
   p.k_plane = plane(c, m.k, blocks), p.v_plane = plane(c, m.v, blocks);
-  if (c.codes) p.k_plane = coded(c, m.codes[0], m.k, blocks), p.v_plane = coded(c, m.codes[1], m.v, blocks);
+  // Scales and their inverses, of each head.
+  const float constants[2 * KV_HEADS] = {0.015625f, 0.015625f, 64.f, 64.f};
+  if (c.format != KV_FMT_F32) {
+    p.k_plane = coded(c, m.codes[0], m.k, blocks, (u64)constants);
+    p.v_plane = coded(c, m.codes[1], m.v, blocks, (u64)constants);
+  }
   p.scale = 1.f / std::sqrt((float)c.dim), p.group = GROUP, p.q_len_max = 0xffffffffu;
   p.window_left = c.window_left, p.sink_tokens = c.sink_tokens;
   if (is_prefill(c) ? run_prefill(c, m, p, seed) : run_general(c, m, p, seed)) return 1;
@@ -255,7 +285,7 @@ u32 run(const Case& c, u32 seed) {
   u32 see = 0;
   for (u32 token : {BROKEN, INFINITE})
     if (const u32 first = c.kv_len - c.q_len; has_broken) see += c.kv_len - (token > first ? token : first);
-  if (c.codes) broken /= c.dim;  // whole rows
+  if (c.format != KV_FMT_F32) broken /= c.dim;  // whole rows
   if (c.window_left != KV_NONE) return wrong;
   if (broken != see * GROUP) printf("%u values are not finite by definition, %u expected\n", broken, see * GROUP);
   return wrong + (broken != see * GROUP);

@@ -52,6 +52,55 @@ const ROUNDED_LEVELS: &[KvFormat] = &[
     KvFormat::Q4_0,
 ];
 
+/// Formats that `prefill_staged.h` decodes, by the scales of their rows: one of a head or tensor, one
+/// of each row, and 4-bit codes with one of each row. The number is that of codes in a byte.
+const STAGED: &[Staged] = &[
+    Staged {
+        names: ["prefill_codes_64", "prefill_codes_128"],
+        formats: &[
+            KvFormat::Fp8E4m3(Scaling::Tensor),
+            KvFormat::Fp8E4m3(Scaling::Head),
+            KvFormat::Fp8E5m2(Scaling::Tensor),
+            KvFormat::Fp8E5m2(Scaling::Head),
+            KvFormat::Int8(Scaling::Tensor),
+            KvFormat::Int8(Scaling::Head),
+        ],
+        per_byte: 1,
+        row_alignment: 16,
+    },
+    Staged {
+        names: ["prefill_rows_64", "prefill_rows_128"],
+        formats: &[
+            KvFormat::Fp8E4m3(Scaling::Row),
+            KvFormat::Fp8E5m2(Scaling::Row),
+            KvFormat::Int8(Scaling::Row),
+        ],
+        per_byte: 1,
+        row_alignment: 2,
+    },
+    Staged {
+        names: ["prefill_l4_64", "prefill_l4_128"],
+        formats: &[KvFormat::L4(ScaleGroup::Row)],
+        per_byte: 2,
+        row_alignment: 2,
+    },
+];
+/// Values of `head_dim` that `prefill_staged.h` supports, those of nearly all models: the others
+/// would double its machine code.
+const STAGED_DIMS: [u32; 2] = [64, 128];
+
+/// A family of kernels of `prefill_staged.h`.
+#[derive(Debug)]
+struct Staged {
+    /// Kernels in the order of [`STAGED_DIMS`].
+    names: [&'static str; STAGED_DIMS.len()],
+    formats: &'static [KvFormat],
+    /// Codes in a byte.
+    per_byte: u32,
+    /// Alignment of rows. Copies of 16 bytes go beyond rows with a scale, but not beyond blocks.
+    row_alignment: u64,
+}
+
 /// Query rows of one kv head that kernels can count: in 32 bits, rounded up to 128.
 const ROWS_MAX: u32 = u32::MAX - 127;
 
@@ -114,7 +163,7 @@ struct Tiles {
 impl Tiles {
     /// Returns the tiles by `head_dim`, and by whether rows are copied (`prefill.h`) or decoded
     /// (`prefill_coded.h`). Up to a `head_dim` of 128, registers hold at most 32 rows per warp;
-    /// with decoding, 16.
+    /// with decoding, 16. [`Tiles::staged`] are shorter, so that registers hold 32 beside codes.
     const fn of(dim: u32, is_copied: bool) -> Self {
         let (rows, tokens) = if dim <= 128 { (128, 64) } else { (64, 32) };
         if is_copied {
@@ -122,6 +171,10 @@ impl Tiles {
         } else {
             Self { rows: 64, tokens, buffers: 1 }
         }
+    }
+
+    const fn staged(dim: u32) -> Self {
+        Self { rows: 128, tokens: if dim <= 64 { 64 } else { 32 }, buffers: 2 }
     }
 
     /// Returns the bytes of all rows, plus `of_token` per token of a tile, plus `more`.
@@ -146,16 +199,35 @@ const UNLIKE_DIMS: Refusal = "K and V differ in head_dim";
 const UNALIGNED_TENSORS: Refusal = "queries or outputs that do not begin at multiples of 16 bytes";
 const OTHER_TYPE: Refusal = "rows of another type than the queries";
 const NOT_COPIED: Refusal = "rows that are transformed, of several widths or not aligned";
+const OTHER_FORMAT: Refusal = "a format that is not staged";
+const UNLIKE_FORMATS: Refusal = "K and V differ in format";
+const NO_STAGED_DIM: Refusal = "head_dim is not 64 or 128";
+const NOT_STAGED: Refusal = "codes beside rows of 16 bits, or not aligned";
+const NO_EXPONENTS: Refusal = "scores that are capped or whose scale is not positive";
 const NO_FORMAT: Refusal = "a format that prefill does not decode";
 const BLOCK_MEANS: Refusal = "block means";
 const ROUNDED: Refusal = "a log-sum-exp of keys or queries that are rounded to f16";
 const NO_ROOM: Refusal = "too little shared memory for a tile";
 
+impl Staged {
+    /// Returns whether all rows of a plane are codes that copies of 16 bytes reach.
+    fn reads(&self, plane: &Plane) -> bool {
+        let is_wide = plane.full_precision_prefix != 0 || plane.has_tail != 0;
+        let blocks = [plane.base, plane.block_bytes];
+        let rows = [plane.token_stride, plane.head_stride];
+        !is_wide
+            && blocks.iter().all(|n| n.is_multiple_of(16))
+            && rows.iter().all(|n| n.is_multiple_of(self.row_alignment))
+    }
+}
+
 impl Prefill {
     /// Chooses the kernel for a call, the fastest that takes it, or returns why the last one does
     /// not: only the general kernel is left.
     pub(super) fn of(params: &AttendParams, shared_bytes_max: u32) -> Result<Self, Refusal> {
-        Self::copied(params, shared_bytes_max).or_else(|_| Self::decoded(params, shared_bytes_max))
+        Self::copied(params, shared_bytes_max)
+            .or_else(|_| Self::staged(params, shared_bytes_max))
+            .or_else(|_| Self::decoded(params, shared_bytes_max))
     }
 
     /// Returns the kernel of `prefill.h`, which copies rows of the queries' type, or why it does
@@ -172,7 +244,41 @@ impl Prefill {
             }
         }
         let tiles = Tiles::of(params.k_plane.head_dim, true);
-        Self::sized((names, index), params, (tiles, 32, 32), shared_bytes_max)
+        let kernel = names.get(index).copied().ok_or(NO_DIM)?;
+        Self::sized(kernel, params, (tiles, 32, 32), shared_bytes_max)
+    }
+
+    /// Returns the kernel of `prefill_staged.h`, which copies codes ahead and decodes them beside the
+    /// products, or why it does not take a call.
+    fn staged(params: &AttendParams, shared_bytes_max: u32) -> Result<Self, Refusal> {
+        dim_of(params)?;
+        let AttendParams { k_plane, v_plane, .. } = params;
+        let dim = k_plane.head_dim;
+        let index = STAGED_DIMS.iter().position(|known| *known == dim).ok_or(NO_STAGED_DIM)?;
+        let is_of_k = |family: &&Staged| is_of(k_plane, family.formats);
+        let family = STAGED.iter().find(is_of_k).ok_or(OTHER_FORMAT)?;
+        if v_plane.format != k_plane.format {
+            return Err(UNLIKE_FORMATS);
+        }
+        for plane in [k_plane, v_plane] {
+            if plane.block_means != 0 {
+                return Err(BLOCK_MEANS);
+            }
+            if !family.reads(plane) {
+                return Err(NOT_STAGED);
+            }
+        }
+        // The largest exponent of a tile is found before it is scaled.
+        if params.soft_cap > 0.0 || params.scale.is_nan() || params.scale <= 0.0 {
+            return Err(NO_EXPONENTS);
+        }
+        if params.lse.data != 0 && !is_scored_exactly(k_plane) {
+            return Err(ROUNDED);
+        }
+        let kernel = family.names.get(index).copied().ok_or(NO_STAGED_DIM)?;
+        let tiles = Tiles::staged(dim);
+        let of_token = 2 * (dim / family.per_byte + 16) + 56;
+        Self::sized(kernel, params, (tiles, of_token, 8 * tiles.rows + 32), shared_bytes_max)
     }
 
     /// Returns the kernel of `prefill_coded.h`, which decodes rows, or why it does not take a call.
@@ -190,17 +296,17 @@ impl Prefill {
             return Err(ROUNDED);
         }
         let tiles = Tiles::of(params.k_plane.head_dim, false);
-        Self::sized((PREFILL_CODED, index), params, (tiles, 64, 800), shared_bytes_max)
+        let kernel = PREFILL_CODED.get(index).copied().ok_or(NO_DIM)?;
+        Self::sized(kernel, params, (tiles, 64, 800), shared_bytes_max)
     }
 
     /// Returns a kernel whose tiles have `of_token` bytes per token, plus `more`.
     fn sized(
-        (names, index): ([&'static str; PREFILL_DIMS.len()], usize),
+        kernel: &'static str,
         params: &AttendParams,
         (tiles, of_token, more): (Tiles, u32, u32),
         shared_bytes_max: u32,
     ) -> Result<Self, Refusal> {
-        let kernel = names.get(index).copied().ok_or(NO_DIM)?;
         let shared_bytes = tiles.bytes(params.k_plane.head_dim, of_token, more);
         if shared_bytes > shared_bytes_max {
             return Err(NO_ROOM);
