@@ -7,6 +7,9 @@ use crate::decode::Kind;
 
 const FORMAT_F32: u32 = KvFormat::F32.kernel_code();
 const L6: u32 = KvFormat::L6(ScaleGroup::Row).kernel_code();
+const L4: u32 = KvFormat::L4(ScaleGroup::Row).kernel_code();
+/// One-byte codes with a scale per tensor.
+const GIVEN: u32 = KvFormat::Fp8E4m3(Scaling::Tensor).kernel_code();
 const ROOM: u32 = 99 << 10;
 
 fn params(dtype: u32, formats: [u32; 2], dim: u32) -> AttendParams {
@@ -20,7 +23,7 @@ fn params(dtype: u32, formats: [u32; 2], dim: u32) -> AttendParams {
         format,
         ..Plane::default()
     });
-    AttendParams { q: tensor, out: tensor, k_plane, v_plane, ..AttendParams::default() }
+    AttendParams { q: tensor, out: tensor, k_plane, v_plane, scale: 0.1, ..AttendParams::default() }
 }
 
 fn kernel(params: &AttendParams) -> Option<&'static str> {
@@ -42,8 +45,10 @@ fn each_rule_refuses() {
         params
     };
     let copied = |params: &AttendParams| Prefill::copied(params, ROOM).map(|it| it.kernel);
+    let staged = |params: &AttendParams| Prefill::staged(params, ROOM).map(|it| it.kernel);
     let decoded = |params: &AttendParams| Prefill::decoded(params, ROOM).map(|it| it.kernel);
     assert_eq!(copied(&plain), Ok("prefill_f16_128"));
+    assert_eq!(staged(&coded), Ok("prefill_rows_128"));
     assert_eq!(decoded(&coded), Ok("prefill_coded_128"));
     // Rules of all kernels.
     let common: [(Change, Refusal); 5] = [
@@ -55,6 +60,7 @@ fn each_rule_refuses() {
     ];
     for (change, why) in common {
         assert_eq!(copied(&with(&plain, change)), Err(why));
+        assert_eq!(staged(&with(&coded, change)), Err(why));
         assert_eq!(decoded(&with(&coded, change)), Err(why));
     }
     let of_copied: [(Change, Refusal); 7] = [
@@ -69,6 +75,34 @@ fn each_rule_refuses() {
     for (change, why) in of_copied {
         assert_eq!(copied(&with(&plain, change)), Err(why));
     }
+    let of_staged: [(Change, Refusal); 17] = [
+        (|it| (it.k_plane.head_dim, it.v_plane.head_dim) = (256, 256), NO_STAGED_DIM),
+        (|it| it.k_plane.format = L6, OTHER_FORMAT),
+        (|it| it.k_plane.format = F16, OTHER_FORMAT),
+        (|it| it.v_plane.format = GIVEN, UNLIKE_FORMATS),
+        (|it| it.k_plane.block_means = 1, BLOCK_MEANS),
+        (|it| it.k_plane.full_precision_prefix = 4, NOT_STAGED),
+        (|it| it.v_plane.has_tail = 1, NOT_STAGED),
+        (|it| it.k_plane.base += 8, NOT_STAGED),
+        (|it| it.v_plane.block_bytes += 2, NOT_STAGED),
+        (|it| it.v_plane.token_stride += 1, NOT_STAGED),
+        (|it| it.soft_cap = 30.0, NO_EXPONENTS),
+        (|it| it.scale = 0.0, NO_EXPONENTS),
+        (|it| it.scale = -0.1, NO_EXPONENTS),
+        (|it| it.scale = f32::NAN, NO_EXPONENTS),
+        (|it| (it.lse.data, it.k_plane.transforms) = (4096, 1), ROUNDED),
+        (|it| (it.lse.data, it.k_plane.format, it.v_plane.format) = (4096, L4, L4), ROUNDED),
+        (
+            |it| {
+                (it.k_plane.format, it.v_plane.format) = (GIVEN, GIVEN);
+                it.k_plane.head_stride += 2;
+            },
+            NOT_STAGED,
+        ),
+    ];
+    for (change, why) in of_staged {
+        assert_eq!(staged(&with(&coded, change)), Err(why));
+    }
     let of_decoded: [(Change, Refusal); 5] = [
         (|it| it.k_plane.format = FORMAT_F32, NO_FORMAT),
         (|it| it.v_plane.format = BF16, NO_FORMAT),
@@ -81,6 +115,7 @@ fn each_rule_refuses() {
     }
     let small = 48 << 10;
     assert_eq!(Prefill::copied(&plain, small), Err(NO_ROOM));
+    assert_eq!(Prefill::staged(&coded, small), Err(NO_ROOM));
     assert_eq!(Prefill::decoded(&coded, small - (16 << 10)), Err(NO_ROOM));
 }
 
@@ -111,19 +146,56 @@ fn more_rows_than_kernels_can_count_are_refused() {
 }
 
 #[test]
-fn codes_of_every_format_are_decoded() {
+fn codes_of_every_format_are_staged_or_decoded() {
     let quantised = FORMATS.iter().filter(|format| format.is_quantised());
     let numbers: Vec<_> = quantised.map(|format| format.kernel_code()).collect();
     for dim in PREFILL_DIMS {
         for k in numbers.iter().copied() {
             for v in numbers.iter().copied() {
-                let name = |dtype| kernel(&params(dtype, [k, v], dim));
+                let of_k = |family: &&Staged| family.formats.iter().any(|it| it.kernel_code() == k);
+                let family = STAGED.iter().find(of_k).filter(|_| k == v);
+                let index = STAGED_DIMS.iter().position(|known| *known == dim);
+                let staged = family.zip(index).map(|(family, index)| family.names[index]);
                 let coded = format!("prefill_coded_{dim}");
-                assert_eq!(name(F16), Some(coded.as_str()));
-                assert_eq!(name(BF16), Some(coded.as_str()));
+                let name = |dtype| kernel(&params(dtype, [k, v], dim));
+                assert_eq!(name(F16), Some(staged.unwrap_or(&coded)));
+                assert_eq!(name(BF16), Some(staged.unwrap_or(&coded)));
                 assert_eq!(name(FORMAT_F32), None);
             }
         }
+    }
+}
+
+#[test]
+fn kernels_of_codes_are_for_their_formats() {
+    for (format, family) in [
+        ("fp8-e4m3", Some("codes")),
+        ("fp8-e5m2-head", Some("codes")),
+        ("int8-head", Some("codes")),
+        ("fp8-e4m3-row", Some("rows")),
+        ("fp8-e5m2-row", Some("rows")),
+        ("int8", Some("rows")),
+        ("l4", Some("l4")),
+        ("l4-g32", None),
+        ("q8_0", None),
+    ] {
+        let code = format.parse::<KvFormat>().unwrap().kernel_code();
+        for dim in STAGED_DIMS {
+            let expected = family.map(|family| format!("prefill_{family}_{dim}"));
+            let staged = Prefill::staged(&params(BF16, [code; 2], dim), ROOM);
+            assert_eq!(staged.ok().map(|it| it.kernel), expected.as_deref(), "{format}");
+        }
+    }
+}
+
+#[test]
+fn rows_with_scales_are_staged_from_any_even_address() {
+    for format in ["int8", "fp8-e4m3-row", "l4"] {
+        let code = format.parse::<KvFormat>().unwrap().kernel_code();
+        let mut params = params(BF16, [code; 2], 64);
+        (params.k_plane.token_stride, params.v_plane.head_stride) = (130, 66);
+        (params.k_plane.transforms, params.v_plane.transforms) = (1, 1);
+        assert!(Prefill::staged(&params, ROOM).is_ok(), "{format}");
     }
 }
 
@@ -179,11 +251,19 @@ fn unsupported_calls_are_left_to_the_general_kernel() {
 #[test]
 fn shared_memory_is_as_the_sources_document() {
     // By hand: 2 * 128 * (128 + 4 * 64) + 64 * 32 + 32, 2 * 256 * (64 + 4 * 32) + 32 * 32 + 32,
-    // and 2 * 256 * (64 + 2 * 32) + 32 * 64 + 800.
+    // 2 * 256 * (64 + 2 * 32) + 32 * 64 + 800,
+    // 2 * 128 * (128 + 4 * 32) + 2 * 32 * 144 + 56 * 32 + 8 * 128 + 32, and with 80 for 144.
     let bytes = |params| Prefill::of(&params, ROOM).map(|prefill| prefill.shared_bytes);
     assert_eq!(bytes(params(F16, [F16; 2], 128)), Ok(100_384));
     assert_eq!(bytes(params(F16, [F16; 2], 256)), Ok(99_360));
     assert_eq!(bytes(params(F16, [BF16 + 1; 2], 256)), Ok(68_384));
+    assert_eq!(bytes(params(F16, [GIVEN; 2], 128)), Ok(77_600));
+    assert_eq!(bytes(params(F16, [L4; 2], 128)), Ok(73_504));
+    // Two thread blocks share the 228 KB of a multiprocessor of Hopper, of which the system takes
+    // 1 KB for each.
+    for dim in STAGED_DIMS {
+        assert!(bytes(params(F16, [GIVEN; 2], dim)).unwrap() <= 113 << 10, "{dim}");
+    }
 }
 
 #[test]
@@ -231,7 +311,8 @@ fn a_grid_has_a_block_for_every_tile_of_rows_and_split() {
     };
     assert_eq!(grid(&extent, F16, 128), [6, 2, 1]);
     assert_eq!(grid(&extent, F16, 256), [9, 2, 1]);
-    assert_eq!(grid(&extent, BF16 + 1, 128), [9, 2, 1]);
+    assert_eq!(grid(&extent, GIVEN, 128), [6, 2, 1]);
+    assert_eq!(grid(&extent, L6, 128), [9, 2, 1]);
     // Two partial results for each slot, from a context on that may be split.
     extent.kv_len_max += 1;
     assert_eq!(grid(&extent, F16, 128), [6 + 8, 2, 1]);
