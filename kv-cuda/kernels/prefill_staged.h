@@ -16,11 +16,12 @@
 // A calibrated scale is a factor of all scores, or of the output. The scale of a K row multiplies
 // the token's scores. The scale of a V row is a factor of its weights, added to exponents as its
 // logarithm: weights are then relative to the largest product of weight and scale, and at most 1.
-// The sum of weights adds each divided by the scale. All scales are relative to a power of two near
-// those of the item's first tile, so that logarithms are small: exponents of small scales would leave
-// f32 few bits for the log-sum-exp. Scales that have no logarithm, or an infinite
-// one, multiply the levels instead. A scale of 0, that of a row of zeros, counts as one below all
-// others, so that the weight of its token does not hide those of others.
+// The sum of weights adds each divided by the scale. All scales are relative to a power of two, that
+// of rows whose largest value is about 4, so that logarithms are small: exponents of small scales
+// would leave f32 few bits for the log-sum-exp. It depends on the format alone: results must not
+// depend on other queries. Scales that have no logarithm, or an infinite one, multiply the levels
+// instead. A scale of 0, that of a row of zeros, counts as one below all others, so that the weight of
+// its token does not hide those of others.
 //
 // Supported calls, otherwise as in prefill_coded.h:
 //   - K and V have one of these formats, and no row is in 16 bits: no full-precision prefix, no tail;
@@ -95,12 +96,11 @@ template <u32 D, class F> struct KvPrefillStaged {
   TokenRows* tokens;  // [2][TOKENS]
   float* factors;     // [2] of: [TOKENS] of scores, [TOKENS] logarithms of those of weights, [TOKENS] inverses
   KvPrefillQueries<D, Item> queries;
-  u32 block;   // of the token that this lane has looked up
-  u32 common;  // the exponent of the power of two to which scales of V are relative, plus 127
+  u32 block;  // of the token that this lane has looked up
 
   KV_DEV KvPrefillStaged(const Item& item, u8* memory)
       : item(item), staged(memory), tokens((TokenRows*)(memory + ROWS_AT)), factors((float*)(memory + FACTORS_AT)),
-        queries{item, factors + 6 * TOKENS}, common(127) {}
+        queries{item, factors + 6 * TOKENS} {}
 
   // Returns the thread by a shuffle, which keeps the compiler from holding addresses derived from it
   // for the whole kernel.
@@ -191,16 +191,10 @@ template <u32 D, class F> struct KvPrefillStaged {
     }
   }
 
-  // Chooses `common`, the same in all warps: near the largest scale of V in the first tile.
-  KV_DEV void choose_common() {
-    float large = 0.f;
-    for (u32 row = item.lane; row < TOKENS; row += 32) {
-      const u64 from = tokens[row].row[1];
-      const float scale = from == 0 ? 0.f : kv_half_at((const u8*)from + CODES);
-      if (scale > large && scale < kv_infinity()) large = scale;
-    }
-    large = kv_warp_max(large);
-    if (large > 0.f) common = kv_as_u(large) >> 23;
+  // Returns the power of two to which scales of V are relative, as its exponent plus 127.
+  KV_DEV u32 common() const {
+    const u32 format = item.p.v_plane.format;
+    return format == KV_FMT_E5M2_ROW ? 113 : format == KV_FMT_E4M3_ROW ? 120 : format == KV_FMT_INT8_ROW ? 122 : 127;
   }
 
   // Reads the scales of the warp's rows. Returns the scale of a V row that must multiply the levels
@@ -222,8 +216,8 @@ template <u32 D, class F> struct KvPrefillStaged {
     // needs a pair that fits.
     const u32 bits = kv_as_u(factor);
     const float log = kv_log(kv_as_f((bits & 0x7fffffu) | 0x3f800000u)), part = kv_rint(log * KV_LOG2E * 65536) / 65536;
-    own[TOKENS] = (float)((i32)(bits >> 23) - (i32)common) + part;
-    own[2 * TOKENS] = kv_div_rn(1.f + kv_fma(-part, KV_LN2, log), factor) * kv_as_f(common << 23);
+    own[TOKENS] = (float)((i32)(bits >> 23) - (i32)common()) + part;
+    own[2 * TOKENS] = kv_div_rn(1.f + kv_fma(-part, KV_LN2, log), factor) * kv_as_f(common() << 23);
     return is_usual || address == 0 ? 1.f : scale;
   }
   // Multiplies levels of V rows by the scales that lanes hold.
@@ -267,10 +261,6 @@ template <u32 D, class F> struct KvPrefillStaged {
     store_addresses(after, 1, item.thread);
     // The memory of K's tile may still be that of a warp's queries.
     kv_sync();
-    if (SCALED) {
-      choose_common();
-      kv_sync();  // addresses of all warps have been read
-    }
     advance(tile, after, 0);
     store_addresses(item.after(after), 0, item.thread);
   }
@@ -332,19 +322,9 @@ template <u32 D, class F> struct KvPrefillStaged {
     return kv_fma(low, of_token(2, i, 0, buffer), kv_fma(high, of_token(2, i, 1, buffer), sum));
   }
 
-  // Gives the sums of all splits of a query tile the same scale.
-  KV_DEV void unify(float (&o)[M][Item::COLUMNS][4]) {
-    if (!SCALED) return;
-#pragma unroll
-    for (u32 m = 0; m < M; m++)
-#pragma unroll
-      for (u32 d = 0; d < Item::COLUMNS; d++)
-#pragma unroll
-        for (u32 j = 0; j < 4; j++) o[m][d][j] *= kv_as_f(common << 23);
-    common = 127;
-  }
+  KV_DEV void unify(float (&)[M][Item::COLUMNS][4]) const {}
   KV_DEV float factor(u32, u32) const {
-    return SCALED ? kv_as_f(common << 23) : kv_constants(item.p.v_plane, item.kv_head).scale;
+    return SCALED ? kv_as_f(common() << 23) : kv_constants(item.p.v_plane, item.kv_head).scale;
   }
   KV_DEV void transform_output(float* row) const { queries.transform_output(row); }
 };
