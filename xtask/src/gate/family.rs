@@ -20,6 +20,8 @@ pub(super) enum Family {
     Decode(Format),
     /// `prefill.h`: rows of the queries' type.
     PrefillPlain(Plain),
+    /// `prefill_staged.h`, in a format: kernels of several formats have a main loop for each.
+    PrefillStaged(Format),
     /// `prefill_coded.h`: any other format.
     PrefillCoded,
 }
@@ -47,7 +49,7 @@ pub(super) enum Plain {
 }
 
 /// Families by the names of their kernels, without the head dim.
-pub(super) const FAMILIES: [(&str, Family); 12] = [
+pub(super) const FAMILIES: [(&str, Family); 19] = [
     ("decode_bf16", Family::Decode(Format::Plain(Plain::Bf16))),
     ("decode_f16", Family::Decode(Format::Plain(Plain::F16))),
     ("decode_e4m3", Family::Decode(Format::E4m3)),
@@ -59,6 +61,13 @@ pub(super) const FAMILIES: [(&str, Family); 12] = [
     ("decode_l4", Family::Decode(Format::L4)),
     ("prefill_bf16", Family::PrefillPlain(Plain::Bf16)),
     ("prefill_f16", Family::PrefillPlain(Plain::F16)),
+    ("prefill_codes", Family::PrefillStaged(Format::E4m3)),
+    ("prefill_codes", Family::PrefillStaged(Format::E5m2)),
+    ("prefill_codes", Family::PrefillStaged(Format::Int8)),
+    ("prefill_rows", Family::PrefillStaged(Format::E4m3Row)),
+    ("prefill_rows", Family::PrefillStaged(Format::E5m2Row)),
+    ("prefill_rows", Family::PrefillStaged(Format::Int8Row)),
+    ("prefill_l4", Family::PrefillStaged(Format::L4)),
     ("prefill_coded", Family::PrefillCoded),
 ];
 
@@ -71,7 +80,13 @@ impl fmt::Display for Family {
 
 impl fmt::Display for Shape {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}_{}", self.family, self.head_dim)
+        let format = match self.family {
+            Family::PrefillStaged(Format::E4m3 | Format::E4m3Row) => " e4m3",
+            Family::PrefillStaged(Format::E5m2 | Format::E5m2Row) => " e5m2",
+            Family::PrefillStaged(Format::Int8 | Format::Int8Row) => " int8",
+            _ => "",
+        };
+        write!(f, "{}{format}", self.kernel())
     }
 }
 
@@ -91,6 +106,24 @@ impl Format {
         matches!(self, Self::E4m3Row | Self::E5m2Row | Self::Int8Row | Self::L4)
     }
 
+    /// Returns the work of copying and decoding so many values of a thread in `prefill_staged.h`,
+    /// which tells the formats of a kernel apart.
+    fn staged(self, values: u32) -> Vec<(Work, u32)> {
+        let chunks = if self == Self::L4 { values / 32 } else { values / 16 };
+        let scales = u32::from(self.is_scaled());
+        let mut work = vec![(Work::AsyncCopy, chunks + scales), (Work::WideStore, values / 8)];
+        match self {
+            Self::E4m3 | Self::E4m3Row => work.push((Work::FromE4m3, values / 2)),
+            Self::Int8 | Self::Int8Row => work.push((Work::FromInt8, values / 2)),
+            // Rows with scales are aligned by further ones.
+            Self::E5m2 | Self::E5m2Row => {
+                work.push((Work::Permutation, values / 2 + scales * values / 4));
+            }
+            Self::L4 | Self::Plain(_) => {}
+        }
+        work
+    }
+
     /// Returns the bytes of a row in the ring buffer: where it is scaled, of the codes plus 16.
     fn row_stride(self, head_dim: u32) -> u32 {
         self.row_bytes(head_dim) + if self.is_scaled() { 14 } else { 0 }
@@ -104,16 +137,23 @@ const DECODE_TOKENS: u32 = 32;
 const SHARED_BYTES: u32 = 227 * 1024;
 
 impl Shape {
-    /// Parses the name of a kernel.
-    pub(super) fn parse(name: &str) -> Result<Self> {
+    /// Returns the name of the kernel.
+    pub(super) fn kernel(&self) -> String {
+        format!("{}_{}", self.family, self.head_dim)
+    }
+
+    /// Parses the name of a kernel, which has a shape for each of its formats.
+    pub(super) fn parse(name: &str) -> Result<Vec<Self>> {
         let (family, head_dim) = name.rsplit_once('_').unwrap_or((name, ""));
-        let known = FAMILIES.iter().find(|(known, _)| *known == family);
-        let (_, family) = known.with_context(|| format!("{name}: unknown family"))?;
+        let families: Vec<_> = FAMILIES.iter().filter(|(known, _)| *known == family).collect();
+        if families.is_empty() {
+            bail!("{name}: unknown family");
+        }
         let head_dim = head_dim.parse().with_context(|| format!("{name}: no head dim"))?;
         if head_dim == 0 || head_dim % 16 != 0 || head_dim > 1024 {
             bail!("{name}: head dim {head_dim}");
         }
-        Ok(Self { family: *family, head_dim })
+        Ok(families.into_iter().map(|(_, family)| Self { family: *family, head_dim }).collect())
     }
 
     /// Returns the passes of one trip.
@@ -137,15 +177,18 @@ impl Shape {
                     Pass { work: common.to_vec(), is_without_exponentials: true },
                 ]
             }
-            Family::PrefillPlain(_) | Family::PrefillCoded => {
+            Family::PrefillPlain(_) | Family::PrefillStaged(_) | Family::PrefillCoded => {
                 let (tiles, tokens) = self.prefill_tile();
                 let products = 2 * (tokens / 8) * (dim / 16) * tiles;
-                let copies = 2 * tokens * (dim / 8) / (PREFILL_WARPS * 32);
+                // Values of K and V of a thread.
+                let values = 2 * tokens * dim / (PREFILL_WARPS * 32);
                 let mut work =
                     vec![(Work::Product, products), (Work::Exponential, tiles * tokens / 2)];
-                // A function decodes codes: it is no part of the trip.
-                if self.family != Family::PrefillCoded {
-                    work.push((Work::AsyncCopy, copies));
+                match self.family {
+                    Family::PrefillPlain(_) => work.push((Work::AsyncCopy, values / 8)),
+                    Family::PrefillStaged(format) => work.extend(format.staged(values)),
+                    // A function decodes codes: it is no part of the trip.
+                    _ => {}
                 }
                 vec![Pass { work, is_without_exponentials: false }]
             }
@@ -154,7 +197,12 @@ impl Shape {
 
     /// Returns the 16-row matrices of a warp and the tokens of a KV tile.
     fn prefill_tile(&self) -> (u32, u32) {
-        let tokens = if self.head_dim <= 128 { 64 } else { 32 };
+        let is_staged = matches!(self.family, Family::PrefillStaged(_));
+        let tokens = match self.head_dim {
+            dim if is_staged => 4096 / dim,
+            ..=128 => 64,
+            _ => 32,
+        };
         let has_two = self.head_dim <= 128 && self.family != Family::PrefillCoded;
         (if has_two { 2 } else { 1 }, tokens)
     }
@@ -197,8 +245,17 @@ impl Shape {
             Family::PrefillPlain(_) => {
                 2 * self.prefill_tile().1 * self.head_dim * 2 / PREFILL_WARPS
             }
+            Family::PrefillStaged(format) => {
+                2 * self.prefill_tile().1 * format.row_bytes(self.head_dim) / PREFILL_WARPS
+            }
             Family::PrefillCoded => 2 * self.prefill_tile().1 * self.head_dim / PREFILL_WARPS,
         }
+    }
+
+    /// Returns how often 64 query rows see 64 tokens in the trips of two thread blocks of prefill.
+    pub(super) fn squares(&self) -> f64 {
+        let (tiles, tokens) = self.prefill_tile();
+        f64::from(2 * tiles * tokens) / 64.0
     }
 
     /// Returns whether it is a decode kernel, which is compared with memory.
@@ -217,5 +274,6 @@ pub(super) fn defined(source: &str) -> Result<BTreeSet<Shape>> {
         rest.split(',').next().map(str::trim)
     });
     let read = |name: &&str| name.starts_with("decode_") || name.starts_with("prefill_");
-    names.filter(read).map(Shape::parse).collect()
+    let shapes: Result<Vec<_>> = names.filter(read).map(Shape::parse).collect();
+    Ok(shapes?.into_iter().flatten().collect())
 }

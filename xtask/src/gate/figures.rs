@@ -81,6 +81,11 @@ impl Figures {
         self.cycles / (bytes / per_cycle)
     }
 
+    /// Returns the cycles in which 64 query rows see 64 tokens, in prefill.
+    pub(super) fn of_square(&self) -> f64 {
+        self.cycles / self.shape.squares()
+    }
+
     /// Returns the part of the time in which the tensor pipe is busy.
     pub(super) fn of_tensor(&self) -> f64 {
         let products = self.count(Class::Hmma) * self.shape.warps();
@@ -110,7 +115,7 @@ const COLUMNS: [Class; 12] = [
 /// Formats the tables: decode, then prefill.
 pub(super) fn markdown(all: &[Figures]) -> String {
     let mut text = String::new();
-    for (is_decode, last) in [(true, "of memory"), (false, "of tensor")] {
+    for (is_decode, last) in [(true, "of memory"), (false, "of tensor | 64 x 64")] {
         let classes = COLUMNS.map(Class::name).join(" | ");
         let heads = format!(
             "| kernel | registers | before | trip | after | code | {classes} | bytes | clk | alone \
@@ -130,9 +135,13 @@ pub(super) fn markdown(all: &[Figures]) -> String {
 
 fn row(one: &Figures) -> String {
     let counts = COLUMNS.map(|class| one.count(class).to_string()).join(" | ");
-    let share = if one.shape.is_decode() { one.of_memory() } else { one.of_tensor() };
+    let last = if one.shape.is_decode() {
+        format!("{:.2}", one.of_memory())
+    } else {
+        format!("{:.2} | {:.0}", one.of_tensor(), one.of_square())
+    };
     format!(
-        "| `{}` | {} | {} | {} | {} | {} | {counts} | {} | {:.0} | {:.0} | {share:.2} |",
+        "| `{}` | {} | {} | {} | {} | {} | {counts} | {} | {:.0} | {:.0} | {last} |",
         one.shape,
         one.resources.registers,
         one.before,
@@ -159,7 +168,7 @@ pub(super) const LOOPS: &[Loop] = &[
     .to_owned();
     for one in all.iter().filter(|one| one.shape.head_dim == 128) {
         // Codes in prefill have no prediction: their time depends on the format.
-        if one.shape.family == Family::PrefillCoded {
+        if matches!(one.shape.family, Family::PrefillStaged(_) | Family::PrefillCoded) {
             continue;
         }
         let _ = writeln!(

@@ -1,5 +1,5 @@
 //! The limits of the gate, each with its reason.
-use super::family::Shape;
+use super::family::{Family, Plain, Shape};
 use super::figures::Figures;
 use super::pipes::Class;
 
@@ -12,6 +12,8 @@ enum Metric {
     OfMemory(f64),
     /// The part of a trip in which the tensor pipe is busy, at least.
     OfTensor(f64),
+    /// Cycles of 64 query rows and 64 tokens over those of `prefill_bf16`, at most.
+    OfBf16(f64),
     /// The classes of instructions that a trip may have.
     Classes(&'static [Class]),
     /// Bytes of static shared memory, at most.
@@ -32,7 +34,10 @@ const CODES: &[&str] = &["decode_e4m3", "decode_e5m2", "decode_int8"];
 const ROWS: &[&str] = &["decode_e4m3_row", "decode_e5m2_row", "decode_int8_row"];
 const L4: &[&str] = &["decode_l4"];
 const PREFILL_PLAIN: &[&str] = &["prefill_bf16", "prefill_f16"];
+const STAGED_CODES: &[&str] = &["prefill_codes"];
+const STAGED_ROWS: &[&str] = &["prefill_rows", "prefill_l4"];
 const PREFILL_CODED: &[&str] = &["prefill_coded"];
+const STAGED_DIMS: &[u32] = &[64, 128];
 const ALL: &[u32] = &[64, 80, 96, 128, 192, 256];
 
 const fn limit(
@@ -54,6 +59,8 @@ const ONE_WARP: &str = "one warp a scheduler: its own latencies are not covered"
 const SCALED: &str = "scales of rows: near the memory's time; 0.56 of copy was measured at 1.30";
 const FOUR_BITS: &str = "compute-bound: saves memory and not time, 0.28 of copy at 2.50";
 const ONE_MATRIX: &str = "one matrix of rows a warp: fragments of K and V are loaded for it alone";
+const DECODED: &str = "codes are decoded once for 128 rows, beside products that bf16 has too";
+const SHORT_TILES: &str = "tiles of 32 tokens: registers hold no more beside codes";
 const TENSOR: &str = "products decide: 351 TFLOP/s were measured at 0.65";
 const SYSTEM: &str = "the system's own; more would take shared memory from the stages";
 const LOCAL: &str = "no spills, atomics or stores in a loop, and no other kind of product";
@@ -64,6 +71,21 @@ const OF_LOOPS: &[Class] = &[
     Class::Hmma,
     Class::Ldsm,
     Class::Lds,
+    Class::Ldgsts,
+    Class::Ldg,
+    Class::Shfl,
+    Class::Mufu,
+    Class::F2fp,
+    Class::Float,
+    Class::Int,
+    Class::Control,
+];
+
+const OF_STAGED: &[Class] = &[
+    Class::Hmma,
+    Class::Ldsm,
+    Class::Lds,
+    Class::Sts,
     Class::Ldgsts,
     Class::Ldg,
     Class::Shfl,
@@ -98,6 +120,9 @@ const LIMITS: &[Limit] = &[
     limit(L4, &[64, 96, 128], Metric::Code(16_384), CACHED),
     limit(L4, &[192, 256], Metric::Code(26_624), UNCACHED),
     limit(PREFILL_PLAIN, ALL, Metric::Code(16_384), CACHED),
+    limit(STAGED_CODES, STAGED_DIMS, Metric::Code(16_384), CACHED),
+    limit(STAGED_ROWS, &[64], Metric::Code(17_408), UNCACHED),
+    limit(STAGED_ROWS, &[128], Metric::Code(16_384), CACHED),
     limit(PREFILL_CODED, ALL, Metric::Code(16_384), CACHED),
     limit(PLAIN, &[64, 80, 96], Metric::OfMemory(0.75), NARROW),
     limit(PLAIN, &[128], Metric::OfMemory(0.50), MEMORY_BOUND),
@@ -114,18 +139,26 @@ const LIMITS: &[Limit] = &[
     limit(PREFILL_PLAIN, &[64], Metric::OfTensor(0.42), NARROW),
     limit(PREFILL_PLAIN, &[80, 96, 128], Metric::OfTensor(0.52), TENSOR),
     limit(PREFILL_PLAIN, &[192, 256], Metric::OfTensor(0.35), ONE_MATRIX),
+    limit(STAGED_CODES, &[64], Metric::OfBf16(1.20), DECODED),
+    limit(STAGED_CODES, &[128], Metric::OfBf16(1.60), SHORT_TILES),
+    limit(STAGED_ROWS, &[64], Metric::OfBf16(1.60), DECODED),
+    limit(STAGED_ROWS, &[128], Metric::OfBf16(1.75), SHORT_TILES),
     limit(PREFILL_CODED, ALL, Metric::OfTensor(0.27), ONE_MATRIX),
     limit(PLAIN, ALL, Metric::Classes(OF_LOOPS), LOCAL),
     limit(CODES, ALL, Metric::Classes(OF_LOOPS), LOCAL),
     limit(ROWS, ALL, Metric::Classes(OF_LOOPS), LOCAL),
     limit(L4, ALL, Metric::Classes(OF_LOOPS), LOCAL),
     limit(PREFILL_PLAIN, ALL, Metric::Classes(OF_LOOPS), LOCAL),
+    limit(STAGED_CODES, STAGED_DIMS, Metric::Classes(OF_STAGED), LOCAL),
+    limit(STAGED_ROWS, STAGED_DIMS, Metric::Classes(OF_STAGED), LOCAL),
     limit(PREFILL_CODED, ALL, Metric::Classes(OF_CODED), ARGUMENT),
     limit(PLAIN, ALL, Metric::Shared(1024), SYSTEM),
     limit(CODES, ALL, Metric::Shared(1024), SYSTEM),
     limit(ROWS, ALL, Metric::Shared(1024), SYSTEM),
     limit(L4, ALL, Metric::Shared(1024), SYSTEM),
     limit(PREFILL_PLAIN, ALL, Metric::Shared(1024), SYSTEM),
+    limit(STAGED_CODES, STAGED_DIMS, Metric::Shared(1024), SYSTEM),
+    limit(STAGED_ROWS, STAGED_DIMS, Metric::Shared(1024), SYSTEM),
     limit(PREFILL_CODED, ALL, Metric::Shared(1024), SYSTEM),
 ];
 
@@ -135,8 +168,8 @@ impl Limit {
         self.families.contains(&family.as_str()) && self.head_dims.contains(&shape.head_dim)
     }
 
-    /// Returns what is wrong with a kernel.
-    fn problem(&self, one: &Figures) -> Option<String> {
+    /// Returns what is wrong with a kernel, beside all others.
+    fn problem(&self, one: &Figures, all: &[Figures]) -> Option<String> {
         let wrong = match self.metric {
             Metric::Code(most) if one.code_bytes > most => {
                 format!("{} bytes of code in the loop, at most {most}", one.code_bytes)
@@ -146,6 +179,17 @@ impl Limit {
             }
             Metric::OfTensor(least) if one.of_tensor() < least => {
                 format!("the tensor pipe is busy {:.2}, at least {least:.2}", one.of_tensor())
+            }
+            Metric::OfBf16(most) => {
+                let plain = Shape { family: Family::PrefillPlain(Plain::Bf16), ..one.shape };
+                let Some(plain) = all.iter().find(|other| other.shape == plain) else {
+                    return Some(format!("{}: no {plain} to compare with", one.shape));
+                };
+                let ratio = one.of_square() / plain.of_square();
+                if ratio <= most {
+                    return None;
+                }
+                format!("{ratio:.2} of the time of {}, at most {most:.2}", plain.shape)
             }
             Metric::Classes(known) => {
                 let others = one.counts.iter().filter(|(class, _)| !known.contains(*class));
@@ -171,8 +215,8 @@ pub(super) fn problems(all: &[Figures]) -> Vec<String> {
     let mut problems = Vec::new();
     for one in all {
         let own: Vec<&Limit> = LIMITS.iter().filter(|limit| limit.is_for(&one.shape)).collect();
-        problems.extend(own.iter().filter_map(|limit| limit.problem(one)));
-        // Code, classes, shared memory, and a share of memory or of the tensor pipe.
+        problems.extend(own.iter().filter_map(|limit| limit.problem(one, all)));
+        // Code, classes, shared memory, and a share of memory, of the tensor pipe or of bf16.
         if own.len() != 4 {
             problems.push(format!("{}: {} limits instead of 4", one.shape, own.len()));
         }

@@ -166,7 +166,11 @@ fn units_of(folder: &Path) -> Result<Vec<String>> {
     }
     others.retain(|unit| FAMILIES.iter().all(|(known, _)| known != unit));
     others.sort();
-    Ok(FAMILIES.iter().map(|(unit, _)| (*unit).to_owned()).chain(others).collect())
+    let mut units: Vec<_> = FAMILIES.iter().map(|(unit, _)| (*unit).to_owned()).collect();
+    // A unit of several formats is listed once for each.
+    units.dedup();
+    units.extend(others);
+    Ok(units)
 }
 
 /// Reads one unit: the order of every kernel, and the figures of those that its source defines.
@@ -202,19 +206,19 @@ fn figures_of(
     let mut found = Vec::new();
     let mut problems = Vec::new();
     for kernel in kernels {
-        if !wanted.iter().any(|shape| shape.to_string() == kernel.name) {
+        if !wanted.iter().any(|shape| shape.kernel() == kernel.name) {
             problems.push(format!("{}: not in the sources", kernel.name));
         }
     }
     for shape in wanted {
-        let name = shape.to_string();
+        let name = shape.kernel();
         let Some(kernel) = kernels.iter().find(|kernel| kernel.name == name) else {
             problems.push(format!("{name}: not in the archive"));
             continue;
         };
         match Figures::new(kernel, shape, resources.get(&name)) {
             Ok(figures) => found.push(figures),
-            Err(error) => problems.push(format!("{name}: {error:#}")),
+            Err(error) => problems.push(format!("{shape}: {error:#}")),
         }
     }
     if !problems.is_empty() {

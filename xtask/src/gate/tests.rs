@@ -178,6 +178,17 @@ fn planted_regressions_fail() {
     let mut found = figures(&decode("")).unwrap();
     found[0].resources.shared_bytes = 4096;
     assert!(limits::problems(&found)[0].contains("4096 bytes of static shared memory"));
+    // A kernel that is compared with another one, slower than it or alone.
+    let mut slow = vec![found[0].clone(), found[0].clone()];
+    for (one, name) in slow.iter_mut().zip(["prefill_bf16_64", "prefill_l4_64"]) {
+        one.shape = Shape::parse(name).unwrap().remove(0);
+    }
+    slow[1].cycles *= 2.0;
+    let problems = limits::problems(&slow);
+    let of_bf16 = "prefill_l4_64: 2.00 of the time of prefill_bf16_64, at most 1.60";
+    assert!(problems.iter().any(|problem| problem.contains(of_bf16)), "{problems:?}");
+    let problems = limits::problems(&slow[1..]);
+    assert!(problems.iter().any(|problem| problem.contains("no prefill_bf16_64 to compare")));
     // A kernel for which nobody has set limits.
     found[0].shape.head_dim = 112;
     assert!(limits::problems(&found).iter().any(|problem| problem.contains("0 limits")));
@@ -280,14 +291,23 @@ fn shapes_are_those_of_the_sources() {
     let source = "KV_DECODE(decode_l4_64, X, 64)\nKV_KERNEL(prefill_coded_256, P, 128, 1, f)\n";
     let found: Vec<String> = defined(source).unwrap().iter().map(ToString::to_string).collect();
     assert_eq!(found, ["decode_l4_64", "prefill_coded_256"]);
+    // A loop for each of its formats.
+    let found: Vec<String> = defined("KV_KERNEL(prefill_rows_64, P, 128, 2, f)\n")
+        .unwrap()
+        .iter()
+        .map(ToString::to_string)
+        .collect();
+    assert_eq!(found, ["prefill_rows_64 e4m3", "prefill_rows_64 e5m2", "prefill_rows_64 int8"]);
     for name in ["decode_l5_64", "decode_l4_", "decode_l4_7", "prefill_0", "decode_bf16_0"] {
         assert!(Shape::parse(name).is_err(), "{name}");
     }
-    let bytes = |name| Shape::parse(name).unwrap().bytes();
+    let bytes = |name| Shape::parse(name).unwrap()[0].bytes();
     assert_eq!(bytes("decode_bf16_128"), 16_384);
     assert_eq!(bytes("decode_int8_row_128"), 8320);
     assert_eq!(bytes("decode_l4_128"), 4224);
     assert_eq!(bytes("prefill_bf16_128"), 8192);
+    assert_eq!(bytes("prefill_codes_128"), 2048);
+    assert_eq!(bytes("prefill_rows_64"), 2112);
 }
 
 #[test]

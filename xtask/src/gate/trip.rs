@@ -26,6 +26,14 @@ pub(super) enum Work {
     WaitFor(u32),
     /// A read of the block table.
     TableRead,
+    /// A store of decoded codes.
+    WideStore,
+    /// A conversion of two e4m3 codes.
+    FromE4m3,
+    /// A subtraction of the bias of two int8 codes.
+    FromInt8,
+    /// A permutation of bytes.
+    Permutation,
 }
 
 impl Work {
@@ -38,6 +46,10 @@ impl Work {
                 one.base() == "DEPBAR" && one.operands == format!("SB0, {groups:#x}")
             }
             Self::TableRead => one.base() == "LDG" && one.has("CONSTANT"),
+            Self::WideStore => one.base() == "STS" && one.has("128"),
+            Self::FromE4m3 => one.base() == "F2FP" && one.has("E4M3"),
+            Self::FromInt8 => one.base() == "HADD2",
+            Self::Permutation => one.base() == "PRMT",
         }
     }
 
@@ -101,8 +113,8 @@ pub(super) fn find<'k>(flow: &Flow<'k>, passes: &[Pass]) -> Result<Trip<'k>> {
     let after = shortest(flow, head, is_exit).context("nothing leaves the loop")?;
     Ok(Trip {
         instructions: blocks.iter().filter_map(own).flat_map(|block| block.instructions).collect(),
-        code_bytes: code.saturating_mul(INSTRUCTION_BYTES),
-        before: before.saturating_sub(first.len()),
+        code_bytes: code.checked_mul(INSTRUCTION_BYTES).context("the loop is too large")?,
+        before: before.checked_sub(first.len()).context("a way to the loop ends in it")?,
         after,
     })
 }
@@ -135,7 +147,10 @@ fn walk(flow: &Flow<'_>, head: usize, pass: &Pass, limit: u32) -> Option<(u32, V
     let is_left_out = |block: &Block<'_>| {
         pass.is_without_exponentials && Work::Exponential.count(block) >= EXPONENTIALS
     };
-    let left_out: Vec<bool> = flow.blocks.iter().map(is_left_out).collect();
+    let returning = returning(flow, head);
+    let blocks = flow.blocks.iter().enumerate();
+    let left_out: Vec<bool> =
+        blocks.map(|(index, block)| is_left_out(block) || !returning.contains(&index)).collect();
     let add = |before: &[u32], index: usize| -> Option<Vec<u32>> {
         let own = before.iter().zip(done.get(index)?).zip(&pass.work);
         Some(own.map(|((a, b), (_, needed))| a.saturating_add(*b).min(*needed)).collect())
@@ -161,7 +176,7 @@ fn walk(flow: &Flow<'_>, head: usize, pass: &Pass, limit: u32) -> Option<(u32, V
                 }
                 continue;
             }
-            let so_far = so_far.saturating_add(length(*next)?);
+            let so_far = so_far.checked_add(length(*next)?)?;
             if left_out.get(*next) == Some(&true) || so_far > limit {
                 continue;
             }
@@ -173,6 +188,22 @@ fn walk(flow: &Flow<'_>, head: usize, pass: &Pass, limit: u32) -> Option<(u32, V
         }
     }
     None
+}
+
+/// Returns the blocks from which a walk leads to this one: the others would only widen the search.
+fn returning(flow: &Flow<'_>, head: usize) -> BTreeSet<usize> {
+    let mut found = BTreeSet::from([head]);
+    loop {
+        let before = found.len();
+        for (index, block) in flow.blocks.iter().enumerate().rev() {
+            if block.next.iter().any(|next| found.contains(next)) {
+                found.insert(index);
+            }
+        }
+        if found.len() == before {
+            return found;
+        }
+    }
 }
 
 /// Returns the blocks of a walk to its last state.
@@ -196,7 +227,7 @@ fn shortest(flow: &Flow<'_>, from: usize, is_end: impl Fn(usize) -> bool) -> Opt
             return Some(so_far);
         }
         for next in &flow.blocks.get(index)?.next {
-            let so_far = so_far.saturating_add(flow.blocks.get(*next)?.len());
+            let so_far = so_far.checked_add(flow.blocks.get(*next)?.len())?;
             if best.get(next).is_none_or(|known| so_far < *known) {
                 best.insert(*next, so_far);
                 open.push(Reverse((so_far, *next)));
