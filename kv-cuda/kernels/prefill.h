@@ -9,7 +9,8 @@
 //
 // All warps share tiles of K and V. A source brings them to shared memory as T = f16 or bf16:
 // KvPrefillPlain, below, copies rows of the queries' own type by cp.async, a whole tile while the
-// previous one is processed, with one barrier per tile. prefill_coded.h has the source for codes.
+// previous one is processed, with one barrier per tile. prefill_staged.h has the source
+// for codes of the usual formats, prefill_coded.h that for all others.
 // Long contexts are split where there are too few work items otherwise: prefill_plan.h.
 //
 // Calls that KvPrefillPlain supports; for both planes:
@@ -34,9 +35,10 @@ KV_DEV constexpr u32 kv_prefill_matrices(u32 dim) { return dim <= 128 ? 2 : 1; }
 template <class T, u32 D> struct KvPrefillPlain {
   typedef KvPrefillItem<T, D, kv_prefill_matrices(D), 2> Item;
   static constexpr u32 M = Item::M, TOKENS = Item::TOKENS, CHUNKS = Item::CHUNKS;
-  // What a source does with scores. SCALES: rows have scales of their own. WEIGHS: tokens have
-  // factors, and the weights of tokens others, relative to a power of two. BIASES: the logarithm of a
-  // token's factor of V is added to its exponents, and its weight in the sum divided by that factor.
+  // What a source does. SCALES: K and V are codes, so that outputs are scaled and may be transformed.
+  // WEIGHS: it makes weights itself and multiplies them by the factors of V. BIASES: it makes
+  // exponents, which include the logarithm of the token's factor of V, and divides weights by that
+  // factor where it adds them to the sum. FOLDS: each row of scores has one positive factor.
   static constexpr bool SCALES = false, WEIGHS = false, BIASES = false, FOLDS = false;
   // Addresses of a token's rows; 0 for a token that no row of the work item sees.
   struct alignas(16) TokenRows { u64 k, v; };

@@ -46,8 +46,8 @@ fn grid(backend: &AnyBackend, nth: usize) -> CaseResult {
         let order = ORDERS[(index / 2 + index + nth) % 2];
         let is_cut = (index + nth / 2).is_multiple_of(2);
         let mut fixture = fixture(backend, format, (block_size, order), is_cut)?;
-        // Kernels that round levels or transformed queries do not compute a log-sum-exp: l4 has none,
-        // and int8 in every other grid.
+        // Kernels that round levels or transformed queries do not compute a log-sum-exp: l4 has
+        // none, and int8 in every other grid.
         let lse = match format {
             KvFormat::L4(_) => false,
             KvFormat::Int8(_) => index % 2 == 0,

@@ -52,8 +52,8 @@ const ROUNDED_LEVELS: &[KvFormat] = &[
     KvFormat::Q4_0,
 ];
 
-/// Formats that `prefill_staged.h` decodes, by the scales of their rows: one of a head or tensor, one
-/// of each row, and 4-bit codes with one of each row. The number is that of codes in a byte.
+/// Formats that `prefill_staged.h` decodes, by the scales of their rows: one of a head or tensor,
+/// one of each row, and 4-bit codes with one of each row.
 const STAGED: &[Staged] = &[
     Staged {
         names: ["prefill_codes_64", "prefill_codes_128"],
@@ -248,8 +248,8 @@ impl Prefill {
         Self::sized(kernel, params, (tiles, 32, 32), shared_bytes_max)
     }
 
-    /// Returns the kernel of `prefill_staged.h`, which copies codes ahead and decodes them beside the
-    /// products, or why it does not take a call.
+    /// Returns the kernel of `prefill_staged.h`, which copies codes ahead and decodes them beside
+    /// the products, or why it does not take a call.
     fn staged(params: &AttendParams, shared_bytes_max: u32) -> Result<Self, Refusal> {
         dim_of(params)?;
         let AttendParams { k_plane, v_plane, .. } = params;

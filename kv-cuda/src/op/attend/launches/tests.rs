@@ -8,6 +8,7 @@ use crate::decode::Kind;
 const FORMAT_F32: u32 = KvFormat::F32.kernel_code();
 const L6: u32 = KvFormat::L6(ScaleGroup::Row).kernel_code();
 const L4: u32 = KvFormat::L4(ScaleGroup::Row).kernel_code();
+const INT8: u32 = KvFormat::Int8(Scaling::Row).kernel_code();
 /// One-byte codes with a scale per tensor.
 const GIVEN: u32 = KvFormat::Fp8E4m3(Scaling::Tensor).kernel_code();
 const ROOM: u32 = 99 << 10;
@@ -33,17 +34,17 @@ fn kernel(params: &AttendParams) -> Option<&'static str> {
 /// A change that breaks a rule.
 type Change = fn(&mut AttendParams);
 
+fn with(params: &AttendParams, change: Change) -> AttendParams {
+    let mut params = *params;
+    change(&mut params);
+    params
+}
+
 /// Every rule, broken alone: what it leaves to the next kernel, and the last to the general one.
 #[test]
 fn each_rule_refuses() {
-    const INT8: u32 = KvFormat::Int8(Scaling::Row).kernel_code();
     let plain = params(F16, [F16; 2], 128);
     let coded = params(F16, [INT8; 2], 128);
-    let with = |params: &AttendParams, change: Change| {
-        let mut params = *params;
-        change(&mut params);
-        params
-    };
     let copied = |params: &AttendParams| Prefill::copied(params, ROOM).map(|it| it.kernel);
     let staged = |params: &AttendParams| Prefill::staged(params, ROOM).map(|it| it.kernel);
     let decoded = |params: &AttendParams| Prefill::decoded(params, ROOM).map(|it| it.kernel);
@@ -75,6 +76,26 @@ fn each_rule_refuses() {
     for (change, why) in of_copied {
         assert_eq!(copied(&with(&plain, change)), Err(why));
     }
+    let of_decoded: [(Change, Refusal); 5] = [
+        (|it| it.k_plane.format = FORMAT_F32, NO_FORMAT),
+        (|it| it.v_plane.format = BF16, NO_FORMAT),
+        (|it| it.k_plane.block_means = 1, BLOCK_MEANS),
+        (|it| (it.lse.data, it.k_plane.format) = (4096, L6), ROUNDED),
+        (|it| (it.lse.data, it.k_plane.transforms) = (4096, 1), ROUNDED),
+    ];
+    for (change, why) in of_decoded {
+        assert_eq!(decoded(&with(&coded, change)), Err(why));
+    }
+    let small = 48 << 10;
+    assert_eq!(Prefill::copied(&plain, small), Err(NO_ROOM));
+    assert_eq!(Prefill::decoded(&coded, small - (16 << 10)), Err(NO_ROOM));
+}
+
+/// The rules of [`Prefill::staged`] besides those of all kernels.
+#[test]
+fn each_rule_of_staged_kernels_refuses() {
+    let coded = params(F16, [INT8; 2], 128);
+    let staged = |params: &AttendParams| Prefill::staged(params, ROOM).map(|it| it.kernel);
     let of_staged: [(Change, Refusal); 17] = [
         (|it| (it.k_plane.head_dim, it.v_plane.head_dim) = (256, 256), NO_STAGED_DIM),
         (|it| it.k_plane.format = L6, OTHER_FORMAT),
@@ -103,20 +124,7 @@ fn each_rule_refuses() {
     for (change, why) in of_staged {
         assert_eq!(staged(&with(&coded, change)), Err(why));
     }
-    let of_decoded: [(Change, Refusal); 5] = [
-        (|it| it.k_plane.format = FORMAT_F32, NO_FORMAT),
-        (|it| it.v_plane.format = BF16, NO_FORMAT),
-        (|it| it.k_plane.block_means = 1, BLOCK_MEANS),
-        (|it| (it.lse.data, it.k_plane.format) = (4096, L6), ROUNDED),
-        (|it| (it.lse.data, it.k_plane.transforms) = (4096, 1), ROUNDED),
-    ];
-    for (change, why) in of_decoded {
-        assert_eq!(decoded(&with(&coded, change)), Err(why));
-    }
-    let small = 48 << 10;
-    assert_eq!(Prefill::copied(&plain, small), Err(NO_ROOM));
-    assert_eq!(Prefill::staged(&coded, small), Err(NO_ROOM));
-    assert_eq!(Prefill::decoded(&coded, small - (16 << 10)), Err(NO_ROOM));
+    assert_eq!(Prefill::staged(&coded, 48 << 10), Err(NO_ROOM));
 }
 
 #[test]
