@@ -1,10 +1,10 @@
 // Values of V that are not finite, in the emulator compared with attention in f64: they reach the
 // queries that see their tokens and no others, although other queries of a tile read the same
 // memory. Runs the general kernels and those for prefill, the latter also over one-byte codes with
-// a scale per row or of the plane and over 4-bit codes, for few and for many queries. Further cases have more queries than keys, no keys,
-// or random numbers of both: work items without a visible key give zeros. Prefill also runs over
-// contexts that its schedule splits, with windows too. A case is its seed, which also shuffles blocks
-// and threads: `broken_test` runs all, `broken_test FIRST COUNT` some.
+// a scale per row or of the plane and over 4-bit codes, for few and for many queries. Further cases
+// have more queries than keys, no keys, or random numbers of both: work items without a visible key
+// give zeros. Prefill also runs over contexts that its schedule splits, with windows too. A case is its
+// seed, which also shuffles blocks and threads: `broken_test` runs all, `broken_test FIRST COUNT` some.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
