@@ -31,7 +31,8 @@ template <u32 D> struct KvPrefillCoded {
   static constexpr u32 M = Item::M, TOKENS = Item::TOKENS, CHUNKS = Item::CHUNKS, TILES = Item::TILES;
   static constexpr bool SCALES = true, WEIGHS = true, BIASES = false, FOLDS = false;
   // Addresses of tokens, [2][2][TOKENS] factors, two codebooks of 32, [2][ROWS] of query rows.
-  static constexpr u32 BYTES = 2 * TOKENS * sizeof(KvCodedRows) + 4 * (4 * TOKENS + 64) + KvPrefillQueries<D, Item>::BYTES;
+  static constexpr u32 BYTES =
+      2 * TOKENS * sizeof(KvCodedRows) + 4 * (4 * TOKENS + 64) + KvPrefillQueries<D, Item>::BYTES;
   const Item& item;
   KvCodedRows* tokens;    // [2][TOKENS]
   float* factors;         // [2][K, V][TOKENS]
