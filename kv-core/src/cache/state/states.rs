@@ -292,6 +292,9 @@ impl CacheState {
     /// Takes the slots that the entries from `first` on write; changes nothing if there are too
     /// few.
     pub(super) fn reserve_states(&mut self, first: usize) -> Result<(), CacheError> {
+        if self.states.is_empty() {
+            return Ok(());
+        }
         for at in first..self.open.batch.len() {
             let (_, details) = self.open.entry(at);
             for group in &self.states {
