@@ -127,7 +127,7 @@ const LIMITS: &[Limit] = &[
     limit(PLAIN, &[64, 80, 96], Metric::OfMemory(0.75), NARROW),
     limit(PLAIN, &[128], Metric::OfMemory(0.50), MEMORY_BOUND),
     limit(PLAIN, &[192, 256], Metric::OfMemory(0.80), ONE_WARP),
-    limit(CODES, &[64, 80, 96], Metric::OfMemory(1.25), NARROW),
+    limit(CODES, &[64, 80, 96], Metric::OfMemory(1.35), NARROW),
     limit(CODES, &[128], Metric::OfMemory(0.95), NEAR_MEMORY),
     limit(CODES, &[192, 256], Metric::OfMemory(1.25), ONE_WARP),
     limit(ROWS, &[64, 80, 96], Metric::OfMemory(1.45), NARROW),
