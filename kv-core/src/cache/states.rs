@@ -36,10 +36,10 @@ impl<B: Backend> Step<'_, B> {
     /// let seq = SequenceId(0);
     /// cache.start(seq, &[7, 8], StartOptions::default())?;
     /// let mut step = cache.begin_step(&[StepInput::tokens(seq, &[7, 8])])?;
-    /// let mut before = [1.0_f32; 6];
+    /// let mut before = [0.0_f32; 6]; // zeros on any device: the sequence begins
     /// step.read_state(0, 0, TensorViewMut::host(&mut before, &[1, 2, 3]))?;
-    /// assert_eq!(before, [0.0; 6]); // the sequence begins
-    /// step.write_state(0, 0, TensorView::host(&[0.5_f32; 6], &[1, 2, 3]))?;
+    /// let after = before.map(|x| 0.9 * x + 0.5);
+    /// step.write_state(0, 0, TensorView::host(&after, &[1, 2, 3]))?;
     /// step.commit()?;
     /// # Ok::<(), kv::CacheError>(())
     /// ```

@@ -200,8 +200,9 @@ impl CacheState {
         (reused, rows, len): (u32, u32, u32),
         named: &[u32],
     ) {
-        if self.states.is_empty() {
-            return;
+        let has_names = self.sequences.history(row).0.space().is_some();
+        if self.states.is_empty() || !has_names {
+            return; // Nothing of the sequence is kept for others.
         }
         let own = [len.saturating_sub(1), rows];
         let stops = own.into_iter().chain(named.iter().copied()).map(|stop| self.on_grid(stop));
