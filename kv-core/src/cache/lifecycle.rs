@@ -1,7 +1,8 @@
 //! Sequences and prefixes of a cache: calls that change the bookkeeping outside a step.
 //!
-//! Each call first rolls back a leaked step. None touches the device but [`KvCache::wipe`], and
-//! those that hand out blocks at once.
+//! Each call first rolls back a leaked step. None touches the device but [`KvCache::wipe`], those
+//! that hand out blocks at once, and in a cache with recurrent states the end of a sequence, which
+//! keeps a snapshot.
 use crate::backend::Backend;
 use crate::block::BlockChange;
 use crate::cache::KvCache;

@@ -59,7 +59,8 @@ impl StatesBuilder {
         self
     }
     /// Sets the slots for running states. A sequence with tokens takes one, and every entry of a
-    /// step one more for each state that the step writes: one, and one for each draft.
+    /// step one more for each state that the step writes: one, and one for each draft. The first
+    /// step of a sequence that goes on from a snapshot takes one for its copy.
     #[must_use]
     pub fn slots(mut self, slots: u32) -> Self {
         self.slots = Some(slots);
