@@ -30,6 +30,13 @@ pub(crate) fn accept(
         return Err(RequestError::Vocabulary { index, token: *token, vocab });
     }
     let prompt_len = to_u32(tokens);
+    let mut before = 0;
+    for &stop in &request.stops {
+        if stop <= before || stop > prompt_len {
+            return Err(RequestError::Stop { index, before, stop, tokens });
+        }
+        before = stop;
+    }
     // A request may ask for any number.
     let wanted = prompt_len.saturating_add(request.max_new_tokens);
     let (tokens_max, finish_at_max) =
@@ -46,6 +53,7 @@ pub(crate) fn accept(
             Some(options) => Search::Beams(BeamSearch::new(options)),
         },
         salt: request.salt,
+        stops: request.stops,
         ignore_stop: request.ignore_stop,
         choices: Vec::new(),
         reused: None,
@@ -71,8 +79,8 @@ fn check_fits(task: &Task, spec: &CacheSpec, limits: &Limits) -> Result<(), Requ
     if tokens > max {
         return Err(RequestError::TooLong { index, tokens, max });
     }
-    if width > spec.max_sequences() {
-        let available = spec.max_sequences();
+    let available = spec.max_sequences_in_step();
+    if width > available {
         return Err(RequestError::TooManyBeams { index, needed: width, available });
     }
     Ok(())

@@ -36,7 +36,7 @@ pub(crate) fn admit<B: Backend>(
 ) -> Result<Admitted, CacheError> {
     let mut admitted = Admitted { requests: Vec::new(), refused: plan.refused };
     let (mut spare, mut overtakes) = (plan.spare, Overtakes::new());
-    for Newcomer { request, share } in plan.newcomers {
+    for Newcomer { request, share, stops } in plan.newcomers {
         let tokens = match share {
             Share::Own(tokens) => tokens,
             Share::After { leader, len } if reusable(step.cache().state(), batch, leader) < len => {
@@ -47,7 +47,7 @@ pub(crate) fn admit<B: Backend>(
         let one = match tokens {
             0 => One::NotYet,
             _ if !overtakes.are_left() => One::NotYet,
-            _ => admit_one(step, queues, batch, (request, tokens), (limits, now))?,
+            _ => admit_one(step, queues, batch, (request, tokens, &stops), (limits, now))?,
         };
         spare += tokens;
         match one {
@@ -86,14 +86,14 @@ fn admit_one<B: Backend>(
     step: &mut Step<'_, B>,
     queues: &mut Queues,
     batch: &mut Batch,
-    (request, tokens): (usize, u32),
+    (request, tokens, stops): (usize, u32, &[u32]),
     (limits, now): (&Limits, Duration),
 ) -> Result<One, CacheError> {
     let at = queues.waiting().iter().position(|task| task.index == request).invariant(WAITS);
     let task = &queues.waiting()[at];
     let is_alone = queues.running().is_empty();
     let cache = step.cache();
-    if !is_alone && task.width() > queues.room(limits, cache.state().spec().max_sequences()) {
+    if !is_alone && task.width() > queues.room(limits, cache.state().spec()) {
         return Ok(One::NotYet);
     }
     let watermark = if is_alone { 0 } else { queues.promised(cache.state(), task)? };
@@ -109,15 +109,18 @@ fn admit_one<B: Backend>(
         Err(error) => return Err(error),
     }
     let goal = task.goal(cache.state());
-    let reused =
-        step.start(task.first().id, task.first_part(step.cache().state()), task.start_options())?;
+    let first = task.first_part(cache.state());
+    let stops = merged(&task.stops, stops);
+    let options = task.start_options().with_stops(&stops);
+    let reused = step.start(task.first().id, first, options)?;
     let mut task = queues.take_waiting(at);
     task.reused.get_or_insert(reused.min(task.prompt_len));
     task.admitted.get_or_insert(now.saturating_sub(task.submitted));
     let at = queues.run(task);
     let task = &queues.running()[at];
     let first = task.first();
-    let count = tokens.min(goal - reused);
+    let end = step.cache().state().next_stop(first.id).map_or(goal, |at| at.min(goal));
+    let count = tokens.min(end - reused);
     let new = &first.tokens[to_usize(reused)..to_usize(reused + count)];
     match step.add(StepInput::tokens(first.id, new)) {
         Ok(()) => {
@@ -129,6 +132,14 @@ fn admit_one<B: Backend>(
     }
 }
 
+/// Returns two lists in ascending order, each number once.
+fn merged(one: &[u32], other: &[u32]) -> Vec<u32> {
+    let mut all = [one, other].concat();
+    all.sort_unstable();
+    all.dedup();
+    all
+}
+
 /// Returns how many tokens of a sequence a prompt of this step can reuse.
 fn reusable(cache: &CacheState, batch: &Batch, leader: SequenceId) -> u32 {
     let Some(cached) = cache.seq_len(leader) else {
@@ -136,6 +147,8 @@ fn reusable(cache: &CacheState, batch: &Batch, leader: SequenceId) -> u32 {
     };
     let chunk = batch.chunks.iter().find(|chunk| chunk.sequence == leader);
     match cache.spec().publish_at() {
+        // States are kept by the commit alone.
+        _ if !cache.spec().states().is_empty() => cached,
         PublishAt::Begin => cached + chunk.map_or(0, |chunk| chunk.tokens),
         PublishAt::Commit => cached,
     }

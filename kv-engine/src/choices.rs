@@ -12,7 +12,7 @@ impl<B: Backend> State<B> {
     /// each its first token by the prompt's logits. Those that may not run yet wait, and reuse the
     /// prompt's blocks.
     pub(crate) fn fork_choices(&mut self, at: usize, logits: &[f32], events: &mut Vec<Event>) {
-        let room = self.queues.room(&self.limits, self.memory.state().spec().max_sequences());
+        let room = self.queues.room(&self.limits, self.memory.state().spec());
         let room = if self.limits.forget { 0 } else { to_usize(room) };
         let first = &mut self.queues.running_mut()[at];
         let choices = std::mem::take(&mut first.choices);
@@ -53,6 +53,7 @@ impl Task {
             sequences: vec![Sequence::new(choice.id, prompt)],
             search: Search::Sample(choice.sampler),
             salt: self.salt.clone(),
+            stops: self.stops.clone(),
             ignore_stop: self.ignore_stop,
             choices: Vec::new(),
             reused: self.reused,

@@ -416,6 +416,9 @@ impl<B: Backend> Engine<B> {
         let now = state.now();
         let State { memory, queues, limits, .. } = state;
         let plan = plan(memory.state(), queues, limits, size, batch)?;
+        for (sequence, stop) in &plan.stops {
+            memory.cache_mut().add_stop(*sequence, *stop)?;
+        }
         match memory.open(&batch.inputs()) {
             Ok(()) => {}
             Err(TierError::Cache(CacheError::Exhausted(exhausted))) => return Ok(Err(exhausted)),

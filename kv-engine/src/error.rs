@@ -226,6 +226,21 @@ pub enum RequestError {
         /// Number of sequences of the cache.
         available: u32,
     },
+    /// Stops must ascend, from 1 to the length of the prompt.
+    #[error(
+        "prompt {index} of {tokens} tokens has a stop of {stop} after {before}: stops ascend up to \
+         its length"
+    )]
+    Stop {
+        /// Index of the request.
+        index: usize,
+        /// The stop before it, 0 for none.
+        before: u32,
+        /// The stop.
+        stop: u32,
+        /// Tokens of the prompt.
+        tokens: usize,
+    },
     /// Beams are already several texts after one prompt.
     #[error("prompt {index} is to have beams and further texts: one of them")]
     BeamsOrChoices {

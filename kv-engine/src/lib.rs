@@ -90,6 +90,14 @@
 //! blocks: the short one waits if its own blocks do not fit, or if the long one has been overtaken
 //! that often. A prompt whose first blocks another request is about to compute waits until they can
 //! be reused.
+//!
+//! # Recurrent states
+//!
+//! In a cache with [recurrent states](kv_core::spec::StatesSpec), a chunk of a prompt ends where
+//! the cache keeps a state for other prompts: in front of the last token, where a prompt that is
+//! cached in part branches off, at [`Request::stops`], and where a request that arrived later needs
+//! it. A prompt takes one step more, of one token. At most half as many sequences run as there are
+//! slots, and a sequence has no more drafts than the states keep.
 #![forbid(unsafe_code)]
 mod accept;
 mod admit;

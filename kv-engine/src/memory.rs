@@ -104,7 +104,7 @@ impl<B: Backend> Memory<B> {
                 task.tiers = FromTiers::Prefetching(prefetch);
             }
         }
-        let room = to_usize(batch.min(cache.state().spec().max_sequences()));
+        let room = to_usize(batch.min(cache.state().spec().max_sequences_in_step()));
         let free = room.saturating_sub(queues.running().len());
         let mut promised = 0;
         for at in 0..free.max(1).min(queues.waiting().len()) {

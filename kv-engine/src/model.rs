@@ -123,7 +123,9 @@ pub type ModelError = Box<dyn Error + Send + Sync>;
 /// Computes logits from tokens.
 ///
 /// The model writes K and V and attends through the step itself ([`Step::write`],
-/// [`Step::attend`]), once per layer.
+/// [`Step::attend`]), once per layer. A layer with a recurrent state reads it and writes the next
+/// ones: behind the last token of a chunk, and behind each token that only
+/// [drafts](Chunk::drafts) follow ([`Step::write_state_after`]).
 pub trait Model<B: Backend> {
     /// Writes K and V of every layer for the tokens of the batch, and returns a row of logits for
     /// each of [`Batch::logit_rows`].

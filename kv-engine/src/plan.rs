@@ -6,10 +6,14 @@
 //!
 //! A request follows another one that is computing the same beginning of a prompt: it is admitted
 //! when the common blocks can be reused, never later than it would compute them itself.
+//!
+//! In a cache with recurrent states, chunks of a prompt end where the cache keeps states for other
+//! prompts, and where a request that follows it needs them.
 use kv_core::error::BlocksExhausted;
+use kv_core::invariant::Invariant;
 use kv_core::scheduling::{Admission, CacheState};
-use kv_core::spec::{GroupSpec, PrefixReuse};
-use kv_core::{CacheError, SequenceId};
+use kv_core::spec::{GroupSpec, PrefixReuse, StatesSpec};
+use kv_core::{CacheError, CacheSpec, SequenceId};
 
 use crate::drafts;
 use crate::model::{Batch, Chunk};
@@ -34,6 +38,8 @@ pub(crate) struct Plan {
     pub(crate) newcomers: Vec<Newcomer>,
     /// Tokens of the step that nothing has a use for yet.
     pub(crate) spare: u32,
+    /// Lengths at which running sequences keep their recurrent states for newcomers after them.
+    pub(crate) stops: Vec<(SequenceId, u32)>,
     /// The shortage of the oldest waiting request, if it does not join because blocks are missing.
     pub(crate) refused: Option<BlocksExhausted>,
 }
@@ -44,6 +50,8 @@ pub(crate) struct Newcomer {
     /// Number of the request.
     pub(crate) request: usize,
     pub(crate) share: Share,
+    /// Lengths at which it keeps its recurrent states for newcomers after it.
+    pub(crate) stops: Vec<u32>,
 }
 
 /// The tokens of a newcomer.
@@ -80,6 +88,7 @@ pub(crate) fn plan(
 ) -> Result<Plan, CacheError> {
     batch.clear();
     let (mut newcomers, refused) = newcomers(cache, queues, limits, size)?;
+    let stops = stops(queues, &mut newcomers, cache);
     let (mut decoding, mut prompts) = (Vec::new(), Vec::new());
     for task in queues.running() {
         let goal = task.goal(cache);
@@ -87,7 +96,10 @@ pub(crate) fn plan(
             match sequence.pending(cache, goal) {
                 0 => {}
                 1 => decoding.push((task, sequence)),
-                needs => prompts.push((task, sequence, needs)),
+                needs => {
+                    let chunk = to_next_stop(cache, sequence.id, &stops).min(needs);
+                    prompts.push((task, sequence, chunk));
+                }
             }
         }
     }
@@ -97,7 +109,8 @@ pub(crate) fn plan(
     let mut drafts_left = if size.with_drafts { rest.drafts_max } else { 0 };
     let before_drafts = drafts_left;
     for (task, sequence) in decoding.into_iter().take(to_usize(size.tokens)) {
-        let drafts = draft_after(task, sequence, limits.draft_tokens.min(drafts_left));
+        let most = drafts_per_sequence(cache.spec(), limits).min(drafts_left);
+        let drafts = draft_after(task, sequence, most);
         drafts_left -= push(batch, cache, (task, sequence), 1, &drafts).drafts;
     }
     let left = rest.tokens - (before_drafts - drafts_left);
@@ -120,7 +133,7 @@ pub(crate) fn plan(
             spare -= *share;
         }
     }
-    Ok(Plan { newcomers, spare, refused })
+    Ok(Plan { newcomers, spare, stops, refused })
 }
 
 /// Chooses the waiting requests that may join the step, with the tokens that each could use.
@@ -135,7 +148,7 @@ fn newcomers(
         queues.running().iter().filter(|task| is_prompt(cache, task)).collect();
     let (mut refused, mut taken) = (None, 0);
     let (mut overtakes, mut passed_over) = (Overtakes::new(), 0);
-    let mut room = queues.room(limits, cache.spec().max_sequences());
+    let mut room = queues.room(limits, cache.spec());
     for task in queues.waiting() {
         let is_alone = queues.running().is_empty() && chosen.is_empty();
         let is_full = room == 0 && !is_alone;
@@ -154,13 +167,14 @@ fn newcomers(
                 room = room.saturating_sub(task.width());
                 taken += blocks_of(cache, task);
                 leaders.push(task);
-                chosen.push(Newcomer { request: task.index, share: Share::Own(needs) });
+                let (request, share) = (task.index, Share::Own(needs));
+                chosen.push(Newcomer { request, share, stops: Vec::new() });
                 overtakes.note_admitted();
                 continue;
             }
             Outlook::Follows { leader, len } => {
                 let share = Share::After { leader, len };
-                chosen.push(Newcomer { request: task.index, share });
+                chosen.push(Newcomer { request: task.index, share, stops: Vec::new() });
                 overtakes.note_admitted();
             }
             Outlook::Blocked(exhausted) => refused = refused.or(exhausted),
@@ -223,10 +237,48 @@ fn leader_of(
         // Most prompts differ there, or earlier.
         let differs = leader.salt != task.salt || usable.get(next) != first.tokens.get(next);
         let len = if differs { 0 } else { common(usable, leader.first_part(cache)) };
-        let len = len - len % block_size;
+        let len = cache.kept_length(len - len % block_size);
         (len > cached && len > reused).then_some((first.id, len))
     };
     leaders.iter().filter_map(shared).max_by_key(|(_, len)| *len)
+}
+
+/// Lists where running sequences keep their recurrent states for newcomers that follow them, and
+/// notes the same of newcomers that others follow.
+fn stops(
+    queues: &Queues,
+    newcomers: &mut [Newcomer],
+    cache: &CacheState,
+) -> Vec<(SequenceId, u32)> {
+    let mut stops = Vec::new();
+    if cache.spec().states().is_empty() {
+        return stops;
+    }
+    for at in 0..newcomers.len() {
+        let Share::After { leader, len } = newcomers[at].share else { continue };
+        if cache.contains(leader) {
+            stops.push((leader, len));
+            continue;
+        }
+        let waiting = queues.waiting().iter().find(|task| task.first().id == leader);
+        let leader =
+            waiting.and_then(|task| newcomers.iter_mut().find(|n| n.request == task.index));
+        leader.invariant("a leader runs, or waits and joins the step").stops.push(len);
+    }
+    stops
+}
+
+/// Returns the tokens of a prompt up to the next length at which its recurrent states are kept.
+fn to_next_stop(cache: &CacheState, id: SequenceId, stops: &[(SequenceId, u32)]) -> u32 {
+    let cached = cache.seq_len(id).unwrap_or(0);
+    let added = stops.iter().filter(|(of, _)| *of == id).map(|(_, stop)| *stop);
+    let stops = added.chain(cache.next_stop(id)).filter(|stop| *stop > cached);
+    stops.min().map_or(u32::MAX, |stop| stop - cached)
+}
+
+/// Returns the most drafts of a sequence: a cache with recurrent states keeps one behind each.
+fn drafts_per_sequence(spec: &CacheSpec, limits: &Limits) -> u32 {
+    spec.states().iter().map(StatesSpec::drafts).fold(limits.draft_tokens, u32::min)
 }
 
 /// Returns whether the first sequence of a running request has a prompt to compute.

@@ -3,7 +3,7 @@ use std::collections::VecDeque;
 
 use kv_core::invariant::Invariant;
 use kv_core::scheduling::CacheState;
-use kv_core::{CacheError, GroupId, SequenceId};
+use kv_core::{CacheError, CacheSpec, GroupId, SequenceId};
 
 use crate::request::Limits;
 use crate::task::Task;
@@ -112,9 +112,9 @@ impl Queues {
     }
 
     /// Returns how many more sequences may run.
-    pub(crate) fn room(&self, limits: &Limits, max_sequences: u32) -> u32 {
+    pub(crate) fn room(&self, limits: &Limits, spec: &CacheSpec) -> u32 {
         let running: u32 = self.running.iter().map(Task::width).sum();
-        max_sequences.min(limits.max_batch.max(1)).saturating_sub(running)
+        spec.max_sequences_in_step().min(limits.max_batch.max(1)).saturating_sub(running)
     }
 
     /// Returns the place of the running request of this sequence.

@@ -15,6 +15,10 @@ pub struct Request {
     pub beams: Option<BeamOptions>,
     /// Prompts share blocks only with those of an equal salt.
     pub salt: Vec<u8>,
+    /// Lengths of the prompt, ascending, at which a model with recurrent states keeps them for
+    /// other prompts, besides the cache's own: the end of a message, or where a template's last
+    /// tokens begin. Chunks of the prompt end there.
+    pub stops: Vec<u32>,
     /// Whether the text goes on after a stop token.
     pub ignore_stop: bool,
 }
@@ -28,6 +32,7 @@ impl Request {
             sampler: Sampler::greedy(),
             beams: None,
             salt: Vec::new(),
+            stops: Vec::new(),
             ignore_stop: false,
         }
     }

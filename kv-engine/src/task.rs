@@ -51,6 +51,8 @@ pub(crate) struct Task {
     pub(crate) sequences: Vec<Sequence>,
     pub(crate) search: Search,
     pub(crate) salt: Vec<u8>,
+    /// Lengths of the prompt, ascending, at which recurrent states are kept.
+    pub(crate) stops: Vec<u32>,
     pub(crate) ignore_stop: bool,
     /// Other texts after the same prompt, which are forked once it is computed.
     pub(crate) choices: Vec<Choice>,
@@ -167,7 +169,8 @@ impl Task {
     }
 
     pub(crate) fn start_options(&self) -> StartOptions<'_> {
-        StartOptions::default().with_resumed(self.was_preempted).with_salt(&self.salt)
+        let options = StartOptions::default().with_resumed(self.was_preempted);
+        options.with_salt(&self.salt).with_stops(&self.stops)
     }
 
     /// Returns the tokens of its first sequence before any fork.

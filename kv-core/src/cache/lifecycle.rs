@@ -99,6 +99,17 @@ impl<B: Backend> KvCache<B> {
         Ok(self.recovered().reset()?)
     }
 
+    /// Adds a length at which a running sequence keeps its recurrent states for other prompts, such
+    /// as one that has arrived since with the same beginning. It joins the stops of the sequence's
+    /// start ([`CacheState::next_stop`]), rounded as they are ([`CacheState::kept_length`]); a
+    /// length that the sequence has reached, or a cache without states, leaves them alone.
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownSequence`]; [`PlanError::State`] while a step is held.
+    pub fn add_stop(&mut self, sequence: SequenceId, len: u32) -> Result<(), CacheError> {
+        Ok(self.recovered().add_stop(sequence, len)?)
+    }
+
     /// Pins the cached blocks of a prefix, such as a system prompt, until [`Self::unpin`]. In
     /// groups with a window it pins those that a sequence with exactly this prefix needs. Blocks
     /// that a held step has not written yet are not pinned.

@@ -179,6 +179,12 @@ impl CacheSpec {
     pub fn max_sequences(&self) -> u32 {
         self.max_sequences
     }
+    /// Returns how many sequences may have new tokens in every step: with recurrent states, half of
+    /// the slots, because a sequence keeps its state while a step writes the next one. Without
+    /// states it is [`Self::max_sequences`].
+    pub fn max_sequences_in_step(&self) -> u32 {
+        self.states.iter().map(StatesSpec::sequences).fold(self.max_sequences, u32::min)
+    }
     /// Returns the maximum tokens of one sequence.
     pub fn max_seq_len(&self) -> u32 {
         self.max_seq_len
@@ -260,8 +266,7 @@ impl CacheSpec {
             group.num_blocks().checked_div(blocks).unwrap_or(u32::MAX)
         };
         let fit = self.groups.iter().map(fit).min().unwrap_or(0);
-        let fit = self.states.iter().map(StatesSpec::sequences).fold(fit, u32::min);
-        if tokens > self.max_seq_len { 0 } else { fit.min(self.max_sequences) }
+        if tokens > self.max_seq_len { 0 } else { fit.min(self.max_sequences_in_step()) }
     }
 
     fn memory_checked(&self) -> Option<MemoryUsage> {

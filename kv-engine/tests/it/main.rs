@@ -24,6 +24,7 @@ mod random;
 mod reuse;
 mod search;
 mod session;
+mod states;
 mod tiers;
 mod windows;
 
@@ -138,6 +139,14 @@ impl<B: Backend> Model<B> for Echo {
         for chunk in &batch.chunks {
             end += to_usize(chunk.tokens);
             assert_eq!(history(end - 1).last(), batch.tokens.get(end - 1));
+        }
+        if !step.cache().state().spec().states().is_empty() {
+            let before = |row: usize, first: usize| {
+                let mut text = history(row);
+                text.truncate(to_usize(positions[first]));
+                text
+            };
+            states::advance(step, batch, &before)?;
         }
         let rows = batch.logit_rows().map(|row| (self.rule)(&history(to_usize(row))));
         Ok(Logits::new(rows.flatten().collect(), VOCAB))

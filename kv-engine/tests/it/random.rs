@@ -163,6 +163,7 @@ impl World {
             }
             // Two beams need more than some pools have.
             Err(RequestError::DoesNotFit { .. }) => assert!(has_beams || more > 0),
+            Err(RequestError::TooManyBeams { .. }) => assert!(has_beams),
             Err(error) => panic!("{error}"),
         }
     }
@@ -392,6 +393,12 @@ fn open(rng: &mut Rng, window_left: Option<u32>, stores: &[Store; 2]) -> Engine<
             spec.group([1], |group| group.window_left(left).paged(block_size, num_blocks))
         }
         None => spec,
+    };
+    let spec = if rng.one_in(2) {
+        let sizes = (rng.pick(&[5, 8, 20]), rng.pick(&[0, 2, 3]), rng.pick(&[1, 3, 40]));
+        states::with_states(spec, sizes)
+    } else {
+        spec
     };
     let device = FaultInjector::new(LateDevice::new(cpu(), 2));
     let cache = KvCache::new(device, spec.build().expect("spec")).expect("cache");

@@ -23,6 +23,7 @@ pub struct Admission {
     chunk: Option<u32>,
     lookahead: u32,
     watermark: u32,
+    free_slots: u32,
     must_fit: bool,
 }
 
@@ -38,10 +39,16 @@ impl Admission {
     pub fn with_lookahead(self, tokens: u32) -> Self {
         Self { lookahead: tokens, ..self }
     }
-    /// Keeps `blocks` blocks of every group free, so that running sequences can grow.
+    /// Keeps `blocks` blocks of every group with rows free, so that running sequences can grow.
     #[must_use]
     pub fn with_watermark(self, blocks: u32) -> Self {
         Self { watermark: blocks, ..self }
+    }
+    /// Keeps `slots` slots of recurrent states free, for the states of running sequences that the
+    /// same step writes, or of their drafts.
+    #[must_use]
+    pub fn with_free_slots(self, slots: u32) -> Self {
+        Self { free_slots: slots, ..self }
     }
     /// Sets whether the whole prompt must fit, computed alone and in steps of [`Self::chunk`]
     /// tokens, not just the first step's tokens: false unless set. Windows release what they leave
@@ -59,9 +66,13 @@ impl Admission {
     pub fn lookahead(&self) -> u32 {
         self.lookahead
     }
-    /// Returns the blocks of every group that stay free.
+    /// Returns the blocks of every group with rows that stay free.
     pub fn watermark(&self) -> u32 {
         self.watermark
+    }
+    /// Returns the slots of recurrent states that stay free.
+    pub fn free_slots(&self) -> u32 {
+        self.free_slots
     }
     /// Returns whether the whole prompt must fit.
     pub fn must_fit(&self) -> bool {
@@ -145,7 +156,8 @@ impl CacheState {
             let step = [(u32::MAX, chunk, 0)].into_iter();
             let (needed, free) = self.slots_for(group, step).invariant("a group of the cache");
             let needed = needed + u32::from(reused > 0);
-            let needed = needed.saturating_add(admission.watermark);
+            // Any number may be asked for.
+            let needed = needed.saturating_add(admission.free_slots);
             if needed > free {
                 return Err(BlocksExhausted { group, needed, free, evictable: 0 }.into());
             }

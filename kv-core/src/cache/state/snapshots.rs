@@ -192,6 +192,33 @@ impl CacheState {
         stops.iter().copied().find(|stop| *stop > state.len)
     }
 
+    /// Returns the longest length up to `len` behind which the cache keeps recurrent states: a
+    /// multiple of every [grid](crate::spec::StatesBuilder::grid), and where prompts reuse whole
+    /// blocks alone, the end of one.
+    pub fn kept_length(&self, len: u32) -> u32 {
+        self.on_grid(len)
+    }
+
+    /// Adds a stop to a sequence: see [`KvCache::add_stop`](crate::KvCache::add_stop).
+    pub(in crate::cache) fn add_stop(
+        &mut self,
+        sequence: SequenceId,
+        len: u32,
+    ) -> Result<(), PlanError> {
+        self.check_closed("add stop")?;
+        let (row, state) = self.sequences.get(sequence)?;
+        let (before, stop) = (state.len, self.on_grid(len));
+        let has_names = self.sequences.history(row).0.space().is_some();
+        if self.states.is_empty() || !has_names || stop <= before {
+            return Ok(()); // Nothing is kept there.
+        }
+        let stops = self.stops.get_mut(to_usize(row)).invariant("a row has stops");
+        if let Err(at) = stops.binary_search(&stop) {
+            stops.insert(at, stop);
+        }
+        Ok(())
+    }
+
     /// Lists the stops of a sequence that begins with `reused` tokens of a prompt of `len`, of
     /// which the rows of `rows` tokens were cached.
     pub(super) fn set_stops(

@@ -3,6 +3,7 @@ use super::*;
 use crate::DType;
 use crate::cache::state::{Admission, BlockDemand};
 use crate::error::BlocksExhausted;
+use crate::spec::StateFormat;
 
 const STATES: GroupId = GroupId(1);
 
@@ -37,8 +38,8 @@ fn a_scheduler_sees_the_slots() {
     cache.fork(SEQ[0], SEQ[1]).unwrap();
     assert_eq!(demand(&cache, SEQ[1], 0).free, 4, "a fork shares the slot");
 
-    let admit = |cache: &KvCache<NullBackend>, watermark| {
-        let admission = Admission::default().with_watermark(watermark);
+    let admit = |cache: &KvCache<NullBackend>, slots| {
+        let admission = Admission::default().with_free_slots(slots).with_watermark(slots);
         cache.state().check_admission(&[1, 2], StartOptions::default(), &admission)
     };
     assert_eq!(admit(&cache, 3).unwrap(), 0);
@@ -105,4 +106,43 @@ fn a_length_without_a_state_is_refused() {
     step.commit_accepted(&[0]).unwrap();
     let step = cache.begin_step(&[StepInput::count(SEQ[0], 1)]).unwrap();
     assert_eq!(step.state_slots(1).unwrap().read(0), slot);
+}
+
+#[test]
+fn stops_are_added_to_running_sequences() {
+    let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dim(4).paged(4, 32);
+    let spec = spec.states([1], |states| {
+        let states = states.part([3, 5], DType::F32).slots(7);
+        states.snapshots(8, StateFormat::F16).grid(3)
+    });
+    let spec = spec.build().unwrap();
+    assert_eq!((spec.max_sequences(), spec.max_sequences_in_step()), (7, 3));
+    let mut cache = KvCache::new(NullBackend::new(), spec).unwrap();
+    assert_eq!([2, 3, 11].map(|len| cache.state().kept_length(len)), [0, 3, 9]);
+    cache.start(SEQ[0], &[5; 20], StartOptions::default().with_stops(&[7])).unwrap();
+    let next = |cache: &KvCache<NullBackend>| cache.state().next_stop(SEQ[0]);
+    assert_eq!(next(&cache), Some(6));
+    for len in [13, 5, 4, 2, 0] {
+        cache.add_stop(SEQ[0], len).unwrap();
+    }
+    let mut stops = Vec::new();
+    while let Some(stop) = next(&cache) {
+        stops.push(stop);
+        let new = stop - cache.state().seq_len(SEQ[0]).unwrap();
+        let mut step = cache.begin_step(&[StepInput::count(SEQ[0], new)]).unwrap();
+        write_states(&mut step);
+        step.commit().unwrap();
+    }
+    assert_eq!(stops, [3, 6, 12, 18]);
+    cache.add_stop(SEQ[0], 18).unwrap();
+    assert_eq!(next(&cache), None, "it is there already");
+    let unknown = cache.add_stop(SEQ[1], 4).unwrap_err();
+    assert!(matches!(unknown, CacheError::Plan(PlanError::UnknownSequence { .. })));
+    // Nothing of a sequence without reuse is kept.
+    cache.start(SEQ[1], &[5; 20], StartOptions::default().with_reuse(false)).unwrap();
+    cache.add_stop(SEQ[1], 9).unwrap();
+    assert_eq!(cache.state().next_stop(SEQ[1]), None);
+    cache.begin_step(&[]).unwrap().hold();
+    let held = cache.add_stop(SEQ[0], 20).unwrap_err();
+    assert!(matches!(held, CacheError::Plan(PlanError::State { .. })), "{held:?}");
 }
