@@ -347,6 +347,23 @@ impl<B: Backend> KvCache<B> {
         self.wipe_reserved(import)
     }
 
+    /// Does what [`Self::reserve_import_with_part`] does, and takes the snapshots of recurrent
+    /// states behind exactly `upto` tokens, without which a cache with states reuses none of them.
+    /// The planes of a snapshot are those of its [`SnapshotsSpec`](crate::spec::SnapshotsSpec). In
+    /// a cache without states there is no difference.
+    ///
+    /// # Errors
+    /// Those of [`Self::reserve_import`]; [`CacheError::Exhausted`] names the group of snapshots if
+    /// all are held.
+    pub fn reserve_import_with_state(
+        &mut self,
+        probe: &PrefixProbe,
+        upto: u32,
+    ) -> Result<Import, CacheError> {
+        let import = self.recovered().reserve_import_with_state(probe, upto)?;
+        self.wipe_reserved(import)
+    }
+
     fn wipe_reserved(&mut self, import: Import) -> Result<Import, CacheError> {
         if let Err(failed) = self.wipe_released() {
             self.state.finish_import(import)?;

@@ -231,11 +231,21 @@ impl<B: Backend> KvCache<B> {
         Ok(())
     }
 
-    /// Keeps the states of a sequence that ends, if there is room and the device can.
-    pub(super) fn keep_last_state(&mut self, sequence: SequenceId) {
+    /// Keeps the recurrent states of a sequence as they are, for other prompts, as the end of the
+    /// sequence would. Nothing is kept without room, at a length off the grid, behind drafts, and
+    /// where prompts reuse nothing: [`CacheState::find_snapshots`] says what there is.
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownSequence`]; [`PlanError::State`] while a step is held; a failure of the
+    /// device, and nothing is kept.
+    pub fn keep_state(&mut self, sequence: SequenceId) -> Result<(), CacheError> {
         self.recover();
-        if self.state.spec().states().is_empty() || self.state.is_step_open() {
-            return;
+        self.state.check_closed("keep state")?;
+        if !self.state.contains(sequence) {
+            return Err(PlanError::UnknownSequence { sequence }.into());
+        }
+        if self.state.spec().states().is_empty() {
+            return Ok(());
         }
         self.taken.clear();
         let wiped = self.wipe_released().map_err(CacheError::from);
@@ -245,9 +255,15 @@ impl<B: Backend> KvCache<B> {
         });
         match kept {
             Ok(()) => self.state.publish_snapshots(&mut self.taken),
-            // The sequence ends all the same; other prompts compute its tokens again.
             Err(_) => self.state.drop_snapshots(&mut self.taken),
         }
+        kept
+    }
+
+    /// Keeps the states of a sequence that ends, if it does.
+    pub(super) fn keep_last_state(&mut self, sequence: SequenceId) {
+        // The sequence ends all the same; other prompts compute its tokens again.
+        let _ = self.keep_state(sequence);
     }
 }
 

@@ -163,6 +163,12 @@ impl CacheSpec {
     pub fn states(&self) -> &[StatesSpec] {
         &self.states
     }
+    /// Iterates over the groups of the snapshots of [`Self::states`], in their order, whether any
+    /// are kept or not.
+    pub fn snapshot_groups(&self) -> impl Iterator<Item = GroupId> + use<> {
+        let first = self.groups.len() + self.states.len();
+        (0..=u8::MAX).map(GroupId).skip(first).take(self.states.len())
+    }
     /// Returns the index in [`Self::states`] of a layer's state, and the layer's index in it.
     pub fn locate_state(&self, layer: LayerId) -> Option<(usize, usize)> {
         let mut groups = self.states.iter().enumerate();

@@ -12,7 +12,9 @@ use crate::KvCache;
 use crate::block::{Fill, Ledger};
 use crate::cache::state::input::bounded;
 use crate::cache::state::probe::{PrefixProbe, Probed, ProbedBlock};
+use crate::cache::state::snapshots::Snapshots;
 use crate::cache::state::start::exhausted;
+use crate::cache::state::states::StateGroup;
 use crate::cache::state::{CacheState, Group, group_id, unique};
 use crate::error::{BlocksExhausted, CacheError, PlanError, StateProblem};
 use crate::events::Tier;
@@ -49,7 +51,8 @@ pub struct ImportBlock {
     pub index: u32,
     /// Key of the content.
     pub key: BlockKey,
-    /// One past the position of its last token: it is published up to here.
+    /// One past the position of its last token: it is published up to here. The tokens behind which
+    /// a snapshot of recurrent states is.
     pub end: u32,
     /// Place in the list of held blocks.
     place: usize,
@@ -98,6 +101,21 @@ impl Imports {
     }
 }
 
+/// The blocks that an import takes besides full ones.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum With {
+    FullBlocks,
+    Part,
+    PartAndState,
+}
+
+/// Returns the snapshots with the number of a group; `None` for that of a group with rows.
+fn snapshots_of(states: &mut [StateGroup], group: GroupId) -> Option<&mut Snapshots> {
+    let mut all = states.iter_mut().filter_map(|of| of.snapshots.as_mut());
+    all.find(|of| of.group() == group)
+}
+
+const SNAPSHOTS: &str = "a cache whose prompts reuse others has snapshots of all states";
 const IMPORT: &str = "the list of an import has a place for each of its blocks";
 
 impl CacheState {
@@ -108,7 +126,7 @@ impl CacheState {
         probe: &PrefixProbe,
         upto: u32,
     ) -> Result<Import, CacheError> {
-        self.take_import(probe, upto, false)
+        self.take_import(probe, upto, With::FullBlocks)
     }
 
     /// Does what [`Self::reserve_import`] does, with the block of [`PrefixProbe::part`].
@@ -117,14 +135,23 @@ impl CacheState {
         probe: &PrefixProbe,
         upto: u32,
     ) -> Result<Import, CacheError> {
-        self.take_import(probe, upto, true)
+        self.take_import(probe, upto, With::Part)
+    }
+
+    /// Does what [`Self::reserve_import_with_part`] does, with the snapshots behind these tokens.
+    pub(in crate::cache) fn reserve_import_with_state(
+        &mut self,
+        probe: &PrefixProbe,
+        upto: u32,
+    ) -> Result<Import, CacheError> {
+        self.take_import(probe, upto, With::PartAndState)
     }
 
     fn take_import(
         &mut self,
         probe: &PrefixProbe,
         upto: u32,
-        with_part: bool,
+        with: With,
     ) -> Result<Import, CacheError> {
         const OPERATION: &str = "reserve import";
         self.check_closed(OPERATION)?;
@@ -133,16 +160,19 @@ impl CacheState {
         bounded("imported tokens", upto, probed.limit)?;
         let space = self.ledger.find_namespace(&probed.salt, probed.adapter);
         let namespace = space.map(|(id, _)| id);
+        let with_part = with != With::FullBlocks;
         let groups = self.groups.iter();
         let needed =
             groups.map(|group| Needed::find((group, probed), namespace, (upto, with_part)));
         let needed = needed.collect::<Result<Vec<_>, BlocksExhausted>>()?;
+        let state = probed.state(upto).filter(|_| with == With::PartAndState);
+        let states = state.map(|of| self.find_states(&of, (probed, namespace))).transpose()?;
         let (namespace, _) = self.ledger.join(&probed.salt, probed.adapter);
         let hit = if with_part { probed.hit_with_part(upto) } else { probed.hit(upto) };
         let (id, probed) = (unique(), Arc::clone(probed));
         let mut import = Import { id, probed, upto, hit, blocks: Vec::new() };
         let mut held = Vec::new();
-        let Self { groups, ledger, unwiped, .. } = self;
+        let Self { groups, states: all, ledger, unwiped, .. } = self;
         for (group, needed) in groups.iter_mut().zip(&needed) {
             // Allocation must not evict the found blocks.
             for block in needed.blocks.iter().filter_map(|(_, found)| *found) {
@@ -164,6 +194,22 @@ impl CacheState {
                 held.push((group.id, block));
             }
         }
+        for (group, (of, found)) in all.iter_mut().zip(states.into_iter().flatten()) {
+            let snapshots = group.snapshots.as_mut().invariant(SNAPSHOTS);
+            let block = match found {
+                Some(block) => {
+                    assert!(snapshots.pool.hold(block), "snapshot {block} was found and has none");
+                    block
+                }
+                None => snapshots.take(ledger).invariant("snapshots are counted before"),
+            };
+            let (group, place) = (snapshots.group(), held.len());
+            if found.is_none() {
+                let ProbedBlock { index, key, end, .. } = of;
+                import.blocks.push(ImportBlock { group, block, index, key, end, place });
+            }
+            held.push((usize::from(group.0), block));
+        }
         let held = Held { namespace: Some(namespace), blocks: held };
         self.imports.unfinished.insert(import.id, held);
         self.note_peak();
@@ -182,7 +228,7 @@ impl CacheState {
         self.check_closed(OPERATION)?;
         self.check_epoch(OPERATION, &import.probed)?;
         bounded("imported tokens", upto, import.upto)?;
-        let Self { groups, ledger, imports, unwiped, .. } = self;
+        let Self { groups, states, ledger, imports, unwiped, .. } = self;
         let Some(held) = imports.unfinished.get_mut(&import.id) else {
             return Err(PlanError::State { operation: OPERATION, problem: StateProblem::Ended });
         };
@@ -190,6 +236,23 @@ impl CacheState {
         let mut parts = Vec::new();
         let Import { probed, blocks, .. } = import;
         for of in blocks.extract_if(.., |of| of.end <= upto) {
+            if let Some(snapshots) = snapshots_of(states, of.group) {
+                let block = probed.state(of.end).invariant("a snapshot is behind some tokens");
+                let priority = probed.priority(of.end - 1);
+                let content = probed.content(&block, namespace, &mut parts);
+                match snapshots.pool.offer(of.block, &content, (priority, Fill::Full), ledger) {
+                    Offered::New => snapshots.pool.set_imported(of.block, tier),
+                    Offered::Known(known) => {
+                        assert!(snapshots.pool.hold(known), "snapshot {known} was just found");
+                        let id = usize::from(of.group.0);
+                        *held.blocks.get_mut(of.place).invariant(IMPORT) = (id, known);
+                        snapshots.release(of.block, unwiped);
+                    }
+                    // Other content has its key: the block stays without content.
+                    Offered::Refused => {}
+                }
+                continue;
+            }
             let group = groups.at_mut(usize::from(of.group.0));
             let block = probed.block_to(group.id, of.index, of.end);
             let is_full = probed.is_full(group.id, of.index, of.end);
@@ -244,13 +307,41 @@ impl CacheState {
 
     /// Releases the blocks that an import held, tails before heads.
     fn release_import(&mut self, held: Held) {
-        let Self { groups, ledger, unwiped, .. } = self;
+        let Self { groups, states, ledger, unwiped, .. } = self;
         for (index, block) in held.blocks.into_iter().rev() {
-            groups.at_mut(index).release_holder(block, unwiped);
+            match snapshots_of(states, group_id(index)) {
+                Some(snapshots) => snapshots.release(block, unwiped),
+                None => groups.at_mut(index).release_holder(block, unwiped),
+            }
         }
         if let Some(namespace) = held.namespace {
             ledger.leave(namespace);
         }
+    }
+
+    /// Looks up the snapshots of all groups of states with a content; refuses more missing ones
+    /// than can be taken.
+    fn find_states(
+        &self,
+        of: &ProbedBlock,
+        (probed, namespace): (&Probed, Option<NamespaceId>),
+    ) -> Result<Vec<(ProbedBlock, Option<BlockId>)>, BlocksExhausted> {
+        let mut parts = Vec::new();
+        let find = |group: &StateGroup| {
+            let Some(snapshots) = &group.snapshots else {
+                return Ok(None);
+            };
+            let pool = &snapshots.pool;
+            let content = namespace.map(|space| probed.content(of, space, &mut parts));
+            let found = content.and_then(|content| pool.find(&content));
+            if found.is_none() && pool.num_free() == 0 {
+                let group = snapshots.group();
+                return Err(BlocksExhausted { group, needed: 1, free: 0, evictable: 0 });
+            }
+            Ok(Some((*of, found)))
+        };
+        let found = self.states.iter().map(find).collect::<Result<Vec<_>, _>>()?;
+        Ok(found.into_iter().flatten().collect())
     }
 
     /// Refuses a probe from before everything cached became invalid, or of another cache.

@@ -2,7 +2,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::cache::state::history::History;
 use crate::cache::state::lookup::{first_live, sink_blocks};
+use crate::cache::state::snapshots::longest_of_all;
 use crate::cache::state::start::Lookup;
 use crate::cache::state::{CacheState, StartOptions};
 use crate::eviction::{Priority, Retention};
@@ -159,6 +161,13 @@ impl PrefixProbe {
         Some(self.probed.block_to(group, index, end))
     }
 
+    /// Returns the content of the snapshots of recurrent states behind `len` tokens: the block of
+    /// the last of these tokens, up to it. `None` for no tokens, and for more than
+    /// [`Self::limit`]. Whether snapshots are cached is not looked up.
+    pub fn state(&self, len: u32) -> Option<ProbedBlock> {
+        self.probed.state(len)
+    }
+
     /// Returns the tokens of a block of this probe; none for one of a longer prompt.
     pub fn tokens(&self, block: &ProbedBlock) -> &[u32] {
         let range = to_usize(block.begin)..to_usize(block.end);
@@ -201,6 +210,13 @@ impl Probed {
         self.spans.cut((begin, end), &mut parts);
         let key = parent.child(self.tokens(begin, end), &parts);
         ProbedBlock { index, key, parent, begin, end, cached: None }
+    }
+
+    /// Returns the content of the snapshots behind `len` tokens.
+    pub(super) fn state(&self, len: u32) -> Option<ProbedBlock> {
+        let (_, chain) = self.group(0);
+        let last = len.checked_sub(1).filter(|_| len <= self.limit)?;
+        Some(self.block_to(0, chain.map.place(last).index, len))
     }
 
     /// Returns the content of a block; `parts` is memory for its contents.
@@ -308,14 +324,33 @@ impl Chain {
 }
 
 impl CacheState {
+    /// Returns the longest length up to `limit` of a probed prompt behind which every group of
+    /// recurrent states has a snapshot, and the blocks of these, group by group; `None` without
+    /// any. The cache's rows up to there are not looked up.
+    pub fn find_snapshots(
+        &self,
+        probe: &PrefixProbe,
+        limit: u32,
+    ) -> Option<(u32, Vec<(GroupId, BlockId)>)> {
+        let probed = &probe.probed;
+        let space = self.ledger.find_namespace(&probed.salt, probed.adapter);
+        let spans = probed.spans.list();
+        let options = StartOptions::default().with_contents(spans);
+        let mut history = History::default();
+        let sizes = (self.chains.len(), self.groups.len());
+        history.begin(space, (&probed.prompt, &options), sizes);
+        let limit = limit.min(probed.limit);
+        let found = longest_of_all(&self.states, &mut history, &self.names(), limit);
+        let (blocks, len) = found.filter(|_| space.is_some() && !self.states.is_empty())?;
+        let groups = (0..self.states.len()).map(|index| self.snapshot_group(index));
+        Some((len, groups.zip(blocks).collect()))
+    }
+
     /// Says how far a prompt is cached, and lists the content of all its full blocks, so that a
     /// lower tier can look for those that are missing. Changes nothing: neither the age of blocks
     /// nor the counters. While a step is open, blocks that it is about to fill may count as cached.
     pub fn probe_keys(&self, prompt: &[u32], options: &StartOptions<'_>) -> PrefixProbe {
-        // Blocks that a lower tier brings are of no use without a state behind them.
-        let is_off = !options.reuse
-            || self.spec.prefix_reuse() == PrefixReuse::Off
-            || !self.states.is_empty();
+        let is_off = !options.reuse || self.spec.prefix_reuse() == PrefixReuse::Off;
         let most = to_u32(prompt.len()).saturating_sub(1).min(self.spec.max_seq_len());
         let limit = if is_off { 0 } else { most };
         let root = BlockKey::root(self.encoding_key, options.salt, options.adapter);

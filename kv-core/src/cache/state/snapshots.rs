@@ -8,7 +8,7 @@ use crate::block::{BlockPool, Fill, Ledger};
 use crate::cache::state::history::History;
 use crate::cache::state::lookup::PrefixHit;
 use crate::cache::state::states::{Current, StateGroup};
-use crate::cache::state::{CacheState, Group, Unwiped};
+use crate::cache::state::{CacheState, Group, Unwiped, group_id};
 use crate::error::PlanError;
 use crate::eviction::Priority;
 use crate::ids::{BlockId, GroupId, SequenceId};
@@ -43,6 +43,10 @@ impl Snapshots {
         Self { group, pool, uses }
     }
 
+    pub(super) fn group(&self) -> GroupId {
+        self.group
+    }
+
     /// Adds a holder that keeps a snapshot.
     pub(super) fn retain(&mut self, block: BlockId) {
         self.pool.retain(block);
@@ -67,7 +71,7 @@ impl Snapshots {
         }
     }
     /// Takes a block for a new snapshot; `None` if sequences and pins hold all.
-    fn take(&mut self, ledger: &mut Ledger) -> Option<BlockId> {
+    pub(super) fn take(&mut self, ledger: &mut Ledger) -> Option<BlockId> {
         let block = self.pool.allocate(ledger)?.block;
         *self.uses.get_mut(to_usize(block.0)).invariant("a snapshot of the pool") = 0;
         Some(block)
@@ -171,6 +175,11 @@ pub(in crate::cache) struct TakenSnapshot {
 const TAKEN: &str = "a snapshot was taken of a group that has some";
 
 impl CacheState {
+    /// Returns the number of the snapshots of a group of states among all groups.
+    pub(super) fn snapshot_group(&self, index: usize) -> GroupId {
+        group_id(self.groups.len() + self.states.len() + index)
+    }
+
     pub(super) fn names(&self) -> Names {
         let first = self.groups.at(0);
         Names { chain: first.chain, map: first.slot_map() }
@@ -422,7 +431,7 @@ impl CacheState {
 
 /// Finds the longest prefix of at most `limit` tokens behind which every group of states has a
 /// snapshot: the snapshots by group, and their length.
-fn longest_of_all(
+pub(super) fn longest_of_all(
     states: &[StateGroup],
     history: &mut History,
     names: &Names,

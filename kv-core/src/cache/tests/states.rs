@@ -3,7 +3,8 @@ use super::*;
 use crate::DType;
 use crate::cache::state::{Admission, BlockDemand};
 use crate::error::BlocksExhausted;
-use crate::spec::StateFormat;
+use crate::events::Tier;
+use crate::spec::{StateFormat, StatesBuilder};
 
 const STATES: GroupId = GroupId(1);
 
@@ -145,4 +146,101 @@ fn stops_are_added_to_running_sequences() {
     cache.begin_step(&[]).unwrap().hold();
     let held = cache.add_stop(SEQ[0], 20).unwrap_err();
     assert!(matches!(held, CacheError::Plan(PlanError::State { .. })), "{held:?}");
+}
+
+fn with_snapshots(snapshots: u32) -> KvCache<NullBackend> {
+    let spec = CacheSpec::builder().layers(3).kv_heads(1).head_dim(4).paged(4, 32);
+    let states = |states: StatesBuilder| {
+        states.part([3, 5], DType::F32).slots(7).snapshots(snapshots, StateFormat::F16)
+    };
+    let spec = spec.states([1], states).states([2], states).build().unwrap();
+    KvCache::new(NullBackend::new(), spec).unwrap()
+}
+
+/// Computes the rest of a sequence's prompt in one step.
+fn compute(cache: &mut KvCache<NullBackend>, sequence: SequenceId, tokens: &[u32]) {
+    let mut step = cache.begin_step(&[StepInput::tokens(sequence, tokens)]).unwrap();
+    step.mark_written();
+    step.mark_state_written(1).unwrap();
+    step.mark_state_written(2).unwrap();
+    step.commit().unwrap();
+}
+
+#[test]
+fn a_state_is_kept_while_its_sequence_goes_on() {
+    let mut cache = with_snapshots(4);
+    let text: Vec<u32> = (0..11).collect();
+    cache.start(SEQ[0], &text, StartOptions::default()).unwrap();
+    compute(&mut cache, SEQ[0], &text[..9]);
+    let options = StartOptions::default();
+    let probe = cache.state().probe_keys(&text, &options);
+    assert_eq!(cache.state().find_snapshots(&probe, 10), None);
+    cache.keep_state(SEQ[0]).unwrap();
+    let (len, blocks) = cache.state().find_snapshots(&probe, 10).unwrap();
+    assert_eq!((len, blocks.len()), (9, 2));
+    assert_eq!([blocks[0].0, blocks[1].0], [GroupId(3), GroupId(4)]);
+    assert_eq!(cache.state().find_snapshots(&probe, 8), None);
+    cache.keep_state(SEQ[0]).unwrap();
+    assert_eq!(cache.state().find_snapshots(&probe, u32::MAX).unwrap().1, blocks, "once");
+    let salted = cache.state().probe_keys(&text, &options.with_salt(b"x"));
+    assert_eq!(cache.state().find_snapshots(&salted, 10), None);
+    let unknown = cache.keep_state(SEQ[1]).unwrap_err();
+    assert!(matches!(unknown, CacheError::Plan(PlanError::UnknownSequence { .. })));
+}
+
+#[test]
+fn states_are_imported_with_their_rows() {
+    let text: Vec<u32> = (0..14).collect();
+    let options = StartOptions::default();
+    for len in 1..=13 {
+        let mut cache = with_snapshots(2);
+        let probe = cache.state().probe_keys(&text, &options);
+        assert_eq!((probe.cached(), probe.limit()), (0, 13));
+        let state = probe.state(len).unwrap();
+        assert_eq!((state.begin, state.end), ((len - 1) / 4 * 4, len));
+        let rows = len.div_ceil(4);
+        let mut import = cache.reserve_import_with_state(&probe, len).unwrap();
+        assert_eq!(import.blocks().len(), usize::try_from(rows + 2).unwrap());
+        assert_eq!(cache.state().probe(&text, options), 0, "the bytes have not come");
+        cache.publish_import(&mut import, len, Tier::Disk).unwrap();
+        assert!(import.blocks().is_empty());
+        assert_eq!(cache.state().probe(&text, options), len);
+        assert_eq!(cache.start(SEQ[0], &text, options).unwrap(), len);
+        cache.finish_import(import).unwrap();
+        check_invariants(cache.state());
+        compute(&mut cache, SEQ[0], &text[usize::try_from(len).unwrap()..]);
+        // Everything is there: nothing is taken.
+        let import = cache.reserve_import_with_state(&probe, len).unwrap();
+        assert_eq!(import.blocks(), []);
+        cache.finish_import(import).unwrap();
+        // The rows alone are no use.
+        let mut import = with_snapshots(2);
+        let probe = import.state().probe_keys(&text, &options);
+        let mut rows = import.reserve_import_with_part(&probe, len).unwrap();
+        import.publish_import(&mut rows, len, Tier::Disk).unwrap();
+        assert_eq!(import.state().probe(&text, options), 0);
+        import.finish_import(rows).unwrap();
+    }
+}
+
+#[test]
+fn imports_without_room_for_a_state_are_refused() {
+    let (text, options) = ([7; 9], StartOptions::default());
+    let mut cache = with_snapshots(1);
+    let probe = cache.state().probe_keys(&text, &options);
+    let held = cache.reserve_import_with_state(&probe, 8).unwrap();
+    let free = cache.state().free_blocks(GroupId(0));
+    let refused = cache.reserve_import_with_state(&probe, 5).unwrap_err();
+    let expected = BlocksExhausted { group: GroupId(3), needed: 1, free: 0, evictable: 0 };
+    assert!(matches!(refused, CacheError::Exhausted(got) if got == expected), "{refused:?}");
+    assert_eq!(cache.state().free_blocks(GroupId(0)), free);
+    // An import that never publishes gives its blocks back.
+    cache.finish_import(held).unwrap();
+    assert_eq!(cache.state().free_blocks(GroupId(0)), 32);
+    let import = cache.reserve_import_with_state(&probe, 5).unwrap();
+    drop(import);
+    assert_eq!(cache.finish_imports().unwrap(), 1);
+    assert!(cache.reserve_import_with_state(&probe, 5).is_ok());
+    assert_eq!(probe.state(0), None);
+    assert_eq!(probe.state(9), None);
 }
