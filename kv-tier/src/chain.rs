@@ -29,7 +29,7 @@ impl Chain {
         let spec = *root.spec();
         let (mut names, mut parts) = (Vec::new(), Vec::new());
         let mut link = root.name();
-        for block in probe.blocks(spec.group()) {
+        for block in probe.blocks(spec.named_by()) {
             probe.contents(&block, &mut parts);
             link = root.link(&link, probe.tokens(&block), parts.drain(..));
             if ends_chunk(&spec, block.index) {

@@ -8,6 +8,7 @@ mod encode;
 mod error;
 mod field;
 mod header;
+mod plane;
 #[cfg(feature = "seal")]
 mod sealed;
 mod spec;
@@ -19,7 +20,7 @@ mod verify;
 pub use encode::{EncodeError, encode_header};
 pub use error::{ChunkError, ChunkErrorKind};
 pub use field::VERSION;
-pub use header::{Header, read_header};
+pub use header::{Header, HeaderPlane, read_header};
 pub use spec::{ChunkSpec, ChunkSpecError};
 pub use verify::{Verified, verify};
 

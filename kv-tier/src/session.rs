@@ -27,8 +27,8 @@ pub(crate) use header::{PREFIX_BYTES, Prefix};
 
 use kv_core::reuse::ContentSpan;
 
-/// The version of the format that this crate writes, and the newest that it reads.
-pub const VERSION: u16 = 1;
+/// The newest version of the format, that of files with recurrent states. Others have version 1.
+pub const VERSION: u16 = 2;
 
 /// Stands in the header of a chunk for each token that a partial block lacks.
 pub const NO_TOKEN: u32 = u32::MAX;
@@ -54,7 +54,7 @@ pub struct Session {
 pub struct SessionInfo {
     /// Tokens of the text.
     pub tokens: u32,
-    /// Blocks of all groups.
+    /// Blocks of all groups, and states.
     pub blocks: u32,
     /// Bytes of the file.
     pub bytes: u64,
@@ -62,5 +62,6 @@ pub struct SessionInfo {
     /// needs a block that has left the device: a loaded session is then reused up to an earlier
     /// token, or computed. One block of
     /// [`GroupBuilder::window_slack`](kv_core::spec::GroupBuilder::window_slack) keeps such blocks.
+    /// With recurrent states, `false` also if none is kept behind the last token of the text.
     pub is_whole: bool,
 }

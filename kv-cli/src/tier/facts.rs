@@ -1,7 +1,8 @@
 //! The fields of a chunk's header, and the age of the chunk.
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use kv::tier::chunk::read_header;
+use kv::backend::PlaneRole;
+use kv::tier::chunk::{HeaderPlane, read_header};
 use kv::tier::{ChunkError, Header, ListChunks, ListedChunk, StoreError, StoreErrorKind};
 use serde::Serialize;
 
@@ -13,13 +14,11 @@ use crate::num::{to_u32, to_u64};
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(super) struct Facts {
     pub(super) model: String,
-    pub(super) format_k: String,
-    pub(super) format_v: String,
+    /// K and V of rows, or the parts of a recurrent state.
+    pub(super) planes: Vec<PlaneFacts>,
     pub(super) group: Option<u8>,
     pub(super) layers: u32,
     pub(super) kv_heads: u32,
-    pub(super) head_dim_k: u32,
-    pub(super) head_dim_v: u32,
     pub(super) block_size: u32,
     pub(super) first_block: u32,
     pub(super) blocks: u32,
@@ -30,19 +29,38 @@ pub(super) struct Facts {
     pub(super) age_s: u64,
 }
 
+/// The fields of one plane.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(super) struct PlaneFacts {
+    role: String,
+    format: String,
+    /// The values of a row, or the extents of a part of a state.
+    shape: Vec<u32>,
+    block_bytes: u64,
+}
+
+impl PlaneFacts {
+    fn of(plane: HeaderPlane<'_>) -> Self {
+        let role = match plane.role {
+            PlaneRole::Key => "key".to_owned(),
+            PlaneRole::Value => "value".to_owned(),
+            PlaneRole::State(part) => format!("state {part}"),
+            _ => "unknown".to_owned(),
+        };
+        let shape = plane.extents.into_iter().filter(|extent| *extent > 0).collect();
+        let (format, block_bytes) = (plane.format.to_owned(), plane.block_bytes);
+        Self { role, format, shape, block_bytes }
+    }
+}
+
 impl Facts {
     fn of(header: &Header<'_>) -> Self {
-        let [format_k, format_v] = header.formats().map(str::to_owned);
-        let [head_dim_k, head_dim_v] = header.head_dims();
         Self {
             model: header.model().to_string(),
-            format_k,
-            format_v,
+            planes: header.planes().map(PlaneFacts::of).collect(),
             group: header.group().map(|group| group.0),
             layers: header.num_layers(),
             kv_heads: header.num_kv_heads(),
-            head_dim_k,
-            head_dim_v,
             block_size: header.block_size(),
             first_block: header.first_block(),
             blocks: header.blocks(),
@@ -52,10 +70,11 @@ impl Facts {
         }
     }
 
-    /// Returns the formats as `K` or `K/V`.
+    /// Returns the formats of the planes, `K/V` for rows, and one name for equal ones.
     pub(super) fn formats(&self) -> String {
-        let Self { format_k, format_v, .. } = self;
-        if format_k == format_v { format_k.clone() } else { format!("{format_k}/{format_v}") }
+        let mut formats: Vec<_> = self.planes.iter().map(|plane| plane.format.as_str()).collect();
+        formats.dedup();
+        formats.join("/")
     }
 
     /// Returns the group's number.

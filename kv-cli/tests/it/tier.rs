@@ -189,9 +189,14 @@ fn chunks_are_listed_with_their_headers() {
     let good = line(&first.name.to_string());
     assert_eq!(good["root"], a.name().to_string());
     assert_eq!(good["model"], a.model().to_string());
-    assert_eq!((&good["format_k"], &good["format_v"]), (&"bf16".into(), &"bf16".into()));
-    let numbers = ["group", "layers", "kv_heads", "head_dim_k", "block_size", "blocks", "tokens"];
-    assert_eq!(numbers.map(|field| good[field].as_u64()), [0, 2, 2, 64, 16, 2, 32].map(Some));
+    let roles = [("key", 0), ("value", 1)];
+    for (role, at) in roles {
+        let plane = &good["planes"][at];
+        assert_eq!((&plane["role"], &plane["format"]), (&role.into(), &"bf16".into()));
+        assert_eq!(plane["shape"], serde_json::json!([64]));
+    }
+    let numbers = ["group", "layers", "kv_heads", "block_size", "blocks", "tokens"];
+    assert_eq!(numbers.map(|field| good[field].as_u64()), [0, 2, 2, 16, 2, 32].map(Some));
     assert_eq!(good["bytes"].as_u64(), u64::try_from(a.spec().chunk_bytes()).ok());
     assert!((10..60).contains(&good["age_s"].as_u64().expect("a number")), "{good}");
     // A header says nothing about the payload, nor about the name of the file.

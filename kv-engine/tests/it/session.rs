@@ -49,12 +49,21 @@ fn a_text_goes_on_with_what_the_file_has() {
     let prompt: Vec<u32> = (3..20).collect();
     // Of 26 tokens the last one has no rows yet. Others evict what comes last.
     let others = prompts(3)[1..].to_vec();
-    for (reuse, others, saved) in [
-        (PrefixReuse::Partial, vec![], 25..=25),
-        (PrefixReuse::FullBlocks, vec![], 24..=24),
-        (PrefixReuse::Partial, others, 0..=24),
+    for (reuse, others, has_states, saved) in [
+        (PrefixReuse::Partial, vec![], false, 25..=25),
+        (PrefixReuse::FullBlocks, vec![], false, 24..=24),
+        (PrefixReuse::Partial, others.clone(), false, 0..=24),
+        (PrefixReuse::Partial, vec![], true, 25..=25),
+        // In front of the prompt's last token.
+        (PrefixReuse::FullBlocks, vec![], true, 16..=16),
+        (PrefixReuse::Partial, others, true, 0..=24),
     ] {
-        let open = || cache_with(4, 12, |spec| spec.prefix_reuse(reuse));
+        let open = || {
+            cache_with(4, 12, |spec| {
+                let spec = spec.prefix_reuse(reuse);
+                if has_states { states::with_states(spec, (4, 0, 6)) } else { spec }
+            })
+        };
         let (text, rows) = save(open(), &prompt, &others, &path);
         assert!(saved.contains(&rows), "{rows} tokens");
         assert_eq!(text.tokens[prompt.len()..], expected(&prompt, 9));

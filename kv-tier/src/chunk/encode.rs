@@ -3,8 +3,9 @@ use kv_core::invariant::Invariant;
 use kv_core::num::{to_u32, to_usize};
 
 use super::Expectation;
-use super::field::{VERSION, crc, crc_at};
-use super::header::{self, CONTENT_BYTES, PAGE, TOKENS};
+use super::field::{crc, crc_at};
+use super::header::{self, CONTENT_BYTES, PAGE};
+use super::plane;
 use super::spec::ChunkSpec;
 use super::unused::zero_unused;
 
@@ -35,7 +36,7 @@ pub fn encode_header(
         place.invariant("a field lies in its header").copy_from_slice(bytes);
     };
     put(0, &header::MAGIC);
-    put(header::VERSION_AT, &VERSION.to_le_bytes());
+    put(header::VERSION_AT, &spec.version().to_le_bytes());
     put(header::PAGES, &pages.to_le_bytes());
     put(header::NAME, says.name.as_bytes());
     put(header::PARENT, says.parent.as_bytes());
@@ -54,11 +55,14 @@ pub fn encode_header(
     for (_, at, name) in header::formats(spec) {
         put(at, &header::format_field(&name));
     }
+    for (at, bytes) in plane::table(spec) {
+        put(at, &bytes);
+    }
     put(header::PAYLOAD_CRC, &crc(payload).to_le_bytes());
     put(header::WRITTEN_AT, &written_at.to_le_bytes());
     put(header::NUM_TOKENS, &to_u32(says.tokens.len()).to_le_bytes());
     put(header::NUM_CONTENTS, &to_u32(says.contents.len()).to_le_bytes());
-    let mut at = TOKENS;
+    let mut at = spec.tokens_at();
     for token in says.tokens {
         put(at, &token.to_le_bytes());
         at += size_of::<u32>();

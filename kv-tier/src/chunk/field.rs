@@ -3,8 +3,12 @@
 #![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use kv_core::num::to_usize;
 
-/// The version of the format that this crate writes, and the newest that it reads.
-pub const VERSION: u16 = 1;
+/// The newest version of the format, that of chunks of recurrent states.
+pub const VERSION: u16 = 2;
+/// The version of chunks of rows, and of the page in front of sealed chunks.
+pub(crate) const OF_ROWS: u16 = 1;
+/// The version of chunks of recurrent states: a table of planes follows the fields.
+pub(super) const OF_STATES: u16 = VERSION;
 
 /// Returns the CRC-64/NVME of bytes.
 pub(crate) fn crc(bytes: &[u8]) -> u64 {

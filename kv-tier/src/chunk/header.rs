@@ -1,13 +1,16 @@
 //! The header of a chunk: places of its fields, and a reader that expects nothing.
 // Reads bytes that may be anything.
 #![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
+use kv_core::backend::PlaneLayout;
 use kv_core::invariant::Invariant;
 use kv_core::num::{to_u64, to_usize};
 use kv_core::reuse::BlockKey;
 use kv_core::{BlockOrder, GroupId};
 
 use super::error::ChunkError;
-use super::field::{VERSION, crc, crc_at};
+use super::field::{OF_ROWS, VERSION, crc, crc_at};
+use super::plane;
+pub use super::plane::HeaderPlane;
 use super::spec::ChunkSpec;
 use crate::identity::ModelDigest;
 use crate::name::ChunkName;
@@ -41,12 +44,13 @@ pub fn read_header(bytes: &[u8]) -> Result<Header<'_>, ChunkError> {
     let room = u64::from(header.num_tokens())
         .saturating_mul(to_u64(size_of::<u32>()))
         .saturating_add(u64::from(header.num_contents()).saturating_mul(to_u64(CONTENT_BYTES)));
-    let max = to_u64(crc_at(header_bytes).saturating_sub(TOKENS));
+    let planes = plane::check(&header)?;
+    let max = to_u64(crc_at(header_bytes).saturating_sub(plane::tokens_at(planes)));
     if room > max {
         let (expected, got) = (format!("at most {max}"), room.to_string());
         return Err(ChunkError::Geometry { field: "bytes of tokens", expected, got });
     }
-    for at in [FORMAT_K, FORMAT_V] {
+    for at in plane::format_places(planes) {
         if header.format_name(at).is_none() {
             let (expected, got) = ("a name".to_owned(), header.text(at));
             return Err(ChunkError::Geometry { field: "format", expected, got });
@@ -105,17 +109,13 @@ impl<'a> Header<'a> {
     pub fn num_kv_heads(&self) -> u32 {
         self.u32_at(HEADS_OF)
     }
-    /// Returns the values of a row of K and of V.
-    pub fn head_dims(&self) -> [u32; 2] {
-        [HEAD_DIM_K, HEAD_DIM_V].map(|at| self.u32_at(at))
+    /// Returns the version: 1 for rows, 2 for recurrent states.
+    pub fn version(&self) -> u16 {
+        u16::from_le_bytes(self.array(VERSION_AT))
     }
-    /// Returns the names of the stored formats of K and of V, which this version may not know.
-    pub fn formats(&self) -> [&'a str; 2] {
-        [FORMAT_K, FORMAT_V].map(|at| self.format_name(at).invariant("names were checked"))
-    }
-    /// Returns the bytes of a block of a K and of a V plane.
-    pub fn block_bytes(&self) -> [u64; 2] {
-        [BLOCK_BYTES_K, BLOCK_BYTES_V].map(|at| self.u64_at(at))
+    /// Iterates over the planes of a layer: K and V of rows, or the parts of a recurrent state.
+    pub fn planes(&self) -> impl Iterator<Item = HeaderPlane<'a>> + use<'a> {
+        plane::planes(*self)
     }
     /// Returns the slots of a block.
     pub fn block_size(&self) -> u32 {
@@ -163,8 +163,9 @@ impl<'a> Header<'a> {
     }
 
     pub(super) fn check_version(&self) -> Result<(), ChunkError> {
-        let got = u16::from_le_bytes(self.array(VERSION_AT));
-        if got == VERSION { Ok(()) } else { Err(ChunkError::Version { newest: VERSION, got }) }
+        let got = self.version();
+        let is_known = (OF_ROWS..=VERSION).contains(&got);
+        if is_known { Ok(()) } else { Err(ChunkError::Version { newest: VERSION, got }) }
     }
 
     pub(super) fn check_crc(&self) -> Result<(), ChunkError> {
@@ -205,12 +206,13 @@ impl<'a> Header<'a> {
     /// The bytes of the tokens; `None` where the header has no room for them.
     pub(super) fn token_bytes(&self) -> Option<&'a [u8]> {
         let bytes = to_usize(self.num_tokens()).checked_mul(size_of::<u32>())?;
-        self.list(TOKENS, bytes)
+        self.list(plane::tokens_at(plane::count(self)), bytes)
     }
 
     /// The bytes of the contents; `None` where the header has no room for them.
     pub(super) fn content_bytes(&self) -> Option<&'a [u8]> {
-        let begin = TOKENS.checked_add(self.token_bytes()?.len())?;
+        let tokens = plane::tokens_at(plane::count(self));
+        let begin = tokens.checked_add(self.token_bytes()?.len())?;
         self.list(begin, to_usize(self.num_contents()).checked_mul(CONTENT_BYTES)?)
     }
 
@@ -230,7 +232,7 @@ impl<'a> Header<'a> {
     }
 
     /// Reads a name of printable characters.
-    fn format_name(&self, at: usize) -> Option<&'a str> {
+    pub(super) fn format_name(&self, at: usize) -> Option<&'a str> {
         let field = self.bytes.get(at..at.checked_add(FORMAT_BYTES)?)?;
         let end = field.iter().position(|byte| *byte == 0).unwrap_or(field.len());
         let (name, rest) = field.split_at_checked(end)?;
@@ -250,14 +252,14 @@ impl<'a> Header<'a> {
 
 /// Numbers of the header that follow from geometry and place: name, place in the header, value.
 pub(super) fn numbers(spec: &ChunkSpec, index: u32) -> [(&'static str, usize, u32); 10] {
-    let [k, v] = spec.planes();
+    let [k, v] = spec.rows().map_or([0; 2], |planes| planes.map(PlaneLayout::head_dim));
     let is_hnd = spec.order() == BlockOrder::Hnd;
     [
         ("group", GROUP, spec.group().0.into()),
         ("layers", NUM_LAYERS, spec.num_layers()),
         ("kv heads", HEADS_OF, spec.num_kv_heads()),
-        ("head_dim of K", HEAD_DIM_K, k.head_dim),
-        ("head_dim of V", HEAD_DIM_V, v.head_dim),
+        ("head_dim of K", HEAD_DIM_K, k),
+        ("head_dim of V", HEAD_DIM_V, v),
         ("block size", BLOCK_SIZE, spec.block_size()),
         ("blocks", BLOCKS, spec.blocks()),
         ("first block", FIRST_BLOCK, spec.first_block(index)),
@@ -268,17 +270,19 @@ pub(super) fn numbers(spec: &ChunkSpec, index: u32) -> [(&'static str, usize, u3
 
 /// Lengths of the header that follow from the geometry: name, place in the header, value.
 pub(super) fn lengths(spec: &ChunkSpec) -> [(&'static str, usize, u64); 3] {
-    let [k, v] = spec.planes();
+    let [k, v] = spec.rows().map_or([0; 2], |planes| planes.map(PlaneLayout::block_bytes));
     [
-        ("bytes of a block of K", BLOCK_BYTES_K, to_u64(k.block_bytes)),
-        ("bytes of a block of V", BLOCK_BYTES_V, to_u64(v.block_bytes)),
+        ("bytes of a block of K", BLOCK_BYTES_K, k),
+        ("bytes of a block of V", BLOCK_BYTES_V, v),
         ("bytes of the payload", PAYLOAD_BYTES, to_u64(spec.payload_bytes())),
     ]
 }
 
 /// Names of formats in the header: name of the field, place in the header, value.
 pub(super) fn formats(spec: &ChunkSpec) -> [(&'static str, usize, String); 2] {
-    let [k, v] = spec.planes().map(|plane| plane.format.to_string());
+    let [k, v] = spec
+        .rows()
+        .map_or_else(Default::default, |planes| planes.map(|plane| plane.format().to_string()));
     [("format of K", FORMAT_K, k), ("format of V", FORMAT_V, v)]
 }
 
@@ -330,5 +334,5 @@ pub(super) const PAYLOAD_CRC: usize = 312;
 pub(super) const WRITTEN_AT: usize = 320;
 pub(super) const NUM_TOKENS: usize = 328;
 pub(super) const NUM_CONTENTS: usize = 332;
-/// Offset of the first token.
-pub(super) const TOKENS: usize = 336;
+/// End of the fields: the first token of rows, or the table of planes of a state.
+pub(super) const FIELDS_END: usize = 336;

@@ -4,7 +4,7 @@
 use kv_core::invariant::Invariant;
 
 use super::ChunkError;
-use super::field::{VERSION, crc, crc_at};
+use super::field::{OF_ROWS, crc, crc_at};
 use super::header::{self, Header, PAGE};
 
 /// Bytes in front of a sealed chunk.
@@ -41,7 +41,7 @@ impl SealedPage {
             place.invariant("a field lies in its page").copy_from_slice(bytes);
         };
         put(0, &header::MAGIC);
-        put(header::VERSION_AT, &VERSION.to_le_bytes());
+        put(header::VERSION_AT, &OF_ROWS.to_le_bytes());
         put(header::PAGES, &1_u16.to_le_bytes());
         put(header::FLAGS, &header::SEALED.to_le_bytes());
         put(NONCE, &self.nonce);

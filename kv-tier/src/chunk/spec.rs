@@ -1,15 +1,20 @@
 //! The geometry of the chunks of one group.
 use std::ops::Range;
 
-use kv_core::backend::{ChunkLayout, ChunkShape, PlaneLayout, PlaneRole, SlotMap};
-use kv_core::num::{to_offset, to_u32};
-use kv_core::{BlockOrder, CacheSpec, GroupId, KvFormat};
+use kv_core::backend::{
+    BlockPlanes, ChunkLayout, ChunkShape, Dims, PlaneLayout, PlaneRole, SlotMap,
+};
+use kv_core::num::to_u32;
 
-use super::field::token_bytes;
-use super::header::{CONTENT_BYTES, PAGE, TOKENS};
+use kv_core::{BlockOrder, CacheSpec, GroupId};
+
+use super::field::{OF_ROWS, OF_STATES, token_bytes};
+use super::header::{CONTENT_BYTES, PAGE};
+use super::plane;
 
 /// Geometry of the chunks of one group: how many blocks a chunk has, and where their bytes lie in
-/// it. All chunks of a group have the same size.
+/// it. All chunks of a group have the same size. A chunk of the snapshots of recurrent states has
+/// one snapshot, which is named by the tokens of a block as a block is.
 ///
 /// ```
 /// use kv::backend::Plane;
@@ -29,27 +34,26 @@ pub struct ChunkSpec {
     order: BlockOrder,
     slot_map: SlotMap,
     block_size: u32,
-    planes: [PlaneGeometry; 2],
+    /// The group whose blocks name the chunks.
+    named_by: GroupId,
+    /// Extents of the parts of a state, `None` for rows.
+    parts: Option<[Dims; BlockPlanes::MAX]>,
     layout: ChunkLayout,
 }
 
-/// Geometry of a block of one plane.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct PlaneGeometry {
-    pub(super) head_dim: u32,
-    pub(super) format: KvFormat,
-    pub(super) block_bytes: usize,
-}
-
 impl ChunkSpec {
-    /// Computes the geometry of a group's chunks. A chunk has the smallest power of two of blocks
-    /// that makes it at least 1 MiB, as long as it has at most 256 tokens; at least one block.
+    /// Computes the geometry of a group's chunks. One of rows has the smallest power of two of
+    /// blocks that makes it at least 1 MiB, as long as it has at most 256 tokens; at least one
+    /// block.
     ///
     /// # Errors
     /// [`ChunkSpecError::UnknownGroup`]; [`ChunkSpecError::LayersOnDemand`] for a cache whose
     /// number of layers is not fixed; [`ChunkSpecError::TooLarge`] for blocks of more tokens than a
     /// header holds.
     pub fn new(spec: &CacheSpec, group: GroupId) -> Result<Self, ChunkSpecError> {
+        if let Some(states) = Self::of_states(spec, group)? {
+            return Ok(states);
+        }
         let one = Self::one_block(spec, group)?;
         let stride = one.layout.block_bytes().max(1);
         let enough = CHUNK_BYTES_MIN.div_ceil(stride).next_power_of_two();
@@ -71,8 +75,12 @@ impl ChunkSpec {
         }
         let too_large = ChunkSpecError::TooLarge { blocks, block_size: self.block_size };
         let tokens = blocks.checked_mul(self.block_size).ok_or(too_large)?;
+        if blocks > 1 && self.is_of_states() {
+            return Err(ChunkSpecError::OneState { blocks });
+        }
         // Saturating, for hosts of 32 bits.
-        let header_bytes = TOKENS
+        let header_bytes = self
+            .tokens_at()
             .saturating_add(token_bytes(tokens))
             .saturating_add(CONTENTS_MIN * CONTENT_BYTES)
             .saturating_add(size_of::<u64>())
@@ -92,12 +100,6 @@ impl ChunkSpec {
         let group = spec.groups().get(usize::from(id.0));
         let group = group.ok_or(ChunkSpecError::UnknownGroup { group: id })?;
         let [k, v] = group.layouts();
-        let geometry = |layout: &PlaneLayout| PlaneGeometry {
-            head_dim: layout.head_dim(),
-            format: layout.format(),
-            // A plane of such blocks fits the host's addresses.
-            block_bytes: to_offset(layout.block_bytes()),
-        };
         let num_layers = to_u32(group.layers().len());
         let shape = ChunkShape { blocks: 1, header_bytes: 0 };
         let block_size = group.block_size();
@@ -109,9 +111,38 @@ impl ChunkSpec {
             order: k.order(),
             slot_map: *group.slot_map(),
             block_size,
-            planes: [geometry(k), geometry(v)],
+            named_by: id,
+            parts: None,
             layout,
         })
+    }
+
+    /// Computes the geometry of the snapshots of recurrent states; `None` for another group.
+    fn of_states(spec: &CacheSpec, id: GroupId) -> Result<Option<Self>, ChunkSpecError> {
+        let mut numbers = spec.snapshot_groups().zip(spec.states());
+        let found =
+            numbers.find_map(|(group, of)| of.snapshots().filter(|_| group == id).zip(Some(of)));
+        let (Some((snapshots, of)), Some(rows)) = (found, spec.groups().first()) else {
+            return Ok(None);
+        };
+        let mut parts = [Dims::new(&[]); BlockPlanes::MAX];
+        for (place, part) in parts.iter_mut().zip(snapshots.parts()) {
+            *place = part.shape();
+        }
+        let block_size = rows.block_size();
+        let shape = ChunkShape { blocks: 1, header_bytes: 0 };
+        let layout = ChunkLayout::new(*snapshots.planes(), to_u32(of.layers().len()), shape);
+        let of_states = Self {
+            group: id,
+            num_kv_heads: 0,
+            order: BlockOrder::Nhd,
+            slot_map: *rows.slot_map(),
+            block_size,
+            named_by: GroupId(0),
+            parts: Some(parts),
+            layout: layout.map_err(|_| ChunkSpecError::TooLarge { blocks: 1, block_size })?,
+        };
+        of_states.with_blocks(1).map(Some)
     }
 
     /// Returns the group.
@@ -141,7 +172,8 @@ impl ChunkSpec {
     /// Returns how many contents of placeholder tokens the header of a chunk with `num_tokens`
     /// tokens has room for: 64 and more; none if there is no room for the tokens.
     pub(super) fn contents_max(&self, num_tokens: u32) -> usize {
-        let used = TOKENS.saturating_add(token_bytes(num_tokens)).saturating_add(size_of::<u64>());
+        let used = self.tokens_at().saturating_add(token_bytes(num_tokens));
+        let used = used.saturating_add(size_of::<u64>());
         self.header_bytes().saturating_sub(used).div_euclid(CONTENT_BYTES)
     }
 
@@ -176,8 +208,30 @@ impl ChunkSpec {
         &self.layout
     }
 
-    pub(super) fn planes(&self) -> &[PlaneGeometry; 2] {
-        &self.planes
+    /// Returns whether the chunks are snapshots of recurrent states.
+    pub fn is_of_states(&self) -> bool {
+        self.parts.is_some()
+    }
+    /// Returns the version of the header.
+    pub(crate) fn version(&self) -> u16 {
+        if self.is_of_states() { OF_STATES } else { OF_ROWS }
+    }
+    /// Returns the group whose blocks name the chunks: their own, or for states the first.
+    pub(crate) fn named_by(&self) -> GroupId {
+        self.named_by
+    }
+    /// Returns the layouts of K and V; `None` for states.
+    pub(super) fn rows(&self) -> Option<[&PlaneLayout; 2]> {
+        self.layout.planes().rows()
+    }
+    /// Iterates over the parts of a state: index, extents and layout. None for rows.
+    pub(super) fn parts(&self) -> impl Iterator<Item = (u32, &Dims, &PlaneLayout)> {
+        let parts = self.parts.iter().flatten().zip(self.layout.planes().layouts());
+        (0..).zip(parts).map(|(index, (shape, layout))| (index, shape, layout))
+    }
+    /// Returns the place of the first token in the header.
+    pub(super) fn tokens_at(&self) -> usize {
+        plane::tokens_at(self.parts.map(|_| self.layout.planes().len()))
     }
     pub(super) fn num_kv_heads(&self) -> u32 {
         self.num_kv_heads
@@ -203,6 +257,12 @@ pub enum ChunkSpecError {
     /// Layers are allocated one by one, so blocks have no fixed size.
     #[error("layers on demand have no fixed number, so their blocks form no chunks")]
     LayersOnDemand,
+    /// A chunk of several snapshots.
+    #[error("a chunk of recurrent states has one snapshot, not {blocks}")]
+    OneState {
+        /// Blocks asked for.
+        blocks: u32,
+    },
     /// A chunk of no blocks.
     #[error("a chunk has at least one block")]
     NoBlocks,

@@ -5,6 +5,7 @@ mod hostile;
 mod mutation;
 mod round_trip;
 mod spec;
+mod states;
 mod unused;
 
 use kv_core::backend::Plane;
@@ -114,7 +115,8 @@ fn pieces(spec: &ChunkSpec) -> impl Iterator<Item = std::ops::Range<usize>> {
     let blocks = 0..spec.blocks();
     blocks.flat_map(move |block| {
         (0..spec.num_layers()).flat_map(move |layer| {
-            [Plane::Key, Plane::Value].map(|plane| spec.piece(block, layer, plane))
+            let planes = spec.layout().planes().as_slice().to_vec();
+            planes.into_iter().map(move |(role, _)| spec.piece(block, layer, role))
         })
     })
 }

@@ -8,6 +8,7 @@ use kv_core::num::to_u64;
 use super::Expectation;
 use super::error::{ChunkError, ChunkErrorKind};
 use super::header::{self, Header, PAGE};
+use super::plane;
 
 /// Checks everything in a chunk against its expectation. The only constructor of [`Verified`].
 ///
@@ -72,7 +73,7 @@ pub(super) type Check = (ChunkErrorKind, fn(&Candidate<'_>) -> Result<(), ChunkE
 pub(super) const CHECKS: [Check; ChunkErrorKind::ALL.len()] = [
     (ChunkErrorKind::Length, length),
     (ChunkErrorKind::Magic, |chunk| chunk.header.check_magic()),
-    (ChunkErrorKind::Version, |chunk| chunk.header.check_version()),
+    (ChunkErrorKind::Version, version),
     (ChunkErrorKind::HeaderCrc, |chunk| chunk.header.check_crc()),
     (ChunkErrorKind::Flags, |chunk| chunk.header.check_flags()),
     (ChunkErrorKind::Name, name),
@@ -145,6 +146,17 @@ fn encoding(chunk: &Candidate<'_>) -> Result<(), ChunkError> {
     if expected == got { Ok(()) } else { Err(ChunkError::Encoding { expected, got }) }
 }
 
+fn version(chunk: &Candidate<'_>) -> Result<(), ChunkError> {
+    chunk.header.check_version()?;
+    let (expected, got) = (chunk.expected.root.spec().version(), chunk.header.version());
+    if expected == got {
+        return Ok(());
+    }
+    // States in the place of rows, or the other way round.
+    let (expected, got) = (expected.to_string(), got.to_string());
+    Err(ChunkError::Geometry { field: "version", expected, got })
+}
+
 fn geometry(chunk: &Candidate<'_>) -> Result<(), ChunkError> {
     let spec = chunk.expected.root.spec();
     let differs = |field, expected: u64, got: u64| {
@@ -173,7 +185,7 @@ fn geometry(chunk: &Candidate<'_>) -> Result<(), ChunkError> {
             return Err(ChunkError::Geometry { field, expected, got });
         }
     }
-    Ok(())
+    plane::compare(spec, &chunk.header)
 }
 
 fn parent(chunk: &Candidate<'_>) -> Result<(), ChunkError> {

@@ -13,7 +13,7 @@ use kv_core::{BlockId, KvCache, SequenceId, StartOptions};
 use super::done::{Done, Report};
 use super::links::Complete;
 use super::prefetch::GRACE;
-use super::{GROUP, PrefetchId, STORE, Tiers, Wait};
+use super::{GROUP, PrefetchId, STORE, Tiers, Wait, probe};
 use crate::chain::{Chain, chunk_of};
 use crate::chunk::Verified;
 use crate::handoff::{Handoff, HandoffError, HandoffGroup};
@@ -214,7 +214,7 @@ impl<B: Backend> Tiers<B> {
         let mut prompt = tokens.to_vec();
         prompt.push(0);
         let options = options.with_backoff_blocks(0).with_reuse(true);
-        let probe = cache.state().probe_keys(&prompt, &options);
+        let probe = probe(cache, &prompt, &options);
         self.identity.adapter_digest(options.adapter())?;
         let chains = self.chains(cache, &probe);
         Ok((probe, chains))

@@ -55,9 +55,9 @@ use kv_core::backend::{Backend, HostPool, Queue};
 use kv_core::block::BlockChange;
 use kv_core::events::Tier;
 use kv_core::num::to_u64;
-use kv_core::reuse::Import;
+use kv_core::reuse::{Import, PrefixProbe};
 use kv_core::spec::PrefixReuse;
-use kv_core::{GroupId, KvCache};
+use kv_core::{GroupId, KvCache, StartOptions};
 
 pub use breaker::BreakerState;
 pub use error::TierError;
@@ -85,6 +85,17 @@ use removal::Removals;
 
 const GROUP: &str = "groups are those of the cache that the tiers were made for";
 const STORE: &str = "stores are numbered as in the options";
+
+/// Probes a prompt for what tiers may bring. They keep no snapshots of recurrent states, and rows
+/// without a state behind them are no use: in a cache with states they bring nothing.
+fn probe<B: Backend>(
+    cache: &KvCache<B>,
+    prompt: &[u32],
+    options: &StartOptions<'_>,
+) -> PrefixProbe {
+    let has_states = !cache.state().spec().states().is_empty();
+    cache.state().probe_keys(prompt, &options.with_reuse(options.reuse() && !has_states))
+}
 
 /// The fence of a backend.
 type FenceOf<B> = <<B as Backend>::Queue as Queue>::Fence;

@@ -10,7 +10,7 @@ use kv_core::num::to_u32;
 use kv_core::reuse::{Import, PrefixProbe};
 use kv_core::{CacheError, KvCache, SequenceId, StartOptions};
 
-use super::{ChunkOf, GROUP, TierError, Tiers, Wait};
+use super::{ChunkOf, GROUP, TierError, Tiers, Wait, probe};
 use crate::chain::{Chain, absent, last_key, reach};
 use crate::chunk::Verified;
 use crate::store::after;
@@ -107,7 +107,7 @@ impl<B: Backend> Tiers<B> {
         let began = Instant::now();
         self.stats.prefetches += 1;
         let id = self.stats.prefetches;
-        let probe = cache.state().probe_keys(prompt, options);
+        let probe = probe(cache, prompt, options);
         let chains = self.chains(cache, &probe);
         let mut prefetch = Prefetch {
             probe,
@@ -199,7 +199,7 @@ impl<B: Backend> Tiers<B> {
         if !matches!(of.stage, Stage::Done) || of.again.is_some() {
             self.stats.late += 1;
         }
-        let fresh = cache.state().probe_keys(of.probe.prompt(), options);
+        let fresh = probe(cache, of.probe.prompt(), options);
         let is_current = of.encoding_key == cache.state().encoding_key();
         let has_space = (fresh.salt(), fresh.adapter()) == (of.probe.salt(), of.probe.adapter());
         let groups = self.groups.iter().map(|group| group.spec.group());

@@ -7,7 +7,7 @@ use kv_core::num::{to_u64, to_usize};
 use kv_core::reuse::{BlockContent, BlockKey};
 
 use super::{Identity, ModelDigest};
-use crate::chunk::{ChunkContent, ChunkSpec, VERSION};
+use crate::chunk::{ChunkContent, ChunkSpec};
 use crate::name::ChunkName;
 
 /// The root of the names of one group's chunks: everything that their bytes depend on besides
@@ -40,7 +40,7 @@ impl ChunkRoot {
         let numerics = identity.numerics.as_ref().map(|name| name.as_bytes());
         let fields: [&[u8]; 10] = [
             DOMAIN,
-            &VERSION.to_le_bytes(),
+            &spec.version().to_le_bytes(),
             identity.model.as_bytes(),
             &encoding_key.to_le_bytes(),
             &[spec.group().0],

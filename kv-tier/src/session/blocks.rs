@@ -5,11 +5,11 @@ use std::sync::Arc;
 
 use kv_core::backend::Backend;
 use kv_core::invariant::Invariant;
-use kv_core::num::{to_u32, to_usize};
+use kv_core::num::{to_u32, to_u64, to_usize};
 use kv_core::reuse::{BlockContent, BlockKey, PrefixProbe, ProbedBlock};
 use kv_core::{BlockId, GroupId, KvCache, SequenceId};
 
-use super::{NO_TOKEN, SessionError};
+use super::{NO_TOKEN, SessionError, SessionGroup};
 use crate::chain::Chain;
 use crate::chunk::{ChunkContent, ChunkSpec, Expectation};
 use crate::identity::{ChunkRoot, Identity};
@@ -113,29 +113,77 @@ impl SessionBlocks {
         })
     }
 
-    /// Returns the expected content of the chunk of a block.
-    pub(super) fn record(&self, probe: &PrefixProbe, block: u32) -> BlockRecord {
-        let before = block.checked_sub(1);
-        let name = |block: u32| *self.chain.name(block);
-        let parent = before.map_or_else(|| self.root(), name);
-        let span = self.spec().span(block);
+    /// Returns the expected content of the chunk of a block; of states, behind `at` tokens.
+    pub(super) fn record(&self, probe: &PrefixProbe, at: u32) -> BlockRecord {
+        if self.spec().is_of_states() {
+            return self.state_record(probe, at);
+        }
+        let block = at;
         let mut parts = Vec::new();
-        let (key, end, link, mut tokens) = if let Some(of) = self.full.get(to_usize(block)) {
+        if let Some(of) = self.full.get(to_usize(block)) {
             probe.contents(of, &mut parts);
-            (of.key, of.end, name(block), probe.tokens(of).to_vec())
-        } else {
-            let (tokens, contents) = self.partial(probe, &span);
-            let last = before.and_then(|before| self.full.get(to_usize(before)));
-            let key = last.map_or_else(|| probe.root(), |last| last.key).child(tokens, &contents);
-            parts = contents;
-            let link = self.root.link(&parent, tokens, parts.iter().copied());
-            (key, self.len, link, tokens.to_vec())
-        };
+            return self.record_of((of.index, of.end, of.key), probe.tokens(of), parts);
+        }
+        let (tokens, contents) = self.partial(probe, &self.spec().span(block));
+        let before = block.checked_sub(1).and_then(|before| self.full.get(to_usize(before)));
+        let key = before.map_or_else(|| probe.root(), |before| before.key);
+        let key = key.child(tokens, &contents);
+        self.record_of((block, self.len, key), tokens, contents)
+    }
+
+    /// Returns the expected content of the chunk of the state behind `len` tokens.
+    fn state_record(&self, probe: &PrefixProbe, len: u32) -> BlockRecord {
+        let of = probe.state(len).invariant("a state of a session is behind tokens of its text");
+        let mut parts = Vec::new();
+        probe.contents(&of, &mut parts);
+        self.record_of((of.index, len, of.key), probe.tokens(&of), parts)
+    }
+
+    /// Returns the expected content of the chunk of tokens, which may be fewer than a block's.
+    fn record_of(
+        &self,
+        (index, end, key): (u32, u32, BlockKey),
+        tokens: &[u32],
+        parts: Vec<BlockContent>,
+    ) -> BlockRecord {
+        let before = index.checked_sub(1);
+        let parent = before.map_or_else(|| self.root(), |before| *self.chain.name(before));
+        let name = self.root.link(&parent, tokens, parts.iter().copied());
+        let span = self.spec().span(index);
+        let mut tokens = tokens.to_vec();
         tokens.resize(to_usize(span.end - span.start), NO_TOKEN);
         let contents = parts.into_iter().map(|content| ChunkContent { block: 0, content });
-        let contents = contents.collect();
-        let root = Arc::clone(&self.root);
-        BlockRecord { root, index: block, end, parent, name: link, key, tokens, contents }
+        let (root, contents) = (Arc::clone(&self.root), contents.collect());
+        BlockRecord { root, index, end, parent, name, key, tokens, contents }
+    }
+
+    /// Describes the group in the header of a file that has these chunks, in ascending order.
+    pub(super) fn group_of(&self, found: &[(u32, BlockId)]) -> SessionGroup {
+        SessionGroup {
+            root: self.root(),
+            chunk_bytes: to_u64(self.spec().chunk_bytes()),
+            is_of_states: self.spec().is_of_states(),
+            blocks: ranges(found.iter().map(|(index, _)| *index)),
+        }
+    }
+
+    /// Returns one past the last number of a chunk that a file may have: of blocks, their indices,
+    /// of states, the tokens behind which they are.
+    pub(super) fn end(&self) -> u32 {
+        if self.spec().is_of_states() { self.len + 1 } else { self.num_blocks() }
+    }
+
+    /// Returns whether all blocks are in the file, or on the device, that a sequence needs to reuse
+    /// the first `len` tokens.
+    pub(super) fn has_all(
+        &self,
+        probe: &PrefixProbe,
+        len: u32,
+        in_file: impl Fn(u32) -> bool,
+    ) -> bool {
+        let is_cached =
+            |index: u32| self.full.get(to_usize(index)).is_some_and(|block| block.cached.is_some());
+        self.needed(probe, len).into_iter().all(|index| in_file(index) || is_cached(index))
     }
 
     /// Returns tokens and contents of the partial block.

@@ -5,11 +5,11 @@ use kv_core::invariant::Invariant;
 use kv_core::reuse::{Import, PrefixProbe};
 use kv_core::{CacheError, KvCache};
 
-use super::SessionError;
 use super::blocks::SessionBlocks;
 use super::file::SessionFile;
 use super::load::check_block;
 use super::of_cache::{GROUP, TAKEN, host_pool};
+use super::{SessionError, SessionGroup};
 use crate::chain::{Chain, reach};
 
 /// The blocks of a file that are imported to the device.
@@ -38,6 +38,30 @@ impl Bring<'_> {
             return self.copy(cache, file, (import.map_err(no_room)?, len)).map(Some);
         }
         self.import(cache, file, len)
+    }
+
+    /// Brings the longest state of the file, with the rows before it; `None` if there is none, or
+    /// if rows before it are missing.
+    pub(super) fn with_state<B: Backend>(
+        &self,
+        cache: &mut KvCache<B>,
+        file: &mut SessionFile,
+    ) -> Result<Option<Import>, SessionError> {
+        let longest = |of: &SessionGroup| of.blocks.last().map(|range| range.end.saturating_sub(1));
+        let mut states = file.header.groups.iter().filter(|of| of.is_of_states).map(longest);
+        let Some(len) = states.next().flatten().filter(|len| states.all(|of| of == Some(*len)))
+        else {
+            return Ok(None);
+        };
+        let mut rows = self.blocks.iter().enumerate().filter(|(_, of)| !of.spec().is_of_states());
+        let has = |(at, of): (usize, &SessionBlocks)| {
+            of.has_all(self.probe, len, |index| file.has(at, index))
+        };
+        if !rows.all(has) {
+            return Ok(None);
+        }
+        let import = cache.reserve_import_with_state(self.probe, len).map_err(no_room)?;
+        self.copy(cache, file, (import, len)).map(Some)
     }
 
     /// Brings the full blocks that a sequence needs to reuse at most `most` tokens.
@@ -90,14 +114,18 @@ impl Bring<'_> {
         let after = cache.queue_mut().submit()?;
         for run in import.blocks().chunk_by(|a, b| a.group == b.group) {
             let Some(first) = run.first() else { continue };
-            let group = usize::from(first.group.0);
-            let blocks = self.blocks.get(group).invariant(GROUP);
+            let mut all = self.blocks.iter().enumerate();
+            // Blocks of a group without layers have no bytes.
+            let Some((group, blocks)) = all.find(|(_, of)| of.group() == first.group) else {
+                continue;
+            };
             let mut pool = host_pool(cache, blocks.spec())?;
             for of in run {
                 let mut chunk = pool.take().invariant(TAKEN);
-                file.read(group, of.index, chunk.as_mut())?;
+                let at = if blocks.spec().is_of_states() { of.end } else { of.index };
+                file.read(group, at, chunk.as_mut())?;
                 // The file may have changed since it was verified.
-                check_block(&chunk, (blocks, self.probe), of.index)?;
+                check_block(&chunk, (blocks, self.probe), at)?;
                 let storage = cache.storage(first.group).invariant(GROUP).view();
                 let fence = pool.copy_in(&after, storage, &[of.block], &chunk, 0)?;
                 cache.queue_mut().wait_for(&fence)?;

@@ -9,10 +9,10 @@ use kv_core::num::{to_u32, to_u64, to_usize};
 use kv_core::reuse::PrefixProbe;
 use kv_core::{BlockId, KvCache, SequenceId, StartOptions};
 
-use super::blocks::{SessionBlocks, ranges};
+use super::blocks::SessionBlocks;
 use super::file::{failed, save};
 use super::of_cache::{CHUNKS, GROUP, TAKEN, group_ids, header_of, host_pool, probe};
-use super::{SessionError, SessionGroup, SessionInfo};
+use super::{SessionError, SessionInfo};
 use crate::chunk::{encode_header, zero_unused};
 use crate::identity::Identity;
 
@@ -29,6 +29,10 @@ use crate::identity::Identity;
 /// [tail](kv_core::spec::GroupBuilder::tail)), the sequence computes the tokens after the last full
 /// block again. With groups of different block sizes, it computes the tokens after the last
 /// position that ends a block in every group, and one block more.
+///
+/// In a cache with recurrent states the file has the longest kept state of the text, and the rows
+/// up to there. The state behind its last token is kept first
+/// ([`KvCache::keep_state`]), if there is room and its length is on the grid.
 ///
 /// ```
 /// use kv::backend::NullBackend;
@@ -81,6 +85,7 @@ pub fn dump<B: Backend>(
     if !cache.state().contains(sequence) {
         return Err(SessionError::UnknownSequence { sequence });
     }
+    cache.keep_state(sequence)?;
     let text = cache.state().sequence_text(sequence);
     let text = text.ok_or(SessionError::NotReusable { sequence })?;
     let options = StartOptions::default().with_salt(text.salt).with_contents(text.contents);
@@ -90,20 +95,33 @@ pub fn dump<B: Backend>(
     (header.tokens, header.contents) = (text.tokens, text.contents.to_vec());
     header.note = note.to_vec();
 
-    let (mut all, mut is_whole) = (Vec::new(), true);
+    let kept = cache.state().find_snapshots(&probe, len);
+    let has_states = !cache.state().spec().states().is_empty();
+    // Rows behind the last state are no use.
+    let end = kept.as_ref().map_or(if has_states { 0 } else { len }, |(at, _)| *at);
+    let (mut all, mut is_whole) = (Vec::new(), end == len);
     for group in group_ids(cache) {
         let blocks = SessionBlocks::new(cache, group, identity, (&probe, len))?;
-        let mut asked = blocks.needed(&probe, len);
+        if blocks.spec().is_of_states() {
+            let (at, found) = kept.as_ref().map_or((0, &[][..]), |(at, found)| (*at, found));
+            let found: Vec<_> = found
+                .iter()
+                .filter(|(of, _)| *of == group)
+                .map(|(_, block)| (at, *block))
+                .collect();
+            header.groups.push(blocks.group_of(&found));
+            all.push((blocks, found));
+            continue;
+        }
+        let mut asked = blocks.needed(&probe, end);
         let at = |index: u32| Some((index, blocks.on_device(cache, sequence, index)?));
         is_whole &= asked.iter().all(|index| at(*index).is_some());
         // For a sequence that computes the last token of the text again.
-        asked.extend(blocks.needed(&probe, len.saturating_sub(1)));
+        if !has_states {
+            asked.extend(blocks.needed(&probe, len.saturating_sub(1)));
+        }
         let found: Vec<_> = asked.into_iter().filter_map(at).collect();
-        header.groups.push(SessionGroup {
-            root: blocks.root(),
-            chunk_bytes: to_u64(blocks.spec().chunk_bytes()),
-            blocks: ranges(found.iter().map(|(index, _)| *index)),
-        });
+        header.groups.push(blocks.group_of(&found));
         all.push((blocks, found));
     }
     let bytes = header.to_bytes()?;

@@ -108,6 +108,16 @@ pub enum SessionError {
         /// The root of the file.
         got: ChunkName,
     },
+    /// The blocks of a group have other sizes: with recurrent states, of parts of other shapes.
+    #[error("group {}: blocks of {got} bytes with their headers, not {expected}", group.0)]
+    ChunkBytes {
+        /// The group.
+        group: GroupId,
+        /// Bytes by the cache.
+        expected: u64,
+        /// Bytes by the file.
+        got: u64,
+    },
     /// A block is damaged, or another one is in its place.
     #[error("block {block} of group {}", group.0)]
     Block {

@@ -63,7 +63,10 @@ pub struct SessionGroup {
     pub root: ChunkName,
     /// Bytes of a chunk, a multiple of 4,096.
     pub chunk_bytes: u64,
-    /// Indices in the text of the blocks that the file has: ascending, with gaps in between.
+    /// Whether the chunks are snapshots of recurrent states.
+    pub is_of_states: bool,
+    /// Indices in the text of the blocks that the file has, of states the numbers of tokens behind
+    /// which they are: ascending, with gaps in between.
     pub blocks: Vec<Range<u32>>,
 }
 
@@ -98,7 +101,8 @@ impl SessionHeader {
         let ranges: Vec<_> = self.groups.iter().flat_map(|group| group.blocks.iter()).collect();
         let mut out = Vec::new();
         out.extend(MAGIC);
-        out.extend(VERSION.to_le_bytes());
+        let version = if self.has_states() { OF_STATES } else { OF_ROWS };
+        out.extend(version.to_le_bytes());
         out.extend([0; 2]);
         out.extend(u32::from(self.adapter.is_some()).to_le_bytes());
         // The bytes of header and file, below.
@@ -125,6 +129,9 @@ impl SessionHeader {
             out.extend(group.root.as_bytes());
             out.extend(group.chunk_bytes.to_le_bytes());
             out.extend(to_u64(group.blocks.len()).to_le_bytes());
+            if version == OF_STATES {
+                out.extend(u64::from(group.is_of_states).to_le_bytes());
+            }
         }
         for range in ranges {
             out.extend(range.start.to_le_bytes());
@@ -183,7 +190,9 @@ impl SessionHeader {
         if rest.array()? != [0; RESERVED_BYTES] {
             return Err(malformed("reserved bytes"));
         }
-        let mut group_fields = Reader(rest.list(groups, GROUP_BYTES)?);
+        let is_of_states = prefix.version == OF_STATES;
+        let group_bytes = if is_of_states { GROUP_BYTES_2 } else { GROUP_BYTES };
+        let mut group_fields = Reader(rest.list(groups, group_bytes)?);
         let mut range_fields = Reader(rest.list(ranges, RANGE_BYTES)?);
         let (tokens, _) = rest.list(tokens, 4)?.as_chunks::<4>();
         let tokens = tokens.iter().map(|token| u32::from_le_bytes(*token)).collect();
@@ -193,7 +202,10 @@ impl SessionHeader {
         if rest.0.len() >= PAGE || rest.0.iter().any(|byte| *byte != 0) {
             return Err(malformed("padding"));
         }
-        let groups = read_groups(&mut group_fields, &mut range_fields)?;
+        let groups = read_groups((&mut group_fields, is_of_states), &mut range_fields)?;
+        if groups.iter().any(|group| group.is_of_states) != is_of_states {
+            return Err(malformed("version"));
+        }
         let contents = read_contents(&mut content_fields)?;
         let header =
             Self { model, adapter, encoding_key, salt, written_at, groups, tokens, contents, note };
@@ -203,6 +215,10 @@ impl SessionHeader {
         } else {
             Err(malformed("bytes of the file"))
         }
+    }
+
+    fn has_states(&self) -> bool {
+        self.groups.iter().any(|group| group.is_of_states)
     }
 
     /// Returns the bytes of all chunks; `None` if too many.
@@ -215,6 +231,7 @@ impl SessionHeader {
 /// The beginning of a file: how long header and file are.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Prefix {
+    version: u16,
     flags: u32,
     pub(crate) header_bytes: u64,
     pub(crate) file_bytes: u64,
@@ -231,7 +248,7 @@ impl Prefix {
         let prefix = bytes.get(MAGIC.len()..PREFIX_BYTES);
         let mut prefix = Reader(prefix.ok_or(SessionError::Length { expected, got })?);
         let version = u16::from_le_bytes(prefix.array()?);
-        if version != VERSION {
+        if !(OF_ROWS..=VERSION).contains(&version) {
             return Err(SessionError::Version { newest: VERSION, got: version });
         }
         let reserved = u16::from_le_bytes(prefix.array()?);
@@ -241,7 +258,7 @@ impl Prefix {
         if reserved != 0 || !is_paged || header_bytes > file_bytes {
             return Err(malformed("bytes of the header"));
         }
-        Ok(Self { flags, header_bytes, file_bytes })
+        Ok(Self { version, flags, header_bytes, file_bytes })
     }
 }
 
@@ -275,13 +292,18 @@ impl<'a> Reader<'a> {
 
 /// Reads the groups, and the ranges of all of them.
 fn read_groups(
-    fields: &mut Reader<'_>,
+    (fields, has_kinds): (&mut Reader<'_>, bool),
     ranges: &mut Reader<'_>,
 ) -> Result<Vec<SessionGroup>, SessionError> {
     let mut groups = Vec::new();
     while !fields.0.is_empty() {
         let root = ChunkName::new(fields.array()?);
         let [chunk_bytes, count] = [fields.u64()?, fields.u64()?];
+        let is_of_states = match if has_kinds { fields.u64()? } else { 0 } {
+            0 => false,
+            1 => true,
+            _ => return Err(malformed("kind of a group")),
+        };
         let mut blocks: Vec<Range<u32>> = Vec::new();
         for _ in 0..count {
             let [start, end] = ranges.u32s()?;
@@ -290,7 +312,7 @@ fn read_groups(
             }
             blocks.push(start..end);
         }
-        groups.push(SessionGroup { root, chunk_bytes, blocks });
+        groups.push(SessionGroup { root, chunk_bytes, is_of_states, blocks });
     }
     if ranges.0.is_empty() { Ok(groups) } else { Err(malformed("ranges of blocks")) }
 }
@@ -320,6 +342,11 @@ const FIELDS_BYTES: usize = 192;
 /// Zeroes at their end.
 const RESERVED_BYTES: usize = 20;
 const GROUP_BYTES: usize = 48;
+/// The same of version 2, with the kind of the group.
+const GROUP_BYTES_2: usize = 56;
+/// The versions of files without and with recurrent states.
+const OF_ROWS: u16 = 1;
+const OF_STATES: u16 = VERSION;
 const RANGE_BYTES: usize = 8;
 const CONTENT_BYTES: usize = 24;
 const CRC_BYTES: usize = 8;

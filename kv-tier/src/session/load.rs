@@ -51,11 +51,19 @@ pub fn load<B: Backend>(
     }
     let (probe, len) = probe(cache, &tokens, &options);
     let blocks = group_ids(cache)
+        .into_iter()
         .map(|group| SessionBlocks::new(cache, group, identity, (&probe, len)))
         .collect::<Result<Vec<_>, _>>()?;
     verify_blocks(&mut file, &blocks, &probe)?;
 
     let bring = Bring { blocks: &blocks, probe: &probe };
+    if !cache.state().spec().states().is_empty() {
+        if let Some(import) = bring.with_state(cache, &mut file)? {
+            cache.finish_import(import)?;
+        }
+        let cached = cache.state().probe(probe.prompt(), options);
+        return Ok(Session { tokens, contents, note: file.header.note, cached });
+    }
     let first = bring.whole_or_longest(cache, &mut file, len)?;
     // Blocks that a sequence needs besides to compute the last token of the text again: at the
     // beginning of windows.
@@ -101,11 +109,20 @@ fn verify_blocks(
         return Err(SessionError::Groups { expected: all.len(), got: groups.len() });
     }
     for (blocks, of) in all.iter().zip(&groups) {
-        if of.root != blocks.root() || of.chunk_bytes != to_u64(blocks.spec().chunk_bytes()) {
-            let (group, expected, got) = (blocks.group(), blocks.root(), of.root);
+        let group = blocks.group();
+        if of.root != blocks.root() || of.is_of_states != blocks.spec().is_of_states() {
+            let (expected, got) = (blocks.root(), of.root);
             return Err(SessionError::Root { group, expected, got });
         }
-        if of.blocks.last().is_some_and(|last| last.end > blocks.num_blocks()) {
+        let (expected, got) = (to_u64(blocks.spec().chunk_bytes()), of.chunk_bytes);
+        if expected != got {
+            return Err(SessionError::ChunkBytes { group, expected, got });
+        }
+        let begin = u32::from(blocks.spec().is_of_states());
+        let (first, last) = (of.blocks.first(), of.blocks.last());
+        if first.is_some_and(|first| first.start < begin)
+            || last.is_some_and(|last| last.end > blocks.end())
+        {
             return Err(SessionError::Malformed { field: "ranges of blocks" });
         }
     }

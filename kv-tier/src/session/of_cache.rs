@@ -46,8 +46,15 @@ pub(super) fn probe<B: Backend>(
     (cache.state().probe_keys(&prompt, options), to_u32(tokens.len()))
 }
 
-pub(super) fn group_ids<B: Backend>(cache: &KvCache<B>) -> impl Iterator<Item = GroupId> + use<B> {
-    (0..=u8::MAX).map(GroupId).take(cache.state().spec().groups().len())
+/// Lists the groups whose blocks have bytes: those of layers with rows, then the snapshots of
+/// recurrent states.
+pub(super) fn group_ids<B: Backend>(cache: &KvCache<B>) -> Vec<GroupId> {
+    let spec = cache.state().spec();
+    let rows = (0..=u8::MAX).map(GroupId).zip(spec.groups());
+    let rows = rows.filter(|(_, group)| !group.layers().is_empty()).map(|(id, _)| id);
+    let states = spec.snapshot_groups().zip(spec.states());
+    let states = states.filter(|(_, of)| of.snapshots().is_some()).map(|(id, _)| id);
+    rows.chain(states).collect()
 }
 
 /// Makes room in host memory for a few blocks.

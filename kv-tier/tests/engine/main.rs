@@ -23,6 +23,7 @@ mod order;
 mod pairs;
 mod prompt;
 mod session;
+mod states;
 mod steps;
 mod store;
 mod support;

@@ -259,8 +259,8 @@ fn damaged_files_are_refused_and_leave_nothing() {
         [&bytes[..header + 5 * chunk], &fs::read(&path).unwrap()[header + 5 * chunk..]].concat();
     assert!(matches!(load(&mixed), Err(SessionError::Block { block: 5, .. })));
     let mut newer = bytes.clone();
-    newer[8] = 2;
-    assert!(matches!(load(&newer), Err(SessionError::Version { got: 2, newest: 1 })));
+    newer[8] = 3;
+    assert!(matches!(load(&newer), Err(SessionError::Version { got: 3, newest: 2 })));
     load(&bytes).unwrap();
 }
 

@@ -8,8 +8,9 @@ use super::*;
 fn read_all(bytes: &[u8]) {
     if let Ok(header) = read_header(bytes) {
         assert!(header.tokens().len() <= bytes.len());
-        assert!(header.formats().iter().all(|name| name.bytes().all(|b| b.is_ascii_graphic())));
-        assert!(!format!("{:?}", (header.head_dims(), header.group())).is_empty());
+        let is_name = |name: &str| name.bytes().all(|b| b.is_ascii_graphic());
+        assert!(header.planes().all(|plane| is_name(plane.format)));
+        assert!(!format!("{:?}", (header.planes().count(), header.group())).is_empty());
         if header.check_payload(bytes).is_ok() {
             assert_eq!(header.chunk_bytes(), u64::try_from(bytes.len()).unwrap());
         }

@@ -12,7 +12,7 @@ fn flip(chunk: &mut [u8], at: usize) {
 }
 
 fn contents_at(chunk: &[u8]) -> usize {
-    TOKENS + 4 * usize::from(chunk[NUM_TOKENS]) + 1024 * usize::from(chunk[NUM_TOKENS + 1])
+    FIELDS_END + 4 * usize::from(chunk[NUM_TOKENS]) + 1024 * usize::from(chunk[NUM_TOKENS + 1])
 }
 
 const MUTANTS: [Mutant; ChunkErrorKind::ALL.len()] = [
@@ -29,7 +29,7 @@ const MUTANTS: [Mutant; ChunkErrorKind::ALL.len()] = [
     (ChunkErrorKind::Geometry, |chunk| flip(chunk, FIRST_BLOCK)),
     (ChunkErrorKind::Parent, |chunk| flip(chunk, PARENT)),
     (ChunkErrorKind::LastKey, |chunk| flip(chunk, LAST_KEY + 15)),
-    (ChunkErrorKind::Tokens, |chunk| flip(chunk, TOKENS + 4 * 255 + 3)),
+    (ChunkErrorKind::Tokens, |chunk| flip(chunk, FIELDS_END + 4 * 255 + 3)),
     (ChunkErrorKind::Contents, |chunk| {
         let at = contents_at(chunk);
         flip(chunk, at + CONTENT_BYTES - 1);
@@ -115,7 +115,7 @@ fn errors_say_what_came_and_what_was_expected() {
     assert_eq!(text, "unknown flags 0x100");
     let text = refused(&|chunk| flip(chunk, 7));
     assert_eq!(text, "begins with \"KVCHUNK0\", which is no chunk");
-    let text = refused(&|chunk| flip(chunk, TOKENS + 8));
+    let text = refused(&|chunk| flip(chunk, FIELDS_END + 8));
     assert_eq!(text, "256 tokens, expected 256; they differ from token 2 on");
     let text = refused(&|chunk| flip(chunk, NUM_TOKENS));
     assert_eq!(text, "257 tokens, expected 256; they differ from token 256 on");
@@ -129,11 +129,11 @@ fn errors_say_what_came_and_what_was_expected() {
 fn a_chunk_of_the_future_is_not_ours_to_remove() {
     let fixture = fixture();
     let mut chunk = fixture.chunk();
-    chunk[VERSION_AT] = 2;
+    chunk[VERSION_AT] = 3;
     // What a later version has elsewhere is unknown, its checksum too.
     chunk[100..PAGE].fill(0x55);
     let error = verify(&chunk, &fixture.expectation()).unwrap_err();
-    assert_eq!(error, ChunkError::Version { newest: 1, got: 2 });
+    assert_eq!(error, ChunkError::Version { newest: 2, got: 3 });
     assert!(error.kind().is_foreign());
     assert_eq!(read_header(&chunk).unwrap_err(), error);
     let foreign: Vec<_> = ChunkErrorKind::ALL.into_iter().filter(|k| k.is_foreign()).collect();

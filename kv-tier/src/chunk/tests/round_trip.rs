@@ -55,8 +55,16 @@ proptest! {
         prop_assert_eq!(header.num_contents() as usize, fixture.contents.len());
         prop_assert_eq!(header.written_at(), 1_700_000_000);
         prop_assert_eq!(header.chunk_bytes(), chunk.len() as u64);
-        let bytes = [Plane::Key, Plane::Value].map(|plane| spec.piece(0, 0, plane).len() as u64);
-        prop_assert_eq!(header.block_bytes(), bytes);
+        prop_assert_eq!(header.version(), 1);
+        let planes: Vec<_> = header.planes().collect();
+        prop_assert_eq!(planes.len(), 2);
+        for (plane, role) in planes.iter().zip([Plane::Key, Plane::Value]) {
+            prop_assert_eq!(plane.role, role.into());
+            prop_assert_eq!(plane.block_bytes, spec.piece(0, 0, role).len() as u64);
+            let layout = spec.layout().planes().get(role.into()).unwrap();
+            prop_assert_eq!(plane.extents, [layout.head_dim(), 0, 0]);
+            prop_assert_eq!(plane.format, layout.format().to_string());
+        }
     }
 
     #[test]

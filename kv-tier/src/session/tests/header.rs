@@ -11,7 +11,7 @@ use crate::session::*;
 fn header() -> SessionHeader {
     let group = |root, chunk_bytes, blocks| {
         let root = ChunkName::new([root; 32]);
-        SessionGroup { root, chunk_bytes, blocks }
+        SessionGroup { root, chunk_bytes, is_of_states: false, blocks }
     };
     SessionHeader {
         model: ModelDigest::of_bytes(b"weights"),
@@ -43,6 +43,39 @@ fn a_header_is_read_back() {
     assert_eq!(SessionHeader::from_bytes(&plain.to_bytes().unwrap()).unwrap(), plain);
 }
 
+/// Adds a group of states, whose only one is behind 17 tokens.
+fn with_states(mut header: SessionHeader) -> SessionHeader {
+    let root = ChunkName::new([3; 32]);
+    let blocks = vec![Range { start: 17, end: 18 }];
+    header.groups.push(SessionGroup { root, chunk_bytes: 4096, is_of_states: true, blocks });
+    header
+}
+
+#[test]
+fn states_need_version_2_and_rows_keep_version_1() {
+    let (rows, states) = (header(), with_states(header()));
+    for (header, version) in [(&rows, 1), (&states, 2)] {
+        let bytes = header.to_bytes().unwrap();
+        assert_eq!(bytes[8..10], [version, 0]);
+        assert_eq!(SessionHeader::from_bytes(&bytes).unwrap(), *header);
+        // A header has one form: the other version is refused.
+        let mut other = bytes.clone();
+        other[8] = 3 - version;
+        let end = other.len() - 8;
+        let sum = crc(&other[..end]);
+        other[end..].copy_from_slice(&sum.to_le_bytes());
+        assert!(SessionHeader::from_bytes(&other).is_err());
+    }
+    let bytes = states.to_bytes().unwrap();
+    let next = {
+        let mut next = bytes;
+        next[8] = 3;
+        next
+    };
+    let refused = SessionHeader::from_bytes(&next).unwrap_err();
+    assert!(matches!(refused, SessionError::Version { newest: 2, got: 3 }), "{refused}");
+}
+
 #[test]
 fn a_header_with_any_byte_changed_or_cut_is_refused() {
     let bytes = header().to_bytes().unwrap();
@@ -66,8 +99,10 @@ proptest! {
     #[test]
     fn hostile_headers_are_refused_or_read_as_they_are(
         changes in prop::collection::vec((8..400_usize, any::<u8>()), 1..6),
+        has_states in any::<bool>(),
     ) {
-        let mut bytes = header().to_bytes().unwrap();
+        let header = if has_states { with_states(header()) } else { header() };
+        let mut bytes = header.to_bytes().unwrap();
         for (at, byte) in changes {
             bytes[at] = byte;
         }
