@@ -41,7 +41,8 @@ pub struct Event {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum EventKind {
-    /// A tier has content that can be reused. Only for full blocks, and once a content and tier
+    /// A tier has content that can be reused. Only for full blocks and for snapshots of recurrent
+    /// states, and once a content and tier
     /// until the tier has it no more: a second block with the same content has no event.
     Stored(StoredBlock),
     /// A tier of a group does not have the content any more.
@@ -84,7 +85,8 @@ pub enum EventKind {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[expect(clippy::exhaustive_structs, reason = "consumers build them in their own tests")]
 pub struct StoredBlock {
-    /// The group whose pool has it.
+    /// The group whose pool has it. Snapshots of recurrent states are groups after those of rows
+    /// ([`CacheSpec::snapshot_groups`](crate::CacheSpec::snapshot_groups)).
     pub group: GroupId,
     /// Its key.
     pub key: BlockKey,
@@ -92,7 +94,7 @@ pub struct StoredBlock {
     pub parent: BlockKey,
     /// Index of the block in its prompt.
     pub index: u32,
-    /// Its tokens.
+    /// Its tokens: those of a full block, of a snapshot the tokens behind the last block before.
     pub tokens: Box<[u32]>,
     /// Its tier.
     pub tier: Tier,

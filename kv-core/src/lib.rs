@@ -72,5 +72,5 @@ pub use tensor::{TensorView, TensorViewMut};
 pub mod scheduling {
     //! Queries for a scheduler: whether a prompt fits, the blocks that a step takes, and the rest
     //! of a cache's bookkeeping.
-    pub use crate::cache::{Admission, BlockDemand, CacheState};
+    pub use crate::cache::{Admission, BlockDemand, CacheState, GroupUsage, HitByKind};
 }

@@ -16,8 +16,9 @@ pub(crate) struct Ledger {
     changes: Changes,
     namespaces: Namespaces,
     reads: Reads,
-    /// The first group whose content is not announced, nor listed as changed: snapshots of states.
-    quiet: Option<GroupId>,
+    /// The first group whose blocks are not listed as changed: snapshots of states, which no tier
+    /// follows.
+    unlisted: Option<GroupId>,
 }
 
 /// Blocks whose bytes are read beside the cache's queue.
@@ -42,14 +43,14 @@ impl Ledger {
         Self { changes: Changes::new(room), ..self }
     }
 
-    /// Announces nothing of the groups from `first` on.
+    /// Lists no changes of the groups from `first` on.
     #[must_use]
-    pub(crate) fn with_quiet(self, first: GroupId) -> Self {
-        Self { quiet: Some(first), ..self }
+    pub(crate) fn without_changes_from(self, first: Option<GroupId>) -> Self {
+        Self { unlisted: first, ..self }
     }
 
-    fn is_quiet(&self, group: GroupId) -> bool {
-        self.quiet.is_some_and(|first| group >= first)
+    fn is_listed(&self, group: GroupId) -> bool {
+        self.unlisted.is_none_or(|first| group < first)
     }
 
     /// Adds a user to the namespace of a salt and an adapter, and returns its ID and root.
@@ -128,10 +129,7 @@ impl Ledger {
         fill: Fill,
     ) {
         self.namespaces.enter(content.namespace);
-        if self.is_quiet(group) {
-            return;
-        }
-        if fill == Fill::Full {
+        if fill == Fill::Full && self.is_listed(group) {
             self.block_written(group, block, content.key);
         }
         if fill != Fill::Partial && self.events.is_on() {
@@ -152,14 +150,14 @@ impl Ledger {
     }
     pub(super) fn block_removed(&mut self, group: GroupId, block: BlockId, removed: Removed) {
         self.content_left(group, block, removed);
-        if let Some(key) = removed.gone.filter(|_| !self.is_quiet(group)) {
+        if let Some(key) = removed.gone {
             self.events.push(EventKind::Removed { group, key, tier: Tier::Device });
         }
     }
     /// Does what [`Self::block_removed`] does, without an event.
     pub(super) fn content_left(&mut self, group: GroupId, block: BlockId, removed: Removed) {
         self.namespaces.leave(removed.namespace);
-        if self.is_quiet(group) {
+        if !self.is_listed(group) {
             return;
         }
         if !self.reads.blocks.is_empty() && self.reads.blocks.remove(&(group, block)) {
@@ -185,8 +183,6 @@ impl Ledger {
         is_taken
     }
     pub(super) fn block_updated(&mut self, group: GroupId, key: BlockKey, priority: Priority) {
-        if !self.is_quiet(group) {
-            self.events.push(EventKind::Updated { group, key, tier: Tier::Device, priority });
-        }
+        self.events.push(EventKind::Updated { group, key, tier: Tier::Device, priority });
     }
 }

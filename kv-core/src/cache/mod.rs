@@ -27,8 +27,8 @@ use crate::storage::KvStorage;
 pub use builder::KvCacheBuilder;
 use open::Written;
 pub use state::{
-    Admission, BlockDemand, BlockHold, CacheState, Import, ImportBlock, Pin, PinId, PrefixProbe,
-    ProbedBlock, SequenceText, StartOptions, Stats, StepInput, Usage,
+    Admission, BlockDemand, BlockHold, CacheState, GroupUsage, HitByKind, Import, ImportBlock, Pin,
+    PinId, PrefixProbe, ProbedBlock, SequenceText, StartOptions, Stats, StepInput, Usage,
 };
 pub use states::StateSlots;
 pub use step::Step;

@@ -25,6 +25,7 @@ pub struct StatesBuilder {
     drafts: u32,
     snapshots: u32,
     format: StateFormat,
+    per_path: Option<u32>,
     grid: u32,
 }
 
@@ -82,6 +83,13 @@ impl StatesBuilder {
         (self.snapshots, self.format) = (snapshots, format);
         self
     }
+    /// Bounds the snapshots along one text, from its beginning to its longest: no bound unless set.
+    /// Those go first that one text alone went on from, the shortest first.
+    #[must_use]
+    pub fn snapshots_per_path(mut self, most: u32) -> Self {
+        self.per_path = Some(most);
+        self
+    }
     /// Takes snapshots behind multiples of `tokens` tokens alone, for recurrences whose results
     /// depend on where chunks of a prompt end; every position unless set.
     #[must_use]
@@ -123,7 +131,11 @@ impl StatesBuilder {
         });
         let parts = parts.collect::<Result<Vec<_>, _>>()?;
         let planes = BlockPlanes::states(parts.iter().map(|part| part.layout))?;
-        Ok(SnapshotsSpec { count: self.snapshots, format: self.format, parts, planes })
+        if self.per_path == Some(0) {
+            return Err(SpecError::Zero { field: "snapshots of a path" });
+        }
+        let (count, format, per_path) = (self.snapshots, self.format, self.per_path);
+        Ok(SnapshotsSpec { count, format, per_path, parts, planes })
     }
 }
 
@@ -145,6 +157,7 @@ pub struct StatesSpec {
 pub struct SnapshotsSpec {
     count: u32,
     format: StateFormat,
+    per_path: Option<u32>,
     parts: Vec<StatePart>,
     planes: BlockPlanes,
 }
@@ -157,6 +170,10 @@ impl SnapshotsSpec {
     /// Returns the element type in which they are kept.
     pub fn format(&self) -> StateFormat {
         self.format
+    }
+    /// Returns the most snapshots along one text, `None` for any number.
+    pub fn per_path(&self) -> Option<u32> {
+        self.per_path
     }
     /// Returns the parts of a layer's state, as they are kept.
     pub fn parts(&self) -> &[StatePart] {

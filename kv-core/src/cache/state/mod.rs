@@ -5,6 +5,7 @@
 mod admission;
 mod begin;
 mod block_demand;
+mod by_kind;
 mod commit;
 mod history;
 mod hold;
@@ -47,6 +48,7 @@ use crate::reuse::NamespaceId;
 use crate::slot_map::SlotMap;
 use crate::spec::{CacheSpec, GroupSpec, Window};
 pub use admission::{Admission, BlockDemand};
+pub use by_kind::{GroupUsage, HitByKind};
 pub use hold::BlockHold;
 pub use import::{Import, ImportBlock};
 pub use input::StepInput;
@@ -279,7 +281,8 @@ fn state_groups(
             // A snapshot has the tokens of one block at most.
             let tokens = groups.first().invariant("a spec has a group").block_size();
             let policy = spec.eviction().policy(count, clock);
-            snapshots::Snapshots::new(id, BlockPool::new(id, count, tokens, policy))
+            let pool = BlockPool::new(id, count, tokens, policy);
+            snapshots::Snapshots::new(id, pool, snapshots.per_path())
         });
         states::StateGroup::new(of, group_id(first + index), snapshots)
     });
@@ -305,11 +308,11 @@ impl CacheState {
             });
             groups.push(Group::new(&spec, index, chain, &clock));
         }
-        let quiet = group_id(groups.len().min(254));
         let states = state_groups(&spec, &groups, &clock);
         let ledger = Ledger::new(encoding_key, spec.events()).with_changes(spec.changes());
+        let snapshots = (!states.is_empty()).then(|| group_id(groups.len() + states.len()));
         Self {
-            ledger: if states.is_empty() { ledger } else { ledger.with_quiet(quiet) },
+            ledger: ledger.without_changes_from(snapshots),
             states,
             stops: Vec::new(),
             chains,

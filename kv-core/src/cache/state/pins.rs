@@ -181,10 +181,13 @@ impl CacheState {
     /// Apply it, then the events from [`Snapshot::next_id`] on.
     pub fn snapshot(&self) -> Snapshot {
         let mut blocks = Vec::new();
-        for group in self.groups.iter() {
-            let full = group.pool.index().iter().filter(|block| !block.is_partial);
+        let rows = self.groups.iter().map(|group| (group.group_id(), &group.pool));
+        let states = self.states.iter().filter_map(|of| of.snapshots.as_ref());
+        let states = states.map(|snapshots| (snapshots.group(), &snapshots.pool));
+        for (group, pool) in rows.chain(states) {
+            let full = pool.index().iter().filter(|block| !block.is_partial);
             blocks.extend(full.map(|block| StoredBlock {
-                group: group.group_id(),
+                group,
                 key: block.key,
                 parent: block.parent,
                 index: block.index,

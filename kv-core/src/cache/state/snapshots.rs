@@ -25,6 +25,8 @@ pub(super) struct Snapshots {
     pub(super) pool: BlockPool,
     /// Number of sequences that went on from each, up to 255.
     uses: Vec<u8>,
+    /// The most along one text.
+    per_path: Option<u32>,
 }
 
 /// The keys that name snapshots: those of the blocks of a group.
@@ -38,9 +40,9 @@ pub(super) struct Names {
 const PASSED: Priority = Priority { level: Priority::DEFAULT_LEVEL - 1, duration: None };
 
 impl Snapshots {
-    pub(super) fn new(group: GroupId, pool: BlockPool) -> Self {
+    pub(super) fn new(group: GroupId, pool: BlockPool, per_path: Option<u32>) -> Self {
         let uses = vec![0; to_usize(pool.num_blocks())];
-        Self { group, pool, uses }
+        Self { group, pool, uses, per_path }
     }
 
     pub(super) fn group(&self) -> GroupId {
@@ -83,6 +85,37 @@ impl Snapshots {
             unwiped.note(self.group, block);
         }
         is_idle
+    }
+    /// Removes snapshots of the first `len` tokens of a text, but the longest, until there are no
+    /// more than a text may have: first those that one text alone went on from, then the others,
+    /// and of each kind the shortest first. Those with holders stay.
+    fn bound(
+        &mut self,
+        (history, names, len): (&mut History, &Names, u32),
+        ledger: &mut Ledger,
+        unwiped: &mut Unwiped,
+    ) {
+        let Some(most) = self.per_path else {
+            return;
+        };
+        let mut all = Vec::new();
+        let mut limit = Some(len);
+        while let Some((block, at)) = limit.and_then(|limit| self.longest(history, names, limit)) {
+            all.push(block);
+            limit = at.checked_sub(1);
+        }
+        let mut surplus = all.len().saturating_sub(to_usize(most));
+        if surplus == 0 {
+            return;
+        }
+        let is_shared = |block: &BlockId| self.uses.get(to_usize(block.0)).is_some_and(|n| *n > 1);
+        let shorter = all.iter().skip(1).rev().copied();
+        let (shared, passed): (Vec<_>, Vec<_>) = shorter.partition(is_shared);
+        for block in passed.into_iter().chain(shared) {
+            if surplus > 0 && self.forget_idle(block, ledger, unwiped) {
+                surplus -= 1;
+            }
+        }
     }
     /// Removes all snapshots from the index.
     pub(super) fn clear(&mut self, ledger: &mut Ledger, unwiped: &mut Unwiped) {
@@ -351,6 +384,7 @@ impl CacheState {
             let offered = snapshots.pool.offer(of.block, &content, (priority, Fill::Full), ledger);
             assert!(offered != Offered::Refused, "a snapshot is refused by its pool");
             snapshots.release(of.block, unwiped);
+            snapshots.bound((history, &names, of.len), ledger, unwiped);
         }
     }
 

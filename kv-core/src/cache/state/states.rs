@@ -3,6 +3,7 @@
 //! A step reads the slot of a sequence's state and writes the next states to others. The commit
 //! makes one of them the sequence's, and every other end of the step frees them: nothing is copied
 //! or restored. Forks share a slot, because nothing ever writes to one that a sequence has.
+use crate::cache::state::by_kind::GroupUsage;
 use crate::cache::state::input::bounded;
 use crate::cache::state::snapshots::Snapshots;
 use crate::cache::state::step_state::OpenStep;
@@ -131,6 +132,15 @@ impl StateGroup {
         if *holders == 0 {
             self.free.push(slot);
             unwiped.note(self.group, BlockId(slot));
+        }
+    }
+
+    /// Returns the fill of the slots.
+    pub(super) fn usage(&self) -> GroupUsage {
+        GroupUsage {
+            total: self.num_slots,
+            used: self.num_slots - to_u32(self.free.len()),
+            cached: 0,
         }
     }
 

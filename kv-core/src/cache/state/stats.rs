@@ -31,6 +31,13 @@ pub struct Stats {
     pub disk_hit_tokens: u64,
     /// The same from a store that other machines read too.
     pub store_hit_tokens: u64,
+    /// Tokens, of both kinds of hits, whose rows were cached and were computed again, because no
+    /// recurrent state was kept behind them.
+    pub stateless_tokens: u64,
+    /// Snapshots of recurrent states that became reusable, in all groups.
+    pub stored_snapshots: u64,
+    /// Evicted snapshots, in all groups.
+    pub evicted_snapshots: u64,
     /// Sequences that were preempted.
     pub preemptions: u64,
     /// Blocks copied because they are shared or in the index.
@@ -76,6 +83,11 @@ impl CacheState {
             stats.duplicate_blocks += pool.duplicates;
             stats.evictions += pool.evictions;
         }
+        for snapshots in self.states.iter().filter_map(|group| group.snapshots.as_ref()) {
+            let pool = snapshots.pool.stats();
+            stats.stored_snapshots += pool.stored;
+            stats.evicted_snapshots += pool.evictions;
+        }
         stats
     }
 
@@ -111,6 +123,10 @@ impl CacheState {
         *asked += u64::from(tokens);
         *hit += hits;
         self.stats.hit_blocks += blocks;
+        if !self.states.is_empty() {
+            let found = &self.lookup.found;
+            self.stats.stateless_tokens += u64::from(found.rows - found.tokens());
+        }
         self.stats.partial_hit_tokens += u64::from(self.lookup.found.part);
     }
 }

@@ -3,7 +3,8 @@ use super::*;
 use crate::DType;
 use crate::cache::state::{Admission, BlockDemand};
 use crate::error::BlocksExhausted;
-use crate::events::Tier;
+use crate::events::{EventKind, Tier};
+use crate::num::to_u32;
 use crate::spec::{StateFormat, StatesBuilder};
 
 const STATES: GroupId = GroupId(1);
@@ -243,4 +244,136 @@ fn imports_without_room_for_a_state_are_refused() {
     assert!(cache.reserve_import_with_state(&probe, 5).is_ok());
     assert_eq!(probe.state(0), None);
     assert_eq!(probe.state(9), None);
+}
+
+#[test]
+fn a_short_hit_has_its_reason() {
+    let mut cache = with_snapshots(8);
+    let (text, options) = ((0..14).collect::<Vec<u32>>(), StartOptions::default());
+    let hit = |cache: &KvCache<NullBackend>, text: &[u32]| {
+        let hit = cache.state().explain_hit(text, StartOptions::default());
+        assert_eq!(hit.tokens, cache.state().probe(text, StartOptions::default()));
+        (hit.tokens, hit.to_string())
+    };
+    assert_eq!(hit(&cache, &text), (0, "attention 0, state 0".to_owned()));
+    cache.start(SEQ[0], &text, options).unwrap();
+    compute(&mut cache, SEQ[0], &text);
+    assert_eq!(hit(&cache, &text), (0, "attention 12, state 0".to_owned()));
+    cache.release(SEQ[0]).unwrap();
+    let more = [&text[..], &[1, 2]].concat();
+    assert_eq!(hit(&cache, &more), (14, "attention 14, state 14".to_owned()));
+    let branch = [&text[..9], &[50, 51]].concat();
+    assert_eq!(hit(&cache, &branch), (0, "attention 9, state 0".to_owned()));
+    cache.start(SEQ[0], &branch, options).unwrap();
+    let stats = cache.state().stats();
+    assert_eq!((stats.stateless_tokens, stats.stored_snapshots), (9, 2));
+    let rows = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(4, 8).build().unwrap();
+    let rows = KvCache::new(NullBackend::new(), rows).unwrap();
+    assert_eq!(hit(&rows, &text), (0, "attention 0".to_owned()));
+}
+
+#[test]
+fn groups_have_their_own_fill() {
+    let mut cache = with_snapshots(3);
+    let usage = |cache: &KvCache<NullBackend>, group| {
+        let usage = cache.state().group_usage(GroupId(group))?;
+        Some([usage.total, usage.used, usage.cached])
+    };
+    assert_eq!(usage(&cache, 0), Some([32, 0, 0]));
+    cache.start(SEQ[0], &[5; 9], StartOptions::default()).unwrap();
+    compute(&mut cache, SEQ[0], &[5; 9]);
+    assert_eq!([usage(&cache, 0), usage(&cache, 1)], [Some([32, 3, 0]), Some([7, 1, 0])]);
+    cache.release(SEQ[0]).unwrap();
+    assert_eq!([usage(&cache, 1), usage(&cache, 2)], [Some([7, 0, 0]); 2]);
+    assert_eq!([usage(&cache, 3), usage(&cache, 4)], [Some([3, 0, 1]); 2]);
+    cache.start(SEQ[0], &[5; 12], StartOptions::default()).unwrap();
+    assert_eq!(usage(&cache, 4), Some([3, 1, 0]), "a sequence goes on from it");
+    assert_eq!(usage(&cache, 5), None);
+}
+
+#[test]
+fn snapshots_are_announced_as_groups_of_their_own() {
+    let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dim(4).paged(4, 32).events(64);
+    let spec = spec
+        .changes(64)
+        .states([1], |states| states.part([3], DType::F32).slots(4).snapshots(1, StateFormat::F16));
+    let mut cache = KvCache::new(NullBackend::new(), spec.build().unwrap()).unwrap();
+    let mut known = std::collections::BTreeSet::new();
+    for first in 0..3 {
+        let text: Vec<u32> = (0..6).map(|at| first * 100 + at).collect();
+        cache.start(SEQ[0], &text, StartOptions::default()).unwrap();
+        let mut step = cache.begin_step(&[StepInput::tokens(SEQ[0], &text)]).unwrap();
+        write_states(&mut step);
+        step.commit().unwrap();
+        cache.release(SEQ[0]).unwrap();
+        for event in cache.take_events() {
+            match event.kind {
+                EventKind::Stored(of) if of.group == GroupId(2) => {
+                    assert_eq!((of.index, &of.tokens[..]), (1, &text[4..]));
+                    assert!(known.insert(of.key));
+                }
+                EventKind::Removed { group: GroupId(2), key, .. } => assert!(known.remove(&key)),
+                EventKind::Stored(of) => assert_eq!((of.group, of.tokens.len()), (GroupId(0), 4)),
+                other => panic!("{other:?}"),
+            }
+        }
+        let snapshot = cache.state().snapshot();
+        let states = snapshot.blocks.iter().filter(|of| of.group == GroupId(2));
+        assert_eq!(states.map(|of| of.key).collect::<std::collections::BTreeSet<_>>(), known);
+        assert_eq!(known.len(), 1, "there is room for one");
+    }
+    assert_eq!(cache.state().stats().evicted_snapshots, 2);
+    let mut changes = Vec::new();
+    assert!(cache.drain_changes(&mut changes));
+    assert!(changes.iter().all(|change| change.group == GroupId(0)) && changes.len() == 3);
+}
+
+#[test]
+fn a_path_has_no_more_snapshots_than_its_bound() {
+    let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dim(4).paged(4, 64);
+    let spec = spec.states([1], |states| {
+        let states = states.part([3], DType::F32).slots(4).snapshots(40, StateFormat::F16);
+        states.snapshots_per_path(3)
+    });
+    let spec = spec.build().unwrap();
+    assert_eq!(spec.states()[0].snapshots().unwrap().per_path(), Some(3));
+    let mut cache = KvCache::new(NullBackend::new(), spec).unwrap();
+    let run = |cache: &mut KvCache<NullBackend>, text: &[u32], stops: &[u32]| {
+        let options = StartOptions::default().with_stops(stops);
+        let mut at = cache.start(SEQ[0], text, options).unwrap();
+        let reused = at;
+        while at < to_u32(text.len()) {
+            let end = cache.state().next_stop(SEQ[0]).unwrap_or(to_u32(text.len()));
+            let range = usize::try_from(at).unwrap()..usize::try_from(end).unwrap();
+            let new = &text[range];
+            let mut step = cache.begin_step(&[StepInput::tokens(SEQ[0], new)]).unwrap();
+            write_states(&mut step);
+            step.commit().unwrap();
+            at = end;
+        }
+        cache.release(SEQ[0]).unwrap();
+        reused
+    };
+    let text: Vec<u32> = (0..30).collect();
+    let has = |cache: &KvCache<NullBackend>| -> Vec<u32> {
+        let probe = cache.state().probe_keys(&[&text[..], &[0]].concat(), &StartOptions::default());
+        let mut limit = 30;
+        let mut all = Vec::new();
+        while let Some((at, _)) = cache.state().find_snapshots(&probe, limit) {
+            all.insert(0, at);
+            limit = at - 1;
+        }
+        all
+    };
+    run(&mut cache, &text[..10], &[3, 5, 7]);
+    assert_eq!(has(&cache), [7, 9, 10]);
+    // Two other texts go on from 7, so that it stays; 10 has one.
+    for other in [100, 200] {
+        assert_eq!(run(&mut cache, &[&text[..7], &[other, other + 1]].concat(), &[]), 7);
+    }
+    assert_eq!(run(&mut cache, &text[..20], &[]), 10);
+    assert_eq!(has(&cache), [7, 19, 20]);
+    assert_eq!(run(&mut cache, &text[..25], &[]), 20);
+    assert_eq!(has(&cache), [7, 24, 25]);
+    assert!(cache.state().group_usage(GroupId(2)).unwrap().cached > 5, "others keep theirs");
 }

@@ -59,6 +59,16 @@ fn operate(
                 }
             }
         }
+        5 if known.contains(&id) && rng.one_in(2) => {
+            if rng.one_in(3) {
+                faults.fail(u64::from(rng.below(6)), rng.pick(&FaultKind::ALL));
+            }
+            let kept = run.cache.keep_state(id);
+            if !(faults.clear() && matches!(kept, Err(CacheError::Device(_)))) {
+                kept?;
+            }
+        }
+        6 if known.contains(&id) && rng.one_in(2) => run.cache.add_stop(id, rng.below(40))?,
         _ => step_of_some(run, faults, rng, known)?,
     }
     if rng.one_in(4) { run.check() } else { Ok(()) }
@@ -105,7 +115,8 @@ pub(super) fn random_with_snapshots(backend: &AnyBackend) -> CaseResult {
         // So few snapshots and blocks that most are evicted.
         let states = move |states: StatesBuilder| {
             let grid = if seed % 3 == 2 { 3 } else { 1 };
-            states.slots(24).drafts(2).snapshots(10, StateFormat::Same).grid(grid)
+            let states = states.slots(24).drafts(2).snapshots(10, StateFormat::Same).grid(grid);
+            if seed % 2 == 1 { states.snapshots_per_path(2) } else { states }
         };
         let mut run = Recurrence::new(&device, spec_with(&device, states, 48)?)?;
         let mut rng = Rng::new(seed);
