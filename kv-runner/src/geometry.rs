@@ -1,9 +1,11 @@
-//! The rows that a decoder keeps per token and layer, read from a `config.json` or a GGUF file.
+//! The rows that a decoder keeps per token and layer, and the recurrent states that it keeps per
+//! sequence, read from a `config.json` or a GGUF file.
 //!
 //! Lenient in fields that a cache does not depend on, so that more models can be planned than run.
 pub(crate) mod config;
 pub(crate) mod gguf;
 pub(crate) mod layers;
+mod states;
 #[cfg(test)]
 mod tests;
 
@@ -17,6 +19,7 @@ use crate::gguf::Head;
 use crate::num::to_usize;
 use crate::object::field_error;
 use crate::text_file::read_text;
+pub use states::{LayerStates, StatePart};
 
 /// The rows that one layer keeps per token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
@@ -44,6 +47,10 @@ pub struct ModelGeometry {
     pub num_layers: u32,
     /// One entry per layer with its own KV cache, in order.
     pub layers: Vec<LayerGeometry>,
+    /// Index in the model of every entry of `layers`.
+    pub layer_indices: Vec<u32>,
+    /// One entry per layer with a recurrent state, in order. A layer may have rows too.
+    pub states: Vec<LayerStates>,
     /// Tokens per sequence, if the file gives it.
     pub context: Option<u32>,
     /// Notes about the figures.
@@ -81,8 +88,8 @@ impl ModelGeometry {
         } else if k != v {
             let problem = format!("is {v}, but K has {k}: expected one size of both");
             return Err(field_error(dim_v, problem));
-        } else if self.layers.len() != to_usize(self.num_layers) {
-            let (own, all) = (self.layers.len(), self.num_layers);
+        } else if self.kept_layers() != to_usize(self.num_layers) {
+            let (own, all) = (self.kept_layers(), self.num_layers);
             format!("are {all}, of which {own} have K and V of their own: expected all of them")
         } else if let Some(other) = self.layers.iter().find(differs) {
             let heads = |layer: &LayerGeometry| {
@@ -93,6 +100,26 @@ impl ModelGeometry {
             return Ok(*first);
         };
         Err(field_error("the layers of the model".to_owned(), problem))
+    }
+
+    /// Returns the number of layers that keep rows or a state.
+    fn kept_layers(&self) -> usize {
+        let states = self.states.iter().map(|of| of.layer);
+        let kept: HashSet<_> = self.layer_indices.iter().copied().chain(states).collect();
+        kept.len()
+    }
+
+    /// Returns the different states of layers, in the order of their first layer, with the layers
+    /// of each.
+    pub fn state_kinds(&self) -> Vec<(&[StatePart], Vec<u32>)> {
+        let mut kinds: Vec<(&[StatePart], Vec<u32>)> = Vec::new();
+        for LayerStates { layer, parts } in &self.states {
+            match kinds.iter_mut().find(|(known, _)| known == parts) {
+                Some((_, layers)) => layers.push(*layer),
+                None => kinds.push((parts, vec![*layer])),
+            }
+        }
+        kinds
     }
 
     /// Returns kinds of layers in the order of their first layer, with the number of layers of
@@ -109,17 +136,14 @@ impl ModelGeometry {
     }
 }
 
-/// Note about models that have attention and a state-space part in every layer.
-const BESIDE_STATE_SPACE: &str =
-    "every layer has a state-space part too: it does not grow and is not counted";
 /// Note about models whose queries see the tokens of one chunk.
 const CHUNKED: &str = "chunked attention is counted as a window as long as a chunk";
 /// Longest window and context; a longer window means none.
 const LEN_MAX: u32 = u32::MAX >> 2;
 /// Upper limit of counts in a file, so that products of a few fit into `u64`.
 pub(crate) const COUNT_MAX: u32 = 1 << 20;
-/// The reason for which a model without attention layers has no cache.
-const NO_LAYER: &str = "no layer of the model has attention with a cache of its own";
+/// The reason for which a model has no cache.
+const NO_LAYER: &str = "no layer of the model has attention with a cache of its own, or a state";
 /// Most layers of a cache.
 pub(crate) const LAYERS_MAX: u32 = 65_535;
 
@@ -150,6 +174,53 @@ fn per_layer<T>(field: String, list: Vec<T>, num_layers: u32) -> Result<Vec<T>, 
 /// Returns whether the layer is the last one of its period.
 fn is_last(index: u32, period: u32) -> bool {
     (index + 1).is_multiple_of(period)
+}
+
+/// The rows and the states of a model's layers.
+struct Kept {
+    /// Index of the layer, and its rows.
+    rows: Vec<(u32, LayerGeometry)>,
+    states: Vec<LayerStates>,
+}
+
+impl Kept {
+    /// Collects what layers keep: of each its index, its rows, and whether it is recurrent.
+    fn of(
+        layers: impl Iterator<Item = (u32, Option<LayerGeometry>, bool)>,
+        found: Option<&states::Found>,
+    ) -> Self {
+        let (mut rows, mut states) = (Vec::new(), Vec::new());
+        for (layer, own, is_recurrent) in layers {
+            rows.extend(own.map(|own| (layer, own)));
+            let has_state = |(parts, of): &&states::Found| {
+                !parts.is_empty() && (is_recurrent || *of == states::Layers::All)
+            };
+            if let Some((parts, _)) = found.filter(has_state) {
+                states.push(LayerStates { layer, parts: parts.clone() });
+            }
+        }
+        Self { rows, states }
+    }
+
+    /// Refuses a model of which nothing is kept.
+    fn check(&self) -> Result<(), ConfigError> {
+        if self.rows.is_empty() && self.states.is_empty() {
+            return Err(ConfigError::NoCache { why: NO_LAYER });
+        }
+        Ok(())
+    }
+
+    fn into_geometry(
+        self,
+        architecture: String,
+        num_layers: u32,
+        context: Option<u32>,
+        notes: Vec<String>,
+    ) -> ModelGeometry {
+        let (layer_indices, layers) = self.rows.into_iter().unzip();
+        let states = self.states;
+        ModelGeometry { architecture, num_layers, layers, layer_indices, states, context, notes }
+    }
 }
 
 /// Heads of the layers with attention.
@@ -190,7 +261,7 @@ fn check_attention(
 ) -> Result<(), ConfigError> {
     let is_of = |list: &str| list.split_whitespace().any(|name| name == architecture);
     if is_of(state_space) {
-        let why = "the model has no attention, what it keeps of a sequence does not grow";
+        let why = "the model has no attention, and what it keeps of a sequence is not known";
         Err(ConfigError::NoCache { why })
     } else if is_of(encoders) {
         Err(ConfigError::NoCache { why: "the model is an encoder" })

@@ -55,7 +55,7 @@ use kv::num;
 pub use cache::{CacheOptions, Layout, blocks_of};
 pub use config::ModelConfig;
 pub use error::{ConfigError, Error, ForeignError, TextError, WeightError};
-pub use geometry::{LayerGeometry, ModelGeometry};
+pub use geometry::{LayerGeometry, LayerStates, ModelGeometry, StatePart};
 pub use model::Decoder;
 pub use text::{Encoded, TextStream, Tokenizer, check_vocabulary};
 pub use text_file::read_text;

@@ -8,8 +8,8 @@ use serde_json::Value;
 
 use super::layers::{self, Use};
 use super::{
-    COUNT_MAX, LAYERS_MAX, LEN_MAX, LayerGeometry, ModelGeometry, NO_LAYER, Rows, bounded,
-    check_attention, divide, note_of_shared, per_layer,
+    COUNT_MAX, Kept, LAYERS_MAX, LEN_MAX, LayerGeometry, ModelGeometry, Rows, bounded,
+    check_attention, divide, note_of_others, note_of_shared, per_layer, states,
 };
 use crate::error::{ConfigError, Error};
 use crate::num::to_usize;
@@ -53,7 +53,7 @@ pub(super) fn geometry(outer: Object<'_>) -> Result<ModelGeometry, ConfigError> 
     let text = text.with_defaults(defaults(&architecture, has_text_part(&outer)));
     let is_t5 = architecture.ends_with("t5") || text.has("num_decoder_layers");
     let is_pair = text.flag("is_encoder_decoder")?.unwrap_or(false) || text.has("decoder_layers");
-    let (num_layers, layers) = if is_t5 || is_pair {
+    let (num_layers, kept) = if is_t5 || is_pair {
         notes.push(
             "an encoder and a decoder: self-attention of the decoder is counted; what its cross \
              attention keeps grows with the input and is not"
@@ -63,16 +63,14 @@ pub(super) fn geometry(outer: Object<'_>) -> Result<ModelGeometry, ConfigError> 
     } else {
         decoder(&text, &architecture, &mut notes)?
     };
-    if layers.is_empty() {
-        return Err(ConfigError::NoCache { why: NO_LAYER });
-    }
+    kept.check()?;
     if architecture.is_empty() {
         notes.push("the file names no model_type: planned from its fields".to_owned());
     } else if !(is_t5 || is_pair || KNOWN.split_whitespace().any(|name| name == architecture)) {
         notes.push(format!("model_type {architecture:?} is unknown: planned from its fields"));
     }
     let context = context(&text)?.or(context(&outer)?);
-    Ok(ModelGeometry { architecture, num_layers, layers, context, notes })
+    Ok(kept.into_geometry(architecture, num_layers, context, notes))
 }
 
 /// Reads the object that describes a decoder of a known architecture.
@@ -81,9 +79,8 @@ pub(crate) fn of_decoder(
     architecture: &str,
 ) -> Result<ModelGeometry, ConfigError> {
     let mut notes = Vec::new();
-    let (num_layers, layers) = decoder(text, architecture, &mut notes)?;
-    let architecture = architecture.to_owned();
-    Ok(ModelGeometry { architecture, num_layers, layers, context: context(text)?, notes })
+    let (num_layers, kept) = decoder(text, architecture, &mut notes)?;
+    Ok(kept.into_geometry(architecture.to_owned(), num_layers, context(text)?, notes))
 }
 
 fn name<'a>(keys: &Object<'a>) -> Option<&'a str> {
@@ -119,8 +116,8 @@ fn context(keys: &Object<'_>) -> Result<Option<u32>, ConfigError> {
     bounded(key, whole(keys.name(key), value)?, LEN_MAX).map(Some)
 }
 
-/// The number of layers, and those with a cache.
-type Layers = (u32, Vec<LayerGeometry>);
+/// The number of layers, and what they keep.
+type Layers = (u32, Kept);
 
 fn encoder_decoder(
     keys: &Object<'_>,
@@ -146,7 +143,8 @@ fn encoder_decoder(
         window: None,
         is_latent: false,
     };
-    Ok((num_layers, vec![kind; to_usize(num_layers)]))
+    let rows = (0..num_layers).map(|layer| (layer, kind)).collect();
+    Ok((num_layers, Kept { rows, states: Vec::new() }))
 }
 
 fn decoder(
@@ -156,20 +154,31 @@ fn decoder(
 ) -> Result<Layers, ConfigError> {
     let num_layers = keys.required_count(&LAYERS, notes)?;
     let num_layers = bounded("num_hidden_layers", num_layers.into(), LAYERS_MAX)?;
-    let (mut uses, others) = layers::uses(keys, architecture, num_layers, notes)?;
-    notes.extend(others);
-    let rows = Rows::read(keys, architecture, num_layers, notes)?;
+    let mut uses = layers::uses(keys, architecture, num_layers, notes)?;
+    let has_attention = |layer: &Use| matches!(layer, Use::Attention { .. });
+    let attention = uses.iter().filter(|layer| has_attention(layer)).count();
+    // A model without attention needs no heads.
+    let rows = (attention > 0).then(|| Rows::read(keys, architecture, num_layers, notes));
+    let rows = rows.transpose()?;
+    let found = states::of_config(keys, architecture, notes)?;
+    if found.is_none() {
+        notes.extend(note_of_others(attention, num_layers, layers::others(keys, architecture)));
+    }
     let shared = match keys.number("num_kv_shared_layers")? {
         Some(shared) => shared,
         None => keys.count(&["num_kv_shared_layers"], notes)?.unwrap_or(0),
     };
     notes.extend(note_of_shared(shared, num_layers));
     uses.truncate(to_usize(num_layers.saturating_sub(shared)));
-    let kinds = uses.iter().zip(0..).filter_map(|(layer, index)| match layer {
-        Use::Attention { window } => rows.layer(index, *window),
-        Use::None => None,
+    let kept = uses.iter().zip(0_u32..).map(|(layer, index)| match layer {
+        Use::Attention { window } => {
+            let layer = rows.as_ref().and_then(|rows| rows.layer(to_usize(index), *window));
+            (index, layer, false)
+        }
+        Use::Recurrent => (index, None, true),
+        Use::None => (index, None, false),
     });
-    Ok((num_layers, kinds.collect()))
+    Ok((num_layers, Kept::of(kept, found.as_ref())))
 }
 
 impl Rows {
@@ -277,7 +286,8 @@ fn head_dim(
     // Configurations of these types leave it out if it has the usual value.
     let usual = match architecture {
         "qwen3" | "qwen3_moe" if !keys.has("head_dim") => Some(128),
-        "gemma" | "gemma2" | "gemma3_text" | "gemma3n_text" | "qwen3_next" => Some(256),
+        "gemma" | "gemma2" | "gemma3_text" | "gemma3n_text" | "qwen3_next" | "qwen3_5"
+        | "qwen3_5_text" | "qwen3_5_moe" | "qwen3_5_moe_text" => Some(256),
         _ => None,
     };
     if let Some(dim) = usual {

@@ -1,14 +1,17 @@
 //! Reads the geometry of a GGUF file from its metadata.
 use super::{
-    BESIDE_STATE_SPACE, CHUNKED, COUNT_MAX, LAYERS_MAX, LEN_MAX, ModelGeometry, NO_LAYER, Rows,
-    bounded, check_attention, divide, is_last, note_of_others, note_of_shared, per_layer,
+    CHUNKED, COUNT_MAX, Kept, LAYERS_MAX, LEN_MAX, ModelGeometry, Rows, bounded, check_attention,
+    divide, is_last, note_of_others, note_of_shared, per_layer, states,
 };
 use crate::error::ConfigError;
 use crate::gguf::Metadata;
 use crate::num::to_usize;
 
-/// Architectures without attention.
-const STATE_SPACE: &str = "mamba mamba2 rwkv6 rwkv6qwen2 rwkv7 arwkv7 rwkv";
+/// Architectures without attention whose states are known.
+const RECURRENT: [&str; 2] = ["mamba", "mamba2"];
+
+/// Architectures without attention whose states are not known.
+const STATE_SPACE: &str = "rwkv6 rwkv6qwen2 rwkv7 arwkv7 rwkv";
 
 /// Encoders, which read a whole text at once.
 const ENCODERS: &str = "
@@ -50,7 +53,8 @@ pub(crate) fn read(metadata: &Metadata<'_>) -> Result<ModelGeometry, ConfigError
     let mut notes = Vec::new();
     let blocks = metadata.required("block_count")?;
     let num_layers = bounded(&metadata.key("block_count"), blocks.into(), LAYERS_MAX)?;
-    let rows = rows(metadata, num_layers)?;
+    let is_recurrent = RECURRENT.contains(&architecture);
+    let rows = (!is_recurrent).then(|| rows(metadata, num_layers)).transpose()?;
     let windows = windows(metadata, num_layers)?;
     if architecture == "llama4" {
         notes.push(CHUNKED.to_owned());
@@ -58,28 +62,40 @@ pub(crate) fn read(metadata: &Metadata<'_>) -> Result<ModelGeometry, ConfigError
     let has_attention = attention_layers(metadata)?;
     let shared = metadata.count("attention.shared_kv_layers")?.unwrap_or(0);
     notes.extend(note_of_shared(shared, num_layers));
-    let keeps = |index: &u32| has_attention.is_none_or(|period| is_last(*index, period));
-    let layers: Vec<_> = (0..num_layers.saturating_sub(shared))
-        .filter(keeps)
-        .map(to_usize)
-        .filter_map(|index| rows.layer(index, windows.get(index).copied().flatten()))
-        .collect();
-    if layers.is_empty() {
-        return Err(ConfigError::NoCache { why: NO_LAYER });
-    }
-    if architecture == "falcon-h1" {
-        notes.push(BESIDE_STATE_SPACE.to_owned());
-    }
+    let attends = |index| has_attention.is_none_or(|period| is_last(index, period));
+    let is_idle = idle_layers(metadata, num_layers)?;
     let without_shared = num_layers.saturating_sub(shared);
-    let others = "state-space layers or have no attention";
-    notes.extend(note_of_others(layers.len(), without_shared, others));
+    let layer = |layer| {
+        let index = to_usize(layer);
+        let window = windows.get(index).copied().flatten();
+        let rows = rows.as_ref().filter(|_| attends(layer));
+        let rows = rows.and_then(|rows| rows.layer(index, window));
+        (layer, rows, rows.is_none() && is_idle.get(index) != Some(&true))
+    };
+    let found = states::of_gguf(metadata)?;
+    let kept = Kept::of((0..without_shared).map(layer), found.as_ref());
+    kept.check()?;
+    if found.is_none() {
+        let others = "state-space layers or have no attention";
+        notes.extend(note_of_others(kept.rows.len(), without_shared, others));
+    }
     if metadata.has("decoder_block_count") || architecture == "t5" {
         notes.push("an encoder and a decoder: cross attention is not counted".to_owned());
     }
     let context = metadata.count("context_length")?.filter(|context| *context > 0);
     let context = context.map(|context| context.min(LEN_MAX));
-    let architecture = architecture.to_owned();
-    Ok(ModelGeometry { architecture, num_layers, layers, context, notes })
+    Ok(kept.into_geometry(architecture.to_owned(), num_layers, context, notes))
+}
+
+/// Returns the layers that are an MLP alone, in models that have such layers.
+fn idle_layers(metadata: &Metadata<'_>, num_layers: u32) -> Result<Vec<bool>, ConfigError> {
+    let architecture = metadata.architecture();
+    if !["nemotron_h", "nemotron_h_moe"].contains(&architecture) {
+        return Ok(Vec::new());
+    }
+    let widths = by_layer(metadata, "feed_forward_length", num_layers)?;
+    let widths = widths.ok_or(ConfigError::Missing { field: "feed_forward_length" })?;
+    Ok(widths.into_iter().map(|width| width > 0).collect())
 }
 
 fn rows(metadata: &Metadata<'_>, num_layers: u32) -> Result<Rows, ConfigError> {

@@ -1,10 +1,7 @@
 //! Finds the layers of a model with attention, and those of them with a window.
 use serde_json::Value;
 
-use super::{
-    BESIDE_STATE_SPACE, CHUNKED, COUNT_MAX, LEN_MAX, bounded, divide, is_last, note_of_others,
-    per_layer,
-};
+use super::{CHUNKED, COUNT_MAX, LEN_MAX, bounded, divide, is_last, per_layer};
 use crate::error::ConfigError;
 use crate::num::{to_u32, to_usize};
 use crate::object::{Object, whole, wrong};
@@ -14,7 +11,9 @@ use crate::object::{Object, whole, wrong};
 pub(crate) enum Use {
     /// Attention over all tokens, or over the last `window`.
     Attention { window: Option<u32> },
-    /// No attention: a state of constant size, or no memory.
+    /// A recurrence, whose state does not grow.
+    Recurrent,
+    /// Neither: no memory, or one that is not known.
     None,
 }
 
@@ -26,16 +25,17 @@ enum ListedKind {
     Chunked,
     /// Attention, with a window or not.
     Attention,
+    Recurrent,
     Other,
 }
 
-/// Returns the uses of all layers, and a note about those without attention.
+/// Returns the uses of all layers.
 pub(crate) fn uses(
     keys: &Object<'_>,
     architecture: &str,
     num_layers: u32,
     notes: &mut Vec<String>,
-) -> Result<(Vec<Use>, Option<String>), ConfigError> {
+) -> Result<Vec<Use>, ConfigError> {
     let listed_kinds = match listed_kinds(keys, num_layers)? {
         Some(listed_kinds) => listed_kinds,
         None => by_rule(keys, architecture, num_layers)?,
@@ -52,24 +52,17 @@ pub(crate) fn uses(
             ListedKind::Sliding => Use::Attention { window: windows.size },
             ListedKind::Chunked => Use::Attention { window: windows.chunk.or(windows.size) },
             ListedKind::Attention => Use::Attention { window: windows.of(index) },
+            ListedKind::Recurrent => Use::Recurrent,
             ListedKind::Other => Use::None,
         })
         .collect();
-    let kept = uses.iter().filter(|layer| **layer != Use::None).count();
-    let mut note = note_of_others(kept, num_layers, others(keys, architecture));
-    if architecture == "falcon_h1" {
-        note = Some(BESIDE_STATE_SPACE.to_owned());
-    }
-    Ok((uses, note))
+    Ok(uses)
 }
 
-/// Names the kind of the layers without attention.
-fn others(keys: &Object<'_>, architecture: &str) -> &'static str {
+/// Names the kind of the layers whose memory is not counted.
+pub(crate) fn others(keys: &Object<'_>, architecture: &str) -> &'static str {
     match architecture {
         "mllama_text_model" => "cross attention to pictures",
-        "qwen3_next" | "minimax" | "minimax_text_01" | "kimi_linear" => "linear attention",
-        "lfm2" | "lfm2_moe" => "convolutions",
-        "recurrent_gemma" => "recurrent",
         _ if keys.has("block_configs") => "without attention",
         _ => "state-space layers or have no attention",
     }
@@ -94,11 +87,16 @@ fn listed_kinds(
         return Ok(Some(list.into_iter().cycle().take(to_usize(num_layers)).collect()));
     }
     if let Some(pattern) = keys.text("hybrid_override_pattern") {
-        let layer = |letter| if letter == '*' { ListedKind::Full } else { ListedKind::Other };
+        let layer = |letter| match letter {
+            '*' => ListedKind::Full,
+            'M' => ListedKind::Recurrent,
+            // An MLP, or experts.
+            _ => ListedKind::Other,
+        };
         return check("hybrid_override_pattern", pattern.chars().map(layer).collect());
     }
     if let Some(list) = keys.numbers("attn_type_list")? {
-        let layer = |kind| if kind == 1 { ListedKind::Attention } else { ListedKind::Other };
+        let layer = |kind| if kind == 1 { ListedKind::Attention } else { ListedKind::Recurrent };
         return check("attn_type_list", list.into_iter().map(layer).collect());
     }
     if let Some(types) = keys.list("attention_types")? {
@@ -118,10 +116,10 @@ fn layer_type(key: &str, value: &Value) -> Result<ListedKind, ConfigError> {
         }
         Some("chunked_attention") => Ok(ListedKind::Chunked),
         Some("attention" | "hybrid" | "attn") => Ok(ListedKind::Attention),
-        Some(
-            "linear_attention" | "mamba" | "mamba2" | "conv" | "recurrent" | "ssm" | "m" | "moe"
-            | "mlp",
-        ) => Ok(ListedKind::Other),
+        Some("linear_attention" | "mamba" | "mamba2" | "conv" | "recurrent" | "ssm" | "m") => {
+            Ok(ListedKind::Recurrent)
+        }
+        Some("moe" | "mlp") => Ok(ListedKind::Other),
         _ => {
             Err(wrong(key.to_owned(), value, "the name of a kind of layer, such as full_attention"))
         }
@@ -158,17 +156,18 @@ fn layers_by_index(
     num_layers: u32,
 ) -> Result<Option<Vec<ListedKind>>, ConfigError> {
     let all = 0..num_layers;
-    let of = |has: &dyn Fn(u32) -> bool, yes| {
-        let layer = |index| if has(index) { yes } else { ListedKind::Other };
-        Some(all.clone().map(layer).collect())
+    let of_two = |has: &dyn Fn(u32) -> bool, yes, no| {
+        Some(all.clone().map(|index| if has(index) { yes } else { no }).collect())
     };
+    let of = |has: &dyn Fn(u32) -> bool, yes| of_two(has, yes, ListedKind::Recurrent);
     for key in ["attn_layer_indices", "full_attn_idxs", "hybrid_layer_ids"] {
         if let Some(list) = keys.numbers(key)? {
             return Ok(of(&|index| list.contains(&index), ListedKind::Attention));
         }
     }
     if let Some(list) = keys.numbers("cross_attention_layers")? {
-        return Ok(of(&|index| !list.contains(&index), ListedKind::Full));
+        let is_own = |index| !list.contains(&index);
+        return Ok(of_two(&is_own, ListedKind::Full, ListedKind::Other));
     }
     if let Some(linear) = keys.object("linear_attn_config")? {
         // Numbered from 1.
@@ -206,9 +205,12 @@ fn by_rule(
         Ok::<_, ConfigError>(rotating(keys, num_layers)?.into_iter().map(kind).collect())
     };
     Ok(match architecture {
-        "qwen3_next" => {
-            all.map(|i| if is_last(i, 4) { ListedKind::Full } else { ListedKind::Other }).collect()
+        "qwen3_next" | "qwen3_5" | "qwen3_5_text" | "qwen3_5_moe" | "qwen3_5_moe_text"
+        | "olmo_hybrid" => {
+            let kind = |i| if is_last(i, 4) { ListedKind::Full } else { ListedKind::Recurrent };
+            all.map(kind).collect()
         }
+        "mamba" | "mamba2" | "falcon_mamba" => all.map(|_| ListedKind::Recurrent).collect(),
         // Layers without a rotary embedding see all tokens, the others their chunk.
         "llama4_text" | "llama4" => by_rotation(ListedKind::Full, ListedKind::Chunked)?,
         "smollm3" => by_rotation(ListedKind::Sliding, ListedKind::Full)?,

@@ -136,7 +136,13 @@ fn a_damaged_head_is_an_answer_or_a_refusal() {
 fn models_without_a_cache_and_invalid_ones_are_refused() {
     let n = Value::U32;
     for (architecture, keys, words) in [
-        ("mamba", &[][..], "no attention"),
+        ("rwkv7", &[][..], "no attention"),
+        ("mamba", &[("block_count", n(2))], "no layer of the model has attention"),
+        (
+            "mamba",
+            &[("block_count", n(2)), ("ssm.conv_kernel", n(4))],
+            "mamba.ssm.inner_size is missing",
+        ),
         ("bert", &[], "an encoder"),
         ("llama", &[], "llama.block_count is missing"),
         ("llama", &[("block_count", n(0))], "llama.block_count is 0"),
@@ -164,5 +170,71 @@ fn models_without_a_cache_and_invalid_ones_are_refused() {
     ] {
         let error = format!("{:#}", read(architecture, keys).expect_err(words));
         assert!(error.contains(words), "{architecture}: {error}");
+    }
+}
+
+#[test]
+fn states_are_read_from_every_kind_of_file() {
+    let n = Value::U32;
+    let heads = [
+        ("block_count", n(8)),
+        ("embedding_length", n(1024)),
+        ("attention.head_count", n(8)),
+        ("attention.head_count_kv", n(2)),
+    ];
+    let by_layer = |kv_heads: &[u32]| {
+        let mut keys = heads.to_vec();
+        keys[3].1 = list(kv_heads);
+        keys
+    };
+    let ssm = [
+        ("ssm.conv_kernel", n(4)),
+        ("ssm.inner_size", n(2048)),
+        ("ssm.state_size", n(64)),
+        ("ssm.time_step_rank", n(32)),
+        ("ssm.group_count", n(4)),
+    ];
+    let ring = [2, 0, 0, 2, 0, 0, 0, 0];
+    let mlps = ("feed_forward_length", list(&[0, 96, 0, 0, 96, 0, 96, 0]));
+    let kimi = [
+        ("attention.kv_lora_rank", n(512)),
+        ("rope.dimension_count", n(64)),
+        ("kda.head_dim", n(128)),
+    ];
+    let of = |keys: &[(&'static str, Value)], more: &[&[(&'static str, Value)]]| {
+        keys.iter().chain(more.iter().copied().flatten()).cloned().collect::<Vec<_>>()
+    };
+    let matrix = |window: &[u32], matrix: &[u32]| vec![window.to_vec(), matrix.to_vec()];
+    for (architecture, keys, layers, parts) in [
+        // Every fourth layer attends; the heads of values have 64 of 2048.
+        ("qwen35", of(&heads, &[&ssm]), 6, matrix(&[2560, 3], &[32, 64, 64])),
+        ("qwen3next", of(&heads, &[&ssm]), 6, matrix(&[2560, 3], &[32, 64, 64])),
+        ("falcon-h1", of(&heads, &[&ssm]), 8, matrix(&[2560, 3], &[32, 64, 64])),
+        ("granitehybrid", of(&by_layer(&ring), &[&ssm]), 6, matrix(&[2560, 3], &[32, 64, 64])),
+        (
+            "nemotron_h",
+            of(&by_layer(&ring), &[&ssm, &[mlps]]),
+            3,
+            matrix(&[2560, 3], &[32, 64, 64]),
+        ),
+        ("jamba", of(&by_layer(&ring), &[&ssm]), 6, matrix(&[2048, 3], &[2048, 64])),
+        ("mamba", of(&[("block_count", n(8))], &[&ssm]), 8, matrix(&[2048, 3], &[2048, 64])),
+        ("mamba2", of(&[("block_count", n(8))], &[&ssm]), 8, matrix(&[2560, 3], &[32, 64, 64])),
+        (
+            "kimi-linear",
+            of(&by_layer(&ring), &[&ssm, &kimi]),
+            6,
+            matrix(&[3072, 3], &[8, 128, 128]),
+        ),
+        ("lfm2", of(&by_layer(&ring), &[&[("shortconv.l_cache", n(3))]]), 6, vec![vec![1024, 2]]),
+    ] {
+        let geometry = read(architecture, &keys).expect(architecture);
+        let kinds = geometry.state_kinds();
+        assert_eq!(kinds.len(), 1, "{architecture}");
+        let (found, of) = &kinds[0];
+        assert_eq!(found.iter().map(|part| part.shape.clone()).collect::<Vec<_>>(), parts);
+        assert_eq!(of.len(), layers, "{architecture}");
+        let is_counted = |note: &String| !note.contains("not counted");
+        assert!(geometry.notes.iter().all(is_counted), "{architecture}: {:?}", geometry.notes);
     }
 }

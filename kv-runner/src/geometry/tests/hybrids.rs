@@ -7,17 +7,18 @@ fn list(name: &str, at: &[usize], layers: usize, has: &str) -> Value {
     json!({ name: (0..layers).map(kind).collect::<Vec<_>>() })
 }
 
-/// Checks a model with layers without attention, which a note counts.
+/// Checks a model whose layers without attention have a state, if they have memory at all.
 #[track_caller]
 fn hybrid(name: &str, config: Value, shape: [u64; 3]) {
     let geometry = plain(name, config, shape);
-    let all = geometry.num_layers;
-    let words = format!("{} of {all} layers are", u64::from(all) - shape[0]);
-    assert!(geometry.notes.iter().any(|note| note.starts_with(&words)), "{:?}", geometry.notes);
+    let is_counted = |note: &String| !note.contains("not counted");
+    assert!(geometry.notes.iter().all(is_counted), "{name}: {:?}", geometry.notes);
+    assert!(!geometry.states.is_empty(), "{name}");
+    assert!(geometry.state_kinds().len() == 1, "{name}");
 }
 
 #[test]
-fn state_space_layers_are_named_and_not_counted() {
+fn layers_with_attention_are_found_among_state_space_layers() {
     for (name, config, shape) in [
         (
             "jamba",
@@ -65,7 +66,7 @@ fn state_space_layers_are_named_and_not_counted() {
 }
 
 #[test]
-fn layers_of_other_kinds_are_named_and_not_counted() {
+fn layers_with_attention_are_found_among_others() {
     for (name, config, shape) in [
         (
             "qwen3-next",
@@ -91,13 +92,6 @@ fn layers_of_other_kinds_are_named_and_not_counted() {
             ),
             [1, 8, 128],
         ),
-        (
-            "llama 3.2 vision",
-            json!({"model_type": "mllama", "text_config": with(
-                usual("mllama_text_model", 4096, 40, 32, Some(8)),
-                json!({"cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38]}))}),
-            [32, 8, 128],
-        ),
     ] {
         hybrid(name, config, shape);
     }
@@ -107,4 +101,23 @@ fn layers_of_other_kinds_are_named_and_not_counted() {
                "attention_window_size": 2048}),
     );
     check("recurrentgemma", recurrent, 8 * 1024, 0, 8);
+}
+
+#[test]
+fn layers_with_memory_that_is_not_known_are_named_and_not_counted() {
+    let vision = with(
+        usual("mllama_text_model", 4096, 40, 32, Some(8)),
+        json!({"cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38]}),
+    );
+    let vision = json!({"model_type": "mllama", "text_config": vision});
+    let new = with(usual("brand_new", 64, 4, 4, None), list("layer_types", &[1], 4, "attention"));
+    for (name, config, shape, words) in [
+        ("llama 3.2 vision", vision, [32, 8, 128], "8 of 40 layers are cross attention"),
+        ("a new type", new, [1, 4, 16], "3 of 4 layers are state-space"),
+    ] {
+        let geometry = plain(name, config, shape);
+        let note = geometry.notes.iter().find(|note| note.contains("not counted"));
+        assert!(note.is_some_and(|note| note.starts_with(words)), "{:?}", geometry.notes);
+        assert!(geometry.states.is_empty(), "{name}");
+    }
 }
