@@ -4,9 +4,11 @@ mod bench;
 mod engine;
 #[cfg(feature = "serve")]
 mod load;
+mod plan;
 mod replay;
 #[cfg(feature = "serve")]
 mod serve;
+mod states;
 mod tier;
 
 use std::path::PathBuf;
@@ -14,17 +16,18 @@ use std::path::PathBuf;
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use kv::Device;
-use kv::quant::{Source, Stored};
-use kv::tier::Bytes;
+use kv::quant::Source;
 
 pub(crate) use self::accuracy::{CalibrateArgs, EvalArgs};
 pub(crate) use self::bench::BenchArgs;
 pub(crate) use self::engine::{EngineArgs, ModelArgs, Paged};
 #[cfg(feature = "serve")]
 pub(crate) use self::load::LoadArgs;
+pub(crate) use self::plan::{PlanArgs, StateSettings};
 pub(crate) use self::replay::ReplayArgs;
 #[cfg(feature = "serve")]
 pub(crate) use self::serve::ServeArgs;
+pub(crate) use self::states::{SnapshotPool, type_name};
 pub(crate) use self::tier::{
     LsArgs, RmArgs, RootDigits, StatArgs, TierArgs, TierCommand, VerifyArgs,
 };
@@ -154,50 +157,6 @@ pub(crate) struct GenerateArgs {
     pub(crate) compare: bool,
 
     /// Print one JSON object instead of text
-    #[arg(long)]
-    pub(crate) json: bool,
-}
-
-/// Print how much memory a model's cache takes and how many sequences fit, from its config.json or
-/// GGUF metadata only.
-///
-/// Layers, kv heads, their sizes, windows and MLA ranks are read for any decoder, whether `kv
-/// generate` runs it or not; an unknown type is planned from the usual fields, with a note. Layers
-/// without attention (state-space, linear, convolutions) are named and not counted. For MLA,
-/// bytes/token is what the model needs; the other columns count what this cache stores.
-#[derive(Debug, Args)]
-#[command(
-    allow_negative_numbers = true,
-    after_help = "Examples:
-  kv plan --model models/stories260K
-  kv plan --model model-00001-of-00003.gguf --format bf16 --context 131072
-  kv plan --model path/to/llama --memory 80GB --context 32768 --format l4 --format int8/l4 --json"
-)]
-pub(crate) struct PlanArgs {
-    /// Directory with a config.json or one GGUF model, or such a file; default: the bundled
-    /// stories260K
-    #[arg(long, value_name = "DIR|FILE")]
-    pub(crate) model: Option<PathBuf>,
-
-    /// Stored format of K and V, such as l4, int8/l4 (K/V) or l4,full-precision-prefix=0; may be
-    /// repeated; default: all formats
-    #[arg(long, value_name = "NAME[,..]")]
-    pub(crate) format: Vec<Stored>,
-
-    /// Memory for the cache: a number of bytes, or with KB, MB, GB, TB (powers of 1000) or KiB,
-    /// MiB, GiB, TiB (powers of 1024)
-    #[arg(long, value_name = "SIZE", default_value = "24GiB")]
-    pub(crate) memory: Bytes,
-
-    /// Tokens per sequence; default: the model's context
-    #[arg(long, value_name = "N", value_parser = at_least_1)]
-    pub(crate) context: Option<u32>,
-
-    /// Tokens per block
-    #[arg(long, value_name = "N", default_value_t = 16, value_parser = at_least_1)]
-    pub(crate) block_size: u32,
-
-    /// Print one JSON object instead of a table
     #[arg(long)]
     pub(crate) json: bool,
 }

@@ -1,30 +1,22 @@
 //! `kv plan`: the memory of a model's cache, without reading a weight.
+mod file;
+mod show;
+mod sizes;
 #[cfg(test)]
 mod tests;
 
-use std::fs;
-use std::path::{Path, PathBuf};
-
 use anyhow::{Context, bail};
-use kv::quant::{Stored, bits_per_value};
-use kv::spec::GroupSpec;
-use kv::tier::Bytes;
-use kv::{CacheSpec, KvFormat};
-use kv_runner::gguf::is_further_part;
-use kv_runner::{LayerGeometry, ModelGeometry};
+use kv::KvFormat;
+use kv::quant::Stored;
+use kv_runner::{LayerGeometry, ModelGeometry, StatePart};
 use serde::Serialize;
 
-use crate::args::PlanArgs;
+use self::sizes::{Kept, Plan, dtype};
+use crate::args::{PlanArgs, StateSettings, type_name};
 use crate::{bundled, output};
 
 /// Tokens per sequence if the file does not give it.
 const CONTEXT: u32 = 2048;
-
-/// Longest sequence of a cache whose layers all have windows.
-const LEN_MAX: u32 = u32::MAX >> 2;
-
-/// Largest size of a configuration file, far more than any has.
-const CONFIG_BYTES_MAX: u64 = 16 << 20;
 
 #[derive(Debug, Serialize)]
 struct Report {
@@ -35,11 +27,14 @@ struct Report {
     layers: u32,
     /// Layers with their own KV cache.
     attention_layers: u32,
-    /// kv heads of the first kind of layers.
+    /// kv heads of the first kind of layers; 0 in a model without attention.
     kv_heads: u32,
     head_dim: u32,
     /// Layers that keep the same rows per token.
     kinds: Vec<Kind>,
+    /// Recurrent states, if layers have them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    states: Option<States>,
     context: u32,
     block_size: u32,
     memory_bytes: u64,
@@ -52,6 +47,45 @@ struct Kind {
     layers: u32,
     #[serde(flatten)]
     layer: LayerGeometry,
+}
+
+/// The recurrent states of a sequence.
+#[derive(Debug, Serialize)]
+struct States {
+    kinds: Vec<StateKind>,
+    /// Bytes of one state of all layers.
+    bytes: u64,
+    /// Bytes of one snapshot of all layers.
+    snapshot_bytes: u64,
+    /// States that the memory holds if it holds nothing else.
+    fit: u64,
+}
+
+/// Layers that keep the same parts of a state.
+#[derive(Debug, Serialize)]
+struct StateKind {
+    layers: usize,
+    parts: Vec<Part>,
+}
+
+#[derive(Debug, Serialize)]
+struct Part {
+    name: &'static str,
+    shape: Vec<u32>,
+    dtype: &'static str,
+}
+
+/// The sizes of the pools that share the memory.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+struct Pools {
+    /// Blocks by kind of layers.
+    blocks: Vec<u64>,
+    /// Slots of running states, without the one of zeros.
+    slots: u64,
+    snapshots: u64,
+    /// Whether slots and snapshots leave memory for blocks.
+    #[serde(skip)]
+    fit: bool,
 }
 
 #[derive(Debug, Serialize)]
@@ -67,40 +101,59 @@ struct Line {
     stored_bytes_per_token: u64,
     /// `bytes_per_token` by kind of layers.
     kind_bytes_per_token: Vec<u64>,
-    /// Bytes of one sequence of the full context, with its tokens in 16 bits, in whole blocks.
+    /// Bytes of one sequence of the full context, with its tokens in 16 bits, in whole blocks, and
+    /// its slots.
     sequence_bytes: u64,
-    /// Tokens that fit into the memory as one sequence, in whole blocks.
-    tokens: u64,
+    /// Tokens that fit into the memory as one sequence, in whole blocks; `None` without a limit.
+    tokens: Option<u64>,
     sequences: u32,
+    pools: Pools,
 }
 
 pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
     let path = bundled::model_or_bundled(args.model.as_deref())?;
-    let geometry = read(&path)?;
+    let geometry = file::read(&path)?;
     let kinds = geometry.kinds();
-    let ModelGeometry { architecture, num_layers, context, mut notes, .. } = geometry;
+    let state_kinds = geometry.state_kinds();
+    let has_rows = !kinds.is_empty();
+    if let Some(option) = args.states.first_given().filter(|_| state_kinds.is_empty()) {
+        bail!("{option}: {} has no recurrent states that are known", path.display());
+    }
+    let kept = Kept { kinds: &kinds, states: &state_kinds };
+    let settings = args.states.settings();
+    let states = states(kept, settings, args)?;
+    let ModelGeometry { architecture, num_layers, context, notes, .. } = &geometry;
+    let mut notes = notes.clone();
     if args.context.is_none() && context.is_none() {
         notes.push(format!("the file gives no context: {CONTEXT} tokens; --context N sets it"));
     }
-    let context = args.context.or(context).unwrap_or(CONTEXT);
-    let all: Vec<_> = KvFormat::all().map(Stored::plain).collect();
+    let context = args.context.or(*context).unwrap_or(CONTEXT);
+    // Without rows, all formats are the same.
+    let all = if has_rows { KvFormat::all().collect() } else { vec![KvFormat::F16] };
+    let all: Vec<_> = all.into_iter().map(Stored::plain).collect();
     let given = if args.format.is_empty() { &all } else { &args.format };
-    let line = |stored: &Stored| Plan::new(&kinds, args.block_size, stored)?.line(args, context);
+    let line = |stored: &Stored| {
+        Plan::new(kept, args.block_size, stored, settings)?.line(args.memory.0, context)
+    };
     let formats = given.iter().map(line).collect::<anyhow::Result<Vec<_>>>()?;
+    if states.is_some() && formats.iter().any(|line| !line.pools.fit) {
+        notes.push("slots and snapshots leave no memory for blocks".to_owned());
+    }
     if kinds.iter().any(|(kind, _)| kind.is_latent) {
         notes.push(latent_note(&formats));
     }
-    let first = kinds.first().map(|(kind, _)| *kind).context("a geometry has a layer")?;
+    let first = kinds.first().map(|(kind, _)| *kind);
     let attention_layers = kinds.iter().map(|(_, layers)| layers).sum();
     let kinds = kinds.into_iter().map(|(layer, layers)| Kind { layers, layer }).collect();
     let report = Report {
         model: path.display().to_string(),
-        architecture,
-        layers: num_layers,
+        architecture: architecture.clone(),
+        layers: *num_layers,
         attention_layers,
-        kv_heads: first.kv_heads,
-        head_dim: first.head_dim_k,
+        kv_heads: first.map_or(0, |first| first.kv_heads),
+        head_dim: first.map_or(0, |first| first.head_dim_k),
         kinds,
+        states,
         context,
         block_size: args.block_size,
         memory_bytes: args.memory.0,
@@ -127,215 +180,32 @@ fn latent_note(formats: &[Line]) -> String {
     )
 }
 
-/// Reads a directory, a GGUF file or a `config.json`.
-fn read(path: &Path) -> anyhow::Result<ModelGeometry> {
-    let file = if path.is_dir() { description(path)? } else { path.to_owned() };
-    let is_gguf = file.extension().is_some_and(|ext| ext.eq_ignore_ascii_case("gguf"));
-    if is_gguf || begins_with(&file, b"GGUF")? {
-        return Ok(ModelGeometry::read_gguf(&file)?);
+/// Describes the states of a model, `None` if no layer has one.
+fn states(
+    kept: Kept<'_>,
+    settings: StateSettings,
+    args: &PlanArgs,
+) -> anyhow::Result<Option<States>> {
+    if kept.states.is_empty() {
+        return Ok(None);
     }
-    let describe = || file.display().to_string();
-    let bytes = fs::metadata(&file).with_context(describe)?.len();
-    if bytes > CONFIG_BYTES_MAX {
-        bail!("{}: {bytes} bytes are neither a config.json nor a GGUF file", describe());
-    }
-    Ok(ModelGeometry::read_config(&file)?)
-}
-
-/// Returns the file of a directory that describes its model.
-fn description(dir: &Path) -> anyhow::Result<PathBuf> {
-    let config = dir.join("config.json");
-    if config.is_file() {
-        return Ok(config);
-    }
-    let describe = || dir.display().to_string();
-    let mut files = Vec::new();
-    for entry in fs::read_dir(dir).with_context(describe)? {
-        let path = entry.with_context(describe)?.path();
-        let is_gguf = path.extension().is_some_and(|ext| ext.eq_ignore_ascii_case("gguf"));
-        if is_gguf && !is_further_part(&path) {
-            files.push(path);
-        }
-    }
-    files.sort();
-    match files.as_slice() {
-        [one] => Ok(one.clone()),
-        [first, second, ..] => bail!(
-            "{}: no config.json, and several GGUF files, such as {} and {}: give one of them",
-            describe(),
-            first.display(),
-            second.display()
-        ),
-        // An error will name the missing file.
-        [] => Ok(config),
-    }
-}
-
-fn begins_with(path: &Path, magic: &[u8]) -> anyhow::Result<bool> {
-    use std::io::Read;
-
-    let describe = || path.display().to_string();
-    let mut start = Vec::new();
-    let length = u64::try_from(magic.len())?;
-    let file = fs::File::open(path).with_context(describe)?;
-    file.take(length).read_to_end(&mut start).with_context(describe)?;
-    Ok(start == magic)
-}
-
-/// The smallest cache of one format for a model, to ask it for sizes.
-struct Plan<'a> {
-    stored: &'a Stored,
-    spec: CacheSpec,
-    kinds: &'a [(LayerGeometry, u32)],
-}
-
-impl<'a> Plan<'a> {
-    fn new(
-        kinds: &'a [(LayerGeometry, u32)],
-        block_size: u32,
-        stored: &'a Stored,
-    ) -> anyhow::Result<Self> {
-        let num_layers: u32 = kinds.iter().map(|(_, layers)| layers).sum();
-        let builder = CacheSpec::builder().layers(u16::try_from(num_layers)?);
-        let mut builder = stored.apply(builder).paged(block_size, stored.blocks_min());
-        // A group per kind, in order; the default group stays empty.
-        let mut first = 0_u16;
-        for (kind, layers) in kinds {
-            let end = first + u16::try_from(*layers)?;
-            builder = builder.group(first..end, |group| {
-                let group = group.kv_heads(kind.kv_heads);
-                let group = group.head_dims(kind.head_dim_k, kind.head_dim_v);
-                match kind.window {
-                    Some(window) => group.window_left(window.saturating_sub(1)),
-                    None => group,
-                }
-            });
-            first = end;
-        }
-        Ok(Self { stored, spec: builder.build()?, kinds })
-    }
-
-    fn groups(&self) -> impl Iterator<Item = (&GroupSpec, &LayerGeometry, u64)> {
-        let kinds = self.spec.groups().iter().zip(self.kinds);
-        kinds.map(|(group, (kind, layers))| (group, kind, u64::from(*layers)))
-    }
-
-    fn line(&self, args: &PlanArgs, context: u32) -> anyhow::Result<Line> {
-        let memory = self.spec.memory();
-        let sequence_bytes =
-            self.sequence_bytes(context, true).context("a sequence's bytes overflow")?;
-        let bytes = args.memory.0.saturating_sub(memory.bytes_constants);
-        let is_too_long = context > LEN_MAX;
-        let sequences =
-            if is_too_long { 0 } else { bytes.checked_div(sequence_bytes).unwrap_or(0) };
-        let needed: Vec<_> = self.groups().map(bytes_per_token).collect();
-        let first = self.spec.groups().first().context("a cache has a group")?;
-        Ok(Line {
-            format: self.stored.to_string(),
-            bits_per_value: bits_per_value(&self.spec),
-            full_precision_prefix: first.slot_map().full_precision_prefix(),
-            bytes_per_token: needed.iter().sum(),
-            stored_bytes_per_token: memory.bytes_per_token,
-            kind_bytes_per_token: needed,
-            sequence_bytes,
-            tokens: self.tokens_within(bytes),
-            // More count as that many.
-            sequences: u32::try_from(sequences).unwrap_or(u32::MAX),
-        })
-    }
-
-    /// Returns the bytes of one sequence of this length, `None` on overflow. Unless `leaves`,
-    /// tokens that left a window are counted.
-    fn sequence_bytes(&self, tokens: u32, leaves: bool) -> Option<u64> {
-        self.groups().try_fold(0_u64, |sum, (group, _, layers)| {
-            let blocks = if leaves {
-                group.blocks_to_grow(tokens)
-            } else {
-                group.slot_map().blocks_to_grow(tokens)
-            };
-            let block = group.layer_block_bytes().checked_mul(layers)?;
-            sum.checked_add(block.checked_mul(u64::from(blocks))?)
-        })
-    }
-
-    /// Returns the tokens of the longest sequence that fits; if every layer has a window, sequences
-    /// have no limit and it returns the tokens that are kept at once.
-    fn tokens_within(&self, bytes: u64) -> u64 {
-        let leaves = self.groups().any(|(_, kind, _)| kind.window.is_none());
-        let fits = |tokens| self.sequence_bytes(tokens, leaves).is_some_and(|all| all <= bytes);
-        let (mut fitting, mut beyond) = (0, LEN_MAX);
-        while fitting < beyond {
-            let tokens = beyond - (beyond - fitting) / 2;
-            if fits(tokens) {
-                fitting = tokens;
-            } else {
-                beyond = tokens - 1;
-            }
-        }
-        fitting.into()
-    }
-}
-
-/// Returns the bytes that the layers of a kind need per token: for MLA, its K.
-fn bytes_per_token((group, kind, layers): (&GroupSpec, &LayerGeometry, u64)) -> u64 {
-    let [k, v] = group.layouts();
-    let block = if kind.is_latent { k.block_bytes() } else { k.block_bytes() + v.block_bytes() };
-    let all = block * layers;
-    all.checked_div(group.block_size().into()).unwrap_or(0)
-}
-
-impl Kind {
-    /// Formats the kind: "24 layers, 8 kv heads of 64, a window of 128".
-    fn show(&self) -> String {
-        let Self { layers, layer } = self;
-        let LayerGeometry { kv_heads, head_dim_k, head_dim_v, window, is_latent } = layer;
-        let dims = if head_dim_k == head_dim_v {
-            head_dim_k.to_string()
-        } else {
-            format!("{head_dim_k} and {head_dim_v}")
-        };
-        let rows = if *is_latent {
-            format!("a latent row of {head_dim_k}")
-        } else {
-            format!("{kv_heads} kv heads of {dims}")
-        };
-        let window = window.map(|window| format!(", a window of {window}")).unwrap_or_default();
-        format!("{layers} layers, {rows}{window}")
-    }
-}
-
-impl Report {
-    fn show(&self) -> String {
-        let Self { model, kinds, context, block_size, .. } = self;
-        let heading = [
-            "format",
-            "bits/value",
-            "full-precision prefix",
-            "bytes/token",
-            "a sequence",
-            "tokens",
-            "sequences",
-        ];
-        let mut rows = vec![heading.map(str::to_owned).to_vec()];
-        rows.extend(self.formats.iter().map(|line| {
-            vec![
-                line.format.clone(),
-                format!("{:.3}", line.bits_per_value),
-                line.full_precision_prefix.to_string(),
-                line.bytes_per_token.to_string(),
-                Bytes(line.sequence_bytes).to_string(),
-                line.tokens.to_string(),
-                line.sequences.to_string(),
-            ]
-        }));
-        let kinds: Vec<_> = kinds.iter().map(Kind::show).collect();
-        let notes = self.notes.iter().flat_map(|note| ["note: ", note.as_str(), "\n"]);
-        let notes: String = notes.collect();
-        format!(
-            "{model}: {}\n{notes}in {}, sequences of {context} tokens, blocks of {block_size}:\n{}",
-            kinds.join("; "),
-            Bytes(self.memory_bytes),
-            output::table(&rows)
-        )
-    }
+    let part = |part: &StatePart| Part {
+        name: part.name,
+        shape: part.shape.clone(),
+        dtype: type_name(dtype(part, &settings)),
+    };
+    let kind = |(parts, layers): &(&[StatePart], Vec<u32>)| StateKind {
+        layers: layers.len(),
+        parts: parts.iter().map(part).collect(),
+    };
+    // They do not depend on the format of rows.
+    let stored = Stored::plain(KvFormat::F16);
+    let plan = Plan::new(kept, args.block_size, &stored, settings)?;
+    let bytes = plan.state_bytes();
+    Ok(Some(States {
+        kinds: kept.states.iter().map(kind).collect(),
+        bytes,
+        snapshot_bytes: plan.snapshot_bytes(),
+        fit: args.memory.0.checked_div(bytes).context("a state has bytes")?,
+    }))
 }

@@ -1,5 +1,17 @@
 //! Sizes of caches against bytes worked out by hand.
+use super::sizes::bytes_per_token;
 use super::*;
+use crate::args::SnapshotPool;
+use kv::DType;
+use kv::spec::StateFormat;
+
+const SETTINGS: StateSettings = StateSettings {
+    sequences: None,
+    drafts: 0,
+    snapshots: SnapshotPool::DEFAULT,
+    format: StateFormat::F16,
+    window: DType::F32,
+};
 
 fn layer(kv_heads: u32, head_dim: u32, window: Option<u32>) -> LayerGeometry {
     let (head_dim_k, head_dim_v) = (head_dim, head_dim);
@@ -9,7 +21,8 @@ fn layer(kv_heads: u32, head_dim: u32, window: Option<u32>) -> LayerGeometry {
 #[track_caller]
 fn check(kinds: &[(LayerGeometry, u32)], run: impl FnOnce(&Plan<'_>)) {
     let stored = Stored::plain("bf16".parse().expect("a format"));
-    run(&Plan::new(kinds, 16, &stored).expect("a plan"));
+    let kept = Kept { kinds, states: &[] };
+    run(&Plan::new(kept, 16, &stored, SETTINGS).expect("a plan"));
 }
 
 #[test]
@@ -55,7 +68,8 @@ fn extreme_geometries_are_planned_or_refused() {
         for head_dim in [1, 1 << 20] {
             for layers in [1, 65_535, 65_536] {
                 let kinds = [(layer(kv_heads, head_dim, Some(1)), layers)];
-                refused += u32::from(Plan::new(&kinds, 16, &stored).is_err());
+                let kept = Kept { kinds: &kinds, states: &[] };
+                refused += u32::from(Plan::new(kept, 16, &stored, SETTINGS).is_err());
             }
         }
     }

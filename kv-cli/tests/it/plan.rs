@@ -204,3 +204,132 @@ fn an_invalid_description_names_the_architecture() {
     let empty = tempfile::TempDir::new().expect("a directory");
     fails(&["plan", "--model", empty.path().to_str().expect("UTF-8")], 1, "config.json: No such");
 }
+
+/// Returns the configuration of Qwen3.6-27B: rows in 16 of 64 layers, a delta rule in the others.
+fn qwen() -> Value {
+    json!({"model_type": "qwen3_5", "vision_config": {}, "text_config": {
+        "model_type": "qwen3_5_text", "hidden_size": 5120, "num_hidden_layers": 64,
+        "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256,
+        "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_num_key_heads": 16,
+        "linear_key_head_dim": 128, "linear_num_value_heads": 48, "linear_value_head_dim": 128,
+        "max_position_embeddings": 262_144, "mamba_ssm_dtype": "float32"
+    }})
+}
+
+#[test]
+fn states_share_the_memory_with_rows() {
+    let memory = 96_u64 << 30;
+    let report = plan(&qwen(), &["--memory", "96GiB"]);
+    let states = &report["states"];
+    let state = 156_893_184_u64;
+    assert_eq!(states["bytes"], state);
+    assert_eq!(states["snapshot_bytes"], state / 2, "f16");
+    assert_eq!(states["fit"], memory / state);
+    let parts = json!([{"name": "window", "shape": [10_240, 3], "dtype": "f32"},
+        {"name": "matrix", "shape": [48, 128, 128], "dtype": "f32"}]);
+    assert_eq!(states["kinds"], json!([{"layers": 48, "parts": parts}]));
+    assert_eq!((&report["layers"], &report["attention_layers"]), (&json!(64), &json!(16)));
+    assert_eq!(report["notes"], json!([]));
+    let line = &report["formats"][0];
+    assert_eq!(line["bytes_per_token"], 65_536);
+    // A slot for the state, and one for that which a step writes.
+    let sequence = 65_536 * 262_144 + 2 * state;
+    assert_eq!(line["sequence_bytes"], sequence);
+    // 15 % for snapshots, and the slot of zeros.
+    let snapshots = memory * 15 / 100 / (state / 2);
+    let rest = memory - snapshots * (state / 2) - state;
+    let running = rest / sequence;
+    assert_eq!((line["sequences"].as_u64(), running), (Some(running), 5));
+    let blocks = (rest - running * 2 * state) / (65_536 * 16);
+    let pools = json!({"blocks": [blocks], "slots": 2 * running, "snapshots": snapshots});
+    assert_eq!(line["pools"], pools);
+    assert_eq!(line["tokens"], (rest - 2 * state) / (65_536 * 16) * 16);
+    // All slots, with the one of zeros, all snapshots and all blocks fit, and no block more.
+    let all = (2 * running + 1) * state + snapshots * (state / 2) + blocks * 65_536 * 16;
+    assert!(all <= memory && all + 65_536 * 16 > memory, "{all}");
+}
+
+#[test]
+fn pools_of_states_follow_the_options() {
+    let (memory, state) = (96_u64 << 30, 156_893_184_u64);
+    let options = ["--memory", "96GiB", "--sequences", "64", "--draft-tokens", "3"];
+    let more = ["--snapshots", "10", "--snapshot-format", "same"];
+    let report = plan(&qwen(), &[&options[..], &more].concat());
+    assert_eq!(report["states"]["snapshot_bytes"], state);
+    let pools = &report["formats"][0]["pools"];
+    let slots = 64 * 5;
+    let blocks = (memory - (slots + 1 + 10) * state) / (65_536 * 16);
+    assert_eq!(*pools, json!({"blocks": [blocks], "slots": slots, "snapshots": 10}));
+    let halves = plan(&qwen(), &["--state-window", "bf16", "--snapshots", "0%"]);
+    // 48 windows of 10,240 x 3 take half.
+    assert_eq!(halves["states"]["bytes"], state - 48 * 10_240 * 3 * 2);
+    assert_eq!(halves["formats"][0]["pools"]["snapshots"], 0);
+    let small = plan(&qwen(), &["--memory", "1GiB", "--sequences", "64"]);
+    assert_eq!(small["formats"][0]["pools"]["blocks"], json!([0]));
+    assert_eq!(small["notes"], json!(["slots and snapshots leave no memory for blocks"]));
+}
+
+#[test]
+fn experts_do_not_change_a_state() {
+    let mut config = qwen();
+    let text = config["text_config"].as_object_mut().expect("an object");
+    for (field, value) in [
+        ("model_type", json!("qwen3_5_moe_text")),
+        ("num_hidden_layers", json!(40)),
+        ("num_key_value_heads", json!(2)),
+        ("num_attention_heads", json!(16)),
+        ("hidden_size", json!(2048)),
+        ("linear_num_value_heads", json!(32)),
+        ("num_experts", json!(256)),
+    ] {
+        text.insert(field.to_owned(), value);
+    }
+    let report = plan(&config, &[]);
+    assert_eq!(report["formats"][0]["bytes_per_token"], 20_480);
+    assert_eq!(report["states"]["bytes"], 65_863_680);
+}
+
+#[test]
+fn layers_may_have_rows_and_a_state_or_a_state_alone() {
+    let falcon = json!({
+        "model_type": "falcon_h1", "hidden_size": 2048, "num_hidden_layers": 24, "head_dim": 128,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "mamba_d_ssm": 3072,
+        "mamba_n_heads": 48, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4,
+        "max_position_embeddings": 131_072
+    });
+    let report = plan(&falcon, &[]);
+    assert_eq!(report["formats"][0]["bytes_per_token"], 24 * 2 * 2 * 128 * 2);
+    assert_eq!(report["states"]["bytes"], 24 * (3584 * 3 + 48 * 64 * 256) * 4);
+    let mamba = json!({
+        "model_type": "mamba2", "hidden_size": 2560, "num_hidden_layers": 64, "num_heads": 80,
+        "head_dim": 64, "n_groups": 1, "state_size": 128, "conv_kernel": 4, "expand": 2
+    });
+    let report = plan_in(&[], &mamba, &["--memory", "24GiB", "--snapshots", "0"]);
+    let state = 64 * (5376 * 3 + 80 * 64 * 128) * 4_u64;
+    let lines = report["formats"].as_array().expect("a list");
+    let [line] = lines.as_slice() else { panic!("one line: {lines:?}") };
+    assert_eq!(report["states"]["bytes"], state);
+    assert_eq!((&line["bytes_per_token"], &line["tokens"]), (&json!(0), &json!(null)));
+    let running = ((24 << 30) - state) / (2 * state);
+    assert_eq!(line["sequences"], running);
+    assert_eq!(line["pools"], json!({"blocks": [], "slots": 2 * running, "snapshots": 0}));
+    let dir = tempfile::TempDir::new().expect("a directory");
+    std::fs::write(dir.path().join("config.json"), mamba.to_string()).expect("config.json");
+    let output = kv(&["plan", "--model", dir.path().to_str().expect("UTF-8")]);
+    let words = "states of 64 layers, window 5376x3 f32 and matrix 80x64x128 f32";
+    assert!(output.stdout.contains(": no attention\n"), "{}", output.stdout);
+    assert!(output.stdout.contains(words), "{}", output.stdout);
+}
+
+#[test]
+fn options_of_states_need_a_model_with_states() {
+    for option in ["--sequences", "--draft-tokens", "--snapshots"] {
+        let words = format!("{option}: ");
+        fails(&["plan", option, "2"], 1, &words);
+    }
+    fails(&["plan", "--snapshot-format", "same"], 1, "has no recurrent states");
+    fails(&["plan", "--state-window", "bf16"], 1, "has no recurrent states");
+    fails(&["plan", "--snapshots", "101%"], 2, "expected a share from 0% to 100%");
+    fails(&["plan", "--snapshot-format", "l4"], 2, "same, f16");
+    fails(&["plan", "--state-window", "int8"], 2, "f32, f16, bf16");
+}

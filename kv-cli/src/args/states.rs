@@ -1,0 +1,101 @@
+//! Values of the options for recurrent states.
+use std::fmt;
+use std::str::FromStr;
+
+use kv::DType;
+use kv::error::UnknownName;
+use kv::spec::StateFormat;
+
+/// The size of a pool of snapshots.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum SnapshotPool {
+    /// Per cent of the memory, at most 100.
+    Percent(u32),
+    Count(u32),
+}
+
+impl SnapshotPool {
+    /// The share that is kept for snapshots unless given.
+    pub(crate) const DEFAULT: Self = Self::Percent(15);
+}
+
+/// A text that is no size of a pool of snapshots.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("expected a share from 0% to 100%, or a number of snapshots")]
+pub(crate) struct NoSnapshotPool;
+
+impl FromStr for SnapshotPool {
+    type Err = NoSnapshotPool;
+
+    fn from_str(text: &str) -> Result<Self, NoSnapshotPool> {
+        let number = |text: &str| text.parse::<u32>().map_err(|_| NoSnapshotPool);
+        match text.strip_suffix('%') {
+            Some(share) => match number(share)? {
+                share @ 0..=100 => Ok(Self::Percent(share)),
+                _ => Err(NoSnapshotPool),
+            },
+            None => number(text).map(Self::Count),
+        }
+    }
+}
+
+impl fmt::Display for SnapshotPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Percent(share) => write!(f, "{share}%"),
+            Self::Count(count) => write!(f, "{count}"),
+        }
+    }
+}
+
+/// Element types that a part of a state may have, by name.
+const TYPES: [(&str, DType); 3] = [("f32", DType::F32), ("f16", DType::F16), ("bf16", DType::Bf16)];
+
+/// Parses an element type of a part of a state.
+pub(super) fn element_type(name: &str) -> Result<DType, UnknownName> {
+    let found = TYPES.iter().find(|(known, _)| *known == name).map(|(_, dtype)| *dtype);
+    found.ok_or_else(|| UnknownName::new("element type", name, "f32, f16, bf16"))
+}
+
+/// Returns the name of an element type of a part of a state.
+pub(crate) fn type_name(dtype: DType) -> &'static str {
+    TYPES.iter().find(|(_, known)| *known == dtype).map_or("other", |(name, _)| name)
+}
+
+/// Parses the format of snapshots.
+pub(super) fn state_format(name: &str) -> Result<StateFormat, UnknownName> {
+    match name {
+        "same" => Ok(StateFormat::Same),
+        "f16" => Ok(StateFormat::F16),
+        _ => Err(UnknownName::new("format of snapshots", name, "same, f16")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pool_is_a_share_or_a_number() {
+        assert_eq!("15%".parse(), Ok(SnapshotPool::Percent(15)));
+        assert_eq!("2000".parse(), Ok(SnapshotPool::Count(2000)));
+        for text in ["0%", "100%", "0", "4294967295"] {
+            let pool = text.parse::<SnapshotPool>().expect(text);
+            assert_eq!(pool.to_string(), text);
+        }
+        for text in ["101%", "-1%", "%", "", "1.5", "4294967296", "ten"] {
+            assert_eq!(text.parse::<SnapshotPool>(), Err(NoSnapshotPool), "{text}");
+        }
+    }
+
+    #[test]
+    fn types_and_formats_have_names() {
+        for (name, dtype) in TYPES {
+            assert_eq!(element_type(name).ok(), Some(dtype));
+            assert_eq!(type_name(dtype), name);
+        }
+        assert!(element_type("f8").expect_err("f8").to_string().contains("f32, f16, bf16"));
+        assert_eq!(state_format("same").ok(), Some(StateFormat::Same));
+        assert!(state_format("l4").expect_err("l4").to_string().contains("same, f16"));
+    }
+}
