@@ -195,9 +195,14 @@ impl Cli {
                 };
             }
             Command::Replay(args) => {
-                return match args.tiers() {
-                    Ok(_) => Ok(self),
-                    Err(error) => Err(Self::command().error(ErrorKind::ValueValidation, error)),
+                let states = args.states.options(args.bytes_per_token, &args.policy);
+                let invalid = |error: &dyn std::error::Error| {
+                    Err(Self::command().error(ErrorKind::ValueValidation, error))
+                };
+                return match (args.tiers(), states) {
+                    (Ok(_), Ok(_)) => Ok(self),
+                    (Err(error), _) => invalid(&error),
+                    (_, Err(error)) => invalid(&error),
                 };
             }
             _ => return Ok(self),

@@ -5,13 +5,14 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use clap::Args;
+use clap::{ArgGroup, Args};
 use kv::error::UnknownName;
 use kv::events::Tier;
 use kv::tier::policy::WriteRule;
 use kv::tier::{Bytes, BytesError, WritePolicy};
 
 use super::at_least_1;
+use super::states::ReplayStateArgs;
 use crate::replay::{Policy, Sizes, TierOption, TierOptions, TierSize, tier_name};
 
 /// Replay a request trace through the engine, the cache and its tiers, without a model.
@@ -39,8 +40,13 @@ use crate::replay::{Policy, Sizes, TierOption, TierOptions, TierSize, tier_name}
 /// sooner than computing it: if latency + bytes / bandwidth < tokens / prefill. Tiers are in the
 /// order host, disk, store. Requests still run one at a time: neither loads nor writes wait for
 /// each other.
+///
+/// --state-bytes is for models with recurrent states, of which a cache keeps snapshots. Each policy
+/// and capacity runs with rows alone, then with every --snapshots; infinite has no limit of
+/// snapshots either. Prompts are computed in steps that end where the cache wants a snapshot.
 #[derive(Debug, Args)]
 #[command(
+    group = ArgGroup::new("sized").args(["tier", "state_bytes"]).multiple(true),
     allow_negative_numbers = true,
     after_help = "Examples:
   kv replay conversation.jsonl.zst
@@ -52,7 +58,9 @@ use crate::replay::{Policy, Sizes, TierOption, TierOptions, TierSize, tier_name}
   kv replay conversation.jsonl.zst --capacity-blocks 1000 --tier host=5859 --tier disk=30000
   kv replay conversation.jsonl.zst --capacity-blocks 1000 --tier host=64GiB --tier disk=1TB \\
     --write disk=publish --bytes-per-token 33792 --prefill 22000 --bandwidth host=25GB/s \\
-    --bandwidth disk=1.3GB/s --latency disk=500us"
+    --bandwidth disk=1.3GB/s --latency disk=500us
+  kv replay conversation.jsonl.zst --capacity-blocks 24000 --bytes-per-token 65536 \\
+    --state-bytes 78446592 --snapshots 10% --snapshots 2000"
 )]
 pub(crate) struct ReplayArgs {
     /// The trace
@@ -91,8 +99,11 @@ pub(crate) struct ReplayArgs {
     pub(crate) write: Vec<ForTier<WritePolicy>>,
 
     /// Bytes of K and V per token, as `kv plan` prints them
-    #[arg(long, value_name = "N", value_parser = at_least_1, requires = "tier")]
+    #[arg(long, value_name = "N", value_parser = at_least_1, requires = "sized")]
     pub(crate) bytes_per_token: Option<u32>,
+
+    #[command(flatten)]
+    pub(crate) states: ReplayStateArgs,
 
     /// Tokens per second that the model computes of a prompt
     #[arg(long, value_name = "N", value_parser = at_least_1,

@@ -1,10 +1,53 @@
-//! Values of the options for recurrent states.
+//! Options for recurrent states, and their values.
 use std::fmt;
 use std::str::FromStr;
 
+use clap::Args;
 use kv::DType;
 use kv::error::UnknownName;
 use kv::spec::StateFormat;
+
+use super::at_least_1;
+use crate::replay::{Policy, StateOptions};
+
+/// Arguments of `kv replay` for a model with recurrent states.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct ReplayStateArgs {
+    /// Bytes of a snapshot of a model's recurrent states, as `kv plan` prints them: a prompt then
+    /// reuses rows only up to a length at which a snapshot is kept
+    #[arg(long, value_name = "N", value_parser = at_least_1, requires = "bytes_per_token",
+        conflicts_with = "tier")]
+    pub(crate) state_bytes: Option<u32>,
+
+    /// Snapshots: a share of the memory of --capacity-blocks, such as 15%, or their number; blocks
+    /// take the rest; may be repeated. Default: 10%, 15%, 20% and 30%
+    #[arg(long, value_name = "PERCENT|COUNT", requires = "state_bytes")]
+    pub(crate) snapshots: Vec<SnapshotPool>,
+}
+
+impl ReplayStateArgs {
+    /// Returns the states of a model with these bytes per token, `None` without states.
+    pub(crate) fn options(
+        &self,
+        bytes_per_token: Option<u32>,
+        policies: &[Policy],
+    ) -> Result<Option<StateOptions>, MinOfStates> {
+        let Some((snapshot_bytes, bytes_per_token)) = self.state_bytes.zip(bytes_per_token) else {
+            return Ok(None);
+        };
+        if policies.contains(&Policy::Min) {
+            return Err(MinOfStates);
+        }
+        let shares = StateOptions::SHARES;
+        let pools = if self.snapshots.is_empty() { &shares[..] } else { &self.snapshots };
+        Ok(Some(StateOptions { bytes_per_token, snapshot_bytes, pools: pools.to_vec() }))
+    }
+}
+
+/// The policy `min` with states.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("--policy min knows when blocks are used next, not snapshots: leave out --state-bytes")]
+pub(crate) struct MinOfStates;
 
 /// The size of a pool of snapshots.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

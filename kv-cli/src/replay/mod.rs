@@ -10,6 +10,7 @@ mod policy;
 mod report;
 mod run;
 mod source;
+mod states;
 mod tiers;
 mod trace;
 
@@ -19,6 +20,7 @@ use indicatif::ProgressBar;
 use kv::eviction::Eviction;
 
 pub(crate) use self::policy::Policy;
+pub(crate) use self::states::StateOptions;
 pub(crate) use self::tiers::{TierOption, TierOptions, TierSize, name as tier_name};
 pub(crate) use self::trace::{Sizes, Trace};
 use crate::args::ReplayArgs;
@@ -26,6 +28,7 @@ use crate::num::to_u64;
 use crate::{chart, output, progress};
 use report::{Line, Report};
 use run::Tiers;
+use states::{NoBlockLeft, Split};
 
 /// One measurement: a policy, and its capacity if it has one.
 type Case = (Policy, Option<u32>);
@@ -42,14 +45,21 @@ pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<()> {
     };
     let tiers = tiers.as_ref().map(|(options, capacities)| (*options, capacities.as_slice()));
     // Tiers are sized below the policy that a cache has.
-    let policies = match tiers {
-        Some(_) if args.policy.is_empty() => &[Policy::Real(Eviction::ReuseRate)],
-        _ => args.policy.as_slice(),
+    let states = args.states.options(args.bytes_per_token, &args.policy)?;
+    let policies: &[_] = match (tiers, &states) {
+        _ if !args.policy.is_empty() => &args.policy,
+        (Some(_), _) => &[Policy::Real(Eviction::ReuseRate)],
+        (None, Some(_)) => &Policy::OF_STATES,
+        (None, None) => &Policy::DEFAULT,
     };
     let cases = cases(policies, &args.capacity_blocks, trace.num_blocks());
-    let total = to_u64(trace.requests().len() * cases.len());
+    let runs = match &states {
+        Some(options) => with_splits(&cases, options, &trace)?,
+        None => cases.into_iter().map(|case| (case, None)).collect(),
+    };
+    let total = to_u64(trace.requests().len() * runs.len());
     let bar = progress::requests(total);
-    let measured = cases.into_iter().map(|case| measure(&trace, case, tiers, &bar));
+    let measured = runs.into_iter().map(|run| measure(&trace, run, tiers, &bar));
     let lines = measured.collect::<anyhow::Result<Vec<_>>>()?;
     bar.finish_and_clear();
     let report = Report { name: args.trace.display().to_string(), trace: &trace, lines };
@@ -67,7 +77,6 @@ pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<()> {
 /// Combines every policy with every capacity, once each.
 fn cases(policies: &[Policy], capacities: &[u32], num_blocks: u32) -> Vec<Case> {
     let default = default_capacities(num_blocks);
-    let policies = if policies.is_empty() { &Policy::DEFAULT } else { policies };
     let capacities = if capacities.is_empty() { &default } else { capacities };
     let mut cases = Vec::new();
     for policy in policies {
@@ -97,13 +106,42 @@ fn two_digits(n: u32) -> u32 {
     n.checked_div(unit).unwrap_or(0) * unit
 }
 
+/// One measurement, and the pools of a cache with states.
+type Run = (Case, Option<Split>);
+
+/// Runs every case with rows alone, and with states for every size of the pool of snapshots.
+fn with_splits(
+    cases: &[Case],
+    options: &StateOptions,
+    trace: &Trace,
+) -> Result<Vec<Run>, NoBlockLeft> {
+    let mut runs = Vec::new();
+    for case in cases {
+        runs.push((*case, None));
+        match case.1 {
+            None => runs.push((*case, Some(Split::Unlimited))),
+            Some(capacity) => {
+                for pool in &options.pools {
+                    let split = Split::new(options, *pool, capacity, trace.block_size)?;
+                    runs.push((*case, Some(split)));
+                }
+            }
+        }
+    }
+    Ok(runs)
+}
+
 fn measure(
     trace: &Arc<Trace>,
-    case: Case,
+    (case, split): Run,
     tiers: Option<Tiers<'_>>,
     bar: &ProgressBar,
 ) -> anyhow::Result<Line> {
-    let outcome = run::replay(trace, case, tiers, |requests| bar.inc(to_u64(requests)))?;
+    let advance = |requests| bar.inc(to_u64(requests));
+    let outcome = match split {
+        None => run::replay(trace, case, tiers, advance)?,
+        Some(split) => states::replay(trace, case.0, split, advance)?,
+    };
     Ok(Line::new(case, trace, outcome))
 }
 

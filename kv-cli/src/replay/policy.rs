@@ -21,6 +21,10 @@ impl Policy {
     pub(super) const DEFAULT: [Self; 4] =
         [Self::Real(Eviction::Lru), Self::Real(Eviction::ReuseRate), Self::Infinite, Self::Min];
 
+    /// The default policies of caches with states, for which no optimum is known.
+    pub(super) const OF_STATES: [Self; 3] =
+        [Self::Real(Eviction::Lru), Self::Real(Eviction::ReuseRate), Self::Infinite];
+
     /// Returns the policy of the cache. Without a limit there are no evictions, so any will do;
     /// [`Min`](super::min::Min) replaces it.
     pub(super) fn eviction(self) -> Eviction {

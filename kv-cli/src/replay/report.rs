@@ -4,6 +4,7 @@ use serde::Serialize;
 
 use super::Case;
 use super::run::Outcome;
+use super::states::StateLine;
 use super::tiers::{TierLine, TierReport};
 use super::trace::{Format, Trace};
 use crate::chart::{Axis, Chart, Mark, Series};
@@ -30,6 +31,9 @@ pub(super) struct Line {
     pub(super) refused_requests: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) tiers: Option<TierReport>,
+    /// Pools of a cache with states; `None` for rows alone.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) states: Option<StateLine>,
     /// Whether the policy has no capacity.
     #[serde(skip)]
     pub(super) is_unlimited: bool,
@@ -37,8 +41,8 @@ pub(super) struct Line {
 
 impl Line {
     pub(super) fn new((policy, capacity): Case, trace: &Trace, outcome: Outcome) -> Self {
-        let Outcome { hit_tokens, evictions, peak_blocks, refused_requests, elapsed, tiers } =
-            outcome;
+        let Outcome { hit_tokens, evictions, peak_blocks, refused_requests, .. } = outcome;
+        let Outcome { elapsed, tiers, states, .. } = outcome;
         let (requests, total_tokens) = (to_u64(trace.requests().len()), trace.total_tokens);
         let ns = elapsed.as_nanos().checked_div(requests.into()).unwrap_or(0);
         Self {
@@ -54,6 +58,7 @@ impl Line {
             requests,
             refused_requests,
             tiers,
+            states,
             is_unlimited: capacity.is_none(),
         }
     }
@@ -98,9 +103,12 @@ impl Report<'_> {
             "refused",
             "ns/request",
         ];
-        let mut rows = vec![heading.map(str::to_owned).to_vec()];
+        let has_states = self.lines.iter().any(|line| line.states.is_some());
+        let of_states = ["share", "row blocks", "snapshots", "peak snapshots", "evicted"];
+        let of_states = of_states.into_iter().filter(|_| has_states);
+        let mut rows = vec![heading.into_iter().chain(of_states).map(str::to_owned).collect()];
         rows.extend(self.lines.iter().map(|line| {
-            vec![
+            let cells = [
                 line.policy.clone(),
                 line.capacity_blocks.to_string(),
                 line.hit_tokens.to_string(),
@@ -109,10 +117,23 @@ impl Report<'_> {
                 line.peak_blocks.to_string(),
                 line.refused_requests.to_string(),
                 line.ns_per_request.to_string(),
-            ]
+            ];
+            let of_states = state_cells(line.states.as_ref()).into_iter().filter(|_| has_states);
+            cells.into_iter().chain(of_states).collect()
         }));
         rows
     }
+}
+
+/// Returns the cells of a line's pools, dashes for rows alone.
+fn state_cells(states: Option<&StateLine>) -> [String; 5] {
+    let Some(states) = states else {
+        return [(); 5].map(|()| "-".to_owned());
+    };
+    let StateLine { share, row_blocks, snapshots, peak_snapshots, snapshot_evictions } = states;
+    let counts = [row_blocks, snapshots, peak_snapshots].map(u32::to_string);
+    let [blocks, snapshots, peak] = counts;
+    [share.clone(), blocks, snapshots, peak, snapshot_evictions.to_string()]
 }
 
 /// Shows the tiers below one line of the table.
@@ -195,7 +216,9 @@ pub(super) fn chart(lines: &[Line]) -> Chart {
             let names = given.map(|tier| format!(" + {}", tier.tier));
             (format!("{}{}", line.policy, names.collect::<String>()), tiers.token_hit_ratio)
         });
-        let alone = (line.policy.clone(), line.token_hit_ratio);
+        let of_states = line.states.as_ref().map(|of| format!(", {} snapshots", of.share));
+        let name = format!("{}{}", line.policy, of_states.unwrap_or_default());
+        let alone = (name, line.token_hit_ratio);
         let is_level = line.is_unlimited && !limited.is_empty();
         let capacities = if is_level { limited.clone() } else { vec![own(line)] };
         [alone].into_iter().chain(with_tiers).flat_map(move |(name, ratio)| {
@@ -228,6 +251,7 @@ mod tests {
             requests: 0,
             refused_requests: 0,
             tiers: None,
+            states: None,
         }
     }
 

@@ -16,12 +16,13 @@ use kv::{CacheSpec, GroupId, KvCache, Stats};
 use super::Case;
 use super::min::Min;
 use super::policy::Policy;
+use super::states::StateLine;
 use super::tiers::{TierOptions, TierReplay, TierReport};
 use super::trace::{INPUT_TOKENS_MAX, Request, Trace};
 use crate::num::{to_u32, to_usize};
 
 /// Requests between two progress reports.
-const REPORT_EVERY: usize = 256;
+pub(super) const REPORT_EVERY: usize = 256;
 
 /// The result of a replay.
 #[derive(Debug, Clone)]
@@ -37,6 +38,7 @@ pub(super) struct Outcome {
     /// Time of the whole replay.
     pub(super) elapsed: Duration,
     pub(super) tiers: Option<TierReport>,
+    pub(super) states: Option<StateLine>,
 }
 
 /// Tiers of the command line, and the blocks of each.
@@ -132,7 +134,7 @@ impl<'t> Replay<'t> {
         self.position.set(index);
         let late = self.trace.arrives(index).saturating_sub(self.clock.now());
         self.clock.advance(late);
-        let prompt = self.prompt(request);
+        let prompt = prompt(self.trace, request, &mut self.numbers);
         match self.engine.submit(Prompt::new(prompt, 1)) {
             Ok(_) => {}
             Err(RequestError::DoesNotFit { .. } | RequestError::EmptyPrompt { .. }) => {
@@ -156,19 +158,6 @@ impl<'t> Replay<'t> {
         let cached = self.engine.cache().state().usage().blocks_cached;
         self.peak_blocks = self.peak_blocks.max(cached);
         Ok(())
-    }
-
-    /// Returns the input of a request. Every token is the number of its block, so that inputs share
-    /// the tokens of equal blocks and no others.
-    fn prompt(&mut self, request: &Request) -> Vec<u32> {
-        self.trace.blocks(request, &mut self.numbers);
-        let (tokens, block_size) =
-            (to_usize(request.tokens), to_usize(self.trace.block_size.get()));
-        let mut prompt = Vec::with_capacity(tokens);
-        for number in &self.numbers {
-            prompt.resize((prompt.len() + block_size).min(tokens), *number);
-        }
-        prompt
     }
 
     /// Runs a step, which takes the time of its prefill.
@@ -202,9 +191,22 @@ impl<'t> Replay<'t> {
             refused_requests: self.refused_requests,
             elapsed,
             tiers: tiers.map(|(tiers, stats)| tiers.report(self.trace, hit_tokens, &stats)),
+            states: None,
         }
     }
 }
 
 /// How long stores in memory may take for the chunks of one request: far too long.
 const DRAIN_MAX: Duration = Duration::from_hours(1);
+
+/// Returns the input of a request. Every token is the number of its block, so that inputs share the
+/// tokens of equal blocks and no others. `numbers` is for the numbers of its blocks.
+pub(super) fn prompt(trace: &Trace, request: &Request, numbers: &mut Vec<u32>) -> Vec<u32> {
+    trace.blocks(request, numbers);
+    let (tokens, block_size) = (to_usize(request.tokens), to_usize(trace.block_size.get()));
+    let mut prompt = Vec::with_capacity(tokens);
+    for number in numbers.iter() {
+        prompt.resize((prompt.len() + block_size).min(tokens), *number);
+    }
+    prompt
+}

@@ -211,6 +211,78 @@ fn tiers_are_sized_from_a_trace() {
     );
 }
 
+/// Runs with states of 100 bytes a token and 51,200 bytes a snapshot, as many as those of a block.
+fn with_states(trace: &str, args: &[&str]) -> Vec<Value> {
+    let sizes = ["--bytes-per-token", "100", "--state-bytes", "51200", "--json"];
+    let output = kv(&[&["replay", trace], &sizes[..], args].concat());
+    assert_eq!((output.code, output.stderr.as_str()), (0, ""), "{args:?}");
+    let list: Value = serde_json::from_str(&output.stdout).expect("JSON");
+    list.as_array().expect("a list").clone()
+}
+
+/// Returns the hits of a line, and its pools.
+fn states(line: &Value) -> Value {
+    let fields = ["share", "row_blocks", "snapshots", "peak_snapshots", "snapshot_evictions"];
+    let states = &line["states"];
+    json!([line["hit_tokens"], fields.map(|field| &states[field])])
+}
+
+#[test]
+fn a_prefix_is_reused_from_the_third_prompt_that_has_it() {
+    // Prompts ab, ac and ad of two blocks. With rows alone, the second and the third hit a. States
+    // are kept in front of the last token and at the end, and after ac behind a, where its rows hit
+    // and no state was.
+    let dir = TempDir::new().expect("a directory");
+    let line = |ids: [u32; 2]| {
+        let lengths = r#""timestamp": 0, "input_length": 1024, "output_length": 1"#;
+        format!("{{{lengths}, \"hash_ids\": {ids:?}}}\n")
+    };
+    let trace = file(&dir, "fork.jsonl", [[1, 2], [1, 3], [1, 4]].map(line).concat());
+    let unlimited = with_states(&trace, &["--policy", "infinite"]);
+    let [rows, all] = unlimited.as_slice() else { panic!("two lines: {unlimited:?}") };
+    assert_eq!((&rows["hit_tokens"], &rows["states"]), (&json!(1024), &Value::Null));
+    assert_eq!(states(all), json!([512, ["unlimited", 4, 7, 7, 0]]));
+    // Of the three snapshots of ac, the one behind a is the oldest.
+    let args = ["--policy", "lru", "--capacity-blocks", "8", "--snapshots", "2"];
+    let lines = with_states(&trace, &[&args[..], &["--snapshots", "3"]].concat());
+    let [rows, two, three] = lines.as_slice() else { panic!("three lines: {lines:?}") };
+    assert_eq!((&rows["hit_tokens"], &rows["states"]), (&json!(1024), &Value::Null));
+    assert_eq!(states(two), json!([0, ["2", 6, 2, 2, 6]]));
+    assert_eq!(states(three), json!([512, ["3", 5, 3, 3, 4]]));
+    // A share of eight blocks: 25 % are two snapshots.
+    let lines = with_states(&trace, &[&args[..4], &["--snapshots", "25%"]].concat());
+    assert_eq!(states(&lines[1]), json!([0, ["25%", 6, 2, 2, 6]]));
+    let lines = with_states(&trace, &args[..4]);
+    let shares: Vec<_> = lines.iter().map(|line| line["states"]["share"].clone()).collect();
+    assert_eq!(json!(shares), json!([null, "10%", "15%", "20%", "30%"]));
+}
+
+#[test]
+fn snapshots_keep_the_hits_of_repeated_prompts() {
+    // Of ab, acd, ab, ef, acdg, ab, every prompt but acd finds a state where its rows end: the hits
+    // of rows alone less the 512 tokens of acd.
+    let trace = data("replay.jsonl");
+    let lines = with_states(&trace, &["--policy", "infinite"]);
+    assert_eq!(lines[0]["hit_tokens"], 999 + 512 + 1536 + 999);
+    // ab keeps two states, acd three, ef two, acdg two; the others are known.
+    assert_eq!(states(&lines[1]), json!([999 + 1536 + 999, ["unlimited", 7, 9, 9, 0]]));
+    // Without snapshots nothing is reused.
+    let none = ["--policy", "reuse-rate", "--capacity-blocks", "9", "--snapshots", "0%"];
+    assert_eq!(states(&with_states(&trace, &none)[1]), json!([0, ["0%", 9, 0, 0, 0]]));
+    // acdg has four blocks, and the rows three.
+    let small = ["--policy", "lru", "--capacity-blocks", "5", "--snapshots", "2"];
+    assert_eq!(with_states(&trace, &small)[1]["refused_requests"], 1);
+    let output = kv(&[
+        &["replay", &trace, "--bytes-per-token", "100", "--state-bytes", "51200"],
+        &small[..],
+    ]
+    .concat());
+    assert_eq!((output.code, output.stderr.as_str()), (0, ""));
+    let rows: Vec<_> = output.stdout.lines().skip(1).collect();
+    assert!(rows[0].ends_with("row blocks  snapshots  peak snapshots  evicted"), "{rows:?}");
+    assert!(rows.iter().all(|row| row.len() == rows[0].len()), "columns line up: {rows:?}");
+}
+
 #[test]
 fn a_broken_file_is_reported_with_its_line() {
     let dir = TempDir::new().expect("a directory");
@@ -269,9 +341,22 @@ fn wrong_usage_is_2_and_help_has_examples() {
         (&["--block-size", "0"], "at least 1"),
         (&["--tier", "host=1", "--tier", "host=2"], "--tier is given twice for host"),
         (&["--write", "leave"], "--tier"),
+        (&["--bytes-per-token", "8"], "--tier"),
+        (&["--state-bytes", "8"], "--bytes-per-token"),
+        (&["--snapshots", "8"], "--state-bytes"),
         (&["another"], "another"),
     ] {
         fails(&[&["replay", &trace], args].concat(), 2, words);
+    }
+    let sizes = ["replay", &trace, "--bytes-per-token", "8", "--state-bytes", "8"];
+    for (args, code, words) in [
+        (&["--tier", "host=7"][..], 2, "cannot be used with"),
+        (&["--policy", "min"], 2, "--policy min knows when blocks are used next"),
+        (&["--snapshots", "101%"], 2, "expected a share from 0% to 100%"),
+        (&["--capacity-blocks", "7", "--snapshots", "100%"], 1, "--snapshots 100%: 3584 snapshots"),
+        (&["--capacity-blocks", "7", "--snapshots", "9999"], 1, "leave no block of 4096"),
+    ] {
+        fails(&[&sizes[..], args].concat(), code, words);
     }
     fails(&["replay"], 2, "TRACE");
     let help = kv(&["replay", "--help"]);

@@ -388,9 +388,11 @@ impl CacheState {
     pub fn namespace(&self, id: NamespaceId) -> Option<(&[u8], Option<u64>)> {
         self.ledger.namespace(id)
     }
-    /// Returns the pool of one group.
+    /// Returns the pool of one group, or of the snapshots of some layers' states. Their slots have
+    /// none.
     pub fn pool(&self, group: GroupId) -> Option<&BlockPool> {
-        self.find_group(group).map(|group| &group.pool)
+        let of_rows = self.find_group(group).map(|group| &group.pool);
+        of_rows.or_else(|| self.snapshot_pool(group))
     }
     /// Returns the window of a group.
     pub(super) fn window(&self, index: usize) -> Option<Window> {

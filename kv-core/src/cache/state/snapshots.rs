@@ -218,6 +218,12 @@ impl CacheState {
         Names { chain: first.chain, map: first.slot_map() }
     }
 
+    /// Returns the pool of the snapshots with this id.
+    pub(super) fn snapshot_pool(&self, group: GroupId) -> Option<&BlockPool> {
+        let mut all = self.states.iter().filter_map(|of| of.snapshots.as_ref());
+        all.find(|snapshots| snapshots.group == group).map(|snapshots| &snapshots.pool)
+    }
+
     /// Returns the next length at which a step of a sequence should end, so that its recurrent
     /// states are kept there for other prompts. `None` for an unknown sequence and without further
     /// stops; without states there are none.
