@@ -27,7 +27,7 @@ pub(crate) use self::plan::{PlanArgs, StateSettings};
 pub(crate) use self::replay::ReplayArgs;
 #[cfg(feature = "serve")]
 pub(crate) use self::serve::ServeArgs;
-pub(crate) use self::states::{SnapshotPool, type_name};
+pub(crate) use self::states::type_name;
 pub(crate) use self::tier::{
     LsArgs, RmArgs, RootDigits, StatArgs, TierArgs, TierCommand, VerifyArgs,
 };

@@ -28,6 +28,7 @@ mod report;
 #[cfg(feature = "serve")]
 mod serve;
 mod session;
+mod snapshot_pool;
 mod threads;
 mod tier;
 mod tiers;

@@ -8,7 +8,8 @@ use kv::spec::StateFormat;
 use kv::tier::Bytes;
 
 use super::at_least_1;
-use super::states::{SnapshotPool, element_type, state_format};
+use super::states::{element_type, state_format};
+use crate::snapshot_pool::SnapshotPool;
 
 /// Print how much memory a model's cache takes and how many sequences fit, from its config.json or
 /// GGUF metadata only.

@@ -1,7 +1,4 @@
 //! Options for recurrent states, and their values.
-use std::fmt;
-use std::str::FromStr;
-
 use clap::Args;
 use kv::DType;
 use kv::error::UnknownName;
@@ -9,6 +6,7 @@ use kv::spec::StateFormat;
 
 use super::at_least_1;
 use crate::replay::{Policy, StateOptions};
+use crate::snapshot_pool::SnapshotPool;
 
 /// Arguments of `kv replay` for a model with recurrent states.
 #[derive(Debug, Clone, Args)]
@@ -23,6 +21,11 @@ pub(crate) struct ReplayStateArgs {
     /// take the rest; may be repeated. Default: 10%, 15%, 20% and 30%
     #[arg(long, value_name = "PERCENT|COUNT", requires = "state_bytes")]
     pub(crate) snapshots: Vec<SnapshotPool>,
+
+    /// Keep snapshots behind multiples of N tokens alone. Default: the tokens of an id or of a
+    /// block, whichever is more: in between, a trace does not say which tokens prompts share
+    #[arg(long, value_name = "N", value_parser = at_least_1, requires = "state_bytes")]
+    pub(crate) state_grid: Option<u32>,
 }
 
 impl ReplayStateArgs {
@@ -40,7 +43,8 @@ impl ReplayStateArgs {
         }
         let shares = StateOptions::SHARES;
         let pools = if self.snapshots.is_empty() { &shares[..] } else { &self.snapshots };
-        Ok(Some(StateOptions { bytes_per_token, snapshot_bytes, pools: pools.to_vec() }))
+        let (pools, grid) = (pools.to_vec(), self.state_grid);
+        Ok(Some(StateOptions { bytes_per_token, snapshot_bytes, pools, grid }))
     }
 }
 
@@ -48,48 +52,6 @@ impl ReplayStateArgs {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("--policy min knows when blocks are used next, not snapshots: leave out --state-bytes")]
 pub(crate) struct MinOfStates;
-
-/// The size of a pool of snapshots.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum SnapshotPool {
-    /// Per cent of the memory, at most 100.
-    Percent(u32),
-    Count(u32),
-}
-
-impl SnapshotPool {
-    /// The share that is kept for snapshots unless given.
-    pub(crate) const DEFAULT: Self = Self::Percent(15);
-}
-
-/// A text that is no size of a pool of snapshots.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("expected a share from 0% to 100%, or a number of snapshots")]
-pub(crate) struct NoSnapshotPool;
-
-impl FromStr for SnapshotPool {
-    type Err = NoSnapshotPool;
-
-    fn from_str(text: &str) -> Result<Self, NoSnapshotPool> {
-        let number = |text: &str| text.parse::<u32>().map_err(|_| NoSnapshotPool);
-        match text.strip_suffix('%') {
-            Some(share) => match number(share)? {
-                share @ 0..=100 => Ok(Self::Percent(share)),
-                _ => Err(NoSnapshotPool),
-            },
-            None => number(text).map(Self::Count),
-        }
-    }
-}
-
-impl fmt::Display for SnapshotPool {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Percent(share) => write!(f, "{share}%"),
-            Self::Count(count) => write!(f, "{count}"),
-        }
-    }
-}
 
 /// Element types that a part of a state may have, by name.
 const TYPES: [(&str, DType); 3] = [("f32", DType::F32), ("f16", DType::F16), ("bf16", DType::Bf16)];
@@ -117,19 +79,6 @@ pub(super) fn state_format(name: &str) -> Result<StateFormat, UnknownName> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_pool_is_a_share_or_a_number() {
-        assert_eq!("15%".parse(), Ok(SnapshotPool::Percent(15)));
-        assert_eq!("2000".parse(), Ok(SnapshotPool::Count(2000)));
-        for text in ["0%", "100%", "0", "4294967295"] {
-            let pool = text.parse::<SnapshotPool>().expect(text);
-            assert_eq!(pool.to_string(), text);
-        }
-        for text in ["101%", "-1%", "%", "", "1.5", "4294967296", "ten"] {
-            assert_eq!(text.parse::<SnapshotPool>(), Err(NoSnapshotPool), "{text}");
-        }
-    }
 
     #[test]
     fn types_and_formats_have_names() {

@@ -6,8 +6,9 @@ use kv::{CacheSpec, DType};
 use kv_runner::{LayerGeometry, StatePart};
 
 use super::{Line, Pools};
-use crate::args::{SnapshotPool, StateSettings};
+use crate::args::StateSettings;
 use crate::num::to_u64;
+use crate::snapshot_pool::SnapshotPool;
 
 /// Longest sequence of a cache whose layers all have windows, or states alone.
 const LEN_MAX: u32 = u32::MAX >> 2;

@@ -1,7 +1,7 @@
 //! Sizes of caches against bytes worked out by hand.
 use super::sizes::bytes_per_token;
 use super::*;
-use crate::args::SnapshotPool;
+use crate::snapshot_pool::SnapshotPool;
 use kv::DType;
 use kv::spec::StateFormat;
 

@@ -26,12 +26,10 @@ pub(crate) use self::trace::{Sizes, Trace};
 use crate::args::ReplayArgs;
 use crate::num::to_u64;
 use crate::{chart, output, progress};
+use policy::Case;
 use report::{Line, Report};
 use run::Tiers;
 use states::{NoBlockLeft, Split};
-
-/// One measurement: a policy, and its capacity if it has one.
-type Case = (Policy, Option<u32>);
 
 pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<()> {
     if let Some(path) = &args.plot {
@@ -53,13 +51,14 @@ pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<()> {
         (None, None) => &Policy::DEFAULT,
     };
     let cases = cases(policies, &args.capacity_blocks, trace.num_blocks());
+    let grid = states.as_ref().and_then(|options| options.grid).unwrap_or(trace.named_tokens());
     let runs = match &states {
         Some(options) => with_splits(&cases, options, &trace)?,
         None => cases.into_iter().map(|case| (case, None)).collect(),
     };
     let total = to_u64(trace.requests().len() * runs.len());
     let bar = progress::requests(total);
-    let measured = runs.into_iter().map(|run| measure(&trace, run, tiers, &bar));
+    let measured = runs.into_iter().map(|run| measure(&trace, run, grid, tiers, &bar));
     let lines = measured.collect::<anyhow::Result<Vec<_>>>()?;
     bar.finish_and_clear();
     let report = Report { name: args.trace.display().to_string(), trace: &trace, lines };
@@ -134,13 +133,14 @@ fn with_splits(
 fn measure(
     trace: &Arc<Trace>,
     (case, split): Run,
+    grid: u32,
     tiers: Option<Tiers<'_>>,
     bar: &ProgressBar,
 ) -> anyhow::Result<Line> {
     let advance = |requests| bar.inc(to_u64(requests));
     let outcome = match split {
         None => run::replay(trace, case, tiers, advance)?,
-        Some(split) => states::replay(trace, case.0, split, advance)?,
+        Some(split) => states::replay(trace, case.0, (split, grid), advance)?,
     };
     Ok(Line::new(case, trace, outcome))
 }

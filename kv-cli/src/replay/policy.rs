@@ -16,6 +16,9 @@ pub(crate) enum Policy {
     Min,
 }
 
+/// One measurement: a policy, and its capacity if it has one.
+pub(super) type Case = (Policy, Option<u32>);
+
 impl Policy {
     /// The default policies.
     pub(super) const DEFAULT: [Self; 4] =

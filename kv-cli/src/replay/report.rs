@@ -2,7 +2,7 @@
 use kv::tier::Bytes;
 use serde::Serialize;
 
-use super::Case;
+use super::policy::Case;
 use super::run::Outcome;
 use super::states::StateLine;
 use super::tiers::{TierLine, TierReport};

@@ -13,9 +13,8 @@ use kv::engine::{Chosen, Engine, Limits, Request as Prompt, RequestError};
 use kv::eviction::{Clock, ManualClock};
 use kv::{CacheSpec, GroupId, KvCache, Stats};
 
-use super::Case;
 use super::min::Min;
-use super::policy::Policy;
+use super::policy::{Case, Policy};
 use super::states::StateLine;
 use super::tiers::{TierOptions, TierReplay, TierReport};
 use super::trace::{INPUT_TOKENS_MAX, Request, Trace};

@@ -17,8 +17,8 @@ use serde::Serialize;
 use super::policy::Policy;
 use super::run::{Outcome, REPORT_EVERY, prompt};
 use super::trace::{Request, Trace};
-use crate::args::SnapshotPool;
 use crate::num::{to_u32, to_usize};
+use crate::snapshot_pool::SnapshotPool;
 
 /// States of the command line.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -28,6 +28,9 @@ pub(crate) struct StateOptions {
     pub(crate) snapshot_bytes: u32,
     /// Sizes of the pool of snapshots, each a run of its own.
     pub(crate) pools: Vec<SnapshotPool>,
+    /// Tokens of which the length of every snapshot is a multiple; `None` for those that the trace
+    /// names at once.
+    pub(crate) grid: Option<u32>,
 }
 
 impl StateOptions {
@@ -137,10 +140,10 @@ struct Replay<'t> {
 pub(super) fn replay(
     trace: &Arc<Trace>,
     policy: Policy,
-    split: Split,
+    (split, grid): (Split, u32),
     advance: impl Fn(usize),
 ) -> anyhow::Result<Outcome> {
-    let mut replay = Replay::new(trace, policy, split).context("the replayed cache")?;
+    let mut replay = Replay::new(trace, policy, (split, grid)).context("the replayed cache")?;
     let start = Instant::now();
     for requests in trace.requests().chunks(REPORT_EVERY) {
         for request in requests {
@@ -153,7 +156,7 @@ pub(super) fn replay(
 }
 
 impl<'t> Replay<'t> {
-    fn new(trace: &'t Trace, policy: Policy, split: Split) -> anyhow::Result<Self> {
+    fn new(trace: &'t Trace, policy: Policy, (split, grid): (Split, u32)) -> anyhow::Result<Self> {
         let all = trace.contents_max().saturating_add(trace.longest_blocks()).max(1);
         // A request has stops behind its last token but one and where its rows were cached, and
         // keeps the state at its end.
@@ -166,7 +169,8 @@ impl<'t> Replay<'t> {
         let spec = spec.paged(trace.block_size.get(), blocks).eviction(policy.eviction());
         // A sequence reads one slot, writes another, and may begin with a copy of a snapshot.
         let spec = spec.states([STATES], |states| {
-            states.part([1], DType::F32).slots(3).snapshots(snapshots, StateFormat::F16)
+            let states = states.part([1], DType::F32).slots(3).grid(grid);
+            states.snapshots(snapshots, StateFormat::F16)
         });
         let cache = KvCache::new(NullBackend::new(), spec.build()?)?;
         Ok(Self {
@@ -191,13 +195,13 @@ impl<'t> Replay<'t> {
         let mut len = self.start(&prompt, request.num_blocks)?;
         self.hit_tokens += u64::from(len);
         while len < tokens {
-            let stop = self.cache.state().next_stop(SEQUENCE).unwrap_or(tokens).min(tokens);
-            let new = prompt.get(to_usize(len)..to_usize(stop)).unwrap_or_default();
+            let end = self.cache.state().next_stop(SEQUENCE).unwrap_or(tokens).min(tokens);
+            let new = prompt.get(to_usize(len)..to_usize(end)).unwrap_or_default();
             let mut step = self.cache.begin_step(&[StepInput::tokens(SEQUENCE, new)])?;
             step.mark_written();
             step.mark_state_written(STATES)?;
             step.commit()?;
-            len = stop;
+            len = end;
         }
         self.cache.release(SEQUENCE)?;
         let cached = |group| self.cache.state().pool(group).map_or(0, BlockPool::num_idle);

@@ -380,6 +380,12 @@ impl Trace {
         }
     }
 
+    /// Returns the tokens that prompts share or not as a whole: those of an id or of a block,
+    /// whichever is more.
+    pub(super) fn named_tokens(&self) -> u32 {
+        self.block_size.get().saturating_mul(self.blocks_per_id().get())
+    }
+
     /// Returns the blocks of the longest request.
     pub(super) fn longest_blocks(&self) -> u32 {
         self.requests.iter().map(|request| request.num_blocks).max().unwrap_or(0)

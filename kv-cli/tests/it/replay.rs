@@ -211,8 +211,14 @@ fn tiers_are_sized_from_a_trace() {
     );
 }
 
-/// Runs with states of 100 bytes a token and 51,200 bytes a snapshot, as many as those of a block.
+/// Runs with 100 bytes a token and 51,200 bytes a snapshot, as many as those of a block, and with
+/// snapshots at every length.
 fn with_states(trace: &str, args: &[&str]) -> Vec<Value> {
+    on_grid(trace, &[&["--state-grid", "1"], args].concat())
+}
+
+/// The same, with snapshots where the trace names tokens.
+fn on_grid(trace: &str, args: &[&str]) -> Vec<Value> {
     let sizes = ["--bytes-per-token", "100", "--state-bytes", "51200", "--json"];
     let output = kv(&[&["replay", trace], &sizes[..], args].concat());
     assert_eq!((output.code, output.stderr.as_str()), (0, ""), "{args:?}");
@@ -266,6 +272,15 @@ fn snapshots_keep_the_hits_of_repeated_prompts() {
     assert_eq!(lines[0]["hit_tokens"], 999 + 512 + 1536 + 999);
     // ab keeps two states, acd three, ef two, acdg two; the others are known.
     assert_eq!(states(&lines[1]), json!([999 + 1536 + 999, ["unlimited", 7, 9, 9, 0]]));
+    // Behind whole ids: ab keeps a and hits it twice, acd hits a and keeps c and d, acdg hits three
+    // and keeps g, ef keeps e.
+    let infinite = on_grid(&trace, &["--policy", "infinite"]);
+    assert_eq!(states(&infinite[1]), json!([3 * 512 + 1536, ["unlimited", 7, 5, 5, 0]]));
+    // Blocks of half an id do not change that; those of two ids hit acd in acdg no more.
+    let halves = on_grid(&trace, &["--policy", "infinite", "--block-size", "256"]);
+    assert_eq!(states(&halves[1]), json!([3 * 512 + 1536, ["unlimited", 13, 5, 5, 0]]));
+    let doubles = on_grid(&trace, &["--policy", "infinite", "--block-size", "1024"]);
+    assert_eq!(states(&doubles[1])[0], 1024);
     // Without snapshots nothing is reused.
     let none = ["--policy", "reuse-rate", "--capacity-blocks", "9", "--snapshots", "0%"];
     assert_eq!(states(&with_states(&trace, &none)[1]), json!([0, ["0%", 9, 0, 0, 0]]));
@@ -344,6 +359,8 @@ fn wrong_usage_is_2_and_help_has_examples() {
         (&["--bytes-per-token", "8"], "--tier"),
         (&["--state-bytes", "8"], "--bytes-per-token"),
         (&["--snapshots", "8"], "--state-bytes"),
+        (&["--state-grid", "8"], "--state-bytes"),
+        (&["--state-bytes", "8", "--bytes-per-token", "8", "--state-grid", "0"], "at least 1"),
         (&["another"], "another"),
     ] {
         fails(&[&["replay", &trace], args].concat(), 2, words);

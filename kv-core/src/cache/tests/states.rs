@@ -377,3 +377,24 @@ fn a_path_has_no_more_snapshots_than_its_bound() {
     assert_eq!(has(&cache), [7, 24, 25]);
     assert!(cache.state().group_usage(GroupId(2)).unwrap().cached > 5, "others keep theirs");
 }
+
+#[test]
+fn snapshots_have_a_pool_and_slots_have_none() {
+    let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dim(2).paged(4, 32);
+    let spec = spec.states([1], |states| {
+        states.part([2, 2], DType::F32).slots(3).snapshots(5, StateFormat::F16)
+    });
+    let mut cache = KvCache::new(NullBackend::new(), spec.build().unwrap()).unwrap();
+    cache.start(SEQ[0], &[1, 2, 3], StartOptions::default()).unwrap();
+    let mut step = cache.begin_step(&[StepInput::tokens(SEQ[0], &[1, 2, 3])]).unwrap();
+    write_states(&mut step);
+    step.commit().unwrap();
+    let idle = |cache: &KvCache<NullBackend>, group| {
+        cache.state().pool(GroupId(group)).map(|pool| (pool.num_blocks(), pool.num_idle()))
+    };
+    assert_eq!(idle(&cache, 2), Some((5, 0)));
+    cache.release(SEQ[0]).unwrap();
+    // The state behind the whole text.
+    assert_eq!(idle(&cache, 2), Some((5, 1)));
+    assert_eq!((idle(&cache, 1), idle(&cache, 3)), (None, None));
+}
