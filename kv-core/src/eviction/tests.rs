@@ -4,6 +4,16 @@ use std::time::Duration;
 use proptest::prelude::*;
 
 use super::*;
+
+#[test]
+fn snapshots_are_evicted_by_recency_beside_rates() {
+    let of = |policy: Eviction| policy.of_snapshots();
+    assert_eq!(
+        Eviction::ALL.map(of),
+        [Eviction::Lru, Eviction::Lfu, Eviction::Priority, Eviction::Priority,]
+    );
+}
+
 use crate::num::{to_u32, to_u64, to_usize};
 
 const NUM_BLOCKS: u32 = 6;

@@ -77,7 +77,8 @@ impl StatesBuilder {
 
     /// Keeps copies of up to `snapshots` states behind prompts and texts, from which other prompts
     /// with the same tokens go on; none unless set, and then no prompt of the cache is reused. They
-    /// are evicted as blocks are.
+    /// are evicted as blocks are, but by recency where blocks are by
+    /// [`ReuseRate`](crate::eviction::ReuseRate).
     #[must_use]
     pub fn snapshots(mut self, snapshots: u32, format: StateFormat) -> Self {
         (self.snapshots, self.format) = (snapshots, format);

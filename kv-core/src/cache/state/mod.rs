@@ -280,7 +280,7 @@ fn state_groups(
             let (id, count) = (group_id(first + spec.states().len() + index), snapshots.count());
             // A snapshot has the tokens of one block at most.
             let tokens = groups.first().invariant("a spec has a group").block_size();
-            let policy = spec.eviction().policy(count, clock);
+            let policy = spec.eviction().of_snapshots().policy(count, clock);
             let pool = BlockPool::new(id, count, tokens, policy);
             snapshots::Snapshots::new(id, pool, snapshots.per_path())
         });

@@ -3,14 +3,13 @@
 //! A state is worth something only behind exactly the tokens that it was computed from. A snapshot
 //! is therefore named as a block is, by the key of the blocks before and the tokens behind them,
 //! and may end at any position; unlike a block it is not replaced by one with more tokens. It is a
-//! block of one more pool, evicted by the policy of the cache.
+//! block of one more pool, evicted by a policy of its own.
 use crate::block::{BlockPool, Fill, Ledger};
 use crate::cache::state::history::History;
 use crate::cache::state::lookup::PrefixHit;
 use crate::cache::state::states::{Current, StateGroup};
 use crate::cache::state::{CacheState, Group, Unwiped, group_id};
 use crate::error::PlanError;
-use crate::eviction::Priority;
 use crate::ids::{BlockId, GroupId, SequenceId};
 use crate::invariant::Invariant;
 use crate::num::to_usize;
@@ -36,9 +35,6 @@ pub(super) struct Names {
     pub(super) map: SlotMap,
 }
 
-/// The priority of a snapshot that one text went on from, which has a longer one by now.
-const PASSED: Priority = Priority { level: Priority::DEFAULT_LEVEL - 1, duration: None };
-
 impl Snapshots {
     pub(super) fn new(group: GroupId, pool: BlockPool, per_path: Option<u32>) -> Self {
         let uses = vec![0; to_usize(pool.num_blocks())];
@@ -60,17 +56,11 @@ impl Snapshots {
         }
     }
     /// Adds a holder for a sequence that goes on from a snapshot.
-    fn reuse(&mut self, block: BlockId, ledger: &mut Ledger) {
+    fn reuse(&mut self, block: BlockId) {
         self.pool.reuse(block);
         let uses = self.uses.get_mut(to_usize(block.0)).invariant("a snapshot of the pool");
         // Only one and more than one differ.
         *uses = uses.saturating_add(1);
-        let priority = if *uses == 1 { PASSED } else { Priority::default() };
-        let own = self.pool.content(block).map(|content| content.priority);
-        // A priority that the caller has set stays.
-        if own.is_some_and(|own| own == Priority::default() || own == PASSED) {
-            self.pool.set_priority(block, priority, ledger);
-        }
     }
     /// Takes a block for a new snapshot; `None` if sequences and pins hold all.
     pub(super) fn take(&mut self, ledger: &mut Ledger) -> Option<BlockId> {
@@ -405,9 +395,9 @@ impl CacheState {
 
     /// Lets a sequence begin with the snapshots of a hit, one of every group of states.
     pub(super) fn begin_with(&mut self, row: u32, found: &[BlockId]) {
-        let Self { states, ledger, unwiped, .. } = self;
+        let Self { states, unwiped, .. } = self;
         for (group, block) in states.iter_mut().zip(found) {
-            group.snapshots.as_mut().invariant(TAKEN).reuse(*block, ledger);
+            group.snapshots.as_mut().invariant(TAKEN).reuse(*block);
             group.set(row, Current::Snapshot(*block), unwiped);
         }
     }
