@@ -46,8 +46,16 @@ pub(super) struct Answer {
 pub(super) struct Prepared {
     pub(super) kind: Kind,
     pub(super) wanted: Wanted,
-    pub(super) prompts: Vec<Vec<u32>>,
+    pub(super) prompts: Vec<Tokens>,
     pub(super) place: Place,
+}
+
+/// The tokens of a prompt.
+#[derive(Debug)]
+pub(super) struct Tokens {
+    pub(super) tokens: Vec<u32>,
+    /// Lengths at which recurrent states are kept for other prompts, ascending.
+    pub(super) stops: Vec<u32>,
 }
 
 impl Server {
@@ -62,10 +70,11 @@ impl Server {
             Some(seed) => seed,
             None => random().map_err(|error| internal(&error))?,
         };
-        let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
-        let prompt_tokens = prompts.iter().map(Vec::len).sum();
-        let ends: Vec<_> = prompts.iter().map(|prompt| Text::end_of(prompt).to_vec()).collect();
-        let of_prompt = |(at, tokens): (usize, Vec<u32>)| {
+        let longest = prompts.iter().map(|prompt| prompt.tokens.len()).max().unwrap_or(0);
+        let prompt_tokens = prompts.iter().map(|prompt| prompt.tokens.len()).sum();
+        let ends: Vec<_> =
+            prompts.iter().map(|prompt| Text::end_of(&prompt.tokens).to_vec()).collect();
+        let of_prompt = |(at, Tokens { tokens, stops }): (usize, Tokens)| {
             // A request may ask for any number of texts.
             let first = at.saturating_mul(wanted.n);
             let samplers = (first..first.saturating_add(wanted.n))
@@ -74,6 +83,7 @@ impl Server {
             Prompt {
                 max_new_tokens: limit.unwrap_or_else(|| self.room(kind, &tokens)),
                 tokens,
+                stops,
                 samplers: samplers.collect(),
                 salt: wanted.salt.clone(),
                 ignore_eos: wanted.ignore_eos,

@@ -4,11 +4,11 @@ use serde_json::value::RawValue;
 use tokio::time::Instant;
 
 use super::Server;
-use super::answer::{Kind, Prepared};
+use super::answer::{Kind, Prepared, Tokens};
 use super::error::ApiError;
 use super::fields::{Fields, TooMany, entries, is_text, shown, text};
 use super::request::{CHAT, Wanted};
-use super::template::{ChatTemplate, Message, TemplateError};
+use super::template::{ChatTemplate, Message, Template, TemplateError};
 
 /// Roles that a template may be asked about.
 const ROLES: [&str; 4] = ["system", "developer", "user", "assistant"];
@@ -29,26 +29,32 @@ pub(super) fn read(server: &Server, body: &[u8], deadline: Instant) -> Result<Pr
     server.check_model(wanted.model.as_deref())?;
     let messages = read_messages(&fields)?;
     let place = server.reserve(1, &wanted)?;
-    let prompt = prompt(&server.template, &messages)?;
-    let prompts = vec![server.encode(&prompt, "messages", deadline)?];
+    let template = template(&server.template)?;
+    let prompt = prompt(template, &messages)?;
+    let tokens = server.encode(&prompt, "messages", deadline)?;
+    let stops = server.stops(template, &messages, (&prompt, &tokens));
+    let prompts = vec![Tokens { tokens, stops }];
     Ok(Prepared { kind: Kind::Chat, wanted, prompts, place })
 }
 
-/// Makes the prompt. Without a template that works, only chats are lost.
-fn prompt(template: &ChatTemplate, messages: &[Message]) -> Result<String, ApiError> {
+/// Returns the template. Without one that works, only chats are lost.
+fn template(template: &ChatTemplate) -> Result<&Template, ApiError> {
     match template {
         ChatTemplate::Missing => {
             let error = "this model has no chat template: use /v1/completions, or --chat-template";
             Err(ApiError::bad(error).about("messages"))
         }
         ChatTemplate::Broken(why) => Err(not_served(why)),
-        ChatTemplate::Ready(template) => template.prompt(messages).map_err(|error| match error {
-            TemplateError::Messages(_) => {
-                ApiError::bad(format!("messages: {error}")).about("messages")
-            }
-            TemplateError::Unsupported(_) => not_served(&error.to_string()),
-        }),
+        ChatTemplate::Ready(template) => Ok(template),
     }
+}
+
+/// Makes the prompt.
+fn prompt(template: &Template, messages: &[Message]) -> Result<String, ApiError> {
+    template.prompt(messages).map_err(|error| match error {
+        TemplateError::Messages(_) => ApiError::bad(format!("messages: {error}")).about("messages"),
+        TemplateError::Unsupported(_) => not_served(&error.to_string()),
+    })
 }
 
 fn not_served(why: &str) -> ApiError {

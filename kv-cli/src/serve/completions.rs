@@ -8,7 +8,7 @@ use serde_json::value::RawValue;
 use tokio::time::Instant;
 
 use super::Server;
-use super::answer::{Kind, Prepared};
+use super::answer::{Kind, Prepared, Tokens};
 use super::engine::Refused;
 use super::error::ApiError;
 use super::fields::{Fields, NoText, TooMany, entries, is_text, text};
@@ -53,7 +53,8 @@ pub(super) fn read(server: &Server, body: &[u8], deadline: Instant) -> Result<Pr
             Err(ApiError::from(server.engine.refuse(refused)).about("prompt"))
         }
     });
-    let prompts = tokens.collect::<Result<_, _>>()?;
+    let prompts = tokens.map(|tokens| Ok(Tokens { tokens: tokens?, stops: Vec::new() }));
+    let prompts = prompts.collect::<Result<_, ApiError>>()?;
     Ok(Prepared { kind: Kind::Completion, wanted, prompts, place })
 }
 

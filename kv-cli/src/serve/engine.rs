@@ -27,6 +27,8 @@ use crate::output;
 #[derive(Debug)]
 pub(super) struct Prompt {
     pub(super) tokens: Vec<u32>,
+    /// Lengths at which recurrent states are kept for other prompts, ascending.
+    pub(super) stops: Vec<u32>,
     pub(super) max_new_tokens: u32,
     /// One for each text; at least one.
     pub(super) samplers: Vec<Sampler>,
@@ -413,6 +415,7 @@ impl Worker<'_> {
         let request = Request {
             sampler: samplers.next().unwrap_or_else(Sampler::greedy),
             salt: prompt.salt,
+            stops: prompt.stops,
             ignore_stop: ignore_eos,
             ..Request::new(prompt.tokens, prompt.max_new_tokens)
         };

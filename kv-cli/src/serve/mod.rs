@@ -15,6 +15,7 @@ mod leaks;
 mod metrics;
 mod prepare;
 mod request;
+mod stops;
 mod template;
 mod text;
 mod time;
@@ -51,6 +52,8 @@ pub(crate) struct Server {
     model: String,
     config: ModelConfig,
     tokenizer: Arc<Tokenizer>,
+    /// Whether the model keeps recurrent states, so that lengths of prompts matter.
+    has_states: bool,
     /// Makes prompts of chats.
     template: ChatTemplate,
     metrics: PrometheusHandle,
@@ -83,6 +86,7 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<()> {
         model: loaded.name.clone(),
         config: loaded.model.config().clone(),
         tokenizer: Arc::clone(&loaded.tokenizer),
+        has_states: !scheduler.cache().state().spec().states().is_empty(),
         template,
         metrics: handle,
         bodies: Bodies::new(),

@@ -106,10 +106,20 @@ impl Template {
     /// # Errors
     /// The template's message about these messages.
     pub(super) fn prompt(&self, messages: &[Message]) -> Result<String, TemplateError> {
+        self.render(messages, true)
+    }
+
+    /// Makes the text of messages alone, without the beginning of an answer; `None` if the template
+    /// refuses them.
+    pub(super) fn history(&self, messages: &[Message]) -> Option<String> {
+        self.render(messages, false).ok()
+    }
+
+    fn render(&self, messages: &[Message], with_answer: bool) -> Result<String, TemplateError> {
         let mut names: BTreeMap<&str, Value> =
             self.tokens.iter().map(|(name, text)| (name.as_str(), Value::from(&**text))).collect();
         names.insert("messages", Value::from(minijinja::value::Serde(messages)));
-        names.insert("add_generation_prompt", Value::from(true));
+        names.insert("add_generation_prompt", Value::from(with_answer));
         // There, but none, as transformers has them.
         names.insert("tools", Value::from(()));
         names.insert("documents", Value::from(()));
