@@ -12,6 +12,7 @@ mod fork;
 mod hits;
 mod plan;
 mod rows;
+mod states;
 mod tiers;
 
 use criterion::Criterion;
@@ -24,6 +25,7 @@ fn main() {
     hits::benches(&mut criterion);
     attend::benches(&mut criterion);
     rows::benches(&mut criterion);
+    states::benches(&mut criterion);
     copy::benches(&mut criterion);
     tiers::benches(&mut criterion);
     criterion.final_summary();
