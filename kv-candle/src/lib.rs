@@ -39,6 +39,7 @@ mod cache;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod error;
+mod state;
 mod step;
 
 pub use cache::CandleCache;

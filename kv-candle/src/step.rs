@@ -1,14 +1,17 @@
 //! One step of a model.
 use std::cell::{Cell, RefCell};
 use std::fmt;
+use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use kv::backend::{AnyBackend, Backend};
+use kv::num::to_usize;
 use kv::{AttentionOptions, Step};
 
 use crate::attend::Attend;
 use crate::axes::{Form, readable};
 use crate::error::Error;
+use crate::state::{ReadState, StatePart, WriteState, refused};
 
 /// An open step. Its methods take `&self`, because candle's models pass everything down by
 /// reference.
@@ -160,6 +163,99 @@ impl<'c, B: Backend> CandleStep<'c, B> {
         q.apply_op3_no_bwd(&k, &v, &op)
     }
 
+    /// Returns the rows of every entry of the step in a tensor of its tokens, in the order of the
+    /// inputs; none for an entry without new tokens. A recurrence computes each range by itself.
+    pub fn entries(&self) -> Vec<Range<usize>> {
+        self.step.borrow_mut().with(|step| {
+            let rows = |sequence: &kv::backend::plan::PlannedSequence| {
+                let (begin, len) = (to_usize(sequence.q_start), to_usize(sequence.q_len));
+                begin..begin.saturating_add(len)
+            };
+            step.sequences().iter().map(rows).collect()
+        })
+    }
+
+    /// Reads a part of a layer's recurrent state of every entry, as it was before this step, to new
+    /// memory in f32 on the model's device: zeros for a sequence that begins.
+    ///
+    /// # Shapes
+    /// The result is `[entries, ..]` with the extents of the part, entries as in [`Self::entries`].
+    ///
+    /// # Errors
+    /// candle's error with the words of the cache: a layer that is unknown or has no state, and a
+    /// part that its state lacks. The step stays open.
+    pub fn state(&self, layer: usize, part: usize) -> Result<Tensor> {
+        let part = self.state_part(layer, part)?;
+        self.positions.apply_op1_no_bwd(&ReadState { step: &self.step, part })
+    }
+
+    /// Writes a part of a layer's recurrent state of every entry, behind all of its new tokens.
+    /// Entries without new tokens are not read. A write may be repeated.
+    ///
+    /// # Shapes
+    /// `state` is `[b, ..]` as the result of [`Self::state`], in f32, f16 or bf16; entries of `b`
+    /// beyond those of the step are not read. A tensor whose values do not lie together is copied
+    /// first.
+    ///
+    /// # Errors
+    /// Those of [`Self::state`]; another shape or element type, and a device that the cache has no
+    /// backend for. Nothing is written then, and the step stays open.
+    pub fn set_state(&self, layer: usize, part: usize, state: &Tensor) -> Result<()> {
+        self.write_state(layer, part, None, state)
+    }
+
+    /// Writes a part of a layer's recurrent state of the entries behind their first `tokens` new
+    /// tokens, for drafts of which [`Self::commit_accepted`] may keep only these. Entries that keep
+    /// no state there are not read, see [`Self::keeps_state_after`].
+    ///
+    /// # Errors
+    /// Those of [`Self::set_state`]; no tokens, and more than an entry of the step has.
+    pub fn set_state_after(
+        &self,
+        layer: usize,
+        part: usize,
+        tokens: usize,
+        state: &Tensor,
+    ) -> Result<()> {
+        // The cache refuses more tokens than an entry has.
+        let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
+        self.write_state(layer, part, Some(tokens), state)
+    }
+
+    /// Returns whether the step keeps a layer's state of an entry behind its first `tokens` new
+    /// tokens: behind all of them, and in front of each of its drafts.
+    ///
+    /// # Errors
+    /// Those of [`Self::state`], and an entry that the step lacks.
+    pub fn keeps_state_after(&self, layer: usize, entry: usize, tokens: usize) -> Result<bool> {
+        self.step.borrow_mut().with(|step| {
+            let Ok(layer) = u16::try_from(layer) else { bail!("a cache has no layer {layer}") };
+            let slots = step.state_slots(layer).map_err(refused)?;
+            let entries = step.sequences().len();
+            if entry >= entries {
+                bail!("a step of {entries} entries has no entry {entry}");
+            }
+            let tokens = u32::try_from(tokens).ok();
+            Ok(tokens.is_some_and(|tokens| slots.write_after(entry, tokens).is_some()))
+        })
+    }
+
+    fn write_state(
+        &self,
+        layer: usize,
+        part: usize,
+        tokens: Option<u32>,
+        state: &Tensor,
+    ) -> Result<()> {
+        let part = self.state_part(layer, part)?;
+        self.copies.set(self.copies.get() + u64::from(!state.is_contiguous()));
+        WriteState { step: &self.step, part, tokens }.write(&state.contiguous()?)
+    }
+
+    fn state_part(&self, layer: usize, part: usize) -> Result<StatePart> {
+        self.step.borrow_mut().with(|step| StatePart::of(step, layer, part))
+    }
+
     /// Lends the step, to attention that is not on tensors of candle.
     ///
     /// # Panics
@@ -168,8 +264,8 @@ impl<'c, B: Backend> CandleStep<'c, B> {
         self.step.borrow_mut().with(using)
     }
 
-    /// Returns how many tensors [`Self::attend`] had to copy so far, because of how they lay in
-    /// memory.
+    /// Returns how many tensors [`Self::attend`] and [`Self::set_state`] had to copy so far, because
+    /// of how they lay in memory.
     pub fn copies(&self) -> u64 {
         self.copies.get()
     }
