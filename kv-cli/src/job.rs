@@ -11,7 +11,7 @@ use kv::quant::Calibration;
 use kv::quant::{Source, Stored};
 use kv::tier::{Identity, ModelDigest, TiersStats};
 use kv_runner::blocks_of;
-use kv_runner::{CacheOptions, Layout, calibrate};
+use kv_runner::{CacheOptions, Layout, StateOptions, calibrate};
 
 use crate::args::{EngineArgs, GenerateArgs, Paged};
 use crate::loaded::Loaded;
@@ -190,6 +190,7 @@ impl Job {
             stored: args.engine.format.clone(),
             reuse: variant.reuse,
             tiers: variant.tiers,
+            states: StateOptions::for_sequences(variant.max_batch, variant.draft_tokens),
         };
         let limits = Limits {
             max_batch: variant.max_batch,

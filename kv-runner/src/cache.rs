@@ -3,13 +3,15 @@ use std::collections::BTreeSet;
 use std::fmt;
 
 use kv::backend::AnyBackend;
+use kv::engine::Limits;
 use kv::error::SpecError;
 use kv::quant::{Calibration, Stored};
-use kv::spec::{CacheSpecBuilder, Determinism, PrefixReuse, PublishAt};
-use kv::{CacheSpec, KvCache, KvFormat};
+use kv::spec::{CacheSpecBuilder, Determinism, PrefixReuse, PublishAt, StateFormat};
+use kv::{CacheSpec, DType, KvCache, KvFormat};
 
 use crate::config::ModelConfig;
 use crate::error::Error;
+use crate::geometry::state_kinds;
 use crate::model::Decoder;
 
 /// The layout of a cache's memory.
@@ -41,6 +43,52 @@ impl fmt::Display for Layout {
     }
 }
 
+/// The recurrent states in the cache of a hybrid model; caches of other models have none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[expect(clippy::exhaustive_structs, reason = "a literal names each of the numbers")]
+pub struct StateOptions {
+    /// Slots for running states. A sequence with tokens takes one, and every entry of a step one
+    /// more, one for each draft, and one for a snapshot that it goes on from.
+    pub slots: u32,
+    /// The most draft tokens of a sequence in a step.
+    pub drafts: u32,
+    /// States that are kept behind prompts and texts, from which other prompts go on; with 0, no
+    /// prompt of a hybrid model is reused.
+    pub snapshots: u32,
+    /// The element type of snapshots.
+    pub format: StateFormat,
+    /// Tokens of which the length of every snapshot is a multiple.
+    pub grid: u32,
+}
+
+impl StateOptions {
+    /// Makes the options for `sequences` at once with `drafts` draft tokens each: slots for all of
+    /// them in one step, and two snapshots for each, behind its prompt and its text, in the type of
+    /// the states and of any length.
+    pub fn for_sequences(sequences: u32, drafts: u32) -> Self {
+        // The state of a sequence, a snapshot that it goes on from, and those of a step.
+        let each = drafts.saturating_add(3);
+        Self {
+            slots: sequences.max(1).saturating_mul(each),
+            drafts,
+            snapshots: sequences.max(1).saturating_mul(2),
+            format: StateFormat::Same,
+            grid: 1,
+        }
+    }
+}
+
+impl Layout {
+    /// Returns how many sequences have a state at once unless the options say so: those that an
+    /// engine runs, or fewer if there are fewer blocks.
+    fn sequences(self) -> u32 {
+        match self {
+            Self::Paged { num_blocks, .. } => num_blocks.min(Limits::new(0).max_batch),
+            Self::Contiguous { sequences, .. } => sequences,
+        }
+    }
+}
+
 /// Changes of blocks that are kept until tiers follow them.
 const CHANGES: usize = 1 << 14;
 
@@ -56,12 +104,16 @@ pub struct CacheOptions {
     /// Whether the cache lists changes of blocks, which [`TieredCache`](kv::tier::TieredCache)
     /// follow.
     pub tiers: bool,
+    /// The recurrent states of a hybrid model.
+    pub states: StateOptions,
 }
 
 impl CacheOptions {
-    /// Makes the options of an f32 cache with prefix reuse.
+    /// Makes the options of an f32 cache with prefix reuse, and with states for the sequences of
+    /// the layout, or for 8 in a paged one.
     pub fn new(layout: Layout) -> Self {
-        Self { layout, stored: Stored::plain(KvFormat::F32), reuse: true, tiers: false }
+        let states = StateOptions::for_sequences(layout.sequences(), 0);
+        Self { layout, stored: Stored::plain(KvFormat::F32), reuse: true, tiers: false, states }
     }
 
     /// Allocates the cache on a device. Formats that need constants take them from `calibration`.
@@ -79,8 +131,10 @@ impl CacheOptions {
         Ok(KvCache::builder(backend, spec).calibration(calibration.cloned()).build()?)
     }
 
-    fn spec(&self, model: &ModelConfig) -> Result<CacheSpec, SpecError> {
-        model.spec(&self.stored, |builder| {
+    pub(crate) fn spec(&self, model: &ModelConfig) -> Result<CacheSpec, SpecError> {
+        let snapshots = if self.reuse { self.states.snapshots } else { 0 };
+        let states = StateOptions { snapshots, ..self.states };
+        model.spec_with(&self.stored, &states, |builder| {
             let builder = builder
                 .max_seq_len(model.context())
                 // The text of a sequence must not depend on the batch.
@@ -102,13 +156,28 @@ impl ModelConfig {
     /// all layers.
     ///
     /// Layers with one window form a group, which keeps no more than that window. Layers without a
-    /// window come first.
+    /// window come first. The states of a hybrid model are those of one sequence without drafts and
+    /// snapshots.
     ///
     /// # Errors
     /// Those of the builder.
     pub fn spec(
         &self,
         stored: &Stored,
+        set: impl FnOnce(CacheSpecBuilder) -> CacheSpecBuilder,
+    ) -> Result<CacheSpec, SpecError> {
+        let states = StateOptions { snapshots: 0, ..StateOptions::for_sequences(1, 0) };
+        self.spec_with(stored, &states, set)
+    }
+
+    /// Does what [`Self::spec`] does, with states of a hybrid model for more sequences.
+    ///
+    /// # Errors
+    /// Those of the builder.
+    pub fn spec_with(
+        &self,
+        stored: &Stored,
+        states: &StateOptions,
         set: impl FnOnce(CacheSpecBuilder) -> CacheSpecBuilder,
     ) -> Result<CacheSpec, SpecError> {
         let builder = CacheSpec::builder().layers(self.layers());
@@ -121,6 +190,17 @@ impl ModelConfig {
             let layers = kinds.filter(|(_, kind)| kind.window_left == Some(left));
             builder =
                 builder.group(layers.map(|(layer, _)| layer), |group| group.window_left(left));
+        }
+        for (parts, layers) in state_kinds(&self.states) {
+            // A geometry has no more layers than these.
+            let layers = layers.into_iter().filter_map(|layer| u16::try_from(layer).ok());
+            builder = builder.states(layers, |builder| {
+                // As the model computes all of them.
+                let shapes = parts.iter().map(|part| part.shape.as_slice());
+                let builder = shapes.fold(builder, |all, shape| all.part(shape, DType::F32));
+                let StateOptions { slots, drafts, snapshots, format, grid } = *states;
+                builder.slots(slots).drafts(drafts).snapshots(snapshots, format).grid(grid)
+            });
         }
         builder.build()
     }

@@ -1,99 +1,21 @@
 //! The configuration of a model, read from its `config.json` and checked before anything is built.
+mod architecture;
 mod file;
+mod recurrent;
 mod rope;
 
-use std::fmt;
 use std::path::Path;
 
 use kv::engine::Limits;
 
 use crate::error::{ConfigError, Error, InFile};
-use crate::geometry::{LayerGeometry, ModelGeometry, divide, non_zero};
+use crate::geometry::{LayerGeometry, LayerStates, ModelGeometry, divide, non_zero};
 use crate::num::to_u64;
 use crate::object::Object;
 use crate::rope::{RopeConfig, Scaling};
 use crate::text_file::read_text;
-
-/// Architectures that [`Decoder`](crate::Decoder) runs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Architecture {
-    Llama,
-    Mistral,
-    Qwen2,
-    Qwen3,
-    Phi3,
-    Olmo2,
-    Granite,
-    SmolLm3,
-}
-
-impl Architecture {
-    /// All architectures, with their `model_type` and the class that an entry of `architectures`
-    /// names.
-    const ALL: [(Self, &str, &str); 8] = [
-        (Self::Llama, "llama", "LlamaForCausalLM"),
-        (Self::Mistral, "mistral", "MistralForCausalLM"),
-        (Self::Qwen2, "qwen2", "Qwen2ForCausalLM"),
-        (Self::Qwen3, "qwen3", "Qwen3ForCausalLM"),
-        (Self::Phi3, "phi3", "Phi3ForCausalLM"),
-        (Self::Olmo2, "olmo2", "Olmo2ForCausalLM"),
-        (Self::Granite, "granite", "GraniteForCausalLM"),
-        (Self::SmolLm3, "smollm3", "SmolLM3ForCausalLM"),
-    ];
-
-    /// The supported architectures, for errors.
-    const NAMES: &str = "llama, mistral, qwen2, qwen3, phi3, olmo2, granite or smollm3";
-
-    /// Returns the architecture of a `model_type`.
-    pub(crate) fn of_model_type(name: &str) -> Option<Self> {
-        Self::ALL.iter().find(|(_, model_type, _)| *model_type == name).map(|(known, ..)| *known)
-    }
-
-    /// Returns the architecture of an entry of `architectures`.
-    fn of_class(name: &str) -> Option<Self> {
-        Self::ALL.iter().find(|(.., class)| *class == name).map(|(known, ..)| *known)
-    }
-
-    /// Returns its `model_type`.
-    pub(crate) fn name(self) -> &'static str {
-        let known = Self::ALL.iter().find(|(known, ..)| *known == self);
-        known.map_or("", |(_, model_type, _)| model_type)
-    }
-
-    /// Returns whether norms follow attention and MLP instead of preceding them.
-    pub(crate) fn norms_outputs(self) -> bool {
-        self == Self::Olmo2
-    }
-
-    /// Returns whether Q, K and V come from one matrix, and gate and up from another.
-    pub(crate) fn fuses_projections(self) -> bool {
-        self == Self::Phi3
-    }
-
-    /// Returns the norm of Q and K before their rotation.
-    pub(crate) fn qk_norm(self) -> Option<QkNorm> {
-        match self {
-            Self::Qwen3 => Some(QkNorm::Head),
-            Self::Olmo2 => Some(QkNorm::Projection),
-            _ => None,
-        }
-    }
-}
-
-impl fmt::Display for Architecture {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-/// The extent of a norm of Q or K.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum QkNorm {
-    /// The row of one head, with weights that all heads share.
-    Head,
-    /// The rows of all heads.
-    Projection,
-}
+pub(crate) use architecture::{Architecture, QkNorm};
+pub(crate) use recurrent::{ConvConfig, DeltaConfig, ExpertsConfig, MambaConfig, Recurrence};
 
 /// The projections that have a bias.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -125,21 +47,39 @@ impl Default for Multipliers {
 /// Settings that differ between layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct LayerKind {
+    /// Whether the layer attends; the others have the recurrence of the model.
+    pub(crate) attends: bool,
     /// Keys before its own position that a query sees, `None` for all.
     pub(crate) window_left: Option<u32>,
     /// Whether Q and K are rotated by their positions.
     pub(crate) rotates: bool,
 }
 
+impl LayerKind {
+    /// A layer that has a recurrence.
+    pub(crate) const RECURRENT: Self = Self { attends: false, window_left: None, rotates: false };
+
+    fn attending(layer: &LayerGeometry, rotates: bool) -> Self {
+        // Both readers take a window of 0 for none.
+        Self { attends: true, window_left: layer.window.map(|window| window - 1), rotates }
+    }
+}
+
 impl ModelGeometry {
-    /// Returns the settings of all layers, with their rotations.
+    /// Returns the settings of all layers, all of which attend, with their rotations.
     pub(crate) fn layer_kinds(&self, rotates: impl IntoIterator<Item = bool>) -> Vec<LayerKind> {
-        let kind = |(layer, rotates): (&LayerGeometry, bool)| LayerKind {
-            // Both readers take a window of 0 for none.
-            window_left: layer.window.map(|window| window - 1),
-            rotates,
+        let layers = self.layers.iter().zip(rotates);
+        layers.map(|(layer, rotates)| LayerKind::attending(layer, rotates)).collect()
+    }
+
+    /// Returns the settings of the layers of a hybrid model: those that keep rows attend.
+    pub(crate) fn hybrid_kinds(&self, rotates: bool) -> Vec<LayerKind> {
+        let mut rows = self.layer_indices.iter().zip(&self.layers).peekable();
+        let kind = |index: u32| match rows.next_if(|(own, _)| **own == index) {
+            Some((_, layer)) => LayerKind::attending(layer, rotates),
+            None => LayerKind::RECURRENT,
         };
-        self.layers.iter().zip(rotates).map(kind).collect()
+        (0..self.num_layers).map(kind).collect()
     }
 }
 
@@ -162,6 +102,11 @@ pub struct ModelConfig {
     pub(crate) biases: Biases,
     pub(crate) multipliers: Multipliers,
     pub(crate) rope: RopeConfig,
+    /// The recurrence of the layers that do not attend.
+    pub(crate) recurrence: Option<Recurrence>,
+    /// What these layers keep of a sequence.
+    pub(crate) states: Vec<LayerStates>,
+    pub(crate) experts: Option<ExpertsConfig>,
     pub(crate) bos: Option<u32>,
     pub(crate) eos: Vec<u32>,
 }

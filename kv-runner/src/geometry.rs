@@ -112,14 +112,7 @@ impl ModelGeometry {
     /// Returns the different states of layers, in the order of their first layer, with the layers
     /// of each.
     pub fn state_kinds(&self) -> Vec<(&[StatePart], Vec<u32>)> {
-        let mut kinds: Vec<(&[StatePart], Vec<u32>)> = Vec::new();
-        for LayerStates { layer, parts } in &self.states {
-            match kinds.iter_mut().find(|(known, _)| known == parts) {
-                Some((_, layers)) => layers.push(*layer),
-                None => kinds.push((parts, vec![*layer])),
-            }
-        }
-        kinds
+        state_kinds(&self.states)
     }
 
     /// Returns kinds of layers in the order of their first layer, with the number of layers of
@@ -134,6 +127,18 @@ impl ModelGeometry {
         };
         kinds.into_iter().map(|kind| (kind, count(kind))).collect()
     }
+}
+
+/// Returns the different states of layers, see [`ModelGeometry::state_kinds`].
+pub(crate) fn state_kinds(states: &[LayerStates]) -> Vec<(&[StatePart], Vec<u32>)> {
+    let mut kinds: Vec<(&[StatePart], Vec<u32>)> = Vec::new();
+    for LayerStates { layer, parts } in states {
+        match kinds.iter_mut().find(|(known, _)| known == parts) {
+            Some((_, layers)) => layers.push(*layer),
+            None => kinds.push((parts, vec![*layer])),
+        }
+    }
+    kinds
 }
 
 /// Note about models whose queries see the tokens of one chunk.
@@ -164,7 +169,11 @@ pub(crate) fn non_zero(field: &str, got: u32) -> Result<u32, ConfigError> {
 }
 
 /// Checks that a list has one entry per layer.
-fn per_layer<T>(field: String, list: Vec<T>, num_layers: u32) -> Result<Vec<T>, ConfigError> {
+pub(crate) fn per_layer<T>(
+    field: String,
+    list: Vec<T>,
+    num_layers: u32,
+) -> Result<Vec<T>, ConfigError> {
     if list.len() == to_usize(num_layers) {
         return Ok(list);
     }

@@ -52,7 +52,7 @@ mod weights;
 
 use kv::num;
 
-pub use cache::{CacheOptions, Layout, blocks_of};
+pub use cache::{CacheOptions, Layout, StateOptions, blocks_of};
 pub use config::ModelConfig;
 pub use error::{ConfigError, Error, ForeignError, TextError, WeightError};
 pub use geometry::{LayerGeometry, LayerStates, ModelGeometry, StatePart};

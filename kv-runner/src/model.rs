@@ -1,26 +1,34 @@
 //! The forward pass of a decoder over one step of the cache.
 //!
 //! Embeddings, norms and matrix products are candle's on the CPU, in f32; attention is that of
-//! [`CandleStep`].
+//! [`CandleStep`], and recurrences are computed token by token on states in the cache.
+mod attention;
+mod conv;
+mod delta;
 mod fingerprint;
 mod layer;
+mod mamba2;
+mod mlp;
+mod part;
+mod recurrent;
+mod short_conv;
 
 use std::path::Path;
 
 use candle_core::{CpuStorage, Device, Module, Storage, Tensor};
 use candle_nn::Linear;
+use kv::Step;
 use kv::backend::Backend;
 use kv::engine::{Batch, Logits, Model, ModelError};
-use kv::{AttentionOptions, Step};
 use kv_candle::CandleStep;
 
-use crate::config::{ModelConfig, QkNorm};
+use crate::config::ModelConfig;
 use crate::error::{Error, InFile, WeightError};
 use crate::gguf;
-use crate::num::{to_f32, to_u32, to_usize};
-use crate::rope::{Rope, Rotation};
+use crate::num::{to_f32, to_u32};
+use crate::rope::Rope;
 use crate::weights::Weights;
-use layer::Layer;
+use layer::{Layer, Mixer};
 
 /// Inputs of one layer's attention for the tokens of a step: `[tokens, heads, head_dim]`, Q and K
 /// after their rotary embedding.
@@ -83,7 +91,8 @@ impl Decoder {
         let layers = kinds
             .map(|(kind, layer)| Layer::build(&config, &mut weights, *kind, layer))
             .collect::<Result<_, _>>()?;
-        let norm = weights.take("model.norm.weight", &[hidden])?;
+        let norm = weights.take(config.architecture.weights().last_norm, &[hidden])?;
+        let norm = if config.architecture.norms_less_one() { norm.affine(1.0, 1.0)? } else { norm };
         Ok(Self { config, embedding, layers, norm, head: Linear::new(head, None), rope })
     }
 
@@ -143,11 +152,16 @@ impl Decoder {
         let embedded = self.embedding.index_select(&ids, 0)?;
         let mut x = times(embedded, self.config.multipliers.embedding)?;
         for (layer, index) in self.layers.iter().zip(0..) {
-            let h = self.norm(x.clone(), layer.attention_norm.as_ref())?;
-            let h = self.attention(step, (index, layer), &h, &rotation, tap)?;
-            x = self.add(&x, self.norm(h, layer.attention_out_norm.as_ref())?)?;
+            let h = self.norm(x.clone(), layer.mixer_norm.as_ref())?;
+            let h = match &layer.mixer {
+                Mixer::Attention(of) => self.attention(step, (index, of), &h, &rotation, tap)?,
+                Mixer::Delta(of) => of.forward(step, index, &h)?,
+                Mixer::ShortConv(of) => of.forward(step, index, &h)?,
+                Mixer::Mamba2(of) => of.forward(step, index, &h)?,
+            };
+            x = self.add(&x, self.norm(h, layer.mixer_out_norm.as_ref())?)?;
             let h = self.norm(x.clone(), layer.mlp_norm.as_ref())?;
-            let h = layer.mlp(&h)?;
+            let h = layer.mlp.forward(&h)?;
             x = self.add(&x, self.norm(h, layer.mlp_out_norm.as_ref())?)?;
         }
         Ok(x)
@@ -157,54 +171,6 @@ impl Decoder {
     pub(crate) fn logits(&self, hidden: &Tensor) -> candle_core::Result<Tensor> {
         let logits = self.head.forward(&self.norm(hidden.clone(), Some(&self.norm))?)?;
         times(logits, 1.0 / self.config.multipliers.logits)
-    }
-
-    /// Normalises rows of Q or K, if the architecture does.
-    fn qk_norm(&self, x: Tensor, weight: Option<&Tensor>) -> candle_core::Result<Tensor> {
-        if self.config.architecture.qk_norm() != Some(QkNorm::Head) {
-            return self.norm(x, weight);
-        }
-        let heads = x.reshape(((), to_usize(self.config.head_dim)))?;
-        self.norm(heads, weight)?.reshape(x.shape())
-    }
-
-    fn attention<B: Backend>(
-        &self,
-        step: &CandleStep<'_, B>,
-        (index, layer): (u16, &Layer),
-        h: &Tensor,
-        rotation: &Rotation,
-        tap: &mut Tap<'_>,
-    ) -> Result<Tensor, Error> {
-        let ModelConfig { heads, kv_heads, .. } = self.config;
-        let (q, k, v) = (layer.q.forward(h)?, layer.k.forward(h)?, layer.v.forward(h)?);
-        let q = self.qk_norm(q, layer.q_norm.as_ref())?;
-        let k = self.qk_norm(k, layer.k_norm.as_ref())?;
-        let (q, k) = if layer.kind.rotates {
-            (self.rotate(rotation, &q, heads)?, self.rotate(rotation, &k, kv_heads)?)
-        } else {
-            (self.heads(&q, heads)?, self.heads(&k, kv_heads)?)
-        };
-        let v = self.heads(&v, kv_heads)?;
-        with_values(&q, |q| {
-            with_values(&k, |k| with_values(&v, |v| tap(&Tapped { layer: index, q, k, v })))
-        })?;
-        let mut options = AttentionOptions::causal(to_f32(self.config.attention_scale()));
-        if let Some(window) = layer.kind.window_left {
-            options = options.with_window_left(window);
-        }
-        Ok(layer.out.forward(&step.attend(index.into(), &q, &k, &v, &options)?)?)
-    }
-
-    /// Rotates rows of Q or K: `[tokens, heads, head_dim]`.
-    fn rotate(&self, by: &Rotation, rows: &Tensor, heads: u32) -> candle_core::Result<Tensor> {
-        let rotated = with_values(rows, |rows| self.rope.rotate(by, rows, to_usize(heads)));
-        self.heads(&Tensor::from_vec(rotated, rows.shape(), &Device::Cpu)?, heads)
-    }
-
-    /// Views rows as `[tokens, heads, head_dim]`.
-    fn heads(&self, rows: &Tensor, heads: u32) -> candle_core::Result<Tensor> {
-        rows.reshape(((), to_usize(heads), to_usize(self.config.head_dim)))
     }
 }
 
@@ -235,5 +201,7 @@ mod beams_tests;
 mod recorded;
 #[cfg(test)]
 mod recorded_tests;
+#[cfg(test)]
+mod recurrent_tests;
 #[cfg(test)]
 mod rows_tests;

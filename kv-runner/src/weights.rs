@@ -108,7 +108,13 @@ impl Weights {
 ///
 /// Multimodal models put a prefix before the names of their text model.
 fn text_name(name: &str) -> Option<String> {
-    const PARTS: [&str; 4] = ["model.embed_tokens.", "model.layers.", "model.norm.", "lm_head."];
+    const PARTS: [&str; 5] = [
+        "model.embed_tokens.",
+        "model.layers.",
+        "model.norm.",
+        "model.embedding_norm.",
+        "lm_head.",
+    ];
     let name = match name.strip_prefix("model.language_model.") {
         Some(rest) => format!("model.{rest}"),
         None => name.strip_prefix("language_model.").unwrap_or(name).to_owned(),

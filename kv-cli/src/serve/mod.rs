@@ -28,7 +28,7 @@ use std::sync::Arc;
 use anyhow::{Context, bail};
 use kv::engine::{Engine as Scheduler, Limits};
 use kv::quant::Source;
-use kv_runner::{CacheOptions, Layout, ModelConfig, Tokenizer, calibrate};
+use kv_runner::{CacheOptions, Layout, ModelConfig, StateOptions, Tokenizer, calibrate};
 use metrics_exporter_prometheus::PrometheusHandle;
 use tokio::runtime::Builder;
 use tokio::sync::{Semaphore, oneshot};
@@ -156,6 +156,7 @@ fn open(args: &EngineArgs, loaded: &Loaded) -> anyhow::Result<Scheduler> {
         stored: args.format.clone(),
         reuse: true,
         tiers: !args.tier.is_empty(),
+        states: StateOptions::for_sequences(args.max_batch, 0),
     };
     let limits = Limits {
         max_batch: args.max_batch,

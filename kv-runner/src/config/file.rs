@@ -4,7 +4,8 @@
 use serde_json::Value;
 
 use super::{
-    Architecture, Biases, ConfigError, LayerKind, ModelConfig, Multipliers, positive, rope,
+    Architecture, Biases, ConfigError, ExpertsConfig, LayerKind, ModelConfig, Multipliers,
+    Recurrence, positive, recurrent, rope,
 };
 use crate::geometry::layers::{Windows, rotating};
 use crate::geometry::{ModelGeometry, config, non_zero};
@@ -12,7 +13,7 @@ use crate::num::to_usize;
 use crate::object::{Agreed, Object, field_error};
 
 /// Multimodal models whose text model can be run; its configuration is under `text_config`.
-const WRAPPERS: [&str; 1] = ["mistral3"];
+const WRAPPERS: [&str; 2] = ["mistral3", "qwen3_5"];
 
 /// Reads the configuration.
 pub(super) fn model(file: &Object<'_>) -> Result<ModelConfig, ConfigError> {
@@ -28,22 +29,24 @@ pub(super) fn model(file: &Object<'_>) -> Result<ModelConfig, ConfigError> {
     }
     let count = |field: &'static str| non_zero(field, text.required(field)?);
     let hidden = count("hidden_size")?;
-    let intermediate = count("intermediate_size")?;
+    let intermediate = recurrent::intermediate(&text, architecture)?;
     let heads = count("num_attention_heads")?;
     let vocab = count("vocab_size")?;
+    let recurrence = Recurrence::read(&text, architecture, hidden)?;
     let geometry = config::of_decoder(&text, architecture.name())?;
     // Before the rows, so that a list of layers is refused by its name.
     let layer_kinds = layer_kinds(&text, architecture, &geometry)?;
     let layer = geometry.uniform(text.name("v_head_dim"))?;
     let head_dim = layer.head_dim_k;
     let (rope, context) = rope::read(&text, architecture, head_dim)?;
-    let norm_eps = match architecture {
-        Architecture::Phi3 | Architecture::Olmo2 => 1e-5,
-        _ => 1e-6,
+    let (norm_eps_name, norm_eps) = match architecture {
+        Architecture::Phi3 | Architecture::Olmo2 => ("rms_norm_eps", 1e-5),
+        Architecture::Lfm2 => ("norm_eps", 1e-5),
+        _ => ("rms_norm_eps", 1e-6),
     };
     let tied = match file.get("tie_word_embeddings")? {
         Some(tied) => Some(tied),
-        None => text.get("tie_word_embeddings")?,
+        None => text.get("tie_word_embeddings")?.or(text.get("tie_embedding")?),
     };
     let ids = |key| {
         let ids = text.ids(key)?.map_or_else(|| file.ids(key), |ids| Ok(Some(ids)))?;
@@ -59,11 +62,14 @@ pub(super) fn model(file: &Object<'_>) -> Result<ModelConfig, ConfigError> {
         head_dim,
         vocab,
         context,
-        norm_eps: text.get("rms_norm_eps")?.unwrap_or(norm_eps),
-        tied: tied.unwrap_or(architecture == Architecture::SmolLm3),
+        norm_eps: text.get(norm_eps_name)?.unwrap_or(norm_eps),
+        tied: tied.unwrap_or(matches!(architecture, Architecture::SmolLm3 | Architecture::Lfm2)),
         biases: biases(&text, architecture)?,
         multipliers: multipliers(&text, architecture)?,
         rope,
+        recurrence,
+        experts: ExpertsConfig::read(&text, architecture, geometry.num_layers)?,
+        states: geometry.states,
         bos: ids("bos_token_id")?.first().copied(),
         eos: ids("eos_token_id")?,
     }
@@ -139,10 +145,12 @@ fn biases(text: &Object<'_>, architecture: Architecture) -> Result<Biases, Confi
     let mlp = flag("mlp_bias")?;
     Ok(match architecture {
         Architecture::Qwen2 => Biases { qkv: true, out: false, mlp: false },
-        Architecture::Phi3 => Biases::default(),
-        Architecture::Qwen3 | Architecture::Olmo2 => {
-            Biases { qkv: attention, out: attention, mlp: false }
-        }
+        Architecture::Phi3 | Architecture::Lfm2 => Biases::default(),
+        Architecture::Qwen3
+        | Architecture::Olmo2
+        | Architecture::Qwen35
+        | Architecture::Qwen3Next
+        | Architecture::GraniteHybrid => Biases { qkv: attention, out: attention, mlp: false },
         Architecture::Llama
         | Architecture::Mistral
         | Architecture::Granite
@@ -151,7 +159,7 @@ fn biases(text: &Object<'_>, architecture: Architecture) -> Result<Biases, Confi
 }
 
 fn multipliers(text: &Object<'_>, architecture: Architecture) -> Result<Multipliers, ConfigError> {
-    if architecture != Architecture::Granite {
+    if !matches!(architecture, Architecture::Granite | Architecture::GraniteHybrid) {
         return Ok(Multipliers::default());
     }
     let number = |field: &'static str| positive(field, text.get(field)?.unwrap_or(1.0));
@@ -170,6 +178,9 @@ fn layer_kinds(
     architecture: Architecture,
     geometry: &ModelGeometry,
 ) -> Result<Vec<LayerKind>, ConfigError> {
+    if !architecture.recurrent_layers().is_empty() {
+        return hybrid_kinds(text, architecture, geometry);
+    }
     let rule = Windows::read(text, architecture.name(), &mut Vec::new())?;
     if rule.are_used && text.number("sliding_window")? == Some(0) {
         return Err(ConfigError::Zero { field: text.name("sliding_window") });
@@ -199,6 +210,39 @@ fn layer_kinds(
         _ => vec![true; to_usize(geometry.num_layers)],
     };
     Ok(geometry.layer_kinds(rotates))
+}
+
+/// Returns which layers of a hybrid model attend, and whether these rotate Q and K.
+fn hybrid_kinds(
+    text: &Object<'_>,
+    architecture: Architecture,
+    geometry: &ModelGeometry,
+) -> Result<Vec<LayerKind>, ConfigError> {
+    let listed = recurrent::layer_names(text, geometry.num_layers)?;
+    let is_known = |name: &&str| {
+        ["full_attention", "attention"].contains(name)
+            || architecture.recurrent_layers().contains(name)
+    };
+    let names = listed.as_ref().map_or(&[][..], |(_, names)| names.as_slice());
+    if let (Some(other), Some((field, _))) = (names.iter().find(|name| !is_known(name)), &listed) {
+        let expected = "full_attention, or the name of the recurrence of the model";
+        let got = (*other).to_owned();
+        return Err(ConfigError::Unsupported { field, got, expected });
+    }
+    if geometry.layers.iter().any(|layer| layer.window.is_some()) {
+        let problem = format!("is used, but no layer of {architecture} has a window");
+        return Err(field_error(text.name("sliding_window"), problem));
+    }
+    let rotates = match text.get::<&str>("position_embedding_type")? {
+        _ if architecture != Architecture::GraniteHybrid => true,
+        Some("rope") => true,
+        None | Some("nope") => false,
+        Some(other) => {
+            let (field, got) = ("position_embedding_type", other.to_owned());
+            return Err(ConfigError::Unsupported { field, got, expected: "rope, nope or null" });
+        }
+    };
+    Ok(geometry.hybrid_kinds(rotates))
 }
 
 fn no_window(text: &Object<'_>) -> ConfigError {

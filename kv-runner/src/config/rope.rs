@@ -22,10 +22,15 @@ pub(super) fn read(
     let keys = Keys::new(file)?;
     let theta = match architecture {
         Architecture::SmolLm3 => 2e6,
+        Architecture::Lfm2 => 1e6,
         _ => 1e4,
     };
+    let part = match architecture {
+        Architecture::Qwen35 | Architecture::Qwen3Next => 0.25,
+        _ => 1.0,
+    };
     let theta = keys.get_anywhere("rope_theta")?.unwrap_or(theta);
-    let part = keys.get_anywhere("partial_rotary_factor")?.unwrap_or(1.0);
+    let part = keys.get_anywhere("partial_rotary_factor")?.unwrap_or(part);
     let rotary_dim = rotary_dim(head_dim, part)?;
     let context: u32 = file.required("max_position_embeddings")?;
     let context = non_zero("max_position_embeddings", context)?;

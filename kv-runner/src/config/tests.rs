@@ -1,5 +1,6 @@
 //! Valid and invalid contents of a `config.json`.
 #![expect(clippy::float_cmp, reason = "numbers of a file are used unchanged")]
+mod hybrids;
 mod layers;
 mod published;
 
@@ -64,7 +65,7 @@ fn defaults_are_those_of_llama() {
         assert_eq!(parse("model_type", value).expect("llama").architecture, Architecture::Llama);
     }
     assert_eq!(parse("head_dim", "32").expect("explicit").head_dim, 32);
-    let window = LayerKind { window_left: Some(127), rotates: true };
+    let window = LayerKind { attends: true, window_left: Some(127), rotates: true };
     assert_eq!(parse("sliding_window", "128").expect("window").layer_kinds, [window; 5]);
     assert_eq!(parse("partial_rotary_factor", "0.5").expect("partial").rope.rotary_dim, 4);
 }

@@ -92,6 +92,10 @@ pub(super) fn config(
             pairing: pairing(architecture),
             scaling: rope::scaling(&metadata, rotary_dim, context, short)?,
         },
+        // Files of hybrid models are refused by their architecture.
+        recurrence: None,
+        states: Vec::new(),
+        experts: None,
         bos: metadata.general("tokenizer.ggml.bos_token_id").and_then(whole),
         eos: ends(&metadata)?,
     }
@@ -101,7 +105,8 @@ pub(super) fn config(
 fn architecture(metadata: &Metadata<'_>) -> Result<Architecture, ConfigError> {
     let name = metadata.architecture();
     // Mistral's files have the architecture llama.
-    let known = Architecture::of_model_type(name).filter(|known| *known != Architecture::Mistral);
+    let known = Architecture::of_model_type(name)
+        .filter(|known| *known != Architecture::Mistral && known.recurrent_layers().is_empty());
     known.ok_or_else(|| ConfigError::Unsupported {
         field: "general.architecture",
         got: name.to_owned(),
@@ -129,9 +134,7 @@ fn pairing(architecture: Architecture) -> Pairing {
         | Architecture::Mistral
         | Architecture::Granite
         | Architecture::SmolLm3 => Pairing::Interleaved,
-        Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Phi3 | Architecture::Olmo2 => {
-            Pairing::Half
-        }
+        _ => Pairing::Half,
     }
 }
 

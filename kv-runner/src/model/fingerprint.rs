@@ -1,7 +1,9 @@
 //! The fingerprint of a model, for files that belong to one model.
 use candle_core::Tensor;
+use candle_nn::Linear;
 use xxhash_rust::xxh3::Xxh3Default;
 
+use super::layer::Mixer;
 use super::{Decoder, with_values};
 use crate::config::{Architecture, Multipliers};
 
@@ -30,17 +32,21 @@ impl Decoder {
             }
         }
         for layer in &self.layers {
-            let mut tensors: Vec<_> = layer.attention_norm.iter().collect();
-            for linear in [&layer.q, &layer.k, &layer.v] {
+            let mut tensors: Vec<_> = layer.mixer_norm.iter().collect();
+            let (linears, norms, values) = layer.mixer.weights();
+            for linear in linears {
                 tensors.push(linear.weight());
                 tensors.extend(linear.bias());
             }
-            tensors.extend(layer.q_norm.iter().chain(&layer.k_norm));
-            tensors.extend(layer.attention_out_norm.iter().chain(&layer.mlp_out_norm));
+            tensors.extend(norms);
+            tensors.extend(layer.mixer_out_norm.iter().chain(&layer.mlp_out_norm));
             for tensor in tensors {
                 update(&mut hash, tensor);
             }
-            if !layer.kind.rotates {
+            for values in values {
+                update_values(&mut hash, values);
+            }
+            if matches!(&layer.mixer, Mixer::Attention(of) if !of.kind.rotates) {
                 hash.update(b"no rotation");
             }
         }
@@ -58,13 +64,44 @@ fn update(hash: &mut Xxh3Default, tensor: &Tensor) {
     for extent in tensor.dims() {
         hash.update(&crate::num::to_u64(*extent).to_le_bytes());
     }
+    with_values(tensor, |values| update_values(hash, values));
+}
+
+fn update_values(hash: &mut Xxh3Default, values: &[f32]) {
     // Little-endian on every machine, in chunks.
     let mut bytes = Vec::new();
-    with_values(tensor, |values| {
-        for values in values.chunks(1 << 14) {
-            bytes.clear();
-            bytes.extend(values.iter().flat_map(|value| value.to_le_bytes()));
-            hash.update(&bytes);
+    for values in values.chunks(1 << 14) {
+        bytes.clear();
+        bytes.extend(values.iter().flat_map(|value| value.to_le_bytes()));
+        hash.update(&bytes);
+    }
+}
+
+/// Projections, norms of Q and K, and other weights of a mixer.
+type MixerWeights<'a> = (Vec<&'a Linear>, Vec<&'a Tensor>, Vec<&'a [f32]>);
+
+impl Mixer {
+    /// Returns the weights that rows and states in the cache depend on.
+    fn weights(&self) -> MixerWeights<'_> {
+        match self {
+            Self::Attention(of) => {
+                let norms = of.q_norm.iter().chain(&of.k_norm).collect();
+                (of.projections().collect(), norms, Vec::new())
+            }
+            Self::Delta(of) => {
+                let linears = of.qkv.iter().chain([&of.z, &of.a, &of.b, &of.out]).collect();
+                let own = [&of.decay_log, &of.decay_bias, &of.norm].map(Vec::as_slice);
+                (linears, Vec::new(), of.conv.weights().chain(own).collect())
+            }
+            Self::ShortConv(of) => {
+                let linears = of.input.iter().chain([&of.out]).collect();
+                (linears, Vec::new(), of.conv.weights().collect())
+            }
+            Self::Mamba2(of) => {
+                let linears = of.input.iter().chain([&of.out]).collect();
+                let own = [&of.decay_log, &of.step_bias, &of.skip, &of.norm].map(Vec::as_slice);
+                (linears, Vec::new(), of.conv.weights().chain(own).collect())
+            }
         }
-    });
+    }
 }

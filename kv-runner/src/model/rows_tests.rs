@@ -11,6 +11,7 @@ use kv::spec::{Determinism, PrefixReuse};
 use kv::{Axes, KvCache, KvFormat, SequenceId, StartOptions, StepInput, TensorViewMut};
 use kv_candle::CandleStep;
 
+use super::layer::Mixer;
 use super::{Decoder, with_values};
 use crate::num::{to_u32, to_usize};
 use crate::text::Tokenizer;
@@ -137,11 +138,12 @@ fn first_products(model: &Decoder, tokens: &[u32]) -> [[Vec<u32>; 3]; 2] {
         let ids = Tensor::from_slice(tokens, tokens.len(), &Device::Cpu).expect("ids");
         let embedded = model.embedding.index_select(&ids, 0).expect("rows");
         let layer = &model.layers[0];
-        let h = model.norm(embedded, layer.attention_norm.as_ref()).expect("norms");
+        let h = model.norm(embedded, layer.mixer_norm.as_ref()).expect("norms");
         let last = |x: &Tensor| {
             let row = x.narrow(0, last_of(tokens), 1).and_then(|row| row.contiguous());
             with_values(&row.expect("a row"), bits)
         };
+        let Mixer::Attention(layer) = &layer.mixer else { panic!("all layers attend") };
         let products = [&layer.q, &layer.k, &layer.v];
         (last(&h), products.map(|weight| last(&weight.forward(&h).expect("a product"))))
     };

@@ -10,11 +10,13 @@ Weights come from a formula of the tensor's name and the index of the value, whi
 compute too, so that no weights are stored. Models run in f64 (transformers itself keeps norms,
 softmax and angles in f32) and without a cache: every step computes the whole text again. Where the
 rotary embedding depends on the length of the text, tokens go in one by one through the cache of
-transformers instead, as the case says ("token_by_token").
+transformers instead, as the case says ("token_by_token"). In models with recurrent states, the
+casts to f32 of their file are casts to f64, so that recurrences, norms and angles are in f64 too.
 
 Recorded with torch 2.15.0 (CPU) and transformers 5.24.0.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -30,6 +32,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     GraniteConfig,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
     LlamaConfig,
     Mistral3Config,
     MistralConfig,
@@ -37,7 +41,10 @@ from transformers import (
     Phi3Config,
     PixtralVisionConfig,
     Qwen2Config,
+    Qwen3_5Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3NextConfig,
     SmolLM3Config,
 )
 
@@ -122,12 +129,50 @@ def mistral3():
     return Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
 
 
+DELTA = dict(
+    num_hidden_layers=4,
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+)
+
+
+def qwen3_5():
+    text = small(Qwen3_5TextConfig, **DELTA, layer_types=["linear_attention", "full_attention"] * 2)
+    vision = dict(
+        hidden_size=16, intermediate_size=16, depth=1, num_heads=1, out_hidden_size=48, patch_size=4
+    )
+    return Qwen3_5Config(
+        text_config=text.to_dict(), vision_config=vision, tie_word_embeddings=False
+    )
+
+
 LONG = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.1, 1.5],
     "long_factor": [1.0, 4.0, 16.0],
     "original_max_position_embeddings": 64,
 }
+PARTIAL = {"partial_rotary_factor": 0.5}
+MAMBA = dict(
+    num_hidden_layers=4,
+    num_local_experts=0,
+    num_experts_per_tok=0,
+    shared_intermediate_size=80,
+    mamba_n_heads=6,
+    mamba_d_head=16,
+    mamba_d_state=12,
+    mamba_expand=2,
+)
+
+
+def lfm2(**changes):
+    options = {key: value for key, value in SMALL.items() if key != "rms_norm_eps"}
+    return Lfm2Config(**{**options, "num_hidden_layers": 4, "norm_eps": 1e-5, **changes})
+
+
 CASES = {
     "llama": lambda: small(LlamaConfig, head_dim=16, attention_bias=True, mlp_bias=True),
     "llama-tied": lambda: small(
@@ -219,11 +264,102 @@ CASES = {
         rope_parameters=rope({"rope_type": "linear", "factor": 2.0}, 2e6),
     ),
     "mistral3": mistral3,
+    "qwen3_5_text": lambda: small(Qwen3_5TextConfig, **DELTA, linear_conv_kernel_dim=4),
+    "qwen3_5_text-options": lambda: small(
+        Qwen3_5TextConfig,
+        **{**DELTA, "linear_num_value_heads": 2},
+        linear_conv_kernel_dim=2,
+        layer_types=["full_attention", "linear_attention", "linear_attention", "full_attention"],
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters={**rope({"rope_type": "linear", "factor": 2.0}, 1e6), **PARTIAL},
+    ),
+    "qwen3_5": qwen3_5,
+    "qwen3_next-dense": lambda: small(Qwen3NextConfig, **DELTA, num_experts=0),
+    "qwen3_next": lambda: small(
+        Qwen3NextConfig,
+        **DELTA,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=28,
+        mlp_only_layers=[1],
+    ),
+    "qwen3_next-experts": lambda: small(
+        Qwen3NextConfig,
+        **DELTA,
+        num_experts=5,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=28,
+        norm_topk_prob=False,
+        decoder_sparse_step=2,
+    ),
+    "lfm2": lambda: lfm2(
+        layer_types=["conv", "full_attention", "conv", "conv"],
+        block_auto_adjust_ff_dim=False,
+    ),
+    "lfm2-options": lambda: lfm2(
+        full_attn_idxs=[0, 3],
+        block_multiple_of=16,
+        block_ffn_dim_multiplier=1.3,
+        conv_bias=True,
+        conv_L_cache=4,
+        tie_word_embeddings=False,
+        rope_parameters=rope({}, 1e4),
+    ),
+    "granitemoehybrid": lambda: small(
+        GraniteMoeHybridConfig,
+        **MAMBA,
+        layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        mamba_n_groups=1,
+        embedding_multiplier=2.0,
+        attention_multiplier=0.1,
+        residual_multiplier=0.7,
+        logits_scaling=2.0,
+        tie_word_embeddings=True,
+    ),
+    "granitemoehybrid-options": lambda: small(
+        GraniteMoeHybridConfig,
+        **MAMBA,
+        layer_types=["full_attention", "linear_attention", "linear_attention", "full_attention"],
+        mamba_n_groups=2,
+        mamba_d_conv=3,
+        mamba_conv_bias=False,
+        mamba_proj_bias=True,
+        attention_multiplier=0.25,
+        position_embedding_type="rope",
+    ),
 }
+# Models with recurrent states.
+RECURRENT = ("qwen3_5", "qwen3_next", "lfm2", "granitemoehybrid")
+
+
+class Doubled:
+    """torch, with f64 under the name of f32."""
+
+    def __getattr__(self, name):
+        return torch.float64 if name in ("float32", "float") else getattr(torch, name)
+
+
+@contextlib.contextmanager
+def doubled(name, model):
+    """Makes the casts to f32 of a model with recurrent states casts to f64."""
+    if not name.startswith(RECURRENT):
+        yield
+        return
+    module = sys.modules[type(model).__module__]
+    single = torch.Tensor.float
+    module.torch, torch.Tensor.float = Doubled(), torch.Tensor.double
+    try:
+        yield
+    finally:
+        module.torch, torch.Tensor.float = torch, single
 
 
 def record(name, config):
-    family = AutoModelForImageTextToText if name == "mistral3" else AutoModelForCausalLM
+    is_wrapped = name in ("mistral3", "qwen3_5")
+    family = AutoModelForImageTextToText if is_wrapped else AutoModelForCausalLM
     model = family.from_config(config, attn_implementation="eager").eval()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -235,6 +371,8 @@ def record(name, config):
         filled = {key: torch.from_numpy(values(key, shape)) for key, shape in tensors.items()}
         save_file(filled, os.path.join(folder, "model.safetensors"), {"format": "pt"})
         model = family.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    # The grouped products of experts are not made for f64.
+    model.set_experts_implementation("eager")
     model = model.double().eval()
 
     tokenizer = Tokenizer.from_file(os.path.join(HERE, "../../../models/stories260K/tokenizer.json"))
@@ -243,7 +381,7 @@ def record(name, config):
     rows = []
     by_token = "dynamic" in name
     margin = math.inf
-    with torch.no_grad():
+    with torch.no_grad(), doubled(name, model):
         if by_token:
             past = None
             while len(ids) < len(prompt) + NEW_TOKENS or len(rows) < len(ids):
