@@ -264,8 +264,8 @@ impl<'c, B: Backend> CandleStep<'c, B> {
         self.step.borrow_mut().with(using)
     }
 
-    /// Returns how many tensors [`Self::attend`] and [`Self::set_state`] had to copy so far, because
-    /// of how they lay in memory.
+    /// Returns how many tensors [`Self::attend`] and [`Self::set_state`] had to copy so far,
+    /// because of how they lay in memory.
     pub fn copies(&self) -> u64 {
         self.copies.get()
     }
