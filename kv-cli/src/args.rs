@@ -59,8 +59,9 @@ pub(crate) enum Command {
 
 /// Continue prompts with a language model, all of them in one continuous batch.
 ///
-/// Architectures: llama, mistral, qwen2, qwen3, phi3, olmo2, granite and smollm3; rope types:
-/// default, linear, dynamic, yarn, llama3, and longrope up to the original context.
+/// Architectures: llama, mistral, qwen2, qwen3, phi3, olmo2, granite and smollm3; with recurrent
+/// states qwen3_5, qwen3_next, lfm2 and granitemoehybrid; rope types: default, linear, dynamic,
+/// yarn, llama3, and longrope up to the original context.
 ///
 /// The model runs on the CPU in f32 (f16 and bf16 weights are converted when they are read); its
 /// keys and values are in the cache of the chosen backend. A sequence ends after --max-new-tokens,

@@ -1,6 +1,8 @@
 //! Generates text for two prompts over one cache, token by token.
 //!
 //! `cargo run --release -p kv-runner --example generate -- [MODEL_DIR [DEVICE]]`
+//!
+//! `kv-runner/tests/data/make_models.py --write MODEL_DIR qwen3_5_text` writes a tiny hybrid model.
 #![expect(clippy::print_stdout, reason = "an example, which prints")]
 use std::error::Error;
 use std::path::{Path, PathBuf};

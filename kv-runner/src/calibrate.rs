@@ -28,7 +28,30 @@ pub fn load(path: &Path, model: &Decoder) -> Result<Calibration, Error> {
     let bytes = std::fs::read(path).in_file(path)?;
     let (calibration, metadata) = file::read(&bytes).in_file(path)?;
     metadata.check_model(&model.fingerprint()).in_file(path)?;
-    Ok(calibration)
+    Ok(of_all_layers(&calibration, model))
+}
+
+/// Returns the constants of a model from a calibrator of [`observe`].
+///
+/// # Errors
+/// [`Error::Calibrate`] if the calibrator has seen too few tokens.
+pub fn finish(calibrator: &Calibrator, model: &Decoder) -> Result<Calibration, Error> {
+    Ok(of_all_layers(&calibrator.finish()?, model))
+}
+
+/// Numbers the layers that attend: those of a calibrator. The others keep nothing that is stored in
+/// another format.
+fn attending(model: &Decoder) -> impl Iterator<Item = Option<u16>> {
+    let mut numbers = 0_u16..;
+    let kinds = model.config().layer_kinds.iter();
+    kinds.map(move |kind| if kind.attends { numbers.next() } else { None })
+}
+
+/// Spreads the constants of the layers that attend over all layers.
+fn of_all_layers(calibration: &Calibration, model: &Decoder) -> Calibration {
+    let own = calibration.layers();
+    let of = |index: Option<u16>| index.and_then(|index| own.get(usize::from(index)).cloned());
+    Calibration::new(attending(model).map(|index| of(index).unwrap_or_default()).collect())
 }
 
 /// Encodes the constants of a model as the bytes of a file.
@@ -94,13 +117,17 @@ pub fn online(
             new.extend(model.logits(&last)?.argmax(D::Minus1)?.to_vec1::<u32>()?);
         }
     }
-    let finished = observer.calibrators.iter().map(Calibrator::finish).next();
-    Ok(finished.unwrap_or_else(|| unreachable!("one was made for one full-precision prefix"))?)
+    match observer.calibrators.first() {
+        Some(calibrator) => finish(calibrator, model),
+        None => unreachable!("one was made for one full-precision prefix"),
+    }
 }
 
 /// Calibrators that see the same rows.
 struct Observer {
     calibrators: Vec<Calibrator>,
+    /// The number of every layer among those that attend.
+    numbers: Vec<Option<u16>>,
     q_heads: u32,
 }
 
@@ -108,16 +135,21 @@ impl Observer {
     fn new(model: &Decoder, prefixes: &[u32]) -> Result<Self, Error> {
         let config = model.config();
         let head_dims = [config.head_dim; 2];
+        let numbers: Vec<_> = attending(model).collect();
+        let own = numbers.iter().flatten().max().map_or(0, |last| last.saturating_add(1));
         let calibrator = |prefix: &u32| {
-            let new = Calibrator::new(config.layers(), config.kv_heads, head_dims)?;
+            let new = Calibrator::new(own, config.kv_heads, head_dims)?;
             Ok(new.skip_first(*prefix))
         };
         let calibrators = prefixes.iter().map(calibrator).collect::<Result<_, Error>>()?;
-        Ok(Self { calibrators, q_heads: config.heads })
+        Ok(Self { calibrators, numbers, q_heads: config.heads })
     }
 
     fn see(&mut self, first_position: u32, rows: &Tapped<'_>) -> Result<(), Error> {
         let Tapped { layer, q, k, v } = *rows;
+        let Some(layer) = self.numbers.get(usize::from(layer)).copied().flatten() else {
+            unreachable!("only layers that attend have rows")
+        };
         for calibrator in &mut self.calibrators {
             calibrator.observe(layer, first_position, k, v, q, self.q_heads)?;
         }

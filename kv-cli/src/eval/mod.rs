@@ -158,9 +158,10 @@ fn calibrate(args: &EvalArgs, loaded: &Loaded, formats: &[Format]) -> anyhow::Re
     ids.truncate(to_usize(args.calib_tokens));
     let prefixes: Vec<_> = prefixes.into_iter().collect();
     let calibrators = progress::calibrate(&loaded.model, &loaded.backend, &ids, &prefixes)?;
-    let finished = calibrators
-        .iter()
-        .map(|calibrator| calibrator.finish().with_context(|| path.display().to_string()));
+    let finished = calibrators.iter().map(|calibrator| {
+        let finished = calibrate::finish(calibrator, &loaded.model);
+        finished.with_context(|| path.display().to_string())
+    });
     let by_prefix = prefixes.into_iter().zip(finished).map(|(prefix, made)| Ok((prefix, made?)));
     let about = format!("constants from {} tokens of {}", ids.len(), path.display());
     Ok(Constants { by_prefix: by_prefix.collect::<anyhow::Result<_>>()?, about })

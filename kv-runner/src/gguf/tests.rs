@@ -74,7 +74,7 @@ fn architectures_are_run_or_refused_by_name() {
     for name in ["llama", "qwen2", "qwen3", "phi3", "olmo2", "granite", "smollm3"] {
         assert_eq!(read(name, &[]).expect(name).architecture.name(), name);
     }
-    for name in ["gemma3", "mistral", "deepseek2", "mamba", ""] {
+    for name in ["gemma3", "mistral", "deepseek2", "mamba", "lfm2", ""] {
         let error = refused(name, &[]);
         assert!(error.contains(&format!("{name:?} is not supported, expected llama")), "{error}");
     }

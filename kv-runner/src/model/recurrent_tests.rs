@@ -1,11 +1,15 @@
 //! Hybrid models in steps that only their states can get wrong: prompts that go on from a snapshot,
 //! drafts of which some are accepted, sequences that share a step.
 use candle_core::Device;
+use kv::backend::AnyBackend;
+use kv::cpu::{CpuBackend, CpuOptions};
+use kv::quant::calibrate::Calibrator;
 use kv::{SequenceId, StartOptions, StepInput};
 use kv_candle::CandleStep;
 
 use super::recorded::{Recorded, recorded};
 use super::recorded_tests::{cache, changed, check, model, read, text};
+use crate::calibrate;
 use crate::num::{to_u32, to_usize};
 
 const ONE: SequenceId = SequenceId(1);
@@ -95,4 +99,23 @@ fn the_weights_of_every_mixer_change_the_fingerprint() {
         }
         assert!(count > 6, "{}: {count} tensors", case.name);
     }
+}
+
+#[test]
+fn calibrations_have_constants_for_the_layers_that_attend() {
+    let case = hybrids().into_iter().find(|case| case.name == "qwen3_5").expect("a case");
+    let (model, ids) = (model(&case), text(&case));
+    let backend = CpuBackend::open(CpuOptions::default().with_threads(1)).expect("the CPU");
+    let backend = AnyBackend::new(backend);
+    let seen = calibrate::observe(&model, &backend, &ids, &[0], &mut |_| ()).expect("runs");
+    assert_eq!(seen.iter().map(Calibrator::num_tokens).collect::<Vec<_>>(), [to_u32(ids.len())]);
+    let made = calibrate::finish(&seen[0], &model).expect("constants");
+    let means: Vec<_> = made.layers().iter().map(|layer| layer.k.mean.len()).collect();
+    assert_eq!(means, [0, 32, 0, 32]);
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("calib.safetensors");
+    std::fs::write(&path, calibrate::to_file(&seen[0], &model).expect("a file")).expect("written");
+    assert_eq!(calibrate::load(&path, &model).expect("the file"), made);
+    let online = calibrate::online(&model, &backend, &ids, 0).expect("constants");
+    assert_eq!(online.layers().len(), 4);
 }

@@ -1,10 +1,14 @@
 """Records what Hugging Face transformers computes for tiny models of each architecture.
 
 Usage: python make_models.py [NAME ...]
+       python make_models.py --write FOLDER NAME
 
 Writes models/NAME.json for every case (or for those named): the config.json that transformers
 saved, the names and shapes of the tensors it saved, a prompt with its tokens, the tokens that
 greedy decoding goes on with, and logits of a few vocabulary entries behind every token.
+
+With --write, writes a recorded model as a folder that `kv generate --model FOLDER` runs:
+config.json, model.safetensors, and the tokenizer of models/stories260K.
 
 Weights come from a formula of the tensor's name and the index of the value, which the tests
 compute too, so that no weights are stored. Models run in f64 (transformers itself keeps norms,
@@ -20,6 +24,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import sys
 import tempfile
 
@@ -49,6 +54,7 @@ from transformers import (
 )
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+TOKENIZER = os.path.join(HERE, "../../../models/stories260K/tokenizer.json")
 PROMPT = (
     "Once upon a time there was a little girl named Lily. She loved to play outside in the park "
     "with her red ball."
@@ -357,6 +363,23 @@ def doubled(name, model):
         module.torch, torch.Tensor.float = torch, single
 
 
+def save_weights(tensors, folder):
+    filled = {key: torch.from_numpy(values(key, shape)) for key, shape in tensors.items()}
+    save_file(filled, os.path.join(folder, "model.safetensors"), {"format": "pt"})
+
+
+def write(folder, name):
+    """Writes the folder of a recorded model."""
+    with open(os.path.join(HERE, "models", f"{name}.json")) as file:
+        case = json.load(file)
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, "config.json"), "w") as file:
+        json.dump(case["config"], file, indent=2)
+        file.write("\n")
+    save_weights(case["tensors"], folder)
+    shutil.copy(TOKENIZER, os.path.join(folder, "tokenizer.json"))
+
+
 def record(name, config):
     is_wrapped = name in ("mistral3", "qwen3_5")
     family = AutoModelForImageTextToText if is_wrapped else AutoModelForCausalLM
@@ -368,14 +391,13 @@ def record(name, config):
         with safe_open(os.path.join(folder, "model.safetensors"), "pt") as file:
             tensors = {key: list(file.get_slice(key).get_shape()) for key in sorted(file.keys())}
         # Loaded back from the formula's weights, under the names they are saved with.
-        filled = {key: torch.from_numpy(values(key, shape)) for key, shape in tensors.items()}
-        save_file(filled, os.path.join(folder, "model.safetensors"), {"format": "pt"})
+        save_weights(tensors, folder)
         model = family.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     # The grouped products of experts are not made for f64.
     model.set_experts_implementation("eager")
     model = model.double().eval()
 
-    tokenizer = Tokenizer.from_file(os.path.join(HERE, "../../../models/stories260K/tokenizer.json"))
+    tokenizer = Tokenizer.from_file(TOKENIZER)
     prompt = tokenizer.encode(PROMPT).ids
     ids = list(prompt)
     rows = []
@@ -422,6 +444,11 @@ def record(name, config):
 
 def main():
     torch.set_num_threads(1)
+    if sys.argv[1:2] == ["--write"]:
+        if len(sys.argv) != 4 or sys.argv[3] not in CASES:
+            sys.exit(f"usage: --write FOLDER NAME, with a name of {', '.join(CASES)}")
+        write(sys.argv[2], sys.argv[3])
+        return
     for name in sys.argv[1:] or CASES:
         record(name, CASES[name]())
 
