@@ -85,6 +85,12 @@ impl Architecture {
         matches!(self, Self::Qwen35 | Self::Qwen3Next)
     }
 
+    /// Returns whether the weights of all experts are in one tensor, and the shared one, an MLP as
+    /// without experts, has no gate.
+    pub(crate) fn stacks_experts(self) -> bool {
+        self == Self::GraniteHybrid
+    }
+
     /// Returns the names in a list of layers of those with a recurrent state, none if all layers
     /// attend.
     pub(crate) fn recurrent_layers(self) -> &'static [&'static str] {

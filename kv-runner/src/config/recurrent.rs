@@ -4,7 +4,8 @@
 use serde_json::Value;
 
 use super::{Architecture, ConfigError};
-use crate::geometry::{bounded, divide, per_layer};
+use crate::geometry::{COUNT_MAX, bounded, divide, non_zero, per_layer};
+use crate::num::to_usize;
 use crate::object::{Object, field_error, wrong};
 
 /// The recurrence of all layers that do not attend.
@@ -171,47 +172,57 @@ pub(crate) struct ExpertsConfig {
 }
 
 impl ExpertsConfig {
-    /// Reads the experts of an architecture that can have some; refuses those of others.
+    /// Reads the experts of an architecture that can have some, `None` without any.
     pub(super) fn read(
         text: &Object<'_>,
         architecture: Architecture,
         num_layers: u32,
     ) -> Result<Option<Self>, ConfigError> {
-        match architecture {
-            Architecture::GraniteHybrid => match text.number("num_local_experts")?.unwrap_or(8) {
-                0 => Ok(None),
-                count => {
-                    let problem = format!(
-                        "is {count}: a mixture of experts, which this program does not run"
-                    );
-                    Err(field_error(text.name("num_local_experts"), problem))
-                }
-            },
-            Architecture::Qwen3Next => match text.number("num_experts")?.unwrap_or(512) {
-                0 => Ok(None),
-                _ => Self::of_qwen(text, num_layers),
-            },
-            _ => Ok(None),
+        let (field, default) = match architecture {
+            Architecture::GraniteHybrid => ("num_local_experts", 8),
+            Architecture::Qwen3Next => ("num_experts", 512),
+            _ => return Ok(None),
+        };
+        match text.number(field)?.unwrap_or(default) {
+            0 => Ok(None),
+            all if architecture == Architecture::GraniteHybrid => {
+                Self::of_granite(text, all, num_layers).map(Some)
+            }
+            all => Self::of_qwen(text, all, num_layers).map(Some),
         }
     }
 
-    fn of_qwen(text: &Object<'_>, num_layers: u32) -> Result<Option<Self>, ConfigError> {
-        let all = count(text, "num_experts", 512)?;
-        let per_token = count(text, "num_experts_per_tok", 10)?;
-        bounded(&text.name("num_experts_per_tok"), per_token.into(), all)?;
+    fn of_granite(text: &Object<'_>, all: u32, num_layers: u32) -> Result<Self, ConfigError> {
+        Ok(Self {
+            count: bounded("num_local_experts", all.into(), COUNT_MAX)?,
+            per_token: per_token(text, all, 2)?,
+            width: non_zero("intermediate_size", text.required("intermediate_size")?)?,
+            shared_width: intermediate(text, Architecture::GraniteHybrid)?,
+            is_normalised: true,
+            layers: vec![true; to_usize(num_layers)],
+        })
+    }
+
+    fn of_qwen(text: &Object<'_>, all: u32, num_layers: u32) -> Result<Self, ConfigError> {
         let step = count(text, "decoder_sparse_step", 1)?;
         let dense = text.numbers("mlp_only_layers")?.unwrap_or_default();
         let has =
             |layer: u32| !dense.contains(&layer) && layer.saturating_add(1).is_multiple_of(step);
-        Ok(Some(Self {
-            count: all,
-            per_token,
+        Ok(Self {
+            count: bounded("num_experts", all.into(), COUNT_MAX)?,
+            per_token: per_token(text, all, 10)?,
             width: count(text, "moe_intermediate_size", 512)?,
             shared_width: count(text, "shared_expert_intermediate_size", 512)?,
             is_normalised: text.get("norm_topk_prob")?.unwrap_or(true),
             layers: (0..num_layers).map(has).collect(),
-        }))
+        })
     }
+}
+
+/// Reads the number of experts of a token, of `all`.
+fn per_token(text: &Object<'_>, all: u32, default: u32) -> Result<u32, ConfigError> {
+    const FIELD: &str = "num_experts_per_tok";
+    bounded(&text.name(FIELD), count(text, FIELD, default)?.into(), all)
 }
 
 /// Returns the width of the MLP.

@@ -4,7 +4,7 @@ use candle_nn::Linear;
 
 use super::part::Part;
 use crate::config::{ExpertsConfig, ModelConfig};
-use crate::error::Error;
+use crate::error::{Error, WeightError};
 use crate::num::{to_u32, to_usize};
 
 /// A gated MLP, or a mixture of experts.
@@ -28,30 +28,20 @@ pub(super) struct Experts {
     router: Linear,
     each: Vec<Gated>,
     shared: Gated,
-    shared_gate: Linear,
+    shared_gate: Option<Linear>,
     per_token: usize,
     is_normalised: bool,
 }
 
 impl Mlp {
     pub(super) fn build(config: &ModelConfig, part: &mut Part<'_>) -> Result<Self, Error> {
-        let has_experts =
-            |of: &&ExpertsConfig| of.layers.get(usize::from(part.layer)) == Some(&true);
-        if let Some(of) = config.experts.as_ref().filter(has_experts) {
-            return Ok(Self::Experts(Box::new(Experts::build(of, part, config.hidden)?)));
-        }
-        let (hidden, inner) = (config.hidden, config.intermediate);
-        let names = config.architecture.weights();
-        let has_bias = config.biases.mlp;
-        let [gate, up] = match names.gate_up {
-            Some(both) => part.split(both, (1, [inner; 2]), hidden, false)?,
-            None => [
-                part.linear(names.gate, inner, hidden, has_bias)?,
-                part.linear(names.up, inner, hidden, has_bias)?,
-            ],
+        let has = |of: &&ExpertsConfig| of.layers.get(usize::from(part.layer)) == Some(&true);
+        let experts = match config.experts.as_ref().filter(has) {
+            None => return Ok(Self::Dense(Gated::dense(config, part)?)),
+            Some(of) if config.architecture.stacks_experts() => Experts::stacked(config, of, part),
+            Some(of) => Experts::build(of, part, config.hidden),
         };
-        let down = part.linear(names.down, hidden, inner, has_bias)?;
-        Ok(Self::Dense(Gated { gate, up, down }))
+        Ok(Self::Experts(Box::new(experts?)))
     }
 
     pub(super) fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
@@ -63,6 +53,21 @@ impl Mlp {
 }
 
 impl Gated {
+    /// Takes the MLP of an architecture without experts.
+    fn dense(config: &ModelConfig, part: &mut Part<'_>) -> Result<Self, Error> {
+        let (hidden, inner) = (config.hidden, config.intermediate);
+        let names = config.architecture.weights();
+        let has_bias = config.biases.mlp;
+        let [gate, up] = match names.gate_up {
+            Some(both) => part.split(both, (1, [inner; 2]), hidden, false)?,
+            None => [
+                part.linear(names.gate, inner, hidden, has_bias)?,
+                part.linear(names.up, inner, hidden, has_bias)?,
+            ],
+        };
+        Ok(Self { gate, up, down: part.linear(names.down, hidden, inner, has_bias)? })
+    }
+
     fn of(part: &mut Part<'_>, name: &str, inner: u32, hidden: u32) -> Result<Self, Error> {
         Ok(Self {
             gate: part.linear(&format!("{name}.gate_proj"), inner, hidden, false)?,
@@ -85,15 +90,50 @@ impl Experts {
             router: part.linear("mlp.gate", of.count, hidden, false)?,
             each,
             shared: Gated::of(part, "mlp.shared_expert", of.shared_width, hidden)?,
-            shared_gate: part.linear("mlp.shared_expert_gate", 1, hidden, false)?,
+            shared_gate: Some(part.linear("mlp.shared_expert_gate", 1, hidden, false)?),
+            per_token: to_usize(of.per_token),
+            is_normalised: of.is_normalised,
+        })
+    }
+
+    /// Takes experts whose matrices are stacked.
+    fn stacked(
+        config: &ModelConfig,
+        of: &ExpertsConfig,
+        part: &mut Part<'_>,
+    ) -> Result<Self, Error> {
+        let hidden = config.hidden;
+        let wide = WeightError::FusedTooWide { rows: vec![of.width; 2] };
+        let rows = of.width.checked_mul(2).ok_or(wide)?;
+        let input =
+            part.tensor("block_sparse_moe.input_linear.weight", &[of.count, rows, hidden])?;
+        let output = [of.count, hidden, of.width];
+        let output = part.tensor("block_sparse_moe.output_linear.weight", &output)?;
+        let width = to_usize(of.width);
+        let expert = |index: u32| {
+            let (input, output) = (input.get(to_usize(index))?, output.get(to_usize(index))?);
+            let rows = |begin| -> candle_core::Result<Linear> {
+                Ok(Linear::new(input.narrow(0, begin, width)?.copy()?, None))
+            };
+            let down = Linear::new(output.copy()?, None);
+            Ok(Gated { gate: rows(0)?, up: rows(width)?, down })
+        };
+        let each = (0..of.count).map(expert).collect::<candle_core::Result<_>>()?;
+        Ok(Self {
+            router: part.linear("block_sparse_moe.router.layer", of.count, hidden, false)?,
+            each,
+            shared: Gated::dense(config, part)?,
+            shared_gate: None,
             per_token: to_usize(of.per_token),
             is_normalised: of.is_normalised,
         })
     }
 
     fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        let gate = candle_nn::ops::sigmoid(&self.shared_gate.forward(x)?)?;
-        let mut out = self.shared.forward(x)?.broadcast_mul(&gate)?;
+        let mut out = self.shared.forward(x)?;
+        if let Some(gate) = &self.shared_gate {
+            out = out.broadcast_mul(&candle_nn::ops::sigmoid(&gate.forward(x)?)?)?;
+        }
         let shares = candle_nn::ops::softmax_last_dim(&self.router.forward(x)?)?;
         // The rows of each expert, and their shares of the sum.
         let mut chosen = vec![(Vec::new(), Vec::new()); self.each.len()];

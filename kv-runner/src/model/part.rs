@@ -33,10 +33,14 @@ impl Part<'_> {
         is_there.then(|| self.norm(part, width)).transpose()
     }
 
+    /// Takes a tensor.
+    pub(super) fn tensor(&mut self, part: &str, shape: &[u32]) -> Result<Tensor, Error> {
+        Ok(self.weights.take(&self.name(part), shape)?)
+    }
+
     /// Takes the values of a tensor.
     pub(super) fn values(&mut self, part: &str, shape: &[u32]) -> Result<Vec<f32>, Error> {
-        let tensor = self.weights.take(&self.name(part), shape)?;
-        Ok(tensor.flatten_all()?.to_vec1()?)
+        Ok(self.tensor(part, shape)?.flatten_all()?.to_vec1()?)
     }
 
     pub(super) fn linear(

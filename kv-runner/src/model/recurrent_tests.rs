@@ -18,7 +18,7 @@ const TWO: SequenceId = SequenceId(2);
 fn hybrids() -> Vec<Recorded> {
     let all = recorded().into_iter();
     let hybrids = all.filter(|case| model(case).config.recurrence.is_some()).collect::<Vec<_>>();
-    assert_eq!(hybrids.len(), 10, "three of qwen3_5, three of qwen3_next, two of each other");
+    assert_eq!(hybrids.len(), 11, "two of lfm2, three of each other");
     hybrids
 }
 

@@ -162,10 +162,9 @@ LONG = {
     "original_max_position_embeddings": 64,
 }
 PARTIAL = {"partial_rotary_factor": 0.5}
+DENSE = dict(num_local_experts=0, num_experts_per_tok=0)
 MAMBA = dict(
     num_hidden_layers=4,
-    num_local_experts=0,
-    num_experts_per_tok=0,
     shared_intermediate_size=80,
     mamba_n_heads=6,
     mamba_d_head=16,
@@ -316,7 +315,7 @@ CASES = {
     ),
     "granitemoehybrid": lambda: small(
         GraniteMoeHybridConfig,
-        **MAMBA,
+        **{**MAMBA, **DENSE},
         layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
         mamba_n_groups=1,
         embedding_multiplier=2.0,
@@ -327,7 +326,7 @@ CASES = {
     ),
     "granitemoehybrid-options": lambda: small(
         GraniteMoeHybridConfig,
-        **MAMBA,
+        **{**MAMBA, **DENSE},
         layer_types=["full_attention", "linear_attention", "linear_attention", "full_attention"],
         mamba_n_groups=2,
         mamba_d_conv=3,
@@ -335,6 +334,15 @@ CASES = {
         mamba_proj_bias=True,
         attention_multiplier=0.25,
         position_embedding_type="rope",
+    ),
+    "granitemoehybrid-experts": lambda: small(
+        GraniteMoeHybridConfig,
+        **{**MAMBA, "shared_intermediate_size": 28},
+        intermediate_size=20,
+        layer_types=["linear_attention", "full_attention", "full_attention", "linear_attention"],
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        attention_multiplier=0.2,
     ),
 }
 # Models with recurrent states.

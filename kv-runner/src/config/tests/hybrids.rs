@@ -93,14 +93,21 @@ fn experts_are_those_of_the_layers_that_have_some() {
     assert_eq!(experts.layers, [false, true, false, false, false]);
     assert_eq!((experts.count, experts.per_token, experts.width), (8, 2, 512));
     assert!(!experts.is_normalised);
+    let granite = json!({"num_local_experts": null, "shared_intermediate_size": 12});
+    let experts = config(&hybrid("granitemoehybrid", &granite)).experts.expect("experts");
+    assert_eq!((experts.count, experts.per_token), (8, 2));
+    assert_eq!((experts.width, experts.shared_width, experts.layers), (172, 12, vec![true; 5]));
 }
 
 #[test]
 fn hybrids_that_cannot_be_run_are_refused() {
     let granite = "granitemoehybrid";
     for (name, changes, words) in [
-        (granite, json!({"num_local_experts": 4}), "num_local_experts is 4: a mixture of experts"),
-        (granite, json!({"num_local_experts": null}), "num_local_experts is 8: a mixture"),
+        (
+            granite,
+            json!({"num_local_experts": 4, "num_experts_per_tok": 5}),
+            "num_experts_per_tok is 5, at most 4 is possible",
+        ),
         (granite, json!({"mamba_d_head": 16}), "mamba_d_head is 16, but 4 heads share 128 values"),
         (granite, json!({"mamba_n_groups": 3}), "mamba_n_heads 4 is not a multiple of mamba_n_gr"),
         (granite, json!({"mamba_d_conv": 1}), "mamba_d_conv is 1: a convolution sees at least 2"),
