@@ -3,12 +3,11 @@ use std::fs;
 
 use serde_json::json;
 
-use crate::recorded::{Recorded, recorded, values};
+use crate::recorded::{Recorded, recorded};
 use crate::support::{Entry, ModelDir, all_tokens, fails, json, safetensors};
 
 fn tensors(case: &Recorded) -> Vec<Entry> {
-    let tensors = case.tensors.iter();
-    tensors.map(|(name, shape)| Entry::f32(name, shape, &values(name, shape))).collect()
+    case.weights().map(|(name, shape, values)| Entry::f32(name, shape, &values)).collect()
 }
 
 /// Makes the directory that transformers saved, with another tokenizer.

@@ -5,7 +5,7 @@ use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Tensor};
 
-use crate::recorded::{Recorded, recorded, values};
+use crate::recorded::{Recorded, recorded};
 use crate::support::{ModelDir, all_tokens, json};
 
 fn number(case: &Recorded, field: &str) -> Option<u32> {
@@ -114,14 +114,13 @@ fn interleave(values: &[f32], head_dim: usize, width: usize) -> Vec<f32> {
 }
 
 fn write(case: &Recorded, architecture: &str, path: &std::path::Path) {
-    let tensors = case.tensors.iter().map(|(tensor, shape)| {
-        let mut values = values(tensor, shape);
+    let tensors = case.weights().map(|(tensor, shape, mut values)| {
         let turns = tensor.contains("q_proj") || tensor.contains("k_proj");
         if turns && interleaves(architecture) {
             let width = shape.get(1).copied().unwrap_or(1);
             values = interleave(&values, usize::try_from(head_dim(case)).expect("small"), width);
         }
-        let values = Tensor::from_vec(values, shape.as_slice(), &Device::Cpu).expect("a tensor");
+        let values = Tensor::from_vec(values, shape, &Device::Cpu).expect("a tensor");
         let quantised = QTensor::quantize(&values, GgmlDType::F32).expect("f32");
         (name(architecture, tensor), quantised)
     });

@@ -12,6 +12,8 @@ pub(crate) struct Recorded {
     pub(crate) config: Value,
     /// Shapes of its tensors.
     pub(crate) tensors: BTreeMap<String, Vec<usize>>,
+    /// Whether norms are kept less one, except those of a delta rule.
+    norms_less_one: bool,
     pub(crate) prompt: String,
     pub(crate) prompt_ids: Vec<u32>,
     /// Greedy continuation of the prompt.
@@ -36,6 +38,7 @@ pub(crate) fn recorded() -> Vec<Recorded> {
             name: path.file_stem().expect("a name").to_string_lossy().into_owned(),
             config: field("config"),
             tensors: of(field("tensors")),
+            norms_less_one: value.get("norms_less_one") == Some(&Value::Bool(true)),
             prompt: of(field("prompt")),
             prompt_ids: of(field("prompt_ids")),
             output_ids: of(field("output_ids")),
@@ -51,13 +54,24 @@ pub(crate) fn recorded() -> Vec<Recorded> {
     paths.iter().map(read).collect()
 }
 
+impl Recorded {
+    /// Makes the values of all tensors, with their names and shapes.
+    pub(crate) fn weights(&self) -> impl Iterator<Item = (&str, &[usize], Vec<f32>)> {
+        self.tensors.iter().map(|(name, shape)| {
+            let is_norm = name.ends_with("norm.weight") && !name.ends_with("attn.norm.weight");
+            let less = if is_norm && self.norms_less_one { 1.0 } else { 0.0 };
+            (name.as_str(), shape.as_slice(), values_less(name, shape, less))
+        })
+    }
+}
+
 fn of<T: DeserializeOwned>(value: Value) -> T {
     serde_json::from_value(value).expect("its type")
 }
 
 /// Makes the values of one tensor: a hash of its name and of the index, scaled by the kind of
-/// tensor.
-pub(crate) fn values(name: &str, shape: &[usize]) -> Vec<f32> {
+/// tensor, less a number.
+fn values_less(name: &str, shape: &[usize], less: f64) -> Vec<f32> {
     let start = name.bytes().fold(0xCBF2_9CE4_8422_2325_u64, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3)
     });
@@ -71,7 +85,7 @@ pub(crate) fn values(name: &str, shape: &[usize]) -> Vec<f32> {
         let bits = u32::try_from(x >> 40).expect("24 bits");
         let unit = f64::from(bits) / f64::from(1 << 23) - 1.0;
         if name.ends_with("norm.weight") {
-            1.0 + 0.25 * unit
+            1.0 + 0.25 * unit - less
         } else if name.rsplit_once('.').is_some_and(|(_, part)| part == "bias") {
             0.25 * unit
         } else if name.contains("embed_tokens") {
