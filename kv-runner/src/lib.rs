@@ -6,7 +6,7 @@
 //! | read a model, from safetensors or GGUF | [`Decoder`], [`ModelConfig`] |
 //! | read what a model keeps in a cache, also one that cannot be run | [`ModelGeometry`] |
 //! | turn text into tokens and back | [`Tokenizer`], [`TextStream`] |
-//! | make a cache for it | [`CacheOptions`], [`StateOptions`], [`kv::quant::Stored`], [`calibrate`] |
+//! | make a cache for it | [`CacheOptions`], [`StateOptions`], [`calibrate`], [`kv::quant`] |
 //! | run requests, also with a model of your own | [`kv::engine`], [`ModelConfig::limits`] |
 //! | compare stored formats | [`reader::Reader`] |
 //!
