@@ -60,7 +60,7 @@ pub(crate) enum Command {
 /// Continue prompts with a language model, all of them in one continuous batch.
 ///
 /// Architectures: llama, mistral, qwen2, qwen3, phi3, olmo2, granite and smollm3; with recurrent
-/// states qwen3_5, qwen3_next, lfm2 and granitemoehybrid; rope types: default, linear, dynamic,
+/// states `qwen3_5`, `qwen3_next`, lfm2 and granitemoehybrid; rope types: default, linear, dynamic,
 /// yarn, llama3, and longrope up to the original context.
 ///
 /// The model runs on the CPU in f32 (f16 and bf16 weights are converted when they are read); its

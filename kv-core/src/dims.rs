@@ -29,9 +29,15 @@ impl Dims {
         dims
     }
 
-    /// Returns the extents, outermost first; at most four.
+    /// Returns the extents, outermost first; `None` for more axes than four, of which the first
+    /// four may look like a tensor that fits.
+    pub(crate) fn exact(&self) -> Option<&[u32]> {
+        self.extents.get(..usize::from(self.rank))
+    }
+
+    /// Returns the extents, outermost first; the first four of more.
     pub fn as_slice(&self) -> &[u32] {
-        self.extents.get(..usize::from(self.rank)).unwrap_or(&self.extents)
+        self.exact().unwrap_or(&self.extents)
     }
 }
 

@@ -5,6 +5,7 @@
 pub(crate) mod config;
 pub(crate) mod gguf;
 pub(crate) mod layers;
+mod parts;
 mod states;
 #[cfg(test)]
 mod tests;
@@ -19,7 +20,8 @@ use crate::gguf::Head;
 use crate::num::to_usize;
 use crate::object::field_error;
 use crate::text_file::read_text;
-pub use states::{LayerStates, StatePart};
+use parts::{Found, Layers};
+pub use parts::{LayerStates, StatePart};
 
 /// The rows that one layer keeps per token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
@@ -196,14 +198,13 @@ impl Kept {
     /// Collects what layers keep: of each its index, its rows, and whether it is recurrent.
     fn of(
         layers: impl Iterator<Item = (u32, Option<LayerGeometry>, bool)>,
-        found: Option<&states::Found>,
+        found: Option<&Found>,
     ) -> Self {
         let (mut rows, mut states) = (Vec::new(), Vec::new());
         for (layer, own, is_recurrent) in layers {
             rows.extend(own.map(|own| (layer, own)));
-            let has_state = |(parts, of): &&states::Found| {
-                !parts.is_empty() && (is_recurrent || *of == states::Layers::All)
-            };
+            let has_state =
+                |(parts, of): &&Found| !parts.is_empty() && (is_recurrent || *of == Layers::All);
             if let Some((parts, _)) = found.filter(has_state) {
                 states.push(LayerStates { layer, parts: parts.clone() });
             }

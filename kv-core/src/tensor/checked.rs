@@ -106,9 +106,9 @@ impl TokenRows {
             ),
             Axes::Thd => ("[t at least, h, d]", &[need.tokens_total, heads_needed, need.dim]),
         };
-        let (first, second, heads, dim) = match (need.axes, meta.dims.as_slice()) {
-            (Axes::Thd, &[t, h, d]) => (t, 1, h, d),
-            (Axes::Bshd | Axes::Sbhd, &[x, y, h, d]) => (x, y, h, d),
+        let (first, second, heads, dim) = match (need.axes, meta.dims.exact()) {
+            (Axes::Thd, Some(&[t, h, d])) => (t, 1, h, d),
+            (Axes::Bshd | Axes::Sbhd, Some(&[x, y, h, d])) => (x, y, h, d),
             _ => return Err(expected(shape, dims)),
         };
         let heads_fit = need.heads.map_or(heads > 0, |h| h == heads);

@@ -38,9 +38,9 @@ impl EntryShape {
             return Err(PlanError::ElementType { tensor, expected, got: dtype });
         }
         let own = self.shape.as_slice();
-        let fits = match got.as_slice() {
-            [entries, shape @ ..] => *entries >= self.entries && shape == own,
-            [] => false,
+        let fits = match got.exact() {
+            Some([entries, shape @ ..]) => *entries >= self.entries && shape == own,
+            _ => false,
         };
         if !fits {
             let mut dims = vec![self.entries];

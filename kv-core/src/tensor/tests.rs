@@ -101,6 +101,12 @@ fn wrong_shapes_are_named() {
             "k has shape [1, 2, 3, 2] and 1 more axis, expected [b at least, s at least, h, d] = \
              [2, 3, 2, 4]",
         ),
+        (
+            &[2, 3, 2, 4, 1],
+            Axes::Bshd,
+            "k has shape [2, 3, 2, 4] and 1 more axis, expected [b at least, s at least, h, d] = \
+             [2, 3, 2, 4]",
+        ),
         (&[], Axes::Thd, "k has shape [], expected [t at least, h, d] = [4, 2, 4]"),
     ] {
         assert_eq!(refusal(View::host(&values, dims), axes), text);

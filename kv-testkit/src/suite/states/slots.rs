@@ -184,6 +184,10 @@ pub(super) fn refusals(backend: &AnyBackend) -> CaseResult {
         let view = TensorView::host(&six, dims);
         expect(write(1, 0, None, view), "shape", |e| matches!(e, PlanError::Shape { .. }))?;
     }
+    // One axis more than a tensor has, of a part with three.
+    let forty = [0.0_f32; 80];
+    let five = TensorView::host(&forty, &[1, 2, 5, 4, 2]);
+    expect(write(1, 1, None, five), "axes", |e| matches!(e, PlanError::Shape { .. }))?;
     let short = TensorView::host(&six[..5], &[1, 3, 2]);
     expect(write(1, 0, None, short), "bytes", |e| matches!(e, PlanError::TensorBytes { .. }))?;
     let integers = TensorView::host_bytes(DType::U32, &[0; 64], &[1, 3, 2]);
