@@ -63,15 +63,15 @@ pub struct StateOptions {
 
 impl StateOptions {
     /// Makes the options for `sequences` at once with `drafts` draft tokens each: slots for all of
-    /// them in one step, and two snapshots for each, behind its prompt and its text, in the type of
-    /// the states and of any length.
+    /// them in one step, and four snapshots for each, in the type of the states and of any length:
+    /// behind the system's message, the last message, the prompt and the text.
     pub fn for_sequences(sequences: u32, drafts: u32) -> Self {
         // The state of a sequence, a snapshot that it goes on from, and those of a step.
         let each = drafts.saturating_add(3);
         Self {
             slots: sequences.max(1).saturating_mul(each),
             drafts,
-            snapshots: sequences.max(1).saturating_mul(2),
+            snapshots: sequences.max(1).saturating_mul(4),
             format: StateFormat::Same,
             grid: 1,
         }
