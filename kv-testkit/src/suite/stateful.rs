@@ -13,8 +13,8 @@ pub(super) fn cases() -> Vec<Case> {
 
 /// Number of runs of `random/reuse`, unless [`RUNS_VARIABLE`] is set.
 const RUNS: u32 = 200;
-/// Variable that replaces the number of runs of `random/reuse`.
-const RUNS_VARIABLE: &str = "KV_CONFORMANCE_RUNS";
+/// Variable that replaces the number of runs of random operation sequences.
+pub(super) const RUNS_VARIABLE: &str = "KV_CONFORMANCE_RUNS";
 /// Variable that replaces the fixed seed.
 const SEED_VARIABLE: &str = "KV_CONFORMANCE_SEED";
 /// Bytes per run.
@@ -25,7 +25,8 @@ const PLENTY: u32 = 180;
 /// After this number of pool sizes in a row without a refusal, larger pools are not tried.
 const QUIET: u32 = 4;
 
-fn number(variable: &str, default: u64) -> Result<u64, CaseError> {
+/// Returns the number of a variable, or another one where it is not set.
+pub(super) fn number(variable: &str, default: u64) -> Result<u64, CaseError> {
     match std::env::var(variable) {
         Err(_) => Ok(default),
         Ok(text) => text.parse().map_err(|_| format!("{variable} is not a number: {text}").into()),

@@ -157,7 +157,7 @@ fn caches_have_the_states_that_their_options_say() {
     assert!(states.parts().iter().all(|part| part.dtype() == kv::DType::F32));
     assert_eq!((states.slots(), states.drafts(), states.grid()), (9, 0, 1));
     let snapshots = states.snapshots().expect("snapshots");
-    assert_eq!((snapshots.count(), snapshots.format()), (6, StateFormat::Same));
+    assert_eq!((snapshots.count(), snapshots.format()), (12, StateFormat::Same));
 
     options.reuse = false;
     assert_eq!(options.spec(&model).expect("a spec").states()[0].snapshots(), None);

@@ -9,9 +9,10 @@ use crate::case::{At, CaseError, CaseResult, Outcome, ensure};
 use crate::fault::{FaultInjector, FaultKind};
 use crate::fixture::seq;
 use crate::rng::Rng;
+use crate::suite::stateful::{RUNS_VARIABLE, number};
 
 pub(super) fn random(backend: &AnyBackend) -> CaseResult {
-    for seed in 0..4 {
+    for seed in 0..number(RUNS_VARIABLE, 4)? {
         let faults = FaultInjector::new(backend.clone());
         let device = AnyBackend::new(faults.clone());
         let mut run = Recurrence::new(&device, spec(backend, 20, 2)?)?;
@@ -109,7 +110,7 @@ fn step_of_some(
 
 pub(super) fn random_with_snapshots(backend: &AnyBackend) -> CaseResult {
     let mut reused = 0;
-    for seed in 0..6 {
+    for seed in 0..number(RUNS_VARIABLE, 6)? {
         let faults = FaultInjector::new(backend.clone());
         let device = AnyBackend::new(faults.clone());
         // So few snapshots and blocks that most are evicted.
