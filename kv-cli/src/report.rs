@@ -80,6 +80,8 @@ struct Figures {
     blocks_cached: u32,
     evictions: u64,
     cow_copies: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    states: Option<StateFigures>,
     preemptions: usize,
     beams: u32,
     drafted_tokens: u64,
@@ -172,6 +174,13 @@ impl Report {
             s.waste_ratio * 100.0,
         );
         text.push_str(&self.show_reuse());
+        if let Some(StateFigures { kept, evicted, stateless_tokens }) = s.states {
+            let line = format!(
+                "{kept} recurrent states kept, {evicted} evicted; \
+                 {stateless_tokens} tokens had rows and no state\n"
+            );
+            text.push_str(&line);
+        }
         if let Some(tiers) = &s.tiers {
             text.push_str(&tiers.show());
         }
@@ -215,6 +224,17 @@ impl Report {
     }
 }
 
+/// The recurrent states of a model that has some.
+#[derive(Debug, Clone, Copy, Serialize)]
+struct StateFigures {
+    /// Snapshots taken for other prompts.
+    kept: u64,
+    /// Those of them that were evicted.
+    evicted: u64,
+    /// Tokens whose rows were cached and which were computed again for lack of a state.
+    stateless_tokens: u64,
+}
+
 impl Figures {
     fn new(variant: &Variant, stats: &Stats) -> Self {
         let (full, partial) = stats.reused();
@@ -240,6 +260,11 @@ impl Figures {
             blocks_cached: stats.blocks_cached,
             evictions: stats.cache.evictions,
             cow_copies: stats.cache.cow_copies,
+            states: (stats.cache.stored_snapshots > 0).then_some(StateFigures {
+                kept: stats.cache.stored_snapshots,
+                evicted: stats.cache.evicted_snapshots,
+                stateless_tokens: stats.cache.stateless_tokens,
+            }),
             preemptions: stats.preemptions,
             beams: variant.beams.map_or(1, |beams| beams.width),
             drafted_tokens: stats.drafted_tokens,

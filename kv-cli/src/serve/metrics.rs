@@ -25,6 +25,8 @@ pub(super) struct Metrics {
     hit_tokens: [Counter; 4],
     generated_tokens: Counter,
     evictions: Counter,
+    /// Tokens without a state, and evicted snapshots.
+    states: [Counter; 2],
     preemptions: Counter,
     step_seconds: Histogram,
     first_token_seconds: Histogram,
@@ -36,6 +38,8 @@ const FIRST_TOKEN_SECONDS: [f64; 11] =
     [5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0];
 
 const STEP: &str = "kv_step_seconds";
+const STATELESS: &str = "kv_stateless_tokens_total";
+const SNAPSHOT_EVICTIONS: &str = "kv_snapshot_evictions_total";
 const FIRST_TOKEN: &str = "kv_time_to_first_token_seconds";
 
 /// Installs the recorder of this process; returns the renderer of its text.
@@ -62,6 +66,7 @@ pub(super) fn install() -> anyhow::Result<(Metrics, PrometheusHandle)> {
             .map(|tier| counter!("kv_hit_tokens_total", "tier" => tier)),
         generated_tokens: counter!("kv_generated_tokens_total"),
         evictions: counter!("kv_evictions_total"),
+        states: [STATELESS, SNAPSHOT_EVICTIONS].map(|name| counter!(name)),
         preemptions: counter!("kv_preemptions_total"),
         step_seconds: histogram!(STEP),
         first_token_seconds: histogram!(FIRST_TOKEN),
@@ -83,6 +88,11 @@ fn describe() {
     describe_counter!("kv_hit_tokens_total", "Prompt tokens that were reused, by tier.");
     describe_counter!("kv_generated_tokens_total", "Generated tokens.");
     describe_counter!("kv_evictions_total", "Evicted blocks.");
+    describe_counter!(
+        STATELESS,
+        "Prompt tokens whose rows were cached and were computed again for lack of a state."
+    );
+    describe_counter!(SNAPSHOT_EVICTIONS, "Evicted snapshots of recurrent states.");
     describe_counter!("kv_preemptions_total", "Preempted sequences.");
     describe_counter!(FAILURES, "Failures of tiers, by store and cause; the texts are right.");
     describe_counter!("kv_requests_total", "Prompts by what became of them at arrival.");
@@ -157,6 +167,9 @@ impl Metrics {
             counter.absolute(tokens);
         }
         self.evictions.absolute(stats.evictions);
+        let [stateless, evicted] = &self.states;
+        stateless.absolute(stats.stateless_tokens);
+        evicted.absolute(stats.evicted_snapshots);
         self.preemptions.absolute(stats.preemptions);
     }
 }

@@ -11,7 +11,7 @@ fn tensors(case: &Recorded) -> Vec<Entry> {
 }
 
 /// Makes the directory that transformers saved, with another tokenizer.
-fn directory(case: &Recorded) -> ModelDir {
+pub(crate) fn directory(case: &Recorded) -> ModelDir {
     let model = ModelDir::copy();
     model.write("config.json", case.config.to_string());
     model.write("model.safetensors", safetensors(&tensors(case)));

@@ -2,6 +2,8 @@
 use kv_runner::Tokenizer;
 use serde_json::{Value, json as object};
 
+use crate::architectures::directory;
+use crate::recorded::recorded;
 use crate::support::{bundled, fails, json, kv};
 
 const PROMPT: [&str; 4] = ["generate", "--ignore-eos", "--prompt", "One day, Lily"];
@@ -35,6 +37,43 @@ fn two_runs_give_the_text_of_one() {
         });
         assert_eq!(second["session"], expected);
     }
+}
+
+#[test]
+fn a_turn_of_a_model_with_states_computes_its_own_tokens() {
+    let hybrids = recorded().into_iter().filter(|case| {
+        let kinds = ["qwen3_5", "qwen3_next", "lfm2", "granitemoehybrid"];
+        kinds.iter().any(|kind| case.name.starts_with(kind))
+    });
+    let mut models = 0;
+    for case in hybrids {
+        models += 1;
+        let model = directory(&case);
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("chat.kvs").display().to_string();
+        let turn = |prompt: &str| {
+            let run =
+                ["generate", "--ignore-eos", "--max-new-tokens", "9", "--model", model.path()];
+            json(&[&run[..], &["--prompt", prompt, "--session", &path]].concat())
+        };
+        let (mut before, mut text) = (0, Vec::new());
+        for (at, prompt) in [&*case.prompt, " And then", " One day"].into_iter().enumerate() {
+            let report = turn(prompt);
+            let sequence = &report["sequences"][0];
+            let all = sequence["prompt_tokens"].as_array().expect("a prompt");
+            // The last token of a turn is not in the cache yet.
+            let known = if at == 0 { 0 } else { before - 1 };
+            assert_eq!(report["stats"]["reused_tokens"], known, "{}, turn {at}", case.name);
+            assert_eq!(report["session"]["loaded_tokens"], known);
+            assert!(report["stats"]["states"]["kept"].as_u64() >= Some(1), "{report}");
+            if at > 0 {
+                assert_eq!(all[..text.len()], text, "{}", case.name);
+            }
+            text = [all.clone(), tokens(&report)].concat();
+            before = text.len();
+        }
+    }
+    assert!(models >= 4, "{models} models");
 }
 
 /// Whatever the options, the next run with the same ones goes on.

@@ -14,7 +14,10 @@ mod load;
 mod memory;
 mod public;
 mod random;
+#[path = "../../../kv-runner/src/model/recorded.rs"]
+mod recorded;
 mod server;
+mod states;
 mod tiers;
 
 use std::process::ExitCode;
@@ -29,6 +32,7 @@ fn main() -> ExitCode {
         hostile::CASES,
         load::CASES,
         memory::CASES,
+        states::CASES,
         tiers::CASES,
     ];
     let cases = cases.concat();
