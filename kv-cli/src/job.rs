@@ -275,8 +275,14 @@ pub(crate) fn affordable_blocks(
     loaded: &Loaded,
     batch: u32,
 ) -> anyhow::Result<u32> {
-    let few = loaded.model.config().few_blocks(&args.format, BLOCK_SIZE)?;
-    let slots = CACHE_BYTES.checked_div(few.memory().bytes_per_token.max(1)).unwrap_or(0);
+    let states = StateOptions::for_sequences(batch, 0);
+    let blocks = args.format.blocks_min();
+    let few = loaded.model.config();
+    let few = few.spec_with(&args.format, &states, |cache| cache.paged(BLOCK_SIZE, blocks))?;
+    let memory = few.memory();
+    // Rows get a quarter at least, however large the states are.
+    let bytes = CACHE_BYTES.saturating_sub(memory.bytes_states).max(CACHE_BYTES / 4);
+    let slots = bytes.checked_div(memory.bytes_per_token.max(1)).unwrap_or(0);
     let affordable = slots.checked_div(BLOCK_SIZE.into()).unwrap_or(0);
     // Saturating, down to what is affordable or what a pool numbers.
     let affordable = u32::try_from(affordable).unwrap_or(u32::MAX);
