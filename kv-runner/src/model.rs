@@ -204,4 +204,6 @@ mod recorded_tests;
 #[cfg(test)]
 mod recurrent_tests;
 #[cfg(test)]
+mod restored_tests;
+#[cfg(test)]
 mod rows_tests;

@@ -10,7 +10,7 @@ use std::path::Path;
 use candle_core::{Device, Tensor};
 use kv::cpu::{CpuBackend, CpuOptions};
 use kv::quant::Stored;
-use kv::spec::{Determinism, PrefixReuse};
+use kv::spec::{Determinism, PrefixReuse, StateFormat};
 use kv::{KvCache, KvFormat, SequenceId, StartOptions, StepInput};
 use kv_candle::CandleStep;
 use safetensors::Dtype;
@@ -63,8 +63,13 @@ pub(super) fn changed(case: &Recorded, tensor: &str) -> Decoder {
 
 /// A cache for four sequences with up to three drafts, and for a snapshot behind every token.
 pub(super) fn cache(model: &Decoder) -> KvCache<CpuBackend> {
+    cache_with(model, StateFormat::Same)
+}
+
+/// Does what [`cache`] does, with snapshots in a format.
+pub(super) fn cache_with(model: &Decoder, format: StateFormat) -> KvCache<CpuBackend> {
     let backend = CpuBackend::open(CpuOptions::default().with_threads(1)).expect("the CPU");
-    let states = StateOptions { snapshots: 64, ..StateOptions::for_sequences(4, 3) };
+    let states = StateOptions { snapshots: 64, format, ..StateOptions::for_sequences(4, 3) };
     let spec = model.config().spec_with(&Stored::plain(KvFormat::F32), &states, |spec| {
         let spec = spec.paged(4, 64).prefix_reuse(PrefixReuse::Partial);
         spec.determinism(Determinism::BatchInvariant)

@@ -15,7 +15,7 @@ use crate::num::{to_u32, to_usize};
 const ONE: SequenceId = SequenceId(1);
 const TWO: SequenceId = SequenceId(2);
 
-fn hybrids() -> Vec<Recorded> {
+pub(super) fn hybrids() -> Vec<Recorded> {
     let all = recorded().into_iter();
     let hybrids = all.filter(|case| model(case).config.recurrence.is_some()).collect::<Vec<_>>();
     assert_eq!(hybrids.len(), 11, "two of lfm2, three of each other");

@@ -1,0 +1,131 @@
+//! Hybrid models that go on from a state outside the running ones: from a session file, and from a
+//! snapshot in f16.
+//!
+//! # Tolerance of f16
+//! Behind every length of the texts, and 16 tokens on, the divergence after a token from the same
+//! model with snapshots in f32 is at most 9.7e-5 nats (`qwen3_next`; 8.6e-7 with `lfm2`, whose
+//! state is a window of two tokens), and the mean of 16 tokens at most 9.2e-6; the mean of all is
+//! 1.7e-6 or less. That is the rounding of the format: a divergence is half the variance of the
+//! differences of the logits, a logit of 18 that is off by the 2^-11 of f16 is off by 0.009, and
+//! half the square of that is 4e-5. The sharp distributions are those of random weights. Twice the
+//! largest is allowed.
+use kv::cpu::CpuBackend;
+use kv::spec::StateFormat;
+use kv::tier::{Identity, ModelDigest, session};
+use kv::{KvCache, SequenceId, StartOptions};
+
+use super::Decoder;
+use super::recorded_tests::{cache, cache_with, check, model, read, text};
+use super::recurrent_tests::hybrids;
+use crate::num::{to_u32, to_usize};
+
+const ONE: SequenceId = SequenceId(1);
+const TWO: SequenceId = SequenceId(2);
+
+/// Tokens after a snapshot.
+const AFTER: usize = 16;
+/// The largest divergence after any of them, in nats.
+const DIVERGENCE: f64 = 2e-4;
+
+#[test]
+fn a_text_that_goes_on_after_a_restart_has_the_logits_of_transformers() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("text.kvs");
+    let options = StartOptions::default();
+    for case in &hybrids() {
+        let (first, ids) = (model(case), text(case));
+        let identity =
+            |model: &Decoder| Identity::new(ModelDigest::of_bytes(model.fingerprint().as_bytes()));
+        // Inside the prompt and a block, behind the prompt, at the end of a block, in the output.
+        for len in [18, case.prompt_ids.len(), 40, 51] {
+            let mut before = cache(&first);
+            before.start(ONE, &ids[..len], options).expect("starts");
+            read(&first, &mut before, ONE, &ids[..len]);
+            let info = session::dump(&mut before, &identity(&first), ONE, b"", &path);
+            assert!(info.expect("written").is_whole, "{}", case.name);
+            // The text goes on, which changes nothing that was written.
+            read(&first, &mut before, ONE, &[7, 8, 9]);
+
+            // A model and a cache of another process.
+            let second = model(case);
+            let mut after = cache(&second);
+            let loaded = session::load(&mut after, &identity(&second), &path, &options);
+            let loaded = loaded.expect("the file");
+            assert_eq!(loaded.tokens, &ids[..len], "{}", case.name);
+            let reused = after.start(TWO, &ids, options).expect("starts");
+            assert_eq!((to_usize(reused), loaded.cached), (len, to_u32(len)), "{}", case.name);
+            let (next, rest) = ids[len..].split_at(1);
+            let mode = format!("after a restart behind {len} tokens");
+            check(case, len, &read(&second, &mut after, TWO, next), &mode);
+            check(case, len + 1, &read(&second, &mut after, TWO, rest), &mode);
+        }
+    }
+}
+
+/// Returns the logits after the tokens behind every length, from the snapshot there.
+fn behind_snapshots(
+    model: &Decoder,
+    cache: &mut KvCache<CpuBackend>,
+    ids: &[u32],
+    lengths: &[u32],
+) -> Vec<Vec<Vec<f32>>> {
+    let options = StartOptions::default().with_stops(lengths);
+    cache.start(ONE, ids, options).expect("starts");
+    let mut begin = 0;
+    for end in lengths.iter().copied().map(to_usize) {
+        read(model, cache, ONE, &ids[begin..end]);
+        begin = end;
+    }
+    cache.release(ONE).expect("releases");
+    let restored = |len: &u32| {
+        let at = to_usize(*len);
+        // Another prompt with the first tokens of this one.
+        let other = (ids[at] + 1) % model.config.vocab;
+        let prompt = [&ids[..at], &[other]].concat();
+        let reused = cache.start(TWO, &prompt, StartOptions::default()).expect("starts");
+        assert_eq!(reused, *len);
+        let rows = read(model, cache, TWO, &ids[at..at + AFTER]);
+        cache.release(TWO).expect("releases");
+        rows
+    };
+    lengths.iter().map(restored).collect()
+}
+
+/// Returns the natural logarithms of the probabilities that logits stand for.
+fn log_softmax(logits: &[f32]) -> Vec<f64> {
+    let logits: Vec<_> = logits.iter().copied().map(f64::from).collect();
+    let most = logits.iter().copied().fold(f64::MIN, f64::max);
+    let sum: f64 = logits.iter().map(|x| (x - most).exp()).sum();
+    logits.iter().map(|x| x - most - sum.ln()).collect()
+}
+
+/// Returns the Kullback-Leibler divergence of the second distribution from the first, in nats.
+fn divergence(of: &[f32], from: &[f32]) -> f64 {
+    let (of, from) = (log_softmax(of), log_softmax(from));
+    of.iter().zip(&from).map(|(p, q)| p.exp() * (p - q)).sum()
+}
+
+#[test]
+fn snapshots_in_f16_hardly_change_what_a_model_says() {
+    for case in &hybrids() {
+        let (model, ids) = (model(case), text(case));
+        let lengths = [3, 16, 26, 37, 41];
+        let [exact, rounded] = [StateFormat::Same, StateFormat::F16].map(|format| {
+            behind_snapshots(&model, &mut cache_with(&model, format), &ids, &lengths)
+        });
+        assert_eq!((exact.len(), rounded.len()), (lengths.len(), lengths.len()));
+        for ((exact, rounded), len) in exact.iter().zip(&rounded).zip(lengths) {
+            assert_eq!((exact.len(), rounded.len()), (AFTER, AFTER));
+            let apart: Vec<_> = exact
+                .iter()
+                .zip(rounded)
+                .map(|(exact, rounded)| divergence(exact, rounded))
+                .collect();
+            let largest = apart.iter().copied().fold(0.0, f64::max);
+            let name = &case.name;
+            assert!(largest <= DIVERGENCE, "{name} behind {len} tokens: {apart:?}");
+            // Not the same state again.
+            assert!(largest > 1e-12, "{name} behind {len} tokens: {apart:?}");
+        }
+    }
+}
