@@ -1,5 +1,5 @@
 //! A decoder of three families, which leaves attention to the cache.
-use candle_core::{D, DType, Device, Result, Tensor};
+use candle_core::{D, Device, Result, Tensor};
 use candle_nn::ops::{rms_norm, sigmoid};
 use candle_nn::rotary_emb::rope_thd;
 use kv_candle::CandleStep;
@@ -45,7 +45,7 @@ impl<'a> Decoder<'a> {
         };
         let mut decoder = Self { recorded, family, sink_logits: Vec::new() };
         if family == Family::GptOss {
-            let sinks = |layer| decoder.weight(&format!("model.layers.{layer}.self_attn.sinks"));
+            let sinks = |layer| recorded.weight(&format!("model.layers.{layer}.self_attn.sinks"));
             let sinks = (0..recorded.layers()).map(|layer| sinks(layer).to_vec1());
             decoder.sink_logits = sinks.collect::<Result<_>>()?;
         }
@@ -59,8 +59,8 @@ impl<'a> Decoder<'a> {
         step: &CandleStep<'_>,
         reading: Reading,
     ) -> Result<Tensor> {
-        let angles = self.angles(step.positions())?;
-        let embedding = self.weight("model.embed_tokens.weight");
+        let angles = self.recorded.angles(step.positions())?;
+        let embedding = self.recorded.weight("model.embed_tokens.weight");
         let mut x = embedding.index_select(&Tensor::new(tokens, &Device::Cpu)?, 0)?;
         if self.family == Family::Gemma2 {
             x = (x * self.recorded.field::<f64>("hidden_size").sqrt())?;
@@ -88,7 +88,7 @@ impl<'a> Decoder<'a> {
             let cap: f64 = self.recorded.field("final_logit_softcapping");
             return (x.matmul(&embedding.t()?)? / cap)?.tanh()? * cap;
         }
-        self.linear("lm_head", &x)
+        self.recorded.linear("lm_head", &x)
     }
 
     fn attention(
@@ -101,7 +101,8 @@ impl<'a> Decoder<'a> {
     ) -> Result<Tensor> {
         let (tokens, dim) = (hidden.dim(0)?, self.recorded.field::<usize>("head_dim"));
         let name = |part: &str| format!("model.layers.{layer}.self_attn.{part}_proj");
-        let heads = |part: &str| self.linear(&name(part), hidden)?.reshape((tokens, (), dim));
+        let heads =
+            |part: &str| self.recorded.linear(&name(part), hidden)?.reshape((tokens, (), dim));
         let rotated = |part: &str| rope_thd(&heads(part)?.unsqueeze(0)?, cos, sin)?.squeeze(0);
         let (q, k, v) = (rotated("q")?, rotated("k")?, heads("v")?);
         let (layer_id, options) = (layer.into(), self.options(layer, reading));
@@ -113,7 +114,7 @@ impl<'a> Decoder<'a> {
         } else {
             step.attend(layer_id, &q, &k, &v, &options)?
         };
-        self.linear(&name("o"), &out.reshape((tokens, ()))?)
+        self.recorded.linear(&name("o"), &out.reshape((tokens, ()))?)
     }
 
     /// Reads what the configuration says about the attention of a layer.
@@ -134,34 +135,18 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// Returns cosines and sines for positions, each `[t, head_dim / 2]`.
-    fn angles(&self, positions: &Tensor) -> Result<(Tensor, Tensor)> {
-        let positions = positions.to_dtype(DType::F64)?.unsqueeze(1)?;
-        let per_position = self.weight("inv_freq").to_dtype(DType::F64)?.unsqueeze(0)?;
-        let angles = positions.matmul(&per_position)?;
-        Ok((angles.cos()?.to_dtype(DType::F32)?, angles.sin()?.to_dtype(DType::F32)?))
-    }
-
     fn norm(&self, name: &str, x: &Tensor) -> Result<Tensor> {
-        let weight = self.weight(&format!("{name}.weight"));
+        let weight = self.recorded.weight(&format!("{name}.weight"));
         let epsilon = self.recorded.field("rms_norm_eps");
         let is_gemma = self.family == Family::Gemma2;
         rms_norm(x, &if is_gemma { (weight + 1.0)? } else { weight.clone() }, epsilon)
     }
 
-    fn linear(&self, name: &str, x: &Tensor) -> Result<Tensor> {
-        let y = x.matmul(&self.weight(&format!("{name}.weight")).t()?)?;
-        match self.recorded.weights.get(&format!("{name}.bias")) {
-            Some(bias) => y.broadcast_add(bias),
-            None => Ok(y),
-        }
-    }
-
     fn gated(&self, name: &str, x: &Tensor) -> Result<Tensor> {
-        let gate = self.linear(&format!("{name}.gate_proj"), x)?;
+        let gate = self.recorded.linear(&format!("{name}.gate_proj"), x)?;
         let gate = if self.family == Family::Gemma2 { gate.gelu()? } else { gate.silu()? };
-        let up = self.linear(&format!("{name}.up_proj"), x)?;
-        self.linear(&format!("{name}.down_proj"), &(gate * up)?)
+        let up = self.recorded.linear(&format!("{name}.up_proj"), x)?;
+        self.recorded.linear(&format!("{name}.down_proj"), &(gate * up)?)
     }
 
     /// Computes the only expert of a layer: values of gate and up alternate.
@@ -170,17 +155,13 @@ impl<'a> Decoder<'a> {
             (self.recorded.field("swiglu_alpha"), self.recorded.field("swiglu_limit"));
         let apply = |part: &str, x: &Tensor| -> Result<Tensor> {
             let name = format!("model.layers.{layer}.mlp.experts.{part}_proj");
-            let y = x.matmul(&self.weight(&name).squeeze(0)?)?;
-            y.broadcast_add(self.weight(&format!("{name}_bias")))
+            let y = x.matmul(&self.recorded.weight(&name).squeeze(0)?)?;
+            y.broadcast_add(self.recorded.weight(&format!("{name}_bias")))
         };
         let pairs = apply("gate_up", x)?.reshape((x.dim(0)?, (), 2))?;
         let gate = pairs.narrow(D::Minus1, 0, 1)?.squeeze(D::Minus1)?.minimum(limit)?;
         let up = pairs.narrow(D::Minus1, 1, 1)?.squeeze(D::Minus1)?.clamp(-limit, limit)?;
         let gate = (&gate * sigmoid(&(&gate * alpha)?)?)?;
         apply("down", &(gate * (up + 1.0)?)?)
-    }
-
-    fn weight(&self, name: &str) -> &Tensor {
-        self.recorded.weights.get(name).expect(name)
     }
 }

@@ -1,4 +1,4 @@
-//! Windows, soft cap and sink logits against logits of Hugging Face transformers.
+//! Windows, soft cap, sink logits and recurrent states against logits of Hugging Face transformers.
 //!
 //! # Tolerance
 //! The recorded logits are those of f64 arithmetic, with weights and frequencies that f32 can hold:
@@ -9,8 +9,14 @@
 //! 39, and no difference is more than 0.54 of it, whichever kernels of the CPU are chosen. Each
 //! fault below changes logits by 0.08 or more.
 #![expect(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+mod bamba;
 mod decoder;
+mod hybrids;
+mod layers;
+mod mamba2;
 mod recorded;
+mod recurrence;
+mod ssm;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;

@@ -1,4 +1,5 @@
-"""Records what eager attention of Hugging Face transformers computes for tiny models.
+"""Records what Hugging Face transformers computes for tiny models, with eager attention and the
+recurrences that are written in PyTorch.
 
 Usage: python record.py [NAME ...]
 
@@ -8,14 +9,15 @@ every token. The sequences are one batch with padding at the left: a prefill, th
 through the cache of transformers.
 
 Weights are random bf16 numbers, large enough that attention matters. The model runs in f64
-throughout: where transformers itself goes back to f32 (norms, softmax, angles), f32 is replaced by
-f64, so that the recorded logits have no rounding of their own. How far the same model in f32 is
-from that is in the metadata as "f32_error": the rounding that a test must allow for.
+throughout: where transformers itself goes back to f32 (norms, softmax, angles, recurrences), f32 is
+replaced by f64, so that the recorded logits have no rounding of their own. How far the same model
+in f32 is from that is in the metadata as "f32_error": the rounding that a test must allow for.
 
 Recorded with torch 2.15.0 (CPU) and transformers 5.24.0, seed 44.
 """
 
 import contextlib
+import copy
 import json
 import os
 import sys
@@ -25,10 +27,11 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from transformers import (
+    BambaConfig,
     DynamicCache,
     Gemma2Config,
-    Gemma3TextConfig,
     GptOssConfig,
+    Mamba2Config,
     MistralConfig,
 )
 
@@ -59,7 +62,41 @@ SMALL = dict(
     bos_token_id=1,
     eos_token_id=2,
 )
+# Without a window.
+PLAIN = {key: value for key, value in SMALL.items() if key != "sliding_window"}
+PLAIN["intermediate_size"] = 32
+# A limit of time steps that no step reaches, and that JSON can hold.
+TIME_STEP_LIMIT = (0.0, 1e9)
+MAMBA = dict(
+    mamba_n_heads=4,
+    mamba_d_head=8,
+    mamba_n_groups=2,
+    mamba_d_state=8,
+    mamba_d_conv=4,
+    mamba_expand=1,
+    mamba_chunk_size=4,
+    time_step_limit=TIME_STEP_LIMIT,
+)
 CASES = {
+    # Every layer has a state, and none attends.
+    "mamba2": Mamba2Config(
+        vocab_size=97,
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_heads=4,
+        head_dim=16,
+        expand=2,
+        state_size=8,
+        n_groups=2,
+        conv_kernel=4,
+        chunk_size=4,
+        time_step_limit=TIME_STEP_LIMIT,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+    # One layer attends, with RoPE on half of a head.
+    "bamba": BambaConfig(**copy.deepcopy(PLAIN), **MAMBA, attn_layer_indices=[2]),
     # Every layer has the window.
     "mistral": MistralConfig(**SMALL),
     # Every other layer has the window, all have the cap; the scale is not that of the head.
@@ -92,13 +129,18 @@ def fill(model):
     is_centred_at_one = not model.config.model_type.startswith("gemma")
     for name, parameter in sorted(model.named_parameters()):
         values = torch.randn(parameter.shape, generator=generator)
-        if name.endswith("norm.weight"):
+        if "norm" in name.split(".")[-2]:
             values = 0.25 * values + (1.0 if is_centred_at_one else 0.0)
         elif name.endswith("sinks"):
             values = 2.0 + values
         elif name.endswith("bias"):
             values = 0.25 * values
-        elif "embed_tokens" not in name:
+        elif name.endswith("A_log"):
+            # Most of a state is left after a dozen tokens.
+            values = values - 3.0
+        elif name.endswith(".D"):
+            pass
+        elif "embed" not in name:
             # Experts are stored as inputs by outputs, the other matrices as outputs by inputs.
             inputs = parameter.shape[-2 if "experts" in name else -1]
             values = 1.5 * values / inputs**0.5
@@ -138,14 +180,13 @@ def record(name, config):
     eager = dict(attn_implementation="eager", experts_implementation="eager")
     model = family.from_config(config, **eager).float().eval()
     fill(model)
-    rotary = model.model.rotary_emb
-    # One, or one for each type of layers.
+    rotary = getattr(model.base_model, "rotary_emb", torch.nn.Module())
+    # None, one, or one for each type of layers.
     frequencies = {
         key: value.clone()
         for key, value in rotary.named_buffers()
         if key.endswith("inv_freq") and "original" not in key
     }
-    assert frequencies
     for key in frequencies:
         assert getattr(rotary, key.replace("inv_freq", "attention_scaling")) == 1.0
     tensors = {
