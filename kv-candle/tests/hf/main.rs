@@ -11,6 +11,7 @@
 #![expect(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 mod bamba;
 mod decoder;
+mod falcon_h1;
 mod hybrids;
 mod layers;
 mod mamba2;

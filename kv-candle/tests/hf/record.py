@@ -29,6 +29,7 @@ from safetensors.torch import save_file
 from transformers import (
     BambaConfig,
     DynamicCache,
+    FalconH1Config,
     Gemma2Config,
     GptOssConfig,
     Mamba2Config,
@@ -97,6 +98,22 @@ CASES = {
     ),
     # One layer attends, with RoPE on half of a head.
     "bamba": BambaConfig(**copy.deepcopy(PLAIN), **MAMBA, attn_layer_indices=[2]),
+    # Every layer does both, on one input, with factors everywhere.
+    "falcon_h1": FalconH1Config(
+        **(PLAIN | dict(num_hidden_layers=3)),
+        **MAMBA,
+        mamba_d_ssm=32,
+        mamba_rms_norm=False,
+        embedding_multiplier=2.0,
+        lm_head_multiplier=2.0,
+        key_multiplier=0.75,
+        attention_in_multiplier=1.25,
+        attention_out_multiplier=0.75,
+        ssm_in_multiplier=1.25,
+        ssm_out_multiplier=0.5,
+        ssm_multipliers=[0.75, 1.25, 0.5, 1.5, 0.875],
+        mlp_multipliers=[1.25, 0.75],
+    ),
     # Every layer has the window.
     "mistral": MistralConfig(**SMALL),
     # Every other layer has the window, all have the cap; the scale is not that of the head.
