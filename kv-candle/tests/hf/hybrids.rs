@@ -11,6 +11,7 @@
 //! | Mamba 2 | 1.7e-5 | 1.6e-5 | 5.8 |
 //! | Bamba | 2.3e-5 | 1.3e-5 | 5.9 |
 //! | Falcon-H1 | 2.1e-5 | 1.4e-5 | 12.4 |
+//! | Nemotron-H | 1.4e-5 | 6.4e-6 | 6.2 |
 use candle_core::{Device, Result, Tensor};
 use kv_candle::kv::spec::{PrefixReuse, StateFormat};
 use kv_candle::kv::tier::{Identity, ModelDigest, session};
@@ -19,7 +20,7 @@ use kv_candle::{CandleCache, CandleStep};
 
 use crate::recorded::{Recorded, Sequence};
 use crate::{assert_recorded, differences, largest, run};
-use crate::{bamba, falcon_h1, mamba2};
+use crate::{bamba, falcon_h1, mamba2, nemotron_h};
 
 /// A family of models with recurrent states.
 pub(crate) struct Family {
@@ -36,7 +37,8 @@ pub(crate) struct Family {
     pub(crate) logits: fn(&Recorded, &[u32], &CandleStep<'_>) -> Result<Tensor>,
 }
 
-const FAMILIES: [Family; 3] = [mamba2::FAMILY, bamba::FAMILY, falcon_h1::FAMILY];
+const FAMILIES: [Family; 4] =
+    [mamba2::FAMILY, bamba::FAMILY, falcon_h1::FAMILY, nemotron_h::FAMILY];
 
 const ONE: SequenceId = SequenceId(1);
 const TWO: SequenceId = SequenceId(2);

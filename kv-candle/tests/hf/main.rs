@@ -15,6 +15,7 @@ mod falcon_h1;
 mod hybrids;
 mod layers;
 mod mamba2;
+mod nemotron_h;
 mod recorded;
 mod recurrence;
 mod ssm;

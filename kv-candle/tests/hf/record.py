@@ -34,6 +34,7 @@ from transformers import (
     GptOssConfig,
     Mamba2Config,
     MistralConfig,
+    NemotronHConfig,
 )
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -113,6 +114,28 @@ CASES = {
         ssm_out_multiplier=0.5,
         ssm_multipliers=[0.75, 1.25, 0.5, 1.5, 0.875],
         mlp_multipliers=[1.25, 0.75],
+    ),
+    # A layer is a recurrence, attention without RoPE, or a network.
+    "nemotron_h": NemotronHConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        mamba_num_heads=4,
+        mamba_head_dim=12,
+        ssm_state_size=8,
+        n_groups=2,
+        conv_kernel=4,
+        chunk_size=8,
+        # A step below the minimum would be clamped in prompts and not in decoding.
+        time_step_min=1e-9,
+        time_step_limit=TIME_STEP_LIMIT,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
     ),
     # Every layer has the window.
     "mistral": MistralConfig(**SMALL),
