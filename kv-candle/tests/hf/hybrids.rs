@@ -12,6 +12,7 @@
 //! | Bamba | 2.3e-5 | 1.3e-5 | 5.9 |
 //! | Falcon-H1 | 2.1e-5 | 1.4e-5 | 12.4 |
 //! | Nemotron-H | 1.4e-5 | 6.4e-6 | 6.2 |
+//! | Kimi Linear | 2.2e-5 | 2.5e-5 | 5.4 |
 use candle_core::{Device, Result, Tensor};
 use kv_candle::kv::spec::{PrefixReuse, StateFormat};
 use kv_candle::kv::tier::{Identity, ModelDigest, session};
@@ -20,7 +21,7 @@ use kv_candle::{CandleCache, CandleStep};
 
 use crate::recorded::{Recorded, Sequence};
 use crate::{assert_recorded, differences, largest, run};
-use crate::{bamba, falcon_h1, mamba2, nemotron_h};
+use crate::{bamba, falcon_h1, kimi_linear, mamba2, nemotron_h};
 
 /// A family of models with recurrent states.
 pub(crate) struct Family {
@@ -37,8 +38,8 @@ pub(crate) struct Family {
     pub(crate) logits: fn(&Recorded, &[u32], &CandleStep<'_>) -> Result<Tensor>,
 }
 
-const FAMILIES: [Family; 4] =
-    [mamba2::FAMILY, bamba::FAMILY, falcon_h1::FAMILY, nemotron_h::FAMILY];
+const FAMILIES: [Family; 5] =
+    [mamba2::FAMILY, bamba::FAMILY, falcon_h1::FAMILY, nemotron_h::FAMILY, kimi_linear::FAMILY];
 
 const ONE: SequenceId = SequenceId(1);
 const TWO: SequenceId = SequenceId(2);

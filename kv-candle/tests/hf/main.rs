@@ -13,6 +13,7 @@ mod bamba;
 mod decoder;
 mod falcon_h1;
 mod hybrids;
+mod kimi_linear;
 mod layers;
 mod mamba2;
 mod nemotron_h;
