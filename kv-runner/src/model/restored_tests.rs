@@ -2,19 +2,22 @@
 //! snapshot in f16.
 //!
 //! # Tolerance of f16
-//! Behind every length of the texts, and 16 tokens on, the divergence after a token from the same
-//! model with snapshots in f32 is at most 9.7e-5 nats (`qwen3_next`; 8.6e-7 with `lfm2`, whose
-//! state is a window of two tokens), and the mean of 16 tokens at most 9.2e-6; the mean of all is
-//! 1.7e-6 or less. That is the rounding of the format: a divergence is half the variance of the
-//! differences of the logits, a logit of 18 that is off by the 2^-11 of f16 is off by 0.009, and
-//! half the square of that is 4e-5. The sharp distributions are those of random weights. Twice the
-//! largest is allowed.
+//! The divergence after a token from the same model with snapshots in f32, behind every length of
+//! the texts and up to 16 tokens on, is at most 9.8e-5 nats (`qwen3_next`), the mean of 16 tokens
+//! at most 9.2e-6, and the mean of all at most 1.7e-6. With `lfm2`, whose state is a window of two
+//! or three tokens, no divergence is more than 8.6e-7, and 1e-6 is allowed.
+//!
+//! The others exceed that by the rounding of the format. f16 rounds a value by up to 2^-11 of it;
+//! logits of 11 were off by up to 0.039, seven times as much, with matrices in several layers. A
+//! divergence is half the variance of such differences: 1e-6 needs logits that are off by 0.0014 on
+//! average. Logits up to 17 are those of random weights. Twice the largest is allowed.
 use kv::cpu::CpuBackend;
 use kv::spec::StateFormat;
 use kv::tier::{Identity, ModelDigest, session};
 use kv::{KvCache, SequenceId, StartOptions};
 
 use super::Decoder;
+use super::recorded::Recorded;
 use super::recorded_tests::{cache, cache_with, check, model, read, text};
 use super::recurrent_tests::hybrids;
 use crate::num::{to_u32, to_usize};
@@ -24,8 +27,11 @@ const TWO: SequenceId = SequenceId(2);
 
 /// Tokens after a snapshot.
 const AFTER: usize = 16;
-/// The largest divergence after any of them, in nats.
-const DIVERGENCE: f64 = 2e-4;
+
+/// Returns the largest divergence after any of them, in nats, that a model may have.
+fn allowed(case: &Recorded) -> f64 {
+    if case.name.starts_with("lfm2") { 1e-6 } else { 2e-4 }
+}
 
 #[test]
 fn a_text_that_goes_on_after_a_restart_has_the_logits_of_transformers() {
@@ -123,7 +129,7 @@ fn snapshots_in_f16_hardly_change_what_a_model_says() {
                 .collect();
             let largest = apart.iter().copied().fold(0.0, f64::max);
             let name = &case.name;
-            assert!(largest <= DIVERGENCE, "{name} behind {len} tokens: {apart:?}");
+            assert!(largest <= allowed(case), "{name} behind {len} tokens: {apart:?}");
             // Not the same state again.
             assert!(largest > 1e-12, "{name} behind {len} tokens: {apart:?}");
         }
