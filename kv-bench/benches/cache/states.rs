@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use criterion::{BenchmarkId, Criterion, Throughput};
 use kv::backend::{AnyBackend, NullBackend};
 use kv::spec::StateFormat;
-use kv::{CacheSpec, DType, KvCache, SequenceId, StartOptions, Step, StepInput};
+use kv::{CacheSpec, DType, KvCache, SequenceId, StartOptions, Step, StepInput, TensorView};
 use kv_bench::{BLOCK_SIZE, is_smoke};
 use rayon::prelude::*;
 
@@ -97,6 +97,7 @@ fn copies(criterion: &mut Criterion) {
             states.slots(6).snapshots(2, format)
         });
         let mut cache = KvCache::new(super::cpu(), spec.build().unwrap()).unwrap();
+        fill(&mut cache, layers);
         let id = SequenceId(0);
         let mut next = 0;
         group.bench_function(BenchmarkId::new("snapshot", name), |bencher| {
@@ -155,6 +156,26 @@ fn commit(mut step: Step<'_, NullBackend>, has_states: bool) {
         step.mark_state_written(1).unwrap();
     }
     step.commit().unwrap();
+}
+
+/// Writes every slot once: memory that nothing was written to costs nothing to read.
+fn fill(cache: &mut KvCache<AnyBackend>, layers: u16) {
+    let values = kv_bench::values(3 * 32 * 128 * 128);
+    let ids = [1, 2, 3].map(SequenceId);
+    for id in ids {
+        cache.start(id, &[], StartOptions::default().with_reuse(false)).unwrap();
+    }
+    let inputs = ids.map(|id| StepInput::tokens(id, &[7]));
+    for _ in 0..3 {
+        let mut step = cache.begin_step(&inputs).unwrap();
+        for layer in 0..layers {
+            let window = TensorView::host(&values[..3 * 8192 * 3], &[3, 8192, 3]);
+            step.write_state(layer, 0, window).unwrap();
+            step.write_state(layer, 1, TensorView::host(&values, &[3, 32, 128, 128])).unwrap();
+        }
+        step.commit().unwrap();
+    }
+    cache.reset().unwrap();
 }
 
 fn commit_all(mut step: Step<'_>, layers: u16) {
