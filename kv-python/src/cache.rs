@@ -17,6 +17,7 @@ use crate::guarded::{CLOSED, Guarded, Memory, Owner};
 use crate::report::{self, Failure};
 use crate::settings::{Settings, Size, device_of};
 use crate::shared::Shared;
+use crate::states::{StateLayers, States};
 use crate::step::{Step, words};
 use crate::tensor::{self, Tensor};
 
@@ -37,7 +38,8 @@ enum Tokens {
 ///
 /// `format` is how rows are stored: `"bf16"`, `"int8"`, `"l4"`, `"int8/l4"` for K and V, with
 /// options after commas. `windows` gives layers a sliding window: `{layer: tokens before a token's
-/// own}`. `tiers` keep what the device evicts, in chunks of `chunk_blocks` blocks:
+/// own}`. `states` gives layers recurrent states, whose slots and snapshots are allocated beside
+/// these blocks. `tiers` keep what the device evicts, in chunks of `chunk_blocks` blocks:
 /// `"host=2GiB"`, `"disk=DIR:200GB"`; they need `model`, bytes that name the weights.
 ///
 /// `device="cuda:0"` takes tensors on that device in place, and in host memory too. All work is
@@ -122,8 +124,8 @@ impl Cache {
     }
 }
 
-fn options(salt: &[u8], adapter: Option<u64>, reserve: u32, reuse: bool) -> StartOptions<'_> {
-    let options = StartOptions::default().with_salt(salt).with_reserve(reserve).with_reuse(reuse);
+fn options(salt: &[u8], adapter: Option<u64>) -> StartOptions<'_> {
+    let options = StartOptions::default().with_salt(salt);
     match adapter {
         Some(adapter) => options.with_adapter(adapter),
         None => options,
@@ -141,7 +143,7 @@ impl Cache {
         prefix_reuse = "partial", eviction = "reuse-rate",
         batch_invariant = false, events = 0, device = "cpu", threads = None,
         calibration = None, tiers = None, wait = "compute",
-        chunk_blocks = None, model = None, stream = None,
+        chunk_blocks = None, model = None, stream = None, states = None,
     ))]
     fn new(
         py: Python<'_>,
@@ -170,6 +172,7 @@ impl Cache {
         chunk_blocks: Option<u32>,
         model: Option<Bound<'_, PyAny>>,
         stream: Option<Bound<'_, PyAny>>,
+        states: Option<Vec<Py<States>>>,
     ) -> PyResult<Self> {
         let model = model.map(|model| bytes_of(&model)).transpose()?;
         let settings = Settings {
@@ -197,6 +200,7 @@ impl Cache {
             wait: wait.to_owned(),
             chunk_blocks,
             model,
+            states: states.iter().flatten().map(|of| StateLayers::of(of.get())).collect(),
         };
         let place = device_of(&settings.device)?;
         let stream_of_caller = stream_of_caller(py, &place, stream.as_ref())?;
@@ -255,9 +259,11 @@ impl Cache {
 
     /// Starts a sequence on a prompt and returns the number of its tokens that are cached already:
     /// steps compute the others. Prompts share blocks only with those of the same `salt` and
-    /// `adapter`; `reserve` allocates slots for that many tokens at once.
+    /// `adapter`; `reserve` allocates slots for that many tokens at once. `stops` are lengths of
+    /// the prompt at which recurrent states are kept for other prompts: see `next_stop`.
     #[pyo3(signature = (
-        seq, tokens = None, *, salt = None, adapter = None, reserve = 0, reuse = true
+        seq, tokens = None, *, salt = None, adapter = None, reserve = 0, reuse = true,
+        stops = None
     ))]
     fn start(
         &self,
@@ -268,10 +274,14 @@ impl Cache {
         adapter: Option<u64>,
         reserve: u32,
         reuse: bool,
+        stops: Option<Vec<u32>>,
     ) -> PyResult<u32> {
         let (tokens, salt) = (tokens.unwrap_or_default(), bytes(salt.as_ref()));
+        let mut stops = stops.unwrap_or_default();
+        stops.sort_unstable();
         self.locked(py, |guarded| {
-            let options = options(salt, adapter, reserve, reuse);
+            let options = options(salt, adapter).with_reserve(reserve).with_reuse(reuse);
+            let options = options.with_stops(&stops);
             match guarded.idle()? {
                 Memory::Device(cache) => Ok(cache.start(SequenceId(seq), &tokens, options)?),
                 Memory::Tiered(cache) => {
@@ -321,7 +331,7 @@ impl Cache {
             step.hold();
             Ok((guarded.opened(), positions))
         })?;
-        Ok(Step::new(slf.unbind(), number, positions))
+        Ok(Step::new(slf.unbind(), number, positions, inputs.len()))
     }
 
     /// Makes a copy of a sequence that shares its blocks until one of them is written.
@@ -332,7 +342,45 @@ impl Cache {
         })
     }
 
-    /// Removes a sequence's tokens from the `len`-th on.
+    /// Returns the next length at which a step of a sequence should end, so that its recurrent
+    /// states are kept there for other prompts: in front of the last token of its prompt, where
+    /// rows were cached and the state was not, and at `stops`. `None` if there is no further one.
+    /// A step that ends elsewhere keeps fewer states and no wrong ones.
+    fn next_stop(&self, py: Python<'_>, seq: u64) -> PyResult<Option<u32>> {
+        self.locked(py, |guarded| Ok(guarded.cache()?.state().next_stop(SequenceId(seq))))
+    }
+
+    /// Adds a stop to a running sequence; one at a length that it has reached changes nothing.
+    fn add_stop(&self, py: Python<'_>, seq: u64, len: u32) -> PyResult<()> {
+        self.locked(py, |guarded| Ok(guarded.idle()?.cache_mut().add_stop(SequenceId(seq), len)?))
+    }
+
+    /// Keeps the recurrent states of a sequence as they are, for other prompts with its text, as
+    /// `release` does.
+    fn keep_state(&self, py: Python<'_>, seq: u64) -> PyResult<()> {
+        self.locked(py, |guarded| Ok(guarded.idle()?.cache_mut().keep_state(SequenceId(seq))?))
+    }
+
+    /// Says how far a prompt is cached: `"tokens"` would be reused, `"rows"` are cached by the
+    /// layers that attend, and behind `"state"` tokens the longest recurrent states are, `None` in
+    /// a cache without states. Changes nothing.
+    #[pyo3(signature = (tokens, *, salt = None, adapter = None))]
+    fn explain_hit<'py>(
+        &self,
+        py: Python<'py>,
+        tokens: Vec<u32>,
+        salt: Option<PyBackedBytes>,
+        adapter: Option<u64>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let salt = bytes(salt.as_ref());
+        let hit = self.locked(py, |guarded| {
+            Ok(guarded.cache()?.state().explain_hit(&tokens, options(salt, adapter)))
+        })?;
+        report::hit(py, &hit)
+    }
+
+    /// Removes a sequence's tokens from the `len`-th on. With recurrent states, only to a length
+    /// behind which they are kept.
     fn truncate(&self, py: Python<'_>, seq: u64, len: u32) -> PyResult<()> {
         self.locked(py, |guarded| Ok(guarded.idle()?.cache_mut().truncate(SequenceId(seq), len)?))
     }
@@ -434,10 +482,18 @@ impl Cache {
         Ok(dict)
     }
 
-    /// Returns what is in use now: sequences, tokens, blocks.
+    /// Returns what is in use now: sequences, tokens, blocks, and in `"states"` the slots and the
+    /// snapshots of each of a cache's `states`.
     fn usage<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let usage = self.locked(py, |guarded| Ok(guarded.cache()?.state().usage()))?;
-        report::usage(py, &usage)
+        let (usage, states) = self.locked(py, |guarded| {
+            let state = guarded.cache()?.state();
+            Ok((state.usage(), report::fill_of_states(state)))
+        })?;
+        let dict = report::usage(py, &usage)?;
+        if !states.is_empty() {
+            dict.set_item("states", report::states(py, &states)?)?;
+        }
+        Ok(dict)
     }
 
     /// Returns the events since the last call, oldest first; none unless the cache was made with
@@ -482,7 +538,7 @@ impl Cache {
     ) -> PyResult<u32> {
         let (salt, deadline) = (bytes(salt.as_ref()), deadline(timeout)?);
         self.locked(py, |guarded| {
-            let options = options(salt, adapter, 0, true);
+            let options = options(salt, adapter);
             match guarded.idle()? {
                 Memory::Device(cache) => Ok(cache.forget_prefix(&tokens, options, keep)?),
                 Memory::Tiered(cache) => {
@@ -537,8 +593,7 @@ impl Cache {
     ) -> PyResult<(Vec<u32>, Bound<'py, PyBytes>)> {
         let salt = bytes(salt.as_ref());
         let loaded = self.locked(py, |guarded| {
-            let (identity, options) =
-                (guarded.identity()?.clone(), options(salt, adapter, 0, true));
+            let (identity, options) = (guarded.identity()?.clone(), options(salt, adapter));
             Ok(session::load(guarded.idle()?.cache_mut(), &identity, &path, &options)?)
         })?;
         Ok((loaded.tokens, PyBytes::new(py, &loaded.note)))

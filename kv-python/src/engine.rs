@@ -197,7 +197,8 @@ impl Engine {
         let Some((number, chunks, tokens, positions, logit_rows)) = begun else {
             return Ok(None);
         };
-        let step = Step::of_engine(self.cache.clone_ref(py), number, positions.clone());
+        let step =
+            Step::of_engine(self.cache.clone_ref(py), number, positions.clone(), chunks.len());
         let step = Py::new(py, step)?;
         Ok(Some(Batch { step, chunks, tokens, positions, logit_rows }))
     }

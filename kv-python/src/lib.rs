@@ -10,6 +10,7 @@
 //! | `plane` | planes of a cache on CUDA, as tensors that share their memory |
 //! | `calibrate` | `Calibrator`: the constants of stored formats |
 //! | `settings` | the arguments of `Cache`, and devices by name |
+//! | `states` | `States`: the recurrent states of some layers |
 //! | `shared` | a value behind a lock, in the process that made it |
 //! | `card` | the CUDA device of a cache, and the order of calls with the work of others there |
 //! | `tensor` | tensors of torch, and of everything that speaks `DLPack` |
@@ -34,6 +35,7 @@ mod plane;
 mod report;
 mod settings;
 mod shared;
+mod states;
 mod step;
 mod te;
 mod tensor;
@@ -54,6 +56,8 @@ mod _kvblock {
     use super::plane::CachePlane;
     #[pymodule_export]
     use super::report::{device_names, feature_names};
+    #[pymodule_export]
+    use super::states::States;
     #[pymodule_export]
     use super::step::Step;
     #[pymodule_export]

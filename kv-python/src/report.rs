@@ -1,8 +1,9 @@
 //! Counts, events and errors of the library as objects of Python.
 use kv::engine::{EngineError, Event, Finish, Generated, RequestError};
 use kv::events::{EventKind, StoredBlock, Tier};
+use kv::scheduling::{CacheState, GroupUsage, HitByKind};
 use kv::tier::{SessionError, StoreStats, TierError, TiersStats};
-use kv::{CacheError, Stats, Usage};
+use kv::{CacheError, GroupId, Stats, Usage};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
@@ -160,6 +161,9 @@ pub(crate) fn stats<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, 
         host_hit_tokens,
         disk_hit_tokens,
         store_hit_tokens,
+        stateless_tokens,
+        stored_snapshots,
+        evicted_snapshots,
         stored_blocks,
         duplicate_blocks,
         cow_copies,
@@ -185,6 +189,41 @@ pub(crate) fn usage<'py>(py: Python<'py>, usage: &Usage) -> PyResult<Bound<'py, 
         blocks_cached,
         slots_wasted,
     );
+    Ok(dict)
+}
+
+/// The fill of the slots of a group of states, and of its snapshots.
+type StatesFill = [GroupUsage; 2];
+
+/// Returns the fill of each group of states.
+pub(crate) fn fill_of_states(state: &CacheState) -> Vec<StatesFill> {
+    let spec = state.spec();
+    let slots = (0..=u8::MAX).map(GroupId).skip(spec.groups().len()).take(spec.states().len());
+    let fill = |group| state.group_usage(group).unwrap_or_default();
+    slots.zip(spec.snapshot_groups()).map(|(slots, kept)| [slots, kept].map(fill)).collect()
+}
+
+/// Makes the list of the fill of groups of states.
+pub(crate) fn states<'py>(
+    py: Python<'py>,
+    states: &[StatesFill],
+) -> PyResult<Vec<Bound<'py, PyDict>>> {
+    let of = |[slots, snapshots]: &StatesFill| {
+        let dict = PyDict::new(py);
+        dict.set_item("slots_total", slots.total)?;
+        dict.set_item("slots_used", slots.used)?;
+        dict.set_item("snapshots_total", snapshots.total)?;
+        dict.set_item("snapshots_used", snapshots.used)?;
+        dict.set_item("snapshots_cached", snapshots.cached)?;
+        Ok(dict)
+    };
+    states.iter().map(of).collect()
+}
+
+/// Makes the cached tokens of a prompt, by kind of layer.
+pub(crate) fn hit<'py>(py: Python<'py>, hit: &HitByKind) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    fields!(dict, hit, tokens, rows, state);
     Ok(dict)
 }
 

@@ -20,6 +20,7 @@ use crate::card::Home;
 use crate::guarded::Memory;
 use crate::memory::Stream;
 use crate::report::Failure;
+use crate::states::StateLayers;
 
 /// Changes of blocks that are kept until tiers follow them.
 const CHANGES: usize = 1 << 14;
@@ -52,6 +53,7 @@ pub(crate) struct Settings {
     pub(crate) wait: String,
     pub(crate) chunk_blocks: Option<u32>,
     pub(crate) model: Option<Vec<u8>>,
+    pub(crate) states: Vec<StateLayers>,
 }
 
 /// A number of bytes, or text such as `2GiB`.
@@ -177,17 +179,30 @@ impl Settings {
         if let Some(sequences) = self.max_sequences {
             builder = builder.max_sequences(sequences);
         }
-        Ok(self.groups(builder)?.build().map_err(kv::Error::from)?)
+        let builder = self.states.iter().fold(self.groups(builder)?, |all, of| of.apply(all));
+        Ok(builder.build().map_err(kv::Error::from)?)
     }
 
-    /// Sets the blocks: layers with one window form a group. Memory is shared by number of layers.
+    /// Lists the layers that attend to all tokens.
+    fn layers_without_window(&self) -> Vec<u16> {
+        let only_state =
+            |layer: &u16| self.states.iter().any(|of| !of.attend && of.layers.contains(layer));
+        let without = (0..self.layers).filter(|layer| !self.windows.contains_key(layer));
+        without.filter(|layer| !only_state(layer)).collect()
+    }
+
+    /// Sets the blocks: layers with one window form a group. Memory is shared by number of layers
+    /// that attend.
     fn groups(&self, builder: CacheSpecBuilder) -> PyResult<CacheSpecBuilder> {
         let layers_with = |left: u32| {
             let windows = self.windows.iter();
             windows.filter(move |(_, window)| **window == left).map(|(layer, _)| *layer)
         };
         let bytes = self.memory.as_ref().map(Size::bytes).transpose()?;
-        let (size, layers) = (self.block_size, u64::from(self.layers.max(1)));
+        let without = self.layers_without_window();
+        let count = |layers: usize| u64::try_from(layers).unwrap_or(u64::MAX);
+        let layers = count(without.len() + self.windows.len()).max(1);
+        let size = self.block_size;
         let blocks = match (self.num_blocks, bytes) {
             (Some(blocks), None) => Pool::Blocks(blocks),
             (None, Some(bytes)) => Pool::BytesOfLayer(bytes / layers),
@@ -196,17 +211,20 @@ impl Settings {
                 return Err(PyTypeError::new_err(message));
             }
         };
-        let without = self.layers - u16::try_from(self.windows.len()).unwrap_or(self.layers);
         let mut builder = match blocks {
             Pool::Blocks(blocks) => builder.paged(size, blocks),
             Pool::BytesOfLayer(bytes) => {
-                builder.paged_within(size, bytes * u64::from(without.max(1)))
+                builder.paged_within(size, bytes * count(without.len()).max(1))
             }
         };
+        // Layers with a state attend only if a group lists them.
+        if self.states.iter().any(|of| of.attend) && !without.is_empty() {
+            builder = builder.group(without, |group| group);
+        }
         let windows: BTreeSet<u32> = self.windows.values().copied().collect();
         for left in windows {
             let of_group: Vec<u16> = layers_with(left).collect();
-            let count = u64::try_from(of_group.len()).unwrap_or(layers);
+            let count = count(of_group.len());
             builder = builder.group(of_group, |group| {
                 let group = group.window_left(left).window_slack(self.window_slack);
                 let group = group.sink_tokens(self.sink_tokens);

@@ -5,12 +5,12 @@ use kv::backend::{AnyBackend, AxisOrder, Plane};
 use kv::{AttentionOptions, Axes};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyType};
+use pyo3::types::{PyBytes, PyTuple, PyType};
 
 use crate::cache::Cache;
 use crate::card::{Home, Order};
 use crate::report::Failure;
-use crate::tensor::{self, Tensor};
+use crate::tensor::{self, Entries, Tensor};
 
 /// A step of a cache, from `Cache.step` on.
 ///
@@ -23,6 +23,8 @@ pub(crate) struct Step {
     number: u64,
     /// Positions of the tokens, as `int32`.
     positions: Vec<u8>,
+    /// Number of inputs.
+    entries: usize,
     /// Whether this object is to roll the step back when it is dropped: not once it has ended, and
     /// never the step of an engine.
     must_end: AtomicBool,
@@ -42,13 +44,18 @@ pub(crate) const ENDED: &str =
 
 impl Step {
     /// Makes the step of a number, which it rolls back when it is dropped.
-    pub(crate) fn new(cache: Py<Cache>, number: u64, positions: Vec<u8>) -> Self {
-        Self { cache, number, positions, must_end: AtomicBool::new(true) }
+    pub(crate) fn new(cache: Py<Cache>, number: u64, positions: Vec<u8>, entries: usize) -> Self {
+        Self { cache, number, positions, entries, must_end: AtomicBool::new(true) }
     }
 
     /// Makes the step that an engine has begun, and ends.
-    pub(crate) fn of_engine(cache: Py<Cache>, number: u64, positions: Vec<u8>) -> Self {
-        Self { cache, number, positions, must_end: AtomicBool::new(false) }
+    pub(crate) fn of_engine(
+        cache: Py<Cache>,
+        number: u64,
+        positions: Vec<u8>,
+        entries: usize,
+    ) -> Self {
+        Self { cache, number, positions, entries, must_end: AtomicBool::new(false) }
     }
 
     pub(crate) fn number(&self) -> u64 {
@@ -65,6 +72,42 @@ impl Step {
         self.cache
             .get()
             .locked(py, |guarded| guarded.with_step(self.number, |step| order.run(step, call)))
+    }
+
+    /// Returns the shape of a part of a layer's state, one for each input.
+    fn shape_of_state(&self, py: Python<'_>, layer: u16, part: usize) -> PyResult<Vec<usize>> {
+        let part = self.cache.get().locked(py, |guarded| {
+            guarded.with_step(self.number, |step| {
+                let spec = step.cache().state().spec();
+                let group = spec.locate_state(layer.into()).map(|(group, _)| group);
+                let states = group.and_then(|group| spec.states().get(group));
+                let part = states.and_then(|states| states.parts().get(part));
+                // The call that takes a tensor of this shape refuses a part that is none.
+                Ok(part.map_or_else(|| vec![1], |part| part.shape().as_slice().to_vec()))
+            })
+        })?;
+        let part = part.into_iter().map(|extent| usize::try_from(extent).unwrap_or(usize::MAX));
+        Ok(std::iter::once(self.entries).chain(part).collect())
+    }
+
+    /// Writes a part of a layer's state behind some or all of the new tokens.
+    fn write_states(
+        &self,
+        py: Python<'_>,
+        (layer, part, tokens): (u16, usize, Option<u32>),
+        state: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let home = self.cache.get().home();
+        let state = Entries::input(state, "state", home)?;
+        let streams = Order::of(py, home, &[state.tensor()])?;
+        let rows = state.rows()?;
+        self.run(py, &streams, |step| {
+            let done = match tokens {
+                Some(tokens) => step.write_state_after(layer, part, tokens, rows.view()),
+                None => step.write_state(layer, part, rows.view()),
+            };
+            Ok(done?)
+        })
     }
 
     /// Ends the step by a call that takes it.
@@ -210,6 +253,56 @@ impl Step {
             Ok(step.gather(layer, plane, rows.view_mut(), Axes::Bshd)?)
         })?;
         Ok(out)
+    }
+
+    /// Returns a part of a layer's recurrent state as it was before this step, `[inputs, ..]`:
+    /// zeros for a sequence that begins. `out` is a tensor of that shape, a new one of numpy in f32
+    /// unless given.
+    #[pyo3(signature = (layer, part, out = None))]
+    fn read_state<'py>(
+        &self,
+        py: Python<'py>,
+        layer: u16,
+        part: usize,
+        out: Option<Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let out = if let Some(out) = out {
+            out
+        } else {
+            let shape = PyTuple::new(py, self.shape_of_state(py, layer, part)?)?;
+            py.import("numpy")?.call_method1("zeros", (shape, "float32"))?
+        };
+        let home = self.cache.get().home();
+        let written = Entries::output(&out, "out", home)?;
+        let streams = Order::of(py, home, &[written.tensor()])?;
+        let mut rows = written.rows()?;
+        self.run(py, &streams, |step| Ok(step.read_state(layer, part, rows.view_mut())?))?;
+        Ok(out)
+    }
+
+    /// Writes a part of a layer's recurrent state behind all new tokens of each input, `[inputs,
+    /// ..]`. A step commits once every part of every layer with a state is written.
+    fn write_state(
+        &self,
+        py: Python<'_>,
+        layer: u16,
+        part: usize,
+        state: Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        self.write_states(py, (layer, part, None), &state)
+    }
+
+    /// Writes a part of a layer's recurrent state behind the first `tokens` new tokens of each
+    /// input, for drafts of which `commit` may keep only these.
+    fn write_state_after(
+        &self,
+        py: Python<'_>,
+        layer: u16,
+        part: usize,
+        tokens: u32,
+        state: Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        self.write_states(py, (layer, part, Some(tokens)), &state)
     }
 
     /// Ends the step: its tokens are cached. `accepted` are the tokens of each input that stay,

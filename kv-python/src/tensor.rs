@@ -17,6 +17,10 @@ use crate::card::{Card, HOST, Home};
 use crate::memory::{Lent, LentOnCard, address_of_dlpack, address_of_torch};
 use crate::torch::{Torch, torch};
 
+mod entries;
+
+pub(crate) use entries::Entries;
+
 /// Alignment of rows on a CUDA device, which kernels read 16 bytes at a time.
 const ALIGN: usize = 16;
 

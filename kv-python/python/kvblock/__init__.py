@@ -23,7 +23,7 @@ from kvblock._errors import (
     TierError,
 )
 from kvblock._kvblock import VERSION as __version__
-from kvblock._kvblock import Batch, Cache, Calibrator, Engine, Step
+from kvblock._kvblock import Batch, Cache, Calibrator, Engine, States, Step
 from kvblock._kvblock import device_names as devices
 from kvblock._kvblock import feature_names as features
 
@@ -42,6 +42,7 @@ __all__ = [
     "SessionError",
     "SpecError",
     "StateError",
+    "States",
     "Step",
     "TierError",
     "__version__",

@@ -6,7 +6,7 @@ from _typeshed import SupportsGetItem
 from os import PathLike
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["VERSION", "Batch", "Cache", "CachePlane", "Calibrator", "Engine", "InferenceConfig", "InferenceParams", "Step", "device_names", "feature_names"]
+__all__ = ["VERSION", "Batch", "Cache", "CachePlane", "Calibrator", "Engine", "InferenceConfig", "InferenceParams", "States", "Step", "device_names", "feature_names"]
 
 VERSION: Final[str]
 """
@@ -57,7 +57,8 @@ class Cache:
 
     `format` is how rows are stored: `"bf16"`, `"int8"`, `"l4"`, `"int8/l4"` for K and V, with
     options after commas. `windows` gives layers a sliding window: `{layer: tokens before a token's
-    own}`. `tiers` keep what the device evicts, in chunks of `chunk_blocks` blocks:
+    own}`. `states` gives layers recurrent states, whose slots and snapshots are allocated beside
+    these blocks. `tiers` keep what the device evicts, in chunks of `chunk_blocks` blocks:
     `"host=2GiB"`, `"disk=DIR:200GB"`; they need `model`, bytes that name the weights.
 
     `device="cuda:0"` takes tensors on that device in place, and in host memory too. All work is
@@ -67,8 +68,12 @@ class Cache:
 
     All calls may come from any thread.
     """
-    def __new__(cls, /, *, layers: SupportsIndex, kv_heads: SupportsIndex, head_dim: SupportsIndex, head_dim_v: SupportsIndex | None = None, format: str = "bf16", block_size: SupportsIndex = 16, num_blocks: SupportsIndex | None = None, memory: SupportsIndex | str | None = None, max_seq_len: SupportsIndex | None = None, max_sequences: SupportsIndex | None = None, windows: dict[SupportsIndex, SupportsIndex] | None = None, window_slack: SupportsIndex = 0, sink_tokens: SupportsIndex = 0, prefix_reuse: str = "partial", eviction: str = "reuse-rate", batch_invariant: bool = False, events: SupportsIndex = 0, device: str = "cpu", threads: SupportsIndex | None = None, calibration: str | PathLike[str] | None = None, tiers: SupportsGetItem[int, str] | None = None, wait: str = "compute", chunk_blocks: SupportsIndex | None = None, model: Any | None = None, stream: Any | None = None) -> Cache: ...
+    def __new__(cls, /, *, layers: SupportsIndex, kv_heads: SupportsIndex, head_dim: SupportsIndex, head_dim_v: SupportsIndex | None = None, format: str = "bf16", block_size: SupportsIndex = 16, num_blocks: SupportsIndex | None = None, memory: SupportsIndex | str | None = None, max_seq_len: SupportsIndex | None = None, max_sequences: SupportsIndex | None = None, windows: dict[SupportsIndex, SupportsIndex] | None = None, window_slack: SupportsIndex = 0, sink_tokens: SupportsIndex = 0, prefix_reuse: str = "partial", eviction: str = "reuse-rate", batch_invariant: bool = False, events: SupportsIndex = 0, device: str = "cpu", threads: SupportsIndex | None = None, calibration: str | PathLike[str] | None = None, tiers: SupportsGetItem[int, str] | None = None, wait: str = "compute", chunk_blocks: SupportsIndex | None = None, model: Any | None = None, stream: Any | None = None, states: SupportsGetItem[int, States] | None = None) -> Cache: ...
     def __repr__(self, /) -> str: ...
+    def add_stop(self, /, seq: SupportsIndex, len: SupportsIndex) -> None:
+        """
+        Adds a stop to a running sequence; one at a length that it has reached changes nothing.
+        """
     @property
     def block_size(self, /) -> int: ...
     def close(self, /) -> None:
@@ -78,6 +83,12 @@ class Cache:
         """
     @property
     def device(self, /) -> str: ...
+    def explain_hit(self, /, tokens: SupportsGetItem[int, SupportsIndex], *, salt: bytes | bytearray | None = None, adapter: SupportsIndex | None = None) -> dict:
+        """
+        Says how far a prompt is cached: `"tokens"` would be reused, `"rows"` are cached by the
+        layers that attend, and behind `"state"` tokens the longest recurrent states are, `None` in
+        a cache without states. Changes nothing.
+        """
     def flush(self, /, timeout: SupportsFloat | SupportsIndex = 60.0) -> bool:
         """
         Writes to the tiers what only the device and host memory have, for at most `timeout`
@@ -103,6 +114,11 @@ class Cache:
     def head_dim(self, /) -> int: ...
     @property
     def head_dim_v(self, /) -> int: ...
+    def keep_state(self, /, seq: SupportsIndex) -> None:
+        """
+        Keeps the recurrent states of a sequence as they are, for other prompts with its text, as
+        `release` does.
+        """
     @property
     def kv_heads(self, /) -> int: ...
     @property
@@ -111,6 +127,13 @@ class Cache:
         """
         Loads a session file: the next prompt that begins with its text reuses its rows. Returns the
         text and the note.
+        """
+    def next_stop(self, /, seq: SupportsIndex) -> int | None:
+        """
+        Returns the next length at which a step of a sequence should end, so that its recurrent
+        states are kept there for other prompts: in front of the last token of its prompt, where
+        rows were cached and the state was not, and at `stops`. `None` if there is no further one.
+        A step that ends elsewhere keeps fewer states and no wrong ones.
         """
     def recalibrate(self, /, path: str | PathLike[str]) -> None:
         """
@@ -141,11 +164,12 @@ class Cache:
         """
         Lists all blocks that can be reused, with the number of the first event after them.
         """
-    def start(self, /, seq: SupportsIndex, tokens: SupportsGetItem[int, SupportsIndex] | None = None, *, salt: bytes | bytearray | None = None, adapter: SupportsIndex | None = None, reserve: SupportsIndex = 0, reuse: bool = True) -> int:
+    def start(self, /, seq: SupportsIndex, tokens: SupportsGetItem[int, SupportsIndex] | None = None, *, salt: bytes | bytearray | None = None, adapter: SupportsIndex | None = None, reserve: SupportsIndex = 0, reuse: bool = True, stops: SupportsGetItem[int, SupportsIndex] | None = None) -> int:
         """
         Starts a sequence on a prompt and returns the number of its tokens that are cached already:
         steps compute the others. Prompts share blocks only with those of the same `salt` and
-        `adapter`; `reserve` allocates slots for that many tokens at once.
+        `adapter`; `reserve` allocates slots for that many tokens at once. `stops` are lengths of
+        the prompt at which recurrent states are kept for other prompts: see `next_stop`.
         """
     def stats(self, /) -> dict:
         """
@@ -172,11 +196,13 @@ class Cache:
         """
     def truncate(self, /, seq: SupportsIndex, len: SupportsIndex) -> None:
         """
-        Removes a sequence's tokens from the `len`-th on.
+        Removes a sequence's tokens from the `len`-th on. With recurrent states, only to a length
+        behind which they are kept.
         """
     def usage(self, /) -> dict:
         """
-        Returns what is in use now: sequences, tokens, blocks.
+        Returns what is in use now: sequences, tokens, blocks, and in `"states"` the slots and the
+        snapshots of each of a cache's `states`.
         """
 
 @final
@@ -403,6 +429,49 @@ class InferenceParams:
         """
 
 @final
+class States:
+    """
+    Recurrent states of some layers, for `Cache(states=[..])`.
+
+    A state is the result of all tokens before it: the window of a convolution, the matrix of a
+    linear attention. `parts` are its tensors, `(shape, type)` with up to three axes and
+    `"float32"`, `"float16"` or `"bfloat16"`. The layers have no keys and values unless
+    `attention` is set or `windows` of the cache has them.
+
+    `slots` are running states: one for each sequence with tokens, and one for each entry of a step,
+    with one more for each draft up to `drafts`. `snapshots` are copies behind prompts, from which
+    other prompts go on; none unless set, and then no prompt is reused. `snapshot_format` is
+    `"f16"`, which halves float32, or `"same"`. `per_path` bounds the snapshots along one text.
+    `grid` takes them behind multiples of that many tokens alone.
+    """
+    def __new__(cls, /, *, layers: SupportsGetItem[int, SupportsIndex], parts: SupportsGetItem[int, tuple[SupportsGetItem[int, SupportsIndex], str]], slots: SupportsIndex, snapshots: SupportsIndex = 0, snapshot_format: str = "f16", per_path: SupportsIndex | None = None, drafts: SupportsIndex = 0, grid: SupportsIndex = 1, attention: bool = False) -> States: ...
+    def __repr__(self, /) -> str: ...
+    @property
+    def attention(self, /) -> bool: ...
+    @property
+    def drafts(self, /) -> int: ...
+    @property
+    def grid(self, /) -> int: ...
+    @property
+    def layers(self, /) -> list[int]: ...
+    @property
+    def parts(self, /) -> list[tuple[list[int], str]]:
+        """
+        The tensors of a layer's state, `(shape, type)`.
+        """
+    @property
+    def per_path(self, /) -> int | None: ...
+    @property
+    def slots(self, /) -> int: ...
+    @property
+    def snapshot_format(self, /) -> str:
+        """
+        The element type of snapshots.
+        """
+    @property
+    def snapshots(self, /) -> int: ...
+
+@final
 class Step:
     """
     A step of a cache, from `Cache.step` on.
@@ -443,6 +512,12 @@ class Step:
         The positions of the step's tokens in their sequences, a `memoryview` of `int32`, which
         `numpy.asarray` and `torch.tensor` take. Rotary embeddings need them.
         """
+    def read_state(self, /, layer: SupportsIndex, part: SupportsIndex, out: Any | None = None) -> Any:
+        """
+        Returns a part of a layer's recurrent state as it was before this step, `[inputs, ..]`:
+        zeros for a sequence that begins. `out` is a tensor of that shape, a new one of numpy in f32
+        unless given.
+        """
     def roll_back(self, /) -> None:
         """
         Ends the step as if it had not begun.
@@ -450,6 +525,16 @@ class Step:
     def write(self, /, layer: SupportsIndex, k: Any, v: Any, *, axes: str | None = None) -> None:
         """
         Writes the keys and values of one layer.
+        """
+    def write_state(self, /, layer: SupportsIndex, part: SupportsIndex, state: Any) -> None:
+        """
+        Writes a part of a layer's recurrent state behind all new tokens of each input, `[inputs,
+        ..]`. A step commits once every part of every layer with a state is written.
+        """
+    def write_state_after(self, /, layer: SupportsIndex, part: SupportsIndex, tokens: SupportsIndex, state: Any) -> None:
+        """
+        Writes a part of a layer's recurrent state behind the first `tokens` new tokens of each
+        input, for drafts of which `commit` may keep only these.
         """
 
 def device_names() -> list[str]:
