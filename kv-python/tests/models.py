@@ -82,6 +82,42 @@ OTHERS = {
     ),
 }
 
+TURNS = dict(num_hidden_layers=4, layer_types=["linear_attention", "full_attention"] * 2)
+DELTA = dict(
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+)
+SCAN = dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_chunk_size=8)
+
+#: Layers with recurrent states, whose objects newer versions of transformers ask of a cache.
+RECURRENT = {
+    "qwen3_5_text": TURNS | DELTA,
+    "olmo_hybrid": TURNS | DELTA | dict(linear_num_key_heads=4),
+    "granitemoehybrid": TURNS | SCAN | dict(num_local_experts=0, shared_intermediate_size=48),
+    "bamba": SCAN | dict(num_hidden_layers=4, attn_layer_indices=[1, 3]),
+    "nemotron_h": dict(
+        num_hidden_layers=4,
+        layers_block_type=["mamba", "attention", "mlp", "mamba"],
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        ssm_state_size=8,
+        n_groups=2,
+        chunk_size=8,
+    ),
+    "jamba": dict(
+        num_hidden_layers=4,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        mamba_d_state=8,
+        mamba_dt_rank=4,
+        num_experts=2,
+        num_experts_per_tok=1,
+        use_mamba_kernels=False,
+    ),
+}
+
 #: Keys change between the cache and the attention.
 LATENT = {
     "deepseek_v3": dict(
@@ -106,7 +142,7 @@ SINCE = {"opt": (5, 4)}
 
 
 def model(family="llama", seed=0):
-    return tiny(family, seed=seed, **(FAMILIES | OTHERS | LATENT)[family])
+    return tiny(family, seed=seed, **(FAMILIES | OTHERS | RECURRENT | LATENT)[family])
 
 
 def tiny(family, kind="CausalLM", seed=0, **settings):

@@ -17,6 +17,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvblock._torch import FORMATS
 from kvblock.transformers.attention import NAME, Attending
+from kvblock.transformers.states import (
+    Recurrent,
+    StateLayer,
+    places_of_states,
+    settings_of_states,
+)
 
 #: Sequences below this number are free for a caller of the same cache.
 FIRST_SEQUENCE = 1 << 32
@@ -70,12 +76,16 @@ class Layers:
         #: The number of layers that attend to the keys of an earlier one.
         self.shared = getattr(config, "num_kv_shared_layers", None) or 0
         self.places = {index: place for place, index in enumerate(own)}
+        #: Layers whose recurrent states a cache in blocks has, with their numbers there.
+        self.states = places_of_states(self.layers, len(own))
         windows = ((index, getattr(self.layers[index], "sliding_window", None)) for index in own)
         #: Windows of the layers that have one, as Hugging Face counts: with the token itself.
         self.windows = {index: window for index, window in windows if window is not None}
 
 
-def cache_of(key, value, layers, format, has_windows=True, **settings) -> kvblock.Cache:
+def cache_of(
+    key, value, layers, format, has_windows=True, states=None, **settings
+) -> kvblock.Cache:
     """Makes the cache in blocks: the first keys say what no config says alike for all models."""
     if "memory" not in settings and "num_blocks" not in settings:
         settings["memory"] = "1GiB"
@@ -85,11 +95,12 @@ def cache_of(key, value, layers, format, has_windows=True, **settings) -> kvbloc
         settings.setdefault("device", f"cuda:{key.device.index}")
     windows = {layers.places[layer]: window - 1 for layer, window in layers.windows.items()}
     return kvblock.Cache(
-        layers=len(layers.places),
+        layers=len(layers.places) + sum(len(of.layers) for of in states or ()),
         kv_heads=key.shape[1],
         head_dim=key.shape[3],
         head_dim_v=value.shape[3],
         format=format or FORMATS[key.dtype],
+        states=states,
         windows=windows if has_windows else {},
         **settings,
     )
@@ -152,14 +163,24 @@ class Pool:
         self._opener, self._thread = weakref.ref(cache), threading.get_ident()
         return step
 
+    @property
+    def is_of_this_thread(self):
+        """Whether this thread has opened the last step."""
+        return self._thread == threading.get_ident()
+
     def settle(self):
-        """Rolls back the forward pass that has failed on this thread, of whichever fork it was.
+        """Ends the forward pass of whichever fork it was: one that has failed on this thread is
+        rolled back.
 
         One that runs on another thread goes on, and the next call says that its step is open.
         """
         opener = self._opener()
-        if opener is not None and self._thread == threading.get_ident():
-            opener._abandon()
+        if opener is None:
+            return
+        if self.is_of_this_thread:
+            opener._end()
+        else:
+            opener._finish_done()
 
 
 def check_shape(layer, tensors, first):
@@ -220,10 +241,10 @@ class KvLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length):
         # The positions of the queries before transformers 5.4, their number since.
         new = query_length if isinstance(query_length, int) else query_length.shape[0]
-        return self._cache._columns + new, 0
+        return self._cache.get_seq_length() + new, 0
 
     def get_seq_length(self, *args):
-        return self._cache._columns
+        return self._cache.get_seq_length()
 
     def get_max_length(self):
         return -1
@@ -259,7 +280,7 @@ class KvLayer(CacheLayerMixin):
     crop = batch_repeat_interleave = batch_select_indices = reorder_cache
 
 
-class KvCache(Cache, Attending):
+class KvCache(Recurrent, Cache, Attending):
     """The cache of a model of transformers, in blocks.
 
     ``format`` is the stored format of K and V, the type of the keys unless given. ``memory`` or
@@ -269,9 +290,18 @@ class KvCache(Cache, Attending):
 
     ``copy.deepcopy`` forks: both caches share their blocks until one of them writes. ``pickle``
     saves the rows of this cache as they are stored; they load into a cache of their own.
+
+    Recurrent states of layers with linear attention or convolutions are kept in ``slots`` beside
+    the blocks, 4 for each row of the first batch and 8 at least unless given: a row takes one, and
+    one more in a forward pass, and forks share theirs until one of them goes on. ``snapshots`` is
+    the number of rows that can be loaded from a pickle, those of the first batch unless given.
+    With ``slots=0``, and in versions of transformers that ask no cache for states, they stay in
+    objects of transformers.
     """
 
-    def __init__(self, config, *, format=None, mode="attend", **settings):
+    def __init__(
+        self, config, *, format=None, mode="attend", slots=None, snapshots=None, **settings
+    ):
         if mode not in ("attend", "gather"):
             raise ValueError(f'mode={mode!r}: "attend" or "gather" is expected')
         self._own = Layers(config.get_text_config(decoder=True))
@@ -285,6 +315,10 @@ class KvCache(Cache, Attending):
         layers = copy.deepcopy(self._own.layers)
         for index in self._own.places:
             layers[index] = KvLayer(self, index)
+        self._states, self._parts = {} if slots == 0 else self._own.states, None
+        self._of_states = dict(slots=slots, snapshots=snapshots)
+        for index in self._states:
+            layers[index] = StateLayer(layers[index].number_of_states)
         Cache.__init__(self, layers=layers)
         Attending.__init__(self)
         self._format, self._mode = format, mode
@@ -305,10 +339,12 @@ class KvCache(Cache, Attending):
         self._step, self._seen, self._new, self._real = None, set(), 0, None
         #: Layers whose keys were handed through and not attended to.
         self._pending = set()
+        self._clear_states()
 
     @property
     def blocks(self) -> kvblock.Cache | None:
         """The cache in blocks, ``None`` before the first keys have come."""
+        self._finish_done()
         return self._pool.blocks
 
     def stats(self) -> dict:
@@ -336,32 +372,40 @@ class KvCache(Cache, Attending):
     def _begin(self, layer, key, value):
         """Notes that keys of a layer have come."""
         if layer in self._seen:
-            # The forward pass before has failed half-way.
-            self._abandon()
-        if not self._seen:
+            # The forward pass before has ended, or failed half-way.
+            self._end()
+        if not self._seen and not self._computed:
             self._pool.settle()
         # A layer attends before the next one has keys.
         self._check_attended()
         if self.blocks is None:
-            self._make(key, value)
+            self._note_parts()
+            self._make(key, value, key.shape[0])
         if self._rows is None:
             self._rows = [self._pool.start()[0] for _ in range(key.shape[0])]
-        if key.shape[0] != len(self._rows):
-            raise ValueError(
-                f"the batch has {key.shape[0]} rows, the cache {len(self._rows)}: reset() begins "
-                "another batch"
-            )
+        self._check_rows(key.shape[0])
         check_shape(layer, (key, value), self._like)
         self._new = key.shape[2]
+
+    def _check_rows(self, rows):
+        """Refuses a batch of another number of rows than the cache has."""
+        if self._rows is not None and rows != len(self._rows):
+            raise ValueError(
+                f"the batch has {rows} rows, the cache {len(self._rows)}: reset() begins another "
+                "batch"
+            )
 
     def _check_attended(self):
         if self._pending:
             self._abandon()
             raise RuntimeError(UNATTENDED)
 
-    def _make(self, key, value):
+    def _make(self, key, value, rows=1):
         # Rows that are handed back are masked by the model.
         settings = dict(self._settings, has_windows=self._mode == "attend")
+        settings["states"] = settings_of_states(
+            self._states, self._parts, rows, **self._of_states
+        )
         self._pool.blocks = cache_of(
             key, value, self._own, self._format, window_slack=self._slack, **settings
         )
@@ -375,23 +419,60 @@ class KvCache(Cache, Attending):
         """Notes that a layer is done, and commits the step after the last one."""
         self._seen.add(layer)
         self._pending.discard(layer)
-        if len(self._seen) == self._all_layers:
-            self._step.commit()
-            columns = self._columns + self._new
-            if self._mode == "attend":
-                # Before transformers 5.14 a model leaves the keys that layers share here.
-                vars(self).pop("shared_layers", None)
-            self._clear_step()
-            self._columns = columns
+        self._store()
+        # States are done when the next call comes: models write them in place.
+        if not self._states and self._is_done:
+            self._finish()
+
+    @property
+    def _is_done(self):
+        """Whether a forward pass has come to all layers."""
+        if self._step is None or len(self._seen) != self._all_layers:
+            return False
+        return len(self._computed) == len(self._states)
+
+    def _finish(self):
+        """Commits the step of the forward pass that has come to all layers."""
+        try:
+            self._store()
+            # A commit ends the step, also one that is refused.
+            step, self._step = self._step, None
+            step.commit()
+        except BaseException:
+            self._abandon()
+            raise
+        columns = self._columns + self._new
+        if self._mode == "attend":
+            # Before transformers 5.14 a model leaves the keys that layers share here.
+            vars(self).pop("shared_layers", None)
+        self._clear_step()
+        self._columns = columns
+        # Rows of caches that are gone, which the step kept.
+        self._pool.release([])
+
+    @property
+    def _may_finish(self):
+        """Whether a forward pass is over: on another thread its last layer may still compute."""
+        return self._is_done and (self._pool.is_of_this_thread or not self._is_lent)
+
+    def _finish_done(self):
+        if self._may_finish:
+            self._finish()
+
+    def _end(self):
+        """Ends the forward pass before: one that has not come to all layers has failed."""
+        self._finish_done()
+        self._abandon()
 
     def _abandon(self):
         if self._step is not None:
             self._step.roll_back()
+        self._drop_states()
         self._clear_step()
 
     def _settle(self):
-        """Ends what a failed forward pass has left, of this cache or of a fork."""
-        self._abandon()
+        """Ends what a forward pass has left, of this cache or of a fork."""
+        self._end()
         self._pool.settle()
 
     @torch.compiler.disable(reason='mode="gather" makes tensors of another size in each step')
@@ -458,12 +539,12 @@ class KvCache(Cache, Attending):
 
     def get_seq_length(self, layer_idx=0):
         # Of all passes that have ended: one that has failed counts nowhere.
-        return self._columns
+        return self._columns + (self._new if self._may_finish else 0)
 
     def get_mask_sizes(self, query_length, layer_idx=0):
         # The positions of the queries before transformers 5.4, their number since.
         new = query_length if isinstance(query_length, int) else query_length.shape[0]
-        return self._columns + new, 0
+        return self.get_seq_length() + new, 0
 
     @property
     def is_sliding(self):
@@ -477,17 +558,23 @@ class KvCache(Cache, Attending):
         self._pool.release(self._rows or [])
         self._rows, self._columns = None, 0
         for index, layer in enumerate(self.layers):
-            if not isinstance(layer, KvLayer):
+            if not isinstance(layer, (KvLayer, StateLayer)):
                 # Those of transformers would keep the number of rows.
                 self.layers[index] = copy.deepcopy(self._own.layers[index])
 
     def crop(self, tokens):
         """Removes the last ``-tokens`` columns; before transformers 5.16, all after ``tokens``."""
         tokens = int(tokens)
+        self._finish_done()
         remove = -tokens if tokens < 0 else max(self._columns - tokens, 0) if tokens else 0
         if remove > self._columns:
             raise ValueError(f"crop({tokens}) of {self._columns} tokens")
         self._check_attended()
+        if remove and self._states:
+            raise NotImplementedError(
+                f"crop({tokens}): a state that is the result of all tokens does not go back; "
+                "convolutions do after activate_past_recording() before the tokens come"
+            )
         others = self._others("crop")
         for layer in others:
             if remove and has_recurrent_state(layer):
@@ -523,9 +610,25 @@ class KvCache(Cache, Attending):
     def activate_past_recording(self, *args, **kwargs):
         """Notes that the model will go back: windows keep some tokens more."""
         self._slack = max(self._slack, SLACK)
+        if self._states:
+            self._leave_states()
         for layer in self.layers + self._own.layers:
             if not isinstance(layer, KvLayer) and hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording(*args, **kwargs)
+
+    def _leave_states(self):
+        """Gives the states to objects of transformers: those of convolutions alone go back."""
+        self._finish_done()
+        if self._rows is not None and self._columns:
+            raise NotImplementedError(
+                "activate_past_recording() before the tokens come: slots have the last states alone"
+            )
+        self.reset()
+        for index in self._states:
+            self.layers[index] = copy.deepcopy(self._own.layers[index])
+        # Blocks with slots want states.
+        self._pool, self._like = Pool(), None
+        self._states, self._parts = {}, None
 
     def reorder_cache(self, beam_idx):
         beams = torch.as_tensor(beam_idx, device="cpu")
@@ -542,7 +645,8 @@ class KvCache(Cache, Attending):
 
     def _others(self, call):
         """Returns the layers that are objects of transformers; refuses those without a call."""
-        others = [layer for layer in self.layers if not isinstance(layer, KvLayer)]
+        own = (KvLayer, StateLayer)
+        others = [layer for layer in self.layers if not isinstance(layer, own)]
         for layer in others:
             if not hasattr(layer, call):
                 raise NotImplementedError(f"{call}: a {type(layer).__name__} has no such call")
@@ -553,6 +657,7 @@ class KvCache(Cache, Attending):
 
         ``call`` with its argument does the same to layers of transformers.
         """
+        self._finish_done()
         if self._rows is None:
             return
         self._check_attended()
@@ -574,6 +679,7 @@ class KvCache(Cache, Attending):
 
     def _gathered(self, layer, plane):
         """Returns all rows of a layer as tensors, ``None`` before there are any."""
+        self._finish_done()
         if self._rows is None:
             return None
         place, like = self._own.places[layer], self._like["kv".index(plane)]
@@ -593,7 +699,7 @@ class KvCache(Cache, Attending):
             setattr(fork, name, value)
         Attending.__init__(fork)
         fork.layers = [
-            KvLayer(fork, index) if isinstance(layer, KvLayer) else copy.deepcopy(layer, memo)
+            fork._own_layer(index) or copy.deepcopy(layer, memo)
             for index, layer in enumerate(self.layers)
         ]
         if self.blocks is None:
@@ -603,7 +709,16 @@ class KvCache(Cache, Attending):
         fork._clear_step()
         return fork
 
+    def _own_layer(self, index):
+        """Makes the layer of an index, ``None`` for one that is an object of transformers."""
+        if index in self._own.places:
+            return KvLayer(self, index)
+        if index in self._states:
+            return StateLayer(self._own.layers[index].number_of_states)
+        return None
+
     def _check_no_step(self):
+        self._finish_done()
         if self._step is not None:
             raise RuntimeError(
                 "a forward pass runs, or has failed: copy the cache before it or after it; crop(0) "
@@ -619,33 +734,37 @@ class KvCache(Cache, Attending):
             del state[name]
         state["_named"] = (self._pool.salt, self._pool.names(1)[0])
         state["layers"] = [
-            None if isinstance(layer, KvLayer) else layer for layer in self.layers
+            None if isinstance(layer, (KvLayer, StateLayer)) else layer for layer in self.layers
         ]
         if self._rows is not None:
             state["_rows"] = [self._saved(number) for number in self._rows]
+            state["_lengths"] = [self.blocks.seq_len(number) for number in self._rows]
         return state
 
     def _saved(self, number):
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "row")
+            self.blocks.keep_state(number)
             self.blocks.save(number, path)
             with open(path, "rb") as file:
                 return file.read()
 
     def __setstate__(self, state):
         self._pool = Pool(None, *state.pop("_named"))
+        lengths = state.pop("_lengths", ())
         vars(self).update(state)
         Attending.__init__(self)
-        for index in self._own.places:
-            self.layers[index] = KvLayer(self, index)
+        self.layers = [
+            self._own_layer(index) or layer for index, layer in enumerate(self.layers)
+        ]
         if self._like is not None:
-            self._make(*self._like)
+            self._make(*self._like, len(lengths))
         if self._rows is not None:
             saved, self._rows = self._rows, []
-            for row in saved:
-                self._rows.append(self._loaded(row))
+            for row, length in zip(saved, lengths, strict=True):
+                self._rows.append(self._loaded(row, length))
 
-    def _loaded(self, row):
+    def _loaded(self, row, length):
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "row")
             with open(path, "wb") as file:
@@ -653,12 +772,14 @@ class KvCache(Cache, Attending):
             text, _ = self.blocks.load(path, salt=self._pool.salt)
         # One more than the text, all of which is then reused.
         number, reused = self._pool.start(text + self._pool.names(1))
-        if reused != len(text):
-            raise kvblock.SessionError(f"{reused} of {len(text)} tokens of a row were loaded")
+        if reused != length:
+            raise kvblock.SessionError(f"{reused} of {length} tokens of a row were loaded")
         return number
 
     def __del__(self):
         try:
+            # A step ends with its last owner.
+            self._step = None
             self._pool.release(self._rows or [])
         except Exception:  # Python ends, the cache is closed, or this is a child of its process.
             pass
