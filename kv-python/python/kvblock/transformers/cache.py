@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kvblock._torch import FORMATS
 from kvblock.transformers.attention import NAME, Attending
 from kvblock.transformers.states import (
+    EAGER,
     Recurrent,
     StateLayer,
     places_of_states,
@@ -539,6 +540,10 @@ class KvCache(Recurrent, Cache, Attending):
 
     def get_seq_length(self, layer_idx=0):
         # Of all passes that have ended: one that has failed counts nowhere.
+        return self._length() if self._states else self._columns
+
+    @EAGER
+    def _length(self):
         return self._columns + (self._new if self._may_finish else 0)
 
     def get_mask_sizes(self, query_length, layer_idx=0):

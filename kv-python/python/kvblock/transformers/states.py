@@ -72,12 +72,16 @@ class StateLayer(_Theirs if CAN_KEEP else object):
                     found.append((Part(kind, index, tensor[:0].clone()), tensor))
         return found
 
-    def lend(self, tensor):
-        """Returns a tensor to a model, which may write to it until nobody has it any more."""
-        if tensor is not None:
-            tensor = tensor.detach()
-            self._lent = [lent for lent in self._lent if lent() is not None]
-            self._lent.append(weakref.ref(tensor))
+    def lend(self, kind, index):
+        """Returns a state to a model, which may write to it until nobody has the tensor any more;
+        ``None`` in front of the first token.
+        """
+        tensor = getattr(self, f"{kind}_states")[index]
+        if not self.has_previous_state[index] or tensor is None:
+            return None
+        tensor = tensor.detach()
+        self._lent = [lent for lent in self._lent if lent() is not None]
+        self._lent.append(weakref.ref(tensor))
         return tensor
 
     @property
@@ -146,8 +150,6 @@ class Recurrent:
 
         A call that repeats is one of the next forward pass.
         """
-        if index not in self._states:
-            return
         if (index, *call) in self._calls:
             self._end()
         if not self._calls and not self._seen:
@@ -208,19 +210,22 @@ class Recurrent:
     def _is_lent(self):
         return any(self.layers[index].is_lent for index in self._states)
 
-    @EAGER
-    def _lend(self, index, state):
-        return self.layers[index].lend(state) if index in self._states else state
-
     # What a model calls.
 
     def get_conv_state(self, layer_idx, state_idx=0):
-        self._touch(layer_idx, "get", "conv", state_idx)
-        return self._lend(layer_idx, super().get_conv_state(layer_idx, state_idx))
+        if layer_idx not in self._states:
+            return super().get_conv_state(layer_idx, state_idx)
+        return self._get("conv", layer_idx, state_idx)
 
     def get_recurrent_state(self, layer_idx, state_idx=0):
-        self._touch(layer_idx, "get", "recurrent", state_idx)
-        return self._lend(layer_idx, super().get_recurrent_state(layer_idx, state_idx))
+        if layer_idx not in self._states:
+            return super().get_recurrent_state(layer_idx, state_idx)
+        return self._get("recurrent", layer_idx, state_idx)
+
+    @EAGER
+    def _get(self, kind, index, of):
+        self._touch(index, "get", kind, of)
+        return self.layers[index].lend(kind, of)
 
     def update_conv_state(self, conv_states, layer_idx, *args, **kwargs):
         if layer_idx in self._states:
