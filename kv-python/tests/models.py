@@ -94,7 +94,6 @@ SCAN = dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_chunk_size=
 #: Layers with recurrent states, whose objects newer versions of transformers ask of a cache.
 RECURRENT = {
     "qwen3_5_text": TURNS | DELTA,
-    "olmo_hybrid": TURNS | DELTA | dict(linear_num_key_heads=4),
     "granitemoehybrid": TURNS | SCAN | dict(num_local_experts=0, shared_intermediate_size=48),
     "bamba": SCAN | dict(num_hidden_layers=4, attn_layer_indices=[1, 3]),
     "nemotron_h": dict(

@@ -1,7 +1,6 @@
 """Recurrent states of hybrid models in slots, against DynamicCache. Needs torch and transformers."""
 
 import copy
-import gc
 import pickle
 import threading
 import unittest
@@ -25,7 +24,7 @@ KINDS = ("qwen3_5_text", "lfm2", "granitemoehybrid")
 
 def generate(of, cache, ids, **options):
     ids = torch.tensor(ids)
-    options = dict(max_new_tokens=8, do_sample=False) | options
+    options = dict(max_new_tokens=6, do_sample=False) | options
     with torch.no_grad():
         mask = (ids != 0).long()
         return of.generate(ids, past_key_values=cache, attention_mask=mask, **options).tolist()
@@ -84,7 +83,7 @@ class Kept(unittest.TestCase):
             for ids, options in ((ONE, {}), (RAGGED, {}), (ONE, dict(num_beams=3))):
                 with self.subTest(family, **options):
                     self.both(of, ("attend", "gather"), ids, **options)
-        for family in (*RECURRENT, "qwen3_next"):
+        for family in RECURRENT:
             if family not in KINDS:
                 with self.subTest(family):
                     self.both(model(family), ("attend",), RAGGED)
@@ -136,7 +135,6 @@ class Kept(unittest.TestCase):
                 self.assert_close(logits(of, fork, [[n]]), expected[n])
             self.assertEqual(fill(cache)["slots_used"], 3)
             del fork, forks
-            gc.collect()
             self.assertEqual(fill(cache)["slots_used"], 1)
             self.assert_close(logits(of, cache, [[4]]), expected[4])
 
@@ -167,7 +165,7 @@ class Kept(unittest.TestCase):
             expected = logits(of, cache, [[3], [12]], mask)
             for _ in range(2):
                 loaded = pickle.loads(saved)
-                self.assertEqual(loaded.get_seq_length(), 13)
+                self.assertEqual(loaded.get_seq_length(), 11)
                 again = pickle.loads(pickle.dumps(loaded))
                 for one in (loaded, again):
                     got = logits(of, one, [[3], [12]], mask)
@@ -307,7 +305,6 @@ class Kept(unittest.TestCase):
         fork = copy.deepcopy(cache)
         logits(of, fork, [[3]])
         del fork
-        gc.collect()
         self.assertEqual(fill(cache)["slots_used"], 1)
         self.assert_close(logits(of, cache, [[3]]), self.theirs(of, ONE, [[3]])[1])
 
@@ -322,7 +319,6 @@ class Kept(unittest.TestCase):
             logits(of, cache, [[3]])
         self.assertEqual((full.exception.needed, full.exception.free), (1, 0))
         del forks
-        gc.collect()
         self.assert_close(logits(of, cache, [[3]]), self.theirs(of, ONE, [[3]])[1])
 
     def test_another_batch_is_refused(self):
