@@ -115,6 +115,18 @@ RECURRENT = {
         num_experts_per_tok=1,
         use_mamba_kernels=False,
     ),
+    # Attention and a state in one layer.
+    "falcon_h1": SCAN | dict(mamba_d_ssm=32, mamba_d_head=8),
+    "zamba2": dict(
+        num_hidden_layers=4,
+        layers_block_type=["linear_attention", "hybrid"] * 2,
+        mamba_d_state=8,
+        n_mamba_heads=4,
+        mamba_headdim=16,
+        chunk_size=8,
+        mamba_ngroups=1,
+        num_mem_blocks=1,
+    ),
 }
 
 #: Keys change between the cache and the attention.

@@ -20,6 +20,8 @@ RAGGED = [[1, 5, 9, 3, 7, 11], [0, 0, 0, 1, 8, 4]]
 #: A model whose states are written by calls, one with convolutions alone, and one that writes them
 #: in place.
 KINDS = ("qwen3_5_text", "lfm2", "granitemoehybrid")
+#: Attention and a state in one layer.
+BOTH = "falcon_h1"
 
 
 def generate(of, cache, ids, **options):
@@ -91,7 +93,7 @@ class Kept(unittest.TestCase):
     def test_logits_are_those_of_dynamic_cache(self):
         # A token may be right by chance; a state that is one token late is not.
         passes = (ONE, [[3]], [[6, 7, 8]], [[9]])
-        for family in KINDS:
+        for family in (*KINDS, BOTH):
             of = self.model(family)
             cache = self.cache(of)
             for ids, expected in zip(passes, self.theirs(of, *passes)):
@@ -155,7 +157,7 @@ class Kept(unittest.TestCase):
             self.assert_close(got[1], got[0])
 
     def test_a_pickled_cache_goes_on_as_the_first(self):
-        for family in KINDS:
+        for family in (*KINDS, BOTH):
             of = self.model(family)
             cache = self.cache(of)
             generate(of, cache, RAGGED)
@@ -214,6 +216,32 @@ class Kept(unittest.TestCase):
         self.assertEqual(generate(of, cache, ONE), generate(of, kept, ONE))
         self.assertNotIn("states", cache.blocks.usage())
         self.assertEqual(fill(kept)["slots_total"], 8)
+
+    def test_attention_and_a_state_in_one_layer_need_slots(self):
+        of = self.model(BOTH)
+        with self.assertRaisesRegex(NotImplementedError, "falcon_h1 .*in one layer"):
+            self.cache(of, slots=0)
+        cache = self.cache(of)
+        with self.assertRaisesRegex(NotImplementedError, "falcon_h1 .*in one layer"):
+            cache.activate_past_recording()
+        self.assertEqual(cache.is_linear, [False] * 3)
+        expected = self.theirs(of, ONE)[0]
+        self.assert_close(logits(of, cache, ONE), expected)
+        fork = copy.deepcopy(cache)
+        fork.batch_repeat_interleave(2)
+        expected = self.theirs(of, ONE, [[3]])[1]
+        self.assert_close(logits(of, fork, [[3], [3]])[1:], expected)
+        self.assert_close(logits(of, cache, [[3]]), expected)
+        self.assertEqual(cache.layers[1].keys.shape, (1, 2, 9, 8))
+        cache.reset()
+        self.assert_close(logits(of, cache, ONE), self.theirs(of, ONE)[0])
+
+    def test_a_state_that_comes_after_the_keys_of_its_layer_is_refused(self):
+        of = self.model(BOTH)
+        cache = self.cache(of)
+        key = torch.zeros(1, 2, 1, 8)
+        with self.assertRaisesRegex(NotImplementedError, "before the first state is known"):
+            cache.update(key, key, 0)
 
     def test_a_layer_of_attention_before_all_states_keeps_them_where_they_were(self):
         of = self.model()

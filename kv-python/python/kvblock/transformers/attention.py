@@ -49,7 +49,8 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
         raise NotImplementedError(f'attention "{NAME}" is causal: mode="gather" takes any')
     if dropout:
         raise NotImplementedError(f'attention "{NAME}" has no dropout: call model.eval()')
-    layer = module.layer_idx
+    # One attention for several layers has no place of its own.
+    layer = module.layer_idx if module.layer_idx >= 0 else source
     options = (
         scaling if scaling is not None else 1 / math.sqrt(query.shape[-1]),
         kwargs.get("softcap"),

@@ -21,6 +21,7 @@ from kvblock.transformers.states import (
     EAGER,
     Recurrent,
     StateLayer,
+    has_both,
     places_of_states,
     settings_of_states,
 )
@@ -59,10 +60,6 @@ class Layers:
         for index, layer in enumerate(self.layers):
             if not isinstance(layer, CacheLayerMixin):
                 continue
-            if hasattr(layer, "conv_states"):
-                raise NotImplementedError(
-                    f"{kind} has attention and another state in one layer: use DynamicCache"
-                )
             if index < len(types) and types[index] in STATES:
                 raise NotImplementedError(
                     f"{kind} has a cache of its own in this version of transformers"
@@ -79,9 +76,21 @@ class Layers:
         self.places = {index: place for place, index in enumerate(own)}
         #: Layers whose recurrent states a cache in blocks has, with their numbers there.
         self.states = places_of_states(self.layers, len(own))
+        self.kind, self.have_both = kind, any(map(has_both, self.layers))
+        if not self.states:
+            self.check_apart()
         windows = ((index, getattr(self.layers[index], "sliding_window", None)) for index in own)
         #: Windows of the layers that have one, as Hugging Face counts: with the token itself.
         self.windows = {index: window for index, window in windows if window is not None}
+
+
+    def check_apart(self):
+        """Refuses layers of transformers that attend and have a state: blocks have their rows."""
+        if self.have_both:
+            raise NotImplementedError(
+                f"{self.kind} has attention and another state in one layer, which slots alone "
+                "keep apart: use DynamicCache"
+            )
 
 
 def cache_of(
@@ -281,6 +290,20 @@ class KvLayer(CacheLayerMixin):
     crop = batch_repeat_interleave = batch_select_indices = reorder_cache
 
 
+class BothLayer(KvLayer, StateLayer):
+    """A layer that attends and has a state."""
+
+    is_croppable = False
+
+    def __init__(self, cache, index, number_of_states):
+        KvLayer.__init__(self, cache, index)
+        StateLayer.__init__(self, number_of_states)
+
+    def lazy_initialization(self, *args, **kwargs):
+        # Of states alone: the blocks have the rows.
+        StateLayer.lazy_initialization(self, *args, **kwargs)
+
+
 class KvCache(Recurrent, Cache, Attending):
     """The cache of a model of transformers, in blocks.
 
@@ -318,8 +341,10 @@ class KvCache(Recurrent, Cache, Attending):
             layers[index] = KvLayer(self, index)
         self._states, self._parts = {} if slots == 0 else self._own.states, None
         self._of_states = dict(slots=slots, snapshots=snapshots)
+        if not self._states:
+            self._own.check_apart()
         for index in self._states:
-            layers[index] = StateLayer(layers[index].number_of_states)
+            layers[index] = self._own_layer(index)
         Cache.__init__(self, layers=layers)
         Attending.__init__(self)
         self._format, self._mode = format, mode
@@ -420,7 +445,7 @@ class KvCache(Recurrent, Cache, Attending):
         """Notes that a layer is done, and commits the step after the last one."""
         self._seen.add(layer)
         self._pending.discard(layer)
-        self._store()
+        self._store(running=layer)
         # States are done when the next call comes: models write them in place.
         if not self._states and self._is_done:
             self._finish()
@@ -624,6 +649,7 @@ class KvCache(Recurrent, Cache, Attending):
     def _leave_states(self):
         """Gives the states to objects of transformers: those of convolutions alone go back."""
         self._finish_done()
+        self._own.check_apart()
         if self._rows is not None and self._columns:
             raise NotImplementedError(
                 "activate_past_recording() before the tokens come: slots have the last states alone"
@@ -716,11 +742,14 @@ class KvCache(Recurrent, Cache, Attending):
 
     def _own_layer(self, index):
         """Makes the layer of an index, ``None`` for one that is an object of transformers."""
-        if index in self._own.places:
-            return KvLayer(self, index)
-        if index in self._states:
-            return StateLayer(self._own.layers[index].number_of_states)
-        return None
+        attends, of = index in self._own.places, self._own.layers[index]
+        if index not in self._states:
+            return KvLayer(self, index) if attends else None
+        return (
+            BothLayer(self, index, of.number_of_states)
+            if attends
+            else StateLayer(of.number_of_states)
+        )
 
     def _check_no_step(self):
         self._finish_done()

@@ -20,6 +20,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 _Theirs = getattr(cache_utils, "LinearAttentionLayer", None)
 CAN_KEEP = _Theirs is not None and hasattr(Cache, "get_conv_state")
 
+#: The layers that attend and have a state.
+_BOTH = tuple(
+    getattr(cache_utils, f"LinearAttentionAnd{attention}Layer", None)
+    for attention in ("FullAttention", "SlidingWindowAttention")
+)
+
 #: Names of states in a layer of transformers.
 KINDS = ("conv", "recurrent")
 
@@ -99,6 +105,11 @@ class StateLayer(_Theirs if CAN_KEEP else object):
     crop = reset = activate_past_recording = reorder_cache
 
 
+def has_both(layer):
+    """Returns whether a layer of transformers attends and has a state."""
+    return isinstance(layer, CacheLayerMixin) and hasattr(layer, "conv_states")
+
+
 def places_of_states(layers, first):
     """Returns the layers whose states move to slots, with their numbers in the cache from ``first``.
 
@@ -107,7 +118,8 @@ def places_of_states(layers, first):
     """
     if not CAN_KEEP:
         return {}
-    found = [index for index, layer in enumerate(layers) if type(layer) is _Theirs]
+    kept = (_Theirs, *_BOTH)
+    found = [index for index, layer in enumerate(layers) if type(layer) in kept]
     attends = [index for index, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
     if not found or found[0] > attends[0]:
         return {}
@@ -182,11 +194,14 @@ class Recurrent:
             if self._step is None:
                 step.roll_back()
 
-    def _store(self):
-        """Writes the states of layers that are done to the slots of the step, once there is one."""
+    def _store(self, running=None):
+        """Writes the states of layers that are done to the slots of the step, once there is one.
+
+        The layer that runs may not have computed its state yet.
+        """
         if self._step is None:
             return
-        while self._unstored:
+        while self._unstored and self._unstored[0] != running:
             index = self._unstored[0]
             states = self.layers[index].states()
             check_parts(index, [part for part, _ in states], self._parts)
@@ -204,6 +219,10 @@ class Recurrent:
     def _note_parts(self):
         """Takes the parts of a state from the first layer that has computed one."""
         if self._states and self._parts is None:
+            if not self._computed:
+                raise NotImplementedError(
+                    "a layer attends before the first state is known: use DynamicCache"
+                )
             self._parts = [part for part, _ in self.layers[min(self._computed)].states()]
 
     @property
