@@ -251,6 +251,36 @@ class Placed(unittest.TestCase):
             self.assertEqual([x.given_back for x in (q, k, out)], [2, 4, 2])
         self.assertEqual(of.seq_len(0), 3)
 
+    def test_states_are_used_in_place(self):
+        shape = (3, 5)  # No multiple of 16 bytes: entries begin anywhere.
+        states = kvblock.States(layers=[0], parts=[(shape, "float32")], slots=8, snapshots=4)
+        values = numpy.arange(2 * 15, dtype="f4").reshape(2, *shape)
+        for dtype in ("float32", "float16", "bfloat16"):
+            of = cache(layers=1, states=[states])
+            for seq in (0, 1):
+                of.start(seq, [seq, 2, 3])
+            inputs = [(seq, [seq, 2, 3]) for seq in (0, 1)]
+            given, out = put(values, dtype), put(numpy.full_like(values, 7), dtype)
+            with of.step(inputs) as step:
+                self.assertIs(step.read_state(0, 0, out), out)
+                self.assertEqual(decoded(out.memory, dtype).max(), 0)
+                step.write_state(0, 0, given)
+                apart = Produced(given.memory.swapaxes(1, 2), dtype)
+                there = put(values, dtype, device=(CUDA, 1))
+                for tensor, why in ((apart, "strides"), (there, "cuda:1, the cache on emulated")):
+                    with self.assertRaisesRegex(ValueError, why):
+                        step.write_state(0, 0, tensor)
+            self.assertEqual([x.given_back for x in (given, out)], [1, 1])
+            step = of.step([(seq, [4]) for seq in (1, 0)])
+            step.read_state(0, 0, out)
+            numpy.testing.assert_array_equal(decoded(out.memory, dtype), values[::-1])
+            step.roll_back()
+            # Through a snapshot, into host memory.
+            of.release(1)
+            self.assertEqual(of.start(2, [1, 2, 3, 9]), 3)
+            step = of.step([(2, [9])])
+            numpy.testing.assert_array_equal(step.read_state(0, 0)[0], values[1])
+
     def test_an_output_without_rows_is_refused_by_the_plan(self):
         of = cache(layers=1)
         of.start(0)

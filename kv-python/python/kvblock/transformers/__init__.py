@@ -23,6 +23,7 @@ since   change                                                      read in
 5.14    ``get_max_length`` for ``get_max_cache_shape``              ``KvLayer``
 5.16    ``crop(-n)`` alone; ``activate_past_recording``             ``KvCache.crop``
 5.24    ``cache=`` for ``past_key_values=``                         ``Engine``
+5.24    ``get_conv_state``: models ask the cache for states         ``states.CAN_KEEP``
 ======  ==========================================================  ===============================
 """
 
