@@ -1,4 +1,4 @@
-"""Recurrent states of hybrid models in slots, against DynamicCache. Needs torch and transformers."""
+"""Recurrent states of hybrid models in slots. Needs torch and transformers."""
 
 import copy
 import pickle

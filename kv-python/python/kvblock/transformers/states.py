@@ -111,7 +111,8 @@ def has_both(layer):
 
 
 def places_of_states(layers, first):
-    """Returns the layers whose states move to slots, with their numbers in the cache from ``first``.
+    """Returns the layers whose states move to slots, with their numbers in the cache: from ``first``
+    on.
 
     None, where transformers keeps states for its models, and where a layer attends before the first
     state is known: the cache is made when the first keys come.
