@@ -75,6 +75,16 @@ impl<'a> RowsIn<'a> {
     pub(crate) fn get(&self, at: RowAt, head: u32, heads: u32) -> &'a [u8] {
         self.find(at, head, heads).invariant("a tensor has room for its plan")
     }
+    /// Tokens `at.token..at.token + tokens` of an entry with all heads, as one slice; `None` if
+    /// other bytes lie between them.
+    ///
+    /// # Panics
+    /// Outside the tensor, which has room for the plan.
+    pub(crate) fn run(&self, at: RowAt, tokens: u32) -> Option<&'a [u8]> {
+        let (begin, len) = at.run_bytes(&self.rows, self.element, tokens)?;
+        let run = self.bytes.get(begin..begin.saturating_add(len));
+        Some(run.invariant("a tensor has room for its plan"))
+    }
     /// The same for rows that are prefetched; empty after the end of the tensor.
     pub(crate) fn ahead(&self, at: RowAt, head: u32, heads: u32) -> &'a [u8] {
         self.find(at, head, heads).unwrap_or_default()
@@ -105,6 +115,14 @@ impl RowAt {
             .saturating_mul(size);
         let len = to_usize(heads) * dim * size;
         (begin, len)
+    }
+
+    /// Returns the place of this and the next tokens, `tokens` in all, if they follow each other
+    /// without a gap.
+    fn run_bytes(self, rows: &TokenRows, element: Element, tokens: u32) -> Option<(usize, usize)> {
+        let (begin, row) = self.bytes(rows, element, 0, rows.heads());
+        let values = u64::from(rows.heads()) * u64::from(rows.dim());
+        (rows.token_stride() == values).then(|| (begin, row.saturating_mul(to_usize(tokens))))
     }
 }
 
@@ -157,6 +175,25 @@ impl<'a> RowsOut<'a> {
         // of an output do not overlap, by the core's check, and heads of a row follow each other,
         // so condition 1 makes the slice the only one of its bytes.
         unsafe { std::slice::from_raw_parts_mut(first, len) }
+    }
+
+    /// Returns tokens `at.token..at.token + tokens` of an entry with all heads, as one slice;
+    /// `None` if other bytes lie between them.
+    ///
+    /// # Panics
+    /// Outside the tensor, which has room for the plan.
+    ///
+    /// # Safety
+    /// 1. No two live slices share a token.
+    pub(crate) unsafe fn run_mut(&self, at: RowAt, tokens: u32) -> Option<&'a mut [u8]> {
+        let (begin, len) = at.run_bytes(&self.rows, self.element, tokens)?;
+        let end = begin.checked_add(len).filter(|end| *end <= self.span.len());
+        end.invariant("a tensor has room for its plan");
+        let first = self.span.base().wrapping_add(begin);
+        // SAFETY: inside the span, which is locked for writing or lent (condition 1 of `new`);
+        // tokens follow each other without a gap, by `run_bytes`, so condition 1 makes the slice
+        // the only one of its bytes.
+        Some(unsafe { std::slice::from_raw_parts_mut(first, len) })
     }
 
     /// Calls `fill` with every row that no entry owns, where entry `i` has `len(i)` tokens.

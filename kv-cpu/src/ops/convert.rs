@@ -43,6 +43,16 @@ pub(crate) fn convert(
             let item = to_u32(item);
             let begin = item * TOKENS_PER_ITEM;
             let end = (begin + TOKENS_PER_ITEM).min(len);
+            let first = RowAt { entry, start, token: begin };
+            // Rows without gaps, as those of a state, are one copy.
+            if let Some(from) = src.run(first, end - begin) {
+                // SAFETY: each token belongs to one work item; the slice ends before any other of
+                // these tokens is made.
+                if let Some(to) = unsafe { dst.run_mut(first, end - begin) } {
+                    cpu.kernels.convert((src.element(), from), (dst.element(), to));
+                    return;
+                }
+            }
             for token in begin..end {
                 let at = RowAt { entry, start, token };
                 let from = src.get(at, 0, heads);
