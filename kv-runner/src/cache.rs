@@ -66,7 +66,8 @@ impl StateOptions {
     /// them in one step, and four snapshots for each, in the type of the states and of any length:
     /// behind the system's message, the last message, the prompt and the text.
     pub fn for_sequences(sequences: u32, drafts: u32) -> Self {
-        // The state of a sequence, a snapshot that it goes on from, and those of a step.
+        // The state of a sequence, a snapshot that it goes on from, and those of a step. A caller
+        // may ask for any number: the builder refuses too many.
         let each = drafts.saturating_add(3);
         Self {
             slots: sequences.max(1).saturating_mul(each),

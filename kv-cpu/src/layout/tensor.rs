@@ -122,7 +122,7 @@ impl RowAt {
     fn run_bytes(self, rows: &TokenRows, element: Element, tokens: u32) -> Option<(usize, usize)> {
         let (begin, row) = self.bytes(rows, element, 0, rows.heads());
         let values = u64::from(rows.heads()) * u64::from(rows.dim());
-        (rows.token_stride() == values).then(|| (begin, row.saturating_mul(to_usize(tokens))))
+        (rows.token_stride() == values).then(|| (begin, row * to_usize(tokens)))
     }
 }
 

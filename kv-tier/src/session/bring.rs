@@ -47,7 +47,7 @@ impl Bring<'_> {
         cache: &mut KvCache<B>,
         file: &mut SessionFile,
     ) -> Result<Option<Import>, SessionError> {
-        let longest = |of: &SessionGroup| of.blocks.last().map(|range| range.end.saturating_sub(1));
+        let longest = |of: &SessionGroup| of.blocks.last().map(|range| range.end - 1);
         let mut states = file.header.groups.iter().filter(|of| of.is_of_states).map(longest);
         let Some(len) = states.next().flatten().filter(|len| states.all(|of| of == Some(*len)))
         else {

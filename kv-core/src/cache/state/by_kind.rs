@@ -4,6 +4,7 @@ use std::fmt;
 use crate::block::BlockPool;
 use crate::cache::state::snapshots::longest_of_all;
 use crate::cache::state::start::Lookup;
+use crate::cache::state::states::StateGroup;
 use crate::cache::state::{CacheState, StartOptions};
 use crate::ids::GroupId;
 use crate::num::to_u32;
@@ -86,14 +87,10 @@ impl CacheState {
     /// snapshots ([`CacheSpec::states`](crate::CacheSpec::states)). `None` for an unknown group,
     /// and for snapshots that are not kept.
     pub fn group_usage(&self, group: GroupId) -> Option<GroupUsage> {
-        if let Some(rows) = self.find_group(group) {
-            return Some(GroupUsage::of(&rows.pool));
+        if let Some(pool) = self.pool(group) {
+            return Some(GroupUsage::of(pool));
         }
         let index = usize::from(group.0).checked_sub(self.groups.len())?;
-        if let Some(of) = self.states.get(index) {
-            return Some(of.usage());
-        }
-        let of = self.states.get(index.checked_sub(self.states.len())?)?;
-        of.snapshots.as_ref().map(|snapshots| GroupUsage::of(&snapshots.pool))
+        self.states.get(index).map(StateGroup::usage)
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::cache::state::history::History;
 use crate::cache::state::lookup::{first_live, sink_blocks};
-use crate::cache::state::snapshots::longest_of_all;
+use crate::cache::state::snapshots::{Snapshots, longest_of_all};
 use crate::cache::state::start::Lookup;
 use crate::cache::state::{CacheState, StartOptions};
 use crate::eviction::{Priority, Retention};
@@ -342,7 +342,8 @@ impl CacheState {
         let limit = limit.min(probed.limit);
         let found = longest_of_all(&self.states, &mut history, &self.names(), limit);
         let (blocks, len) = found.filter(|_| space.is_some() && !self.states.is_empty())?;
-        let groups = (0..self.states.len()).map(|index| self.snapshot_group(index));
+        let groups = self.states.iter().filter_map(|of| of.snapshots.as_ref());
+        let groups = groups.map(Snapshots::group);
         Some((len, groups.zip(blocks).collect()))
     }
 

@@ -8,7 +8,7 @@ use crate::block::{BlockPool, Fill, Ledger};
 use crate::cache::state::history::History;
 use crate::cache::state::lookup::PrefixHit;
 use crate::cache::state::states::{Current, StateGroup};
-use crate::cache::state::{CacheState, Group, Unwiped, group_id};
+use crate::cache::state::{CacheState, Group, Unwiped};
 use crate::error::PlanError;
 use crate::ids::{BlockId, GroupId, SequenceId};
 use crate::invariant::Invariant;
@@ -198,11 +198,6 @@ pub(in crate::cache) struct TakenSnapshot {
 const TAKEN: &str = "a snapshot was taken of a group that has some";
 
 impl CacheState {
-    /// Returns the number of the snapshots of a group of states among all groups.
-    pub(super) fn snapshot_group(&self, index: usize) -> GroupId {
-        group_id(self.groups.len() + self.states.len() + index)
-    }
-
     pub(super) fn names(&self) -> Names {
         let first = self.groups.at(0);
         Names { chain: first.chain, map: first.slot_map() }
@@ -233,8 +228,20 @@ impl CacheState {
     /// Returns the longest length up to `len` behind which the cache keeps recurrent states: a
     /// multiple of every [grid](crate::spec::StatesBuilder::grid), and where prompts reuse whole
     /// blocks alone, the end of one.
-    pub fn kept_length(&self, len: u32) -> u32 {
-        self.on_grid(len)
+    pub fn kept_length(&self, mut len: u32) -> u32 {
+        loop {
+            let before = len;
+            for spec in self.spec.states() {
+                len -= len % spec.grid();
+            }
+            if self.spec.prefix_reuse() == PrefixReuse::FullBlocks {
+                let map = self.groups.at(0).slot_map();
+                len = map.tokens(map.full_blocks(len));
+            }
+            if len == before {
+                return len;
+            }
+        }
     }
 
     /// Adds a stop to a sequence: see [`KvCache::add_stop`](crate::KvCache::add_stop).
@@ -245,7 +252,7 @@ impl CacheState {
     ) -> Result<(), PlanError> {
         self.check_closed("add stop")?;
         let (row, state) = self.sequences.get(sequence)?;
-        let (before, stop) = (state.len, self.on_grid(len));
+        let (before, stop) = (state.len, self.kept_length(len));
         let has_names = self.sequences.history(row).0.space().is_some();
         if self.states.is_empty() || !has_names || stop <= before {
             return Ok(()); // Nothing is kept there.
@@ -270,28 +277,11 @@ impl CacheState {
             return; // Nothing of the sequence is kept for others.
         }
         let own = [len.saturating_sub(1), rows];
-        let stops = own.into_iter().chain(named.iter().copied()).map(|stop| self.on_grid(stop));
+        let stops = own.into_iter().chain(named.iter().copied()).map(|stop| self.kept_length(stop));
         let mut stops: Vec<_> = stops.filter(|stop| *stop > reused).collect();
         stops.sort_unstable();
         stops.dedup();
         *self.stops.get_mut(to_usize(row)).invariant("a row has stops") = stops;
-    }
-
-    /// Rounds a length down to one at which a snapshot is of use.
-    fn on_grid(&self, mut len: u32) -> u32 {
-        loop {
-            let before = len;
-            for spec in self.spec.states() {
-                len -= len % spec.grid();
-            }
-            if self.spec.prefix_reuse() == PrefixReuse::FullBlocks {
-                let map = self.groups.at(0).slot_map();
-                len = map.tokens(map.full_blocks(len));
-            }
-            if len == before {
-                return len;
-            }
-        }
     }
 
     /// Takes a block for every snapshot that the commit of the open step keeps: behind the stops
@@ -334,7 +324,7 @@ impl CacheState {
         };
         let (len, is_certain) = (state.len, state.certain >= state.len);
         let is_off = self.spec.prefix_reuse() == PrefixReuse::Off;
-        if self.states.is_empty() || is_off || !is_certain || self.on_grid(len) != len {
+        if self.states.is_empty() || is_off || !is_certain || self.kept_length(len) != len {
             return;
         }
         // Other states than those of slots are snapshots already.
