@@ -2,7 +2,7 @@
 use crate::ids::{BlockId, GroupId};
 use crate::reuse::BlockKey;
 
-/// A full block that became reusable, or whose content is gone.
+/// A full block, or a snapshot of recurrent states, that became reusable, or whose content is gone.
 ///
 /// Unlike [events](crate::events), changes name the block, and omit blocks that must not be copied:
 /// partial blocks, and blocks that the open step has yet to write. Replaying them in order gives
@@ -11,7 +11,8 @@ use crate::reuse::BlockKey;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[expect(clippy::exhaustive_structs, reason = "consumers build them in their own tests")]
 pub struct BlockChange {
-    /// The group whose pool has the block.
+    /// The group whose pool has the block; for a snapshot one of
+    /// [`CacheSpec::snapshot_groups`](crate::CacheSpec::snapshot_groups).
     pub group: GroupId,
     /// The block.
     pub block: BlockId,

@@ -16,9 +16,6 @@ pub(crate) struct Ledger {
     changes: Changes,
     namespaces: Namespaces,
     reads: Reads,
-    /// The first group whose blocks are not listed as changed: snapshots of states, which no tier
-    /// follows.
-    unlisted: Option<GroupId>,
 }
 
 /// Blocks whose bytes are read beside the cache's queue.
@@ -41,16 +38,6 @@ impl Ledger {
     #[must_use]
     pub(crate) fn with_changes(self, room: usize) -> Self {
         Self { changes: Changes::new(room), ..self }
-    }
-
-    /// Lists no changes of the groups from `first` on.
-    #[must_use]
-    pub(crate) fn without_changes_from(self, first: Option<GroupId>) -> Self {
-        Self { unlisted: first, ..self }
-    }
-
-    fn is_listed(&self, group: GroupId) -> bool {
-        self.unlisted.is_none_or(|first| group < first)
     }
 
     /// Adds a user to the namespace of a salt and an adapter, and returns its ID and root.
@@ -129,7 +116,7 @@ impl Ledger {
         fill: Fill,
     ) {
         self.namespaces.enter(content.namespace);
-        if fill == Fill::Full && self.is_listed(group) {
+        if fill == Fill::Full {
             self.block_written(group, block, content.key);
         }
         if fill != Fill::Partial && self.events.is_on() {
@@ -157,9 +144,6 @@ impl Ledger {
     /// Does what [`Self::block_removed`] does, without an event.
     pub(super) fn content_left(&mut self, group: GroupId, block: BlockId, removed: Removed) {
         self.namespaces.leave(removed.namespace);
-        if !self.is_listed(group) {
-            return;
-        }
         if !self.reads.blocks.is_empty() && self.reads.blocks.remove(&(group, block)) {
             self.reads.outlived.push((group, block));
         }

@@ -213,8 +213,9 @@ impl<B: Backend> KvCache<B> {
         self.recovered().drain_changes(out)
     }
 
-    /// Holds a cached block while its bytes are read, until [`Self::release_hold`]. `None` if the
-    /// block is unknown or does not have the full content of this key (any more).
+    /// Holds a cached block, or a snapshot of recurrent states, while its bytes are read, until
+    /// [`Self::release_hold`]. `None` if the block is unknown or does not have the content of this
+    /// key (any more).
     ///
     /// ```
     /// use kv::backend::NullBackend;
@@ -253,6 +254,24 @@ impl<B: Backend> KvCache<B> {
         // The bytes that are read are those of the content.
         self.restore()?;
         Ok(self.state.hold_block(group, block, key)?)
+    }
+
+    /// Holds a block of a sequence while its bytes are read, with content that other prompts find or
+    /// without, such as the block that the sequence writes next. Release it before the next step
+    /// ([`Self::release_hold_after`]), which copies the block otherwise. `None` for an index that
+    /// the [block table](CacheState::block_table) has not, or that a window has left.
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownSequence`]; those of [`Self::hold_block`].
+    pub fn hold_entry(
+        &mut self,
+        sequence: SequenceId,
+        group: GroupId,
+        index: u32,
+    ) -> Result<Option<BlockHold>, CacheError> {
+        self.recovered().check_closed("hold block")?;
+        self.restore()?;
+        Ok(self.state.hold_entry(sequence, group, index)?)
     }
 
     /// Releases a block whose bytes are read. Without another holder the block can be evicted

@@ -223,6 +223,8 @@ impl<B: Backend> KvCache<B> {
     }
 
     fn copy_taken(&mut self) -> Result<(), CacheError> {
+        // A snapshot that was evicted for a new one may be read still.
+        self.wait_for_reads()?;
         let Self { queue, state, states, snapshots, taken, .. } = self;
         for of in &*taken {
             let copies = Copies::of((state, states, snapshots), of.group);

@@ -183,6 +183,10 @@ impl PrefixIndex {
             is_unwritten: entry.is_unwritten,
         })
     }
+    /// Returns the full block with a key.
+    pub(crate) fn with_key(&self, key: BlockKey) -> Option<IndexedBlock<'_>> {
+        self.get(BlockId(self.full_block_of_key(key)?))
+    }
     /// Iterates over every block with content, ordered by ID.
     pub fn iter(&self) -> impl Iterator<Item = IndexedBlock<'_>> + '_ {
         (0..to_u32(self.entries.len())).filter_map(|block| self.get(BlockId(block)))

@@ -62,6 +62,25 @@ impl BlockContent {
     /// Bytes of [`Self::to_bytes`].
     pub const BYTES: usize = 28;
 
+    /// Adds the parts of a block whose first token is at position `begin` to the spans of the
+    /// blocks before, of which [`Self::cut`] makes the same parts.
+    pub(crate) fn join(parts: &[Self], begin: u32, spans: &mut Vec<ContentSpan>) {
+        for part in parts {
+            let first = (begin + part.inside).saturating_sub(part.offset);
+            let same = |span: &&mut ContentSpan| {
+                span.id == part.id && span.begin == first && span.len == part.offset
+            };
+            match spans.iter_mut().find(same) {
+                Some(span) => span.len += part.len,
+                None => spans.push(ContentSpan {
+                    begin: first,
+                    len: part.offset + part.len,
+                    id: part.id,
+                }),
+            }
+        }
+    }
+
     /// Writes the parts of `spans` at positions `begin..end` to `out`, in order.
     pub fn cut(spans: &[ContentSpan], (begin, end): (u32, u32), out: &mut Vec<Self>) {
         out.clear();

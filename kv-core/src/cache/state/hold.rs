@@ -3,10 +3,11 @@ use hashbrown::HashMap;
 
 #[cfg(doc)]
 use crate::KvCache;
-use crate::cache::state::{CacheState, unique};
+use crate::cache::state::snapshots::snapshots_of;
+use crate::cache::state::{CacheState, group_id, unique};
 use crate::error::{PlanError, StateProblem};
-use crate::ids::{BlockId, GroupId};
-use crate::num::to_u32;
+use crate::ids::{BlockId, GroupId, SequenceId};
+use crate::num::{to_u32, to_usize};
 use crate::reuse::BlockKey;
 
 /// One cached block, held while its bytes are read: it is not evicted, and no step writes to it.
@@ -58,17 +59,41 @@ impl CacheState {
     ) -> Result<Option<BlockHold>, PlanError> {
         self.check_closed("hold block")?;
         let index = usize::from(group.0);
-        let Some(of) = self.groups.get_mut(index) else {
-            return Ok(None);
-        };
-        let content = of.pool.content(block).filter(|content| !content.is_partial);
+        let content = self.pool(group).and_then(|pool| pool.content(block));
         if content.is_none_or(|content| content.key != key) {
             return Ok(None);
         }
-        of.hold(block);
+        match snapshots_of(&mut self.states, group) {
+            Some(snapshots) => {
+                assert!(snapshots.pool.hold(block), "snapshot {block} has content and no holder");
+            }
+            None => self.groups.at_mut(index).hold(block),
+        }
         let id = unique();
         self.holds.held.insert(id, (index, block));
         self.note_peak();
+        Ok(Some(BlockHold { id, group, block }))
+    }
+
+    /// Holds the block of a sequence: see [`KvCache::hold_entry`](crate::KvCache::hold_entry).
+    pub(in crate::cache) fn hold_entry(
+        &mut self,
+        sequence: SequenceId,
+        group: GroupId,
+        index: u32,
+    ) -> Result<Option<BlockHold>, PlanError> {
+        self.check_closed("hold block")?;
+        let row = self.sequences.row(sequence)?;
+        let Some(of) = self.groups.get_mut(usize::from(group.0)) else {
+            return Ok(None);
+        };
+        let block = of.tables.row(row).get(to_usize(index)).copied();
+        let Some(block) = block.filter(|_| !of.vacant(row).contains(&index)) else {
+            return Ok(None);
+        };
+        of.pool.retain(block);
+        let id = unique();
+        self.holds.held.insert(id, (usize::from(group.0), block));
         Ok(Some(BlockHold { id, group, block }))
     }
 
@@ -80,7 +105,7 @@ impl CacheState {
         let Some((index, block)) = self.holds.held.remove(&hold.id) else {
             return Err(PlanError::State { operation: OPERATION, problem: StateProblem::Ended });
         };
-        self.groups.at_mut(index).release_holder(block, &mut self.unwiped);
+        self.release_held(index, block);
         Ok(())
     }
 
@@ -113,12 +138,19 @@ impl CacheState {
     /// Releases every hold: see [`KvCache::release_holds`](crate::KvCache::release_holds).
     pub(in crate::cache) fn release_holds(&mut self) -> Result<u32, PlanError> {
         self.check_closed("release holds")?;
-        let Self { groups, holds, unwiped, .. } = self;
-        let count = to_u32(holds.held.len());
-        for (_, (index, block)) in holds.held.drain() {
-            groups.at_mut(index).release_holder(block, unwiped);
-        }
+        let held = std::mem::take(&mut self.holds.held);
+        let count = to_u32(held.len());
+        held.into_values().for_each(|(index, block)| self.release_held(index, block));
         Ok(count)
+    }
+
+    /// Removes a holder of a block of rows, or of a snapshot.
+    pub(super) fn release_held(&mut self, index: usize, block: BlockId) {
+        let Self { groups, states, unwiped, .. } = self;
+        match snapshots_of(states, group_id(index)) {
+            Some(snapshots) => snapshots.release(block, unwiped),
+            None => groups.at_mut(index).release_holder(block, unwiped),
+        }
     }
 
     /// Returns the number of holds that were not released.

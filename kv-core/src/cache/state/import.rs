@@ -12,7 +12,7 @@ use crate::KvCache;
 use crate::block::{Fill, Ledger};
 use crate::cache::state::input::bounded;
 use crate::cache::state::probe::{PrefixProbe, Probed, ProbedBlock};
-use crate::cache::state::snapshots::Snapshots;
+use crate::cache::state::snapshots::snapshots_of;
 use crate::cache::state::start::exhausted;
 use crate::cache::state::states::StateGroup;
 use crate::cache::state::{CacheState, Group, group_id, unique};
@@ -107,12 +107,6 @@ enum With {
     FullBlocks,
     Part,
     PartAndState,
-}
-
-/// Returns the snapshots with the number of a group; `None` for that of a group with rows.
-fn snapshots_of(states: &mut [StateGroup], group: GroupId) -> Option<&mut Snapshots> {
-    let mut all = states.iter_mut().filter_map(|of| of.snapshots.as_mut());
-    all.find(|of| of.group() == group)
 }
 
 const SNAPSHOTS: &str = "a cache whose prompts reuse others has snapshots of all states";
@@ -307,15 +301,11 @@ impl CacheState {
 
     /// Releases the blocks that an import held, tails before heads.
     fn release_import(&mut self, held: Held) {
-        let Self { groups, states, ledger, unwiped, .. } = self;
         for (index, block) in held.blocks.into_iter().rev() {
-            match snapshots_of(states, group_id(index)) {
-                Some(snapshots) => snapshots.release(block, unwiped),
-                None => groups.at_mut(index).release_holder(block, unwiped),
-            }
+            self.release_held(index, block);
         }
         if let Some(namespace) = held.namespace {
-            ledger.leave(namespace);
+            self.ledger.leave(namespace);
         }
     }
 

@@ -310,9 +310,8 @@ impl CacheState {
         }
         let states = state_groups(&spec, &groups, &clock);
         let ledger = Ledger::new(encoding_key, spec.events()).with_changes(spec.changes());
-        let snapshots = (!states.is_empty()).then(|| group_id(groups.len() + states.len()));
         Self {
-            ledger: ledger.without_changes_from(snapshots),
+            ledger,
             states,
             stops: Vec::new(),
             chains,

@@ -104,14 +104,7 @@ impl CacheState {
             return Ok(false);
         };
         self.pins.revision += 1;
-        let Self { groups, states, unwiped, .. } = self;
-        let first = groups.len() + states.len();
-        for (index, block) in blocks.into_iter().rev() {
-            match index.checked_sub(first).and_then(|at| states.get_mut(at)?.snapshots.as_mut()) {
-                Some(snapshots) => snapshots.release(block, unwiped),
-                None => groups.at_mut(index).release_holder(block, unwiped),
-            }
-        }
+        blocks.into_iter().rev().for_each(|(index, block)| self.release_held(index, block));
         Ok(true)
     }
 
@@ -171,9 +164,10 @@ impl CacheState {
     }
 
     /// Iterates over the blocks of a group with reusable content that are full and written, ordered
-    /// by ID: those that may be copied to other memory. None for an unknown group.
+    /// by ID: those that may be copied to other memory. Those of a [group of
+    /// snapshots](crate::CacheSpec::snapshot_groups) are states. None for an unknown group.
     pub fn stored_blocks(&self, group: GroupId) -> impl Iterator<Item = IndexedBlock<'_>> + '_ {
-        let blocks = self.find_group(group).into_iter().flat_map(|group| group.pool.index().iter());
+        let blocks = self.pool(group).into_iter().flat_map(|pool| pool.index().iter());
         blocks.filter(|block| !block.is_partial && !block.is_unwritten)
     }
 

@@ -62,6 +62,10 @@ pub(super) struct Probed {
     pub(super) limit: u32,
     /// Reused tokens of whole blocks if a sequence had started then.
     cached: u32,
+    /// All reused tokens.
+    reused: u32,
+    /// Lengths behind which every group of states had a snapshot, the longest first.
+    states: Box<[u32]>,
     /// Whether a sequence may reuse a part of the block after the full ones.
     has_parts: bool,
     chains: Vec<Chain>,
@@ -108,6 +112,15 @@ impl PrefixProbe {
     /// Returns how many tokens a sequence would have reused in whole blocks that had started then.
     pub fn cached(&self) -> u32 {
         self.probed.cached
+    }
+    /// Returns how many tokens a sequence would have reused that had started then.
+    pub fn reused(&self) -> u32 {
+        self.probed.reused
+    }
+    /// Returns the lengths of the prompt behind which every group of recurrent states had a
+    /// snapshot, the longest first.
+    pub fn states(&self) -> &[u32] {
+        &self.probed.states
     }
     /// Returns the most tokens that a sequence may reuse: all but the last of the prompt, whose
     /// logits are needed; 0 if nothing is reused by the settings of cache or prompt.
@@ -159,6 +172,13 @@ impl PrefixProbe {
         let (group, _) = self.probed.find_group(group)?;
         let (index, end) = self.probed.part(group, upto)?;
         Some(self.probed.block_to(group, index, end))
+    }
+
+    /// Returns whether a sequence can reuse exactly `len` tokens if their blocks are cached: not
+    /// inside a block where full blocks only are reused, and not with a backoff. A sequence goes on
+    /// from recurrent states at such lengths alone.
+    pub fn reaches(&self, len: u32) -> bool {
+        self.probed.hit_with_part(len) == len
     }
 
     /// Returns the content of the snapshots of recurrent states behind `len` tokens: the block of
@@ -333,18 +353,37 @@ impl CacheState {
         limit: u32,
     ) -> Option<(u32, Vec<(GroupId, BlockId)>)> {
         let probed = &probe.probed;
-        let space = self.ledger.find_namespace(&probed.salt, probed.adapter);
-        let spans = probed.spans.list();
-        let options = StartOptions::default().with_contents(spans);
-        let mut history = History::default();
-        let sizes = (self.chains.len(), self.groups.len());
-        history.begin(space, (&probed.prompt, &options), sizes);
+        let mut history = self.history_of(probed)?;
         let limit = limit.min(probed.limit);
-        let found = longest_of_all(&self.states, &mut history, &self.names(), limit);
-        let (blocks, len) = found.filter(|_| space.is_some() && !self.states.is_empty())?;
+        let (blocks, len) = longest_of_all(&self.states, &mut history, &self.names(), limit)?;
         let groups = self.states.iter().filter_map(|of| of.snapshots.as_ref());
         let groups = groups.map(Snapshots::group);
         Some((len, groups.zip(blocks).collect()))
+    }
+
+    /// Returns the lengths of a prompt behind which every group of states has a snapshot, the
+    /// longest first.
+    fn all_snapshots(&self, probed: &Probed) -> Box<[u32]> {
+        let Some(mut history) = self.history_of(probed) else { return Box::default() };
+        let names = self.names();
+        let mut next = |limit: Option<u32>| {
+            longest_of_all(&self.states, &mut history, &names, limit?).map(|(_, len)| len)
+        };
+        let first = next(Some(probed.limit));
+        std::iter::successors(first, |len| next(len.checked_sub(1))).collect()
+    }
+
+    /// Returns the history of a probed prompt; `None` where no snapshot can be found.
+    fn history_of(&self, probed: &Probed) -> Option<History> {
+        let space = self.ledger.find_namespace(&probed.salt, probed.adapter);
+        if space.is_none() || self.states.is_empty() {
+            return None;
+        }
+        let options = StartOptions::default().with_contents(probed.spans.list());
+        let mut history = History::default();
+        let sizes = (self.chains.len(), self.groups.len());
+        history.begin(space, (&probed.prompt, &options), sizes);
+        Some(history)
     }
 
     /// Says how far a prompt is cached, and lists the content of all its full blocks, so that a
@@ -368,6 +407,8 @@ impl CacheState {
             backoff: options.backoff_blocks,
             limit,
             cached: lookup.found.whole,
+            reused: lookup.found.tokens(),
+            states: Box::default(),
             has_parts: self.spec.prefix_reuse() == PrefixReuse::Partial
                 && options.backoff_blocks == 0
                 && !self.groups.have_tail(),
@@ -397,6 +438,7 @@ impl CacheState {
             let cached: Vec<_> = cached.collect();
             probed.groups.get_mut(at).invariant(BLOCK).cached = cached;
         }
+        probed.states = self.all_snapshots(&probed);
         PrefixProbe { probed: Arc::new(probed) }
     }
 }

@@ -197,6 +197,12 @@ pub(in crate::cache) struct TakenSnapshot {
 
 const TAKEN: &str = "a snapshot was taken of a group that has some";
 
+/// Returns the snapshots with the number of a group; `None` for that of a group with rows.
+pub(super) fn snapshots_of(states: &mut [StateGroup], group: GroupId) -> Option<&mut Snapshots> {
+    let mut all = states.iter_mut().filter_map(|of| of.snapshots.as_mut());
+    all.find(|of| of.group() == group)
+}
+
 impl CacheState {
     pub(super) fn names(&self) -> Names {
         let first = self.groups.at(0);

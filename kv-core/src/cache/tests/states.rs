@@ -1,6 +1,7 @@
 //! Slots of recurrent states: what a step takes, what a refusal says, and that none is lost.
 use super::*;
 use crate::DType;
+use crate::block::BlockChangeKind;
 use crate::cache::state::{Admission, BlockDemand};
 use crate::error::BlocksExhausted;
 use crate::events::{EventKind, Tier};
@@ -325,7 +326,11 @@ fn snapshots_are_announced_as_groups_of_their_own() {
     assert_eq!(cache.state().stats().evicted_snapshots, 2);
     let mut changes = Vec::new();
     assert!(cache.drain_changes(&mut changes));
-    assert!(changes.iter().all(|change| change.group == GroupId(0)) && changes.len() == 3);
+    let of_group = |group| changes.iter().filter(move |of| of.group == group).map(|of| of.kind);
+    assert_eq!(of_group(GroupId(0)).collect::<Vec<_>>(), [BlockChangeKind::Stored; 3]);
+    let [stored, removed] = [BlockChangeKind::Stored, BlockChangeKind::Removed];
+    let expected = [stored, removed, stored, removed, stored];
+    assert_eq!(of_group(GroupId(2)).collect::<Vec<_>>(), expected);
 }
 
 #[test]

@@ -51,7 +51,7 @@ fn a_held_block_is_not_evicted_and_keeps_its_place() {
 }
 
 #[test]
-fn only_a_full_block_with_this_content_is_held() {
+fn only_a_block_with_this_content_is_held() {
     let mut state = state_of(Eviction::Lru, 8);
     let (block, key) = cached(&mut state, 1)[0];
     run(&mut state, SEQ[0], &tokens(0..5));
@@ -64,11 +64,15 @@ fn only_a_full_block_with_this_content_is_held() {
         (GroupId(0), BlockId(7), key),
         (GroupId(0), BlockId(99), key),
         (GroupId(1), block, key),
-        (GroupId(0), partial.0, partial.1),
     ] {
         assert_eq!(state.hold_block(group, block, key).unwrap(), None, "{block} of {group}");
     }
     assert_eq!(state.num_holds(), 0);
+    let hold = state.hold_block(GroupId(0), partial.0, partial.1).unwrap().expect("it is cached");
+    // A sequence that goes on from a part copies it.
+    assert_eq!(run(&mut state, SEQ[1], &tokens(0..6)), 5);
+    assert_ne!(table(&state, SEQ[1])[1], partial.0);
+    state.release_hold(hold).unwrap();
 }
 
 #[test]
