@@ -1,6 +1,6 @@
 //! The names of a prompt's chunks, and the number of tokens up to which available chunks reach.
-use std::borrow::Borrow;
-use std::ops::Range;
+mod reach;
+
 use std::sync::Arc;
 
 use kv_core::GroupId;
@@ -9,34 +9,44 @@ use kv_core::invariant::Invariant;
 use kv_core::num::{to_u32, to_usize};
 use kv_core::reuse::{BlockKey, PrefixProbe, ProbedBlock};
 
-use crate::chunk::{ChunkContent, ChunkSpec};
+use crate::chunk::{ChunkContent, ChunkSpec, NO_TOKEN};
 use crate::identity::ChunkRoot;
 use crate::name::ChunkName;
 use crate::record::Record;
 use crate::store::ChunkAddress;
 
-/// The names of a prompt's whole chunks in one group.
+pub(crate) use reach::{absent, missing, reach, with_state};
+
+/// A chunk of a prompt in one group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) enum ChunkAt {
+    /// A whole chunk of rows, by its index.
+    Whole(u32),
+    /// The chunk that ends behind this many tokens: a snapshot of recurrent states; or the tail
+    /// that a snapshot needs besides, the rows between the last whole chunk and the snapshot.
+    Upto(u32),
+}
+
+/// The names of a prompt's chunks in one group.
 #[derive(Debug)]
 pub(crate) struct Chain {
     root: Arc<ChunkRoot>,
-    names: Vec<ChunkName>,
+    /// The link of every full block.
+    links: Vec<ChunkName>,
 }
 
-const CHUNK: &str = "a chain names the whole chunks of its prompt";
+const CHUNK: &str = "a chain names the chunks of its prompt";
 
 impl Chain {
     pub(crate) fn new(probe: &PrefixProbe, root: Arc<ChunkRoot>) -> Self {
-        let spec = *root.spec();
-        let (mut names, mut parts) = (Vec::new(), Vec::new());
+        let (mut links, mut parts) = (Vec::new(), Vec::new());
         let mut link = root.name();
-        for block in probe.blocks(spec.named_by()) {
+        for block in probe.blocks(root.spec().named_by()) {
             probe.contents(&block, &mut parts);
             link = root.link(&link, probe.tokens(&block), parts.drain(..));
-            if ends_chunk(&spec, block.index) {
-                names.push(link);
-            }
+            links.push(link);
         }
-        Self { root, names }
+        Self { root, links }
     }
 
     pub(crate) fn root(&self) -> &ChunkRoot {
@@ -48,53 +58,131 @@ impl Chain {
     pub(crate) fn group(&self) -> GroupId {
         self.spec().group()
     }
+    /// Returns the number of whole chunks of rows.
     pub(crate) fn len(&self) -> u32 {
-        to_u32(self.names.len())
+        if self.spec().is_of_states() {
+            return 0;
+        }
+        to_u32(self.links.len()).div_euclid(self.spec().blocks())
     }
-    pub(crate) fn name(&self, chunk: u32) -> &ChunkName {
-        self.names.get(to_usize(chunk)).invariant(CHUNK)
+    /// Returns the number of whole chunks of rows that end at or before some tokens.
+    pub(crate) fn chunks_within(&self, tokens: u32) -> u32 {
+        let spec = self.spec();
+        let mut chunks = self.len();
+        while let Some(last) = chunks.checked_sub(1).filter(|last| spec.span(*last).end > tokens) {
+            chunks = last;
+        }
+        chunks
     }
-    pub(crate) fn address(&self, chunk: u32) -> ChunkAddress {
-        ChunkAddress { root: self.root.name(), name: *self.name(chunk) }
+    /// Returns the link before a block: that of the block before, the root's name for the first.
+    pub(crate) fn link_before(&self, block: u32) -> ChunkName {
+        let before = block.checked_sub(1);
+        before.map_or_else(|| self.root.name(), |at| *self.links.get(to_usize(at)).invariant(CHUNK))
+    }
+    /// Returns the name of the last of some whole chunks; the root's of none.
+    pub(crate) fn last_name(&self, chunks: u32) -> ChunkName {
+        self.link_before(self.spec().first_block(chunks))
+    }
+
+    /// Returns whether a block is the last one of a whole chunk.
+    pub(crate) fn ends_chunk(&self, block: &ProbedBlock) -> bool {
+        let chunk = chunk_of(self.spec(), block.index);
+        chunk < self.len() && self.spec().span(chunk).end == block.end
+    }
+
+    /// Iterates over the names by which the chunks of a prompt are told from generated text: those
+    /// of whole chunks, and the links before states.
+    pub(crate) fn prompted_names(&self) -> impl Iterator<Item = ChunkName> + '_ {
+        self.links
+            .iter()
+            .copied()
+            .skip(to_usize(self.spec().blocks()) - 1)
+            .step_by(to_usize(self.spec().blocks()))
+    }
+
+    /// Returns the name of a chunk.
+    pub(crate) fn name(&self, probe: &PrefixProbe, at: ChunkAt) -> ChunkName {
+        match at {
+            ChunkAt::Whole(chunk) => self.last_name(chunk + 1),
+            ChunkAt::Upto(_) => {
+                let last = self.last_block(probe, at).invariant(CHUNK);
+                self.link_to(probe, &last)
+            }
+        }
+    }
+    pub(crate) fn address(&self, probe: &PrefixProbe, at: ChunkAt) -> ChunkAddress {
+        ChunkAddress { root: self.root.name(), name: self.name(probe, at) }
+    }
+
+    /// Returns the link of a block, full or not.
+    fn link_to(&self, probe: &PrefixProbe, block: &ProbedBlock) -> ChunkName {
+        let full = probe.block(self.spec().named_by(), block.index);
+        if full.is_some_and(|full| full.end == block.end) {
+            return self.link_before(block.index + 1);
+        }
+        let mut parts = Vec::new();
+        probe.contents(block, &mut parts);
+        let before = self.link_before(block.index);
+        self.root.link(&before, probe.tokens(block), parts.into_iter())
+    }
+
+    /// Returns the last block of a chunk of the prompt. Of a tail there is none where no sequence
+    /// goes on from it: a prompt reuses full blocks alone, or another group ends elsewhere.
+    pub(crate) fn last_block(&self, probe: &PrefixProbe, at: ChunkAt) -> Option<ProbedBlock> {
+        let group = self.group();
+        match at {
+            ChunkAt::Whole(chunk) => {
+                probe.block(group, self.spec().first_block(chunk + 1).checked_sub(1)?)
+            }
+            ChunkAt::Upto(len) if self.spec().is_of_states() => probe.state(len),
+            ChunkAt::Upto(len) => {
+                let [_, others] = probe.needed_indices(group, len);
+                let full = || probe.block(group, others.end.checked_sub(1)?);
+                probe.part(group, len).or_else(full).filter(|last| last.end == len)
+            }
+        }
     }
 
     /// Iterates over the blocks of a chunk of the prompt.
-    pub(crate) fn blocks<'a>(
+    pub(crate) fn blocks(
         &self,
-        probe: &'a PrefixProbe,
-        chunk: u32,
-    ) -> impl Iterator<Item = ProbedBlock> + use<'a> {
-        let (spec, group) = (self.spec(), self.group());
-        let first = spec.first_block(chunk);
-        let blocks = first..first + spec.blocks();
-        blocks.map_while(move |index| probe.block(group, index))
-    }
-
-    /// Returns the last block of a chunk of the prompt.
-    pub(crate) fn last_block(&self, probe: &PrefixProbe, chunk: u32) -> Option<ProbedBlock> {
-        self.blocks(probe, chunk).last()
+        probe: &PrefixProbe,
+        at: ChunkAt,
+    ) -> impl DoubleEndedIterator<Item = ProbedBlock> {
+        let last = self.last_block(probe, at);
+        let first = last.map(|last| self.spec().first_block(chunk_of(self.spec(), last.index)));
+        let group = self.group();
+        let before = first.into_iter().flat_map(|first| first..last.map_or(first, |of| of.index));
+        let before: Vec<_> = before.filter_map(|index| probe.block(group, index)).collect();
+        before.into_iter().chain(last)
     }
 
     /// Returns the expected content of a chunk of the prompt.
-    pub(crate) fn record(&self, probe: &PrefixProbe, chunk: u32) -> Record {
-        let blocks = self.blocks(probe, chunk);
+    pub(crate) fn record(&self, probe: &PrefixProbe, at: ChunkAt) -> Record {
         let (mut keys, mut contents, mut parts) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut tokens, mut parent_key) = (Vec::new(), probe.root());
-        for (at, block) in (0..).zip(blocks) {
-            if at == 0 {
+        let (mut tokens, mut parent_key, mut last) = (Vec::new(), probe.root(), None);
+        for (number, block) in (0..).zip(self.blocks(probe, at)) {
+            if number == 0 {
                 parent_key = block.parent;
             }
             keys.push(block.key);
             tokens.extend_from_slice(probe.tokens(&block));
             probe.contents(&block, &mut parts);
-            contents.extend(parts.drain(..).map(|content| ChunkContent { block: at, content }));
+            let block_contents = parts.drain(..);
+            contents.extend(block_contents.map(|content| ChunkContent { block: number, content }));
+            last = Some(block);
         }
-        let parent = chunk.checked_sub(1).map_or_else(|| self.root.name(), |at| *self.name(at));
+        let last = last.invariant(CHUNK);
+        let index = chunk_of(self.spec(), last.index);
+        let span = self.spec().span(index);
+        tokens.resize(to_usize(span.end - span.start), NO_TOKEN);
         Record {
             root: Arc::clone(&self.root),
-            index: chunk,
-            parent,
-            name: *self.name(chunk),
+            at,
+            index,
+            end: last.end,
+            parent: self.last_name(index),
+            name: self.link_to(probe, &last),
             parent_key,
             keys: keys.into(),
             tokens: tokens.into(),
@@ -103,11 +191,6 @@ impl Chain {
             is_forgotten: false.into(),
         }
     }
-}
-
-/// Returns whether a block is the last one of a chunk.
-fn ends_chunk(spec: &ChunkSpec, index: u32) -> bool {
-    (index + 1).is_multiple_of(spec.blocks())
 }
 
 /// Returns the chunk of a block.
@@ -119,106 +202,4 @@ pub(crate) fn chunk_of(spec: &ChunkSpec, block: u32) -> u32 {
 /// content before does.
 pub(crate) fn last_key(probe: &PrefixProbe, group: GroupId) -> Option<BlockKey> {
     probe.blocks(group).last().map(|block| block.key)
-}
-
-/// The blocks of one group of a prompt that are on the device or in available chunks.
-#[derive(Debug)]
-struct AtHand {
-    group: GroupId,
-    blocks: Vec<ProbedBlock>,
-    /// For each block, the first block of the unbroken run that ends with this block. One past a
-    /// missing block.
-    run_start: Vec<u32>,
-}
-
-impl AtHand {
-    fn new(probe: &PrefixProbe, chain: &Chain, mut has: impl FnMut(u32) -> bool) -> Self {
-        let blocks: Vec<_> = probe.blocks(chain.group()).collect();
-        let mut run_start = Vec::with_capacity(blocks.len());
-        let mut start = 0;
-        // `has` is called once per chunk.
-        let (mut chunk, mut is_here) = (u32::MAX, false);
-        for block in &blocks {
-            let of = chunk_of(chain.spec(), block.index);
-            if of != chunk {
-                (chunk, is_here) = (of, of < chain.len() && has(of));
-            }
-            if block.cached.is_none() && !is_here {
-                start = block.index + 1;
-            }
-            run_start.push(start);
-        }
-        Self { group: chain.group(), blocks, run_start }
-    }
-
-    fn has_all(&self, range: &Range<u32>) -> bool {
-        let Some(last) = range.end.checked_sub(1).filter(|last| *last >= range.start) else {
-            return true;
-        };
-        self.run_start.get(to_usize(last)).is_some_and(|start| *start <= range.start)
-    }
-
-    /// Returns a number of tokens to try next, less than `upto`, given that some block of `needed`
-    /// is missing: no number in between can be reached.
-    fn next(&self, needed: &[Range<u32>; 2], upto: u32) -> u32 {
-        let [sinks, others] = needed;
-        let begin = |index: u32| {
-            let block = self.blocks.get(to_usize(index));
-            block.map_or(0, |block| block.begin).min(upto.saturating_sub(1))
-        };
-        if !self.has_all(sinks) {
-            return begin(sinks.start);
-        }
-        if others.start == 0 {
-            // Without a window all blocks from the first on are needed: up to the first gap.
-            let reached = self.run_start.iter().position(|start| *start > 0);
-            return begin(reached.map_or(others.start, to_u32));
-        }
-        begin(others.end - 1)
-    }
-}
-
-/// Returns the most tokens, up to `most`, that can be reused if the chunks come that `has` says, by
-/// group and chunk; 0 for none. Without chains there are no names, and nothing can come.
-pub(crate) fn reach<C: Borrow<Chain>>(
-    probe: &PrefixProbe,
-    chains: &[C],
-    most: u32,
-    mut has: impl FnMut(&Chain, u32) -> bool,
-) -> u32 {
-    let groups = chains.iter().map(Borrow::borrow);
-    let groups = groups.map(|chain| AtHand::new(probe, chain, |chunk| has(chain, chunk)));
-    let groups: Vec<_> = groups.collect();
-    let mut upto = if chains.is_empty() { 0 } else { most.min(probe.limit()) };
-    'shorter: while probe.hit(upto) > 0 {
-        for group in &groups {
-            let needed = probe.needed_indices(group.group, upto);
-            if !needed.iter().all(|range| group.has_all(range)) {
-                upto = group.next(&needed, upto);
-                continue 'shorter;
-            }
-        }
-        return upto;
-    }
-    0
-}
-
-/// Returns the chunks that hold blocks which are needed to reuse [`PrefixProbe::hit`]`(upto)`
-/// tokens and are not on the device, in the order of the prompt.
-pub(crate) fn missing(probe: &PrefixProbe, chain: &Chain, upto: u32) -> Vec<u32> {
-    let needed = probe.needed(chain.group(), upto).filter(|block| block.cached.is_none());
-    let mut chunks: Vec<_> = needed.map(|block| chunk_of(chain.spec(), block.index)).collect();
-    chunks.dedup();
-    chunks.retain(|chunk| *chunk < chain.len());
-    chunks
-}
-
-/// Returns the whole chunks of a prompt with a block that is not on the device and that some number
-/// of reused tokens needs.
-pub(crate) fn absent(probe: &PrefixProbe, chain: &Chain) -> Vec<u32> {
-    let blocks = probe.blocks(chain.group()).filter(|block| block.cached.is_none());
-    let mut chunks: Vec<_> = blocks.map(|block| chunk_of(chain.spec(), block.index)).collect();
-    chunks.dedup();
-    chunks.retain(|chunk| *chunk < chain.len());
-    chunks
 }

@@ -17,7 +17,7 @@ mod tests;
 mod unused;
 mod verify;
 
-pub use encode::{EncodeError, encode_header};
+pub use encode::{EncodeError, NO_TOKEN, encode_header};
 pub use error::{ChunkError, ChunkErrorKind};
 pub use field::VERSION;
 pub use header::{Header, HeaderPlane, read_header};
@@ -27,7 +27,7 @@ pub use verify::{Verified, verify};
 pub(crate) use field::crc;
 #[cfg(feature = "seal")]
 pub(crate) use sealed::{SEALED_PAGE_BYTES, SealedPage};
-pub(crate) use unused::zero_unused;
+pub(crate) use unused::{zero_after, zero_unused};
 
 use kv_core::reuse::{BlockContent, BlockKey, ContentSpan};
 

@@ -5,9 +5,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use kv_core::GroupId;
 use kv_core::events::{EventKind, StoredBlock, Tier};
 use kv_core::eviction::Priority;
-use kv_core::num::to_usize;
+use kv_core::num::{to_u32, to_usize};
 use kv_core::reuse::BlockKey;
 
+use crate::chain::ChunkAt;
 use crate::chunk::{ChunkContent, Expectation};
 use crate::identity::ChunkRoot;
 use crate::name::ChunkName;
@@ -17,13 +18,17 @@ use crate::store::ChunkAddress;
 #[derive(Debug)]
 pub(crate) struct Record {
     pub(crate) root: Arc<ChunkRoot>,
+    pub(crate) at: ChunkAt,
     pub(crate) index: u32,
+    /// Tokens up to the end of the chunk.
+    pub(crate) end: u32,
     pub(crate) parent: ChunkName,
     pub(crate) name: ChunkName,
     /// Key of the block before the first.
     pub(crate) parent_key: BlockKey,
     /// Keys of all blocks.
     pub(crate) keys: Box<[BlockKey]>,
+    /// [`NO_TOKEN`](crate::chunk::NO_TOKEN) after those of a tail or a state.
     pub(crate) tokens: Box<[u32]>,
     pub(crate) contents: Box<[ChunkContent]>,
     /// The lowest priority of the blocks.
@@ -64,13 +69,17 @@ impl Record {
 
     /// Returns the index of the last block in its prompt.
     pub(crate) fn last_block(&self) -> u32 {
-        let spec = self.root.spec();
-        spec.first_block(self.index) + spec.blocks() - 1
+        self.root.spec().first_block(self.index) + to_u32(self.keys.len()).saturating_sub(1)
     }
 
-    /// Returns the number of tokens up to the end of the chunk.
-    pub(crate) fn end(&self) -> u32 {
-        self.root.spec().span(self.index).end
+    /// Returns whether the chunk has the rows between the last whole chunk and a state.
+    pub(crate) fn is_tail(&self) -> bool {
+        !self.root.spec().is_of_states() && matches!(self.at, ChunkAt::Upto(_))
+    }
+
+    /// Returns the keys that are announced: a tail is announced with the state that it is for.
+    fn announced(&self) -> &[BlockKey] {
+        if self.is_tail() { &[] } else { &self.keys }
     }
 
     /// Returns the announcements that a tier has the blocks of this chunk.
@@ -78,10 +87,10 @@ impl Record {
         let spec = self.root.spec();
         let begin = spec.span(self.index).start;
         let mut parent = self.parent_key;
-        (0_u32..).zip(&self.keys).map(move |(block, &key)| {
+        (0_u32..).zip(self.announced()).map(move |(block, &key)| {
             let span = spec.block_span(self.index, block);
             let at = |position: u32| to_usize(position - begin);
-            let tokens = &self.tokens[at(span.start)..at(span.end)];
+            let tokens = &self.tokens[at(span.start)..at(span.end.min(self.end))];
             let stored = StoredBlock {
                 group: self.group(),
                 key,
@@ -99,6 +108,6 @@ impl Record {
     /// Returns the announcements that a tier has given the blocks up.
     pub(crate) fn removed(&self, tier: Tier) -> impl Iterator<Item = EventKind> + '_ {
         let group = self.group();
-        self.keys.iter().map(move |&key| EventKind::Removed { group, key, tier })
+        self.announced().iter().map(move |&key| EventKind::Removed { group, key, tier })
     }
 }

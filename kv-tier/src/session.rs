@@ -18,6 +18,7 @@ mod of_cache;
 #[cfg(test)]
 mod tests;
 
+pub use crate::chunk::NO_TOKEN;
 pub use dump::dump;
 pub use error::SessionError;
 pub use header::{SessionGroup, SessionHeader};
@@ -29,9 +30,6 @@ use kv_core::reuse::ContentSpan;
 
 /// The newest version of the format, that of files with recurrent states. Others have version 1.
 pub const VERSION: u16 = 2;
-
-/// Stands in the header of a chunk for each token that a partial block lacks.
-pub const NO_TOKEN: u32 = u32::MAX;
 
 /// A session that [`load`] has restored.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -401,11 +401,12 @@ fn open(rng: &mut Rng, window_left: Option<u32>, stores: &[Store; 2]) -> Engine<
         spec
     };
     let device = FaultInjector::new(LateDevice::new(cpu(), 2));
+    let room = 64 << 10; // for two states of each group
     let cache = KvCache::new(device, spec.build().expect("spec")).expect("cache");
     let policies = [WritePolicy::OnPublish, WritePolicy::OnLeave, WritePolicy::Never];
     let waits = [Wait::All, Wait::All, Wait::Compute, Wait::IfFaster, Wait::None];
     let mut options = TierOptions::new()
-        .with_host(rng.pick(&[80 << 10, 4 << 20]))
+        .with_host(rng.pick(&[80 << 10, 4 << 20]) + room)
         .with_chunk_blocks(rng.pick(&[1, 2]))
         .with_wait(rng.pick(&waits));
     for store in stores {

@@ -9,6 +9,9 @@ use super::plane;
 use super::spec::ChunkSpec;
 use super::unused::zero_unused;
 
+/// Stands in the header of a chunk for each token that its blocks have room for and lack.
+pub const NO_TOKEN: u32 = u32::MAX;
+
 /// Completes a chunk whose blocks lie at their [pieces](ChunkSpec::piece): writes the header in
 /// front, zeroes the bytes that belong to no piece and the slots that hold no token, and computes
 /// the checksums. `written_at` is in seconds since 1970 and for listings only.

@@ -42,13 +42,23 @@ pub struct ChunkSpec {
 }
 
 impl ChunkSpec {
+    /// Lists the groups of a cache whose blocks have bytes: those of layers with rows, then the
+    /// snapshots of recurrent states.
+    pub fn groups_of(spec: &CacheSpec) -> Vec<GroupId> {
+        let rows = (0..=u8::MAX).map(GroupId).zip(spec.groups());
+        let rows = rows.filter(|(_, group)| !group.layers().is_empty()).map(|(id, _)| id);
+        let states = spec.snapshot_groups().zip(spec.states());
+        let states = states.filter(|(_, of)| of.snapshots().is_some()).map(|(id, _)| id);
+        rows.chain(states).collect()
+    }
+
     /// Computes the geometry of a group's chunks. One of rows has the smallest power of two of
     /// blocks that makes it at least 1 MiB, as long as it has at most 256 tokens; at least one
     /// block.
     ///
     /// # Errors
-    /// [`ChunkSpecError::UnknownGroup`]; [`ChunkSpecError::LayersOnDemand`] for a cache whose
-    /// number of layers is not fixed; [`ChunkSpecError::TooLarge`] for blocks of more tokens than a
+    /// [`ChunkSpecError::UnknownGroup`], also for a group without layers;
+    /// [`ChunkSpecError::LayersOnDemand`] for a cache whose number of layers is not fixed; [`ChunkSpecError::TooLarge`] for blocks of more tokens than a
     /// header holds.
     pub fn new(spec: &CacheSpec, group: GroupId) -> Result<Self, ChunkSpecError> {
         if let Some(states) = Self::of_states(spec, group)? {
@@ -97,7 +107,7 @@ impl ChunkSpec {
         if spec.layers_on_demand() {
             return Err(ChunkSpecError::LayersOnDemand);
         }
-        let group = spec.groups().get(usize::from(id.0));
+        let group = spec.groups().get(usize::from(id.0)).filter(|of| !of.layers().is_empty());
         let group = group.ok_or(ChunkSpecError::UnknownGroup { group: id })?;
         let [k, v] = group.layouts();
         let num_layers = to_u32(group.layers().len());
@@ -248,8 +258,8 @@ impl ChunkSpec {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ChunkSpecError {
-    /// The cache has no such group.
-    #[error("the cache has no group {}", group.0)]
+    /// The cache has no such group, or one without layers, whose blocks have no bytes.
+    #[error("the cache has no group {} with layers", group.0)]
     UnknownGroup {
         /// The group.
         group: GroupId,

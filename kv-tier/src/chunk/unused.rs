@@ -5,6 +5,17 @@ use kv_core::num::{to_offset, to_u64};
 
 use super::ChunkSpec;
 
+/// Zeroes the slots of chunk `index` after the token at position `end - 1`, which other texts may
+/// have filled.
+pub(crate) fn zero_after(spec: &ChunkSpec, chunk: &mut [u8], index: u32, end: u32) {
+    for block in 0..spec.blocks() {
+        let span = spec.block_span(index, block);
+        // No slot of a block is used that begins later.
+        let end = if span.start < end { end.min(span.end) } else { 0 };
+        zero_unused(spec, chunk, block, end);
+    }
+}
+
 /// Zeroes the slots of one block after the token at position `end - 1`, the last one that belongs
 /// to the chunk. Rows of an earlier holder of the block may lie there.
 pub(crate) fn zero_unused(spec: &ChunkSpec, chunk: &mut [u8], block: u32, end: u32) {

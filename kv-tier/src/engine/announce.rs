@@ -90,6 +90,18 @@ impl Announcements {
         }
     }
 
+    /// Does what [`Self::lacks`] does, without a name where nothing is announced.
+    pub(super) fn lacks_if_known(
+        &mut self,
+        tier: Tier,
+        name: impl FnOnce() -> ChunkName,
+        place: u128,
+    ) {
+        if !self.chunks.is_empty() {
+            self.lacks(tier, &name(), place);
+        }
+    }
+
     /// Notes that a place of a tier has none of the chunks that are gone.
     pub(super) fn lacks_all(&mut self, tier: Tier, place: u128, is_gone: impl Fn(&Record) -> bool) {
         let of_tier =
@@ -185,6 +197,7 @@ impl<B: Backend> Tiers<B> {
             return;
         }
         self.roots.clear();
+        self.snapshots.clear();
         for group in &mut self.groups {
             group.links.clear();
             for entry in group.host.iter() {

@@ -3,6 +3,7 @@ use std::sync::Arc;
 use std::sync::mpsc::Sender;
 
 use super::guarded::{NotWritten, Read};
+use crate::chain::ChunkAt;
 use crate::chunk::Verified;
 use crate::record::Record;
 use crate::store::{Put, StoreError};
@@ -42,7 +43,7 @@ pub(super) enum Done<C> {
         prefetch: u64,
         store: usize,
         group: usize,
-        chunks: Vec<u32>,
+        chunks: Vec<ChunkAt>,
         found: Vec<bool>,
     },
     Read {
@@ -66,7 +67,7 @@ pub(super) enum Done<C> {
         export: u64,
         store: usize,
         number: u64,
-        at: (usize, u32),
+        at: (usize, ChunkAt),
         is_written: bool,
     },
 }

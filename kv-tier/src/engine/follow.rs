@@ -8,7 +8,8 @@ use kv_core::reuse::{BlockKey, IndexedBlock};
 use kv_core::{BlockId, GroupId, KvCache};
 
 use super::links::{Complete, Linked};
-use super::{GROUP, Tiers};
+use super::{GROUP, Tiers, group};
+use crate::chunk::ChunkSpec;
 use crate::policy::ChunkEvent;
 use crate::record::Record;
 
@@ -44,9 +45,11 @@ impl<B: Backend> Tiers<B> {
         for record in records {
             self.decide_writes(&record, ChunkEvent::Reused);
         }
-        for (group, block) in contents {
-            let group = usize::from(group.0);
-            if let Linked::Complete(complete) = self.link(cache, group, &block) {
+        for (id, block) in contents {
+            let Some(group) = group::place_of(&self.groups, id) else { continue };
+            if self.is_of_states(group) {
+                self.snapshots.push(id, block.block, block.key);
+            } else if let Linked::Complete(complete) = self.link(cache, group, &block) {
                 self.wait_for_copy(group, &complete);
             }
         }
@@ -57,6 +60,12 @@ impl<B: Backend> Tiers<B> {
     fn follow_all(&mut self, cache: &KvCache<B>) {
         for group in 0..self.groups.len() {
             let id = self.groups.get(group).invariant(GROUP).spec.group();
+            if self.is_of_states(group) {
+                for block in cache.state().stored_blocks(id) {
+                    self.snapshots.push(id, block.block, block.key);
+                }
+                continue;
+            }
             let links = &mut self.groups.get_mut(group).invariant(GROUP).links;
             links.retain(
                 &cache.state().stored_blocks(id).map(|block| (block.block, block.key)).collect(),
@@ -72,8 +81,15 @@ impl<B: Backend> Tiers<B> {
     }
 
     fn follow(&mut self, cache: &KvCache<B>, change: BlockChange) {
-        let group = usize::from(change.group.0);
+        let Some(group) = group::place_of(&self.groups, change.group) else { return };
         match change.kind {
+            BlockChangeKind::Stored if self.is_of_states(group) => {
+                self.snapshots.push(change.group, change.block, change.key);
+            }
+            BlockChangeKind::Removed if self.is_of_states(group) => {
+                let is_missed = self.snapshots.remove(change.group, change.key);
+                self.stats.offload_missed += u64::from(is_missed);
+            }
             BlockChangeKind::Removed => {
                 let of = self.groups.get_mut(group).invariant(GROUP);
                 let index = of.links.removed(change.block, change.key);
@@ -91,6 +107,11 @@ impl<B: Backend> Tiers<B> {
                 }
             }
         }
+    }
+
+    /// Returns whether a group is one of snapshots of states.
+    fn is_of_states(&self, group: usize) -> bool {
+        self.groups.get(group).invariant(GROUP).spec.is_of_states()
     }
 
     /// Gives a block its name; returns the chunk that it completes.
@@ -159,6 +180,6 @@ impl Pinned {
 }
 
 fn pinned_blocks<B: Backend>(cache: &KvCache<B>) -> impl Iterator<Item = (GroupId, BlockId)> + '_ {
-    let groups = (0..=u8::MAX).map(GroupId).take(cache.state().spec().groups().len());
+    let groups = ChunkSpec::groups_of(cache.state().spec()).into_iter();
     groups.flat_map(|id| cache.state().pinned_blocks(id).map(move |block| (id, block)))
 }

@@ -11,12 +11,12 @@ use kv_core::reuse::{BlockKey, ContentSpan, PrefixProbe};
 use kv_core::{CacheError, GroupId, KvCache, SequenceId, StartOptions};
 
 use super::announce::HOST;
-use super::group::GroupTier;
+use super::group::{self, GroupTier};
 use super::guarded::Removal;
 use super::owed::Place;
 use super::prefetch::Stage;
 use super::{GROUP, STORE, TierError, Tiers};
-use crate::chain::Chain;
+use crate::chain::{Chain, ChunkAt};
 use crate::name::ChunkName;
 use crate::record::Record;
 use crate::store::{Scope, StoreError};
@@ -202,8 +202,12 @@ impl<B: Backend> Tiers<B> {
         }
         let probe = whole_probe(cache, text);
         let chains = self.name_chains(cache, &probe);
-        let all = chains.iter().flat_map(|chain| (0..chain.len()).map(|at| *chain.name(at)));
-        let waiting = self.end_copies(cache, &What::Names(all.collect()))?;
+        let ends = ends_of(cache, &probe, text.keep);
+        let whole = |chain: &Chain| (0..chain.len()).map(ChunkAt::Whole).collect::<Vec<_>>();
+        let of_chain = |chain| ends_in(chain, &probe, &ends).into_iter().chain(whole(chain));
+        let names = |chain| of_chain(chain).map(|at| chain.name(&probe, at)).collect::<Vec<_>>();
+        let all = chains.iter().flat_map(names).collect();
+        let waiting = self.end_copies(cache, &What::Names(all))?;
         let mut blocks = 0;
         if let Some(sequence) = sequence {
             blocks = cache.forget_sequence(sequence)?;
@@ -213,18 +217,39 @@ impl<B: Backend> Tiers<B> {
         let probe = whole_probe(cache, text);
         let (mut names, mut addresses) = (HashSet::new(), Vec::new());
         let mut host_chunks = 0_u64;
+        let own_ends = chains.iter().flat_map(|chain| {
+            ends_in(chain, &probe, &ends).into_iter().map(|at| chain.name(&probe, at))
+        });
+        let own_ends: HashSet<_> = own_ends.collect();
+        // Tokens at the beginning of which some rows stay.
+        let mut kept = 0;
         for chain in &chains {
             for chunk in (0..chain.len()).rev() {
-                let name = chain.name(chunk);
-                let is_kept = chain.spec().span(chunk).end <= text.keep;
-                let last = chain.last_block(&probe, chunk);
+                let at = ChunkAt::Whole(chunk);
+                let (name, end) = (chain.name(&probe, at), chain.spec().span(chunk).end);
+                let last = chain.last_block(&probe, at);
                 let is_on_device = last.is_some_and(|last| last.cached.is_some());
-                if is_kept || is_on_device || self.is_continued(chain, name, &names) {
+                if end <= text.keep
+                    || is_on_device
+                    || self.is_continued(chain, &name, (&names, &own_ends))
+                {
+                    kept = kept.max(end);
                     break;
                 }
-                names.insert(*name);
-                addresses.push(chain.address(chunk));
-                host_chunks += u64::from(self.drop_host(chain.group(), name));
+                names.insert(name);
+                addresses.push(chain.address(&probe, at));
+                host_chunks += u64::from(self.drop_host(chain.group(), &name));
+            }
+        }
+        // States go with the rows before them.
+        let gone = |len: &&u32| **len > kept && !probe.states().contains(len);
+        let ends: Vec<u32> = ends.iter().filter(gone).copied().collect();
+        for chain in &chains {
+            for at in ends_in(chain, &probe, &ends) {
+                let name = chain.name(&probe, at);
+                names.insert(name);
+                addresses.push(chain.address(&probe, at));
+                host_chunks += u64::from(self.drop_host(chain.group(), &name));
             }
         }
         self.wait_again(waiting, |name| !names.contains(name));
@@ -238,12 +263,18 @@ impl<B: Backend> Tiers<B> {
         self.remove(cache, &what, &Removal::Chunks(addresses), deadline, forgotten)
     }
 
-    /// Returns whether a chunk that is not forgotten follows one, in host memory or on its way
-    /// there.
-    fn is_continued(&self, chain: &Chain, name: &ChunkName, gone: &HashSet<ChunkName>) -> bool {
-        let of = self.groups.get(usize::from(chain.group().0)).invariant(GROUP);
-        let follows = |record: &Record| record.parent == *name && !gone.contains(&record.name);
-        of.host.has_children(name)
+    /// Returns whether a chunk follows one, in host memory or on its way there, that is not
+    /// forgotten (`gone`) and is no tail of the same text (`ends`).
+    fn is_continued(
+        &self,
+        chain: &Chain,
+        name: &ChunkName,
+        (gone, ends): (&HashSet<ChunkName>, &HashSet<ChunkName>),
+    ) -> bool {
+        let of = group::of(&self.groups, chain.group());
+        let stays = |name: &ChunkName| !gone.contains(name) && !ends.contains(name);
+        let follows = |record: &Record| record.parent == *name && stays(&record.name);
+        of.host.children(name).any(|entry| follows(&entry.record))
             || of.encoding.values().any(|record| follows(record))
             || of.reading.values().any(|reading| follows(&reading.record))
     }
@@ -292,7 +323,7 @@ impl<B: Backend> Tiers<B> {
 
     /// Removes a chunk from host memory; returns whether it was there.
     fn drop_host(&mut self, group: GroupId, name: &ChunkName) -> bool {
-        let of = self.groups.get_mut(usize::from(group.0)).invariant(GROUP);
+        let of = group::of_mut(&mut self.groups, group);
         let Some(entry) = of.host.remove(name) else { return false };
         let place = Place::of(&entry.record);
         for lane in &mut self.stores {
@@ -323,10 +354,10 @@ impl<B: Backend> Tiers<B> {
             waiting.filter(|record| what.has(record)).for_each(|record| record.forget());
         }
         for of in self.prefetches.values_mut() {
-            let chains = &of.chains;
-            let is_kept = |(group, chunk): &(usize, u32)| {
+            let (chains, probe) = (&of.chains, &of.probe);
+            let is_kept = |(group, at): &(usize, ChunkAt)| {
                 let chain = chains.get(*group).invariant(GROUP);
-                !what.covers(&chain.root().name(), chain.name(*chunk))
+                !what.covers(&chain.root().name(), &chain.name(probe, *at))
             };
             of.held.retain(|at, _| is_kept(at));
             of.found.retain(|at, _| is_kept(at));
@@ -351,6 +382,25 @@ impl<B: Backend> Tiers<B> {
         let writing = &self.stores.get(store).invariant(STORE).writing;
         writing.values().flatten().any(|record| record.is_forgotten() && what.has(record))
     }
+}
+
+/// Returns the lengths of a text behind which there may be states, more than `keep`; none in a cache
+/// without states.
+fn ends_of<B: Backend>(cache: &KvCache<B>, probe: &PrefixProbe, keep: u32) -> Vec<u32> {
+    if cache.state().spec().states().is_empty() {
+        return Vec::new();
+    }
+    let is_kept = |len: &u32| cache.state().kept_length(*len) == *len;
+    (keep.saturating_add(1)..=probe.limit()).filter(is_kept).collect()
+}
+
+/// Returns the states or tails of a group that may end behind some tokens.
+fn ends_in(chain: &Chain, probe: &PrefixProbe, ends: &[u32]) -> Vec<ChunkAt> {
+    let has_end = |at: &ChunkAt| {
+        let last = chain.last_block(probe, *at);
+        last.is_some_and(|last| !chain.ends_chunk(&last))
+    };
+    ends.iter().copied().map(ChunkAt::Upto).filter(has_end).collect()
 }
 
 /// Probes all tokens of a text.

@@ -5,16 +5,18 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use kv_core::backend::Backend;
+use kv_core::eviction::Priority;
 use kv_core::invariant::Invariant;
 use kv_core::num::{to_u32, to_usize};
 use kv_core::reuse::PrefixProbe;
-use kv_core::{BlockId, KvCache, SequenceId, StartOptions};
+use kv_core::{KvCache, SequenceId, StartOptions};
 
 use super::done::{Done, Report};
-use super::links::Complete;
+use super::links::{Complete, Source};
 use super::prefetch::GRACE;
-use super::{GROUP, PrefetchId, STORE, Tiers, Wait, probe};
-use crate::chain::{Chain, chunk_of};
+use super::snapshots::device_chunk;
+use super::{GROUP, PrefetchId, STORE, Tiers, Wait};
+use crate::chain::{Chain, ChunkAt, chunk_of};
 use crate::chunk::Verified;
 use crate::handoff::{Handoff, HandoffError, HandoffGroup};
 use crate::name::ChunkName;
@@ -68,6 +70,7 @@ struct Exported {
     id: u64,
     store: usize,
     until: Instant,
+    sequence: SequenceId,
     probe: PrefixProbe,
     chains: Vec<Chain>,
     /// Chunks that the store is not known to have.
@@ -78,7 +81,7 @@ struct Exported {
 #[derive(Debug)]
 struct Left {
     group: usize,
-    chunk: u32,
+    chunk: ChunkAt,
     /// Not before this time.
     next: Instant,
     /// Whether the store is being called for it.
@@ -92,10 +95,10 @@ impl Exports {
     /// Ends the exports of chunks that are forgotten, by the names of root and chunk.
     pub(super) fn forget(&mut self, is_forgotten: impl Fn(&ChunkName, &ChunkName) -> bool) {
         for of in &mut self.all {
-            let chains = &of.chains;
+            let (chains, probe) = (&of.chains, &of.probe);
             let is_lost = |at: &Left| {
                 let chain = chains.get(at.group).invariant(GROUP);
-                is_forgotten(&chain.root().name(), chain.name(at.chunk))
+                is_forgotten(&chain.root().name(), &chain.name(probe, at.chunk))
             };
             of.has_failed |= of.left.iter().any(is_lost);
         }
@@ -119,17 +122,27 @@ impl<B: Backend> Tiers<B> {
             return Err(HandoffError::NoStore { store, stores });
         }
         let text = cache.state().sequence_text(sequence).ok_or(HandoffError::NoSequence)?;
-        let options = StartOptions::default().with_salt(text.salt).with_contents(text.contents);
+        let options = StartOptions::default().with_salt(text.salt).with_contents(&text.contents);
         let options = text.adapter.map_or(options, |adapter| options.with_adapter(adapter));
         let (probe, chains) = self.whole_chains(cache, &text.tokens, &options)?;
         let end = |chain: &Chain| {
             chain.len().checked_sub(1).map_or(0, |last| chain.spec().span(last).end)
         };
-        let tokens = probe.hit(chains.iter().map(end).min().unwrap_or(0));
-        let groups = chains.iter().map(|chain| HandoffGroup {
-            root: chain.root().name(),
-            chunks: chain.len(),
-            last: last_name(chain, chain.len()),
+        let has_states = !cache.state().spec().states().is_empty();
+        let tokens = if has_states {
+            // Rows are of use up to a state.
+            cache.state().find_snapshots(&probe, probe.limit()).map_or(0, |(len, _)| len)
+        } else {
+            probe.hit(chains.iter().map(end).min().unwrap_or(0))
+        };
+        let groups = chains.iter().map(|chain| {
+            let chunks = if has_states { chain.chunks_within(tokens) } else { chain.len() };
+            let last = if chain.spec().is_of_states() && tokens > 0 {
+                chain.name(&probe, ChunkAt::Upto(tokens))
+            } else {
+                chain.last_name(chunks)
+            };
+            HandoffGroup { root: chain.root().name(), chunks, last }
         });
         let (clock, now) = (SystemTime::now(), Instant::now());
         // Waits that no clock reaches are cut off alike.
@@ -140,8 +153,14 @@ impl<B: Backend> Tiers<B> {
         let mut left = Vec::new();
         for (group, chain) in chains.iter().enumerate() {
             let blocks = probe.needed_indices(chain.group(), tokens).into_iter().flatten();
-            let chunks: BTreeSet<u32> = blocks.map(|block| chunk_of(chain.spec(), block)).collect();
-            left.extend(chunks.into_iter().map(|chunk| Left {
+            let blocks = blocks.filter(|_| !chain.spec().is_of_states());
+            let chunks = blocks.map(|block| chunk_of(chain.spec(), block));
+            let whole = chunks.filter(|chunk| !has_states || *chunk < chain.chunks_within(tokens));
+            let whole: BTreeSet<ChunkAt> = whole.map(ChunkAt::Whole).collect();
+            let last = chain.last_block(&probe, ChunkAt::Upto(tokens)).filter(|_| has_states);
+            let tail = last.filter(|last| !chain.ends_chunk(last));
+            let chunks = whole.into_iter().chain(tail.map(|_| ChunkAt::Upto(tokens)));
+            left.extend(chunks.map(|chunk| Left {
                 group,
                 chunk,
                 next: now,
@@ -153,7 +172,8 @@ impl<B: Backend> Tiers<B> {
         let id = self.exports.next;
         self.exports.next = id + 1;
         let has_failed = false;
-        self.exports.all.push(Exported { id, store, until, probe, chains, left, has_failed });
+        let of = Exported { id, store, until, sequence, probe, chains, left, has_failed };
+        self.exports.all.push(of);
         self.advance_exports();
         Ok(Export { id: ExportId(id), handoff })
     }
@@ -176,7 +196,7 @@ impl<B: Backend> Tiers<B> {
         prompt: &[u32],
         options: &StartOptions<'_>,
     ) -> Result<PrefetchId, HandoffError> {
-        let (_, chains) = self.whole_chains(cache, prompt, options)?;
+        let (probe, chains) = self.whole_chains(cache, prompt, options)?;
         let (expected, got) = (chains.len(), handoff.groups().len());
         if expected != got {
             return Err(HandoffError::Groups { expected, got });
@@ -187,8 +207,14 @@ impl<B: Backend> Tiers<B> {
                 return Err(HandoffError::Root { group, expected, got });
             }
         }
+        let tokens = handoff.tokens();
         let has_prompt = |(chain, of): (&Chain, &HandoffGroup)| {
-            of.chunks <= chain.len() && last_name(chain, of.chunks) == of.last
+            let of_state = chain.spec().is_of_states() && tokens > 0;
+            let state = Some(ChunkAt::Upto(tokens)).filter(|_| of_state);
+            let state = state.filter(|at| chain.last_block(&probe, *at).is_some());
+            let name =
+                state.map_or_else(|| chain.last_name(of.chunks), |at| chain.name(&probe, at));
+            of.chunks <= chain.len() && name == of.last
         };
         let is_shorter = prompt.len() < to_usize(handoff.tokens());
         if is_shorter || !chains.iter().zip(handoff.groups()).all(has_prompt) {
@@ -214,7 +240,7 @@ impl<B: Backend> Tiers<B> {
         let mut prompt = tokens.to_vec();
         prompt.push(0);
         let options = options.with_backoff_blocks(0).with_reuse(true);
-        let probe = probe(cache, &prompt, &options);
+        let probe = cache.state().probe_keys(&prompt, &options);
         self.identity.adapter_digest(options.adapter())?;
         let chains = self.chains(cache, &probe);
         Ok((probe, chains))
@@ -235,11 +261,31 @@ impl<B: Backend> Tiers<B> {
         self.exports.all = exports;
     }
 
+    /// Queues the copies of exported states and of the rows before them that no whole chunk has.
+    pub(super) fn copy_exported_states(&mut self, cache: &KvCache<B>) {
+        for of in self.exports.all.iter_mut().filter(|of| !of.has_failed) {
+            let Exported { sequence, probe, chains, left, .. } = of;
+            for at in left.iter_mut().filter(|at| !at.is_sent && !at.is_copied) {
+                let ChunkAt::Upto(_) = at.chunk else { continue };
+                let chain = chains.get(at.group).invariant(GROUP);
+                let tier = self.groups.get_mut(at.group).invariant(GROUP);
+                let name = chain.name(probe, at.chunk);
+                if tier.has_or_copies(&name) || tier.waiting.is_exported(&name) {
+                    continue;
+                }
+                at.is_copied = true;
+                let of_sequence = (Some(*sequence), Priority::default());
+                let chunk = device_chunk(cache, (probe, chain), at.chunk, of_sequence);
+                chunk.into_iter().for_each(|chunk| tier.waiting.export(chunk));
+            }
+        }
+    }
+
     fn advance_export(&mut self, of: &mut Exported, now: Instant) {
         let Exported { id, store, probe, chains, left, .. } = of;
         for at in left.iter_mut().filter(|at| !at.is_sent && now >= at.next) {
             let chain = chains.get(at.group).invariant(GROUP);
-            let name = *chain.name(at.chunk);
+            let name = chain.name(probe, at.chunk);
             let tier = self.groups.get_mut(at.group).invariant(GROUP);
             let entry = tier.host.get(&name);
             let record = entry.map(|entry| Arc::clone(&entry.record));
@@ -253,6 +299,11 @@ impl<B: Backend> Tiers<B> {
                     || tier.waiting.is_exported(&name)
                 {
                     continue;
+                }
+                if !at.is_copied
+                    && let ChunkAt::Upto(_) = at.chunk
+                {
+                    continue; // It is copied between steps.
                 }
                 let blocks = device_blocks(probe, chain, at.chunk).filter(|_| !at.is_copied);
                 if let Some(blocks) = blocks {
@@ -269,7 +320,7 @@ impl<B: Backend> Tiers<B> {
             let written = lane.begin(record.clone());
             at.is_sent = true;
             let asked = Arc::clone(&lane.store);
-            let address = chain.address(at.chunk);
+            let address = chain.address(probe, at.chunk);
             let (export, store, group, number) = (*id, *store, at.group, at.chunk);
             let exported = move |is_written| Done::Exported {
                 export,
@@ -305,7 +356,7 @@ impl<B: Backend> Tiers<B> {
         &mut self,
         export: u64,
         (store, number): (usize, u64),
-        (group, chunk): (usize, u32),
+        (group, chunk): (usize, ChunkAt),
         is_written: bool,
     ) {
         self.stores.get_mut(store).invariant(STORE).end(number);
@@ -324,12 +375,8 @@ impl<B: Backend> Tiers<B> {
     }
 }
 
-/// Returns the blocks of a chunk, if all are on the device.
-fn device_blocks(probe: &PrefixProbe, chain: &Chain, chunk: u32) -> Option<Box<[BlockId]>> {
-    chain.blocks(probe, chunk).map(|block| block.cached).collect()
-}
-
-/// Returns the name of the last of some chunks of a prompt; the root's of none.
-fn last_name(chain: &Chain, chunks: u32) -> ChunkName {
-    chunks.checked_sub(1).map_or_else(|| chain.root().name(), |last| *chain.name(last))
+/// Returns the blocks of a whole chunk, if all are on the device.
+fn device_blocks(probe: &PrefixProbe, chain: &Chain, chunk: ChunkAt) -> Option<Box<[Source]>> {
+    let blocks = chain.blocks(probe, chunk);
+    blocks.map(|block| Some(Source::Cached(block.cached?, block.key))).collect()
 }

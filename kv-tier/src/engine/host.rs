@@ -1,5 +1,5 @@
 //! The chunks in host memory: by name, least recently used leaves first.
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
 use crate::chunk::Verified;
@@ -9,12 +9,13 @@ use crate::record::Record;
 /// The chunks of one group in host memory.
 ///
 /// A chunk is useless without the chunks before it, so that only leaves are evicted: chunks after
-/// which no chunk follows here. The order of use decides between leaves.
+/// which no chunk follows here. A recurrent state needs no state before it: each is a leaf. The
+/// order of use decides between leaves.
 #[derive(Debug)]
 pub(super) struct HostIndex<C> {
     entries: HashMap<ChunkName, Entry<C>>,
-    /// Number of chunks here by the name of the chunk before.
-    children: HashMap<ChunkName, u32>,
+    /// Chunks here by the name of the chunk before.
+    children: HashMap<ChunkName, HashSet<ChunkName>>,
     /// Leaves, least recently used first.
     leaves: BTreeMap<u64, ChunkName>,
     now: u64,
@@ -51,6 +52,11 @@ impl<C> HostIndex<C> {
     pub(super) fn contains(&self, name: &ChunkName) -> bool {
         self.entries.contains_key(name)
     }
+    /// Iterates over the chunks here that follow a chunk, which may not be here.
+    pub(super) fn children(&self, name: &ChunkName) -> impl Iterator<Item = &Entry<C>> {
+        let names = self.children.get(name).into_iter().flatten();
+        names.filter_map(|name| self.entries.get(name))
+    }
     /// Returns whether a chunk here follows a chunk, which may not be here.
     pub(super) fn has_children(&self, name: &ChunkName) -> bool {
         self.children.contains_key(name)
@@ -78,6 +84,7 @@ impl<C> HostIndex<C> {
         stores: u64,
     ) -> bool {
         let (name, parent) = (record.name, record.parent);
+        let is_alone = record.root.spec().is_of_states();
         if let Some(known) = self.entries.get_mut(&name) {
             known.stores |= stores;
             return false;
@@ -85,12 +92,11 @@ impl<C> HostIndex<C> {
         self.now += 1;
         let entry = Entry { chunk, record, stores, uses: 0, used_at: self.now };
         self.entries.insert(name, entry);
-        if !self.children.contains_key(&name) {
+        if is_alone || !self.children.contains_key(&name) {
             self.leaves.insert(self.now, name);
         }
-        let children = self.children.entry(parent).or_default();
-        *children += 1;
-        if let Some(parent) = self.entries.get(&parent) {
+        self.children.entry(parent).or_default().insert(name);
+        if let Some(parent) = self.entries.get(&parent).filter(|_| !is_alone) {
             self.leaves.remove(&parent.used_at);
         }
         true
@@ -108,8 +114,8 @@ impl<C> HostIndex<C> {
         self.leaves.remove(&entry.used_at);
         let parent = &entry.record.parent;
         if let Some(children) = self.children.get_mut(parent) {
-            *children -= 1;
-            if *children == 0 {
+            children.remove(name);
+            if children.is_empty() {
                 self.children.remove(parent);
                 if let Some(known) = self.entries.get(parent) {
                     self.leaves.insert(known.used_at, *parent);

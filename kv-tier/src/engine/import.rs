@@ -9,8 +9,8 @@ use kv_core::reuse::{Import, ImportBlock};
 use kv_core::{BlockId, CacheError, KvCache};
 
 use super::prefetch::Prefetch;
-use super::{ChunkOf, GROUP, TierError, Tiers};
-use crate::chain::{Chain, chunk_of, missing, reach};
+use super::{ChunkOf, GROUP, TierError, Tiers, group};
+use crate::chain::{Chain, ChunkAt, chunk_of, missing, reach};
 use crate::policy::ChunkEvent;
 
 impl<B: Backend> Tiers<B> {
@@ -21,13 +21,29 @@ impl<B: Backend> Tiers<B> {
         of: &Prefetch<ChunkOf<B>>,
     ) -> Result<Option<Import>, TierError> {
         let has = |chain: &Chain, chunk: u32| {
-            of.held.contains_key(&(usize::from(chain.group().0), chunk))
+            let group = usize::from(chain.group().0);
+            of.held.contains_key(&(group, ChunkAt::Whole(chunk)))
         };
-        let upto = reach(&of.probe, &of.chains, u32::MAX, has);
-        if of.probe.hit(upto) <= of.probe.cached() {
+        let (upto, chunks) = match of.search {
+            Some(_) => of.held_state().unwrap_or_default(),
+            None => {
+                let upto = reach(&of.probe, &of.chains, u32::MAX, has);
+                let missing =
+                    |(at, chain)| missing(&of.probe, chain, upto).into_iter().map(move |c| (at, c));
+                let chunks = of.chains.iter().enumerate().flat_map(missing);
+                (upto, chunks.map(|(at, c)| (at, ChunkAt::Whole(c))).collect())
+            }
+        };
+        let before = of.probe.reused();
+        let hit = if of.search.is_some() { upto } else { of.probe.hit(upto) };
+        if hit <= before {
             return Ok(None);
         }
-        let mut import = match cache.reserve_import(&of.probe, upto) {
+        let reserved = match of.search {
+            Some(_) => cache.reserve_import_with_state(&of.probe, upto),
+            None => cache.reserve_import(&of.probe, upto),
+        };
+        let mut import = match reserved {
             Ok(import) => import,
             Err(CacheError::Exhausted(_)) => {
                 self.stats.no_room += 1;
@@ -35,7 +51,6 @@ impl<B: Backend> Tiers<B> {
             }
             Err(error) => return Err(error.into()),
         };
-        let before = of.probe.cached();
         let brought = self.copy_in(cache, of, &import).and_then(|tiers| {
             // All blocks from one tier in a row are published at once.
             tiers
@@ -47,7 +62,7 @@ impl<B: Backend> Tiers<B> {
             Ok(()) => {
                 let tokens = u64::from(import.hit().saturating_sub(before));
                 self.stats.loaded_tokens += tokens;
-                self.note_uses(of, &import);
+                self.note_uses(of, chunks);
                 Ok(Some(import))
             }
             Err(error) => {
@@ -91,19 +106,25 @@ impl<B: Backend> Tiers<B> {
         let mut tiers: Vec<(u32, Tier)> = Vec::with_capacity(import.blocks().len());
         let mut blocks: Vec<BlockId> = Vec::new();
         let same_chunk = |a: &ImportBlock, b: &ImportBlock| {
-            let chain = of.chains.get(usize::from(a.group.0)).invariant(GROUP);
-            let chunk = |block: &ImportBlock| chunk_of(chain.spec(), block.index);
+            let chunk =
+                |of: &ImportBlock| chunk_of(&group::of(&self.groups, of.group).spec, of.index);
             a.group == b.group && chunk(a) == chunk(b) && a.index.checked_add(1) == Some(b.index)
         };
-        for run in import.blocks().chunk_by(same_chunk) {
+        // Blocks of a group without layers have no bytes.
+        let has_bytes = |of: &&ImportBlock| group::place_of(&self.groups, of.group).is_some();
+        let blocks_in: Vec<_> = import.blocks().iter().filter(has_bytes).copied().collect();
+        let runs: Vec<_> = blocks_in.chunk_by(same_chunk).collect();
+        for run in runs {
             let Some(first) = run.first() else { continue };
-            let group = usize::from(first.group.0);
+            let group = group::place_of(&self.groups, first.group).invariant(GROUP);
             let chain = of.chains.get(group).invariant(GROUP);
             let chunk = chunk_of(chain.spec(), first.index);
-            let held = of.held.get(&(group, chunk));
-            let (bytes, tier) = held.invariant("an import needs only chunks that are here");
+            let places = [ChunkAt::Whole(chunk), ChunkAt::Upto(import.upto())];
+            let mut held = places.iter().filter_map(|at| Some((*at, of.held.get(&(group, *at))?)));
+            let (at, (bytes, tier)) =
+                held.next().invariant("an import needs only chunks that are here");
             // The header of the chunk must agree with the name.
-            let record = chain.record(&of.probe, chunk);
+            let record = chain.record(&of.probe, at);
             let checked = bytes.check_header(&record.expectation());
             checked.map_err(|error| {
                 DeviceError::new(DeviceErrorKind::Driver, "use a chunk of host memory")
@@ -124,18 +145,16 @@ impl<B: Backend> Tiers<B> {
     }
 
     /// Counts the use of an import's chunks, and lets stores with a rule for it have them.
-    fn note_uses(&mut self, of: &Prefetch<ChunkOf<B>>, import: &Import) {
-        for (group, chain) in of.chains.iter().enumerate() {
-            let used = missing(&of.probe, chain, import.upto());
-            // The first chunk is the most recently used one.
-            for chunk in used.into_iter().rev() {
-                let host = &mut self.groups.get_mut(group).invariant(GROUP).host;
-                host.touch(chain.name(chunk));
-                let Some(entry) = host.get_mut(chain.name(chunk)) else { continue };
-                entry.uses += 1;
-                let record = Arc::clone(&entry.record);
-                self.decide_writes(&record, ChunkEvent::Reused);
-            }
+    fn note_uses(&mut self, of: &Prefetch<ChunkOf<B>>, used: Vec<(usize, ChunkAt)>) {
+        // The first chunk is the most recently used one.
+        for (group, at) in used.into_iter().rev() {
+            let name = of.chains.get(group).invariant(GROUP).name(&of.probe, at);
+            let host = &mut self.groups.get_mut(group).invariant(GROUP).host;
+            host.touch(&name);
+            let Some(entry) = host.get_mut(&name) else { continue };
+            entry.uses += 1;
+            let record = Arc::clone(&entry.record);
+            self.decide_writes(&record, ChunkEvent::Reused);
         }
     }
 }

@@ -2,11 +2,12 @@
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
-use kv_core::BlockId;
 use kv_core::block::BlockPool;
 use kv_core::num::{to_u32, to_usize};
 use kv_core::reuse::{BlockKey, IndexedBlock};
+use kv_core::{BlockId, SequenceId};
 
+use crate::chain::ChunkAt;
 use crate::chunk::{ChunkContent, ChunkSpec};
 use crate::identity::ChunkRoot;
 use crate::name::ChunkName;
@@ -40,7 +41,16 @@ struct Link {
 #[derive(Debug)]
 pub(super) struct Complete {
     pub(super) record: Record,
-    pub(super) blocks: Box<[BlockId]>,
+    pub(super) blocks: Box<[Source]>,
+}
+
+/// A block of the device to copy.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Source {
+    /// One with cached content, of this key.
+    Cached(BlockId, BlockKey),
+    /// The one at this index of a sequence.
+    OfSequence(SequenceId, u32),
 }
 
 /// The place of a stored block in its chunk.
@@ -179,7 +189,9 @@ impl Links {
         }
         let record = Record {
             root: Arc::clone(&of_last.root),
+            at: ChunkAt::Whole(first.checked_div(spec.blocks())?),
             index: first.checked_div(spec.blocks())?,
+            end: spec.span(first.checked_div(spec.blocks())?).end,
             parent,
             name: of_last.name,
             parent_key: key,
@@ -189,6 +201,8 @@ impl Links {
             priority,
             is_forgotten: false.into(),
         };
-        Some(Complete { record, blocks: blocks.into() })
+        let blocks = blocks.into_iter().zip(&record.keys);
+        let blocks = blocks.map(|(block, key)| Source::Cached(block, *key)).collect();
+        Some(Complete { record, blocks })
     }
 }

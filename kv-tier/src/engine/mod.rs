@@ -10,6 +10,7 @@
 //! | [`follow`] | changes of blocks on the device |
 //! | [`waiting`] | chunks that wait for their copy |
 //! | [`offload`] | device to host memory |
+//! | [`snapshots`] | recurrent states: which to copy, and which to look for |
 //! | [`write`] | host memory to stores |
 //! | [`owed`] | what a store has yet to get |
 //! | [`prefetch`] | prompts that are looked for, and their start |
@@ -41,6 +42,7 @@ mod prompted;
 mod rates;
 mod read;
 mod removal;
+mod snapshots;
 mod stats;
 mod waiting;
 mod write;
@@ -55,9 +57,9 @@ use kv_core::backend::{Backend, HostPool, Queue};
 use kv_core::block::BlockChange;
 use kv_core::events::Tier;
 use kv_core::num::to_u64;
-use kv_core::reuse::{Import, PrefixProbe};
+use kv_core::reuse::Import;
 use kv_core::spec::PrefixReuse;
-use kv_core::{GroupId, KvCache, StartOptions};
+use kv_core::{GroupId, KvCache};
 
 pub use breaker::BreakerState;
 pub use error::TierError;
@@ -82,20 +84,10 @@ use prefetch::Prefetch;
 use prompted::Prompted;
 use rates::Average;
 use removal::Removals;
+use snapshots::Snapshots;
 
 const GROUP: &str = "groups are those of the cache that the tiers were made for";
 const STORE: &str = "stores are numbered as in the options";
-
-/// Probes a prompt for what tiers may bring. They keep no snapshots of recurrent states, and rows
-/// without a state behind them are no use: in a cache with states they bring nothing.
-fn probe<B: Backend>(
-    cache: &KvCache<B>,
-    prompt: &[u32],
-    options: &StartOptions<'_>,
-) -> PrefixProbe {
-    let has_states = !cache.state().spec().states().is_empty();
-    cache.state().probe_keys(prompt, &options.with_reuse(options.reuse() && !has_states))
-}
 
 /// The fence of a backend.
 type FenceOf<B> = <<B as Backend>::Queue as Queue>::Fence;
@@ -115,6 +107,8 @@ pub(crate) struct Tiers<B: Backend> {
     prefetches: HashMap<u64, Prefetch<ChunkOf<B>>>,
     /// Imports whose copies to the device failed.
     abandoned: Vec<Import>,
+    /// Snapshots of states that wait for their copy.
+    snapshots: Snapshots,
     exports: Exports,
     removals: Removals,
     /// Chunks of prompts, as opposed to generated text, by name: tokens of the longest prompt.
@@ -187,6 +181,7 @@ impl<B: Backend> Tiers<B> {
             sender,
             prefetches: HashMap::new(),
             abandoned: Vec::new(),
+            snapshots: Snapshots::default(),
             exports: Exports::default(),
             removals: Removals::default(),
             prompted: Prompted::default(),
@@ -221,6 +216,8 @@ impl<B: Backend> Tiers<B> {
         self.follow_changes(cache);
         self.follow_pins(cache);
         self.finish_copies()?;
+        self.follow_snapshots(cache);
+        self.copy_exported_states(cache);
         self.begin_copies(cache)?;
         self.announce(cache);
         Ok(())
@@ -337,7 +334,7 @@ impl<B: Backend> Tiers<B> {
 
     /// Returns whether no chunk is on its way from the device to host memory.
     fn is_copied(&self) -> bool {
-        self.groups.iter().all(|group| group.to_copy() == 0)
+        self.groups.iter().all(|group| group.to_copy() == 0) && !self.snapshots.is_behind()
     }
 
     /// Returns the root of the names of a group's chunks; `None` for an adapter without a digest.

@@ -11,11 +11,11 @@ use kv_core::{CacheError, KvCache};
 
 use super::announce::HOST;
 use super::done::{Done, Report};
-use super::group::Copying;
+use super::group::{self, Copying};
 use super::host::Entry;
-use super::links::Complete;
+use super::links::{Complete, Source};
 use super::{ChunkOf, FenceOf, GROUP, TierError, Tiers};
-use crate::chunk::{Verified, encode_header, verify};
+use crate::chunk::{Verified, encode_header, verify, zero_after};
 use crate::policy::ChunkEvent;
 use crate::record::Record;
 
@@ -59,6 +59,7 @@ impl<B: Backend> Tiers<B> {
             let of = self.groups.get_mut(group).invariant(GROUP);
             let pool = cache.state().pool(of.spec.group()).invariant(GROUP);
             let complete = of.waiting.take_next().and_then(|next| next.complete(&of.links, pool));
+            let begun = held.len();
             let complete = match complete {
                 Some(complete) if hold(cache, &complete, held)? => complete,
                 _ => {
@@ -66,12 +67,13 @@ impl<B: Backend> Tiers<B> {
                     continue;
                 }
             };
+            let blocks = held.iter().skip(begun).map(BlockHold::block).collect::<Vec<_>>();
             let after = match fence {
                 Some(fence) => fence,
                 None => fence.insert(cache.queue_mut().submit()?),
             };
             let storage = cache.storage(of.spec.group()).invariant(GROUP).view();
-            let pending = of.pool.copy_out(after, storage, &complete.blocks, chunk, 0)?;
+            let pending = of.pool.copy_out(after, storage, &blocks, chunk, 0)?;
             let record = Arc::new(complete.record);
             of.encoding.insert(record.name, Arc::clone(&record));
             of.copying.push(Copying { pending, record });
@@ -141,8 +143,7 @@ impl<B: Backend> Tiers<B> {
         record: &Arc<Record>,
         chunk: Option<Verified<Arc<ChunkOf<B>>>>,
     ) {
-        let group = usize::from(record.group().0);
-        let of = self.groups.get_mut(group).invariant(GROUP);
+        let of = group::of_mut(&mut self.groups, record.group());
         of.encoding.remove(&record.name);
         if record.is_forgotten() {
             return;
@@ -196,8 +197,14 @@ fn hold<B: Backend>(
     held: &mut Vec<BlockHold>,
 ) -> Result<bool, CacheError> {
     let (group, before) = (complete.record.group(), held.len());
-    for (block, key) in complete.blocks.iter().zip(&complete.record.keys) {
-        match cache.hold_block(group, *block, *key)? {
+    for source in &complete.blocks {
+        let hold = match *source {
+            Source::Cached(block, key) => cache.hold_block(group, block, key)?,
+            // It may have ended since.
+            Source::OfSequence(sequence, _) if !cache.state().contains(sequence) => None,
+            Source::OfSequence(sequence, index) => cache.hold_entry(sequence, group, index)?,
+        };
+        match hold {
             Some(block) => held.push(block),
             None => {
                 return each(held.drain(before..), |hold| cache.release_hold(hold)).map(|()| false);
@@ -224,6 +231,9 @@ fn each(
 /// header has room for.
 fn encode<B: Backend>(record: &Record, mut chunk: ChunkOf<B>) -> Option<Verified<Arc<ChunkOf<B>>>> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+    if record.is_tail() {
+        zero_after(record.root.spec(), chunk.as_mut(), record.index, record.end);
+    }
     encode_header(chunk.as_mut(), &record.expectation(), now).ok()?;
     verify(Arc::new(chunk), &record.expectation()).ok()
 }

@@ -176,6 +176,7 @@ pub struct StoreOptions {
     pub(super) write_deadline: Duration,
     pub(super) writes_max: usize,
     pub(super) bytes_per_day: Option<u64>,
+    pub(super) state_lookups: usize,
     pub(super) rates: Option<(Duration, f64)>,
 }
 
@@ -190,8 +191,9 @@ impl StoreOptions {
     /// | deadline of the reads of a prompt | 2 s | 2 s |
     /// | deadline of a write | 5 s | 5 s |
     /// | waiting writes | 256 | 256 |
+    /// | lookups of recurrent states | 4,096 | 64 |
     pub fn new(tier: Tier) -> Self {
-        let lookup = if tier == Tier::Store { 100 } else { 50 };
+        let (lookup, state_lookups) = if tier == Tier::Store { (100, 64) } else { (50, 4096) };
         Self {
             write: WriteRule::of_tier(tier),
             threads: 4,
@@ -200,6 +202,7 @@ impl StoreOptions {
             write_deadline: Duration::from_secs(5),
             writes_max: 256,
             bytes_per_day: None,
+            state_lookups,
             rates: None,
         }
     }
@@ -245,6 +248,15 @@ impl StoreOptions {
     #[must_use]
     pub fn with_bytes_per_day(mut self, bytes: u64) -> Self {
         self.bytes_per_day = Some(bytes);
+        self
+    }
+    /// Sets at how many lengths of a prompt the store is asked for recurrent states. A state may be
+    /// behind any number of tokens, and an object store answers each by a request of its own. The
+    /// [stops](kv_core::StartOptions::with_stops) of the prompt and the lengths just before them
+    /// come first, then the longest.
+    #[must_use]
+    pub fn with_state_lookups(mut self, lengths: usize) -> Self {
+        self.state_lookups = lengths;
         self
     }
     /// Sets the latency and the bytes per second of reads, by all threads together, in place of the

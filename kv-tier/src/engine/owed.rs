@@ -2,6 +2,8 @@
 use std::collections::{BTreeSet, HashMap};
 use std::time::{Duration, Instant};
 
+use kv_core::GroupId;
+
 use crate::name::ChunkName;
 use crate::record::Record;
 use crate::store::after;
@@ -10,17 +12,17 @@ use crate::store::after;
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_mins(1);
 
-/// A chunk by its index in its prompt first: without the chunks before it, it is of no use.
+/// A chunk by its last block in its prompt first: without the chunks before it, it is of no use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) struct Place {
     index: u32,
-    pub(super) group: usize,
+    pub(super) group: GroupId,
     pub(super) name: ChunkName,
 }
 
 impl Place {
     pub(super) fn of(record: &Record) -> Self {
-        Self { index: record.index, group: record.group().0.into(), name: record.name }
+        Self { index: record.last_block(), group: record.group(), name: record.name }
     }
 }
 
@@ -125,7 +127,7 @@ mod tests {
     use super::*;
 
     fn place(index: u32) -> Place {
-        Place { index, group: 0, name: ChunkName::new([1; 32]) }
+        Place { index, group: GroupId(0), name: ChunkName::new([1; 32]) }
     }
 
     #[test]

@@ -10,8 +10,9 @@ use kv_core::num::to_u32;
 use kv_core::reuse::{Import, PrefixProbe};
 use kv_core::{CacheError, KvCache, SequenceId, StartOptions};
 
-use super::{ChunkOf, GROUP, TierError, Tiers, Wait, probe};
-use crate::chain::{Chain, absent, last_key, reach};
+use super::snapshots::StateSearch;
+use super::{ChunkOf, GROUP, TierError, Tiers, Wait};
+use crate::chain::{Chain, ChunkAt, absent, last_key, reach};
 use crate::chunk::Verified;
 use crate::store::after;
 
@@ -37,9 +38,11 @@ pub(super) struct Prefetch<C> {
     pub(super) wait: Wait,
     pub(super) stage: Stage,
     /// Stores that have a chunk, by group and chunk.
-    pub(super) found: HashMap<(usize, u32), u64>,
+    pub(super) found: HashMap<(usize, ChunkAt), u64>,
     /// Chunks that are here, by group and chunk. Held chunks stay in host memory.
-    pub(super) held: HashMap<(usize, u32), Held<C>>,
+    pub(super) held: HashMap<(usize, ChunkAt), Held<C>>,
+    /// The search for recurrent states, in a cache with states.
+    pub(super) search: Option<StateSearch>,
     /// Set while chunks are awaited that no store has yet.
     pub(super) again: Option<Again>,
 }
@@ -64,7 +67,7 @@ pub(super) enum Stage {
     /// Chunks are being read: the queue of those that no store reads yet, and the number of the
     /// others.
     Reading {
-        queue: VecDeque<(usize, u32)>,
+        queue: VecDeque<(usize, ChunkAt)>,
         outstanding: usize,
         until: Instant,
     },
@@ -74,8 +77,12 @@ pub(super) enum Stage {
 impl<C> Prefetch<C> {
     /// Returns whether the whole chunks of some tokens are here or on the device.
     pub(super) fn has(&self, tokens: u32) -> bool {
+        if self.search.is_some() {
+            return self.held_state().is_some_and(|(len, _)| len >= tokens);
+        }
         let has = |chain: &Chain, chunk: u32| {
-            self.held.contains_key(&(usize::from(chain.group().0), chunk))
+            let group = usize::from(chain.group().0);
+            self.held.contains_key(&(group, ChunkAt::Whole(chunk)))
         };
         let [all, upto] = [
             reach(&self.probe, &self.chains, tokens, |_, _| true),
@@ -107,9 +114,11 @@ impl<B: Backend> Tiers<B> {
         let began = Instant::now();
         self.stats.prefetches += 1;
         let id = self.stats.prefetches;
-        let probe = probe(cache, prompt, options);
+        let probe = cache.state().probe_keys(prompt, options);
         let chains = self.chains(cache, &probe);
+        let search = StateSearch::new(cache, &probe, (options.stops(), self.state_lookups()));
         let mut prefetch = Prefetch {
+            search,
             probe,
             encoding_key: cache.state().encoding_key(),
             chains,
@@ -120,7 +129,7 @@ impl<B: Backend> Tiers<B> {
             held: HashMap::new(),
             again: None,
         };
-        let answers_left = if wait == Wait::None { 0 } else { self.look_up(id, &prefetch) };
+        let answers_left = if wait == Wait::None { 0 } else { self.look_up(id, &mut prefetch) };
         if answers_left > 0 {
             let until = self.lookups_until(began);
             prefetch.stage = Stage::Looking { answers_left, until };
@@ -151,7 +160,7 @@ impl<B: Backend> Tiers<B> {
             Wait::All | Wait::IfFaster => return None,
             Wait::For(time) => time,
             Wait::Compute => {
-                let tokens = of.probe.limit() - of.probe.cached();
+                let tokens = of.probe.limit() - of.probe.reused();
                 let seconds = self.compute.get()? * f64::from(tokens);
                 Duration::try_from_secs_f64(seconds).ok()?
             }
@@ -199,10 +208,10 @@ impl<B: Backend> Tiers<B> {
         if !matches!(of.stage, Stage::Done) || of.again.is_some() {
             self.stats.late += 1;
         }
-        let fresh = probe(cache, of.probe.prompt(), options);
+        let fresh = cache.state().probe_keys(of.probe.prompt(), options);
         let is_current = of.encoding_key == cache.state().encoding_key();
         let has_space = (fresh.salt(), fresh.adapter()) == (of.probe.salt(), of.probe.adapter());
-        let groups = self.groups.iter().map(|group| group.spec.group());
+        let groups = self.groups.iter().map(|group| group.spec.named_by());
         let same_keys = |group| last_key(&fresh, group) == last_key(&of.probe, group);
         if !has_space || (is_current && !groups.clone().all(same_keys)) {
             return Err(TierError::OtherOptions);
@@ -216,9 +225,10 @@ impl<B: Backend> Tiers<B> {
         for group in 0..of.chains.len() {
             let absent = absent(&of.probe, of.chains.get(group).invariant(GROUP));
             for chunk in absent {
-                self.hold(&mut of, (group, chunk));
+                self.hold(&mut of, (group, ChunkAt::Whole(chunk)));
             }
         }
+        self.hold_states(&mut of);
         self.import(cache, &of)
     }
 
@@ -263,21 +273,25 @@ impl<B: Backend> Tiers<B> {
         let chains = self.name_chains(cache, probe);
         let tokens = to_u32(probe.prompt().len());
         for chain in &chains {
-            (0..chain.len()).for_each(|chunk| self.prompted.insert(*chain.name(chunk), tokens));
+            chain.prompted_names().for_each(|name| self.prompted.insert(name, tokens));
         }
         chains
     }
 
     /// Holds a chunk of a prompt if it is in host memory; returns whether it is held.
-    pub(super) fn hold(&self, of: &mut Prefetch<ChunkOf<B>>, (group, chunk): (usize, u32)) -> bool {
-        if of.held.contains_key(&(group, chunk)) {
+    pub(super) fn hold(
+        &self,
+        of: &mut Prefetch<ChunkOf<B>>,
+        (group, at): (usize, ChunkAt),
+    ) -> bool {
+        if of.held.contains_key(&(group, at)) {
             return true;
         }
-        let name = of.chains.get(group).invariant(GROUP).name(chunk);
-        let Some(entry) = self.groups.get(group).invariant(GROUP).host.get(name) else {
+        let name = of.chains.get(group).invariant(GROUP).name(&of.probe, at);
+        let Some(entry) = self.groups.get(group).invariant(GROUP).host.get(&name) else {
             return false;
         };
-        of.held.insert((group, chunk), (entry.chunk.clone(), Tier::Host));
+        of.held.insert((group, at), (entry.chunk.clone(), Tier::Host));
         true
     }
 

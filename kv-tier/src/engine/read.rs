@@ -1,4 +1,5 @@
 //! Reads from stores to host memory.
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -8,11 +9,12 @@ use kv_core::invariant::Invariant;
 
 use super::announce::HOST;
 use super::done::{Done, Report};
-use super::group::{GroupTier, Reading};
+use super::group::{self, GroupTier, Reading};
 use super::guarded::Read;
 use super::prefetch::{GRACE, Stage};
 use super::write::bit;
 use super::{ChunkOf, GROUP, STORE, Tiers};
+use crate::chain::ChunkAt;
 use crate::chunk::Verified;
 use crate::record::Record;
 use crate::store::after;
@@ -26,7 +28,7 @@ impl<B: Backend> Tiers<B> {
         {
             while let Some(&(group, chunk)) = queue.front() {
                 let chain = of.chains.get(group).invariant(GROUP);
-                let name = *chain.name(chunk);
+                let name = chain.name(&of.probe, chunk);
                 let tier = self.groups.get_mut(group).invariant(GROUP);
                 if let Some(entry) = tier.host.get(&name) {
                     of.held.insert((group, chunk), (entry.chunk.clone(), Tier::Host));
@@ -70,7 +72,7 @@ impl<B: Backend> Tiers<B> {
     }
 
     pub(super) fn note_read(&mut self, record: &Arc<Record>, store: usize, read: Read<ChunkOf<B>>) {
-        let group = usize::from(record.group().0);
+        let group = group::place_of(&self.groups, record.group()).invariant(GROUP);
         let tier = self.groups.get_mut(group).invariant(GROUP);
         let waiters = match tier.reading.get(&record.name) {
             Some(reading) if Arc::ptr_eq(&reading.record, record) => {
@@ -100,39 +102,48 @@ impl<B: Backend> Tiers<B> {
         {
             self.announcements.has(Tier::Host, record, HOST);
         }
-        self.resolve((group, record.index), store, waiters, chunk.as_ref());
+        self.resolve((group, record.at), store, waiters, chunk.as_ref());
     }
 
     /// Gives a chunk that was read, or none, to the prefetches that wait for it.
     fn resolve(
         &mut self,
-        at: (usize, u32),
+        at: (usize, ChunkAt),
         store: usize,
         waiters: Vec<u64>,
         chunk: Option<&Verified<Arc<ChunkOf<B>>>>,
     ) {
         let from = self.stores.get(store).invariant(STORE).store.tier();
+        let mut again = BTreeSet::new();
         for id in waiters {
             let Some(of) = self.prefetches.get_mut(&id) else { continue };
             let Stage::Reading { queue, outstanding, .. } = &mut of.stage else { continue };
             *outstanding -= 1;
-            let others = of.found.get_mut(&at).map_or(0, |stores| {
-                *stores &= !bit(store);
-                *stores
-            });
+            let others = of.found.remove(&at).map_or(0, |stores| stores & !bit(store));
+            if others != 0 {
+                of.found.insert(at, others);
+            }
             match chunk {
                 Some(chunk) => {
                     of.held.insert(at, (chunk.clone(), from));
                 }
                 // Another store has it.
                 None if others != 0 => queue.push_front(at),
+                // A state needs all of its chunks: a shorter one may have them.
+                None if of.search.is_some() => {
+                    queue.clear();
+                    again.insert(id);
+                }
                 // Of this group, nothing after the gap is of use.
                 None => queue.retain(|(of, chunk)| *of != at.0 || *chunk < at.1),
             }
             if *outstanding == 0 && queue.is_empty() {
                 of.stage = Stage::Done;
+            } else {
+                again.remove(&id);
             }
         }
+        again.into_iter().for_each(|id| self.plan(id));
     }
 
     /// Expires reads that have not returned, so that the same chunks can be read again.
@@ -149,7 +160,7 @@ impl<B: Backend> Tiers<B> {
             expired.extend(late);
         }
         for (group, Reading { store, record, waiters, .. }) in expired {
-            self.resolve((group, record.index), store, waiters, None);
+            self.resolve((group, record.at), store, waiters, None);
         }
     }
 }

@@ -55,11 +55,15 @@ impl Waiting {
         self.published.contains(&(last_index, key))
     }
 
-    /// Adds a chunk for an export, whether or not its blocks have been followed.
+    /// Returns the number of chunks whose blocks are known, of exports and of states.
+    pub(super) fn num_exported(&self) -> usize {
+        self.exported.len()
+    }
+    /// Adds a chunk for an export or for a state, whether or not its blocks have been followed.
     pub(super) fn export(&mut self, complete: Complete) {
         self.exported.push_back(complete);
     }
-    /// Returns whether a chunk waits for an export.
+    /// Returns whether a chunk waits for an export or for a state.
     pub(super) fn is_exported(&self, name: &ChunkName) -> bool {
         self.exported.iter().any(|complete| complete.record.name == *name)
     }

@@ -8,12 +8,13 @@ use kv_core::num::{to_u32, to_u64};
 
 use super::breaker::Permit;
 use super::done::{Done, Report};
-use super::group::{GroupTier, Leaving};
+use super::group::{self, GroupTier, Leaving};
 use super::guarded::NotWritten;
 use super::host::Entry;
 use super::owed::Place;
 use super::prefetch::GRACE;
-use super::{ChunkOf, GROUP, STORE, StoreLane, Tiers};
+use super::{ChunkOf, STORE, StoreLane, Tiers};
+use crate::chain::ChunkAt;
 use crate::chunk::Verified;
 use crate::policy::{ChunkEvent, ChunkFacts, WriteDecision};
 use crate::record::Record;
@@ -52,7 +53,7 @@ impl<B: Backend> Tiers<B> {
     /// Notes that the stores whose rules say so have yet to get a chunk of host memory.
     fn owe(&mut self, record: &Record, event: ChunkEvent) {
         let place = Place::of(record);
-        let host = &self.groups.get(place.group).invariant(GROUP).host;
+        let host = &group::of(&self.groups, place.group).host;
         let Some(entry) = host.get(&record.name) else { return };
         let known = (entry.stores, entry.uses);
         for store in 0..self.stores.len() {
@@ -82,12 +83,15 @@ impl<B: Backend> Tiers<B> {
         store: usize,
         event: ChunkEvent,
     ) -> bool {
-        let prompt_tokens = self.prompted.get(&record.name);
+        let prompt_tokens = match record.at {
+            ChunkAt::Whole(_) => self.prompted.get(&record.name),
+            ChunkAt::Upto(end) => self.prompted.get(&record.parent).filter(|len| end <= *len),
+        };
         let facts = ChunkFacts {
             is_present: stores & bit(store) != 0,
             // The publication is the first.
             uses: uses + 1,
-            prompt_tokens: prompt_tokens.unwrap_or_else(|| record.end()),
+            prompt_tokens: prompt_tokens.unwrap_or(record.end),
             is_generated: prompt_tokens.is_none(),
             is_pinned: self.pinned.has(record),
             level: record.priority.level,
@@ -109,7 +113,7 @@ impl<B: Backend> Tiers<B> {
                 let Some(place) = lane.has_room().then(|| lane.owed.take(now)).flatten() else {
                     break;
                 };
-                let host = &mut self.groups.get_mut(place.group).invariant(GROUP).host;
+                let host = &mut group::of_mut(&mut self.groups, place.group).host;
                 let entry = host.get_mut(&place.name).invariant(OWED);
                 if entry.stores & bit(store) != 0 {
                     // It was read from there meanwhile.
@@ -153,7 +157,7 @@ impl<B: Backend> Tiers<B> {
     /// next flush copies them again.
     fn note_lost(&mut self, record: &Record, store: usize) {
         self.lost += 1;
-        let of = self.groups.get_mut(usize::from(record.group().0)).invariant(GROUP);
+        let of = group::of_mut(&mut self.groups, record.group());
         let last = record.keys.last().filter(|key| of.links.is_on_device(**key));
         if let Some(key) = last {
             of.waiting.note_lost(record.last_block(), *key, bit(store));
@@ -181,7 +185,7 @@ impl<B: Backend> Tiers<B> {
         let limit = lane.store.options().write_deadline.saturating_add(GRACE);
         let number = lane.begin(Some(Arc::clone(record)));
         if left {
-            let of = self.groups.get_mut(usize::from(record.group().0)).invariant(GROUP);
+            let of = group::of_mut(&mut self.groups, record.group());
             let until = after(Instant::now(), limit);
             let leaving = of.leaving.entry(record.name);
             let leaving = leaving.or_insert(Leaving { writes: 0, until });
@@ -214,7 +218,7 @@ impl<B: Backend> Tiers<B> {
         let lane = self.stores.get_mut(store).invariant(STORE);
         lane.end(number);
         let place = Place::of(record);
-        let of = self.groups.get_mut(place.group).invariant(GROUP);
+        let of = group::of_mut(&mut self.groups, place.group);
         if left && let Some(leaving) = of.leaving.get_mut(&record.name) {
             leaving.writes -= 1;
             if leaving.writes == 0 {

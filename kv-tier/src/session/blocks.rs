@@ -9,9 +9,9 @@ use kv_core::num::{to_u32, to_u64, to_usize};
 use kv_core::reuse::{BlockContent, BlockKey, PrefixProbe, ProbedBlock};
 use kv_core::{BlockId, GroupId, KvCache, SequenceId};
 
-use super::{NO_TOKEN, SessionError, SessionGroup};
+use super::{SessionError, SessionGroup};
 use crate::chain::Chain;
-use crate::chunk::{ChunkContent, ChunkSpec, Expectation};
+use crate::chunk::{ChunkContent, ChunkSpec, Expectation, NO_TOKEN};
 use crate::identity::{ChunkRoot, Identity};
 use crate::name::ChunkName;
 
@@ -146,8 +146,7 @@ impl SessionBlocks {
         tokens: &[u32],
         parts: Vec<BlockContent>,
     ) -> BlockRecord {
-        let before = index.checked_sub(1);
-        let parent = before.map_or_else(|| self.root(), |before| *self.chain.name(before));
+        let parent = self.chain.link_before(index);
         let name = self.root.link(&parent, tokens, parts.iter().copied());
         let span = self.spec().span(index);
         let mut tokens = tokens.to_vec();

@@ -11,9 +11,9 @@ use kv_core::{BlockId, KvCache, SequenceId, StartOptions};
 
 use super::blocks::SessionBlocks;
 use super::file::{failed, save};
-use super::of_cache::{CHUNKS, GROUP, TAKEN, group_ids, header_of, host_pool, probe};
+use super::of_cache::{CHUNKS, GROUP, TAKEN, header_of, host_pool, probe};
 use super::{SessionError, SessionInfo};
-use crate::chunk::{encode_header, zero_unused};
+use crate::chunk::{ChunkSpec, encode_header, zero_unused};
 use crate::identity::Identity;
 
 /// Writes a sequence to a file from which [`load`](super::load) brings it back, in this process or
@@ -88,11 +88,11 @@ pub fn dump<B: Backend>(
     cache.keep_state(sequence)?;
     let text = cache.state().sequence_text(sequence);
     let text = text.ok_or(SessionError::NotReusable { sequence })?;
-    let options = StartOptions::default().with_salt(text.salt).with_contents(text.contents);
+    let options = StartOptions::default().with_salt(text.salt).with_contents(&text.contents);
     let options = text.adapter.map_or(options, |adapter| options.with_adapter(adapter));
     let (probe, len) = probe(cache, &text.tokens, &options);
     let mut header = header_of(cache, identity, &options)?;
-    (header.tokens, header.contents) = (text.tokens, text.contents.to_vec());
+    (header.tokens, header.contents) = (text.tokens, text.contents.into_owned());
     header.note = note.to_vec();
 
     let kept = cache.state().find_snapshots(&probe, len);
@@ -100,7 +100,7 @@ pub fn dump<B: Backend>(
     // Rows behind the last state are no use.
     let end = kept.as_ref().map_or(if has_states { 0 } else { len }, |(at, _)| *at);
     let (mut all, mut is_whole) = (Vec::new(), end == len);
-    for group in group_ids(cache) {
+    for group in ChunkSpec::groups_of(cache.state().spec()) {
         let blocks = SessionBlocks::new(cache, group, identity, (&probe, len))?;
         if blocks.spec().is_of_states() {
             let (at, found) = kept.as_ref().map_or((0, &[][..]), |(at, found)| (*at, found));

@@ -9,9 +9,9 @@ use kv_core::{KvCache, StartOptions};
 use super::blocks::SessionBlocks;
 use super::bring::Bring;
 use super::file::SessionFile;
-use super::of_cache::{group_ids, header_of, probe};
+use super::of_cache::{header_of, probe};
 use super::{Session, SessionError, SessionHeader};
-use crate::chunk::verify;
+use crate::chunk::{ChunkSpec, verify};
 use crate::identity::Identity;
 
 /// Brings a session back that [`dump`](super::dump) has written: its blocks can be reused from now
@@ -50,7 +50,7 @@ pub fn load<B: Backend>(
         return Err(SessionError::TooLong { tokens: to_u32(tokens.len()), max });
     }
     let (probe, len) = probe(cache, &tokens, &options);
-    let blocks = group_ids(cache)
+    let blocks = ChunkSpec::groups_of(cache.state().spec())
         .into_iter()
         .map(|group| SessionBlocks::new(cache, group, identity, (&probe, len)))
         .collect::<Result<Vec<_>, _>>()?;

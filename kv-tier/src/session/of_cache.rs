@@ -5,7 +5,7 @@ use kv_core::backend::{Backend, ChunkShape};
 use kv_core::invariant::Invariant;
 use kv_core::num::to_u32;
 use kv_core::reuse::PrefixProbe;
-use kv_core::{GroupId, KvCache, StartOptions};
+use kv_core::{KvCache, StartOptions};
 
 use super::{SessionError, SessionHeader};
 use crate::chunk::ChunkSpec;
@@ -44,17 +44,6 @@ pub(super) fn probe<B: Backend>(
     let mut prompt = tokens.to_vec();
     prompt.push(0);
     (cache.state().probe_keys(&prompt, options), to_u32(tokens.len()))
-}
-
-/// Lists the groups whose blocks have bytes: those of layers with rows, then the snapshots of
-/// recurrent states.
-pub(super) fn group_ids<B: Backend>(cache: &KvCache<B>) -> Vec<GroupId> {
-    let spec = cache.state().spec();
-    let rows = (0..=u8::MAX).map(GroupId).zip(spec.groups());
-    let rows = rows.filter(|(_, group)| !group.layers().is_empty()).map(|(id, _)| id);
-    let states = spec.snapshot_groups().zip(spec.states());
-    let states = states.filter(|(_, of)| of.snapshots().is_some()).map(|(id, _)| id);
-    rows.chain(states).collect()
 }
 
 /// Makes room in host memory for a few blocks.

@@ -3,6 +3,8 @@ use kv_core::spec::{KeyMean, PrefixReuse, Transform};
 use kv_core::{CacheSpec, KvFormat, Scaling};
 use kv_testkit::rng::Rng;
 
+use crate::recurrence::with_states;
+
 pub(crate) const LAYERS: u16 = 2;
 pub(crate) const HEADS: u32 = 2;
 const BLOCK: u32 = 4;
@@ -20,10 +22,13 @@ pub(crate) enum Kind {
     Int8,
     Prefix,
     Tail,
+    States,
+    StatesAndWindow,
+    StatesAlone,
 }
 
 impl Kind {
-    pub(crate) const ALL: [Self; 8] = [
+    pub(crate) const ALL: [Self; 11] = [
         Self::Plain,
         Self::Partial,
         Self::Window,
@@ -32,7 +37,19 @@ impl Kind {
         Self::Int8,
         Self::Prefix,
         Self::Tail,
+        Self::States,
+        Self::StatesAndWindow,
+        Self::StatesAlone,
     ];
+
+    /// Returns whether some layers have recurrent states.
+    pub(crate) fn has_states(self) -> bool {
+        matches!(self, Self::States | Self::StatesAndWindow | Self::StatesAlone)
+    }
+    /// Returns the layers with rows.
+    pub(crate) fn layers(self) -> std::ops::Range<u16> {
+        if self == Self::StatesAlone { 0..0 } else { 0..LAYERS }
+    }
 
     /// Returns whether rows are rounded.
     pub(crate) fn is_coded(self) -> bool {
@@ -53,7 +70,8 @@ impl Kind {
 
     /// Returns first row and number of the rows that every sequence of `len` tokens has.
     pub(crate) fn rows(self, layer: u16, len: u32) -> Vec<(u32, u32)> {
-        let has_window = self == Self::Window || (self == Self::LayerWindow && layer == 1);
+        let in_layer = matches!(self, Self::LayerWindow | Self::StatesAndWindow) && layer == 1;
+        let has_window = self == Self::Window || in_layer;
         if !has_window || len <= WINDOW {
             return vec![(0, len)];
         }
@@ -76,14 +94,24 @@ impl Kind {
         let spec = spec.paged(if self.is_coded() { 16 } else { BLOCK }, blocks);
         let spec = match self {
             Self::Window => spec.window_left(WINDOW).sink_tokens(SINKS),
-            Self::LayerWindow => spec.group([1], |group| group.window_left(WINDOW)),
+            Self::LayerWindow | Self::StatesAndWindow => {
+                spec.group([1], |group| group.window_left(WINDOW))
+            }
             Self::OtherBlocks => {
                 spec.group([1], |group| group.paged(2 * BLOCK, blocks.div_ceil(2)))
             }
             _ => spec,
         };
-        let reuse =
-            if self == Self::Partial { PrefixReuse::Partial } else { PrefixReuse::FullBlocks };
+        let snapshots = rng.pick(&[2, 5, 30]);
+        let spec = match self {
+            Self::States => with_states(spec.layers(3), &[2], (snapshots, rng.pick(&[1, 1, 3]))),
+            // The second layer has both.
+            Self::StatesAndWindow => with_states(spec.layers(3), &[1, 2], (snapshots, 1)),
+            Self::StatesAlone => with_states(spec, &[0, 1], (snapshots, 1)),
+            _ => spec,
+        };
+        let is_partial = self == Self::Partial || self.has_states() && !rng.one_in(6);
+        let reuse = if is_partial { PrefixReuse::Partial } else { PrefixReuse::FullBlocks };
         spec.prefix_reuse(reuse)
             .changes(rng.pick(&[2, 8, 256]))
             .events(rng.pick(&[16, 1 << 14]))

@@ -2,38 +2,13 @@
 use std::fs;
 use std::path::Path;
 
-use kv_core::spec::{CacheSpecBuilder, StateFormat, StatesBuilder};
-use kv_core::{
-    CacheSpec, DType, GroupId, KvCache, SequenceId, StartOptions, StepInput, TensorView,
-    TensorViewMut,
-};
+use kv_core::spec::{StateFormat, StatesBuilder};
+use kv_core::{CacheSpec, DType, GroupId, KvCache, SequenceId, StartOptions, StepInput};
 use kv_tier::session::{self, SessionError, SessionHeader};
 use kv_tier::{Identity, ModelDigest, Session, SessionInfo};
 
+use crate::recurrence::{WIDTH, advance, with_states};
 use crate::support::{Late, builder, identity, late, text};
-
-/// Integers below it are exact in f16.
-const MODULUS: u32 = 2039;
-const WIDTH: usize = 3;
-/// Layers that may have a state.
-const STATES: [u16; 3] = [0, 1, 2];
-
-fn next(state: &mut [f32], token: u32, layer: u16) {
-    for (value, at) in state.iter_mut().zip(0..) {
-        #[expect(clippy::cast_sign_loss, reason = "none is negative")]
-        let before = *value as u32;
-        *value = ((before * 31 + token * 7 + at + u32::from(layer)) % MODULUS) as f32;
-    }
-}
-
-/// Returns the state of a layer behind a text.
-fn behind(text: &[u32], layer: u16) -> Vec<f32> {
-    let mut state = vec![0.0; WIDTH];
-    for token in text {
-        next(&mut state, *token, layer);
-    }
-    state
-}
 
 /// A cache whose states follow from the tokens.
 struct Hybrid {
@@ -49,19 +24,7 @@ impl Hybrid {
     fn step(&mut self, sequence: SequenceId, text: &[u32], new: &[u32]) {
         let mut step = self.cache.begin_step(&[StepInput::tokens(sequence, new)]).unwrap();
         step.mark_written();
-        for layer in STATES {
-            if step.state_slots(layer).is_err() {
-                continue;
-            }
-            let mut state = vec![0.0_f32; WIDTH];
-            let dims = [1, WIDTH as u32];
-            step.read_state(layer, 0, TensorViewMut::host(&mut state, &dims)).unwrap();
-            assert_eq!(state, behind(text, layer), "layer {layer} behind {} tokens", text.len());
-            for token in new {
-                next(&mut state, *token, layer);
-            }
-            step.write_state(layer, 0, TensorView::host(&state, &dims)).unwrap();
-        }
+        advance(&mut step, (&[], text, new)).unwrap();
         step.commit().unwrap();
     }
 
@@ -92,18 +55,12 @@ impl Hybrid {
     }
 }
 
-fn with_states(spec: CacheSpecBuilder, snapshots: u32, grid: u32) -> CacheSpecBuilder {
-    let states = |of: StatesBuilder| {
-        of.part([WIDTH as u32], DType::F32)
-            .slots(6)
-            .snapshots(snapshots, StateFormat::F16)
-            .grid(grid)
-    };
-    spec.layers(3).states([1], states).states([2], states)
-}
+/// Of three layers the second has a state alone, the third too.
+const STATES: [u16; 2] = [1, 2];
 
 fn hybrid(blocks: u32, snapshots: u32, grid: u32) -> CacheSpec {
-    with_states(builder().paged(4, blocks), snapshots, grid).build().unwrap()
+    let spec = builder().layers(3).paged(4, blocks);
+    with_states(spec, &STATES, (snapshots, grid)).build().unwrap()
 }
 
 #[test]
@@ -119,9 +76,12 @@ fn a_text_of_any_length_goes_on_with_its_state() {
             });
             spec.build().unwrap()
         },
-        || with_states(builder().paged(4, 128).window_left(9), 8, 1).build().unwrap(),
         || {
-            let spec = with_states(builder().paged(4, 128), 8, 1);
+            let spec = builder().layers(3).paged(4, 128).window_left(9);
+            with_states(spec, &STATES, (8, 1)).build().unwrap()
+        },
+        || {
+            let spec = with_states(builder().layers(3).paged(4, 128), &STATES, (8, 1));
             spec.group([1], |group| group.paged(4, 128).window_left(5)).build().unwrap()
         },
     ];

@@ -4,8 +4,9 @@ use kv_core::error::PlanError;
 use kv_core::{Axes, CacheError, SequenceId, StepInput, TensorView, TensorViewMut};
 use kv_tier::TierError;
 
-use crate::kind::{HEADS, LAYERS};
+use crate::kind::HEADS;
 use crate::prompt::rows;
+use crate::recurrence::advance;
 use crate::world::{Live, World, done};
 
 impl World {
@@ -18,6 +19,9 @@ impl World {
                 break;
             }
             let most = 1 + self.rng.pick(&[3, 17, 300]);
+            // Most steps end at stops.
+            let stop = self.cache.state().next_stop(live.id).filter(|_| !self.rng.one_in(8));
+            let most = stop.map_or(most, |stop| most.min(stop as usize - live.tokens.len()));
             let new = left[..left.len().min(most)].to_vec();
             if !self.append(at, &new) {
                 break;
@@ -60,7 +64,20 @@ impl World {
         };
         let dims = [new.len() as u32, HEADS, self.kind.dim()];
         let width = self.kind.width();
-        for layer in 0..LAYERS {
+        let words = live.asked.words(&all);
+        let (start, before) = words[..live.tokens.len() + 2].split_at(2);
+        let advanced = if self.kind.has_states() {
+            advance(&mut step, (start, before, &words[live.tokens.len() + 2..]))
+        } else {
+            Ok(())
+        };
+        if let Err(error) = advanced {
+            drop(step);
+            self.done(Err::<(), _>(error));
+            self.check(at);
+            return false;
+        }
+        for layer in self.kind.layers() {
             let [k, v] = [Plane::Key, Plane::Value].map(|plane| {
                 let words = live.asked.words(&all);
                 rows(&words, (layer, plane), width).split_off(live.tokens.len() * width)
@@ -96,7 +113,7 @@ impl World {
         assert_eq!(self.cache.state().seq_len(live.id), Some(len));
         let width = self.kind.width();
         let words = live.asked.words(&live.tokens);
-        for layer in 0..LAYERS {
+        for layer in self.kind.layers() {
             let ranges = self.kind.rows(layer, len);
             for plane in [Plane::Key, Plane::Value] {
                 let expected = rows(&words, (layer, plane), width);
@@ -139,7 +156,8 @@ impl World {
         let live = &self.live[at];
         let len = self.rng.below(live.tokens.len() as u32 + 1);
         let truncated = self.cache.cache_mut().truncate(live.id, len);
-        if matches!(truncated, Err(CacheError::Plan(PlanError::OutOfWindow { .. }))) {
+        use PlanError::{OutOfWindow, StateMissing};
+        if matches!(truncated, Err(CacheError::Plan(OutOfWindow { .. } | StateMissing { .. }))) {
             return;
         }
         // Blocks that could not be wiped are no reason to keep the tokens.

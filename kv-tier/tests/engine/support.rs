@@ -21,6 +21,8 @@ const HEADS: u32 = 2;
 const DIM: u32 = 8;
 const WIDTH: usize = (HEADS * DIM) as usize;
 
+use crate::recurrence::advance;
+
 /// The CPU, with copies that are done when they are waited for.
 pub(crate) type Late = LateDevice<CpuBackend>;
 
@@ -143,12 +145,25 @@ impl<B: Backend> Engine<B> {
         (sequence, reused)
     }
 
-    /// Writes the rows of `prompt[done..]`.
+    /// Writes the rows of `prompt[done..]` and the states behind them, in steps that end at stops.
     pub(crate) fn compute(&mut self, sequence: SequenceId, prompt: &[u32], done: u32) {
-        let new = &prompt[done as usize..];
+        let mut done = done as usize;
+        while done < prompt.len() {
+            let stop = self.cache.state().next_stop(sequence);
+            let end = stop.map_or(prompt.len(), |stop| prompt.len().min(stop as usize));
+            self.compute_to(sequence, &prompt[..end], done as u32);
+            done = end;
+        }
+    }
+
+    /// Writes the rows of `prompt[done..]` in one step.
+    fn compute_to(&mut self, sequence: SequenceId, prompt: &[u32], done: u32) {
+        let (before, new) = prompt.split_at(done as usize);
+        let layers = layers(self.cache.state().spec());
         let mut step = self.cache.begin_step(&[StepInput::tokens(sequence, new)]).unwrap();
         let dims = [u32::try_from(new.len()).unwrap(), HEADS, DIM];
-        for layer in 0..LAYERS {
+        advance(&mut step, (&[], before, new)).unwrap();
+        for layer in layers {
             let [k, v] = [Plane::Key, Plane::Value]
                 .map(|plane| rows(prompt, layer, plane).split_off(done as usize * WIDTH));
             let (k, v) = (TensorView::host(&k, &dims), TensorView::host(&v, &dims));
@@ -162,7 +177,7 @@ impl<B: Backend> Engine<B> {
     pub(crate) fn check(&mut self, sequence: SequenceId, tokens: &[u32]) {
         let len = u32::try_from(tokens.len()).unwrap();
         assert_eq!(self.cache.state().seq_len(sequence), Some(len));
-        for layer in 0..LAYERS {
+        for layer in layers(self.cache.state().spec()) {
             let (group, _) = self.cache.state().spec().locate(LayerId(layer)).unwrap();
             let vacant = self.cache.state().vacant_entries(sequence, group).unwrap();
             let map = self.cache.state().spec().groups()[usize::from(group.0)].slot_map();
@@ -200,6 +215,12 @@ impl<B: Backend> Engine<B> {
         assert_eq!((self.cache.state().num_holds(), self.cache.state().num_imports()), (0, 0));
         assert_eq!(self.cache.state().usage().blocks_used, 0, "a block is leaked");
     }
+}
+
+/// Lists the layers with rows.
+fn layers(spec: &CacheSpec) -> Vec<u16> {
+    let layers = 0..spec.num_layers();
+    layers.filter(|layer| spec.locate(LayerId(*layer)).is_some()).collect()
 }
 
 /// Returns the rows of a sequence. A row follows from all tokens up to its own.

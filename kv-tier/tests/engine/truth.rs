@@ -13,6 +13,7 @@ use kv_tier::{
     TierOptions,
 };
 
+use crate::recurrence::with_states;
 use crate::support::{Engine, builder, identity, patient, text};
 
 type Store = Arc<FaultStore<Arc<dyn BlockStore>>>;
@@ -52,11 +53,16 @@ impl Run {
     fn new(seed: u64, folder: &std::path::Path) -> Self {
         let mut rng = Rng::new(seed);
         let spec = builder().paged(4, 256).changes(rng.pick(&[2, 256]));
-        let spec = match rng.below(3) {
+        let kind = rng.below(5);
+        let spec = match kind {
             0 => spec,
             1 => spec.group([1], |group| group),
-            _ => spec.group([1], |group| group.paged(8, 128)),
+            2 => spec.group([1], |group| group.paged(8, 128)),
+            3 => with_states(spec.layers(3), &[2], (64, 1)),
+            _ => with_states(spec, &[0, 1], (64, 1)),
         };
+        // A state and tails for each text.
+        let room = if kind < 3 { 0 } else { 400 << 10 };
         let disk = DiskStore::open(folder, DiskOptions::new(64 << 20).with_floor(0)).unwrap();
         let within: [Arc<dyn BlockStore>; 2] =
             [Arc::new(MemoryStore::new(64 << 20)), Arc::new(disk)];
@@ -64,7 +70,7 @@ impl Run {
         Self {
             spec: spec.build().unwrap(),
             // Room for one of the texts, or more.
-            host: rng.pick(&[None, Some(400 << 10), Some(4 << 20)]),
+            host: rng.pick(&[None, Some((400 << 10) + room), Some(4 << 20)]),
             waiting: rng.pick(&[1_usize, 4, 256]),
             stores: within.map(|store| Arc::new(FaultStore::new(store, faults()))),
             engine: None,
@@ -161,8 +167,10 @@ impl Run {
         engine.wait(prefetch);
         let (sequence, reused) = engine.start(prefetch, &tokens, options);
         engine.cache.cache_mut().release(sequence).unwrap();
-        // Whole chunks of each group.
-        let whole = (tokens.len() as u32 - 1) / COMMON * COMMON;
+        // Whole chunks of each group; with states all tokens but the last.
+        let len = tokens.len() as u32 - 1;
+        let has_states = !self.spec.states().is_empty();
+        let whole = if has_states { len } else { len / COMMON * COMMON };
         match state {
             State::Gone => assert!(reused <= COMMON, "text {number}: {reused} tokens came back"),
             State::Unknown | State::Fresh => {}

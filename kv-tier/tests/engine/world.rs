@@ -348,7 +348,7 @@ impl World {
 
     fn recalibrate(&mut self) {
         // Each time rows are rounded once more.
-        if self.recalibrated >= 2 {
+        if self.recalibrated >= 2 || self.kind.has_states() {
             return;
         }
         let mean = self.rng.pick(&[1.0, -2.0, 3.0]);
@@ -480,8 +480,10 @@ fn open(
         .with_adapter(3, digest("three"))
         .with_adapter(4, digest("three"));
     let policies = [WritePolicy::OnPublish, WritePolicy::OnLeave, WritePolicy::Never];
+    // Two states of each group at least.
+    let states = if kind.has_states() { 32 << 10 } else { 0 };
     let mut options = TierOptions::new()
-        .with_host(rng.pick(&[64 << 10, 160 << 10, 4 << 20]))
+        .with_host(rng.pick(&[64 << 10, 160 << 10, 4 << 20]) + states)
         .with_chunk_blocks(if kind.is_coded() { 1 } else { 2 })
         .with_wait(rng.pick(&[Wait::All, Wait::Compute, Wait::For(Duration::from_millis(1))]));
     for store in stores {
