@@ -125,10 +125,11 @@ impl Engine {
     ///
     /// `temperature` 0 takes the most likely token; otherwise the first tokens of share `top_p` of
     /// the probability are sampled from, with `seed`. `num_beams` above 1 searches instead. Prompts
-    /// share blocks only with those of the same `salt`.
+    /// share blocks only with those of the same `salt`. `stops` are lengths of the prompt,
+    /// ascending, at which recurrent states are kept for other prompts, beside the cache's own.
     #[pyo3(signature = (
         prompt, max_new_tokens, *, n = 1, temperature = 0.0, top_p = 1.0, seed = 0, num_beams = 1,
-        length_penalty = 1.0, salt = None, ignore_stop = false
+        length_penalty = 1.0, salt = None, ignore_stop = false, stops = None
     ))]
     fn submit(
         &self,
@@ -143,6 +144,7 @@ impl Engine {
         length_penalty: f64,
         salt: Option<PyBackedBytes>,
         ignore_stop: bool,
+        stops: Option<Vec<u32>>,
     ) -> PyResult<Vec<usize>> {
         let refused = |text: String| Err(PyValueError::new_err(text));
         if n == 0 || num_beams == 0 {
@@ -163,6 +165,7 @@ impl Engine {
             beams: (num_beams > 1).then_some(BeamOptions { width: num_beams, length_penalty }),
             salt: salt.map(|salt| salt.to_vec()).unwrap_or_default(),
             ignore_stop,
+            stops: stops.unwrap_or_default(),
             ..Request::new(prompt, max_new_tokens)
         };
         let others: Vec<Sampler> = (1..n).map(sampler).collect();

@@ -317,14 +317,15 @@ class Engine:
         Runs one step: begins it, calls `forward(batch)` for its logits, ends it, and returns what
         it gave; an empty list without work. An exception of `forward` rolls the step back.
         """
-    def submit(self, /, prompt: SupportsGetItem[int, SupportsIndex], max_new_tokens: SupportsIndex, *, n: SupportsIndex = 1, temperature: SupportsFloat | SupportsIndex = 0.0, top_p: SupportsFloat | SupportsIndex = 1.0, seed: SupportsIndex = 0, num_beams: SupportsIndex = 1, length_penalty: SupportsFloat | SupportsIndex = 1.0, salt: bytes | bytearray | None = None, ignore_stop: bool = False) -> list[int]:
+    def submit(self, /, prompt: SupportsGetItem[int, SupportsIndex], max_new_tokens: SupportsIndex, *, n: SupportsIndex = 1, temperature: SupportsFloat | SupportsIndex = 0.0, top_p: SupportsFloat | SupportsIndex = 1.0, seed: SupportsIndex = 0, num_beams: SupportsIndex = 1, length_penalty: SupportsFloat | SupportsIndex = 1.0, salt: bytes | bytearray | None = None, ignore_stop: bool = False, stops: SupportsGetItem[int, SupportsIndex] | None = None) -> list[int]:
         """
         Appends a request to the queue and returns the numbers of its texts: one, or `n` texts after
         one prompt, which is computed once.
 
         `temperature` 0 takes the most likely token; otherwise the first tokens of share `top_p` of
         the probability are sampled from, with `seed`. `num_beams` above 1 searches instead. Prompts
-        share blocks only with those of the same `salt`.
+        share blocks only with those of the same `salt`. `stops` are lengths of the prompt,
+        ascending, at which recurrent states are kept for other prompts, beside the cache's own.
         """
 
 @final
