@@ -127,6 +127,21 @@ RECURRENT = {
         mamba_ngroups=1,
         num_mem_blocks=1,
     ),
+    "zamba": dict(
+        num_hidden_layers=4,
+        layers_block_type=["linear_attention", "hybrid"] * 2,
+        mamba_d_state=8,
+        mamba_dt_rank=4,
+        n_mamba_heads=2,
+    ),
+    "olmo_hybrid": TURNS | DELTA,
+    "lfm2_moe": dict(
+        layer_types=["conv", "full_attention", "conv"],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        num_dense_layers=1,
+    ),
 }
 
 #: Keys change between the cache and the attention.
@@ -145,7 +160,23 @@ LATENT = {
         topk_group=1,
         moe_intermediate_size=16,
         first_k_dense_replace=1,
-    )
+    ),
+    # With recurrent states in other layers.
+    "kimi_linear": TURNS
+    | dict(
+        num_key_value_heads=4,
+        head_dim=4,
+        kv_lora_rank=16,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=8,
+        linear_head_dim=8,
+        linear_num_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        model_max_length=256,
+    ),
 }
 
 #: The first version in which a family takes its mask from the attention.

@@ -90,6 +90,15 @@ class Kept(unittest.TestCase):
                 with self.subTest(family):
                     self.both(model(family), ("attend",), RAGGED)
 
+    def test_latent_keys_beside_states_run_in_gather_mode_alone(self):
+        of = model("kimi_linear")
+        for ids, options in ((ONE, {}), (RAGGED, {}), (ONE, dict(num_beams=3))):
+            self.both(of, ("gather",), ids, **options)
+        of.set_attn_implementation(NAME)
+        for run in (lambda: generate(of, self.cache(of), ONE), lambda: Engine(of, num_blocks=64)):
+            with self.assertRaisesRegex(RuntimeError, 'mode="gather" for models that change keys'):
+                run()
+
     def test_logits_are_those_of_dynamic_cache(self):
         # A token may be right by chance; a state that is one token late is not.
         passes = (ONE, [[3]], [[6, 7, 8]], [[9]])
@@ -371,11 +380,6 @@ class Kept(unittest.TestCase):
             for ids, expected in zip((ONE, [[3]], [[4]]), self.theirs(of, ONE, [[3]], [[4]])):
                 out = of(torch.tensor(ids), past_key_values=cache, use_cache=True)
                 self.assert_close(out.logits[:, -1], expected)
-
-    def test_an_engine_refuses_the_model_by_name(self):
-        for family in KINDS:
-            with self.assertRaisesRegex(NotImplementedError, "layers without attention"):
-                Engine(self.model(family), num_blocks=64)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@
 A :class:`KvCache` with ``mode="attend"`` runs attention over the blocks, in the attention function
 that :func:`register` gives to transformers. With ``mode="gather"`` every layer gets all its rows
 back as tensors, so that any attention works: it saves memory and no time. An :class:`Engine` runs
-many prompts in continuous batches.
+many prompts in continuous batches. Recurrent states of hybrid models are in slots, beside the
+blocks.
 
 What a version of transformers wants is read from the call or from a signature, in one place each:
 
@@ -23,7 +24,8 @@ since   change                                                      read in
 5.14    ``get_max_length`` for ``get_max_cache_shape``              ``KvLayer``
 5.16    ``crop(-n)`` alone; ``activate_past_recording``             ``KvCache.crop``
 5.24    ``cache=`` for ``past_key_values=``                         ``Engine``
-5.24    ``get_conv_state``: models ask the cache for states         ``states.CAN_KEEP``
+5.24    ``get_conv_state``: models ask the cache for states, which  ``states.CAN_KEEP``
+        are in slots since: of a ``KvCache`` and of an ``Engine``
 ======  ==========================================================  ===============================
 """
 

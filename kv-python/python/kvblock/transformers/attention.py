@@ -50,7 +50,8 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
     if dropout:
         raise NotImplementedError(f'attention "{NAME}" has no dropout: call model.eval()')
     # One attention for several layers has no place of its own.
-    layer = module.layer_idx if module.layer_idx >= 0 else source
+    own = getattr(module, "layer_idx", None)
+    layer = source if own is None or own < 0 else own
     options = (
         scaling if scaling is not None else 1 / math.sqrt(query.shape[-1]),
         kwargs.get("softcap"),

@@ -76,13 +76,14 @@ class Layers:
         self.places = {index: place for place, index in enumerate(own)}
         #: Layers whose recurrent states a cache in blocks has, with their numbers there.
         self.states = places_of_states(self.layers, len(own))
+        #: Whether keys come before all states.
+        self.attends_first = bool(self.states) and own[0] < min(self.states)
         self.kind, self.have_both = kind, any(map(has_both, self.layers))
         if not self.states:
             self.check_apart()
         windows = ((index, getattr(self.layers[index], "sliding_window", None)) for index in own)
         #: Windows of the layers that have one, as Hugging Face counts: with the token itself.
         self.windows = {index: window for index, window in windows if window is not None}
-
 
     def check_apart(self):
         """Refuses layers of transformers that attend and have a state: blocks have their rows."""
@@ -339,7 +340,9 @@ class KvCache(Recurrent, Cache, Attending):
         layers = copy.deepcopy(self._own.layers)
         for index in self._own.places:
             layers[index] = KvLayer(self, index)
-        self._states, self._parts = {} if slots == 0 else self._own.states, None
+        # The cache is made when the first keys come: the states have to be known by then.
+        has_slots = slots != 0 and not self._own.attends_first
+        self._states, self._parts = self._own.states if has_slots else {}, None
         self._of_states = dict(slots=slots, snapshots=snapshots)
         if not self._states:
             self._own.check_apart()

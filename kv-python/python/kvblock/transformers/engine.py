@@ -12,25 +12,43 @@ from transformers.cache_utils import Cache
 
 from kvblock.transformers.attention import NAME, Attending
 from kvblock.transformers.cache import Layers, cache_of, check_shape, check_window
+from kvblock.transformers.entries import StepStates
+from kvblock.transformers.states import StateLayer, states_of
+
+#: Snapshots of recurrent states for each sequence that runs: behind the prompt, where it branches
+#: off from another one, and behind the text.
+SNAPSHOTS_OF_SEQUENCE = 4
 
 
-class StepCache(Cache, Attending):
-    """The cache that a model sees in a step of an engine: keys pass through to the attention.
+class StepCache(StepStates, Cache, Attending):
+    """The cache that a model sees in a step of an engine: keys pass through to the attention, and
+    states to the modules that work on them.
 
-    Without a step it notes the shapes of the keys, and attention gives zeros.
+    Without a step it notes the shapes of the keys and states, and attention gives zeros.
     """
 
     def __init__(self, config):
-        self.own = Layers(config)
-        if any(hasattr(layer, "conv_states") for layer in self.own.layers):
-            raise NotImplementedError(
-                f"{config.model_type} has layers without attention: an engine has no state for them"
-            )
-        if self.own.has_chunks:
+        self.own = own = Layers(config)
+        if own.has_chunks:
             raise NotImplementedError(f"{config.model_type} attends in chunks: an engine does not")
-        Cache.__init__(self, layers=self.own.layers)
+        layers = list(own.layers)
+        for index, of in enumerate(own.layers):
+            if index in own.states:
+                layers[index] = StateLayer(of.number_of_states)
+                layers[index].is_sliding = getattr(of, "is_sliding", False)
+            elif hasattr(of, "conv_states"):
+                raise NotImplementedError(
+                    f"{config.model_type} has layers without attention, whose states this version "
+                    "of transformers keeps itself: an engine runs them since 5.24"
+                )
+        Cache.__init__(self, layers=layers)
         Attending.__init__(self)
-        self.step, self.first = None, None
+        StepStates.__init__(self, own.states)
+        self.first = None
+
+    @property
+    def is_linear(self):
+        return [layer in self.states and layer not in self.own.places for layer in range(len(self))]
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         # Nothing touches the tensor between here and the attention function.
@@ -45,6 +63,7 @@ class StepCache(Cache, Attending):
             batch, heads, new, _ = query.shape
             out = query.new_empty(batch, new, heads, value.shape[3])
         if self.step is None:
+            self.trace.note_attention()
             self.first = self.first or (key, value)
             check_shape(source, (key, value), self.first)
             return out.zero_()
@@ -79,6 +98,11 @@ class Engine:
     ``max_batch``, ``max_step_tokens``, ``draft_tokens`` and ``max_overtakes`` are those of
     :class:`kvblock.Engine`, ``settings`` further arguments of :class:`kvblock.Cache`.
 
+    Recurrent states of layers with linear attention, scans or convolutions are beside the blocks:
+    in ``slots`` for sequences that run, and in ``snapshots`` behind prompts and texts, from which
+    other prompts go on. Unless given there are slots for ``max_batch`` sequences and what they
+    write in a step, and 4 snapshots for each.
+
     All calls may come from any thread: the thread that waits for a token computes the steps.
     """
 
@@ -93,6 +117,8 @@ class Engine:
         max_step_tokens=512,
         draft_tokens=0,
         max_overtakes=16,
+        slots=None,
+        snapshots=None,
         **settings,
     ):
         takes = inspect.signature(model.forward).parameters
@@ -104,12 +130,21 @@ class Engine:
         self._keeps_logits = "logits_to_keep" in takes
         config = model.config.get_text_config(decoder=True)
         self._seen = StepCache(config)
-        logits = self._logits([0], [0], [0])
+        with self._seen.tracing(model):
+            logits = self._logits([0], [0], [0])
         if self._seen.first is None:
             raise ValueError(
                 f'the model\'s attention is not "{NAME}": call register() and '
                 f'model.set_attn_implementation("{NAME}")'
             )
+        settings["states"] = states_of(
+            self._seen.states,
+            self._seen.parts,
+            # One for a sequence that runs, and those that it writes in a step.
+            slots=max_batch * (2 + draft_tokens) if slots is None else slots,
+            snapshots=max_batch * SNAPSHOTS_OF_SEQUENCE if snapshots is None else snapshots,
+            drafts=draft_tokens,
+        )
         cache = cache_of(*self._seen.first, self._seen.own, format, **settings)
         self._seen.first = None
         if context is None:
@@ -241,11 +276,8 @@ class Engine:
             self._changed.notify_all()
 
     def _forward(self, batch):
-        self._seen.step = batch.step
-        try:
+        with self._seen.stepping(batch, self._model.device):
             logits = self._logits(batch.tokens, batch.positions, batch.logit_rows)
-        finally:
-            self._seen.step = None
         return logits.float().cpu().contiguous()
 
     def _logits(self, tokens, positions, rows):

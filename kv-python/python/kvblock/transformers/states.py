@@ -111,38 +111,32 @@ def has_both(layer):
 
 
 def places_of_states(layers, first):
-    """Returns the layers whose states move to slots, with their numbers in the cache: from ``first``
-    on.
-
-    None, where transformers keeps states for its models, and where a layer attends before the first
-    state is known: the cache is made when the first keys come.
+    """Returns the layers whose states move to slots, with their numbers in the cache from ``first``
+    on: none where transformers keeps states for its models.
     """
     if not CAN_KEEP:
         return {}
     kept = (_Theirs, *_BOTH)
     found = [index for index, layer in enumerate(layers) if type(layer) in kept]
-    attends = [index for index, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
-    if not found or found[0] > attends[0]:
-        return {}
     return {index: first + place for place, index in enumerate(found)}
 
 
 def settings_of_states(places, parts, rows, slots, snapshots):
     """Makes the setting ``states`` of a cache for a batch of some rows."""
-    if not places:
-        return None
     if slots is None:
         slots = max(SLOTS_OF_ROW * rows, SLOTS_MIN)
-    return [
-        kvblock.States(
-            layers=list(places.values()),
-            parts=[(part.like.shape[1:], str(part.like.dtype).split(".")[-1]) for part in parts],
-            slots=slots,
-            # A row that is loaded from a pickle begins with one.
-            snapshots=max(rows, 1) if snapshots is None else snapshots,
-            snapshot_format="same",
-        )
-    ]
+    # A row that is loaded from a pickle begins with one.
+    snapshots = max(rows, 1) if snapshots is None else snapshots
+    return states_of(places, parts, slots=slots, snapshots=snapshots)
+
+
+def states_of(places, parts, **settings):
+    """Makes the setting ``states`` of a cache, with bits that stay the same in snapshots."""
+    if not places:
+        return None
+    parts = [(part.like.shape[1:], str(part.like.dtype).split(".")[-1]) for part in parts]
+    layers = list(places.values())
+    return [kvblock.States(layers=layers, parts=parts, snapshot_format="same", **settings)]
 
 
 class Recurrent:
