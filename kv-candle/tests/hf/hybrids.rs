@@ -1,5 +1,7 @@
 //! Families with recurrent states, against logits of transformers: in steps of any size, in forks,
-//! after accepted drafts, after hits of every length, and after a restart.
+//! after accepted drafts, after a step that was rolled back, after hits of every length, and after
+//! a restart. The same with candle's own Mamba 2 over the cache, against the logits that it has
+//! with its own state.
 //!
 //! # Tolerance
 //! Twice that of the other families: a state carries the rounding of every token before, and ours
@@ -21,7 +23,7 @@ use kv_candle::{CandleCache, CandleStep};
 
 use crate::recorded::{Recorded, Sequence};
 use crate::{assert_recorded, differences, largest, run};
-use crate::{bamba, falcon_h1, kimi_linear, mamba2, nemotron_h};
+use crate::{bamba, candle_mamba2, falcon_h1, kimi_linear, mamba2, nemotron_h};
 
 /// A family of models with recurrent states.
 pub(crate) struct Family {
@@ -51,10 +53,11 @@ fn for_all(check: impl Fn(&Family, &Recorded)) {
         // See above.
         check(family, &Recorded { tolerance: 2.0 * recorded.tolerance, ..recorded });
     }
+    check(&candle_mamba2::FAMILY, &candle_mamba2::recorded());
 }
 
 impl Family {
-    fn cache(&self, recorded: &Recorded) -> CandleCache {
+    pub(crate) fn cache(&self, recorded: &Recorded) -> CandleCache {
         let layers = self.states.iter().chain(self.rows).max().unwrap() + 1;
         let spec = CacheSpec::builder().layers(layers).format(KvFormat::F32);
         let spec = spec.paged(2, 64).prefix_reuse(PrefixReuse::Partial);
@@ -73,7 +76,7 @@ impl Family {
     }
 
     /// Computes tokens of one sequence; returns the logits after each.
-    fn read(
+    pub(crate) fn read(
         &self,
         recorded: &Recorded,
         cache: &mut CandleCache,
@@ -157,6 +160,30 @@ fn accepted_drafts_leave_the_state_behind_the_last_of_them() {
                 check(recorded, sequence, begin, &logits[..kept], &case);
                 let logits = family.read(recorded, &mut cache, ONE, &tokens[begin + kept..]);
                 check(recorded, sequence, begin + kept, &logits, &case);
+            }
+        }
+    });
+}
+
+#[test]
+fn a_step_that_was_rolled_back_and_a_text_that_was_cut_leave_the_state_before() {
+    for_all(|family, recorded| {
+        for sequence in &recorded.sequences {
+            for at in [1, sequence.prompt_len, sequence.tokens.len() - 1] {
+                let (begin, rest) = sequence.tokens.split_at(at);
+                let mut cache = family.cache(recorded);
+                cache.kv_mut().start(ONE, &[], StartOptions::default()).unwrap();
+                family.read(recorded, &mut cache, ONE, begin);
+                cache.kv_mut().keep_state(ONE).unwrap();
+                let wrong = [40, 41, 42];
+                let step = cache.step(&[StepInput::tokens(ONE, &wrong)]).unwrap();
+                (family.logits)(recorded, &wrong, &step).unwrap();
+                drop(step);
+                let logits = family.read(recorded, &mut cache, ONE, rest);
+                check(recorded, sequence, at, &logits, &format!("rolled back to {at}"));
+                cache.kv_mut().truncate(ONE, at.try_into().unwrap()).unwrap();
+                let logits = family.read(recorded, &mut cache, ONE, rest);
+                check(recorded, sequence, at, &logits, &format!("cut to {at}"));
             }
         }
     });

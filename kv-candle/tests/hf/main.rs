@@ -10,6 +10,7 @@
 //! fault below changes logits by 0.08 or more.
 #![expect(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 mod bamba;
+mod candle_mamba2;
 mod decoder;
 mod falcon_h1;
 mod hybrids;

@@ -43,15 +43,38 @@ impl Extents {
         at: (&CandleStep<'_>, usize),
         projected: &Tensor,
     ) -> Result<Tensor> {
+        // Falcon-H1 may have none.
+        let weight = format!("{name}.norm.weight");
+        let has_norm = recorded.weights.contains_key(&weight);
+        let norm = if has_norm { Some(recorded.values(&weight)?) } else { None };
+        self.mix_with(recorded, name, at, projected, norm.as_deref())
+    }
+
+    /// Does what [`Self::mix`] does up to the norm of a group.
+    pub(crate) fn mix_without_norm(
+        &self,
+        recorded: &Recorded,
+        name: &str,
+        at: (&CandleStep<'_>, usize),
+        projected: &Tensor,
+    ) -> Result<Tensor> {
+        self.mix_with(recorded, name, at, projected, None)
+    }
+
+    fn mix_with(
+        &self,
+        recorded: &Recorded,
+        name: &str,
+        at: (&CandleStep<'_>, usize),
+        projected: &Tensor,
+        norm: Option<&[f32]>,
+    ) -> Result<Tensor> {
         let [heads, dim, groups, state_dim] = [self.heads, self.head_dim, self.groups, self.state]
             .map(|name| recorded.field::<usize>(name));
         let (width, shared) = (heads * dim, heads / groups);
         let values = |part: &str| recorded.values(&format!("{name}.{part}"));
         let [conv, conv_bias] = [values("conv1d.weight")?, values("conv1d.bias")?];
         let [logs, skips, biases] = [values("A_log")?, values("D")?, values("dt_bias")?];
-        // Falcon-H1 may have none.
-        let has_norm = recorded.weights.contains_key(&format!("{name}.norm.weight"));
-        let norm = if has_norm { Some(values("norm.weight")?) } else { None };
         let epsilon = recorded.field(self.epsilon);
         let rows: Vec<Vec<f32>> = projected.to_vec2()?;
         run(at, 2, width, |row, state, out| {
@@ -75,7 +98,7 @@ impl Extents {
                     out[at] = sum * silu(gates[at]);
                 }
             }
-            if let Some(norm) = &norm {
+            if let Some(norm) = norm {
                 for (out, norm) in out.chunks_mut(width / groups).zip(norm.chunks(width / groups)) {
                     let factor = inverse_rms(out, epsilon);
                     out.iter_mut().zip(norm).for_each(|(x, weight)| *x *= factor * weight);
