@@ -1,11 +1,15 @@
 """Records what Hugging Face transformers computes for tiny models of each architecture.
 
 Usage: python make_models.py [NAME ...]
+       python make_models.py --long
        python make_models.py --write FOLDER NAME
 
 Writes models/NAME.json for every case (or for those named): the config.json that transformers
 saved, the names and shapes of the tensors it saved, a prompt with its tokens, the tokens that
 greedy decoding goes on with, and logits of a few vocabulary entries behind every token.
+
+With --long, writes long.json: a longer text, and logits behind a few of its tokens, of every model
+with recurrent states.
 
 With --write, writes a recorded model as a folder that `kv generate --model FOLDER` runs:
 config.json, model.safetensors, and the tokenizer of models/stories260K.
@@ -63,6 +67,10 @@ NEW_TOKENS = 20
 VOCAB = 512
 # Entries of the vocabulary whose logits are kept.
 KEPT = [0, 7, 64, 131, 263, 305, 404, 511]
+# A text of any tokens, longer than two chunks of transformers' recurrences, and those of its tokens
+# behind which logits are kept.
+LONG_TEXT = [(7 * at * at + 3 * at + 11) % VOCAB for at in range(140)]
+LONG_KEPT = [0, 62, 63, 64, 65, 126, 127, 128, 129, 139]
 
 
 def values(name, shape, less_one=False):
@@ -398,7 +406,8 @@ def write(folder, name):
     shutil.copy(TOKENIZER, os.path.join(folder, "tokenizer.json"))
 
 
-def record(name, config):
+def load(name, config):
+    """Returns the model in f64, its saved config, and the shapes of its tensors."""
     is_wrapped = name in ("mistral3", "qwen3_5")
     family = AutoModelForImageTextToText if is_wrapped else AutoModelForCausalLM
     model = family.from_config(config, attn_implementation="eager").eval()
@@ -413,8 +422,29 @@ def record(name, config):
         model = family.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     # The grouped products of experts are not made for f64.
     model.set_experts_implementation("eager")
-    model = model.double().eval()
+    return model.double().eval(), saved, tensors
 
+
+def record_long():
+    """Records the longer text."""
+    models = {}
+    for name in CASES:
+        if name.startswith(RECURRENT):
+            model, *_ = load(name, CASES[name]())
+            with torch.no_grad(), doubled(name, model):
+                rows = model(torch.tensor([LONG_TEXT]), use_cache=False).logits[0]
+            kept = [[round(float(rows[at][i]), 5) for i in KEPT] for at in LONG_KEPT]
+            largest = max(abs(x) for row in kept for x in row)
+            print(f"{name}: {len(LONG_TEXT)} tokens, largest logit {largest:.2f}")
+            models[name] = kept
+    case = {"tokens": LONG_TEXT, "after": LONG_KEPT, "kept": KEPT, "logits": models}
+    with open(os.path.join(HERE, "long.json"), "w") as file:
+        json.dump(case, file, separators=(",", ":"))
+        file.write("\n")
+
+
+def record(name, config):
+    model, saved, tensors = load(name, config)
     tokenizer = Tokenizer.from_file(TOKENIZER)
     prompt = tokenizer.encode(PROMPT).ids
     ids = list(prompt)
@@ -467,6 +497,9 @@ def main():
         if len(sys.argv) != 4 or sys.argv[3] not in CASES:
             sys.exit(f"usage: --write FOLDER NAME, with a name of {', '.join(CASES)}")
         write(sys.argv[2], sys.argv[3])
+        return
+    if sys.argv[1:] == ["--long"]:
+        record_long()
         return
     for name in sys.argv[1:] or CASES:
         record(name, CASES[name]())
