@@ -8,7 +8,9 @@
 #![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 mod config;
 mod metadata;
+mod names;
 mod parts;
+mod recurrence;
 mod rope;
 #[cfg(test)]
 mod tests;
@@ -77,6 +79,7 @@ pub(crate) fn read(path: &Path) -> Result<(ModelConfig, Weights), Error> {
     for part in &mut parts {
         read_tensors(part, config.architecture, &mut weights)?;
     }
+    names::join_gates(&config, &mut weights).in_file(path)?;
     Ok((config, weights))
 }
 
@@ -87,13 +90,13 @@ fn read_tensors(
 ) -> Result<(), Error> {
     let Part { path, file, content } = part;
     for (name, info) in &content.tensor_infos {
-        let Some(known) = hugging_face_name(architecture, name) else {
+        let Some((known, form)) = names::hugging_face(architecture, name) else {
             continue;
         };
         check_size(name, info).in_file(path)?;
         let tensor = content
             .tensor(file, name, &Device::Cpu)
-            .and_then(|tensor| tensor.dequantize(&Device::Cpu))
+            .and_then(|tensor| form.restore(&tensor.dequantize(&Device::Cpu)?))
             .map_err(|error| GgufError::tensor(name, error))
             .in_file(path)?;
         if weights.contains(&known) {
@@ -131,37 +134,4 @@ fn check_size(name: &str, info: &TensorInfo) -> Result<(), GgufError> {
         Some(bytes) if isize::try_from(bytes).is_ok() => Ok(()),
         _ => Err(GgufError::too_large(name, info)),
     }
-}
-
-/// Returns the Hugging Face name of a tensor, `None` for one that is not needed.
-fn hugging_face_name(architecture: Architecture, name: &str) -> Option<String> {
-    match name {
-        "token_embd.weight" => return Some("model.embed_tokens.weight".to_owned()),
-        "output_norm.weight" => return Some("model.norm.weight".to_owned()),
-        "output.weight" => return Some("lm_head.weight".to_owned()),
-        ROPE_FACTORS => return Some(ROPE_FACTORS.to_owned()),
-        _ => {}
-    }
-    let (layer, part) = name.strip_prefix("blk.")?.split_once('.')?;
-    let (part, kind) = part.rsplit_once('.')?;
-    let part = match part {
-        "attn_norm" => "input_layernorm",
-        // The same name for the norm before the MLP and for the one after attention.
-        "ffn_norm" | "post_attention_norm" => "post_attention_layernorm",
-        "post_ffw_norm" => "post_feedforward_layernorm",
-        "attn_q" => "self_attn.q_proj",
-        "attn_k" => "self_attn.k_proj",
-        "attn_v" => "self_attn.v_proj",
-        "attn_qkv" => "self_attn.qkv_proj",
-        "attn_q_norm" => "self_attn.q_norm",
-        "attn_k_norm" => "self_attn.k_norm",
-        "attn_output" => "self_attn.o_proj",
-        "ffn_gate" => "mlp.gate_proj",
-        // Gate and up in one matrix.
-        "ffn_up" if architecture.fuses_projections() => "mlp.gate_up_proj",
-        "ffn_up" => "mlp.up_proj",
-        "ffn_down" => "mlp.down_proj",
-        _ => return None,
-    };
-    Some(format!("model.layers.{layer}.{part}.{kind}"))
 }

@@ -198,6 +198,8 @@ fn with_values<R>(tensor: &Tensor, read: impl FnOnce(&[f32]) -> R) -> R {
 #[cfg(test)]
 mod beams_tests;
 #[cfg(test)]
+mod gguf_tests;
+#[cfg(test)]
 mod long_tests;
 #[cfg(test)]
 mod recorded;

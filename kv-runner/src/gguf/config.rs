@@ -4,7 +4,7 @@
 use candle_core::quantized::gguf_file::{Content, Value};
 
 use super::metadata::{Metadata, whole};
-use super::rope;
+use super::{recurrence, rope};
 use crate::config::{Architecture, Biases, LayerKind, ModelConfig, Multipliers};
 use crate::error::ConfigError;
 use crate::geometry::{self, ModelGeometry, bounded};
@@ -21,6 +21,19 @@ const END_KEYS: [&str; 8] = [
     "tokenizer.ggml.fim_pad_token_id",
     "tokenizer.ggml.fim_rep_token_id",
     "tokenizer.ggml.fim_sep_token_id",
+];
+
+/// The architectures that run, by their names. Mistral's files have the architecture llama.
+const ARCHITECTURES: [(&str, Architecture); 9] = [
+    ("llama", Architecture::Llama),
+    ("qwen2", Architecture::Qwen2),
+    ("qwen3", Architecture::Qwen3),
+    ("phi3", Architecture::Phi3),
+    ("olmo2", Architecture::Olmo2),
+    ("granite", Architecture::Granite),
+    ("smollm3", Architecture::SmolLm3),
+    ("lfm2", Architecture::Lfm2),
+    ("granitehybrid", Architecture::GraniteHybrid),
 ];
 
 /// Texts of tokens that llama.cpp treats as ends, whatever the keys say.
@@ -56,10 +69,20 @@ pub(super) fn config(
     let metadata = Metadata::new(first);
     let architecture = architecture(&metadata)?;
     refuse_experts(&metadata)?;
+    refuse_encoder(&metadata)?;
+    let is_hybrid = !architecture.recurrent_layers().is_empty();
     let hidden = metadata.required("embedding_length")?;
     let heads = metadata.required("attention.head_count")?;
-    // A list that differs by layer is refused by its name.
-    metadata.count("attention.head_count_kv")?;
+    if !is_hybrid {
+        // A list that differs by layer is refused by its name; layers with a state have no heads.
+        metadata.count("attention.head_count_kv")?;
+    }
+    // Before the layers, so that a file without its sizes is refused by a key.
+    let has = |end: &str| {
+        let mut names = contents.iter().flat_map(|content| content.tensor_infos.keys());
+        names.any(|name| name.ends_with(end))
+    };
+    let recurrence = recurrence::read(&metadata, architecture, hidden, has)?;
     let geometry = geometry::gguf::read(&metadata)?;
     let layer = geometry.uniform(metadata.key("attention.value_length"))?;
     let head_dim = layer.head_dim_k;
@@ -73,7 +96,7 @@ pub(super) fn config(
         architecture,
         layer_kinds: layer_kinds(&metadata, architecture, &geometry)?,
         hidden,
-        intermediate: metadata.required("feed_forward_length")?,
+        intermediate: intermediate(&metadata, architecture)?,
         heads,
         kv_heads: layer.kv_heads,
         head_dim,
@@ -92,9 +115,8 @@ pub(super) fn config(
             pairing: pairing(architecture),
             scaling: rope::scaling(&metadata, rotary_dim, context, short)?,
         },
-        // Files of hybrid models are refused by their architecture.
-        recurrence: None,
-        states: Vec::new(),
+        recurrence,
+        states: if is_hybrid { geometry.states } else { Vec::new() },
         experts: None,
         bos: metadata.general("tokenizer.ggml.bos_token_id").and_then(whole),
         eos: ends(&metadata)?,
@@ -104,14 +126,33 @@ pub(super) fn config(
 
 fn architecture(metadata: &Metadata<'_>) -> Result<Architecture, ConfigError> {
     let name = metadata.architecture();
-    // Mistral's files have the architecture llama.
-    let known = Architecture::of_model_type(name)
-        .filter(|known| *known != Architecture::Mistral && known.recurrent_layers().is_empty());
-    known.ok_or_else(|| ConfigError::Unsupported {
+    let known = ARCHITECTURES.iter().find(|(known, _)| *known == name);
+    known.map(|(_, known)| *known).ok_or_else(|| ConfigError::Unsupported {
         field: "general.architecture",
         got: name.to_owned(),
-        expected: "llama, qwen2, qwen3, phi3, olmo2, granite or smollm3",
+        expected: "llama, qwen2, qwen3, phi3, olmo2, granite, smollm3, lfm2 or granitehybrid",
     })
+}
+
+/// Refuses a model whose tokens see those behind them.
+fn refuse_encoder(metadata: &Metadata<'_>) -> Result<(), ConfigError> {
+    match metadata.value("attention.causal") {
+        Some(Value::Bool(false)) => {
+            let problem = "is false: a model without a cache, which this program does not run";
+            Err(metadata.wrong("attention.causal", problem.to_owned()))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Returns the width of the MLP.
+fn intermediate(metadata: &Metadata<'_>, architecture: Architecture) -> Result<u32, ConfigError> {
+    // The MLP of a model without experts is the shared one of a model with some.
+    const SHARED: &str = "expert_shared_feed_forward_length";
+    match metadata.count(SHARED)? {
+        Some(width) if width > 0 && architecture == Architecture::GraniteHybrid => Ok(width),
+        _ => metadata.required("feed_forward_length"),
+    }
 }
 
 /// Mixtures of experts have the architecture of the model they were made from.
@@ -133,6 +174,7 @@ fn pairing(architecture: Architecture) -> Pairing {
         Architecture::Llama
         | Architecture::Mistral
         | Architecture::Granite
+        | Architecture::GraniteHybrid
         | Architecture::SmolLm3 => Pairing::Interleaved,
         _ => Pairing::Half,
     }
@@ -144,6 +186,15 @@ fn layer_kinds(
     geometry: &ModelGeometry,
 ) -> Result<Vec<LayerKind>, ConfigError> {
     let window = metadata.count("attention.sliding_window")?.filter(|window| *window > 0);
+    if !architecture.recurrent_layers().is_empty() {
+        if let Some(window) = window {
+            let problem = format!("is {window}, but no layer of {architecture} has a window");
+            return Err(metadata.wrong("attention.sliding_window", problem));
+        }
+        // Granite rotates Q and K only where this key says so.
+        let is_tuned = matches!(metadata.value("rope.scaling.finetuned"), Some(Value::Bool(true)));
+        return Ok(geometry.hybrid_kinds(architecture != Architecture::GraniteHybrid || is_tuned));
+    }
     if let (Some(window), Architecture::Olmo2) = (window, architecture) {
         let problem = format!("is {window}: a model of olmo3, which this program does not run");
         return Err(metadata.wrong("attention.sliding_window", problem));
@@ -157,7 +208,7 @@ fn multipliers(
     metadata: &Metadata<'_>,
     architecture: Architecture,
 ) -> Result<Multipliers, ConfigError> {
-    if architecture != Architecture::Granite {
+    if !matches!(architecture, Architecture::Granite | Architecture::GraniteHybrid) {
         return Ok(Multipliers::default());
     }
     let number = |key| Ok::<_, ConfigError>(metadata.positive(key)?.unwrap_or(1.0));

@@ -7,8 +7,8 @@ use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::{Content, TensorInfo, Value, VersionedMagic};
 
 use super::config::config;
-use super::hugging_face_name;
 use super::metadata::Metadata;
+use super::names;
 use crate::config::{Architecture, ModelConfig};
 use crate::error::ConfigError;
 use crate::rope::{Scaling, Yarn};
@@ -62,10 +62,19 @@ fn names_are_translated() {
         (Architecture::Llama, "blk.0.ffn_up.weight", Some("model.layers.0.mlp.up_proj.weight")),
         (Architecture::Phi3, "blk.0.ffn_up.weight", Some("model.layers.0.mlp.gate_up_proj.weight")),
         (Architecture::Llama, "blk.0.ffn_gate_exps.weight", None),
+        (Architecture::Llama, "blk.0.ssm_a", None),
+        (Architecture::GraniteHybrid, "blk.0.ssm_a", Some("model.layers.0.mamba.A_log")),
+        (
+            Architecture::Lfm2,
+            "blk.3.ffn_gate.weight",
+            Some("model.layers.3.feed_forward.w1.weight"),
+        ),
+        (Architecture::Llama, "token_embd_norm.weight", None),
         (Architecture::Llama, "blk.x", None),
         (Architecture::Llama, "v.blk.0.attn_q.weight", None),
     ] {
-        assert_eq!(hugging_face_name(architecture, name).as_deref(), expected, "{name}");
+        let known = names::hugging_face(architecture, name).map(|(known, _)| known);
+        assert_eq!(known.as_deref(), expected, "{name}");
     }
 }
 
@@ -74,7 +83,7 @@ fn architectures_are_run_or_refused_by_name() {
     for name in ["llama", "qwen2", "qwen3", "phi3", "olmo2", "granite", "smollm3"] {
         assert_eq!(read(name, &[]).expect(name).architecture.name(), name);
     }
-    for name in ["gemma3", "mistral", "deepseek2", "mamba", "lfm2", ""] {
+    for name in ["gemma3", "mistral", "deepseek2", "mamba", "lfm2moe", "qwen35", "qwen3next", ""] {
         let error = refused(name, &[]);
         assert!(error.contains(&format!("{name:?} is not supported, expected llama")), "{error}");
     }

@@ -12,8 +12,8 @@ use super::recorded::recorded;
 use super::recorded_tests::{cache, model, read};
 use crate::num::{to_u32, to_usize};
 
-/// Angles of later positions have larger errors in f32, see `recorded_tests`: the largest difference
-/// seen is 1.2e-4, in the Granite with rotary embeddings.
+/// Angles of later positions have larger errors in f32, see `recorded_tests`: the largest
+/// difference seen is 1.2e-4, in the Granite with rotary embeddings.
 const TOLERANCE: f64 = 2e-4;
 
 #[derive(Debug, Deserialize)]
