@@ -5,7 +5,8 @@
 //! which stands for model, format and tenant, and the name of the last chunk, which stands for all
 //! tokens up to the chunk's end. It omits the tokens after the last whole chunk, fewer than a chunk
 //! has: the decode engine computes them in the step of the last token, and their rows would add
-//! megabytes to a message that routers forward.
+//! megabytes to a message that routers forward. In a cache with recurrent states it ends at a
+//! state, whatever its length, and the store has the rows up to there.
 // Reads bytes that may be anything.
 #![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -51,9 +52,10 @@ pub struct Handoff {
 pub struct HandoffGroup {
     /// Root of the names.
     pub root: ChunkName,
-    /// Whole chunks of the prompt.
+    /// Whole chunks of the prompt; none of recurrent states.
     pub chunks: u32,
-    /// Name of the last one; the root's without chunks.
+    /// Name of the last one; the root's without chunks. Of recurrent states, the name of that
+    /// behind the last token.
     pub last: ChunkName,
 }
 

@@ -256,8 +256,8 @@ impl<B: Backend> KvCache<B> {
         Ok(self.state.hold_block(group, block, key)?)
     }
 
-    /// Holds a block of a sequence while its bytes are read, with content that other prompts find or
-    /// without, such as the block that the sequence writes next. Release it before the next step
+    /// Holds a block of a sequence while its bytes are read, with content that other prompts find
+    /// or without, such as the block that the sequence writes next. Release it before the next step
     /// ([`Self::release_hold_after`]), which copies the block otherwise. `None` for an index that
     /// the [block table](CacheState::block_table) has not, or that a window has left.
     ///

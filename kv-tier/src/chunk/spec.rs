@@ -58,8 +58,8 @@ impl ChunkSpec {
     ///
     /// # Errors
     /// [`ChunkSpecError::UnknownGroup`], also for a group without layers;
-    /// [`ChunkSpecError::LayersOnDemand`] for a cache whose number of layers is not fixed; [`ChunkSpecError::TooLarge`] for blocks of more tokens than a
-    /// header holds.
+    /// [`ChunkSpecError::LayersOnDemand`] for a cache whose number of layers is not fixed;
+    /// [`ChunkSpecError::TooLarge`] for blocks of more tokens than a header holds.
     pub fn new(spec: &CacheSpec, group: GroupId) -> Result<Self, ChunkSpecError> {
         if let Some(states) = Self::of_states(spec, group)? {
             return Ok(states);

@@ -384,8 +384,8 @@ impl<B: Backend> Tiers<B> {
     }
 }
 
-/// Returns the lengths of a text behind which there may be states, more than `keep`; none in a cache
-/// without states.
+/// Returns the lengths of a text behind which there may be states, more than `keep`; none in a
+/// cache without states.
 fn ends_of<B: Backend>(cache: &KvCache<B>, probe: &PrefixProbe, keep: u32) -> Vec<u32> {
     if cache.state().spec().states().is_empty() {
         return Vec::new();

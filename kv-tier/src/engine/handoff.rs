@@ -276,7 +276,9 @@ impl<B: Backend> Tiers<B> {
                 at.is_copied = true;
                 let of_sequence = (Some(*sequence), Priority::default());
                 let chunk = device_chunk(cache, (probe, chain), at.chunk, of_sequence);
-                chunk.into_iter().for_each(|chunk| tier.waiting.export(chunk));
+                if let Some(chunk) = chunk {
+                    tier.waiting.export(chunk);
+                }
             }
         }
     }

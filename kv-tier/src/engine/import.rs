@@ -20,28 +20,18 @@ impl<B: Backend> Tiers<B> {
         cache: &mut KvCache<B>,
         of: &Prefetch<ChunkOf<B>>,
     ) -> Result<Option<Import>, TierError> {
-        let has = |chain: &Chain, chunk: u32| {
-            let group = usize::from(chain.group().0);
-            of.held.contains_key(&(group, ChunkAt::Whole(chunk)))
-        };
-        let (upto, chunks) = match of.search {
-            Some(_) => of.held_state().unwrap_or_default(),
-            None => {
-                let upto = reach(&of.probe, &of.chains, u32::MAX, has);
-                let missing =
-                    |(at, chain)| missing(&of.probe, chain, upto).into_iter().map(move |c| (at, c));
-                let chunks = of.chains.iter().enumerate().flat_map(missing);
-                (upto, chunks.map(|(at, c)| (at, ChunkAt::Whole(c))).collect())
-            }
-        };
+        let has_states = of.search.is_some();
+        let (upto, chunks) =
+            if has_states { of.held_state().unwrap_or_default() } else { held_rows(of) };
         let before = of.probe.reused();
-        let hit = if of.search.is_some() { upto } else { of.probe.hit(upto) };
+        let hit = if has_states { upto } else { of.probe.hit(upto) };
         if hit <= before {
             return Ok(None);
         }
-        let reserved = match of.search {
-            Some(_) => cache.reserve_import_with_state(&of.probe, upto),
-            None => cache.reserve_import(&of.probe, upto),
+        let reserved = if has_states {
+            cache.reserve_import_with_state(&of.probe, upto)
+        } else {
+            cache.reserve_import(&of.probe, upto)
         };
         let mut import = match reserved {
             Ok(import) => import,
@@ -157,4 +147,18 @@ impl<B: Backend> Tiers<B> {
             self.decide_writes(&record, ChunkEvent::Reused);
         }
     }
+}
+
+/// Returns the most tokens whose rows are on the device or held, and the chunks to bring.
+fn held_rows<C>(of: &Prefetch<C>) -> (u32, Vec<(usize, ChunkAt)>) {
+    let has = |chain: &Chain, chunk: u32| {
+        let group = usize::from(chain.group().0);
+        of.held.contains_key(&(group, ChunkAt::Whole(chunk)))
+    };
+    let upto = reach(&of.probe, &of.chains, u32::MAX, has);
+    let of_chain = |(group, chain): (usize, &Chain)| {
+        let missing = missing(&of.probe, chain, upto).into_iter();
+        missing.map(move |chunk| (group, ChunkAt::Whole(chunk)))
+    };
+    (upto, of.chains.iter().enumerate().flat_map(of_chain).collect())
 }

@@ -59,7 +59,7 @@ pub(super) enum Linked {
     /// It is inside a chunk.
     Inside,
     /// It is the last one of a chunk.
-    Complete(Complete),
+    Complete(Box<Complete>),
     /// It is the last one of a chunk that lacks earlier blocks.
     Incomplete,
     /// It has no name: the block before is unknown.
@@ -128,7 +128,7 @@ impl Links {
             return Linked::Inside;
         }
         match self.complete(block, &spec, pool) {
-            Some(complete) => Linked::Complete(complete),
+            Some(complete) => Linked::Complete(Box::new(complete)),
             None => Linked::Incomplete,
         }
     }

@@ -9,7 +9,7 @@ use kv_core::num::to_u64;
 use super::done::{Done, Report};
 use super::prefetch::{Again, GRACE, Prefetch, PrefetchId, Stage};
 use super::read::first;
-use super::snapshots::StateSearch;
+use super::search::StateSearch;
 use super::write::bit;
 use super::{ChunkOf, GROUP, STORE, Tiers, Wait};
 use crate::chain::{Chain, ChunkAt, absent, missing, reach};

@@ -10,7 +10,7 @@
 //! | [`follow`] | changes of blocks on the device |
 //! | [`waiting`] | chunks that wait for their copy |
 //! | [`offload`] | device to host memory |
-//! | [`snapshots`] | recurrent states: which to copy, and which to look for |
+//! | [`snapshots`], [`search`] | recurrent states: which to copy, and which to look for |
 //! | [`write`] | host memory to stores |
 //! | [`owed`] | what a store has yet to get |
 //! | [`prefetch`] | prompts that are looked for, and their start |
@@ -42,6 +42,7 @@ mod prompted;
 mod rates;
 mod read;
 mod removal;
+mod search;
 mod snapshots;
 mod stats;
 mod waiting;

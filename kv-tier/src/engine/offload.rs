@@ -198,13 +198,13 @@ fn hold<B: Backend>(
 ) -> Result<bool, CacheError> {
     let (group, before) = (complete.record.group(), held.len());
     for source in &complete.blocks {
-        let hold = match *source {
+        let block = match *source {
             Source::Cached(block, key) => cache.hold_block(group, block, key)?,
             // It may have ended since.
             Source::OfSequence(sequence, _) if !cache.state().contains(sequence) => None,
             Source::OfSequence(sequence, index) => cache.hold_entry(sequence, group, index)?,
         };
-        match hold {
+        match block {
             Some(block) => held.push(block),
             None => {
                 return each(held.drain(before..), |hold| cache.release_hold(hold)).map(|()| false);

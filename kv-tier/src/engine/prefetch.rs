@@ -10,7 +10,7 @@ use kv_core::num::to_u32;
 use kv_core::reuse::{Import, PrefixProbe};
 use kv_core::{CacheError, KvCache, SequenceId, StartOptions};
 
-use super::snapshots::StateSearch;
+use super::search::StateSearch;
 use super::{ChunkOf, GROUP, TierError, Tiers, Wait};
 use crate::chain::{Chain, ChunkAt, absent, last_key, reach};
 use crate::chunk::Verified;

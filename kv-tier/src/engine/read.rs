@@ -143,7 +143,9 @@ impl<B: Backend> Tiers<B> {
                 again.remove(&id);
             }
         }
-        again.into_iter().for_each(|id| self.plan(id));
+        for id in again {
+            self.plan(id);
+        }
     }
 
     /// Expires reads that have not returned, so that the same chunks can be read again.

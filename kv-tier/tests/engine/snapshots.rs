@@ -81,7 +81,8 @@ fn another_process_goes_on_from_a_store() {
     for (number, spec) in specs().into_iter().enumerate() {
         for store in &stores {
             let engine = || {
-                let options = options().with_store_options(Box::new(store.clone()), lane(store));
+                let options =
+                    options().with_store_options(Box::new(Arc::clone(store)), lane(store));
                 Engine::new(spec.clone(), identity(), options)
             };
             for len in [2, 3, 4, 5, 15, 16, 17, 31, 33, 70, 131] {

@@ -156,8 +156,10 @@ impl World {
         let live = &self.live[at];
         let len = self.rng.below(live.tokens.len() as u32 + 1);
         let truncated = self.cache.cache_mut().truncate(live.id, len);
-        use PlanError::{OutOfWindow, StateMissing};
-        if matches!(truncated, Err(CacheError::Plan(OutOfWindow { .. } | StateMissing { .. }))) {
+        let is_kept = |error: &PlanError| {
+            matches!(error, PlanError::OutOfWindow { .. } | PlanError::StateMissing { .. })
+        };
+        if matches!(&truncated, Err(CacheError::Plan(error)) if is_kept(error)) {
             return;
         }
         // Blocks that could not be wiped are no reason to keep the tokens.

@@ -14,6 +14,9 @@
 mod common;
 mod faults;
 mod handoff;
+#[path = "../engine/recurrence.rs"]
+#[expect(dead_code, reason = "shared with the tests of the engine, which use all of it")]
+mod recurrence;
 mod service;
 #[path = "../engine/support.rs"]
 #[expect(dead_code, reason = "shared with the tests of the engine, which use all of it")]
