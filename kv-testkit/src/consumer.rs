@@ -106,7 +106,9 @@ impl Consumer {
         let (known, there): (Vec<_>, Vec<_>) =
             (known.iter().map(fact).collect(), there.iter().map(fact).collect());
         ensure(known == there, || {
-            format!("by events {} contents, in the snapshot {}", known.len(), there.len())
+            let first = known.iter().zip(&there).find(|(a, b)| a != b);
+            let (known, there) = (known.len(), there.len());
+            format!("by events {known} contents, in the snapshot {there}, first {first:?}")
         })
     }
 }

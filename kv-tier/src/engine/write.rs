@@ -158,7 +158,9 @@ impl<B: Backend> Tiers<B> {
     fn note_lost(&mut self, record: &Record, store: usize) {
         self.lost += 1;
         let of = group::of_mut(&mut self.groups, record.group());
-        let last = record.keys.last().filter(|key| of.links.is_on_device(**key));
+        // The blocks of a tail are those of no whole chunk.
+        let is_whole = matches!(record.at, ChunkAt::Whole(_));
+        let last = record.keys.last().filter(|key| is_whole && of.links.is_on_device(**key));
         if let Some(key) = last {
             of.waiting.note_lost(record.last_block(), *key, bit(store));
         }

@@ -292,7 +292,8 @@ impl World {
         }
         let id = SequenceId(self.next);
         self.next += 1;
-        let started = if self.rng.one_in(3) {
+        let in_step = self.rng.one_in(3);
+        let started = if in_step {
             self.start_in_next_step(prefetch, id, &asked)
         } else {
             self.cache.start(prefetch, id, asked.options())
@@ -329,7 +330,13 @@ impl World {
                 assert!(is_known, "{error}");
                 self.disarm();
                 let without = self.cache.cache_mut().start(id, &asked.prompt, asked.options());
-                assert!(without.is_err(), "{error}, but {without:?} without tiers");
+                // In a step the import held blocks beside those that the sequence takes, and
+                // nothing tries again without it.
+                let message = format!("{error}, but {without:?} without tiers");
+                assert!(without.is_err() || in_step, "{message}");
+                if without.is_ok() {
+                    self.cache.cache_mut().release(id).unwrap();
+                }
             }
             Err(error) => panic!("{error}"),
         }
