@@ -18,6 +18,7 @@ use super::prefetch::Prefetch;
 use super::search::StateSearch;
 use super::{ChunkOf, GROUP, Tiers};
 use crate::chain::{Chain, ChunkAt, with_state};
+use crate::record::Record;
 
 /// The snapshots on the device that wait for their copy to host memory. They leave with the
 /// device's, so that their number is bounded.
@@ -200,7 +201,7 @@ impl<B: Backend> Tiers<B> {
         lengths
     }
 
-    /// Returns the longest length of a prompt, up to `most`, whose states and rows are on the
+    /// Returns the longest length of a prompt whose states and rows are on the
     /// device or in chunks that `has` says, and these chunks. All of them fit host memory at a
     /// time.
     fn best_state(
@@ -378,7 +379,7 @@ pub(super) fn device_chunk<B: Backend>(
             blocks.push(full.map_or_else(part, |full| full.cached.map(cached))?);
         }
     }
-    let record = crate::record::Record { priority, ..chain.record(probe, at) };
+    let record = Record { priority, ..chain.record(probe, at) };
     Some(Complete { record, blocks: blocks.into() })
 }
 
@@ -389,9 +390,8 @@ fn is_text<B: Backend>(
     (probe, len): (&PrefixProbe, u32),
 ) -> bool {
     let Some(text) = cache.state().sequence_text(sequence) else { return false };
-    let first = |tokens: &[u32]| tokens.get(..to_usize(len)).map(<[u32]>::to_vec);
-    let is_same = first(&text.tokens).is_some() && first(&text.tokens) == first(probe.prompt());
-    is_same
+    let first = probe.prompt().get(..to_usize(len));
+    first.is_some_and(|first| text.tokens.starts_with(first))
         && (text.salt, text.adapter) == (probe.salt(), probe.adapter())
         && *text.contents == *probe.content_spans()
 }
