@@ -66,7 +66,8 @@ impl BlockContent {
     /// blocks before, of which [`Self::cut`] makes the same parts.
     pub(crate) fn join(parts: &[Self], begin: u32, spans: &mut Vec<ContentSpan>) {
         for part in parts {
-            let first = (begin + part.inside).saturating_sub(part.offset);
+            let first = (begin + part.inside).checked_sub(part.offset);
+            let first = first.invariant("a part is not further into its content than its position");
             let same = |span: &&mut ContentSpan| {
                 span.id == part.id && span.begin == first && span.len == part.offset
             };
