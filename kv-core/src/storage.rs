@@ -27,11 +27,13 @@ fn check_rows(capabilities: &Capabilities, planes: &BlockPlanes) -> Result<(), D
         DeviceError::new(DeviceErrorKind::Unsupported, "allocate planes").with_detail(problem)
     };
     for (plane, layout) in planes.as_slice() {
-        if matches!(plane, PlaneRole::State(_)) {
-            continue; // Bytes that are copied and converted.
+        // Parts of states are copied and converted: of any length, and by every device in elements.
+        let is_state = matches!(plane, PlaneRole::State(_));
+        if is_state && !layout.format().is_quantised() {
+            continue;
         }
         let dim = layout.head_dim();
-        if !capabilities.takes_head_dim(dim) {
+        if !is_state && !capabilities.takes_head_dim(dim) {
             let (multiple, max) = (capabilities.head_dim_multiple, capabilities.head_dim_max);
             return Err(unsupported(format!(
                 "head_dim {dim} of {plane}, multiples of {multiple} up to {max} are taken"

@@ -220,6 +220,16 @@ impl KvFormat {
         }
     }
 
+    /// Returns the unquantised format of an element type, `None` for integers.
+    pub const fn of_element(dtype: DType) -> Option<Self> {
+        match dtype {
+            DType::F32 => Some(Self::F32),
+            DType::F16 => Some(Self::F16),
+            DType::Bf16 => Some(Self::Bf16),
+            DType::U32 => None,
+        }
+    }
+
     /// Returns whether rows are quantised.
     pub const fn is_quantised(self) -> bool {
         self.element().is_none()

@@ -14,8 +14,8 @@ use crate::ids::GroupId;
 use crate::invariant::Invariant;
 use crate::plan::AttendParts;
 use crate::plan::{
-    AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs,
-    GatherPlan, WriteArgs, WritePlan,
+    AttendArgs, AttentionPlan, ConvertArgs, ConvertEnds, ConvertPlan, CopyArgs, CopyPlan,
+    GatherArgs, GatherPlan, WriteArgs, WritePlan,
 };
 use crate::storage::{AnyBuffer, PlaneView, StorageView};
 use crate::tensor::{TokenTensor, TokenTensorMut};
@@ -210,9 +210,20 @@ impl<Q: Queue> Queue for Erased<Q> {
         self.0.gather(plan, args)
     }
     fn convert(&mut self, plan: &ConvertPlan, args: ConvertArgs<'_, AnyBuffer>) -> Recorded {
-        let (src, dst) = args.into_parts();
-        let args = ConvertArgs::from_parts(input(src, "convert src")?, output(dst, "convert dst")?);
-        self.0.convert(plan, args)
+        const SRC: &str = "convert src";
+        const DST: &str = "convert dst";
+        let ends = match args.into_ends() {
+            ConvertEnds::Tensors(src, dst) => {
+                ConvertEnds::Tensors(input(src, SRC)?, output(dst, DST)?)
+            }
+            ConvertEnds::Encode(src, dst) => {
+                ConvertEnds::Encode(input(src, SRC)?, dst.try_map(|buffer| cast(buffer, DST))?)
+            }
+            ConvertEnds::Decode(src, dst) => {
+                ConvertEnds::Decode(src.try_map(|buffer| cast(buffer, SRC))?, output(dst, DST)?)
+            }
+        };
+        self.0.convert(plan, ConvertArgs::from_ends(ends))
     }
     fn flush(&mut self) -> Recorded {
         self.0.flush()

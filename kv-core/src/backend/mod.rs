@@ -344,7 +344,8 @@ pub trait Queue: fmt::Debug + Send + 'static {
         plan: &GatherPlan<'_>,
         args: GatherArgs<'_, Self::Buffer>,
     ) -> Result<(), DeviceError>;
-    /// Records a change of axes and element type of a batch of rows.
+    /// Records a change of axes and element type of a batch of rows, or encodes or decodes it: see
+    /// [`ConvertPlan::encodes`](crate::plan::ConvertPlan::encodes).
     ///
     /// # Errors
     /// `Unsupported`, `OutOfRange`, `ForeignHandle` or `Lost`.

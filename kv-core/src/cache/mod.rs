@@ -12,6 +12,7 @@ mod open;
 mod reads;
 mod recalibrate;
 mod state;
+mod state_parts;
 mod states;
 mod step;
 #[cfg(test)]

@@ -1,16 +1,11 @@
 //! Recurrent states of sequences in the open step: reads, writes, and slots for kernels in place.
 use crate::backend::{Backend, Queue};
 use crate::cache::state::{CacheState, StatePlace};
+use crate::cache::state_parts::{Copies, Direction, Part};
 use crate::cache::{KvCache, Step};
 use crate::error::{CacheError, PlanError};
-use crate::geometry::Axes;
-use crate::ids::{BlockId, GroupId, LayerId, PlaneRole, SequenceId};
-use crate::invariant::Invariant;
-use crate::num::to_u32;
-use crate::plan::{ConvertArgs, ConvertPlan};
-use crate::spec::{SnapshotsSpec, StatePart, StatesSpec};
-use crate::storage::KvStorage;
-use crate::tensor::{EntryShape, TensorView, TensorViewMut};
+use crate::ids::{GroupId, LayerId, SequenceId};
+use crate::tensor::{TensorView, TensorViewMut};
 
 impl<B: Backend> Step<'_, B> {
     /// Reads a part of a layer's recurrent state of every entry of the batch, as it was before this
@@ -168,8 +163,8 @@ impl<B: Backend> KvCache<B> {
         let shape = of.shape(entries);
         out.check_entries(&shape)?;
         for entry in 0..entries {
-            let from = of.slot(state.read_slot(place.group, entry));
-            of.convert(queue, from, out.entry(&shape, entry))?;
+            let slot = state.read_slot(place.group, entry);
+            queue.convert(&of.plan, of.load(slot, out.entry(&shape, entry))?)?;
         }
         Ok(())
     }
@@ -193,7 +188,7 @@ impl<B: Backend> KvCache<B> {
             let Some(slot) = state.write_slot(place.group, entry, tokens) else {
                 continue;
             };
-            of.convert(queue, values.entry(&shape, entry), of.slot_mut(slot))?;
+            queue.convert(&of.plan, of.store(values.entry(&shape, entry), slot)?)?;
         }
         state.mark_state(place, tokens);
         Ok(())
@@ -266,115 +261,5 @@ impl<B: Backend> KvCache<B> {
     pub(super) fn keep_last_state(&mut self, sequence: SequenceId) {
         // The sequence ends all the same; other prompts compute its tokens again.
         let _ = self.keep_state(sequence);
-    }
-}
-
-/// The direction of a copy between slots and snapshots.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Direction {
-    /// From a slot to a snapshot.
-    Keep,
-    /// From a snapshot to a slot.
-    Restore,
-}
-
-/// Slots and snapshots of one group of states.
-struct Copies<'a, Buf> {
-    spec: &'a StatesSpec,
-    kept: &'a SnapshotsSpec,
-    slots: &'a KvStorage<Buf>,
-    snapshots: &'a KvStorage<Buf>,
-    group: usize,
-}
-
-/// The storages of all groups of states, and of their snapshots.
-type Storages<'a, Buf> = (&'a CacheState, &'a [KvStorage<Buf>], &'a [Option<KvStorage<Buf>>]);
-
-impl<'a, Buf: 'static> Copies<'a, Buf> {
-    fn of((state, states, snapshots): Storages<'a, Buf>, group: usize) -> Self {
-        let spec = state.spec().states().get(group).invariant(super::STORAGE);
-        let kept = spec.snapshots().invariant(super::STORAGE);
-        let slots = states.get(group).invariant(super::STORAGE);
-        let snapshots = snapshots.get(group).and_then(Option::as_ref).invariant(super::STORAGE);
-        Self { spec, kept, slots, snapshots, group }
-    }
-
-    /// Records the copy of a state between a slot and a snapshot, part by part in every layer.
-    fn record<Q: Queue<Buffer = Buf>>(
-        &self,
-        queue: &mut Q,
-        (slot, block): (u32, BlockId),
-        direction: Direction,
-    ) -> Result<(), CacheError> {
-        for (part, (own, kept)) in self.spec.parts().iter().zip(self.kept.parts()).enumerate() {
-            for layer in 0..self.spec.layers().len() {
-                let place = StatePlace { group: self.group, layer, part };
-                let own = Part::new(own, self.slots, place);
-                let kept = Part::new(kept, self.snapshots, place);
-                match direction {
-                    Direction::Keep => own.convert(queue, own.slot(slot), kept.slot_mut(block.0)),
-                    Direction::Restore => {
-                        own.convert(queue, kept.slot(block.0), own.slot_mut(slot))
-                    }
-                }?;
-            }
-        }
-        Ok(())
-    }
-}
-
-/// A part of a layer's state, and the plane that has its slots.
-struct Part<'a, Buf> {
-    spec: &'a StatePart,
-    storage: &'a KvStorage<Buf>,
-    place: StatePlace,
-    plan: ConvertPlan,
-}
-
-impl<'a, Buf: 'static> Part<'a, Buf> {
-    fn of(state: &'a CacheState, states: &'a [KvStorage<Buf>], place: StatePlace) -> Self {
-        let spec = state.spec().states().get(place.group).invariant(super::STORAGE);
-        let spec = spec.parts().get(place.part).invariant(super::STORAGE);
-        Self::new(spec, states.get(place.group).invariant(super::STORAGE), place)
-    }
-
-    fn new(spec: &'a StatePart, storage: &'a KvStorage<Buf>, place: StatePlace) -> Self {
-        // Values lie together: any rows that they divide into are the same bytes.
-        let plan = ConvertPlan::new(&[spec.values() / spec.row()]);
-        let plan = plan.invariant("the values of a part are counted in 32 bits");
-        Self { spec, storage, place, plan }
-    }
-
-    fn shape(&self, entries: usize) -> EntryShape {
-        EntryShape::new(to_u32(entries), self.spec.shape(), self.spec.values(), self.spec.row())
-    }
-
-    /// Returns buffer and offset of a slot.
-    fn locate(&self, slot: u32) -> (&'a Buf, u64) {
-        let role = u8::try_from(self.place.part).invariant("a state has few parts");
-        let plane = self.storage.plane(self.place.layer, PlaneRole::State(role));
-        let plane = plane.invariant("states have memory from the beginning");
-        let (segment, offset) = plane.layout().locate(slot);
-        (plane.segment(segment).invariant("a slot lies in a segment"), offset)
-    }
-    fn dims(&self) -> [u32; 3] {
-        [self.spec.values() / self.spec.row(), 1, self.spec.row()]
-    }
-    fn slot(&self, slot: u32) -> TensorView<'a, Buf> {
-        let (buffer, offset) = self.locate(slot);
-        TensorView::device(self.spec.dtype(), buffer, offset, &self.dims())
-    }
-    fn slot_mut(&self, slot: u32) -> TensorViewMut<'a, Buf> {
-        let (buffer, offset) = self.locate(slot);
-        TensorViewMut::device(self.spec.dtype(), buffer, offset, &self.dims())
-    }
-    fn convert<Q: Queue<Buffer = Buf>>(
-        &self,
-        queue: &mut Q,
-        from: TensorView<'_, Buf>,
-        to: TensorViewMut<'_, Buf>,
-    ) -> Result<(), CacheError> {
-        let args = ConvertArgs::new(&self.plan, (from, Axes::Thd), (to, Axes::Thd))?;
-        Ok(queue.convert(&self.plan, args)?)
     }
 }

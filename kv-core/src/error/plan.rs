@@ -1,7 +1,7 @@
 //! Requests that the cache cannot fulfil in its present state.
 use std::fmt;
 
-use kv_format::DType;
+use kv_format::{DType, KvFormat};
 
 use crate::dims::Dims;
 use crate::error::{OptionProblem, StateProblem, UnknownName};
@@ -193,6 +193,14 @@ pub enum PlanError {
         expected: &'static str,
         /// The type given.
         got: DType,
+    },
+    /// Rows that [`ConvertPlan::encodes`](crate::plan::ConvertPlan::encodes) does not list.
+    #[error("rows in {dtype} are not converted to and from stored rows in {format}")]
+    Conversion {
+        /// The element type of the tensor.
+        dtype: DType,
+        /// The stored format.
+        format: KvFormat,
     },
     /// The query heads are not a multiple of the kv heads.
     #[error("{q_heads} query heads are not a multiple of {kv_heads} kv heads")]

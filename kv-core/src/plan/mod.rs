@@ -25,7 +25,7 @@ pub(crate) use attend::AttendParts;
 pub use attend::{AttendArgs, AttentionOptions, AttentionPlan, Mask};
 pub(crate) use batch::SplitPolicy;
 pub use batch::{BatchEntry, PlanBuffers, PlanId, PlannedSequence};
-pub use convert::{ConvertArgs, ConvertPlan};
+pub use convert::{ConvertArgs, ConvertEnds, ConvertPlan, StoredRows};
 pub use copy::{BlockCopy, CopyArgs, CopyPlan};
 pub use gather::{GatherArgs, GatherPlan, GatherRange};
 pub(crate) use growth::Growth;

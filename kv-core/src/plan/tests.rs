@@ -1,10 +1,10 @@
 //! Guarantees of plans, and refusals.
-use kv_format::KvFormat;
+use kv_format::{DType, KvFormat};
 
 use super::*;
 use crate::block::BlockTables;
 use crate::error::PlanError;
-use crate::geometry::{BlockOrder, PlaneLayout, PlaneShape};
+use crate::geometry::{Axes, BlockOrder, PlaneLayout, PlaneShape};
 use crate::ids::{BlockId, Slot};
 use crate::storage::PlaneView;
 use crate::tensor::{TensorView, TensorViewMut};
@@ -182,6 +182,29 @@ fn conversions_take_lengths_or_prefix_sums() {
         assert!(matches!(refused, Err(PlanError::Option { option: "cu_seqlens", .. })));
     }
     assert!(matches!(ConvertPlan::new(&[u32::MAX, 1]), Err(PlanError::TooMany { .. })));
+}
+
+#[test]
+fn stored_rows_follow_each_other() {
+    let plan = ConvertPlan::new(&[2, 0, 1]).unwrap();
+    let values = [0.0_f32; 240];
+    let src = || (TensorView::host(&values, &[3, 2, 40]), Axes::Thd);
+    let buffer = ();
+    let mut args = ConvertArgs::encode(&plan, src(), (KvFormat::Q8_0, &buffer, 10)).unwrap();
+    assert!(args.outputs().iter().all(Option::is_none), "no output is in host memory");
+    let ConvertEnds::Encode(_, rows) = args.ends() else { panic!("a tensor is encoded") };
+    assert_eq!((rows.tokens(), rows.heads(), rows.dim(), rows.offset()), (3, 2, 40, 10));
+    // Blocks of 32 values in 34 bytes: two in a row.
+    assert_eq!((rows.row_bytes(), rows.bytes()), (68, 6 * 68));
+
+    let odd = ConvertArgs::encode(&plan, src(), (KvFormat::Q8_0, &buffer, 3)).map(|_| ());
+    assert_eq!(odd, Err(PlanError::Misaligned { tensor: "dst", align: 2 }));
+    let listed = |dtype| KvFormat::all().filter(move |of| ConvertPlan::encodes(dtype, *of));
+    assert_eq!(listed(DType::F32).collect::<Vec<_>>(), [KvFormat::Q8_0]);
+    assert_eq!([DType::F16, DType::Bf16, DType::U32].map(|of| listed(of).count()), [0; 3]);
+    let other = ConvertArgs::encode(&plan, src(), (KvFormat::F16, &buffer, 0)).unwrap_err();
+    let words = "rows in f32 are not converted to and from stored rows in f16";
+    assert_eq!(other.to_string(), words);
 }
 
 fn planned(q_len: u32, kv_len: u32) -> PlannedSequence {

@@ -8,11 +8,36 @@ use crate::num::{to_u32, to_u64};
 use crate::storage::BlockPlanes;
 use crate::tensor::Dims;
 
-/// Values to which a part of a state is padded, so that every slot begins at a multiple of 16
-/// bytes.
-const VALUES_MULTIPLE: u32 = 16;
 /// The most values that a conversion takes as a row.
 const ROW_MAX: u32 = 512;
+/// Values that share a scale in a quantised snapshot.
+const SCALED: u32 = 32;
+
+/// Returns the multiple of values to which a part is padded, so that every slot begins at a
+/// multiple of 16 bytes.
+fn padding(format: KvFormat) -> u32 {
+    match format {
+        // Eight blocks of 34 bytes.
+        KvFormat::Q8_0 => 8 * SCALED,
+        _ => 16,
+    }
+}
+
+/// Returns the values of the rows as which a conversion takes a part: near a row of attention, so
+/// that it runs in parallel.
+pub(super) fn row_of(values: u32, format: KvFormat) -> u32 {
+    let divisor = |multiple: u32| {
+        let mut rows = (1..=ROW_MAX).rev().filter(|row| row.is_multiple_of(multiple));
+        rows.find(|row| values.is_multiple_of(*row))
+    };
+    if format.is_quantised() {
+        // Blocks with a scale begin anew in every row. A part that does not divide into whole blocks
+        // is one row, whose last block is padded with zeros.
+        divisor(SCALED).unwrap_or(values)
+    } else {
+        divisor(1).unwrap_or(1)
+    }
+}
 /// The most axes of a part: a tensor has one more, for the entries of a batch.
 const AXES_MAX: usize = 3;
 
@@ -29,7 +54,7 @@ pub struct StatesBuilder {
     grid: u32,
 }
 
-/// The element type in which snapshots keep a state.
+/// The form in which snapshots keep a state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum StateFormat {
@@ -39,13 +64,31 @@ pub enum StateFormat {
     /// moves logits by about a thousandth of their deviation.
     #[default]
     F16,
+    /// [`KvFormat::Q8_0`] for parts in f32: a byte for each value and a scale in f16 for 32; the
+    /// others as they are, for they are small: windows of convolutions. Takes about a quarter of a
+    /// recurrence in f32.
+    ///
+    /// The error of a value is about half a step of its block at most, where a step is the largest
+    /// magnitude of the 32 values over 127. Values beyond 127 * 65504, infinities among them, become that; a NaN makes the 32 values of
+    /// its block NaN.
+    Int8,
+}
+
+/// Returns the format of an unquantised part, which must be in f32, f16 or bf16.
+fn element(dtype: DType) -> Result<KvFormat, SpecError> {
+    KvFormat::of_element(dtype).ok_or_else(|| {
+        let problem = SpecConflict::StateType { got: dtype };
+        SpecError::Conflict { what: "a part of a state", problem }
+    })
 }
 
 impl StateFormat {
-    fn of(self, dtype: DType) -> DType {
+    /// Returns the format in which snapshots keep a part.
+    fn of(self, dtype: DType) -> Result<KvFormat, SpecError> {
         match (self, dtype) {
-            (Self::F16, DType::F32) => DType::F16,
-            _ => dtype,
+            (Self::F16, DType::F32) => Ok(KvFormat::F16),
+            (Self::Int8, DType::F32) => Ok(KvFormat::Q8_0),
+            _ => element(dtype),
         }
     }
 }
@@ -117,7 +160,10 @@ impl StatesBuilder {
         // The slot after the last stays zero: sequences begin with it.
         let overflow = || SpecError::Overflow { what: "slots of states" };
         let blocks = slots.checked_add(1).ok_or_else(overflow)?;
-        let parts = self.parts.iter().map(|(shape, dtype)| StatePart::new(shape, *dtype, blocks));
+        let parts = self.parts.iter().map(|(shape, dtype)| {
+            let format = element(*dtype)?;
+            StatePart::new(shape, format, blocks)
+        });
         let parts = parts.collect::<Result<Vec<_>, _>>()?;
         let planes = BlockPlanes::states(parts.iter().map(|part| part.layout))?;
         let snapshots = (self.snapshots > 0).then(|| self.build_snapshots(&parts)).transpose()?;
@@ -127,8 +173,8 @@ impl StatesBuilder {
 
     fn build_snapshots(&self, parts: &[StatePart]) -> Result<SnapshotsSpec, SpecError> {
         let parts = parts.iter().map(|part| {
-            let shape = part.shape.as_slice();
-            StatePart::new(shape, self.format.of(part.dtype), self.snapshots)
+            let format = self.format.of(part.dtype())?;
+            StatePart::new(part.shape.as_slice(), format, self.snapshots)
         });
         let parts = parts.collect::<Result<Vec<_>, _>>()?;
         let planes = BlockPlanes::states(parts.iter().map(|part| part.layout))?;
@@ -168,7 +214,7 @@ impl SnapshotsSpec {
     pub fn count(&self) -> u32 {
         self.count
     }
-    /// Returns the element type in which they are kept.
+    /// Returns the form in which they are kept.
     pub fn format(&self) -> StateFormat {
         self.format
     }
@@ -190,24 +236,14 @@ impl SnapshotsSpec {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StatePart {
     shape: Dims,
-    dtype: DType,
     values: u32,
-    /// A divisor of `values`, near a row of attention, so that conversions run in parallel.
+    /// A divisor of `values`.
     row: u32,
     layout: PlaneLayout,
 }
 
 impl StatePart {
-    fn new(shape: &[u32], dtype: DType, num_blocks: u32) -> Result<Self, SpecError> {
-        let format = match dtype {
-            DType::F32 => KvFormat::F32,
-            DType::F16 => KvFormat::F16,
-            DType::Bf16 => KvFormat::Bf16,
-            other => {
-                let problem = SpecConflict::StateType { got: other };
-                return Err(SpecError::Conflict { what: "a part of a state", problem });
-            }
-        };
+    fn new(shape: &[u32], format: KvFormat, num_blocks: u32) -> Result<Self, SpecError> {
         let axes = shape.len();
         if axes > AXES_MAX {
             let (got, max) = (to_u64(axes), to_u64(AXES_MAX));
@@ -217,7 +253,7 @@ impl StatePart {
             return Err(SpecError::Zero { field: "values of a part of a state" });
         }
         let values = shape.iter().try_fold(1_u32, |product, extent| product.checked_mul(*extent));
-        let padded = values.and_then(|values| values.checked_next_multiple_of(VALUES_MULTIPLE));
+        let padded = values.and_then(|values| values.checked_next_multiple_of(padding(format)));
         let overflow = || SpecError::Overflow { what: "values of a part of a state" };
         let (values, padded) = values.zip(padded).ok_or_else(overflow)?;
         let layout = PlaneLayout::new(PlaneShape {
@@ -228,17 +264,20 @@ impl StatePart {
             order: BlockOrder::Nhd,
             format,
         })?;
-        let row = (1..=ROW_MAX).rev().find(|row| values.is_multiple_of(*row)).unwrap_or(1);
-        Ok(Self { shape: Dims::new(shape), dtype, values, row, layout })
+        Ok(Self { shape: Dims::new(shape), values, row: row_of(values, format), layout })
     }
 
     /// Returns the extents, at most three.
     pub fn shape(&self) -> Dims {
         self.shape
     }
-    /// Returns the element type in which the cache keeps it.
+    /// Returns the element type of the values; f32 for a part that is kept quantised.
     pub fn dtype(&self) -> DType {
-        self.dtype
+        self.format().element().unwrap_or(DType::F32)
+    }
+    /// Returns the format in which the cache keeps it.
+    pub fn format(&self) -> KvFormat {
+        self.layout.format()
     }
     /// Returns the number of values.
     pub fn values(&self) -> u32 {

@@ -139,6 +139,53 @@ fn layers_have_rows_a_state_or_both() {
 }
 
 #[test]
+fn snapshots_keep_each_part_in_their_form() {
+    let kept = |format: StateFormat| {
+        let spec = builder().states([0], |states| {
+            let states = states.part([3, 5], DType::F32).part([320], DType::F32);
+            states.part([7], DType::Bf16).slots(4).snapshots(2, format)
+        });
+        let spec = spec.build().unwrap();
+        let of = &spec.states()[0];
+        // Slots are the same beside snapshots of any form: 15, 320 and 7 values.
+        assert_eq!(of.parts().iter().map(StatePart::slot_bytes).sum::<u64>(), 64 + 1280 + 32);
+        let parts = of.snapshots().unwrap().parts();
+        parts.iter().map(|p| (p.format(), p.dtype(), p.slot_bytes(), p.row())).collect::<Vec<_>>()
+    };
+    let windows = (KvFormat::Bf16, DType::Bf16, 32, 7);
+    let [f32, f16, q8_0] = [KvFormat::F32, KvFormat::F16, KvFormat::Q8_0];
+    let same = [(f32, DType::F32, 64, 15), (f32, DType::F32, 1280, 320), windows];
+    assert_eq!(kept(StateFormat::Same), same);
+    let rounded = [(f16, DType::F16, 32, 15), (f16, DType::F16, 640, 320), windows];
+    assert_eq!(kept(StateFormat::F16), rounded);
+    // Padded to eight blocks of 34 bytes, and to sixteen.
+    let quantised = [(q8_0, DType::F32, 272, 15), (q8_0, DType::F32, 544, 320), windows];
+    assert_eq!(kept(StateFormat::Int8), quantised);
+}
+
+#[test]
+fn rows_of_quantised_parts_are_whole_blocks_or_the_part() {
+    use super::states::row_of;
+    // The largest divisor up to 512 that is a multiple of 32, else all values.
+    let cases = [
+        (1, 1, 1),
+        (31, 31, 31),
+        (32, 32, 32),
+        (100, 100, 100),
+        (1009, 1, 1009),
+        (1024, 512, 512),
+        (32 * 37, 296, 32),
+        (128 * 128 * 3, 512, 512),
+        (96 * 11, 352, 352),
+        (600, 300, 600),
+    ];
+    for (values, plain, blocks) in cases {
+        let rows = [KvFormat::F16, KvFormat::Q8_0].map(|format| row_of(values, format));
+        assert_eq!(rows, [plain, blocks], "{values} values");
+    }
+}
+
+#[test]
 fn impossible_states_are_refused() {
     type Set = fn(StatesBuilder) -> StatesBuilder;
     let build = |layers: &[u16], set: Set| {

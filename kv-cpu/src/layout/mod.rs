@@ -1,5 +1,7 @@
-//! Addresses of values: rows of the caller's tensors, and rows in the blocks of a plane.
+//! Addresses of values: rows of the caller's tensors, rows in the blocks of a plane,
+//! and stored rows without blocks.
 mod plane;
+mod stored;
 mod tensor;
 
 use kv_core::DType;
@@ -7,6 +9,7 @@ use kv_core::error::{DeviceError, DeviceErrorKind};
 use kv_cpu_kernels::Element;
 
 pub(crate) use plane::{PlaneRows, RowScale};
+pub(crate) use stored::{StoredIn, StoredOut};
 pub(crate) use tensor::{Room, RowAt, RowsIn, RowsOut};
 
 /// Creates an `Unsupported` error with its detail.

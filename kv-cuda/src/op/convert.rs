@@ -1,6 +1,6 @@
 //! Conversion of axes and element type.
 use kv_core::error::DeviceError;
-use kv_core::plan::{ConvertArgs, ConvertPlan};
+use kv_core::plan::{ConvertArgs, ConvertEnds, ConvertPlan};
 
 use super::pad::{self, Owned};
 use super::warps4;
@@ -8,7 +8,7 @@ use crate::buffer::CudaBuffer;
 use crate::gpu::Launch;
 use crate::params::{ConvertParams, Entry};
 use crate::queue::{CudaQueue, Parts};
-use crate::tensors::Room;
+use crate::tensors::{Room, unsupported};
 use kv_core::num::to_u32;
 
 const OPERATION: &str = "convert";
@@ -18,12 +18,15 @@ pub(crate) fn convert(
     plan: &ConvertPlan,
     mut args: ConvertArgs<'_, CudaBuffer>,
 ) -> Result<(), DeviceError> {
+    let ConvertEnds::Tensors(src, dst) = args.ends() else {
+        return Err(unsupported(OPERATION, "no kernel encodes or decodes rows"));
+    };
     let entries: Vec<_> = plan.entries().map(|(start, len)| Entry { start, len }).collect();
     let longest = entries.iter().map(|entry| entry.len).max().unwrap_or(0);
     let room = Room { entries: plan.batch(), longest, total: plan.total() };
     let Parts { call, pack, .. } = queue.parts(OPERATION);
-    let dst = call.output(args.dst(), room)?;
-    let (src, from) = call.input(args.src(), room, pack)?;
+    let dst = call.output(dst, room)?;
+    let (src, from) = call.input(src, room, pack)?;
     let entries_at = pack.push(&entries);
     let base = queue.send()?;
     let params = ConvertParams {

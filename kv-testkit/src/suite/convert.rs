@@ -1,4 +1,6 @@
-//! Changes of axes and element types of plain tensors.
+//! Changes of axes and element types of plain tensors, and conversions to and from stored rows.
+mod stored;
+
 use kv_core::backend::Queue;
 use kv_core::error::PlanError;
 use kv_core::plan::{ConvertArgs, ConvertPlan};
@@ -19,6 +21,9 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
         case("convert/padding_and_places", paddings),
         case("convert/host_outputs", host_outputs),
         case("convert/refuses_bad_lengths", refusals),
+        case("convert/stored_rows", stored::rows),
+        case("convert/stored_limits", stored::limits),
+        case("convert/stored_refusals", stored::refusals),
     ]
 }
 

@@ -1,9 +1,10 @@
 //! Conversion of axes and element type.
 use kv_core::error::DeviceError;
-use kv_core::plan::{ConvertArgs, ConvertPlan};
+use kv_core::plan::{ConvertArgs, ConvertEnds, ConvertPlan};
 
 use super::pad::{self, Owned};
 use crate::buffer::WgpuBuffer;
+use crate::device::unsupported;
 use crate::params::ConvertParams;
 use crate::pipelines::Kernel;
 use crate::queue::WgpuQueue;
@@ -27,6 +28,9 @@ pub(crate) fn convert(
     plan: &ConvertPlan,
     mut args: ConvertArgs<'_, WgpuBuffer>,
 ) -> Result<(), DeviceError> {
+    let ConvertEnds::Tensors(src, dst) = args.ends() else {
+        return Err(unsupported(OPERATION, "no kernel encodes or decodes rows"));
+    };
     let (mut entries, mut longest) = (Vec::new(), 0);
     for (start, len) in plan.entries() {
         entries.extend([start, len]);
@@ -34,8 +38,8 @@ pub(crate) fn convert(
     }
     let room = Room { entries: plan.batch(), longest, total: plan.total() };
     let mut call = queue.call(OPERATION);
-    let (dst, written) = call.output(args.dst(), room)?;
-    let (src, read) = call.input(args.src(), room)?;
+    let (dst, written) = call.output(dst, room)?;
+    let (src, read) = call.input(src, room)?;
     let lists: Slot = call.recorder.push(&entries)?.into();
     let num_entries = to_u32(plan.batch());
     let params =

@@ -19,6 +19,7 @@ pub(super) fn cases() -> Vec<Case> {
         case("states/turns_of_a_chat", snapshots::turns),
         case("states/branches_splits_and_tenants", snapshots::branches),
         case("states/snapshots_in_f16", snapshots::rounded),
+        case("states/snapshots_in_int8", snapshots::quantised),
         case("states/random_operations_with_snapshots", random::random_with_snapshots),
     ]
 }

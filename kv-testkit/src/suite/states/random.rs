@@ -114,12 +114,18 @@ pub(super) fn random_with_snapshots(backend: &AnyBackend) -> CaseResult {
         let faults = FaultInjector::new(backend.clone());
         let device = AnyBackend::new(faults.clone());
         // So few snapshots and blocks that most are evicted.
+        let format = match seed / 2 % 3 {
+            0 => StateFormat::Same,
+            1 => StateFormat::Int8,
+            _ => StateFormat::F16,
+        };
         let states = move |states: StatesBuilder| {
             let grid = if seed % 3 == 2 { 3 } else { 1 };
-            let states = states.slots(24).drafts(2).snapshots(10, StateFormat::Same).grid(grid);
+            let states = states.slots(24).drafts(2).snapshots(10, format).grid(grid);
             if seed % 2 == 1 { states.snapshots_per_path(2) } else { states }
         };
         let mut run = Recurrence::new(&device, spec_with(&device, states, 48)?)?;
+        run.keep_as(format);
         let mut rng = Rng::new(seed);
         for operation in 0..400 {
             operate_on_prompts(&mut run, &faults, &mut rng, &mut reused)

@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 
 use kv_core::backend::{AnyBackend, Backend, Queue};
-use kv_core::spec::StatesBuilder;
+use kv_core::spec::{StateFormat, StatesBuilder};
 use kv_core::{
     Axes, CacheError, CacheSpec, DType, KvCache, SequenceId, StartOptions, Step, StepInput,
     TensorView, TensorViewMut,
@@ -76,7 +76,9 @@ pub(super) struct Recurrence<'a> {
     pub(super) cache: KvCache,
     pub(super) texts: BTreeMap<SequenceId, Vec<u32>>,
     /// Bound of the values of each part.
-    pub(super) moduli: [u32; PARTS.len()],
+    moduli: [u32; PARTS.len()],
+    /// Whether values are rounded to integers when they are read.
+    rounds: bool,
 }
 
 /// The end of a step.
@@ -93,7 +95,24 @@ pub(super) enum End {
 impl<'a> Recurrence<'a> {
     pub(super) fn new(backend: &'a AnyBackend, spec: CacheSpec) -> Result<Self, CaseError> {
         let cache = KvCache::new(backend.clone(), spec)?;
-        Ok(Self { backend, cache, texts: BTreeMap::new(), moduli: PARTS.map(|part| part.4) })
+        let moduli = PARTS.map(|part| part.4);
+        Ok(Self { backend, cache, texts: BTreeMap::new(), moduli, rounds: false })
+    }
+
+    /// Bounds the values of parts in f32 to integers that survive a snapshot in this form.
+    pub(super) fn keep_as(&mut self, format: StateFormat) {
+        let most = match format {
+            // Off by a quarter at most: half a step of the largest value, 63 of 127 codes.
+            StateFormat::Int8 => 64,
+            StateFormat::F16 => 2039,
+            _ => u32::MAX,
+        };
+        self.rounds = format == StateFormat::Int8;
+        for (modulus, (_, _, _, dtype, _)) in self.moduli.iter_mut().zip(PARTS) {
+            if dtype == DType::F32 {
+                *modulus = most.min(*modulus);
+            }
+        }
     }
 
     pub(super) fn start(&mut self, sequence: SequenceId) -> Result<(), CaseError> {
@@ -168,7 +187,7 @@ impl<'a> Recurrence<'a> {
         end: End,
     ) -> Result<(), CaseError> {
         let inputs: Vec<_> = entries.iter().map(Entry::input).collect();
-        let Self { backend, cache, texts, moduli } = self;
+        let Self { backend, cache, texts, moduli, rounds } = self;
         let mut step = cache.begin_step(&inputs)?;
         let count: usize = entries.iter().map(|entry| entry.tokens.len()).sum();
         let dim = crate::device::dim(*backend, 4);
@@ -179,7 +198,8 @@ impl<'a> Recurrence<'a> {
             step.write(0, rows, rows, Axes::Thd)?;
         }
         for (part, modulus) in moduli.iter().enumerate() {
-            read_and_write(backend, &mut step, texts, (entries, part, *modulus))?;
+            let part = (part, *modulus, *rounds);
+            read_and_write(backend, &mut step, texts, (entries, part))?;
             if end == End::Hold {
                 step.hold();
                 step = cache.held().ok_or("the step is not held")?;
@@ -238,7 +258,7 @@ fn read_and_write(
     backend: &AnyBackend,
     step: &mut Step<'_>,
     texts: &BTreeMap<SequenceId, Vec<u32>>,
-    (entries, part, modulus): (&[Entry], usize, u32),
+    (entries, (part, modulus, rounds)): (&[Entry], (usize, u32, bool)),
 ) -> Result<(), CaseError> {
     let (layer, number, shape, dtype, _) = PARTS[part];
     let values = shape.iter().product::<u32>() as usize;
@@ -253,8 +273,9 @@ fn read_and_write(
     let read = Tensor::from_bytes(dtype, &bytes).values();
     let (states, rest) = read.split_at(entries.len() * values);
     ensure(rest.iter().all(|x| *x == 9.0), || format!("part {part}: written past the batch"))?;
+    let integer = |x: &f32| if rounds { x.round() as u32 } else { *x as u32 };
     let mut states: Vec<Vec<u32>> =
-        states.chunks(values).map(|state| state.iter().map(|x| *x as u32).collect()).collect();
+        states.chunks(values).map(|state| state.iter().map(integer).collect()).collect();
     for (Entry { sequence, .. }, state) in entries.iter().zip(&states) {
         let right = expected_below(part, &texts[sequence], modulus);
         ensure(*state == right, || {

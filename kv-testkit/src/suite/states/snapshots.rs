@@ -1,11 +1,17 @@
 //! Snapshots: prompts that go on from a state at any length, and from no other's.
-use kv_core::StartOptions;
 use kv_core::backend::AnyBackend;
 use kv_core::spec::{StateFormat, StatesBuilder};
+use kv_core::{
+    Axes, CacheError, CacheSpec, DType, KvCache, KvFormat, StartOptions, StepInput, TensorView,
+    TensorViewMut,
+};
+use kv_quant::row::{decode_row, encode_row};
 
 use super::recurrence::{End, Entry, Recurrence, spec_with};
-use crate::case::{CaseError, CaseResult, Outcome, ensure};
-use crate::fixture::seq;
+use crate::case::{At, CaseError, CaseResult, Outcome, ensure, refused};
+use crate::device::limited_erased;
+use crate::fixture::{check_rows, seq};
+use crate::rng::Rng;
 
 /// Returns tokens that differ from those of another seed from the first one on.
 fn text(seed: u32, len: u32) -> Vec<u32> {
@@ -141,11 +147,69 @@ pub(super) fn rounded(backend: &AnyBackend) -> CaseResult {
     let spec = &run.cache.state().spec().states()[0];
     let sizes = (spec.state_bytes(), spec.snapshot_bytes());
     ensure(sizes == (2 * (64 + 96), 2 * (32 + 96)), || format!("{sizes:?} bytes"))?;
-    // Integers that f16 holds.
-    run.moduli = run.moduli.map(|modulus| modulus.min(2039));
+    run.keep_as(StateFormat::F16);
     let prompt = text(1, 18);
     run.request((&prompt, &[]), StartOptions::default())?;
     let reused = run.request((&prompt, &[3, 4]), StartOptions::default())?;
     ensure(reused == 17, || format!("{reused} reused"))?;
     Ok(Outcome::Holds)
+}
+
+/// Snapshots in blocks of 32 values with a scale: parts in f32 of less than a block, of some with a
+/// rest, and of whole blocks; the others are as they were.
+pub(super) fn quantised(backend: &AnyBackend) -> CaseResult {
+    let states = |states: StatesBuilder| states.slots(8).snapshots(16, StateFormat::Int8);
+    let mut run = Recurrence::new(backend, spec_with(backend, states, 64)?)?;
+    let spec = &run.cache.state().spec().states()[0];
+    let sizes = (spec.state_bytes(), spec.snapshot_bytes());
+    ensure(sizes == (2 * (64 + 96), 2 * (272 + 96)), || format!("{sizes:?} bytes"))?;
+    run.keep_as(StateFormat::Int8);
+    let prompt = text(1, 18);
+    run.request((&prompt, &[]), StartOptions::default())?;
+    let reused = run.request((&prompt, &[3, 4]), StartOptions::default())?;
+    ensure(reused == 17, || format!("{reused} reused"))?;
+    for values in [1, 6, 31, 32, 33, 100, 256, 1000, 512 * 3, 32 * 37] {
+        one_part(backend, values).at(format!("a part of {values} values"))?;
+    }
+    // A device that lacks the format has none of the cache.
+    let limited = limited_erased(backend, |of| of.with_formats(KvFormat::PLAIN));
+    let made = KvCache::new(limited.clone(), spec_with(&limited, states, 64)?);
+    refused("a format that the device lacks", made, |error| {
+        error.to_string().contains("format q8_0 of ")
+    })?;
+    Ok(Outcome::Holds)
+}
+
+/// Keeps one part in a snapshot, and compares what a sequence reads that goes on from it with the
+/// definition of the format.
+fn one_part(backend: &AnyBackend, values: usize) -> Result<(), CaseError> {
+    let dim = crate::device::dim(backend, 4);
+    let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dim(dim).paged(4, 8);
+    let spec = spec.states([1], |states| {
+        let states = states.slots(4).snapshots(4, StateFormat::Int8);
+        states.part([values as u32], DType::F32)
+    });
+    let mut cache = KvCache::new(backend.clone(), spec.build().map_err(CacheError::from)?)?;
+    let (prompt, state) = (text(1, 5), Rng::new(values as u64).normals(values));
+    let dims = [1, values as u32];
+    cache.start(seq(1), &prompt, StartOptions::default())?;
+    let mut step = cache.begin_step(&[StepInput::tokens(seq(1), &prompt)])?;
+    let rows = vec![0.5_f32; 5 * dim as usize];
+    let rows = TensorView::host(&rows, &[5, 1, dim]);
+    step.write(0, rows, rows, Axes::Thd)?;
+    step.write_state(1, 0, TensorView::host(&state, &dims))?;
+    step.commit()?;
+    cache.release(seq(1))?;
+    let longer = [&prompt[..], &[9]].concat();
+    let reused = cache.start(seq(2), &longer, StartOptions::default())?;
+    ensure(reused == 5, || format!("{reused} reused"))?;
+    let mut step = cache.begin_step(&[StepInput::idle(seq(2))])?;
+    let mut got = vec![0.0_f32; values];
+    step.read_state(1, 0, TensorViewMut::host(&mut got, &dims))?;
+    let mut stored = vec![0; KvFormat::Q8_0.row_bytes(values as u32) as usize];
+    encode_row(KvFormat::Q8_0, 1.0, &state, &mut stored);
+    let mut expected = state.clone();
+    decode_row(KvFormat::Q8_0, 1.0, &stored, &mut expected);
+    ensure(expected != state, || "nothing was rounded".to_owned())?;
+    check_rows(&got, &expected, values)
 }
