@@ -111,6 +111,20 @@ params! {
         pad0: u32,
         pad1: u32,
     }
+    /// Parameters of `store_rows.wgsl` and `load_rows.wgsl`.
+    struct StoredParams {
+        rows: Tensor,
+        /// Bytes of the binding before the first stored row.
+        data: u32,
+        row_bytes: u32,
+        /// Bytes of the values that share a scale.
+        block_bytes: u32,
+        num_entries: u32,
+        total: u32,
+        pad0: u32,
+        pad1: u32,
+        pad2: u32,
+    }
     /// Parameters of `pad.wgsl`.
     struct PadParams {
         out: Tensor,

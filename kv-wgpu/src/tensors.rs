@@ -13,6 +13,7 @@ use kv_core::backend::{
     PlaneLayout, PlaneView, TensorData, TokenRows, TokenTensor, TokenTensorMut,
 };
 use kv_core::error::DeviceError;
+use kv_core::plan::StoredRows;
 
 use crate::buffer::WgpuBuffer;
 use crate::device::unsupported;
@@ -87,6 +88,19 @@ impl Call<'_> {
         let size = to_u32(shape.dtype().size());
         let (slot, begin) = self.slot(buffer, (offset, reached), (size, true))?;
         Ok((self.rows(&shape, begin)?, slot))
+    }
+
+    /// Binds stored rows, and returns where they begin in the binding.
+    pub(crate) fn stored(
+        &self,
+        rows: &StoredRows<'_, WgpuBuffer>,
+        room: Room,
+        is_written: bool,
+    ) -> Result<(u32, Slot), DeviceError> {
+        room.check_stored(rows.tokens(), self.operation)?;
+        let range = (rows.offset(), rows.bytes());
+        let (slot, begin) = self.slot(rows.buffer(), range, (2, is_written))?;
+        Ok((begin, slot))
     }
 
     /// Returns the parameters of a plane, which must have the layout that the plan was checked

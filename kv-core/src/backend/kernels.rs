@@ -63,11 +63,22 @@ impl Room {
             Axes::Thd => rows.tokens() >= self.total,
             Axes::Bshd | Axes::Sbhd => batch >= self.entries && rows.tokens() >= self.longest,
         };
-        if fits {
-            return Ok(());
-        }
-        Err(unsupported(operation, "the arguments were checked against another plan"))
+        check_plan(fits, operation)
     }
+    /// Checks that stored rows of `tokens` tokens are those of all entries, and of the same plan.
+    ///
+    /// # Errors
+    /// As [`Self::check`].
+    pub fn check_stored(self, tokens: u32, operation: &'static str) -> Result<(), DeviceError> {
+        check_plan(tokens >= self.total, operation)
+    }
+}
+
+fn check_plan(fits: bool, operation: &'static str) -> Result<(), DeviceError> {
+    if fits {
+        return Ok(());
+    }
+    Err(unsupported(operation, "the arguments were checked against another plan"))
 }
 
 /// Checks that a plane has the blocks and the slots of a plan, and one of the backend's formats. A

@@ -10,11 +10,13 @@ use crate::params::{FIELDS, FORMATS};
 use crate::shaders;
 
 /// Structures whose shader has another name.
-const SHADERS: &[(&str, &str)] = &[("MergeParams", "attend_merge.wgsl")];
+const SHADERS: &[(&str, &str)] =
+    &[("MergeParams", "attend_merge.wgsl"), ("StoredParams", "store_rows.wgsl")];
 
 /// Shaders that use the structure of another one.
 const SHARED: &[(&str, &str)] = &[
     ("attend_few.wgsl", "AttendParams"),
+    ("load_rows.wgsl", "StoredParams"),
     ("stage_tail.wgsl", "WriteParams"),
     ("write_blocks.wgsl", "WriteParams"),
 ];
