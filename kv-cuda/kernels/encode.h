@@ -69,12 +69,25 @@ KV_DEV u32 kv_q4_0_code(float value, float inverse) {
   return code > 15.f ? 15 : code > 0.f ? (u32)code : 0;
 }
 
+// Encodes a block of q8_0, one value per lane, to 34 bytes.
+KV_DEV void kv_encode_q8_0(float value, u8* block, u32 lane) {
+  const u32 amax = kv_max_of<16>(kv_amax_bits(0, value));
+  const bool is_nan = amax > KV_INFINITY;
+  if (is_nan && lane == 0) kv_put_half(block, KV_F16_NAN);
+  const float inverse = is_nan ? 0.f : kv_put_ggml_scale(kv_as_f(amax) / 127.f, block, lane);
+  block[2 + lane] = is_nan ? 0 : kv_round_half_away(value * inverse);
+}
+
 // llama.cpp's blocks of 32, one value per lane.
 KV_DEV void kv_encode_ggml(bool nibbles, const KvEncoder& e) {
   const u32 lane = e.lane;
   u8* block = e.bytes;
   for (u32 begin = 0; begin < e.dim; begin += 32, block += nibbles ? 18 : 34) {
     const float value = begin + lane < e.dim ? e.x[begin + lane] : 0.f;
+    if (!nibbles) {
+      kv_encode_q8_0(value, block, lane);
+      continue;
+    }
     const u32 amax = kv_max_of<16>(kv_amax_bits(0, value));
     // The first value of the largest magnitude, with its sign, becomes -8.
     const bool is_largest = amax > 0 && (kv_as_u(value) & 0x7fffffffu) >= amax;
@@ -82,11 +95,6 @@ KV_DEV void kv_encode_ggml(bool nibbles, const KvEncoder& e) {
     const bool is_nan = amax > KV_INFINITY;
     if (is_nan) {
       if (lane == 0) kv_put_half(block, KV_F16_NAN);
-      continue;
-    }
-    if (!nibbles) {
-      const float inverse = kv_put_ggml_scale(kv_as_f(amax) / 127.f, block, lane);
-      block[2 + lane] = kv_round_half_away(value * inverse);
       continue;
     }
     const float extreme = amax > 0 ? e.x[begin + first] : 0.f;

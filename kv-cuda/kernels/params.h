@@ -157,6 +157,15 @@ struct KvConvertParams {
   u32 num_entries, total;
 };
 
+// Parameters of `store_q8_0` and `load_q8_0`. Stored rows follow each other without gaps: those of all
+// entries in the order of a ragged tensor, each token with its heads.
+struct KvStoredParams {
+  KvTensor rows;
+  u64 stored;
+  u64 entries;  // KvEntry
+  u32 num_entries, total;
+};
+
 // Parameters of `pad_rows`, which fills the rows of an output that belong to no entry.
 struct KvPadParams {
   KvTensor out;

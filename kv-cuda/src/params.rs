@@ -244,6 +244,14 @@ params! {
         num_entries: u32,
         total: u32,
     }
+    /// Parameters of `store_q8_0` and `load_q8_0`.
+    struct StoredParams {
+        rows: Tensor,
+        stored: Address,
+        entries: Address,
+        num_entries: u32,
+        total: u32,
+    }
     /// Parameters of `pad_rows`.
     struct PadParams {
         out: Tensor,

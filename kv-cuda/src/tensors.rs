@@ -14,6 +14,7 @@ use kv_core::backend::{
     PlaneLayout, PlaneView, TensorData, TokenRows, TokenTensor, TokenTensorMut,
 };
 use kv_core::error::DeviceError;
+use kv_core::plan::StoredRows;
 
 use crate::buffer::{CudaBuffer, Place};
 use crate::capture::{self, Held};
@@ -106,6 +107,16 @@ impl Call<'_> {
         let (buffer, offset) = device_output(tensor);
         let address = self.on(buffer, (offset, reached), shape.dtype().size())?;
         Ok(rows(&shape, address))
+    }
+
+    /// Returns the address of stored rows.
+    pub(crate) fn stored(
+        self,
+        rows: &StoredRows<'_, CudaBuffer>,
+        room: Room,
+    ) -> Result<Address, DeviceError> {
+        room.check_stored(rows.tokens(), self.operation)?;
+        self.on(rows.buffer(), (rows.offset(), rows.bytes()), size_of::<u16>())
     }
 
     /// Returns the parameters of a plane.

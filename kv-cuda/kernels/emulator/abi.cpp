@@ -28,7 +28,7 @@ constexpr Size SIZES[] = {
     KV_SIZE(KvAttendParams), KV_SIZE(KvRange),       KV_SIZE(KvGatherParams), KV_SIZE(KvBlockCopy),
     KV_SIZE(KvCopyParams),   KV_SIZE(KvEntry),       KV_SIZE(KvConvertParams), KV_SIZE(KvPadParams),
     KV_SIZE(KvTableChange),  KV_SIZE(KvWorkItem),       KV_SIZE(KvDecodePlanParams), KV_SIZE(KvDecodeParams),
-    KV_SIZE(KvPrefillPlanParams), KV_SIZE(KvPrefillParams),
+    KV_SIZE(KvPrefillPlanParams), KV_SIZE(KvPrefillParams), KV_SIZE(KvStoredParams),
 };
 
 // Returns why the launch is refused; empty if it is not.

@@ -1,12 +1,14 @@
-//! `copy_blocks`, `convert_rows` and `pad_rows`.
+//! `copy_blocks`, `convert_rows`, `store_q8_0`, `load_q8_0` and `pad_rows`.
 use half::{bf16, f16};
 use kv_core::{BlockOrder, KvFormat};
+use kv_quant::row::{decode_row, encode_row};
 
 use super::device::Device;
 use super::random::Random;
 use super::rows::{Fixture, UNTOUCHED, elements, layout};
 use crate::params::{
-    Address, BlockCopy, ConvertParams, CopyParams, Counts, Entry, PadParams, Plane, Tensor,
+    Address, BlockCopy, ConvertParams, CopyParams, Counts, Entry, PadParams, Plane, StoredParams,
+    Tensor,
 };
 
 #[test]
@@ -160,6 +162,54 @@ fn rows_change_axes_and_types_and_the_rest_is_padding() {
         assert_eq!(device.bytes(dst.data, image.len()), image, "{params:?}");
         let value = [0.0, f32::NEG_INFINITY, 1.5][case as usize % 3];
         pad_and_check(&mut device, (dst, entries), value, image);
+    }
+}
+
+#[test]
+fn rows_are_stored_in_blocks_and_loaded_again() {
+    // Less than a block, whole blocks, one part of a warp and several, with a rest.
+    const SHAPES: [(u32, u32); 6] = [(2, 24), (1, 32), (3, 33), (2, 128), (1, 300), (2, 512)];
+    let mut random = Random(8);
+    for case in 0..3 * 6 {
+        let (axes, shape) = (case % 3, SHAPES[case as usize / 3]);
+        let (heads, dim) = shape;
+        let mut device = Device::open(case);
+        let (mut rows, bytes) = tensor(axes, 0, shape, case % 2);
+        let mut values = random.row(bytes as usize / 4);
+        // Encoding keeps the bits of no NaN; blocks of NaN are covered where results are compared.
+        values.iter_mut().filter(|value| value.is_nan()).for_each(|value| *value = 0.5);
+        let (image, _) = elements(0, &values);
+        let row_bytes = KvFormat::Q8_0.row_bytes(dim) as usize;
+        let (mut stored, mut loaded) = (Vec::new(), vec![UNTOUCHED; image.len()]);
+        for (i, entry) in ENTRIES.iter().enumerate() {
+            for token in 0..entry.len {
+                let begin = at(&rows, i, token);
+                for head in 0..heads as usize {
+                    let begin = begin + head * dim as usize * 4;
+                    let plain = &image[begin..][..dim as usize * 4];
+                    let mut row = vec![0; row_bytes];
+                    encode_row(KvFormat::Q8_0, 1.0, &decode(0, plain), &mut row);
+                    let mut back = vec![0.0; dim as usize];
+                    decode_row(KvFormat::Q8_0, 1.0, &row, &mut back);
+                    loaded[begin..][..plain.len()].copy_from_slice(&elements(0, &back).0);
+                    stored.extend(row);
+                }
+            }
+        }
+        // At a multiple of 16 bytes, and not.
+        rows.data = device.put_at([0, 4][case as usize % 2], &image);
+        let around = [UNTOUCHED; 6];
+        let whole = device.put(&[&around[..], &vec![UNTOUCHED; stored.len()], &around].concat());
+        let entries = device.put(&ENTRIES);
+        let params =
+            StoredParams { rows, stored: whole + 6, entries, num_entries: 3, total: TOTAL };
+        device.launch("store_q8_0", [1 + case % 3, 1, 1], 0, &params);
+        let expected = [&around[..], &stored, &around].concat();
+        assert_eq!(device.bytes(whole, expected.len()), expected, "{params:?}");
+        let data = device.put_at([0, 4][case as usize % 2], &vec![UNTOUCHED; image.len()]);
+        let params = StoredParams { rows: Tensor { data, ..rows }, ..params };
+        device.launch("load_q8_0", [1 + case % 3, 1, 1], 0, &params);
+        assert_eq!(device.bytes(data, loaded.len()), loaded, "{params:?}");
     }
 }
 
