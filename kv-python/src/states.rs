@@ -8,8 +8,9 @@ use pyo3::prelude::*;
 const TYPES: [(&str, DType); 3] =
     [("float32", DType::F32), ("float16", DType::F16), ("bfloat16", DType::Bf16)];
 
-/// Element types of snapshots, by name.
-const FORMATS: [(&str, StateFormat); 2] = [("f16", StateFormat::F16), ("same", StateFormat::Same)];
+/// Forms of snapshots, by name.
+const FORMATS: [(&str, StateFormat); 3] =
+    [("f16", StateFormat::F16), ("same", StateFormat::Same), ("int8", StateFormat::Int8)];
 
 /// Recurrent states of some layers, for `Cache(states=[..])`.
 ///
@@ -21,8 +22,9 @@ const FORMATS: [(&str, StateFormat); 2] = [("f16", StateFormat::F16), ("same", S
 /// `slots` are running states: one for each sequence with tokens, and one for each entry of a step,
 /// with one more for each draft up to `drafts`. `snapshots` are copies behind prompts, from which
 /// other prompts go on; none unless set, and then no prompt is reused. `snapshot_format` is
-/// `"f16"`, which halves float32, or `"same"`. `per_path` bounds the snapshots along one text.
-/// `grid` takes them behind multiples of that many tokens alone.
+/// `"f16"`, which halves float32, `"int8"`, which leaves about a quarter of it, or `"same"`.
+/// `per_path` bounds the snapshots along one text. `grid` takes them behind multiples of that many
+/// tokens alone.
 #[pyclass(frozen, module = "kvblock")]
 #[derive(Debug)]
 pub(crate) struct States {
@@ -97,7 +99,7 @@ impl States {
         self.shapes.iter().map(|(shape, of)| (shape.clone(), name_of(&TYPES, of))).collect()
     }
 
-    /// The element type of snapshots.
+    /// The form of snapshots.
     #[getter]
     fn snapshot_format(&self) -> &'static str {
         name_of(&FORMATS, &self.format)

@@ -192,6 +192,23 @@ class States(unittest.TestCase):
         run(of, 1, tokens, 9)
         self.check(of, 1, tokens)
 
+    def test_a_snapshot_in_int8_is_off_by_half_a_step_of_its_largest_value(self):
+        of, tokens = cache(of=dict(snapshot_format="int8")), list(range(10))
+        self.assertEqual(states(snapshot_format="int8").snapshot_format, "int8")
+        written = numpy.array([[12.7, -3.21, 0.06]], dtype="float32")
+        of.start(0, tokens)
+        step = of.step([(0, tokens[:9])])
+        compute(step, [tokens[:9]])
+        step.write_state(RECUR[0], 0, written)
+        step.commit()
+        of.release(0)
+        self.assertEqual(of.start(1, tokens), 9)
+        step = of.step([(1, tokens[9:])])
+        kept = numpy.asarray(step.read_state(RECUR[0], 0))
+        step.roll_back()
+        self.assertLess(numpy.abs(kept - written).max(), 0.051)
+        self.assertFalse((kept == written).all())
+
     def test_stops_are_where_states_are_kept(self):
         of, tokens = cache(), list(range(20))
         of.start(0, tokens, stops=[11, 6])

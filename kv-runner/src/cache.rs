@@ -55,7 +55,7 @@ pub struct StateOptions {
     /// States that are kept behind prompts and texts, from which other prompts go on; with 0, no
     /// prompt of a hybrid model is reused.
     pub snapshots: u32,
-    /// The element type of snapshots.
+    /// The form of snapshots.
     pub format: StateFormat,
     /// Tokens of which the length of every snapshot is a multiple.
     pub grid: u32,

@@ -90,7 +90,9 @@ fn copies(criterion: &mut Criterion) {
             black_box(&target);
         });
     });
-    for (name, format) in [("same", StateFormat::Same), ("f16", StateFormat::F16)] {
+    let formats =
+        [("same", StateFormat::Same), ("f16", StateFormat::F16), ("int8", StateFormat::Int8)];
+    for (name, format) in formats {
         let spec = CacheSpec::builder().layers(layers).paged(BLOCK_SIZE, 64);
         let spec = spec.states(0..layers, |states| {
             let states = states.part([8192, 3], DType::F32).part([32, 128, 128], DType::F32);

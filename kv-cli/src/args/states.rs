@@ -72,7 +72,8 @@ pub(super) fn state_format(name: &str) -> Result<StateFormat, UnknownName> {
     match name {
         "same" => Ok(StateFormat::Same),
         "f16" => Ok(StateFormat::F16),
-        _ => Err(UnknownName::new("format of snapshots", name, "same, f16")),
+        "int8" => Ok(StateFormat::Int8),
+        _ => Err(UnknownName::new("format of snapshots", name, "same, f16, int8")),
     }
 }
 
@@ -88,6 +89,7 @@ mod tests {
         }
         assert!(element_type("f8").expect_err("f8").to_string().contains("f32, f16, bf16"));
         assert_eq!(state_format("same").ok(), Some(StateFormat::Same));
-        assert!(state_format("l4").expect_err("l4").to_string().contains("same, f16"));
+        assert_eq!(state_format("int8").ok(), Some(StateFormat::Int8));
+        assert!(state_format("l4").expect_err("l4").to_string().contains("same, f16, int8"));
     }
 }

@@ -260,6 +260,9 @@ fn pools_of_states_follow_the_options() {
     let slots = 64 * 5;
     let blocks = (memory - (slots + 1 + 10) * state) / (65_536 * 16);
     assert_eq!(*pools, json!({"blocks": [blocks], "slots": slots, "snapshots": 10}));
+    // 48 layers of windows of 10,240 x 3 and matrices of 48 x 128 x 128, in blocks of 34 bytes.
+    let bytes = plan(&qwen(), &["--snapshot-format", "int8"]);
+    assert_eq!(bytes["states"]["snapshot_bytes"], 48 * (10_240 * 3 + 48 * 128 * 128) / 32 * 34);
     let halves = plan(&qwen(), &["--state-window", "bf16", "--snapshots", "0%"]);
     // 48 windows of 10,240 x 3 take half.
     assert_eq!(halves["states"]["bytes"], state - 48 * 10_240 * 3 * 2);
@@ -330,6 +333,6 @@ fn options_of_states_need_a_model_with_states() {
     fails(&["plan", "--snapshot-format", "same"], 1, "has no recurrent states");
     fails(&["plan", "--state-window", "bf16"], 1, "has no recurrent states");
     fails(&["plan", "--snapshots", "101%"], 2, "expected a share from 0% to 100%");
-    fails(&["plan", "--snapshot-format", "l4"], 2, "same, f16");
+    fails(&["plan", "--snapshot-format", "l4"], 2, "same, f16, int8");
     fails(&["plan", "--state-window", "int8"], 2, "f32, f16, bf16");
 }

@@ -102,8 +102,8 @@ impl<'a, Buf> StoredRows<'a, Buf> {
     /// Quantised rows hold scales of two bytes.
     const ALIGN: usize = size_of::<u16>();
 
-    /// Refuses a pair of formats that [`ConvertPlan::encodes`] does not list, and an offset at which
-    /// no row begins.
+    /// Refuses a pair of formats that [`ConvertPlan::encodes`] does not list, and an offset at
+    /// which no row begins.
     fn check(
         plan: &ConvertPlan,
         rows: &TokenRows,

@@ -31,8 +31,8 @@ pub(super) fn row_of(values: u32, format: KvFormat) -> u32 {
         rows.find(|row| values.is_multiple_of(*row))
     };
     if format.is_quantised() {
-        // Blocks with a scale begin anew in every row. A part that does not divide into whole blocks
-        // is one row, whose last block is padded with zeros.
+        // Blocks with a scale begin anew in every row. A part that does not divide into whole
+        // blocks is one row, whose last block is padded with zeros.
         divisor(SCALED).unwrap_or(values)
     } else {
         divisor(1).unwrap_or(1)
@@ -64,12 +64,14 @@ pub enum StateFormat {
     /// moves logits by about a thousandth of their deviation.
     #[default]
     F16,
-    /// [`KvFormat::Q8_0`] for parts in f32: a byte for each value and a scale in f16 for 32; the
-    /// others as they are, for they are small: windows of convolutions. Takes about a quarter of a
-    /// recurrence in f32.
+    /// [`KvFormat::Q8_0`] for parts in f32: a byte for each value and a scale in f16 for 32, which
+    /// takes about a quarter. The others stay as they are: windows of convolutions in 16 bits,
+    /// which are small.
     ///
     /// The error of a value is about half a step of its block at most, where a step is the largest
-    /// magnitude of the 32 values over 127. Values beyond 127 * 65504, infinities among them, become that; a NaN makes the 32 values of
+    /// magnitude of the 32 values over 127. In models with random weights, what they say diverges
+    /// by 5e-5 to 1e-2 nats on average, a thousand times as much as with [`Self::F16`] or more.
+    /// Values beyond 127 * 65504, infinities among them, become that; a NaN makes the 32 values of
     /// its block NaN.
     Int8,
 }

@@ -134,6 +134,48 @@ fn a_file_has_the_longest_state_that_is_kept() {
     }
 }
 
+/// Reads the state of a sequence that goes on behind `cached` tokens.
+fn read_behind(cache: &mut KvCache<Late>, id: u64, text: &[u32], values: usize) -> Vec<f32> {
+    let reused = cache.start(SequenceId(id), text, StartOptions::default()).unwrap();
+    assert_eq!(reused as usize, text.len() - 1);
+    let mut step = cache.begin_step(&[StepInput::idle(SequenceId(id))]).unwrap();
+    let mut state = vec![0.0_f32; values];
+    let dims = [1, values as u32];
+    step.read_state(1, 0, TensorViewMut::host(&mut state, &dims)).unwrap();
+    state
+}
+
+#[test]
+fn a_snapshot_in_int8_is_read_as_in_the_cache_that_wrote_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("chat.kvs");
+    for values in [3_usize, 32, 100, 512] {
+        let spec = || {
+            let spec = builder().paged(4, 64).layers(3).states([1], |of| {
+                of.part([values as u32], DType::F32).slots(6).snapshots(8, StateFormat::Int8)
+            });
+            spec.build().unwrap()
+        };
+        let (mut one, mut other) = (Hybrid::new(spec()), Hybrid::new(spec()));
+        let (tokens, longer) = (text(1, 9), text(1, 10));
+        let written: Vec<_> = (0..values).map(|at| (at as f32 * 0.37).sin() * 3.0).collect();
+        one.cache.start(SequenceId(0), &tokens, StartOptions::default()).unwrap();
+        let mut step = one.cache.begin_step(&[StepInput::tokens(SequenceId(0), &tokens)]).unwrap();
+        step.mark_written();
+        let dims = [1, values as u32];
+        step.write_state(1, 0, TensorView::host(&written, &dims)).unwrap();
+        step.commit().unwrap();
+        assert!(one.dump(0, &path).unwrap().is_whole);
+        one.cache.release(SequenceId(0)).unwrap();
+        let own = read_behind(&mut one.cache, 1, &longer, values);
+        let steps = own.iter().zip(&written).map(|(own, written)| (own - written).abs());
+        assert!(own != written && steps.fold(0.0, f32::max) < 3.0 / 127.0, "{own:?}");
+
+        assert_eq!(other.load(&path).unwrap().cached, 9);
+        assert_eq!(read_behind(&mut other.cache, 1, &longer, values), own, "{values} values");
+    }
+}
+
 #[test]
 fn files_of_other_states_are_refused_with_their_numbers() {
     let folder = tempfile::tempdir().unwrap();

@@ -164,8 +164,8 @@ pub(super) fn limits<B: Device>(backend: &B) -> CaseResult {
         [-127.0, 2.5],
     ];
     for format in FORMATS {
-        // Each pair in the first block of a row and in its last, which is short; the block beside it
-        // is of ordinary values.
+        // Each pair in the first block of a row and in its last, which is short; the block beside
+        // it is of ordinary values.
         let mut entry = Vec::new();
         for pair in specials {
             for at in [3, 33] {

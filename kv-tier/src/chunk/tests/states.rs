@@ -64,6 +64,28 @@ fn a_state_is_read_as_it_was_written() {
 }
 
 #[test]
+fn a_quantised_state_is_read_as_it_was_written() {
+    let spec = hybrid(|of| {
+        let of = of.part([6, 3], DType::Bf16).part([2, 4, 5], DType::F32);
+        of.part([3, 128, 5], DType::F32).snapshots(8, StateFormat::Int8)
+    });
+    let fixture = Fixture::new(&spec, 3, 9);
+    let chunk = fixture.chunk();
+    verify(&chunk, &fixture.expectation()).unwrap();
+    let header = read_header(&chunk).unwrap();
+    header.check_payload(&chunk).unwrap();
+    let planes: Vec<_> =
+        header.planes().map(|of| (of.role, of.extents, of.format, of.block_bytes)).collect();
+    // 40 and 1,920 values, kept as 256 and 2,048, in blocks of 34 bytes for 32.
+    let expected = [
+        (PlaneRole::State(0), [6, 3, 0], "bf16", 64),
+        (PlaneRole::State(1), [2, 4, 5], "q8_0", 272),
+        (PlaneRole::State(2), [3, 128, 5], "q8_0", 2176),
+    ];
+    assert_eq!(planes, expected);
+}
+
+#[test]
 fn golden_states_are_written_and_read() {
     let (fixture, path) = (fixture(), "testdata/v2-state.kvchunk");
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
@@ -108,12 +130,15 @@ fn states_of_other_parts_are_refused_with_their_numbers() {
         let refused = verify(&chunk, &other.expectation()).unwrap_err();
         assert_eq!(refused.to_string(), words);
     }
-    let same = hybrid(|of| {
-        let of = of.part([6, 3], DType::F32).part([2, 4, 5], DType::F32);
-        of.snapshots(8, StateFormat::Same)
-    });
-    let refused = verify(&chunk, &Fixture::new(&same, 3, 9).expectation()).unwrap_err();
-    assert!(refused.to_string().starts_with("part of a state: "), "{refused}");
+    for format in [StateFormat::Same, StateFormat::Int8] {
+        let of = hybrid(|of| {
+            let of = of.part([6, 3], DType::Bf16).part([2, 4, 5], DType::F32);
+            of.snapshots(8, format)
+        });
+        let refused = verify(&chunk, &Fixture::new(&of, 3, 9).expectation()).unwrap_err();
+        let words = "part of a state: part 1 of [2, 4, 5] in \"f16\", role 2, expected part 1 of ";
+        assert!(refused.to_string().starts_with(words), "{refused}");
+    }
     // Rows under the name of states, and the other way round.
     let rows = super::fixture();
     let expected = Expectation { root: &fixture.root, ..rows.expectation() };
