@@ -107,7 +107,7 @@ impl<B: Backend> Step<'_, B> {
 }
 
 /// The slots of a layer's recurrent state in the open step. A slot is a block of the planes with
-/// the roles [`PlaneRole::State`] of the layer.
+/// the roles [`PlaneRole::State`](crate::ids::PlaneRole::State) of the layer.
 #[derive(Debug, Clone, Copy)]
 pub struct StateSlots<'a> {
     state: &'a CacheState,

@@ -442,8 +442,9 @@ class States:
     `slots` are running states: one for each sequence with tokens, and one for each entry of a step,
     with one more for each draft up to `drafts`. `snapshots` are copies behind prompts, from which
     other prompts go on; none unless set, and then no prompt is reused. `snapshot_format` is
-    `"f16"`, which halves float32, or `"same"`. `per_path` bounds the snapshots along one text.
-    `grid` takes them behind multiples of that many tokens alone.
+    `"f16"`, which halves float32, `"int8"`, which leaves about a quarter of it, or `"same"`.
+    `per_path` bounds the snapshots along one text. `grid` takes them behind multiples of that many
+    tokens alone.
     """
     def __new__(cls, /, *, layers: SupportsGetItem[int, SupportsIndex], parts: SupportsGetItem[int, tuple[SupportsGetItem[int, SupportsIndex], str]], slots: SupportsIndex, snapshots: SupportsIndex = 0, snapshot_format: str = "f16", per_path: SupportsIndex | None = None, drafts: SupportsIndex = 0, grid: SupportsIndex = 1, attention: bool = False) -> States: ...
     def __repr__(self, /) -> str: ...
@@ -467,7 +468,7 @@ class States:
     @property
     def snapshot_format(self, /) -> str:
         """
-        The element type of snapshots.
+        The form of snapshots.
         """
     @property
     def snapshots(self, /) -> int: ...
