@@ -80,8 +80,8 @@ pub(crate) struct StateArgs {
     #[arg(long, value_name = "PERCENT|COUNT", default_value_t = SnapshotPool::DEFAULT)]
     pub(crate) snapshots: SnapshotPool,
 
-    /// Form of snapshots: same (the element type of the state), or for parts in f32 f16 or int8 (a
-    /// scale for 32 values)
+    /// Form of snapshots: same (the element type of the state), f16 for parts in f32, or int8 for
+    /// the largest of them (a scale for 32 values) and f16 for the others
     #[arg(long, value_name = "NAME", default_value = "f16", value_parser = state_format)]
     pub(crate) snapshot_format: StateFormat,
 

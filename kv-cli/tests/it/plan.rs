@@ -260,9 +260,10 @@ fn pools_of_states_follow_the_options() {
     let slots = 64 * 5;
     let blocks = (memory - (slots + 1 + 10) * state) / (65_536 * 16);
     assert_eq!(*pools, json!({"blocks": [blocks], "slots": slots, "snapshots": 10}));
-    // 48 layers of windows of 10,240 x 3 and matrices of 48 x 128 x 128, in blocks of 34 bytes.
+    // 48 layers of windows of 10,240 x 3 in f16 and of matrices of 48 x 128 x 128, 34 bytes for 32.
     let bytes = plan(&qwen(), &["--snapshot-format", "int8"]);
-    assert_eq!(bytes["states"]["snapshot_bytes"], 48 * (10_240 * 3 + 48 * 128 * 128) / 32 * 34);
+    let each = 10_240 * 3 * 2 + 48 * 128 * 128 / 32 * 34;
+    assert_eq!(bytes["states"]["snapshot_bytes"], 48 * each);
     let halves = plan(&qwen(), &["--state-window", "bf16", "--snapshots", "0%"]);
     // 48 windows of 10,240 x 3 take half.
     assert_eq!(halves["states"]["bytes"], state - 48 * 10_240 * 3 * 2);

@@ -158,9 +158,35 @@ fn snapshots_keep_each_part_in_their_form() {
     assert_eq!(kept(StateFormat::Same), same);
     let rounded = [(f16, DType::F16, 32, 15), (f16, DType::F16, 640, 320), windows];
     assert_eq!(kept(StateFormat::F16), rounded);
-    // Padded to eight blocks of 34 bytes, and to sixteen.
-    let quantised = [(q8_0, DType::F32, 272, 15), (q8_0, DType::F32, 544, 320), windows];
+    // The largest part alone, in sixteen blocks of 34 bytes.
+    let quantised = [rounded[0], (q8_0, DType::F32, 544, 320), windows];
     assert_eq!(kept(StateFormat::Int8), quantised);
+}
+
+#[test]
+fn snapshots_in_int8_quantise_the_largest_parts() {
+    let kept = |parts: &[(&[u32], DType)]| {
+        let spec = builder().states([0], |states| {
+            let add = |states: StatesBuilder, (shape, dtype): &(&[u32], DType)| {
+                states.part(shape, *dtype)
+            };
+            parts.iter().fold(states, add).slots(4).snapshots(2, StateFormat::Int8)
+        });
+        let spec = spec.build().unwrap();
+        let parts = spec.states()[0].snapshots().unwrap().parts();
+        parts.iter().map(StatePart::format).collect::<Vec<_>>()
+    };
+    let [bf16, f16, q8_0] = [KvFormat::Bf16, KvFormat::F16, KvFormat::Q8_0];
+    let (wide, f32) = (DType::Bf16, DType::F32);
+    // A part alone is the largest, also if it is a window.
+    assert_eq!(kept(&[(&[48, 2], f32)]), [q8_0]);
+    // Linear attention, and Mamba 1 whose matrix has 16 values for 4 of the window.
+    assert_eq!(kept(&[(&[80, 3], f32), (&[4, 8, 12], f32)]), [f16, q8_0]);
+    assert_eq!(kept(&[(&[64, 4], f32), (&[64, 16], f32)]), [f16, q8_0]);
+    // From three quarters on.
+    assert_eq!(kept(&[(&[300], f32), (&[400], f32), (&[299], f32)]), [q8_0, q8_0, f16]);
+    // A part in 16 bits stays as it is and does not count.
+    assert_eq!(kept(&[(&[900], wide), (&[299], f32), (&[400], f32)]), [bf16, f16, q8_0]);
 }
 
 #[test]

@@ -13,14 +13,12 @@
 //! average. Logits up to 17 are those of random weights. Twice the largest is allowed.
 //!
 //! # Tolerance of int8
-//! The goal is a mean of 5e-4 nats over 16 tokens. Behind the lengths of the test `lfm2`,
-//! `granitemoehybrid` without experts and `qwen3_5_text-options` keep it, at up to 3.0e-4. The
-//! others do not, by the rounding of the format: up to 7.8e-4 (`qwen3_5`), 1.4e-3 (`qwen3_5_text`),
-//! 2.9e-3 (`qwen3_next`) and 5.4e-3 (`granitemoehybrid-experts`), each rounded up in the test. A
-//! value is off by up to 1/254 of the largest of its 32, where f16 rounds by up to 2^-11 of its
-//! own, and a divergence grows with the square. Behind each of the first 40 lengths, the mean of
-//! all is 5e-5 to 1.3e-3 nats, but 4.3e-3 (`granitemoehybrid-experts`) and 1.2e-2 (`qwen3_next`),
-//! where a single token diverges by up to 0.99.
+//! The goal is a mean of 5e-4 nats over 16 tokens, behind each of the lengths of the test. The
+//! texts of eleven models keep it behind 51 of 55 lengths. `qwen3_5_text` exceeds it behind one
+//! (1.9e-3), `qwen3_next` behind one (1.2e-3) and `granitemoehybrid-experts` behind two (2.3e-3),
+//! by the rounding of the format: a value is off by up to 1/254 of the largest of its 32, where f16
+//! rounds by up to 2^-11 of its own, and a divergence grows with the square. With the windows of
+//! the convolutions in 8 bits as well, 10 lengths of five models exceed the goal, by up to 5.3e-3.
 use kv::cpu::CpuBackend;
 use kv::spec::StateFormat;
 use kv::tier::{Identity, ModelDigest, session};
@@ -46,10 +44,9 @@ fn allowed(case: &Recorded) -> f64 {
 /// Returns the largest mean divergence of these tokens, in nats, that a model may have with int8.
 fn allowed_in_int8(case: &Recorded) -> f64 {
     match case.name.as_str() {
-        "granitemoehybrid-experts" => 6e-3,
-        "qwen3_5" => 1e-3,
-        "qwen3_5_text" => 1.5e-3,
-        name if name.starts_with("qwen3_next") => 3e-3,
+        "granitemoehybrid-experts" => 2.5e-3,
+        "qwen3_5_text" => 2e-3,
+        "qwen3_next" => 1.2e-3,
         _ => 5e-4,
     }
 }

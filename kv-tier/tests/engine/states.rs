@@ -3,7 +3,10 @@ use std::fs;
 use std::path::Path;
 
 use kv_core::spec::{StateFormat, StatesBuilder};
-use kv_core::{CacheSpec, DType, GroupId, KvCache, SequenceId, StartOptions, StepInput};
+use kv_core::{
+    CacheSpec, DType, GroupId, KvCache, SequenceId, StartOptions, StepInput, TensorView,
+    TensorViewMut,
+};
 use kv_tier::session::{self, SessionError, SessionHeader};
 use kv_tier::{Identity, ModelDigest, Session, SessionInfo};
 

@@ -67,7 +67,8 @@ fn a_state_is_read_as_it_was_written() {
 fn a_quantised_state_is_read_as_it_was_written() {
     let spec = hybrid(|of| {
         let of = of.part([6, 3], DType::Bf16).part([2, 4, 5], DType::F32);
-        of.part([3, 128, 5], DType::F32).snapshots(8, StateFormat::Int8)
+        let of = of.part([3, 128, 5], DType::F32).part([5, 300], DType::F32);
+        of.snapshots(8, StateFormat::Int8)
     });
     let fixture = Fixture::new(&spec, 3, 9);
     let chunk = fixture.chunk();
@@ -76,11 +77,12 @@ fn a_quantised_state_is_read_as_it_was_written() {
     header.check_payload(&chunk).unwrap();
     let planes: Vec<_> =
         header.planes().map(|of| (of.role, of.extents, of.format, of.block_bytes)).collect();
-    // 40 and 1,920 values, kept as 256 and 2,048, in blocks of 34 bytes for 32.
+    // 1,920 and 1,500 values, kept as 2,048 and 1,536, in blocks of 34 bytes for 32.
     let expected = [
         (PlaneRole::State(0), [6, 3, 0], "bf16", 64),
-        (PlaneRole::State(1), [2, 4, 5], "q8_0", 272),
+        (PlaneRole::State(1), [2, 4, 5], "f16", 96),
         (PlaneRole::State(2), [3, 128, 5], "q8_0", 2176),
+        (PlaneRole::State(3), [5, 300, 0], "q8_0", 1632),
     ];
     assert_eq!(planes, expected);
 }
