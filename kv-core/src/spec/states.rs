@@ -64,11 +64,11 @@ pub enum StateFormat {
     /// moves logits by about a thousandth of their deviation.
     #[default]
     F16,
-    /// [`KvFormat::Q8_0`] for the largest parts in f32: a byte for each value and a scale in f16 for
-    /// 32, which takes about a quarter. A part is one of the largest if it has at least three
+    /// [`KvFormat::Q8_0`] for the largest parts in f32: a byte for each value and a scale in f16
+    /// for 32, which takes about a quarter. A part is one of the largest if it has at least three
     /// quarters of the values of the largest in f32: the matrix of a recurrence, not the window of
-    /// the convolution before it. Smaller parts are as with [`Self::F16`], since they are a few
-    /// percent of the memory and would cause most of the error.
+    /// the convolution before it. Smaller parts are as with [`Self::F16`]: they are a few percent
+    /// of the memory and would cause most of the error.
     ///
     /// The error of a value is about half a step of its block at most, where a step is the largest
     /// magnitude of the 32 values over 127. In models with random weights, what they say diverges
