@@ -6,6 +6,7 @@ use super::{
 use crate::error::ConfigError;
 use crate::gguf::Metadata;
 use crate::num::to_usize;
+use crate::object::field_error;
 
 /// Architectures without attention whose states are known.
 const RECURRENT: [&str; 2] = ["mamba", "mamba2"];
@@ -35,6 +36,36 @@ const RUNS: [(&str, u32); 10] = [
 /// Chunk length of Llama 4 if the file does not give it.
 const LLAMA4_CHUNK: u32 = 8192;
 
+/// Architectures with attention in some layers and a gated delta rule in the others.
+const HYBRIDS: [&str; 3] = ["qwen3next", "qwen35", "qwen35moe"];
+
+/// Returns the number of layers that a file has.
+fn blocks(metadata: &Metadata<'_>) -> Result<u32, ConfigError> {
+    let blocks = metadata.required("block_count")?;
+    bounded(&metadata.key("block_count"), blocks.into(), LAYERS_MAX)
+}
+
+/// Returns the number of layers that a token passes; hybrid models may have some behind these,
+/// which predict tokens further ahead.
+pub(crate) fn layers(metadata: &Metadata<'_>) -> Result<u32, ConfigError> {
+    const AHEAD: &str = "nextn_predict_layers";
+    let blocks = blocks(metadata)?;
+    let is_hybrid = HYBRIDS.contains(&metadata.architecture());
+    let ahead = metadata.count(AHEAD)?.filter(|_| is_hybrid).unwrap_or(0);
+    blocks.checked_sub(ahead).filter(|layers| *layers > 0).ok_or_else(|| {
+        let problem = format!("is {ahead}, but block_count is {blocks}");
+        field_error(metadata.key(AHEAD), problem)
+    })
+}
+
+/// Makes a note about layers that predict tokens further ahead.
+fn note_of_ahead(num_layers: u32, blocks: u32) -> Option<String> {
+    let ahead = blocks.saturating_sub(num_layers);
+    (ahead > 0).then(|| {
+        format!("the last {ahead} of {blocks} layers predict tokens further ahead: not counted")
+    })
+}
+
 /// Reads the geometry; an error names the architecture.
 pub(crate) fn geometry(metadata: &Metadata<'_>) -> Result<ModelGeometry, ConfigError> {
     read(metadata).map_err(|error| ConfigError::Model {
@@ -51,24 +82,23 @@ pub(crate) fn read(metadata: &Metadata<'_>) -> Result<ModelGeometry, ConfigError
     }
     check_attention(architecture, STATE_SPACE, ENCODERS)?;
     let mut notes = Vec::new();
-    let blocks = metadata.required("block_count")?;
-    let num_layers = bounded(&metadata.key("block_count"), blocks.into(), LAYERS_MAX)?;
+    let (num_layers, blocks) = (layers(metadata)?, blocks(metadata)?);
+    notes.extend(note_of_ahead(num_layers, blocks));
     let is_recurrent = RECURRENT.contains(&architecture);
-    let rows = (!is_recurrent).then(|| rows(metadata, num_layers)).transpose()?;
-    let windows = windows(metadata, num_layers)?;
+    let rows = (!is_recurrent).then(|| rows(metadata, blocks)).transpose()?;
+    let windows = windows(metadata, blocks)?;
     if architecture == "llama4" {
         notes.push(CHUNKED.to_owned());
     }
-    let has_attention = attention_layers(metadata)?;
+    let attending = Attending::read(metadata, blocks)?;
     let shared = metadata.count("attention.shared_kv_layers")?.unwrap_or(0);
     notes.extend(note_of_shared(shared, num_layers));
-    let attends = |index| has_attention.is_none_or(|period| is_last(index, period));
-    let is_idle = idle_layers(metadata, num_layers)?;
+    let is_idle = idle_layers(metadata, blocks)?;
     let without_shared = num_layers.saturating_sub(shared);
     let layer = |layer| {
         let index = to_usize(layer);
         let window = windows.get(index).copied().flatten();
-        let rows = rows.as_ref().filter(|_| attends(layer));
+        let rows = rows.as_ref().filter(|_| attending.has(layer));
         let rows = rows.and_then(|rows| rows.layer(index, window));
         (layer, rows, rows.is_none() && is_idle.get(index) != Some(&true))
     };
@@ -155,11 +185,41 @@ fn by_layer(
     }
 }
 
-/// Returns the period of layers with attention, if other layers have none.
-fn attention_layers(metadata: &Metadata<'_>) -> Result<Option<u32>, ConfigError> {
-    let given = metadata.count("full_attention_interval")?.filter(|period| *period > 0);
-    let is_hybrid = ["qwen3next", "qwen35", "qwen35moe"].contains(&metadata.architecture());
-    Ok(given.or(is_hybrid.then_some(4)))
+/// The layers with attention, if other layers have none.
+enum Attending {
+    All,
+    /// The last one of every period of this length.
+    Last(u32),
+    Listed(Vec<bool>),
+}
+
+impl Attending {
+    fn read(metadata: &Metadata<'_>, blocks: u32) -> Result<Self, ConfigError> {
+        const INTERVAL: &str = "full_attention_interval";
+        const LIST: &str = "attention.recurrent_layers";
+        let is_hybrid = HYBRIDS.contains(&metadata.architecture());
+        if is_hybrid && metadata.has(LIST) {
+            let recurrent = metadata.flags(LIST)?.ok_or_else(|| {
+                field_error(metadata.key(LIST), "is not a list with one entry per layer".to_owned())
+            })?;
+            let recurrent = per_layer(metadata.key(LIST), recurrent, blocks)?;
+            return Ok(Self::Listed(recurrent.into_iter().map(|is| !is).collect()));
+        }
+        match metadata.count(INTERVAL)? {
+            Some(0) => Err(ConfigError::Zero { field: metadata.key(INTERVAL) }),
+            Some(period) => Ok(Self::Last(period)),
+            None if is_hybrid => Ok(Self::Last(4)),
+            None => Ok(Self::All),
+        }
+    }
+
+    fn has(&self, layer: u32) -> bool {
+        match self {
+            Self::All => true,
+            Self::Last(period) => is_last(layer, *period),
+            Self::Listed(attending) => attending.get(to_usize(layer)) == Some(&true),
+        }
+    }
 }
 
 /// Returns the windows of all layers.

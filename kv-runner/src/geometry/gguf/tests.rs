@@ -238,3 +238,47 @@ fn states_are_read_from_every_kind_of_file() {
         assert!(geometry.notes.iter().all(is_counted), "{architecture}: {:?}", geometry.notes);
     }
 }
+
+#[test]
+fn the_layers_of_hybrid_models_are_listed_or_periodic() {
+    let n = Value::U32;
+    let base = [
+        ("block_count", n(6)),
+        ("embedding_length", n(64)),
+        ("attention.head_count", n(4)),
+        ("attention.head_count_kv", n(2)),
+        ("ssm.conv_kernel", n(4)),
+        ("ssm.inner_size", n(32)),
+        ("ssm.state_size", n(8)),
+        ("ssm.time_step_rank", n(4)),
+        ("ssm.group_count", n(2)),
+    ];
+    let recurrent = ("attention.recurrent_layers", list(&[0, 1, 1, 0, 1, 0]));
+    for (more, attending, notes) in [
+        (vec![], &[3][..], 0),
+        (vec![("full_attention_interval", n(2))], &[1, 3, 5], 0),
+        (vec![recurrent.clone()], &[0, 3, 5], 0),
+        // A list takes precedence.
+        (vec![recurrent.clone(), ("full_attention_interval", n(2))], &[0, 3, 5], 0),
+        (vec![recurrent, ("nextn_predict_layers", n(2))], &[0, 3], 1),
+        (vec![("full_attention_interval", n(2)), ("nextn_predict_layers", n(1))], &[1, 3], 1),
+        (vec![("nextn_predict_layers", n(0))], &[3], 0),
+    ] {
+        let geometry = read("qwen35", &[&base[..], &more].concat()).expect("a geometry");
+        assert_eq!(geometry.layer_indices, attending, "{more:?}");
+        let states = geometry.states.iter().map(|states| states.layer);
+        let others = (0..geometry.num_layers).filter(|layer| !attending.contains(layer));
+        assert!(states.eq(others), "{more:?}");
+        assert_eq!(geometry.notes.len(), notes, "{more:?}: {:?}", geometry.notes);
+    }
+    let more = [("nextn_predict_layers", n(2))];
+    let geometry = read("qwen35moe", &[&base[..], &more].concat()).expect("a geometry");
+    assert_eq!(geometry.num_layers, 4);
+    assert_eq!(
+        geometry.notes,
+        ["the last 2 of 6 layers predict tokens further ahead: not counted"]
+    );
+    // Other architectures have no such layers of linear attention.
+    let all = read("qwen3", &[&base[..4], &more].concat()).expect("a geometry");
+    assert_eq!(all.layer_indices, [0, 1, 2, 3, 4, 5]);
+}
