@@ -7,6 +7,9 @@
 // Reads files that may be anything.
 #![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 mod config;
+mod experts;
+mod forms;
+mod joins;
 mod metadata;
 mod names;
 mod parts;
@@ -20,7 +23,7 @@ use std::path::Path;
 use candle_core::Device;
 use candle_core::quantized::gguf_file::TensorInfo;
 
-use crate::config::{Architecture, ModelConfig};
+use crate::config::ModelConfig;
 pub use crate::error::GgufError;
 use crate::error::{Error, InFile};
 use crate::num::to_u64;
@@ -77,32 +80,29 @@ pub(crate) fn read(path: &Path) -> Result<(ModelConfig, Weights), Error> {
     let config = config::config(&contents, short).in_file(path)?;
     let mut weights = Weights::default();
     for part in &mut parts {
-        read_tensors(part, config.architecture, &mut weights)?;
+        read_tensors(part, &config, &mut weights)?;
     }
-    names::join_gates(&config, &mut weights).in_file(path)?;
+    joins::restore(&config, &mut weights).in_file(path)?;
     Ok((config, weights))
 }
 
-fn read_tensors(
-    part: &mut Part,
-    architecture: Architecture,
-    weights: &mut Weights,
-) -> Result<(), Error> {
+fn read_tensors(part: &mut Part, config: &ModelConfig, weights: &mut Weights) -> Result<(), Error> {
     let Part { path, file, content } = part;
     for (name, info) in &content.tensor_infos {
-        let Some((known, form)) = names::hugging_face(architecture, name) else {
+        let (architecture, layers) = (config.architecture, config.layers());
+        let Some(known) = names::hugging_face(architecture, layers, name) else {
             continue;
         };
         check_size(name, info).in_file(path)?;
         let tensor = content
             .tensor(file, name, &Device::Cpu)
-            .and_then(|tensor| form.restore(&tensor.dequantize(&Device::Cpu)?))
+            .and_then(|tensor| known.restore(&tensor.dequantize(&Device::Cpu)?, config))
             .map_err(|error| GgufError::tensor(name, error))
             .in_file(path)?;
-        if weights.contains(&known) {
+        if weights.contains(&known.name) {
             return Err(GgufError::Repeated { name: name.clone() }).in_file(path);
         }
-        weights.insert(known, tensor);
+        weights.insert(known.name, tensor);
     }
     Ok(())
 }

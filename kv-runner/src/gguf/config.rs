@@ -3,9 +3,10 @@
 #![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use candle_core::quantized::gguf_file::{Content, Value};
 
+use super::experts::{self, Mixture};
 use super::metadata::{Metadata, whole};
 use super::{recurrence, rope};
-use crate::config::{Architecture, Biases, LayerKind, ModelConfig, Multipliers};
+use crate::config::{Architecture, Biases, ExpertsConfig, LayerKind, ModelConfig, Multipliers};
 use crate::error::ConfigError;
 use crate::geometry::{self, ModelGeometry, bounded};
 use crate::num::to_u64;
@@ -23,18 +24,26 @@ const END_KEYS: [&str; 8] = [
     "tokenizer.ggml.fim_sep_token_id",
 ];
 
-/// The architectures that run, by their names. Mistral's files have the architecture llama.
-const ARCHITECTURES: [(&str, Architecture); 9] = [
-    ("llama", Architecture::Llama),
-    ("qwen2", Architecture::Qwen2),
-    ("qwen3", Architecture::Qwen3),
-    ("phi3", Architecture::Phi3),
-    ("olmo2", Architecture::Olmo2),
-    ("granite", Architecture::Granite),
-    ("smollm3", Architecture::SmolLm3),
-    ("lfm2", Architecture::Lfm2),
-    ("granitehybrid", Architecture::GraniteHybrid),
+/// The architectures that run, by their names, and whether their models have experts. Mistral's
+/// files have the architecture llama.
+const ARCHITECTURES: [(&str, Architecture, Mixture); 12] = [
+    ("llama", Architecture::Llama, Mixture::Refused),
+    ("qwen2", Architecture::Qwen2, Mixture::Refused),
+    ("qwen3", Architecture::Qwen3, Mixture::Refused),
+    ("phi3", Architecture::Phi3, Mixture::Refused),
+    ("olmo2", Architecture::Olmo2, Mixture::Refused),
+    ("granite", Architecture::Granite, Mixture::Refused),
+    ("smollm3", Architecture::SmolLm3, Mixture::Refused),
+    ("qwen35", Architecture::Qwen35, Mixture::Refused),
+    ("qwen35moe", Architecture::Qwen35, Mixture::Required),
+    ("qwen3next", Architecture::Qwen3Next, Mixture::Possible),
+    ("lfm2", Architecture::Lfm2, Mixture::Refused),
+    ("granitehybrid", Architecture::GraniteHybrid, Mixture::Possible),
 ];
+
+/// Their names, for errors.
+const NAMES: &str = "llama, qwen2, qwen3, phi3, olmo2, granite, smollm3, qwen35, qwen35moe, \
+                     qwen3next, lfm2 or granitehybrid";
 
 /// Texts of tokens that llama.cpp treats as ends, whatever the keys say.
 const END_TEXTS: [&str; 17] = [
@@ -65,10 +74,9 @@ pub(super) fn config(
     short: Option<Vec<f64>>,
 ) -> Result<ModelConfig, ConfigError> {
     let first = contents.first().ok_or(ConfigError::Missing { field: "general.architecture" })?;
-    let tensor = |name| contents.iter().find_map(|content| content.tensor_infos.get(name));
+    let tensor = |name: &str| contents.iter().find_map(|content| content.tensor_infos.get(name));
     let metadata = Metadata::new(first);
-    let architecture = architecture(&metadata)?;
-    refuse_experts(&metadata)?;
+    let (architecture, mixture) = architecture(&metadata)?;
     refuse_encoder(&metadata)?;
     let is_hybrid = !architecture.recurrent_layers().is_empty();
     let hidden = metadata.required("embedding_length")?;
@@ -83,10 +91,17 @@ pub(super) fn config(
         names.any(|name| name.ends_with(end))
     };
     let recurrence = recurrence::read(&metadata, architecture, hidden, has)?;
+    let num_layers = geometry::gguf::layers(&metadata)?;
+    let experts = experts::read(&metadata, (architecture, mixture), num_layers, |name: &str| {
+        tensor(name).is_some()
+    })?;
     let geometry = geometry::gguf::read(&metadata)?;
     let layer = geometry.uniform(metadata.key("attention.value_length"))?;
     let head_dim = layer.head_dim_k;
     let rotary_dim = metadata.count("rope.dimension_count")?.unwrap_or(head_dim).min(head_dim);
+    if architecture == Architecture::Qwen35 {
+        rope::check_sections(&metadata, rotary_dim)?;
+    }
     let embedding = tensor("token_embd.weight");
     let vocab = embedding.and_then(|info| info.shape.dims().first().copied());
     let context = metadata.required("context_length")?;
@@ -96,7 +111,7 @@ pub(super) fn config(
         architecture,
         layer_kinds: layer_kinds(&metadata, architecture, &geometry)?,
         hidden,
-        intermediate: intermediate(&metadata, architecture)?,
+        intermediate: intermediate(&metadata, architecture, experts.as_ref())?,
         heads,
         kv_heads: layer.kv_heads,
         head_dim,
@@ -117,20 +132,20 @@ pub(super) fn config(
         },
         recurrence,
         states: if is_hybrid { geometry.states } else { Vec::new() },
-        experts: None,
+        experts,
         bos: metadata.general("tokenizer.ggml.bos_token_id").and_then(whole),
         eos: ends(&metadata)?,
     }
     .check()
 }
 
-fn architecture(metadata: &Metadata<'_>) -> Result<Architecture, ConfigError> {
+fn architecture(metadata: &Metadata<'_>) -> Result<(Architecture, Mixture), ConfigError> {
     let name = metadata.architecture();
-    let known = ARCHITECTURES.iter().find(|(known, _)| *known == name);
-    known.map(|(_, known)| *known).ok_or_else(|| ConfigError::Unsupported {
+    let known = ARCHITECTURES.iter().find(|(known, ..)| *known == name);
+    known.map(|(_, known, mixture)| (*known, *mixture)).ok_or_else(|| ConfigError::Unsupported {
         field: "general.architecture",
         got: name.to_owned(),
-        expected: "llama, qwen2, qwen3, phi3, olmo2, granite, smollm3, lfm2 or granitehybrid",
+        expected: NAMES,
     })
 }
 
@@ -146,25 +161,24 @@ fn refuse_encoder(metadata: &Metadata<'_>) -> Result<(), ConfigError> {
 }
 
 /// Returns the width of the MLP.
-fn intermediate(metadata: &Metadata<'_>, architecture: Architecture) -> Result<u32, ConfigError> {
-    // The MLP of a model without experts is the shared one of a model with some.
+fn intermediate(
+    metadata: &Metadata<'_>,
+    architecture: Architecture,
+    experts: Option<&ExpertsConfig>,
+) -> Result<u32, ConfigError> {
     const SHARED: &str = "expert_shared_feed_forward_length";
+    match experts {
+        Some(of) if architecture == Architecture::GraniteHybrid => return Ok(of.shared_width),
+        // Without a layer that has an MLP alone, its width need not be known.
+        Some(of) if !metadata.has("feed_forward_length") && of.layers.iter().all(|has| *has) => {
+            return Ok(of.shared_width);
+        }
+        _ => {}
+    }
+    // The MLP of a model without experts is the shared one of a model with some.
     match metadata.count(SHARED)? {
         Some(width) if width > 0 && architecture == Architecture::GraniteHybrid => Ok(width),
         _ => metadata.required("feed_forward_length"),
-    }
-}
-
-/// Mixtures of experts have the architecture of the model they were made from.
-fn refuse_experts(metadata: &Metadata<'_>) -> Result<(), ConfigError> {
-    match metadata.count("expert_count")? {
-        None | Some(0) => Ok(()),
-        Some(count) => {
-            let problem = format!(
-                "is {count}: a mixture of experts, such as Mixtral, which this program does not run"
-            );
-            Err(metadata.wrong("expert_count", problem))
-        }
     }
 }
 

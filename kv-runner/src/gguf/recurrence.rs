@@ -2,7 +2,7 @@
 // Reads files that may be anything.
 #![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use super::metadata::Metadata;
-use crate::config::{Architecture, ConvConfig, MambaConfig, Recurrence};
+use crate::config::{Architecture, ConvConfig, DeltaConfig, MambaConfig, Recurrence};
 use crate::error::ConfigError;
 use crate::geometry::{COUNT_MAX, bounded, divide};
 
@@ -24,7 +24,33 @@ pub(super) fn read(
             let mamba = mamba2(metadata, has(".ssm_conv1d.bias"), has(".ssm_in.bias"))?;
             Some(Recurrence::Mamba2(mamba))
         }
+        Architecture::Qwen35 | Architecture::Qwen3Next => {
+            let is_fused = architecture == Architecture::Qwen3Next;
+            Some(Recurrence::Delta(delta(metadata, is_fused)?))
+        }
         _ => None,
+    })
+}
+
+fn delta(metadata: &Metadata<'_>, is_fused: bool) -> Result<DeltaConfig, ConfigError> {
+    let count = |key| bounded(&metadata.key(key), metadata.required(key)?.into(), COUNT_MAX);
+    let (v_width, v_heads) = (count("ssm.inner_size")?, count("ssm.time_step_rank")?);
+    let v_dim = divide(("ssm.inner_size", v_width), ("ssm.time_step_rank", v_heads))?;
+    let (k_heads, k_dim) = (count("ssm.group_count")?, count("ssm.state_size")?);
+    divide(("ssm.time_step_rank", v_heads), ("ssm.group_count", k_heads))?;
+    let size = metadata.key("ssm.state_size");
+    let k_width = u64::from(k_heads).saturating_mul(k_dim.into());
+    let channels = k_width.saturating_mul(2).saturating_add(v_width.into());
+    Ok(DeltaConfig {
+        k_heads,
+        v_heads,
+        k_dim,
+        v_dim,
+        kernel: kernel(metadata, "ssm.conv_kernel")?,
+        k_width: bounded(&size, k_width, u32::MAX)?,
+        v_width,
+        channels: bounded(&size, channels, u32::MAX)?,
+        is_fused,
     })
 }
 

@@ -59,6 +59,36 @@ pub(super) fn scaling(
     }
 }
 
+/// Refuses a division of pairs among the axes of an image in which a pair has no axis.
+///
+/// Pairs belong to the axes in turns, as long as the sections of these have room; the axes of a
+/// text all have the position of the token, and what is beyond the three has none.
+pub(super) fn check_sections(metadata: &Metadata<'_>, rotary_dim: u32) -> Result<(), ConfigError> {
+    const KEY: &str = "rope.dimension_sections";
+    let Some(sections) = metadata.counts(KEY)? else {
+        return Ok(());
+    };
+    let wrong = |problem: String| Err(metadata.wrong(KEY, problem));
+    let ([first, second, third] | [first, second, third, _]) = *sections.as_slice() else {
+        return wrong(format!("has {} entries, 3 or 4 are expected", sections.len()));
+    };
+    let period = sections.iter().fold(0_u64, |sum, section| sum.saturating_add((*section).into()));
+    let pairs = u64::from(rotary_dim).checked_div(2).unwrap_or(0);
+    let has_axis = |pair: &u64| {
+        let place = pair.checked_rem(period)?;
+        let section = match place.checked_rem(3)? {
+            0 => first,
+            1 => second,
+            _ => third,
+        };
+        Some(place < u64::from(section).saturating_mul(3))
+    };
+    match (0..pairs.min(period.max(1))).find(|pair| has_axis(pair) != Some(true)) {
+        None => Ok(()),
+        Some(pair) => wrong(format!("is {sections:?}: pair {pair} of {pairs} has no axis")),
+    }
+}
+
 /// Makes the scaling that divides positions by `factor` and multiplies rotated rows by `attention`.
 fn with_magnitude(factor: f64, attention: f64, pairs: usize) -> Scaling {
     let is_one = |number: f64| number.total_cmp(&1.0).is_eq();

@@ -70,10 +70,18 @@ fn names_are_translated() {
             Some("model.layers.3.feed_forward.w1.weight"),
         ),
         (Architecture::Llama, "token_embd_norm.weight", None),
+        (Architecture::Qwen35, "blk.0.ssm_a", Some("model.layers.0.linear_attn.A_log")),
+        (
+            Architecture::Qwen3Next,
+            "blk.1.attn_gate.weight",
+            Some("model.layers.1.linear_attn.in_proj_z.weight"),
+        ),
+        (Architecture::Qwen35, "blk.13.attn_q.weight", None),
+        (Architecture::Qwen35, "blk.12.nextn.enorm.weight", None),
         (Architecture::Llama, "blk.x", None),
         (Architecture::Llama, "v.blk.0.attn_q.weight", None),
     ] {
-        let known = names::hugging_face(architecture, name).map(|(known, _)| known);
+        let known = names::hugging_face(architecture, 13, name).map(|known| known.name);
         assert_eq!(known.as_deref(), expected, "{name}");
     }
 }
@@ -83,7 +91,8 @@ fn architectures_are_run_or_refused_by_name() {
     for name in ["llama", "qwen2", "qwen3", "phi3", "olmo2", "granite", "smollm3"] {
         assert_eq!(read(name, &[]).expect(name).architecture.name(), name);
     }
-    for name in ["gemma3", "mistral", "deepseek2", "mamba", "lfm2moe", "qwen35", "qwen3next", ""] {
+    for name in ["gemma3", "mistral", "deepseek2", "mamba", "lfm2moe", "granitemoe", "qwen3moe", ""]
+    {
         let error = refused(name, &[]);
         assert!(error.contains(&format!("{name:?} is not supported, expected llama")), "{error}");
     }

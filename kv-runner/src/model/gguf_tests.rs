@@ -1,5 +1,9 @@
 //! GGUF files of hybrid models, with the names and values of llama.cpp's converter, against logits
 //! of transformers.
+mod converter;
+mod qwen;
+mod refusals;
+
 use std::fs::File;
 use std::path::Path;
 
@@ -11,182 +15,55 @@ use kv::{SequenceId, StartOptions};
 use super::Decoder;
 use super::recorded::{Recorded, recorded};
 use super::recorded_tests::{cache, check, read, text};
-use crate::num::to_usize;
 
 /// A recorded model as the contents of a GGUF file.
 struct Contents {
     architecture: &'static str,
     keys: Vec<(String, Value)>,
     tensors: Vec<(String, Vec<usize>, Vec<f32>)>,
+    /// Whether elements of matrices are rounded.
+    is_quantised: bool,
+}
+
+/// Returns the type of rounded elements.
+fn quantised(shape: &[usize]) -> GgmlDType {
+    match shape {
+        [_] => GgmlDType::F32,
+        [.., width] if width.is_multiple_of(32) => GgmlDType::Q8_0,
+        _ => GgmlDType::F16,
+    }
 }
 
 /// Returns the names of recorded models, and their architectures in GGUF files.
-const CASES: [(&str, &str); 4] = [
+const CASES: [(&str, &str); 13] = [
     ("lfm2", "lfm2"),
     ("lfm2-options", "lfm2"),
     ("granitemoehybrid", "granitehybrid"),
     ("granitemoehybrid-options", "granitehybrid"),
+    ("granitemoehybrid-experts", "granitehybrid"),
+    ("qwen3_5_text", "qwen35"),
+    ("qwen3_5_text-options", "qwen35"),
+    ("qwen3_5", "qwen35"),
+    ("qwen3_next-dense", "qwen3next"),
+    ("qwen3_next", "qwen3next"),
+    ("qwen3_next-experts", "qwen3next"),
+    // The same computation as in a mixture of Qwen3.5, with other matrices.
+    ("qwen3_next", "qwen35moe"),
+    ("qwen3_next-experts", "qwen35moe"),
 ];
-
-fn number(case: &Recorded, field: &str) -> u32 {
-    u32::try_from(case.config[field].as_u64().expect(field)).expect("small")
-}
-
-#[expect(clippy::cast_possible_truncation, clippy::as_conversions, reason = "rounding is meant")]
-fn real(value: &serde_json::Value) -> Value {
-    Value::F32(value.as_f64().expect("a number") as f32)
-}
-
-/// Returns the name of a tensor in a GGUF file.
-fn name(tensor: &str) -> String {
-    let Some(rest) = tensor.strip_prefix("model.layers.") else {
-        let known = match tensor {
-            "model.embed_tokens.weight" => "token_embd.weight",
-            "model.norm.weight" => "output_norm.weight",
-            "model.embedding_norm.weight" => "token_embd_norm.weight",
-            "lm_head.weight" => "output.weight",
-            other => panic!("{other}"),
-        };
-        return known.to_owned();
-    };
-    let (layer, part) = rest.split_once('.').expect("a part");
-    let whole = match part {
-        "mamba.A_log" => Some("ssm_a"),
-        "mamba.D" => Some("ssm_d"),
-        "mamba.dt_bias" => Some("ssm_dt.bias"),
-        _ => None,
-    };
-    if let Some(whole) = whole {
-        return format!("blk.{layer}.{whole}");
-    }
-    let (part, kind) = part.rsplit_once('.').expect("a kind");
-    let part = match part {
-        "operator_norm" | "input_layernorm" => "attn_norm",
-        "ffn_norm" | "post_attention_layernorm" => "ffn_norm",
-        "self_attn.q_proj" => "attn_q",
-        "self_attn.k_proj" => "attn_k",
-        "self_attn.v_proj" => "attn_v",
-        "self_attn.q_layernorm" => "attn_q_norm",
-        "self_attn.k_layernorm" => "attn_k_norm",
-        "self_attn.out_proj" | "self_attn.o_proj" => "attn_output",
-        "feed_forward.w1" => "ffn_gate",
-        "feed_forward.w3" => "ffn_up",
-        "feed_forward.w2" | "shared_mlp.output_linear" => "ffn_down",
-        "conv.conv" => "shortconv.conv",
-        "conv.in_proj" => "shortconv.in_proj",
-        "conv.out_proj" => "shortconv.out_proj",
-        "mamba.in_proj" => "ssm_in",
-        "mamba.conv1d" => "ssm_conv1d",
-        "mamba.norm" => "ssm_norm",
-        "mamba.out_proj" => "ssm_out",
-        other => panic!("{other}"),
-    };
-    format!("blk.{layer}.{part}.{kind}")
-}
-
-/// Interleaves the halves of each head's rows.
-fn interleave(values: &[f32], head_dim: usize, width: usize) -> Vec<f32> {
-    let head = |rows: &[f32]| {
-        let (first, second) = rows.split_at(rows.len() / 2);
-        let pairs = first.chunks(width).zip(second.chunks(width));
-        pairs.flat_map(|(a, b)| [a, b].concat()).collect::<Vec<_>>()
-    };
-    values.chunks(head_dim * width).flat_map(head).collect()
-}
-
-fn contents(case: &Recorded, architecture: &'static str) -> Contents {
-    let head_dim = number(case, "hidden_size") / number(case, "num_attention_heads");
-    let mut tensors = Vec::new();
-    for (tensor, shape, values) in case.weights() {
-        let mut entry = (String::new(), shape.to_vec(), values);
-        let (_, shape, values) = &mut entry;
-        if tensor.ends_with(".conv.conv.weight") || tensor.ends_with(".conv1d.weight") {
-            shape.remove(1);
-        } else if tensor.ends_with(".A_log") {
-            for x in values.iter_mut() {
-                *x = -x.exp();
-            }
-            shape.push(1);
-        } else if tensor.ends_with(".mamba.D") {
-            shape.push(1);
-        } else if tensor.ends_with(".mamba.norm.weight") {
-            let groups = to_usize(number(case, "mamba_n_groups"));
-            *shape = vec![groups, shape[0] / groups];
-        } else if architecture == "granitehybrid"
-            && (tensor.contains(".q_proj.") || tensor.contains(".k_proj."))
-        {
-            *values = interleave(values, to_usize(head_dim), shape[1]);
-        }
-        if tensor.ends_with(".shared_mlp.input_linear.weight") {
-            let (gate, up) = values.split_at(values.len() / 2);
-            let layer = name(&tensor.replace("shared_mlp.input_linear", "input_layernorm"));
-            let half = vec![shape[0] / 2, shape[1]];
-            for (part, values) in [("ffn_gate", gate), ("ffn_up", up)] {
-                let name = layer.replace("attn_norm", part);
-                tensors.push((name, half.clone(), values.to_vec()));
-            }
-            continue;
-        }
-        entry.0 = name(tensor);
-        tensors.push(entry);
-    }
-    Contents { architecture, keys: keys(case, architecture, &tensors), tensors }
-}
-
-fn keys(
-    case: &Recorded,
-    architecture: &str,
-    tensors: &[(String, Vec<usize>, Vec<f32>)],
-) -> Vec<(String, Value)> {
-    let count = |field| Value::U32(number(case, field));
-    let has = |name: String| tensors.iter().any(|(known, ..)| *known == name);
-    let kv_heads = |layer| {
-        let attends = has(format!("blk.{layer}.attn_q.weight"));
-        Value::U32(if attends { number(case, "num_key_value_heads") } else { 0 })
-    };
-    let kv_heads = (0..number(case, "num_hidden_layers")).map(kv_heads);
-    let gate = tensors.iter().find(|(name, ..)| name == "blk.0.ffn_gate.weight");
-    let width = gate.map(|(_, shape, _)| u32::try_from(shape[0]).expect("small"));
-    let mut keys = vec![
-        ("embedding_length", count("hidden_size")),
-        ("block_count", count("num_hidden_layers")),
-        ("attention.head_count", count("num_attention_heads")),
-        ("attention.head_count_kv", Value::Array(kv_heads.collect())),
-        ("feed_forward_length", Value::U32(width.expect("a gate"))),
-        ("context_length", count("max_position_embeddings")),
-        ("rope.freq_base", real(&case.config["rope_parameters"]["rope_theta"])),
-    ];
-    if architecture == "lfm2" {
-        keys.push(("attention.layer_norm_rms_epsilon", real(&case.config["norm_eps"])));
-        keys.push(("shortconv.l_cache", count("conv_L_cache")));
-    } else {
-        let inner = number(case, "hidden_size") * number(case, "mamba_expand");
-        let rotates = case.config["position_embedding_type"] == "rope";
-        keys.extend([
-            ("attention.layer_norm_rms_epsilon", real(&case.config["rms_norm_eps"])),
-            ("embedding_scale", real(&case.config["embedding_multiplier"])),
-            ("attention.scale", real(&case.config["attention_multiplier"])),
-            ("residual_scale", real(&case.config["residual_multiplier"])),
-            ("logit_scale", real(&case.config["logits_scaling"])),
-            ("expert_shared_feed_forward_length", count("shared_intermediate_size")),
-            ("ssm.conv_kernel", count("mamba_d_conv")),
-            ("ssm.state_size", count("mamba_d_state")),
-            ("ssm.group_count", count("mamba_n_groups")),
-            ("ssm.inner_size", Value::U32(inner)),
-            ("ssm.time_step_rank", count("mamba_n_heads")),
-            ("rope.scaling.finetuned", Value::Bool(rotates)),
-        ]);
-    }
-    let named = keys.into_iter().map(|(key, value)| (format!("{architecture}.{key}"), value));
-    let name = ("general.architecture".to_owned(), Value::String(architecture.to_owned()));
-    std::iter::once(name).chain(named).collect()
-}
 
 impl Contents {
     fn of(name: &str, architecture: &'static str) -> (Recorded, Self) {
         let case = recorded().into_iter().find(|case| case.name == name).expect("recorded");
-        let contents = contents(&case, architecture);
+        let contents = match architecture {
+            "lfm2" | "granitehybrid" => converter::contents(&case, architecture),
+            _ => qwen::contents(&case, architecture),
+        };
         (case, contents)
+    }
+
+    fn put(&mut self, key: &str, value: Value) {
+        self.set(key, Some(value));
     }
 
     fn set(&mut self, key: &str, value: Option<Value>) {
@@ -199,11 +76,17 @@ impl Contents {
         self.tensors.iter_mut().find(|(known, ..)| known == name).expect(name)
     }
 
+    fn remove(&mut self, name: &str) -> Option<(String, Vec<usize>, Vec<f32>)> {
+        let at = self.tensors.iter().position(|(known, ..)| known == name)?;
+        Some(self.tensors.remove(at))
+    }
+
     fn write(&self, path: &Path) {
         let quantised = self.tensors.iter().map(|(name, shape, values)| {
             let values = Tensor::from_slice(values, shape.as_slice(), &Device::Cpu);
             let values = values.expect("a tensor");
-            (name.as_str(), QTensor::quantize(&values, GgmlDType::F32).expect("f32"))
+            let element = if self.is_quantised { quantised(shape) } else { GgmlDType::F32 };
+            (name.as_str(), QTensor::quantize(&values, element).expect("a tensor"))
         });
         let quantised: Vec<_> = quantised.collect();
         let tensors: Vec<_> = quantised.iter().map(|(name, tensor)| (*name, tensor)).collect();
@@ -224,21 +107,27 @@ impl Contents {
     }
 }
 
+/// Checks the logits of a recorded text against those of transformers.
+fn check_text(case: &Recorded, contents: &Contents) {
+    let architecture = contents.architecture;
+    let model = contents.decoder().unwrap_or_else(|error| panic!("{}: {error}", case.name));
+    let ids = text(case);
+    for chunk in [ids.len(), 7] {
+        let mut cache = cache(&model);
+        let id = SequenceId(1);
+        cache.start(id, &[], StartOptions::default()).expect("starts");
+        for (first, tokens) in (0..).step_by(chunk).zip(ids.chunks(chunk)) {
+            let rows = read(&model, &mut cache, id, tokens);
+            check(case, first, &rows, &format!("{architecture} in steps of {chunk}"));
+        }
+    }
+}
+
 #[test]
 fn a_gguf_file_of_a_hybrid_model_has_the_logits_of_transformers() {
     for (name, architecture) in CASES {
         let (case, contents) = Contents::of(name, architecture);
-        let model = contents.decoder().expect(name);
-        let ids = text(&case);
-        for chunk in [ids.len(), 7] {
-            let mut cache = cache(&model);
-            let id = SequenceId(1);
-            cache.start(id, &[], StartOptions::default()).expect("starts");
-            for (first, tokens) in (0..).step_by(chunk).zip(ids.chunks(chunk)) {
-                let rows = read(&model, &mut cache, id, tokens);
-                check(&case, first, &rows, &format!("GGUF in steps of {chunk}"));
-            }
-        }
+        check_text(&case, &contents);
     }
 }
 
@@ -246,82 +135,84 @@ fn a_gguf_file_of_a_hybrid_model_has_the_logits_of_transformers() {
 fn the_last_norm_of_lfm2_has_one_of_two_names() {
     let (case, mut contents) = Contents::of("lfm2", "lfm2");
     "output_norm.weight".clone_into(&mut contents.tensor("token_embd_norm.weight").0);
-    let model = contents.decoder().expect("a model");
-    let mut cache = cache(&model);
-    cache.start(SequenceId(1), &[], StartOptions::default()).expect("starts");
-    let rows = read(&model, &mut cache, SequenceId(1), &case.prompt_ids);
-    check(&case, 0, &rows, "GGUF");
+    check_text(&case, &contents);
 }
 
 #[test]
-fn files_that_contradict_themselves_are_refused_by_name() {
-    type Change = fn(&mut Contents);
-    let cases: [(&str, Change, &str); 12] = [
-        ("lfm2", |of| of.set("shortconv.l_cache", None), "lfm2.shortconv.l_cache is missing"),
-        (
-            "lfm2",
-            |of| of.set("shortconv.l_cache", Some(Value::U32(1))),
-            "lfm2.shortconv.l_cache is 1: a convolution sees at least 2",
-        ),
-        (
-            "lfm2",
-            |of| of.set("shortconv.l_cache", Some(Value::U32(4))),
-            "model.layers.0.conv.conv.weight",
-        ),
-        (
-            "lfm2",
-            |of| of.set("attention.sliding_window", Some(Value::U32(4))),
-            "lfm2.attention.sliding_window is 4, but no layer of lfm2 has a window",
-        ),
-        (
-            "lfm2",
-            |of| of.set("attention.causal", Some(Value::Bool(false))),
-            "lfm2.attention.causal is false",
-        ),
-        (
-            "lfm2",
-            |of| {
-                let (name, ..) = of.tensor("blk.0.shortconv.conv.weight");
-                "blk.0.shortconv.c.weight".clone_into(name);
-            },
-            "model.layers.0.conv.conv.weight",
-        ),
-        (
-            "granitemoehybrid",
-            |of| of.set("ssm.time_step_rank", Some(Value::U32(5))),
-            "ssm.inner_size 96 is not a multiple of ssm.time_step_rank 5",
-        ),
-        (
-            "granitemoehybrid",
-            |of| of.set("ssm.group_count", Some(Value::U32(4))),
-            "ssm.time_step_rank 6 is not a multiple of ssm.group_count 4",
-        ),
-        (
-            "granitemoehybrid",
-            |of| of.set("ssm.state_size", None),
-            "granitehybrid.ssm.state_size is missing",
-        ),
-        (
-            "granitemoehybrid",
-            |of| of.set("expert_count", Some(Value::U32(4))),
-            "granitehybrid.expert_count is 4: a mixture of experts",
-        ),
-        (
-            "granitemoehybrid",
-            |of| of.tensor("blk.0.ssm_a").2[1] = 0.5,
-            "a decay of 0.5: a number below 0 is expected",
-        ),
-        (
-            "granitemoehybrid",
-            |of| "blk.0.ffn".clone_into(&mut of.tensor("blk.0.ffn_up.weight").0),
-            "model.layers.0.mlp.up_proj.weight",
-        ),
-    ];
-    for (name, change, words) in cases {
-        let known = CASES.iter().find(|(known, _)| *known == name);
-        let (_, mut contents) = Contents::of(name, known.expect("a case").1);
-        change(&mut contents);
-        let error = contents.decoder().expect_err(words);
-        assert!(error.contains(words), "{error}");
+fn gate_and_up_of_experts_may_be_in_one_tensor() {
+    for (name, architecture) in
+        [("granitemoehybrid-experts", "granitehybrid"), ("qwen3_next-experts", "qwen3next")]
+    {
+        let (case, mut contents) = Contents::of(name, architecture);
+        let mut joined = 0;
+        for layer in 0..4 {
+            let name = |part: &str| format!("blk.{layer}.ffn_{part}_exps.weight");
+            let Some(gate) = contents.remove(&name("gate")) else { continue };
+            let up = contents.remove(&name("up")).expect("both");
+            let rows = gate.1[1] * gate.1[2];
+            let pairs = gate.2.chunks(rows).zip(up.2.chunks(rows));
+            let both = pairs.flat_map(|(gate, up)| [gate, up].concat()).collect();
+            let shape = vec![gate.1[0], 2 * gate.1[1], gate.1[2]];
+            contents.tensors.push((name("gate_up"), shape, both));
+            joined += 1;
+        }
+        assert!(joined > 1, "{joined}");
+        check_text(&case, &contents);
+    }
+}
+
+#[test]
+fn older_files_of_qwen3_next_have_one_projection() {
+    let (case, mut contents) = Contents::of("qwen3_next-dense", "qwen3next");
+    for (name, shape, values) in case.weights() {
+        if let Some(layer) = name.strip_suffix(".linear_attn.in_proj_qkvz.weight") {
+            let layer = layer.rsplit('.').next().expect("a layer");
+            for part in ["attn_qkv", "attn_gate"] {
+                contents.remove(&format!("blk.{layer}.{part}.weight")).expect("converted");
+            }
+            contents.tensors.push((format!("blk.{layer}.ssm_in.weight"), shape.to_vec(), values));
+        }
+    }
+    check_text(&case, &contents);
+}
+
+#[test]
+fn layers_that_predict_tokens_further_ahead_are_left_out() {
+    let (case, mut contents) = Contents::of("qwen3_5_text", "qwen35");
+    contents.put("block_count", Value::U32(5));
+    contents.put("nextn_predict_layers", Value::U32(1));
+    for part in ["attn_norm", "attn_q", "nextn.eh_proj", "nextn.enorm"] {
+        contents.tensors.push((format!("blk.4.{part}.weight"), vec![48], vec![0.5; 48]));
+    }
+    check_text(&case, &contents);
+}
+
+#[test]
+fn rounded_tensors_are_restored_as_others_are() {
+    for (name, architecture) in [
+        ("qwen3_5_text", "qwen35"),
+        ("qwen3_next", "qwen35moe"),
+        ("qwen3_next", "qwen3next"),
+        ("granitemoehybrid-experts", "granitehybrid"),
+    ] {
+        let (case, mut contents) = Contents::of(name, architecture);
+        contents.is_quantised = true;
+        let logits = |contents: &Contents| {
+            let model = contents.decoder().expect("a model");
+            let mut cache = cache(&model);
+            cache.start(SequenceId(1), &[], StartOptions::default()).expect("starts");
+            read(&model, &mut cache, SequenceId(1), &case.prompt_ids)
+        };
+        let rounded = logits(&contents);
+        // A file of f32 with the values that the rounded elements have.
+        contents.is_quantised = false;
+        assert_ne!(logits(&contents), rounded, "{architecture}");
+        for (_, shape, values) in &mut contents.tensors {
+            let tensor = Tensor::from_slice(values, shape.as_slice(), &Device::Cpu);
+            let tensor = QTensor::quantize(&tensor.expect("a tensor"), quantised(shape));
+            let tensor = tensor.and_then(|tensor| tensor.dequantize(&Device::Cpu));
+            *values = tensor.and_then(|all| all.flatten_all()?.to_vec1()).expect("values");
+        }
+        assert_eq!(logits(&contents), rounded, "{architecture}");
     }
 }
